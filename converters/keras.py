@@ -68,7 +68,7 @@ def from_module(layer: "keras.Layer", variables: None = None) -> tuple[MHAParams
 
     Raises:
       TypeError: the layer is neither of the two.
-      ValueError: the layer is not built, or uses a feature that jaxmha lacks (gate, several attention
+      ValueError: the layer is not built, or uses a feature that jaxmha lacks (several attention
         axes, sliding_window); the message names it.
 
     If `output_shape` has several axes, the parameters merge them into one: reshape the output of
@@ -105,7 +105,6 @@ def from_module(layer: "keras.Layer", variables: None = None) -> tuple[MHAParams
 
 
 _REFUSED: tuple[tuple[str, Any, str], ...] = (
-    ("use_gate", bool, "jaxmha has no counterpart for: the gate's weights would be dropped"),
     (
         "attention_axes",
         lambda axes: axes is not None and tuple(np.atleast_1d(axes)) != (1,),
@@ -146,11 +145,19 @@ def to_module(
     sizes = check(params)
     grouped = kind == "gqa" or (kind is None and sizes["K"] != sizes["N"])
     one_dtype(params)
+    gate = params.gate
+    if gate is not None and (gate.bias is None) != (params.query.bias is None):
+        raise ValueError(
+            "keras has biases for all projections or for none (use_bias), and params.gate has "
+            f"{'none' if gate.bias is None else 'one'} unlike params.query (a bias of zeros changes "
+            "nothing)"
+        )
     layout = GROUPED if grouped else VARIABLES
     state = export_params(params, semantics, layout=layout.name)
     settings = {
         "dropout": semantics.dropout_rate,
         "use_bias": params.query.bias is not None,
+        "use_gate": gate is not None,
         "dtype": state["query/kernel"].dtype.name,
     }
     if like is not None:

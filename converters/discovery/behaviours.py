@@ -100,7 +100,7 @@ READERS: tuple[tuple[str, _Reader], ...] = (
         ),
         _normalised,
     ),
-    ("lfm2 lfm2_moe lfm3", _with_norm_eps),
+    ("lfm2 lfm2_moe lfm3 lfm3_vl_vision", _with_norm_eps),
     (
         "qwen3_next qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text minimax_m3_vl_text",
         _offset,

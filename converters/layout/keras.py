@@ -16,6 +16,8 @@ _VARIABLES = (
     Entry("value/bias", "N h", ("value.bias",), "bias"),
     Entry("attention_output/kernel", "N h Do", ("out.kernel",)),
     Entry("attention_output/bias", "Do", ("out.bias",), "bias"),
+    Entry("gate/kernel", "Dq N h", ("gate.kernel",), "gate"),
+    Entry("gate/bias", "N h", ("gate.bias",), "gate bias"),
 )
 VARIABLES = Layout(
     "keras",
@@ -31,6 +33,7 @@ _FILE_GROUPS = {
     "key": "key_dense",
     "value": "value_dense",
     "attention_output": "output_dense",
+    "gate": "_gate_dense",  # the class has no public attribute for it
 }
 WEIGHTS_FILE = replace(
     VARIABLES,
@@ -63,7 +66,7 @@ GROUPED_FILE = replace(
     GROUPED,
     name="keras-gqa-file",
     entries=tuple(
-        file_entry._replace(key=f"_{file_entry.key}", axes=entry.axes)
+        file_entry._replace(key=f"_{file_entry.key.removeprefix('_')}", axes=entry.axes)
         for file_entry, entry in zip(WEIGHTS_FILE.entries, GROUPED.entries, strict=True)
     ),
     convention="keras-file",

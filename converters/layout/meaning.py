@@ -31,7 +31,7 @@ _OF_ALL = _norms("q_norm", "k_norm", "(N H)")
 _SINKS = (Entry("sinks", "N", ("sinks",)),)
 _GATE = (Entry("gate_proj.weight", "(N h) Dq", ("gate.kernel",)),)
 _GATE_BIAS = (Entry("gate_bias", "N", ("gate_heads.bias",)),)
-_GATE_OF_HEADS = (Entry("g_proj.weight", "N Dq", ("gate_heads.kernel",)),)
+_GATE_OF_HEADS = (Entry("gate_proj.weight", "N Dq", ("gate_heads.kernel",)),)
 _OFFSETS = (Entry("softmax_offset", "N", ("sinks",)),)
 _RMS = Semantics(qk_norm="rms")
 _LAYER = Semantics(qk_norm="layer", qk_norm_epsilon=1e-5)
@@ -54,7 +54,7 @@ _MEANING: dict[str, tuple[tuple[Entry, ...], Semantics, str]] = {
         _RMS,
         "Beam: norms, and a gate for every feature with a bias for every head",
     ),
-    "llama-norm-g": (_OF_HEAD + _GATE_OF_HEADS, _RMS, "LFM3: norms, and a gate per head"),
+    "llama-norm-gate-heads": (_OF_HEAD + _GATE_OF_HEADS, _RMS, "LFM3: norms, and a gate per head"),
 }
 
 

@@ -28,6 +28,7 @@ from jaxmha.converters.verify.comparands import AnySource, ComparedBlock
 from jaxmha.converters.verify.other_tensors import Left
 from jaxmha.converters.verify.weights import Difference, differences_of
 from jaxmha.params import check, leaves
+from jaxmha.semantics import NORM_FIELDS
 
 # Two errors count as similar up to this ratio; exported for readers of reports.
 RATIO = forward_check.RATIO
@@ -239,7 +240,7 @@ def not_finite(params: MHAParams) -> list[str]:
 
 def _behaviour(a: ComparedBlock, b: ComparedBlock) -> Iterator[str]:
     """Describes the fields of the semantics that differ."""
-    for name in ("scale", "logits_soft_cap", "add_zero_attn", "qk_norm", "qk_norm_epsilon"):
+    for name in ("scale", "logits_soft_cap", "add_zero_attn", "clip_qkv", *NORM_FIELDS):
         x, y = (getattr(block.semantics, name) for block in (a, b))
         if x != y and not (name == "scale" and math.isclose(_scale(a), _scale(b), rel_tol=1e-12)):
             yield f"{name} is {x!r} and {y!r}"

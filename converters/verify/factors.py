@@ -18,7 +18,8 @@ from jaxmha.converters.masks import compare
 from jaxmha.converters.masks.compose import array_of
 from jaxmha.converters.verify import diagnosis, oracle
 from jaxmha.converters.verify.captured_layer import Blocked, Inputs, Layer, significand
-from jaxmha.params import CANONICAL, check, from_leaves, leaves
+from jaxmha.params import CANONICAL, NORMS, check, from_leaves, leaves
+from jaxmha.semantics import NORM_FIELDS
 
 Values = dict[str, Any]
 
@@ -66,7 +67,8 @@ def values_of(layer: Layer, inputs: Inputs) -> Values:
     return values | {
         "scale": semantics.scale,
         "soft cap": semantics.logits_soft_cap,
-        "norm": (semantics.qk_norm, semantics.qk_norm_epsilon),
+        "norm": tuple(getattr(semantics, name) for name in NORM_FIELDS),
+        "clip": semantics.clip_qkv,
         "zero position": semantics.add_zero_attn,
         "bias": bias,
         "blocked": blocked,
@@ -114,13 +116,12 @@ def output(values: Mapping[str, Any], inputs: Inputs) -> NDArray:
     for name in CANONICAL:
         if (array := values.get(name)) is not None:
             arrays[name] = _split(name, array, N, K)
-    qk_norm, epsilon = values["norm"]
     semantics = Semantics(
         scale=values["scale"],
         logits_soft_cap=values["soft cap"],
         add_zero_attn=values["zero position"],
-        qk_norm=qk_norm,
-        qk_norm_epsilon=epsilon,
+        clip_qkv=values["clip"],
+        **dict(zip(NORM_FIELDS, values["norm"], strict=True)),
     )
     parts = [values[name] for name in MASKS if values[name] is not None]
     mask = reduce(np.logical_and, parts) if parts else None
@@ -191,11 +192,20 @@ def _ungrouped(params: MHAParams) -> MHAParams:
     groups = sizes["N"] // sizes["K"]
     found: dict[str, Any] = {
         name: np.repeat(to_numpy(leaf), groups, axis=-2)
-        if name in _MERGED and _MERGED[name][0] == "K"
+        if CANONICAL[name].split()[-2:-1] == ["K"]
         else leaf
         for name, leaf in leaves(params).items()
     }
     return from_leaves(found)
+
+
+# Factor -> the start of the names of leaves that only one of two layers may have.
+_ALONE = {"learned key position": ("bias_k", "bias_v"), "sinks": ("sinks",), "gate": ("gate",)}
+_SHOWN = {
+    "learned key position": "a learned key position to attend",
+    "sinks": "a learned logit in every softmax",
+    "gate": "gates on the output of the heads",
+}
 
 
 def _weights(a: Layer, b: Layer, x: Values, y: Values) -> list[Factor]:
@@ -212,21 +222,22 @@ def _weights(a: Layer, b: Layer, x: Values, y: Values) -> list[Factor]:
             )
         ]
     found: list[Factor] = []
-    norm = ("query_norm", "key_norm", "norm")
+    norm = (*NORMS, "norm")
     if x["heads"] != y["heads"]:
-        moved = norm if any(n in v for n in norm[:2] for v in (x, y)) else ()
+        moved = norm if any(n in v for n in NORMS for v in (x, y)) else ()
         sentence = f"a splits its features into {x['heads'][0]} heads, b into {y['heads'][0]}"
         found.append(Factor("number of heads", sentence, ("heads", *moved)))
-    elif x["norm"] != y["norm"] or any(_differs(x.get(n), y.get(n)) for n in norm[:2]):
+    elif x["norm"] != y["norm"] or any(_differs(x.get(n), y.get(n)) for n in NORMS):
         sentence = f"queries and keys are normalised by {x['norm'][0]} in a, {y['norm'][0]} in b"
         found.append(Factor("query and key norm", sentence, norm))
     plain = [n for n in names if n not in norm and (n in x or n in y)]
-    extra = ("bias_k", "bias_v")
-    if any((n in x) != (n in y) for n in extra):
-        which = "a" if "bias_k" in x else "b"
-        sentence = f"only {which} has a learned key position to attend"
-        found.append(Factor("learned key position", sentence, extra))
-        plain = [n for n in plain if n not in extra]
+    for title, what in _ALONE.items():
+        part = tuple(n for n in names if n.startswith(what))
+        sides = [any(n in v for n in part) for v in (x, y)]
+        if sides[0] != sides[1]:
+            sentence = f"only {'a' if sides[0] else 'b'} has {_SHOWN[title]}"
+            found.append(Factor(title, sentence, part))
+            plain = [n for n in plain if n not in part]
     rounded = [n for n in plain if n in x and n in y and _is_rounding(x[n], y[n], a.dtype, b.dtype)]
     if rounded:
         kinds = f"{a.dtype} in a, {b.dtype} in b"
@@ -292,6 +303,10 @@ def _behaviour(a: Layer, b: Layer, x: Values, y: Values) -> list[Factor]:
         caps = [f"at {c:g}" if c is not None else "not" for c in (x["soft cap"], y["soft cap"])]
         sentence = f"the logits are capped {caps[0]} in a, {caps[1]} in b"
         found.append(Factor("soft cap", sentence, ("soft cap",)))
+    if x["clip"] != y["clip"]:
+        clips = [f"at {c:g}" if c is not None else "not" for c in (x["clip"], y["clip"])]
+        sentence = f"projections are clipped {clips[0]} in a, {clips[1]} in b"
+        found.append(Factor("clipping", sentence, ("clip",)))
     if x["zero position"] != y["zero position"]:
         which = "a" if x["zero position"] else "b"
         found.append(

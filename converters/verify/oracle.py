@@ -1,14 +1,14 @@
 """Multi-head attention in float64 NumPy, stage by stage: the reference for all errors."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
 
-from jaxmha import MHAParams, Semantics
+from jaxmha import MHAParams, Projection, Semantics
 from jaxmha.converters.layout.arrays import NDArray, to_numpy
-from jaxmha.params import leaves
+from jaxmha.params import field_of, leaves
 
 # (logits `B N T S`, allowed pairs of the same shape) -> probabilities.
 Softmax = Callable[[NDArray, NDArray], NDArray]
@@ -73,8 +73,9 @@ def run(
         heads.append(head + weights.get(f"{name}.bias", 0.0))
     q, k, v = heads
     if semantics.qk_norm is not None:
-        q = _normalise(q, weights["query_norm"], semantics)
-        k = _normalise(k, weights["key_norm"], semantics)
+        q, k = (_normalise(x, weights, name, semantics) for name, x in (("query", q), ("key", k)))
+    if semantics.clip_qkv is not None:
+        q, k, v = (np.clip(x, -semantics.clip_qkv, semantics.clip_qkv) for x in (q, k, v))
     k = _append(k, weights.get("bias_k"), semantics)
     v = _append(v, weights.get("bias_v"), semantics)
 
@@ -88,9 +89,13 @@ def run(
     if mask is not None:
         allowed[..., : key.shape[1]] = mask
     probabilities = softmax(logits, allowed)
+    if "sinks" in weights:
+        probabilities = _with_sinks(probabilities, logits, allowed, weights["sinks"])
     logits = np.where(allowed, logits, -np.inf)
     rows = probabilities.reshape(B, K, N // K, T, S)
     context = np.einsum("bkgts,bskh->btkgh", rows, v).reshape(B, T, N, -1)
+    if params.gate is not None:
+        context = context * _gate(np.asarray(query, np.float64), params.gate)
     output = context.reshape(B, T, -1)
     if params.out is not None:
         output = np.einsum("btnh,nhd->btd", context, weights["out.kernel"], optimize=True)
@@ -111,12 +116,41 @@ def rounding_floor(exact: NDArray, dtype: np.dtype) -> float:
     return float(np.sqrt(np.mean(np.square(spacing) / 12)))
 
 
-def _normalise(x: NDArray, scale: NDArray, semantics: Semantics) -> NDArray:
+def _normalise(
+    x: NDArray, weights: Mapping[str, NDArray], name: str, semantics: Semantics
+) -> NDArray:
+    axes = (-2, -1) if semantics.qk_norm_scope == "heads" else (-1,)
     if semantics.qk_norm == "layer":
-        x = x - x.mean(-1, keepdims=True)
-    variance = np.square(x).mean(-1, keepdims=True)
+        x = x - x.mean(axes, keepdims=True)
+    variance = np.square(x).mean(axes, keepdims=True)
     normalised: NDArray = x / np.sqrt(variance + semantics.qk_norm_epsilon)
-    return normalised * scale
+    held = {field_of(leaf): array for leaf, array in weights.items()}
+    if f"{name}_norm" in held:
+        normalised = normalised * (held[f"{name}_norm"] + semantics.qk_norm_offset)
+    return normalised + held.get(f"{name}_norm_bias", 0.0)
+
+
+def _with_sinks(
+    probabilities: NDArray, logits: NDArray, allowed: NDArray, sinks: NDArray
+) -> NDArray:
+    """Probabilities with a logit `N` in every softmax that has no value."""
+    logits = np.where(allowed, logits, -np.inf)
+    sinks = np.broadcast_to(sinks[:, None, None], (*logits.shape[:-1], 1))
+    row_max = np.maximum(logits.max(-1, keepdims=True, initial=-np.inf), sinks)
+    row_sum = np.exp(logits - row_max).sum(-1, keepdims=True)
+    share = row_sum / (row_sum + np.exp(sinks - row_max))
+    found: NDArray = np.where(allowed.any(-1, keepdims=True), probabilities, 0.0) * share
+    return found
+
+
+def _gate(query: NDArray, gate: Projection) -> NDArray:
+    """The factors of the heads, `B T N h` or `B T N 1`."""
+    kernel = to_numpy(gate.kernel).astype(np.float64)
+    logits = np.tensordot(query, kernel.reshape(*kernel.shape[:2], -1), 1)
+    if gate.bias is not None:
+        logits = logits + to_numpy(gate.bias).astype(np.float64).reshape(kernel.shape[1], -1)
+    found: NDArray = 1 / (1 + np.exp(-logits))
+    return found
 
 
 def _append(heads: NDArray, learned: NDArray | None, semantics: Semantics) -> NDArray:

@@ -14,22 +14,20 @@ from jaxtyping import Float, Int, PRNGKeyArray
 
 from jaxmha.arrays import Array, DTypeLike
 from jaxmha.attention import hashable
-from jaxmha.checks import promoted, reject_rounding, require_sizes
+from jaxmha.checks import promoted, reject_rounding
 from jaxmha.decoding import CacheT, extend, prefill
 from jaxmha.flax.cached import attend_cached, with_cache
 from jaxmha.flax.function import attention_fn as own_attention_fn
 from jaxmha.flax.function import sow
 from jaxmha.flax.heads import CallSettings, Implementation, Inputs, OutAndWeights, attend_layer
-from jaxmha.flax.linen_parameters import Parameters
-from jaxmha.flax.parameters import PATHS, Initializer, bias_kv_init, flat_init
+from jaxmha.flax.linen_parameters import declare
+from jaxmha.flax.parameters import PATHS, Initializer
 from jaxmha.flax.settings import (
     UseBias,
     Window,
     as_tuple,
     behaviour,
-    biased,
     cast,
-    head_sizes,
     read_inputs,
     read_mask,
     reject_hooks,
@@ -37,7 +35,7 @@ from jaxmha.flax.settings import (
     widened,
 )
 from jaxmha.mask import Mask
-from jaxmha.params import MHAParams, Projection, from_leaves, leaves
+from jaxmha.params import MHAParams, from_leaves, leaves
 from jaxmha.rotary import Rotate
 from jaxmha.semantics import Precision, Semantics
 
@@ -75,6 +73,8 @@ class MultiHeadDotProductAttention(nn.Module):  # type: ignore[misc]
       value_head_dim: h, default H.
       use_out: False: heads are concatenated, and there is no output layer.
       use_bias_kv: a learned extra key position, in `bias_k` and `bias_v`.
+      extra_params: names of further leaves of `MHAParams`, such as `sinks`, `gate.kernel`,
+        `gate_heads.kernel` (a gate per head) and `query_norm_heads` (see `jaxmha.params.CANONICAL`).
       semantics: scale, soft cap, fully masked rows, `add_zero_attn` and the like; settings with an
         argument in flax may be given by that argument or here.
       local_window_size: w or (left, right): `i - left <= j <= i + right`.
@@ -123,6 +123,7 @@ class MultiHeadDotProductAttention(nn.Module):  # type: ignore[misc]
     value_head_dim: int | None = None
     use_out: bool = True
     use_bias_kv: bool = False
+    extra_params: tuple[str, ...] = ()
     semantics: Semantics | None = None
     local_window_size: Window = None
     rotate: Rotate | None = None
@@ -131,6 +132,7 @@ class MultiHeadDotProductAttention(nn.Module):  # type: ignore[misc]
     def __post_init__(self) -> None:
         self.implementation = hashable(self.implementation)  # required by flax's transformations
         self.use_bias = as_tuple(self.use_bias)
+        self.extra_params = as_tuple(self.extra_params)
         self.local_window_size = as_tuple(self.local_window_size)
         super().__post_init__()
 
@@ -184,7 +186,7 @@ class MultiHeadDotProductAttention(nn.Module):  # type: ignore[misc]
             inputs_k = inputs_kv
         inputs = read_inputs(inputs_q, inputs_k, inputs_v, self.dtype)
         semantics = self._semantics()
-        params = cast(self._declare(inputs, semantics), self.dtype)
+        params = cast(declare(self, inputs, semantics), self.dtype)
         named = dict(zip(("inputs_q", "inputs_k", "inputs_v"), inputs, strict=True))
         dtype = promoted(**leaves(params), **named)
         if self.force_fp32_for_softmax:
@@ -230,50 +232,6 @@ class MultiHeadDotProductAttention(nn.Module):  # type: ignore[misc]
             precision=self.precision,
             normalize_qk=self.normalize_qk,
             force_fp32_for_softmax=self.force_fp32_for_softmax,
-        )
-
-    @nn.nowrap  # type: ignore[untyped-decorator]
-    def _declare(self, inputs: Inputs, semantics: Semantics) -> MHAParams:
-        """The parameters, in flax's order and under flax's names; missing ones are drawn."""
-        Dq, Dk, Dv = (x.shape[-1] for x in inputs)
-        N = self.num_heads
-        features = self.qkv_features or Dq
-        K, H, h = head_sizes(N, features, self.num_kv_heads, self.value_head_dim)
-        Do = self.out_features or Dq
-        require_sizes(out_features=Do)
-
-        def projection(name: str, shape: tuple[int, ...], contracted: int = 1) -> Projection:
-            kernel_init, bias_init = self.kernel_init, self.bias_init
-            if name == "out":
-                kernel_init = self.out_kernel_init or kernel_init
-                bias_init = self.out_bias_init or bias_init
-            entries = [("kernel", flat_init(kernel_init, contracted), shape)]
-            if biased(self.use_bias, name):
-                entries.append(("bias", flat_init(bias_init, 0), shape[contracted:]))
-            return Projection(**Parameters(tuple(entries), self.param_dtype, name=name).declare())
-
-        def scale(name: str) -> jax.Array | None:
-            if semantics.qk_norm is None:
-                return None
-            entry = ("scale", nn.initializers.ones_init(), (H,))
-            scale: jax.Array = Parameters((entry,), self.param_dtype, name=name).declare()["scale"]
-            return scale
-
-        def learned(name: str, size: int) -> jax.Array | None:
-            if not self.use_bias_kv:
-                return None
-            bias: jax.Array = self.param(name, bias_kv_init, (K, size), self.param_dtype)
-            return bias
-
-        return MHAParams(
-            query=projection("query", (Dq, N, H)),
-            key=projection("key", (Dk, K, H)),
-            value=projection("value", (Dv, K, h)),
-            query_norm=scale("query_ln"),
-            key_norm=scale("key_ln"),
-            out=projection("out", (N, h, Do), 2) if self.use_out else None,
-            bias_k=learned("bias_k", H),
-            bias_v=learned("bias_v", h),
         )
 
     @nn.nowrap  # type: ignore[untyped-decorator]

@@ -1,6 +1,6 @@
 """Multi-head attention as a `flax.nnx` module."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -21,7 +21,7 @@ from jaxmha.flax.heads import CallSettings, Implementation, attend_layer
 from jaxmha.flax.nnx_attributes import Attributes
 from jaxmha.flax.nnx_dropout import dropout_key
 from jaxmha.flax.nnx_parameters import declare, params_of, variable, with_given
-from jaxmha.flax.parameters import Initializer
+from jaxmha.flax.parameters import Initializer, extra_shapes
 from jaxmha.flax.settings import (
     UseBias,
     Window,
@@ -81,6 +81,8 @@ class MultiHeadAttention(Attributes):
       value_head_dim: h, default H.
       use_out: False: heads are concatenated, and there is no output layer.
       use_bias_kv: a learned extra key position, in `bias_k` and `bias_v`.
+      extra_params: names of further leaves of `MHAParams`, such as `sinks`, `gate.kernel`,
+        `gate_heads.kernel` (a gate per head) and `query_norm_heads` (see `jaxmha.params.CANONICAL`).
       semantics: scale, soft cap, fully masked rows, `add_zero_attn` and the like; settings with an
         argument in flax may be given by that argument or here.
       local_window_size: w or (left, right): `i - left <= j <= i + right`.
@@ -140,6 +142,7 @@ class MultiHeadAttention(Attributes):
         value_head_dim: int | None = None,
         use_out: bool = True,
         use_bias_kv: bool = False,
+        extra_params: Sequence[str] = (),
         semantics: Semantics | None = None,
         local_window_size: Window = None,
         rotate: Rotate | None = None,
@@ -210,8 +213,15 @@ class MultiHeadAttention(Attributes):
             "H": H,
             "h": h,
         }
-        chosen = heads, out if use_out else None, norms if self.normalize_qk else {}
-        declared = declare(sizes, *chosen, use_bias=as_tuple(use_bias), use_bias_kv=use_bias_kv)
+        learned = self.normalize_qk and self.semantics.qk_norm_learned
+        chosen = heads, out if use_out else None, norms if learned else {}
+        declared = declare(
+            sizes,
+            *chosen,
+            use_bias=as_tuple(use_bias),
+            use_bias_kv=use_bias_kv,
+            extra=extra_shapes(tuple(extra_params), sizes),
+        )
         for name, held in declared.items():
             setattr(self, name, held)
         keeps = keep_rngs and self.dropout_rate > 0

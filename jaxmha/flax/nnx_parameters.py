@@ -1,8 +1,9 @@
 """Parameters of the nnx module, in flax's own layers, which hold them but are never called."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn import dtypes
 
@@ -11,6 +12,7 @@ from jaxmha.flax.settings import UseBias, biased
 from jaxmha.params import MHAParams, from_leaves
 
 Settings = Mapping[str, Any]
+Extra = Mapping[str, Sequence[tuple[str, tuple[int, ...]]]]
 
 
 def with_given(settings: Settings, **others: object) -> dict[str, Any]:
@@ -26,6 +28,7 @@ def declare(
     *,
     use_bias: UseBias,
     use_bias_kv: bool,
+    extra: Extra,
 ) -> dict[str, Any]:
     """Attributes of a module by name, drawn in the order of flax; None for absent parameters.
 
@@ -36,6 +39,7 @@ def declare(
       norms: by name, arguments of `nnx.LayerNorm`.
       use_bias: as in `MultiHeadAttention`.
       use_bias_kv: as in `MultiHeadAttention`.
+      extra: further arrays by the name of their layer, as `extra_shapes` returns them.
     """
     N, K, H, h = (sizes[axis] for axis in ("N", "K", "H", "h"))
     ends = {
@@ -56,6 +60,17 @@ def declare(
         for name, size in (("bias_k", H), ("bias_v", h)):
             key, dtype = heads["rngs"].params(), heads["param_dtype"]
             made[name] = nnx.Param(bias_kv_init(key, (K, size), dtype))
+    for name, arrays in extra.items():
+        shapes, dtype = dict(arrays), heads["param_dtype"]
+        if name == "sinks":
+            made[name] = nnx.Param(jnp.zeros(shapes[""], dtype))
+        elif name == "gate":
+            made[name] = nnx.LinearGeneral(
+                sizes["Dq"], shapes["kernel"][1:], use_bias=False, **heads
+            )
+        for kind in {"scale", "bias"} & shapes.keys():
+            full = jnp.ones if kind == "scale" else jnp.zeros
+            setattr(made[name], kind, nnx.Param(full(shapes[kind], dtype)))
     return {name: made.get(name, nnx.data(None)) for name, *_ in PATHS.values()}
 
 

@@ -1,7 +1,7 @@
 """Names and initialisers of parameters, equal to those of flax."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -9,16 +9,47 @@ import jax.numpy as jnp
 from jaxtyping import PRNGKeyArray, PyTree
 
 from jaxmha.arrays import DTypeLike
-from jaxmha.params import CANONICAL
+from jaxmha.params import CANONICAL, NORMS, field_of
 
 Initializer: TypeAlias = Callable[..., Any]
 
-# Path of every leaf of MHAParams in flax's parameter trees.
-PATHS: dict[str, tuple[str, ...]] = {
-    **{leaf: tuple(leaf.split(".")) for leaf in CANONICAL},
-    "query_norm": ("query_ln", "scale"),
-    "key_norm": ("key_ln", "scale"),
-}
+_LAYERS = {"query_norm": "query_ln", "key_norm": "key_ln"}
+
+
+def _path(leaf: str) -> tuple[str, ...]:
+    field = field_of(leaf)
+    norm = field.removesuffix("_bias")
+    if norm in _LAYERS:
+        return _LAYERS[norm], "scale" if norm == field else "bias"
+    return tuple(field.split("."))
+
+
+# Path of every leaf of MHAParams in the parameter trees of the modules; that of flax for flax's own.
+PATHS: dict[str, tuple[str, ...]] = {leaf: _path(leaf) for leaf in CANONICAL}
+# Leaves that a module holds only if `extra_params` names them.
+EXTRA: tuple[str, ...] = tuple(
+    leaf
+    for leaf in CANONICAL
+    if (leaf in NORMS and leaf not in _LAYERS) or leaf.startswith(("sinks", "gate"))
+)
+
+
+def extra_shapes(
+    names: Sequence[str], sizes: Mapping[str, int]
+) -> dict[str, tuple[tuple[str, tuple[int, ...]], ...]]:
+    """The arrays of further leaves by the name of their layer: (name in the layer, shape).
+
+    Raises:
+      ValueError: a name is not among `EXTRA`.
+    """
+    found: dict[str, tuple[tuple[str, tuple[int, ...]], ...]] = {}
+    for leaf in names:
+        if leaf not in EXTRA:
+            raise ValueError(f"extra_params must be names among {', '.join(EXTRA)}, got {leaf!r}")
+        layer, *name = PATHS[leaf]
+        shape = tuple(sizes[letter] for letter in CANONICAL[leaf].split())
+        found[layer] = (*found.get(layer, ()), ("".join(name), shape))
+    return found
 
 
 def flat_init(init: Initializer, contracted: int) -> Initializer:

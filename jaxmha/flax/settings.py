@@ -11,8 +11,10 @@ import numpy as np
 from jaxmha import checks
 from jaxmha.arrays import Array, DTypeLike, reject_foreign, require_arrays
 from jaxmha.checks import require_sizes, require_type
+from jaxmha.flax.parameters import EXTRA
 from jaxmha.mask import Mask
-from jaxmha.params import MHAParams, check
+from jaxmha.params import MHAParams, check, leaves
+from jaxmha.projections import check_norms
 from jaxmha.semantics import Precision, Semantics, one_of
 
 UseBias: TypeAlias = bool | Collection[str]
@@ -211,12 +213,7 @@ def _settings_of(params: MHAParams, semantics: Semantics) -> dict[str, Any]:
         if getattr(params, name) is not None and getattr(params, name).bias is not None
     )
     every = 3 + (params.out is not None)
-    if (semantics.qk_norm is None) != (params.query_norm is None):
-        raise ValueError(
-            f"semantics.qk_norm is {semantics.qk_norm!r}, and params has "
-            f"{'no ' if params.query_norm is None else ''}query_norm and key_norm: one needs the "
-            "other"
-        )
+    check_norms(params, semantics)
     return {
         "num_heads": sizes["N"],
         "num_kv_heads": sizes["K"],
@@ -226,6 +223,7 @@ def _settings_of(params: MHAParams, semantics: Semantics) -> dict[str, Any]:
         "use_bias": bool(with_bias) if len(with_bias) in (0, every) else with_bias,
         "use_out": params.out is not None,
         "use_bias_kv": params.bias_k is not None,
+        "extra_params": tuple(leaf for leaf in leaves(params) if leaf in EXTRA),
         "normalize_qk": semantics.qk_norm == "layer",
         # Passed as arguments, so that the caller can override them.
         "dropout_rate": semantics.dropout_rate,

@@ -16,7 +16,7 @@ from jaxmha.dims import bind
 from jaxmha.implementations.base import accumulation_dtype
 from jaxmha.introspect.framework_differences import Arrays, differences, stored
 from jaxmha.introspect.graph import DataFlow, Kind, Node, Stored
-from jaxmha.params import check, leaves
+from jaxmha.params import CANONICAL, check, field_of, leaves
 
 
 def describe(
@@ -169,7 +169,7 @@ def _build(graph: _Graph, given: np.dtype, is_causal: bool, mask: Sequence[int] 
     """Adds every node, in the order of computation in `jaxmha`."""
     for name, axes in (("query", "B T Dq"), ("key", "B S Dk"), ("value", "B S Dv")):
         graph.add(name, "input", "given", axes, given)
-    query, key, value = _extend(graph, *_normalise(graph, *_project(graph)))
+    query, key, value = _extend(graph, *_clip(graph, *_normalise(graph, *_project(graph))))
     logits = _mask(graph, _logits(graph, query, key), is_causal, mask)
     _combine(graph, _weights(graph, logits), value)
 
@@ -201,19 +201,48 @@ def _normalise(graph: _Graph, query: str, key: str, value: str) -> tuple[str, st
     of_layer = graph.semantics.qk_norm == "layer"
     operation = "LayerNorm" if of_layer else "RMSNorm"
 
+    over = "all heads" if graph.semantics.qk_norm_scope == "heads" else "H"
+
     def normed(name: str, heads: str, axes: str) -> str:
+        own = [x for x in leaves(graph.params) if field_of(x).startswith(f"{name}_norm")]
+        offset = graph.semantics.qk_norm_offset
+        scale = f"({offset:g} + {name}_norm)" if offset else f"{name}_norm"
+        biased = any("bias" in leaf for leaf in own)
+        formula = f"{operation} over {over}" + f", times {scale}" * bool(own)
         return graph.add(
             f"{name}_normed",
             "elementwise",
-            f"{operation} over H, times {name}_norm",
+            formula + f", plus {name}_norm_bias" * biased,
             f"{axes} H",
             graph.compute,
             [heads],
-            [f"{name}_norm"],
-            f"{6 if of_layer else 4} {axes} H + 2 {axes}",
+            own,
+            f"{(6 if of_layer else 4) - (not own) + biased} {axes} H + 2 {axes}",
         )
 
     return normed("query", query, "B T N"), normed("key", key, "B S K"), value
+
+
+def _clip(graph: _Graph, *heads: str) -> tuple[str, ...]:
+    """Adds the clipping of query, key and value heads, if there is one."""
+    clip = graph.semantics.clip_qkv
+    if clip is None:
+        return heads
+    return tuple(
+        graph.add(
+            f"{name}_clipped",
+            "elementwise",
+            f"min(max({of}, -{clip:g}), {clip:g})",
+            f"B {axes}",
+            graph.compute,
+            [of],
+            (),
+            f"2 B {axes}",
+        )
+        for name, of, axes in zip(
+            ("query", "key", "value"), heads, ("T N H", "S K H", "S K h"), strict=True
+        )
+    )
 
 
 def _extend(graph: _Graph, query: str, key: str, value: str) -> tuple[str, str, str]:
@@ -279,10 +308,11 @@ def _weights(graph: _Graph, logits: str) -> str:
     pairs, wide, rate = graph.pairs, graph.wide, graph.semantics.dropout_rate
     of_softmax = np.dtype(graph.semantics.softmax_dtype or wide)
     inside = f" in {of_softmax}" if of_softmax != wide else ""
-    formula = f"softmax over S of {logits}{inside}"
+    sinks = ["sinks"] * (graph.params.sinks is not None)
+    formula = f"softmax over S{' and sinks' * len(sinks)} of {logits}{inside}"
     # Per row: S - 1 comparisons, S differences, S exponentials, S - 1 additions, S divisions.
-    cost = f"5 {pairs} - 2 B N T"
-    weights = graph.add("weights", "softmax", formula, pairs, wide, [logits], cost=cost)
+    cost = f"5 {pairs} - 2 B N T" + " + 4 B N T" * len(sinks)
+    weights = graph.add("weights", "softmax", formula, pairs, wide, [logits], sinks, cost)
     if not rate:
         return weights
     formula = f"dropout: 0, or {weights} / {1 - rate:g}"
@@ -300,6 +330,7 @@ def _combine(graph: _Graph, weights: str, value: str) -> None:
         [weights, value],
         cost=f"2 {graph.pairs} h",
     )
+    context = _gate(graph, context)
     if graph.params.out is None:
         graph.add("out", "joined", "heads side by side", "B T Do", graph.compute, [context])
         return
@@ -308,6 +339,22 @@ def _combine(graph: _Graph, weights: str, value: str) -> None:
     cost = "2 B T N h Do" + " + B T Do" * (len(own) > 1)
     formula = f"Σ_N,h {context} · " + " + ".join(own)
     graph.add("out", "product", formula, "B T Do", graph.compute, [context], own, cost)
+
+
+def _gate(graph: _Graph, context: str) -> str:
+    """Adds the gates of the heads' output, if there are any."""
+    own = [leaf for leaf in leaves(graph.params) if field_of(leaf).startswith("gate")]
+    if not own:
+        return context
+    axes = "B T N h" if CANONICAL[own[0]].endswith("h") else "B T N"
+    cost = f"2 {axes} Dq + 4 {axes}" + f" + {axes}" * (len(own) > 1)
+    formula = f"sigmoid(Σ_Dq query · {' + '.join(own)})"
+    gate = graph.add("gate", "product", formula, axes, graph.compute, ["query"], own, cost)
+    inputs = [context, gate]
+    formula = f"{context} × {gate}"
+    return graph.add(
+        "gated_context", "elementwise", formula, "B T N h", graph.compute, inputs, cost="B T N h"
+    )
 
 
 def _of_mask(mask: Sequence[int], graph: _Graph) -> str:

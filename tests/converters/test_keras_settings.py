@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxmha import Semantics
+from jaxmha import Semantics, multi_head_attention
 from jaxmha.converters import keras, torch
 from jaxmha.converters.masks.torch import path_of
 from jaxmha.converters.verify import captured_layer, comparands
@@ -15,9 +15,9 @@ from tests.converters import layers
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 # Each argument is in the weights or the behaviour, kept by `like`, or refused.
-CARRIED = {"num_heads", "key_dim", "value_dim", "dropout", "use_bias", "output_shape"}
+CARRIED = {"num_heads", "key_dim", "value_dim", "dropout", "use_bias", "output_shape", "use_gate"}
 CARRIED |= {"head_dim", "num_query_heads", "num_key_value_heads"}
-REFUSED = {"attention_axes", "sliding_window", "use_gate"}
+REFUSED = {"attention_axes", "sliding_window"}
 OF_TRAINING = {"kernel_initializer", "bias_initializer", "kernel_regularizer", "bias_regularizer"}
 OF_TRAINING |= {"activity_regularizer", "kernel_constraint", "bias_constraint", "seed"}
 KERNEL = {"flash_attention", "kwargs", "self"}  # which kernel runs; and what every layer has
@@ -43,12 +43,42 @@ def test_no_argument_is_unknown(name: str) -> None:
     ("settings", "named"),
     [
         ({"sliding_window": 2}, r"sliding_window=2.*Mask.window"),
-        ({"use_gate": True}, "use_gate=True"),
     ],
 )
 def test_refused_by_name(settings: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=named):
         keras.from_module(built(**settings))
+
+
+@pytest.mark.parametrize("kind", ["mha", "gqa"])
+@pytest.mark.parametrize("use_bias", [True, False])
+def test_a_gate_is_carried(kind: str, use_bias: bool) -> None:
+    import keras as framework
+
+    settings: dict[str, Any] = {"use_gate": True, "use_bias": use_bias}
+    layer = (
+        framework.layers.MultiHeadAttention(6, 4, value_dim=3, **settings)
+        if kind == "mha"
+        else framework.layers.GroupQueryAttention(4, 6, 3, **settings)
+    )
+    layer.build((None, None, 8), (None, None, 8))
+    rng = np.random.default_rng(0)
+    for variable in layer.weights:
+        variable.assign(rng.normal(size=variable.shape).astype(np.float32))
+    x = rng.normal(size=(2, 5, 8)).astype(np.float32)
+    params, semantics = keras.from_module(layer)
+    assert params.gate is not None
+    with jax.numpy_rank_promotion("allow"):
+        expected = keras.forward(layer, x, x, x)
+    found = multi_head_attention(params, x, semantics=semantics)
+    np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-5)
+    back = keras.to_module(params, semantics, kind=kind)
+    with jax.numpy_rank_promotion("allow"):
+        np.testing.assert_array_equal(keras.forward(back, x, x, x), expected)
+    if use_bias:
+        lacking = params._replace(gate=params.gate._replace(bias=None))
+        with pytest.raises(ValueError, match=r"params.gate has none unlike params.query"):
+            keras.to_module(lacking, semantics, kind=kind)
 
 
 @pytest.mark.parametrize("name", ["Attention", "AdditiveAttention"])

@@ -497,7 +497,6 @@ def test_linen_settings_that_contradict_the_tree() -> None:
 
 
 KERAS: dict[str, tuple[dict[str, Any], tuple[int | None, ...], str]] = {
-    "use_gate": ({"use_gate": True}, (None, 7, Dq), r"use_gate=True, .*gate's weights"),
     "attention_axes": (
         {"attention_axes": (1, 2)},
         (None, 7, 5, Dq),

@@ -26,7 +26,7 @@ from jaxmha import (
 )
 from jaxmha.flax import linen
 from jaxmha.flax import nnx as modules
-from jaxmha.params import CANONICAL, from_leaves, leaves
+from jaxmha.params import CANONICAL, FORMS, NORMS, from_leaves, leaves
 from tests import reference
 from tests.flax.common import normal, plain, structure
 from tests.tolerance import assert_close, assert_same
@@ -36,8 +36,19 @@ pytestmark = pytest.mark.slow
 SIZES = {"Dq": 17, "Dk": 19, "Dv": 23, "Do": 29, "N": 6, "K": 3, "H": 10, "h": 13}
 B, T, S = 2, 5, 7
 EVERYTHING = Semantics(
-    scale=0.4, logits_soft_cap=1.3, add_zero_attn=True, qk_norm="rms", qk_norm_epsilon=0.01
+    scale=0.4,
+    logits_soft_cap=1.3,
+    add_zero_attn=True,
+    qk_norm="rms",
+    qk_norm_epsilon=0.01,
+    qk_norm_scope="heads",
+    qk_norm_offset=1.0,
+    clip_qkv=1.7,
 )
+
+
+# The forms of the arrays that a layer of `parameters` does not have.
+OTHER_FORMS = tuple(FORMS.values())
 
 
 def parameters(sizes: dict[str, int] = SIZES, *, without: tuple[str, ...] = ()) -> MHAParams:
@@ -45,13 +56,13 @@ def parameters(sizes: dict[str, int] = SIZES, *, without: tuple[str, ...] = ()) 
         {
             name: normal(name, tuple(sizes[a] for a in axes.split()), scale=0.4)
             for name, axes in CANONICAL.items()
-            if name not in without
+            if name not in (*without, *OTHER_FORMS)
         }
     )
 
 
 SELF = parameters({**SIZES, "Dk": 17, "Dv": 17})
-BARE = ("bias_k", "bias_v", "query_norm", "key_norm")
+BARE = ("bias_k", "bias_v", *NORMS, "sinks", "gate.kernel", "gate.bias")
 SMALL = parameters({**SIZES, "Dk": 17, "Dv": 17}, without=BARE)
 
 
@@ -190,6 +201,36 @@ def test_parameters_come_back(without: tuple[str, ...]) -> None:
     declared = jax.eval_shape(module.init, jax.random.key(0), *x)
     assert structure(declared) == structure(variables)
     assert plain(declared).keys() == plain(variables).keys()
+
+
+@pytest.mark.parametrize("names", [("query_norm_heads", "key_norm_heads"), ("gate_heads.kernel",)])
+def test_other_forms_of_leaves_come_back(names: tuple[str, ...]) -> None:
+    arrays: dict[str, Any] = dict(leaves(parameters(without=BARE)))
+    for name in names:
+        arrays[name] = normal(name, tuple(SIZES[a] for a in CANONICAL[name].split()))
+    params, norm = from_leaves(arrays), "query_norm_heads" in names
+    semantics = Semantics(qk_norm="layer" if norm else None)
+    x = features("Dq", "Dk", "Dv")
+    expected = multi_head_attention(params, *x, semantics=semantics)
+    for layer in layers(params, semantics):
+        assert_close(layer(*x), expected)
+    module, variables = linen.MultiHeadAttention.from_params(params, semantics)
+    other = modules.MultiHeadAttention.from_params(params, semantics)
+    for back, _ in (module.to_params(variables), other.to_params()):
+        for name, array in arrays.items():
+            assert_same(leaves(back)[name], array, name)
+    declared = jax.eval_shape(module.init, jax.random.key(0), *x)
+    assert structure(declared) == structure(variables)
+    with pytest.raises(ValueError, match="extra_params must be names among"):
+        linen.MultiHeadAttention(1, extra_params=("query.kernel",)).init(jax.random.key(0), x[0])
+
+
+def test_norms_without_scales() -> None:
+    semantics = Semantics(qk_norm="rms", qk_norm_learned=False)
+    params, x = parameters(without=BARE), features("Dq", "Dk", "Dv")
+    expected = multi_head_attention(params, *x, semantics=semantics)
+    for layer in layers(params, semantics):
+        assert_close(layer(*x), expected)
 
 
 def test_an_import_from_torch_is_one_line() -> None:
