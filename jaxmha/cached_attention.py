@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int
 
 from jaxmha import bias_kv
 from jaxmha.arrays import Array
-from jaxmha.implementations import online_softmax, platforms
+from jaxmha.implementations import one_query, online_softmax, platforms
 from jaxmha.implementations.base import accumulation_dtype
 from jaxmha.implementations.online_softmax import State, cap_and_mask, empty_state
 from jaxmha.implementations.shard_map import alike
@@ -132,18 +132,37 @@ def attend_cache(
     (B, T, N, _), h = query.shape, cache.value.shape[-1]
     if 0 in (B, T, cache.slots):
         return jnp.zeros((B, T, N, h), query.dtype)
-    step = _step(query, cache, positions, mask, semantics)
-    state = _over_slots(step, block)
-    state = _over_extras(step, params, semantics, state)
-    out, row_max, row_sum = online_softmax.normalize(state)
-    if params.sinks is not None:  # every row attends its sink
-        sinks = jnp.asarray(params.sinks).astype(out.dtype)
-        sinks = jnp.repeat(sinks, T).reshape(1, *out.shape[1:3], 1)
-        lse = jnp.where(row_sum == 0, -jnp.inf, row_max + jnp.log(jnp.maximum(row_sum, 1.0)))
-        out *= jax.nn.sigmoid(lse - sinks)
-    elif semantics.fully_masked == "nan":
-        out = jnp.where(row_sum == 0, jnp.nan, out)
-    return jnp.moveaxis(out.reshape(B, N, T, h), 1, 2).astype(query.dtype)
+
+    def plain() -> jax.Array:
+        step = _step(query, cache, positions, mask, semantics)
+        state = _over_slots(step, block)
+        state = _over_extras(step, params, semantics, state)
+        out, row_max, row_sum = online_softmax.normalize(state)
+        if params.sinks is not None:  # every row attends its sink
+            sinks = jnp.asarray(params.sinks).astype(out.dtype)
+            sinks = jnp.repeat(sinks, T).reshape(1, *out.shape[1:3], 1)
+            lse = jnp.where(row_sum == 0, -jnp.inf, row_max + jnp.log(jnp.maximum(row_sum, 1.0)))
+            out *= jax.nn.sigmoid(lse - sinks)
+        elif semantics.fully_masked == "nan":
+            out = jnp.where(row_sum == 0, jnp.nan, out)
+        return jnp.moveaxis(out.reshape(B, N, T, h), 1, 2).astype(query.dtype)
+
+    # A ring buffer as large as the window holds nothing to the left of it.
+    left, _ = mask.window_size or (None, None)
+    by_length = mask.key_value_padding is None and mask.array is None
+    slots = cache.whole()
+    if (
+        T == 1
+        and by_length
+        and slots is not None
+        and (left is None or left + 1 >= cache.slots)
+        and params.sinks is None
+        and not bias_kv.count(params, semantics)
+    ):
+        lengths = jnp.asarray(cache.lengths)
+        found = one_query.attend(query, slots.keys, slots.values, lengths, semantics, plain)
+        return plain() if found is None else found
+    return plain()
 
 
 def _step(
@@ -181,6 +200,10 @@ def _over_slots(step: _Step, block: int) -> State:
     def whole(tile: Tile) -> State:
         slots = jnp.arange(S, dtype=np.int32)
         return _fold(step, start, tile, _allowed(step, slots), all_finite=True)
+
+    if step.matmul.platform in ("cuda", "rocm"):  # GPUs wait for the host at every branch
+        every = step.cache.whole() or step.cache.tile(0, S)
+        return _fold(step, start, every, _allowed(step, jnp.arange(S, dtype=np.int32)))
 
     def tile(i: jax.Array | int, state: State) -> State:
         # The last tile ends at S; its overlap with the previous tile is masked.

@@ -13,7 +13,7 @@ from jaxmha import checks, sharding
 from jaxmha.arrays import Array, require_arrays
 from jaxmha.dims import bind
 from jaxmha.explicit_sharding import by_types, sharding_of_features, sharding_of_heads
-from jaxmha.implementations import shard_map
+from jaxmha.implementations import platforms, shard_map
 from jaxmha.implementations.base import accumulation_dtype
 from jaxmha.matmul import matmul, resolved
 from jaxmha.params import MHAParams, Projection, check, leaves
@@ -229,6 +229,7 @@ def _gate(
 ) -> jax.Array:
     """The factors of the heads, `*B T N h`, or `*B T N 1` for one gate per head."""
     logits = _affine(query, 1, Projection(gate.kernel), dtype, precision)
+    logits = logits.astype(accumulation_dtype(dtype))
     if gate.kernel.ndim == 2:
         logits = logits[..., None]
     if gate.bias is not None:
@@ -252,9 +253,12 @@ def _affine(
 ) -> jax.Array:
     """Contracts the last `contracted` axes of x with the first of the kernel, in one matmul.
 
-    Product and bias are in the accumulation dtype, so that their sum is rounded once.
+    Product and bias are in the accumulation dtype, so that their sum is rounded once. On GPUs and
+    TPUs the matmul rounds what it accumulates in float32, and adds the bias to that: in the
+    accumulation dtype they would be written and read once more.
     """
     accumulate = accumulation_dtype(dtype)
+    written = accumulate if platforms.current().name == "cpu" else dtype
     kernel = jnp.asarray(projection.kernel).astype(dtype)
     inside, outside = kernel.shape[:contracted], kernel.shape[contracted:]
     lead = x.shape[: x.ndim - contracted]
@@ -266,20 +270,26 @@ def _affine(
             kernel,
             (last, ((), ())),
             precision=resolved(precision),
-            preferred_element_type=accumulate,
+            preferred_element_type=written,
         )
-        if bias is not None:
-            y += jnp.asarray(bias).astype(accumulate).reshape((1,) * len(lead) + outside)
+        return _plus(y, bias, accumulate, (1,) * len(lead) + outside)
+    rows = jnp.asarray(x, dtype).reshape(math.prod(lead), math.prod(inside))
+    columns = kernel.reshape(math.prod(inside), math.prod(outside))
+    if written == accumulate:
+        y = matmul(rows, columns, precision=precision, dtype=accumulate)
+    else:
+        y = jnp.matmul(rows, columns, precision=resolved(precision), preferred_element_type=written)
+    return _plus(y, bias, accumulate, (1, math.prod(outside))).reshape(*lead, *outside)
+
+
+def _plus(
+    y: jax.Array, bias: Array | None, accumulate: np.dtype[np.floating], shape: tuple[int, ...]
+) -> jax.Array:
+    """Adds a bias; its gradient is summed in the accumulation dtype."""
+    if bias is None:
         return y
-    y = matmul(
-        jnp.asarray(x, dtype).reshape(math.prod(lead), math.prod(inside)),
-        kernel.reshape(math.prod(inside), math.prod(outside)),
-        precision=precision,
-        dtype=accumulate,
-    )
-    if bias is not None:
-        y += jnp.asarray(bias).astype(accumulate).reshape(1, math.prod(outside))
-    return y.reshape(*lead, *outside)
+    wide = jnp.asarray(bias).astype(accumulate).reshape(shape)
+    return y + (wide if y.dtype == accumulate else jnp.broadcast_to(wide, y.shape).astype(y.dtype))
 
 
 def check_norms(params: MHAParams, semantics: Semantics) -> None:
@@ -313,6 +323,7 @@ def _normalise(
     """Normalises heads. Sources: Ba et al., "Layer Normalization" (2016); Zhang and Sennrich,
     "Root Mean Square Layer Normalization" (2019)."""
     axes = (-2, -1) if semantics.qk_norm_scope == "heads" else (-1,)
+    x = x.astype(accumulation_dtype(x.dtype))
     if semantics.qk_norm == "layer":
         x = x - x.mean(axes, keepdims=True)
     variance = jnp.square(x).mean(axes, keepdims=True)

@@ -3,7 +3,6 @@
 What it cannot do it refuses; what it leaves undefined is NaN, so that nothing can rest on it.
 """
 
-from functools import partial
 from typing import Any
 
 import jax
@@ -14,50 +13,18 @@ from jax._src.cudnn import fused_attention_stablehlo as private
 
 MaskType = private.MaskType
 CALLS: list[dict[str, Any]] = []
+# Whether what lies beyond lengths is multiplied by weights of 0, as a tile that is not cut is.
+LEAKS = False
 
 
-def install(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+def install(patch: pytest.MonkeyPatch, *, leaks: bool = False) -> list[dict[str, Any]]:
     """Puts it in the place of cuDNN; the list collects what it was asked."""
     CALLS.clear()
-    monkeypatch.setattr(jax.nn, "dot_product_attention", public)
-    monkeypatch.setattr(private, "dot_product_attention", dot_product_attention)
-    monkeypatch.setattr(private, "check_cudnn_version", lambda: 91900)
+    patch.setattr(f"{__name__}.LEAKS", leaks)
+    patch.setattr(private, "dot_product_attention", dot_product_attention)
+    patch.setattr(private, "_dot_product_attention_bwd_rule", backward)
+    patch.setattr(private, "check_cudnn_version", lambda: 91900)
     return CALLS
-
-
-def public(
-    query: Any,
-    key: Any,
-    value: Any,
-    bias: Any = None,
-    mask: Any = None,
-    *,
-    scale: float = 1.0,
-    is_causal: bool = False,
-    query_seq_lengths: Any = None,
-    key_value_seq_lengths: Any = None,
-    local_window_size: Any = None,
-    implementation: Any = None,
-) -> Any:
-    """`jax.nn.dot_product_attention(implementation="cudnn")`."""
-    assert implementation == "cudnn"
-    padded = query_seq_lengths is not None
-    assert padded == (key_value_seq_lengths is not None)
-    kind = {
-        (False, False): MaskType.NO_MASK,
-        (False, True): MaskType.CAUSAL,
-        (True, False): MaskType.PADDING,
-        (True, True): MaskType.PADDING_CAUSAL,
-    }[padded, is_causal]
-    sliding = None
-    if local_window_size is not None:
-        left, right = local_window_size
-        assert right == 0, "cuDNN has no right window"
-        sliding = left + 1
-    return dot_product_attention(
-        query, key, value, bias, mask, query_seq_lengths, key_value_seq_lengths,
-        scale=scale, mask_type=kind, sliding_window_length=sliding,
-    )  # fmt: skip
 
 
 def dot_product_attention(
@@ -71,10 +38,13 @@ def dot_product_attention(
     *,
     scale: float = 1.0,
     mask_type: Any = MaskType.NO_MASK,
+    qkv_layout: str = "BTNH",
     sliding_window_length: int | None = None,
     return_residual: bool = False,
 ) -> Any:
-    """The private function: BTNH, K may be smaller than N."""
+    """The private function: K may be smaller than N."""
+    if qkv_layout == "BNTH":
+        query, key, value = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))
     (B, T, N, H), (_, S, K, h) = query.shape, value.shape
     assert query.dtype in (jnp.bfloat16, jnp.float16)
     assert query.dtype == key.dtype == value.dtype
@@ -100,73 +70,110 @@ def dot_product_attention(
         assert sliding_window_length > 0
     CALLS.append({"mask_type": mask_type, "T": T, "S": S, "H": H, "bias": bias is not None,
                   "lse": return_residual})  # fmt: skip
-    rules = scale, causal, sliding_window_length, padded
-    out, lse = _core(rules, query, key, value, bias, q_seqlen, kv_seqlen)
+    rules = scale, causal, sliding_window_length
+    query, key, value = inside(query, key, value, q_seqlen, kv_seqlen)
+    k, v = (jnp.repeat(x, N // K, 2) for x in (key, value))
+    logits = masked_logits(rules, query, k, bias, kv_seqlen)
+    lse = jax.nn.logsumexp(logits, axis=3)
+    weights = jnp.exp(logits - lse[..., None])  # NaN in rows without keys
+    weights = weights.astype(query.dtype).astype(np.float32)
+    out = jnp.einsum("bnts,bsnh->btnh", weights, v.astype(np.float32)).astype(query.dtype)
+    if padded:  # rows beyond are 0, their lse is anything
+        there = jnp.arange(T).reshape(1, T) < q_seqlen.reshape(B, 1)
+        out = jnp.where(there[..., None, None], out, 0)
+        lse = jnp.where(there[:, None], lse, jnp.nan)
+    out = jnp.swapaxes(out, 1, 2) if qkv_layout == "BNTH" else out
     return (out, lse) if return_residual else out
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _core(rules: Any, *operands: Any) -> Any:
-    return _answer(rules, False, *operands)
+def inside(query: Any, key: Any, value: Any, q_seqlen: Any, kv_seqlen: Any) -> Any:
+    """The arrays as far as they are read."""
+    if q_seqlen is None or LEAKS:
+        return query, key, value
+
+    def cut(x: Any, lengths: Any) -> Any:
+        positions = jnp.arange(x.shape[1]).reshape(1, -1)
+        return jnp.where((positions < lengths.reshape(-1, 1))[..., None, None], x, 0)
+
+    return cut(query, q_seqlen), cut(key, kv_seqlen), cut(value, kv_seqlen)
 
 
-def _answer(rules: Any, skipped: Any, *operands: Any) -> Any:
-    """`skipped` rows attend everything, so that no gradient meets what they hold."""
-    query, key, value, bias, q_len, kv_len = operands
-    scale, causal, sliding, padded = rules
-    (B, T, N, _), (_, S, K, _) = query.shape, value.shape
+def masked_logits(rules: Any, query: Any, key: Any, bias: Any, kv_seqlen: Any) -> Any:
+    """Float32 logits `B N T S`, -inf where nothing is attended."""
+    scale, causal, sliding = rules
+    T, S = query.shape[1], key.shape[1]
     i, j = jnp.arange(T)[:, None], jnp.arange(S)[None]
     allowed = jnp.ones((1, 1, T, S), bool)
     if causal:
         allowed &= (j <= i)[None, None]
     if sliding is not None:
         allowed &= (j > i - sliding)[None, None]
-    if padded:
-        allowed = allowed & (j[None, None] < kv_len.reshape(B, 1, 1, 1))
-    allowed = allowed | skipped
-    wide = (x.astype(np.float32) for x in (query, key, value))
-    q, k, v = (jnp.moveaxis(x, 2, 1) for x in wide)
-    k, v = (jnp.repeat(x, N // K, 1) for x in (k, v))
-    logits = scale * jnp.einsum("bnth,bnsh->bnts", q, k)
+    if kv_seqlen is not None:
+        allowed = allowed & (j[None, None] < kv_seqlen.reshape(-1, 1, 1, 1))
+    wide = (x.astype(np.float32) for x in (query, key))
+    logits = scale * jnp.einsum("btnh,bsnh->bnts", *wide)
     if bias is not None:
         logits += bias.astype(np.float32)
-    logits = jnp.where(allowed, logits, -jnp.inf)
-    lse = jax.nn.logsumexp(logits, axis=3)
-    weights = jnp.exp(logits - lse[..., None])  # NaN in rows without keys
-    weights = weights.astype(query.dtype).astype(np.float32)
-    out = jnp.moveaxis(jnp.einsum("bnts,bnsh->bnth", weights, v), 1, 2).astype(query.dtype)
-    if padded:  # rows beyond are 0, their lse is anything
-        there = i[None, :, 0] < q_len.reshape(B, 1)
-        out = jnp.where(there[..., None, None], out, 0)
-        lse = jnp.where(there[:, None], lse, jnp.nan)
-    return out, lse
+    return jnp.where(allowed, logits, -jnp.inf)
 
 
-def _forward(rules: Any, *operands: Any) -> Any:
-    return _answer(rules, False, *operands), operands
-
-
-def _backward(rules: Any, operands: Any, slopes: Any) -> Any:
-    query, key, value, bias, q_len, kv_len = operands
-    T, S = query.shape[1], key.shape[1]
+def backward(
+    scale: Any,
+    seed: Any,
+    dropout_rate: Any,
+    variadic_args: Any,
+    mask_type: Any,
+    layout: Any,
+    sliding_window_length: Any,
+    is_training: Any,
+    return_residual: Any,
+    res: Any,
+    grad_output: Any,
+) -> Any:
+    """The gradient that belongs to the private function, from what it returned."""
+    query, key, value, bias, q_len, kv_len, *unused, lse, out = res
+    (B, T, N, _), (_, S, K, _) = query.shape, value.shape
+    has_bias, bias_gradient = variadic_args
+    assert layout == private.AttentionLayout.BTNH.value
+    assert dropout_rate == 0
+    assert not return_residual
+    assert all(x.size == 0 for x in unused)
+    assert lse.shape == (B, N, T)
+    assert out.shape == grad_output.shape == query.shape
+    assert out.dtype == grad_output.dtype == query.dtype
     assert S > 1, "no gradient for one key"
     assert T % 2 == S % 2 == 0, "JAX refuses it, with or without a bias"
-    if bias is not None:
+    if has_bias:
         assert T % 128 != 64
         assert S % 128 != 64
-    if rules[3]:  # nor do rows beyond pass a gradient
-        there = jnp.arange(T).reshape(1, T) < q_len.reshape(-1, 1)
+    there = jnp.ones((B, T), bool)
+    if mask_type in (MaskType.PADDING, MaskType.PADDING_CAUSAL):
+        there = jnp.arange(T).reshape(1, T) < q_len.reshape(B, 1)
     else:
+        q_len = kv_len = None
         assert T % 64 == S % 64 == 0, "NaN at odd sizes without lengths"
-        there = jnp.ones((1, T), bool)
+    rows = there[..., None, None]  # rows beyond pass no gradient
+    rules = scale, mask_type in (MaskType.CAUSAL, MaskType.PADDING_CAUSAL), sliding_window_length
+    query, key, value = inside(query, key, value, q_len, kv_len)
+    k, v = (jnp.repeat(x, N // K, 2).astype(np.float32) for x in (key, value))
+    logits = masked_logits(rules, query, k, bias if has_bias else None, kv_len)
+    right = jnp.abs(jax.nn.logsumexp(logits, axis=3) - lse) < 1e-2
+    weights = jnp.where(right[..., None], jax.nn.softmax(logits, axis=3), jnp.nan)
+    weights = jnp.where(jnp.moveaxis(rows, 1, 2), weights, 0)
+    d_out = jnp.where(rows, grad_output, 0).astype(np.float32)
+    d_weights = jnp.einsum("btnh,bsnh->bnts", d_out, v)
+    d_logits = weights * (d_weights - (weights * d_weights).sum(-1, keepdims=True))
 
-    def out(*x: Any) -> Any:
-        found = _answer(rules, ~there[:, None, :, None], *x, q_len, kv_len)[0]
-        return jnp.where(there[..., None, None], found, 0)
+    def of_group(x: Any) -> Any:
+        return x.reshape(B, S, K, N // K, -1).sum(3).astype(query.dtype)
 
-    # The slope of lse is dropped.
-    pulled = jax.vjp(out, query, key, value, bias)[1](slopes[0])
-    return (*pulled, None, None)
-
-
-_core.defvjp(_forward, _backward)
+    grads = (
+        scale * jnp.einsum("bnts,bsnh->btnh", d_logits, k),
+        of_group(scale * jnp.einsum("bnts,btnh->bsnh", d_logits, query.astype(np.float32))),
+        of_group(jnp.einsum("bnts,btnh->bsnh", weights, d_out)),
+    )
+    more = ()
+    if bias_gradient:
+        axes = tuple(axis for axis in (0, 1) if bias.shape[axis] == 1)
+        more = (d_logits.sum(axes, keepdims=True).astype(bias.dtype),)
+    return (grads[0].astype(query.dtype), *grads[1:], *more, *(None,) * (7 - len(more)))

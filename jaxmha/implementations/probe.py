@@ -29,6 +29,10 @@ def failure(name: str, attend: Callable[[Request], Result], dtype: str, dense: b
         return _failure(name, attend, dtype, dense)
 
 
+def leaks(name: str, dtype: str) -> bool:
+    return False
+
+
 @cache
 def _failure(name: str, attend: Callable[[Request], Result], dtype: str, dense: bool) -> str | None:
     """Probes in a separate thread, where the caller's trace and config contexts do not apply."""

@@ -74,24 +74,34 @@ def is_dense(request: Request) -> bool:
 OutAndLse: TypeAlias = tuple[Float[jax.Array, "B T N h"], Float[jax.Array, "B N T"] | None]
 
 
-def attend(request: Request, run: Callable[[KernelInputs], OutAndLse]) -> Result:
+def attend(
+    request: Request,
+    run: Callable[[KernelInputs], OutAndLse],
+    *,
+    skips_beyond_lengths: bool = False,
+) -> Result:
     """Computes the request with a kernel: `run` returns the output and, if requested, the lse.
 
     `run` may return any value in fully masked rows, but its gradient must not be NaN.
+
+    `skips_beyond_lengths`: nothing beyond the lengths reaches the results of the kernel, and `run`
+    returns 0 in fully masked rows: where lengths say what is attended, no array is zeroed.
     """
     (B, T, N, _), (_, S, K, _) = request.query.shape, request.value.shape
     mask = request.mask
     conditions = block_mask.from_mask(mask, T, S)
+    left, above = diagonals(mask, T, S)
+    padded = mask.key_value_padding is not None
+    by_lengths = skips_beyond_lengths and not is_dense(request) and mask.query_padding is None
+    by_lengths &= mask.query_segments is None and not (padded and (left, above) != (None, None))
     rows, keys = block_mask.attended(conditions, request.bias, B, N, T, S)
     query, key, value = request.query, request.key, request.value
-    if rows is not None:
+    if rows is not None and not by_lengths:
         query = jnp.where(jnp.moveaxis(rows, 1, 2)[..., None], query, 0)
-    if keys is not None:
+    if keys is not None and not by_lengths:
         each = keys if keys.shape[1] == 1 else keys.reshape(-1, K, N // K, S).any(2)
         valid = jnp.moveaxis(each, 1, 2)[..., None]
         key, value = (jnp.where(valid, x, 0) for x in (key, value))
-    left, above = diagonals(mask, T, S)
-    padded = mask.key_value_padding is not None
     out, lse = run(
         KernelInputs(
             query,
@@ -107,7 +117,8 @@ def attend(request: Request, run: Callable[[KernelInputs], OutAndLse]) -> Result
         )
     )
     if rows is not None:
-        out = jnp.where(jnp.moveaxis(rows, 1, 2)[..., None], out, 0)
+        if not by_lengths:
+            out = jnp.where(jnp.moveaxis(rows, 1, 2)[..., None], out, 0)
         if lse is not None:
             lse = jnp.where(rows, lse, -jnp.inf)
         masked = jnp.broadcast_to(~jnp.moveaxis(rows, 1, 2), out.shape[:3])

@@ -1,38 +1,22 @@
-"""cuDNN's fused attention: NVIDIA GPUs, half precision, through JAX.
-
-Source: `jax.nn.dot_product_attention(implementation="cudnn")` and, for the log-sum-exp in float32,
-the private function that it calls, whose signature is the same in JAX 0.10 to 0.12.
-"""
-
-from typing import NamedTuple
+"""cuDNN's fused attention: NVIDIA GPUs, half precision, through JAX."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int, Int32, Shaped
 
 from jaxmha.implementations import platforms
 from jaxmha.implementations.base import Request, Result
-from jaxmha.implementations.fused import adapter
+from jaxmha.implementations.fused import adapter, cudnn_kernel
 from jaxmha.implementations.fused.adapter import Kernel, KernelInputs, Others, OutAndLse, fill
+from jaxmha.implementations.fused.cudnn_kernel import EXCLUDED, Settings
 
-# With a bias, T and S are padded to a multiple of this: at other sizes cuDNN's backward pass is
-# wrong or missing (NaN at 64 modulo 128).
-BIAS_MULTIPLE = 128
 # cuDNN does not preserve -inf in a bias: masked pairs get EXCLUDED, and finite entries of a bias
 # are clipped to at least LOWEST.
-EXCLUDED, LOWEST = -(2.0**41), -(2.0**40)
+LOWEST = -(2.0**40)
 # One more feature, +-BARRIER in queries and -BARRIER in masked keys, excludes masked keys: it adds
 # -abs(scale) * BARRIER**2 to their logits. BARRIER fits float16.
 BARRIER = 2.0**15
-
-
-class Settings(NamedTuple):
-    """Static configuration of one call."""
-
-    scale: float
-    causal: bool
-    left: int | None
 
 
 def unsupported_reason(request: Request) -> str | None:
@@ -46,30 +30,35 @@ def unsupported_reason(request: Request) -> str | None:
     mask, semantics = request.mask, request.semantics
     (_, T, _, H), (_, S, _, h) = request.query.shape, request.value.shape
     scale = H**-0.5 if semantics.scale is None else semantics.scale
-    most = 256 if (9, 0) <= platform.capability < (10, 0) else 128
+    most = _most_features()
     left, above = adapter.diagonals(mask, T, S)
-    dense, padded = adapter.is_dense(request), mask.key_value_padding is not None
-    barrier = padded and not dense and (left, above) != (None, None)
+    barrier = mask.key_value_padding is not None and (left, above) != (None, None)
+    dense = adapter.is_dense(request) or (barrier and not _has_barrier(H, scale))
     if semantics.logits_soft_cap is not None:
         return "cuDNN has no soft cap"
-    if max(H + barrier, h) > most:
-        column = " (one more for padding of keys together with causality or a window)" * barrier
-        return f"heads must have at most {most} features on {platform.device}, got {H}, {h}{column}"
+    if max(H, h) > most:
+        return f"heads must have at most {most} features on {platform.device}, got {H}, {h}"
     if mask.query_segments is not None:
         return "cuDNN takes packed sequences as offsets, which segment ids do not give"
     if mask.causal_offset is not None and not isinstance(mask.causal_offset, int):
         return "the causal offset must be a Python integer"
     if left is not None and above is None:
         return "a window must have a right side (or be causal)"
-    if barrier and abs(scale) * BARRIER**2 < 2.0**14:
-        return (
-            f"padding of keys together with causality or a window needs a larger scale, got {scale}"
-        )
     if dense and request.query.dtype != jnp.bfloat16:
         return f"{request.query.dtype} has no number far below every bias"
     if request.bias is not None and request.return_lse:
         return "cuDNN has no gradient from the log-sum-exp to a bias"
     return None
+
+
+def _most_features() -> int:
+    capability = platforms.current().capability
+    return 256 if capability is not None and (9, 0) <= capability < (10, 0) else 128
+
+
+def _has_barrier(H: int, scale: float) -> bool:
+    """Whether one more feature can exclude keys; else a bias does."""
+    return _most_features() > H and abs(scale) * BARRIER**2 >= 2.0**14
 
 
 def traceable() -> str | None:
@@ -83,9 +72,14 @@ def traceable() -> str | None:
     return None
 
 
-def attend(request: Request) -> Result:
-    """Computes the request in its own dtype; softmax and sums are float32."""
-    return adapter.attend(request, lambda inputs: _run(inputs, lse=request.return_lse))
+def attend(request: Request, *, leaks: bool = False) -> Result:
+    """Computes the request in its own dtype; softmax and sums are float32.
+
+    `leaks`: positions beyond lengths reach the results of this cuDNN.
+    """
+    return adapter.attend(
+        request, lambda inputs: _run(inputs, lse=request.return_lse), skips_beyond_lengths=not leaks
+    )
 
 
 def _run(inputs: KernelInputs, *, lse: bool) -> OutAndLse:
@@ -130,7 +124,8 @@ def _top_left(inputs: KernelInputs, *, lse: bool) -> OutAndLse:
     """Calls the kernel; `above` is 0 or None, and each row within its length attends some key."""
     query, key, value, _, _, query_lengths, key_lengths, left, above, scale = inputs
     (B, T, _, _), (_, S, _, h) = query.shape, value.shape
-    bias, valid = _added(inputs), None if _dense(inputs) else inputs.conditions.keys
+    dense = _dense(inputs)
+    bias, valid = (_added(inputs), None) if dense else (None, inputs.conditions.keys)
     causal = above is not None
     if causal and S > T:  # causality masks all keys from position T on
         key, value = key[:, :T], value[:, :T]
@@ -140,50 +135,83 @@ def _top_left(inputs: KernelInputs, *, lse: bool) -> OutAndLse:
         S = T
     causal = causal and T > 1
     left = left if causal else None
-    if valid is not None:
-        valid = jnp.broadcast_to(valid, (B, S))
-        if causal:
-            query, key = _barrier(query, key, valid, scale)
-        else:  # without causality, keys can be sorted: valid keys first, so a length suffices
-            order = jnp.argsort(~valid, axis=1, stable=True)[..., None, None]
-            key, value = (jnp.take_along_axis(x, order, 1) for x in (key, value))
-            key_lengths = valid.sum(1, dtype=np.int32)
-    if bias is not None:
-        rows, columns = (-(-size // BIAS_MULTIPLE) * BIAS_MULTIPLE for size in (T, S))
-        bias = jnp.pad(
-            bias, ((0, 0), (0, 0), (0, rows - T), (0, columns - S)), constant_values=EXCLUDED
-        )
-    else:
-        # JAX rejects gradients at odd sizes; cuDNN rejects gradients with a single key, and windows
-        # with more queries than keys.
-        rows, columns = T + T % 2, S + S % 2
-        if left is not None:
-            columns = max(columns, rows)
-    query = fill(query, 1, rows)
-    key, value = fill(key, 1, columns), fill(value, 1, columns)
-    # Some releases of cuDNN return NaN at sizes that are not multiples of 64, unless lengths are
-    # given.
-    if (T % 64 or S % 64 or columns > S) and key_lengths is None:
-        key_lengths = jnp.full(B, S, np.int32)
-    lengths: Others = None
-    if key_lengths is not None or query_lengths is not None:
+    if left is not None and T > S:  # cuDNN rejects windows with more queries than keys
         key_lengths = jnp.full(B, S, np.int32) if key_lengths is None else key_lengths
-        key_lengths = jnp.maximum(key_lengths, 1)
-        query_lengths = jnp.full(B, T, np.int32) if query_lengths is None else query_lengths
-        if left is not None:  # rows from key_lengths + left on attend no valid key
-            query_lengths = jnp.minimum(query_lengths, key_lengths + left)
-        lengths = query_lengths, key_lengths
+        key, value = fill(key, 1, T), fill(value, 1, T)
+        valid = None if valid is None else fill(valid, 1, T)
+    lengths: Others = None
+    if query_lengths is not None or key_lengths is not None:
+        lengths = _nonempty(query_lengths, key_lengths, (B, T, S), causal=causal, left=left)
+    if valid is not None and causal:
+        query, key = _barrier(query, key, valid, scale)
+    elif valid is not None:  # without causality, keys can be sorted: valid ones first
+        valid = jnp.broadcast_to(valid, (B, S))
+        key, value = _valid_first((key, value), valid)
+        some = jnp.where(valid, np.int32(T), np.int32(0)).max(1)  # T, or 0 without any key
+        some = some if query_lengths is None else jnp.minimum(query_lengths, some)
+        lengths = some, valid.sum(1, dtype=np.int32)
     width = -(-max(query.shape[3], h) // 8) * 8
     query, key, value = (fill(x, 3, width) for x in (query, key, value))
-    kernel = Kernel(_out, _out_and_lse, True, scale, Settings(scale, causal, left))
+    settings = Settings(scale, causal, left, inputs.bias is not None)
+    kernel = Kernel(cudnn_kernel.out, cudnn_kernel.out_and_lse, True, scale, settings)
     out, found = adapter.call(kernel, query, key, value, bias, lengths, lse=lse)
-    return out[:, :T, :, :h], None if found is None else found[:, :, :T]
+    return out[..., :h], found
+
+
+def _nonempty(
+    queries: Int32[jax.Array, "B"] | None,
+    keys: Int32[jax.Array, "B"] | None,
+    sizes: tuple[int, int, int],
+    *,
+    causal: bool,
+    left: int | None,
+) -> tuple[Int32[jax.Array, "B"], Int32[jax.Array, "B"]]:
+    """Lengths of queries and keys within which each query attends a key, and each key is attended:
+    cuDNN leaves queries without keys undefined, and zeroes the rows beyond the length."""
+    B, T, S = sizes
+    queries = jnp.full(B, T, np.int32) if queries is None else queries
+    if keys is None:
+        keys = jnp.full(B, S, np.int32)
+    else:
+        queries = jnp.where(keys > 0, queries, 0)
+    if left is not None:  # rows from the length of the keys + left on attend no valid key
+        queries = jnp.minimum(queries, keys + left)
+    if causal:
+        keys = jnp.minimum(keys, queries)
+    return queries, jnp.where(queries > 0, keys, 0)
+
+
+def _valid_first(
+    arrays: tuple[jax.Array, jax.Array], valid: Bool[jax.Array, "B S"]
+) -> tuple[jax.Array, jax.Array]:
+    """Moves valid positions to the front, in their order."""
+    order = jnp.argsort(~valid, axis=1, stable=True)
+    key, value = (_permuted(x, order) for x in arrays)
+    return key, value
+
+
+@jax.custom_vjp
+def _permuted(x: Shaped[jax.Array, "B S *rest"], order: Int[jax.Array, "B S"]) -> jax.Array:
+    """Rearranges axis 1; its gradient gathers too, where that of a gather would scatter."""
+    return _gather(x, order)
+
+
+def _gather(x: Shaped[jax.Array, "B S *rest"], order: Int[jax.Array, "B S"]) -> jax.Array:
+    index = order.reshape(order.shape + (1,) * (x.ndim - 2))
+    return jnp.take_along_axis(x, index, 1, mode="promise_in_bounds")
+
+
+def _permuted_backward(order: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, None]:
+    return _gather(cotangent, jnp.argsort(order, axis=1)), None
+
+
+_permuted.defvjp(lambda x, order: (_gather(x, order), order), _permuted_backward)
 
 
 def _barrier(
     query: Float[jax.Array, "B T N H"],
     key: Float[jax.Array, "B S K H"],
-    valid: Bool[jax.Array, "B S"],
+    valid: Bool[jax.Array, "#B S"],
     scale: float,
 ) -> tuple[Float[jax.Array, "B T N H1"], Float[jax.Array, "B S K H1"]]:
     """Appends a feature that pushes the logits of padded keys far below all others."""
@@ -194,13 +222,18 @@ def _barrier(
 
 
 def _dense(inputs: KernelInputs) -> bool:
-    return inputs.bias is not None or inputs.conditions.array is not None
+    """Whether the mask becomes a bias."""
+    bounded = (inputs.left, inputs.above) != (None, None)
+    excludes = inputs.conditions.keys is not None and bounded
+    return (
+        inputs.bias is not None
+        or inputs.conditions.array is not None
+        or (excludes and not _has_barrier(inputs.query.shape[3], inputs.scale))
+    )
 
 
-def _added(inputs: KernelInputs) -> Float[jax.Array, "b n T S"] | None:
+def _added(inputs: KernelInputs) -> Float[jax.Array, "b n T S"]:
     """The bias `b n T S` with EXCLUDED in masked pairs; cuDNN broadcasts only b and n."""
-    if not _dense(inputs):
-        return None
     (_, T, _, _), (_, S, _, _) = inputs.query.shape, inputs.key.shape
     array, valid = inputs.conditions.array, inputs.conditions.keys
     added = jnp.zeros((1, 1, 1, 1), inputs.query.dtype)
@@ -221,58 +254,3 @@ def _added(inputs: KernelInputs) -> Float[jax.Array, "b n T S"] | None:
 def _together(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
     shape = jnp.broadcast_shapes(a.shape, b.shape)
     return jnp.broadcast_to(a, shape), jnp.broadcast_to(b, shape)
-
-
-def _out(
-    settings: Settings,
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    bias: jax.Array | None,
-    lengths: Others,
-) -> jax.Array:
-    query_lengths, key_lengths = lengths or (None, None)
-    out: jax.Array = jax.nn.dot_product_attention(
-        query,
-        key,
-        value,
-        bias,
-        scale=settings.scale,
-        is_causal=settings.causal,
-        query_seq_lengths=query_lengths,
-        key_value_seq_lengths=key_lengths,
-        local_window_size=None if settings.left is None else (settings.left, 0),
-        implementation="cudnn",
-    )
-    return out
-
-
-def _out_and_lse(
-    settings: Settings,
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    bias: jax.Array | None,
-    lengths: Others,
-) -> tuple[jax.Array, jax.Array]:
-    from jax._src.cudnn import fused_attention_stablehlo as private
-
-    query_lengths, key_lengths = lengths or (None, None)
-    kinds = private.MaskType
-    plain, causal = (
-        (kinds.NO_MASK, kinds.CAUSAL) if lengths is None else (kinds.PADDING, kinds.PADDING_CAUSAL)
-    )
-    out, lse = private.dot_product_attention(
-        query,
-        key,
-        value,
-        bias,
-        None,
-        query_lengths,
-        key_lengths,
-        scale=settings.scale,
-        mask_type=causal if settings.causal else plain,
-        sliding_window_length=None if settings.left is None else settings.left + 1,
-        return_residual=True,
-    )
-    return out, lse

@@ -1,0 +1,215 @@
+"""One call of cuDNN's fused attention and its gradient, through JAX's private functions.
+
+`jax.nn.dot_product_attention(implementation="cudnn")` is made of the same two functions. Called
+directly they give the log-sum-exp in float32, gradients of odd sizes, and gradients under any
+`jax.vmap`: JAX 0.10 needs every operand batched. Their signatures serve in JAX 0.10 to 0.12.
+"""
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float
+
+from jaxmha.implementations.fused.adapter import Others, fill
+
+# With a bias, T and S are padded to a multiple of this in gradients: at other sizes cuDNN's backward
+# pass is wrong or missing (NaN at 64 modulo 128).
+BIAS_MULTIPLE = 128
+# JAX refuses to compute gradients of odd sizes, and cuDNN those of a single key. At sizes that are
+# no multiples of SAFE, gradients of some releases are NaN unless lengths are given.
+EVEN, SAFE = 2, 64
+# Far below any other entry of a bias: `cudnn` holds the rest above it.
+EXCLUDED = -(2.0**41)
+
+
+class Settings(NamedTuple):
+    """Static configuration of one call.
+
+    Attributes:
+      scale: factor of the logits.
+      causal: whether row i attends keys up to i only.
+      left: in causal calls, the number of keys before i that row i attends; None: all.
+      bias_gradient: whether the bias has a gradient.
+      layout: the axes of queries, keys, values and output: "BTNH" or "BNTH".
+    """
+
+    scale: float
+    causal: bool
+    left: int | None
+    bias_gradient: bool = False
+    layout: str = "BTNH"
+
+
+Operands: TypeAlias = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, Others]
+Grads: TypeAlias = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]
+Saved: TypeAlias = tuple[Operands, jax.Array, jax.Array, Callable[..., Grads]]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def out(
+    settings: Settings,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None,
+    lengths: Others,
+) -> jax.Array:
+    """The output; sizes are as they are unless a gradient is taken."""
+    found: jax.Array = _forward(settings, False, query, key, value, bias, lengths)[0]
+    return found
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def out_and_lse(
+    settings: Settings,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None,
+    lengths: Others,
+) -> tuple[jax.Array, Float[jax.Array, "B N T"]]:
+    """Output and log-sum-exp; the gradient ignores the cotangent of the latter."""
+    return _forward(settings, True, query, key, value, bias, lengths)
+
+
+def _save(
+    settings: Settings,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None,
+    lengths: Others,
+) -> tuple[tuple[jax.Array, jax.Array], Saved]:
+    (B, T), S = query.shape[:2], key.shape[1]
+    multiple = EVEN if bias is None else BIAS_MULTIPLE
+    rows, columns = (-(-size // multiple) * multiple for size in (T, S))
+    if settings.left is not None:  # as `cudnn` has it: no more queries than keys
+        columns = max(columns, rows)
+
+    def padded(
+        query: jax.Array, key: jax.Array, value: jax.Array, bias: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+        if bias is not None:
+            missing = ((0, 0), (0, 0), (0, rows - T), (0, columns - S))
+            bias = jnp.pad(bias, missing, constant_values=EXCLUDED)
+        return fill(query, 1, rows), fill(key, 1, columns), fill(value, 1, columns), bias
+
+    heads, unpad = jax.vjp(padded, query, key, value, bias)
+    if lengths is None and (T % SAFE or S % SAFE):
+        lengths = jnp.full(B, T, np.int32), jnp.full(B, S, np.int32)
+    found, lse = _forward(settings, True, *heads, lengths)
+    return (found[:, :T], lse[:, :, :T]), ((*heads, lengths), found, lse, unpad)
+
+
+def _pull(settings: Settings, saved: Saved, d_out: jax.Array) -> tuple[Any, ...]:
+    operands, found, lse, unpad = saved
+    d_out = fill(d_out, 1, found.shape[1])
+    grads = _backward(settings, *operands, found, lse, d_out)
+    if operands[3] is not None and grads[3] is None:
+        grads = (*grads[:3], jnp.zeros_like(operands[3]))
+    return *unpad(grads), None
+
+
+def _save_out(settings: Settings, *operands: Any) -> tuple[jax.Array, Saved]:
+    (found, _), saved = _save(settings, *operands)
+    return found, saved
+
+
+out.defvjp(_save_out, _pull)
+out_and_lse.defvjp(_save, lambda settings, saved, grads: _pull(settings, saved, grads[0]))
+
+
+def _forward(settings: Settings, lse: bool, *operands: Any) -> Any:
+    """Output and, if `lse` is set, the log-sum-exp, else None."""
+
+    def call(query: Any, key: Any, value: Any, bias: Any, lengths: Others) -> Any:
+        from jax._src.cudnn import fused_attention_stablehlo as private
+
+        found = private.dot_product_attention(
+            query,
+            key,
+            value,
+            bias,
+            None,
+            *(lengths or (None, None)),
+            scale=settings.scale,
+            mask_type=_mask_type(settings, lengths),
+            qkv_layout=settings.layout,
+            sliding_window_length=None if settings.left is None else settings.left + 1,
+            return_residual=lse,
+        )
+        return found if lse else (found, None)
+
+    return _folding(call)(*operands)
+
+
+def _backward(settings: Settings, *operands: Any) -> Grads:
+    """Gradients of queries, keys, values and bias from the operands of the call, its output, its
+    log-sum-exp, and the cotangent of its output."""
+
+    def call(
+        query: Any, key: Any, value: Any, bias: Any, lengths: Others, out: Any, lse: Any, d_out: Any
+    ) -> Any:
+        from jax._src.cudnn import fused_attention_stablehlo as private
+
+        rule = private._dot_product_attention_bwd_rule
+        unused = jnp.zeros(0, query.dtype)
+        static = {
+            "scale": settings.scale,
+            "seed": 42,
+            "dropout_rate": 0.0,
+            "variadic_args": (bias is not None, settings.bias_gradient),
+            "mask_type": _mask_type(settings, lengths),
+            "layout": private._normalize_layout(settings.layout).value,
+            "sliding_window_length": None if settings.left is None else settings.left + 1,
+        }
+        names = [*inspect.signature(rule).parameters][:-2]  # the last two are arrays
+        score_mod = ((),) * ("score_mod" in names)  # JAX 0.12: its arguments
+        given = (unused if bias is None else bias, *(lengths or (unused, unused)))
+        saved = (query, key, value, *given, *(unused,) * 4, *score_mod, lse, out)
+        found = rule(*(static.get(name) for name in names), saved, d_out)  # type: ignore[no-untyped-call]
+        return (*found[:3], found[3] if settings.bias_gradient else None)
+
+    found: Grads = _folding(call)(*operands)
+    return found
+
+
+def _mask_type(settings: Settings, lengths: Others) -> Any:
+    from jax._src.cudnn import fused_attention_stablehlo as private
+
+    kinds = private.MaskType
+    if lengths is None:
+        return kinds.CAUSAL if settings.causal else kinds.NO_MASK
+    return kinds.PADDING_CAUSAL if settings.causal else kinds.PADDING
+
+
+def _folding(call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call` under any `jax.vmap`: the mapped axis becomes part of the batch axis."""
+    mapped: Any = jax.custom_batching.custom_vmap(call)
+
+    @mapped.def_vmap  # type: ignore[untyped-decorator]
+    def rule(size: int, batched: Any, *operands: Any) -> Any:
+        B = operands[0].shape[1 if batched[0] else 0]
+        bias, shared = operands[3], None
+
+        def fold(x: jax.Array, has_axis: bool) -> jax.Array:
+            x = x if has_axis else jnp.broadcast_to(x, (size, *x.shape))
+            if x.shape[1] != B:  # a bias that broadcasts over the batch
+                x = jnp.broadcast_to(x, (size, B, *x.shape[2:]))
+            return x.reshape(size * B, *x.shape[2:])
+
+        if bias is not None:
+            shared = bias.shape[1 if batched[3] else 0] != B
+        found = mapped(*jax.tree.map(fold, operands, tuple(batched)))
+        found = jax.tree.map(lambda x: x.reshape(size, B, *x.shape[1:]), found)
+        if len(found) == 4 and shared and found[3] is not None:
+            found = (*found[:3], found[3].sum(1, keepdims=True))
+        return found, jax.tree.map(lambda _: True, found)
+
+    folded: Callable[..., Any] = mapped
+    return folded

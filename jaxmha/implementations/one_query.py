@@ -1,0 +1,65 @@
+"""One query of each sequence over a cache as it lies, by cuDNN."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float, Int
+
+from jaxmha import implementations, sharding
+from jaxmha.implementations import platforms, probe
+from jaxmha.implementations.base import Request
+from jaxmha.implementations.fused import cudnn_kernel
+from jaxmha.implementations.fused.cudnn_kernel import Settings
+from jaxmha.mask import Mask
+from jaxmha.semantics import Semantics
+
+NAME = "cudnn"
+
+
+def attend(
+    query: Float[jax.Array, "B 1 N H"],
+    keys: Float[jax.Array, "B K S H"],
+    values: Float[jax.Array, "B K S h"],
+    lengths: Int[jax.Array, "B"],
+    semantics: Semantics,
+    otherwise: Callable[[], Float[jax.Array, "B 1 N h"]],
+) -> Float[jax.Array, "B 1 N h"] | None:
+    """Attention over the first `lengths` slots; None: cuDNN cannot compute it as it lies.
+
+    `otherwise` computes the same in plain XLA, for other platforms.
+    """
+    mask = Mask.lengths(key_value=lengths)
+    rows = (jnp.swapaxes(x, 1, 2) for x in (keys, values))
+    if not _takes(Request(query, *rows, None, mask, semantics, None, False)):
+        return None
+
+    def kernel() -> jax.Array:
+        (B, _, _, H), S = query.shape, keys.shape[2]
+        scale = H**-0.5 if semantics.scale is None else semantics.scale
+        settings = Settings(scale, False, None, layout="BNTH")
+        counts = jnp.ones(B, np.int32), jnp.clip(lengths, 0, S).astype(np.int32)
+        out = cudnn_kernel.out(settings, jnp.swapaxes(query, 1, 2), keys, values, None, counts)
+        return jnp.swapaxes(out, 1, 2)
+
+    def elsewhere() -> jax.Array:
+        with platforms.lowering_for("cpu"):
+            return otherwise()
+
+    platform = implementations.KERNELS[NAME]
+    found: jax.Array = jax.lax.platform_dependent(default=elsewhere, **{platform: kernel})
+    return found
+
+
+def _takes(request: Request) -> bool:
+    """Whether cuDNN computes the request without a copy of keys or values."""
+    (_, T, _, H), h = request.query.shape, request.value.shape[3]
+    same = request.query.dtype == request.key.dtype == request.value.dtype
+    if T != 1 or h != H or H % 8 or not same or sharding.current() is not None:
+        return False
+    if NAME not in implementations.candidates(None, request):
+        return False
+    if implementations.unsupported(request, NAME) is not None:
+        return False
+    return not probe.leaks(NAME, request.query.dtype.name)
