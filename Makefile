@@ -8,7 +8,7 @@ RUN := . $(VENV)/bin/activate && KERAS_BACKEND=$${KERAS_BACKEND:-jax} TF_CPP_MIN
 # Tests start many processes, which import large frameworks: thrice as fast from bytecode.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo train report docs test newest oldest suite native native-sanitized test-slow bench bench-full soak throughput weights lint wheel clean
+.PHONY: demo train report docs test newest oldest h100 suite native native-sanitized test-slow bench bench-full soak throughput weights lint wheel clean
 
 demo: weights  ## convert published weights through every framework and back
 	$(RUN) python -m experiments.real_weights .weights
@@ -37,6 +37,9 @@ native-sanitized: $(VENV)/installed  ## the conformance suite with ASan and UBSa
 
 newest oldest: $(VENV)/installed  ## core tests on the newest JAX and Flax, and on the oldest allowed
 	.ci/versions $@
+
+h100: $(VENV)/installed  ## programs compiled for an H100, without one: about 10 minutes and 2.2 GB
+	.ci/h100
 
 bench: $(VENV)/installed  ## some shapes of every kind against every peer: 5 minutes on a quiet machine
 	$(RUN) python -m experiments.benchmarks --write
@@ -81,4 +84,4 @@ $(VENV)/installed: pyproject.toml .ci/constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-newest .venv-oldest .weights build dist *.egg-info
+	rm -rf $(VENV) .venv-newest .venv-oldest .venv-h100 .weights build dist *.egg-info

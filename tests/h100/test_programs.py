@@ -1,0 +1,70 @@
+"""Everyday programs compiled for an H100: as lean as those of `jax.nn` with cuDNN."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxmha
+from tests.h100 import compiled, programs
+from tests.h100.compiled import MIB
+from tests.h100.programs import ALONE, MORE, NINE, array
+
+OPTIMISED = True
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def h100(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An H100 as users have it: the settings of the other tests change the programs."""
+    compiled.install(monkeypatch)
+    compiled.topology()
+    usual = {
+        "jax_numpy_dtype_promotion": "standard",
+        "jax_numpy_rank_promotion": "allow",
+        "jax_default_matmul_precision": None,
+        "jax_enable_compilation_cache": False,
+    }
+    before = {name: jax.config.values[name] for name in usual}  # type: ignore[attr-defined]
+    for name, value in usual.items():
+        jax.config.update(name, value)  # type: ignore[no-untyped-call]
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("name", [*NINE, *MORE])
+def test_as_lean_as_jax_nn(name: str) -> None:
+    case = (NINE | MORE)[name]
+    found = compiled.compiled(case.build(programs.ours), *case.arguments)
+    peer = compiled.compiled(case.build(programs.theirs), *case.arguments)
+    assert found.temporary <= 1.1 * peer.temporary + 2 * MIB
+    assert found.kernels <= peer.kernels + 2
+    assert sum("cudnn" in call for call in found.calls) == len(peer.calls)
+    assert found.waits == found.collectives == 0
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_alone(name: str) -> None:
+    case = ALONE[name]
+    found = compiled.compiled(case.build(programs.ours), *case.arguments)
+    assert found.temporary <= case.temporary * MIB
+    assert found.kernels <= case.kernels
+    assert any("cudnn" in call for call in found.calls)
+    assert found.waits == 0
+
+
+@pytest.mark.parametrize(("B", "S", "T"), [(1, 2048, 1), (64, 8192, 1), (1, 2048, 4)])
+def test_a_decoding_step_waits_for_nothing(B: int, S: int, T: int) -> None:
+    E = 512
+    params = jax.eval_shape(
+        lambda: jaxmha.init_params(jax.random.key(0), num_heads=16, features=E, dtype=jnp.bfloat16)
+    )
+    cache = jax.eval_shape(lambda: jaxmha.KVCache.empty(params, B, S))
+    found = compiled.compiled(jaxmha.decode_step, params, array(B, T, E), cache)
+    assert found.kernels <= 20
+    assert found.waits == 0
+    assert found.temporary <= 3 * MIB
+    assert any("cudnn" in call for call in found.calls) == (T == 1)
