@@ -1,6 +1,7 @@
 """Which implementation runs: platforms, trials of kernels, and `explain`."""
 
 import json
+import threading
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -9,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.cudnn import fused_attention_stablehlo as private
 from typer.testing import CliRunner
 
 import jaxmha
@@ -64,6 +66,8 @@ def test_cpus_run_the_native_kernels_where_they_are_built() -> None:
         {"key_value_seq_lengths": struct(2, dtype=jnp.int32)},
         {"mask": PADDED},
         {"mask": PADDED, "is_causal": True},
+        {"mask": PADDED, "is_causal": True, "scale": 1e-9},
+        {"mask": PADDED, "is_causal": True, "like": struct(2, 1024, 8, 256)},
         {"mask": struct(2, 1, 1, 1024, dtype=jnp.bool_)},
         {"mask": Mask.causal(7)},
         {"local_window_size": (128, 0)},
@@ -97,7 +101,15 @@ def test_cudnn_takes(options: dict[str, Any]) -> None:
             {"like": struct(2, 64, 8, 64, dtype=jnp.float16), "bias": struct(1, 8, 64, 64)},
             "far below",
         ),
-        ({"mask": PADDED, "is_causal": True, "scale": 1e-9}, "larger scale"),
+        (
+            {
+                "like": struct(2, 1024, 8, 64, dtype=jnp.float16),
+                "mask": PADDED,
+                "is_causal": True,
+                "scale": 1e-9,
+            },
+            "far below",
+        ),
         ({"softmax_dtype": jnp.bfloat16}, "softmax_dtype"),
         ({"like": struct(2, 0, 8, 64)}, "at least 1"),
     ],
@@ -159,12 +171,11 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     # What runs is lowered for the CPU that is there.
     monkeypatch.setattr(implementations, "KERNELS", dict.fromkeys(KERNELS, "cpu"))
     calls = cudnn_contract.install(monkeypatch)
-    trials = probe._failure
     jax.clear_caches()  # type: ignore[no-untyped-call]
-    trials.cache_clear()
+    probe.forget()
     yield calls
     jax.clear_caches()  # type: ignore[no-untyped-call]
-    trials.cache_clear()
+    probe.forget()
 
 
 def small() -> Any:
@@ -176,9 +187,11 @@ def test_a_kernel_is_tried_once_and_used(gpu: list[Any]) -> None:
     x = small()
     run = jax.jit(lambda x: jaxmha.dot_product_attention(x, x, x))
     run(x)
-    assert [call["T"] for call in gpu] == [128, 6]  # the trial, the call
+    trials = [call["T"] for call in gpu][:-1]
+    assert {128, 1, 2, 37, 38} == set(trials)  # 2 and 38: where a gradient is taken
+    assert gpu[-1]["T"] == 6
     run(x[:, :4])
-    assert [call["T"] for call in gpu] == [128, 6, 4]
+    assert [call["T"] for call in gpu] == [*trials, 6, 4]
 
 
 @pytest.mark.everyday(defect=["raises", "wrong gradient"])
@@ -186,21 +199,25 @@ def test_a_kernel_is_tried_once_and_used(gpu: list[Any]) -> None:
 def test_a_broken_kernel_means_the_next_and_one_warning(
     gpu: list[Any], monkeypatch: pytest.MonkeyPatch, defect: str
 ) -> None:
-    right = cudnn_contract.public
+    right = cudnn_contract.dot_product_attention
 
-    @jax.custom_vjp
-    def bent(x: Any) -> Any:
-        return x
-
-    bent.defvjp(lambda x: (x, None), lambda _, grad: (1.5 * grad,))
+    right_gradient = cudnn_contract.backward
 
     def broken(*args: Any, **options: Any) -> Any:
         if defect == "raises":
             raise RuntimeError("no kernel image is available\nand more lines")
         out = right(*args, **options)
-        return {"wrong": 1.1 * out, "NaN": out * jnp.nan, "wrong gradient": bent(out)}[defect]
+        spoil = {"wrong": lambda x: 1.1 * x, "NaN": lambda x: x * jnp.nan}[defect]
+        return jax.tree.map(lambda x: spoil(x).astype(x.dtype), out)
 
-    monkeypatch.setattr(jax.nn, "dot_product_attention", broken)
+    def broken_gradient(*args: Any) -> Any:
+        d_query, *others = right_gradient(*args)
+        return (1.5 * d_query).astype(d_query.dtype), *others
+
+    if defect == "wrong gradient":
+        monkeypatch.setattr(private, "_dot_product_attention_bwd_rule", broken_gradient)
+    else:
+        monkeypatch.setattr(private, "dot_product_attention", broken)
     x = small()
     with pytest.warns(RuntimeWarning, match="cudnn does not work here in bfloat16") as caught:
         out = jaxmha.dot_product_attention(x, x, x)
@@ -216,7 +233,7 @@ def test_a_broken_kernel_means_the_next_and_one_warning(
 def test_nothing_is_tried_for_another_platform(
     gpu: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def never(*_: Any) -> None:
+    def never(*_: Any, **__: Any) -> None:
         raise AssertionError("tried")
 
     monkeypatch.setattr(probe, "failure", never)
@@ -227,27 +244,106 @@ def test_nothing_is_tried_for_another_platform(
         jaxmha.explain(HALF, HALF, HALF)
 
 
-def test_processes_agree(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What fails in one process is used in none."""
-    from jax.experimental import multihost_utils
-
-    monkeypatch.setattr(jax, "process_count", lambda: 3)
-    seen: list[Any] = []
-
-    def gathered(works: Any) -> Any:
-        seen.append(bool(works))
-        return np.asarray([True, False, bool(works)])
-
-    monkeypatch.setattr(multihost_utils, "process_allgather", gathered)
-    monkeypatch.setattr(probe, "_tried", lambda *_: None)
-    assert probe._agreed(reference.attend, "float32", False) == "it fails in process 1"
-    assert seen == [True]
+def tried(dtype: str = "bfloat16", *, dense: bool = False, attend: Any = None) -> probe.Finding:
+    return probe._tried(attend or cudnn.attend, cudnn.unsupported_reason, dtype, dense)
 
 
 @pytest.mark.slow  # trials that pass are part of other tests
+@pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("dense", [False, True])
 def test_the_trial_is_right_about_a_right_kernel(dense: bool) -> None:
-    assert probe._tried(reference.attend, "float32", dense) is None
+    assert tried(dense=dense) == probe.Finding(None)
+
+
+def test_a_kernel_that_leaks_gets_zeroed_arrays(
+    gpu: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found out with NaN beyond lengths, and then no NaN of the caller reaches the output."""
+    cudnn_contract.install(monkeypatch, leaks=True)
+    x = small()
+    spoiled = x.at[:, 4:].set(jnp.nan)
+
+    def out(key: Any) -> Any:
+        lengths = jnp.asarray([4])
+        return jaxmha.dot_product_attention(x, key, key, key_value_seq_lengths=lengths)
+
+    found = jax.jit(out)(spoiled)
+    assert probe.leaks("cudnn", "bfloat16")
+    assert gpu[-1]["T"] == 6
+    np.testing.assert_array_equal(
+        np.asarray(found, np.float32), np.asarray(jax.jit(out)(x), np.float32)
+    )
+
+
+def test_a_busy_device_is_asked_again(gpu: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a lack of memory says about a kernel is not remembered."""
+    right, failing = cudnn_contract.dot_product_attention, [2]
+
+    def busy(*args: Any, **options: Any) -> Any:
+        failing[0] -= 1
+        if failing[0] >= 0:
+            raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate")
+        return right(*args, **options)
+
+    monkeypatch.setattr(private, "dot_product_attention", busy)
+    monkeypatch.setattr(probe.time, "sleep", lambda _: None)
+    x = small()
+    with pytest.warns(RuntimeWarning, match="RESOURCE_EXHAUSTED"):
+        jaxmha.dot_product_attention(x, x, x)
+    assert gpu == []
+    jaxmha.dot_product_attention(x[:, :4], x, x)
+    assert gpu[-1]["T"] == 4
+
+
+def test_a_kernel_that_hangs(gpu: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A time limit, and the next implementation."""
+    done = threading.Event()
+    monkeypatch.setattr(private, "dot_product_attention", lambda *_, **__: done.wait())
+    monkeypatch.setenv("JAXMHA_PROBE_SECONDS", "0.2")
+    x = small()
+    with pytest.warns(RuntimeWarning, match=r"did not finish within 0.2 s"):
+        jaxmha.dot_product_attention(x, x, x)
+    done.set()
+    assert gpu == []
+
+
+def test_the_environment_chooses_how_kernels_are_probed(
+    gpu: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = small()
+    monkeypatch.setenv("JAXMHA_PROBE", "0")
+    reasons = dict(jaxmha.explain(x, x, x).reasons)
+    assert reasons["cudnn"] == "JAXMHA_PROBE=0 uses no kernel"
+    monkeypatch.setenv("JAXMHA_PROBE", "trust")
+    assert jaxmha.explain(x, x, x).chosen == "cudnn"
+    assert gpu == []
+
+    def broken(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("no kernel image")
+
+    monkeypatch.setattr(private, "dot_product_attention", broken)
+    monkeypatch.setenv("JAXMHA_PROBE", "strict")
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="JAXMHA_PROBE=strict: cudnn does not work here"):
+            jaxmha.explain(x, x, x)
+    monkeypatch.setenv("JAXMHA_PROBE", "maybe")
+    with pytest.raises(ValueError, match="JAXMHA_PROBE must be among"):
+        jaxmha.explain(x, x, x)
+
+
+def test_the_trial_runs_on_the_device_of_the_caller() -> None:
+    seen: list[Any] = []
+
+    def attend(request: Any, *, leaks: bool) -> Any:
+        seen.append(jax.config.jax_default_device)  # type: ignore[attr-defined]
+        return reference.attend(request)
+
+    device = jax.devices("cpu")[-1]
+    with jax.default_device(device):
+        found = probe.failure("stub", attend, reference.unsupported_reason, "float32", False)
+    probe.forget()
+    assert found is None
+    assert set(seen) == {device}
 
 
 def test_default_device_counts() -> None:
@@ -258,8 +354,6 @@ def test_default_device_counts() -> None:
 def test_the_private_call_is_as_it_was() -> None:
     """What `cudnn` uses of JAX beside its public functions."""
     import inspect
-
-    from jax._src.cudnn import fused_attention_stablehlo as private
 
     found = list(inspect.signature(private.dot_product_attention).parameters)
     assert found[:7] == ["query", "key", "value", "bias", "mask", "q_seqlen", "kv_seqlen"]

@@ -126,8 +126,8 @@ def candidates(
 def unsupported(request: Request, name: str, *, traced: bool = True) -> str | None:
     """The reason why an implementation cannot compute a request; None: it can.
 
-    `traced`: also reject kernels that this machine cannot trace for the platform named by
-    `lowering_for`.
+    `traced`: the request is about to be traced: also reject kernels that this machine cannot trace
+    for the platform named by `lowering_for`, and agree with the other processes on the probe.
     """
     implementation = IMPLEMENTATIONS[name]
     axes = sharding.current()
@@ -137,8 +137,14 @@ def unsupported(request: Request, name: str, *, traced: bool = True) -> str | No
     if reason or name not in KERNELS:
         return reason
     if platforms.current().present:
-        dense = adapter.is_dense(request)
-        return probe.failure(name, implementation.attend, request.query.dtype.name, dense)
+        return probe.failure(
+            name,
+            implementation.attend,
+            implementation.unsupported_reason,
+            request.query.dtype.name,
+            adapter.is_dense(request),
+            agree=traced,
+        )
     return implementation.traceable() if traced else None
 
 
@@ -178,11 +184,21 @@ def attend(request: Request, implementation: str | Sequence[str] | None = None) 
     return shard_map.attend(request, lambda part: _run(part, name, portable))
 
 
+def _alone(request: Request, name: str) -> Result:
+    """Runs the implementation `name`; a kernel, as it was found to work here."""
+    implementation = IMPLEMENTATIONS[name]
+    if name not in KERNELS:
+        found: Result = implementation.attend(request)
+        return found
+    dense = adapter.is_dense(request)
+    found = implementation.attend(request, leaks=probe.leaks(name, request.query.dtype.name, dense))
+    return found
+
+
 def _run(request: Request, name: str, portable: str | None) -> Result:
     """Runs the implementation `name`; a kernel is replaced by `portable` on other platforms."""
     if name not in KERNELS or portable is None:
-        direct: Result = IMPLEMENTATIONS[name].attend(request)
-        return direct
+        return _alone(request, name)
 
     # The platform is known only at lowering, after this trace, so both branches are traced.
     def run(
@@ -197,7 +213,7 @@ def _run(request: Request, name: str, portable: str | None) -> Result:
         these = request._replace(
             query=query, key=key, value=value, bias=bias, mask=mask, dropout_key=dropout_key
         )
-        found: Result = IMPLEMENTATIONS[name].attend(these)
+        found = _alone(these, name)
         return found if request.return_lse else found._replace(lse=None)
 
     def elsewhere(*arrays: Any) -> Result:  # unknown platform: assumes a CPU

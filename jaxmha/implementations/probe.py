@@ -1,124 +1,225 @@
-"""Probes a kernel once per process: compiles it, runs it and compares its results with NumPy's."""
+"""Probes a kernel once per process: compiles it, runs it and compares its results with NumPy's.
 
+The environment variable JAXMHA_PROBE changes it: `0` uses no kernel, `trust` uses kernels without a
+probe, `strict` raises where a kernel fails. A probe that takes longer than JAXMHA_PROBE_SECONDS
+(60) has failed. Processes of one program exchange what they found, and wait as long for each other.
+"""
+
+import os
+import threading
+import time
 import warnings
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float
 
+from jaxmha.implementations import platforms, probe_cases
 from jaxmha.implementations.base import Request, Result
-from jaxmha.mask import Mask
-from jaxmha.semantics import Semantics
+
+Attend = Callable[..., Result]
+Reason = Callable[[Request], str | None]
 
 # Largest error against float32, relative to the largest value; bfloat16 rounds to 2 ** -8.
 ALLOWED = 0.03
+# Errors of a machine that is busy: tried again, and not remembered.
+TRANSIENT = ("RESOURCE_EXHAUSTED", "out of memory", "OUT_OF_MEMORY")
+MODES = ("", "0", "trust", "strict")
 
 
-_ONE_AT_A_TIME = Lock()
+class Finding(NamedTuple):
+    """What a probe found.
+
+    Attributes:
+      reason: why the kernel does not work, or None.
+      leaks: whether what lies beyond lengths reaches its results.
+      transient: whether the reason may pass.
+    """
+
+    reason: str | None
+    leaks: bool = False
+    transient: bool = False
 
 
-def failure(name: str, attend: Callable[[Request], Result], dtype: str, dense: bool) -> str | None:
-    """The reason why a kernel does not work in this or another process, or None; warns once."""
-    with _ONE_AT_A_TIME:
-        return _failure(name, attend, dtype, dense)
+_LOCK = Lock()
+_FOUND: dict[tuple[str, ...], Finding] = {}
 
 
-def leaks(name: str, dtype: str) -> bool:
-    return False
+def forget() -> None:
+    """Forgets what was found."""
+    _FOUND.clear()
 
 
-@cache
-def _failure(name: str, attend: Callable[[Request], Result], dtype: str, dense: bool) -> str | None:
-    """Probes in a separate thread, where the caller's trace and config contexts do not apply."""
-    with ThreadPoolExecutor(1) as thread:
-        found = thread.submit(_agreed, attend, dtype, dense).result()
-    if found is not None:
-        kind = f"{dtype}{' with a bias' * dense}"
-        warnings.warn(
-            f"{name} does not work here in {kind}, so the next implementation is used: {found}",
-            RuntimeWarning,
-            stacklevel=3,
-        )
-    return found
+def failure(
+    name: str, attend: Attend, unsupported: Reason, dtype: str, dense: bool, *, agree: bool = True
+) -> str | None:
+    """The reason why a kernel does not work in this or another process, or None; warns once.
+
+    `agree`: whether other processes probe it too; False asks this process alone.
+    """
+    chosen = mode()
+    if chosen == "0":
+        return "JAXMHA_PROBE=0 uses no kernel"
+    if chosen == "trust":
+        return None
+    with _LOCK:
+        key = _key(name, dtype, dense)
+        found = _FOUND.get(key)
+        if found is None:
+            found = _within_limit(attend, unsupported, dtype, dense)
+            if not found.transient:
+                _FOUND[key] = found
+            if found.reason is not None and chosen != "strict":
+                warnings.warn(
+                    f"{name} does not work here in {dtype}{' with a bias' * dense}, so the next "
+                    f"implementation is used: {found.reason}",
+                    RuntimeWarning,
+                    stacklevel=3,
+                )
+    if found.reason is not None and chosen == "strict":
+        raise RuntimeError(f"JAXMHA_PROBE=strict: {name} does not work here: {found.reason}")
+    if agree and jax.process_count() > 1 and not found.transient:
+        return _agreed(key, found.reason)
+    return found.reason
 
 
-def _agreed(attend: Callable[[Request], Result], dtype: str, dense: bool) -> str | None:
-    """The reason why the probe fails in this or another process, or None: all processes must run
-    the same program, and therefore choose the same implementation."""
-    found = _tried(attend, dtype, dense)
-    if jax.process_count() > 1:
-        from jax.experimental import multihost_utils
-
-        works: Any = multihost_utils.process_allgather(np.asarray(found is None))
-        if not np.all(works) and found is None:
-            found = f"it fails in process {int(np.argmin(works))}"
-    return found
+def leaks(name: str, dtype: str, dense: bool = False) -> bool:
+    """Whether a probe found that positions beyond lengths reach the results of a kernel."""
+    found = _FOUND.get(_key(name, dtype, dense))
+    return found is not None and found.leaks
 
 
-def _tried(attend: Callable[[Request], Result], dtype: str, dense: bool) -> str | None:
-    request, cotangent = _problem(dtype, dense)
+def mode() -> str:
+    """The value of JAXMHA_PROBE.
 
-    def run(*operands: jax.Array) -> tuple[jax.Array, ...]:
-        def out(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-            return attend(request._replace(query=query, key=key, value=value)).out
+    Raises:
+      ValueError: it is none of those known.
+    """
+    chosen = os.environ.get("JAXMHA_PROBE", "")
+    if chosen not in MODES:
+        raise ValueError(f"JAXMHA_PROBE must be among {MODES[1:]} or unset, got {chosen!r}")
+    return chosen
 
-        *heads, d_out = operands
-        found, pull = jax.vjp(out, *heads)
-        return found, *pull(d_out)
+
+def seconds() -> float:
+    """The time that a probe may take."""
+    return float(os.environ.get("JAXMHA_PROBE_SECONDS", "60"))
+
+
+def _key(name: str, dtype: str, dense: bool) -> tuple[str, ...]:
+    return name, dtype, "dense" * dense, platforms.current().device
+
+
+def _within_limit(attend: Attend, unsupported: Reason, dtype: str, dense: bool) -> Finding:
+    """Probes in a thread of its own, where the caller's trace and contexts do not apply but its
+    default device does; a thread that hangs does not keep the process from ending."""
+    device = jax.config.jax_default_device  # type: ignore[attr-defined]
+    found: list[Finding] = []
+
+    def run() -> None:
+        with jax.default_device(device):
+            finding = _tried(attend, unsupported, dtype, dense)
+            if finding.transient:
+                time.sleep(1)
+                finding = _tried(attend, unsupported, dtype, dense)
+        found.append(finding)
+
+    thread = threading.Thread(target=run, name="jaxmha-probe", daemon=True)
+    thread.start()
+    thread.join(seconds())
+    if found:
+        return found[0]
+    return Finding(f"it did not finish within {seconds():g} s (JAXMHA_PROBE_SECONDS)")
+
+
+def _agreed(key: tuple[str, ...], reason: str | None) -> str | None:
+    """What every process found, through JAX's key-value store: all of them must run the same
+    program, and therefore choose the same implementation. A process that does not report in time
+    runs another program."""
+    from jax._src import distributed
+
+    client: Any = distributed.global_state.client
+    if client is None:
+        return reason
+    mine = f"jaxmha/probe/{'/'.join(key)}/"
+    client.key_value_set(f"{mine}{jax.process_index()}", reason or "", allow_overwrite=True)
+    until = time.monotonic() + (0 if key in _WAITED else seconds())
+    _WAITED.add(key)
+    for process in range(jax.process_count()):
+        left = max(1, int(1000 * (until - time.monotonic())))
+        try:
+            found = client.blocking_key_value_get(f"{mine}{process}", left)
+        except Exception as error:
+            if "DEADLINE_EXCEEDED" not in str(error):
+                raise
+            continue
+        if found and reason is None:
+            return f"it fails in process {process}: {found}"
+    return reason
+
+
+_WAITED: set[tuple[str, ...]] = set()
+
+
+def _tried(attend: Attend, unsupported: Reason, dtype: str, dense: bool) -> Finding:
+    """Every case of the kernel; with zeroed arrays where one fails without."""
+    reason = None
+    for case in probe_cases.cases(dtype, dense):
+        if unsupported(case.request) is not None:
+            continue
+        for careful in (False, True):
+            if careful and not case.poisoned:
+                break
+            reason, transient = _error(attend, case, leaks=careful)
+            if transient:
+                return Finding(reason, transient=True)
+            if reason is None and careful:
+                return _careful(attend, unsupported, dtype, dense)
+            if reason is None:
+                break
+        if reason is not None:
+            return Finding(reason)
+    return Finding(None)
+
+
+def _careful(attend: Attend, unsupported: Reason, dtype: str, dense: bool) -> Finding:
+    for case in probe_cases.cases(dtype, dense):
+        if unsupported(case.request) is None:
+            reason, transient = _error(attend, case, leaks=True)
+            if reason is not None:
+                return Finding(reason, transient=transient)
+    return Finding(None, leaks=True)
+
+
+def _error(attend: Attend, case: probe_cases.Case, *, leaks: bool) -> tuple[str | None, bool]:
+    """The reason why a case fails, or None, and whether it may pass."""
+    request = case.request
+
+    def run(*operands: jax.Array) -> tuple[Any, ...]:
+        def value(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[Any, ...]:
+            these = request._replace(query=query, key=key, value=value)
+            found = attend(these, leaks=leaks)
+            return (found.out, found.lse) if request.return_lse else (found.out,)
+
+        *heads, d_out, d_lse = operands
+        pull = jax.vjp(value, *heads)[1]
+        # Without a gradient, another kernel may run.
+        return *value(*heads), *pull((d_out, d_lse) if request.return_lse else (d_out,))
 
     try:
-        found = jax.jit(run)(*request[:3], cotangent)
-        expected = _expected(request, cotangent)
-        for what, x, y in zip(("output", "query", "key", "value"), found, expected, strict=True):
-            error = np.abs(np.asarray(x, np.float32) - y).max() / np.abs(y).max()
-            if not error <= ALLOWED:  # also true if error is NaN
-                gradient = "" if what == "output" else "the gradient of "
-                return f"{gradient}{what} is wrong by {error:.1e} of the largest value"
+        found = jax.jit(run)(*request[:3], *case.cotangents)
+        expected = case.expected()
+        for what, x in zip(expected, found, strict=True):
+            y = expected[what]
+            x, there = np.asarray(x, np.float32), np.isfinite(y)
+            error = np.abs(x[there] - y[there]).max() / np.abs(y[there]).max()
+            same = np.array_equal(x[~there], y[~there])  # -inf in the log-sum-exp
+            if not (error <= ALLOWED and same):  # also true if error is NaN
+                return f"{what} is wrong by {error:.1e} of the largest value ({case.name})", False
     except Exception as error:  # noqa: BLE001  drivers and compilers raise any
-        return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
-    return None
-
-
-def _problem(dtype: str, dense: bool) -> tuple[Request, Float[jax.Array, "B T N H"]]:
-    """A causal request with grouped heads and lengths (two batch rows of 128 positions), and an
-    output cotangent."""
-    rng = np.random.default_rng(0)
-    B, T, N, K, H = 2, 128, 2, 1, 64
-
-    def normal(*shape: int) -> jax.Array:
-        return jnp.asarray(rng.standard_normal(shape), dtype)
-
-    heads = normal(B, T, N, H), normal(B, T, K, H), normal(B, T, K, H)
-    mask = Mask.causal() & Mask.lengths(key_value=jnp.asarray([T, T // 2], np.int32))
-    bias = normal(1, N, T, T) if dense else None
-    return Request(*heads, bias, mask, Semantics(), None, False), normal(B, T, N, H)
-
-
-def _expected(
-    request: Request, cotangent: Float[jax.Array, "B T N H"]
-) -> tuple[np.ndarray[Any, np.dtype[np.float32]], ...]:
-    """Output and gradients, computed in NumPy."""
-    heads = (np.asarray(x, np.float32) for x in (*request[:3], cotangent))
-    query, key, value, d_out = (np.moveaxis(x, 2, 1) for x in heads)
-    scale = query.shape[3] ** -0.5
-    logits = scale * query @ np.swapaxes(key, 2, 3)
-    if request.bias is not None:
-        logits += np.asarray(request.bias, np.float32)
-    T = query.shape[2]
-    allowed = np.arange(T)[:, None] >= np.arange(T)
-    lengths = np.asarray(request.mask.key_value_lengths)[:, None, None, None]
-    logits = np.where(allowed & (np.arange(T) < lengths), logits, -np.inf)
-    weights = np.exp(logits - logits.max(-1, keepdims=True))
-    weights /= weights.sum(-1, keepdims=True)
-    out = weights @ value
-    d_logits = d_out @ np.swapaxes(value, 2, 3) - (d_out * out).sum(-1, keepdims=True)
-    d_logits *= weights * scale
-    transposed = np.swapaxes(d_logits, 2, 3) @ query, np.swapaxes(weights, 2, 3) @ d_out
-    d_key, d_value = (x.sum(1, keepdims=True) for x in transposed)
-    return tuple(np.moveaxis(x, 1, 2) for x in (out, d_logits @ key, d_key, d_value))
+        line = (str(error).strip().splitlines() or [""])[0][:200]
+        transient = any(text in str(error) for text in TRANSIENT)
+        return f"{type(error).__name__}: {line}", transient
+    return None, False

@@ -149,25 +149,19 @@ MORE: dict[str, Case] = {
         gradient(is_causal=True), (*heads(1, 8192), array(1, 8192, 16, 128))
     ),
     "grouped": Case(forward(is_causal=True), heads(**GQA)),
-    "grouped gradient": Case(
-        gradient(is_causal=True), (*heads(**GQA), array(2, 2048, 32, 128))
-    ),
+    "grouped gradient": Case(gradient(is_causal=True), (*heads(**GQA), array(2, 2048, 32, 128))),
     "one key head": Case(forward(is_causal=True), heads(N=32, K=1)),
     "H = 64": Case(gradient(), (*heads(H=64), array(2, 2048, 16, 64))),
     "H = 256": Case(forward(is_causal=True), heads(H=256)),
     "float16": Case(forward(), tuple(x.update(dtype=jnp.float16) for x in heads())),
-    "causal lengths": Case(
-        forward("key_value_seq_lengths", is_causal=True), (*heads(), LENGTHS)
-    ),
+    "causal lengths": Case(forward("key_value_seq_lengths", is_causal=True), (*heads(), LENGTHS)),
     "causal lengths gradient": Case(
         gradient("key_value_seq_lengths", is_causal=True), (*heads(), OUT, LENGTHS)
     ),
     "both lengths": Case(forward(*BOTH), (*heads(), LENGTHS, LENGTHS)),
     "both lengths gradient": Case(gradient(*BOTH), (*heads(), OUT, LENGTHS, LENGTHS)),
     "window": Case(forward(local_window_size=(128, 0), is_causal=True), heads()),
-    "window gradient": Case(
-        gradient(local_window_size=(128, 0), is_causal=True), (*heads(), OUT)
-    ),
+    "window gradient": Case(gradient(local_window_size=(128, 0), is_causal=True), (*heads(), OUT)),
     "cross": Case(forward(), heads(T=512, S=2048)),
     "one query, no lengths": Case(forward(), heads(64, 1, 64, 128, S=8192, K=8)),
     "T = 1000": Case(forward(is_causal=True), heads(T=1000)),

@@ -1,7 +1,6 @@
 """Everyday programs compiled for an H100: as lean as those of `jax.nn` with cuDNN."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp

@@ -64,8 +64,11 @@ def traceable() -> str | None:
     return None
 
 
-def attend(request: Request) -> Result:
-    """Computes the request in its own dtype; softmax and sums are float32."""
+def attend(request: Request, *, leaks: bool = True) -> Result:
+    """Computes the request in its own dtype; softmax and sums are float32.
+
+    `leaks` has no effect: what is not attended is always zeroed, since weights of 0 multiply it.
+    """
     ids = _ids(request.mask, request.query.shape[1], request.key.shape[1])
     cap = request.semantics.logits_soft_cap
     return adapter.attend(request, lambda inputs: _run(inputs, ids, cap, lse=request.return_lse))

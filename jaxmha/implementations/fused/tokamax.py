@@ -53,8 +53,11 @@ def traceable() -> str | None:
     return None
 
 
-def attend(request: Request) -> Result:
-    """Computes the request in its own dtype; softmax and sums are float32."""
+def attend(request: Request, *, leaks: bool = True) -> Result:
+    """Computes the request in its own dtype; softmax and sums are float32.
+
+    `leaks` has no effect: what is not attended is always zeroed, since weights of 0 multiply it.
+    """
     cap = request.semantics.logits_soft_cap
     return adapter.attend(request, lambda inputs: (_run(inputs, cap), None))
 
