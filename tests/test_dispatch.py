@@ -14,6 +14,7 @@ from jax._src.cudnn import fused_attention_stablehlo as private
 from typer.testing import CliRunner
 
 import jaxmha
+from experiments.scaling import workers
 from jaxmha import Mask, implementations
 from jaxmha.cli.app import app
 from jaxmha.implementations import KERNELS, UnsupportedError, platforms, probe, reference
@@ -344,6 +345,18 @@ def test_the_trial_runs_on_the_device_of_the_caller() -> None:
     probe.forget()
     assert found is None
     assert set(seen) == {device}
+
+
+@pytest.mark.slow
+def test_processes_agree_on_a_kernel() -> None:
+    """What fails in one process is used in none; who asks alone waits no longer than allowed."""
+    found = workers.started("tests.sharding.probing", 2, [])
+    assert found is not None
+    first, second = found
+    assert first["alone"] is first["not asked elsewhere"] is None
+    assert first["together"].startswith("it fails in process 1: RuntimeError: no kernel image")
+    assert "no kernel image" in second["together"]
+    assert 2 <= first["seconds"] < 15
 
 
 def test_default_device_counts() -> None:

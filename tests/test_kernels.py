@@ -158,6 +158,46 @@ def test_cudnn_is_asked_for_no_more_than_needed(
     assert {name: found[name] for name in asked} == asked
 
 
+MAPPED: dict[str, Any] = {
+    "vmap(grad), one bias": lambda f: jax.vmap(
+        jax.grad(f, (0, 1, 2, 3)), in_axes=(0, None, 2, None)
+    ),
+    "vmap(grad), many biases": lambda f: jax.vmap(jax.grad(f, 3), in_axes=(0, None, 2, 0)),
+    "grad(vmap)": lambda f: jax.grad(
+        lambda *x: jax.vmap(f, in_axes=(0, None, 2, None))(*x).sum(), (0, 1, 2, 3)
+    ),
+    "jacobian": lambda f: jax.vmap(
+        jax.jacobian(lambda *x: jnp.stack([f(*x), 2 * f(*x)])), in_axes=(0, None, 2, None)
+    ),
+}
+
+
+@pytest.mark.everyday(name=["vmap(grad), one bias"])
+@pytest.mark.usefixtures("cudnn")
+@pytest.mark.parametrize("name", MAPPED)
+def test_cudnn_under_transformations(name: str) -> None:
+    """Whatever is mapped, over whichever axis."""
+    rng = np.random.default_rng(0)
+    shapes = (3, 2, 6, 4, 8), (2, 7, 2, 8), (2, 7, 3, 2, 8)
+    bias = (3, 1, 4, 6, 7) if "many" in name else (1, 4, 6, 7)
+    arrays = [jnp.asarray(rng.standard_normal(x), jnp.bfloat16) for x in (*shapes, bias)]
+
+    def found(implementation: str) -> Any:
+        def value(q: Any, k: Any, v: Any, bias: Any) -> Any:
+            lengths = jnp.asarray([4, 7], np.int32)
+            out = jaxmha.dot_product_attention(
+                q, k, v, bias, key_value_seq_lengths=lengths, implementation=implementation
+            )
+            return out.astype(np.float32).sum()
+
+        return jax.jit(MAPPED[name](value))(*arrays)
+
+    for x, y in zip(*map(jax.tree.leaves, map(found, ("cudnn", "reference"))), strict=True):
+        x, y = (np.asarray(a, np.float32) for a in (x, y))
+        assert x.shape == y.shape
+        np.testing.assert_allclose(x, y, atol=0.03 * np.abs(y).max(), rtol=0)
+
+
 @pytest.mark.parametrize("without", ["_lengths", "_sum"])
 def test_what_is_normalised_matters(
     cudnn: Any, monkeypatch: pytest.MonkeyPatch, without: str

@@ -197,3 +197,63 @@ def test_materialised_scores_are_noticed() -> None:
         platform="cuda",
     )  # fmt: skip
     assert not no_scores(text)
+
+
+def value_of_lengths(q: Any, k: Any, v: Any, counts: Any) -> Any:
+    out = jaxmha.dot_product_attention(q, k, v, key_value_seq_lengths=counts)
+    return out.astype(jnp.float32).sum()
+
+
+def with_bias(q: Any, k: Any, v: Any, bias: Any) -> Any:
+    return jaxmha.dot_product_attention(q, k, v, bias).astype(jnp.float32).sum()
+
+
+BIAS = array(1, N, T, S)
+TRANSFORMED: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "vmap(grad)": (
+        jax.vmap(jax.grad(value_of_lengths, (0, 1, 2))),
+        tuple(array(3, *x.shape, dtype=x.dtype) for x in (*HEADS, COUNTS)),
+    ),
+    "vmap of one": (
+        jax.vmap(CALLS["lengths"], in_axes=(0, None, None, None, None)),
+        (array(3, *HEADS[0].shape), *HEADS[1:], COUNTS, THERE),
+    ),
+    "vmap of lengths": (
+        jax.vmap(jax.grad(value_of_lengths, (0, 1, 2)), in_axes=(None, None, None, 0)),
+        (*HEADS, array(3, B, dtype=jnp.int32)),
+    ),
+    "vmap of another axis": (
+        jax.vmap(jax.grad(value_of_lengths, (0, 1, 2)), in_axes=(2, None, 4, None)),
+        (array(B, T, 3, N, H), HEADS[1], array(B, S, K, H, 3), COUNTS),
+    ),
+    "twice": (
+        jax.vmap(jax.vmap(CALLS["full"], in_axes=(0, None, None, None, None)),
+                 in_axes=(None, 0, None, None, None)),
+        (array(3, *HEADS[0].shape), array(5, *HEADS[1].shape), HEADS[2], COUNTS, THERE),
+    ),
+    "grad(vmap)": (
+        jax.grad(lambda *x: jax.vmap(value_of_lengths, in_axes=(0, None, None, None))(*x).sum(),
+                 (0, 1, 2)),
+        (array(3, *HEADS[0].shape), *HEADS[1:], COUNTS),
+    ),
+    "jacobian": (
+        jax.jacobian(lambda q, *x: CALLS["lengths"](q, *x)[0, 0, 0, :3]),
+        (*HEADS, COUNTS, THERE),
+    ),
+    "vmap(grad), one bias": (
+        jax.vmap(jax.grad(with_bias, (0, 1, 2, 3)), in_axes=(0, None, None, None)),
+        (array(3, *HEADS[0].shape), *HEADS[1:], BIAS),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.everyday(name=["vmap(grad), one bias", "jacobian"])
+@pytest.mark.usefixtures("cudnn")
+@pytest.mark.parametrize("name", TRANSFORMED)
+def test_cudnn_under_transformations(name: str) -> None:
+    """One call each way, whatever is mapped: JAX 0.10 itself needs every operand mapped."""
+    function, arguments = TRANSFORMED[name]
+    with jaxmha.lowering_for("h200"):
+        text = lowered(function, *arguments, platform="cuda")
+    both = name not in ("vmap of one", "twice")
+    assert text.count("custom_call @__cudnn$fmha") == 1 + both

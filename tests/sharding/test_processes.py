@@ -77,13 +77,3 @@ def test_bad_input() -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "must be 2, 4 or 8" in done.stderr
-
-
-@pytest.mark.slow
-def test_processes_agree_on_a_kernel() -> None:
-    """What fails in one process is used in none; who asks alone waits no longer than allowed."""
-    first, second = map(json.loads, ended(workers.launched("tests.sharding.probing", 2, [])))
-    assert first["alone"] is first["not asked elsewhere"] is None
-    assert first["together"].startswith("it fails in process 1: RuntimeError: no kernel image")
-    assert "no kernel image" in second["together"]
-    assert 2 <= first["seconds"] < 15
