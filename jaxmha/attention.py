@@ -19,6 +19,7 @@ from jaxmha.explicit_sharding import by_types, sharding_of_heads
 from jaxmha.implementations.base import Request, Result, simplified
 from jaxmha.mask import Mask
 from jaxmha.mask_arguments import KEYWORDS, as_mask, mask_of_keywords
+from jaxmha.mod_arguments import MaskMod, Mods, ScoreMod, checked_blocks, traced_mods
 from jaxmha.semantics import FullyMasked, Precision, ReturnWeights, Semantics
 
 
@@ -41,6 +42,8 @@ class Options(TypedDict, total=False):
     dropout_broadcast: tuple[str, ...]
     dropout_key: PRNGKeyArray | None
     sinks: Float[Array, "N"] | None
+    score_mod: ScoreMod | None
+    mask_mod: MaskMod | None
     implementation: str | Sequence[str] | None
 
 
@@ -132,6 +135,8 @@ def dot_product_attention(
     dropout_broadcast: tuple[str, ...] = (),
     dropout_key: PRNGKeyArray | None = None,
     sinks: Float[Array, "N"] | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
     return_weights: ReturnWeights = False,
     return_lse: bool = False,
     return_residual: bool = False,
@@ -167,6 +172,10 @@ def dot_product_attention(
       sinks: `(N,)`, a learned logit per head that takes part in the softmax of every query and has
         no value: weights sum to less than 1, a fully masked row is 0, and lse and residual include
         the sink.
+      score_mod: `score_mod(score, b, n, i, j)` returns the score of query i and key j in head n of
+        batch row b, after scale, soft cap and bias, before the masks. See
+        [score and mask functions](../guide/mods.md).
+      mask_mod: `mask_mod(b, n, i, j)` returns True where query i may attend key j.
       return_weights: also return the weights `(B, N, T, S)`: `"before_dropout"` (= True) or
         `"after_dropout"`.
       return_lse: also return the log-sum-exp of the logits `(B, N, T)` in float32 (float64 for
@@ -217,6 +226,10 @@ def dot_product_attention(
         local_window_size,
         segment_ids,
     )
+    mods = Mods()
+    if score_mod is not None or mask_mod is not None:
+        dtype = checks.promoted(query=query, key=key, value=value)
+        mods = traced_mods(score_mod, mask_mod, dtype)
     with implementations.forward_mode():
         found: jax.Array | tuple[jax.Array, ...] = _dot_product_attention(
             query,
@@ -229,6 +242,7 @@ def dot_product_attention(
             dropout_key,
             semantics,
             sinks,
+            mods,
             returned=returned,
             implementation=hashable(implementation),
         )
@@ -267,6 +281,7 @@ def _dot_product_attention(
     dropout_key: PRNGKeyArray | None,
     semantics: Semantics,
     sinks: jax.Array | None,
+    mods: Mods,
     *,
     returned: Returned,
     implementation: str | tuple[str, ...] | None,
@@ -291,7 +306,7 @@ def _dot_product_attention(
     )
     bias = None if bias is None else checks.flatten_bias(bias, batch, sizes)
     if scale is not None:
-        query, key, value = traced_scale.scaled(scale, (query, key, value), bias, merged)
+        query, key, value = traced_scale.scaled(scale, (query, key, value), bias, merged, mods.mask)
     out, weights, lse = attend(
         query,
         key,
@@ -304,6 +319,7 @@ def _dot_product_attention(
         implementation,
         return_lse=returned.lse or returned.residual,
         sinks=sinks,
+        mods=mods,
     )
     found = [out.astype(dtype)]
     if weights is not None:
@@ -346,6 +362,7 @@ def attend(
     *,
     return_lse: bool = False,
     sinks: Array | None = None,
+    mods: Mods = Mods(),
 ) -> Result:
     """Attention on checked arrays with one batch axis, computed by the selected implementation.
 
@@ -372,6 +389,8 @@ def attend(
         dropout_key,
         return_weights,
         return_lse or sinks is not None,
+        score_mod=mods.score,
+        mask_mod=checked_blocks(mods.mask, query.shape, key.shape[1]),
     )
     out, weights, lse = implementations.attend(request, implementation)
     if sinks is not None:

@@ -14,9 +14,11 @@ from jaxmha.arrays import Array, reject_foreign, require_arrays
 from jaxmha.attention import attend, hashable
 from jaxmha.explicit_sharding import by_types, sharding_of_features
 from jaxmha.implementations import forward_mode
-from jaxmha.implementations.tiled.block_mask import attended_positions
+from jaxmha.implementations.mods import Mod
+from jaxmha.implementations.tiled.attended import attended_positions
 from jaxmha.mask import Mask
 from jaxmha.mask_arguments import as_mask
+from jaxmha.mod_arguments import MaskMod, Mods, ScoreMod, traced_mods, without_extras
 from jaxmha.params import MHAParams
 from jaxmha.projections import check_inputs, combine_checked, distinct, project_checked
 from jaxmha.semantics import FullyMasked, ReturnWeights, Semantics
@@ -35,6 +37,8 @@ def multi_head_attention(
     semantics: Semantics = Semantics(),
     dropout_key: PRNGKeyArray | None = None,
     return_weights: Literal[False] = False,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> jax.Array: ...
 @overload
@@ -50,6 +54,8 @@ def multi_head_attention(
     semantics: Semantics = Semantics(),
     dropout_key: PRNGKeyArray | None = None,
     return_weights: Literal[True, "before_dropout", "after_dropout"],
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> tuple[jax.Array, jax.Array]: ...
 @overload
@@ -65,6 +71,8 @@ def multi_head_attention(
     semantics: Semantics = Semantics(),
     dropout_key: PRNGKeyArray | None = None,
     return_weights: ReturnWeights,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 def multi_head_attention(
@@ -79,6 +87,8 @@ def multi_head_attention(
     semantics: Semantics = Semantics(),
     dropout_key: PRNGKeyArray | None = None,
     return_weights: ReturnWeights = False,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """A whole attention layer: `combine(params, attend(project(params, query, key, value)))`.
@@ -97,6 +107,8 @@ def multi_head_attention(
       dropout_key: a PRNG key; None: no dropout.
       return_weights: also return the weights `(*B, N, T, S)`, `"before_dropout"` (= True) or
         `"after_dropout"`.
+      score_mod, mask_mod: functions of scores and of pairs, as in `dot_product_attention`; b counts
+        the rows of all batch axes.
       implementation: name, or names in order of preference; None: the first that supports the call.
 
     Extra positions (`params.bias_k`, then `semantics.add_zero_attn`) follow the S given ones. If
@@ -128,6 +140,12 @@ def multi_head_attention(
     checks.reject_rounding(params=params, query=query, key=key, value=value, bias=bias)
     is_causal = checks.flag("is_causal", is_causal)
     mask = as_mask(mask)
+    mods = Mods()
+    if score_mod is not None or mask_mod is not None:
+        sizes, dtype = check_inputs(params, query, key, value)
+        extra = bias_kv.count(params, semantics)
+        functions = without_extras(score_mod, mask_mod, sizes["S"], extra)
+        mods = traced_mods(*functions, dtype)
     with forward_mode():
         found: jax.Array | tuple[jax.Array, jax.Array] = _multi_head_attention(
             params,
@@ -136,6 +154,7 @@ def multi_head_attention(
             mask,
             dropout_key,
             semantics,
+            mods,
             is_causal=is_causal,
             return_weights=checks.weights_kind(return_weights),
             implementation=hashable(implementation),
@@ -167,6 +186,7 @@ def _multi_head_attention(
     mask: Mask,
     dropout_key: PRNGKeyArray | None,
     semantics: Semantics,
+    mods: Mods,
     *,
     is_causal: bool,
     return_weights: ReturnWeights,
@@ -184,7 +204,9 @@ def _multi_head_attention(
     structure = mask & (Mask.causal() if is_causal else Mask())
     mask = bias_kv.widen_mask(structure, extra, batch, sizes)
     bias = bias_kv.widen_bias(bias, extra, batch, sizes)
-    attended = attended_features(math.prod(batch), bias, mask, sizes, extra, semantics.fully_masked)
+    attended = attended_features(
+        math.prod(batch), bias, mask, sizes, extra, semantics.fully_masked, mods.mask
+    )
     rows, keys, values = (
         None if x is None else x.reshape(math.prod(batch), *x.shape[-2:])
         for x in (query, key, value)
@@ -202,6 +224,7 @@ def _multi_head_attention(
         return_weights,
         implementation,
         sinks=params.sinks,
+        mods=mods,
     )
     out = combine_checked(params, result.out, semantics, dtype, rows, attended[0])
     out = out.reshape(*batch, *out.shape[1:])
@@ -217,6 +240,7 @@ def attended_features(
     sizes: dict[str, int],
     extra: int,
     policy: FullyMasked,
+    mask_mod: Mod | None = None,
 ) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None]:
     """Query, key and value positions with an allowed pair, `B T`, `B S` and `B S`; None: all.
 
@@ -224,7 +248,7 @@ def attended_features(
     have one batch axis and cover S and the `extra` positions.
     """
     T, S = sizes["T"], sizes["S"]
-    attended = attended_positions(mask, bias, B, sizes["N"], T, S + extra)
+    attended = attended_positions(mask, bias, B, sizes["N"], T, S + extra, mask_mod)
     rows, keys = (
         None if x is None else jnp.broadcast_to(x[:, :size], (B, size))
         for x, size in zip((sharding.in_order(x, 1) for x in attended), (T, S), strict=True)

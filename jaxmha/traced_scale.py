@@ -7,7 +7,8 @@ import numpy as np
 from jaxmha import sharding
 from jaxmha.arrays import Array, reject_foreign
 from jaxmha.implementations.base import accumulation_dtype
-from jaxmha.implementations.tiled import block_mask
+from jaxmha.implementations.mods import Mod
+from jaxmha.implementations.tiled import attended
 from jaxmha.mask import Mask
 
 
@@ -37,6 +38,7 @@ def scaled(
     heads: tuple[jax.Array, jax.Array, jax.Array],
     bias: jax.Array | None,
     mask: Mask,
+    mask_mod: Mod | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Heads `B T N H`, `B S K H` and `B S K h` in the accumulation dtype, with scaled queries.
 
@@ -46,7 +48,7 @@ def scaled(
     accumulate = accumulation_dtype(heads[0].dtype)
     query, key, value = (x.astype(accumulate) for x in heads)
     (B, T, N, _), S = query.shape, key.shape[1]
-    rows, _ = block_mask.attended_per_head(mask, bias, B, N, T, S)
+    rows, _ = attended.attended_per_head(mask, bias, B, N, T, S, mask_mod)
     if rows is not None:
         rows = jnp.moveaxis(sharding.in_order(rows, 2), 1, 2)[..., None]
         query = jnp.where(rows, query, 0.0)

@@ -9,7 +9,8 @@ import numpy as np
 from jaxtyping import Bool, Float, PRNGKeyArray
 from numpy.typing import DTypeLike
 
-from jaxmha.arrays import Array
+from jaxmha.implementations import mods
+from jaxmha.implementations.mods import Extent, Mod
 from jaxmha.mask import Mask
 from jaxmha.semantics import ReturnWeights, Semantics
 
@@ -42,6 +43,8 @@ class Request(NamedTuple):
       return_weights: False, "before_dropout" or "after_dropout".
       return_lse: whether the caller reads lse.
       part: position within a larger request; None: this request is the whole.
+      score_mod: changes the scores after the bias, before the masks.
+      mask_mod: excludes further pairs.
     """
 
     query: Float[jax.Array, "B T N H"]
@@ -54,6 +57,8 @@ class Request(NamedTuple):
     return_weights: ReturnWeights
     return_lse: bool = False
     part: Part | None = None
+    score_mod: Mod | None = None
+    mask_mod: Mod | None = None
 
     @property
     def scale(self) -> float:
@@ -82,13 +87,25 @@ def accumulation_dtype(dtype: DTypeLike) -> np.dtype[np.floating]:
 
 
 def allowed_pairs(
-    mask: Mask, bias: Float[Array, "b n t s"] | None, T: int, S: int
+    mask: Mask,
+    bias: Float[jax.Array, "b n t s"] | None,
+    T: int,
+    S: int,
+    mask_mod: Mod | None = None,
+    heads: tuple[int, int] = (1, 1),
 ) -> Bool[jax.Array, "_ _ _ _"] | None:
-    """Pairs that neither the mask nor a bias of -inf excludes, broadcastable to BNTS; None: all."""
+    """Pairs that no mask and no bias of -inf excludes, broadcastable to BNTS; None: all.
+
+    `heads`: B and N, over which `mask_mod` is evaluated.
+    """
     allowed = None if mask.empty else jnp.asarray(mask.to_array(T, S))
     if bias is not None:
         finite = jnp.broadcast_to(jnp.asarray(bias) != -jnp.inf, (*bias.shape[:2], T, S))
         allowed = finite if allowed is None else allowed & finite
+    if mask_mod is not None:
+        found = mods.allowed(mask_mod, Extent((0, 0, 0, 0), (*heads, T, S), T, S))
+        found = jnp.broadcast_to(found, (*found.shape[:2], T, S))
+        allowed = found if allowed is None else allowed & found
     return allowed
 
 

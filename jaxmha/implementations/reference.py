@@ -13,7 +13,9 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from jaxmha import dropout
+from jaxmha.implementations import mods
 from jaxmha.implementations.base import Request, Result, accumulation_dtype, allowed_pairs
+from jaxmha.implementations.mods import Extent
 from jaxmha.implementations.online_softmax import cap_and_mask
 from jaxmha.mask import Mask
 from jaxmha.matmul import matmul, pairwise_sum
@@ -68,16 +70,20 @@ def attend(
     weight of 0 suffices.
     """
     semantics = request.semantics
-    T, S = request.query.shape[1], request.value.shape[1]
+    (B, T, N, _), S = request.query.shape, request.value.shape[1]
     accumulate = accumulation_dtype(request.query.dtype)
     query, key, value = (x.astype(accumulate) for x in request[:3])
     bias = None if request.bias is None else request.bias.astype(accumulate)
-    allowed = allowed_pairs(request.mask, bias, T, S)
+    allowed = allowed_pairs(request.mask, bias, T, S, request.mask_mod, (B, N))
     if allowed is not None and not all_finite:
         query, key, value = _zero_unattended(query, key, value, allowed, semantics.fully_masked)
 
     logits = matmuls.query_key(query * request.scale, key, semantics.precision)
-    logits, _ = cap_and_mask(logits, semantics.logits_soft_cap, bias, allowed)
+    if request.score_mod is None:
+        logits, _ = cap_and_mask(logits, semantics.logits_soft_cap, bias, allowed)
+    else:
+        logits, _ = cap_and_mask(logits, semantics.logits_soft_cap, bias)
+        logits = _modified(request, logits, allowed)
     logits = logits.astype(np.dtype(semantics.softmax_dtype or accumulate))
     weights, lse, masked = _softmax(logits, accumulate)
     if request.mask.query_lengths is not None:  # rows beyond a length are 0 under every policy
@@ -95,6 +101,21 @@ def attend(
     if shown is not None:
         shown = shown.astype(request.query.dtype)
     return Result(out.astype(request.query.dtype), shown, lse)
+
+
+def _modified(
+    request: Request, logits: Float[jax.Array, "B N T S"], allowed: Bool[jax.Array, "..."] | None
+) -> Float[jax.Array, "B N T S"]:
+    """Masked logits after `score_mod`, which reads 0 for excluded pairs: they may hold NaN or -inf,
+    which its gradient would multiply by 0."""
+    mod = request.score_mod
+    assert mod is not None
+    sizes = logits.shape
+    extent = Extent((0, 0, 0, 0), sizes, *sizes[2:])
+    if allowed is None:
+        return mods.scores(mod, extent, logits, mod.floats)
+    found = mods.scores(mod, extent, jnp.where(allowed, logits, 0.0), mod.floats)
+    return jnp.where(allowed, found, -jnp.inf)
 
 
 def _softmax(

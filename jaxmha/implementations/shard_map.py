@@ -15,6 +15,7 @@ from jaxtyping import Float, PRNGKeyArray
 
 from jaxmha import sharding
 from jaxmha.implementations.base import Part, Request, Result
+from jaxmha.implementations.mods import Mod
 from jaxmha.params import Projection
 from jaxmha.sharding import Axes
 
@@ -74,6 +75,18 @@ class Split(NamedTuple):
             for names, size in ((self.b, self.B), (self.n, self.N))
         )
         return b, n
+
+    def mod_specs(self, mod: Mod | None) -> Any:
+        """The specs of a score or mask function: every device has all its arrays."""
+        if mod is None:
+            return None
+        specs = jax.tree.map(lambda _: sharding.spec(), mod)
+        offset = None if mod.offset is None else sharding.spec(self.b)
+        return specs._replace(offset=offset)
+
+    def own_part(self, mod: Mod | None) -> Mod | None:
+        """The function for the batch rows and heads of this device."""
+        return None if mod is None else mod.shift(*self.starts(), 0, 0)
 
     def run(
         self, function: Callable[..., Tree], in_specs: tuple[Any, ...], out_specs: Tree
@@ -174,11 +187,16 @@ def attend(request: Request, run: Callable[[Request], Result]) -> Result:
     conditions, tree = jax.tree.flatten(request.mask)
     conditions = [jnp.asarray(x) for x in conditions]
     heads = (request.query, request.key, request.value)
+    functions = [
+        None if mod is None else mod._replace(blocks=None)
+        for mod in (request.score_mod, request.mask_mod)
+    ]
     in_specs = (
         *(local_split.spec(x.shape, f"b?{n}?") for x, n in zip(heads, "nkk", strict=True)),
         None if request.bias is None else local_split.spec(request.bias.shape, "bnts"),
         [local_split.spec(x.shape, letters[x.ndim]) for x in conditions],
         sharding.spec(),
+        [local_split.mod_specs(mod) for mod in functions],
     )
     rows = sharding.spec(local_split.b, local_split.n)
     out_specs: Any = Result(
@@ -194,7 +212,9 @@ def attend(request: Request, run: Callable[[Request], Result]) -> Result:
         bias: Float[jax.Array, "b n t s"] | None,
         mask: list[jax.Array],
         dropout_key: PRNGKeyArray | None,
+        functions: list[Mod | None],
     ) -> Result:
+        score_mod, mask_mod = (local_split.own_part(mod) for mod in functions)
         part = None
         if dropout_key is not None:
             part = Part(*local_split.starts(), N, T)
@@ -207,10 +227,12 @@ def attend(request: Request, run: Callable[[Request], Result]) -> Result:
                 mask=jax.tree.unflatten(tree, mask),
                 dropout_key=dropout_key,
                 part=part,
+                score_mod=score_mod,
+                mask_mod=mask_mod,
             )
         )
         return found if request.return_lse else found._replace(lse=None)
 
-    arrays = (*heads, request.bias, conditions, request.dropout_key)
+    arrays = (*heads, request.bias, conditions, request.dropout_key, functions)
     result: Result = local_split.run(local, in_specs, out_specs)(*arrays)
     return result

@@ -18,6 +18,7 @@ from jaxmha import sharding
 from jaxmha.implementations.base import Request, Result
 from jaxmha.implementations.context_parallel import common
 from jaxmha.implementations.context_parallel.common import OutLse, Static
+from jaxmha.implementations.mods import Mod, cotangent
 from jaxmha.implementations.online_softmax import Softmax
 from jaxmha.implementations.tiled import attention
 from jaxmha.implementations.tiled.attention import CoreInputs
@@ -54,9 +55,11 @@ def _local(
     bias: Float[jax.Array, "b n t2 S"] | None,
     traced: Conditions,
     seed: Seed | None,
+    score_mod: Mod | None,
 ) -> OutLse:
     """Output and lse of one device's queries over the keys and values of all devices."""
-    out, lse = _by_parts(attention.core, static, query, key, value, bias, traced, seed)
+    inputs = query, key, value, bias, traced, seed, score_mod
+    out, lse = _by_parts(attention.core, static, *inputs)
     return out, lse
 
 
@@ -69,6 +72,7 @@ def _by_parts(
     bias: Float[jax.Array, "b n t2 S"] | None,
     traced: Conditions,
     seed: Seed | None,
+    score_mod: Mod | None,
 ) -> tuple[jax.Array, ...]:
     """Applies `compute` to each part of this device's queries, with gathered keys and values."""
     k, v = (_gather(static, x, query.dtype) for x in (key, value))
@@ -76,10 +80,10 @@ def _by_parts(
 
     def part(x: tuple[jax.Array, jax.Array]) -> tuple[jax.Array | None, ...]:
         rows, start = x
-        tiling, config, conditions, part_seed = common.pair_of_parts(
-            static, rows, k, traced, seed, start, 0
+        tiling, config, conditions, part_seed, mod = common.pair_of_parts(
+            static, rows, k, traced, seed, start, 0, score_mod
         )
-        return compute(tiling, config, rows, k, v, bias, conditions, part_seed)
+        return compute(tiling, config, rows, k, v, bias, conditions, part_seed, mod)
 
     found = _map_parts(part, (queries, _starts(static)))
     return tuple(common.join_parts(x) for x in found if x is not None)
@@ -93,34 +97,35 @@ def _forward(
     bias: jax.Array | None,
     traced: Conditions,
     seed: Seed | None,
+    score_mod: Mod | None,
 ) -> tuple[OutLse, tuple[CoreInputs, Softmax]]:
-    inputs = query, key, value, bias, traced, seed
+    inputs = query, key, value, bias, traced, seed, score_mod
     softmax = Softmax(*_by_parts(attention.forward_for_gradient, static, *inputs))
     return (softmax.out, softmax.lse), (inputs, softmax)
 
 
 def _backward(
     static: Static, saved: tuple[CoreInputs, Softmax], cotangents: OutLse
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, None, None]:
-    (query, key, value, bias, traced, seed), softmax = saved
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, None, None, Mod | None]:
+    (query, key, value, bias, traced, seed, score_mod), softmax = saved
     k, v = (_gather(static, x, query.dtype) for x in (key, value))
     rows = tuple(common.split_parts(static, x) for x in (query, *softmax, *cotangents))
 
-    def part(x: tuple[tuple[jax.Array, ...], jax.Array]) -> tuple[jax.Array | None, ...]:
+    def part(x: tuple[tuple[jax.Array, ...], jax.Array]) -> tuple[Any, ...]:
         (q, out, row_max, row_sum, d_out, d_lse), start = x
-        tiling, config, conditions, part_seed = common.pair_of_parts(
-            static, q, k, traced, seed, start, 0
+        tiling, config, conditions, part_seed, mod = common.pair_of_parts(
+            static, q, k, traced, seed, start, 0, score_mod
         )
-        inputs = q, k, v, bias, conditions, part_seed
+        inputs = q, k, v, bias, conditions, part_seed, mod
         saved = inputs, Softmax(out, row_max, row_sum)
-        return attention.core_backward(tiling, config, saved, (d_out, d_lse))[:4]
+        *found, _, _, d_mod = attention.core_backward(tiling, config, saved, (d_out, d_lse))
+        return *found, () if d_mod is None else d_mod.floats
 
-    dq, dk, dv, d_bias = _map_parts(part, (rows, _starts(static)))
-    assert dq is not None
-    assert dk is not None
-    assert dv is not None
+    dq, dk, dv, d_bias, floats = _map_parts(part, (rows, _starts(static)))
     dk, dv = (_scatter(static, x.sum(0)).astype(key.dtype) for x in (dk, dv))
-    return common.join_parts(dq), dk, dv, None if d_bias is None else d_bias.sum(0), None, None
+    d_bias = None if d_bias is None else d_bias.sum(0)
+    d_mod = cotangent(score_mod, tuple(x.sum(0) for x in floats))
+    return common.join_parts(dq), dk, dv, d_bias, None, None, d_mod
 
 
 _local.defvjp(_forward, _backward)

@@ -14,6 +14,7 @@ from jaxtyping import Float, Num
 from jaxmha import sharding
 from jaxmha.implementations import shard_map
 from jaxmha.implementations.base import Request, Result
+from jaxmha.implementations.mods import Mod
 from jaxmha.implementations.tiled import attention
 from jaxmha.implementations.tiled.attention import Shaped
 from jaxmha.implementations.tiled.bands import OutAndLse
@@ -62,7 +63,7 @@ class Static(NamedTuple):
 
 OutLse: TypeAlias = tuple[Float[jax.Array, "B N t h"], Float[jax.Array, "B N t"]]
 # Computes output and lse of one device's queries over the keys and values of all devices:
-# `(static, query, key, value, bias, traced, seed) -> (out, lse)`; its arguments are local arrays.
+# `(static, query, key, value, bias, traced, seed, score_mod) -> (out, lse)`; its arguments are local arrays.
 Local: TypeAlias = Callable[..., OutLse]
 
 
@@ -95,6 +96,7 @@ def distributed_core(
     bias: Float[jax.Array, "b n t s"] | None,
     traced: Conditions,
     seed: Seed | None,
+    score_mod: Mod | None,
 ) -> OutAndLse:
     """Computes `attention.core` on many devices, each of which runs `local`.
 
@@ -121,8 +123,10 @@ def distributed_core(
 
     # Axes by rank: 1: offsets; 2: row masks, key masks and segment ids; 4: the dense mask.
     letters = {1: "b", 2: "b?", 4: "bnc?"}
-    conditions: Any = traced._replace(window=(None, None))
-    specs = jax.tree.map(lambda x: spec(x, letters[x.ndim]), conditions)
+    mask_mod = None if traced.mod is None else traced.mod._replace(blocks=None)
+    conditions: Any = traced._replace(window=(None, None), mod=mask_mod)
+    specs = jax.tree.map(lambda x: spec(x, letters[x.ndim]), conditions._replace(mod=None))
+    specs = specs._replace(mod=split.mod_specs(mask_mod))
 
     def inside(
         query: jax.Array,
@@ -131,11 +135,14 @@ def distributed_core(
         bias: jax.Array | None,
         conditions: Conditions,
         seed: Seed | None,
+        score_mod: Mod | None,
     ) -> tuple[jax.Array, jax.Array]:
         key, value = (split.own_heads(x, 1) for x in (key, value))
         if seed is not None:
             seed = shift_seed(seed, *split.starts(), 0, 0)
-        return local(static, query, key, value, bias, conditions, seed)
+        mask_mod, score_mod = (split.own_part(x) for x in (conditions.mod, score_mod))
+        conditions = conditions._replace(mod=mask_mod)
+        return local(static, query, key, value, bias, conditions, seed, score_mod)
 
     out_spec: Any = sharding.spec(split.b, split.n, static.axis)
     in_specs = (
@@ -143,9 +150,10 @@ def distributed_core(
         spec(bias, "bnc?"),
         specs,
         None if seed is None else sharding.spec(),
+        split.mod_specs(score_mod),
     )
     mapped = split.run(inside, in_specs, (out_spec, out_spec))
-    out, lse = mapped(query, key, value, bias, conditions, seed)
+    out, lse = mapped(query, key, value, bias, conditions, seed, score_mod)
     return out, lse if config.lse else None
 
 
@@ -156,6 +164,7 @@ class Pair(NamedTuple):
     config: Config
     traced: Conditions
     seed: Seed | None
+    score_mod: Mod | None
 
 
 def pair_of_parts(
@@ -166,8 +175,9 @@ def pair_of_parts(
     seed: Seed | None,
     t: Index,
     s: Index,
+    score_mod: Mod | None = None,
 ) -> Pair:
-    """Tiling, config, conditions and seed for queries `b n t H` that start at position `t` and keys
+    """Tiling, config, conditions, seed and score function for queries `b n t H` that start at position `t` and keys
     `b k s H` that start at position `s`; only the shapes of queries and keys are used."""
     T, S = query.shape[2], key.shape[2]
     below, above = bounds(static, traced)
@@ -187,6 +197,7 @@ def pair_of_parts(
         segments,
         traced.array,
         None if below is None else (below - shift).reshape(-1),
+        None if traced.mod is None else traced.mod.shift(0, 0, t, s),
     )
     platform = static.config.platform
     tuning = tuning_for(platform)
@@ -198,7 +209,8 @@ def pair_of_parts(
     config = static.config._replace(window=(None, None), above=None, sizes=sizes)
     if seed is not None:
         seed = shift_seed(seed, 0, 0, t, s)
-    return Pair(tiling, config, local, seed)
+    score_mod = None if score_mod is None else score_mod.shift(0, 0, t, s)
+    return Pair(tiling, config, local, seed, score_mod)
 
 
 def bounds(static: Static, traced: Conditions) -> tuple[int | None, Index | None]:

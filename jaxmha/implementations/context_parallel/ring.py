@@ -20,6 +20,7 @@ from jaxmha.implementations.base import Request, Result
 from jaxmha.implementations.context_parallel import common
 from jaxmha.implementations.context_parallel.common import OutLse, Pair, Static
 from jaxmha.implementations.fused.adapter import is_dense
+from jaxmha.implementations.mods import Floats, Mod, cotangent
 from jaxmha.implementations.online_softmax import Softmax, State
 from jaxmha.implementations.tiled import layout, loop
 from jaxmha.implementations.tiled.block_mask import Conditions
@@ -57,8 +58,9 @@ def _local(
     bias: None,
     traced: Conditions,
     seed: Seed | None,
+    score_mod: Mod | None,
 ) -> OutLse:
-    return _ring(static, query, key, value, traced, seed)
+    return _ring(static, query, key, value, traced, seed, score_mod)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -69,9 +71,10 @@ def _ring(
     value: Float[jax.Array, "B K s h"],
     traced: Conditions,
     seed: Seed | None,
+    score_mod: Mod | None,
 ) -> OutLse:
     """Output and lse of one device's queries over the keys and values of all devices."""
-    found = _softmax(static, query, key, value, traced, seed)
+    found = _softmax(static, query, key, value, traced, seed, score_mod)
     return found.out, found.lse
 
 
@@ -82,6 +85,7 @@ def _softmax(
     value: Float[jax.Array, "B K s h"],
     traced: Conditions,
     seed: Seed | None,
+    score_mod: Mod | None,
 ) -> Softmax:
     # Scores are transposed as in the backward pass, so that logits round equally in both.
     static = static._replace(config=static.config._replace(transposed=True))
@@ -106,17 +110,19 @@ def _softmax(
             pair.traced,
             pair.seed,
             decode,
+            pair.score_mod,
         )
         return jax.tree.map(lambda x, new: x.at[i].set(new), state, own), kv
 
     kv = _encode(static, part, key, value)
-    state, _, _ = _rotate(static, part, traced, seed, start, kv, fold)
+    shared = _Shared(traced, seed, score_mod)
+    state, _, _ = _rotate(static, part, shared, start, kv, fold)
     softmax = loop.normalize(part.config, loop.transpose_all(state), seed)
     whole = (jnp.stack([layout.from_query_tiles(part.tiling, x) for x in y]) for y in softmax)
     return Softmax(*map(common.join_parts, whole))
 
 
-RingInputs: TypeAlias = tuple[jax.Array, jax.Array, jax.Array, Conditions, Seed | None]
+RingInputs: TypeAlias = tuple[jax.Array, jax.Array, jax.Array, Conditions, Seed | None, Mod | None]
 
 
 def _forward(
@@ -126,15 +132,17 @@ def _forward(
     value: jax.Array,
     traced: Conditions,
     seed: Seed | None,
+    score_mod: Mod | None,
 ) -> tuple[OutLse, tuple[RingInputs, Softmax]]:
-    softmax = _softmax(static, query, key, value, traced, seed)
-    return (softmax.out, softmax.lse), ((query, key, value, traced, seed), softmax)
+    inputs = query, key, value, traced, seed, score_mod
+    softmax = _softmax(static, *inputs)
+    return (softmax.out, softmax.lse), (inputs, softmax)
 
 
 def _backward(
     static: Static, saved: tuple[RingInputs, Softmax], cotangents: OutLse
-) -> tuple[jax.Array, jax.Array, jax.Array, None, None]:
-    (query, key, value, traced, seed), softmax = saved
+) -> tuple[jax.Array, jax.Array, jax.Array, None, None, Mod | None]:
+    (query, key, value, traced, seed, score_mod), softmax = saved
     part = _part(static, query, key, traced, seed)
     rows = [common.split_parts(static, x) for x in (query, *softmax, *cotangents)]
     inputs = [
@@ -144,14 +152,16 @@ def _backward(
     per_row = _barrier(jax.tree.map(lambda *x: jnp.stack(x), *inputs))
     kv = _encode(static, part, key, value)
     decode = partial(_decode, np.dtype(key.dtype), np.dtype(query.dtype))
-    start, *sums = (jnp.zeros(x.shape, query.dtype) for x in (per_row[0], *kv))
+    zeros, *sums = (jnp.zeros(x.shape, query.dtype) for x in (per_row[0], *kv))
+    captured = () if score_mod is None else score_mod.floats
+    start = zeros, tuple(jnp.zeros(x.shape, query.dtype) for x in captured)
 
     def fold(
-        dq: jax.Array, rotating: Arrays, i: Index, j: Index, pair: Pair
-    ) -> tuple[jax.Array, Arrays]:
-        k, v, dk, dv = rotating
+        own: tuple[jax.Array, Floats], rotating: Arrays, i: Index, j: Index, pair: Pair
+    ) -> tuple[tuple[jax.Array, Floats], Arrays]:
+        (dq, floats), (k, v, dk, dv) = own, rotating
         own_rows, own_cotangents = jax.tree.map(lambda x: x[i], per_row)
-        new_dq, new_dk, new_dv = loop.backward_into(
+        (new_dq, new_dk, new_dv), floats = loop.backward_into(
             pair.tiling,
             pair.config,
             (dq[i], dk[j], dv[j]),
@@ -162,17 +172,29 @@ def _backward(
             pair.traced,
             pair.seed,
             decode,
+            pair.score_mod,
+            floats,
         )
-        return dq.at[i].set(new_dq), (k, v, dk.at[j].set(new_dk), dv.at[j].set(new_dv))
+        return (dq.at[i].set(new_dq), floats), (k, v, dk.at[j].set(new_dk), dv.at[j].set(new_dv))
 
-    dq, (_, _, *sums), hops = _rotate(static, part, traced, seed, start, (*kv, *sums), fold)
+    shared = _Shared(traced, seed, score_mod)
+    (dq, floats), (_, _, *sums), hops = _rotate(static, part, shared, start, (*kv, *sums), fold)
     home = _send(static, tuple(x.astype(key.dtype) for x in sums), static.devices - hops)
     dk, dv = (jnp.stack([layout.from_kv_tiles(part.tiling, x) for x in y]) for y in home)
     dq = jnp.stack([layout.from_query_tiles(part.tiling, jnp.swapaxes(x, -1, -2)) for x in dq])
-    return common.join_parts(dq), common.join_parts(dk), common.join_parts(dv), None, None
+    dq, dk, dv = (common.join_parts(x) for x in (dq, dk, dv))
+    return dq, dk, dv, None, None, cotangent(score_mod, floats)
 
 
 _ring.defvjp(_forward, _backward)
+
+
+class _Shared(NamedTuple):
+    """Inputs that are the same at every hop."""
+
+    traced: Conditions
+    seed: Seed | None
+    score_mod: Mod | None
 
 
 class _Part(NamedTuple):
@@ -228,8 +250,7 @@ def _decode(
 def _rotate(
     static: Static,
     part: _Part,
-    traced: Conditions,
-    seed: Seed | None,
+    shared: _Shared,
     carry: Carry,
     rotating: Arrays,
     fold: Callable[[Carry, Arrays, Index, Index, Pair], tuple[Carry, Arrays]],
@@ -241,6 +262,7 @@ def _rotate(
     carry, rotating, and the number of hops between each rotating array and its home device.
     """
     device = jax.lax.axis_index(static.axis)
+    traced, seed, score_mod = shared
     bounds = common.bounds(static, traced)
     m, T, S = static.parts, *(x // (static.devices * static.parts) for x in (static.T, static.S))
     own_starts = jnp.stack([jnp.asarray(x) for x in static.starts(device, static.T)])
@@ -255,7 +277,9 @@ def _rotate(
 
             def run(state: tuple[Carry, Arrays]) -> tuple[Carry, Arrays]:
                 carry, rotating = state
-                pair = common.pair_of_parts(static, part.query, part.key, traced, seed, t, s)
+                pair = common.pair_of_parts(
+                    static, part.query, part.key, traced, seed, t, s, score_mod
+                )
                 return fold(carry, rotating, i, j, pair)
 
             needed = common.any_allowed(*bounds, t, T, s, S)

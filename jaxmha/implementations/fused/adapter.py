@@ -16,7 +16,7 @@ from jaxtyping import Float, Int32, Integer
 from jaxmha.arrays import Array
 from jaxmha.implementations import fully_masked
 from jaxmha.implementations.base import Request, Result
-from jaxmha.implementations.tiled import block_mask
+from jaxmha.implementations.tiled import attended, block_mask
 from jaxmha.implementations.tiled.block_mask import Conditions
 from jaxmha.mask import Mask
 
@@ -61,6 +61,9 @@ def unsupported(request: Request, *, name: str, dtypes: tuple[str, ...]) -> str 
         return "weights are never materialised: return_weights must be False"
     if request.drops:
         return f"{name} does not draw the same dropout mask as the other implementations"
+    if request.score_mod is not None or request.mask_mod is not None:
+        kind = "score_mod" if request.score_mod is not None else "mask_mod"
+        return f"{name} takes no function, got a {kind}"
     if request.semantics.softmax_dtype not in (None, np.dtype(np.float32)):
         return "softmax is in float32: softmax_dtype must be None"
     return None
@@ -94,7 +97,7 @@ def attend(
     padded = mask.key_value_padding is not None
     by_lengths = skips_beyond_lengths and not is_dense(request) and mask.query_padding is None
     by_lengths &= mask.query_segments is None and not (padded and (left, above) != (None, None))
-    rows, keys = block_mask.attended(conditions, request.bias, B, N, T, S)
+    rows, keys = attended.attended(conditions, request.bias, B, N, T, S)
     query, key, value = request.query, request.key, request.value
     if rows is not None and not by_lengths:
         query = jnp.where(jnp.moveaxis(rows, 1, 2)[..., None], query, 0)

@@ -52,6 +52,9 @@ def _declined(request: Request) -> str | None:
         return "weights are never materialised: return_weights must be False"
     if request.drops:
         return "it has no dropout"
+    if request.score_mod is not None or request.mask_mod is not None:
+        kind = "score_mod" if request.score_mod is not None else "mask_mod"
+        return f"it takes no function, got a {kind}"
     if semantics.softmax_dtype not in (None, np.dtype(np.float32)):
         return "softmax is in float32: softmax_dtype must be None"
     ids = request.mask.query_segments

@@ -26,8 +26,10 @@ from jaxtyping import Bool, Float
 from jaxmha import sharding
 from jaxmha.implementations import fully_masked, platforms, shard_map
 from jaxmha.implementations.base import Request, Result, accumulation_dtype
+from jaxmha.implementations.mods import Mod, cotangent
 from jaxmha.implementations.online_softmax import Softmax, State
-from jaxmha.implementations.tiled import bands, block_mask, layout
+from jaxmha.implementations.tiled import attended, bands, block_mask, layout
+from jaxmha.implementations.tiled.attended import Attended
 from jaxmha.implementations.tiled.bands import OutAndLse
 from jaxmha.implementations.tiled.block_mask import NO_CONDITIONS, Conditions
 from jaxmha.implementations.tiled.dropout import Seed, seed_of
@@ -117,20 +119,23 @@ def attend(request: Request, distributed: Core | None = None) -> Result:
     if 0 in (B, N, T, S):
         out, lse = jnp.zeros((B, N, T, h), accumulate), jnp.full((B, N, T), -jnp.inf, accumulate)
     else:
-        conditions = block_mask.from_mask(request.mask, T, S)
+        conditions = block_mask.from_mask(request.mask, T, S, request.mask_mod)
         config = _config(request, conditions, platform, operands)
-        plain = request.mask.empty and request.bias is None and not request.drops
+        masked = not request.mask.empty or request.mask_mod is not None
+        plain = not masked and request.bias is None and not request.drops
+        plain = plain and request.score_mod is None
         tiling = tiling_for(
-            query, key, platform=platform, skips=not request.mask.empty, plain=plain,
+            query, key, platform=platform, skips=masked, plain=plain,
             window=config.window, sizes=config.sizes,
         )  # fmt: skip
         bias = None if request.bias is None else request.bias.astype(accumulate)
-        query, key, value = _zero_unattended(conditions, bias, query, key, value)
+        found, conditions = attended.with_blocks(conditions, bias, tiling)
+        query, key, value = _zero_unattended(found, query, key, value)
         traced = conditions._replace(
             window=(None, None), above=None if config.above is not None else conditions.above
         )
         seed = seed_of(request.dropout_key if request.drops else None, request.part)
-        arrays = shard_map.alike((query, key, value, bias, traced, seed))
+        arrays = shard_map.alike((query, key, value, bias, traced, seed, request.score_mod))
         out, lse = (distributed or core)(tiling, config, *arrays)
         valid = sharding.in_order(conditions.rows, 1)
         if valid is not None:
@@ -184,29 +189,26 @@ def _config(request: Request, conditions: Conditions, platform: str, operands: _
 
 
 def _zero_unattended(
-    conditions: Conditions,
-    bias: Float[jax.Array, "b n t s"] | None,
+    attended: Attended,
     query: Float[jax.Array, "B N T H"],
     key: Float[jax.Array, "B K S H"],
     value: Float[jax.Array, "B K S h"],
 ) -> tuple[Float[jax.Array, "B N T H"], Float[jax.Array, "B K S H"], Float[jax.Array, "B K S h"]]:
     """Zeroes queries, keys and values without any allowed pair: 0 * NaN would reach outputs and
     gradients."""
-    (B, N, T, _), (K, S) = query.shape, key.shape[1:3]
-    attended = block_mask.attended(conditions, bias, B, N, T, S)
     rows, keys = (sharding.in_order(x, 2) for x in attended)
     if rows is not None:
         query = jnp.where(rows[..., None], query, 0.0)
     if keys is not None:
-        keys = _per_key_head(keys, K)
+        keys = _per_key_head(keys, key.shape[1])
         key, value = (jnp.where(keys[..., None], x, 0.0) for x in (key, value))
     return query, key, value
 
 
-def _per_key_head(attended: Bool[jax.Array, "b n S"], K: int) -> Bool[jax.Array, "b k S"]:
+def _per_key_head(keys: Bool[jax.Array, "b n S"], K: int) -> Bool[jax.Array, "b k S"]:
     """Reduces attended keys over the query heads of each key/value head."""
-    b, n, S = attended.shape
-    return attended if n == 1 else attended.reshape(b, K, n // K, S).any(2)
+    b, n, S = keys.shape
+    return keys if n == 1 else keys.reshape(b, K, n // K, S).any(2)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -219,6 +221,7 @@ def core(
     bias: Float[jax.Array, "b n t s"] | None,
     traced: Conditions,
     seed: Seed | None,
+    score_mod: Mod | None = None,
 ) -> OutAndLse:
     """Output and lse (None unless `config.lse`); fully masked rows are 0 and -inf.
 
@@ -230,6 +233,7 @@ def core(
       bias: added to the logits; axes of size 1 broadcast.
       traced: the mask conditions that are arrays; the static ones are in `config`.
       seed: of dropout; None: no dropout.
+      score_mod: changes the scores after the bias.
     """
 
     def attend_band(
@@ -245,7 +249,7 @@ def core(
         conditions = NO_CONDITIONS._replace(keys=keys)
         return _out_and_lse(band, config, query, key, value, None, conditions, seed)
 
-    kind = bands.kind(tiling, config, traced, bias)
+    kind = None if score_mod is not None else bands.kind(tiling, config, traced, bias)
     if kind == "rows":
         return bands.attend_row_bands(attend_band, tiling, config, query, key, value, seed)
     if kind == "keys":
@@ -253,7 +257,7 @@ def core(
         return bands.attend_key_bands(
             attend_band, tiling, config, query, key, value, traced.keys, seed
         )
-    return _out_and_lse(tiling, config, query, key, value, bias, traced, seed)
+    return _out_and_lse(tiling, config, query, key, value, bias, traced, seed, score_mod)
 
 
 def _out_and_lse(
@@ -265,6 +269,7 @@ def _out_and_lse(
     bias: jax.Array | None,
     traced: Conditions,
     seed: Seed | None,
+    score_mod: Mod | None = None,
 ) -> OutAndLse:
     """Computes `core` by the tiles of `tiling`, without bands."""
 
@@ -276,10 +281,10 @@ def _out_and_lse(
 
     inputs = query, key, value, bias, traced, seed
     if config.lse:
-        softmax = _by_tiles(tiling, config, *inputs, finalize)
+        softmax = _by_tiles(tiling, config, *inputs, finalize, score_mod)
         return softmax.out, softmax.lse
     # A second output would keep XLA from fusing small tiles into one kernel.
-    return _by_tiles(tiling, config, *inputs, finalize_out), None
+    return _by_tiles(tiling, config, *inputs, finalize_out, score_mod), None
 
 
 def _by_tiles(
@@ -292,18 +297,20 @@ def _by_tiles(
     traced: Conditions,
     seed: Seed | None,
     finalize: Callable[[State], Tree],
+    score_mod: Mod | None,
 ) -> Tree:
     """Tiles the inputs, runs the forward pass, and joins the tiles that `finalize` returns."""
     # Queries are padded with 1: 0 times an infinite key is NaN.
     query_tiles = layout.to_query_tiles(tiling, query, 1.0)
     kv_tiles = layout.to_kv_tiles(tiling, key), layout.to_kv_tiles(tiling, value)
-    tiles = forward(tiling, config, query_tiles, *kv_tiles, bias, traced, seed, finalize)
+    inputs = query_tiles, *kv_tiles, bias, traced, seed
+    tiles = forward(tiling, config, *inputs, finalize, score_mod)
     whole: Tree = jax.tree.map(partial(layout.from_query_tiles, tiling), tiles)
     return whole
 
 
 CoreInputs: TypeAlias = tuple[
-    jax.Array, jax.Array, jax.Array, jax.Array | None, Conditions, Seed | None
+    jax.Array, jax.Array, jax.Array, jax.Array | None, Conditions, Seed | None, Mod | None
 ]
 
 
@@ -316,19 +323,21 @@ def forward_for_gradient(
     bias: Float[jax.Array, "b n t s"] | None,
     traced: Conditions,
     seed: Seed | None,
+    score_mod: Mod | None = None,
 ) -> Softmax:
     """Output, row max and row sum of `core`, with the tile sizes of the backward pass."""
     # Under differentiation, bands and unrolled loops gain little and compile slowly.
     tiling = replace(tiling, unroll=False)
     transposed = tiling.kv_tiles > 1
     if transposed:
-        tiling = _gradient_tiling(tiling, config, query, key, bias, seed)
+        tiling = _gradient_tiling(tiling, config, query, key, bias, seed, score_mod)
     config = config._replace(lse=True, transposed=transposed)
 
     def finalize(state: State) -> Softmax:
         return normalize(config, state, seed)
 
-    return _by_tiles(tiling, config, query, key, value, bias, traced, seed, finalize)
+    inputs = query, key, value, bias, traced, seed
+    return _by_tiles(tiling, config, *inputs, finalize, score_mod)
 
 
 def core_forward(
@@ -340,9 +349,10 @@ def core_forward(
     bias: jax.Array | None,
     traced: Conditions,
     seed: Seed | None,
+    score_mod: Mod | None = None,
 ) -> tuple[OutAndLse, tuple[CoreInputs, Softmax]]:
     """Computes `core`; also returns the inputs and softmax that the backward pass reads."""
-    inputs = query, key, value, bias, traced, seed
+    inputs = query, key, value, bias, traced, seed, score_mod
     softmax = forward_for_gradient(tiling, config, *inputs)
     names = "attention_out", "attention_lse", "attention_lse"
     softmax = Softmax(*map(checkpoint_name, softmax, names))
@@ -356,10 +366,11 @@ def _gradient_tiling(
     key: jax.Array,
     bias: jax.Array | None,
     seed: Seed | None,
+    score_mod: Mod | None,
 ) -> Tiling:
     return tiling_for(
         query, key, platform=config.platform, skips=tiling.kv_tiles > 1,
-        plain=bias is None and seed is None, gradient=True, window=config.window,
+        plain=bias is None and seed is None and score_mod is None, gradient=True, window=config.window,
         sizes=config.sizes,
     )  # fmt: skip
 
@@ -369,18 +380,20 @@ def core_backward(
     config: Config,
     saved: tuple[CoreInputs, Softmax],
     cotangents: OutAndLse,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, None, None]:
-    """Gradients of query, key, value and bias. Scores are transposed, so that every matmul has
-    row-major operands."""
-    (query, key, value, bias, traced, seed), softmax = saved
-    tiling = _gradient_tiling(tiling, config, query, key, bias, seed)
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, None, None, Mod | None]:
+    """Gradients of query, key, value, bias and score function. Scores are transposed, so that every
+    matmul has row-major operands."""
+    (query, key, value, bias, traced, seed, mod), softmax = saved
+    tiling = _gradient_tiling(tiling, config, query, key, bias, seed, mod)
     per_row = backward_inputs(tiling, query, softmax if tiling.kv_tiles > 1 else None, *cotangents)
     kv_tiles = layout.to_kv_tiles(tiling, key), layout.to_kv_tiles(tiling, value)
-    d_bias, (dq, dk, dv) = backward(tiling, config, *per_row, *kv_tiles, bias, traced, seed)
+    more, (dq, dk, dv) = backward(tiling, config, *per_row, *kv_tiles, bias, traced, seed, mod)
+    d_bias = more.bias
     if bias is not None and d_bias is not None:
         d_bias = d_bias[:, :, : bias.shape[2], : bias.shape[3]].astype(bias.dtype)
     dk, dv = (layout.from_kv_tiles(tiling, x) for x in (dk, dv))
-    return layout.from_query_tiles(tiling, jnp.swapaxes(dq, -1, -2)), dk, dv, d_bias, None, None
+    dq = layout.from_query_tiles(tiling, jnp.swapaxes(dq, -1, -2))
+    return dq, dk, dv, d_bias, None, None, cotangent(mod, more.floats)
 
 
 core.defvjp(core_forward, core_backward)

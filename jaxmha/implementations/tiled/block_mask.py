@@ -11,10 +11,10 @@ import numpy as np
 from jaxtyping import Bool, Float, Int, Int32, Integer, Shaped
 
 from jaxmha.arrays import Array
-from jaxmha.implementations import platforms
-from jaxmha.implementations.base import allowed_pairs
+from jaxmha.implementations import mods
+from jaxmha.implementations.mods import Extent, Mod
 from jaxmha.implementations.tiled.layout import Index
-from jaxmha.implementations.tiled.tiling import Tiling, choose_tiling
+from jaxmha.implementations.tiled.tiling import Tiling
 from jaxmha.integers import near
 from jaxmha.mask import Mask
 
@@ -30,6 +30,7 @@ class Conditions(NamedTuple):
       segments: ids of queries and keys.
       array: dense mask, each axis full or 1.
       below: traced left bounds: `j >= i - below`.
+      mod: mask function.
     """
 
     above: Int32[jax.Array, "b"] | int | None
@@ -39,12 +40,13 @@ class Conditions(NamedTuple):
     segments: tuple[Integer[jax.Array, "b T"], Integer[jax.Array, "b S"]] | None
     array: Bool[jax.Array, "b n t s"] | None
     below: Int32[jax.Array, "b"] | None = None
+    mod: Mod | None = None
 
 
 NO_CONDITIONS = Conditions(None, (None, None), None, None, None, None)
 
 
-def from_mask(mask: Mask, T: int, S: int) -> Conditions:
+def from_mask(mask: Mask, T: int, S: int, mod: Mod | None = None) -> Conditions:
     """Converts a `Mask` to conditions; lengths and padding become valid rows and keys."""
     segments = None
     if mask.query_segments is not None and mask.key_value_segments is not None:
@@ -57,7 +59,8 @@ def from_mask(mask: Mask, T: int, S: int) -> Conditions:
     array = None if mask.array is None else jnp.asarray(mask.array)
     if array is not None:
         array = array.reshape((1,) * (4 - array.ndim) + array.shape)
-    return Conditions(above, mask.window_size or (None, None), rows, keys, segments, array)
+    window = mask.window_size or (None, None)
+    return Conditions(above, window, rows, keys, segments, array, mod=mod)
 
 
 def _valid(
@@ -72,119 +75,9 @@ def _valid(
     return within if valid is None else valid & within
 
 
-def attended_positions(
-    mask: Mask, bias: Float[jax.Array, "b n t s"] | None, B: int, N: int, T: int, S: int
-) -> tuple[Bool[jax.Array, "#B T"] | None, Bool[jax.Array, "#B S"] | None]:
-    """Queries and keys with an allowed pair in some head; None: all of them."""
-    rows, keys = attended_per_head(mask, bias, B, N, T, S)
-    return None if rows is None else rows.any(1), None if keys is None else keys.any(1)
-
-
-def attended_per_head(
-    mask: Mask, bias: Float[jax.Array, "b n t s"] | None, B: int, N: int, T: int, S: int
-) -> tuple[Bool[jax.Array, "#B #N T"] | None, Bool[jax.Array, "#B #N S"] | None]:
-    """Queries and keys with an allowed pair; None: all of them. Sizes may be 0 or symbolic."""
-    if all(isinstance(size, int) and size for size in (B, T, S)):
-        return attended(from_mask(mask, T, S), bias, B, N, T, S)
-    found = allowed_pairs(mask, bias, T, S)
-    return (None, None) if found is None else (found.any(3), found.any(2))
-
-
-def attended(
-    conditions: Conditions,
-    bias: Float[jax.Array, "b n t s"] | None,
-    B: int,
-    N: int,
-    T: int,
-    S: int,
-) -> tuple[Bool[jax.Array, "#B #N T"] | None, Bool[jax.Array, "#B #N S"] | None]:
-    """Queries and keys with an allowed pair, for positive sizes; None: all of them."""
-    if bias is None and conditions == NO_CONDITIONS:
-        return None, None
-    if bias is None and conditions.segments is None and conditions.array is None:
-        rows, keys = _attended_by_intervals(conditions, T, S)
-        return _unless_all(rows), _unless_all(keys)
-    tiling = choose_tiling(B, N, 1, T, S, platform=platforms.current().name)
-    return _attended_by_tiles(conditions, bias, tiling)
-
-
-def _attended_by_intervals(
-    conditions: Conditions, T: int, S: int
-) -> tuple[Bool[Array, "b1 1 T"], Bool[Array, "b2 1 S"]]:
-    """Attended rows and keys, for conditions without segment ids and dense mask.
-
-    Each row attends the valid keys of an interval, and the valid rows of an interval attend each
-    key. Static conditions give NumPy arrays.
-    """
-    below, above = conditions.window
-    i, j = (np.arange(size, dtype=np.int32).reshape(1, size) for size in (T, S))
-    start: Array = np.zeros_like(i) if below is None else i - below
-    stop: Array = np.full_like(i, S) if above is None else i + above + 1
-    first: Array = np.zeros_like(j) if above is None else j - above
-    last: Array = np.full_like(j, T) if below is None else j + below + 1
-    if isinstance(conditions.above, int):
-        stop = np.minimum(stop, i + conditions.above + 1)
-        first = np.maximum(first, j - conditions.above)
-    elif conditions.above is not None:
-        start, stop, first, last = (jnp.asarray(x) for x in (start, stop, first, last))
-        offset = jnp.asarray(conditions.above, np.int32).reshape(-1, 1)
-        stop = jnp.minimum(stop, jnp.asarray(i + 1) + offset)
-        first = jnp.maximum(first, jnp.asarray(j) - offset)
-    rows = _any_between(conditions.keys, start, stop, S)
-    keys = _any_between(conditions.rows, first, last, T)
-    rows = rows if conditions.rows is None else rows & conditions.rows
-    keys = keys if conditions.keys is None else keys & conditions.keys
-    return rows[:, None], keys[:, None]
-
-
-def _unless_all(mask: Bool[Array, "*b"]) -> Bool[jax.Array, "*b"] | None:
-    """Returns None for a NumPy (static) array without any False entry, else the array."""
-    return None if isinstance(mask, np.ndarray) and mask.all() else jnp.asarray(mask)
-
-
-def _any_between(
-    valid: Bool[jax.Array, "#b size"] | None,
-    start: Int32[Array, "#b n"],
-    stop: Int32[Array, "#b n"],
-    size: int,
-) -> Bool[Array, "#b n"]:
-    """True if any position in `[start, stop)` is valid; if `valid` is None, all are."""
-    start, stop = start.clip(0, size), stop.clip(0, size)
-    if valid is None:
-        return stop > start
-    start, stop = jnp.asarray(start), jnp.asarray(stop)
-    counts = jnp.pad(jnp.cumsum(valid.astype(start.dtype), 1), ((0, 0), (1, 0)))
-    b = max(counts.shape[0], start.shape[0], stop.shape[0])
-    counts, start, stop = (jnp.broadcast_to(x, (b, x.shape[1])) for x in (counts, start, stop))
-    return jnp.take_along_axis(counts, stop, 1) > jnp.take_along_axis(counts, start, 1)
-
-
-def _attended_by_tiles(
-    conditions: Conditions, bias: Float[jax.Array, "b n t s"] | None, tiling: Tiling
-) -> tuple[Bool[jax.Array, "#B #N T"], Bool[jax.Array, "#B #N S"]]:
-    """Attended rows and keys, for any conditions; a tile has all heads, all keys and some rows."""
-    conditions, bias = pad(conditions, bias, tiling)
-    B, N, rows = tiling.B, tiling.K * tiling.G, tiling.rows
-
-    def tile(i: jax.Array) -> tuple[jax.Array, jax.Array]:
-        position = TilePosition(0, B, 0, N, i * rows, rows, 0, tiling.S)
-        found = allowed(conditions, position)
-        if bias is not None:
-            finite = slice_tile(bias, position) != -jnp.inf
-            found = finite if found is None else found & finite
-        assert found is not None
-        found = jnp.broadcast_to(found, (*found.shape[:2], rows, tiling.S))
-        inside = i * rows + jnp.arange(rows, dtype=np.int32) < tiling.T
-        return found.any(3), (found & inside.reshape(1, 1, rows, 1)).any(2)
-
-    by_row, by_key = jax.lax.map(tile, jnp.arange(tiling.query_tiles, dtype=np.int32))
-    by_row = jnp.moveaxis(by_row, 0, 2)
-    by_row = by_row.reshape(*by_row.shape[:2], tiling.query_tiles * rows)
-    return by_row[:, :, : tiling.T], by_key.any(0)
-
-
 class TilePosition(NamedTuple):
-    """Position of a tile: starts (static or traced) and static sizes along B, N, T and S."""
+    """Position of a tile: starts (static or traced) and static sizes along B, N, T and S; the sizes
+    of the arrays; and query heads per key/value head."""
 
     b: Index
     batches: int
@@ -194,6 +87,9 @@ class TilePosition(NamedTuple):
     rows: int
     s: Index
     keys: int
+    T: int
+    S: int
+    G: int = 1
 
     @property
     def starts(self) -> tuple[Index, Index, Index, Index]:
@@ -204,6 +100,11 @@ class TilePosition(NamedTuple):
     def sizes(self) -> tuple[int, int, int, int]:
         """Sizes of the tile along B, N, T and S."""
         return self.batches, self.heads, self.rows, self.keys
+
+    @property
+    def extent(self) -> Extent:
+        """The position as functions of scores and masks read it."""
+        return Extent(self.starts, self.sizes, self.T, self.S, self.G)
 
 
 def slice_tile(
@@ -250,6 +151,8 @@ def allowed(
         )
     if conditions.array is not None:
         found.append(slice_tile(conditions.array, position))
+    if conditions.mod is not None:
+        found.append(mods.allowed(conditions.mod, position.extent))
     together = None
     for condition in found:
         together = condition if together is None else together & condition

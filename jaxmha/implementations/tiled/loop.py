@@ -9,13 +9,14 @@ import numpy as np
 from jaxtyping import Float, Num
 
 from jaxmha.implementations import online_softmax
+from jaxmha.implementations.mods import Floats, Mod
 from jaxmha.implementations.online_softmax import Softmax, State, empty_state
 from jaxmha.implementations.tiled import block_mask, layout, tile
 from jaxmha.implementations.tiled.block_mask import NO_CONDITIONS, Conditions, TilePosition
 from jaxmha.implementations.tiled.dropout import Seed, keep_mask
 from jaxmha.implementations.tiled.layout import Index
 from jaxmha.implementations.tiled.schedule import Schedule, make_schedule, visit_all
-from jaxmha.implementations.tiled.tile import Config, Cotangents
+from jaxmha.implementations.tiled.tile import Config, Cotangents, Modifier
 from jaxmha.implementations.tiled.tiling import Tiling
 
 # Operands of a tile, the function that reads those of KV tile j, and the function that casts one.
@@ -35,12 +36,18 @@ class Shared(NamedTuple):
     bias: Float[jax.Array, "b n t s"] | None
     seed: Seed | None
     schedule: Schedule | None
+    score_mod: Mod | None
 
     def position(self, step: Index, i: Index, j: Index) -> TilePosition:
         """Position of the tile of query tile `i`, KV tile `j` and the heads of `step`."""
         t = self.tiling
         b, n = step // t.groups * t.batches, step % t.groups * t.heads * t.G
-        return TilePosition(b, t.batches, n, t.heads * t.G, i * t.rows, t.rows, j * t.keys, t.keys)
+        heads, t0, s0 = t.heads * t.G, i * t.rows, j * t.keys
+        return TilePosition(b, t.batches, n, heads, t0, t.rows, s0, t.keys, t.T, t.S, t.G)
+
+    def modifier(self, position: TilePosition) -> Modifier | None:
+        """The score function at a tile; None: there is none."""
+        return None if self.score_mod is None else Modifier(self.score_mod, position.extent)
 
     def mask_and_keep(
         self, position: TilePosition, unmasked: bool, dtype: np.dtype[np.floating]
@@ -66,11 +73,13 @@ def _shared(
     bias: Float[jax.Array, "b n t s"] | None,
     traced: Conditions,
     seed: Seed | None,
+    score_mod: Mod | None,
 ) -> Shared:
     above = traced.above if config.above is None else config.above
     conditions = traced._replace(window=config.window, above=above)
     conditions, bias = block_mask.pad(conditions, bias, tiling)
-    return Shared(tiling, config, conditions, bias, seed, make_schedule(conditions, tiling))
+    schedule = make_schedule(conditions, tiling)
+    return Shared(tiling, config, conditions, bias, seed, schedule, score_mod)
 
 
 def forward(
@@ -83,12 +92,13 @@ def forward(
     traced: Conditions,
     seed: Seed | None,
     finalize: Callable[[State], Result],
+    score_mod: Mod | None = None,
 ) -> Result:
     """Loops over KV tiles for every query tile, and applies `finalize` to its softmax state.
 
     `query`, `key`, `value`: tiles from `layout.to_query_tiles` and `layout.to_kv_tiles`.
     """
-    shared = _shared(tiling, config, bias, traced, seed)
+    shared = _shared(tiling, config, bias, traced, seed, score_mod)
 
     def step(index: Index, operands: Operands) -> Result:
         rows, keys, values = operands
@@ -122,12 +132,13 @@ def forward_into(
     traced: Conditions,
     seed: Seed | None,
     decode: Decode,
+    score_mod: Mod | None = None,
 ) -> State:
     """Folds further keys into the transposed softmax states `before`, in place.
 
     `decode`: casts a KV tile from its stored dtype when it is visited.
     """
-    shared = _shared(tiling, config, None, traced, seed)
+    shared = _shared(tiling, config, None, traced, seed, score_mod)
 
     def step(index: Index, before: State, _: None, operands: Operands) -> tuple[State, None]:
         rows, *keys_and_values = operands
@@ -154,7 +165,8 @@ def _visit_kv_tiles(
         position = shared.position(step, i, j)
         mask_or_bias, keep = shared.mask_and_keep(position, unmasked, rows.dtype)
         keys, values = read(j)
-        return fold(shared.config, rows, keys, values, mask_or_bias, keep, carry)
+        modifier = shared.modifier(position)
+        return fold(shared.config, rows, keys, values, mask_or_bias, keep, carry, modifier)
 
     state = visit_all(shared.schedule, shared.tiling, step, i, visit, start)
     assert state is not None
@@ -210,7 +222,14 @@ def backward_inputs(
 
 # Gradients of query (transposed), key and value as tiles.
 QKVGradients: TypeAlias = tuple[jax.Array, jax.Array, jax.Array]
-BiasGradient: TypeAlias = Float[jax.Array, "_ _ _ _"] | None  # padded to whole tiles
+
+
+class Additional(NamedTuple):
+    """Gradients other than those of query, key and value, summed over tiles: of the bias, padded to
+    whole tiles, and of the floating arrays that a score function captures."""
+
+    bias: Float[jax.Array, "_ _ _ _"] | None
+    floats: Floats
 
 
 def backward(
@@ -223,15 +242,18 @@ def backward(
     bias: Float[jax.Array, "b n t s"] | None,
     traced: Conditions,
     seed: Seed | None,
-) -> tuple[BiasGradient, QKVGradients]:
-    """Gradients of the bias, and of query (transposed), key and value as tiles."""
-    shared = _shared(tiling, config, bias, traced, seed)
+    score_mod: Mod | None = None,
+) -> tuple[Additional, QKVGradients]:
+    """Gradients of bias and captured arrays, and of query (transposed), key and value as tiles."""
+    shared = _shared(tiling, config, bias, traced, seed, score_mod)
     bias = shared.bias
-    d_bias = None if bias is None else jnp.zeros_like(bias, query.dtype)
+    more = Additional(
+        None if bias is None else jnp.zeros_like(bias, query.dtype), _zeros(score_mod, query.dtype)
+    )
 
     def step(
-        index: Index, x: QKVGradients, d_bias: BiasGradient, cotangents: Cotangents
-    ) -> tuple[QKVGradients, BiasGradient]:
+        index: Index, x: QKVGradients, more: Additional, cotangents: Cotangents
+    ) -> tuple[QKVGradients, Additional]:
         rows, keys, values = x
         operands = keys, values, jnp.swapaxes(keys, -1, -2)
 
@@ -242,20 +264,23 @@ def backward(
             i: Index, rows: jax.Array, carry: _KVGradients, cotangents: Cotangents
         ) -> tuple[jax.Array, _KVGradients]:
             start = jnp.zeros_like(rows), *carry
-            dq, dk, dv, d_bias = _visit_backward(shared, index, i, rows, cotangents, read, start)
-            return dq, (dk, dv, d_bias)
+            dq, dk, dv, more = _visit_backward(shared, index, i, rows, cotangents, read, start)
+            return dq, (dk, dv, more)
 
-        zeros = jnp.zeros_like(keys), jnp.zeros_like(values), d_bias
-        dq, (dk, dv, d_bias) = layout.update_tiles(
+        zeros = jnp.zeros_like(keys), jnp.zeros_like(values), more
+        dq, (dk, dv, more) = layout.update_tiles(
             query_tile, tiling.query_tiles, rows, zeros, cotangents
         )
-        return (dq, dk, dv), d_bias
+        return (dq, dk, dv), more
 
     # Gradients reuse the buffers of their primals.
-    gradients, d_bias = layout.update_tiles(
-        step, tiling.steps, (query, key, value), d_bias, cotangents
-    )
-    return d_bias, gradients
+    gradients, more = layout.update_tiles(step, tiling.steps, (query, key, value), more, cotangents)
+    return more, gradients
+
+
+def _zeros(mod: Mod | None, dtype: np.dtype[np.floating]) -> Floats:
+    """The gradients of captured arrays before the first tile, in the accumulation dtype."""
+    return () if mod is None else tuple(jnp.zeros_like(x, dtype) for x in mod.floats)
 
 
 def backward_into(
@@ -269,20 +294,23 @@ def backward_into(
     traced: Conditions,
     seed: Seed | None,
     decode: Decode,
-) -> QKVGradients:
-    """Adds the gradients of further keys to those of `before`, in place.
+    score_mod: Mod | None = None,
+    floats: Floats = (),
+) -> tuple[QKVGradients, Floats]:
+    """Adds the gradients of further keys to those of `before`, in place, and those of captured
+    arrays to `floats`.
 
     `decode`: casts a KV tile from its stored dtype when it is visited.
     """
-    shared = _shared(tiling, config, None, traced, seed)
+    shared = _shared(tiling, config, None, traced, seed, score_mod)
     inputs = (query, cotangents), (key, value)
 
     def step(
         index: Index,
         before: QKVGradients,
-        _: None,
+        more: Additional,
         inputs: tuple[tuple[jax.Array, Cotangents], tuple[jax.Array, jax.Array]],
-    ) -> tuple[QKVGradients, None]:
+    ) -> tuple[QKVGradients, Additional]:
         (dq, dk, dv), (per_row, keys_and_values) = before, inputs
 
         def read(j: Index) -> Operands:
@@ -292,21 +320,25 @@ def backward_into(
         def query_tile(
             i: Index,
             dq: jax.Array,
-            carry: tuple[jax.Array, jax.Array],
+            carry: _KVGradients,
             per_row: tuple[jax.Array, Cotangents],
-        ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-            start = dq, *carry, None
-            dq, dk, dv, _ = _visit_backward(shared, index, i, *per_row, read, start)
-            return dq, (dk, dv)
+        ) -> tuple[jax.Array, _KVGradients]:
+            dq, *rest = _visit_backward(shared, index, i, *per_row, read, (dq, *carry))
+            dk, dv, more = rest
+            return dq, (dk, dv, more)
 
-        dq, (dk, dv) = layout.update_tiles(query_tile, tiling.query_tiles, dq, (dk, dv), per_row)
-        return (dq, dk, dv), None
+        dq, (dk, dv, more) = layout.update_tiles(
+            query_tile, tiling.query_tiles, dq, (dk, dv, more), per_row
+        )
+        return (dq, dk, dv), more
 
-    return layout.update_tiles(step, tiling.steps, before, None, inputs)[0]
+    start = Additional(None, floats)
+    gradients, more = layout.update_tiles(step, tiling.steps, before, start, inputs)
+    return gradients, more.floats
 
 
-_KVGradients: TypeAlias = tuple[jax.Array, jax.Array, BiasGradient]
-_Gradients: TypeAlias = tuple[jax.Array, jax.Array, jax.Array, BiasGradient]
+_KVGradients: TypeAlias = tuple[jax.Array, jax.Array, Additional]
+_Gradients: TypeAlias = tuple[jax.Array, jax.Array, jax.Array, Additional]
 
 
 def _visit_backward(
@@ -322,18 +354,19 @@ def _visit_backward(
     tiling = shared.tiling
 
     def visit(j: Index, unmasked: bool, carry: _Gradients) -> _Gradients:
-        dq, dk, dv, d_bias = carry
+        dq, dk, dv, (d_bias, floats) = carry
         position = shared.position(step, i, j)
         mask_or_bias, keep = shared.mask_and_keep(position, unmasked, rows.dtype)
         keys, values, keys_transposed = read(j)
-        more = tile.backward(
-            shared.config, rows, cotangents, keys, values, keys_transposed, mask_or_bias, keep
-        )
+        operands = keys, values, keys_transposed, mask_or_bias, keep
+        more = tile.backward(shared.config, rows, cotangents, *operands, shared.modifier(position))
         if d_bias is not None:
             d_bias = _add_bias_gradient(d_bias, more.bias, position)
+        pairs = zip(floats, more.floats, strict=True)
+        floats = tuple(x + y.astype(x.dtype) for x, y in pairs)
         dk = layout.add_to_kv_tile(tiling, dk, j, more.keys)
         dv = layout.add_to_kv_tile(tiling, dv, j, more.values)
-        return dq + more.rows, dk, dv, d_bias
+        return dq + more.rows, dk, dv, Additional(d_bias, floats)
 
     return visit_all(shared.schedule, tiling, step, i, visit, start)
 

@@ -9,7 +9,8 @@ import numpy as np
 from jaxtyping import Bool, Int32
 
 from jaxmha.arrays import Array
-from jaxmha.implementations.tiled.block_mask import Conditions
+from jaxmha.implementations.tiled import attended
+from jaxmha.implementations.tiled.block_mask import NO_CONDITIONS, Conditions
 from jaxmha.implementations.tiled.layout import Carry, Index
 from jaxmha.implementations.tiled.tiling import Tiling
 
@@ -97,6 +98,13 @@ def _some_and_every(
         every = every & (q.min(-1) == k.max(-1)) & (k.min(-1) == q.max(-1))
     if conditions.array is not None:
         any_, all_ = _any_and_all(conditions.array, tiling)
+        some, every = some & any_, every & all_
+    if conditions.mod is not None:
+        blocks = conditions.mod.blocks
+        if blocks is None:
+            alone = NO_CONDITIONS._replace(mod=conditions.mod)
+            blocks = attended.blocks_of(alone, None, tiling)
+        any_, all_ = attended.coarsened(blocks, tiling)
         some, every = some & any_, every & all_
     return some, every
 

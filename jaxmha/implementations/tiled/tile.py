@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float
 
-from jaxmha.implementations import online_softmax
+from jaxmha.implementations import mods, online_softmax
+from jaxmha.implementations.mods import Extent, Floats, Mod
 from jaxmha.implementations.online_softmax import LOWEST, State, cap_and_mask
 from jaxmha.matmul import matmul, pairwise_sum, sum_of_rows
 from jaxmha.semantics import Precision
@@ -52,6 +53,17 @@ class Config(NamedTuple):
     transposed: bool = False
 
 
+class Modifier(NamedTuple):
+    """A score function and the position of a tile."""
+
+    mod: Mod
+    extent: Extent
+
+    def scores(self, transposed: bool, logits: jax.Array, floats: Floats) -> jax.Array:
+        """The scores after the function, with `floats` as its captured floating arrays."""
+        return mods.scores(self.mod, self.extent, logits, floats, transposed=transposed)
+
+
 def forward(
     config: Config,
     rows: Float[jax.Array, "*c r H"],
@@ -60,9 +72,10 @@ def forward(
     mask_or_bias: Bool[jax.Array, "*#c #r s"] | Float[jax.Array, "*#c #r s"] | None,
     keep: Bool[jax.Array, "*c r s"] | None,
     before: State | None,
+    modifier: Modifier | None = None,
 ) -> State:
     """Folds one tile into the state `before`; None: there is no state yet."""
-    logits, _ = _logits(config, rows, keys, mask_or_bias)
+    logits = _logits(config, rows, keys, mask_or_bias, modifier)
 
     def weigh(exps: jax.Array) -> jax.Array:
         return _matmul(config, exps if keep is None else jnp.where(keep, exps, 0.0), values)
@@ -78,10 +91,11 @@ def forward_transposed(
     mask_or_bias: Bool[jax.Array, "*#c #r s"] | Float[jax.Array, "*#c #r s"] | None,
     keep: Bool[jax.Array, "*c r s"] | None,
     before: State | None,
+    modifier: Modifier | None = None,
 ) -> State:
     """`forward` with scores `s r`, by the same matmul as in `backward`; the state is transposed."""
     keep = None if keep is None else jnp.swapaxes(keep, -1, -2)
-    logits, _ = _logits(config, keys, rows, _transpose(mask_or_bias))
+    logits = _logits(config, keys, rows, _transpose(mask_or_bias), modifier, transposed=True)
 
     def weigh(exps: jax.Array) -> jax.Array:
         return _matmul(config, values, exps if keep is None else jnp.where(keep, exps, 0.0))
@@ -98,9 +112,48 @@ def _logits(
     a: Float[jax.Array, "*c m H"],
     b: Float[jax.Array, "*c H n"],
     mask_or_bias: jax.Array | None,
+    modifier: Modifier | None,
+    *,
+    transposed: bool = False,
+) -> Float[jax.Array, "*c m n"]:
+    """Masked logits."""
+    if modifier is None:
+        return _capped(config, a, b, mask_or_bias)[0]
+    logits, _, allowed = _before_modifier(config, a, b, mask_or_bias)
+    logits = modifier.scores(transposed, logits, modifier.mod.floats)
+    return logits if allowed is None else jnp.where(allowed, logits, -jnp.inf)
+
+
+def _capped(
+    config: Config,
+    a: Float[jax.Array, "*c m H"],
+    b: Float[jax.Array, "*c H n"],
+    mask_or_bias: jax.Array | None,
 ) -> tuple[Float[jax.Array, "*c m n"], Float[jax.Array, "*c m n"] | None]:
     """Masked logits, and the tanh of the soft cap (None without a cap)."""
     return cap_and_mask(_scaled(config, _matmul(config, a, b)), config.soft_cap, mask_or_bias)
+
+
+def _before_modifier(
+    config: Config,
+    a: Float[jax.Array, "*c m H"],
+    b: Float[jax.Array, "*c H n"],
+    mask_or_bias: jax.Array | None,
+) -> tuple[
+    Float[jax.Array, "*c m n"], Float[jax.Array, "*c m n"] | None, Bool[jax.Array, "..."] | None
+]:
+    """The logits that a score function reads, tanh of the soft cap, and the allowed pairs.
+
+    The logits of excluded pairs are 0: the gradient of the function would multiply a NaN or -inf by
+    0.
+    """
+    logits, tanh = _capped(config, a, b, None)
+    if mask_or_bias is None:
+        return logits, tanh, None
+    if mask_or_bias.dtype == bool:
+        return jnp.where(mask_or_bias, logits, 0.0), tanh, mask_or_bias
+    allowed = mask_or_bias != -jnp.inf
+    return jnp.where(allowed, logits + mask_or_bias, 0.0), tanh, allowed
 
 
 def _matmul(
@@ -138,12 +191,14 @@ class Cotangents(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Gradients of the rows, keys, values and bias of one tile."""
+    """Gradients of the rows, keys, values and bias of one tile, and of the floating arrays that a
+    score function captures."""
 
     rows: Float[jax.Array, "*c H r"]
     keys: Float[jax.Array, "*c s H"]
     values: Float[jax.Array, "*c s h"]
     bias: Float[jax.Array, "*c r s"]
+    floats: Floats
 
 
 def backward(
@@ -155,11 +210,19 @@ def backward(
     keys_transposed: Float[jax.Array, "*c H s"],
     mask_or_bias: Bool[jax.Array, "*#c #r s"] | Float[jax.Array, "*#c #r s"] | None,
     keep: Bool[jax.Array, "*c r s"] | None,
+    modifier: Modifier | None = None,
 ) -> Gradients:
     """Gradients of one tile; scores are `s r` here, so that each matmul has row-major operands."""
     d_out, row_max, minus_delta = cotangents
     product = partial(_matmul, config)
-    logits, tanh = _logits(config, keys, rows, _transpose(mask_or_bias))
+    if modifier is None:
+        pull = allowed = None
+        logits, tanh = _capped(config, keys, rows, _transpose(mask_or_bias))
+    else:
+        logits, tanh, allowed = _before_modifier(config, keys, rows, _transpose(mask_or_bias))
+        scores = partial(modifier.scores, True)
+        logits, pull = jax.vjp(scores, logits, modifier.mod.floats)
+        logits = logits if allowed is None else jnp.where(allowed, logits, -jnp.inf)
     whole = row_max is None
     if row_max is None:  # computed here: logits of the forward pass may round differently
         row_max = jnp.maximum(logits.max(-2, keepdims=True), LOWEST[rows.dtype.name])
@@ -182,7 +245,11 @@ def backward(
     if whole:  # delta of these weights, so that gradients of a row's logits sum to 0
         minus_delta = (minus_delta - sum_of_rows(exps * d_weights)) / divisor
     d_bias = exps * (d_weights + minus_delta)
+    floats: Floats = ()
+    if pull is not None:
+        d_bias, floats = pull(d_bias)
+        d_bias = d_bias if allowed is None else jnp.where(allowed, d_bias, 0.0)
     d_logits = _scaled(config, d_bias if tanh is None else d_bias * (1 - tanh * tanh))
     d_keys = product(d_logits, jnp.swapaxes(rows, -1, -2))
     d_rows = product(keys_transposed, d_logits)
-    return Gradients(d_rows, d_keys, d_values, jnp.swapaxes(d_bias, -1, -2))
+    return Gradients(d_rows, d_keys, d_values, jnp.swapaxes(d_bias, -1, -2), floats)

@@ -1,0 +1,81 @@
+"""Structural equality of jaxprs, so that a function traced twice compiles once."""
+
+from collections.abc import Iterable
+
+import jax
+import numpy as np
+from jax.extend import core
+
+# Pairs of variables that stand at the same place in two jaxprs.
+Names = dict[object, object]
+
+
+def outline(jaxpr: core.Jaxpr) -> tuple[object, ...]:
+    """A hashable summary, equal for equal jaxprs."""
+    avals = tuple(str(v.aval) for v in (*jaxpr.constvars, *jaxpr.invars))
+    return avals, tuple(eqn.primitive.name for eqn in jaxpr.eqns)
+
+
+def equal(a: core.Jaxpr, b: core.Jaxpr) -> bool:
+    """True if two jaxprs compute the same; False if they differ, or hold functions that cannot be
+    compared.
+
+    >>> one, other = (jax.make_jaxpr(lambda x: x + 1)(2.0).jaxpr for _ in range(2))
+    >>> one is other, equal(one, other)
+    (False, True)
+    """
+    return a is b or _equal_jaxprs(a, b)
+
+
+def _equal_jaxprs(a: core.Jaxpr, b: core.Jaxpr) -> bool:
+    if outline(a) != outline(b):
+        return False
+    names: Names = {}
+    _bind(names, (*a.constvars, *a.invars), (*b.constvars, *b.invars))
+    for x, y in zip(a.eqns, b.eqns, strict=True):
+        if not _equal_atoms(names, x.invars, y.invars) or not _equal(x.params, y.params):
+            return False
+        if [str(v.aval) for v in x.outvars] != [str(v.aval) for v in y.outvars]:
+            return False
+        _bind(names, x.outvars, y.outvars)
+    return _equal_atoms(names, a.outvars, b.outvars)
+
+
+def _bind(names: Names, a: Iterable[object], b: Iterable[object]) -> None:
+    names.update(zip(a, b, strict=True))
+
+
+def _equal_atoms(names: Names, a: list[object], b: list[object]) -> bool:
+    """True if both are the same variables and literals."""
+    if len(a) != len(b):
+        return False
+    for x, y in zip(a, b, strict=True):
+        literals = isinstance(x, core.Literal), isinstance(y, core.Literal)
+        if literals == (True, True):
+            if str(x.aval) != str(y.aval) or not _equal(x.val, y.val):  # type: ignore[attr-defined]
+                return False
+        elif any(literals) or names.get(x) is not y:
+            return False
+    return True
+
+
+def _equal(a: object, b: object) -> bool:
+    """True if two parameters of an equation are equal."""
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, core.Jaxpr) and isinstance(b, core.Jaxpr):
+        return _equal_jaxprs(a, b)
+    if isinstance(a, core.ClosedJaxpr) and isinstance(b, core.ClosedJaxpr):
+        return _equal_jaxprs(a.jaxpr, b.jaxpr) and _equal(tuple(a.consts), tuple(b.consts))
+    if isinstance(a, tuple | list) and isinstance(b, tuple | list):
+        return len(a) == len(b) and all(map(_equal, a, b))
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_equal(a[k], b[k]) for k in a)
+    if isinstance(a, jax.Array):  # constants: two arrays are compared by identity
+        return False
+    if isinstance(a, np.ndarray | np.generic | float):  # bits, so that NaN is equal to NaN
+        x, y = np.asarray(a), np.asarray(b)
+        return x.dtype == y.dtype and x.shape == y.shape and x.tobytes() == y.tobytes()
+    return bool(a == b)

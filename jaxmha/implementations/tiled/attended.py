@@ -1,0 +1,251 @@
+"""Queries and keys with an allowed pair, and blocks of pairs that a mask function allows."""
+
+from typing import TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Bool, Float, Int32
+
+from jaxmha.arrays import Array
+from jaxmha.implementations import platforms
+from jaxmha.implementations.base import allowed_pairs
+from jaxmha.implementations.mods import Blocks, Grid, Mod
+from jaxmha.implementations.tiled.block_mask import (
+    NO_CONDITIONS,
+    Conditions,
+    TilePosition,
+    allowed,
+    from_mask,
+    pad,
+    slice_tile,
+)
+from jaxmha.implementations.tiled.layout import Index
+from jaxmha.implementations.tiled.tiling import Tiling, choose_tiling
+from jaxmha.mask import Mask
+
+# Largest number of pairs of a block, over all batch rows and heads that a mask reads.
+MOST_PAIRS = 2**22
+
+
+def attended_positions(
+    mask: Mask,
+    bias: Float[jax.Array, "b n t s"] | None,
+    B: int,
+    N: int,
+    T: int,
+    S: int,
+    mod: Mod | None = None,
+) -> tuple[Bool[jax.Array, "#B T"] | None, Bool[jax.Array, "#B S"] | None]:
+    """Queries and keys with an allowed pair in some head; None: all of them."""
+    rows, keys = attended_per_head(mask, bias, B, N, T, S, mod)
+    return None if rows is None else rows.any(1), None if keys is None else keys.any(1)
+
+
+def attended_per_head(
+    mask: Mask,
+    bias: Float[jax.Array, "b n t s"] | None,
+    B: int,
+    N: int,
+    T: int,
+    S: int,
+    mod: Mod | None = None,
+) -> tuple[Bool[jax.Array, "#B #N T"] | None, Bool[jax.Array, "#B #N S"] | None]:
+    """Queries and keys with an allowed pair; None: all of them. Sizes may be 0 or symbolic."""
+    if all(isinstance(size, int) and size for size in (B, N, T, S)):
+        return attended(from_mask(mask, T, S, mod), bias, B, N, T, S)
+    found = allowed_pairs(mask, bias, T, S, mod, (B, N))
+    return (None, None) if found is None else (found.any(3), found.any(2))
+
+
+def attended(
+    conditions: Conditions,
+    bias: Float[jax.Array, "b n t s"] | None,
+    B: int,
+    N: int,
+    T: int,
+    S: int,
+) -> tuple[Bool[jax.Array, "#B #N T"] | None, Bool[jax.Array, "#B #N S"] | None]:
+    """Queries and keys with an allowed pair, for positive sizes; None: all of them."""
+    if bias is None and conditions == NO_CONDITIONS:
+        return None, None
+    if conditions.mod is not None:
+        tiling = choose_tiling(B, N, 1, T, S, skips=True, platform=platforms.current().name)
+        found = blocks_of(conditions, bias, tiling)
+        return jnp.asarray(found.rows), jnp.asarray(found.keys)
+    if bias is None and conditions.segments is None and conditions.array is None:
+        rows, keys = _attended_by_intervals(conditions, T, S)
+        return _unless_all(rows), _unless_all(keys)
+    tiling = choose_tiling(B, N, 1, T, S, platform=platforms.current().name)
+    return _attended_by_tiles(conditions, bias, tiling)
+
+
+def _attended_by_intervals(
+    conditions: Conditions, T: int, S: int
+) -> tuple[Bool[Array, "b1 1 T"], Bool[Array, "b2 1 S"]]:
+    """Attended rows and keys, for conditions without segment ids and dense mask.
+
+    Each row attends the valid keys of an interval, and the valid rows of an interval attend each
+    key. Static conditions give NumPy arrays.
+    """
+    below, above = conditions.window
+    i, j = (np.arange(size, dtype=np.int32).reshape(1, size) for size in (T, S))
+    start: Array = np.zeros_like(i) if below is None else i - below
+    stop: Array = np.full_like(i, S) if above is None else i + above + 1
+    first: Array = np.zeros_like(j) if above is None else j - above
+    last: Array = np.full_like(j, T) if below is None else j + below + 1
+    if isinstance(conditions.above, int):
+        stop = np.minimum(stop, i + conditions.above + 1)
+        first = np.maximum(first, j - conditions.above)
+    elif conditions.above is not None:
+        start, stop, first, last = (jnp.asarray(x) for x in (start, stop, first, last))
+        offset = jnp.asarray(conditions.above, np.int32).reshape(-1, 1)
+        stop = jnp.minimum(stop, jnp.asarray(i + 1) + offset)
+        first = jnp.maximum(first, jnp.asarray(j) - offset)
+    rows = _any_between(conditions.keys, start, stop, S)
+    keys = _any_between(conditions.rows, first, last, T)
+    rows = rows if conditions.rows is None else rows & conditions.rows
+    keys = keys if conditions.keys is None else keys & conditions.keys
+    return rows[:, None], keys[:, None]
+
+
+def _unless_all(mask: Bool[Array, "*b"]) -> Bool[jax.Array, "*b"] | None:
+    """Returns None for a NumPy (static) array without any False entry, else the array."""
+    return None if isinstance(mask, np.ndarray) and mask.all() else jnp.asarray(mask)
+
+
+def _any_between(
+    valid: Bool[jax.Array, "#b size"] | None,
+    start: Int32[Array, "#b n"],
+    stop: Int32[Array, "#b n"],
+    size: int,
+) -> Bool[Array, "#b n"]:
+    """True if any position in `[start, stop)` is valid; if `valid` is None, all are."""
+    start, stop = start.clip(0, size), stop.clip(0, size)
+    if valid is None:
+        return stop > start
+    start, stop = jnp.asarray(start), jnp.asarray(stop)
+    counts = jnp.pad(jnp.cumsum(valid.astype(start.dtype), 1), ((0, 0), (1, 0)))
+    b = max(counts.shape[0], start.shape[0], stop.shape[0])
+    counts, start, stop = (jnp.broadcast_to(x, (b, x.shape[1])) for x in (counts, start, stop))
+    return jnp.take_along_axis(counts, stop, 1) > jnp.take_along_axis(counts, start, 1)
+
+
+def _attended_by_tiles(
+    conditions: Conditions, bias: Float[jax.Array, "b n t s"] | None, tiling: Tiling
+) -> tuple[Bool[jax.Array, "#B #N T"], Bool[jax.Array, "#B #N S"]]:
+    """Attended rows and keys, for any conditions; a tile has all heads, all keys and some rows."""
+    conditions, bias = pad(conditions, bias, tiling)
+    B, N, rows = tiling.B, tiling.K * tiling.G, tiling.rows
+
+    def tile(i: jax.Array) -> tuple[jax.Array, jax.Array]:
+        position = TilePosition(0, B, 0, N, i * rows, rows, 0, tiling.S, tiling.T, tiling.S)
+        found = allowed(conditions, position)
+        if bias is not None:
+            finite = slice_tile(bias, position) != -jnp.inf
+            found = finite if found is None else found & finite
+        assert found is not None
+        found = jnp.broadcast_to(found, (*found.shape[:2], rows, tiling.S))
+        inside = i * rows + jnp.arange(rows, dtype=np.int32) < tiling.T
+        return found.any(3), (found & inside.reshape(1, 1, rows, 1)).any(2)
+
+    by_row, by_key = jax.lax.map(tile, jnp.arange(tiling.query_tiles, dtype=np.int32))
+    by_row = jnp.moveaxis(by_row, 0, 2)
+    by_row = by_row.reshape(*by_row.shape[:2], tiling.query_tiles * rows)
+    return by_row[:, :, : tiling.T], by_key.any(0)
+
+
+Attended: TypeAlias = tuple[Bool[jax.Array, "#B #N T"] | None, Bool[jax.Array, "#B #N S"] | None]
+
+
+def with_blocks(
+    conditions: Conditions, bias: Float[jax.Array, "b n t s"] | None, tiling: Tiling
+) -> tuple[Attended, Conditions]:
+    """Attended queries and keys; and the conditions, with the blocks of their mask function."""
+    if conditions.mod is None:
+        N = tiling.K * tiling.G
+        return attended(conditions, bias, tiling.B, N, tiling.T, tiling.S), conditions
+    blocks = blocks_of(conditions, bias, tiling)
+    conditions = conditions._replace(mod=conditions.mod._replace(blocks=blocks))
+    return (jnp.asarray(blocks.rows), jnp.asarray(blocks.keys)), conditions
+
+
+def blocks_of(
+    conditions: Conditions, bias: Float[jax.Array, "b n t s"] | None, tiling: Tiling
+) -> Blocks:
+    """The blocks of pairs that all conditions allow, with a mask function among them.
+
+    Blocks that the function brings along serve if it is the only condition; otherwise every pair is
+    evaluated once, a tile of `tiling` (or a part of one) at a time.
+    """
+    mod = conditions.mod
+    assert mod is not None
+    alone = bias is None and conditions._replace(mod=None) == NO_CONDITIONS
+    if mod.blocks is not None and alone:
+        return mod.blocks
+    B, N, T, S = tiling.B, tiling.K * tiling.G, tiling.T, tiling.S
+    rows, keys = tiling.rows, tiling.keys
+    heads = (B if "b" in mod.program.uses else 1) * (N if "n" in mod.program.uses else 1)
+    while heads * rows * keys > MOST_PAIRS and rows % 2 == 0 and keys % 2 == 0:
+        rows, keys = rows // 2, keys // 2
+    counts = -(-T // rows), -(-S // keys)
+    cover = Tiling(B, tiling.K, tiling.G, counts[0] * rows, counts[1] * keys, B, 1, rows, keys)
+    conditions, bias = pad(conditions, bias, Tiling(B, tiling.K, tiling.G, T, S, B, 1, rows, keys))
+
+    def block(i: Index, j: Index) -> tuple[jax.Array, ...]:
+        position = TilePosition(0, B, 0, N, i * rows, rows, j * keys, keys, T, S)
+        found = allowed(conditions, position)
+        assert found is not None
+        if bias is not None:
+            found = found & (slice_tile(bias, position) != -jnp.inf)
+        found = jnp.broadcast_to(found, (*found.shape[:2], rows, keys))
+        # Padded positions are in no pair; `every` leaves them out.
+        outside = (i * rows + jnp.arange(rows, dtype=np.int32) >= T).reshape(1, 1, rows, 1)
+        beyond = (j * keys + jnp.arange(keys, dtype=np.int32) >= S).reshape(1, 1, 1, keys)
+        full = found | outside | beyond
+        found = found & ~(outside | beyond)
+        by_key = found.any(2)
+        return found.any(3), by_key, by_key.any((1, 2)), full.all((1, 2, 3))
+
+    def strip(i: Index) -> tuple[jax.Array, ...]:
+        columns = jnp.arange(counts[1], dtype=np.int32)
+        by_row, *rest = jax.lax.map(lambda j: block(i, j), columns)
+        return by_row.any(0), *rest
+
+    # The barrier keeps XLA from evaluating constant pairs at compile time, which takes seconds.
+    strips = jax.lax.optimization_barrier(jnp.arange(counts[0], dtype=np.int32))  # type: ignore[no-untyped-call]
+    by_row, by_key, some, every = jax.lax.map(strip, strips)
+    by_row, by_key = jnp.moveaxis(by_row, 0, 2), jnp.moveaxis(by_key.any(0), 0, 2)
+    return Blocks(
+        Grid(T, S, rows, keys),
+        jnp.moveaxis(some, 2, 0),
+        jnp.moveaxis(every, 2, 0),
+        by_row.reshape(*by_row.shape[:2], cover.T)[:, :, :T],
+        by_key.reshape(*by_key.shape[:2], cover.S)[:, :, :S],
+    )
+
+
+def coarsened(blocks: Blocks, tiling: Tiling) -> tuple[jax.Array, jax.Array]:
+    """`some` and `every` by tile of a tiling `b i j`, conservatively where blocks overlap tiles."""
+    some, every = jnp.asarray(blocks.some), jnp.asarray(blocks.every)
+    grid = blocks.grid
+    if (grid.rows, grid.keys) == (tiling.rows, tiling.keys):
+        return some, every
+    ranges = []
+    for count, tile, size, block in (
+        (tiling.query_tiles, tiling.rows, tiling.T, grid.rows),
+        (tiling.kv_tiles, tiling.keys, tiling.S, grid.keys),
+    ):
+        first = np.arange(count) * tile
+        last = np.minimum(first + tile, size) - 1
+        ranges.append((first // block, last // block + 1))
+    (i0, i1), (j0, j1) = ranges
+
+    def count(x: jax.Array) -> jax.Array:
+        sums = jnp.cumsum(jnp.cumsum(x.astype(np.int32), 1), 2)
+        sums = jnp.pad(sums, ((0, 0), (1, 0), (1, 0)))
+        rows = sums[:, i1] - sums[:, i0]
+        return rows[:, :, j1] - rows[:, :, j0]
+
+    area = (i1 - i0)[:, None] * (j1 - j0)
+    return count(some) > 0, count(every) == area

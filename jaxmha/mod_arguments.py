@@ -1,0 +1,64 @@
+"""The arguments `score_mod` and `mask_mod`: functions of scores and of pairs."""
+
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+from jaxmha.arrays import DTypeLike
+from jaxmha.implementations.base import accumulation_dtype
+from jaxmha.implementations.mods import Mod, trace
+
+# `score_mod(score, b, n, i, j)` and `mask_mod(b, n, i, j)`.
+ScoreMod: TypeAlias = Callable[..., jax.Array]
+MaskMod: TypeAlias = Callable[..., jax.Array]
+
+
+class Mods(NamedTuple):
+    """Traced functions of scores and masks."""
+
+    score: Mod | None = None
+    mask: Mod | None = None
+
+
+def traced_mods(score_mod: ScoreMod | None, mask_mod: MaskMod | None, dtype: DTypeLike) -> Mods:
+    """Traces the arguments `score_mod` and `mask_mod`, for inputs of `dtype`."""
+    scores = accumulation_dtype(dtype)
+    return Mods(trace("score_mod", score_mod, scores), trace("mask_mod", mask_mod, None))
+
+
+def checked_blocks(mod: Mod | None, shape: tuple[int, ...], S: int) -> Mod | None:
+    """Checks that known blocks of a mask function are those of queries `shape` and S keys."""
+    if mod is None or mod.blocks is None:
+        return mod
+    B, T, N, _ = shape
+    blocks = mod.blocks
+    b, n = blocks.rows.shape[:2]
+    grid = blocks.grid
+    if (grid.T, grid.S) != (T, S) or b not in (1, B) or n not in (1, N):
+        made = f"T={grid.T}, S={grid.S}"
+        made += "".join(f", {x}={size}" for x, size in (("B", b), ("N", n)) if size > 1)
+        raise ValueError(
+            f"mask_mod: the block mask was made for {made}, the call has B={B}, T={T}, N={N}, "
+            f"S={S}: make it with jaxmha.mods.block_mask for these sizes"
+        )
+    return mod
+
+
+def without_extras(
+    score_mod: ScoreMod | None, mask_mod: MaskMod | None, S: int, extra: int
+) -> tuple[ScoreMod | None, MaskMod | None]:
+    """Functions that leave the `extra` positions after the S given ones visible and unchanged."""
+    if not extra:
+        return score_mod, mask_mod
+
+    def score(x: jax.Array, b: jax.Array, n: jax.Array, i: jax.Array, j: jax.Array) -> jax.Array:
+        assert score_mod is not None
+        return jnp.where(j < S, score_mod(x, b, n, i, jnp.minimum(j, S - 1)), x)
+
+    def mask(b: jax.Array, n: jax.Array, i: jax.Array, j: jax.Array) -> jax.Array:
+        assert mask_mod is not None
+        return (j >= S) | mask_mod(b, n, i, jnp.minimum(j, S - 1))
+
+    return None if score_mod is None else score, None if mask_mod is None else mask
