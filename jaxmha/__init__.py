@@ -1,5 +1,6 @@
 """Multi-head attention for JAX: exact, and the same in every framework."""
 
+from jaxmha import mods as mods
 from jaxmha import sharding as sharding
 from jaxmha._checkout import find_converters as _find_converters
 from jaxmha.attention import dot_product_attention as dot_product_attention

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import jaxmha
+from jaxmha import attention as attention_arguments
 from jaxmha.implementations.tiled import attention
 
 Arrays: TypeAlias = tuple[jax.Array, ...]
@@ -42,14 +43,17 @@ def call(
 
     def score_mod(score: jax.Array, b: Any, n: Any, i: Any, j: Any) -> jax.Array:
         distance = jnp.abs(i - j).astype(score.dtype)
-        return score * jnp.cos(temperature[n]) - 0.1 * temperature[n] * distance
+        found: jax.Array = score * jnp.cos(temperature[n]) - 0.1 * temperature[n] * distance
+        return found
 
     def mask_mod(b: Any, n: Any, i: Any, j: Any) -> jax.Array:
-        return (ids[b, i] == ids[b, j]) & ((i + j + n) % 5 != 0)
+        found: jax.Array = (ids[b, i] == ids[b, j]) & ((i + j + n) % 5 != 0)
+        return found
 
-    return jaxmha.dot_product_attention(  # type: ignore[return-value]
+    found: Arrays = jaxmha.dot_product_attention(
         query, key, value, bias, score_mod=score_mod, mask_mod=mask_mod, return_lse=True, **options
     )
+    return found
 
 
 def loss(*arrays: jax.Array, **options: Any) -> jax.Array:
@@ -189,7 +193,7 @@ def test_a_few_queries_of_a_long_cache() -> None:
 
 def test_a_function_traced_again_compiles_once() -> None:
     query, key, value, _, temperature = operands(5, 6)
-    from jaxmha.attention import _dot_product_attention
+    core: Any = attention_arguments._dot_product_attention
 
     def run(t: jax.Array) -> jax.Array:
         return jaxmha.dot_product_attention(
@@ -197,9 +201,9 @@ def test_a_function_traced_again_compiles_once() -> None:
         )
 
     run(temperature)
-    before = _dot_product_attention._cache_size()
+    before = core._cache_size()
     assert relative_error(run(2 * temperature), run(temperature)) > 1e-3
-    assert _dot_product_attention._cache_size() == before
+    assert core._cache_size() == before
 
 
 def test_batched_and_traced_captured_arrays() -> None:
@@ -213,7 +217,8 @@ def test_batched_and_traced_captured_arrays() -> None:
     many = jnp.stack([temperature, 2 * temperature])
     assert relative_error(jax.vmap(run)(many)[1], run(2 * temperature)) < 1e-6
     assert relative_error(jax.jit(run)(temperature), run(temperature)) < 1e-6
-    mod = jax.tree_util.Partial(lambda t, score, b, n, i, j: score * t[n], temperature)
+    bound: Any = jax.tree_util.Partial
+    mod = bound(lambda t, score, b, n, i, j: score * t[n], temperature)
     jitted = jax.jit(lambda mod: jaxmha.dot_product_attention(query, key, value, score_mod=mod))
     assert relative_error(jitted(mod), run(temperature)) < 1e-6
 

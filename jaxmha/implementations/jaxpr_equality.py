@@ -1,6 +1,6 @@
 """Structural equality of jaxprs, so that a function traced twice compiles once."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import jax
 import numpy as np
@@ -45,7 +45,7 @@ def _bind(names: Names, a: Iterable[object], b: Iterable[object]) -> None:
     names.update(zip(a, b, strict=True))
 
 
-def _equal_atoms(names: Names, a: list[object], b: list[object]) -> bool:
+def _equal_atoms(names: Names, a: Sequence[object], b: Sequence[object]) -> bool:
     """True if both are the same variables and literals."""
     if len(a) != len(b):
         return False

@@ -278,6 +278,12 @@ def _vectorised(
     return call(*(x for x, _ in values))
 
 
+def of_pair(mod: Mod, b: jax.Array, n: jax.Array, i: jax.Array, j: jax.Array) -> jax.Array:
+    """A mask function of one pair, given by scalars."""
+    pair = [(jnp.asarray(x, np.int32), "") for x in (b, n, i, j)]
+    return _vectorised(mod, mod.floats, "", pair)
+
+
 def with_offset(mod: Mod | None, offset: Integer[Array, "B"]) -> Mod | None:
     """The function for queries whose first position is `offset`, in each batch row."""
     if mod is None:

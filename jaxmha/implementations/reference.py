@@ -110,8 +110,8 @@ def _modified(
     which its gradient would multiply by 0."""
     mod = request.score_mod
     assert mod is not None
-    sizes = logits.shape
-    extent = Extent((0, 0, 0, 0), sizes, *sizes[2:])
+    B, N, T, S = logits.shape
+    extent = Extent((0, 0, 0, 0), (B, N, T, S), T, S)
     if allowed is None:
         return mods.scores(mod, extent, logits, mod.floats)
     found = mods.scores(mod, extent, jnp.where(allowed, logits, 0.0), mod.floats)

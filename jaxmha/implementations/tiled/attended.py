@@ -232,20 +232,20 @@ def coarsened(blocks: Blocks, tiling: Tiling) -> tuple[jax.Array, jax.Array]:
     if (grid.rows, grid.keys) == (tiling.rows, tiling.keys):
         return some, every
     ranges = []
-    for count, tile, size, block in (
+    for tiles, tile, size, block in (
         (tiling.query_tiles, tiling.rows, tiling.T, grid.rows),
         (tiling.kv_tiles, tiling.keys, tiling.S, grid.keys),
     ):
-        first = np.arange(count) * tile
+        first = np.arange(tiles) * tile
         last = np.minimum(first + tile, size) - 1
         ranges.append((first // block, last // block + 1))
     (i0, i1), (j0, j1) = ranges
 
-    def count(x: jax.Array) -> jax.Array:
+    def inside(x: jax.Array) -> jax.Array:
         sums = jnp.cumsum(jnp.cumsum(x.astype(np.int32), 1), 2)
         sums = jnp.pad(sums, ((0, 0), (1, 0), (1, 0)))
         rows = sums[:, i1] - sums[:, i0]
         return rows[:, :, j1] - rows[:, :, j0]
 
     area = (i1 - i0)[:, None] * (j1 - j0)
-    return count(some) > 0, count(every) == area
+    return inside(some) > 0, inside(every) == area

@@ -323,8 +323,8 @@ def backward_into(
             carry: _KVGradients,
             per_row: tuple[jax.Array, Cotangents],
         ) -> tuple[jax.Array, _KVGradients]:
-            dq, *rest = _visit_backward(shared, index, i, *per_row, read, (dq, *carry))
-            dk, dv, more = rest
+            found = _visit_backward(shared, index, i, *per_row, read, (dq, *carry))
+            dq, dk, dv, more = found
             return dq, (dk, dv, more)
 
         dq, (dk, dv, more) = layout.update_tiles(

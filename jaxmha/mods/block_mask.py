@@ -1,0 +1,100 @@
+"""`BlockMask`: a mask function with its blocks, made once and reused in every call."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmha.implementations import mods
+from jaxmha.implementations.mods import Blocks, Mod
+from jaxmha.implementations.tiled import attended
+from jaxmha.implementations.tiled.block_mask import NO_CONDITIONS
+from jaxmha.implementations.tiled.tiling import Tiling
+from jaxmha.mask_repr import ATTENDS, EXCLUDED, LARGEST
+
+PARTIAL = "▪"
+
+
+class BlockMask(NamedTuple):
+    """A mask function and the blocks of pairs that it allows; give it as `mask_mod`.
+
+    A call with it does not evaluate the function to find empty and full blocks. `str` draws it:
+    `■` full, `▪` partial, `·` empty blocks. It is a pytree of arrays.
+    """
+
+    mod: Mod
+    blocks: Blocks
+
+    def __call__(self, b: Any, n: Any, i: Any, j: Any) -> jax.Array:
+        """`mask_mod(b, n, i, j)`."""
+        found: jax.Array = jnp.vectorize(partial(mods.of_pair, self.mod))(b, n, i, j)
+        return found
+
+    @property
+    def attended_share(self) -> float:
+        """Share of blocks with an allowed pair."""
+        return float(np.asarray(self.blocks.some).mean())
+
+    def __str__(self) -> str:
+        grid = self.blocks.grid
+        title = f"BlockMask(T={grid.T}, S={grid.S}, blocks of {grid.rows} x {grid.keys}"
+        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(self)):
+            return f"{title})"
+        some, every = np.asarray(self.blocks.some), np.asarray(self.blocks.every)
+        panels = [f"{title}, {self.attended_share:.1%} of blocks attended)"]
+        for b in range(len(some)):
+            panels += [f"B {b}:"] * (len(some) > 1)
+            panels += [_row(*x) for x in zip(some[b][:LARGEST], every[b][:LARGEST], strict=True)]
+        return "\n".join(panels)
+
+
+def _row(some: "np.ndarray[Any, Any]", every: "np.ndarray[Any, Any]") -> str:
+    cells = np.where(every, ATTENDS, np.where(some, PARTIAL, EXCLUDED))
+    return " ".join(cells[:LARGEST])
+
+
+def block_mask(
+    mask_mod: Callable[..., jax.Array],
+    T: int,
+    S: int | None = None,
+    *,
+    B: int = 1,
+    N: int = 1,
+    block: int = 128,
+) -> BlockMask:
+    """Evaluates a mask function for T queries and S keys, block by block.
+
+    Args:
+      mask_mod: `mask_mod(b, n, i, j)`, True where query i may attend key j.
+      T: queries.
+      S: keys, default T.
+      B: batch rows; 1 unless the function reads b.
+      N: heads; 1 unless the function reads n.
+      block: queries and keys of a block.
+
+    Raises:
+      ValueError: a size is below 1.
+
+    >>> from jaxmha import mods
+    >>> print(block_mask(mods.causal(), 6, block=2))
+    BlockMask(T=6, S=6, blocks of 2 x 2, 66.7% of blocks attended)
+    ▪ · ·
+    ■ ▪ ·
+    ■ ■ ▪
+    """
+    S = T if S is None else S
+    for name, size in (("T", T), ("S", S), ("B", B), ("N", N), ("block", block)):
+        if size < 1:
+            raise ValueError(f"{name} must be at least 1, got {size}")
+    mod = mods.trace("mask_mod", mask_mod, None)
+    assert mod is not None
+    tiling = Tiling(B, N, 1, T, S, B, 1, min(block, T), min(block, S))
+    return BlockMask(mod, _blocks(tiling, mod._replace(blocks=None)))
+
+
+@partial(jax.jit, static_argnums=0)
+def _blocks(tiling: Tiling, mod: Mod) -> Blocks:
+    return attended.blocks_of(NO_CONDITIONS._replace(mod=mod), None, tiling)

@@ -1,0 +1,144 @@
+"""Mask functions: `mask_mod(b, n, i, j)`, True where query i may attend key j."""
+
+from functools import reduce
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Bool, Integer
+
+from jaxmha.arrays import Array, require_arrays
+from jaxmha.mods.bound import Function, with_arrays
+
+Ids: TypeAlias = Integer[Array, "*B S"]
+
+
+def causal(offset: int | jax.Array = 0) -> Function:
+    """`j <= i + offset`. `Mask.causal` is faster: it needs no evaluation of pairs."""
+    return with_arrays(_causal, offset)
+
+
+def _causal(offset: Any, b: Any, n: Any, i: jax.Array, j: jax.Array) -> jax.Array:
+    found: jax.Array = j <= i + offset
+    return found
+
+
+def window(left: int, right: int) -> Function:
+    """`i - left <= j <= i + right`. `Mask.window` is faster: it needs no evaluation of pairs."""
+    return with_arrays(_window, left, right)
+
+
+def _window(left: Any, right: Any, b: Any, n: Any, i: jax.Array, j: jax.Array) -> jax.Array:
+    found: jax.Array = (j >= i - left) & (j <= i + right)
+    return found
+
+
+def document(query_ids: Ids, key_ids: Ids | None = None) -> Function:
+    """Packed documents: only pairs with equal ids attend, whatever the order of ids.
+
+    Args:
+      query_ids: `(T,)` or `(B, T)`, the document of each query.
+      key_ids: `(S,)` or `(B, S)`; default `query_ids`.
+
+    >>> import jax.numpy as jnp
+    >>> mask_mod = document(jnp.asarray([0, 0, 1]))
+    >>> bool(mask_mod(0, 0, 1, 0)), bool(mask_mod(0, 0, 2, 0))
+    (True, False)
+    """
+    require_arrays(query_ids=query_ids, key_ids=key_ids)
+    ids = [jnp.asarray(query_ids if x is None else x) for x in (query_ids, key_ids)]
+    for name, x in zip(("query_ids", "key_ids"), ids, strict=True):
+        if x.ndim not in (1, 2) or not jnp.issubdtype(x.dtype, np.integer):
+            raise ValueError(
+                f"{name}: expected integers with axes (T,) or (B, T), got {x.dtype} of shape "
+                f"{x.shape}"
+            )
+    return with_arrays(_document, *ids)
+
+
+def _document(rows: Any, keys: Any, b: Any, n: Any, i: jax.Array, j: jax.Array) -> jax.Array:
+    one, other = (x[at] if x.ndim == 1 else x[b, at] for x, at in ((rows, i), (keys, j)))
+    same: jax.Array = one == other
+    return same
+
+
+def prefix_lm(prefix: int | Integer[Array, "*B"]) -> Function:
+    """Causal, except that every query attends the first `prefix` keys (of each batch row).
+
+    Source: Raffel et al., "Exploring the Limits of Transfer Learning with a Unified Text-to-Text
+    Transformer" (2020), section 3.2.1.
+    """
+    return with_arrays(_prefix_lm, prefix)
+
+
+def _prefix_lm(prefix: Any, b: Any, n: Any, i: jax.Array, j: jax.Array) -> jax.Array:
+    most = jnp.asarray(prefix)
+    return (j <= i) | (j < (most if most.ndim == 0 else most[b]))
+
+
+def dilated(dilation: int, left: int, right: int = 0) -> Function:
+    """Every `dilation`-th key of a window: up to `left` such keys before and `right` after.
+
+    Source: Beltagy et al., "Longformer: The Long-Document Transformer" (2020), section 3.1.
+
+    >>> [j for j in range(9) if bool(dilated(2, 2)(0, 0, 6, j))]
+    [2, 4, 6]
+    """
+    return with_arrays(_dilated, dilation, left, right)
+
+
+def _dilated(
+    dilation: Any, left: Any, right: Any, b: Any, n: Any, i: jax.Array, j: jax.Array
+) -> jax.Array:
+    distance = jnp.asarray(j - i)
+    within = (distance >= -left * dilation) & (distance <= right * dilation)
+    found: jax.Array = within & (distance % dilation == 0)
+    return found
+
+
+def block_sparse(layout: Bool[Array, "*N I J"], block: int) -> Function:
+    """Attends the blocks of `block` queries and keys that a layout marks.
+
+    Args:
+      layout: `(I, J)`, or `(N, I, J)` for each head.
+      block: queries and keys of a block.
+
+    Source: Zaheer et al., "Big Bird: Transformers for Longer Sequences" (2020), appendix D.
+    """
+    require_arrays(layout=layout)
+    if layout.ndim not in (2, 3) or layout.dtype != np.bool_:
+        raise ValueError(
+            f"layout: expected Booleans with axes (I, J) or (N, I, J), got {layout.dtype} of shape "
+            f"{layout.shape}"
+        )
+    return with_arrays(_block_sparse, jnp.asarray(layout), block)
+
+
+def _block_sparse(layout: Any, block: Any, b: Any, n: Any, i: jax.Array, j: jax.Array) -> jax.Array:
+    at = i // block, j // block
+    found: jax.Array = layout[at] if layout.ndim == 2 else layout[n, *at]
+    return found
+
+
+def all_of(*functions: Function) -> Function:
+    """Pairs that every function allows.
+
+    >>> both = all_of(causal(), window(1, 1))
+    >>> [j for j in range(5) if bool(both(0, 0, 3, j))]
+    [2, 3]
+    """
+    return with_arrays(_all_of, functions)
+
+
+def _all_of(functions: tuple[Function, ...], *pair: Any) -> jax.Array:
+    return reduce(jnp.logical_and, (function(*pair) for function in functions))
+
+
+def any_of(*functions: Function) -> Function:
+    """Pairs that some function allows."""
+    return with_arrays(_any_of, functions)
+
+
+def _any_of(functions: tuple[Function, ...], *pair: Any) -> jax.Array:
+    return reduce(jnp.logical_or, (function(*pair) for function in functions))

@@ -1,0 +1,120 @@
+"""Score functions with arrays: `score_mod(score, b, n, i, j)`."""
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float
+
+from jaxmha import checks
+from jaxmha.arrays import Array, require_arrays
+from jaxmha.mods.bound import Function, with_arrays
+from jaxmha.mods.buckets import Bucket
+from jaxmha.semantics import one_of
+
+
+def alibi(slopes: Float[Array, "N"]) -> Function:
+    """Attention with linear biases: adds `slopes[n] * (j - i)`.
+
+    Keys after the query get positive biases: combine it with a causal mask, as the paper does.
+
+    Args:
+      slopes: one per head, such as those of `alibi_slopes`.
+
+    Source: Press et al., "Train Short, Test Long: Attention with Linear Biases Enables Input Length
+    Extrapolation" (2022).
+
+    >>> import jax.numpy as jnp
+    >>> from jaxmha import dot_product_attention
+    >>> x = jnp.ones((1, 6, 4, 8))
+    >>> mod = alibi(alibi_slopes(4))
+    >>> dot_product_attention(x, x, x, is_causal=True, score_mod=mod).shape
+    (1, 6, 4, 8)
+    """
+    require_arrays(slopes=slopes)
+    checks.reject_rounding(slopes=slopes)
+    if slopes.ndim != 1:
+        raise ValueError(f"slopes: expected axes (N,), got shape {slopes.shape}")
+    return with_arrays(_alibi, jnp.asarray(slopes))
+
+
+def _alibi(
+    slopes: jax.Array, score: jax.Array, b: jax.Array, n: jax.Array, i: jax.Array, j: jax.Array
+) -> jax.Array:
+    return score + slopes[n].astype(score.dtype) * (j - i).astype(score.dtype)
+
+
+def alibi_slopes(num_heads: int, kind: Literal["bloom", "mpt"] = "bloom") -> jax.Array:
+    """The slopes of the paper, `2 ** (-8 * n / N)` for n = 1 to N, in float32.
+
+    The models differ where N is no power of two: `bloom` interleaves the slopes of twice as many
+    heads at the end, `mpt` reorders those of the next power of two.
+
+    Source: `build_alibi_tensor` of BLOOM and `build_mpt_alibi_tensor` of MPT, in transformers.
+
+    >>> alibi_slopes(4).tolist()
+    [0.25, 0.0625, 0.015625, 0.00390625]
+    """
+    one_of("kind", kind, ("bloom", "mpt"))
+    below = 2 ** math.floor(math.log2(num_heads))
+    whole = 2.0 ** (-8.0 * np.arange(1, below + 1) / below)
+    twice = 2.0 ** (-8.0 * np.arange(1, 2 * below + 1) / (2 * below))
+    if below == num_heads:
+        found = whole
+    elif kind == "bloom":
+        found = np.concatenate([whole, twice[::2][: num_heads - below]])
+    else:
+        found = np.concatenate([twice[1::2], twice[::2]])[:num_heads]
+    return jnp.asarray(found, np.float32)
+
+
+@dataclass(frozen=True)
+class _RelativeBias:
+    bucket: Bucket
+
+    def __call__(
+        self, table: jax.Array, score: jax.Array, _: Any, n: Any, i: jax.Array, j: jax.Array
+    ) -> jax.Array:
+        return score + table.astype(score.dtype)[self.bucket(i, j), n]
+
+
+def relative_bias(table: Float[Array, "buckets N"], bucket: Bucket) -> Function:
+    """Adds a learned bias of the relative position: `table[bucket(i, j), n]`.
+
+    Args:
+      table: one row per bucket, one column per head.
+      bucket: `bucket(i, j)`, such as `t5()` or `swin(7)`.
+
+    >>> import jax.numpy as jnp
+    >>> from jaxmha import dot_product_attention
+    >>> from jaxmha.mods import t5
+    >>> x = jnp.ones((1, 6, 4, 8))
+    >>> mod = relative_bias(jnp.zeros((32, 4)), bucket=t5())
+    >>> dot_product_attention(x, x, x, scale=1.0, score_mod=mod).shape
+    (1, 6, 4, 8)
+    """
+    require_arrays(table=table)
+    checks.reject_rounding(table=table)
+    if table.ndim != 2:
+        raise ValueError(f"table: expected axes (buckets, N), got shape {table.shape}")
+    return with_arrays(_RelativeBias(bucket), jnp.asarray(table))
+
+
+def soft_cap(cap: float | Float[Array, ""]) -> Function:
+    """`cap * tanh(score / cap)`, after biases; `logits_soft_cap` caps before them.
+
+    Source: Gemma Team, "Gemma 2" (2024), section 2.
+
+    >>> import jax.numpy as jnp
+    >>> float(soft_cap(5.0)(jnp.float32(0), 0, 0, 0, 0))
+    0.0
+    """
+    return with_arrays(_soft_cap, cap)
+
+
+def _soft_cap(cap: Any, score: jax.Array, *_: Any) -> jax.Array:
+    c = jnp.asarray(cap, score.dtype)
+    return c * jnp.tanh(score / c)
