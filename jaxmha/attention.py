@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Literal, NamedTuple, TypedDict, Unpack, overload
+from typing import Literal, NamedTuple, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from jaxtyping import Bool, Float, Integer, PRNGKeyArray
 
 from jaxmha import checks, implementations, limits, sharding, traced_scale
 from jaxmha.arrays import Array, DTypeLike, reject_foreign, require_arrays
+from jaxmha.attention_options import Options
 from jaxmha.dims import bind
 from jaxmha.explicit_sharding import by_types, sharding_of_heads
 from jaxmha.implementations.base import Request, Result, simplified
@@ -21,30 +22,6 @@ from jaxmha.mask import Mask
 from jaxmha.mask_arguments import KEYWORDS, as_mask, mask_of_keywords
 from jaxmha.mod_arguments import MaskMod, Mods, ScoreMod, checked_blocks, traced_mods
 from jaxmha.semantics import FullyMasked, Precision, ReturnWeights, Semantics
-
-
-class Options(TypedDict, total=False):
-    """Arguments of `dot_product_attention` that do not change its return type."""
-
-    scale: float | Float[Array, ""] | None
-    is_causal: bool
-    query_seq_lengths: Integer[Array, "*B"] | None
-    key_value_seq_lengths: Integer[Array, "*B"] | None
-    local_window_size: int | Sequence[int | None] | None
-    segment_ids: (
-        Integer[Array, "*B T"] | tuple[Integer[Array, "*B T"], Integer[Array, "*B S"]] | None
-    )
-    logits_soft_cap: float | None
-    fully_masked: FullyMasked
-    softmax_dtype: DTypeLike | None
-    precision: Precision
-    dropout_rate: float
-    dropout_broadcast: tuple[str, ...]
-    dropout_key: PRNGKeyArray | None
-    sinks: Float[Array, "N"] | None
-    score_mod: ScoreMod | None
-    mask_mod: MaskMod | None
-    implementation: str | Sequence[str] | None
 
 
 @overload

@@ -11,10 +11,12 @@ from jaxmha import bias_kv
 from jaxmha.arrays import Array
 from jaxmha.implementations import one_query, online_softmax, platforms
 from jaxmha.implementations.base import accumulation_dtype
+from jaxmha.implementations.mods import of_pairs, of_scores
 from jaxmha.implementations.online_softmax import State, cap_and_mask, empty_state
 from jaxmha.implementations.shard_map import alike
 from jaxmha.mask import Mask
 from jaxmha.matmul import operand_dtype, resolved, split_scale
+from jaxmha.mod_arguments import Mods
 from jaxmha.params import MHAParams
 from jaxmha.semantics import Precision, Semantics
 
@@ -93,6 +95,7 @@ class _Step(NamedTuple):
       last: position of the latest token of each sequence.
       positions: positions of the queries.
       mask: window, key/value padding and array over slots, with one batch axis.
+      mods: functions of scores and of pairs.
     """
 
     rows: Float[jax.Array, "B K r H"]
@@ -102,6 +105,7 @@ class _Step(NamedTuple):
     mask: Mask
     matmul: _Matmul
     soft_cap: float | None
+    mods: Mods
 
     @property
     def left(self) -> int | None:
@@ -117,6 +121,7 @@ def attend_cache(
     mask: Mask,
     semantics: Semantics,
     block: int,
+    mods: Mods = Mods(),
 ) -> Float[jax.Array, "B T N h"]:
     """Attention of queries over a cache and the extra positions.
 
@@ -128,13 +133,14 @@ def attend_cache(
       mask: window, key/value padding and array over slots, with one batch axis.
       semantics: as in `multi_head_attention`.
       block: keys per tile.
+      mods: functions of scores and of pairs, which read the positions of tokens.
     """
     (B, T, N, _), h = query.shape, cache.value.shape[-1]
     if 0 in (B, T, cache.slots):
         return jnp.zeros((B, T, N, h), query.dtype)
 
     def plain() -> jax.Array:
-        step = _step(query, cache, positions, mask, semantics)
+        step = _step(query, cache, positions, mask, semantics, mods)
         state = _over_slots(step, block)
         state = _over_extras(step, params, semantics, state)
         out, row_max, row_sum = online_softmax.normalize(state)
@@ -150,6 +156,7 @@ def attend_cache(
     # A ring buffer as large as the window holds nothing to the left of it.
     left, _ = mask.window_size or (None, None)
     by_length = mask.key_value_padding is None and mask.array is None
+    by_length = by_length and mods.score is None and mods.mask is None
     slots = cache.whole()
     if (
         T == 1
@@ -171,6 +178,7 @@ def _step(
     positions: Int[jax.Array, "B T"],
     mask: Mask,
     semantics: Semantics,
+    mods: Mods,
 ) -> _Step:
     (B, T, N, H), K = query.shape, cache.key.shape[1]
     accumulate = accumulation_dtype(query.dtype)
@@ -184,10 +192,11 @@ def _step(
     operands = operands or accumulate
     rows = jnp.moveaxis((query.astype(accumulate) * scale).reshape(B, T, K, N // K, H), 1, 3)
     rows = rows.reshape(B, K, N // K * T, H).astype(operands)
-    rows, cache, positions, mask = alike((rows, jax.tree.map(jnp.asarray, cache), positions, mask))
+    cache = jax.tree.map(jnp.asarray, cache)
+    rows, cache, positions, mask, mods = alike((rows, cache, positions, mask, mods))
     matmul = _Matmul(operands, accumulate, precision, platform, rest)
     last = jnp.asarray(cache.lengths)[:, None] - 1
-    return _Step(rows, cache, last, positions, mask, matmul, semantics.logits_soft_cap)
+    return _Step(rows, cache, last, positions, mask, matmul, semantics.logits_soft_cap, mods)
 
 
 def _over_slots(step: _Step, block: int) -> State:
@@ -199,18 +208,21 @@ def _over_slots(step: _Step, block: int) -> State:
 
     def whole(tile: Tile) -> State:
         slots = jnp.arange(S, dtype=np.int32)
-        return _fold(step, start, tile, _allowed(step, slots), all_finite=True)
+        tokens = _tokens(step, slots)
+        return _fold(step, start, tile, _allowed(step, slots), tokens, all_finite=True)
 
     if step.matmul.platform in ("cuda", "rocm"):  # GPUs wait for the host at every branch
         every = step.cache.whole() or step.cache.tile(0, S)
-        return _fold(step, start, every, _allowed(step, jnp.arange(S, dtype=np.int32)))
+        slots = jnp.arange(S, dtype=np.int32)
+        return _fold(step, start, every, _allowed(step, slots), _tokens(step, slots))
 
     def tile(i: jax.Array | int, state: State) -> State:
         # The last tile ends at S; its overlap with the previous tile is masked.
         first = jnp.minimum(i * size, S - size)
         slots = first + jnp.arange(size, dtype=np.int32)
         new = (slots >= i * size).reshape(1, 1, 1, size)
-        return _fold(step, state, step.cache.tile(first, size), _allowed(step, slots) & new)
+        allowed = _allowed(step, slots) & new
+        return _fold(step, state, step.cache.tile(first, size), allowed, _tokens(step, slots))
 
     def by_tiles() -> State:
         first = jnp.zeros((), used.dtype)
@@ -252,10 +264,15 @@ def _over_extras(step: _Step, params: MHAParams, semantics: Semantics, state: St
     return _fold(step, state, Tile(keys, values), jnp.ones((B, 1, T, keys.shape[2]), bool))
 
 
+def _tokens(step: _Step, slots: Int[jax.Array, "s"]) -> Int[jax.Array, "B s"]:
+    """The latest token in each slot."""
+    return step.last - (step.last - slots.reshape(1, -1)) % step.cache.slots
+
+
 def _allowed(step: _Step, slots: Int[jax.Array, "s"]) -> Bool[jax.Array, "B #N T s"]:
     """Mask tile: a slot's token is valid, causal, and within the window."""
     S = step.cache.slots
-    tokens = step.last - (step.last - slots.reshape(1, -1)) % S  # latest token in the slot
+    tokens = _tokens(step, slots)
     i, j = step.positions[:, None, :, None], tokens[:, None, None]
     allowed = (j >= 0) & (j <= i)
     if step.left is not None:
@@ -266,7 +283,14 @@ def _allowed(step: _Step, slots: Int[jax.Array, "s"]) -> Bool[jax.Array, "B #N T
     if step.mask.array is not None:
         array = jnp.broadcast_to(step.mask.array, (*step.mask.array.shape[:3], S))
         allowed &= jnp.take(array, slots, 3)
+    if step.mods.mask is not None:
+        allowed = allowed & of_pairs(step.mods.mask, _heads(step), step.positions, tokens)
     return allowed
+
+
+def _heads(step: _Step) -> int:
+    """The number of query heads."""
+    return step.rows.shape[1] * step.rows.shape[2] // step.positions.shape[1]
 
 
 def _fold(
@@ -274,11 +298,13 @@ def _fold(
     state: State,
     tile: Tile,
     allowed: Bool[jax.Array, "B n T s"],
+    tokens: Int[jax.Array, "B s"] | None = None,
     *,
     all_finite: bool = False,
 ) -> State:
     """Folds a tile of keys into the state.
 
+    `tokens`: positions of the keys for a score function; None: it leaves them as they are.
     `all_finite`: the values are assumed to be finite, so that unattended values are not zeroed:
     their weight is 0, but 0 * NaN is NaN.
     """
@@ -297,7 +323,14 @@ def _fold(
         logits *= matmul.scale
     if tile.key_scale is not None:
         logits *= tile.key_scale[:, :, None].astype(logits.dtype)
-    logits, _ = cap_and_mask(logits, step.soft_cap, mask)
+    if step.mods.score is not None and tokens is not None:
+        logits, _ = cap_and_mask(logits, step.soft_cap)
+        # The function reads 0 for excluded pairs: their slots may hold anything.
+        logits = jnp.where(mask, logits, 0.0).reshape(B, K * (r // T), T, s)
+        logits = of_scores(step.mods.score, logits, step.positions, tokens)
+        logits = jnp.where(mask, logits.reshape(B, K, r, s), -jnp.inf)
+    else:
+        logits, _ = cap_and_mask(logits, step.soft_cap, mask)
 
     def weigh(exps: jax.Array) -> jax.Array:
         if value_scale is not None:

@@ -19,6 +19,7 @@ from jaxmha.integers import near
 from jaxmha.kv_cache import KVCache
 from jaxmha.mask import Mask
 from jaxmha.mask_arguments import as_mask
+from jaxmha.mod_arguments import MaskMod, Mods, ScoreMod, traced_mods, without_extras
 from jaxmha.paged_cache import PagedKVCache
 from jaxmha.params import MHAParams, check
 from jaxmha.projections import combine_checked, compute_dtype, project_checked
@@ -51,6 +52,8 @@ def prefill(
     semantics: Semantics = Semantics(),
     mask: Bool[Array, "..."] | Mask | None = None,
     rotate: Rotate | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> tuple[Float[jax.Array, "B T Do"], CacheT]:
     """Causal self-attention over prompts; returns the output and a cache of these prompts alone.
@@ -65,6 +68,8 @@ def prefill(
       rotate: `rotate(heads, positions)` of projected queries and keys, for `rope`. It is a static
         argument: give the same function in every call, or a `functools.partial` of the same
         function and equal arguments. Every new lambda compiles again.
+      score_mod, mask_mod: functions of scores and of pairs, as in `dot_product_attention`; i and j
+        are positions in the sequence.
       implementation: as in `multi_head_attention`.
 
     Returns:
@@ -88,10 +93,26 @@ def prefill(
         cache,
         as_mask(mask),
         semantics,
+        _traced(score_mod, mask_mod, params, x, semantics),
         rotate=static_rotation(rotate),
         implementation=hashable(implementation),
     )
     return out, kept
+
+
+def _traced(
+    score_mod: ScoreMod | None,
+    mask_mod: MaskMod | None,
+    params: MHAParams,
+    x: Array,
+    semantics: Semantics | None,
+) -> Mods:
+    """Traces functions of scores and of pairs; with `semantics`, for keys with the extra positions."""
+    if score_mod is None and mask_mod is None:
+        return Mods()
+    extra = 0 if semantics is None else bias_kv.count(params, semantics)
+    functions = without_extras(score_mod, mask_mod, x.shape[1], extra)
+    return traced_mods(*functions, compute_dtype(params, x=x))
 
 
 def _output_specs(
@@ -111,6 +132,7 @@ def _prefill(
     cache: CacheT,
     mask: Mask,
     semantics: Semantics,
+    mods: Mods,
     *,
     rotate: Rotate | None,
     implementation: str | tuple[str, ...] | None,
@@ -138,6 +160,7 @@ def _prefill(
         None,
         False,
         implementation,
+        mods=mods,
         sinks=params.sinks,
     )
     lengths = jnp.full(B, T, np.int32)
@@ -158,6 +181,8 @@ def decode_step(
     semantics: Semantics = Semantics(),
     mask: Bool[Array, "..."] | Mask | None = None,
     rotate: Rotate | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
 ) -> tuple[Float[jax.Array, "B T Do"], CacheT]:
     """Appends tokens to the cache; each attends to all tokens before it and to itself.
 
@@ -177,6 +202,7 @@ def decode_step(
         `Mask.padding(key_value=...)`, `(B, S)`, the valid slots (for prompts padded on the left);
         a Boolean array over slots, broadcastable to `(B, N, T, S)`.
       rotate: as in `prefill`.
+      score_mod, mask_mod: as in `prefill`.
 
     Returns:
       `(out, cache)`; out is `(B, T, Do)`.
@@ -193,7 +219,16 @@ def decode_step(
     >>> out.shape, cache.lengths.tolist()
     ((1, 1, 6), [4])
     """
-    return extend(params, x, cache, semantics=semantics, mask=mask, rotate=rotate)
+    return extend(
+        params,
+        x,
+        cache,
+        semantics=semantics,
+        mask=mask,
+        rotate=rotate,
+        score_mod=score_mod,
+        mask_mod=mask_mod,
+    )
 
 
 def extend(
@@ -205,6 +240,8 @@ def extend(
     semantics: Semantics = Semantics(),
     mask: Bool[Array, "..."] | Mask | None = None,
     rotate: Rotate | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
 ) -> tuple[Float[jax.Array, "B T Do"], CacheT]:
     """`decode_step` with another number of tokens for each sequence.
 
@@ -219,6 +256,7 @@ def extend(
       semantics: as in `decode_step`.
       mask: as in `decode_step`.
       rotate: as in `prefill`.
+      score_mod, mask_mod: as in `prefill`.
 
     Returns:
       `(out, cache)`; out is `(B, T, Do)`, 0 beyond the tokens of a sequence.
@@ -250,6 +288,7 @@ def extend(
         _checked_counts(q_lengths),
         mask,
         semantics,
+        _traced(score_mod, mask_mod, params, x, None),
         rotate=static_rotation(rotate),
         block=BLOCK,
     )
@@ -265,6 +304,7 @@ def _extend(
     q_lengths: jax.Array | None,
     mask: Mask,
     semantics: Semantics,
+    mods: Mods,
     *,
     rotate: Rotate | None,
     block: int,
@@ -283,7 +323,7 @@ def _extend(
         counts = jnp.minimum(_counts(q_lengths), T)
     cache, full = cache._replace(lengths=lengths).append(key, value, counts, left)
     mask = checks.flatten_mask(mask, (B,), sizes)
-    out = attend_cache(params, query, cache, positions, mask, semantics, block)
+    out = attend_cache(params, query, cache, positions, mask, semantics, block, mods)
     out = _combine(params, nan_where(full.reshape(B, 1, 1, 1), out), semantics, x)
     if q_lengths is not None:
         out = jnp.where((tokens < counts[:, None])[..., None], out, 0.0)

@@ -142,7 +142,8 @@ def multi_head_attention(
     mask = as_mask(mask)
     mods = Mods()
     if score_mod is not None or mask_mod is not None:
-        sizes, dtype = check_inputs(params, *distinct(query, key, value))
+        others = (None if x is None else jnp.asarray(x) for x in (key, value))
+        sizes, dtype = check_inputs(params, jnp.asarray(query), *others)
         extra = bias_kv.count(params, semantics)
         functions = without_extras(score_mod, mask_mod, sizes["S"], extra)
         mods = traced_mods(*functions, dtype)

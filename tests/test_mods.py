@@ -303,7 +303,8 @@ def test_wrong_functions_are_refused(wrong: Wrong) -> None:
 
 
 def test_kernels_refuse_by_name() -> None:
-    shape: Any = jax.ShapeDtypeStruct((2, 512, 4, 64), "bfloat16")
+    shaped: Any = jax.ShapeDtypeStruct
+    shape = shaped((2, 512, 4, 64), "bfloat16")
     names = "cudnn", "native", "blocked"
     explain = partial(jaxmha.explain, shape, shape, shape, implementation=names, platform="h100")
     reasons = dict(explain(score_mod=lambda score, *_: score).reasons)
@@ -335,3 +336,38 @@ def test_functions_with_custom_gradients_and_inner_jit() -> None:
 
     want, got = (jax.grad(partial(total, name))(query) for name in IMPLEMENTATIONS)
     assert relative_error(got, want) < 1e-6
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_decoding_is_a_causal_layer(paged: bool) -> None:
+    params = jaxmha.init_params(jax.random.key(1), num_heads=N, num_kv_heads=K, features=8)
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((B, 9, 8)), "float32")
+    slopes = jnp.arange(1.0, N + 1)
+
+    def score_mod(score: jax.Array, b: Any, n: Any, i: Any, j: Any) -> jax.Array:
+        return score * jnp.cos(slopes[n]) - slopes[n] * (i - j + b).astype(score.dtype)
+
+    def mask_mod(b: Any, n: Any, i: Any, j: Any) -> jax.Array:
+        return ((i + j + n + b) % 3 != 0) | (i == j)
+
+    functions: dict[str, Any] = {"score_mod": score_mod, "mask_mod": mask_mod}
+    want = jaxmha.multi_head_attention(params, x, is_causal=True, **functions)
+    cache: Any = jaxmha.KVCache.empty(params, B, 16)
+    if paged:
+        cache = jaxmha.PagedKVCache.empty(params, B, 16, pages=8, page_size=4)
+    out, cache = jaxmha.prefill(params, x[:, :5], cache, **functions)
+    assert relative_error(out, want[:, :5]) < 2e-6
+    for start, stop in ((5, 6), (6, 9)):
+        out, cache = jaxmha.decode_step(params, x[:, start:stop], cache, **functions)
+        assert relative_error(out, want[:, start:stop]) < 2e-6
+
+
+def test_attention_fn_of_flax() -> None:
+    function = pytest.importorskip("jaxmha.flax").attention_fn
+    query, key, value, *_ = operands(9, 11)
+    functions: dict[str, Any] = {
+        "score_mod": lambda score, b, n, i, j: score + (i - j).astype(score.dtype),
+        "mask_mod": lambda b, n, i, j: (i + j) % 3 != 0,
+    }
+    want = jaxmha.dot_product_attention(query, key, value, **functions)
+    assert relative_error(function(query, key, value, **functions), want) < 1e-6

@@ -14,6 +14,7 @@ from jaxmha.arrays import Array, DTypeLike, require_arrays
 from jaxmha.flax.heads import CallSettings, Implementation, attend_heads, rotated
 from jaxmha.flax.settings import behaviour, cast, read_mask, reject_hooks
 from jaxmha.mask import Mask
+from jaxmha.mod_arguments import MaskMod, ScoreMod, traced_mods
 from jaxmha.rotary import Rotate
 from jaxmha.semantics import Precision, Semantics
 
@@ -42,6 +43,8 @@ def attention_fn(
     implementation: Implementation = None,
     rotate: Rotate | None = None,
     input_positions: Int[Array, "..."] | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
 ) -> Float[jax.Array, "*B T N h"]:
     """`dot_product_attention` of `flax.linen` and `flax.nnx` by jaxmha, with the same arguments.
 
@@ -75,6 +78,8 @@ def attention_fn(
       implementation: as in `jaxmha.dot_product_attention`.
       rotate: `rotate(heads, positions)` of queries and keys, such as `jaxmha.rope`; T is S.
       input_positions: `(*B, T)` for `rotate`, default 0, 1, ...
+      score_mod, mask_mod: as in `jaxmha.dot_product_attention`; give them to flax's modules by
+        `functools.partial(attention_fn, score_mod=...)`.
 
     Returns:
       `(*B, T, N, h)` in `dtype`, or in the promoted dtype.
@@ -141,9 +146,10 @@ def attention_fn(
     if force_fp32_for_softmax and query.dtype != np.float64:  # flax keeps the weights in float32
         query, key, value = cast((query, key, value), np.float32)
     mask = read_mask(mask, is_causal=is_causal)
-    settings = CallSettings(
-        read, dropout_rng if drops else None, module is not None, implementation
-    )
+    dtype = checks.promoted(query=query, key=key, value=value)
+    mods = traced_mods(score_mod, mask_mod, dtype)
+    drawn = dropout_rng if drops else None
+    settings = CallSettings(read, drawn, module is not None, implementation, mods)
     out, weights = attend_heads(query, key, value, bias, mask, settings)
     if module is not None:
         sow(module, weights)

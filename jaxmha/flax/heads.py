@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeAlias
 
@@ -18,6 +18,7 @@ from jaxmha.explicit_sharding import by_types, sharding_of_features, sharding_of
 from jaxmha.implementations import forward_mode
 from jaxmha.layer import attended_features, multi_head_attention
 from jaxmha.mask import Mask
+from jaxmha.mod_arguments import Mods
 from jaxmha.params import MHAParams
 from jaxmha.projections import check_inputs, combine_checked, compute_dtype, project_checked
 from jaxmha.rotary import Rotate
@@ -31,7 +32,7 @@ Implementation: TypeAlias = str | Sequence[str] | None
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["semantics", "dropout_key"],
+    data_fields=["semantics", "dropout_key", "mods"],
     meta_fields=["return_weights", "implementation"],
 )
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class CallSettings:
     dropout_key: PRNGKeyArray | None = None
     return_weights: bool = False  # returns the weights before dropout
     implementation: Implementation = None
+    mods: Mods = field(default_factory=Mods)
 
 
 def attend_heads(
@@ -255,6 +257,7 @@ def attend_projected(
         kind,
         settings.implementation,
         sinks=None if params is None else params.sinks,
+        mods=settings.mods,
     )
     out, weights = result.out, result.weights
     if weights is not None:

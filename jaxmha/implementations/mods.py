@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
-from jaxtyping import Bool, Float, Int32, Integer
+from jaxtyping import Bool, Float, Int32
 
 from jaxmha.arrays import Array, reject_foreign
 from jaxmha.implementations import jaxpr_equality
@@ -86,7 +86,6 @@ class Mod(NamedTuple):
       floats: captured floating arrays, which have gradients.
       others: other captured arrays.
       starts: first positions on B, N, T and S of a part of a larger request; None: zeros.
-      offset: position of the first query of each batch row, as in a cache; None: 0.
       blocks: of a mask function, if they are known.
     """
 
@@ -94,7 +93,6 @@ class Mod(NamedTuple):
     floats: Floats
     others: tuple[jax.Array, ...]
     starts: Int32[jax.Array, "4"] | None = None
-    offset: Int32[jax.Array, "B"] | None = None
     blocks: Blocks | None = None
 
     def shift(self, *starts: Index) -> "Mod":
@@ -202,9 +200,7 @@ def allowed(mod: Mod, extent: Extent) -> Bool[jax.Array, "_ _ _ _"]:
     """The pairs of a tile that a mask function allows; axes that it does not read have size 1."""
     index = _indices(mod, extent)
     uses = set(mod.program.uses)
-    axes = "".join(
-        x for x in "bnij" if x in uses or (x == "b" and "i" in uses and mod.offset is not None)
-    )
+    axes = "".join(x for x in "bnij" if x in uses)
     inputs = [(index[x][0], index[x][1]) for x in MASK]
     found = _vectorised(mod, mod.floats, axes, inputs)
     return found.reshape([n if x in axes else 1 for x, n in zip("bnij", extent.sizes, strict=True)])
@@ -249,9 +245,6 @@ def _indices(mod: Mod, extent: Extent) -> dict[str, tuple[Int32[jax.Array, "..."
         at = jnp.asarray(start, np.int32) + jnp.arange(size, dtype=np.int32)
         at = at if most is None else jnp.minimum(at, np.int32(most))
         found[letter] = (at + jnp.asarray(before, np.int32), letter)
-    if mod.offset is not None:
-        offset = jax.lax.dynamic_slice_in_dim(mod.offset, extent.starts[0], extent.sizes[0])
-        found["i"] = (offset[:, None] + found["i"][0], "bi")
     return found
 
 
@@ -284,11 +277,30 @@ def of_pair(mod: Mod, b: jax.Array, n: jax.Array, i: jax.Array, j: jax.Array) ->
     return _vectorised(mod, mod.floats, "", pair)
 
 
-def with_offset(mod: Mod | None, offset: Integer[Array, "B"]) -> Mod | None:
-    """The function for queries whose first position is `offset`, in each batch row."""
-    if mod is None:
-        return None
-    return mod._replace(offset=jnp.asarray(offset, np.int32), blocks=None)
+def of_pairs(
+    mod: Mod, N: int, queries: Int32[jax.Array, "B T"], keys: Int32[jax.Array, "B s"]
+) -> Bool[jax.Array, "B N T s"]:
+    """The pairs of queries and keys at given positions that a mask function allows."""
+    return _vectorised(mod, mod.floats, "bnij", _at_positions(N, queries, keys))
+
+
+def of_scores(
+    mod: Mod,
+    logits: Float[jax.Array, "B N T s"],
+    queries: Int32[jax.Array, "B T"],
+    keys: Int32[jax.Array, "B s"],
+) -> Float[jax.Array, "B N T s"]:
+    """The scores of queries and keys at given positions after a score function."""
+    inputs = [(logits, "bnij"), *_at_positions(logits.shape[1], queries, keys)]
+    return _vectorised(mod, mod.floats, "bnij", inputs).astype(logits.dtype)
+
+
+def _at_positions(
+    N: int, queries: jax.Array, keys: jax.Array
+) -> list[tuple[Int32[jax.Array, "..."], str]]:
+    b, n = (jnp.arange(size, dtype=np.int32) for size in (queries.shape[0], N))
+    i, j = (jnp.maximum(x, 0).astype(np.int32) for x in (queries, keys))  # empty slots: below 0
+    return [(b, "b"), (n, "n"), (i, "bi"), (j, "bj")]
 
 
 def cotangent(mod: Mod | None, floats: Floats) -> Mod | None:

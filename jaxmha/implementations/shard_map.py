@@ -80,9 +80,7 @@ class Split(NamedTuple):
         """The specs of a score or mask function: every device has all its arrays."""
         if mod is None:
             return None
-        specs = jax.tree.map(lambda _: sharding.spec(), mod)
-        offset = None if mod.offset is None else sharding.spec(self.b)
-        return specs._replace(offset=offset)
+        return jax.tree.map(lambda _: sharding.spec(), mod)
 
     def own_part(self, mod: Mod | None) -> Mod | None:
         """The function for the batch rows and heads of this device."""

@@ -247,5 +247,5 @@ def coarsened(blocks: Blocks, tiling: Tiling) -> tuple[jax.Array, jax.Array]:
         rows = sums[:, i1] - sums[:, i0]
         return rows[:, :, j1] - rows[:, :, j0]
 
-    area = (i1 - i0)[:, None] * (j1 - j0)
+    area = ((i1 - i0)[:, None] * (j1 - j0))[None]
     return inside(some) > 0, inside(every) == area
