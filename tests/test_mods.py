@@ -345,10 +345,12 @@ def test_decoding_is_a_causal_layer(paged: bool) -> None:
     slopes = jnp.arange(1.0, N + 1)
 
     def score_mod(score: jax.Array, b: Any, n: Any, i: Any, j: Any) -> jax.Array:
-        return score * jnp.cos(slopes[n]) - slopes[n] * (i - j + b).astype(score.dtype)
+        found: jax.Array = score * jnp.cos(slopes[n]) - slopes[n] * (i - j + b).astype(score.dtype)
+        return found
 
     def mask_mod(b: Any, n: Any, i: Any, j: Any) -> jax.Array:
-        return ((i + j + n + b) % 3 != 0) | (i == j)
+        found: jax.Array = ((i + j + n + b) % 3 != 0) | (i == j)
+        return found
 
     functions: dict[str, Any] = {"score_mod": score_mod, "mask_mod": mask_mod}
     want = jaxmha.multi_head_attention(params, x, is_causal=True, **functions)

@@ -85,7 +85,7 @@ def test_relative_bias_of_swin() -> None:
     index = layer.relative_position_index.numpy().reshape(25, 25)
     rows, columns = np.ogrid[:25, :25]
     bucket = mods.swin(5)
-    np.testing.assert_array_equal(bucket(rows, columns), index)
+    np.testing.assert_array_equal(bucket(jnp.asarray(rows), jnp.asarray(columns)), index)
     table = jnp.asarray(RNG.standard_normal((81, N)), "float32")
     mod = mods.relative_bias(table, bucket=bucket)
     x = QUERY[:, :25]

@@ -1,8 +1,9 @@
 """`BlockMask`: a mask function with its blocks, made once and reused in every call."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,9 @@ from jaxmha.mask_repr import ATTENDS, EXCLUDED, LARGEST
 PARTIAL = "▪"
 
 
-class BlockMask(NamedTuple):
+@partial(jax.tree_util.register_dataclass, data_fields=["mod", "blocks"], meta_fields=[])
+@dataclass(frozen=True, eq=False)
+class BlockMask:
     """A mask function and the blocks of pairs that it allows; give it as `mask_mod`.
 
     A call with it does not evaluate the function to find empty and full blocks. `str` draws it:
