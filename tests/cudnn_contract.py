@@ -12,6 +12,10 @@ import pytest
 from jax._src.cudnn import fused_attention_stablehlo as private
 
 MaskType = private.MaskType
+# cuDNN has no -inf: its graph selects these logits instead, for padding and causality the lowest
+# float32, and for keys beyond the window, which it selects last, one far above that. Source:
+# cudnn-frontend, scaled_dot_product_flash_attention.h (negative_inf_padding, negative_inf_swa).
+PADDING, BEYOND_WINDOW = float(np.finfo(np.float32).min), -(2.0**30)
 CALLS: list[dict[str, Any]] = []
 # Whether what lies beyond lengths is multiplied by weights of 0, as a tile that is not cut is.
 LEAKS = False
@@ -99,22 +103,24 @@ def inside(query: Any, key: Any, value: Any, q_seqlen: Any, kv_seqlen: Any) -> A
 
 
 def masked_logits(rules: Any, query: Any, key: Any, bias: Any, kv_seqlen: Any) -> Any:
-    """Float32 logits `B N T S`, -inf where nothing is attended."""
+    """Float32 logits `B N T S`, as cuDNN selects them where a key is excluded."""
     scale, causal, sliding = rules
     T, S = query.shape[1], key.shape[1]
     i, j = jnp.arange(T)[:, None], jnp.arange(S)[None]
-    allowed = jnp.ones((1, 1, T, S), bool)
+    allowed = within = jnp.ones((1, 1, T, S), bool)
     if causal:
         allowed &= (j <= i)[None, None]
     if sliding is not None:
-        allowed &= (j > i - sliding)[None, None]
+        within &= (j > i - sliding)[None, None]
     if kv_seqlen is not None:
         allowed = allowed & (j[None, None] < kv_seqlen.reshape(-1, 1, 1, 1))
     wide = (x.astype(np.float32) for x in (query, key))
     logits = scale * jnp.einsum("btnh,bsnh->bnts", *wide)
     if bias is not None:
         logits += bias.astype(np.float32)
-    return jnp.where(allowed, logits, -jnp.inf)
+    logits = jnp.where(within, jnp.where(allowed, logits, PADDING), BEYOND_WINDOW)
+    # Undefined, so NaN, in rows without keys.
+    return jnp.where((allowed & within).any(3, keepdims=True), logits, jnp.nan)
 
 
 def backward(

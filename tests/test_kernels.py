@@ -198,6 +198,33 @@ def test_cudnn_under_transformations(name: str) -> None:
         np.testing.assert_allclose(x, y, atol=0.03 * np.abs(y).max(), rtol=0)
 
 
+@pytest.mark.usefixtures("cudnn")
+@pytest.mark.parametrize(
+    ("size", "options"),
+    [
+        (1.7e19, {"key_value_seq_lengths": np.array([2])}),
+        (1.7e19, {"is_causal": True}),
+        (2.0**14, {"is_causal": True, "local_window_size": (1, 0)}),
+    ],
+    ids=["padding", "causality", "window"],
+)
+def test_the_lowest_attended_logits_beat_those_of_excluded_keys(
+    size: float, options: dict[str, Any]
+) -> None:
+    """From -2.9e38 on; with a window, whose excluded keys get -2**30, from -2**28 on."""
+    query = np.zeros((1, 4, 1, 8), jnp.bfloat16)
+    query[..., 0] = size
+    key = -query * np.array([1, 0.875, 0.75, 0.625], jnp.bfloat16)[:, None, None]  # no ties
+    value = np.repeat(np.arange(1.0, 5).astype(jnp.bfloat16), 8).reshape(1, 4, 1, 8)
+    both = [
+        jaxmha.dot_product_attention(
+            query, key, value, scale=1.0, implementation=implementation, **options
+        )
+        for implementation in ("cudnn", "reference")
+    ]
+    np.testing.assert_array_equal(*(np.asarray(x, np.float32) for x in both))
+
+
 @pytest.mark.parametrize("without", ["_lengths", "_sum"])
 def test_what_is_normalised_matters(
     cudnn: Any, monkeypatch: pytest.MonkeyPatch, without: str
