@@ -7,10 +7,12 @@ array axis that holds two, the left one outermost.
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 
 Shape = tuple[int, ...]
 
 
+@lru_cache(maxsize=1024)  # converters parse the axes of every layout for every block
 def parse(axes: str) -> tuple[tuple[str, ...], ...]:
     """Splits an axes string into array axes, each a tuple of letters.
 

@@ -66,7 +66,7 @@ class Window(NamedTuple):
         """The bias, `N T S`; ValueError if T or S is not the number of tokens of a window."""
         span = math.isqrt(len(self.table))
         side = (span + 1) // 2
-        if T != side * side or S != T:
+        if side * side != T or S != T:
             raise ValueError(f"T and S must be {side * side}, a window of side {side}: {T}, {S}")
         row, column = _planes(side, side)
         found = self.table[(row + side - 1) * span + column + side - 1]

@@ -1,8 +1,10 @@
 """Finds attention blocks in a flat dict of tensors: layout, prefix, and the reason."""
 
 import re
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any, NamedTuple
 
 from jaxmha import MHAParams, Semantics, checkpoint
@@ -120,7 +122,7 @@ def find(shapes: Mapping[str, Sequence[int]], layouts: Iterable[Layout] = LAYOUT
     [('a', 'torch')]
     """
     found: dict[str, list[Block]] = {}
-    ends = _ends(shapes)
+    ends, names = _ends(shapes), sorted(shapes)
     for variant in (v for candidate in layouts for v in _variants(candidate)):
         first = next(entry.key for entry in variant.entries if not entry.group)
         for prefix in _prefixes(variant, ends, first):
@@ -130,7 +132,7 @@ def find(shapes: Mapping[str, Sequence[int]], layouts: Iterable[Layout] = LAYOUT
                 if (full := variant.path(prefix, entry.key)) in shapes
             }
             if _fits(variant, keys, shapes):
-                unknown = _unknown(variant, prefix, keys, shapes)
+                unknown = _unknown(variant, prefix, keys, names)
                 family_match = model_families.match(variant.name, prefix, shapes)
                 found.setdefault(prefix, []).append(
                     Block(prefix, variant, keys, unknown, family_match)
@@ -208,7 +210,7 @@ def damaged_at(
     """Maps prefixes that have most arrays of a layout but form no readable block to the reason."""
     whole = {block.prefix for block in found}
     taken = {name for block in found for name in block.keys.values()}
-    ends = _ends(name for name in shapes if name not in taken)
+    ends, names = _ends(name for name in shapes if name not in taken), sorted(shapes)
     reasons = {block.prefix: block.refused for block in found if block.refused}
     for candidate in layouts:
         # Layers other than attention often have the names of hand-written and uneven layouts.
@@ -229,22 +231,15 @@ def damaged_at(
             roles = {leaf.partition(".")[0] for e in present for leaf in e.leaves}
             if not roles & {"value", "out"}:
                 continue  # only queries and keys: the layer computes scores, not attention
-            if missing and _has_more(candidate, prefix, present, shapes):
+            keys = {e.key: candidate.path(prefix, e.key) for e in present}
+            more = _unknown(candidate, prefix, keys, names) if missing else ()
+            if any(len(shapes[name]) >= 2 for name in more):
                 continue  # a complete layer of another kind
             what = f"lacks {', '.join(missing)}" if missing else _misfit(candidate, prefix, shapes)
             reasons.setdefault(
                 prefix, f"{prefix or '(top)'} looks like layout {candidate.name} but {what}"
             )
     return reasons
-
-
-def _has_more(
-    candidate: Layout, prefix: str, entries: Sequence[Entry], shapes: Mapping[str, Sequence[int]]
-) -> bool:
-    """True if a prefix has matrices that neither the layout nor its known other layers explain."""
-    keys = {entry.key: candidate.path(prefix, entry.key) for entry in entries}
-    unknown = _unknown(candidate, prefix, keys, shapes)
-    return any(len(shapes[name]) >= 2 for name in unknown)
 
 
 def _misfit(candidate: Layout, prefix: str, shapes: Mapping[str, Sequence[int]]) -> str:
@@ -277,15 +272,36 @@ def natural(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
 
 
+# Layers before the projections, or after the output, at the prefixes of families that have them: in
+# other models, such a name may be that of a norm between the heads and the output.
+BEFORE = (
+    "LayerNorm", "ln", "layer_norm", "self_attn_layer_norm", "self.layernorm1", "self.layernorm2",
+    "self.sr", "self.layer_norm", "self.sequence_reduction", "spatial_reduction",
+)  # fmt: skip
+# Arrays of a norm in any framework.
+_OF_NORMS = {"weight", "bias", "scale", "gamma", "beta", "offset"}
+
+
+@cache
+def _other_keys() -> tuple[frozenset[str], frozenset[str]]:
+    """Keys that may accompany attention, and the norms among them without their array's name.
+
+    A conversion copies `other_keys` unchanged, so a block may have those of any layout.
+    """
+    known = frozenset(key for layout in LAYOUTS for key in layout.other_keys)
+    return known, frozenset(key.removesuffix(".weight") for key in known if key.endswith(".weight"))
+
+
 def _unknown(
-    layout: Layout, prefix: str, keys: Mapping[str, str], shapes: Mapping[str, Sequence[int]]
+    layout: Layout, prefix: str, keys: Mapping[str, str], names: Sequence[str]
 ) -> tuple[str, ...]:
-    """Tensors under a prefix that are neither in the layout nor known to accompany attention."""
+    """Tensors under a prefix that are neither in the layout nor known to accompany attention.
+
+    `names` are the names of all tensors in order, which puts those under a prefix in one row.
+    """
     if not prefix:
         return ()
-    # A conversion copies `other_keys` unchanged, so the block may have those of any layout.
-    known_keys = {key for other in LAYOUTS for key in other.other_keys}
-    norms = {module for key in known_keys if (module := key.removesuffix(".weight")) != key}
+    known_keys, norms = _other_keys()
     start = prefix + layout.separator
 
     def known(key: str) -> bool:
@@ -294,28 +310,9 @@ def _unknown(
         return key in known_keys or (module in norms and array in _OF_NORMS) or before
 
     placed = model_families.stands_any(prefix)
-    own = set(keys.values())
-    return tuple(
-        name
-        for name in shapes
-        if name.startswith(start) and name not in own and not known(name.removeprefix(start))
-    )
-
-
-# Layers before the projections, or after the output, at the prefixes of families that have them: in
-# other models, such a name may be that of a norm between the heads and the output.
-BEFORE = (
-    "LayerNorm", "ln", "layer_norm", "self_attn_layer_norm", "self.layernorm1", "self.layernorm2",
-    "self.sr", "self.layer_norm", "self.sequence_reduction", "spatial_reduction",
-)  # fmt: skip
-_OF_NORMS = {
-    "weight",
-    "bias",
-    "scale",
-    "gamma",
-    "beta",
-    "offset",
-}  # arrays of a norm in any framework
+    own, after = set(keys.values()), prefix + chr(ord(layout.separator) + 1)
+    under = names[bisect_left(names, start) : bisect_left(names, after)]
+    return tuple(n for n in under if n not in own and not known(n.removeprefix(start)))
 
 
 Ends = Mapping[tuple[str, str], Sequence[str]]

@@ -49,7 +49,9 @@ class Axial(NamedTuple):
         >>> Axial((1.0, 1.0), (0, 1))(np.ones((1, 6, 2, 4), np.float32), grid(2, 3)).shape
         (1, 6, 2, 4)
         """
-        angles = jnp.asarray(np.asarray(places)[:, np.asarray(self.axis)] * np.asarray(self.inv_freq))
+        angles = jnp.asarray(
+            np.asarray(places)[:, np.asarray(self.axis)] * np.asarray(self.inv_freq)
+        )
         cos, sin = (part(angles)[:, None].astype(x.dtype) for part in (jnp.cos, jnp.sin))
         pairs = len(self.inv_freq)
         ends = (slice(0, None, 2), slice(1, None, 2)) if self.interleaved else (

@@ -177,7 +177,9 @@ def _in_folder(path: Path) -> Path:
     named = [path / name for name in _FILES if (path / name).is_file()]
     files = named[:1] or sorted(x for x in path.iterdir() if x.suffix in _SUFFIXES)
     if len(files) > 1:
-        raise ValueError(f"{path} has several checkpoints ({files[0].name}, {files[1].name}): name one")
+        raise ValueError(
+            f"{path} has several checkpoints ({files[0].name}, {files[1].name}): name one"
+        )
     return files[0] if files else path  # a folder that is itself a checkpoint
 
 

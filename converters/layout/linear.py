@@ -145,4 +145,16 @@ MATRICES = Layout(
     about="three bare matrices applied as `x @ matrix`, heads concatenated, no output layer (for a "
     "target that has one, an identity computes the same)",
 )
-LAYOUTS = (LINEAR, LLAMA, LLAMA_KEYLESS, LLAMA_ACROSS, LINEAR_OUT_BIAS, *UNEVEN, DENSE, DENSE_FILE, ANNOTATED, MATRICES, *BY_HAND)
+LAYOUTS = (
+    LINEAR,
+    LLAMA,
+    LLAMA_KEYLESS,
+    LLAMA_ACROSS,
+    LINEAR_OUT_BIAS,
+    *UNEVEN,
+    DENSE,
+    DENSE_FILE,
+    ANNOTATED,
+    MATRICES,
+    *BY_HAND,
+)

@@ -5,6 +5,7 @@ heads. `U`: K groups, each of N / K query heads, one key head and one value head
 """
 
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 
 import numpy as np
 from einops import rearrange
@@ -19,7 +20,12 @@ PACKED = ("qkv", "kv", "qg")  # names of axes along which leaves are packed
 
 def letter(entry: Entry) -> str:
     """The axis letter for all heads (`M` or `U`) in an entry; "" if it has neither."""
-    return next((a for group in parse(entry.axes) for a in group if a in LETTERS), "")
+    return _letter(entry.axes)
+
+
+@lru_cache(maxsize=1024)
+def _letter(axes: str) -> str:
+    return next((a for group in parse(axes) for a in group if a in LETTERS), "")
 
 
 def completed(sizes: Mapping[str, int]) -> dict[str, int]:

@@ -181,8 +181,15 @@ _ADDED = {
     "array carried over under its own name)",
     **dict.fromkeys(
         (
-            "self.relative_position_bias_table", "rel_pos_h", "rel_pos_w", "bias_u", "bias_v",
-            "relative_k_proj.weight", "distance_embedding.weight", "pos_bias_u", "pos_bias_v",
+            "self.relative_position_bias_table",
+            "rel_pos_h",
+            "rel_pos_w",
+            "bias_u",
+            "bias_v",
+            "relative_k_proj.weight",
+            "distance_embedding.weight",
+            "pos_bias_u",
+            "pos_bias_v",
             "linear_pos.weight",
         ),
         "take the key out, and give multi_head_attention(bias=) the term that positions_of(folder) "

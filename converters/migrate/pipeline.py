@@ -89,8 +89,9 @@ def _make(
         raise ValueError(f"others must be {' or '.join(OTHERS)}, got {others!r}")
     known = registry.LAYOUTS if from_ is None else [attention_blocks.named(from_)]
     with naming(file.path):
-        behaviours.refuse_unread(file, attention_blocks.find(shapes(file), known))
-        description = described.of(file, attention_blocks.find(shapes(file), known))
+        found = attention_blocks.find(shapes(file), known)
+        behaviours.refuse_unread(file, found)
+        description = described.of(file, found)
         made = planning.make(
             file,
             target,
@@ -272,7 +273,7 @@ def _metadata(
     plan: Plan, found: Resolved, file: checkpoint.Checkpoint, groups: keras_order.Groups
 ) -> dict[str, str]:
     """The metadata of the source, with head counts and Keras groups for the destination."""
-    whole = all(name in _taken(plan) for name in _attention_names(file))
+    whole = _attention_names(file) <= _taken(plan)
     metadata = {k: v for k, v in file.metadata.items() if k != keras_groups.METADATA}
     metadata |= keras_order.to_metadata(groups, plan.steps)
     metadata = {k: v for k, v in metadata.items() if not k.startswith(behaviours.METADATA)}

@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 from dataclasses import dataclass
 
 import numpy as np
@@ -119,6 +120,9 @@ def is_text(text: str) -> bool:
     return text.isascii() or not any("\ud800" <= c <= "\udfff" for c in text)
 
 
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+
+
 def check_name(path: str | os.PathLike[str], name: str, limits: Limits) -> None:
     """Raises unless a name is printable, short, and harmless as a relative path.
 
@@ -129,7 +133,7 @@ def check_name(path: str | os.PathLike[str], name: str, limits: Limits) -> None:
         raise MalformedFile(path, "a tensor has an empty name", _RENAME)
     if len(name) > limits.name_bytes or len(name.encode("utf-8", "replace")) > limits.name_bytes:
         raise BudgetExceeded(path, f"a name is longer than {limits.name_bytes} bytes", _RAISE, name)
-    if any(ord(c) < 32 or ord(c) == 127 for c in name) or not is_text(name):
+    if _CONTROL.search(name) or not is_text(name):
         raise MalformedFile(path, "a name has control or surrogate characters", _RENAME, name)
     parts = name.replace("\\", "/").split("/")
     if not parts[0] or any(part in (".", "..") for part in parts):

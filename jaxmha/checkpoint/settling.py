@@ -29,8 +29,7 @@ def settle(fd: int) -> None:
     whole = [(0, 0)]  # offset and size; size 0: to the end
     last = max(0, size - _SAMPLE) // _SAMPLE * _SAMPLE
     sample = [*((at, _SAMPLE) for at in range(0, size, _STEP)), (last, 0)]
-    for at, count in whole if size <= _WHOLE else sample:
-        system.drop_cached(fd, at, count)
+    system.reread(fd, whole if size <= _WHOLE else sample)
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ import ctypes
 import errno
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -198,11 +198,18 @@ def flush_data(fd: int) -> None:
     getattr(os, "fdatasync", os.fsync)(fd)
 
 
-def drop_cached(fd: int, offset: int, count: int) -> None:
-    """Requests to drop the cached pages of a range of a synced file; `count` 0: up to its end."""
-    if hasattr(os, "posix_fadvise"):
-        with contextlib.suppress(OSError):
-            os.posix_fadvise(fd, offset, count, os.POSIX_FADV_DONTNEED)
+def reread(fd: int, ranges: Sequence[tuple[int, int]]) -> None:
+    """Requests to replace the cached pages of ranges of a synced file by what the disk holds.
+
+    The system reads the ranges again in the background, so that the disk works while the caller
+    computes. A range is an offset and a number of bytes; 0 bytes mean up to the end of the file.
+    """
+    if not hasattr(os, "posix_fadvise"):
+        return
+    for advice in (os.POSIX_FADV_DONTNEED, os.POSIX_FADV_WILLNEED):
+        for offset, count in ranges:
+            with contextlib.suppress(OSError):
+                os.posix_fadvise(fd, offset, count, advice)
 
 
 def sync_folder(folder: Path) -> None:

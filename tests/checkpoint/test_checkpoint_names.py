@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxmha import checkpoint
+from jaxmha.checkpoint import settling
 
 SUFFIXES = (
     *(".safetensors", ".pt", ".weights.h5", ".npz", ".orbax"),
@@ -161,6 +162,22 @@ def test_the_disk_is_asked(suffix: str, tmp_path: Path, monkeypatch: pytest.Monk
         first = calls.index(("preadv", where))
         assert calls.index(("fsync", where)) < calls.index(("posix_fadvise", where)) < first
     assert read or suffix in (".weights.h5", ".orbax")  # these are read by libraries
+
+
+def test_what_was_dropped_is_read_again_in_the_background(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All ranges are dropped before the first is read, so that none is read from the cache."""
+    asked: list[tuple[int, int, int]] = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda fd, *args: asked.append(args))
+    with open(tmp_path / "large", "w+b") as file:
+        file.truncate(40 << 20)
+        settling.settle(file.fileno())
+    half = len(asked) // 2
+    assert {advice for *_, advice in asked[:half]} == {os.POSIX_FADV_DONTNEED}
+    assert {advice for *_, advice in asked[half:]} == {os.POSIX_FADV_WILLNEED}
+    assert [where for *where, _ in asked[:half]] == [where for *where, _ in asked[half:]]
+    assert [at >> 20 for at, *_ in asked[:half]] == [0, 16, 32, 39]
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".npz", ".pt", ".orbax", ".bin.index.json"])
