@@ -1,4 +1,4 @@
-"""What ran where: versions, processor, memory."""
+"""The versions, processor and memory of a run."""
 
 import os
 import platform

@@ -1,4 +1,4 @@
-"""What the page of the difference counts."""
+"""Counts for the page of the difference."""
 
 from typing import Any
 

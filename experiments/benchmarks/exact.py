@@ -1,4 +1,4 @@
-"""What every peer is checked against: the float64 oracle, on some rows of a case."""
+"""The float64 oracle that every peer is checked against, on some rows of a case."""
 
 from pathlib import Path
 from typing import Any

@@ -218,7 +218,7 @@ def collect(
 
 
 def chosen_implementations() -> dict[str, str]:
-    """What each shape gets here, for the report."""
+    """The implementation that each shape gets here, for the report."""
     found = {}
     for shape in gpu_cases.SHAPES:
         make: Any = jax.ShapeDtypeStruct

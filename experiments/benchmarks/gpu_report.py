@@ -1,4 +1,4 @@
-"""What the page of the GPU suite counts; the targets come last."""
+"""Counts for the page of the GPU suite; the targets come last."""
 
 from collections.abc import Callable, Iterable, Sequence
 from operator import ge, le
@@ -57,7 +57,7 @@ class Target(NamedTuple):
 
     @property
     def reached(self) -> bool:
-        """Whether it is measured and kept."""
+        """True where it is measured and kept."""
         return self.value is not None and self.keeps(self.value, self.bound)
 
     @property

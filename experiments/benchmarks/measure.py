@@ -111,7 +111,7 @@ def _case(
     rounds: int,
     budget: float,
 ) -> tuple[dict[str, Any], list[str]]:
-    """What was found, and the peers that answered."""
+    """The entry of a case, and the peers that computed it."""
     made = fleet["oracle"].ask("expect", case=case.as_dict(), path=str(expected))
     unchecked = {"failed": f"no float64 output to compare with: {made.get('failed')}"}
     ready = {

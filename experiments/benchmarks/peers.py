@@ -7,7 +7,7 @@ from experiments.benchmarks.cases import Case
 
 
 class Peer(NamedTuple):
-    """What it is, the packages it needs, the backend that Keras is to run on, the smallest T."""
+    """A description, the packages it needs, the backend that Keras is to run on, the smallest T."""
 
     about: str
     packages: tuple[str, ...]
@@ -15,12 +15,12 @@ class Peer(NamedTuple):
     least: int = 0
 
     def takes(self, case: Case) -> bool:
-        """Whether it is measured on the case at all."""
+        """True where it is measured on the case at all."""
         return self.least <= case.T
 
     @property
     def absent(self) -> str | None:
-        """What is not installed, or None."""
+        """The packages that are not installed, or None."""
         missing = [package for package in self.packages if find_spec(package) is None]
         return f"not installed: {', '.join(missing)}" if missing else None
 
@@ -45,7 +45,7 @@ PEERS: dict[str, Peer] = {
     "jax-nn": Peer("jax.nn.dot_product_attention between einsums, under jit", ("jax",)),
 }
 OURS = "jaxmha"
-# What Flax's own layers become where `attention_fn` alone is replaced.
+# Flax's own layers, and the same where `attention_fn` alone is replaced.
 SWAPPED = {"flax-linen": "flax-linen+jaxmha", "flax-nnx": "flax-nnx+jaxmha"}
 # The fastest of these is the fastest that JAX users have.
 ON_JAX = ("keras-jax", "flax-linen", "flax-nnx", "jax-nn")

@@ -1,4 +1,4 @@
-"""What a peer makes of a case."""
+"""A case as a program of a peer."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple

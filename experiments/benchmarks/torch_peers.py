@@ -94,7 +94,7 @@ def _forward(
 
 
 def _grouped(params: MHAParams, attend: Any) -> tuple[list[Any], Callable[..., Any]]:
-    """What torch has no layer for: linear maps around its core."""
+    """Grouped heads, for which torch has no layer: linear maps around its core."""
     import torch
 
     linear = torch.nn.functional.linear

@@ -13,7 +13,7 @@ NOTHING: dict[str, Any] = {"sgemm": {}, "quiet": {}, "cases": []}
 MEASURED: dict[str, Any] = {name: type(empty) for name, empty in NOTHING.items()}
 
 
-# What is timed, and how; the rest of the folder only shows it.
+# The sources of times; the rest of the folder only shows it.
 TIMED = (
     *("jaxmha/**/*.py", "experiments/benchmarks/*peers.py", "experiments/benchmarks/program*.py"),
     *(f"experiments/benchmarks/{name}.py" for name in ("data", "measure", "sgemm", "worker")),
@@ -21,7 +21,7 @@ TIMED = (
 
 
 def identity(**options: Any) -> dict[str, Any]:
-    """What must be the same for times to stand in one table: machine, versions, settings of the
+    """The facts that must agree for times to stand in one table: machine, versions, settings of the
     environment, the sources of the library and of the peers, and the options."""
     sources = hashlib.sha256()
     for path in sorted({path for pattern in TIMED for path in ROOT.glob(pattern)}):
@@ -43,7 +43,7 @@ def keep(path: Path, key: dict[str, Any], found: dict[str, Any], seconds: float)
 
 
 def resume(path: Path, key: dict[str, Any]) -> tuple[dict[str, Any], float]:
-    """What an earlier run measured, and the seconds that it took.
+    """The results of an earlier run, and the seconds that it took.
 
     Raises:
       ValueError: it was another machine, or other versions, sources or options.

@@ -23,7 +23,7 @@ ROUND_SECONDS, MOST_CALLS, SHORT = 0.05, 200, 0.25
 
 
 class State:
-    """What a worker keeps between requests."""
+    """The state of a worker between requests."""
 
     def __init__(self, peer: str) -> None:
         self.peer = peer

@@ -87,7 +87,7 @@ def own_lengths() -> Found:
 
 
 def same_widths() -> Found:
-    """What SDPA says of another width and of a value too few, and the module of kdim."""
+    """SDPA on another width and on a value too few, and the module on kdim."""
     q, k, v = heads()
     module, x = layer(kdim=S), torch.randn(B, T, D)
     out = module(x, torch.randn(B, S, S), torch.randn(B, S, D))[0]
@@ -178,7 +178,7 @@ def jax_is_opposite() -> Found:
 
 
 def batch_is_second() -> Found:
-    """What the layer takes the axes for; the wrong order raises nothing."""
+    """The meaning of the axes to the layer; the wrong order raises nothing."""
     module, x = layer(batch_first=False).eval(), torch.randn(T, B, D)
     other = layer().eval()
     with torch.no_grad():

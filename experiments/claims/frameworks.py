@@ -230,7 +230,7 @@ def inserted_axis() -> Found:
 
 
 def true_attends() -> Found:
-    """What True means to torch."""
+    """The meaning of True to torch."""
     x, weights, keep = features(), torch_weights(), _keep(B)
     exact = torch_layer(weights, x, keep[:, None])
     heads = torch.randn(B, N, T, 4)

@@ -1,4 +1,4 @@
-"""What the page of claims counts."""
+"""Verdicts and sentences for the page of claims."""
 
 import re
 from collections import Counter
@@ -34,7 +34,7 @@ def tables(found: dict[str, Any]) -> dict[str, Rows]:
 
 
 def referred(claim: Claim) -> dict[str, Any] | None:
-    """What another experiment found; None where the claim has a check here."""
+    """The findings of another experiment; None where the claim has a check here."""
     check: Callable[[], Found] | None = getattr(elsewhere, claim.check, None)
     return check()._asdict() if check else None
 

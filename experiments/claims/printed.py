@@ -86,7 +86,7 @@ def tensorflow_layer(
 
 
 def features(batch: int = B, seed: int = 42) -> NDArray:
-    """What both are given."""
+    """The input of both."""
     torch.manual_seed(seed)
     return torch.randn(batch, T, D).numpy()
 

@@ -1,1 +1,1 @@
-"""What happens to every tensor in multi-head attention, and what its options cost."""
+"""Every tensor in multi-head attention, and the cost of its options."""

@@ -1,4 +1,4 @@
-"""What is compared: options of one layer as pairs of programs that compute the same."""
+"""The comparisons: options of one layer as pairs of programs that compute the same."""
 
 from statistics import median, quantiles
 from typing import Any, NamedTuple

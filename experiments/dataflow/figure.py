@@ -1,4 +1,4 @@
-"""What every option costs, as ratios."""
+"""The cost of every option, as ratios."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What the page of the data flow counts."""
+"""Counts for the page of the data flow."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What the page of settings counts."""
+"""Counts for the page of settings."""
 
 from statistics import geometric_mean
 from typing import Any

@@ -48,7 +48,7 @@ def soak(reader: str, seconds: int, folder: Path) -> dict[str, int]:
 
 
 def kept() -> dict[str, dict[str, int]]:
-    """What the same sources have shown of other readers."""
+    """Results of other readers by the same sources."""
     before = records.load(EXPERIMENT.path) if EXPERIMENT.path.is_file() else {}
     readers: dict[str, dict[str, int]] = before.get("readers", {})
     return readers if before.get("sources") == records.loaded() else {}
@@ -74,7 +74,7 @@ def measure(chosen: Namespace) -> dict[str, Any]:
 
 
 def fine(found: dict[str, Any]) -> bool:
-    """Whether nothing was found."""
+    """True where nothing was found."""
     return not any(x["exit_code"] or x["findings"] for x in found["readers"].values())
 
 

@@ -32,7 +32,7 @@ def attend(x: Any, weights: Sequence[Any], h: int) -> tuple[Any, Any]:
 
 
 class Seed(NamedTuple):
-    """What the script finds from one seed, of eight heads and of one.
+    """The findings of the script from one seed, of eight heads and of one.
 
     Attributes:
       equal: every bit of the outputs agrees: what it prints.

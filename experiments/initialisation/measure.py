@@ -75,7 +75,7 @@ def compare(name: str, D: int = D, N: int = N, seeds: int = SEEDS) -> dict[str, 
 
 
 def noise(layer: Leaves, seed: int, T: int = 64) -> dict[str, float]:
-    """What a new layer makes of inputs of unit variance: variances, and how even its weights are.
+    """A new layer on inputs of unit variance: variances, and how even its weights are.
 
     `entropy` is that of the weights relative to log S: 1 where all keys have the same weight.
     """

@@ -1,4 +1,4 @@
-"""What the page of starts counts."""
+"""Counts for the page of starts."""
 
 from typing import Any
 

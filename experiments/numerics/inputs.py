@@ -1,4 +1,4 @@
-"""What every implementation is given, and how its output is judged.
+"""The inputs of every implementation, and how its output is judged.
 
 Projections are permutations of features times a power of two, and thus exact in every dtype: all
 that rounds is attention itself. Every path gets the same rows of self-attention, so that torch's

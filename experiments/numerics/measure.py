@@ -97,13 +97,13 @@ def largest(run: Run) -> float | str:
 
 
 def fully_masked(run: Run, dtype: str) -> str:
-    """What comes of rows without a key, by a Boolean mask."""
+    """The output of rows without a key, by a Boolean mask."""
     weights, x = inputs.params(dtype), inputs.features(dtype, FIXED)
     return outcome(weights, x, run(weights, x, np.zeros(x.shape[1], bool), None))
 
 
 def constants(run: Run, dtype: str) -> dict[str, str]:
-    """What comes of rows whose keys are all blocked by an additive mask."""
+    """The output of rows whose keys are all blocked by an additive mask."""
     weights, x = inputs.params(dtype), inputs.features(dtype, FIXED)
     kind = np.dtype(DTYPES[dtype])
     lowest = float(ml_dtypes.finfo(kind).min)  # type: ignore[no-untyped-call]
@@ -154,7 +154,7 @@ def below(run: Run, dtype: str) -> str:
 
 
 def padding(run: Run) -> str:
-    """What comes of NaN in a key and value that nothing may attend."""
+    """The effect of NaN in a key and value that nothing may attend."""
     weights, x = inputs.params("float32"), inputs.features("float32", FIXED)
     keep = np.arange(x.shape[1]) < x.shape[1] - 1
     x[:, -1] = np.nan

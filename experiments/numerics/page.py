@@ -1,4 +1,4 @@
-"""What the page of errors counts."""
+"""Counts for the page of errors."""
 
 import math
 from typing import Any
@@ -42,7 +42,7 @@ def half_a_unit(x: float, bits: int) -> float:
 
 
 def finite(errors: list[Any]) -> list[float]:
-    """Those that are numbers."""
+    """The errors that are numbers."""
     return [error for error in errors if not isinstance(error, str)]
 
 

@@ -1,1 +1,1 @@
-"""What the heads of a real encoder attend to."""
+"""The attention of the heads of a real encoder."""

@@ -7,7 +7,7 @@ import numpy as np
 
 from jaxmha.introspect.heatmaps import plot_attention
 
-# What a head may do, by the field of its statistics.
+# Kinds of heads, by the field of its statistics.
 KINDS = {
     "previous": "previous token",
     "next": "next token",

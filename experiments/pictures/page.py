@@ -1,4 +1,4 @@
-"""What the page of heads counts."""
+"""Counts for the page of heads."""
 
 from typing import Any
 

@@ -98,7 +98,7 @@ def mean(rows: Sequence[HeadStatistics]) -> HeadStatistics:
 
 
 def uniform(rows: Sequence[Attended], named: Sequence[str] = SPECIAL) -> HeadStatistics:
-    """What a head would have to which all keys are alike."""
+    """The statistics of a head to which all keys are alike."""
     alike = []
     for row in rows:
         T = len(row.tokens)

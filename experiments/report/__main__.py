@@ -108,7 +108,7 @@ def check() -> int:
 
 
 def listed(experiment: Entry) -> dict[str, Any]:
-    """What scripts may want to know."""
+    """A row for scripts."""
     damage = registry.damaged(experiment)
     found = None if damage else registry.found(experiment)
     return {

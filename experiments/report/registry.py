@@ -40,7 +40,7 @@ class Entry(NamedTuple):
 
     @property
     def page(self) -> Page:
-        """What is said of it."""
+        """Its question, command, conclusion and text."""
         return Page(self.shown or f"{self.name}/page.md", self.helpers)
 
 
@@ -96,20 +96,20 @@ def stale(experiment: Entry) -> str | None:
 
 
 def outgrown(experiment: Entry) -> str | None:
-    """Whether the code has changed since one was run that is not run again here; None if not."""
+    """Says that the code has changed since one was run that is not run again here; None if not."""
     if experiment.seconds is not None:
         return None
     stored = found(experiment)
     if stored is None:
         return None
     if "sources" not in stored:
-        return "Whether the code has changed since is not known: the results name no sources."
+        return "The results name no sources: changes of the code since are not known."
     reason = records.stale(experiment.results)
     return f"Older than the code: {reason}." if reason else None
 
 
 def damaged(experiment: Entry) -> str | None:
-    """What keeps its page from being made, or None."""
+    """The reason that its page cannot be made, or None."""
     try:
         stored = found(experiment)
         if stored is not None:

@@ -1,1 +1,1 @@
-"""What attention costs on more devices than one."""
+"""The cost of attention on more devices than one."""

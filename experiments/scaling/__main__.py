@@ -1,6 +1,6 @@
 """Where does each layout of one attention layer stop scaling?
 
-Programs are compiled for simulated meshes; no array is made. What devices send is counted in the
+Programs are compiled for simulated meshes; no array is made. Messages of devices are counted in the
 compiled programs, and their memory is what the compiler for CPU allots; products, and the bytes
 that they read and write, are counted by formula (loops that skip blocks have no fixed number of
 turns). Times are predicted from both and published figures of two accelerators.

@@ -1,4 +1,4 @@
-"""What a compiled program moves between devices, counted from its text."""
+"""The arrays that a compiled program moves between devices, counted from its text."""
 
 import re
 from collections import Counter

@@ -1,4 +1,4 @@
-"""What each of several processes reads of a checkpoint, and the memory it takes, by format.
+"""The part of a checkpoint that each of several processes reads, and its memory, by format.
 
 Processes speak over loopback (`jax.distributed`). Each loads its own part of the same tensors from
 every format, saves them through orbax together, and loads that too.
@@ -97,7 +97,7 @@ def work(options: Namespace) -> dict[str, dict[str, int]]:
         looked: list[int] = []
 
         def see(slices: Any, part: Any) -> None:
-            # What lies over a file is read through the map; else by calls, which the system counts.
+            # A tensor that lies over a file is read through the map; else by calls, which the system counts.
             if slices.is_mapped(part):
                 looked.append(part.nbytes)
 

@@ -53,7 +53,7 @@ MACHINES = {
 
 
 class Work(NamedTuple):
-    """What one device does in a step of one layer: forward and backward.
+    """The work of one device in a step of one layer: forward and backward.
 
     Attributes:
       flops, bytes: of products, and of operands and results that memory has to give and take.

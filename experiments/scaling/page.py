@@ -1,4 +1,4 @@
-"""What the page counts: devices up to which a layout scales, and from which it has room."""
+"""Counts for the page: devices up to which a layout scales, and from which it has room."""
 
 from typing import Any
 

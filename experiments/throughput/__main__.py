@@ -60,7 +60,7 @@ def removed(target: Path) -> None:
     """Also from the disk, whose blocks are freed at the next sync, and from memory.
 
     A virtual machine gives freed pages back to its host after some seconds, and who asks for them
-    then waits. What takes less than these seconds would get them for nothing.
+    then waits. A way that takes less than these seconds would get them for nothing.
     """
     target.unlink(missing_ok=True)
     os.sync()

@@ -39,7 +39,7 @@ class Setting(NamedTuple):
 
 
 class Question(NamedTuple):
-    """What is computed, `kind` of attention of sizes (B, T), and the ways to tile it.
+    """A computation, `kind` of attention of sizes (B, T), and the ways to tile it.
 
     `chosen`: the name of what the library does itself.
     """
@@ -149,7 +149,7 @@ QUESTIONS = (
 
 
 def program(question: Question, B: int, T: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """What is timed, and its arguments."""
+    """The function that is timed, and its arguments."""
     rng = np.random.default_rng(T)
     S = 77 if question.kind == "cross" else T
     heads = [jax.numpy.asarray(rng.standard_normal((B, n, N, H)), np.float32) for n in (T, S, S)]

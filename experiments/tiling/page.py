@@ -1,4 +1,4 @@
-"""What the page of ways to tile counts."""
+"""Counts for the page of ways to tile."""
 
 from statistics import geometric_mean
 from typing import Any

@@ -34,7 +34,7 @@ class Examples(NamedTuple):
 
 
 def read(T: int) -> tuple[Examples, Examples]:
-    """What is trained on and what is held out: the first T bytes of every function.
+    """The training and the held-out examples: the first T bytes of every function.
 
     Which functions are held out depends on their texts alone.
     """

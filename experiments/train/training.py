@@ -89,7 +89,7 @@ class Trainer:
 
     @property
     def state(self) -> Any:
-        """What changes from step to step, as a tree of arrays: keys of streams are the seed's."""
+        """The arrays that change from step to step, as a tree of arrays: keys of streams are the seed's."""
         changing = nnx.Not(nnx.RngKey)
         return nnx.to_pure_dict(nnx.state((self.model, self.optimizer), changing))
 
