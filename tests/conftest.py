@@ -58,7 +58,7 @@ def quick_options() -> dict[str, Any]:
 
 @pytest.fixture(autouse=True, scope="module")
 def optimised(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Compiling is most of the time of a run: in a fourth of it where nothing is optimised.
+    """Compiling is most of the time of a run: in less than half of it where nothing is optimised.
 
     Modules that measure rounding set OPTIMISED: they compile as users do. With JAXMHA_OPTIMISED=1
     every module does, as `make test-slow` has it.

@@ -14,10 +14,8 @@ def peak() -> int:
 
     Where Linux offers it, its own count: that of getrusage starts at the size of the parent.
     """
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
+    with contextlib.suppress(OSError, ValueError):
+        return counted("VmHWM") * 1024
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
@@ -31,13 +29,14 @@ def forget() -> None:
 def limit() -> None:
     """Lets an allocation fail where it would take the machine down."""
     with contextlib.suppress(OSError, ValueError):
-        now = _kibibytes("/proc/self/status", "VmSize")
-        free = _kibibytes("/proc/meminfo", "MemAvailable")
+        now = counted("VmSize")
+        free = counted("MemAvailable", "/proc/meminfo")
         soft = int((now + SHARE * free) * 1024)
         resource.setrlimit(resource.RLIMIT_AS, (soft, resource.RLIM_INFINITY))
 
 
-def _kibibytes(path: str, field: str) -> int:
+def counted(field: str, path: str = "/proc/self/status") -> int:
+    """A number that Linux keeps: of this process, memory in KiB."""
     for line in Path(path).read_text().splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1])

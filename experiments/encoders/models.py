@@ -106,13 +106,18 @@ class Bert(nnx.Module):  # type: ignore[misc]
         self.encoder = nnx.Dict(layer=nnx.List(layers))
         self.pooler = nnx.Dict(dense=nnx.Linear(D, D, **settings))
 
+    def embed(self, tokens: Array) -> Array:
+        """Token ids `(B, T)` to the input of the first layer, `(B, T, D)`."""
+        tables = self.embeddings
+        x = tables["word_embeddings"](tokens)
+        x = x + tables["token_type_embeddings"](jnp.zeros_like(tokens))
+        x = x + tables["position_embeddings"](jnp.arange(tokens.shape[1]))[None]
+        out: Array = tables["LayerNorm"](x)
+        return out
+
     def __call__(self, tokens: Array, lengths: Array) -> tuple[Array, Array]:
         """Token ids `(B, T)` and lengths `(B,)` to all states `(B, T, D)` and the pooled `(B, D)`."""
-        embed, mask = self.embeddings, Mask.lengths(key_value=lengths)
-        x = embed["word_embeddings"](tokens)
-        x = x + embed["token_type_embeddings"](jnp.zeros_like(tokens))
-        x = x + embed["position_embeddings"](jnp.arange(tokens.shape[1]))[None]
-        x = embed["LayerNorm"](x)
+        x, mask = self.embed(tokens), Mask.lengths(key_value=lengths)
         for layer in self.encoder["layer"]:
             x = layer(x, mask)
         return x, jnp.tanh(self.pooler["dense"](x[:, 0]))

@@ -48,7 +48,8 @@ def attended(path: Path, sentences: Sequence[str] = (*SENTENCES, *REPEATING)) ->
     load(model, pipeline.convert_state(state, to="flax", num_heads=heads))
     mask = Mask.lengths(key_value=jnp.asarray(lengths))
     there = np.arange(tokens.shape[1]) < lengths[:, None]
-    states, layers = embedded(model, tokens), []
+    states: Any = model.embed(tokens)
+    layers = []
     for layer in model.encoder["layer"]:
         params, semantics = layer.attention.to_params()
         out, weights = multi_head_attention(
@@ -64,15 +65,6 @@ def attended(path: Path, sentences: Sequence[str] = (*SENTENCES, *REPEATING)) ->
         Attended(sentence, one.tokens[:n], row[..., :n, :n])
         for sentence, one, row, n in zip(sentences, encoded, stacked, lengths, strict=True)
     ]
-
-
-def embedded(model: Bert, tokens: Any) -> Any:
-    """Token ids `(B, T)` to what the first layer reads, `(B, T, D)`."""
-    embed = model.embeddings
-    x = embed["word_embeddings"](tokens)
-    x = x + embed["token_type_embeddings"](jnp.zeros_like(tokens))
-    x = x + embed["position_embeddings"](jnp.arange(tokens.shape[1]))[None]
-    return embed["LayerNorm"](x)
 
 
 def statistics(

@@ -11,6 +11,7 @@ from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from pathlib import Path
 from typing import Any
 
+from experiments.benchmarks import memory
 from experiments.scaling import workers
 
 EXAMPLES = """examples:
@@ -111,14 +112,14 @@ def work(options: Namespace) -> dict[str, dict[str, int]]:
         distributed.load_sharded(options.folder / "first", mesh, {})
         for name in (*(f"model.{suffix}" for suffix in SUFFIXES), SAVED):
             looked.clear()
-            Path("/proc/self/clear_refs").write_text("5")  # the peak starts again
-            before, called = resident("VmRSS"), by_calls()
+            memory.forget()
+            before, called = 1024 * memory.counted("VmRSS"), read_by_calls()
             arrays = distributed.load_sharded(options.folder / name, mesh, specs)
             ready(arrays)
             found[name] = {
                 "share": sum(s.data.nbytes for x in arrays.values() for s in x.addressable_shards),
-                "read": sum(looked) + by_calls() - called,
-                "peak": resident("VmHWM") - before,
+                "read": sum(looked) + read_by_calls() - called,
+                "peak": memory.peak() - before,
             }
             if name == "model.npz":
                 distributed.save_sharded(options.folder / SAVED, arrays)
@@ -134,16 +135,9 @@ def sharding_of(mesh: Any) -> Any:
     return NamedSharding(mesh, whole())
 
 
-def resident(kind: str) -> int:
-    """Bytes of memory of this process: VmRSS now, VmHWM at most."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith(kind)).split()[1]) * 1024
-
-
-def by_calls() -> int:
+def read_by_calls() -> int:
     """Bytes that this process has read by calls to the system."""
-    lines = Path("/proc/self/io").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith("rchar")).split()[1])
+    return memory.counted("rchar", "/proc/self/io")
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from experiments import frame
+from experiments.benchmarks import memory
 from jaxmha import checkpoint
 from jaxmha.converters.migrate import pipeline
 
@@ -87,19 +88,12 @@ def migrated(source: Path, target: Path) -> tuple[float, float]:
 
 def convert(source: str, target: str) -> None:
     """Prints the seconds, and the most MiB held above those before."""
-    Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
-    before = memory("VmRSS")
+    memory.forget()
+    before = memory.counted("VmRSS")
     removed(Path(target))
     start = time.perf_counter()
     pipeline.convert(source, target, to="flax", num_heads=HEADS)
-    print(time.perf_counter() - start, memory("VmHWM") - before)
-
-
-def memory(field: str) -> float:
-    """MiB of this process."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    (line,) = (line for line in lines if line.startswith(f"{field}:"))
-    return int(line.split()[1]) / 1024
+    print(time.perf_counter() - start, (memory.peak() / 1024 - before) / 1024)
 
 
 def measure(chosen: Namespace) -> dict[str, Any]:
