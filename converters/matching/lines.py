@@ -52,6 +52,7 @@ def plan(source: Tree, target: Tree, packing: Packing = "ask") -> Plan:
         tuple(a.name for a in unused if a.name not in ignored),
         tuple(ignored),
         source.origin,
+        source.notes,
     )
 
 

@@ -60,6 +60,7 @@ class Plan:
       unused: source arrays that no line uses. ignored: unused buffers, which models recompute.
       source: of a model from a hub: its address with the commit. Loading the same model without a
         revision loads this commit.
+      notes: remarks on the source; not kept in TOML.
     """
 
     lines: tuple[Line, ...]
@@ -67,6 +68,7 @@ class Plan:
     unused: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
     source: str = ""
+    notes: tuple[str, ...] = ()
 
     def to_toml(self) -> str:
         """The plan as text that people can edit; `Plan.from_toml` reads it."""
@@ -124,6 +126,7 @@ class Plan:
             f"? {q.target}: {q.reason}; candidates: {', '.join(q.candidates) or 'none'}"
             for q in self.questions
         ]
+        rows += [f"note: {note}" for note in self.notes]
         rows += [f"unused: {name}" for name in self.unused]
         rows += [f"buffer, not carried over: {name}" for name in self.ignored]
         return "\n".join(map(printable, rows))

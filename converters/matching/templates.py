@@ -34,7 +34,7 @@ _STEM = re.compile(
 # Names of buffers that models recompute, and of counters: not weights, so never matched.
 BUFFERS = re.compile(
     r"(^|[./])(num_batches_tracked|position_ids|inv_freq|masked_bias|relative_position_index|"
-    r"relative_coords_table|causal_mask|original_inv_freq)$"
+    r"relative_coords_table|causal_mask|original_inv_freq)$|^rope_freqs\.weight$"
 )
 _CAUSAL = re.compile(r"(^|[./])attn\.bias$")  # GPT-2's causal mask, an array with four axes
 SHARED = 0.6  # blocks are repetitions if they share this fraction of the smaller block's layers

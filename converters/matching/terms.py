@@ -16,7 +16,7 @@ _SYNONYMS = {
     "decoder": "decoder dec",
     "text": "text txt language",
     "vision": "vision visual image img images",
-    "embed": "embed emb embedding embeddings embedder",
+    "embed": "embed emb embd embedding embeddings embedder",
     "position": "pos position positions positional wpe",
     "token": "tok token tokens word terms wte vocab",
     "type": "type seg segment segments",

@@ -54,6 +54,7 @@ class Tree:
       load: reads one array by name; it is never called for a target.
       aliases: second name of a shared array -> the name under which `arrays` has it.
       origin: of a model from a hub: its address with the commit.
+      notes: remarks on reading, such as that tensors are dequantised.
     """
 
     kind: str
@@ -62,6 +63,7 @@ class Tree:
     aliases: Mapping[str, str] = field(default_factory=dict)
     close: Callable[[], None] = lambda: None
     origin: str = ""
+    notes: tuple[str, ...] = ()
 
 
 def read(model: Any) -> Tree:
@@ -97,12 +99,12 @@ def _of(model: Any, package: str) -> bool:
 
 def _file(path: Path) -> Tree:
     stack = ExitStack()
-    file = stack.enter_context(checkpoint.open(path))
+    file = stack.enter_context(checkpoint.open(path, dequantise=True))
     arrays = {
         name: Array(name, split(name), tuple(info.shape), info.dtype.name)
         for name, info in file.info.items()
     }
-    return Tree("file", arrays, lambda name: np.asarray(file[name]), close=stack.close)
+    return Tree("file", arrays, file.__getitem__, close=stack.close, notes=file.notes)
 
 
 def split(name: str) -> tuple[str, ...]:

@@ -149,7 +149,7 @@ def inspect(path: str | os.PathLike[str], *, num_heads: int | None = None) -> Fi
             unknown,
             dict(dtypes),
             damaged,
-            (*description.notes, *around, *unknown_attention.notes(apart)),
+            (*description.notes, *around, *unknown_attention.notes(apart), *file.notes),
         )
 
 

@@ -63,7 +63,7 @@ def plan(
 
     `in_file`: True for a .weights.h5 destination. `convert` explains other arguments and errors.
     """
-    with checkpoint.open(source) as file:
+    with checkpoint.open(source, dequantise=True) as file:
         made = _make(file, to, from_, num_heads, dtype, others, attention_only, in_file, draft=True)
         made = replace(made, fold_scale=fold_scale)
         named = replace(made, source=printable(str(source)), digest=file.digest(DIGEST))
@@ -113,7 +113,11 @@ def _make(
     if target.name != attention_blocks.named(to).name or target.name.endswith("-file"):
         groups = keras_order.kept(file, made.steps)
         made = replace(made, steps=keras_order.placed(made.steps, groups))
-    return replace(made, dtype=dtype, notes=(*description.notes, *made.notes, *_around(made, file)))
+    return replace(
+        made,
+        dtype=dtype,
+        notes=(*description.notes, *made.notes, *_around(made, file), *file.notes),
+    )
 
 
 def _around(plan: Plan, file: checkpoint.Checkpoint) -> tuple[str, ...]:
@@ -186,7 +190,7 @@ def convert(
     """
     in_file, given = str(destination).endswith(".weights.h5"), plan is not None
     refuse_second_checkpoint(Path(source), Path(destination))
-    with checkpoint.open(source) as file:
+    with checkpoint.open(source, dequantise=True) as file:
         if plan is not None:
             plan = _completed(plan, file, in_file)
         elif to is not None:

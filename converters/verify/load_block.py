@@ -28,7 +28,7 @@ def read(path: Path, name: str | None = None, num_heads: int | None = None) -> O
       CheckpointError: the file cannot be read.
       ValueError: no block has this name (the message lists the names), or the block cannot be read.
     """
-    with checkpoint.open(path) as file:
+    with checkpoint.open(path, dequantise=True) as file:
         hf_config.refuse_behaviour(file.path)
         all_shapes = shapes(file)
         found = find(all_shapes)

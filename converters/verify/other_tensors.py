@@ -244,7 +244,7 @@ def _both_certain(x: _Group, y: _Group) -> bool:
 @contextmanager
 def _opened(source: Any) -> Iterator[Load]:
     if isinstance(source, str | os.PathLike):
-        with checkpoint.open(source) as file:
+        with checkpoint.open(source, dequantise=True) as file:
             yield file.__getitem__
     else:
         yield source.__getitem__

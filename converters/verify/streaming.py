@@ -48,7 +48,10 @@ class File(NamedTuple):
 @contextmanager
 def opened(path: str | os.PathLike[str]) -> Iterator[File]:
     """Opens a checkpoint as a `File`; raises as `checkpoint.open` does."""
-    with checkpoint.open(path) as whole, checkpoint.open(path, mmap=True) as mapped:
+    with (
+        checkpoint.open(path, dequantise=True) as whole,
+        checkpoint.open(path, mmap=True, dequantise=True) as mapped,
+    ):
         yield File(whole, mapped, {})
 
 

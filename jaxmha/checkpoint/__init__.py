@@ -17,7 +17,7 @@ Example:
     [0.1 0.1 0.1 0.1]
 
 Reads and writes .safetensors (one file, or sharded with an index), torch zip files, Keras
-.weights.h5, .npz and orbax folders; reads .keras archives. Requires NumPy and ml_dtypes; writing
+.weights.h5, .npz and orbax folders; reads .keras archives and .gguf files. Requires NumPy and ml_dtypes; writing
 Keras files requires h5py, and orbax requires tensorstore. Never imports torch, keras or flax, and
 runs no code from the file. Writing stores a digest of each tensor; reading checks it.
 

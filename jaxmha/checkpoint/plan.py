@@ -71,6 +71,8 @@ class Contents:
     places: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     # Yields the bytes of one tensor, little-endian in C order; a piece is valid until the next.
     stream: Callable[[str], Iterator[memoryview]] | None = None
+    # Name of a tensor that the file holds quantised -> its kind; `load` returns it dequantised.
+    quantised: Mapping[str, str] = field(default_factory=dict)
     # A view of one tensor in a mapped file, not read or checked; None if its layout there differs
     # from that in memory.
     view: Callable[[str], np.ndarray | None] | None = None

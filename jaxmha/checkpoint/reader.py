@@ -3,6 +3,7 @@
 import os
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType, TracebackType
@@ -19,7 +20,7 @@ from jaxmha.checkpoint.errors import (
     shown,
 )
 from jaxmha.checkpoint.folder import Folder
-from jaxmha.checkpoint.formats import table
+from jaxmha.checkpoint.formats import scaled, table
 from jaxmha.checkpoint.limits import Limits
 from jaxmha.checkpoint.plan import Contents, Progress
 from jaxmha.checkpoint.source import Source
@@ -71,13 +72,15 @@ class Checkpoint(Lazy):
     Attributes:
         path: the file or folder.
         files: `path`, and for an index also its shards.
-        format: "safetensors", "torch", "keras_h5", "keras", "npz", "orbax" or "sharded".
+        format: "safetensors", "torch", "keras_h5", "keras", "npz", "orbax", "gguf" or "sharded".
         info: name -> TensorInfo(shape, dtype), known without reading data.
         metadata: the strings of a safetensors file; empty elsewhere.
         names: Keras only: group path -> the user's name of that layer; empty elsewhere.
         digests: name -> digest that the writer stored; empty if it stored none.
         others: torch only: names of numbers, strings and the like, which are not read.
         config: .keras only: the config.json in the archive, as data; empty elsewhere.
+        quantised: name -> kind, such as "Q4_K", of tensors that the file holds quantised. They are
+            dequantised on reading, so `info` and the arrays differ from the file.
     """
 
     def __init__(
@@ -92,6 +95,7 @@ class Checkpoint(Lazy):
         self.names: Mapping[str, str] = MappingProxyType(dict(contents.names))
         self.others = contents.others
         self.config: Mapping[str, Any] = MappingProxyType(dict(contents.config))
+        self.quantised: Mapping[str, str] = MappingProxyType(dict(contents.quantised))
         self._source, self._load, self._verify = source, contents.load, verify
         self._stream, self._view, self._part = contents.stream, contents.view, contents.part
         self._places = contents.places
@@ -213,6 +217,14 @@ class Checkpoint(Lazy):
         self._check_unchanged(name)
         return f"{algorithm}:{state.hexdigest()}"
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Says how many tensors are dequantised, if any."""
+        kinds = Counter(self.quantised.values())
+        listed = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+        note = "quantised tensors are dequantised on reading, and are never written as quantised"
+        return (f"{note}: {listed}",) if kinds else ()
+
     def __repr__(self) -> str:
         return f"Checkpoint({str(self.path)!r}, format={self.format!r}, {len(self)} tensors)"
 
@@ -242,6 +254,7 @@ def open(
     limits: Limits = _DEFAULT,
     mmap: bool = False,
     verify: bool = True,
+    dequantise: bool = False,
 ) -> Checkpoint:
     """Opens a checkpoint and checks everything that it declares, without reading a tensor.
 
@@ -255,6 +268,8 @@ def open(
         mmap: return read-only views of the mapped file where its layout allows, without a copy. If
             another process truncates the file meanwhile, the system kills this process.
         verify: check tensors against the digests kept in the file, if any.
+        dequantise: dequantise weights that other tensors scale (FP8, int8, MXFP4), and leave out
+            their scales. Tensors of .gguf files always are dequantised.
 
     Raises:
         CheckpointError: always one of the classes in `jaxmha.checkpoint.errors`.
@@ -272,18 +287,22 @@ def open(
     if not table.is_folder(found_at):
         found_at = table.file_in(found_at)
     if table.is_folder(found_at):
-        return read(Folder(found_at, limits), table.ORBAX, limits, verify)
+        return read(Folder(found_at, limits), table.ORBAX, limits, verify, dequantise)
     source = Source(found_at, mapped=mmap)
     try:
         found = table.recognise(source, limits)
-        return read(source, found, limits, verify)
+        return read(source, found, limits, verify, dequantise)
     except BaseException:
         source.close()
         raise
 
 
 def read(
-    source: Source | Folder, format: table.Format, limits: Limits = _DEFAULT, verify: bool = True
+    source: Source | Folder,
+    format: table.Format,
+    limits: Limits = _DEFAULT,
+    verify: bool = True,
+    dequantise: bool = False,
 ) -> Checkpoint:
     """Reads a checkpoint of a known format."""
     try:
@@ -294,6 +313,8 @@ def read(
         ) from e
     try:
         source.check_unchanged()
+        if dequantise:
+            contents = scaled.dequantised(contents, source.path)
     except CheckpointError:
         contents.close()
         raise

@@ -123,4 +123,5 @@ def _as_json(plan: matching.Plan) -> dict[str, Any]:
         "questions": [vars(question) for question in plan.questions],
         "unused": plan.unused,
         "buffers": plan.ignored,
+        "notes": plan.notes,
     }

@@ -79,3 +79,29 @@ def test_folders_of_save_pretrained_are_loaded(name: str, tmp_path: Path) -> Non
     source.save_pretrained(tmp_path, max_shard_size="20KB" if name == "llama" else "5GB")
     target = flax.load_into(target, tmp_path)
     assert departure(pair, source, target) < TOLERANCE
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_llama_in_gguf_is_loaded(tmp_path: Path) -> None:
+    import gguf
+
+    pair = named("llama")
+    source, target = pair.source(), pair.target()
+    config = source.config
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    for name, tensor in source.state_dict().items():
+        value = tensor.numpy()
+        if count := heads.get(name.split(".")[-2]):  # as llama.cpp writes the rows
+            value = value.reshape(count, 2, -1, value.shape[1]).swapaxes(1, 2).reshape(value.shape)
+        known = names.get_name(name, try_suffixes=(".weight",))
+        writer.add_tensor(f"{known}.weight", np.ascontiguousarray(value))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    target = flax.load_into(target, tmp_path / "m.gguf")
+    assert departure(pair, source, target) < TOLERANCE

@@ -15,7 +15,7 @@ from jaxmha.checkpoint.errors import (
     MalformedFile,
     UnsupportedFormat,
 )
-from jaxmha.checkpoint.formats import keras_archive, keras_h5, npz, orbax, safetensors
+from jaxmha.checkpoint.formats import gguf, keras_archive, keras_h5, npz, orbax, safetensors
 from jaxmha.checkpoint.formats import zip as zip_directory
 from jaxmha.checkpoint.formats.torch import zip as torch_zip
 from jaxmha.checkpoint.limits import Budget, Limits
@@ -75,6 +75,7 @@ FORMATS: tuple[Format, ...] = (
         holds_names=True,
     ),
     Format("npz", (".npz",), npz.read, npz.write, npz.check),
+    Format("gguf", (".gguf",), gguf.read, None, _check_nothing),
     Format("keras", (".keras",), keras_archive.read, None, _check_nothing),
     Format("orbax", (orbax.SUFFIX,), orbax.read, None, orbax.check, folder=True),
     Format(
@@ -156,7 +157,10 @@ def for_writing(path: Path) -> Format:
         raise UnsupportedFormat(path, "the suffix names no format", f"use one of {known}")
     if not _is_written(found):
         problem = f"{found.name} is read only"
-        raise UnsupportedFormat(path, problem, "write NAME.weights.h5, and load it into the model")
+        remedy = "write .safetensors"
+        if found.name == "keras":
+            remedy = "write NAME.weights.h5, and load it into the model"
+        raise UnsupportedFormat(path, problem, remedy)
     return found
 
 
@@ -275,6 +279,9 @@ def _by_content(source: Source, limits: Limits) -> Format:
     head = source.read(0, min(source.size, 512))
     if head.startswith(keras_h5.MAGIC):
         return _BY_NAME["keras_h5"]
+    # A safetensors header of this length would have more than a GiB.
+    if head.startswith(gguf.MAGIC):
+        return _BY_NAME["gguf"]
     if head.startswith((b"PK\3\4", b"PK\5\6")):
         return _zip_format(source, limits)
     # Before the magic numbers, since the length of a safetensors header can equal any of them.
