@@ -13,6 +13,7 @@ from jaxmha import checkpoint
 from jaxmha.checkpoint import hub
 from jaxmha.converters.discovery import live_model
 from jaxmha.converters.layout.arrays import NDArray, to_numpy
+from jaxmha.converters.matching import keras_files
 
 # Class of a layer -> axes of its main array: o output, i input (convolutions also have window
 # axes), v rows and d features of a table; "no": a layer that other frameworks store differently,
@@ -100,10 +101,11 @@ def _of(model: Any, package: str) -> bool:
 def _file(path: Path) -> Tree:
     stack = ExitStack()
     file = stack.enter_context(checkpoint.open(path, dequantise=True))
-    arrays = {
-        name: Array(name, split(name), tuple(info.shape), info.dtype.name)
-        for name, info in file.info.items()
-    }
+    keras = keras_files.paths(file) if file.format in ("keras_h5", "keras") else {}
+    arrays = {}
+    for name, info in file.info.items():
+        parts, form = keras.get(name) or (split(name), "")
+        arrays[name] = Array(name, parts, tuple(info.shape), info.dtype.name, form)
     return Tree("file", arrays, file.__getitem__, close=stack.close, notes=file.notes)
 
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from jaxmha import checkpoint
+from jaxmha.cli import like as like_target
 from jaxmha.cli.console import (
     byte_bar,
     check_text,
@@ -16,10 +17,12 @@ from jaxmha.cli.console import (
     finite,
     items,
     one_message,
+    out,
     print_json,
     put_text,
 )
 from jaxmha.cli.convert_output import print_conversion
+from jaxmha.cli.match import print_plan, refuse_rest
 from jaxmha.cli.options import Json, NumHeads, Source, option, parse_bytes, suffixes
 from jaxmha.cli.plan import (
     AttentionOnly,
@@ -31,6 +34,7 @@ from jaxmha.cli.plan import (
     To,
     files_of,
 )
+from jaxmha.converters import matching
 from jaxmha.converters.migrate import multiprocess, pipeline, plan_toml
 from jaxmha.converters.verify import report
 
@@ -40,6 +44,7 @@ EXAMPLES = (
     "  jaxmha convert model.safetensors half.npz --to flax --dtype float16 --report report.json\n\n"
     "  jaxmha convert model.safetensors flax.safetensors --plan plan.toml\n\n"
     "  jaxmha convert checkpoints/llama/ flax.safetensors --to flax --shard-size 5GB --resume\n\n"
+    "  jaxmha convert model.safetensors mine.safetensors --like my_model.py:build\n\n"
     "  jaxmha convert model.safetensors.index.json flax.orbax --to flax --digest sha256"
 )
 CheckName = Enum("CheckName", {x: x for x in ("all", "weights", "none")}, type=str)  # type: ignore[misc]
@@ -111,11 +116,15 @@ Digest = Annotated[
     ),
 ]
 Like = Annotated[
-    Path | None,
-    option(
+    str | None,
+    typer.Option(
         "--like",
-        "For .weights.h5: a file that the Keras model saved; every layer is written to the group "
-        "that the layer of the same name has there.",
+        metavar="TARGET",
+        help="Instead of --to: a file of the target model, or MODULE:FUNCTION that builds it (the "
+        "module is imported and the function is run), whose arrays are filled as by `jaxmha match`. "
+        "With --to and .weights.h5: a file that the Keras model saved; every layer is written to "
+        "the group that the layer of the same name has there.",
+        show_default=False,
     ),
 ]
 
@@ -149,13 +158,24 @@ def command(
     """
     with one_message():
         choices = Choices(to, from_, num_heads, dtype, others, attention_only, fold_scale)
+        if like is not None and to is None and by_plan is None:
+            given = {"--from": from_, "--num-heads": num_heads, "--others": others}
+            given |= {"--attention-only": attention_only, "--fold-scale": fold_scale}
+            given |= {"--report": report_to, "--resume": resume, "--part": part}
+            given |= {"--processes": processes > 1}
+            writing = {"digest": None if digest.value == "none" else digest.value, "force": force}
+            writing["shard_size"] = None if shard_size is None else parse_bytes(shard_size)
+            destination = _index_of_shards(destination, writing["shard_size"], 1)
+            _fill(source, destination, like, dtype, given, writing, as_json)
+            return
         _check_combination(choices, by_plan, report_to, check, part, resume, processes)
         share = None if part is None else multiprocess.parsed(part)
         size = None if shard_size is None else parse_bytes(shard_size)
         destination = _index_of_shards(destination, size, processes)
         if report_to is not None:
             check_text(report_to, force, [*files_of(source), destination, *filter(None, [by_plan])])
-        writing: dict[str, Any] = {"shard_size": size, "part": share, "force": force, "like": like}
+        writing: dict[str, Any] = {"shard_size": size, "part": share, "force": force}
+        writing["like"] = None if like is None else Path(like)
         writing["digest"] = None if digest.value == "none" else digest.value
         writing["resume"] = resume or processes > 1
         options = {"--plan": by_plan, "--shard-size": shard_size, "--digest": digest.value}
@@ -177,6 +197,37 @@ def command(
             put_text(report_to, text, force, [*files_of(source), *map(Path, done.files)])
     if checked is not None and not checked.same:
         raise typer.Exit(1)
+
+
+def _fill(
+    source: Path,
+    destination: Path,
+    like: str,
+    dtype: str | None,
+    given: Mapping[str, Any],
+    writing: Mapping[str, Any],
+    as_json: bool,
+) -> None:
+    """Fills the arrays of the target model and writes them.
+
+    Raises:
+        ValueError: an option of another mode is given.
+    """
+    if wrong := [name for name, value in given.items() if value]:
+        raise ValueError(f"{', '.join(wrong)} cannot be combined with --like without --to")
+    with like_target.template(like_target.built(like), destination) as model:
+        plan = matching.match(source, model)
+        print_plan(plan, as_json)
+        refuse_rest(plan, unused=False)
+        done = like_target.write(
+            source, destination, model, plan, quiet=as_json, dtype=dtype, **writing
+        )
+    if not as_json:
+        count = sum(len(line.sources) for line in plan.lines)
+        out.print(f"{destination}: every array of the source is used ({count} lines)")
+        for name, loss in done.losses.items():
+            if not loss.exact:
+                out.print(f"rounded: {name}", highlight=False)
 
 
 def _check_combination(

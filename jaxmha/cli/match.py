@@ -1,16 +1,12 @@
 """`jaxmha match`: the plan that fills a model from a checkpoint, and the filled arrays as a file."""
 
-import importlib
-import os
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from jaxmha import checkpoint
+from jaxmha.cli import like
 from jaxmha.cli.console import (
-    byte_bar,
     check_text,
     err,
     escape,
@@ -21,7 +17,6 @@ from jaxmha.cli.console import (
 )
 from jaxmha.cli.options import Json, option
 from jaxmha.converters import matching
-from jaxmha.converters.matching import loading
 
 EXAMPLES = (
     "Examples:\n\n  jaxmha match bert/ my_model.py:build --save plan.toml\n\n"
@@ -74,47 +69,32 @@ def command(
     with one_message():
         if save is not None:
             check_text(save, force, [source])
-        model = built(target)
+        model = like.built(target)
         if plan is None:
             made = matching.match(source, model, packing="concatenated" if concatenated else "ask")
         else:
             made = matching.Plan.from_toml(plan.read_text(encoding="utf-8"))
-        if as_json:
-            print_json(_as_json(made))
-        else:
-            out.print(escape(str(made), keep="\n"), soft_wrap=True, highlight=False)
+        print_plan(made, as_json)
         if save is not None:
             put_text(save, made.to_toml(), force, [source])
-        left = bool(made.unused) and not unused
-        if made.questions or left:
-            asked = f"{len(made.questions)} questions, {len(made.unused)} arrays left over"
-            err.print(f"{asked}: edit the plan (--save) and pass it with --plan", highlight=False)
-            raise typer.Exit(1)
+        refuse_rest(made, unused)
         if to is not None:
-            policy = "keep" if unused else "refuse"
-            with (
-                loading.prepared(model, source, made, unused=policy) as ready,
-                byte_bar("writing and reading back", as_json, passes=2) as progress,
-            ):
-                checkpoint.write(to, ready, force=force, source=source, progress=progress)
+            like.write(source, to, model, made, quiet=as_json, unused=unused, force=force)
 
 
-def built(target: str) -> Any:
-    """The file, or the return value of the function named after a colon."""
-    module, colon, function = target.rpartition(":")
-    if not colon or Path(target).exists():
-        if not Path(target).exists():
-            raise ValueError(f"{target}: expected a file, or MODULE:FUNCTION that builds the model")
-        return Path(target)
-    name = module.removesuffix(".py").replace(os.sep, ".")
-    sys.path.insert(0, os.getcwd())
-    try:
-        found = getattr(importlib.import_module(name), function, None)
-    finally:
-        sys.path.pop(0)
-    if found is None:
-        raise ValueError(f"{target}: {name} has no function {function}")
-    return found()
+def print_plan(plan: matching.Plan, as_json: bool) -> None:
+    if as_json:
+        print_json(_as_json(plan))
+    else:
+        out.print(escape(str(plan), keep="\n"), soft_wrap=True, highlight=False)
+
+
+def refuse_rest(plan: matching.Plan, unused: bool) -> None:
+    """Ends the command with exit code 1 if a question is open or arrays are left over."""
+    if plan.questions or (plan.unused and not unused):
+        asked = f"{len(plan.questions)} questions, {len(plan.unused)} arrays left over"
+        err.print(f"{asked}: edit the plan (jaxmha match --save) and pass it with --plan")
+        raise typer.Exit(1)
 
 
 def _as_json(plan: matching.Plan) -> dict[str, Any]:

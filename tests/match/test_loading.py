@@ -107,7 +107,8 @@ def test_a_dtype_that_does_not_fit_changes_nothing() -> None:
     plan = match(SOURCE, Mine(nnx.Rngs(0)))
     wide = SOURCE | {"table.weight": SOURCE["table.weight"].astype(np.float64)}
     fitting: Any = {n: np.zeros_like(x) for n, x in wide.items()}
-    tree = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), fitting)
+    struct: Any = jax.ShapeDtypeStruct
+    tree = jax.tree.map(lambda x: struct(x.shape, x.dtype), fitting)
     model = Mine(nnx.Rngs(0))
     for variable in (model.linear.kernel, model.linear.bias):
         variable.set_value(np.zeros(variable.shape, np.float32))

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxmha.converters.matching.plan import Packing
+
 
 def run_torch(model: Any, *inputs: Any) -> Any:
     import torch
@@ -30,7 +32,7 @@ class Pair:
     inputs: Callable[[np.random.Generator], tuple[Any, ...]]
     run_source: Callable[..., Any] = run_torch
     run_target: Callable[..., Any] = run_jax
-    packing: str = "ask"
+    packing: Packing = "ask"
 
 
 def floats(*shape: int) -> Callable[[np.random.Generator], tuple[Any, ...]]:

@@ -1,0 +1,92 @@
+"""Fills the arrays of a target model from a checkpoint, and writes them as a file."""
+
+import importlib
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from jaxmha import checkpoint
+from jaxmha.cli.console import byte_bar
+from jaxmha.converters import matching
+from jaxmha.converters.matching import loading
+
+_KERAS = ".weights.h5"
+
+
+def built(target: str) -> Any:
+    """The file, or the return value of the function named after a colon."""
+    module, colon, function = target.rpartition(":")
+    if not colon or Path(target).exists():
+        if not Path(target).exists():
+            raise ValueError(f"{target}: expected a file, or MODULE:FUNCTION that builds the model")
+        return Path(target)
+    name = module.removesuffix(".py").replace(os.sep, ".")
+    sys.path.insert(0, os.getcwd())
+    try:
+        found = getattr(importlib.import_module(name), function, None)
+    finally:
+        sys.path.pop(0)
+    if found is None:
+        raise ValueError(f"{target}: {name} has no function {function}")
+    return found()
+
+
+@contextmanager
+def template(model: Any, destination: Path) -> Iterator[Any]:
+    """What to fill: for a Keras model and a .weights.h5 destination a file that Keras wrote.
+
+    Only Keras knows the groups in which it will look for the weights of a layer.
+    """
+    if not destination.name.endswith(_KERAS) or not hasattr(model, "save_weights"):
+        yield model
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_weights(f"{folder}/model{_KERAS}")
+        yield Path(folder) / f"model{_KERAS}"
+
+
+def write(
+    source: Path,
+    destination: Path,
+    model: Any,
+    plan: matching.Plan,
+    *,
+    quiet: bool,
+    dtype: str | None = None,
+    unused: bool = False,
+    **options: Any,
+) -> checkpoint.Written:
+    """Writes the arrays of the model, filled by the plan; for a transformers model its config too.
+
+    Args:
+      model: what `template` yields. unused: True leaves out arrays that the plan does not use.
+      options: of `checkpoint.write`.
+    """
+    policy = "keep" if unused else "refuse"
+    with (
+        loading.prepared(model, source, plan, dtype=dtype, unused=policy) as ready,
+        byte_bar("writing and reading back", quiet, passes=2) as progress,
+    ):
+        about = _about(model, destination)
+        done = checkpoint.write(
+            destination, ready, source=source, progress=progress, **about, **options
+        )
+    config = getattr(model, "config", None)
+    if hasattr(config, "save_pretrained") and not (destination.parent / "config.json").exists():
+        config.save_pretrained(destination.parent)
+    return done
+
+
+def _about(model: Any, destination: Path) -> Mapping[str, Any]:
+    """Metadata and layer names that the loader of the target's framework needs."""
+    if isinstance(model, Path) and destination.name.endswith(_KERAS):
+        with checkpoint.open(model) as file:
+            return {"names": dict(file.names)} if file.names else {}
+    torch = any(base.__module__.startswith("torch.") for base in type(model).__mro__)
+    if torch and ".safetensors" in destination.name:
+        return {"metadata": {"format": "pt"}}  # transformers reads no file without it
+    return {}

@@ -1,0 +1,116 @@
+"""`jaxmha convert SRC DST --like TARGET` writes what the loader of the target's framework reads."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from jaxmha import checkpoint
+from jaxmha.cli.app import app
+
+BUILD = """
+import keras
+import transformers
+
+
+def of_keras():
+    return keras.Sequential([
+        keras.Input((5,)), keras.layers.Dense(7, name="zz_up"), keras.layers.LayerNormalization(name="n"),
+        keras.layers.Dense(3, name="aa_down"),
+    ])
+
+
+def bert():
+    return transformers.BertModel(transformers.BertConfig(
+        vocab_size=31, hidden_size=12, num_hidden_layers=2, num_attention_heads=3, intermediate_size=20,
+        max_position_embeddings=17,
+    ))
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "builders_for_like.py").write_text(BUILD)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    torch.manual_seed(0)
+    module = torch.nn.ModuleDict(
+        {"up": torch.nn.Linear(5, 7), "norm": torch.nn.LayerNorm(7), "down": torch.nn.Linear(7, 3)}
+    )
+    arrays = {name: x.numpy() + np.float32(0.1) for name, x in module.state_dict().items()}
+    checkpoint.write(tmp_path / "mlp.safetensors", arrays)
+    return tmp_path
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["convert", *arguments])
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # of Keras
+@pytest.mark.parametrize("by", ["file", "function"])
+def test_a_keras_weights_file_is_loaded_by_keras(here: Path, by: str) -> None:
+    import builders_for_like  # type: ignore[import-not-found]
+
+    model = builders_for_like.of_keras()
+    model.save_weights(here / "like.weights.h5")
+    like = "like.weights.h5" if by == "file" else "builders_for_like.py:of_keras"
+    done = run("mlp.safetensors", "mine.weights.h5", "--like", like)
+    assert done.exit_code == 0, done.output
+    model.load_weights(here / "mine.weights.h5")
+    with checkpoint.open("mlp.safetensors") as source:
+        for layer, name in zip(model.layers, ("up", "norm", "down"), strict=True):
+            main, bias = map(np.asarray, layer.get_weights())
+            np.testing.assert_array_equal(main, source[f"{name}.weight"].T)
+            np.testing.assert_array_equal(bias, source[f"{name}.bias"])
+
+
+def test_a_transformers_folder_is_loaded_by_transformers(here: Path) -> None:
+    import builders_for_like
+    import transformers
+
+    source = builders_for_like.bert().eval()
+    words = {"embeddings": "embed", "intermediate": "mlp_in", "LayerNorm": "layer_norm"}
+    arrays = {}
+    for name, tensor in source.state_dict().items():
+        for word, other in words.items():
+            name = name.replace(word, other)
+        arrays[name.replace(".", "/")] = tensor.numpy()
+    checkpoint.write(here / "mine.npz", arrays)
+    (here / "out").mkdir()
+    done = run("mine.npz", "out/model.safetensors", "--like", "builders_for_like:bert")
+    assert done.exit_code == 0, done.output
+    found = transformers.BertModel.from_pretrained(here / "out").eval()
+    ids = torch.arange(14).reshape(2, 7)
+    with torch.no_grad():
+        assert torch.equal(found(ids).last_hidden_state, source(ids).last_hidden_state)
+
+
+def test_questions_write_nothing(here: Path) -> None:
+    two = {name: np.ones((3, 5), np.float32) for name in ("alpha.weight", "omega.weight")}
+    checkpoint.write("two.safetensors", two)
+    checkpoint.write(
+        "target.npz", {"left/kernel": np.ones((5, 3), "f"), "p/kernel": np.ones((5, 3), "f")}
+    )
+    done = run("two.safetensors", "mine.npz", "--like", "target.npz")
+    assert done.exit_code == 1, done.output
+    assert "? left/kernel" in done.output
+    assert not (here / "mine.npz").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--report", "r.json"), "cannot be combined with --like without --to"),
+        (("--fold-scale",), "cannot be combined"),
+        ((), "there is no"),
+    ],
+)
+def test_wrong_options_exit_with_two(here: Path, options: tuple[str, ...], message: str) -> None:
+    like = "mlp.safetensors" if options else "nothing.npz"
+    done = run("mlp.safetensors", "mine.npz", "--like", like, *options)
+    assert done.exit_code == 2
+    assert message in " ".join(done.output.split()) or not options
+    assert not (here / "mine.npz").exists()
