@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from jaxmha.converters.discovery.positions import Positions
     from jaxmha.converters.layout.base import Layout
     from jaxmha.converters.masks.lint_rules import Finding
-    from jaxmha.converters.matching import Packing, Plan
+    from jaxmha.converters.matching import Plan
+    from jaxmha.converters.matching.plan import Packing
     from jaxmha.converters.verify.attribution import Attribution
     from jaxmha.introspect.graph import DataFlow
 

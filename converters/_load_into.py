@@ -66,8 +66,8 @@ def make_load_into(fill: str, model: str, effect: str) -> LoadInto:
         from jaxmha.converters.matching import loading
 
         write: Callable[[Any, Lazy], Any] = getattr(loading, fill)
-        policies = {"unused": unused, "missing": missing, "packing": packing}
-        with loading.prepared(model, source, plan, dtype=dtype, **policies) as ready:
+        how = {"dtype": dtype, "unused": unused, "missing": missing}
+        with loading.prepared(model, source, plan, packing=packing, **how) as ready:
             return write(model, ready)
 
     load_into.__doc__ = _DOC.format(effect=effect, model=model)

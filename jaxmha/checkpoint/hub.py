@@ -178,7 +178,7 @@ def _one_message(address: str, errors: Any) -> Iterator[None]:
     from huggingface_hub.utils import logging
 
     level = logging.get_verbosity()
-    logging.set_verbosity_error()
+    logging.set_verbosity(logging.ERROR)
     try:
         yield
     except CheckpointError:

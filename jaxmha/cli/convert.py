@@ -159,14 +159,13 @@ def command(
     with one_message():
         choices = Choices(to, from_, num_heads, dtype, others, attention_only, fold_scale)
         if like is not None and to is None and by_plan is None:
-            given = {"--from": from_, "--num-heads": num_heads, "--others": others}
-            given |= {"--attention-only": attention_only, "--fold-scale": fold_scale}
-            given |= {"--report": report_to, "--resume": resume, "--part": part}
-            given |= {"--processes": processes > 1}
-            writing = {"digest": None if digest.value == "none" else digest.value, "force": force}
-            writing["shard_size"] = None if shard_size is None else parse_bytes(shard_size)
-            destination = _index_of_shards(destination, writing["shard_size"], 1)
-            _fill(source, destination, like, dtype, given, writing, as_json)
+            other_modes: dict[str, object] = {"--report": report_to, "--part": part}
+            other_modes |= {"--resume": resume, "--processes": processes > 1, "--from": from_}
+            other_modes |= {"--num-heads": num_heads, "--others": others}
+            other_modes |= {"--attention-only": attention_only, "--fold-scale": fold_scale}
+            _refuse_other_modes(other_modes)
+            cast = None if dtype is None else dtype.value
+            _fill(source, destination, like, cast, shard_size, digest, force, as_json)
             return
         _check_combination(choices, by_plan, report_to, check, part, resume, processes)
         share = None if part is None else multiprocess.parsed(part)
@@ -199,29 +198,32 @@ def command(
         raise typer.Exit(1)
 
 
+def _refuse_other_modes(options: Mapping[str, object]) -> None:
+    """Raises ValueError if an option of converting by layouts is given."""
+    if wrong := [name for name, value in options.items() if value]:
+        raise ValueError(f"{', '.join(wrong)} cannot be combined with --like without --to")
+
+
 def _fill(
     source: Path,
     destination: Path,
     like: str,
     dtype: str | None,
-    given: Mapping[str, Any],
-    writing: Mapping[str, Any],
+    shard_size: str | None,
+    digest: DigestName,
+    force: bool,
     as_json: bool,
 ) -> None:
-    """Fills the arrays of the target model and writes them.
-
-    Raises:
-        ValueError: an option of another mode is given.
-    """
-    if wrong := [name for name, value in given.items() if value]:
-        raise ValueError(f"{', '.join(wrong)} cannot be combined with --like without --to")
+    """Fills the arrays of the target model and writes them."""
+    size = None if shard_size is None else parse_bytes(shard_size)
+    destination = _index_of_shards(destination, size, 1)
+    writing: dict[str, Any] = {"shard_size": size, "force": force, "dtype": dtype}
+    writing["digest"] = None if digest.value == "none" else digest.value
     with like_target.template(like_target.built(like), destination) as model:
         plan = matching.match(source, model)
         print_plan(plan, as_json)
         refuse_rest(plan, unused=False)
-        done = like_target.write(
-            source, destination, model, plan, quiet=as_json, dtype=dtype, **writing
-        )
+        done = like_target.write(source, destination, model, plan, quiet=as_json, **writing)
     if not as_json:
         count = sum(len(line.sources) for line in plan.lines)
         out.print(f"{destination}: every array of the source is used ({count} lines)")

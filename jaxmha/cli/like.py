@@ -37,7 +37,7 @@ def built(target: str) -> Any:
 
 @contextmanager
 def template(model: Any, destination: Path) -> Iterator[Any]:
-    """What to fill: for a Keras model and a .weights.h5 destination a file that Keras wrote.
+    """The target to fill: for a Keras model and a .weights.h5 destination a file by Keras.
 
     Only Keras knows the groups in which it will look for the weights of a layer.
     """
@@ -75,9 +75,9 @@ def write(
         done = checkpoint.write(
             destination, ready, source=source, progress=progress, **about, **options
         )
-    config = getattr(model, "config", None)
-    if hasattr(config, "save_pretrained") and not (destination.parent / "config.json").exists():
-        config.save_pretrained(destination.parent)
+    save = getattr(getattr(model, "config", None), "save_pretrained", None)
+    if save is not None and not (destination.parent / "config.json").exists():
+        save(destination.parent)
     return done
 
 

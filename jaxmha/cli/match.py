@@ -30,7 +30,7 @@ def command(
     source: Annotated[
         Path,
         typer.Argument(
-            help="A checkpoint, a folder of save_pretrained, or hf://ORGANISATION/MODEL[@REVISION]."
+            help="A checkpoint, a folder of save_pretrained, or hf://ORGANISATION/MODEL@REVISION."
         ),
     ],
     target: Annotated[

@@ -69,7 +69,7 @@ Source = Annotated[
     Path,
     typer.Argument(
         help="The checkpoint to read: a file, the index of a sharded one, the folder of either (as "
-        "Hugging Face saves models), an orbax folder, or hf://ORGANISATION/MODEL[@REVISION].",
+        "Hugging Face saves models), an orbax folder, or hf://ORGANISATION/MODEL@REVISION.",
         show_default=False,
         callback=_local,
     ),

@@ -108,7 +108,14 @@ def test_other_schemes_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("weight", "scale"),
-    [((6, 10), (4, 1)), ((6, 10), (0, 0)), ((6,), (2, 1)), ((6, 10), (6, 10, 1)), ((6, 0), (2, 2))],
+    [
+        ((6, 10), (4, 1)),
+        ((5, 10), (3, 1)),
+        ((6, 10), (0, 0)),
+        ((6,), (2, 1)),
+        ((6, 10), (6, 10, 1)),
+        ((6, 0), (2, 2)),
+    ],
 )
 def test_scales_that_do_not_fit_are_refused(
     weight: tuple[int, ...], scale: tuple[int, ...], tmp_path: Path

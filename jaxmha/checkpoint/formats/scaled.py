@@ -13,7 +13,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -156,7 +156,7 @@ def _grid(shape: tuple[int, ...], scale: TensorInfo) -> tuple[int, int] | None:
         return None
     grid = scale.shape if len(scale.shape) == 2 else (scale.shape[0], 1)
     block = _block(shape, (grid[0], grid[1]))
-    fits = all(-(-n // b) == g for n, b, g in zip(shape, block, grid, strict=True))
+    fits = block == (_BLOCK, _BLOCK) or not (shape[0] % grid[0] or shape[1] % grid[1])
     return (grid[0], grid[1]) if fits else None
 
 
@@ -164,12 +164,14 @@ def _block(shape: tuple[int, ...], grid: tuple[int, int]) -> tuple[int, int]:
     """The shape of a block: 128 where that gives the grid, else what divides the axes."""
     if all(-(-n // _BLOCK) == g for n, g in zip(shape, grid, strict=True)):
         return _BLOCK, _BLOCK
-    return max(1, -(-shape[0] // grid[0])), max(1, -(-shape[1] // grid[1]))
+    return max(1, shape[0] // grid[0]), max(1, shape[1] // grid[1])
 
 
 def _from_scaled(weight: np.ndarray, scale: np.ndarray, info: TensorInfo) -> np.ndarray:
     """Multiplies in float32 (in float64 for such scales), and rounds once to the scale's dtype."""
-    wide = np.float64 if scale.dtype == np.float64 else np.float32
+    wide: np.dtype[np.floating[Any]] = np.dtype(
+        np.float64 if scale.dtype == np.float64 else np.float32
+    )
     factors = scale.astype(wide)
     if scale.dtype == np.uint8:  # an exponent
         factors = np.exp2(factors - 127)
