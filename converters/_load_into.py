@@ -66,8 +66,9 @@ def make_load_into(fill: str, model: str, effect: str) -> LoadInto:
         from jaxmha.converters.matching import loading
 
         write: Callable[[Any, Lazy], Any] = getattr(loading, fill)
-        how = {"dtype": dtype, "unused": unused, "missing": missing}
-        with loading.prepared(model, source, plan, packing=packing, **how) as ready:
+        with loading.prepared(
+            model, source, plan, dtype=dtype, unused=unused, missing=missing, packing=packing
+        ) as ready:
             return write(model, ready)
 
     load_into.__doc__ = _DOC.format(effect=effect, model=model)

@@ -178,7 +178,7 @@ def _one_message(address: str, errors: Any) -> Iterator[None]:
     from huggingface_hub.utils import logging
 
     level = logging.get_verbosity()
-    logging.set_verbosity(logging.ERROR)
+    logging.set_verbosity(40)  # errors only
     try:
         yield
     except CheckpointError:

@@ -114,7 +114,7 @@ def test_other_schemes_are_refused(tmp_path: Path) -> None:
         ((6, 10), (0, 0)),
         ((6,), (2, 1)),
         ((6, 10), (6, 10, 1)),
-        ((6, 0), (2, 2)),
+        ((6, 0), (4, 2)),
     ],
 )
 def test_scales_that_do_not_fit_are_refused(
