@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Float, Num
 
 from jaxmha.arrays import Array
 from jaxmha.converters.layout.arrays import NDArray
@@ -18,31 +18,37 @@ FORMS: dict[str, str] = {
         "qwen3_5_moe_vision qwen4_exp_vision exaone4_5_vision ernie4_5_vl_moe_vision "
         "paddleocr_vl_vision video_llama_3_vision cohere_compass_vision "
         "qwen2_5_omni_vision_encoder qwen3_omni_moe_vision_encoder dots3_note_vision_encoder "
-        "muse_spark_vision muse_glimmer_vision lfm3_vl_vision"
+        "lfm3_vl_vision"
     ),
+    "columns, then rows": "muse_spark_vision muse_glimmer_vision",
     "even and odd": "pixtral",
-    "pairs of rows, then columns": "sam3_vit_model",
-    "pairs of columns, then rows": "inkling2_vision",
+    "pairs of columns, then rows": "sam3_vit_model inkling2_vision",
     "columns and rows in turn": "kimi_k25_vision",
+    "shares of the image": "dinov3_vit eomt_dinov3",
 }
-# Keys of a configuration that hold the side of the squares of patches that follow each other.
-_MERGES = ("spatial_merge_size", "merge_size")
+# Model type -> key of its configuration with the number of tokens that follow one token of the class.
+CLASSED = {"inkling2_vision": "", "dinov3_vit": "num_register_tokens"}
+_MERGE = "spatial_merge_size"  # the side of the squares of patches that follow each other
 
 
 class Axial(NamedTuple):
     """Rotary positions of rows and columns.
 
     `inv_freq`: the angle per row or column of every pair of features. `axis`: 0 for pairs that the
-    row turns, 1 for the column. `merge`: patches come in squares of this side.
+    row turns, 1 for the column. `merge`: patches come in squares of this side. `first`: the number
+    of tokens before the patches, which are not rotated. `centred`: the middle of the image is at 0,
+    its ends are at -1 and 1; otherwise patches have whole numbers.
     """
 
     inv_freq: tuple[float, ...]
     axis: tuple[int, ...]
     interleaved: bool = False
     merge: int = 1
+    first: int = 0
+    centred: bool = False
 
     def __call__(
-        self, x: Float[Array, "*B T N H"], places: Int[Array, "T 2"]
+        self, x: Float[Array, "*B T N H"], places: Num[Array, "T 2"]
     ) -> Float[Array, "*B T N H"]:
         """Rotates projected queries or keys by the row and the column of every token.
 
@@ -65,7 +71,12 @@ class Axial(NamedTuple):
 
     def places(self, height: int, width: int) -> NDArray:
         """Row and column of the patches of an image, `T 2`, in the order of the tokens."""
-        return grid(height, width, self.merge)
+        found = grid(height, width, self.merge)
+        if self.centred:
+            found = (found + 0.5) / (height, width) * 2 - 1
+        elif self.first:
+            found = found + 1
+        return np.concatenate([np.zeros((self.first, 2), found.dtype), found])
 
 
 def grid(height: int, width: int, merge: int = 1) -> NDArray:
@@ -88,8 +99,10 @@ def form_of(model_type: str) -> str:
     return next((form for form, types in FORMS.items() if model_type in types.split()), "")
 
 
-def of(model_type: str, own: Mapping[str, Any], width: int, base: float) -> Axial:
-    """The axial positions of heads of this width.
+def of(
+    model_type: str, own: Mapping[str, Any], width: int, base: float, layer: int | None
+) -> Axial:
+    """The axial positions of a layer with heads of this width.
 
     Raises:
       ValueError: the width of a head cannot be halved twice; or the model type is not known.
@@ -103,14 +116,28 @@ def of(model_type: str, own: Mapping[str, Any], width: int, base: float) -> Axia
     if form == "even and odd":
         whole = base ** -(np.arange(0, width, 2) / width)
         values = np.concatenate([whole[0::2], whole[1::2]])
-    elif form == "pairs of columns, then rows":
+    elif form.endswith("columns, then rows"):
         axis = 1 - axis
     elif form == "columns and rows in turn":
         values, axis = np.repeat(plain, 2), np.tile([1, 0], quarter)
-    merge = next((own[key] for key in _MERGES if type(own.get(key)) is int), 1)
+    elif form == "shares of the image":
+        values = 2 * np.pi * np.tile(base ** -np.arange(0, 1, 4 / width), 2)
+    first = 0
+    if model_type in CLASSED:
+        first = 1 + int(own.get(CLASSED[model_type]) or 0)
     return Axial(
-        tuple(map(float, values)),
+        tuple(float(x) for x in values * _stretch(own, layer)),
         tuple(map(int, axis)),
         form.startswith("pairs"),
-        1 if form == "pairs of rows, then columns" else merge,
+        own[_MERGE] if type(own.get(_MERGE)) is int else 1,
+        first,
+        form == "shares of the image",
     )
+
+
+def _stretch(own: Mapping[str, Any], layer: int | None) -> float:
+    """What a step to the next patch counts: SAM 3 measures whole images by the side of a window."""
+    whole = own.get("global_attn_indexes")
+    if not isinstance(whole, list) or layer not in whole:
+        return 1.0
+    return float(own["window_size"]) / (own["image_size"] // own["patch_size"])

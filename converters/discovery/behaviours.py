@@ -78,6 +78,11 @@ def _of_half(own: Mapping[str, Any]) -> Values:
     return {"scale": (float(own["attention_head_dim"]) / 2) ** -0.5}
 
 
+def _clipping(own: Mapping[str, Any]) -> Values:
+    clip = own.get("clip_qkv", (own.get("attn_config") or {}).get("clip_qkv"))
+    return {"clip_qkv": None if clip is None else float(clip)}
+
+
 # Model types, and the function that reads the semantics of their blocks from a configuration. The
 # zoo tests compare each with the model's own output.
 READERS: tuple[tuple[str, _Reader], ...] = (
@@ -91,12 +96,13 @@ READERS: tuple[tuple[str, _Reader], ...] = (
     ("granite4_vision_text", _multiplied),
     ("gpt_neo dia_encoder dia_decoder", _unscaled),
     ("zamba zamba2", _of_half),
+    ("dbrx olmo", _clipping),
     ("gemma2 vaultgemma t5_gemma_module", _capped),
     (
         (
             "qwen3 qwen3_moe qwen3_vl_text qwen3_vl_moe_text exaone4 exaone_moe apertus hy_v3 "
             "kolibri1 mellum pe_audio_encoder dots1 flint afmoe beam olmo2 olmo3 olmoe "
-            "flex_olmo olmo_hybrid minimax_m2 exaone4_5_text"
+            "flex_olmo olmo_hybrid minimax_m2 exaone4_5_text glm_ocr_vision glm5_next_vision"
         ),
         _normalised,
     ),
@@ -113,7 +119,7 @@ READERS: tuple[tuple[str, _Reader], ...] = (
 
 
 # Functions that read every setting of `hf_config.BEHAVIOUR` that their model types have.
-_OF_SETTINGS = (_multiplied, _capped, _offset_and_scaled)
+_OF_SETTINGS = (_multiplied, _capped, _offset_and_scaled, _clipping)
 
 
 def reader_of(model_type: str) -> _Reader | None:

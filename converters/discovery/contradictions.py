@@ -145,8 +145,9 @@ def _other_layers(content: Mapping[str, Json], shapes: Shapes) -> Iterator[tuple
     vocabulary, inner = _sizes(content, r"vocab"), _sizes(content, _INNER_LIKE)
     widths = {content[key] for key in _WIDTH if type(content.get(key)) is int}
     books = _sizes(content, r"codebook")
-    vocabulary |= {a + b for a in vocabulary for b in vocabulary}
     vocabulary |= {a * b for a in vocabulary for b in books}
+    vocabulary |= {a + b for a in vocabulary for b in vocabulary}
+    vocabulary |= {n + 1 for n in vocabulary}  # a row for padding, as in Moshi
     unlike: dict[str, str] = {}
     fitting: set[str] = set()
     for name, shape in shapes.items():

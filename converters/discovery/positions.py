@@ -43,6 +43,10 @@ from jaxmha.converters.layout.arrays import NDArray, to_numpy
 # Model types whose rotary positions rotate pairs of neighbouring features.
 INTERLEAVED = frozenset(
     [
+        "blt_global_transformer",
+        "blt_local_decoder",
+        "blt_local_encoder",
+        "blt_patcher",
         "codegen",
         "cohere",
         "cohere2",
@@ -56,6 +60,7 @@ INTERLEAVED = frozenset(
         "glm4v_text",
         "glm_ocr_text",
         "gptj",
+        "gradium_phonon_tts",
         "helium",
         "llama4_text",
         "moonshine",
@@ -86,8 +91,12 @@ PLANES = frozenset(
 LOCAL = frozenset(
     ["afmoe", "beam", "cohere2", "cohere2_moe", "exaone4", "exaone_moe", "flint", "kolibri1"]
 )
+# Layout and model type of files that keep pairs of neighbouring features, unlike the model in memory.
+_PERMUTED = (("linear-wo", "pixtral"),)
 # Model types that `architectures` lists as rotary, but whose attention blocks are not rotated.
-_NOWHERE = ("nemotron_h",)
+_NOWHERE = (
+    "nemotron_h", "clvp_decoder", "cohere_asr", "idefics_vision", "neucodec", "xcodec2",
+)  # fmt: skip
 _ACROSS = r"(encoder_attn|cross_attn|crossattention|x_attn)[^./]*$"
 # Model types that rotate by the negative angles.
 BACKWARD = frozenset(["nanochat"])
@@ -197,7 +206,7 @@ def _of_block(
             return found
         if "relative" in parts and not {"rotary", "alibi"} & {*parts}:
             raise ValueError("its relative positions have no form here")
-        if str(own.get("position_embedding_type")) in ("absolute", "learned"):
+        if own.get("position_embedding_type") in ("absolute", "learned", "nope"):
             return Positions("none", why=f"position_embedding_type of {hf_config.CONFIG}")
         if "alibi" in parts or own.get("alibi") is True:
             if heads is None:
@@ -237,18 +246,21 @@ def _rotary(
         raise ValueError("the width of its heads is not known")
     rope_ = _rope(own, layer)
     if form:
-        return Positions("axial", axial.of(model_type, own, width, float(rope_["rope_theta"])))
+        found = axial.of(model_type, own, width, float(rope_["rope_theta"]), layer)
+        if (block.layout.name, model_type) in _PERMUTED:
+            found = found._replace(interleaved=True)
+        return Positions("axial", found)
     known = () if model_type in _IGNORES_DIMS else _DIMS
     dims = next((own[k] for k in known if isinstance(own.get(k), int)), None)
     share = next((float(d[k]) for d in (rope_, own) for k in _SHARES if d.get(k) is not None), 1.0)
     dims = int(width * share) if dims is None else dims
-    found = rotary_frequencies.of(rope_, dims, float(own.get("max_position_embeddings") or 0))
+    frequencies = rotary_frequencies.of(rope_, dims, float(own.get("max_position_embeddings") or 0))
     return Positions(
         "rotary",
         Rotary(
-            tuple(-x for x in found.values) if model_type in BACKWARD else found.values,
+            tuple(-x for x in frequencies.values) if model_type in BACKWARD else frequencies.values,
             model_type in INTERLEAVED,
-            found.factor,
+            frequencies.factor,
             str(rope_.get("rope_type", "default")),
             float(rope_["rope_theta"]),
         ),
@@ -317,7 +329,7 @@ def _relative(
     block: Block, own: Mapping[str, Any], file: checkpoint.Checkpoint
 ) -> Positions | None:
     """The term of the tensors next to the projections; None if there are none."""
-    if block.layout.name == "t5":
+    if block.layout.name in ("t5", "mpnet"):
         return _buckets(block, own, file)
 
     def read(*keys: str) -> list[NDArray] | None:
@@ -346,7 +358,8 @@ def _buckets(block: Block, own: Mapping[str, Any], file: checkpoint.Checkpoint) 
     if block.prefix.endswith("EncDecAttention"):
         return Positions("none", why="attention across has none")
     stack = re.match(r"(.*?)block[./]\d+[./]", block.prefix)
-    names = [f"{block.prefix}.{_T5}", *_tables(file.info, stack[1] if stack else "")]
+    whole = f"{block.prefix.partition('encoder.layer.')[0]}encoder.{_T5}"  # MPNet
+    names = [f"{block.prefix}.{_T5}", whole, *_tables(file.info, stack[1] if stack else "")]
     name = next((n for n in names if n in file.info), None)
     if name is None:
         raise ValueError(f"no tensor {_T5} in its stack")
@@ -383,7 +396,8 @@ def turned(
 
 def _squares(rotary: Axial, T: int) -> NDArray:
     for images in range(1, T + 1):
-        side = math.isqrt(T // images)
-        if T % images == 0 and side * side == T // images and side % rotary.merge == 0:
+        patches = T // images - rotary.first
+        side = math.isqrt(max(patches, 0))
+        if T % images == 0 and side * side == patches > 0 and side % rotary.merge == 0:
             return np.tile(rotary.places(side, side), (images, 1))
     raise ValueError(f"{T} tokens are not the patches of square images: give places to `rotary`")

@@ -102,6 +102,23 @@ TOWERS: dict[str, Rows] = {
         (r"self_attends", "num_self_attention_heads"),
         (r"cross_attention", "num_cross_attention_heads"),
     ),
+    "kyutai_speech_to_text": (
+        (r"codec_model", "codec_config: num_attention_heads"),
+        (r"layers\.", "num_attention_heads"),
+    ),
+    "molmo2": (
+        (r"adapter|projector", "adapter_config: num_attention_heads"),
+        (r"vision", "vision_config: num_attention_heads"),
+        (r"(layers|blocks)\.", "text_config: num_attention_heads"),
+    ),
+    "emu3": (
+        (r"vqmodel", "vq_config: num_attention_heads"),
+        (r"layers\.", "text_config: num_attention_heads"),
+    ),
+    "aria": (
+        (r"vision|projector", "vision_config: num_attention_heads"),
+        (r"layers\.", "text_config: num_attention_heads"),
+    ),
     "gpt_neo": ((r"", "num_heads"),),
     "bridgetower": ((r"vision_model", "vision_config: hidden_size / 64"),),
 }

@@ -13,7 +13,7 @@ from jaxmha.converters.discovery.notes import listed
 _BEFORE = (
     r"(?:(?:w|to|in|lin|linear|self|self_attn|cross|cross_attn|attn|att|x|c|fc|content|pos|proj|"
 )
-_BEFORE += r"position|ca|sa|txt|img|text|vision)_?)*"
+_BEFORE += r"position|ca|sa|txt|img|text|vision|projection|convolution)_?)*"
 _AFTER = r"(?:_?(?:proj|projection|lin|linear|dense|conv|layer|net|head|heads|embed|w|weight|"
 _AFTER += r"a_proj|b_proj|[ab]|nope|rope|pe|content|pos|d[uv]|(?:content|pos|sine)_proj|weights|"
 _AFTER += r"a_proj_with_mqa|with_mqa))*\d*"

@@ -99,6 +99,15 @@ BEIT = Layout(
     holds=_DROPOUT,
     about="BEiT, ViT without a key bias: keys under `encoder.layer.0.attention`",
 )
+LW_DETR = Layout(
+    "lw-detr",
+    tuple(
+        entry._replace(key=entry.key.replace("output.dense.", "output.")) for entry in BEIT.entries
+    ),
+    ties={**TIES, **_RESIDUAL},
+    holds=_DROPOUT,
+    about="LW-DETR: ViT without a key bias, keys under `encoder.layer.0.attention`",
+)
 VIDEO = Layout(
     "timesformer",
     (
@@ -165,6 +174,21 @@ T5 = Layout(
     about="T5 without biases and scale: keys under `SelfAttention`, `EncDecAttention` (the relative "
     "bias goes to the call, or stays a tensor of a file; other layouts take --fold-scale)",
 )
+MPNET = Layout(
+    "mpnet",
+    tuple(
+        entry._replace(key=entry.key.replace(".weight", end), axes=axes, leaves=(leaf,))
+        for entry, out in zip(T5.entries, ("(N H)", "(N H)", "(N h)", "Do"), strict=True)
+        for end, axes, leaf in (
+            (".weight", entry.axes, entry.leaves[0]),
+            (".bias", out, entry.leaves[0].replace("kernel", "bias")),
+        )
+    ),
+    ties={**TIES, **_RESIDUAL},
+    holds=_DROPOUT,
+    about="MPNet: T5's names with biases, keys under `encoder.layer.0.attention.attn` (the relative "
+    "bias goes to the call, or stays a tensor of a file)",
+)
 WHISPER = Layout(
     "whisper",
     (
@@ -180,4 +204,19 @@ WHISPER = Layout(
     holds=_DROPOUT,
     about="Whisper, without a key bias: keys under `layers.0.self_attn`, `encoder_attn`",
 )
-LAYOUTS = (BERT, LXMERT, DEBERTA, DEBERTA_1, VIT, BEIT, VIDEO, TIMM, GPT2, NEOX, T5, WHISPER)
+LAYOUTS = (
+    BERT,
+    LXMERT,
+    DEBERTA,
+    DEBERTA_1,
+    VIT,
+    BEIT,
+    LW_DETR,
+    VIDEO,
+    TIMM,
+    GPT2,
+    NEOX,
+    T5,
+    MPNET,
+    WHISPER,
+)

@@ -120,7 +120,33 @@ PERSIMMON = Layout(
     other_keys=("rotary_emb.inv_freq",),
     about="Persimmon: packed head by head, with layer norms of each head (rotary embedding apart)",
 )
-LAYOUTS = (*LLAMA_MEANING, QWEN3_NEXT, LFM, PERSIMMON)
-NORM_NAMES = dict.fromkeys(("lfm", "persimmon"), "q_layernorm and k_layernorm")
+COSMOS = _renamed(
+    next(layout for layout in LLAMA_MEANING if layout.name == "llama-norm"),
+    "cosmos",
+    {"q_proj": "to_q", "k_proj": "to_k", "v_proj": "to_v", "o_proj": "to_out",
+     "q_norm": "norm_q", "k_norm": "norm_k"},
+    "Cosmos 3: a norm of each head, norm_q and norm_k (rotary embedding apart)",
+)  # fmt: skip
+TIMM_NORM = Layout(
+    "timm-norm",
+    (
+        Entry("qkv.weight", "(qkv N H) Dq", _QKV[0]),
+        Entry("qkv.bias", "(qkv N H)", _QKV[1], "qkv bias"),
+        Entry("proj.weight", "Do (N h)", ("out.kernel",)),
+        Entry("proj.bias", "Do", ("out.bias",), "out bias"),
+        *_OF_HEAD,
+    ),
+    ties={
+        **LLAMA.ties,
+        "K": ("N", "query, key and value are packed with one head count"),
+    },
+    semantics=_RMS,
+    holds=_HOLDS | {"dropout_rate"},
+    about="GLM-OCR, vision transformers of timm with norms of each head (rotary embedding apart)",
+)
+LAYOUTS = (*LLAMA_MEANING, QWEN3_NEXT, LFM, PERSIMMON, COSMOS, TIMM_NORM)
+NORM_NAMES = dict.fromkeys(("lfm", "persimmon"), "q_layernorm and k_layernorm") | {
+    "cosmos": "norm_q and norm_k"
+}
 # Layouts whose tensors do not tell how their norms and gates compute.
 ASKING = tuple(layout.name for layout in LAYOUTS if layout.name != "llama-sinks")

@@ -8,7 +8,18 @@ from typing import Annotated
 import typer
 
 from jaxmha import __version__
-from jaxmha.cli import convert, describe, diff, explain, inspect, match, plan, plot, verify
+from jaxmha.cli import (
+    convert,
+    describe,
+    diff,
+    explain,
+    inspect,
+    layouts,
+    match,
+    plan,
+    plot,
+    verify,
+)
 from jaxmha.cli.console import out
 from jaxmha.cli.options import suffixes
 
@@ -23,6 +34,7 @@ COMMANDS = {
     "diff": diff,
     "describe": describe,
     "plot": plot,
+    "layouts": layouts,
 }
 
 app = typer.Typer(

@@ -8,6 +8,7 @@ import argparse
 import json
 import time
 
+from tests.zoo.page import write
 from tests.zoo.pool import RESULTS, results, summary, types
 
 
@@ -17,6 +18,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--again", nargs="*", default=[], help="classes to check again")
     parser.add_argument("--fresh", action="store_true", help="forget earlier results")
+    parser.add_argument("--write", action="store_true", help="write expected classes and the page")
     given = parser.parse_args()
     found = json.loads(RESULTS.read_text()) if RESULTS.exists() and not given.fresh else {}
     todo = given.types or [t for t in types() if t not in found or found[t]["class"] in given.again]
@@ -24,6 +26,8 @@ def main() -> None:
     if todo:
         results(todo, given.workers, found)
     print(summary(found))
+    if given.write:
+        write(found)
     print(f"{len(todo)} types in {time.monotonic() - start:.0f} s")
 
 

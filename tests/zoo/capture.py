@@ -31,13 +31,21 @@ class Call(NamedTuple):
     output: Any
 
 
+def _parameters(module: Any) -> tuple[tuple[str, int], ...]:
+    return tuple((name, id(p)) for name, p in module.named_parameters(remove_duplicate=False))
+
+
 class Run:
     """The record of one or several runs: softmaxes in order, and calls by path of the module."""
 
     def __init__(self, model: Any) -> None:
         # A module without parameters, such as a softmax, is a part of the one that calls it.
+        # Modules with the same parameters, such as shared layers, have one path.
+        first: dict[Any, str] = {}
         self.paths = {
-            id(m): name for name, m in model.named_modules() if any(True for _ in m.parameters())
+            id(m): first.setdefault(_parameters(m), name)
+            for name, m in model.named_modules()
+            if any(True for _ in m.parameters())
         }
         self.time = 0
         self.stack: list[tuple[str, int]] = []
@@ -59,6 +67,11 @@ class Run:
         path, start = self.stack.pop()
         if self.paths.get(id(module)) == path:
             self.calls.setdefault(path, []).append(Call(start, self.tick(), args, kwargs, output))
+
+    def forget(self, since: int) -> None:
+        """Drops the calls of modules after a time: those of a run that failed."""
+        kept = {path: [c for c in calls if c.start <= since] for path, calls in self.calls.items()}
+        self.calls = {path: calls for path, calls in kept.items() if calls}
 
     def softmax(self, logits: Any, weights: Any) -> None:
         if logits.ndim < 3 or logits.shape[-1] < 2:

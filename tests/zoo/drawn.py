@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Iterator
 from typing import Any
 
-from tests.zoo.overrides import INPUTS
+from tests.zoo.inputs import INPUTS
 
 BATCH, LENGTH, TARGET = 2, 12, 7
 _KEPT = ("A_log", "dt_bias", "D", "lambda", "inv_freq", "time_step")  # not free to draw
@@ -30,7 +30,7 @@ def draw_weights(model: Any, seed: int) -> None:
                 continue
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
             if parameter.ndim >= 2:
-                fan = parameter[0].numel() if len(parameter) else 1
+                fan = max(parameter.numel() // max(len(parameter), 1), 1)
                 parameter.copy_(noise * 1.2 * min(fan, 512) ** -0.5)
             elif "weight" in last or last in ("scale", "gamma"):
                 parameter.copy_(1 + 0.2 * noise)

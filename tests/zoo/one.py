@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.zoo import capture, drawn, judged, shrink
+from tests.zoo import capture, drawn, judged, saved, shrink
 from tests.zoo.overrides import CLASSES, UNBUILT
 
 MAPPINGS = (
@@ -93,7 +93,7 @@ def _run_one(part: Any, model_type: str, run: Any) -> str:
     try:
         for feed in drawn.feeds(part, model_type):
             run.stack.clear()
-            before = len(run.softmaxes)
+            before, since = len(run.softmaxes), run.time
             dtype = next(part.parameters()).dtype
             try:
                 with torch.no_grad():
@@ -101,6 +101,7 @@ def _run_one(part: Any, model_type: str, run: Any) -> str:
                 return ""
             except Exception as problem:  # noqa: BLE001 (whatever a model raises)
                 del run.softmaxes[before:]
+                run.forget(since)
                 shapes = {k: tuple(getattr(v, "shape", ())) for k, v in feed.items()}
                 errors.append(f"{type(problem).__name__}: {str(problem)[:160]} {shapes}")
     except Exception as problem:  # noqa: BLE001
@@ -166,6 +167,7 @@ def check(model_type: str, seed: int = 0, whole: bool = True) -> dict[str, Any]:
     if not found["softmaxes"] and all(ran.values()):
         named = found["blocks"] or found["carried"] or found["damaged"]
         label = "cannot be built" if named else "no attention"
+        label = "refused" if found.get("refused") and named else label
         found |= {"class": label, "why": ran["(top)"]}
     found |= {"model": type(model).__name__, "factor": factor}
     found["ran"] = {name: error for name, error in ran.items() if error}
@@ -186,7 +188,7 @@ def _judged(model: Any, run: Any, whole: bool) -> dict[str, Any]:
             model.to(torch.float32).save_pretrained(folder)  # the numbers are those of float32
         except Exception as error:
             raise CannotBuildError(f"saving: {type(error).__name__}: {str(error)[:200]}") from error
-        blocks, said = judged.read(folder)
+        blocks, said = saved.read(folder)
         held = judged.rows_of(model)
         owned = [None if p is None else judged.owners(b, p, held) for b, p, *_ in blocks]
         return judged.judge(run, blocks, owned, said, held, whole)

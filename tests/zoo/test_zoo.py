@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from jaxmha.converters.discovery import families
 from jaxmha.converters.discovery.model_types import MODEL_TYPES
-from tests.zoo import one, pool
+from tests.zoo import one, page, pool
 
 # From the best class to the worst that may be; a type may become better.
 ALLOWED = (
@@ -31,6 +32,18 @@ def some() -> list[str]:
 def judge(model_type: str, label: str) -> None:
     assert label in ALLOWED, model_type
     assert ALLOWED.index(label) <= ALLOWED.index(EXPECTED[model_type]), model_type
+
+
+def test_no_model_type_of_the_installed_transformers_is_unknown() -> None:
+    tables = {row.model_type for row in families.checked()}
+    unknown = sorted(set(pool.types()) - (tables & EXPECTED.keys()))
+    assert not unknown, f"add to architectures, and run `python -m tests.zoo {' '.join(unknown)}`"
+
+
+def test_the_page_is_made_of_the_table() -> None:
+    rows = families.checked()
+    assert {row.model_type: row.verdict for row in rows} == EXPECTED
+    assert page.PAGE.read_text() == page.text(rows)
 
 
 @pytest.mark.parametrize("group", range(GROUPS))

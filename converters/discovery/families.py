@@ -1,0 +1,45 @@
+"""The model types of transformers, and how each was converted when all of them were run.
+
+`python -m tests.zoo --write` makes the file from the results.
+"""
+
+from pathlib import Path
+from typing import NamedTuple
+
+FILE = Path(__file__).with_name("families.tsv")
+# Verdict -> its meaning.
+VERDICTS = {
+    "right": "every block is converted, and equal to the model's own output, with its masks and its "
+    "positions (`positions_of`)",
+    "positions said": "every block is converted; a note says which positions are not computed",
+    "parts said": "every block is converted; a note says which part around it is not",
+    "carried, said": "attention of another form is carried over as it is; a note names it",
+    "refused": "the conversion is refused, with the reason",
+    "no attention": "the model has no softmax attention",
+    "not run": "the model did not run; its blocks were not compared",
+    "cannot be built": "no small model of the type could be built or run here",
+}
+
+
+class Checked(NamedTuple):
+    """One model type: its verdict, layouts and positions of its blocks, largest error, and reason.
+
+    `error` is relative to the largest logit or output; "" if no block was compared.
+    """
+
+    model_type: str
+    verdict: str
+    layouts: str
+    positions: str
+    error: str
+    reason: str
+
+
+def checked() -> list[Checked]:
+    """Every model type that was run, by name.
+
+    >>> next(one.verdict for one in checked() if one.model_type == "bert")
+    'right'
+    """
+    lines = FILE.read_text(encoding="utf-8").splitlines()
+    return [Checked(*line.split("\t")) for line in lines]

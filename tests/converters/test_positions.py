@@ -1,0 +1,77 @@
+"""Positions of published models: what `positions_of` returns is what the models compute."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxmha import checkpoint
+from jaxmha.converters import positions_of
+from jaxmha.converters.discovery import added_terms, axial, towers
+from tests.zoo import one
+
+pytestmark = pytest.mark.filterwarnings("default")
+BLOCK = "layers.0.self_attn"
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        "swin",  # a table of differences of rows and columns
+        "sam_vision_model",  # products of queries with rows and columns
+        "parakeet_encoder",  # waves of distances
+        "wav2vec2-bert",  # vectors of distances
+        "qwen3_vl_vision",  # rows, then columns, in squares
+        "pixtral",
+        "dinov3_vit",  # shares of the image, after tokens of the class
+    ],
+)
+def test_blocks_equal_the_model_with_its_positions(model_type: str) -> None:
+    assert one.check(model_type, whole=False)["class"] == "right"
+
+
+def test_a_folder_is_read_as_its_checkpoint_is(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    names = [f"{BLOCK}.{x}_proj.weight" for x in "qkvo"]
+    state = {name: rng.normal(size=(8, 8)).astype(np.float32) for name in names}
+    file = tmp_path / "model.safetensors"
+    checkpoint.write(file, state)
+    config = {"model_type": "llama", "num_attention_heads": 2, "hidden_size": 8}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = positions_of(tmp_path)
+    assert found == positions_of(file)
+    assert found[BLOCK].scheme == "rotary"
+    checkpoint.write(tmp_path / "other.safetensors", state)
+    assert positions_of(tmp_path) == found
+    file.rename(tmp_path / "one.safetensors")
+    with pytest.raises(ValueError, match="several checkpoints"):
+        positions_of(tmp_path)
+
+
+def test_terms_ask_for_what_they_need() -> None:
+    grid = added_terms.Grid(np.zeros((5, 4)), np.zeros((3, 4)))
+    assert grid.bias(6, 6, np.zeros((1, 6, 2, 4))).shape == (1, 2, 6, 6)
+    with pytest.raises(ValueError, match="query is needed"):
+        grid.bias(6, 6)
+    with pytest.raises(ValueError, match="a window of side 2"):
+        added_terms.Window(np.zeros((9, 2))).bias(5, 5)
+    waves = added_terms.Waves(np.zeros((2, 4)), np.zeros((2, 4)), np.zeros((8, 2, 4)))
+    with pytest.raises(ValueError, match="query and key are needed"):
+        waves.bias(3, 3)
+
+
+def test_places_are_in_the_order_of_the_tokens() -> None:
+    assert axial.grid(2, 4, 2)[:4].tolist() == [[0, 0], [0, 1], [1, 0], [1, 1]]
+    classed = axial.of("dinov3_vit", {"num_register_tokens": 2}, 8, 100.0, 0)
+    assert classed.places(2, 2).tolist() == [[0, 0]] * 3 + [
+        [-0.5, -0.5], [-0.5, 0.5], [0.5, -0.5], [0.5, 0.5]
+    ]  # fmt: skip
+
+
+def test_every_tower_names_a_key_of_its_configuration() -> None:
+    from transformers import CONFIG_MAPPING
+
+    for model_type, rows in towers.TOWERS.items():
+        content = CONFIG_MAPPING[model_type]().to_dict()
+        assert len(list(towers.rows(content))) == len(rows), model_type
