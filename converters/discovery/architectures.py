@@ -222,7 +222,7 @@ FUNCTIONS = {
     for part, types in {
         "form": """
             autoformer big_bird bigbird_pegasus diffllama hiera informer mra nystromformer
-            pegasus_x reformer yoso
+            pegasus_x reformer sam2_hiera_det_model yoso
         """,
         "scale": """
             diffusion_gemma_text embedding_gemma2_text gemma3n_text gemma4_text

@@ -234,6 +234,8 @@ def _rotary(
     layer = _layer(block.prefix)
     if _without(own, layer, model_type):
         return Positions("none", why=f"layer {layer} has no rotary positions")
+    if own.get("use_mem_rope") is False:
+        return Positions("none", why="use_mem_rope is false")
     if model_type in OPTIONAL and own.get("position_embedding_type") != "rope":
         return Positions("none", why="position_embedding_type is not rope")
     rows = file.info[block.keys[block.layout.entries[0].key]].shape

@@ -111,6 +111,37 @@ TOWERS: dict[str, Rows] = {
         (r"vision", "vision_config: num_attention_heads"),
         (r"(layers|blocks)\.", "text_config: num_attention_heads"),
     ),
+    "blt": (
+        (r"patcher", "patcher_config: num_attention_heads"),
+        (r"local_encoder", "encoder_config: num_attention_heads"),
+        (r"local_decoder", "decoder_config: num_attention_heads"),
+        (r"global_transformer", "global_config: num_attention_heads"),
+    ),
+    "t5gemma2_encoder": (
+        (r"vision", "vision_config: num_attention_heads"),
+        (r"layers\.", "text_config: num_attention_heads"),
+    ),
+    "video_llava": (
+        (r"image_tower|video_tower", "vision_config: num_attention_heads"),
+        (r"layers\.", "text_config: num_attention_heads"),
+    ),
+    **dict.fromkeys(
+        ("vit_mae", "videomae"),
+        (
+            (r"(^|\.)decoder\.", "decoder_num_attention_heads"),
+            (r"", "num_attention_heads"),
+        ),
+    ),
+    "vjepa2": (
+        (r"predictor", "pred_num_attention_heads"),
+        (r"encoder", "num_attention_heads"),
+    ),
+    "xclip": (
+        (r"mit\.", "vision_config: mit_num_attention_heads"),
+        (r"prompts_generator", "prompt_num_attention_heads"),
+        (r"text_model", "text_config: num_attention_heads"),
+        (r"vision_model", "vision_config: num_attention_heads"),
+    ),
     "emu3": (
         (r"vqmodel", "vq_config: num_attention_heads"),
         (r"layers\.", "text_config: num_attention_heads"),

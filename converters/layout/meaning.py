@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from jaxmha import Semantics
 from jaxmha.converters.layout.base import Entry, Layout
-from jaxmha.converters.layout.huggingface import NEOX
+from jaxmha.converters.layout.huggingface import NEOX, TIMM
 from jaxmha.converters.layout.linear import LLAMA, LLAMA_ENTRIES
 
 _HOLDS = frozenset({"qk_norm_epsilon"})
@@ -129,19 +129,10 @@ COSMOS = _renamed(
 )  # fmt: skip
 TIMM_NORM = Layout(
     "timm-norm",
-    (
-        Entry("qkv.weight", "(qkv N H) Dq", _QKV[0]),
-        Entry("qkv.bias", "(qkv N H)", _QKV[1], "qkv bias"),
-        Entry("proj.weight", "Do (N h)", ("out.kernel",)),
-        Entry("proj.bias", "Do", ("out.bias",), "out bias"),
-        *_OF_HEAD,
-    ),
-    ties={
-        **LLAMA.ties,
-        "K": ("N", "query, key and value are packed with one head count"),
-    },
+    (*TIMM.entries, *_OF_HEAD),
+    ties=TIMM.ties,
     semantics=_RMS,
-    holds=_HOLDS | {"dropout_rate"},
+    holds=_HOLDS | TIMM.holds,
     about="GLM-OCR, vision transformers of timm with norms of each head (rotary embedding apart)",
 )
 LAYOUTS = (*LLAMA_MEANING, QWEN3_NEXT, LFM, PERSIMMON, COSMOS, TIMM_NORM)
