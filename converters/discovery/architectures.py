@@ -146,7 +146,6 @@ PARTS = {
             videoprism_vision_model
         """,
         "scale": """
-            dia dia_decoder dia_encoder gpt_neo zamba zamba2
             gemma2 gemma3 gemma3_text granite granite4_vision granite4_vision_text
             granite_docling granite_docling_text granite_speech granite_speech_plus granite_swa
             granitemoe granitemoe_swa granitemoehybrid granitemoeshared hyperclovax
@@ -225,11 +224,11 @@ FUNCTIONS = {
             pegasus_x reformer sam2_hiera_det_model yoso
         """,
         "scale": """
-            diffusion_gemma_text embedding_gemma2_text gemma3n_text gemma4_text
-            gemma4_unified_text
+            dia dia_decoder dia_encoder diffusion_gemma_text embedding_gemma2_text gemma3n_text
+            gemma4_text gemma4_unified_text gpt_neo zamba zamba2
         """,
         "qk_norm": """
-            llama4 llama4_text
+            llama4 llama4_text nanochat
         """,
     }.items()
 }

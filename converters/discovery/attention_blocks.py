@@ -34,6 +34,9 @@ ASKS = {
 }
 
 
+_Shapes = Mapping[str, Sequence[int]]
+
+
 class Block(NamedTuple):
     """One attention block: its layout, and the name of every array in the file."""
 
@@ -131,7 +134,7 @@ def find(shapes: Mapping[str, Sequence[int]], layouts: Iterable[Layout] = LAYOUT
                 for entry in variant.entries
                 if (full := variant.path(prefix, entry.key)) in shapes
             }
-            if _fits(variant, keys, shapes):
+            if _fits(variant, keys, shapes) and _reads(variant, prefix, keys, shapes):
                 unknown = _unknown(variant, prefix, keys, names)
                 family_match = model_families.match(variant.name, prefix, shapes)
                 found.setdefault(prefix, []).append(
@@ -139,6 +142,17 @@ def find(shapes: Mapping[str, Sequence[int]], layouts: Iterable[Layout] = LAYOUT
                 )
     chosen = [_decide(candidates, shapes) for candidates in found.values()]
     return sorted(chosen, key=lambda block: natural(block.prefix))
+
+
+_ACROSS = r"cross|x_attn|encoder_attn|perceiver"  # keys and values are of another input
+
+
+def _reads(layout: Layout, prefix: str, keys: Mapping[str, str], shapes: _Shapes) -> bool:
+    """False for Llama's names if its two layouts, of one input or two, do not belong at a prefix."""
+    if layout.name not in ("llama", "llama-across") or not re.search(_ACROSS, prefix):
+        return layout.name != "llama-across"
+    queries, inputs = (shapes[keys[f"{x}_proj.weight"]][-1] for x in "qk")
+    return layout.name != "llama" if queries != inputs else layout.name != "llama-across"
 
 
 def _decide(candidates: Sequence[Block], shapes: Mapping[str, Sequence[int]]) -> Block:
@@ -374,7 +388,6 @@ def _fits(candidate: Layout, keys: Mapping[str, str], shapes: Mapping[str, Seque
         sizes |= own
     # Even packings share these names, so the output width is checked too for uneven packings.
     checked = ["K", "h", *(["Do"] if any(map(uneven.letter, candidate.entries)) else [])]
-    checked += ["Dk", "Dv"] if candidate.name == "llama" else []
     return all(
         sizes[letter] == sizes[tied]
         for letter, (tied, _) in candidate.ties.items()

@@ -136,7 +136,7 @@ def of(
 
 
 def _stretch(own: Mapping[str, Any], layer: int | None) -> float:
-    """What a step to the next patch counts: SAM 3 measures whole images by the side of a window."""
+    """The length of a step to the next patch: SAM 3 measures whole images by the side of a window."""
     whole = own.get("global_attn_indexes")
     if not isinstance(whole, list) or layer not in whole:
         return 1.0

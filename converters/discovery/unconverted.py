@@ -44,10 +44,13 @@ def notes(
     return tuple(printable(note) for note in _notes(path, names, layouts, carried))
 
 
-def refuse(path: Path, names: Iterable[str], layouts: Collection[str]) -> None:
+def refuse(
+    path: Path, names: Iterable[str], layouts: Collection[str], carried: Collection[str] = ()
+) -> None:
     """Raises ValueError if a model's attention is another function than that of its layouts.
 
     `path`: the checkpoint. `names`: all tensors outside the blocks. `layouts`: those of the blocks.
+    `carried`: parts that the semantics of all blocks express.
     """
     content = _content(path)
     evidence = _evidence(content)
@@ -57,6 +60,7 @@ def refuse(path: Path, names: Iterable[str], layouts: Collection[str]) -> None:
     if not any(_types(content)):
         where = f"{path}: " if not refused else where
         refused |= _by_names(names, architectures.functions)
+    refused = {part: texts for part, texts in refused.items() if part not in carried}
     for part, texts in refused.items() if layouts else ():
         text, remedy = signs.PARTS[part]
         raise ValueError(

@@ -128,9 +128,10 @@ def _around(plan: Plan, file: checkpoint.Checkpoint) -> tuple[str, ...]:
     layouts = dict.fromkeys(step.layout for step in plan.steps if step.kind == "attention")
     taken = _taken(plan)
     names = [name for name in file.info if name not in taken]
-    unconverted.refuse(file.path, names, layouts)
     blocks = behaviours.configured(attention_blocks.find(shapes(file)), file)
-    return unconverted.notes(file.path, names, layouts, behaviours.carried(blocks))
+    carried = behaviours.carried(blocks)
+    unconverted.refuse(file.path, names, layouts, carried)
+    return unconverted.notes(file.path, names, layouts, carried)
 
 
 def convert(
