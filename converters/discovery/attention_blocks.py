@@ -250,6 +250,9 @@ def damaged_at(
             if any(len(shapes[name]) >= 2 for name in more):
                 continue  # a complete layer of another kind
             what = f"lacks {', '.join(missing)}" if missing else _misfit(candidate, prefix, shapes)
+            if roles == {"query", "key", "out"} and f"{prefix}.q_norm.weight" in shapes:
+                reasons.setdefault(prefix, f"{prefix} has no values: its keys may serve as both")
+                continue
             reasons.setdefault(
                 prefix, f"{prefix or '(top)'} looks like layout {candidate.name} but {what}"
             )

@@ -189,7 +189,7 @@ def part(content: Any, way: Sequence[str]) -> tuple[dict[str, Any], str]:
     for key in way:
         content = content.get(key) if isinstance(content, dict) else None
         if isinstance(content, dict):
-            model_type = content.get("model_type", model_type)
+            model_type = content.get("model_type") or model_type
     return (content if isinstance(content, dict) else {}), str(model_type)
 
 

@@ -142,7 +142,7 @@ class Configured(NamedTuple):
         if count is None and placed:
             count = min(placed, key=lambda one: one[0])[1]
         elif count is None and self.counts and not self.in_parts:
-            count = self.counts[0]
+            count = next((c for c in self.counts if not c.parts), self.counts[0])
         found = None if count is None else self._at(count, prefix)
         return None if isinstance(found, str) else found
 

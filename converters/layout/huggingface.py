@@ -99,6 +99,17 @@ BEIT = Layout(
     holds=_DROPOUT,
     about="BEiT, ViT without a key bias: keys under `encoder.layer.0.attention`",
 )
+VIDEO_MAE = Layout(
+    "videomae",
+    (
+        *(entry for entry in _VIT if entry.group == "" or entry.key.endswith("weight")),
+        Entry("attention.q_bias", "(N H)", ("query.bias",), "qkv bias"),
+        Entry("attention.v_bias", "(N h)", ("value.bias",), "qkv bias"),
+    ),
+    ties={**TIES, **_RESIDUAL},
+    holds=_DROPOUT,
+    about="VideoMAE: ViT with q_bias and v_bias, keys under `encoder.layer.0.attention`",
+)
 LW_DETR = Layout(
     "lw-detr",
     tuple(
@@ -212,6 +223,7 @@ LAYOUTS = (
     VIT,
     BEIT,
     LW_DETR,
+    VIDEO_MAE,
     VIDEO,
     TIMM,
     GPT2,

@@ -50,6 +50,7 @@ class Run:
         self.time = 0
         self.stack: list[tuple[str, int]] = []
         self.softmaxes: list[Softmax] = []
+        self.narrow: set[str] = set()  # modules with a softmax over one key, which is not compared
         self.calls: dict[str, list[Call]] = {}
         self.pending: dict[int, Softmax] = {}
         self.inside = False
@@ -74,9 +75,10 @@ class Run:
         self.calls = {path: calls for path, calls in kept.items() if calls}
 
     def softmax(self, logits: Any, weights: Any) -> None:
-        if logits.ndim < 3 or logits.shape[-1] < 2:
-            return
         path = self.stack[-1][0] if self.stack else ""
+        if logits.ndim < 3 or logits.shape[-1] < 2:
+            self.narrow.add(path)
+            return
         found = Softmax(self.tick(), logits.detach(), weights, path)
         self.softmaxes.append(found)
         self.pending[weights.untyped_storage().data_ptr()] = found

@@ -131,11 +131,9 @@ def judge(
             row |= {"class": "refused", "why": why}
         elif why:
             row |= {"class": "silently wrong", "why": why}
-        elif not outcomes and (own := owned[i]) is not None and own.query in run.calls:
-            row |= {
-                "class": "silently wrong",
-                "why": "its projections ran, and no softmax over keys",
-            }
+        elif not outcomes and _ran_without(run, owned[i]):
+            why = "its projections ran, and no softmax over keys"
+            row |= {"class": "silently wrong", "why": why}
         elif not outcomes:
             row |= {"class": "not run"}
         else:
@@ -170,6 +168,13 @@ def judge(
     label = next((c for c in CLASSES if c in classes), "no attention" if not rows else "not run")
     return {"class": label, "blocks": rows, "missed": lost, "softmaxes": len(used),
             "unmatched": len(missed), **said}  # fmt: skip
+
+
+def _ran_without(run: Run, own: Owner | None) -> bool:
+    """True if the projections of a block ran, in a module without a softmax over keys."""
+    if own is None or own.query not in run.calls:
+        return False
+    return not _touches(own.query.rpartition(".")[0], run.narrow)
 
 
 def _scheme(places: Positions | None) -> str:
