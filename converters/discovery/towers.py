@@ -151,6 +151,7 @@ TOWERS: dict[str, Rows] = {
         (r"layers\.", "text_config: num_attention_heads"),
     ),
     "gpt_neo": ((r"", "num_heads"),),
+    "dbrx": ((r"", "n_heads"),),
     "bridgetower": ((r"vision_model", "vision_config: hidden_size / 64"),),
 }
 

@@ -167,7 +167,18 @@ def _sdpa(run: Run, real: Any) -> Any:
     return patched
 
 
-_COPIES = ("to", "type_as", "type", "float", "double", "__mul__", "mul", "contiguous", "clone")
+_COPIES = (
+    "masked_fill",
+    "to",
+    "type_as",
+    "type",
+    "float",
+    "double",
+    "__mul__",
+    "mul",
+    "contiguous",
+    "clone",
+)
 
 
 @contextmanager
