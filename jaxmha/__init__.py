@@ -20,6 +20,7 @@ from jaxmha.params import Projection as Projection
 from jaxmha.projections import combine as combine
 from jaxmha.projections import project as project
 from jaxmha.rotary import rope as rope
+from jaxmha.rotary_frequencies import rope_frequencies as rope_frequencies
 from jaxmha.semantics import Semantics as Semantics
 
 __version__ = "0.1.0"

@@ -7,20 +7,25 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Float, Int
 
 from jaxmha.arrays import Array, require_arrays
 from jaxmha.checks import promoted, reject_rounding
 from jaxmha.implementations.base import accumulation_dtype
+from jaxmha.rotary_frequencies import Frequencies
 
 
 def rope(
     x: Float[Array, "*B T N H"],
-    positions: Int[Array, "*#B T"],
+    positions: Int[Array, "*#B T"] | Int[Array, "n *#B T"],
     *,
     base: float = 10000.0,
     interleaved: bool = False,
     inv_freq: Float[Array, "P"] | None = None,
+    rotary_dim: int | None = None,
+    frequencies: Frequencies | None = None,
+    sections: tuple[int, ...] | None = None,
 ) -> Float[jax.Array, "*B T N H"]:
     """Rotates pairs of features of queries or keys by angles proportional to the position.
 
@@ -29,21 +34,28 @@ def rope(
 
     Args:
       x: projected queries or keys, `(*B, T, N, H)`; H is even.
-      positions: `(*B, T)`, batch axes may be 1, or `(T,)` for all batch rows.
+      positions: `(*B, T)`, batch axes may be 1, or `(T,)` for all batch rows; with `sections`, one
+        more axis in front.
       base: roughly the wavelength of the slowest pair over 2 pi.
       interleaved: pairs features `(2p, 2p + 1)` (GPT-J, Meta's Llama files); by default
         `(p, p + H / 2)` (GPT-NeoX, Llama in transformers). Weights trained with one convention
         are wrong in the other unless the rows of their query and key kernels are permuted.
       inv_freq: `(P,)`, the angle per position of each of P pairs, instead of `base`: the first 2 P
         features are rotated, and the others are left as they are.
+      rotary_dim: rotates the first `rotary_dim` features as if they were the whole head.
+      frequencies: of `rope_frequencies`, instead of `base`: the frequencies of scaled positions,
+        and the factor of cosine and sine.
+      sections: how many successive pairs turn by each kind of position: `(t, h, w)` with positions
+        `(3, *B, T)` of time, row and column (multimodal rotary positions, Qwen2-VL).
 
     Returns:
       The rotated array in the dtype of `x`; angles are float32 (float64 for float64).
 
     Raises:
-      ValueError: H is odd or less than 2 P, or positions do not fit. TypeError: x is not floating.
+      ValueError: H is odd or less than 2 P, positions do not fit, or two of `inv_freq`,
+        `rotary_dim` and `frequencies` are given. TypeError: x is not floating.
 
-    Source: Su et al., "RoFormer" (2021), section 3.2.
+    Source: Su et al., "RoFormer" (2021), section 3.2; Wang et al., "Qwen2-VL" (2024).
 
     >>> import jax.numpy as jnp
     >>> rope(jnp.ones((2, 3, 5, 4)), jnp.arange(3)).shape
@@ -54,57 +66,97 @@ def rope(
     promoted(x=x)
     if not base > 0:
         raise ValueError(f"base must be positive, got {base}")
-    if inv_freq is not None:
-        return _rotate_first(x, positions, inv_freq, interleaved)
-    if x.ndim < 3 or x.shape[-1] % 2:
-        raise ValueError(f"x: expected axes (*B, T, N, H) with an even H, got shape {x.shape}")
-    H = x.shape[-1]
+    given = {"inv_freq": inv_freq, "rotary_dim": rotary_dim, "frequencies": frequencies}
+    if len(chosen := [name for name, value in given.items() if value is not None]) > 1:
+        raise ValueError(f"{' and '.join(chosen)} exclude each other: each says which pairs turn")
+    angles, factor = _frequencies(x, base, inv_freq, rotary_dim, frequencies)
+    turned = 2 * angles.shape[0]
+    front = _rotated(x[..., :turned], positions, angles, interleaved, factor, sections)
+    if turned == x.shape[-1]:
+        return front
+    return jnp.concatenate([front, jnp.asarray(x[..., turned:])], -1)
+
+
+def _frequencies(
+    x: Array,
+    base: float,
+    inv_freq: Float[Array, "P"] | None,
+    rotary_dim: int | None,
+    frequencies: Frequencies | None,
+) -> tuple[jax.Array, float]:
+    """The angles per position of the rotated pairs, in the dtype of angles, and the factor."""
     dtype = accumulation_dtype(x.dtype)
-    frequency = jnp.asarray(base, dtype) ** (-jnp.arange(0, H, 2, dtype=dtype) / H)
-    return _rotated(x, positions, frequency, interleaved)
-
-
-def _rotate_first(
-    x: Array, positions: Array, inv_freq: Float[Array, "P"], interleaved: bool
-) -> jax.Array:
-    """Rotates the first 2 P features."""
+    H = x.shape[-1] if x.ndim else 0
+    if frequencies is not None:
+        inv_freq = np.asarray(frequencies.values, dtype)
+    if inv_freq is None:
+        dims = H if rotary_dim is None else rotary_dim
+        if x.ndim < 3 or dims % 2 or not 0 <= dims <= H:
+            even = "an even H" if rotary_dim is None else f"H of at least rotary_dim={dims}, even"
+            raise ValueError(f"x: expected axes (*B, T, N, H) with {even}, got shape {x.shape}")
+        return jnp.asarray(base, dtype) ** (-jnp.arange(0, dims, 2, dtype=dtype) / dims), 1.0
     require_arrays(inv_freq=inv_freq)
     if inv_freq.ndim != 1:
         raise ValueError(f"inv_freq: expected axes (P), got shape {inv_freq.shape}")
-    rotated_features = 2 * inv_freq.shape[0]
-    if x.ndim < 3 or x.shape[-1] < rotated_features:
+    if x.ndim < 3 or H < 2 * inv_freq.shape[0]:
         raise ValueError(
-            f"x: expected axes (*B, T, N, H) with H of at least {rotated_features}, twice the length of "
-            f"inv_freq {inv_freq.shape}, got shape {x.shape}"
+            f"x: expected axes (*B, T, N, H) with H of at least {2 * inv_freq.shape[0]}, twice the "
+            f"length of inv_freq {inv_freq.shape}, got shape {x.shape}"
         )
-    frequency = jnp.asarray(inv_freq, accumulation_dtype(x.dtype))
-    front = _rotated(x[..., :rotated_features], positions, frequency, interleaved)
-    return jnp.concatenate([front, jnp.asarray(x[..., rotated_features:])], -1)
+    return jnp.asarray(inv_freq, dtype), 1.0 if frequencies is None else frequencies.factor
 
 
-def _rotated(x: Array, positions: Array, frequency: jax.Array, interleaved: bool) -> jax.Array:
-    *batch, T, _, H = x.shape
-    lead = (1,) * (len(batch) - positions.ndim + 1) + positions.shape[:-1]
-    broadcasts = len(lead) == len(batch) and all(
-        size in (1, b) for size, b in zip(lead, batch, strict=True)
-    )
-    if positions.shape[-1:] != (T,) or not broadcasts:
-        raise ValueError(
-            f"positions: expected axes (T) or (*#B, T) with *B={tuple(batch)}, T={T}, got shape "
-            f"{positions.shape}"
-        )
-    dtype = frequency.dtype
-    at = jnp.asarray(positions).astype(dtype).reshape(*lead, T, 1, 1)
-    angle = at * frequency.reshape((1,) * (at.ndim - 1) + frequency.shape)
-    angle = jnp.broadcast_to(angle, (*batch, T, 1, H // 2))
+def _rotated(
+    x: Array,
+    positions: Array,
+    frequency: jax.Array,
+    interleaved: bool,
+    factor: float,
+    sections: tuple[int, ...] | None,
+) -> jax.Array:
+    H = x.shape[-1]
+    angle = _angles(x, positions, frequency, sections)
     cos, sin = jnp.cos(angle), jnp.sin(angle)
+    if factor != 1.0:
+        cos, sin = cos * factor, sin * factor
 
-    exact = jnp.asarray(x).astype(dtype)
+    exact = jnp.asarray(x).astype(frequency.dtype)
     pairs = exact.reshape(*x.shape[:-1], *((H // 2, 2) if interleaved else (2, H // 2)))
     axis = -1 if interleaved else -2
     a, b = jnp.take(pairs, 0, axis), jnp.take(pairs, 1, axis)
     rotated = jnp.stack([a * cos - b * sin, b * cos + a * sin], axis)
     return rotated.reshape(x.shape).astype(x.dtype)
+
+
+def _angles(
+    x: Array, positions: Array, frequency: jax.Array, sections: tuple[int, ...] | None
+) -> jax.Array:
+    """The angle of every pair at every position, `*B T 1 P`."""
+    *batch, T, _, _ = x.shape
+    P = frequency.shape[0]
+    kinds = 1 if sections is None else len(sections)
+    if sections is not None and (sum(sections) != P or positions.shape[:1] != (kinds,)):
+        raise ValueError(
+            f"sections={sections}: expected P={P} pairs in all, and positions of axes "
+            f"({kinds}, *#B, T), got positions of shape {positions.shape}"
+        )
+    own = positions.shape if sections is None else positions.shape[1:]
+    lead = (1,) * (len(batch) - len(own) + 1) + own[:-1]
+    broadcasts = len(lead) == len(batch) and all(
+        size in (1, b) for size, b in zip(lead, batch, strict=True)
+    )
+    if own[-1:] != (T,) or not broadcasts:
+        raise ValueError(
+            f"positions: expected axes (T) or (*#B, T) with *B={tuple(batch)}, T={T}, got shape "
+            f"{positions.shape}"
+        )
+    at = jnp.asarray(positions).astype(frequency.dtype).reshape(kinds, *lead, T, 1, 1)
+    if sections is not None:
+        at = jnp.repeat(jnp.moveaxis(at, 0, -1)[..., 0, :], np.asarray(sections), -1)
+    else:
+        at = at[0]
+    angle = at * frequency.reshape((1,) * (at.ndim - 1) + frequency.shape)
+    return jnp.broadcast_to(angle, (*batch, T, 1, P))
 
 
 # Rotates heads by their positions: `rotate(heads, positions) -> heads`.

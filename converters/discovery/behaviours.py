@@ -43,6 +43,16 @@ def _normalised(own: Mapping[str, Any]) -> Values:
     return {"qk_norm": "rms", "qk_norm_epsilon": float(own["rms_norm_eps"])}
 
 
+def _clipped(own: Mapping[str, Any]) -> Values:
+    nested = own.get("attn_config")
+    clip = (nested if isinstance(nested, dict) else own).get("clip_qkv")
+    return {"clip_qkv": None if clip is None else float(clip)}
+
+
+def _normalised_and_clipped(own: Mapping[str, Any]) -> Values:
+    return _normalised(own) | _clipped(own)
+
+
 def _with_norm_eps(own: Mapping[str, Any]) -> Values:
     return {"qk_norm": "rms", "qk_norm_epsilon": float(own["norm_eps"])}
 
@@ -78,11 +88,6 @@ def _of_half(own: Mapping[str, Any]) -> Values:
     return {"scale": (float(own["attention_head_dim"]) / 2) ** -0.5}
 
 
-def _clipping(own: Mapping[str, Any]) -> Values:
-    clip = own.get("clip_qkv", (own.get("attn_config") or {}).get("clip_qkv"))
-    return {"clip_qkv": None if clip is None else float(clip)}
-
-
 # Model types, and the function that reads the semantics of their blocks from a configuration. The
 # zoo tests compare each with the model's own output.
 READERS: tuple[tuple[str, _Reader], ...] = (
@@ -96,12 +101,13 @@ READERS: tuple[tuple[str, _Reader], ...] = (
     ("granite4_vision_text", _multiplied),
     ("gpt_neo dia_encoder dia_decoder", _unscaled),
     ("zamba zamba2", _of_half),
-    ("dbrx olmo", _clipping),
     ("gemma2 vaultgemma t5_gemma_module", _capped),
+    ("olmo dbrx mpt", _clipped),
+    ("olmoe", _normalised_and_clipped),
     (
         (
             "qwen3 qwen3_moe qwen3_vl_text qwen3_vl_moe_text exaone4 exaone_moe apertus hy_v3 "
-            "kolibri1 mellum pe_audio_encoder dots1 flint afmoe beam olmo2 olmo3 olmoe "
+            "kolibri1 mellum pe_audio_encoder dots1 flint afmoe beam olmo2 olmo3 "
             "flex_olmo olmo_hybrid minimax_m2 exaone4_5_text glm_ocr_vision glm5_next_vision"
         ),
         _normalised,
@@ -119,7 +125,7 @@ READERS: tuple[tuple[str, _Reader], ...] = (
 
 
 # Functions that read every setting of `hf_config.BEHAVIOUR` that their model types have.
-_OF_SETTINGS = (_multiplied, _capped, _offset_and_scaled, _clipping)
+_OF_SETTINGS = (_multiplied, _capped, _offset_and_scaled, _clipped, _normalised_and_clipped)
 
 
 def reader_of(model_type: str) -> _Reader | None:
@@ -226,7 +232,12 @@ def carried(blocks: Sequence[Block]) -> set[str]:
 
     Without sinks and gates, empty if a block is not configured.
     """
-    parts = {"scale": "scale", "logits_soft_cap": "soft_cap", "qk_norm": "qk_norm"}
+    parts = {
+        "scale": "scale",
+        "logits_soft_cap": "soft_cap",
+        "qk_norm": "qk_norm",
+        "clip_qkv": "clip",
+    }
     held = {leaf for b in blocks for e in b.layout.entries if e.key in b.keys for leaf in e.leaves}
     found = {part for part in ("sinks", "gate") if any(leaf.startswith(part) for leaf in held)}
     if not blocks or not all(block.configured for block in blocks):

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
-from jaxmha import checkpoint, rope
+from jaxmha import checkpoint, rope, rotary_frequencies
 from jaxmha.arrays import Array
 from jaxmha.converters.discovery import (
     architectures,
@@ -24,7 +24,6 @@ from jaxmha.converters.discovery import (
     behaviours,
     described,
     hf_config,
-    rotary_frequencies,
 )
 from jaxmha.converters.discovery.added_terms import (
     Alibi,
@@ -255,6 +254,8 @@ def _rotary(
     known = () if model_type in _IGNORES_DIMS else _DIMS
     dims = next((own[k] for k in known if isinstance(own.get(k), int)), None)
     share = next((float(d[k]) for d in (rope_, own) for k in _SHARES if d.get(k) is not None), 1.0)
+    if rope_.get("rope_type") == "proportional":
+        dims = width  # of the whole head; the last pairs have the frequency 0
     dims = int(width * share) if dims is None else dims
     frequencies = rotary_frequencies.of(rope_, dims, float(own.get("max_position_embeddings") or 0))
     return Positions(

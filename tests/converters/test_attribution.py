@@ -29,7 +29,7 @@ def draw(rng: np.random.Generator, sizes: dict[str, int] = SIZES) -> Layer:
     arrays: dict[str, Any] = {
         name: 0.4 * rng.normal(size=[sizes[letter] for letter in axes.split()])
         for name, axes in CANONICAL.items()
-        if name.endswith((".kernel", ".bias"))
+        if name.endswith((".kernel", ".bias")) and not name.startswith("gate")
     }
     padding = np.arange(S) < LENGTHS[:, None]
     mask = Mask.causal(S - T) & Mask.padding(key_value=padding)

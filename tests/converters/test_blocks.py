@@ -105,6 +105,7 @@ def test_keras_with_as_many_heads_fits_two_classes() -> None:
     shapes = shapes_of(tables["keras"], "attention")
     params = params_of(tables["keras"])
     square = params._replace(
+        gate=None,
         value=params.value._replace(kernel=params.key.kernel, bias=params.key.bias),
         out=params.out and params.out._replace(kernel=np.ones((N, 4, 13)), bias=np.ones(13)),
     )

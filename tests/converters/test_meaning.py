@@ -6,7 +6,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxmha import Semantics
+from jaxmha import (
+    KVCache,
+    Semantics,
+    combine,
+    decode_step,
+    dot_product_attention,
+    multi_head_attention,
+    prefill,
+    project,
+    rope,
+    rope_frequencies,
+)
+from jaxmha.converters.discovery import attention_blocks
+from jaxmha.converters.layout import fold, transform
 from jaxmha.converters.verify import oracle
 from jaxmha.introspect.graph_nodes import describe
 from jaxmha.params import leaves
@@ -49,3 +62,66 @@ def test_description_names_every_array(name: str) -> None:
     assert shown == set(leaves(params))
     clipped = [node.name for node in flow.nodes if node.name.endswith("_clipped")]
     assert len(clipped) == 3 * (semantics.clip_qkv is not None)
+
+
+def test_gpt_oss_is_equal_to_transformers() -> None:
+    """Sinks, yarn frequencies and grouped heads of a random layer, and its state back bit by bit."""
+    import torch
+    from transformers.models.gpt_oss import modeling_gpt_oss as theirs
+
+    config = theirs.GptOssConfig(
+        hidden_size=48, num_attention_heads=6, num_key_value_heads=2, head_dim=8
+    )
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    module = theirs.GptOssAttention(config, layer_idx=1).eval()
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    B, T = 2, 9
+    x = torch.randn(B, T, 48)
+    cos, sin = theirs.GptOssRotaryEmbedding(config)(x, torch.arange(T)[None])
+    mask = torch.full((T, T), -torch.inf).triu(1)[None, None]
+    with torch.no_grad():
+        expected, _ = module(x, (cos, sin), mask)
+
+    layout = attention_blocks.named("llama-sinks")
+    state = {name: array.numpy() for name, array in module.state_dict().items()}
+    params, semantics = transform.import_params([layout], state, num_heads=6)
+    frequencies = rope_frequencies(config.to_dict(), 8)
+    q, k, v = project(params, x.numpy(), semantics=semantics)
+    q, k = (rope(heads, np.arange(T), frequencies=frequencies) for heads in (q, k))
+    heads = dot_product_attention(q, k, v, is_causal=True, sinks=params.sinks)
+    found = combine(params, heads, semantics=semantics)
+    error = np.abs(np.asarray(found) - expected.numpy()).max() / np.abs(expected.numpy()).max()
+    assert error < 1e-6
+    back = transform.export_params(layout, params, semantics)
+    assert all(back[name].tobytes() == array.tobytes() for name, array in state.items())
+
+
+@pytest.mark.parametrize("name", ["norm_offset", "norm_unlearned", "clip"])
+def test_a_scale_is_not_folded_past_what_follows(name: str) -> None:
+    params, semantics, _ = drawn(name)
+    with pytest.raises(ValueError, match="the scale cannot be folded into the query"):
+        fold.fold(params, replace(semantics, scale=0.7), attention_blocks.named("jaxmha"))
+
+
+def test_a_scale_is_folded_into_scale_and_bias_of_a_norm() -> None:
+    params, semantics, inputs = drawn("norm_bias")
+    given = replace(semantics, scale=0.7)
+    folded, plain = fold.fold(params, given, attention_blocks.named("jaxmha"))
+    one, other = (oracle.run(p, s, *inputs).output for p, s in ((params, given), (folded, plain)))
+    np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["sinks", "gate", "gate_heads", "norm_all_heads"])
+def test_a_cache_decodes_what_the_whole_layer_computes(name: str) -> None:
+    case = replace(BY_NAME[name], inputs=1, batch=(2,), T=7)
+    params, semantics = params_of(cases.layer_arrays(case)[0]), semantics_of(case)
+    semantics = replace(semantics, fully_masked="zero", add_zero_attn=False)
+    x = cases.layer_arrays(case)[1]["query"]
+    whole = multi_head_attention(params, x, is_causal=True, semantics=semantics)
+    out, cache = prefill(params, x[:, :4], KVCache.empty(params, 2, 8), semantics=semantics)
+    np.testing.assert_allclose(out, whole[:, :4], rtol=1e-5, atol=1e-5)
+    for i in range(4, 7):
+        out, cache = decode_step(params, x[:, i : i + 1], cache, semantics=semantics)
+        np.testing.assert_allclose(out[:, 0], whole[:, i], rtol=1e-5, atol=1e-5)
