@@ -98,9 +98,10 @@ def _frequencies(
     require_arrays(inv_freq=inv_freq)
     if inv_freq.ndim != 1:
         raise ValueError(f"inv_freq: expected axes (P), got shape {inv_freq.shape}")
-    if x.ndim < 3 or H < 2 * inv_freq.shape[0]:
+    turned = 2 * inv_freq.shape[0]
+    if x.ndim < 3 or turned > H:
         raise ValueError(
-            f"x: expected axes (*B, T, N, H) with H of at least {2 * inv_freq.shape[0]}, twice the "
+            f"x: expected axes (*B, T, N, H) with H of at least {turned}, twice the "
             f"length of inv_freq {inv_freq.shape}, got shape {x.shape}"
         )
     return jnp.asarray(inv_freq, dtype), 1.0 if frequencies is None else frequencies.factor

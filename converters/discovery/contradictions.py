@@ -31,7 +31,7 @@ _HEAD = [
 ]
 _HEAD_LIKE = r"head_dim|d_kv|d_head|kv_channels|head_size|dim_head|channels_per_head|key_dim"
 _KEYS = ["num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_head_kv"]
-_KEYS_LIKE = r"key_value_heads|kv_heads|n_head_kv"
+_KEYS_LIKE = r"key_value_heads|kv_heads|n_head_kv|kv_n_heads"
 _LAYERS = [
     "num_hidden_layers",
     "n_layer",

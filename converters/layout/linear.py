@@ -80,6 +80,7 @@ _ALL = ("query.kernel", "key.kernel", "value.kernel"), ("query.bias", "key.bias"
 # `_uneven` lists the output kernel first: its input width and the head count give the head width.
 _UNEVEN = {
     "phi3": ("qkv_proj", "o_proj", "M", "Phi-3: all queries, then all keys, then all values"),
+    "dbrx": ("Wqkv", "out_proj", "M", "DBRX: all queries, then all keys, then all values"),
     "falcon": ("query_key_value", "dense", "U", "Falcon: groups of queries, a key and a value"),
     "molmo": ("att_proj", "attn_out", "M", "Molmo: all queries, then all keys, then all values"),
     "dbrx": ("Wqkv", "out_proj", "M", "DBRX: all queries, then all keys, then all values"),
