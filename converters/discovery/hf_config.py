@@ -32,7 +32,7 @@ BEHAVIOUR: dict[str, Any] = {
     "attn_temperature_tuning": False,
 }
 # Settings that no option of jaxmha reproduces.
-_STEPS = ("clip_qkv", "use_qk_norm", "attn_temperature_tuning")
+_STEPS = ("use_qk_norm", "attn_temperature_tuning")
 # Model types whose norms multiply by 1 + weight: their RMSNorms, or in `OFFSET_NORMS` all norms.
 OFFSET_RMSNORMS = (
     "gemma gemma2 gemma3 gemma3_text minimax_m3_vl minimax_m3_vl_text muse_glimmer "
@@ -126,7 +126,7 @@ def refuse_behaviour(path: Path) -> None:
             remedy = (
                 "do it between jaxmha.project and jaxmha.dot_product_attention"
                 if key in _STEPS
-                else "set Semantics(scale=..., logits_soft_cap=...)"
+                else "set Semantics(scale=..., logits_soft_cap=..., clip_qkv=...)"
             )
             raise ValueError(
                 f"{path.parent / CONFIG} has {key}={shown(value)}: it changes attention and is in "

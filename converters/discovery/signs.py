@@ -26,13 +26,14 @@ PARTS = {
     ),
     "sinks": (
         "attention sinks (a learned logit per head, or a position, that every query attends)",
-        "give keys, values and a bias of one more position",
+        "set MHAParams.sinks where it is a logit per head",
     ),
     "gate": (
         "a gate on the output of the heads, or of the layer",
-        "multiply between dot_product_attention and combine",
+        "set MHAParams.gate where it is a sigmoid, or multiply between dot_product_attention and "
+        "combine",
     ),
-    "clip": ("clipped projections", "clip between project and dot_product_attention"),
+    "clip": ("clipped projections", "set Semantics(clip_qkv=)"),
     "multiplier": (
         "factors on the inputs or outputs of attention",
         "multiply before project or after combine",

@@ -233,9 +233,9 @@ def _weights(a: Layer, b: Layer, x: Values, y: Values) -> list[Factor]:
     plain = [n for n in names if n not in norm and (n in x or n in y)]
     for title, what in _ALONE.items():
         part = tuple(n for n in names if n.startswith(what))
-        sides = [any(n in v for n in part) for v in (x, y)]
-        if sides[0] != sides[1]:
-            sentence = f"only {'a' if sides[0] else 'b'} has {_SHOWN[title]}"
+        of_a, of_b = (any(n in v for n in part) for v in (x, y))
+        if of_a != of_b:
+            sentence = f"only {'a' if of_a else 'b'} has {_SHOWN[title]}"
             found.append(Factor(title, sentence, part))
             plain = [n for n in plain if n not in part]
     rounded = [n for n in plain if n in x and n in y and _is_rounding(x[n], y[n], a.dtype, b.dtype)]
