@@ -83,7 +83,6 @@ _UNEVEN = {
     "dbrx": ("Wqkv", "out_proj", "M", "DBRX: all queries, then all keys, then all values"),
     "falcon": ("query_key_value", "dense", "U", "Falcon: groups of queries, a key and a value"),
     "molmo": ("att_proj", "attn_out", "M", "Molmo: all queries, then all keys, then all values"),
-    "dbrx": ("Wqkv", "out_proj", "M", "DBRX: all queries, then all keys, then all values"),
     "timm-grouped": ("qkv", "proj", "M", "EXAONE 4.5: all queries, then all keys, then values"),
     "starcoder": ("c_attn", "c_proj", "M", "StarCoder (gpt_bigcode): one head of keys and values"),
 }
