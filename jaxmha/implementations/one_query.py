@@ -53,7 +53,7 @@ def attend(
 
 
 def _takes(request: Request) -> bool:
-    """Whether cuDNN computes the request without a copy of keys or values."""
+    """True if cuDNN computes the request without a copy of keys or values."""
     (_, T, _, H), h = request.query.shape, request.value.shape[3]
     same = request.query.dtype == request.key.dtype == request.value.dtype
     if T != 1 or h != H or H % 8 or not same or sharding.current() is not None:

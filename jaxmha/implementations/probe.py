@@ -30,12 +30,12 @@ MODES = ("", "0", "trust", "strict")
 
 
 class Finding(NamedTuple):
-    """What a probe found.
+    """The outcome of a probe.
 
     Attributes:
       reason: why the kernel does not work, or None.
-      leaks: whether what lies beyond lengths reaches its results.
-      transient: whether the reason may pass.
+      leaks: True if positions beyond lengths reach its results.
+      transient: True if the reason may pass.
     """
 
     reason: str | None
@@ -86,7 +86,7 @@ def failure(
 
 
 def leaks(name: str, dtype: str, dense: bool = False) -> bool:
-    """Whether a probe found that positions beyond lengths reach the results of a kernel."""
+    """True if a probe found that positions beyond lengths reach the results of a kernel."""
     found = _FOUND.get(_key(name, dtype, dense))
     return found is not None and found.leaks
 
@@ -135,7 +135,7 @@ def _within_limit(attend: Attend, unsupported: Reason, dtype: str, dense: bool) 
 
 
 def _agreed(key: tuple[str, ...], reason: str | None) -> str | None:
-    """What every process found, through JAX's key-value store: all of them must run the same
+    """The outcome in every process, by JAX's key-value store: all of them must run the same
     program, and therefore choose the same implementation. A process that does not report in time
     runs another program."""
     from jax._src import distributed
@@ -213,9 +213,9 @@ def _error(attend: Attend, case: probe_cases.Case, *, leaks: bool) -> tuple[str 
         expected = case.expected()
         for what, x in zip(expected, found, strict=True):
             y = expected[what]
-            x, there = np.asarray(x, np.float32), np.isfinite(y)
-            error = np.abs(x[there] - y[there]).max() / np.abs(y[there]).max()
-            same = np.array_equal(x[~there], y[~there])  # -inf in the log-sum-exp
+            x, finite = np.asarray(x, np.float32), np.isfinite(y)
+            error = np.abs(x[finite] - y[finite]).max() / np.abs(y[finite]).max()
+            same = np.array_equal(x[~finite], y[~finite])  # -inf in the log-sum-exp
             if not (error <= ALLOWED and same):  # also true if error is NaN
                 return f"{what} is wrong by {error:.1e} of the largest value ({case.name})", False
     except Exception as error:  # noqa: BLE001  drivers and compilers raise any

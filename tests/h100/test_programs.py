@@ -1,10 +1,14 @@
 """Everyday programs compiled for an H100: as lean as those of `jax.nn` with cuDNN."""
 
 from collections.abc import Iterator
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 import jaxmha
 from tests.h100 import compiled, programs
@@ -67,3 +71,43 @@ def test_a_decoding_step_waits_for_nothing(B: int, S: int, T: int) -> None:
     assert found.waits == 0
     assert found.temporary <= 3 * MIB
     assert any("cudnn" in call for call in found.calls) == (T == 1)
+
+
+def test_the_gradient_of_a_shard_map_compiles() -> None:
+    """XLA crashes on kernels that lie in a function of their own: it would end this process."""
+    devices = np.asarray(compiled.topology("1x1x4").devices)
+    mesh = jax.sharding.Mesh(devices, ("data",))
+    rows, every = (jax.sharding.NamedSharding(mesh, PartitionSpec(x)) for x in ("data", None))
+    params = jax.eval_shape(
+        lambda: jaxmha.init_params(jax.random.key(0), num_heads=4, features=256, dtype=jnp.bfloat16)
+    )
+    x = jax.ShapeDtypeStruct((8, 256, 256), jnp.bfloat16, sharding=rows)
+    layer = jax.shard_map(
+        partial(jaxmha.multi_head_attention, is_causal=True),
+        mesh=mesh,
+        in_specs=(PartitionSpec(), PartitionSpec("data")),
+        out_specs=PartitionSpec("data"),
+    )
+
+    def value(params: Any, x: Any) -> Any:
+        return layer(params, x).astype(jnp.float32).sum()
+
+    found = compiled.compiled(jax.grad(value, (0, 1)), params, x, sharding=every)
+    assert sum("cudnn" in call for call in found.calls) == 2
+    assert found.collectives == 1  # the sum of the gradients of the parameters
+
+
+@pytest.mark.parametrize("names", [("data", None), (None, "data")])
+def test_sharded_heads_are_attended_where_they_are(names: tuple[Any, Any]) -> None:
+    """Plain sharded jit over the batch or the heads of four devices."""
+    devices = np.asarray(compiled.topology("1x1x4").devices)
+    spec = PartitionSpec(names[0], None, names[1])
+    place = jax.sharding.NamedSharding(jax.sharding.Mesh(devices, ("data",)), spec)
+    arrays = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place) for x in programs.heads(8)]
+
+    def value(*arrays: Any) -> Any:
+        return jaxmha.dot_product_attention(*arrays, is_causal=True).astype(jnp.float32).sum()
+
+    found = compiled.compiled(jax.grad(value, (0, 1, 2)), *arrays)
+    assert sum("cudnn" in call for call in found.calls) == 2
+    assert found.collectives == 0

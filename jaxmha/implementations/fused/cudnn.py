@@ -57,7 +57,7 @@ def _most_features() -> int:
 
 
 def _has_barrier(H: int, scale: float) -> bool:
-    """Whether one more feature can exclude keys; else a bias does."""
+    """True if one more feature can exclude keys; else a bias does."""
     return _most_features() > H and abs(scale) * BARRIER**2 >= 2.0**14
 
 
@@ -222,7 +222,7 @@ def _barrier(
 
 
 def _dense(inputs: KernelInputs) -> bool:
-    """Whether the mask becomes a bias."""
+    """True if the mask becomes a bias."""
     bounded = (inputs.left, inputs.above) != (None, None)
     excludes = inputs.conditions.keys is not None and bounded
     return (
