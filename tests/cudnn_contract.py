@@ -178,7 +178,7 @@ def backward(
         of_group(scale * jnp.einsum("bnts,btnh->bsnh", d_logits, query.astype(np.float32))),
         of_group(jnp.einsum("bnts,btnh->bsnh", weights, d_out)),
     )
-    more = ()
+    more: tuple[jax.Array, ...] = ()
     if bias_gradient:
         axes = tuple(axis for axis in (0, 1) if bias.shape[axis] == 1)
         more = (d_logits.sum(axes, keepdims=True).astype(bias.dtype),)

@@ -31,8 +31,8 @@ def attend(
     `otherwise` computes the same in plain XLA, for other platforms.
     """
     mask = Mask.lengths(key_value=lengths)
-    rows = (jnp.swapaxes(x, 1, 2) for x in (keys, values))
-    if not _takes(Request(query, *rows, None, mask, semantics, None, False)):
+    key, value = (jnp.swapaxes(x, 1, 2) for x in (keys, values))
+    if not _takes(Request(query, key, value, None, mask, semantics, None, False)):
         return None
 
     def kernel() -> jax.Array:

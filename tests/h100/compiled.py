@@ -59,9 +59,10 @@ def install(patch: pytest.MonkeyPatch) -> None:
 def compiled(function: Any, *arguments: Any, sharding: Any = None, name: str = "h100") -> Program:
     """Compiles `function` of arrays with these shapes, and counts."""
     sharding = sharding or jax.sharding.SingleDeviceSharding(topology().devices[0])
+    make: Any = jax.ShapeDtypeStruct
     with jaxmha.lowering_for(name):
         placed = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding or sharding),
+            lambda x: make(x.shape, x.dtype, sharding=x.sharding or sharding),
             arguments,
         )
         program = jax.jit(function).trace(*placed).lower().compile()

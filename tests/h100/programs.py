@@ -31,10 +31,10 @@ class Case(NamedTuple):
     kernels: int = 0
 
 
-def ours(*heads: Any, padding: Any = None, **options: Any) -> Any:
+def ours(query: Any, key: Any, value: Any, *, padding: Any = None, **options: Any) -> Any:
     """Attention of jaxmha; `padding`: the valid keys, `B S`."""
     mask = None if padding is None else Mask.padding(key_value=padding)
-    return jaxmha.dot_product_attention(*heads, mask=mask, **options)
+    return jaxmha.dot_product_attention(query, key, value, mask=mask, **options)
 
 
 def theirs(query: Any, key: Any, value: Any, *, padding: Any = None, **options: Any) -> Any:
@@ -47,7 +47,8 @@ def theirs(query: Any, key: Any, value: Any, *, padding: Any = None, **options: 
 
 def array(*shape: int, dtype: Any = BF16) -> Any:
     """The shape and dtype of an array."""
-    return jax.ShapeDtypeStruct(shape, dtype)
+    make: Any = jax.ShapeDtypeStruct
+    return make(shape, dtype)
 
 
 def heads(
@@ -90,7 +91,8 @@ def layer(attend: Attend, **options: Any) -> Callable[..., Any]:
     if attend is ours:
 
         def run(x: Any, kernels: Any, biases: Any) -> Any:
-            params = MHAParams(*map(Projection, kernels, biases))
+            q, k, v, out = map(Projection, kernels, biases)
+            params = MHAParams(q, k, v, out)
             return jaxmha.multi_head_attention(params, x, **options)
     else:
 

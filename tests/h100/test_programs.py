@@ -16,6 +16,8 @@ from tests.h100.compiled import MIB
 from tests.h100.programs import ALONE, MORE, NINE, array
 
 OPTIMISED = True
+SPEC: Any = PartitionSpec
+SHAPE: Any = jax.ShapeDtypeStruct
 pytestmark = pytest.mark.slow
 
 
@@ -30,7 +32,7 @@ def h100(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         "jax_default_matmul_precision": None,
         "jax_enable_compilation_cache": False,
     }
-    before = {name: jax.config.values[name] for name in usual}  # type: ignore[attr-defined]
+    before = {name: jax.config.values[name] for name in usual}
     for name, value in usual.items():
         jax.config.update(name, value)  # type: ignore[no-untyped-call]
     yield
@@ -77,16 +79,16 @@ def test_the_gradient_of_a_shard_map_compiles() -> None:
     """XLA crashes on kernels that lie in a function of their own: it would end this process."""
     devices = np.asarray(compiled.topology("1x1x4").devices)
     mesh = jax.sharding.Mesh(devices, ("data",))
-    rows, every = (jax.sharding.NamedSharding(mesh, PartitionSpec(x)) for x in ("data", None))
+    rows, every = (jax.sharding.NamedSharding(mesh, SPEC(x)) for x in ("data", None))
     params = jax.eval_shape(
         lambda: jaxmha.init_params(jax.random.key(0), num_heads=4, features=256, dtype=jnp.bfloat16)
     )
-    x = jax.ShapeDtypeStruct((8, 256, 256), jnp.bfloat16, sharding=rows)
+    x = SHAPE((8, 256, 256), jnp.bfloat16, sharding=rows)
     layer = jax.shard_map(
         partial(jaxmha.multi_head_attention, is_causal=True),
         mesh=mesh,
-        in_specs=(PartitionSpec(), PartitionSpec("data")),
-        out_specs=PartitionSpec("data"),
+        in_specs=(SPEC(), SPEC("data")),
+        out_specs=SPEC("data"),
     )
 
     def value(params: Any, x: Any) -> Any:
@@ -101,9 +103,9 @@ def test_the_gradient_of_a_shard_map_compiles() -> None:
 def test_sharded_heads_are_attended_where_they_are(names: tuple[Any, Any]) -> None:
     """Plain sharded jit over the batch or the heads of four devices."""
     devices = np.asarray(compiled.topology("1x1x4").devices)
-    spec = PartitionSpec(names[0], None, names[1])
+    spec = SPEC(names[0], None, names[1])
     place = jax.sharding.NamedSharding(jax.sharding.Mesh(devices, ("data",)), spec)
-    arrays = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place) for x in programs.heads(8)]
+    arrays = [SHAPE(x.shape, x.dtype, sharding=place) for x in programs.heads(8)]
 
     def value(*arrays: Any) -> Any:
         return jaxmha.dot_product_attention(*arrays, is_causal=True).astype(jnp.float32).sum()

@@ -74,7 +74,8 @@ def out_and_lse(
     lengths: Others,
 ) -> tuple[jax.Array, Float[jax.Array, "B N T"]]:
     """Output and log-sum-exp; the gradient ignores the cotangent of the latter."""
-    return _forward(settings, True, query, key, value, bias, lengths)
+    found, lse = _forward(settings, True, query, key, value, bias, lengths)
+    return found, lse
 
 
 def _save(
@@ -157,7 +158,7 @@ def _backward(settings: Settings, *operands: Any) -> Grads:
     ) -> Any:
         from jax._src.cudnn import fused_attention_stablehlo as private
 
-        rule = private._dot_product_attention_bwd_rule
+        rule: Any = private._dot_product_attention_bwd_rule
         unused = jnp.zeros(0, query.dtype)
         static = {
             "scale": settings.scale,
@@ -172,7 +173,7 @@ def _backward(settings: Settings, *operands: Any) -> Grads:
         score_mod = ((),) * ("score_mod" in names)  # JAX 0.12: its arguments
         given = (unused if bias is None else bias, *(lengths or (unused, unused)))
         saved = (query, key, value, *given, *(unused,) * 4, *score_mod, lse, out)
-        found = rule(*(static.get(name) for name in names), saved, d_out)  # type: ignore[no-untyped-call]
+        found = rule(*(static.get(name) for name in names), saved, d_out)
         return (*found[:3], found[3] if settings.bias_gradient else None)
 
     found: Grads = _folding(call)(*operands)
