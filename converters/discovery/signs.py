@@ -30,8 +30,10 @@ PARTS = {
     ),
     "gate": (
         "a gate on the output of the heads, or of the layer",
-        "set MHAParams.gate where it is a sigmoid, or multiply between dot_product_attention and "
-        "combine",
+        (
+            "set MHAParams.gate where it is a sigmoid, or multiply between dot_product_attention and "
+            "combine"
+        ),
     ),
     "clip": ("clipped projections", "set Semantics(clip_qkv=)"),
     "multiplier": (
