@@ -75,13 +75,16 @@ NAMES = (
 )  # fmt: skip
 # Names that must stay -> where and why.
 KEPT = {
+    ("jaxmha/mods/__init__.py", "alibi_slopes"): "ALiBi's word",
+    ("jaxmha/mods/scores.py", "alibi_slopes"): "ALiBi's word",
+    ("jaxmha/mods/scores.py", "slopes"): "ALiBi's word",
     ("converters/migrate/__init__.py", "Move"): "the former name of Step, for existing imports",
     ("converters/migrate/lazy_tensors.py", "move_to_end"): "of OrderedDict",
 }
 TEXTS = (
     Text(r"\bbeside\b", "next to, alongside", ("the file beside it",), fine=("besides, it is",)),
-    Text(r"(?<!ALiBi )(?<!ALiBi's )\bslopes?\b", "gradient", ("its slope is",),
-         fine=("ALiBi slopes per head",)),
+    Text(r"(?<!ALiBi )(?<!ALiBi's )(?<!`)\bslopes?\b(?!:)", "gradient", ("its slope is",),
+         fine=("ALiBi slopes per head", "slopes: one per head", "`slopes[n]`")),
     Text(r"\b(the|its|an|whose|their|\w+'s) answers?\b|\bframeworks? answers?\b"
          r"|\banswers? (0|NaN|as|something|with)\b", "output, return", ("the answer is 0",),
          fine=("questions that this answers",)),

@@ -13,41 +13,16 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core
 from jaxtyping import Bool, Float, Int32
 
 from jaxmha.arrays import Array, reject_foreign
-from jaxmha.implementations import jaxpr_equality
+from jaxmha.implementations.program import Closed, Program
 
 Index: TypeAlias = jax.Array | int
 Floats: TypeAlias = tuple[jax.Array, ...]
 Function: TypeAlias = Callable[..., jax.Array]
 # The arguments of a mask function, and of a score function.
 MASK, SCORE = "bnij", "xbnij"
-
-
-@jax.tree_util.register_static
-@dataclass(frozen=True, eq=False)
-class Program:
-    """A traced function of scalars; static under jit.
-
-    Attributes:
-      jaxpr: of the function; its constvars are the captured arrays.
-      arguments: a letter per argument: x for the score, then b, n, i and j.
-      uses: the letters of the arguments that the value depends on.
-      floating: whether each captured array is floating.
-    """
-
-    jaxpr: core.Jaxpr
-    arguments: str
-    uses: str
-    floating: tuple[bool, ...]
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Program) and jaxpr_equality.equal(self.jaxpr, other.jaxpr)
-
-    def __hash__(self) -> int:
-        return hash(jaxpr_equality.outline(self.jaxpr))
 
 
 @jax.tree_util.register_static
@@ -158,31 +133,21 @@ def _check(name: str, out: object, dtype: np.dtype[np.floating] | None) -> None:
         )
 
 
-def _hoisted(closed: core.ClosedJaxpr, arguments: str) -> Mod:
+def _hoisted(closed: Closed, arguments: str) -> Mod:
     """The traced function with its captured arrays as inputs."""
     arrays = [jnp.asarray(x) for x in closed.consts]
     floating = tuple(bool(jnp.issubdtype(x.dtype, np.floating)) for x in arrays)
-    program = Program(closed.jaxpr, arguments, _uses(closed.jaxpr, arguments), floating)
-    return Mod(program, *_split(arrays, floating))
+    return Mod(Program.of(closed, arguments, floating), *_split(arrays, floating))
 
 
 def _split(
     arrays: Sequence[jax.Array], floating: tuple[bool, ...]
 ) -> tuple[Floats, tuple[jax.Array, ...]]:
-    pairs = list(zip(arrays, floating, strict=True))
-    return tuple(x for x, is_float in pairs if is_float), tuple(
-        x for x, is_float in pairs if not is_float
+    floats, others = (
+        tuple(x for x, is_float in zip(arrays, floating, strict=True) if is_float == wanted)
+        for wanted in (True, False)
     )
-
-
-def _uses(jaxpr: core.Jaxpr, arguments: str) -> str:
-    """The letters of the arguments from which data flows to the value."""
-    needed: set[Any] = {x for x in jaxpr.outvars if not isinstance(x, core.Literal)}
-    for eqn in reversed(jaxpr.eqns):
-        if needed.intersection(eqn.outvars):
-            needed.update(x for x in eqn.invars if not isinstance(x, core.Literal))
-    pairs = zip(arguments, jaxpr.invars, strict=True)
-    return "".join(letter for letter, variable in pairs if variable in needed)
+    return floats, others
 
 
 class Extent(NamedTuple):
@@ -255,7 +220,6 @@ def _vectorised(
     program = mod.program
     floating, others = iter(floats), iter(mod.others)
     arrays = [next(floating if is_float else others) for is_float in program.floating]
-    run = core.jaxpr_as_fun(core.ClosedJaxpr(program.jaxpr, arrays))
     # An input without axes of its own, because the value does not depend on it, is any entry.
     values = [
         (x, letters) if set(letters) <= set(axes) else (x.reshape(-1)[0], "")
@@ -263,8 +227,7 @@ def _vectorised(
     ]
 
     def call(*arguments: jax.Array) -> jax.Array:
-        found: jax.Array = run(*arguments)[0]
-        return found
+        return program.run(arrays, arguments)
 
     for axis in reversed(axes):
         call = jax.vmap(call, in_axes=[0 if axis in letters else None for _, letters in values])
@@ -307,6 +270,6 @@ def cotangent(mod: Mod | None, floats: Floats) -> Mod | None:
     """The cotangent of a function, as a custom VJP returns it: that of its floating arrays."""
     if mod is None:
         return None
-    pairs = zip(floats, mod.floats, strict=True)
+    found = tuple(x.astype(y.dtype) for x, y in zip(floats, mod.floats, strict=True))
     none: Any = None
-    return Mod(mod.program, tuple(x.astype(y.dtype) for x, y in pairs), none)
+    return Mod(mod.program, found, none)

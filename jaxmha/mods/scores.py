@@ -48,9 +48,9 @@ def _alibi(
 
 
 def alibi_slopes(num_heads: int, kind: Literal["bloom", "mpt"] = "bloom") -> jax.Array:
-    """The slopes of the paper, `2 ** (-8 * n / N)` for n = 1 to N, in float32.
+    """The ALiBi slopes of the paper, `2 ** (-8 * n / N)` for n = 1 to N, in float32.
 
-    The models differ where N is no power of two: `bloom` interleaves the slopes of twice as many
+    The models differ where N is no power of two: `bloom` interleaves the ALiBi slopes of twice as many
     heads at the end, `mpt` reorders those of the next power of two.
 
     Source: `build_alibi_tensor` of BLOOM and `build_mpt_alibi_tensor` of MPT, in transformers.

@@ -362,8 +362,7 @@ def _visit_backward(
         more = tile.backward(shared.config, rows, cotangents, *operands, shared.modifier(position))
         if d_bias is not None:
             d_bias = _add_bias_gradient(d_bias, more.bias, position)
-        pairs = zip(floats, more.floats, strict=True)
-        floats = tuple(x + y.astype(x.dtype) for x, y in pairs)
+        floats = tuple(x + y.astype(x.dtype) for x, y in zip(floats, more.floats, strict=True))
         dk = layout.add_to_kv_tile(tiling, dk, j, more.keys)
         dv = layout.add_to_kv_tile(tiling, dv, j, more.values)
         return dq + more.rows, dk, dv, Additional(d_bias, floats)

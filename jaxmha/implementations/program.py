@@ -1,0 +1,65 @@
+"""Functions of scalars as jaxprs. Modules of JAX that load slowly are imported when one is traced."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import jax
+
+if TYPE_CHECKING:
+    from jax.extend import core
+
+# A `jax.extend.core.ClosedJaxpr`.
+Closed: TypeAlias = Any
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True, eq=False)
+class Program:
+    """A traced function of scalars; static under jit.
+
+    Attributes:
+      jaxpr: of the function; its constvars are the captured arrays.
+      arguments: a letter per argument: x for the score, then b, n, i and j.
+      uses: the letters of the arguments that the value depends on.
+      floating: whether each captured array is floating.
+    """
+
+    jaxpr: "core.Jaxpr"
+    arguments: str
+    uses: str
+    floating: tuple[bool, ...]
+
+    @classmethod
+    def of(cls, closed: Closed, arguments: str, floating: tuple[bool, ...]) -> "Program":
+        """The program of a closed jaxpr."""
+        return cls(closed.jaxpr, arguments, _uses(closed.jaxpr, arguments), floating)
+
+    def run(self, arrays: Sequence[jax.Array], arguments: Sequence[jax.Array]) -> jax.Array:
+        """The value for scalars, given the captured arrays."""
+        from jax.extend import core
+
+        found: jax.Array = core.jaxpr_as_fun(core.ClosedJaxpr(self.jaxpr, arrays))(*arguments)[0]
+        return found
+
+    def __eq__(self, other: object) -> bool:
+        from jaxmha.implementations import jaxpr_equality
+
+        return isinstance(other, Program) and jaxpr_equality.equal(self.jaxpr, other.jaxpr)
+
+    def __hash__(self) -> int:
+        from jaxmha.implementations import jaxpr_equality
+
+        return hash(jaxpr_equality.outline(self.jaxpr))
+
+
+def _uses(jaxpr: "core.Jaxpr", arguments: str) -> str:
+    """The letters of the arguments from which data flows to the value."""
+    from jax.extend import core
+
+    needed: set[Any] = {x for x in jaxpr.outvars if not isinstance(x, core.Literal)}
+    for eqn in reversed(jaxpr.eqns):
+        if needed.intersection(eqn.outvars):
+            needed.update(x for x in eqn.invars if not isinstance(x, core.Literal))
+    variables = zip(arguments, jaxpr.invars, strict=True)
+    return "".join(letter for letter, variable in variables if variable in needed)
