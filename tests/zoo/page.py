@@ -87,7 +87,10 @@ def text(rows: list[Checked]) -> str:
             if counts[name]
         ),
         "",
-        "The error is the largest difference of logits, relative to the largest logit.",
+        (
+            "The error is the largest difference of logits, relative to the largest logit. Rows without an "
+            "error keep the verdict of an earlier run."
+        ),
         "",
         "| model type | verdict | layouts | positions | error | reason |",
         "|---|---|---|---|---|---|",
