@@ -209,8 +209,8 @@ def test_a_broken_kernel_means_the_next_and_one_warning(
         if defect == "raises":
             raise RuntimeError("no kernel image is available\nand more lines")
         out = right(*args, **options)
-        spoil = {"wrong": lambda x: 1.1 * x, "NaN": lambda x: x * jnp.nan}[defect]
-        return jax.tree.map(lambda x: spoil(x).astype(x.dtype), out)
+        spoil: dict[str, Any] = {"wrong": lambda x: 1.1 * x, "NaN": lambda x: x * jnp.nan}
+        return jax.tree.map(lambda x: spoil[defect](x).astype(x.dtype), out)
 
     def broken_gradient(*args: Any) -> Any:
         d_query, *others = right_gradient(*args)

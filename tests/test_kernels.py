@@ -13,7 +13,7 @@ import pytest
 
 import jaxmha
 from jaxmha import Mask
-from jaxmha.implementations import UnsupportedError
+from jaxmha.implementations import UnsupportedError, probe
 from jaxmha.implementations.fused import adapter, splash, tokamax
 from tests import cases, conformance, cudnn_contract
 from tests.cases import CASES, POISONED, Case
@@ -88,8 +88,12 @@ def test_cudnn_float16(case: Case) -> None:
 
 @pytest.mark.everyday(case=["poisoned_causal"])
 @pytest.mark.usefixtures("cudnn")
+@pytest.mark.parametrize("leaks", [False, True])
 @pytest.mark.parametrize("case", POISONED)
-def test_cudnn_poisoned(case: Case) -> None:
+def test_cudnn_poisoned(case: Case, leaks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a cuDNN that skips what lies beyond lengths, and with one that was found not to."""
+    monkeypatch.setattr(cudnn_contract, "LEAKS", leaks)
+    monkeypatch.setattr(probe, "leaks", lambda *_: leaks)
     bare = replace(case, logits_soft_cap=None, segments=None, bias=None, bias_excludes=False)
     if "bias" not in case.name:
         conformance.poisoned_padding(bare, "cudnn", "bfloat16")

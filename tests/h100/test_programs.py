@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 import jaxmha
 from tests.h100 import compiled, programs
 from tests.h100.compiled import MIB
-from tests.h100.programs import ALONE, MORE, NINE, array
+from tests.h100.programs import ALONE, PROGRAMS, array
 
 OPTIMISED = True
 SPEC: Any = PartitionSpec
@@ -40,9 +40,9 @@ def h100(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         jax.config.update(name, value)  # type: ignore[no-untyped-call]
 
 
-@pytest.mark.parametrize("name", [*NINE, *MORE])
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_as_lean_as_jax_nn(name: str) -> None:
-    case = (NINE | MORE)[name]
+    case = PROGRAMS[name]
     found = compiled.compiled(case.build(programs.ours), *case.arguments)
     peer = compiled.compiled(case.build(programs.theirs), *case.arguments)
     assert found.temporary <= 1.1 * peer.temporary + 2 * MIB
