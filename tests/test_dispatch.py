@@ -277,6 +277,29 @@ def test_a_kernel_that_leaks_gets_zeroed_arrays(
     )
 
 
+def test_a_step_reads_the_cache_as_it_lies(gpu: list[Any]) -> None:
+    """The same as in plain XLA, whatever the free slots hold; also in a ring as large as a window."""
+    params = jaxmha.init_params(
+        jax.random.key(0), num_heads=4, num_kv_heads=2, features=32, dtype=jnp.bfloat16
+    )
+    rng = np.random.default_rng(0)
+    tokens = jnp.asarray(rng.standard_normal((2, 9, 32)), jnp.bfloat16)
+    for slots, mask in ((12, None), (4, Mask.window(3, 0))):
+        cache = jaxmha.KVCache.empty(params, 2, slots)
+        cache = cache._replace(value=jnp.full_like(cache.value, jnp.nan))
+        found, want = [], []
+        for t in range(9):
+            x = tokens[:, t : t + 1]
+            with jaxmha.lowering_for("cpu"):
+                want.append(jaxmha.decode_step(params, x, cache, mask=mask)[0])
+            out, cache = jaxmha.decode_step(params, x, cache, mask=mask)
+            found.append(out)
+        asked = gpu[-1]
+        assert (asked["T"], asked["S"], asked["H"]) == (1, slots, 8)
+        one, other = (np.asarray(jnp.concatenate(x, 1), np.float32) for x in (found, want))
+        np.testing.assert_allclose(one, other, atol=0.03 * np.abs(other).max(), rtol=0)
+
+
 def test_a_busy_device_is_asked_again(gpu: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """What a lack of memory says about a kernel is not remembered."""
     right, failing = cudnn_contract.dot_product_attention, [2]
