@@ -15,7 +15,7 @@ from jaxmha.semantics import Precision
 # number of parts. Up to SMALL multiplications it costs microseconds; beyond, it would slow the
 # matmul down.
 SMALL = 2**19
-TERMS, PARTS = 4, 16  # minimum terms per part, maximum number of parts
+TERMS, PARTS = 4, 64  # minimum terms per part, maximum number of parts
 ROWS = 32  # rows summed in one step
 
 

@@ -99,9 +99,17 @@ def fold(
     return State(before.out * alpha + out, row_max, before.row_sum * alpha + row_sum)
 
 
+def divisor_of(row_sum: jax.Array) -> jax.Array:
+    """The row sum, and 1 where it is 0: in fully masked rows.
+
+    Elsewhere it is about 1 or more, and may lie below 1: compilers fuse the factor of the logits
+    with the subtraction of the row max, which was rounded.
+    """
+    return jnp.where(row_sum == 0, 1.0, row_sum)
+
+
 def normalize(state: State, keep_rate: float | None = None) -> Softmax:
     """Divides the output by the row sum and, if there is dropout, by the rate of kept weights."""
-    # The row sum is 0 in fully masked rows, else at least 1, the exponential of the row max.
-    divisor = jnp.maximum(state.row_sum, 1.0)
+    divisor = divisor_of(state.row_sum)
     out = state.out / (divisor if keep_rate is None else divisor * keep_rate)
     return Softmax(out, state.row_max, state.row_sum)

@@ -12,6 +12,7 @@ Source: Dao et al., "FlashAttention" (2022), and Rabe and Staats, "Self-attentio
 O(n^2) memory" (2021).
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -36,7 +37,7 @@ from jaxmha.implementations.tiled.dropout import Seed, seed_of
 from jaxmha.implementations.tiled.loop import backward, backward_inputs, forward, normalize
 from jaxmha.implementations.tiled.tile import Config
 from jaxmha.implementations.tiled.tiling import Tiling, choose_tiling
-from jaxmha.matmul import operand_dtype, split_scale
+from jaxmha.matmul import SMALL, operand_dtype, split_scale
 
 # Overrides of the tile sizes that `choose_tiling` takes from the tuning table: `target`,
 # `least_rows`, `side`. Read once, when a program is traced; its gradient uses the same sizes.
@@ -165,7 +166,10 @@ def _head_major(
     query, key, value = (jnp.moveaxis(x.astype(accumulate), 2, 1) for x in request[:3])
     semantics = request.semantics
     operands = operand_dtype(request.query.dtype, semantics.precision, platform)
-    scale, rest = (request.scale, 1.0) if operands is None else split_scale(request.scale)
+    # A scale that is no power of two would round every query. In small matmuls, whose sums are
+    # pairwise, that costs less than rounding the logits once more.
+    small = math.prod((*query.shape, key.shape[2])) <= SMALL and operands is None
+    scale, rest = (request.scale, 1.0) if small else split_scale(request.scale)
     query *= scale
     return query, key, value, _Operands(operands, rest)
 
@@ -185,6 +189,7 @@ def _config(request: Request, conditions: Conditions, platform: str, operands: _
         _sizes(),
         operands.dtype,
         operands.scale,
+        transposed=platform == "cpu",
     )
 
 
@@ -328,10 +333,10 @@ def forward_for_gradient(
     """Output, row max and row sum of `core`, with the tile sizes of the backward pass."""
     # Under differentiation, bands and unrolled loops gain little and compile slowly.
     tiling = replace(tiling, unroll=False)
-    transposed = tiling.kv_tiles > 1
-    if transposed:
+    if tiling.kv_tiles > 1:
         tiling = _gradient_tiling(tiling, config, query, key, bias, seed, score_mod)
-    config = config._replace(lse=True, transposed=transposed)
+        config = config._replace(transposed=True)
+    config = config._replace(lse=True)
 
     def finalize(state: State) -> Softmax:
         return normalize(config, state, seed)

@@ -214,7 +214,7 @@ def backward_inputs(
     row_max = jnp.where(softmax.row_sum == 0, jnp.inf, softmax.row_max)
     row_max = layout.to_query_tiles(tiling, row_max, jnp.inf)
     out, row_sum = (layout.to_query_tiles(tiling, x) for x in (softmax.out, softmax.row_sum))
-    divisor = jnp.maximum(row_sum, 1.0)
+    divisor = online_softmax.divisor_of(row_sum)
     # einsum instead of sum: for a sum, XLA:CPU materialises the products, several times.
     minus_delta -= jnp.einsum("...h,...h->...", d_out, out, precision="highest")[..., None]
     return query, Cotangents(d_out / divisor, row_max, minus_delta / divisor)
