@@ -140,19 +140,17 @@ def from_leaves(arrays: dict[str, Array]) -> MHAParams:
     """Builds parameters from the arrays by name; KeyError without kernels of query, key, value."""
     arrays = {field_of(name): array for name, array in arrays.items()}
 
-    def projection(name: str) -> Projection | None:
-        if f"{name}.kernel" not in arrays:
-            return None
+    def projection(name: str) -> Projection:
         return Projection(arrays[f"{name}.kernel"], arrays.get(f"{name}.bias"))
 
+    other = {name: arrays[name] for name in MHAParams._fields if name in arrays}
     return MHAParams(
-        *(
-            Projection(arrays[f"{x}.kernel"], arrays.get(f"{x}.bias"))
-            for x in MHAParams._fields[:3]
-        ),
-        projection("out"),
-        *(arrays.get(name) for name in MHAParams._fields[4:-1]),
-        gate=projection("gate"),
+        projection("query"),
+        projection("key"),
+        projection("value"),
+        projection("out") if "out.kernel" in arrays else None,
+        gate=projection("gate") if "gate.kernel" in arrays else None,
+        **other,
     )
 
 

@@ -293,7 +293,7 @@ def combine(params: Any, heads: Array, query: Array | None = None) -> Array:
             weights = kernel[:, n] if kernel.ndim == 2 else kernel[:, n, c]
             logit = dot(query[*at_position], weights)
             if bias is not None:
-                logit += bias[n] if bias.ndim == 1 else bias[n, c]
+                logit += float(bias[n] if bias.ndim == 1 else bias[n, c])
             heads[*at_position, n, c] *= 1 / (1 + math.exp(-logit))
     if params.out is None:
         return heads.reshape(*batch, T, N * h)

@@ -210,7 +210,8 @@ def test_a_broken_kernel_means_the_next_and_one_warning(
             raise RuntimeError("no kernel image is available\nand more lines")
         out = right(*args, **options)
         spoil: dict[str, Any] = {"wrong": lambda x: 1.1 * x, "NaN": lambda x: x * jnp.nan}
-        return jax.tree.map(lambda x: spoil[defect](x).astype(x.dtype), out)
+        spoiled = jax.tree.map(lambda x: spoil[defect](x).astype(x.dtype), out)
+        return spoiled
 
     def broken_gradient(*args: Any) -> Any:
         d_query, *others = right_gradient(*args)

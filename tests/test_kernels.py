@@ -220,13 +220,13 @@ def test_the_lowest_attended_logits_beat_those_of_excluded_keys(
     query[..., 0] = size
     key = -query * np.array([1, 0.875, 0.75, 0.625], jnp.bfloat16)[:, None, None]  # no ties
     value = np.repeat(np.arange(1.0, 5).astype(jnp.bfloat16), 8).reshape(1, 4, 1, 8)
-    both = [
+    found, expected = (
         jaxmha.dot_product_attention(
             query, key, value, scale=1.0, implementation=implementation, **options
         )
         for implementation in ("cudnn", "reference")
-    ]
-    np.testing.assert_array_equal(*(np.asarray(x, np.float32) for x in both))
+    )
+    np.testing.assert_array_equal(np.asarray(found, np.float32), np.asarray(expected, np.float32))
 
 
 @pytest.mark.parametrize("without", ["_lengths", "_sum"])

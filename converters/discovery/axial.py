@@ -140,4 +140,4 @@ def _stretch(own: Mapping[str, Any], layer: int | None) -> float:
     whole = own.get("global_attn_indexes")
     if not isinstance(whole, list) or layer not in whole:
         return 1.0
-    return float(own["window_size"]) / (own["image_size"] // own["patch_size"])
+    return float(own["window_size"]) / float(own["image_size"] // own["patch_size"])

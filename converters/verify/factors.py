@@ -244,10 +244,10 @@ def _weights(a: Layer, b: Layer, x: Values, y: Values) -> list[Factor]:
         found.append(Factor("rounded weights", f"the same weights, {kinds}", tuple(rounded)))
     # Some conversion errors are recognisable with only one of the two head counts: try both.
     readings = [_explained(plain, x, y | {n: x[n] for n in rounded}, v["heads"]) for v in (y, x)]
-    for part in min(readings, key=lambda parts: sum(part.remedy is None for part in parts)):
-        of = ", ".join(part.leaves)
-        what = part.remedy or "the values differ, and no known conversion error explains it"
-        found.append(Factor(part.name, f"{of}: {what}", part.leaves))
+    for error in min(readings, key=lambda errors: sum(e.remedy is None for e in errors)):
+        of = ", ".join(error.leaves)
+        what = error.remedy or "the values differ, and no known conversion error explains it"
+        found.append(Factor(error.name, f"{of}: {what}", error.leaves))
     return found
 
 

@@ -1,7 +1,7 @@
 """Every argument of Keras' attention layers is carried, kept on request, or refused by name."""
 
 import inspect
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -52,7 +52,7 @@ def test_refused_by_name(settings: dict[str, Any], named: str) -> None:
 
 @pytest.mark.parametrize("kind", ["mha", "gqa"])
 @pytest.mark.parametrize("use_bias", [True, False])
-def test_a_gate_is_carried(kind: str, use_bias: bool) -> None:
+def test_a_gate_is_carried(kind: Literal["mha", "gqa"], use_bias: bool) -> None:
     import keras as framework
 
     settings: dict[str, Any] = {"use_gate": True, "use_bias": use_bias}

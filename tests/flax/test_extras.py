@@ -211,7 +211,7 @@ def test_other_forms_of_leaves_come_back(names: tuple[str, ...]) -> None:
     params, norm = from_leaves(arrays), "query_norm_heads" in names
     semantics = Semantics(qk_norm="layer" if norm else None)
     x = features("Dq", "Dk", "Dv")
-    expected = multi_head_attention(params, *x, semantics=semantics)
+    expected = np.asarray(multi_head_attention(params, *x, semantics=semantics))
     for layer in layers(params, semantics):
         assert_close(layer(*x), expected)
     module, variables = linen.MultiHeadAttention.from_params(params, semantics)
@@ -228,7 +228,7 @@ def test_other_forms_of_leaves_come_back(names: tuple[str, ...]) -> None:
 def test_norms_without_scales() -> None:
     semantics = Semantics(qk_norm="rms", qk_norm_learned=False)
     params, x = parameters(without=BARE), features("Dq", "Dk", "Dv")
-    expected = multi_head_attention(params, *x, semantics=semantics)
+    expected = np.asarray(multi_head_attention(params, *x, semantics=semantics))
     for layer in layers(params, semantics):
         assert_close(layer(*x), expected)
 
