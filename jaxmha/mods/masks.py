@@ -11,6 +11,7 @@ from jaxtyping import Bool, Integer
 from jaxmha.arrays import Array, require_arrays
 from jaxmha.mods.bound import Function, with_arrays
 
+Index: TypeAlias = jax.Array | int
 Ids: TypeAlias = Integer[Array, "*B S"]
 
 
@@ -19,9 +20,8 @@ def causal(offset: int | jax.Array = 0) -> Function:
     return with_arrays(_causal, offset)
 
 
-def _causal(offset: Any, b: Any, n: Any, i: jax.Array, j: jax.Array) -> jax.Array:
-    found: jax.Array = j <= i + offset
-    return found
+def _causal(offset: Any, b: Any, n: Any, i: Index, j: Index) -> jax.Array:
+    return jnp.asarray(j <= i + offset)
 
 
 def window(left: int, right: int) -> Function:
@@ -29,9 +29,8 @@ def window(left: int, right: int) -> Function:
     return with_arrays(_window, left, right)
 
 
-def _window(left: Any, right: Any, b: Any, n: Any, i: jax.Array, j: jax.Array) -> jax.Array:
-    found: jax.Array = (j >= i - left) & (j <= i + right)
-    return found
+def _window(left: Any, right: Any, b: Any, n: Any, i: Index, j: Index) -> jax.Array:
+    return jnp.asarray((j >= i - left) & (j <= i + right))
 
 
 def document(query_ids: Ids, key_ids: Ids | None = None) -> Function:
@@ -57,7 +56,7 @@ def document(query_ids: Ids, key_ids: Ids | None = None) -> Function:
     return with_arrays(_document, *ids)
 
 
-def _document(rows: Any, keys: Any, b: Any, n: Any, i: jax.Array, j: jax.Array) -> jax.Array:
+def _document(rows: Any, keys: Any, b: Any, n: Any, i: Index, j: Index) -> jax.Array:
     one, other = (x[at] if x.ndim == 1 else x[b, at] for x, at in ((rows, i), (keys, j)))
     same: jax.Array = one == other
     return same
@@ -72,9 +71,9 @@ def prefix_lm(prefix: int | Integer[Array, "*B"]) -> Function:
     return with_arrays(_prefix_lm, prefix)
 
 
-def _prefix_lm(prefix: Any, b: Any, n: Any, i: jax.Array, j: jax.Array) -> jax.Array:
+def _prefix_lm(prefix: Any, b: Any, n: Any, i: Index, j: Index) -> jax.Array:
     most = jnp.asarray(prefix)
-    return (j <= i) | (j < (most if most.ndim == 0 else most[b]))
+    return jnp.asarray(j <= i) | (j < (most if most.ndim == 0 else most[b]))
 
 
 def dilated(dilation: int, left: int, right: int = 0) -> Function:
@@ -88,9 +87,7 @@ def dilated(dilation: int, left: int, right: int = 0) -> Function:
     return with_arrays(_dilated, dilation, left, right)
 
 
-def _dilated(
-    dilation: Any, left: Any, right: Any, b: Any, n: Any, i: jax.Array, j: jax.Array
-) -> jax.Array:
+def _dilated(dilation: Any, left: Any, right: Any, b: Any, n: Any, i: Index, j: Index) -> jax.Array:
     distance = jnp.asarray(j - i)
     within = (distance >= -left * dilation) & (distance <= right * dilation)
     found: jax.Array = within & (distance % dilation == 0)
@@ -115,7 +112,7 @@ def block_sparse(layout: Bool[Array, "*N I J"], block: int) -> Function:
     return with_arrays(_block_sparse, jnp.asarray(layout), block)
 
 
-def _block_sparse(layout: Any, block: Any, b: Any, n: Any, i: jax.Array, j: jax.Array) -> jax.Array:
+def _block_sparse(layout: Any, block: Any, b: Any, n: Any, i: Index, j: Index) -> jax.Array:
     at = i // block, j // block
     found: jax.Array = layout[at] if layout.ndim == 2 else layout[n, *at]
     return found
