@@ -25,10 +25,10 @@ __all__ = [
 FOREIGN: dict[str, str] = {"torch": ".detach().cpu().numpy()", "tensorflow": ".numpy()"}
 
 
-def require_arrays(**arguments: object) -> None:
-    """Raises TypeError for an argument that is neither None nor an array of NumPy or JAX."""
+def require_arrays(*, optional: bool = False, **arguments: object) -> None:
+    """Raises TypeError for an argument that is no array of NumPy or JAX; `optional` allows None."""
     for name, value in arguments.items():
-        if value is None or _is_fine(value):
+        if _is_fine(value) or (optional and value is None):
             continue
         reject_foreign(name, value)
         if not (hasattr(value, "shape") and hasattr(value, "dtype")):

@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Bool, Float, Integer, PRNGKeyArray
 
 from jaxmha import checks, implementations, limits, sharding, traced_scale
-from jaxmha.arrays import Array, DTypeLike, reject_foreign, require_arrays
+from jaxmha.arrays import Array, DTypeLike, require_arrays
 from jaxmha.attention_options import Options
 from jaxmha.dims import bind
 from jaxmha.explicit_sharding import by_types, sharding_of_heads
@@ -21,7 +21,7 @@ from jaxmha.implementations.base import Request, Result, simplified
 from jaxmha.mask import Mask
 from jaxmha.mask_arguments import KEYWORDS, as_mask, mask_of_keywords
 from jaxmha.mod_arguments import MaskMod, Mods, ScoreMod, checked_blocks, traced_mods
-from jaxmha.semantics import FullyMasked, Precision, ReturnWeights, Semantics
+from jaxmha.semantics import FullyMasked, Precision, ReturnWeights, Semantics, flag
 
 
 @overload
@@ -178,8 +178,10 @@ def dot_product_attention(
     >>> residual.shape
     (2, 5, 4)
     """
-    require_arrays(query=query, key=key, value=value, bias=bias, sinks=sinks)
-    reject_foreign("dropout_key", dropout_key)
+    require_arrays(query=query, key=key, value=value)
+    require_arrays(optional=True, bias=bias, sinks=sinks)
+    if dropout_key is not None:
+        checks.prng_key("dropout_key", dropout_key)
     checks.reject_rounding(query=query, key=key, value=value, bias=bias, sinks=sinks)
     known_scale, traced = traced_scale.split(scale)
     semantics = Semantics(
@@ -193,11 +195,11 @@ def dot_product_attention(
     )
     returned = Returned(
         checks.weights_kind(return_weights),
-        checks.flag("return_lse", return_lse),
-        checks.flag("return_residual", return_residual),
+        flag("return_lse", return_lse),
+        flag("return_residual", return_residual),
     )
     keywords = mask_of_keywords(
-        checks.flag("is_causal", is_causal),
+        flag("is_causal", is_causal),
         query_seq_lengths,
         key_value_seq_lengths,
         local_window_size,

@@ -3,12 +3,11 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import export
 
 from jaxmha.arrays import Array, DTypeLike, as_dtype, is_rounded, reject_foreign, require_arrays
 from jaxmha.mask import Mask
@@ -49,6 +48,20 @@ def floating_dtype(dtype: DTypeLike, name: str = "dtype") -> np.dtype[np.floatin
     return dtype
 
 
+def prng_key(name: str, key: object) -> None:
+    """Raises TypeError unless `key` is one PRNG key, typed or raw."""
+    reject_foreign(name, key)
+    dtype, shape = getattr(key, "dtype", None), getattr(key, "shape", None)
+    if isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        fits = shape == ()
+    else:
+        fits = isinstance(key, jax.Array | np.ndarray) and dtype == np.uint32
+        fits = fits and isinstance(shape, tuple) and len(shape) == 1 and shape[0] >= 2
+    if not fits:
+        found = type(key).__name__ if dtype is None else f"an array of {dtype} of shape {shape}"
+        raise TypeError(f"{name} must be one PRNG key, such as jax.random.key(0), got {found}")
+
+
 def require_type(kind: type, **arguments: object) -> None:
     """Raises TypeError for an argument that is not of the type `kind`, or holds tensors of another
     framework."""
@@ -56,17 +69,6 @@ def require_type(kind: type, **arguments: object) -> None:
         if not isinstance(value, kind):
             raise TypeError(f"{name} must be a jaxmha.{kind.__name__}, got {type(value).__name__}")
         reject_foreign(name, value)
-
-
-def flag(name: str, value: object) -> bool:
-    """Returns `value` as a Python bool; TypeError unless it is a static bool (0 and 1 are not)."""
-    if isinstance(value, bool | np.bool_):
-        return bool(value)
-    traced = isinstance(value, jax.core.Tracer)
-    raise TypeError(
-        f"{name} must be a bool, True or False, got {type(value).__name__}"
-        f"{': it shapes the program and cannot be traced' if traced else ''}"
-    )
 
 
 def window(sides: int | Sequence[int | None] | Array | None) -> Mask:
@@ -83,17 +85,6 @@ def window(sides: int | Sequence[int | None] | Array | None) -> Mask:
     if len(both) != 2:
         raise ValueError(f"local_window_size must be w or (left, right), got {both!r}")
     return Mask.window(*both)
-
-
-def require_sizes(*, least: int = 1, most: int | None = None, **arguments: object) -> None:
-    """Raises ValueError for an argument that is neither None nor an integer in `[least, most]`."""
-    for name, size in arguments.items():
-        if size is None or export.is_symbolic_dim(cast(int, size)):
-            continue
-        if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < least:
-            raise ValueError(f"{name} must be an integer of at least {least}, got {size!r}")
-        if most is not None and size > most:
-            raise ValueError(f"{name} must be at most {most}, got {size!r}")
 
 
 def promoted(**arrays: Array | None) -> np.dtype[np.floating]:

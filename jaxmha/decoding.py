@@ -350,7 +350,9 @@ def _checked(params: MHAParams, x: Array, cache: CacheT, semantics: Semantics) -
         checks.require_type(KVCache, cache=cache)
     checks.require_type(Semantics, semantics=semantics)
     require_arrays(x=x)
-    require_arrays(**{f"cache.{name}": part for name, part in cache._asdict().items()})
+    for name, part in cache._asdict().items():
+        is_scale = name.endswith("_scale")  # None where numbers are stored as they are
+        require_arrays(optional=is_scale, **{f"cache.{name}": part})
     stored = {"cache.key": cache.key, "cache.value": cache.value}
     checks.reject_rounding(params=params, x=x, **stored)
     for name in ("key", "value"):
@@ -369,7 +371,7 @@ def _checked(params: MHAParams, x: Array, cache: CacheT, semantics: Semantics) -
 
 def _checked_counts(q_lengths: Array | None) -> Array | None:
     """Checks that the argument is an array of integers; NumPy's become int32."""
-    require_arrays(q_lengths=q_lengths)
+    require_arrays(optional=True, q_lengths=q_lengths)
     if q_lengths is not None and not jnp.issubdtype(q_lengths.dtype, np.integer):
         raise TypeError(f"q_lengths must be an integer array, got {q_lengths.dtype}")
     return _counts(q_lengths) if isinstance(q_lengths, np.ndarray) else q_lengths

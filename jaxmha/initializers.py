@@ -12,10 +12,11 @@ import jax.numpy as jnp
 from jaxtyping import PRNGKeyArray
 
 from jaxmha.arrays import DTypeLike
-from jaxmha.checks import floating_dtype, require_sizes
+from jaxmha.checks import floating_dtype, prng_key
 from jaxmha.implementations.base import accumulation_dtype
+from jaxmha.integers import require_sizes
 from jaxmha.params import MHAParams, Projection
-from jaxmha.semantics import one_of
+from jaxmha.semantics import flag, one_of
 
 
 def init_params(
@@ -61,9 +62,11 @@ def init_params(
     (2, 3, 6)
     """
     one_of("scheme", scheme, ("torch", "keras", "flax"))
+    prng_key("key", key)
+    use_bias, use_bias_kv = flag("use_bias", use_bias), flag("use_bias_kv", use_bias_kv)
+    require_sizes(num_heads=num_heads, features=features)
     require_sizes(
-        num_heads=num_heads,
-        features=features,
+        optional=True,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         value_head_dim=value_head_dim,

@@ -5,13 +5,14 @@ overflow.
 """
 
 from types import ModuleType
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, TypeGuard, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import export
 
-from jaxmha.arrays import Array, is_rounded
+from jaxmha.arrays import Array, conversion_hint, is_rounded, reject_foreign
 
 # An integer or an array of integers; `near` and `narrow` return anything else unchanged.
 Bound = TypeVar("Bound")
@@ -81,6 +82,34 @@ def comparable(
         f"segment ids: no integer dtype of this program holds both {pair[0].dtype} of the queries "
         f"and {pair[1].dtype} of the keys: make both one dtype where they are made"
     )
+
+
+def require_integers(kind: str, *, optional: bool = False, **arguments: object) -> None:
+    """Raises TypeError for an argument that is no array of integers; `optional` allows None.
+
+    `kind` names the expected kind in the message, such as "an integer array".
+    """
+    for name, value in arguments.items():
+        if value is None and optional:
+            continue
+        reject_foreign(name, value)
+        dtype = getattr(value, "dtype", None)
+        if dtype is None or not jnp.issubdtype(dtype, np.integer):
+            found = type(value).__name__ if dtype is None else dtype
+            raise TypeError(f"{name} must be {kind}, got {found}{conversion_hint(name, value)}")
+
+
+def require_sizes(
+    *, least: int = 1, most: int = _LIMITS.max, optional: bool = False, **arguments: object
+) -> None:
+    """Raises ValueError for a size that is no integer in `[least, most]`; `optional` allows None."""
+    for name, size in arguments.items():
+        if (optional and size is None) or export.is_symbolic_dim(cast(int, size)):
+            continue
+        if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < least:
+            raise ValueError(f"{name} must be an integer of at least {least}, got {size!r}")
+        if size > most:
+            raise ValueError(f"{name} must be at most {most}, got {size!r}")
 
 
 def is_integers(x: object) -> TypeGuard[Array]:

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int
 from jaxmha import checks
 from jaxmha.arrays import Array, DTypeLike
 from jaxmha.cached_attention import Tile
-from jaxmha.integers import FAR
+from jaxmha.integers import FAR, require_sizes
 from jaxmha.params import MHAParams, check
 
 
@@ -59,8 +59,8 @@ class KVCache(NamedTuple):
         (5, 2, 7, 3)
         """
         sizes = check(params)
-        checks.require_sizes(least=0, batch_size=batch_size)
-        checks.require_sizes(least=0, most=FAR, length=length)
+        require_sizes(least=0, batch_size=batch_size)
+        require_sizes(least=0, most=FAR, length=length)
         dtype = (
             checks.promoted(
                 **{

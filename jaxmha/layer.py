@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Float, PRNGKeyArray
 
 from jaxmha import bias_kv, checks, sharding
-from jaxmha.arrays import Array, reject_foreign, require_arrays
+from jaxmha.arrays import Array, require_arrays
 from jaxmha.attention import attend, hashable
 from jaxmha.explicit_sharding import by_types, sharding_of_features
 from jaxmha.implementations import forward_mode
@@ -21,7 +21,7 @@ from jaxmha.mask_arguments import as_mask
 from jaxmha.mod_arguments import MaskMod, Mods, ScoreMod, traced_mods, without_extras
 from jaxmha.params import MHAParams
 from jaxmha.projections import check_inputs, combine_checked, distinct, project_checked
-from jaxmha.semantics import FullyMasked, ReturnWeights, Semantics
+from jaxmha.semantics import FullyMasked, ReturnWeights, Semantics, flag
 
 
 @overload
@@ -135,10 +135,12 @@ def multi_head_attention(
     value = key if value is None else value
     checks.require_type(MHAParams, params=params)
     checks.require_type(Semantics, semantics=semantics)
-    require_arrays(query=query, key=key, value=value, bias=bias)
-    reject_foreign("dropout_key", dropout_key)
+    require_arrays(query=query, key=key, value=value)
+    require_arrays(optional=True, bias=bias)
+    if dropout_key is not None:
+        checks.prng_key("dropout_key", dropout_key)
     checks.reject_rounding(params=params, query=query, key=key, value=value, bias=bias)
-    is_causal = checks.flag("is_causal", is_causal)
+    is_causal = flag("is_causal", is_causal)
     mask = as_mask(mask)
     mods = Mods()
     if score_mod is not None or mask_mod is not None:

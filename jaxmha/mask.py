@@ -13,8 +13,8 @@ import numpy as np
 from jaxtyping import Bool, Integer
 
 from jaxmha import mask_repr
-from jaxmha.arrays import Array, conversion_hint, reject_foreign, require_arrays
-from jaxmha.integers import comparable, library, narrow, near
+from jaxmha.arrays import Array, reject_foreign, require_arrays
+from jaxmha.integers import comparable, library, narrow, near, require_integers, require_sizes
 
 P = ParamSpec("P")
 
@@ -63,15 +63,24 @@ class Mask:
     array: Array | None = None
 
     def __post_init__(self) -> None:
-        """Narrows integers of any dtype to int32, so that JAX truncates none."""
+        """Checks types, and narrows integers of any dtype to int32, so that JAX truncates none."""
         offset, window = self.causal_offset, self.window_size
+        if isinstance(offset, bool) or not isinstance(offset, int):
+            kind = "an integer or an integer array"
+            require_integers(kind, optional=True, causal_offset=offset)
+        for name in ("query_lengths", "key_value_lengths", "query_segments", "key_value_segments"):
+            require_integers("an integer array", optional=True, **{name: getattr(self, name)})
+        for name in ("query_padding", "key_value_padding", "array"):
+            _require_booleans(**{name: getattr(self, name)})
         changed: dict[str, Any] = {
             "causal_offset": near(offset) if isinstance(offset, int) else narrow(offset),
             "query_lengths": narrow(self.query_lengths),
             "key_value_lengths": narrow(self.key_value_lengths),
         }
         if window is not None:
-            left, right = (near(x) if isinstance(x, int) else x for x in window)
+            if not isinstance(window, tuple) or len(window) != 2:
+                raise TypeError(f"window_size must be a pair (left, right), got {window!r}")
+            left, right = (near(_side(x, window)) for x in window)
             changed["window_size"] = left, right
         ids = comparable(self.query_segments, self.key_value_segments)
         changed["query_segments"], changed["key_value_segments"] = ids
@@ -82,14 +91,13 @@ class Mask:
     def causal(cls, offset: int | np.integer[Any] | Integer[Array, "*B"] = 0) -> "Mask":
         """`j <= i + offset`: 0 is top-left, S - T bottom-right; an array has `(B,)` offsets."""
         if isinstance(offset, bool) or not isinstance(offset, int):
-            _are_integers("an integer or an integer array", offset=offset)
+            require_integers("an integer or an integer array", offset=offset)
         return cls(causal_offset=offset)
 
     @classmethod
     def window(cls, left: int | None, right: int | None) -> "Mask":
         """`i - left <= j <= i + right`; None: no such bound."""
-        sides = _side(left, (left, right)), _side(right, (left, right))
-        return cls(window_size=sides)
+        return cls(window_size=(left, right))
 
     @classmethod
     @_by_keyword
@@ -108,7 +116,7 @@ class Mask:
         >>> Mask.lengths(key_value=np.array([3, 1])).to_array(1, 4, np).astype(int).tolist()
         [[[[1, 1, 1, 0]]], [[[1, 0, 0, 0]]]]
         """
-        _are_integers("an integer array", optional=True, query=query, key_value=key_value)
+        require_integers("an integer array", optional=True, query=query, key_value=key_value)
         return cls(query_lengths=query, key_value_lengths=key_value)
 
     @classmethod
@@ -130,7 +138,7 @@ class Mask:
         >>> Mask.padding(key_value=attention_mask != 0).to_array(1, 3, np).astype(int).tolist()
         [[[[1, 1, 0]]]]
         """
-        require_arrays(query=query, key_value=key_value)
+        _require_booleans(query=query, key_value=key_value)
         return cls(query_padding=query, key_value_padding=key_value)
 
     @classmethod
@@ -148,7 +156,7 @@ class Mask:
         >>> Mask.segments(query_ids=ids, key_value_ids=ids).to_array(3, 3, np).astype(int).tolist()
         [[[[1, 1, 0], [1, 1, 0], [0, 0, 1]]]]
         """
-        _are_integers("an integer array", query_ids=query_ids, key_value_ids=key_value_ids)
+        require_integers("an integer array", query_ids=query_ids, key_value_ids=key_value_ids)
         return cls(query_segments=query_ids, key_value_segments=key_value_ids)
 
     @classmethod
@@ -210,6 +218,7 @@ class Mask:
 
     def to_array(self, T: int, S: int, xp: ModuleType = jnp) -> Bool[Array, "#B #N T S"]:
         """Materialises the mask, broadcastable to BNTS, by `jax.numpy` or by `numpy`."""
+        require_sizes(least=0, T=T, S=S)
         i, j = (xp.arange(size, dtype=np.int32) for size in (T, S))
         i, j = i.reshape(1, 1, T, 1), j.reshape(1, 1, 1, S)
         allowed: Array = xp.ones((1, 1, T, S), bool)
@@ -254,15 +263,14 @@ class Mask:
 _FIELDS = tuple(field.name for field in fields(Mask))  # fields that may be static come first
 
 
-def _are_integers(kind: str, *, optional: bool = False, **arguments: object) -> None:
+def _require_booleans(**arguments: object) -> None:
+    require_arrays(optional=True, **arguments)
     for name, value in arguments.items():
-        if value is None and optional:
-            continue
-        reject_foreign(name, value)
-        dtype = getattr(value, "dtype", None)
-        if dtype is None or not jnp.issubdtype(dtype, np.integer):
-            found = type(value).__name__ if dtype is None else dtype
-            raise TypeError(f"{name} must be {kind}, got {found}{conversion_hint(name, value)}")
+        dtype = getattr(value, "dtype", np.bool_)
+        if dtype != np.bool_:
+            raise TypeError(
+                f"{name} must be a Boolean array (True = valid), got {dtype}: pass x != 0"
+            )
 
 
 def _side(side: int | None, window: tuple[object, object]) -> int | None:

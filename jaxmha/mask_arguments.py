@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxmha import checks
-from jaxmha.arrays import Array, require_arrays
+from jaxmha.arrays import Array
+from jaxmha.integers import require_integers
 from jaxmha.mask import Mask
 
 
@@ -30,9 +31,10 @@ def mask_of_keywords(
             "segment_ids must be one array (B, T), or a pair of query ids (B, T) and key/value ids "
             f"(B, S), got {len(ids)}"
         )
-    require_arrays(query_seq_lengths=query_lengths, key_value_seq_lengths=key_value_lengths)
-    for x in ids:
-        require_arrays(segment_ids=x)
+    arrays = {"query_seq_lengths": query_lengths, "key_value_seq_lengths": key_value_lengths}
+    require_integers("an integer array", optional=True, **arrays)
+    for x in ids if several or segment_ids is not None else ():
+        require_integers("an integer array", segment_ids=x)
     return Mask(
         0 if is_causal else None,
         checks.window(window).window_size,

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int
 from jaxmha import checks, page_table
 from jaxmha.arrays import Array, DTypeLike
 from jaxmha.cached_attention import Tile
-from jaxmha.integers import FAR, near
+from jaxmha.integers import FAR, near, require_sizes
 from jaxmha.params import MHAParams, check
 from jaxmha.quantized import is_scaled, quantize, storage_dtype
 
@@ -76,8 +76,8 @@ class PagedKVCache(NamedTuple):
         (7, 2, 16, 3)
         """
         sizes = check(params)
-        checks.require_sizes(least=0, batch_size=batch_size)
-        checks.require_sizes(most=FAR, length=length, pages=pages, page_size=page_size)
+        require_sizes(least=0, batch_size=batch_size)
+        require_sizes(most=FAR, length=length, pages=pages, page_size=page_size)
         if dtype is None:
             kernels = {f"params.{x}.kernel": getattr(params, x).kernel for x in ("key", "value")}
             dtype = checks.promoted(**kernels)

@@ -168,7 +168,8 @@ def combine(
     """
     checks.require_type(MHAParams, params=params)
     checks.require_type(Semantics, semantics=semantics)
-    require_arrays(heads=heads, query=query)
+    require_arrays(heads=heads)
+    require_arrays(optional=True, query=query)
     checks.reject_rounding(params=params, heads=heads, query=query)
     if (params.gate is None) != (query is None):
         raise ValueError(

@@ -13,7 +13,9 @@ from jaxtyping import Float, Int
 from jaxmha.arrays import Array, require_arrays
 from jaxmha.checks import promoted, reject_rounding
 from jaxmha.implementations.base import accumulation_dtype
+from jaxmha.integers import require_integers
 from jaxmha.rotary_frequencies import Frequencies
+from jaxmha.semantics import flag, number
 
 
 def rope(
@@ -62,9 +64,11 @@ def rope(
     (2, 3, 5, 4)
     """
     require_arrays(x=x, positions=positions)
+    require_integers("an integer array", positions=positions)
     reject_rounding(x=x)
     promoted(x=x)
-    if not base > 0:
+    interleaved = flag("interleaved", interleaved)
+    if not number("base", base) > 0:
         raise ValueError(f"base must be positive, got {base}")
     given = {"inv_freq": inv_freq, "rotary_dim": rotary_dim, "frequencies": frequencies}
     if len(chosen := [name for name, value in given.items() if value is not None]) > 1:
@@ -96,6 +100,7 @@ def _frequencies(
             raise ValueError(f"x: expected axes (*B, T, N, H) with {even}, got shape {x.shape}")
         return jnp.asarray(base, dtype) ** (-jnp.arange(0, dims, 2, dtype=dtype) / dims), 1.0
     require_arrays(inv_freq=inv_freq)
+    promoted(inv_freq=inv_freq)
     if inv_freq.ndim != 1:
         raise ValueError(f"inv_freq: expected axes (P), got shape {inv_freq.shape}")
     turned = 2 * inv_freq.shape[0]

@@ -125,7 +125,8 @@ class Semantics:
         one_of("qk_norm_learned", self.qk_norm_learned, (True, False))
         for name in _NUMBERS:
             if getattr(self, name) is not None:
-                object.__setattr__(self, name, _number(name, getattr(self, name)))
+                object.__setattr__(self, name, number(name, getattr(self, name)))
+        object.__setattr__(self, "add_zero_attn", flag("add_zero_attn", self.add_zero_attn))
         object.__setattr__(self, "precision", _precision(self.precision))
         if not 0.0 <= self.dropout_rate < 1.0:
             raise ValueError(f"dropout_rate must be in [0, 1), got {self.dropout_rate}")
@@ -271,7 +272,8 @@ _ARRAYS = (
 )
 
 
-def _number(name: str, value: object) -> float:
+def number(name: str, value: object) -> float:
+    """Returns `value` as a Python float; TypeError unless it is a finite static number."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(
             f"{name} must be a Python number, since it is static, got {type(value).__name__}"
@@ -280,6 +282,17 @@ def _number(name: str, value: object) -> float:
     if not math.isfinite(value):
         raise ValueError(f"{name} must be finite, got {value}")
     return float(value)
+
+
+def flag(name: str, value: object) -> bool:
+    """Returns `value` as a Python bool; TypeError unless it is a static bool (0 and 1 are not)."""
+    if isinstance(value, bool | np.bool_):
+        return bool(value)
+    traced = isinstance(value, jax.core.Tracer)
+    raise TypeError(
+        f"{name} must be a bool, True or False, got {type(value).__name__}"
+        f"{': it shapes the program and cannot be traced' if traced else ''}"
+    )
 
 
 def _axes(names: object) -> tuple[str, ...]:

@@ -186,11 +186,6 @@ ATTENTION: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
         ValueError,
         ["key_value_padding", "S=7", "(2, 5)"],
     ),
-    "integer padding": (
-        {"mask": Mask(query_padding=zeros(2, 5, dtype=np.int32))},
-        TypeError,
-        ["query_padding", "Boolean", "int32"],
-    ),
     "offsets of another batch": (
         {"mask": Mask.causal(zeros(3, dtype=np.int32))},
         ValueError,
@@ -478,7 +473,7 @@ def test_things_of_another_kind_are_named() -> None:
     dropping = Semantics(dropout_rate=0.5)
     keys: tuple[Any, ...] = (3, jnp.zeros((2, 2), np.uint32))
     for key in keys:
-        with pytest.raises(TypeError, match=r"one PRNG key for dropout.* with shape"):
+        with pytest.raises(TypeError, match=r"dropout_key must be one PRNG key"):
             jaxmha.multi_head_attention(params, **INPUTS, dropout_key=key, semantics=dropping)
 
 
@@ -491,9 +486,8 @@ def test_mask_constructors() -> None:
         Mask.window(1, -1)
     with pytest.raises(TypeError, match=r"key_value must be an array, got list: .*np\.asarray"):
         Mask.padding(key_value=[[True] * 7] * 2)  # type: ignore[arg-type]
-    held = Mask(key_value_padding=[[True] * 7] * 2)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="key_value_padding must be an array, got list"):
-        jaxmha.dot_product_attention(**ARRAYS, mask=held)
+        Mask(key_value_padding=[[True] * 7] * 2)  # type: ignore[arg-type]
 
 
 def test_numbers_of_numpy_are_numbers() -> None:

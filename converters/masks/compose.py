@@ -74,7 +74,7 @@ def checked(mask: Mask | AnyArray | None, sizes: Mapping[str, int]) -> Mask:
     `sizes` gives the sizes of the call by letter of the dimension key.
 
     Raises:
-      ValueError: the shape of a field does not fit. TypeError: its dtype does not.
+      ValueError: the shape of a field does not fit.
 
     >>> checked(Mask.padding(key_value=np.ones((2, 5), bool)), {"S": 7})
     Traceback (most recent call last):
@@ -94,7 +94,7 @@ def checked(mask: Mask | AnyArray | None, sizes: Mapping[str, int]) -> Mask:
         value = getattr(given, name)
         if value is None or type(value) is int:
             continue
-        shown, array = "mask" if name == "array" else f"mask.{name}", _of_dtype(name, value)
+        shown, array = "mask" if name == "array" else f"mask.{name}", to_numpy(value)
         shape, rank = array.shape, len(parse(axes))
         if name == "array":
             array = array.reshape((1,) * (rank - array.ndim) + shape)
@@ -116,15 +116,6 @@ def checked(mask: Mask | AnyArray | None, sizes: Mapping[str, int]) -> Mask:
                 known.setdefault(letter, size)
         fields[name] = array
     return replace(given, **fields)
-
-
-def _of_dtype(name: str, value: AnyArray) -> NDArray:
-    array = to_numpy(value)
-    boolean = name == "array" or name.endswith("padding")
-    if not np.issubdtype(array.dtype, np.bool_ if boolean else np.integer):
-        kind, instead = ("Boolean", "pass `mask != 0`") if boolean else ("integers", "cast it")
-        raise TypeError(f"mask: {name} must be {kind}, got {array.dtype}; {instead}")
-    return array
 
 
 def only_mask(

@@ -231,8 +231,8 @@ def _weights(a: Layer, b: Layer, x: Values, y: Values) -> list[Factor]:
         sentence = f"queries and keys are normalised by {x['norm'][0]} in a, {y['norm'][0]} in b"
         found.append(Factor("query and key norm", sentence, norm))
     plain = [n for n in names if n not in norm and (n in x or n in y)]
-    for title, what in _ALONE.items():
-        part = tuple(n for n in names if n.startswith(what))
+    for title, starts in _ALONE.items():
+        part = tuple(n for n in names if n.startswith(starts))
         of_a, of_b = (any(n in v for n in part) for v in (x, y))
         if of_a != of_b:
             sentence = f"only {'a' if of_a else 'b'} has {_SHOWN[title]}"

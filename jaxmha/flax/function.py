@@ -129,7 +129,8 @@ def attention_fn(
     drops = read.dropout_rate > 0 and not deterministic
     if drops and dropout_rng is None:
         raise ValueError(f"dropout_rate={read.dropout_rate} needs a dropout_rng, or deterministic")
-    require_arrays(query=query, key=key, value=value, bias=bias)
+    require_arrays(query=query, key=key, value=value)
+    require_arrays(optional=True, bias=bias)
     checks.reject_rounding(query=query, key=key, value=value, bias=bias)
     if not (
         query.ndim == key.ndim == value.ndim >= 3

@@ -102,7 +102,8 @@ def hashable_settings(settings: CallSettings) -> CallSettings:
 def check_arrays(params: MHAParams, inputs: Inputs, bias: Array | None) -> None:
     """Raises TypeError for an input that is not an array, or that JAX would silently round."""
     names = dict(zip(("query", "key", "value"), inputs, strict=True))
-    require_arrays(bias=bias, **names)
+    require_arrays(**names)
+    require_arrays(optional=True, bias=bias)
     checks.reject_rounding(params=params, bias=bias, **names)
 
 

@@ -7,10 +7,10 @@ import jax
 from flax import linen as nn
 
 from jaxmha.arrays import DTypeLike
-from jaxmha.checks import require_sizes
 from jaxmha.flax.heads import Inputs
 from jaxmha.flax.parameters import Initializer, bias_kv_init, extra_shapes, flat_init
 from jaxmha.flax.settings import biased, head_sizes
+from jaxmha.integers import require_sizes
 from jaxmha.params import MHAParams, Projection
 from jaxmha.semantics import Semantics
 

@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 
 from jaxmha.arrays import Array, DTypeLike
 from jaxmha.attention import hashable
-from jaxmha.checks import floating_dtype, reject_rounding, require_sizes
+from jaxmha.checks import floating_dtype, reject_rounding
 from jaxmha.decoding import CacheT, extend, prefill
 from jaxmha.flax.cached import attend_cached, with_cache
 from jaxmha.flax.function import attention_fn as own_attention_fn
@@ -35,6 +35,7 @@ from jaxmha.flax.settings import (
     reject_shardings,
     settings_of,
 )
+from jaxmha.integers import require_sizes
 from jaxmha.mask import Mask
 from jaxmha.params import MHAParams, check, leaves
 from jaxmha.rotary import Rotate
@@ -169,7 +170,8 @@ class MultiHeadAttention(Attributes):
         )
         kv = in_features if in_kv_features is None else as_tuple(in_kv_features)
         Dk, Dv = kv if isinstance(kv, tuple) else (kv, kv)
-        require_sizes(in_features=in_features, out_features=out_features)
+        require_sizes(in_features=in_features)
+        require_sizes(optional=True, out_features=out_features)
         require_sizes(in_kv_features=Dk)
         require_sizes(in_kv_features=Dv)
         features = in_features if qkv_features is None else qkv_features

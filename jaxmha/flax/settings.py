@@ -10,12 +10,13 @@ import numpy as np
 
 from jaxmha import checks
 from jaxmha.arrays import Array, DTypeLike, reject_foreign, require_arrays
-from jaxmha.checks import require_sizes, require_type
+from jaxmha.checks import require_type
 from jaxmha.flax.parameters import EXTRA
+from jaxmha.integers import require_sizes
 from jaxmha.mask import Mask
 from jaxmha.params import MHAParams, check, leaves
 from jaxmha.projections import check_norms
-from jaxmha.semantics import Precision, Semantics, one_of
+from jaxmha.semantics import Precision, Semantics, flag, one_of
 
 UseBias: TypeAlias = bool | Collection[str]
 Tree = TypeVar("Tree")
@@ -101,7 +102,8 @@ def read_inputs(
     if key is None and value is not None:
         raise ValueError("inputs_v without inputs_k: give inputs_k, which serves as both")
     named = {"inputs_q": query, "inputs_k": key, "inputs_v": value}
-    require_arrays(**named)
+    require_arrays(inputs_q=query)
+    require_arrays(optional=True, **named)
     for name, x in named.items():
         if x is not None and x.dtype == bool:
             raise TypeError(f"{name} must not be Boolean: give a mask by its name, mask=")
@@ -124,7 +126,7 @@ def read_mask(mask: Array | Mask | None, window: Window = None, is_causal: bool 
         # A NumPy array is compared in NumPy: JAX might round 64-bit values to zero.
         array = mask if isinstance(mask, np.ndarray) else jnp.asarray(mask)
         read = Mask(array=array if array.dtype == np.bool_ else array != 0)
-    causal = Mask.causal() if checks.flag("is_causal", is_causal) else Mask()
+    causal = Mask.causal() if flag("is_causal", is_causal) else Mask()
     return read & checks.window(window) & causal
 
 
@@ -165,12 +167,8 @@ def head_sizes(
     num_heads: int, qkv_features: int, num_kv_heads: int | None, value_head_dim: int | None
 ) -> tuple[int, int, int]:
     """K, H and h of a module; ValueError for an invalid size, or if heads do not divide."""
-    require_sizes(
-        num_heads=num_heads,
-        qkv_features=qkv_features,
-        num_kv_heads=num_kv_heads,
-        value_head_dim=value_head_dim,
-    )
+    require_sizes(num_heads=num_heads, qkv_features=qkv_features)
+    require_sizes(optional=True, num_kv_heads=num_kv_heads, value_head_dim=value_head_dim)
     K = num_heads if num_kv_heads is None else num_kv_heads
     if qkv_features % num_heads:
         raise ValueError(

@@ -45,7 +45,8 @@ def document(query_ids: Ids, key_ids: Ids | None = None) -> Function:
     >>> bool(mask_mod(0, 0, 1, 0)), bool(mask_mod(0, 0, 2, 0))
     (True, False)
     """
-    require_arrays(query_ids=query_ids, key_ids=key_ids)
+    require_arrays(query_ids=query_ids)
+    require_arrays(optional=True, key_ids=key_ids)
     ids = [jnp.asarray(query_ids if x is None else x) for x in (query_ids, key_ids)]
     for name, x in zip(("query_ids", "key_ids"), ids, strict=True):
         if x.ndim not in (1, 2) or not jnp.issubdtype(x.dtype, np.integer):

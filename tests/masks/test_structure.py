@@ -100,9 +100,9 @@ def test_no_keys_of_one_side() -> None:
 
 
 def test_dtypes_are_checked() -> None:
-    with pytest.raises(TypeError, match="key_value_padding must be Boolean"):
+    with pytest.raises(TypeError, match="key_value_padding must be a Boolean array"):
         checked(Mask(key_value_padding=np.array([[2, 0, 1]])), {})
-    with pytest.raises(TypeError, match="query_lengths must be integers"):
+    with pytest.raises(TypeError, match="query_lengths must be an integer array"):
         checked(Mask(query_lengths=np.array([1.0])), {})
     with pytest.raises(ValueError, match="segment ids for only one"):
         checked(Mask(query_segments=np.ones((1, 5), int)), {})
