@@ -96,6 +96,8 @@ _PERMUTED = (("linear-wo", "pixtral"),)
 _NOWHERE = (
     "nemotron_h", "clvp_decoder", "cohere_asr", "idefics_vision", "neucodec", "xcodec2",
 )  # fmt: skip
+# Model types with relative positions in some blocks, and rotary positions in all others.
+_BOTH = ("phi4_multimodal", "deepseek_ocr2_text", "unlimited_ocr_text")
 _ACROSS = r"(encoder_attn|cross_attn|crossattention|x_attn)[^./]*$"
 # Model types that rotate by the negative angles.
 BACKWARD = frozenset(["nanochat"])
@@ -203,7 +205,7 @@ def _of_block(
     try:
         if "relative" in parts and (found := _relative(block, own, file)) is not None:
             return found
-        if "relative" in parts and not {"rotary", "alibi"} & {*parts}:
+        if "relative" in parts and model_type not in (*_BOTH, *_NOWHERE):
             raise ValueError("its relative positions have no form here")
         if own.get("position_embedding_type") in ("absolute", "learned", "nope"):
             return Positions("none", why=f"position_embedding_type of {hf_config.CONFIG}")
