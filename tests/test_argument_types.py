@@ -22,7 +22,8 @@ def attention(**options: Any) -> Any:
 
 
 def init(**options: Any) -> Any:
-    return jaxmha.init_params(**{"key": jax.random.key(0), "num_heads": 2, "features": 8} | options)
+    given: dict[str, Any] = {"key": jax.random.key(0), "num_heads": 2, "features": 8}
+    return jaxmha.init_params(**given | options)
 
 
 # By the name of the argument in the message, and where there are several, by a word before it.

@@ -101,10 +101,10 @@ def hashable_settings(settings: CallSettings) -> CallSettings:
 
 def check_arrays(params: MHAParams, inputs: Inputs, bias: Array | None) -> None:
     """Raises TypeError for an input that is not an array, or that JAX would silently round."""
-    names = dict(zip(("query", "key", "value"), inputs, strict=True))
-    require_arrays(**names)
+    query, key, value = inputs
+    require_arrays(query=query, key=key, value=value)
     require_arrays(optional=True, bias=bias)
-    checks.reject_rounding(params=params, bias=bias, **names)
+    checks.reject_rounding(params=params, bias=bias, query=query, key=key, value=value)
 
 
 def _specs_of_heads(query: jax.Array, *_: object) -> tuple[sharding.Axes, object] | None:
