@@ -213,7 +213,7 @@ def test_other_forms_of_leaves_come_back(names: tuple[str, ...]) -> None:
     x = features("Dq", "Dk", "Dv")
     expected = np.asarray(multi_head_attention(params, *x, semantics=semantics))
     for layer in layers(params, semantics):
-        assert_close(layer(*x), expected)
+        assert_close(layer(*x), np.asarray(expected))
     module, variables = linen.MultiHeadAttention.from_params(params, semantics)
     other = modules.MultiHeadAttention.from_params(params, semantics)
     for back, _ in (module.to_params(variables), other.to_params()):
@@ -230,7 +230,7 @@ def test_norms_without_scales() -> None:
     params, x = parameters(without=BARE), features("Dq", "Dk", "Dv")
     expected = np.asarray(multi_head_attention(params, *x, semantics=semantics))
     for layer in layers(params, semantics):
-        assert_close(layer(*x), expected)
+        assert_close(layer(*x), np.asarray(expected))
 
 
 def test_an_import_from_torch_is_one_line() -> None:
