@@ -47,10 +47,6 @@ class PagePool:
         """Rows without tokens."""
         return [int(row) for row in np.flatnonzero(self.lengths == 0)]
 
-    def needed(self, counts: Sequence[int], *, left: int | None = None) -> int:
-        """The number of pages that a step with so many tokens of each row takes from the pool."""
-        return int((self._grown(counts, left) >= 0).sum() - (self._windowed(left) >= 0).sum())
-
     def extend(self, counts: Sequence[int], *, left: int | None = None) -> None:
         """Reports `extend` or `decode_step` with so many tokens of each row.
 

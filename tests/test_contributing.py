@@ -27,7 +27,7 @@ TASKS = {
         {"converters/layout/toy.py": "layout.py"},
         {
             "converters/layout/registry.py": {
-                "keras, linear, torch\n": "keras, linear, torch, toy\n",
+                "    torch,\n)": "    torch,\n    toy,\n)",
                 "    *haiku.LAYOUTS,\n": "    *haiku.LAYOUTS,\n    *toy.LAYOUTS,\n",
             }
         },
@@ -57,7 +57,7 @@ TASKS = {
         {"jaxmha/checkpoint/formats/toy.py": "format.py"},
         {
             "jaxmha/checkpoint/formats/table.py": {
-                "import keras_archive,": "import toy, keras_archive,",
+                "import gguf,": "import toy, gguf,",
                 '    Format("npz",': '    Format("toy", (".toy",), toy.read, toy.write, toy.check),\n'
                 '    Format("npz",',
                 "    if head.startswith(keras_h5.MAGIC):": "    if head.startswith(toy.MAGIC):\n"

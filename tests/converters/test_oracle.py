@@ -22,7 +22,8 @@ CLOSE = 1e-13
 
 @dataclass(frozen=True)
 class Case:
-    """A layer and a mask: `leaves` are left out, `mask` is given by its axes."""
+    """A layer and a mask: the leaves `without` are left out, those of `EXTRA` unless they are in
+    `extra`; `mask` is given by its axes."""
 
     name: str
     without: tuple[str, ...] = ()
@@ -30,8 +31,14 @@ class Case:
     mask: str = ""
     empty: bool = False
     sizes: dict[str, int] = field(default_factory=dict)
+    extra: tuple[str, ...] = ()
 
 
+EXTRA = {leaf for leaf in CANONICAL if leaf.partition("_")[0] in ("sinks", "gate")}
+EXTRA |= {leaf for leaf in CANONICAL if leaf.startswith("gate.")}
+EXTRA |= {leaf for leaf in CANONICAL if "_norm_" in leaf}
+HEADS = ("query_norm_heads", "key_norm_heads")
+OVER_HEADS = Semantics(qk_norm="rms", qk_norm_scope="heads")
 NORMS, KV, BIASES = (
     ("query_norm", "key_norm"),
     ("bias_k", "bias_v"),
@@ -55,6 +62,16 @@ CASES = (
     Case("mask over keys", NORMS + KV, mask="B11S"),
     Case("empty rows", NORMS + KV, mask="B1TS", empty=True),
     Case("empty rows with extra positions", NORMS, mask="B1TS", empty=True),
+    Case("sinks", NORMS + KV, mask="B1TS", empty=True, extra=("sinks",)),
+    Case("gate", NORMS + KV, extra=("gate.kernel", "gate.bias")),
+    Case("gate per head", NORMS + KV, extra=("gate_heads.kernel", "gate_heads.bias")),
+    Case("norm over heads", NORMS + KV, OVER_HEADS, extra=HEADS),
+    Case(
+        "norm with bias", KV, Semantics(qk_norm="layer"), extra=("query_norm_bias", "key_norm_bias")
+    ),
+    Case("norm with offset", KV, Semantics(qk_norm="rms", qk_norm_offset=1.0)),
+    Case("norm without scales", NORMS + KV, Semantics(qk_norm="rms", qk_norm_learned=False)),
+    Case("clipping", NORMS + KV, Semantics(clip_qkv=0.6)),
 )
 
 
@@ -66,7 +83,7 @@ def build(case: Case) -> tuple[MHAParams, tuple[NDArray, NDArray, NDArray], Any]
         {
             leaf: rng.normal(size=[sizes[letter] for letter in axes.split()])
             for leaf, axes in CANONICAL.items()
-            if leaf not in case.without
+            if leaf not in case.without and (leaf not in EXTRA or leaf in case.extra)
         }
     )
     query, key, value = (
@@ -93,9 +110,10 @@ def test_oracle_equals_the_loops(case: Case) -> None:
         (stages.key[:, :S], heads[1]),
         (stages.value[:, :S], heads[2]),
         (stages.probabilities, result.weights),
-        (stages.context, result.out),
         (stages.output, output),
     ]
+    if params.gate is None:  # the oracle's context is that which `out` reads
+        pairs.append((stages.context, result.out))
     for ours, theirs in pairs:
         assert ours.dtype == np.float64
         assert np.abs(theirs).max() > 0.1

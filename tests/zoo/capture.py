@@ -210,6 +210,9 @@ def recording(model: Any) -> Iterator[Run]:
             module.register_module_forward_hook(run.leave, with_kwargs=True),
         ):
             stack.callback(handle.remove)
+        stack.callback(
+            torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled()
+        )
         torch.backends.mha.set_fastpath_enabled(False)
         yield run
         run.pending.clear()
