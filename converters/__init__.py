@@ -34,10 +34,10 @@ def layouts() -> "dict[str, Layout]":
 
 
 def positions_of(source: "str | os.PathLike[str]") -> "dict[str, Positions]":
-    """The positions of every attention block of a published model, by the prefix of the block.
+    """The positional encoding of every attention block of a published model, by block prefix.
 
-    `source`: the folder of the model, with config.json, or a checkpoint in it. Rotate projected
-    queries and keys by `rotary`, and give `added.bias(T, S, query, key)` as the bias; see
+    `source`: the folder of the model, with config.json, or a checkpoint in it. Apply `rotary` to
+    the projected queries and keys, and pass `added.bias(T, S, query, key)` as the bias; see
     `jaxmha.converters.discovery.positions`.
 
     >>> positions_of("missing.safetensors")  # doctest: +ELLIPSIS

@@ -1,4 +1,4 @@
-"""Builds the `load_into` of each framework; loads the matching modules at the first call."""
+"""Builds the `load_into` function of every framework; `matching` is imported at the first call."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class LoadInto(Protocol):
-    """The type of every module's `load_into`."""
+    """The signature of `load_into` in every framework module."""
 
     def __call__(
         self,
@@ -46,11 +46,12 @@ _DOC = """{effect}
 
 
 def make_load_into(fill: str, model: str, effect: str) -> LoadInto:
-    """`load_into` of one framework.
+    """Makes the `load_into` function of one framework.
 
     Args:
       fill: name of the function in `matching.loading` that writes arrays into the model.
-      model, effect: the model and the effect in the words of the docstring.
+      model: the kinds of model that it accepts, for its docstring.
+      effect: the first sentence of its docstring.
     """
 
     def load_into(

@@ -1,7 +1,7 @@
 """The frame of every experiment: measure, store results and figures, print the page.
 
 An experiment is a folder `<name>/` with `__main__.py`, which ends in `frame.run(EXPERIMENT)`, and
-`page.md`, a page of `experiments.pages`.
+the template `page.md` (see `experiments.pages`).
 """
 
 import json
@@ -116,7 +116,7 @@ def store(experiment: Experiment, found: Found, command: str, seed: Any, sources
 
 
 def show(text: str, width: int = 116) -> None:
-    """Markdown on a terminal."""
+    """Prints Markdown on the terminal, at least `width` columns wide."""
     from rich.console import Console
     from rich.markdown import Markdown
 

@@ -1,7 +1,8 @@
-"""Pages of results: `page.md` of an experiment, with a place for every number.
+"""Pages of results: the Jinja template `page.md` of an experiment, filled with its results.
 
-Its first two lines are the question and the command; its first paragraph is the conclusion. It calls
-the functions of the `page.py` next to it, if there is one, and sees the results as `found`.
+The first two lines of a template are the question and the command; the first paragraph is the
+conclusion. A template can call the functions of the `page.py` next to it, if there is one, and
+reads the results as `found`.
 """
 
 import importlib
@@ -16,7 +17,10 @@ HERE = Path(__file__).parent
 
 
 class Page:
-    """A page of `experiments/`, by its path there; `helpers`: the module, if not `page.py`."""
+    """One page: `path` of its template in `experiments/`, and the module of its functions.
+
+    `helpers` names the module, if it is not the `page.py` next to the template.
+    """
 
     def __init__(self, path: str, helpers: str = "") -> None:
         self.path = HERE / path
@@ -27,14 +31,14 @@ class Page:
         self.helpers = helpers
 
     def text(self, found: Mapping[str, Any]) -> str:
-        """The whole page, in Markdown; the conclusion is one line."""
+        """The whole page in Markdown; the conclusion is its first line."""
         calls = vars(importlib.import_module(self.helpers)) if self.helpers else {}
         made = _environment(self.path.parent).from_string(self.template)
         first, _, rest = made.render(calls, found=found).strip().partition("\n\n")
         return f"{' '.join(first.split())}\n\n{rest}"
 
     def conclusion(self, found: Mapping[str, Any]) -> str:
-        """A sentence or some."""
+        """The first paragraph of the page."""
         return self.text(found).partition("\n\n")[0]
 
 
@@ -65,13 +69,13 @@ def markdown(rows: Rows) -> str:
 
 
 def percent(share: float) -> str:
-    """Two digits, or all before the point."""
+    """A share in percent with two digits, or as a whole number from 99.5 % on."""
     return f"{100 * share:.2g} %" if share < 0.995 else f"{100 * share:.0f} %"
 
 
 @cache
 def _environment(folder: Path) -> Any:
-    """Templates of a folder; `{{ x | form(".2f") }}` formats as Python does."""
+    """The Jinja environment of a folder; `{{ x | form(".2f") }}` calls Python's `format`."""
     import jinja2  # only pages need it
 
     made = jinja2.Environment(

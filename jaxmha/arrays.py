@@ -26,7 +26,7 @@ FOREIGN: dict[str, str] = {"torch": ".detach().cpu().numpy()", "tensorflow": ".n
 
 
 def require_arrays(*, optional: bool = False, **arguments: object) -> None:
-    """Raises TypeError for an argument that is no array of NumPy or JAX; `optional` allows None."""
+    """Raises TypeError for an argument that is not a NumPy or JAX array; `optional` allows None."""
     for name, value in arguments.items():
         if _is_fine(value) or (optional and value is None):
             continue

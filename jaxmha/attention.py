@@ -123,7 +123,7 @@ def dot_product_attention(
 
     It takes the arguments of `jax.nn.dot_product_attention` in the same order and layout, and more;
     see [the differences](../guide/jax_nn.md). `fully_masked` defines the output of fully
-    masked rows, and unattended keys influence nothing, even if they hold NaN.
+    masked rows. Unattended keys do not affect any result, even if they hold NaN.
 
     Args:
       query: `(B, T, N, H)` or `(T, N, H)`.
@@ -144,7 +144,7 @@ def dot_product_attention(
       precision: precision of both matmuls; None: `jax_default_matmul_precision` if that is set,
         else `highest`.
       dropout_rate: probability that a weight is dropped; has no effect without a `dropout_key`.
-      dropout_broadcast: axes of BNTS that share a draw.
+      dropout_broadcast: axes of BNTS along which the dropout mask is the same.
       dropout_key: a PRNG key.
       sinks: `(N,)`, a learned logit per head that takes part in the softmax of every query and has
         no value: weights sum to less than 1, a fully masked row is 0, and lse and residual include
@@ -345,7 +345,8 @@ def attend(
 ) -> Result:
     """Attention on checked arrays with one batch axis, computed by the selected implementation.
 
-    `sinks`: `N`, logits that take part in the softmax of every query and have no value.
+    `sinks`: `(N,)`, one logit per head that takes part in the softmax of every query and has no
+    value.
     """
     N, K = query.shape[2], key.shape[2]
     if K == 0 or N % K:
@@ -356,7 +357,7 @@ def attend(
     if query.shape[3] == 0:
         raise ValueError(f"head size H must be at least 1: query is (B, T, N, H) = {query.shape}")
     limits.check(semantics, query.dtype)
-    if sinks is not None:  # a row that attends no key attends its sink
+    if sinks is not None:  # a row without keys has all its weight on the sink: its output is 0
         semantics = replace(semantics, fully_masked="zero")
     request = Request(
         query,
@@ -382,13 +383,13 @@ def attend(
 
 
 def with_sinks(found: Result, lse: Float[jax.Array, "B N T"], sinks: Array) -> Result:
-    """The result with `sinks` `N` in the softmax: output and weights times `sigmoid(lse - sink)`.
+    """Adds `sinks`, `(N,)`, to the softmax of a result: scales it by `sigmoid(lse - sink)`.
 
-    The softmax with one more logit s is the softmax without it, times `exp(lse) / (exp(lse) +
+    A further logit s in the softmax multiplies the other weights by `exp(lse) / (exp(lse) +
     exp(s))`. Source: `transformers`, attention of gpt-oss.
     """
     logits = jnp.asarray(sinks).astype(lse.dtype).reshape(1, -1, 1)
-    masked = lse == -jnp.inf  # replaced, so that no gradient is NaN
+    masked = lse == -jnp.inf  # -inf is replaced, so that no gradient is NaN
     known = jnp.where(masked, 0.0, lse)
     share = jnp.where(masked, 0.0, jax.nn.sigmoid(known - logits))[..., None]
     out = (found.out.astype(lse.dtype) * jnp.swapaxes(share, 1, 2)).astype(found.out.dtype)

@@ -25,7 +25,7 @@ WORTH_A_COPY = 4  # copying a key costs about as much as attending this many key
 
 
 class Tile(NamedTuple):
-    """Keys and values of s slots; with scales, a stored number stands for its product with them."""
+    """Keys and values of s slots; if scales are given, they multiply the stored numbers."""
 
     keys: Float[jax.Array, "B K s H"]
     values: Float[jax.Array, "B K s h"]
@@ -35,7 +35,7 @@ class Tile(NamedTuple):
 
 @runtime_checkable
 class Cache(Protocol):
-    """Keys and values by slot, however they are stored."""
+    """The interface of caches: keys and values by slot, independent of their storage."""
 
     @property
     def key(self) -> Array: ...
@@ -48,13 +48,13 @@ class Cache(Protocol):
         """S, the number of slots of a sequence."""
 
     def tile_size(self, block: int) -> int:
-        """Slots per tile: about `block`."""
+        """The number of slots per tile: about `block`."""
 
     def tile(self, first: int | jax.Array, size: int) -> Tile:
-        """The slots from `first` on."""
+        """Keys and values of `size` slots, starting at slot `first`."""
 
     def whole(self) -> Tile | None:
-        """All slots, if they can be read without a copy."""
+        """Keys and values of all slots; None if reading them needs a copy."""
 
 
 def reject_structure(mask: Mask) -> None:
@@ -95,7 +95,7 @@ class _Step(NamedTuple):
       last: position of the latest token of each sequence.
       positions: positions of the queries.
       mask: window, key/value padding and array over slots, with one batch axis.
-      mods: functions of scores and of pairs.
+      mods: traced score and mask functions.
     """
 
     rows: Float[jax.Array, "B K r H"]
@@ -126,14 +126,14 @@ def attend_cache(
     """Attention of queries over a cache and the extra positions.
 
     Args:
-      params: of the layer, for its extra positions and sinks.
+      params: parameters of the layer; only extra positions and sinks are read.
       query: projected queries.
-      cache: its lengths include the tokens of the queries.
+      cache: keys and values, including those of the query tokens, which its lengths count.
       positions: positions of the queries.
       mask: window, key/value padding and array over slots, with one batch axis.
       semantics: as in `multi_head_attention`.
       block: keys per tile.
-      mods: functions of scores and of pairs, which read the positions of tokens.
+      mods: traced score and mask functions; i and j are positions in the sequence, not slots.
     """
     (B, T, N, _), h = query.shape, cache.value.shape[-1]
     if 0 in (B, T, cache.slots):
@@ -144,7 +144,7 @@ def attend_cache(
         state = _over_slots(step, block)
         state = _over_extras(step, params, semantics, state)
         out, row_max, row_sum = online_softmax.normalize(state)
-        if params.sinks is not None:  # every row attends its sink
+        if params.sinks is not None:  # a row without keys has output 0: sinks have no value
             sinks = jnp.asarray(params.sinks).astype(out.dtype)
             sinks = jnp.repeat(sinks, T).reshape(1, *out.shape[1:3], 1)
             lse = jnp.where(row_sum == 0, -jnp.inf, row_max + jnp.log(jnp.maximum(row_sum, 1.0)))
@@ -153,7 +153,8 @@ def attend_cache(
             out = jnp.where(row_sum == 0, jnp.nan, out)
         return jnp.moveaxis(out.reshape(B, N, T, h), 1, 2).astype(query.dtype)
 
-    # A ring buffer as large as the window holds nothing to the left of it.
+    # `one_query` applies no window. A cache of at most left + 1 slots needs none: it holds no
+    # token to the left of the window.
     left, _ = mask.window_size or (None, None)
     by_length = mask.key_value_padding is None and mask.array is None
     by_length = by_length and mods.score is None and mods.mask is None
@@ -211,7 +212,7 @@ def _over_slots(step: _Step, block: int) -> State:
         tokens = _tokens(step, slots)
         return _fold(step, start, tile, _allowed(step, slots), tokens, all_finite=True)
 
-    if step.matmul.platform in ("cuda", "rocm"):  # GPUs wait for the host at every branch
+    if step.matmul.platform in ("cuda", "rocm"):  # a branch or loop would wait for the host
         every = step.cache.whole() or step.cache.tile(0, S)
         slots = jnp.arange(S, dtype=np.int32)
         return _fold(step, start, every, _allowed(step, slots), _tokens(step, slots))
@@ -265,7 +266,7 @@ def _over_extras(step: _Step, params: MHAParams, semantics: Semantics, state: St
 
 
 def _tokens(step: _Step, slots: Int[jax.Array, "s"]) -> Int[jax.Array, "B s"]:
-    """The latest token in each slot."""
+    """The position of the latest token in each slot; negative if the slot is empty."""
     return step.last - (step.last - slots.reshape(1, -1)) % step.cache.slots
 
 
@@ -304,9 +305,9 @@ def _fold(
 ) -> State:
     """Folds a tile of keys into the state.
 
-    `tokens`: positions of the keys for a score function; None: it leaves them as they are.
-    `all_finite`: the values are assumed to be finite, so that unattended values are not zeroed:
-    their weight is 0, but 0 * NaN is NaN.
+    `tokens`: positions of the keys, for a score function; None: the score function is not applied.
+    `all_finite`: assumes that all values are finite. Otherwise unattended values are zeroed: their
+    weight is 0, but 0 * NaN is NaN.
     """
     (B, K, r, _), matmul = step.rows.shape, step.matmul
     n, T, s = allowed.shape[1:]
@@ -325,7 +326,7 @@ def _fold(
         logits *= tile.key_scale[:, :, None].astype(logits.dtype)
     if step.mods.score is not None and tokens is not None:
         logits, _ = cap_and_mask(logits, step.soft_cap)
-        # The function reads 0 for excluded pairs: their slots may hold anything.
+        # The function reads 0 for excluded pairs, because their slots may hold NaN.
         logits = jnp.where(mask, logits, 0.0).reshape(B, K * (r // T), T, s)
         logits = of_scores(step.mods.score, logits, step.positions, tokens)
         logits = jnp.where(mask, logits.reshape(B, K, r, s), -jnp.inf)

@@ -30,7 +30,7 @@ from jaxmha.semantics import Semantics
 CacheT = TypeVar("CacheT", KVCache, PagedKVCache)
 ArrayT = TypeVar("ArrayT", bound=Array)
 
-# Axes of every array of a cache.
+# Cache type -> array -> its axes.
 AXES: dict[type, dict[str, str]] = {
     KVCache: {"key": "B K S H", "value": "B K S h", "lengths": "B"},
     PagedKVCache: {
@@ -56,28 +56,28 @@ def prefill(
     mask_mod: MaskMod | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> tuple[Float[jax.Array, "B T Do"], CacheT]:
-    """Causal self-attention over prompts; returns the output and a cache of these prompts alone.
+    """Causal self-attention over prompts; returns the output and a cache of only these prompts.
 
     Args:
-      params: of the layer; Dq = Dk = Dv.
+      params: parameters of the layer; Dq = Dk = Dv.
       x: prompts, `(B, T, Dq)`; shorter prompts are padded on the right.
       cache: a `KVCache` or `PagedKVCache`; its previous contents are discarded.
       semantics: as in `multi_head_attention`; its dropout has no effect.
       mask: combined with the causal mask; `Mask.lengths(key_value=lengths)` gives the lengths of
         the prompts.
-      rotate: `rotate(heads, positions)` of projected queries and keys, for `rope`. It is a static
-        argument: give the same function in every call, or a `functools.partial` of the same
-        function and equal arguments. Every new lambda compiles again.
-      score_mod, mask_mod: functions of scores and of pairs, as in `dot_product_attention`; i and j
-        are positions in the sequence.
+      rotate: `rotate(heads, positions)` of projected queries and keys, such as `rope`. It is a
+        static argument: give the same function in every call, or a `functools.partial` of the same
+        function with equal arguments. Every new lambda triggers a compilation.
+      score_mod, mask_mod: score and mask functions, as in `dot_product_attention`; i and j are
+        positions in the sequence.
       implementation: as in `multi_head_attention`.
 
     Returns:
       `(out, cache)`; out is `(B, T, Do)`.
 
     Raises:
-      ValueError: T exceeds the slots of the cache, a shape does not fit, or tokens are in zig-zag
-        order.
+      ValueError: T exceeds the slots of the cache (allowed for a ring buffer), a shape does not
+        fit, or tokens are in zig-zag order.
       TypeError: keys or values of the cache are not floating, or its lengths are not integers.
 
     >>> from jaxmha import init_params
@@ -107,7 +107,10 @@ def _traced(
     x: Array,
     semantics: Semantics | None,
 ) -> Mods:
-    """Traces functions of scores and of pairs; with `semantics`, for keys with the extra positions."""
+    """Traces `score_mod` and `mask_mod`.
+
+    If `semantics` is given, keys include the extra positions, to which neither function applies.
+    """
     if score_mod is None and mask_mod is None:
         return Mods()
     extra = 0 if semantics is None else bias_kv.count(params, semantics)
@@ -168,7 +171,7 @@ def _prefill(
         lengths = jnp.minimum(lengths, _counts(jnp.asarray(mask.key_value_lengths)))
     kept, full = cache.emptied().append(key, value, lengths, left)
     out = result.out
-    if isinstance(cache, PagedKVCache):  # a pool may be full, whatever the slots
+    if isinstance(cache, PagedKVCache):  # the pool may have too few free pages for T <= S tokens
         out = nan_where(full.reshape(B, 1, 1, 1), out)
     return _combine(params, out, semantics, x), kept
 
@@ -186,21 +189,22 @@ def decode_step(
 ) -> tuple[Float[jax.Array, "B T Do"], CacheT]:
     """Appends tokens to the cache; each attends to all tokens before it and to itself.
 
-    The cost of a step grows with the longest sequence, not with the slots of the cache. Each
-    sequence has its own length. If a sequence has no free slots left, or more than 2**30 tokens,
-    its outputs are NaN (and its cache is unusable), since a compiled program cannot raise. Steps
-    have no reverse-mode gradient: train with `multi_head_attention` on whole sequences.
+    The cost of a step grows with the longest sequence; on GPUs without cuDNN's kernel, with the
+    slots of the cache. Each sequence has its own length. If a sequence has no free slots left, or
+    more than 2**30 tokens, its outputs are NaN (and its cache is unusable), since a compiled
+    program cannot raise. Steps have no reverse-mode gradient: train with `multi_head_attention` on
+    whole sequences.
 
     Args:
-      params: of the layer; Dq = Dk = Dv.
+      params: parameters of the layer; Dq = Dk = Dv.
       x: new tokens, `(B, T, Dq)`; T is 1 in plain decoding.
       cache: a `KVCache` or `PagedKVCache`; updated in place if donated
         (`jax.jit(..., donate_argnums=...)`).
       semantics: as in `multi_head_attention`; its dropout has no effect.
-      mask: combined with the causal mask: `Mask.window(left, ...)`, with which a `KVCache` of left
-        + T slots wraps around (ring buffer), and a `PagedKVCache` frees pages to the left;
-        `Mask.padding(key_value=...)`, `(B, S)`, the valid slots (for prompts padded on the left);
-        a Boolean array over slots, broadcastable to `(B, N, T, S)`.
+      mask: combined with the causal mask: `Mask.window(left, ...)`, with which a `KVCache` of at
+        least left + T slots is a ring buffer, and a `PagedKVCache` frees pages to the left of the
+        window; `Mask.padding(key_value=...)`, `(B, S)`, the valid slots (for prompts padded on the
+        left); a Boolean array over slots, broadcastable to `(B, N, T, S)`.
       rotate: as in `prefill`.
       score_mod, mask_mod: as in `prefill`.
 
@@ -243,13 +247,13 @@ def extend(
     score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None,
 ) -> tuple[Float[jax.Array, "B T Do"], CacheT]:
-    """`decode_step` with another number of tokens for each sequence.
+    """Appends to each sequence its own number of tokens, which attend as in `decode_step`.
 
-    One call serves a ragged batch: the prompt of a new sequence, chunks of long prompts, one token
-    of each that decodes, drafts of several tokens to verify, and 0 for rows that rest.
+    One call serves a ragged batch: the prompt of a new sequence, a chunk of a long prompt, one
+    token of a sequence that decodes, several draft tokens to verify, and no token of an idle row.
 
     Args:
-      params: of the layer; Dq = Dk = Dv.
+      params: parameters of the layer; Dq = Dk = Dv.
       x: new tokens, `(B, T, Dq)`, padded on the right.
       cache: as in `decode_step`.
       q_lengths: `(B,)`, the number of tokens of each sequence, clipped to [0, T]; None: all T.
@@ -331,7 +335,7 @@ def _extend(
 
 
 def _reject_overflow(cache: KVCache | PagedKVCache, T: int, left: int | None) -> None:
-    """Raises ValueError where T new tokens fit into no cache of these slots."""
+    """Raises ValueError if T new tokens cannot fit into the slots, whatever the lengths are."""
     S = cache.slots
     ring = isinstance(cache, KVCache) and left is not None
     if T > S or (ring and left is not None and left < S < left + T):
@@ -351,7 +355,7 @@ def _checked(params: MHAParams, x: Array, cache: CacheT, semantics: Semantics) -
     checks.require_type(Semantics, semantics=semantics)
     require_arrays(x=x)
     for name, part in cache._asdict().items():
-        is_scale = name.endswith("_scale")  # None where numbers are stored as they are
+        is_scale = name.endswith("_scale")  # None unless the dtype of the cache needs scales
         require_arrays(optional=is_scale, **{f"cache.{name}": part})
     stored = {"cache.key": cache.key, "cache.value": cache.value}
     checks.reject_rounding(params=params, x=x, **stored)
@@ -370,7 +374,7 @@ def _checked(params: MHAParams, x: Array, cache: CacheT, semantics: Semantics) -
 
 
 def _checked_counts(q_lengths: Array | None) -> Array | None:
-    """Checks that the argument is an array of integers; NumPy's become int32."""
+    """Checks that `q_lengths` is an array of integers; converts NumPy arrays to int32."""
     require_arrays(optional=True, q_lengths=q_lengths)
     if q_lengths is not None and not jnp.issubdtype(q_lengths.dtype, np.integer):
         raise TypeError(f"q_lengths must be an integer array, got {q_lengths.dtype}")

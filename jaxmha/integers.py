@@ -85,7 +85,7 @@ def comparable(
 
 
 def require_integers(kind: str, *, optional: bool = False, **arguments: object) -> None:
-    """Raises TypeError for an argument that is no array of integers; `optional` allows None.
+    """Raises TypeError for an argument that is not an array of integers; `optional` allows None.
 
     `kind` names the expected kind in the message, such as "an integer array".
     """
@@ -102,7 +102,7 @@ def require_integers(kind: str, *, optional: bool = False, **arguments: object) 
 def require_sizes(
     *, least: int = 1, most: int = _LIMITS.max, optional: bool = False, **arguments: object
 ) -> None:
-    """Raises ValueError for a size that is no integer in `[least, most]`; `optional` allows None."""
+    """Raises ValueError unless sizes are integers in `[least, most]`; `optional` allows None."""
     for name, size in arguments.items():
         if (optional and size is None) or export.is_symbolic_dim(cast(int, size)):
             continue

@@ -81,11 +81,11 @@ class KVCache(NamedTuple):
 
     @property
     def slots(self) -> int:
-        """S."""
+        """S, the number of slots of a sequence."""
         return self.key.shape[2]
 
     def emptied(self) -> "KVCache":
-        """The cache without its tokens."""
+        """The cache with lengths 0."""
         return self._replace(lengths=jnp.zeros(self.key.shape[0], np.int32))
 
     def append(
@@ -95,10 +95,10 @@ class KVCache(NamedTuple):
         counts: Int[jax.Array, "B"],
         left: int | None = None,
     ) -> tuple["KVCache", Bool[jax.Array, "B"]]:
-        """Writes the first `counts` of T tokens to each row.
+        """Writes the first `counts` of T tokens to each row; token p is written to slot `p % S`.
 
-        With `left`, of a window, sequences of more than S tokens overwrite their first ones.
-        Returns the cache, and the rows that have more tokens than slots.
+        Returns the cache, and True for rows that have too many tokens: more than S, or more than
+        2**30 if `left`, the left bound of a window, is below S (a ring buffer).
         """
         written = _write(self, key, value, counts)
         # A ring buffer never fills, but positions are limited to FAR.
@@ -106,18 +106,18 @@ class KVCache(NamedTuple):
         return written, jnp.asarray(written.lengths) > (FAR if rings else self.slots)
 
     def tile_size(self, block: int) -> int:
-        """Slots per tile."""
+        """The number of slots per tile: at most `block`."""
         return min(block, self.slots)
 
     def tile(self, first: int | jax.Array, size: int) -> Tile:
-        """The slots from `first` on."""
+        """Keys and values of `size` slots, starting at slot `first`."""
         keys, values = (
             jax.lax.dynamic_slice_in_dim(x, first, size, 2) for x in (self.key, self.value)
         )
         return Tile(keys, values)
 
     def whole(self) -> Tile:
-        """All slots."""
+        """Keys and values of all slots."""
         return Tile(jnp.asarray(self.key), jnp.asarray(self.value))
 
 

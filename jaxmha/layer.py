@@ -93,11 +93,11 @@ def multi_head_attention(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """A whole attention layer: `combine(params, attend(project(params, query, key, value)))`.
 
-    `params.sinks` and `params.gate` take part if they are there.
+    `params.sinks` and `params.gate` are applied unless they are None.
 
     Args:
       params: the weights; all sizes are read from their shapes.
-      query: `(*B, T, Dq)` with any number of leading batch axes, also none.
+      query: `(*B, T, Dq)` with any number of leading batch axes, including none.
       key: `(*B, S, Dk)`, default `query`.
       value: `(*B, S, Dv)`, default `key`.
       bias: added to the logits, broadcastable to `(*B, N, T, S)`; -inf excludes the pair.
@@ -107,14 +107,14 @@ def multi_head_attention(
       dropout_key: a PRNG key; None: no dropout.
       return_weights: also return the weights `(*B, N, T, S)`, `"before_dropout"` (= True) or
         `"after_dropout"`.
-      score_mod, mask_mod: functions of scores and of pairs, as in `dot_product_attention`; b counts
-        the rows of all batch axes.
+      score_mod, mask_mod: score and mask functions, as in `dot_product_attention`; b is the index
+        into all batch axes, flattened.
       implementation: name, or names in order of preference; None: the first that supports the call.
 
     Extra positions (`params.bias_k`, then `semantics.add_zero_attn`) follow the S given ones. If
     the last axis of `mask` or `bias` is S, they are visible to every query; if it is S plus their
-    number, `mask` or `bias` applies to them too. Returned weights include them, and leave out the
-    part of the sinks.
+    number, `mask` or `bias` applies to them too. Returned weights include the extra positions, but
+    not the sinks.
 
     Returns:
       `out` or `(out, weights)`; out is `(*B, T, Do)` in the promoted dtype of inputs and

@@ -63,7 +63,7 @@ class Mask:
     array: Array | None = None
 
     def __post_init__(self) -> None:
-        """Checks types, and narrows integers of any dtype to int32, so that JAX truncates none."""
+        """Checks types; clips offsets and lengths to int32, since JAX would truncate int64."""
         offset, window = self.causal_offset, self.window_size
         if isinstance(offset, bool) or not isinstance(offset, int):
             kind = "an integer or an integer array"

@@ -1,4 +1,4 @@
-"""The arguments `score_mod` and `mask_mod`: functions of scores and of pairs."""
+"""The arguments `score_mod` and `mask_mod`: functions that change scores or exclude pairs."""
 
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
@@ -16,7 +16,7 @@ MaskMod: TypeAlias = Callable[..., jax.Array]
 
 
 class Mods(NamedTuple):
-    """Traced functions of scores and masks."""
+    """Traced score and mask functions; None: not given."""
 
     score: Mod | None = None
     mask: Mod | None = None
@@ -29,7 +29,8 @@ def traced_mods(score_mod: ScoreMod | None, mask_mod: MaskMod | None, dtype: DTy
 
 
 def checked_blocks(mod: Mod | None, shape: tuple[int, ...], S: int) -> Mod | None:
-    """Checks that known blocks of a mask function are those of queries `shape` and S keys."""
+    """Raises ValueError if the known blocks of a mask function do not fit queries of this shape
+    and S keys; returns the mask function."""
     if mod is None or mod.blocks is None:
         return mod
     B, T, N, _ = shape
@@ -49,7 +50,8 @@ def checked_blocks(mod: Mod | None, shape: tuple[int, ...], S: int) -> Mod | Non
 def without_extras(
     score_mod: ScoreMod | None, mask_mod: MaskMod | None, S: int, extra: int
 ) -> tuple[ScoreMod | None, MaskMod | None]:
-    """Functions that leave the `extra` positions after the S given ones visible and unchanged."""
+    """Wraps both functions so that they do not apply to the `extra` positions after the S given
+    ones: those are visible to every query, with unchanged scores."""
     if not extra:
         return score_mod, mask_mod
 

@@ -1,4 +1,4 @@
-"""`PagePool`: what a compiled step will do to the pages of a cache, foreseen on the host."""
+"""`PagePool`: predicts on the host how compiled steps change the pages of a cache."""
 
 from collections.abc import Sequence
 
@@ -12,13 +12,13 @@ from jaxmha.paged_cache import PagedKVCache
 class PagePool:
     """The table and lengths of a `PagedKVCache` on the host, for a scheduler.
 
-    A compiled step takes pages without asking; where the pool has none left, outputs are NaN.
-    Report every step and every change here before it runs: the pool refuses what does not fit,
-    before anything is changed, and never reads the device.
+    A compiled step cannot raise: if the cache has too few free pages, outputs are NaN. Report every
+    step and every change of the cache to the pool before it runs: the pool raises ValueError for a
+    step that does not fit, and leaves its own state unchanged. It does not read the device.
 
     Attributes:
-      table: `(B, M)`, as in the cache after the steps reported.
-      lengths: `(B,)`.
+      table: `(B, M)`, the table of the cache after all reported steps.
+      lengths: `(B,)`, the lengths of the cache after all reported steps.
 
     >>> import jax
     >>> from jaxmha import PagedKVCache, init_params
@@ -48,11 +48,11 @@ class PagePool:
         return [int(row) for row in np.flatnonzero(self.lengths == 0)]
 
     def extend(self, counts: Sequence[int], *, left: int | None = None) -> None:
-        """Reports `extend` or `decode_step` with so many tokens of each row.
+        """Reports a call of `extend` or `decode_step`.
 
         Args:
-          counts: number of tokens of each row, as `q_lengths`.
-          left: of the `Mask.window` of the step; None: it has none.
+          counts: number of tokens of each row: the `q_lengths` of the call.
+          left: left bound of the window of the call; None: no window.
 
         Raises:
           ValueError: a sequence would be longer than its row of the table, or the pool has too few
@@ -76,14 +76,14 @@ class PagePool:
         self.table, self.lengths = table, lengths
 
     def fork(self, source: int, target: int) -> None:
-        """Reports `cache.fork(source, target)`."""
+        """Reports a call of `cache.fork(source, target)`."""
         for row in (source, target):
             self._require_row(row)
         shared = page_table.truncated(self.table, self.lengths, self.page_size)
         self.table[target], self.lengths[target] = shared[source], self.lengths[source]
 
     def free(self, *rows: int) -> None:
-        """Reports `cache.free` of the rows."""
+        """Reports a call of `cache.free` for these rows."""
         for row in rows:
             self._require_row(row)
         lengths = self.lengths.copy()
@@ -91,7 +91,7 @@ class PagePool:
         self.rollback(lengths)
 
     def rollback(self, lengths: Sequence[int] | np.ndarray[tuple[int], np.dtype[np.int32]]) -> None:
-        """Reports `cache.rollback(lengths)`."""
+        """Reports a call of `cache.rollback(lengths)`."""
         given = np.asarray(lengths)
         if given.shape != self.lengths.shape:
             raise ValueError(f"lengths: expected B={self.lengths.size} lengths, got {given.shape}")
@@ -99,7 +99,7 @@ class PagePool:
         self.table = np.asarray(page_table.truncated(self.table, self.lengths, self.page_size))
 
     def require_same(self, cache: PagedKVCache) -> None:
-        """Raises ValueError if the cache is not in the state reported; reads the device."""
+        """Raises ValueError unless the cache is in the reported state; reads from the device."""
         for name in ("table", "lengths"):
             expected, found = getattr(self, name), np.asarray(jax.device_get(getattr(cache, name)))
             if expected.shape != found.shape or (expected != found).any():

@@ -1,11 +1,11 @@
-"""Which page of a pool holds which tokens of a sequence: tables of pages, `B M`.
+"""Page tables, `B M`: the pages of a pool that hold the tokens of each sequence.
 
-Entry m of row b is the page of the positions from `m * page_size` on; -1: no page. A table is all
-the state there is: how many rows hold a page is counted, never kept, so it cannot disagree. Every
-function computes with NumPy on NumPy arrays and with JAX on JAX's, so that a host can foresee, page
-by page, the allocation of a compiled step.
+Entry m of row b is the page that starts at position `m * page_size`; -1: no page. The table is the
+only state: the number of rows that hold a page is counted from it whenever it is needed, so the two
+cannot disagree. Every function computes with NumPy on NumPy arrays and with JAX on JAX arrays, so
+that a host can predict which pages a compiled step will allocate.
 
-A row owns alone every page that starts at or beyond its length; it may share the others. Source:
+Only pages that start below the length of a row may be shared with other rows. Source:
 Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention"
 (2023), section 4.
 """
@@ -27,9 +27,9 @@ class Growth(NamedTuple):
     """A table with room for more tokens, and the pages to copy before they are written.
 
     Attributes:
-      table: an entry is -1 where the pool had no page left.
-      sources: the page to copy for each row; `pages`, which does not exist: none.
-      targets: the page to copy it to; `pages`: none.
+      table: the new table; an entry is -1 where the pool has too few free pages.
+      sources: per row, the page to copy; no copy if it is the number of pages of the pool.
+      targets: per row, the page to copy it to; no copy if it is the number of pages of the pool.
     """
 
     table: Table
@@ -38,7 +38,7 @@ class Growth(NamedTuple):
 
 
 def holders(table: Table, pages: int) -> Int[Array, "P"]:
-    """The number of rows that hold each page."""
+    """For each of the P pages, the number of rows that hold it."""
     held = table.reshape(-1)
     if library(table) is np:
         return np.bincount(held[held >= 0], minlength=pages).astype(np.int32)
@@ -47,31 +47,32 @@ def holders(table: Table, pages: int) -> Int[Array, "P"]:
 
 
 def pages_for(tokens: Any, page_size: int) -> Any:
-    """The number of pages that hold so many tokens."""
+    """The number of pages that `tokens` tokens need."""
     return -(-tokens // page_size)
 
 
 def released(table: Table, keep: Bool[Array, "B M"]) -> Table:
-    """The table without the pages that are not kept."""
+    """The table with -1 where `keep` is False."""
     xp = library(table, keep)
     found: Table = xp.where(keep, table, np.int32(-1))
     return found
 
 
 def truncated(table: Table, lengths: Counts, page_size: int) -> Table:
-    """The table without pages beyond the lengths."""
+    """The table without the pages that start at or beyond the lengths."""
     entries = np.arange(table.shape[1], dtype=np.int32)[None]
     return released(table, entries < pages_for(lengths, page_size)[:, None])
 
 
 def within_window(table: Table, lengths: Counts, left: int, page_size: int) -> Table:
-    """The table without pages that no token from position `lengths` on attends."""
+    """The table without the pages to the left of the windows of all tokens from `lengths` on."""
     ends = (np.arange(table.shape[1], dtype=np.int32)[None] + 1) * page_size
     return released(table, ends > lengths[:, None] - left)
 
 
 def grown(table: Table, lengths: Counts, counts: Counts, page_size: int, pages: int) -> Growth:
-    """Adds pages for `counts` tokens after `lengths`, and separates shared pages written to."""
+    """Adds pages for `counts` tokens after `lengths`, and for copies of shared pages that they
+    write to."""
     xp = library(table, lengths, counts)
     (B, M), entries = table.shape, np.arange(table.shape[1], dtype=np.int32)[None]
     first, writes = lengths // page_size, counts > 0
@@ -81,7 +82,7 @@ def grown(table: Table, lengths: Counts, counts: Counts, page_size: int, pages: 
     written &= writes[:, None]
     shared = writes & (lengths % page_size > 0) & _held_by_others(table, first, writes)
     fresh = written & ((table < 0) | (shared[:, None] & (entries == first[:, None])))
-    # The k-th fresh page is the k-th that no row holds.
+    # The k-th entry that needs a page gets the k-th page that no row holds.
     rank = xp.cumsum(fresh.reshape(-1)).astype(np.int32).reshape(B, M)
     unheld = xp.cumsum(holders(table, pages) == 0).astype(np.int32)
     page = xp.searchsorted(unheld, rank.reshape(-1)).astype(np.int32).reshape(B, M)
@@ -95,18 +96,18 @@ def grown(table: Table, lengths: Counts, counts: Counts, page_size: int, pages: 
 
 
 def _held_by_others(table: Table, first: Counts, writes: Bool[Array, "B"]) -> Bool[Array, "B"]:
-    """Rows that must not write to their page `first`, because another row keeps it.
+    """Rows that need a copy of their page `first` to write to, because another row keeps it.
 
-    Of rows that share a page and all write to it, the first keeps it.
+    If all rows that share a page write to it, the first of these rows keeps it.
     """
     xp = library(table, first)
     B, M = table.shape
     at = xp.clip(first, 0, max(M - 1, 0))
-    theirs = table[:, at].T if xp is np else jnp.take(table, at, 1).T  # page `first[b]` of row c
+    theirs = table[:, at].T if xp is np else jnp.take(table, at, 1).T  # [b, c]: table[c, first[b]]
     own = xp.take_along_axis(theirs, np.arange(B, dtype=np.int32)[:, None], 1)
     same = (theirs == own) & (own >= 0) & ~np.eye(B, dtype=bool)
     leaves = writes[None] & (first[None] == first[:, None])
-    earlier = np.tri(B, k=-1, dtype=bool)  # c < b
+    earlier = np.tri(B, k=-1, dtype=bool)  # [b, c]: c < b
     found: Bool[Array, B] = (same & (~leaves | earlier)).any(1)
     return found
 

@@ -19,12 +19,12 @@ class PagedKVCache(NamedTuple):
     """Keys and values of the tokens so far, in pages that sequences take from one pool.
 
     Position p of row b is slot `p % page` of page `table[b, p // page]`. A plain pytree with static
-    shapes: every method can run under jit, and the cache can be donated to it. Rows may share pages
-    (`fork`); a row that writes to a page which another row keeps gets its own copy first.
+    shapes: every method can run under jit, and the cache can be donated. Rows may share pages
+    (`fork`); before a row writes to a page that another row keeps, it gets a copy of the page.
 
-    A compiled program cannot raise: where the pool has no page left, or a table no entry, the
-    outputs of that row are NaN from then on, until it is freed. `PagePool` foresees it on the host,
-    and refuses.
+    A compiled program cannot raise: if the pool has no free page, or the table has no entry left,
+    the outputs of that row are NaN until the row is freed. `PagePool` predicts this on the host and
+    raises.
 
     Attributes:
       key: `(P, K, page, H)`, P pages.
@@ -56,18 +56,18 @@ class PagedKVCache(NamedTuple):
         """A pool of free pages, and a batch of empty sequences.
 
         Args:
-          params: of the layer, for K, H and h.
+          params: parameters of the layer, which give K, H and h.
           batch_size: B.
-          length: most tokens of one sequence; M is the number of pages that hold them.
-          pages: P, pages of the pool: `P * page_size` tokens in all.
-          page_size: tokens per page.
+          length: maximum number of tokens of a sequence, which gives M.
+          pages: P, the number of pages of the pool, which holds `P * page_size` tokens.
+          page_size: number of tokens per page.
           dtype: default that of the parameters; another floating dtype stores values rounded to
             it. int8 and float8 store, per token and head, a vector x as q * scale with scale =
-            max |x| / max |dtype|: in int8 within max |x| / 254 of each number. They are widened
-            tile by tile inside the products.
+            max |x| / max |dtype|; the error of a number in int8 is at most max |x| / 254. A
+            step casts q to a wider dtype when it reads the cache.
 
         Raises:
-          ValueError: a size is not an integer of at least 1 (batch_size: 0), or more than 2**30.
+          ValueError: a size is not an integer of at least 1 (0 for batch_size), or exceeds 2**30.
           TypeError: dtype is neither floating nor int8, or is float64 without x64.
 
         >>> from jaxmha import init_params
@@ -99,7 +99,7 @@ class PagedKVCache(NamedTuple):
 
     @property
     def slots(self) -> int:
-        """Most tokens of one sequence, M pages."""
+        """The maximum number of tokens of a sequence: those of M pages."""
         return self.table.shape[1] * self.page_size
 
     def free_pages(self) -> Int[Array, ""]:
@@ -110,7 +110,7 @@ class PagedKVCache(NamedTuple):
     def fork(self, source: int | Int[Array, ""], target: int | Int[Array, ""]) -> "PagedKVCache":
         """The row `target` becomes a copy of the row `source`, with which it shares all pages.
 
-        The pages that `target` held are freed. No key or value is copied until a row writes.
+        Pages that only `target` held become free. A page is copied only when a row writes to it.
         """
         source, target = (_row(x, self.table.shape[0]) for x in (source, target))
         shared = page_table.truncated(jnp.asarray(self.table), self.lengths, self.page_size)
@@ -126,14 +126,18 @@ class PagedKVCache(NamedTuple):
         return self._replace(table=none, lengths=jnp.zeros(self.table.shape[0], np.int32))
 
     def free(self, rows: Array) -> "PagedKVCache":
-        """Empties the rows where `rows`, a Boolean `(B,)`, is True; pages that no other row holds become free."""
+        """Empties the rows where `rows`, a Boolean `(B,)`, is True.
+
+        Their pages become free unless another row holds them.
+        """
         return self.rollback(jnp.where(_rows(rows, self.table.shape[0]), 0, self.lengths))
 
     def rollback(self, lengths: Array) -> "PagedKVCache":
-        """Reduces the lengths to `lengths`, `(B,)`, and frees the pages beyond; larger lengths change nothing.
+        """Reduces the lengths to `lengths`, `(B,)`, and frees the pages beyond them.
 
-        With `Mask.window`, steps free the pages before the window of their first token: a rollback
-        reaches back to any length that the last step began with, and maybe no further.
+        A row with a larger length does not change. With `Mask.window`, a step frees the pages to
+        the left of the window of its first token: a rollback to a length below the one before the
+        last step may lack pages.
         """
         if lengths.shape != self.lengths.shape:
             raise ValueError(
@@ -152,8 +156,8 @@ class PagedKVCache(NamedTuple):
     ) -> tuple["PagedKVCache", Bool[jax.Array, "B"]]:
         """Writes the first `counts` of T tokens to each row, in pages taken from the pool.
 
-        `left`, of a window, frees the pages that no query from the first new token on attends.
-        Returns the cache, and the rows that lack a page of theirs.
+        `left`: left bound of a window, to the left of which pages are freed; None: no window.
+        Returns the cache, and True for rows that lack a page.
         """
         lengths = jnp.asarray(self.lengths)
         table: Array = jnp.asarray(self.table)
@@ -174,7 +178,7 @@ class PagedKVCache(NamedTuple):
         return stored, jnp.asarray(lacking)
 
     def _copied(self, growth: page_table.Growth) -> "PagedKVCache":
-        """Copies pages that a row is about to write to and another row keeps."""
+        """Copies the pages that `growth` names: those that one row will write and another keeps."""
 
         def copy(x: Array) -> jax.Array:
             old = jnp.take(x, growth.sources, 0, mode="clip")
@@ -191,7 +195,7 @@ class PagedKVCache(NamedTuple):
         key: Float[jax.Array, "B T K H"],
         value: Float[jax.Array, "B T K h"],
     ) -> "PagedKVCache":
-        """Writes tokens to pages and slots."""
+        """Writes the keys and values of tokens; `at`: page and slot of every token."""
         page, slot = at
 
         def put(pool: Array | None, new: jax.Array) -> jax.Array:
@@ -208,11 +212,11 @@ class PagedKVCache(NamedTuple):
         return self._replace(**found)
 
     def tile_size(self, block: int) -> int:
-        """Slots per tile, whole pages: about `block`."""
+        """The number of slots per tile, a multiple of the page size: about `block`."""
         return min(max(block // self.page_size, 1) * self.page_size, self.slots)
 
     def tile(self, first: int | jax.Array, size: int) -> Tile:
-        """The slots from `first` on, gathered from their pages."""
+        """Keys and values of `size` slots, starting at slot `first`, gathered from their pages."""
         entries = first // self.page_size + jnp.arange(size // self.page_size, dtype=np.int32)
         pages = jnp.take(jnp.asarray(self.table), entries, 1, mode="clip").clip(0)
 
@@ -226,12 +230,12 @@ class PagedKVCache(NamedTuple):
         return Tile(*found)  # type: ignore[arg-type]
 
     def whole(self) -> None:
-        """None: reading all slots is a copy."""
+        """None: reading all slots needs a copy."""
         return
 
 
 def _row(row: int | Int[Array, ""], batch_size: int) -> int | Int[Array, ""]:
-    """ValueError for a row that is known not to be one of the batch."""
+    """Raises ValueError for a row outside of the batch; a traced row is not checked."""
     if isinstance(row, jax.core.Tracer):
         return row
     number = int(row)

@@ -57,8 +57,8 @@ class MHAParams(NamedTuple):
     gate: Projection | None = None
 
 
-# Axes of every leaf of MHAParams, in the order of its pytree: the reference for checks, converters
-# and messages. An array of `FORMS` has another name for each number of axes.
+# Leaf of MHAParams -> its axes, in the order of the pytree: the reference for checks, converters
+# and messages. An array in `FORMS` has one leaf name for each of its two shapes.
 CANONICAL: dict[str, str] = {
     "query.kernel": "Dq N H",
     "query.bias": "N H",
@@ -84,7 +84,7 @@ CANONICAL: dict[str, str] = {
     "gate.bias": "N h",
     "gate_heads.bias": "N",
 }
-# Leaf -> the leaf that names the same array of MHAParams in its other form.
+# Leaf -> the leaf of the same array of MHAParams in its other shape.
 FORMS: dict[str, str] = {
     "query_norm": "query_norm_heads",
     "key_norm": "key_norm_heads",
@@ -94,13 +94,13 @@ FORMS: dict[str, str] = {
     "gate.bias": "gate_heads.bias",
 }
 _FIELDS = {other: name for name, other in FORMS.items()}
-# Leaves of both forms of the norms' scales, and of everything that belongs to the norms.
+# All leaves that are scales of norms; and all leaves of norms, scales and biases.
 NORM_SCALES = frozenset(("query_norm", "key_norm", "query_norm_heads", "key_norm_heads"))
 NORMS = tuple(name for name in CANONICAL if "_norm" in name)
 
 
 def field_of(leaf: str) -> str:
-    """The array of `MHAParams` that a leaf names: `query_norm` of `query_norm_heads`.
+    """The field of `MHAParams` that holds a leaf: `query_norm` for `query_norm_heads`.
 
     >>> field_of("gate_heads.kernel"), field_of("query.bias")
     ('gate.kernel', 'query.bias')
@@ -111,7 +111,7 @@ def field_of(leaf: str) -> str:
 def leaves(params: MHAParams) -> dict[str, Array]:
     """The leaves that are not None, by name (`query.kernel`), in the order of `CANONICAL`.
 
-    The number of axes tells the name of an array of `FORMS`: a `query_norm` of axes `N H` is
+    The name of an array in `FORMS` depends on its number of axes: a `query_norm` with axes `N H` is
     `query_norm_heads`.
     """
     found: dict[str, Array] = {}
@@ -131,7 +131,7 @@ def _rank(array: Array) -> int:
 
 
 def _form(field: str, axes: int) -> str:
-    """The leaf of a field with this number of axes; the field's own name if no form has it."""
+    """The leaf name of a field whose array has this number of axes; `field` if none fits."""
     other = FORMS.get(field, field)
     return other if len(CANONICAL[other].split()) == axes else field
 

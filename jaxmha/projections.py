@@ -156,7 +156,7 @@ def combine(
 ) -> Float[jax.Array, "*B T Do"]:
     """Combines heads with the output projection, or concatenates them if `params.out` is None.
 
-    `query`: the query features that were projected, if `params.gate` multiplies the heads.
+    `query`: the query features, as given to `project`; required if `params.gate` is given.
 
     Raises:
       ValueError: a shape does not fit, or only one of `params.gate` and `query` is given.
@@ -212,8 +212,8 @@ def combine_checked(
 ) -> jax.Array:
     """Combines heads whose shape and dtype are already checked.
 
-    `query`: the query features, read by `params.gate` alone. `attended`: the query positions to
-    keep, `b T`; None keeps all.
+    `query`: the query features, input of `params.gate`. `attended`: the query positions to keep,
+    `b T`, before the gate is computed; None keeps all.
     """
     if params.gate is not None:
         assert query is not None
@@ -228,7 +228,7 @@ def combine_checked(
 def _gate(
     gate: Projection, query: jax.Array, dtype: np.dtype[np.floating], precision: Precision
 ) -> jax.Array:
-    """The factors of the heads, `*B T N h`, or `*B T N 1` for one gate per head."""
+    """The factors of the output of the heads: `*B T N h`, or `*B T N 1` for one gate per head."""
     logits = _affine(query, 1, Projection(gate.kernel), dtype, precision)
     logits = logits.astype(accumulation_dtype(dtype))
     if gate.kernel.ndim == 2:
@@ -254,9 +254,9 @@ def _affine(
 ) -> jax.Array:
     """Contracts the last `contracted` axes of x with the first of the kernel, in one matmul.
 
-    Product and bias are in the accumulation dtype, so that their sum is rounded once. On GPUs and
-    TPUs the matmul rounds what it accumulates in float32, and adds the bias to that: in the
-    accumulation dtype they would be written and read once more.
+    On CPU, product and bias are in the accumulation dtype, so that their sum is rounded once. On
+    GPUs and TPUs, the product is rounded to `dtype` before the bias is added: a product in the
+    accumulation dtype would have to be written and read once more.
     """
     accumulate = accumulation_dtype(dtype)
     written = accumulate if platforms.current().name == "cpu" else dtype
@@ -308,7 +308,7 @@ def check_norms(params: MHAParams, semantics: Semantics) -> None:
 def _normalised(
     params: MHAParams, query: jax.Array, key: jax.Array, semantics: Semantics
 ) -> tuple[jax.Array, jax.Array]:
-    """Queries and keys as `semantics.qk_norm` normalises them."""
+    """Normalises queries and keys as `semantics.qk_norm` defines."""
     check_norms(params, semantics)
     if semantics.qk_norm is None:
         return query, key

@@ -11,13 +11,13 @@ from jaxmha.implementations.base import accumulation_dtype
 
 
 def storage_dtype(dtype: DTypeLike, name: str = "dtype") -> np.dtype[np.generic]:
-    """Converts to a dtype that a cache can store; TypeError unless it is floating or int8."""
+    """Converts `dtype` to a NumPy dtype; raises TypeError unless it is floating or int8."""
     found = as_dtype(name, dtype)
     return found if found == np.int8 else checks.floating_dtype(found, name)
 
 
 def is_scaled(dtype: np.dtype[np.generic]) -> bool:
-    """True if numbers of the dtype are stored with a scale."""
+    """True if vectors of this dtype are stored with a scale: int8 and float8."""
     return dtype.itemsize == 1
 
 
@@ -37,7 +37,7 @@ def quantize(
     x = x.astype(wide)
     largest = 127.0 if dtype == np.int8 else float(jnp.finfo(dtype).max)  # type: ignore[no-untyped-call]
     size = jnp.abs(x).max(-1, initial=0.0)
-    # A subnormal scale would lose digits, and its inverse overflows.
+    # A subnormal scale would lose digits, and its inverse would overflow.
     scale = jnp.where(size > 0, jnp.maximum(size / largest, float(np.finfo(wide.name).tiny)), 1.0)
     scale = jnp.where(jnp.isfinite(size), scale, jnp.nan)
     q = x / scale[..., None]

@@ -45,10 +45,10 @@ def rope(
       inv_freq: `(P,)`, the angle per position of each of P pairs, instead of `base`: the first 2 P
         features are rotated, and the others are left as they are.
       rotary_dim: rotates the first `rotary_dim` features as if they were the whole head.
-      frequencies: of `rope_frequencies`, instead of `base`: the frequencies of scaled positions,
-        and the factor of cosine and sine.
-      sections: how many successive pairs turn by each kind of position: `(t, h, w)` with positions
-        `(3, *B, T)` of time, row and column (multimodal rotary positions, Qwen2-VL).
+      frequencies: from `rope_frequencies`, instead of `base`: the frequencies of a scaled RoPE, and
+        the factor of cosine and sine.
+      sections: number of successive pairs that rotate by each kind of position: `(t, h, w)` with
+        positions `(3, *B, T)` of time, row and column (multimodal rotary positions, Qwen2-VL).
 
     Returns:
       The rotated array in the dtype of `x`; angles are float32 (float64 for float64).
@@ -88,7 +88,8 @@ def _frequencies(
     rotary_dim: int | None,
     frequencies: Frequencies | None,
 ) -> tuple[jax.Array, float]:
-    """The angles per position of the rotated pairs, in the dtype of angles, and the factor."""
+    """The angle per position of every rotated pair, in the accumulation dtype, and the factor of
+    cosine and sine."""
     dtype = accumulation_dtype(x.dtype)
     H = x.shape[-1] if x.ndim else 0
     if frequencies is not None:

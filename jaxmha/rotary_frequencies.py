@@ -1,4 +1,4 @@
-"""Frequencies of rotary positions, from the rope parameters of a configuration.
+"""Frequencies of rotary positions, from the RoPE parameters of a model's configuration.
 
 Sources: Su et al., "RoFormer" (2021); Chen et al., "Position Interpolation" (2023); bloc97, "NTK-aware
 scaled RoPE" (2023); Peng et al., "YaRN" (2023); Ding et al., "LongRoPE" (2024); the Llama 3 report
@@ -16,11 +16,11 @@ Values = NDArray[np.float64]
 
 
 class Frequencies(NamedTuple):
-    """Angles per position, for `rope(frequencies=)`; hashable, so that `rotate` may hold them.
+    """Angles per position, for `rope(frequencies=)`; hashable, so that `rotate` can be static.
 
     Attributes:
       values: the angle per position of every rotated pair of features, exact to float64.
-      factor: multiplies cosine and sine, and with them queries and keys.
+      factor: multiplies cosine and sine, and thereby queries and keys.
     """
 
     values: tuple[float, ...]
@@ -31,8 +31,8 @@ def rope_frequencies(config: Mapping[str, Any], head_dim: int, *, length: int = 
     """The frequencies that a configuration of `transformers` gives for heads of this width.
 
     Args:
-      config: a model's configuration (`json.load` of config.json), its `rope_parameters` or
-        `rope_scaling`. Parameters by kind of layer must be picked: `rope_parameters[kind]`.
+      config: a model's configuration (`json.load` of config.json), or its `rope_parameters` or
+        `rope_scaling`. If a model has parameters per kind of layer, give `rope_parameters[kind]`.
       head_dim: H.
       length: the longest sequence. Frequencies of the kinds `dynamic` and `longrope` depend on it:
         rotate all keys of a cache with those of the longest sequence that it will hold.
@@ -83,7 +83,8 @@ def parameters_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def of(rope: Mapping[str, Any], dims: int, most: float, length: int = 0) -> Frequencies:
-    """The frequencies of `dims` features; `most`: max_position_embeddings, `length`: as above.
+    """The frequencies of `dims` features. `most`: max_position_embeddings; `length`: the longest
+    sequence.
 
     Raises:
       ValueError: an unknown rope type. KeyError: a parameter of the type is missing.
@@ -115,12 +116,12 @@ class _Given(NamedTuple):
 
     @property
     def before(self) -> float:
-        """The length that the model was first trained for."""
+        """The sequence length of the original training, before the positions were scaled."""
         return float(self.rope["original_max_position_embeddings"])
 
     @property
     def factor(self) -> float:
-        """The factor between the lengths after and before scaling."""
+        """The ratio of the sequence length after scaling to the length before it."""
         return float(self.rope.get("factor") or self.most / self.before)
 
 
@@ -142,7 +143,7 @@ def _dynamic(given: _Given) -> tuple[Values, float]:
 
 
 def _proportional(given: _Given) -> tuple[Values, float]:
-    """The pairs after a share of the head are not rotated; their frequency is 0."""
+    """The first `partial_rotary_factor` of the pairs rotate; the others have frequency 0."""
     share = given.rope.get("partial_rotary_factor", 1.0)
     turned = np.arange(given.dims // 2) < int(share * given.dims // 2)
     return np.where(turned, given.plain, 0.0) / given.rope.get("factor", 1.0), 1.0

@@ -33,7 +33,7 @@ class Path(NamedTuple):
     dropout_broadcast: tuple[str, ...] = ()
 
 
-# Fields that describe the norms of queries and keys.
+# Fields of `Semantics` that describe the norms of queries and keys.
 NORM_FIELDS = (
     "qk_norm",
     "qk_norm_epsilon",
@@ -326,7 +326,10 @@ def one_of(name: str, value: object, choices: tuple[object, ...]) -> None:
 
 
 def with_norms(semantics: Semantics, scales: bool) -> Semantics:
-    """The semantics of a layer with or without `scales` of norms; those not learned need none."""
+    """Removes the norms from `semantics` if their scales are learned and the layer has none.
+
+    `scales`: whether the layer has scales of norms.
+    """
     if scales or not semantics.qk_norm_learned:
         return semantics
     default = Semantics()

@@ -1,8 +1,8 @@
-"""Terms of positions that models add to their scaled logits.
+"""Positional terms that models add to their scaled logits.
 
-Every class has `bias(T, S, query, key)`, `N T S` or `B N T S`: `query` (`B T N H`) and `key`
-(`B S N H`) are the projected queries and keys, before their rotation; terms that do not depend on
-them ignore them.
+Every class has a method `bias(T, S, query, key)` that returns `N T S` or `B N T S`. `query`
+(`B T N H`) and `key` (`B S N H`) are the projected queries and keys before rotation; terms that
+do not depend on them ignore them.
 """
 
 import math
@@ -20,7 +20,7 @@ def _distances(T: int, S: int) -> NDArray:
 
 
 class Alibi(NamedTuple):
-    """A bias of `-rates[n] * distance`."""
+    """ALiBi: a bias of `-rates[n] * distance`."""
 
     rates: tuple[float, ...]
 
@@ -33,8 +33,9 @@ class Alibi(NamedTuple):
 class Buckets(NamedTuple):
     """A learned bias for every bucket of distances (T5).
 
-    `table` is `buckets N`. In each direction, half of the buckets hold one distance each, and the
-    others logarithmic ranges up to `most`. `both`: keys after the query have their own buckets.
+    `table` is `buckets N`. In each direction, half of the buckets stand for one distance each; the
+    others stand for logarithmic ranges up to the distance `most`. `both`: True if keys after the
+    query have buckets of their own.
     """
 
     table: NDArray
@@ -55,9 +56,9 @@ class Buckets(NamedTuple):
 
 
 class Window(NamedTuple):
-    """A learned bias for every difference of rows and of columns in a square window (Swin).
+    """A learned bias for every pair of row and column differences in a square window (Swin).
 
-    `table` is `(2 side - 1)**2 N`.
+    `table` is `(2 width - 1)**2 N` for a window of `width` tokens in each direction.
     """
 
     table: NDArray
@@ -74,9 +75,9 @@ class Window(NamedTuple):
 
 
 class Grid(NamedTuple):
-    """Products of queries with vectors of the difference of rows, and of columns (SAM).
+    """Dot products of queries with learned vectors of row and column differences (SAM).
 
-    `rows` and `columns` are `2 side - 1, H`.
+    `rows` is `2 height - 1, H` and `columns` is `2 width - 1, H`.
     """
 
     rows: NDArray
@@ -93,15 +94,16 @@ class Grid(NamedTuple):
 
 
 def _planes(height: int, width: int) -> tuple[NDArray, NDArray]:
-    """Differences of rows and of columns of all pairs of tokens."""
+    """Row differences and column differences of all pairs of tokens in a grid, `T T` each."""
     row, column = (x.reshape(-1) for x in np.indices((height, width)))
     return row[:, None] - row, column[:, None] - column
 
 
 class Distances(NamedTuple):
-    """Scaled products of queries with a vector for every distance, clipped (Shaw et al., 2018).
+    """Scaled products of queries with a learned vector per clipped distance (Shaw et al., 2018).
 
-    `table` is `left + right + 1, H`, from the farthest key on the left to the right.
+    `table` is `left + right + 1, H`, from keys `left` positions before the query to keys `right`
+    positions after it.
     """
 
     table: NDArray
@@ -117,10 +119,11 @@ class Distances(NamedTuple):
 
 
 class Waves(NamedTuple):
-    """Products with projected sines and cosines of the distance (Transformer-XL, conformers).
+    """Dot products with projected sines and cosines of the distance (Transformer-XL, conformers).
 
-    The logits of queries q and keys k at a distance become `(q + u) k + (q + v) R(distance)`, times
-    `H ** -0.5`; this term is what they have beyond `q k`. `kernel`: `D N H`; `u`, `v`: `N H`.
+    The logits become `((q + u) k + (q + v) R(distance)) * H ** -0.5`; this term is their difference
+    from `q k * H ** -0.5`. `u` and `v` are learned biases, `N H`. `kernel`, `D N H`, projects the
+    sines and cosines to R.
     """
 
     u: NDArray

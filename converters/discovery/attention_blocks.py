@@ -144,11 +144,15 @@ def find(shapes: Mapping[str, Sequence[int]], layouts: Iterable[Layout] = LAYOUT
     return sorted(chosen, key=lambda block: natural(block.prefix))
 
 
-_ACROSS = r"cross|x_attn|encoder_attn|perceiver"  # keys and values are of another input
+_ACROSS = r"cross|x_attn|encoder_attn|perceiver"  # prefixes of cross-attention
 
 
 def _reads(layout: Layout, prefix: str, keys: Mapping[str, str], shapes: _Shapes) -> bool:
-    """False for Llama's names if its two layouts, of one input or two, do not belong at a prefix."""
+    """True unless this is the wrong one of `llama` and `llama-across`, which have the same keys.
+
+    `llama-across` is for prefixes of cross-attention whose queries and keys have different input
+    widths; `llama` is for all others.
+    """
     if layout.name not in ("llama", "llama-across") or not re.search(_ACROSS, prefix):
         return layout.name != "llama-across"
     queries, inputs = (shapes[keys[f"{x}_proj.weight"]][-1] for x in "qk")
@@ -289,21 +293,21 @@ def natural(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
 
 
-# Layers before the projections, or after the output, at the prefixes of families that have them: in
-# other models, such a name may be that of a norm between the heads and the output.
+# Norms and reductions before the projections or after the output, in known model families only:
+# in other models, a norm of the same name may be between the heads and the output projection.
 BEFORE = (
     "LayerNorm", "ln", "layer_norm", "self_attn_layer_norm", "self.layernorm1", "self.layernorm2",
     "self.sr", "self.layer_norm", "self.sequence_reduction", "spatial_reduction",
 )  # fmt: skip
-# Arrays of a norm in any framework.
+# Names of the arrays of a norm, in any framework.
 _OF_NORMS = {"weight", "bias", "scale", "gamma", "beta", "offset"}
 
 
 @cache
 def _other_keys() -> tuple[frozenset[str], frozenset[str]]:
-    """Keys that may accompany attention, and the norms among them without their array's name.
+    """Keys that may accompany attention, and the modules of those that end in `.weight`.
 
-    A conversion copies `other_keys` unchanged, so a block may have those of any layout.
+    A conversion copies `other_keys` unchanged, so a block may have the `other_keys` of any layout.
     """
     known = frozenset(key for layout in LAYOUTS for key in layout.other_keys)
     return known, frozenset(key.removesuffix(".weight") for key in known if key.endswith(".weight"))
@@ -314,7 +318,7 @@ def _unknown(
 ) -> tuple[str, ...]:
     """Tensors under a prefix that are neither in the layout nor known to accompany attention.
 
-    `names` are the names of all tensors in order, which puts those under a prefix in one row.
+    `names` are the sorted names of all tensors, so that bisection finds those under the prefix.
     """
     if not prefix:
         return ()
@@ -399,5 +403,5 @@ def _fits(candidate: Layout, keys: Mapping[str, str], shapes: Mapping[str, Seque
 
 
 def _decides(entry: Entry) -> bool:
-    """True if only the shape of an array tells layouts of the same keys apart."""
+    """True if the rank of this array distinguishes layouts with the same keys (gates and norms)."""
     return any(leaf.startswith(("gate", "query_norm", "key_norm")) for leaf in entry.leaves)

@@ -10,7 +10,7 @@ from jaxtyping import Float, Num
 from jaxmha.arrays import Array
 from jaxmha.converters.layout.arrays import NDArray
 
-# Form -> model types. Every form says which coordinate turns which pair of features.
+# Form -> model types. A form says which coordinate, row or column, rotates which feature pairs.
 FORMS: dict[str, str] = {
     "rows, then columns": (
         "glm4v_vision glm46v_vision glm4v_moe_vision glm_ocr_vision glm5_next_vision glmga_vision "
@@ -26,18 +26,20 @@ FORMS: dict[str, str] = {
     "columns and rows in turn": "kimi_k25_vision",
     "shares of the image": "dinov3_vit eomt_dinov3",
 }
-# Model type -> key of its configuration with the number of tokens that follow one token of the class.
+# Model type -> configuration key for the number of register tokens after the class token; "" if
+# there are none.
 CLASSED = {"inkling2_vision": "", "dinov3_vit": "num_register_tokens"}
-_MERGE = "spatial_merge_size"  # the side of the squares of patches that follow each other
+_MERGE = "spatial_merge_size"  # tokens of each square of this width, in patches, are contiguous
 
 
 class Axial(NamedTuple):
     """Rotary positions of rows and columns.
 
-    `inv_freq`: the angle per row or column of every pair of features. `axis`: 0 for pairs that the
-    row turns, 1 for the column. `merge`: patches come in squares of this side. `first`: the number
-    of tokens before the patches, which are not rotated. `centred`: the middle of the image is at 0,
-    its ends are at -1 and 1; otherwise patches have whole numbers.
+    `inv_freq`: the angle per row or column, for every pair of features. `axis`: 0 for pairs that
+    rotate by the row, 1 for the column. `interleaved`: True if pairs are adjacent features;
+    otherwise they are split into halves. `merge`: squares of `merge x merge` patches are
+    contiguous. `first`: the number of unrotated tokens before the patches. `centred`: coordinates
+    run from -1 to 1 across the image; otherwise they are integers.
     """
 
     inv_freq: tuple[float, ...]
@@ -50,7 +52,7 @@ class Axial(NamedTuple):
     def __call__(
         self, x: Float[Array, "*B T N H"], places: Num[Array, "T 2"]
     ) -> Float[Array, "*B T N H"]:
-        """Rotates projected queries or keys by the row and the column of every token.
+        """Rotates projected queries or keys by the row and column of every token (see `places`).
 
         >>> Axial((1.0, 1.0), (0, 1))(np.ones((1, 6, 2, 4), np.float32), grid(2, 3)).shape
         (1, 6, 2, 4)
@@ -70,7 +72,7 @@ class Axial(NamedTuple):
         return jnp.concatenate(turned, -1)
 
     def places(self, height: int, width: int) -> NDArray:
-        """Row and column of the patches of an image, `T 2`, in the order of the tokens."""
+        """Row and column of every token, `T 2`; (0, 0) for unrotated tokens before the patches."""
         found = grid(height, width, self.merge)
         if self.centred:
             found = (found + 0.5) / (height, width) * 2 - 1
@@ -80,7 +82,7 @@ class Axial(NamedTuple):
 
 
 def grid(height: int, width: int, merge: int = 1) -> NDArray:
-    """Row and column of every patch, `T 2`, in squares of `merge x merge` patches.
+    """Row and column of every patch, `T 2`; squares of `merge x merge` patches are contiguous.
 
     >>> grid(2, 2).tolist()
     [[0, 0], [0, 1], [1, 0], [1, 1]]
@@ -102,10 +104,17 @@ def form_of(model_type: str) -> str:
 def of(
     model_type: str, own: Mapping[str, Any], width: int, base: float, layer: int | None
 ) -> Axial:
-    """The axial positions of a layer with heads of this width.
+    """The axial positions of a layer.
+
+    Args:
+      model_type: selects the form, see `FORMS`.
+      own: the configuration of this part of the model.
+      width: features of one head.
+      base: the rope theta.
+      layer: index of the layer, if its prefix has one.
 
     Raises:
-      ValueError: the width of a head cannot be halved twice; or the model type is not known.
+      ValueError: `width` is no multiple of 4, or the model type is not known.
     """
     form = form_of(model_type)
     if not form or width % 4:
@@ -136,7 +145,10 @@ def of(
 
 
 def _stretch(own: Mapping[str, Any], layer: int | None) -> float:
-    """The length of a step to the next patch: SAM 3 measures whole images by the side of a window."""
+    """The position step between adjacent patches.
+
+    It is 1, except in global layers of SAM 3, which scale the whole image to the size of a window.
+    """
     whole = own.get("global_attn_indexes")
     if not isinstance(whole, list) or layer not in whole:
         return 1.0

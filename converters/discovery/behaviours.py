@@ -66,7 +66,7 @@ def _offset_and_scaled(own: Mapping[str, Any]) -> Values:
 
 
 def _unlearned(own: Mapping[str, Any]) -> Values:
-    """A norm without scales, after or before the rotation: both are the same function."""
+    """A norm without scales. It commutes with the rotation, so their order does not matter."""
     return _normalised(own) | {"qk_norm_learned": False}
 
 
@@ -76,7 +76,7 @@ def _of_layer_norms(own: Mapping[str, Any]) -> Values:
 
 
 def _of_default_layer_norms(own: Mapping[str, Any]) -> Values:
-    """Layer norms with torch's own epsilon, for which the model types have no setting."""
+    """Layer norms with torch's default epsilon, for which these model types have no setting."""
     return {"qk_norm": "layer", "qk_norm_epsilon": 1e-5}
 
 
@@ -228,9 +228,10 @@ def to_metadata(blocks: Iterable[tuple[str, Block]]) -> dict[str, str]:
 
 
 def carried(blocks: Sequence[Block]) -> set[str]:
-    """The parts (`signs.PARTS`) that the semantics of every block expresses.
+    """The parts (`signs.PARTS`) that the converted blocks express.
 
-    Without sinks and gates, empty if a block is not configured.
+    Sinks and gates count if any block has their arrays. Other parts count only if all blocks are
+    configured and the semantics of each block set them.
     """
     parts = {
         "scale": "scale",

@@ -1,6 +1,6 @@
-"""The model types of transformers, and how each was converted when all of them were run.
+"""How each model type of transformers was converted, from the table families.tsv.
 
-`python -m tests.zoo --write` makes the file from the results.
+`python -m tests.zoo --write` writes the table from the results of its runs.
 """
 
 from pathlib import Path
@@ -22,9 +22,10 @@ VERDICTS = {
 
 
 class Checked(NamedTuple):
-    """One model type: its verdict, layouts and positions of its blocks, largest error, and reason.
+    """One row of the table: a model type, its verdict, and the layouts and positions of its blocks.
 
-    `error` is relative to the largest logit or output; "" if no block was compared.
+    `error` is the largest error relative to the largest logit or output; "" if no block was
+    compared. `reason` explains the verdict.
     """
 
     model_type: str
@@ -36,7 +37,7 @@ class Checked(NamedTuple):
 
 
 def checked() -> list[Checked]:
-    """Every model type that was run, by name.
+    """Every row of the table, sorted by model type.
 
     >>> next(one.verdict for one in checked() if one.model_type == "bert")
     'right'

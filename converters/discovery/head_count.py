@@ -69,8 +69,8 @@ class Count(NamedTuple):
 class Configured(NamedTuple):
     """Head counts of a configuration; `wrong` is the reason if none of them is usable.
 
-    `families`: families that its model_type names (`model_types`). `towers`: pattern of prefixes,
-    and the count of the blocks that it fits (`towers`).
+    `families`: names of the model families of its model_type (see `model_types`). `towers`: pairs
+    of a prefix pattern and the count of the blocks that match it (see `towers`).
     """
 
     path: Path

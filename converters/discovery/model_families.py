@@ -108,7 +108,7 @@ def stands(names: Collection[str], prefix: str) -> bool:
 
 
 def stands_any(prefix: str) -> bool:
-    """True if a family has blocks at this prefix, in any layout.
+    """True if any known family has blocks at this prefix, in any layout.
 
     >>> stands_any("encoder.layer.3.attention"), stands_any("my_layer")
     (True, False)

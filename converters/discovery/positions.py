@@ -90,7 +90,8 @@ PLANES = frozenset(
 LOCAL = frozenset(
     ["afmoe", "beam", "cohere2", "cohere2_moe", "exaone4", "exaone_moe", "flint", "kolibri1"]
 )
-# Layout and model type of files that keep pairs of neighbouring features, unlike the model in memory.
+# Layout and model type of files that rotate pairs of adjacent features. In transformers, the same
+# model rotates the two halves of a head.
 _PERMUTED = (("linear-wo", "pixtral"),)
 # Model types that `architectures` lists as rotary, but whose attention blocks are not rotated.
 _NOWHERE = (
@@ -99,7 +100,7 @@ _NOWHERE = (
 # Model types with relative positions in some blocks, and rotary positions in all others.
 _BOTH = ("phi4_multimodal", "deepseek_ocr2_text", "unlimited_ocr_text")
 _ACROSS = r"(encoder_attn|cross_attn|crossattention|x_attn)[^./]*$"
-# Model types that rotate by the negative angles.
+# Model types that rotate by negative angles.
 BACKWARD = frozenset(["nanochat"])
 # Model types that have rotary positions only where position_embedding_type is "rope".
 OPTIONAL = frozenset(["granitemoehybrid"])
@@ -144,11 +145,11 @@ def _is_wide(x: Array) -> bool:
 
 
 class Positions(NamedTuple):
-    """The positions of one block.
+    """The positional encoding of one block.
 
-    `scheme`: "none"; "rotary", or "axial" for rows and columns, with its parameters in `rotary`;
-    "alibi" or "relative", with the bias in `added`; "unknown". `why`: the reason for "none" or
-    "unknown".
+    `scheme` is "none", "rotary", "axial" (rotary by rows and columns), "alibi", "relative" or
+    "unknown". `rotary` has the parameters of "rotary" and "axial"; `added` has the bias of "alibi"
+    and "relative". `why` is the reason for "none" or "unknown".
     """
 
     scheme: str
@@ -158,9 +159,10 @@ class Positions(NamedTuple):
 
 
 def positions_of(source: str | os.PathLike[str]) -> dict[str, Positions]:
-    """The positions of every attention block of a checkpoint, by prefix.
+    """The positional encoding of every attention block of a checkpoint, by block prefix.
 
-    `source`: a checkpoint file, or a folder with one; the model's config.json lies next to it.
+    `source`: a checkpoint file, or a folder with one. config.json of the model is read from the
+    same folder.
 
     Raises:
       CheckpointError: the file cannot be read.
@@ -173,7 +175,7 @@ def positions_of(source: str | os.PathLike[str]) -> dict[str, Positions]:
         return {block.prefix: _of_block(block, content, configured, file) for block in blocks}
 
 
-# Names of checkpoints in the folders of published models, from the first choice to the last.
+# File names of checkpoints in folders of published models, in order of preference.
 _FILES = (
     "model.safetensors.index.json", "model.safetensors", "pytorch_model.bin.index.json",
     "pytorch_model.bin",
@@ -190,7 +192,7 @@ def _in_folder(path: Path) -> Path:
         raise ValueError(
             f"{path} has several checkpoints ({files[0].name}, {files[1].name}): name one"
         )
-    return files[0] if files else path  # a folder that is itself a checkpoint
+    return files[0] if files else path  # the folder itself may be a checkpoint, such as orbax
 
 
 def _of_block(
@@ -257,7 +259,7 @@ def _rotary(
     dims = next((own[k] for k in known if isinstance(own.get(k), int)), None)
     share = next((float(d[k]) for d in (rope_, own) for k in _SHARES if d.get(k) is not None), 1.0)
     if rope_.get("rope_type") == "proportional":
-        dims = width  # of the whole head; the last pairs have the frequency 0
+        dims = width  # pairs cover the whole head; the last ones have frequency 0
     dims = int(width * share) if dims is None else dims
     frequencies = rotary_frequencies.of(rope_, dims, float(own.get("max_position_embeddings") or 0))
     return Positions(
@@ -333,7 +335,7 @@ _WAVES = (
 def _relative(
     block: Block, own: Mapping[str, Any], file: checkpoint.Checkpoint
 ) -> Positions | None:
-    """The term of the tensors next to the projections; None if there are none."""
+    """The relative positions that tensors of the block define; None without such tensors."""
     if block.layout.name in ("t5", "mpnet"):
         return _buckets(block, own, file)
 
@@ -382,11 +384,11 @@ def turned(
 ) -> tuple[jax.Array | Array, jax.Array | Array]:
     """Rotates projected queries `*B T N H` and keys `*B S K H` by the positions 0, 1, 2, ...
 
-    Patches of axial positions are those of one square image, or of several equal ones. Returns
-    queries and keys unchanged if the block has no rotary positions.
+    For axial positions, the tokens are those of one square image, or of several of the same size.
+    Queries and keys are returned unchanged if the block has no rotary positions.
 
     Raises:
-      ValueError: the tokens are the patches of no square images.
+      ValueError: the number of tokens does not fit square images.
     """
     if positions.rotary is None:
         return query, key

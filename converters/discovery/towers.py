@@ -1,8 +1,8 @@
-"""Table of the parts of models whose head counts the names of a configuration do not place.
+"""Head counts of models whose configurations do not relate them to block prefixes by name.
 
-A row is a pattern of block prefixes and the keys that lead to the head count of these blocks; the
-first row whose pattern occurs in a prefix decides. Keys divided by a number count heads of that
-width.
+A row is a pattern of block prefixes and the path of configuration keys to the head count of these
+blocks, such as "vision_config: num_heads". The first row whose pattern occurs in a prefix decides.
+A path that ends in " / 64" leads to a width, and every 64 features are a head.
 """
 
 import re
@@ -157,7 +157,9 @@ TOWERS: dict[str, Rows] = {
 
 
 def rows(content: Any) -> Iterator[tuple[str, tuple[str, ...], Any]]:
-    """Pattern of prefixes, keys, and head count, for every tower of a configuration in the table.
+    """Yields prefix pattern, key path and head count of the rows for a configuration.
+
+    Rows whose keys are missing from the configuration are skipped.
 
     >>> config = {"model_type": "rf_detr", "decoder_self_attention_heads": 8}
     >>> [(way, heads) for _, way, heads in rows(config)]
@@ -178,5 +180,5 @@ def rows(content: Any) -> Iterator[tuple[str, tuple[str, ...], Any]]:
 
 
 def fits(pattern: str, prefix: str) -> bool:
-    """True if a row is that of a block."""
+    """True if the pattern of a row occurs in a block prefix."""
     return re.search(pattern, prefix.replace("/", ".")) is not None

@@ -47,10 +47,11 @@ def notes(
 def refuse(
     path: Path, names: Iterable[str], layouts: Collection[str], carried: Collection[str] = ()
 ) -> None:
-    """Raises ValueError if a model's attention is another function than that of its layouts.
+    """Raises ValueError if a model's attention computes a function that its layouts cannot express.
 
-    `path`: the checkpoint. `names`: all tensors outside the blocks. `layouts`: those of the blocks.
-    `carried`: parts that the semantics of all blocks express.
+    `path`: the checkpoint. `names`: all tensors outside the blocks. `layouts`: the layouts of the
+    blocks; without any, nothing is raised. `carried`: parts that the semantics of all blocks
+    express.
     """
     content = _content(path)
     evidence = _evidence(content)

@@ -60,7 +60,8 @@ _PACKED = {
 }
 
 
-# Arrays next to the projections of a layout, of terms that are added to the logits.
+# Suffix of a layout name -> keys of its relative positions, which add terms to the logits. A
+# conversion copies these arrays unchanged.
 _TERMS = {
     "conformer": ("distance_embedding.weight", "pos_bias_u", "pos_bias_v", "linear_pos.weight"),
 }

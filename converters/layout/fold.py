@@ -2,8 +2,8 @@
 
 `scale * (q . k) == target_scale * (f q . k)` with f = scale / target_scale. Kernel and bias of the
 query are multiplied by f, or scale and bias of the query norm if there is one. A power of two is
-exact; any other factor rounds every number once. Norms without scales or with an offset, and clipped
-queries, leave no array that could be multiplied.
+exact; any other factor rounds every number once. A query norm without scales or with an offset,
+or clipping of queries, comes after every array of the query, so that none can be multiplied.
 """
 
 import math

@@ -20,7 +20,7 @@ LINEAR = Layout(
     ties=TIES,
     about="four torch.nn.Linear q_proj, k_proj, v_proj, out_proj (also CLIP, BART, OPT)",
 )
-# Also the projections of every layout in `meaning`.
+# Most layouts in `meaning` use these projections too.
 LLAMA_ENTRIES = (
     Entry("q_proj.weight", "(N H) Dq", ("query.kernel",)),
     Entry("k_proj.weight", "(K H) Dk", ("key.kernel",)),

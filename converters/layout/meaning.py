@@ -1,6 +1,6 @@
 """Layouts of published models whose attention has norms, sinks or gates next to the projections.
 
-Every layout is Llama's four projections and the arrays of some of these parts.
+Most layouts are Llama's four projections and the arrays of some of these parts.
 """
 
 from dataclasses import replace
@@ -14,7 +14,10 @@ _HOLDS = frozenset({"qk_norm_epsilon"})
 
 
 def _norms(query: str, key: str, axes: str) -> tuple[Entry, ...]:
-    """Scales and biases of norms: `H`, or the axes of all heads, `N H` or `(N H)`."""
+    """Entries for the scales and biases of the query norm and the key norm.
+
+    `axes` are the axes of a query scale: `H`, or with an element for every head `N H` or `(N H)`.
+    """
     form = "" if axes == "H" else "_heads"
     of_key = axes.replace("N", "K")
     return (
@@ -37,7 +40,7 @@ _RMS = Semantics(qk_norm="rms")
 _LAYER = Semantics(qk_norm="layer", qk_norm_epsilon=1e-5)
 _ALL_HEADS = Semantics(qk_norm="rms", qk_norm_scope="heads")
 _PLAIN = Semantics()
-# Layout -> arrays next to those of Llama, semantics without a configuration, and models.
+# Layout -> entries in addition to Llama's, semantics without a configuration, and description.
 _MEANING: dict[str, tuple[tuple[Entry, ...], Semantics, str]] = {
     "llama-norm-heads": (
         _OF_ALL,
@@ -71,7 +74,7 @@ def _meaning(name: str, more: tuple[Entry, ...], semantics: Semantics, about: st
     )
 
 
-# One linear layer projects to a query and a gate of every head.
+# One linear layer computes the query and the gate of every head.
 _QUERY_AND_GATE = {
     "q_proj.weight": Entry("q_proj.weight", "(N qg H) Dq", ("query.kernel", "gate.kernel")),
     "q_proj.bias": Entry("q_proj.bias", "(N qg H)", ("query.bias", "gate.bias"), "qkv bias"),
@@ -139,5 +142,6 @@ LAYOUTS = (*LLAMA_MEANING, QWEN3_NEXT, LFM, PERSIMMON, COSMOS, TIMM_NORM)
 NORM_NAMES = dict.fromkeys(("lfm", "persimmon"), "q_layernorm and k_layernorm") | {
     "cosmos": "norm_q and norm_k"
 }
-# Layouts whose tensors do not tell how their norms and gates compute.
+# Layouts whose tensors do not determine the function of their norms and gates: reading them
+# requires a configuration.
 ASKING = tuple(layout.name for layout in LAYOUTS if layout.name != "llama-sinks")

@@ -69,7 +69,7 @@ def import_params(
 
 
 def behaviour(layout: Layout, found: Mapping[str, Any]) -> Semantics:
-    """The semantics of a layer of this layout, without norms if it lacks their scales."""
+    """The semantics of a layer with the leaves `found`; without norms if it has no scales."""
     return with_norms(layout.semantics, bool(NORM_SCALES & found.keys()))
 
 

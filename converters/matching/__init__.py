@@ -21,9 +21,9 @@ def match(source: Any, target: Any, *, packing: Packing = "ask") -> Plan:
         or a model object.
       target: an nnx module (also of `nnx.eval_shape`), linen variables, an equinox module, a Keras
         or torch model, or any tree of arrays or `jax.ShapeDtypeStruct`.
-      packing: order of query, key and value (or gate and up) that are packed in one array, where
-        nothing shows it. "concatenated": one after another, as `(qkv N H)`. "ask": a question,
-        because some models alternate head by head, as `(N qkv H)`.
+      packing: order of query, key and value (or gate and up) that are packed in one array, if names
+        and shapes do not determine it. "concatenated": one after another, as `(qkv N H)`. "ask":
+        the plan has a question, because some models alternate head by head, as `(N qkv H)`.
 
     >>> import numpy as np
     >>> source = {"fc.weight": np.zeros((3, 5)), "fc.bias": np.zeros(3)}

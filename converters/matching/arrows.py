@@ -232,13 +232,16 @@ def _packed(arrow: Arrow, a: Reading, b: Reading) -> Arrow:
 
 
 def guesses(source: Template, target: Template, arrow: Arrow) -> bool:
-    """True if the arrow of the main arrays takes an order of packed parts that nothing shows."""
+    """True if the arrow of the main arrays assumes an undetermined order of packed parts."""
     ends = [(source.first, _split(arrow.source)), (target.first, _split(arrow.target))]
     return any(_guessed(*one, *other) for one, other in (ends, ends[::-1]))
 
 
 def _guessed(layer: Layer, axes: Sequence[str], other: Layer, others: Sequence[str]) -> bool:
-    """True if `axes` of a packed layer may also alternate between the parts, head by head."""
+    """True if the parts packed along `axes` of a layer could also alternate head by head.
+
+    `other` and `others` are the layer at the other end of the arrow, and its axes.
+    """
     if not layer.guessed or layer.part is None:
         return False
     if any(axis.startswith("(s ") for axis in axes):
@@ -248,8 +251,8 @@ def _guessed(layer: Layer, axes: Sequence[str], other: Layer, others: Sequence[s
     parts, shape = layer.part[1], layer.slots[MAIN].shape
     if "s" not in own or len(outs) != 1 or len(own) != len(shape) or shape[outs[0]] % parts:
         return False
-    # The axis before may also be of as many heads as there are parts, unless the other end has
-    # another number of heads.
+    # The axis of the parts could be one of as many heads, unless the other layer has another number
+    # of heads.
     plain = [axis for axis in others if axis not in ("s", "l", "m")]
     heads = [n for n, axis in enumerate(plain) if axis.startswith("o")]
     sizes = other.slots[MAIN].shape[-len(plain) :]

@@ -1,4 +1,4 @@
-"""Paths of the arrays in a Keras file, with the users' names of layers and the names of weights."""
+"""Paths of the arrays in a Keras file, made of the user's layer names and of weight names."""
 
 import re
 from collections import defaultdict
@@ -12,9 +12,10 @@ _NORM = ("gamma", "beta", "moving_mean", "moving_variance")
 
 
 def paths(file: Checkpoint) -> dict[str, tuple[tuple[str, ...], str]]:
-    """The path of every array, and "no" for layers that other frameworks store differently.
+    """Array name -> path and form; "no" for layers that other frameworks store differently.
 
-    A file has numbers for the weights of a layer. Their names follow from their number and ranks.
+    A file numbers the weights of a layer. Names are inferred from the number of weights and their
+    ranks.
     """
     groups: dict[str, list[str]] = defaultdict(list)
     for name in file.info:
@@ -33,14 +34,14 @@ def paths(file: Checkpoint) -> dict[str, tuple[tuple[str, ...], str]]:
 
 
 def _shown(group: str, names: Mapping[str, str]) -> str:
-    """The group with the users' names; in a functional model without the leading `layers`."""
+    """The group with the user's layer names; in a functional model without leading `layers`."""
     if not group.startswith(_LISTED):
         return group
     return dotted(group, "/", names).replace(".", "/").removeprefix(_LISTED)
 
 
 def _keys(group: str, shapes: Sequence[tuple[int, ...]]) -> list[str]:
-    """Names of the weights of one layer."""
+    """Names of the weights of one layer, inferred from its group and the shapes of the weights."""
     ranks = [len(shape) for shape in shapes]
     last = group.rpartition("/")[2]
     if ranks[0] > 1 and len(ranks) == 1 and "embed" in last:

@@ -100,7 +100,7 @@ class _Piece:
 def _guessed_pairs(
     mine: Sequence[Template], theirs: Sequence[Template], decision: Decision
 ) -> dict[object, list[int]]:
-    """The decided targets whose packed parts are in an order that nothing shows, by attention."""
+    """Targets that are decided except for the order of their packed parts, grouped by attention."""
     found: dict[object, list[int]] = {}
     for t, (s, *_) in sorted(decision.taken.items()):
         if guesses(mine[s], theirs[t], decision.fits[s, t].arrows[MAIN]):
@@ -109,7 +109,7 @@ def _guessed_pairs(
 
 
 def _of_packing(rows: Sequence[Line]) -> list[Question]:
-    """The question whether these lines, which take packed parts one after another, are right."""
+    """The question whether packed parts follow one another, as these lines assume."""
     if not rows:
         return []
     reason = (

@@ -32,7 +32,7 @@ def prepared(
     missing: str = "refuse",
     packing: Packing = "ask",
 ) -> Iterator[Lazy]:
-    """The arrays to load into a model, each in its final dtype; none is read before it is asked for.
+    """Yields the arrays to load into a model, each in its final dtype; each is read on access.
 
     Args:
       model, source: target and source, as in `match`.
@@ -43,7 +43,7 @@ def prepared(
       missing: "keep" leaves arrays of the model as they are if the plan has no line for them.
 
     Raises:
-      ValueError: a question is open, arrays are unused or missing, or a shape or dtype does not fit.
+      ValueError: a question is open, arrays are unused or missing, or a shape or dtype is wrong.
     """
     for name, value in (("unused", unused), ("missing", missing)):
         if value not in POLICIES:
@@ -73,7 +73,10 @@ def prepared(
 
 
 def _pinned(source: Any, plan: Plan | None) -> Any:
-    """The commit in the plan, if the source is the same model without a revision."""
+    """The plan's address with its commit, if the source is the same model without a revision.
+
+    Any other source is returned unchanged.
+    """
     if (
         plan is not None
         and hub.is_address(source)
@@ -290,14 +293,14 @@ def into_tree(tree: Any, ready: Lazy) -> Any:
 
 
 def into_flax(model: Any, ready: Lazy) -> Any:
-    """Updates an nnx module in place; returns linen variables, or `(module, variables)`, anew."""
+    """Updates an nnx module in place; returns new linen variables, or `(module, new variables)`."""
     if isinstance(model, tuple):
         return model[0], into_tree(model[1], ready)
     return into_tree(model, ready) if isinstance(model, Mapping) else into_nnx(model, ready)
 
 
 def _check_dtypes(ready: Lazy) -> None:
-    """Raises ValueError if JAX would change a dtype; before the model changes."""
+    """Raises ValueError if JAX would change a dtype; to be called before the model is changed."""
     import jax
 
     for name, info in ready.info.items():

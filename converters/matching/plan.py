@@ -58,9 +58,9 @@ class Plan:
       lines: one for each target array or repeated array.
       questions: targets that are not decided. A plan with questions loads nothing.
       unused: source arrays that no line uses. ignored: unused buffers, which models recompute.
-      source: of a model from a hub: its address with the commit. Loading the same model without a
+      source: for a model from a hub, its address with the commit. Loading the same model without a
         revision loads this commit.
-      notes: remarks on the source; not kept in TOML.
+      notes: remarks on the source, which TOML does not store.
     """
 
     lines: tuple[Line, ...]

@@ -43,7 +43,7 @@ SHARED = 0.6  # blocks are repetitions if they share this fraction of the smalle
 class Layer(NamedTuple):
     """One layer: path, slot -> array, axis order (form) of the main array, and the packed part.
 
-    `guessed`: nothing shows in which order the main array holds the packed parts.
+    `guessed`: True if the order of the packed parts in the main array is not determined.
     """
 
     path: tuple[str, ...]

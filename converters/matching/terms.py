@@ -106,8 +106,9 @@ PACKED = {
     **dict.fromkeys(("to_kv", "kv", "kv_proj", "wkv"), ("key", "value")),
     **dict.fromkeys(("gate_up_proj", "gate_up"), ("gate", "up")),
 }
-# Names and axis orders of packed layers that one library alone writes: torch's MultiheadAttention
-# and GPT-2's Conv1D. Other names are written with other orders too, such as head by head.
+# Names and forms of packed layers that only one library writes, so that the order of their parts is
+# known: torch's MultiheadAttention and GPT-2's Conv1D. Layers of other names may alternate head by
+# head.
 SURE = (("in_proj_weight", ""), ("c_attn", "io"))
 # Mutually exclusive terms: layers with different terms of one group never match.
 APART = (

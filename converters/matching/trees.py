@@ -54,7 +54,7 @@ class Tree:
       kind: "torch", "nnx", "linen", "equinox", "keras", "file" or "tree".
       load: reads one array by name; it is never called for a target.
       aliases: second name of a shared array -> the name under which `arrays` has it.
-      origin: of a model from a hub: its address with the commit.
+      origin: for a model from a hub, its address with the commit.
       notes: remarks on reading, such as that tensors are dequantised.
     """
 
@@ -131,7 +131,7 @@ def _torch(module: Any) -> Tree:
         dtype = str(tensor.dtype).removeprefix("torch.")
         form = _form(layer, "torch")
         if not form and _of(layer, "transformers") and type(layer).__name__ == "Conv1D":
-            form = "io"  # of GPT-2: its weight is transposed
+            form = "io"  # GPT-2's layer has its weight as (in, out)
         arrays[name] = Array(name, split(name), tuple(tensor.shape), dtype, form or "raw")
     return Tree("torch", arrays, lambda name: to_numpy(live.state[name]), aliases)
 

@@ -199,7 +199,7 @@ def _ungrouped(params: MHAParams) -> MHAParams:
     return from_leaves(found)
 
 
-# Factor -> the start of the names of leaves that only one of two layers may have.
+# Factor -> prefixes of the names of leaves that one layer may have and the other may lack.
 _ALONE = {"learned key position": ("bias_k", "bias_v"), "sinks": ("sinks",), "gate": ("gate",)}
 _SHOWN = {
     "learned key position": "a learned key position to attend",

@@ -133,7 +133,10 @@ def _normalise(
 def _with_sinks(
     probabilities: NDArray, logits: NDArray, allowed: NDArray, sinks: NDArray
 ) -> NDArray:
-    """Probabilities with a logit `N` in every softmax that has no value."""
+    """Rescales probabilities for sinks: one more logit per head in every softmax, without a value.
+
+    `sinks` is `N`. Rows without an allowed key become 0.
+    """
     logits = np.where(allowed, logits, -np.inf)
     sinks = np.broadcast_to(sinks[:, None, None], (*logits.shape[:-1], 1))
     row_max = np.maximum(logits.max(-1, keepdims=True, initial=-np.inf), sinks)
@@ -144,7 +147,7 @@ def _with_sinks(
 
 
 def _gate(query: NDArray, gate: Projection) -> NDArray:
-    """The factors of the heads, `B T N h` or `B T N 1`."""
+    """The sigmoid gates that multiply the outputs of heads, `B T N h` or `B T N 1`."""
     kernel = to_numpy(gate.kernel).astype(np.float64)
     logits = np.tensordot(query, kernel.reshape(*kernel.shape[:2], -1), 1)
     if gate.bias is not None:

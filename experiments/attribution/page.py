@@ -1,4 +1,4 @@
-"""Counts for the page of the difference."""
+"""Functions for page.md: shares of the difference between two layers."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The cases that are timed: shapes as data. Letters as everywhere: B T S N K H; E = N * H."""
+"""The cases to time, as data. Dimension letters are B T S N K H; E = N * H."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -84,7 +84,7 @@ class Case:
 
     @property
     def measures_memory(self) -> bool:
-        """True where materialised scores would be large next to everything else."""
+        """True if materialised scores would take most of the memory."""
         return max(self.T, self.S) >= 2048 and self.kind != "decode"
 
     def as_dict(self) -> dict[str, Any]:

@@ -218,7 +218,7 @@ def collect(
 
 
 def chosen_implementations() -> dict[str, str]:
-    """The implementation that each shape gets here, for the report."""
+    """The implementation that jaxmha chooses for each shape on this device, for the report."""
     found = {}
     for shape in gpu_cases.SHAPES:
         make: Any = jax.ShapeDtypeStruct

@@ -1,4 +1,4 @@
-"""The GPU suite as data: shapes to time, and cases to hold against float64."""
+"""The GPU suite as data: shapes to time, and cases to compare with float64."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -47,7 +47,7 @@ def _normal(key: Any, sizes: tuple[int, ...]) -> jax.Array:
 
 
 def inputs(shape: Shape) -> dict[str, jax.Array]:
-    """The arrays that every peer reads."""
+    """The input arrays of a shape, the same for every peer."""
     B, T, N, K, H = shape.B, shape.T, shape.N, shape.K, shape.H
     found = {"query": normal(0, B, T, N, H), "key": normal(1, B, T, K, H)}
     found["value"] = normal(2, B, T, K, H)

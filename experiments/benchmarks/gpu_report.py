@@ -1,4 +1,4 @@
-"""Counts for the page of the GPU suite; the targets come last."""
+"""Functions for gpu.md: summaries of the GPU suite, and its targets."""
 
 from collections.abc import Callable, Iterable, Sequence
 from operator import ge, le
@@ -38,7 +38,7 @@ def conformance(rows: list[Row]) -> str:
 
 
 def worst(rows: list[Row]) -> dict[str, float]:
-    """The largest error of every kind, by implementation, dtype and array."""
+    """The largest error, by implementation, dtype and array."""
     found: dict[str, float] = {}
     for row in rows:
         for name, error in row.get("errors", {}).items():
@@ -48,7 +48,7 @@ def worst(rows: list[Row]) -> dict[str, float]:
 
 
 class Target(NamedTuple):
-    """The worst value measured (None: nothing) and the bound that it should keep."""
+    """The worst measured value (None if there is none), and the bound that it should keep."""
 
     words: str
     value: float | None
@@ -57,12 +57,12 @@ class Target(NamedTuple):
 
     @property
     def reached(self) -> bool:
-        """True where it is measured and kept."""
+        """True if the value was measured and keeps the bound."""
         return self.value is not None and self.keeps(self.value, self.bound)
 
     @property
     def limit(self) -> str:
-        """In words."""
+        """The bound as text, such as `<= 1.03`."""
         return f"{'>=' if self.keeps is ge else '<='} {self.bound:g}"
 
 
@@ -71,7 +71,7 @@ def _extreme(pick: Callable[[Iterable[float]], float], values: Sequence[float]) 
 
 
 def targets(results: Row) -> list[Target]:
-    """Every target and what was measured."""
+    """Every target with its measured value."""
     shapes = {x["name"]: x for x in results["shapes"] if "seconds" in _of(x, "jaxmha")}
 
     def rate(name: str) -> float | None:

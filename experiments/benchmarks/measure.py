@@ -111,7 +111,7 @@ def _case(
     rounds: int,
     budget: float,
 ) -> tuple[dict[str, Any], list[str]]:
-    """The entry of a case, and the peers that computed it."""
+    """Measures one case; returns its entry in the results, and the peers that computed it."""
     made = fleet["oracle"].ask("expect", case=case.as_dict(), path=str(expected))
     unchecked = {"failed": f"no float64 output to compare with: {made.get('failed')}"}
     ready = {

@@ -36,7 +36,7 @@ def limit() -> None:
 
 
 def counted(field: str, path: str = "/proc/self/status") -> int:
-    """A number that Linux keeps: of this process, memory in KiB."""
+    """A number from a file in Linux's /proc; by default a memory field of this process, in KiB."""
     for line in Path(path).read_text().splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1])

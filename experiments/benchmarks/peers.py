@@ -7,7 +7,7 @@ from experiments.benchmarks.cases import Case
 
 
 class Peer(NamedTuple):
-    """A description, the packages it needs, the backend that Keras is to run on, the smallest T."""
+    """An implementation to time: description, required packages, Keras backend, smallest T."""
 
     about: str
     packages: tuple[str, ...]
@@ -15,12 +15,12 @@ class Peer(NamedTuple):
     least: int = 0
 
     def takes(self, case: Case) -> bool:
-        """True where it is measured on the case at all."""
+        """True if this peer is measured on the case."""
         return self.least <= case.T
 
     @property
     def absent(self) -> str | None:
-        """The packages that are not installed, or None."""
+        """A message that names the missing packages; None if all are installed."""
         missing = [package for package in self.packages if find_spec(package) is None]
         return f"not installed: {', '.join(missing)}" if missing else None
 
@@ -45,7 +45,7 @@ PEERS: dict[str, Peer] = {
     "jax-nn": Peer("jax.nn.dot_product_attention between einsums, under jit", ("jax",)),
 }
 OURS = "jaxmha"
-# Flax's own layers, and the same where `attention_fn` alone is replaced.
+# Flax's own layers -> the same layers with `attention_fn` replaced by that of jaxmha.
 SWAPPED = {"flax-linen": "flax-linen+jaxmha", "flax-nnx": "flax-nnx+jaxmha"}
-# The fastest of these is the fastest that JAX users have.
+# Implementations that JAX users have without jaxmha; the fastest of them is compared.
 ON_JAX = ("keras-jax", "flax-linen", "flax-nnx", "jax-nn")

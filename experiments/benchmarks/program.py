@@ -1,4 +1,4 @@
-"""A case as a program of a peer."""
+"""One case, built as a program of one peer."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple

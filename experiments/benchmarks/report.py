@@ -27,7 +27,7 @@ def page(results: dict[str, Any], figure: str) -> str:
 
 
 def against(results: dict[str, Any], peers: Sequence[str]) -> str:
-    """Mean and extremes of our time relative to the fastest of these, over layers of T >= 2048."""
+    """Mean and range of our time relative to the fastest of `peers`, for layers of T >= 2048."""
     ratios = [
         ratio
         for entry in results["cases"]
@@ -45,7 +45,10 @@ def measured(results: dict[str, Any]) -> str:
 
 
 def goals(results: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Of every goal that has cases: its ratios, their mean, how many are over, and the worst entry."""
+    """Yields the results of every goal that has cases.
+
+    These are the goal, its ratios, their mean, how many exceed the bound, and the worst entry.
+    """
     for goal in stats.GOALS:
         entries = [entry for entry in results["cases"] if goal.of(stats.case_of(entry))]
         found = [(ratio, e) for e in entries if (ratio := goal.ratio(e)) is not None]
@@ -72,7 +75,7 @@ def disturbed(results: dict[str, Any]) -> int:
 
 
 def torch_gaps(results: dict[str, Any]) -> dict[str, tuple[float, float, float]]:
-    """Of every layer with T < 512, by name."""
+    """Name -> factors of the time relative to torch, for layers with T < 512."""
     return {
         entry["name"]: gap
         for entry in results["cases"]
@@ -82,7 +85,7 @@ def torch_gaps(results: dict[str, Any]) -> dict[str, tuple[float, float, float]]
 
 
 def failures(results: dict[str, Any]) -> dict[tuple[str, str], list[str]]:
-    """The cases that a peer and a reason are given for."""
+    """(peer, reason) -> the cases that failed; `all` if the peer is not installed."""
     reasons = {
         (name, peer["absent"]): ["all"] for name, peer in results["peers"].items() if peer["absent"]
     }
@@ -148,7 +151,7 @@ def some(results: dict[str, Any]) -> dict[str, Any]:
 
 
 def present(results: dict[str, Any]) -> list[str]:
-    """The peers that are installed, in the order of all."""
+    """The installed peers, in the order of `PEERS`."""
     found = results["peers"]
     return [peer for peer in PEERS if peer in found and not found[peer]["absent"]]
 

@@ -35,7 +35,7 @@ def spread_of(entry: Entry, peer: str) -> float | None:
 
 
 def disturbed(entry: Entry) -> bool:
-    """True where the machine was, or our own rounds or the fastest other's spread widely."""
+    """True if the machine was busy, or times of jaxmha or of the fastest other peer vary widely."""
     shown = (OURS, fastest(entry, OTHERS))
     spreads = [spread_of(entry, peer) or 0.0 for peer in shown if peer]
     return bool(entry["noisy"]) or max(spreads) > WIDE

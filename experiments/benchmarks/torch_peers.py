@@ -94,7 +94,7 @@ def _forward(
 
 
 def _grouped(params: MHAParams, attend: Any) -> tuple[list[Any], Callable[..., Any]]:
-    """Grouped heads, for which torch has no layer: linear maps around its core."""
+    """Weights and forward pass of linear layers around `attend`: torch has no grouped layer."""
     import torch
 
     linear = torch.nn.functional.linear

@@ -13,7 +13,7 @@ NOTHING: dict[str, Any] = {"sgemm": {}, "quiet": {}, "cases": []}
 MEASURED: dict[str, Any] = {name: type(empty) for name, empty in NOTHING.items()}
 
 
-# The sources of times; the rest of the folder only shows it.
+# Sources that affect the measured times; other files in the folder only present them.
 TIMED = (
     *("jaxmha/**/*.py", "experiments/benchmarks/*peers.py", "experiments/benchmarks/program*.py"),
     *(f"experiments/benchmarks/{name}.py" for name in ("data", "measure", "sgemm", "worker")),
@@ -21,8 +21,11 @@ TIMED = (
 
 
 def identity(**options: Any) -> dict[str, Any]:
-    """The facts that must agree for times to stand in one table: machine, versions, settings of the
-    environment, the sources of the library and of the peers, and the options."""
+    """Facts that must agree before times may be in one table.
+
+    These are the machine, versions, environment settings, sources of library and peers, and
+    options.
+    """
     sources = hashlib.sha256()
     for path in sorted({path for pattern in TIMED for path in ROOT.glob(pattern)}):
         sources.update(path.read_bytes())
@@ -43,10 +46,10 @@ def keep(path: Path, key: dict[str, Any], found: dict[str, Any], seconds: float)
 
 
 def resume(path: Path, key: dict[str, Any]) -> tuple[dict[str, Any], float]:
-    """The results of an earlier run, and the seconds that it took.
+    """The results of an unfinished run, and the seconds that it took; empty if there is none.
 
     Raises:
-      ValueError: it was another machine, or other versions, sources or options.
+      ValueError: the run had another machine, or other versions, sources or options.
     """
     if not path.exists():
         return NOTHING, 0.0

@@ -87,7 +87,7 @@ def own_lengths() -> Found:
 
 
 def same_widths() -> Found:
-    """SDPA on another width and on a value too few, and the module on kdim."""
+    """Tests SDPA with another query width and with one value too few, and the module with kdim."""
     q, k, v = heads()
     module, x = layer(kdim=S), torch.randn(B, T, D)
     out = module(x, torch.randn(B, S, S), torch.randn(B, S, D))[0]
@@ -178,7 +178,7 @@ def jax_is_opposite() -> Found:
 
 
 def batch_is_second() -> Found:
-    """The meaning of the axes to the layer; the wrong order raises nothing."""
+    """Tests that the layer reads axis 1 as the batch; the wrong order raises no error."""
     module, x = layer(batch_first=False).eval(), torch.randn(T, B, D)
     other = layer().eval()
     with torch.no_grad():

@@ -74,7 +74,7 @@ def fast_path() -> Found:
 
 
 def other_features() -> Found:
-    """True where every kind of a real encoder's heads has a head of its own, far above chance."""
+    """Tests that each kind of head has a best head of its own, far above uniform attention."""
     stored = _stored("pictures")
     heads = {field: pictures.best(stored, field) for field in pictures.KINDS}
     shares = {field: stored["heads"][layer][head][field] for field, (layer, head) in heads.items()}
@@ -95,7 +95,7 @@ def convergence() -> Found:
 
 
 def stable_training() -> Found:
-    """True where all runs of all starts end below where they began."""
+    """Tests that the loss of every training run, of every initialisation, ends below its start."""
     runs = _stored("initialisation")["training"]["runs"].values()
     ends = [(losses[0], losses[-1]) for run in runs for losses in run["loss"]]
     fell = [last < first for first, last in ends]
@@ -160,6 +160,6 @@ def subset_of_components() -> Found:
 
 
 def shapes_of_weights() -> Found:
-    """Shapes of the logits of eight heads and of one."""
+    """Tests whether the logits of eight heads and of one differ in shape."""
     eight, one = (heads.of_layers(_stored("heads"), h)["logits"] for h in (8, 1))
     return found({"8 heads and 1": eight != one}, eight=str(eight), one=str(one))

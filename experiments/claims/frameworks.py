@@ -230,7 +230,7 @@ def inserted_axis() -> Found:
 
 
 def true_attends() -> Found:
-    """The meaning of True to torch."""
+    """Tests for which functions of torch True in a mask means that the key is attended."""
     x, weights, keep = features(), torch_weights(), _keep(B)
     exact = torch_layer(weights, x, keep[:, None])
     heads = torch.randn(B, N, T, 4)

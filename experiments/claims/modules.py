@@ -58,7 +58,7 @@ def module_is_function() -> Found:
 
 
 def _given(training: bool, **options: Any) -> dict[str, Any]:
-    """The arguments that the module gives the function by name, if it calls it."""
+    """Name -> argument of the module's call of `F.multi_head_attention_forward`, if any."""
     module, x = layer(**options).train(training), torch.randn(B, T, D)
     key = torch.randn(B, T, module.kdim)
     with mock.patch.object(F, "multi_head_attention_forward", wraps=FUNCTION) as spy:

@@ -1,4 +1,4 @@
-"""Verdicts and sentences for the page of claims."""
+"""Functions for page.md: the verdict and the evidence of every claim."""
 
 import re
 from collections import Counter
@@ -14,7 +14,7 @@ SHORTER = re.compile(r"(\d)e\+?(-?)0*(\d)")  # 2e-07 as 2e-7
 
 
 def verdicts(found: dict[str, Any]) -> Counter[str]:
-    """How many claims have which verdict."""
+    """Verdict -> number of claims."""
     return Counter(row[1] for rows in tables(found).values() for row in rows[1:])
 
 
@@ -34,7 +34,7 @@ def tables(found: dict[str, Any]) -> dict[str, Rows]:
 
 
 def referred(claim: Claim) -> dict[str, Any] | None:
-    """The findings of another experiment; None where the claim has a check here."""
+    """The findings of another experiment that checks the claim; None if this one checks it."""
     check: Callable[[], Found] | None = getattr(elsewhere, claim.check, None)
     return check()._asdict() if check else None
 

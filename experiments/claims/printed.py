@@ -86,7 +86,7 @@ def tensorflow_layer(
 
 
 def features(batch: int = B, seed: int = 42) -> NDArray:
-    """The input of both."""
+    """The input of both layers, `B T D`."""
     torch.manual_seed(seed)
     return torch.randn(batch, T, D).numpy()
 

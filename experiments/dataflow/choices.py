@@ -1,4 +1,4 @@
-"""The comparisons: options of one layer as pairs of programs that compute the same."""
+"""Options of one layer, each as a pair of programs that compute the same function."""
 
 from statistics import median, quantiles
 from typing import Any, NamedTuple

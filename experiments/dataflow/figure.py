@@ -1,4 +1,4 @@
-"""The cost of every option, as ratios."""
+"""A figure of the time of every option relative to its alternative."""
 
 from typing import Any
 

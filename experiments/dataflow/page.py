@@ -1,4 +1,4 @@
-"""Counts for the page of the data flow."""
+"""Functions for page.md: time ratios, and a table of the steps of attention."""
 
 from typing import Any
 
@@ -8,14 +8,14 @@ from experiments.pages import Rows
 
 
 def middle(found: dict[str, Any], framework: str, shape: int, choice: int) -> float:
-    """The median ratio of a choice."""
+    """The median time ratio of a choice; `shape` and `choice` are indices."""
     one = ratio(found, framework, SHAPES[shape].name, CHOICES[choice])
     assert one is not None
     return one.middle
 
 
 def factor(found: dict[str, Any], framework: str) -> float:
-    """The most that axis order and packing change, in either direction."""
+    """The largest effect of axis order and packing on time, as a factor of at least 1."""
     ratios = [
         one.middle
         for shape in SHAPES
@@ -26,7 +26,7 @@ def factor(found: dict[str, Any], framework: str) -> float:
 
 
 def walk(found: dict[str, Any]) -> Rows:
-    """The steps of the document, and the nodes of the graph that they mean."""
+    """A table of the document's steps and the graph nodes that correspond to them."""
     nodes = {node["name"]: node for node in found["flow"]["nodes"]}
 
     def shape(name: str) -> str:

@@ -39,7 +39,7 @@ def measure(chosen: Namespace) -> dict[str, Any]:
 
 
 def fine(found: dict[str, Any]) -> bool:
-    """True where all were verified, with errors like torch's."""
+    """True if every encoder was verified and has at most RATIO times torch's error."""
     models = found["encoders"]
     return all(m["verified"] and m["flax"] / m["torch"] <= RATIO for m in models)
 

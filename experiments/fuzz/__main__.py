@@ -48,7 +48,7 @@ def soak(reader: str, seconds: int, folder: Path) -> dict[str, int]:
 
 
 def kept() -> dict[str, dict[str, int]]:
-    """Results of other readers by the same sources."""
+    """Stored results of every reader; {} if the sources have changed since."""
     before = records.load(EXPERIMENT.path) if EXPERIMENT.path.is_file() else {}
     readers: dict[str, dict[str, int]] = before.get("readers", {})
     return readers if before.get("sources") == records.loaded() else {}
@@ -74,7 +74,7 @@ def measure(chosen: Namespace) -> dict[str, Any]:
 
 
 def fine(found: dict[str, Any]) -> bool:
-    """True where nothing was found."""
+    """True if every reader exited with 0 and has no findings."""
     return not any(x["exit_code"] or x["findings"] for x in found["readers"].values())
 
 

@@ -1,4 +1,4 @@
-"""Counts for the page of heads."""
+"""Functions for page.md: statistics of layers with one head and with several."""
 
 from typing import Any
 

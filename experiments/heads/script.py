@@ -32,15 +32,16 @@ def attend(x: Any, weights: Sequence[Any], h: int) -> tuple[Any, Any]:
 
 
 class Seed(NamedTuple):
-    """The findings of the script from one seed, of eight heads and of one.
+    """Results of the script for one seed: eight heads compared with one head.
 
     Attributes:
-      equal: every bit of the outputs agrees: what it prints.
-      difference: of the outputs, relative to the norm of one head's.
+      equal: True if both outputs are bitwise equal, which the script prints.
+      difference: norm of the difference of the outputs, relative to the norm with one head.
       largest_logit: of one head.
-      same_key: share of (query, head) where the head's largest logit is at the key of one head's.
-      least_top_weight: the smallest that the largest weight of a row is, of all heads.
-      query_gradient: norm of the gradient of `wq` relative to that of `wv`, one head, sum of outputs.
+      same_key: share of (query, head) whose largest logit is at the same key as with one head.
+      least_top_weight: smallest of the largest weights of all rows, in both layers.
+      query_gradient: norm of the gradient of `wq` relative to that of `wv`, for the sum of the
+        outputs with one head.
     """
 
     seed: int

@@ -75,9 +75,10 @@ def compare(name: str, D: int = D, N: int = N, seeds: int = SEEDS) -> dict[str, 
 
 
 def noise(layer: Leaves, seed: int, T: int = 64) -> dict[str, float]:
-    """A new layer on inputs of unit variance: variances, and how even its weights are.
+    """Statistics of a new layer on random inputs of unit variance.
 
-    `entropy` is that of the weights relative to log S: 1 where all keys have the same weight.
+    `logits` and `output` are variances. `entropy` is the mean entropy of the attention weights
+    relative to log S: 1 if all keys have the same weight.
     """
     rng = np.random.default_rng(seed)
     params = from_leaves(dict(layer))

@@ -1,4 +1,4 @@
-"""Counts for the page of starts."""
+"""Functions for page.md: statistics of every initialisation."""
 
 from typing import Any
 
@@ -15,19 +15,19 @@ def gap_and_spread(found: dict[str, Any]) -> tuple[float, float]:
 
 
 def means(starts: dict[str, Any], name: str) -> dict[str, float]:
-    """Over the draws of noise, by start."""
+    """Initialisation -> mean of the statistic `name` over its draws."""
     return {
         start: float(np.mean([draw[name] for draw in of["noise"]])) for start, of in starts.items()
     }
 
 
 def least(values: dict[str, float]) -> str:
-    """The start with the smallest value."""
+    """The initialisation with the smallest value."""
     return min(values, key=values.__getitem__)
 
 
 def most(values: dict[str, float]) -> str:
-    """The start with the largest value."""
+    """The initialisation with the largest value."""
     return max(values, key=values.__getitem__)
 
 

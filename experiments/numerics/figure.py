@@ -32,7 +32,7 @@ def groups(rows: dict[str, Any], kind: str) -> dict[str, dict[str, list[Any]]]:
 
 
 def alike(a: dict[str, list[Any]], b: dict[str, list[Any]]) -> bool:
-    """True where two curves lie on each other at all known points."""
+    """True if the errors of two implementations are about equal wherever both have numbers."""
     pairs = [(x, y) for dtype in a for x, y in zip(a[dtype], b[dtype], strict=True)]
     known = [(x, y) for x, y in pairs if not isinstance(x, str) and not isinstance(y, str)]
     return all(abs(x - y) <= ALIKE * max(x, y) for x, y in known)

@@ -1,8 +1,8 @@
-"""The inputs of every implementation, and how its output is judged.
+"""The inputs of every implementation, and the error of its output.
 
-Projections are permutations of features times a power of two, and thus exact in every dtype: all
-that rounds is attention itself. Every path gets the same rows of self-attention, so that torch's
-native one can be among them; the first T rows are compared.
+Projections are permutations of features times a power of two, and thus exact in every dtype, so
+that only attention itself rounds. Queries, keys and values come from the same rows, since torch's
+native path supports only self-attention; the first T rows of the output are compared.
 """
 
 from collections.abc import Callable

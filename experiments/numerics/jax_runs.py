@@ -41,7 +41,7 @@ def _programs(name: str, dtype: str) -> tuple[Any, Any]:
 
 
 def _run(name: str, weights: MHAParams, x: NDArray, keep: Any, bias: Any) -> NDArray:
-    """A layer that cannot be compiled runs operation by operation, and is noted."""
+    """Runs one layer, compiled if possible; dtypes that cannot be compiled go to `UNCOMPILED`."""
     if name.endswith("few_queries") and x.shape[1] < LEAST_KEYS:
         raise UnsupportedError(f"few_queries is for at least {LEAST_KEYS} keys")
     keep = None if keep is None else keep[None]

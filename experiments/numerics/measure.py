@@ -97,13 +97,13 @@ def largest(run: Run) -> float | str:
 
 
 def fully_masked(run: Run, dtype: str) -> str:
-    """The output of rows without a key, by a Boolean mask."""
+    """The outcome for rows in which a Boolean mask allows no key."""
     weights, x = inputs.params(dtype), inputs.features(dtype, FIXED)
     return outcome(weights, x, run(weights, x, np.zeros(x.shape[1], bool), None))
 
 
 def constants(run: Run, dtype: str) -> dict[str, str]:
-    """The output of rows whose keys are all blocked by an additive mask."""
+    """Mask constant -> the outcome for rows whose keys all have it as their additive mask."""
     weights, x = inputs.params(dtype), inputs.features(dtype, FIXED)
     kind = np.dtype(DTYPES[dtype])
     lowest = float(ml_dtypes.finfo(kind).min)  # type: ignore[no-untyped-call]
@@ -154,7 +154,7 @@ def below(run: Run, dtype: str) -> str:
 
 
 def padding(run: Run) -> str:
-    """The effect of NaN in a key and value that nothing may attend."""
+    """The effect on the output if a masked key and value are NaN: `NaN` or `nothing`."""
     weights, x = inputs.params("float32"), inputs.features("float32", FIXED)
     keep = np.arange(x.shape[1]) < x.shape[1] - 1
     x[:, -1] = np.nan

@@ -1,4 +1,4 @@
-"""Counts for the page of errors."""
+"""Functions for page.md: errors and outcomes of every implementation."""
 
 import math
 from typing import Any
@@ -12,18 +12,18 @@ FINE = 1.5
 
 
 def largest(rows: dict[str, Any], kind: str) -> dict[str, float]:
-    """Error of float32, by implementation."""
+    """Implementation -> its largest error in float32; `kind` is `lengths` or `scales`."""
     return {name: max(finite(row[kind]["float32"])) for name, row in rows.items()}
 
 
 def ours(errors: dict[str, float]) -> float:
-    """The largest of jaxmha's; NaN where it was not measured."""
+    """The largest error of jaxmha's implementations; NaN if none was measured."""
     own = (error for name, error in errors.items() if name.startswith("jaxmha"))
     return max(own, default=math.nan)
 
 
 def near(rows: dict[str, Any]) -> int:
-    """How many round little but the output in half precision."""
+    """The number of implementations that round little more than their output in half precision."""
     return sum(worst(row) <= FINE for row in rows.values())
 
 
@@ -42,7 +42,7 @@ def half_a_unit(x: float, bits: int) -> float:
 
 
 def finite(errors: list[Any]) -> list[float]:
-    """The errors that are numbers."""
+    """The errors that are numbers; others are text, such as `not run`."""
     return [error for error in errors if not isinstance(error, str)]
 
 

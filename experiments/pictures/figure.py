@@ -7,7 +7,7 @@ import numpy as np
 
 from jaxmha.introspect.heatmaps import plot_attention
 
-# Kinds of heads, by the field of its statistics.
+# Field of `HeadStatistics` -> the kind of head for which it is large.
 KINDS = {
     "previous": "previous token",
     "next": "next token",

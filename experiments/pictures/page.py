@@ -1,4 +1,4 @@
-"""Counts for the page of heads."""
+"""Functions for page.md: shares of attention, by layer."""
 
 from typing import Any
 
@@ -6,5 +6,5 @@ from experiments.pictures.figure import KINDS, best  # noqa: F401  the page call
 
 
 def of_layers(found: dict[str, Any], field: str) -> list[float]:
-    """The mean of a share over the heads of every layer."""
+    """For every layer, the mean over its heads of the statistic `field`."""
     return [sum(head[field] for head in layer) / len(layer) for layer in found["heads"]]

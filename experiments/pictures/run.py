@@ -90,7 +90,7 @@ def mean(rows: Sequence[HeadStatistics]) -> HeadStatistics:
 
 
 def uniform(rows: Sequence[Attended], named: Sequence[str] = SPECIAL) -> HeadStatistics:
-    """The statistics of a head to which all keys are alike."""
+    """The statistics of a head that attends to all keys equally."""
     alike = []
     for row in rows:
         T = len(row.tokens)

@@ -148,7 +148,7 @@ def _kept(file: dict[str, Any]) -> bool:
 
 
 def fine(found: dict[str, Any]) -> bool:
-    """True where every weight came back, with errors like torch's."""
+    """True if the round trip kept every weight and errors are at most RATIO times torch's."""
     ratios = [row["errors"]["jaxmha"] / row["errors"]["torch"] for row in found["blocks"]]
     same = all(row["identical"] for row in found["blocks"]) and all(map(_kept, found["files"]))
     return same and max(ratios) <= comparison.RATIO

@@ -108,7 +108,7 @@ def check() -> int:
 
 
 def listed(experiment: Entry) -> dict[str, Any]:
-    """A row for scripts."""
+    """The question, result, conclusion and state of one experiment, for JSON."""
     damage = registry.damaged(experiment)
     found = None if damage else registry.found(experiment)
     return {

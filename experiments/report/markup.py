@@ -12,7 +12,7 @@ import markdown
 FIGURE = re.compile(r'<p><img alt="([^"]*)" src="([^"]+)" /></p>')
 HEADING = re.compile(r"<h([2-5])>(.*?)</h\1>")
 LINK = re.compile(r'<a href="(?!https?:)([^"]*)">(.*?)</a>')
-# Parts that only a file of its own needs: the page has its own colours, and names the figure.
+# Parts that only a standalone SVG needs: the page has its own colours, and a caption per figure.
 ALONE = re.compile(r"<style.*?</style>|<metadata>.*?</metadata>|<title>.*?</title>", re.DOTALL)
 
 

@@ -14,12 +14,14 @@ HERE = Path(__file__).parents[1]
 
 
 class Entry(NamedTuple):
-    """Attributes:
-    name: of its folder in experiments/, and of its anchor on the page.
-    seconds: that it takes about, if the page may run it again; None: its stored results are shown.
-    result: path of its results in experiments/, if not `<name>/results.json`.
-    shown: path of its page in experiments/, if not `<name>/page.md`.
-    helpers: the module that the page calls, if not `page.py` next to it.
+    """One experiment on the page.
+
+    Attributes:
+      name: name of its folder in experiments/, and of its anchor on the page.
+      seconds: approximate time to run it again; None if only its stored results are shown.
+      result: path of its results in experiments/, if not `<name>/results.json`.
+      shown: path of its page in experiments/, if not `<name>/page.md`.
+      helpers: the module that the page calls, if not `page.py` next to it.
     """
 
     name: str
@@ -40,7 +42,7 @@ class Entry(NamedTuple):
 
     @property
     def page(self) -> Page:
-        """Its question, command, conclusion and text."""
+        """The page with the question, command, conclusion and text."""
         return Page(self.shown or f"{self.name}/page.md", self.helpers)
 
 
@@ -96,7 +98,7 @@ def stale(experiment: Entry) -> str | None:
 
 
 def outgrown(experiment: Entry) -> str | None:
-    """Says that the code has changed since one was run that is not run again here; None if not."""
+    """A message if results that are never made again here may be outdated; or None."""
     if experiment.seconds is not None:
         return None
     stored = found(experiment)
@@ -109,7 +111,7 @@ def outgrown(experiment: Entry) -> str | None:
 
 
 def damaged(experiment: Entry) -> str | None:
-    """The reason that its page cannot be made, or None."""
+    """The reason why the page of an experiment cannot be made; None if it can."""
     try:
         stored = found(experiment)
         if stored is not None:

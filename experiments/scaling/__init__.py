@@ -1,1 +1,1 @@
-"""The cost of attention on more devices than one."""
+"""The cost of attention on several devices."""

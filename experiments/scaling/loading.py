@@ -1,7 +1,7 @@
-"""The part of a checkpoint that each of several processes reads, and its memory, by format.
+"""The bytes of a checkpoint that each of several processes reads, and its memory, by format.
 
-Processes speak over loopback (`jax.distributed`). Each loads its own part of the same tensors from
-every format, saves them through orbax together, and loads that too.
+Processes communicate over loopback (`jax.distributed`). Each loads its own part of the same tensors
+from every format. All save them together through orbax, and load that checkpoint too.
 """
 
 import json
@@ -98,7 +98,7 @@ def work(options: Namespace) -> dict[str, dict[str, int]]:
         looked: list[int] = []
 
         def see(slices: Any, part: Any) -> None:
-            # A tensor that lies over a file is read through the map; else by calls, which the system counts.
+            # A mapped tensor is read without system calls; `read_by_calls` counts all others.
             if slices.is_mapped(part):
                 looked.append(part.nbytes)
 

@@ -56,9 +56,10 @@ class Work(NamedTuple):
     """The work of one device in a step of one layer: forward and backward.
 
     Attributes:
-      flops, bytes: of products, and of operands and results that memory has to give and take.
-      hidden: bytes sent while products run. exposed: bytes sent while they wait.
-      moves: bytes sent one way round the ring, while they wait.
+      flops: floating-point operations of matrix products.
+      bytes: bytes of their operands and results that are read from and written to memory.
+      hidden: bytes sent while products run. exposed: bytes sent while products wait.
+      moves: bytes sent around the ring in one direction, while products wait.
     """
 
     flops: float

@@ -1,4 +1,4 @@
-"""Counts for the page: devices up to which a layout scales, and from which it has room."""
+"""Functions for page.md: up to how many devices a layout scales, and on how many it fits."""
 
 from typing import Any
 

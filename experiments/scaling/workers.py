@@ -48,7 +48,7 @@ def launched(module: str, count: int, arguments: Sequence[Any]) -> list[subproce
 
 
 def started(module: str, count: int, arguments: Sequence[Any]) -> list[dict[str, Any]] | None:
-    """The results of every process, as it printed them last; None, with its last words, where one died."""
+    """The last result that every process printed; None if one failed, whose errors are printed."""
     workers = launched(module, count, arguments)
     try:
         said = [worker.communicate(timeout=1800) for worker in workers]

@@ -58,10 +58,11 @@ def make(path: Path, blocks: int) -> None:
 
 
 def removed(target: Path) -> None:
-    """Also from the disk, whose blocks are freed at the next sync, and from memory.
+    """Deletes a file, and waits until the system has freed its disk blocks and memory.
 
-    A virtual machine gives freed pages back to its host after some seconds, and who asks for them
-    then waits. A way that takes less than these seconds would get them for nothing.
+    Disk blocks are freed at the next sync. A virtual machine returns freed pages to its host after
+    some seconds, and later allocations wait for new ones. Without the pause, a run that is shorter
+    than these seconds would reuse the freed pages at no cost.
     """
     target.unlink(missing_ok=True)
     os.sync()

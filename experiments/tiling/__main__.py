@@ -39,9 +39,9 @@ class Setting(NamedTuple):
 
 
 class Question(NamedTuple):
-    """A computation, `kind` of attention of sizes (B, T), and the ways to tile it.
+    """An attention of one kind at several sizes (B, T), and the settings to compare.
 
-    `chosen`: the name of what the library does itself.
+    `chosen`: the name of the setting that equals the library's default.
     """
 
     what: str
@@ -149,7 +149,7 @@ QUESTIONS = (
 
 
 def program(question: Question, B: int, T: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """The function that is timed, and its arguments."""
+    """The function to time, and its arguments."""
     rng = np.random.default_rng(T)
     S = 77 if question.kind == "cross" else T
     heads = [jax.numpy.asarray(rng.standard_normal((B, n, N, H)), np.float32) for n in (T, S, S)]

@@ -36,7 +36,7 @@ class Examples(NamedTuple):
 def read(T: int) -> tuple[Examples, Examples]:
     """The training and the held-out examples: the first T bytes of every function.
 
-    Which functions are held out depends on their texts alone.
+    A hash of these bytes decides whether a function is held out.
     """
     found: dict[bytes, int] = {}
     for label, package in enumerate(PACKAGES):

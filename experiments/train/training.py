@@ -89,7 +89,10 @@ class Trainer:
 
     @property
     def state(self) -> Any:
-        """The arrays that change from step to step, as a tree of arrays: keys of streams are the seed's."""
+        """The arrays that change from step to step, as a tree.
+
+        The keys of random streams are left out: they follow from the seed.
+        """
         changing = nnx.Not(nnx.RngKey)
         return nnx.to_pure_dict(nnx.state((self.model, self.optimizer), changing))
 

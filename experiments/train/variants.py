@@ -92,7 +92,7 @@ def extremes(runs: Runs) -> str:
 
 
 def about(training: dict[str, Any]) -> str:
-    """The training in words, from the settings in a result file."""
+    """A description of the training, from the settings in a result file."""
     blocks = f"{training['blocks']} block{'s' if training['blocks'] > 1 else ''}"
     return (
         f"Mean and standard deviation over {training['seeds']} seeds. A transformer of {blocks} of "

@@ -17,9 +17,10 @@ Example:
     [0.1 0.1 0.1 0.1]
 
 Reads and writes .safetensors (one file, or sharded with an index), torch zip files, Keras
-.weights.h5, .npz and orbax folders; reads .keras archives and .gguf files. Requires NumPy and ml_dtypes; writing
-Keras files requires h5py, and orbax requires tensorstore. Never imports torch, keras or flax, and
-runs no code from the file. Writing stores a digest of each tensor; reading checks it.
+.weights.h5, .npz and orbax folders; reads .keras archives and .gguf files. Requires NumPy and
+ml_dtypes; writing Keras files requires h5py, and orbax requires tensorstore. Never imports torch,
+keras or flax, and runs no code from the file. Writing stores a digest of each tensor; reading
+checks it.
 
 The tests run on Linux, but no POSIX function is required. Windows has no file locks, so temporary
 files of a killed writer are reported instead of removed. Only Linux can replace an orbax folder.

@@ -1,6 +1,6 @@
-"""Fetches checkpoints from a hub that speaks the protocol of Hugging Face, at a fixed revision.
+"""Fetches checkpoints from Hugging Face, or a hub with the same protocol, at a fixed commit.
 
-Files go to the cache of `huggingface_hub`, which also knows the token and the hub's address.
+`huggingface_hub` stores the files in its cache, and provides the token and the hub's address.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from jaxmha.checkpoint.errors import (
 SCHEME = "hf://"
 _ADDRESS = re.compile(
     r"hf:/{1,2}(?P<model>[\w.-]+(/[\w.-]+)?)(@(?P<revision>[\w./-]+))?", re.ASCII
-)  # one slash is left of two if the address was a Path
+)  # Path turns two slashes into one
 _FETCHED = (".safetensors", ".safetensors.index.json")
 _CONFIG = "config.json"
 _FORM = "write hf://ORGANISATION/MODEL, or hf://ORGANISATION/MODEL@REVISION"
@@ -54,13 +54,12 @@ def model_of(address: str) -> str:
 def fetch(address: str | Path) -> Fetched:
     """Fetches the safetensors files and the config.json of a model, unless they are in the cache.
 
-    A model that is in the cache is used without a network. After an error nothing of an unfinished
-    download is left in the cache.
+    A cached model needs no network. After an error, no incomplete file is left in the cache.
 
     Raises:
         MissingDependency: huggingface_hub is not installed.
         UnreadableFile: no such model or revision, no access, no network, or a broken download.
-        UnsupportedFormat: the model has no safetensors file, or the address has another form.
+        UnsupportedFormat: the model has no safetensors file, or the address is malformed.
     """
     text = str(address)
     found = _ADDRESS.fullmatch(text)
@@ -94,13 +93,13 @@ def _downloaded(model: str, name: str, commit: str) -> Path:
 
 
 def _without_copies(names: Sequence[str]) -> list[str]:
-    """Leaves out files that a folder of `save_pretrained` does not have, if it has a model."""
+    """Keeps only files that `save_pretrained` writes; keeps all if it writes none of them."""
     shard = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
     return [name for name in names if shard.fullmatch(name)] or list(names)
 
 
 def _listed(model: str, revision: str | None) -> tuple[str, list[str]]:
-    """Commit and file names of a model; from the cache, if the hub cannot be reached."""
+    """Commit and file names of a model, from the hub, or from the cache if it cannot be reached."""
     import huggingface_hub
     import huggingface_hub.errors
 
@@ -118,7 +117,10 @@ def _listed(model: str, revision: str | None) -> tuple[str, list[str]]:
 
 
 def _cached(model: str, revision: str | None) -> tuple[str, list[str]] | None:
-    """Commit and files in the cache: of the revision, or of the only commit if it has no name."""
+    """Commit and cached files of a revision (default: main), or None.
+
+    Without a revision, the only cached commit is used if main is not in the cache.
+    """
     from huggingface_hub import constants
 
     cache = Path(constants.HF_HUB_CACHE) / _folder_name(model)
@@ -138,7 +140,7 @@ def _folder_name(model: str) -> str:
 
 @contextlib.contextmanager
 def _clean(model: str) -> Iterator[None]:
-    """Removes after an error what an unfinished download of a model left in the cache."""
+    """After an error, removes incomplete files, and folders that are new, from the cache."""
     from huggingface_hub import constants
 
     cache = Path(constants.HF_HUB_CACHE)
@@ -158,7 +160,7 @@ def _clean(model: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _one_message(address: str, errors: Any) -> Iterator[None]:
-    """Turns the errors of huggingface_hub, and those of its network library, into one of ours.
+    """Converts errors of huggingface_hub and of its network library to an UnreadableFile error.
 
     Its warnings about retries are hidden.
     """
@@ -178,7 +180,7 @@ def _one_message(address: str, errors: Any) -> Iterator[None]:
     from huggingface_hub.utils import logging
 
     level = logging.get_verbosity()
-    logging.set_verbosity(40)  # errors only
+    logging.set_verbosity(40)  # logging.ERROR
     try:
         yield
     except CheckpointError:

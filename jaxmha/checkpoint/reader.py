@@ -219,7 +219,7 @@ class Checkpoint(Lazy):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Says how many tensors are dequantised, if any."""
+        """A remark with the number of dequantised tensors of each kind; empty if there are none."""
         kinds = Counter(self.quantised.values())
         listed = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
         note = "quantised tensors are dequantised on reading, and are never written as quantised"
@@ -268,8 +268,8 @@ def open(
         mmap: return read-only views of the mapped file where its layout allows, without a copy. If
             another process truncates the file meanwhile, the system kills this process.
         verify: check tensors against the digests kept in the file, if any.
-        dequantise: dequantise weights that other tensors scale (FP8, int8, MXFP4), and leave out
-            their scales. Tensors of .gguf files always are dequantised.
+        dequantise: dequantise weights whose scales are other tensors (FP8, int8, MXFP4), and leave
+            out the scales. Tensors of .gguf files are always dequantised.
 
     Raises:
         CheckpointError: always one of the classes in `jaxmha.checkpoint.errors`.

@@ -199,10 +199,10 @@ def flush_data(fd: int) -> None:
 
 
 def reread(fd: int, ranges: Sequence[tuple[int, int]]) -> None:
-    """Requests to replace the cached pages of ranges of a synced file by what the disk holds.
+    """Asks the system to drop cached pages of a synced file, and to read them again from disk.
 
-    The system reads the ranges again in the background, so that the disk works while the caller
-    computes. A range is an offset and a number of bytes; 0 bytes mean up to the end of the file.
+    It reads in the background, while the caller computes. A range is an offset and a number of
+    bytes; 0 bytes mean up to the end of the file.
     """
     if not hasattr(os, "posix_fadvise"):
         return

@@ -199,7 +199,10 @@ def command(
 
 
 def _refuse_other_modes(options: Mapping[str, object]) -> None:
-    """Raises ValueError if an option of converting by layouts is given."""
+    """Raises ValueError if an option is set that --like without --to does not support.
+
+    `options`: name of an option -> its value.
+    """
     if wrong := [name for name, value in options.items() if value]:
         raise ValueError(f"{', '.join(wrong)} cannot be combined with --like without --to")
 
@@ -214,7 +217,7 @@ def _fill(
     force: bool,
     as_json: bool,
 ) -> None:
-    """Fills the arrays of the target model and writes them."""
+    """Fills the arrays of the target model `like` from the source, and writes them as a file."""
     size = None if shard_size is None else parse_bytes(shard_size)
     destination = _index_of_shards(destination, size, 1)
     writing: dict[str, Any] = {"shard_size": size, "force": force, "dtype": dtype}

@@ -37,9 +37,9 @@ def built(target: str) -> Any:
 
 @contextmanager
 def template(model: Any, destination: Path) -> Iterator[Any]:
-    """The target to fill: for a Keras model and a .weights.h5 destination a file by Keras.
+    """Yields the target to fill: the model, or for a .weights.h5 destination a file by Keras.
 
-    Only Keras knows the groups in which it will look for the weights of a layer.
+    Only Keras knows the HDF5 groups from which it loads the weights of a layer.
     """
     if not destination.name.endswith(_KERAS) or not hasattr(model, "save_weights"):
         yield model
@@ -60,11 +60,13 @@ def write(
     unused: bool = False,
     **options: Any,
 ) -> checkpoint.Written:
-    """Writes the arrays of the model, filled by the plan; for a transformers model its config too.
+    """Fills and writes the arrays of the model; for a transformers model also config.json.
 
     Args:
-      model: what `template` yields. unused: True leaves out arrays that the plan does not use.
-      options: of `checkpoint.write`.
+      model: the target that `template` yields.
+      quiet: True shows no progress bar.
+      unused: True leaves out source arrays that the plan does not use.
+      options: keyword arguments of `checkpoint.write`.
     """
     policy = "keep" if unused else "refuse"
     with (
@@ -82,11 +84,14 @@ def write(
 
 
 def _about(model: Any, destination: Path) -> Mapping[str, Any]:
-    """Metadata and layer names that the loader of the target's framework needs."""
+    """Metadata and layer names that the target's framework needs to load the file.
+
+    They are keyword arguments of `checkpoint.write`.
+    """
     if isinstance(model, Path) and destination.name.endswith(_KERAS):
         with checkpoint.open(model) as file:
             return {"names": dict(file.names)} if file.names else {}
     torch = any(base.__module__.startswith("torch.") for base in type(model).__mro__)
     if torch and ".safetensors" in destination.name:
-        return {"metadata": {"format": "pt"}}  # transformers reads no file without it
+        return {"metadata": {"format": "pt"}}  # transformers requires it
     return {}

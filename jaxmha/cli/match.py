@@ -90,7 +90,10 @@ def print_plan(plan: matching.Plan, as_json: bool) -> None:
 
 
 def refuse_rest(plan: matching.Plan, unused: bool) -> None:
-    """Ends the command with exit code 1 if a question is open or arrays are left over."""
+    """Ends the command with exit code 1 if a question is open or source arrays are left over.
+
+    `unused`: True allows arrays that are left over.
+    """
     if plan.questions or (plan.unused and not unused):
         asked = f"{len(plan.questions)} questions, {len(plan.unused)} arrays left over"
         err.print(f"{asked}: edit the plan (jaxmha match --save) and pass it with --plan")

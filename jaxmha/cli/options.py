@@ -58,7 +58,7 @@ Block = Annotated[
 
 
 def _local(source: Path) -> Path:
-    """The folder in the cache for an address such as hf://org/model; other paths unchanged."""
+    """The cache folder of a fetched address such as hf://org/model; other paths unchanged."""
     try:
         return hub.fetch(source).folder if hub.is_address(source) else source
     except checkpoint.CheckpointError as error:

@@ -85,7 +85,10 @@ def with_cache(
     force_fp32: bool = False,
     **more: object,
 ) -> tuple[jax.Array, CacheT]:
-    """Runs `prefill` or `extend` of `jaxmha.decoding` for a module of linen or nnx."""
+    """Runs `step`, `prefill` or `extend` of `jaxmha.decoding`, for a linen or nnx module.
+
+    `force_fp32`: casts half precision to float32. `more`: further keyword arguments of `step`.
+    """
     params, semantics = module.to_params()
     params, inputs = cast((params, inputs), module.dtype)
     if force_fp32:

@@ -76,7 +76,7 @@ def attention_fn(
       is_causal: query i attends keys j <= i.
       semantics: settings without an argument in flax (scale, soft cap, fully masked rows).
       implementation: as in `jaxmha.dot_product_attention`.
-      rotate: `rotate(heads, positions)` of queries and keys, such as `jaxmha.rope`; T is S.
+      rotate: `rotate(heads, positions)` of queries and keys, such as `jaxmha.rope`; needs T = S.
       input_positions: `(*B, T)` for `rotate`, default 0, 1, ...
       score_mod, mask_mod: as in `jaxmha.dot_product_attention`; give them to flax's modules by
         `functools.partial(attention_fn, score_mod=...)`.

@@ -54,7 +54,7 @@ class MultiHeadDotProductAttention(nn.Module):  # type: ignore[misc]
       qkv_features: N * H, default the features of the queries.
       out_features: Do, default the features of the queries.
       broadcast_dropout: batch rows and heads share a draw; None: as in `semantics` if it is given,
-        else True. False: no axis shares a draw, even if `semantics` says so.
+        else True. False: no axis shares a draw, even if `semantics` names some.
       dropout_rate: of the weights.
       deterministic: no dropout; may be given in the call instead.
       precision: of matmuls.
@@ -260,7 +260,7 @@ class MultiHeadDotProductAttention(nn.Module):  # type: ignore[misc]
     ) -> tuple[Float[jax.Array, "B T Do"], CacheT]:
         """`jaxmha.prefill`: `layer.apply(variables, x, cache, method="prefill")`, without dropout.
 
-        `init` draws the parameters by the layer's own call.
+        Initialise the layer without `method`: `layer.init(key, x)`.
 
         >>> from jaxmha import KVCache
         >>> layer, x = MultiHeadDotProductAttention(num_heads=2), jnp.ones((3, 5, 6))
@@ -292,7 +292,7 @@ class MultiHeadDotProductAttention(nn.Module):  # type: ignore[misc]
         q_lengths: Array | None = None,
         mask: Array | Mask | None = None,
     ) -> tuple[Float[jax.Array, "B T Do"], CacheT]:
-        """`decode_step` with `q_lengths`, `(B,)`, the number of tokens of each sequence."""
+        """`jaxmha.extend`: appends the first `q_lengths`, `(B,)`, tokens of each row."""
         return with_cache(
             self, extend, inputs, cache, mask, self.force_fp32_for_softmax, q_lengths=q_lengths
         )

@@ -31,7 +31,7 @@ class Parameters(nn.Module):  # type: ignore[misc]
 
 
 def declare(module: Any, inputs: Inputs, semantics: Semantics) -> MHAParams:
-    """The parameters of a module, in flax's order and under flax's names; missing ones are drawn."""
+    """The parameters of a module, declared in flax's order and under flax's names."""
     Dq, Dk, Dv = (x.shape[-1] for x in inputs)
     N = module.num_heads
     features = module.qkv_features or Dq
@@ -77,7 +77,8 @@ def declare(module: Any, inputs: Inputs, semantics: Semantics) -> MHAParams:
 
 
 def _more(module: Any, sizes: Mapping[str, int]) -> Callable[..., dict[str, jax.Array]]:
-    """A function that declares a layer's arrays of `extra_params`, and those of given shapes."""
+    """Returns `more(name, **shapes)`, which declares the arrays of the layer `name`: those of the
+    given shapes, and those that `extra_params` adds to the layer."""
     extra = {
         name: dict(arrays) for name, arrays in extra_shapes(module.extra_params, sizes).items()
     }

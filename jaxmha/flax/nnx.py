@@ -65,7 +65,7 @@ class MultiHeadAttention(Attributes):
       dtype: of the computation; None: the promoted dtype of inputs and parameters.
       param_dtype: of the parameters.
       broadcast_dropout: batch rows and heads share a draw; None: as in `semantics` if it is given,
-        else True. False: no axis shares a draw, even if `semantics` says so.
+        else True. False: no axis shares a draw, even if `semantics` names some.
       dropout_rate: of the weights.
       deterministic: no dropout; the argument of the call takes precedence.
       precision: of matmuls.
@@ -343,7 +343,7 @@ class MultiHeadAttention(Attributes):
         q_lengths: Array | None = None,
         mask: Array | Mask | None = None,
     ) -> tuple[Float[jax.Array, "B T Do"], CacheT]:
-        """`decode_step` with `q_lengths`, `(B,)`, the number of tokens of each sequence."""
+        """`jaxmha.extend`: appends the first `q_lengths`, `(B,)`, tokens of each row."""
         return with_cache(self, extend, inputs, cache, mask, q_lengths=q_lengths)
 
     def to_params(self) -> tuple[MHAParams, Semantics]:

@@ -24,9 +24,10 @@ def _path(leaf: str) -> tuple[str, ...]:
     return tuple(field.split("."))
 
 
-# Path of every leaf of MHAParams in the parameter trees of the modules; that of flax for flax's own.
+# Leaf of MHAParams -> its path in the parameter tree of a flax module; flax's own path for leaves
+# that flax has too.
 PATHS: dict[str, tuple[str, ...]] = {leaf: _path(leaf) for leaf in CANONICAL}
-# Leaves that a module holds only if `extra_params` names them.
+# Leaves that a module has only if its argument `extra_params` names them.
 EXTRA: tuple[str, ...] = tuple(
     leaf
     for leaf in CANONICAL
@@ -37,7 +38,7 @@ EXTRA: tuple[str, ...] = tuple(
 def extra_shapes(
     names: Sequence[str], sizes: Mapping[str, int]
 ) -> dict[str, tuple[tuple[str, tuple[int, ...]], ...]]:
-    """The arrays of further leaves by the name of their layer: (name in the layer, shape).
+    """Name of a layer -> (name, shape) of its arrays, for the leaves `names` of `extra_params`.
 
     Raises:
       ValueError: a name is not among `EXTRA`.

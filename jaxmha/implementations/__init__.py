@@ -126,8 +126,9 @@ def candidates(
 def unsupported(request: Request, name: str, *, traced: bool = True) -> str | None:
     """The reason why an implementation cannot compute a request; None: it can.
 
-    `traced`: the request is about to be traced: also reject kernels that this machine cannot trace
-    for the platform named by `lowering_for`, and agree with the other processes on the probe.
+    `traced`: True if the request will be traced. Kernels that this machine cannot trace for the
+    platform of `lowering_for` are then rejected too, and all processes share the outcomes of
+    their probes.
     """
     implementation = IMPLEMENTATIONS[name]
     axes = sharding.current()
@@ -185,7 +186,7 @@ def attend(request: Request, implementation: str | Sequence[str] | None = None) 
 
 
 def _alone(request: Request, name: str) -> Result:
-    """Runs the implementation `name`; a kernel, as it was found to work here."""
+    """Runs the implementation `name`; a kernel, with the zeroing that its probe found necessary."""
     implementation = IMPLEMENTATIONS[name]
     if name not in KERNELS:
         found: Result = implementation.attend(request)

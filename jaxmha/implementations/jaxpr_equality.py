@@ -6,19 +6,19 @@ import jax
 import numpy as np
 from jax.extend import core
 
-# Pairs of variables that stand at the same place in two jaxprs.
+# Variable of one jaxpr -> the corresponding variable of the other.
 Names = dict[object, object]
 
 
 def outline(jaxpr: core.Jaxpr) -> tuple[object, ...]:
-    """A hashable summary, equal for equal jaxprs."""
+    """A hashable summary of a jaxpr; equal jaxprs have equal summaries."""
     avals = tuple(str(v.aval) for v in (*jaxpr.constvars, *jaxpr.invars))
     return avals, tuple(eqn.primitive.name for eqn in jaxpr.eqns)
 
 
 def equal(a: core.Jaxpr, b: core.Jaxpr) -> bool:
-    """True if two jaxprs compute the same; False if they differ, or hold functions that cannot be
-    compared.
+    """True if two jaxprs have the same structure and constants; False if they differ, or if a
+    parameter, such as a function, cannot be compared.
 
     >>> one, other = (jax.make_jaxpr(lambda x: x + 1)(2.0).jaxpr for _ in range(2))
     >>> one is other, equal(one, other)
@@ -46,7 +46,7 @@ def _bind(names: Names, a: Iterable[object], b: Iterable[object]) -> None:
 
 
 def _equal_atoms(names: Names, a: Sequence[object], b: Sequence[object]) -> bool:
-    """True if both are the same variables and literals."""
+    """True if the variables of `a` correspond to those of `b`, and literals are equal."""
     if len(a) != len(b):
         return False
     for x, y in zip(a, b, strict=True):
@@ -73,9 +73,9 @@ def _equal(a: object, b: object) -> bool:
         return len(a) == len(b) and all(map(_equal, a, b))
     if isinstance(a, dict) and isinstance(b, dict):
         return a.keys() == b.keys() and all(_equal(a[k], b[k]) for k in a)
-    if isinstance(a, jax.Array):  # constants: two arrays are compared by identity
+    if isinstance(a, jax.Array):  # constants: compared only by identity, above
         return False
-    if isinstance(a, np.ndarray | np.generic | float):  # bits, so that NaN is equal to NaN
+    if isinstance(a, np.ndarray | np.generic | float):  # compares bits: NaN is equal to NaN
         x, y = np.asarray(a), np.asarray(b)
         return x.dtype == y.dtype and x.shape == y.shape and x.tobytes() == y.tobytes()
     return bool(a == b)

@@ -1,7 +1,7 @@
 """Score and mask functions: traced once with scalars, vectorised over tiles.
 
 A function of scalars cannot read other entries of a tile, so its values do not depend on the
-tiling. Arrays that it closes over become inputs, and floating ones have gradients.
+tiling. Arrays that it captures (closes over) become inputs; the floating ones have gradients.
 Source: Dong et al., "Flex Attention: A Programming Model for Generating Optimized Attention
 Kernels" (2024).
 """
@@ -21,14 +21,14 @@ from jaxmha.implementations.program import Closed, Program
 Index: TypeAlias = jax.Array | int
 Floats: TypeAlias = tuple[jax.Array, ...]
 Function: TypeAlias = Callable[..., jax.Array]
-# The arguments of a mask function, and of a score function.
+# One letter per argument of a mask function and of a score function; x is the score.
 MASK, SCORE = "bnij", "xbnij"
 
 
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class Grid:
-    """Blocks of `rows` queries and `keys` keys over T queries and S keys; static under jit."""
+    """Sizes: T queries and S keys in blocks of `rows` queries x `keys` keys; static under jit."""
 
     T: int
     S: int
@@ -40,10 +40,10 @@ class Blocks(NamedTuple):
     """The blocks of pairs that a mask allows; an axis `b` or `n` may be 1.
 
     Attributes:
-      grid: the sizes.
-      some: blocks with an allowed pair in some head; may over-report.
-      every: blocks in which every pair is allowed, in all heads; may under-report.
-      rows, keys: queries and keys with an allowed pair, exactly.
+      grid: sizes of blocks and arrays.
+      some: True for all blocks with an allowed pair in some head; may be True for others.
+      every: True only for blocks whose pairs are all allowed, in all heads; may miss some.
+      rows, keys: True for queries and keys with an allowed pair; exact.
     """
 
     grid: Grid
@@ -60,8 +60,8 @@ class Mod(NamedTuple):
       program: the traced function.
       floats: captured floating arrays, which have gradients.
       others: other captured arrays.
-      starts: first positions on B, N, T and S of a part of a larger request; None: zeros.
-      blocks: of a mask function, if they are known.
+      starts: where this part of a larger request starts along B, N, T and S; None: zeros.
+      blocks: the blocks that a mask function allows; None: unknown, or a score function.
     """
 
     program: Program
@@ -78,11 +78,11 @@ class Mod(NamedTuple):
 
 
 def trace(name: str, function: Function | None, dtype: np.dtype[np.floating] | None) -> Mod | None:
-    """Traces the argument `name`; `dtype`: of the scores, None for a mask function.
+    """Traces the argument `name`; `dtype`: dtype of the scores, None for a mask function.
 
     Raises:
-      TypeError: it is no function, or returns another dtype.
-      ValueError: it does not return one value per pair.
+      TypeError: the argument is not a function, or returns a wrong dtype.
+      ValueError: the function does not return one value per pair.
     """
     if function is None:
         return None
@@ -134,7 +134,7 @@ def _check(name: str, out: object, dtype: np.dtype[np.floating] | None) -> None:
 
 
 def _hoisted(closed: Closed, arguments: str) -> Mod:
-    """The traced function with its captured arrays as inputs."""
+    """Converts a closed jaxpr to a `Mod`, whose captured arrays are inputs."""
     arrays = [jnp.asarray(x) for x in closed.consts]
     floating = tuple(bool(jnp.issubdtype(x.dtype, np.floating)) for x in arrays)
     return Mod(Program.of(closed, arguments, floating), *_split(arrays, floating))
@@ -151,8 +151,8 @@ def _split(
 
 
 class Extent(NamedTuple):
-    """A tile: its starts and static sizes along B, N, T and S, the sizes T and S of the arrays
-    (positions beyond, from padding, are clipped), and query heads per key/value head."""
+    """A tile: its starts and static sizes along B, N, T and S; the sizes T and S of the arrays, to
+    which padded positions are clipped; and G, query heads per key/value head."""
 
     starts: tuple[Index, Index, Index, Index]
     sizes: tuple[int, int, int, int]
@@ -162,7 +162,7 @@ class Extent(NamedTuple):
 
 
 def allowed(mod: Mod, extent: Extent) -> Bool[jax.Array, "_ _ _ _"]:
-    """The pairs of a tile that a mask function allows; axes that it does not read have size 1."""
+    """The mask of a tile by a mask function; axes that the function does not read have size 1."""
     index = _indices(mod, extent)
     uses = set(mod.program.uses)
     axes = "".join(x for x in "bnij" if x in uses)
@@ -179,14 +179,13 @@ def scores(
     *,
     transposed: bool = False,
 ) -> Float[jax.Array, "*c r s"]:
-    """The scores of a tile after a score function.
+    """Applies a score function to the scores of a tile.
 
     Args:
       mod: the score function.
-      extent: the tile; rows `r` are the queries of each query head of a group.
-      logits: scores of the tile, heads of several batch rows on one axis `c` (or none).
-      floats: the captured floating arrays: those of `mod`, with respect to which one may
-        differentiate.
+      extent: the tile; rows `r` are the queries of every query head of a group.
+      logits: scores of the tile; `c` are the key/value heads of all batch rows (or no axis).
+      floats: the captured floating arrays of `mod`, as an argument to differentiate.
       transposed: whether the axes of logits are `s r`.
     """
     batches, heads, rows, keys = extent.sizes
@@ -201,7 +200,7 @@ def scores(
 
 
 def _indices(mod: Mod, extent: Extent) -> dict[str, tuple[Int32[jax.Array, "..."], str]]:
-    """Absolute indices of a tile, and the axes of each array."""
+    """Letter `b`, `n`, `i` or `j` -> the absolute indices of a tile, and their axis."""
     first = (0, 0, 0, 0) if mod.starts is None else mod.starts
     last = (None, None, extent.T - 1, extent.S - 1)
     found = {}
@@ -216,11 +215,11 @@ def _indices(mod: Mod, extent: Extent) -> dict[str, tuple[Int32[jax.Array, "..."
 def _vectorised(
     mod: Mod, floats: Floats, axes: str, inputs: Sequence[tuple[jax.Array, str]]
 ) -> jax.Array:
-    """Applies the function over `axes`, outermost first; each input has a subset of them."""
+    """Maps the function over `axes`, outermost first. Each input comes with its own axes."""
     program = mod.program
     floating, others = iter(floats), iter(mod.others)
     arrays = [next(floating if is_float else others) for is_float in program.floating]
-    # An input without axes of its own, because the value does not depend on it, is any entry.
+    # The value does not depend on an input that has other axes: any entry of it will do.
     values = [
         (x, letters) if set(letters) <= set(axes) else (x.reshape(-1)[0], "")
         for x, letters in inputs
@@ -235,7 +234,7 @@ def _vectorised(
 
 
 def of_pair(mod: Mod, b: jax.Array, n: jax.Array, i: jax.Array, j: jax.Array) -> jax.Array:
-    """A mask function of one pair, given by scalars."""
+    """The value of a mask function for one pair, given by scalars."""
     pair = [(jnp.asarray(x, np.int32), "") for x in (b, n, i, j)]
     return _vectorised(mod, mod.floats, "", pair)
 
@@ -243,7 +242,7 @@ def of_pair(mod: Mod, b: jax.Array, n: jax.Array, i: jax.Array, j: jax.Array) ->
 def of_pairs(
     mod: Mod, N: int, queries: Int32[jax.Array, "B T"], keys: Int32[jax.Array, "B s"]
 ) -> Bool[jax.Array, "B N T s"]:
-    """The pairs of queries and keys at given positions that a mask function allows."""
+    """The mask of a mask function for queries and keys at the given positions."""
     return _vectorised(mod, mod.floats, "bnij", _at_positions(N, queries, keys))
 
 
@@ -253,7 +252,7 @@ def of_scores(
     queries: Int32[jax.Array, "B T"],
     keys: Int32[jax.Array, "B s"],
 ) -> Float[jax.Array, "B N T s"]:
-    """The scores of queries and keys at given positions after a score function."""
+    """Applies a score function to the scores of queries and keys at the given positions."""
     inputs = [(logits, "bnij"), *_at_positions(logits.shape[1], queries, keys)]
     return _vectorised(mod, mod.floats, "bnij", inputs).astype(logits.dtype)
 
@@ -262,12 +261,12 @@ def _at_positions(
     N: int, queries: jax.Array, keys: jax.Array
 ) -> list[tuple[Int32[jax.Array, "..."], str]]:
     b, n = (jnp.arange(size, dtype=np.int32) for size in (queries.shape[0], N))
-    i, j = (jnp.maximum(x, 0).astype(np.int32) for x in (queries, keys))  # empty slots: below 0
+    i, j = (jnp.maximum(x, 0).astype(np.int32) for x in (queries, keys))  # negative: empty slots
     return [(b, "b"), (n, "n"), (i, "bi"), (j, "bj")]
 
 
 def cotangent(mod: Mod | None, floats: Floats) -> Mod | None:
-    """The cotangent of a function, as a custom VJP returns it: that of its floating arrays."""
+    """The cotangent of a `Mod` for a custom VJP: `floats` for its floating arrays, else None."""
     if mod is None:
         return None
     found = tuple(x.astype(y.dtype) for x, y in zip(floats, mod.floats, strict=True))

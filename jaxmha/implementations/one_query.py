@@ -1,4 +1,4 @@
-"""One query of each sequence over a cache as it lies, by cuDNN."""
+"""Attention of one query per sequence over a cache, by cuDNN without a copy of the cache."""
 
 from collections.abc import Callable
 
@@ -26,9 +26,9 @@ def attend(
     semantics: Semantics,
     otherwise: Callable[[], Float[jax.Array, "B 1 N h"]],
 ) -> Float[jax.Array, "B 1 N h"] | None:
-    """Attention over the first `lengths` slots; None: cuDNN cannot compute it as it lies.
+    """Attention over the first `lengths` slots; None: cuDNN would need a copy, or cannot do it.
 
-    `otherwise` computes the same in plain XLA, for other platforms.
+    `otherwise` computes the same in plain XLA, for programs lowered for other platforms.
     """
     mask = Mask.lengths(key_value=lengths)
     key, value = (jnp.swapaxes(x, 1, 2) for x in (keys, values))
@@ -53,7 +53,7 @@ def attend(
 
 
 def _takes(request: Request) -> bool:
-    """True if cuDNN computes the request without a copy of keys or values."""
+    """True if cuDNN can compute the request without a copy of keys or values."""
     (_, T, _, H), h = request.query.shape, request.value.shape[3]
     same = request.query.dtype == request.key.dtype == request.value.dtype
     if T != 1 or h != H or H % 8 or not same or sharding.current() is not None:

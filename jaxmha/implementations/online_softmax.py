@@ -100,10 +100,10 @@ def fold(
 
 
 def divisor_of(row_sum: jax.Array) -> jax.Array:
-    """The row sum, and 1 where it is 0: in fully masked rows.
+    """The row sum, or 1 in fully masked rows, where it is 0.
 
-    Elsewhere it is about 1 or more, and may lie below 1: compilers fuse the factor of the logits
-    with the subtraction of the row max, which was rounded.
+    In other rows it is at least about 1, but may be slightly less: compilers fuse the factor of
+    the logits with the subtraction of the rounded row max.
     """
     return jnp.where(row_sum == 0, 1.0, row_sum)
 

@@ -1,8 +1,9 @@
 """Probes a kernel once per process: compiles it, runs it and compares its results with NumPy's.
 
-The environment variable JAXMHA_PROBE changes it: `0` uses no kernel, `trust` uses kernels without a
-probe, `strict` raises where a kernel fails. A probe that takes longer than JAXMHA_PROBE_SECONDS
-(60) has failed. Processes of one program exchange what they found, and wait as long for each other.
+The environment variable JAXMHA_PROBE changes this: `0` uses no kernel, `trust` uses kernels without
+a probe, `strict` raises if a kernel fails. A probe that takes longer than JAXMHA_PROBE_SECONDS
+(default 60) has failed. The processes of a multi-process program exchange the outcomes of their
+probes, and wait for each other up to the same time.
 """
 
 import os
@@ -24,7 +25,7 @@ Reason = Callable[[Request], str | None]
 
 # Largest error against float32, relative to the largest value; bfloat16 rounds to 2 ** -8.
 ALLOWED = 0.03
-# Errors of a machine that is busy: tried again, and not remembered.
+# Texts in the errors of a busy machine: the probe is repeated, and its outcome is not cached.
 TRANSIENT = ("RESOURCE_EXHAUSTED", "out of memory", "OUT_OF_MEMORY")
 MODES = ("", "0", "trust", "strict")
 
@@ -33,9 +34,9 @@ class Finding(NamedTuple):
     """The outcome of a probe.
 
     Attributes:
-      reason: why the kernel does not work, or None.
-      leaks: True if positions beyond lengths reach its results.
-      transient: True if the reason may pass.
+      reason: why the kernel does not work; None: it works.
+      leaks: True if positions beyond the lengths affect its results.
+      transient: True if the error may be temporary.
     """
 
     reason: str | None
@@ -48,7 +49,7 @@ _FOUND: dict[tuple[str, ...], Finding] = {}
 
 
 def forget() -> None:
-    """Forgets what was found."""
+    """Clears the cached outcomes of all probes."""
     _FOUND.clear()
 
 
@@ -57,7 +58,8 @@ def failure(
 ) -> str | None:
     """The reason why a kernel does not work in this or another process, or None; warns once.
 
-    `agree`: whether other processes probe it too; False asks this process alone.
+    `agree`: whether all processes probe the kernel and exchange the outcomes; False: this process
+    alone.
     """
     chosen = mode()
     if chosen == "0":
@@ -86,7 +88,7 @@ def failure(
 
 
 def leaks(name: str, dtype: str, dense: bool = False) -> bool:
-    """True if a probe found that positions beyond lengths reach the results of a kernel."""
+    """True if a probe found that positions beyond the lengths affect the results of a kernel."""
     found = _FOUND.get(_key(name, dtype, dense))
     return found is not None and found.leaks
 
@@ -95,7 +97,7 @@ def mode() -> str:
     """The value of JAXMHA_PROBE.
 
     Raises:
-      ValueError: it is none of those known.
+      ValueError: the value is unknown.
     """
     chosen = os.environ.get("JAXMHA_PROBE", "")
     if chosen not in MODES:
@@ -104,7 +106,7 @@ def mode() -> str:
 
 
 def seconds() -> float:
-    """The time that a probe may take."""
+    """The time limit of a probe, from JAXMHA_PROBE_SECONDS."""
     return float(os.environ.get("JAXMHA_PROBE_SECONDS", "60"))
 
 
@@ -113,8 +115,9 @@ def _key(name: str, dtype: str, dense: bool) -> tuple[str, ...]:
 
 
 def _within_limit(attend: Attend, unsupported: Reason, dtype: str, dense: bool) -> Finding:
-    """Probes in a thread of its own, where the caller's trace and contexts do not apply but its
-    default device does; a thread that hangs does not keep the process from ending."""
+    """Runs the probe in a daemon thread, with a time limit. The caller's trace and contexts do not
+    apply in the thread; its default device is set there. A hanging thread does not prevent the
+    process from exiting."""
     device = jax.config.jax_default_device  # type: ignore[attr-defined]
     found: list[Finding] = []
 
@@ -135,9 +138,9 @@ def _within_limit(attend: Attend, unsupported: Reason, dtype: str, dense: bool) 
 
 
 def _agreed(key: tuple[str, ...], reason: str | None) -> str | None:
-    """The outcome in every process, by JAX's key-value store: all of them must run the same
-    program, and therefore choose the same implementation. A process that does not report in time
-    runs another program."""
+    """The reason why the kernel fails in this or another process, or None, by JAX's key-value
+    store: all processes must run the same program, and therefore choose the same implementation. A
+    process that does not report in time is ignored: it runs another program."""
     from jax._src import distributed
 
     client: Any = distributed.global_state.client
@@ -164,7 +167,8 @@ _WAITED: set[tuple[str, ...]] = set()
 
 
 def _tried(attend: Attend, unsupported: Reason, dtype: str, dense: bool) -> Finding:
-    """Every case of the kernel; with zeroed arrays where one fails without."""
+    """Runs all cases of the kernel. If one works only with unattended positions zeroed, runs all
+    of them again in that way."""
     reason = None
     for case in probe_cases.cases(dtype, dense):
         if unsupported(case.request) is not None:
@@ -194,7 +198,7 @@ def _careful(attend: Attend, unsupported: Reason, dtype: str, dense: bool) -> Fi
 
 
 def _error(attend: Attend, case: probe_cases.Case, *, leaks: bool) -> tuple[str | None, bool]:
-    """The reason why a case fails, or None, and whether it may pass."""
+    """The reason why a case fails (None: it works), and whether the error may be temporary."""
     request = case.request
 
     def run(*operands: jax.Array) -> tuple[Any, ...]:
@@ -205,7 +209,7 @@ def _error(attend: Attend, case: probe_cases.Case, *, leaks: bool) -> tuple[str 
 
         *heads, d_out, d_lse = operands
         pull = jax.vjp(value, *heads)[1]
-        # Without a gradient, another kernel may run.
+        # Outputs are computed again: without a gradient, cuDNN may run another kernel.
         return *value(*heads), *pull((d_out, d_lse) if request.return_lse else (d_out,))
 
     try:

@@ -1,4 +1,4 @@
-"""The calls that a probe makes of a kernel, and what NumPy computes for them."""
+"""The calls with which a probe tests a kernel, and their expected results, computed in NumPy."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,14 +16,14 @@ Wide = np.ndarray[Any, np.dtype[np.float32]]
 
 
 class Case(NamedTuple):
-    """One call.
+    """One call of a kernel.
 
     Attributes:
-      name: in messages.
-      request: the call; keys beyond the lengths are NaN if `poisoned`.
-      cotangents: of output and lse.
-      clean: query, key, value and cotangents without poison, in float32.
-      poisoned: whether the call holds what it must not read.
+      name: the name of the case in messages.
+      request: the call.
+      cotangents: cotangents of output and lse.
+      clean: query, key, value and cotangents in float32, with 0 in place of NaN.
+      poisoned: whether keys and values beyond the lengths are NaN, which the kernel must not read.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Case(NamedTuple):
     poisoned: bool
 
     def expected(self) -> dict[str, Wide]:
-        """Results by name, computed in NumPy."""
+        """Name -> expected output, lse or gradient, computed in NumPy."""
         query, key, value, d_out, d_lse = self.clean
         group = query.shape[2] // key.shape[2]
         q, k, v, d_out = (np.moveaxis(x, 2, 1) for x in (query, key, value, d_out))
@@ -67,8 +67,9 @@ class Case(NamedTuple):
 
 
 def cases(dtype: str, dense: bool) -> Iterator[Case]:
-    """With a bias, one causal call; without, one of every kind that lengths, windows and odd sizes
-    make. Sequences without any key, and with less than the rest, hold NaN beyond their lengths."""
+    """The cases of a probe. If `dense`: one causal call with a bias. Otherwise: calls with lengths,
+    log-sum-exp, one query, odd sizes and a window. Where lengths are given, one sequence is full,
+    one is shorter and one is empty; keys and values beyond the lengths are NaN."""
     lengths = np.asarray([128, 61, 0], np.int32)
     causal = Mask.causal() & Mask.lengths(key_value=lengths)
     if dense:

@@ -1,4 +1,4 @@
-"""Functions of scalars as jaxprs. Modules of JAX that load slowly are imported when one is traced."""
+"""Functions of scalars as jaxprs. Modules of JAX that load slowly are imported only when used."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,8 +19,8 @@ class Program:
     """A traced function of scalars; static under jit.
 
     Attributes:
-      jaxpr: of the function; its constvars are the captured arrays.
-      arguments: a letter per argument: x for the score, then b, n, i and j.
+      jaxpr: jaxpr of the function; its constvars are the captured arrays.
+      arguments: one letter per argument: b, n, i, j; for a score function, x (the score) first.
       uses: the letters of the arguments that the value depends on.
       floating: whether each captured array is floating.
     """
@@ -32,11 +32,11 @@ class Program:
 
     @classmethod
     def of(cls, closed: Closed, arguments: str, floating: tuple[bool, ...]) -> "Program":
-        """The program of a closed jaxpr."""
+        """The program of a closed jaxpr, without its constants."""
         return cls(closed.jaxpr, arguments, _uses(closed.jaxpr, arguments), floating)
 
     def run(self, arrays: Sequence[jax.Array], arguments: Sequence[jax.Array]) -> jax.Array:
-        """The value for scalars, given the captured arrays."""
+        """Evaluates the function for scalar `arguments`; `arrays`: the captured arrays."""
         from jax.extend import core
 
         found: jax.Array = core.jaxpr_as_fun(core.ClosedJaxpr(self.jaxpr, arrays))(*arguments)[0]
@@ -54,7 +54,7 @@ class Program:
 
 
 def _uses(jaxpr: "core.Jaxpr", arguments: str) -> str:
-    """The letters of the arguments from which data flows to the value."""
+    """The letters of the arguments on which the value depends."""
     from jax.extend import core
 
     needed: set[Any] = {x for x in jaxpr.outvars if not isinstance(x, core.Literal)}

@@ -77,13 +77,13 @@ class Split(NamedTuple):
         return b, n
 
     def mod_specs(self, mod: Mod | None) -> Any:
-        """The specs of a score or mask function: every device has all its arrays."""
+        """PartitionSpecs of a score or mask function: its arrays are replicated on every device."""
         if mod is None:
             return None
         return jax.tree.map(lambda _: sharding.spec(), mod)
 
     def own_part(self, mod: Mod | None) -> Mod | None:
-        """The function for the batch rows and heads of this device."""
+        """The score or mask function, shifted to the batch rows and heads of this device."""
         return None if mod is None else mod.shift(*self.starts(), 0, 0)
 
     def run(

@@ -224,7 +224,7 @@ def _normalise(graph: _Graph, query: str, key: str, value: str) -> tuple[str, st
 
 
 def _clip(graph: _Graph, *heads: str) -> tuple[str, ...]:
-    """Adds the clipping of query, key and value heads, if there is one."""
+    """Adds the clipping of query, key and value heads if `semantics.clip_qkv` is set."""
     clip = graph.semantics.clip_qkv
     if clip is None:
         return heads
@@ -342,7 +342,7 @@ def _combine(graph: _Graph, weights: str, value: str) -> None:
 
 
 def _gate(graph: _Graph, context: str) -> str:
-    """Adds the gates of the heads' output, if there are any."""
+    """Adds the gate, which multiplies the output of the heads, if `params` has one."""
     own = [leaf for leaf in leaves(graph.params) if field_of(leaf).startswith("gate")]
     if not own:
         return context

@@ -1,7 +1,7 @@
-"""Named functions of scores and of pairs, for `score_mod` and `mask_mod`.
+"""Ready-made score and mask functions, for `score_mod` and `mask_mod`.
 
-Each is a pytree of its arrays, so that it may be an argument of a jitted function, and its arrays
-have gradients.
+Each function is a pytree of its arrays, so that it can be an argument of a jitted function and its
+floating arrays have gradients.
 """
 
 from jaxmha.mods.block_mask import BlockMask as BlockMask

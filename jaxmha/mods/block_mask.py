@@ -1,4 +1,4 @@
-"""`BlockMask`: a mask function with its blocks, made once and reused in every call."""
+"""`BlockMask`: a mask function with its blocks, evaluated once for many calls of attention."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,21 +24,21 @@ PARTIAL = "▪"
 class BlockMask:
     """A mask function and the blocks of pairs that it allows; give it as `mask_mod`.
 
-    A call with it does not evaluate the function to find empty and full blocks. `str` draws it:
-    `■` full, `▪` partial, `·` empty blocks. It is a pytree of arrays.
+    A call of attention then need not evaluate the function to find empty and full blocks. `str`
+    draws the blocks: `■` full, `▪` partial, `·` empty. A `BlockMask` is a pytree of arrays.
     """
 
     mod: Mod
     blocks: Blocks
 
     def __call__(self, b: Any, n: Any, i: Any, j: Any) -> jax.Array:
-        """`mask_mod(b, n, i, j)`."""
+        """The value of the mask function: True where query i may attend key j."""
         found: jax.Array = jnp.vectorize(partial(mods.of_pair, self.mod))(b, n, i, j)
         return found
 
     @property
     def attended_share(self) -> float:
-        """Share of blocks with an allowed pair."""
+        """The fraction of blocks with an allowed pair."""
         return float(np.asarray(self.blocks.some).mean())
 
     def __str__(self) -> str:
@@ -72,11 +72,11 @@ def block_mask(
 
     Args:
       mask_mod: `mask_mod(b, n, i, j)`, True where query i may attend key j.
-      T: queries.
-      S: keys, default T.
-      B: batch rows; 1 unless the function reads b.
-      N: heads; 1 unless the function reads n.
-      block: queries and keys of a block.
+      T: number of queries.
+      S: number of keys, default T.
+      B: number of batch rows; 1 unless the function reads b.
+      N: number of heads; 1 unless the function reads n.
+      block: number of queries, and of keys, in a block.
 
     Raises:
       ValueError: a size is below 1.

@@ -1,4 +1,4 @@
-"""Functions with their arrays as one pytree."""
+"""Functions with bound arrays, as pytrees of these arrays."""
 
 from collections.abc import Callable
 from typing import Any, TypeAlias
@@ -9,7 +9,8 @@ Function: TypeAlias = Callable[..., jax.Array]
 
 
 def with_arrays(function: Function, *arrays: object) -> Function:
-    """`function` with its first arguments bound: a pytree of these, which may be traced."""
+    """Binds `arrays` to the first arguments of `function`. The result is a pytree of `arrays`,
+    which may be traced."""
     partial: Any = jax.tree_util.Partial
     bound: Function = partial(function, *arrays)
     return bound

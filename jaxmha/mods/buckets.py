@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# `bucket(i, j)`: a row of the table.
+# `bucket(i, j)` returns the row of the bias table for query i and key j.
 Bucket: TypeAlias = Callable[[jax.Array, jax.Array], jax.Array]
 
 
@@ -20,7 +20,7 @@ class _T5:
     max_distance: int
 
     def __call__(self, i: jax.Array, j: jax.Array) -> jax.Array:
-        """The distances are few, so that a table of them replaces the logarithm."""
+        """The bucket of query i and key j, from a table of all distances up to `max_distance`."""
         most = self.max_distance
         distances = np.arange(-most, most + 1)
         return jnp.asarray(self.of(distances))[jnp.clip(j - i, -most, most) + most]
@@ -44,7 +44,7 @@ class _T5:
 
 
 def t5(*, bidirectional: bool = True, num_buckets: int = 32, max_distance: int = 128) -> Bucket:
-    """T5's buckets: near distances have one each, and farther ones share buckets of logarithmic size.
+    """T5's buckets: one per short distance; longer distances share buckets of logarithmic size.
 
     Args:
       bidirectional: half of the buckets are for keys after the query (encoders); False: all such

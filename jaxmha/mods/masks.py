@@ -16,7 +16,7 @@ Ids: TypeAlias = Integer[Array, "*B S"]
 
 
 def causal(offset: int | jax.Array = 0) -> Function:
-    """`j <= i + offset`. `Mask.causal` is faster: it needs no evaluation of pairs."""
+    """Allows `j <= i + offset`. `Mask.causal` is faster: it does not evaluate pairs."""
     return with_arrays(_causal, offset)
 
 
@@ -25,7 +25,7 @@ def _causal(offset: Any, b: Any, n: Any, i: Index, j: Index) -> jax.Array:
 
 
 def window(left: int, right: int) -> Function:
-    """`i - left <= j <= i + right`. `Mask.window` is faster: it needs no evaluation of pairs."""
+    """Allows `i - left <= j <= i + right`. `Mask.window` is faster: it does not evaluate pairs."""
     return with_arrays(_window, left, right)
 
 
@@ -34,7 +34,7 @@ def _window(left: Any, right: Any, b: Any, n: Any, i: Index, j: Index) -> jax.Ar
 
 
 def document(query_ids: Ids, key_ids: Ids | None = None) -> Function:
-    """Packed documents: only pairs with equal ids attend, whatever the order of ids.
+    """Packed documents: allows pairs with equal ids; ids may be in any order.
 
     Args:
       query_ids: `(T,)` or `(B, T)`, the document of each query.
@@ -64,7 +64,9 @@ def _document(rows: Any, keys: Any, b: Any, n: Any, i: Index, j: Index) -> jax.A
 
 
 def prefix_lm(prefix: int | Integer[Array, "*B"]) -> Function:
-    """Causal, except that every query attends the first `prefix` keys (of each batch row).
+    """Causal, except that every query also attends the first `prefix` keys.
+
+    `prefix`: one number, or `(B,)`, one per batch row.
 
     Source: Raffel et al., "Exploring the Limits of Transfer Learning with a Unified Text-to-Text
     Transformer" (2020), section 3.2.1.
@@ -78,7 +80,8 @@ def _prefix_lm(prefix: Any, b: Any, n: Any, i: Index, j: Index) -> jax.Array:
 
 
 def dilated(dilation: int, left: int, right: int = 0) -> Function:
-    """Every `dilation`-th key of a window: up to `left` such keys before and `right` after.
+    """Allows every `dilation`-th key of a window: up to `left` of them before the query and `right`
+    after it.
 
     Source: Beltagy et al., "Longformer: The Long-Document Transformer" (2020), section 3.1.
 
@@ -96,11 +99,11 @@ def _dilated(dilation: Any, left: Any, right: Any, b: Any, n: Any, i: Index, j: 
 
 
 def block_sparse(layout: Bool[Array, "*N I J"], block: int) -> Function:
-    """Attends the blocks of `block` queries and keys that a layout marks.
+    """Allows the blocks of pairs that are True in `layout`.
 
     Args:
-      layout: `(I, J)`, or `(N, I, J)` for each head.
-      block: queries and keys of a block.
+      layout: `(I, J)`, I blocks of queries and J blocks of keys; or `(N, I, J)`, one per head.
+      block: number of queries, and of keys, in a block.
 
     Source: Zaheer et al., "Big Bird: Transformers for Longer Sequences" (2020), appendix D.
     """
@@ -120,7 +123,7 @@ def _block_sparse(layout: Any, block: Any, b: Any, n: Any, i: Index, j: Index) -
 
 
 def all_of(*functions: Function) -> Function:
-    """Pairs that every function allows.
+    """Allows the pairs that every function allows.
 
     >>> both = all_of(causal(), window(1, 1))
     >>> [j for j in range(5) if bool(both(0, 0, 3, j))]
@@ -134,7 +137,7 @@ def _all_of(functions: tuple[Function, ...], *pair: Any) -> jax.Array:
 
 
 def any_of(*functions: Function) -> Function:
-    """Pairs that some function allows."""
+    """Allows the pairs that at least one function allows."""
     return with_arrays(_any_of, functions)
 
 

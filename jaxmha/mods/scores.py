@@ -1,4 +1,4 @@
-"""Score functions with arrays: `score_mod(score, b, n, i, j)`."""
+"""Score functions: `score_mod(score, b, n, i, j)` returns the new score."""
 
 import math
 from dataclasses import dataclass
@@ -50,8 +50,9 @@ def _alibi(
 def alibi_slopes(num_heads: int, kind: Literal["bloom", "mpt"] = "bloom") -> jax.Array:
     """The ALiBi slopes of the paper, `2 ** (-8 * n / N)` for n = 1 to N, in float32.
 
-    The models differ where N is no power of two: `bloom` interleaves the ALiBi slopes of twice as many
-    heads at the end, `mpt` reorders those of the next power of two.
+    The models differ if N is not a power of two. With P the largest power of two below N, `bloom`
+    takes the ALiBi slopes of P heads, then those of 2 * P heads for odd n. `mpt` takes those of
+    2 * P heads, for even n first, and keeps N of them.
 
     Source: `build_alibi_tensor` of BLOOM and `build_mpt_alibi_tensor` of MPT, in transformers.
 

@@ -1,4 +1,4 @@
-"""Dequantises the blocks of GGML to float32, bit by bit as the `gguf` package does.
+"""Dequantises the blocks of GGML to float32; the results equal those of the `gguf` package bitwise.
 
 Format: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h
 """
@@ -16,9 +16,9 @@ _PAIRS = np.array([0, 2, 4, 6], np.uint8).reshape(1, 1, 4, 1)
 
 
 class Blocks(NamedTuple):
-    """A quantised type: weights and bytes of one block, and the function that dequantises blocks.
+    """A quantised type: its name, weights and bytes of one block, and a function for blocks.
 
-    `dequantise` takes bytes `blocks block_bytes` and returns float32 `blocks block_size`.
+    `dequantise` takes uint8 `blocks nbytes` and returns float32 `blocks size`.
     """
 
     name: str
@@ -45,7 +45,8 @@ def _q8_0(raw: Bytes) -> Floats:
 def _q4_k(raw: Bytes) -> Floats:
     n = len(raw)
     scale, low = _half(raw[:, :2]), _half(raw[:, 2:4])
-    # 8 scales and 8 minima of 6 bits each; the last four have their upper bits in the first ones.
+    # 8 scales and 8 minima of 6 bits each. The upper two bits of the last four are in the bytes of
+    # the first four.
     a, b, c = raw[:, 4:8], raw[:, 8:12], raw[:, 12:16]
     factors = np.concatenate([a & 63, (c & 15) | ((a >> 2) & 48)], axis=1)
     minima = np.concatenate([b & 63, (c >> 4) | ((b >> 2) & 48)], axis=1)
@@ -72,7 +73,7 @@ QUANTISED = {
     12: Blocks("Q4_K", 256, 144, _q4_k),
     14: Blocks("Q6_K", 256, 210, _q6_k),
 }
-# Names of the types that are not read, for messages.
+# Names of unsupported types, for error messages.
 OTHERS = {
     3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 13: "Q5_K", 15: "Q8_K",
     16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S",

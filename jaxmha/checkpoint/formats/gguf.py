@@ -53,7 +53,7 @@ _PERMUTED = ("llama",)  # architectures whose queries and keys llama.cpp permute
 _UNCHANGED = ("qwen2", "qwen2moe", "qwen3", "qwen3moe", "phi3", "starcoder2", "gpt2")
 _RANK, _NESTED, _PIECE = 4, 4, 1 << 22
 _AGAIN = "download it again"
-_DESCRIPTION = 400  # bytes of memory for the description of a tensor
+_DESCRIPTION = 400  # memory for the description of one tensor, in bytes
 
 
 class _Tensor(NamedTuple):
@@ -63,7 +63,7 @@ class _Tensor(NamedTuple):
 
 
 class _Cursor:
-    """Reads values one after another; a window of the file is in memory."""
+    """Reads the values of the header in order, from a buffered window of the file."""
 
     def __init__(self, source: Source, budget: Budget) -> None:
         self.source, self.budget, self.at, self.steps = source, budget, 0, 0
@@ -107,7 +107,7 @@ class _Cursor:
             raise MalformedFile(self.source.path, "a name is not UTF-8", _AGAIN) from None
 
     def value(self, kind: int, *, keep: bool, depth: int = 0) -> Any:
-        """Reads one value; lists, and texts without `keep`, are skipped and return None."""
+        """Reads one value. Lists are skipped and return None; strings without `keep` return ""."""
         if kind in _NUMBERS:
             return self.number(_NUMBERS[kind])
         if kind == _STRING:
@@ -126,13 +126,13 @@ class _Cursor:
 
 
 def read(source: Source, limits: Limits) -> Contents:
-    """Checks the metadata and the description of every tensor.
+    """Reads the header, and checks the metadata and the description of every tensor.
 
     Raises:
         MalformedFile, AmbiguousFile, BudgetExceeded, PathEscape, UnsupportedDtype,
         UnsupportedFormat.
     """
-    if limits.logical_bytes is None:  # four bits become four bytes
+    if limits.logical_bytes is None:  # dequantising turns 4 bits into 4 bytes
         limits = replace(limits, logical_bytes=max(8 * source.size, 1 << 30))
     budget = Budget(source.path, source.size, limits)
     cursor = _Cursor(source, budget)
@@ -205,7 +205,7 @@ def _tensors(cursor: _Cursor, count: int) -> dict[str, _Tensor]:
 
 
 def _stored(one: _Tensor) -> int:
-    """The bytes of a tensor in the file."""
+    """The size of a tensor in the file, in bytes."""
     count = 1
     for size in one.shape:
         count *= size
@@ -214,7 +214,10 @@ def _stored(one: _Tensor) -> int:
 
 
 def _placed(source: Source, found: dict[str, _Tensor], alignment: Any, at: int) -> int:
-    """The offset of the data; raises unless the tensors follow one another to the end."""
+    """The offset of the data section, which follows the header that ends at `at`.
+
+    Raises MalformedFile unless the tensors follow one another up to the end of the file.
+    """
     path = source.path
     if type(alignment) is not int or not 0 < alignment <= 1 << 20 or alignment & (alignment - 1):
         raise MalformedFile(path, f"the alignment is {str(alignment)[:20]}", _AGAIN)
@@ -267,13 +270,13 @@ def _heads(source: Source, settings: dict[str, Any], found: dict[str, _Tensor]) 
 
 
 def _unpermuted(array: np.ndarray, heads: int) -> np.ndarray:
-    """Undoes the pairing of rows: llama.cpp rotates adjacent rows, Hugging Face the two halves."""
+    """Reorders rows: llama.cpp rotates adjacent rows, Hugging Face the two halves of a head."""
     pairs = array.reshape(heads, len(array) // heads // 2, 2, *array.shape[1:])
     return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(array.shape)
 
 
 def _loaded(source: Source, budget: Budget, name: str, one: _Tensor, start: int) -> np.ndarray:
-    """Reads one tensor; a quantised one is dequantised piece by piece."""
+    """Reads one tensor, and dequantises it block by block if it is quantised."""
     info, block, offset = budget.info[name], QUANTISED.get(one.kind), start + one.offset
     if block is None:
         raw = source.read_array(offset, info.nbytes)

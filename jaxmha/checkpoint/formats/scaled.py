@@ -1,6 +1,6 @@
-"""Dequantises weights that other tensors of the same checkpoint scale: FP8, int8, and MXFP4.
+"""Dequantises weights whose scales are other tensors of the checkpoint: FP8, int8 and MXFP4.
 
-Each is dequantised when it is read, as the library that defines it does:
+A weight is dequantised on reading, as in the library that defines its format:
 
 * FP8 with `weight_scale_inv`, per tensor or per block:
   https://github.com/huggingface/transformers/blob/main/src/transformers/integrations/finegrained_fp8.py
@@ -21,11 +21,11 @@ from jaxmha.checkpoint.errors import MalformedFile, UnsupportedFormat
 from jaxmha.checkpoint.plan import Contents
 from jaxmha.checkpoint.tensor import BFLOAT16, FLOAT8, TensorInfo
 
-_BLOCK = 128  # of DeepSeek: the last block of an axis may be smaller
+_BLOCK = 128  # of DeepSeek; the last block of an axis may be smaller
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _TABLE = np.array([(_FP4[byte & 15], _FP4[byte >> 4]) for byte in range(256)], np.float32)
 _ROWS = 1 << 20  # most elements to dequantise at once
-# Endings of tensors of schemes that are not dequantised.
+# Suffix of tensor names -> the quantisation scheme, which is not supported.
 _OTHERS = {
     ".qweight": "GPTQ or AWQ",
     ".weight_packed": "compressed-tensors with packed weights",
@@ -38,7 +38,7 @@ _AGAIN = "download it again"
 
 
 class _Scaled(NamedTuple):
-    """A weight: its kind, shape and dtype when dequantised, the tensors it is made of, and how."""
+    """A quantised weight: its kind, dequantised shape and dtype, two tensors, and dequantiser."""
 
     kind: str
     info: TensorInfo
@@ -47,7 +47,7 @@ class _Scaled(NamedTuple):
 
 
 def dequantised(contents: Contents, path: str | os.PathLike[str]) -> Contents:
-    """The same tensors, with quantised ones dequantised when they are loaded and scales left out.
+    """The same contents with weights dequantised on loading, without the tensors of their scales.
 
     Raises:
         UnsupportedFormat: weights are quantised in another way.
@@ -120,7 +120,7 @@ def _mxfp4(
 
 
 def _from_mxfp4(blocks: np.ndarray, scales: np.ndarray, info: TensorInfo) -> np.ndarray:
-    """Looks up the values, scales them by powers of two, and transposes, one expert at a time."""
+    """Dequantises one expert at a time: table lookup, powers of two as scales, transposition."""
     out = np.empty(info.shape, info.dtype)
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
         for expert, (block, scale) in enumerate(zip(blocks, scales, strict=True)):
@@ -133,7 +133,7 @@ def _from_mxfp4(blocks: np.ndarray, scales: np.ndarray, info: TensorInfo) -> np.
 def _by_scale(
     name: str, scale: str, info: Mapping[str, TensorInfo], path: str | os.PathLike[str]
 ) -> _Scaled:
-    """A weight `out in` with a scale for the whole, for every row, or for every block."""
+    """Describes a weight `out in` with a scale for the tensor, every row, or every block."""
     one, other = info[name], info[scale]
     grid = _grid(one.shape, other)
     floating = other.dtype.kind == "f" or other.dtype == BFLOAT16
@@ -149,7 +149,7 @@ def _by_scale(
 
 
 def _grid(shape: tuple[int, ...], scale: TensorInfo) -> tuple[int, int] | None:
-    """The blocks of each axis; None if the shapes do not fit."""
+    """The number of blocks along each axis; None if the shapes of weight and scale do not fit."""
     if scale.size == 1:
         return 1, 1
     if len(shape) != 2 or not scale.size or len(scale.shape) > 2:
@@ -161,19 +161,22 @@ def _grid(shape: tuple[int, ...], scale: TensorInfo) -> tuple[int, int] | None:
 
 
 def _block(shape: tuple[int, ...], grid: tuple[int, int]) -> tuple[int, int]:
-    """The shape of a block: 128 where that gives the grid, else what divides the axes."""
+    """The shape of a block: 128 x 128 if that gives the grid, else the axes divided by the grid."""
     if all(-(-n // _BLOCK) == g for n, g in zip(shape, grid, strict=True)):
         return _BLOCK, _BLOCK
     return max(1, shape[0] // grid[0]), max(1, shape[1] // grid[1])
 
 
 def _from_scaled(weight: np.ndarray, scale: np.ndarray, info: TensorInfo) -> np.ndarray:
-    """Multiplies in float32 (in float64 for such scales), and rounds once to the scale's dtype."""
+    """Multiplies weight and scale in float32, or float64 for float64 scales, and rounds once.
+
+    The result has the dtype in `info`.
+    """
     wide: np.dtype[np.floating[Any]] = np.dtype(
         np.float64 if scale.dtype == np.float64 else np.float32
     )
     factors = scale.astype(wide)
-    if scale.dtype == np.uint8:  # an exponent
+    if scale.dtype == np.uint8:  # exponents of powers of two
         factors = np.exp2(factors - 127)
     out = np.empty(info.shape, info.dtype)
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):

@@ -279,7 +279,7 @@ def _by_content(source: Source, limits: Limits) -> Format:
     head = source.read(0, min(source.size, 512))
     if head.startswith(keras_h5.MAGIC):
         return _BY_NAME["keras_h5"]
-    # A safetensors header of this length would have more than a GiB.
+    # As the length of a safetensors header, this magic number would mean more than a GiB.
     if head.startswith(gguf.MAGIC):
         return _BY_NAME["gguf"]
     if head.startswith((b"PK\3\4", b"PK\5\6")):

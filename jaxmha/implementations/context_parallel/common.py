@@ -63,7 +63,8 @@ class Static(NamedTuple):
 
 OutLse: TypeAlias = tuple[Float[jax.Array, "B N t h"], Float[jax.Array, "B N t"]]
 # Computes output and lse of one device's queries over the keys and values of all devices:
-# `(static, query, key, value, bias, traced, seed, score_mod) -> (out, lse)`; its arguments are local arrays.
+# `(static, query, key, value, bias, traced, seed, score_mod) -> (out, lse)`. All arguments are
+# arrays of one device.
 Local: TypeAlias = Callable[..., OutLse]
 
 
@@ -177,8 +178,8 @@ def pair_of_parts(
     s: Index,
     score_mod: Mod | None = None,
 ) -> Pair:
-    """Tiling, config, conditions, seed and score function for queries `b n t H` that start at position `t` and keys
-    `b k s H` that start at position `s`; only the shapes of queries and keys are used."""
+    """Tiling, config, conditions, seed and score function for queries `b n t H` from position `t`
+    on and keys `b k s H` from position `s` on; only the shapes of queries and keys are used."""
     T, S = query.shape[2], key.shape[2]
     below, above = bounds(static, traced)
     shift = jnp.asarray(t - s, jnp.int32)

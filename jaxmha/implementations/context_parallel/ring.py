@@ -190,7 +190,7 @@ _ring.defvjp(_forward, _backward)
 
 
 class _Shared(NamedTuple):
-    """Inputs that are the same at every hop."""
+    """Inputs that are the same at every hop of the ring."""
 
     traced: Conditions
     seed: Seed | None

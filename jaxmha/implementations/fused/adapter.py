@@ -87,8 +87,9 @@ def attend(
 
     `run` may return any value in fully masked rows, but its gradient must not be NaN.
 
-    `skips_beyond_lengths`: nothing beyond the lengths reaches the results of the kernel, and `run`
-    returns 0 in fully masked rows: where lengths say what is attended, no array is zeroed.
+    `skips_beyond_lengths`: True if positions beyond the lengths do not affect the results of the
+    kernel, and `run` returns 0 in fully masked rows. Unattended positions are then zeroed only for
+    masks that lengths do not express.
     """
     (B, T, N, _), (_, S, K, _) = request.query.shape, request.value.shape
     mask = request.mask

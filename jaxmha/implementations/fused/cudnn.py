@@ -57,7 +57,7 @@ def _most_features() -> int:
 
 
 def _has_barrier(H: int, scale: float) -> bool:
-    """True if one more feature can exclude keys; else a bias does."""
+    """True if an extra feature (`BARRIER`) can exclude padded keys; else they need a bias."""
     return _most_features() > H and abs(scale) * BARRIER**2 >= 2.0**14
 
 
@@ -75,7 +75,7 @@ def traceable() -> str | None:
 def attend(request: Request, *, leaks: bool = False) -> Result:
     """Computes the request in its own dtype; softmax and sums are float32.
 
-    `leaks`: positions beyond lengths reach the results of this cuDNN.
+    `leaks`: whether positions beyond the lengths affect the results in this release of cuDNN.
     """
     return adapter.attend(
         request, lambda inputs: _run(inputs, lse=request.return_lse), skips_beyond_lengths=not leaks
@@ -144,10 +144,10 @@ def _top_left(inputs: KernelInputs, *, lse: bool) -> OutAndLse:
         lengths = _nonempty(query_lengths, key_lengths, (B, T, S), causal=causal, left=left)
     if valid is not None and causal:
         query, key = _barrier(query, key, valid, scale)
-    elif valid is not None:  # without causality, keys can be sorted: valid ones first
+    elif valid is not None:  # not causal: keys can be sorted, so that a length excludes the rest
         valid = jnp.broadcast_to(valid, (B, S))
         key, value = _valid_first((key, value), valid)
-        some = jnp.where(valid, np.int32(T), np.int32(0)).max(1)  # T, or 0 without any key
+        some = jnp.where(valid, np.int32(T), np.int32(0)).max(1)  # T, or 0 if no key is valid
         some = some if query_lengths is None else jnp.minimum(query_lengths, some)
         lengths = some, valid.sum(1, dtype=np.int32)
     width = -(-max(query.shape[3], h) // 8) * 8
@@ -166,15 +166,15 @@ def _nonempty(
     causal: bool,
     left: int | None,
 ) -> tuple[Int32[jax.Array, "B"], Int32[jax.Array, "B"]]:
-    """Lengths of queries and keys within which each query attends a key, and each key is attended:
-    cuDNN leaves queries without keys undefined, and zeroes the rows beyond the length."""
+    """Shortens the lengths until every query attends a key and every key is attended: cuDNN's
+    output is undefined in rows without keys, and 0 in rows beyond the length."""
     B, T, S = sizes
     queries = jnp.full(B, T, np.int32) if queries is None else queries
     if keys is None:
         keys = jnp.full(B, S, np.int32)
     else:
         queries = jnp.where(keys > 0, queries, 0)
-    if left is not None:  # rows from the length of the keys + left on attend no valid key
+    if left is not None:  # row i attends no valid key if i >= (number of valid keys) + left
         queries = jnp.minimum(queries, keys + left)
     if causal:
         keys = jnp.minimum(keys, queries)
@@ -192,7 +192,7 @@ def _valid_first(
 
 @jax.custom_vjp
 def _permuted(x: Shaped[jax.Array, "B S *rest"], order: Int[jax.Array, "B S"]) -> jax.Array:
-    """Rearranges axis 1; its gradient gathers too, where that of a gather would scatter."""
+    """Permutes axis 1. Its gradient is a gather; that of `take_along_axis` would be a scatter."""
     return _gather(x, order)
 
 
@@ -222,7 +222,7 @@ def _barrier(
 
 
 def _dense(inputs: KernelInputs) -> bool:
-    """True if the mask becomes a bias."""
+    """True if cuDNN gets a bias: a given one, or one that excludes masked pairs."""
     bounded = (inputs.left, inputs.above) != (None, None)
     excludes = inputs.conditions.keys is not None and bounded
     return (

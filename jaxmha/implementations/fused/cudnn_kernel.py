@@ -1,8 +1,9 @@
 """One call of cuDNN's fused attention and its gradient, through JAX's private functions.
 
-`jax.nn.dot_product_attention(implementation="cudnn")` is made of the same two functions. Called
-directly they give the log-sum-exp in float32, gradients of odd sizes, and gradients under any
-`jax.vmap`: JAX 0.10 needs every operand batched. Their signatures serve in JAX 0.10 to 0.12.
+`jax.nn.dot_product_attention(implementation="cudnn")` calls the same two functions. Direct calls
+also give the log-sum-exp in float32, gradients at odd T and S, and gradients under any `jax.vmap`
+(JAX 0.10 supports only a `vmap` over all operands). The calls fit the signatures of JAX 0.10 to
+0.12.
 """
 
 import inspect
@@ -17,13 +18,13 @@ from jaxtyping import Float
 
 from jaxmha.implementations.fused.adapter import Others, fill
 
-# With a bias, T and S are padded to a multiple of this in gradients: at other sizes cuDNN's backward
-# pass is wrong or missing (NaN at 64 modulo 128).
+# To compute gradients with a bias, T and S are padded to a multiple of this: at other sizes cuDNN's
+# backward pass is wrong or missing (NaN at 64 modulo 128).
 BIAS_MULTIPLE = 128
-# JAX refuses to compute gradients of odd sizes, and cuDNN those of a single key. At sizes that are
-# no multiples of SAFE, gradients of some releases are NaN unless lengths are given.
+# JAX rejects gradients at odd T or S, and cuDNN rejects them for a single key. If T or S is not a
+# multiple of SAFE, some releases of cuDNN return NaN gradients unless lengths are given.
 EVEN, SAFE = 2, 64
-# Far below any other entry of a bias: `cudnn` holds the rest above it.
+# Excludes a pair. Far below any other entry of a bias: the module `cudnn` clips them to -2**40.
 EXCLUDED = -(2.0**41)
 
 
@@ -59,7 +60,7 @@ def out(
     bias: jax.Array | None,
     lengths: Others,
 ) -> jax.Array:
-    """The output; sizes are as they are unless a gradient is taken."""
+    """The output; T and S are padded only when a gradient is computed."""
     found: jax.Array = _forward(settings, False, query, key, value, bias, lengths)[0]
     return found
 
@@ -73,7 +74,7 @@ def out_and_lse(
     bias: jax.Array | None,
     lengths: Others,
 ) -> tuple[jax.Array, Float[jax.Array, "B N T"]]:
-    """Output and log-sum-exp; the gradient ignores the cotangent of the latter."""
+    """Output and log-sum-exp; gradients ignore the cotangent of the log-sum-exp."""
     found, lse = _forward(settings, True, query, key, value, bias, lengths)
     return found, lse
 
@@ -89,7 +90,7 @@ def _save(
     (B, T), S = query.shape[:2], key.shape[1]
     multiple = EVEN if bias is None else BIAS_MULTIPLE
     rows, columns = (-(-size // multiple) * multiple for size in (T, S))
-    if settings.left is not None:  # as `cudnn` has it: no more queries than keys
+    if settings.left is not None:  # cuDNN rejects windows with more queries than keys
         columns = max(columns, rows)
 
     def padded(
@@ -126,7 +127,7 @@ out_and_lse.defvjp(_save, lambda settings, saved, grads: _pull(settings, saved, 
 
 
 def _forward(settings: Settings, lse: bool, *operands: Any) -> Any:
-    """Output and, if `lse` is set, the log-sum-exp, else None."""
+    """Output and log-sum-exp; None instead of the log-sum-exp if `lse` is False."""
 
     def call(query: Any, key: Any, value: Any, bias: Any, lengths: Others) -> Any:
         from jax._src.cudnn import fused_attention_stablehlo as private
@@ -169,8 +170,8 @@ def _backward(settings: Settings, *operands: Any) -> Grads:
             "layout": private._normalize_layout(settings.layout).value,
             "sliding_window_length": None if settings.left is None else settings.left + 1,
         }
-        names = [*inspect.signature(rule).parameters][:-2]  # the last two are arrays
-        score_mod = ((),) * ("score_mod" in names)  # JAX 0.12: its arguments
+        names = [*inspect.signature(rule).parameters][:-2]  # not the residuals and the cotangent
+        score_mod = ((),) * ("score_mod" in names)  # JAX 0.12 has residuals of a score_mod: none
         given = (unused if bias is None else bias, *(lengths or (unused, unused)))
         saved = (query, key, value, *given, *(unused,) * 4, *score_mod, lse, out)
         found = rule(*(static.get(name) for name in names), saved, d_out)
@@ -190,7 +191,7 @@ def _mask_type(settings: Settings, lengths: Others) -> Any:
 
 
 def _folding(call: Callable[..., Any]) -> Callable[..., Any]:
-    """`call` under any `jax.vmap`: the mapped axis becomes part of the batch axis."""
+    """Wraps `call` so that any `jax.vmap` folds the mapped axis into the batch axis."""
     mapped: Any = jax.custom_batching.custom_vmap(call)
 
     @mapped.def_vmap  # type: ignore[untyped-decorator]

@@ -56,7 +56,8 @@ def traceable() -> str | None:
 def attend(request: Request, *, leaks: bool = True) -> Result:
     """Computes the request in its own dtype; softmax and sums are float32.
 
-    `leaks` has no effect: what is not attended is always zeroed, since weights of 0 multiply it.
+    `leaks` has no effect: unattended positions are always zeroed, because the kernel multiplies
+    them by weights of 0, and 0 * NaN is NaN.
     """
     cap = request.semantics.logits_soft_cap
     return adapter.attend(request, lambda inputs: (_run(inputs, cap), None))

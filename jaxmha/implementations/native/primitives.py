@@ -43,7 +43,7 @@ def _bias_shapes(settings: Settings, *operands: Any) -> Shapes:
     return [((*lead[:-1], *Problem(*operands[: len(AXES)]).bias.shape[-4:]), np.float32)]
 
 
-# The shapes of the results of every primitive, and the primitive in plain XLA.
+# Primitive -> a function that returns the shapes of its results, and its implementation in XLA.
 PRIMITIVES: dict[str, tuple[Callable[..., Shapes], Callable[..., list[Any]]]] = {
     "attend": (_attend_shapes, portable.attend),
     "attend_backward": (_backward_shapes, portable.attend_backward),
@@ -53,7 +53,7 @@ PRIMITIVES: dict[str, tuple[Callable[..., Shapes], Callable[..., list[Any]]]] = 
 
 @cache
 def _primitive(name: str) -> Any:
-    from jax.extend.core import Primitive  # imports Pallas, which few programs need
+    from jax.extend.core import Primitive  # also imports Pallas, which few programs need
 
     shapes, elsewhere = PRIMITIVES[name]
     primitive: Any = Primitive(f"jaxmha_cpu_{name}")

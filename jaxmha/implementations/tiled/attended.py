@@ -24,7 +24,7 @@ from jaxmha.implementations.tiled.layout import Index
 from jaxmha.implementations.tiled.tiling import Tiling, choose_tiling
 from jaxmha.mask import Mask
 
-# Largest number of pairs of a block, over all batch rows and heads that a mask reads.
+# Maximum number of pairs in a block, times the batch rows and heads that a mask function reads.
 MOST_PAIRS = 2**22
 
 
@@ -161,7 +161,7 @@ Attended: TypeAlias = tuple[Bool[jax.Array, "#B #N T"] | None, Bool[jax.Array, "
 def with_blocks(
     conditions: Conditions, bias: Float[jax.Array, "b n t s"] | None, tiling: Tiling
 ) -> tuple[Attended, Conditions]:
-    """Attended queries and keys; and the conditions, with the blocks of their mask function."""
+    """Attended queries and keys, and the conditions; their mask function gets its blocks."""
     if conditions.mod is None:
         N = tiling.K * tiling.G
         return attended(conditions, bias, tiling.B, N, tiling.T, tiling.S), conditions
@@ -173,10 +173,10 @@ def with_blocks(
 def blocks_of(
     conditions: Conditions, bias: Float[jax.Array, "b n t s"] | None, tiling: Tiling
 ) -> Blocks:
-    """The blocks of pairs that all conditions allow, with a mask function among them.
+    """The blocks of pairs that all conditions and the bias allow; one condition is a mask function.
 
-    Blocks that the function brings along serve if it is the only condition; otherwise every pair is
-    evaluated once, a tile of `tiling` (or a part of one) at a time.
+    If the mask function is the only condition and its blocks are known, they are returned.
+    Otherwise every pair is evaluated once, one tile of `tiling` (or a part of it) at a time.
     """
     mod = conditions.mod
     assert mod is not None
@@ -199,7 +199,7 @@ def blocks_of(
         if bias is not None:
             found = found & (slice_tile(bias, position) != -jnp.inf)
         found = jnp.broadcast_to(found, (*found.shape[:2], rows, keys))
-        # Padded positions are in no pair; `every` leaves them out.
+        # Padded positions are excluded; in `full`, which gives `every`, they count as allowed.
         outside = (i * rows + jnp.arange(rows, dtype=np.int32) >= T).reshape(1, 1, rows, 1)
         beyond = (j * keys + jnp.arange(keys, dtype=np.int32) >= S).reshape(1, 1, 1, keys)
         full = found | outside | beyond
@@ -212,7 +212,7 @@ def blocks_of(
         by_row, *rest = jax.lax.map(lambda j: block(i, j), columns)
         return by_row.any(0), *rest
 
-    # The barrier keeps XLA from evaluating constant pairs at compile time, which takes seconds.
+    # The barrier keeps XLA from evaluating a constant mask at compile time, which takes seconds.
     strips = jax.lax.optimization_barrier(jnp.arange(counts[0], dtype=np.int32))  # type: ignore[no-untyped-call]
     by_row, by_key, some, every = jax.lax.map(strip, strips)
     by_row, by_key = jnp.moveaxis(by_row, 0, 2), jnp.moveaxis(by_key.any(0), 0, 2)
@@ -226,7 +226,8 @@ def blocks_of(
 
 
 def coarsened(blocks: Blocks, tiling: Tiling) -> tuple[jax.Array, jax.Array]:
-    """`some` and `every` by tile of a tiling `b i j`, conservatively where blocks overlap tiles."""
+    """`some` and `every` for the tiles of `tiling`, `b i j`; conservative where a block overlaps
+    several tiles."""
     some, every = jnp.asarray(blocks.some), jnp.asarray(blocks.every)
     grid = blocks.grid
     if (grid.rows, grid.keys) == (tiling.rows, tiling.keys):

@@ -166,8 +166,8 @@ def _head_major(
     query, key, value = (jnp.moveaxis(x.astype(accumulate), 2, 1) for x in request[:3])
     semantics = request.semantics
     operands = operand_dtype(request.query.dtype, semantics.precision, platform)
-    # A scale that is no power of two would round every query. In small matmuls, whose sums are
-    # pairwise, that costs less than rounding the logits once more.
+    # A scale that is not a power of two rounds every query. In small matmuls, whose sums are
+    # pairwise, the error of that is smaller than the error of rounding the logits once more.
     small = math.prod((*query.shape, key.shape[2])) <= SMALL and operands is None
     scale, rest = (request.scale, 1.0) if small else split_scale(request.scale)
     query *= scale
@@ -237,8 +237,8 @@ def core(
       key, value: in the accumulation dtype.
       bias: added to the logits; axes of size 1 broadcast.
       traced: the mask conditions that are arrays; the static ones are in `config`.
-      seed: of dropout; None: no dropout.
-      score_mod: changes the scores after the bias.
+      seed: seed of the dropout mask; None: no dropout.
+      score_mod: score function, applied after the bias.
     """
 
     def attend_band(
@@ -386,8 +386,8 @@ def core_backward(
     saved: tuple[CoreInputs, Softmax],
     cotangents: OutAndLse,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, None, None, Mod | None]:
-    """Gradients of query, key, value, bias and score function. Scores are transposed, so that every
-    matmul has row-major operands."""
+    """Gradients of query, key, value, bias and the arrays of the score function. Scores are
+    transposed, so that every matmul has row-major operands."""
     (query, key, value, bias, traced, seed, mod), softmax = saved
     tiling = _gradient_tiling(tiling, config, query, key, bias, seed, mod)
     per_row = backward_inputs(tiling, query, softmax if tiling.kv_tiles > 1 else None, *cotangents)

@@ -103,7 +103,7 @@ class TilePosition(NamedTuple):
 
     @property
     def extent(self) -> Extent:
-        """The position as functions of scores and masks read it."""
+        """The position in the form that score and mask functions need."""
         return Extent(self.starts, self.sizes, self.T, self.S, self.G)
 
 

@@ -46,7 +46,7 @@ class Shared(NamedTuple):
         return TilePosition(b, t.batches, n, heads, t0, t.rows, s0, t.keys, t.T, t.S, t.G)
 
     def modifier(self, position: TilePosition) -> Modifier | None:
-        """The score function at a tile; None: there is none."""
+        """The score function with the position of a tile; None: no score function."""
         return None if self.score_mod is None else Modifier(self.score_mod, position.extent)
 
     def mask_and_keep(
@@ -225,8 +225,8 @@ QKVGradients: TypeAlias = tuple[jax.Array, jax.Array, jax.Array]
 
 
 class Additional(NamedTuple):
-    """Gradients other than those of query, key and value, summed over tiles: of the bias, padded to
-    whole tiles, and of the floating arrays that a score function captures."""
+    """Gradients other than those of query, key and value, summed over tiles: those of the bias,
+    padded to whole tiles, and of the floating arrays that a score function captures."""
 
     bias: Float[jax.Array, "_ _ _ _"] | None
     floats: Floats
@@ -244,7 +244,8 @@ def backward(
     seed: Seed | None,
     score_mod: Mod | None = None,
 ) -> tuple[Additional, QKVGradients]:
-    """Gradients of bias and captured arrays, and of query (transposed), key and value as tiles."""
+    """Gradients of the bias and of the arrays that `score_mod` captures; and those of query
+    (transposed), key and value, as tiles."""
     shared = _shared(tiling, config, bias, traced, seed, score_mod)
     bias = shared.bias
     more = Additional(
@@ -279,7 +280,7 @@ def backward(
 
 
 def _zeros(mod: Mod | None, dtype: np.dtype[np.floating]) -> Floats:
-    """The gradients of captured arrays before the first tile, in the accumulation dtype."""
+    """Zero gradients of the captured arrays, in the accumulation dtype, to be summed over tiles."""
     return () if mod is None else tuple(jnp.zeros_like(x, dtype) for x in mod.floats)
 
 
@@ -297,8 +298,8 @@ def backward_into(
     score_mod: Mod | None = None,
     floats: Floats = (),
 ) -> tuple[QKVGradients, Floats]:
-    """Adds the gradients of further keys to those of `before`, in place, and those of captured
-    arrays to `floats`.
+    """Adds the gradients over further keys in place: those of query, key and value to `before`,
+    and those of the arrays that `score_mod` captures to `floats`.
 
     `decode`: casts a KV tile from its stored dtype when it is visited.
     """

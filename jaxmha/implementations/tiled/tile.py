@@ -35,8 +35,8 @@ class Config(NamedTuple):
         own dtype.
       scale: factor of the logits that the rows do not include yet.
       transposed: whether the scores of the forward pass are `s r`, to round like those of the
-        backward pass. On CPU they always are: in as much time, matmuls with values on the left
-        have shorter sums.
+        backward pass. On CPU they always are: matmuls with the values on the left take the same
+        time, and their sums are shorter.
     """
 
     soft_cap: float | None
@@ -61,7 +61,7 @@ class Modifier(NamedTuple):
     extent: Extent
 
     def scores(self, transposed: bool, logits: jax.Array, floats: Floats) -> jax.Array:
-        """The scores after the function, with `floats` as its captured floating arrays."""
+        """Applies the score function to logits; `floats` are its captured floating arrays."""
         return mods.scores(self.mod, self.extent, logits, floats, transposed=transposed)
 
 
@@ -117,7 +117,7 @@ def _logits(
     *,
     transposed: bool = False,
 ) -> Float[jax.Array, "*c m n"]:
-    """Masked logits."""
+    """Masked logits `a @ b`, after the score function if `modifier` is given."""
     if modifier is None:
         return _capped(config, a, b, mask_or_bias)[0]
     logits, _, allowed = _before_modifier(config, a, b, mask_or_bias)
@@ -145,8 +145,8 @@ def _before_modifier(
 ]:
     """The logits that a score function reads, tanh of the soft cap, and the allowed pairs.
 
-    The logits of excluded pairs are 0: the gradient of the function would multiply a NaN or -inf by
-    0.
+    The logits of excluded pairs are 0: in the gradient, NaN or -inf times a cotangent of 0 would be
+    NaN.
     """
     logits, tanh = _capped(config, a, b, None)
     if mask_or_bias is None:
@@ -245,7 +245,7 @@ def backward(
     minus_delta = jnp.swapaxes(minus_delta, -1, -2)
     if whole:  # delta of these weights, so that gradients of a row's logits sum to 0
         d_weights -= sum_of_rows(exps * d_weights) / divisor
-        if exps.size <= SMALL_SUM:  # again: what rounding delta has left
+        if exps.size <= SMALL_SUM:  # again, to remove the rounding error of delta
             d_weights -= sum_of_rows(exps * d_weights) / divisor
         minus_delta /= divisor
     d_bias = exps * (d_weights + minus_delta)
