@@ -70,7 +70,7 @@ TASKS = {
         {"jaxmha/cli/toy.py": "command.py"},
         {
             "jaxmha/cli/app.py": {
-                "plan, plot, verify\n": "plan, plot, toy, verify\n",
+                "    plot,\n    verify,\n": "    plot,\n    toy,\n    verify,\n",
                 "COMMANDS = {\n": 'COMMANDS = {\n    "count": toy,\n',
             }
         },
