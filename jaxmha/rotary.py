@@ -73,12 +73,8 @@ def rope(
     given = {"inv_freq": inv_freq, "rotary_dim": rotary_dim, "frequencies": frequencies}
     if len(chosen := [name for name, value in given.items() if value is not None]) > 1:
         raise ValueError(f"{' and '.join(chosen)} exclude each other: each says which pairs turn")
-    angles, factor = _frequencies(x, base, inv_freq, rotary_dim, frequencies)
-    turned = 2 * angles.shape[0]
-    front = _rotated(x[..., :turned], positions, angles, interleaved, factor, sections)
-    if turned == x.shape[-1]:
-        return front
-    return jnp.concatenate([front, jnp.asarray(x[..., turned:])], -1)
+    values, factor = _frequencies(x, base, inv_freq, rotary_dim, frequencies)
+    return rotate_pairs(x, _angles(x, positions, values, sections), interleaved, factor)
 
 
 def _frequencies(
@@ -113,26 +109,28 @@ def _frequencies(
     return jnp.asarray(inv_freq, dtype), 1.0 if frequencies is None else frequencies.factor
 
 
-def _rotated(
-    x: Array,
-    positions: Array,
-    frequency: jax.Array,
-    interleaved: bool,
-    factor: float,
-    sections: tuple[int, ...] | None,
-) -> jax.Array:
-    H = x.shape[-1]
-    angle = _angles(x, positions, frequency, sections)
+def rotate_pairs(
+    x: Float[Array, "*B T N H"],
+    angle: Float[jax.Array, "*B T 1 P"],
+    interleaved: bool = False,
+    factor: float = 1.0,
+) -> Float[jax.Array, "*B T N H"]:
+    """Rotates the first 2 P features by angles, in the dtype of the angles; the others stay."""
+    P = angle.shape[-1]
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     if factor != 1.0:
         cos, sin = cos * factor, sin * factor
 
-    exact = jnp.asarray(x).astype(frequency.dtype)
-    pairs = exact.reshape(*x.shape[:-1], *((H // 2, 2) if interleaved else (2, H // 2)))
+    front = x[..., : 2 * P]
+    exact = jnp.asarray(front).astype(angle.dtype)
+    pairs = exact.reshape(*x.shape[:-1], *((P, 2) if interleaved else (2, P)))
     axis = -1 if interleaved else -2
     a, b = jnp.take(pairs, 0, axis), jnp.take(pairs, 1, axis)
     rotated = jnp.stack([a * cos - b * sin, b * cos + a * sin], axis)
-    return rotated.reshape(x.shape).astype(x.dtype)
+    turned = rotated.reshape(front.shape).astype(x.dtype)
+    if front.shape == x.shape:
+        return turned
+    return jnp.concatenate([turned, jnp.asarray(x[..., 2 * P :])], -1)
 
 
 def _angles(

@@ -9,6 +9,8 @@ from jaxtyping import Float, Num
 
 from jaxmha.arrays import Array
 from jaxmha.converters.layout.arrays import NDArray
+from jaxmha.implementations.base import accumulation_dtype
+from jaxmha.rotary import rotate_pairs
 
 # Form -> model types. A form says which coordinate, row or column, rotates which feature pairs.
 FORMS: dict[str, str] = {
@@ -57,19 +59,12 @@ class Axial(NamedTuple):
         >>> Axial((1.0, 1.0), (0, 1))(np.ones((1, 6, 2, 4), np.float32), grid(2, 3)).shape
         (1, 6, 2, 4)
         """
-        angles = jnp.asarray(
-            np.asarray(places)[:, np.asarray(self.axis)] * np.asarray(self.inv_freq)
+        dtype = accumulation_dtype(x.dtype)
+        at = jnp.asarray(places)[:, np.asarray(self.axis)].astype(dtype)
+        angle = (at * np.asarray(self.inv_freq, dtype)[None])[:, None]
+        return rotate_pairs(
+            x, jnp.broadcast_to(angle, (*x.shape[:-2], *angle.shape[1:])), self.interleaved
         )
-        cos, sin = (part(angles)[:, None].astype(x.dtype) for part in (jnp.cos, jnp.sin))
-        pairs = len(self.inv_freq)
-        ends = (slice(0, None, 2), slice(1, None, 2)) if self.interleaved else (
-            slice(0, pairs), slice(pairs, 2 * pairs)
-        )  # fmt: skip
-        one, other = (jnp.asarray(x)[..., end] for end in ends)
-        turned = [one * cos - other * sin, other * cos + one * sin]
-        if self.interleaved:
-            return jnp.stack(turned, -1).reshape(x.shape)
-        return jnp.concatenate(turned, -1)
 
     def places(self, height: int, width: int) -> NDArray:
         """Row and column of every token, `T 2`; (0, 0) for unrotated tokens before the patches."""

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
@@ -132,16 +131,8 @@ class Rotary(NamedTuple):
         >>> Rotary((1.0, 0.1))(np.ones((1, 3, 2, 4), np.float32), np.arange(3)).shape
         (1, 3, 2, 4)
         """
-        frequency = np.asarray(self.inv_freq, np.asarray(x).dtype if _is_wide(x) else np.float32)
-        found = rope(x, positions, inv_freq=frequency, interleaved=self.interleaved)
-        if self.factor == 1.0:
-            return found
-        turned = 2 * len(self.inv_freq)
-        return jnp.concatenate([found[..., :turned] * self.factor, found[..., turned:]], -1)
-
-
-def _is_wide(x: Array) -> bool:
-    return str(x.dtype) == "float64"
+        frequencies = rotary_frequencies.Frequencies(self.inv_freq, self.factor)
+        return rope(x, positions, frequencies=frequencies, interleaved=self.interleaved)
 
 
 class Positions(NamedTuple):

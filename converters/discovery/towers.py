@@ -22,11 +22,11 @@ _DECODED = (
     (r"backbone", "backbone_config: num_attention_heads"),
     (r"decoder.*self_attn", "decoder_self_attention_heads"),
 )
-_OMNI = (
+_AUDIO = (
     (r"audio_tower", "audio_config: encoder_attention_heads"),
-    (r"visual", "vision_config: num_heads"),
     (r"(^|\.)layers\.", "text_config: num_attention_heads"),
 )
+_OMNI = ((r"visual", "vision_config: num_heads"), *_AUDIO)
 _SAM_FIRST = (
     (r"qwen2_model", "vision_config: encoder_config: num_attention_heads"),
     (r"sam_model", "vision_config: sam_config: num_attention_heads"),
@@ -68,7 +68,7 @@ TOWERS: dict[str, Rows] = {
         (r"audio_embed", "audio_config: num_attention_heads"),
         (_LANGUAGE, "num_attention_heads"),
     ),
-    "qwen2_audio": _OMNI,
+    "qwen2_audio": _AUDIO,
     "qwen2_audio_encoder": ((r"", "encoder_attention_heads"),),
     "qwen2_5_omni_thinker": _OMNI,
     "qwen3_omni_moe_thinker": _OMNI,

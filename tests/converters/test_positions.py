@@ -3,18 +3,22 @@
 import json
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxmha import checkpoint
 from jaxmha.converters import positions_of
 from jaxmha.converters.discovery import added_terms, axial, towers
+from jaxmha.converters.discovery.positions import Rotary
 from tests.zoo import one
 
 pytestmark = pytest.mark.filterwarnings("default")
 BLOCK = "layers.0.self_attn"
 
 
+@pytest.mark.everyday(model_type=["parakeet_encoder", "dinov3_vit"])
 @pytest.mark.parametrize(
     "model_type",
     [
@@ -67,6 +71,49 @@ def test_places_are_in_the_order_of_the_tokens() -> None:
     assert classed.places(2, 2).tolist() == [[0, 0]] * 3 + [
         [-0.5, -0.5], [-0.5, 0.5], [0.5, -0.5], [0.5, 0.5]
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+@pytest.mark.parametrize("centred", [False, True])
+def test_rows_and_columns_turn_pairs(interleaved: bool, dtype: str, centred: bool) -> None:
+    """Pairs as complex numbers, with places that are traced; the last feature belongs to none."""
+    axial_ = axial.Axial((1.0, 0.3, 2.0), (0, 1, 1), interleaved, centred=centred)
+    rng = np.random.default_rng(0)
+    places = axial_.places(2, 3)
+    with jax.enable_x64(dtype == "float64"):
+        x = jnp.asarray(rng.normal(size=(2, 6, 3, 7)), dtype)
+        found = jax.jit(lambda x, places: axial_(x, places))(x, places)
+        assert found.dtype == x.dtype
+        turned, exact = (np.asarray(one, np.float64) for one in (found, x))
+    angle = (places[:, [0, 1, 1]] * np.asarray(axial_.inv_freq))[:, None]
+    first, second = _ends(exact, interleaved)
+    expected = (first + 1j * second) * np.exp(1j * angle)
+    got = _ends(turned, interleaved)
+    tolerance = {"float64": 1e-14, "float32": 1e-5, "bfloat16": 2**-7}[dtype]
+    np.testing.assert_allclose(got[0] + 1j * got[1], expected, atol=3 * tolerance)
+    np.testing.assert_array_equal(turned[..., 6:], exact[..., 6:])
+
+
+def _ends(x: np.ndarray, interleaved: bool) -> tuple[np.ndarray, np.ndarray]:
+    return (x[..., 0:6:2], x[..., 1:6:2]) if interleaved else (x[..., :3], x[..., 3:6])
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_traced_heads_are_rotated_and_scaled(dtype: str) -> None:
+    rotary = Rotary((1.0, 0.1), factor=1.25)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 5, 2, 6)), dtype)
+    found = jax.jit(lambda x: rotary(x, np.arange(5)))(x)
+    assert found.dtype == x.dtype
+    exact = np.asarray(x, np.float64)
+    angle = np.arange(5)[:, None, None] * np.asarray([1.0, 0.1])
+    turned = 1.25 * (exact[..., :2] + 1j * exact[..., 2:4]) * np.exp(1j * angle)
+    expected = np.concatenate([turned.real, turned.imag, exact[..., 4:]], -1)
+    # One rounding of the result, and no other.
+    rounded = np.asarray(jnp.asarray(expected, dtype), np.float64)
+    near = 1e-14 if dtype == "float64" else 1e-6
+    np.testing.assert_allclose(np.asarray(found, np.float64), rounded, rtol=near, atol=near)
 
 
 def test_every_tower_names_a_key_of_its_configuration() -> None:

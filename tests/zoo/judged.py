@@ -266,7 +266,8 @@ def _outcome(
                 kind="other", why="positions_of tells positions that are not there"
             )
         if plain.kind != "other":
-            return plain._replace(why=f"{plain.why}; not as positions_of has them")
+            told = f"not as positions_of has them ({found.why})"
+            return plain._replace(why=f"{plain.why}; {told}")
     if found.kind == "equal" and whole_too and out is not None:
         error = compared.with_jaxmha(params, semantics, given, softmax.logits, out, places)
         if compared.TOLERANCE < error < float("inf"):
