@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Num
 
-from jaxmha.arrays import Array
+from jaxmha.arrays import Array, require_arrays
+from jaxmha.checks import promoted, reject_rounding
 from jaxmha.converters.layout.arrays import NDArray
 from jaxmha.implementations.base import accumulation_dtype
 from jaxmha.rotary import rotate_pairs
@@ -56,9 +57,22 @@ class Axial(NamedTuple):
     ) -> Float[Array, "*B T N H"]:
         """Rotates projected queries or keys by the row and column of every token (see `places`).
 
+        Raises:
+          ValueError: places are not `T 2`, or heads have fewer features than the pairs.
+          TypeError: x is not floating.
+
         >>> Axial((1.0, 1.0), (0, 1))(np.ones((1, 6, 2, 4), np.float32), grid(2, 3)).shape
         (1, 6, 2, 4)
         """
+        require_arrays(x=x, places=places)
+        reject_rounding(x=x)
+        promoted(x=x)
+        pairs = len(self.inv_freq)
+        if x.ndim < 3 or x.shape[-1] < 2 * pairs or places.shape != (x.shape[-3], 2):
+            raise ValueError(
+                f"expected x of axes (*B, T, N, H) with H of at least {2 * pairs}, and places of "
+                f"axes (T, 2), got shapes {x.shape} and {places.shape}"
+            )
         dtype = accumulation_dtype(x.dtype)
         at = jnp.asarray(places)[:, np.asarray(self.axis)].astype(dtype)
         angle = (at * np.asarray(self.inv_freq, dtype)[None])[:, None]

@@ -95,6 +95,19 @@ def test_rows_and_columns_turn_pairs(interleaved: bool, dtype: str, centred: boo
     np.testing.assert_array_equal(turned[..., 6:], exact[..., 6:])
 
 
+@pytest.mark.usefixtures("no_shape_hook")
+def test_places_must_be_as_many_as_tokens() -> None:
+    x = np.ones((1, 6, 2, 4), np.float32)
+    plain = axial.Axial((1.0, 1.0), (0, 1))
+    for wrong in (axial.grid(1, 1), axial.grid(2, 4), np.arange(6)):
+        with pytest.raises(ValueError, match=r"places of axes \(T, 2\)"):
+            plain(x, wrong)
+    with pytest.raises(ValueError, match="H of at least 4"):
+        plain(x[..., :2], axial.grid(2, 3))
+    with pytest.raises(TypeError, match="x"):
+        plain(x.astype(np.int32), axial.grid(2, 3))
+
+
 def _ends(x: np.ndarray, interleaved: bool) -> tuple[np.ndarray, np.ndarray]:
     return (x[..., 0:6:2], x[..., 1:6:2]) if interleaved else (x[..., :3], x[..., 3:6])
 
