@@ -147,8 +147,9 @@ def attend_cache(
         if params.sinks is not None:  # a row without keys has output 0: sinks have no value
             sinks = jnp.asarray(params.sinks).astype(out.dtype)
             sinks = jnp.repeat(sinks, T).reshape(1, *out.shape[1:3], 1)
-            lse = jnp.where(row_sum == 0, -jnp.inf, row_max + jnp.log(jnp.maximum(row_sum, 1.0)))
-            out *= jax.nn.sigmoid(lse - sinks)
+            masked = row_sum == 0
+            lse = row_max + jnp.log(jnp.where(masked, 1.0, row_sum))
+            out *= jnp.where(masked, 0.0, jax.nn.sigmoid(lse - sinks))
         elif semantics.fully_masked == "nan":
             out = jnp.where(row_sum == 0, jnp.nan, out)
         return jnp.moveaxis(out.reshape(B, N, T, h), 1, 2).astype(query.dtype)

@@ -17,13 +17,14 @@ from jaxmha.dims import bind
 from jaxmha.explicit_sharding import by_types, sharding_of_features, spec_of
 from jaxmha.integers import near
 from jaxmha.kv_cache import KVCache
+from jaxmha.layer import policy_of
 from jaxmha.mask import Mask
 from jaxmha.mask_arguments import as_mask
 from jaxmha.mod_arguments import MaskMod, Mods, ScoreMod, traced_mods, without_extras
 from jaxmha.paged_cache import PagedKVCache
 from jaxmha.params import MHAParams, check
 from jaxmha.projections import combine_checked, compute_dtype, project_checked
-from jaxmha.quantized import storage_dtype
+from jaxmha.quantized import is_scaled, storage_dtype
 from jaxmha.rotary import Rotate, static_rotation
 from jaxmha.semantics import Semantics
 
@@ -280,7 +281,7 @@ def extend(
     cache = _checked(params, x, cache, semantics)
     mask = as_mask(mask)
     reject_structure(mask)
-    if semantics.fully_masked == "mean":
+    if policy_of(params, semantics) == "mean":
         raise ValueError(
             "semantics.fully_masked='mean' is the mean over all keys, which a cache does not have: "
             "use 'zero' or 'nan'"
@@ -350,8 +351,10 @@ def _checked(params: MHAParams, x: Array, cache: CacheT, semantics: Semantics) -
     """Checks the arguments and returns the cache; NumPy lengths become int32, since jit would
     truncate them."""
     checks.require_type(MHAParams, params=params)
-    if not isinstance(cache, PagedKVCache):
-        checks.require_type(KVCache, cache=cache)
+    if not isinstance(cache, KVCache | PagedKVCache):
+        raise TypeError(
+            f"cache must be a jaxmha.KVCache or a jaxmha.PagedKVCache, got {type(cache).__name__}"
+        )
     checks.require_type(Semantics, semantics=semantics)
     require_arrays(x=x)
     for name, part in cache._asdict().items():
@@ -361,7 +364,14 @@ def _checked(params: MHAParams, x: Array, cache: CacheT, semantics: Semantics) -
     checks.reject_rounding(params=params, x=x, **stored)
     for name in ("key", "value"):
         if isinstance(cache, PagedKVCache):
-            storage_dtype(getattr(cache, name).dtype, f"the dtype of cache.{name}")
+            dtype = storage_dtype(getattr(cache, name).dtype, f"the dtype of cache.{name}")
+            scale = getattr(cache, f"{name}_scale")
+            if is_scaled(dtype) != (scale is not None):
+                raise ValueError(
+                    f"cache.{name} is {dtype}, which is stored "
+                    f"{'with' if is_scaled(dtype) else 'without'} scales, and cache.{name}_scale is "
+                    f"{'None' if scale is None else 'an array'}: make it by PagedKVCache.empty"
+                )
         else:
             checks.floating_dtype(getattr(cache, name).dtype, f"the dtype of cache.{name}")
     for name in ("lengths", "table"):

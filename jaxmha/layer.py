@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Literal, overload
+from typing import Literal, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
@@ -208,14 +208,14 @@ def _multi_head_attention(
     mask = bias_kv.widen_mask(structure, extra, batch, sizes)
     bias = bias_kv.widen_bias(bias, extra, batch, sizes)
     attended = attended_features(
-        math.prod(batch), bias, mask, sizes, extra, semantics.fully_masked, mods.mask
+        math.prod(batch), bias, mask, sizes, extra, policy_of(params, semantics), mods.mask
     )
     rows, keys, values = (
         None if x is None else x.reshape(math.prod(batch), *x.shape[-2:])
         for x in (query, key, value)
     )
     assert rows is not None
-    q, k, v = project_checked(params, rows, keys, values, semantics, dtype, attended)
+    q, k, v = project_checked(params, rows, keys, values, semantics, dtype, attended[:3])
     result = attend(
         q,
         bias_kv.append(k, params.bias_k, semantics),
@@ -229,11 +229,26 @@ def _multi_head_attention(
         sinks=params.sinks,
         mods=mods,
     )
-    out = combine_checked(params, result.out, semantics, dtype, rows, attended[0])
+    out = combine_checked(params, result.out, semantics, dtype, rows, attended.gates)
     out = out.reshape(*batch, *out.shape[1:])
     if result.weights is None:
         return out
     return out, result.weights.reshape(*batch, *result.weights.shape[1:])
+
+
+def policy_of(params: MHAParams, semantics: Semantics) -> FullyMasked:
+    """The output of fully masked rows: with sinks 0, since such a row attends its sink."""
+    return semantics.fully_masked if params.sinks is None else "zero"
+
+
+class Attended(NamedTuple):
+    """Positions that can reach the output: `B T` of queries and of features that the gate reads,
+    `B S` of keys and values; None: all."""
+
+    queries: jax.Array | None
+    keys: jax.Array | None
+    values: jax.Array | None
+    gates: jax.Array | None
 
 
 def attended_features(
@@ -244,8 +259,8 @@ def attended_features(
     extra: int,
     policy: FullyMasked,
     mask_mod: Mod | None = None,
-) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None]:
-    """Query, key and value positions with an allowed pair, `B T`, `B S` and `B S`; None: all.
+) -> Attended:
+    """The positions of features that can reach the output.
 
     Other positions must be zeroed: 0 * NaN would reach the gradients of the kernels. Mask and bias
     have one batch axis and cover S and the `extra` positions.
@@ -256,4 +271,6 @@ def attended_features(
         None if x is None else jnp.broadcast_to(x[:, :size], (B, size))
         for x, size in zip((sharding.in_order(x, 1) for x in attended), (T, S), strict=True)
     )
-    return rows, keys, None if policy == "mean" else keys  # the mean reads every value
+    if policy == "mean":  # of every value, for rows whose gates count too
+        return Attended(rows, keys, None, None)
+    return Attended(rows, keys, keys, rows)

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 
 from jaxmha import checks, page_table
+from jaxmha.integers import near, require_sizes
 from jaxmha.paged_cache import PagedKVCache
 
 
@@ -58,7 +59,11 @@ class PagePool:
           ValueError: a sequence would be longer than its row of the table, or the pool has too few
             free pages.
         """
-        table, lengths = self._grown(counts, left), self.lengths + np.asarray(counts, np.int32)
+        given = self._integers("counts", counts)
+        if (given < 0).any():
+            raise ValueError(f"counts must be at least 0, got {counts!r}")
+        require_sizes(least=0, left=left)
+        lengths = self.lengths.astype(np.int64) + given
         longest = self.table.shape[1] * self.page_size
         if lengths.max(initial=0) > longest:
             row = int(lengths.argmax())
@@ -66,14 +71,22 @@ class PagePool:
                 f"row {row} has {self.lengths[row]} tokens and would have {lengths[row]}: a row of "
                 f"the table holds {self.table.shape[1]} pages of {self.page_size} tokens"
             )
-        first = np.zeros_like(lengths) if left is None else np.maximum(self.lengths - left, 0)
-        lacking = page_table.lacks(table, first, lengths, self.page_size)
+        table, first = self.table, np.zeros_like(self.lengths)
+        if left is not None:
+            first = np.maximum(self.lengths - near(left), 0)
+            table = np.asarray(
+                page_table.within_window(table, self.lengths, near(left), self.page_size)
+            )
+        growth = page_table.grown(table, self.lengths, given, self.page_size, self.pages)
+        table = np.asarray(growth.table)
+        lacking = page_table.lacks(table, first, lengths.astype(np.int32), self.page_size)
         if lacking.any():
             raise ValueError(
                 f"the pool has {self.free_pages} free pages of {self.pages}, too few for rows "
-                f"{np.flatnonzero(lacking).tolist()}: free a row, or give them fewer tokens"
+                f"{np.flatnonzero(lacking).tolist()}, or a page that they attend was freed: free a "
+                "row, or give them fewer tokens"
             )
-        self.table, self.lengths = table, lengths
+        self.table, self.lengths = table, lengths.astype(np.int32)
 
     def fork(self, source: int, target: int) -> None:
         """Reports a call of `cache.fork(source, target)`."""
@@ -92,9 +105,7 @@ class PagePool:
 
     def rollback(self, lengths: Sequence[int] | np.ndarray[tuple[int], np.dtype[np.int32]]) -> None:
         """Reports a call of `cache.rollback(lengths)`."""
-        given = np.asarray(lengths)
-        if given.shape != self.lengths.shape:
-            raise ValueError(f"lengths: expected B={self.lengths.size} lengths, got {given.shape}")
+        given = self._integers("lengths", lengths)
         self.lengths = np.minimum(given.clip(0), self.lengths).astype(np.int32)
         self.table = np.asarray(page_table.truncated(self.table, self.lengths, self.page_size))
 
@@ -108,25 +119,16 @@ class PagePool:
                     f"{found.tolist()}"
                 )
 
-    def _windowed(self, left: int | None) -> np.ndarray[tuple[int, int], np.dtype[np.int32]]:
-        if left is None:
-            return self.table
-        return np.asarray(page_table.within_window(self.table, self.lengths, left, self.page_size))
-
-    def _grown(
-        self, counts: Sequence[int], left: int | None
-    ) -> np.ndarray[tuple[int, int], np.dtype[np.int32]]:
-        given = np.asarray(counts)
-        if given.shape != self.lengths.shape or given.dtype.kind not in "iu" or (given < 0).any():
-            raise ValueError(
-                f"counts: expected B={self.lengths.size} integers of at least 0, got {counts!r}"
-            )
-        table = self._windowed(left)
-        grown = page_table.grown(
-            table, self.lengths, given.astype(np.int32), self.page_size, self.pages
-        )
-        return np.asarray(grown.table)
+    def _integers(self, name: str, values: object) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+        """One integer for each row, clipped to 2**30."""
+        given = np.asarray(values)
+        if given.shape != self.lengths.shape or (given.size and given.dtype.kind not in "iu"):
+            raise ValueError(f"{name}: expected B={self.lengths.size} integers, got {values!r}")
+        clipped: np.ndarray[tuple[int], np.dtype[np.int32]] = near(given.astype(np.int64))
+        return clipped
 
     def _require_row(self, row: int) -> None:
+        if isinstance(row, bool) or not isinstance(row, int | np.integer):
+            raise TypeError(f"row must be an integer, got {row!r}")
         if not 0 <= row < self.lengths.size:
             raise ValueError(f"row must be in [0, {self.lengths.size}), got {row}")

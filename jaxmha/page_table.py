@@ -80,8 +80,10 @@ def grown(table: Table, lengths: Counts, counts: Counts, page_size: int, pages: 
         entries < pages_for(lengths + counts, page_size)[:, None]
     )
     written &= writes[:, None]
-    shared = writes & (lengths % page_size > 0) & _held_by_others(table, first, writes)
-    fresh = written & ((table < 0) | (shared[:, None] & (entries == first[:, None])))
+    begun = (lengths % page_size > 0)[:, None] & (entries == first[:, None])
+    shared = writes & begun.any(1) & _held_by_others(table, first, writes)
+    # A page that is begun and missing is not replaced: its first tokens would be lost in silence.
+    fresh = written & (((table < 0) & ~begun) | (shared[:, None] & begun))
     # The k-th entry that needs a page gets the k-th page that no row holds.
     rank = xp.cumsum(fresh.reshape(-1)).astype(np.int32).reshape(B, M)
     unheld = xp.cumsum(holders(table, pages) == 0).astype(np.int32)

@@ -8,9 +8,9 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from jaxmha import checks, page_table
-from jaxmha.arrays import Array, DTypeLike
+from jaxmha.arrays import Array, DTypeLike, require_arrays
 from jaxmha.cached_attention import Tile
-from jaxmha.integers import FAR, near, require_sizes
+from jaxmha.integers import FAR, is_integers, near, require_sizes
 from jaxmha.params import MHAParams, check
 from jaxmha.quantized import is_scaled, quantize, storage_dtype
 
@@ -112,7 +112,8 @@ class PagedKVCache(NamedTuple):
 
         Pages that only `target` held become free. A page is copied only when a row writes to it.
         """
-        source, target = (_row(x, self.table.shape[0]) for x in (source, target))
+        B = self.table.shape[0]
+        source, target = _row("source", source, B), _row("target", target, B)
         shared = page_table.truncated(jnp.asarray(self.table), self.lengths, self.page_size)
         at = jnp.asarray(target)
         return self._replace(
@@ -139,9 +140,11 @@ class PagedKVCache(NamedTuple):
         the left of the window of its first token: a rollback to a length below the one before the
         last step may lack pages.
         """
-        if lengths.shape != self.lengths.shape:
+        require_arrays(lengths=lengths)
+        if lengths.shape != self.lengths.shape or not is_integers(lengths):
             raise ValueError(
-                f"lengths: expected axes (B) {self.lengths.shape}, got {lengths.shape}"
+                f"lengths: expected integers of axes (B) {self.lengths.shape}, got {lengths.dtype} of "
+                f"shape {lengths.shape}"
             )
         shorter = jnp.minimum(jnp.asarray(near(lengths)).clip(0), self.lengths)
         table = page_table.truncated(jnp.asarray(self.table), shorter, self.page_size)
@@ -234,17 +237,19 @@ class PagedKVCache(NamedTuple):
         return
 
 
-def _row(row: int | Int[Array, ""], batch_size: int) -> int | Int[Array, ""]:
-    """Raises ValueError for a row outside of the batch; a traced row is not checked."""
+def _row(name: str, row: int | Array, batch_size: int) -> int | Array:
+    """Raises for a row that is not an integer, or is known not to be one of the batch."""
+    if isinstance(row, bool) or not (isinstance(row, int) or (is_integers(row) and row.ndim == 0)):
+        raise TypeError(f"{name} must be an integer, the number of a row, got {row!r}")
     if isinstance(row, jax.core.Tracer):
         return row
-    number = int(row)
-    if not 0 <= number < batch_size:
-        raise ValueError(f"row must be in [0, {batch_size}), the rows of the cache, got {number}")
-    return number
+    if not 0 <= int(row) < batch_size:
+        raise ValueError(f"{name} must be in [0, {batch_size}), the rows of the cache, got {row}")
+    return int(row)
 
 
 def _rows(rows: Array, batch_size: int) -> jax.Array:
+    require_arrays(rows=rows)
     rows = jnp.asarray(rows)
     if rows.dtype != np.bool_ or rows.shape != (batch_size,):
         raise ValueError(

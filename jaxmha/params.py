@@ -162,8 +162,15 @@ def check(params: MHAParams, leading: int = 0) -> dict[str, int]:
     Raises:
       ValueError: names the leaf, the axes expected and the shape received.
     """
+    for name in ("query", "key", "value", "out", "gate"):
+        part = getattr(params, name)
+        if part is not None and not isinstance(part, Projection):
+            raise TypeError(f"params.{name} must be a Projection, got {type(part).__name__}")
     sizes: dict[str, int] = {}
-    for name, array in leaves(params).items():
+    found = leaves(params)
+    for name, array in found.items():
+        if not hasattr(array, "shape"):
+            raise TypeError(f"params.{name} must be an array, got {type(array).__name__}")
         bind(f"params.{name}", array.shape, "*L " * (leading > 0) + CANONICAL[name], sizes)
     if sizes["K"] == 0 or sizes["N"] % sizes["K"]:
         raise ValueError(
@@ -171,6 +178,12 @@ def check(params: MHAParams, leading: int = 0) -> dict[str, int]:
             f"heads (params.query.kernel is {CANONICAL['query.kernel']}, params.key.kernel is "
             f"{CANONICAL['key.kernel']})"
         )
+    if "gate_heads.kernel" in found and "gate.bias" in found:
+        raise ValueError(
+            "params: gate.kernel is (Dq, N), one gate per head, and gate.bias is (N, h)"
+        )
+    if "gate.kernel" in found and "gate_heads.bias" in found:
+        raise ValueError("params: gate.kernel is (Dq, N, h), and gate.bias is (N), one per head")
     pairs = ("bias_k", "bias_v"), ("query_norm", "key_norm"), ("query_norm_bias", "key_norm_bias")
     for one, other in pairs:
         if (getattr(params, one) is None) != (getattr(params, other) is None):

@@ -461,3 +461,49 @@ def test_every_shape_is_checked_once(call: str, monkeypatch: pytest.MonkeyPatch)
         jax.eval_shape(getattr(jaxmha, call), params, x, cache)
     assert "params.query.kernel" in checked
     assert len(set(checked)) == len(checked)
+
+
+def test_gates_of_rows_that_attend_nothing() -> None:
+    """Under `mean` their output is the mean of the values, times their own gates."""
+    rng = np.random.default_rng(0)
+    params, x = cases_params(rng)
+    mask = np.ones((4, 4), bool)
+    mask[1] = False
+    semantics = jaxmha.Semantics(fully_masked="mean")
+    q, k, v = jaxmha.project(params, x)
+    heads = jaxmha.dot_product_attention(q, k, v, mask=mask, fully_masked="mean")
+    want = jaxmha.combine(params, heads, semantics=semantics, query=x)
+    found = jaxmha.multi_head_attention(params, x, mask=mask, semantics=semantics)
+    tolerance.assert_close(found, np.asarray(want, np.float64), factor=tolerance.LAYER)
+
+
+def test_sinks_override_the_policy() -> None:
+    """A fully masked row attends its sink: NaN in it reaches no gradient, and a cache agrees."""
+    rng = np.random.default_rng(0)
+    params, x = cases_params(rng)
+    params = params._replace(gate=None, sinks=np.full(2, -np.inf, np.float32))
+    x[0, 3] = np.nan
+    mask = np.ones((4, 4), bool)
+    mask[:, 3] = mask[3] = False
+    semantics = jaxmha.Semantics(fully_masked="mean")
+
+    def loss(params: Any) -> Any:
+        out = jaxmha.multi_head_attention(params, x, mask=mask, semantics=semantics)
+        return (out**2).sum()
+
+    assert all(np.isfinite(g).all() for g in jax.tree.leaves(jax.grad(loss)(params)))
+    cache = jaxmha.KVCache.empty(params, 1, 4)
+    nothing = np.zeros((4, 4), bool)
+    out, _ = jaxmha.extend(params, np.ones_like(x), cache, mask=nothing, semantics=semantics)
+    assert (np.asarray(out) == 0).all()
+
+
+def cases_params(rng: np.random.Generator) -> tuple[MHAParams, Any]:
+    """A layer of 2 heads with a gate, and inputs `1 4 6`."""
+
+    def projection(*shape: int) -> Projection:
+        return Projection(rng.normal(size=shape).astype(np.float32))
+
+    kernels = [projection(6, 2, 3) for _ in range(3)]
+    params = MHAParams(*kernels, projection(2, 3, 6), gate=projection(6, 2, 3))
+    return params, rng.normal(size=(1, 4, 6)).astype(np.float32)

@@ -239,6 +239,30 @@ def test_no_room_is_nan_and_no_other_row_suffers() -> None:
     assert np.isfinite(out).all()
 
 
+def test_a_lost_page_stays_lost() -> None:
+    """A begun page without tokens, of a full pool or before a window, is not replaced by another."""
+    params, x = make()
+    cache = empty(params, pages=3)
+    _, cache = run(params, cache, x[:, :4], q_lengths=np.asarray([3, 3, 3]))
+    out, cache = run(params, cache, x[:, :2], q_lengths=np.asarray([2, 0, 0]))
+    assert np.isnan(out[0, :2]).all()
+    cache = cache.free(np.asarray([False, True, True]))
+    out, _ = run(params, cache, x[:, :1], q_lengths=np.asarray([1, 0, 0]))
+    assert np.isnan(out[0, 0]).all()
+
+    mask, cache = Mask.window(2, 0), empty(params)
+    pool = PagePool(cache)
+    for count in (8, 1):
+        pool.extend([count, 0, 0], left=2)
+        _, cache = run(params, cache, x[:, :8], q_lengths=np.asarray([count, 0, 0]), mask=mask)
+    cache = cache.rollback(np.asarray([4, 0, 0]))
+    pool.rollback([4, 0, 0])
+    out, _ = run(params, cache, x[:, :1], q_lengths=np.asarray([1, 0, 0]), mask=mask)
+    assert np.isnan(out[0, 0]).all()
+    with pytest.raises(ValueError, match="or a page that they attend was freed"):
+        pool.extend([1, 0, 0], left=2)
+
+
 def test_nothing_recompiles_while_sequences_grow() -> None:
     params, x = make()
     cache = empty(params, pages=3 * ENTRIES)
@@ -267,9 +291,9 @@ def test_wrong_arguments() -> None:
         with pytest.raises((ValueError, TypeError), match=problem):
             empty(params, **options)
     calls: list[tuple[Any, str]] = [
-        (lambda: cache.fork(0, ROWS), r"row must be in \[0, 3\)"),
+        (lambda: cache.fork(0, ROWS), r"target must be in \[0, 3\)"),
         (lambda: cache.free(np.asarray([0, 1])), "rows: expected a Boolean array"),
-        (lambda: cache.rollback(np.asarray([1])), r"lengths: expected axes \(B\)"),
+        (lambda: cache.rollback(np.asarray([1])), r"lengths: expected integers of axes \(B\)"),
         (lambda: run(params, cache, x, q_lengths=np.ones(ROWS)), "q_lengths must be an integer"),
         (lambda: run(params, cache, x, q_lengths=np.ones(2, int)), "q_lengths"),
         (lambda: run(params, cache._replace(table=cache.table[:2]), x), "cache.table"),
@@ -278,6 +302,16 @@ def test_wrong_arguments() -> None:
         (lambda: PagePool(cache).extend([16, 0, 0]), "row 0 has 0 tokens and would have 16"),
         (lambda: PagePool(cache).extend([15, 9, 0]), "has 7 free pages of 7, too few for rows"),
         (lambda: PagePool(cache).free(3), r"row must be in \[0, 3\)"),
+        (lambda: PagePool(cache).fork(0.5, 1), "row must be an integer"),  # type: ignore[arg-type]
+        (lambda: PagePool(cache).extend([2**40, 0, 0]), "a row of the table holds 5 pages"),
+        (
+            lambda: PagePool(cache).extend([1, 0, 0], left=-1),
+            "left must be an integer of at least 0",
+        ),
+        (lambda: PagePool(cache).rollback([1.5, 0, 0]), "lengths: expected B=3 integers"),  # type: ignore[list-item]
+        (lambda: cache.rollback(np.ones(3)), "lengths: expected integers"),
+        (lambda: run(params, cache._replace(key=cache.key.astype(np.int8)), x), "with scales"),
+        (lambda: run(params, None, x), "cache must be a jaxmha.KVCache or a jaxmha.PagedKVCache"),
         (
             lambda: PagePool(cache).require_same(
                 cache.fork(0, 1)._replace(lengths=cache.lengths + 1)

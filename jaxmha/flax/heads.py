@@ -16,7 +16,7 @@ from jaxmha.arrays import Array, require_arrays
 from jaxmha.attention import attend, hashable
 from jaxmha.explicit_sharding import by_types, sharding_of_features, sharding_of_heads
 from jaxmha.implementations import forward_mode
-from jaxmha.layer import attended_features, multi_head_attention
+from jaxmha.layer import attended_features, multi_head_attention, policy_of
 from jaxmha.mask import Mask
 from jaxmha.mod_arguments import Mods
 from jaxmha.params import MHAParams
@@ -152,13 +152,14 @@ def _attend_layer(
     semantics = settings.semantics
     wide = widen(params, bias, mask, batch, sizes, semantics)
     extra = bias_kv.count(params, semantics)
-    attended = attended_features(math.prod(batch), *wide, sizes, extra, semantics.fully_masked)
-    query, key, value = project_checked(params, *inputs, semantics, dtype, attended)
+    policy = policy_of(params, semantics)
+    attended = attended_features(math.prod(batch), *wide, sizes, extra, policy)
+    query, key, value = project_checked(params, *inputs, semantics, dtype, attended[:3])
     query = rotate(query, _positions(batch, T) if positions is None else positions)
     key = rotate(key, _positions(batch, S) if positions is None else positions)
     out, weights = attend_projected(params, query, key, value, wide, settings)
     dtype = compute_dtype(params, heads=out)
-    return combine_checked(params, out, semantics, dtype, inputs[0], attended[0]), weights
+    return combine_checked(params, out, semantics, dtype, inputs[0], attended.gates), weights
 
 
 def check_positions(
