@@ -39,7 +39,8 @@ struct Item {
   long b, kv;
   Scratch memory;
   Panel panel;
-  float *keys, *values, *d_keys, *d_values, *d_query, *exps, *d_exps, *cap_gradient, *delta;
+  float *keys, *values, *d_keys, *d_values, *d_query, *exps, *d_exps, *cap_gradient;
+  float *first, *delta;  // ROWS: what gradients of logits subtract first, where all keys are kept
   TileMemory tile;
 
   Item(const Backward& g, const Sizes& sizes, long b, long kv, float* sums);
@@ -47,8 +48,8 @@ struct Item {
 
 size_t floats_of(const Problem& p, const Sizes& s) {
   const long tiles = p.soft_cap != 0.f ? 3 : 2;
-  return Panel::floats(p) + s.floats_of_head(p) + ROWS * s.H + ROWS +
-         tiles * s.kept_keys(p) * ROWS + KEYS * ROWS / 4 + KEYS * ROWS + 12 * 16;
+  return Panel::floats(p) + s.floats_of_head(p) + ROWS * s.H + 2 * ROWS +
+         tiles * s.kept_keys(p) * ROWS + KEYS * ROWS / 4 + KEYS * ROWS + 13 * 16;
 }
 
 Item::Item(const Backward& g, const Sizes& s, long b, long kv, float* sums)
@@ -56,6 +57,7 @@ Item::Item(const Backward& g, const Sizes& s, long b, long kv, float* sums)
   keys = memory.take(p.S * s.H);
   values = memory.take(p.S * s.h);
   d_query = memory.take(ROWS * s.H);
+  first = memory.take(ROWS);
   delta = memory.take(ROWS);
   exps = memory.take(s.kept_keys(p) * ROWS);
   d_exps = memory.take(s.kept_keys(p) * ROWS);
@@ -67,13 +69,18 @@ Item::Item(const Backward& g, const Sizes& s, long b, long kv, float* sums)
   copy_keys(p, b, kv, 0, p.S, s.H, s.h, keys, values);
 }
 
-// delta += exps * d_exps, over keys; an exponential of 0 counts nothing, whatever its cotangent.
-void add_products(long count, const float* exps, const float* d_exps, float* delta) {
+// d_exps -= first, and delta += exps * d_exps, over keys; an exponential of 0 counts nothing,
+// whatever its cotangent.
+void add_products(long count, const float* exps, float* d_exps, const float* first,
+                  float* delta) {
   const Vector zero = set1(0.f);
   for (long j = 0; j < ROWS / W; j++) {
+    const Vector d = load(first + j * W);
     Sum sums[2];
     for (long key = 0; key < count; key++) {
-      const Vector x = load(exps + key * ROWS + j * W), y = load(d_exps + key * ROWS + j * W);
+      const long at = key * ROWS + j * W;
+      const Vector x = load(exps + at), y = sub(load(d_exps + at), d);
+      store(d_exps + at, y);
       sums[key % 2].add_next(select(is_zero(x), zero, mul(x, y)));
     }
     store(delta + j * W, add(load(delta + j * W), sums[0].with(sums[1])));
@@ -117,18 +124,30 @@ void add_keys_and_queries(Item& w, const Block& t) {
                        w.d_query, s.H);
 }
 
+// Delta from the tiles of all keys, in two parts: the second is what rounding has left of the
+// first, and would be a large part of gradients of rows whose cotangents are nearly alike.
+void sum_delta(Item& w, const Block* kept, long blocks) {
+  std::fill(w.first, w.first + ROWS, 0.f);
+  for (const bool again : {false, true}) {
+    if (again) std::swap(w.first, w.delta);
+    std::fill(w.delta, w.delta + ROWS, 0.f);
+    for (long i = 0; i < blocks; i++)
+      add_products(kept[i].count, kept[i].exps, kept[i].d_exps, w.first, w.delta);
+    for (long r = 0; r < ROWS; r++) w.delta[r] /= w.panel.row_sum[r];
+  }
+}
+
 // The part of delta that is known before the keys are visited.
 void start_delta(Item& w, long n) {
   const long h = w.p.h;
   for (long r = 0; r < ROWS; r++) {
-    w.delta[r] = 0.f;
-    if (w.panel.alive[r] == 0.f) continue;
-    const long row = w.panel.r0 + r;
-    if (!w.sizes.all_keys) {
-      const auto* out = reinterpret_cast<const float*>(w.g.out.at(w.b, row, n));
-      const float* const d_out = w.panel.d_out_rows + r * w.sizes.h;
-      for (long x = 0; x < h; x++) w.delta[r] += out[x] * d_out[x];
-    }
+    w.first[r] = w.delta[r] = 0.f;
+    if (w.panel.alive[r] == 0.f || w.sizes.all_keys) continue;
+    const auto* out = reinterpret_cast<const float*>(w.g.out.at(w.b, w.panel.r0 + r, n));
+    const float* const d_out = w.panel.d_out_rows + r * w.sizes.h;
+    double total = 0.;
+    for (long x = 0; x < h; x++) total += static_cast<double>(out[x]) * d_out[x];
+    w.delta[r] = static_cast<float>(total);
   }
 }
 
@@ -145,7 +164,7 @@ void write_rows(Item& w, long n) {
     float* const row = w.d_query + r * w.sizes.H;
     for (long x = 0; x < p.H; x++) row[x] *= p.scale * p.rest;
     write_row(row, w.g.d_query.type, p.H, w.g.d_query.at(w.b, w.panel.r0 + r, n));
-    w.g.delta[(w.b * p.N + n) * p.T + w.panel.r0 + r] = w.delta[r];
+    w.g.delta[(w.b * p.N + n) * p.T + w.panel.r0 + r] = w.first[r] + w.delta[r];
   }
 }
 
@@ -170,14 +189,13 @@ void visit_panel(Item& w, long n, long r0) {
       continue;
     add_values(w, t);
     if (all_keys) {
-      add_products(t.count, t.exps, t.d_exps, w.delta);
       kept[blocks++] = t;
     } else {
       add_keys_and_queries(w, t);
     }
   }
   if (all_keys) {
-    for (long r = 0; r < ROWS; r++) w.delta[r] /= w.panel.row_sum[r];
+    sum_delta(w, kept, blocks);
     add_lse(w, n);
     for (long i = 0; i < blocks; i++) add_keys_and_queries(w, kept[i]);
   }

@@ -17,6 +17,7 @@ namespace {
 constexpr long KEYS = 64;  // of a block
 constexpr long LEAST = 256;  // keys of an item
 constexpr long MOST_ROWS = 8;
+constexpr long EXACT = 128;  // most scores of a head that are sums of float64
 
 // The state of rows after some keys: out `rows h'`, row max, row sum.
 struct State {
@@ -51,6 +52,19 @@ Item::Item(const Problem& p, long b, long kv)
     pad_row(p.query.at(b, row % p.T, head(row)), p.query.type, p.H, H, to);
     for (long x = 0; x < p.H; x++) to[x] *= p.scale;
   }
+}
+
+// scores[row][key] as sums of float64, in as many parts.
+void multiply_exactly(const Item& w, long count, const float* keys, long stride) {
+  for (long row = 0; row < w.rows; row++)
+    for (long key = 0; key < count; key++) {
+      const float *const x = w.query + row * w.H, *const y = keys + key * stride;
+      double parts[W] = {}, total = 0.;
+      for (long i = 0; i < w.H; i += W)
+        for (int j = 0; j < W; j++) parts[j] += static_cast<double>(x[i + j]) * y[i + j];
+      for (const double part : parts) total += part;
+      w.scores[row * KEYS + key] = static_cast<float>(total);
+    }
 }
 
 // scores[row][key], each a sum over lanes; four keys at a time share the loads of a query.
@@ -131,6 +145,7 @@ void add_values(const Item& w, long row, long count, const float* values, long s
 
 void visit_keys(Item& w, const State& state, long first, long end) {
   const Problem& p = w.p;
+  const bool exact = w.rows * p.S <= EXACT;
   const bool whole = p.key.type == Float::f32 && p.H % W == 0 && p.h % W == 0;
   for (long k0 = first; k0 < end; k0 += KEYS) {
     const long count = std::min(KEYS, end - k0);
@@ -144,7 +159,10 @@ void visit_keys(Item& w, const State& state, long first, long end) {
     } else {
       copy_keys(p, w.b, w.kv, k0, count, w.H, w.h, w.keys, w.values);
     }
-    multiply(w, count, keys, key_stride);
+    if (exact)
+      multiply_exactly(w, count, keys, key_stride);
+    else
+      multiply(w, count, keys, key_stride);
     for (long n = 0; n < p.group(); n++) some |= apply(w, w.kv * p.group() + n, k0, count);
     for (long row = 0; some && row < w.rows; row++) {
       float* const out = state.out + row * w.h;

@@ -109,21 +109,20 @@ void visit(Item& w, long panel, long k0, long count, const float* keys, const fl
   const float* const query = w.query + panel * p.H * ROWS;
   float* const row_max = w.row_max + panel * ROWS;
   std::copy(row_max, row_max + ROWS, w.now);
-  if (kind == Tile::clear && p.terms()) {
-    clear_scores(count, lanes, keys, p.H, query, p.H, p.terms(), w.scores, w.now);
-  } else {
-    short_products(count, lanes, p.H, p.terms(), keys, p.H, query, w.scores);
+  const bool clear = kind == Tile::clear;
+  short_products(count, lanes, p.H, p.terms(), keys, p.H, query, w.scores,
+                 clear ? w.now : nullptr);
+  if (!clear) {
     const float* const bias = w.view.has_bias() ? w.bias : nullptr;
     const float rest = p.whole_logits() ? p.rest : 1.f;
-    const TileOfScores tile{count, lanes, w.scores, w.allowed, bias, rest, p.soft_cap};
-    if (kind == Tile::mixed) apply_conditions(tile);
-    update_row_max(tile, w.now);
+    apply_conditions({count, lanes, w.scores, w.allowed, bias, rest, p.soft_cap});
+    update_row_max(count, lanes, w.scores, w.now);
   }
   exponentials(count, lanes, Exponent(p.exponent()), w.scores, row_max, w.now, w.alpha,
                w.row_sum + panel * ROWS);
   std::copy(w.now, w.now + ROWS, row_max);
   // The sum of a block first, then that of blocks: rounding grows with the length of a chain.
-  const long terms = p.terms() == 32 ? KEYS : std::max(4l, 2 * p.terms());
+  const long terms = p.terms() == 16 ? KEYS : std::max(4l, 4 * p.terms());
   float* const out = w.out + panel * ROWS * w.width;
   product<Into::rescaled>(here, w.width / W, std::min(terms, count), {w.scores, 1, ROWS}, values,
                           w.width, out, w.width, w.alpha);

@@ -37,7 +37,7 @@ bool exponentials(const Problem& p, const View& view, const Panel& panel, long k
 // Cotangents of the exponentials, `keys ROWS`.
 inline void cotangents(const Problem& p, const Panel& panel, long count, const float* values,
                        long value_width, float* to) {
-  short_products(count, ROWS / W, p.h, p.terms(), values, value_width, panel.d_out, to);
+  short_products(count, ROWS / W, p.h, p.cotangent_terms(), values, value_width, panel.d_out, to);
 }
 
 }  // namespace JAXMHA_ISA

@@ -59,7 +59,9 @@ struct Problem {
   // that of large logits. Shorter sums cost time, which small problems spend elsewhere. All kernels
   // sum scores alike, so that the gradient finds those of the forward pass.
   // 0: sums are of float64.
-  long terms() const { return T * S <= 1024 ? 0 : T * S <= 4096 ? 8 : 32; }
+  long terms() const { return T * S <= 1024 ? 0 : T * S <= 4096 ? 4 : 16; }
+  // The same of cotangents of weights, which no exp magnifies.
+  long cotangent_terms() const { return 2 * terms(); }
   // Soft caps and biases need whole logits; else scores and row statistics lack this factor.
   bool whole_logits() const { return bias || soft_cap != 0.f; }
   float exponent() const { return whole_logits() ? 1.f : rest; }

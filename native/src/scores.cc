@@ -5,19 +5,6 @@
 namespace jaxmha {
 namespace JAXMHA_ISA {
 
-void clear_scores(long keys, long lanes, const float* key, long ldk, const float* query, long H,
-                  long terms, float* scores, float* row_max) {
-  for (long j = 0; j < lanes; j += NR, query += NR * W, scores += NR * W, row_max += NR * W)
-    switch (std::min<long>(NR, lanes - j)) {
-      case 1: score_strip<1>(keys, key, ldk, query, H, terms, scores, row_max); break;
-      case 2: score_strip<2>(keys, key, ldk, query, H, terms, scores, row_max); break;
-#if defined(__AVX512F__)
-      case 3: score_strip<3>(keys, key, ldk, query, H, terms, scores, row_max); break;
-      case 4: score_strip<4>(keys, key, ldk, query, H, terms, scores, row_max); break;
-#endif
-    }
-}
-
 // Sums of float64 of the same.
 static void exact_products(long count, long depth, const float* rows, long stride,
                            const float* columns, float* to) {
@@ -32,15 +19,23 @@ static void exact_products(long count, long depth, const float* rows, long strid
 }
 
 void short_products(long count, long lanes, long depth, long terms, const float* rows,
-                    long stride, const float* columns, float* to) {
-  if (terms == 0) return exact_products(count, depth, rows, stride, columns, to);
-  const auto part = [&](auto into, long p) {
-    product<into()>(count, lanes, std::min(terms, depth - p), {rows + p, stride, 1},
-                    columns + p * ROWS, ROWS, to, ROWS);
-  };
-  part(std::integral_constant<Into, Into::replaced>(), 0);
-  for (long p = terms; p < depth; p += terms)
-    part(std::integral_constant<Into, Into::added>(), p);
+                    long stride, const float* columns, float* to, float* row_max) {
+  if (terms == 0) {
+    exact_products(count, depth, rows, stride, columns, to);
+    if (row_max) update_row_max(count, lanes, to, row_max);
+    return;
+  }
+  for (long j = 0; j < lanes; j += NR, columns += NR * W, to += NR * W) {
+    float* const largest = row_max ? row_max + j * W : nullptr;
+    switch (std::min<long>(NR, lanes - j)) {
+      case 1: score_strip<1>(count, rows, stride, columns, depth, terms, to, largest); break;
+      case 2: score_strip<2>(count, rows, stride, columns, depth, terms, to, largest); break;
+#if defined(__AVX512F__)
+      case 3: score_strip<3>(count, rows, stride, columns, depth, terms, to, largest); break;
+      case 4: score_strip<4>(count, rows, stride, columns, depth, terms, to, largest); break;
+#endif
+    }
+  }
 }
 
 void apply_conditions(const TileOfScores& t) {
@@ -60,10 +55,10 @@ void apply_conditions(const TileOfScores& t) {
     }
 }
 
-void update_row_max(const TileOfScores& t, float* row_max) {
-  for (long j = 0; j < t.lanes; j++) {
+void update_row_max(long count, long lanes, const float* scores, float* row_max) {
+  for (long j = 0; j < lanes; j++) {
     Vector m = load(row_max + j * W);
-    for (long key = 0; key < t.keys; key++) m = max(m, load(t.scores + key * ROWS + j * W));
+    for (long key = 0; key < count; key++) m = max(m, load(scores + key * ROWS + j * W));
     store(row_max + j * W, m);
   }
 }

@@ -22,12 +22,12 @@ struct TileOfScores {
 
 template <int M, int N>
 struct StoreAndMax {
-  float *__restrict scores, *__restrict row_max;
+  float *__restrict scores, *__restrict row_max;  // row_max: or null
   bool plus;  // to what is there
   inline __attribute__((always_inline)) void operator()(Vector (&x)[M][N]) const {
 #pragma GCC unroll 4
     for (int j = 0; j < N; j++) {
-      Vector m = load(row_max + j * W);
+      Vector m = row_max ? load(row_max + j * W) : set1(0.f);
 #pragma GCC unroll 8
       for (int i = 0; i < M; i++) {
         float* const to = scores + i * ROWS + j * W;
@@ -35,7 +35,7 @@ struct StoreAndMax {
         m = max(m, x[i][j]);
         store(to, x[i][j]);
       }
-      store(row_max + j * W, m);
+      if (row_max) store(row_max + j * W, m);
     }
   }
 };
@@ -72,19 +72,16 @@ void score_strip(long keys, const float* key, long ldk, const float* query, long
     score_piece<1, N>(key + i * ldk, ldk, query, H, terms, scores + i * ROWS, row_max);
 }
 
-// Scores where all pairs are allowed, and their row max.
-void clear_scores(long keys, long lanes, const float* key, long ldk, const float* query, long H,
-                  long terms, float* scores, float* row_max);
-
-// Products of rows `count depth` and of `depth ROWS`, such as scores without their row max.
+// Products of rows `count depth` and of `depth ROWS`, such as scores: sums of parts of so many
+// terms, or of float64 where that is 0. `row_max` becomes at least the largest, unless it is null.
 void short_products(long count, long lanes, long depth, long terms, const float* rows,
-                    long stride, const float* columns, float* to);
+                    long stride, const float* columns, float* to, float* row_max = nullptr);
 
 // Applies soft cap, bias and conditions: masked scores become -inf, whatever they were.
 void apply_conditions(const TileOfScores& tile);
 
 // The row max of a tile and of what came before.
-void update_row_max(const TileOfScores& tile, float* row_max);
+void update_row_max(long count, long lanes, const float* scores, float* row_max);
 
 }  // namespace JAXMHA_ISA
 }  // namespace jaxmha
