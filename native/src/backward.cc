@@ -40,7 +40,7 @@ struct Item {
   Scratch memory;
   Panel panel;
   float *keys, *values, *d_keys, *d_values, *d_query, *exps, *d_exps, *cap_gradient;
-  float *first, *delta;  // ROWS: what gradients of logits subtract first, where all keys are kept
+  float *first, *delta;  // ROWS: what gradients of logits subtract, one after the other
   TileMemory tile;
 
   Item(const Backward& g, const Sizes& sizes, long b, long kv, float* sums);
@@ -69,19 +69,29 @@ Item::Item(const Backward& g, const Sizes& s, long b, long kv, float* sums)
   copy_keys(p, b, kv, 0, p.S, s.H, s.h, keys, values);
 }
 
-// d_exps -= first, and delta += exps * d_exps, over keys; an exponential of 0 counts nothing,
-// whatever its cotangent.
-void add_products(long count, const float* exps, float* d_exps, const float* first,
-                  float* delta) {
+// delta += exps * d_exps, over keys; an exponential of 0 counts nothing, whatever its cotangent.
+void add_products(long count, const float* exps, const float* d_exps, float* delta) {
+  const Vector zero = set1(0.f);
+  for (long j = 0; j < ROWS / W; j++) {
+    Vector sums[2] = {zero, zero};
+    for (long key = 0; key < count; key++) {
+      const Vector x = load(exps + key * ROWS + j * W), y = load(d_exps + key * ROWS + j * W);
+      sums[key % 2] = add(sums[key % 2], select(is_zero(x), zero, mul(x, y)));
+    }
+    store(delta + j * W, add(load(delta + j * W), add(sums[0], sums[1])));
+  }
+}
+
+// The same of d_exps - first: what rounding left of `first`.
+void add_remainders(long count, const float* exps, const float* d_exps, const float* first,
+                    float* delta) {
   const Vector zero = set1(0.f);
   for (long j = 0; j < ROWS / W; j++) {
     const Vector d = load(first + j * W);
     Sum sums[2];
     for (long key = 0; key < count; key++) {
-      const long at = key * ROWS + j * W;
-      const Vector x = load(exps + at), y = sub(load(d_exps + at), d);
-      store(d_exps + at, y);
-      sums[key % 2].add_next(select(is_zero(x), zero, mul(x, y)));
+      const Vector x = load(exps + key * ROWS + j * W), y = load(d_exps + key * ROWS + j * W);
+      sums[key % 2].add_next(select(is_zero(x), zero, mul(x, sub(y, d))));
     }
     store(delta + j * W, add(load(delta + j * W), sums[0].with(sums[1])));
   }
@@ -89,14 +99,14 @@ void add_products(long count, const float* exps, float* d_exps, const float* fir
 
 // d_exps becomes the gradient of the logits.
 void subtract(long count, const float* exps, float* d_exps, const float* cap_gradient,
-              const float* delta) {
+              const float* first, const float* delta) {
   const Vector zero = set1(0.f);
   for (long j = 0; j < ROWS / W; j++) {
-    const Vector d = load(delta + j * W);
+    const Vector d = load(first + j * W), rest = load(delta + j * W);
     for (long key = 0; key < count; key++) {
       const long at = key * ROWS + j * W;
       const Vector x = load(exps + at);
-      Vector y = mul(x, sub(load(d_exps + at), d));
+      Vector y = mul(x, sub(sub(load(d_exps + at), d), rest));
       if (cap_gradient) y = mul(y, load(cap_gradient + at));
       store(d_exps + at, select(is_zero(x), zero, y));
     }
@@ -117,7 +127,7 @@ void add_values(Item& w, const Block& t) {
 
 void add_keys_and_queries(Item& w, const Block& t) {
   const Sizes& s = w.sizes;
-  subtract(t.count, t.exps, t.d_exps, t.cap_gradient, w.delta);
+  subtract(t.count, t.exps, t.d_exps, t.cap_gradient, w.first, w.delta);
   product<Into::added>(t.count, s.H / W, ROWS, {t.d_exps, ROWS, 1}, w.panel.query_rows, s.H,
                        w.d_keys + t.k0 * s.H, s.H);
   product<Into::added>(ROWS, s.H / W, t.count, {t.d_exps, 1, ROWS}, w.keys + t.k0 * s.H, s.H,
@@ -127,14 +137,12 @@ void add_keys_and_queries(Item& w, const Block& t) {
 // Delta from the tiles of all keys, in two parts: the second is what rounding has left of the
 // first, and would be a large part of gradients of rows whose cotangents are nearly alike.
 void sum_delta(Item& w, const Block* kept, long blocks) {
-  std::fill(w.first, w.first + ROWS, 0.f);
-  for (const bool again : {false, true}) {
-    if (again) std::swap(w.first, w.delta);
-    std::fill(w.delta, w.delta + ROWS, 0.f);
-    for (long i = 0; i < blocks; i++)
-      add_products(kept[i].count, kept[i].exps, kept[i].d_exps, w.first, w.delta);
-    for (long r = 0; r < ROWS; r++) w.delta[r] /= w.panel.row_sum[r];
-  }
+  for (long i = 0; i < blocks; i++)
+    add_products(kept[i].count, kept[i].exps, kept[i].d_exps, w.first);
+  for (long r = 0; r < ROWS; r++) w.first[r] /= w.panel.row_sum[r];
+  for (long i = 0; i < blocks; i++)
+    add_remainders(kept[i].count, kept[i].exps, kept[i].d_exps, w.first, w.delta);
+  for (long r = 0; r < ROWS; r++) w.delta[r] /= w.panel.row_sum[r];
 }
 
 // The part of delta that is known before the keys are visited.

@@ -17,7 +17,7 @@ namespace {
 constexpr long KEYS = 64;  // of a block
 constexpr long LEAST = 256;  // keys of an item
 constexpr long MOST_ROWS = 8;
-constexpr long EXACT = 128;  // most scores of a head that are sums of float64
+constexpr long EXACT = 1024;  // most products of a head whose sums are of float64
 
 // The state of rows after some keys: out `rows h'`, row max, row sum.
 struct State {
@@ -59,11 +59,12 @@ void multiply_exactly(const Item& w, long count, const float* keys, long stride)
   for (long row = 0; row < w.rows; row++)
     for (long key = 0; key < count; key++) {
       const float *const x = w.query + row * w.H, *const y = keys + key * stride;
-      double parts[W] = {}, total = 0.;
+      double parts[W] = {};
       for (long i = 0; i < w.H; i += W)
         for (int j = 0; j < W; j++) parts[j] += static_cast<double>(x[i + j]) * y[i + j];
-      for (const double part : parts) total += part;
-      w.scores[row * KEYS + key] = static_cast<float>(total);
+      for (int half = W / 2; half; half /= 2)
+        for (int j = 0; j < half; j++) parts[j] += parts[j + half];
+      w.scores[row * KEYS + key] = static_cast<float>(parts[0]);
     }
 }
 
@@ -145,7 +146,7 @@ void add_values(const Item& w, long row, long count, const float* values, long s
 
 void visit_keys(Item& w, const State& state, long first, long end) {
   const Problem& p = w.p;
-  const bool exact = w.rows * p.S <= EXACT;
+  const bool exact = w.rows * p.S * w.H <= EXACT;
   const bool whole = p.key.type == Float::f32 && p.H % W == 0 && p.h % W == 0;
   for (long k0 = first; k0 < end; k0 += KEYS) {
     const long count = std::min(KEYS, end - k0);

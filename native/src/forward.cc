@@ -122,7 +122,7 @@ void visit(Item& w, long panel, long k0, long count, const float* keys, const fl
                w.row_sum + panel * ROWS);
   std::copy(w.now, w.now + ROWS, row_max);
   // The sum of a block first, then that of blocks: rounding grows with the length of a chain.
-  const long terms = p.terms() == 16 ? KEYS : std::max(4l, 4 * p.terms());
+  const long terms = p.exact() ? 4 : p.few_scores() ? 16 : KEYS;
   float* const out = w.out + panel * ROWS * w.width;
   product<Into::rescaled>(here, w.width / W, std::min(terms, count), {w.scores, 1, ROWS}, values,
                           w.width, out, w.width, w.alpha);

@@ -55,13 +55,15 @@ struct Problem {
   Pairs<const float> bias;
   Conditions conditions;
   long group() const { return N / K; }
-  // Terms of a partial sum of a product: rounding grows with the length of a sum, and exp magnifies
-  // that of large logits. Shorter sums cost time, which small problems spend elsewhere. All kernels
-  // sum scores alike, so that the gradient finds those of the forward pass.
+  // Terms of a partial sum of a score: rounding grows with the terms and with the number of parts,
+  // and exp magnifies that of large logits. Parts cost time, which small problems spend elsewhere.
+  // All kernels sum scores alike, so that the gradient finds those of the forward pass.
   // 0: sums are of float64.
-  long terms() const { return T * S <= 1024 ? 0 : T * S <= 4096 ? 4 : 16; }
+  long terms() const { return exact() ? 0 : !few_scores() ? 16 : H <= 16 ? 4 : 8; }
   // The same of cotangents of weights, which no exp magnifies.
-  long cotangent_terms() const { return 2 * terms(); }
+  long cotangent_terms() const { return exact() ? 0 : few_scores() ? 8 : 32; }
+  bool exact() const { return T * S <= 1024; }
+  bool few_scores() const { return T * S <= 4096; }
   // Soft caps and biases need whole logits; else scores and row statistics lack this factor.
   bool whole_logits() const { return bias || soft_cap != 0.f; }
   float exponent() const { return whole_logits() ? 1.f : rest; }
