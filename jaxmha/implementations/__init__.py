@@ -55,7 +55,7 @@ CONTEXT: tuple[str, ...] = ("ring", "allgather")
 # "native" is absent: it checks its library, and lowers to plain XLA on other platforms.
 KERNELS: dict[str, str] = {"cudnn": "cuda", "tokamax": "cuda", "splash": "tpu"}
 # True: the native kernels are the first choice on CPU; False: they run only by name.
-NATIVE_FIRST = False
+NATIVE_FIRST = True
 # Order of preference by platform; "" is every other platform. splash is absent, since it has not
 # been measured on a TPU: it runs only if a caller names it.
 ORDER: dict[str, tuple[str, ...]] = {
