@@ -504,6 +504,6 @@ def cases_params(rng: np.random.Generator) -> tuple[MHAParams, Any]:
     def projection(*shape: int) -> Projection:
         return Projection(rng.normal(size=shape).astype(np.float32))
 
-    kernels = [projection(6, 2, 3) for _ in range(3)]
-    params = MHAParams(*kernels, projection(2, 3, 6), gate=projection(6, 2, 3))
+    query, key, value, gate = (projection(6, 2, 3) for _ in range(4))
+    params = MHAParams(query, key, value, projection(2, 3, 6), gate=gate)
     return params, rng.normal(size=(1, 4, 6)).astype(np.float32)
