@@ -44,6 +44,12 @@ def checked_blocks(mod: Mod | None, shape: tuple[int, ...], S: int) -> Mod | Non
             f"mask_mod: the block mask was made for {made}, the call has B={B}, T={T}, N={N}, "
             f"S={S}: make it with jaxmha.mods.block_mask for these sizes"
         )
+    for letter, axis, made_for, size in (("b", "B", b, B), ("n", "N", n, N)):
+        if letter in mod.program.uses and made_for == 1 != size:
+            raise ValueError(
+                f"mask_mod: the block mask was made for {axis}=1, its function reads {letter}, and "
+                f"the call has {axis}={size}: give jaxmha.mods.block_mask {axis}={size}"
+            )
     return mod
 
 

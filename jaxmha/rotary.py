@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Float, Integer
 
 from jaxmha.arrays import Array, require_arrays
 from jaxmha.checks import promoted, reject_rounding
@@ -20,7 +20,7 @@ from jaxmha.semantics import flag, number
 
 def rope(
     x: Float[Array, "*B T N H"],
-    positions: Int[Array, "*#B T"] | Int[Array, "n *#B T"],
+    positions: Integer[Array, "*#B T"] | Integer[Array, "n *#B T"],
     *,
     base: float = 10000.0,
     interleaved: bool = False,
@@ -155,7 +155,8 @@ def _angles(
             f"positions: expected axes (T) or (*#B, T) with *B={tuple(batch)}, T={T}, got shape "
             f"{positions.shape}"
         )
-    at = jnp.asarray(positions).astype(frequency.dtype).reshape(kinds, *lead, T, 1, 1)
+    # Cast first: JAX without x64 truncates 64-bit integers.
+    at = jnp.asarray(positions.astype(frequency.dtype)).reshape(kinds, *lead, T, 1, 1)
     if sections is not None:
         at = jnp.repeat(jnp.moveaxis(at, 0, -1)[..., 0, :], np.asarray(sections), -1)
     else:

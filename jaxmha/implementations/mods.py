@@ -221,8 +221,7 @@ def _vectorised(
     arrays = [next(floating if is_float else others) for is_float in program.floating]
     # The value does not depend on an input that has other axes: any entry of it will do.
     values = [
-        (x, letters) if set(letters) <= set(axes) else (x.reshape(-1)[0], "")
-        for x, letters in inputs
+        (x, letters) if set(letters) <= set(axes) else (_any_entry(x), "") for x, letters in inputs
     ]
 
     def call(*arguments: jax.Array) -> jax.Array:
@@ -231,6 +230,10 @@ def _vectorised(
     for axis in reversed(axes):
         call = jax.vmap(call, in_axes=[0 if axis in letters else None for _, letters in values])
     return call(*(x for x, _ in values))
+
+
+def _any_entry(x: jax.Array) -> jax.Array:
+    return x.reshape(-1)[0] if x.size else jnp.zeros((), x.dtype)
 
 
 def of_pair(mod: Mod, b: jax.Array, n: jax.Array, i: jax.Array, j: jax.Array) -> jax.Array:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
 
 if TYPE_CHECKING:
     from jax.extend import core
@@ -39,8 +40,10 @@ class Program:
         """Evaluates the function for scalar `arguments`; `arrays`: the captured arrays."""
         from jax.extend import core
 
-        found: jax.Array = core.jaxpr_as_fun(core.ClosedJaxpr(self.jaxpr, arrays))(*arguments)[0]
-        return found
+        found = core.jaxpr_as_fun(core.ClosedJaxpr(self.jaxpr, arrays))(*arguments)[0]
+        # A function that returns a constant has a Python scalar here.
+        aval: Any = self.jaxpr.outvars[0].aval
+        return jnp.asarray(found, aval.dtype)
 
     def __eq__(self, other: object) -> bool:
         from jaxmha.implementations import jaxpr_equality

@@ -14,6 +14,7 @@ from jaxmha.implementations.mods import Blocks, Mod
 from jaxmha.implementations.tiled import attended
 from jaxmha.implementations.tiled.block_mask import NO_CONDITIONS
 from jaxmha.implementations.tiled.tiling import Tiling
+from jaxmha.integers import require_sizes
 from jaxmha.mask_repr import ATTENDS, EXCLUDED, LARGEST
 
 PARTIAL = "▪"
@@ -74,12 +75,12 @@ def block_mask(
       mask_mod: `mask_mod(b, n, i, j)`, True where query i may attend key j.
       T: number of queries.
       S: number of keys, default T.
-      B: number of batch rows; 1 unless the function reads b.
-      N: number of heads; 1 unless the function reads n.
+      B: number of batch rows of the call; may be 1 if the function does not read b.
+      N: number of heads of the call; may be 1 if the function does not read n.
       block: number of queries, and of keys, in a block.
 
     Raises:
-      ValueError: a size is below 1.
+      ValueError: a size is no integer or below 1. TypeError: `mask_mod` is not a function.
 
     >>> from jaxmha import mods
     >>> print(block_mask(mods.causal(), 6, block=2))
@@ -89,11 +90,10 @@ def block_mask(
     ■ ■ ▪
     """
     S = T if S is None else S
-    for name, size in (("T", T), ("S", S), ("B", B), ("N", N), ("block", block)):
-        if size < 1:
-            raise ValueError(f"{name} must be at least 1, got {size}")
+    require_sizes(T=T, S=S, B=B, N=N, block=block)
     mod = mods.trace("mask_mod", mask_mod, None)
-    assert mod is not None
+    if mod is None:
+        raise TypeError("mask_mod must be a function, got None")
     tiling = Tiling(B, N, 1, T, S, B, 1, min(block, T), min(block, S))
     return BlockMask(mod, _blocks(tiling, mod._replace(blocks=None)))
 

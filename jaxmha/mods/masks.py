@@ -8,25 +8,51 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Integer
 
-from jaxmha.arrays import Array, require_arrays
+from jaxmha.arrays import Array, reject_foreign, require_arrays
+from jaxmha.integers import comparable, is_integers, near, require_sizes
 from jaxmha.mods.bound import Function, with_arrays
 
 Index: TypeAlias = jax.Array | int
+# An integer; NumPy and JAX have their own.
+Bound: TypeAlias = int | np.integer[Any] | jax.Array
 Ids: TypeAlias = Integer[Array, "*B S"]
 
 
-def causal(offset: int | jax.Array = 0) -> Function:
+def _bound(name: str, value: Any, axes: str = "") -> Any:
+    """An integer that fits int32 with every position, or an array of such; TypeError for others."""
+    reject_foreign(name, value)
+    if isinstance(value, bool) or not (isinstance(value, int) or is_integers(value)):
+        found = getattr(value, "dtype", type(value).__name__)
+        raise TypeError(f"{name} must be an integer{' or integers' * bool(axes)}, got {found}")
+    if np.ndim(value) > bool(axes):
+        expected = f"one integer{f' or axes {axes}' * bool(axes)}"
+        raise ValueError(f"{name}: expected {expected}, got shape {np.shape(value)}")
+    one = isinstance(value, np.integer | np.ndarray) and np.ndim(value) == 0
+    return near(int(value) if one else value)
+
+
+def _functions(name: str, functions: tuple[Function, ...]) -> tuple[Function, ...]:
+    """Raises TypeError unless mask functions are given."""
+    if not functions:
+        raise TypeError(f"{name} takes at least one mask function, got none")
+    for function in functions:
+        if not callable(function):
+            raise TypeError(f"{name} takes mask functions, got {type(function).__name__}")
+    return functions
+
+
+def causal(offset: Bound = 0) -> Function:
     """Allows `j <= i + offset`. `Mask.causal` is faster: it does not evaluate pairs."""
-    return with_arrays(_causal, offset)
+    return with_arrays(_causal, _bound("offset", offset))
 
 
 def _causal(offset: Any, b: Any, n: Any, i: Index, j: Index) -> jax.Array:
     return jnp.asarray(j <= i + offset)
 
 
-def window(left: int, right: int) -> Function:
+def window(left: Bound, right: Bound) -> Function:
     """Allows `i - left <= j <= i + right`. `Mask.window` is faster: it does not evaluate pairs."""
-    return with_arrays(_window, left, right)
+    return with_arrays(_window, _bound("left", left), _bound("right", right))
 
 
 def _window(left: Any, right: Any, b: Any, n: Any, i: Index, j: Index) -> jax.Array:
@@ -47,14 +73,14 @@ def document(query_ids: Ids, key_ids: Ids | None = None) -> Function:
     """
     require_arrays(query_ids=query_ids)
     require_arrays(optional=True, key_ids=key_ids)
-    ids = [jnp.asarray(query_ids if x is None else x) for x in (query_ids, key_ids)]
+    ids = query_ids, query_ids if key_ids is None else key_ids
     for name, x in zip(("query_ids", "key_ids"), ids, strict=True):
         if x.ndim not in (1, 2) or not jnp.issubdtype(x.dtype, np.integer):
             raise ValueError(
                 f"{name}: expected integers with axes (T,) or (B, T), got {x.dtype} of shape "
                 f"{x.shape}"
             )
-    return with_arrays(_document, *ids)
+    return with_arrays(_document, *(jnp.asarray(x) for x in comparable(*ids)))
 
 
 def _document(rows: Any, keys: Any, b: Any, n: Any, i: Index, j: Index) -> jax.Array:
@@ -63,7 +89,7 @@ def _document(rows: Any, keys: Any, b: Any, n: Any, i: Index, j: Index) -> jax.A
     return same
 
 
-def prefix_lm(prefix: int | Integer[Array, "*B"]) -> Function:
+def prefix_lm(prefix: Bound | Integer[Array, "*B"]) -> Function:
     """Causal, except that every query also attends the first `prefix` keys.
 
     `prefix`: one number, or `(B,)`, one per batch row.
@@ -71,7 +97,8 @@ def prefix_lm(prefix: int | Integer[Array, "*B"]) -> Function:
     Source: Raffel et al., "Exploring the Limits of Transfer Learning with a Unified Text-to-Text
     Transformer" (2020), section 3.2.1.
     """
-    return with_arrays(_prefix_lm, prefix)
+    most = _bound("prefix", prefix, "(B,)")
+    return with_arrays(_prefix_lm, most)
 
 
 def _prefix_lm(prefix: Any, b: Any, n: Any, i: Index, j: Index) -> jax.Array:
@@ -79,7 +106,7 @@ def _prefix_lm(prefix: Any, b: Any, n: Any, i: Index, j: Index) -> jax.Array:
     return jnp.asarray(j <= i) | (j < (most if most.ndim == 0 else most[b]))
 
 
-def dilated(dilation: int, left: int, right: int = 0) -> Function:
+def dilated(dilation: Bound, left: Bound, right: Bound = 0) -> Function:
     """Allows every `dilation`-th key of a window: up to `left` of them before the query and `right`
     after it.
 
@@ -88,17 +115,21 @@ def dilated(dilation: int, left: int, right: int = 0) -> Function:
     >>> [j for j in range(9) if bool(dilated(2, 2)(0, 0, 6, j))]
     [2, 4, 6]
     """
-    return with_arrays(_dilated, dilation, left, right)
+    given = {"dilation": dilation, "left": left, "right": right}
+    bounds = [_bound(name, value) for name, value in given.items()]
+    if isinstance(bounds[0], int) and bounds[0] < 1:
+        raise ValueError(f"dilation must be at least 1, got {dilation}")
+    return with_arrays(_dilated, *bounds)
 
 
 def _dilated(dilation: Any, left: Any, right: Any, b: Any, n: Any, i: Index, j: Index) -> jax.Array:
     distance = jnp.asarray(j - i)
-    within = (distance >= -left * dilation) & (distance <= right * dilation)
-    found: jax.Array = within & (distance % dilation == 0)
+    steps = distance // dilation  # `left * dilation` might overflow
+    found: jax.Array = (distance % dilation == 0) & (steps >= -left) & (steps <= right)
     return found
 
 
-def block_sparse(layout: Bool[Array, "*N I J"], block: int) -> Function:
+def block_sparse(layout: Bool[Array, "*N I J"], block: int | np.integer[Any]) -> Function:
     """Allows the blocks of pairs that are True in `layout`.
 
     Args:
@@ -113,7 +144,8 @@ def block_sparse(layout: Bool[Array, "*N I J"], block: int) -> Function:
             f"layout: expected Booleans with axes (I, J) or (N, I, J), got {layout.dtype} of shape "
             f"{layout.shape}"
         )
-    return with_arrays(_block_sparse, jnp.asarray(layout), block)
+    require_sizes(block=block)
+    return with_arrays(_block_sparse, jnp.asarray(layout), near(int(block)))
 
 
 def _block_sparse(layout: Any, block: Any, b: Any, n: Any, i: Index, j: Index) -> jax.Array:
@@ -129,17 +161,17 @@ def all_of(*functions: Function) -> Function:
     >>> [j for j in range(5) if bool(both(0, 0, 3, j))]
     [2, 3]
     """
-    return with_arrays(_all_of, functions)
+    return with_arrays(_all_of, _functions("all_of", functions))
 
 
 def _all_of(functions: tuple[Function, ...], *pair: Any) -> jax.Array:
-    return reduce(jnp.logical_and, (function(*pair) for function in functions))
+    return reduce(jnp.logical_and, (jnp.asarray(function(*pair)) for function in functions))
 
 
 def any_of(*functions: Function) -> Function:
     """Allows the pairs that at least one function allows."""
-    return with_arrays(_any_of, functions)
+    return with_arrays(_any_of, _functions("any_of", functions))
 
 
 def _any_of(functions: tuple[Function, ...], *pair: Any) -> jax.Array:
-    return reduce(jnp.logical_or, (function(*pair) for function in functions))
+    return reduce(jnp.logical_or, (jnp.asarray(function(*pair)) for function in functions))

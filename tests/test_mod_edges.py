@@ -1,0 +1,125 @@
+"""Score and mask functions at the edges: wide integers, empty axes, constants, wrong arguments."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxmha
+from jaxmha import mods
+
+MANY = 2**31 - 1
+
+
+def attend(B: int = 2, T: int = 6, N: int = 2, **options: Any) -> jax.Array:
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((B, T, N, 4)), "float32")
+    found: jax.Array = jaxmha.dot_product_attention(x, x, x, **options)
+    return found
+
+
+def allowed(mask_mod: Any, T: int = 6, b: int = 0) -> Any:
+    i, j = np.ogrid[:T, :T]
+    place = (jnp.asarray(x, "int32") for x in np.broadcast_arrays(i, j))
+    return np.asarray(jax.vmap(jax.vmap(lambda i, j: mask_mod(b, 0, i, j)))(*place))
+
+
+@pytest.mark.parametrize("axis", ["B", "N"])
+def test_a_block_mask_of_one_row_does_not_stand_for_others(axis: str) -> None:
+    ids = jnp.asarray([[0, 0, 0, 1, 1, 1], [0, 1, 1, 1, 1, 2]])
+
+    def mask_mod(b: Any, n: Any, i: Any, j: Any) -> Any:
+        row = b if axis == "B" else n
+        return ids[row, i] == ids[row, j]
+
+    with pytest.raises(ValueError, match=f"made for {axis}=1, its function reads"):
+        attend(mask_mod=mods.block_mask(mask_mod, 6, block=2))
+    made = mods.block_mask(mask_mod, 6, **{axis: 2}, block=2)
+    np.testing.assert_allclose(attend(mask_mod=made), attend(mask_mod=mask_mod), atol=1e-6)
+    attend(mask_mod=mods.block_mask(mods.causal(), 6, block=2))
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.uint64])
+def test_wide_integers_keep_their_values(dtype: Any) -> None:
+    ids = np.array([0, 2**32, 2**32, 5, 2**33, 0], dtype)
+    np.testing.assert_array_equal(allowed(mods.document(ids)), ids[:, None] == ids)
+    np.testing.assert_array_equal(
+        allowed(mods.document(ids, ids.astype(np.int64))), ids[:, None] == ids
+    )
+    for prefix in (dtype(2**32), np.array([2**32, 2**32], dtype), 2**40):
+        assert allowed(mods.prefix_lm(prefix), b=1).all()
+
+
+def test_wide_positions_rotate() -> None:
+    x = jnp.ones((3, 1, 4))
+    at = np.array([2**31, 2**32, 2**40])
+    slow = np.array([1e-6, 1e-9], np.float32)
+    for positions in (at, at.astype(np.uint64)):
+        found = jaxmha.rope(x, positions, inv_freq=slow)
+        angle = at.astype(np.float32)[:, None] * slow
+        want = np.cos(angle) - np.sin(angle)
+        np.testing.assert_allclose(found[:, 0, :2], want, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("mask_mod", "bounds"),
+    [
+        (lambda: mods.window(0, MANY), (0, MANY)),
+        (lambda: mods.window(MANY, np.int64(2**40)), (MANY, MANY)),
+        (lambda: mods.window(2**40, np.uint8(0)), (MANY, 0)),
+        (lambda: mods.window(np.uint8(2), np.int8(1)), (2, 1)),
+        (lambda: mods.causal(MANY), (MANY, MANY)),
+        (lambda: mods.causal(-(2**40)), (MANY, -MANY)),
+        (lambda: mods.causal(np.uint8(1)), (MANY, 1)),
+    ],
+)
+def test_bounds_do_not_overflow(mask_mod: Any, bounds: tuple[int, int]) -> None:
+    distance = np.arange(6) - np.arange(6)[:, None]
+    want = (distance >= -bounds[0]) & (distance <= bounds[1])
+    np.testing.assert_array_equal(allowed(mask_mod()), want)
+    np.testing.assert_array_equal(jax.jit(lambda mod: allowed_of(mod))(mask_mod()), want)
+
+
+def allowed_of(mask_mod: Any) -> Any:
+    at = jnp.arange(6)
+    return jax.vmap(lambda i: jax.vmap(lambda j: mask_mod(0, 0, i, j))(at))(at)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        (np.uint8(2), np.uint8(2), np.uint8(1)),
+        (np.int8(2), np.int8(100), np.int8(0)),
+        (np.int8(3), 2**40, 2**31),
+        (2, MANY, MANY),
+    ],
+)
+def test_dilated_bounds_do_not_overflow(given: tuple[Any, ...]) -> None:
+    dilation, left, right = (int(x) for x in given)
+    distance = np.arange(6) - np.arange(6)[:, None]
+    want = (distance % dilation == 0) & (distance >= -left * dilation)
+    want &= distance <= right * dilation
+    np.testing.assert_array_equal(allowed(mods.dilated(*given)), want)
+
+
+@pytest.mark.parametrize("sizes", [{"B": 0}, {"T": 0}])
+@pytest.mark.parametrize("implementation", ["reference", "blocked"])
+def test_functions_on_empty_axes(sizes: dict[str, int], implementation: Any) -> None:
+    for mask_mod in (mods.causal(), lambda b, n, i, j: j < 3, lambda b, n, i, j: n < 9):
+        found = attend(**sizes, mask_mod=mask_mod, implementation=implementation)
+        assert found.size == 0
+
+
+@pytest.mark.parametrize("implementation", ["reference", "blocked"])
+@pytest.mark.parametrize("constant", [True, False, jnp.array(True), np.True_])
+def test_constant_functions(implementation: Any, constant: Any) -> None:
+    def mask_mod(*_: Any) -> Any:
+        return constant
+
+    want = attend() if constant else np.zeros((2, 6, 2, 4))
+    for given in (mask_mod, mods.block_mask(mask_mod, 6, block=2), mods.all_of(mask_mod)):
+        found = attend(mask_mod=given, implementation=implementation)
+        np.testing.assert_allclose(found, want, atol=1e-6)
+    zero = attend(score_mod=lambda *_: jnp.float32(0), implementation=implementation)
+    assert jnp.isfinite(zero).all()
