@@ -13,7 +13,7 @@ from jaxtyping import Float, Integer
 from jaxmha.arrays import Array, require_arrays
 from jaxmha.checks import promoted, reject_rounding
 from jaxmha.implementations.base import accumulation_dtype
-from jaxmha.integers import require_integers
+from jaxmha.integers import require_integers, require_sizes
 from jaxmha.rotary_frequencies import Frequencies
 from jaxmha.semantics import flag, number
 
@@ -55,7 +55,8 @@ def rope(
 
     Raises:
       ValueError: H is odd or less than 2 P, positions do not fit, or two of `inv_freq`,
-        `rotary_dim` and `frequencies` are given. TypeError: x is not floating.
+        `rotary_dim` and `frequencies` are given. TypeError: x is not floating, or an argument has
+        another type.
 
     Source: Su et al., "RoFormer" (2021), section 3.2; Wang et al., "Qwen2-VL" (2024).
 
@@ -73,8 +74,23 @@ def rope(
     given = {"inv_freq": inv_freq, "rotary_dim": rotary_dim, "frequencies": frequencies}
     if len(chosen := [name for name, value in given.items() if value is not None]) > 1:
         raise ValueError(f"{' and '.join(chosen)} exclude each other: each says which pairs turn")
+    if not isinstance(frequencies, Frequencies | None):
+        found = type(frequencies).__name__
+        raise TypeError(
+            f"frequencies must be those of rope_frequencies, got {found}: inv_freq= takes an array"
+        )
+    require_sizes(least=0, optional=True, rotary_dim=rotary_dim)
+    if sections is not None:
+        _check_sections(sections)
     values, factor = _frequencies(x, base, inv_freq, rotary_dim, frequencies)
     return rotate_pairs(x, _angles(x, positions, values, sections), interleaved, factor)
+
+
+def _check_sections(sections: object) -> None:
+    if not isinstance(sections, tuple | list):
+        raise TypeError(f"sections must be a tuple of integers, got {type(sections).__name__}")
+    for section in sections:
+        require_sizes(least=0, **{"each of sections": section})
 
 
 def _frequencies(

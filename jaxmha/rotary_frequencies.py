@@ -12,6 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxmha.integers import require_sizes
+from jaxmha.semantics import number
+
 Values = NDArray[np.float64]
 
 
@@ -42,18 +45,33 @@ def rope_frequencies(config: Mapping[str, Any], head_dim: int, *, length: int = 
       `default`, `linear`, `dynamic`, `yarn`, `llama3`, `longrope` or `proportional`.
 
     Raises:
-      ValueError: an unknown kind, or a missing parameter.
+      ValueError: an unknown kind, a parameter that is missing or out of its range, or an odd number
+        of rotated features. TypeError: `config` is not a mapping.
 
     >>> rope_frequencies({"rope_type": "linear", "factor": 2.0, "rope_theta": 100.0}, 4).values
     (0.5, 0.05)
     """
-    rope = parameters_of(config)
-    rope = {"rope_theta": 10000.0} | rope
-    share = float(rope.get("partial_rotary_factor", 1.0))
-    whole = rope.get("rope_type") == "proportional"
-    most = float(config.get("max_position_embeddings") or 0)
+    _require_mapping("config", config)
+    require_sizes(head_dim=head_dim)
+    require_sizes(least=0, length=length)
+    rope = {"rope_theta": 10000.0} | parameters_of(config)
+    if kinds := _kinds_of_layers(config):
+        raise ValueError(
+            f"config has rope parameters per kind of layer: give those of one of {kinds}"
+        )
+    share = _positive(rope, "partial_rotary_factor", 1.0)
+    if share > 1:
+        raise ValueError(f"rope parameters: partial_rotary_factor must be at most 1, got {share}")
+    dims = head_dim if rope["rope_type"] == "proportional" else int(head_dim * share)
+    if dims < 2 or dims % 2:
+        raise ValueError(
+            f"head_dim={head_dim} with partial_rotary_factor={share} rotates {dims} features: the "
+            "number must be even and at least 2"
+        )
+    given = config.get("max_position_embeddings") is not None
+    most = _positive(config, "max_position_embeddings") if given else 0.0
     try:
-        return of(rope, head_dim if whole else int(head_dim * share), most, length)
+        return of(rope, dims, most, length)
     except KeyError as error:
         kind = rope.get("rope_type", "default")
         raise ValueError(f"rope parameters of the kind {kind!r} lack {error}") from error
@@ -68,6 +86,7 @@ def parameters_of(config: Mapping[str, Any]) -> dict[str, Any]:
     own = config.get("rope_parameters") or config.get("rope_scaling")
     if own is None:
         own = config if "rope_type" in config or "type" in config else {}
+    _require_mapping("rope_parameters", own)
     keys = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
     found = {key: config[key] for key in keys if config.get(key) is not None}
     theta = config.get("rotary_emb_base")
@@ -82,12 +101,37 @@ def parameters_of(config: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def _require_mapping(name: str, value: object) -> None:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{name} must be a mapping, got {type(value).__name__}")
+
+
+def _kinds_of_layers(config: Mapping[str, Any]) -> list[str]:
+    """The kinds of layers with rope parameters of their own; empty if all layers share theirs."""
+    own = config.get("rope_parameters") or config.get("rope_scaling")
+    if own is None and all(isinstance(x, Mapping) for x in config.values()):
+        return list(config)
+    return [key for key, value in (own or {}).items() if isinstance(value, Mapping)]
+
+
+def _positive(rope: Mapping[str, Any], key: str, default: float | None = None) -> float:
+    """A parameter as a float; KeyError without it, ValueError unless it is above 0."""
+    value = rope[key] if default is None else rope.get(key, default)
+    try:
+        found = number(key, value)
+    except TypeError:
+        found = 0.0
+    if not found > 0:
+        raise ValueError(f"rope parameters: {key} must be a number above 0, got {value!r}")
+    return found
+
+
 def of(rope: Mapping[str, Any], dims: int, most: float, length: int = 0) -> Frequencies:
     """The frequencies of `dims` features. `most`: max_position_embeddings; `length`: the longest
     sequence.
 
     Raises:
-      ValueError: an unknown rope type. KeyError: a parameter of the type is missing.
+      ValueError: an unknown rope type, or a parameter out of its range. KeyError: a parameter of the type is missing.
 
     >>> of({"rope_type": "default", "rope_theta": 100.0}, 4, 64.0).values
     (1.0, 0.1)
@@ -108,7 +152,7 @@ class _Given(NamedTuple):
     @property
     def plain(self) -> Values:
         """The frequencies without scaling."""
-        return self.of_base(float(self.rope["rope_theta"]))
+        return self.of_base(_positive(self.rope, "rope_theta"))
 
     def of_base(self, base: float) -> Values:
         found: Values = base ** -(np.arange(0, self.dims, 2) / self.dims)
@@ -117,12 +161,14 @@ class _Given(NamedTuple):
     @property
     def before(self) -> float:
         """The sequence length of the original training, before the positions were scaled."""
-        return float(self.rope["original_max_position_embeddings"])
+        return _positive(self.rope, "original_max_position_embeddings")
 
     @property
     def factor(self) -> float:
         """The ratio of the sequence length after scaling to the length before it."""
-        return float(self.rope.get("factor") or self.most / self.before)
+        if self.rope.get("factor") is None and self.most:
+            return self.most / self.before
+        return _positive(self.rope, "factor")
 
 
 def _default(given: _Given) -> tuple[Values, float]:
@@ -130,31 +176,39 @@ def _default(given: _Given) -> tuple[Values, float]:
 
 
 def _linear(given: _Given) -> tuple[Values, float]:
-    return given.plain / given.rope["factor"], 1.0
+    return given.plain / _positive(given.rope, "factor"), 1.0
 
 
 def _dynamic(given: _Given) -> tuple[Values, float]:
     """Equal to `default` up to the length that the model was trained for."""
     if given.length <= given.most:
         return given.plain, 1.0
-    factor, dims = given.rope["factor"], given.dims
+    if not given.most:
+        raise KeyError("max_position_embeddings")
+    factor, dims = _positive(given.rope, "factor"), given.dims
+    if dims < 4:
+        raise ValueError(f"rope type 'dynamic' rotates at least 4 features, got {dims}")
     stretch = (factor * given.length / given.most - (factor - 1)) ** (dims / (dims - 2))
-    return given.of_base(float(given.rope["rope_theta"]) * stretch), 1.0
+    return given.of_base(_positive(given.rope, "rope_theta") * stretch), 1.0
 
 
 def _proportional(given: _Given) -> tuple[Values, float]:
     """The first `partial_rotary_factor` of the pairs rotate; the others have frequency 0."""
     share = given.rope.get("partial_rotary_factor", 1.0)
     turned = np.arange(given.dims // 2) < int(share * given.dims // 2)
-    return np.where(turned, given.plain, 0.0) / given.rope.get("factor", 1.0), 1.0
+    return np.where(turned, given.plain, 0.0) / _positive(given.rope, "factor", 1.0), 1.0
 
 
 def _llama3(given: _Given) -> tuple[Values, float]:
     rope, plain = given.rope, given.plain
-    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    low, high = _positive(rope, "low_freq_factor"), _positive(rope, "high_freq_factor")
+    if not low < high:
+        raise ValueError(
+            f"rope parameters: low_freq_factor={low} must be below high_freq_factor={high}"
+        )
     turns = given.before * plain / (2 * math.pi)
     smooth = np.clip((turns - low) / (high - low), 0, 1)
-    return plain * ((1 - smooth) / rope["factor"] + smooth), 1.0
+    return plain * ((1 - smooth) / _positive(rope, "factor") + smooth), 1.0
 
 
 def _yarn(given: _Given) -> tuple[Values, float]:
@@ -188,7 +242,14 @@ def _longrope(given: _Given) -> tuple[Values, float]:
     if attention is None:
         attention = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(given.before))
     long = given.length > given.before
-    return given.plain / np.asarray(rope["long_factor" if long else "short_factor"]), attention
+    key = "long_factor" if long else "short_factor"
+    factors, plain = np.asarray(rope[key]), given.plain
+    if factors.shape != plain.shape or not (factors > 0).all():
+        raise ValueError(
+            f"rope parameters: {key} must be {plain.size} numbers above 0, one per rotated pair, "
+            f"got {rope[key]!r}"
+        )
+    return plain / factors, attention
 
 
 _KINDS: dict[str, Callable[[_Given], tuple[Values, float]]] = {

@@ -57,8 +57,9 @@ def declare(module: Any, inputs: Inputs, semantics: Semantics) -> MHAParams:
 
     ends = {"query": (Dq, N, H), "key": (Dk, K, H), "value": (Dv, K, h)}
     heads = {name: projection(name, shape) for name, shape in ends.items()}
-    more = _more(module, {"Dq": Dq, "N": N, "K": K, "H": H, "h": h})
-    scales = {"scale": (H,)} if semantics.qk_norm and semantics.qk_norm_learned else {}
+    normed = semantics.qk_norm is not None and semantics.qk_norm_learned
+    more = _more(module, {"Dq": Dq, "N": N, "K": K, "H": H, "h": h}, norms=normed)
+    scales = {"scale": (H,)} if normed else {}
     query_ln, key_ln = (more(name, **scales) for name in ("query_ln", "key_ln"))
     return MHAParams(
         **heads,
@@ -76,12 +77,13 @@ def declare(module: Any, inputs: Inputs, semantics: Semantics) -> MHAParams:
     )
 
 
-def _more(module: Any, sizes: Mapping[str, int]) -> Callable[..., dict[str, jax.Array]]:
+def _more(
+    module: Any, sizes: Mapping[str, int], *, norms: bool
+) -> Callable[..., dict[str, jax.Array]]:
     """Returns `more(name, **shapes)`, which declares the arrays of the layer `name`: those of the
     given shapes, and those that `extra_params` adds to the layer."""
-    extra = {
-        name: dict(arrays) for name, arrays in extra_shapes(module.extra_params, sizes).items()
-    }
+    shapes = extra_shapes(module.extra_params, sizes, norms=norms)
+    extra = {name: dict(arrays) for name, arrays in shapes.items()}
     initialisers = {
         "scale": nn.initializers.ones_init(),
         "kernel": flat_init(module.kernel_init, 1),

@@ -222,7 +222,7 @@ class MultiHeadAttention(Attributes):
             *chosen,
             use_bias=as_tuple(use_bias),
             use_bias_kv=use_bias_kv,
-            extra=extra_shapes(tuple(extra_params), sizes),
+            extra=extra_shapes(as_tuple(extra_params), sizes, norms=learned),
         )
         for name, held in declared.items():
             setattr(self, name, held)

@@ -36,21 +36,41 @@ EXTRA: tuple[str, ...] = tuple(
 
 
 def extra_shapes(
-    names: Sequence[str], sizes: Mapping[str, int]
+    names: Sequence[str], sizes: Mapping[str, int], *, norms: bool
 ) -> dict[str, tuple[tuple[str, tuple[int, ...]], ...]]:
     """Name of a layer -> (name, shape) of its arrays, for the leaves `names` of `extra_params`.
 
+    `norms`: the module has learned norms of queries and keys.
+
     Raises:
-      ValueError: a name is not among `EXTRA`.
+      ValueError: a name is not among `EXTRA`, its array is named before, or its layer is absent.
     """
+    _check(names, norms)
     found: dict[str, tuple[tuple[str, tuple[int, ...]], ...]] = {}
     for leaf in names:
-        if leaf not in EXTRA:
-            raise ValueError(f"extra_params must be names among {', '.join(EXTRA)}, got {leaf!r}")
         layer, *name = PATHS[leaf]
         shape = tuple(sizes[letter] for letter in CANONICAL[leaf].split())
         found[layer] = (*found.get(layer, ()), ("".join(name), shape))
     return found
+
+
+def _check(names: Sequence[str], norms: bool) -> None:
+    if not isinstance(names, tuple | list):
+        raise ValueError(f"extra_params must be a tuple of names, got {names!r}")
+    for leaf in names:
+        if leaf not in EXTRA:
+            raise ValueError(f"extra_params must be names among {', '.join(EXTRA)}, got {leaf!r}")
+    fields = [field_of(leaf) for leaf in names]
+    for leaf, field in zip(names, fields, strict=True):
+        if fields.count(field) > 1:
+            raise ValueError(f"extra_params names {field} more than once: {tuple(names)}")
+        if leaf in NORMS and not norms:
+            raise ValueError(
+                f"extra_params: {leaf} needs learned norms of queries and keys: normalize_qk=True, "
+                "or Semantics with qk_norm and qk_norm_learned"
+            )
+        if field == "gate.bias" and "gate.kernel" not in fields:
+            raise ValueError(f"extra_params: {leaf} needs gate.kernel or gate_heads.kernel")
 
 
 def flat_init(init: Initializer, contracted: int) -> Initializer:

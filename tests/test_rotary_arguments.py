@@ -1,0 +1,74 @@
+"""Wrong arguments of rotary positions are refused by name."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxmha import rope, rope_frequencies
+
+pytestmark = pytest.mark.usefixtures("no_shape_hook")
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"frequencies": np.ones(1)}, "frequencies must be those of rope_frequencies, got ndarray"),
+        ({"frequencies": {"factor": 2.0}}, "frequencies must be those .* got dict"),
+        ({"rotary_dim": "a"}, "rotary_dim must be an integer"),
+        ({"rotary_dim": 2.0}, "rotary_dim must be an integer"),
+        ({"rotary_dim": -2}, "rotary_dim must be an integer"),
+        ({"sections": 2}, "sections must be a tuple of integers, got int"),
+        ({"sections": (3, -1)}, "sections must be an integer of at least 0, got -1"),
+        ({"sections": (1.0, 1.0)}, "sections must be an integer of at least 0, got 1.0"),
+    ],
+)
+def test_of_rope(options: dict[str, Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        rope(np.ones((2, 3, 1, 4), np.float32), np.zeros((2, 3), np.int32), **options)
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "message"),
+    [
+        ("linear", {}, "config must be a mapping, got str"),
+        (None, {}, "config must be a mapping, got NoneType"),
+        ({"rope_scaling": "linear"}, {}, "rope_parameters must be a mapping, got str"),
+        ({"rope_parameters": {"full": {"rope_theta": 1.0}}}, {}, "per kind .*'full'"),
+        ({"full": {"rope_theta": 1.0}, "sliding": {}}, {}, "per kind .*'full', 'sliding'"),
+        ({}, {"head_dim": 7}, "head_dim=7 .* must be even"),
+        ({}, {"head_dim": 0}, "head_dim must be an integer of at least 1, got 0"),
+        ({}, {"head_dim": -4}, "head_dim must be an integer"),
+        ({}, {"head_dim": 8.0}, "head_dim must be an integer"),
+        ({}, {"length": -1}, "length must be an integer"),
+        ({"partial_rotary_factor": 3}, {}, "partial_rotary_factor must be at most 1, got 3"),
+        ({"partial_rotary_factor": 0}, {}, "partial_rotary_factor must be a number above 0"),
+        ({"partial_rotary_factor": 0.1}, {}, "partial_rotary_factor=0.1 rotates 0 features"),
+        ({"rope_theta": 0.0}, {}, "rope_theta must be a number above 0"),
+        ({"rope_theta": "big"}, {}, "rope_theta must be a number above 0, got 'big'"),
+        ({"rope_type": "linear", "factor": 0}, {}, "factor must be a number above 0, got 0"),
+        ({"rope_type": "linear"}, {}, "'linear' lack 'factor'"),
+        ({"rope_type": "dynamic", "factor": 2.0}, {"length": 9}, "lack 'max_position_embeddings'"),
+        ({"rope_type": "yarn", "original_max_position_embeddings": 64}, {}, "lack 'factor'"),
+        (
+            {**LLAMA3, "low_freq_factor": 4, "high_freq_factor": 4},
+            {},
+            "low_freq_factor=4.0 must be",
+        ),
+        (
+            {"rope_type": "longrope", "factor": 2, "original_max_position_embeddings": 64}
+            | {"short_factor": [1.0]},
+            {},
+            "short_factor must be 4 numbers above 0",
+        ),
+    ],
+)
+def test_of_frequencies(config: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        rope_frequencies(config, **{"head_dim": 8} | options)
+
+
+def test_a_configuration_may_hold_other_mappings() -> None:
+    config = {"type": "linear", "factor": 2.0, "vision_config": {"rope_theta": 1.0}}
+    assert rope_frequencies(config, 4).values == (0.5, 0.005)
