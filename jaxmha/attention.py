@@ -20,7 +20,7 @@ from jaxmha.explicit_sharding import by_types, sharding_of_heads
 from jaxmha.implementations.base import Request, Result, simplified
 from jaxmha.mask import Mask
 from jaxmha.mask_arguments import KEYWORDS, as_mask, mask_of_keywords
-from jaxmha.mod_arguments import MaskMod, Mods, ScoreMod, checked_blocks, traced_mods
+from jaxmha.mod_arguments import MaskMod, Mods, ScoreMod, checked, traced_mods
 from jaxmha.semantics import FullyMasked, Precision, ReturnWeights, Semantics, flag
 
 
@@ -369,8 +369,8 @@ def attend(
         dropout_key,
         return_weights,
         return_lse or sinks is not None,
-        score_mod=mods.score,
-        mask_mod=checked_blocks(mods.mask, query.shape, key.shape[1]),
+        score_mod=checked("score_mod", mods.score, query.shape, key.shape[1]),
+        mask_mod=checked("mask_mod", mods.mask, query.shape, key.shape[1]),
     )
     out, weights, lse = implementations.attend(request, implementation)
     if sinks is not None:

@@ -28,10 +28,27 @@ def traced_mods(score_mod: ScoreMod | None, mask_mod: MaskMod | None, dtype: DTy
     return Mods(trace("score_mod", score_mod, scores), trace("mask_mod", mask_mod, None))
 
 
-def checked_blocks(mod: Mod | None, shape: tuple[int, ...], S: int) -> Mod | None:
+def checked(name: str, mod: Mod | None, shape: tuple[int, ...], S: int) -> Mod | None:
+    """Raises ValueError if an array or the blocks of a function do not fit queries of this shape
+    and S keys; returns the function."""
+    if mod is None:
+        return None
+    B, T, N, _ = shape
+    sizes = {"B": B, "T": T, "N": N, "S": S}
+    for limit in mod.limits.each:
+        size = sizes[limit.axis]
+        if isinstance(size, int) and not limit.allows(size):
+            raise ValueError(
+                f"{name}: {limit.argument} is for {limit.axis}={limit.size}, the call has "
+                f"{limit.axis}={size}"
+            )
+    return _checked_blocks(mod, shape, S)
+
+
+def _checked_blocks(mod: Mod, shape: tuple[int, ...], S: int) -> Mod:
     """Raises ValueError if the known blocks of a mask function do not fit queries of this shape
     and S keys; returns the mask function."""
-    if mod is None or mod.blocks is None:
+    if mod.blocks is None:
         return mod
     B, T, N, _ = shape
     blocks = mod.blocks

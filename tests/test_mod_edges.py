@@ -123,3 +123,85 @@ def test_constant_functions(implementation: Any, constant: Any) -> None:
         np.testing.assert_allclose(found, want, atol=1e-6)
     zero = attend(score_mod=lambda *_: jnp.float32(0), implementation=implementation)
     assert jnp.isfinite(zero).all()
+
+
+LAYOUT = np.ones((3, 3), bool)
+TABLE = jnp.ones((32, 2))
+WRONG: Any = mods  # takes arguments of wrong types
+
+
+@pytest.mark.usefixtures("no_shape_hook")
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: WRONG.alibi_slopes(0), "num_heads must be an integer"),
+        (lambda: WRONG.alibi_slopes(-3), "num_heads must be an integer"),
+        (lambda: WRONG.alibi_slopes(2.5), "num_heads must be an integer"),
+        (lambda: WRONG.all_of(), "all_of takes at least one mask function"),
+        (lambda: WRONG.any_of(1), "any_of takes mask functions, got int"),
+        (lambda: WRONG.block_mask(mods.causal(), "a"), "T must be an integer"),
+        (lambda: WRONG.block_mask(mods.causal(), 2.5), "T must be an integer"),
+        (lambda: WRONG.block_mask(None, 4), "mask_mod must be a function, got None"),
+        (lambda: WRONG.relative_bias(TABLE, 3), "bucket must be a function, got int"),
+        (lambda: WRONG.relative_bias(TABLE[:31], mods.t5()), "table: expected 32 rows"),
+        (lambda: WRONG.relative_bias(TABLE, mods.swin(4)), "table: expected 49 rows"),
+        (lambda: WRONG.causal("a"), "offset must be an integer, got str"),
+        (lambda: WRONG.window(None, 1), "left must be an integer, got NoneType"),
+        (lambda: WRONG.window(1, np.arange(2)), "right: expected one integer, got shape"),
+        (lambda: WRONG.prefix_lm(2.5), "prefix must be an integer or integers, got float"),
+        (lambda: WRONG.soft_cap("a"), "cap must be a Python number"),
+        (lambda: WRONG.soft_cap(0.0), "cap must be positive, got 0.0"),
+        (lambda: WRONG.soft_cap(np.ones(2)), "cap: expected one number"),
+        (lambda: WRONG.swin(0), "height must be an integer"),
+        (lambda: WRONG.swin("a"), "height must be an integer"),
+        (lambda: WRONG.t5(num_buckets=32.5), "num_buckets must be an integer"),
+        (lambda: WRONG.t5(max_distance=None), "max_distance must be an integer"),
+        (lambda: WRONG.block_sparse(LAYOUT, 0), "block must be an integer"),
+        (lambda: WRONG.dilated(0, 2), "dilation must be at least 1, got 0"),
+    ],
+)
+def test_wrong_arguments_are_named(make: Any, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        make()
+
+
+IDS = np.zeros(6, int)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"score_mod": mods.alibi(jnp.ones(1))}, "score_mod: slopes is for N=1, the call has N=2"),
+        (
+            {"score_mod": mods.relative_bias(TABLE[:, :1], mods.t5())},
+            "score_mod: table is for N=1",
+        ),
+        ({"mask_mod": mods.document(IDS[:5])}, "mask_mod: query_ids is for T=5, the call has T=6"),
+        ({"mask_mod": mods.document(IDS, IDS[:4])}, "key_ids is for S=4, the call has S=6"),
+        ({"mask_mod": mods.document(np.stack([IDS] * 3))}, "query_ids is for B=3, .* B=2"),
+        ({"mask_mod": mods.prefix_lm(np.arange(3))}, "prefix is for B=3"),
+        ({"mask_mod": mods.block_sparse(LAYOUT, 1)}, "layout is for T=3"),
+        ({"mask_mod": mods.block_sparse(np.stack([LAYOUT] * 3), 2)}, "layout is for N=3"),
+        (
+            {"mask_mod": mods.any_of(mods.causal(), mods.all_of(mods.document(IDS[:5])))},
+            "query_ids is for T=5",
+        ),
+        (
+            {"mask_mod": mods.block_mask(mods.document(IDS[:5]), 6)},
+            "query_ids is for T=5",
+        ),
+    ],
+)
+def test_arrays_of_other_sizes_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        attend(**options)
+    with pytest.raises(ValueError, match=message):
+        jax.jit(lambda given: attend(**given))(options)
+
+
+def test_arrays_that_serve_all_rows_are_taken() -> None:
+    ids = np.array([0, 0, 1, 1, 1, 2, 2, 2])
+    want = attend(mask_mod=mods.document(ids[:6]))
+    for given in (ids, ids[None], np.stack([ids, ids])):
+        np.testing.assert_array_equal(attend(mask_mod=mods.document(given)), want)
+    attend(mask_mod=mods.prefix_lm(np.arange(2)))

@@ -44,6 +44,7 @@ def extra_shapes(
 
     Raises:
       ValueError: a name is not among `EXTRA`, its array is named before, or its layer is absent.
+      TypeError: `names` is not a tuple.
     """
     _check(names, norms)
     found: dict[str, tuple[tuple[str, tuple[int, ...]], ...]] = {}
@@ -56,7 +57,7 @@ def extra_shapes(
 
 def _check(names: Sequence[str], norms: bool) -> None:
     if not isinstance(names, tuple | list):
-        raise ValueError(f"extra_params must be a tuple of names, got {names!r}")
+        raise TypeError(f"extra_params must be a tuple of names, got {names!r}")
     for leaf in names:
         if leaf not in EXTRA:
             raise ValueError(f"extra_params must be names among {', '.join(EXTRA)}, got {leaf!r}")

@@ -53,6 +53,38 @@ class Blocks(NamedTuple):
     keys: Bool[Array, "b n S"]
 
 
+class Limit(NamedTuple):
+    """The calls that an array of a function fits: at most `size` queries or keys (`axis` T or S),
+    `size` heads (N), or `size` batch rows (B; 1 for any number)."""
+
+    argument: str
+    axis: str
+    size: int
+
+    def allows(self, size: int) -> bool:
+        """Compares the size of the axis in a call."""
+        if self.axis in "TS":
+            return size <= self.size
+        return size == self.size or (self.axis, self.size) == ("B", 1)
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class Limits:
+    """The limits of all arrays of a function; static under jit."""
+
+    each: tuple[Limit, ...] = ()
+
+
+def limits_of(function: object) -> tuple[Limit, ...]:
+    """The limits of a function of `jaxmha.mods`; of another function none are known."""
+    if isinstance(function, jax.tree_util.Partial):
+        given = getattr(function.func, "limits", None)
+        return () if given is None else tuple(given(*function.args))
+    found = getattr(function, "limits", None)
+    return found.each if isinstance(found, Limits) else ()
+
+
 class Mod(NamedTuple):
     """A score or mask function with the arrays that it closes over.
 
@@ -62,6 +94,7 @@ class Mod(NamedTuple):
       others: other captured arrays.
       starts: where this part of a larger request starts along B, N, T and S; None: zeros.
       blocks: the blocks that a mask function allows; None: unknown, or a score function.
+      limits: the calls that the captured arrays fit.
     """
 
     program: Program
@@ -69,6 +102,7 @@ class Mod(NamedTuple):
     others: tuple[jax.Array, ...]
     starts: Int32[jax.Array, "4"] | None = None
     blocks: Blocks | None = None
+    limits: Limits = Limits()
 
     def shift(self, *starts: Index) -> "Mod":
         """The function for the part of the request that starts at `starts` on B, N, T and S."""
@@ -104,7 +138,7 @@ def trace(name: str, function: Function | None, dtype: np.dtype[np.floating] | N
         )
         raise
     _check(name, out, dtype)
-    mod = _hoisted(closed, arguments)
+    mod = _hoisted(closed, arguments)._replace(limits=Limits(limits_of(function)))
     blocks = getattr(function, "blocks", None)
     return mod._replace(blocks=blocks) if isinstance(blocks, Blocks) else mod
 
@@ -274,4 +308,4 @@ def cotangent(mod: Mod | None, floats: Floats) -> Mod | None:
         return None
     found = tuple(x.astype(y.dtype) for x, y in zip(floats, mod.floats, strict=True))
     none: Any = None
-    return Mod(mod.program, found, none)
+    return Mod(mod.program, found, none, limits=mod.limits)

@@ -38,6 +38,11 @@ class BlockMask:
         return found
 
     @property
+    def limits(self) -> mods.Limits:
+        """The calls that the arrays of the mask function fit."""
+        return self.mod.limits
+
+    @property
     def attended_share(self) -> float:
         """The fraction of blocks with an allowed pair."""
         return float(np.asarray(self.blocks.some).mean())

@@ -1,9 +1,11 @@
 """Functions with bound arrays, as pytrees of these arrays."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
 import jax
+
+from jaxmha.implementations.mods import Limit
 
 Function: TypeAlias = Callable[..., jax.Array]
 
@@ -14,3 +16,13 @@ def with_arrays(function: Function, *arrays: object) -> Function:
     partial: Any = jax.tree_util.Partial
     bound: Function = partial(function, *arrays)
     return bound
+
+
+def limited(limits: Callable[..., Iterable[Limit]]) -> Callable[[Function], Function]:
+    """Gives a function its `limits`: from its bound arrays, the calls that they fit."""
+
+    def decorate(function: Function) -> Function:
+        function.limits = limits  # type: ignore[attr-defined]
+        return function
+
+    return decorate

@@ -9,6 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmha.integers import require_sizes
+from jaxmha.semantics import flag
+
 # `bucket(i, j)` returns the row of the bias table for query i and key j.
 Bucket: TypeAlias = Callable[[jax.Array, jax.Array], jax.Array]
 
@@ -18,6 +21,11 @@ class _T5:
     bidirectional: bool
     num_buckets: int
     max_distance: int
+
+    @property
+    def rows(self) -> int:
+        """The number of buckets."""
+        return self.num_buckets
 
     def __call__(self, i: jax.Array, j: jax.Array) -> jax.Array:
         """The bucket of query i and key j, from a table of all distances up to `max_distance`."""
@@ -60,6 +68,8 @@ def t5(*, bidirectional: bool = True, num_buckets: int = 32, max_distance: int =
     >>> [int(bucket(jnp.int32(100), jnp.int32(j))) for j in (0, 97, 100, 101)]
     [15, 3, 0, 17]
     """
+    bidirectional = flag("bidirectional", bidirectional)
+    require_sizes(num_buckets=num_buckets, max_distance=max_distance)
     if num_buckets < 4 or max_distance <= num_buckets // (4 if bidirectional else 2):
         raise ValueError(
             f"t5: num_buckets must be at least 4 and max_distance above the exact buckets, got "
@@ -72,6 +82,11 @@ def t5(*, bidirectional: bool = True, num_buckets: int = 32, max_distance: int =
 class _Swin:
     height: int
     width: int
+
+    @property
+    def rows(self) -> int:
+        """The number of buckets."""
+        return (2 * self.height - 1) * (2 * self.width - 1)
 
     def __call__(self, i: jax.Array, j: jax.Array) -> jax.Array:
         down = i // self.width - j // self.width + self.height - 1
@@ -92,4 +107,6 @@ def swin(height: int, width: int | None = None) -> Bucket:
     >>> int(swin(7)(jnp.int32(0), jnp.int32(48))), int(swin(7)(jnp.int32(48), jnp.int32(0)))
     (0, 168)
     """
+    require_sizes(height=height)
+    require_sizes(optional=True, width=width)
     return _Swin(height, height if width is None else width)

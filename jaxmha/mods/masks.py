@@ -1,5 +1,7 @@
 """Mask functions: `mask_mod(b, n, i, j)`, True where query i may attend key j."""
 
+from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import reduce
 from typing import Any, TypeAlias
 
@@ -9,13 +11,13 @@ import numpy as np
 from jaxtyping import Bool, Integer
 
 from jaxmha.arrays import Array, reject_foreign, require_arrays
+from jaxmha.implementations.mods import Limit, limits_of
 from jaxmha.integers import comparable, is_integers, near, require_sizes
-from jaxmha.mods.bound import Function, with_arrays
+from jaxmha.mods.bound import Function, limited, with_arrays
 
 Index: TypeAlias = jax.Array | int
 # An integer; NumPy and JAX have their own.
 Bound: TypeAlias = int | np.integer[Any] | jax.Array
-Ids: TypeAlias = Integer[Array, "*B S"]
 
 
 def _bound(name: str, value: Any, axes: str = "") -> Any:
@@ -59,7 +61,9 @@ def _window(left: Any, right: Any, b: Any, n: Any, i: Index, j: Index) -> jax.Ar
     return jnp.asarray((j >= i - left) & (j <= i + right))
 
 
-def document(query_ids: Ids, key_ids: Ids | None = None) -> Function:
+def document(
+    query_ids: Integer[Array, "*B T"], key_ids: Integer[Array, "*b S"] | None = None
+) -> Function:
     """Packed documents: allows pairs with equal ids; ids may be in any order.
 
     Args:
@@ -83,6 +87,14 @@ def document(query_ids: Ids, key_ids: Ids | None = None) -> Function:
     return with_arrays(_document, *(jnp.asarray(x) for x in comparable(*ids)))
 
 
+def _id_limits(rows: Any, keys: Any) -> Iterable[Limit]:
+    for name, axis, x in (("query_ids", "T", rows), ("key_ids", "S", keys)):
+        yield Limit(name, axis, x.shape[-1])
+        if x.ndim == 2:
+            yield Limit(name, "B", x.shape[0])
+
+
+@limited(_id_limits)
 def _document(rows: Any, keys: Any, b: Any, n: Any, i: Index, j: Index) -> jax.Array:
     one, other = (x[at] if x.ndim == 1 else x[b, at] for x, at in ((rows, i), (keys, j)))
     same: jax.Array = one == other
@@ -101,6 +113,7 @@ def prefix_lm(prefix: Bound | Integer[Array, "*B"]) -> Function:
     return with_arrays(_prefix_lm, most)
 
 
+@limited(lambda prefix: [Limit("prefix", "B", x) for x in np.shape(prefix)])
 def _prefix_lm(prefix: Any, b: Any, n: Any, i: Index, j: Index) -> jax.Array:
     most = jnp.asarray(prefix)
     return jnp.asarray(j <= i) | (j < (most if most.ndim == 0 else most[b]))
@@ -145,13 +158,23 @@ def block_sparse(layout: Bool[Array, "*N I J"], block: int | np.integer[Any]) ->
             f"{layout.shape}"
         )
     require_sizes(block=block)
-    return with_arrays(_block_sparse, jnp.asarray(layout), near(int(block)))
+    return with_arrays(_BlockSparse(near(int(block))), jnp.asarray(layout))
 
 
-def _block_sparse(layout: Any, block: Any, b: Any, n: Any, i: Index, j: Index) -> jax.Array:
-    at = i // block, j // block
-    found: jax.Array = layout[at] if layout.ndim == 2 else layout[n, *at]
-    return found
+@dataclass(frozen=True)
+class _BlockSparse:
+    block: int
+
+    def limits(self, layout: jax.Array) -> Iterable[Limit]:
+        """The calls that the layout fits."""
+        yield Limit("layout", "T", layout.shape[-2] * self.block)
+        yield Limit("layout", "S", layout.shape[-1] * self.block)
+        if layout.ndim == 3:
+            yield Limit("layout", "N", layout.shape[0])
+
+    def __call__(self, layout: jax.Array, _: Any, n: Any, i: Index, j: Index) -> jax.Array:
+        at = i // self.block, j // self.block
+        return layout[at] if layout.ndim == 2 else layout[n, *at]
 
 
 def all_of(*functions: Function) -> Function:
@@ -164,6 +187,7 @@ def all_of(*functions: Function) -> Function:
     return with_arrays(_all_of, _functions("all_of", functions))
 
 
+@limited(lambda functions: [x for f in functions for x in limits_of(f)])
 def _all_of(functions: tuple[Function, ...], *pair: Any) -> jax.Array:
     return reduce(jnp.logical_and, (jnp.asarray(function(*pair)) for function in functions))
 
@@ -173,5 +197,6 @@ def any_of(*functions: Function) -> Function:
     return with_arrays(_any_of, _functions("any_of", functions))
 
 
+@limited(lambda functions: [x for f in functions for x in limits_of(f)])
 def _any_of(functions: tuple[Function, ...], *pair: Any) -> jax.Array:
     return reduce(jnp.logical_or, (jnp.asarray(function(*pair)) for function in functions))

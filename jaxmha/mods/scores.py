@@ -11,9 +11,11 @@ from jaxtyping import Float
 
 from jaxmha import checks
 from jaxmha.arrays import Array, require_arrays
-from jaxmha.mods.bound import Function, with_arrays
+from jaxmha.implementations.mods import Limit
+from jaxmha.integers import require_sizes
+from jaxmha.mods.bound import Function, limited, with_arrays
 from jaxmha.mods.buckets import Bucket
-from jaxmha.semantics import one_of
+from jaxmha.semantics import number, one_of
 
 
 def alibi(slopes: Float[Array, "N"]) -> Function:
@@ -41,6 +43,7 @@ def alibi(slopes: Float[Array, "N"]) -> Function:
     return with_arrays(_alibi, jnp.asarray(slopes))
 
 
+@limited(lambda slopes: [Limit("slopes", "N", slopes.shape[0])])
 def _alibi(
     slopes: jax.Array, score: jax.Array, b: jax.Array, n: jax.Array, i: jax.Array, j: jax.Array
 ) -> jax.Array:
@@ -59,6 +62,7 @@ def alibi_slopes(num_heads: int, kind: Literal["bloom", "mpt"] = "bloom") -> jax
     >>> alibi_slopes(4).tolist()
     [0.25, 0.0625, 0.015625, 0.00390625]
     """
+    require_sizes(num_heads=num_heads)
     one_of("kind", kind, ("bloom", "mpt"))
     below = 2 ** math.floor(math.log2(num_heads))
     whole = 2.0 ** (-8.0 * np.arange(1, below + 1) / below)
@@ -75,6 +79,10 @@ def alibi_slopes(num_heads: int, kind: Literal["bloom", "mpt"] = "bloom") -> jax
 @dataclass(frozen=True)
 class _RelativeBias:
     bucket: Bucket
+
+    def limits(self, table: jax.Array) -> tuple[Limit, ...]:
+        """The calls that the table fits."""
+        return (Limit("table", "N", table.shape[1]),)
 
     def __call__(
         self, table: jax.Array, score: jax.Array, _: Any, n: Any, i: jax.Array, j: jax.Array
@@ -101,6 +109,11 @@ def relative_bias(table: Float[Array, "buckets N"], bucket: Bucket) -> Function:
     checks.reject_rounding(table=table)
     if table.ndim != 2:
         raise ValueError(f"table: expected axes (buckets, N), got shape {table.shape}")
+    if not callable(bucket):
+        raise TypeError(f"bucket must be a function, got {type(bucket).__name__}")
+    rows = getattr(bucket, "rows", 0)
+    if table.shape[0] < rows:
+        raise ValueError(f"table: expected {rows} rows, one per bucket, got shape {table.shape}")
     return with_arrays(_RelativeBias(bucket), jnp.asarray(table))
 
 
@@ -113,6 +126,10 @@ def soft_cap(cap: float | Float[Array, ""]) -> Function:
     >>> float(soft_cap(5.0)(jnp.float32(0), 0, 0, 0, 0))
     0.0
     """
+    if not isinstance(cap, jax.Array | np.ndarray) and not number("cap", cap) > 0:
+        raise ValueError(f"cap must be positive, got {cap}")
+    if np.shape(cap) != ():
+        raise ValueError(f"cap: expected one number, got shape {np.shape(cap)}")
     return with_arrays(_soft_cap, cap)
 
 
