@@ -62,7 +62,8 @@ class PagePool:
         given = self._integers("counts", counts)
         if (given < 0).any():
             raise ValueError(f"counts must be at least 0, got {counts!r}")
-        require_sizes(least=0, left=left)
+        if left is not None:
+            require_sizes(least=0, left=left)
         lengths = self.lengths.astype(np.int64) + given
         longest = self.table.shape[1] * self.page_size
         if lengths.max(initial=0) > longest:

@@ -182,8 +182,6 @@ def check(params: MHAParams, leading: int = 0) -> dict[str, int]:
         raise ValueError(
             "params: gate.kernel is (Dq, N), one gate per head, and gate.bias is (N, h)"
         )
-    if "gate.kernel" in found and "gate_heads.bias" in found:
-        raise ValueError("params: gate.kernel is (Dq, N, h), and gate.bias is (N), one per head")
     pairs = ("bias_k", "bias_v"), ("query_norm", "key_norm"), ("query_norm_bias", "key_norm_bias")
     for one, other in pairs:
         if (getattr(params, one) is None) != (getattr(params, other) is None):

@@ -468,7 +468,9 @@ def test_things_of_another_kind_are_named() -> None:
     for call in (jaxmha.prefill, jaxmha.decode_step):
         with pytest.raises(TypeError, match=r"params must be a jaxmha\.MHAParams, got dict"):
             call(other, query, other)
-        with pytest.raises(TypeError, match=r"cache must be a jaxmha\.KVCache, got dict"):
+        with pytest.raises(
+            TypeError, match=r"cache must be a jaxmha\.KVCache or a jaxmha\.PagedKVCache, got dict"
+        ):
             call(params, query, other)
     dropping = Semantics(dropout_rate=0.5)
     keys: tuple[Any, ...] = (3, jnp.zeros((2, 2), np.uint32))

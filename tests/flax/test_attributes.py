@@ -315,12 +315,13 @@ def test_flax_names_its_default_product() -> None:
 @pytest.mark.parametrize("precision", ["default", "high", None])
 def test_the_precision_is_that_of_every_product(precision: Any) -> None:
     x, heads = jnp.ones((2, 5, FEATURES)), jnp.ones((2, 5, N, 7))
-    module = linen.MultiHeadAttention(N, qkv_features=5 * N, precision=precision)
+    given: dict[str, Any] = {"precision": precision, "implementation": "blocked"}
+    module = linen.MultiHeadAttention(N, qkv_features=5 * N, **given)
     variables = module.init(jax.random.key(0), x)
     calls = (
         jax.make_jaxpr(module.apply)(variables, x),
-        jax.make_jaxpr(layer(precision=precision))(x),
-        jax.make_jaxpr(partial(attention_fn, precision=precision))(heads, heads, heads),
+        jax.make_jaxpr(layer(**given))(x),
+        jax.make_jaxpr(partial(attention_fn, **given))(heads, heads, heads),
     )
     for program in calls:
         found = re.findall(r"precision=(\(.*?\)|\S+)", str(program))
