@@ -36,6 +36,7 @@ def test_sound_file_is_accepted(name: str, tmp_path: Path) -> None:
     "folder_of_100_000_files",
     "zip_directory_larger_than_its_file_may_build",
     "pickle_many_*",
+    "gguf_many_*",
     "pickle_long_shape_of_many_tensors",
 )
 @pytest.mark.parametrize("name", hostile.CASES)

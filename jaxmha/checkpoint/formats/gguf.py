@@ -89,6 +89,22 @@ class _Cursor:
         self.at += count
         self._start, self._window = self.at, b""
 
+    def skip_texts(self, count: int) -> None:
+        """Skips strings. Vocabularies have hundreds of thousands, so the loop does nothing else."""
+        self.steps += count
+        for _ in range(count):
+            at = self.at - self._start
+            if at + 8 > len(self._window):
+                self.take(8)
+                at = self.at - 8 - self._start
+            else:
+                self.at += 8
+            length = int.from_bytes(self._window[at : at + 8], "little")
+            if at + 8 + length > len(self._window):
+                self.skip(length)
+            else:
+                self.at += length
+
     def number(self, code: str) -> Any:
         (value,) = struct.unpack(f"<{code}", self.take(struct.calcsize(f"<{code}")))
         return value
@@ -119,7 +135,9 @@ class _Cursor:
         if inner in _NUMBERS:
             self.skip(count * struct.calcsize(f"<{_NUMBERS[inner]}"))
             return None
-        self.budget.spend("the number of values", count, self.budget.limits.steps)
+        self.budget.spend("the number of values", self.steps + count, self.budget.limits.steps)
+        if inner == _STRING:
+            return self.skip_texts(count)
         for _ in range(count):
             self.value(inner, keep=False, depth=depth + 1)
         return None
