@@ -157,10 +157,10 @@ def to_module(
     with needed("torch"):
         import torch
 
+    sizes = check(params)
     one_dtype(params)
     if batch_first is None:
         batch_first = True if like is None else like.batch_first
-    sizes = check(params)
     packed = sizes["Dq"] == sizes["Dk"] == sizes["Dv"]
     own = PACKED if packed else SEPARATE
     arrays = export_params(params, semantics, layout=own.name)

@@ -18,6 +18,7 @@ from jaxmha.attention_options import Options
 from jaxmha.dims import bind
 from jaxmha.explicit_sharding import by_types, sharding_of_heads
 from jaxmha.implementations.base import Request, Result, simplified
+from jaxmha.implementations.online_softmax import share_of_keys
 from jaxmha.mask import Mask
 from jaxmha.mask_arguments import KEYWORDS, as_mask, mask_of_keywords
 from jaxmha.mod_arguments import MaskMod, Mods, ScoreMod, checked, traced_mods
@@ -383,20 +384,15 @@ def attend(
 
 
 def with_sinks(found: Result, lse: Float[jax.Array, "B N T"], sinks: Array) -> Result:
-    """Adds `sinks`, `(N,)`, to the softmax of a result: scales it by `sigmoid(lse - sink)`.
-
-    A further logit s in the softmax multiplies the other weights by `exp(lse) / (exp(lse) +
-    exp(s))`. Source: `transformers`, attention of gpt-oss.
-    """
+    """Adds `sinks`, `(N,)`, to the softmax of a result."""
     logits = jnp.asarray(sinks).astype(lse.dtype).reshape(1, -1, 1)
-    masked = lse == -jnp.inf  # -inf is replaced, so that no gradient is NaN
-    known = jnp.where(masked, 0.0, lse)
-    share = jnp.where(masked, 0.0, jax.nn.sigmoid(known - logits))[..., None]
+    share = share_of_keys(lse, logits)[..., None]
     out = (found.out.astype(lse.dtype) * jnp.swapaxes(share, 1, 2)).astype(found.out.dtype)
     weights = found.weights
     if weights is not None:
         weights = (weights.astype(lse.dtype) * share).astype(weights.dtype)
-    with_sink = jnp.where(masked, logits, jnp.logaddexp(known, logits))
+    masked = lse == -jnp.inf  # replaced, so that no gradient is NaN
+    with_sink = jnp.where(masked, logits, jnp.logaddexp(jnp.where(masked, 0.0, lse), logits))
     return Result(out, weights, with_sink)
 
 

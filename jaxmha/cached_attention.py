@@ -12,7 +12,7 @@ from jaxmha.arrays import Array
 from jaxmha.implementations import one_query, online_softmax, platforms
 from jaxmha.implementations.base import accumulation_dtype
 from jaxmha.implementations.mods import of_pairs, of_scores
-from jaxmha.implementations.online_softmax import State, cap_and_mask, empty_state
+from jaxmha.implementations.online_softmax import State, cap_and_mask, empty_state, share_of_keys
 from jaxmha.implementations.shard_map import alike
 from jaxmha.mask import Mask
 from jaxmha.matmul import operand_dtype, resolved, split_scale
@@ -143,15 +143,14 @@ def attend_cache(
         step = _step(query, cache, positions, mask, semantics, mods)
         state = _over_slots(step, block)
         state = _over_extras(step, params, semantics, state)
-        out, row_max, row_sum = online_softmax.normalize(state)
+        softmax = online_softmax.normalize(state)
+        out = softmax.out
         if params.sinks is not None:  # a row without keys has output 0: sinks have no value
-            sinks = jnp.asarray(params.sinks).astype(out.dtype)
-            sinks = jnp.repeat(sinks, T).reshape(1, *out.shape[1:3], 1)
-            masked = row_sum == 0
-            lse = row_max + jnp.log(jnp.where(masked, 1.0, row_sum))
-            out *= jnp.where(masked, 0.0, jax.nn.sigmoid(lse - sinks))
+            sinks = jnp.repeat(jnp.asarray(params.sinks).astype(out.dtype), T)
+            share = share_of_keys(softmax.lse, sinks.reshape(1, *out.shape[1:3]))
+            out *= share[..., None]
         elif semantics.fully_masked == "nan":
-            out = jnp.where(row_sum == 0, jnp.nan, out)
+            out = jnp.where(softmax.row_sum == 0, jnp.nan, out)
         return jnp.moveaxis(out.reshape(B, N, T, h), 1, 2).astype(query.dtype)
 
     # `one_query` applies no window. A cache of at most left + 1 slots needs none: it holds no
@@ -210,21 +209,19 @@ def _over_slots(step: _Step, block: int) -> State:
 
     def whole(tile: Tile) -> State:
         slots = jnp.arange(S, dtype=np.int32)
-        tokens = _tokens(step, slots)
-        return _fold(step, start, tile, _allowed(step, slots), tokens, all_finite=True)
+        return _fold(step, start, tile, *_allowed(step, slots), all_finite=True)
 
     if step.matmul.platform in ("cuda", "rocm"):  # a branch or loop would wait for the host
         every = step.cache.whole() or step.cache.tile(0, S)
-        slots = jnp.arange(S, dtype=np.int32)
-        return _fold(step, start, every, _allowed(step, slots), _tokens(step, slots))
+        return _fold(step, start, every, *_allowed(step, jnp.arange(S, dtype=np.int32)))
 
     def tile(i: jax.Array | int, state: State) -> State:
         # The last tile ends at S; its overlap with the previous tile is masked.
         first = jnp.minimum(i * size, S - size)
         slots = first + jnp.arange(size, dtype=np.int32)
         new = (slots >= i * size).reshape(1, 1, 1, size)
-        allowed = _allowed(step, slots) & new
-        return _fold(step, state, step.cache.tile(first, size), allowed, _tokens(step, slots))
+        allowed, tokens = _allowed(step, slots)
+        return _fold(step, state, step.cache.tile(first, size), allowed & new, tokens)
 
     def by_tiles() -> State:
         first = jnp.zeros((), used.dtype)
@@ -266,15 +263,13 @@ def _over_extras(step: _Step, params: MHAParams, semantics: Semantics, state: St
     return _fold(step, state, Tile(keys, values), jnp.ones((B, 1, T, keys.shape[2]), bool))
 
 
-def _tokens(step: _Step, slots: Int[jax.Array, "s"]) -> Int[jax.Array, "B s"]:
-    """The position of the latest token in each slot; negative if the slot is empty."""
-    return step.last - (step.last - slots.reshape(1, -1)) % step.cache.slots
-
-
-def _allowed(step: _Step, slots: Int[jax.Array, "s"]) -> Bool[jax.Array, "B #N T s"]:
-    """Mask tile: a slot's token is valid, causal, and within the window."""
+def _allowed(
+    step: _Step, slots: Int[jax.Array, "s"]
+) -> tuple[Bool[jax.Array, "B #N T s"], Int[jax.Array, "B s"]]:
+    """Mask tile: a slot's token is valid, causal, and within the window; and the positions of the
+    latest token in each slot, negative if the slot is empty."""
     S = step.cache.slots
-    tokens = _tokens(step, slots)
+    tokens = step.last - (step.last - slots.reshape(1, -1)) % S
     i, j = step.positions[:, None, :, None], tokens[:, None, None]
     allowed = (j >= 0) & (j <= i)
     if step.left is not None:
@@ -287,7 +282,7 @@ def _allowed(step: _Step, slots: Int[jax.Array, "s"]) -> Bool[jax.Array, "B #N T
         allowed &= jnp.take(array, slots, 3)
     if step.mods.mask is not None:
         allowed = allowed & of_pairs(step.mods.mask, _heads(step), step.positions, tokens)
-    return allowed
+    return allowed, tokens
 
 
 def _heads(step: _Step) -> int:

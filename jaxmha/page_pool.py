@@ -72,22 +72,16 @@ class PagePool:
                 f"row {row} has {self.lengths[row]} tokens and would have {lengths[row]}: a row of "
                 f"the table holds {self.table.shape[1]} pages of {self.page_size} tokens"
             )
-        table, first = self.table, np.zeros_like(self.lengths)
-        if left is not None:
-            first = np.maximum(self.lengths - near(left), 0)
-            table = np.asarray(
-                page_table.within_window(table, self.lengths, near(left), self.page_size)
-            )
-        growth = page_table.grown(table, self.lengths, given, self.page_size, self.pages)
-        table = np.asarray(growth.table)
-        lacking = page_table.lacks(table, first, lengths.astype(np.int32), self.page_size)
+        growth, lacking = page_table.extended(
+            self.table, self.lengths, given, near(left), self.page_size, self.pages
+        )
         if lacking.any():
             raise ValueError(
                 f"the pool has {self.free_pages} free pages of {self.pages}, too few for rows "
                 f"{np.flatnonzero(lacking).tolist()}, or a page that they attend was freed: free a "
                 "row, or give them fewer tokens"
             )
-        self.table, self.lengths = table, lengths.astype(np.int32)
+        self.table, self.lengths = np.asarray(growth.table), lengths.astype(np.int32)
 
     def fork(self, source: int, target: int) -> None:
         """Reports a call of `cache.fork(source, target)`."""

@@ -97,6 +97,21 @@ def grown(table: Table, lengths: Counts, counts: Counts, page_size: int, pages: 
     return Growth(after, xp.where(copied, old, none), xp.where(copied, new, none))
 
 
+def extended(
+    table: Table, lengths: Counts, counts: Counts, left: int | None, page_size: int, pages: int
+) -> tuple[Growth, Bool[Array, "B"]]:
+    """The table after a step that adds `counts` tokens, and the rows that lack a page.
+
+    `left`: left bound of a window, to the left of which pages are freed; None: no window.
+    """
+    first = lengths * 0
+    if left is not None:
+        table = within_window(table, lengths, left, page_size)
+        first = (lengths - left).clip(0)
+    growth = grown(table, lengths, counts, page_size, pages)
+    return growth, lacks(growth.table, first, lengths + counts, page_size)
+
+
 def _held_by_others(table: Table, first: Counts, writes: Bool[Array, "B"]) -> Bool[Array, "B"]:
     """Rows that need a copy of their page `first` to write to, because another row keeps it.
 
@@ -110,7 +125,7 @@ def _held_by_others(table: Table, first: Counts, writes: Bool[Array, "B"]) -> Bo
     same = (theirs == own) & (own >= 0) & ~np.eye(B, dtype=bool)
     leaves = writes[None] & (first[None] == first[:, None])
     earlier = np.tri(B, k=-1, dtype=bool)  # [b, c]: c < b
-    found: Bool[Array, B] = (same & (~leaves | earlier)).any(1)
+    found: Array = (same & (~leaves | earlier)).any(1)
     return found
 
 
@@ -119,5 +134,5 @@ def lacks(table: Table, first: Counts, end: Counts, page_size: int) -> Bool[Arra
     M = table.shape[1]
     starts = np.arange(M, dtype=np.int32)[None] * page_size
     needed = (starts + page_size > first[:, None]) & (starts < end[:, None])
-    found: Bool[Array, B] = (needed & (table < 0)).any(1) | (end > M * page_size)
+    found: Array = (needed & (table < 0)).any(1) | (end > M * page_size)
     return found

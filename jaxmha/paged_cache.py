@@ -162,12 +162,9 @@ class PagedKVCache(NamedTuple):
         `left`: left bound of a window, to the left of which pages are freed; None: no window.
         Returns the cache, and True for rows that lack a page.
         """
-        lengths = jnp.asarray(self.lengths)
-        table: Array = jnp.asarray(self.table)
-        if left is not None:
-            table = page_table.within_window(table, lengths, left, self.page_size)
+        lengths, table = jnp.asarray(self.lengths), jnp.asarray(self.table)
         pages, T = self.key.shape[0], key.shape[1]
-        growth = page_table.grown(table, lengths, counts, self.page_size, pages)
+        growth, lacking = page_table.extended(table, lengths, counts, left, self.page_size, pages)
         tokens = jnp.arange(T, dtype=np.int32)[None]
         positions = lengths[:, None] + tokens
         entries = positions // self.page_size
@@ -176,8 +173,6 @@ class PagedKVCache(NamedTuple):
         at = jnp.where(written, held, pages), positions % self.page_size
         stored = self._replace(table=growth.table, lengths=lengths + counts)
         stored = stored._copied(growth)._put(at, key, value)
-        first = jnp.zeros_like(lengths) if left is None else jnp.maximum(lengths - left, 0)
-        lacking = page_table.lacks(growth.table, first, stored.lengths, self.page_size)
         return stored, jnp.asarray(lacking)
 
     def _copied(self, growth: page_table.Growth) -> "PagedKVCache":

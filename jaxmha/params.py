@@ -160,8 +160,11 @@ def check(params: MHAParams, leading: int = 0) -> dict[str, int]:
     `leading` axes `*L` (stacked layers) are ignored.
 
     Raises:
+      TypeError: params is no MHAParams, or a part of it is of a wrong type.
       ValueError: names the leaf, the axes expected and the shape received.
     """
+    if not isinstance(params, MHAParams):
+        raise TypeError(f"params must be a jaxmha.MHAParams, got {type(params).__name__}")
     for name in ("query", "key", "value", "out", "gate"):
         part = getattr(params, name)
         if part is not None and not isinstance(part, Projection):

@@ -24,6 +24,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxmha.arrays import Array
+from jaxmha.checks import require_type
 from jaxmha.params import CANONICAL, MHAParams, check, leaves
 
 __all__ = ["activations", "named", "specs", "unzigzag", "use", "zigzag", "zigzag_order"]
@@ -164,6 +165,7 @@ def specs(
     >>> found.query.kernel, found.key.kernel
     (P('fsdp', 'tensor', None), P('fsdp', None, None))
     """
+    require_type(MHAParams, params=params)
     shapes = {name: tuple(x.shape) for name, x in leaves(params).items()}
     leading = len(shapes["query.kernel"]) - 3
     sizes = check(params, leading)

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import jaxmha
-from jaxmha import KVCache, Mask, Semantics
+from jaxmha import KVCache, Mask, PagedKVCache, Semantics, sharding
+from jaxmha.converters import flax, keras, torch
 
 PARAMS = jaxmha.init_params(jax.random.key(0), num_heads=2, features=8)
 CACHE = KVCache.empty(PARAMS, 1, 8)
@@ -77,6 +78,17 @@ ARRAYS: dict[str, Callable[[Any], Any]] = {
     "rope x": lambda x: jaxmha.rope(x, AT),
     "cache.key": lambda x: jaxmha.prefill(PARAMS, X, CACHE._replace(key=x)),
 }
+LAYERS: dict[str, Callable[[Any], Any]] = {
+    "layer params": lambda x: jaxmha.multi_head_attention(x, X),
+    "project params": lambda x: jaxmha.project(x, X),
+    "step params": lambda x: jaxmha.decode_step(x, X[:, :1], CACHE),
+    "cache params": lambda x: KVCache.empty(x, 1, 8),
+    "pages params": lambda x: PagedKVCache.empty(x, 1, 8, pages=2),
+    "sharding params": lambda x: sharding.specs(x),
+    "torch params": lambda x: torch.to_module(x),
+    "keras params": lambda x: keras.to_module(x),
+    "flax params": lambda x: flax.to_module(x),
+}
 WRONG: tuple[Any, ...] = (
     *(1.0, 1.5, float("nan"), 1j, "1", b"1", True, [1.0], {}, object()),
     *(np.float32(1), np.ones(1), np.array(["a"]), np.array([None])),
@@ -88,6 +100,7 @@ FIELDS: tuple[tuple[dict[str, Callable[[Any], Any]], tuple[Any, ...]], ...] = (
     (KEYS, (*WRONG, 3, np.ones((2, 2), np.uint32), np.ones(2, np.int32), 2**70)),
     ({"key": lambda x: init(key=x)}, (*WRONG, None, 3, np.ones(2, np.int32))),
     (FLAGS, (0, 1, 1.0, "yes", None, np.ones(1), [True])),
+    (LAYERS, (None, {}, PARAMS.query, tuple(PARAMS), "1", object())),
     (ARRAYS, (None, 1.0, "1", [1.0], {})),
     ({"base": lambda x: jaxmha.rope(HEADS, AT, base=x)}, (True, "1", None, 1j, -1.0, np.ones(1))),
     ({"inv_freq": lambda x: jaxmha.rope(HEADS, AT, inv_freq=x)}, (1.0, [1.0], np.ones(1, bool))),

@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from jaxmha import MHAParams, Semantics, checkpoint
+from jaxmha.checkpoint.errors import printable
 from jaxmha.converters.discovery import model_families
 from jaxmha.converters.discovery.model_families import Family
 from jaxmha.converters.layout import by_hand, meaning, transform, uneven
@@ -145,6 +146,15 @@ def find(shapes: Mapping[str, Sequence[int]], layouts: Iterable[Layout] = LAYOUT
 
 
 _ACROSS = r"cross|x_attn|encoder_attn|perceiver"  # prefixes of cross-attention
+
+
+def refuse_prefix(layout: Layout, prefix: str) -> None:
+    """Raises ValueError if no arrays at `prefix` are read as `layout`."""
+    if layout.name == "llama-across" and not re.search(_ACROSS, prefix):
+        raise ValueError(
+            f"layout {layout.name} needs a name of cross-attention ({_ACROSS.replace('|', ', ')}), "
+            f"not {printable(prefix) or '(top)'}: name layout llama, or rename the block"
+        )
 
 
 def _reads(layout: Layout, prefix: str, keys: Mapping[str, str], shapes: _Shapes) -> bool:

@@ -106,6 +106,7 @@ def refuse(
                 "name another layout"
             )
     if missing := prefixes - {block.prefix for block in target_blocks}:
+        attention_blocks.refuse_prefix(target, min(missing))
         raise ValueError(
             f"block {min(missing)} could not be read back as layout {target.name}: name another "
             "layout"

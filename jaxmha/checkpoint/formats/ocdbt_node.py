@@ -130,7 +130,7 @@ def _start(tensorstore: Any, raw: bytes) -> Callable[[int], bytes]:
     inside = raw[_HEAD:-4]
     if raw[_HEAD - 1] == 0:
         return lambda count: inside[:count]
-    # Of the drivers of tensorstore, only zip can inflate just the start of a zstd stream.
+    # Only tensorstore's zip driver can inflate just the start of a zstd stream.
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w") as archive:
         archive.writestr("node", inside)
