@@ -3,9 +3,9 @@
 The layer is called as (query, key, value) without a batch axis. True in its masks means attend.
 """
 
-from jaxmha.converters._load_into import make_load_into
 from jaxmha.converters.layout.api import make_api
 from jaxmha.converters.layout.equinox import EQUINOX, LAYOUTS
+from jaxmha.converters.matching.load_into import make_load_into
 
 __all__ = [
     "EQUINOX",

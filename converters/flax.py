@@ -11,13 +11,13 @@ import jax
 import numpy as np
 
 from jaxmha import MHAParams, Semantics
-from jaxmha.converters._load_into import make_load_into
 from jaxmha.converters.discovery import live_model
 from jaxmha.converters.layout.api import make_api
 from jaxmha.converters.layout.arrays import NDArray, to_numpy
 from jaxmha.converters.layout.flax import LAYOUTS, LINEN, LINEN_TIES, NNX_TIES
 from jaxmha.converters.layout.validation import leaf_shapes, refuse_sizes
 from jaxmha.converters.masks import flax as _masks
+from jaxmha.converters.matching.load_into import make_load_into
 from jaxmha.extras import needed
 from jaxmha.params import check
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from jaxmha import MHAParams, Semantics
-from jaxmha.converters._load_into import make_load_into
 from jaxmha.converters.discovery import live_model
 from jaxmha.converters.layout.api import make_api
 from jaxmha.converters.layout.arrays import NDArray, to_numpy
@@ -25,6 +24,7 @@ from jaxmha.converters.layout.keras import (
 from jaxmha.converters.layout.validation import one_dtype
 from jaxmha.converters.masks import keras as _masks
 from jaxmha.converters.masks.keras import attention_classes, attention_layers
+from jaxmha.converters.matching.load_into import make_load_into
 from jaxmha.extras import needed
 from jaxmha.params import check
 

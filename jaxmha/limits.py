@@ -42,5 +42,5 @@ def held(bias: jax.Array | None, dtype: np.dtype[np.floating]) -> jax.Array | No
         return bias
     most = float(np.finfo(accumulate).max)
     beyond = jnp.isfinite(bias) & (jnp.abs(bias) > most)
-    nearest = jnp.sign(bias) * most + (bias - jax.lax.stop_gradient(bias))  # gradient 1
+    nearest = jnp.sign(bias) * most + (bias - jax.lax.stop_gradient(bias))  # keeps the gradient
     return jnp.where(beyond, nearest, bias).astype(accumulate)

@@ -90,6 +90,8 @@ def under(name: str, *packages: str) -> bool:
 
 
 CONVERTERS = "jaxmha.converters"
+MATCHING, LOAD_INTO = f"{CONVERTERS}.matching", f"{CONVERTERS}.matching.load_into"
+LIGHT_MATCHING = (LOAD_INTO, f"{MATCHING}.plan")  # of which faces load no more
 FACES = ("torch", "keras", "flax", "huggingface", "linear", "equinox", "haiku")
 # Rooms, each of which may import those before it.
 ROOMS = (
@@ -99,7 +101,6 @@ ROOMS = (
     (f"{CONVERTERS}.masks",),
     (f"{CONVERTERS}.discovery",),
     (f"{CONVERTERS}.matching",),
-    (f"{CONVERTERS}._load_into",),
     tuple(f"{CONVERTERS}.{face}" for face in FACES),
     (f"{CONVERTERS}.migrate",),
     (f"{CONVERTERS}.sharded",),
@@ -147,8 +148,10 @@ def violations(path: str, source: str) -> list[str]:
             for name in everywhere
             if under(name, "jaxmha") and name != "jaxmha" and not under(name, "jaxmha.checkpoint")
         ]
-    if own in (f"{CONVERTERS}._load_into", *(f"{CONVERTERS}.{face}" for face in FACES)):
-        found += [name for name in top if under(name, f"{CONVERTERS}.matching")]  # 20 ms
+    if own in (MATCHING, LOAD_INTO, *(f"{CONVERTERS}.{face}" for face in FACES)):  # 20 ms
+        found += [
+            name for name in top if under(name, MATCHING) and not under(name, *LIGHT_MATCHING)
+        ]
     frameworks = [name for name in FRAMEWORKS if not under(own, f"jaxmha.{name}")]
     of_core = above <= floor("jaxmha.checkpoint")  # converters may, inside functions
     return found + [name for name in (everywhere if of_core else top) if under(name, *frameworks)]

@@ -7,7 +7,6 @@ excluded; all other layers become questions. `match` makes the plan, `loading` f
 
 from typing import Any
 
-from jaxmha.converters.matching import lines, trees
 from jaxmha.converters.matching.plan import Line, Packing, Plan, Question
 
 __all__ = ["Line", "Plan", "Question", "match"]
@@ -31,6 +30,8 @@ def match(source: Any, target: Any, *, packing: Packing = "ask") -> Plan:
     dense/bias <- fc.bias  [o0 -> o0]  certain: the only layers of these shapes
     dense/kernel <- fc.weight  [o0 i0 -> i0 o0]  certain: the only layers of these shapes
     """
+    from jaxmha.converters.matching import lines, trees
+
     mine = trees.read(source)
     try:
         return lines.plan(mine, trees.read(target), packing)

@@ -71,7 +71,7 @@ class Template:
 
     @property
     def first(self) -> Layer:
-        """The layer with the lowest numbers."""
+        """The layer of the first block."""
         return self.layers[min(self.layers)]
 
     @property

@@ -26,7 +26,7 @@ def like_attention(
     convention: Convention,
     file: Tensors,
 ) -> dict[str, str]:
-    """Finds tensors of other layers that a reader of the destination would error for attention.
+    """Finds tensors of other layers that a reader of the destination would take for attention.
 
     Such tensors are attention projections in a form that no layout describes. `targets` are the
     target prefix and kind of every layer. Returns tensor -> reason.
@@ -54,7 +54,7 @@ def like_attention(
 def mistakable(
     info: Mapping[str, Any], names: Iterable[str], found: Sequence[Block], to: Layout
 ) -> list[str]:
-    """Names of carried-over tensors that a reader of the target would error for a layer.
+    """Names of carried-over tensors that a reader of the target would take for a layer.
 
     >>> import numpy as np
     >>> mistakable({"n/gamma": np.zeros(3)}, ["n/gamma"], [], attention_blocks.named("keras"))

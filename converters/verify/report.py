@@ -183,7 +183,7 @@ def _compare(
             head_count.find(target, own, count, new.whole.metadata)
         else:
             a, b = _other_layer(step, made, done, old, new)
-    except ValueError as error:  # from the destination: `resolve` has already read the source
+    except ValueError as error:  # the destination is wrong: `resolve` has read the source
         streaming.differences(streaming.unread(old, step.tensors), streaming.unread(new, made))
         return Outputs([str(error)], {}, [])
     a = a._replace(dtype=done.dtype)

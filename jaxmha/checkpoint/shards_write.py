@@ -182,7 +182,8 @@ def _journal(target: Path, shards: Sequence[Path]) -> Iterator[tuple[BinaryIO, P
 
 
 def _leave(target: Path, shards: Sequence[Path], losses: Mapping[str, list[Any]]) -> None:
-    """Writes an unlocked journal of finished shards; its losses save casting the tensors again."""
+    """Writes an unlocked journal of finished shards. It keeps the casting losses, so that a resumed
+    write need not cast these tensors again."""
     with atomic.temporary(target) as (file, path):
         _fill(file, target, shards, losses)
         atomic.release(file)

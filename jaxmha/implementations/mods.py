@@ -62,7 +62,7 @@ class Limit(NamedTuple):
     size: int
 
     def allows(self, size: int) -> bool:
-        """Compares the size of the axis in a call."""
+        """True if the array fits a call in which the axis has this size."""
         if self.axis in "TS":
             return size <= self.size
         return size == self.size or (self.axis, self.size) == ("B", 1)
@@ -77,7 +77,7 @@ class Limits:
 
 
 def limits_of(function: object) -> tuple[Limit, ...]:
-    """The limits of a function of `jaxmha.mods`; of another function none are known."""
+    """The limits of a function of `jaxmha.mods`; no limits for any other function."""
     if isinstance(function, jax.tree_util.Partial):
         given = getattr(function.func, "limits", None)
         return () if given is None else tuple(given(*function.args))

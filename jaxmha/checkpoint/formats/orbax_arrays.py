@@ -83,7 +83,7 @@ class KeyStore:
     def check_chunks(
         self, key: str, document: str, name: str, array: zarr.Array
     ) -> tuple[str, ...]:
-        """Checks that every chunk of an array is stored; returns the files and folders with it.
+        """Checks that every chunk of an array is stored; returns the files and folders of the chunks.
 
         Raises IncompleteCheckpoint for a missing chunk, which tensorstore would read as zeros.
         orbax and this module store chunks of zeros too.

@@ -170,7 +170,9 @@ def _backward(settings: Settings, *operands: Any) -> Grads:
             "layout": private._normalize_layout(settings.layout).value,
             "sliding_window_length": None if settings.left is None else settings.left + 1,
         }
-        names = [*inspect.signature(rule).parameters][:-2]  # not the residuals and the cotangent
+        names = [*inspect.signature(rule).parameters][
+            :-2
+        ]  # the last two are residuals and cotangent
         score_mod = ((),) * ("score_mod" in names)  # JAX 0.12 has residuals of a score_mod: none
         given = (unused if bias is None else bias, *(lengths or (unused, unused)))
         saved = (query, key, value, *given, *(unused,) * 4, *score_mod, lse, out)

@@ -137,6 +137,6 @@ def bounds(conditions: Conditions) -> tuple[int, int]:
 
 
 def batch(arrays: tuple[Any, ...], axes: tuple[int, ...]) -> tuple[int, ...]:
-    """The sizes of the batch axes, broadcast over all operands; `axes`: numbers of other axes."""
+    """The batch sizes, broadcast over all operands; `axes`: each operand's number of other axes."""
     shapes = [x.shape[: x.ndim - n] for x, n in zip(arrays, axes, strict=True) if x.size]
     return np.broadcast_shapes(*shapes)

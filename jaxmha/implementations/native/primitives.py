@@ -38,7 +38,8 @@ def _backward_shapes(settings: Settings, *operands: Any) -> Shapes:
 
 
 def _bias_shapes(settings: Settings, *operands: Any) -> Shapes:
-    """The gradient has the last batch axis of the bias and every batch axis that vmap has added."""
+    """Bias gradients are summed over a batch axis that the bias broadcasts, but not over axes that
+    `vmap` has added in front of it."""
     lead = batch(operands, (*AXES, *AXES_OF_RESIDUALS, 2))
     return [((*lead[:-1], *Problem(*operands[: len(AXES)]).bias.shape[-4:]), np.float32)]
 

@@ -161,7 +161,7 @@ Attended: TypeAlias = tuple[Bool[jax.Array, "#B #N T"] | None, Bool[jax.Array, "
 def with_blocks(
     conditions: Conditions, bias: Float[jax.Array, "b n t s"] | None, tiling: Tiling
 ) -> tuple[Attended, Conditions]:
-    """Attended queries and keys, and the conditions; their mask function gets its blocks."""
+    """Attended queries and keys, and the conditions; a mask function also gets its block mask."""
     if conditions.mod is None:
         N = tiling.K * tiling.G
         return attended(conditions, bias, tiling.B, N, tiling.T, tiling.S), conditions

@@ -103,7 +103,7 @@ class TilePosition(NamedTuple):
 
     @property
     def extent(self) -> Extent:
-        """The position in the form that score and mask functions need."""
+        """The same position as the `Extent` over which score and mask functions are evaluated."""
         return Extent(self.starts, self.sizes, self.T, self.S, self.G)
 
 

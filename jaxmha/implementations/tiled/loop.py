@@ -19,10 +19,9 @@ from jaxmha.implementations.tiled.schedule import Schedule, make_schedule, visit
 from jaxmha.implementations.tiled.tile import Config, Cotangents, Modifier
 from jaxmha.implementations.tiled.tiling import Tiling
 
-# Operands of a tile, the function that reads those of KV tile j, and the function that casts one.
-Operands: TypeAlias = tuple[jax.Array, ...]
-ReadTile: TypeAlias = Callable[[Index], Operands]
-Decode: TypeAlias = Callable[[jax.Array], jax.Array]
+Operands: TypeAlias = tuple[jax.Array, ...]  # keys and values, or gradients, of one tile
+ReadTile: TypeAlias = Callable[[Index], Operands]  # slices KV tile j out of all tiles
+Decode: TypeAlias = Callable[[jax.Array], jax.Array]  # casts a tile from its stored dtype
 Result = TypeVar("Result")
 Tree = TypeVar("Tree")
 
