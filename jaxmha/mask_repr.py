@@ -1,13 +1,13 @@
 """Masks as small pictures for a terminal."""
 
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import jax
 import numpy as np
 
-if TYPE_CHECKING:
-    from jaxmha.mask import Mask
+from jaxmha.arrays import Array
 
 SIDE = 8  # positions shown where no array of the mask fixes T or S
 LARGEST = 32  # rows and columns shown
@@ -16,7 +16,20 @@ _POSITIONS = ("query_padding", "key_value_padding", "query_segments", "key_value
 ATTENDS, EXCLUDED = "■", "·"
 
 
-def describe(mask: "Mask") -> str:
+class Conditions(Protocol):
+    """The part of a `Mask` that a picture shows, next to its fields of arrays by name."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def array(self) -> Array | None: ...
+    def to_array(self, T: int, S: int, xp: ModuleType) -> Array: ...
+
+
+M = TypeVar("M", bound=Conditions)
+
+
+def describe(mask: Conditions) -> str:
     """One line with the conditions of a mask; arrays are shown by dtype and shape.
 
     >>> from jaxmha import Mask
@@ -28,7 +41,7 @@ def describe(mask: "Mask") -> str:
     return f"Mask({shown})"
 
 
-def picture(mask: "Mask", T: int | None = None, S: int | None = None) -> str:
+def picture(mask: Conditions, T: int | None = None, S: int | None = None) -> str:
     """A picture of a mask: rows are queries, columns keys. If the mask has axes of batch or heads,
     each pair of a batch row and a head has a panel.
 
@@ -58,7 +71,7 @@ def picture(mask: "Mask", T: int | None = None, S: int | None = None) -> str:
     return "\n".join([title, *panels])
 
 
-def _corner(mask: "Mask") -> "Mask":
+def _corner(mask: M) -> M:
     """The mask of the positions to show, so that a long mask is never materialised."""
     shown = {}
     for name in _POSITIONS:
@@ -80,7 +93,7 @@ def _more(size: int, what: str) -> list[str]:
     return [f"... {size - LARGEST} more {what}"] if size > LARGEST else []
 
 
-def _length(mask: "Mask", side: str, axis: int) -> int:
+def _length(mask: Conditions, side: str, axis: int) -> int:
     for name in (f"{side}_padding", f"{side}_segments"):
         if getattr(mask, name) is not None:
             return int(getattr(mask, name).shape[-1])

@@ -1,9 +1,10 @@
 """What importing loads, and who may import whom."""
 
 import ast
+import graphlib
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import pytest
@@ -203,3 +204,29 @@ def test_wrong_direction_is_noticed(path: str, source: str) -> None:
 )
 def test_right_direction_is_not(path: str, source: str) -> None:
     assert violations(path, source) == []
+
+
+def imported_modules(source: str, known: Collection[str]) -> set[str]:
+    """The modules that a file imports, in functions too; a submodule does not count as its package."""
+    names = [*imports(ast.parse(source), inside_functions=True)]
+    inner = {name.rpartition(".")[0] for name in names if name in known}
+    return {name for name in names if name in known and name not in inner}
+
+
+def test_no_circle_of_imports() -> None:
+    known = {module(path): path for path in sources()}
+    graph = {
+        name: imported_modules((ROOT / path).read_text(), known.keys())
+        for name, path in known.items()
+    }
+    assert len(graph) > 200
+    graphlib.TopologicalSorter(graph).prepare()
+
+
+def test_a_circle_is_noticed() -> None:
+    known = {"jaxmha", "jaxmha.a", "jaxmha.b"}
+    sources_of = {"jaxmha.a": "from jaxmha import b", "jaxmha.b": "def f():\n    import jaxmha.a"}
+    graph = {name: imported_modules(source, known) for name, source in sources_of.items()}
+    assert graph == {"jaxmha.a": {"jaxmha.b"}, "jaxmha.b": {"jaxmha.a"}}
+    with pytest.raises(graphlib.CycleError):
+        graphlib.TopologicalSorter(graph).prepare()

@@ -15,7 +15,8 @@ from jaxmha.converters.layout.arrays import NDArray
 from jaxmha.dims import bind
 from jaxmha.implementations.base import accumulation_dtype
 from jaxmha.introspect.framework_differences import Arrays, differences, stored
-from jaxmha.introspect.graph import DataFlow, Kind, Node, Stored
+from jaxmha.introspect.graph import DataFlow
+from jaxmha.introspect.node import Kind, Node, Stored
 from jaxmha.params import CANONICAL, check, field_of, leaves
 
 

@@ -1,12 +1,11 @@
 """Draws a `DataFlow` as SVG: columns for query, key and value, with time running downwards."""
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol
 from xml.sax.saxutils import escape, quoteattr
 
+from jaxmha.introspect.node import Node
 from jaxmha.introspect.svg import INK, adaptive
-
-if TYPE_CHECKING:
-    from jaxmha.introspect.graph import DataFlow, Node
 
 WIDTH, HEIGHT, GAP, ROW, EDGE = (
     318.0,
@@ -32,6 +31,21 @@ LEGEND = {
 TITLE, TEXT = 14, 12  # font size in pixels: at least 9 points
 
 
+class Flow(Protocol):
+    """The part of a `DataFlow` that a drawing shows."""
+
+    @property
+    def sizes(self) -> Mapping[str, int]: ...
+    @property
+    def nodes(self) -> tuple[Node, ...]: ...
+    @property
+    def flops(self) -> int: ...
+    @property
+    def bytes(self) -> int: ...
+    @property
+    def bytes_fused(self) -> int: ...
+
+
 class Place(NamedTuple):
     """The upper left corner of a box."""
 
@@ -44,7 +58,7 @@ class Place(NamedTuple):
         return self.x + WIDTH / 2
 
 
-def places(flow: "DataFlow") -> dict[str, Place]:
+def places(flow: Flow) -> dict[str, Place]:
     """The position of every box.
 
     A node is below all nodes that it reads. Nodes of only query, key or value stay in their column;
@@ -102,7 +116,7 @@ def memory(number: int) -> str:
     raise AssertionError
 
 
-def draw(flow: "DataFlow") -> str:
+def draw(flow: Flow) -> str:
     """The drawing as SVG text."""
     where = places(flow)
     width = 2 * EDGE + 3 * WIDTH + 2 * GAP
@@ -146,7 +160,7 @@ def draw(flow: "DataFlow") -> str:
     return adaptive("\n".join([*parts, "</svg>"]) + "\n")
 
 
-def _box(node: "Node", place: Place, flops: int) -> str:
+def _box(node: Node, place: Place, flops: int) -> str:
     colour, (x, y) = COLOURS[node.kind], place
     shape = " ".join(map(str, node.shape))
     cost = memory(node.bytes) if node.kind != "input" else ""
@@ -171,7 +185,7 @@ def _box(node: "Node", place: Place, flops: int) -> str:
     return "\n".join([*lines, "</g>"])
 
 
-def _hover(node: "Node") -> str:
+def _hover(node: Node) -> str:
     """The tooltip of a box: parameter arrays and differences."""
     lines = [f"{one.name}: {one.axes} = {one.shape}" for one in node.parameters]
     lines += [f"{one.framework}: {one.what}" for one in node.differences]

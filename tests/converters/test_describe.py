@@ -21,7 +21,8 @@ from jaxmha.converters import describe, flax, keras, torch
 from jaxmha.converters.verify import load_block
 from jaxmha.introspect import graph_svg
 from jaxmha.introspect.framework_differences import FACTS, FRAMEWORKS
-from jaxmha.introspect.graph import DataFlow, Node
+from jaxmha.introspect.graph import DataFlow
+from jaxmha.introspect.node import Node
 from jaxmha.params import leaves
 from tests.converters.test_cli import cli, fails
 
