@@ -18,7 +18,7 @@ from jaxmha.attention_options import Options
 from jaxmha.dims import bind
 from jaxmha.explicit_sharding import by_types, sharding_of_heads
 from jaxmha.implementations.base import Request, Result, simplified
-from jaxmha.implementations.online_softmax import share_of_keys
+from jaxmha.implementations.sinks import with_sinks
 from jaxmha.mask import Mask
 from jaxmha.mask_arguments import KEYWORDS, as_mask, mask_of_keywords
 from jaxmha.mod_arguments import MaskMod, Mods, ScoreMod, checked, traced_mods
@@ -381,19 +381,6 @@ def attend(
     if lse is not None:
         lse = checkpoint_name(lse, "attention_lse")  # type: ignore[no-untyped-call]
     return Result(out, weights, lse)
-
-
-def with_sinks(found: Result, lse: Float[jax.Array, "B N T"], sinks: Array) -> Result:
-    """Adds `sinks`, `(N,)`, to the softmax of a result."""
-    logits = jnp.asarray(sinks).astype(lse.dtype).reshape(1, -1, 1)
-    share = share_of_keys(lse, logits)[..., None]
-    out = (found.out.astype(lse.dtype) * jnp.swapaxes(share, 1, 2)).astype(found.out.dtype)
-    weights = found.weights
-    if weights is not None:
-        weights = (weights.astype(lse.dtype) * share).astype(weights.dtype)
-    masked = lse == -jnp.inf  # replaced, so that no gradient is NaN
-    with_sink = jnp.where(masked, logits, jnp.logaddexp(jnp.where(masked, 0.0, lse), logits))
-    return Result(out, weights, with_sink)
 
 
 def hashable(implementation: str | Sequence[str] | None) -> str | tuple[str, ...] | None:

@@ -12,8 +12,9 @@ from jaxmha.arrays import Array
 from jaxmha.implementations import one_query, online_softmax, platforms
 from jaxmha.implementations.base import accumulation_dtype
 from jaxmha.implementations.mods import of_pairs, of_scores
-from jaxmha.implementations.online_softmax import State, cap_and_mask, empty_state, share_of_keys
+from jaxmha.implementations.online_softmax import State, cap_and_mask, empty_state
 from jaxmha.implementations.shard_map import alike
+from jaxmha.implementations.sinks import share_of_keys
 from jaxmha.mask import Mask
 from jaxmha.matmul import operand_dtype, resolved, split_scale
 from jaxmha.mod_arguments import Mods

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -10,39 +9,29 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from jaxmha import bias_kv, checks, sharding
-from jaxmha.arrays import Array, require_arrays
+from jaxmha.arrays import Array
 from jaxmha.attention import attend, hashable
 from jaxmha.cached_attention import BLOCK, attend_cache, nan_where, reject_structure
+from jaxmha.decoding_checks import (
+    AXES,
+    CacheT,
+    checked_cache,
+    checked_counts,
+    clipped_counts,
+    reject_overflow,
+    sizes_of,
+)
 from jaxmha.dims import bind
 from jaxmha.explicit_sharding import by_types, sharding_of_features, spec_of
-from jaxmha.integers import near
-from jaxmha.kv_cache import KVCache
 from jaxmha.layer import policy_of
 from jaxmha.mask import Mask
 from jaxmha.mask_arguments import as_mask
 from jaxmha.mod_arguments import MaskMod, Mods, ScoreMod, traced_mods, without_extras
 from jaxmha.paged_cache import PagedKVCache
-from jaxmha.params import MHAParams, check
+from jaxmha.params import MHAParams
 from jaxmha.projections import combine_checked, compute_dtype, project_checked
-from jaxmha.quantized import is_scaled, storage_dtype
 from jaxmha.rotary import Rotate, static_rotation
 from jaxmha.semantics import Semantics
-
-CacheT = TypeVar("CacheT", KVCache, PagedKVCache)
-ArrayT = TypeVar("ArrayT", bound=Array)
-
-# Cache type -> array -> its axes.
-AXES: dict[type, dict[str, str]] = {
-    KVCache: {"key": "B K S H", "value": "B K S h", "lengths": "B"},
-    PagedKVCache: {
-        "key": "P K page H",
-        "value": "P K page h",
-        "table": "B M",
-        "lengths": "B",
-        "key_scale": "P K page",
-        "value_scale": "P K page",
-    },
-}
 
 
 def prefill(
@@ -87,7 +76,7 @@ def prefill(
     >>> out.shape, cache.lengths.tolist()
     ((1, 3, 6), [3])
     """
-    cache = _checked(params, x, cache, semantics)
+    cache = checked_cache(params, x, cache, semantics)
     out, kept = _prefill(
         params,
         x,
@@ -141,7 +130,7 @@ def _prefill(
     rotate: Rotate | None,
     implementation: str | tuple[str, ...] | None,
 ) -> tuple[jax.Array, CacheT]:
-    sizes = _sizes(params, x, cache)
+    sizes = sizes_of(params, x, cache)
     B, T, S = sizes["B"], sizes["T"], sizes["S"]
     left = None if mask.window_size is None else mask.window_size[0]
     if T > S and (left is None or left >= S or isinstance(cache, PagedKVCache)):
@@ -169,7 +158,7 @@ def _prefill(
     )
     lengths = jnp.full(B, T, np.int32)
     if mask.key_value_lengths is not None:
-        lengths = jnp.minimum(lengths, _counts(jnp.asarray(mask.key_value_lengths)))
+        lengths = jnp.minimum(lengths, clipped_counts(jnp.asarray(mask.key_value_lengths)))
     kept, full = cache.emptied().append(key, value, lengths, left)
     out = result.out
     if isinstance(cache, PagedKVCache):  # the pool may have too few free pages for T <= S tokens
@@ -278,7 +267,7 @@ def extend(
     >>> cache.lengths.tolist(), int(cache.free_pages())
     ([5, 1, 0], 5)
     """
-    cache = _checked(params, x, cache, semantics)
+    cache = checked_cache(params, x, cache, semantics)
     mask = as_mask(mask)
     reject_structure(mask)
     if policy_of(params, semantics) == "mean":
@@ -290,7 +279,7 @@ def extend(
         params,
         x,
         cache,
-        _checked_counts(q_lengths),
+        checked_counts(q_lengths),
         mask,
         semantics,
         _traced(score_mod, mask_mod, params, x, None),
@@ -314,18 +303,18 @@ def _extend(
     rotate: Rotate | None,
     block: int,
 ) -> tuple[jax.Array, CacheT]:
-    sizes = _sizes(params, x, cache)
+    sizes = sizes_of(params, x, cache)
     B, T = sizes["B"], sizes["T"]
     left, _ = mask.window_size or (None, None)
-    _reject_overflow(cache, T, left)
-    lengths = _counts(jnp.asarray(cache.lengths))
+    reject_overflow(cache, T, left)
+    lengths = clipped_counts(jnp.asarray(cache.lengths))
     tokens = jnp.arange(T, dtype=np.int32).reshape(1, T)
     positions = lengths[:, None] + tokens
     query, key, value = _heads(params, x, semantics, positions, rotate)
     counts = jnp.full(B, T, np.int32)
     if q_lengths is not None:
         bind("q_lengths", q_lengths.shape, "B", sizes)
-        counts = jnp.minimum(_counts(q_lengths), T)
+        counts = jnp.minimum(clipped_counts(q_lengths), T)
     cache, full = cache._replace(lengths=lengths).append(key, value, counts, left)
     mask = checks.flatten_mask(mask, (B,), sizes)
     out = attend_cache(params, query, cache, positions, mask, semantics, block, mods)
@@ -333,89 +322,6 @@ def _extend(
     if q_lengths is not None:
         out = jnp.where((tokens < counts[:, None])[..., None], out, 0.0)
     return out, cache
-
-
-def _reject_overflow(cache: KVCache | PagedKVCache, T: int, left: int | None) -> None:
-    """Raises ValueError if T new tokens cannot fit into the slots, whatever the lengths are."""
-    S = cache.slots
-    ring = isinstance(cache, KVCache) and left is not None
-    if T > S or (ring and left is not None and left < S < left + T):
-        raise ValueError(
-            f"x: T={T} new tokens do not fit into the S={S} slots of the cache"
-            f"{f' with a window of {left}' if ring else ''}: it needs "
-            f"{left + T if ring and left is not None else T}"
-        )
-
-
-def _checked(params: MHAParams, x: Array, cache: CacheT, semantics: Semantics) -> CacheT:
-    """Checks the arguments and returns the cache; NumPy lengths become int32, since jit would
-    truncate them."""
-    checks.require_type(MHAParams, params=params)
-    if not isinstance(cache, KVCache | PagedKVCache):
-        raise TypeError(
-            f"cache must be a jaxmha.KVCache or a jaxmha.PagedKVCache, got {type(cache).__name__}"
-        )
-    checks.require_type(Semantics, semantics=semantics)
-    require_arrays(x=x)
-    for name, part in cache._asdict().items():
-        is_scale = name.endswith("_scale")  # None unless the dtype of the cache needs scales
-        require_arrays(optional=is_scale, **{f"cache.{name}": part})
-    stored = {"cache.key": cache.key, "cache.value": cache.value}
-    checks.reject_rounding(params=params, x=x, **stored)
-    for name in ("key", "value"):
-        if isinstance(cache, PagedKVCache):
-            dtype = storage_dtype(getattr(cache, name).dtype, f"the dtype of cache.{name}")
-            scale = getattr(cache, f"{name}_scale")
-            if is_scaled(dtype) != (scale is not None):
-                raise ValueError(
-                    f"cache.{name} is {dtype}, which is stored "
-                    f"{'with' if is_scaled(dtype) else 'without'} scales, and cache.{name}_scale is "
-                    f"{'None' if scale is None else 'an array'}: make it by PagedKVCache.empty"
-                )
-        else:
-            checks.floating_dtype(getattr(cache, name).dtype, f"the dtype of cache.{name}")
-    for name in ("lengths", "table"):
-        part = getattr(cache, name, None)
-        if part is not None and not jnp.issubdtype(part.dtype, np.integer):
-            raise TypeError(f"cache.{name} must be an integer array, got {part.dtype}")
-    if not isinstance(cache.lengths, np.ndarray):
-        return cache
-    return cache._replace(lengths=_counts(cache.lengths))
-
-
-def _checked_counts(q_lengths: Array | None) -> Array | None:
-    """Checks that `q_lengths` is an array of integers; converts NumPy arrays to int32."""
-    require_arrays(optional=True, q_lengths=q_lengths)
-    if q_lengths is not None and not jnp.issubdtype(q_lengths.dtype, np.integer):
-        raise TypeError(f"q_lengths must be an integer array, got {q_lengths.dtype}")
-    return _counts(q_lengths) if isinstance(q_lengths, np.ndarray) else q_lengths
-
-
-def _counts(lengths: ArrayT) -> ArrayT:
-    """Clips lengths to [0, 2**30], so that lengths plus T fit int32; arrays become int32."""
-    return near(lengths).clip(0)  # type: ignore[return-value]
-
-
-def _sizes(params: MHAParams, x: jax.Array, cache: KVCache | PagedKVCache) -> dict[str, int]:
-    """Checks every shape of a call and returns the sizes by letter; S counts slots."""
-    sizes = check(params)
-    bind("x", x.shape, "B T Dq", sizes)
-    mesh_axes = sharding.current()
-    if sizes["T"] > 1 and mesh_axes is not None and mesh_axes.zigzag:
-        raise ValueError(
-            f"x: T={sizes['T']} tokens in zig-zag order, and a cache holds them by true position: "
-            "leave zigzag out of jaxmha.sharding.use here, and give them in their natural order"
-        )
-    for name, axes in AXES[type(cache)].items():
-        if getattr(cache, name) is not None:
-            bind(f"cache.{name}", getattr(cache, name).shape, axes, sizes)
-    sizes["S"] = cache.slots
-    if not sizes["Dq"] == sizes["Dk"] == sizes["Dv"]:
-        raise ValueError(
-            f"a cache is for self-attention, and params read inputs of Dq={sizes['Dq']}, "
-            f"Dk={sizes['Dk']}, Dv={sizes['Dv']} features"
-        )
-    return sizes
 
 
 def _heads(

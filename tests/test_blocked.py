@@ -22,6 +22,7 @@ from jaxmha.implementations.tiled import (
     loop,
     schedule,
     tile,
+    tiling,
 )
 from jaxmha.implementations.tiled.tiling import Tiling, choose_tiling
 from tests import cases, conformance, reference, tolerance
@@ -601,7 +602,7 @@ def test_blocks_are_cut_for_the_platform_that_is_named(
         found.append((more["platform"], more.get("gradient", False)))
         return choose_tiling(*sizes, **more)
 
-    monkeypatch.setattr(attention, "choose_tiling", choose)
+    monkeypatch.setattr(tiling, "choose_tiling", choose)
     x = jnp.ones((1, 1024, 2, 64), jnp.bfloat16)
 
     def attend(x: Any) -> Any:

@@ -11,7 +11,7 @@ from jaxmha import MHAParams, Semantics, checkpoint
 from jaxmha.checkpoint.errors import printable
 from jaxmha.converters.discovery import model_families
 from jaxmha.converters.discovery.model_families import Family
-from jaxmha.converters.layout import by_hand, meaning, transform, uneven
+from jaxmha.converters.layout import meaning, transform, uneven
 from jaxmha.converters.layout.base import Entry, Layout, choose
 from jaxmha.converters.layout.registry import LAYOUTS
 from jaxmha.dims import parse
@@ -45,9 +45,7 @@ class Block(NamedTuple):
     layout: Layout
     keys: dict[str, str]  # key of the layout -> name in the file
     unknown: tuple[str, ...] = ()  # names under the prefix that the layout does not know
-    family_match: tuple[Family, str] | None = (
-        None  # the matching model family, and its prefix pattern
-    )
+    family_match: tuple[Family, str] | None = None  # the model family, and its prefix pattern
     also: tuple[str, ...] = ()  # other layouts with the same keys, if no family decides
     configured: bool = False  # `behaviours` set the layout semantics from config.json or metadata
 
@@ -126,17 +124,17 @@ def find(shapes: Mapping[str, Sequence[int]], layouts: Iterable[Layout] = LAYOUT
     [('a', 'torch')]
     """
     found: dict[str, list[Block]] = {}
-    ends, names = _ends(shapes), sorted(shapes)
+    ends, names = name_ends(shapes), sorted(shapes)
     for variant in (v for candidate in layouts for v in _variants(candidate)):
         first = next(entry.key for entry in variant.entries if not entry.group)
-        for prefix in _prefixes(variant, ends, first):
+        for prefix in prefixes_with(variant, ends, first):
             keys = {
                 entry.key: full
                 for entry in variant.entries
                 if (full := variant.path(prefix, entry.key)) in shapes
             }
             if _fits(variant, keys, shapes) and _reads(variant, prefix, keys, shapes):
-                unknown = _unknown(variant, prefix, keys, names)
+                unknown = unknown_under(variant, prefix, keys, names)
                 family_match = model_families.match(variant.name, prefix, shapes)
                 found.setdefault(prefix, []).append(
                     Block(prefix, variant, keys, unknown, family_match)
@@ -225,78 +223,6 @@ def _is_even(block: Block, shapes: Mapping[str, Sequence[int]]) -> bool:
     return len(widths) <= 1
 
 
-def damaged(
-    shapes: Mapping[str, Sequence[int]], found: Sequence[Block], layouts: Iterable[Layout] = LAYOUTS
-) -> list[str]:
-    """Describes prefixes that have most arrays of a layout but form no readable block."""
-    return list(damaged_at(shapes, found, layouts).values())
-
-
-def damaged_at(
-    shapes: Mapping[str, Sequence[int]], found: Sequence[Block], layouts: Iterable[Layout] = LAYOUTS
-) -> dict[str, str]:
-    """Maps prefixes that have most arrays of a layout but form no readable block to the reason."""
-    whole = {block.prefix for block in found}
-    taken = {name for block in found for name in block.keys.values()}
-    ends, names = _ends(name for name in shapes if name not in taken), sorted(shapes)
-    reasons = {block.prefix: block.refused for block in found if block.refused}
-    for candidate in layouts:
-        # Layers other than attention often have the names of hand-written and uneven layouts.
-        if candidate in by_hand.BY_HAND or any(map(uneven.letter, candidate.entries)):
-            continue
-        usual = [entry for entry in candidate.entries if entry.group in ("", "bias")]
-        required = [entry for entry in usual if not entry.group]
-        prefixes = {p: None for entry in usual for p in _prefixes(candidate, ends, entry.key)}
-        for prefix in prefixes:
-            present = [e for e in usual if candidate.path(prefix, e.key) in shapes]
-            first = required[0] in present and 2 * sum(not e.group for e in present) >= len(
-                required
-            )
-            most_kernels = 2 * sum(not e.group for e in present) > len(required)
-            if prefix in whole or not (first or most_kernels or 2 * len(present) > len(usual)):
-                continue
-            missing = [e.key for e in required if e not in present]
-            roles = {leaf.partition(".")[0] for e in present for leaf in e.leaves}
-            if not roles & {"value", "out"}:
-                continue  # only queries and keys: the layer computes scores, not attention
-            keys = {e.key: candidate.path(prefix, e.key) for e in present}
-            more = _unknown(candidate, prefix, keys, names) if missing else ()
-            if any(len(shapes[name]) >= 2 for name in more):
-                continue  # a complete layer of another kind
-            what = f"lacks {', '.join(missing)}" if missing else _misfit(candidate, prefix, shapes)
-            if roles == {"query", "key", "out"} and f"{prefix}.q_norm.weight" in shapes:
-                reasons.setdefault(prefix, f"{prefix} has no values: its keys may serve as both")
-                continue
-            reasons.setdefault(
-                prefix, f"{prefix or '(top)'} looks like layout {candidate.name} but {what}"
-            )
-    return reasons
-
-
-def _misfit(candidate: Layout, prefix: str, shapes: Mapping[str, Sequence[int]]) -> str:
-    """Describes the first array whose shape contradicts an earlier array of the layout."""
-    sizes: dict[str, tuple[int, str]] = {}
-    for entry in candidate.entries:
-        if (shape := shapes.get(candidate.path(prefix, entry.key))) is None:
-            continue
-        groups, shown = parse(entry.axes), f"{entry.key} of shape {tuple(shape)}"
-        if len(shape) < len(groups):
-            return (
-                f"has arrays of another rank: {entry.key} expected axes ({entry.axes}), got shape "
-                f"{tuple(shape)}"
-            )
-        for group, n in zip(groups, shape[len(shape) - len(groups) :], strict=True):
-            if len(group) > 1:
-                continue
-            letter = group[0]
-            other = sizes.setdefault(letter, (n, shown))
-            if other[0] != n:
-                return f"{shown} has {letter}={n}, while {other[1]} has {letter}={other[0]}"
-    return "its sizes contradict each other: " + ", ".join(
-        f"{letter}={n} ({shown})" for letter, (n, shown) in sizes.items()
-    )
-
-
 def natural(name: str) -> list[tuple[int, str]]:
     """A sort key that puts layer.2 before layer.10."""
     parts = re.split(r"(\d+)", name)
@@ -323,7 +249,7 @@ def _other_keys() -> tuple[frozenset[str], frozenset[str]]:
     return known, frozenset(key.removesuffix(".weight") for key in known if key.endswith(".weight"))
 
 
-def _unknown(
+def unknown_under(
     layout: Layout, prefix: str, keys: Mapping[str, str], names: Sequence[str]
 ) -> tuple[str, ...]:
     """Tensors under a prefix that are neither in the layout nor known to accompany attention.
@@ -349,7 +275,7 @@ def _unknown(
 Ends = Mapping[tuple[str, str], Sequence[str]]
 
 
-def _ends(names: Iterable[str]) -> Ends:
+def name_ends(names: Iterable[str]) -> Ends:
     """Maps (separator, rest of a name) to the prefixes before it; ("", name) has the prefix ""."""
     found: dict[tuple[str, str], list[str]] = {}
     for name in names:
@@ -359,7 +285,7 @@ def _ends(names: Iterable[str]) -> Ends:
     return found
 
 
-def _prefixes(candidate: Layout, ends: Ends, key: str) -> Iterator[str]:
+def prefixes_with(candidate: Layout, ends: Ends, key: str) -> Iterator[str]:
     """The prefixes at which a key of the layout occurs."""
     for separator in ("", candidate.separator):
         for prefix in ends.get((separator, key), ()):

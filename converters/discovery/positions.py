@@ -39,52 +39,19 @@ from jaxmha.converters.discovery.head_count import Configured
 from jaxmha.converters.layout.arrays import NDArray, to_numpy
 
 # Model types whose rotary positions rotate pairs of neighbouring features.
-INTERLEAVED = frozenset(
-    [
-        "blt_global_transformer",
-        "blt_local_decoder",
-        "blt_local_encoder",
-        "blt_patcher",
-        "codegen",
-        "cohere",
-        "cohere2",
-        "cohere2_moe",
-        "cohere_asr",
-        "ernie4_5",
-        "ernie4_5_moe",
-        "ernie4_5_vl_moe_text",
-        "glm",
-        "glm4",
-        "glm4v_text",
-        "glm_ocr_text",
-        "gptj",
-        "gradium_phonon_tts",
-        "helium",
-        "llama4_text",
-        "moonshine",
-        "moonshine_streaming",
-        "openai_privacy_filter",
-        "pe_audio_encoder",
-        "roformer",
-    ]
-)
+INTERLEAVED = frozenset((
+    "blt_global_transformer", "blt_local_decoder", "blt_local_encoder", "blt_patcher", "codegen",
+    "cohere", "cohere2", "cohere2_moe", "cohere_asr", "ernie4_5", "ernie4_5_moe",
+    "ernie4_5_vl_moe_text", "glm", "glm4", "glm4v_text", "glm_ocr_text", "gptj",
+    "gradium_phonon_tts", "helium", "llama4_text", "moonshine", "moonshine_streaming",
+    "openai_privacy_filter", "pe_audio_encoder", "roformer",
+))  # fmt: skip
 # Model types whose rotary positions are rows and columns, or times, instead of token indices.
-PLANES = frozenset(
-    [
-        "dinov3_vit",
-        "eomt_dinov3",
-        "pixtral",
-        "llama4_vision_model",
-        "sam3_vit_model",
-        "efficientloftr",
-        "lightglue",
-        "edgetam_video",
-        "sam2_video",
-        "sam3_tracker_video",
-        "vjepa2",
-        "neomme",
-    ]
-)
+PLANES = frozenset((
+    "dinov3_vit", "eomt_dinov3", "pixtral", "llama4_vision_model", "sam3_vit_model",
+    "efficientloftr", "lightglue", "edgetam_video", "sam2_video", "sam3_tracker_video", "vjepa2",
+    "neomme",
+))  # fmt: skip
 # Model types whose layers of full attention have no rotary positions.
 LOCAL = frozenset(
     ["afmoe", "beam", "cohere2", "cohere2_moe", "exaone4", "exaone_moe", "flint", "kolibri1"]

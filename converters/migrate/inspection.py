@@ -11,6 +11,7 @@ from jaxmha.checkpoint.errors import printable
 from jaxmha.converters.discovery import (
     attention_blocks,
     behaviours,
+    damaged_blocks,
     described,
     head_count,
     other_layers,
@@ -131,7 +132,7 @@ def inspect(path: str | os.PathLike[str], *, num_heads: int | None = None) -> Fi
             for layer in recognised
         )
         dtypes = Counter(str(info.dtype) for info in file.info.values())
-        damaged_at = attention_blocks.damaged_at(all_shapes, found)
+        damaged_at = damaged_blocks.find(all_shapes, found)
         damaged = tuple(damaged_at.values())
         apart = unknown_attention.find(all_shapes, found, damaged_at)
         around = unconverted.notes(

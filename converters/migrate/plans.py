@@ -8,6 +8,7 @@ from jaxmha.converters import keras
 from jaxmha.converters.discovery import (
     attention_blocks,
     behaviours,
+    damaged_blocks,
     family_keymaps,
     head_count,
     hf_config,
@@ -175,7 +176,7 @@ def _blocks(file: Tensors, from_: Layout | None) -> list[Block]:
     shapes = _shapes(file)
     known = registry.LAYOUTS if from_ is None else [from_]
     found = behaviours.configured(attention_blocks.find(shapes, known), file)
-    if broken := attention_blocks.damaged(shapes, found, known):
+    if broken := damaged_blocks.describe(shapes, found, known):
         raise ValueError(
             f"{broken[0]}; with --from it is carried over as it is, where another layout is named"
         )

@@ -7,6 +7,7 @@ from typing import Any
 from jaxmha.checkpoint.errors import printable
 from jaxmha.converters.discovery import (
     attention_blocks,
+    damaged_blocks,
     family_keymaps,
     layer_layouts,
     model_families,
@@ -38,9 +39,7 @@ def like_attention(
         ).items():
             target_blocks[name], owner[name] = one.info.shape, layer
     found = attention_blocks.find(target_blocks)
-    wrong = {block.prefix for block in found} | attention_blocks.damaged_at(
-        target_blocks, found
-    ).keys()
+    wrong = {block.prefix for block in found} | damaged_blocks.find(target_blocks, found).keys()
     start = tuple(f"{prefix}{convention.separator}" for prefix in wrong)
     return {
         tensor: f"a projection of attention of another form: as {name} it would be read as a part "
@@ -112,11 +111,8 @@ def refuse(
             "layout"
         )
     known = [b._replace(configured=b.prefix in configured) for b in attention_blocks.find(shapes)]
-    broken = attention_blocks.damaged_at(shapes, known)
-    if (
-        new := broken.keys()
-        - attention_blocks.damaged_at(source, attention_blocks.find(source)).keys()
-    ):
+    broken = damaged_blocks.find(shapes, known)
+    if new := broken.keys() - damaged_blocks.find(source, attention_blocks.find(source)).keys():
         raise ValueError(
             f"could not be read back: {printable(broken[min(new)])}, since other layers would get "
             'the names of its arrays: carry them over in a plan (kind = "other")'

@@ -15,6 +15,7 @@ from jaxmha.checkpoint.errors import printable
 from jaxmha.converters import flax, keras, torch
 from jaxmha.converters.discovery import (
     attention_blocks,
+    damaged_blocks,
     described,
     head_count,
     hf_config,
@@ -119,7 +120,7 @@ def _read_state(
         path, names, metadata = file.path, file.names, file.metadata
         hf_config.refuse_behaviour(path)
         configured = described.of(file, found).heads
-    if broken := attention_blocks.damaged(all_shapes, found):
+    if broken := damaged_blocks.describe(all_shapes, found):
         where = f"{path}: " if path is not None else ""
         raise ValueError(printable(f"{where}{broken[0]}"))
     compared: list[ComparedBlock] = []

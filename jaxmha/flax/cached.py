@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxmha import checks, sharding
 from jaxmha.arrays import Array
 from jaxmha.cached_attention import nan_where, reject_structure
-from jaxmha.decoding import CacheT
+from jaxmha.decoding_checks import CacheT
 from jaxmha.explicit_sharding import by_types, sharding_of_features, spec_of
 from jaxmha.flax.heads import (
     CallSettings,

@@ -15,7 +15,8 @@ from jaxtyping import Float, Int, PRNGKeyArray
 from jaxmha.arrays import Array, DTypeLike
 from jaxmha.attention import hashable
 from jaxmha.checks import promoted, reject_rounding
-from jaxmha.decoding import CacheT, extend, prefill
+from jaxmha.decoding import extend, prefill
+from jaxmha.decoding_checks import CacheT
 from jaxmha.flax.cached import attend_cached, with_cache
 from jaxmha.flax.function import attention_fn as own_attention_fn
 from jaxmha.flax.function import sow

@@ -13,7 +13,8 @@ from jaxtyping import Float, Int
 from jaxmha.arrays import Array, DTypeLike
 from jaxmha.attention import hashable
 from jaxmha.checks import floating_dtype, reject_rounding
-from jaxmha.decoding import CacheT, extend, prefill
+from jaxmha.decoding import extend, prefill
+from jaxmha.decoding_checks import CacheT
 from jaxmha.flax.cached import attend_cached, with_cache
 from jaxmha.flax.function import attention_fn as own_attention_fn
 from jaxmha.flax.function import sow
@@ -29,13 +30,13 @@ from jaxmha.flax.settings import (
     behaviour,
     cast,
     head_sizes,
+    input_sizes,
     read_inputs,
     read_mask,
     reject_hooks,
     reject_shardings,
     settings_of,
 )
-from jaxmha.integers import require_sizes
 from jaxmha.mask import Mask
 from jaxmha.params import MHAParams, check, leaves
 from jaxmha.rotary import Rotate
@@ -169,11 +170,7 @@ class MultiHeadAttention(Attributes):
             normalize_qk=normalize_qk,
         )
         kv = in_features if in_kv_features is None else as_tuple(in_kv_features)
-        Dk, Dv = kv if isinstance(kv, tuple) else (kv, kv)
-        require_sizes(in_features=in_features)
-        require_sizes(optional=True, out_features=out_features)
-        require_sizes(in_kv_features=Dk)
-        require_sizes(in_kv_features=Dv)
+        Dk, Dv = input_sizes(in_features, kv, out_features)
         features = in_features if qkv_features is None else qkv_features
         K, H, h = head_sizes(num_heads, features, num_kv_heads, value_head_dim)
         self.num_heads, self.num_kv_heads = num_heads, K
@@ -204,17 +201,10 @@ class MultiHeadAttention(Attributes):
             "query_ln": common | {"scale_metadata": query_ln_scale_metadata},
             "key_ln": common | {"scale_metadata": key_ln_scale_metadata},
         }
-        Do = self.out_features
         sizes = {
-            "Dq": in_features,
-            "Dk": Dk,
-            "Dv": Dv,
-            "Do": Do,
-            "N": num_heads,
-            "K": K,
-            "H": H,
-            "h": h,
-        }
+            "Dq": in_features, "Dk": Dk, "Dv": Dv, "Do": self.out_features,
+            "N": num_heads, "K": K, "H": H, "h": h,
+        }  # fmt: skip
         learned = self.normalize_qk and self.semantics.qk_norm_learned
         chosen = heads, out if use_out else None, norms if learned else {}
         declared = declare(

@@ -163,6 +163,18 @@ def biased(use_bias: UseBias, name: str) -> bool:
     return name in use_bias
 
 
+def input_sizes(
+    in_features: int, in_kv_features: int | tuple[int, int], out_features: int | None
+) -> tuple[int, int]:
+    """Checks the widths of inputs and outputs; returns Dk and Dv."""
+    Dk, Dv = in_kv_features if isinstance(in_kv_features, tuple) else (in_kv_features,) * 2
+    require_sizes(in_features=in_features)
+    require_sizes(optional=True, out_features=out_features)
+    for size in (Dk, Dv):
+        require_sizes(in_kv_features=size)
+    return Dk, Dv
+
+
 def head_sizes(
     num_heads: int, qkv_features: int, num_kv_heads: int | None, value_head_dim: int | None
 ) -> tuple[int, int, int]:

@@ -61,16 +61,6 @@ class Softmax(NamedTuple):
         return (self.row_max + jnp.log(self.row_sum))[..., 0]
 
 
-def share_of_keys(lse: Float[jax.Array, "*b"], sink: Float[jax.Array, "*#b"]) -> jax.Array:
-    """The part of the softmax that the keys keep when the logit `sink` joins them, `*b`.
-
-    A further logit s multiplies the other weights by `exp(lse) / (exp(lse) + exp(s))`; 0 where lse
-    is -inf, whatever s. Source: `transformers`, attention of gpt-oss.
-    """
-    masked = lse == -jnp.inf  # replaced, so that no gradient is NaN
-    return jnp.where(masked, 0.0, jax.nn.sigmoid(jnp.where(masked, 0.0, lse) - sink))
-
-
 def empty_state(out: jax.Array, per_row: jax.Array) -> State:
     """The state before the first key, given zeros of the shapes of output and row sum."""
     return State(out, jnp.full_like(per_row, LOWEST[per_row.dtype.name]), per_row)

@@ -15,7 +15,13 @@ from typer.testing import CliRunner
 from jaxmha import checkpoint
 from jaxmha.cli import app
 from jaxmha.converters import huggingface, linear
-from jaxmha.converters.discovery import attention_blocks, head_count, hf_config, model_families
+from jaxmha.converters.discovery import (
+    attention_blocks,
+    damaged_blocks,
+    head_count,
+    hf_config,
+    model_families,
+)
 from jaxmha.converters.layout import registry, transform
 from jaxmha.converters.layout.arrays import to_numpy
 from jaxmha.converters.layout.base import Layout
@@ -207,7 +213,7 @@ def test_live_models_of_transformers(name: str) -> None:
         row = (block.layout.name, *block.family)
         seen[row] = seen.get(row, 0) + 1
     assert sorted((*row, count) for row, count in seen.items()) == sorted(expected)
-    assert attention_blocks.damaged(shapes, found) == []
+    assert damaged_blocks.describe(shapes, found) == []
 
 
 @pytest.mark.filterwarnings("default")
@@ -226,7 +232,7 @@ def test_families_that_need_their_configuration_are_refused_by_name(tmp_path: Pa
     message = rf"layers\.0\.self_attn is of Gemma 2: .*{reason}"
     with pytest.raises(ValueError, match=message):
         found[0].read(state, 3)
-    assert re.search(message, attention_blocks.damaged(shapes, found)[0])
+    assert re.search(message, damaged_blocks.describe(shapes, found)[0])
     checkpoint.write(tmp_path / "a.npz", state)
     with pytest.raises(ValueError, match=message):
         pipeline.convert(tmp_path / "a.npz", tmp_path / "b.npz", to="flax", num_heads=3)
@@ -273,10 +279,10 @@ def test_damaged_blocks_are_named() -> None:
     del shapes["h.1.attn.c_proj.bias"]
     found = attention_blocks.find(shapes)
     assert [block.prefix for block in found] == ["h.0.attn"]
-    (reason,) = attention_blocks.damaged(shapes, found)
+    (reason,) = damaged_blocks.describe(shapes, found)
     assert reason == "h.1.attn looks like layout gpt2 but lacks c_proj.bias"
     shapes["h.1.attn.c_proj.bias"] = ()
-    (reason,) = attention_blocks.damaged(shapes, attention_blocks.find(shapes))
+    (reason,) = damaged_blocks.describe(shapes, attention_blocks.find(shapes))
     assert "c_proj.bias expected axes (Do), got shape ()" in reason
 
 

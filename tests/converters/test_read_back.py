@@ -9,7 +9,7 @@ import torch as pytorch
 
 from jaxmha import checkpoint
 from jaxmha.converters import torch as convert
-from jaxmha.converters.discovery import attention_blocks
+from jaxmha.converters.discovery import attention_blocks, damaged_blocks
 from jaxmha.converters.layout import registry, transform
 from jaxmha.converters.layout.base import Layout
 from jaxmha.converters.migrate import pipeline
@@ -89,7 +89,7 @@ def test_other_layers_are_not_damaged_attention() -> None:
         "mixer.out_proj.bias": (6,), "head.out.kernel": (6, 3), "head.out.bias": (3,),
         "norm.weight": (6,), "key.weight": (6, 6), "self.query.weight": (6, 6),
     }  # fmt: skip
-    assert attention_blocks.damaged(shapes, attention_blocks.find(shapes)) == []
+    assert damaged_blocks.describe(shapes, attention_blocks.find(shapes)) == []
 
 
 def test_a_width_that_does_not_fit_names_both_arrays(tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_a_width_that_does_not_fit_names_both_arrays(tmp_path: Path) -> None:
     state = transform.export_params(layout, params_of(layout), prefix="h.0.attn")
     shapes = {name: array.shape for name, array in state.items()}
     shapes["h.0.attn.c_proj.bias"] = (shapes["h.0.attn.c_proj.bias"][0] + 1,)
-    (reason,) = attention_blocks.damaged(shapes, attention_blocks.find(shapes))
+    (reason,) = damaged_blocks.describe(shapes, attention_blocks.find(shapes))
     assert "c_proj.bias of shape" in reason
     assert "while c_proj.weight of shape" in reason
 

@@ -16,13 +16,12 @@ from jaxmha.implementations import shard_map
 from jaxmha.implementations.base import Request, Result
 from jaxmha.implementations.mods import Mod
 from jaxmha.implementations.tiled import attention
-from jaxmha.implementations.tiled.attention import Shaped
 from jaxmha.implementations.tiled.bands import OutAndLse
 from jaxmha.implementations.tiled.block_mask import NO_CONDITIONS, Conditions
 from jaxmha.implementations.tiled.dropout import Seed, shift_seed
 from jaxmha.implementations.tiled.layout import Index
 from jaxmha.implementations.tiled.tile import Config
-from jaxmha.implementations.tiled.tiling import Tiling
+from jaxmha.implementations.tiled.tiling import Shaped, Tiling, tiling_for
 from jaxmha.implementations.tiled.tuning import tuning_for
 
 # Positions as Python ints, NumPy arrays or traced values.
@@ -206,7 +205,7 @@ def pair_of_parts(
     sizes = tuple((name, size) for name, size in measured.items() if size is not None)
     sizes = (*sizes, *static.config.sizes)
     skips = local != NO_CONDITIONS
-    tiling = attention.tiling_for(query, key, platform=platform, skips=skips, sizes=sizes)
+    tiling = tiling_for(query, key, platform=platform, skips=skips, sizes=sizes)
     config = static.config._replace(window=(None, None), above=None, sizes=sizes)
     if seed is not None:
         seed = shift_seed(seed, 0, 0, t, s)

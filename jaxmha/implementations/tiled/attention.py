@@ -36,7 +36,7 @@ from jaxmha.implementations.tiled.block_mask import NO_CONDITIONS, Conditions
 from jaxmha.implementations.tiled.dropout import Seed, seed_of
 from jaxmha.implementations.tiled.loop import backward, backward_inputs, forward, normalize
 from jaxmha.implementations.tiled.tile import Config
-from jaxmha.implementations.tiled.tiling import Tiling, choose_tiling
+from jaxmha.implementations.tiled.tiling import Tiling, tiling_for
 from jaxmha.matmul import SMALL, operand_dtype, split_scale
 
 # Overrides of the tile sizes that `choose_tiling` takes from the tuning table: `target`,
@@ -47,8 +47,6 @@ SIZES: dict[str, int] = {}
 Tree = TypeVar("Tree")
 
 
-# An array, or its shape and dtype.
-Shaped: TypeAlias = jax.Array | jax.ShapeDtypeStruct
 # A function with the arguments and results of `core`, such as `core` on many devices.
 Core: TypeAlias = Callable[..., OutAndLse]
 
@@ -67,30 +65,6 @@ def unsupported_reason(request: Request) -> str | None:
     if semantics.fully_masked == "mean" and request.drops:
         return "the mean of fully masked rows has no dropout"
     return None
-
-
-def tiling_for(
-    query: Shaped,
-    key: Shaped,
-    *,
-    platform: str,
-    skips: bool = False,
-    plain: bool = False,
-    gradient: bool = False,
-    window: tuple[int | None, int | None] = (None, None),
-    sizes: tuple[tuple[str, int], ...] = (),
-) -> Tiling:
-    """The tiling of queries `B N T H` and keys `B K S H`; only their shapes are used.
-
-    `sizes`: overrides of the tuning table; later entries win.
-    """
-    (B, N, T, _), (K, S) = query.shape, key.shape[1:3]
-    before, after = window
-    keys_of_row = None if before is None or after is None else before + after + 1
-    return choose_tiling(
-        B, K, N // K, T, S, skips=skips, plain=plain, gradient=gradient, window=keys_of_row,
-        itemsize=query.dtype.itemsize, platform=platform, **dict(sizes),
-    )  # fmt: skip
 
 
 def _sizes() -> tuple[tuple[str, int], ...]:

@@ -5,8 +5,14 @@ A tile is some key/value heads times `rows` query positions (of every query head
 """
 
 from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import jax
 
 from jaxmha.implementations.tiled.tuning import Tuning, tuning_for
+
+# An array, or its shape and dtype.
+Shaped: TypeAlias = jax.Array | jax.ShapeDtypeStruct
 
 
 @dataclass(frozen=True)
@@ -131,6 +137,30 @@ def choose_tiling(
         small = B * K * T * row_bytes <= tuning.unroll_bytes
         unroll = kernel and rows == T and tiling.steps <= tuning.unroll_steps and small
     return replace(tiling, unroll=unroll)
+
+
+def tiling_for(
+    query: Shaped,
+    key: Shaped,
+    *,
+    platform: str,
+    skips: bool = False,
+    plain: bool = False,
+    gradient: bool = False,
+    window: tuple[int | None, int | None] = (None, None),
+    sizes: tuple[tuple[str, int], ...] = (),
+) -> Tiling:
+    """The tiling of queries `B N T H` and keys `B K S H`; only their shapes are used.
+
+    `sizes`: overrides of the tuning table; later entries win.
+    """
+    (B, N, T, _), (K, S) = query.shape, key.shape[1:3]
+    before, after = window
+    keys_of_row = None if before is None or after is None else before + after + 1
+    return choose_tiling(
+        B, K, N // K, T, S, skips=skips, plain=plain, gradient=gradient, window=keys_of_row,
+        itemsize=query.dtype.itemsize, platform=platform, **dict(sizes),
+    )  # fmt: skip
 
 
 def _side(tuning: Tuning, window: int | None, G: int, positions: int) -> int:

@@ -1,0 +1,86 @@
+"""Finds prefixes that have most arrays of a layout but form no readable attention block."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from jaxmha.converters.discovery.attention_blocks import (
+    Block,
+    name_ends,
+    prefixes_with,
+    unknown_under,
+)
+from jaxmha.converters.layout import by_hand, uneven
+from jaxmha.converters.layout.base import Layout
+from jaxmha.converters.layout.registry import LAYOUTS
+from jaxmha.dims import parse
+
+
+def describe(
+    shapes: Mapping[str, Sequence[int]], found: Sequence[Block], layouts: Iterable[Layout] = LAYOUTS
+) -> list[str]:
+    """Describes prefixes that have most arrays of a layout but form no readable block."""
+    return list(find(shapes, found, layouts).values())
+
+
+def find(
+    shapes: Mapping[str, Sequence[int]], found: Sequence[Block], layouts: Iterable[Layout] = LAYOUTS
+) -> dict[str, str]:
+    """Maps prefixes that have most arrays of a layout but form no readable block to the reason."""
+    whole = {block.prefix for block in found}
+    taken = {name for block in found for name in block.keys.values()}
+    ends, names = name_ends(name for name in shapes if name not in taken), sorted(shapes)
+    reasons = {block.prefix: block.refused for block in found if block.refused}
+    for candidate in layouts:
+        # Layers other than attention often have the names of hand-written and uneven layouts.
+        if candidate in by_hand.BY_HAND or any(map(uneven.letter, candidate.entries)):
+            continue
+        usual = [entry for entry in candidate.entries if entry.group in ("", "bias")]
+        required = [entry for entry in usual if not entry.group]
+        prefixes = {p: None for entry in usual for p in prefixes_with(candidate, ends, entry.key)}
+        for prefix in prefixes:
+            present = [e for e in usual if candidate.path(prefix, e.key) in shapes]
+            first = required[0] in present and 2 * sum(not e.group for e in present) >= len(
+                required
+            )
+            most_kernels = 2 * sum(not e.group for e in present) > len(required)
+            if prefix in whole or not (first or most_kernels or 2 * len(present) > len(usual)):
+                continue
+            missing = [e.key for e in required if e not in present]
+            roles = {leaf.partition(".")[0] for e in present for leaf in e.leaves}
+            if not roles & {"value", "out"}:
+                continue  # only queries and keys: the layer computes scores, not attention
+            keys = {e.key: candidate.path(prefix, e.key) for e in present}
+            more = unknown_under(candidate, prefix, keys, names) if missing else ()
+            if any(len(shapes[name]) >= 2 for name in more):
+                continue  # a complete layer of another kind
+            what = f"lacks {', '.join(missing)}" if missing else _misfit(candidate, prefix, shapes)
+            if roles == {"query", "key", "out"} and f"{prefix}.q_norm.weight" in shapes:
+                reasons.setdefault(prefix, f"{prefix} has no values: its keys may serve as both")
+                continue
+            reasons.setdefault(
+                prefix, f"{prefix or '(top)'} looks like layout {candidate.name} but {what}"
+            )
+    return reasons
+
+
+def _misfit(candidate: Layout, prefix: str, shapes: Mapping[str, Sequence[int]]) -> str:
+    """Describes the first array whose shape contradicts an earlier array of the layout."""
+    sizes: dict[str, tuple[int, str]] = {}
+    for entry in candidate.entries:
+        if (shape := shapes.get(candidate.path(prefix, entry.key))) is None:
+            continue
+        groups, shown = parse(entry.axes), f"{entry.key} of shape {tuple(shape)}"
+        if len(shape) < len(groups):
+            return (
+                f"has arrays of another rank: {entry.key} expected axes ({entry.axes}), got shape "
+                f"{tuple(shape)}"
+            )
+        for group, n in zip(groups, shape[len(shape) - len(groups) :], strict=True):
+            if len(group) > 1:
+                continue
+            letter = group[0]
+            other = sizes.setdefault(letter, (n, shown))
+            if other[0] != n:
+                return f"{shown} has {letter}={n}, while {other[1]} has {letter}={other[0]}"
+    return "its sizes contradict each other: " + ", ".join(
+        f"{letter}={n} ({shown})" for letter, (n, shown) in sizes.items()
+    )

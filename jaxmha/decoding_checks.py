@@ -1,0 +1,116 @@
+"""Checks of the arguments of `prefill` and `extend`."""
+
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmha import checks, sharding
+from jaxmha.arrays import Array, require_arrays
+from jaxmha.dims import bind
+from jaxmha.integers import near
+from jaxmha.kv_cache import KVCache
+from jaxmha.paged_cache import PagedKVCache
+from jaxmha.params import MHAParams, check
+from jaxmha.quantized import is_scaled, storage_dtype
+from jaxmha.semantics import Semantics
+
+CacheT = TypeVar("CacheT", KVCache, PagedKVCache)
+ArrayT = TypeVar("ArrayT", bound=Array)
+
+# Cache type -> array -> its axes.
+AXES: dict[type, dict[str, str]] = {
+    KVCache: {"key": "B K S H", "value": "B K S h", "lengths": "B"},
+    PagedKVCache: {
+        "key": "P K page H",
+        "value": "P K page h",
+        "table": "B M",
+        "lengths": "B",
+        "key_scale": "P K page",
+        "value_scale": "P K page",
+    },
+}
+
+
+def reject_overflow(cache: KVCache | PagedKVCache, T: int, left: int | None) -> None:
+    """Raises ValueError if T new tokens cannot fit into the slots, whatever the lengths are."""
+    S = cache.slots
+    ring = isinstance(cache, KVCache) and left is not None
+    if T > S or (ring and left is not None and left < S < left + T):
+        raise ValueError(
+            f"x: T={T} new tokens do not fit into the S={S} slots of the cache"
+            f"{f' with a window of {left}' if ring else ''}: it needs "
+            f"{left + T if ring and left is not None else T}"
+        )
+
+
+def checked_cache(params: MHAParams, x: Array, cache: CacheT, semantics: Semantics) -> CacheT:
+    """Checks the arguments and returns the cache; NumPy lengths become int32, since jit would
+    truncate them."""
+    checks.require_type(MHAParams, params=params)
+    if not isinstance(cache, KVCache | PagedKVCache):
+        raise TypeError(
+            f"cache must be a jaxmha.KVCache or a jaxmha.PagedKVCache, got {type(cache).__name__}"
+        )
+    checks.require_type(Semantics, semantics=semantics)
+    require_arrays(x=x)
+    for name, part in cache._asdict().items():
+        is_scale = name.endswith("_scale")  # None unless the dtype of the cache needs scales
+        require_arrays(optional=is_scale, **{f"cache.{name}": part})
+    stored = {"cache.key": cache.key, "cache.value": cache.value}
+    checks.reject_rounding(params=params, x=x, **stored)
+    for name in ("key", "value"):
+        if isinstance(cache, PagedKVCache):
+            dtype = storage_dtype(getattr(cache, name).dtype, f"the dtype of cache.{name}")
+            scale = getattr(cache, f"{name}_scale")
+            if is_scaled(dtype) != (scale is not None):
+                raise ValueError(
+                    f"cache.{name} is {dtype}, which is stored "
+                    f"{'with' if is_scaled(dtype) else 'without'} scales, and cache.{name}_scale is "
+                    f"{'None' if scale is None else 'an array'}: make it by PagedKVCache.empty"
+                )
+        else:
+            checks.floating_dtype(getattr(cache, name).dtype, f"the dtype of cache.{name}")
+    for name in ("lengths", "table"):
+        part = getattr(cache, name, None)
+        if part is not None and not jnp.issubdtype(part.dtype, np.integer):
+            raise TypeError(f"cache.{name} must be an integer array, got {part.dtype}")
+    if not isinstance(cache.lengths, np.ndarray):
+        return cache
+    return cache._replace(lengths=clipped_counts(cache.lengths))
+
+
+def checked_counts(q_lengths: Array | None) -> Array | None:
+    """Checks that `q_lengths` is an array of integers; converts NumPy arrays to int32."""
+    require_arrays(optional=True, q_lengths=q_lengths)
+    if q_lengths is not None and not jnp.issubdtype(q_lengths.dtype, np.integer):
+        raise TypeError(f"q_lengths must be an integer array, got {q_lengths.dtype}")
+    return clipped_counts(q_lengths) if isinstance(q_lengths, np.ndarray) else q_lengths
+
+
+def clipped_counts(lengths: ArrayT) -> ArrayT:
+    """Clips lengths to [0, 2**30], so that lengths plus T fit int32; arrays become int32."""
+    return near(lengths).clip(0)  # type: ignore[return-value]
+
+
+def sizes_of(params: MHAParams, x: jax.Array, cache: KVCache | PagedKVCache) -> dict[str, int]:
+    """Checks every shape of a call and returns the sizes by letter; S counts slots."""
+    sizes = check(params)
+    bind("x", x.shape, "B T Dq", sizes)
+    mesh_axes = sharding.current()
+    if sizes["T"] > 1 and mesh_axes is not None and mesh_axes.zigzag:
+        raise ValueError(
+            f"x: T={sizes['T']} tokens in zig-zag order, and a cache holds them by true position: "
+            "leave zigzag out of jaxmha.sharding.use here, and give them in their natural order"
+        )
+    for name, axes in AXES[type(cache)].items():
+        if getattr(cache, name) is not None:
+            bind(f"cache.{name}", getattr(cache, name).shape, axes, sizes)
+    sizes["S"] = cache.slots
+    if not sizes["Dq"] == sizes["Dk"] == sizes["Dv"]:
+        raise ValueError(
+            f"a cache is for self-attention, and params read inputs of Dq={sizes['Dq']}, "
+            f"Dk={sizes['Dk']}, Dv={sizes['Dv']} features"
+        )
+    return sizes

@@ -1,0 +1,34 @@
+"""Sinks: a learned logit per head that takes part in every softmax and has no value.
+
+Source: `transformers`, attention of gpt-oss.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Float
+
+from jaxmha.arrays import Array
+from jaxmha.implementations.base import Result
+
+
+def share_of_keys(lse: Float[jax.Array, "*b"], sink: Float[jax.Array, "*#b"]) -> jax.Array:
+    """The part of the softmax that the keys keep when the logit `sink` joins them, `*b`.
+
+    A further logit s multiplies the other weights by `exp(lse) / (exp(lse) + exp(s))`; 0 where lse
+    is -inf, whatever s.
+    """
+    masked = lse == -jnp.inf  # replaced, so that no gradient is NaN
+    return jnp.where(masked, 0.0, jax.nn.sigmoid(jnp.where(masked, 0.0, lse) - sink))
+
+
+def with_sinks(found: Result, lse: Float[jax.Array, "B N T"], sinks: Array) -> Result:
+    """Adds `sinks`, `(N,)`, to the softmax of a result."""
+    logits = jnp.asarray(sinks).astype(lse.dtype).reshape(1, -1, 1)
+    share = share_of_keys(lse, logits)[..., None]
+    out = (found.out.astype(lse.dtype) * jnp.swapaxes(share, 1, 2)).astype(found.out.dtype)
+    weights = found.weights
+    if weights is not None:
+        weights = (weights.astype(lse.dtype) * share).astype(weights.dtype)
+    masked = lse == -jnp.inf  # replaced, so that no gradient is NaN
+    with_sink = jnp.where(masked, logits, jnp.logaddexp(jnp.where(masked, 0.0, lse), logits))
+    return Result(out, weights, with_sink)
