@@ -215,7 +215,9 @@ def _multi_head_attention(
         for x in (query, key, value)
     )
     assert rows is not None
-    q, k, v = project_checked(params, rows, keys, values, semantics, dtype, attended[:3])
+    q, k, v = project_checked(
+        params, rows, keys, values, semantics, dtype, attended[:3], implementation
+    )
     result = attend(
         q,
         bias_kv.append(k, params.bias_k, semantics),
@@ -229,7 +231,9 @@ def _multi_head_attention(
         sinks=params.sinks,
         mods=mods,
     )
-    out = combine_checked(params, result.out, semantics, dtype, rows, attended.gates)
+    out = combine_checked(
+        params, result.out, semantics, dtype, rows, attended.gates, implementation
+    )
     out = out.reshape(*batch, *out.shape[1:])
     if result.weights is None:
         return out

@@ -15,6 +15,7 @@ from jaxmha.dims import bind
 from jaxmha.explicit_sharding import by_types, sharding_of_features, sharding_of_heads
 from jaxmha.implementations import platforms, shard_map
 from jaxmha.implementations.base import accumulation_dtype
+from jaxmha.implementations.native import matmul as native
 from jaxmha.matmul import matmul, resolved
 from jaxmha.params import MHAParams, Projection, check, leaves
 from jaxmha.semantics import Precision, Semantics
@@ -120,6 +121,7 @@ def project_checked(
     semantics: Semantics,
     dtype: np.dtype[np.floating],
     attended: tuple[jax.Array | None, jax.Array | None, jax.Array | None] = (None, None, None),
+    implementation: str | Sequence[str] | None = None,
 ) -> Three:
     """Projects inputs that `check_inputs` accepted, and zeroes unattended positions first.
 
@@ -134,10 +136,11 @@ def project_checked(
         attended: Sequence[jax.Array | None],
     ) -> list[jax.Array]:
         return [
-            _affine(_zero_outside(x, mask), 1, projection, dtype, semantics.precision)
+            _affine(_zero_outside(x, mask), 1, projection, dtype, precision, implementation)
             for x, mask, projection in zip(inputs, attended, projections, strict=True)
         ]
 
+    precision = semantics.precision
     projections = params.query, params.key, params.value
     heads = shard_map.project(affine, projections, all_three(query, key, value), attended)
     heads[:2] = _normalised(params, heads[0], heads[1], semantics)
@@ -209,6 +212,7 @@ def combine_checked(
     dtype: np.dtype[np.floating],
     query: jax.Array | None,
     attended: jax.Array | None = None,
+    implementation: str | Sequence[str] | None = None,
 ) -> jax.Array:
     """Combines heads whose shape and dtype are already checked.
 
@@ -222,7 +226,8 @@ def combine_checked(
     if params.out is None:
         *batch, N, h = heads.shape
         return jnp.reshape(heads, (*batch, N * h)).astype(dtype)
-    return _affine(heads, 2, params.out, dtype, semantics.precision).astype(dtype)
+    out = _affine(heads, 2, params.out, dtype, semantics.precision, implementation)
+    return out.astype(dtype)
 
 
 def _gate(
@@ -251,6 +256,7 @@ def _affine(
     projection: Projection,
     dtype: np.dtype[np.floating],
     precision: Precision,
+    implementation: str | Sequence[str] | None = None,
 ) -> jax.Array:
     """Contracts the last `contracted` axes of x with the first of the kernel, in one matmul.
 
@@ -276,6 +282,10 @@ def _affine(
         return _plus(y, bias, accumulate, (1,) * len(lead) + outside)
     rows = jnp.asarray(x, dtype).reshape(math.prod(lead), math.prod(inside))
     columns = kernel.reshape(math.prod(inside), math.prod(outside))
+    m, (k, n) = rows.shape[0], columns.shape
+    if native.unsupported_reason(m, k, n, dtype, implementation) is None:
+        own = None if bias is None else jnp.asarray(bias).astype(dtype).reshape(-1)
+        return native.affine(rows, columns, own).reshape(*lead, *outside)
     if written == accumulate:
         y = matmul(rows, columns, precision=precision, dtype=accumulate)
     else:

@@ -20,7 +20,7 @@ SOURCES = HERE / "src"
 LIBRARY = HERE / "jaxmha_cpu" / "libjaxmha_cpu.so"
 # Of the handlers: raise it when their operands, results or attributes change, here and in
 # jaxmha/implementations/native/library.py.
-INTERFACE = 1
+INTERFACE = 2
 VERSION = "0.1.0"
 
 COMMON = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-Wall"]
@@ -32,7 +32,7 @@ ISAS = {
                "-Wno-maybe-uninitialized", "-Wno-uninitialized"],  # GCC 12, of its own headers
 }  # fmt: skip
 KERNELS = ["conditions", "keys", "scores", "forward", "few_rows"]
-KERNELS += ["gradient", "backward", "bias_gradient"]
+KERNELS += ["gradient", "backward", "bias_gradient", "matmul"]
 GENERIC = ["handlers", "library", "operands", "parallel", "scratch"]
 LINK = ["-shared", "-static-libstdc++", "-static-libgcc", "-Wl,--exclude-libs,ALL", "-pthread"]
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-g", "-O1"]

@@ -154,12 +154,17 @@ def _attend_layer(
     extra = bias_kv.count(params, semantics)
     policy = policy_of(params, semantics)
     attended = attended_features(math.prod(batch), *wide, sizes, extra, policy)
-    query, key, value = project_checked(params, *inputs, semantics, dtype, attended[:3])
+    query, key, value = project_checked(
+        params, *inputs, semantics, dtype, attended[:3], settings.implementation
+    )
     query = rotate(query, _positions(batch, T) if positions is None else positions)
     key = rotate(key, _positions(batch, S) if positions is None else positions)
     out, weights = attend_projected(params, query, key, value, wide, settings)
     dtype = compute_dtype(params, heads=out)
-    return combine_checked(params, out, semantics, dtype, inputs[0], attended.gates), weights
+    out = combine_checked(
+        params, out, semantics, dtype, inputs[0], attended.gates, settings.implementation
+    )
+    return out, weights
 
 
 def check_positions(

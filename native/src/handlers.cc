@@ -3,6 +3,7 @@
 
 #include "kernels.h"
 #include "library.h"
+#include "matmul.h"
 #include "operands.h"
 
 namespace jaxmha {
@@ -112,6 +113,30 @@ ffi::Error bias_gradient(ffi::ThreadPool threads, Any query, Any key, Any value,
   return run(threads, reader, call, avx512::bias_gradient, avx2::bias_gradient);
 }
 
+ffi::Error matmul(ffi::ThreadPool threads, Any a, Any b, Any bias, Result y, bool a_transposed,
+                  bool b_transposed) {
+  Reader reader(std::vector<Any>{a, b, bias}, {2, 2, 1});
+  const auto x = a.dimensions(), z = b.dimensions();
+  if (x.size() < 2) reader.fail("a", a, "at least axes (rows, depth)");
+  if (z.size() < 2) reader.fail("b", b, "at least axes (depth, columns)");
+  if (reader.failed()) return reader.error();
+  Matmul call{};
+  call.batches = reader.batches();
+  call.a_transposed = a_transposed, call.b_transposed = b_transposed;
+  const size_t m = x.size() - 2, n = z.size() - 2;
+  call.rows = x[m + a_transposed], call.depth = x[m + !a_transposed];
+  call.columns = z[n + !b_transposed];
+  Sizes of_a{call.rows, call.depth}, of_b{call.depth, call.columns};
+  if (a_transposed) std::swap(of_a[0], of_a[1]);
+  if (b_transposed) std::swap(of_b[0], of_b[1]);
+  call.a = reader.batched<const float>("a", a, of_a);
+  call.b = reader.batched<const float>("b", b, of_b);
+  call.bias = reader.batched<const float>("bias", bias, {call.columns});
+  call.y = reader.result("y", *y, {call.rows, call.columns});
+  if (!call.a || !call.b) reader.fail("a", a, "sizes of at least 1");
+  return run(threads, reader, call, avx512::matmul, avx2::matmul);
+}
+
 }  // namespace
 }  // namespace jaxmha
 
@@ -139,4 +164,10 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
         .JAXMHA_ATTRIBUTES);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxmha_cpu_bias_gradient, jaxmha::bias_gradient,
                               JAXMHA_PROBLEM.JAXMHA_FIVE.JAXMHA_RESULT.JAXMHA_ATTRIBUTES);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxmha_cpu_matmul, jaxmha::matmul,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .JAXMHA_ANY.JAXMHA_ANY.JAXMHA_ANY.JAXMHA_RESULT
+                                  .Attr<bool>("a_transposed")
+                                  .Attr<bool>("b_transposed"));
 #pragma GCC visibility pop

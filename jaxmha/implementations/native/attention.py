@@ -30,12 +30,12 @@ def unsupported_reason(request: Request) -> str | None:
         return f"it runs on CPU, not on {platform.device}"
     if jax.process_count() > 1:
         return "jaxmha-cpu may be missing in another process of this program"
-    if jax.device_count() > 1 and not _on_one_device():
+    if jax.device_count() > 1 and not on_one_device():
         return "XLA may partition the call: name the mesh axes with jaxmha.sharding.use"
     return library.unavailable() or _declined(request)
 
 
-def _on_one_device() -> bool:
+def on_one_device() -> bool:
     """True if `shard_map` gives each device its own part, so that XLA partitions nothing."""
     manual = AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types
     return manual or sharding.current() is not None

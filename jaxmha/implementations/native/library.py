@@ -18,11 +18,12 @@ import jax
 SWITCH = "JAXMHA_NATIVE"
 # Version of the operands, results and attributes of the handlers. native/build_library.py has the
 # same number.
-INTERFACE = 1
+INTERFACE = 2
 HANDLERS: dict[str, str] = {
     "attend": "jaxmha_cpu_attend",
     "attend_backward": "jaxmha_cpu_attend_backward",
     "bias_gradient": "jaxmha_cpu_bias_gradient",
+    "matmul": "jaxmha_cpu_matmul",
 }
 UPGRADE = "pip install --upgrade jaxmha-cpu"
 

@@ -1,7 +1,7 @@
 """The native kernels as JAX primitives: shapes, vmap, derivatives and lowering."""
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -61,26 +61,7 @@ def _primitive(name: str) -> Any:
     primitive.multiple_results = True
 
     def abstract(*operands: Any, settings: Settings) -> list[Any]:
-        like = operands[0]
-        spec: Any = PartitionSpec
-        return [
-            like.update(
-                shape=shape,
-                dtype=np.dtype(dtype),
-                weak_type=False,
-                sharding=NamedSharding(like.sharding.mesh, spec(*[None] * len(shape))),
-            )
-            for shape, dtype in shapes(settings, *operands)
-        ]
-
-    def batched(operands: Any, axes: Any, *, settings: Settings) -> Any:
-        """Moves the mapped axis to the front; operands that are not mapped get one of size 1."""
-        moved = [
-            x.reshape(1, *x.shape) if axis is None else jax.numpy.moveaxis(x, axis, 0)
-            for x, axis in zip(operands, axes, strict=True)
-        ]
-        found = primitive.bind(*moved, settings=settings)
-        return found, [0] * len(found)
+        return result_types(operands[0], shapes(settings, *operands))
 
     def differentiated(primals: Any, tangents: Any, *, settings: Settings) -> Any:
         moving = [
@@ -106,11 +87,35 @@ def _primitive(name: str) -> Any:
 
     primitive.def_impl(run)
     primitive.def_abstract_eval(abstract)
-    batching.primitive_batchers[primitive] = batched
+    batching.primitive_batchers[primitive] = partial(batched, primitive)
     ad.primitive_jvps[primitive] = differentiated
     mlir.register_lowering(primitive, lower_in_xla)
     mlir.register_lowering(primitive, lower, platform="cpu")
     return primitive
+
+
+def result_types(like: Any, shapes: Shapes) -> list[Any]:
+    """Types of results on the devices of the operand `like`."""
+    spec: Any = PartitionSpec
+    return [
+        like.update(
+            shape=shape,
+            dtype=np.dtype(dtype),
+            weak_type=False,
+            sharding=NamedSharding(like.sharding.mesh, spec(*[None] * len(shape))),
+        )
+        for shape, dtype in shapes
+    ]
+
+
+def batched(primitive: Any, operands: Any, axes: Any, **static: Any) -> Any:
+    """Moves the mapped axis to the front; operands that are not mapped get one of size 1."""
+    moved = [
+        x.reshape(1, *x.shape) if axis is None else jax.numpy.moveaxis(x, axis, 0)
+        for x, axis in zip(operands, axes, strict=True)
+    ]
+    found = primitive.bind(*moved, **static)
+    return found, [0] * len(found)
 
 
 def may_move(module: Any) -> bool:

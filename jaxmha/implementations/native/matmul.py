@@ -1,0 +1,153 @@
+"""Matmuls of projections by the native kernels, with their bias.
+
+XLA's own matmuls on CPUs take longer for gradients of kernels and for small layers, and leave the
+bias to another pass over the output.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.interpreters import ad, batching, mlir, xla
+from jaxtyping import Float
+
+from jaxmha.implementations import platforms, shard_map
+from jaxmha.implementations.native import attention, library, operands, primitives
+
+NAME = "native"
+# Below, XLA's matmul takes less: a call of the kernels costs microseconds, and few rows do not pay
+# for a copy of the kernel.
+LEAST_ROWS, LEAST_WORK = 48, 2**20
+
+
+def unsupported_reason(
+    rows: int,
+    depth: int,
+    columns: int,
+    dtype: np.dtype[np.floating],
+    implementation: str | Sequence[str] | None = None,
+) -> str | None:
+    """Returns None if the native kernels multiply `rows x depth` by `depth x columns`, else the
+    reason why XLA does.
+
+    `implementation`: as in `multi_head_attention`; names without `native` leave matmuls to XLA.
+    """
+    names = (implementation,) if isinstance(implementation, str) else implementation
+    if names and NAME not in names:
+        return f"implementation is {implementation!r}"
+    platform = platforms.current()
+    if platform.name != "cpu":
+        return f"native kernels run on CPU, not on {platform.device}"
+    if not all(isinstance(size, int) for size in (rows, depth, columns)):
+        return "sizes must be known"
+    if dtype != np.float32:
+        return f"native matmuls take float32, got {dtype.name}"
+    if rows < LEAST_ROWS or rows * depth * columns < LEAST_WORK:
+        return f"XLA multiplies {rows} x {depth} by {depth} x {columns} in less time"
+    if jax.process_count() > 1 or (jax.device_count() > 1 and not attention.on_one_device()):
+        return "XLA may partition the call"
+    return library.unavailable()
+
+
+def affine(
+    x: Float[jax.Array, "m k"], kernel: Float[jax.Array, "k n"], bias: Float[jax.Array, " n"] | None
+) -> Float[jax.Array, "m n"]:
+    """`x @ kernel + bias` in float32, with derivatives of every order and mode."""
+    bias = operands.absent(np.float32) if bias is None else bias
+    found: jax.Array = _bind(*shard_map.alike((x, kernel, bias)))
+    return found
+
+
+def _bind(a: Any, b: Any, bias: Any = None, a_transposed: bool = False,
+          b_transposed: bool = False) -> Any:  # fmt: skip
+    if bias is None:
+        bias = jnp.zeros((*[1] * (a.ndim - 2), 0), np.float32)
+        a, b, bias = shard_map.alike((a, b, bias))
+    flags = {"a_transposed": a_transposed, "b_transposed": b_transposed}
+    (found,) = _primitive().bind(a, b, bias, **flags)
+    return found
+
+
+def _in_xla(a: Any, b: Any, bias: Any, *, a_transposed: bool, b_transposed: bool) -> list[Any]:
+    a = jnp.swapaxes(a, -1, -2) if a_transposed else a
+    b = jnp.swapaxes(b, -1, -2) if b_transposed else b
+    y = jnp.matmul(a, b, precision="highest")
+    return [y + bias[..., None, :] if bias.size else y]
+
+
+def _shapes(a: Any, b: Any, bias: Any, *, a_transposed: bool, b_transposed: bool) -> Any:
+    lead = operands.batch((a, b, bias), (2, 2, 1))
+    m, n = a.shape[-1 if a_transposed else -2], b.shape[-2 if b_transposed else -1]
+    return [((*lead, m, n), np.float32)]
+
+
+def _tangent(primals: Any, tangents: Any, **flags: bool) -> tuple[list[Any], list[Any]]:
+    (a, b, bias), (da, db, dbias) = primals, tangents
+    out = _bind(a, b, bias, **flags)
+    parts: list[Any] = []
+    zero: Any = ad.Zero
+    if type(da) is not ad.Zero:
+        parts.append(_bind(da, b, **flags))
+    if type(db) is not ad.Zero:
+        parts.append(_bind(a, db, **flags))
+    if type(dbias) is not ad.Zero and bias.size:
+        parts.append(jnp.broadcast_to(dbias[..., None, :], out.shape))
+    return [out], [sum(parts[1:], parts[0]) if parts else zero.from_primal_value(out)]
+
+
+def _transposed(
+    cotangents: Any, a: Any, b: Any, bias: Any, *, a_transposed: bool, b_transposed: bool
+) -> list[Any]:
+    """Cotangents of the operand that is linear: `y = A B`, so `dA = dy B^T` and `dB = A^T dy`."""
+    (dy,) = cotangents
+    is_linear: Any = ad.is_undefined_primal
+    dA = dB = None
+    if is_linear(a):
+        to, ta, tb = a.aval, a_transposed, b_transposed
+        dA = _bind(b, dy, None, tb, True) if ta else _bind(dy, b, None, False, not tb)
+        dA = _sum_to(dA, to.shape)
+    if is_linear(b):
+        to, ta, tb = b.aval, a_transposed, b_transposed
+        dB = _bind(dy, a, None, True, ta) if tb else _bind(a, dy, None, not ta, False)
+        dB = _sum_to(dB, to.shape)
+    return [dA, dB, None]
+
+
+def _sum_to(x: Any, shape: tuple[int, ...]) -> Any:
+    """Sums over batch axes that the operand has with size 1."""
+    axes = tuple(i for i, (n, size) in enumerate(zip(shape, x.shape, strict=True)) if n < size)
+    return x.sum(axes, keepdims=True) if axes else x
+
+
+@cache
+def _primitive() -> Any:
+    from jax.extend.core import Primitive
+
+    primitive: Any = Primitive("jaxmha_cpu_matmul")
+    primitive.multiple_results = True
+    lower_in_xla: Any = mlir.lower_fun(_in_xla, multiple_results=True)
+    lower_call: Any = jax.ffi.ffi_lowering(library.HANDLERS["matmul"])
+
+    def lower(context: Any, *arrays: Any, **flags: bool) -> Any:
+        moves = primitives.may_move(context.module_context)
+        return (lower_in_xla if moves else lower_call)(context, *arrays, **flags)
+
+    def run(*arrays: Any, **flags: bool) -> Any:
+        apply: Any = xla.apply_primitive
+        return apply(primitive, *arrays, **flags)
+
+    primitive.def_impl(run)
+    primitive.def_abstract_eval(
+        lambda *arrays, **flags: primitives.result_types(arrays[0], _shapes(*arrays, **flags))
+    )
+    batching.primitive_batchers[primitive] = lambda arrays, axes, **flags: primitives.batched(
+        primitive, arrays, axes, **flags
+    )
+    ad.primitive_jvps[primitive] = _tangent
+    ad.primitive_transposes[primitive] = _transposed
+    mlir.register_lowering(primitive, lower_in_xla)
+    mlir.register_lowering(primitive, lower, platform="cpu")
+    return primitive

@@ -1,0 +1,116 @@
+// Matmuls of whole layers: b is copied into panels of 64 columns, which stay in the L2 cache while
+// chunks of rows pass. Source of the blocking: Goto and van de Geijn, "Anatomy of High-Performance
+// Matrix Multiplication" (2008).
+#include "matmul.h"
+
+#include "product.h"
+#include "rows.h"
+#include "scratch.h"
+
+namespace jaxmha {
+namespace JAXMHA_ISA {
+namespace {
+
+static_assert(PANEL == ROWS, "transpose writes panels");
+constexpr long DEPTH = 256;                 // of one register tile's sum
+constexpr long MOST_PACKED = (8l << 20) / 4;  // floats of the panels at a time
+
+// The panels of `depth` rows of b, from `first` on.
+struct Panels {
+  float* data;
+  long first, depth;
+  float* at(long panel, long p) const { return data + (panel * depth + p - first) * PANEL; }
+};
+
+void pack(const Matmul& m, const float* b, const Panels& to, long panel, long p0, long depth) {
+  const long j0 = panel * PANEL, count = std::min(PANEL, m.columns - j0);
+  float* const into = to.at(panel, p0);
+  if (m.b_transposed) return transpose(b + j0 * m.depth + p0, m.depth, count, depth, into);
+  for (long p = 0; p < depth; p++) {
+    const float* const from = b + (p0 + p) * m.columns + j0;
+    std::copy(from, from + count, into + p * PANEL);
+    std::fill(into + p * PANEL + count, into + (p + 1) * PANEL, 0.f);
+  }
+}
+
+// One register-tiled product of some rows and one panel into y.
+void multiply(const Matmul& m, Left a, const float* b, long rows, long panel, long depth, bool added,
+              float* edge, float* y) {
+  const long count = std::min(PANEL, m.columns - panel * PANEL);
+  if (count == PANEL) {
+    if (added) return product<Into::added>(rows, PANEL / W, depth, a, b, PANEL, y, m.columns);
+    return product<Into::replaced>(rows, PANEL / W, depth, a, b, PANEL, y, m.columns);
+  }
+  product<Into::replaced>(rows, PANEL / W, depth, a, b, PANEL, edge, PANEL);
+  for (long i = 0; i < rows; i++)
+    for (long j = 0; j < count; j++) {
+      float& to = y[i * m.columns + j];
+      to = added ? to + edge[i * PANEL + j] : edge[i * PANEL + j];
+    }
+}
+
+void add_bias(const Matmul& m, const float* bias, long rows, long panel, float* y) {
+  const long j0 = panel * PANEL, count = std::min(PANEL, m.columns - j0);
+  for (long i = 0; i < rows; i++)
+    for (long j = 0; j < count; j++) y[i * m.columns + j] += bias[j0 + j];
+}
+
+// Rows [r0, r0 + rows) of a, at depths [p0, p0 + depth), as `depth x rows`.
+void pack_rows(const Matmul& m, const float* a, long r0, long rows, long p0, long depth,
+               float* to) {
+  for (long p = 0; p < depth; p++) {
+    const float* const from = a + (p0 + p) * m.rows + r0;
+    std::copy(from, from + rows, to + p * rows);
+  }
+}
+
+void compute(const Matmul& m, long batch, const Panels& panels, long r0, long rows, long first,
+             long end) {
+  Scratch memory((m.a_transposed ? rows * DEPTH : 0) + 16 + rows * PANEL);
+  float* const own = memory.take(m.a_transposed ? rows * DEPTH : 0);
+  float* const edge = memory.take(rows * PANEL);
+  float* const y = m.y + (batch * m.rows + r0) * m.columns;
+  const long last = panels.first + panels.depth;
+  for (long p0 = panels.first; p0 < last; p0 += DEPTH) {
+    const long depth = std::min(DEPTH, last - p0);
+    Left a{m.a.of(batch) + r0 * m.depth + p0, m.depth, 1};
+    if (m.a_transposed) {
+      pack_rows(m, m.a.of(batch), r0, rows, p0, depth, own);
+      a = {own, 1, rows};
+    }
+    for (long panel = first; panel < end; panel++) {
+      float* const to = y + panel * PANEL;
+      multiply(m, a, panels.at(panel, p0), rows, panel, depth, p0 > 0, edge, to);
+      if (m.bias && p0 + depth == m.depth) add_bias(m, m.bias.of(batch), rows, panel, to);
+    }
+  }
+}
+
+}  // namespace
+
+void matmul(const Matmul& m, Pool& pool) {
+  const long count = (m.columns + PANEL - 1) / PANEL;
+  const long most = std::max(DEPTH, MOST_PACKED / (count * PANEL) / DEPTH * DEPTH);
+  const Items size = items_of(m.rows, m.columns, pool.threads());
+  const long chunks = (m.rows + size.rows - 1) / size.rows;
+  const long groups = (count + size.panels - 1) / size.panels;
+  Scratch memory(count * PANEL * std::min(most, m.depth));
+  float* const packed = memory.take(count * PANEL * std::min(most, m.depth));
+  for (long batch = 0; batch < m.batches; batch++)
+    for (long p0 = 0; p0 < m.depth; p0 += most) {
+      const Panels panels{packed, p0, std::min(most, m.depth - p0)};
+      const long parts = (panels.depth + DEPTH - 1) / DEPTH;
+      parallel(pool, count * parts, [&](long i) {
+        const long p = p0 + i % parts * DEPTH;
+        pack(m, m.b.of(batch), panels, i / parts, p, std::min(DEPTH, p0 + panels.depth - p));
+      });
+      parallel(pool, chunks * groups, [&](long i) {
+        const long r0 = i / groups * size.rows, first = i % groups * size.panels;
+        compute(m, batch, panels, r0, std::min(size.rows, m.rows - r0), first,
+                std::min(first + size.panels, count));
+      });
+    }
+}
+
+}  // namespace JAXMHA_ISA
+}  // namespace jaxmha

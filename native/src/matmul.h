@@ -1,0 +1,39 @@
+// One matmul of a layer, as its handler gives it to the kernel.
+#pragma once
+#include "parallel.h"
+#include "problem.h"
+
+namespace jaxmha {
+
+// y[rows x columns] = a[rows x depth] b[depth x columns] + bias[columns], of every batch row.
+struct Matmul {
+  long batches, rows, depth, columns;
+  bool a_transposed, b_transposed;         // stored as depth x rows, columns x depth
+  Batched<const float> a, b, bias;         // bias may be absent
+  float* y;
+};
+
+#define JAXMHA_MATMUL void matmul(const Matmul& matmul, Pool& pool);
+namespace avx512 {
+JAXMHA_MATMUL
+}
+namespace avx2 {
+JAXMHA_MATMUL
+}
+
+// Rows and panels of columns of an item of a matmul.
+struct Items {
+  long rows, panels;
+};
+
+constexpr long PANEL = 64;  // columns
+
+inline Items items_of(long rows, long columns, long threads) {
+  constexpr long ROWS_OF_ITEM = 96, ITEMS_OF_THREAD = 16;
+  const long chunks = (rows + ROWS_OF_ITEM - 1) / ROWS_OF_ITEM;
+  const long panels = (columns + PANEL - 1) / PANEL;
+  const long groups = std::min(panels, (ITEMS_OF_THREAD * threads + chunks - 1) / chunks);
+  return {std::min(rows, ROWS_OF_ITEM), (panels + groups - 1) / groups};
+}
+
+}  // namespace jaxmha

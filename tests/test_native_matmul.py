@@ -1,0 +1,177 @@
+"""Matmuls of projections by the native kernels: values, derivatives, and where they run."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+from jax.test_util import check_grads
+from numpy.typing import NDArray
+
+import jaxmha
+from jaxmha.implementations.native import library, matmul
+from tests import conformance, tolerance
+
+pytestmark = pytest.mark.skipif("native" in conformance.ABSENT, reason="jaxmha-cpu is not built")
+
+# One element; less than a tile; more than one tile, panel and part of the depth.
+SHAPES = ((1, 1, 1), (7, 5, 3), (97, 257, 65), (101, 521, 131))
+
+
+@pytest.fixture(autouse=True)
+def registered() -> None:
+    assert library.unavailable() is None
+
+
+def arrays(m: int, k: int, n: int, lead: tuple[int, ...] = ()) -> list[Any]:
+    rng = np.random.default_rng([m, k, n])
+    shapes = ((*lead, m, k), (k, n), (n,))
+    return [jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes]
+
+
+def wide(x: Any) -> NDArray[np.float64]:
+    return np.asarray(x, np.float64)
+
+
+def exact(x: Any, kernel: Any, bias: Any) -> Any:
+    return wide(x) @ wide(kernel) + wide(bias)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_values_and_gradients(shape: tuple[int, int, int]) -> None:
+    """The gradients are the matmuls of transposed operands."""
+    x, kernel, bias = arrays(*shape)
+    tolerance.assert_close(matmul.affine(x, kernel, bias), exact(x, kernel, bias))
+    tolerance.assert_close(matmul.affine(x, kernel, None), exact(x, kernel, 0))
+    out, pull = jax.vjp(matmul.affine, x, kernel, bias)
+    dy = wide(np.cos(out))
+    dx, dkernel, dbias = pull(jnp.asarray(dy, np.float32))
+    tolerance.assert_close(dx, dy @ wide(kernel).T)
+    tolerance.assert_close(dkernel, wide(x).T @ dy)
+    tolerance.assert_close(dbias, dy.sum(0))
+
+
+def test_depth_beyond_the_panels_in_memory() -> None:
+    """Panels of a part of the depth are packed at a time."""
+    x, kernel, bias = arrays(53, 40009, 3)
+    tolerance.assert_close(matmul.affine(x, kernel, bias), exact(x, kernel, bias), factor=2)
+    _, pull = jax.vjp(matmul.affine, x[:, :3].T, x[:, :5], jnp.zeros(5))
+    assert pull(jnp.ones((3, 5)))[0].shape == (3, 53)
+
+
+def test_derivatives_of_every_mode_and_order() -> None:
+    x, kernel, bias = arrays(5, 7, 3)
+
+    def f(x: Any, kernel: Any, bias: Any) -> Any:
+        return jnp.sin(matmul.affine(*map(jnp.asarray, (x, kernel, bias))))
+
+    check: Any = check_grads
+    check(f, (x, kernel, bias), order=2, modes=("fwd", "rev"), atol=2e-2, rtol=2e-2)
+    hessian = jax.hessian(lambda x: f(x, kernel, bias)[0, 0])(x)
+    column, y = wide(kernel)[:, 0], exact(x, kernel, bias)[0, 0]
+    tolerance.assert_close(hessian[0, :, 0], -np.sin(y) * np.outer(column, column))
+    assert (np.asarray(hessian)[1:] == 0).all()
+
+
+@pytest.mark.parametrize("around", [False, True], ids=["grad of vmap", "vmap of grad"])
+def test_vmap_of_one_operand_along_any_axis(around: bool) -> None:
+    """The cotangent of an operand that lacks the axis is a sum over it."""
+    x, kernel, bias = arrays(11, 13, 5)
+    xs, kernels = jnp.stack([x, 2 * x, -x]), jnp.stack([kernel, kernel - 1], 2)
+
+    def found(affine: Callable[..., Any]) -> Any:
+        def of(x: Any, kernel: Any, bias: Any) -> Any:
+            return jnp.sin(affine(x, kernel, bias)).sum()
+
+        def mapped(f: Callable[..., Any]) -> Callable[..., Any]:
+            return jax.vmap(jax.vmap(f, (None, 2, None)), (0, None, None))
+
+        wanted: Callable[..., Any]
+        if around:
+            wanted = mapped(jax.grad(of, (0, 1, 2)))
+        else:
+            wanted = jax.grad(lambda *arrays: mapped(of)(*arrays).sum(), (0, 1, 2))
+        return jax.jit(wanted)(xs, kernels, bias)
+
+    in_xla = found(lambda x, kernel, bias: jnp.matmul(x, kernel, precision="highest") + bias[None])
+    for a, b in zip(found(matmul.affine), in_xla, strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-4)
+
+
+def test_a_layer_runs_them_unless_it_is_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    params = jaxmha.init_params(jax.random.key(0), num_heads=4, features=128)
+    x = jnp.ones((2, 101, 128))
+
+    def calls(**options: Any) -> int:
+        clear: Any = jax.clear_caches
+        clear()
+        text = jax.jit(lambda x: jaxmha.multi_head_attention(params, x, **options)).lower(x)
+        return text.as_text().count("@jaxmha_cpu_matmul(")
+
+    assert calls() == calls(implementation=["native", "blocked"]) == 4
+    assert calls(implementation="blocked") == 0
+    monkeypatch.setenv(library.SWITCH, "0")
+    assert calls() == 0
+
+
+@pytest.mark.parametrize(
+    ("sizes", "why"),
+    [
+        ((5, 512, 512, np.float32), "in less time"),
+        ((64, 8, 8, np.float32), "in less time"),
+        ((512, 512, 512, np.float64), "float32, got float64"),
+        ((512, 512, 512, np.float32, ("blocked", "reference")), "implementation is"),
+    ],
+)
+def test_the_reason_why_xla_multiplies(sizes: Any, why: str) -> None:
+    m, k, n, dtype, *names = sizes
+    assert why in str(matmul.unsupported_reason(m, k, n, np.dtype(dtype), *names))
+
+
+def test_other_platforms_and_exported_programs_multiply_in_xla() -> None:
+    x, kernel, bias = arrays(101, 131, 67)
+    exported = export.export(jax.jit(matmul.affine), platforms=["cpu", "cuda"])(x, kernel, bias)
+    assert "@jaxmha_cpu" not in exported.mlir_module()
+    call: Any = exported.call
+    tolerance.assert_close(call(x, kernel, bias), exact(x, kernel, bias))
+
+
+def test_padding_columns_never_reach_the_output() -> None:
+    """A row that holds NaN or Inf changes no other row."""
+    x, kernel, bias = arrays(97, 257, 65)
+    x = x.at[3].set(jnp.nan).at[5, 7].set(jnp.inf)
+    out = np.asarray(matmul.affine(x, kernel, bias))
+    finite = np.isfinite(np.asarray(x)).all(1)
+    assert np.isfinite(out[finite]).all()
+    assert np.isnan(out[3]).all()
+
+
+def test_the_handler_refuses_what_does_not_fit() -> None:
+    def call(*shapes: Any, dtype: Any = np.float32, result: Any = (5, 3), **flags: bool) -> Any:
+        operands = [np.zeros(shape, dtype) for shape in shapes]
+        out = jax.ShapeDtypeStruct(result, np.float32)  # type: ignore[no-untyped-call]
+        flags = {"a_transposed": False, "b_transposed": False, **flags}
+        found = jax.ffi.ffi_call("jaxmha_cpu_matmul", out)(*operands, **flags)
+        return jax.block_until_ready(found)  # type: ignore[no-untyped-call]
+
+    call((5, 7), (7, 3), (3,))
+    call((7, 5), (3, 7), (0,), a_transposed=True, b_transposed=True)
+    call((2, 5, 7), (1, 7, 3), (1, 3), result=(2, 5, 3))
+    wrong: list[tuple[Any, dict[str, Any]]] = [
+        (((5, 7), (11, 3), (3,)), {}),
+        (((5, 7), (7, 3), (5,)), {}),
+        (((7,), (7, 3), (3,)), {}),
+        (((5, 7), (3,), (3,)), {}),
+        (((0, 7), (7, 3), (3,)), {}),
+        (((5, 7), (7, 3), (3,)), {"result": (3, 5)}),
+        (((5, 7), (7, 3), (3,)), {"a_transposed": True}),
+        (((5, 7), (7, 3), (3,)), {"dtype": np.float16}),
+        (((2, 5, 7), (3, 7, 3), (1, 3)), {"result": (2, 5, 3)}),
+        (((2, 5, 7), (1, 7, 3), (1, 3)), {"result": (5, 3)}),
+    ]
+    for shapes, options in wrong:
+        with pytest.raises(Exception, match="INVALID_ARGUMENT"):
+            call(*shapes, **options)
