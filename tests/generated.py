@@ -2,8 +2,10 @@
 
 import json
 import re
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from jaxmha.converters.layout import registry
 
@@ -84,11 +86,40 @@ def masks() -> str:
     return "\n".join(lines)
 
 
+def commands() -> str:
+    """Every command with its arguments, options and examples, as the program itself has them."""
+    import typer
+
+    from jaxmha.cli.app import app
+
+    def described(name: str, command: Any) -> Iterator[str]:
+        if hasattr(command, "commands"):
+            for inner, one in command.commands.items():
+                yield from described(f"{name} {inner}", one)
+            return
+        arguments = [p for p in command.params if not p.opts[0].startswith("-")]
+        options = [p for p in command.params if p.opts[0].startswith("-")]
+        usage = " ".join(["jaxmha", name, *(p.name.upper() for p in arguments)])
+        yield f"## {name}\n\n{command.help}\n\n```text\n{usage}{' [OPTIONS]' * bool(options)}\n```\n"
+        yield "| argument or option | meaning |\n|---|---|"
+        for p in (*arguments, *options):
+            shown = p.name.upper() if p in arguments else ", ".join((*p.opts, *p.secondary_opts))
+            value = f" {p.metavar}" if p.metavar and p in options else ""
+            text = (p.help or "").replace("|", "\\|")
+            yield f"| `{shown}{value}` | {text} |"
+        examples = re.findall(r"^ *(jaxmha .*)$", command.epilog or "", flags=re.MULTILINE)
+        yield "\n```text\n" + "\n".join(f"$ {line}" for line in examples) + "\n```\n"
+
+    root: Any = typer.main.get_command(app)
+    return "\n".join(line for name, one in root.commands.items() for line in described(name, one))
+
+
 PAGES = ROOT / "docs" / "pages" / "reference"
 PARTS = (
     (ROOT / "README.md", "demo", demo),
     (PAGES / "converters.md", "layouts", layouts),
     (PAGES / "masks.md", "masks", masks),
+    (PAGES / "commands.md", "commands", commands),
 )
 
 

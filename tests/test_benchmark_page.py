@@ -126,8 +126,9 @@ def test_writing_makes_five_things(tmp_path: Path) -> None:
     assert made == {"quick.json", "quick.md", "quick.png", report.SOME}
     assert json.loads((tmp_path / "results" / "quick.json").read_text()) == stored()
     text = readme.read_text()
-    assert text.startswith("before\n<!-- benchmarks -->\n| jaxmha / what")
-    assert text.endswith("(results/some.png)\n<!-- /benchmarks -->\nafter\n")
+    assert text.startswith("before\n<!-- benchmarks -->\n![")
+    assert "| time of jaxmha, relative to | mean |" in text
+    assert text.endswith("(results/quick.md).\n<!-- /benchmarks -->\nafter\n")
     report.write(stored() | {"selection": "full"}, tmp_path / "results", readme)
     assert "(results/full.md)" in readme.read_text()
     report.write(stored(), tmp_path / "results", readme)

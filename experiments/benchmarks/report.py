@@ -63,6 +63,31 @@ def goals(results: dict[str, Any]) -> Iterator[dict[str, Any]]:
             }
 
 
+# The README's table: what the time is relative to, and the cases, by `GOALS`.
+HEADLINES = {
+    "the fastest of torch, TensorFlow and JAX: a layer, forward, T >= 512": 0,
+    "the same, forward and backward": 3,
+    "the fastest of Flax, Keras and `jax.nn` on JAX: everything": 7,
+    "Flax's own layer without `attention_fn`, T >= 2048": 12,
+}
+
+
+def headlines(results: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yields the rows of the README's table: mean and worst ratio, and how often jaxmha is slower."""
+    by_goal = {one["goal"]: one for one in goals(results)}
+    for what, index in HEADLINES.items():
+        one = by_goal.get(stats.GOALS[index])
+        if one is not None:
+            ratios = one["ratios"]
+            yield {
+                "what": what,
+                "mean": one["mean"],
+                "worst": max(ratios),
+                "slower": sum(ratio > 1 for ratio in ratios),
+                "shapes": len(ratios),
+            }
+
+
 def named(entry: Entry) -> str:
     """The case, marked where its times are not like the others."""
     marks = " ~" * stats.disturbed(entry) + " ^" * ("again" in entry)
