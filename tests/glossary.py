@@ -17,6 +17,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[1]
 SHIPPED = ("jaxmha", "converters")
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs")
+TESTS = "tests"  # only the names of tests
 GENERATED = ("docs/pages/experiments/",)
 EVERYWHERE = ("",)
 CORE = ("jaxmha/implementations/", "jaxmha/attention.py", "jaxmha/cached_attention.py")
@@ -172,9 +173,20 @@ def prose(source: str, tree: ast.AST) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.value
 
 
+def names_of_tests(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Line and name of every test."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+            yield node.lineno, node.name
+
+
 def in_code(path: str, source: str) -> Iterator[Hit]:
     """Every hit in a Python file; `path` is relative to the repository."""
     tree = ast.parse(source)
+    if path.startswith(f"{TESTS}/"):
+        for line, name in names_of_tests(tree):
+            yield from (Hit(path, line, name, rule.use) for rule in named(name, path))
+        return
     for line, name in identifiers(tree):
         for rule in named(name, path):
             if (path, name) not in KEPT:
@@ -206,7 +218,7 @@ def hits(places: Sequence[str]) -> Iterator[Hit]:
 
 
 def main(places: list[str]) -> int:
-    found = sorted(set(hits(places or [*SHIPPED, *DOCUMENTS])))
+    found = sorted(set(hits(places or [*SHIPPED, *DOCUMENTS, TESTS])))
     if found:
         print(*found, sep="\n")
     return bool(found)

@@ -135,7 +135,7 @@ def test_examples(module: Any, count: int) -> None:
 
 
 @pytest.mark.parametrize("kind", TINY)
-def test_ours_and_torch_answer_every_kind(kind: str, tmp_path: Path, defaults: None) -> None:
+def test_ours_and_torch_compute_every_kind(kind: str, tmp_path: Path, defaults: None) -> None:
     direction: Any = "backward" if kind in ("causal", "padded") else "forward"
     case = replace(TINY[kind], direction=direction)
     for peer in (OURS, "torch-sdpa"):
@@ -177,7 +177,7 @@ def test_a_decode_step_of_a_layer_can_be_repeated(
         ("keras-tf", TINY["plain"], "runs on jax here"),
     ],
 )
-def test_what_a_peer_cannot_is_said(
+def test_unsupported_cases_of_a_peer_are_named(
     peer: str, case: Case, reason: str, tmp_path: Path, defaults: None
 ) -> None:
     with pytest.raises(UnsupportedError, match=reason):
@@ -187,7 +187,7 @@ def test_what_a_peer_cannot_is_said(
 @pytest.mark.parametrize(
     ("changed", "what"), [("rows", "error"), ("derivative", "gradient_error"), ("nan", "error")]
 )
-def test_a_wrong_answer_is_not_timed(
+def test_a_wrong_output_is_not_timed(
     changed: str, what: str, tmp_path: Path, defaults: None
 ) -> None:
     case, path = replace(TINY["causal"], direction="backward"), tmp_path / "expected.npz"
@@ -221,7 +221,7 @@ def errors(peer: str, case: Case, path: Path) -> dict[str, float]:
 # The processes.
 
 
-def test_a_worker_answers_and_its_end_is_a_result(tmp_path: Path) -> None:
+def test_a_worker_returns_results_and_its_end_is_one(tmp_path: Path) -> None:
     case, path = TINY["padded"], tmp_path / "expected.npz"
     exact.write(case, path)
     with fleet.Fleet(threads=1) as workers:
@@ -345,7 +345,7 @@ def test_what_dies_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     assert entry["attempts"] == 2
 
 
-def test_nothing_is_timed_without_a_float64_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_timed_without_a_float64_output(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Script, "blind", True)
     script, entry = run_script(monkeypatch, ["a"], [100.0], replace(TINY["plain"], scope="core"))
     assert entry["peers"]["a"]["failed"].startswith("no float64 output to compare with: no memory")

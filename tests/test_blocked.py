@@ -112,7 +112,7 @@ SEVERAL = (
 @pytest.mark.everyday(case=["window"])
 @pytest.mark.parametrize("tiny", TINY[2:], indirect=True, ids=["two_heads"])
 @pytest.mark.parametrize("case", SEVERAL)
-def test_every_slope_over_several_blocks(
+def test_every_gradient_over_several_tiles(
     case: Case, tiny: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of every entry, not of a few, against those of the reference in float64."""
@@ -375,7 +375,7 @@ def _groups_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
         *("dropout again", "chunks again", "groups again", "first chunk", "first rows"),
     ],
 )
-def test_mistakes_are_noticed(
+def test_errors_are_noticed(
     mutate: Any, name: str, grads: bool, tiny: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mutate(monkeypatch)
@@ -592,7 +592,7 @@ def test_sizes_are_checked(sizes: dict[str, Any], monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("implementation", "platform"), [("blocked", "tpu"), (("splash", "blocked"), "cpu")]
 )
-def test_blocks_are_cut_for_the_platform_that_is_named(
+def test_tiles_are_those_of_the_platform_that_is_named(
     implementation: Any, platform: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also those of the gradient, traced later; beside a kernel for where that does not run."""

@@ -180,6 +180,12 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     probe.forget()
 
 
+@pytest.fixture
+def trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels run without a probe, which tests of other things need not wait for."""
+    monkeypatch.setenv("JAXMHA_PROBE", "trust")
+
+
 def small() -> Any:
     rng = np.random.default_rng(0)
     return jnp.asarray(rng.standard_normal((1, 6, 2, 8)), jnp.bfloat16)
@@ -278,6 +284,7 @@ def test_a_kernel_that_leaks_gets_zeroed_arrays(
     )
 
 
+@pytest.mark.usefixtures("trusted")
 def test_a_step_reads_the_cache_as_it_lies(gpu: list[Any]) -> None:
     """The same as in plain XLA, whatever the free slots hold; also in a ring as large as a window."""
     params = jaxmha.init_params(
@@ -403,6 +410,7 @@ def test_the_private_call_is_as_it_was() -> None:
     assert cudnn.traceable() is None or "cuDNN" in (cudnn.traceable() or "")
 
 
+@pytest.mark.usefixtures("trusted")
 @pytest.mark.slow_variants("False")
 @pytest.mark.parametrize("lse", [False, True])
 def test_gradients_and_vmap_pass_the_choice(gpu: list[Any], lse: bool) -> None:

@@ -53,6 +53,13 @@ def test_every_place_of_a_word_is_read(source: str) -> None:
     assert str(hit).startswith(f"jaxmha/x.py:{hit.line}: ")
 
 
+def test_of_tests_only_their_names_are_read() -> None:
+    source = "answer = 1\n\n\ndef test_the_answer(answer): ...\n"
+    assert [(hit.line, hit.word) for hit in glossary.in_code("tests/test_x.py", source)] == [
+        (4, "test_the_answer")
+    ]
+
+
 def test_a_word_in_a_document_is_found() -> None:
     assert [hit.word for hit in glossary.in_text("docs/a.md", "one\nbeside two", 1)] == ["beside"]
 

@@ -28,7 +28,7 @@ from tests import reference
 ROOT = Path(__file__).parents[1]
 
 
-def test_the_standard_grid_is_there() -> None:
+def test_the_standard_grid_is_complete() -> None:
     assert len({shape.name for shape in SHAPES}) == len(SHAPES)
     assert {shape.H for shape in SHAPES} == {64, 128, 256}
     assert {shape.T for shape in SHAPES} == {512, 1024, 2048, 4096, 8192, 16384}
@@ -134,7 +134,7 @@ def test_peers_that_fail_stay_in_the_results() -> None:
     assert len(calls) == 2 + gpu_timing.ROUNDS
 
 
-def test_what_is_there_is_not_measured_again() -> None:
+def test_stored_rows_are_not_measured_again() -> None:
     """Nor is anything lost of what was, should the process end."""
     rows: list[dict[str, Any]] = [
         {"name": "a", "peers": {}},

@@ -145,11 +145,11 @@ def measure(case: Case, names: tuple[str, ...]) -> dict[str, dict[str, float]]:
     return {name: errors(program(name, case.causal)(*given), wanted) for name in names}
 
 
-# Small products, and large ones of odd sizes.
+# Small products, and large ones of odd sizes; `test_the_grid` has every combination.
 QUICK = [
     case
     for case in GRID
-    if case.shape in ((1, 33, 65, 3, 16), (1, 257, 509, 2, 64))
+    if (case.shape, case.causal) in (((1, 33, 65, 3, 16), False), ((1, 257, 509, 2, 64), True))
     and case.distribution in ("queries x 30", "student t", "uniform 1 2", "outlier feature")
 ]
 
@@ -173,13 +173,12 @@ def test_large_logits_and_offsets(ours: str) -> None:
 
 
 # A few queries and keys; a scale that is no power of two; sums over keys of odd sizes, and over
-# features of logits of 1,000.
+# features of logits of 1,000. `test_the_grid` has them with and without causality.
 WORST = [
-    *(case for case in GRID if case.shape in ((1, 7, 7, 1, 8), (1, 10, 10, 1, 512))),
+    *(case for case in GRID if case.shape == (1, 7, 7, 1, 8) and not case.causal),
+    *(case for case in GRID if case.shape == (1, 10, 10, 1, 512) and case.causal),
     Case((1, 512, 512, 2, 80), True, "outlier feature"),
     Case((1, 257, 509, 2, 64), False, "uniform 0 1"),
-    Case((1, 200, 300, 2, 32), True, "outlier feature"),
-    Case((1, 1031, 1031, 2, 64), False, "lognormal"),
 ]
 
 

@@ -66,7 +66,7 @@ def test_products_of_heads_add_up_and_ranks_end_at_the_width() -> None:
     assert measure.distance(alone.output, many.output) > 0.1
 
 
-def test_gradients_are_slopes_of_the_oracle() -> None:
+def test_gradients_are_differences_of_the_oracle() -> None:
     matrices, x = measure.drawn(0, E, 2, T)
     rng = np.random.default_rng(1)
     cotangent, steps = rng.normal(size=x.shape), [1e-5 * rng.normal(size=(E, E)) for _ in range(3)]

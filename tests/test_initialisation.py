@@ -142,7 +142,7 @@ def test_projections_are_independent() -> None:
 
 
 @pytest.mark.parametrize("wrong", [1.02, 0.98])
-def test_a_wrong_spread_or_shape_would_be_seen(wrong: float) -> None:
+def test_a_wrong_deviation_or_shape_would_be_seen(wrong: float) -> None:
     """The bounds above are narrow: two per cent of spread, or a normal of the same spread."""
     rng = np.random.default_rng(0)
     shape = (SEEDS, 128, 128)

@@ -102,7 +102,7 @@ EVERYDAY = ("relative by head", "causal by score", "document", "another window p
 NAMES = [*SCORES, *MASKS]
 
 
-def test_there_are_thirty() -> None:
+def test_thirty_examples() -> None:
     assert len(NAMES) >= 30
 
 

@@ -30,7 +30,7 @@ def test_projections_are_exact(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", measure.NARROW)
-def test_an_exact_answer_is_one_floor_away(dtype: str) -> None:
+def test_an_exact_output_is_one_floor_away(dtype: str) -> None:
     expected = inputs.exact(inputs.params(dtype), inputs.features(dtype, 128))
     assert expected.shape == (T, E)
     rounded = expected.astype(DTYPES[dtype])
@@ -42,7 +42,7 @@ def test_an_exact_answer_is_one_floor_away(dtype: str) -> None:
     assert inputs.floors(np.where(expected > 0, np.inf, rounded), expected, dtype) is None
 
 
-def test_answers_of_rows_without_keys() -> None:
+def test_outputs_of_rows_without_keys() -> None:
     weights, x = inputs.params("float32"), inputs.features("float32", 128)
     exact = inputs.exact(weights, x)
     value = np.asarray(weights.value.kernel).reshape(E, E)
@@ -74,7 +74,7 @@ def test_torch_is_measured_as_it_is_stored() -> None:
     assert measure.padding(run) == stored["padding"] == "NaN"
 
 
-def test_every_implementation_is_there() -> None:
+def test_no_implementation_is_missing() -> None:
     assert RESULTS is not None
     rows: dict[str, Any] = RESULTS["implementations"]
     kinds = ["torch", "jaxmha", "jax.nn", "flax linen", "flax nnx", "keras on jax"]

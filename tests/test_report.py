@@ -192,7 +192,7 @@ def of(name: str, page: Any) -> Entry:
     return Given(name, seconds=1)
 
 
-def test_what_fails_is_told_and_the_rest_runs() -> None:
+def test_failures_are_named_and_the_rest_runs() -> None:
     fine = SimpleNamespace(command="python -c 'print(1)'")
     wrong = SimpleNamespace(command="python -c 'raise SystemExit(\"no luck\")'")
     console = Console(quiet=True)

@@ -75,7 +75,7 @@ def test_files_of_a_folder_are_counted_while_they_are_listed(tmp_path: Path) -> 
         checkpoint.open(tmp_path / "m.orbax", limits=checkpoint.Limits(files=20))
 
 
-def test_there_are_enough_cases() -> None:
+def test_cases_are_many_enough() -> None:
     assert len(hostile.CASES) >= 800
     assert {case.error for case in hostile.CASES.values()} >= {
         checkpoint.AmbiguousFile,

@@ -181,7 +181,7 @@ def test_what_was_dropped_is_read_again_in_the_background(
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".npz", ".pt", ".orbax", ".bin.index.json"])
-def test_a_disk_that_lies_is_said_of_the_target(
+def test_a_disk_that_lies_is_named_with_the_target(
     suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = os.preadv

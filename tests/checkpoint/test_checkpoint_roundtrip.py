@@ -112,7 +112,7 @@ def test_equal_tensors_give_equal_files(suffix: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("through", HELD)
 @pytest.mark.parametrize("suffix", HELD)
-def test_there_and_back_gives_the_same_file(suffix: str, through: str, tmp_path: Path) -> None:
+def test_a_round_trip_gives_the_same_file(suffix: str, through: str, tmp_path: Path) -> None:
     first, other, last = (tmp_path / n for n in (f"a{suffix}", f"b{through}", f"c{suffix}"))
     tensors = {
         "attn/vars/0": np.arange(6, dtype=np.float32).reshape(2, 3),

@@ -121,7 +121,7 @@ def test_attention_of_no_known_layout_is_named_and_carried(
                 np.testing.assert_array_equal(file[name], array)
 
 
-def test_positions_are_told_for_every_layer(tmp_path: Path) -> None:
+def test_positions_are_named_for_every_layer(tmp_path: Path) -> None:
     rope = {"rope_type": "linear", "rope_theta": 100.0, "factor": 2.0}
     config = {"model_type": "llama", "rope_parameters": rope, "head_dim": 4}
     found = positions.positions_of(source(tmp_path, "llama", config))[PREFIX]

@@ -248,7 +248,7 @@ def test_what_a_framework_cannot_hold_is_reported(
     assert why is None or why in str(flow.refused)
 
 
-def test_differences_are_of_nodes_and_frameworks_that_there_are() -> None:
+def test_differences_name_known_nodes_and_frameworks() -> None:
     flow = describe(
         shapes(use_bias_kv=True)._replace(query_norm=np.ones(31, "f"), key_norm=np.ones(31, "f")),
         Semantics(qk_norm="rms", dropout_rate=0.1, logits_soft_cap=1.0),

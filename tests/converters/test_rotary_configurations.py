@@ -172,7 +172,7 @@ def test_a_part_of_the_head_is_rotated_alone() -> None:
     np.testing.assert_allclose(found, rope(x, np.arange(5), frequencies=frequencies), rtol=1e-5)
 
 
-def test_refusals() -> None:
+def test_wrong_configurations_are_refused() -> None:
     x = np.zeros((2, 5, 3, 12), np.float32)
     with pytest.raises(ValueError, match="rotary_dim and frequencies exclude each other"):
         rope(x, np.arange(5), rotary_dim=8, frequencies=rope_frequencies({}, 12))

@@ -124,7 +124,7 @@ def test_a_sequence_of_implementations_is_hashable() -> None:
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
-def test_what_is_said_twice_agrees(arguments: dict[str, Any], semantics: Semantics) -> None:
+def test_settings_given_twice_agree(arguments: dict[str, Any], semantics: Semantics) -> None:
     with pytest.raises(ValueError, match="of semantics differ: give one"):
         layer(**arguments, semantics=semantics)
     module = linen.MultiHeadAttention(N, **arguments, semantics=semantics)
@@ -235,7 +235,7 @@ def test_what_may_be_a_list_or_a_set(no_shape_hook: None) -> None:
 
 
 @pytest.mark.parametrize("name", ["in_features", "in_kv_features", "kernel_init"])
-def test_what_parameters_say_is_not_said_again(name: str) -> None:
+def test_settings_that_parameters_give_are_refused(name: str) -> None:
     settings: Any = {name: FEATURES}
     with pytest.raises(ValueError, match=f"{name} is that of the parameters"):
         MultiHeadAttention.from_params(layer().to_params()[0], **settings)

@@ -171,7 +171,7 @@ def test_float64(x64: None) -> None:
         ({"implementation": "flash"}, "implementation must be among"),
     ],
 )
-def test_refusals(arguments: dict[str, Any], message: str) -> None:
+def test_wrong_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         attention_fn(*heads(), **arguments)
 

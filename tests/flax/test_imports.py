@@ -23,7 +23,7 @@ def parameters() -> MHAParams:
     return init_params(jax.random.key(0), num_heads=N, features=D)
 
 
-def test_dropout_and_precision_may_be_said_anew() -> None:
+def test_dropout_and_precision_may_be_given_again() -> None:
     params = parameters()
     settings: dict[str, Any] = {"dropout_rate": 0.0, "precision": "highest"}
     expected = Semantics(dropout_broadcast=("N",), precision="highest")

@@ -157,7 +157,7 @@ def test_a_plan_serves_a_deeper_model() -> None:
         equinox.load_into(target(12), source(11), plan)
 
 
-def test_answers_complete_a_plan() -> None:
+def test_decisions_complete_a_plan() -> None:
     rng = np.random.default_rng(0)
     source = {
         f"{n}.{k}": rng.normal(size=s).astype("f")
@@ -220,7 +220,7 @@ def test_a_list_is_filled_from_a_stack_and_back() -> None:
         np.testing.assert_array_equal(back["layers"][n]["kernel"], stacked["layers"][n]["kernel"])
 
 
-def test_two_lists_of_one_length_are_told_apart_or_asked() -> None:
+def test_two_lists_of_one_length_are_matched_or_asked() -> None:
     rng = np.random.default_rng(0)
     source = {
         f"layers.{i}.experts.{j}.w.weight": rng.normal(size=(3, 5)).astype("f")

@@ -61,7 +61,7 @@ def test_names_that_tell_nothing_are_asked_or_matched_rightly(part: int) -> None
 
 
 @pytest.mark.parametrize("name", traps.PACKED_NAMES)
-def test_packed_projections_are_asked_once_and_loaded_as_told(name: str) -> None:
+def test_packed_projections_are_asked_once_and_loaded_as_decided(name: str) -> None:
     drawn = traps.draw(np.random.default_rng(0))
     traps.pack(drawn, name, by_head=False)
     asked = match(drawn.source, drawn.target)

@@ -162,7 +162,7 @@ def test_large_parts_go_piece_by_piece(tmp_path: Path, monkeypatch: pytest.Monke
         tolerance.assert_same(found[name], expected)
 
 
-def test_refusals(tmp_path: Path) -> None:
+def test_wrong_requests_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "model.npz"
     checkpoint.write(path, {"a": np.ones((7, 3))})
     devices = mesh(data=8)

@@ -39,7 +39,7 @@ OWN = {"own keys": "x", "shared keys": None}
 @pytest.mark.parametrize("bias", [False, True], ids=["no bias", "shared bias"])
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("implementation", ["blocked", "few_queries"])
-def test_answers_and_gradients(
+def test_outputs_and_gradients(
     implementation: str, name: str, bias: bool, keys: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attention, "SIZES", {"target": 2**7, "least_rows": 1, "side": 4})
