@@ -21,6 +21,16 @@ if TYPE_CHECKING:
     from jaxmha.converters.verify.attribution import Attribution
     from jaxmha.introspect.graph import DataFlow
 
+__all__ = [
+    "attribute",
+    "describe",
+    "layouts",
+    "lint_masks",
+    "match",
+    "plot_attention",
+    "positions_of",
+]
+
 
 def layouts() -> "dict[str, Layout]":
     """Every known layout by name, with its entries and limits.

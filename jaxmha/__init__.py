@@ -25,4 +25,29 @@ from jaxmha.semantics import Semantics as Semantics
 
 __version__ = "0.1.0"
 
+__all__ = [
+    "KVCache",
+    "MHAParams",
+    "Mask",
+    "PagePool",
+    "PagedKVCache",
+    "Projection",
+    "Semantics",
+    "__version__",
+    "combine",
+    "decode_step",
+    "dot_product_attention",
+    "explain",
+    "extend",
+    "init_params",
+    "lowering_for",
+    "mods",
+    "multi_head_attention",
+    "prefill",
+    "project",
+    "rope",
+    "rope_frequencies",
+    "sharding",
+]
+
 _find_converters()

@@ -1,5 +1,6 @@
 """Strict promotion and full precision for every test; how much compilers optimise."""
 
+import gc
 import os
 import random
 from collections.abc import Callable, Iterator
@@ -14,6 +15,9 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Property tests draw other examples in every run; workers inherit the seed.
 os.environ.setdefault("JAXMHA_PROPERTY_SEED", str(random.SystemRandom().randrange(2**32)))
+
+# A million objects of frameworks and tests live to the end: the garbage collector need not visit them.
+gc.disable()
 
 import jax
 import pytest
@@ -112,6 +116,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Func
             item.add_marker("slow")
     if config.args == config.getini("testpaths") and (unused := [*variants.unused(items)]):
         raise pytest.UsageError("\n".join(unused))
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture

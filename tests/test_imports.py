@@ -230,3 +230,25 @@ def test_a_circle_is_noticed() -> None:
     assert graph == {"jaxmha.a": {"jaxmha.b"}, "jaxmha.b": {"jaxmha.a"}}
     with pytest.raises(graphlib.CycleError):
         graphlib.TopologicalSorter(graph).prepare()
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "jaxmha/__init__.py",
+        "jaxmha/flax/__init__.py",
+        "jaxmha/mods/__init__.py",
+        "converters/__init__.py",
+    ],
+)
+def test_a_face_lists_its_names(path: str) -> None:
+    """Those imported under their own name (`from a import b as b`), and its functions."""
+    public, listed = set(), set[str]()
+    for node in ast.parse((ROOT / path).read_text()).body:
+        if isinstance(node, ast.FunctionDef):
+            public.add(node.name)
+        elif isinstance(node, ast.ImportFrom):
+            public |= {alias.name for alias in node.names if alias.name == alias.asname}
+        elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            listed = set(ast.literal_eval(node.value))
+    assert listed - {"__version__"} == public

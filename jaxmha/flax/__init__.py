@@ -16,3 +16,9 @@ except ModuleNotFoundError as error:
 from jaxmha.flax import linen as linen
 from jaxmha.flax import nnx as nnx
 from jaxmha.flax.function import attention_fn as attention_fn
+
+__all__ = [
+    "attention_fn",
+    "linen",
+    "nnx",
+]

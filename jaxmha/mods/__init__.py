@@ -20,3 +20,22 @@ from jaxmha.mods.scores import alibi as alibi
 from jaxmha.mods.scores import alibi_slopes as alibi_slopes
 from jaxmha.mods.scores import relative_bias as relative_bias
 from jaxmha.mods.scores import soft_cap as soft_cap
+
+__all__ = [
+    "BlockMask",
+    "alibi",
+    "alibi_slopes",
+    "all_of",
+    "any_of",
+    "block_mask",
+    "block_sparse",
+    "causal",
+    "dilated",
+    "document",
+    "prefix_lm",
+    "relative_bias",
+    "soft_cap",
+    "swin",
+    "t5",
+    "window",
+]
