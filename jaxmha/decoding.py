@@ -70,7 +70,7 @@ def prefill(
         fit, or tokens are in zig-zag order.
       TypeError: keys or values of the cache are not floating, or its lengths are not integers.
 
-    >>> from jaxmha import init_params
+    >>> from jaxmha import KVCache, init_params
     >>> params = init_params(jax.random.key(0), num_heads=2, features=6)
     >>> out, cache = prefill(params, jnp.ones((1, 3, 6)), KVCache.empty(params, 1, 8))
     >>> out.shape, cache.lengths.tolist()
@@ -206,7 +206,7 @@ def decode_step(
         tokens are in zig-zag order.
       TypeError: as in `prefill`.
 
-    >>> from jaxmha import init_params
+    >>> from jaxmha import KVCache, init_params
     >>> params = init_params(jax.random.key(0), num_heads=2, features=6)
     >>> out, cache = prefill(params, jnp.ones((1, 3, 6)), KVCache.empty(params, 1, 8))
     >>> out, cache = decode_step(params, jnp.ones((1, 1, 6)), cache)
@@ -259,7 +259,7 @@ def extend(
       ValueError: as in `decode_step`.
       TypeError: as in `prefill`, or q_lengths are not integers.
 
-    >>> from jaxmha import init_params
+    >>> from jaxmha import PagedKVCache, init_params
     >>> params = init_params(jax.random.key(0), num_heads=2, features=6)
     >>> cache = PagedKVCache.empty(params, 3, 32, pages=8, page_size=4)
     >>> counts = np.asarray([5, 1, 0])
