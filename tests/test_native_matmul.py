@@ -101,7 +101,7 @@ def test_vmap_of_one_operand_along_any_axis(around: bool) -> None:
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-4)
 
 
-def test_a_layer_runs_them_unless_it_is_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_runs_them_unless_they_are_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     params = jaxmha.init_params(jax.random.key(0), num_heads=4, features=128)
     x = jnp.ones((2, 101, 128))
 
