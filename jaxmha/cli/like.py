@@ -18,7 +18,7 @@ _KERAS = ".weights.h5"
 
 
 def built(target: str) -> Any:
-    """The file, or the return value of the function named after a colon."""
+    """The path of TARGET, or the return value of FUNCTION if TARGET is `MODULE:FUNCTION`."""
     module, colon, function = target.rpartition(":")
     if not colon or Path(target).exists():
         if not Path(target).exists():

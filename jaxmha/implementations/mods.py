@@ -54,15 +54,15 @@ class Blocks(NamedTuple):
 
 
 class Limit(NamedTuple):
-    """The calls that an array of a function fits: at most `size` queries or keys (`axis` T or S),
-    `size` heads (N), or `size` batch rows (B; 1 for any number)."""
+    """The size that an axis of a call may have, given an array that the function indexes by it: at
+    most `size` queries or keys (T, S), `size` heads (N), or `size` batch rows (B; 1: any number)."""
 
     argument: str
     axis: str
     size: int
 
     def allows(self, size: int) -> bool:
-        """True if the array fits a call in which the axis has this size."""
+        """True if a call may have this size on the axis."""
         if self.axis in "TS":
             return size <= self.size
         return size == self.size or (self.axis, self.size) == ("B", 1)
@@ -94,7 +94,7 @@ class Mod(NamedTuple):
       others: other captured arrays.
       starts: where this part of a larger request starts along B, N, T and S; None: zeros.
       blocks: the blocks that a mask function allows; None: unknown, or a score function.
-      limits: the calls that the captured arrays fit.
+      limits: the sizes that the axes of a call may have, given the captured arrays.
     """
 
     program: Program

@@ -39,7 +39,7 @@ class BlockMask:
 
     @property
     def limits(self) -> mods.Limits:
-        """The calls that the arrays of the mask function fit."""
+        """The sizes that the axes of a call may have, given the arrays of the mask function."""
         return self.mod.limits
 
     @property

@@ -19,7 +19,8 @@ def with_arrays(function: Function, *arrays: object) -> Function:
 
 
 def limited(limits: Callable[..., Iterable[Limit]]) -> Callable[[Function], Function]:
-    """Gives a function its `limits`: from its bound arrays, the calls that they fit."""
+    """Attaches `limits` to a function: it takes the bound arrays, and returns the sizes that each
+    axis of a call may have."""
 
     def decorate(function: Function) -> Function:
         function.limits = limits  # type: ignore[attr-defined]

@@ -166,7 +166,7 @@ class _BlockSparse:
     block: int
 
     def limits(self, layout: jax.Array) -> Iterable[Limit]:
-        """The calls that the layout fits."""
+        """The sizes that the axes of a call may have, given the layout."""
         yield Limit("layout", "T", layout.shape[-2] * self.block)
         yield Limit("layout", "S", layout.shape[-1] * self.block)
         if layout.ndim == 3:

@@ -81,7 +81,7 @@ class _RelativeBias:
     bucket: Bucket
 
     def limits(self, table: jax.Array) -> tuple[Limit, ...]:
-        """The calls that the table fits."""
+        """The number of heads that a call may have, given the table."""
         return (Limit("table", "N", table.shape[1]),)
 
     def __call__(
