@@ -448,7 +448,7 @@ def test_bands_of_keys_begin_anywhere(tiny: str) -> None:
 @pytest.fixture
 def shapes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """Of the queries that are cut: first of all of them, then of each band."""
-    right, found = attention.tiling_for, []
+    right, found = tiling.tiling_for, []
 
     def tiling_for(query: Any, *given: Any, **more: Any) -> Any:
         found.append(query.shape)
@@ -567,7 +567,7 @@ def test_rows_without_keys_take_the_narrowest_band() -> None:
 
     query, key = jnp.ones((B, N, T, H)), jnp.ones((B, N, S, H))
     valid = jnp.arange(S)[None] < jnp.array([[0], [300], [S]])
-    plan = attention.tiling_for(query, key, platform="cpu", skips=True)
+    plan = tiling.tiling_for(query, key, platform="cpu", skips=True)
     config = tile.Config(None, None, (None, None), None, 0.0, (), lse=False, platform="cpu")
     out, _ = jax.block_until_ready(
         bands.attend_key_bands(run, plan, config, query, key, key, valid, None)
