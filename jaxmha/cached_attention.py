@@ -1,61 +1,23 @@
 """Attention over a cache of keys and values, where each sequence has its own length."""
 
-from typing import NamedTuple, Protocol, runtime_checkable
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 
 from jaxmha import bias_kv
-from jaxmha.arrays import Array
-from jaxmha.implementations import one_query, online_softmax, platforms
-from jaxmha.implementations.base import accumulation_dtype
-from jaxmha.implementations.mods import of_pairs, of_scores
-from jaxmha.implementations.online_softmax import State, cap_and_mask, empty_state
-from jaxmha.implementations.shard_map import alike
+from jaxmha.cached_step import Cache, Step, make_step, over_extras, over_slots
+from jaxmha.implementations import one_query, online_softmax
+from jaxmha.implementations.native import cache_step
+from jaxmha.implementations.online_softmax import State
 from jaxmha.implementations.sinks import share_of_keys
 from jaxmha.mask import Mask
-from jaxmha.matmul import operand_dtype, resolved, split_scale
 from jaxmha.mod_arguments import Mods
 from jaxmha.params import MHAParams
-from jaxmha.semantics import Precision, Semantics
-
-BLOCK = 512  # keys per tile; a step computes only the tiles that hold tokens
-WORTH_A_COPY = 4  # copying a key costs about as much as attending this many keys
-
-
-class Tile(NamedTuple):
-    """Keys and values of s slots; if scales are given, they multiply the stored numbers."""
-
-    keys: Float[jax.Array, "B K s H"]
-    values: Float[jax.Array, "B K s h"]
-    key_scale: Float[jax.Array, "B K s"] | None = None
-    value_scale: Float[jax.Array, "B K s"] | None = None
-
-
-@runtime_checkable
-class Cache(Protocol):
-    """The interface of caches: keys and values by slot, independent of their storage."""
-
-    @property
-    def key(self) -> Array: ...
-    @property
-    def value(self) -> Array: ...
-    @property
-    def lengths(self) -> Array: ...
-    @property
-    def slots(self) -> int:
-        """S, the number of slots of a sequence."""
-
-    def tile_size(self, block: int) -> int:
-        """The number of slots per tile: about `block`."""
-
-    def tile(self, first: int | jax.Array, size: int) -> Tile:
-        """Keys and values of `size` slots, starting at slot `first`."""
-
-    def whole(self) -> Tile | None:
-        """Keys and values of all slots; None if reading them needs a copy."""
+from jaxmha.semantics import Semantics
 
 
 def reject_structure(mask: Mask) -> None:
@@ -68,50 +30,6 @@ def reject_structure(mask: Mask) -> None:
             f"mask: a decoding step is causal and knows its lengths, got {', '.join(unsupported)}: "
             "give window, key/value padding or a Boolean array over the slots of the cache"
         )
-
-
-class _Matmul(NamedTuple):
-    """How the matmuls of a step are computed: dtype of operands and sums, precision, platform, and
-    the factor of the logits that the queries do not include."""
-
-    operands: np.dtype[np.floating]
-    accumulate: np.dtype[np.floating]
-    precision: Precision
-    platform: str
-    scale: float
-
-    def einsum(self, axes: str, a: jax.Array, b: jax.Array) -> jax.Array:
-        """The product in the accumulation dtype."""
-        return jnp.einsum(
-            axes, a, b, precision=self.precision, preferred_element_type=self.accumulate
-        )
-
-
-class _Step(NamedTuple):
-    """One step over a cache; the query heads of a group are rows `r` of one matmul.
-
-    Attributes:
-      rows: scaled queries.
-      cache: keys and values, S slots.
-      last: position of the latest token of each sequence.
-      positions: positions of the queries.
-      mask: window, key/value padding and array over slots, with one batch axis.
-      mods: traced score and mask functions.
-    """
-
-    rows: Float[jax.Array, "B K r H"]
-    cache: Cache
-    last: Int[jax.Array, "B 1"]
-    positions: Int[jax.Array, "B T"]
-    mask: Mask
-    matmul: _Matmul
-    soft_cap: float | None
-    mods: Mods
-
-    @property
-    def left(self) -> int | None:
-        """Left bound of the window; None: no bound."""
-        return None if self.mask.window_size is None else self.mask.window_size[0]
 
 
 def attend_cache(
@@ -141,9 +59,9 @@ def attend_cache(
         return jnp.zeros((B, T, N, h), query.dtype)
 
     def plain() -> jax.Array:
-        step = _step(query, cache, positions, mask, semantics, mods)
-        state = _over_slots(step, block)
-        state = _over_extras(step, params, semantics, state)
+        step = make_step(query, cache, positions, mask, semantics, mods)
+        state = _natively(step, block) or over_slots(step, block)
+        state = over_extras(step, params, semantics, state)
         softmax = online_softmax.normalize(state)
         out = softmax.out
         if params.sinks is not None:  # a row without keys has output 0: sinks have no value
@@ -174,180 +92,56 @@ def attend_cache(
     return plain()
 
 
-def _step(
-    query: Float[jax.Array, "B T N H"],
-    cache: Cache,
-    positions: Int[jax.Array, "B T"],
-    mask: Mask,
-    semantics: Semantics,
-    mods: Mods,
-) -> _Step:
-    (B, T, N, H), K = query.shape, cache.key.shape[1]
-    accumulate = accumulation_dtype(query.dtype)
-    scale = H**-0.5 if semantics.scale is None else semantics.scale
-    # A bfloat16 cache is multiplied directly: a copy in float32 takes longer than the matmuls.
-    common = _common_dtype(query.dtype, cache.key.dtype, cache.value.dtype)
-    platform = platforms.current().name
-    operands = operand_dtype(common, semantics.precision, platform)
-    precision = resolved(semantics.precision) if operands is None else "default"
-    scale, rest = (scale, 1.0) if operands is None else split_scale(scale)
-    operands = operands or accumulate
-    rows = jnp.moveaxis((query.astype(accumulate) * scale).reshape(B, T, K, N // K, H), 1, 3)
-    rows = rows.reshape(B, K, N // K * T, H).astype(operands)
-    cache = jax.tree.map(jnp.asarray, cache)
-    rows, cache, positions, mask, mods = alike((rows, cache, positions, mask, mods))
-    matmul = _Matmul(operands, accumulate, precision, platform, rest)
-    last = jnp.asarray(cache.lengths)[:, None] - 1
-    return _Step(rows, cache, last, positions, mask, matmul, semantics.logits_soft_cap, mods)
+def _natively(step: Step, block: int) -> State | None:
+    """The same by the native kernel; None: it cannot compute this step, or cannot run here."""
+    cache, mask = step.cache, step.mask
+    if step.mods.score is not None or step.mods.mask is not None:
+        return None
+    if cache_step.unsupported_reason(step.rows, cache.key, cache.value) is not None:
+        return None
+    allowed = mask.array
+    if mask.key_value_padding is not None:
+        padding = jnp.asarray(mask.key_value_padding)[:, None, None]
+        allowed = padding if allowed is None else allowed & padding
+    operands = cache_step.operands(
+        step.rows,
+        cache.key,
+        cache.value,
+        cache.lengths,
+        step.positions[:, 0],
+        allowed=allowed,
+        **{x: getattr(cache, x, None) for x in ("table", "key_scale", "value_scale")},
+    )
+    T, context = step.positions.shape[1], (type(cache), step.matmul, block)
+    settings = cache_step.Settings(T, step.left, step.soft_cap, _in_xla, context)
+    out, row_max, row_sum = cache_step.attend(settings, operands)
+    return State(out, row_max[..., None], row_sum[..., None])
 
 
-def _over_slots(step: _Step, block: int) -> State:
-    """The softmax state over all valid slots, from the whole cache or only from tiles in use."""
-    S = step.cache.slots
-    size = step.cache.tile_size(block)
-    start = _empty_state(step)
-    used = jnp.minimum(jnp.max(step.last) + 1, S)
-
-    def whole(tile: Tile) -> State:
-        slots = jnp.arange(S, dtype=np.int32)
-        return _fold(step, start, tile, *_allowed(step, slots), all_finite=True)
-
-    if step.matmul.platform in ("cuda", "rocm"):  # a branch or loop would wait for the host
-        every = step.cache.whole() or step.cache.tile(0, S)
-        return _fold(step, start, every, *_allowed(step, jnp.arange(S, dtype=np.int32)))
-
-    def tile(i: jax.Array | int, state: State) -> State:
-        # The last tile ends at S; its overlap with the previous tile is masked.
-        first = jnp.minimum(i * size, S - size)
-        slots = first + jnp.arange(size, dtype=np.int32)
-        new = (slots >= i * size).reshape(1, 1, 1, size)
-        allowed, tokens = _allowed(step, slots)
-        return _fold(step, state, step.cache.tile(first, size), allowed & new, tokens)
-
-    def by_tiles() -> State:
-        first = jnp.zeros((), used.dtype)
-        if step.left is not None:
-            # If no sequence has wrapped around, tiles to the left of all windows are skipped.
-            before = jnp.maximum(jnp.min(step.positions) - step.left, 0)
-            first = jnp.where(jnp.max(step.last) < S, before // size, 0).astype(used.dtype)
-        state: State = jax.lax.fori_loop(first, (used + size - 1) // size, tile, start)
-        return state
-
-    # Slicing a tile copies it, which costs more than reading the whole cache if much of it is used.
-    # If unattended slots hold NaN, the output over the whole cache is NaN, and the loop over tiles,
-    # which zeroes unattended values, replaces it.
-    all_slots = step.cache.whole()
-    if all_slots is None:
-        return by_tiles()
-    much = used * WORTH_A_COPY > S
-    state: State = jax.lax.cond(much, lambda: whole(all_slots), lambda: start)
-    chosen: State = jax.lax.cond(much & jnp.isfinite(state.out).all(), lambda: state, by_tiles)
-    return chosen
-
-
-def _empty_state(step: _Step) -> State:
-    shape, h = step.rows.shape[:3], step.cache.value.shape[-1]
-    out, per_row = (jnp.zeros((*shape, size), step.matmul.accumulate) for size in (h, 1))
-    state, _ = alike((empty_state(out, per_row), step.rows))
-    return state
-
-
-def _over_extras(step: _Step, params: MHAParams, semantics: Semantics, state: State) -> State:
-    """Folds in the extra positions (`bias_k`, `bias_v`, zeros), which every query attends."""
-    (B, K, _, H), h = step.rows.shape, step.cache.value.shape[-1]
-    empty = [jnp.zeros((B, 0, K, size), step.matmul.accumulate) for size in (H, h)]
-    keys = jnp.moveaxis(bias_kv.append(empty[0], params.bias_k, semantics), 1, 2)
-    values = jnp.moveaxis(bias_kv.append(empty[1], params.bias_v, semantics), 1, 2)
-    if not keys.shape[2]:
-        return state
-    T = step.positions.shape[1]
-    return _fold(step, state, Tile(keys, values), jnp.ones((B, 1, T, keys.shape[2]), bool))
-
-
-def _allowed(
-    step: _Step, slots: Int[jax.Array, "s"]
-) -> tuple[Bool[jax.Array, "B #N T s"], Int[jax.Array, "B s"]]:
-    """Mask tile: a slot's token is valid, causal, and within the window; and the positions of the
-    latest token in each slot, negative if the slot is empty."""
-    S = step.cache.slots
-    tokens = step.last - (step.last - slots.reshape(1, -1)) % S
-    i, j = step.positions[:, None, :, None], tokens[:, None, None]
-    allowed = (j >= 0) & (j <= i)
-    if step.left is not None:
-        allowed &= j >= i - step.left
-    if step.mask.key_value_padding is not None:
-        padding = jnp.asarray(step.mask.key_value_padding)
-        allowed &= jnp.take(padding, slots, 1)[:, None, None]
-    if step.mask.array is not None:
-        array = jnp.broadcast_to(step.mask.array, (*step.mask.array.shape[:3], S))
-        allowed &= jnp.take(array, slots, 3)
-    if step.mods.mask is not None:
-        allowed = allowed & of_pairs(step.mods.mask, _heads(step), step.positions, tokens)
-    return allowed, tokens
-
-
-def _heads(step: _Step) -> int:
-    """The number of query heads."""
-    return step.rows.shape[1] * step.rows.shape[2] // step.positions.shape[1]
-
-
-def _fold(
-    step: _Step,
-    state: State,
-    tile: Tile,
-    allowed: Bool[jax.Array, "B n T s"],
-    tokens: Int[jax.Array, "B s"] | None = None,
-    *,
-    all_finite: bool = False,
-) -> State:
-    """Folds a tile of keys into the state.
-
-    `tokens`: positions of the keys, for a score function; None: the score function is not applied.
-    `all_finite`: assumes that all values are finite. Otherwise unattended values are zeroed: their
-    weight is 0, but 0 * NaN is NaN.
-    """
-    (B, K, r, _), matmul = step.rows.shape, step.matmul
-    n, T, s = allowed.shape[1:]
-    mask = allowed if n > 1 else jnp.broadcast_to(allowed, (B, K * (r // T), T, s))
-    mask = mask.reshape(B, K, r, s)
-    keys, values = tile.keys.astype(matmul.operands), tile.values.astype(matmul.operands)
-    value_scale = tile.value_scale
-    if not all_finite:
-        attended = mask.any(2)
-        values = jnp.where(attended[..., None], values, 0.0)
-        value_scale = None if value_scale is None else jnp.where(attended, value_scale, 0.0)
-    logits = _query_key(step.rows, keys, matmul)
-    if matmul.scale != 1.0:
-        logits *= matmul.scale
-    if tile.key_scale is not None:
-        logits *= tile.key_scale[:, :, None].astype(logits.dtype)
-    if step.mods.score is not None and tokens is not None:
-        logits, _ = cap_and_mask(logits, step.soft_cap)
-        # The function reads 0 for excluded pairs, because their slots may hold NaN.
-        logits = jnp.where(mask, logits, 0.0).reshape(B, K * (r // T), T, s)
-        logits = of_scores(step.mods.score, logits, step.positions, tokens)
-        logits = jnp.where(mask, logits.reshape(B, K, r, s), -jnp.inf)
-    else:
-        logits, _ = cap_and_mask(logits, step.soft_cap, mask)
-
-    def weigh(exps: jax.Array) -> jax.Array:
-        if value_scale is not None:
-            exps *= value_scale[:, :, None].astype(exps.dtype)
-        return matmul.einsum("bkrs,bksh->bkrh", exps.astype(matmul.operands), values)
-
-    return online_softmax.fold(logits, weigh, state)
-
-
-def _query_key(
-    rows: Float[jax.Array, "B K r H"], keys: Float[jax.Array, "B K s H"], matmul: _Matmul
-) -> Float[jax.Array, "B K r s"]:
-    """The matmul of rows and keys."""
-    if rows.shape[2] == 1 or matmul.platform != "cpu":
-        return matmul.einsum("bkrh,bksh->bkrs", rows, keys)
-    # On CPUs, few rows times many keys is several times slower than keys times rows; the barrier
-    # keeps XLA from swapping the operands back.
-    found = matmul.einsum("bksh,bkrh->bksr", keys, rows)
-    return jnp.swapaxes(jax.lax.optimization_barrier(found), 2, 3)  # type: ignore[no-untyped-call]
+def _in_xla(
+    settings: cache_step.Settings, given_operands: Sequence[Any]
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The operands of the native kernel as a step in plain XLA."""
+    context: Any = settings.context
+    kind, matmul, block = context
+    operands = cache_step.Operands(*given_operands)
+    given = {name: x if x.size else None for name, x in operands._asdict().items()}
+    cache: Cache = kind(**{name: given[name] for name in kind._fields})
+    positions = operands.first[:, None] + jnp.arange(settings.tokens, dtype=np.int32)[None]
+    window = None if settings.left is None else (settings.left, None)
+    mask = Mask(window_size=window, array=given["allowed"])
+    step = Step(
+        operands.rows,
+        cache,
+        operands.lengths[:, None] - 1,
+        positions,
+        mask,
+        matmul,
+        settings.soft_cap,
+        Mods(),
+    )
+    state = over_slots(step, block)
+    return state.out, state.row_max[..., 0], state.row_sum[..., 0]
 
 
 def nan_where(condition: jax.Array, x: jax.Array) -> jax.Array:
@@ -357,12 +151,3 @@ def nan_where(condition: jax.Array, x: jax.Array) -> jax.Array:
     """
     infinite = jnp.where(condition, jnp.inf, 0.0).astype(x.dtype)
     return jnp.where(condition, infinite - infinite, x)
-
-
-def _common_dtype(
-    query: np.dtype[np.generic], *cached: np.dtype[np.generic]
-) -> np.dtype[np.generic]:
-    """The promoted dtype of queries and cache; float8, a storage dtype, is not promoted."""
-    wide = [dtype for dtype in cached if dtype.itemsize > 1]
-    with jax.numpy_dtype_promotion("standard"):
-        return np.dtype(jnp.result_type(query, *wide))

@@ -11,7 +11,8 @@ from jaxtyping import Bool, Float
 from jaxmha import bias_kv, checks, sharding
 from jaxmha.arrays import Array
 from jaxmha.attention import attend, hashable
-from jaxmha.cached_attention import BLOCK, attend_cache, nan_where, reject_structure
+from jaxmha.cached_attention import attend_cache, nan_where, reject_structure
+from jaxmha.cached_step import BLOCK
 from jaxmha.decoding_checks import (
     AXES,
     CacheT,

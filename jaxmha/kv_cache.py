@@ -9,7 +9,9 @@ from jaxtyping import Bool, Float, Int
 
 from jaxmha import checks
 from jaxmha.arrays import Array, DTypeLike
-from jaxmha.cached_attention import Tile
+from jaxmha.cached_step import Tile
+from jaxmha.implementations.native.cache_write import write
+from jaxmha.implementations.native.replacing import unavailable
 from jaxmha.integers import FAR, require_sizes
 from jaxmha.params import MHAParams, check
 
@@ -139,13 +141,23 @@ def _write(
         return cache
     slots = jnp.where(rows < counts[:, None], (starts[:, None] + rows) % S, S)  # S: not written
 
+    if unavailable() is None:
+        batch = jnp.arange(key.shape[0], dtype=np.int32)[:, None]
+        pages = jnp.broadcast_to(batch, rows.shape)
+        new = (x if T <= S else x[batch, rows] for x in (key, value))
+        keys, values = (
+            write(old, x, pages, slots)
+            for old, x in zip((cache.key, cache.value), new, strict=True)
+        )
+        return KVCache(keys, values, starts + counts)
+
     def put(old: jax.Array, new: jax.Array, row: jax.Array, slot: jax.Array) -> jax.Array:
         chosen = jnp.swapaxes(new[row], 0, 1).astype(old.dtype)  # K T H
         return old.at[:, slot].set(chosen, mode="drop", unique_indices=False)
 
-    write = jax.vmap(put)
+    mapped = jax.vmap(put)
     return KVCache(
-        write(jnp.asarray(cache.key), key, rows, slots),
-        write(jnp.asarray(cache.value), value, rows, slots),
+        mapped(jnp.asarray(cache.key), key, rows, slots),
+        mapped(jnp.asarray(cache.value), value, rows, slots),
         starts + counts,
     )

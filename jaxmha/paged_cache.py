@@ -9,7 +9,8 @@ from jaxtyping import Bool, Float, Int
 
 from jaxmha import checks, page_table
 from jaxmha.arrays import Array, DTypeLike, require_arrays
-from jaxmha.cached_attention import Tile
+from jaxmha.cached_step import Tile
+from jaxmha.implementations.native.cache_write import as_bits, from_bits, write
 from jaxmha.integers import FAR, is_integers, near, require_sizes
 from jaxmha.params import MHAParams, check
 from jaxmha.quantized import is_scaled, quantize, storage_dtype
@@ -171,43 +172,15 @@ class PagedKVCache(NamedTuple):
         held = jnp.take_along_axis(growth.table, entries, 1, mode="fill", fill_value=-1)
         written = (tokens < counts[:, None]) & (held >= 0)
         at = jnp.where(written, held, pages), positions % self.page_size
-        stored = self._replace(table=growth.table, lengths=lengths + counts)
-        stored = stored._copied(growth)._put(at, key, value)
-        return stored, jnp.asarray(lacking)
-
-    def _copied(self, growth: page_table.Growth) -> "PagedKVCache":
-        """Copies the pages that `growth` names: those that one row will write and another keeps."""
-
-        def copy(x: Array) -> jax.Array:
-            old = jnp.take(x, growth.sources, 0, mode="clip")
-            return jnp.asarray(x).at[growth.targets].set(old, mode="drop")
-
-        pools: dict[str, Array] = {"key": self.key, "value": self.value}
-        if self.key_scale is not None and self.value_scale is not None:
-            pools |= {"key_scale": self.key_scale, "value_scale": self.value_scale}
-        return self._replace(**{name: copy(pool) for name, pool in pools.items()})
-
-    def _put(
-        self,
-        at: tuple[Int[jax.Array, "B T"], Int[jax.Array, "B T"]],
-        key: Float[jax.Array, "B T K H"],
-        value: Float[jax.Array, "B T K h"],
-    ) -> "PagedKVCache":
-        """Writes the keys and values of tokens; `at`: page and slot of every token."""
-        page, slot = at
-
-        def put(pool: Array | None, new: jax.Array) -> jax.Array:
-            pool = jnp.asarray(pool)
-            return pool.at[page, :, slot].set(new.astype(pool.dtype), mode="drop")
-
-        found = {}
+        found = {"table": growth.table, "lengths": lengths + counts}
         for name, new in (("key", key), ("value", value)):
             pool = getattr(self, name)
             if is_scaled(pool.dtype):
                 new, scale = quantize(new, pool.dtype)
-                found[f"{name}_scale"] = put(getattr(self, f"{name}_scale"), scale)
-            found[name] = put(pool, new)
-        return self._replace(**found)
+                scales = getattr(self, f"{name}_scale")
+                found[f"{name}_scale"] = write(scales, scale, *at, growth.sources, growth.targets)
+            found[name] = write(pool, new, *at, growth.sources, growth.targets)
+        return self._replace(**found), jnp.asarray(lacking)
 
     def tile_size(self, block: int) -> int:
         """The number of slots per tile, a multiple of the page size: about `block`."""
@@ -221,7 +194,10 @@ class PagedKVCache(NamedTuple):
         def gather(pool: Array | None) -> jax.Array | None:
             if pool is None:
                 return None
-            found = jnp.moveaxis(jnp.take(pool, pages, 0, mode="clip"), 1, 2)  # B K m page H
+            found = from_bits(
+                jnp.take(as_bits(jnp.asarray(pool)), pages, 0, mode="clip"), pool.dtype
+            )
+            found = jnp.moveaxis(found, 1, 2)  # B K m page H
             return found.reshape(*found.shape[:2], size, *pool.shape[3:])
 
         found = (gather(x) for x in (self.key, self.value, self.key_scale, self.value_scale))

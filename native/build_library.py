@@ -20,7 +20,7 @@ SOURCES = HERE / "src"
 LIBRARY = HERE / "jaxmha_cpu" / "libjaxmha_cpu.so"
 # Of the handlers: raise it when their operands, results or attributes change, here and in
 # jaxmha/implementations/native/library.py.
-INTERFACE = 2
+INTERFACE = 3
 VERSION = "0.1.0"
 
 COMMON = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-Wall"]
@@ -31,9 +31,9 @@ ISAS = {
     "avx512": ["-mavx512f", "-mavx512dq", "-mavx512bw", "-mavx512vl", "-mavx2", "-mfma", "-mf16c",
                "-Wno-maybe-uninitialized", "-Wno-uninitialized"],  # GCC 12, of its own headers
 }  # fmt: skip
-KERNELS = ["conditions", "keys", "scores", "forward", "few_rows"]
+KERNELS = ["conditions", "keys", "scores", "forward", "few_rows", "cache_step"]
 KERNELS += ["gradient", "backward", "bias_gradient", "matmul"]
-GENERIC = ["handlers", "library", "operands", "parallel", "scratch"]
+GENERIC = ["handlers", "library", "operands", "parallel", "scratch", "write_cache"]
 LINK = ["-shared", "-static-libstdc++", "-static-libgcc", "-Wl,--exclude-libs,ALL", "-pthread"]
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-g", "-O1"]
 

@@ -20,7 +20,12 @@ DOCUMENTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs")
 TESTS = "tests"  # only the names of tests
 GENERATED = ("docs/pages/experiments/",)
 EVERYWHERE = ("",)
-CORE = ("jaxmha/implementations/", "jaxmha/attention.py", "jaxmha/cached_attention.py")
+CORE = (
+    "jaxmha/implementations/",
+    "jaxmha/attention.py",
+    "jaxmha/cached_attention.py",
+    "jaxmha/cached_step.py",
+)
 VERIFY = ("converters/verify/", "jaxmha/cli/diff.py", "jaxmha/cli/verify.py")
 CONVERT = ("converters/", "jaxmha/cli/", "docs/", "README.md")
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jaxmha
-from jaxmha import KVCache, Mask, MHAParams, Projection, Semantics
+from jaxmha import KVCache, Mask, MHAParams, Projection, Semantics, decoding
 from tests import tolerance
 
 B, T, D, N, K, H, h = 3, 11, 17, 6, 2, 5, 7
@@ -163,9 +163,8 @@ def test_a_window_goes_round(new: int) -> None:
 @pytest.mark.slow
 def test_long_caches_are_read_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks that do not divide S, of which the first ones are out of the window."""
-    from jaxmha import cached_attention as module
-
-    monkeypatch.setattr(module, "BLOCK", 3)
+    monkeypatch.setenv("JAXMHA_NATIVE", "0")
+    monkeypatch.setattr(decoding, "BLOCK", 3)
     params, x = make()
     for mask in (Mask(), Mask.window(2, None)):
         want, cache = full(params, x, mask=mask), KVCache.empty(params, B, T)
@@ -188,8 +187,9 @@ def test_what_is_beyond_the_length_says_nothing(length: int) -> None:
 
 def test_work_is_bounded_by_the_length(monkeypatch: pytest.MonkeyPatch) -> None:
     """Long caches with little in them are never read whole."""
-    from jaxmha import cached_attention as module
+    from jaxmha import cached_step as module
 
+    monkeypatch.setenv("JAXMHA_NATIVE", "0")
     folded = []
     query_key = module._query_key
 

@@ -1,4 +1,5 @@
 // The handlers that XLA calls: they check their buffers and run a kernel on XLA's own threads.
+#include <algorithm>
 #include <new>
 
 #include "kernels.h"
@@ -21,9 +22,8 @@ using Result = ffi::Result<ffi::AnyBuffer>;
 
 // Runs a kernel of the widest ISA that this CPU has.
 template <class Call>
-ffi::Error run(ffi::ThreadPool threads, const Reader& reader, const Call& call,
-               void (*wide)(const Call&, Pool&), void (*narrow)(const Call&, Pool&)) {
-  if (reader.failed()) return reader.error();
+ffi::Error run(ffi::ThreadPool threads, const Call& call, void (*wide)(const Call&, Pool&),
+               void (*narrow)(const Call&, Pool&)) {
   const Isa isa = usable_isa();
   if (isa == Isa::none) return ffi::Error(ffi::ErrorCode::kUnimplemented, "jaxmha_cpu: this CPU");
   XlaPool pool(threads);
@@ -49,7 +49,8 @@ ffi::Error attend(ffi::ThreadPool threads, Any query, Any key, Any value, Any bi
   call.row_max = reader.result("row_max", *row_max, {p.N, p.T});
   call.row_sum = reader.result("row_sum", *row_sum, {p.N, p.T});
   call.gradient = gradient;
-  return run(threads, reader, call, avx512::attend, avx2::attend);
+  if (reader.failed()) return reader.error();
+  return run(threads, call, avx512::attend, avx2::attend);
 }
 
 // The operands that both gradients have before their own.
@@ -83,7 +84,8 @@ ffi::Error attend_backward(ffi::ThreadPool threads, Any query, Any key, Any valu
   call.d_key = reader.heads("d_key", *d_key, {p.S, p.K, p.H}, true);
   call.d_value = reader.heads("d_value", *d_value, {p.S, p.K, p.h}, true);
   call.delta = reader.result("delta", *delta, {p.N, p.T});
-  return run(threads, reader, call, avx512::attend_backward, avx2::attend_backward);
+  if (reader.failed()) return reader.error();
+  return run(threads, call, avx512::attend_backward, avx2::attend_backward);
 }
 
 ffi::Error bias_gradient(ffi::ThreadPool threads, Any query, Any key, Any value, Any bias,
@@ -110,7 +112,93 @@ ffi::Error bias_gradient(ffi::ThreadPool threads, Any query, Any key, Any value,
       (call.s != 1) != (p.bias.s != 0))
     reader.fail("d_bias", *d_bias, "the axes of the bias");
   call.d_bias = static_cast<float*>(d_bias->untyped_data());
-  return run(threads, reader, call, avx512::bias_gradient, avx2::bias_gradient);
+  if (reader.failed()) return reader.error();
+  return run(threads, call, avx512::bias_gradient, avx2::bias_gradient);
+}
+
+// The buffers of a step over a cache, with the sizes that the first ones give.
+class StepReader {
+ public:
+  std::string error;
+  bool fits(const char* name, const ffi::AnyBuffer& x, ffi::DataType type, const Sizes& sizes) {
+    const auto got = x.dimensions();
+    if (x.element_type() == type && Sizes(got.begin(), got.end()) == sizes) return true;
+    if (error.empty()) error = std::string(name) + ": another type or other axes";
+    return false;
+  }
+  // A buffer without elements is absent.
+  template <class E>
+  const E* optional(const char* name, Any x, ffi::DataType type, const Sizes& sizes) {
+    if (!x.element_count() || !fits(name, x, type, sizes)) return nullptr;
+    return static_cast<const E*>(x.untyped_data());
+  }
+  template <class E>
+  E* required(const char* name, const ffi::AnyBuffer& x, ffi::DataType type, const Sizes& sizes) {
+    return fits(name, x, type, sizes) ? static_cast<E*>(x.untyped_data()) : nullptr;
+  }
+  Pages pages(const char* name, Any x, Any scale, const Sizes& sizes) {
+    Pages found{static_cast<const char*>(x.untyped_data()), nullptr, Stored::f32, sizes[3]};
+    switch (x.element_type()) {
+      case ffi::F32: found.type = Stored::f32; break;
+      case ffi::BF16: found.type = Stored::bf16; break;
+      case ffi::F16: found.type = Stored::f16; break;
+      case ffi::S8: found.type = Stored::s8; break;
+      case ffi::F8E4M3FN: found.type = Stored::e4m3; break;
+      case ffi::F8E5M2: found.type = Stored::e5m2; break;
+      default: error = std::string(name) + ": a type that no kernel reads";
+    }
+    fits(name, x, x.element_type(), sizes);
+    found.scale = optional<float>("scale", scale, ffi::F32, {sizes[0], sizes[1], sizes[2]});
+    return found;
+  }
+  void allowed(CacheStep& to, Any x) {
+    if (!x.element_count()) return;
+    const Sizes full{to.B, to.K * (to.R / to.T), to.T, to.slots()};
+    const auto got = x.dimensions();
+    long steps[4] = {}, step = 1;
+    bool same = got.size() == 4 && x.element_type() == ffi::PRED;
+    for (int axis = 3; same && axis >= 0; step *= got[axis--]) {
+      same = got[axis] == full[axis] || got[axis] == 1;
+      steps[axis] = got[axis] == 1 ? 0 : step;
+    }
+    if (!same && error.empty()) error = "allowed: axes of (B, N, T, S) or 1";
+    to.allowed = static_cast<const uint8_t*>(x.untyped_data());
+    to.allowed_b = steps[0], to.allowed_n = steps[1];
+    to.allowed_t = steps[2], to.allowed_s = steps[3];
+  }
+};
+
+ffi::Error attend_cache(ffi::ThreadPool threads, Any rows, Any key, Any value, Any key_scale,
+                        Any value_scale, Any table, Any lengths, Any first, Any allowed, Result out,
+                        Result row_max, Result row_sum, float soft_cap, int64_t tokens,
+                        int64_t left) {
+  StepReader reader;
+  const auto r = rows.dimensions(), k = key.dimensions(), v = value.dimensions();
+  if (r.size() != 4 || k.size() != 4 || v.size() != 4 || !rows.element_count() ||
+      !key.element_count() || !value.element_count())
+    return ffi::Error::InvalidArgument("jaxmha_cpu: rows, key, value: four axes, none of size 0");
+  CacheStep s{};
+  s.B = r[0], s.K = r[1], s.R = r[2], s.H = r[3], s.P = k[0], s.page = k[2], s.h = v[3];
+  s.T = tokens, s.left = std::clamp<long>(left, 0, FAR), s.soft_cap = soft_cap;
+  if (tokens < 1 || s.R % tokens)
+    return ffi::Error::InvalidArgument("jaxmha_cpu: tokens: a divisor of the rows of a head");
+  const bool paged = table.element_count() > 0;
+  const auto entries = table.dimensions();
+  s.M = paged && entries.size() == 2 ? entries[1] : 1;
+  if (!paged) s.P = s.B;
+  s.rows = reader.required<const float>("rows", rows, ffi::F32, {s.B, s.K, s.R, s.H});
+  s.key = reader.pages("key", key, key_scale, {s.P, s.K, s.page, s.H});
+  s.value = reader.pages("value", value, value_scale, {s.P, s.K, s.page, s.h});
+  if (s.key.type != s.value.type) reader.error = "value: another type than key";
+  s.table = reader.optional<int32_t>("table", table, ffi::S32, {s.B, s.M});
+  s.lengths = reader.required<const int32_t>("lengths", lengths, ffi::S32, {s.B});
+  s.first = reader.required<const int32_t>("first", first, ffi::S32, {s.B});
+  reader.allowed(s, allowed);
+  s.out = reader.required<float>("out", *out, ffi::F32, {s.B, s.K, s.R, s.h});
+  s.row_max = reader.required<float>("row_max", *row_max, ffi::F32, {s.B, s.K, s.R});
+  s.row_sum = reader.required<float>("row_sum", *row_sum, ffi::F32, {s.B, s.K, s.R});
+  if (!reader.error.empty()) return ffi::Error::InvalidArgument("jaxmha_cpu: " + reader.error);
+  return run(threads, s, avx512::attend_cache, avx2::attend_cache);
 }
 
 ffi::Error matmul(ffi::ThreadPool threads, Any a, Any b, Any bias, Result y, bool a_transposed,
@@ -134,7 +222,8 @@ ffi::Error matmul(ffi::ThreadPool threads, Any a, Any b, Any bias, Result y, boo
   call.bias = reader.batched<const float>("bias", bias, {call.columns});
   call.y = reader.result("y", *y, {call.rows, call.columns});
   if (!call.a || !call.b) reader.fail("a", a, "sizes of at least 1");
-  return run(threads, reader, call, avx512::matmul, avx2::matmul);
+  if (reader.failed()) return reader.error();
+  return run(threads, call, avx512::matmul, avx2::matmul);
 }
 
 }  // namespace
@@ -170,4 +259,10 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxmha_cpu_matmul, jaxmha::matmul,
                                   .JAXMHA_ANY.JAXMHA_ANY.JAXMHA_ANY.JAXMHA_RESULT
                                   .Attr<bool>("a_transposed")
                                   .Attr<bool>("b_transposed"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    jaxmha_cpu_attend_cache, jaxmha::attend_cache,
+    xla::ffi::Ffi::Bind().Ctx<xla::ffi::ThreadPool>().JAXMHA_FIVE.JAXMHA_ANY.JAXMHA_ANY.JAXMHA_ANY
+        .JAXMHA_ANY.JAXMHA_RESULT.JAXMHA_RESULT.JAXMHA_RESULT.Attr<float>("soft_cap")
+        .Attr<int64_t>("tokens")
+        .Attr<int64_t>("left"));
 #pragma GCC visibility pop

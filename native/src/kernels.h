@@ -1,5 +1,6 @@
 // The kernels, as every ISA offers them.
 #pragma once
+#include "cache_step.h"
 #include "parallel.h"
 #include "problem.h"
 
@@ -8,7 +9,8 @@ namespace jaxmha {
 #define JAXMHA_KERNELS                             \
   void attend(const Forward& forward, Pool& pool); \
   void attend_backward(const Backward& backward, Pool& pool);   \
-  void bias_gradient(const BiasGradient& gradient, Pool& pool);
+  void bias_gradient(const BiasGradient& gradient, Pool& pool); \
+  void attend_cache(const CacheStep& step, Pool& pool);
 
 namespace avx512 {
 JAXMHA_KERNELS

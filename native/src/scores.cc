@@ -63,5 +63,29 @@ void update_row_max(long count, long lanes, const float* scores, float* row_max)
   }
 }
 
+void exponentials(long keys, long lanes, const Exponent& exponent, float* scores,
+                  const float* before, const float* now, float* alpha, float* row_sum) {
+  for (long j = 0; j < lanes; j++) {
+    const Vector m = load(now + j * W), factor = exp(sub(load(before + j * W), m), exponent);
+    Sum even, odd;  // two, since each waits for its last addition
+    long key = 0;
+    for (; key + 2 <= keys; key += 2) {
+      float* const at = scores + key * ROWS + j * W;
+      const Vector x = exp(sub(load(at), m), exponent);
+      const Vector y = exp(sub(load(at + ROWS), m), exponent);
+      store(at, x), store(at + ROWS, y);
+      even.add_next(x), odd.add_next(y);
+    }
+    if (key < keys) {
+      float* const at = scores + key * ROWS + j * W;
+      const Vector x = exp(sub(load(at), m), exponent);
+      store(at, x);
+      even.add_next(x);
+    }
+    store(alpha + j * W, factor);
+    store(row_sum + j * W, fma(load(row_sum + j * W), factor, even.with(odd)));
+  }
+}
+
 }  // namespace JAXMHA_ISA
 }  // namespace jaxmha

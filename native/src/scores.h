@@ -83,5 +83,9 @@ void apply_conditions(const TileOfScores& tile);
 // The row max of a tile and of what came before.
 void update_row_max(long count, long lanes, const float* scores, float* row_max);
 
+// Scores become exponentials below the new row max; alpha: what the row max leaves of earlier sums.
+void exponentials(long keys, long lanes, const Exponent& exponent, float* scores,
+                  const float* before, const float* now, float* alpha, float* row_sum);
+
 }  // namespace JAXMHA_ISA
 }  // namespace jaxmha

@@ -25,6 +25,11 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 def unsupported_reason(request: Request) -> str | None:
     """Returns None if this implementation supports the request, else the reason why not."""
+    return unavailable() or _declined(request)
+
+
+def unavailable() -> str | None:
+    """Returns None if native kernels can run here, else the reason why not."""
     platform = platforms.current()
     if platform.name != "cpu":
         return f"it runs on CPU, not on {platform.device}"
@@ -32,7 +37,7 @@ def unsupported_reason(request: Request) -> str | None:
         return "jaxmha-cpu may be missing in another process of this program"
     if jax.device_count() > 1 and not on_one_device():
         return "XLA may partition the call: name the mesh axes with jaxmha.sharding.use"
-    return library.unavailable() or _declined(request)
+    return library.unavailable()
 
 
 def on_one_device() -> bool:

@@ -18,12 +18,14 @@ import jax
 SWITCH = "JAXMHA_NATIVE"
 # Version of the operands, results and attributes of the handlers. native/build_library.py has the
 # same number.
-INTERFACE = 2
+INTERFACE = 3
 HANDLERS: dict[str, str] = {
     "attend": "jaxmha_cpu_attend",
     "attend_backward": "jaxmha_cpu_attend_backward",
     "bias_gradient": "jaxmha_cpu_bias_gradient",
     "matmul": "jaxmha_cpu_matmul",
+    "attend_cache": "jaxmha_cpu_attend_cache",
+    "write_cache": "jaxmha_cpu_write_cache",
 }
 UPGRADE = "pip install --upgrade jaxmha-cpu"
 

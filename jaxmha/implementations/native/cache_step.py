@@ -1,0 +1,102 @@
+"""Rows of new tokens over a cache by a native kernel, which reads keys and values where they lie."""
+
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmha.arrays import Array
+from jaxmha.implementations.native.operands import FAR, absent
+from jaxmha.implementations.native.replacing import in_place_of_xla, unavailable
+
+# The dtypes of keys and values that the kernel reads.
+STORED = ("float32", "bfloat16", "float16", "int8", "float8_e4m3fn", "float8_e5m2")
+
+
+class Settings(NamedTuple):
+    """The static config of a step.
+
+    Attributes:
+      tokens: T, the number of new tokens; the rows of a key head are those of its query heads and
+        tokens.
+      left: left bound of the window; None: no bound.
+      soft_cap: soft cap of the logits; None: no soft cap.
+      in_xla: computes the results in plain XLA from these settings and the operands.
+      context: what else `in_xla` needs.
+    """
+
+    tokens: int
+    left: int | None
+    soft_cap: float | None
+    in_xla: Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
+    context: Hashable
+
+    @property
+    def attributes(self) -> dict[str, Any]:
+        """The attributes of the FFI call."""
+        return {
+            "soft_cap": np.float32(self.soft_cap or 0.0),
+            "tokens": np.int64(self.tokens),
+            "left": np.int64(FAR if self.left is None else self.left),
+        }
+
+    def shapes(self, rows: Any, _: Any, value: Any, *__: Any) -> list[tuple[tuple[int, ...], Any]]:
+        """Shapes and dtypes of the results."""
+        of_rows = rows.shape[:3], np.float32
+        return [((*rows.shape[:3], value.shape[3]), np.float32), of_rows, of_rows]
+
+
+class Operands(NamedTuple):
+    """Operands of the kernel; an array without elements stands for an absent operand.
+
+    Attributes:
+      rows: `B K r H`, scaled queries, float32.
+      key: `P K page H`; a dense cache has one page per batch row. value: `P K page h`.
+      key_scale: `P K page`, factors of the stored keys. value_scale: `P K page`.
+      table: `B M`, the pages of a batch row; absent in a dense cache.
+      lengths: `B`, the number of tokens, with the new ones.
+      first: `B`, the position of the first new token.
+      allowed: `b n t s`, pairs of new tokens and slots that no mask excludes.
+    """
+
+    rows: jax.Array
+    key: jax.Array
+    value: jax.Array
+    key_scale: jax.Array
+    value_scale: jax.Array
+    table: jax.Array
+    lengths: jax.Array
+    first: jax.Array
+    allowed: jax.Array
+
+
+def unsupported_reason(rows: Array, key: Array, value: Array) -> str | None:
+    """Returns None if the kernel can compute a step, else the reason why not."""
+    if rows.dtype != np.float32:
+        return f"rows are float32, got {rows.dtype}"
+    if key.dtype != value.dtype or key.dtype.name not in STORED:
+        return f"keys and values of one dtype among {', '.join(STORED)}, got {key.dtype}"
+    if not all(isinstance(size, int) for size in (*rows.shape, *key.shape, *value.shape)):
+        return "sizes must be known"
+    return unavailable()
+
+
+def operands(rows: Any, key: Any, value: Any, lengths: Any, first: Any, **others: Any) -> Operands:
+    """Operands of a step; `others` are those that may be None."""
+    dtypes: dict[str, Any] = dict.fromkeys(("key_scale", "value_scale"), np.float32)
+    dtypes |= {"table": np.int32, "allowed": np.bool_}
+    given = {
+        name: absent(dtype) if others[name] is None else jnp.asarray(others[name], dtype)
+        for name, dtype in dtypes.items()
+    }
+    counts = (jnp.asarray(x).astype(np.int32) for x in (lengths, first))
+    lengths, first = counts
+    return Operands(rows, key, value, lengths=lengths, first=first, **given)
+
+
+def attend(settings: Settings, operands: Operands) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The weighted values `B K r h` before the division, and row max and row sum `B K r`."""
+    out, row_max, row_sum = in_place_of_xla("attend_cache").bind(*operands, settings=settings)
+    return out, row_max, row_sum

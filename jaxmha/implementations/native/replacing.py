@@ -1,0 +1,82 @@
+"""Native kernels that replace a function in plain XLA, whose operands keep their axes.
+
+A program contains the function itself if it is exported, lowered for another platform, or
+partitioned by XLA, under `jax.vmap`, and in derivatives.
+"""
+
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.interpreters import ad, batching, mlir, xla
+from jax.sharding import AxisType
+
+from jaxmha.implementations.native import attention
+from jaxmha.implementations.native.library import HANDLERS
+from jaxmha.implementations.native.primitives import may_move, result_types
+
+# Kernel -> the operand that each of its results overwrites.
+ALIASES: dict[str, dict[int, int]] = {"attend_cache": {}, "write_cache": {0: 0}}
+
+
+def unavailable() -> str | None:
+    """Returns None if these kernels can run here, else the reason why not."""
+    manual = AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types
+    if jax.device_count() > 1 and not manual:
+        return "XLA may partition the call"
+    return attention.unavailable()
+
+
+@cache
+def in_place_of_xla(name: str) -> Any:
+    """The primitive of a kernel.
+
+    Its parameter `settings` has `attributes` of the FFI call, `shapes` of results, and
+    `in_xla(settings, operands)`, which computes the results in plain XLA.
+    """
+    from jax.extend.core import Primitive  # also imports Pallas, which few programs need
+
+    primitive: Any = Primitive(f"jaxmha_cpu_{name}")
+    primitive.multiple_results = True
+
+    def abstract(*operands: Any, settings: Any) -> list[Any]:
+        return result_types(operands[0], settings.shapes(*operands))
+
+    def in_xla(*operands: Any, settings: Any) -> list[Any]:
+        return list(settings.in_xla(settings, operands))
+
+    def batched(operands: Any, axes: Any, *, settings: Any) -> Any:
+        found = jax.vmap(lambda *x: in_xla(*x, settings=settings), tuple(axes))(*operands)
+        return found, [0] * len(found)
+
+    def differentiated(primals: Any, tangents: Any, *, settings: Any) -> Any:
+        def instantiated(x: Any, tangent: Any) -> Any:
+            if type(tangent) is not ad.Zero:
+                return tangent
+            floating = jnp.issubdtype(x.dtype, np.floating)
+            return np.zeros(x.shape, x.dtype if floating else jax.dtypes.float0)
+
+        moving = tuple(instantiated(*pair) for pair in zip(primals, tangents, strict=True))
+        return jax.jvp(lambda *x: in_xla(*x, settings=settings), tuple(primals), moving)
+
+    lower_in_xla: Any = mlir.lower_fun(in_xla, multiple_results=True)
+    lower_call: Any = jax.ffi.ffi_lowering(HANDLERS[name], operand_output_aliases=ALIASES[name])
+
+    def lower(context: Any, *operands: Any, settings: Any) -> Any:
+        if may_move(context.module_context):
+            return lower_in_xla(context, *operands, settings=settings)
+        return lower_call(context, *operands, **settings.attributes)
+
+    def run(*operands: Any, settings: Any) -> Any:
+        apply: Any = xla.apply_primitive
+        return apply(primitive, *operands, settings=settings)
+
+    primitive.def_impl(run)
+    primitive.def_abstract_eval(abstract)
+    batching.primitive_batchers[primitive] = batched
+    ad.primitive_jvps[primitive] = differentiated
+    mlir.register_lowering(primitive, lower_in_xla)
+    mlir.register_lowering(primitive, lower, platform="cpu")
+    return primitive
