@@ -57,7 +57,10 @@ def filled(sizes: tuple[int, ...], dtype: str, lengths: Any, rng: Any, *, paged:
             parts.append(jnp.asarray(x).astype(dtype))
             scales.append(None)
     counts = jnp.asarray(lengths, jnp.int32)
-    return PagedKVCache(*parts, table, counts, *scales) if paged else KVCache(*parts, counts)
+    key, value = parts
+    if not paged:
+        return KVCache(key, value, counts)
+    return PagedKVCache(key, value, table, counts, scales[0], scales[1])
 
 
 def both(
@@ -183,12 +186,10 @@ WRITE: dict[str, tuple[int, ...]] = {
 }  # fmt: skip
 
 
-def arrays(shapes: dict[str, tuple[int, ...]], fill: int = 0, **dtypes: Any) -> list[Any]:
-    usual = dict.fromkeys(INTEGERS, np.int32) | {"allowed": np.bool_}
+def arrays(shapes: dict[str, tuple[int, ...]], fill: int = 0, dtypes: Any = None) -> list[Any]:
+    usual = dict.fromkeys(INTEGERS, np.int32) | {"allowed": np.bool_} | (dtypes or {})
     return [
-        np.full(
-            shape, fill if name in INTEGERS else 0, dtypes.get(name, usual.get(name, np.float32))
-        )
+        np.full(shape, fill if name in INTEGERS else 0, usual.get(name, np.float32))
         for name, shape in shapes.items()
     ]
 
@@ -229,7 +230,7 @@ def test_native_handlers_refuse_what_does_not_fit() -> None:
                 call(shapes | {name: shape})
         for name in shapes:
             with pytest.raises(Exception, match="INVALID_ARGUMENT: jaxmha_cpu: "):
-                call(shapes, **{name: np.uint16})
+                call(shapes, dtypes={name: np.uint16})
     for results, tokens in ((RESULTS, 3), (RESULTS, 0), (((2, 3, 4, 8), *RESULTS[1:]), 2)):
         with pytest.raises(Exception, match="INVALID_ARGUMENT: jaxmha_cpu: "):
             call_step(STEP, results, tokens)
