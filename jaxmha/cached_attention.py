@@ -77,17 +77,20 @@ def attend_cache(
     left, _ = mask.window_size or (None, None)
     by_length = mask.key_value_padding is None and mask.array is None
     by_length = by_length and mods.score is None and mods.mask is None
-    slots = cache.whole()
     if (
         T == 1
         and by_length
-        and slots is not None
         and (left is None or left + 1 >= cache.slots)
         and params.sinks is None
         and not bias_kv.count(params, semantics)
     ):
-        lengths = jnp.asarray(cache.lengths)
-        found = one_query.attend(query, slots.keys, slots.values, lengths, semantics, plain)
+        lengths, slots, table = jnp.asarray(cache.lengths), cache.whole(), cache.pages()
+        found = None
+        if slots is not None:
+            found = one_query.attend(query, slots.keys, slots.values, lengths, semantics, plain)
+        elif table is not None:
+            pools = jnp.asarray(cache.key), jnp.asarray(cache.value)
+            found = one_query.attend_pages(query, pools, table, lengths, semantics, plain)
         return plain() if found is None else found
     return plain()
 

@@ -56,6 +56,9 @@ class Cache(Protocol):
     def whole(self) -> Tile | None:
         """Keys and values of all slots; None if reading them needs a copy."""
 
+    def pages(self) -> Int[jax.Array, "B M"] | None:
+        """The table of the pages that hold keys and values; None if no table gives them."""
+
 
 class Matmul(NamedTuple):
     """How the matmuls of a step are computed: dtype of operands and sums, precision, platform, and

@@ -122,6 +122,10 @@ class KVCache(NamedTuple):
         """Keys and values of all slots."""
         return Tile(jnp.asarray(self.key), jnp.asarray(self.value))
 
+    def pages(self) -> None:
+        """None: no table gives the slots."""
+        return
+
 
 def _write(
     cache: KVCache,

@@ -207,6 +207,10 @@ class PagedKVCache(NamedTuple):
         """None: reading all slots needs a copy."""
         return
 
+    def pages(self) -> jax.Array | None:
+        """The table; None if numbers are stored with scales."""
+        return None if self.key_scale is not None else jnp.asarray(self.table)
+
 
 def _row(name: str, row: int | Array, batch_size: int) -> int | Array:
     """Raises for a row that is not an integer, or is known not to be one of the batch."""

@@ -26,6 +26,7 @@ def install(patch: pytest.MonkeyPatch, *, leaks: bool = False) -> list[dict[str,
     CALLS.clear()
     patch.setattr(f"{__name__}.LEAKS", leaks)
     patch.setattr(private, "dot_product_attention", dot_product_attention)
+    patch.setattr(private, "_dot_product_attention", paged_attention)
     patch.setattr(private, "_dot_product_attention_bwd_rule", backward)
     patch.setattr(private, "check_cudnn_version", lambda: 91900)
     return CALLS
@@ -88,6 +89,59 @@ def dot_product_attention(
         lse = jnp.where(there[:, None], lse, jnp.nan)
     out = jnp.swapaxes(out, 1, 2) if qkv_layout == "BNTH" else out
     return (out, lse) if return_residual else out
+
+
+def paged_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any,
+    q_seqlen: Any,
+    kv_seqlen: Any,
+    q_offsets: Any,
+    kv_offsets: Any,
+    page_table_k: Any,
+    page_table_v: Any,
+    scale: float,
+    seed: int,
+    dropout_rate: float,
+    variadic_args: tuple[bool, bool],
+    mask_type: Any,
+    layout: int,
+    sliding_window_length: int | None,
+    cudnn_version: int,
+    return_residual: bool,
+) -> Any:
+    """The private function below both public ones, with tables of pages `P K page H`."""
+    assert bias.size == q_offsets.size == kv_offsets.size == 0
+    assert layout == private.AttentionLayout.BNTH.value
+    assert (dropout_rate, variadic_args, cudnn_version) == (0.0, (False, False), 91900)
+    assert sliding_window_length is None
+    (B, _, T, _), (P, K, page, H) = query.shape, key.shape
+    M = page_table_k.shape[2]
+    assert T == 1, "more queries are causal from the first key on"
+    assert page_table_k.shape == page_table_v.shape == (B, 1, M, 1)
+    assert page_table_k.dtype == page_table_v.dtype == np.int32
+
+    def gathered(pages: Any, table: Any) -> Any:
+        entries = table.reshape(B, M, 1, 1, 1)
+        inside = (entries >= 0) & (entries < P)
+        found = jnp.where(inside, pages[table.reshape(B, M)], jnp.nan)
+        return jnp.swapaxes(found, 1, 2).reshape(B, K, M * page, H).astype(pages.dtype)
+
+    found = dot_product_attention(
+        query,
+        gathered(key, page_table_k),
+        gathered(value, page_table_v),
+        q_seqlen=q_seqlen,
+        kv_seqlen=kv_seqlen,
+        scale=scale,
+        mask_type=mask_type,
+        qkv_layout="BNTH",
+        return_residual=return_residual,
+    )
+    CALLS[-1]["pages"] = P
+    return found
 
 
 def inside(query: Any, key: Any, value: Any, q_seqlen: Any, kv_seqlen: Any) -> Any:

@@ -19,7 +19,7 @@ from experiments.scaling import workers
 from jaxmha import Mask, implementations
 from jaxmha.cli.app import app
 from jaxmha.implementations import KERNELS, UnsupportedError, platforms, probe, reference
-from jaxmha.implementations.fused import cudnn
+from jaxmha.implementations.fused import cudnn, cudnn_paged
 from tests import conformance, cudnn_contract
 
 PADDED = Mask.padding(key_value=np.ones((2, 1024), bool))
@@ -306,6 +306,35 @@ def test_a_step_reads_the_cache_as_it_lies(gpu: list[Any]) -> None:
         assert (asked["T"], asked["S"], asked["H"]) == (1, slots, 8)
         one, other = (np.asarray(jnp.concatenate(x, 1), np.float32) for x in (found, want))
         np.testing.assert_allclose(one, other, atol=0.03 * np.abs(other).max(), rtol=0)
+
+
+@pytest.mark.parametrize("leaks", [False, True])
+def test_a_step_reads_pages_where_they_lie(
+    gpu: list[Any], monkeypatch: pytest.MonkeyPatch, *, leaks: bool
+) -> None:
+    """By cuDNN unless the probe finds that it reads dead slots; pages of any pool, after a fork."""
+    cudnn_contract.install(monkeypatch, leaks=leaks)
+    params = jaxmha.init_params(
+        jax.random.key(0), num_heads=4, num_kv_heads=2, features=32, dtype=jnp.bfloat16
+    )
+    rng = np.random.default_rng(0)
+    tokens = jnp.asarray(rng.standard_normal((2, 9, 32)), jnp.bfloat16)
+    cache = jaxmha.PagedKVCache.empty(params, 2, 12, pages=11, page_size=3)
+    cache = cache._replace(value=jnp.full_like(cache.value, jnp.nan))
+    _, cache = jaxmha.extend(params, tokens[:, :4], cache, q_lengths=np.asarray([4, 1]))
+    cache = cache.fork(0, 1)
+    found, want = [], []
+    for t in range(4, 9):
+        x = tokens[:, t : t + 1]
+        with jaxmha.lowering_for("cpu"):
+            want.append(jaxmha.decode_step(params, x, cache)[0])
+        out, cache = jaxmha.decode_step(params, x, cache)
+        found.append(out)
+    asked = [call for call in gpu if call.get("pages") == 11]
+    assert bool(asked) == (not leaks)
+    one, other = (np.asarray(jnp.concatenate(x, 1), np.float32) for x in (found, want))
+    np.testing.assert_allclose(one, other, atol=0.03 * np.abs(other).max(), rtol=0)
+    assert probe.leaks(cudnn_paged.NAME, "bfloat16") == leaks
 
 
 def test_a_busy_device_is_asked_again(gpu: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:

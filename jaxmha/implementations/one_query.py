@@ -1,6 +1,7 @@
 """Attention of one query per sequence over a cache, by cuDNN without a copy of the cache."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ from jaxtyping import Float, Int
 from jaxmha import implementations, sharding
 from jaxmha.implementations import platforms, probe
 from jaxmha.implementations.base import Request
-from jaxmha.implementations.fused import cudnn_kernel
+from jaxmha.implementations.fused import cudnn_kernel, cudnn_paged
 from jaxmha.implementations.fused.cudnn_kernel import Settings
 from jaxmha.mask import Mask
 from jaxmha.semantics import Semantics
@@ -42,6 +43,41 @@ def attend(
         counts = jnp.ones(B, np.int32), jnp.clip(lengths, 0, S).astype(np.int32)
         out = cudnn_kernel.out(settings, jnp.swapaxes(query, 1, 2), keys, values, None, counts)
         return jnp.swapaxes(out, 1, 2)
+
+    return _on_kernels_platform(kernel, otherwise)
+
+
+def attend_pages(
+    query: Float[jax.Array, "B 1 N H"],
+    pools: tuple[Float[jax.Array, "P K page H"], Float[jax.Array, "P K page h"]],
+    table: Int[jax.Array, "B M"],
+    lengths: Int[jax.Array, "B"],
+    semantics: Semantics,
+    otherwise: Callable[[], Float[jax.Array, "B 1 N h"]],
+) -> Float[jax.Array, "B 1 N h"] | None:
+    """The same over the pages of a table."""
+    B, S = query.shape[0], table.shape[1] * pools[0].shape[2]
+    struct: Any = jax.ShapeDtypeStruct
+    key, value = (struct((B, S, x.shape[1], x.shape[3]), x.dtype) for x in pools)
+    mask = Mask.lengths(key_value=lengths)
+    request = Request(query, key, value, None, mask, semantics, None, False)
+    if not query.dtype == key.dtype == value.dtype or sharding.current() is not None:
+        return None
+    if NAME not in implementations.candidates(None, request):
+        return None
+    if cudnn_paged.unsupported_reason(request) or cudnn_paged.failure(query.dtype.name):
+        return None
+
+    def kernel() -> jax.Array:
+        return cudnn_paged.out(query, *pools, table, lengths.clip(0, S), request.scale)
+
+    return _on_kernels_platform(kernel, otherwise)
+
+
+def _on_kernels_platform(
+    kernel: Callable[[], jax.Array], otherwise: Callable[[], jax.Array]
+) -> jax.Array:
+    """The kernel on its platform, and `otherwise` in programs lowered for others."""
 
     def elsewhere() -> jax.Array:
         with platforms.lowering_for("cpu"):

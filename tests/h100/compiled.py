@@ -56,8 +56,15 @@ def install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(private, "check_compute_capability", lambda c: c in ("8.0", "8.9", "9.0"))
 
 
-def compiled(function: Any, *arguments: Any, sharding: Any = None, name: str = "h100") -> Program:
-    """Compiles `function` of arrays with these shapes, and counts."""
+def compiled(
+    function: Any,
+    *arguments: Any,
+    sharding: Any = None,
+    name: str = "h100",
+    donate: tuple[int, ...] = (),
+) -> Program:
+    """Compiles `function` of arrays with these shapes, and counts; `donate`: arguments that it may
+    overwrite."""
     sharding = sharding or jax.sharding.SingleDeviceSharding(topology().devices[0])
     make: Any = jax.ShapeDtypeStruct
     with jaxmha.lowering_for(name):
@@ -65,7 +72,7 @@ def compiled(function: Any, *arguments: Any, sharding: Any = None, name: str = "
             lambda x: make(x.shape, x.dtype, sharding=x.sharding or sharding),
             arguments,
         )
-        program = jax.jit(function).trace(*placed).lower().compile()
+        program = jax.jit(function, donate_argnums=donate).trace(*placed).lower().compile()
     return counted(program.as_text(), program.memory_analysis().temp_size_in_bytes)
 
 

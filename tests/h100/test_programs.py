@@ -75,6 +75,24 @@ def test_a_decoding_step_waits_for_nothing(B: int, S: int, T: int) -> None:
     assert any("cudnn" in call for call in found.calls) == (T == 1)
 
 
+@pytest.mark.parametrize("pages", [8192, 1000])
+def test_a_step_reads_pages_where_they_lie(pages: int) -> None:
+    """One call of cuDNN over the table, and no copy of the pages, which are written in place."""
+    E, B = 512, 64
+    params = jax.eval_shape(
+        lambda: jaxmha.init_params(jax.random.key(0), num_heads=16, features=E, dtype=jnp.bfloat16)
+    )
+    cache = jax.eval_shape(
+        lambda: jaxmha.PagedKVCache.empty(params, B, 8192, pages=pages, page_size=64)
+    )
+    found = compiled.compiled(jaxmha.decode_step, params, array(B, 1, E), cache, donate=(2,))
+    assert [call for call in found.calls if "cudnn" in call] == ["__cudnn$fmhaSoftmax"]
+    assert found.waits == 0
+    assert found.temporary <= 10 * MIB  # a page of keys and of values for each of B copies on write
+    assert not [size for kind, size in found.copies if kind == "copy" and size > 10]
+    assert found.kernels <= 36
+
+
 def test_the_gradient_of_a_shard_map_compiles() -> None:
     """XLA crashes on kernels that lie in a function of their own: it would end this process."""
     devices = np.asarray(compiled.topology("1x1x4").devices)
