@@ -238,7 +238,7 @@ def test_native_handlers_refuse_what_does_not_fit() -> None:
 
 @built
 @pytest.mark.parametrize("fill", [-(2**31), -1, 5, 2**31 - 1])
-def test_native_handlers_read_no_page_that_is_not_there(fill: int) -> None:
+def test_native_handlers_read_no_page_outside_the_pool(fill: int) -> None:
     """Pages, lengths and positions of any value: the addresses stay inside the buffers."""
     for found in (*call_step(STEP, fill=fill), call_write(WRITE, fill=fill)):
         assert np.isfinite(found).all()
