@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[1]
 SHIPPED = ("jaxmha", "converters")
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs")
 TESTS = "tests"  # only the names of tests
+PAGES = "experiments"  # only pages and their templates
 GENERATED = ("docs/pages/experiments/",)
 EVERYWHERE = ("",)
 CORE = (
@@ -215,7 +216,7 @@ def hits(places: Sequence[str]) -> Iterator[Hit]:
             path = file.relative_to(ROOT).as_posix()
             if path.startswith(("jaxmha/converters/", *GENERATED)):
                 continue
-            if file.suffix == ".py":
+            if file.suffix == ".py" and not path.startswith(f"{PAGES}/"):
                 yield from in_code(path, file.read_text())
             elif file.suffix == ".md":
                 for number, line in enumerate(file.read_text().splitlines(), 1):
@@ -223,7 +224,7 @@ def hits(places: Sequence[str]) -> Iterator[Hit]:
 
 
 def main(places: list[str]) -> int:
-    found = sorted(set(hits(places or [*SHIPPED, *DOCUMENTS, TESTS])))
+    found = sorted(set(hits(places or [*SHIPPED, *DOCUMENTS, TESTS, PAGES])))
     if found:
         print(*found, sep="\n")
     return bool(found)
