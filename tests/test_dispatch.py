@@ -172,6 +172,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     monkeypatch.setattr(platforms, "_default", lambda: present)
     # What runs is lowered for the CPU that is there.
     monkeypatch.setattr(implementations, "KERNELS", dict.fromkeys(KERNELS, "cpu"))
+    monkeypatch.setenv("JAXMHA_PROBE_SECONDS", "600")  # the machine may be busy
     calls = cudnn_contract.install(monkeypatch)
     jax.clear_caches()  # type: ignore[no-untyped-call]
     probe.forget()
