@@ -252,3 +252,9 @@ def test_a_face_lists_its_names(path: str) -> None:
         elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             listed = set(ast.literal_eval(node.value))
     assert listed - {"__version__"} == public
+
+
+def test_converters_hold_rooms_and_faces_alone() -> None:
+    folder = ROOT / "converters"
+    assert {path.stem for path in folder.glob("*.py")} == {"__init__", "__main__", *FACES}
+    assert len([*folder.glob("*/__init__.py")]) <= 8
