@@ -25,20 +25,27 @@ class Explanation:
       chosen: the implementation that computes the call; None: none can.
       reasons: every candidate in order of preference, and why it cannot compute the call; None: it
         can.
+      saved: candidates that a benchmark of this very call found fastest here (`jaxmha bench --save`).
     """
 
     platform: str
     chosen: str | None
     reasons: tuple[tuple[str, str | None], ...]
+    saved: tuple[str, ...] = ()
 
     def rows(self) -> list[tuple[str, str]]:
         """Pairs of a candidate and `chosen`, `supported` (but not chosen), or its reason.
 
+        `chosen` says so where a saved benchmark decided.
+
         >>> Explanation("cpu", "blocked", (("blocked", None), ("reference", None))).rows()
         [('blocked', 'chosen'), ('reference', 'supported')]
         """
+        chosen = (
+            "chosen: the fastest in a saved benchmark" if self.chosen in self.saved else "chosen"
+        )
         return [
-            (name, reason or ("chosen" if name == self.chosen else "supported"))
+            (name, reason or (chosen if name == self.chosen else "supported"))
             for name, reason in self.reasons
         ]
 
@@ -102,4 +109,4 @@ def explain(
         jax.eval_shape(call, **arrays, **traced)
         device = platforms.current().device
     chosen = next((name for name, reason in query_support.reasons if reason is None), None)
-    return Explanation(device, chosen, tuple(query_support.reasons))
+    return Explanation(device, chosen, tuple(query_support.reasons), query_support.faster)

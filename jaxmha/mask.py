@@ -38,6 +38,12 @@ def _by_keyword(
     return made
 
 
+# Fields of integer arrays with a value per batch row or position.
+_INTEGERS = ("query_lengths", "key_value_lengths", "query_segments", "key_value_segments")
+# Fields that belong together.
+_SEGMENTS = ("query_segments", "key_value_segments", "packed_lengths")
+
+
 @jax.tree_util.register_pytree_node_class
 @dataclass(frozen=True, eq=False)
 class Mask:
@@ -60,6 +66,7 @@ class Mask:
     key_value_padding: Array | None = None
     query_segments: Array | None = None
     key_value_segments: Array | None = None
+    packed_lengths: Array | None = None
     array: Array | None = None
 
     def __post_init__(self) -> None:
@@ -68,7 +75,7 @@ class Mask:
         if isinstance(offset, bool) or not isinstance(offset, int):
             kind = "an integer or an integer array"
             require_integers(kind, optional=True, causal_offset=offset)
-        for name in ("query_lengths", "key_value_lengths", "query_segments", "key_value_segments"):
+        for name in (*_INTEGERS, "packed_lengths"):
             require_integers("an integer array", optional=True, **{name: getattr(self, name)})
         for name in ("query_padding", "key_value_padding", "array"):
             _require_booleans(**{name: getattr(self, name)})
@@ -160,6 +167,32 @@ class Mask:
         return cls(query_segments=query_ids, key_value_segments=key_value_ids)
 
     @classmethod
+    def packed(cls, lengths: Integer[Array, "*B M"], *, size: int) -> "Mask":
+        """Packed sequences by their lengths: they lie one after another, and do not attend each other.
+
+        The same as `segments`, except that kernels for packed sequences need no more than this.
+
+        Args:
+          lengths: `(*B, M)`, the length of each sequence; 0: a row has fewer than M. Positions after the
+            last form one more sequence.
+          size: T, which must be S.
+
+        >>> Mask.packed(np.array([[2, 1]]), size=4).query_segments.tolist()
+        [[0, 0, 1, 2]]
+        """
+        require_integers("an integer array", lengths=lengths)
+        require_sizes(least=0, size=size)
+        if lengths.ndim == 0:
+            raise ValueError("lengths must have axes (*B, M), got one number")
+        xp = library(lengths)
+        lengths = narrow(lengths)
+        ends = xp.cumsum(xp.clip(lengths, 0, size), axis=-1, dtype=np.int32)
+        positions = xp.arange(size, dtype=np.int32).reshape(*(1,) * (lengths.ndim - 1), size, 1)
+        after = positions >= ends[..., None, :]
+        ids = after.sum(-1, dtype=np.int32)
+        return cls(query_segments=ids, key_value_segments=ids, packed_lengths=lengths)
+
+    @classmethod
     def dense(cls, array: Bool[Array, "..."]) -> "Mask":
         """A Boolean array broadcastable to BNTS, True = attend."""
         reject_foreign("mask", array)
@@ -184,7 +217,7 @@ class Mask:
         if self.query_segments is not None and other.query_segments is not None:
             xp = library(other.query_segments, other.key_value_segments)
             same = _same_segment(other.query_segments, other.key_value_segments, xp)
-            other = replace(other, query_segments=None, key_value_segments=None) & Mask(array=same)
+            other = replace(other, **dict.fromkeys(_SEGMENTS)) & Mask(array=same)
         return Mask(
             *(
                 b if a is None else a if b is None else _INTERSECTION[field.name](a, b)

@@ -3,7 +3,8 @@
 What it cannot do it refuses; what it leaves undefined is NaN, so that nothing can rest on it.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,8 +29,16 @@ def install(patch: pytest.MonkeyPatch, *, leaks: bool = False) -> list[dict[str,
     patch.setattr(private, "dot_product_attention", dot_product_attention)
     patch.setattr(private, "_dot_product_attention", paged_attention)
     patch.setattr(private, "_dot_product_attention_bwd_rule", backward)
+    patch.setattr(private, "_dot_product_attention_fwd_p", Bound(packed))
+    patch.setattr(private, "_dot_product_attention_bwd_p", Bound(packed_backward))
     patch.setattr(private, "check_cudnn_version", lambda: 91900)
     return CALLS
+
+
+class Bound(NamedTuple):
+    """A function in the place of a primitive."""
+
+    bind: Callable[..., Any]
 
 
 def dot_product_attention(
@@ -54,7 +63,7 @@ def dot_product_attention(
     assert query.dtype in (jnp.bfloat16, jnp.float16)
     assert query.dtype == key.dtype == value.dtype
     assert key.shape == (B, S, K, H)
-    assert h == H, "unequal heads need another path"
+    assert h == H or (H, h) == (192, 128), "unequal heads need another path"
     assert H % 8 == 0
     assert H <= 256
     assert mask is None, "a mask becomes a bias, and hits its defects"
@@ -199,7 +208,7 @@ def backward(
     assert not return_residual
     assert all(x.size == 0 for x in unused)
     assert lse.shape == (B, N, T)
-    assert out.shape == grad_output.shape == query.shape
+    assert out.shape == grad_output.shape == (*query.shape[:3], value.shape[3])
     assert out.dtype == grad_output.dtype == query.dtype
     assert S > 1, "no gradient for one key"
     assert T % 2 == S % 2 == 0, "JAX refuses it, with or without a bias"
@@ -237,3 +246,90 @@ def backward(
         axes = tuple(axis for axis in (0, 1) if bias.shape[axis] == 1)
         more = (d_logits.sum(axes, keepdims=True).astype(bias.dtype),)
     return (grads[0].astype(query.dtype), *grads[1:], *more, *(None,) * (7 - len(more)))
+
+
+def flattened(
+    query: Any, key: Any, q_len: Any, kv_len: Any, q_offsets: Any, kv_offsets: Any, causal: bool
+) -> tuple[Any, Any]:
+    """Allowed pairs of positions in the whole batch, and which queries any sequence has: sequence n
+    begins at offset n, counted in numbers of its own array, and has length n."""
+    (B, T, N, H), (_, S, K, _) = query.shape, key.shape
+    sequences = q_len.size
+    assert q_len.shape == kv_len.shape
+    assert q_offsets.shape == kv_offsets.shape == (B, q_len.shape[1] + 1)
+    assert {x.dtype for x in (q_len, kv_len, q_offsets, kv_offsets)} == {np.dtype(np.int32)}
+    within = []
+    for offsets, lengths, size, stride in (
+        (q_offsets, q_len, B * T, N * H),
+        (kv_offsets, kv_len, B * S, K * H),
+    ):
+        first = offsets.reshape(-1)[:sequences] // stride
+        places = jnp.arange(size)[:, None] - first[None]
+        within.append(jnp.where((places >= 0) & (places < lengths.reshape(1, -1)), places, -1))
+    i, j = within[0][:, None], within[1][None]
+    allowed = (i >= 0) & (j >= 0)
+    allowed = allowed & (j <= i) if causal else allowed
+    return allowed.any(-1), (within[0] >= 0).any(-1)
+
+
+def packed_weights(query: Any, key: Any, allowed: Any, scale: float) -> tuple[Any, Any]:
+    """Float32 weights `N, B T, B S`, NaN in rows of no sequence, and the keys that they are of."""
+    N, K = query.shape[2], key.shape[2]
+    q, k = (x.reshape(-1, *x.shape[2:]).astype(np.float32) for x in (query, key))
+    k = jnp.repeat(k, N // K, 1)
+    logits = jnp.where(allowed[None], scale * jnp.einsum("tnh,snh->nts", q, k), -jnp.inf)
+    return jax.nn.softmax(logits, axis=2), k
+
+
+def packed(
+    query: Any, key: Any, value: Any, bias: Any, q_len: Any, kv_len: Any, q_offsets: Any,
+    kv_offsets: Any, *pages: Any, scale: float, mask_type: Any, is_training: bool, **static: Any,
+) -> Any:  # fmt: skip
+    """The primitive forward, of packed sequences."""
+    assert static == {"seed": 42, "dropout_rate": 0.0, "variadic_args": (False, False),
+                      "layout": private.AttentionLayout.BTNH.value,
+                      "sliding_window_length": None}  # fmt: skip
+    assert bias.size == pages[0].size == pages[1].size == 0
+    (_, T, N, H), K = query.shape, key.shape[2]
+    causal = mask_type == MaskType.PADDING_CAUSAL
+    assert causal or mask_type == MaskType.PADDING
+    CALLS.append({"mask_type": mask_type, "T": T, "S": key.shape[1], "H": H, "packed": True})
+    allowed, covered = flattened(query, key, q_len, kv_len, q_offsets, kv_offsets, causal)
+    weights, _ = packed_weights(query, key, allowed, scale)
+    v = jnp.repeat(value.reshape(-1, K, H).astype(np.float32), N // K, 1)
+    out = jnp.einsum("nts,snh->tnh", weights.astype(query.dtype).astype(np.float32), v)
+    out = jnp.where(covered[:, None, None], out, jnp.nan).reshape(query.shape).astype(query.dtype)
+    lse = jnp.zeros((q_len.size, N, T), np.float32)
+    return [out, lse] if is_training else [out]
+
+
+def packed_backward(
+    query: Any, key: Any, value: Any, bias: Any, q_len: Any, kv_len: Any, q_offsets: Any,
+    kv_offsets: Any, page_k: Any, page_v: Any, lse: Any, out: Any, d_out: Any, *, scale: float,
+    mask_type: Any, **static: Any,
+) -> Any:  # fmt: skip
+    """The primitive backward, of packed sequences."""
+    (_, T, N, H), K = query.shape, key.shape[2]
+    assert T % 2 == 0
+    assert lse.shape == (q_len.size, N, T)
+    assert out.shape == d_out.shape == query.shape
+    causal = mask_type == MaskType.PADDING_CAUSAL
+    allowed, _ = flattened(query, key, q_len, kv_len, q_offsets, kv_offsets, causal)
+    weights, k = packed_weights(query, key, allowed, scale)
+    v = jnp.repeat(value.reshape(-1, K, H).astype(np.float32), N // K, 1)
+    q, d = (x.reshape(-1, N, H).astype(np.float32) for x in (query, d_out))
+    d_weights = jnp.einsum("tnh,snh->nts", d, v)
+    d_logits = scale * weights * (d_weights - (weights * d_weights).sum(-1, keepdims=True))
+    grads = (
+        jnp.einsum("nts,snh->tnh", d_logits, k),
+        jnp.einsum("nts,tnh->snh", d_logits, q),
+        jnp.einsum("nts,tnh->snh", weights, d),
+    )
+
+    def of_group(x: Any, like: Any) -> Any:
+        return x.reshape(-1, like.shape[2], N // like.shape[2], H).sum(2).reshape(like.shape)
+
+    return [
+        of_group(x, like).astype(like.dtype)
+        for x, like in zip(grads, (query, key, value), strict=True)
+    ]

@@ -20,6 +20,7 @@ from jaxmha import Mask, implementations
 from jaxmha.cli.app import app
 from jaxmha.implementations import KERNELS, UnsupportedError, platforms, probe, reference
 from jaxmha.implementations.fused import cudnn, cudnn_paged
+from jaxmha.implementations.probe_cases import Kind
 from tests import conformance, cudnn_contract
 
 PADDED = Mask.padding(key_value=np.ones((2, 1024), bool))
@@ -50,7 +51,7 @@ def test_gpus_run_cudnn_in_half_precision(device: str) -> None:
     assert chosen(platform=device, like=struct(2, 1024, 8, 128, dtype=jnp.float32)) == "blocked"
 
 
-@pytest.mark.parametrize("device", ["tpu", "rocm", "t4"])
+@pytest.mark.parametrize("device", ["rocm", "t4"])
 def test_others_run_plain_xla(device: str) -> None:
     assert chosen(platform=device) == "blocked"
 
@@ -89,7 +90,7 @@ def test_cudnn_takes(options: dict[str, Any]) -> None:
         ({"like": struct(2, 64, 8, 128, dtype=jnp.float32)}, "got float32"),
         ({"like": struct(2, 64, 8, 264)}, "at most 256"),
         ({"like": struct(2, 64, 8, 136), "platform": "a100"}, "at most 128"),
-        ({"like": struct(2, 64, 8, 136), "platform": "b200"}, "at most 128"),
+        ({"like": struct(2, 64, 8, 264), "platform": "b200"}, "at most 256"),
         ({"platform": "t4"}, "capability 8.0 or higher, got t4"),
         ({"platform": "tpu"}, "got tpu"),
         ({"logits_soft_cap": 3.0}, "soft cap"),
@@ -130,8 +131,28 @@ def test_named_implementations_raise_the_reason() -> None:
         jaxmha.dot_product_attention(half, half, half, implementation=["splash"])
 
 
-def test_splash_runs_where_it_is_named() -> None:
-    assert chosen(platform="tpu", implementation=["splash", "blocked"]) == "splash"
+def test_tpus_run_splash_from_its_tile_on() -> None:
+    few = struct(2, 511, 8, 128, dtype=jnp.bfloat16)
+    assert chosen(platform="tpu") == "splash"
+    assert chosen(platform="tpu", like=few) == "blocked"
+    assert chosen(platform="tpu", like=few, implementation=["splash", "blocked"]) == "splash"
+    assert chosen(platform="tpu", like=struct(2, 1024, 8, 128, dtype=jnp.float32)) == "blocked"
+
+
+def test_packed_sequences_run_on_fused_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = struct(2, 1024, dtype=jnp.int32)
+    packed = Mask.packed(np.array([[5, 700]], np.int32), size=1024)
+    assert chosen(mask=packed, is_causal=True) == "cudnn"
+    assert chosen(mask=packed, platform="b200") == "cudnn"
+    assert chosen(mask=packed, platform="a100") == "blocked"
+    assert chosen(segment_ids=ids) == "blocked"
+    monkeypatch.setattr(implementations.tokamax, "find_spec", lambda name: object())
+    with jax.numpy_dtype_promotion("standard"):
+        assert chosen(segment_ids=ids) == "tokamax"
+        assert "1073741824 pairs" in reason(
+            "tokamax", like=struct(1, 2**16, 8, 128, dtype=jnp.bfloat16),
+            segment_ids=struct(1, 2**16, dtype=jnp.int32),
+        )  # fmt: skip
 
 
 def test_biases_go_to_tokamax_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,15 +275,25 @@ def test_nothing_is_tried_for_another_platform(
         jaxmha.explain(HALF, HALF, HALF)
 
 
-def tried(dtype: str = "bfloat16", *, dense: bool = False, attend: Any = None) -> probe.Finding:
-    return probe._tried(attend or cudnn.attend, cudnn.unsupported_reason, dtype, dense)
+def tried(kind: Kind) -> probe.Finding:
+    return probe._tried(cudnn.attend, cudnn.unsupported_reason, kind)
 
 
 @pytest.mark.slow  # trials that pass are part of other tests
 @pytest.mark.usefixtures("gpu")
-@pytest.mark.parametrize("dense", [False, True])
-def test_the_trial_is_right_about_a_right_kernel(dense: bool) -> None:
-    assert tried(dense=dense) == probe.Finding(None)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        Kind("bfloat16"),
+        Kind("float16"),
+        Kind("bfloat16", dense=True),
+        Kind("bfloat16", packed=True),
+        Kind("bfloat16", heads=(192, 128)),
+        Kind("bfloat16", heads=(256, 256)),
+    ],
+)
+def test_the_trial_is_right_about_a_right_kernel(kind: Kind) -> None:
+    assert tried(kind) == probe.Finding(None)
 
 
 def test_a_kernel_that_leaks_gets_zeroed_arrays(
@@ -278,7 +309,7 @@ def test_a_kernel_that_leaks_gets_zeroed_arrays(
         return jaxmha.dot_product_attention(x, key, key, key_value_seq_lengths=lengths)
 
     found = jax.jit(out)(spoiled)
-    assert probe.leaks("cudnn", "bfloat16")
+    assert probe.leaks("cudnn", Kind("bfloat16"))
     assert gpu[-1]["T"] == 6
     np.testing.assert_array_equal(
         np.asarray(found, np.float32), np.asarray(jax.jit(out)(x), np.float32)
@@ -405,7 +436,7 @@ def test_the_trial_runs_on_the_device_of_the_caller() -> None:
 
     device = jax.devices("cpu")[-1]
     with jax.default_device(device):
-        found = probe.failure("stub", attend, reference.unsupported_reason, "float32", False)
+        found = probe.failure("stub", attend, reference.unsupported_reason, Kind("float32"))
     probe.forget()
     assert found is None
     assert set(seen) == {device}

@@ -202,6 +202,72 @@ def test_cudnn_under_transformations(name: str) -> None:
         np.testing.assert_allclose(x, y, atol=0.03 * np.abs(y).max(), rtol=0)
 
 
+PACKED = {
+    "full": {"T": 13, "K": 2},
+    "causal": {"T": 13, "K": 2, "is_causal": True},
+    "one key head": {"T": 12, "K": 1, "is_causal": True},
+    "as many key heads": {"T": 12, "K": 4},
+}
+
+
+@pytest.mark.everyday(name=["causal"], mapped=[False])
+@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.parametrize("name", PACKED)
+def test_cudnn_packed(cudnn: Any, name: str, mapped: bool) -> None:
+    """Absent sequences, an uncovered rest, odd T; outputs and gradients, eager and under jit."""
+    options: dict[str, Any] = dict(PACKED[name])
+    T, K = options.pop("T"), options.pop("K")
+    rng = np.random.default_rng(0)
+    lengths = np.array([[3, 0, 5, 0], [T, 0, 0, 0], [1, 2, 3, T]], np.int32)
+    shapes = ((3, T, n, 8) for n in (4, K, K, 4))
+    q, k, v, d = (jnp.asarray(rng.standard_normal(x), jnp.bfloat16) for x in shapes)
+
+    def found(implementation: str, mask: Any) -> Any:
+        def value(q: Any, k: Any, v: Any, lengths: Any) -> Any:
+            run = partial(
+                jaxmha.dot_product_attention,
+                mask=mask(lengths),
+                implementation=implementation,
+                **options,
+            )
+            out, pull = jax.vjp(run, q, k, v)
+            return run(q, k, v), out, pull(d)
+
+        if mapped:
+            return jax.jit(jax.vmap(value, in_axes=(0, None, None, None)))(
+                jnp.stack([q, 2 * q]), k, v, lengths
+            )
+        return value(q, k, v, lengths), jax.jit(value)(q, k, v, lengths)
+
+    def ids(lengths: Any) -> Mask:
+        same: Any = Mask.packed(lengths, size=T).query_segments
+        return Mask.segments(query_ids=same, key_value_ids=same)
+
+    mine = found("cudnn", partial(Mask.packed, size=T))
+    for x, y in zip(*map(jax.tree.leaves, (mine, found("reference", ids))), strict=True):
+        x, y = (np.asarray(a, np.float32) for a in (x, y))
+        np.testing.assert_allclose(x, y, atol=0.03 * np.abs(y).max(), rtol=0)
+    assert all(call.get("packed") for call in cudnn)
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"mask": Mask.segments(query_ids=np.zeros((2, 16), int), key_value_ids=np.zeros((2, 16), int))}, "give Mask.packed"),
+        ({"key_value_seq_lengths": np.array([3, 4])}, "without other masks"),
+        ({"return_lse": True}, "log-sum-exp"),
+        ({"local_window_size": (3, 0)}, "without a window"),
+    ],
+)  # fmt: skip
+def test_cudnn_says_why_it_does_not_take_packed_sequences(
+    cudnn: Any, changed: dict[str, Any], why: str
+) -> None:
+    make: Any = jax.ShapeDtypeStruct
+    x = make((2, 16, 2, 8), jnp.bfloat16)
+    options: Any = {"mask": Mask.packed(np.array([[3, 4]]), size=16), **changed}
+    assert why in str(jaxmha.explain(x, x, x, **options, implementation="cudnn"))
+
+
 @pytest.mark.usefixtures("cudnn")
 @pytest.mark.parametrize(
     ("size", "options"),

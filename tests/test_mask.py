@@ -304,3 +304,24 @@ def test_bounds_of_any_size(name: str, implementation: str) -> None:
     none = Mask.causal(-offset)
     assert not np.asarray(none.to_array(11, 7)).any()
     assert not np.asarray(out(none)).any()
+
+
+def test_packed_lengths_say_the_segments() -> None:
+    lengths = np.array([[2, 0, 3], [9, 1, 0]], np.int32)
+    packed = Mask.packed(lengths, size=7)
+    np.testing.assert_array_equal(
+        np.asarray(packed.query_segments), [[0, 0, 2, 2, 2, 3, 3], [0, 0, 0, 0, 0, 0, 0]]
+    )
+    causal = Mask.causal() & packed
+    assert causal.packed_lengths is not None
+    ids = np.array([[1, 1, 1, 2, 2, 2, 2]])
+    segments = Mask.segments(query_ids=ids, key_value_ids=ids)
+    both = packed.to_array(7, 7, np) & segments.to_array(7, 7, np)
+    for joined in (segments & packed, packed & segments):
+        np.testing.assert_array_equal(np.asarray(joined.to_array(7, 7, np)), both)
+    assert (segments & packed).packed_lengths is None
+
+
+def test_a_wrong_size_of_packed_sequences_is_named() -> None:
+    with pytest.raises(ValueError, match="size"):
+        Mask.packed(np.array([3]), size=-1)

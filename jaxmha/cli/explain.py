@@ -117,7 +117,14 @@ def _mask(
 def _print(found: Explanation, title: str, as_json: bool) -> None:
     if as_json:
         reasons = dict(found.reasons)
-        print_json({"platform": found.platform, "chosen": found.chosen, "reasons": reasons})
+        print_json(
+            {
+                "platform": found.platform,
+                "chosen": found.chosen,
+                "reasons": reasons,
+                "saved": found.saved,
+            }
+        )
         return
     out.print(f"{title} on {found.platform}", highlight=False, markup=False, soft_wrap=True)
     table = Table()
@@ -125,5 +132,5 @@ def _print(found: Explanation, title: str, as_json: bool) -> None:
     table.add_column("", overflow="fold")
     for name, what in found.rows():
         text = escape(what)
-        table.add_row(name, f"[green]{text}[/green]" if what == "chosen" else text)
+        table.add_row(name, f"[green]{text}[/green]" if what.startswith("chosen") else text)
     out.print(table)

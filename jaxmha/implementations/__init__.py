@@ -14,7 +14,15 @@ import jax
 from jaxtyping import PRNGKeyArray
 
 from jaxmha import sharding
-from jaxmha.implementations import platforms, probe, reference, shard_map, small_query
+from jaxmha.implementations import (
+    platforms,
+    preferences,
+    probe,
+    probe_cases,
+    reference,
+    shard_map,
+    small_query,
+)
 from jaxmha.implementations.base import Request, Result
 from jaxmha.implementations.context_parallel import all_gather, ring
 from jaxmha.implementations.fused import adapter, cudnn, splash, tokamax
@@ -56,13 +64,16 @@ CONTEXT: tuple[str, ...] = ("ring", "allgather")
 KERNELS: dict[str, str] = {"cudnn": "cuda", "tokamax": "cuda", "splash": "tpu"}
 # True: the native kernels are the first choice on CPU; False: they run only by name.
 NATIVE_FIRST = True
-# Order of preference by platform; "" is every other platform. splash is absent, since it has not
-# been measured on a TPU: it runs only if a caller names it.
+# Order of preference by platform; "" is every other platform.
 ORDER: dict[str, tuple[str, ...]] = {
     "cuda": ("cudnn", "tokamax", "blocked", "reference"),
     "cpu": (*("native",) * NATIVE_FIRST, "few_queries", "blocked", "reference"),
+    "tpu": ("splash", "blocked", "reference"),
     "": ("blocked", "reference"),
 }
+# Numbers of queries from which an implementation is a candidate without being named: splash works on
+# tiles of 512, and smaller calls are padded.
+LEAST_QUERIES: dict[str, int] = {"splash": 512}
 # The order for biases and dense masks: tokamax streams them, cuDNN needs them materialised (timings
 # shipped with tokamax 0.0.17: 1.4 to 3.9 times as fast forward).
 DENSE: dict[str, tuple[str, ...]] = {"cuda": ("tokamax", "cudnn", "blocked", "reference")}
@@ -82,15 +93,18 @@ class SupportQuery(tuple[str, ...]):
 
     `attend` sets `reasons` to pairs of a name and the reason why that implementation cannot compute
     the request (None: it can), and then runs `reference`. Queries compare by identity, so that jit
-    traces the call again for every query.
+    traces the call again for every query. `attend` also sets `call`, the key of the call in saved
+    benchmarks, and `faster`, the names that such a benchmark prefers.
     """
 
     reasons: list[tuple[str, str | None]]
+    call: str
+    faster: tuple[str, ...]
 
     def __new__(cls, implementation: str | Sequence[str] | None = None) -> "SupportQuery":  # noqa: PYI034
         names = (implementation,) if isinstance(implementation, str) else implementation or ()
         query = super().__new__(cls, names)
-        query.reasons = []
+        query.reasons, query.call, query.faster = [], "", ()
         return query
 
     __hash__ = object.__hash__
@@ -113,6 +127,12 @@ def candidates(
         order = ORDER.get(platform, ORDER[""])
         dense = request is not None and adapter.is_dense(request)
         order = DENSE.get(platform, order) if dense else order
+        if request is not None:
+            faster = [x for x in preferences.preferred(request) if x in IMPLEMENTATIONS]
+            order = (*faster, *(x for x in order if x not in faster))
+        if request is not None:
+            T = request.query.shape[1]
+            order = tuple(x for x in order if LEAST_QUERIES.get(x, 0) <= T)
         axes = sharding.current()
         return (*CONTEXT, *order) if axes is not None and axes.context else order
     names = tuple(implementation) if isinstance(implementation, tuple | list) else (implementation,)
@@ -142,8 +162,7 @@ def unsupported(request: Request, name: str, *, traced: bool = True) -> str | No
             name,
             implementation.attend,
             implementation.unsupported_reason,
-            request.query.dtype.name,
-            adapter.is_dense(request),
+            probe_cases.kind_of(request),
             agree=traced,
         )
     return implementation.traceable() if traced else None
@@ -168,6 +187,8 @@ def attend(request: Request, implementation: str | Sequence[str] | None = None) 
     """Runs the request with the selected implementation."""
     if isinstance(implementation, SupportQuery):
         names = candidates(implementation, request)
+        implementation.call = preferences.key(request)
+        implementation.faster = () if implementation else preferences.preferred(request)
         implementation.reasons[:] = [(n, unsupported(request, n, traced=False)) for n in names]
         implementation = "reference"
     name = select(request, implementation)
@@ -191,8 +212,7 @@ def _alone(request: Request, name: str) -> Result:
     if name not in KERNELS:
         found: Result = implementation.attend(request)
         return found
-    dense = adapter.is_dense(request)
-    found = implementation.attend(request, leaks=probe.leaks(name, request.query.dtype.name, dense))
+    found = implementation.attend(request, leaks=probe.leaks(name, probe_cases.kind_of(request)))
     return found
 
 

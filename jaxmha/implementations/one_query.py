@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from jaxmha import implementations, sharding
-from jaxmha.implementations import platforms, probe
+from jaxmha.implementations import platforms, probe, probe_cases
 from jaxmha.implementations.base import Request
 from jaxmha.implementations.fused import cudnn_kernel, cudnn_paged
 from jaxmha.implementations.fused.cudnn_kernel import Settings
@@ -98,4 +98,4 @@ def _takes(request: Request) -> bool:
         return False
     if implementations.unsupported(request, NAME) is not None:
         return False
-    return not probe.leaks(NAME, request.query.dtype.name)
+    return not probe.leaks(NAME, probe_cases.kind_of(request))

@@ -19,6 +19,7 @@ import numpy as np
 
 from jaxmha.implementations import platforms, probe_cases
 from jaxmha.implementations.base import Request, Result
+from jaxmha.implementations.probe_cases import Kind
 
 Attend = Callable[..., Result]
 Reason = Callable[[Request], str | None]
@@ -54,7 +55,7 @@ def forget() -> None:
 
 
 def failure(
-    name: str, attend: Attend, unsupported: Reason, dtype: str, dense: bool, *, agree: bool = True
+    name: str, attend: Attend, unsupported: Reason, kind: Kind, *, agree: bool = True
 ) -> str | None:
     """The reason why a kernel does not work in this or another process, or None; warns once.
 
@@ -67,15 +68,15 @@ def failure(
     if chosen == "trust":
         return None
     with _LOCK:
-        key = _key(name, dtype, dense)
+        key = _key(name, kind)
         found = _FOUND.get(key)
         if found is None:
-            found = _within_limit(attend, unsupported, dtype, dense)
+            found = _within_limit(attend, unsupported, kind)
             if not found.transient:
                 _FOUND[key] = found
             if found.reason is not None and chosen != "strict":
                 warnings.warn(
-                    f"{name} does not work here in {dtype}{' with a bias' * dense}, so the next "
+                    f"{name} does not work here in {kind.text}, so the next "
                     f"implementation is used: {found.reason}",
                     RuntimeWarning,
                     stacklevel=3,
@@ -87,9 +88,9 @@ def failure(
     return found.reason
 
 
-def leaks(name: str, dtype: str, dense: bool = False) -> bool:
+def leaks(name: str, kind: Kind) -> bool:
     """True if a probe found that positions beyond the lengths affect the results of a kernel."""
-    found = _FOUND.get(_key(name, dtype, dense))
+    found = _FOUND.get(_key(name, kind))
     return found is not None and found.leaks
 
 
@@ -110,11 +111,11 @@ def seconds() -> float:
     return float(os.environ.get("JAXMHA_PROBE_SECONDS", "60"))
 
 
-def _key(name: str, dtype: str, dense: bool) -> tuple[str, ...]:
-    return name, dtype, "dense" * dense, platforms.current().device
+def _key(name: str, kind: Kind) -> tuple[str, ...]:
+    return name, kind.text, platforms.current().device
 
 
-def _within_limit(attend: Attend, unsupported: Reason, dtype: str, dense: bool) -> Finding:
+def _within_limit(attend: Attend, unsupported: Reason, kind: Kind) -> Finding:
     """Runs the probe in a daemon thread, with a time limit. The caller's trace and contexts do not
     apply in the thread; its default device is set there. A hanging thread does not prevent the
     process from exiting."""
@@ -123,10 +124,10 @@ def _within_limit(attend: Attend, unsupported: Reason, dtype: str, dense: bool) 
 
     def run() -> None:
         with jax.default_device(device):
-            finding = _tried(attend, unsupported, dtype, dense)
+            finding = _tried(attend, unsupported, kind)
             if finding.transient:
                 time.sleep(1)
-                finding = _tried(attend, unsupported, dtype, dense)
+                finding = _tried(attend, unsupported, kind)
         found.append(finding)
 
     thread = threading.Thread(target=run, name="jaxmha-probe", daemon=True)
@@ -166,11 +167,11 @@ def _agreed(key: tuple[str, ...], reason: str | None) -> str | None:
 _WAITED: set[tuple[str, ...]] = set()
 
 
-def _tried(attend: Attend, unsupported: Reason, dtype: str, dense: bool) -> Finding:
+def _tried(attend: Attend, unsupported: Reason, kind: Kind) -> Finding:
     """Runs all cases of the kernel. If one works only with unattended positions zeroed, runs all
     of them again in that way."""
     reason = None
-    for case in probe_cases.cases(dtype, dense):
+    for case in probe_cases.cases(kind):
         if unsupported(case.request) is not None:
             continue
         for careful in (False, True):
@@ -180,7 +181,7 @@ def _tried(attend: Attend, unsupported: Reason, dtype: str, dense: bool) -> Find
             if transient:
                 return Finding(reason, transient=True)
             if reason is None and careful:
-                return _careful(attend, unsupported, dtype, dense)
+                return _careful(attend, unsupported, kind)
             if reason is None:
                 break
         if reason is not None:
@@ -188,8 +189,8 @@ def _tried(attend: Attend, unsupported: Reason, dtype: str, dense: bool) -> Find
     return Finding(None)
 
 
-def _careful(attend: Attend, unsupported: Reason, dtype: str, dense: bool) -> Finding:
-    for case in probe_cases.cases(dtype, dense):
+def _careful(attend: Attend, unsupported: Reason, kind: Kind) -> Finding:
+    for case in probe_cases.cases(kind):
         if unsupported(case.request) is None:
             reason, transient = _error(attend, case, leaks=True)
             if reason is not None:

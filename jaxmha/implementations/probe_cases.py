@@ -15,6 +15,48 @@ from jaxmha.semantics import Semantics
 Wide = np.ndarray[Any, np.dtype[np.float32]]
 
 
+# Features of a query and of a value head in most probes; wider or unequal heads are probed as they are.
+USUAL, WIDEST_USUAL = (64, 64), 128
+
+
+class Kind(NamedTuple):
+    """The properties of a request for which a kernel is probed once.
+
+    Attributes:
+      dtype: of queries, keys and values.
+      dense: whether there is a bias or a dense mask.
+      packed: whether sequences are packed, by their lengths.
+      heads: features of a query and of a value head.
+    """
+
+    dtype: str
+    dense: bool = False
+    packed: bool = False
+    heads: tuple[int, int] = USUAL
+
+    @property
+    def text(self) -> str:
+        """For messages.
+
+        >>> Kind("bfloat16", dense=True, heads=(192, 128)).text
+        'bfloat16 with a bias, with heads of 192 and 128 features'
+        """
+        heads = (
+            "" if self.heads == USUAL else ", with heads of {} and {} features".format(*self.heads)
+        )
+        packed = ", for packed sequences" * self.packed
+        return self.dtype + " with a bias" * self.dense + packed + heads
+
+
+def kind_of(request: Request) -> Kind:
+    """The kind of a request."""
+    dense = request.bias is not None or request.mask.array is not None
+    packed = request.mask.packed_lengths is not None
+    heads = request.query.shape[3], request.value.shape[3]
+    usual = heads[0] == heads[1] <= WIDEST_USUAL
+    return Kind(request.query.dtype.name, dense, packed, USUAL if usual else heads)
+
+
 class Case(NamedTuple):
     """One call of a kernel.
 
@@ -56,9 +98,9 @@ class Case(NamedTuple):
             d_logits = d_logits + d_lse[..., None]
         d_logits = d_logits * weights * scale
         transposed = np.swapaxes(d_logits, 2, 3) @ q, np.swapaxes(weights, 2, 3) @ d_out
-        B, N, _, H = k.shape
+        B, N = k.shape[:2]
         d_key, d_value = (
-            np.moveaxis(x.reshape(B, N // group, group, S, H).sum(2), 1, 2) for x in transposed
+            np.moveaxis(x.reshape(B, N // group, group, S, -1).sum(2), 1, 2) for x in transposed
         )
         found = {"output": np.moveaxis(out, 1, 2)}
         found |= {"the log-sum-exp": lse} if self.request.return_lse else {}
@@ -66,25 +108,33 @@ class Case(NamedTuple):
         return found | {"the gradient of key": d_key, "the gradient of value": d_value}
 
 
-def cases(dtype: str, dense: bool) -> Iterator[Case]:
-    """The cases of a probe. If `dense`: one causal call with a bias. Otherwise: calls with lengths,
+def cases(kind: Kind) -> Iterator[Case]:
+    """The cases of a probe. If `dense`: one causal call with a bias. If `packed`: full, causal and of odd
+    size, some sequences absent. Otherwise: calls with lengths,
     log-sum-exp, one query, odd sizes and a window. Where lengths are given, one sequence is full,
     one is shorter and one is empty; keys and values beyond the lengths are NaN."""
     lengths = np.asarray([128, 61, 0], np.int32)
     causal = Mask.causal() & Mask.lengths(key_value=lengths)
-    if dense:
-        yield _case("causal, with a bias and lengths", dtype, causal, bias=True)
+    if kind.dense:
+        yield _case("causal, with a bias and lengths", kind, causal, bias=True)
         return
-    yield _case("causal, with lengths", dtype, causal)
-    yield _case("with lengths and log-sum-exp", dtype, Mask.lengths(key_value=lengths), lse=True)
-    yield _case("one query", dtype, Mask.lengths(key_value=lengths), T=1)
-    yield _case("odd sizes", dtype, Mask(), T=37, S=37)
-    yield _case("a window", dtype, Mask.window(16, 0))
+    if kind.packed:
+        several = np.asarray([[50, 0, 61], [128, 0, 0], [1, 2, 3]], np.int32)
+        packed = Mask.packed(several, size=128)
+        yield _case("packed", kind, packed)
+        yield _case("packed, causal", kind, packed & Mask.causal())
+        yield _case("packed, odd", kind, Mask.packed(several, size=77) & Mask.causal(), T=77, S=77)
+        return
+    yield _case("causal, with lengths", kind, causal)
+    yield _case("with lengths and log-sum-exp", kind, Mask.lengths(key_value=lengths), lse=True)
+    yield _case("one query", kind, Mask.lengths(key_value=lengths), T=1)
+    yield _case("odd sizes", kind, Mask(), T=37, S=37)
+    yield _case("a window", kind, Mask.window(16, 0))
 
 
 def _case(
     name: str,
-    dtype: str,
+    kind: Kind,
     mask: Mask,
     *,
     T: int = 128,
@@ -93,13 +143,14 @@ def _case(
     bias: bool = False,
 ) -> Case:
     rng = np.random.default_rng(0)
-    B, N, K, H = 3, 2, 1, 64
+    B, N, K, (H, h) = 3, 2, 1, kind.heads
+    dtype = kind.dtype
 
     def normal(*shape: int) -> jax.Array:
         return jnp.asarray(rng.standard_normal(shape), dtype)
 
-    query, key, value = normal(B, T, N, H), normal(B, S, K, H), normal(B, S, K, H)
-    cotangents = normal(B, T, N, H), jnp.asarray(rng.standard_normal((B, N, T)), np.float32)
+    query, key, value = normal(B, T, N, H), normal(B, S, K, H), normal(B, S, K, h)
+    cotangents = normal(B, T, N, h), jnp.asarray(rng.standard_normal((B, N, T)), np.float32)
     clean = tuple(np.asarray(x, np.float32) for x in (query, key, value, *cotangents))
     lengths = mask.key_value_lengths
     if lengths is not None:

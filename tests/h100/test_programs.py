@@ -131,3 +131,58 @@ def test_sharded_heads_are_attended_where_they_are(names: tuple[Any, Any]) -> No
     found = compiled.compiled(jax.grad(value, (0, 1, 2)), *arrays)
     assert sum("cudnn" in call for call in found.calls) == 2
     assert found.collectives == 0
+
+
+@pytest.mark.parametrize(("K", "causal"), [(16, True), (4, True), (4, False)])
+def test_packed_sequences(K: int, causal: bool) -> None:
+    """No array of T x S, and besides cuDNN only what finds the offsets."""
+    T, lengths = 2048, array(2, 7, dtype=jnp.int32)
+
+    def attend(q: Any, k: Any, v: Any, lengths: Any) -> Any:
+        mask = jaxmha.Mask.packed(lengths, size=T)
+        return jaxmha.dot_product_attention(q, k, v, mask=mask, is_causal=causal)
+
+    def both(q: Any, k: Any, v: Any, lengths: Any, d_out: Any) -> Any:
+        out, pull = jax.vjp(lambda q, k, v: attend(q, k, v, lengths), q, k, v)
+        return out, pull(d_out)
+
+    heads = programs.heads(T=T, K=K)
+    forward = compiled.compiled(attend, *heads, lengths)
+    assert sum("cudnn" in call for call in forward.calls) == 1
+    assert forward.kernels <= 4
+    assert forward.temporary <= MIB
+    gradient = compiled.compiled(both, *heads, lengths, programs.OUT)
+    assert sum("cudnn" in call for call in gradient.calls) == 2
+    assert gradient.waits == forward.waits == 0
+    assert max((size for _, size in gradient.copies), default=0) < T * T / MIB
+
+
+TRANSFORMED: dict[str, Any] = {
+    "vmap(grad)": lambda f: jax.vmap(jax.grad(f, (0, 1, 2))),
+    "vmap of one operand": lambda f: jax.vmap(f, in_axes=(0, None, None)),
+    "vmap(grad) of one operand": lambda f: jax.vmap(jax.grad(f, (0, 1)), in_axes=(0, None, None)),
+    "jacobian": lambda f: jax.jacobian(lambda *x: jnp.stack([f(*x), 2 * f(*x)]), (0, 1, 2)),
+}
+
+
+@pytest.mark.parametrize("kind", ["full", "packed", "lengths"])
+@pytest.mark.parametrize("name", TRANSFORMED)
+def test_transformations(name: str, kind: str) -> None:
+    T = 256
+
+    def value(q: Any, k: Any, v: Any) -> Any:
+        mask = jaxmha.Mask()
+        if kind == "packed":
+            mask = jaxmha.Mask.packed(np.array([[100, 30]]), size=T)
+        if kind == "lengths":
+            mask = jaxmha.Mask.lengths(key_value=np.array([T, 30]))
+        out = jaxmha.dot_product_attention(q, k, v, mask=mask, is_causal=True)
+        return out.astype(jnp.float32).sum()
+
+    heads = list(programs.heads(T=T, N=4, K=2, H=64))
+    for place, x in enumerate(heads):
+        if name.startswith("vmap") and (place == 0 or "one operand" not in name):
+            heads[place] = array(3, *x.shape)
+    found = compiled.compiled(TRANSFORMED[name](value), *heads)
+    assert any("cudnn" in call for call in found.calls)
+    assert found.waits == 0

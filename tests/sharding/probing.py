@@ -15,6 +15,7 @@ def main() -> None:
     os.environ["JAXMHA_PROBE_SECONDS"] = "20"
     with workers.joined(options):
         from jaxmha.implementations import probe, reference
+        from jaxmha.implementations.probe_cases import Kind
 
         def attend(request: Any, *, leaks: bool) -> Any:
             if options.worker == 1:
@@ -22,7 +23,9 @@ def main() -> None:
             return reference.attend(request)
 
         def failure(name: str, **how: Any) -> str | None:
-            return probe.failure(name, attend, reference.unsupported_reason, "float32", True, **how)
+            return probe.failure(
+                name, attend, reference.unsupported_reason, Kind("float32", True), **how
+            )
 
         warnings.simplefilter("ignore")
         found: dict[str, Any] = {}

@@ -20,6 +20,9 @@ from jaxmha.implementations.tiled import attended, block_mask
 from jaxmha.implementations.tiled.block_mask import Conditions
 from jaxmha.mask import Mask
 
+# Fields of a mask that tell sequences apart.
+SEGMENTS = ("query_segments", "key_value_segments", "packed_lengths")
+
 
 class KernelInputs(NamedTuple):
     """A request as kernels take it: unattended keys and values and fully masked queries are zero.

@@ -1,5 +1,7 @@
 """cuDNN's fused attention: NVIDIA GPUs, half precision, through JAX."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,10 +9,19 @@ from jaxtyping import Bool, Float, Int, Int32, Shaped
 
 from jaxmha.implementations import platforms
 from jaxmha.implementations.base import Request, Result
-from jaxmha.implementations.fused import adapter, cudnn_kernel
-from jaxmha.implementations.fused.adapter import Kernel, KernelInputs, Others, OutAndLse, fill
+from jaxmha.implementations.fused import adapter, cudnn_kernel, cudnn_packed
+from jaxmha.implementations.fused.adapter import (
+    SEGMENTS,
+    Kernel,
+    KernelInputs,
+    Others,
+    OutAndLse,
+    fill,
+)
 from jaxmha.implementations.fused.cudnn_kernel import EXCLUDED, Settings
 
+# Features (H, h) of heads that cuDNN takes as they are, from Hopper on: latent attention.
+UNEQUAL = ((192, 128),)
 # cuDNN does not preserve -inf in a bias: masked pairs get EXCLUDED, and finite entries of a bias
 # are clipped to at least LOWEST.
 LOWEST = -(2.0**40)
@@ -39,7 +50,7 @@ def unsupported_reason(request: Request) -> str | None:
     if max(H, h) > most:
         return f"heads must have at most {most} features on {platform.device}, got {H}, {h}"
     if mask.query_segments is not None:
-        return "cuDNN takes packed sequences as offsets, which segment ids do not give"
+        return _packed_reason(request)
     if mask.causal_offset is not None and not isinstance(mask.causal_offset, int):
         return "the causal offset must be a Python integer"
     if left is not None and above is None:
@@ -51,9 +62,39 @@ def unsupported_reason(request: Request) -> str | None:
     return None
 
 
+def _packed_reason(request: Request) -> str | None:
+    """The reason why cuDNN cannot compute packed sequences; None: it can."""
+    mask, (B, T, N, H) = request.mask, request.query.shape
+    capability = platforms.current().capability
+    given = replace(mask, **dict.fromkeys(SEGMENTS), causal_offset=None, window_size=None)
+    if mask.packed_lengths is None:
+        return "cuDNN takes packed sequences as offsets: give Mask.packed instead of segment ids"
+    if capability is None or capability < (9, 0):
+        return "cuDNN takes packed sequences on Hopper and later only"
+    if not given.empty or request.bias is not None or request.return_lse:
+        return "cuDNN takes packed sequences without other masks, bias and log-sum-exp"
+    if adapter.diagonals(mask, T, T) not in ((None, None), (None, 0)):
+        return "cuDNN takes packed sequences without a window, full or causal"
+    if request.key.shape[1] != T or request.value.shape[3] != H or H % 8:
+        return "cuDNN takes packed sequences where T is S, and heads have h = H, a multiple of 8"
+    if B * T * N * H >= 2**31:
+        return "the offsets of packed sequences must be below 2**31"
+    return cudnn_packed.unknown()
+
+
 def _most_features() -> int:
     capability = platforms.current().capability
-    return 256 if capability is not None and (9, 0) <= capability < (10, 0) else 128
+    return 256 if capability is not None and capability >= (9, 0) else 128
+
+
+def _takes_unequal_heads(H: int, h: int) -> bool:
+    """True if values need not be padded to the features of keys."""
+    from jax._src.cudnn import fused_attention_stablehlo as private
+
+    capability = platforms.current().capability
+    if (H, h) not in UNEQUAL or capability is None or capability < (9, 0):
+        return False
+    return bool(private.check_cudnn_version() >= 91000)  # type: ignore[no-untyped-call]
 
 
 def _has_barrier(H: int, scale: float) -> bool:
@@ -77,6 +118,14 @@ def attend(request: Request, *, leaks: bool = False) -> Result:
 
     `leaks`: whether positions beyond the lengths affect the results in this release of cuDNN.
     """
+    lengths = request.mask.packed_lengths
+    if lengths is not None:
+        (B, T, _, _), causal = request.query.shape, request.mask.causal_offset is not None
+        causal = causal or adapter.diagonals(request.mask, T, T) == (None, 0)
+        lengths = jnp.broadcast_to(jnp.asarray(lengths, np.int32), (B, lengths.shape[-1]))
+        settings = Settings(request.scale, causal and T > 1, None)
+        heads = request.query, request.key, request.value
+        return Result(cudnn_packed.out(settings, *heads, lengths), None, None)
     return adapter.attend(
         request, lambda inputs: _run(inputs, lse=request.return_lse), skips_beyond_lengths=not leaks
     )
@@ -151,7 +200,8 @@ def _top_left(inputs: KernelInputs, *, lse: bool) -> OutAndLse:
         some = some if query_lengths is None else jnp.minimum(query_lengths, some)
         lengths = some, valid.sum(1, dtype=np.int32)
     width = -(-max(query.shape[3], h) // 8) * 8
-    query, key, value = (fill(x, 3, width) for x in (query, key, value))
+    if not _takes_unequal_heads(query.shape[3], h):
+        query, key, value = (fill(x, 3, width) for x in (query, key, value))
     settings = Settings(scale, causal, left, inputs.bias is not None)
     kernel = Kernel(cudnn_kernel.out, cudnn_kernel.out_and_lse, True, scale, settings)
     out, found = adapter.call(kernel, query, key, value, bias, lengths, lse=lse)

@@ -147,7 +147,7 @@ def _forward(settings: Settings, lse: bool, *operands: Any) -> Any:
         )
         return found if lse else (found, None)
 
-    return _folding(call)(*operands)
+    return folding(call)(*operands)
 
 
 def _backward(settings: Settings, *operands: Any) -> Grads:
@@ -179,7 +179,7 @@ def _backward(settings: Settings, *operands: Any) -> Grads:
         found = rule(*(static.get(name) for name in names), saved, d_out)
         return (*found[:3], found[3] if settings.bias_gradient else None)
 
-    found: Grads = _folding(call)(*operands)
+    found: Grads = folding(call)(*operands)
     return found
 
 
@@ -192,7 +192,7 @@ def _mask_type(settings: Settings, lengths: Others) -> Any:
     return kinds.PADDING_CAUSAL if settings.causal else kinds.PADDING
 
 
-def _folding(call: Callable[..., Any]) -> Callable[..., Any]:
+def folding(call: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps `call` so that any `jax.vmap` folds the mapped axis into the batch axis."""
     mapped: Any = jax.custom_batching.custom_vmap(call)
 

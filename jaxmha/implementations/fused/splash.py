@@ -1,6 +1,6 @@
 """Splash attention: the TPU kernel in Pallas that comes with JAX.
 
-Tested by lowering and in interpret mode only, so it runs only if a caller names it. Source:
+Tested by lowering and in interpret mode; on a TPU it is probed before its first use. Source:
 `jax.experimental.pallas.ops.tpu.splash_attention`.
 """
 

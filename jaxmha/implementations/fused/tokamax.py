@@ -4,6 +4,7 @@ They stream biases and masks without materialising them, and h may differ from H
 Source: `tokamax.dot_product_attention` 0.0.17, whose public function returns no log-sum-exp.
 """
 
+from dataclasses import replace
 from importlib.util import find_spec
 
 import jax
@@ -14,10 +15,14 @@ from jaxtyping import Float
 from jaxmha.implementations import platforms
 from jaxmha.implementations.base import Request, Result
 from jaxmha.implementations.fused import adapter
-from jaxmha.implementations.fused.adapter import KernelInputs
+from jaxmha.implementations.fused.adapter import SEGMENTS, KernelInputs
 
 # tokamax's backends in order of preference; it runs the first that supports the call.
 BACKENDS: tuple[str, ...] = ("mosaic", "triton")
+# Before Hopper the gradient of Mosaic kernels is missing.
+BEFORE_HOPPER: tuple[str, ...] = ("triton",)
+# Booleans of a dense mask made of segments: 1 GiB.
+MOST_PAIRS = 2**30
 # Replaces -inf in a bias, far below other entries: -inf gives NaN in fully masked rows.
 EXCLUDED = -(2.0**41)
 
@@ -39,8 +44,9 @@ def unsupported_reason(request: Request) -> str | None:
         return "tokamax returns no log-sum-exp"
     if semantics.logits_soft_cap is not None and request.bias is not None:
         return "tokamax caps logits after the bias"
-    if mask.query_segments is not None:
-        return "tokamax takes segments as a dense mask only"
+    (B, T, _, _), S = request.query.shape, request.key.shape[1]
+    if mask.query_segments is not None and B * T * S > MOST_PAIRS:
+        return f"tokamax takes segments as a dense mask, of at most {MOST_PAIRS} pairs"
     if mask.causal_offset is not None and not isinstance(mask.causal_offset, int):
         return "the causal offset must be a Python integer"
     return None
@@ -59,8 +65,17 @@ def attend(request: Request, *, leaks: bool = True) -> Result:
     `leaks` has no effect: unattended positions are always zeroed, because the kernel multiplies
     them by weights of 0, and 0 * NaN is NaN.
     """
-    cap = request.semantics.logits_soft_cap
+    cap, mask = request.semantics.logits_soft_cap, request.mask
+    if mask.query_segments is not None and mask.key_value_segments is not None:
+        queries, keys = (jnp.asarray(x) for x in (mask.query_segments, mask.key_value_segments))
+        rest = replace(mask, **dict.fromkeys(SEGMENTS))
+        request = request._replace(mask=rest & (queries[:, None, :, None] == keys[:, None, None]))
     return adapter.attend(request, lambda inputs: (_run(inputs, cap), None))
+
+
+def _backends() -> tuple[str, ...]:
+    capability = platforms.current().capability
+    return BEFORE_HOPPER if capability is not None and capability < (9, 0) else BACKENDS
 
 
 def _run(inputs: KernelInputs, soft_cap: float | None) -> jax.Array:
@@ -86,7 +101,7 @@ def _run(inputs: KernelInputs, soft_cap: float | None) -> jax.Array:
         key_value_seq_lengths=inputs.key_lengths,
         local_window_size=window,
         logits_soft_cap=soft_cap,
-        implementation=BACKENDS,
+        implementation=_backends(),
     )
     return out
 

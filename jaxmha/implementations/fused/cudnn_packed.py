@@ -1,0 +1,151 @@
+"""cuDNN's fused attention of packed sequences, which lie one after another in each batch row.
+
+JAX's own function moves absent sequences to the end, in some ten small kernels, and counts the
+offsets of keys in heads of the queries; with grouped queries it would read other keys. So this module
+binds JAX's primitives directly, with lengths of 0 for absent sequences.
+"""
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float, Int32
+
+from jaxmha.implementations.fused.adapter import fill
+from jaxmha.implementations.fused.cudnn_kernel import EVEN, Settings, folding
+
+# The parameters of both primitives, by which an unknown release of JAX is noticed.
+OPERANDS = ["query", "key", "value", "bias", "q_seqlen", "kv_seqlen", "q_offsets", "kv_offsets",
+            "page_table_k", "page_table_v"]  # fmt: skip
+STATIC = {"scale", "seed", "dropout_rate", "variadic_args", "mask_type", "layout",
+          "sliding_window_length"}  # fmt: skip
+
+Operands: TypeAlias = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+Saved: TypeAlias = tuple[Operands, jax.Array, jax.Array, Callable[..., Any]]
+
+
+def unknown() -> str | None:
+    """The reason why the primitives of this release of JAX cannot be bound; None: they can."""
+    from jax._src.cudnn import fused_attention_stablehlo as private
+
+    found = inspect.signature(private._dot_product_attention_fwd_abstract).parameters
+    names = [name for name, x in found.items() if x.kind is not x.KEYWORD_ONLY]
+    static = {name for name, x in found.items() if x.kind is x.KEYWORD_ONLY}
+    if names != OPERANDS or static != STATIC | {"is_training"}:
+        return "cuDNN's packed sequences are called in another way by this release of JAX"
+    return None
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def out(
+    settings: Settings,
+    query: Float[jax.Array, "B T N H"],
+    key: Float[jax.Array, "B T K H"],
+    value: Float[jax.Array, "B T K H"],
+    lengths: Int32[jax.Array, "B M"],
+) -> Float[jax.Array, "B T N H"]:
+    """The output. Positions after the last sequence form one more."""
+    found: jax.Array = _forward(settings, False, query, key, value, lengths)[0]
+    return found
+
+
+def _save(settings: Settings, *operands: jax.Array) -> tuple[jax.Array, Saved]:
+    *heads, lengths = operands
+    T = heads[0].shape[1]
+    rows = -(-T // EVEN) * EVEN
+    if rows > T:  # the positions that are added are a sequence of their own
+        lengths = _sizes(lengths, T)
+    padded, unpad = jax.vjp(lambda *x: tuple(fill(y, 1, rows) for y in x), *heads)
+    found, lse = _forward(settings, True, *padded, lengths)
+    return found[:, :T], ((*padded, lengths), found, lse, unpad)
+
+
+def _pull(settings: Settings, saved: Saved, d_out: jax.Array) -> tuple[Any, ...]:
+    operands, found, lse, unpad = saved
+    d_out = fill(d_out, 1, found.shape[1])
+    grads = _backward(settings, *operands, lse, found, d_out)
+    return *unpad(grads), None
+
+
+out.defvjp(_save, _pull)
+
+
+def _sizes(lengths: Int32[jax.Array, "B M"], T: int) -> Int32[jax.Array, "B M1"]:
+    """Lengths of sequences that cover T positions: the given ones, and what is after them."""
+    ends = jnp.minimum(jnp.cumsum(jnp.clip(lengths, 0, T), 1), T)
+    return jnp.diff(ends, axis=1, prepend=np.int32(0), append=np.int32(T)).astype(np.int32)
+
+
+def _starts(sizes: Int32[jax.Array, "B M"], T: int) -> Int32[jax.Array, "B M1"]:
+    """First positions of sequences in the whole batch, then its end.
+
+    The primitive reads one more than there are, and needs M + 1 in every row.
+    """
+    B, M = sizes.shape
+    rows = np.int32(T) * jnp.arange(B, dtype=np.int32)[:, None]
+    first = jnp.cumsum(sizes, 1) - sizes + rows
+    flat = jnp.concatenate([first.reshape(-1), jnp.full(B, B * T, np.int32)])
+    return flat.reshape(B, M + 1)
+
+
+def _operands(
+    query: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array
+) -> tuple[jax.Array, ...]:
+    """The operands of the primitives, in the order of `OPERANDS`; offsets count numbers."""
+    sizes = _sizes(lengths, query.shape[1])
+    first = _starts(sizes, query.shape[1])
+    unused = jnp.zeros(0, query.dtype)
+    strides = (query.shape[2] * query.shape[3], key.shape[2] * key.shape[3])
+    offsets = (first * np.int32(stride) for stride in strides)
+    return query, key, value, unused, sizes, sizes, *offsets, unused, unused
+
+
+def _static(settings: Settings) -> dict[str, Any]:
+    from jax._src.cudnn import fused_attention_stablehlo as private
+
+    kinds = private.MaskType
+    return {
+        "scale": settings.scale,
+        "seed": 42,
+        "dropout_rate": 0.0,
+        "variadic_args": (False, False),
+        "mask_type": kinds.PADDING_CAUSAL if settings.causal else kinds.PADDING,
+        "layout": private.AttentionLayout.BTNH.value,
+        "sliding_window_length": None,
+    }
+
+
+def _forward(settings: Settings, lse: bool, *operands: jax.Array) -> Any:
+    """Output and what the gradient needs of the log-sum-exp; None in its place if `lse` is False."""
+
+    def call(query: Any, key: Any, value: Any, lengths: Any) -> Any:
+        from jax._src.cudnn import fused_attention_stablehlo as private
+
+        primitive: Any = private._dot_product_attention_fwd_p
+        found = primitive.bind(
+            *_operands(query, key, value, lengths), **_static(settings), is_training=lse
+        )
+        if not lse:
+            return found[0], None
+        B = query.shape[0]  # an axis of sequences, so that `vmap` folds the batch
+        return found[0], found[1].reshape(B, -1, *found[1].shape[1:])
+
+    return folding(call)(*operands)
+
+
+def _backward(settings: Settings, *operands: jax.Array) -> Any:
+    """Gradients of queries, keys and values."""
+
+    def call(query: Any, key: Any, value: Any, lengths: Any, lse: Any, out: Any, d_out: Any) -> Any:
+        from jax._src.cudnn import fused_attention_stablehlo as private
+
+        saved = lse.reshape(-1, *lse.shape[2:]), out, d_out
+        primitive: Any = private._dot_product_attention_bwd_p
+        found = primitive.bind(*_operands(query, key, value, lengths), *saved, **_static(settings))
+        return tuple(found[:3])
+
+    return folding(call)(*operands)
