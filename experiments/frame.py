@@ -15,8 +15,8 @@ from tempfile import TemporaryFile
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
-from experiments import machine
 from experiments.pages import Page
+from jaxmha.bench import machine
 
 HERE = Path(__file__).parent
 Found = dict[str, Any]

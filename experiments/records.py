@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from experiments import machine
+from jaxmha.bench import machine
 from jaxmha.checkpoint.atomic import replace_by
 
 ROOT = Path(__file__).parents[1]

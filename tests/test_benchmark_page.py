@@ -8,8 +8,9 @@ import pytest
 
 from experiments.benchmarks import report
 from experiments.benchmarks import statistics as stats
-from experiments.benchmarks.cases import Case, select
-from experiments.benchmarks.peers import OURS
+from experiments.benchmarks.cases import select
+from jaxmha.bench.case import Case
+from jaxmha.bench.peers import OURS
 
 
 def stored() -> dict[str, Any]:

@@ -16,20 +16,13 @@ import pytest
 
 from experiments import frame, pages
 from experiments.benchmarks import __main__ as command
-from experiments.benchmarks import (
-    cases,
-    data,
-    decode_peers,
-    exact,
-    fleet,
-    measure,
-    programs,
-    report,
-    unfinished,
-)
-from experiments.benchmarks.cases import CASES, Case, select
-from experiments.benchmarks.peers import OURS, PEERS, SWAPPED
-from experiments.benchmarks.program import UnsupportedError
+from experiments.benchmarks import cases, report, unfinished
+from experiments.benchmarks.cases import CASES, select
+from jaxmha.bench import case as case_module
+from jaxmha.bench import data, decode_peers, exact, fleet, measure, programs
+from jaxmha.bench.case import Case
+from jaxmha.bench.peers import OURS, PEERS, SWAPPED
+from jaxmha.bench.program import UnsupportedError
 
 TINY = {
     "plain": Case("layer", "forward", "plain", 2, 5, 5, 2, 2, 4),
@@ -126,7 +119,9 @@ def test_work_is_counted_pair_by_pair(kind: str) -> None:
     assert replace(layer, direction="backward").flop == 3.5 * core + 6 * rows * case.E * case.H
 
 
-@pytest.mark.parametrize(("module", "count"), [(cases, 3), (pages, 1), (frame, 1)])
+@pytest.mark.parametrize(
+    ("module", "count"), [(case_module, 3), (cases, 2), (pages, 1), (frame, 1)]
+)
 def test_examples(module: Any, count: int) -> None:
     assert doctest.testmod(module) == (0, count)
 
@@ -249,7 +244,7 @@ def test_a_swapped_layer_is_measured_where_that_is_the_question(
     assert all(PEERS[peer].takes(case) for peer in SWAPPED for case in CASES)
     case = replace(TINY["plain"], scope="core")
     script = Script([100.0])
-    monkeypatch.setattr(measure, "Fleet", lambda threads: script)
+    monkeypatch.setattr(measure, "Fleet", lambda *_: script)
     found = measure.measure(
         [case], ["a", "b"], rounds=1, budget=1.0, threads=1, backends=["xla"],
         takes=lambda peer, case: peer == "b",
@@ -263,7 +258,7 @@ def test_the_parent_is_light() -> None:
     heavy = "{'jax', 'torch', 'tensorflow', 'keras', 'flax', 'matplotlib'}"
     code = f"import sys, experiments.benchmarks.__main__\nprint({heavy} & set(sys.modules))"
     run = [sys.executable, "-c", code]
-    done = subprocess.run(run, cwd=fleet.ROOT, check=True, capture_output=True, text=True)
+    done = subprocess.run(run, cwd=ROOT, check=True, capture_output=True, text=True)
     assert done.stdout == "set()\n"
 
 
@@ -315,7 +310,7 @@ def run_script(
     monkeypatch: pytest.MonkeyPatch, peers: list[str], rates: list[float], case: Case
 ) -> tuple[Script, dict[str, Any]]:
     script = Script(rates)
-    monkeypatch.setattr(measure, "Fleet", lambda threads: script)
+    monkeypatch.setattr(measure, "Fleet", lambda *_: script)
     results = measure.measure([case], peers, rounds=4, budget=60.0, threads=1, backends=["xla"])
     return script, results["cases"][0]
 
@@ -377,7 +372,7 @@ def test_a_later_run_measures_what_is_missing_or_was_disturbed(
 
     def run(rates: list[float], **more: Any) -> tuple[list[str], dict[str, Any]]:
         script = Script(rates)
-        monkeypatch.setattr(measure, "Fleet", lambda threads: script)
+        monkeypatch.setattr(measure, "Fleet", lambda *_: script)
         found = measure.measure(cases, ["a"], **options, **more)
         return [do for _, do in script.asked if do == "round"], found
 
@@ -401,7 +396,7 @@ def test_a_later_run_measures_what_is_missing_or_was_disturbed(
 def test_runs_of_other_machines_or_sources_are_not_mixed(tmp_path: Path) -> None:
     key = unfinished.identity(rounds=7)
     found = {"sgemm": {"xla": 1.0}, "quiet": {}, "cases": []}
-    assert unfinished.resume(tmp_path / "full.json", key) == (unfinished.NOTHING, 0.0)
+    assert unfinished.resume(tmp_path / "full.json", key) == (measure.NOTHING, 0.0)
     unfinished.keep(tmp_path / "full.json", key, found, 60.0)
     assert unfinished.resume(tmp_path / "full.json", key) == (found, 60.0)
     others: list[dict[str, Any]] = [{"rounds": 5}, {"sources": "changed"}, {"machine": {}}]

@@ -107,6 +107,7 @@ ROOMS = (
     (f"{CONVERTERS}.sharded",),
     (f"{CONVERTERS}.verify",),
     (f"{CONVERTERS}.checkpoint",),
+    ("jaxmha.bench",),
     ("jaxmha.introspect",),
     ("jaxmha.cli",),
     ("jaxmha.__main__", f"{CONVERTERS}.__main__", CONVERTERS),

@@ -11,11 +11,13 @@ from argparse import Namespace
 from datetime import UTC, datetime
 from typing import Any
 
-from experiments import frame, machine
-from experiments.benchmarks import measure, report, sgemm, unfinished
+from experiments import frame
+from experiments.benchmarks import report, unfinished
 from experiments.benchmarks import statistics as stats
-from experiments.benchmarks.cases import Case, select
-from experiments.benchmarks.peers import PEERS
+from experiments.benchmarks.cases import select
+from jaxmha.bench import machine, measure, sgemm
+from jaxmha.bench.case import Case
+from jaxmha.bench.peers import PEERS
 
 EXAMPLES = """examples:
   python -m experiments.benchmarks                             some cases of every kind, minutes
@@ -97,7 +99,7 @@ def settle(chosen: Namespace) -> None:
         peers={peer: PEERS[peer].absent for peer in chosen.peers},
         cases=[case.name for case in chosen.cases],
     )
-    chosen.known, chosen.spent = unfinished.NOTHING, 0.0
+    chosen.known, chosen.spent = measure.NOTHING, 0.0
     chosen.answered, chosen.date = chosen.cases, _today()
     chosen.digest = chosen.identity["sources"]
     chosen.command = " ".join(["python -m experiments.benchmarks", *sys.argv[1:]])

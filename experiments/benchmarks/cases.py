@@ -1,95 +1,9 @@
 """The cases to time, as data. Dimension letters are B T S N K H; E = N * H."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
-from typing import Any, Literal
 
-Scope = Literal["layer", "core"]
-Direction = Literal["forward", "backward"]
-Kind = Literal["plain", "causal", "padded", "gqa", "cross", "decode"]
-
-
-@dataclass(frozen=True)
-class Case:
-    """One thing to compute, in float32.
-
-    `layer` is multi-head attention with its four projections, on features of width E; `core` is
-    attention alone, on projected heads. `backward` is forward and backward together.
-    """
-
-    scope: Scope
-    direction: Direction
-    kind: Kind
-    B: int
-    T: int
-    S: int
-    N: int = 8
-    K: int = 8
-    H: int = 64
-    quick: bool = False
-
-    @property
-    def name(self) -> str:
-        """Unique, and what `--case` looks for.
-
-        >>> Case("layer", "forward", "plain", 2, 512, 512).name
-        'layer-forward-plain-B2-T512-E512'
-        """
-        name = f"{self.scope}-{self.direction}-{self.kind}-B{self.B}-T{self.T}"
-        name += f"-S{self.S}" if self.S != self.T else ""
-        name += f"-E{self.E}"
-        name += f"-K{self.K}" if self.K != self.N else ""
-        return name + (f"-H{self.H}" if self.H != 64 else "")
-
-    @property
-    def E(self) -> int:
-        """Width of the features: all heads together."""
-        return self.N * self.H
-
-    @property
-    def lengths(self) -> tuple[int, ...] | None:
-        """Keys of each batch row: full in the first, a quarter in the last; None: all full."""
-        if self.kind == "padded":
-            return tuple(
-                self.S - (self.S - self.S // 4) * i // max(self.B - 1, 1) for i in range(self.B)
-            )
-        if self.kind == "decode":  # a cache that is not quite full
-            return (self.S - 3,) * self.B
-        return None
-
-    @property
-    def pairs(self) -> int:
-        """Pairs of query and key that may attend, in one head, over the batch."""
-        if self.kind == "causal":
-            return self.B * sum(min(i + 1, self.S) for i in range(self.T))
-        return self.T * (sum(self.lengths) if self.lengths else self.B * self.S)
-
-    @property
-    def flop(self) -> float:
-        """Floating-point operations that are needed: what is masked counts nothing.
-
-        Attention: 2 products forward, 5 more backward (scores are computed again). Projections:
-        1 forward, 2 more backward.
-        """
-        attention = 4.0 * self.N * self.H * self.pairs
-        new = self.T if self.kind == "decode" else self.S  # keys of the past are in the cache
-        queries, keys = self.B * self.T * self.E, self.B * new * self.E
-        projections = 4.0 * (queries * self.E + keys * self.K * self.H)
-        backward = self.direction == "backward"
-        total = attention * (3.5 if backward else 1.0)
-        if self.scope == "layer":
-            total += projections * (3.0 if backward else 1.0)
-        return total
-
-    @property
-    def measures_memory(self) -> bool:
-        """True if materialised scores would take most of the memory."""
-        return max(self.T, self.S) >= 2048 and self.kind != "decode"
-
-    def as_dict(self) -> dict[str, Any]:
-        """Fields, for JSON; `Case(**fields)` is the way back."""
-        return asdict(self)
+from jaxmha.bench.case import Case, Direction, Kind, Scope
 
 
 def _grid(

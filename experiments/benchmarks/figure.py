@@ -9,7 +9,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from experiments.benchmarks import statistics as stats
-from experiments.benchmarks.peers import OURS
+from jaxmha.bench.peers import OURS
 
 MARKERS = "o^v<sDPX*"
 

@@ -34,10 +34,10 @@ import jax
 import jax.numpy as jnp
 
 import jaxmha
-from experiments import machine
 from experiments.benchmarks import gpu_cases, gpu_conformance, gpu_peers, gpu_report, gpu_timing
 from experiments.benchmarks.gpu_cases import Shape
 from jaxmha import Mask
+from jaxmha.bench import machine
 
 RESULTS = Path(__file__).parent / "results"
 PARTS = ("decode", "layers", "shapes", "conformance")

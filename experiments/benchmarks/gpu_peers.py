@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxmha
-from experiments.benchmarks import jax_peers
 from experiments.benchmarks.gpu_cases import Shape
-from experiments.benchmarks.jax_peers import Attend
+from jaxmha.bench import jax_peers
+from jaxmha.bench.jax_peers import Attend
 
 
 class Program(NamedTuple):

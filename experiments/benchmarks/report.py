@@ -9,9 +9,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from experiments.benchmarks import statistics as stats
-from experiments.benchmarks.peers import ON_JAX, OURS, PEERS  # noqa: F401  pages name them
 from experiments.benchmarks.statistics import Entry
 from experiments.pages import fill
+from jaxmha.bench.peers import ON_JAX, OURS, PEERS  # noqa: F401  pages name them
 
 RESULTS = Path(__file__).parent / "results"
 README = Path(__file__).parents[2] / "README.md"

@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterable
 from statistics import median, quantiles
 from typing import Any, NamedTuple
 
-from experiments.benchmarks.cases import Case
-from experiments.benchmarks.peers import ON_JAX, OURS, PEERS, SWAPPED
+from jaxmha.bench.case import Case
+from jaxmha.bench.peers import ON_JAX, OURS, PEERS, SWAPPED
 
 Entry = dict[str, Any]  # one of results["cases"]
 # Distance of the quartiles, relative to the median, above which a time is not to be trusted.

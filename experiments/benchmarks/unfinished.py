@@ -5,19 +5,16 @@ import json
 from pathlib import Path
 from typing import Any
 
-from experiments import machine
+from jaxmha.bench import machine
+from jaxmha.bench.measure import NOTHING
 
 ROOT = Path(__file__).parents[2]
 BUILD = ROOT / "build" / "benchmarks"
-NOTHING: dict[str, Any] = {"sgemm": {}, "quiet": {}, "cases": []}
 MEASURED: dict[str, Any] = {name: type(empty) for name, empty in NOTHING.items()}
 
 
-# Sources that affect the measured times; other files in the folder only present them.
-TIMED = (
-    *("jaxmha/**/*.py", "experiments/benchmarks/*peers.py", "experiments/benchmarks/program*.py"),
-    *(f"experiments/benchmarks/{name}.py" for name in ("data", "measure", "sgemm", "worker")),
-)
+# Sources that affect the measured times.
+TIMED = "jaxmha/**/*.py"
 
 
 def identity(**options: Any) -> dict[str, Any]:
@@ -27,7 +24,7 @@ def identity(**options: Any) -> dict[str, Any]:
     options.
     """
     sources = hashlib.sha256()
-    for path in sorted({path for pattern in TIMED for path in ROOT.glob(pattern)}):
+    for path in sorted(ROOT.glob(TIMED)):
         sources.update(path.read_bytes())
     about = {
         "machine": machine.describe(),

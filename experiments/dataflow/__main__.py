@@ -7,10 +7,10 @@ from argparse import Namespace
 from typing import Any
 
 from experiments import frame, records
-from experiments.benchmarks.fleet import environment
 from experiments.dataflow import figure, walk
 from experiments.dataflow.choices import ROUNDS, SHAPES, THREADS
 from experiments.dataflow.programs import PROGRAMS
+from jaxmha.bench.fleet import environment
 
 EXAMPLES = """examples:
   python -m experiments.dataflow                   what every option costs, a minute

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from experiments.benchmarks.torch_peers import assert_native
-from experiments.benchmarks.worker import MOST_CALLS, ROUND_SECONDS, pin, timed
 from experiments.dataflow.choices import CHOICES, SHAPES, THREADS, D, N, Shape
+from jaxmha.bench.torch_peers import assert_native
+from jaxmha.bench.worker import MOST_CALLS, ROUND_SECONDS, pin, timed
 
 Program = Callable[[], Any]
 TOLERANCE = 2e-5  # float32, values of about 1

@@ -20,7 +20,8 @@ import jax
 import jax.numpy as jnp
 
 import jaxmha
-from experiments import frame, machine
+from experiments import frame
+from jaxmha.bench import machine
 
 EXAMPLES = """examples:
   python -m experiments.environment                    ten minutes on a quiet machine

@@ -7,12 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from experiments.benchmarks import jax_peers
-from experiments.benchmarks.jax_peers import Attend
-from experiments.benchmarks.program import UnsupportedError
 from experiments.numerics import inputs
 from experiments.numerics.inputs import UNCOMPILED, Run, T
 from jaxmha import MHAParams
+from jaxmha.bench import jax_peers
+from jaxmha.bench.jax_peers import Attend
+from jaxmha.bench.program import UnsupportedError
 from jaxmha.converters.layout.arrays import NDArray, to_numpy
 
 LEAST_KEYS = 64  # of few_queries

@@ -3,10 +3,10 @@
 from functools import cache, partial
 from typing import Any
 
-from experiments.benchmarks.program import UnsupportedError
 from experiments.numerics import inputs
 from experiments.numerics.inputs import Run, T
 from jaxmha import MHAParams
+from jaxmha.bench.program import UnsupportedError
 from jaxmha.converters import keras as convert
 from jaxmha.converters.layout.arrays import NDArray, to_numpy
 

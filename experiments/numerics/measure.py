@@ -7,10 +7,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from experiments.benchmarks.program import UnsupportedError
 from experiments.numerics import inputs
 from experiments.numerics.inputs import DTYPES, H, Run
 from jaxmha import MHAParams
+from jaxmha.bench.program import UnsupportedError
 from jaxmha.converters.layout.arrays import NDArray
 
 LENGTHS = (16, 128, 1024, 16384)

@@ -5,9 +5,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from experiments.benchmarks.program import UnsupportedError
 from experiments.numerics.inputs import Run, T
 from jaxmha import MHAParams
+from jaxmha.bench.program import UnsupportedError
 from jaxmha.converters import torch as convert
 from jaxmha.converters.layout.arrays import NDArray, to_numpy, to_torch
 

@@ -11,8 +11,8 @@ from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from pathlib import Path
 from typing import Any
 
-from experiments.benchmarks import memory
 from experiments.scaling import workers
+from jaxmha.bench import memory
 
 EXAMPLES = """examples:
   python -m experiments.scaling.loading                    two processes, 64 MiB

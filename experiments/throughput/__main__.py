@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 
 from experiments import frame
-from experiments.benchmarks import memory
 from jaxmha import checkpoint
+from jaxmha.bench import memory
 from jaxmha.converters.migrate import pipeline
 
 E, HEADS = 2048, 16

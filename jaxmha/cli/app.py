@@ -9,6 +9,7 @@ import typer
 
 from jaxmha import __version__
 from jaxmha.cli import (
+    bench,
     convert,
     describe,
     diff,
@@ -31,6 +32,7 @@ COMMANDS = {
     "convert": convert,
     "verify": verify,
     "explain": explain,
+    "bench": bench,
     "diff": diff,
     "describe": describe,
     "plot": plot,

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from numpy.typing import NDArray
 
-from experiments.benchmarks.data import Array
+from jaxmha.bench.data import Array
 
 
 class UnsupportedError(Exception):
@@ -17,13 +17,13 @@ class Program(NamedTuple):
 
     Attributes:
       compile: traces and compiles, where the peer does; to be called once, before the others.
-      run: computes everything once and waits for it.
+      run: computes everything, as often as its argument says (once), and waits for it.
       outputs: from a cotangent to the output, in the shape of `Data.cotangent`, and the gradients
         of `Data.distinct` (None where the case is forward only).
       text: the compiled program, where there is one.
     """
 
     compile: Callable[[], None]
-    run: Callable[[], None]
+    run: Callable[..., None]
     outputs: Callable[[Array], tuple[NDArray[Any], list[NDArray[Any]] | None]]
     text: Callable[[], str] | None = None

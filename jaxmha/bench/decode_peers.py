@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxmha
-from experiments.benchmarks.cases import Case
-from experiments.benchmarks.data import Array, Data
-from experiments.benchmarks.program import Program
+from jaxmha.bench import jax_peers
+from jaxmha.bench.case import Case
+from jaxmha.bench.data import Array, Data
+from jaxmha.bench.program import Program
 from jaxmha.converters import flax as flax_converter
 
 # variables, cache, token -> output, cache
@@ -19,7 +20,8 @@ Step = Callable[[Any, Any, Any], tuple[Any, Any]]
 
 
 def _program(data: Data, step: Step, variables: Any, cache: Any) -> Program:
-    variables, token = jax.tree.map(jnp.asarray, variables), jnp.asarray(data.query)
+    token = jnp.asarray(data.query, jax.tree.leaves(variables)[0].dtype)
+    variables = jax.tree.map(jnp.asarray, variables)
     held, compiled = [cache], list[Any]()
 
     def build() -> None:
@@ -30,12 +32,11 @@ def _program(data: Data, step: Step, variables: Any, cache: Any) -> Program:
         out, held[0] = compiled[0](variables, held[0], token)
         return out
 
-    def run() -> None:
-        out = call()
-        jax.block_until_ready((out, held[0]))  # type: ignore[no-untyped-call]
+    def run(calls: int = 1) -> None:
+        jax_peers.repeat(lambda: (call(), held[0]), calls)
 
     def outputs(cotangent: Array) -> tuple[Any, None]:
-        return np.asarray(call()), None
+        return np.asarray(call(), np.float32), None
 
     return Program(build, run, outputs, lambda: str(compiled[0].as_text()))
 
@@ -45,10 +46,12 @@ def _past(case: Case, data: Data) -> tuple[jaxmha.MHAParams, int, Any, Any]:
     assert case.lengths is not None
     assert data.params is not None
     past = case.lengths[0] - 1
-    _, *heads = jaxmha.project(data.params, data.query, data.key[:, :past])
+    params = jax.tree.map(lambda x: jnp.asarray(x, case.dtype), data.params)
+    query, key = (jnp.asarray(x, case.dtype) for x in (data.query, data.key[:, :past]))
+    _, *heads = jaxmha.project(params, query, key)
     room = (case.B, case.S, case.K, case.H)
-    keys, values = (jnp.zeros(room).at[:, :past].set(x) for x in heads)
-    return data.params, past, keys, values
+    keys, values = (jnp.zeros(room, case.dtype).at[:, :past].set(x) for x in heads)
+    return params, past, keys, values
 
 
 def jaxmha_program(case: Case, data: Data) -> Program:
@@ -83,7 +86,7 @@ def nnx_program(case: Case, data: Data) -> Program:
 
     params, past, keys, values = _past(case, data)
     module = flax_converter.to_module(params)
-    module.init_cache((case.B, case.S, case.E))
+    module.init_cache((case.B, case.S, case.E), dtype=case.dtype)
     module.cached_key[...], module.cached_value[...] = keys, values
     module.cache_index[...] = jnp.array(past, jnp.int32)
     graph, state, cache, rest = nnx.split(module, nnx.Param, nnx.Cache, ...)

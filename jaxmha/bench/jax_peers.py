@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxmha
-from experiments.benchmarks.cases import Case
-from experiments.benchmarks.data import Array, Data
-from experiments.benchmarks.program import Program, UnsupportedError
 from jaxmha import Mask, MHAParams
+from jaxmha.bench.case import Case
+from jaxmha.bench.data import Array, Data
+from jaxmha.bench.program import Program, UnsupportedError
 from jaxmha.converters import flax as flax_converter
 from jaxmha.converters import keras as keras_converter
 
@@ -26,12 +26,37 @@ Layer = Callable[[Any, Any, Any, Any, "Attend"], Any]
 
 class Attend(NamedTuple):
     """Which keys are attended: the first `lengths` (`B`), where `keep` is True (`B S`), or all; not
-    those to come if `causal`. `bias` (`B|1 N|1 T|1 S`) is added to logits."""
+    those to come if `causal`; only those of the same `segments` (`B T`), at most `window` away. `bias`
+    (`B|1 N|1 T|1 S`) is added to logits."""
 
     lengths: Any = None
     keep: Any = None
     bias: Any = None
     causal: bool = False
+    segments: Any = None
+    window: int | None = None
+
+    @property
+    def sides(self) -> Any:
+        """The window as `(left, right)`."""
+        if self.window is None:
+            return None
+        return self.window, 0 if self.causal else self.window
+
+    def dense(self, T: int, S: int, *, causal: bool) -> Any:
+        """Everything as one array `B|1 1 T|1 S`, causality only if `causal`; None: all attend."""
+        found = self.mask(S)
+        i, j = jnp.arange(T)[:, None], jnp.arange(S)[None]
+        parts = []
+        if causal and self.causal:
+            parts.append((j <= i)[None, None])
+        if self.window is not None:
+            parts.append((abs(i - j) <= self.window)[None, None])
+        if self.segments is not None:
+            parts.append((self.segments[:, :, None] == self.segments[:, None])[:, None])
+        for part in parts:
+            found = part if found is None else found & part
+        return found
 
     def mask(self, S: int) -> Any:
         """`B 1 1 S`, True = attend; None where all keys are."""
@@ -41,21 +66,31 @@ class Attend(NamedTuple):
         return None if keep is None else keep[:, None, None]
 
 
-def of_jaxmha(q: Any, k: Any, v: Any, to: Attend) -> Any:
+def of_jaxmha(q: Any, k: Any, v: Any, to: Attend, implementation: Any = None) -> Any:
     mask = None if to.keep is None else Mask.padding(key_value=to.keep)
+    segments = None if to.segments is None else (to.segments, to.segments)
     return jaxmha.dot_product_attention(
-        q, k, v, to.bias, mask, is_causal=to.causal, key_value_seq_lengths=to.lengths
+        *(q, k, v, to.bias, mask),
+        is_causal=to.causal,
+        key_value_seq_lengths=to.lengths,
+        local_window_size=to.sides,
+        segment_ids=segments,
+        implementation=implementation,
     )
 
 
 def of_jax_nn(q: Any, k: Any, v: Any, to: Attend, implementation: Any = None) -> Any:
     mask = None if to.keep is None else to.keep[:, None, None]
+    if to.segments is not None:  # the only condition that it has no argument for
+        same = (to.segments[:, :, None] == to.segments[:, None])[:, None]
+        mask = same if mask is None else mask & same
     if mask is not None and implementation == "cudnn":  # it broadcasts neither T nor S
         mask = jnp.broadcast_to(mask, (len(q), 1, q.shape[1], k.shape[1]))
     return jax.nn.dot_product_attention(
         *(q, k, v, to.bias, mask),
         is_causal=to.causal,
         key_value_seq_lengths=to.lengths,
+        local_window_size=to.sides,
         implementation=implementation,
     )
 
@@ -64,26 +99,38 @@ def _linen_mask(q: Any, k: Any, to: Attend) -> Any:
     """It has no argument for causal attention."""
     from flax import linen
 
-    if to.causal:
+    if to.causal and to.mask(1) is to.window is to.segments is None:
         return linen.make_causal_mask(jnp.ones((len(q), q.shape[1])))
-    return to.mask(k.shape[1])
+    return to.dense(q.shape[1], k.shape[1], causal=True)
 
 
 def of_linen(q: Any, k: Any, v: Any, to: Attend, *, swapped: bool = False) -> Any:
     """`swapped`: by jaxmha's `attention_fn`."""
-    return _flax_function("linen", swapped)(q, k, v, to.bias, _linen_mask(q, k, to))
+    mask = _linen_mask(q, k, to)
+    return _flax_function("linen", swapped)(*_repeated(q, k, v, swapped), to.bias, mask)
 
 
 def of_nnx(q: Any, k: Any, v: Any, to: Attend, *, swapped: bool = False) -> Any:
     """`swapped`: by jaxmha's `attention_fn`."""
     function = _flax_function("nnx", swapped)
-    return function(q, k, v, bias=to.bias, mask=to.mask(k.shape[1]), is_causal=to.causal)
+    mask = to.dense(q.shape[1], k.shape[1], causal=False)
+    q, k, v = _repeated(q, k, v, swapped)
+    return function(q, k, v, bias=to.bias, mask=mask, is_causal=to.causal)
+
+
+def _repeated(q: Any, k: Any, v: Any, swapped: bool) -> tuple[Any, Any, Any]:
+    """Flax's functions have no grouped heads."""
+    if swapped or q.shape[2] == k.shape[2]:
+        return q, k, v
+    k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], 2) for x in (k, v))
+    return q, k, v
 
 
 def of_keras(q: Any, k: Any, v: Any, to: Attend) -> Any:
     import keras
 
-    options: Any = {"mask": to.mask(k.shape[1]), "is_causal": to.causal}
+    mask = to.dense(q.shape[1], k.shape[1], causal=False)
+    options: Any = {"bias": to.bias, "mask": mask, "is_causal": to.causal}
     return keras.ops.dot_product_attention(q, k, v, **options)
 
 
@@ -100,6 +147,12 @@ def jaxmha_layer(params: MHAParams, implementation: Any = None) -> tuple[Any, La
         mask = None if to.lengths is None else Mask.lengths(key_value=to.lengths)
         if to.keep is not None:
             mask = Mask.padding(key_value=to.keep)
+        if to.window is not None:
+            sides = Mask.window(*to.sides)
+            mask = sides if mask is None else mask & sides
+        if to.segments is not None:
+            same = Mask.segments(query_ids=to.segments, key_value_ids=to.segments)
+            mask = same if mask is None else mask & same
         options: Any = {"mask": mask, "bias": to.bias, "is_causal": to.causal}
         return jaxmha.multi_head_attention(
             params, q, k, v, **options, implementation=implementation
@@ -108,7 +161,7 @@ def jaxmha_layer(params: MHAParams, implementation: Any = None) -> tuple[Any, La
     return params, layer
 
 
-def jax_nn_layer(params: MHAParams) -> tuple[Any, Layer]:
+def jax_nn_layer(params: MHAParams, implementation: Any = None) -> tuple[Any, Layer]:
     """Projections as einsum around `jax.nn.dot_product_attention`."""
 
     def layer(params: Any, q: Any, k: Any, v: Any, to: Attend) -> Any:
@@ -116,7 +169,7 @@ def jax_nn_layer(params: MHAParams) -> tuple[Any, Layer]:
             jnp.einsum("btd,dnh->btnh", x, kernel) + bias
             for x, (kernel, bias) in zip((q, k, v), params[:3], strict=True)
         )
-        context = of_jax_nn(q, k, v, to)
+        context = of_jax_nn(q, k, v, to, implementation)
         return jnp.einsum("btnh,nhd->btd", context, params.out.kernel) + params.out.bias
 
     return params, layer
@@ -143,7 +196,8 @@ def nnx_layer(params: MHAParams, *, swapped: bool = False) -> tuple[Any, Layer]:
 
     def layer(state: Any, q: Any, k: Any, v: Any, to: Attend) -> Any:
         _no_bias(to)
-        options: Any = {"mask": to.mask(k.shape[1]), "is_causal": to.causal}
+        mask = to.dense(q.shape[1], k.shape[1], causal=False)
+        options: Any = {"mask": mask, "is_causal": to.causal}
         return nnx.merge(graph, state, rest)(q, k, v, **options, deterministic=True)
 
     return state, layer
@@ -160,7 +214,7 @@ def keras_layer(params: MHAParams, *, scores: bool = False) -> tuple[Any, Layer]
 
     def layer(variables: Any, q: Any, k: Any, v: Any, to: Attend) -> Any:
         _no_bias(to)
-        mask = to.mask(k.shape[1])
+        mask = to.dense(q.shape[1], k.shape[1], causal=False)
         out, _ = module.stateless_call(
             *(variables, fixed, q, v, k),
             attention_mask=None if mask is None else mask[:, 0],
@@ -190,42 +244,84 @@ PEERS: dict[str, tuple[Callable[..., Any], Callable[[MHAParams], tuple[Any, Laye
 }
 
 
+def functions(peer: str) -> tuple[Callable[..., Any], Callable[[MHAParams], tuple[Any, Layer]]]:
+    """Attention and layer of a peer, whose name may end in `:` and an implementation of it."""
+    name, _, implementation = peer.partition(":")
+    core, layer = PEERS[name]
+    if not implementation:
+        return core, layer
+    chosen: Any = {"implementation": implementation}
+    return partial(core, **chosen), partial(layer, **chosen)
+
+
 def program(peer: str, case: Case, data: Data) -> Program:
-    """A case, compiled; weights, inputs and lengths are arguments."""
-    core, make = PEERS[peer]
-    variables, layer = (None, None) if data.params is None else make(data.params)
-    lengths = None if case.lengths is None else jnp.asarray(case.lengths, jnp.int32)
+    """A case, compiled; weights, inputs and conditions are arguments."""
+    core, make = functions(peer)
+
+    def placed(x: Any) -> jax.Array:
+        return jnp.asarray(x, case.dtype)
+
+    variables, layer = None, None
+    if data.params is not None:
+        variables, layer = make(jax.tree.map(placed, data.params))
     ids = list({id(x): x for x in (data.query, data.key, data.value)})
     places = [ids.index(id(x)) for x in (data.query, data.key, data.value)]
+    fixed: Any = {"causal": case.is_causal, "window": case.window}
 
-    def output(variables: Any, inputs: Any, lengths: Any) -> Any:
+    def output(variables: Any, inputs: Any, conditions: Any) -> Any:
         q, k, v = (inputs[place] for place in places)
-        to = Attend(lengths, causal=case.kind == "causal")
+        to = Attend(**conditions, **fixed)
         return core(q, k, v, to) if layer is None else layer(variables, q, k, v, to)
 
-    def both(variables: Any, inputs: Any, lengths: Any, cotangent: Any) -> Any:
-        out, pull = jax.vjp(lambda v, x: output(v, x, lengths), variables, inputs)
+    def both(variables: Any, inputs: Any, conditions: Any, cotangent: Any) -> Any:
+        out, pull = jax.vjp(lambda v, x: output(v, x, conditions), variables, inputs)
         return out, pull(cotangent)
 
     backward = case.direction == "backward"
     arguments = [
         jax.tree.map(jnp.asarray, variables),
-        [jnp.asarray(x) for x in data.distinct],
-        lengths,
-        *([jnp.asarray(data.cotangent)] if backward else []),
+        [placed(x) for x in data.distinct],
+        _conditions(case, data),
+        *([placed(data.cotangent)] if backward else []),
     ]
     compiled: list[Any] = []
 
     def build() -> None:
         compiled.append(jax.jit(both if backward else output).lower(*arguments).compile())
 
-    def run() -> None:
-        jax.block_until_ready(compiled[0](*arguments))  # type: ignore[no-untyped-call]
+    def run(calls: int = 1) -> None:
+        repeat(lambda: compiled[0](*arguments), calls)
 
     def outputs(cotangent: Array) -> tuple[Any, Any]:
         if not backward:
-            return np.asarray(compiled[0](*arguments)), None
-        out, (_, gradients) = compiled[0](*arguments[:3], jnp.asarray(cotangent))
-        return np.asarray(out), [np.asarray(g) for g in gradients]
+            return np.asarray(compiled[0](*arguments), np.float32), None
+        out, (_, gradients) = compiled[0](*arguments[:3], placed(cotangent))
+        return np.asarray(out, np.float32), [np.asarray(g, np.float32) for g in gradients]
 
     return Program(build, run, outputs, lambda: str(compiled[0].as_text()))
+
+
+def _conditions(case: Case, data: Data) -> dict[str, Any]:
+    """The arrays of `Attend` that the case has."""
+    found: dict[str, Any] = {}
+    if case.lengths is not None:
+        lengths = jnp.asarray(case.lengths, jnp.int32)
+        found["lengths"] = lengths
+        if case.boolean:
+            found = {"keep": jnp.arange(case.S) < lengths[:, None]}
+    if case.segment_ids is not None:
+        found["segments"] = jnp.asarray(case.segment_ids)
+    if data.bias is not None:
+        found["bias"] = jnp.asarray(data.bias, case.dtype)
+    return found
+
+
+def repeat(call: Callable[[], Any], calls: int) -> None:
+    """Calls and waits: on a CPU for each, since calls would overlap; elsewhere for the last."""
+    each = jax.default_backend() == "cpu"
+    found = None
+    for _ in range(calls):
+        found = call()
+        if each:
+            jax.block_until_ready(found)  # type: ignore[no-untyped-call]
+    jax.block_until_ready(found)  # type: ignore[no-untyped-call]

@@ -1,8 +1,8 @@
 """From the name of a peer to its program; a peer's packages are imported when it is asked for."""
 
-from experiments.benchmarks.cases import Case
-from experiments.benchmarks.data import Data
-from experiments.benchmarks.program import Program, UnsupportedError
+from jaxmha.bench.case import Case
+from jaxmha.bench.data import Data
+from jaxmha.bench.program import Program, UnsupportedError
 
 
 def small(peer: str) -> None:
@@ -28,20 +28,20 @@ def program(peer: str, case: Case, data: Data) -> Program:
       UnsupportedError: the peer has nothing that computes it.
     """
     if case.kind == "decode" and case.scope == "layer":
-        from experiments.benchmarks import decode_peers
+        from jaxmha.bench import decode_peers
 
         if peer not in decode_peers.PROGRAMS:
             raise UnsupportedError("its layer has no cache of keys and values")
         return decode_peers.PROGRAMS[peer](case, data)
     if peer.startswith("torch"):
-        from experiments.benchmarks import torch_peers
+        from jaxmha.bench import torch_peers
 
         path: torch_peers.Path = peer.removeprefix("torch-")  # type: ignore[assignment]
         return torch_peers.program(case, data, path=path)
     if peer == "keras-tf":
-        from experiments.benchmarks import tensorflow_peers
+        from jaxmha.bench import tensorflow_peers
 
         return tensorflow_peers.program(case, data)
-    from experiments.benchmarks import jax_peers
+    from jaxmha.bench import jax_peers
 
     return jax_peers.program(peer, case, data)

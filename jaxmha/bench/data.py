@@ -3,11 +3,12 @@
 import zlib
 from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from experiments.benchmarks.cases import Case
 from jaxmha import MHAParams, Projection
+from jaxmha.bench.case import Case
 
 Array = NDArray[Any]  # float32
 # Rows that are compared with float64: of at most so many batch rows, so many queries each.
@@ -20,7 +21,7 @@ class Data(NamedTuple):
     Of a layer: `params`, and query `B T E`, key = value `B S E` (self-attention: the same object;
     decoding: all tokens so far, the query's own the last of them).
     Of the core: params is None, query `B T N H`, key and value `B S K H`. `cotangent` has the
-    shape of the output.
+    shape of the output; `bias` is `1 N T S`.
     """
 
     params: MHAParams | None
@@ -28,6 +29,7 @@ class Data(NamedTuple):
     key: Array
     value: Array
     cotangent: Array
+    bias: Array | None = None
 
     @property
     def distinct(self) -> tuple[Array, ...]:
@@ -36,18 +38,31 @@ class Data(NamedTuple):
         return tuple(arrays.values())
 
 
+def np_dtype(name: str) -> np.dtype[Any]:
+    """A dtype by its name, bfloat16 too."""
+    return np.dtype(getattr(ml_dtypes, name, name))
+
+
 def make(case: Case) -> Data:
-    """Standard normal inputs; weights that keep their scale; biases that are not zero."""
+    """Standard normal inputs; weights that keep their scale; biases that are not zero.
+
+    All are float32 arrays of numbers that the dtype of the case holds.
+    """
     rng = np.random.default_rng(zlib.crc32(case.name.encode()))
+    dtype = np_dtype(case.dtype)
 
     def draw(*shape: int, scale: float = 1.0) -> Array:
         drawn = rng.standard_normal(shape, np.float32)
         drawn *= np.float32(scale)
+        if dtype != np.float32:
+            drawn = drawn.astype(dtype).astype(np.float32)
         return drawn
 
     B, T, S, N, K, H, E = case.B, case.T, case.S, case.N, case.K, case.H, case.E
+    h = case.value_features
     if case.scope == "core":
-        return Data(None, draw(B, T, N, H), draw(B, S, K, H), draw(B, S, K, H), draw(B, T, N, H))
+        heads = draw(B, T, N, H), draw(B, S, K, H), draw(B, S, K, h), draw(B, T, N, h)
+        return Data(None, *heads, draw(1, N, T, S) if case.bias else None)
     params = MHAParams(
         query=Projection(draw(E, N, H, scale=E**-0.5), draw(N, H, scale=0.3)),
         key=Projection(draw(E, K, H, scale=E**-0.5), draw(K, H, scale=0.3)),

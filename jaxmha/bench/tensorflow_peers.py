@@ -4,9 +4,9 @@ from typing import Any
 
 import numpy as np
 
-from experiments.benchmarks.cases import Case
-from experiments.benchmarks.data import Array, Data
-from experiments.benchmarks.program import Program, UnsupportedError
+from jaxmha.bench.case import Case
+from jaxmha.bench.data import Array, Data
+from jaxmha.bench.program import Program, UnsupportedError
 from jaxmha.converters import keras as converter
 
 
@@ -16,9 +16,11 @@ def program(case: Case, data: Data) -> Program:
 
     if keras.backend.backend() != "tensorflow":
         raise UnsupportedError(f"Keras runs on {keras.backend.backend()} here, not on tensorflow")
+    if case.dtype != "float32" or case.bias or case.packed or case.window is not None:
+        raise UnsupportedError("Keras on TensorFlow is timed in float32, without bias and windows")
     import tensorflow as tf
 
-    backward, causal = case.direction == "backward", case.kind == "causal"
+    backward, causal = case.direction == "backward", case.is_causal
     loaded = {id(x): tf.constant(x) for x in data.distinct}
     lengths = None if case.lengths is None else tf.constant(case.lengths)
     module = None if data.params is None else converter.to_module(data.params)
@@ -49,10 +51,11 @@ def program(case: Case, data: Data) -> Program:
     def build() -> None:
         compiled.append(compute.get_concrete_function(inputs, lengths, cotangent))
 
-    def run() -> None:
-        for tensor in tf.nest.flatten(compute(inputs, lengths, cotangent)):
-            if tensor is not None:
-                tensor.numpy()  # waits, and copies nothing
+    def run(calls: int = 1) -> None:
+        for _ in range(calls):
+            for tensor in tf.nest.flatten(compute(inputs, lengths, cotangent)):
+                if tensor is not None:
+                    tensor.numpy()  # waits, and copies nothing
 
     def outputs(cotangent: Array) -> tuple[Any, Any]:
         out, gradients = compute(inputs, lengths, tf.constant(cotangent))

@@ -1,9 +1,9 @@
-"""Who is compared. Nothing of theirs is imported here."""
+"""The libraries that are compared. Nothing of theirs is imported here."""
 
 from importlib.util import find_spec
 from typing import NamedTuple
 
-from experiments.benchmarks.cases import Case
+from jaxmha.bench.case import Case
 
 
 class Peer(NamedTuple):
@@ -45,6 +45,15 @@ PEERS: dict[str, Peer] = {
     "jax-nn": Peer("jax.nn.dot_product_attention between einsums, under jit", ("jax",)),
 }
 OURS = "jaxmha"
+# Implementations of jaxmha and of jax.nn that are timed by name: `jaxmha:blocked`.
+IMPLEMENTATIONS = ("native", "few_queries", "blocked", "reference", "cudnn", "tokamax", "splash")
+
+
+def peer(name: str) -> Peer:
+    """A peer by its name, which may end in `:` and an implementation of it."""
+    return PEERS[name.partition(":")[0]]
+
+
 # Flax's own layers -> the same layers with `attention_fn` replaced by that of jaxmha.
 SWAPPED = {"flax-linen": "flax-linen+jaxmha", "flax-nnx": "flax-nnx+jaxmha"}
 # Implementations that JAX users have without jaxmha; the fastest of them is compared.

@@ -1,9 +1,9 @@
 """One process for one peer: a line of JSON in, a line of JSON out.
 
-    python -m experiments.benchmarks.worker PEER THREADS
+    python -m jaxmha.bench.worker PEER THREADS
 
-PEER is a name of `peers.PEERS`, `sgemm-xla`, `sgemm-torch` or `oracle`. A request is `{"do": ..., ...}`, see
-`REQUESTS`; its answer is an object, `{"failed": reason}` where something went wrong.
+PEER is a name of `peers.PEERS`, `sgemm-xla`, `sgemm-torch`, `limits` or `oracle`. A request is `{"do": ..., ...}`, see
+`REQUESTS`; its reply is an object, `{"failed": reason}` where something went wrong.
 """
 
 import json
@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 # Nothing of the frameworks here: their threads are fixed first, and `sgemm` needs only one.
-from experiments.benchmarks import memory
-from experiments.benchmarks.cases import Case
+from jaxmha.bench import memory
+from jaxmha.bench.case import Case
 
 # A round lasts about this long, at most so many calls; a first call is not timed where it is short.
 ROUND_SECONDS, MOST_CALLS, SHORT = 0.05, 200, 0.25
@@ -27,23 +27,24 @@ class State:
 
     def __init__(self, peer: str) -> None:
         self.peer = peer
-        self.run: Callable[[], None] | None = None
+        self.run: Callable[..., None] | None = None
         self.calls, self.seconds = 1, 0.0
 
 
 def prepare(state: State, case: dict[str, Any], expected: str) -> dict[str, Any]:
     """Loads, compiles, checks against float64 and estimates the time of a call."""
-    from experiments.benchmarks import data, exact, programs
+    from jaxmha.bench import data, exact, programs
 
-    memory.limit()
+    limit()
     this = Case(**case)
     inputs = data.make(this)
     program = programs.program(state.peer, this, inputs)
     start = time.perf_counter()
     program.compile()
     compiled = time.perf_counter() - start
-    answer = program.outputs(data.only_compared(this, inputs.cotangent))
-    found = exact.errors(this, inputs, Path(expected), *answer)
+    reply = program.outputs(data.only_compared(this, inputs.cotangent))
+    rounded = os.environ.get("JAX_PLATFORMS") != "cpu"
+    found = exact.errors(this, inputs, Path(expected), *reply, rounded_products=rounded)
     program.run()
     state.run, state.seconds = program.run, timed(program.run, 1)
     state.calls = min(MOST_CALLS, max(1, int(ROUND_SECONDS / state.seconds)))
@@ -69,9 +70,9 @@ def grown(state: State, case: dict[str, Any]) -> dict[str, Any]:
     """Growth of the peak of memory over its value before the first call, compilation included; what
     the framework takes for the first program of any kind is there before.
     """
-    from experiments.benchmarks import data, programs
+    from jaxmha.bench import data, programs
 
-    memory.limit()
+    limit()
     this = Case(**case)
     program = programs.program(state.peer, this, data.make(this))
     programs.small(state.peer)
@@ -83,9 +84,15 @@ def grown(state: State, case: dict[str, Any]) -> dict[str, Any]:
     return {"bytes": memory.peak() - before}
 
 
+def limit() -> None:
+    """Limits memory on a CPU; with a GPU, addresses are reserved far beyond it."""
+    if os.environ.get("JAX_PLATFORMS") == "cpu":
+        memory.limit()
+
+
 def expect(state: State, case: dict[str, Any], path: str) -> dict[str, Any]:
     """Writes the float64 output."""
-    from experiments.benchmarks import exact
+    from jaxmha.bench import exact
 
     exact.write(Case(**case), Path(path))
     return {}
@@ -93,10 +100,31 @@ def expect(state: State, case: dict[str, Any], path: str) -> dict[str, Any]:
 
 def sgemm(state: State, shape: list[int]) -> dict[str, Any]:
     """GFLOP/s of one plain product."""
-    from experiments.benchmarks.sgemm import rate
+    from jaxmha.bench.sgemm import rate
 
     m, k, n = shape
     return {"rate": rate(state.peer.removeprefix("sgemm-"), (m, k, n))}
+
+
+def limits(state: State, dtype: str) -> dict[str, Any]:
+    """The device of JAX, TFLOP/s of a product of matrices on it, and GB/s of a copy."""
+    from jaxmha.bench.limits import measure
+
+    return measure(dtype)
+
+
+def device(state: State) -> dict[str, Any]:
+    """The platform of JAX, and the kind of its device."""
+    import jax
+
+    return {"platform": jax.default_backend(), "device": jax.devices()[0].device_kind}
+
+
+def explain(state: State, case: dict[str, Any]) -> dict[str, Any]:
+    """The implementations of jaxmha for a case."""
+    from jaxmha.bench import choice
+
+    return choice.explain(Case(**case))
 
 
 REQUESTS: dict[str, Callable[..., dict[str, Any]]] = {
@@ -106,14 +134,16 @@ REQUESTS: dict[str, Callable[..., dict[str, Any]]] = {
     "memory": grown,
     "expect": expect,
     "sgemm": sgemm,
+    "limits": limits,
+    "device": device,
+    "explain": explain,
 }
 
 
-def timed(run: Callable[[], None], calls: int) -> float:
+def timed(run: Callable[[int], None], calls: int) -> float:
     """Mean seconds of so many calls."""
     start = time.perf_counter()
-    for _ in range(calls):
-        run()
+    run(calls)
     return (time.perf_counter() - start) / calls
 
 
@@ -142,17 +172,17 @@ def reason(error: Exception) -> str:
 def main() -> None:
     """Answers until standard input ends."""
     # Frameworks print: what they write to standard output goes to standard error.
-    answers = os.fdopen(os.dup(1), "w")
+    replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     state = State(sys.argv[1])
     pin(sys.argv[1], int(sys.argv[2]))
     for line in sys.stdin:
         request = json.loads(line)
         try:
-            answer = REQUESTS[request.pop("do")](state, **request)
+            reply = REQUESTS[request.pop("do")](state, **request)
         except Exception as error:  # noqa: BLE001  whatever a framework raises is a result
-            answer = {"failed": reason(error)}
-        print(json.dumps(answer), file=answers, flush=True)
+            reply = {"failed": reason(error)}
+        print(json.dumps(reply), file=replies, flush=True)
 
 
 if __name__ == "__main__":

@@ -7,28 +7,26 @@ import selectors
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from experiments.benchmarks.peers import PEERS
+from jaxmha.bench import peers
 
-ROOT = Path(__file__).parents[2]
 PATIENCE = 600.0
 # The line of a crash that says why; the last one is some frame of a stack.
 CAUSE = re.compile(r"^F\d{4}|terminate called|bad_alloc|[Oo]ut of memory|[Cc]annot allocate")
 
 
 class Worker:
-    """A process that answers one request at a time."""
+    """A process that handles one request at a time."""
 
-    def __init__(self, peer: str, threads: int) -> None:
-        self.peer, self.threads = peer, threads
+    def __init__(self, peer: str, threads: int, platform: str | None = "cpu") -> None:
+        self.peer, self.threads, self.platform = peer, threads, platform
         self.process: subprocess.Popen[str] | None = None
         self.messages = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed with the worker
 
     def ask(self, do: str, **request: Any) -> dict[str, Any]:
-        """The answer, `{"failed": reason}` also where the process dies or is too slow."""
+        """The reply, `{"failed": reason}` also where the process dies or is too slow."""
         process = self._alive()
         assert process.stdin is not None
         assert process.stdout is not None
@@ -41,7 +39,7 @@ class Worker:
             selector.register(process.stdout, selectors.EVENT_READ)
             if not selector.select(PATIENCE):
                 self.stop()
-                return {"failed": f"no answer within {PATIENCE:.0f} s"}
+                return {"failed": f"no reply within {PATIENCE:.0f} s"}
         line = process.stdout.readline()
         return json.loads(line) if line else self._dead()
 
@@ -54,11 +52,10 @@ class Worker:
 
     def _alive(self) -> subprocess.Popen[str]:
         if self.process is None:
-            command = [sys.executable, "-m", "experiments.benchmarks.worker"]
+            command = [sys.executable, "-m", "jaxmha.bench.worker"]
             self.process = subprocess.Popen(
                 [*command, self.peer, str(self.threads)],
-                cwd=ROOT,
-                env=environment(self.peer, self.threads),
+                env=environment(self.peer, self.threads, self.platform),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self.messages,
@@ -79,20 +76,23 @@ class Worker:
 
 
 class Fleet:
-    """Workers by name, started when first asked, all ended with the block."""
+    """Workers by name, started when first asked, all ended with the block.
 
-    def __init__(self, threads: int) -> None:
-        self.threads = threads
+    `platform` "cpu" keeps everything on the CPU; None leaves the choice to the libraries.
+    """
+
+    def __init__(self, threads: int, platform: str | None = "cpu") -> None:
+        self.threads, self.platform = threads, platform
         self.workers: dict[str, Worker] = {}
 
     def __getitem__(self, peer: str) -> Worker:
         if peer not in self.workers:
-            self.workers[peer] = Worker(peer, self.threads)
+            self.workers[peer] = Worker(peer, self.threads, self.platform)
         return self.workers[peer]
 
     def fresh(self, peer: str, do: str, **request: Any) -> dict[str, Any]:
-        """The answer of a process of its own."""
-        worker = Worker(peer, self.threads)
+        """The reply of a process of its own."""
+        worker = Worker(peer, self.threads, self.platform)
         try:
             return worker.ask(do, **request)
         finally:
@@ -113,16 +113,20 @@ class Fleet:
             worker.messages.close()
 
 
-def environment(peer: str, threads: int) -> dict[str, str]:
-    """As it is, with everybody's threads pinned and everything on the CPU."""
+def environment(peer: str, threads: int, platform: str | None = "cpu") -> dict[str, str]:
+    """As it is, with everybody's threads pinned, and everything on the CPU if `platform` says so.
+
+    On an accelerator several processes share the memory, so that none may take all of it.
+    """
     names = ("NPROC", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-    backend = PEERS[peer].keras_backend if peer in PEERS else "jax"
+    known = peer.partition(":")[0] in peers.PEERS
+    on_cpu = {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
     return {
         **os.environ,
         **dict.fromkeys(names, str(threads)),
-        "JAX_PLATFORMS": "cpu",
-        "CUDA_VISIBLE_DEVICES": "",
+        **(on_cpu if platform == "cpu" else {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}),
         "JAX_ENABLE_COMPILATION_CACHE": "false",
-        "KERAS_BACKEND": backend,
+        "KERAS_BACKEND": peers.peer(peer).keras_backend if known else "jax",
         "TF_CPP_MIN_LOG_LEVEL": "3",
+        "PYTHONPATH": os.pathsep.join(sys.path),
     }

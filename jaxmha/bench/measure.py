@@ -8,10 +8,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from experiments.benchmarks import sgemm
-from experiments.benchmarks.cases import Case
-from experiments.benchmarks.fleet import Fleet
-from experiments.benchmarks.unfinished import NOTHING
+from jaxmha.bench import sgemm
+from jaxmha.bench.case import Case
+from jaxmha.bench.fleet import Fleet
 
 # A machine whose plain product is slower than its best by more than this was disturbed.
 DISTURBED = 1.3
@@ -19,8 +18,11 @@ ATTEMPTS = 2
 # A peer that has used up its seconds on a case still gets so many rounds, and no more.
 FEWEST = 3
 
-# Where the answer about memory is kept.
+# The fields that hold the reply about memory.
 MEMORY = {"bytes": "memory", "failed": "memory_failed"}
+
+# Nothing measured yet.
+NOTHING: dict[str, Any] = {"sgemm": {}, "quiet": {}, "cases": []}
 
 Say = Callable[[str], None]
 
@@ -38,13 +40,13 @@ class Probe:
         """GFLOP/s of one product, by backend."""
         found = {}
         for backend in self.backends:
-            answer = self.fleet[f"sgemm-{backend}"].ask("sgemm", shape=shape)
-            if "failed" in answer:
-                raise RuntimeError(f"sgemm in {backend}: {answer['failed']}")
-            found[backend] = answer["rate"]
-            self.best[backend] = max(self.best[backend], answer["rate"])
+            reply = self.fleet[f"sgemm-{backend}"].ask("sgemm", shape=shape)
+            if "failed" in reply:
+                raise RuntimeError(f"sgemm in {backend}: {reply['failed']}")
+            found[backend] = reply["rate"]
+            self.best[backend] = max(self.best[backend], reply["rate"])
             if shape == sgemm.SQUARE:
-                self.quiet[backend] = max(self.quiet[backend], answer["rate"])
+                self.quiet[backend] = max(self.quiet[backend], reply["rate"])
         return found
 
 
@@ -55,6 +57,7 @@ def measure(
     rounds: int,
     budget: float,
     threads: int,
+    platform: str | None = "cpu",
     backends: Sequence[str],
     memory: Callable[[Case], bool] = lambda case: False,
     takes: Callable[[str, Case], bool] = lambda peer, case: True,
@@ -68,7 +71,7 @@ def measure(
 
     `budget`: seconds after which a peer gets no more rounds of a case than it must.
     `known`: what an earlier call found; only cases that it lacks, or that were disturbed, are
-    measured, those of least work first. `answered`: of which the answer is, if not of `cases`. No
+    measured, those of least work first. `answered`: the cases of the results, if not `cases`. No
     case is begun when it is `late`. `say` hears what is going on, `done` is called after each case
     with all that was found.
     """
@@ -80,7 +83,7 @@ def measure(
         entries = [measured[case.name] for case in answered or cases if case.name in measured]
         return {"sgemm": _rounded(probe.best), "quiet": _rounded(probe.quiet), "cases": entries}
 
-    with Fleet(threads) as fleet, tempfile.TemporaryDirectory() as folder:
+    with Fleet(threads, platform) as fleet, tempfile.TemporaryDirectory() as folder:
         probe = Probe(fleet, backends, known)
         say("machine")
         probe.rates(sgemm.SQUARE)
@@ -120,8 +123,8 @@ def _case(
         else fleet[peer].ask("prepare", case=case.as_dict(), expected=str(expected))
         for peer in peers
     }
-    results = {peer: answer for peer, answer in ready.items() if "failed" in answer}
-    live = {peer: answer for peer, answer in ready.items() if "failed" not in answer}
+    results = {peer: reply for peer, reply in ready.items() if "failed" in reply}
+    live = {peer: reply for peer, reply in ready.items() if "failed" not in reply}
     attempts = [_rounds(case, live, fleet, probe, rounds, budget)]
     while _worst(probe, attempts[-1]) > DISTURBED and len(attempts) < ATTEMPTS:
         for peer, found in attempts[-1]["peers"].items():
@@ -130,8 +133,8 @@ def _case(
                 del live[peer]
         attempts.append(_rounds(case, live, fleet, probe, rounds, budget))
     chosen = min(attempts, key=lambda attempt: _worst(probe, attempt))
-    for peer, answer in live.items():
-        kept = {key: answer[key] for key in ("error", "gradient_error", "compile") if key in answer}
+    for peer, reply in live.items():
+        kept = {key: reply[key] for key in ("error", "gradient_error", "compile") if key in reply}
         results[peer] = kept | chosen["peers"][peer]
     for peer in live:
         fleet[peer].ask("release")
@@ -157,8 +160,8 @@ def _rounds(
     probes = [probe.rates(sgemm.SQUARE)]
     for number in range(rounds):
         for peer in _turned(list(live), number):
-            answer = live[peer]
-            slow = number >= FEWEST and number * answer["estimate"] > budget
+            reply = live[peer]
+            slow = number >= FEWEST and number * reply["estimate"] > budget
             if peer in failed or slow:
                 continue
             timed = fleet[peer].ask("round")

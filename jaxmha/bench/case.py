@@ -1,0 +1,174 @@
+"""One thing to compute, as data. Dimension letters are B T S N K H h; E = N * H."""
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+Scope = Literal["layer", "core"]
+Direction = Literal["forward", "backward"]
+Kind = Literal["plain", "causal", "padded", "gqa", "cross", "decode"]
+Bounds = NDArray[np.int64]
+ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One thing to compute.
+
+    `layer` is multi-head attention with its four projections, on features of width E; `core` is
+    attention alone, on projected heads. `backward` is forward and backward together.
+
+    Attributes:
+      h: features of a value head; 0: H.
+      causal: as well as a `kind`, whose causal cases are causal without it.
+      window: queries attend keys at most so far away; None: any.
+      packed: sequences in a row that do not attend each other; 0: one.
+      bias: an additive bias `1 N T S`.
+      boolean: lengths are given as Booleans, `B S`.
+    """
+
+    scope: Scope
+    direction: Direction
+    kind: Kind
+    B: int
+    T: int
+    S: int
+    N: int = 8
+    K: int = 8
+    H: int = 64
+    quick: bool = False
+    dtype: str = "float32"
+    h: int = 0
+    causal: bool = False
+    window: int | None = None
+    packed: int = 0
+    bias: bool = False
+    boolean: bool = False
+
+    @property
+    def name(self) -> str:
+        """Unique.
+
+        >>> Case("layer", "forward", "plain", 2, 512, 512).name
+        'layer-forward-plain-B2-T512-E512'
+        >>> Case("core", "backward", "causal", 2, 512, 512, window=64, dtype="bfloat16").name
+        'core-backward-causal-B2-T512-E512-window64-bfloat16'
+        """
+        name = f"{self.scope}-{self.direction}-{self.kind}-B{self.B}-T{self.T}"
+        name += f"-S{self.S}" if self.S != self.T else ""
+        name += f"-E{self.E}"
+        name += f"-K{self.K}" if self.K != self.N else ""
+        name += f"-H{self.H}" if self.H != 64 else ""
+        name += f"-h{self.h}" if self.h not in (0, self.H) else ""
+        name += "-causal" if self.causal and self.kind != "causal" else ""
+        name += "" if self.window is None else f"-window{self.window}"
+        name += f"-packed{self.packed}" if self.packed else ""
+        name += "-bias" * self.bias + "-boolean" * self.boolean
+        return name + (f"-{self.dtype}" if self.dtype != "float32" else "")
+
+    @property
+    def E(self) -> int:
+        """Width of the features: all heads together."""
+        return self.N * self.H
+
+    @property
+    def is_causal(self) -> bool:
+        """True if query i attends keys up to i only."""
+        return self.causal or self.kind == "causal"
+
+    @property
+    def value_features(self) -> int:
+        """Features of a value head."""
+        return self.h or self.H
+
+    @property
+    def lengths(self) -> tuple[int, ...] | None:
+        """Keys of each batch row: full in the first, a quarter in the last; None: all full."""
+        if self.kind == "padded":
+            return tuple(
+                self.S - (self.S - self.S // 4) * i // max(self.B - 1, 1) for i in range(self.B)
+            )
+        if self.kind == "decode":  # a cache that is not quite full
+            return (max(self.S - 3, 1),) * self.B
+        return None
+
+    @property
+    def segment_ids(self) -> NDArray[np.int32] | None:
+        """The sequence of each position, `B T`; later sequences are longer. None: one sequence."""
+        if not self.packed:
+            return None
+        starts = np.linspace(0, 1, self.packed, endpoint=False) ** 1.2 * self.T
+        ids = np.searchsorted(starts.astype(int), np.arange(self.T), side="right") - 1
+        return np.broadcast_to(ids.astype(np.int32), (self.B, self.T))
+
+    @property
+    def bounds(self) -> tuple[Bounds, Bounds]:
+        """First key that each query attends, and the end of them: `B T` or `1 T`."""
+        i = np.arange(self.T)[None]
+        first, end = np.zeros_like(i), np.full_like(i, self.S)
+        if self.is_causal:
+            end = np.minimum(end, i + 1)
+        if self.window is not None:
+            first, end = np.maximum(first, i - self.window), np.minimum(end, i + self.window + 1)
+        ids = self.segment_ids
+        if ids is not None:
+            first = np.maximum(first, np.searchsorted(ids[0], ids[0])[None])
+            end = np.minimum(end, np.searchsorted(ids[0], ids[0], side="right")[None])
+        if self.lengths is not None:
+            end = np.minimum(end, np.array(self.lengths)[:, None])
+        return first, np.maximum(end, first)
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of query and key that may attend, in one head, over the batch."""
+        first, end = self.bounds
+        count = int((end - first).sum())
+        return count if len(end) == self.B else count * self.B
+
+    @property
+    def flop(self) -> float:
+        """Floating-point operations that are needed: what is masked counts nothing.
+
+        Attention: 2 products forward, 5 more backward (scores are computed again). Projections:
+        1 forward, 2 more backward.
+        """
+        H, h, backward = self.H, self.value_features, self.direction == "backward"
+        total = 2.0 * self.N * self.pairs * (H + h + (3 * H + 2 * h) * backward)
+        new = self.T if self.kind == "decode" else self.S  # keys of the past are in the cache
+        queries, keys = self.B * self.T * self.E, self.B * new * self.E
+        projections = 4.0 * (queries * self.E + keys * self.K * self.H)
+        if self.scope == "layer":
+            total += projections * (3.0 if backward else 1.0)
+        return total
+
+    @property
+    def nbytes(self) -> float:
+        """Bytes that must be read or written at least: every input and result once.
+
+        >>> Case("core", "forward", "decode", 1, 1, 103, 2, 1, 64).nbytes  # 100 keys and values
+        52224.0
+        """
+        keys = sum(self.lengths) if self.lengths else self.B * self.S
+        queries = self.B * self.T
+        each, size = self.H + self.value_features, ITEMSIZE[self.dtype]
+        bias = self.N * self.T * self.S * self.bias
+        if self.scope == "core" or self.kind == "decode":
+            heads = (queries * self.N + keys * self.K) * each
+        else:
+            heads = (queries * 2 + keys * (self.kind == "cross")) * self.E
+        weights = 2 * self.E * (self.N + self.K) * self.H * (self.scope == "layer")
+        # The gradient reads all of them and a cotangent, and writes as many gradients.
+        return float(size * (heads + weights) * (3 if self.direction == "backward" else 1)) + (
+            size * bias
+        )
+
+    @property
+    def measures_memory(self) -> bool:
+        """True if materialised scores would take most of the memory."""
+        return max(self.T, self.S) >= 2048 and self.kind != "decode"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Fields, for JSON; `Case(**fields)` is the way back."""
+        return asdict(self)

@@ -1,0 +1,43 @@
+"""Limits of the device: a product of matrices, and a copy."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+# Rows of a square product, and bytes of a copied array.
+SIZES = {"cpu": (1024, 2**27)}
+LARGE = (8192, 2**30)
+REPEATS, CALLS = 7, 3
+
+
+def measure(dtype: str) -> dict[str, Any]:
+    """`tflops` of a product of the dtype, `gb_per_second` of a copy.
+
+    The best of some: a limit is never exceeded by noise.
+    """
+    size, length = SIZES.get(jax.default_backend(), LARGE)
+    left, right = (
+        jax.random.normal(jax.random.key(i), (size, size), jnp.dtype(dtype)) for i in range(2)
+    )
+    product = _seconds(jax.jit(lambda a, b: a @ b), left, right)
+    copied = jnp.zeros(length // 4, jnp.float32)
+    copy = _seconds(jax.jit(lambda x: x + 1), copied)
+    return {
+        "tflops": 2e-12 * size**3 / product,
+        "gb_per_second": 2e-9 * copied.nbytes / copy,
+    }
+
+
+def _seconds(function: Callable[..., Any], *arguments: Any) -> float:
+    """Least mean seconds of some calls; the first warms the device up."""
+    found = []
+    for _ in range(REPEATS):
+        start = time.perf_counter()
+        for _ in range(CALLS):
+            out = function(*arguments)
+        jax.block_until_ready(out)  # type: ignore[no-untyped-call]
+        found.append((time.perf_counter() - start) / CALLS)
+    return min(found[1:])

@@ -1,0 +1,140 @@
+"""Measures one case on this machine: what `jaxmha bench` does."""
+
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from jaxmha.bench import machine, measure
+from jaxmha.bench.case import Case
+from jaxmha.bench.fleet import Fleet
+from jaxmha.bench.peers import OURS, PEERS
+
+# Seconds that a peer may take for its rounds, beyond the fewest.
+BUDGET = 20.0
+# Peers on a GPU alone, by the peer that they are variants of.
+ON_GPU = ("jax-nn:cudnn",)
+Row = dict[str, Any]
+
+
+def peers(case: Case, choice: dict[str, Any], platform: str) -> list[str]:
+    """Every implementation of jaxmha that can compute the case, and every installed peer."""
+    ours = [f"{OURS}:{name}" for name in choice["supported"]]
+    if case.scope == "layer" and case.kind == "decode":
+        ours = [OURS]
+    others = [name for name, peer in PEERS.items() if name != OURS and not peer.absent]
+    others = [name for name in others if PEERS[name].takes(case) and "+jaxmha" not in name]
+    if case.scope == "core":  # torch's function has one way, and its layer three
+        others = [x for x in others if x not in ("torch-native", "torch-weights")]
+    if platform == "gpu":
+        others += ON_GPU
+    return ours + others
+
+
+def check(names: Sequence[str]) -> None:
+    """Raises ValueError that names an unknown or absent peer."""
+    for name in names:
+        base = name.partition(":")[0]
+        if base not in PEERS:
+            raise ValueError(f"--peer {name!r} is unknown: it may be {', '.join(PEERS)}")
+        if PEERS[base].absent:
+            raise ValueError(f"--peer {name}: {PEERS[base].absent}")
+
+
+def run(
+    case: Callable[[str], Case],
+    only: Sequence[str] = (),
+    *,
+    rounds: int = 7,
+    threads: int | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> dict[str, Any]:
+    """Measures the case of a platform: the device and its limits, and a row for every peer.
+
+    Raises:
+      ValueError: a peer is unknown or absent.
+      RuntimeError: the device cannot be used.
+    """
+    check(only)
+    threads = threads or machine.threads()
+    say("the device")
+    with Fleet(threads, None) as fleet:
+        device = _checked(fleet["limits"].ask("device"))
+        platform = device["platform"]
+        this = case(platform)
+        choice = _checked(fleet["limits"].ask("explain", case=this.as_dict()))
+    limits = _limits(threads, platform, this.dtype)
+    names = list(only) or peers(this, choice, platform)
+    found = measure.measure(
+        [this],
+        names,
+        rounds=rounds,
+        budget=BUDGET,
+        threads=threads,
+        platform=_held(platform),
+        backends=["xla"],
+        say=say,
+    )
+    (entry,) = found["cases"]
+    again = _limits(threads, platform, this.dtype)  # the better one: others may use the machine
+    limits = {name: max(rate, again[name]) for name, rate in limits.items()}
+    return {
+        "case": this.as_dict(),
+        "name": this.name,
+        "call": choice["call"],
+        "chosen": choice["chosen"],
+        "date": datetime.now(UTC).date().isoformat(),
+        "device": device["device"] if platform != "cpu" else machine.describe()["processor"],
+        "platform": platform,
+        "threads": threads,
+        "rounds": rounds,
+        "limits": limits,
+        "disturbed": entry["noisy"],
+        "versions": machine.versions(),
+        "rows": [row(this, name, entry["peers"][name], limits, choice) for name in names],
+    }
+
+
+def row(case: Case, name: str, found: Row, limits: Row, choice: Row) -> Row:
+    """The result of one peer, with rates and their share of the limit of the device."""
+    made: Row = {"peer": name, "chosen": name in (OURS, f"{OURS}:{choice['chosen']}")}
+    if "failed" in found:
+        return made | {"failed": found["failed"]}
+    seconds = median(found["seconds"])
+    quarter, three_quarters = np.quantile(found["seconds"], [0.25, 0.75])
+    least = max(case.flop * 1e-12 / limits["tflops"], case.nbytes * 1e-9 / limits["gb_per_second"])
+    errors = {key: found[key] for key in ("error", "gradient_error", "compile") if key in found}
+    return made | errors | {
+        "seconds": seconds,
+        "spread": float(three_quarters - quarter) / seconds,
+        "tflops": case.flop * 1e-12 / seconds,
+        "gb_per_second": case.nbytes * 1e-9 / seconds,
+        "share": least / seconds,
+    }  # fmt: skip
+
+
+def order(found: dict[str, Any]) -> list[str]:
+    """Implementations of jaxmha that computed the case, fastest first."""
+    ours = [
+        (row["seconds"], row["peer"].partition(":")[2])
+        for row in found["rows"]
+        if row["peer"].startswith(f"{OURS}:") and "seconds" in row
+    ]
+    return [name for _, name in sorted(ours)]
+
+
+def _limits(threads: int, platform: str, dtype: str) -> dict[str, float]:
+    with Fleet(threads, _held(platform)) as fleet:
+        return _checked(fleet["limits"].ask("limits", dtype=dtype))
+
+
+def _held(platform: str) -> str | None:
+    return "cpu" if platform == "cpu" else None
+
+
+def _checked(found: dict[str, Any]) -> dict[str, Any]:
+    if "failed" in found:
+        raise RuntimeError(found["failed"])
+    return found

@@ -1,0 +1,214 @@
+"""`jaxmha bench`: times attention of the user's own shapes on this machine, next to other libraries."""
+
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from jaxmha.bench import run as bench
+from jaxmha.bench.case import Case
+from jaxmha.checkpoint.atomic import check_target
+from jaxmha.cli.console import err, escape, one_message, out, print_json, print_line
+from jaxmha.cli.options import Json, option
+from jaxmha.implementations import preferences
+
+EXAMPLES = (
+    "Examples:\n\n  jaxmha bench attention -B 2 -T 2048 -N 16 -H 64 --causal\n\n"
+    "  jaxmha bench attention -B 8 -T 4096 -N 32 -K 8 -H 128 --packed 12 --backward --save\n\n"
+    "  jaxmha bench layer -B 4 -T 512 -N 8 -H 64 --lengths --plot layer.png\n\n"
+    "  jaxmha bench decode -B 16 -S 8192 -N 64 -K 8 -H 128 --json\n\n"
+    "  jaxmha bench attention -T 1024 -N 8 -H 64 --peer jaxmha:blocked --peer torch-sdpa"
+)
+KINDS = {
+    "attention": "attention of projected heads",
+    "layer": "multi-head attention with its projections",
+    "decode": "few queries over a cache of keys and values",
+}
+Kind = Enum("Kind", {x: x for x in KINDS}, type=str)  # type: ignore[misc]
+Rows = Annotated[int, option("--rounds", "Rounds; every round times every library once.", min=1)]
+PlotFile = Annotated[
+    Path | None, option("--plot", "Draw the times into this file: .png, .svg or .pdf.")
+]
+# Suffixes that --plot takes.
+PLOTS = (".png", ".svg", ".pdf")
+
+
+def command(
+    kind: Annotated[
+        Kind, typer.Argument(help="; ".join(f"{k}: {v}" for k, v in KINDS.items()) + ".")
+    ],
+    N: Annotated[int, option("-N", "Query heads.", min=1)],
+    H: Annotated[int, option("-H", "Features of a query or key head.", min=1)],
+    B: Annotated[int, option("-B", "Batch.", min=1)] = 1,
+    T: Annotated[int | None, option("-T", "Queries.  [decode: 1]", min=1)] = None,
+    S: Annotated[
+        int | None, option("-S", "Keys; of decode: of the cache.  [default: T]", min=1)
+    ] = None,
+    K: Annotated[int | None, option("-K", "Key/value heads.  [default: N]", min=1)] = None,
+    h: Annotated[int | None, option("-h", "Features of a value head.  [default: H]", min=1)] = None,
+    dtype: Annotated[
+        str | None,
+        option(
+            "--dtype", "float32, bfloat16 or float16.  [default: float32 on CPUs, else bfloat16]"
+        ),
+    ] = None,
+    causal: Annotated[bool, option("--causal", "Causal mask, aligned top-left.")] = False,
+    lengths: Annotated[bool, option("--lengths", "Keys of different lengths.")] = False,
+    padding: Annotated[bool, option("--padding", "The same lengths, as Booleans.")] = False,
+    packed: Annotated[int, option("--packed", "Sequences that are packed in a row.", min=0)] = 0,
+    window: Annotated[int | None, option("--window", "Farthest key of a query.", min=0)] = None,
+    bias: Annotated[bool, option("--bias", "An additive bias (1, N, T, S).")] = False,
+    backward: Annotated[bool, option("--backward", "Forward and backward together.")] = False,
+    layer: Annotated[bool, option("--layer", "decode: with projections and writing.")] = False,
+    peer: Annotated[
+        list[str] | None, option("--peer", "Only these: jaxmha:NAME, torch-sdpa ...; repeatable.")
+    ] = None,
+    rounds: Rows = 7,
+    threads: Annotated[int | None, option("--threads", "Of every library.", min=1)] = None,
+    plot: PlotFile = None,
+    force: Annotated[bool, option("--force", "Overwrite the plot.")] = False,
+    save: Annotated[
+        bool, option("--save", "Let jaxmha prefer what won, in such calls on this machine.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Time jaxmha's implementations and other installed libraries on your shapes, on this device.
+
+    Every output is compared with float64 before it is timed. The share is that of the time that the
+    device needs at least, by its own product of matrices and its own copy. The exit code is 1 if
+    jaxmha computed nothing.
+    """
+    with one_message():
+        options: dict[str, Any] = {
+            "causal": causal, "packed": packed, "window": window, "bias": bias,
+            "direction": "backward" if backward else "forward", "h": h or 0,
+            "boolean": padding,
+        }  # fmt: skip
+        sizes = _sizes(kind.value, T, S, layer=layer, packed=packed, windowed=window is not None)
+        _check(kind.value, lengths=lengths or padding, H=H, layer=layer, **options)
+        if N % (K or N):
+            raise ValueError(f"-N must be a multiple of -K, got {N} and {K}")
+        if dtype not in (None, "float32", "bfloat16", "float16"):
+            raise ValueError(f"--dtype must be float32, bfloat16 or float16, got {dtype!r}")
+        if plot is not None:
+            if plot.suffix not in PLOTS:
+                raise ValueError(f"--plot must end in {', '.join(PLOTS)}, got {str(plot)!r}")
+            check_target(plot, force, [])
+
+        def case(platform: str) -> Case:
+            chosen = dtype or ("float32" if platform == "cpu" else "bfloat16")
+            called = "decode" if kind.value == "decode" else "padded" if lengths or padding else (
+                "cross" if sizes[0] != sizes[1] else "plain"
+            )  # fmt: skip
+            scope = "layer" if kind.value == "layer" or layer else "core"
+            direction = options["direction"]
+            rest = {name: x for name, x in options.items() if name != "direction"}
+            heads = {"N": N, "K": K or N, "H": H, "dtype": chosen}
+            return Case(scope, direction, called, B, *sizes, **heads, **rest)  # type: ignore[arg-type]
+
+        with err.status("measuring") as status:
+            found = bench.run(
+                case,
+                peer or (),
+                rounds=rounds,
+                threads=threads,
+                say=lambda text: status.update(f"measuring {text}"),
+            )
+        order = bench.order(found)
+        if save:
+            _save(found, order)
+        if plot is not None:
+            from jaxmha.bench.plot import draw
+
+            draw(found, plot)
+        print_json(found) if as_json else _print(found)
+    ours = [row for row in found["rows"] if row["peer"].startswith("jaxmha")]
+    raise typer.Exit(1 if ours and all("failed" in row for row in ours) else 0)
+
+
+def _sizes(
+    kind: str, T: int | None, S: int | None, *, layer: bool, packed: int, windowed: bool
+) -> tuple[int, int]:
+    """T and S, checked against the kind."""
+    if kind == "decode":
+        if S is None or S < 4:
+            raise ValueError("decode needs -S, the keys of the cache, at least 4")
+        if layer and T not in (None, 1):
+            raise ValueError("--layer decodes one query: leave -T out")
+        return T or 1, S
+    if T is None:
+        raise ValueError(f"{kind} needs -T, the number of queries")
+    S = S or T
+    if packed and (S != T or packed > T):
+        raise ValueError(
+            "--packed needs as many keys as queries, and at least one for each sequence"
+        )
+    return T, S
+
+
+def _check(kind: str, *, lengths: bool, H: int, layer: bool, **options: Any) -> None:
+    """Raises ValueError where options do not belong together."""
+    if layer and kind != "decode":
+        raise ValueError("--layer belongs to decode; `jaxmha bench layer` is the other")
+    forbidden = {
+        "decode": ("causal", "packed", "window", "bias", "boolean"),
+        "layer": ("bias",),
+        "attention": (),
+    }[kind]
+    given = [name for name in forbidden if options[name] not in (None, False, 0)]
+    if kind == "decode" and (lengths or options["direction"] == "backward"):
+        given.append("lengths or --backward")
+    if given:
+        name = given[0].replace("boolean", "padding")
+        raise ValueError(f"{kind} is not timed with --{name}: leave it out")
+    if options["h"] not in (0, H) and (kind == "layer" or layer):
+        raise ValueError("a layer is timed with values of -H features: leave -h out")
+
+
+def _save(found: dict[str, Any], order: list[str]) -> None:
+    if not order:
+        raise ValueError("--save: no implementation of jaxmha was timed by its name")
+    direction = found["case"]["direction"]
+    milliseconds = {
+        row["peer"]: round(1e3 * row["seconds"], 4) for row in found["rows"] if "seconds" in row
+    }
+    entry = {"order": order, "measured": direction, "date": found["date"],
+             "milliseconds": milliseconds, "versions": found["versions"]}  # fmt: skip
+    where = preferences.save(found["call"], entry)
+    print_line(f"saved: such calls prefer {order[0]} here ({escape(str(where))})", err)
+
+
+def _print(found: dict[str, Any]) -> None:
+    limits = found["limits"]
+    print_line(
+        f"{escape(found['name'])} on {escape(found['device'])}, {found['threads']} threads: a product "
+        f"reaches {limits['tflops']:.3g} TFLOP/s, a copy {limits['gb_per_second']:.3g} GB/s"
+    )
+    table = Table()
+    table.add_column("", no_wrap=True)
+    for name in ("ms", "TFLOP/s", "GB/s", "share", "error"):
+        table.add_column(name, justify="right")
+    ordered = sorted(found["rows"], key=lambda row: row.get("seconds", float("inf")))
+    for row in ordered:
+        name = escape(row["peer"]) + " *" * row["chosen"]
+        if "failed" in row:
+            continue
+        error = max(row["error"], row.get("gradient_error", 0.0))
+        table.add_row(
+            f"[green]{name}[/green]" if row["chosen"] else name,
+            f"{1e3 * row['seconds']:.3g} ± {row['spread']:.0%}",
+            f"{row['tflops']:.3g}",
+            f"{row['gb_per_second']:.3g}",
+            f"{row['share']:.0%}",
+            f"{error:.1e}",
+        )
+    out.print(table)
+    for row in ordered:
+        if "failed" in row:
+            print_line(f"{escape(row['peer'])}: {escape(row['failed'])}")
+    if any(row["chosen"] for row in found["rows"]):
+        print_line("*: what jaxmha chooses for such a call")
+    if found["disturbed"]:
+        print_line("[yellow]the machine was busy: times differ between rounds[/yellow]")

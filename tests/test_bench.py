@@ -1,0 +1,212 @@
+"""`jaxmha bench`: cases, peers, saved benchmarks and the command."""
+
+import doctest
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import jaxmha
+from jaxmha.bench import case as case_module
+from jaxmha.bench import choice, data, exact, programs, run
+from jaxmha.bench.case import Case
+from jaxmha.bench.program import UnsupportedError
+from jaxmha.cli.app import app
+from jaxmha.implementations import preferences
+
+PLAIN = Case("core", "forward", "plain", 2, 13, 13, 4, 2, 8)
+CASES = {
+    "window": replace(PLAIN, window=3, direction="backward"),
+    "causal window": replace(PLAIN, window=3, causal=True),
+    "packed": replace(PLAIN, packed=3, direction="backward"),
+    "packed, causal": replace(PLAIN, packed=3, causal=True),
+    "bias": replace(PLAIN, bias=True, direction="backward"),
+    "causal bias": replace(PLAIN, bias=True, kind="causal"),
+    "Booleans": replace(PLAIN, kind="padded", boolean=True),
+    "causal lengths": replace(PLAIN, kind="padded", causal=True),
+    "h": replace(PLAIN, h=5, direction="backward"),
+    "bfloat16": replace(PLAIN, dtype="bfloat16", direction="backward"),
+    "bfloat16 layer": Case("layer", "backward", "causal", 2, 7, 7, 2, 2, 8, dtype="bfloat16"),
+    "bfloat16 step": Case("layer", "forward", "decode", 2, 1, 11, 2, 2, 8, dtype="bfloat16"),
+    "four queries": Case("core", "forward", "decode", 2, 4, 11, 4, 2, 8),
+}
+HERE = ("jaxmha:blocked", "jaxmha:reference", "jax-nn", "flax-linen", "flax-nnx", "keras-jax",
+        "torch-sdpa")  # fmt: skip
+# Whose values must have as many features as queries.
+EQUAL_HEADS = ("jax-nn", "flax-nnx", "keras-jax")
+HEADS: Any = jax.ShapeDtypeStruct((2, 13, 4, 8), jnp.float32)
+
+
+@pytest.fixture(autouse=True)
+def as_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """JAX as users have it, and no benchmark saved yet."""
+    monkeypatch.setenv("JAXMHA_PREFERENCES", str(tmp_path / "preferences"))
+    preferences.forget()
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+    preferences.forget()
+
+
+def test_examples() -> None:
+    assert doctest.testmod(case_module).failed == 0
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_pairs_are_those_that_attend(name: str) -> None:
+    case = CASES[name]
+    first, end = np.broadcast_arrays(*case.bounds)
+    assert (first <= end).all()
+    mask = jaxmha.Mask()
+    if case.is_causal:
+        mask &= jaxmha.Mask.causal()
+    if case.window is not None:
+        mask &= jaxmha.Mask.window(case.window, case.window)
+    if case.segment_ids is not None:
+        ids = case.segment_ids
+        assert len(np.unique(ids)) == case.packed
+        mask &= jaxmha.Mask.segments(query_ids=ids, key_value_ids=ids)
+    if case.lengths is not None:
+        mask &= jaxmha.Mask.lengths(key_value=np.array(case.lengths, np.int32))
+    allowed = np.broadcast_to(mask.to_array(case.T, case.S, np), (case.B, 1, case.T, case.S))
+    assert case.pairs == allowed.sum()
+
+
+@pytest.mark.everyday(peer=["jaxmha:reference", "torch-sdpa"])
+@pytest.mark.parametrize("peer", HERE)
+@pytest.mark.parametrize("name", CASES)
+def test_peers_are_right_about_every_condition(peer: str, name: str, tmp_path: Path) -> None:
+    case, path = CASES[name], tmp_path / "expected.npz"
+    inputs = data.make(case)
+    try:
+        program = programs.program(peer, case, inputs)
+    except (UnsupportedError, KeyError):
+        pytest.skip("the peer has no such layer")
+    exact.write(case, path)
+    if case.h and peer in EQUAL_HEADS:
+        with pytest.raises((ValueError, TypeError)):
+            program.compile()
+        return
+    program.compile()
+    program.run(2)
+    answer = program.outputs(data.only_compared(case, inputs.cotangent))
+    found = exact.errors(case, inputs, path, *answer)
+    assert ("gradient_error" in found) == (case.direction == "backward")
+
+
+# Saved benchmarks.
+
+
+def test_a_saved_benchmark_is_preferred_in_such_calls_only() -> None:
+    case = replace(PLAIN, K=4, causal=True)
+    chosen = choice.explain(case)
+    assert chosen["call"] == "B2 T13 S13 N4 K4 H8 h8 float32, causal 0"
+    before = jaxmha.explain(HEADS, HEADS, HEADS, is_causal=True)
+    assert before.chosen == chosen["chosen"]
+    where = preferences.save(chosen["call"], {"order": ["reference", "blocked"]})
+    found = jaxmha.explain(HEADS, HEADS, HEADS, is_causal=True)
+    assert found.chosen == "reference"
+    assert found.rows()[0] == ("reference", "chosen: the fastest in a saved benchmark")
+    assert jaxmha.explain(HEADS, HEADS, HEADS).chosen == before.chosen
+    assert jaxmha.explain(HEADS, HEADS, HEADS, is_causal=True, platform="h200").saved == ()
+    assert jaxmha.explain(HEADS, HEADS, HEADS, is_causal=True, implementation="blocked").rows() == [
+        ("blocked", "chosen")
+    ]
+    assert list(json.loads(where.read_text())) == [chosen["call"]]
+
+
+def test_a_layer_asks_for_the_call_that_was_saved() -> None:
+    """The layer's own call has the key of the case, so that what is saved is preferred."""
+    jax.clear_caches()  # type: ignore[no-untyped-call]
+    case = Case("layer", "forward", "padded", 2, 13, 13, 4, 4, 8)
+    preferences.save(choice.explain(case)["call"], {"order": ["ring-of-the-future", "reference"]})
+    params = jaxmha.init_params(jax.random.key(0), num_heads=4, features=32)
+    mask = jaxmha.Mask.lengths(key_value=jnp.array([13, 4], jnp.int32))
+    x = jnp.ones((2, 13, 32))
+    text = str(jax.make_jaxpr(lambda x: jaxmha.multi_head_attention(params, x, mask=mask))(x))
+    assert "f32[2,4,13,13]" in text.replace("2,13,4", "")  # the reference holds all scores
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"a": 3}', '{"a": {"order": [1]}}'])
+def test_damaged_files_are_ignored_with_a_warning(text: str) -> None:
+    where = preferences.path()
+    assert where is not None
+    where.parent.mkdir(parents=True)
+    where.write_text(text)
+    with pytest.warns(RuntimeWarning, match="a saved benchmark is ignored"):
+        assert jaxmha.explain(HEADS, HEADS, HEADS).chosen
+    with pytest.raises(ValueError, match="json"):
+        preferences.save("a", {"order": []})
+
+
+def test_the_environment_forbids_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAXMHA_PREFERENCES", "0")
+    assert preferences.path() is None
+    with pytest.raises(ValueError, match="JAXMHA_PREFERENCES=0"):
+        preferences.save("a", {"order": []})
+
+
+# Results and the command.
+
+
+def test_rates_are_shares_of_the_limits() -> None:
+    case = Case("core", "forward", "decode", 1, 1, 103, 2, 1, 64)
+    limits = {"tflops": 1.0, "gb_per_second": 52.224}
+    found = run.row(
+        case, "jaxmha:blocked", {"seconds": [2e-6] * 3, "error": 1e-7, "compile": 1.0}, limits,
+        {"chosen": "blocked"},
+    )  # fmt: skip
+    assert found["chosen"]
+    assert found["share"] == pytest.approx(0.5)
+    assert found["gb_per_second"] == pytest.approx(26.112)
+    rows = [found, {"peer": "jaxmha:native", "failed": "x"}, found | {"peer": "torch-sdpa"}]
+    assert run.order({"rows": rows}) == ["blocked"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("attention -N 2 -H 8", "needs -T"),
+        ("decode -N 2 -H 8", "needs -S"),
+        ("decode -N 2 -H 8 -S 64 --causal", "decode is not timed with --causal"),
+        ("decode -N 2 -H 8 -S 64 -T 2 --layer", "leave -T out"),
+        ("layer -T 8 -N 2 -H 8 --bias", "layer is not timed with --bias"),
+        ("layer -T 8 -N 2 -H 8 --layer", "belongs to decode"),
+        ("layer -T 8 -N 2 -H 8 -h 4", "leave -h out"),
+        ("attention -T 8 -N 3 -K 2 -H 8", "multiple of -K"),
+        ("attention -T 8 -S 9 -N 2 -H 8 --packed 2", "as many keys as queries"),
+        ("attention -T 8 -N 2 -H 8 --dtype int8", "--dtype must be"),
+        ("attention -T 8 -N 2 -H 8 --plot a.txt", "--plot must end in"),
+        ("attention -T 8 -N 2 -H 8 --peer torhc", "'torhc' is unknown"),
+    ],
+)
+def test_wrong_arguments_are_one_message(arguments: str, message: str) -> None:
+    done = CliRunner().invoke(app, ["bench", *arguments.split()])
+    assert done.exit_code == 2
+    assert message in " ".join(done.output.split())
+
+
+@pytest.mark.slow
+def test_the_command_measures_saves_and_draws(tmp_path: Path) -> None:
+    arguments = "attention -T 64 -N 2 -H 16 --rounds 2 --save --json --peer jaxmha:blocked"
+    picture = tmp_path / "a.png"
+    more = ["--peer", "jaxmha:reference", "--peer", "jax-nn", "--plot", str(picture)]
+    done = CliRunner().invoke(app, ["bench", *arguments.split(), *more])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert [row["peer"] for row in found["rows"]] == [
+        "jaxmha:blocked",
+        "jaxmha:reference",
+        "jax-nn",
+    ]
+    assert all(row["error"] < 1e-5 and row["seconds"] > 0 for row in found["rows"])
+    assert picture.stat().st_size > 1000
+    preferences.forget()
+    x: Any = jax.ShapeDtypeStruct((1, 64, 2, 16), jnp.float32)
+    assert jaxmha.explain(x, x, x).chosen == run.order(found)[0]
