@@ -41,7 +41,8 @@ HERE = ("jaxmha:blocked", "jaxmha:reference", "jax-nn", "flax-linen", "flax-nnx"
         "torch-sdpa")  # fmt: skip
 # Whose values must have as many features as queries.
 EQUAL_HEADS = ("jax-nn", "flax-nnx", "keras-jax")
-HEADS: Any = jax.ShapeDtypeStruct((2, 13, 4, 8), jnp.float32)
+SHAPE: Any = jax.ShapeDtypeStruct
+HEADS = SHAPE((2, 13, 4, 8), jnp.float32)
 
 
 @pytest.fixture(autouse=True)
@@ -208,5 +209,5 @@ def test_the_command_measures_saves_and_draws(tmp_path: Path) -> None:
     assert all(row["error"] < 1e-5 and row["seconds"] > 0 for row in found["rows"])
     assert picture.stat().st_size > 1000
     preferences.forget()
-    x: Any = jax.ShapeDtypeStruct((1, 64, 2, 16), jnp.float32)
+    x = SHAPE((1, 64, 2, 16), jnp.float32)
     assert jaxmha.explain(x, x, x).chosen == run.order(found)[0]

@@ -24,6 +24,7 @@ from jaxmha.bench.case import Case
 from jaxmha.bench.peers import OURS, PEERS, SWAPPED
 from jaxmha.bench.program import UnsupportedError
 
+ROOT = Path(__file__).parents[1]
 TINY = {
     "plain": Case("layer", "forward", "plain", 2, 5, 5, 2, 2, 4),
     "causal": Case("layer", "forward", "causal", 2, 5, 5, 2, 2, 4),

@@ -138,8 +138,9 @@ def test_another_platform_gets_plain_xla() -> None:
     assert "custom_call" not in text
     assert "while" in text  # block by block
     assert "custom_call" not in lowered(CALLS["causal"], *HEADS, COUNTS, THERE, platform="cuda")
-    with jaxmha.lowering_for("tpu"):  # off until measured
-        assert TPU not in lowered(CALLS["causal"], *HEADS, COUNTS, THERE, platform="tpu")
+    with jaxmha.lowering_for("tpu"):
+        assert TPU in lowered(CALLS["causal"], *HEADS, COUNTS, THERE, platform="tpu")
+        assert TPU not in lowered(CALLS["causal"], *HEADS, COUNTS, THERE, platform="cpu")
 
 
 DOT = re.compile(

@@ -163,13 +163,22 @@ def check(programs: dict[str, Program], shape: Shape) -> None:
 
 def measure(programs: dict[str, Program], rounds: int) -> dict[str, list[float]]:
     """Mean seconds of a call, by program, in every round."""
+
+    def repeated(program: Program) -> Callable[[int], None]:
+        def run(times: int) -> None:
+            for _ in range(times):
+                program()
+
+        return run
+
     calls = {}
-    for name, run in programs.items():
+    runs = {name: repeated(program) for name, program in programs.items()}
+    for name, run in runs.items():
         timed(run, 2)
         calls[name] = min(MOST_CALLS, max(1, int(ROUND_SECONDS / timed(run, 2))))
     seconds: dict[str, list[float]] = {name: [] for name in programs}
     for _ in range(rounds):
-        for name, run in programs.items():
+        for name, run in runs.items():
             seconds[name].append(timed(run, calls[name]))
     return seconds
 

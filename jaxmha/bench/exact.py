@@ -72,7 +72,8 @@ def rows(case: Case, inputs: Data) -> Array64:
         logits += bias.reshape(1, case.K, -1, len(queries), case.S)
     probabilities = oracle.exclude(logits, mask[:, None])
     context = np.einsum("bkgts,bskh->btkgh", probabilities, v, optimize=True)
-    return context.reshape(*q.shape[:3], -1)
+    found: Array64 = context.reshape(*q.shape[:3], -1)
+    return found
 
 
 def errors(

@@ -82,12 +82,15 @@ def command(
     """
     with one_message():
         options: dict[str, Any] = {
-            "causal": causal, "packed": packed, "window": window, "bias": bias,
-            "direction": "backward" if backward else "forward", "h": h or 0,
+            "causal": causal,
+            "packed": packed,
+            "window": window,
+            "bias": bias,
             "boolean": padding,
-        }  # fmt: skip
-        sizes = _sizes(kind.value, T, S, layer=layer, packed=packed, windowed=window is not None)
-        _check(kind.value, lengths=lengths or padding, H=H, layer=layer, **options)
+        }
+        sizes = _sizes(kind.value, T, S, layer=layer, packed=packed)
+        unequal = h not in (None, H)
+        _check(kind.value, layer, unequal, lengths or backward, options)
         if N % (K or N):
             raise ValueError(f"-N must be a multiple of -K, got {N} and {K}")
         if dtype not in (None, "float32", "bfloat16", "float16"):
@@ -97,16 +100,19 @@ def command(
                 raise ValueError(f"--plot must end in {', '.join(PLOTS)}, got {str(plot)!r}")
             check_target(plot, force, [])
 
+        called = "plain" if sizes[0] == sizes[1] else "cross"
+        called = "decode" if kind.value == "decode" else "padded" if lengths or padding else called
+
         def case(platform: str) -> Case:
-            chosen = dtype or ("float32" if platform == "cpu" else "bfloat16")
-            called = "decode" if kind.value == "decode" else "padded" if lengths or padding else (
-                "cross" if sizes[0] != sizes[1] else "plain"
-            )  # fmt: skip
-            scope = "layer" if kind.value == "layer" or layer else "core"
-            direction = options["direction"]
-            rest = {name: x for name, x in options.items() if name != "direction"}
-            heads = {"N": N, "K": K or N, "H": H, "dtype": chosen}
-            return Case(scope, direction, called, B, *sizes, **heads, **rest)  # type: ignore[arg-type]
+            return Case(
+                "layer" if kind.value == "layer" or layer else "core",
+                "backward" if backward else "forward",
+                called,  # type: ignore[arg-type]
+                *(B, *sizes, N, K or N, H),
+                dtype=dtype or ("float32" if platform == "cpu" else "bfloat16"),
+                h=h or 0,
+                **options,
+            )
 
         with err.status("measuring") as status:
             found = bench.run(
@@ -128,9 +134,7 @@ def command(
     raise typer.Exit(1 if ours and all("failed" in row for row in ours) else 0)
 
 
-def _sizes(
-    kind: str, T: int | None, S: int | None, *, layer: bool, packed: int, windowed: bool
-) -> tuple[int, int]:
+def _sizes(kind: str, T: int | None, S: int | None, *, layer: bool, packed: int) -> tuple[int, int]:
     """T and S, checked against the kind."""
     if kind == "decode":
         if S is None or S < 4:
@@ -148,7 +152,9 @@ def _sizes(
     return T, S
 
 
-def _check(kind: str, *, lengths: bool, H: int, layer: bool, **options: Any) -> None:
+def _check(
+    kind: str, layer: bool, unequal: bool, lengths_or_backward: bool, options: dict[str, Any]
+) -> None:
     """Raises ValueError where options do not belong together."""
     if layer and kind != "decode":
         raise ValueError("--layer belongs to decode; `jaxmha bench layer` is the other")
@@ -158,12 +164,12 @@ def _check(kind: str, *, lengths: bool, H: int, layer: bool, **options: Any) -> 
         "attention": (),
     }[kind]
     given = [name for name in forbidden if options[name] not in (None, False, 0)]
-    if kind == "decode" and (lengths or options["direction"] == "backward"):
+    if kind == "decode" and lengths_or_backward:
         given.append("lengths or --backward")
     if given:
         name = given[0].replace("boolean", "padding")
         raise ValueError(f"{kind} is not timed with --{name}: leave it out")
-    if options["h"] not in (0, H) and (kind == "layer" or layer):
+    if unequal and (kind == "layer" or layer):
         raise ValueError("a layer is timed with values of -H features: leave -h out")
 
 
