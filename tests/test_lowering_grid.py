@@ -75,7 +75,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def test_there_are_fifty() -> None:
+def test_fifty_kinds() -> None:
     assert len(KINDS) == 50
 
 
