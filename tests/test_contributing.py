@@ -47,7 +47,7 @@ TASKS = {
         {"jaxmha/implementations/toy.py": "implementation.py"},
         {
             "jaxmha/implementations/__init__.py": {
-                "import platforms,": "import toy, platforms,",
+                "import (\n    platforms,": "import (\n    toy,\n    platforms,",
                 '    "reference": reference,\n': '    "reference": reference,\n    "toy": toy,\n',
             }
         },

@@ -6,12 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.cudnn import fused_attention_stablehlo as private
 
 import jaxmha
 from jaxmha import Mask
-from tests.test_lowering import cudnn  # noqa: F401  a fixture
+from jaxmha.implementations import platforms
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cudnn")]
+pytestmark = pytest.mark.slow
 PLATFORMS = {"h200": "cuda", "a100": "cuda", "b200": "cuda", "rocm": "rocm", "tpu": "tpu"}
 SHAPE: Any = jax.ShapeDtypeStruct
 LENGTHS = np.array([300, 7], np.int32)
@@ -81,7 +82,14 @@ def test_fifty_kinds() -> None:
 
 @pytest.mark.parametrize("platform", PLATFORMS)
 @pytest.mark.parametrize("name", KINDS)
-def test_lowers(name: str, platform: str) -> None:
+def test_lowers(name: str, platform: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    capability = platforms.named(platform).capability or (0, 0)
+    monkeypatch.setattr(private, "check_cudnn_version", lambda: 91900)
+    monkeypatch.setattr(
+        private,
+        "check_compute_capability",
+        lambda least: capability >= tuple(map(int, least.split("."))),
+    )
     options = dict(KINDS[name])
     T, S, K, H = (options.pop(x, y) for x, y in (("T", 600), ("S", 600), ("K", 4), ("H", 64)))
     dtype, h = options.pop("dtype", "bfloat16"), options.pop("h", H)
