@@ -366,7 +366,7 @@ def test_a_step_reads_pages_where_they_lie(
     assert bool(asked) == (not leaks)
     one, other = (np.asarray(jnp.concatenate(x, 1), np.float32) for x in (found, want))
     np.testing.assert_allclose(one, other, atol=0.03 * np.abs(other).max(), rtol=0)
-    assert probe.leaks(cudnn_paged.NAME, "bfloat16") == leaks
+    assert probe.leaks(cudnn_paged.NAME, Kind("bfloat16")) == leaks
 
 
 def test_a_busy_device_is_asked_again(gpu: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
-from jaxmha.implementations import platforms, probe, reference
+from jaxmha.implementations import platforms, probe, probe_cases, reference
 from jaxmha.implementations.base import Request, Result
 from jaxmha.implementations.fused import cudnn
 
@@ -41,8 +41,9 @@ def failure(dtype: str) -> str | None:
     """The reason why the kernel does not work on this machine, or None."""
     if not platforms.current().present:
         return cudnn.traceable()
-    found = probe.failure(NAME, attend, unsupported_reason, dtype, dense=False)
-    if found is None and probe.leaks(NAME, dtype):
+    kind = probe_cases.Kind(dtype)
+    found = probe.failure(NAME, attend, unsupported_reason, kind)
+    if found is None and probe.leaks(NAME, kind):
         return "slots beyond the lengths affect its results"
     return found
 
