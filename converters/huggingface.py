@@ -3,8 +3,10 @@
 The checkpoint's config.json holds the head count (`num_attention_heads`, `n_head`, `num_heads`).
 """
 
+from jaxmha.converters.discovery.latent import LatentBehaviour, latent_behaviour
 from jaxmha.converters.layout.api import make_api
 from jaxmha.converters.layout.huggingface import BERT, GPT2, LAYOUTS, NEOX, T5, TIMM, VIT, WHISPER
+from jaxmha.converters.layout.latent import export_latent_params, import_latent_params
 
 __all__ = [
     "BERT",
@@ -15,8 +17,12 @@ __all__ = [
     "TIMM",
     "VIT",
     "WHISPER",
+    "LatentBehaviour",
+    "export_latent_params",
     "export_params",
+    "import_latent_params",
     "import_params",
+    "latent_behaviour",
 ]
 
 import_params, export_params = make_api(LAYOUTS)

@@ -1,5 +1,6 @@
 """Multi-head attention for JAX: exact, and the same in every framework."""
 
+from jaxmha import latent as latent
 from jaxmha import mods as mods
 from jaxmha import sharding as sharding
 from jaxmha._checkout import find_converters as _find_converters
@@ -11,6 +12,8 @@ from jaxmha.explain import explain as explain
 from jaxmha.implementations.platforms import lowering_for as lowering_for
 from jaxmha.initializers import init_params as init_params
 from jaxmha.kv_cache import KVCache as KVCache
+from jaxmha.latent import LatentParams as LatentParams
+from jaxmha.latent import latent_attention as latent_attention
 from jaxmha.layer import multi_head_attention as multi_head_attention
 from jaxmha.mask import Mask as Mask
 from jaxmha.page_pool import PagePool as PagePool

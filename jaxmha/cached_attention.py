@@ -33,7 +33,7 @@ def reject_structure(mask: Mask) -> None:
 
 
 def attend_cache(
-    params: MHAParams,
+    params: MHAParams | None,
     query: Float[jax.Array, "B T N H"],
     cache: Cache,
     positions: Int[jax.Array, "B T"],
@@ -45,7 +45,7 @@ def attend_cache(
     """Attention of queries over a cache and the extra positions.
 
     Args:
-      params: parameters of the layer; only extra positions and sinks are read.
+      params: of the layer; only extra positions and sinks are read. None: it has none.
       query: projected queries.
       cache: keys and values, including those of the query tokens, which its lengths count.
       positions: positions of the queries.
@@ -55,17 +55,19 @@ def attend_cache(
       mods: traced score and mask functions; i and j are positions in the sequence, not slots.
     """
     (B, T, N, _), h = query.shape, cache.value.shape[-1]
+    learned = None if params is None else params.sinks
     if 0 in (B, T, cache.slots):
         return jnp.zeros((B, T, N, h), query.dtype)
 
     def plain() -> jax.Array:
         step = make_step(query, cache, positions, mask, semantics, mods)
         state = _natively(step, block) or over_slots(step, block)
-        state = over_extras(step, params, semantics, state)
+        if params is not None:
+            state = over_extras(step, params, semantics, state)
         softmax = online_softmax.normalize(state)
         out = softmax.out
-        if params.sinks is not None:  # a row without keys has output 0: sinks have no value
-            sinks = jnp.repeat(jnp.asarray(params.sinks).astype(out.dtype), T)
+        if learned is not None:  # a row without keys has output 0: sinks have no value
+            sinks = jnp.repeat(jnp.asarray(learned).astype(out.dtype), T)
             share = share_of_keys(softmax.lse, sinks.reshape(1, *out.shape[1:3]))
             out *= share[..., None]
         elif semantics.fully_masked == "nan":
@@ -81,8 +83,8 @@ def attend_cache(
         T == 1
         and by_length
         and (left is None or left + 1 >= cache.slots)
-        and params.sinks is None
-        and not bias_kv.count(params, semantics)
+        and learned is None
+        and (params is None or not bias_kv.count(params, semantics))
     ):
         lengths, slots, table = jnp.asarray(cache.lengths), cache.whole(), cache.pages()
         found = None

@@ -1,5 +1,6 @@
 """`KVCache`: keys and values of the tokens so far, one ring buffer per sequence."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -135,33 +136,38 @@ def _write(
 ) -> KVCache:
     """Writes the first `counts` of T new tokens `B T K H`, `B T K h` into the cache at its
     lengths."""
-    S, T = cache.key.shape[2], key.shape[1]
+    starts = jnp.asarray(cache.lengths)
+    if cache.slots == 0:
+        return cache
+    keys, values = with_tokens([cache.key, cache.value], [key, value], starts, counts)
+    return KVCache(keys, values, starts + counts)
+
+
+def with_tokens(
+    stored: Sequence[Array],
+    new: Sequence[jax.Array],
+    starts: Int[jax.Array, "B"],
+    counts: Int[jax.Array, "B"],
+) -> list[jax.Array]:
+    """Arrays `B K S _` of S > 0 slots with the first `counts` of T tokens `B T K _` at positions
+    from `starts`; position p is written to slot `p % S`."""
+    S, (B, T) = stored[0].shape[2], new[0].shape[:2]
     if T > S:  # only the last S tokens: earlier ones would be overwritten
         rows = jnp.maximum(counts - S, 0)[:, None] + jnp.arange(S, dtype=np.int32).reshape(1, S)
     else:
-        rows = jnp.broadcast_to(jnp.arange(T, dtype=np.int32).reshape(1, T), (key.shape[0], T))
-    starts = jnp.asarray(cache.lengths)
-    if S == 0:
-        return cache
+        rows = jnp.broadcast_to(jnp.arange(T, dtype=np.int32).reshape(1, T), (B, T))
     slots = jnp.where(rows < counts[:, None], (starts[:, None] + rows) % S, S)  # S: not written
 
     if unavailable() is None:
-        batch = jnp.arange(key.shape[0], dtype=np.int32)[:, None]
+        batch = jnp.arange(B, dtype=np.int32)[:, None]
         pages = jnp.broadcast_to(batch, rows.shape)
-        new = (x if T <= S else x[batch, rows] for x in (key, value))
-        keys, values = (
-            write(old, x, pages, slots)
-            for old, x in zip((cache.key, cache.value), new, strict=True)
-        )
-        return KVCache(keys, values, starts + counts)
+        chosen = (x if T <= S else x[batch, rows] for x in new)
+        return [write(old, x, pages, slots) for old, x in zip(stored, chosen, strict=True)]
 
     def put(old: jax.Array, new: jax.Array, row: jax.Array, slot: jax.Array) -> jax.Array:
         chosen = jnp.swapaxes(new[row], 0, 1).astype(old.dtype)  # K T H
         return old.at[:, slot].set(chosen, mode="drop", unique_indices=False)
 
     mapped = jax.vmap(put)
-    return KVCache(
-        mapped(jnp.asarray(cache.key), key, rows, slots),
-        mapped(jnp.asarray(cache.value), value, rows, slots),
-        starts + counts,
-    )
+    pairs = zip(stored, new, strict=True)
+    return [mapped(jnp.asarray(old), tokens, rows, slots) for old, tokens in pairs]

@@ -136,7 +136,7 @@ def project_checked(
         attended: Sequence[jax.Array | None],
     ) -> list[jax.Array]:
         return [
-            _affine(_zero_outside(x, mask), 1, projection, dtype, precision, implementation)
+            affine_map(zero_outside(x, mask), 1, projection, dtype, precision, implementation)
             for x, mask, projection in zip(inputs, attended, projections, strict=True)
         ]
 
@@ -221,12 +221,12 @@ def combine_checked(
     """
     if params.gate is not None:
         assert query is not None
-        gate = _gate(params.gate, _zero_outside(query, attended), dtype, semantics.precision)
+        gate = _gate(params.gate, zero_outside(query, attended), dtype, semantics.precision)
         heads = (heads.astype(gate.dtype) * gate).astype(heads.dtype)
     if params.out is None:
         *batch, N, h = heads.shape
         return jnp.reshape(heads, (*batch, N * h)).astype(dtype)
-    out = _affine(heads, 2, params.out, dtype, semantics.precision, implementation)
+    out = affine_map(heads, 2, params.out, dtype, semantics.precision, implementation)
     return out.astype(dtype)
 
 
@@ -234,7 +234,7 @@ def _gate(
     gate: Projection, query: jax.Array, dtype: np.dtype[np.floating], precision: Precision
 ) -> jax.Array:
     """The factors of the output of the heads: `*B T N h`, or `*B T N 1` for one gate per head."""
-    logits = _affine(query, 1, Projection(gate.kernel), dtype, precision)
+    logits = affine_map(query, 1, Projection(gate.kernel), dtype, precision)
     logits = logits.astype(accumulation_dtype(dtype))
     if gate.kernel.ndim == 2:
         logits = logits[..., None]
@@ -250,7 +250,7 @@ def compute_dtype(params: MHAParams, **inputs: Array) -> np.dtype[np.floating]:
     return checks.promoted(**inputs, **{f"params.{k}": x for k, x in leaves(params).items()})
 
 
-def _affine(
+def affine_map(
     x: jax.Array,
     contracted: int,
     projection: Projection,
@@ -351,5 +351,5 @@ def _last_axes(array: Array, x: jax.Array) -> jax.Array:
     return array.reshape((1,) * (x.ndim - array.ndim) + array.shape)
 
 
-def _zero_outside(x: jax.Array, mask: jax.Array | None) -> jax.Array:
+def zero_outside(x: jax.Array, mask: jax.Array | None) -> jax.Array:
     return x if mask is None else jnp.where(mask.reshape(*x.shape[:-1], 1), x, 0.0)

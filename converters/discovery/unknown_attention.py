@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from jaxmha.converters.discovery.attention_blocks import Block, natural
 from jaxmha.converters.discovery.notes import listed
+from jaxmha.converters.layout.latent import SIGN as LATENT_SIGN
 
 _BEFORE = (
     r"(?:(?:w|to|in|lin|linear|self|self_attn|cross|cross_attn|attn|att|x|c|fc|content|pos|proj|"
@@ -112,5 +113,8 @@ def notes(unknown: Mapping[str, Sequence[str]]) -> Iterator[str]:
     for (place, ends), prefixes in kinds.items():
         yield (
             f"not converted: attention of no known layout, {len(prefixes)} x {place or '(top)'}, "
-            f"carried over as it is: tensors {listed(ends, 6)}"
+            f"carried over as it is: tensors {listed(ends, 6)}{_LATENT * (LATENT_SIGN in ends)}"
         )
+
+
+_LATENT = "; it is latent attention: jaxmha.converters.huggingface.import_latent_params reads each"

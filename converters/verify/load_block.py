@@ -7,9 +7,14 @@ from jaxmha import MHAParams, Semantics, checkpoint
 from jaxmha.checkpoint.errors import printable
 from jaxmha.converters.discovery import described, head_count, hf_config
 from jaxmha.converters.discovery.attention_blocks import find, shapes
+from jaxmha.converters.layout.latent import SIGN as LATENT_SIGN
 from jaxmha.converters.verify.comparands import layers
 
 SHOWN = 10  # names listed before "and more"
+_LATENT = (
+    ", and latent attention, which jaxmha.converters.huggingface.import_latent_params reads, is not "
+    "a block of MHAParams"
+)
 
 
 class OneBlock(NamedTuple):
@@ -33,7 +38,8 @@ def read(path: Path, name: str | None = None, num_heads: int | None = None) -> O
         all_shapes = shapes(file)
         found = find(all_shapes)
         if not found:
-            raise ValueError(f"{path}: no attention block found")
+            latent = any(name.endswith(f".{LATENT_SIGN}") for name in all_shapes)
+            raise ValueError(f"{path}: no attention block found{_LATENT * latent}")
         called = {block.prefix: file.names.get(block.prefix, block.prefix) for block in found}
         known = {alias: b for b in found for alias in (b.prefix, called[b.prefix])}
         stack, bracket, index = (name or "").rpartition("[")  # `name[i]`: layer i of a stack

@@ -1,0 +1,78 @@
+"""Behaviour of latent attention from a model's configuration."""
+
+import math
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+from jaxmha import Semantics, rope, rope_frequencies
+from jaxmha.rotary import Rotate
+from jaxmha.rotary_frequencies import parameters_of
+
+# Model type -> whether it rotates pairs of neighbouring features; None: by `rope_interleave`.
+_INTERLEAVED: dict[str, bool | None] = {
+    "axk1": None,
+    "deepseek_v2": True,
+    "deepseek_v3": None,
+    "glm4_moe_lite": None,
+    "minicpm3": False,
+    "youtu": None,
+}
+
+
+class LatentBehaviour(NamedTuple):
+    """Semantics of latent attention, and the rotation of its queries and of its shared key."""
+
+    semantics: Semantics
+    rotate: Rotate
+
+
+def latent_behaviour(config: Mapping[str, Any], *, length: int = 0) -> LatentBehaviour:
+    """Semantics and rotation of latent attention by the configuration of a model of transformers.
+
+    Args:
+      config: `json.load` of config.json, or `model.config.to_dict()`.
+      length: the longest sequence, on which some rotations depend; see `rope_frequencies`.
+
+    Raises:
+      TypeError: config is no mapping.
+      ValueError: the model type is not known to have this attention, or a key is missing.
+
+    >>> sizes = {"qk_nope_head_dim": 12, "qk_rope_head_dim": 4}
+    >>> found = latent_behaviour({"model_type": "deepseek_v2", **sizes})
+    >>> found.semantics.scale
+    0.25
+    """
+    if not isinstance(config, Mapping):
+        raise TypeError(f"config must be a mapping, got {type(config).__name__}")
+    kind = config.get("model_type")
+    if kind not in _INTERLEAVED:
+        raise ValueError(
+            f"model_type {kind!r}: known latent attention is that of {', '.join(_INTERLEAVED)}; for "
+            "another model give the scale and the rotation yourself"
+        )
+    interleaved = _INTERLEAVED[kind]
+    if interleaved is None:
+        interleaved = bool(config.get("rope_interleave", True))
+    H, R = config.get("qk_nope_head_dim"), config.get("qk_rope_head_dim")
+    if not (isinstance(H, int) and isinstance(R, int) and H > 0 and R > 0):
+        raise ValueError(
+            f"config: expected sizes qk_nope_head_dim and qk_rope_head_dim, got {H!r} and {R!r}"
+        )
+    scale = (H + R) ** -0.5 * _yarn(parameters_of(config)) ** 2
+    # A head of these models is not rotated in part: the rotary features are a head of their own.
+    rotary = {k: v for k, v in config.items() if k not in ("partial_rotary_factor", "head_dim")}
+    frequencies = rope_frequencies(rotary, R, length=length)
+    return LatentBehaviour(
+        Semantics(scale=scale, dropout_rate=float(config.get("attention_dropout") or 0.0)),
+        partial(rope, frequencies=frequencies, interleaved=interleaved),
+    )
+
+
+def _yarn(parameters: Mapping[str, Any]) -> float:
+    """The factor of queries and keys for a longer context. Source: `yarn_apply_mscale` of
+    `DeepseekV3Attention`."""
+    most, factor = parameters.get("mscale_all_dim"), parameters.get("factor")
+    if parameters["rope_type"] == "default" or not most or factor is None or factor <= 1:
+        return 1.0
+    return 0.1 * float(most) * math.log(float(factor)) + 1.0

@@ -1,0 +1,174 @@
+"""The layout of latent attention in transformers: DeepSeek-V2, DeepSeek-V3 and models like them.
+
+Source: `DeepseekV3Attention` of transformers 5.23.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxmha.converters.layout.arrays import NDArray, to_numpy
+from jaxmha.latent import LatentParams
+from jaxmha.latent.params import from_leaves, leaves, sizes
+
+
+class _Linear(NamedTuple):
+    """A linear layer: its leaves follow each other along the output axis of its weight, head by head
+    where they have heads."""
+
+    name: str
+    leaves: tuple[str, ...]
+
+
+_SHARED = (
+    _Linear("kv_a_proj_with_mqa", ("latent", "rotary_key")),
+    _Linear("kv_b_proj", ("key", "value")),
+    _Linear("o_proj", ("out",)),
+)
+_DIRECT = _Linear("q_proj", ("query",))
+_LOW_RANK = _Linear("q_a_proj", ("query_latent",)), _Linear("q_b_proj", ("query",))
+_NORMS = {"kv_a_layernorm.weight": "latent_norm", "q_a_layernorm.weight": "query_latent_norm"}
+# The key by which a block of latent attention is found.
+SIGN = "kv_a_proj_with_mqa.weight"
+
+
+def import_latent_params(state: Mapping[str, Any], *, prefix: str = "") -> LatentParams:
+    """Latent attention from a flat dict of arrays by the keys of DeepSeek's models.
+
+    All sizes, the head count too, are read from the shapes. Rotary features stay in the order of the
+    file: see `latent_behaviour`.
+
+    Args:
+      state: arrays or tensors by key, such as `model.layers.0.self_attn.kv_b_proj.weight`.
+      prefix: takes only the keys below it, `model.layers.0.self_attn`.
+
+    Raises:
+      TypeError: the state is no dict.
+      ValueError: a key is missing or unknown, or a shape does not fit.
+
+    >>> from jaxmha.latent import init_latent_params
+    >>> import jax
+    >>> params = init_latent_params(
+    ...     jax.random.key(0), num_heads=3, features=8, latent_dim=6, rotary_dim=4, head_dim=5
+    ... )
+    >>> sorted(export_latent_params(params))[:2]
+    ['kv_a_layernorm.weight', 'kv_a_proj_with_mqa.weight']
+    >>> import_latent_params(export_latent_params(params)).key.kernel.shape
+    (6, 3, 5)
+    """
+    if not isinstance(state, Mapping):
+        raise TypeError(f"state: expected a flat dict of arrays, got {type(state).__name__}")
+    start = f"{prefix.removesuffix('.')}." if prefix else ""
+    arrays = {key.removeprefix(start): x for key, x in state.items() if key.startswith(start)}
+    linears = _linears("q_a_proj.weight" in arrays)
+    known = {f"{x.name}.{end}" for x in linears for end in ("weight", "bias")} | {*_NORMS}
+    required = [f"{linear.name}.weight" for linear in linears] + ["kv_a_layernorm.weight"]
+    missing = [key for key in required if key not in arrays]
+    unknown = [key for key in arrays if key not in known]
+    if missing or unknown:
+        where = f" under {prefix!r}" if prefix else ""
+        parts = [f"{' and '.join(missing)} missing"] * bool(missing)
+        parts += [f"unknown {', '.join(unknown[:8])}"] * bool(unknown)
+        raise ValueError(
+            f"latent attention{where}: {'; '.join(parts)} (expected the keys of DeepSeek-V3, "
+            f"{', '.join(sorted(known))})"
+        )
+    taken = {key: to_numpy(x) for key, x in arrays.items()}
+    shapes = _sizes(taken)
+    found: dict[str, Any] = {_NORMS[key]: x for key, x in taken.items() if key in _NORMS}
+    for linear in linears:
+        for end in ("weight", "bias"):
+            if (array := taken.get(f"{linear.name}.{end}")) is not None:
+                found |= _split(linear, end, array, shapes)
+    params = from_leaves({name: np.ascontiguousarray(x) for name, x in found.items()})
+    sizes(params)
+    return params
+
+
+def export_latent_params(params: LatentParams, *, prefix: str = "") -> dict[str, NDArray]:
+    """Latent attention as NumPy arrays by the keys of DeepSeek's models, `prefix.` before each.
+
+    Raises:
+      ValueError: the layout cannot hold the parameters; the message says why.
+    """
+    sizes(params)
+    arrays = {name: to_numpy(x) for name, x in leaves(params).items()}
+    lacking = [x for x in ("latent_norm", "out.kernel") if x not in arrays]
+    if params.query_latent is not None and params.query_latent_norm is None:
+        lacking.append("query_latent_norm")
+    if lacking:
+        raise ValueError(
+            f"DeepSeek's latent attention has {', '.join(lacking)}, and params has not"
+        )
+    if "query.bias" in arrays and params.query_latent is not None:
+        raise ValueError("DeepSeek's q_b_proj has no bias, and params.query has one")
+    found: dict[str, NDArray] = {key: arrays[x] for key, x in _NORMS.items() if x in arrays}
+    for linear in _linears(params.query_latent is not None):
+        for end, leaf in (("weight", "kernel"), ("bias", "bias")):
+            parts = [arrays.get(f"{name}.{leaf}") for name in linear.leaves]
+            given = [part for part in parts if part is not None]
+            if given and len(given) < len(parts):
+                raise ValueError(
+                    f"DeepSeek's {linear.name} has one bias for {' and '.join(linear.leaves)}, and "
+                    "params has only one of both (a bias of zeros changes nothing)"
+                )
+            if given:
+                found[f"{linear.name}.{end}"] = _joined(linear, end, given)
+    start = f"{prefix.removesuffix('.')}." if prefix else ""
+    return {f"{start}{key}": np.ascontiguousarray(x) for key, x in found.items()}
+
+
+def _linears(low_rank: bool) -> tuple[_Linear, ...]:
+    return (*(_LOW_RANK if low_rank else (_DIRECT,)), *_SHARED)
+
+
+def _sizes(arrays: Mapping[str, NDArray]) -> dict[str, int]:
+    """The sizes L, R, N, H and h from the shapes.
+
+    The weights of queries, keys and values, and outputs have N * (H + R), N * (H + h) and N * h
+    rows or columns, so that N * R is known.
+    """
+    query = arrays["q_b_proj.weight" if "q_b_proj.weight" in arrays else "q_proj.weight"]
+    down, up, out = (arrays[f"{linear.name}.weight"] for linear in _SHARED)
+    for array in (query, down, up, out):
+        if array.ndim != 2:
+            raise ValueError(f"expected weights of two axes, got one of shape {array.shape}")
+    L = arrays["kv_a_layernorm.weight"].shape[0]
+    R = down.shape[0] - L
+    rotated = query.shape[0] - up.shape[0] + out.shape[1]
+    N = rotated // R if R > 0 else 0
+    if R < 1 or rotated % R or N < 1 or out.shape[1] % N or up.shape[0] % N:
+        raise ValueError(
+            f"latent attention: shapes of queries {query.shape}, kv_a_proj_with_mqa {down.shape}, "
+            f"kv_b_proj {up.shape}, kv_a_layernorm ({L},) and o_proj {out.shape} do not fit: "
+            "expected (N (H + R), .), (L + R, Dq), (N (H + h), L), (L,) and (Do, N h)"
+        )
+    h = out.shape[1] // N
+    return {"L": L, "R": R, "N": N, "h": h, "H": up.shape[0] // N - h}
+
+
+def _split(
+    linear: _Linear, end: str, array: NDArray, sizes: Mapping[str, int]
+) -> dict[str, NDArray]:
+    """The leaves of one array."""
+    leaf = "kernel" if end == "weight" else "bias"
+    if linear.name == "o_proj":
+        kernel = array.T.reshape(sizes["N"], sizes["h"], -1) if leaf == "kernel" else array
+        return {f"out.{leaf}": kernel}
+    columns = array.T  # the kernel, or the bias, whose last axis are the outputs
+    if linear.leaves in (("query",), ("key", "value")):
+        columns = columns.reshape(*columns.shape[:-1], sizes["N"], -1)
+    at = {"kv_a_proj_with_mqa": [sizes["L"]], "kv_b_proj": [sizes["H"]]}.get(linear.name, [])
+    parts = np.split(columns, at, axis=-1)
+    return {f"{name}.{leaf}": part for name, part in zip(linear.leaves, parts, strict=True)}
+
+
+def _joined(linear: _Linear, end: str, parts: list[NDArray]) -> NDArray:
+    """One array from its leaves."""
+    joined = np.concatenate(parts, axis=-1)
+    if end == "bias":
+        return joined.reshape(-1)
+    inputs = joined.shape[0] * joined.shape[1] if linear.name == "o_proj" else joined.shape[0]
+    transposed: NDArray = joined.reshape(inputs, -1).T
+    return transposed

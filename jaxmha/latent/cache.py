@@ -1,0 +1,378 @@
+"""`LatentCache`: the latents and rotary keys of the tokens so far, and steps over it."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Bool, Float, Int, Integer
+
+from jaxmha import checks, sharding
+from jaxmha.arrays import Array, DTypeLike, require_arrays
+from jaxmha.attention import attend, hashable
+from jaxmha.cached_attention import BLOCK, Tile, attend_cache, nan_where, reject_structure
+from jaxmha.dims import bind
+from jaxmha.explicit_sharding import by_types, sharding_of_features, spec_of
+from jaxmha.integers import FAR, near, require_sizes
+from jaxmha.kv_cache import with_tokens
+from jaxmha.latent.heads import Latent, check_arguments, check_inputs, flat_positions
+from jaxmha.latent.layer import with_scale
+from jaxmha.latent.params import LatentParams, leaves, sizes
+from jaxmha.mask import Mask
+from jaxmha.mask_arguments import as_mask
+from jaxmha.mod_arguments import MaskMod, Mods, ScoreMod, traced_mods
+from jaxmha.rotary import Rotate, static_rotation
+from jaxmha.semantics import Semantics
+
+
+class LatentCache(NamedTuple):
+    """Latents and rotary keys of the tokens so far: `C = L + R` numbers per token, whatever the
+    number of heads, in a ring buffer in which slot `p % S` holds position p.
+
+    A plain pytree: donate it to the step that returns its successor. To roll back, reduce the
+    lengths, `cache._replace(lengths=earlier)`, as with a `KVCache`.
+
+    Attributes:
+      latents: `(B, S, C)`: L features of the normalised latent, then R of the rotated key.
+      lengths: `(B,)` int32, number of tokens so far per sequence; a negative length counts as 0.
+    """
+
+    latents: Array
+    lengths: Array
+
+    @classmethod
+    def empty(
+        cls, params: LatentParams, batch_size: int, length: int, dtype: DTypeLike | None = None
+    ) -> "LatentCache":
+        """A cache with room for `length` tokens of each sequence.
+
+        Args:
+          params: of the layer, for L and R.
+          batch_size: B.
+          length: S, at most 2**30.
+          dtype: default that of the parameters; latents are rounded to it once, when written.
+
+        Raises:
+          ValueError: a size is not an integer of at least 0, or length is more than 2**30.
+          TypeError: dtype is not floating, or is float64 without x64.
+
+        >>> from jaxmha.latent import init_latent_params
+        >>> params = init_latent_params(
+        ...     jax.random.key(0), num_heads=3, features=8, latent_dim=6, rotary_dim=4, head_dim=5
+        ... )
+        >>> LatentCache.empty(params, 2, 7).latents.shape
+        (2, 7, 10)
+        """
+        found = sizes(params)
+        require_sizes(least=0, batch_size=batch_size)
+        require_sizes(least=0, most=FAR, length=length)
+        if dtype is None:
+            dtype = checks.promoted(**{f"params.{name}": x for name, x in leaves(params).items()})
+        shape = (batch_size, length, found["L"] + found["R"])
+        return cls(jnp.zeros(shape, checks.floating_dtype(dtype)), jnp.zeros(batch_size, np.int32))
+
+    @property
+    def slots(self) -> int:
+        """S, the number of slots of a sequence."""
+        return self.latents.shape[1]
+
+    @property
+    def key(self) -> Array:
+        """Keys of the one key/value head, `(B, 1, S, C)`."""
+        return self.latents[:, None]
+
+    @property
+    def value(self) -> Array:
+        """Values, `(B, 1, S, C)`: the keys, of which the first L features are the latents."""
+        return self.latents[:, None]
+
+    def append(self, keys: Float[jax.Array, "B T C"], counts: Int[jax.Array, "B"]) -> "LatentCache":
+        """Writes the first `counts` of T tokens to each row; token p is written to slot `p % S`."""
+        starts = jnp.asarray(self.lengths)
+        if self.slots == 0:
+            return self
+        (written,) = with_tokens([self.key], [keys[:, :, None]], starts, counts)
+        return LatentCache(written[:, 0], starts + counts)
+
+    def tile_size(self, block: int) -> int:
+        """The number of slots per tile: at most `block`."""
+        return min(block, self.slots)
+
+    def tile(self, first: int | jax.Array, size: int) -> Tile:
+        """Keys, which are values too, of `size` slots from slot `first`."""
+        part = jax.lax.dynamic_slice_in_dim(self.latents, first, size, 1)[:, None]
+        return Tile(part, part)
+
+    def whole(self) -> Tile:
+        """Keys, which are values too, of all slots."""
+        latents = jnp.asarray(self.latents)[:, None]
+        return Tile(latents, latents)
+
+
+def prefill(
+    params: LatentParams,
+    x: Float[Array, "B T Dq"],
+    cache: LatentCache,
+    *,
+    semantics: Semantics = Semantics(),
+    mask: Bool[Array, "..."] | Mask | None = None,
+    rotate: Rotate | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
+    implementation: str | Sequence[str] | None = None,
+) -> tuple[Float[jax.Array, "B T Do"], LatentCache]:
+    """Causal latent attention over prompts; returns the output and a cache of only these prompts.
+
+    Arguments and errors are those of `jaxmha.prefill`; queries attend the keys and values of every
+    head, as in `latent_attention`.
+
+    >>> from jaxmha.latent import init_latent_params
+    >>> params = init_latent_params(
+    ...     jax.random.key(0), num_heads=3, features=8, latent_dim=6, rotary_dim=4, head_dim=5
+    ... )
+    >>> out, cache = prefill(params, jnp.ones((2, 7, 8)), LatentCache.empty(params, 2, 9))
+    >>> out.shape, cache.lengths.tolist()
+    ((2, 7, 8), [7, 7])
+    """
+    cache = _checked(params, x, cache, semantics)
+    found: tuple[jax.Array, LatentCache] = _prefill(
+        params,
+        x,
+        cache,
+        as_mask(mask),
+        semantics,
+        _traced(score_mod, mask_mod, params, x),
+        rotate=static_rotation(rotate),
+        implementation=hashable(implementation),
+    )
+    return found
+
+
+def extend(
+    params: LatentParams,
+    x: Float[Array, "B T Dq"],
+    cache: LatentCache,
+    *,
+    q_lengths: Integer[Array, "B"] | None = None,
+    semantics: Semantics = Semantics(),
+    mask: Bool[Array, "..."] | Mask | None = None,
+    rotate: Rotate | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
+) -> tuple[Float[jax.Array, "B T Do"], LatentCache]:
+    """Appends to each sequence its own number of tokens; each attends to all tokens before it and
+    to itself.
+
+    Arguments and errors are those of `jaxmha.extend`. Queries attend the latents themselves, as
+    `absorb` makes them: the keys and values of the heads are never made.
+
+    >>> from jaxmha.latent import init_latent_params
+    >>> params = init_latent_params(
+    ...     jax.random.key(0), num_heads=3, features=8, latent_dim=6, rotary_dim=4, head_dim=5
+    ... )
+    >>> out, cache = prefill(params, jnp.ones((2, 7, 8)), LatentCache.empty(params, 2, 9))
+    >>> out, cache = extend(params, jnp.ones((2, 1, 8)), cache)
+    >>> out.shape, cache.lengths.tolist()
+    ((2, 1, 8), [8, 8])
+    """
+    cache = _checked(params, x, cache, semantics)
+    mask = as_mask(mask)
+    reject_structure(mask)
+    if semantics.fully_masked == "mean":
+        raise ValueError(
+            "semantics.fully_masked='mean' is the mean over all keys, which a cache does not have: "
+            "use 'zero' or 'nan'"
+        )
+    require_arrays(optional=True, q_lengths=q_lengths)
+    if q_lengths is not None and not jnp.issubdtype(q_lengths.dtype, np.integer):
+        raise TypeError(f"q_lengths must be an integer array, got {q_lengths.dtype}")
+    found: tuple[jax.Array, LatentCache] = _extend(
+        params,
+        x,
+        cache,
+        None if q_lengths is None else _counts(q_lengths),
+        mask,
+        semantics,
+        _traced(score_mod, mask_mod, params, x),
+        rotate=static_rotation(rotate),
+    )
+    return found
+
+
+def decode_step(
+    params: LatentParams,
+    x: Float[Array, "B T Dq"],
+    cache: LatentCache,
+    *,
+    semantics: Semantics = Semantics(),
+    mask: Bool[Array, "..."] | Mask | None = None,
+    rotate: Rotate | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
+) -> tuple[Float[jax.Array, "B T Do"], LatentCache]:
+    """Appends T tokens to every sequence: `extend` without lengths of its own.
+
+    >>> from jaxmha.latent import init_latent_params
+    >>> params = init_latent_params(
+    ...     jax.random.key(0), num_heads=3, features=8, latent_dim=6, rotary_dim=4, head_dim=5
+    ... )
+    >>> out, cache = decode_step(params, jnp.ones((2, 1, 8)), LatentCache.empty(params, 2, 9))
+    >>> out.shape, cache.lengths.tolist()
+    ((2, 1, 8), [1, 1])
+    """
+    return extend(
+        params,
+        x,
+        cache,
+        semantics=semantics,
+        mask=mask,
+        rotate=rotate,
+        score_mod=score_mod,
+        mask_mod=mask_mod,
+    )
+
+
+def _output_specs(
+    params: LatentParams, x: jax.Array, cache: LatentCache, *_: object, **__: object
+) -> tuple[sharding.Axes, object] | None:
+    """Specs of the outputs: a cache keeps its sharding."""
+    found = sharding_of_features(x, params.query.kernel)
+    kept = jax.tree.map(lambda part: sharding.spec(*spec_of(part)), cache)
+    return found and (found.axes, (found.features, kept))
+
+
+@partial(jax.jit, static_argnames=("rotate", "implementation"))
+@by_types(_output_specs)
+def _prefill(
+    params: LatentParams,
+    x: jax.Array,
+    cache: LatentCache,
+    mask: Mask,
+    semantics: Semantics,
+    mods: Mods,
+    *,
+    rotate: Rotate | None,
+    implementation: str | tuple[str, ...] | None,
+) -> tuple[jax.Array, LatentCache]:
+    found, dtype = _sizes(params, x, cache)
+    B, T, S = found["B"], found["T"], found["S"]
+    left, _ = mask.window_size or (None, None)
+    if T > S and (left is None or left >= S):
+        raise ValueError(
+            f"x: T={T} tokens are more than the S={S} slots of the cache (cache.latents is "
+            f"(B, S, C) = {cache.latents.shape}): make a longer one"
+        )
+    latent = Latent(params, semantics, dtype, rotate)
+    positions = flat_positions(None, (B,), B, T)
+    keys = latent.keys(x, positions)
+    lengths = jnp.full(B, T, np.int32)
+    if mask.key_value_lengths is not None:
+        lengths = jnp.minimum(lengths, _counts(jnp.asarray(mask.key_value_lengths)))
+    result = attend(
+        *latent.expanded(latent.queries(x, positions), keys),
+        None,
+        checks.flatten_mask(mask & Mask.causal(), (B,), {**found, "S": T}),
+        with_scale(semantics, found),
+        None,
+        False,
+        implementation,
+        mods=mods,
+    )
+    emptied = cache._replace(lengths=jnp.zeros(B, np.int32))
+    return latent.combined(result.out), emptied.append(keys, lengths)
+
+
+@partial(jax.jit, static_argnames=("rotate",))
+@by_types(_output_specs)
+def _extend(
+    params: LatentParams,
+    x: jax.Array,
+    cache: LatentCache,
+    q_lengths: jax.Array | None,
+    mask: Mask,
+    semantics: Semantics,
+    mods: Mods,
+    *,
+    rotate: Rotate | None,
+) -> tuple[jax.Array, LatentCache]:
+    found, dtype = _sizes(params, x, cache)
+    B, T, S = found["B"], found["T"], found["S"]
+    left, _ = mask.window_size or (None, None)
+    rings = left is not None and left < S
+    if T > S or (rings and left is not None and left + T > S):
+        raise ValueError(
+            f"x: T={T} new tokens do not fit into the S={S} slots of the cache"
+            f"{f' with a window of {left}' if rings else ''}"
+        )
+    lengths = jnp.asarray(_counts(cache.lengths))
+    tokens = jnp.arange(T, dtype=np.int32).reshape(1, T)
+    positions = lengths[:, None] + tokens
+    latent = Latent(params, semantics, dtype, rotate)
+    queries = latent.absorbed(latent.queries(x, positions))
+    counts = jnp.full(B, T, np.int32)
+    if q_lengths is not None:
+        bind("q_lengths", q_lengths.shape, "B", found)
+        counts = jnp.minimum(_counts(q_lengths), T)
+    cache = cache._replace(lengths=lengths).append(latent.keys(x, positions), counts)
+    # A ring buffer never fills, but positions are limited to FAR.
+    full = jnp.asarray(cache.lengths) > (FAR if rings else S)
+    mask = checks.flatten_mask(mask, (B,), found)
+    heads = attend_cache(
+        None, queries, cache, positions, mask, with_scale(semantics, found), BLOCK, mods
+    )
+    heads = latent.values(heads[..., : found["L"]])
+    out = latent.combined(nan_where(full.reshape(B, 1, 1, 1), heads))
+    if q_lengths is not None:
+        out = jnp.where((tokens < counts[:, None])[..., None], out, 0.0)
+    return out, cache
+
+
+def _traced(
+    score_mod: ScoreMod | None, mask_mod: MaskMod | None, params: LatentParams, x: Array
+) -> Mods:
+    if score_mod is None and mask_mod is None:
+        return Mods()
+    return traced_mods(score_mod, mask_mod, check_inputs(params, x=x).dtype)
+
+
+def _checked(
+    params: LatentParams, x: Array, cache: LatentCache, semantics: Semantics
+) -> LatentCache:
+    """Checks the arguments and returns the cache; NumPy lengths become int32, since jit would
+    truncate them."""
+    checks.require_type(LatentCache, cache=cache)
+    check_arguments(params, semantics, x=x)
+    for name, part in cache._asdict().items():
+        require_arrays(**{f"cache.{name}": part})
+    checks.reject_rounding(cache=cache)
+    checks.floating_dtype(cache.latents.dtype, "the dtype of cache.latents")
+    if not jnp.issubdtype(cache.lengths.dtype, np.integer):
+        raise TypeError(f"cache.lengths must be an integer array, got {cache.lengths.dtype}")
+    if not isinstance(cache.lengths, np.ndarray):
+        return cache
+    return cache._replace(lengths=_counts(cache.lengths))
+
+
+def _counts(lengths: Array) -> Array:
+    """Clips lengths to [0, 2**30], so that lengths plus T fit int32; arrays become int32."""
+    return near(lengths).clip(0)
+
+
+def _sizes(
+    params: LatentParams, x: jax.Array, cache: LatentCache
+) -> tuple[dict[str, int], np.dtype[np.floating]]:
+    """Checks every shape of a call and returns the sizes by letter, S slots, and the dtype."""
+    found, dtype = check_inputs(params, x=x)
+    bind("x", x.shape, "B T Dq", found)
+    found["C"] = found["L"] + found["R"]
+    bind("cache.latents", cache.latents.shape, "B S C", found)
+    bind("cache.lengths", cache.lengths.shape, "B", found)
+    mesh_axes = sharding.current()
+    if found["T"] > 1 and mesh_axes is not None and mesh_axes.zigzag:
+        raise ValueError(
+            f"x: T={found['T']} tokens in zig-zag order, and a cache holds them by true position: "
+            "leave zigzag out of jaxmha.sharding.use here, and give them in their natural order"
+        )
+    return found, dtype

@@ -1,0 +1,294 @@
+"""Projections of latent attention: features to heads in two forms, and heads to features.
+
+`project` gives the queries, keys and values of every head. `absorb` multiplies the queries with the
+key kernel instead, so that all heads attend one key per token, its latent and its rotary key: a
+cache need not hold more.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float, Integer
+
+from jaxmha import checks
+from jaxmha.arrays import Array, require_arrays
+from jaxmha.dims import bind
+from jaxmha.implementations.base import accumulation_dtype
+from jaxmha.latent.params import LatentParams, leaves, sizes
+from jaxmha.matmul import resolved
+from jaxmha.params import Projection
+from jaxmha.projections import affine_map, zero_outside
+from jaxmha.rotary import Rotate, static_rotation
+from jaxmha.semantics import Semantics, flag
+
+
+class Checked(NamedTuple):
+    """Sizes by letter, and the promoted dtype of inputs and parameters."""
+
+    sizes: dict[str, int]
+    dtype: np.dtype[np.floating]
+
+
+def check_inputs(params: LatentParams, **inputs: Array) -> Checked:
+    """Checks every shape and dtype of parameters and inputs, which are features or heads."""
+    found = sizes(params)
+    for name, x in inputs.items():
+        bind(name, x.shape, "*B T N h" if name == "heads" else "*B T Dq", found)
+    dtype = checks.promoted(**inputs, **{f"params.{k}": v for k, v in leaves(params).items()})
+    return Checked(found, dtype)
+
+
+# Fields of Semantics that latent attention has no place for, and their values without effect.
+_WITHOUT = {"qk_norm": None, "clip_qkv": None, "add_zero_attn": False}
+
+
+def check_arguments(params: LatentParams, semantics: Semantics, **arrays: Array | None) -> None:
+    """Raises TypeError or ValueError for arguments of a wrong type, or that would be rounded."""
+    checks.require_type(LatentParams, params=params)
+    checks.require_type(Semantics, semantics=semantics)
+    require_arrays(optional=True, **arrays)
+    checks.reject_rounding(params=params, **arrays)
+    for name, neutral in _WITHOUT.items():
+        if getattr(semantics, name) != neutral:
+            raise ValueError(
+                f"semantics.{name}={getattr(semantics, name)!r}: latent attention has norms of "
+                "latents (params.latent_norm), and no other norm, clip or extra position"
+            )
+
+
+def project(
+    params: LatentParams,
+    x: Float[Array, "*B T Dq"],
+    *,
+    positions: Integer[Array, "*#B T"] | None = None,
+    rotate: Rotate | None = None,
+    semantics: Semantics = Semantics(),
+) -> tuple[
+    Float[jax.Array, "*B T N E"], Float[jax.Array, "*B T N E"], Float[jax.Array, "*B T N h"]
+]:
+    """Queries, keys and values of every head, as for training.
+
+    Args:
+      params: parameters of the layer.
+      x: features.
+      positions: positions of the tokens; None: 0 to T - 1.
+      rotate: `rotate(heads, positions)`, such as `rope`, applied to the R rotary features of
+        queries `(*B, T, N, R)` and of the shared key `(*B, T, 1, R)`; None: no rotation.
+      semantics: `qk_norm_epsilon` is the epsilon of the norms of latents.
+
+    Returns:
+      query, key and value. The scale of their logits is `E ** -0.5`.
+
+    >>> from jaxmha.latent import init_latent_params
+    >>> params = init_latent_params(
+    ...     jax.random.key(0), num_heads=3, features=8, latent_dim=6, rotary_dim=4, head_dim=5
+    ... )
+    >>> [x.shape for x in project(params, jnp.ones((2, 7, 8)))]
+    [(2, 7, 3, 9), (2, 7, 3, 9), (2, 7, 3, 5)]
+    """
+    check_arguments(params, semantics, x=x, positions=positions)
+    found: tuple[jax.Array, jax.Array, jax.Array] = _jitted(
+        params, x, positions, semantics, rotate=static_rotation(rotate), absorbed=False
+    )
+    return found
+
+
+def absorb(
+    params: LatentParams,
+    x: Float[Array, "*B T Dq"],
+    *,
+    positions: Integer[Array, "*#B T"] | None = None,
+    rotate: Rotate | None = None,
+    semantics: Semantics = Semantics(),
+) -> tuple[Float[jax.Array, "*B T N C"], Float[jax.Array, "*B T C"]]:
+    """Queries of every head for latents, and one key of C = L + R features per token, as for decoding.
+
+    The value of a token is the first L features of its key, its latent: give heads of latents to
+    `combine`, which projects them to values. Arguments are those of `project`.
+
+    Returns:
+      query and latents. The scale of their logits is `E ** -0.5`, not `C ** -0.5`.
+
+    >>> from jaxmha.latent import init_latent_params
+    >>> params = init_latent_params(
+    ...     jax.random.key(0), num_heads=3, features=8, latent_dim=6, rotary_dim=4, head_dim=5
+    ... )
+    >>> [x.shape for x in absorb(params, jnp.ones((2, 7, 8)))]
+    [(2, 7, 3, 10), (2, 7, 10)]
+    """
+    check_arguments(params, semantics, x=x, positions=positions)
+    found: tuple[jax.Array, jax.Array] = _jitted(
+        params, x, positions, semantics, rotate=static_rotation(rotate), absorbed=True
+    )
+    return found
+
+
+@partial(jax.jit, static_argnames=("rotate", "absorbed"))
+def _jitted(
+    params: LatentParams,
+    x: jax.Array,
+    positions: jax.Array | None,
+    semantics: Semantics,
+    *,
+    rotate: Rotate | None,
+    absorbed: bool,
+) -> tuple[jax.Array, ...]:
+    sizes, dtype = check_inputs(params, x=x)
+    batch = x.shape[:-2]
+    rows = x.reshape(-1, *x.shape[-2:])
+    at = flat_positions(positions, batch, rows.shape[0], sizes["T"])
+    latent = Latent(params, semantics, dtype, rotate)
+    queries, keys = latent.queries(rows, at), latent.keys(rows, at)
+    found = (latent.absorbed(queries), keys) if absorbed else latent.expanded(queries, keys)
+    return tuple(part.reshape(*batch, *part.shape[1:]) for part in found)
+
+
+def flat_positions(
+    positions: Array | None, batch: tuple[int, ...], rows: int, T: int
+) -> Integer[jax.Array, "B T"]:
+    """Positions of all batch rows, with one batch axis; None: 0 to T - 1."""
+    if positions is None:
+        found = jnp.arange(T, dtype=np.int32).reshape(1, T)
+    else:
+        if not jnp.issubdtype(positions.dtype, np.integer):
+            raise TypeError(f"positions must be an integer array, got {positions.dtype}")
+        found = checks.flatten_batch("positions", positions, batch, "T", {"T": T})
+    return jnp.broadcast_to(found, (rows, T))
+
+
+class Latent(NamedTuple):
+    """Checked parameters with the semantics, the promoted dtype and the rotation of a call."""
+
+    params: LatentParams
+    semantics: Semantics
+    dtype: np.dtype[np.floating]
+    rotate: Rotate | None
+
+    def queries(
+        self,
+        x: Float[jax.Array, "B T Dq"],
+        positions: Integer[jax.Array, "B T"],
+        attended: jax.Array | None = None,
+    ) -> Float[jax.Array, "B T N E"]:
+        """Queries, with rotated last R features. `attended`: the positions to keep, `b T`."""
+        params, x = self.params, zero_outside(x, attended)
+        if params.query_latent is not None:
+            x = self._norm(self._affine(x, params.query_latent), params.query_latent_norm)
+        query = self._affine(x, params.query).astype(self.dtype)
+        H = params.key.kernel.shape[-1]
+        turned = self._rotated(query[..., H:], positions)
+        return jnp.concatenate([query[..., :H], turned], -1)
+
+    def keys(
+        self,
+        x: Float[jax.Array, "B T Dq"],
+        positions: Integer[jax.Array, "B T"],
+        attended: jax.Array | None = None,
+    ) -> Float[jax.Array, "B T C"]:
+        """Latents, then the rotary key. `attended`: the positions to keep, `b T`."""
+        x = zero_outside(x, attended)
+        latent = self._norm(self._affine(x, self.params.latent), self.params.latent_norm)
+        key = self._affine(x, self.params.rotary_key).astype(self.dtype)
+        turned = self._rotated(key[:, :, None], positions)[:, :, 0]
+        return jnp.concatenate([latent, turned], -1)
+
+    def expanded(
+        self, query: Float[jax.Array, "B T N E"], keys: Float[jax.Array, "B T C"]
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries, keys `B T N E` and values `B T N h` of every head."""
+        params = self.params
+        L, N = params.key.kernel.shape[:2]
+        latent, rotary = keys[..., :L], keys[..., None, L:]
+        own = self._affine(latent, params.key).astype(self.dtype)
+        shared = jnp.broadcast_to(rotary, (*own.shape[:2], N, rotary.shape[-1]))
+        value = self._affine(latent, params.value).astype(self.dtype)
+        return query, jnp.concatenate([own, shared], -1), value
+
+    def absorbed(self, query: Float[jax.Array, "B T N E"]) -> Float[jax.Array, "B T N C"]:
+        """Queries for latents and rotary keys: `query @ (kernel @ latent) = (query @ kernel) @
+        latent`."""
+        H = self.params.key.kernel.shape[-1]
+        kernel = jnp.moveaxis(jnp.asarray(self.params.key.kernel), 2, 1)  # L H N
+        own = self._by_head(query[..., :H], kernel)
+        return jnp.concatenate([own, query[..., H:]], -1)
+
+    def values(self, heads: Float[jax.Array, "B T N L"]) -> Float[jax.Array, "B T N h"]:
+        """Weighted latents as weighted values."""
+        return self._by_head(heads, jnp.moveaxis(jnp.asarray(self.params.value.kernel), 2, 0))
+
+    def combined(self, heads: Float[jax.Array, "B T N h"]) -> Float[jax.Array, "B T Do"]:
+        """Heads as features."""
+        if self.params.out is None:
+            return heads.reshape(*heads.shape[:-2], -1).astype(self.dtype)
+        out = self.params.out
+        return affine_map(heads, 2, out, self.dtype, self.semantics.precision).astype(self.dtype)
+
+    def _affine(self, x: jax.Array, projection: Projection) -> jax.Array:
+        return affine_map(x, 1, projection, self.dtype, self.semantics.precision)
+
+    def _by_head(
+        self, heads: Float[jax.Array, "B T N c"], kernel: Float[jax.Array, "d c N"]
+    ) -> Float[jax.Array, "B T N d"]:
+        """The product of every head with its own matrix."""
+        precision = resolved(self.semantics.precision)
+        found = jnp.einsum(
+            "btnc,dcn->btnd",
+            heads.astype(self.dtype),
+            kernel.astype(self.dtype),
+            precision=precision,
+            preferred_element_type=accumulation_dtype(self.dtype),
+        )
+        return found.astype(self.dtype)
+
+    def _norm(self, x: jax.Array, scale: Array | None) -> jax.Array:
+        """The RMS norm. Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019)."""
+        if scale is None:
+            return x.astype(self.dtype)
+        x = x.astype(accumulation_dtype(self.dtype))
+        variance = jnp.square(x).mean(-1, keepdims=True)
+        x = x * jax.lax.rsqrt(variance + self.semantics.qk_norm_epsilon)
+        wide = jnp.asarray(scale).astype(x.dtype).reshape((1,) * (x.ndim - 1) + scale.shape)
+        return (x * wide).astype(self.dtype)
+
+    def _rotated(self, heads: jax.Array, positions: jax.Array) -> jax.Array:
+        turned = heads if self.rotate is None else self.rotate(heads, positions)
+        return turned.astype(self.dtype)
+
+
+def combine(
+    params: LatentParams,
+    heads: Float[Array, "*B T N h"] | Float[Array, "*B T N L"],
+    *,
+    absorbed: bool = False,
+    semantics: Semantics = Semantics(),
+) -> Float[jax.Array, "*B T Do"]:
+    """Combines heads with the output projection, or concatenates them if `params.out` is None.
+
+    `absorbed`: the heads are weighted latents `(*B, T, N, L)`, and are projected to values first.
+
+    >>> from jaxmha.latent import init_latent_params
+    >>> params = init_latent_params(
+    ...     jax.random.key(0), num_heads=3, features=8, latent_dim=6, rotary_dim=4, head_dim=5
+    ... )
+    >>> combine(params, jnp.ones((2, 7, 3, 6)), absorbed=True).shape
+    (2, 7, 8)
+    """
+    check_arguments(params, semantics, heads=heads)
+    out: jax.Array = _combine(params, heads, semantics, absorbed=flag("absorbed", absorbed))
+    return out
+
+
+@partial(jax.jit, static_argnames=("absorbed",))
+def _combine(
+    params: LatentParams, heads: jax.Array, semantics: Semantics, *, absorbed: bool
+) -> jax.Array:
+    found = sizes(params)
+    bind("heads", heads.shape, f"*B T N {'L' if absorbed else 'h'}", found)
+    named = {f"params.{name}": x for name, x in leaves(params).items()}
+    latent = Latent(params, semantics, checks.promoted(heads=heads, **named), None)
+    rows = heads.reshape(-1, *heads.shape[-3:])
+    out = latent.combined(latent.values(rows) if absorbed else rows)
+    return out.reshape(*heads.shape[:-2], out.shape[-1])
