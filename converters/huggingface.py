@@ -1,9 +1,13 @@
 """Imports and exports attention blocks of Hugging Face transformers and timm checkpoints.
 
+Layouts whose tensors do not say all that the layer computes (norms, sinks, gates) are read and written if
+they are named, `layout="llama-sinks"` for gpt-oss.
+
 The checkpoint's config.json holds the head count (`num_attention_heads`, `n_head`, `num_heads`).
 """
 
 from jaxmha.converters.discovery.latent import LatentBehaviour, latent_behaviour
+from jaxmha.converters.layout import meaning
 from jaxmha.converters.layout.api import make_api
 from jaxmha.converters.layout.huggingface import BERT, GPT2, LAYOUTS, NEOX, T5, TIMM, VIT, WHISPER
 from jaxmha.converters.layout.latent import export_latent_params, import_latent_params
@@ -25,4 +29,4 @@ __all__ = [
     "latent_behaviour",
 ]
 
-import_params, export_params = make_api(LAYOUTS)
+import_params, export_params = make_api(LAYOUTS, meaning.LAYOUTS)

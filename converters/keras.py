@@ -68,8 +68,11 @@ def from_module(layer: "keras.Layer", variables: None = None) -> tuple[MHAParams
 
     Raises:
       TypeError: the layer is neither of the two.
-      ValueError: the layer is not built, or uses a feature that jaxmha lacks (several attention
-        axes, sliding_window); the message names it.
+      ValueError: the layer is not built.
+
+    `sliding_window` and `attention_axes` become fields of the semantics, which `multi_head_attention`
+    honours for inputs of the same number of axes. Keras' masks of several attended axes are without
+    the axis of heads: insert it, `mask[:, None]`.
 
     If `output_shape` has several axes, the parameters merge them into one: reshape the output of
     jaxmha to `output_shape`.
@@ -89,11 +92,6 @@ def from_module(layer: "keras.Layer", variables: None = None) -> tuple[MHAParams
             "layer.build(query_shape, value_shape, key_shape)"
         )
     config = layer.get_config()
-    for setting, refused, remedy in _REFUSED:
-        if refused(config.get(setting)):
-            raise ValueError(
-                f"layer {layer.name!r} has {setting}={config[setting]!r}, which {remedy}"
-            )
     state = {"/".join(w.path.split("/")[-2:]): to_numpy(w) for w in layer.weights}
     if np.size(config.get("output_shape")) > 1:
         kernel, bias = "attention_output/kernel", "attention_output/bias"
@@ -101,21 +99,26 @@ def from_module(layer: "keras.Layer", variables: None = None) -> tuple[MHAParams
         state |= {bias: state[bias].reshape(-1)} if bias in state else {}
     grouped = "num_key_value_heads" in config
     params, semantics = import_params(state, layout=(GROUPED if grouped else VARIABLES).name)
-    return params, replace(semantics, dropout_rate=float(config["dropout"]))
+    window = config.get("sliding_window")
+    semantics = replace(
+        semantics,
+        dropout_rate=float(config["dropout"]),
+        local_window_size=None if window is None else (window - 1, window - 1),
+        attention_axes=_attended(layer),
+    )
+    return params, semantics
 
 
-_REFUSED: tuple[tuple[str, Any, str], ...] = (
-    (
-        "attention_axes",
-        lambda axes: axes is not None and tuple(np.atleast_1d(axes)) != (1,),
-        "attends over other axes than the second: move that axis there, or flatten several",
-    ),
-    (
-        "sliding_window",
-        lambda window: window is not None,
-        "is a mask and not a weight: pass Mask.window(w - 1, w - 1), and import_params(weights)",
-    ),
-)
+def _attended(layer: "keras.Layer") -> tuple[int, ...] | None:
+    """The attended axes of a built layer; None for inputs of three axes."""
+    axes = getattr(layer, "attention_axes", None)
+    return None if axes is None or _rank(layer) == 3 else tuple(axes)
+
+
+def _rank(layer: "keras.Layer") -> int:
+    """The number of axes of the inputs for which a layer was built."""
+    dense = getattr(layer, "_query_dense")  # noqa: B009
+    return len(dense.equation.partition(",")[0])
 
 
 def to_module(
@@ -131,7 +134,8 @@ def to_module(
     key/value heads than query heads; otherwise it is a `MultiHeadAttention`.
 
     `like`: a layer from which other settings are copied: initialisers, regularisers, constraints, seed,
-    dtype policy, and an `output_shape` of several axes if the weights fit it.
+    dtype policy, an `output_shape` of several axes if the weights fit it, and with
+    `semantics.attention_axes` the number of axes of inputs (otherwise as few as these need, from 4 on).
 
     Raises:
       ValueError: Keras' layer cannot hold the parameters or the behaviour (the message says why),
@@ -153,8 +157,11 @@ def to_module(
             "nothing)"
         )
     layout = GROUPED if grouped else VARIABLES
-    state = export_params(params, semantics, layout=layout.name)
-    settings = {
+    own = replace(semantics, local_window_size=None)
+    own = own if grouped else replace(own, attention_axes=None)
+    state = export_params(params, own, layout=layout.name)
+    settings: dict[str, Any] = {
+        "sliding_window": _sliding_window(semantics),
         "dropout": semantics.dropout_rate,
         "use_bias": params.query.bias is not None,
         "use_gate": gate is not None,
@@ -166,11 +173,12 @@ def to_module(
         layer = keras.layers.GroupQueryAttention(sizes["H"], sizes["N"], sizes["K"], **settings)
     else:
         width = None if sizes["Do"] == sizes["Dq"] else sizes["Do"]
-        settings = {"output_shape": width, **settings}
+        settings = {"output_shape": width, "attention_axes": semantics.attention_axes, **settings}
         layer = keras.layers.MultiHeadAttention(
             sizes["N"], sizes["H"], value_dim=sizes["h"], **settings
         )
-    layer.build(*((None, None, sizes[width]) for width in ("Dq", "Dv", "Dk")))
+    rank = _rank_of(semantics.attention_axes, like)
+    layer.build(*((None,) * (rank - 1) + (sizes[width],) for width in ("Dq", "Dv", "Dk")))
     variables_of = {"/".join(w.path.split("/")[-2:]): w for w in layer.weights}
     assert variables_of.keys() == state.keys(), (variables_of.keys(), state.keys())
     for key, variable in variables_of.items():
@@ -182,6 +190,29 @@ def to_module(
                 f"{state[key].dtype}: on the JAX backend float64 needs jax_enable_x64"
             )
     return layer
+
+
+def _rank_of(axes: tuple[int, ...] | None, like: "keras.Layer | None") -> int:
+    """The number of axes of inputs: 3, or with `attention_axes` that of `like`, or at least 4."""
+    if axes is None:
+        return 3
+    if like is not None and like.built:
+        return _rank(like)
+    return max(4, *(axis + 2 if axis >= 0 else 1 - axis for axis in axes))
+
+
+def _sliding_window(semantics: Semantics) -> int | None:
+    """Keras' setting for a window, which has as many keys on both sides of a query."""
+    window = semantics.local_window_size
+    if window is None:
+        return None
+    left, right = window
+    if left is None or left != right:
+        raise ValueError(
+            f"semantics.local_window_size={window}: Keras' sliding_window has the same bound on both "
+            "sides; give the rest of the window as a causal mask"
+        )
+    return left + 1
 
 
 # Settings that follow from weights and behaviour, and are never copied from `like`.
@@ -231,6 +262,9 @@ def forward(
 
     `mask` is canonical: Boolean `(B, N or 1, T or 1, S)`, True = attend.
     """
+    rank = _rank(layer)
+    if rank > 3:
+        return _forward_along(layer, rank, query, key, value, mask)
     if mask is not None and mask.shape[1] == 1:
         mask = mask[:, 0]
     options = {"attention_mask": mask, "training": False}
@@ -238,3 +272,28 @@ def forward(
     if wide:  # for unequal head widths, Keras on JAX needs the path that returns scores
         return to_numpy(layer(query, value, key, return_attention_scores=True, **options)[0])
     return to_numpy(layer(query, value, key, **options))
+
+
+def _forward_along(
+    layer: "keras.Layer",
+    rank: int,
+    query: NDArray,
+    key: NDArray,
+    value: NDArray,
+    mask: NDArray | None,
+) -> NDArray:
+    """`forward` of a layer for inputs of more axes: positions are along its first attended axis, and
+    all other axes have size 1."""
+    axes = layer.attention_axes
+    placed = [
+        x.reshape(
+            len(x), *(x.shape[1] if axis == axes[0] else 1 for axis in range(1, rank - 1)), -1
+        )
+        for x in (query, value, key)
+    ]
+    if mask is not None:  # B, the other axes, N, queries, keys
+        B, N, T, S = mask.shape
+        ones = (1,) * (len(axes) - 1)
+        mask = mask.reshape(B, *(1,) * (rank - 2 - len(axes)), N, T, *ones, S, *ones)
+    out = to_numpy(layer(*placed, attention_mask=mask, training=False))
+    return out.reshape(*query.shape[:2], *out.shape[rank - 1 :])

@@ -26,7 +26,7 @@ from jaxmha.dims import bind
 from jaxmha.explicit_sharding import by_types, sharding_of_features, spec_of
 from jaxmha.layer import policy_of
 from jaxmha.mask import Mask
-from jaxmha.mask_arguments import as_mask
+from jaxmha.mask_arguments import as_mask, with_window
 from jaxmha.mod_arguments import MaskMod, Mods, ScoreMod, traced_mods, without_extras
 from jaxmha.paged_cache import PagedKVCache
 from jaxmha.params import MHAParams
@@ -82,7 +82,7 @@ def prefill(
         params,
         x,
         cache,
-        as_mask(mask),
+        with_window(as_mask(mask), semantics),
         semantics,
         _traced(score_mod, mask_mod, params, x, semantics),
         rotate=static_rotation(rotate),
@@ -269,7 +269,7 @@ def extend(
     ([5, 1, 0], 5)
     """
     cache = checked_cache(params, x, cache, semantics)
-    mask = as_mask(mask)
+    mask = with_window(as_mask(mask), semantics)
     reject_structure(mask)
     if policy_of(params, semantics) == "mean":
         raise ValueError(

@@ -14,7 +14,7 @@ from jaxmha.kv_cache import KVCache
 from jaxmha.paged_cache import PagedKVCache
 from jaxmha.params import MHAParams, check
 from jaxmha.quantized import is_scaled, storage_dtype
-from jaxmha.semantics import Semantics
+from jaxmha.semantics import Semantics, reject_axes
 
 CacheT = TypeVar("CacheT", KVCache, PagedKVCache)
 ArrayT = TypeVar("ArrayT", bound=Array)
@@ -54,6 +54,7 @@ def checked_cache(params: MHAParams, x: Array, cache: CacheT, semantics: Semanti
             f"cache must be a jaxmha.KVCache or a jaxmha.PagedKVCache, got {type(cache).__name__}"
         )
     checks.require_type(Semantics, semantics=semantics)
+    reject_axes(semantics)
     require_arrays(x=x)
     for name, part in cache._asdict().items():
         is_scale = name.endswith("_scale")  # None unless the dtype of the cache needs scales

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Literal, NamedTuple, overload
 
@@ -12,12 +13,13 @@ from jaxtyping import Bool, Float, PRNGKeyArray
 from jaxmha import bias_kv, checks, sharding
 from jaxmha.arrays import Array, require_arrays
 from jaxmha.attention import attend, hashable
+from jaxmha.attention_axes import axes_of
 from jaxmha.explicit_sharding import by_types, sharding_of_features
 from jaxmha.implementations import forward_mode
 from jaxmha.implementations.mods import Mod
 from jaxmha.implementations.tiled.attended import attended_positions
 from jaxmha.mask import Mask
-from jaxmha.mask_arguments import as_mask
+from jaxmha.mask_arguments import as_mask, with_window
 from jaxmha.mod_arguments import MaskMod, Mods, ScoreMod, traced_mods, without_extras
 from jaxmha.params import MHAParams
 from jaxmha.projections import check_inputs, combine_checked, distinct, project_checked
@@ -78,8 +80,8 @@ def multi_head_attention(
 def multi_head_attention(
     params: MHAParams,
     query: Float[Array, "*B T Dq"],
-    key: Float[Array, "*B S Dk"] | None = None,
-    value: Float[Array, "*B S Dv"] | None = None,
+    key: Float[Array, "*Bk S Dk"] | None = None,
+    value: Float[Array, "*Bk S Dv"] | None = None,
     *,
     bias: Float[Array, "..."] | None = None,
     mask: Bool[Array, "..."] | Mask | None = None,
@@ -116,6 +118,10 @@ def multi_head_attention(
     number, `mask` or `bias` applies to them too. Returned weights include the extra positions, but
     not the sinks.
 
+    With `semantics.attention_axes`, query, key and value have the same axes, T and S are the products
+    of the attended ones, in the order given, and `mask`, `bias` and weights are `(*B, N, *T, *S)`,
+    with the attended axes of queries and of keys apart; *B are the other axes.
+
     Returns:
       `out` or `(out, weights)`; out is `(*B, T, Do)` in the promoted dtype of inputs and
       parameters, or `(*B, T, N*h)` where `params.out` is None.
@@ -142,6 +148,28 @@ def multi_head_attention(
     checks.reject_rounding(params=params, query=query, key=key, value=value, bias=bias)
     is_causal = flag("is_causal", is_causal)
     mask = as_mask(mask)
+    if semantics.attention_axes is not None:
+        axes = axes_of(semantics.attention_axes, query, key, value)
+        rows = axes.flat(query)
+        keys = rows if key is query else axes.flat(key)
+        flat = multi_head_attention(
+            params,
+            rows,
+            keys,
+            keys if value is key else axes.flat(value),
+            bias=None if bias is None else axes.pairs("bias", bias),
+            mask=axes.mask(mask),
+            is_causal=is_causal,
+            semantics=replace(semantics, attention_axes=None),
+            dropout_key=dropout_key,
+            return_weights=return_weights,
+            score_mod=score_mod,
+            mask_mod=mask_mod,
+            implementation=implementation,
+        )
+        if isinstance(flat, tuple):
+            return axes.restored(flat[0]), axes.split(flat[1])
+        return axes.restored(flat)
     mods = Mods()
     if score_mod is not None or mask_mod is not None:
         others = (None if x is None else jnp.asarray(x) for x in (key, value))
@@ -204,7 +232,7 @@ def _multi_head_attention(
                 f"got shape {x.shape}"
             )
     extra = bias_kv.count(params, semantics)
-    structure = mask & (Mask.causal() if is_causal else Mask())
+    structure = with_window(mask & (Mask.causal() if is_causal else Mask()), semantics)
     mask = bias_kv.widen_mask(structure, extra, batch, sizes)
     bias = bias_kv.widen_bias(bias, extra, batch, sizes)
     attended = attended_features(

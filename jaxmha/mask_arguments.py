@@ -7,6 +7,7 @@ from jaxmha import checks
 from jaxmha.arrays import Array
 from jaxmha.integers import require_integers
 from jaxmha.mask import Mask
+from jaxmha.semantics import Semantics
 
 
 def as_mask(mask: Array | Mask | None) -> Mask:
@@ -14,6 +15,12 @@ def as_mask(mask: Array | Mask | None) -> Mask:
     if mask is None:
         return Mask()
     return mask if isinstance(mask, Mask) else Mask.dense(mask)
+
+
+def with_window(mask: Mask, semantics: Semantics) -> Mask:
+    """The mask with the window that every call of a layer has."""
+    window = semantics.local_window_size
+    return mask if window is None else mask & Mask.window(*window)
 
 
 def mask_of_keywords(

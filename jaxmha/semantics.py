@@ -4,7 +4,7 @@ import math
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import jax
@@ -95,6 +95,11 @@ class Semantics:
       qk_norm_offset: added to the scales: 1.0 where a model stores `scale - 1` (Gemma 3).
       qk_norm_learned: False: queries and keys are normalised, and there are no scales.
       clip_qkv: c > 0 clips projected queries, keys and values to [-c, c], after the norms.
+      local_window_size: (left, right): `i - left <= j <= i + right`, in every call of a layer, next
+        to its masks; None for one side, or for both: no bound.
+      attention_axes: the axes of features over which a layer attends, as one sequence in which the
+        last of them varies fastest: Keras' `attention_axes`. Other axes are batch axes. None: the
+        axis before the features.
 
     Raises:
       ValueError: a field is outside its range.
@@ -117,6 +122,8 @@ class Semantics:
     qk_norm_offset: float = 0.0
     qk_norm_learned: bool = True
     clip_qkv: float | None = None
+    local_window_size: tuple[int | None, int | None] | None = None
+    attention_axes: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         one_of("fully_masked", self.fully_masked, get_args(FullyMasked))
@@ -128,6 +135,8 @@ class Semantics:
                 object.__setattr__(self, name, number(name, getattr(self, name)))
         object.__setattr__(self, "add_zero_attn", flag("add_zero_attn", self.add_zero_attn))
         object.__setattr__(self, "precision", _precision(self.precision))
+        object.__setattr__(self, "local_window_size", _window(self.local_window_size))
+        object.__setattr__(self, "attention_axes", _attention_axes(self.attention_axes))
         if not 0.0 <= self.dropout_rate < 1.0:
             raise ValueError(f"dropout_rate must be in [0, 1), got {self.dropout_rate}")
         object.__setattr__(self, "dropout_broadcast", _axes(self.dropout_broadcast))
@@ -317,6 +326,46 @@ def _precision(value: object) -> object:
     raise ValueError(
         f"precision must be 'default', 'high', 'highest' or another that JAX knows, got {value!r}"
     )
+
+
+def reject_axes(semantics: Semantics) -> None:
+    """Raises ValueError for `attention_axes`, which only `multi_head_attention` reads."""
+    if semantics.attention_axes is not None:
+        raise ValueError(
+            f"semantics.attention_axes={semantics.attention_axes} is for multi_head_attention: here, "
+            "move the attended axis before that of the features"
+        )
+
+
+def _window(value: object) -> tuple[int | None, int | None] | None:
+    """Normalises `local_window_size`: w means (w, w)."""
+    if value is None:
+        return None
+    sides = (value, value) if isinstance(value, Integral) else value
+    if not isinstance(sides, tuple | list) or len(sides) != 2:
+        raise ValueError(f"local_window_size must be w or (left, right), got {value!r}")
+    for side in sides:
+        if side is not None and (isinstance(side, bool) or not isinstance(side, Integral)):
+            raise TypeError(f"local_window_size must hold integers or None, got {value!r}")
+    left, right = (None if side is None else int(side) for side in sides)
+    return None if left is None and right is None else (left, right)
+
+
+def _attention_axes(value: object) -> tuple[int, ...] | None:
+    """Normalises `attention_axes`: one integer means a tuple of it."""
+    if value is None:
+        return None
+    axes = (value,) if isinstance(value, Integral) else value
+    if not isinstance(axes, tuple | list) or not axes:
+        raise ValueError(f"attention_axes must be one or more integers, got {value!r}")
+    if any(isinstance(axis, bool) or not isinstance(axis, Integral) for axis in axes):
+        raise TypeError(f"attention_axes must be integers, got {value!r}")
+    found = tuple(int(axis) for axis in axes)
+    if len(set(found)) < len(found) or -1 in found:
+        raise ValueError(
+            f"attention_axes must be different axes, and not the last, of features, got {value!r}"
+        )
+    return found
 
 
 def one_of(name: str, value: object, choices: tuple[object, ...]) -> None:

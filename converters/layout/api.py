@@ -63,13 +63,16 @@ _EXPORT = """A flat dict of NumPy arrays in one of the layouts {names}.
     """
 
 
-def make_api(layouts: Sequence[Layout]) -> tuple[Import, Export]:
-    """`import_params` and `export_params` for these layouts.
+def make_api(layouts: Sequence[Layout], by_name: Sequence[Layout] = ()) -> tuple[Import, Export]:
+    """`import_params` and `export_params` for these layouts, and by their names for `by_name`.
 
     If the caller names no layout, import uses the first whose required keys are all present, and
     export the first that can hold the parameters.
     """
+    every = (*layouts, *by_name)
     names = ", ".join(layout.name for layout in layouts)
+    if by_name:
+        names += f", or if named {', '.join(layout.name for layout in by_name)}"
 
     def importer(
         state: Mapping[str, Any],
@@ -84,7 +87,11 @@ def make_api(layouts: Sequence[Layout]) -> tuple[Import, Export]:
                 "live layer call from_module(layer) of jaxmha.converters.torch, .keras or .flax"
             )
         return transform.import_params(
-            layouts, state, layout=layout, num_heads=num_heads, prefix=prefix
+            layouts if layout is None else every,
+            state,
+            layout=layout,
+            num_heads=num_heads,
+            prefix=prefix,
         )
 
     def exporter(
@@ -100,7 +107,7 @@ def make_api(layouts: Sequence[Layout]) -> tuple[Import, Export]:
             return transform.export_params(chosen, *own, prefix=prefix)
 
         if layout is not None:
-            return export(choose(layouts, [], layout))
+            return export(choose(every, [], layout))
         errors = []
         for candidate in layouts:
             try:

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple, TypeAlias
@@ -163,6 +164,7 @@ def layers(
 
 def of_params(name: str, layout: str, params: MHAParams, semantics: Semantics) -> ComparedBlock:
     """Makes a block whose forward runs jaxmha on the parameters of a single layer."""
+    single = replace(semantics, attention_axes=None)  # inputs of the forward have one such axis
 
     def forward(
         query: NDArray, key: NDArray, value: NDArray, mask: NDArray | None = None
@@ -171,7 +173,7 @@ def of_params(name: str, layout: str, params: MHAParams, semantics: Semantics) -
         full = np.ones((B, 1, T, S), bool) if mask is None else mask
         full = np.ascontiguousarray(np.broadcast_to(full, (B, full.shape[1], T, S)))
         with exact_dtypes(query.dtype):  # `full` has one shape for all masks: JAX compiles once
-            out = multi_head_attention(params, query, key, value, mask=full, semantics=semantics)
+            out = multi_head_attention(params, query, key, value, mask=full, semantics=single)
             return to_numpy(out)
 
     return ComparedBlock(name, layout, params, semantics, forward, is_live=False)

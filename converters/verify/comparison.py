@@ -240,7 +240,14 @@ def not_finite(params: MHAParams) -> list[str]:
 
 def _behaviour(a: ComparedBlock, b: ComparedBlock) -> Iterator[str]:
     """Describes the fields of the semantics that differ."""
-    for name in ("scale", "logits_soft_cap", "add_zero_attn", "clip_qkv", *NORM_FIELDS):
+    for name in (
+        "scale",
+        "logits_soft_cap",
+        "add_zero_attn",
+        "clip_qkv",
+        "local_window_size",
+        *NORM_FIELDS,
+    ):
         x, y = (getattr(block.semantics, name) for block in (a, b))
         if x != y and not (name == "scale" and math.isclose(_scale(a), _scale(b), rel_tol=1e-12)):
             yield f"{name} is {x!r} and {y!r}"

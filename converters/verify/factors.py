@@ -18,6 +18,7 @@ from jaxmha.converters.masks import compare
 from jaxmha.converters.masks.compose import array_of
 from jaxmha.converters.verify import diagnosis, oracle
 from jaxmha.converters.verify.captured_layer import Blocked, Inputs, Layer, significand
+from jaxmha.mask_arguments import with_window
 from jaxmha.params import CANONICAL, NORMS, check, from_leaves, leaves
 from jaxmha.semantics import NORM_FIELDS
 
@@ -54,6 +55,7 @@ def values_of(layer: Layer, inputs: Inputs) -> Values:
     T, S = query.shape[1], key.shape[1]
     here = {"B": len(query), "N": sizes["N"], "T": T, "S": S}
     mask, bias, blocked = layer.conditions(here)
+    mask = with_window(mask, layer.semantics)
     if bias is not None:
         bias = np.broadcast_to(bias, (*bias.shape[:3], S))
     values: Values = {"heads": (sizes["N"], sizes["K"])}

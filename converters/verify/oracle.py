@@ -6,7 +6,7 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 
-from jaxmha import MHAParams, Projection, Semantics
+from jaxmha import Mask, MHAParams, Projection, Semantics
 from jaxmha.converters.layout.arrays import NDArray, to_numpy
 from jaxmha.params import field_of, leaves
 
@@ -88,6 +88,9 @@ def run(
     allowed = np.ones(logits.shape, bool)
     if mask is not None:
         allowed[..., : key.shape[1]] = mask
+    if semantics.local_window_size is not None:
+        window = Mask.window(*semantics.local_window_size)
+        allowed[..., : key.shape[1]] &= window.to_array(T, key.shape[1], np)
     probabilities = softmax(logits, allowed)
     if "sinks" in weights:
         probabilities = _with_sinks(probabilities, logits, allowed, weights["sinks"])

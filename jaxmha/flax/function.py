@@ -146,7 +146,7 @@ def attention_fn(
     query, key = rotated(query, key, rotate, input_positions)
     if force_fp32_for_softmax and query.dtype != np.float64:  # flax keeps the weights in float32
         query, key, value = cast((query, key, value), np.float32)
-    mask = read_mask(mask, is_causal=is_causal)
+    mask = read_mask(mask, is_causal=is_causal, semantics=read)
     dtype = checks.promoted(query=query, key=key, value=value)
     mods = traced_mods(score_mod, mask_mod, dtype)
     drawn = dropout_rng if drops else None

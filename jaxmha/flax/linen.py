@@ -198,7 +198,7 @@ class MultiHeadDotProductAttention(nn.Module):  # type: ignore[misc]
             drops = not nn.merge_param("deterministic", self.deterministic, deterministic)
         if drops and dropout_rng is None:
             dropout_rng = self.make_rng("dropout")
-        mask = read_mask(mask, self.local_window_size, is_causal)
+        mask = read_mask(mask, self.local_window_size, is_causal, semantics)
         settings = CallSettings(
             semantics, dropout_rng if drops else None, sow_weights, self.implementation
         )

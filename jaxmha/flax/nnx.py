@@ -266,7 +266,7 @@ class MultiHeadAttention(Attributes):
         reject_shardings(out_sharding=out_sharding, qkv_sharding=qkv_sharding)
         inputs = read_inputs(inputs_q, inputs_k, inputs_v, self.dtype)
         params = cast(params_of(self), self.dtype)
-        mask = read_mask(mask, self.local_window_size, is_causal)
+        mask = read_mask(mask, self.local_window_size, is_causal, self.semantics)
         key = dropout_key(self, deterministic, rngs)
         settings = CallSettings(self.semantics, key, sow_weights, self.implementation)
         arguments = bias, mask, self.rotate, settings, input_positions

@@ -14,9 +14,10 @@ from jaxmha.checks import require_type
 from jaxmha.flax.parameters import EXTRA
 from jaxmha.integers import require_sizes
 from jaxmha.mask import Mask
+from jaxmha.mask_arguments import with_window
 from jaxmha.params import MHAParams, check, leaves
 from jaxmha.projections import check_norms
-from jaxmha.semantics import Precision, Semantics, flag, one_of
+from jaxmha.semantics import Precision, Semantics, flag, one_of, reject_axes
 
 UseBias: TypeAlias = bool | Collection[str]
 Tree = TypeVar("Tree")
@@ -42,6 +43,7 @@ def behaviour(
     """
     given = Semantics() if semantics is None else semantics
     require_type(Semantics, semantics=given)
+    reject_axes(given)
     default = ("B", "N") if semantics is None else given.dropout_broadcast  # flax's default
     from_arguments = Semantics(
         dropout_rate=dropout_rate,
@@ -113,8 +115,13 @@ def read_inputs(
     return made[id(query)], made[id(key)], made[id(value)]
 
 
-def read_mask(mask: Array | Mask | None, window: Window = None, is_causal: bool = False) -> Mask:
-    """Combines mask, window and causality of a flax call; nonzero entries of an array attend."""
+def read_mask(
+    mask: Array | Mask | None,
+    window: Window = None,
+    is_causal: bool = False,
+    semantics: Semantics = Semantics(),
+) -> Mask:
+    """Combines mask, windows and causality of a flax call; nonzero entries of an array attend."""
     if isinstance(mask, Mask):
         read = mask
     elif mask is None:
@@ -127,7 +134,7 @@ def read_mask(mask: Array | Mask | None, window: Window = None, is_causal: bool 
         array = mask if isinstance(mask, np.ndarray) else jnp.asarray(mask)
         read = Mask(array=array if array.dtype == np.bool_ else array != 0)
     causal = Mask.causal() if flag("is_causal", is_causal) else Mask()
-    return read & checks.window(window) & causal
+    return with_window(read & checks.window(window) & causal, semantics)
 
 
 def as_tuple(several: object) -> Any:

@@ -291,7 +291,8 @@ def _logits(graph: _Graph, query: str, key: str) -> str:
 
 def _mask(graph: _Graph, logits: str, is_causal: bool, mask: Sequence[int] | None) -> str:
     """Adds the masked logits, if anything is masked."""
-    if mask is None and not is_causal:
+    window = graph.semantics.local_window_size
+    if mask is None and not is_causal and window is None:
         return logits
     hidden, inputs = [], [logits]
     if mask is not None:
@@ -300,6 +301,10 @@ def _mask(graph: _Graph, logits: str, is_causal: bool, mask: Sequence[int] | Non
         hidden.append("not mask")
     if is_causal:
         hidden.append("i < j < S" if graph.extra else "j > i")
+    if window is not None:
+        left, right = window
+        hidden += [f"j < i - {left}"] * (left is not None)
+        hidden += [f"i + {right} < j" + " < S" * bool(graph.extra)] * (right is not None)
     formula = f"-inf where {' or '.join(hidden)}, else {logits}"
     return graph.add("masked_logits", "elementwise", formula, graph.pairs, graph.wide, inputs)
 

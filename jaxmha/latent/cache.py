@@ -21,7 +21,7 @@ from jaxmha.latent.heads import Latent, check_arguments, check_inputs, flat_posi
 from jaxmha.latent.layer import with_scale
 from jaxmha.latent.params import LatentParams, leaves, sizes
 from jaxmha.mask import Mask
-from jaxmha.mask_arguments import as_mask
+from jaxmha.mask_arguments import as_mask, with_window
 from jaxmha.mod_arguments import MaskMod, Mods, ScoreMod, traced_mods
 from jaxmha.rotary import Rotate, static_rotation
 from jaxmha.semantics import Semantics
@@ -141,7 +141,7 @@ def prefill(
         params,
         x,
         cache,
-        as_mask(mask),
+        with_window(as_mask(mask), semantics),
         semantics,
         _traced(score_mod, mask_mod, params, x),
         rotate=static_rotation(rotate),
@@ -178,7 +178,7 @@ def extend(
     ((2, 1, 8), [8, 8])
     """
     cache = _checked(params, x, cache, semantics)
-    mask = as_mask(mask)
+    mask = with_window(as_mask(mask), semantics)
     reject_structure(mask)
     if semantics.fully_masked == "mean":
         raise ValueError(

@@ -42,7 +42,7 @@ def check_inputs(params: LatentParams, **inputs: Array) -> Checked:
 
 
 # Fields of Semantics that latent attention has no place for, and their values without effect.
-_WITHOUT = {"qk_norm": None, "clip_qkv": None, "add_zero_attn": False}
+_WITHOUT = {"qk_norm": None, "clip_qkv": None, "add_zero_attn": False, "attention_axes": None}
 
 
 def check_arguments(params: LatentParams, semantics: Semantics, **arrays: Array | None) -> None:
@@ -55,7 +55,7 @@ def check_arguments(params: LatentParams, semantics: Semantics, **arrays: Array 
         if getattr(semantics, name) != neutral:
             raise ValueError(
                 f"semantics.{name}={getattr(semantics, name)!r}: latent attention has norms of "
-                "latents (params.latent_norm), and no other norm, clip or extra position"
+                "latents (params.latent_norm), and no other norm, clip, extra position or axis"
             )
 
 

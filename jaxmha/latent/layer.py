@@ -18,7 +18,7 @@ from jaxmha.latent.heads import Latent, check_arguments, check_inputs, flat_posi
 from jaxmha.latent.params import LatentParams
 from jaxmha.layer import attended_features
 from jaxmha.mask import Mask
-from jaxmha.mask_arguments import as_mask
+from jaxmha.mask_arguments import as_mask, with_window
 from jaxmha.mod_arguments import MaskMod, Mods, ScoreMod, traced_mods
 from jaxmha.rotary import Rotate, static_rotation
 from jaxmha.semantics import ReturnWeights, Semantics, flag
@@ -91,8 +91,8 @@ def latent_attention(
       mask: Boolean, broadcastable to `(*B, N, T, T)`, True = attend; or a `Mask`.
       is_causal: query i attends keys j <= i.
       semantics: as in `multi_head_attention`; the scale is `E ** -0.5` by default, and
-        `qk_norm_epsilon` is the epsilon of the norms of latents. `qk_norm`, `clip_qkv` and
-        `add_zero_attn` are not supported.
+        `qk_norm_epsilon` is the epsilon of the norms of latents. `qk_norm`, `clip_qkv`,
+        `add_zero_attn` and `attention_axes` are not supported.
       dropout_key: a PRNG key; None: no dropout.
       return_weights: also return the weights `(*B, N, T, T)`, `"before_dropout"` (= True) or
         `"after_dropout"`.
@@ -171,7 +171,8 @@ def _latent_attention(
     sizes["S"] = sizes["T"]
     batch = x.shape[:-2]
     B = math.prod(batch)
-    mask = checks.flatten_mask(mask & (Mask.causal() if is_causal else Mask()), batch, sizes)
+    structure = with_window(mask & (Mask.causal() if is_causal else Mask()), semantics)
+    mask = checks.flatten_mask(structure, batch, sizes)
     bias = None if bias is None else checks.flatten_bias(bias, batch, sizes)
     attended = attended_features(B, bias, mask, sizes, 0, semantics.fully_masked, mods.mask)
     rows = x.reshape(B, *x.shape[-2:])

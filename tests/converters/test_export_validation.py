@@ -37,6 +37,8 @@ OTHER: dict[str, Any] = {
     "qk_norm_offset": 0.5,
     "qk_norm_learned": False,
     "clip_qkv": 3.0,
+    "local_window_size": (2, 0),
+    "attention_axes": (1, 2),
 }
 
 

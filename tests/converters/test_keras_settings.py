@@ -1,6 +1,7 @@
-"""Every argument of Keras' attention layers is carried, kept on request, or refused by name."""
+"""Every argument of Keras' attention layers is carried, or kept on request."""
 
 import inspect
+from dataclasses import replace
 from typing import Any, Literal
 
 import jax
@@ -14,10 +15,10 @@ from jaxmha.converters.verify import captured_layer, comparands
 from tests.converters import layers
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
-# Each argument is in the weights or the behaviour, kept by `like`, or refused.
+# Each argument is in the weights or the behaviour, or kept by `like`.
 CARRIED = {"num_heads", "key_dim", "value_dim", "dropout", "use_bias", "output_shape", "use_gate"}
 CARRIED |= {"head_dim", "num_query_heads", "num_key_value_heads"}
-REFUSED = {"attention_axes", "sliding_window"}
+CARRIED |= {"attention_axes", "sliding_window"}
 OF_TRAINING = {"kernel_initializer", "bias_initializer", "kernel_regularizer", "bias_regularizer"}
 OF_TRAINING |= {"activity_regularizer", "kernel_constraint", "bias_constraint", "seed"}
 KERNEL = {"flash_attention", "kwargs", "self"}  # which kernel runs; and what every layer has
@@ -36,18 +37,92 @@ def test_no_argument_is_unknown(name: str) -> None:
     import keras as framework
 
     arguments = set(inspect.signature(getattr(framework.layers, name).__init__).parameters)
-    assert arguments <= CARRIED | REFUSED | OF_TRAINING | KERNEL
+    assert arguments <= CARRIED | OF_TRAINING | KERNEL
+
+
+@pytest.mark.parametrize("kind", ["mha", "gqa"])
+def test_a_window_is_carried(kind: Literal["mha", "gqa"]) -> None:
+    import keras as framework
+
+    layer = (
+        framework.layers.MultiHeadAttention(2, 4, sliding_window=3)
+        if kind == "mha"
+        else framework.layers.GroupQueryAttention(4, 2, 1, sliding_window=3)
+    )
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(2, 7, 8)).astype(np.float32)
+    with layers.foreign():
+        plain, causal = (np.asarray(layer(x, x, use_causal_mask=c)) for c in (False, True))
+    params, semantics = keras.from_module(layer)
+    assert (semantics.local_window_size, semantics.attention_axes) == ((2, 2), None)
+    for expected, is_causal in ((plain, False), (causal, True)):
+        found = multi_head_attention(params, x, semantics=semantics, is_causal=is_causal)
+        np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-5)
+    back = keras.to_module(params, semantics, kind=kind)
+    assert back.get_config()["sliding_window"] == 3
+    with pytest.raises(ValueError, match=r"cannot hold semantics.local_window_size=\(2, 2\)"):
+        keras.export_params(params, semantics, layout="keras" if kind == "mha" else "keras-gqa")
+    with pytest.raises(ValueError, match=r"\(2, 0\): Keras' sliding_window has the same bound"):
+        keras.to_module(params, replace(semantics, local_window_size=(2, 0)))
+
+
+# Axes of queries, of keys, of the mask, and the attended axes, as in Keras' own tests and more.
+SHAPES: dict[str, tuple[Any, Any, Any, Any]] = {
+    "mask of one axis": ((3, 4), (3, 2), (4, 2), (2,)),
+    "mask of free axes": ((3, 4), (3, 2), (3, 2, 4, 2), (-2,)),
+    "the first axis": ((3, 4), (2, 4), (4, 2, 3, 2), (1,)),
+    "two axes": ((3, 4), (3, 2), (3, 4, 3, 2), None),
+    "two axes the other way": ((3, 4), (3, 2), (1, 4, 3, 2, 3), (2, 1)),
+    "two of three axes": ((5, 3, 4), (5, 3, 2), (5, 1, 3, 4, 3, 2), (2, 3)),
+    "axes apart": ((5, 3, 4), (2, 3, 2), (3, 1, 5, 4, 2, 2), (1, 3)),
+}
 
 
 @pytest.mark.parametrize(
-    ("settings", "named"),
-    [
-        ({"sliding_window": 2}, r"sliding_window=2.*Mask.window"),
-    ],
+    "name",
+    [x if x != "two of three axes" else pytest.param(x, marks=pytest.mark.slow) for x in SHAPES],
 )
-def test_refused_by_name(settings: dict[str, Any], named: str) -> None:
-    with pytest.raises(ValueError, match=named):
-        keras.from_module(built(**settings))
+def test_attention_axes_are_carried(name: str) -> None:
+    import keras as framework
+
+    queries, keys, mask_shape, axes = SHAPES[name]
+    rng = np.random.default_rng(0)
+    settings: dict[str, Any] = {"attention_axes": axes, "use_gate": True, "value_dim": 3}
+    layer = framework.layers.MultiHeadAttention(2, 4, **settings)
+    x, y, z = (rng.normal(size=(2, *s, 8)).astype("f") for s in (queries, keys, keys))
+    mask = rng.random((2, *mask_shape)) < 0.7
+    mask[..., 0] = True
+    n = len(axes) if axes else len(queries)
+    if name == "mask of one axis":
+        mask = mask[0]
+    with layers.foreign():
+        layer(x, y, z)
+        for variable in layer.weights:
+            variable.assign(rng.normal(size=variable.shape).astype("f"))
+        given = mask[0, 0] if name == "two axes the other way" else mask
+        call = {"attention_mask": given, "return_attention_scores": True}
+        expected, scores = (np.asarray(out) for out in layer(x, y, z, **call))
+    params, semantics = keras.from_module(layer)
+    assert semantics.attention_axes == layer.attention_axes
+    wide = mask
+    while wide.ndim < len(queries) + 2 + n:
+        wide = np.expand_dims(wide, -2 * n - 1)
+    if name == "two axes the other way":
+        wide = given
+    found, weights = multi_head_attention(
+        params, x, z, y, mask=wide, semantics=semantics, return_weights=True
+    )
+    np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-5)
+    np.testing.assert_allclose(weights, scores, rtol=2e-5, atol=2e-6)
+    back = keras.to_module(params, semantics, like=layer)
+    with layers.foreign():
+        np.testing.assert_array_equal(np.asarray(back(x, y, z, **call)[0]), expected)
+        flat = [a.reshape(2, -1, 8) for a in (x, z, y)]
+        along = keras.forward(layer, *flat)
+    one = multi_head_attention(params, *flat, semantics=replace(semantics, attention_axes=None))
+    np.testing.assert_allclose(along, one, rtol=2e-5, atol=2e-5)
+    with pytest.raises(ValueError, match=r"cannot hold semantics.attention_axes"):
+        keras.export_params(params, semantics, layout="keras")
 
 
 @pytest.mark.parametrize("kind", ["mha", "gqa"])

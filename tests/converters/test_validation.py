@@ -496,31 +496,6 @@ def test_linen_settings_that_contradict_the_tree() -> None:
         flax.from_module(module.clone(num_heads=2), tree)
 
 
-KERAS: dict[str, tuple[dict[str, Any], tuple[int | None, ...], str]] = {
-    "attention_axes": (
-        {"attention_axes": (1, 2)},
-        (None, 7, 5, Dq),
-        r"attention_axes=.*1, 2.*, which attends",
-    ),
-    "sliding_window": (
-        {"sliding_window": 3},
-        (None, 7, Dq),
-        r"sliding_window=3, which is a mask",
-    ),
-}
-
-
-@pytest.mark.parametrize("setting", KERAS)
-def test_keras_settings_without_counterpart(setting: str) -> None:
-    import keras as framework
-
-    options, shape, message = KERAS[setting]
-    layer = framework.layers.MultiHeadAttention(N, H, kernel_initializer="zeros", **options)
-    layer.build(shape, shape)
-    with pytest.raises(ValueError, match=message):
-        keras.from_module(layer)
-
-
 def test_keras_layer_without_weights() -> None:
     import keras as framework
 
