@@ -202,15 +202,15 @@ def _rank_of(axes: tuple[int, ...] | None, like: "keras.Layer | None") -> int:
 
 
 def _sliding_window(semantics: Semantics) -> int | None:
-    """Keras' setting for a window, which has as many keys on both sides of a query."""
+    """Keras' setting for a window, which has as many keys before a query as after it."""
     window = semantics.local_window_size
     if window is None:
         return None
     left, right = window
     if left is None or left != right:
         raise ValueError(
-            f"semantics.local_window_size={window}: Keras' sliding_window has the same bound on both "
-            "sides; give the rest of the window as a causal mask"
+            f"semantics.local_window_size={window}: Keras' sliding_window has the same bound to the "
+            "left and right; give the rest of the window as a causal mask"
         )
     return left + 1
 

@@ -170,7 +170,7 @@ def test_poison_in_dead_places() -> None:
 
     def total(params: Any, x: Any) -> Any:
         out = latent.latent_attention(params, x, rotate=ROTATE, is_causal=True, mask=mask)
-        return (out * np.asarray(np.arange(T)[None, :, None] < lengths[:, None, None])).sum()
+        return jnp.where(jnp.arange(T)[None, :, None] < lengths[:, None, None], out, 0.0).sum()
 
     got = jax.value_and_grad(total, (0, 1))(params, poisoned)
     want = jax.value_and_grad(total, (0, 1))(params, jnp.where(jnp.isnan(poisoned), 0.0, x))
