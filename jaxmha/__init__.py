@@ -30,6 +30,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "KVCache",
+    "LatentParams",
     "MHAParams",
     "Mask",
     "PagePool",
@@ -43,6 +44,8 @@ __all__ = [
     "explain",
     "extend",
     "init_params",
+    "latent",
+    "latent_attention",
     "lowering_for",
     "mods",
     "multi_head_attention",

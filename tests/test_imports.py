@@ -238,6 +238,7 @@ def test_a_circle_is_noticed() -> None:
     [
         "jaxmha/__init__.py",
         "jaxmha/flax/__init__.py",
+        "jaxmha/latent/__init__.py",
         "jaxmha/mods/__init__.py",
         "converters/__init__.py",
     ],

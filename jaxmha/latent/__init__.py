@@ -10,3 +10,16 @@ from jaxmha.latent.heads import project as project
 from jaxmha.latent.initializers import init_latent_params as init_latent_params
 from jaxmha.latent.layer import latent_attention as latent_attention
 from jaxmha.latent.params import LatentParams as LatentParams
+
+__all__ = [
+    "LatentCache",
+    "LatentParams",
+    "absorb",
+    "combine",
+    "decode_step",
+    "extend",
+    "init_latent_params",
+    "latent_attention",
+    "prefill",
+    "project",
+]

@@ -13,9 +13,10 @@ from jaxmha import checks, sharding
 from jaxmha.arrays import Array, DTypeLike, require_arrays
 from jaxmha.attention import attend, hashable
 from jaxmha.cached_attention import BLOCK, Tile, attend_cache, nan_where, reject_structure
+from jaxmha.decoding_checks import clipped_counts
 from jaxmha.dims import bind
 from jaxmha.explicit_sharding import by_types, sharding_of_features, spec_of
-from jaxmha.integers import FAR, near, require_sizes
+from jaxmha.integers import FAR, require_sizes
 from jaxmha.kv_cache import with_tokens
 from jaxmha.latent.heads import Latent, check_arguments, check_inputs, flat_positions
 from jaxmha.latent.layer import with_scale
@@ -192,7 +193,7 @@ def extend(
         params,
         x,
         cache,
-        None if q_lengths is None else _counts(q_lengths),
+        None if q_lengths is None else clipped_counts(q_lengths),
         mask,
         semantics,
         _traced(score_mod, mask_mod, params, x),
@@ -269,7 +270,7 @@ def _prefill(
     keys = latent.keys(x, positions)
     lengths = jnp.full(B, T, np.int32)
     if mask.key_value_lengths is not None:
-        lengths = jnp.minimum(lengths, _counts(jnp.asarray(mask.key_value_lengths)))
+        lengths = jnp.minimum(lengths, clipped_counts(jnp.asarray(mask.key_value_lengths)))
     result = attend(
         *latent.expanded(latent.queries(x, positions), keys),
         None,
@@ -306,7 +307,7 @@ def _extend(
             f"x: T={T} new tokens do not fit into the S={S} slots of the cache"
             f"{f' with a window of {left}' if rings else ''}"
         )
-    lengths = jnp.asarray(_counts(cache.lengths))
+    lengths = jnp.asarray(clipped_counts(cache.lengths))
     tokens = jnp.arange(T, dtype=np.int32).reshape(1, T)
     positions = lengths[:, None] + tokens
     latent = Latent(params, semantics, dtype, rotate)
@@ -314,7 +315,7 @@ def _extend(
     counts = jnp.full(B, T, np.int32)
     if q_lengths is not None:
         bind("q_lengths", q_lengths.shape, "B", found)
-        counts = jnp.minimum(_counts(q_lengths), T)
+        counts = jnp.minimum(clipped_counts(q_lengths), T)
     cache = cache._replace(lengths=lengths).append(latent.keys(x, positions), counts)
     # A ring buffer never fills, but positions are limited to FAR.
     full = jnp.asarray(cache.lengths) > (FAR if rings else S)
@@ -352,12 +353,7 @@ def _checked(
         raise TypeError(f"cache.lengths must be an integer array, got {cache.lengths.dtype}")
     if not isinstance(cache.lengths, np.ndarray):
         return cache
-    return cache._replace(lengths=_counts(cache.lengths))
-
-
-def _counts(lengths: Array) -> Array:
-    """Clips lengths to [0, 2**30], so that lengths plus T fit int32; arrays become int32."""
-    return near(lengths).clip(0)
+    return cache._replace(lengths=clipped_counts(cache.lengths))
 
 
 def _sizes(
