@@ -12,12 +12,13 @@ from jaxtyping import Bool, Float, Int, Integer
 from jaxmha import checks, sharding
 from jaxmha.arrays import Array, DTypeLike, require_arrays
 from jaxmha.attention import attend, hashable
-from jaxmha.cached_attention import BLOCK, Tile, attend_cache, nan_where, reject_structure
+from jaxmha.cached_attention import attend_cache, nan_where, reject_structure
+from jaxmha.cached_step import BLOCK
 from jaxmha.decoding_checks import clipped_counts
 from jaxmha.dims import bind
 from jaxmha.explicit_sharding import by_types, sharding_of_features, spec_of
 from jaxmha.integers import FAR, require_sizes
-from jaxmha.kv_cache import with_tokens
+from jaxmha.kv_cache import KVCache, with_tokens
 from jaxmha.latent.heads import Latent, check_arguments, check_inputs, flat_positions
 from jaxmha.latent.layer import with_scale
 from jaxmha.latent.params import LatentParams, leaves, sizes
@@ -79,37 +80,19 @@ class LatentCache(NamedTuple):
         """S, the number of slots of a sequence."""
         return self.latents.shape[1]
 
-    @property
-    def key(self) -> Array:
-        """Keys of the one key/value head, `(B, 1, S, C)`."""
-        return self.latents[:, None]
-
-    @property
-    def value(self) -> Array:
-        """Values, `(B, 1, S, C)`: the keys, of which the first L features are the latents."""
-        return self.latents[:, None]
-
     def append(self, keys: Float[jax.Array, "B T C"], counts: Int[jax.Array, "B"]) -> "LatentCache":
         """Writes the first `counts` of T tokens to each row; token p is written to slot `p % S`."""
         starts = jnp.asarray(self.lengths)
         if self.slots == 0:
             return self
-        (written,) = with_tokens([self.key], [keys[:, :, None]], starts, counts)
+        (written,) = with_tokens([self.latents[:, None]], [keys[:, :, None]], starts, counts)
         return LatentCache(written[:, 0], starts + counts)
 
-    def tile_size(self, block: int) -> int:
-        """The number of slots per tile: at most `block`."""
-        return min(block, self.slots)
-
-    def tile(self, first: int | jax.Array, size: int) -> Tile:
-        """Keys, which are values too, of `size` slots from slot `first`."""
-        part = jax.lax.dynamic_slice_in_dim(self.latents, first, size, 1)[:, None]
-        return Tile(part, part)
-
-    def whole(self) -> Tile:
-        """Keys, which are values too, of all slots."""
+    def as_heads(self) -> KVCache:
+        """The same cache with one key/value head: keys are latents and rotary keys, and so are the
+        values, of which the first L features count."""
         latents = jnp.asarray(self.latents)[:, None]
-        return Tile(latents, latents)
+        return KVCache(latents, latents, self.lengths)
 
 
 def prefill(
@@ -321,7 +304,7 @@ def _extend(
     full = jnp.asarray(cache.lengths) > (FAR if rings else S)
     mask = checks.flatten_mask(mask, (B,), found)
     heads = attend_cache(
-        None, queries, cache, positions, mask, with_scale(semantics, found), BLOCK, mods
+        None, queries, cache.as_heads(), positions, mask, with_scale(semantics, found), BLOCK, mods
     )
     heads = latent.values(heads[..., : found["L"]])
     out = latent.combined(nan_where(full.reshape(B, 1, 1, 1), heads))
