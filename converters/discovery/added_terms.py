@@ -74,6 +74,30 @@ class Window(NamedTuple):
         return np.asarray(np.moveaxis(found, -1, 0))
 
 
+class Looked(NamedTuple):
+    """A learned bias for every pair of tokens.
+
+    `table` is `rows N`; `index` is `T S`, the row of the table for every pair.
+    """
+
+    table: NDArray
+    index: NDArray
+
+    def bias(self, T: int, S: int, query: Array | None = None, key: Array | None = None) -> NDArray:
+        """The bias, `N T S`; ValueError if T or S is not the number of tokens of the index."""
+        if self.index.shape != (T, S):
+            raise ValueError(f"T and S must be {self.index.shape}: {T}, {S}")
+        return np.asarray(np.moveaxis(self.table[self.index], -1, 0))
+
+
+def classed(table: NDArray, side: int) -> Looked:
+    """The bias of a square window after a class token, whose three rows are the last (BEiT)."""
+    row, column = _planes(side, side)
+    index = np.pad((row + side - 1) * (2 * side - 1) + column + side - 1, ((1, 0), (1, 0)))
+    index[0], index[:, 0], index[0, 0] = len(table) - 3, len(table) - 2, len(table) - 1
+    return Looked(table, index)
+
+
 class Grid(NamedTuple):
     """Dot products of queries with learned vectors of row and column differences (SAM).
 
@@ -144,4 +168,4 @@ class Waves(NamedTuple):
         return np.asarray(found * self.u.shape[-1] ** -0.5)
 
 
-Term = Alibi | Buckets | Window | Grid | Distances | Waves
+Term = Alibi | Buckets | Window | Looked | Grid | Distances | Waves

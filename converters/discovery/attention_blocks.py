@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 from jaxmha import MHAParams, Semantics, checkpoint
 from jaxmha.checkpoint.errors import printable
-from jaxmha.converters.discovery import model_families
+from jaxmha.converters.discovery import model_families, role_names
 from jaxmha.converters.discovery.model_families import Family
-from jaxmha.converters.layout import meaning, transform, uneven
-from jaxmha.converters.layout.base import Entry, Layout, choose
+from jaxmha.converters.layout import meaning, registry, transform, uneven
+from jaxmha.converters.layout.base import Entry, Layout
 from jaxmha.converters.layout.registry import LAYOUTS
 from jaxmha.dims import parse
 
@@ -105,12 +105,17 @@ class Block(NamedTuple):
 
 
 def named(name: str) -> Layout:
-    """The layout of this name; an unknown name raises a ValueError that lists the known names."""
-    return choose(LAYOUTS, [], name)
+    """The layout of this name, as `registry.named` finds it."""
+    return registry.named(name)
 
 
 # GroupViT assigns each token to one group; this is not a softmax over keys.
-_ASSIGNS = r"(^|[./])downsample[./]assign$"
+# DaViT weighs channels in every second block, the MSA Transformer ties rows, and linear attention
+# has no softmax.
+_ASSIGNS = (
+    r"(^|[./])downsample[./]assign$|(^|[._/])(channel|linear)_?(block|attn|attention)([._/]|$)"
+    r"|(^|[./])row_self_attention([./]|$)|(^|[./])stages[./]\d+[./]blocks[./]\d+[./]1[./]attn$"
+)
 
 
 def find(shapes: Mapping[str, Sequence[int]], layouts: Iterable[Layout] = LAYOUTS) -> list[Block]:
@@ -140,7 +145,20 @@ def find(shapes: Mapping[str, Sequence[int]], layouts: Iterable[Layout] = LAYOUT
                     Block(prefix, variant, keys, unknown, family_match)
                 )
     chosen = [_decide(candidates, shapes) for candidates in found.values()]
+    if layouts is LAYOUTS:
+        named_too = list(_named(chosen, shapes))
+        chosen += named_too
     return sorted(chosen, key=lambda block: natural(block.prefix))
+
+
+def _named(chosen: list[Block], shapes: _Shapes) -> Iterator[Block]:
+    """Yields blocks whose layouts are made of names; removes incomplete ones at their prefixes."""
+    taken = {n for b in chosen if b.whole for n in b.keys.values()}
+    taken |= {n for b in chosen for n in b.unknown}
+    for one in role_names.named_blocks(shapes, taken, _other_keys()[0]):
+        if not re.search(_ASSIGNS, one.prefix):
+            chosen[:] = [block for block in chosen if block.prefix != one.prefix]
+            yield Block(*one)
 
 
 _ACROSS = r"cross|x_attn|encoder_attn|perceiver"  # prefixes of cross-attention
@@ -156,11 +174,15 @@ def refuse_prefix(layout: Layout, prefix: str) -> None:
 
 
 def _reads(layout: Layout, prefix: str, keys: Mapping[str, str], shapes: _Shapes) -> bool:
-    """True unless this is the wrong one of `llama` and `llama-across`, which have the same keys.
+    """False for a layout that the place of a block, or the arrays beside it, exclude.
+
+    `llama` and `llama-across` have the same keys.
 
     `llama-across` is for prefixes of cross-attention whose queries and keys have different input
     widths; `llama` is for all others.
     """
+    if layout.name == "timm-grouped":  # GCViT packs keys and values alone beside such a table
+        return layout.path(prefix, "rel_pos.relative_position_bias_table") not in shapes
     if layout.name not in ("llama", "llama-across") or not re.search(_ACROSS, prefix):
         return layout.name != "llama-across"
     queries, inputs = (shapes[keys[f"{x}_proj.weight"]][-1] for x in "qk")
@@ -264,11 +286,15 @@ def unknown_under(
     def known(key: str) -> bool:
         module, _, array = key.replace("/", ".").rpartition(".")
         before = placed and module in BEFORE and array in _OF_NORMS
+        if array == "inv_freq" or module in first:  # a buffer of rotary positions
+            return True
         return key in known_keys or (module in norms and array in _OF_NORMS) or before
 
     placed = model_families.stands_any(prefix)
     own, after = set(keys.values()), prefix + chr(ord(layout.separator) + 1)
     under = names[bisect_left(names, start) : bisect_left(names, after)]
+    rest = [n.removeprefix(start).replace("/", ".").rpartition(".")[0] for n in under]
+    first = role_names.before({*rest}, prefix)
     return tuple(n for n in under if n not in own and not known(n.removeprefix(start)))
 
 

@@ -4,6 +4,7 @@
 """
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 from jaxmha import Semantics
 from jaxmha.checkpoint import json_text
 from jaxmha.checkpoint.limits import Budget, Limits
-from jaxmha.converters.discovery import described, hf_config
+from jaxmha.converters.discovery import architectures, described, hf_config
 from jaxmha.converters.discovery.attention_blocks import Block
 from jaxmha.converters.layout.base import Layout
 from jaxmha.params import NORM_SCALES
@@ -70,6 +71,19 @@ def _unlearned(own: Mapping[str, Any]) -> Values:
     return _normalised(own) | {"qk_norm_learned": False}
 
 
+def _unlearned_where_rotated(own: Mapping[str, Any]) -> Values:
+    """The same, in layers with rotary positions alone."""
+    rotated = own.get("no_rope_layers")
+    layer = own[LAYER]
+    if not own["use_qk_norm"] or (isinstance(rotated, list) and not rotated[layer]):
+        return {"qk_norm": None}
+    return _unlearned(own)
+
+
+def _only_capped(own: Mapping[str, Any]) -> Values:
+    return {"logits_soft_cap": float(own["attn_logit_softcapping"])}
+
+
 def _of_layer_norms(own: Mapping[str, Any]) -> Values:
     epsilon = next(own[k] for k in ("layer_norm_eps", "norm_eps") if k in own)
     return {"qk_norm": "layer", "qk_norm_epsilon": float(epsilon)}
@@ -108,7 +122,8 @@ READERS: tuple[tuple[str, _Reader], ...] = (
         (
             "qwen3 qwen3_moe qwen3_vl_text qwen3_vl_moe_text exaone4 exaone_moe apertus hy_v3 "
             "kolibri1 mellum pe_audio_encoder dots1 flint afmoe beam olmo2 olmo3 "
-            "flex_olmo olmo_hybrid minimax_m2 exaone4_5_text glm_ocr_vision glm5_next_vision"
+            "flex_olmo olmo_hybrid minimax_m2 exaone4_5_text glm_ocr_vision glm5_next_vision "
+            "qwen3_omni_moe_text qwen3_omni_moe_talker_text"
         ),
         _normalised,
     ),
@@ -119,13 +134,27 @@ READERS: tuple[tuple[str, _Reader], ...] = (
     ),
     ("gemma3 gemma3_text", _offset_and_scaled),
     ("nanochat", _unlearned),
+    ("llama4_text", _unlearned_where_rotated),
+    ("videoprism_vision_model videoprism_text_model", _only_capped),
     ("persimmon fuyu", _of_layer_norms),
     ("chameleon esmc", _of_default_layer_norms),
 )
 
 
 # Functions that read every setting of `hf_config.BEHAVIOUR` that their model types have.
-_OF_SETTINGS = (_multiplied, _capped, _offset_and_scaled, _clipped, _normalised_and_clipped)
+_OF_SETTINGS = (
+    _multiplied,
+    _capped,
+    _offset_and_scaled,
+    _clipped,
+    _normalised_and_clipped,
+    _unlearned_where_rotated,
+    _only_capped,
+)
+# Key under which readers find the index of the layer, beside the keys of a configuration.
+LAYER = "(layer)"
+# Model types, some of whose layers lack the parts that others have.
+_UNLIKE = ("llama4_text",)
 
 
 def reader_of(model_type: str) -> _Reader | None:
@@ -149,7 +178,7 @@ def configured(blocks: Sequence[Block], file: Any) -> list[Block]:
         block = _of_metadata(block, file.metadata)
         read = reader_of(model_type)
         if read is not None and not block.configured:
-            block = _with(block, _values(read, own))
+            block = _with(block, _values(read, {**own, LAYER: layer_of(block.prefix)}))
         found.append(block)
     return found
 
@@ -170,16 +199,26 @@ def _parts(blocks: Sequence[Block], file: Any) -> Iterator[tuple[Block, Mapping[
         yield (block, *(part(content, count.way[:-1]) if count else ({}, "")))
 
 
+def layer_of(prefix: str) -> int | None:
+    """The index of the layer that a prefix names: its first number.
+
+    >>> layer_of("model.layers.3.self_attn"), layer_of("attn")
+    (3, None)
+    """
+    numbers = re.findall(r"(?:^|[./])(\d+)(?=[./]|$)", prefix)
+    return int(numbers[0]) if numbers else None
+
+
 def _values(read: _Reader, own: Mapping[str, Any]) -> Values:
     try:
         return read(own)
-    except (KeyError, TypeError, ValueError, ZeroDivisionError, OverflowError):
+    except (KeyError, IndexError, TypeError, ValueError, ZeroDivisionError, OverflowError):
         return {}
 
 
 def _with(block: Block, values: Values) -> Block:
     norms = any(NORM_SCALES & {*entry.leaves} for entry in block.layout.entries)
-    learned = "qk_norm" in values and values.get("qk_norm_learned", True)
+    learned = values.get("qk_norm") is not None and values.get("qk_norm_learned", True)
     if norms != learned or not values:
         return block
     try:
@@ -227,11 +266,11 @@ def to_metadata(blocks: Iterable[tuple[str, Block]]) -> dict[str, str]:
     return found
 
 
-def carried(blocks: Sequence[Block]) -> set[str]:
-    """The parts (`signs.PARTS`) that the converted blocks express.
+def carried(blocks: Sequence[Block], file: Any) -> set[str]:
+    """The parts (`signs.PARTS`) that the converted blocks of a checkpoint express.
 
-    Sinks and gates count if any block has their arrays. Other parts count only if all blocks are
-    configured and the semantics of each block set them.
+    Sinks and gates count if any block has their arrays. Other parts count if the semantics of every
+    block whose model type has them set them.
     """
     parts = {
         "scale": "scale",
@@ -241,13 +280,24 @@ def carried(blocks: Sequence[Block]) -> set[str]:
     }
     held = {leaf for b in blocks for e in b.layout.entries if e.key in b.keys for leaf in e.leaves}
     found = {part for part in ("sinks", "gate") if any(leaf.startswith(part) for leaf in held)}
-    if not blocks or not all(block.configured for block in blocks):
+    if not isinstance(getattr(file, "path", None), Path):
         return found
+    types = [(block, model_type) for block, _, model_type in _parts(blocks, file)]
     return found | {
         part
         for field, part in parts.items()
-        if all(getattr(block.layout.semantics, field) is not None for block in blocks)
+        if any(getattr(b.layout.semantics, field) is not None for b in blocks if b.configured)
+        and all(_expresses(block, model_type, field, part) for block, model_type in types)
     }
+
+
+def _expresses(block: Block, model_type: str, field: str, part: str) -> bool:
+    """True if a block sets a field of its semantics, or has no part that the field expresses."""
+    has = {*architectures.parts(model_type), *architectures.functions(model_type)}
+    if model_type in architectures.KNOWN and part not in has:
+        return True
+    named = getattr(block.layout.semantics, field) is not None or model_type in _UNLIKE
+    return block.configured and named
 
 
 def target(to: Layout, block: Block, metadata: Mapping[str, str]) -> Layout:

@@ -8,7 +8,7 @@ from jaxmha.converters.discovery.attention_blocks import (
     prefixes_with,
     unknown_under,
 )
-from jaxmha.converters.layout import by_hand, uneven
+from jaxmha.converters.layout import by_hand, meaning, uneven
 from jaxmha.converters.layout.base import Layout
 from jaxmha.converters.layout.registry import LAYOUTS
 from jaxmha.dims import parse
@@ -31,7 +31,8 @@ def find(
     reasons = {block.prefix: block.refused for block in found if block.refused}
     for candidate in layouts:
         # Layers other than attention often have the names of hand-written and uneven layouts.
-        if candidate in by_hand.BY_HAND or any(map(uneven.letter, candidate.entries)):
+        elsewhere = candidate in by_hand.BY_HAND or candidate.name in meaning.NORM_NAMES
+        if elsewhere or any(map(uneven.letter, candidate.entries)):
             continue
         usual = [entry for entry in candidate.entries if entry.group in ("", "bias")]
         required = [entry for entry in usual if not entry.group]

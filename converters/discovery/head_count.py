@@ -17,6 +17,7 @@ from jaxmha.dims import bind, parse
 # Key of a configuration that holds the head count -> the part of the model it applies to.
 CONFIG_KEYS = {
     **dict.fromkeys(("num_attention_heads", "num_heads", "n_head", "n_heads", "nhead"), ()),
+    "attention_heads": (),  # XGLM, Kosmos
     "encoder_attention_heads": ("encoder",),
     "decoder_attention_heads": ("decoder",),
     "decoder_num_attention_heads": ("decoder",),

@@ -11,6 +11,7 @@ from einops import rearrange
 
 from jaxmha.converters.layout.arrays import NDArray
 from jaxmha.converters.layout.base import Entry
+from jaxmha.converters.layout.by_hand import of_names
 from jaxmha.converters.layout.registry import LAYOUTS
 from jaxmha.dims import parse
 
@@ -153,7 +154,9 @@ def convention_of(layout: str) -> Convention | None:
     >>> [c and c.name for c in map(convention_of, ("bert", "flax", "matrices"))]
     ['torch', 'flax', None]
     """
-    name = {known.name: known.convention for known in LAYOUTS}.get(layout)
+    made = of_names(layout)
+    known = {one.name: one.convention for one in LAYOUTS}
+    name = known.get(layout) if made is None else made.convention
     return next((c for c in CONVENTIONS if c.name == name), None)
 
 

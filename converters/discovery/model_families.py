@@ -39,7 +39,18 @@ def _unevenly_packed(prefix: str, shapes: Shapes) -> bool:
     return rows[0] != 3 * queries
 
 
+def _grouped(prefix: str, shapes: Shapes) -> bool:
+    """True if there are fewer key heads than query heads."""
+    keys, queries = (shapes[f"{prefix}.to_{x}.weight"][-2] for x in "kq")
+    return keys != queries
+
+
 FAMILIES: tuple[Family, ...] = (
+    Family(
+        "x-transformers", "linear-to", "attn_layers.layers.{i}.{i}", _grouped,
+        "its query head n attends key head n modulo K, and MHAParams has key head n // (N // K): "
+        "reorder the query heads, and the rows of the output",
+    ),
     Family(
         "Gemma 2", "llama", "layers.{i}.self_attn", _normalised_twice,
         "its scale (query_pre_attn_scalar ** -0.5) and soft cap (attn_logit_softcapping) are in "

@@ -6,7 +6,7 @@
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from jaxtyping import Float, Int
 
 from jaxmha import checkpoint, rope, rotary_frequencies
 from jaxmha.arrays import Array
+from jaxmha.checkpoint.errors import printable
 from jaxmha.converters.discovery import (
     architectures,
     attention_blocks,
@@ -23,21 +24,19 @@ from jaxmha.converters.discovery import (
     behaviours,
     described,
     hf_config,
+    query_scale,
+    relative,
 )
-from jaxmha.converters.discovery.added_terms import (
-    Alibi,
-    Buckets,
-    Distances,
-    Grid,
-    Term,
-    Waves,
-    Window,
-)
+from jaxmha.converters.discovery.added_terms import Alibi, Term
 from jaxmha.converters.discovery.attention_blocks import Block
 from jaxmha.converters.discovery.axial import Axial
 from jaxmha.converters.discovery.head_count import Configured
-from jaxmha.converters.layout.arrays import NDArray, to_numpy
+from jaxmha.converters.discovery.notes import listed
+from jaxmha.converters.discovery.query_scale import QueryScale
+from jaxmha.converters.layout.arrays import NDArray
 
+# Key of safetensors metadata, followed by `.PREFIX`: the scheme of a block in words.
+METADATA = "jaxmha.positions"
 # Model types whose rotary positions rotate pairs of neighbouring features.
 INTERLEAVED = frozenset((
     "blt_global_transformer", "blt_local_decoder", "blt_local_encoder", "blt_patcher", "codegen",
@@ -114,6 +113,20 @@ class Positions(NamedTuple):
     rotary: Rotary | Axial | None = None
     added: Term | None = None
     why: str = ""
+    query_scale: QueryScale | None = None
+
+    def __str__(self) -> str:
+        """The scheme in words."""
+        if isinstance(self.rotary, Rotary):
+            kind = "" if self.rotary.kind == "default" else f", scaling {self.rotary.kind}"
+            pairs = "neighbouring features" if self.rotary.interleaved else "halves"
+            width = 2 * len(self.rotary.inv_freq)
+            return f"rotary, base {self.rotary.base:g}, {width} features in pairs of {pairs}{kind}"
+        if isinstance(self.rotary, Axial):
+            return f"rotary by row and column, {2 * len(self.rotary.inv_freq)} features"
+        if self.added is not None:
+            return f"{self.scheme} ({type(self.added).__name__}, added to the logits)"
+        return f"{self.scheme}, {self.why}" if self.why else self.scheme
 
 
 def positions_of(source: str | os.PathLike[str]) -> dict[str, Positions]:
@@ -127,10 +140,52 @@ def positions_of(source: str | os.PathLike[str]) -> dict[str, Positions]:
       ValueError: the folder has no checkpoint, or several.
     """
     with checkpoint.open(_in_folder(Path(source))) as file:
-        blocks = attention_blocks.find(attention_blocks.shapes(file))
-        configured = described.of(file, blocks).heads
-        content = hf_config.readable(file.path)
-        return {block.prefix: _of_block(block, content, configured, file) for block in blocks}
+        return of_blocks(file, attention_blocks.find(attention_blocks.shapes(file)))
+
+
+def of_blocks(
+    file: checkpoint.Checkpoint, blocks: Sequence[Block], heads: Configured | None = None
+) -> dict[str, Positions]:
+    """The positional encoding of blocks of an open checkpoint, by prefix.
+
+    `heads`: the head counts of its configuration, if the caller has read them.
+    """
+    configured = heads or described.of(file, blocks).heads
+    content = hf_config.readable(file.path)
+    return {block.prefix: _of_block(block, content, configured, file) for block in blocks}
+
+
+def notes(file: checkpoint.Checkpoint, found: Mapping[str, Positions]) -> Iterator[str]:
+    """Yields a note on every scheme of the blocks, if config.json or a tensor tells any."""
+    schemes: dict[str, list[str]] = {}
+    for prefix, one in found.items():
+        if one.scheme != "none" and (one.scheme != "unknown" or _typed(file)):
+            schemes.setdefault(str(one), []).append(prefix)
+    for scheme, prefixes in schemes.items():
+        places = list(dict.fromkeys(re.sub(r"\d+", "{i}", x) or "(top)" for x in prefixes))
+        yield printable(
+            f"positions of {len(prefixes)} x {listed(places, 3)}: {scheme}"
+            + f"; {_GIVEN}" * (scheme.split(",")[0].split(" ")[0] in _COMPUTED)
+        )
+
+
+_COMPUTED = ("rotary", "alibi", "relative")
+_GIVEN = "positions_of(folder) of jaxmha.converters gives what computes them"
+
+
+def to_metadata(file: checkpoint.Checkpoint, found: Mapping[str, Positions]) -> dict[str, str]:
+    """Metadata that names the scheme of every block, by prefix in the destination.
+
+    It is empty if neither a configuration nor a tensor of the source tells a scheme.
+    """
+    told = _typed(file) or any(one.scheme != "unknown" for one in found.values())
+    return {f"{METADATA}.{prefix}": str(one) for prefix, one in found.items() if told}
+
+
+def _typed(file: checkpoint.Checkpoint) -> bool:
+    """True if the configuration next to a checkpoint names a model type."""
+    content = hf_config.readable(file.path)
+    return any(t for _, t in hf_config.search(content, ["model_type"]))
 
 
 # File names of checkpoints in folders of published models, in order of preference.
@@ -159,26 +214,44 @@ def _of_block(
     count = configured.part_of(block.prefix) if configured else None
     own, model_type = behaviours.part(content, count.way[:-1] if count else ())
     if not model_type or model_type not in architectures.KNOWN:
+        if (term := relative.table(block, file)) is not None:
+            return Positions("relative", added=term)
         return Positions("unknown", why=f"model_type {model_type or '(none)'} is not known here")
-    parts = architectures.parts(model_type)
     heads = None if count is None else count.heads
     try:
-        if "relative" in parts and (found := _relative(block, own, file)) is not None:
-            return found
-        if "relative" in parts and model_type not in (*_BOTH, *_NOWHERE):
-            raise ValueError("its relative positions have no form here")
-        if own.get("position_embedding_type") in ("absolute", "learned", "nope"):
-            return Positions("none", why=f"position_embedding_type of {hf_config.CONFIG}")
-        if "alibi" in parts or own.get("alibi") is True:
-            if heads is None:
-                raise ValueError("its head count is not known")
-            return Positions("alibi", added=Alibi(rates(heads)))
-        if "rotary" in parts and re.search(_ACROSS, block.prefix):
-            return Positions("none", why="attention across has none")
-        if "rotary" in parts and model_type not in _NOWHERE:
-            return _rotary(block, own, model_type, heads, file)
+        has_scale = "query_scale" in architectures.parts(model_type)
+        scaled = query_scale.of(own, behaviours.layer_of(block.prefix)) if has_scale else None
+        found = _of_parts(block, own, model_type, heads, file)
+        return found if scaled is None else found._replace(query_scale=scaled)
     except (ValueError, KeyError, TypeError, ZeroDivisionError) as error:
         return Positions("unknown", why=f"{model_type}: {error}")
+
+
+def _of_parts(
+    block: Block,
+    own: Mapping[str, Any],
+    model_type: str,
+    heads: int | None,
+    file: checkpoint.Checkpoint,
+) -> Positions:
+    """The positions of a block whose model type is known."""
+    parts = architectures.parts(model_type)
+    if "relative" in parts and relative.is_across(block):
+        return Positions("none", why="attention across has none")
+    if "relative" in parts and (term := relative.of(block, own, file)) is not None:
+        return Positions("relative", added=term)
+    if "relative" in parts and model_type not in (*_BOTH, *_NOWHERE):
+        raise ValueError("its relative positions have no form here")
+    if own.get("position_embedding_type") in ("absolute", "learned", "nope"):
+        return Positions("none", why=f"position_embedding_type of {hf_config.CONFIG}")
+    if "alibi" in parts or own.get("alibi") is True:
+        if heads is None:
+            raise ValueError("its head count is not known")
+        return Positions("alibi", added=Alibi(rates(heads)))
+    if "rotary" in parts and re.search(_ACROSS, block.prefix):
+        return Positions("none", why="attention across has none")
+    if "rotary" in parts and model_type not in _NOWHERE:
+        return _rotary(block, own, model_type, heads, file)
     return Positions("none")
 
 
@@ -192,7 +265,7 @@ def _rotary(
     form = axial.form_of(model_type)
     if model_type in PLANES and not form:
         raise ValueError("its rotary positions count rows and columns")
-    layer = _layer(block.prefix)
+    layer = behaviours.layer_of(block.prefix)
     if _without(own, layer, model_type):
         return Positions("none", why=f"layer {layer} has no rotary positions")
     if own.get("use_mem_rope") is False:
@@ -263,11 +336,6 @@ def _without(own: Mapping[str, Any], layer: int | None, model_type: str) -> bool
     return isinstance(rows, list) and layer is not None and layer < len(rows) and not rows[layer]
 
 
-def _layer(prefix: str) -> int | None:
-    numbers = re.findall(r"(?:^|[./])(\d+)(?=[./]|$)", prefix)
-    return int(numbers[0]) if numbers else None
-
-
 def rates(heads: int) -> tuple[float, ...]:
     """The rates of ALiBi, by head. Source: Press et al., "Train Short, Test Long" (2022).
 
@@ -278,63 +346,6 @@ def rates(heads: int) -> tuple[float, ...]:
     found = [2.0 ** (-8 * (i + 1) / below) for i in range(below)]
     between = [2.0 ** (-4 * (2 * i + 1) / below) for i in range(heads - below)]
     return tuple(found + between)
-
-
-_T5 = "relative_attention_bias.weight"
-_SWIN = "self.relative_position_bias_table"
-_SAM = ("rel_pos_h", "rel_pos_w")
-_SHAW = "distance_embedding.weight"
-_WAVES = (
-    ("bias_u", "bias_v", "relative_k_proj.weight"),
-    ("pos_bias_u", "pos_bias_v", "linear_pos.weight"),
-)
-
-
-def _relative(
-    block: Block, own: Mapping[str, Any], file: checkpoint.Checkpoint
-) -> Positions | None:
-    """The relative positions that tensors of the block define; None without such tensors."""
-    if block.layout.name in ("t5", "mpnet"):
-        return _buckets(block, own, file)
-
-    def read(*keys: str) -> list[NDArray] | None:
-        names = [f"{block.prefix}.{key}" for key in keys]
-        return [to_numpy(file[n]) for n in names] if all(n in file.info for n in names) else None
-
-    if (found := read(_SWIN)) is not None:
-        return Positions("relative", added=Window(*found))
-    if (found := read(*_SAM)) is not None:
-        return Positions("relative", added=Grid(*found))
-    if (found := read(_SHAW)) is not None:
-        left = own.get("left_max_position_embeddings")
-        if type(left) is not int:
-            raise ValueError("left_max_position_embeddings is not in its configuration")
-        return Positions("relative", added=Distances(found[0], left))
-    for keys in _WAVES:
-        if (found := read(*keys)) is not None:
-            u, v, kernel = found
-            kernel = np.moveaxis(kernel.reshape(*u.shape, kernel.shape[-1]), -1, 0)
-            return Positions("relative", added=Waves(u, v, kernel))
-    return None
-
-
-def _buckets(block: Block, own: Mapping[str, Any], file: checkpoint.Checkpoint) -> Positions:
-    """The buckets of a T5 block; the first layer of a stack holds the table for the whole stack."""
-    if block.prefix.endswith("EncDecAttention"):
-        return Positions("none", why="attention across has none")
-    stack = re.match(r"(.*?)block[./]\d+[./]", block.prefix)
-    whole = f"{block.prefix.partition('encoder.layer.')[0]}encoder.{_T5}"  # MPNet
-    names = [f"{block.prefix}.{_T5}", whole, *_tables(file.info, stack[1] if stack else "")]
-    name = next((n for n in names if n in file.info), None)
-    if name is None:
-        raise ValueError(f"no tensor {_T5} in its stack")
-    both = "decoder" not in block.prefix.split(".")[0:2]
-    most = own.get("relative_attention_max_distance", 128)
-    return Positions("relative", added=Buckets(to_numpy(file[name]), both, most))
-
-
-def _tables(names: Mapping[str, Any], stack: str) -> Iterator[str]:
-    yield from (n for n in names if n.startswith(f"{stack}block.0.") and n.endswith(_T5))
 
 
 def turned(
@@ -348,9 +359,11 @@ def turned(
     Raises:
       ValueError: the number of tokens does not fit square images.
     """
+    T, S = query.shape[-3], key.shape[-3]
+    if positions.query_scale is not None:
+        query = positions.query_scale(query, np.arange(T))
     if positions.rotary is None:
         return query, key
-    T, S = query.shape[-3], key.shape[-3]
     if isinstance(positions.rotary, Axial):
         return (
             positions.rotary(query, _squares(positions.rotary, T)),

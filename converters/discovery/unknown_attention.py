@@ -9,30 +9,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from jaxmha.converters.discovery.attention_blocks import Block, natural
 from jaxmha.converters.discovery.notes import listed
+from jaxmha.converters.discovery.role_names import role_of
 from jaxmha.converters.layout.latent import SIGN as LATENT_SIGN
 
-_BEFORE = (
-    r"(?:(?:w|to|in|lin|linear|self|self_attn|cross|cross_attn|attn|att|x|c|fc|content|pos|proj|"
-)
-_BEFORE += r"position|ca|sa|txt|img|text|vision|projection|convolution)_?)*"
-_AFTER = r"(?:_?(?:proj|projection|lin|linear|dense|conv|layer|net|head|heads|embed|w|weight|"
-_AFTER += r"a_proj|b_proj|[ab]|nope|rope|pe|content|pos|d[uv]|(?:content|pos|sine)_proj|weights|"
-_AFTER += r"a_proj_with_mqa|with_mqa))*\d*"
-_LONGEST = 40  # letters of a component; no real one has more, and a long one takes time to match
-# Role -> the pattern of the component of a tensor name that denotes its projection.
-ROLES = {
-    role: re.compile(f"{_BEFORE}{name}{_AFTER}", re.IGNORECASE)
-    for role, name in {
-        "query": r"(?:q|qs|query|queries)",
-        "key": r"(?:k|ks|key|keys)",
-        "value": r"(?:v|vs|value|values)",
-        "key value": r"(?:kv|key_value|keys_values|kv_a|kv_b)",
-        "query key value": (
-            r"(?:qkv|kqv|qkvz?|qkv_same|query_key_value|queries_keys_values|c_attn|in_proj|att_proj)"
-        ),
-        "query key": r"(?:qk|query_key)",
-    }.items()
-}
 # Sets of roles that can form attention; `_is_attention` also checks where they occur, since a
 # packed `in_proj` alone may belong to Mamba.
 _TOGETHER = (
@@ -65,10 +44,7 @@ def find(
             continue
         path = re.split("[./]", name)
         for i, part in enumerate(path):
-            if len(part) > _LONGEST:
-                continue
-            role = next((r for r, pattern in ROLES.items() if pattern.fullmatch(part)), None)
-            if role is not None:
+            if (role := role_of(part)) is not None:
                 roles.setdefault(name[: sum(len(p) + 1 for p in path[:i])][:-1], {})[role] = name
                 break
     prefixes = [

@@ -1,5 +1,9 @@
 """Layouts of hand-written attention classes: linear layers under the usual attribute names."""
 
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
 from jaxmha.converters.layout.base import Entry, Layout
 
 _MERGED = "its heads are one axis of the kernels, split evenly"
@@ -60,6 +64,11 @@ _PACKED = {
 }
 
 
+_QUERY_KEY = {"K": _PACKED["K"], "h": _PACKED["h"], "Dk": _PACKED["Dk"]}
+_KEY_VALUE = {"h": _PACKED["h"], "Dv": ("Dk", "one input is projected to key and value")}
+STYLED = "linear:"  # start of the names of layouts that list their names
+NAMED = "names"  # suffix of layouts whose names come from a file
+_NUMBERS = {2: "two", 3: "three", 4: "four"}
 # Suffix of a layout name -> keys of its relative positions, which add terms to the logits. A
 # conversion copies these arrays unchanged.
 _TERMS = {
@@ -70,12 +79,22 @@ _TERMS = {
 def _by_hand(style: str, names: tuple[str, ...], suffix: str) -> Layout:
     """A layout of linear layers with these names.
 
-    Four names are query, key, value and output; of two, the first packs query, key and value.
+    Four names are query, key, value and output; of three, the second packs key and value; of two,
+    the first packs query, key and value.
     """
     separator, kernel, bias, turned, convention, about = _STYLES[style]
-    if len(names) == 2:
-        packed, out = names
+    if len(names) == 3:
+        both = _packs_queries(names)
         rows: list[tuple[str, str, str, tuple[str, ...]]] = [
+            (names[0], "Dq", "qk N H", ("query", "key")) if both
+            else (names[0], "Dq", "N H", ("query",)),
+            (names[1], "Dv", "N h", ("value",)) if both
+            else (names[1], "Dk", "kv K H", ("key", "value")),
+            (names[2], "N H", "Do", ("out",)),
+        ]  # fmt: skip
+    elif len(names) == 2:
+        packed, out = names
+        rows = [
             (packed, "Dq", "qkv N H", ("query", "key", "value")),
             (out, "N h", "Do", ("out",)),
         ]
@@ -96,6 +115,8 @@ def _by_hand(style: str, names: tuple[str, ...], suffix: str) -> Layout:
     for name, _, outs, roles in rows:
         axes = f"({outs})" if " " in outs else outs
         group = "out bias" if roles == ("out",) else "qkv bias"
+        if suffix == NAMED:  # any of them may lack a bias
+            group = f"{roles[0]} bias"
         leaves = tuple(f"{role}.bias" for role in roles)
         entries.append(Entry(f"{name}{separator}{bias}", axes, leaves, group))
     return Layout(
@@ -103,12 +124,25 @@ def _by_hand(style: str, names: tuple[str, ...], suffix: str) -> Layout:
         + f"-{suffix}" * bool(suffix)
         + "-file" * ("file" in style),
         tuple(entries),
-        ties=_PACKED if len(names) == 2 else _GROUPED if suffix not in ("", "combine") else TIES,
+        ties=_ties(names, suffix),
         separator=separator,
         other_keys=_TERMS.get(suffix, ()),
         convention=convention,
-        about=f"{'two' if len(names) == 2 else 'four'} {about} {', '.join(names)}",
+        about=f"{_NUMBERS[len(names)]} {about} {', '.join(names)}",
     )
+
+
+def _packs_queries(names: Sequence[str]) -> bool:
+    """True if the first of three layers packs queries and keys, as in TNT."""
+    return len(names) == 3 and "qk" in names[0].rpartition(".")[2].replace("query_key", "qk")
+
+
+def _ties(names: Sequence[str], suffix: str) -> Mapping[str, tuple[str, str]]:
+    if len(names) == 2:
+        return _PACKED
+    if len(names) == 3:
+        return _QUERY_KEY if _packs_queries(names) else _KEY_VALUE
+    return _GROUPED if suffix not in ("", "combine") else TIES
 
 
 DENSE_FILE = _by_hand("dense-file", ("q_proj", "k_proj", "v_proj", "out_proj"), "")
@@ -129,3 +163,17 @@ IN_FILE = {
     for layout in (DENSE_FILE, *BY_HAND)
     if layout.name.endswith("-file")
 }
+
+
+def of_names(name: str) -> Layout | None:
+    """The layout of torch linear layers whose names its own name lists; None for other names.
+
+    >>> of_names("linear:to_q,to_kv,to_out.0").about
+    'three torch.nn.Linear to_q, to_kv, to_out.0'
+    """
+    parts = tuple(name.removeprefix(STYLED).split(","))
+    if not name.startswith(STYLED) or len(parts) not in _NUMBERS or len({*parts}) < len(parts):
+        return None
+    if not all(re.fullmatch(r"\w+(\.\w+)*", part) for part in parts):
+        return None
+    return replace(_by_hand("linear", parts, NAMED), name=name)

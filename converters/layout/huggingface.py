@@ -1,6 +1,7 @@
 """Parameter layouts of published checkpoints: Hugging Face transformers and timm."""
 
 import re
+from dataclasses import replace
 
 from jaxmha import Semantics
 from jaxmha.converters.layout.base import Entry, Layout
@@ -18,6 +19,11 @@ _QKV_BIAS = ("query.bias", "key.bias", "value.bias")
 _DROPOUT = frozenset({"dropout_rate"})
 
 _RELATIVE = ("self.relative_position_bias_table", "self.relative_position_index")
+_TABLES = (
+    "relative_position_bias_table", "relative_position_index",
+    "rel_pos.relative_position_bias_table", "rel_pos.relative_position_index",
+    "attention_biases", "attention_bias_idxs",
+)  # fmt: skip
 _BERT = (
     Entry("self.query.weight", "(N H) Dq", ("query.kernel",)),
     Entry("self.query.bias", "(N H)", ("query.bias",)),
@@ -141,8 +147,19 @@ TIMM = Layout(
     ),
     ties=_PACKED,
     holds=_DROPOUT,
-    other_keys=("rel_pos_h", "rel_pos_w"),
+    other_keys=("rel_pos_h", "rel_pos_w", *_TABLES),
     about="timm vision transformers: keys under `blocks.0.attn`",
+)
+TIMM_KEYLESS = replace(
+    TIMM,
+    name="timm-keyless",
+    entries=(
+        TIMM.entries[0],
+        Entry("q_bias", "(N H)", ("query.bias",)),
+        Entry("v_bias", "(N h)", ("value.bias",)),
+        *TIMM.entries[2:],
+    ),
+    about="BEiT and EVA of timm, packed without a key bias: keys under `blocks.0.attn`",
 )
 GPT2 = Layout(
     "gpt2",
@@ -226,6 +243,7 @@ LAYOUTS = (
     VIDEO_MAE,
     VIDEO,
     TIMM,
+    TIMM_KEYLESS,
     GPT2,
     NEOX,
     T5,

@@ -1,6 +1,7 @@
 """Every known layout, in the order in which keys are looked up."""
 
 from jaxmha.converters.layout import (
+    by_hand,
     equinox,
     flax,
     haiku,
@@ -11,7 +12,7 @@ from jaxmha.converters.layout import (
     meaning,
     torch,
 )
-from jaxmha.converters.layout.base import Layout
+from jaxmha.converters.layout.base import Layout, choose
 
 LAYOUTS: tuple[Layout, ...] = (
     *torch.LAYOUTS,
@@ -24,3 +25,14 @@ LAYOUTS: tuple[Layout, ...] = (
     *haiku.LAYOUTS,
     *jaxmha.LAYOUTS,
 )
+
+
+def named(name: str) -> Layout:
+    """The layout of this name, or one of linear layers whose names the name itself lists.
+
+    An unknown name raises a ValueError that lists the known names.
+
+    >>> named("linear:to_q,to_k,to_v,to_out").entries[0].key
+    'to_q.weight'
+    """
+    return by_hand.of_names(name) or choose(LAYOUTS, [], name)

@@ -15,7 +15,7 @@ from jaxmha.converters.layout.base import Entry
 from jaxmha.dims import parse
 
 LETTERS = ("M", "U")
-PACKED = ("qkv", "kv", "qg")  # names of axes along which leaves are packed
+PACKED = ("qkv", "kv", "qk", "qg")  # names of axes along which leaves are packed
 
 
 def letter(entry: Entry) -> str:

@@ -182,6 +182,9 @@ _ADDED = {
     **dict.fromkeys(
         (
             "self.relative_position_bias_table",
+            "relative_position_bias_table",
+            "rel_pos.relative_position_bias_table",
+            "attention_biases",
             "rel_pos_h",
             "rel_pos_w",
             "bias_u",

@@ -15,6 +15,7 @@ from jaxmha.converters.discovery import (
     described,
     head_count,
     other_layers,
+    positions,
     unconverted,
     unknown_attention,
 )
@@ -52,6 +53,7 @@ class BlockInfo:
     also_fits: tuple[str, ...]
     confidence: str
     why: str
+    positions: str
 
 
 @dataclass(frozen=True)
@@ -111,9 +113,12 @@ def inspect(path: str | os.PathLike[str], *, num_heads: int | None = None) -> Fi
         found = behaviours.configured(attention_blocks.find(all_shapes), file)
         description = described.of(file, found)
         infos = []
+        places = positions.of_blocks(file, found, description.heads)
         for block in found:
             count = _heads(file, block, all_shapes, num_heads, description.heads)
-            infos.append(_block_info(file, block, count, description.heads))
+            infos.append(
+                _block_info(file, block, count, description.heads, str(places[block.prefix]))
+            )
         taken = {name for block in found for name in block.keys.values()}
         others = {name: info.shape for name, info in file.info.items() if name not in taken}
         recognised, unknown = other_layers.find(
@@ -139,7 +144,7 @@ def inspect(path: str | os.PathLike[str], *, num_heads: int | None = None) -> Fi
             file.path,
             others,
             dict.fromkeys(b.layout.name for b in found),
-            behaviours.carried(found),
+            behaviours.carried(found, file),
         )
         return FileInfo(
             str(path),
@@ -150,7 +155,13 @@ def inspect(path: str | os.PathLike[str], *, num_heads: int | None = None) -> Fi
             unknown,
             dict(dtypes),
             damaged,
-            (*description.notes, *around, *unknown_attention.notes(apart), *file.notes),
+            (
+                *description.notes,
+                *around,
+                *positions.notes(file, places),
+                *unknown_attention.notes(apart),
+                *file.notes,
+            ),
         )
 
 
@@ -159,8 +170,12 @@ def _block_info(
     block: Block,
     count: tuple[int | None, str],
     configured: head_count.Configured | None,
+    place: str,
 ) -> BlockInfo:
-    """The description of a block; `count` is its head count and the source of the count."""
+    """The description of a block; `count` is its head count and the source of the count.
+
+    `place`: its positional encoding in words.
+    """
     family, pattern = block.family or (None, None)
     return BlockInfo(
         block.prefix,
@@ -174,6 +189,7 @@ def _block_info(
         block.also,
         planning.confidence(block, count[1], configured),
         block.why,
+        place,
     )
 
 

@@ -16,6 +16,7 @@ from jaxmha.converters.discovery import (
     head_count,
     keras_groups,
     notes,
+    positions,
     unconverted,
 )
 from jaxmha.converters.discovery.attention_blocks import shapes
@@ -129,9 +130,14 @@ def _around(plan: Plan, file: checkpoint.Checkpoint) -> tuple[str, ...]:
     taken = _taken(plan)
     names = [name for name in file.info if name not in taken]
     blocks = behaviours.configured(attention_blocks.find(shapes(file)), file)
-    carried = behaviours.carried(blocks)
+    carried = behaviours.carried(blocks, file)
     unconverted.refuse(file.path, names, layouts, carried)
-    return unconverted.notes(file.path, names, layouts, carried)
+    sources = {step.source for step in plan.steps if step.kind == "attention"}
+    places = positions.of_blocks(file, [block for block in blocks if block.prefix in sources])
+    return (
+        *unconverted.notes(file.path, names, layouts, carried),
+        *positions.notes(file, places),
+    )
 
 
 def convert(
@@ -284,6 +290,10 @@ def _metadata(
     metadata = {k: v for k, v in metadata.items() if not k.startswith(behaviours.METADATA)}
     if plan.to == "jaxmha":
         metadata |= behaviours.to_metadata((s.target, block) for s, block in found.blocks.items())
+    places = positions.of_blocks(file, list(found.blocks.values()))
+    metadata |= positions.to_metadata(
+        file, {step.target: places[block.prefix] for step, block in found.blocks.items()}
+    )
     if whole:  # every block is converted
         metadata = {k: v for k, v in metadata.items() if not k.startswith(head_count.METADATA)}
     if not attention_blocks.named(plan.to).stores_num_heads:

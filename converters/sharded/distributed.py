@@ -96,11 +96,12 @@ def load_sharded(
             if prefix and not state:
                 raise ValueError(f"no tensor's name starts with {prefix!r}: {_starts(file)}")
             return _placed(mesh, state, specs, slices)
-        known = {entry.name: entry for entry in registry.LAYOUTS}
-        if layout not in known:
-            raise ValueError(f"unknown layout {layout!r}: known are {', '.join(known)}")
         params, semantics = transform.import_params(
-            [known[layout]], state, num_heads=num_heads, prefix=prefix, take=lambda view: view
+            [registry.named(layout)],
+            state,
+            num_heads=num_heads,
+            prefix=prefix,
+            take=lambda view: view,
         )
         return _placed_params(mesh, params, specs, slices), semantics
 

@@ -14,6 +14,7 @@ from jaxmha import checkpoint
 from jaxmha.checkpoint import hub
 from jaxmha.converters.layout import registry
 from jaxmha.converters.layout.base import guess, known
+from jaxmha.converters.layout.by_hand import of_names
 from jaxmha.converters.migrate import pipeline
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12} | {
@@ -80,7 +81,7 @@ DtypeName = Enum("DtypeName", {x: x for x in pipeline.DTYPES}, type=str)  # type
 def layout_name(value: str | None) -> str | None:
     """Option callback: checks the name of a layout, and suggests one if the name is unknown."""
     names = [layout.name for layout in registry.LAYOUTS]
-    if value is not None and value not in names:
+    if value is not None and value not in names and of_names(value) is None:
         raise typer.BadParameter(f"{value!r} is no layout: {guess(value, names)}{known(names)}")
     return value
 

@@ -94,9 +94,9 @@ def test_unreadable_metadata_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "names",
     [
-        ("q_lin9", "k_lin9", "v_lin9", "out_lin9"),
+        ("q_lin9", "k_lin9", "v_lin9", "out_lin9", "mix"),
         ("in_proj_qkv", "out"),
-        ("query", "key_value", "proj9"),
+        ("query", "key_value", "proj9", "proj10"),
         ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
     ],
 )

@@ -10,8 +10,10 @@ import pytest
 
 from jaxmha import checkpoint
 from jaxmha.converters import positions_of
-from jaxmha.converters.discovery import added_terms, axial, towers
+from jaxmha.converters.discovery import added_terms, axial, relative, towers
 from jaxmha.converters.discovery.positions import Rotary
+from jaxmha.converters.discovery.query_scale import QueryScale
+from jaxmha.converters.migrate import pipeline
 from tests.zoo import one
 
 pytestmark = pytest.mark.filterwarnings("default")
@@ -63,6 +65,60 @@ def test_terms_ask_for_what_they_need() -> None:
     waves = added_terms.Waves(np.zeros((2, 4)), np.zeros((2, 4)), np.zeros((8, 2, 4)))
     with pytest.raises(ValueError, match="query and key are needed"):
         waves.bias(3, 3)
+
+
+def test_a_term_by_pair_is_looked_up() -> None:
+    table, index = np.arange(10.0).reshape(5, 2), np.asarray([[0, 4, 1], [3, 2, 2]])
+    term = added_terms.Looked(table, index)
+    np.testing.assert_array_equal(term.bias(2, 3)[1], table[index, 1])
+    with pytest.raises(ValueError, match=r"must be \(2, 3\)"):
+        term.bias(3, 3)
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_a_class_token_has_rows_of_its_own(first: bool) -> None:
+    """The table of a window, without its index, by the formula of BEiT; both ways to store it."""
+    side, N = 3, 2
+    table = np.random.default_rng(0).normal(size=((2 * side - 1) ** 2 + 3 * first, N))
+    term = relative.square(table)
+    assert term is not None
+    T = side * side + first
+    found = term.bias(T, T)
+    if first:
+        np.testing.assert_array_equal(found[:, 0, 1:], np.repeat(table[-3][:, None], T - 1, 1))
+        np.testing.assert_array_equal(found[:, 1:, 0], np.repeat(table[-2][:, None], T - 1, 1))
+        np.testing.assert_array_equal(found[:, 0, 0], table[-1])
+    inner = found[:, first:, first:]
+    for t, s in ((0, 8), (5, 1), (4, 4)):
+        row, column = t // side - s // side + side - 1, t % side - s % side + side - 1
+        np.testing.assert_array_equal(inner[:, t, s], table[row * (2 * side - 1) + column])
+    if not first:  # MaxViT: by head, key minus query
+        by_head = np.flip(table.T.reshape(N, 5, 5), (1, 2))
+        np.testing.assert_array_equal(relative.square(by_head).bias(T, T), found)
+
+
+def test_queries_grow_with_their_positions() -> None:
+    query = np.ones((1, 9, 1, 2))
+    found = QueryScale(0.5, 4.0, 1)(query, np.arange(9))[0, :, 0, 0]
+    steps = np.asarray([0, 0, 0, 1, 1, 1, 1, 2, 2])
+    np.testing.assert_allclose(found, 1 + 0.5 * np.log(1 + steps), rtol=1e-15)
+
+
+def test_the_scheme_is_named_by_every_command(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    names = [f"{BLOCK}.{x}_proj.weight" for x in "qkvo"]
+    checkpoint.write(tmp_path / "a.safetensors", {n: rng.normal(size=(8, 8)) for n in names})
+    config = {"model_type": "llama", "num_attention_heads": 2, "hidden_size": 8}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    scheme = "rotary, base 10000, 4 features in pairs of halves"
+    info = pipeline.inspect(tmp_path / "a.safetensors")
+    assert info.blocks[0].positions == scheme
+    plan, _ = pipeline.plan(tmp_path / "a.safetensors", to="flax")
+    done = pipeline.convert(tmp_path / "a.safetensors", tmp_path / "b.safetensors", to="flax")
+    for notes in (info.notes, plan.notes, done.notes):
+        assert any("1 x layers.{i}.self_attn: " + scheme in note for note in notes)
+    with checkpoint.open(tmp_path / "b.safetensors") as file:
+        assert file.metadata["jaxmha.positions.layers/0/self_attn"] == scheme
 
 
 def test_places_are_in_the_order_of_the_tokens() -> None:

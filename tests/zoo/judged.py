@@ -100,6 +100,7 @@ def judge(
     matched: set[int] = set()
     seen: dict[int, list[compared.Outcome]] = {}
     used = [s for s in run.softmaxes if s.used]
+    owned = [None if own is None else _running(own, run) for own in owned]
     chunk, last, module = 0, None, ""
     computed: set[Any] = set()  # kinds of blocks that jaxmha has computed: one of each suffices
     for before, softmax in zip([None, *used], used, strict=False):
@@ -149,6 +150,8 @@ def judge(
     carried = [m for m in missed if _touches(m, apart)]
     lost = [m for m in missed if not _touches(m, claimed) and m not in carried]
     classes = {r["class"] for r in rows} - {"not run"}
+    if said.get("back", "") not in ("", "same") and not said["back"].startswith("refused"):
+        classes.add("silently wrong")  # the file that was converted there and back
     if lost:
         classes.add("not found")
     if carried:
@@ -168,6 +171,13 @@ def judge(
     label = next((c for c in CLASSES if c in classes), "no attention" if not rows else "not run")
     return {"class": label, "blocks": rows, "missed": lost, "softmaxes": len(used),
             "unmatched": len(missed), **said}  # fmt: skip
+
+
+def _running(own: Owner, run: Run) -> Owner:
+    """The owner itself, or the module around it that projects with its arrays, uncalled."""
+    around = own.query.rpartition(".")[0]
+    uncalled = own.query and own.query not in run.calls
+    return Owner(around, around, around, own.out) if uncalled and around in run.calls else own
 
 
 def _ran_without(run: Run, own: Owner | None) -> bool:

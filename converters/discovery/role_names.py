@@ -1,0 +1,185 @@
+"""Roles of linear layers in attention, from the names that models give them.
+
+`found` makes a layout of the names in a file, where they leave no doubt: every array under the
+prefix of the block is one of its projections.
+"""
+
+import re
+from bisect import bisect_left
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from jaxmha.converters.layout.base import Layout
+from jaxmha.converters.layout.by_hand import STYLED, of_names
+
+_BEFORE = (
+    r"(?:(?:w|to|in|lin|linear|self|self_attn|cross|cross_attn|attn|att|x|c|fc|content|pos|proj|"
+)
+_BEFORE += r"position|ca|sa|txt|img|text|vision|projection|convolution)_?)*"
+_AFTER = r"(?:_?(?:proj|projection|lin|linear|dense|conv|layer|net|head|heads|embed|w|weight|"
+_AFTER += r"a_proj|b_proj|[ab]|nope|rope|pe|content|pos|d[uv]|(?:content|pos|sine)_proj|weights|"
+_AFTER += r"a_proj_with_mqa|with_mqa))*\d*"
+LONGEST = 40  # letters of a component; no real one has more, and a long one takes time to match
+# Role -> the pattern of the component of a tensor name that denotes its projection.
+ROLES = {
+    role: re.compile(f"{_BEFORE}{name}{_AFTER}", re.IGNORECASE)
+    for role, name in {
+        "query": r"(?:q|qs|query|queries)",
+        "key": r"(?:k|ks|key|keys)",
+        "value": r"(?:v|vs|value|values)",
+        "key value": r"(?:kv|key_value|keys_values|kv_a|kv_b)",
+        "query key value": (
+            r"(?:qkvs|kqv|qkvz?|qkv_same|query_key_value|queries_keys_values|c_attn|in_proj|att_proj)"
+        ),
+        "query key": r"(?:qk|query_key)",
+    }.items()
+}
+_OUT = re.compile(
+    rf"{_BEFORE}(?:o|out|output|outputs|proj|projection|dense|fc|merge|combine|concat|unify|final)"
+    rf"{_AFTER}",
+    re.IGNORECASE,
+)
+# Sets of roles, in the order in which a layout lists the names of their layers.
+_ORDERS = (
+    ("query", "key", "value"),
+    ("query", "key value"),
+    ("query key", "value"),
+    ("query key value",),
+)
+# Norms and reductions before the projections, and the pattern of prefixes where they are so.
+_FIRST = (
+    (frozenset(("sr", "norm")), ""),  # PVT reduces the tokens before keys and values
+    (frozenset(("norm",)), r"(^|\.)layers\.\d+\.\d+(\.(fn|branch))?$"),  # vit_pytorch
+    (frozenset(("group_norm",)), r"(^|\.)attentions\.\d+$"),  # diffusers
+)
+# Names of packed layers that hold all queries, then all keys, then all values.
+_IN_ORDER = re.compile(r"(?:\w*_)?(?:w_?)?(?:qkv|kv|qk|in_proj)(?:_\w+)?", re.IGNORECASE)
+# Names of layers that compute another function: torchvision's MaxViT divides its logits by the width
+# of all heads, and CodeGen packs for several processors.
+_UNLIKE = {("to_qkv", "merge"), ("qkv_proj", "out_proj")}
+_ATTENTION = re.compile(r"att|mha", re.IGNORECASE)
+_WRAPPERS = {"self", "attention", "attn", "mha", "inner", "fn"}  # parts of a block inside it
+
+
+class Named(NamedTuple):
+    """An attention block whose layout is made of its names: key of the layout -> tensor."""
+
+    prefix: str
+    layout: Layout
+    keys: dict[str, str]
+
+
+@lru_cache(1 << 14)
+def role_of(part: str) -> str | None:
+    """The role that a component of a tensor name stands for; None if it stands for none.
+
+    >>> role_of("to_q"), role_of("in_proj"), role_of("mlp")
+    ('query', 'query key value', None)
+    """
+    if len(part) > LONGEST:
+        return None
+    return next((role for role, pattern in ROLES.items() if pattern.fullmatch(part)), None)
+
+
+def named_blocks(
+    shapes: Mapping[str, Sequence[int]], taken: set[str], beside: frozenset[str] = frozenset()
+) -> Iterator[Named]:
+    """Yields every block of linear layers whose names and shapes tell the role of each.
+
+    `taken`: names of tensors that belong to blocks of known layouts. `beside`: keys of arrays that
+    may stand next to the projections.
+
+    >>> shapes = {f"a.{x}_lin9.weight": (6, 6) for x in ("q", "k", "v", "out")}
+    >>> [(block.prefix, block.layout.name) for block in named_blocks(shapes, set())]
+    [('a', 'linear:q_lin9,k_lin9,v_lin9,out_lin9')]
+    """
+    starts: dict[str, None] = {}
+    for name in shapes:
+        path = () if name in taken else name.split(".")
+        at = next((i for i, part in enumerate(path[:-1]) if role_of(part) is not None), None)
+        if at is not None:
+            starts[".".join(path[:at])] = None
+    names = sorted(shapes) if starts else []
+    for start in starts:
+        outer, _, last = start.rpartition(".")
+        for prefix in (start, outer) if last in _WRAPPERS and outer else (start,):
+            begin = f"{prefix}." if prefix else ""
+            under = names[bisect_left(names, begin) : bisect_left(names, f"{prefix}/")]
+            own = [
+                name
+                for name in (under if prefix else names)
+                if name[len(begin) :] not in beside and not name.endswith("inv_freq")
+            ]
+            if not taken.intersection(own) and (found := _block(prefix, own, shapes)):
+                yield found
+                break
+
+
+def _block(prefix: str, names: Sequence[str], shapes: Mapping[str, Sequence[int]]) -> Named | None:
+    modules: dict[str, dict[str, str]] = {}
+    for name in names:
+        module, _, array = name[len(prefix) + 1 if prefix else 0 :].rpartition(".")
+        modules.setdefault(module, {})[array] = name
+    first = before(modules, prefix)
+    modules = {m: arrays for m, arrays in modules.items() if m not in first}
+    roles: dict[str, str] = {}
+    outs: list[str] = []
+    for module, arrays in modules.items():
+        parts = module.split(".")
+        role = next((r for part in parts if (r := role_of(part)) is not None), None)
+        whole = "weight" in arrays and not arrays.keys() - {"weight", "bias"}
+        if not whole or role in roles or len(shapes[arrays["weight"]]) != 2:
+            return None
+        if role is not None:
+            roles[role] = module
+        elif any(_OUT.fullmatch(part) for part in parts if len(part) <= LONGEST):
+            outs.append(module)
+        else:
+            return None
+    order = next((o for o in _ORDERS if roles.keys() == {*o}), None)
+    if order is None or len(outs) != 1 or not all(map(_in_order, order, map(roles.get, order))):
+        return None
+    own = (*(roles[role] for role in order), *outs)
+    if "in_proj" in own[0] and not _ATTENTION.search(prefix):  # such as those of Mamba
+        return None
+    layout = None if own in _UNLIKE else of_names(STYLED + ",".join(own))
+    keys = {
+        f"{module}.{array}": name
+        for module, arrays in modules.items()
+        for array, name in arrays.items()
+    }
+    weights = [shapes[modules[m]["weight"]] for m in own]
+    return Named(prefix, layout, keys) if layout is not None and _fits(order, weights) else None
+
+
+def before(modules: Collection[str], prefix: str) -> frozenset[str]:
+    """Those modules under the prefix of a block that come before its projections.
+
+    >>> sorted(before(["q", "kv", "proj", "sr", "norm"], "blocks.0.attn"))
+    ['norm', 'sr']
+    """
+    path = prefix.replace("/", ".")
+    rows = (first for first, at in _FIRST if first.issubset(modules) and re.search(at, path))
+    return next(rows, frozenset())
+
+
+def _in_order(role: str, module: str | None) -> bool:
+    """False for packed layers of which the name does not tell the order."""
+    if " " not in role:
+        return True
+    return any(_IN_ORDER.fullmatch(part) for part in str(module).split("."))
+
+
+def _fits(order: Sequence[str], shapes: Sequence[Sequence[int]]) -> bool:
+    """True if the widths of the projections agree; `shapes` are (out, in), the output's last."""
+    *projections, (_, width) = shapes
+    rows: dict[str, int] = {}
+    for role, (out, _) in zip(order, projections, strict=True):
+        parts = role.split(" ")
+        if out % len(parts):
+            return False
+        rows |= dict.fromkeys(parts, out // len(parts))
+    grouped = rows["key"] == rows["value"] and width % rows["key"] == 0
+    even = rows["key"] == rows["value"] == width
+    return rows["query"] == width and (grouped if "query" in order else even)
