@@ -77,17 +77,17 @@ class Window(NamedTuple):
 class Looked(NamedTuple):
     """A learned bias for every pair of tokens.
 
-    `table` is `rows N`; `index` is `T S`, the row of the table for every pair.
+    `table` has a row of `N` biases for each kind of pair; `rows` is `T S`, the row of every pair.
     """
 
     table: NDArray
-    index: NDArray
+    rows: NDArray
 
     def bias(self, T: int, S: int, query: Array | None = None, key: Array | None = None) -> NDArray:
-        """The bias, `N T S`; ValueError if T or S is not the number of tokens of the index."""
-        if self.index.shape != (T, S):
-            raise ValueError(f"T and S must be {self.index.shape}: {T}, {S}")
-        return np.asarray(np.moveaxis(self.table[self.index], -1, 0))
+        """The bias, `N T S`; ValueError if T or S is not the number of tokens of the rows."""
+        if self.rows.shape != (T, S):
+            raise ValueError(f"T and S must be {self.rows.shape}: {T}, {S}")
+        return np.asarray(np.moveaxis(self.table[self.rows], -1, 0))
 
 
 def classed(table: NDArray, side: int) -> Looked:
