@@ -174,14 +174,12 @@ def refuse_prefix(layout: Layout, prefix: str) -> None:
 
 
 def _reads(layout: Layout, prefix: str, keys: Mapping[str, str], shapes: _Shapes) -> bool:
-    """False for a layout that the place of a block, or the arrays beside it, exclude.
+    """False for a layout that the place of a block, or the arrays next to it, exclude.
 
-    `llama` and `llama-across` have the same keys.
-
-    `llama-across` is for prefixes of cross-attention whose queries and keys have different input
-    widths; `llama` is for all others.
+    `llama` and `llama-across` have the same keys: `llama-across` is for prefixes of cross-attention
+    whose queries and keys have different input widths; `llama` is for all others.
     """
-    if layout.name == "timm-grouped":  # GCViT packs keys and values alone beside such a table
+    if layout.name == "timm-grouped":  # GCViT packs keys and values alone next to such a table
         return layout.path(prefix, "rel_pos.relative_position_bias_table") not in shapes
     if layout.name not in ("llama", "llama-across") or not re.search(_ACROSS, prefix):
         return layout.name != "llama-across"

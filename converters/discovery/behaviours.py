@@ -151,7 +151,7 @@ _OF_SETTINGS = (
     _unlearned_where_rotated,
     _only_capped,
 )
-# Key under which readers find the index of the layer, beside the keys of a configuration.
+# Key under which readers find the index of the layer, next to the keys of a configuration.
 LAYER = "(layer)"
 # Model types, some of whose layers lack the parts that others have.
 _UNLIKE = ("llama4_text",)

@@ -150,7 +150,9 @@ def of_blocks(
 
     `heads`: the head counts of its configuration, if the caller has read them.
     """
-    configured = heads or described.of(file, blocks).heads
+    configured = heads
+    if heads is None and _typed(file):  # without a model type, no scheme needs the head count
+        configured = described.of(file, blocks).heads
     content = hf_config.readable(file.path)
     return {block.prefix: _of_block(block, content, configured, file) for block in blocks}
 
@@ -159,7 +161,7 @@ def notes(file: checkpoint.Checkpoint, found: Mapping[str, Positions]) -> Iterat
     """Yields a note on every scheme of the blocks, if config.json or a tensor tells any."""
     schemes: dict[str, list[str]] = {}
     for prefix, one in found.items():
-        if one.scheme != "none" and (one.scheme != "unknown" or _typed(file)):
+        if one.scheme != "none" and not one.why.endswith(_NOT_KNOWN):
             schemes.setdefault(str(one), []).append(prefix)
     for scheme, prefixes in schemes.items():
         places = list(dict.fromkeys(re.sub(r"\d+", "{i}", x) or "(top)" for x in prefixes))
@@ -169,6 +171,7 @@ def notes(file: checkpoint.Checkpoint, found: Mapping[str, Positions]) -> Iterat
         )
 
 
+_NOT_KNOWN = "is not known here"
 _COMPUTED = ("rotary", "alibi", "relative")
 _GIVEN = "positions_of(folder) of jaxmha.converters gives what computes them"
 
@@ -178,8 +181,8 @@ def to_metadata(file: checkpoint.Checkpoint, found: Mapping[str, Positions]) -> 
 
     It is empty if neither a configuration nor a tensor of the source tells a scheme.
     """
-    told = _typed(file) or any(one.scheme != "unknown" for one in found.values())
-    return {f"{METADATA}.{prefix}": str(one) for prefix, one in found.items() if told}
+    known = _typed(file) or any(one.scheme != "unknown" for one in found.values())
+    return {f"{METADATA}.{prefix}": str(one) for prefix, one in found.items() if known}
 
 
 def _typed(file: checkpoint.Checkpoint) -> bool:
@@ -216,7 +219,7 @@ def _of_block(
     if not model_type or model_type not in architectures.KNOWN:
         if (term := relative.table(block, file)) is not None:
             return Positions("relative", added=term)
-        return Positions("unknown", why=f"model_type {model_type or '(none)'} is not known here")
+        return Positions("unknown", why=f"model_type {model_type or '(none)'} {_NOT_KNOWN}")
     heads = None if count is None else count.heads
     try:
         has_scale = "query_scale" in architectures.parts(model_type)

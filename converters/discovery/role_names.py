@@ -1,7 +1,7 @@
 """Roles of linear layers in attention, from the names that models give them.
 
-`found` makes a layout of the names in a file, where they leave no doubt: every array under the
-prefix of the block is one of its projections.
+`named_blocks` makes layouts of the names in a file, where they leave no doubt: every array under
+the prefix of a block is one of its projections.
 """
 
 import re
@@ -83,11 +83,11 @@ def role_of(part: str) -> str | None:
 
 
 def named_blocks(
-    shapes: Mapping[str, Sequence[int]], taken: set[str], beside: frozenset[str] = frozenset()
+    shapes: Mapping[str, Sequence[int]], taken: set[str], alongside: frozenset[str] = frozenset()
 ) -> Iterator[Named]:
     """Yields every block of linear layers whose names and shapes tell the role of each.
 
-    `taken`: names of tensors that belong to blocks of known layouts. `beside`: keys of arrays that
+    `taken`: names of tensors that belong to blocks of known layouts. `alongside`: keys of arrays that
     may stand next to the projections.
 
     >>> shapes = {f"a.{x}_lin9.weight": (6, 6) for x in ("q", "k", "v", "out")}
@@ -109,7 +109,7 @@ def named_blocks(
             own = [
                 name
                 for name in (under if prefix else names)
-                if name[len(begin) :] not in beside and not name.endswith("inv_freq")
+                if name[len(begin) :] not in alongside and not name.endswith("inv_freq")
             ]
             if not taken.intersection(own) and (found := _block(prefix, own, shapes)):
                 yield found

@@ -94,7 +94,9 @@ def test_a_class_token_has_rows_of_its_own(first: bool) -> None:
         np.testing.assert_array_equal(inner[:, t, s], table[row * (2 * side - 1) + column])
     if not first:  # MaxViT: by head, key minus query
         by_head = np.flip(table.T.reshape(N, 5, 5), (1, 2))
-        np.testing.assert_array_equal(relative.square(by_head).bias(T, T), found)
+        same = relative.square(by_head)
+        assert same is not None
+        np.testing.assert_array_equal(same.bias(T, T), found)
 
 
 def test_queries_grow_with_their_positions() -> None:

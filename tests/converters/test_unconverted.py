@@ -196,7 +196,8 @@ def test_a_configuration_without_a_model_type_is_reported(
 def test_sinusoids_of_boxes_are_no_rotary_positions(tmp_path: Path) -> None:
     more: Any = {"bbox_embeddings.bbox_sinusoid_emb.x_pos_emb.inv_freq": np.ones(4, np.float32)}
     printed = notes(source(tmp_path, {"model_type": "bros"}, **more))
-    assert [signs.PARTS["relative"][0] in note for note in printed] == [True]
+    missing = [note for note in printed if note.startswith("not converted")]
+    assert [signs.PARTS["relative"][0] in note for note in missing] == [True]
 
 
 def test_what_is_around_attention_under_other_names_is_named(tmp_path: Path) -> None:
