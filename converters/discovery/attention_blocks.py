@@ -145,6 +145,8 @@ def find(shapes: Mapping[str, Sequence[int]], layouts: Iterable[Layout] = LAYOUT
                     Block(prefix, variant, keys, unknown, family_match)
                 )
     chosen = [_decide(candidates, shapes) for candidates in found.values()]
+    held = {name for block in chosen if block.whole for name in block.keys.values()}
+    chosen = [b for b in chosen if b.whole or not held.intersection(b.keys.values())]
     if layouts is LAYOUTS:
         named_too = list(_named(chosen, shapes))
         chosen += named_too

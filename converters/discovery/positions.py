@@ -106,7 +106,8 @@ class Positions(NamedTuple):
 
     `scheme` is "none", "rotary", "axial" (rotary by rows and columns), "alibi", "relative" or
     "unknown". `rotary` has the parameters of "rotary" and "axial"; `added` has the bias of "alibi"
-    and "relative". `why` is the reason for "none" or "unknown".
+    and "relative". `why` is the reason for "none" or "unknown". `query_scale` multiplies the queries
+    before they are rotated.
     """
 
     scheme: str

@@ -83,3 +83,11 @@ def test_norms_before_the_projections_are_known_by_place() -> None:
 def test_names_that_make_no_layout_are_unknown(name: str) -> None:
     with pytest.raises(ValueError, match="unknown layout"):
         registry.named(name)
+
+
+def test_an_incomplete_block_yields_to_the_one_inside_it() -> None:
+    """TVP names its attention and its feed-forward layers as ViT names one block."""
+    shapes = {f"layer.0.attention.{x}.weight": (6, 6) for x in ("query", "key", "value", "dense")}
+    shapes |= {"layer.0.output.dense.weight": (6, 24), "layer.0.intermediate.dense.weight": (24, 6)}
+    (block,) = attention_blocks.find(shapes)
+    assert (block.prefix, block.layout.name) == ("layer.0.attention", "linear-query")
