@@ -27,7 +27,8 @@ def find(
     """Maps prefixes that have most arrays of a layout but form no readable block to the reason."""
     whole = {block.prefix for block in found}
     taken = {name for block in found for name in block.keys.values()}
-    ends, names = name_ends(name for name in shapes if name not in taken), sorted(shapes)
+    left = dict.fromkeys(name for name in shapes if name not in taken)
+    ends, names = name_ends(left), sorted(shapes)
     reasons = {block.prefix: block.refused for block in found if block.refused}
     for candidate in layouts:
         # Layers other than attention often have the names of hand-written and uneven layouts.
@@ -38,7 +39,7 @@ def find(
         required = [entry for entry in usual if not entry.group]
         prefixes = {p: None for entry in usual for p in prefixes_with(candidate, ends, entry.key)}
         for prefix in prefixes:
-            present = [e for e in usual if candidate.path(prefix, e.key) in shapes]
+            present = [e for e in usual if candidate.path(prefix, e.key) in left]
             first = required[0] in present and 2 * sum(not e.group for e in present) >= len(
                 required
             )
