@@ -17,6 +17,9 @@ class PagePool:
     step and every change of the cache to the pool before it runs: the pool raises ValueError for a
     step that does not fit, and leaves its own state unchanged. It does not read the device.
 
+    Raises:
+      ValueError: the table or the lengths of the cache are not valid (`PagedKVCache.validate`).
+
     Attributes:
       table: `(B, M)`, the table of the cache after all reported steps.
       lengths: `(B,)`, the lengths of the cache after all reported steps.
@@ -33,6 +36,7 @@ class PagePool:
 
     def __init__(self, cache: PagedKVCache) -> None:
         checks.require_type(PagedKVCache, cache=cache)
+        cache.validate()
         self.pages = cache.key.shape[0]
         self.page_size = cache.page_size
         self.table = np.array(cache.table)

@@ -136,3 +136,39 @@ def lacks(table: Table, first: Counts, end: Counts, page_size: int) -> Bool[Arra
     needed = (starts + page_size > first[:, None]) & (starts < end[:, None])
     found: Array = (needed & (table < 0)).any(1) | (end > M * page_size)
     return found
+
+
+def problem(table: Table, lengths: Counts, page_size: int, pages: int) -> str | None:
+    """The first thing about NumPy arrays that no sequence of calls produces, or None.
+
+    A window frees pages from the left, so that a row may lack its first ones only.
+    """
+    M = table.shape[1]
+    for row, (entries, length) in enumerate(zip(table, lengths, strict=True)):
+        if not 0 <= length <= M * page_size:
+            return f"lengths[{row}] is {length}: expected 0 to {M * page_size}, {M} pages of {page_size}"
+        if ((entries < -1) | (entries >= pages)).any():
+            at = int(np.flatnonzero((entries < -1) | (entries >= pages))[0])
+            return f"table[{row}, {at}] is {entries[at]}: expected -1, or a page in [0, {pages})"
+        used = pages_for(int(length), page_size)
+        held = entries >= 0
+        if held[used:].any():
+            at = used + int(np.flatnonzero(held[used:])[0])
+            return f"table[{row}, {at}] is {entries[at]}: row {row} has {length} tokens in {used} pages"
+        if used and not (held[:used].any() and held[int(held.argmax()) : used].all()):
+            at = int(np.flatnonzero(~held[:used])[-1])
+            return f"table[{row}, {at}] is -1: row {row} lacks a page of its {length} tokens"
+    rows, entries = np.nonzero(table >= 0)
+    held = table[rows, entries]
+    for page in np.flatnonzero(np.bincount(held, minlength=pages) > 1):
+        if (
+            len(set(entries[held == page])) > 1
+            or len(set(rows[held == page])) < (held == page).sum()
+        ):
+            places = [
+                f"[{r}, {m}]" for r, m in zip(rows, entries, strict=True) if table[r, m] == page
+            ]
+            return (
+                f"page {page} is at table{' and '.join(places)}: expected one position of each row"
+            )
+    return None

@@ -103,6 +103,29 @@ class PagedKVCache(NamedTuple):
         """The maximum number of tokens of a sequence: those of M pages."""
         return self.table.shape[1] * self.page_size
 
+    def validate(self) -> None:
+        """Raises ValueError for a table and lengths that calls on one cache do not produce.
+
+        It reads them from the device, and cannot run under jit. A compiled step does not check them:
+        a page outside of the pool is not read, and a table of another batch, or rows that lack
+        pages, make outputs wrong or NaN.
+        """
+        for name, expected in (("table", self.lengths.shape * 2), ("lengths", self.lengths.shape)):
+            found = getattr(self, name)
+            if (
+                not is_integers(found)
+                or found.ndim != len(expected)
+                or found.shape[:1] != expected[:1]
+            ):
+                raise ValueError(
+                    f"{name}: expected integers of axes {'(B, M)' if name == 'table' else '(B)'} with "
+                    f"B={self.lengths.shape[:1]}, got {found.dtype} of shape {found.shape}"
+                )
+        table, lengths = np.asarray(self.table), np.asarray(self.lengths)
+        found = page_table.problem(table, lengths, self.page_size, self.key.shape[0])
+        if found is not None:
+            raise ValueError(f"{found}: the table or the lengths are not those of this cache")
+
     def free_pages(self) -> Int[Array, ""]:
         """The number of pages that no sequence holds."""
         found: Array = (page_table.holders(self.table, self.key.shape[0]) == 0).sum()

@@ -321,3 +321,75 @@ def test_wrong_arguments() -> None:
     for call, problem in calls:
         with pytest.raises((ValueError, TypeError), match=problem):
             call()
+
+
+def test_validate_names_what_is_wrong() -> None:
+    """A cache of another batch, pages out of range or twice, negative lengths, an overfull pool."""
+    params, x = make()
+    _, cache = run(params, empty(params), x[:, :5], q_lengths=np.asarray([5, 2, 4]))
+    cache.validate()
+    cache.fork(0, 1).validate()
+    table, lengths = np.asarray(cache.table), np.asarray(cache.lengths)
+    _, window = run(
+        params, cache, x[:, :4], mask=Mask.window(2, 0), q_lengths=np.asarray([4, 0, 0])
+    )
+    window.validate()  # it lacks its first page
+
+    def changed(row: int, entry: int, page: int) -> np.ndarray:
+        found = table.copy()
+        found[row, entry] = page
+        return found
+
+    full = run(params, cache, x[:, :9])[1]
+    wrong: list[tuple[PagedKVCache, str]] = [
+        (cache._replace(table=changed(0, 1, PAGES)), r"table\[0, 1\] is 7: expected -1, or a page"),
+        (cache._replace(table=changed(2, 0, -5)), r"table\[2, 0\] is -5"),
+        (cache._replace(table=changed(0, 4, 6)), "row 0 has 5 tokens in 2 pages"),
+        (cache._replace(table=changed(0, 1, -1)), "row 0 lacks a page of its 5 tokens"),
+        (cache._replace(table=changed(0, 1, table[0, 0])), "expected one position of each row"),
+        (cache._replace(table=changed(1, 0, table[0, 1])), r"is at table\[0, 1\] and \[1, 0\]"),
+        (cache._replace(table=table[[1, 0, 2]]), "row 0 lacks a page of its 5 tokens"),
+        (cache._replace(lengths=lengths * [1, -1, 1]), r"lengths\[1\] is -2: expected 0 to 15"),
+        (cache._replace(lengths=lengths + 11), r"lengths\[0\] is 16"),
+        (cache._replace(table=table[:2]), r"table: expected integers of axes \(B, M\)"),
+        (cache._replace(lengths=lengths.astype(np.float32)), "lengths: expected integers"),
+        (full, "lacks a page"),
+    ]
+    for given, problem in wrong:
+        for check in (PagedKVCache.validate, PagePool):
+            with pytest.raises(ValueError, match=problem):
+                check(given)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "float8_e5m2", None])
+def test_functions_of_scores_sinks_and_caps_over_pages(dtype: str | None) -> None:
+    """Ragged chunks over pages give what full attention over the same tokens gives."""
+    params, x = make()
+    params = params._replace(sinks=jnp.asarray([0.3, -1.0, 2.0, 0.0, 1.0, -0.5]))
+    semantics = Semantics(logits_soft_cap=0.9)
+    options: dict[str, Any] = {
+        "semantics": semantics,
+        "score_mod": lambda s, b, n, i, j: s - ((i - j) * (n + 1)).astype(s.dtype) / 10,
+        "mask_mod": lambda b, n, i, j: (i - j) % 3 != 1,
+    }
+    cache, at, outs = empty(params, dtype=dtype, pages=3 * ENTRIES), np.zeros(ROWS, int), []
+    for counts in ([4, 1, 0], [1, 3, 5], [2, 4, 1], [4, 3, 5]):
+        given = np.zeros((ROWS, 5, 17), np.float32)
+        for row, count in enumerate(counts):
+            given[row, :count] = x[row, at[row] : at[row] + count]
+        out, cache = run(params, cache, given, q_lengths=np.asarray(counts), **options)
+        outs.append([out[row, :count] for row, count in enumerate(counts)])
+        at += counts
+    assert at.tolist() == [11] * ROWS
+    found = np.stack([np.concatenate(rows) for rows in zip(*outs, strict=True)])
+    with jax.enable_x64(True):
+        exact = jax.tree.map(lambda a: np.asarray(a, np.float64), (params, x))
+        full = jaxmha.multi_head_attention(
+            *exact, is_causal=True, implementation="reference", **options
+        )
+    want = np.asarray(full)
+    if dtype is None:
+        tolerance.assert_close(found, want, factor=tolerance.LAYER)
+    else:
+        bound = {"int8": 0.02, "float8_e4m3fn": 0.1, "float8_e5m2": 0.2}[dtype]
+        assert np.abs(found - want).max() <= bound * np.abs(want).max()
