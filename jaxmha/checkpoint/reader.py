@@ -20,7 +20,8 @@ from jaxmha.checkpoint.errors import (
     shown,
 )
 from jaxmha.checkpoint.folder import Folder
-from jaxmha.checkpoint.formats import scaled, table
+from jaxmha.checkpoint.formats import dequantise as dequantising
+from jaxmha.checkpoint.formats import table
 from jaxmha.checkpoint.limits import Limits
 from jaxmha.checkpoint.plan import Contents, Progress
 from jaxmha.checkpoint.source import Source
@@ -268,8 +269,9 @@ def open(
         mmap: return read-only views of the mapped file where its layout allows, without a copy. If
             another process truncates the file meanwhile, the system kills this process.
         verify: check tensors against the digests kept in the file, if any.
-        dequantise: dequantise weights whose scales are other tensors (FP8, int8, MXFP4), and leave
-            out the scales. Tensors of .gguf files are always dequantised.
+        dequantise: dequantise weights whose scales are other tensors (FP8, MXFP4, bitsandbytes,
+            GPTQ, AWQ, compressed-tensors), and leave out the scales. Tensors of .gguf files are
+            always dequantised.
 
     Raises:
         CheckpointError: always one of the classes in `jaxmha.checkpoint.errors`.
@@ -314,7 +316,7 @@ def read(
     try:
         source.check_unchanged()
         if dequantise:
-            contents = scaled.dequantised(contents, source.path)
+            contents = dequantising.dequantised(contents, source.path)
     except CheckpointError:
         contents.close()
         raise

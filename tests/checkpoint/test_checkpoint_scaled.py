@@ -1,5 +1,6 @@
 """Quantised weights are dequantised bit by bit as the library that defines them does."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from jaxmha.converters.layout.arrays import to_numpy, to_torch
 
 FP8 = ml_dtypes.float8_e4m3fn
 BF16 = ml_dtypes.bfloat16
+QUANTISED = Path(__file__).parent / "quantised"
 
 
 def opened(path: Path, tensors: dict[str, Any]) -> dict[str, Any]:
@@ -101,7 +103,7 @@ def test_mxfp4_is_that_of_transformers(tmp_path: Path) -> None:
 def test_other_schemes_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "m.safetensors"
     checkpoint.write(path, {"a.qweight": np.zeros((2, 3), np.int32)})
-    with pytest.raises(checkpoint.UnsupportedFormat, match="GPTQ or AWQ"):
+    with pytest.raises(checkpoint.UnsupportedFormat, match="packed integers"):
         checkpoint.open(path, dequantise=True)
     assert list(checkpoint.open(path)) == ["a.qweight"]
 
@@ -146,3 +148,42 @@ def test_a_model_is_filled_and_the_plan_says_so(tmp_path: Path) -> None:
     )
     made = equinox.load_into(target, path)
     np.testing.assert_array_equal(made["dense"]["kernel"], weight.T.astype(np.float32) / 2)
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    ["bitsandbytes_4", "bitsandbytes_8", "compressed_tensors", "awq", "gptq", "gptq_v2"],
+)
+def test_files_of_other_libraries_are_read_as_they_read_them(scheme: str) -> None:
+    with (
+        checkpoint.open(QUANTISED / scheme, dequantise=True) as file,
+        checkpoint.open(QUANTISED / scheme / "expected.safetensors") as expected,
+    ):
+        assert set(file) == set(expected)
+        assert set(file.quantised) == {name for name in expected if name.endswith("weight")}
+        for name in expected:
+            same(file[name], expected[name])
+
+
+def test_zero_points_of_gptq_need_the_config(tmp_path: Path) -> None:
+    shutil.copy(QUANTISED / "gptq/model.safetensors", tmp_path)
+    with pytest.raises(checkpoint.UnsupportedFormat, match=r"config\.json that says how GPTQ"):
+        checkpoint.open(tmp_path, dequantise=True)
+
+
+@pytest.mark.parametrize("scheme", ["bitsandbytes_4", "compressed_tensors", "awq", "gptq_v2"])
+def test_parts_that_do_not_fit_are_refused(scheme: str, tmp_path: Path) -> None:
+    if (settings := QUANTISED / scheme / "config.json").exists():
+        shutil.copy(settings, tmp_path)
+    with checkpoint.open(QUANTISED / scheme) as file:
+        tensors = {name: file[name] for name in file}
+    weights = [n for n in tensors if n.endswith(("weight", "_packed", "qweight"))]
+    scales = [n for n in tensors if n.endswith(("absmax", "weight_scale", "scales"))]
+    for name in (weights[0], scales[0], scales[-1]):
+        cut = {**tensors, name: tensors[name][:-1]}
+        checkpoint.write(tmp_path / "model.safetensors", cut, force=True)
+        with (
+            pytest.raises(checkpoint.CheckpointError),
+            checkpoint.open(tmp_path / "model.safetensors", dequantise=True),
+        ):
+            pass
