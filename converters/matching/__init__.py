@@ -2,14 +2,16 @@
 
 Layers are compared by shape (in any framework's layout), by the terms in their names, and by the
 structure of both trees. Two layers are paired only if every other pair of the same shapes is
-excluded; all other layers become questions. `match` makes the plan, `loading` fills the target.
+excluded; all other layers become questions. `match` makes the plan, `loading` fills the
+target, `prove` compares the result with the source.
 """
 
 from typing import Any
 
 from jaxmha.converters.matching.plan import Line, Packing, Plan, Question
+from jaxmha.converters.matching.proof import Proof, prove
 
-__all__ = ["Line", "Plan", "Question", "match"]
+__all__ = ["Line", "Plan", "Proof", "Question", "match", "prove"]
 
 
 def match(source: Any, target: Any, *, packing: Packing = "ask") -> Plan:

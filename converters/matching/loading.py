@@ -45,27 +45,27 @@ def prepared(
     Raises:
       ValueError: a question is open, arrays are unused or missing, or a shape or dtype is wrong.
     """
-    for name, value in (("unused", unused), ("missing", missing)):
-        if value not in POLICIES:
-            raise ValueError(f"{name} must be {' or '.join(POLICIES)}, got {value!r}")
+    for name, policy in (("unused", unused), ("missing", missing)):
+        if policy not in POLICIES:
+            raise ValueError(f"{name} must be {' or '.join(POLICIES)}, got {policy!r}")
     mine = trees.read(_pinned(source, plan))
     try:
         theirs = trees.read(model)
         own = lines.plan(mine, theirs, packing) if plan is None else plan
-        _refuse_questions(own)
-        jobs = dict(_jobs(own, mine, theirs))
-        _refuse_rest(own, mine, theirs, jobs, unused, missing)
+        refuse_questions(own)
+        todo = dict(jobs(own, mine, theirs))
+        _refuse_rest(own, mine, theirs, todo, unused, missing)
         arrays = theirs.arrays
         del theirs  # `theirs` references the values to be replaced: free their memory
         info = {}
-        for name, (line, names) in jobs.items():
+        for name, (line, names) in todo.items():
             _bound(line, [mine.arrays[n].shape for n in names], arrays[name])
             kept = mine.arrays[names[0]].dtype if names else arrays[name].dtype
             info[name] = TensorInfo(arrays[name].shape, _dtype(kept, arrays[name], dtype))
 
         def load(name: str) -> NDArray:
-            line, names = jobs[name]
-            return _value(line, names, mine, arrays[name]).astype(info[name].dtype, copy=False)
+            line, names = todo[name]
+            return value(line, names, mine, arrays[name]).astype(info[name].dtype, copy=False)
 
         yield Lazy(info, load)
     finally:
@@ -86,7 +86,7 @@ def _pinned(source: Any, plan: Plan | None) -> Any:
     return source
 
 
-def _refuse_questions(plan: Plan) -> None:
+def refuse_questions(plan: Plan) -> None:
     if plan.questions:
         first = plan.questions[0]
         more = f" (and {len(plan.questions) - 1} more)" * (len(plan.questions) > 1)
@@ -96,7 +96,7 @@ def _refuse_questions(plan: Plan) -> None:
         )
 
 
-def _jobs(plan: Plan, source: Tree, target: Tree) -> Iterator[tuple[str, tuple[Line, list[str]]]]:
+def jobs(plan: Plan, source: Tree, target: Tree) -> Iterator[tuple[str, tuple[Line, list[str]]]]:
     """Yields each target name with its line, and its source names in the order of stacking."""
     for line in plan.lines:
         targets = lines.expand(line.target, target.arrays)
@@ -231,7 +231,7 @@ def _take(line: Line) -> tuple[int, int]:
     return int(index), int(parts)
 
 
-def _value(line: Line, names: Sequence[str], source: Tree, target: Array) -> NDArray:
+def value(line: Line, names: Sequence[str], source: Tree, target: Array) -> NDArray:
     """Computes one array of the target from the source arrays of its line."""
     if line.fill:
         return np.zeros(target.shape, np.float32)
@@ -263,6 +263,20 @@ def _named(dtype: str) -> np.dtype[Any]:
     import ml_dtypes
 
     return np.dtype(getattr(ml_dtypes, dtype, None) or dtype)
+
+
+def fill(model: Any, ready: Lazy) -> Any:
+    """Fills a model of any framework; returns it, or a new tree for linen, equinox and trees."""
+    packages = {base.__module__.split(".")[0] for base in type(model).__mro__}
+    if "torch" in packages:
+        return into_torch(model, ready)
+    if "keras" in packages:
+        return into_keras(model, ready)
+    return (
+        into_flax(model, ready)
+        if "flax" in packages or isinstance(model, tuple)
+        else into_tree(model, ready)
+    )
 
 
 def into_nnx(model: Any, ready: Lazy) -> Any:

@@ -204,7 +204,7 @@ def _tree(tree: Any, kind: str) -> Tree:
     arrays, values = {}, {}
     for keys, leaf in flat:
         parts = tuple(part for key in keys for part in split(key))
-        form = _form(_at(tree, keys[:-1]), "equinox") if kind == "equinox" else ""
+        form = _form(node(tree, keys[:-1]), "equinox") if kind == "equinox" else ""
         name = "/".join(keys)
         if kind == "linen" and parts[0] in _NO_WEIGHTS:
             continue
@@ -233,7 +233,7 @@ def _key(key: Any) -> str:
     return str(key)
 
 
-def _at(tree: Any, keys: tuple[str, ...]) -> Any:
+def node(tree: Any, keys: tuple[str, ...]) -> Any:
     """The node of a tree at a path."""
     for key in keys:
         if isinstance(tree, Mapping):

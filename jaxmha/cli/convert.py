@@ -165,7 +165,7 @@ def command(
             other_modes |= {"--attention-only": attention_only, "--fold-scale": fold_scale}
             _refuse_other_modes(other_modes)
             cast = None if dtype is None else dtype.value
-            _fill(source, destination, like, cast, shard_size, digest, force, as_json)
+            _fill(source, destination, like, cast, shard_size, digest, check, force, as_json)
             return
         _check_combination(choices, by_plan, report_to, check, part, resume, processes)
         share = None if part is None else multiprocess.parsed(part)
@@ -214,6 +214,7 @@ def _fill(
     dtype: str | None,
     shard_size: str | None,
     digest: DigestName,
+    check: CheckName,
     force: bool,
     as_json: bool,
 ) -> None:
@@ -227,9 +228,9 @@ def _fill(
         print_plan(plan, as_json)
         refuse_rest(plan, unused=False)
         done = like_target.write(source, destination, model, plan, quiet=as_json, **writing)
+        if check.value != "none":
+            like_target.show(matching.prove(source, destination, plan), as_json)
     if not as_json:
-        count = sum(len(line.sources) for line in plan.lines)
-        out.print(f"{destination}: every array of the source is used ({count} lines)")
         for name, loss in done.losses.items():
             if not loss.exact:
                 out.print(f"rounded: {name}", highlight=False)

@@ -6,11 +6,15 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import typer
+
 from jaxmha import checkpoint
-from jaxmha.cli.console import byte_bar
+from jaxmha.checkpoint import hub
+from jaxmha.cli.console import byte_bar, err, escape, out
 from jaxmha.converters import matching
 from jaxmha.converters.matching import loading
 
@@ -19,20 +23,50 @@ _KERAS = ".weights.h5"
 
 def built(target: str) -> Any:
     """The path of TARGET, or the return value of FUNCTION if TARGET is `MODULE:FUNCTION`."""
-    module, colon, function = target.rpartition(":")
-    if not colon or Path(target).exists():
+    if ":" not in target or Path(target).exists():
         if not Path(target).exists():
             raise ValueError(f"{target}: expected a file, or MODULE:FUNCTION that builds the model")
         return Path(target)
+    return found(target)()
+
+
+def found(target: str) -> Any:
+    """The function that MODULE:FUNCTION names; the module may be a file of the working folder."""
+    module, _, function = target.rpartition(":")
     name = module.removesuffix(".py").replace(os.sep, ".")
     sys.path.insert(0, os.getcwd())
     try:
-        found = getattr(importlib.import_module(name), function, None)
+        made = getattr(importlib.import_module(name), function, None)
+    except ModuleNotFoundError as error:
+        if error.name != name.partition(".")[0] and error.name != name:
+            raise
+        raise ValueError(f"{target}: there is no module {name}") from error
     finally:
         sys.path.pop(0)
-    if found is None:
+    if made is None:
         raise ValueError(f"{target}: {name} has no function {function}")
-    return found()
+    return made
+
+
+def source_of(text: str) -> Any:
+    """The checkpoint as a path, or for MODULE:FUNCTION the model that the function builds."""
+    module, colon, _ = text.rpartition(":")
+    if not colon or hub.is_address(text) or Path(text).exists() or not module:
+        return Path(text)
+    return built(text)
+
+
+def show(proof: matching.Proof, quiet: bool, unused: bool = False) -> None:
+    """Prints a proof; ends with exit code 1 unless everything is the same.
+
+    `quiet`: prints only failures. `unused`: True allows source arrays that are left over.
+    """
+    if unused:
+        proof = replace(proof, unused=())
+    if not quiet or not proof.same:
+        (out if proof.same else err).print(escape(str(proof), keep="\n"), highlight=False)
+    if not proof.same:
+        raise typer.Exit(1)
 
 
 @contextmanager
@@ -50,7 +84,7 @@ def template(model: Any, destination: Path) -> Iterator[Any]:
 
 
 def write(
-    source: Path,
+    source: Any,
     destination: Path,
     model: Any,
     plan: matching.Plan,
@@ -74,8 +108,9 @@ def write(
         byte_bar("writing and reading back", quiet, passes=2) as progress,
     ):
         about = _about(model, destination)
+        read = source if isinstance(source, Path) else None
         done = checkpoint.write(
-            destination, ready, source=source, progress=progress, **about, **options
+            destination, ready, source=read, progress=progress, **about, **options
         )
     save = getattr(getattr(model, "config", None), "save_pretrained", None)
     if save is not None and not (destination.parent / "config.json").exists():

@@ -1,7 +1,7 @@
 """`jaxmha match`: the plan that fills a model from a checkpoint, and the filled arrays as a file."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -17,20 +17,23 @@ from jaxmha.cli.console import (
 )
 from jaxmha.cli.options import Json, option
 from jaxmha.converters import matching
+from jaxmha.converters.matching import loading
 
 EXAMPLES = (
     "Examples:\n\n  jaxmha match bert/ my_model.py:build --save plan.toml\n\n"
     "  jaxmha match bert/ my_model:build --plan plan.toml --to mine.safetensors\n\n"
     "  jaxmha match model.safetensors template.npz\n\n"
-    "  jaxmha match hf://org/model my_model.py:build --to mine.safetensors"
+    "  jaxmha match hf://org/model my_model.py:build --to mine.safetensors\n\n"
+    "  jaxmha match theirs.py:build mine.py:build --inputs mine.py:inputs"
 )
 
 
 def command(
     source: Annotated[
-        Path,
+        str,
         typer.Argument(
-            help="A checkpoint, a folder of save_pretrained, or hf://ORGANISATION/MODEL@REVISION."
+            help="A checkpoint, a folder of save_pretrained, hf://ORGANISATION/MODEL@REVISION, or "
+            "MODULE:FUNCTION that builds the model."
         ),
     ],
     target: Annotated[
@@ -59,27 +62,44 @@ def command(
             "Packed projections follow one another: all of query, then key, then value.",
         ),
     ] = False,
+    inputs: Annotated[
+        str | None,
+        option(
+            "--inputs",
+            "MODULE:FUNCTION that draws the arguments of both models from a NumPy generator: the "
+            "model is filled, both run in float64, and the first layer that departs is named.",
+        ),
+    ] = None,
     force: Annotated[bool, option("--force", "Overwrite files.")] = False,
     as_json: Json = False,
 ) -> None:
     """Match a checkpoint with your own model, and say which array goes where, and why.
 
-    Exit code 1: something is asked, or arrays of the checkpoint are left over.
+    Exit code 1: something is asked, arrays of the checkpoint are left over, or a comparison failed.
     """
     with one_message():
+        given = like.source_of(source)
+        files = [given] if isinstance(given, Path) else []
         if save is not None:
-            check_text(save, force, [source])
+            check_text(save, force, files)
         model = like.built(target)
         if plan is None:
-            made = matching.match(source, model, packing="concatenated" if concatenated else "ask")
+            made = matching.match(given, model, packing="concatenated" if concatenated else "ask")
         else:
             made = matching.Plan.from_toml(plan.read_text(encoding="utf-8"))
         print_plan(made, as_json)
         if save is not None:
-            put_text(save, made.to_toml(), force, [source])
+            put_text(save, made.to_toml(), force, files)
         refuse_rest(made, unused)
         if to is not None:
-            like.write(source, to, model, made, quiet=as_json, unused=unused, force=force)
+            like.write(given, to, model, made, quiet=as_json, unused=unused, force=force)
+            like.show(matching.prove(given, to, made), as_json, unused=unused)
+        if inputs is not None:
+            policy: Literal["keep", "refuse"] = "keep" if unused else "refuse"
+            with loading.prepared(model, given, made, unused=policy) as ready:
+                model = loading.fill(model, ready)
+            draw = like.found(inputs)
+            like.show(matching.prove(given, model, made, inputs=draw), as_json, unused=unused)
 
 
 def print_plan(plan: matching.Plan, as_json: bool) -> None:

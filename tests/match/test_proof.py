@@ -1,0 +1,160 @@
+"""`prove` finds wrong values, parts left over, and the first layer that computes something else."""
+
+# mypy: disallow-subclassing-any=False
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import flax.linen as nn
+import jax
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+from typer.testing import CliRunner
+
+from jaxmha.cli.app import app
+from jaxmha.converters import equinox, flax, match
+from jaxmha.converters.matching import Line, Plan, prove
+
+
+class Theirs(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = torch.nn.Linear(5, 7), torch.nn.LayerNorm(7)
+        self.last = torch.nn.Linear(7, 3)
+        torch.nn.init.normal_(self.norm.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.norm(torch.relu(self.first(x))))
+
+
+class Mine(nnx.Module):
+    def __init__(self, epsilon: float = 1e-5) -> None:
+        rngs = nnx.Rngs(0)
+        self.up, self.ln = nnx.Linear(5, 7, rngs=rngs), nnx.LayerNorm(7, epsilon=epsilon, rngs=rngs)
+        self.down = nnx.Linear(7, 3, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down(self.ln(jax.nn.relu(self.up(x))))
+
+
+def inputs(rng: np.random.Generator) -> tuple[Any, ...]:
+    return (rng.normal(size=(11, 5)),)
+
+
+@pytest.fixture
+def source() -> Theirs:
+    torch.manual_seed(0)
+    return Theirs()
+
+
+def test_equal_models_agree(source: Theirs) -> None:
+    proof = prove(source, flax.load_into(Mine(), source), inputs=inputs)
+    assert proof.same
+    assert (proof.equal, proof.compared, proof.departure) == (6, 4, None)
+    assert proof.difference is not None
+    assert proof.difference < 1e-14
+
+
+@pytest.mark.parametrize("epsilon", [1e-6, 1e-3])
+def test_the_first_layer_that_departs_is_named(source: Theirs, epsilon: float) -> None:
+    proof = prove(source, flax.load_into(Mine(epsilon), source), inputs=inputs)
+    assert not proof.same
+    assert proof.departure is not None
+    assert proof.departure[:2] == ("norm", "ln")
+    assert "first layer that departs: ln from norm" in str(proof)
+
+
+def test_linen_and_equinox_are_run(source: Theirs) -> None:
+    class Linen(nn.Module):
+        @nn.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            x = nn.LayerNorm(1e-3, name="ln")(nn.relu(nn.Dense(7, name="up")(x)))
+            return nn.Dense(3, name="down")(x)
+
+    class Equinox(eqx.Module):
+        up: eqx.nn.Linear
+        ln: eqx.nn.LayerNorm
+        down: eqx.nn.Linear
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return self.down(self.ln(jax.nn.relu(self.up(x))))
+
+    model = Linen()
+    pair = model, model.init(jax.random.key(0), np.zeros((1, 5), np.float32))
+    proof = prove(source, flax.load_into(pair, source), inputs=inputs)
+    assert proof.departure is not None
+    assert proof.departure[:2] == ("norm", "ln")
+    keys = jax.random.split(jax.random.key(0))
+    made = Equinox(
+        eqx.nn.Linear(5, 7, key=keys[0]), eqx.nn.LayerNorm(7), eqx.nn.Linear(7, 3, key=keys[1])
+    )
+    one = prove(source, equinox.load_into(made, source), inputs=lambda rng: (rng.normal(size=5),))
+    assert one.same
+    assert one.compared == 4
+
+
+def test_wrong_and_rounded_values_are_listed(source: Theirs) -> None:
+    model = flax.load_into(Mine(), source)
+    model.down.bias.set_value(model.down.bias[...] + 1)
+    assert prove(source, model).different == ("down/bias",)
+    half = flax.load_into(Mine(), source, dtype="bfloat16")
+    proof = prove(source, half)
+    assert proof.same
+    assert "up/kernel" in proof.rounded
+
+
+def test_a_part_that_no_line_takes_is_left_over() -> None:
+    packed = {"attn.in_proj_weight": np.random.default_rng(0).normal(size=(6, 5)).astype("f")}
+    lines = [
+        Line(name, ("attn.in_proj_weight",), "(p o) i -> p i o", take=f"{n}/2")
+        for n, name in enumerate(("a", "b"))
+    ]
+    target = {
+        name: packed["attn.in_proj_weight"][3 * n : 3 * n + 3].T for n, name in enumerate("ab")
+    }
+    assert prove(packed, target, Plan(tuple(lines))).same
+    part = prove(packed, {"a": target["a"]}, Plan(tuple(lines[:1])))
+    assert part.unused == ("attn.in_proj_weight: a part of it",)
+
+
+MODULE = """
+from tests.match.test_proof import Mine, Theirs, inputs
+
+
+def theirs():
+    import torch
+    torch.manual_seed(0)
+    return Theirs()
+
+
+def mine():
+    return Mine()
+
+
+def other():
+    return Mine(1e-3)
+"""
+
+
+@pytest.mark.parametrize(("target", "code"), [("mine", 0), ("other", 1)])
+def test_the_command_runs_both(
+    target: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "models_to_prove.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    names = [f"models_to_prove.py:{name}" for name in ("theirs", target, "inputs")]
+    done = CliRunner().invoke(app, ["match", *names[:2], "--inputs", names[2], "--to", "m.npz"])
+    assert done.exit_code == code, done.output
+    assert "6 arrays are those of the source, bit by bit" in done.output
+    assert ("first layer that departs: ln from norm" in done.output) == bool(code)
+    assert (tmp_path / "m.npz").exists()
+
+
+def test_models_that_cannot_run_are_refused(source: Theirs) -> None:
+    tree = {"up": {"kernel": np.zeros((5, 7), "f"), "bias": np.zeros(7, "f")}}
+    linear = source.first
+    with pytest.raises(TypeError, match="can be run"):
+        prove(linear, equinox.load_into(tree, linear), inputs=inputs)
+    assert match(linear, tree).questions == ()
