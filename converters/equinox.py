@@ -3,21 +3,118 @@
 The layer is called as (query, key, value) without a batch axis. True in its masks means attend.
 """
 
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from jaxmha import MHAParams, Semantics
 from jaxmha.converters.layout.api import make_api
 from jaxmha.converters.layout.equinox import EQUINOX, LAYOUTS
+from jaxmha.converters.layout.validation import one_dtype
 from jaxmha.converters.matching.load_into import make_load_into
+from jaxmha.extras import needed
+from jaxmha.params import check
+
+if TYPE_CHECKING:
+    import equinox
 
 __all__ = [
     "EQUINOX",
     "LAYOUTS",
     "export_params",
+    "from_module",
     "import_params",
     "load_into",
+    "to_module",
 ]
 
-import_params, export_params = make_api(LAYOUTS)
+import_params, export_params = make_api(LAYOUTS, traced=True)
 load_into = make_load_into(
     "into_tree",
     "an equinox module, or any tree of arrays or `jax.ShapeDtypeStruct`",
     "Returns a module of the same structure, with the arrays of the source.",
 )
+
+
+_PROJECTIONS = ("query", "key", "value", "output")
+
+
+def from_module(
+    module: "equinox.nn.MultiheadAttention", variables: None = None
+) -> tuple[MHAParams, Semantics]:
+    """Parameters and semantics of an `equinox.nn.MultiheadAttention`.
+
+    Under jit, grad or vmap the parameters are traced; otherwise they are copies.
+
+    Raises:
+      TypeError: the module is of another class.
+
+    >>> import equinox, jax
+    >>> module = equinox.nn.MultiheadAttention(2, 6, dropout_p=0.1, key=jax.random.key(0))
+    >>> params, semantics = from_module(module)
+    >>> params.out.kernel.shape, semantics.dropout_rate
+    ((2, 3, 6), 0.1)
+    """
+    with needed("equinox"):
+        import equinox
+    if not isinstance(module, equinox.nn.MultiheadAttention):
+        raise TypeError(
+            f"expected an equinox.nn.MultiheadAttention, got {type(module).__name__}: for a dict of "
+            "arrays call import_params"
+        )
+    state = {}
+    for name in _PROJECTIONS:
+        layer = getattr(module, f"{name}_proj")
+        state[f"{name}_proj.weight"] = layer.weight
+        if layer.bias is not None:
+            state[f"{name}_proj.bias"] = layer.bias
+    params, semantics = import_params(state, num_heads=module.num_heads)
+    return params, replace(semantics, dropout_rate=float(module.dropout.p))
+
+
+def to_module(
+    params: MHAParams,
+    semantics: Semantics = Semantics(),
+    *,
+    kind: None = None,
+    like: "equinox.nn.MultiheadAttention | None" = None,
+) -> "equinox.nn.MultiheadAttention":
+    """An `equinox.nn.MultiheadAttention` with these weights.
+
+    Dropout is off (`inference=True`) unless `like`, a layer of this class, differs.
+
+    Raises:
+      ValueError: the layer cannot hold the parameters or the behaviour; the message says why.
+    """
+    with needed("equinox"):
+        import equinox
+    import jax
+    import jax.numpy as jnp
+
+    sizes = check(params)
+    one_dtype(params)
+    state = export_params(params, semantics)
+
+    def build() -> Any:
+        return equinox.nn.MultiheadAttention(
+            sizes["N"],
+            sizes["Dq"],
+            sizes["Dk"],
+            sizes["Dv"],
+            sizes["Do"],
+            sizes["H"],
+            sizes["h"],
+            **{f"use_{name}_bias": f"{name}_proj.bias" in state for name in _PROJECTIONS},
+            dropout_p=semantics.dropout_rate,
+            inference=like is None or like.dropout.inference,
+            key=jax.random.key(0),
+        )
+
+    module: Any = equinox.filter_eval_shape(build)
+    for key, array in state.items():
+        layer, _, name = key.partition(".")
+        module = equinox.tree_at(
+            lambda tree, at=(layer, name): getattr(getattr(tree, at[0]), at[1]),
+            module,
+            jnp.asarray(array),
+        )
+    return module  # type: ignore[no-any-return]

@@ -45,7 +45,7 @@ __all__ = [
     "to_module",
 ]
 
-import_params, export_params = make_api(LAYOUTS)
+import_params, export_params = make_api(LAYOUTS, traced=True)
 load_into = make_load_into(
     "into_flax",
     "an nnx module, `(linen module, variables)`, or linen variables",

@@ -1,9 +1,10 @@
-"""Optional packages, and the extra of jaxmha that installs each."""
+"""Optional packages, and what pip installs to have each: an extra of jaxmha, or the package."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 EXTRAS = {"torch": "torch", "keras": "keras", "flax": "flax", "orbax": "orbax"}
+_OTHERS = {"equinox": "equinox", "haiku": "dm-haiku"}
 
 
 @contextmanager
@@ -20,8 +21,8 @@ def needed(package: str) -> Iterator[None]:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != package:
             raise
+        wanted = _OTHERS.get(package) or f"'jaxmha[{EXTRAS[package]}]'"
         raise ModuleNotFoundError(
-            f"{package} is not installed, and this call runs its code: "
-            f"pip install 'jaxmha[{EXTRAS[package]}]'",
+            f"{package} is not installed, and this call runs its code: pip install {wanted}",
             name=error.name,
         ) from error

@@ -67,6 +67,8 @@ PATHS: dict[str, dict[str, Path]] = {
         "fused": Path("mean", "float32"),
     },
     "jax": {"fused": Path("mean", "float32")},
+    "equinox": {"weights": Path("mean")},
+    "haiku": {"weights": Path("mean", "input")},
 }
 
 
@@ -258,6 +260,27 @@ class Semantics:
         'mean'
         """
         return cls._preset("jax", "fused", None, fields)
+
+    @classmethod
+    def equinox(cls, **fields: Any) -> "Semantics":
+        """`equinox.nn.MultiheadAttention`: softmax in at least float32.
+
+        >>> Semantics.equinox(dropout_rate=0.1).fully_masked
+        'mean'
+        """
+        return cls._preset("equinox", "weights", None, fields)
+
+    @classmethod
+    def haiku(cls, *, dtype: DTypeLike | None = None, **fields: Any) -> "Semantics":
+        """`haiku.MultiHeadAttention`: softmax in `dtype`, that of the inputs.
+
+        Its constant for masked logits, -1e30, is -inf in float16, where a fully masked row is NaN:
+        give `fully_masked="nan"`.
+
+        >>> Semantics.haiku().fully_masked
+        'mean'
+        """
+        return cls._preset("haiku", "weights", dtype, fields)
 
     @classmethod
     def _preset(

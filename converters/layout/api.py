@@ -5,7 +5,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from jaxmha import MHAParams, Semantics
 from jaxmha.converters.layout import fold, transform
-from jaxmha.converters.layout.arrays import NDArray
+from jaxmha.converters.layout.arrays import NDArray, kept, to_numpy
 from jaxmha.converters.layout.base import Layout, choose
 
 
@@ -61,15 +61,21 @@ _EXPORT = """A flat dict of NumPy arrays in one of the layouts {names}.
     Raises:
       ValueError: no layout can hold the parameters or the behaviour, with the reason of each.
     """
+_TRACED = """
+    Arrays that jit, grad or vmap traces stay traced.
+    """
 
 
-def make_api(layouts: Sequence[Layout], by_name: Sequence[Layout] = ()) -> tuple[Import, Export]:
+def make_api(
+    layouts: Sequence[Layout], by_name: Sequence[Layout] = (), *, traced: bool = False
+) -> tuple[Import, Export]:
     """`import_params` and `export_params` for these layouts, and by their names for `by_name`.
 
     If the caller names no layout, import uses the first whose required keys are all present, and
-    export the first that can hold the parameters.
+    export the first that can hold the parameters. `traced`: also take arrays that JAX traces, and
+    return such arrays.
     """
-    every = (*layouts, *by_name)
+    every, take = (*layouts, *by_name), kept if traced else to_numpy
     names = ", ".join(layout.name for layout in layouts)
     if by_name:
         names += f", or if named {', '.join(layout.name for layout in by_name)}"
@@ -92,6 +98,7 @@ def make_api(layouts: Sequence[Layout], by_name: Sequence[Layout] = ()) -> tuple
             layout=layout,
             num_heads=num_heads,
             prefix=prefix,
+            take=take,
         )
 
     def exporter(
@@ -104,7 +111,7 @@ def make_api(layouts: Sequence[Layout], by_name: Sequence[Layout] = ()) -> tuple
     ) -> dict[str, NDArray]:
         def export(chosen: Layout) -> dict[str, NDArray]:
             own = fold.fold(params, semantics, chosen) if fold_scale else (params, semantics)
-            return transform.export_params(chosen, *own, prefix=prefix)
+            return transform.export_params(chosen, *own, prefix=prefix, take=take)
 
         if layout is not None:
             return export(choose(every, [], layout))
@@ -118,7 +125,9 @@ def make_api(layouts: Sequence[Layout], by_name: Sequence[Layout] = ()) -> tuple
             raise errors[0]
         raise ValueError("\n".join(["no layout holds this:", *map(str, errors)]))
 
-    importer.__doc__ = _IMPORT.format(names=names, separator=layouts[0].separator)
-    exporter.__doc__ = _EXPORT.format(names=names)
+    importer.__doc__ = (
+        _IMPORT.format(names=names, separator=layouts[0].separator) + _TRACED * traced
+    )
+    exporter.__doc__ = _EXPORT.format(names=names) + _TRACED * traced
     importer.__name__, exporter.__name__ = "import_params", "export_params"
     return importer, exporter

@@ -34,6 +34,12 @@ def to_numpy(array: AnyArray) -> NDArray:
     array([1., 2.])
     """
     found: Any = array
+    if is_traced(found):
+        raise TypeError(
+            f"expected values, got {found.dtype}{list(found.shape)} traced by jit, grad or vmap: only "
+            "import_params and export_params of jaxmha.converters.flax, .equinox and .haiku take "
+            "traced arrays; call others outside of the traced function"
+        )
     if _comes_from(found, "torch"):
         return _from_torch(found)
     if _comes_from(found, "keras") or _comes_from(found, "flax"):
@@ -42,6 +48,25 @@ def to_numpy(array: AnyArray) -> NDArray:
     if _comes_from(found, "tensorflow"):
         found = found.numpy()
     return np.array(found, order="C", copy=True)
+
+
+def is_traced(array: object) -> bool:
+    """True for an array that a transformation of JAX traces, which has no values.
+
+    >>> is_traced(np.zeros(3))
+    False
+    """
+    if not _comes_from(array, "jax"):
+        return False
+    import jax
+
+    return isinstance(array, jax.core.Tracer)
+
+
+def kept(array: AnyArray) -> NDArray:
+    """A NumPy copy, as `to_numpy`; a traced array stays as it is."""
+    found: Any = array
+    return found if is_traced(found) else to_numpy(found)
 
 
 def to_torch(array: NDArray) -> "torch.Tensor":

@@ -13,7 +13,7 @@ from einops import rearrange
 
 from jaxmha import MHAParams, Semantics
 from jaxmha.converters.layout import uneven
-from jaxmha.converters.layout.arrays import NDArray, to_numpy
+from jaxmha.converters.layout.arrays import NDArray, is_traced, to_numpy
 from jaxmha.converters.layout.base import Entry, Layout, choose
 from jaxmha.converters.layout.validation import (
     Named,
@@ -74,20 +74,25 @@ def behaviour(layout: Layout, found: Mapping[str, Any]) -> Semantics:
 
 
 def export_params(
-    layout: Layout, params: MHAParams, semantics: Semantics = Semantics(), *, prefix: str = ""
+    layout: Layout,
+    params: MHAParams,
+    semantics: Semantics = Semantics(),
+    *,
+    prefix: str = "",
+    take: Callable[[Any], NDArray] = to_numpy,
 ) -> dict[str, NDArray]:
-    """Exports every leaf under the keys of the layout.
+    """Exports every leaf under the keys of the layout; `take` converts each leaf to NumPy.
 
     Raises:
       ValueError: the layout cannot hold a parameter or behaviour; the message says which and why.
     """
-    arrays = {name: to_numpy(array) for name, array in leaves(params).items()}
+    arrays = {name: take(array) for name, array in leaves(params).items()}
     refuse_export(layout, params, semantics)
     held = [entry for entry in layout.entries if entry.leaves[0] in arrays]
     for entry in held:
         refuse_mixed(entry, [arrays[leaf] for leaf in entry.leaves])
     return {
-        layout.path(prefix, entry.key): to_numpy(pack(layout, entry, arrays.__getitem__))
+        layout.path(prefix, entry.key): take(pack(layout, entry, arrays.__getitem__))
         for entry in held
     }
 
@@ -154,6 +159,8 @@ def pack(layout: Layout, entry: Entry, leaf: Callable[[str], NDArray]) -> NDArra
     if len(entry.leaves) == 1:
         alone: NDArray = rearrange(first[None], f"1 ... {source} -> ... {axes}")
         return alone
+    if any(is_traced(leaf(name)) for name in entry.leaves):
+        return _pack_traced(entry, leaf, axes, source)
     letters = parse(source)
     lead = first.shape[: first.ndim - len(letters)]
     sizes = {a: n for (a,), n in zip(letters, first.shape[len(lead) :], strict=True)}
@@ -170,4 +177,13 @@ def pack(layout: Layout, entry: Entry, leaf: Callable[[str], NDArray]) -> NDArra
     del first
     for slot, name in zip(slots[1:], entry.leaves[1:], strict=True):
         slot[...] = leaf(name)
+    return packed
+
+
+def _pack_traced(entry: Entry, leaf: Callable[[str], NDArray], axes: str, source: str) -> NDArray:
+    """`pack` for traced arrays, which cannot be written in place."""
+    import jax.numpy as jnp
+
+    together = jnp.stack([jnp.asarray(leaf(name)) for name in entry.leaves])
+    packed: NDArray = rearrange(together, f"{uneven.pack_axis(entry)} ... {source} -> ... {axes}")
     return packed
