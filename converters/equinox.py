@@ -117,4 +117,4 @@ def to_module(
             module,
             jnp.asarray(array),
         )
-    return module  # type: ignore[no-any-return]
+    return module

@@ -184,6 +184,6 @@ def _pack_traced(entry: Entry, leaf: Callable[[str], NDArray], axes: str, source
     """`pack` for traced arrays, which cannot be written in place."""
     import jax.numpy as jnp
 
-    together = jnp.stack([jnp.asarray(leaf(name)) for name in entry.leaves])
+    together: Any = jnp.stack([jnp.asarray(leaf(name)) for name in entry.leaves])
     packed: NDArray = rearrange(together, f"{uneven.pack_axis(entry)} ... {source} -> ... {axes}")
     return packed

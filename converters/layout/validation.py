@@ -100,7 +100,10 @@ def refuse_mixed(entry: Entry, parts: Sequence[NDArray]) -> None:
 
 def several_dtypes(params: MHAParams) -> str:
     """A text with one example leaf of every dtype; empty if all leaves have the same dtype."""
-    found = {str(getattr(array, "dtype", None) or np.asarray(array).dtype): name for name, array in leaves(params).items()}
+    found = {
+        str(getattr(array, "dtype", None) or np.asarray(array).dtype): name
+        for name, array in leaves(params).items()
+    }
     return ", ".join(f"{name} is {dtype}" for dtype, name in found.items()) * (len(found) > 1)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from jaxmha.converters.matching.templates import MAIN, Layer, Template
+from jaxmha.converters.matching.templates import MAIN, ONLY, Layer, Template
 
 _WINDOW = "yxz"
 
@@ -183,10 +183,25 @@ def _split(axes: str) -> list[str]:
 def _arrows(slot: str, source: Layer, target: Layer, shape: tuple[int, ...]) -> Iterator[Arrow]:
     if slot == MAIN and "no" in (source.form, target.form):
         return
+    if slot == MAIN and (source.form.startswith(ONLY) or target.form.startswith(ONLY)):
+        if source.form == target.form and source.slots[slot].shape == shape:
+            axes = " ".join(f"a{n}" for n in range(len(shape)))
+            yield Arrow(axes, axes)
+        return
+    if slot == MAIN and _may_be_table(source, target, shape):
+        yield Arrow("a0 a1", "a0 a1")
     for a in _readings(slot, source, source.slots[slot].shape):
         for b in _readings(slot, target, shape):
             if arrow := _match(a.axes, b.axes):
                 yield _packed(arrow, a, b)
+
+
+def _may_be_table(source: Layer, target: Layer, shape: tuple[int, ...]) -> bool:
+    """True if a square array named `embed` may be a table that multiplies one-hot vectors."""
+    ends = {source.form: source, target.form: target}
+    table = ends.get("weight")
+    square = len(shape) == 2 and shape[0] == shape[1]
+    return square and table is not None and "io" in ends and "emb" in table.path[-1].lower()
 
 
 class Reading(NamedTuple):

@@ -26,7 +26,7 @@ def paths(file: Checkpoint) -> dict[str, tuple[tuple[str, ...], str]]:
     for group, names in groups.items():
         names.sort(key=lambda name: int(name.rpartition("/")[2]))
         keys = _keys(group, [file.info[name].shape for name in names])
-        form = "no" if re.search(r"transpose|depthwise|separable", group) else ""
+        form = "no" if re.search(r"transpose|depthwise|separable|gru|lstm|rnn", group) else ""
         shown = _shown(group, file.names)
         for name, key in zip(names, keys, strict=True):
             made[name] = (*(part for part in shown.split("/") if part), key), form

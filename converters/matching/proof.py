@@ -120,12 +120,9 @@ def prove(
         return proof
     drawn = inputs(np.random.default_rng(seed))
     apart = isinstance(drawn, Mapping) and drawn.keys() == {"source", "target"}
-    ran = [
-        running.run(one, drawn[side] if apart else drawn)
-        for one, side in ((source, "source"), (model, "target"))
-    ]
-    pairs = _paired(mine, theirs, jobs)
-    return _outputs(proof, *ran, pairs)
+    ours = running.run(source, drawn["source"] if apart else drawn)
+    other = running.run(model, drawn["target"] if apart else drawn)
+    return _outputs(proof, ours, other, _paired(mine, theirs, jobs))
 
 
 def _arrays(source: Tree, target: Tree, jobs: Mapping[str, tuple[Line, list[str]]]) -> Proof:
@@ -203,11 +200,11 @@ def _paired(
         return found
 
     theirs: dict[frozenset[str], list[Path]] = defaultdict(list)
-    for path, names in below(target).items():
-        theirs[frozenset(n for n in names if n in jobs)].append(path)
+    for path, inside in below(target).items():
+        theirs[frozenset(inside & jobs.keys())].append(path)
     pairs = {}
-    for path, names in below(source).items():
-        filled = frozenset().union(*(fills[n] for n in names))
+    for path, inside in below(source).items():
+        filled = frozenset().union(*(fills[n] for n in inside))
         if filled in theirs:
             pairs[path] = max(theirs[filled], key=len)
     return pairs

@@ -21,10 +21,12 @@ from jaxmha.converters.matching.terms import (
 from jaxmha.converters.matching.trees import Array, Tree
 
 MAIN, BIAS = "main", "bias"
+ONLY = "only "  # form of an array that only an array of the same name equals; the name follows
 _ENTRIES = [e for c in CONVENTIONS for kind in c.kinds.values() for e in kind if "/" not in e.key]
 _SLOTS = {
     **{e.key: BIAS if e.leaves[0].endswith("bias") else MAIN for e in _ENTRIES},
-    **dict.fromkeys(("W", "table", "g"), MAIN),
+    **dict.fromkeys(("W", "table", "g", "a_2"), MAIN),
+    "b_2": BIAS,
     **dict.fromkeys(("running_mean", "moving_mean", "mean"), "mean"),
     **dict.fromkeys(("running_var", "moving_variance", "moving_var", "var"), "var"),
 }
@@ -33,10 +35,15 @@ _STEM = re.compile(
 )
 # Names of buffers that models recompute, and of counters: not weights, so never matched.
 BUFFERS = re.compile(
-    r"(^|[./])(num_batches_tracked|position_ids|inv_freq|masked_bias|relative_position_index|"
-    r"relative_coords_table|causal_mask|original_inv_freq)$|^rope_freqs\.weight$"
+    r"(^|[./])(num_batches_tracked|position_ids|masked_bias|relative_position_index|"
+    r"relative_coords_table|causal_mask)$|^rope_freqs\.weight$"
 )
+_FREQUENCIES = re.compile(r"(^|[./])(original_)?inv_freq$")  # of rotary positions: one axis
 _CAUSAL = re.compile(r"(^|[./])attn\.bias$")  # GPT-2's causal mask, an array with four axes
+# Gates of recurrent layers, packed in an order that depends on the framework: torch has r z n where
+# Keras has z r h. Only arrays of one name are the same.
+_GATES = re.compile(r"weight_[ih]h(_l\d+)?(_reverse)?|recurrent_kernel")
+_TURNED = re.compile(r"transpose|deconv", re.IGNORECASE)
 SHARED = 0.6  # blocks are repetitions if they share this fraction of the smaller block's layers
 
 
@@ -103,9 +110,11 @@ def is_buffer(array: Array) -> bool:
     >>> is_buffer(Array("bn.num_batches_tracked", ("bn", "num_batches_tracked"), (), "int64"))
     True
     """
-    mask = _CAUSAL.search(array.name) and len(array.shape) == 4
+    shape = array.shape
+    mask = _CAUSAL.search(array.name) and shape[:-2] == (1, 1) and shape[2] == shape[3]
+    frequencies = _FREQUENCIES.search(array.name) and len(shape) == 1
     whole = array.dtype.startswith(("int", "uint", "bool"))
-    return bool(BUFFERS.search(array.name) or mask or whole)
+    return bool(BUFFERS.search(array.name) or frequencies or mask or whole)
 
 
 def layers(tree: Tree) -> list[Layer]:
@@ -129,7 +138,13 @@ def layers(tree: Tree) -> list[Layer]:
             path, slot = array.path, MAIN
         groups[path][slot] = array
     found = []
+    gates = {a.path[:-1] for a in tree.arrays.values() if _GATES.fullmatch(a.path[-1])}
     forms = _forms(groups.values(), tree.kind)
+    forms |= {
+        main.name: f"{ONLY}{main.path[-1]}"
+        for slots in groups.values()
+        if (main := slots.get(MAIN)) and main.path[:-1] in gates
+    }
     for path, slots in groups.items():
         if MAIN not in slots:  # arrays with a name like bias or mean, but without a main array
             found += [Layer(a.path, {MAIN: a}, "raw") for a in slots.values()]
@@ -190,6 +205,8 @@ def _forms(groups: Iterable[Mapping[str, Array]], kind: str) -> dict[str, str]:
                 form = "weight"  # without a bias it may also be an embedding table
             if form == "io" and BIAS not in slots and key == "weight" and not _agreed(own):
                 form = ""
+        if len(main.shape) > 2 and _TURNED.search("/".join(main.path)):
+            form = "no"
         found[main.name] = form
     return found
 
@@ -253,7 +270,7 @@ def _signature(layer: Layer) -> tuple[object, ...]:
 
 _NUMBERED = re.compile(r"^(?P<stem>.*?)(?P<number>\d+)$")
 _WITHIN = re.compile(r"^(?P<block>[A-Za-z_]*\d+)_(?P<rest>.+)$")
-_ORDINALS = {word: n for word, n in ORDER.items() if n and word not in ("in", "out", "a", "b")}
+_ORDINALS = {word: n for word, n in ORDER.items() if n and word not in ("in", "out")}
 
 
 def _numbered(part: str) -> tuple[str, int] | None:

@@ -92,8 +92,6 @@ ORDER = {
     "second": 2,
     "third": 3,
     "fourth": 4,
-    "a": 1,
-    "b": 2,
     "before": 1,
     "after": 2,
 }

@@ -75,7 +75,7 @@ class Checkpoint(Lazy):
         files: `path`, and for an index also its shards.
         format: "safetensors", "torch", "keras_h5", "keras", "npz", "orbax", "gguf" or "sharded".
         info: name -> TensorInfo(shape, dtype), known without reading data.
-        metadata: the strings of a safetensors file; empty elsewhere.
+        metadata: the strings that the file keeps with its tensors; empty for Keras files.
         names: Keras only: group path -> the user's name of that layer; empty elsewhere.
         digests: name -> digest that the writer stored; empty if it stored none.
         others: torch only: names of numbers, strings and the like, which are not read.

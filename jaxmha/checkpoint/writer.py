@@ -79,7 +79,8 @@ def write(
             the index, `NAME.orbax` a folder.
         tensors: arrays by name; or an open Checkpoint or a Lazy, which load one tensor after the
             other. Strided views are written without a copy.
-        metadata: strings to keep with the tensors; .safetensors only.
+        metadata: strings to keep with the tensors; not in .weights.h5. torch, NumPy and the library
+            of safetensors ignore them; orbax has them as custom metadata.
         names: names of Keras layers by group path; .weights.h5 only.
         force: replace an existing target.
         source: files that the tensors came from, which are never replaced; the files of a

@@ -35,7 +35,7 @@ def sample(size: int, suffix: str) -> dict[str, np.ndarray]:
 def write(path: Path, size: int) -> None:
     """A sample, with metadata where the format has a place for them."""
     suffix = path.name.removeprefix("m")
-    metadata = {HEADS: "12"} if suffix.startswith(".safetensors") else None
+    metadata = None if suffix == ".weights.h5" else {HEADS: "12"}
     checkpoint.write(path, sample(size, suffix), metadata=metadata)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -129,10 +130,18 @@ def test_metadata_and_names(tmp_path: Path) -> None:
     tensors = {"layers/dense/vars/0": np.ones(3, np.float32)}
     metadata = {"format": "pt", "note": 'ü "quoted" \n'}
     names = {"layers/dense": "outé", "layers/softmax": "softmax", "": "whole"}
-    checkpoint.write(tmp_path / "m.safetensors", tensors, metadata=metadata)
-    with checkpoint.open(tmp_path / "m.safetensors") as file:
-        assert dict(file.metadata) == metadata
-        assert dict(file.names) == {}
+    for suffix in ("safetensors", "npz", "pt", "orbax"):
+        path = tmp_path / f"m.{suffix}"
+        checkpoint.write(path, tensors, metadata=metadata)
+        with checkpoint.open(path) as file:
+            assert dict(file.metadata) == metadata
+            assert dict(file.names) == {}
+    with np.load(tmp_path / "m.npz") as file:
+        assert file.files == list(tensors)
+    assert list(torch.load(tmp_path / "m.pt", weights_only=True)) == list(tensors)
+    large = {"a": "".join(map(str, np.random.default_rng(0).integers(0, 10**9, 30_000)))}
+    with pytest.raises(checkpoint.UnsupportedFormat, match="too many for a zip file"):
+        checkpoint.write(tmp_path / "large.npz", tensors, metadata=large)
     checkpoint.write(tmp_path / "m.weights.h5", tensors, names=names)
     with checkpoint.open(tmp_path / "m.weights.h5") as file:
         assert dict(file.names) == names

@@ -263,7 +263,7 @@ def test_targets_that_cannot_be(tmp_path: Path) -> None:
 
 def test_what_a_format_cannot_hold(tmp_path: Path) -> None:
     with pytest.raises(checkpoint.UnsupportedFormat, match="metadata"):
-        checkpoint.write(tmp_path / "m.pt", TENSORS, metadata={"a": "b"})
+        checkpoint.write(tmp_path / "m.weights.h5", TENSORS, metadata={"a": "b"})
     with pytest.raises(checkpoint.UnsupportedFormat, match="names"):
         checkpoint.write(tmp_path / "m.npz", TENSORS, names={"a": "b"})
     with pytest.raises(checkpoint.AmbiguousFile, match="group"):

@@ -107,10 +107,11 @@ def test_an_index_next_to_its_source_is_refused(source: Path, tmp_path: Path) ->
     assert done.exit_code == 0, done.output
 
 
-def test_head_counts_without_a_place_are_reported(source: Path, tmp_path: Path) -> None:
-    for name, reported in (("a.npz", True), ("a.safetensors", False)):
-        done = pipeline.convert(source / "flax.npz", tmp_path / name, to="bert")
-        assert any("the head count (" in note for note in done.notes) == reported
+@pytest.mark.parametrize("name", ["a.npz", "a.safetensors", "a.pt"])
+def test_head_counts_are_kept_in_metadata(source: Path, tmp_path: Path, name: str) -> None:
+    done = pipeline.convert(source / "flax.npz", tmp_path / name, to="bert")
+    assert not any("the head count (" in note for note in done.notes)
+    pipeline.convert(tmp_path / name, tmp_path / "b.npz", to="flax")
 
 
 def test_a_folder_of_two_checkpoints_is_ambiguous(tmp_path: Path) -> None:

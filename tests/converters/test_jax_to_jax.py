@@ -20,9 +20,7 @@ N, D, DK, T, S = 2, 6, 10, 5, 7
 
 
 def run(params: Any, semantics: Semantics, query: Any, key: Any, mask: Any) -> Any:
-    return jaxmha.multi_head_attention(
-        params, query, key, key, mask=mask, semantics=semantics
-    )
+    return jaxmha.multi_head_attention(params, query, key, key, mask=mask, semantics=semantics)
 
 
 def drawn() -> tuple[Any, Any, Any]:
@@ -51,7 +49,8 @@ def test_equinox_there_and_back() -> None:
     out = run(params, Semantics.equinox(), query[None], key[None], mask[None, None])
     assert_close(np.asarray(out[0]), np.asarray(layer(query, key, key, mask), np.float64))
     back = equinox.to_module(params, semantics, like=layer)
-    assert jax.tree.structure(back) == jax.tree.structure(layer)
+    kinds: list[Any] = [jax.tree.structure(x) for x in (back, layer)]
+    assert kinds[0] == kinds[1]
     for mine, theirs in zip(jax.tree.leaves(back), jax.tree.leaves(layer), strict=True):
         np.testing.assert_array_equal(mine, theirs)
     with pytest.raises(TypeError, match="expected an equinox"):

@@ -317,7 +317,7 @@ def test_metadata_without_a_place_is_reported(tmp_path: Path) -> None:
     source = tmp_path / "a.safetensors"
     state = {k: v.numpy() for k, v in torch.nn.MultiheadAttention(6, 2).state_dict().items()}
     checkpoint.write(source, state, metadata={"license": "MIT", "format": "pt"})
-    done = pipeline.convert(source, tmp_path / "b.npz", to="flax", num_heads=2)
-    (note,) = done.notes
-    assert note == "metadata not carried over, for which the format has no place: license"
+    done = pipeline.convert(source, tmp_path / "b.weights.h5", to="keras", num_heads=2)
+    note = "metadata not carried over, for which the format has no place: license"
+    assert note in done.notes
     assert not pipeline.convert(source, tmp_path / "b.safetensors", to="flax", num_heads=2).notes

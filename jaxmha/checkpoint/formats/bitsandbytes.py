@@ -71,8 +71,10 @@ def _four_bits(weight: str, kind: str, name: str, contents: Contents, path: _Pat
         raise MalformedFile(path, f"quant_state has the dtype {str(dtype)[:20]}", AGAIN, name)
     made = TensorInfo(tuple(shape), np.dtype(getattr(ml_dtypes, dtype, dtype)))
     block, offset = state.get("blocksize"), state.get("nested_offset")
+    if type(block) is not int or block < 1:
+        raise MalformedFile(path, "quant_state has no blocksize", AGAIN, name)
     keys = ["absmax", "quant_map"]
-    sizes = {"absmax": -(-made.size // block) if type(block) is int and block > 0 else -1}
+    sizes = {"absmax": -(-made.size // block)}
     sizes |= {"quant_map": 16}
     if offset is not None:
         inner = state.get("nested_blocksize")

@@ -17,6 +17,7 @@ from jaxmha.checkpoint.errors import (
     UnsupportedDtype,
     UnsupportedFormat,
 )
+from jaxmha.checkpoint.formats import texts
 from jaxmha.checkpoint.formats import zip as zip_directory
 from jaxmha.checkpoint.limits import Budget, Limits
 from jaxmha.checkpoint.plan import Contents, Plan
@@ -47,7 +48,8 @@ def read(source: Source, limits: Limits) -> Contents:
     """
     budget = Budget(source.path, source.size, limits)
     where: dict[str, tuple[zip_directory.Member, int, bool, np.dtype]] = {}
-    for member in zip_directory.members(source, budget).values():
+    members = zip_directory.members(source, budget)
+    for member in members.values():
         name = member.name.removesuffix(".npy")
         if name == member.name:
             raise UnsupportedFormat(
@@ -84,15 +86,17 @@ def read(source: Source, limits: Limits) -> Contents:
         return over(source, member.offset + start, info.shape, info.dtype, fortran=fortran)
 
     kept = {name: member.digest for name, (member, *_) in where.items() if member.digest}
-    return Contents(budget.info, load, digests=kept, view=view)
+    metadata = zip_directory.metadata(source, members, budget)
+    return Contents(budget.info, load, metadata=metadata, digests=kept, view=view)
 
 
 def check(plan: Plan) -> None:
     """Raises if the format cannot hold a dtype or a name.
 
     Raises:
-        UnsupportedDtype, PathEscape.
+        UnsupportedDtype, UnsupportedFormat, PathEscape.
     """
+    texts.check(plan)
     for name, info in plan.info.items():
         if info.dtype not in DTYPES:
             raise UnsupportedDtype(

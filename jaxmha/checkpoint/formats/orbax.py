@@ -46,6 +46,7 @@ from jaxmha.checkpoint.plan import Contents, Plan
 SUFFIX = ".orbax"
 TREE, MARK, MANIFEST = "_METADATA", "commit_success.txt", ocdbt.MANIFEST
 SIDECAR = f"{digests.KEY}.json"
+ABOUT = "_CHECKPOINT_METADATA"
 _ARRAYS, _EMPTY = ("np.ndarray", "jax.Array", "scalar"), ("None", "Dict", "List", "Tuple")
 
 
@@ -78,10 +79,12 @@ def read(folder: Folder, limits: Limits) -> Contents:
     files = {name: register(inside, budget, layout, key, name) for name, key in keys.items()}
     check_strays(inside, layout, path, set(keys.values()))
     arrays = Arrays(path, tensorstore, layout, store, keys, budget.info)
+    metadata = _metadata(folder, budget, limits) if ABOUT in folder else {}
     return Contents(
         budget.info,
         lambda name: arrays.part(name, ()),
-        digests=_digests(folder, budget, limits) if SIDECAR in folder else {},
+        metadata=metadata,
+        digests=_digests(folder, budget, limits, metadata) if SIDECAR in folder else {},
         places=files,
         part=arrays.part,
         stream=arrays.stream,
@@ -125,7 +128,8 @@ def write(path: Path, plan: Plan) -> None:
                 part = array[at : at + len(block)] if info.shape else array
                 part.write(block if info.shape else block[0]).result()
             at += len(block)
-    documents: dict[str, Any] = {TREE: _tree(names), "_CHECKPOINT_METADATA": _ABOUT}
+    about = {**_ABOUT, "custom_metadata": dict(plan.metadata)}
+    documents: dict[str, Any] = {TREE: _tree(names), ABOUT: about}
     if plan.keep_digests:
         documents[SIDECAR] = {"all": plan.manifest(), "tensors": plan.digests}
     for file, document in documents.items():
@@ -236,13 +240,23 @@ def _leaves(path: Path, tree: dict[str, Any], limits: Limits) -> dict[str, str]:
     return leaves
 
 
-def _digests(folder: Folder, budget: Budget, limits: Limits) -> dict[str, str]:
+def _metadata(folder: Folder, budget: Budget, limits: Limits) -> dict[str, str]:
+    """The texts in the custom metadata; other values in it, of other writers, are left out."""
+    raw = folder.read(ABOUT, limits.index_bytes).strip()
+    kept = json_text.parse(raw, budget, AGAIN, ABOUT, numbers=True).get("custom_metadata")
+    items = kept.items() if isinstance(kept, dict) else ()
+    return {key: value for key, value in items if type(value) is str}
+
+
+def _digests(
+    folder: Folder, budget: Budget, limits: Limits, metadata: Mapping[str, str]
+) -> dict[str, str]:
     path = folder.path
     kept = json_text.parse(folder.read(SIDECAR, limits.index_bytes), budget, AGAIN, SIDECAR)
     every, tensors = kept.get("all"), kept.get("tensors")
     if not isinstance(every, str) or not isinstance(tensors, dict):
         raise IntegrityError(path, "the digests are damaged", AGAIN, SIDECAR)
-    digests.check_manifest(every, budget.info, tensors, (), path)
+    digests.check_manifest(every, budget.info, tensors, metadata.items(), path)
     return tensors
 
 

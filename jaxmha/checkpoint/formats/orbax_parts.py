@@ -12,7 +12,7 @@ from jaxmha.checkpoint.limits import UNLIMITED
 
 _LOCK = r"(\.__lock)?"  # suffix of a file that tensorstore was writing
 _STORE = rf"manifest\.ocdbt{_LOCK}|d|d/[0-9a-f]{{32}}{_LOCK}"
-_FILES = (orbax.TREE, orbax.MARK, orbax.SIDECAR, "_CHECKPOINT_METADATA", "_sharding")
+_FILES = (orbax.TREE, orbax.MARK, orbax.SIDECAR, orbax.ABOUT, "_sharding")
 _OWN = re.compile(
     rf"{'|'.join(map(re.escape, _FILES))}|array_metadatas(/process_[0-9]+)?"
     rf"|{_STORE}|ocdbt\.process_[0-9]+(/({_STORE}))?"

@@ -79,7 +79,7 @@ def _by_scale(
     if math.prod(grid) > 1:
         kind += " per row" if grid == (one.shape[0], 1) else " per block"
     made = TensorInfo(one.shape, other.dtype if floating else BFLOAT16)
-    parts = (name, scale)
+    parts: tuple[str, ...] = (name, scale)
     if (zeros := f"{name}_zero_point") in info:
         if one.dtype != np.int8 or info[zeros] != TensorInfo(other.shape, one.dtype):
             problem = f"zero points of {info[zeros].shape} {info[zeros].dtype} do not fit the scale"

@@ -12,7 +12,7 @@ import struct
 import sys
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import IO, NamedTuple, NoReturn
 
 import numpy as np
@@ -28,6 +28,7 @@ from jaxmha.checkpoint.errors import (
     PathEscape,
     UnsupportedFormat,
 )
+from jaxmha.checkpoint.formats import texts
 from jaxmha.checkpoint.limits import Budget
 from jaxmha.checkpoint.plan import Plan
 from jaxmha.checkpoint.source import Source
@@ -42,7 +43,7 @@ _FULL16, _FULL32 = 0xFFFF, 0xFFFFFFFF
 _ENCRYPTED, _DESCRIPTOR, _UTF8 = 0x1 | 0x40 | 0x2000, 0x8, 0x800
 _HARMLESS_FLAGS = 0x6 | _DESCRIPTOR | _UTF8  # 0x6: compression level of deflate
 _ZIP64, _UNICODE_PATH = 1, 0x7075
-_DIGEST = 0x6D6A  # ID of an extra field, "jm"; other readers skip it
+_DIGEST, _TEXTS = 0x6D6A, 0x746A  # IDs of extra fields, "jm" and "jt"; other readers skip them
 _BLOCK = 1 << 20
 # Upper bounds of the memory in bytes per member, without names and digests: while the headers are
 # compared, and while the file is open.
@@ -60,6 +61,7 @@ class Member(NamedTuple):
     compressed: int
     offset: int
     digest: str | None
+    texts: bytes | None
 
 
 class _Entry(NamedTuple):
@@ -74,6 +76,7 @@ class _Entry(NamedTuple):
     size: int
     offset: int
     digest: bytes | None
+    texts: bytes | None
 
 
 def members(source: Source, budget: Budget) -> dict[str, Member]:
@@ -107,6 +110,7 @@ def members(source: Source, budget: Budget) -> dict[str, Member]:
         found[entry.name] = Member(
             *(entry.name, entry.method, entry.crc, entry.size, entry.compressed, data),
             None if entry.digest is None else entry.digest.decode("ascii", "replace"),
+            entry.texts,
         )
     if position != start:
         _fail(source, MalformedFile, "bytes before the zip directory belong to no member")
@@ -176,24 +180,43 @@ def check_crc(source: Source, member: Member, crc: int) -> None:
 def writing(
     archive: zipfile.ZipFile, member: zipfile.ZipInfo, plan: Plan, name: str
 ) -> Iterator[IO[bytes]]:
-    """Opens a new member for the tensor `name`; its digest goes into both headers of the member."""
+    """Opens a new member for the tensor `name`.
+
+    Its digest, and for the first tensor the metadata, go into both headers of the member.
+    """
     rest = member.extra
-    if plan.keep_digests:
-        member.extra = _digest_field(digests.blank(plan.algorithm)) + rest
+    member.extra = _fields(plan, name, digests.blank(plan.algorithm)) + rest
     # Closing the member rewrites its local header, now with the checksum and the digest.
     with archive.open(member, "w", force_zip64=True) as out:
         yield out
-        if plan.keep_digests:
-            member.extra = _digest_field(plan.digests[name]) + rest
+        member.extra = _fields(plan, name, plan.digests[name]) + rest
 
 
-def digest_bytes(plan: Plan) -> int:
-    """The bytes that a digest adds to each header of a member; 0 if the plan keeps no digests."""
-    return len(_digest_field(digests.blank(plan.algorithm))) if plan.keep_digests else 0
+def field_bytes(plan: Plan, name: str) -> int:
+    """The bytes that digest and metadata add to each header of the member of a tensor."""
+    return len(_fields(plan, name, digests.blank(plan.algorithm)))
 
 
-def _digest_field(digest: str) -> bytes:
-    return struct.pack("<HH", _DIGEST, len(digest)) + digest.encode()
+def _fields(plan: Plan, name: str, digest: str) -> bytes:
+    made = b""
+    if plan.keep_digests:
+        made += struct.pack("<HH", _DIGEST, len(digest)) + digest.encode()
+    if plan.metadata and name == next(iter(plan.info)):
+        raw = texts.packed(plan.metadata)
+        made += struct.pack("<HH", _TEXTS, len(raw)) + raw
+    return made
+
+
+def metadata(source: Source, found: Mapping[str, Member], budget: Budget) -> dict[str, str]:
+    """The metadata in the headers of a member.
+
+    Raises:
+        AmbiguousFile: several members have some.  IntegrityError: it is damaged.
+    """
+    several = [member for member in found.values() if member.texts is not None]
+    if len(several) > 1:
+        _fail(source, AmbiguousFile, "two members have metadata", several[1].name)
+    return texts.unpacked(several[0].texts or b"", budget) if several else {}
 
 
 def _fail(
@@ -270,8 +293,8 @@ def _central(source: Source, count: int, start: int, size: int, budget: Budget) 
         if method == STORED and compressed != plain:
             _fail(source, MalformedFile, "a stored member has two sizes", name)
         sizes_and_place = compressed, plain, offset
-        kept = _extra(extra, _DIGEST)
-        entries.append(_Entry(name, raw_name, flags, method, crc, *sizes_and_place, kept))
+        kept = _extra(extra, _DIGEST), _extra(extra, _TEXTS)
+        entries.append(_Entry(name, raw_name, flags, method, crc, *sizes_and_place, *kept))
     if at != size:
         _fail(source, MalformedFile, "the zip directory has more entries than it declares")
     return entries
@@ -296,6 +319,8 @@ def _local(source: Source, entry: _Entry) -> int:
         _fail(source, AmbiguousFile, "the two zip headers contradict each other", entry.name)
     if _extra(extra, _DIGEST) != entry.digest:
         _fail(source, AmbiguousFile, "the two zip headers give different digests", entry.name)
+    if _extra(extra, _TEXTS) != entry.texts:
+        _fail(source, AmbiguousFile, "the two zip headers give different metadata", entry.name)
     data: int = at + name_len + extra_len
     return data
 

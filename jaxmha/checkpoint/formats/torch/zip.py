@@ -22,6 +22,7 @@ from jaxmha.checkpoint.errors import (
     UnsupportedDtype,
     UnsupportedFormat,
 )
+from jaxmha.checkpoint.formats import texts
 from jaxmha.checkpoint.formats import zip as zip_directory
 from jaxmha.checkpoint.formats.torch import pickle, records
 from jaxmha.checkpoint.limits import Budget, Limits
@@ -97,7 +98,14 @@ def read(source: Source, limits: Limits) -> Contents:
         return np.ndarray(info.shape, info.dtype, flat, 0, strides)
 
     kept = _digests(members, views, budget)
-    return Contents(budget.info, load, others=tuple(others), digests=kept, view=mapped)
+    return Contents(
+        budget.info,
+        load,
+        metadata=zip_directory.metadata(source, members, budget),
+        others=tuple(others),
+        digests=kept,
+        view=mapped,
+    )
 
 
 def _views(
@@ -121,6 +129,7 @@ def check(plan: Plan) -> None:
     Raises:
         UnsupportedDtype, UnsupportedFormat.
     """
+    texts.check(plan)
     limits, program = Limits(), _program(plan)
     try:
         budget = Budget(plan.path, 0, limits)
@@ -137,7 +146,7 @@ def write(file: BinaryIO, plan: Plan) -> None:
         _put(file, archive, PROGRAM, _program(plan))
         _put(file, archive, "byteorder", b"little")
         for key, (name, info) in enumerate(plan.info.items()):
-            kept = zip_directory.digest_bytes(plan)
+            kept = zip_directory.field_bytes(plan, name)
             member = _member(file, f"data/{key}", info.nbytes, kept)
             with zip_directory.writing(archive, member, plan, name) as out:
                 out.writelines(plan.pieces(name))
