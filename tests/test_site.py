@@ -39,6 +39,16 @@ def test_python_examples_run(page: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+ROADS = ("from_torch", "from_transformers", "from_keras", "to_transformers")
+
+
+@pytest.mark.parametrize("road", ROADS)
+def test_a_road_into_another_framework_is_short(road: str) -> None:
+    """Models included, the code that a user writes has at most 40 lines."""
+    code = examples(f"guide/{road}.md", "python")
+    assert 10 < sum(bool(line.strip()) for line in code.splitlines()) <= 40
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("page", pages("console"))
 def test_console_examples_run(page: str, tmp_path: Path) -> None:

@@ -331,7 +331,11 @@ def _placed(value: NDArray, before: Any) -> Any:
     import jax.numpy as jnp
 
     sharding = getattr(before, "sharding", None)
-    return jax.device_put(value, sharding) if sharding is not None else jnp.asarray(value)
+    if sharding is None:
+        return jnp.asarray(value)
+    if not sharding.is_fully_addressable:  # each process places the parts of its own devices
+        return jax.make_array_from_callback(value.shape, sharding, value.__getitem__)
+    return jax.device_put(value, sharding)
 
 
 def into_keras(model: Any, ready: Lazy) -> Any:

@@ -33,6 +33,8 @@ _FORMS = {
         "Conv3d": "oi", "ConvTranspose": "no", "ConvTranspose1d": "no", "ConvTranspose2d": "no",
     },
 }  # fmt: skip
+VALUE = "/value"
+_OPTIMIZER = {"opt_state", "optimizer_state"}  # subtrees of a training state without weights
 _NO_WEIGHTS = ("cache", "intermediates", "losses", "metrics")  # linen collections without weights
 
 
@@ -106,7 +108,27 @@ def _file(path: Path) -> Tree:
     for name, info in file.info.items():
         parts, form = keras.get(name) or (split(name), "")
         arrays[name] = Array(name, parts, tuple(info.shape), info.dtype.name, form)
+    if file.format == "orbax":
+        return _training_state(Tree("file", arrays, file.__getitem__, close=stack.close))
     return Tree("file", arrays, file.__getitem__, close=stack.close, notes=file.notes)
+
+
+def _training_state(tree: Tree) -> Tree:
+    """The weights in an orbax folder, with a note if the state of an optimizer is left out.
+
+    Flax writes a variable as a tree with one leaf, `value`, which names here do not have.
+    """
+    weights = {n: a for n, a in tree.arrays.items() if not _OPTIMIZER & set(a.path)}
+    left = len(tree.arrays) - len(weights)
+    notes = (f"{left} arrays of an optimizer are left out",) * bool(left)
+    if not all(len(a.path) > 1 and a.path[-1] == "value" for a in weights.values()):
+        return replace(tree, arrays=weights, notes=notes)
+    stored = {n.removesuffix(VALUE): n for n in weights}
+    named = {
+        short: weights[n]._replace(name=short, path=weights[n].path[:-1])
+        for short, n in stored.items()
+    }
+    return replace(tree, arrays=named, load=lambda n: tree.load(stored[n]), notes=notes)
 
 
 def split(name: str) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from jaxmha import checkpoint
 from jaxmha.checkpoint import hub
 from jaxmha.cli.console import byte_bar, err, escape, out
 from jaxmha.converters import matching
-from jaxmha.converters.matching import loading
+from jaxmha.converters.matching import loading, trees
 
 _KERAS = ".weights.h5"
 
@@ -110,12 +110,29 @@ def write(
         about = _about(model, destination)
         read = source if isinstance(source, Path) else None
         done = checkpoint.write(
-            destination, ready, source=read, progress=progress, **about, **options
+            destination,
+            _as_restored(model, destination, ready),
+            source=read,
+            progress=progress,
+            **about,
+            **options,
         )
     save = getattr(getattr(model, "config", None), "save_pretrained", None)
     if save is not None and not (destination.parent / "config.json").exists():
         save(destination.parent)
     return done
+
+
+def _as_restored(model: Any, destination: Path, ready: checkpoint.Lazy) -> checkpoint.Lazy:
+    """The arrays by the names that the target's loader looks for.
+
+    Orbax restores `nnx.state(model)` from trees whose leaves are named `value`.
+    """
+    nnx = any(base.__module__.startswith("flax.nnx") for base in type(model).__mro__)
+    if not nnx or destination.suffix != ".orbax":
+        return ready
+    info = {f"{name}{trees.VALUE}": one for name, one in ready.info.items()}
+    return checkpoint.Lazy(info, lambda name: ready[name.removesuffix(trees.VALUE)])
 
 
 def _about(model: Any, destination: Path) -> Mapping[str, Any]:

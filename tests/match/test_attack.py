@@ -1,0 +1,59 @@
+"""Pairs and traps by an attacker who had not seen the matcher."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from jaxmha.converters import match
+from jaxmha.converters.matching import loading
+from tests.match import hand_traps, more_hand_traps, more_strangers, strangers
+from tests.match.test_pairs import TOLERANCE, load
+
+assert more_strangers
+assert more_hand_traps
+ASKED = {"lstm_tagger": 4, "cross_decoder_keras": 3}  # pairs that ask, and how many questions
+# Traps whose answer a person could know, and about which the matcher asks all the same.
+CAUTIOUS = {"heads_named", "attn12", "llama_norms_to_attn_mlp", "xformers_swiglu", "haiku_square",
+            "stack_cube"}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.everyday(name=("alexnet_like", "mamba_like"))
+@pytest.mark.parametrize("name", strangers.PAIRS)
+def test_pairs_are_matched_rightly(name: str) -> None:
+    torch.manual_seed(0)
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        source, model, draw, run = strangers.PAIRS[name]()
+        plan = match(source, model)
+        assert len(plan.questions) == ASKED.get(name, 0)
+        if name in ASKED:
+            return
+        inputs = draw(np.random.default_rng(0))
+        expected = strangers.rt(source, *inputs)
+        found = np.asarray(run(load(model, source, plan), *map(jnp.asarray, inputs)))
+    assert np.abs(found - expected).max() < TOLERANCE * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("name", hand_traps.TRAPS)
+def test_traps_are_refused_or_right(name: str) -> None:
+    source, right, known = hand_traps.TRAPS[name]()
+    target: dict[str, Any] = {}
+    for key, value in right.items():
+        *path, last = key.split("/")
+        inner = target
+        for part in path:
+            inner = inner.setdefault(part, {})
+        inner[last] = np.zeros_like(value)
+    try:
+        with loading.prepared(target, source, None) as ready:
+            found = dict(ready)
+    except ValueError:
+        assert not known or name in CAUTIOUS
+        return
+    assert known
+    for key, value in right.items():
+        np.testing.assert_array_equal(found[key], value)
