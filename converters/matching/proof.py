@@ -32,7 +32,7 @@ class Departure(NamedTuple):
 
 @dataclass(frozen=True)
 class Proof:
-    """What was compared.
+    """The result of a comparison.
 
     Attributes:
       equal: number of target arrays whose values are those of the source, bit by bit.

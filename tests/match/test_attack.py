@@ -15,6 +15,7 @@ from tests.match.test_pairs import TOLERANCE, load
 
 assert more_strangers
 assert more_hand_traps
+run_torch: Any = strangers.rt
 ASKED = {"lstm_tagger": 4, "cross_decoder_keras": 3}  # pairs that ask, and how many questions
 # Traps whose answer a person could know, and about which the matcher asks all the same.
 CAUTIOUS = {"heads_named", "attn12", "llama_norms_to_attn_mlp", "xformers_swiglu", "haiku_square",
@@ -33,7 +34,7 @@ def test_pairs_are_matched_rightly(name: str) -> None:
         if name in ASKED:
             return
         inputs = draw(np.random.default_rng(0))
-        expected = strangers.rt(source, *inputs)
+        expected = run_torch(source, *inputs)
         found = np.asarray(run(load(model, source, plan), *map(jnp.asarray, inputs)))
     assert np.abs(found - expected).max() < TOLERANCE * np.abs(expected).max()
 

@@ -1,4 +1,4 @@
-"""Dequantises weights packed in 32-bit words: GPTQ, AWQ, and compressed-tensors.
+"""Dequantises weights packed in 32-bit integers: GPTQ, AWQ, and compressed-tensors.
 
 Every scheme computes `(number - zero point) * scale` in the dtype of the scale:
 
@@ -45,12 +45,12 @@ def found(contents: Contents, path: _Path) -> Iterator[tuple[str, Quantised]]:
 
 
 def _settings(path: _Path) -> Mapping[str, Any]:
-    """The settings of quantisation beside the file, and the model type; empty without a file."""
+    """The settings of quantisation in its folder, and the model type; empty without a file."""
     for name in _SETTINGS:
-        beside = Path(path).parent / name
-        if beside.is_file() and beside.stat().st_size <= _MOST:
-            budget = Budget(beside, _MOST, Limits())
-            content = parse(beside.read_bytes().strip(), budget, AGAIN, numbers=True)
+        near = Path(path).parent / name
+        if near.is_file() and near.stat().st_size <= _MOST:
+            budget = Budget(near, _MOST, Limits())
+            content = parse(near.read_bytes().strip(), budget, AGAIN, numbers=True)
             kept = content.get("quantization_config", content)
             if isinstance(kept, dict) and "bits" in kept:
                 return {**kept, "model_type": content.get("model_type")}
@@ -62,10 +62,10 @@ def _packed(
 ) -> Quantised:
     """Describes a weight of GPTQ, `in/pack out`, or of AWQ, `in out/pack`."""
     base = name.removesuffix("qweight")
-    words, zeros, scales = (info.get(f"{base}{x}") for x in ("qweight", "qzeros", "scales"))
-    if words is None or scales is None or zeros is None or words.dtype != np.int32:
+    packed, zeros, scales = (info.get(f"{base}{x}") for x in ("qweight", "qzeros", "scales"))
+    if packed is None or scales is None or zeros is None or packed.dtype != np.int32:
         raise MalformedFile(path, "qweight, qzeros and scales do not fit", AGAIN, name)
-    if not len(words.shape) == len(zeros.shape) == len(scales.shape) == 2:
+    if not len(packed.shape) == len(zeros.shape) == len(scales.shape) == 2:
         raise MalformedFile(path, "qweight, qzeros and scales must be matrices", AGAIN, name)
     groups, columns = scales.shape
     bits = next((b for b in _BITS if zeros.shape == (groups, -(-columns * b // 32))), 0)
@@ -74,18 +74,20 @@ def _packed(
         raise UnsupportedFormat(path, problem, "only 2, 4 and 8 bits are dequantised", name)
     make: Callable[..., NDArray[Any]]
     parts = [f"{base}qweight", f"{base}qzeros", f"{base}scales"]
-    if words.shape[1] == columns:
-        rows = words.shape[0] * 32 // bits
+    if packed.shape[1] == columns:
+        rows = packed.shape[0] * 32 // bits
         if (order := f"{base}g_idx") in info:
             if info[order].shape != (rows,) or info[order].dtype != np.int32:
                 raise MalformedFile(path, f"g_idx does not have {rows} rows", AGAIN, name)
             parts.append(order)
         kind, shift = "GPTQ", _stored_less(path, name, settings)
         make = partial(_from_gptq, bits=bits, shift=shift, path=path)
-    elif words.shape[1] * 8 == columns and bits == 4:
-        rows, kind, make = words.shape[0], "AWQ", _from_awq
+    elif packed.shape[1] * 8 == columns and bits == 4:
+        rows, kind, make = packed.shape[0], "AWQ", _from_awq
     else:
-        problem = f"words of {words.shape} for scales of {scales.shape} are neither GPTQ nor AWQ"
+        problem = (
+            f"integers of {packed.shape} for scales of {scales.shape} are neither GPTQ nor AWQ"
+        )
         raise UnsupportedFormat(path, problem, "dequantise it with its library", name)
     if (kind == "AWQ" or len(parts) == 3) and (not groups or rows % groups):
         raise MalformedFile(path, f"{groups} groups do not divide {rows}", AGAIN, name)
@@ -99,23 +101,23 @@ def _stored_less(path: _Path, name: str, settings: Mapping[str, Any]) -> int:
     versions = {"gptq": 1, "gptq_v2": 0}
     version = settings.get("checkpoint_format", "gptq")
     if not settings or version not in versions:
-        problem = "the config.json that says how GPTQ stored its zero points is not beside it"
+        problem = "the config.json that says how GPTQ stored its zero points is not in its folder"
         if settings:
             problem = f"its checkpoint_format {str(version)[:40]!r} is not known"
         raise UnsupportedFormat(path, problem, "download the whole model", name)
     return versions[version]
 
 
-def _columns(words: NDArray[Any], bits: int, order: tuple[int, ...] = ()) -> NDArray[np.uint8]:
-    """Unpacks `rows words` into `rows numbers`."""
+def _columns(packed: NDArray[Any], bits: int, order: tuple[int, ...] = ()) -> NDArray[np.uint8]:
+    """Unpacks integers, `rows columns`, into `rows numbers`."""
     shifts = np.array(order or range(32 // bits), np.uint32) * np.uint32(bits)
     mask = np.uint32((1 << bits) - 1)
-    apart = (np.ascontiguousarray(words).view(np.uint32)[:, :, None] >> shifts) & mask
-    return apart.astype(np.uint8).reshape(len(words), -1)
+    apart = (np.ascontiguousarray(packed).view(np.uint32)[:, :, None] >> shifts) & mask
+    return apart.astype(np.uint8).reshape(len(packed), -1)
 
 
 def _from_gptq(
-    words: NDArray[Any],
+    packed: NDArray[Any],
     zeros: NDArray[Any],
     scales: NDArray[Any],
     order: NDArray[Any] | None = None,
@@ -126,24 +128,24 @@ def _from_gptq(
     path: _Path,
 ) -> NDArray[Any]:
     groups, columns = scales.shape
-    rows = len(words) * 32 // bits
-    # One is added to the words as a whole, as in the library: subtracting it borrowed from them.
+    rows = len(packed) * 32 // bits
+    # One is added to each integer as a whole, as in the library: subtracting it borrowed from them.
     ones = np.uint32(sum(1 << at for at in range(0, 32, bits)) * shift)
     known = _columns(np.ascontiguousarray(zeros).view(np.uint32) + ones, bits)[:, :columns]
     group = np.arange(rows) // (rows // groups) if order is None else order
     if rows and (group.min() < 0 or group.max() >= groups):
         raise MalformedFile(path, "g_idx names a group without scales", AGAIN)
     step = max(1, PIECE * bits // 32 // max(1, columns))
-    pieces = (_columns(words[at : at + step].T, bits).T for at in range(0, len(words), step))
+    pieces = (_columns(packed[at : at + step].T, bits).T for at in range(0, len(packed), step))
     return _by_group(pieces, group, known, scales, turned)
 
 
 def _from_awq(
-    words: NDArray[Any], zeros: NDArray[Any], scales: NDArray[Any], *, turned: bool
+    packed: NDArray[Any], zeros: NDArray[Any], scales: NDArray[Any], *, turned: bool
 ) -> NDArray[Any]:
-    group = np.arange(len(words)) // (len(words) // len(scales))
+    group = np.arange(len(packed)) // (len(packed) // len(scales))
     step = max(1, PIECE // max(1, scales.shape[1]))
-    pieces = (_columns(words[at : at + step], 4, _AWQ_ORDER) for at in range(0, len(words), step))
+    pieces = (_columns(packed[at : at + step], 4, _AWQ_ORDER) for at in range(0, len(packed), step))
     return _by_group(pieces, group, _columns(zeros, 4, _AWQ_ORDER), scales, turned)
 
 
@@ -172,17 +174,17 @@ def _by_group(
 def _compressed(name: str, contents: Contents, path: _Path) -> Quantised:
     """Describes a weight of compressed-tensors, `out in`, with scales `out groups`."""
     info, base = contents.info, name.removesuffix("_packed")
-    words, scale, shape = (info.get(f"{base}{x}") for x in ("_packed", "_scale", "_shape"))
-    if words is None or scale is None or shape is None or len(words.shape) != 2:
+    packed, scale, shape = (info.get(f"{base}{x}") for x in ("_packed", "_scale", "_shape"))
+    if packed is None or scale is None or shape is None or len(packed.shape) != 2:
         raise MalformedFile(path, "weight_packed has no weight_scale or weight_shape", AGAIN, name)
-    if words.dtype != np.int32 or shape.shape != (2,) or shape.dtype.kind != "i":
+    if packed.dtype != np.int32 or shape.shape != (2,) or shape.dtype.kind != "i":
         raise MalformedFile(path, "weight_packed or weight_shape has a wrong dtype", AGAIN, name)
     rows, columns = (int(x) for x in contents.load(f"{base}_shape"))
-    if rows != words.shape[0] or not 0 <= columns <= 32 * words.shape[1]:
-        raise MalformedFile(path, f"{words.shape} words are no {rows, columns}", AGAIN, name)
-    widths = [b for b in range(1, 9) if -(-columns * b // 32) == words.shape[1]]
+    if rows != packed.shape[0] or not 0 <= columns <= 32 * packed.shape[1]:
+        raise MalformedFile(path, f"{packed.shape} integers are no {rows, columns}", AGAIN, name)
+    widths = [b for b in range(1, 9) if -(-columns * b // 32) == packed.shape[1]]
     if len(widths) != 1 or widths[0] not in _BITS:
-        problem = f"{words.shape} words have {' or '.join(map(str, widths)) or 'no known'} bits"
+        problem = f"{packed.shape} integers have {' or '.join(map(str, widths)) or 'no known'} bits"
         raise UnsupportedFormat(path, problem, "dequantise it with its library", name)
     (bits,) = widths
     parts = [name, f"{base}_scale"]
@@ -190,7 +192,7 @@ def _compressed(name: str, contents: Contents, path: _Path) -> Quantised:
         problem = f"scales of {scale.shape} do not fit {rows, columns}"
         raise MalformedFile(path, problem, AGAIN, name)
     if (zeros := f"{base}_zero_point") in info:
-        if info[zeros] != TensorInfo((-(-rows * bits // 32), scale.shape[1]), words.dtype):
+        if info[zeros] != TensorInfo((-(-rows * bits // 32), scale.shape[1]), packed.dtype):
             raise MalformedFile(path, "the zero points do not fit the scales", AGAIN, zeros)
         parts.append(zeros)
     parts.append(f"{base}_shape")
@@ -200,7 +202,7 @@ def _compressed(name: str, contents: Contents, path: _Path) -> Quantised:
 
 
 def _from_compressed(
-    words: NDArray[Any], scale: NDArray[Any], *rest: NDArray[Any], bits: int, info: TensorInfo
+    packed: NDArray[Any], scale: NDArray[Any], *rest: NDArray[Any], bits: int, info: TensorInfo
 ) -> NDArray[Any]:
     rows, columns = info.shape
 
@@ -210,6 +212,6 @@ def _from_compressed(
 
     weight, step = np.empty(info.shape, np.int8), max(1, PIECE // max(1, columns))
     for at in range(0, rows, step):
-        weight[at : at + step] = signed(words[at : at + step], columns)
+        weight[at : at + step] = signed(packed[at : at + step], columns)
     zeros = signed(rest[0].T, rows).T if len(rest) > 1 else None
     return from_scaled(weight, scale, zeros, info=info)
