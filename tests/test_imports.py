@@ -92,7 +92,7 @@ def under(name: str, *packages: str) -> bool:
 
 CONVERTERS = "jaxmha.converters"
 MATCHING, LOAD_INTO = f"{CONVERTERS}.matching", f"{CONVERTERS}.matching.load_into"
-LIGHT_MATCHING = (LOAD_INTO, f"{MATCHING}.plan")  # of which faces load no more
+LIGHT_MATCHING = (LOAD_INTO, f"{MATCHING}.plan", f"{MATCHING}.proof")  # of which faces load no more
 FACES = ("torch", "keras", "flax", "huggingface", "linear", "equinox", "haiku")
 # Rooms, each of which may import those before it.
 ROOMS = (

@@ -6,10 +6,14 @@ excluded; all other layers become questions. `match` makes the plan, `loading` f
 target, `prove` compares the result with the source.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from jaxmha.converters.matching.plan import Line, Packing, Plan, Question
-from jaxmha.converters.matching.proof import Proof, prove
+from jaxmha.converters.matching.proof import Proof
+
+if TYPE_CHECKING:
+    import numpy as np
 
 __all__ = ["Line", "Plan", "Proof", "Question", "match", "prove"]
 
@@ -39,3 +43,36 @@ def match(source: Any, target: Any, *, packing: Packing = "ask") -> Plan:
         return lines.plan(mine, trees.read(target), packing)
     finally:
         mine.close()
+
+
+def prove(
+    source: Any,
+    model: Any,
+    plan: Plan | None = None,
+    *,
+    inputs: "Callable[[np.random.Generator], Any] | None" = None,
+    packing: Packing = "ask",
+    seed: int = 0,
+) -> Proof:
+    """Compares a filled model with its source: every array, and outputs if both can run.
+
+    Args:
+      source: as in `match`; a live model if outputs are compared.
+      model: the model that `load_into` filled.
+      plan: the plan by which it was filled; None makes it.
+      inputs: takes a NumPy generator and returns the arguments of both models: a tuple, a dict by
+        name, or `{"source": ..., "target": ...}` with either of them. Both models run in float64.
+      packing: as in `match`. seed: of the generator.
+
+    Raises:
+      ValueError: the plan has an open question, or does not fit the models.
+
+    >>> import torch
+    >>> module = torch.nn.Linear(3, 5)
+    >>> arrays = {"kernel": module.weight.detach().numpy().T, "bias": module.bias.detach().numpy()}
+    >>> print(prove(module, arrays))
+    2 arrays are those of the source, bit by bit
+    """
+    from jaxmha.converters.matching import proving
+
+    return proving.prove(source, model, plan, inputs, packing, seed)

@@ -8,6 +8,7 @@ from typing import Any
 
 from jaxmha import __version__, checkpoint
 from jaxmha.checkpoint.errors import printable
+from jaxmha.checkpoint.formats import table
 from jaxmha.converters.discovery import (
     attention_blocks,
     behaviours,
@@ -22,6 +23,7 @@ from jaxmha.converters.discovery.attention_blocks import shapes
 from jaxmha.converters.discovery.notes import listed
 from jaxmha.converters.layout import registry
 from jaxmha.converters.layout.arrays import NDArray, to_numpy
+from jaxmha.converters.layout.base import Layout
 from jaxmha.converters.migrate import conversion, edited, keras_order, lazy_tensors, read_back
 from jaxmha.converters.migrate import plans as planning
 from jaxmha.converters.migrate.conversion import Conversion
@@ -241,9 +243,9 @@ def _format_settings(
     """Arguments of `checkpoint.write` for the format, and notes on facts that it cannot hold."""
     in_file = str(destination).endswith(".weights.h5")
     settings: dict[str, Any] = {"names": found.names} if in_file else {}
-    if not in_file:
+    if table.for_writing(Path(destination)).holds_metadata:
         return settings | {"metadata": _metadata(plan, found, file, groups)}, []
-    return settings, list(_lost(file))
+    return settings, list(_lost(file, found, attention_blocks.named(plan.to)))
 
 
 def _completed(plan: Plan, file: checkpoint.Checkpoint, in_file: bool) -> Plan:
@@ -299,10 +301,16 @@ def _metadata(
     return metadata
 
 
-def _lost(file: checkpoint.Checkpoint) -> Iterator[str]:
+def _lost(file: checkpoint.Checkpoint, found: Resolved, target: Layout) -> Iterator[str]:
     """Describes facts of the source that a format without metadata cannot hold."""
     if own := [key for key in file.metadata if not key.startswith(_NO_NEWS)]:
         yield f"metadata not carried over, for which the format has no place: {listed(own)}"
+    if not target.stores_num_heads:
+        counts = ", ".join(map(str, sorted(set(found.counts.values()))))
+        yield (
+            f"the head count ({counts}) is in no tensor, and the format has no place for it: "
+            "keep a config.json next to the file"
+        )
 
 
 def convert_state(

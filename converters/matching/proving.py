@@ -1,0 +1,176 @@
+"""Compares a filled model with its source: arrays bit by bit, and outputs where both models run."""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray as Array
+
+from jaxmha.converters.layout.arrays import NDArray
+from jaxmha.converters.matching import lines, loading, running, trees
+from jaxmha.converters.matching.plan import Line, Packing, Plan
+from jaxmha.converters.matching.proof import Departure, Proof
+from jaxmha.converters.matching.templates import is_buffer
+from jaxmha.converters.matching.trees import Tree
+
+# Largest difference of outputs, relative to the largest output. Models in float64 compute some
+# parts, such as a softmax, in float32.
+WIDE = 1e-6
+NARROW = 1e-5  # if outputs of layers are float32
+Draw = Callable[[np.random.Generator], Any]
+
+
+def prove(
+    source: Any, model: Any, plan: Plan | None, inputs: Draw | None, packing: Packing, seed: int
+) -> Proof:
+    """`jaxmha.converters.matching.prove`, which has no defaults here."""
+    mine, theirs = trees.read(source), trees.read(model)
+    try:
+        plan = lines.plan(mine, theirs, packing) if plan is None else plan
+        loading.refuse_questions(plan)
+        jobs = dict(loading.jobs(plan, mine, theirs))
+        proof = _arrays(mine, theirs, jobs)
+    finally:
+        mine.close()
+    if inputs is None:
+        return proof
+    drawn = inputs(np.random.default_rng(seed))
+    apart = isinstance(drawn, Mapping) and drawn.keys() == {"source", "target"}
+    ours = running.run(source, drawn["source"] if apart else drawn)
+    other = running.run(model, drawn["target"] if apart else drawn)
+    return _outputs(proof, ours, other, _paired(mine, theirs, jobs))
+
+
+def _arrays(source: Tree, target: Tree, jobs: Mapping[str, tuple[Line, list[str]]]) -> Proof:
+    """Compares every target array with the arrays of the source that the plan names for it."""
+    equal, different, rounded = 0, list[str](), list[str]()
+    seen: dict[str, Array[np.bool_]] = {}
+    for name, (line, names) in jobs.items():
+        wanted = loading.value(line, names, source, target.arrays[name])
+        found = target.load(name)
+        if _same(found, wanted):
+            equal += 1
+        elif found.dtype != wanted.dtype and _same(found, wanted.astype(found.dtype)):
+            rounded.append(name)
+        else:
+            different.append(name)
+        _mark(seen, line, names, source, target, name)
+    used = {n for _, names in jobs.values() for n in names}
+    unused = [n for n, a in source.arrays.items() if n not in used and not is_buffer(a)]
+    unused += [f"{n}: a part of it" for n, marks in seen.items() if not marks.all()]
+    lacking = (n for n, a in target.arrays.items() if n not in jobs and not is_buffer(a))
+    return Proof(equal, tuple(different), tuple(rounded), tuple(unused), tuple(lacking))
+
+
+def _same(found: NDArray, wanted: NDArray) -> bool:
+    """True for equal shapes and bits; values of unequal dtypes must be equal exactly."""
+    if found.shape != wanted.shape:
+        return False
+    if found.dtype == wanted.dtype:
+        return found.tobytes() == np.ascontiguousarray(wanted).tobytes()
+    wide = np.result_type(found.dtype, wanted.dtype)
+    return bool(np.array_equal(found.astype(wide), wanted.astype(wide), equal_nan=True))
+
+
+def _mark(
+    seen: dict[str, Array[np.bool_]],
+    line: Line,
+    names: Sequence[str],
+    source: Tree,
+    target: Tree,
+    name: str,
+) -> None:
+    """Marks the elements of packed source arrays that a target array takes."""
+    if not line.take:
+        return
+    sizes = {n: int(np.prod(source.arrays[n].shape)) for n in names}
+    starts = dict(zip(names, np.cumsum([0, *sizes.values()]), strict=False))
+    numbers = replace(
+        source,
+        load=lambda n: np.arange(starts[n], starts[n] + sizes[n]).reshape(source.arrays[n].shape),
+    )
+    taken = loading.value(line, names, numbers, target.arrays[name]).reshape(-1)
+    for one in names:
+        marks = seen.setdefault(one, np.zeros(sizes[one], bool))
+        within = taken[(taken >= starts[one]) & (taken < starts[one] + sizes[one])]
+        marks[within - starts[one]] = True
+
+
+Path = tuple[str, ...]
+
+
+def _paired(
+    source: Tree, target: Tree, jobs: Mapping[str, tuple[Line, list[str]]]
+) -> dict[Path, Path]:
+    """Layers of the source -> layers of the target with the arrays that the plan made of theirs."""
+    fills: dict[str, set[str]] = defaultdict(set)
+    for name, (_, names) in jobs.items():
+        for one in names:
+            fills[one].add(name)
+
+    def below(tree: Tree) -> dict[Path, set[str]]:
+        found: dict[Path, set[str]] = defaultdict(set)
+        for name, array in tree.arrays.items():
+            for n in range(len(array.path)):
+                found[array.path[:n]].add(name)
+        return found
+
+    theirs: dict[frozenset[str], list[Path]] = defaultdict(list)
+    for path, inside in below(target).items():
+        theirs[frozenset(inside & jobs.keys())].append(path)
+    pairs = {}
+    for path, inside in below(source).items():
+        filled = frozenset().union(*(fills[n] for n in inside))
+        if filled in theirs:
+            pairs[path] = max(theirs[filled], key=len)
+    return pairs
+
+
+def _outputs(
+    proof: Proof, mine: running.Run, theirs: running.Run, pairs: Mapping[Path, Path]
+) -> Proof:
+    found = [_distance(a, b) for b in theirs.outputs for a in mine.outputs]
+    known = [x for x in found if x is not None]
+    if not known:
+        shapes = " and ".join(
+            ", ".join(str(x.shape) for x in one.outputs) or "nothing" for one in (mine, theirs)
+        )
+        raise ValueError(f"the models return arrays of other sizes: {shapes}")
+    whole = min(known)
+    floats = [x for x in (*mine.outputs, *theirs.outputs) if x.dtype.kind == "f"]
+    wide = all(x.dtype == np.float64 for x in (*floats, *theirs.layers.values()))
+    tolerance = WIDE if wide else NARROW
+    departure, compared = None, 0
+    for path, output in mine.layers.items():
+        other = theirs.layers.get(pairs.get(path, ("?",)))
+        distance = None if other is None else _distance(output, other)
+        if distance is None:
+            continue
+        compared += 1
+        if departure is None and distance > tolerance:
+            departure = Departure(".".join(path), "/".join(pairs[path]), distance)
+    return replace(
+        proof, difference=whole, tolerance=tolerance, departure=departure, compared=compared
+    )
+
+
+def _distance(mine: NDArray, theirs: NDArray) -> float | None:
+    """The difference relative to the largest value, over the usual orders of axes; None if none fits.
+
+    The orders are the same order, channels last, and the length before the batch.
+    """
+    if mine.size != theirs.size or not mine.size:
+        return None
+    orders = [mine]
+    if mine.ndim > 2:
+        orders += [np.moveaxis(mine, 1, -1), np.swapaxes(mine, 0, 1)]
+    found = []
+    for order in orders:
+        if order.shape == theirs.shape or order is mine:
+            other = theirs.reshape(order.shape).astype(np.float64)
+            largest = float(np.abs(order.astype(np.float64)).max()) or 1.0
+            found.append(float(np.abs(order.astype(np.float64) - other).max()) / largest)
+    distance = min(found)
+    return distance if np.isfinite(distance) else float("inf")
