@@ -41,7 +41,7 @@ def of_equinox() -> eqx.nn.MultiheadAttention:
     )  # fmt: skip
 
 
-def test_equinox_there_and_back() -> None:
+def test_layers_of_equinox_come_back() -> None:
     layer = of_equinox()
     params, semantics = equinox.from_module(layer)
     assert semantics.dropout_rate == 0.25
@@ -68,7 +68,7 @@ def of_haiku(settings: Any = None) -> Any:
     return hk.without_apply_rng(hk.transform(call))
 
 
-def test_haiku_there_and_back() -> None:
+def test_layers_of_haiku_come_back() -> None:
     query, key, mask = drawn()
     args = query[None], key[None], key[None], mask[None, None]
     with jax.numpy_dtype_promotion("standard"):
