@@ -294,7 +294,7 @@ def unknown_under(
     own, after = set(keys.values()), prefix + chr(ord(layout.separator) + 1)
     under = names[bisect_left(names, start) : bisect_left(names, after)]
     rest = [n.removeprefix(start).replace("/", ".").rpartition(".")[0] for n in under]
-    first = role_names.before({*rest}, prefix)
+    first = role_names.outside({*rest}, prefix)
     return tuple(n for n in under if n not in own and not known(n.removeprefix(start)))
 
 

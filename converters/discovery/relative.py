@@ -47,8 +47,6 @@ def of(block: Block, own: Mapping[str, Any], file: checkpoint.Checkpoint) -> Ter
         return _buckets(block, own, file)
     if (found := table(block, file)) is not None:
         return found
-    if (read := _read(block, file, *_SAM)) is not None:
-        return Grid(*read)
     if (read := _read(block, file, _SHAW)) is not None:
         left = own.get("left_max_position_embeddings")
         if type(left) is not int:
@@ -63,7 +61,13 @@ def of(block: Block, own: Mapping[str, Any], file: checkpoint.Checkpoint) -> Ter
 
 
 def table(block: Block, file: checkpoint.Checkpoint) -> Term | None:
-    """The learned bias of pairs of tokens (`TABLES`); None if the block has none, or of no form."""
+    """The term of a block that its tensors alone define; None if it has none, or one of no form.
+
+    It is a learned bias of pairs of tokens (`TABLES`), or a product of queries with learned rows
+    and columns (SAM).
+    """
+    if (grid := _read(block, file, *_SAM)) is not None:
+        return Grid(*grid)
     for key, index in TABLES:
         if (read := _read(block, file, key, index)) is not None:
             values, rows = read

@@ -47,11 +47,12 @@ _ORDERS = (
     ("query key", "value"),
     ("query key value",),
 )
-# Norms and reductions before the projections, and the pattern of prefixes where they are so.
+# Layers before the projections or after the output, and the pattern of prefixes where they are so.
 _FIRST = (
     (frozenset(("sr", "norm")), ""),  # PVT reduces the tokens before keys and values
     (frozenset(("norm",)), r"(^|\.)layers\.\d+\.\d+(\.(fn|branch))?$"),  # vit_pytorch
     (frozenset(("group_norm",)), r"(^|\.)attentions\.\d+$"),  # diffusers
+    (frozenset(("norm", "mlp.fc1", "mlp.fc2")), r"(^|\.)attn_pool$"),  # timm
 )
 # Names of packed layers that hold all queries, then all keys, then all values.
 _IN_ORDER = re.compile(r"(?:\w*_)?(?:w_?)?(?:qkv|kv|qk|in_proj)(?:_\w+)?", re.IGNORECASE)
@@ -121,7 +122,7 @@ def _block(prefix: str, names: Sequence[str], shapes: Mapping[str, Sequence[int]
     for name in names:
         module, _, array = name[len(prefix) + 1 if prefix else 0 :].rpartition(".")
         modules.setdefault(module, {})[array] = name
-    first = before(modules, prefix)
+    first = outside(modules, prefix)
     modules = {m: arrays for m, arrays in modules.items() if m not in first}
     roles: dict[str, str] = {}
     outs: list[str] = []
@@ -153,10 +154,10 @@ def _block(prefix: str, names: Sequence[str], shapes: Mapping[str, Sequence[int]
     return Named(prefix, layout, keys) if layout is not None and _fits(order, weights) else None
 
 
-def before(modules: Collection[str], prefix: str) -> frozenset[str]:
-    """Those modules under the prefix of a block that come before its projections.
+def outside(modules: Collection[str], prefix: str) -> frozenset[str]:
+    """Those modules under the prefix of a block that come before its projections or after it.
 
-    >>> sorted(before(["q", "kv", "proj", "sr", "norm"], "blocks.0.attn"))
+    >>> sorted(outside(["q", "kv", "proj", "sr", "norm"], "blocks.0.attn"))
     ['norm', 'sr']
     """
     path = prefix.replace("/", ".")

@@ -147,7 +147,7 @@ TIMM = Layout(
     ),
     ties=_PACKED,
     holds=_DROPOUT,
-    other_keys=("rel_pos_h", "rel_pos_w", *_TABLES),
+    other_keys=("rel_pos_h", "rel_pos_w", *_TABLES, "latent"),
     about="timm vision transformers: keys under `blocks.0.attn`",
 )
 TIMM_KEYLESS = replace(

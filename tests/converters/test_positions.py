@@ -99,6 +99,16 @@ def test_a_class_token_has_rows_of_its_own(first: bool) -> None:
         np.testing.assert_array_equal(same.bias(T, T), found)
 
 
+def test_rows_and_columns_need_no_configuration(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    state = {"a.qkv.weight": rng.normal(size=(24, 8)), "a.proj.weight": rng.normal(size=(8, 8))}
+    state |= {f"a.rel_pos_{x}": rng.normal(size=(5, 4)) for x in "hw"}
+    checkpoint.write(tmp_path / "a.safetensors", state)
+    (found,) = positions_of(tmp_path / "a.safetensors").values()
+    assert isinstance(found.added, added_terms.Grid)
+    np.testing.assert_array_equal(found.added.rows, state["a.rel_pos_h"])
+
+
 def test_queries_grow_with_their_positions() -> None:
     query = np.ones((1, 9, 1, 2))
     found = QueryScale(0.5, 4.0, 1)(query, np.arange(9))[0, :, 0, 0]

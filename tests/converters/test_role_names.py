@@ -85,6 +85,14 @@ def test_names_that_make_no_layout_are_unknown(name: str) -> None:
         registry.named(name)
 
 
+def test_a_pool_of_latent_queries_is_attention() -> None:
+    """timm's pool: a learned query, and a feed-forward layer after the attention."""
+    shapes = {f"{x}.weight": (6, 6) for x in ("q", "proj", "mlp.fc1", "mlp.fc2")}
+    shapes |= {"kv.weight": (12, 6), "norm.weight": (6,), "latent": (1, 1, 6)}
+    (block,) = attention_blocks.find({f"attn_pool.{k}": v for k, v in shapes.items()})
+    assert (block.layout.name, block.unknown) == ("linear:q,kv,proj", ())
+
+
 def test_an_incomplete_block_yields_to_the_one_inside_it() -> None:
     """TVP names its attention and its feed-forward layers as ViT names one block."""
     shapes = {f"layer.0.attention.{x}.weight": (6, 6) for x in ("query", "key", "value", "dense")}
