@@ -54,7 +54,10 @@ def test_names_of_a_file_make_a_layout(name: str, biases: bool) -> None:
     ],
 )
 def test_doubt_makes_no_layout(more: dict[str, tuple[int, ...]]) -> None:
-    shapes = {k: v.shape for k, v in state(CLASSES["four"], False).items()} | more
+    shapes: dict[str, tuple[int, ...]] = {
+        k: v.shape for k, v in state(CLASSES["four"], False).items()
+    }
+    shapes |= more
     assert not attention_blocks.find(shapes)
 
 
@@ -87,7 +90,9 @@ def test_names_that_make_no_layout_are_unknown(name: str) -> None:
 
 def test_a_pool_of_latent_queries_is_attention() -> None:
     """timm's pool: a learned query, and a feed-forward layer after the attention."""
-    shapes = {f"{x}.weight": (6, 6) for x in ("q", "proj", "mlp.fc1", "mlp.fc2")}
+    shapes: dict[str, tuple[int, ...]] = {
+        f"{x}.weight": (6, 6) for x in ("q", "proj", "mlp.fc1", "mlp.fc2")
+    }
     shapes |= {"kv.weight": (12, 6), "norm.weight": (6,), "latent": (1, 1, 6)}
     (block,) = attention_blocks.find({f"attn_pool.{k}": v for k, v in shapes.items()})
     assert (block.layout.name, block.unknown) == ("linear:q,kv,proj", ())
