@@ -84,6 +84,23 @@ class Plan:
             text += ["", *_toml(line)]
         return "\n".join(text) + "\n"
 
+    def to_python(self) -> str:
+        """The lines of the plan as Python code that defines `PLAN`, for a program that loads.
+
+        >>> print(Plan((Line("a/kernel", ("a.weight",), "o i -> i o"),)).to_python())
+        from jaxmha.converters.matching import Line, Plan
+        <BLANKLINE>
+        PLAN = Plan(
+            (
+                Line('a/kernel', ('a.weight',), arrow='o i -> i o'),
+            )
+        )
+        """
+        rows = [f"        {_call(line)}," for line in self.lines]
+        close = ["    ),", f"    source={self.source!r},", ")"] if self.source else ["    )", ")"]
+        head = "from jaxmha.converters.matching import Line, Plan"
+        return "\n".join([head, "", "PLAN = Plan(", "    (", *rows, *close])
+
     @staticmethod
     def from_toml(text: str) -> "Plan":
         """Parses a plan. Raises ValueError if a key or type does not belong to a plan.
@@ -130,6 +147,14 @@ class Plan:
         rows += [f"unused: {name}" for name in self.unused]
         rows += [f"buffer, not carried over: {name}" for name in self.ignored]
         return "\n".join(map(printable, rows))
+
+
+def _call(line: Line) -> str:
+    """The call that makes this line, without reason and confidence."""
+    more = "".join(
+        f", {key}={x!r}" for key in ("arrow", "take", "fill") if (x := getattr(line, key))
+    )
+    return f"Line({line.target!r}, {line.sources!r}{more})"
 
 
 def shown(line: Line) -> str:

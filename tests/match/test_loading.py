@@ -1,5 +1,6 @@
 """`load_into` with every kind of target, dtypes, shardings, edited plans, and arrays left over."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -242,3 +243,11 @@ def test_caches_and_counters_are_no_weights() -> None:
     flax.load_into(attention, source)
     wanted = source.out_proj.weight.detach().numpy().T.reshape(2, 3, 6)
     np.testing.assert_array_equal(attention.out.kernel[...], wanted)
+
+
+def test_a_plan_is_also_python() -> None:
+    plan = replace(match(SOURCE, Mine(nnx.Rngs(0))), source="hf://org/model@v1")
+    made: dict[str, Any] = {}
+    exec(plan.to_python(), made)  # noqa: S102
+    assert made["PLAN"].source == plan.source
+    check(flax.load_into(Mine(nnx.Rngs(0)), SOURCE, replace(made["PLAN"], source="")))

@@ -78,7 +78,7 @@ def test_folders_of_save_pretrained_are_loaded(name: str, tmp_path: Path) -> Non
     source, target = pair.source(), pair.target()
     source.save_pretrained(tmp_path, max_shard_size="20KB" if name == "llama" else "5GB")
     target = flax.load_into(target, tmp_path)
-    assert departure(pair, source, target) < TOLERANCE
+    assert departure(pair, source, target) < 1e-6
 
 
 @pytest.mark.filterwarnings("ignore")
