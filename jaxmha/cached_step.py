@@ -13,7 +13,7 @@ from jaxmha.implementations import online_softmax, platforms
 from jaxmha.implementations.base import accumulation_dtype
 from jaxmha.implementations.mods import of_pairs, of_scores
 from jaxmha.implementations.online_softmax import State, cap_and_mask, empty_state
-from jaxmha.implementations.shard_map import alike
+from jaxmha.implementations.varying import alike
 from jaxmha.mask import Mask
 from jaxmha.matmul import operand_dtype, resolved, split_scale
 from jaxmha.mod_arguments import Mods

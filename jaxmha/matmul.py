@@ -35,6 +35,11 @@ def matmul(
     (2, 3, 7)
     """
     precision = resolved(precision)
+    if a.shape[-1] == 1:
+        # A matmul over one term would be fused with what follows, as `a * b - row_max`, and an FMA
+        # would round its logits in another way than those of the row max.
+        a = jnp.pad(a, ((0, 0),) * (a.ndim - 1) + ((0, 1),))
+        b = jnp.pad(b, ((0, 0),) * (b.ndim - 2) + ((0, 1), (0, 0)))
     *lead, m, k = a.shape
     n = b.shape[-1]
     sizes = (*lead, m, k, n)

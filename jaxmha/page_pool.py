@@ -123,7 +123,7 @@ class PagePool:
         given = np.asarray(values)
         if given.shape != self.lengths.shape or (given.size and given.dtype.kind not in "iu"):
             raise ValueError(f"{name}: expected B={self.lengths.size} integers, got {values!r}")
-        clipped: np.ndarray[tuple[int], np.dtype[np.int32]] = near(given.astype(np.int64))
+        clipped: np.ndarray[tuple[int], np.dtype[np.int32]] = near(given)
         return clipped
 
     def _require_row(self, row: int) -> None:

@@ -270,3 +270,27 @@ def test_weights_of_huge_logits_are_at_most_one() -> None:
     gradient = jax.jit(lambda *x: jax.vjp(attend, *x[:3])[1](x[3])[2])
     found = gradient(1e9 * q, k, v, cotangent)
     assert float(jnp.abs(found).max()) <= float(jnp.abs(cotangent).sum(1).max())
+
+
+HUGE: dict[str, tuple[int, dict[str, Any]]] = {
+    "one feature": (1, {}),
+    "one feature, mask function": (1, {"mask_mod": lambda b, n, i, j: j < 9}),
+    "soft cap": (8, {"logits_soft_cap": 1e10}),
+}
+
+
+@pytest.mark.parametrize("implementation", ["blocked", "reference"])
+@pytest.mark.parametrize("name", HUGE)
+def test_huge_logits_round_once(name: str, implementation: str) -> None:
+    """An FMA would round `a * b - row_max` in another way than the row max: NaN, or weights of 0."""
+    H, options = HUGE[name]
+    rng = np.random.default_rng(0)
+    q, k, v, cotangent = (
+        jnp.asarray(rng.standard_normal((1, 40, 2, size)), jnp.float32) for size in (H, H, 3, 3)
+    )
+    attend = functools.partial(
+        jaxmha.dot_product_attention, implementation=implementation, **options
+    )
+    out, pull = jax.vjp(attend, 1e12 * q, k, jnp.ones_like(v))
+    np.testing.assert_allclose(out, 1.0, rtol=1e-6)
+    np.testing.assert_allclose(pull(jnp.ones_like(cotangent))[2].sum(), out.size, rtol=1e-6)

@@ -280,6 +280,23 @@ def test_nothing_recompiles_while_sequences_grow() -> None:
     assert np.isfinite(out).all()
 
 
+@pytest.mark.parametrize("dtype", [np.uint32, np.uint64, np.int64])
+def test_lengths_of_any_size_are_all_tokens(dtype: Any) -> None:
+    """The pool and the cache agree."""
+    params, x = make()
+    cache = empty(params)
+    pool = PagePool(cache)
+    counts = np.asarray([3, 1, 0])
+    pool.extend([3, 1, 0])
+    _, cache = run(params, cache, x[:, :4], q_lengths=counts)
+    lengths = np.full(ROWS, np.iinfo(dtype).max, dtype)
+    pool.rollback(lengths)
+    pool.require_same(cache.rollback(lengths))
+    assert pool.lengths.tolist() == [3, 1, 0]
+    with pytest.raises(ValueError, match="a row of the table holds"):
+        pool.extend(lengths)  # type: ignore[arg-type]
+
+
 def test_wrong_arguments() -> None:
     params, x = make()
     cache = empty(params)

@@ -25,7 +25,8 @@ def cap_and_mask(
     tanh = None
     if soft_cap is not None:
         tanh = jnp.tanh(logits / soft_cap)
-        logits = soft_cap * tanh
+        # The minimum, else an FMA would round `soft_cap * tanh - row_max` and the row max in two ways.
+        logits = jnp.minimum(soft_cap * tanh, soft_cap)
     for x in masks_or_biases:
         if x is not None:
             # `where` is faster than adding: XLA would first materialise an additive mask.

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import jax
 import jax.numpy as jnp
 
+from jaxmha.implementations.varying import alike, varies
+
 if TYPE_CHECKING:
     from jax.extend import core
 
@@ -40,7 +42,10 @@ class Program:
         """Evaluates the function for scalar `arguments`; `arrays`: the captured arrays."""
         from jax.extend import core
 
-        found = core.jaxpr_as_fun(core.ClosedJaxpr(self.jaxpr, arrays))(*arguments)[0]
+        if varies((arrays, arguments)):
+            found = _run_alike(self.jaxpr, arrays, arguments)[0]
+        else:
+            found = core.jaxpr_as_fun(core.ClosedJaxpr(self.jaxpr, arrays))(*arguments)[0]
         # A function that returns a constant has a Python scalar here.
         aval: Any = self.jaxpr.outvars[0].aval
         return jnp.asarray(found, aval.dtype)
@@ -54,6 +59,45 @@ class Program:
         from jaxmha.implementations import jaxpr_equality
 
         return hash(jaxpr_equality.outline(self.jaxpr))
+
+
+# Primitives that call a jaxpr, and the parameter that holds it.
+_CALLS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+}
+
+
+def _run_alike(
+    jaxpr: "core.Jaxpr", arrays: Sequence[jax.Array], arguments: Sequence[jax.Array]
+) -> list[jax.Array]:
+    """Evaluates a jaxpr in the `jax.shard_map` of a caller that checks varying mesh axes.
+
+    The jaxpr was traced with scalars that vary over no mesh axis; here, operands of a primitive are
+    cast to the axes of each other.
+    """
+    from jax.extend import core
+
+    values: dict[Any, Any] = dict(zip(jaxpr.constvars, arrays, strict=True))
+    values |= zip(jaxpr.invars, arguments, strict=True)
+
+    def read(x: Any) -> Any:
+        if isinstance(x, core.Literal):
+            return jnp.asarray(x.val, x.aval.dtype)  # type: ignore[attr-defined]
+        return values[x]
+
+    for eqn in jaxpr.eqns:
+        operands = alike([read(x) for x in eqn.invars])
+        called = eqn.params.get(_CALLS.get(eqn.primitive.name, ""))
+        if called is not None:
+            found = _run_alike(called.jaxpr, called.consts, operands)
+        else:
+            found = eqn.primitive.bind(*operands, **eqn.params)
+        many = eqn.primitive.multiple_results
+        values |= zip(eqn.outvars, found if many else [found], strict=True)
+    return [read(x) for x in jaxpr.outvars]
 
 
 def _uses(jaxpr: "core.Jaxpr", arguments: str) -> str:

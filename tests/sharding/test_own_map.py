@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import jaxmha
-from jaxmha import KVCache, Mask, MHAParams, Projection, Semantics
+from jaxmha import KVCache, Mask, MHAParams, Projection, Semantics, mods
 from jaxmha.implementations import small_query
 from jaxmha.implementations.tiled import attention
 from tests.sharding.devices import assert_alike, mesh
@@ -29,12 +29,16 @@ CASES: dict[str, dict[str, Any]] = {
     "offsets": {"mask": Mask.causal(np.array([3]))},
     "keys": {"mask": Mask.padding(key_value=np.arange(S)[None] % 5 < 3)},
     "dense": {"mask": RNG.random((1, N, T, S)) < 0.6},
+    "functions": {
+        "score_mod": mods.alibi(RNG.random(N).astype(np.float32)),
+        "mask_mod": mods.dilated(2, 3, 4),
+    },
 }
 # Keys of every device's own batch rows, or the same keys everywhere.
 OWN = {"own keys": "x", "shared keys": None}
 
 
-@pytest.mark.everyday(keys=["own keys"], name=["window"], implementation=["blocked"])
+@pytest.mark.everyday(keys=["own keys"], name=["functions"], implementation=["blocked"])
 @pytest.mark.parametrize("keys", OWN)
 @pytest.mark.parametrize("bias", [False, True], ids=["no bias", "shared bias"])
 @pytest.mark.parametrize("name", CASES)
@@ -80,6 +84,10 @@ DECODING: dict[str, dict[str, Any]] = {
     "window": {"mask": Mask.window(3, None)},
     "extra positions, soft cap": {"semantics": Semantics(add_zero_attn=True, logits_soft_cap=3.0)},
     "padding": {"mask": Mask.padding(key_value=np.arange(S)[None] != 1)},
+    "functions": {
+        "score_mod": lambda score, b, n, i, j: jax.nn.relu(score) * 1.5 + (j - i),
+        "mask_mod": mods.window(2, 0),
+    },
 }
 
 

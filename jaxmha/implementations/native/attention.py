@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType
 
 from jaxmha import sharding
-from jaxmha.implementations import fully_masked, platforms, shard_map
+from jaxmha.implementations import fully_masked, platforms, varying
 from jaxmha.implementations.base import Request, Result
 from jaxmha.implementations.native import library, operands, primitives
 from jaxmha.implementations.native.operands import Problem, Residuals, Settings, absent
@@ -88,7 +88,7 @@ def attend(request: Request) -> Result:
         )
         bias = None if request.bias is None else request.bias.astype(np.float32)
         problem = operands.problem(query, key, value, bias, conditions)
-        out, lse = core(settings, reads_lse, *shard_map.alike(tuple(problem)))
+        out, lse = core(settings, reads_lse, *varying.alike(tuple(problem)))
     if semantics.fully_masked != "zero":
         assert lse is not None
         out = fully_masked.apply(request, out, jnp.swapaxes(lse == -jnp.inf, 1, 2))

@@ -14,7 +14,7 @@ import numpy as np
 from jax.interpreters import ad, batching, mlir, xla
 from jaxtyping import Float
 
-from jaxmha.implementations import platforms, shard_map
+from jaxmha.implementations import platforms, varying
 from jaxmha.implementations.native import attention, library, operands, primitives
 
 NAME = "native"
@@ -57,7 +57,7 @@ def affine(
 ) -> Float[jax.Array, "m n"]:
     """`x @ kernel + bias` in float32, with derivatives of every order and mode."""
     bias = operands.absent(np.float32) if bias is None else bias
-    found: jax.Array = _bind(*shard_map.alike((x, kernel, bias)))
+    found: jax.Array = _bind(*varying.alike((x, kernel, bias)))
     return found
 
 
@@ -65,7 +65,7 @@ def _bind(a: Any, b: Any, bias: Any = None, a_transposed: bool = False,
           b_transposed: bool = False) -> Any:  # fmt: skip
     if bias is None:
         bias = jnp.zeros((*[1] * (a.ndim - 2), 0), np.float32)
-        a, b, bias = shard_map.alike((a, b, bias))
+        a, b, bias = varying.alike((a, b, bias))
     flags = {"a_transposed": a_transposed, "b_transposed": b_transposed}
     (found,) = _primitive().bind(a, b, bias, **flags)
     return found

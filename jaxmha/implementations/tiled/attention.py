@@ -25,7 +25,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Bool, Float
 
 from jaxmha import sharding
-from jaxmha.implementations import fully_masked, platforms, shard_map
+from jaxmha.implementations import fully_masked, platforms, varying
 from jaxmha.implementations.base import Request, Result, accumulation_dtype
 from jaxmha.implementations.mods import Mod, cotangent
 from jaxmha.implementations.online_softmax import Softmax, State
@@ -110,7 +110,7 @@ def attend(request: Request, distributed: Core | None = None) -> Result:
             window=(None, None), above=None if config.above is not None else conditions.above
         )
         seed = seed_of(request.dropout_key if request.drops else None, request.part)
-        arrays = shard_map.alike((query, key, value, bias, traced, seed, request.score_mod))
+        arrays = varying.alike((query, key, value, bias, traced, seed, request.score_mod))
         out, lse = (distributed or core)(tiling, config, *arrays)
         valid = sharding.in_order(conditions.rows, 1)
         if valid is not None:
