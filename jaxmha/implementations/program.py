@@ -76,7 +76,7 @@ def _run_alike(
     """Evaluates a jaxpr in the `jax.shard_map` of a caller that checks varying mesh axes.
 
     The jaxpr was traced with scalars that vary over no mesh axis; here, operands of a primitive are
-    cast to the axes of each other.
+    cast to the axes of each other. A function with a custom JVP is differentiated by its formula.
     """
     from jax.extend import core
 
@@ -94,7 +94,7 @@ def _run_alike(
         if called is not None:
             found = _run_alike(called.jaxpr, called.consts, operands)
         else:
-            found = eqn.primitive.bind(*operands, **eqn.params)
+            found = eqn.primitive.bind(*operands, **eqn.params)  # type: ignore[no-untyped-call]
         many = eqn.primitive.multiple_results
         values |= zip(eqn.outvars, found if many else [found], strict=True)
     return [read(x) for x in jaxpr.outvars]
