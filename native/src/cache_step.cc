@@ -10,10 +10,6 @@
 #include "scratch.h"
 #include "stored.h"
 
-#ifndef JAXMHA_LOCALITY
-#define JAXMHA_LOCALITY 3
-#endif
-
 namespace jaxmha {
 namespace JAXMHA_ISA {
 namespace {
@@ -41,16 +37,7 @@ inline __m128 sum4(Vector a, Vector b, Vector c, Vector d) {
 }
 
 inline void fetch(const char* from, long bytes) {
-  for (long i = 0; i < bytes; i += 64) __builtin_prefetch(from + i, 0, JAXMHA_LOCALITY);
-}
-
-// Fetches four keys that are read AHEAD keys later, perhaps in the next block.
-inline void fetch_ahead(const char* keys, const char* next, long key, long count, long bytes) {
-  const long at = key + AHEAD;
-  if (at < count)
-    fetch(keys + at * bytes, std::min(4l, count - at) * bytes);
-  else if (next)
-    fetch(next + (at - count) * bytes, 4 * bytes);
+  for (long i = 0; i < bytes; i += 64) __builtin_prefetch(from + i);
 }
 
 // The state of rows after some keys: out `rows h'`, row max, row sum.
@@ -66,7 +53,7 @@ struct Block {
   long first, count;  // slots
   const char *keys, *values;
   const float *key_scale, *value_scale;  // or null
-  const char *next_keys, *next_values;   // of the block after it, or null
+  const char* next_keys;  // of the block after it, or null
   bool clear;                            // every row attends every key
   bool unattended;                       // some keys are attended by no row
 };
@@ -186,7 +173,8 @@ void score_rows(const Item& w, const Block& block) {
   const long bytes = w.H * size_of(type), of_value = w.h * size_of(type), count = block.count;
   long key = 0;
   for (; key + 4 <= count; key += 4) {
-    fetch_ahead(keys, block.next_keys, key, count, bytes);
+    const bool next = key + AHEAD >= count && block.next_keys;
+    fetch((next ? block.next_keys - count * bytes : keys) + (key + AHEAD) * bytes, 4 * bytes);
     fetch(block.values + key * of_value, 4 * of_value);
     long row = 0;
     for (; row + SCORE_ROWS <= w.s.R; row += SCORE_ROWS)
@@ -358,7 +346,7 @@ void visit(Item& w, Block block) {
   clear_unattended(w, block, w.values);
   block.keys = reinterpret_cast<const char*>(w.keys);
   block.values = reinterpret_cast<const char*>(w.values);
-  block.next_keys = block.next_values = nullptr;
+  block.next_keys = nullptr;
   visit_few<Stored::f32>(w, block);
 }
 
@@ -381,7 +369,7 @@ void visit_slots(Item& w, long first, long end) {
     const long row = row_of(w, block.first), next = slot < end ? row_of(w, slot) : -1;
     if (row < 0 || !decide(w, block)) continue;
     block.keys = keys_at(row), block.values = values_at(row);
-    if (next >= 0) block.next_keys = keys_at(next), block.next_values = values_at(next);
+    if (next >= 0) block.next_keys = keys_at(next);
     if (s.key.scale) block.key_scale = s.key.scale + row;
     if (s.value.scale) block.value_scale = s.value.scale + row;
 #define JAXMHA_VISIT(type) visit<type>(w, block)
