@@ -129,8 +129,9 @@ def find(shapes: Mapping[str, Sequence[int]], layouts: Iterable[Layout] = LAYOUT
     [('a', 'torch')]
     """
     found: dict[str, list[Block]] = {}
-    ends, names = name_ends(shapes), sorted(shapes)
-    for variant in (v for candidate in layouts for v in _variants(candidate)):
+    variants = [variant for candidate in layouts for variant in _variants(candidate)]
+    ends, names = name_ends(shapes, variants), sorted(shapes)
+    for variant in variants:
         first = next(entry.key for entry in variant.entries if not entry.group)
         for prefix in prefixes_with(variant, ends, first):
             keys = {
@@ -301,13 +302,21 @@ def unknown_under(
 Ends = Mapping[tuple[str, str], Sequence[str]]
 
 
-def name_ends(names: Iterable[str]) -> Ends:
-    """Maps (separator, rest of a name) to the prefixes before it; ("", name) has the prefix ""."""
+def name_ends(names: Iterable[str], layouts: Iterable[Layout]) -> Ends:
+    """Maps (separator, rest of a name) to the prefixes before it; ("", name) has the prefix "".
+
+    Only rests that are keys of the layouts are kept: a name may have hundreds of others.
+    """
     found: dict[tuple[str, str], list[str]] = {}
+    keys = {entry.key for layout in layouts for entry in layout.entries}
+    longest = max(map(len, keys), default=0)
     for name in names:
-        found.setdefault(("", name), []).append("")
-        for match in re.finditer("[./]", name):
-            found.setdefault((match[0], name[match.end() :]), []).append(name[: match.start()])
+        if name in keys:
+            found.setdefault(("", name), []).append("")
+        for match in re.finditer("[./]", name[-longest - 1 :]):
+            at = match.start() + max(0, len(name) - longest - 1)
+            if (rest := name[at + 1 :]) in keys:
+                found.setdefault((match[0], rest), []).append(name[:at])
     return found
 
 

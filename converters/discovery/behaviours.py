@@ -239,17 +239,29 @@ def part(content: Any, way: Sequence[str]) -> tuple[dict[str, Any], str]:
 
 
 def _of_metadata(block: Block, metadata: Mapping[str, str]) -> Block:
-    text = metadata.get(f"{METADATA}.{block.prefix}", "")
-    if block.layout.name != "jaxmha" or not text:
+    values = _stored(block, metadata)
+    if not values:
         return block
-    values = json_text.load(text.encode(), Budget(Path(METADATA), len(text), _LIMITS))
-    return _with_all(block, {k: v for k, v in dict(values).items() if k != _FROM})
+    return _with_all(block, {k: v for k, v in values.items() if k != _FROM})
+
+
+def _stored(block: Block, metadata: Mapping[str, str]) -> Values:
+    """The semantics that metadata keeps for a block of layout jaxmha; empty if there are none.
+
+    Raises CheckpointError (a ValueError) if the text is no JSON object, or too large.
+    """
+    key = f"{METADATA}.{block.prefix}"
+    raw = metadata.get(key, "").encode("utf-8", "replace")
+    if block.layout.name != "jaxmha" or not raw:
+        return {}
+    remedy = "convert the original file again"
+    return json_text.parse(raw, Budget(key, len(raw), _LIMITS), remedy, numbers=True)
 
 
 def _with_all(block: Block, values: Values) -> Block:
     try:
         semantics = Semantics(**values)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, ArithmeticError) as error:
         raise ValueError(f"{METADATA}.{block.prefix} of the metadata: {error}") from error
     return block._replace(layout=replace(block.layout, semantics=semantics), configured=True)
 
@@ -305,8 +317,7 @@ def target(to: Layout, block: Block, metadata: Mapping[str, str]) -> Layout:
 
     It has the block's semantics if it is jaxmha, or the layout that the block was converted from.
     """
-    text = metadata.get(f"{METADATA}.{block.prefix}", "")
-    if block.layout.name == "jaxmha" and text and json.loads(text).get(_FROM) == to.name:
+    if _stored(block, metadata).get(_FROM) == to.name:
         return replace(to, semantics=block.layout.semantics)
     return replace(to, semantics=block.layout.semantics) if to.name == "jaxmha" else to
 

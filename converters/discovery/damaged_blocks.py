@@ -28,7 +28,8 @@ def find(
     whole = {block.prefix for block in found}
     taken = {name for block in found for name in block.keys.values()}
     left = dict.fromkeys(name for name in shapes if name not in taken)
-    ends, names = name_ends(left), sorted(shapes)
+    layouts = list(layouts)
+    ends, names = name_ends(left, layouts), sorted(shapes)
     reasons = {block.prefix: block.refused for block in found if block.refused}
     for candidate in layouts:
         # Layers other than attention often have the names of hand-written and uneven layouts.

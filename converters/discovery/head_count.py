@@ -29,6 +29,7 @@ CONFIG_KEYS = {
     "t2u_decoder_attention_heads": ("t2u", "decoder"),
     "memory_attention_num_attention_heads": ("memory_attention",),
 }
+_DIGITS = 15  # of a head count in metadata
 _SHOWN = 8  # values listed in a message
 # Keys of nested configurations that do not end in `_config`.
 _PARTS = ("encoder", "decoder")
@@ -170,7 +171,9 @@ def find(
         (
             (int(text), "metadata")
             for key in (f"{METADATA}.{block.prefix}", METADATA)
-            if (text := (metadata or {}).get(key, "")).isascii() and text.isdigit()
+            if (text := (metadata or {}).get(key, "")).isascii()
+            and text.isdigit()
+            and len(text) <= _DIGITS
         ),
         None,
     )

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 from jaxmha.checkpoint import json_text
 from jaxmha.checkpoint.errors import BudgetExceeded, UnreadableFile, shown
+from jaxmha.checkpoint.inside import open_inside
 from jaxmha.checkpoint.limits import Budget, Limits
-from jaxmha.checkpoint.source import Source
+from jaxmha.checkpoint.system import Directory
 
 if TYPE_CHECKING:
     Json: TypeAlias = Mapping[str, "Json"] | Sequence["Json"] | str | int | float | None
@@ -46,13 +47,15 @@ OFFSET_NORMS = "nemotron"
 def read(path: Path) -> Json:
     """The content of the config.json next to a checkpoint; an empty dict if there is no file.
 
-    Raises ValueError or RecursionError if it cannot be read. A FIFO or device is not opened. A
-    broken symbolic link also raises: an interrupted download leaves such links.
+    Raises ValueError or RecursionError if it cannot be read. A FIFO or device is not opened, nor a
+    link, except of a Hugging Face cache. A broken link of such a cache also raises: an interrupted
+    download leaves such links.
     """
     try:
-        source = Source(path.parent / CONFIG)
-    except UnreadableFile as error:
-        absent = isinstance(error.__cause__, FileNotFoundError | NotADirectoryError)
+        with Directory(path.parent) as folder:
+            source = open_inside(folder, CONFIG)
+    except (UnreadableFile, FileNotFoundError, NotADirectoryError) as error:
+        absent = isinstance(error.__cause__ or error, FileNotFoundError | NotADirectoryError)
         if absent and not (path.parent / CONFIG).is_symlink():
             return {}
         raise

@@ -1,16 +1,26 @@
 """Groups of Keras layers in a .weights.h5 file, also for files converted from one."""
 
-import json
 from collections.abc import Mapping
+
+from jaxmha.checkpoint import json_text
+from jaxmha.checkpoint.errors import BudgetExceeded
+from jaxmha.checkpoint.limits import Budget, Limits
 
 # Key of safetensors metadata: prefix of a layer -> its group in a .weights.h5 file, and its name.
 METADATA = "jaxmha.keras.groups"
 
 
 def from_metadata(metadata: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    """Group and name of every layer by prefix, from the metadata of a converted file."""
+    """Group and name of every layer by prefix, from the metadata of a converted file.
+
+    Raises:
+      BudgetExceeded: the text takes too much memory.
+    """
+    raw = metadata.get(METADATA, "{}").encode("utf-8", "replace")
     try:
-        found = json.loads(metadata.get(METADATA, "{}"))
+        found = json_text.load(raw, Budget(METADATA, len(raw), Limits()))
+    except BudgetExceeded:
+        raise
     except (ValueError, RecursionError):
         return {}
     return {

@@ -47,37 +47,45 @@ def find(
             if (role := role_of(part)) is not None:
                 roles.setdefault(name[: sum(len(p) + 1 for p in path[:i])][:-1], {})[role] = name
                 break
-    prefixes = [
-        prefix
-        for prefix, own in roles.items()
+    refused = {*filter(None, damaged)}
+    near = {prefix for one in refused for prefix in (one, *_above(one)) if prefix in roles}
+    mamba = {p for name in shapes if _MAMBA.search(name) for p in _above(name) if p in roles}
+    prefixes = {
+        prefix: list[str]()
+        for prefix, own in sorted(roles.items(), key=lambda item: natural(item[0]))
         if any(needed <= own.keys() for needed in _TOGETHER)
-        and not _within(prefix, damaged)
-        and _is_attention(prefix, own, shapes)
-    ]
+        and prefix not in near
+        and refused.isdisjoint(_above(prefix))
+        and _is_attention(prefix, own, prefix in mamba)
+    }
+    for name in shapes:
+        for prefix in _above(name) if name not in taken else ():
+            if prefix in prefixes:
+                prefixes[prefix].append(name)
     return {
-        prefix: tuple(name for name in shapes if _under(name, prefix) and name not in taken)
-        for prefix in sorted(prefixes, key=natural)
-        if not any(prefix != other and _under(prefix, other) for other in prefixes)
+        prefix: tuple(names)
+        for prefix, names in prefixes.items()
+        if not prefix or prefixes.keys().isdisjoint(_above(prefix))
     }
 
 
-def _is_attention(prefix: str, own: Mapping[str, str], shapes: Mapping[str, Sequence[int]]) -> bool:
+def _is_attention(prefix: str, own: Mapping[str, str], mamba: bool) -> bool:
+    """`mamba`: True if names under the prefix are of a state space model."""
     if {"key", "value"} <= own.keys() or {"query", "key value"} <= own.keys():
         return True
     if own.keys() == {"query key value"} and "in_proj" in own["query key value"]:
-        inside = [name for name in shapes if _under(name, prefix)]
-        return bool(_PLACE.search(prefix)) and not any(_MAMBA.search(name) for name in inside)
+        return bool(_PLACE.search(prefix)) and not mamba
     return bool(_PLACE.search(prefix)) or {"query key value"} <= own.keys()
 
 
-def _under(name: str, prefix: str) -> bool:
-    return not prefix or name.startswith((f"{prefix}.", f"{prefix}/"))
+def _above(name: str) -> Iterator[str]:
+    """Yields all prefixes of a name, the empty one first.
 
-
-def _within(prefix: str, damaged: Collection[str]) -> bool:
-    return any(
-        prefix == one or _under(prefix, one) or _under(one, prefix) for one in damaged if one
-    )
+    >>> list(_above("a.b/c"))
+    ['', 'a', 'a.b']
+    """
+    yield ""
+    yield from (name[: found.start()] for found in re.finditer("[./]", name))
 
 
 def notes(unknown: Mapping[str, Sequence[str]]) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """Decides which source layer fills each target layer, or why that is not decided."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -13,6 +13,7 @@ from jaxmha.converters.matching.terms import APART, contradict
 _STRONG = frozenset(word for group in APART for word in group)
 _ORDER, _TERMS = "the order of their numbers", "terms that only these have in common"
 _PARENTS = "the layers next to them"
+_MOST_PAIRS, _MOST_FITS = 10**6, 30_000  # of layers, and of those whose shapes fit
 Edge = tuple[int, int]  # index of a source template, index of a target template
 
 
@@ -32,14 +33,19 @@ class Decision:
 
 
 def decide(sources: Sequence[Template], targets: Sequence[Template]) -> Decision:
-    """Pairs templates; a pair is decided only if names or structure exclude all alternatives."""
+    """Pairs templates; a pair is decided only if names or structure exclude all alternatives.
+
+    Raises ValueError if there are so many pairs that deciding would take minutes.
+    """
     fits: dict[Edge, Fit] = {}
     why: dict[int, tuple[list[int], str]] = {}
+    _demand(len(sources) * len(targets) <= _MOST_PAIRS)
     for t, target in enumerate(targets):
         for s, source in enumerate(sources):
             found = fit(source, target)
             if isinstance(found, Fit):
                 fits[s, t] = found
+                _demand(len(fits) <= _MOST_FITS)
             elif found is not None:
                 why.setdefault(t, ([], found))[0].append(s)
     state = _State(sources, targets, set(fits), dict.fromkeys(range(len(targets)), ""))
@@ -56,6 +62,14 @@ def decide(sources: Sequence[Template], targets: Sequence[Template]) -> Decision
         state.by_parents()
         changed = len(state.edges) < before
     return _settled(state, fits, why)
+
+
+def _demand(fine: bool) -> None:
+    if not fine:
+        raise ValueError(
+            "too many layers of the source have the shapes of too many layers of the model, and no "
+            "repeated block explains them: write a plan yourself, and pass it as plan= or --plan"
+        )
 
 
 class _State:
@@ -137,7 +151,9 @@ class _State:
 
     def by_parents(self) -> None:
         """Removes pairs whose parents are already paired with other parents."""
-        pairs = [(s, t) for s, t in self.edges if self._sole(s, t)]
+        of_sources = Counter(s for s, _ in self.edges)
+        of_targets = Counter(t for _, t in self.edges)
+        pairs = [(s, t) for s, t in self.edges if of_sources[s] == of_targets[t] == 1]
         mine: dict[tuple[str, ...], set[tuple[str, ...]]] = defaultdict(set)
         theirs: dict[tuple[str, ...], set[tuple[str, ...]]] = defaultdict(set)
         for s, t in pairs:
@@ -158,9 +174,6 @@ class _State:
                 if known.get(a, b) == b and back.get(b, a) == a:
                     kept.add((s, t))
             self._take(kept, *group, _PARENTS)
-
-    def _sole(self, s: int, t: int) -> bool:
-        return sum(e[0] == s for e in self.edges) == sum(e[1] == t for e in self.edges) == 1
 
     def _within(self, sources: set[int], targets: set[int]) -> set[Edge]:
         return {(s, t) for s, t in self.edges if s in sources and t in targets}

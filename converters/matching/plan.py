@@ -1,11 +1,11 @@
 """Plans that say which source arrays fill each target array; as data, TOML, and a report."""
 
 import json
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from jaxmha.checkpoint import toml_text
 from jaxmha.checkpoint.errors import printable
 
 VERSION = 1
@@ -103,22 +103,24 @@ class Plan:
 
     @staticmethod
     def from_toml(text: str) -> "Plan":
-        """Parses a plan. Raises ValueError if a key or type does not belong to a plan.
+        """Parses a plan; `checkpoint.toml_text.read` reads its text from a file.
+
+        Raises ValueError if a key or type does not belong to a plan.
 
         >>> plan = Plan((Line("a/kernel", ("a.weight",), "o i -> i o"),))
         >>> Plan.from_toml(plan.to_toml()) == plan
         True
         """
-        try:
-            content = tomllib.loads(text)
-        except ValueError as error:
-            raise ValueError(f"the plan is no TOML: {error}") from error
+        content = toml_text.loads(text, ("[[array]]",))
         if content.get("version") != VERSION or content.keys() - {"version", "source", "array"}:
             raise ValueError(f"the plan must have version = {VERSION} and tables [[array]]")
         source = content.get("source", "")
         if not isinstance(source, str):
             raise ValueError("the source of the plan must be a string")  # noqa: TRY004
-        found = (_line(n, table) for n, table in enumerate(content.get("array", []), 1))
+        tables = content.get("array", [])
+        if not isinstance(tables, list):
+            raise ValueError("arrays are written as [[array]]")  # noqa: TRY004
+        found = (_line(n, table) for n, table in enumerate(tables, 1))
         return Plan(tuple(found), source=source)
 
     def with_lines(self, *lines: Line) -> "Plan":

@@ -24,15 +24,12 @@ tensors = ["encoder.layer.0.attention.self.query.weight", ...]
 
 import json
 import os
-import re
-import tomllib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jaxmha.checkpoint import ALGORITHMS
+from jaxmha.checkpoint import ALGORITHMS, toml_text
 from jaxmha.checkpoint.digests import is_digest
 from jaxmha.checkpoint.errors import CheckpointError, printable, shown
-from jaxmha.checkpoint.source import Source
 from jaxmha.converters.discovery.layer_layouts import CONVENTIONS
 from jaxmha.converters.migrate.lazy_tensors import Made
 from jaxmha.converters.migrate.plans import DTYPES, OTHERS, Plan, Step
@@ -53,9 +50,6 @@ _KEYS = {
     "name": str,
     "tensors": list,
 }
-_LARGEST = 64 << 20
-_MOST_DOTS = 8  # maximum per line outside strings: the TOML parser takes quadratic time in dots
-_STRING = re.compile(r'"(?:[^"\\\n]|\\.)*"|\'[^\'\n]*\'|#[^\n]*')
 _FIELDS = {"from": "source", "to": "target", "as": "becomes"}
 
 
@@ -108,17 +102,7 @@ def loads(text: str) -> Plan:
     Raises:
       ValueError: the text is not TOML, or a key is missing, unknown, or of another type.
     """
-    bare = _STRING.sub("", text)
-    _demand(
-        re.search(rf"(?:\.[^.\n]*){{{_MOST_DOTS}}}\.", bare) is None,
-        f"the plan has a key of more than {_MOST_DOTS} parts",
-    )
-    try:
-        content = tomllib.loads(text)
-    except ValueError as error:  # TOMLDecodeError, or a number with too many digits
-        raise ValueError(f"the plan is no TOML: {error}") from error
-    except RecursionError:
-        raise ValueError("the plan is nested too deeply") from None
+    content = toml_text.loads(text, ("[plan]", "[[module]]"))
     head = content.get("plan", {})
     _demand(
         isinstance(head, dict) and not content.keys() - {"plan", "module"},
@@ -204,17 +188,9 @@ def _demand(fine: bool, message: str) -> None:
 def read(path: str | os.PathLike[str]) -> Plan:
     """Reads a plan from a file. Raises ValueError as `loads` does, with the path."""
     try:
-        source = Source(path)
-        try:
-            most = f"the plan has {source.size:,} bytes, the limit is {_LARGEST:,}"
-            _demand(source.size <= _LARGEST, most)
-            return loads(source.read(0, source.size).decode())
-        finally:
-            source.close()
+        return loads(toml_text.read(path))
     except CheckpointError:
         raise
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: the plan is no UTF-8 text") from error
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 

@@ -19,7 +19,7 @@ from jaxmha.checkpoint.errors import (
 
 SCHEME = "hf://"
 _ADDRESS = re.compile(
-    r"hf:/{1,2}(?P<model>[\w.-]+(/[\w.-]+)?)(@(?P<revision>[\w./-]+))?", re.ASCII
+    r"hf:/{1,2}(?P<model>[\w.-]+(/[\w.-]+)?)(@(?P<revision>(?!.*\.\.)\w[\w./-]*))?", re.ASCII
 )  # Path turns two slashes into one
 _FETCHED = (".safetensors", ".safetensors.index.json")
 _CONFIG = "config.json"

@@ -40,10 +40,8 @@ class Limits:
     name_bytes: int = 1024
     rank: int = 32
     dimension: int = 2**53
-    steps: int = (
-        2_000_000  # messages, nodes, entries of an HDF5 file; Keras takes some 25 per tensor
-    )
-    chunk_bytes: int = 64 << 20  # bytes by which one chunk may exceed its tensor
+    steps: int = 2 * 10**6  # messages, nodes, entries of an HDF5 file; Keras takes 40 per tensor
+    chunk_bytes: int = 16 << 20  # bytes by which one chunk may exceed its tensor
 
 
 UNLIMITED = Limits(logical_bytes=2**63 - 1, memory=2**63 - 1)
@@ -57,7 +55,7 @@ class Budget:
         self.path = path
         self.limits = limits
         self.info: dict[str, TensorInfo] = {}
-        self._logical = self._built = 0
+        self._logical = self._built = self._extra = 0
         self._most_built = limits.memory + 2 * file_bytes
         given = limits.logical_bytes
         self._allowed = max(4 * file_bytes, 1 << 30) if given is None else given
@@ -78,6 +76,16 @@ class Budget:
         self._built += amount
         if self._built > self._most_built:  # check here, because building the message takes longer
             self.spend(f"the memory to build with {what}", self._built, self._most_built, member)
+
+    def read(self, extra: int, member: str) -> None:
+        """Charges bytes that reading a tensor takes beyond its own: gaps of a view, overhanging chunks.
+
+        Raises:
+            BudgetExceeded: all tensors together read more extra bytes than they may have.
+        """
+        self._extra += extra
+        what = "the bytes to read beyond those of the tensors"
+        self.spend(what, self._extra, self._allowed, member)
 
     def give_back(self, amount: int) -> None:
         """Refunds the charge for objects that were freed."""

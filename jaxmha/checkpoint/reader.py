@@ -22,9 +22,11 @@ from jaxmha.checkpoint.errors import (
 from jaxmha.checkpoint.folder import Folder
 from jaxmha.checkpoint.formats import dequantise as dequantising
 from jaxmha.checkpoint.formats import table
+from jaxmha.checkpoint.inside import open_inside, refuse_link
 from jaxmha.checkpoint.limits import Limits
 from jaxmha.checkpoint.plan import Contents, Progress
 from jaxmha.checkpoint.source import Source
+from jaxmha.checkpoint.system import Directory
 from jaxmha.checkpoint.tensor import TensorInfo
 
 _DEFAULT = Limits()
@@ -260,7 +262,7 @@ def open(
     """Opens a checkpoint and checks everything that it declares, without reading a tensor.
 
     The format is decided by content and must agree with the suffix. No code in the file is run,
-    no link followed and no framework imported.
+    no link inside a folder or file followed and no framework imported.
 
     Args:
         path: a file, the index of a sharded checkpoint, a folder with either (as written by
@@ -286,11 +288,18 @@ def open(
         torch (2, 3) 6.0
     """
     found_at = hub.fetch(os.fspath(path)).folder if hub.is_address(path) else Path(path)
-    if not table.is_folder(found_at):
-        found_at = table.file_in(found_at)
+    given = found_at
+    if not table.is_folder(given):
+        found_at = table.file_in(given, limits)
     if table.is_folder(found_at):
+        if found_at != given:
+            refuse_link(found_at)
         return read(Folder(found_at, limits), table.ORBAX, limits, verify, dequantise)
-    source = Source(found_at, mapped=mmap)
+    if found_at == given:
+        source = Source(found_at, mapped=mmap)
+    else:
+        with Directory(given) as folder:
+            source = open_inside(folder, found_at.name, mapped=mmap)
     try:
         found = table.recognise(source, limits)
         return read(source, found, limits, verify, dequantise)
@@ -316,7 +325,8 @@ def read(
     try:
         source.check_unchanged()
         if dequantise:
-            contents = dequantising.dequantised(contents, source.path)
+            size = source.size + sum(file.stat().st_size for file in contents.files)
+            contents = dequantising.dequantised(contents, source.path, size, limits)
     except CheckpointError:
         contents.close()
         raise

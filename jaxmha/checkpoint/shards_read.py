@@ -23,6 +23,7 @@ from jaxmha.checkpoint.errors import (
 )
 from jaxmha.checkpoint.formats import safetensors
 from jaxmha.checkpoint.formats.torch import zip
+from jaxmha.checkpoint.inside import open_inside
 from jaxmha.checkpoint.limits import Budget, Limits, check_name, is_text
 from jaxmha.checkpoint.plan import Contents
 from jaxmha.checkpoint.source import Source
@@ -216,29 +217,16 @@ def check_shard_name(path: str | os.PathLike[str], file: str) -> None:
 
 
 def _open_shard(folder: Directory, file: str, index: Source) -> Source:
-    """Opens a shard next to its index. Links are refused, except in the cache of Hugging Face.
+    """Opens a shard next to its index.
 
     Raises:
         IncompleteCheckpoint: the shard is missing.  PathEscape: the shard is a link.
         UnreadableFile: the shard cannot be opened.
     """
-    name = file
     try:
-        if os.path.islink(folder.path / file):
-            name = _blob(folder, file, index)
-        return Source(folder.path / file, mapped=index.mapped, within=(folder, name))
+        return open_inside(folder, file, mapped=index.mapped, of=index.path)
     except UnreadableFile as e:
         if not isinstance(e.__cause__, FileNotFoundError):
             raise
         problem = "the shard is missing"
         raise IncompleteCheckpoint(index.path, problem, _AGAIN, file) from None
-
-
-def _blob(folder: Directory, file: str, index: Source) -> str:
-    """The target of a link in the cache of Hugging Face; other links are refused."""
-    target = folder.readlink(file).replace(os.sep, "/")
-    parents = Path(os.path.realpath(folder.path)).parts[-3:]
-    cached = len(parents) == 3 and parents[0].startswith("models--") and parents[1] == "snapshots"
-    if not cached or not re.fullmatch(r"\.\./\.\./blobs/[0-9a-f]{40,64}", target):
-        raise PathEscape(index.path, "the shard is a link", "copy the file itself here", file)
-    return target

@@ -53,6 +53,7 @@ def write(
         parts = _split(plan, shard_size)
         shards = _shards(plan, target, ending, parts, resume)
         names = dict(zip(shards, parts, strict=True))
+        _check_index(plan, names)
         mine = shards if part is None else shards[part[0] :: part[1]]
         with _journal(target, mine) as (list_of_own, own):
             known = _begin(target, ending, own, mine)
@@ -71,7 +72,7 @@ def write(
                     _leave(target, mine, _noted(plan, names, mine))
                     return mine, kept
                 with atomic.temporary(target, mode) as (file, path):
-                    file.write(_index(plan, {n: shard for shard in shards for n in names[shard]}))
+                    file.write(_index(plan, names))
                     file.flush()
                     settle(file.fileno())
                     _compare(plan, path)
@@ -164,11 +165,19 @@ def _tag(plan: Plan, parts: list[list[str]], resume: str | None) -> str:
     return hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:_TAG]
 
 
-def _index(plan: Plan, where: Mapping[str, Path]) -> bytes:
+def _check_index(plan: Plan, names: Mapping[Path, list[str]]) -> None:
+    """Raises UnsupportedFormat if the index would be larger than readers allow."""
+    size, most = len(_index(plan, names)), Limits().index_bytes
+    if size > most:
+        problem = f"the index would have {size:,} bytes, and at most {most:,} are read"
+        raise UnsupportedFormat(plan.path, problem, "shorten the names of the tensors")
+
+
+def _index(plan: Plan, names: Mapping[Path, list[str]]) -> bytes:
     total = sum(info.nbytes for info in plan.info.values())
     index = {
         "metadata": {**plan.metadata, shards_read.TOTAL: total},
-        "weight_map": {name: shard.name for name, shard in where.items()},
+        "weight_map": {name: shard.name for shard, inside in names.items() for name in inside},
     }
     return json.dumps(index, indent=1, ensure_ascii=False).encode()
 

@@ -111,8 +111,10 @@ def named(target: Path) -> list[Path]:
 
 
 def _alike(target: Path) -> list[Path]:
-    names, digits = os.listdir(target.parent), _digits(target)
-    return [target.with_name(name) for name in sorted(names) if digits.fullmatch(name)]
+    digits = _digits(target)
+    with os.scandir(target.parent) as entries:
+        names = sorted(entry.name for entry in entries if digits.fullmatch(entry.name))
+    return [target.with_name(name) for name in names]
 
 
 def clean(

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from jaxmha.checkpoint import toml_text
 from jaxmha.cli import like
 from jaxmha.cli.console import (
     check_text,
@@ -86,7 +87,7 @@ def command(
         if plan is None:
             made = matching.match(given, model, packing="concatenated" if concatenated else "ask")
         else:
-            made = matching.Plan.from_toml(plan.read_text(encoding="utf-8"))
+            made = matching.Plan.from_toml(toml_text.read(plan))
         print_plan(made, as_json)
         if save is not None:
             put_text(save, made.to_toml(), force, files)

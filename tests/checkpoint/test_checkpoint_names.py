@@ -200,3 +200,39 @@ def test_a_disk_that_lies_is_named_with_the_target(
     assert ".tmp" not in text
     assert "write it again" not in text
     assert not list(tmp_path.iterdir())
+
+
+def test_an_index_larger_than_readers_allow_is_refused_before_the_first_shard(
+    tmp_path: Path,
+) -> None:
+    one = np.zeros((), np.uint8)
+    path = tmp_path / "m.safetensors.index.json"
+    tensors = {f"{i:05}" + "x" * 1000: one for i in range(66_000)}
+    with pytest.raises(checkpoint.UnsupportedFormat, match="the index would have"):
+        checkpoint.write(path, tensors, shard_size=30_000, digest=None)
+    assert not list(tmp_path.iterdir())
+
+
+def test_more_tensors_than_keras_files_are_read_with_are_refused(tmp_path: Path) -> None:
+    tensors = {f"d{i}/vars/0": np.zeros((), np.uint8) for i in range(30_000)}
+    with pytest.raises(checkpoint.UnsupportedFormat, match="more than a"):
+        checkpoint.write(tmp_path / "m.weights.h5", tensors)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["", "n" * 1024])
+@pytest.mark.parametrize("form", ["d{}/vars/0", "d/vars/{}", "a/b/c/d{}/vars/0"])
+def test_keras_files_take_no_more_steps_than_the_writer_counts(
+    form: str, name: str, tmp_path: Path
+) -> None:
+    """Otherwise a file is written whole, and refused when it is read back."""
+    from jaxmha.checkpoint.formats import keras_h5
+
+    tensors = {form.format(i): np.zeros((), np.uint8) for i in range(40)}
+    groups = {key.rpartition("/vars")[0]: name for key in tensors} if name else {}
+    above = {key[:n] for key in tensors for n in range(len(key)) if key[n] == "/"} | {""}
+    counted = keras_h5._STEPS * (len(tensors) + len(above)) + len(name) * len(groups)
+    path = tmp_path / "m.weights.h5"
+    checkpoint.write(path, tensors, names=groups)
+    with checkpoint.open(path, limits=checkpoint.Limits(steps=counted)) as file:
+        assert len(file) == 40

@@ -137,6 +137,42 @@ def test_mxfp4_of_wrong_shapes_is_refused(tmp_path: Path) -> None:
         checkpoint.open(path, dequantise=True)
 
 
+@pytest.mark.parametrize("scale", [np.ones((1,)), np.ones((3, 1))])
+def test_dequantised_weights_count_against_the_limits(scale: Any, tmp_path: Path) -> None:
+    """A scale of float64 makes a weight eight times as large."""
+    path = tmp_path / "m.safetensors"
+    checkpoint.write(path, {"weight": np.zeros((3, 1000), np.int8), "weight_scale": scale})
+    limits = checkpoint.Limits(logical_bytes=20_000)
+    assert checkpoint.open(path, limits=limits).info["weight"].nbytes == 3000
+    with pytest.raises(checkpoint.BudgetExceeded, match="all tensors is 24,000"):
+        checkpoint.open(path, limits=limits, dequantise=True)
+
+
+@pytest.mark.parametrize("kind", ["tensor", "rows", "mxfp4"])
+def test_dequantising_takes_little_memory_beside_the_result(kind: str, tmp_path: Path) -> None:
+    import tracemalloc
+
+    path, one = tmp_path / "m.safetensors", np.ones((1,), np.float32)
+    weight = np.ones((4096, 2048), np.int8)
+    tensors: dict[str, dict[str, np.ndarray]] = {
+        "tensor": {"weight": weight, "weight_scale": one},
+        "rows": {"weight": weight, "weight_scale": np.ones((4096, 1), np.float32)},
+        "mxfp4": {
+            "a_blocks": weight.view(np.uint8).reshape(1, 4096, 128, 16),
+            "a_scales": np.full((1, 4096, 128), 127, np.uint8),
+        },
+    }
+    checkpoint.write(path, tensors[kind])
+    with checkpoint.open(path, dequantise=True) as file:
+        (name,) = file
+        tracemalloc.start()
+        try:
+            made = file[name]
+            assert tracemalloc.get_traced_memory()[1] < made.nbytes + weight.nbytes + (40 << 20)
+        finally:
+            tracemalloc.stop()
+
+
 def test_a_model_is_filled_and_the_plan_says_so(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     weight, scale = numbers(rng, 6, 10), np.full((1, 1), 0.5, np.float32)

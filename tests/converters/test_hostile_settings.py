@@ -183,3 +183,20 @@ def test_side_files_that_are_no_text(
         with pytest.raises(ValueError, match=r"plan\.toml"):
             plan_toml.read(tmp_path / name)
     assert time.process_time() - start < 1
+
+
+def test_a_configuration_that_is_a_link_is_not_read(source: Path, tmp_path: Path) -> None:
+    """A folder from a stranger could let it lead to any file of the user."""
+    (tmp_path / "config.json").write_text('{"num_attention_heads": 6, "key": "secret"}')
+    config = source.with_name("config.json")
+    config.unlink(missing_ok=True)
+    config.symlink_to(tmp_path / "config.json")
+    try:
+        found = head_count.in_config(source)
+        assert found is not None
+        assert "is a link" in found.wrong
+        with pytest.raises(ValueError, match="is a link"):
+            hf_config.refuse_behaviour(source)
+        assert hf_config.epsilons(source) == {}
+    finally:
+        config.unlink()

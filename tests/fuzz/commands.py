@@ -7,11 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+import ml_dtypes
 import numpy as np
 from typer.main import get_command
 
 from jaxmha import checkpoint
+from jaxmha.checkpoint import toml_text
 from jaxmha.cli.app import app
+from jaxmha.converters import matching
 from jaxmha.converters.discovery import attention_blocks, head_count, hf_config
 from jaxmha.converters.layout import transform
 from jaxmha.converters.migrate import pipeline, plan_toml
@@ -87,10 +90,11 @@ def commands(folder: Path) -> Target:
     """Every file of a folder, under every command that reads one."""
     path, command = model(folder), get_command(app)
     made, written = folder / "plan.toml", folder.with_name("out.npz")
-    sound = folder.with_name("sound.npz")
+    sound, matched = folder.with_name("sound.npz"), folder / "match.toml"
     made.write_text(plan_toml.dumps(pipeline.plan(path, to="flax")[0]))
     with checkpoint.open(path) as file:
         checkpoint.write(sound, dict(file))
+    matched.write_text(matching.match(path, sound).to_toml())
 
     def runs(*line: object) -> Callable[[], None]:
         def run() -> None:
@@ -117,12 +121,94 @@ def commands(folder: Path) -> Target:
         runs("verify", folder, sound),
         runs("diff", folder, sound),
         runs("describe", folder),
+        runs("match", folder, sound, "--save", written.with_suffix(".toml"), "--force"),
+        runs("match", sound, path),
     )
-    pairs = list(itertools.product(sorted({*folder.iterdir()} - {made}), on_folder))
-    return Target([*pairs, (made, runs(*convert, "--plan", made))], seconds=10.0)
+    pairs = list(itertools.product(sorted({*folder.iterdir()} - {made, matched}), on_folder))
+    plans = [
+        (made, runs(*convert, "--plan", made)),
+        (matched, runs("match", folder, sound, "--plan", matched, "--to", written, "--force")),
+    ]
+    return Target([*pairs, *plans], seconds=10.0)
+
+
+def quantised(folder: Path) -> Target:
+    """Weights whose scales are other tensors, in a file for each kind of scale."""
+    random = np.random.default_rng(0)
+    weight = random.integers(0, 256, (6, 10), np.uint8)
+    fp8, scale = weight.view(ml_dtypes.float8_e4m3fn), np.ones((1,), np.float32)
+    blocks = random.integers(0, 256, (2, 3, 2, 16), np.uint8)
+    kinds: dict[str, dict[str, np.ndarray]] = {
+        "fp8.safetensors": {"a.weight": fp8, "a.weight_scale_inv": scale, "b": scale},
+        "rows.pt": {"a.weight": weight.view(np.int8), "a.weight_scale": np.ones((6, 1), "f4")},
+        "exponents.npz": {"a.weight": weight.view(np.int8), "a.weight_scale": weight[:1, :1]},
+        "mxfp4.safetensors": {"e_blocks": blocks, "e_scales": blocks[..., 0]},
+    }
+
+    def runs(path: Path) -> Callable[[], None]:
+        def run() -> None:
+            with (
+                contextlib.suppress(checkpoint.CheckpointError),
+                checkpoint.open(path, dequantise=True) as file,
+            ):
+                for name in file:
+                    _ = file[name]
+
+        return run
+
+    for name, tensors in kinds.items():
+        checkpoint.write(folder / name, tensors)
+    return Target([(folder / name, runs(folder / name)) for name in kinds])
+
+
+def hub(folder: Path) -> Target:
+    """The cache of Hugging Face without a network: blobs, links to them, and a reference."""
+    from huggingface_hub import constants
+
+    constants.HF_HUB_CACHE, constants.HF_HUB_OFFLINE = str(folder), True
+    whole, commit = folder / "models--a--b", "0" * 40
+    inside = whole / "snapshots" / commit
+    for one in (whole / "refs", whole / "blobs", inside):
+        one.mkdir(parents=True)
+    (whole / "refs" / "main").write_text(commit)
+    model(whole / "blobs")
+    for at, file in enumerate(sorted((whole / "blobs").iterdir())):
+        blob = file.with_name(f"{at:040x}")
+        file.rename(blob)
+        (inside / file.name).symlink_to(f"../../blobs/{blob.name}")
+
+    def run() -> None:
+        with contextlib.suppress(checkpoint.CheckpointError), checkpoint.open("hf://a/b") as file:
+            head_count.in_config(file.path)
+            for name in file:
+                _ = file[name]
+
+    files = [whole / "refs" / "main", *sorted((whole / "blobs").iterdir())]
+    return Target([(file, run) for file in files])
+
+
+def match(folder: Path) -> Target:
+    """The TOML of a plan of `match`, and the names of the arrays that are matched."""
+    source = folder / "model.safetensors"
+    checkpoint.write(source, {f"layer.{i}.fc.weight": np.ones((2, 3)) for i in range(3)})
+    path = folder / "match.toml"
+    path.write_text(matching.match(source, source).to_toml())
+
+    def read() -> None:
+        with contextlib.suppress(ValueError):
+            str(matching.Plan.from_toml(toml_text.read(path)))
+
+    def matched() -> None:
+        with contextlib.suppress(ValueError):
+            str(matching.match(source, source))
+
+    return Target([(path, read), (source, matched)])
 
 
 TARGETS: dict[str, Callable[[Path], Target]] = {
+    "quantised": quantised,
+    "hub": hub,
+    "match": match,
     "config.json": config,
     "plan.toml": plan,
     "commands": commands,

@@ -30,6 +30,7 @@ READERS = {
     "keras": "sound_keras_archive",
     "sharded": "sound_sharded",
     "orbax": "sound_orbax_of_files",
+    "gguf": "sound_gguf",
 }
 LIMITS = checkpoint.Limits(logical_bytes=64 << 20, chunk_bytes=1 << 20)
 

@@ -130,3 +130,9 @@ def test_the_command_line_takes_addresses(hub: Hub, tmp_path: Path) -> None:
     done = jaxmha("inspect", "hf://org/nothing")
     assert done.returncode == 2
     assert "no such model" in " ".join(done.stderr.replace("│", "").split())
+
+
+@pytest.mark.parametrize("revision", ["../../../x", "/dev/zero", "a/../b", "..", ".git", "a..b"])
+def test_a_revision_is_no_path(revision: str) -> None:
+    with pytest.raises(checkpoint.UnsupportedFormat, match="no address"):
+        checkpoint.open(f"hf://a/b@{revision}")

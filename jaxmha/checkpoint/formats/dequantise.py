@@ -10,6 +10,7 @@ import numpy as np
 from jaxmha.checkpoint.errors import UnsupportedFormat
 from jaxmha.checkpoint.formats import bitsandbytes, packed, scaled
 from jaxmha.checkpoint.formats.quantised import Quantised
+from jaxmha.checkpoint.limits import Budget, Limits
 from jaxmha.checkpoint.plan import Contents
 from jaxmha.checkpoint.tensor import TensorInfo
 
@@ -27,18 +28,28 @@ _OTHERS = {
 }
 
 
-def dequantised(contents: Contents, path: str | os.PathLike[str]) -> Contents:
+def dequantised(
+    contents: Contents, path: str | os.PathLike[str], size: int, limits: Limits
+) -> Contents:
     """The same contents with weights dequantised on loading, without the tensors of their scales.
+
+    `size` is the number of bytes of the files.
 
     Raises:
         UnsupportedFormat: weights are quantised in another way.
         MalformedFile: the shapes of a weight and its scale do not fit.
+        BudgetExceeded: the dequantised weights are larger than `limits` allow.
     """
     found = dict(chain.from_iterable(find(contents, path) for find in _FINDERS))
     used = {part for one in found.values() for part in one.parts}
     _refuse_others(contents.info, used, path)
     if not found:
         return contents
+    if limits.logical_bytes is None:  # dequantising turns 4 bits into 4 bytes, 8 into up to 8
+        limits = replace(limits, logical_bytes=max(8 * size, 1 << 30))
+    budget = Budget(path, size, limits)
+    for name, one in found.items():
+        budget.tensor(name, *one.info)
     used |= {f"{name.removesuffix('weight')}input_scale" for name in found}
     info = {name: one for name, one in contents.info.items() if name not in used}
     info |= {name: one.info for name, one in found.items()}

@@ -50,6 +50,7 @@ MAGIC = hdf5_file.MAGIC
 DTYPES = frozenset(NUMPY) | {BFLOAT16}
 VARIABLES = "vars"
 _DIGEST = "jaxmha.digest"  # attribute: digest of a dataset; at the root, the manifest digest
+_STEPS = 30  # at most to read an object that `write` wrote
 _LEGACY = ("layer_names", "model_config", "model_weights", "keras_version")
 _CONVERT_LEGACY = "load it with keras and call model.save_weights('new.weights.h5')"
 
@@ -106,6 +107,10 @@ def check(plan: Plan) -> None:
         groups.setdefault(path, set())
     for name in plan.info.keys() & groups.keys():
         raise AmbiguousFile(plan.path, "is both a tensor and a group", "rename one of them", name)
+    steps = _STEPS * (len(plan.info) + len(groups)) + sum(map(len, plan.names.values()))
+    if steps > Limits().steps:
+        problem = f"{len(plan.info)} tensors are more than a .weights.h5 file is read with"
+        raise UnsupportedFormat(plan.path, problem, "write .safetensors")
     for group, children in groups.items():
         if group.rpartition("/")[2] == VARIABLES and (found := _misnumbered(children)):
             problem = f"the variables are numbered {found[:9]}, not from 0"
@@ -249,6 +254,7 @@ class _Walk:
                 self.file.fail(ForbiddenContent, "neither a group nor a dataset")
             self.linked[address] = self.dataset(header, attributes, path)
         self.datasets[path], kept = self.linked[address]
+        self.budget.read(self.datasets[path].overhang, path)
         if kept is not None:
             self.digests[path] = kept
 

@@ -133,6 +133,7 @@ def register(
     # tensorstore aborts the process if it cannot allocate one chunk.
     size = math.prod(array.chunk) * info.dtype.itemsize
     budget.spend("the chunk size", size, info.nbytes + limits.chunk_bytes, name)
+    budget.read(math.prod(array.grid) * size - info.nbytes, name)
     return inside.check_chunks(key, layout.document, name, array)
 
 
@@ -183,8 +184,9 @@ class Arrays:
                 return np.asarray(view.read().result()).reshape(())
             found = np.empty(view.shape, self._info[name].dtype)
             # tensorstore buffers all compressed chunks of a read, so read few chunks at once.
-            row = max(1, math.prod(view.shape[1:]) * found.itemsize)
-            chunk = array.chunk_layout.read_chunk.shape[0]
+            chunk, *across = array.chunk_layout.read_chunk.shape
+            padded = (-(-n // c) * c for n, c in zip(view.shape[1:], across, strict=True))
+            row = max(1, math.prod(padded) * found.itemsize)
             step = max(1, _CHUNK // row // chunk) * chunk
             first = view.domain[0].inclusive_min
             for at in range(0, view.shape[0], step):

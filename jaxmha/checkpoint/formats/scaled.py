@@ -9,6 +9,7 @@ A weight is dequantised on reading, as in the library that defines its format:
   https://github.com/huggingface/transformers/blob/main/src/transformers/integrations/mxfp4.py
 """
 
+import itertools
 import math
 import os
 from collections.abc import Iterator, Mapping
@@ -57,10 +58,12 @@ def _from_mxfp4(blocks: np.ndarray, scales: np.ndarray, info: TensorInfo) -> np.
     """Dequantises one expert at a time: table lookup, powers of two as scales, transposition."""
     out = np.empty(info.shape, info.dtype)
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
-        for expert, (block, scale) in enumerate(zip(blocks, scales, strict=True)):
+        step = max(1, PIECE // max(1, info.shape[1]))
+        for expert, at in itertools.product(range(len(blocks)), range(0, info.shape[2], step)):
+            block, scale = blocks[expert, at : at + step], scales[expert, at : at + step]
             exponents = scale.astype(np.int32)[:, :, None, None] - 127
             values = np.ldexp(_TABLE[block], exponents).astype(info.dtype)
-            out[expert] = values.reshape(len(block), -1).T
+            out[expert, :, at : at + step] = values.reshape(len(block), -1).T
     return out
 
 
@@ -124,7 +127,10 @@ def from_scaled(
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
         if factors.size == 1:
             shift = 0 if zeros is None else zeros.astype(wide).reshape(())
-            out[...] = ((weight.astype(wide) - shift) * factors.reshape(())).astype(info.dtype)
+            flat, into = weight.reshape(-1), out.reshape(-1)
+            for at in range(0, flat.size, PIECE):
+                part = (flat[at : at + PIECE].astype(wide) - shift) * factors.reshape(())
+                into[at : at + PIECE] = part.astype(info.dtype)
             return out
         grid = factors.reshape(len(factors), -1)
         block = _block(info.shape, (grid.shape[0], grid.shape[1]))

@@ -11,6 +11,7 @@ from typing import Any, BinaryIO
 from jaxmha.checkpoint import shards_read
 from jaxmha.checkpoint.errors import (
     AmbiguousFile,
+    BudgetExceeded,
     IncompleteCheckpoint,
     MalformedFile,
     UnsupportedFormat,
@@ -193,18 +194,27 @@ def is_folder(path: Path) -> bool:
     try:
         if not stat.S_ISDIR(os.stat(path).st_mode):
             return False
-        inside = set(os.listdir(path))
     except (OSError, ValueError):
         return False  # opening the path later raises the precise error
-    if orbax.TREE in inside:
+    if os.path.lexists(path / orbax.TREE):
         return True
-    if orbax.MANIFEST in inside:
+    if os.path.lexists(path / orbax.MANIFEST):
         problem = "is an orbax checkpoint without its tree of names"
         raise IncompleteCheckpoint(path, problem, "copy the whole folder again", orbax.TREE)
     for mark, what, remedy in _DIRECTORIES:
-        if mark in inside:
+        if os.path.lexists(path / mark):
             raise UnsupportedFormat(path, f"is {what}", remedy)
     return False
+
+
+def _names(path: Path, limits: Limits) -> list[str]:
+    """The sorted names in a folder, counted while they are listed."""
+    budget, names = Budget(path, 0, limits), list[str]()
+    with os.scandir(path) as entries:
+        for entry in entries:
+            names.append(entry.name)
+            budget.spend("the number of files", len(names), limits.files)
+    return sorted(names)
 
 
 # The files that Hugging Face's save_pretrained writes, in the order in which its loader tries them.
@@ -214,10 +224,11 @@ _USUAL = (
 )
 # Training state in such a folder: files in torch formats that are not models.
 _OF_TRAINING = re.compile(r"(training_args|optimizer|scheduler|scaler|rng_state\w*)\.(bin|pt|pth)")
-_LISTED = 10
+_LISTED, _SEARCHED = 10, 100  # most names in a message; most entries to look into for it
+_DEFAULT = Limits()
 
 
-def file_in(path: Path) -> Path:
+def file_in(path: Path, limits: Limits = _DEFAULT) -> Path:
     """The checkpoint file in a folder; a path that is not a folder is returned unchanged.
 
     An index of shards or a usual Hugging Face name takes precedence over other names, and
@@ -226,9 +237,10 @@ def file_in(path: Path) -> Path:
     Raises:
         AmbiguousFile: several checkpoints; the message lists them.
         IncompleteCheckpoint: no checkpoint; the message lists the files.
+        BudgetExceeded: more files than `limits` allow.
     """
     try:
-        names = sorted(os.listdir(path)) if os.path.isdir(path) else None
+        names = _names(path, limits) if os.path.isdir(path) else None
     except OSError:
         names = None  # opening the path later raises the precise error
     if names is None:
@@ -253,7 +265,8 @@ def file_in(path: Path) -> Path:
             len(found) > _LISTED
         )
         raise AmbiguousFile(path, f"holds several checkpoints ({shown})", "name one of them")
-    inside = [name for name in names if os.path.isdir(path / name) and _holds_one(path / name)]
+    folders = [name for name in names[:_SEARCHED] if os.path.isdir(path / name)]
+    inside = [name for name in folders if _holds_one(path / name, limits)]
     listed = ", ".join(inside[:_LISTED] or names[:_LISTED])
     holding = "its folders " + listed if inside else (f"only {listed}" if names else "nothing")
     raise IncompleteCheckpoint(
@@ -263,10 +276,10 @@ def file_in(path: Path) -> Path:
     )
 
 
-def _holds_one(path: Path) -> bool:
+def _holds_one(path: Path, limits: Limits) -> bool:
     try:
-        return any(by_suffix(path / name) is not None for name in os.listdir(path))
-    except OSError:
+        return any(by_suffix(path / name) is not None for name in _names(path, limits))
+    except (OSError, BudgetExceeded):
         return False
 
 

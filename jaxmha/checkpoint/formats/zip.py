@@ -44,6 +44,7 @@ _ENCRYPTED, _DESCRIPTOR, _UTF8 = 0x1 | 0x40 | 0x2000, 0x8, 0x800
 _HARMLESS_FLAGS = 0x6 | _DESCRIPTOR | _UTF8  # 0x6: compression level of deflate
 _ZIP64, _UNICODE_PATH = 1, 0x7075
 _DIGEST, _TEXTS = 0x6D6A, 0x746A  # IDs of extra fields, "jm" and "jt"; other readers skip them
+_MOST_FIELDS = 64  # extra fields of a header; writers add three
 _BLOCK = 1 << 20
 # Upper bounds of the memory in bytes per member, without names and digests: while the headers are
 # compared, and while the file is open.
@@ -273,7 +274,7 @@ def _central(source: Source, count: int, start: int, size: int, budget: Budget) 
         budget.build(
             sys.getsizeof(name), "its zip directory"
         )  # one wide character makes all characters of a str wide
-        unicode_path = _extra(extra, _UNICODE_PATH)
+        unicode_path = _extra(source, extra, _UNICODE_PATH, name)
         if unicode_path is not None and unicode_path[5:] != raw_name:
             _fail(source, AmbiguousFile, "the zip member has two names", name)
         wide = [value for value in (plain, compressed, offset) if value == _FULL32]
@@ -293,7 +294,7 @@ def _central(source: Source, count: int, start: int, size: int, budget: Budget) 
         if method == STORED and compressed != plain:
             _fail(source, MalformedFile, "a stored member has two sizes", name)
         sizes_and_place = compressed, plain, offset
-        kept = _extra(extra, _DIGEST), _extra(extra, _TEXTS)
+        kept = (_extra(source, extra, kind, name) for kind in (_DIGEST, _TEXTS))
         entries.append(_Entry(name, raw_name, flags, method, crc, *sizes_and_place, *kept))
     if at != size:
         _fail(source, MalformedFile, "the zip directory has more entries than it declares")
@@ -317,9 +318,9 @@ def _local(source: Source, entry: _Entry) -> int:
     later = (*true[:2], 0, 0, 0) if flags & _DESCRIPTOR else true
     if header not in (true, later):
         _fail(source, AmbiguousFile, "the two zip headers contradict each other", entry.name)
-    if _extra(extra, _DIGEST) != entry.digest:
+    if _extra(source, extra, _DIGEST, entry.name) != entry.digest:
         _fail(source, AmbiguousFile, "the two zip headers give different digests", entry.name)
-    if _extra(extra, _TEXTS) != entry.texts:
+    if _extra(source, extra, _TEXTS, entry.name) != entry.texts:
         _fail(source, AmbiguousFile, "the two zip headers give different metadata", entry.name)
     data: int = at + name_len + extra_len
     return data
@@ -340,16 +341,19 @@ def _descriptor(source: Source, entry: _Entry, at: int, end: int) -> int:
 
 
 def _zip64(source: Source, extra: bytes, count: int, name: str) -> tuple[int, ...]:
-    sizes = _extra(extra, _ZIP64)
+    sizes = _extra(source, extra, _ZIP64, name)
     if sizes is None or len(sizes) < 8 * count:
         _fail(source, MalformedFile, "the ZIP64 sizes are missing", name)
     return struct.unpack_from(f"<{count}Q", sizes)
 
 
-def _extra(extra: bytes, wanted: int) -> bytes | None:
+def _extra(source: Source, extra: bytes, wanted: int, name: str) -> bytes | None:
     """The content of the first extra field of the wanted kind, or None."""
-    at = 0
+    at = count = 0
     while at + 4 <= len(extra):
+        count += 1
+        if count > _MOST_FIELDS:
+            _fail(source, MalformedFile, "a zip header has too many extra fields", name)
         kind, length = struct.unpack_from("<HH", extra, at)
         if kind == wanted and at + 4 + length <= len(extra):
             return extra[at + 4 : at + 4 + length]

@@ -35,6 +35,14 @@ class Dataset:
     stored: bytes | int | Chunks
     filters: tuple[Filter, ...] = ()
 
+    @property
+    def overhang(self) -> int:
+        """The bytes of the chunks, inflated, that are outside the dataset."""
+        if not isinstance(self.stored, Chunks):
+            return 0
+        grid = self.stored.grid
+        return math.prod(grid.counts) * grid.nbytes - self.info.nbytes
+
     def view(self, source: Source) -> np.ndarray | None:
         """A view of the elements in a mapped file; None if chunked or not in native byte order."""
         if not isinstance(self.stored, int) or self.kind.order != sys.byteorder:

@@ -18,6 +18,7 @@ _COMPRESSORS = frozenset({_GZIP, _LZF})
 _KNOWN = _COMPRESSORS | {_SHUFFLE, _FLETCHER32}
 _NAMES = {4: " (szip)", 5: " (nbit)", 6: " (scale-offset)"}
 _CHECKSUM = 4
+_BLOCK = 1 << 20
 _MOST_DEFLATED = 1032  # largest ratio of inflated to deflated bytes
 
 
@@ -87,7 +88,7 @@ def undo(
             raw = _unshuffled(raw, one.width)
         else:
             expand = _inflated if one.id == _GZIP else _unpacked
-            raw = np.frombuffer(expand(raw.data, expected), np.uint8)
+            raw = expand(raw.data, expected)
     if raw.size != size:
         raise ValueError(f"a chunk has {raw.size} bytes instead of {size}")
     return raw
@@ -107,19 +108,27 @@ def _unshuffled(raw: NDArray[np.uint8], width: int) -> NDArray[np.uint8]:
     return out
 
 
-def _inflated(raw: memoryview, size: int) -> bytes:
-    state = zlib.decompressobj()
+def _inflated(raw: memoryview, size: int) -> NDArray[np.uint8]:
+    state, out, done, at = zlib.decompressobj(), np.empty(size, np.uint8), 0, 0
     try:
-        out = state.decompress(raw, size) if size else b""
-        rest = state.decompress(state.unconsumed_tail or (b"" if size else raw), 1)
+        while not state.eof:
+            block: bytes | memoryview = state.unconsumed_tail
+            if not block:
+                block, at = raw[at : at + _BLOCK], at + _BLOCK
+            # Request one byte more than is left, to notice a longer stream.
+            piece = state.decompress(block, min(_BLOCK, size - done + 1))
+            if done + len(piece) > size or not (block or piece):
+                break
+            out[done : done + len(piece)] = np.frombuffer(piece, np.uint8)
+            done += len(piece)
     except zlib.error as e:
         raise ValueError(f"a chunk cannot be inflated: {e}") from e
-    if rest or not state.eof or state.unused_data:
+    if done != size or not state.eof or at < len(raw) or state.unused_data:
         raise ValueError(f"a chunk inflates to another size than {size}")
     return out
 
 
-def _unpacked(raw: memoryview, size: int) -> bytes:
+def _unpacked(raw: memoryview, size: int) -> NDArray[np.uint8]:
     """Decompresses LZF: runs of literal bytes, and copies of earlier output."""
     out, at, end = bytearray(), 0, len(raw)
     while at < end and len(out) <= size:
@@ -139,4 +148,4 @@ def _unpacked(raw: memoryview, size: int) -> bytes:
             out += (copied * -(-length // len(copied)))[:length]
     if len(out) != size or at != end:
         raise ValueError(f"a chunk unpacks to another size than {size}")
-    return bytes(out)
+    return np.frombuffer(out, np.uint8)

@@ -21,6 +21,7 @@ _REPEATED = frozenset({LINK, ATTRIBUTE})
 SHARED = 0x02
 _FREE_SPACE = 0x17
 _PREFIX = 64
+_STEPS = 10  # an object takes as much time as so many of the structures that it consists of
 
 
 class Header(NamedTuple):
@@ -38,6 +39,7 @@ def read_header(file: File, address: int) -> Header:
         ForbiddenContent: a message of an unknown kind, or one stored in another object.
         ValueError, IndexError or struct.error: damaged.
     """
+    file.step(_STEPS)
     header = Header({}, [], [])
     for kind, flags, body in _messages(file, address):
         if kind in _IDLE:

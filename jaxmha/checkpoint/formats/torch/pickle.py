@@ -42,6 +42,7 @@ _ARGUMENT: dict[int, struct.Struct] = {
 }
 _NAMES = {opcode.code: opcode.name for opcode in pickletools.opcodes}
 _LONGEST_GLOBAL = 200
+_MOST_KEY = 2**31  # Python hashes larger integers modulo 2**61 - 1: many could share one hash
 _AGAIN = "save it again with torch.save"
 _MARK: Final = object()
 _UNSET: Final = object()  # an index of the memo that was never set
@@ -259,6 +260,8 @@ class _Machine:
         for key, value in zip(items[::2], items[1::2], strict=True):
             if type(key) not in (str, int):
                 self.fail(ForbiddenContent, "a dict key is neither a string nor an integer", SAVE)
+            if type(key) is int and abs(key) > _MOST_KEY:
+                self.fail(ForbiddenContent, "a dict has a key of more than 32 bits", SAVE)
             if key in target:
                 self.fail(AmbiguousFile, f"a dict has the key {str(key)[:80]!r} twice")
             target[key] = value

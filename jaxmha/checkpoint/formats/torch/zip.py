@@ -119,6 +119,9 @@ def _views(
         budget.spend("the names of one tensor", names[id(view)], budget.limits.aliases, name)
         info = budget.tensor(name, view.shape, view.dtype)
         _check_view(source, name, view, info)
+        # Loading reads all that a view spans; many sparse views of one storage would take minutes.
+        gaps = _extent(view) - info.size if info.size else 0
+        budget.read(max(0, gaps) * info.dtype.itemsize, name)
         views[name] = view
     return views
 
