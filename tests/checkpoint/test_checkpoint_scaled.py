@@ -149,7 +149,7 @@ def test_dequantised_weights_count_against_the_limits(scale: Any, tmp_path: Path
 
 
 @pytest.mark.parametrize("kind", ["tensor", "rows", "mxfp4"])
-def test_dequantising_takes_little_memory_beside_the_result(kind: str, tmp_path: Path) -> None:
+def test_dequantising_takes_little_memory_alongside_the_result(kind: str, tmp_path: Path) -> None:
     import tracemalloc
 
     path, one = tmp_path / "m.safetensors", np.ones((1,), np.float32)
