@@ -117,7 +117,7 @@ def sound_files(folder: Path) -> list[Path]:
 
 def _modules() -> set[Path]:
     """The modules of the checkout by their paths; those behind the link only once."""
-    folders = [ROOT / "jaxmha", ROOT / "converters"]
+    folders = [ROOT / "jaxmha", ROOT / "converters", ROOT / "experiments" / "recipes"]
     found = {p.relative_to(ROOT) for folder in folders for p in folder.rglob("*.py")}
     return {path for path in found if path.parts[:2] != ("jaxmha", "converters")}
 
@@ -125,7 +125,8 @@ def _modules() -> set[Path]:
 def _check_contents(wheel: Path) -> None:
     """Every module of the checkout is in the wheel once, and links of the README lead somewhere."""
     paths = _modules()
-    expected = {str(p) if p.parts[0] == "jaxmha" else str(Path("jaxmha") / p) for p in paths}
+    outside = {"converters": "jaxmha/converters", "experiments": "jaxmha"}  # as package-dir says
+    expected = {str(Path(outside.get(p.parts[0], "jaxmha"), *p.parts[1:])) for p in paths}
     with zipfile.ZipFile(wheel) as archive:
         found = [name for name in archive.namelist() if name.endswith(".py")]
         (metadata,) = [name for name in archive.namelist() if name.endswith("/METADATA")]

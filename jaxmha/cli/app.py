@@ -19,6 +19,7 @@ from jaxmha.cli import (
     match,
     plan,
     plot,
+    recipes,
     verify,
 )
 from jaxmha.cli.console import out
@@ -37,6 +38,7 @@ COMMANDS = {
     "describe": describe,
     "plot": plot,
     "layouts": layouts,
+    "recipes": recipes,
 }
 
 app = typer.Typer(

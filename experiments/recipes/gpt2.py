@@ -1,0 +1,131 @@
+"""GPT-2 in flax.nnx: load a folder of transformers, train, decode with a cache.
+
+    model = load("gpt2-folder")  # a folder that save_pretrained wrote
+    tokens = generate(model, prompt, steps=20)
+
+Source: Radford et al., "Language Models are Unsupervised Multitask Learners" (2019).
+"""
+
+import json
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jaxmha import KVCache, Mask
+from jaxmha.converters import flax as convert
+from jaxmha.flax.nnx import MultiHeadAttention
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes, as `config.json` of transformers names them."""
+
+    vocab_size: int
+    n_positions: int
+    n_embd: int
+    n_layer: int
+    n_head: int
+    layer_norm_epsilon: float = 1e-5
+    n_inner: int | None = None
+
+    @classmethod
+    def read(cls, folder: str | Path) -> "Config":
+        """The config of a folder that `save_pretrained` wrote."""
+        found = json.loads((Path(folder) / "config.json").read_text())
+        if found.get("activation_function", "gelu_new") != "gelu_new":
+            raise ValueError(f"the MLP is gelu_new, got {found['activation_function']}")
+        return cls(**{name: x for name, x in found.items() if name in cls.__dataclass_fields__})
+
+
+class Block(nnx.Module):
+    """Attention and an MLP, each behind a LayerNorm and beside a residual."""
+
+    def __init__(self, config: Config, rngs: nnx.Rngs) -> None:
+        size, inner = config.n_embd, config.n_inner or 4 * config.n_embd
+        norm = partial(nnx.LayerNorm, size, epsilon=config.layer_norm_epsilon, rngs=rngs)
+        self.attention_norm, self.mlp_norm = norm(), norm()
+        self.attention = MultiHeadAttention(config.n_head, size, rngs=rngs)
+        self.up, self.down = nnx.Linear(size, inner, rngs=rngs), nnx.Linear(inner, size, rngs=rngs)
+
+    def mlp(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        return self.down(nnx.gelu(self.up(x), approximate=True))
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        x += self.attention(self.attention_norm(x), mask=Mask.causal())
+        return x + self.mlp(self.mlp_norm(x))
+
+    def extend(
+        self, x: Float[Array, "B T D"], cache: KVCache
+    ) -> tuple[Float[Array, "B T D"], KVCache]:
+        """The same for new tokens after those in the cache."""
+        attended, cache = self.attention.extend(self.attention_norm(x), cache)
+        x += attended
+        return x + self.mlp(self.mlp_norm(x)), cache
+
+
+class GPT2(nnx.Module):
+    """A decoder. `model(tokens)` gives the logits of every next token."""
+
+    def __init__(self, config: Config, rngs: nnx.Rngs) -> None:
+        self.embedding = nnx.Embed(config.vocab_size, config.n_embd, rngs=rngs)
+        self.positions = nnx.Embed(config.n_positions, config.n_embd, rngs=rngs)
+        self.blocks = nnx.List([Block(config, rngs) for _ in range(config.n_layer)])
+        self.norm = nnx.LayerNorm(config.n_embd, epsilon=config.layer_norm_epsilon, rngs=rngs)
+
+    def __call__(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T vocab"]:
+        x = self.embedding(tokens) + self.positions(jnp.arange(tokens.shape[1]))[None]
+        for block in self.blocks:
+            x = block(x)
+        return self.embedding.attend(self.norm(x))
+
+    def caches(self, batch: int, length: int) -> list[KVCache]:
+        """Empty caches of every layer for up to `length` tokens."""
+        return [
+            KVCache.empty(block.attention.to_params()[0], batch, length) for block in self.blocks
+        ]
+
+    def extend(
+        self, tokens: Int[Array, "B T"], caches: list[KVCache]
+    ) -> tuple[Float[Array, "B vocab"], list[KVCache]]:
+        """Logits after the last of the new tokens, and the caches that hold them."""
+        at = caches[0].lengths[:, None] + jnp.arange(tokens.shape[1])
+        x, kept = self.embedding(tokens) + self.positions(at), []
+        for block, cache in zip(self.blocks, caches, strict=True):
+            x, cache = block.extend(x, cache)
+            kept.append(cache)
+        return self.embedding.attend(self.norm(x[:, -1])), kept
+
+
+def load(folder: str | Path) -> GPT2:
+    """The model of a folder that `save_pretrained` wrote."""
+    return convert.load_into(GPT2(Config.read(folder), nnx.Rngs(0)), folder)
+
+
+def loss(model: GPT2, tokens: Int[Array, "B T"]) -> Float[Array, ""]:
+    """Mean cross-entropy of the next token, for `nnx.value_and_grad`."""
+    log_p = jax.nn.log_softmax(model(tokens[:, :-1]))
+    return -jnp.take_along_axis(log_p, tokens[:, 1:, None], -1).mean()
+
+
+@nnx.jit
+def _extend(
+    model: GPT2, tokens: Int[Array, "B T"], caches: list[KVCache]
+) -> tuple[Int[Array, "B"], list[KVCache]]:
+    logits, caches = model.extend(tokens, caches)
+    return logits.argmax(-1).astype(tokens.dtype), caches
+
+
+def generate(model: GPT2, prompt: Int[Array, "B T"], steps: int) -> Int[Array, "B steps"]:
+    """Greedy decoding: the most probable next tokens after the prompts, which have one length."""
+    batch, length = prompt.shape
+    token, caches = _extend(model, prompt, model.caches(batch, length + steps))
+    found = [token]
+    for _ in range(steps - 1):
+        token, caches = _extend(model, token[:, None], caches)
+        found.append(token)
+    return jnp.stack(found, 1)
