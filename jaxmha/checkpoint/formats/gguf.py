@@ -52,7 +52,6 @@ _PERMUTED = ("llama",)  # architectures whose queries and keys llama.cpp permute
 # reorders BLOOM, so an architecture that is in neither table is refused.
 _UNCHANGED = ("qwen2", "qwen2moe", "qwen3", "qwen3moe", "phi3", "starcoder2", "gpt2")
 _RANK, _NESTED, _PIECE = 4, 4, 1 << 22
-_TEXTS_PER_STEP = 4  # vocabularies have a million texts, and skipping one takes little time
 _AGAIN = "download it again"
 _DESCRIPTION = 400  # memory for the description of one tensor, in bytes
 
@@ -93,7 +92,7 @@ class _Cursor:
 
     def skip_texts(self, count: int) -> None:
         """Skips strings. Vocabularies have hundreds of thousands, so the loop does nothing else."""
-        self.steps += count // _TEXTS_PER_STEP
+        self.steps += count
         for _ in range(count):
             at = self.at - self._start
             if at + 8 > len(self._window):
@@ -137,8 +136,7 @@ class _Cursor:
         if inner in _NUMBERS:
             self.skip(count * struct.calcsize(f"<{_NUMBERS[inner]}"))
             return None
-        steps = self.steps + count // (_TEXTS_PER_STEP if inner == _STRING else 1)
-        self.budget.spend("the number of values", steps, self.budget.limits.steps)
+        self.budget.spend("the number of values", self.steps + count, self.budget.limits.steps)
         if inner == _STRING:
             return self.skip_texts(count)
         for _ in range(count):
