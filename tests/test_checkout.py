@@ -22,7 +22,7 @@ print({module}.__file__)
 def without_link(folder: Path) -> Path:
     """A copy of what the package is built from, with the link as a text file."""
     tree = folder / "checkout"
-    for name in ("jaxmha", "converters"):
+    for name in ("jaxmha", "converters", "experiments/recipes"):
         ignored = shutil.ignore_patterns("__pycache__", "converters")
         shutil.copytree(ROOT / name, tree / name, ignore=ignored)
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "MANIFEST.in"):
