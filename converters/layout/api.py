@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from jaxmha import MHAParams, Semantics
-from jaxmha.converters.layout import fold, transform
+from jaxmha.converters.layout import fill, fold, transform
 from jaxmha.converters.layout.arrays import NDArray, kept, to_numpy
 from jaxmha.converters.layout.base import Layout, choose
 
@@ -35,6 +35,7 @@ class Export(Protocol):
         layout: str | None = None,
         prefix: str = "",
         fold_scale: bool = False,
+        fill_bias: str | None = None,
     ) -> dict[str, NDArray]: ...
 
 
@@ -57,6 +58,7 @@ _EXPORT = """A flat dict of NumPy arrays in one of the layouts {names}.
       layout: its name; default the first that can hold the parameters.
       prefix: goes before every key.
       fold_scale: where the layout has another scale, multiply the queries to make up for it.
+      fill_bias: "zeros" fills in biases of zeros that the layout requires and params lack.
 
     Raises:
       ValueError: no layout can hold the parameters or the behaviour, with the reason of each.
@@ -108,9 +110,11 @@ def make_api(
         layout: str | None = None,
         prefix: str = "",
         fold_scale: bool = False,
+        fill_bias: str | None = None,
     ) -> dict[str, NDArray]:
         def export(chosen: Layout) -> dict[str, NDArray]:
-            own = fold.fold(params, semantics, chosen) if fold_scale else (params, semantics)
+            whole, _ = fill.filled(params, chosen, fill_bias)
+            own = fold.fold(whole, semantics, chosen) if fold_scale else (whole, semantics)
             return transform.export_params(chosen, *own, prefix=prefix, take=take)
 
         if layout is not None:

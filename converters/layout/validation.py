@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from jaxmha import MHAParams, Semantics
+from jaxmha.converters.layout import fill
 from jaxmha.converters.layout.arrays import NDArray
 from jaxmha.converters.layout.base import Entry, Layout
 from jaxmha.dims import parse
@@ -123,6 +124,7 @@ _NO_OUTPUT = (
 def refuse_leaves(layout: Layout, present: Mapping[str, Any]) -> None:
     """Raises ValueError if leaves do not fit the layout, are missing, or their group is incomplete."""
     known = {leaf for entry in layout.entries for leaf in entry.leaves}
+    fillable = fill.missing(layout, present).keys()
     if extra := [leaf for leaf in present if leaf not in known]:
         raise ValueError(
             f"layout {layout.name} cannot hold {', '.join(extra)}: it has no such parameter"
@@ -134,13 +136,15 @@ def refuse_leaves(layout: Layout, present: Mapping[str, Any]) -> None:
             raise ValueError(
                 f"layout {layout.name} needs {', '.join(missing)}, which is not there"
                 + _NO_OUTPUT * ("out.kernel" in missing)
+                + fill.REMEDY * (set(missing) <= fillable)
             )
         if missing and len(missing) < len(wanted):
             given = [leaf for leaf in wanted if leaf in present]
             raise ValueError(
                 f"layout {layout.name} holds {', '.join(wanted)} together or not at all; "
-                f"there: {', '.join(given)}; missing: {', '.join(missing)} (a bias of zeros "
-                "changes nothing)"
+                f"there: {', '.join(given)}; missing: {', '.join(missing)}"
+                + fill.REMEDY
+                * (set(missing) <= fillable)
             )
 
 

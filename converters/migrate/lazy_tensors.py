@@ -14,7 +14,7 @@ from jaxmha.converters.discovery import layer_layouts
 from jaxmha.converters.discovery.attention_blocks import Block
 from jaxmha.converters.discovery.layer_layouts import Convention
 from jaxmha.converters.discovery.other_layers import Module
-from jaxmha.converters.layout import fold, transform, uneven
+from jaxmha.converters.layout import fill, fold, transform, uneven
 from jaxmha.converters.layout.arrays import NDArray
 from jaxmha.converters.layout.base import Entry, Layout
 from jaxmha.converters.layout.validation import refuse_arrays, refuse_keys, refuse_mixed
@@ -132,20 +132,23 @@ def attention(
     prefix: str,
     num_heads: int | None,
     fold_scale: bool = False,
-) -> tuple[dict[str, Made], MHAParams, str]:
+    fill_bias: str | None = None,
+) -> tuple[dict[str, Made], MHAParams, list[str]]:
     """Converts a block to another layout, as lazy tensors.
 
-    Returns the lazy tensors, the block's leaves as placeholders, and a note on how the scale was
-    folded into the query ("" if it was not).
+    Returns the lazy tensors, the block's leaves as placeholders, and notes on how the scale was
+    folded into the query and which biases were filled with zeros.
 
     Raises ValueError if the block cannot be read, or if the layout cannot hold it.
     """
     params, semantics, sizes = meta(block, info, num_heads)
-    by, note = 1.0, ""
+    params, zeros = fill.filled(params, target, fill_bias)
+    by, notes = 1.0, [fill.note(target, zeros)] * bool(zeros)
     if fold_scale:
         by = fold.factor(semantics, target, sizes["H"])
         if by != 1.0:
-            note = fold.note(semantics, by, np.asarray(params.query.kernel).dtype, sizes["H"])
+            dtype = np.asarray(params.query.kernel).dtype
+            notes.append(fold.note(semantics, by, dtype, sizes["H"]))
         semantics = replace(semantics, scale=target.semantics.scale)
     transform.refuse_export(target, params, semantics)
     present, sizes = leaves(params), sizes | _letters(params)
@@ -153,6 +156,8 @@ def attention(
     holder = {leaf: e for e in block.layout.entries if e.key in block.keys for leaf in e.leaves}
 
     def leaf(name: str) -> NDArray:
+        if name in zeros:
+            return np.zeros_like(zeros[name])
         entry = holder[name]
         unpack = partial(transform.unpack, block.layout, entry, sizes=sizes)
         found = parts.leaf(block.keys[entry.key], name, lambda array: unpack(array=array))
@@ -167,7 +172,8 @@ def attention(
             continue
         of = [np.asarray(present[name]) for name in entry.leaves]
         refuse_mixed(entry, of)
-        sources = dict.fromkeys(holder[name] for name in entry.leaves)
+        sources = dict.fromkeys(holder[name] for name in entry.leaves if name in holder)
+        terms = [e.axes for e in sources] + ["zeros"] * any(x in zeros for x in entry.leaves)
         letters = sizes | uneven.letters(sizes) | dict.fromkeys(uneven.PACKED, len(of))
         lead = of[0].shape[: of[0].ndim - len(CANONICAL[entry.leaves[0]].split())]
         shape = tuple(
@@ -178,9 +184,9 @@ def attention(
             TensorInfo((*lead, *shape), of[0].dtype),
             partial(load, entry),
             tuple(block.keys[e.key] for e in sources),
-            f"{' + '.join(e.axes for e in sources)} -> {entry.axes}",
+            f"{' + '.join(terms)} -> {entry.axes}",
         )
-    return made, params, note
+    return made, params, notes
 
 
 def _letters(params: MHAParams) -> dict[str, int]:

@@ -59,6 +59,7 @@ def plan(
     attention_only: bool = False,
     in_file: bool = False,
     fold_scale: bool = False,
+    fill_bias: str | None = None,
 ) -> tuple[Plan, Resolved]:
     """Plans what `convert` would do to every tensor of a checkpoint; the plan holds its digest.
 
@@ -66,7 +67,7 @@ def plan(
     """
     with checkpoint.open(source, dequantise=True) as file:
         made = _make(file, to, from_, num_heads, dtype, others, attention_only, in_file, draft=True)
-        made = replace(made, fold_scale=fold_scale)
+        made = replace(made, fold_scale=fold_scale, fill_bias=fill_bias)
         named = replace(made, source=printable(str(source)), digest=file.digest(DIGEST))
         with naming(file.path):
             return named, resolve(named, file)
@@ -152,6 +153,7 @@ def convert(
     attention_only: bool = False,
     plan: Plan | None = None,
     fold_scale: bool = False,
+    fill_bias: str | None = None,
     like: str | os.PathLike[str] | None = None,
     force: bool = False,
     shard_size: int | None = None,
@@ -180,6 +182,7 @@ def convert(
       fold_scale: if the target layout has another logit scale than a block, such as T5's 1,
         multiplies the queries to compensate; exact if the factor is a power of two, otherwise
         noted.
+      fill_bias: "zeros" adds biases of zeros that the target layout requires and a block lacks.
       like: for a .weights.h5 destination: a file that the Keras model itself saved. Each layer goes
         to the group of the layer with its name, whatever the order in which the model creates them.
       force: overwrites an existing destination.
@@ -202,7 +205,7 @@ def convert(
             plan = _completed(plan, file, in_file)
         elif to is not None:
             plan = _make(file, to, from_, num_heads, dtype, others, attention_only, in_file)
-            plan = replace(plan, fold_scale=fold_scale)
+            plan = replace(plan, fold_scale=fold_scale, fill_bias=fill_bias)
         else:
             raise ValueError("name a layout (to=), or give a plan")
         if like is not None:
@@ -321,6 +324,7 @@ def convert_state(
     others: str = "pass",
     attention_only: bool = False,
     fold_scale: bool = False,
+    fill_bias: str | None = None,
 ) -> dict[str, NDArray]:
     """Converts a flat dict of arrays as `convert` converts a file; for models in memory.
 
@@ -346,7 +350,7 @@ def convert_state(
         others=others,
         attention_only=attention_only,
     )
-    made = replace(made, fold_scale=fold_scale)
+    made = replace(made, fold_scale=fold_scale, fill_bias=fill_bias)
     return {name: to_numpy(one.load()) for name, one in resolve(made, memory).made.items()}
 
 

@@ -7,6 +7,7 @@ digest = "sha256:..."             # of the source's contents; another source is 
 to = "flax"                       # layout of attention; other layers follow its framework
 others = "pass"                   # "refuse": raise for a tensor that is not understood
 fold_scale = true                 # multiply the queries if the layout has another logit scale
+fill_bias = "zeros"               # add biases of zeros that the layout requires
 dtype = "bfloat16"                # cast every floating tensor; without this line none
 notes = ["..."]                   # facts that no tensor holds; printed when the plan is run
 
@@ -31,6 +32,7 @@ from jaxmha.checkpoint import ALGORITHMS, toml_text
 from jaxmha.checkpoint.digests import is_digest
 from jaxmha.checkpoint.errors import CheckpointError, printable, shown
 from jaxmha.converters.discovery.layer_layouts import CONVENTIONS
+from jaxmha.converters.layout.fill import FILLS
 from jaxmha.converters.migrate.lazy_tensors import Made
 from jaxmha.converters.migrate.plans import DTYPES, OTHERS, Plan, Step
 
@@ -72,6 +74,8 @@ def _lines(plan: Plan, made: Mapping[Step, Mapping[str, Made]]) -> Iterator[str]
             yield f"{key} = {_quoted(value)}"
     if plan.fold_scale:
         yield "fold_scale = true"
+    if plan.fill_bias:
+        yield f"fill_bias = {_quoted(plan.fill_bias)}"
     if plan.notes:
         yield "notes = ["
         yield from (f"  {_quoted(note)}," for note in plan.notes)
@@ -123,7 +127,8 @@ def _settings(head: dict[str, Any]) -> dict[str, Any]:
         type(found) is int and found == VERSION,
         f"the plan has version {shown(found)}, and this program reads {VERSION}",
     )
-    known = {"version", "source", "digest", "to", "others", "dtype", "notes", "fold_scale"}
+    known = {"version", "source", "digest", "to", "others", "dtype", "notes"}
+    known |= {"fold_scale", "fill_bias"}
     extra = sorted(head.keys() - known)
     _demand(not extra, f"unknown key {extra[:1]} in [plan]: it has {', '.join(sorted(known))}")
     settings = {
@@ -134,7 +139,11 @@ def _settings(head: dict[str, Any]) -> dict[str, Any]:
     _demand("to" in settings, "[plan] lacks `to`, the layout of attention")
     others = settings.get("others", "pass")
     _demand(others in OTHERS, f"[plan] others must be {' or '.join(OTHERS)}, got {shown(others)}")
-    dtype, digest = settings.get("dtype"), settings.get("digest")
+    dtype, digest, fills = (settings.get(key) for key in ("dtype", "digest", "fill_bias"))
+    _demand(
+        fills is None or fills in FILLS,
+        f"[plan] fill_bias must be {' or '.join(FILLS)}, got {shown(fills)}",
+    )
     _demand(
         dtype is None or dtype in DTYPES,
         f"[plan] dtype must be one of {', '.join(DTYPES)}, got {shown(dtype)}",

@@ -73,6 +73,7 @@ class Plan:
       dtype: dtype to which every floating tensor is cast; None keeps dtypes.
       source, digest: the file that the plan is for; SHA-256 of its contents, or "" if not computed.
       fold_scale: True multiplies the queries if the target layout has another logit scale (`fold`).
+      fill_bias: "zeros" adds biases of zeros that the target layout requires (`fill`).
       notes: facts that no tensor holds, such as the epsilon of norms.
     """
 
@@ -83,6 +84,7 @@ class Plan:
     source: str = ""
     digest: str = ""
     fold_scale: bool = False
+    fill_bias: str | None = None
     notes: tuple[str, ...] = field(default=(), compare=False)
 
 

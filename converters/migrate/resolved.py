@@ -67,9 +67,7 @@ def resolve(plan: Plan, file: Tensors) -> Resolved:
         try:
             if step.kind == "attention":
                 block = source_blocks.get((step.layout, step.source, frozenset(step.tensors)))
-                made = _attention(
-                    step, block, to, file, parts, found, plan.fold_scale, bool(plan.dtype)
-                )
+                made = _attention(step, block, to, file, parts, found, plan)
             else:
                 made = _other_layer(step, to, convention, file, parts)
         except ValueError as error:
@@ -129,18 +127,23 @@ def _attention(
     file: Tensors,
     parts: lazy_tensors.Parts,
     found: Resolved,
-    fold_scale: bool,
-    cast: bool,
+    plan: Plan,
 ) -> dict[str, Made]:
     """Returns the tensors of an attention block, and adds its head count and notes to `found`."""
     if block is None:
         raise ValueError(f"its tensors are no block of layout {step.layout} under that prefix")
     to = behaviours.target(to, block, file.metadata)
-    made, params, folded = lazy_tensors.attention(
-        block, file.info, parts, to, step.target, step.num_heads, fold_scale
+    made, params, changes = lazy_tensors.attention(
+        block,
+        file.info,
+        parts,
+        to,
+        step.target,
+        step.num_heads,
+        plan.fold_scale,
+        plan.fill_bias,
     )
-    if folded and folded not in found.notes:
-        found.notes.append(folded)
+    found.notes.extend(change for change in changes if change not in found.notes)
     if to.name.endswith("-file") and (lead := np.shape(params.query.kernel)[:-3]):
         raise ValueError(
             f"its arrays are stacked layers (leading axes {lead}), and Keras has none: its files "
@@ -149,7 +152,7 @@ def _attention(
         )
     found.blocks[step] = block
     found.counts[step.target] = np.shape(params.query.kernel)[-2]
-    if not cast and (mixed := several_dtypes(params)):
+    if not plan.dtype and (mixed := several_dtypes(params)):
         found.notes.append(f"{step.target or '(top)'} keeps several dtypes: {mixed}")
     return made
 

@@ -176,7 +176,10 @@ def _compare(
     try:
         if block and target:
             scaled_for = target.layout if done.fold_scale else None
-            a, count = streaming.attention(old, block, step.num_heads, step.tensors, scaled_for)
+            filled_for = target.layout if done.fill_bias else None
+            a, count = streaming.attention(
+                old, block, step.num_heads, step.tensors, scaled_for, filled_for
+            )
             given = None if target.layout.stores_num_heads else count
             b, _ = streaming.attention(new, target, given, made)
             own = {name: new.whole.info[name].shape for name in target.keys.values()}

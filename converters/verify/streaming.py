@@ -19,7 +19,7 @@ from jaxmha.checkpoint.tensor import to_bytes
 from jaxmha.converters.discovery import layer_layouts
 from jaxmha.converters.discovery.attention_blocks import Block
 from jaxmha.converters.discovery.other_layers import Module
-from jaxmha.converters.layout import fold, transform
+from jaxmha.converters.layout import fill, fold, transform
 from jaxmha.converters.layout.arrays import NDArray
 from jaxmha.converters.layout.base import Entry, Layout
 from jaxmha.converters.migrate import lazy_tensors
@@ -63,6 +63,7 @@ class FileLayer(NamedTuple):
       dtype: dtype to which floating leaves are cast before the comparison.
       semantics: behaviour of an attention block.
       factors: leaf -> factor that multiplies it before the cast (`fold`).
+      zeros: leaf -> zeros of its shape, for biases that no tensor holds (`fill`).
     """
 
     file: File
@@ -70,6 +71,7 @@ class FileLayer(NamedTuple):
     dtype: str | None = None
     semantics: Semantics = Semantics()
     factors: Mapping[str, float] = MappingProxyType({})
+    zeros: Mapping[str, NDArray] = MappingProxyType({})
 
 
 def attention(
@@ -78,11 +80,13 @@ def attention(
     num_heads: int | None,
     names: Iterable[str],
     scaled_for: Layout | None = None,
+    filled_for: Layout | None = None,
 ) -> tuple[FileLayer, int]:
     """Returns an attention block as a `FileLayer`, and its head count.
 
     Tensors in `names` outside the block have no leaves. If `scaled_for` is given, the queries are
-    multiplied to compensate for the logit scale of that layout.
+    multiplied to compensate for the logit scale of that layout; with `filled_for` the biases that
+    it requires are zeros where no tensor holds them.
     """
     params, semantics, sizes = lazy_tensors.meta(block, file.whole.info, num_heads)
     by = 1.0
@@ -94,9 +98,9 @@ def attention(
     for entry in block.layout.entries:
         if entry.key in block.keys:
             tensors[block.keys[entry.key]] = partial(_unpack, block.layout, entry, sizes)
-    return FileLayer(file, tensors, semantics=semantics, factors=factors), np.shape(
-        params.query.kernel
-    )[-2]
+    zeros = {} if filled_for is None else fill.missing(filled_for, leaves(params))
+    layer = FileLayer(file, tensors, semantics=semantics, factors=factors, zeros=zeros)
+    return layer, np.shape(params.query.kernel)[-2]
 
 
 def _unpack(
@@ -139,12 +143,14 @@ class Views:
 
     def __init__(self, layer: FileLayer) -> None:
         self.layer, self._slices = layer, Slices(layer.file.mapped, list(layer.tensors))
-        self.leaves: dict[str, NDArray] = {}
+        self.leaves: dict[str, NDArray] = {**layer.zeros}
         for name, unpack in layer.tensors.items():
             self.leaves |= unpack(self._slices.views[name])
 
     def read(self, leaf: str, index: tuple[int | slice, ...]) -> NDArray:
         """Reads a part of a leaf, applies its factor, and casts it."""
+        if leaf in self.layer.zeros:
+            return cast(np.array(self.leaves[leaf][(*index, ...)]), self.layer.dtype)
         array = self._slices.read(self.leaves[leaf][(*index, ...)])
         return cast(fold.times(array, self.layer.factors.get(leaf, 1.0), leaf), self.layer.dtype)
 
@@ -176,6 +182,9 @@ def _seen(layer: FileLayer) -> dict[str, _Seen]:
     found: dict[str, _Seen] = {}
     for name in layer.tensors:
         found |= _leaves_seen(layer, name)
+    for leaf, array in layer.zeros.items():
+        dtype = cast(np.empty(0, array.dtype), layer.dtype).dtype
+        found[leaf] = _Seen(array.shape, dtype, digest(np.array(array), layer.dtype))
     return found
 
 

@@ -28,6 +28,7 @@ from jaxmha.cli.plan import (
     AttentionOnly,
     Choices,
     Dtype,
+    FillBias,
     FoldScale,
     From,
     Others,
@@ -140,6 +141,7 @@ def command(
     others: Others = None,
     attention_only: AttentionOnly = False,
     fold_scale: FoldScale = False,
+    fill_bias: FillBias = None,
     check: Check = CheckName("all"),
     report_to: ReportTo = None,
     shard_size: ShardSize = None,
@@ -157,12 +159,15 @@ def command(
     compared afterwards; exit code 1 if anything differs.
     """
     with one_message():
-        choices = Choices(to, from_, num_heads, dtype, others, attention_only, fold_scale)
+        choices = Choices(
+            to, from_, num_heads, dtype, others, attention_only, fold_scale, fill_bias
+        )
         if like is not None and to is None and by_plan is None:
             other_modes: dict[str, object] = {"--report": report_to, "--part": part}
             other_modes |= {"--resume": resume, "--processes": processes > 1, "--from": from_}
             other_modes |= {"--num-heads": num_heads, "--others": others}
             other_modes |= {"--attention-only": attention_only, "--fold-scale": fold_scale}
+            other_modes |= {"--fill-bias": fill_bias}
             _refuse_other_modes(other_modes)
             cast = None if dtype is None else dtype.value
             _fill(source, destination, like, cast, shard_size, digest, check, force, as_json)

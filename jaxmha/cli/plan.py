@@ -20,6 +20,7 @@ from jaxmha.cli.console import (
     put_text,
 )
 from jaxmha.cli.options import DtypeName, Json, NumHeads, Source, layout_name, option
+from jaxmha.converters.layout.fill import FILLS
 from jaxmha.converters.migrate import pipeline, plan_toml
 from jaxmha.converters.migrate.plans import OTHERS, Plan
 from jaxmha.converters.migrate.resolved import Resolved
@@ -60,6 +61,16 @@ FoldScale = Annotated[
         "If the layout has another scale of the logits (T5: 1), multiply the queries by the ratio.",
     ),
 ]
+FillBiasName = Enum("FillBiasName", {x: x for x in FILLS}, type=str)  # type: ignore[misc]
+FillBias = Annotated[
+    FillBiasName | None,
+    option(
+        "--fill-bias",
+        "If the layout requires biases that a block lacks (Whisper's keys, Qwen2's output): zeros adds "
+        "biases of zeros, which change nothing.",
+        show_default=False,
+    ),
+]
 
 
 @dataclass(frozen=True)
@@ -73,11 +84,12 @@ class Choices:
     others: OthersName | None
     attention_only: bool
     fold_scale: bool
+    fill_bias: FillBiasName | None
 
     @property
     def beyond_layout(self) -> bool:
         """True if an option other than --to was given."""
-        given = (self.from_, self.num_heads, self.dtype, self.others)
+        given = (self.from_, self.num_heads, self.dtype, self.others, self.fill_bias)
         return any(given) or self.attention_only or self.fold_scale
 
     def keywords(self) -> dict[str, Any]:
@@ -85,6 +97,7 @@ class Choices:
         return vars(self) | {
             "dtype": self.dtype and self.dtype.value,
             "others": "pass" if self.others is None else self.others.value,
+            "fill_bias": self.fill_bias and self.fill_bias.value,
         }
 
     def arguments(self) -> dict[str, Any]:
@@ -97,6 +110,7 @@ class Choices:
             "--others": self.others and self.others.value,
             "--attention-only": self.attention_only,
             "--fold-scale": self.fold_scale,
+            "--fill-bias": self.fill_bias and self.fill_bias.value,
         }
 
 
@@ -109,6 +123,7 @@ def command(
     others: Others = None,
     attention_only: AttentionOnly = False,
     fold_scale: FoldScale = False,
+    fill_bias: FillBias = None,
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", help="Write the plan as TOML, to edit and to convert by."),
@@ -120,7 +135,9 @@ def command(
     with one_message():
         if output is not None:
             check_text(output, force, files_of(source))
-        choices = Choices(to, from_, num_heads, dtype, others, attention_only, fold_scale)
+        choices = Choices(
+            to, from_, num_heads, dtype, others, attention_only, fold_scale, fill_bias
+        )
         plan, resolved = pipeline.plan(source, **choices.keywords(), in_file=to.endswith("-file"))
         if output is not None:
             text = plan_toml.dumps(plan, dict(resolved.by_step))
@@ -175,7 +192,7 @@ def _print(plan: Plan, resolved: Resolved, output: Path | None) -> None:
         print_line(escape(start))
         for name, one in tensors.items() if step.kind != "other" else ():
             arrow = f"  {one.arrow}" if one.arrow else ""
-            line = f"    {', '.join(one.sources)} -> {name} {one.info.shape}{arrow}"
+            line = f"    {', '.join(one.sources) or 'zeros'} -> {name} {one.info.shape}{arrow}"
             print_line(f"[dim]{escape(line)}[/dim]")
     counts = Counter(step.kind for step in plan.steps)
     kinds = ", ".join(f"{count} {kind}" for kind, count in counts.items())

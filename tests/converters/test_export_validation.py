@@ -148,17 +148,20 @@ def lacking(layout: Layout) -> Iterator[tuple[str, Case]]:
             dropped = [name for name in dropped if name in held(layout)]
             if group and len(members) == 1:
                 continue  # there or not, as the user likes
+            fillable = all(name.endswith(".bias") for name in dropped)
+            way_out = "; a bias of zeros changes nothing: --fill-bias zeros" if fillable else "$"
             if group:
                 rest = ", ".join(name for name in members if name not in dropped)
                 message = (
                     rf"^layout {layout.name} holds {', '.join(members)} together or not at all; "
-                    rf"there: {rest}; missing: {', '.join(dropped)} \(a bias of zeros changes "
+                    rf"there: {rest}; missing: {', '.join(dropped)}{way_out}"
                 )
             else:
                 own = [name for name in members if name in dropped]
                 remedy = ": heads are concatenated here, .*" if "out.kernel" in own else ""
                 message = (
-                    rf"^layout {layout.name} needs {', '.join(own)}, which is not there{remedy}$"
+                    rf"^layout {layout.name} needs {', '.join(own)}, which is not there{remedy}"
+                    f"{way_out}"
                 )
             case = Case(layout, without(params, *dropped), layout.semantics, message)
             yield f"{leaf} is not there", case
