@@ -5,6 +5,7 @@ Tested by lowering and in interpret mode; on a TPU it is probed before its first
 """
 
 import math
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -171,6 +172,12 @@ def _call(
     return jax.vmap(batch_row)(q, k, v, ids)
 
 
+def _native() -> Any:
+    """Mosaic multiplies bfloat16 in no other precision: that of JAX's configuration must not reach it."""
+    return jax.default_matmul_precision("default")
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _out(
     settings: Settings,
     query: jax.Array,
@@ -179,8 +186,32 @@ def _out(
     bias: None,
     ids: Others,
 ) -> jax.Array:
-    out: jax.Array = _call(settings, query, key, value, ids, residuals=False)
+    with _native():
+        out: jax.Array = _call(settings, query, key, value, ids, residuals=False)
     return jnp.moveaxis(out, 1, 2)
+
+
+def _save(
+    settings: Settings,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: None,
+    ids: Others,
+) -> tuple[jax.Array, Any]:
+    with _native():
+        out, pull = jax.vjp(
+            lambda q, k, v: _call(settings, q, k, v, ids, residuals=False), query, key, value
+        )
+    return jnp.moveaxis(out, 1, 2), pull
+
+
+def _pull(settings: Settings, pull: Any, d_out: jax.Array) -> tuple[Any, ...]:
+    with _native():
+        return *pull(jnp.moveaxis(d_out, 2, 1)), None, None
+
+
+_out.defvjp(_save, _pull)
 
 
 def _out_and_lse(
@@ -191,5 +222,6 @@ def _out_and_lse(
     bias: None,
     ids: Others,
 ) -> tuple[jax.Array, jax.Array]:
-    out, (lse,) = _call(settings, query, key, value, ids, residuals=True)
+    with _native():
+        out, (lse,) = _call(settings, query, key, value, ids, residuals=True)
     return jnp.moveaxis(out, 1, 2), lse
