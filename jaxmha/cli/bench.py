@@ -100,7 +100,7 @@ def command(
                 raise ValueError(f"--plot must end in {', '.join(PLOTS)}, got {str(plot)!r}")
             check_target(plot, force, [])
 
-        called = "plain" if sizes[0] == sizes[1] else "cross"
+        called = "cross" if sizes[0] != sizes[1] else "causal" if causal else "plain"
         called = "decode" if kind.value == "decode" else "padded" if lengths or padding else called
 
         def case(platform: str) -> Case:
