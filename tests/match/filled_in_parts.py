@@ -25,27 +25,58 @@ def write(path: Path) -> None:
     checkpoint.write(path, made)
 
 
-def main(path: str, process: int, processes: int, port: str) -> None:
-    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={4 // processes}"
-    jax: Any = importlib.import_module("jax")  # only now: it reads XLA_FLAGS on import
-    if processes > 1:
-        jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        jax.distributed.initialize(f"127.0.0.1:{port}", processes, process)
-    from jaxmha.converters import equinox
-
-    spread = jax.NamedSharding(jax.make_mesh((4,), ("x",)), jax.P(None, "x"))
+def of_shapes(jax: Any, spread: Any) -> Any:
+    """A tree of `ShapeDtypeStruct`."""
 
     def of(*shape: int) -> Any:
         return jax.ShapeDtypeStruct(shape, np.float32, sharding=spread)
 
     layers = [{"dense": {"kernel": of(D, OUT)}} for _ in range(LAYERS)]
-    tree = {"tokens": {"embedding": of(VOCABULARY, D)}, "blocks": layers}
+    return {"tokens": {"embedding": of(VOCABULARY, D)}, "blocks": layers}
+
+
+def of_nnx(jax: Any, spread: Any) -> Any:
+    """An abstract nnx model, made as Flax's guide to sharding makes it."""
+    from flax import nnx
+
+    axes = nnx.with_partitioning(nnx.initializers.ones_init(), tuple(spread.spec))
+
+    class Block(nnx.Module):  # type: ignore[misc]
+        def __init__(self, rngs: Any) -> None:
+            self.dense = nnx.Linear(D, OUT, use_bias=False, kernel_init=axes, rngs=rngs)
+
+    class Model(nnx.Module):  # type: ignore[misc]
+        def __init__(self, rngs: Any) -> None:
+            self.tokens = nnx.Embed(VOCABULARY, D, embedding_init=axes, rngs=rngs)
+            self.blocks = nnx.List([Block(rngs) for _ in range(LAYERS)])
+
+    with jax.set_mesh(spread.mesh):
+        graph, state = nnx.get_abstract_model(lambda: Model(nnx.Rngs(0)), spread.mesh)
+    return nnx.merge(graph, state)
+
+
+def main(kind: str, path: str, process: int, processes: int, port: str) -> None:
+    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={4 // processes}"
+    jax: Any = importlib.import_module("jax")  # only now: it reads XLA_FLAGS on import
+    if processes > 1:
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        jax.distributed.initialize(f"127.0.0.1:{port}", processes, process)
+    from flax import nnx
+
+    from jaxmha.converters import equinox, flax
+
+    spread = jax.NamedSharding(jax.make_mesh((4,), ("x",)), jax.P(None, "x"))
+    target = {"tree": of_shapes, "nnx": of_nnx}[kind](jax, spread)
     with Path("/proc/self/statm").open() as file:
         before = int(file.read().split()[1]) * resource.getpagesize()
-    made = jax.block_until_ready(equinox.load_into(tree, path))
+    if kind == "tree":
+        made = equinox.load_into(target, path)
+    else:
+        made = nnx.to_pure_dict(nnx.state(flax.load_into(target, path), nnx.Param))
+    jax.block_until_ready(made)
     own = 0
     for leaf in jax.tree.leaves(made):
-        assert leaf.sharding == spread
+        assert leaf.sharding.is_equivalent_to(spread, leaf.ndim)
         own += sum(shard.data.nbytes for shard in leaf.addressable_shards)
     for i in range(LAYERS):
         for shard in made["blocks"][i]["dense"]["kernel"].addressable_shards:
@@ -55,4 +86,4 @@ def main(path: str, process: int, processes: int, port: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5])

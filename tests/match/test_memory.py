@@ -15,14 +15,15 @@ LARGEST, ALLOWED = 64, 256  # MiB
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the memory of a process as Linux has it")
-def test_a_model_in_parts(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["tree", "nnx"])
+def test_a_model_in_parts(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     filled_in_parts.write(path)
     for processes in (1, 2):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = str(free.getsockname()[1])
-        command = [sys.executable, "-m", filled_in_parts.__name__, str(path)]
+        command = [sys.executable, "-m", filled_in_parts.__name__, kind, str(path)]
         running = [
             subprocess.Popen([*command, str(n), str(processes), port], stdout=subprocess.PIPE)
             for n in range(processes)
