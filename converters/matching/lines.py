@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from jaxmha.converters.matching import plan as plans
@@ -296,18 +296,47 @@ def _used(lines: Sequence[Line], source: Tree) -> set[str]:
 def _questions(
     mine: Sequence[Template], theirs: Sequence[Template], decision: Decision
 ) -> list[Question]:
-    found = []
+    found: dict[int, Question] = {}
+    alone = set[int]()
     for t, (candidates, reason) in sorted(decision.open.items()):
         target = theirs[t]
         near = list(candidates)
         if not near:
             near, reason = _near(mine, target, decision, reason)
+        if not near:
+            alone.add(t)
         names = tuple(_layer_name(mine[s]) for s in near)
         rows = [_example(mine, near, target, slot) for slot in target.first.slots]
         text = "\n".join(map(plans.shown, rows))
         arrays = tuple(row.target for row in rows)
-        found.append(Question(_layer_name(target), names, reason, text, arrays))
-    return found
+        found[t] = Question(_layer_name(target), names, reason, text, arrays)
+    for several in _without_source(theirs, alone):
+        found[several[0]] = _of_module([found.pop(t) for t in several])
+    return [found[t] for t in sorted(found)]
+
+
+def _without_source(theirs: Sequence[Template], alone: Collection[int]) -> list[list[int]]:
+    """Groups the targets without candidates by the outermost module that has no other layer."""
+    mixed = {t.path[:n] for i, t in enumerate(theirs) if i not in alone for n in range(len(t.path))}
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for i in sorted(alone):
+        path = theirs[i].path
+        module = next((path[:n] for n in range(1, len(path)) if path[:n] not in mixed), path)
+        groups.setdefault(module, []).append(i)
+    return [several for several in groups.values() if len(several) > 1]
+
+
+def _of_module(several: Sequence[Question]) -> Question:
+    """One question for a module of the target of which no layer has a source."""
+    mark = "/" if "/" in several[0].target else "."
+    shared = os.path.commonprefix([q.target.split(mark) for q in several])  # noqa: RUF071
+    return replace(
+        several[0],
+        target=mark.join(shared) or several[0].target,
+        reason="no layer of the source has the arrays and shapes of any of its layers",
+        line="\n".join(q.line for q in several),
+        arrays=tuple(name for q in several for name in q.arrays),
+    )
 
 
 def _near(

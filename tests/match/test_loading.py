@@ -251,3 +251,14 @@ def test_a_plan_is_also_python() -> None:
     exec(plan.to_python(), made)  # noqa: S102
     assert made["PLAN"].source == plan.source
     check(flax.load_into(Mine(nnx.Rngs(0)), SOURCE, replace(made["PLAN"], source="")))
+
+
+def test_a_module_without_source_is_one_question() -> None:
+    source = {"body.weight": np.ones((5, 3))}
+    head = {"fc1": {"kernel": np.zeros((3, 11))}, "fc2": {"kernel": np.zeros((11, 2))}}
+    target = {"body": {"kernel": np.zeros((3, 5))}, "head": head}
+    plan = match(source, target)
+    assert [q.target for q in plan.questions] == ["head"]
+    first, second = (Line(f"head/{n}/kernel", fill="zeros") for n in ("fc1", "fc2"))
+    assert plan.with_lines(first).questions == plan.questions
+    assert plan.with_lines(first, second).questions == ()
