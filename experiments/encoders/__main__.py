@@ -1,7 +1,7 @@
 """Do whole migrated encoders compute what torch computes, and can they be trained further?
 
 Every published variant is converted to Flax, verified, loaded by path into the modules of
-`models`, and run on one padded batch, as torch runs it; MiniLM on real sentences.
+`models`, and run on one padded batch, as torch runs it; MiniLM by the recipe, on real sentences.
 """
 
 import sys

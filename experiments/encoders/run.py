@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from experiments.encoders import sceptr
-from experiments.encoders.models import Bert, load, sentence_embeddings
+from experiments.encoders.models import load
+from experiments.recipes import bert
 from jaxmha import checkpoint
 from jaxmha.converters.layout.arrays import NDArray, to_numpy, to_torch
 from jaxmha.converters.migrate import pipeline
@@ -129,33 +129,31 @@ def run_minilm(path: Path) -> Row:
     tokens = np.array([one.ids for one in encoded])
     mask = np.array([one.attention_mask for one in encoded])
     tensors, verified = migrated(path)
-    ours = Bert(config)
-    if (unused := load(ours, tensors)) != ["embeddings.position_ids"]:
-        raise ValueError(f"no place for {unused}")
+    ours = bert.load(path.parent)
     with checkpoint.open(path) as file:
         state = {name: to_torch(file[name]) for name in file if name != "embeddings.position_ids"}
     theirs = transformers.BertModel(transformers.BertConfig(**config))
     theirs.load_state_dict(state, strict=True)
     theirs.eval()
 
+    def with_embeddings(states: NDArray, pooled: NDArray) -> list[NDArray]:
+        mean = (states * mask[..., None]).sum(1) / mask.sum(1, keepdims=True)
+        vectors = mean / np.linalg.norm(mean, axis=-1, keepdims=True)
+        return [states, pooled, vectors.astype(states.dtype)]
+
     def in_torch() -> list[NDArray]:
         with torch.no_grad():
             out = theirs(torch.from_numpy(tokens), attention_mask=torch.from_numpy(mask))
-        states = to_numpy(out.last_hidden_state)
-        mean = (states * mask[..., None]).sum(1) / mask.sum(1, keepdims=True)
-        vectors = mean / np.linalg.norm(mean, axis=-1, keepdims=True)
-        return [states, to_numpy(out.pooler_output), vectors.astype(states.dtype)]
-
-    def in_flax(model: Bert, tokens: jax.Array, lengths: jax.Array) -> tuple[jax.Array, ...]:
-        states, pooled = model(tokens, lengths)
-        return states, pooled, sentence_embeddings(states, lengths)
+        return with_embeddings(to_numpy(out.last_hidden_state), to_numpy(out.pooler_output))
 
     out = in_torch()
     theirs.double()
     exact = in_torch()
-    flax = [
-        np.asarray(x) for x in nnx.jit(in_flax)(ours, jnp.asarray(tokens), jnp.asarray(mask.sum(1)))
-    ]
+    states = nnx.jit(bert.BERT.__call__)(
+        ours, jnp.asarray(tokens), lengths=jnp.asarray(mask.sum(1))
+    )
+    kernel, bias = (tensors[f"pooler/dense/{name}"] for name in ("kernel", "bias"))
+    flax = with_embeddings(np.asarray(states), np.asarray(jnp.tanh(states[:, 0] @ kernel + bias)))
     about = (config["num_hidden_layers"], config["num_attention_heads"], config["hidden_size"])
     return _row("MiniLM", tensors, about, verified, flax, out, exact, mask == 1)
 

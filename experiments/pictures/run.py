@@ -7,11 +7,10 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.encoders.models import Bert, load
 from experiments.encoders.run import SENTENCES, tokens_of
-from jaxmha import Mask, checkpoint, multi_head_attention
+from experiments.recipes import bert
+from jaxmha import Mask, multi_head_attention
 from jaxmha.converters.layout.arrays import NDArray
-from jaxmha.converters.migrate import pipeline
 from jaxmha.introspect.head_statistics import HeadStatistics, head_statistics
 
 # Sentences in which words come twice.
@@ -38,19 +37,15 @@ def attended(path: Path, sentences: Sequence[str] = (*SENTENCES, *REPEATING)) ->
     Raises:
       ValueError: attention that returns its weights computes something else than without.
     """
-    config, encoded = tokens_of(path, sentences)
+    _, encoded = tokens_of(path, sentences)
     tokens = jnp.array([one.ids for one in encoded])
     lengths = np.array([sum(one.attention_mask) for one in encoded])
-    with checkpoint.open(path) as file:
-        state = {name: file[name] for name in file}
-    heads = config["num_attention_heads"]
-    model = Bert(config)
-    load(model, pipeline.convert_state(state, to="flax", num_heads=heads))
+    model = bert.load(path.parent)
     mask = Mask.lengths(key_value=jnp.asarray(lengths))
     there = np.arange(tokens.shape[1]) < lengths[:, None]
-    states: Any = model.embed(tokens)
+    states: Any = model.embeddings(tokens, jnp.zeros_like(tokens))
     layers = []
-    for layer in model.encoder["layer"]:
+    for layer in model.blocks:
         params, semantics = layer.attention.to_params()
         out, weights = multi_head_attention(
             params, states, mask=mask, semantics=semantics, return_weights=True

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from experiments.encoders.models import Bert, Encoder, flat, load, sentence_embeddings
+from experiments.encoders.models import Encoder, flat, load
 from jaxmha import Mask
 from jaxmha.converters.layout.arrays import NDArray, to_numpy
 from jaxmha.converters.migrate import pipeline
@@ -76,37 +76,3 @@ def test_loading_is_strict(encoder: tuple[Any, dict[str, NDArray]]) -> None:
         load(model, {k: x for k, x in tensors.items() if k != "layers/0/linear1/bias"})
     with pytest.raises(ValueError, match=r"norm1/scale: float32 \(5,\) for float32 \(6,\)"):
         load(model, tensors | {"layers/0/norm1/scale": np.zeros(5, np.float32)})
-
-
-@pytest.mark.filterwarnings("default")
-@pytest.mark.slow
-def test_bert_equals_transformers() -> None:
-    import torch
-    import transformers
-
-    config = transformers.BertConfig(
-        hidden_size=D, num_attention_heads=N, num_hidden_layers=1, intermediate_size=HIDDEN,
-        vocab_size=17, max_position_embeddings=T,
-    )  # fmt: skip
-    theirs = transformers.BertModel(config).eval()
-    state = randomised(theirs)
-    model = Bert(config.to_dict())
-    assert load(model, pipeline.convert_state(state, to="flax", num_heads=N)) == []
-    tokens = np.random.default_rng(1).integers(0, 17, (len(LENGTHS), T))
-    mask = torch.from_numpy(PRESENT.astype(int))
-
-    def in_torch() -> tuple[NDArray, NDArray]:
-        with torch.no_grad():
-            out = theirs(torch.from_numpy(tokens), attention_mask=mask)
-        return out.last_hidden_state.numpy(), out.pooler_output.numpy()
-
-    plain, _ = in_torch(), theirs.double()
-    exact = in_torch()
-    states, pooled = model(jnp.asarray(tokens), jnp.asarray(LENGTHS))
-    assert error(np.asarray(pooled), exact[1]) <= 2 * error(plain[1], exact[1])
-    ours = np.asarray(states)[PRESENT]
-    assert error(ours, exact[0][PRESENT]) <= 2 * error(plain[0][PRESENT], exact[0][PRESENT])
-    vectors = np.asarray(sentence_embeddings(states, jnp.asarray(LENGTHS)))
-    mean = (exact[0] * PRESENT[..., None]).sum(1) / PRESENT.sum(1, keepdims=True)
-    expected = mean / np.linalg.norm(mean, axis=-1, keepdims=True)
-    np.testing.assert_allclose(vectors, expected, rtol=1e-5, atol=1e-6)
