@@ -18,8 +18,8 @@ from experiments import frame
 from experiments.train import __main__ as command
 from experiments.train import data, training
 from experiments.train.data import Examples
-from experiments.train.model import ATTENTION
-from experiments.train.training import Settings, Trainer, side_by_side, train
+from experiments.train.model import ATTENTION, Settings
+from experiments.train.training import Trainer, side_by_side, train
 from tests.tolerance import assert_close, assert_same
 
 TINY = Settings(steps=50, dropout=0.4, batch=3, T=7, D=6, N=2, blocks=1, every=20)

@@ -1,5 +1,7 @@
 """Options of one layer, each as a pair of programs that compute the same function."""
 
+import tomllib
+from pathlib import Path
 from statistics import median, quantiles
 from typing import Any, NamedTuple
 
@@ -24,13 +26,7 @@ SHAPES = (Shape(8, 128), Shape(1, 1024))
 
 
 class Choice(NamedTuple):
-    """One option.
-
-    Attributes:
-      name: of the choice.
-      dear, cheap: names of programs in `programs`; the ratio is dear to cheap.
-      says: what the document says of it.
-    """
+    """One option, as `document.toml` has it."""
 
     name: str
     dear: str
@@ -38,20 +34,8 @@ class Choice(NamedTuple):
     says: str
 
 
-_SLOW = "need_weights=True forces a much slower computation"
-_FAST = "a faster implementation under some conditions"
-CHOICES = (
-    Choice("weights returned / not", "weights", "no weights", _SLOW),
-    Choice("the same, forward and backward", "weights, trained", "no weights, trained", _SLOW),
-    Choice("weights averaged over heads / per head", "weights", "weights per head",
-           "average_attn_weights averages them"),
-    Choice("(T, B, D) / (B, T, D)", "sequence first", "no weights",
-           "no convincing answer why batch_first is False"),
-    Choice("three projections / one packed", "separate", "packed",
-           "one concatenated weight where the widths agree"),
-    Choice("fast path off / on, no weights", "no weights", "fast", _FAST),
-    Choice("fast path off / on, weights", "weights", "fast, weights", _FAST),
-)  # fmt: skip
+DOCUMENT = tomllib.loads(Path(__file__).with_name("document.toml").read_text())
+CHOICES = tuple(Choice(**choice) for choice in DOCUMENT["choices"])
 
 
 class Ratio(NamedTuple):

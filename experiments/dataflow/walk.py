@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple
 
+from experiments.dataflow.choices import DOCUMENT
 from jaxmha.introspect.graph import DataFlow
 from jaxmha.introspect.graph_nodes import describe
 
@@ -10,39 +11,15 @@ LENGTHS: dict[str, Any] = {"query_len": 10, "kv_len": 12}
 
 
 class Step(NamedTuple):
-    """One step of the document.
-
-    Attributes:
-      name, shape: as the document has them; "" where it gives none.
-      nodes: of `describe`.
-      verdict: what is so, and what is not.
-    """
+    """One step of the document, as `document.toml` has it."""
 
     name: str
-    shape: str
-    nodes: tuple[str, ...]
+    nodes: list[str]
     verdict: str
+    shape: str = ""
 
 
-_PAIRS = "[q_len x kv_len]"
-STEPS = (
-    Step("project queries, keys and values", "", ("query_heads", "key_heads", "value_heads"),
-         "so; nearly all the work at short lengths"),
-    Step("split into heads", "", ("query_heads",),
-         "no work of its own: kernels have the heads as an axis, and torch's split is a view"),
-    Step("`Q`", "[q_len x qk_dim]", ("query_heads",), "so, for every head"),
-    Step("`K`", "[kv_len x qk_dim]", ("key_heads",), "so"),
-    Step("`V`", "[kv_len x v_dim]", ("value_heads",), "so; in torch's module v_dim is qk_dim"),
-    Step("`A`", _PAIRS, ("logits",), "so"),
-    Step("`A_scaled`", _PAIRS, ("scaled_query",),
-         "the same numbers; frameworks scale the queries or the logits, before or after rounding"),
-    Step("mask", _PAIRS, ("masked_logits",),
-         "-inf in torch; finite constants in Keras, Flax and jax.nn"),
-    Step("`A_probs`", _PAIRS, ("weights",),
-         "so, unless nothing is left to attend: NaN, 0 or a mean, by framework and path"),
-    Step("`output` of attention", "[q_len x v_dim]", ("context",), "so"),
-    Step("combine the heads, project the output", "", ("out",), "so; combining is no work"),
-)  # fmt: skip
+STEPS = tuple(Step(**step) for step in DOCUMENT["steps"])
 
 
 def flow() -> DataFlow:

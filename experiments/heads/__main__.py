@@ -7,14 +7,13 @@ that prints True, over 40 seeds; cases where they are equal, in float64; and lea
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
 from experiments import frame
 from experiments.heads import cases, figure, measure, script
-from experiments.train import data, seeds
+from experiments.train import seeds
 
 OF_LAYERS = 5  # seeds
 EXAMPLES = """examples:
@@ -38,6 +37,7 @@ def measured(chosen: Namespace) -> dict[str, Any]:
         def each(name: str, found: Iterable[Any]) -> list[Any]:
             return list(frame.each(tick, name, found))
 
+        variants = {f"{h} head{'s' if h > 1 else ''}": {"N": h} for h in heads}
         made = cases.cases(8, measure.E, 10, 10)
         found = {
             "settings": {"E": measure.E, "B": measure.B, "T": measure.T, "heads": list(heads)},
@@ -49,27 +49,9 @@ def measured(chosen: Namespace) -> dict[str, Any]:
             "spectra": measure.spectra(0, heads),
             "pictures": measure.pictures(0, script.N),
             "cases": each("cases", (cases.outcome(case, 8) for case in made)),
-            "training": trained(chosen, partial(tick, "training")),
+            "training": seeds.compare(chosen, variants, partial(tick, "training")),
         }
     return found | {"seconds": round(time.perf_counter() - start)}
-
-
-def trained(chosen: Namespace, tick: Callable[[], None]) -> dict[str, Any]:
-    """Learning curves of every number of heads."""
-    settings = replace(seeds.SMALL, steps=chosen.steps)
-    examples = data.read(settings.T)
-    runs = {
-        f"{h} head{'s' if h > 1 else ''}": seeds.train(
-            replace(settings, N=h),
-            examples,
-            range(chosen.seeds),
-            window=seeds.WINDOW,
-            progress=tick,
-        )
-        for h in measure.HEADS
-    }
-    used = {name: getattr(settings, name) for name in ("D", "T", "blocks", "batch", "steps")}
-    return {**used, "seeds": chosen.seeds, "window": seeds.WINDOW, "runs": runs}
 
 
 EXPERIMENT = frame.Experiment(

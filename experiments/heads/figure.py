@@ -1,6 +1,5 @@
 """Figures of the results: each says one thing."""
 
-from collections.abc import Callable
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -132,17 +131,12 @@ def gradients(found: dict[str, Any]) -> Any:
     return figure
 
 
-def training(found: dict[str, Any]) -> Any:
-    """Learning curves of every number of heads and of one head; accuracy at the end."""
-    return variants.draw(found["training"]["runs"], found["training"]["window"])
-
-
 # File: who draws it, and what one sees.
-FIGURES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+FIGURES = {
     "blocks.svg": (blocks, "The terms q_c k_c on the diagonal, split into as many blocks as heads"),
     "sums.svg": (sums, "Products of eight heads add up to those of one head; weights do not"),
     "script.svg": (script, "Difference of eight heads from one over seeds, for four kinds of matrices"),
     "ranks.svg": (ranks, "Singular values of logits and of attention weights, by number of heads"),
     "gradients.svg": (gradients, "Differences of output and gradients from one head"),
-    "training.svg": (training, "Learning curves by number of heads"),
+    "training.svg": (variants.draw, "Learning curves by number of heads"),
 }  # fmt: skip

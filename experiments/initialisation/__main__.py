@@ -8,14 +8,13 @@ import os
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from experiments import frame
 from experiments.initialisation import figure, frameworks, measure
-from experiments.train import data, seeds
+from experiments.train import seeds
 
 os.environ.setdefault("KERAS_BACKEND", "jax")  # before it is imported
 
@@ -32,17 +31,16 @@ def measured(chosen: Namespace) -> dict[str, Any]:
     """Everything, part by part."""
     seeds.check(chosen)
     start, names = time.perf_counter(), list(frameworks.STARTS)
-    settings = replace(seeds.SMALL, steps=chosen.steps)
-    used = {name: getattr(settings, name) for name in ("D", "N", "T", "blocks", "batch", "steps")}
     training = chosen.steps * chosen.seeds * len(TRAINED)
     with frame.bars(layers=len(names), training=training) as tick:
         starts = {name: measure.compare(name) for name in frame.each(tick, "layers", names)}
-        runs = curves(settings, data.read(settings.T), chosen.seeds, partial(tick, "training"))
+        variants: dict[str, dict[str, Any]] = {name: {} for name in TRAINED}
+        trained = seeds.compare(chosen, variants, partial(tick, "training"), begin)
     return {
         "settings": {"D": measure.D, "N": measure.N, "seeds": measure.SEEDS},
         "starts": starts,
         "haiku": frameworks.haiku_refuses(measure.D, measure.N),
-        "training": {**used, "seeds": chosen.seeds, "window": seeds.WINDOW, "runs": runs},
+        "training": trained,
         "seconds": round(time.perf_counter() - start),
     }
 
@@ -61,22 +59,6 @@ def begin(name: str) -> Callable[[Any, int], None]:
                 part.bias[...] = drawn.get(f"{projection}.bias", 0.0)
 
     return begun
-
-
-def curves(
-    settings: Any,
-    examples: Any,
-    count: int,
-    progress: Callable[[], None],
-    names: Sequence[str] = TRAINED,
-    window: int = seeds.WINDOW,
-) -> dict[str, Any]:
-    """Losses of every start, from the same other weights and the same batches."""
-    options: dict[str, Any] = {"window": window, "progress": progress}
-    return {
-        name: seeds.train(settings, examples, range(count), begin=begin(name), **options)
-        for name in names
-    }
 
 
 EXPERIMENT = frame.Experiment(

@@ -1,6 +1,5 @@
 """Figures of the results: each says one thing."""
 
-from collections.abc import Callable
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -60,14 +59,9 @@ def logits(found: dict[str, Any]) -> Any:
     return figure
 
 
-def training(found: dict[str, Any]) -> Any:
-    """First steps of training from every start."""
-    return variants.draw(found["training"]["runs"], found["training"]["window"])
-
-
 # File: who draws it, and what one sees.
-FIGURES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+FIGURES = {
     "histograms.svg": (histograms, "Kernels of every framework and those of jaxmha"),
     "logits.svg": (logits, "What a new layer makes of inputs of unit variance"),
-    "training.svg": (training, "Learning curves from every framework's start"),
+    "training.svg": (variants.draw, "Learning curves from every framework's start"),
 }

@@ -1,5 +1,6 @@
 """A transformer that reads bytes and names one of a few labels. One line chooses its attention."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -16,6 +17,23 @@ ATTENTION: dict[str, Any] = {
 }
 
 
+@dataclass(frozen=True)
+class Settings:
+    """Everything that a curve depends on, besides machine and versions."""
+
+    attention: str = "jaxmha"
+    seed: int = 0
+    steps: int = 400
+    dropout: float = 0.1
+    batch: int = 16
+    T: int = 256
+    D: int = 64
+    N: int = 4
+    blocks: int = 2
+    rate: float = 3e-3
+    every: int = 100  # steps between checkpoints, each with an evaluation
+
+
 def padding_mask(attention: str, lengths: jax.Array, T: int) -> Any:
     """Keys beyond a row's length are not attended: a `Mask`, or an array `B 1 1 T`."""
     if attention == "jaxmha":
@@ -26,10 +44,11 @@ def padding_mask(attention: str, lengths: jax.Array, T: int) -> Any:
 class Block(nnx.Module):  # type: ignore[misc]
     """Attention and two dense layers, each after a norm and added to what came in."""
 
-    def __init__(self, attention: str, D: int, N: int, dropout: float, rngs: nnx.Rngs) -> None:
+    def __init__(self, settings: Settings, rngs: nnx.Rngs) -> None:
+        D, dropout = settings.D, settings.dropout
         self.attention_norm = nnx.LayerNorm(D, rngs=rngs)
-        self.attention = ATTENTION[attention](
-            num_heads=N, in_features=D, dropout_rate=dropout, decode=False, rngs=rngs
+        self.attention = ATTENTION[settings.attention](
+            num_heads=settings.N, in_features=D, dropout_rate=dropout, decode=False, rngs=rngs
         )
         self.dense_norm = nnx.LayerNorm(D, rngs=rngs)
         self.up = nnx.Linear(D, 4 * D, rngs=rngs)
@@ -45,22 +64,12 @@ class Block(nnx.Module):  # type: ignore[misc]
 class Classifier(nnx.Module):  # type: ignore[misc]
     """Bytes `B T` and lengths `B` to logits `B labels`, from the mean over what is there."""
 
-    def __init__(
-        self,
-        attention: str,
-        *,
-        labels: int,
-        T: int,
-        D: int,
-        N: int,
-        blocks: int,
-        dropout: float,
-        rngs: nnx.Rngs,
-    ) -> None:
-        self.kind = attention
+    def __init__(self, settings: Settings, labels: int) -> None:
+        D, rngs = settings.D, nnx.Rngs(settings.seed)
+        self.kind = settings.attention
         self.bytes = nnx.Embed(256, D, rngs=rngs)
-        self.places = nnx.Embed(T, D, rngs=rngs)
-        self.blocks = nnx.List([Block(attention, D, N, dropout, rngs) for _ in range(blocks)])
+        self.places = nnx.Embed(settings.T, D, rngs=rngs)
+        self.blocks = nnx.List([Block(settings, rngs) for _ in range(settings.blocks)])
         self.norm = nnx.LayerNorm(D, rngs=rngs)
         self.head = nnx.Linear(D, labels, rngs=rngs)
 

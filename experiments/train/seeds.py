@@ -1,14 +1,16 @@
 """One training from several seeds: weights and batches differ, the program is one."""
 
 from argparse import Namespace
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
 
+from experiments.train import data
 from experiments.train.data import Examples
-from experiments.train.training import Settings, Trainer
+from experiments.train.model import Settings
+from experiments.train.training import Trainer
 
 WINDOW = 10  # steps of which losses are means
 # Small enough that several seeds of several variants take a minute on two cores.
@@ -27,12 +29,37 @@ def check(chosen: Namespace) -> None:
         raise ValueError(f"--seeds must be at least 2 for a spread, got {chosen.seeds}")
 
 
+def compare(
+    chosen: Namespace,
+    variants: Mapping[str, dict[str, Any]],
+    progress: Callable[[], None],
+    begin: Callable[[str], Callable[[Any, int], None]] = lambda name: lambda model, seed: None,
+) -> dict[str, Any]:
+    """Trains variants of `SMALL`: name -> the settings that differ; all else is the same.
+
+    Returns:
+      The settings that all have, seeds and window; `runs`: name -> what `train` returns.
+    """
+    settings = replace(SMALL, steps=chosen.steps)
+    examples, count = data.read(settings.T), range(chosen.seeds)
+    runs = {
+        name: train(
+            replace(settings, **other), examples, count, begin=begin(name), progress=progress
+        )
+        for name, other in variants.items()
+    }
+    different = {name for other in variants.values() for name in other}
+    names = {"D", "N", "T", "blocks", "batch", "steps"} - different
+    used = {name: x for name, x in asdict(settings).items() if name in names}
+    return {**used, "seeds": chosen.seeds, "window": WINDOW, "runs": runs}
+
+
 def train(
     settings: Settings,
     examples: tuple[Examples, Examples],
     seeds: Sequence[int],
     *,
-    window: int,
+    window: int = WINDOW,
     begin: Callable[[Any, int], None] = lambda model, seed: None,
     progress: Callable[[], None] = lambda: None,
 ) -> dict[str, list[Any]]:

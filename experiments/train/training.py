@@ -15,24 +15,7 @@ from orbax import checkpoint as ocp
 
 from experiments.train import data
 from experiments.train.data import Examples
-from experiments.train.model import Classifier
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Everything that a curve depends on, besides machine and versions."""
-
-    attention: str = "jaxmha"
-    seed: int = 0
-    steps: int = 400
-    dropout: float = 0.1
-    batch: int = 16
-    T: int = 256
-    D: int = 64
-    N: int = 4
-    blocks: int = 2
-    rate: float = 3e-3
-    every: int = 100  # steps between checkpoints, each with an evaluation
+from experiments.train.model import Classifier, Settings
 
 
 @dataclass
@@ -51,18 +34,9 @@ class Trainer:
     def __init__(self, settings: Settings, examples: tuple[Examples, Examples]) -> None:
         self.settings, self.curve = settings, Curve()
         self.examples, self.held_out = examples
-        model = Classifier(
-            settings.attention,
-            labels=len(data.PACKAGES),
-            T=settings.T,
-            D=settings.D,
-            N=settings.N,
-            blocks=settings.blocks,
-            dropout=settings.dropout,
-            rngs=nnx.Rngs(settings.seed),
-        )
+        self.model = Classifier(settings, len(data.PACKAGES))
         rule = optimiser(settings.rate, settings.steps)
-        self.model, self.optimizer = model, nnx.Optimizer(model, rule, wrt=nnx.Param)
+        self.optimizer = nnx.Optimizer(self.model, rule, wrt=nnx.Param)
         self.model.train()
 
     def step(self) -> float:
@@ -162,9 +136,7 @@ def train(
 def _restore(manager: Any, step: int, trainer: Trainer) -> None:
     notes = manager.restore(step, args=ocp.args.Composite(notes=ocp.args.JsonRestore())).notes
     own, other = asdict(trainer.settings), notes["settings"]
-    different = [
-        f"{name} {other.get(name)}, not {own[name]}" for name in own if own[name] != other.get(name)
-    ]
+    different = [f"{k} {other.get(k)}, not {x}" for k, x in own.items() if x != other.get(k)]
     if different:
         raise ValueError(f"the checkpoint has other settings: {'; '.join(different)}")
     args = ocp.args.Composite(state=ocp.args.StandardRestore(trainer.state))

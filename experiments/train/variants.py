@@ -11,8 +11,9 @@ from jaxmha.introspect.svg import INK
 Runs = dict[str, dict[str, Any]]  # by variant: what `seeds.train` returns
 
 
-def draw(runs: Runs, window: int) -> Any:
+def draw(found: dict[str, Any]) -> Any:
     """A panel of curves for every variant but the first; held-out accuracy of all."""
+    runs, window = found["training"]["runs"], found["training"]["window"]
     first, *others = runs
     ratios = [1] * len(others) + [1.2]
     figure, axes = plt.subplots(
