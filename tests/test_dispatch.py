@@ -22,6 +22,7 @@ from jaxmha.implementations import KERNELS, UnsupportedError, platforms, probe, 
 from jaxmha.implementations.fused import cudnn, cudnn_paged
 from jaxmha.implementations.probe_cases import Kind
 from tests import conformance, cudnn_contract
+from tests.sharding.probing import probed
 
 PADDED = Mask.padding(key_value=np.ones((2, 1024), bool))
 WINDOW = Mask.window(3, None)
@@ -445,9 +446,7 @@ def test_the_trial_runs_on_the_device_of_the_caller() -> None:
 @pytest.mark.slow
 def test_processes_agree_on_a_kernel() -> None:
     """What fails in one process is used in none; who asks alone waits no longer than allowed."""
-    found = workers.started("tests.sharding.probing", 2, [])
-    assert found is not None
-    first, second = found
+    first, second = workers.together(probed, 2)
     assert first["alone"] is first["not asked elsewhere"] is None
     assert first["together"].startswith("it fails in process 1: RuntimeError: no kernel image")
     assert "no kernel image" in second["together"]

@@ -4,6 +4,7 @@ Every way through torch, Keras, Flax, jax.nn and jaxmha on the same rows and exa
 dtypes, lengths and sizes of logits. Keras' two backends are in processes of their own.
 """
 
+import importlib
 import json
 import os
 import subprocess
@@ -28,23 +29,10 @@ def work(worker: str) -> None:
     """In a process of its own: lines of what is done, then the results."""
     os.environ["KERAS_BACKEND"] = "tensorflow" if worker == "tensorflow" else "jax"
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
+    os.environ["JAX_ENABLE_X64"] = "1"
     from experiments.numerics import measure
 
-    if worker == "torch":
-        from experiments.numerics import torch_runs
-
-        runs = torch_runs.RUNS
-    elif worker == "jax":
-        import jax
-
-        jax.config.update("jax_enable_x64", True)  # type: ignore[no-untyped-call]
-        from experiments.numerics import jax_runs
-
-        runs = jax_runs.RUNS
-    else:
-        from experiments.numerics import keras_runs
-
-        runs = keras_runs.RUNS
+    runs = importlib.import_module(f"experiments.numerics.{worker}_runs").RUNS
     found = measure.measure(runs, lambda text: print(text, flush=True))
     print(json.dumps({"found": found, "sources": records.loaded()}))
 

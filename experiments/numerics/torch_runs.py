@@ -1,5 +1,6 @@
 """The ways through torch.nn.MultiheadAttention."""
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -34,8 +35,6 @@ def run(
     return np.asarray(to_numpy(out))[0, :T]
 
 
-def _bound(path: str) -> Run:
-    return lambda *given: run(path, *given)
-
-
-RUNS: dict[str, Run] = {f"torch {path}": _bound(path) for path in ("weights", "sdpa", "native")}
+RUNS: dict[str, Run] = {
+    f"torch {path}": partial(run, path) for path in ("weights", "sdpa", "native")
+}

@@ -7,7 +7,6 @@ from every format. All save them together through orbax, and load that checkpoin
 import json
 import sys
 import tempfile
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from pathlib import Path
 from typing import Any
 
@@ -23,32 +22,19 @@ SAVED = "saved"  # by all processes through orbax
 MIB = 2**20
 
 
-def parsed(arguments: list[str] | None = None) -> Namespace:
-    """The command line."""
-    parser = ArgumentParser(
-        prog="python -m experiments.scaling.loading",
-        description=__doc__,
-        epilog=EXAMPLES,
-        formatter_class=RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--mib", type=int, default=64, help="size of the checkpoint (default 64)")
-    parser.add_argument("--json", action="store_true", help="results as JSON")
-    parser.add_argument("--folder", type=Path, help="used by the command itself")
-    return workers.parsed(parser, arguments)
+OPTIONS = {"--mib": {"type": int, "default": 64, "help": "size of the checkpoint (default 64)"}}
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Prints the table; 0, or 2 for bad input or where a process died."""
-    options = parsed(arguments)
-    if options.worker is not None:
-        print(json.dumps(work(options)))
-        return 0
+    options = workers.parsed("loading", __doc__, EXAMPLES, OPTIONS, arguments)
     with tempfile.TemporaryDirectory() as folder:
         write(Path(folder), options.mib * MIB)
-        words = ["--folder", folder, "--mib", options.mib]
-        answers = workers.started(__spec__.name, options.processes, words)
-    if answers is None:
-        return 2
+        try:
+            answers = workers.together(work, options.processes, Path(folder))
+        except RuntimeError as error:
+            print(error, file=sys.stderr)
+            return 2
     if options.json:
         print(json.dumps(answers))
         return 0
@@ -79,60 +65,50 @@ def write(folder: Path, size: int) -> None:
         checkpoint.write(folder / f"model.{suffix}", tensors, digest=None, **settings)
 
 
-def work(options: Namespace) -> dict[str, dict[str, int]]:
+def work(_: int, folder: Path) -> dict[str, dict[str, int]]:
     """Of one process, by format: bytes of its share, bytes read, and growth of its memory."""
-    with workers.joined(options):
-        import jax
-        import numpy as np
-        from jax.sharding import PartitionSpec
+    import jax
+    import numpy as np
+    from jax.sharding import PartitionSpec
 
-        from jaxmha.converters.sharded import distributed
+    from jaxmha.converters.sharded import distributed
 
-        mesh: Any = jax.make_mesh((jax.device_count(),), ("tensor",))
-        spec: Any = PartitionSpec
-        specs = {
-            "rows": spec("tensor"),
-            "columns": spec(None, "tensor"),
-            "heads": spec(None, "tensor", None),
+    mesh: Any = jax.make_mesh((jax.device_count(),), ("tensor",))
+    spec: Any = PartitionSpec
+    specs = {
+        "rows": spec("tensor"),
+        "columns": spec(None, "tensor"),
+        "heads": spec(None, "tensor", None),
+    }
+    looked: list[int] = []
+
+    def see(slices: Any, part: Any) -> None:
+        # A mapped tensor is read without system calls; `read_by_calls` counts all others.
+        if slices.is_mapped(part):
+            looked.append(part.nbytes)
+
+    workers.watch(see)
+    ready: Any = jax.block_until_ready
+    found = {}
+    whole = jax.NamedSharding(mesh, spec())
+    small = {"a": jax.make_array_from_callback((8,), whole, lambda _: np.ones(8))}
+    distributed.save_sharded(folder / "first", small)  # what libraries load on first use
+    distributed.load_sharded(folder / "first", mesh, {})
+    for name in (*(f"model.{suffix}" for suffix in SUFFIXES), SAVED):
+        looked.clear()
+        memory.forget()
+        before, called = 1024 * memory.counted("VmRSS"), read_by_calls()
+        arrays = distributed.load_sharded(folder / name, mesh, specs)
+        ready(arrays)
+        found[name] = {
+            "share": sum(s.data.nbytes for x in arrays.values() for s in x.addressable_shards),
+            "read": sum(looked) + read_by_calls() - called,
+            "peak": memory.peak() - before,
         }
-        looked: list[int] = []
-
-        def see(slices: Any, part: Any) -> None:
-            # A mapped tensor is read without system calls; `read_by_calls` counts all others.
-            if slices.is_mapped(part):
-                looked.append(part.nbytes)
-
-        workers.watch(see)
-        ready: Any = jax.block_until_ready
-        found = {}
-        small = {"a": jax.make_array_from_callback((8,), sharding_of(mesh), lambda _: np.ones(8))}
-        distributed.save_sharded(
-            options.folder / "first", small
-        )  # what libraries load on first use
-        distributed.load_sharded(options.folder / "first", mesh, {})
-        for name in (*(f"model.{suffix}" for suffix in SUFFIXES), SAVED):
-            looked.clear()
-            memory.forget()
-            before, called = 1024 * memory.counted("VmRSS"), read_by_calls()
-            arrays = distributed.load_sharded(options.folder / name, mesh, specs)
-            ready(arrays)
-            found[name] = {
-                "share": sum(s.data.nbytes for x in arrays.values() for s in x.addressable_shards),
-                "read": sum(looked) + read_by_calls() - called,
-                "peak": memory.peak() - before,
-            }
-            if name == "model.npz":
-                distributed.save_sharded(options.folder / SAVED, arrays)
-            del arrays
-        return found
-
-
-def sharding_of(mesh: Any) -> Any:
-    """Every element on every device."""
-    from jax.sharding import NamedSharding, PartitionSpec
-
-    whole: Any = PartitionSpec
-    return NamedSharding(mesh, whole())
+        if name == "model.npz":
+            distributed.save_sharded(folder / SAVED, arrays)
+        del arrays
+    return found
 
 
 def read_by_calls() -> int:

@@ -7,7 +7,7 @@ the layer and its gradient, and compares with what it computes alone.
 import json
 import sys
 import tempfile
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,41 +26,28 @@ B, T, N, K, H = 4, 256, 8, 4, 16
 MASKS = ("padded", "window", "segments")
 
 
-def parsed(arguments: list[str] | None = None) -> Namespace:
-    """The command line."""
-    parser = ArgumentParser(
-        prog="python -m experiments.scaling.processes",
-        description=__doc__,
-        epilog=EXAMPLES,
-        formatter_class=RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--layout", action="append", choices=LAYOUTS, help="only these")
-    parser.add_argument(
-        "--mask",
-        action="append",
-        choices=MASKS,
-        help="what is asked for besides causal (default: padded); several: each",
-    )
-    parser.add_argument("--json", action="store_true", help="results as JSON")
-    parser.add_argument("--checkpoint", type=Path, help="used by the command itself")
-    return workers.parsed(parser, arguments)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "--layout": {"action": "append", "choices": LAYOUTS, "help": "only these"},
+    "--mask": {
+        "action": "append",
+        "choices": MASKS,
+        "help": "what is asked for besides causal (default: padded); several: each",
+    },
+}
 
 
 def main(arguments: list[str] | None = None) -> int:
     """0: all layouts agree with one process; 1: one differs; 2: bad input, or a process died."""
-    options = parsed(arguments)
-    if options.worker is not None:
-        print(json.dumps(work(options)))
-        return 0
-    layouts = options.layout or list(LAYOUTS)
+    options = workers.parsed("processes", __doc__, EXAMPLES, OPTIONS, arguments)
+    layouts, masks = options.layout or LAYOUTS, options.mask or MASKS[:1]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "layer.safetensors"
         write(path)
-        words = [word for layout in layouts for word in ("--layout", layout)]
-        words += [word for mask in options.mask or MASKS[:1] for word in ("--mask", mask)]
-        answers = workers.started(__spec__.name, options.processes, [*words, "--checkpoint", path])
-    if answers is None:
-        return 2
+        try:
+            answers = workers.together(work, options.processes, path, layouts, masks)
+        except RuntimeError as error:
+            print(error, file=sys.stderr)
+            return 2
     rows = [
         {"layout": layout, "error": max(answer[layout] for answer in answers)} for layout in layouts
     ]
@@ -98,14 +85,10 @@ def write(path: Path) -> None:
     )
 
 
-def work(options: Namespace) -> dict[str, float]:
+def work(_: int, path: Path, layouts: Sequence[str], masks: Sequence[str]) -> dict[str, float]:
     """One process: errors by layout, and the share of the checkpoint that it read."""
-    with workers.joined(options):
-        found = {
-            layout: max(error(layout, mask, options.checkpoint) for mask in options.mask)
-            for layout in options.layout
-        }
-        return {**found, "share": share(options.checkpoint)}
+    found = {layout: max(error(layout, mask, path) for mask in masks) for layout in layouts}
+    return {**found, "share": share(path)}
 
 
 def mesh_of(layout: str) -> tuple[Any, dict[str, Any]]:

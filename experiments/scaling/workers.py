@@ -1,80 +1,69 @@
 """Several processes of this machine that are one run of JAX, over loopback."""
 
-import json
 import os
 import socket
-import subprocess
-import sys
-from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from typing import Any
+
+ALONE = {
+    "JAX_PLATFORMS": "cpu",
+    "JAX_NUM_CPU_DEVICES": "1",
+    "JAX_ENABLE_PREEMPTION_SERVICE": "false",  # which keeps a process from being terminated
+}
 
 
 def parsed(
-    parser: ArgumentParser, arguments: list[str] | None = None, default: int = 2
+    module: str,
+    about: str | None,
+    examples: str,
+    options: dict[str, dict[str, Any]],
+    arguments: list[str] | None = None,
 ) -> Namespace:
-    """The command line, with how many processes, and which of them this one is."""
-    parser.add_argument(
-        "--processes", type=int, default=default, help=f"2, 4 or 8 (default {default})"
+    """The command line of `python -m experiments.scaling.<module>`."""
+    parser = ArgumentParser(
+        prog=f"python -m experiments.scaling.{module}",
+        description=about,
+        epilog=examples,
+        formatter_class=RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--worker", type=int, help="used by the command itself")
-    parser.add_argument("--port", type=int, help="used by the command itself")
+    parser.add_argument("--json", action="store_true", help="results as JSON")
+    parser.add_argument("--processes", type=int, default=2, help="2, 4 or 8 (default 2)")
+    for flag, given in options.items():
+        parser.add_argument(flag, **given)
     found = parser.parse_args(arguments)
-    alone = found.worker is not None and found.processes == 1
-    if not alone and found.processes not in (2, 4, 8):
+    if found.processes not in (2, 4, 8):
         parser.error(f"--processes must be 2, 4 or 8, got {found.processes}")
     return found
 
 
-def launched(module: str, count: int, arguments: Sequence[Any]) -> list[subprocess.Popen[str]]:
-    """`python -m module` so many times, each as one worker with one device."""
+def together(function: Callable[..., Any], count: int, *arguments: Any) -> list[Any]:
+    """What `function(index, *arguments)` returns in each of so many processes with one device.
+
+    Raises:
+      RuntimeError: a process died.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", module, "--processes", str(count), "--port", str(port)]
-    command += map(str, arguments)
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
-    return [
-        subprocess.Popen(
-            [*command, "--worker", str(index)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for index in range(count)
-    ]
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    with ProcessPoolExecutor(count, get_context("spawn"), _prepare) as pool:
+        given = [(address, count, index, function, *arguments) for index in range(count)]
+        return [future.result() for future in [pool.submit(_joined, *one) for one in given]]
 
 
-def started(module: str, count: int, arguments: Sequence[Any]) -> list[dict[str, Any]] | None:
-    """The last result that every process printed; None if one failed, whose errors are printed."""
-    workers = launched(module, count, arguments)
-    try:
-        said = [worker.communicate(timeout=1800) for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-    for index, (worker, (_, errors)) in enumerate(zip(workers, said, strict=True)):
-        if worker.returncode:
-            print(f"process {index} failed:\n{errors[-2000:]}", file=sys.stderr)
-            return None
-    return [json.loads(out.splitlines()[-1]) for out, _ in said]
+def _prepare() -> None:
+    os.environ |= ALONE
+    os.dup2(2, 1)  # libraries print, and the output of the command is its own
 
 
-@contextmanager
-def joined(options: Namespace) -> Iterator[None]:
-    """One worker among the others."""
+def _joined(address: str, count: int, index: int, function: Any, *arguments: Any) -> Any:
     import jax
 
-    if options.processes == 1:
-        yield
-        return
-    jax.distributed.initialize(
-        f"127.0.0.1:{options.port}", num_processes=options.processes, process_id=options.worker
-    )
+    jax.distributed.initialize(address, num_processes=count, process_id=index)
     try:
-        yield
+        return function(index, *arguments)
     finally:
         shutdown: Any = jax.distributed.shutdown
         shutdown()

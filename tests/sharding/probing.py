@@ -1,44 +1,34 @@
 """One of two processes that probe a kernel, which works in process 0 only."""
 
-import json
 import os
 import time
 import warnings
-from argparse import ArgumentParser
 from typing import Any
 
-from experiments.scaling import workers
 
-
-def main() -> None:
-    options = workers.parsed(ArgumentParser(description=__doc__))
+def probed(index: int) -> dict[str, Any]:
     os.environ["JAXMHA_PROBE_SECONDS"] = "20"
-    with workers.joined(options):
-        from jaxmha.implementations import probe, reference
-        from jaxmha.implementations.probe_cases import Kind
+    from jaxmha.implementations import probe, reference
+    from jaxmha.implementations.probe_cases import Kind
 
-        def attend(request: Any, *, leaks: bool) -> Any:
-            if options.worker == 1:
-                raise RuntimeError("no kernel image is available")
-            return reference.attend(request)
+    def attend(request: Any, *, leaks: bool) -> Any:
+        if index == 1:
+            raise RuntimeError("no kernel image is available")
+        return reference.attend(request)
 
-        def failure(name: str, **how: Any) -> str | None:
-            return probe.failure(
-                name, attend, reference.unsupported_reason, Kind("float32", True), **how
-            )
+    def failure(name: str, **how: Any) -> str | None:
+        return probe.failure(
+            name, attend, reference.unsupported_reason, Kind("float32", True), **how
+        )
 
-        warnings.simplefilter("ignore")
-        found: dict[str, Any] = {}
-        if options.worker == 0:
-            found["alone"] = failure("stub", agree=False)
-        found["together"] = failure("stub")
-        if options.worker == 0:  # the other process runs something else
-            os.environ["JAXMHA_PROBE_SECONDS"] = "8"
-            began = time.monotonic()
-            found["not asked elsewhere"] = failure("other")
-            found["seconds"] = time.monotonic() - began
-        print(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()
+    warnings.simplefilter("ignore")
+    found: dict[str, Any] = {}
+    if index == 0:
+        found["alone"] = failure("stub", agree=False)
+    found["together"] = failure("stub")
+    if index == 0:  # the other process runs something else
+        os.environ["JAXMHA_PROBE_SECONDS"] = "8"
+        began = time.monotonic()
+        found["not asked elsewhere"] = failure("other")
+        found["seconds"] = time.monotonic() - began
+    return found

@@ -1,15 +1,16 @@
 """Real processes over loopback."""
 
 import json
-import signal
 import subprocess
 import sys
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import pytest
 
 from experiments.scaling import workers
 from jaxmha import checkpoint
+from tests.sharding.saving import saved
 
 ROOT = Path(__file__).parents[2]
 
@@ -43,32 +44,17 @@ def test_slices_read_their_share() -> None:
             assert of["peak"] <= of["share"] + (256 << 20), name
 
 
-def saving(path: Path, value: float, *words: str) -> list[subprocess.Popen[str]]:
-    command = ["--path", path, "--value", value, *words]
-    return workers.launched("tests.sharding.saving", 2, command)
-
-
-def ended(processes: list[subprocess.Popen[str]]) -> list[str]:
-    answers = [process.communicate(timeout=600) for process in processes]
-    assert all(process.returncode == 0 for process in processes), answers
-    return [out.splitlines()[-1] for out, _ in answers]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("files", [1, 8])
 def test_killed_while_saving(tmp_path: Path, files: int) -> None:
     """One of two processes dies: the step before stays, and saving again completes."""
-    same = [json.dumps({"same": True})] * 2
-    assert ended(saving(tmp_path / "step1", 0.0)) == same
-    processes = saving(tmp_path / "step2", 1.0, "--killed", str(files))
-    assert processes[1].wait(600) == -signal.SIGKILL
-    processes[0].kill()
-    for process in processes:
-        process.communicate()
+    assert workers.together(saved, 2, tmp_path / "step1", 0.0) == [True, True]
+    with pytest.raises(BrokenProcessPool):
+        workers.together(saved, 2, tmp_path / "step2", 1.0, files)
     assert not (tmp_path / "step2").exists()
     with checkpoint.open(tmp_path / "step1") as file:
         assert file["block/bias"].tolist() == list(range(0, 2**21, 64))
-    assert ended(saving(tmp_path / "step2", 1.0)) == same
+    assert workers.together(saved, 2, tmp_path / "step2", 1.0) == [True, True]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step1", "step2"]
 
 

@@ -20,10 +20,8 @@ def _run(scores: bool, weights: MHAParams, x: NDArray, keep: Any, bias: Any) -> 
     """`scores`: with the attention scores asked for."""
     if bias is not None:
         raise UnsupportedError("the layer takes no additive mask")
-    layer, state = (
-        _layer(x.dtype.name),
-        convert.export_params(weights, layout=convert.VARIABLES.name),
-    )
+    layer = _layer(x.dtype.name)
+    state = convert.export_params(weights, layout=convert.VARIABLES.name)
     for variable in layer.trainable_variables:
         variable.assign(state["/".join(variable.path.split("/")[-2:])])
     options = {"training": False, "return_attention_scores": scores}
