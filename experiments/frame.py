@@ -5,15 +5,19 @@ the template `page.md` (see `experiments.pages`).
 """
 
 import json
+import os
 import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, nullcontext
 from importlib.metadata import version
+from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryFile
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
+from unittest import mock
 
 from experiments.pages import Page
 from jaxmha.bench import machine
@@ -150,6 +154,17 @@ def each(tick: Callable[[str], None], name: str, items: Iterable[Item]) -> Itera
     for item in items:
         yield item
         tick(name)
+
+
+def alone(
+    function: Callable[..., Item], *arguments: Any, environment: Mapping[str, str] = NOTHING
+) -> Item:
+    """What a function returns in a process of its own, which starts with this environment too."""
+    with (
+        mock.patch.dict(os.environ, environment),
+        ProcessPoolExecutor(1, get_context("spawn"), os.dup2, initargs=(2, 1)) as pool,
+    ):
+        return pool.submit(function, *arguments).result()
 
 
 def writable(folder: Path, files: Sequence[str] = ()) -> None:

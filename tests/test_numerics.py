@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from experiments import frame
 from experiments.numerics import inputs, measure, page, torch_runs
 from experiments.numerics.inputs import DTYPES, E, H, N, T
 from experiments.report import registry
@@ -97,10 +98,10 @@ def test_no_implementation_is_missing() -> None:
 @pytest.mark.parametrize("worker", ["torch", "tensorflow", "jax"])
 def test_measures_again(worker: str) -> None:
     """A whole process of it: answers are as stored."""
-    from experiments.numerics.__main__ import ask
+    from experiments.numerics.__main__ import work
 
     assert RESULTS is not None
-    for name, row in ask(worker, lambda text: None)["found"].items():
+    for name, row in frame.alone(work, worker)["found"].items():
         stored = RESULTS["implementations"][name]
         for key in ("blocked", "constants", "below", "padding", "largest", "uncompiled"):
             assert row[key] == stored[key], (name, key)

@@ -1,15 +1,12 @@
 """What happens to every tensor in multi-head attention, and what do its options cost?"""
 
-import json
-import subprocess
 import sys
 from argparse import Namespace
 from typing import Any
 
-from experiments import frame, records
-from experiments.dataflow import figure, walk
+from experiments import frame
+from experiments.dataflow import figure, programs, walk
 from experiments.dataflow.choices import ROUNDS, SHAPES, THREADS
-from experiments.dataflow.programs import PROGRAMS
 from jaxmha.bench.fleet import environment
 
 EXAMPLES = """examples:
@@ -19,33 +16,19 @@ EXAMPLES = """examples:
 """
 
 
-def measured(framework: str, index: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds by program, from a process of its own."""
-    command = [sys.executable, "-m", "experiments.dataflow.programs", framework, str(index)]
-    done = subprocess.run(
-        [*command, str(rounds)],
-        cwd=records.ROOT,
-        env=environment(framework, THREADS),
-        check=False,
-        capture_output=True,
-        text=True,
-    )
-    if done.returncode:
-        raise RuntimeError(f"{framework}, {SHAPES[index].name}: {done.stderr.strip()[-2000:]}")
-    found: dict[str, list[float]] = json.loads(done.stdout)
-    return {name: [float(f"{t:.4g}") for t in row] for name, row in found.items()}
-
-
 def find(chosen: Namespace) -> dict[str, Any]:
     """Everything that the page says."""
     rounds = chosen.rounds
     if rounds < 2:
         raise ValueError(f"--rounds must be at least 2, got {rounds}")
-    seconds: dict[str, dict[str, Any]] = {framework: {} for framework in PROGRAMS}
-    with frame.bars(measuring=len(PROGRAMS) * len(SHAPES)) as tick:
+    seconds: dict[str, dict[str, Any]] = {framework: {} for framework in programs.PROGRAMS}
+    with frame.bars(measuring=len(programs.PROGRAMS) * len(SHAPES)) as tick:
         for framework, of in seconds.items():
             for i, shape in enumerate(SHAPES):
-                of[shape.name] = measured(framework, i, rounds)
+                taken = frame.alone(
+                    programs.run, framework, i, rounds, environment=environment(framework, THREADS)
+                )
+                of[shape.name] = {k: [float(f"{t:.4g}") for t in x] for k, x in taken.items()}
                 tick("measuring")
     flow = walk.flow().to_json()
     nodes = [{k: v for k, v in n.items() if k != "differences"} for n in flow["nodes"]]

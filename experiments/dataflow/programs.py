@@ -1,21 +1,19 @@
-"""One process for one framework, shape and number of rounds: `python -m experiments.dataflow.programs torch 0 7`.
+"""The options of torch and jaxmha as programs, for one framework and shape in a process of its own.
 
-Every option is a program; they run in rounds, one after another, and the seconds of each call are
-printed as JSON. Programs that are compared compute the same, which is asserted first.
+Every option is a program; they run in rounds, one after another. Programs that are compared compute
+the same, which is asserted first.
 """
 
-import json
-import os
-import sys
 from collections.abc import Callable
 from functools import partial
+from timeit import timeit
 from typing import Any
 
 import numpy as np
 
 from experiments.dataflow.choices import CHOICES, SHAPES, THREADS, D, N, Shape
 from jaxmha.bench.torch_peers import assert_native
-from jaxmha.bench.worker import MOST_CALLS, ROUND_SECONDS, pin, timed
+from jaxmha.bench.worker import MOST_CALLS, ROUND_SECONDS, pin
 
 Program = Callable[[], Any]
 TOLERANCE = 2e-5  # float32, values of about 1
@@ -163,37 +161,21 @@ def check(programs: dict[str, Program], shape: Shape) -> None:
 
 def measure(programs: dict[str, Program], rounds: int) -> dict[str, list[float]]:
     """Mean seconds of a call, by program, in every round."""
-
-    def repeated(program: Program) -> Callable[[int], None]:
-        def run(times: int) -> None:
-            for _ in range(times):
-                program()
-
-        return run
-
     calls = {}
-    runs = {name: repeated(program) for name, program in programs.items()}
-    for name, run in runs.items():
-        timed(run, 2)
-        calls[name] = min(MOST_CALLS, max(1, int(ROUND_SECONDS / timed(run, 2))))
+    for name, program in programs.items():
+        timeit(program, number=2)
+        calls[name] = min(MOST_CALLS, max(1, int(2 * ROUND_SECONDS / timeit(program, number=2))))
     seconds: dict[str, list[float]] = {name: [] for name in programs}
     for _ in range(rounds):
-        for name, run in runs.items():
-            seconds[name].append(timed(run, calls[name]))
+        for name, program in programs.items():
+            seconds[name].append(timeit(program, number=calls[name]) / calls[name])
     return seconds
 
 
-def main() -> None:
-    """Prints what `measure` finds."""
-    framework, index, rounds = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
+def run(framework: str, index: int, rounds: int) -> dict[str, list[float]]:
+    """What `measure` finds for a shape, in a process of its own."""
     pin(framework, THREADS)
     shape = SHAPES[index]
     programs = PROGRAMS[framework](shape)
     check(programs, shape)
-    print(json.dumps(measure(programs, rounds)), file=answers, flush=True)
-
-
-if __name__ == "__main__":
-    main()
+    return measure(programs, rounds)

@@ -10,9 +10,11 @@ import json
 import os
 import subprocess
 import sys
-import time
+import timeit
+import tomllib
 from argparse import Namespace
 from collections.abc import Callable
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -27,29 +29,9 @@ EXAMPLES = """examples:
   python -m experiments.environment                    ten minutes on a quiet machine
   python -m experiments.environment --rounds 5 --json
 """
-SETTINGS: dict[str, dict[str, str]] = {
-    "none": {},
-    "vectors of 512 bits": {"XLA_FLAGS": "--xla_cpu_prefer_vector_width=512"},
-    "fast math": {"XLA_FLAGS": "--xla_cpu_enable_fast_math=true"},
-    "no fused kernels of YNNPACK": {"XLA_FLAGS": "--xla_cpu_experimental_ynn_fusion_type="},
-    "no concurrency between kernels": {
-        "XLA_FLAGS": "--xla_cpu_enable_concurrency_optimized_scheduler=false"
-    },
-    # By default glibc returns blocks above 32 MiB to the kernel at every free.
-    "temporaries kept by glibc": {
-        "MALLOC_MMAP_THRESHOLD_": "4294967296",
-        "MALLOC_TRIM_THRESHOLD_": "8589934592",
-    },
-}
-CASES = (
-    "layer-forward-plain-B8-T128-E512",
-    "layer-forward-plain-B1-T2048-E512",
-    "layer-forward-plain-B32-T512-E512",
-    "layer-forward-causal-B1-T2048-E512",
-    "layer-forward-padded-B4-T1024-E512",
-    "layer-backward-plain-B2-T512-E512",
-    "layer-backward-plain-B1-T2048-E1024",
-)
+TABLE = tomllib.loads(Path(__file__).with_name("settings.toml").read_text())
+SETTINGS: dict[str, dict[str, str]] = TABLE["settings"]
+CASES: list[str] = TABLE["cases"]
 
 
 def measured(variables: dict[str, str]) -> dict[str, dict[str, float]]:
@@ -97,12 +79,7 @@ def calls(count: int = 1000) -> dict[str, dict[str, float]]:
 def _microseconds(function: Callable[..., Any], arguments: tuple[Any, ...], count: int) -> float:
     wait: Any = jax.block_until_ready
     wait(function(*arguments))
-    seconds = []
-    for _ in range(count):
-        start = time.perf_counter()
-        wait(function(*arguments))
-        seconds.append(time.perf_counter() - start)
-    return 1e6 * median(seconds)
+    return 1e6 * median(timeit.repeat(lambda: wait(function(*arguments)), number=1, repeat=count))
 
 
 def collect(chosen: Namespace) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Freshly made attention layers of every framework, and jaxmha's counterpart of each."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -37,20 +38,12 @@ class Start(NamedTuple):
     formula: str
 
 
-def torch_packed(seed: int, D: int, N: int) -> Leaves:
-    """`torch.nn.MultiheadAttention` with one matrix for query, key and value."""
+def torch_layer(seed: int, D: int, N: int, parts: tuple[int, int] = (1, 1)) -> Leaves:
+    """`torch.nn.MultiheadAttention`: one matrix for query, key and value where widths agree."""
     import torch
 
     torch.manual_seed(seed)
-    return _numpy(of_torch.from_module(torch.nn.MultiheadAttention(D, N))[0])
-
-
-def torch_separate(seed: int, D: int, N: int) -> Leaves:
-    """The same with keys and values of other widths, and so a matrix each."""
-    import torch
-
-    torch.manual_seed(seed)
-    layer = torch.nn.MultiheadAttention(D, N, kdim=D // APART[0], vdim=D // APART[1])
+    layer = torch.nn.MultiheadAttention(D, N, kdim=D // parts[0], vdim=D // parts[1])
     return _numpy(of_torch.from_module(layer)[0])
 
 
@@ -158,9 +151,12 @@ def _outputs(seed: int, D: int, N: int) -> Leaves:
 _APART = _scheme("torch", key_features=APART[0], value_features=APART[1])
 _LIKE_OUT = 'the output kernel of `scheme="torch"`'
 STARTS: dict[str, Start] = {
-    "torch, packed": Start(torch_packed, _scheme("torch"), '`scheme="torch"`', "U(±√(6 / 4D))"),
+    "torch, packed": Start(torch_layer, _scheme("torch"), '`scheme="torch"`', "U(±√(6 / 4D))"),
     "torch, separate": Start(
-        torch_separate, _APART, '`scheme="torch"`, other widths', "U(±√(6 / (width + D)))"
+        partial(torch_layer, parts=APART),
+        _APART,
+        '`scheme="torch"`, other widths',
+        "U(±√(6 / (width + D)))",
     ),
     "torch, four Linear": Start(torch_linear, _outputs, _LIKE_OUT, "U(±1/√D), biases too"),
     "keras": Start(keras_layer, _scheme("keras"), '`scheme="keras"`', "U(±√(6 / 2D))"),

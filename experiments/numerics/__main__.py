@@ -5,13 +5,11 @@ dtypes, lengths and sizes of logits. Keras' two backends are in processes of the
 """
 
 import importlib
-import json
 import os
-import subprocess
 import sys
 from argparse import Namespace
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from experiments import frame, records
@@ -25,16 +23,17 @@ EXAMPLES = """examples:
 """
 
 
-def work(worker: str) -> None:
-    """In a process of its own: lines of what is done, then the results."""
+def work(worker: str) -> dict[str, Any]:
+    """What one process measures, and its sources; in that process."""
     os.environ["KERAS_BACKEND"] = "tensorflow" if worker == "tensorflow" else "jax"
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
-    os.environ["JAX_ENABLE_X64"] = "1"
+    import jax
+
     from experiments.numerics import measure
 
+    jax.config.update("jax_enable_x64", worker == "jax")  # type: ignore[no-untyped-call]
     runs = importlib.import_module(f"experiments.numerics.{worker}_runs").RUNS
-    found = measure.measure(runs, lambda text: print(text, flush=True))
-    print(json.dumps({"found": found, "sources": records.loaded()}))
+    return {"found": measure.measure(runs), "sources": records.loaded()}
 
 
 def collect(chosen: Namespace) -> dict[str, Any]:
@@ -44,11 +43,9 @@ def collect(chosen: Namespace) -> dict[str, Any]:
     from experiments.numerics import inputs, measure
 
     workers = (chosen.only,) if chosen.only else WORKERS
-    with (
-        ThreadPoolExecutor(2) as pool,
-        frame.bars(implementations=None if chosen.only else 3 * 13) as tick,
-    ):
-        found = list(pool.map(lambda w: ask(w, lambda s: tick("implementations", s)), workers))
+    with ThreadPoolExecutor(2) as pool, frame.bars(processes=len(workers)) as tick:
+        done = pool.map(partial(frame.alone, work), workers)
+        found = list(frame.each(tick, "processes", done))
     sizes = {name: getattr(inputs, name) for name in ("N", "H", "T")}
     tried = {"seeds": measure.SEEDS, "lengths": measure.LENGTHS, "scales": measure.SCALES}
     return {
@@ -56,21 +53,6 @@ def collect(chosen: Namespace) -> dict[str, Any]:
         "implementations": {k: v for one in found for k, v in one["found"].items()},
         "worker_sources": {k: v for one in found for k, v in one["sources"].items()},
     }
-
-
-def ask(worker: str, say: Callable[[str], None]) -> dict[str, Any]:
-    """The answer of one process."""
-    command = [sys.executable, "-m", "experiments.numerics", "--worker", worker]
-    last = ""
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=records.ROOT) as process:
-        assert process.stdout is not None
-        for last in process.stdout:
-            if not last.startswith("{"):
-                say(last.strip())
-    if process.returncode:
-        raise RuntimeError(f"the process of {worker} ended with {process.returncode}")
-    answer: dict[str, Any] = json.loads(last)
-    return answer
 
 
 EXPERIMENT = frame.Experiment(
@@ -84,7 +66,4 @@ EXPERIMENT = frame.Experiment(
 )
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--worker"]:  # what this program calls itself with
-        work(sys.argv[2])
-    else:
-        sys.exit(frame.run(EXPERIMENT))
+    sys.exit(frame.run(EXPERIMENT))

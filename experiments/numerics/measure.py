@@ -1,6 +1,6 @@
 """Errors over length and over the size of logits, and where implementations break."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -28,16 +28,15 @@ NEAR = 0.1  # of the largest value: outputs in half precision are rough
 Row = dict[str, Any]
 
 
-def measure(runs: dict[str, Run], tick: Callable[[str], None]) -> Row:
+def measure(runs: dict[str, Run]) -> Row:
     """Everything about some implementations, by name."""
-    return {name: dict(parts(name, run, tick)) for name, run in runs.items()}
+    return {name: dict(parts(name, run)) for name, run in runs.items()}
 
 
-def parts(name: str, run: Run, tick: Callable[[str], None]) -> Iterator[tuple[str, Any]]:
+def parts(name: str, run: Run) -> Iterator[tuple[str, Any]]:
     """The experiments with one implementation."""
     lengths, scales = {}, {}
     for dtype in NARROW:
-        tick(f"{name}, {dtype}")
         lengths[dtype] = [floors(run, dtype, S=S) for S in LENGTHS]
         scales[dtype] = [floors(run, dtype, scale=scale) for scale in SCALES]
     yield "lengths", lengths

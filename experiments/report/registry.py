@@ -1,6 +1,7 @@
 """The experiments that the page shows, in its order, and what is known of each."""
 
 import re
+import tomllib
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,15 +15,7 @@ HERE = Path(__file__).parents[1]
 
 
 class Entry(NamedTuple):
-    """One experiment on the page.
-
-    Attributes:
-      name: name of its folder in experiments/, and of its anchor on the page.
-      seconds: approximate time to run it again; None if only its stored results are shown.
-      result: path of its results in experiments/, if not `<name>/results.json`.
-      shown: path of its page in experiments/, if not `<name>/page.md`.
-      helpers: the module that the page calls, if not `page.py` next to it.
-    """
+    """One experiment on the page, as `experiments.toml` has it."""
 
     name: str
     seconds: float | None = None
@@ -46,39 +39,11 @@ class Entry(NamedTuple):
         return Page(self.shown or f"{self.name}/page.md", self.helpers)
 
 
-GROUPS: dict[str, tuple[Entry, ...]] = {
-    "The questions this project grew from": (
-        Entry("attribution", 60),
-        Entry("heads", 120),
-        Entry("dataflow", 60),
-        Entry("claims", 40),
-    ),
-    "Weights and masks": (
-        Entry("initialisation", 60),
-        Entry("numerics", 120),
-        Entry("pictures", 20),
-        Entry("real_weights"),
-        Entry("encoders"),
-        Entry("fuzz", result="results/fuzz.json"),
-    ),
-    "Speed": (
-        Entry(
-            "benchmarks",
-            result="benchmarks/results/full.json",
-            helpers="experiments.benchmarks.report",
-        ),
-        Entry(
-            "gpu",
-            result="benchmarks/results/gpu.json",
-            shown="benchmarks/gpu.md",
-            helpers="experiments.benchmarks.gpu_report",
-        ),
-        Entry("tiling"),
-        Entry("environment"),
-        Entry("train"),
-        Entry("throughput", result="results/throughput.json"),
-    ),
-    "Scale": (Entry("scaling"),),
+GROUPS = {
+    title: tuple(Entry(**one) for one in group)
+    for title, group in tomllib.loads(
+        Path(__file__).with_name("experiments.toml").read_text(encoding="utf-8")
+    ).items()
 }
 EXPERIMENTS = tuple(experiment for group in GROUPS.values() for experiment in group)
 

@@ -1,5 +1,7 @@
 """Published figures of accelerators, and the time that a step should take on them."""
 
+import tomllib
+from pathlib import Path
 from typing import NamedTuple
 
 # Of the peak, what large products of matrices reach in practice.
@@ -7,21 +9,12 @@ EFFICIENCY = 0.6
 
 
 class Machine(NamedTuple):
-    """One accelerator and its links.
-
-    Attributes:
-      flops: per second, dense bfloat16.
-      memory: bytes per second.
-      room: bytes of memory.
-      links: (devices, bytes per second that one of them sends in a ring) up to so many together.
-      directions: of a ring, that share this speed.
-      source: of the figures.
-    """
+    """One accelerator and its links, as `machines.toml` has them."""
 
     flops: float
     memory: float
     room: float
-    links: tuple[tuple[float, float], ...]
+    links: list[tuple[float, float]]
     directions: int
     source: str
 
@@ -30,26 +23,8 @@ class Machine(NamedTuple):
         return next(speed for most, speed in self.links if devices <= most)
 
 
-MACHINES = {
-    "H200": Machine(
-        989e12,
-        4.8e12,
-        141e9,
-        ((8, 450e9), (float("inf"), 50e9)),
-        1,
-        "NVIDIA H200 data sheet: 141 GB; NVLink 900 GB/s both ways, through switches, within 8; one "
-        "400 Gb/s port beyond",
-    ),
-    "TPU v5p": Machine(
-        459e12,
-        2.765e12,
-        95 * 2**30,
-        ((float("inf"), 200e9),),
-        2,
-        "Google Cloud TPU v5p documentation: 95 GiB; 1200 GB/s per chip both ways over the six links "
-        "of a 3D torus, so 100 GB/s each way of one link",
-    ),
-}
+TABLE = tomllib.loads(Path(__file__).with_name("machines.toml").read_text())
+MACHINES = {name: Machine(**figures) for name, figures in TABLE.items()}
 
 
 class Work(NamedTuple):

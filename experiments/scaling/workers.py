@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from typing import Any
+from unittest import mock
 
 ALONE = {
     "JAX_PLATFORMS": "cpu",
@@ -48,14 +49,13 @@ def together(function: Callable[..., Any], count: int, *arguments: Any) -> list[
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    with ProcessPoolExecutor(count, get_context("spawn"), _prepare) as pool:
+    with (
+        mock.patch.dict(os.environ, ALONE),
+        # Libraries print, and the output of the command is its own.
+        ProcessPoolExecutor(count, get_context("spawn"), os.dup2, initargs=(2, 1)) as pool,
+    ):
         given = [(address, count, index, function, *arguments) for index in range(count)]
         return [future.result() for future in [pool.submit(_joined, *one) for one in given]]
-
-
-def _prepare() -> None:
-    os.environ |= ALONE
-    os.dup2(2, 1)  # libraries print, and the output of the command is its own
 
 
 def _joined(address: str, count: int, index: int, function: Any, *arguments: Any) -> Any:

@@ -81,20 +81,17 @@ def copied(source: Path, target: Path) -> tuple[float, float]:
 
 def migrated(source: Path, target: Path) -> tuple[float, float]:
     """`migrate.convert` in a process of its own, whose start and imports are not counted."""
-    command = [sys.executable, "-m", "experiments.throughput", "--migrate"]
-    done = subprocess.run([*command, source, target], stdout=subprocess.PIPE, text=True, check=True)
-    seconds, peak = map(float, done.stdout.split())
-    return seconds, peak
+    return frame.alone(convert, source, target)
 
 
-def convert(source: str, target: str) -> None:
-    """Prints the seconds, and the most MiB held above those before."""
+def convert(source: Path, target: Path) -> tuple[float, float]:
+    """The seconds, and the most MiB held above those before."""
     memory.forget()
     before = memory.counted("VmRSS")
-    removed(Path(target))
+    removed(target)
     start = time.perf_counter()
     pipeline.convert(source, target, to="flax", num_heads=HEADS)
-    print(time.perf_counter() - start, (memory.peak() / 1024 - before) / 1024)
+    return time.perf_counter() - start, (memory.peak() / 1024 - before) / 1024
 
 
 def measure(chosen: Namespace) -> dict[str, Any]:
@@ -139,7 +136,4 @@ EXPERIMENT = frame.Experiment(
 )
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--migrate"]:
-        convert(*sys.argv[2:])
-    else:
-        sys.exit(frame.run(EXPERIMENT))
+    sys.exit(frame.run(EXPERIMENT))
