@@ -24,8 +24,8 @@ from jaxmha.bench import machine
 
 HERE = Path(__file__).parent
 Found = dict[str, Any]
-# File -> what draws it from the results, and what one sees; an .svg or a .png.
-Figures = Mapping[str, tuple[Callable[[Found], Any], str]]
+# File -> a function that draws it, an .svg or a .png, whose docstring says what one sees.
+Figures = Mapping[str, Callable[[Found], Any]]
 NOTHING: Any = MappingProxyType({})
 Item = TypeVar("Item")
 
@@ -111,11 +111,12 @@ def store(experiment: Experiment, found: Found, command: str, seed: Any, sources
 
     found["versions"] = machine.versions() | {n: version(n) for n in experiment.packages}
     records.save(experiment.path, found, command=command, seed=seed, sources=sources)
-    for name, (draw, about) in experiment.figures.items():
+    for name, draw in experiment.figures.items():
         from experiments import figures
 
         with figures.style() if name.endswith(".svg") else nullcontext():
             figure = draw(records.load(experiment.path))
+        about = (draw.__doc__ or "").removesuffix(".")
         figures.save(figure, experiment.path.parent / name, about=about)
 
 

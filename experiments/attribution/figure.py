@@ -8,7 +8,7 @@ SHOWN = 5e-4  # parts below this share are no longer bars
 
 
 def waterfall(found: dict[str, Any]) -> Any:
-    """Parts from zero to the total, the largest first."""
+    """What the difference between the two layers comes from, in parts."""
     step = found["steps"][0]
     parts = sorted(step["parts"], key=lambda part: abs(part["share"]) < SHOWN)
     rows = [(part["name"], part["share"]) for part in parts]
@@ -29,7 +29,7 @@ def waterfall(found: dict[str, Any]) -> Any:
 
 
 def repairs(found: dict[str, Any]) -> Any:
-    """RMS difference after each repair, with the rounding floor."""
+    """Difference between the two layers after every repair."""
     steps = found["steps"]
     figure, axes = plt.subplots(figsize=(7, 0.42 * len(steps) + 1.2))
     for place, step in enumerate(steps):
@@ -47,10 +47,4 @@ def repairs(found: dict[str, Any]) -> Any:
     return figure
 
 
-FIGURES = {
-    "waterfall.svg": (
-        waterfall,
-        "What the difference between the two layers comes from, in parts",
-    ),
-    "repairs.svg": (repairs, "Difference between the two layers after every repair"),
-}
+FIGURES = {"waterfall.svg": waterfall, "repairs.svg": repairs}

@@ -45,7 +45,7 @@ def fine(found: dict[str, Any]) -> bool:
 
 
 def errors(found: dict[str, Any]) -> Any:
-    """One row of two points per encoder."""
+    """Error of whole encoders, in Flax and in torch."""
     rows, versions = found["encoders"], found["versions"]
     figure, axes = plt.subplots(figsize=(8, 4.6), layout="constrained")
     for name, marker in (("torch", "x"), ("flax", "o")):
@@ -71,7 +71,7 @@ EXPERIMENT = frame.Experiment(
     "examples:\n  python -m experiments.encoders .weights --write",
     measure,
     options={"weights": {"type": Path, "help": "folder that the two packages are in"}},
-    figures={"errors.png": (errors, "Error of whole encoders, in Flax and in torch")},
+    figures={"errors.png": errors},
     seed=0,
     fine=fine,
 )

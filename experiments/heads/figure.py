@@ -12,7 +12,7 @@ LEAST = 1e-8  # where 0 is drawn on logarithmic axes
 
 
 def blocks(found: dict[str, Any]) -> Any:
-    """Which terms of a product of query and key each softmax takes."""
+    """The terms q_c k_c on the diagonal, split into as many blocks as heads."""
     E, heads = found["settings"]["E"], found["settings"]["heads"]
     figure, axes = plt.subplots(1, len(heads), figsize=(8.4, 2.4), sharey=True)
     for panel, h in zip(axes, heads, strict=True):
@@ -31,7 +31,7 @@ def blocks(found: dict[str, Any]) -> Any:
 
 
 def sums(found: dict[str, Any]) -> Any:
-    """Products of all heads add up to those of one head; weights do not."""
+    """Products of eight heads add up to those of one head; weights do not."""
     picture = found["pictures"]
     products, weights = (np.array(picture[name]) for name in ("products", "weights"))
     one_product, one_weights = (np.array(picture[f"one_{n}"]) for n in ("product", "weights"))
@@ -63,7 +63,7 @@ def sums(found: dict[str, Any]) -> Any:
 
 
 def script(found: dict[str, Any]) -> Any:
-    """How far eight heads are from one, seed by seed, for four kinds of matrices."""
+    """Difference of eight heads from one over seeds, for four kinds of matrices."""
     figure, panel = plt.subplots(figsize=(8, 2.9))
     kinds = list(found["script"])
     for row, kind in enumerate(kinds):
@@ -92,7 +92,7 @@ def script(found: dict[str, Any]) -> Any:
 
 
 def ranks(found: dict[str, Any]) -> Any:
-    """Singular values of one head: logits end at the head's width, weights do not."""
+    """Singular values of logits and of attention weights, by number of heads."""
     figure, axes = plt.subplots(1, 2, figsize=(8, 3), sharey=True)
     spectra, E = found["spectra"], found["settings"]["E"]
     for panel, name in zip(axes, ("logits", "weights"), strict=True):
@@ -111,7 +111,7 @@ def ranks(found: dict[str, Any]) -> Any:
 
 
 def gradients(found: dict[str, Any]) -> Any:
-    """Differences of output and of gradients from those of one head, by number of heads."""
+    """Differences of output and gradients from one head."""
     figure, axes = plt.subplots(1, 4, figsize=(8.4, 2.5), sharey=True)
     names = ("output", "gradients of Wq", "gradients of Wk", "gradients of Wv")
     heads = [h for h in found["settings"]["heads"] if h > 1]
@@ -131,12 +131,7 @@ def gradients(found: dict[str, Any]) -> Any:
     return figure
 
 
-# File: who draws it, and what one sees.
 FIGURES = {
-    "blocks.svg": (blocks, "The terms q_c k_c on the diagonal, split into as many blocks as heads"),
-    "sums.svg": (sums, "Products of eight heads add up to those of one head; weights do not"),
-    "script.svg": (script, "Difference of eight heads from one over seeds, for four kinds of matrices"),
-    "ranks.svg": (ranks, "Singular values of logits and of attention weights, by number of heads"),
-    "gradients.svg": (gradients, "Differences of output and gradients from one head"),
-    "training.svg": (variants.draw, "Learning curves by number of heads"),
-}  # fmt: skip
+    **{f"{draw.__name__}.svg": draw for draw in (blocks, sums, script, ranks, gradients)},
+    "training.svg": variants.draw,
+}

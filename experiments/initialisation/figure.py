@@ -11,7 +11,7 @@ SHORT = {"query.kernel": "query", "out.kernel": "output"}
 
 
 def histograms(found: dict[str, Any]) -> Any:
-    """Kernels of every framework, filled, and those of jaxmha on them, as lines."""
+    """Kernels of every framework and those of jaxmha."""
     starts = found["starts"]
     figure, axes = plt.subplots(
         len(SHORT), len(starts), figsize=(10.4, 3.4), sharex=True, sharey="row"
@@ -36,7 +36,7 @@ def histograms(found: dict[str, Any]) -> Any:
 
 
 def logits(found: dict[str, Any]) -> Any:
-    """Variance of logits on noise of unit variance."""
+    """What a new layer makes of inputs of unit variance."""
     starts = found["starts"]
     figure, axes = plt.subplots(1, 3, figsize=(8.4, 2.7), sharey=True)
     titles = {
@@ -59,9 +59,8 @@ def logits(found: dict[str, Any]) -> Any:
     return figure
 
 
-# File: who draws it, and what one sees.
 FIGURES = {
-    "histograms.svg": (histograms, "Kernels of every framework and those of jaxmha"),
-    "logits.svg": (logits, "What a new layer makes of inputs of unit variance"),
-    "training.svg": (variants.draw, "Learning curves from every framework's start"),
+    "histograms.svg": histograms,
+    "logits.svg": logits,
+    "training.svg": variants.draw,
 }

@@ -32,7 +32,7 @@ def best(found: dict[str, Any], field: str) -> tuple[int, int]:
 
 
 def overview(found: dict[str, Any]) -> Any:
-    """A map of layers and heads for every statistic."""
+    """Share of attention on neighbours, [CLS] and [SEP], and equal tokens, by layer and head."""
     L, N = len(found["heads"]), len(found["heads"][0])
     figure, grid = plt.subplots(2, 3, figsize=(8.6, 4.6), sharex=True, sharey=True)
     for axes, (field, title) in zip(grid.flat, TITLES.items(), strict=True):
@@ -54,7 +54,7 @@ def overview(found: dict[str, Any]) -> Any:
 
 
 def extremes(found: dict[str, Any]) -> Any:
-    """The best head of each kind on the sentence shown."""
+    """Heat maps of the most pronounced heads on one sentence."""
     titles = []
     for kind, name in KINDS.items():
         layer, head = best(found, kind)
@@ -63,10 +63,4 @@ def extremes(found: dict[str, Any]) -> Any:
     return plot_attention(np.array(shown["maps"]), shown["tokens"], titles=titles, columns=2)
 
 
-FIGURES = {
-    "overview.svg": (
-        overview,
-        "Share of attention on neighbours, [CLS] and [SEP], and equal tokens, by layer and head",
-    ),
-    "heads.svg": (extremes, "Heat maps of the most pronounced heads on one sentence"),
-}
+FIGURES = {"overview.svg": overview, "heads.svg": extremes}

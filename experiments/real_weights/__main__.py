@@ -155,7 +155,7 @@ def fine(found: dict[str, Any]) -> bool:
 
 
 def drawn(found: dict[str, Any]) -> Any:
-    """One column of points per block, one colour per framework."""
+    """Forward error of five implementations."""
     blocks, versions = found["blocks"], found["versions"]
     figure, axes = plt.subplots(figsize=(11, 4.2), layout="constrained")
     for name, marker in zip(blocks[0]["errors"], "oxs+D", strict=True):
@@ -181,7 +181,7 @@ EXPERIMENT = frame.Experiment(
     "examples:\n  python -m experiments.real_weights .weights --write",
     measure,
     options={"weights": {"type": Path, "help": "folder that the two packages are in"}},
-    figures={"errors.png": (drawn, "Forward error of five implementations")},
+    figures={"errors.png": drawn},
     seed=0,
     fine=fine,
 )

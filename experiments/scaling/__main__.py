@@ -57,7 +57,7 @@ def measured(layout: str, devices: int) -> dict[str, Any]:
 
 
 def efficiency(found: dict[str, Any]) -> Any:
-    """Efficiency by devices, one panel per machine."""
+    """Predicted efficiency of every layout."""
     import matplotlib.pyplot as plt
 
     figure, panels = plt.subplots(1, len(MACHINES), figsize=(9, 3.6), sharey=True)
@@ -111,7 +111,7 @@ EXPERIMENT = frame.Experiment(
         "--layout": {"action": "append", "choices": LAYOUTS, "help": "only these"},
         "--devices": {"action": "append", "type": int, "choices": DEVICES, "help": "only these"},
     },
-    figures={"scaling.png": (efficiency, "Predicted efficiency of every layout")},
+    figures={"scaling.png": efficiency},
 )
 
 if __name__ == "__main__":

@@ -125,7 +125,7 @@ EXPERIMENT = frame.Experiment(
         "--checkpoints": {"type": Path, "default": BUILD, "help": f"folder, default {BUILD}"},
         "--resume": {"action": "store_true", "help": "from the last checkpoint there"},
     },
-    figures={"curves.png": (figure.curves, "Loss and accuracy, and both attentions")},
+    figures={"curves.png": figure.curves},
     packages=("optax", "orbax-checkpoint"),
 )
 

@@ -7,7 +7,7 @@ import numpy as np
 
 
 def curves(results: dict[str, Any]) -> Any:
-    """Two panels, and a third where the attentions were compared."""
+    """Loss and accuracy, and both attentions."""
     curve, compared = results["curve"], results["side_by_side"]
     count = 3 if compared else 2
     figure, axes = plt.subplots(1, count, figsize=(4.2 * count, 3.6), layout="constrained")

@@ -12,7 +12,7 @@ Runs = dict[str, dict[str, Any]]  # by variant: what `seeds.train` returns
 
 
 def draw(found: dict[str, Any]) -> Any:
-    """A panel of curves for every variant but the first; held-out accuracy of all."""
+    """Learning curves of every variant and of the first; held-out accuracy at the end."""
     runs, window = found["training"]["runs"], found["training"]["window"]
     first, *others = runs
     ratios = [1] * len(others) + [1.2]
