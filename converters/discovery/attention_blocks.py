@@ -129,7 +129,7 @@ def find(shapes: Mapping[str, Sequence[int]], layouts: Iterable[Layout] = LAYOUT
     [('a', 'torch')]
     """
     found: dict[str, list[Block]] = {}
-    variants = [variant for candidate in layouts for variant in _variants(candidate)]
+    variants = [v for candidate in layouts if candidate.entries for v in _variants(candidate)]
     ends, names = name_ends(shapes, variants), sorted(shapes)
     for variant in variants:
         first = next(entry.key for entry in variant.entries if not entry.group)

@@ -60,13 +60,17 @@ def latent_behaviour(config: Mapping[str, Any], *, length: int = 0) -> LatentBeh
             f"config: expected sizes qk_nope_head_dim and qk_rope_head_dim, got {H!r} and {R!r}"
         )
     scale = (H + R) ** -0.5 * _yarn(parameters_of(config)) ** 2
-    # A head of these models is not rotated in part: the rotary features are a head of their own.
-    rotary = {k: v for k, v in config.items() if k not in ("partial_rotary_factor", "head_dim")}
-    frequencies = rope_frequencies(rotary, R, length=length)
+    frequencies = rope_frequencies(rotary_settings(config), R, length=length)
     return LatentBehaviour(
         Semantics(scale=scale, dropout_rate=float(config.get("attention_dropout") or 0.0)),
         partial(rope, frequencies=frequencies, interleaved=interleaved),
     )
+
+
+def rotary_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration without keys on a rotated part of a head: here, the rotary features are a
+    head of their own."""
+    return {k: v for k, v in config.items() if k not in ("partial_rotary_factor", "head_dim")}
 
 
 def _yarn(parameters: Mapping[str, Any]) -> float:

@@ -10,10 +10,10 @@ import numpy as np
 
 from jaxmha.converters.layout.arrays import NDArray, to_numpy
 from jaxmha.latent import LatentParams
-from jaxmha.latent.params import from_leaves, leaves, sizes
+from jaxmha.latent.params import CANONICAL, from_leaves, leaves, sizes
 
 
-class _Linear(NamedTuple):
+class Linear(NamedTuple):
     """A linear layer: its leaves follow each other along the output axis of its weight, head by head
     where they have heads."""
 
@@ -22,19 +22,22 @@ class _Linear(NamedTuple):
 
 
 _SHARED = (
-    _Linear("kv_a_proj_with_mqa", ("latent", "rotary_key")),
-    _Linear("kv_b_proj", ("key", "value")),
-    _Linear("o_proj", ("out",)),
+    Linear("kv_a_proj_with_mqa", ("latent", "rotary_key")),
+    Linear("kv_b_proj", ("key", "value")),
+    Linear("o_proj", ("out",)),
 )
-_DIRECT = _Linear("q_proj", ("query",))
-_LOW_RANK = _Linear("q_a_proj", ("query_latent",)), _Linear("q_b_proj", ("query",))
-_NORMS = {"kv_a_layernorm.weight": "latent_norm", "q_a_layernorm.weight": "query_latent_norm"}
+_DIRECT = Linear("q_proj", ("query",))
+_LOW_RANK = Linear("q_a_proj", ("query_latent",)), Linear("q_b_proj", ("query",))
+NORMS = {"kv_a_layernorm.weight": "latent_norm", "q_a_layernorm.weight": "query_latent_norm"}
+# Leaf of `LatentParams` -> its key in files of layout jaxmha.
+OWN = {leaf: f"mla_{leaf.replace('.', '_')}" for leaf in CANONICAL}
 # The key by which a block of latent attention is found.
 SIGN = "kv_a_proj_with_mqa.weight"
 
 
 def import_latent_params(state: Mapping[str, Any], *, prefix: str = "") -> LatentParams:
-    """Latent attention from a flat dict of arrays by the keys of DeepSeek's models.
+    """Latent attention from a flat dict of arrays by the keys of DeepSeek's models, or of a file
+    that was converted to layout jaxmha.
 
     All sizes, the head count too, are read from the shapes. Rotary features stay in the order of the
     file: see `latent_behaviour`.
@@ -61,8 +64,10 @@ def import_latent_params(state: Mapping[str, Any], *, prefix: str = "") -> Laten
         raise TypeError(f"state: expected a flat dict of arrays, got {type(state).__name__}")
     start = f"{prefix.removesuffix('.')}." if prefix else ""
     arrays = {key.removeprefix(start): x for key, x in state.items() if key.startswith(start)}
-    linears = _linears("q_a_proj.weight" in arrays)
-    known = {f"{x.name}.{end}" for x in linears for end in ("weight", "bias")} | {*_NORMS}
+    if OWN["latent.kernel"] in arrays:
+        return _of_own(arrays)
+    linears = linears_of("q_a_proj.weight" in arrays)
+    known = {f"{x.name}.{end}" for x in linears for end in ("weight", "bias")} | {*NORMS}
     required = [f"{linear.name}.weight" for linear in linears] + ["kv_a_layernorm.weight"]
     missing = [key for key in required if key not in arrays]
     unknown = [key for key in arrays if key not in known]
@@ -75,13 +80,24 @@ def import_latent_params(state: Mapping[str, Any], *, prefix: str = "") -> Laten
             f"{', '.join(sorted(known))})"
         )
     taken = {key: to_numpy(x) for key, x in arrays.items()}
-    shapes = _sizes(taken)
-    found: dict[str, Any] = {_NORMS[key]: x for key, x in taken.items() if key in _NORMS}
+    shapes = sizes_of(taken)
+    found: dict[str, Any] = {NORMS[key]: x for key, x in taken.items() if key in NORMS}
     for linear in linears:
         for end in ("weight", "bias"):
             if (array := taken.get(f"{linear.name}.{end}")) is not None:
-                found |= _split(linear, end, array, shapes)
+                found |= split(linear, end, array, shapes)
     params = from_leaves({name: np.ascontiguousarray(x) for name, x in found.items()})
+    sizes(params)
+    return params
+
+
+def _of_own(arrays: Mapping[str, Any]) -> LatentParams:
+    """Latent attention by the keys of layout jaxmha; other keys are ignored, as they are not of it."""
+    found = {leaf: to_numpy(arrays[key]) for leaf, key in OWN.items() if key in arrays}
+    required = ("query", "rotary_key", "key", "value")
+    if missing := [OWN[f"{x}.kernel"] for x in required if f"{x}.kernel" not in found]:
+        raise ValueError(f"latent attention of layout jaxmha: {' and '.join(missing)} missing")
+    params = from_leaves(dict(found))
     sizes(params)
     return params
 
@@ -103,8 +119,8 @@ def export_latent_params(params: LatentParams, *, prefix: str = "") -> dict[str,
         )
     if "query.bias" in arrays and params.query_latent is not None:
         raise ValueError("DeepSeek's q_b_proj has no bias, and params.query has one")
-    found: dict[str, NDArray] = {key: arrays[x] for key, x in _NORMS.items() if x in arrays}
-    for linear in _linears(params.query_latent is not None):
+    found: dict[str, NDArray] = {key: arrays[x] for key, x in NORMS.items() if x in arrays}
+    for linear in linears_of(params.query_latent is not None):
         for end, leaf in (("weight", "kernel"), ("bias", "bias")):
             parts = [arrays.get(f"{name}.{leaf}") for name in linear.leaves]
             given = [part for part in parts if part is not None]
@@ -114,16 +130,16 @@ def export_latent_params(params: LatentParams, *, prefix: str = "") -> dict[str,
                     "params has only one of both (a bias of zeros changes nothing)"
                 )
             if given:
-                found[f"{linear.name}.{end}"] = _joined(linear, end, given)
+                found[f"{linear.name}.{end}"] = joined(linear, end, given)
     start = f"{prefix.removesuffix('.')}." if prefix else ""
     return {f"{start}{key}": np.ascontiguousarray(x) for key, x in found.items()}
 
 
-def _linears(low_rank: bool) -> tuple[_Linear, ...]:
+def linears_of(low_rank: bool) -> tuple[Linear, ...]:
     return (*(_LOW_RANK if low_rank else (_DIRECT,)), *_SHARED)
 
 
-def _sizes(arrays: Mapping[str, NDArray]) -> dict[str, int]:
+def sizes_of(arrays: Mapping[str, NDArray]) -> dict[str, int]:
     """The sizes L, R, N, H and h from the shapes.
 
     The weights of queries, keys and values, and outputs have N * (H + R), N * (H + h) and N * h
@@ -148,9 +164,7 @@ def _sizes(arrays: Mapping[str, NDArray]) -> dict[str, int]:
     return {"L": L, "R": R, "N": N, "h": h, "H": up.shape[0] // N - h}
 
 
-def _split(
-    linear: _Linear, end: str, array: NDArray, sizes: Mapping[str, int]
-) -> dict[str, NDArray]:
+def split(linear: Linear, end: str, array: NDArray, sizes: Mapping[str, int]) -> dict[str, NDArray]:
     """The leaves of one array."""
     leaf = "kernel" if end == "weight" else "bias"
     if linear.name == "o_proj":
@@ -164,7 +178,7 @@ def _split(
     return {f"{name}.{leaf}": part for name, part in zip(linear.leaves, parts, strict=True)}
 
 
-def _joined(linear: _Linear, end: str, parts: list[NDArray]) -> NDArray:
+def joined(linear: Linear, end: str, parts: list[NDArray]) -> NDArray:
     """One array from its leaves."""
     joined = np.concatenate(parts, axis=-1)
     if end == "bias":

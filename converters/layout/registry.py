@@ -13,6 +13,7 @@ from jaxmha.converters.layout import (
     torch,
 )
 from jaxmha.converters.layout.base import Layout, choose
+from jaxmha.converters.layout.latent_forms import DEEPSEEK
 
 LAYOUTS: tuple[Layout, ...] = (
     *torch.LAYOUTS,
@@ -25,6 +26,8 @@ LAYOUTS: tuple[Layout, ...] = (
     *haiku.LAYOUTS,
     *jaxmha.LAYOUTS,
 )
+# Layouts of latent attention, which hold no block of `MHAParams`.
+ALONE = {DEEPSEEK.name: DEEPSEEK}
 
 
 def named(name: str) -> Layout:
@@ -35,4 +38,4 @@ def named(name: str) -> Layout:
     >>> named("linear:to_q,to_k,to_v,to_out").entries[0].key
     'to_q.weight'
     """
-    return by_hand.of_names(name) or choose(LAYOUTS, [], name)
+    return ALONE.get(name) or by_hand.of_names(name) or choose(LAYOUTS, [], name)

@@ -14,6 +14,7 @@ from jaxmha.converters.discovery import (
     damaged_blocks,
     described,
     head_count,
+    latent_blocks,
     other_layers,
     positions,
     unconverted,
@@ -140,6 +141,7 @@ def inspect(path: str | os.PathLike[str], *, num_heads: int | None = None) -> Fi
         damaged_at = damaged_blocks.find(all_shapes, found)
         damaged = tuple(damaged_at.values())
         apart = unknown_attention.find(all_shapes, found, damaged_at)
+        latents = latent_blocks.find(file)
         around = unconverted.notes(
             file.path,
             others,
@@ -159,7 +161,8 @@ def inspect(path: str | os.PathLike[str], *, num_heads: int | None = None) -> Fi
                 *description.notes,
                 *around,
                 *positions.notes(file, places),
-                *unknown_attention.notes(apart),
+                *unknown_attention.notes(latent_blocks.without(apart, latents)),
+                *latent_blocks.notes(latents, converted=False),
                 *file.notes,
             ),
         )

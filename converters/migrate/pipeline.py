@@ -15,6 +15,7 @@ from jaxmha.converters.discovery import (
     described,
     head_count,
     keras_groups,
+    latent_blocks,
     notes,
     positions,
     unconverted,
@@ -293,6 +294,9 @@ def _metadata(
     metadata = {k: v for k, v in metadata.items() if not k.startswith(behaviours.METADATA)}
     if plan.to == "jaxmha":
         metadata |= behaviours.to_metadata((s.target, block) for s, block in found.blocks.items())
+        own = {block.prefix: block for block in latent_blocks.find(file)}
+        latents = {s.target: own[s.source] for s in plan.steps if s.kind == "latent"}
+        metadata |= latent_blocks.to_metadata(latents)
     places = positions.of_blocks(file, list(found.blocks.values()))
     metadata |= positions.to_metadata(
         file, {step.target: places[block.prefix] for step, block in found.blocks.items()}
@@ -308,7 +312,7 @@ def _lost(file: checkpoint.Checkpoint, found: Resolved, target: Layout) -> Itera
     """Describes facts of the source that a format without metadata cannot hold."""
     if own := [key for key in file.metadata if not key.startswith(_NO_NEWS)]:
         yield f"metadata not carried over, for which the format has no place: {listed(own)}"
-    if not target.stores_num_heads:
+    if not target.stores_num_heads and found.counts:
         counts = ", ".join(map(str, sorted(set(found.counts.values()))))
         yield (
             f"the head count ({counts}) is in no tensor, and the format has no place for it: "

@@ -12,7 +12,7 @@ dtype = "bfloat16"                # cast every floating tensor; without this lin
 notes = ["..."]                   # facts that no tensor holds; printed when the plan is run
 
 [[module]]                        # one per layer; every tensor of the source is in one of them
-kind = "attention"                # or linear, conv1d, norm, rmsnorm, embedding, convolution,
+kind = "attention"                # or latent, linear, conv1d, norm, rmsnorm, embedding, convolution,
                                   # or other: one tensor, carried over under the name in `to`
 layout = "bert"                   # of attention; for other layers torch, keras, flax ...
 from = "encoder.layer.0.attention"
@@ -39,7 +39,7 @@ from jaxmha.converters.migrate.plans import DTYPES, OTHERS, Plan, Step
 VERSION = 1
 KINDS = tuple(
     dict.fromkeys(
-        ("attention", *(kind for one in CONVENTIONS for kind in one.kinds), "other"),
+        ("attention", "latent", *(kind for one in CONVENTIONS for kind in one.kinds), "other"),
     )
 )
 _KEYS = {

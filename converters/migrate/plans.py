@@ -12,6 +12,7 @@ from jaxmha.converters.discovery import (
     family_keymaps,
     head_count,
     hf_config,
+    latent_blocks,
     layer_layouts,
     layer_order,
     model_families,
@@ -21,10 +22,11 @@ from jaxmha.converters.discovery import (
     user_names,
 )
 from jaxmha.converters.discovery.attention_blocks import Block
+from jaxmha.converters.discovery.latent_blocks import LatentBlock
 from jaxmha.converters.discovery.layer_layouts import Convention
 from jaxmha.converters.discovery.notes import listed
 from jaxmha.converters.discovery.other_layers import Module
-from jaxmha.converters.layout import registry
+from jaxmha.converters.layout import latent_forms, registry
 from jaxmha.converters.layout.base import Layout
 from jaxmha.converters.migrate import read_back
 from jaxmha.converters.migrate.lazy_tensors import Tensors
@@ -38,7 +40,7 @@ class Step:
     """A planned layer: one layer of the source, and its destination.
 
     Attributes:
-      kind: "attention", a kind of `layer_layouts`, or "other": copied unchanged.
+      kind: "attention", "latent" (latent attention), a kind of `layer_layouts`, or "other": copied unchanged.
       layout: layout of attention, or convention of another layer; "" for kind "other".
       source, target: prefixes in source and destination; for kind "other" the full names.
       tensors: names of all source tensors that belong to the layer.
@@ -123,7 +125,11 @@ def make(
         apart=(apart := unknown_attention.find(_shapes(file), found) if from_ is None else {}),
         all_kinds=from_ is None and not attention_only,
     )
+    latents = latent_blocks.find(file) if from_ is None else []
+    held = to.name in latent_forms.FORMS
+    converted = latents if held else []
     taken = {name for block in found for name in block.keys.values()}
+    taken |= {name for block in converted for name in block.keys.values()}
     taken |= {name for layer in layers for name in layer.keys.values()}
     rest = [name for name in file.info if name not in taken]
     if rest and others == "refuse":
@@ -141,24 +147,26 @@ def make(
         given = head_count.by_default(block, num_heads, configured) if draft else num_heads
         count = head_count.find(block, shapes, given, file.metadata, configured)
         blocks.append(_attention(block, to, file.names, i, count, configured))
+    of_latents = [_latent(block, file.names) for block in converted]
     others_unchanged = (
         Step("other", "", name, name, (name,), "other", why=why.get(name, _UNCHANGED))
         for name in rest
     )
     other_steps = _other_layers(layers, to, convention, file.names)
-    steps = (*blocks, *other_steps, *others_unchanged)
+    steps = (*blocks, *of_latents, *other_steps, *others_unchanged)
     mistakable = read_back.mistakable(file.info, rest, found, to)
     carried = {name: why.get(name, "") for name in rest}
     reasons = [*(unlike or {}).values(), other_layers.UNSURE]
     all_notes = (
-        *[notes.NO_ATTENTION] * (not found),
+        *[notes.NO_ATTENTION] * (not found and not converted),
         *notes.epsilons(layers, convention, found, epsilon),
         *notes.known_by_name(layers),
         *notes.of_features(layers),
         *notes.renamed(_renamed(steps, file.names) if not in_file(to) else ()),
         *notes.not_back(layers, [step.becomes for step in other_steps], mistakable, to.name),
         *notes.carried_norms(carried, reasons),
-        *unknown_attention.notes(apart),
+        *unknown_attention.notes(latent_blocks.without(apart, converted)),
+        *latent_blocks.notes(latents, held),
     )
     return Plan(to.name, steps, others, notes=all_notes)
 
@@ -259,6 +267,13 @@ def _attention(
         confidence(block, count[1], configured),
         block.why,
     )
+
+
+def _latent(block: LatentBlock, names: Mapping[str, str]) -> Step:
+    target = user_names.target_by_name(block.prefix, ".", ".", names)
+    tensors = tuple(block.keys.values())
+    why = f"{len(tensors)} keys of latent attention"
+    return Step("latent", block.form, block.prefix, target, tensors, "latent", why=why)
 
 
 def _renamed(planned: Sequence[Step], names: Mapping[str, str]) -> Iterator[tuple[str, str]]:

@@ -10,17 +10,19 @@ from jaxmha.checkpoint.errors import printable
 from jaxmha.converters.discovery import (
     attention_blocks,
     behaviours,
+    latent_blocks,
     layer_layouts,
     notes,
     other_layers,
 )
 from jaxmha.converters.discovery.attention_blocks import Block
+from jaxmha.converters.discovery.latent_blocks import LatentBlock
 from jaxmha.converters.discovery.layer_layouts import Convention
 from jaxmha.converters.discovery.notes import listed
 from jaxmha.converters.discovery.other_layers import Module
 from jaxmha.converters.layout.base import Layout
 from jaxmha.converters.layout.validation import several_dtypes
-from jaxmha.converters.migrate import lazy_tensors
+from jaxmha.converters.migrate import latent_tensors, lazy_tensors
 from jaxmha.converters.migrate.lazy_tensors import Made, Tensors
 from jaxmha.converters.migrate.plans import Plan, Step, in_file, kind_in_target
 
@@ -61,6 +63,7 @@ def resolve(plan: Plan, file: Tensors) -> Resolved:
             'dropped; carry them over in a module of kind = "other"'
         )
     source_blocks = _blocks(plan, file)
+    latents = {block.prefix: block for block in latent_blocks.find(file)}
     parts = lazy_tensors.Parts(file)
     found = Resolved({}, [], {}, {}, {}, [])
     for step in plan.steps:
@@ -68,6 +71,8 @@ def resolve(plan: Plan, file: Tensors) -> Resolved:
             if step.kind == "attention":
                 block = source_blocks.get((step.layout, step.source, frozenset(step.tensors)))
                 made = _attention(step, block, to, file, parts, found, plan)
+            elif step.kind == "latent":
+                made = _latent(step, latents, to, file, parts)
             else:
                 made = _other_layer(step, to, convention, file, parts)
         except ValueError as error:
@@ -155,6 +160,20 @@ def _attention(
     if not plan.dtype and (mixed := several_dtypes(params)):
         found.notes.append(f"{step.target or '(top)'} keeps several dtypes: {mixed}")
     return made
+
+
+def _latent(
+    step: Step,
+    latents: Mapping[str, LatentBlock],
+    to: Layout,
+    file: Tensors,
+    parts: lazy_tensors.Parts,
+) -> dict[str, Made]:
+    """Returns the tensors of a block of latent attention."""
+    block = latents.get(step.source)
+    if block is None or set(block.keys.values()) != set(step.tensors) or block.form != step.layout:
+        raise ValueError(f"its tensors are no latent attention of layout {step.layout} there")
+    return latent_tensors.made(block, file.info, parts, to.name, step.target)
 
 
 def _other_layer(

@@ -202,6 +202,8 @@ def _other_layer(
     """Reads a layer other than attention from both files, each by its own convention."""
     if step.kind == "other":
         return streaming.whole(old, step.tensors[0]), streaming.whole(new, made[0])
+    if step.kind == "latent":
+        return streaming.latent(old, step.source), streaming.latent(new, step.target)
     convention = layer_layouts.convention_of(done.to)
     assert convention is not None
     module = resolved.module_of(step, old.whole.info)

@@ -16,7 +16,7 @@ from jaxmha import Semantics, checkpoint
 from jaxmha.checkpoint.digests import hasher
 from jaxmha.checkpoint.tensor import blocks as blocks_of
 from jaxmha.checkpoint.tensor import to_bytes
-from jaxmha.converters.discovery import layer_layouts
+from jaxmha.converters.discovery import latent_blocks, layer_layouts
 from jaxmha.converters.discovery.attention_blocks import Block
 from jaxmha.converters.discovery.other_layers import Module
 from jaxmha.converters.layout import fill, fold, transform
@@ -114,6 +114,17 @@ def other_layer(file: File, module: Module) -> FileLayer:
     entries = module.entries.items()
     tensors = {module.keys[entry.key]: partial(_leaf_of, leaf, entry) for leaf, entry in entries}
     return FileLayer(file, dict[str, Unpack](tensors))
+
+
+def latent(file: File, prefix: str) -> FileLayer:
+    """Returns a block of latent attention as a `FileLayer`; ValueError if none is there."""
+    blocks = [
+        block for block in latent_blocks.find(file.whole, known=False) if block.prefix == prefix
+    ]
+    if not blocks:
+        raise ValueError(f"no latent attention is at {prefix or '(top)'}")
+    (block,) = blocks
+    return FileLayer(file, {name: block.held[key].split for key, name in block.keys.items()})
 
 
 def _leaf_of(leaf: str, entry: Entry, array: NDArray) -> Mapping[str, NDArray]:

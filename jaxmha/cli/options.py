@@ -80,7 +80,7 @@ DtypeName = Enum("DtypeName", {x: x for x in pipeline.DTYPES}, type=str)  # type
 
 def layout_name(value: str | None) -> str | None:
     """Option callback: checks the name of a layout, and suggests one if the name is unknown."""
-    names = [layout.name for layout in registry.LAYOUTS]
+    names = [*(layout.name for layout in registry.LAYOUTS), *registry.ALONE]
     if value is not None and value not in names and of_names(value) is None:
         raise typer.BadParameter(f"{value!r} is no layout: {guess(value, names)}{known(names)}")
     return value

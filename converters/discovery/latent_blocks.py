@@ -1,0 +1,162 @@
+"""Finds blocks of latent attention, and reads what they compute from the model's configuration."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxmha import rope_frequencies
+from jaxmha.converters.discovery import behaviours, hf_config, latent, positions
+from jaxmha.converters.discovery.attention_blocks import natural
+from jaxmha.converters.layout import latent_forms
+from jaxmha.converters.layout.latent import OWN, SIGN
+from jaxmha.converters.layout.latent_forms import DEEPSEEK, Held
+from jaxmha.rotary_frequencies import parameters_of
+
+_OWN_SIGN = OWN["latent.kernel"]
+_REQUIRED = (
+    "query.kernel", "latent.kernel", "rotary_key.kernel", "key.kernel", "value.kernel",
+    "latent_norm", "out.kernel",
+)  # fmt: skip
+
+
+class LatentBlock(NamedTuple):
+    """A block of latent attention: its form (`latent_forms.FORMS`), and the names of its arrays.
+
+    `held` describes the array of every key; `facts` is metadata without the prefix: what the block
+    computes, and its positions.
+    """
+
+    prefix: str
+    form: str
+    keys: Mapping[str, str]
+    held: Mapping[str, Held]
+    facts: Mapping[str, str]
+
+    @property
+    def leaves(self) -> dict[str, str]:
+        """Leaf -> key of the array that holds it."""
+        return {leaf: key for key in self.keys for leaf in self.held[key].leaves}
+
+
+def find(file: Any, *, known: bool = True) -> list[LatentBlock]:
+    """Every block of latent attention whose function is known, in the order of layers.
+
+    `known`: False also returns blocks whose function is unknown, to compare their numbers.
+
+    By DeepSeek's keys, a block is known if a config.json next to the file has one of the model types
+    of `latent_behaviour`: other models have the same keys and compute something else.
+    """
+    found = [*_own(file), *_deepseek(file, known)]
+    return sorted(found, key=lambda block: natural(block.prefix))
+
+
+def _own(file: Any) -> Iterator[LatentBlock]:
+    held = latent_forms.own_keys()
+    for prefix in _prefixes(file.info, _OWN_SIGN):
+        keys = {key: full for key in held if (full := _path(prefix, key)) in file.info}
+        leaves = {held[key].leaves[0] for key in keys}
+        if leaves.issuperset(_REQUIRED):
+            facts = {
+                name: file.metadata[full]
+                for name in (behaviours.METADATA, positions.METADATA)
+                if (full := f"{name}.{prefix}") in file.metadata
+            }
+            yield LatentBlock(prefix, "jaxmha", keys, held, facts)
+
+
+def _deepseek(file: Any, known: bool) -> Iterator[LatentBlock]:
+    prefixes = list(_prefixes(file.info, SIGN))
+    content = hf_config.readable(file.path) if _has_folder(file) and prefixes else {}
+    for prefix in prefixes:
+        own = {_key(prefix, name): name for name in file.info if _is_under(prefix, name)}
+        own = {key: name for key, name in own.items() if not key.endswith("inv_freq")}
+        shapes = {key: tuple(file.info[name].shape) for key, name in own.items()}
+        try:
+            sizes = latent_forms.sizes_of(shapes)
+        except (KeyError, ValueError, IndexError):
+            continue
+        held = latent_forms.deepseek_keys(sizes, "q_a_proj.weight" in own)
+        leaves = {leaf for key in own if key in held for leaf in held[key].leaves}
+        facts = _configured(content, sizes)
+        whole = own.keys() <= held.keys() and {*_REQUIRED} <= leaves <= OWN.keys()
+        if whole and (facts or not known):
+            yield LatentBlock(prefix, DEEPSEEK.name, own, held, facts)
+
+
+def _has_folder(file: Any) -> bool:
+    return isinstance(getattr(file, "path", None), Path)
+
+
+def _configured(content: Any, sizes: Mapping[str, int]) -> dict[str, str]:
+    """Metadata on semantics and positions, by the part of a configuration with these sizes."""
+    for way, _ in hf_config.search(content, ["model_type"]):
+        own, _ = behaviours.part(content, way[:-1])
+        if (own.get("qk_nope_head_dim"), own.get("qk_rope_head_dim")) != (sizes["H"], sizes["R"]):
+            continue
+        try:
+            semantics, rotate = latent.latent_behaviour(own)
+            frequencies = rope_frequencies(latent.rotary_settings(own), sizes["R"])
+            parameters = parameters_of(own)
+            rotary = positions.Rotary(
+                frequencies.values,
+                bool(rotate.keywords["interleaved"]),  # type: ignore[attr-defined]
+                frequencies.factor,
+                str(parameters["rope_type"]),
+                float(parameters["rope_theta"]),
+            )
+        except (KeyError, TypeError, ValueError):
+            continue
+        kept = {"scale": semantics.scale, "dropout_rate": semantics.dropout_rate}
+        facts = {name: value for name, value in kept.items() if value}
+        return {
+            behaviours.METADATA: json.dumps({**facts, "from": DEEPSEEK.name}),
+            positions.METADATA: str(positions.Positions("rotary", rotary)),
+        }
+    return {}
+
+
+def to_metadata(blocks: Mapping[str, LatentBlock]) -> dict[str, str]:
+    """Metadata of the destination, from its prefixes and the blocks of the source."""
+    return {
+        f"{name}.{prefix}": text
+        for prefix, block in blocks.items()
+        for name, text in block.facts.items()
+    }
+
+
+def without(
+    apart: Mapping[str, Sequence[str]], blocks: Sequence[LatentBlock]
+) -> dict[str, Sequence[str]]:
+    """Unknown attention (`unknown_attention.find`) without tensors of these blocks."""
+    names = {name for block in blocks for name in block.keys.values()}
+    return {prefix: of for prefix, of in apart.items() if not names.intersection(of)}
+
+
+def notes(blocks: Sequence[LatentBlock], converted: bool) -> Iterator[str]:
+    """Yields a note on every kind of block; `converted`: the target holds them."""
+    kinds: dict[tuple[str, str], int] = {}
+    for block in blocks:
+        kind = block.form, block.facts.get(positions.METADATA, "unknown")
+        kinds[kind] = kinds.get(kind, 0) + 1
+    for (form, place), count in kinds.items():
+        done = "" if converted else "; --to jaxmha converts them, other layouts cannot hold them"
+        yield f"latent attention, {count} x layout {form}, positions {place}{done}"
+
+
+def _prefixes(names: Mapping[str, Any], sign: str) -> Iterator[str]:
+    for name in names:
+        if name == sign or name.endswith(f".{sign}"):
+            yield name[: -len(sign)].removesuffix(".")
+
+
+def _path(prefix: str, key: str) -> str:
+    return f"{prefix}.{key}" if prefix else key
+
+
+def _key(prefix: str, name: str) -> str:
+    return name[len(prefix) + 1 :] if prefix else name
+
+
+def _is_under(prefix: str, name: str) -> bool:
+    return name.startswith(f"{prefix}.") if prefix else True
