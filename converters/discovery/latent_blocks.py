@@ -1,6 +1,7 @@
 """Finds blocks of latent attention, and reads what they compute from the model's configuration."""
 
 import json
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,21 +40,22 @@ class LatentBlock(NamedTuple):
         return {leaf: key for key in self.keys for leaf in self.held[key].leaves}
 
 
-def find(file: Any, *, known: bool = True) -> list[LatentBlock]:
+def find(file: Any, *, known: bool = True, at: str | None = None) -> list[LatentBlock]:
     """Every block of latent attention whose function is known, in the order of layers.
 
-    `known`: False also returns blocks whose function is unknown, to compare their numbers.
+    `known`: False also returns blocks whose function is unknown, to compare their numbers. `at`: only the
+    block with this prefix.
 
     By DeepSeek's keys, a block is known if a config.json next to the file has one of the model types
     of `latent_behaviour`: other models have the same keys and compute something else.
     """
-    found = [*_own(file), *_deepseek(file, known)]
+    found = [*_own(file, at), *_deepseek(file, known, at)]
     return sorted(found, key=lambda block: natural(block.prefix))
 
 
-def _own(file: Any) -> Iterator[LatentBlock]:
+def _own(file: Any, at: str | None) -> Iterator[LatentBlock]:
     held = latent_forms.own_keys()
-    for prefix in _prefixes(file.info, _OWN_SIGN):
+    for prefix in _prefixes(file.info, _OWN_SIGN, at):
         keys = {key: full for key in held if (full := _path(prefix, key)) in file.info}
         leaves = {held[key].leaves[0] for key in keys}
         if leaves.issuperset(_REQUIRED):
@@ -65,11 +67,13 @@ def _own(file: Any) -> Iterator[LatentBlock]:
             yield LatentBlock(prefix, "jaxmha", keys, held, facts)
 
 
-def _deepseek(file: Any, known: bool) -> Iterator[LatentBlock]:
-    prefixes = list(_prefixes(file.info, SIGN))
-    content = hf_config.readable(file.path) if _has_folder(file) and prefixes else {}
+def _deepseek(file: Any, known: bool, at: str | None) -> Iterator[LatentBlock]:
+    prefixes = list(_prefixes(file.info, SIGN, at))
+    content = hf_config.readable(file.path) if _has_folder(file) and prefixes and known else {}
+    names = sorted(file.info) if prefixes else []
+    computed: dict[tuple[int, ...], dict[str, str]] = {}
     for prefix in prefixes:
-        own = {_key(prefix, name): name for name in file.info if _is_under(prefix, name)}
+        own = {_key(prefix, name): name for name in _under(prefix, names)}
         own = {key: name for key, name in own.items() if not key.endswith("inv_freq")}
         shapes = {key: tuple(file.info[name].shape) for key, name in own.items()}
         try:
@@ -78,7 +82,9 @@ def _deepseek(file: Any, known: bool) -> Iterator[LatentBlock]:
             continue
         held = latent_forms.deepseek_keys(sizes, "q_a_proj.weight" in own)
         leaves = {leaf for key in own if key in held for leaf in held[key].leaves}
-        facts = _configured(content, sizes)
+        if (size := tuple(sizes.values())) not in computed:
+            computed[size] = _configured(content, sizes)
+        facts = computed[size]
         whole = own.keys() <= held.keys() and {*_REQUIRED} <= leaves <= OWN.keys()
         if whole and (facts or not known):
             yield LatentBlock(prefix, DEEPSEEK.name, own, held, facts)
@@ -144,8 +150,8 @@ def notes(blocks: Sequence[LatentBlock], converted: bool) -> Iterator[str]:
         yield f"latent attention, {count} x layout {form}, positions {place}{done}"
 
 
-def _prefixes(names: Mapping[str, Any], sign: str) -> Iterator[str]:
-    for name in names:
+def _prefixes(names: Mapping[str, Any], sign: str, at: str | None) -> Iterator[str]:
+    for name in names if at is None else {_path(at, sign)} & names.keys():
         if name == sign or name.endswith(f".{sign}"):
             yield name[: -len(sign)].removesuffix(".")
 
@@ -158,5 +164,8 @@ def _key(prefix: str, name: str) -> str:
     return name[len(prefix) + 1 :] if prefix else name
 
 
-def _is_under(prefix: str, name: str) -> bool:
-    return name.startswith(f"{prefix}.") if prefix else True
+def _under(prefix: str, names: Sequence[str]) -> Sequence[str]:
+    """The names under a prefix, from sorted names; under "" only those without a prefix."""
+    if not prefix:
+        return [name for name in names if name.count(".") < 2]
+    return names[bisect_left(names, f"{prefix}.") : bisect_left(names, f"{prefix}/")]

@@ -118,9 +118,7 @@ def other_layer(file: File, module: Module) -> FileLayer:
 
 def latent(file: File, prefix: str) -> FileLayer:
     """Returns a block of latent attention as a `FileLayer`; ValueError if none is there."""
-    blocks = [
-        block for block in latent_blocks.find(file.whole, known=False) if block.prefix == prefix
-    ]
+    blocks = latent_blocks.find(file.whole, known=False, at=prefix)
     if not blocks:
         raise ValueError(f"no latent attention is at {prefix or '(top)'}")
     (block,) = blocks

@@ -1,6 +1,7 @@
 """Files with latent attention: converted to jaxmha's layout and back."""
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,20 @@ def test_other_arrays_under_the_prefix_are_another_attention(tmp_path: Path) -> 
     biased = saved(tmp_path / "biased", {**SHAPES, "kv_b_proj.bias": (N * (H + h),)})
     with checkpoint.open(biased) as file:
         assert latent_blocks.find(file) == []
+
+
+def test_blocks_at_the_top_and_many_of_them(tmp_path: Path) -> None:
+    """Names of one block are not searched for in all names: the time is linear in their number."""
+    state = {name: np.ones(shape, np.float16) for name, shape in SHAPES.items()}
+    many = {f"layers.{i}.{name}": array for i in range(2000) for name, array in state.items()}
+    checkpoint.write(tmp_path / "model.safetensors", state | many, digest=None)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    with checkpoint.open(tmp_path / "model.safetensors") as file:
+        start = time.perf_counter()
+        found = latent_blocks.find(file)
+        assert time.perf_counter() - start < 5
+    assert [block.prefix for block in found[:3]] == ["", "layers.0", "layers.1"]
+    assert len(found) == 2001
 
 
 def test_a_plan_is_carried_out_and_refuses_other_targets(tmp_path: Path) -> None:

@@ -250,5 +250,5 @@ def test_an_unknown_kind_in_a_plan_is_named(old: str, tmp_path: Path) -> None:
     done = run("convert", tmp_path / "a.npz", out, "--plan", plan)
     text = printed(done)
     assert done.exit_code == 2
-    assert "kind must be one of attention, linear, conv1d, norm" in text
+    assert "kind must be one of attention, latent, linear, conv1d, norm" in text
     assert "got 'frob'" in text
