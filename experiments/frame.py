@@ -7,7 +7,7 @@ the template `page.md` (see `experiments.pages`).
 import json
 import os
 import sys
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -78,6 +78,24 @@ def parser(name: str, about: str | None, examples: str) -> ArgumentParser:
     made.add_argument("--json", action="store_true", help="print the results as JSON")
     made.add_argument("--write", action="store_true", help="write the results and figures")
     return made
+
+
+def number(default: float, about: str = "", least: int = 0) -> dict[str, Any]:
+    """An option that takes a number of the type of its default.
+
+    >>> number(7, "rounds", least=1)["help"]
+    'rounds; default 7'
+    """
+
+    def parsed(text: str) -> float:
+        value = type(default)(text)
+        if value < least:
+            raise ArgumentTypeError(f"must be at least {least}, got {text}")
+        return value
+
+    parsed.__name__ = type(default).__name__  # for messages
+    about = f"{about}; default {default}" if about else f"default {default}"
+    return {"type": parsed, "default": default, "help": about}
 
 
 def run(experiment: Experiment, arguments: list[str] | None = None) -> int:

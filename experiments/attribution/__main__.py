@@ -23,8 +23,6 @@ EXAMPLES = """examples:
 def measure(chosen: Namespace) -> dict[str, Any]:
     """Everything that the page says."""
     seed = chosen.seed
-    if seed < 0:
-        raise ValueError(f"--seed must be at least 0, got {seed}")
     os.environ["KERAS_BACKEND"] = "tensorflow"  # before keras is imported
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     try:
@@ -52,7 +50,7 @@ EXPERIMENT = frame.Experiment(
     __doc__,
     EXAMPLES,
     measure,
-    options={"--seed": {"type": int, "default": 42, "help": "of weights and input; default 42"}},
+    options={"--seed": frame.number(42, "of weights and input")},
     figures=figure.FIGURES,
 )
 

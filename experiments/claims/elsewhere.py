@@ -87,6 +87,14 @@ def other_features() -> Found:
     return found(holds, **shares, special=sum(special), count=len(special))
 
 
+def as_printed() -> Found:
+    """How the first two examples end with their own masks; the third runs both."""
+    first, second = _stored("attribution")["errors"].values()
+    holds = {"example 1": first == "runs", "example 2": second == "runs"}
+    names = {"first": first.partition(":")[0], "second": second.partition(":")[0]}
+    return found({**holds, "example 3": all(holds.values())}, **names)
+
+
 def convergence() -> Found:
     """Accuracies of the same model after starts of several frameworks: a gap within the spread of
     seeds shows no impact here, and does not show that there can be none."""

@@ -197,22 +197,6 @@ def intrinsic() -> Found:
     )
 
 
-def as_printed() -> Found:
-    """With masks of B T, as the examples pass them."""
-    import tensorflow as tf
-
-    x, weights, ones = features(), torch_weights(), np.ones((B, T), bool)
-    raised = []
-    for layer in (torch_layer, tensorflow_layer):
-        try:
-            layer(weights, x, ones)
-            raised.append("")
-        except (RuntimeError, tf.errors.InvalidArgumentError) as error:
-            raised.append(f"{type(error).__name__}")
-    holds = {"example 1": not raised[0], "example 2": not raised[1], "example 3": not any(raised)}
-    return found(holds, first=raised[0], second=raised[1])
-
-
 def inserted_axis() -> Found:
     """Does the mask of one batch row reach others?"""
     weights, keep = torch_weights(), np.ones((N, T), bool)

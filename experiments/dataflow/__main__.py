@@ -19,8 +19,6 @@ EXAMPLES = """examples:
 def find(chosen: Namespace) -> dict[str, Any]:
     """Everything that the page says."""
     rounds = chosen.rounds
-    if rounds < 2:
-        raise ValueError(f"--rounds must be at least 2, got {rounds}")
     seconds: dict[str, dict[str, Any]] = {framework: {} for framework in programs.PROGRAMS}
     with frame.bars(measuring=len(programs.PROGRAMS) * len(SHAPES)) as tick:
         for framework, of in seconds.items():
@@ -47,7 +45,7 @@ EXPERIMENT = frame.Experiment(
     __doc__,
     EXAMPLES,
     find,
-    options={"--rounds": {"type": int, "default": ROUNDS, "help": f"default {ROUNDS}"}},
+    options={"--rounds": frame.number(ROUNDS, least=2)},
     figures=figure.FIGURES,
     seed=0,
 )

@@ -84,8 +84,6 @@ def _microseconds(function: Callable[..., Any], arguments: tuple[Any, ...], coun
 
 def collect(chosen: Namespace) -> dict[str, Any]:
     """Settings, seconds (the least of all rounds) and errors by setting and case, and calls."""
-    if chosen.rounds < 1:
-        raise ValueError(f"--rounds must be at least 1, got {chosen.rounds}")
     runs: dict[str, list[Any]] = {name: [] for name in SETTINGS}
     with frame.bars(settings=chosen.rounds * len(SETTINGS)) as tick:
         for i in range(chosen.rounds):
@@ -107,7 +105,7 @@ EXPERIMENT = frame.Experiment(
     __doc__,
     EXAMPLES,
     collect,
-    options={"--rounds": {"type": int, "default": 3, "help": "default 3"}},
+    options={"--rounds": frame.number(3, least=1)},
     seed="T of the case",
 )
 

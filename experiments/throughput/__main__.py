@@ -33,13 +33,13 @@ Shapes = dict[str, tuple[int, ...]]
 
 def torch_shapes(blocks: int) -> Shapes:
     """Names and shapes of the source."""
-    shapes: Shapes = {}
-    for i in range(blocks):
-        shapes[f"layers.{i}.in_proj_weight"] = (3 * E, E)
-        shapes[f"layers.{i}.in_proj_bias"] = (3 * E,)
-        shapes[f"layers.{i}.out_proj.weight"] = (E, E)
-        shapes[f"layers.{i}.out_proj.bias"] = (E,)
-    return shapes
+    block: Shapes = {
+        "in_proj_weight": (3 * E, E),
+        "in_proj_bias": (3 * E,),
+        "out_proj.weight": (E, E),
+        "out_proj.bias": (E,),
+    }
+    return {f"layers.{i}.{name}": x for i in range(blocks) for name, x in block.items()}
 
 
 def make(path: Path, blocks: int) -> None:
@@ -128,7 +128,7 @@ EXPERIMENT = frame.Experiment(
     measure,
     options={
         "--size": {"type": int, "default": 2 << 30, "help": "bytes (default: 2 GiB)"},
-        "--rounds": {"type": int, "default": 5, "help": "default 5"},
+        "--rounds": frame.number(5, least=1),
         "--folder": {"type": Path, "help": "where; default: the system's folder"},
     },
     seed=0,

@@ -107,8 +107,6 @@ def measure(question: Question, B: int, T: int, rounds: int) -> dict[str, Any]:
 
 def collect(chosen: Namespace) -> dict[str, Any]:
     """Every question, case by case."""
-    if chosen.rounds < 1:
-        raise ValueError(f"--rounds must be at least 1, got {chosen.rounds}")
     entries = []
     with frame.bars(cases=sum(len(question.sizes) for question in QUESTIONS)) as tick:
         for question in QUESTIONS:
@@ -128,7 +126,7 @@ EXPERIMENT = frame.Experiment(
     __doc__,
     EXAMPLES,
     collect,
-    options={"--rounds": {"type": int, "default": 7, "help": "default 7"}},
+    options={"--rounds": frame.number(7, least=1)},
     seed="T of the case",
 )
 

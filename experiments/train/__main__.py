@@ -10,7 +10,6 @@ from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -31,18 +30,10 @@ EXAMPLES = """examples:
 DEFAULT = Settings()
 
 
-def check(chosen: Namespace) -> None:
-    """Raises ValueError that names the option."""
-    for name, least in (("steps", 1), ("seed", 0), ("side_by_side", 0)):
-        if getattr(chosen, name) < least:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least {least}")
-    if not 0 <= chosen.dropout < 1:
-        raise ValueError(f"--dropout must be in [0, 1), got {chosen.dropout}")
-
-
 def measure(chosen: Namespace) -> dict[str, Any]:
     """The training itself, after both attentions side by side where that is asked for."""
-    check(chosen)
+    if chosen.dropout >= 1:
+        raise ValueError(f"--dropout must be below 1, got {chosen.dropout}")
     settings = Settings(chosen.attention, chosen.seed, chosen.steps, chosen.dropout)
     start, examples = time.perf_counter(), data.read(settings.T)
     totals = {"side by side": chosen.side_by_side} if chosen.side_by_side else {}
@@ -90,20 +81,9 @@ def compare(
         return None
     both = [replace(settings, attention=kind, dropout=0.0) for kind in ATTENTION]
     found = side_by_side(both, examples, steps, lambda: tick("side by side"))
-    runs = {
-        one.attention: {
-            "loss": run["loss"],
-            "seconds_to_compile": run["seconds"][0],
-            "seconds_per_step": median(run["seconds"][1:] or run["seconds"]),
-        }
-        for one, run in zip(both, found, strict=True)
-    }
+    runs = dict(zip(ATTENTION, found, strict=True))
     pairs = zip(*(run["loss"] for run in found), strict=True)
     return {"runs": runs, "difference": max(abs(a - b) / b for a, b in pairs)}
-
-
-def _number(default: float, about: str) -> dict[str, Any]:
-    return {"type": type(default), "default": default, "help": f"{about}; default {default}"}
 
 
 EXPERIMENT = frame.Experiment(
@@ -113,15 +93,12 @@ EXPERIMENT = frame.Experiment(
     measure,
     options={
         "--attention": {"choices": ATTENTION, "default": "jaxmha", "help": "default jaxmha"},
-        "--steps": _number(DEFAULT.steps, "of the optimiser"),
-        "--seed": _number(DEFAULT.seed, "of weights, batches and dropout"),
-        "--dropout": _number(DEFAULT.dropout, "rate of attention weights and of residuals"),
-        "--side-by-side": {
-            "type": int,
-            "default": 0,
-            "metavar": "STEPS",
-            "help": "first so many steps of both attentions in turns, without dropout",
-        },
+        "--steps": frame.number(DEFAULT.steps, "of the optimiser", least=1),
+        "--seed": frame.number(DEFAULT.seed, "of weights, batches and dropout"),
+        "--dropout": frame.number(DEFAULT.dropout, "rate of attention weights and of residuals"),
+        "--side-by-side": frame.number(
+            0, "first so many steps of both attentions in turns, without dropout"
+        ),
         "--checkpoints": {"type": Path, "default": BUILD, "help": f"folder, default {BUILD}"},
         "--resume": {"action": "store_true", "help": "from the last checkpoint there"},
     },

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from experiments import frame
 from experiments.train import data
 from experiments.train.data import Examples
 from experiments.train.model import Settings
@@ -16,17 +17,15 @@ WINDOW = 10  # steps of which losses are means
 # Small enough that several seeds of several variants take a minute on two cores.
 SMALL = Settings(steps=200, dropout=0.0, T=64, blocks=1)
 OPTIONS: dict[str, dict[str, Any]] = {
-    "--steps": {"type": int, "default": SMALL.steps, "help": f"of training; default {SMALL.steps}"},
-    "--seeds": {"type": int, "default": 5, "help": "of training; default 5"},
+    "--steps": frame.number(SMALL.steps, "of training", least=WINDOW),
+    "--seeds": frame.number(5, "of training, for a spread", least=2),
 }
 
 
 def check(chosen: Namespace) -> None:
-    """Raises ValueError where so many steps or seeds cannot be trained."""
-    if chosen.steps < WINDOW or chosen.steps % WINDOW:
+    """Raises ValueError where the steps are no whole number of windows."""
+    if chosen.steps % WINDOW:
         raise ValueError(f"--steps must be a multiple of {WINDOW}, got {chosen.steps}")
-    if chosen.seeds < 2:
-        raise ValueError(f"--seeds must be at least 2 for a spread, got {chosen.seeds}")
 
 
 def compare(

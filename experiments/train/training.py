@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import jax.numpy as jnp
@@ -149,8 +150,8 @@ def side_by_side(
     examples: tuple[Examples, Examples],
     steps: int,
     progress: Callable[[], None] = lambda: None,
-) -> list[dict[str, list[float]]]:
-    """Loss and seconds of every step, in turns; the first step compiles."""
+) -> list[dict[str, Any]]:
+    """Loss of every step, in turns; seconds of the first, which compiles, and of a later one."""
     trainers = [Trainer(one, examples) for one in settings]
     seconds: list[list[float]] = [[] for _ in trainers]
     for _ in range(steps):
@@ -160,7 +161,11 @@ def side_by_side(
             times.append(time.perf_counter() - start)
         progress()
     return [
-        {"loss": trainer.curve.loss, "seconds": times}
+        {
+            "loss": trainer.curve.loss,
+            "seconds_to_compile": times[0],
+            "seconds_per_step": median(times[1:] or times),
+        }
         for trainer, times in zip(trainers, seconds, strict=True)
     ]
 
