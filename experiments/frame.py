@@ -62,19 +62,24 @@ class Experiment(NamedTuple):
         return HERE / (self.result or f"{self.name}/results.json")
 
 
-def parser(name: str, about: str | None, examples: str) -> ArgumentParser:
-    """Of `python -m experiments.<name>`: --json prints the results as JSON, --write stores them.
-
-    >>> parser("x", "Why?", "examples: none").parse_args(["--json"])
-    Namespace(json=True, write=False)
-    """
-    made = ArgumentParser(
+def bare(name: str, about: str | None, examples: str) -> ArgumentParser:
+    """Of `python -m experiments.<name>`, without options."""
+    return ArgumentParser(
         prog=f"python -m experiments.{name}",
         description=about,
         epilog=examples,
         formatter_class=RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+
+
+def parser(name: str, about: str | None, examples: str) -> ArgumentParser:
+    """The same with --json, which prints the results as JSON, and --write, which stores them.
+
+    >>> parser("x", "Why?", "examples: none").parse_args(["--json"])
+    Namespace(json=True, write=False)
+    """
+    made = bare(name, about, examples)
     made.add_argument("--json", action="store_true", help="print the results as JSON")
     made.add_argument("--write", action="store_true", help="write the results and figures")
     return made

@@ -155,9 +155,7 @@ def test_the_first_paragraph_is_the_conclusion(
     assert text == f"{start}`c` · 2026-01-02 · python 3\n"
 
 
-@pytest.mark.parametrize(
-    "name", ["numerics.figure", "numerics.page", "claims.claims", "pages", "frame"]
-)
+@pytest.mark.parametrize("name", ["numerics.figure", "numerics.page", "claims.claims", "pages"])
 def test_examples(name: str) -> None:
     result = doctest.testmod(import_module(f"experiments.{name}"))
     assert result.attempted > 0

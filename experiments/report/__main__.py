@@ -7,14 +7,13 @@ experiments/ that are made from results.
 import json
 import sys
 import time
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from experiments import records
+from experiments import frame, records
 from experiments.report import build, refresh, registry
 from experiments.report.registry import EXPERIMENTS, Entry
 
@@ -31,12 +30,7 @@ TARGET = records.ROOT / "build" / "report" / "index.html"
 
 def main(arguments: list[str] | None = None) -> int:
     """0: fine; 1: something is stale (--check) or failed; 2: bad input, a damaged file among it."""
-    parser = ArgumentParser(
-        prog="python -m experiments.report",
-        description=__doc__,
-        epilog=EXAMPLES,
-        formatter_class=RawDescriptionHelpFormatter,
-    )
+    parser = frame.bare("report", __doc__, EXAMPLES)
     remade = [experiment.name for experiment in EXPERIMENTS if experiment.seconds is not None]
     parser.add_argument("--keep", action="store_true", help="run nothing")
     parser.add_argument("--remake", action="append", default=[], choices=[*remade, "all"])

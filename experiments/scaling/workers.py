@@ -2,12 +2,14 @@
 
 import os
 import socket
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from argparse import Namespace
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from typing import Any
 from unittest import mock
+
+from experiments import frame
 
 ALONE = {
     "JAX_PLATFORMS": "cpu",
@@ -24,12 +26,7 @@ def parsed(
     arguments: list[str] | None = None,
 ) -> Namespace:
     """The command line of `python -m experiments.scaling.<module>`."""
-    parser = ArgumentParser(
-        prog=f"python -m experiments.scaling.{module}",
-        description=about,
-        epilog=examples,
-        formatter_class=RawDescriptionHelpFormatter,
-    )
+    parser = frame.bare(f"scaling.{module}", about, examples)
     parser.add_argument("--json", action="store_true", help="results as JSON")
     parser.add_argument("--processes", type=int, default=2, help="2, 4 or 8 (default 2)")
     for flag, given in options.items():
