@@ -4,6 +4,7 @@ An experiment is a folder `<name>/` with `__main__.py`, which ends in `frame.run
 the template `page.md` (see `experiments.pages`).
 """
 
+import importlib
 import json
 import os
 import sys
@@ -184,6 +185,9 @@ def alone(
     function: Callable[..., Item], *arguments: Any, environment: Mapping[str, str] = NOTHING
 ) -> Item:
     """What a function returns in a process of its own, which starts with this environment too."""
+    command = sys.modules["__main__"].__spec__
+    if function.__module__ == "__main__" and command:  # a name that the other process cannot import
+        function = getattr(importlib.import_module(command.name), function.__name__)
     with (
         mock.patch.dict(os.environ, environment),
         ProcessPoolExecutor(1, get_context("spawn"), os.dup2, initargs=(2, 1)) as pool,
