@@ -10,7 +10,7 @@ from jaxmha import MHAParams
 from jaxmha.converters.discovery.attention_blocks import Block
 from jaxmha.converters.discovery.positions import Positions
 from jaxmha.converters.layout.arrays import NDArray
-from tests.zoo import compared
+from tests.zoo import compared, latent
 from tests.zoo.capture import Call, Run, Softmax
 from tests.zoo.overrides import NO_ATTENTION
 
@@ -143,6 +143,10 @@ def judge(
             row |= {"class": _class(worst.kind, notes, scheme, worst.why), "kind": worst.kind, "error": worst.error, "why": worst.why,
                     "scheme": scheme}  # fmt: skip
         rows.append(row)
+    for one in said.pop("latents"):
+        row, explained = latent.judged(one, run, held.get(one.row, "").rpartition(".")[0])
+        rows.append(row)
+        matched |= explained
     missed = sorted({s.module for s in used if id(s) not in matched})
     missed = [m for m in missed if not re.search(NO_ATTENTION, m)]
     claimed = {held[row] for row in said.pop("claims") if row in held}

@@ -12,6 +12,7 @@ from jaxmha.converters.discovery import (
     behaviours,
     described,
     head_count,
+    latent_blocks,
     unknown_attention,
 )
 from jaxmha.converters.discovery.attention_blocks import Block
@@ -19,6 +20,7 @@ from jaxmha.converters.discovery.positions import positions_of
 from jaxmha.converters.layout import transform
 from jaxmha.converters.layout.arrays import to_numpy
 from jaxmha.converters.migrate import pipeline
+from tests.zoo import latent
 
 TARGETS = ("flax", "torch-separate", "torch", "llama", "linear", "linear-wo", "keras-gqa", "jaxmha")
 _FINAL = (
@@ -58,6 +60,8 @@ def read(
                 blocks.append((block, params, semantics, "" if same else "not back bit by bit"))
             except ValueError as error:
                 blocks.append((block, None, None, str(error)))
+        latents = latent.read(file)
+        known = latent_blocks.find(file)
     places = positions_of(source)
     said: dict[str, Any] = {
         "places": places,
@@ -67,10 +71,13 @@ def read(
     refused = [b.prefix for b, p, *_ in blocks if p is None]
     refused += [text.split(" ")[0] for text in info.damaged]
     apart = unknown_attention.find({n: tuple(s) for n, s in shapes.items()}, found)
+    apart = {prefix: tuple(n) for prefix, n in latent_blocks.without(apart, known).items()}
+    said["latents"] = latents
     said["claims"] = list(_claims(source, refused))
     said["apart"] = list(_claims(source, list(apart)))
     said["carried"] = list(apart)
-    said |= converted(source, [b.layout.name for b, p, *_ in blocks if p is not None])
+    layouts = [b.layout.name for b, p, *_ in blocks if p is not None]
+    said |= converted(source, layouts + [b.form for b in known])
     return blocks, said
 
 
@@ -97,6 +104,8 @@ def converted(source: Path, layouts: list[str]) -> dict[str, Any]:
     """Converts the whole file to the first layout that holds it, and back: bit by bit the same."""
     why: list[str] = []
     ways = [(to, fold) for fold in (False, True) for to in (TARGETS if layouts else TARGETS[:1])]
+    if "deepseek" in layouts:  # latent attention, which other layouts cannot hold
+        ways = [("jaxmha", False)]
     for to, fold in ways:
         there, back = source.parent / "there.safetensors", source.parent / "back.safetensors"
         if fold and not any("scale" in one for one in why):
