@@ -70,7 +70,7 @@ TASKS = {
         {"jaxmha/cli/toy.py": "command.py"},
         {
             "jaxmha/cli/app.py": {
-                "    plot,\n    verify,\n": "    plot,\n    toy,\n    verify,\n",
+                "    recipes,\n    verify,\n": "    recipes,\n    toy,\n    verify,\n",
                 "COMMANDS = {\n": 'COMMANDS = {\n    "count": toy,\n',
             }
         },

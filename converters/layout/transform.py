@@ -17,20 +17,17 @@ from jaxmha.converters.layout.arrays import NDArray, is_traced, to_numpy
 from jaxmha.converters.layout.base import Entry, Layout, choose
 from jaxmha.converters.layout.validation import (
     Named,
-    leaf_shapes,
     refuse_added,
-    refuse_apart,
     refuse_arrays,
+    refuse_export,
     refuse_heads,
     refuse_keys,
     refuse_leading,
-    refuse_leaves,
     refuse_mixed,
-    refuse_semantics,
     refuse_sizes,
 )
 from jaxmha.dims import bind, parse
-from jaxmha.params import CANONICAL, NORM_SCALES, check, from_leaves, leaves
+from jaxmha.params import CANONICAL, NORM_SCALES, from_leaves, leaves
 from jaxmha.semantics import with_norms
 
 
@@ -97,15 +94,6 @@ def export_params(
     }
 
 
-def refuse_export(layout: Layout, params: MHAParams, semantics: Semantics) -> None:
-    """Raises ValueError if the layout cannot hold parameters or behaviour; reads only shapes."""
-    sizes = check(params, leading=len(np.shape(params.query.kernel)) - 3)
-    refuse_sizes(layout, sizes, leaf_shapes(params))
-    refuse_apart(layout, sizes)
-    refuse_leaves(layout, leaves(params))
-    refuse_semantics(layout, params, semantics, sizes)
-
-
 def bind_shapes(
     layout: Layout,
     shapes: Mapping[str, tuple[int, ...]],
@@ -126,8 +114,7 @@ def bind_shapes(
         split = max(len(shape) - len(parse(entry.axes)), 0)
         named.append((layout.path(prefix, entry.key), entry.axes, shape))
         refuse_leading(named, split)
-        packed = {uneven.pack_axis(entry): len(entry.leaves)}
-        bound = sizes | packed
+        bound = sizes | (packed := {uneven.pack_axis(entry): len(entry.leaves)})
         bind(named[-1][0], shape[split:], entry.axes, bound)
         sizes |= {letter: n for letter, n in bound.items() if letter not in packed}
     refuse_sizes(layout, sizes := uneven.completed(sizes), named)
@@ -160,7 +147,7 @@ def pack(layout: Layout, entry: Entry, leaf: Callable[[str], NDArray]) -> NDArra
         alone: NDArray = rearrange(first[None], f"1 ... {source} -> ... {axes}")
         return alone
     if any(is_traced(leaf(name)) for name in entry.leaves):
-        return _pack_traced(entry, leaf, axes, source)
+        return uneven.pack_traced(entry, leaf, axes, source)
     letters = parse(source)
     lead = first.shape[: first.ndim - len(letters)]
     sizes = {a: n for (a,), n in zip(letters, first.shape[len(lead) :], strict=True)}
@@ -177,13 +164,4 @@ def pack(layout: Layout, entry: Entry, leaf: Callable[[str], NDArray]) -> NDArra
     del first
     for slot, name in zip(slots[1:], entry.leaves[1:], strict=True):
         slot[...] = leaf(name)
-    return packed
-
-
-def _pack_traced(entry: Entry, leaf: Callable[[str], NDArray], axes: str, source: str) -> NDArray:
-    """`pack` for traced arrays, which cannot be written in place."""
-    import jax.numpy as jnp
-
-    together: Any = jnp.stack([jnp.asarray(leaf(name)) for name in entry.leaves])
-    packed: NDArray = rearrange(together, f"{uneven.pack_axis(entry)} ... {source} -> ... {axes}")
     return packed

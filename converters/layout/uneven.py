@@ -6,6 +6,7 @@ heads. `U`: K groups, each of N / K query heads, one key head and one value head
 
 from collections.abc import Callable, Mapping
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from einops import rearrange
@@ -92,3 +93,12 @@ def shared(axes: str, sizes: Mapping[str, int]) -> dict[str, int]:
 def pack_axis(entry: Entry) -> str:
     """The axis along which leaves are packed; `1` if the array is a single leaf."""
     return next((a for group in parse(entry.axes) for a in group if a in PACKED), "1")
+
+
+def pack_traced(entry: Entry, leaf: Callable[[str], NDArray], axes: str, source: str) -> NDArray:
+    """`transform.pack` for traced arrays, which cannot be written in place."""
+    import jax.numpy as jnp
+
+    together: Any = jnp.stack([jnp.asarray(leaf(name)) for name in entry.leaves])
+    packed: NDArray = rearrange(together, f"{pack_axis(entry)} ... {source} -> ... {axes}")
+    return packed

@@ -13,7 +13,7 @@ from jaxmha.converters.layout import fill
 from jaxmha.converters.layout.arrays import NDArray
 from jaxmha.converters.layout.base import Entry, Layout
 from jaxmha.dims import parse
-from jaxmha.params import CANONICAL, leaves
+from jaxmha.params import CANONICAL, check, leaves
 from jaxmha.semantics import NORM_FIELDS
 
 Named = tuple[str, str, tuple[int, ...]]  # name in messages, axes, shape
@@ -237,3 +237,12 @@ def refuse_keys(layout: Layout, arrays: Mapping[str, Any], prefix: str) -> None:
                 f"missing key {', '.join(map(repr, missing))}{where}: layout {layout.name} needs "
                 f"it{together}"
             )
+
+
+def refuse_export(layout: Layout, params: MHAParams, semantics: Semantics) -> None:
+    """Raises ValueError if the layout cannot hold parameters or behaviour; reads only shapes."""
+    sizes = check(params, leading=len(np.shape(params.query.kernel)) - 3)
+    refuse_sizes(layout, sizes, leaf_shapes(params))
+    refuse_apart(layout, sizes)
+    refuse_leaves(layout, leaves(params))
+    refuse_semantics(layout, params, semantics, sizes)

@@ -6,7 +6,7 @@ the benchmark as a compiled program of one of them.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from jaxmha.bench.data import Array, Data
 from jaxmha.bench.program import Program, UnsupportedError
 from jaxmha.converters import flax as flax_converter
 from jaxmha.converters import keras as keras_converter
+from jaxmha.implementations import SupportQuery
 
 # variables, query, key, value, which of them may be attended -> output
 Layer = Callable[[Any, Any, Any, Any, "Attend"], Any]
@@ -37,13 +38,13 @@ class Attend(NamedTuple):
     window: int | None = None
 
     @property
-    def sides(self) -> Any:
+    def sides(self) -> tuple[int, int] | None:
         """The window as `(left, right)`."""
         if self.window is None:
             return None
         return self.window, 0 if self.causal else self.window
 
-    def dense(self, T: int, S: int, *, causal: bool) -> Any:
+    def dense(self, T: int, S: int, *, causal: bool) -> jax.Array | None:
         """Everything as one array `B|1 1 T|1 S`, causality only if `causal`; None: all attend."""
         found = self.mask(S)
         i, j = jnp.arange(T)[:, None], jnp.arange(S)[None]
@@ -58,18 +59,24 @@ class Attend(NamedTuple):
             found = part if found is None else found & part
         return found
 
-    def mask(self, S: int) -> Any:
+    def mask(self, S: int) -> jax.Array | None:
         """`B 1 1 S`, True = attend; None where all keys are."""
-        keep = self.keep
+        keep: jax.Array | None = self.keep
         if self.lengths is not None:
             keep = jnp.arange(S) < self.lengths[:, None]
         return None if keep is None else keep[:, None, None]
 
 
-def of_jaxmha(q: Any, k: Any, v: Any, to: Attend, implementation: Any = None) -> Any:
+def of_jaxmha(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    to: Attend,
+    implementation: str | SupportQuery | None = None,
+) -> jax.Array:
     mask = None if to.keep is None else Mask.padding(key_value=to.keep)
     segments = None if to.segments is None else (to.segments, to.segments)
-    return jaxmha.dot_product_attention(
+    out: jax.Array = jaxmha.dot_product_attention(
         *(q, k, v, to.bias, mask),
         is_causal=to.causal,
         key_value_seq_lengths=to.lengths,
@@ -77,48 +84,66 @@ def of_jaxmha(q: Any, k: Any, v: Any, to: Attend, implementation: Any = None) ->
         segment_ids=segments,
         implementation=implementation,
     )
+    return out
 
 
-def of_jax_nn(q: Any, k: Any, v: Any, to: Attend, implementation: Any = None) -> Any:
+def of_jax_nn(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    to: Attend,
+    implementation: Literal["xla", "cudnn"] | None = None,
+) -> jax.Array:
     mask = None if to.keep is None else to.keep[:, None, None]
     if to.segments is not None:  # the only condition that it has no argument for
         same = (to.segments[:, :, None] == to.segments[:, None])[:, None]
         mask = same if mask is None else mask & same
     if mask is not None and implementation == "cudnn":  # it broadcasts neither T nor S
         mask = jnp.broadcast_to(mask, (len(q), 1, q.shape[1], k.shape[1]))
-    return jax.nn.dot_product_attention(
+    out: jax.Array = jax.nn.dot_product_attention(
         *(q, k, v, to.bias, mask),
         is_causal=to.causal,
         key_value_seq_lengths=to.lengths,
         local_window_size=to.sides,
         implementation=implementation,
     )
+    return out
 
 
-def _linen_mask(q: Any, k: Any, to: Attend) -> Any:
+def _linen_mask(q: jax.Array, k: jax.Array, to: Attend) -> jax.Array | None:
     """It has no argument for causal attention."""
     from flax import linen
 
-    if to.causal and to.mask(1) is to.window is to.segments is None:
-        return linen.make_causal_mask(jnp.ones((len(q), q.shape[1])))
+    others = to.mask(1), to.window, to.segments
+    if to.causal and all(condition is None for condition in others):
+        causal: jax.Array = linen.make_causal_mask(jnp.ones((len(q), q.shape[1])))
+        return causal
     return to.dense(q.shape[1], k.shape[1], causal=True)
 
 
-def of_linen(q: Any, k: Any, v: Any, to: Attend, *, swapped: bool = False) -> Any:
+def of_linen(
+    q: jax.Array, k: jax.Array, v: jax.Array, to: Attend, *, swapped: bool = False
+) -> jax.Array:
     """`swapped`: by jaxmha's `attention_fn`."""
     mask = _linen_mask(q, k, to)
-    return _flax_function("linen", swapped)(*_repeated(q, k, v, swapped), to.bias, mask)
+    out: jax.Array = _flax_function("linen", swapped)(*_repeated(q, k, v, swapped), to.bias, mask)
+    return out
 
 
-def of_nnx(q: Any, k: Any, v: Any, to: Attend, *, swapped: bool = False) -> Any:
+def of_nnx(
+    q: jax.Array, k: jax.Array, v: jax.Array, to: Attend, *, swapped: bool = False
+) -> jax.Array:
     """`swapped`: by jaxmha's `attention_fn`."""
     function = _flax_function("nnx", swapped)
     mask = to.dense(q.shape[1], k.shape[1], causal=False)
     q, k, v = _repeated(q, k, v, swapped)
-    return function(q, k, v, bias=to.bias, mask=mask, is_causal=to.causal)
+    out: jax.Array = function(q, k, v, bias=to.bias, mask=mask, is_causal=to.causal)
+    return out
 
 
-def _repeated(q: Any, k: Any, v: Any, swapped: bool) -> tuple[Any, Any, Any]:
+def _repeated(
+    q: jax.Array, k: jax.Array, v: jax.Array, swapped: bool
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Flax's functions have no grouped heads."""
     if swapped or q.shape[2] == k.shape[2]:
         return q, k, v
@@ -126,12 +151,13 @@ def _repeated(q: Any, k: Any, v: Any, swapped: bool) -> tuple[Any, Any, Any]:
     return q, k, v
 
 
-def of_keras(q: Any, k: Any, v: Any, to: Attend) -> Any:
+def of_keras(q: jax.Array, k: jax.Array, v: jax.Array, to: Attend) -> jax.Array:
     import keras
 
     mask = to.dense(q.shape[1], k.shape[1], causal=False)
     options: Any = {"bias": to.bias, "mask": mask, "is_causal": to.causal}
-    return keras.ops.dot_product_attention(q, k, v, **options)
+    out: jax.Array = keras.ops.dot_product_attention(q, k, v, **options)
+    return out
 
 
 def _flax_function(kind: str, swapped: bool) -> Any:
@@ -147,7 +173,7 @@ def jaxmha_layer(params: MHAParams, implementation: Any = None) -> tuple[Any, La
         mask = None if to.lengths is None else Mask.lengths(key_value=to.lengths)
         if to.keep is not None:
             mask = Mask.padding(key_value=to.keep)
-        if to.window is not None:
+        if to.sides is not None:
             sides = Mask.window(*to.sides)
             mask = sides if mask is None else mask & sides
         if to.segments is not None:
@@ -258,7 +284,7 @@ def program(peer: str, case: Case, data: Data) -> Program:
     """A case, compiled; weights, inputs and conditions are arguments."""
     core, make = functions(peer)
 
-    def placed(x: Any) -> jax.Array:
+    def placed(x: Array | jax.Array) -> jax.Array:
         return jnp.asarray(x, case.dtype)
 
     variables, layer = None, None

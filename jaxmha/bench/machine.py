@@ -6,24 +6,21 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from jaxmha.bench import memory
+
 PACKAGES = ("jax", "jaxlib", "numpy", "flax", "keras", "torch", "tensorflow", "tensorflow-cpu")
 
 
-def threads() -> int:
-    """Cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+threads = memory.cores
 
 
 def describe() -> dict[str, Any]:
     """Processor, cores, memory and system; no names of hosts or users."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
         "processor": _processor(),
         "instructions": [flag for flag in ("avx2", "avx512f", "amx_tile") if flag in _flags()],
         "cores": threads(),
-        "memory_gib": round(memory / 2**30),
+        "memory_gib": round(memory.total() / 2**30),
         "system": f"{platform.system()} {platform.machine()}",
     }
 

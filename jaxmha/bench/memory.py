@@ -1,9 +1,14 @@
-"""Peak and limits of a process's memory."""
+"""Memory and cores of a process and of the machine; the module of benchmarks that names POSIX."""
 
 import contextlib
-import resource
+import os
 import sys
 from pathlib import Path
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None  # type: ignore[assignment]
 
 # Of what is available: beyond it an allocation fails, before the machine begins to swap.
 SHARE = 0.8
@@ -16,6 +21,8 @@ def peak() -> int:
     """
     with contextlib.suppress(OSError, ValueError):
         return counted("VmHWM") * 1024
+    if resource is None:
+        return 0
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
@@ -28,6 +35,8 @@ def forget() -> None:
 
 def limit() -> None:
     """Lets an allocation fail where it would take the machine down."""
+    if resource is None:
+        return
     with contextlib.suppress(OSError, ValueError):
         now = counted("VmSize")
         free = counted("MemAvailable", "/proc/meminfo")
@@ -41,3 +50,23 @@ def counted(field: str, path: str = "/proc/self/status") -> int:
         if line.startswith(f"{field}:"):
             return int(line.split()[1])
     raise ValueError(f"{path} has no {field}")
+
+
+def total() -> int:
+    """Bytes of memory of the machine; 0 if the system does not tell."""
+    if not hasattr(os, "sysconf"):
+        return 0
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def keep_cores(count: int) -> None:
+    """Keeps this process to its first cores, where the system can."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:count])

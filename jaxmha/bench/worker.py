@@ -149,8 +149,7 @@ def timed(run: Callable[[int], None], calls: int) -> float:
 
 def pin(peer: str, threads: int) -> None:
     """As many threads as every other peer has; what the environment cannot say is said here."""
-    if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])
+    memory.keep_cores(threads)
     if "torch" in peer:
         import torch
 

@@ -13,8 +13,8 @@ from typing import NamedTuple
 from jaxmha import MHAParams, Semantics
 from jaxmha.converters import flax, keras, torch
 from jaxmha.converters.layout.base import Entry, Layout
-from jaxmha.converters.layout.transform import refuse_export
 from jaxmha.converters.layout.uneven import PACKED
+from jaxmha.converters.layout.validation import refuse_export
 from jaxmha.converters.masks import flax as flax_masks
 from jaxmha.converters.masks import jax as jax_masks
 from jaxmha.converters.masks import keras as keras_masks

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from jaxmha import checkpoint
 from jaxmha.converters import keras
 from jaxmha.converters.discovery import attention_blocks, layer_layouts
-from jaxmha.converters.layout import registry, transform
+from jaxmha.converters.layout import registry, transform, validation
 from jaxmha.converters.layout.arrays import NDArray
 from jaxmha.converters.layout.base import Layout
 from jaxmha.converters.migrate import pipeline
@@ -119,7 +119,7 @@ def held() -> list[tuple[Case, Case]]:
         layout = attention_blocks.named(a)
         params = params_of(layout)
         try:
-            transform.refuse_export(attention_blocks.named(b), params, layout.semantics)
+            validation.refuse_export(attention_blocks.named(b), params, layout.semantics)
         except ValueError:
             return False
         return True

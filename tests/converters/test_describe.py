@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import combinations
 from pathlib import Path
@@ -19,6 +19,7 @@ import jaxmha
 from jaxmha import Semantics, checkpoint
 from jaxmha.converters import describe, flax, keras, torch
 from jaxmha.converters.verify import load_block
+from jaxmha.implementations.native import library
 from jaxmha.introspect import graph_svg
 from jaxmha.introspect.framework_differences import FACTS, FRAMEWORKS
 from jaxmha.introspect.graph import DataFlow
@@ -39,6 +40,14 @@ SIZES: dict[str, Any] = {
 }
 LENGTHS: dict[str, Any] = {"query_len": 509, "kv_len": 601, "batch": 2}
 SQUARE: dict[str, Any] = {"num_heads": 4, "features": 20}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_native_kernels() -> Iterator[None]:
+    """XLA counts no operations of custom calls."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(library.SWITCH, "0")
+        yield
 
 
 def shapes(dtype: Any = jnp.float32, **sizes: Any) -> Any:

@@ -277,6 +277,32 @@ def haiku() -> tuple[Any, Any]:
     return layer.init, jax.jit(layer.apply)
 
 
+def of_keyless(seed: int) -> Live:
+    """Attention as BEiT in timm has it: packed, with biases of queries and values alone."""
+    import torch
+
+    class Attention(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv, self.proj = torch.nn.Linear(D, 3 * D, bias=False), torch.nn.Linear(D, D)
+            self.q_bias, self.v_bias = (torch.nn.Parameter(torch.zeros(D)) for _ in range(2))
+
+        def forward(self, x: Any) -> Any:
+            bias = torch.cat([self.q_bias, torch.zeros(D), self.v_bias])
+            packed = torch.nn.functional.linear(x, self.qkv.weight, bias)
+            heads = packed.reshape(B, T, 3, N, H).permute(2, 0, 3, 1, 4)
+            out = torch.nn.functional.scaled_dot_product_attention(*heads)
+            return self.proj(out.transpose(1, 2).reshape(B, T, D))
+
+    def spread(module: Any) -> Any:
+        with torch.no_grad():
+            for bias in (module.q_bias, module.v_bias):
+                bias.copy_(torch.linspace(-1, 1, D).roll(seed))
+        return module.state_dict()
+
+    return of_torch(Attention(), seed, state=spread)
+
+
 def of_haiku(seed: int) -> Live:
     init, apply = haiku()
     tree = init(jax.random.key(seed), np.zeros((B, T, D), np.float32), None)
@@ -289,7 +315,7 @@ def of_haiku(seed: int) -> Live:
 
 
 TRANSFORMERS = ("bert", "linear", "gpt2", "t5", "llama", "gpt-neox", "vit", "timm", "whisper")
-UNMASKED = {"vit", "timm"}  # their classes take no mask
+UNMASKED = {"vit", "timm", "timm-keyless"}  # their classes take no mask
 # Name of the class -> its layout, and how it is made from a seed.
 LIVE: dict[str, tuple[str, Callable[[int], Live]]] = {
     **{f"transformers {x}": (x, partial(of_transformers, x)) for x in TRANSFORMERS},
@@ -298,6 +324,7 @@ LIVE: dict[str, tuple[str, Callable[[int], Live]]] = {
     "keras grouped": ("keras-gqa", of_grouped),
     "equinox": ("equinox", of_equinox),
     "haiku": ("haiku", of_haiku),
+    "timm keyless": ("timm-keyless", of_keyless),
 }
 
 

@@ -321,6 +321,8 @@ def test_rows_of_the_table() -> None:
         "keras": {"fused", "scores"},
         "flax": {"weights", "fused"},
         "jax": {"fused"},
+        "equinox": set(PATHS["equinox"]),
+        "haiku": set(PATHS["haiku"]),
     }
     assert Semantics.torch() == Semantics.torch("weights") == Semantics(fully_masked="nan")
     assert Semantics.torch("sdpa", dtype="bfloat16") == Semantics.torch_sdpa() == Semantics()

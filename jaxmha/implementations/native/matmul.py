@@ -14,6 +14,7 @@ import numpy as np
 from jax.interpreters import ad, batching, mlir, xla
 from jaxtyping import Float
 
+from jaxmha.arrays import Array
 from jaxmha.implementations import platforms, varying
 from jaxmha.implementations.native import attention, library, operands, primitives
 
@@ -61,17 +62,25 @@ def affine(
     return found
 
 
-def _bind(a: Any, b: Any, bias: Any = None, a_transposed: bool = False,
-          b_transposed: bool = False) -> Any:  # fmt: skip
+def _bind(
+    a: Array,
+    b: Array,
+    bias: Array | None = None,
+    a_transposed: bool = False,
+    b_transposed: bool = False,
+) -> jax.Array:
     if bias is None:
         bias = jnp.zeros((*[1] * (a.ndim - 2), 0), np.float32)
         a, b, bias = varying.alike((a, b, bias))
     flags = {"a_transposed": a_transposed, "b_transposed": b_transposed}
+    found: jax.Array
     (found,) = _primitive().bind(a, b, bias, **flags)
     return found
 
 
-def _in_xla(a: Any, b: Any, bias: Any, *, a_transposed: bool, b_transposed: bool) -> list[Any]:
+def _in_xla(
+    a: jax.Array, b: jax.Array, bias: jax.Array, *, a_transposed: bool, b_transposed: bool
+) -> list[jax.Array]:
     a = jnp.swapaxes(a, -1, -2) if a_transposed else a
     b = jnp.swapaxes(b, -1, -2) if b_transposed else b
     y = jnp.matmul(a, b, precision="highest")
@@ -90,9 +99,9 @@ def _tangent(primals: Any, tangents: Any, **flags: bool) -> tuple[list[Any], lis
     parts: list[Any] = []
     zero: Any = ad.Zero
     if type(da) is not ad.Zero:
-        parts.append(_bind(da, b, **flags))
+        parts.append(_bind(da, b, None, **flags))
     if type(db) is not ad.Zero:
-        parts.append(_bind(a, db, **flags))
+        parts.append(_bind(a, db, None, **flags))
     if type(dbias) is not ad.Zero and bias.size:
         parts.append(jnp.broadcast_to(dbias[..., None, :], out.shape))
     return [out], [sum(parts[1:], parts[0]) if parts else zero.from_primal_value(out)]
@@ -116,7 +125,7 @@ def _transposed(
     return [dA, dB, None]
 
 
-def _sum_to(x: Any, shape: tuple[int, ...]) -> Any:
+def _sum_to(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Sums over batch axes that the operand has with size 1."""
     axes = tuple(i for i, (n, size) in enumerate(zip(shape, x.shape, strict=True)) if n < size)
     return x.sum(axes, keepdims=True) if axes else x
