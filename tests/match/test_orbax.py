@@ -69,7 +69,7 @@ def a_trained_model() -> Trained:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.everyday(write=("state",))
+@pytest.mark.slow_variants("*", "!state")
 @pytest.mark.parametrize("write", [state, pure, step, training], ids=lambda f: f.__name__)
 def test_a_state_is_loaded(write: Callable[[Trained, Path], Path], tmp_path: Path) -> None:
     trained = a_trained_model()
