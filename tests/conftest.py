@@ -132,6 +132,16 @@ def x64() -> Iterator[None]:
 
 
 @pytest.fixture
+def torch_as_it_was() -> Iterator[None]:
+    """A peer of benchmarks chooses torch's path for its whole process, which other tests share."""
+    import torch
+
+    before = torch.backends.mha.get_fastpath_enabled()
+    yield
+    torch.backends.mha.set_fastpath_enabled(before)
+
+
+@pytest.fixture
 def every_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """Implementations take sizes that they are not made for, where they must be right too."""
     from jaxmha.implementations import small_query

@@ -45,6 +45,9 @@ SHAPE: Any = jax.ShapeDtypeStruct
 HEADS = SHAPE((2, 13, 4, 8), jnp.float32)
 
 
+pytestmark = pytest.mark.usefixtures("torch_as_it_was")
+
+
 @pytest.fixture(autouse=True)
 def as_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """JAX as users have it, and no benchmark saved yet."""

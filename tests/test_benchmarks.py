@@ -37,14 +37,7 @@ TINY = {
 HERE = [peer for peer in PEERS if peer != "keras-tf"]
 
 
-@pytest.fixture(autouse=True)
-def torch_as_it_was() -> Iterator[None]:
-    """A peer chooses torch's path for its whole process, which here other tests share."""
-    import torch
-
-    before = torch.backends.mha.get_fastpath_enabled()
-    yield
-    torch.backends.mha.set_fastpath_enabled(before)
+pytestmark = pytest.mark.usefixtures("torch_as_it_was")
 
 
 @pytest.fixture
