@@ -71,6 +71,13 @@ def test_torch_reads_ours(tmp_path: Path) -> None:
             assert _bits(state[name]) == array.tobytes()
 
 
+def test_torch_reads_ours_with_metadata(tmp_path: Path) -> None:
+    import torch
+
+    checkpoint.write(tmp_path / "m.pt", {"w": np.ones(3, np.float32)}, metadata={"note": "ü"})
+    assert list(torch.load(tmp_path / "m.pt", weights_only=True)) == ["w"]
+
+
 def test_torch_reads_our_rare_dtypes(tmp_path: Path) -> None:
     arrays = {
         name: np.arange(6).astype(getattr(ml_dtypes, name, name)).reshape(2, 3)

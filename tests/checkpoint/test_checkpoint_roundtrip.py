@@ -7,7 +7,6 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -138,7 +137,6 @@ def test_metadata_and_names(tmp_path: Path) -> None:
             assert dict(file.names) == {}
     with np.load(tmp_path / "m.npz") as file:
         assert file.files == list(tensors)
-    assert list(torch.load(tmp_path / "m.pt", weights_only=True)) == list(tensors)
     large = {"a": "".join(map(str, np.random.default_rng(0).integers(0, 10**9, 30_000)))}
     with pytest.raises(checkpoint.UnsupportedFormat, match="too many for a zip file"):
         checkpoint.write(tmp_path / "large.npz", tensors, metadata=large)
