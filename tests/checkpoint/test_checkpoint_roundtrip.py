@@ -176,7 +176,8 @@ _NAME = st.text(
     max_size=12,
 ).filter(
     lambda s: (
-        not any(ord(c) < 32 or ord(c) == 127 or c in "/\\" for c in s) and s not in (".", "..")
+        not any(ord(c) < 32 or ord(c) == 127 or c in "/\\" for c in s)
+        and s not in (".", "..", *keras_h5.LEGACY)
     )
 )
 

@@ -51,7 +51,7 @@ DTYPES = frozenset(NUMPY) | {BFLOAT16}
 VARIABLES = "vars"
 _DIGEST = "jaxmha.digest"  # attribute: digest of a dataset; at the root, the manifest digest
 _STEPS = 30  # at most to read an object that `write` wrote
-_LEGACY = ("layer_names", "model_config", "model_weights", "keras_version")
+LEGACY = ("layer_names", "model_config", "model_weights", "keras_version")
 _CONVERT_LEGACY = "load it with keras and call model.save_weights('new.weights.h5')"
 
 
@@ -96,7 +96,7 @@ def check(plan: Plan) -> None:
             problem = f"Keras stores no {info.dtype}"
             raise UnsupportedDtype(plan.path, problem, "convert the tensor first", name)
         _check_parts(plan, name)
-        if name.partition("/")[0] in _LEGACY:
+        if name.partition("/")[0] in LEGACY:
             raise UnsupportedFormat(plan.path, "a name of Keras 2 style .h5 files", rename, name)
         _enter(groups, name)
     for group, text in plan.names.items():
@@ -194,7 +194,7 @@ class _Walk:
             if not _is_group(header):
                 raise ValueError("the root is not a group")
             every = attributes.text(_DIGEST)
-            if any(key in attributes for key in _LEGACY):
+            if any(key in attributes for key in LEGACY):
                 self.legacy()
             self.group(file.root, header, attributes, "", 1)
         with file.damage("/"):
@@ -218,7 +218,7 @@ class _Walk:
         children = [(self.name(raw), target) for raw, target in links(self.file, header)]
         self.links += len(children)
         self.budget.spend("the number of links", self.links, self.limits.members)
-        if not path and any(name in _LEGACY for name, _ in children):
+        if not path and any(name in LEGACY for name, _ in children):
             self.legacy()
         if path.rpartition("/")[2] == VARIABLES:
             self.variables(attributes, path, [name for name, _ in children])
