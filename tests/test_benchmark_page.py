@@ -144,7 +144,7 @@ def test_committed_pages_are_of_the_committed_numbers(name: str) -> None:
     results = json.loads(path.read_text())
     assert path.with_suffix(".md").read_text() == report.page(results, f"{path.stem}.png")
     assert path.with_suffix(".png").stat().st_size > 10_000
-    if name == report.most():
+    if name == report.latest():
         place = path.parent.relative_to(report.README.parent)
         part = report.readme_part(results, f"{place}/{name}.md", f"{place}/{report.SOME}")
         text = report.README.read_text()

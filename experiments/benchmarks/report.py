@@ -144,7 +144,7 @@ def files(selection: str) -> list[str]:
 
 
 def write(results: dict[str, Any], folder: Path = RESULTS, readme: Path | None = README) -> Path:
-    """Stores JSON, page and figure; where these are the most cases there are, the README's part."""
+    """Stores JSON, page and figure; where nothing was measured later, the README's part."""
     from experiments.benchmarks import figure
 
     name = results["selection"]
@@ -154,11 +154,11 @@ def write(results: dict[str, Any], folder: Path = RESULTS, readme: Path | None =
         (new / f"{name}.json").write_text(json.dumps(results, indent=1) + "\n")
         (new / f"{name}.md").write_text(page(results, f"{name}.png"))
         figure.draw(results, new / f"{name}.png")
-        if name in ("full", most(folder)):
+        if newest := latest(folder, results) == name:
             figure.draw(some(results), new / SOME)
         for path in new.iterdir():
             path.replace(folder / path.name)
-    if readme is not None and most(folder) == name:
+    if readme is not None and newest:
         place = folder.relative_to(readme.parent).as_posix()
         part = readme_part(results, f"{place}/{name}.md", f"{place}/{SOME}")
         readme.write_text(filled(readme.read_text(), part))
@@ -168,6 +168,15 @@ def write(results: dict[str, Any], folder: Path = RESULTS, readme: Path | None =
 def most(folder: Path = RESULTS) -> str:
     """The selection with the most cases of those that are stored."""
     return "full" if (folder / "full.json").is_file() else "quick"
+
+
+def latest(folder: Path = RESULTS, *more: dict[str, Any]) -> str:
+    """The selection that was measured last, of those that are stored and `more`; of one day, the
+    one with the most cases."""
+    stored = [path for name in ("quick", "full") if (path := folder / f"{name}.json").is_file()]
+    found = [json.loads(path.read_text()) for path in stored] + [*more]
+    measured = {one["selection"]: (one["date"], one["selection"] == "full") for one in found}
+    return max(measured, key=measured.__getitem__)
 
 
 def some(results: dict[str, Any]) -> dict[str, Any]:
