@@ -175,8 +175,9 @@ def latest(folder: Path = RESULTS, *more: dict[str, Any]) -> str:
     one with the most cases."""
     stored = [path for name in ("quick", "full") if (path := folder / f"{name}.json").is_file()]
     found = [json.loads(path.read_text()) for path in stored] + [*more]
-    measured = {one["selection"]: (one["date"], one["selection"] == "full") for one in found}
-    return max(measured, key=measured.__getitem__)
+    names: list[str] = [one["selection"] for one in found]
+    measured = [(one["date"], name == "full") for one, name in zip(found, names, strict=True)]
+    return names[measured.index(max(measured))]
 
 
 def some(results: dict[str, Any]) -> dict[str, Any]:
