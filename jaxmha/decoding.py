@@ -19,6 +19,7 @@ from jaxmha.decoding_checks import (
     checked_cache,
     checked_counts,
     clipped_counts,
+    reject_mean,
     reject_overflow,
     sizes_of,
 )
@@ -271,11 +272,7 @@ def extend(
     cache = checked_cache(params, x, cache, semantics)
     mask = with_window(as_mask(mask), semantics)
     reject_structure(mask)
-    if policy_of(params, semantics) == "mean":
-        raise ValueError(
-            "semantics.fully_masked='mean' is the mean over all keys, which a cache does not have: "
-            "use 'zero' or 'nan'"
-        )
+    reject_mean(policy_of(params, semantics))
     found: tuple[jax.Array, CacheT] = _extend(
         params,
         x,

@@ -14,7 +14,7 @@ from jaxmha.kv_cache import KVCache
 from jaxmha.paged_cache import PagedKVCache
 from jaxmha.params import MHAParams, check
 from jaxmha.quantized import is_scaled, storage_dtype
-from jaxmha.semantics import Semantics, reject_axes
+from jaxmha.semantics import FullyMasked, Semantics, reject_axes
 
 CacheT = TypeVar("CacheT", KVCache, PagedKVCache)
 ArrayT = TypeVar("ArrayT", bound=Array)
@@ -80,6 +80,15 @@ def checked_cache(params: MHAParams, x: Array, cache: CacheT, semantics: Semanti
     if not isinstance(cache.lengths, np.ndarray):
         return cache
     return cache._replace(lengths=clipped_counts(cache.lengths))
+
+
+def reject_mean(policy: FullyMasked) -> None:
+    """Raises ValueError if fully masked rows are the mean over all keys."""
+    if policy == "mean":
+        raise ValueError(
+            "semantics.fully_masked='mean' is the mean over all keys, which a cache does not have: "
+            "use 'zero' or 'nan'"
+        )
 
 
 def checked_counts(q_lengths: Array | None) -> Array | None:

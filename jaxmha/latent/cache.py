@@ -14,7 +14,7 @@ from jaxmha.arrays import Array, DTypeLike, require_arrays
 from jaxmha.attention import attend, hashable
 from jaxmha.cached_attention import attend_cache, nan_where, reject_structure
 from jaxmha.cached_step import BLOCK
-from jaxmha.decoding_checks import clipped_counts
+from jaxmha.decoding_checks import checked_counts, clipped_counts, reject_mean
 from jaxmha.dims import bind
 from jaxmha.explicit_sharding import by_types, sharding_of_features, spec_of
 from jaxmha.integers import FAR, require_sizes
@@ -164,19 +164,12 @@ def extend(
     cache = _checked(params, x, cache, semantics)
     mask = with_window(as_mask(mask), semantics)
     reject_structure(mask)
-    if semantics.fully_masked == "mean":
-        raise ValueError(
-            "semantics.fully_masked='mean' is the mean over all keys, which a cache does not have: "
-            "use 'zero' or 'nan'"
-        )
-    require_arrays(optional=True, q_lengths=q_lengths)
-    if q_lengths is not None and not jnp.issubdtype(q_lengths.dtype, np.integer):
-        raise TypeError(f"q_lengths must be an integer array, got {q_lengths.dtype}")
+    reject_mean(semantics.fully_masked)
     found: tuple[jax.Array, LatentCache] = _extend(
         params,
         x,
         cache,
-        None if q_lengths is None else clipped_counts(q_lengths),
+        checked_counts(q_lengths),
         mask,
         semantics,
         _traced(score_mod, mask_mod, params, x),
