@@ -64,7 +64,7 @@ class Experiment(NamedTuple):
 
 
 def bare(name: str, about: str | None, examples: str) -> ArgumentParser:
-    """Of `python -m experiments.<name>`, without options."""
+    """The argument parser of `python -m experiments.<name>`, without options."""
     return ArgumentParser(
         prog=f"python -m experiments.{name}",
         description=about,
@@ -184,7 +184,7 @@ def each(tick: Callable[[str], None], name: str, items: Iterable[Item]) -> Itera
 def alone(
     function: Callable[..., Item], *arguments: Any, environment: Mapping[str, str] = NOTHING
 ) -> Item:
-    """What a function returns in a process of its own, which starts with this environment too."""
+    """Runs a function in a process of its own, which also starts with this environment; returns its result."""
     command = sys.modules["__main__"].__spec__
     if function.__module__ == "__main__" and command:  # a name that the other process cannot import
         function = getattr(importlib.import_module(command.name), function.__name__)

@@ -155,7 +155,7 @@ def _block(prefix: str, names: Sequence[str], shapes: Mapping[str, Sequence[int]
 
 
 def outside(modules: Collection[str], prefix: str) -> frozenset[str]:
-    """Those modules under the prefix of a block that come before its projections or after it.
+    """The modules under the prefix of a block that come before its projections or after it.
 
     >>> sorted(outside(["q", "kv", "proj", "sr", "norm"], "blocks.0.attn"))
     ['norm', 'sr']

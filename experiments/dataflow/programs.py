@@ -173,7 +173,7 @@ def measure(programs: dict[str, Program], rounds: int) -> dict[str, list[float]]
 
 
 def run(framework: str, index: int, rounds: int) -> dict[str, list[float]]:
-    """What `measure` finds for a shape, in a process of its own."""
+    """Measures a shape in a process of its own."""
     pin(framework, THREADS)
     shape = SHAPES[index]
     programs = PROGRAMS[framework](shape)

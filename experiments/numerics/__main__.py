@@ -24,7 +24,7 @@ EXAMPLES = """examples:
 
 
 def work(worker: str) -> dict[str, Any]:
-    """What one process measures, and its sources; in that process."""
+    """Measures in a process of its own; returns the results and their sources."""
     os.environ["KERAS_BACKEND"] = "tensorflow" if worker == "tensorflow" else "jax"
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
     import jax
