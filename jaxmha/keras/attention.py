@@ -1,4 +1,4 @@
-"""What jaxmha computes of Keras' attention; a function returns None where Keras computes it itself.
+"""Keras' attention by jaxmha; a function returns None where Keras computes it itself.
 
 Sources: keras/src/backend/jax/nn.py (`dot_product_attention`), and `_compute_attention` of
 keras/src/layers/attention/multi_head_attention.py and grouped_query_attention.py. The layers call

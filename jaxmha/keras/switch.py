@@ -18,7 +18,7 @@ _replaced: list["_Replaced"] = []
 
 
 class _Replaced(NamedTuple):
-    """A function of Keras, the place that holds it, and what stands there instead."""
+    """A function of Keras, the place that holds it, and the function that replaces it."""
 
     place: Any
     name: str
@@ -27,7 +27,7 @@ class _Replaced(NamedTuple):
 
 
 class Switch:
-    """What `use` returns: on until `off`, or until the end of a `with` block."""
+    """The result of `use`: on until `off`, or until the end of a `with` block."""
 
     def __init__(self) -> None:
         self.on()
@@ -109,7 +109,7 @@ def use() -> Switch:
 
 
 def _seams() -> list[tuple[Any, str, Callable[..., Any]]]:
-    """Place and name of every function that is replaced, and the function that stands for it."""
+    """Place and name of every function that is replaced, and the function of jaxmha for it."""
     import keras
     from keras.src.backend.jax import nn
 
