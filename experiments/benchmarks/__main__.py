@@ -148,7 +148,7 @@ def collect(chosen: Namespace) -> dict[str, Any]:
                 unfinished.keep(chosen.kept, chosen.identity, found, chosen.spent + passed())
 
         results = measure.measure(
-            chosen.cases,
+            sorted(chosen.cases, key=lambda case: case.flop),
             [peer for peer in chosen.peers if not PEERS[peer].absent],
             rounds=chosen.rounds,
             budget=BUDGET[chosen.selection],

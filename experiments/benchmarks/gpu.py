@@ -2,8 +2,9 @@
 
     python -m experiments.benchmarks.gpu --write
 
-Some twenty minutes on an H200; what is found is written at once, and the table comes last. Where a
-command may not take so long, or a kernel breaks the process it is in, go on part by part:
+The harness of `jaxmha bench` with a list of cases: half an hour and more on an H200; results are
+written after every case, and the table comes last. Where a command may not take so long, go on part
+by part:
 
     python -m experiments.benchmarks.gpu --write --resume --seconds 500 --only decode layers shapes
     python -m experiments.benchmarks.gpu --write --resume --seconds 500 --only conformance
@@ -13,42 +14,39 @@ Needs jax with CUDA; peers are measured where they are installed.
 
 import os
 
-# torch is in this process too; memory that grows piece by piece has no room for large pieces.
-os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", ".70")
+# Every peer has a process of its own, and they share the memory.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import faulthandler
-import gc
 import json
 import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
-from functools import partial
-from importlib import import_module
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-import jaxmha
-from experiments.benchmarks import gpu_cases, gpu_conformance, gpu_peers, gpu_report, gpu_timing
-from experiments.benchmarks.gpu_cases import Shape
-from jaxmha import Mask
-from jaxmha.bench import machine
+from experiments.benchmarks import gpu_cases, gpu_conformance, gpu_report
+from experiments.benchmarks.gpu_cases import CASES, part, takes
+from jaxmha.bench import choice, limits, machine, measure, memory
+from jaxmha.bench.case import Case
+from jaxmha.bench.peers import OURS, peer
 
 RESULTS = Path(__file__).parent / "results"
-PARTS = ("decode", "layers", "shapes", "conformance")
-# One of a kind, for --check.
-SMALLEST = [next(s for s in gpu_cases.SHAPES if (s.kind, s.backward) == x) for x in (
-    ("full", False), ("causal", True), ("padding", False), ("bias", True),
-)]  # fmt: skip
+PARTS = (*gpu_cases.PARTS, "conformance")
+ROUNDS, BUDGET = 7, 10.0
 # So long beyond its time a process is taken to hang.
 GRACE = 120
+# On tiny shapes: one case of a kind, and few peers.
+CHECKED = [CASES[0], *(next(c for c in CASES if (part(c), c.kind, c.direction) == x) for x in (
+    ("layers", "causal", "backward"), ("shapes", "padded", "forward"), ("shapes", "causal", "backward"),
+))]  # fmt: skip
+FEW = (OURS, "jax-nn")
 Row = dict[str, Any]
-Job = tuple[Row, Callable[[], Row]]
 
 
 def parsed(arguments: Sequence[str] | None = None) -> Namespace:
@@ -58,7 +56,7 @@ def parsed(arguments: Sequence[str] | None = None) -> Namespace:
         description=__doc__,
         formatter_class=RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--seconds", type=float, default=1500, help="begin nothing after (1500)")
+    parser.add_argument("--seconds", type=float, default=2400, help="begin nothing after (2400)")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="these parts")
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
     parser.add_argument("--write", type=Path, nargs="?", const=RESULTS, help="folder of results")
@@ -69,7 +67,15 @@ def parsed(arguments: Sequence[str] | None = None) -> Namespace:
     chosen = parser.parse_args(arguments)
     if chosen.resume and chosen.write is None:
         parser.error("--resume goes on with what --write has written: give both")
+    chosen.cases = [tiny(case) for case in CHECKED] if chosen.check else CASES
+    chosen.peers = [name for name in gpu_cases.installed() if name in FEW or not chosen.check]
     return chosen
+
+
+def tiny(case: Case) -> Case:
+    """The same on any device in no time."""
+    T = 1 if case.kind == "decode" else 16
+    return replace(case, B=2, T=T, S=16, N=4, K=4 if case.N == case.K else 2, H=8, packed=0)
 
 
 def begun(chosen: Namespace) -> Row:
@@ -79,14 +85,20 @@ def begun(chosen: Namespace) -> Row:
       ValueError: those are of another machine or other versions.
     """
     fresh: Row = {
+        "command": " ".join(["python -m experiments.benchmarks.gpu", *sys.argv[1:]]),
         "date": datetime.now(UTC).date().isoformat(),
         "device": jax.devices()[0].device_kind,
         "machine": machine.describe(),
         "versions": versions(),
-        "chosen": chosen_implementations(),
-        "peaks": {},
+        "settings": machine.settings(),
+        "rounds": ROUNDS,
+        "asked": len(chosen.cases),
+        "peers": {name: {"about": peer(name).about, "absent": None} for name in chosen.peers},
+        "chosen": {case.name: choice.explain(case)["chosen"] for case in chosen.cases},
+        "limits": {},
         "seconds": 0,
-        **{part: [] for part in PARTS},
+        **measure.NOTHING,
+        "conformance": [],
     }
     path = None if chosen.write is None else chosen.write / "gpu.json"
     if not chosen.resume or path is None or not path.exists():
@@ -100,141 +112,57 @@ def begun(chosen: Namespace) -> Row:
     return fresh | kept
 
 
-def fill(
-    rows: list[Row],
-    jobs: Iterable[Job],
-    late: Callable[[], bool],
-    done: Callable[[Row], None],
-) -> None:
-    """Adds to rows what a job finds, in place of what was skipped before.
-
-    After two entries in which every peer failed the process is taken to be broken.
-    """
-    places = {row["name"]: place for place, row in enumerate(rows)}
-    broken = 0
-    for head, work in jobs:
-        place = places.setdefault(head["name"], len(rows))
-        if place < len(rows) and "skipped" not in rows[place]:
-            continue
-        if late() or broken > 1:
-            row = {**head, "skipped": "out of time" if broken < 2 else "all failed before it"}
-        else:
-            try:
-                row = {**head, **work()}
-            except Exception as error:  # noqa: BLE001  whatever a framework raises is a result
-                row = {**head, "peers": {"jaxmha": {"failed": gpu_timing.why(error)}}}
-            failed = all("failed" in x for x in row["peers"].values())
-            broken = broken + 1 if failed else 0
-            gc.collect()
-        rows[place : place + 1] = [row]
-        done(row)
-
-
-def decode_jobs(*, check: bool) -> Iterable[Job]:
-    """Steps over a full cache."""
-    for sizes in ((2, 32, 4, 2, 8),) if check else gpu_cases.DECODE:
-        B, S, N, K, H = sizes
-        makers = {name: partial(gpu_peers.decode, name, *sizes) for name in gpu_peers.DECODE_PEERS}
-        makers["decode_step"] = partial(gpu_peers.decode_step, *sizes)
-        moved = 4.0 * B * (S - 3) * K * H
-        head = {"name": f"decode B{B} S{S} N{N}/{K} H{H}", "sizes": sizes}
-        yield head, partial(gpu_timing.entry, makers, moved=moved)
-
-
-def layer_jobs(*, check: bool) -> Iterable[Job]:
-    """Whole layers."""
-    for T, E, N in ((16, 32, 4),) if check else gpu_cases.LAYERS:
-        B = max(1, (32 if check else 16384) // T)
-        flop = 8.0 * B * T * E * E + 2.0 * B * T * (T + 1) * E
-        makers = {
-            name: partial(gpu_peers.layer, name, T, E, N, B, "cpu" if check else "cuda")
-            for name in gpu_peers.LAYER_PEERS
-        }
-        head = {"name": f"layer T{T} E{E}", "T": T, "E": E, "N": N}
-        yield head, partial(gpu_timing.entry, makers, flop=flop)
-
-
-def shape_jobs(*, check: bool) -> Iterable[Job]:
-    """Attention alone."""
-
-    def work(this: Shape) -> Row:
-        given, device = gpu_peers.inputs(this), "cpu" if check else "cuda"
-        makers = {
-            name: partial(gpu_peers.program, name, this, given, device)
-            for name in gpu_peers.names(this)
-        }
-        return gpu_timing.entry(makers, flop=this.flop)
-
-    for shape in SMALLEST if check else gpu_cases.SHAPES:
-        head = {"name": shape.name, **asdict(shape)}
-        yield head, partial(work, tiny(shape) if check else shape)
-
-
-TIMED = {"decode": decode_jobs, "layers": layer_jobs, "shapes": shape_jobs}
-
-
-def tiny(shape: Shape) -> Shape:
-    """The same on any device in no time."""
-    return Shape(shape.kind, 16, 8, 4, 4 if shape.N == shape.K else 2, 32, shape.backward, "all")
-
-
 def collect(
     chosen: Namespace, results: Row, say: Callable[[str], None], save: Callable[[], None]
 ) -> None:
     """Adds part by part, as far as the time reaches."""
     start, before = perf_counter(), results["seconds"]
+    on_cpu = jax.default_backend() == "cpu"
 
     def late() -> bool:
         return perf_counter() - start > float(chosen.seconds)
 
-    def done(row: Row) -> None:
-        results["seconds"] = round(before + perf_counter() - start)
+    def done(found: Row = measure.NOTHING) -> None:
+        results.update(found, seconds=round(before + perf_counter() - start))
         save()
-        if "peers" in row:
-            say(gpu_report.line(row["name"], row["peers"]))
 
     def ceilings() -> None:
-        found = gpu_timing.peaks(64 if chosen.check else 8192)
-        results["peaks"] = {k: max(x, results["peaks"].get(k, 0.0)) for k, x in found.items()}
-        say(f"ceilings: {results['peaks']}")
+        for dtype in sorted({case.dtype for case in chosen.cases}):
+            found, best = limits.measure(dtype), results["limits"].setdefault(dtype, {})
+            best |= {key: max(rate, best.get(key, 0.0)) for key, rate in found.items()}
+        say(f"limits: {results['limits']}")
 
     ceilings()
-    for part in (part for part in TIMED if part in chosen.only):
-        fill(results[part], TIMED[part](check=chosen.check), late, done)
-    if set(TIMED) & set(chosen.only) and not chosen.check:
+    if cases := [case for case in chosen.cases if part(case) in chosen.only]:
+        found = measure.measure(
+            cases,
+            chosen.peers,
+            rounds=ROUNDS,
+            budget=BUDGET,
+            threads=memory.cores(),
+            platform="cpu" if on_cpu else None,
+            backends=["xla"],
+            takes=takes,
+            say=say,
+            known={key: results[key] for key in measure.NOTHING},
+            answered=chosen.cases,
+            late=late,
+            done=done,
+        )
+        done(found)
         ceilings()  # at the clocks of a device that has worked
     if "conformance" in chosen.only:
         gpu_conformance.run(
             results["conformance"],
-            gpu_cases.CASES[1:8:6] if chosen.check else gpu_cases.CASES,
+            gpu_conformance.CALLS[1:8:6] if chosen.check else gpu_conformance.CALLS,
             ["blocked"] if chosen.check else ["cudnn", "tokamax", "blocked"],
             ["bfloat16"] if chosen.check else ["bfloat16", "float16"],
             late=late,
-            threads=min(12, machine.threads()),
-            done=done,
+            threads=min(12, memory.cores()),
+            done=lambda: done({}),
         )
         say(gpu_report.conformance(results["conformance"]))
     save()
-
-
-def chosen_implementations() -> dict[str, str]:
-    """The implementation that jaxmha chooses for each shape on this device, for the report."""
-    found = {}
-    for shape in gpu_cases.SHAPES:
-        make: Any = jax.ShapeDtypeStruct
-        heads = [make((shape.B, shape.T, n, shape.H), jnp.bfloat16) for n in (shape.N, shape.K)]
-        bias = make((1, shape.N, shape.T, shape.T), jnp.bfloat16) if shape.kind == "bias" else None
-        mask = None
-        if shape.lengths is not None:
-            lengths = jnp.asarray(shape.lengths)
-            mask = Mask.lengths(key_value=lengths)
-            if shape.kind == "padding":
-                mask = Mask.padding(key_value=jnp.arange(shape.T)[None] < lengths[:, None])
-        explained = jaxmha.explain(
-            heads[0], heads[1], heads[1], bias, mask, is_causal=shape.kind == "causal"
-        )
-        found[shape.name] = str(explained.chosen)
-    return found
 
 
 def versions() -> dict[str, str]:
@@ -246,11 +174,6 @@ def versions() -> dict[str, str]:
         found["cudnn of jax"] = str(private.check_cudnn_version())  # type: ignore[no-untyped-call]
     except (ImportError, AttributeError, RuntimeError):
         pass
-    for name in ("torch", "flax.linen", "flax.nnx"):  # before threads import them
-        try:
-            import_module(name)
-        except Exception as error:  # noqa: BLE001  its peers will say it too
-            found[f"{name} failed"] = gpu_timing.why(error)
     try:
         import torch
 
@@ -278,9 +201,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def save() -> None:
         if chosen.write is not None:
             chosen.write.mkdir(parents=True, exist_ok=True)
-            part = chosen.write / "gpu.json.part"
-            part.write_text(json.dumps(results, indent=1) + "\n")
-            part.replace(chosen.write / "gpu.json")
+            made = chosen.write / "gpu.json.part"
+            made.write_text(json.dumps(results, indent=1) + "\n")
+            made.replace(chosen.write / "gpu.json")
 
     try:
         results = begun(chosen)

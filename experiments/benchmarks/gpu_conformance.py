@@ -1,170 +1,236 @@
-"""Every implementation against float64 on the device that is there: values and gradients."""
+"""Every implementation against float64 on the device at hand: output, lse, gradients, and NaN in keys
+that nothing attends."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from numpy.typing import NDArray
 
 import jaxmha
-from experiments.benchmarks import gpu_cases, gpu_timing
-from experiments.benchmarks.gpu_cases import Case
+from jaxmha import Mask
+from jaxmha.bench.worker import reason
+from tests import tolerance
 
-# Errors allowed, in units of half the last place of the dtype at the largest exact value: of the
-# output, of gradients (which pass the dtype twice); and of lse, which is float32, relative to
-# the larger of 1 and its largest value.
-OUTPUT, GRADIENT, LSE = 3.0, 6.0, 2e-5
-EPS = {"bfloat16": 2.0**-7, "float16": 2.0**-10}
+B, N = 2, 4
+# Errors allowed, in rounding floors (see `tests.tolerance`) of the dtype: of the output, of gradients,
+# which pass the dtype twice, and of lse, which is float32.
+OUTPUT, GRADIENT, LSE = 3.0, 6.0, 335.0
+Arrays = dict[str, Any]
+Row = dict[str, Any]
 
 
-def check(case: Case, implementation: str, dtype: str) -> dict[str, Any]:
+class Call(NamedTuple):
+    """One call of attention.
+
+    Attributes:
+      name: for the report. Sizes as everywhere; B and N are the same in all calls.
+      bias: axes of a bias, letters of BNTS or 1; `excludes`: some entries are -inf.
+      shift: added to every logit by the bias (large and negative: lse is far below 0).
+    """
+
+    name: str
+    mask: Mask = Mask()
+    T: int = 128
+    S: int = 128
+    K: int = 2
+    H: int = 64
+    h: int = 64
+    bias: str | None = None
+    excludes: bool = False
+    shift: float = 0.0
+
+
+def _lengths(*lengths: int, query: tuple[int, ...] | None = None) -> Mask:
+    given = None if query is None else np.asarray(query, np.int32)
+    return Mask.lengths(key_value=np.asarray(lengths, np.int32), query=given)
+
+
+def _drawn(*shape: int) -> NDArray[np.float64]:
+    return np.random.default_rng(1).random(shape)
+
+
+CAUSAL = Mask.causal()
+LEFT = Mask.padding(key_value=np.arange(128) >= np.asarray([[42], [1]]))
+HOLES = Mask.padding(key_value=_drawn(B, 128) < 0.6)
+DENSE = Mask.dense((_drawn(B, 1, 128, 128) < 0.5) & (np.arange(128) > 0)[:, None])
+IDS = np.sort((4 * _drawn(2, B, 128)).astype(np.int32), -1)
+
+CALLS: tuple[Call, ...] = (
+    Call("full"),
+    Call("causal", CAUSAL),
+    Call("causal, more keys", CAUSAL, S=320),
+    Call("causal, bottom-right", Mask.causal(64), T=96, S=160),
+    Call("causal, negative offset", Mask.causal(-17)),
+    Call("window, left", Mask.window(31, 0)),
+    Call("window, both sides", Mask.window(31, 9)),
+    Call("window and lengths", Mask.window(9, 0) & _lengths(32, 96), T=160, S=96),
+    Call("lengths", _lengths(42, 128)),
+    Call("lengths, causal", CAUSAL & _lengths(42, 128)),
+    Call("no keys", _lengths(0, 64, query=(128, 64))),
+    Call("left padding", LEFT),
+    Call("left padding, causal", CAUSAL & LEFT),
+    Call("padding with holes, causal", CAUSAL & HOLES),
+    Call("dense mask, empty rows", DENSE),
+    Call("segments", Mask.segments(query_ids=IDS[0], key_value_ids=IDS[1])),
+    Call("packed, causal", CAUSAL & Mask.packed(np.asarray([[50, 0, 61], [128, 0, 0]]), size=128)),
+    Call("bias", bias="BNTS"),
+    Call("bias of heads", bias="1NTS"),
+    Call("bias of keys", bias="111S"),
+    Call("bias with -inf", bias="B1TS", excludes=True),
+    Call("bias at 64 modulo 128", CAUSAL, T=192, S=192, bias="1NTS"),
+    Call("lse far below 0", T=192, S=192, bias="1NTS", shift=-200.0),
+    Call("multi-head", K=4),
+    Call("multi-query", K=1),
+    Call("H 72", H=72, h=72),
+    Call("H 80, padding, causal", CAUSAL & HOLES, H=80, h=80),
+    Call("H 128", H=128, h=128),
+    Call("H 256", CAUSAL, H=256, h=256),
+    Call("h is not H", CAUSAL, H=96, h=64),
+    Call("T 77", T=77, S=77),
+    Call("T 197, causal", CAUSAL, T=197, S=197),
+    Call("T 333, S 1023", T=333, S=1023),
+    Call("one query", _lengths(111, 333), T=1, S=333),
+    Call("one key", S=1),
+)  # fmt: skip
+
+
+def arrays(call: Call, dtype: str) -> tuple[Arrays, Arrays]:
+    """Query, key, value and bias, and cotangents of output and lse, rounded to the dtype, in float64."""
+    rng = np.random.default_rng([1, *call.name.encode()])
+    sizes = {"B": B, "N": N, "T": call.T, "S": call.S, "1": 1}
+
+    def normal(*shape: int) -> Any:
+        drawn = rng.standard_normal(shape, np.float32)
+        return np.asarray(jnp.asarray(drawn, dtype)).astype(np.float64)
+
+    heads = {
+        "query": normal(B, call.T, N, call.H),
+        "key": normal(B, call.S, call.K, call.H),
+        "value": normal(B, call.S, call.K, call.h),
+    }
+    if call.bias is not None:
+        bias = normal(*(sizes[axis] for axis in call.bias)) + call.shift
+        if call.excludes:
+            bias[rng.random(bias.shape) < 0.4] = -np.inf
+        heads["bias"] = np.asarray(jnp.asarray(bias, dtype)).astype(np.float64)
+    return heads, {"out": normal(B, call.T, N, call.h), "lse": normal(B, N, call.T)}
+
+
+def program(call: Call, implementation: str, *, lse: bool) -> Callable[[Arrays, Arrays], Arrays]:
+    """A function of heads and cotangents that returns output, lse and gradients, by name."""
+
+    def run(heads: Arrays, cotangents: Arrays) -> Arrays:
+        def attend(heads: Arrays) -> Any:
+            options: Any = {"return_lse": lse, "implementation": implementation}
+            out = jaxmha.dot_product_attention(**heads, mask=call.mask, **options)
+            return dict(zip(("out", "lse"), out if lse else (out,), strict=False))
+
+        found, pull = jax.vjp(attend, heads)
+        given = {name: cotangents[name].astype(x.dtype) for name, x in found.items()}
+        if lse:  # an empty row has no lse to differentiate
+            given["lse"] = jnp.where(jnp.isfinite(found["lse"]), given["lse"], 0)
+        (gradients,) = pull(given)
+        return {**found, **{f"d {name}": x for name, x in gradients.items()}}
+
+    return run
+
+
+def expected(call: Call, heads: Arrays, cotangents: Arrays, *, lse: bool) -> Arrays:
+    """The same of the reference in float64, on the CPU."""
+    with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
+        found = jax.jit(program(call, "reference", lse=lse))(heads, cotangents)
+        return {name: np.asarray(x) for name, x in found.items()}
+
+
+def check(call: Call, implementation: str, dtype: str) -> Row:
     """Errors by name; `declined` or `failed` with the reason where there are none."""
-    found: dict[str, Any] = {"case": case.name, "implementation": implementation, "dtype": dtype}
+    found: Row = {"case": call.name, "implementation": implementation, "dtype": dtype}
     try:
-        return found | _errors(case, implementation, dtype)
+        return found | _errors(call, implementation, dtype)
     except Exception as error:  # noqa: BLE001  whatever a framework raises is a result
-        return found | {"failed": gpu_timing.why(error)}
+        return found | {"failed": reason(error)}
 
 
-def _errors(case: Case, implementation: str, dtype: str) -> dict[str, Any]:
-    given, mask = gpu_cases.arrays(case)
-    given = {name: np.asarray(jnp.asarray(x, dtype), np.float32) for name, x in given.items()}
-    heads = [jnp.asarray(given[name], dtype) for name in ("query", "key", "value")]
-    bias = None if "bias" not in given else jnp.asarray(given["bias"], dtype)
-    why: Any = None
+def _errors(call: Call, implementation: str, dtype: str) -> Row:
+    exact, cotangents = arrays(call, dtype)
+    heads: Arrays = {name: jnp.asarray(x, dtype) for name, x in exact.items()}
+    why: str | None = None
     for lse in (True, False):
-        explained = jaxmha.explain(
-            heads[0],
-            heads[1],
-            heads[2],
-            bias,
-            mask,
-            return_lse=lse,
-            implementation=implementation,
-        )
-        why = explained.reasons[0][1]
+        options: Any = {"return_lse": lse, "implementation": implementation}
+        why = jaxmha.explain(**heads, mask=call.mask, **options).reasons[0][1]
         if why is None:
             break
     if why is not None:
         return {"declined": why}
-
-    def run(heads: Any, bias: Any, cotangent: Any, lse_cotangent: Any) -> Any:
-        def attend(q: Any, k: Any, v: Any, bias: Any) -> Any:
-            return jaxmha.dot_product_attention(
-                q, k, v, bias, mask, return_lse=lse, implementation=implementation
-            )
-
-        returned, pull = jax.vjp(attend, *heads, bias)
-        if not lse:
-            return returned, None, pull(cotangent)
-        # An empty row has no lse to differentiate.
-        finite = jnp.isfinite(returned[1])
-        return *returned, pull((cotangent, jnp.where(finite, lse_cotangent, 0)))
-
-    cotangents = jnp.asarray(given["cotangent"], dtype), jnp.asarray(given["lse_cotangent"])
-    program = jax.jit(run)
-    out, row_lse, pulled = program(heads, bias, *cotangents)
-    want = gpu_cases.expected(given, mask, lse=lse)
-    errors = {"out": floors(out, want["out"], dtype)}
-    for name, gradient in zip(("query", "key", "value", "bias"), pulled, strict=True):
-        if gradient is not None:
-            errors[f"d {name}"] = floors(gradient, want[name], dtype)
-    if row_lse is not None:
-        errors["lse"] = _lse_error(np.asarray(row_lse, np.float64), want["lse"])
-    found: dict[str, Any] = {"lse": lse, "errors": errors}
-    empty = np.asarray(out, np.float32)[want["out"] == 0]
+    given = {"out": jnp.asarray(cotangents["out"], dtype), "lse": jnp.float32(cotangents["lse"])}
+    run = jax.jit(program(call, implementation, lse=lse))
+    found, want = run(heads, given), expected(call, exact, cotangents, lse=lse)
+    errors = {name: tolerance.error(x, want[name]) for name, x in found.items()}
     limits = {"out": OUTPUT, "lse": LSE}
     wrong = [f"{n} {e:.2g}" for n, e in errors.items() if not e <= limits.get(n, GRADIENT)]
-    if empty.any():
+    if np.asarray(found["out"], np.float32)[want["out"] == 0].any():
         wrong.append("an empty row is not 0")
-    wrong += _poisoned(program, given, mask, heads, bias, cotangents, (out, pulled), dtype)
-    if wrong:
-        found["failed"] = "; ".join(wrong)
-    return found
+    wrong += _poisoned(call, run, heads, given, found, dtype)
+    return {"lse": lse, "errors": errors} | ({"failed": "; ".join(wrong)} if wrong else {})
 
 
-def _poisoned(
-    program: Any,
-    given: Any,
-    mask: Any,
-    heads: Any,
-    bias: Any,
-    cotangents: Any,
-    clean: Any,
-    dtype: str,
-) -> list[str]:
+def _poisoned(call: Call, run: Any, heads: Arrays, given: Arrays, clean: Arrays, dtype: str) -> Any:
     """Keys that nothing may attend hold NaN: no bit may change, where none does from run to run."""
-    B, T, N, _ = given["query"].shape
-    S = given["key"].shape[1]
-    allowed = np.broadcast_to(mask.to_array(T, S, np), (B, N, T, S))
-    if "bias" in given:
-        allowed = allowed & np.broadcast_to(given["bias"] != -np.inf, (B, N, T, S))
+    allowed = np.broadcast_to(
+        np.asarray(call.mask.to_array(call.T, call.S, np)), (B, N, call.T, call.S)
+    )
+    if "bias" in heads:
+        allowed = allowed & (np.asarray(heads["bias"], np.float32) != -np.inf)
     dead = jnp.asarray(~allowed.any((1, 2)))[..., None, None]
     if not dead.any():
         return []
-    spoiled = [heads[0], *(jnp.where(dead, jnp.nan, x).astype(x.dtype) for x in heads[1:])]
+    spoiled = {
+        name: jnp.where(dead, jnp.nan, heads[name]).astype(dtype) for name in ("key", "value")
+    }
     before, again, dirty = (
-        [np.asarray(x, np.float64) for x in jax.tree.leaves((found[0], found[-1]))]
-        for found in (clean, program(heads, bias, *cotangents), program(spoiled, bias, *cotangents))
+        [np.asarray(found[name], np.float64) for name in found if name != "lse"]
+        for found in (clean, run(heads, given), run(heads | spoiled, given))
     )
     if all(map(np.array_equal, before, again)):
         same = all(map(np.array_equal, before, dirty))
     else:
-        same = all(floors(x, y, dtype) <= 1 for x, y in zip(dirty, before, strict=True))
-    return [] if same else ["what nothing attends has an influence"]
-
-
-def floors(found: Any, want: Any, dtype: str) -> float:
-    """Largest error in units of half the last place of the largest exact value."""
-    largest = np.abs(want).max(initial=0.0)
-    error = np.abs(np.asarray(found, np.float64) - want).max(initial=0.0)
-    if not error:
-        return 0.0
-    return float(error / (max(largest, 1e-30) * EPS[dtype] / 2))
-
-
-def _lse_error(found: Any, want: Any) -> float:
-    finite = np.isfinite(want)
-    if not np.array_equal(found[~finite], want[~finite]):
-        return float("inf")
-    largest = max(1.0, np.abs(want[finite]).max(initial=0.0))
-    return float(np.abs(found[finite] - want[finite]).max(initial=0.0) / largest)
+        same = all(tolerance.error(x, y, dtype) <= 1 for x, y in zip(dirty, before, strict=True))
+    return [] if same else ["keys that nothing attends have an influence"]
 
 
 def run(
-    rows: list[dict[str, Any]],
-    cases: Sequence[Case],
+    rows: list[Row],
+    calls: Sequence[Call],
     implementations: Sequence[str],
     dtypes: Sequence[str],
     *,
     late: Callable[[], bool],
     threads: int,
-    done: Callable[[dict[str, Any]], None],
+    done: Callable[[], None],
 ) -> None:
     """Adds all of them to rows, many compiling at once; `done` after each.
 
     What is not begun in time is counted as skipped, and made up for by another call.
     """
 
-    def one(job: tuple[Case, str, str]) -> dict[str, Any]:
-        case, implementation, dtype = job
+    def one(job: tuple[Call, str, str]) -> Row:
+        call, implementation, dtype = job
         if late():
-            kind = {"case": case.name, "implementation": implementation, "dtype": dtype}
+            kind = {"case": call.name, "implementation": implementation, "dtype": dtype}
             return {**kind, "skipped": "out of time"}
-        return check(case, implementation, dtype)
+        return check(call, implementation, dtype)
 
-    places = {
-        (row["case"], row["implementation"], row["dtype"]): place for place, row in enumerate(rows)
-    }
-    missing = []
-    for job in ((c, i, d) for d in dtypes for i in implementations for c in cases):
-        place = places.setdefault((job[0].name, *job[1:]), len(places))
-        if place >= len(rows) or "skipped" in rows[place]:
-            missing.append((place, job))
+    kept = {(row["case"], row["implementation"], row["dtype"]): row for row in rows}
+    jobs = [(c, i, d) for d in dtypes for i in implementations for c in calls]
+    missing = [
+        job for job in jobs if "skipped" in kept.get((job[0].name, *job[1:]), {"skipped": 1})
+    ]
     with ThreadPoolExecutor(threads) as pool:
-        found = pool.map(one, [job for _, job in missing])
-        for (place, _), row in zip(missing, found, strict=True):
-            rows[place : place + 1] = [row]
-            done(row)
+        for (call, *rest), row in zip(missing, pool.map(one, missing), strict=True):
+            kept[call.name, *rest] = row  # type: ignore[index]
+            rows[:] = kept.values()
+            done()

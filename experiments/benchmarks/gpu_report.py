@@ -1,29 +1,33 @@
-"""Functions for gpu.md: summaries of the GPU suite, and its targets."""
+"""Functions for gpu.md: rows, summaries and targets of the GPU suite."""
 
-from collections.abc import Callable, Iterable, Sequence
-from operator import ge, le
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
+from experiments.benchmarks import statistics as stats
+from experiments.benchmarks.gpu_cases import PEERS
+from experiments.benchmarks.statistics import Entry
 from experiments.pages import Page
+from jaxmha.bench import run
+from jaxmha.bench.peers import OURS
 
 Row = dict[str, Any]
-# Peers by what they are to the targets.
+# Peers that hold all scores.
 SLOW = ("jax-nn", "flax-nnx", "flax-linen")
+CUDNN = "jax-nn:cudnn"
 
 
 def page(results: Row) -> str:
-    """Markdown: where, what is wrong, every shape, and the targets."""
+    """Markdown: where, what is wrong, every case, and the targets."""
     text = Page("benchmarks/gpu.md", __name__).text(results)
     return f"# {results['device']}, {results['date']}\n\n{text}\n"
 
 
-def line(name: str, peers: dict[str, Row]) -> str:
-    """Milliseconds of every peer of one shape."""
-    cells = [
-        f"{peer} failed" if "failed" in row else f"{peer} {1e3 * row['seconds']:.3g} ms"
-        for peer, row in peers.items()
-    ]
-    return f"{name}: {', '.join(cells)}"
+def rows(results: Row, entry: Entry) -> dict[str, Row]:
+    """Peer -> its row, with the rates and the share that `jaxmha bench` shows."""
+    case, chosen = stats.case_of(entry), {"chosen": results["chosen"].get(entry["name"])}
+    limits = results["limits"][case.dtype]
+    return {peer: run.row(case, peer, x, limits, chosen) for peer, x in entry["peers"].items()}
 
 
 def conformance(rows: list[Row]) -> str:
@@ -48,91 +52,83 @@ def worst(rows: list[Row]) -> dict[str, float]:
 
 
 class Target(NamedTuple):
-    """The worst measured value (None if there is none), and the bound that it should keep."""
+    """Measured values, and the bound that each should keep: at most it, or (`least`) at least it."""
 
     words: str
-    value: float | None
+    values: list[float]
     bound: float
-    keeps: Callable[[float, float], bool]
+    least: bool = True
+
+    @property
+    def value(self) -> float | None:
+        """The worst value, if one was measured."""
+        return (min if self.least else max)(self.values, default=None)
 
     @property
     def reached(self) -> bool:
-        """True if the value was measured and keeps the bound."""
-        return self.value is not None and self.keeps(self.value, self.bound)
+        """True if values were measured and all keep the bound."""
+        kept = (v >= self.bound if self.least else v <= self.bound for v in self.values)
+        return bool(self.values) and all(kept)
 
     @property
     def limit(self) -> str:
         """The bound as text, such as `<= 1.03`."""
-        return f"{'>=' if self.keeps is ge else '<='} {self.bound:g}"
-
-
-def _extreme(pick: Callable[[Iterable[float]], float], values: Sequence[float]) -> float | None:
-    return pick(values) if values else None
+        return f"{'>=' if self.least else '<='} {self.bound:g}"
 
 
 def targets(results: Row) -> list[Target]:
-    """Every target with its measured value."""
-    shapes = {x["name"]: x for x in results["shapes"] if "seconds" in _of(x, "jaxmha")}
+    """Every target with its measured values."""
+    found = {entry["name"]: entry for entry in results["cases"]}
 
-    def rate(name: str) -> float | None:
-        tflops: float | None = _of(shapes.get(name, {}), "jaxmha").get("tflops")
-        return tflops
+    def of(**wanted: Any) -> list[Entry]:
+        cases = ((entry, stats.case_of(entry)) for entry in found.values())
+        return [e for e, case in cases if all(getattr(case, k) == x for k, x in wanted.items())]
 
-    def against(peers: Sequence[str], kind: str | None = None) -> float | None:
-        """Times as fast as peers: forward of a kind, or everything."""
-        return _extreme(min, [
-            _of(x, peer)["seconds"] / _of(x, "jaxmha")["seconds"]
-            for x in shapes.values() for peer in peers
-            if kind in (None, x["kind"]) and not (kind and x["backward"])
-            and "seconds" in _of(x, peer)
-        ])  # fmt: skip
+    def values(key: str, entries: Iterable[Entry], scale: float = 1) -> list[float]:
+        ours = (rows(results, entry).get(OURS, {}) for entry in entries)
+        return [scale * row[key] for row in ours if key in row]
 
-    slower = _extreme(max, [
-        _of(x, "jaxmha")["seconds"] / min(p["seconds"] for p in x["peers"].values() if "seconds" in p)
-        for x in shapes.values()
-    ])  # fmt: skip
+    def tflops(direction: str, kind: str) -> list[float]:
+        return values("tflops", of(direction=direction, kind=kind, T=8192, N=64, packed=0))
 
-    def costs(kind: str) -> float | None:
-        """Over a shape without padding, per needed operation."""
-        pairs = [
-            (rate(name.replace(kind, "full")), rate(name))
-            for name, x in shapes.items()
-            if x["kind"] == kind
-        ]
-        return _extreme(max, [full / own for full, own in pairs if full and own])
+    def faster(entries: Iterable[Entry], *peers: str) -> list[float]:
+        ratios = (stats.relative(entry, [peer]) for entry in entries for peer in peers)
+        return [1 / ratio for ratio in ratios if ratio is not None]
 
-    memory = _extreme(min, [
-        _of(x, peer)["bytes"] / _of(x, "jaxmha")["bytes"]
-        for x in shapes.values() for peer in SLOW
-        if x["T"] == 8192 and _of(x, peer).get("bytes") and _of(x, "jaxmha").get("bytes")
-    ])  # fmt: skip
+    def costs(**wanted: Any) -> list[float]:
+        """Time per needed operation, relative to the same case without padding."""
+        pairs = []
+        for entry in of(kind="padded", **wanted):
+            full = found.get(replace(stats.case_of(entry), kind="plain", boolean=False).name)
+            rates = [x and stats.speed_of(x, OURS) for x in (full, entry)]
+            pairs += [rates[0] / rates[1]] if all(rates) else []  # type: ignore[operator]
+        return pairs
 
-    def share(peer: str) -> float | None:
-        return _extreme(min, [
-            100 * _of(x, peer)["gb_per_second"] / results["peaks"]["gb_per_second"]
-            for x in results["decode"]
-            if x["sizes"][0] * x["sizes"][3] >= 128 and "gb_per_second" in _of(x, peer)
-        ])  # fmt: skip
-
-    at = "T8192-H128-N16"
+    core, cached = of(scope="core"), of(scope="core", kind="decode", T=1)
+    others = [peer for peer in PEERS if not peer.startswith(OURS)]
+    slower = [ratio for e in core if (ratio := stats.relative(e, others)) is not None]
+    memory = [x["bytes"] / own for e in of(scope="core", T=8192) for peer in SLOW
+              if (own := e["peers"].get(OURS, {}).get("bytes"))
+              and (x := e["peers"].get(peer, {})).get("bytes")]  # fmt: skip
+    full, causal = (
+        of(scope="core", direction="forward", kind=kind) for kind in ("plain", "causal")
+    )
+    busy = [entry for entry in cached if entry["case"]["B"] * entry["case"]["K"] >= 64]
     return [
-        Target("slower than the fastest implementation, worst", slower, 1.03, le),
-        Target("TFLOP/s, full forward, H 128, T 8k", rate(f"full-{at}-forward"), 660, ge),
-        Target("TFLOP/s, causal forward", rate(f"causal-{at}-forward"), 610, ge),
-        Target("TFLOP/s, full forward + backward", rate(f"full-{at}-backward"), 580, ge),
-        Target("TFLOP/s, causal forward + backward", rate(f"causal-{at}-backward"), 535, ge),
-        Target("times as fast as jax.nn and Flax, full", against(SLOW, "full"), 7, ge),
-        Target("times as fast, causal", against(SLOW, "causal"), 15, ge),
-        Target("times less memory than they, T 8k", memory, 20, ge),
-        Target("times as fast as torch by cuDNN", against(["torch-cudnn"]), 1.0, ge),
-        Target("times as fast as torch by flash", against(["torch-flash"]), 1.6, ge),
-        Target("cost of lengths, per operation", costs("lengths"), 1.05, le),
-        Target("cost of padding, per operation", costs("padding"), 1.10, le),
-        Target("% of memory bandwidth, decode_step", share("decode_step"), 75, ge),
-        Target("% of memory bandwidth, attention over a cache", share("jaxmha"), 75, ge),
-    ]
-
-
-def _of(entry: Row, peer: str) -> Row:
-    found: Row = entry.get("peers", {}).get(peer, {})
-    return found
+        Target("slower than the fastest other, worst", slower, 1.03, least=False),
+        Target("TFLOP/s, full forward, N 64/8, H 128, T 8k", tflops("forward", "plain"), 690),
+        Target("TFLOP/s, causal forward", tflops("forward", "causal"), 645),
+        Target("TFLOP/s, full forward + backward", tflops("backward", "plain"), 590),
+        Target("TFLOP/s, causal forward + backward", tflops("backward", "causal"), 550),
+        Target("times as fast as jax.nn and Flax, full", faster(full, *SLOW), 7),
+        Target("times as fast, causal", faster(causal, *SLOW), 15),
+        Target("times less memory than they, T 8k", memory, 20),
+        Target("times as fast as torch by cuDNN", faster(core, "torch-sdpa:cudnn"), 1),
+        Target("times as fast as torch by flash", faster(core, "torch-sdpa:flash"), 1.6),
+        Target("cost of lengths, per operation", costs(boolean=False), 1.05, least=False),
+        Target("cost of padding, per operation", costs(boolean=True), 1.05, least=False),
+        Target("times as fast as blocked, packed", faster(of(packed=12), "jaxmha:blocked"), 3),
+        Target("% of the limit, decode_step", values("share", of(scope="layer", kind="decode"), 100), 75),
+        Target("% of the limit, one query over a cache", values("share", busy, 100), 85),
+        Target("times as fast as cuDNN, 8 queries", faster(of(kind="decode", T=8), CUDNN), 2),
+    ]  # fmt: skip

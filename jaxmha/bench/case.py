@@ -27,6 +27,8 @@ class Case:
       packed: sequences in a row that do not attend each other; 0: one.
       bias: an additive bias `1 N T S`.
       boolean: lengths are given as Booleans, `B S`.
+      by_lengths: packed sequences are given by their lengths, where a peer takes them.
+      tf32: products of float32 may be rounded to TF32; else they are exact, where a peer has both.
     """
 
     scope: Scope
@@ -46,6 +48,8 @@ class Case:
     packed: int = 0
     bias: bool = False
     boolean: bool = False
+    by_lengths: bool = False
+    tf32: bool = False
 
     @property
     def name(self) -> str:
@@ -66,6 +70,7 @@ class Case:
         name += "" if self.window is None else f"-window{self.window}"
         name += f"-packed{self.packed}" if self.packed else ""
         name += "-bias" * self.bias + "-boolean" * self.boolean
+        name += "-lengths" * self.by_lengths + "-tf32" * self.tf32
         return name + (f"-{self.dtype}" if self.dtype != "float32" else "")
 
     @property
@@ -102,6 +107,17 @@ class Case:
         starts = np.linspace(0, 1, self.packed, endpoint=False) ** 1.2 * self.T
         ids = np.searchsorted(starts.astype(int), np.arange(self.T), side="right") - 1
         return np.broadcast_to(ids.astype(np.int32), (self.B, self.T))
+
+    @property
+    def packed_lengths(self) -> NDArray[np.int32]:
+        """Lengths of the packed sequences, `B packed`.
+
+        >>> Case("core", "forward", "plain", 1, 7, 7, packed=2).packed_lengths.tolist()
+        [[3, 4]]
+        """
+        assert self.segment_ids is not None
+        lengths = np.bincount(self.segment_ids[0], minlength=self.packed)
+        return np.broadcast_to(lengths.astype(np.int32), (self.B, self.packed))
 
     @property
     def bounds(self) -> tuple[Bounds, Bounds]:

@@ -46,6 +46,8 @@ def _arguments(case: Case) -> tuple[Any, ...]:
             conditions = {"keep": SHAPE((B, S), np.bool_)}
     if case.packed:
         conditions["segments"] = SHAPE((B, T), np.int32)
+        if case.by_lengths:
+            conditions["packed"] = SHAPE((B, case.packed), np.int32)
     if case.bias:
         conditions["bias"] = SHAPE((1, N, T, S), dtype)
     heads = ((B, T, N, case.H), (B, S, K, case.H), (B, S, K, case.value_features))

@@ -1,5 +1,6 @@
 """The same random arrays for every peer."""
 
+import math
 import zlib
 from typing import Any, NamedTuple
 
@@ -13,6 +14,8 @@ from jaxmha.bench.case import Case
 Array = NDArray[Any]  # float32
 # Rows that are compared with float64: of at most so many batch rows, so many queries each.
 BATCHES, ROWS = 2, 32
+# Larger arrays repeat so many numbers; a prime, so that no two heads of them are alike.
+DRAWN = 4_194_301
 
 
 class Data(NamedTuple):
@@ -52,11 +55,11 @@ def make(case: Case) -> Data:
     dtype = np_dtype(case.dtype)
 
     def draw(*shape: int, scale: float = 1.0) -> Array:
-        drawn = rng.standard_normal(shape, np.float32)
+        drawn = rng.standard_normal(min(math.prod(shape), DRAWN), np.float32)
         drawn *= np.float32(scale)
         if dtype != np.float32:
             drawn = drawn.astype(dtype).astype(np.float32)
-        return drawn
+        return np.resize(drawn, shape)
 
     B, T, S, N, K, H, E = case.B, case.T, case.S, case.N, case.K, case.H, case.E
     h = case.value_features

@@ -12,7 +12,7 @@ import jaxmha
 from jaxmha.bench import jax_peers
 from jaxmha.bench.case import Case
 from jaxmha.bench.data import Array, Data
-from jaxmha.bench.program import Program
+from jaxmha.bench.program import Program, repeat
 from jaxmha.converters import flax as flax_converter
 
 # variables, cache, token -> output, cache
@@ -33,12 +33,13 @@ def _program(data: Data, step: Step, variables: Any, cache: Any) -> Program:
         return out
 
     def run(calls: int = 1) -> None:
-        jax_peers.repeat(lambda: (call(), held[0]), calls)
+        repeat(lambda: (call(), held[0]), calls)
 
     def outputs(cotangent: Array) -> tuple[Any, None]:
         return np.asarray(call(), np.float32), None
 
-    return Program(build, run, outputs, lambda: str(compiled[0].as_text()))
+    text, nbytes = lambda: str(compiled[0].as_text()), lambda: jax_peers.held(compiled[0])
+    return Program(build, run, outputs, text, nbytes)
 
 
 def _past(case: Case, data: Data) -> tuple[jaxmha.MHAParams, int, Any, Any]:

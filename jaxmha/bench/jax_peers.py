@@ -5,6 +5,7 @@ the benchmark as a compiled program of one of them.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -16,7 +17,7 @@ import jaxmha
 from jaxmha import Mask, MHAParams
 from jaxmha.bench.case import Case
 from jaxmha.bench.data import Array, Data
-from jaxmha.bench.program import Program, UnsupportedError
+from jaxmha.bench.program import Program, UnsupportedError, repeat
 from jaxmha.converters import flax as flax_converter
 from jaxmha.converters import keras as keras_converter
 from jaxmha.implementations import SupportQuery
@@ -28,7 +29,7 @@ Layer = Callable[[Any, Any, Any, Any, "Attend"], Any]
 class Attend(NamedTuple):
     """Which keys are attended: the first `lengths` (`B`), where `keep` is True (`B S`), or all; not
     those to come if `causal`; only those of the same `segments` (`B T`), at most `window` away. `bias`
-    (`B|1 N|1 T|1 S`) is added to logits."""
+    (`B|1 N|1 T|1 S`) is added to logits. `packed` (`B M`): lengths of the segments, for who takes them."""
 
     lengths: Any = None
     keep: Any = None
@@ -36,6 +37,7 @@ class Attend(NamedTuple):
     causal: bool = False
     segments: Any = None
     window: int | None = None
+    packed: Any = None
 
     @property
     def sides(self) -> tuple[int, int] | None:
@@ -76,6 +78,8 @@ def of_jaxmha(
 ) -> jax.Array:
     mask = None if to.keep is None else Mask.padding(key_value=to.keep)
     segments = None if to.segments is None else (to.segments, to.segments)
+    if to.packed is not None:
+        mask, segments = Mask.packed(to.packed, size=q.shape[1]), None
     out: jax.Array = jaxmha.dot_product_attention(
         *(q, k, v, to.bias, mask),
         is_causal=to.causal,
@@ -178,6 +182,8 @@ def jaxmha_layer(params: MHAParams, implementation: Any = None) -> tuple[Any, La
             mask = sides if mask is None else mask & sides
         if to.segments is not None:
             same = Mask.segments(query_ids=to.segments, key_value_ids=to.segments)
+            if to.packed is not None:
+                same = Mask.packed(to.packed, size=q.shape[1])
             mask = same if mask is None else mask & same
         options: Any = {"mask": mask, "bias": to.bias, "is_causal": to.causal}
         return jaxmha.multi_head_attention(
@@ -313,7 +319,9 @@ def program(peer: str, case: Case, data: Data) -> Program:
     compiled: list[Any] = []
 
     def build() -> None:
-        compiled.append(jax.jit(both if backward else output).lower(*arguments).compile())
+        rounded = jax.default_matmul_precision("tensorfloat32") if case.tf32 else nullcontext()
+        with rounded:
+            compiled.append(jax.jit(both if backward else output).lower(*arguments).compile())
 
     def run(calls: int = 1) -> None:
         repeat(lambda: compiled[0](*arguments), calls)
@@ -324,7 +332,17 @@ def program(peer: str, case: Case, data: Data) -> Program:
         out, (_, gradients) = compiled[0](*arguments[:3], placed(cotangent))
         return np.asarray(out, np.float32), [np.asarray(g, np.float32) for g in gradients]
 
-    return Program(build, run, outputs, lambda: str(compiled[0].as_text()))
+    text, nbytes = lambda: str(compiled[0].as_text()), lambda: held(compiled[0])
+    return Program(build, run, outputs, text, nbytes)
+
+
+def held(compiled: Any) -> int:
+    """Bytes of temporaries and results of a compiled program; 0 if XLA does not tell."""
+    memory = compiled.memory_analysis()
+    if memory is None:
+        return 0
+    made = memory.temp_size_in_bytes + memory.output_size_in_bytes
+    return int(made - memory.alias_size_in_bytes)
 
 
 def _conditions(case: Case, data: Data) -> dict[str, Any]:
@@ -337,17 +355,8 @@ def _conditions(case: Case, data: Data) -> dict[str, Any]:
             found = {"keep": jnp.arange(case.S) < lengths[:, None]}
     if case.segment_ids is not None:
         found["segments"] = jnp.asarray(case.segment_ids)
+        if case.by_lengths:
+            found["packed"] = jnp.asarray(case.packed_lengths)
     if data.bias is not None:
         found["bias"] = jnp.asarray(data.bias, case.dtype)
     return found
-
-
-def repeat(call: Callable[[], Any], calls: int) -> None:
-    """Calls and waits: on a CPU for each, since calls would overlap; elsewhere for the last."""
-    each = jax.default_backend() == "cpu"
-    found = None
-    for _ in range(calls):
-        found = call()
-        if each:
-            jax.block_until_ready(found)  # type: ignore[no-untyped-call]
-    jax.block_until_ready(found)  # type: ignore[no-untyped-call]

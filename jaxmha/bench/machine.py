@@ -8,7 +8,8 @@ from typing import Any
 
 from jaxmha.bench import memory
 
-PACKAGES = ("jax", "jaxlib", "numpy", "flax", "keras", "torch", "tensorflow", "tensorflow-cpu")
+PACKAGES = ("jax", "jaxlib", "numpy", "flax", "keras", "torch", "tensorflow", "tensorflow-cpu",
+            "tokamax")  # fmt: skip
 
 
 threads = memory.cores

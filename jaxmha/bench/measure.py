@@ -17,7 +17,11 @@ DISTURBED = 1.3
 ATTEMPTS = 2
 # A peer that has used up its seconds on a case still gets so many rounds, and no more.
 FEWEST = 3
+# A process that keeps more bytes of a device than this ends with the case: others need them.
+MOST_HELD = 2**31
 
+# Fields that are kept of the reply to `prepare`.
+KEPT = ("error", "gradient_error", "compile", "bytes")
 # The fields that hold the reply about memory.
 MEMORY = {"bytes": "memory", "failed": "memory_failed"}
 
@@ -71,7 +75,7 @@ def measure(
 
     `budget`: seconds after which a peer gets no more rounds of a case than it must.
     `known`: what an earlier call found; only cases that it lacks, or that were disturbed, are
-    measured, those of least work first. `answered`: the cases of the results, if not `cases`. No
+    measured. `answered`: the cases of the results, if not `cases`. No
     case is begun when it is `late`. `say` hears what is going on, `done` is called after each case
     with all that was found.
     """
@@ -87,7 +91,7 @@ def measure(
         probe = Probe(fleet, backends, known)
         say("machine")
         probe.rates(sgemm.SQUARE)
-        for case in sorted(cases, key=lambda case: case.flop):
+        for case in cases:
             before = measured.get(case.name)
             if late() or (before and _worst(probe, before) <= DISTURBED):
                 done(found())
@@ -134,10 +138,11 @@ def _case(
         attempts.append(_rounds(case, live, fleet, probe, rounds, budget))
     chosen = min(attempts, key=lambda attempt: _worst(probe, attempt))
     for peer, reply in live.items():
-        kept = {key: reply[key] for key in ("error", "gradient_error", "compile") if key in reply}
+        kept = {key: reply[key] for key in KEPT if key in reply}
         results[peer] = kept | chosen["peers"][peer]
     for peer in live:
-        fleet[peer].ask("release")
+        if fleet[peer].ask("release").get("held", 0) > MOST_HELD:
+            fleet[peer].stop()
     entry = {
         "name": case.name,
         "case": case.as_dict(),

@@ -21,9 +21,24 @@ class Program(NamedTuple):
       outputs: from a cotangent to the output, in the shape of `Data.cotangent`, and the gradients
         of `Data.distinct` (None where the case is forward only).
       text: the compiled program, where there is one.
+      nbytes: of its temporaries and results, where that is known.
     """
 
     compile: Callable[[], None]
     run: Callable[..., None]
     outputs: Callable[[Array], tuple[NDArray[Any], list[NDArray[Any]] | None]]
     text: Callable[[], str] | None = None
+    nbytes: Callable[[], int] | None = None
+
+
+def repeat(call: Callable[[], Any], calls: int) -> None:
+    """Calls and waits: on a CPU for each, since calls would overlap; elsewhere for the last."""
+    import jax
+
+    each = jax.default_backend() == "cpu"
+    found = None
+    for _ in range(calls):
+        found = call()
+        if each:
+            jax.block_until_ready(found)  # type: ignore[no-untyped-call]
+    jax.block_until_ready(found)  # type: ignore[no-untyped-call]

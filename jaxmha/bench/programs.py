@@ -36,8 +36,8 @@ def program(peer: str, case: Case, data: Data) -> Program:
     if peer.startswith("torch"):
         from jaxmha.bench import torch_peers
 
-        path: torch_peers.Path = peer.removeprefix("torch-")  # type: ignore[assignment]
-        return torch_peers.program(case, data, path=path)
+        path, _, backend = peer.removeprefix("torch-").partition(":")
+        return torch_peers.program(case, data, path=path, backend=backend)  # type: ignore[arg-type]
     if peer == "keras-tf":
         from jaxmha.bench import tensorflow_peers
 

@@ -15,7 +15,7 @@ from jaxmha.bench.peers import OURS, PEERS
 # Seconds that a peer may take for its rounds, beyond the fewest.
 BUDGET = 20.0
 # Peers on a GPU alone, by the peer that they are variants of.
-ON_GPU = ("jax-nn:cudnn",)
+ON_GPU = ("jax-nn:cudnn", "torch-sdpa:cudnn", "torch-sdpa:flash", "torch-sdpa:efficient")
 Row = dict[str, Any]
 
 
@@ -29,7 +29,7 @@ def peers(case: Case, choice: dict[str, Any], platform: str) -> list[str]:
     if case.scope == "core":  # torch's function has one way, and its layer three
         others = [x for x in others if x not in ("torch-native", "torch-weights")]
     if platform == "gpu":
-        others += ON_GPU
+        others += [name for name in ON_GPU if name.partition(":")[0] in others]
     return ours + others
 
 
@@ -105,8 +105,7 @@ def row(case: Case, name: str, found: Row, limits: Row, choice: Row) -> Row:
     seconds = median(found["seconds"])
     quarter, three_quarters = np.quantile(found["seconds"], [0.25, 0.75])
     least = max(case.flop * 1e-12 / limits["tflops"], case.nbytes * 1e-9 / limits["gb_per_second"])
-    errors = {key: found[key] for key in ("error", "gradient_error", "compile") if key in found}
-    return made | errors | {
+    return made | {key: found[key] for key in measure.KEPT if key in found} | {
         "seconds": seconds,
         "spread": float(three_quarters - quarter) / seconds,
         "tflops": case.flop * 1e-12 / seconds,

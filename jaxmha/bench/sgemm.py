@@ -3,13 +3,14 @@
 import os
 import time
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from statistics import median
 from typing import Any
 
 import numpy as np
 
 from jaxmha.bench.case import Case
+from jaxmha.bench.program import repeat
 
 Shape = tuple[int, int, int]
 SQUARE: Shape = (1024, 1024, 1024)
@@ -28,13 +29,12 @@ def rate(backend: str, shape: Shape) -> float:
     rng = np.random.default_rng(0)
     left, right = (rng.standard_normal(s, np.float32) for s in ((m, k), (k, n)))
     run = _xla(left, right) if backend == "xla" else _torch(left, right)
-    run()
+    run(1)
     calls = max(1, int(_work() / (m * k * n)))  # at least some milliseconds
     seconds = []
     for _ in range(REPEATS):
         start = time.perf_counter()
-        for _ in range(calls):
-            run()
+        run(calls)
         seconds.append((time.perf_counter() - start) / calls)
     return 2e-9 * m * k * n / median(seconds)
 
@@ -44,12 +44,11 @@ def _work() -> float:
     return 2e8 if os.environ.get("JAX_PLATFORMS") == "cpu" else 2e11
 
 
-def _xla(left: Any, right: Any) -> Callable[[], Any]:
+def _xla(left: Any, right: Any) -> Callable[[int], None]:
     import jax
 
     left, right = jax.device_put(left), jax.device_put(right)
-    product = _jitted()
-    return lambda: product(left, right).block_until_ready()
+    return partial(repeat, partial(_jitted(), left, right))
 
 
 @cache
@@ -59,8 +58,13 @@ def _jitted() -> Callable[..., Any]:
     return jax.jit(lambda a, b: a @ b)
 
 
-def _torch(left: Any, right: Any) -> Callable[[], Any]:
+def _torch(left: Any, right: Any) -> Callable[[int], None]:
     import torch
 
     a, b = torch.from_numpy(left), torch.from_numpy(right)
-    return lambda: a @ b
+
+    def run(calls: int) -> None:
+        for _ in range(calls):
+            a @ b
+
+    return run

@@ -1,6 +1,7 @@
 """torch, by each of the ways that `torch.nn.MultiheadAttention` goes."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Literal
 from unittest import mock
@@ -16,8 +17,10 @@ from jaxmha.converters import torch as converter
 Path = Literal["sdpa", "native", "weights"]
 
 
-def program(case: Case, data: Data, *, path: Path) -> Program:
-    """The layer by `path`; the core by `scaled_dot_product_attention`, on contiguous B N T H."""
+def program(case: Case, data: Data, *, path: Path, backend: str = "") -> Program:
+    """The layer by `path`; the core by `scaled_dot_product_attention`, on contiguous B N T H.
+
+    `backend`: cudnn, flash or efficient, of a GPU; otherwise torch chooses."""
     import torch
 
     torch.backends.mha.set_fastpath_enabled(path == "native")
@@ -27,6 +30,7 @@ def program(case: Case, data: Data, *, path: Path) -> Program:
     if backward and path == "native":
         raise UnsupportedError("torch's native fast path has no gradient")
 
+    torch.backends.cuda.matmul.allow_tf32 = case.tf32
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = getattr(torch, case.dtype)
 
@@ -43,11 +47,12 @@ def program(case: Case, data: Data, *, path: Path) -> Program:
     cotangent = load(data.cotangent).detach()
 
     def compute(cotangent: Any) -> tuple[Any, Any]:
-        if not backward:
-            with torch.no_grad():
-                return forward(query, key, value), None
-        out = forward(query, key, value)
-        return out, torch.autograd.grad(out, leaves, cotangent)
+        with _by(backend):
+            if not backward:
+                with torch.no_grad():
+                    return forward(query, key, value), None
+            out = forward(query, key, value)
+            return out, torch.autograd.grad(out, leaves, cotangent)
 
     def run(calls: int = 1) -> None:
         for _ in range(calls):
@@ -68,6 +73,13 @@ def program(case: Case, data: Data, *, path: Path) -> Program:
         return to_numpy(out), [to_numpy(g) for g in gradients[len(weights) :]]
 
     return Program(lambda: None, run, outputs)
+
+
+def _by(backend: str) -> Any:
+    """A context in which torch has one backend of attention alone."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    return sdpa_kernel(SDPBackend[f"{backend.upper()}_ATTENTION"]) if backend else nullcontext()
 
 
 def _mask(case: Case, device: str) -> Any:
