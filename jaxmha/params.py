@@ -108,6 +108,12 @@ def field_of(leaf: str) -> str:
     return _FIELDS.get(leaf, leaf)
 
 
+# Every leaf, its field, and the two names of the field: `query`, `kernel`.
+_PLACES = tuple(
+    (leaf, field, *field.partition(".")[::2]) for leaf in CANONICAL for field in [field_of(leaf)]
+)
+
+
 def leaves(params: MHAParams) -> dict[str, Array]:
     """The leaves that are not None, by name (`query.kernel`), in the order of `CANONICAL`.
 
@@ -116,12 +122,11 @@ def leaves(params: MHAParams) -> dict[str, Array]:
     """
     found: dict[str, Array] = {}
     leading = _rank(params.query.kernel) - 3
-    for name in CANONICAL:
-        head, _, tail = field_of(name).partition(".")
+    for name, field, head, tail in _PLACES:
         value = getattr(params, head)
         if tail and value is not None:
             value = getattr(value, tail)
-        if value is not None and name == _form(field_of(name), _rank(value) - leading):
+        if value is not None and name == _form(field, _rank(value) - leading):
             found[name] = value
     return found
 

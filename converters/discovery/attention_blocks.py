@@ -3,7 +3,6 @@
 import re
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -129,7 +128,9 @@ def find(shapes: Mapping[str, Sequence[int]], layouts: Iterable[Layout] = LAYOUT
     [('a', 'torch')]
     """
     found: dict[str, list[Block]] = {}
-    variants = [v for candidate in layouts if candidate.entries for v in _variants(candidate)]
+    # Parameter trees are also saved with dots.
+    pairs = ((one, one.dotted) for one in layouts if one.entries)
+    variants = [v for one, dotted in pairs for v in ((one,) if dotted is one else (one, dotted))]
     ends, names = name_ends(shapes, variants), sorted(shapes)
     for variant in variants:
         first = next(entry.key for entry in variant.entries if not entry.group)
@@ -299,6 +300,7 @@ def unknown_under(
     return tuple(n for n in under if n not in own and not known(n.removeprefix(start)))
 
 
+_SEPARATOR = re.compile("[./]")
 Ends = Mapping[tuple[str, str], Sequence[str]]
 
 
@@ -308,15 +310,14 @@ def name_ends(names: Iterable[str], layouts: Iterable[Layout]) -> Ends:
     Only rests that are keys of the layouts are kept: a name may have hundreds of others.
     """
     found: dict[tuple[str, str], list[str]] = {}
-    keys = {entry.key for layout in layouts for entry in layout.entries}
+    keys = frozenset[str]().union(*(layout.keys for layout in layouts))
     longest = max(map(len, keys), default=0)
     for name in names:
         if name in keys:
             found.setdefault(("", name), []).append("")
-        for match in re.finditer("[./]", name[-longest - 1 :]):
-            at = match.start() + max(0, len(name) - longest - 1)
-            if (rest := name[at + 1 :]) in keys:
-                found.setdefault((match[0], rest), []).append(name[:at])
+        for match in _SEPARATOR.finditer(name, max(0, len(name) - longest - 1)):
+            if (rest := name[match.end() :]) in keys:
+                found.setdefault((match[0], rest), []).append(name[: match.start()])
     return found
 
 
@@ -328,26 +329,18 @@ def prefixes_with(candidate: Layout, ends: Ends, key: str) -> Iterator[str]:
                 yield prefix
 
 
-def _variants(candidate: Layout) -> list[Layout]:
-    """The layout, and its variant with dots, since parameter trees are also saved with dots."""
-    if candidate.separator == ".":
-        return [candidate]
-    dotted = tuple(e._replace(key=e.key.replace("/", ".")) for e in candidate.entries)
-    return [candidate, replace(candidate, entries=dotted, separator=".")]
-
-
 def _fits(candidate: Layout, keys: Mapping[str, str], shapes: Mapping[str, Sequence[int]]) -> bool:
     """True if every required array is present with its rank, and the sizes obey the ties."""
     sizes: dict[str, int] = {}
     products: dict[tuple[str, ...], float] = {}
     leading: int | None = None
+    if any(not entry.group and entry.key not in keys for entry in candidate.entries):
+        return False
     near = any(map(_decides, candidate.entries))
     for entry in candidate.entries:
-        groups = parse(entry.axes)
         if entry.key not in keys:
-            if not entry.group:
-                return False
             continue
+        groups = parse(entry.axes)
         shape = shapes[keys[entry.key]]
         if len(shape) < len(groups):
             return False

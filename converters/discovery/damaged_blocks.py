@@ -13,6 +13,9 @@ from jaxmha.converters.layout.base import Layout
 from jaxmha.converters.layout.registry import LAYOUTS
 from jaxmha.dims import parse
 
+# Layers other than attention often have the names of these layouts, and of uneven ones.
+_ELSEWHERE = {*(layout.name for layout in by_hand.BY_HAND), *meaning.NORM_NAMES}
+
 
 def describe(
     shapes: Mapping[str, Sequence[int]], found: Sequence[Block], layouts: Iterable[Layout] = LAYOUTS
@@ -32,9 +35,7 @@ def find(
     ends, names = name_ends(left, layouts), sorted(shapes)
     reasons = {block.prefix: block.refused for block in found if block.refused}
     for candidate in layouts:
-        # Layers other than attention often have the names of hand-written and uneven layouts.
-        elsewhere = candidate in by_hand.BY_HAND or candidate.name in meaning.NORM_NAMES
-        if elsewhere or any(map(uneven.letter, candidate.entries)):
+        if candidate.name in _ELSEWHERE or any(map(uneven.letter, candidate.entries)):
             continue
         usual = [entry for entry in candidate.entries if entry.group in ("", "bias")]
         required = [entry for entry in usual if not entry.group]

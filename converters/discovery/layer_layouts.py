@@ -146,6 +146,7 @@ HAIKU = Convention(
     {"norm": 1e-5, "rmsnorm": 1e-5},
 )
 CONVENTIONS = (TORCH, FLAX, KERAS, KERAS_FILE, HAIKU)
+_OF_LAYOUTS = {one.name: one.convention for one in LAYOUTS}
 
 
 def convention_of(layout: str) -> Convention | None:
@@ -155,8 +156,7 @@ def convention_of(layout: str) -> Convention | None:
     ['torch', 'flax', None]
     """
     made = of_names(layout)
-    known = {one.name: one.convention for one in LAYOUTS}
-    name = known.get(layout) if made is None else made.convention
+    name = _OF_LAYOUTS.get(layout) if made is None else made.convention
     return next((c for c in CONVENTIONS if c.name == name), None)
 
 

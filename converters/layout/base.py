@@ -6,7 +6,8 @@ An entry describes one array of a framework: its key, its axes, and the canonica
 import difflib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 from jaxmha import Semantics
@@ -60,6 +61,19 @@ class Layout:
         known = {leaf for entry in self.entries for leaf in entry.leaves}
         assert known <= CANONICAL.keys(), f"{self.name}: unknown leaves {known - CANONICAL.keys()}"
 
+    @cached_property
+    def keys(self) -> frozenset[str]:
+        """The key of every array."""
+        return frozenset(entry.key for entry in self.entries)
+
+    @cached_property
+    def dotted(self) -> "Layout":
+        """The layout in parameter trees that were saved with dots; itself if it has dots."""
+        if self.separator == ".":
+            return self
+        entries = tuple(e._replace(key=e.key.replace("/", ".")) for e in self.entries)
+        return replace(self, entries=entries, separator=".")
+
     @property
     def stores_num_heads(self) -> bool:
         """True if a shape of the layout determines the head count."""
@@ -76,8 +90,15 @@ class Layout:
 
     def tied(self, axes: str) -> str:
         """The axes, with each tied letter replaced by the letter that it is tied to."""
-        single = {a: b for a, (b, _) in self.ties.items() if " " not in b}
-        return re.sub(r"\w+", lambda word: single.get(word[0], word[0]), axes)
+        if (found := self._tied.get(axes)) is None:
+            single = {a: b for a, (b, _) in self.ties.items() if " " not in b}
+            found = re.sub(r"\w+", lambda word: single.get(word[0], word[0]), axes)
+            self._tied[axes] = found
+        return found
+
+    @cached_property
+    def _tied(self) -> dict[str, str]:
+        return {}
 
 
 _SHOWN = 4  # closest layouts described in a message

@@ -1,7 +1,7 @@
 """Converts checkpoint files: finds attention blocks, plans, checks, writes."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from jaxmha.converters.discovery import (
     positions,
     unconverted,
 )
-from jaxmha.converters.discovery.attention_blocks import shapes
+from jaxmha.converters.discovery.attention_blocks import Block, shapes
 from jaxmha.converters.discovery.notes import listed
 from jaxmha.converters.layout import registry
 from jaxmha.converters.layout.arrays import NDArray, to_numpy
@@ -92,13 +92,15 @@ def _make(
         raise ValueError(f"others must be {' or '.join(OTHERS)}, got {others!r}")
     known = registry.LAYOUTS if from_ is None else [attention_blocks.named(from_)]
     with naming(file.path):
-        found = attention_blocks.find(shapes(file), known)
+        every = attention_blocks.find(shapes(file))
+        found = every if from_ is None else attention_blocks.find(shapes(file), known)
         behaviours.refuse_unread(file, found)
         description = described.of(file, found)
         made = planning.make(
             file,
             target,
-            from_=None if from_ is None else attention_blocks.named(from_),
+            found=found,
+            known=known,
             num_heads=num_heads,
             others=others,
             attention_only=attention_only,
@@ -119,11 +121,11 @@ def _make(
     return replace(
         made,
         dtype=dtype,
-        notes=(*description.notes, *made.notes, *_around(made, file), *file.notes),
+        notes=(*description.notes, *made.notes, *_around(made, file, every), *file.notes),
     )
 
 
-def _around(plan: Plan, file: checkpoint.Checkpoint) -> tuple[str, ...]:
+def _around(plan: Plan, file: checkpoint.Checkpoint, blocks: Sequence[Block]) -> tuple[str, ...]:
     """Describes the parts around the blocks of a plan that are not converted.
 
     Raises ValueError if such a part changes what the blocks compute from their projections.
@@ -131,7 +133,7 @@ def _around(plan: Plan, file: checkpoint.Checkpoint) -> tuple[str, ...]:
     layouts = dict.fromkeys(step.layout for step in plan.steps if step.kind == "attention")
     taken = _taken(plan)
     names = [name for name in file.info if name not in taken]
-    blocks = behaviours.configured(attention_blocks.find(shapes(file)), file)
+    blocks = behaviours.configured(blocks, file)
     carried = behaviours.carried(blocks, file)
     unconverted.refuse(file.path, names, layouts, carried)
     sources = {step.source for step in plan.steps if step.kind == "attention"}
@@ -258,7 +260,7 @@ def _completed(plan: Plan, file: checkpoint.Checkpoint, in_file: bool) -> Plan:
     check_plan(plan, file, in_file)
     with naming(file.path):
         plan = edited.completed(plan, attention_blocks.named(plan.to), file.info)
-    around = _around(plan, file)
+    around = _around(plan, file, attention_blocks.find(shapes(file)))
     return replace(plan, notes=(*plan.notes, *(x for x in around if x not in plan.notes)))
 
 
@@ -288,7 +290,6 @@ def _metadata(
     plan: Plan, found: Resolved, file: checkpoint.Checkpoint, groups: keras_order.Groups
 ) -> dict[str, str]:
     """The metadata of the source, with head counts and Keras groups for the destination."""
-    whole = _attention_names(file) <= _taken(plan)
     metadata = {k: v for k, v in file.metadata.items() if k != keras_groups.METADATA}
     metadata |= keras_order.to_metadata(groups, plan.steps)
     metadata = {k: v for k, v in metadata.items() if not k.startswith(behaviours.METADATA)}
@@ -301,6 +302,7 @@ def _metadata(
     metadata |= positions.to_metadata(
         file, {step.target: places[block.prefix] for step, block in found.blocks.items()}
     )
+    whole = _attention_names(file) <= _taken(plan)
     if whole:  # every block is converted
         metadata = {k: v for k, v in metadata.items() if not k.startswith(head_count.METADATA)}
     if not attention_blocks.named(plan.to).stores_num_heads:
@@ -350,6 +352,7 @@ def convert_state(
     made = planning.make(
         memory,
         target_layout(attention_blocks.named(to), in_file=False),
+        found=attention_blocks.find({name: array.shape for name, array in memory.items()}),
         num_heads=num_heads,
         others=others,
         attention_only=attention_only,

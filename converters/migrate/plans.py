@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 from jaxmha.converters import keras
 from jaxmha.converters.discovery import (
-    attention_blocks,
     behaviours,
     damaged_blocks,
     family_keymaps,
@@ -94,7 +93,8 @@ def make(
     file: Tensors,
     to: Layout,
     *,
-    from_: Layout | None = None,
+    found: Sequence[Block],
+    known: Sequence[Layout] = registry.LAYOUTS,
     num_heads: int | None = None,
     others: str = "pass",
     attention_only: bool = False,
@@ -106,7 +106,8 @@ def make(
 ) -> Plan:
     """Makes the plan for a source, with all blocks and layers found in it.
 
-    The model's configuration gives `configured`, `epsilon`, `unlike` and `unbiased` (see
+    `found`: the attention blocks of the source, of the layouts `known`, which are all, or the one
+    that the caller named. The model's configuration gives `configured`, `epsilon`, `unlike` and `unbiased` (see
     `described`). `draft`: the plan may be edited, so `num_heads` applies only to blocks whose head
     count is otherwise unknown.
 
@@ -114,7 +115,8 @@ def make(
       ValueError: a block is damaged; a head count is unknown; or, with `others="refuse"`, tensors
         are not understood.
     """
-    found = _blocks(file, from_)
+    every = known is registry.LAYOUTS
+    found = _configured(file, found, known)
     convention = layer_layouts.convention_of(to.name)
     layers, why = _layers(
         file,
@@ -122,10 +124,10 @@ def make(
         to,
         unlike or {},
         unbiased,
-        apart=(apart := unknown_attention.find(_shapes(file), found) if from_ is None else {}),
-        all_kinds=from_ is None and not attention_only,
+        apart=(apart := unknown_attention.find(_shapes(file), found) if every else {}),
+        all_kinds=every and not attention_only,
     )
-    latents = latent_blocks.find(file) if from_ is None else []
+    latents = latent_blocks.find(file) if every else []
     held = to.name in latent_forms.FORMS
     converted = latents if held else []
     taken = {name for block in found for name in block.keys.values()}
@@ -178,15 +180,10 @@ def _shapes(file: Tensors) -> dict[str, tuple[int, ...]]:
     return {name: tuple(one.shape) for name, one in file.info.items()}
 
 
-def _blocks(file: Tensors, from_: Layout | None) -> list[Block]:
-    """The attention blocks of a source, or only those of one layout.
-
-    Raises ValueError if a block is damaged.
-    """
-    shapes = _shapes(file)
-    known = registry.LAYOUTS if from_ is None else [from_]
-    found = behaviours.configured(attention_blocks.find(shapes, known), file)
-    if broken := damaged_blocks.describe(shapes, found, known):
+def _configured(file: Tensors, found: Sequence[Block], known: Sequence[Layout]) -> list[Block]:
+    """The blocks with what the configuration says of them; raises ValueError if one is damaged."""
+    found = behaviours.configured(found, file)
+    if broken := damaged_blocks.describe(_shapes(file), found, known):
         raise ValueError(
             f"{broken[0]}; with --from it is carried over as it is, where another layout is named"
         )

@@ -111,7 +111,8 @@ def refuse(
             "layout"
         )
     known = [b._replace(configured=b.prefix in configured) for b in attention_blocks.find(shapes)]
-    broken = damaged_blocks.find(shapes, known)
+    if not (broken := damaged_blocks.find(shapes, known)):
+        return
     if new := broken.keys() - damaged_blocks.find(source, attention_blocks.find(source)).keys():
         raise ValueError(
             f"could not be read back: {printable(broken[min(new)])}, since other layers would get "

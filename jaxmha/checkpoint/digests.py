@@ -77,7 +77,8 @@ def manifest(
     path: str | os.PathLike[str],
 ) -> str:
     """One digest over the names, dtypes, shapes and digests of all tensors, and over `texts`."""
-    tensors = [[n, str(i.dtype), list(i.shape), digests.get(n)] for n, i in sorted(info.items())]
+    text = {dtype: str(dtype) for dtype in {i.dtype for i in info.values()}}
+    tensors = [[n, text[i.dtype], list(i.shape), digests.get(n)] for n, i in sorted(info.items())]
     state = hasher(algorithm, path)
     state.update(json.dumps([tensors, sorted(texts)]).encode())
     return f"{algorithm}:{state.hexdigest()}"
