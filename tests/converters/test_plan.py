@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from jaxmha import checkpoint
 from jaxmha.cli.app import app
-from jaxmha.converters.discovery.attention_blocks import named
+from jaxmha.converters.discovery.attention_blocks import find, named
 from jaxmha.converters.layout import transform
 from jaxmha.converters.migrate import pipeline, plan_toml
 from jaxmha.converters.migrate.plans import Plan, Step, make
@@ -329,7 +329,8 @@ def test_nothing_is_loaded_to_plan() -> None:
     shapes = {f"a.{key}": shape for key, shape in shapes.items()} | {"proj.weight": (2**20, 2**20)}
     single = np.dtype(np.float32)
     file: Any = File({name: checkpoint.TensorInfo(shape, single) for name, shape in shapes.items()})
-    found = resolve(make(file, named("flax"), num_heads=N - 2), file)
+    blocks = find(shapes)
+    found = resolve(make(file, named("flax"), found=blocks, num_heads=N - 2), file)
     assert found.made["a/query/kernel"].info.shape == (2**20, 4, 2**18)
     assert found.made["proj/kernel"].info.nbytes == 2**42
 
