@@ -10,6 +10,7 @@ from jaxmha import MHAParams, Semantics
 from jaxmha.converters.layout.api import make_api
 from jaxmha.converters.layout.equinox import EQUINOX, LAYOUTS
 from jaxmha.converters.layout.validation import one_dtype
+from jaxmha.converters.masks import equinox as _masks
 from jaxmha.converters.matching.load_into import make_load_into
 from jaxmha.extras import needed
 from jaxmha.params import check
@@ -20,14 +21,17 @@ if TYPE_CHECKING:
 __all__ = [
     "EQUINOX",
     "LAYOUTS",
+    "export_masks",
     "export_params",
     "from_module",
+    "import_masks",
     "import_params",
     "load_into",
     "to_module",
 ]
 
 import_params, export_params = make_api(LAYOUTS, traced=True)
+import_masks, export_masks = _masks.import_masks, _masks.export_masks
 load_into = make_load_into(
     "into_tree",
     "an equinox module, or any tree of arrays or `jax.ShapeDtypeStruct`",
@@ -41,7 +45,7 @@ _PROJECTIONS = ("query", "key", "value", "output")
 def from_module(
     module: "equinox.nn.MultiheadAttention", variables: None = None
 ) -> tuple[MHAParams, Semantics]:
-    """Parameters and semantics of an `equinox.nn.MultiheadAttention`.
+    """Parameters and semantics of an `equinox.nn.MultiheadAttention`, or of jaxmha's own.
 
     Under jit, grad or vmap the parameters are traced; otherwise they are copies.
 
@@ -61,6 +65,10 @@ def from_module(
             f"expected an equinox.nn.MultiheadAttention, got {type(module).__name__}: for a dict of "
             "arrays call import_params"
         )
+    from jaxmha.equinox import MultiheadAttention
+
+    if isinstance(module, MultiheadAttention):
+        return module.to_params()
     state = {}
     for name in _PROJECTIONS:
         layer = getattr(module, f"{name}_proj")

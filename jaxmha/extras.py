@@ -3,8 +3,14 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-EXTRAS = {"torch": "torch", "keras": "keras", "flax": "flax", "orbax": "orbax"}
-_OTHERS = {"equinox": "equinox", "haiku": "dm-haiku"}
+EXTRAS = {
+    "torch": "torch",
+    "keras": "keras",
+    "flax": "flax",
+    "orbax": "orbax",
+    "equinox": "equinox",
+}
+_OTHERS = {"haiku": "dm-haiku"}
 
 
 @contextmanager

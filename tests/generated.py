@@ -54,6 +54,7 @@ MASKS = {
     "sdpa": "torch SDPA",
     "keras": "Keras MHA, GQA",
     "flax": "Flax linen, nnx",
+    "equinox": "equinox",
     "jax": "`jax.nn`",
     "huggingface": "transformers",
     "handwritten": "hand-written layers",

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FRAMEWORKS = ("torch", "tensorflow", "keras", "flax")
+FRAMEWORKS = ("torch", "tensorflow", "keras", "flax", "equinox")
 # Parts of JAX that `import jax` leaves out, since they take long to load.
 OPTIONAL_PARTS = ("jax.extend", "jax._src.pallas", "jax.experimental.pallas")
 LIGHT = (
@@ -19,6 +19,8 @@ LIGHT = (
     "jaxmha.converters.torch",
     "jaxmha.converters.keras",
     "jaxmha.converters.flax",
+    "jaxmha.converters.equinox",
+    "jaxmha.keras",
     "jaxmha.converters.layout.base",
     "jaxmha.converters.layout.transform",
     "jaxmha.converters.verify",
@@ -31,6 +33,7 @@ LIGHT = (
         f"jaxmha.converters.masks.{name}"
         for name in (
             "torch",
+            "equinox",
             "sdpa",
             "nested",
             "keras",

@@ -1,0 +1,331 @@
+"""`equinox.nn.MultiheadAttention` by jaxmha.
+
+Change one line: `from jaxmha.equinox import MultiheadAttention`.
+"""
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Bool, Float, PRNGKeyArray
+
+from jaxmha.arrays import Array, DTypeLike, require_arrays
+from jaxmha.attention import dot_product_attention, hashable
+from jaxmha.checks import reject_rounding, require_type
+from jaxmha.extras import needed
+from jaxmha.integers import require_sizes
+from jaxmha.mask import Mask
+from jaxmha.params import MHAParams, Projection, check, leaves
+from jaxmha.semantics import Semantics
+
+with needed("equinox"):
+    import equinox
+
+__all__ = ["MultiheadAttention"]
+
+_Heads: TypeAlias = tuple[
+    Float[jax.Array, "T N H"], Float[jax.Array, "S K H"], Float[jax.Array, "S K h"]
+]
+# Fields of `Semantics` that are arguments of `dot_product_attention`.
+_FIELDS = (
+    "scale",
+    "logits_soft_cap",
+    "fully_masked",
+    "softmax_dtype",
+    "precision",
+    "dropout_broadcast",
+    "local_window_size",
+)
+_LEAVES = {f"{name}.{part}" for name in MHAParams._fields[:4] for part in Projection._fields}
+
+
+class MultiheadAttention(equinox.nn.MultiheadAttention):  # type: ignore[misc]
+    """`equinox.nn.MultiheadAttention` by jaxmha: same arguments, attributes and weights.
+
+    It is a class derived from equinox's, so that `equinox.tree_at`, `inference_mode` and saved
+    leaves work unchanged. It computes what equinox computes, but for three differences: fully
+    masked rows are 0 (the mean of the values, as in equinox, with `semantics=Semantics.equinox()`);
+    half precision accumulates in float32; and dropout draws other weights from the same key.
+
+    Args:
+      num_heads: N.
+      query_size: Dq.
+      key_size, value_size, output_size: Dk, Dv and Do, default Dq.
+      qk_size, vo_size: H and h, default Dq // N.
+      use_query_bias, use_key_bias, use_value_bias, use_output_bias: of each projection.
+      dropout_p: the probability that a weight is dropped.
+      inference: no dropout; the argument of the call takes precedence.
+      dtype: of the parameters.
+      key: a PRNG key for the parameters.
+      num_kv_heads: K, default N; fewer are grouped-query attention.
+      semantics: scale, soft cap, fully masked rows, precision, window and axes of dropout.
+      implementation: as in `jaxmha.dot_product_attention`.
+
+    Raises:
+      ValueError: N is not a multiple of K, or `semantics` has a field that the module lacks.
+
+    Source: equinox/nn/_attention.py of equinox 0.13.
+
+    >>> from jaxmha import Mask
+    >>> layer = MultiheadAttention(4, 12, num_kv_heads=2, key=jax.random.key(0))
+    >>> x = jnp.ones((3, 5, 12))  # a batch: vmap, as for every layer of equinox
+    >>> jax.vmap(lambda x: layer(x, x, x, Mask.causal()))(x).shape
+    (3, 5, 12)
+    """
+
+    num_kv_heads: int = equinox.field(static=True)
+    semantics: Semantics = equinox.field(static=True)
+    implementation: str | tuple[str, ...] | None = equinox.field(static=True)
+
+    def __init__(
+        self,
+        num_heads: int,
+        query_size: int,
+        key_size: int | None = None,
+        value_size: int | None = None,
+        output_size: int | None = None,
+        qk_size: int | None = None,
+        vo_size: int | None = None,
+        use_query_bias: bool = False,
+        use_key_bias: bool = False,
+        use_value_bias: bool = False,
+        use_output_bias: bool = False,
+        dropout_p: float = 0.0,
+        inference: bool = False,
+        dtype: DTypeLike | None = None,
+        *,
+        key: PRNGKeyArray,
+        num_kv_heads: int | None = None,
+        semantics: Semantics = Semantics(),
+        implementation: str | Sequence[str] | None = None,
+    ) -> None:
+        K = num_heads if num_kv_heads is None else num_kv_heads
+        require_sizes(num_heads=num_heads, num_kv_heads=K)
+        if num_heads % K:
+            raise ValueError(f"num_heads={num_heads} must be a multiple of num_kv_heads={K}")
+        super().__init__(
+            num_heads,
+            query_size,
+            key_size,
+            value_size,
+            output_size,
+            qk_size,
+            vo_size,
+            use_query_bias,
+            use_key_bias,
+            use_value_bias,
+            use_output_bias,
+            dropout_p,
+            inference,
+            dtype,
+            key=key,
+        )
+        if num_heads != K:
+            for name, size, seed in (("key", self.qk_size, 1), ("value", self.vo_size, 2)):
+                projection = equinox.nn.Linear(
+                    getattr(self, f"{name}_size"),
+                    K * size,
+                    use_bias=getattr(self, f"use_{name}_bias"),
+                    dtype=self.query_proj.weight.dtype,
+                    key=jax.random.split(key, 4)[seed],
+                )
+                setattr(self, f"{name}_proj", projection)
+        self.num_kv_heads = K
+        self.semantics = _supported(semantics)
+        self.implementation = hashable(implementation)
+
+    def __call__(
+        self,
+        query: Float[Array, "T Dq"],
+        key_: Float[Array, "S Dk"],
+        value: Float[Array, "S Dv"],
+        mask: Bool[Array, "..."] | Mask | None = None,
+        *,
+        key: PRNGKeyArray | None = None,
+        inference: bool | None = None,
+        deterministic: bool | None = None,
+        process_heads: Callable[..., _Heads] | None = None,
+        bias: Float[Array, "..."] | None = None,
+    ) -> Float[jax.Array, "T Do"]:
+        """Attends from `query` to `key_` and `value`; for a batch, `jax.vmap` it.
+
+        Args:
+          query: `(T, Dq)`.
+          key_: `(S, Dk)`.
+          value: `(S, Dv)`.
+          mask: Boolean `(T, S)` or `(N, T, S)`, True = attend, or shapes that broadcast to these;
+            or a `jaxmha.Mask`.
+          key: a PRNG key for dropout.
+          inference: no dropout; None: as the module has it.
+          deterministic: deprecated in equinox: `inference`.
+          process_heads: changes projected queries, keys and values, `(T, N, H)`, `(S, K, H)` and
+            `(S, K, h)`, to others of these shapes, such as rotated ones.
+          bias: added to the logits, broadcastable to `(N, T, S)`.
+
+        Raises:
+          ValueError: a shape does not fit.
+          RuntimeError: dropout has no key.
+        """
+        if deterministic is not None:
+            inference = deterministic
+            warnings.warn(
+                "MultiheadAttention()(deterministic=...) is deprecated in favour of "
+                "MultiheadAttention()(inference=...)",
+                stacklevel=2,
+            )
+        require_arrays(query=query, key_=key_, value=value)
+        if len(key_) != len(value):
+            raise ValueError(
+                f"key_ and value must have the same length S, got shapes {key_.shape} and "
+                f"{value.shape}"
+            )
+        heads = (
+            _split(self.query_proj, query, self.num_heads),
+            _split(self.key_proj, key_, self.num_kv_heads),
+            _split(self.value_proj, value, self.num_kv_heads),
+        )
+        if process_heads is not None:
+            shapes = [x.shape for x in heads]
+            heads = process_heads(*heads)
+            if [x.shape for x in heads] != shapes:
+                raise ValueError(
+                    f"process_heads must not change the shape of the heads: {shapes} became "
+                    f"{[x.shape for x in heads]}"
+                )
+        rate = self._dropout_rate(key, inference)
+        out = dot_product_attention(
+            *heads,
+            bias,
+            mask,
+            **{name: getattr(self.semantics, name) for name in _FIELDS},
+            dropout_rate=rate,
+            dropout_key=key if rate else None,
+            implementation=self.implementation,
+        )
+        return jax.vmap(self.output_proj)(out.reshape(len(query), -1))  # type: ignore[no-any-return]
+
+    def _dropout_rate(self, key: PRNGKeyArray | None, inference: bool | None) -> float:
+        """The rate of a call: 0 at inference."""
+        inference = self.dropout.inference if inference is None else inference
+        if inference or self.dropout.p == 0:
+            return 0.0
+        if key is None:
+            raise RuntimeError(
+                "dropout needs a key: pass key=, or inference=True, or equinox.nn.inference_mode"
+            )
+        return self.dropout.p  # type: ignore[no-any-return]
+
+    def to_params(self) -> tuple[MHAParams, Semantics]:
+        """Parameters and semantics, as `jaxmha.multi_head_attention`, `prefill` and exporters take
+        them.
+
+        >>> params, _ = MultiheadAttention(2, 6, key=jax.random.key(0)).to_params()
+        >>> params.query.kernel.shape
+        (6, 2, 3)
+        """
+        N, K = self.num_heads, self.num_kv_heads
+        out = self.output_proj
+        params = MHAParams(
+            _projection(self.query_proj, N),
+            _projection(self.key_proj, K),
+            _projection(self.value_proj, K),
+            Projection(out.weight.T.reshape(N, self.vo_size, -1), out.bias),
+        )
+        return params, replace(self.semantics, dropout_rate=self.dropout.p)
+
+    @classmethod
+    def from_params(
+        cls,
+        params: MHAParams,
+        semantics: Semantics = Semantics(),
+        *,
+        inference: bool = False,
+        implementation: str | Sequence[str] | None = None,
+    ) -> "MultiheadAttention":
+        """A module with these parameters and semantics.
+
+        `MultiheadAttention.from_params(*jaxmha.converters.torch.from_module(m))` imports a layer.
+
+        Raises:
+          ValueError: shapes do not fit each other, or the module has no place for a parameter or a
+            behaviour.
+          TypeError: float64 would be rounded because x64 is off.
+
+        >>> from jaxmha import init_params
+        >>> params = init_params(jax.random.key(0), num_heads=2, features=6)
+        >>> layer, x = MultiheadAttention.from_params(params), jnp.ones((5, 6))
+        >>> layer(x, x, x).shape
+        (5, 6)
+        """
+        sizes = check(params)
+        reject_rounding(params=params)
+        arrays = leaves(params)
+        if params.out is None or not arrays.keys() <= _LEAVES:
+            more = ", ".join(sorted(arrays.keys() - _LEAVES)) or "no output projection"
+            raise ValueError(
+                f"params: the module has query, key, value and output projections, and these have "
+                f"{more}: use jaxmha.multi_head_attention, or a module of jaxmha.flax"
+            )
+        made = equinox.filter_eval_shape(
+            lambda: cls(
+                sizes["N"],
+                sizes["Dq"],
+                sizes["Dk"],
+                sizes["Dv"],
+                sizes["Do"],
+                sizes["H"],
+                sizes["h"],
+                use_query_bias="query.bias" in arrays,
+                use_key_bias="key.bias" in arrays,
+                use_value_bias="value.bias" in arrays,
+                use_output_bias="out.bias" in arrays,
+                dropout_p=semantics.dropout_rate,
+                inference=inference,
+                key=jax.random.key(0),
+                num_kv_heads=sizes["K"],
+                semantics=replace(semantics, dropout_rate=0.0),
+                implementation=implementation,
+            )
+        )
+        for field, name in zip(MHAParams._fields[:4], _PROJECTIONS, strict=True):
+            kernel, bias = map(_as_array, getattr(params, field))
+            heads = sizes["N"] * sizes["h"] if field == "out" else kernel.shape[0]
+            weight = kernel.reshape(heads, -1).T
+            made = equinox.tree_at(lambda m, name=name: getattr(m, name).weight, made, weight)
+            if bias is not None:
+                bias = bias.reshape(-1)
+                made = equinox.tree_at(lambda m, name=name: getattr(m, name).bias, made, bias)
+        return made  # type: ignore[no-any-return]
+
+
+_PROJECTIONS = ("query_proj", "key_proj", "value_proj", "output_proj")
+
+
+def _as_array(array: Array | None) -> Any:
+    return None if array is None else jnp.asarray(array)
+
+
+def _split(linear: Callable[..., jax.Array], x: Array, heads: int) -> jax.Array:
+    """Projected features, by heads; any layer may have taken the place of the linear one."""
+    return jax.vmap(linear)(x).reshape(len(x), heads, -1)
+
+
+def _projection(linear: Any, heads: int) -> Projection:
+    weight, bias = linear.weight, linear.bias
+    kernel = weight.T.reshape(weight.shape[1], heads, -1)
+    return Projection(kernel, None if bias is None else bias.reshape(heads, -1))
+
+
+def _supported(semantics: Semantics) -> Semantics:
+    """Raises ValueError for a field that `dot_product_attention` does not take."""
+    require_type(Semantics, semantics=semantics)
+    own = replace(Semantics(), **{name: getattr(semantics, name) for name in _FIELDS})
+    if own != semantics:
+        raise ValueError(
+            f"semantics may set {', '.join(_FIELDS)} here, got {semantics}: dropout_p is an argument; "
+            "for the rest use jaxmha.multi_head_attention, or a module of jaxmha.flax"
+        )
+    return semantics
