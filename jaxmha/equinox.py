@@ -6,7 +6,7 @@ Change one line: `from jaxmha.equinox import MultiheadAttention`.
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -262,9 +262,9 @@ class MultiheadAttention(equinox.nn.MultiheadAttention):  # type: ignore[misc]
         """
         sizes = check(params)
         reject_rounding(params=params)
-        arrays = leaves(params)
-        if params.out is None or not arrays.keys() <= _LEAVES:
-            more = ", ".join(sorted(arrays.keys() - _LEAVES)) or "no output projection"
+        found = leaves(params)
+        if params.out is None or not found.keys() <= _LEAVES:
+            more = ", ".join(sorted(found.keys() - _LEAVES)) or "no output projection"
             raise ValueError(
                 f"params: the module has query, key, value and output projections, and these have "
                 f"{more}: use jaxmha.multi_head_attention, or a module of jaxmha.flax"
@@ -278,10 +278,10 @@ class MultiheadAttention(equinox.nn.MultiheadAttention):  # type: ignore[misc]
                 sizes["Do"],
                 sizes["H"],
                 sizes["h"],
-                use_query_bias="query.bias" in arrays,
-                use_key_bias="key.bias" in arrays,
-                use_value_bias="value.bias" in arrays,
-                use_output_bias="out.bias" in arrays,
+                use_query_bias="query.bias" in found,
+                use_key_bias="key.bias" in found,
+                use_value_bias="value.bias" in found,
+                use_output_bias="out.bias" in found,
                 dropout_p=semantics.dropout_rate,
                 inference=inference,
                 key=jax.random.key(0),
@@ -291,21 +291,19 @@ class MultiheadAttention(equinox.nn.MultiheadAttention):  # type: ignore[misc]
             )
         )
         for field, name in zip(MHAParams._fields[:4], _PROJECTIONS, strict=True):
-            kernel, bias = map(_as_array, getattr(params, field))
-            heads = sizes["N"] * sizes["h"] if field == "out" else kernel.shape[0]
-            weight = kernel.reshape(heads, -1).T
-            made = equinox.tree_at(lambda m, name=name: getattr(m, name).weight, made, weight)
+            kernel, bias = getattr(params, field)
+            inputs = sizes["N"] * sizes["h"] if field == "out" else len(kernel)
+            arrays = {"weight": jnp.asarray(kernel).reshape(inputs, -1).T}
             if bias is not None:
-                bias = bias.reshape(-1)
-                made = equinox.tree_at(lambda m, name=name: getattr(m, name).bias, made, bias)
+                arrays["bias"] = jnp.asarray(bias).reshape(-1)
+            for part, array in arrays.items():
+                made = equinox.tree_at(
+                    lambda m, at=(name, part): getattr(getattr(m, at[0]), at[1]), made, array
+                )
         return made  # type: ignore[no-any-return]
 
 
 _PROJECTIONS = ("query_proj", "key_proj", "value_proj", "output_proj")
-
-
-def _as_array(array: Array | None) -> Any:
-    return None if array is None else jnp.asarray(array)
 
 
 def _split(linear: Callable[..., jax.Array], x: Array, heads: int) -> jax.Array:
@@ -313,7 +311,7 @@ def _split(linear: Callable[..., jax.Array], x: Array, heads: int) -> jax.Array:
     return jax.vmap(linear)(x).reshape(len(x), heads, -1)
 
 
-def _projection(linear: Any, heads: int) -> Projection:
+def _projection(linear: "equinox.nn.Linear", heads: int) -> Projection:
     weight, bias = linear.weight, linear.bias
     kernel = weight.T.reshape(weight.shape[1], heads, -1)
     return Projection(kernel, None if bias is None else bias.reshape(heads, -1))

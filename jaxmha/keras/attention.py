@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 import jaxmha
 from jaxmha.semantics import Semantics
@@ -19,11 +20,11 @@ if TYPE_CHECKING:
 
 
 def fused(
-    query: Any,
-    key: Any,
-    value: Any,
-    bias: Any = None,
-    mask: Any = None,
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
     scale: float | None = None,
     is_causal: bool = False,
     flash_attention: bool | None = None,
@@ -40,16 +41,14 @@ def fused(
         return None
     inputs = [backend.convert_to_tensor(x) for x in (query, key, value)]
     dtype = backend.result_type(*(x.dtype for x in inputs))
-    mask = None if mask is None else backend.convert_to_tensor(mask)
-    query, key, value = (backend.cast(x, dtype) for x in inputs)
-    if not _supported(query, key, value, mask):
+    heads = [backend.cast(x, dtype) for x in inputs]
+    kept = None if mask is None else backend.convert_to_tensor(mask)
+    if not _supported(*heads, kept):
         return None
     semantics = Semantics.keras("fused", dtype=dtype)
     return jaxmha.dot_product_attention(
-        query,
-        key,
-        value,
-        mask=mask,
+        *heads,
+        mask=kept,
         scale=scale,
         is_causal=bool(is_causal),
         fully_masked=semantics.fully_masked,
@@ -60,12 +59,12 @@ def fused(
 class Call(NamedTuple):
     """The arguments of `_compute_attention`, and settings of its layer."""
 
-    query: Any
-    key: Any
-    value: Any
-    mask: Any
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    mask: jax.Array | None
     causal: bool
-    training: Any
+    training: bool | None
     scores: bool
     dropout: float
     flash: bool | None
@@ -74,10 +73,10 @@ class Call(NamedTuple):
 
 def of_multi_head(
     layer: "keras.layers.MultiHeadAttention",
-    query: Any,
-    key: Any,
-    value: Any,
-    attention_mask: Any = None,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    attention_mask: jax.Array | None = None,
     training: bool | None = None,
     return_attention_scores: bool = False,
     use_causal_mask: bool = False,
@@ -98,10 +97,10 @@ def of_multi_head(
 
 def of_grouped(
     layer: "keras.layers.GroupQueryAttention",
-    query: Any,
-    key: Any,
-    value: Any,
-    attention_mask: Any = None,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    attention_mask: jax.Array | None = None,
     training: bool | None = None,
     use_causal_mask: bool = False,
 ) -> tuple[jax.Array, jax.Array | None] | None:
@@ -149,7 +148,7 @@ def _with_scores(call: Call) -> tuple[jax.Array, jax.Array | None] | None:
     return found if isinstance(found, tuple) else (found, None)
 
 
-def _supported(query: Any, key: Any, value: Any, mask: Any) -> bool:
+def _supported(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array | None) -> bool:
     """True for heads of one floating dtype that fit each other, and a Boolean mask that fits them."""
     heads = (query, key, value)
     if any(jnp.ndim(x) != 4 or x.dtype != query.dtype for x in heads):
