@@ -41,13 +41,15 @@ def fused(
         return None
     inputs = [backend.convert_to_tensor(x) for x in (query, key, value)]
     dtype = backend.result_type(*(x.dtype for x in inputs))
-    heads = [backend.cast(x, dtype) for x in inputs]
+    q, k, v = (backend.cast(x, dtype) for x in inputs)
     kept = None if mask is None else backend.convert_to_tensor(mask)
-    if not _supported(*heads, kept):
+    if not _supported(q, k, v, kept):
         return None
     semantics = Semantics.keras("fused", dtype=dtype)
     return jaxmha.dot_product_attention(
-        *heads,
+        q,
+        k,
+        v,
         mask=kept,
         scale=scale,
         is_causal=bool(is_causal),
