@@ -3,7 +3,7 @@
 from jaxmha import latent as latent
 from jaxmha import mods as mods
 from jaxmha import sharding as sharding
-from jaxmha._checkout import find_converters as _find_converters
+from jaxmha._checkout import find_rooms as _find_rooms
 from jaxmha.attention import dot_product_attention as dot_product_attention
 from jaxmha.decoding import decode_step as decode_step
 from jaxmha.decoding import extend as extend
@@ -56,4 +56,4 @@ __all__ = [
     "sharding",
 ]
 
-_find_converters()
+_find_rooms()

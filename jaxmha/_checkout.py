@@ -1,8 +1,7 @@
-"""Finds `jaxmha.converters` in a checkout whose symbolic link to it is missing.
+"""Finds the rooms of a checkout that an installed package has inside `jaxmha`.
 
-In an installed package, `converters` is a folder inside `jaxmha`. In a checkout it is next to
-`jaxmha`, with a symbolic link inside; an archive, or a system without symbolic links, may replace
-the link by a text file.
+`converters` has a symbolic link, which an archive, or a system without symbolic links, may replace by
+a text file. Recipes have none: they are experiments, which users copy.
 """
 
 import importlib.util
@@ -12,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 _PACKAGE = Path(__file__).parent
-_NEXT_TO_IT = _PACKAGE.parent / "converters"
+_ROOMS = {"converters": "converters", "recipes": "experiments/recipes"}
 
 
 class _Finder:
@@ -20,16 +19,16 @@ class _Finder:
     def find_spec(
         name: str, path: object = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name != "jaxmha.converters":
+        room = name.removeprefix("jaxmha.")
+        if name != f"jaxmha.{room}" or room not in _ROOMS or (_PACKAGE / room).is_dir():
             return None
-        folders = [str(_NEXT_TO_IT)]
+        folder = _PACKAGE.parent / _ROOMS[room]
         return importlib.util.spec_from_file_location(
-            name, _NEXT_TO_IT / "__init__.py", submodule_search_locations=folders
+            name, folder / "__init__.py", submodule_search_locations=[str(folder)]
         )
 
 
-def find_converters() -> None:
-    """Makes `jaxmha.converters` importable in a checkout without the link; else does nothing."""
-    is_checkout = (_PACKAGE.parent / "pyproject.toml").is_file()
-    if is_checkout and not (_PACKAGE / "converters").is_dir():
+def find_rooms() -> None:
+    """Makes `jaxmha.converters` and `jaxmha.recipes` importable in a checkout."""
+    if (_PACKAGE.parent / "pyproject.toml").is_file():
         sys.meta_path.insert(0, _Finder)  # before the finder of another editable install

@@ -123,7 +123,7 @@ def dot_product_attention(
     """Softmax-weighted values: `softmax(scale * query @ key + bias) @ value`, per head.
 
     It takes the arguments of `jax.nn.dot_product_attention` in the same order and layout, and more;
-    see [the differences](../guide/jax_nn.md). `fully_masked` defines the output of fully
+    see [the differences](../how_to/jax_nn.md). `fully_masked` defines the output of fully
     masked rows. Unattended keys do not affect any result, even if they hold NaN.
 
     Args:
@@ -152,7 +152,7 @@ def dot_product_attention(
         the sink.
       score_mod: `score_mod(score, b, n, i, j)` returns the score of query i and key j in head n of
         batch row b, after scale, soft cap and bias, before the masks. See
-        [score and mask functions](../guide/mods.md).
+        [score and mask functions](../how_to/mods.md).
       mask_mod: `mask_mod(b, n, i, j)` returns True where query i may attend key j.
       return_weights: also return the weights `(B, N, T, S)`: `"before_dropout"` (= True) or
         `"after_dropout"`.

@@ -10,6 +10,7 @@ from typing import Any
 from jaxmha.converters.layout import registry
 
 ROOT = Path(__file__).parents[1]
+REPOSITORY = "https://github.com/jaxmha/jaxmha"
 
 
 def demo() -> str:
@@ -115,12 +116,38 @@ def commands() -> str:
     return "\n".join(line for name, one in root.commands.items() for line in described(name, one))
 
 
+def formats() -> str:
+    """Every format of files, from the table of formats."""
+    from jaxmha.checkpoint.formats.table import FORMATS
+
+    lines = ["| format | names of files | written too | holds metadata |", "|---|---|---|---|"]
+    for row in FORMATS:
+        names = ", ".join(f"`{suffix}`" for suffix in row.suffixes)
+        cells = (names, "yes" if row.write or row.sharded or row.folder else "no")
+        lines.append(
+            f"| {row.name} | {' | '.join(cells)} | {'yes' if row.holds_metadata else 'no'} |"
+        )
+    return "\n".join(lines)
+
+
+def accuracy() -> str:
+    """The conclusion of the experiment on errors."""
+    from experiments import records
+    from experiments.pages import Page
+
+    found = records.load(ROOT / "experiments" / "numerics" / "results.json")
+    page = f"{REPOSITORY}/blob/main/experiments/numerics/README.md"
+    return f"{Page('numerics/page.md').conclusion(found)} [Every number]({page})."
+
+
 PAGES = ROOT / "docs" / "pages" / "reference"
 PARTS = (
     (ROOT / "README.md", "demo", demo),
-    (PAGES / "converters.md", "layouts", layouts),
+    (PAGES / "layouts.md", "layouts", layouts),
     (PAGES / "masks.md", "masks", masks),
     (PAGES / "commands.md", "commands", commands),
+    (PAGES / "formats.md", "formats", formats),
+    (PAGES.parent / "explanation" / "accuracy.md", "accuracy", accuracy),
 )
 
 

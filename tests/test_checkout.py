@@ -1,4 +1,4 @@
-"""A checkout whose link to the converters is a text file, as in archives and on systems without links."""
+"""A checkout whose link to the converters is a text file, as in archives and on systems without links; recipes have none."""
 
 import os
 import shutil
@@ -37,7 +37,13 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    "module", ["jaxmha.converters.torch", "jaxmha.converters.checkpoint", "jaxmha.cli.app"]
+    "module",
+    [
+        "jaxmha.converters.torch",
+        "jaxmha.converters.checkpoint",
+        "jaxmha.cli.app",
+        "jaxmha.recipes.bert",
+    ],
 )
 def test_the_converters_are_found_without_the_link(module: str, tree: Path) -> None:
     command = [sys.executable, "-S", "-c", CODE.format(module=module)]

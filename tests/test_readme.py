@@ -49,3 +49,20 @@ def test_console_examples_run(tmp_path: Path) -> None:
 def test_generated_parts_are_current(path: Path, name: str, make: Callable[[], str]) -> None:
     text = path.read_text()
     assert filled(text, name, make()) == text, "run `python -m tests.generated`"
+
+
+CODE = re.compile(r"```.*?```", re.DOTALL)
+DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs" / "pages").rglob("*.md")]
+
+
+def test_links_to_files_lead_somewhere() -> None:
+    """As they are read in the repository. The site checks its own, anchors included."""
+    made = {"changelog.md"}  # of the site alone
+    lost = [
+        f"{path.relative_to(ROOT)}: {link}"
+        for path in DOCUMENTS
+        for link in re.findall(r"\]\((?!https?:|#)([^)#\s]+)", CODE.sub("", path.read_text()))
+        if link not in made and not (path.parent / link).exists()
+    ]
+    assert lost == []
+    assert len(DOCUMENTS) > 40

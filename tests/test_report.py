@@ -18,11 +18,9 @@ from experiments.pages import Page
 from experiments.report import __main__ as command
 from experiments.report import build, markup, refresh, registry
 from experiments.report.registry import EXPERIMENTS, Entry
+from tests.browser import CHROMIUM, needs_browser
 
 FILE = Path(str(records.__file__))
-CHROMIUM = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), ""
-)
 # What a browser is asked: errors, boxes of figures, anchors that lead nowhere, widths, colours.
 LISTEN = """<script>
 var errors = [];
@@ -339,9 +337,6 @@ def seen(html: str, folder: Path, *options: str) -> dict[str, Any]:
     )
     found["console"] = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
     return found
-
-
-needs_browser = pytest.mark.skipif(not CHROMIUM, reason="no Chromium on this machine")
 
 
 @needs_browser

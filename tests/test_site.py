@@ -1,11 +1,11 @@
-"""The documentation builds without a warning, and its examples run."""
+"""The examples of the documentation run, each alone, and the reference has every public name."""
 
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -15,27 +15,39 @@ import jaxmha.flax
 from jaxmha import checkpoint
 
 ROOT = Path(__file__).parents[1]
+FENCE = r"```{}\n(.*?)```"
 SITE = ROOT / "docs"
 TEXTS = {
     p.relative_to(SITE / "pages").as_posix(): p.read_text() for p in SITE.glob("pages/**/*.md")
 }
 
 
-def pages(language: str) -> list[str]:
-    return sorted(page for page, text in TEXTS.items() if f"```{language}\n" in text)
+class Example(NamedTuple):
+    """A block of code: its page and number, and the code."""
+
+    name: str
+    code: str
 
 
-def examples(page: str, language: str) -> str:
-    return "\n".join(re.findall(rf"```{language}\n(.*?)```", TEXTS[page], flags=re.DOTALL))
+def examples(language: str, pages: str = "") -> list[Example]:
+    """All blocks in a language, of pages whose names begin so."""
+    return [
+        Example(f"{page.removesuffix('.md')}-{number}", code)
+        for page, text in sorted(TEXTS.items())
+        if page.startswith(pages)
+        for number, code in enumerate(re.findall(FENCE.format(language), text, re.DOTALL))
+    ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("page", pages("python"))
-def test_python_examples_run(page: str) -> None:
-    """With JAX's defaults; later examples of a page use what earlier ones made."""
-    command = [sys.executable, "-c", examples(page, "python")]
+@pytest.mark.everyday(example=["index-0", "start-1", "start-2"])
+@pytest.mark.parametrize("example", examples("python"))
+def test_python_examples_run_alone(example: Example, tmp_path: Path) -> None:
+    """In a new interpreter and an empty folder, with JAX's defaults: a reader copies one of them."""
+    command = [sys.executable, "-c", example.code]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
+    done = subprocess.run(
+        command, check=False, capture_output=True, text=True, env=environment, cwd=tmp_path
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -45,13 +57,13 @@ ROADS = ("from_torch", "from_transformers", "from_keras", "to_transformers")
 @pytest.mark.parametrize("road", ROADS)
 def test_a_road_into_another_framework_is_short(road: str) -> None:
     """Models included, the code that a user writes has at most 40 lines."""
-    code = examples(f"guide/{road}.md", "python")
+    code = "".join(example.code for example in examples("python", f"how_to/{road}.md"))
     assert 10 < sum(bool(line.strip()) for line in code.splitlines()) <= 40
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", pages("console"))
-def test_console_examples_run(page: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("example", examples("console"))
+def test_console_examples_run_alone(example: Example, tmp_path: Path) -> None:
     names = [f"attention.self.{name}" for name in ("query", "key", "value")]
     state: dict[str, Any] = {}
     for name in (*names, "attention.output.dense"):
@@ -60,7 +72,7 @@ def test_console_examples_run(page: str, tmp_path: Path) -> None:
     checkpoint.write(tmp_path / "model.safetensors", state)
     (tmp_path / "config.json").write_text('{"num_attention_heads": 2}')
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    for line in filter(None, examples(page, "console").splitlines()):
+    for line in filter(None, example.code.splitlines()):
         command = line.removeprefix("$ ").split()
         done = subprocess.run(
             command, check=False, cwd=tmp_path, capture_output=True, text=True, env=environment
@@ -90,22 +102,3 @@ def test_every_public_name_is_in_the_reference() -> None:
 def imported(path: str | None) -> list[str]:
     """What a package offers: `from a import b as b`."""
     return re.findall(r" as (\w+)$", Path(str(path)).read_text(), flags=re.MULTILINE)
-
-
-@pytest.mark.slow
-def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict"]
-    command += ["--config-file", str(SITE / "mkdocs.yml"), "--site-dir", str(tmp_path)]
-    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    assert "Documentation built" in done.stderr  # so that warnings would be there too
-    assert [line for line in done.stderr.splitlines() if "WARNING" in line] == []
-    html = "".join(path.read_text() for path in (tmp_path / "reference").glob("*.html"))
-    for name in ("jaxmha.flax.attention_fn", "jaxmha.converters.torch.from_module"):
-        assert f'id="{name}"' in html
-    assert "Flax linen, nnx" in html  # a generated table
-    assert "&gt;&gt;&gt;" not in re.sub(r"<pre.*?</pre>", "", html, flags=re.DOTALL)
-    doctests = [sys.executable, "-m", "doctest", str(SITE / "hooks.py")]
-    done = subprocess.run(doctests, check=False, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, "")

@@ -45,7 +45,7 @@ class MultiHeadDotProductAttention(nn.Module):  # type: ignore[misc]
     """`flax.linen.MultiHeadDotProductAttention` by jaxmha: same arguments, names and shapes.
 
     Its variables equal flax's, so that checkpoints load unchanged, both ways. It computes what flax
-    computes, with [these differences](../guide/models.md#differences-from-flax); above all, fully
+    computes, with [these differences](../how_to/flax.md#differences-from-flax); above all, fully
     masked rows are 0 (the mean of the values, as in flax, with `semantics=Semantics.flax()`).
 
     Attributes:

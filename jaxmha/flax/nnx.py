@@ -50,7 +50,7 @@ class MultiHeadAttention(Attributes):
     """`flax.nnx.MultiHeadAttention` by jaxmha: same arguments, names and shapes.
 
     Its state equals flax's, so that checkpoints load unchanged, both ways. It computes what flax
-    computes, with [these differences](../guide/models.md#differences-from-flax); above all, fully
+    computes, with [these differences](../how_to/flax.md#differences-from-flax); above all, fully
     masked rows are 0 (the mean of the values, as in flax, with `semantics=Semantics.flax()`).
 
     The attributes `dropout_rate`, `broadcast_dropout` and `precision` read and set `semantics`;
