@@ -92,7 +92,7 @@ def loaded() -> dict[str, str]:
     return {
         str(path): digest(ROOT / path)
         for path in sorted(inside | data)
-        if path.parts[0] in ("jaxmha", "converters", "experiments")
+        if path.parts[0] in ("jaxmha", "converters", "experiments", "tests")
         and path.name != "page.py"
         and str(path) not in STORING
     }

@@ -394,7 +394,8 @@ def test_runs_of_other_machines_or_sources_are_not_mixed(tmp_path: Path) -> None
     key = unfinished.identity(rounds=7)
     found = {"sgemm": {"xla": 1.0}, "quiet": {}, "cases": []}
     assert unfinished.resume(tmp_path / "full.json", key) == (measure.NOTHING, 0.0)
-    unfinished.keep(tmp_path / "full.json", key, found, 60.0)
+    kept = {"identity": key, "seconds": 60.0, "found": found}
+    unfinished.keep(tmp_path / "full.json", kept)
     assert unfinished.resume(tmp_path / "full.json", key) == (found, 60.0)
     others: list[dict[str, Any]] = [{"rounds": 5}, {"sources": "changed"}, {"machine": {}}]
     others.append({"settings": {"XLA_FLAGS": "--xla_cpu_enable_fast_math=true"}})

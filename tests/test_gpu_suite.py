@@ -12,13 +12,14 @@ import jax
 import numpy as np
 import pytest
 
-from experiments.benchmarks import gpu, gpu_cases, gpu_conformance, gpu_report
+from experiments.benchmarks import gpu, gpu_cases, gpu_report
 from experiments.benchmarks.gpu_cases import CASES, takes
-from experiments.benchmarks.gpu_conformance import CALLS, Call
 from jaxmha import Mask
 from jaxmha.bench import limits, measure, peers, run
 from jaxmha.bench.case import Case
 from jaxmha.implementations.tiled import attention
+from tests.h100 import on_device
+from tests.h100.on_device import CALLS, Call
 
 ROOT = Path(__file__).parents[1]
 NAME = "core-forward-plain-B2-T8192-E8192-K8-H128-bfloat16"
@@ -72,7 +73,7 @@ def test_peers_are_timed_where_they_have_the_case() -> None:
 def test_a_wrong_implementation_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = Mask.lengths(key_value=np.asarray([2, 6], np.int32))
     call = Call("noticed", lengths, T=6, S=6, K=1, H=8, h=8)
-    right = gpu_conformance.check(call, "blocked", "bfloat16")
+    right = on_device.check(call, "blocked", "bfloat16")
     assert "failed" not in right
     assert set(right["errors"]) == {"out", "d query", "d key", "d value", "lse"}
     attend = attention.attend
@@ -83,15 +84,15 @@ def test_a_wrong_implementation_is_noticed(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(attention, "attend", leaky)
     jax.clear_caches()  # type: ignore[no-untyped-call]
-    wrong = gpu_conformance.check(call, "blocked", "bfloat16")
+    wrong = on_device.check(call, "blocked", "bfloat16")
     assert wrong["failed"] == "keys that nothing attends have an influence"
     monkeypatch.setattr(attention, "attend", lambda request: attend(request._replace(mask=Mask())))
     jax.clear_caches()  # type: ignore[no-untyped-call]
-    assert "; out " in gpu_conformance.check(call, "blocked", "bfloat16")["failed"]
+    assert "; out " in on_device.check(call, "blocked", "bfloat16")["failed"]
 
 
 def test_a_declined_call_is_no_failure() -> None:
-    found = gpu_conformance.check(CALLS[0], "cudnn", "bfloat16")
+    found = on_device.check(CALLS[0], "cudnn", "bfloat16")
     assert "capability" in found["declined"]
     rows = [found, {**found, "implementation": "blocked", "errors": {"out": 1.5}, "lse": True}]
     del rows[1]["declined"]
@@ -102,7 +103,7 @@ def test_stored_rows_are_not_checked_again() -> None:
     conformance: list[dict[str, Any]] = []
     seen: list[int] = []
     for late, key in ((True, "skipped"), (False, "declined"), (True, "declined")):
-        gpu_conformance.run(
+        on_device.run(
             conformance, CALLS[:2], ["cudnn"], ["bfloat16"],
             late=partial(bool, late), threads=2, done=lambda: seen.append(len(conformance)),
         )  # fmt: skip
@@ -148,7 +149,7 @@ def test_parts_are_added_to_stored_results(
     (tmp_path / "gpu.json").write_text(json.dumps(both | {"device": "another"}))
     capsys.readouterr()
     assert gpu.main([*first, "--resume"]) == 2
-    assert "is of device another, here is cpu: write elsewhere" in capsys.readouterr().err
+    assert "gpu.json was measured with other device: leave --resume out" in capsys.readouterr().err
 
 
 def results(**timed: dict[str, Any]) -> dict[str, Any]:

@@ -15,11 +15,12 @@ from scipy import special  # type: ignore[import-untyped]
 import jaxmha
 from experiments import frame, records
 from experiments.heads import __main__ as command
-from experiments.heads import cases, derivation, figure, measure, script
+from experiments.heads import cases, figure, measure, script
 from experiments.heads.cases import Case
 from experiments.pages import Page
 from experiments.train import data, seeds, variants
 from experiments.train.training import Trainer
+from tests import derivation
 from tests.test_train import BOTH, TINY
 from tests.tolerance import assert_close
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from experiments import model_types
 from jaxmha.converters.discovery.model_types import MODEL_TYPES
+from tests import model_types
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
 """Table from the model_type of a config.json to the families of the model's attention blocks.
 
-experiments/model_types.py generates it from the default configuration of every type that
+tests/model_types.py generates it from the default configuration of every type that
 transformers 5 builds, with the names in memory and on disk.
 
 `architectures` is a separate table by model_type. That table is written by hand from the sources of

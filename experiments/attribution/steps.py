@@ -9,7 +9,8 @@ import torch
 
 from experiments.attribution.tensorflow_class import TensorFlowMultiHeadAttention
 from experiments.attribution.torch_class import PyTorchMultiHeadAttention
-from jaxmha import MHAParams, Projection, Semantics
+from jaxmha import MHAParams, Semantics
+from jaxmha.converters import linear
 from jaxmha.converters.layout.arrays import NDArray
 from jaxmha.converters.masks import handwritten as masks
 from jaxmha.converters.verify import attribution, comparands, oracle
@@ -21,6 +22,7 @@ WRITTEN = 2  # its batch
 B = N  # the only batch but 1 with which its masks broadcast
 LENGTHS = np.array([10, 9, 8, 7, 6, 5, 4, 3])
 REPAIRS = 4
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj")
 
 
 class Pair(NamedTuple):
@@ -95,7 +97,7 @@ def errors(pair: Pair, x: NDArray) -> dict[str, str]:
 
 def share(pair: Pair) -> None:
     """torch's weights in the other layer."""
-    for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
+    for name in PROJECTIONS:
         linear, dense = getattr(pair.torch, name), getattr(pair.tensorflow, name)
         dense.set_weights([linear.weight.detach().numpy().T, linear.bias.detach().numpy()])
 
@@ -119,15 +121,9 @@ def layers(pair: Pair, x: NDArray, torch_mask: NDArray, other_mask: NDArray) -> 
 
 def tensorflow_params(pair: Pair) -> MHAParams:
     """Kernels of Dense are (in, out), heads outermost in the merged axis."""
-
-    def projection(name: str) -> Projection:
-        kernel, bias = (w.numpy() for w in getattr(pair.tensorflow, name).weights)
-        if name == "out_proj":
-            return Projection(kernel.reshape(N, -1, D), bias)
-        return Projection(kernel.reshape(D, N, -1), bias.reshape(N, -1))
-
-    q, k, v, out = (projection(name) for name in ("q_proj", "k_proj", "v_proj", "out_proj"))
-    return MHAParams(q, k, v, out)
+    layers = {name: getattr(pair.tensorflow, name).weights for name in PROJECTIONS}
+    state = {f"{name}/{w.name}": w.numpy() for name, pair in layers.items() for w in pair}
+    return linear.import_params(state, layout="dense", num_heads=N)[0]
 
 
 def step(

@@ -145,7 +145,9 @@ def collect(chosen: Namespace) -> dict[str, Any]:
 
         def done(found: dict[str, Any]) -> None:
             if not chosen.again:
-                unfinished.keep(chosen.kept, chosen.identity, found, chosen.spent + passed())
+                seconds = chosen.spent + passed()
+                key = chosen.identity
+                unfinished.keep(chosen.kept, {"identity": key, "seconds": seconds, "found": found})
 
         results = measure.measure(
             sorted(chosen.cases, key=lambda case: case.flop),
@@ -174,9 +176,7 @@ def collect(chosen: Namespace) -> dict[str, Any]:
         "digest": chosen.digest,
         "seconds": round(chosen.spent + passed()),
         "asked": len(chosen.answered),
-        "machine": machine.describe(),
-        "versions": machine.versions(),
-        "settings": machine.settings(),
+        **{name: chosen.identity[name] for name in ("machine", "versions", "settings")},
         "threads": chosen.threads,
         "rounds": chosen.rounds,
         "peers": {p: {"about": PEERS[p].about, "absent": PEERS[p].absent} for p in chosen.peers},

@@ -22,6 +22,7 @@ import json
 import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -30,11 +31,12 @@ from typing import Any
 
 import jax
 
-from experiments.benchmarks import gpu_cases, gpu_conformance, gpu_report
+from experiments.benchmarks import gpu_cases, gpu_report, unfinished
 from experiments.benchmarks.gpu_cases import CASES, part, takes
 from jaxmha.bench import choice, limits, machine, measure, memory
 from jaxmha.bench.case import Case
 from jaxmha.bench.peers import OURS, peer
+from tests.h100 import on_device
 
 RESULTS = Path(__file__).parent / "results"
 PARTS = (*gpu_cases.PARTS, "conformance")
@@ -103,13 +105,8 @@ def begun(chosen: Namespace) -> Row:
     path = None if chosen.write is None else chosen.write / "gpu.json"
     if not chosen.resume or path is None or not path.exists():
         return fresh
-    kept: Row = json.loads(path.read_text())
-    for name in ("device", "versions"):
-        if kept[name] != fresh[name]:
-            raise ValueError(
-                f"--resume: {path} is of {name} {kept[name]}, here is {fresh[name]}: write elsewhere"
-            )
-    return fresh | kept
+    same = {name: fresh[name] for name in ("device", "versions")}
+    return fresh | unfinished.same("--resume", path, json.loads(path.read_text()), same)
 
 
 def collect(
@@ -152,9 +149,9 @@ def collect(
         done(found)
         ceilings()  # at the clocks of a device that has worked
     if "conformance" in chosen.only:
-        gpu_conformance.run(
+        on_device.run(
             results["conformance"],
-            gpu_conformance.CALLS[1:8:6] if chosen.check else gpu_conformance.CALLS,
+            on_device.CALLS[1:8:6] if chosen.check else on_device.CALLS,
             ["blocked"] if chosen.check else ["cudnn", "tokamax", "blocked"],
             ["bfloat16"] if chosen.check else ["bfloat16", "float16"],
             late=late,
@@ -168,19 +165,15 @@ def collect(
 def versions() -> dict[str, str]:
     """Of packages, and of the cuDNN that each framework loaded."""
     found = machine.versions()
-    try:
+    with suppress(ImportError, AttributeError, RuntimeError):
         from jax._src.cudnn import fused_attention_stablehlo as private
 
         found["cudnn of jax"] = str(private.check_cudnn_version())  # type: ignore[no-untyped-call]
-    except (ImportError, AttributeError, RuntimeError):
-        pass
-    try:
+    with suppress(ImportError, RuntimeError):
         import torch
 
         found["cuda of torch"] = str(torch.version.cuda)
         found["cudnn of torch"] = str(torch.backends.cudnn.version())  # type: ignore[no-untyped-call]
-    except (ImportError, RuntimeError):
-        pass
     return found
 
 
@@ -200,10 +193,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def save() -> None:
         if chosen.write is not None:
-            chosen.write.mkdir(parents=True, exist_ok=True)
-            made = chosen.write / "gpu.json.part"
-            made.write_text(json.dumps(results, indent=1) + "\n")
-            made.replace(chosen.write / "gpu.json")
+            unfinished.keep(chosen.write / "gpu.json", results)
 
     try:
         results = begun(chosen)

@@ -58,12 +58,8 @@ def _shapes() -> Iterator[Case]:
         yield from both(kind, 8192, 64, 8)
         for T in (8192, 2048):
             yield from both(kind, T, quick=True)
-    for more in (
-        {"kind": "padded"},
-        {"kind": "padded", "boolean": True},
-        {"kind": "plain", "bias": True},
-    ):
-        yield from both(T=2048, quick=True, **more)
+    for kind, name in (("padded", ""), ("padded", "boolean"), ("plain", "bias")):
+        yield from both(kind, 2048, quick=True, **({name: True} if name else {}))
     yield from both("causal", 8192, 64, 8, packed=12, by_lengths=True)
     yield from both("causal", 8192, window=128)
     yield from both("causal", 8192, H=192, h=128)

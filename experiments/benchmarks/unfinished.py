@@ -34,11 +34,11 @@ def identity(**options: Any) -> dict[str, Any]:
     return {**about, "sources": sources.hexdigest(), **options}
 
 
-def keep(path: Path, key: dict[str, Any], found: dict[str, Any], seconds: float) -> None:
-    """Stores what was measured, in one step."""
+def keep(path: Path, results: dict[str, Any]) -> None:
+    """Stores results in one step."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
-    part.write_text(json.dumps({"identity": key, "seconds": seconds, "found": found}))
+    part.write_text(json.dumps(results, indent=1) + "\n")
     part.replace(path)
 
 
@@ -52,7 +52,7 @@ def resume(path: Path, key: dict[str, Any]) -> tuple[dict[str, Any], float]:
         return NOTHING, 0.0
     stored = _loaded("--resume", path, identity=dict, found=dict, seconds=int | float)
     _whole("--resume", path, stored["found"], **MEASURED)
-    _check("--resume", path, stored["identity"], key)
+    same("--resume", path, stored["identity"], key)
     return stored["found"], stored["seconds"]
 
 
@@ -69,8 +69,8 @@ def stored(path: Path, key: dict[str, Any]) -> dict[str, Any]:
     for peer in results["peers"].values():
         _whole("--again", path, peer, absent=str | None)
     peers = {name: peer["absent"] for name, peer in results["peers"].items()}
-    same = {name: value for name, value in key.items() if name not in ("sources", "cases")}
-    _check("--again", path, results | {"peers": peers}, same)
+    kept = {name: value for name, value in key.items() if name not in ("sources", "cases")}
+    same("--again", path, results | {"peers": peers}, kept)
     return results
 
 
@@ -98,10 +98,12 @@ def _whole(option: str, path: Path, found: Any, /, **kinds: Any) -> None:
         _whole(option, path, entry, name=str, peers=dict)
 
 
-def _check(option: str, path: Path, found: dict[str, Any], key: dict[str, Any]) -> None:
+def same(option: str, path: Path, found: dict[str, Any], key: dict[str, Any]) -> dict[str, Any]:
+    """What was found, if it agrees with the key; otherwise raises ValueError."""
     other = [name for name, value in key.items() if found.get(name) != value]
     if other:
         raise ValueError(
             f"{option}: {path} was measured with other {', '.join(other)}: leave {option} out to "
             "start again"
         )
+    return found

@@ -9,7 +9,6 @@ import torch
 
 from experiments.claims.claims import SAME, Found, found
 from experiments.claims.printed import (
-    NAMES,
     B,
     D,
     N,
@@ -22,8 +21,9 @@ from experiments.claims.printed import (
     torch_layer,
     torch_weights,
 )
-from jaxmha import MHAParams, Projection, Semantics
+from jaxmha import Semantics
 from jaxmha.converters import keras as keras_converter
+from jaxmha.converters import linear
 from jaxmha.converters import torch as torch_converter
 from jaxmha.converters.layout.arrays import NDArray
 from jaxmha.converters.verify import oracle
@@ -135,12 +135,9 @@ def compounding() -> Found:
 
 
 def _exact(weights: Weights, x: NDArray) -> NDArray:
-    query, key, value = (
-        Projection(weights[n][0].reshape(D, N, D // N), weights[n][1].reshape(N, D // N))
-        for n in NAMES[:3]
-    )
-    kernel, bias = weights["out_proj"]
-    params = MHAParams(query, key, value, Projection(kernel.reshape(N, D // N, D), bias))
+    pairs = {f"{name}/{part}": x for name, both in weights.items()
+             for part, x in zip(("kernel", "bias"), both, strict=True)}  # fmt: skip
+    params = linear.import_params(pairs, layout="dense", num_heads=N)[0]
     return oracle.run(params, Semantics(), x, x, x).output
 
 

@@ -21,23 +21,9 @@ def module_is_function() -> Found:
 
     def function(**options: Any) -> torch.Tensor:
         rows = x.transpose(0, 1)
-        out = F.multi_head_attention_forward(
-            rows,
-            rows,
-            rows,
-            D,
-            N,
-            module.in_proj_weight,
-            module.in_proj_bias,
-            bias_k=None,
-            bias_v=None,
-            add_zero_attn=False,
-            dropout_p=0.0,
-            out_proj_weight=module.out_proj.weight,
-            out_proj_bias=module.out_proj.bias,
-            training=False,
-            **options,
-        )
+        weights = module.in_proj_weight, module.in_proj_bias, None, None, False, 0.0
+        last = module.out_proj.weight, module.out_proj.bias
+        out = FUNCTION(rows, rows, rows, D, N, *weights, *last, training=False, **options)
         return out[0].transpose(0, 1)
 
     blocked = torch.zeros(B, T, dtype=torch.bool)

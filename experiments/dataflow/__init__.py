@@ -1,1 +1,0 @@
-"""Every tensor in multi-head attention, and the cost of its options."""

@@ -1,1 +1,0 @@
-"""Do whole migrated encoders compute what torch computes? `python -m experiments.encoders`."""

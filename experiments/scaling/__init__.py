@@ -1,1 +1,0 @@
-"""The cost of attention on several devices."""

@@ -15,9 +15,9 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_NUM_CPU_DEVICES"] = "256"
 
 from experiments import frame
-from experiments.scaling.hlo import collectives
 from experiments.scaling.layer import LAYOUTS, B, D, H, K, N, T, lowered, work
 from experiments.scaling.machines import EFFICIENCY, MACHINES, seconds
+from tests.sharding.hlo import collectives
 
 EXAMPLES = """examples:
   python -m experiments.scaling                  table of every layout, minutes

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from experiments.scaling.hlo import Collective
 from experiments.scaling.machines import Work
+from tests.sharding.hlo import Collective
 
 LAYOUTS = ("data", "tensor", "ring", "allgather")
 # Grouped queries, causal, a batch of 2 million positions.

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from experiments import frame
 from experiments.scaling import workers
 
 EXAMPLES = """examples:
@@ -26,19 +27,15 @@ B, T, N, K, H = 4, 256, 8, 4, 16
 MASKS = ("padded", "window", "segments")
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "--layout": {"action": "append", "choices": LAYOUTS, "help": "only these"},
-    "--mask": {
-        "action": "append",
-        "choices": MASKS,
-        "help": "what is asked for besides causal (default: padded); several: each",
-    },
-}
-
-
 def main(arguments: list[str] | None = None) -> int:
     """0: all layouts agree with one process; 1: one differs; 2: bad input, or a process died."""
-    options = workers.parsed("processes", __doc__, EXAMPLES, OPTIONS, arguments)
+    parser = frame.bare("scaling.processes", __doc__, EXAMPLES)
+    parser.add_argument("--json", action="store_true", help="results as JSON")
+    parser.add_argument("--processes", type=int, default=2, choices=(2, 4, 8), help="default 2")
+    parser.add_argument("--layout", action="append", choices=LAYOUTS, help="only these")
+    about = "besides causal (default: padded); several: each"
+    parser.add_argument("--mask", action="append", choices=MASKS, help=about)
+    options = parser.parse_args(arguments)
     layouts, masks = options.layout or LAYOUTS, options.mask or MASKS[:1]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "layer.safetensors"

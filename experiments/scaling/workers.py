@@ -2,39 +2,17 @@
 
 import os
 import socket
-from argparse import Namespace
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from typing import Any
 from unittest import mock
 
-from experiments import frame
-
 ALONE = {
     "JAX_PLATFORMS": "cpu",
     "JAX_NUM_CPU_DEVICES": "1",
     "JAX_ENABLE_PREEMPTION_SERVICE": "false",  # which keeps a process from being terminated
 }
-
-
-def parsed(
-    module: str,
-    about: str | None,
-    examples: str,
-    options: dict[str, dict[str, Any]],
-    arguments: list[str] | None = None,
-) -> Namespace:
-    """The command line of `python -m experiments.scaling.<module>`."""
-    parser = frame.bare(f"scaling.{module}", about, examples)
-    parser.add_argument("--json", action="store_true", help="results as JSON")
-    parser.add_argument("--processes", type=int, default=2, help="2, 4 or 8 (default 2)")
-    for flag, given in options.items():
-        parser.add_argument(flag, **given)
-    found = parser.parse_args(arguments)
-    if found.processes not in (2, 4, 8):
-        parser.error(f"--processes must be 2, 4 or 8, got {found.processes}")
-    return found
 
 
 def together(function: Callable[..., Any], count: int, *arguments: Any) -> list[Any]:

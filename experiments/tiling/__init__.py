@@ -1,1 +1,0 @@
-"""How scores are tiled: what each choice costs."""

@@ -8,7 +8,7 @@ import sys
 import time
 import tomllib
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,18 +17,18 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import jax
-import numpy as np
 
-import jaxmha
 from experiments import frame
-from jaxmha import Mask
+from jaxmha.bench import data, jax_peers
+from jaxmha.bench.case import Case
+from jaxmha.bench.program import Program
+from jaxmha.bench.worker import timed
 from jaxmha.implementations.tiled import bands, tuning
 
 EXAMPLES = """examples:
   python -m experiments.tiling                    all of them, four minutes on a quiet machine
   python -m experiments.tiling --rounds 9 --write
 """
-N, H = 8, 64
 
 
 class Question(NamedTuple):
@@ -57,51 +57,35 @@ def tuned(name: str, entries: dict[str, Any]) -> Iterator[None]:
         yield
 
 
-def program(question: Question, B: int, T: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """The function to time, and its arguments."""
-    rng = np.random.default_rng(T)
+def case_of(question: Question, B: int, T: int) -> Case:
+    """The case of the harness that a question asks about at one size."""
+    others: dict[str, dict[str, Any]] = {
+        "windowed": {"kind": "causal", "window": 255},
+        "biased": {"kind": "plain", "bias": True},
+    }
+    options = others.get(question.kind, {"kind": question.kind})
     S = 77 if question.kind == "cross" else T
-    heads = [jax.numpy.asarray(rng.standard_normal((B, n, N, H)), np.float32) for n in (T, S, S)]
-    lengths = jax.numpy.asarray(np.linspace(T, T / 4, B).astype(int))
-
-    masks = {"padded": Mask.lengths(key_value=lengths), "windowed": Mask.window(255, 0)}
-
-    bias = rng.standard_normal((N, T, T)).astype(np.float32) if question.kind == "biased" else None
-
-    def out(query: Any, key: Any, value: Any) -> Any:
-        mask = masks.get(question.kind)
-        return jaxmha.dot_product_attention(
-            query, key, value, bias, mask=mask, is_causal=question.kind == "causal"
-        )
-
-    def gradients(query: Any, key: Any, value: Any) -> Any:
-        return jax.vjp(out, query, key, value)[1](query)
-
-    return gradients if question.gradient else out, tuple(heads)
+    return Case("core", "backward" if question.gradient else "forward", B=B, T=T, S=S, **options)
 
 
 def measure(question: Question, B: int, T: int, rounds: int) -> dict[str, Any]:
     """Seconds of a call and of compilation, by way to tile."""
-    function, arguments = program(question, B, T)
-    found: dict[str, Any] = {}
-    compiled = {}
-    wait: Any = jax.block_until_ready
+    case = case_of(question, B, T)
+    inputs, found, programs = data.make(case), dict[str, Any](), dict[str, Program]()
     for name, entries in question.settings.items():
         forget: Any = jax.clear_caches
         forget()
+        programs[name] = jax_peers.program("jaxmha:blocked", case, inputs)
         with tuned(name, entries):
             start = time.perf_counter()
-            compiled[name] = jax.jit(lambda *x: function(*x)).lower(*arguments).compile()
+            programs[name].compile()
         found[name] = {"compile": time.perf_counter() - start, "seconds": []}
-    for run in compiled.values():
-        wait(run(*arguments))
+    for made in programs.values():
+        made.run()
     calls = max(1, 2**22 // (B * T * T))
     for _ in range(rounds):
-        for name, run in compiled.items():
-            start = time.perf_counter()
-            for _ in range(calls):
-                wait(run(*arguments))
-            found[name]["seconds"].append((time.perf_counter() - start) / calls)
+        for name, made in programs.items():
+            found[name]["seconds"].append(timed(made.run, calls))
     return {name: x | {"median": median(x["seconds"])} for name, x in found.items()}
 
 
@@ -118,7 +102,7 @@ def collect(chosen: Namespace) -> dict[str, Any]:
                 name: getattr(question, name) for name in ("what", "kind", "gradient", "chosen")
             }
             entries.append({**kept, "cases": cases})
-    return {"rounds": chosen.rounds, "N": N, "H": H, "questions": entries}
+    return {"rounds": chosen.rounds, "N": Case.N, "H": Case.H, "questions": entries}
 
 
 EXPERIMENT = frame.Experiment(
@@ -127,7 +111,7 @@ EXPERIMENT = frame.Experiment(
     EXAMPLES,
     collect,
     options={"--rounds": frame.number(7, least=1)},
-    seed="T of the case",
+    seed="crc32 of the name of the case",
 )
 
 if __name__ == "__main__":

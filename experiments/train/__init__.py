@@ -1,1 +1,0 @@
-"""Does a Flax model train the same with this attention, and faster?"""

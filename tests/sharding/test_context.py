@@ -11,11 +11,11 @@ import pytest
 from jax.sharding import AxisType
 
 import jaxmha
-from experiments.scaling.hlo import collectives
 from jaxmha import Mask, Semantics, sharding
 from jaxmha.implementations.tiled import attention, loop
 from tests import conformance
 from tests.sharding.devices import assert_alike, mesh, put
+from tests.sharding.hlo import collectives
 
 B, T, N, K, H, h = 2, 56, 6, 2, 5, 7
 RNG = np.random.default_rng(1)

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import jaxmha
-from experiments.scaling.hlo import collectives
 from jaxmha import sharding
 from tests import conformance
 from tests.sharding.devices import assert_alike, mesh, put
+from tests.sharding.hlo import collectives
 
 pytestmark = pytest.mark.skipif("native" in conformance.ABSENT, reason="jaxmha-cpu is not built")
 RNG = np.random.default_rng(0)

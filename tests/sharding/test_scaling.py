@@ -5,8 +5,8 @@ import re
 import pytest
 
 from experiments.scaling import layer
-from experiments.scaling.hlo import Collective, collectives
 from experiments.scaling.machines import MACHINES, Work, seconds
+from tests.sharding.hlo import Collective, collectives
 
 TENSOR = re.compile(r"tensor<(?:\d+x)*(\w+)>")
 WIDE, HALF, BITS = "f32", "f16", "u16"

@@ -9,10 +9,10 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 import jaxmha
-from experiments.scaling.hlo import Collective, collectives
 from jaxmha import Mask, MHAParams, Semantics, sharding
 from tests import tolerance
 from tests.sharding.devices import BOTH, assert_alike, mesh, put
+from tests.sharding.hlo import Collective, collectives
 
 B, T, D, H = 4, 47, 24, 5
 RNG = np.random.default_rng(0)

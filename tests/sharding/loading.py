@@ -4,47 +4,14 @@ Processes communicate over loopback (`jax.distributed`). Each loads its own part
 from every format. All save them together through orbax, and load that checkpoint too.
 """
 
-import json
-import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from experiments.scaling import workers
 from jaxmha.bench import memory
 
-EXAMPLES = """examples:
-  python -m experiments.scaling.loading                    two processes, 64 MiB
-  python -m experiments.scaling.loading --processes 4 --mib 1024
-"""
 SUFFIXES = ("safetensors", "safetensors.index.json", "npz", "pt", "weights.h5", "orbax")
 SAVED = "saved"  # by all processes through orbax
-MIB = 2**20
-
-
-OPTIONS = {"--mib": {"type": int, "default": 64, "help": "size of the checkpoint (default 64)"}}
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Prints the table; 0, or 2 for bad input or where a process died."""
-    options = workers.parsed("loading", __doc__, EXAMPLES, OPTIONS, arguments)
-    with tempfile.TemporaryDirectory() as folder:
-        write(Path(folder), options.mib * MIB)
-        try:
-            answers = workers.together(work, options.processes, Path(folder))
-        except RuntimeError as error:
-            print(error, file=sys.stderr)
-            return 2
-    if options.json:
-        print(json.dumps(answers))
-        return 0
-    print(f"{options.processes} processes, {options.mib} MiB; the process that needed most")
-    print(f"{'':<24}{'read / share':>14}{'memory above share':>22}")
-    for name in answers[0]:
-        read = max(answer[name]["read"] / answer[name]["share"] for answer in answers)
-        above = max(answer[name]["peak"] - answer[name]["share"] for answer in answers) / MIB
-        print(f"{name:<24}{read:>13.3f}x{above:>18.0f} MiB")
-    return 0
 
 
 def write(folder: Path, size: int) -> None:
@@ -114,7 +81,3 @@ def work(_: int, folder: Path) -> dict[str, dict[str, int]]:
 def read_by_calls() -> int:
     """Bytes that this process has read by calls to the system."""
     return memory.counted("rchar", "/proc/self/io")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

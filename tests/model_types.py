@@ -1,6 +1,6 @@
 """Makes the table of `jaxmha.converters.discovery.model_types`: families of blocks by model type.
 
-    python -m experiments.model_types [TYPE ...] [--write]
+    python -m tests.model_types [TYPE ...] [--write]
 
 Every type that transformers can build from its default configuration is built without memory (torch's
 meta device). Names in memory and names on disk both count: transformers renames many models when it
