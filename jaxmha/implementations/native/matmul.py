@@ -11,12 +11,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.interpreters import ad, batching, mlir, xla
+from jax.interpreters import ad
 from jaxtyping import Float
 
 from jaxmha.arrays import Array
 from jaxmha.implementations import platforms, varying
-from jaxmha.implementations.native import attention, library, operands, primitives
+from jaxmha.implementations.native import attention, library, operands
+from jaxmha.implementations.native.registration import register
 
 NAME = "native"
 # Below, XLA's matmul takes less: a call of the kernels costs microseconds, and few rows do not pay
@@ -133,30 +134,4 @@ def _sum_to(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 @cache
 def _primitive() -> Any:
-    from jax.extend.core import Primitive
-
-    primitive: Any = Primitive("jaxmha_cpu_matmul")
-    primitive.multiple_results = True
-    lower_in_xla: Any = mlir.lower_fun(_in_xla, multiple_results=True)
-    lower_call: Any = jax.ffi.ffi_lowering(library.HANDLERS["matmul"])
-
-    def lower(context: Any, *arrays: Any, **flags: bool) -> Any:
-        moves = primitives.may_move(context.module_context)
-        return (lower_in_xla if moves else lower_call)(context, *arrays, **flags)
-
-    def run(*arrays: Any, **flags: bool) -> Any:
-        apply: Any = xla.apply_primitive
-        return apply(primitive, *arrays, **flags)
-
-    primitive.def_impl(run)
-    primitive.def_abstract_eval(
-        lambda *arrays, **flags: primitives.result_types(arrays[0], _shapes(*arrays, **flags))
-    )
-    batching.primitive_batchers[primitive] = lambda arrays, axes, **flags: primitives.batched(
-        primitive, arrays, axes, **flags
-    )
-    ad.primitive_jvps[primitive] = _tangent
-    ad.primitive_transposes[primitive] = _transposed
-    mlir.register_lowering(primitive, lower_in_xla)
-    mlir.register_lowering(primitive, lower, platform="cpu")
-    return primitive
+    return register("matmul", shapes=_shapes, in_xla=_in_xla, jvp=_tangent, transpose=_transposed)

@@ -1,16 +1,14 @@
-"""The native kernels as JAX primitives: shapes, vmap, derivatives and lowering."""
+"""The native kernels as JAX primitives: shapes and derivatives."""
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import jax
 import numpy as np
-from jax.interpreters import ad, batching, mlir, xla
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.interpreters import ad
 
 from jaxmha.implementations.native import portable
-from jaxmha.implementations.native.library import HANDLERS
 from jaxmha.implementations.native.operands import (
     AXES,
     AXES_OF_RESIDUALS,
@@ -19,8 +17,7 @@ from jaxmha.implementations.native.operands import (
     Settings,
     batch,
 )
-
-Shapes = list[tuple[tuple[int, ...], Any]]
+from jaxmha.implementations.native.registration import Shapes, register
 
 
 def _attend_shapes(settings: Settings, *operands: Any) -> Shapes:
@@ -54,14 +51,11 @@ PRIMITIVES: dict[str, tuple[Callable[..., Shapes], Callable[..., list[Any]]]] = 
 
 @cache
 def _primitive(name: str) -> Any:
-    from jax.extend.core import Primitive  # also imports Pallas, which few programs need
-
     shapes, elsewhere = PRIMITIVES[name]
-    primitive: Any = Primitive(f"jaxmha_cpu_{name}")
-    primitive.multiple_results = True
 
-    def abstract(*operands: Any, settings: Settings) -> list[Any]:
-        return result_types(operands[0], shapes(settings, *operands))
+    def attributes(settings: Settings) -> dict[str, Any]:
+        more = {"gradient": settings.gradient} if name == "attend" else {}
+        return {**settings.attributes, **more}
 
     def differentiated(primals: Any, tangents: Any, *, settings: Settings) -> Any:
         moving = [
@@ -69,69 +63,13 @@ def _primitive(name: str) -> Any:
         ]
         return portable.differentiated(elsewhere, settings, primals, moving)
 
-    def in_xla(*operands: Any, settings: Settings) -> list[Any]:
-        return elsewhere(settings, *operands)
-
-    lower_in_xla: Any = mlir.lower_fun(in_xla, multiple_results=True)
-    lower_call: Any = jax.ffi.ffi_lowering(HANDLERS[name])
-
-    def lower(context: Any, *operands: Any, settings: Settings) -> Any:
-        if may_move(context.module_context):
-            return lower_in_xla(context, *operands, settings=settings)
-        more = {"gradient": settings.gradient} if name == "attend" else {}
-        return lower_call(context, *operands, **settings.attributes, **more)
-
-    def run(*operands: Any, settings: Settings) -> Any:
-        apply: Any = xla.apply_primitive
-        return apply(primitive, *operands, settings=settings)
-
-    primitive.def_impl(run)
-    primitive.def_abstract_eval(abstract)
-    batching.primitive_batchers[primitive] = partial(batched, primitive)
-    ad.primitive_jvps[primitive] = differentiated
-    mlir.register_lowering(primitive, lower_in_xla)
-    mlir.register_lowering(primitive, lower, platform="cpu")
-    return primitive
-
-
-def result_types(like: Any, shapes: Shapes) -> list[Any]:
-    """Types of results on the devices of the operand `like`."""
-    spec: Any = PartitionSpec
-    return [
-        like.update(
-            shape=shape,
-            dtype=np.dtype(dtype),
-            weak_type=False,
-            sharding=NamedSharding(like.sharding.mesh, spec(*[None] * len(shape))),
-        )
-        for shape, dtype in shapes
-    ]
-
-
-def batched(primitive: Any, operands: Any, axes: Any, **static: Any) -> Any:
-    """Moves the mapped axis to the front; operands that are not mapped get one of size 1."""
-    moved = [
-        x.reshape(1, *x.shape) if axis is None else jax.numpy.moveaxis(x, axis, 0)
-        for x, axis in zip(operands, axes, strict=True)
-    ]
-    found = primitive.bind(*moved, **static)
-    return found, [0] * len(found)
-
-
-def may_move(module: Any) -> bool:
-    """True if a program may run on another machine, or XLA may partition it over devices.
-
-    An exported program must run without the library. XLA's partitioner would gather the operands of
-    a custom call; inside `shard_map` over all axes it has nothing left to partition.
-    """
-    if module.lowering_parameters.for_export:
-        return True
-    context = module.axis_context
-    mesh = getattr(context, "mesh", None)
-    if mesh is None:
-        return bool(getattr(context, "num_devices", 1) > 1)
-    free = set(mesh.axis_names) - set(context.manual_axes)
-    return any(mesh.shape[name] > 1 for name in free)
+    return register(
+        name,
+        shapes=lambda *operands, settings: shapes(settings, *operands),
+        in_xla=lambda *operands, settings: elsewhere(settings, *operands),
+        jvp=differentiated,
+        attributes=attributes,
+    )
 
 
 def attend(settings: Settings, problem: Problem) -> list[Any]:

@@ -10,12 +10,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.interpreters import ad, batching, mlir, xla
+from jax.interpreters import ad
 from jax.sharding import AxisType
 
 from jaxmha.implementations.native import attention
-from jaxmha.implementations.native.library import HANDLERS
-from jaxmha.implementations.native.primitives import may_move, result_types
+from jaxmha.implementations.native.registration import register
 
 # Kernel -> the operand that each of its results overwrites.
 ALIASES: dict[str, dict[int, int]] = {"attend_cache": {}, "write_cache": {0: 0}}
@@ -36,13 +35,6 @@ def in_place_of_xla(name: str) -> Any:
     Its parameter `settings` has `attributes` of the FFI call, `shapes` of results, and
     `in_xla(settings, operands)`, which computes the results in plain XLA.
     """
-    from jax.extend.core import Primitive  # also imports Pallas, which few programs need
-
-    primitive: Any = Primitive(f"jaxmha_cpu_{name}")
-    primitive.multiple_results = True
-
-    def abstract(*operands: Any, settings: Any) -> list[Any]:
-        return result_types(operands[0], settings.shapes(*operands))
 
     def in_xla(*operands: Any, settings: Any) -> list[Any]:
         return list(settings.in_xla(settings, operands))
@@ -61,22 +53,12 @@ def in_place_of_xla(name: str) -> Any:
         moving = tuple(instantiated(*pair) for pair in zip(primals, tangents, strict=True))
         return jax.jvp(lambda *x: in_xla(*x, settings=settings), tuple(primals), moving)
 
-    lower_in_xla: Any = mlir.lower_fun(in_xla, multiple_results=True)
-    lower_call: Any = jax.ffi.ffi_lowering(HANDLERS[name], operand_output_aliases=ALIASES[name])
-
-    def lower(context: Any, *operands: Any, settings: Any) -> Any:
-        if may_move(context.module_context):
-            return lower_in_xla(context, *operands, settings=settings)
-        return lower_call(context, *operands, **settings.attributes)
-
-    def run(*operands: Any, settings: Any) -> Any:
-        apply: Any = xla.apply_primitive
-        return apply(primitive, *operands, settings=settings)
-
-    primitive.def_impl(run)
-    primitive.def_abstract_eval(abstract)
-    batching.primitive_batchers[primitive] = batched
-    ad.primitive_jvps[primitive] = differentiated
-    mlir.register_lowering(primitive, lower_in_xla)
-    mlir.register_lowering(primitive, lower, platform="cpu")
-    return primitive
+    return register(
+        name,
+        shapes=lambda *operands, settings: settings.shapes(*operands),
+        in_xla=in_xla,
+        jvp=differentiated,
+        attributes=lambda settings: settings.attributes,
+        batch=batched,
+        aliases=ALIASES[name],
+    )

@@ -1,0 +1,105 @@
+"""Registration of a native kernel as a JAX primitive, with its equivalent in plain XLA."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from jax.interpreters import ad, batching, mlir, xla
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxmha.implementations.native.library import HANDLERS
+
+Shapes = list[tuple[tuple[int, ...], Any]]
+
+
+def register(
+    name: str,
+    *,
+    shapes: Callable[..., Shapes],
+    in_xla: Callable[..., list[Any]],
+    jvp: Callable[..., Any],
+    attributes: Callable[..., dict[str, Any]] = dict,
+    batch: Callable[..., Any] | None = None,
+    transpose: Callable[..., Any] | None = None,
+    aliases: Mapping[int, int] | None = None,
+) -> Any:
+    """A new primitive, which runs a kernel on CPUs.
+
+    A program contains `in_xla` if it is exported, lowered for another platform, or partitioned by XLA.
+
+    Args:
+      name: the kernel.
+      shapes: `(*operands, **static)` -> shape and dtype of each result.
+      in_xla: `(*operands, **static)` -> the results, computed in plain XLA.
+      jvp: the rule of `jax.jvp`, for all tangents at once.
+      attributes: `(**static)` -> attributes of the FFI call.
+      batch: the rule of `jax.vmap`; None: the kernel takes leading axes, see `batched`.
+      transpose: the rule of linear operands, if there is one.
+      aliases: operand -> the result that overwrites it.
+    """
+    from jax.extend.core import Primitive  # also imports Pallas, which few programs need
+
+    primitive: Any = Primitive(f"jaxmha_cpu_{name}")
+    primitive.multiple_results = True
+    lower_in_xla: Any = mlir.lower_fun(in_xla, multiple_results=True)
+    lower_call: Any = jax.ffi.ffi_lowering(HANDLERS[name], operand_output_aliases=aliases)
+
+    def lower(context: Any, *operands: Any, **static: Any) -> Any:
+        if may_move(context.module_context):
+            return lower_in_xla(context, *operands, **static)
+        return lower_call(context, *operands, **attributes(**static))
+
+    def abstract(*operands: Any, **static: Any) -> list[Any]:
+        return result_types(operands[0], shapes(*operands, **static))
+
+    primitive.def_impl(partial(xla.apply_primitive, primitive))
+    primitive.def_abstract_eval(abstract)
+    batching.primitive_batchers[primitive] = batch or partial(batched, primitive)
+    ad.primitive_jvps[primitive] = jvp
+    if transpose is not None:
+        ad.primitive_transposes[primitive] = transpose
+    mlir.register_lowering(primitive, lower_in_xla)
+    mlir.register_lowering(primitive, lower, platform="cpu")
+    return primitive
+
+
+def result_types(like: Any, shapes: Shapes) -> list[Any]:
+    """Types of results on the devices of the operand `like`."""
+    spec: Any = PartitionSpec
+    return [
+        like.update(
+            shape=shape,
+            dtype=np.dtype(dtype),
+            weak_type=False,
+            sharding=NamedSharding(like.sharding.mesh, spec(*[None] * len(shape))),
+        )
+        for shape, dtype in shapes
+    ]
+
+
+def batched(primitive: Any, operands: Any, axes: Any, **static: Any) -> Any:
+    """Moves the mapped axis to the front; operands that are not mapped get one of size 1."""
+    moved = [
+        x.reshape(1, *x.shape) if axis is None else jax.numpy.moveaxis(x, axis, 0)
+        for x, axis in zip(operands, axes, strict=True)
+    ]
+    found = primitive.bind(*moved, **static)
+    return found, [0] * len(found)
+
+
+def may_move(module: Any) -> bool:
+    """True if a program may run on another machine, or XLA may partition it over devices.
+
+    An exported program must run without the library. XLA's partitioner would gather the operands of
+    a custom call; inside `shard_map` over all axes it has nothing left to partition.
+    """
+    if module.lowering_parameters.for_export:
+        return True
+    context = module.axis_context
+    mesh = getattr(context, "mesh", None)
+    if mesh is None:
+        return bool(getattr(context, "num_devices", 1) > 1)
+    free = set(mesh.axis_names) - set(context.manual_axes)
+    return any(mesh.shape[name] > 1 for name in free)
