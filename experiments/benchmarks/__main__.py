@@ -15,7 +15,7 @@ from experiments import frame
 from experiments.benchmarks import report, unfinished
 from experiments.benchmarks import statistics as stats
 from experiments.benchmarks.cases import select
-from jaxmha.bench import machine, measure, sgemm
+from jaxmha.bench import machine, measure, memory, sgemm
 from jaxmha.bench.case import Case
 from jaxmha.bench.peers import PEERS
 
@@ -68,7 +68,7 @@ def check(chosen: Namespace) -> None:
             raise ValueError(f"--peer {peer!r} is unknown: it may be {', '.join(PEERS)}")
         if PEERS[peer].absent:
             raise ValueError(f"--peer {peer}: {PEERS[peer].absent}")
-    for name, most in (("rounds", 1000), ("threads", machine.threads())):
+    for name, most in (("rounds", 1000), ("threads", memory.cores())):
         value = getattr(chosen, name)
         if value is not None and not 1 <= value <= most:
             raise ValueError(f"--{name} must be between 1 and {most}, got {value}")
@@ -90,7 +90,7 @@ def settle(chosen: Namespace) -> None:
     """
     some = not chosen.again and (chosen.case or chosen.peer)
     chosen.selection = "chosen" if some else "full" if chosen.full else "quick"
-    chosen.threads = chosen.threads or machine.threads()
+    chosen.threads = chosen.threads or memory.cores()
     chosen.peers = [peer for peer in PEERS if not chosen.peer or peer in chosen.peer]
     chosen.kept = unfinished.BUILD / f"{chosen.selection}.json"
     chosen.identity = unfinished.identity(

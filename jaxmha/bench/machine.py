@@ -12,15 +12,12 @@ PACKAGES = ("jax", "jaxlib", "numpy", "flax", "keras", "torch", "tensorflow", "t
             "tokamax")  # fmt: skip
 
 
-threads = memory.cores
-
-
 def describe() -> dict[str, Any]:
     """Processor, cores, memory and system; no names of hosts or users."""
     return {
         "processor": _processor(),
         "instructions": [flag for flag in ("avx2", "avx512f", "amx_tile") if flag in _flags()],
-        "cores": threads(),
+        "cores": memory.cores(),
         "memory_gib": round(memory.total() / 2**30),
         "system": f"{platform.system()} {platform.machine()}",
     }

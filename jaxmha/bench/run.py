@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxmha.bench import machine, measure
+from jaxmha.bench import machine, measure, memory
 from jaxmha.bench.case import Case
 from jaxmha.bench.fleet import Fleet
 from jaxmha.bench.peers import OURS, PEERS
@@ -58,7 +58,7 @@ def run(
       RuntimeError: the device cannot be used.
     """
     check(only)
-    threads = threads or machine.threads()
+    threads = threads or memory.cores()
     say("the device")
     with Fleet(threads, None) as fleet:
         device = _checked(fleet["limits"].ask("device"))
