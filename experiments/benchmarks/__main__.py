@@ -15,7 +15,7 @@ from experiments import frame
 from experiments.benchmarks import report, unfinished
 from experiments.benchmarks import statistics as stats
 from experiments.benchmarks.cases import select
-from jaxmha.bench import machine, measure, memory, sgemm
+from jaxmha.bench import measure, memory, sgemm
 from jaxmha.bench.case import Case
 from jaxmha.bench.peers import PEERS
 
