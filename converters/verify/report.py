@@ -140,7 +140,7 @@ def check(
             tuple(notes),
             new.digests,
             {name: loss._asdict() for name, loss in losses.items()},
-            _versions(),
+            versions(),
         )
 
 
@@ -220,7 +220,8 @@ def _other_layer(
     )
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """The versions of Python and of the packages that take part in a comparison."""
     found = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:

@@ -1,5 +1,6 @@
 """`jaxmha verify`: compares two checkpoints of any formats and layouts."""
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -7,6 +8,7 @@ import typer
 from rich.table import Table
 
 from jaxmha.cli.console import (
+    check_text,
     escape,
     one_message,
     out,
@@ -14,13 +16,16 @@ from jaxmha.cli.console import (
     print_notes,
     print_outside,
     print_verdict,
+    put_text,
 )
-from jaxmha.cli.options import Json, NumHeads
-from jaxmha.converters.verify import comparison
+from jaxmha.cli.options import Json, NumHeads, option
+from jaxmha.cli.plan import files_of
+from jaxmha.converters.verify import comparison, page
 
 EXAMPLES = (
     "Examples:\n\n  jaxmha verify model.safetensors flax.safetensors\n\n"
-    "  jaxmha verify encoder.pt encoder.weights.h5 --num-heads 8 --json"
+    "  jaxmha verify encoder.pt encoder.weights.h5 --num-heads 8 --json\n\n"
+    "  jaxmha verify model.safetensors flax.safetensors --html report.html"
 )
 
 
@@ -29,6 +34,11 @@ def command(
     b: Annotated[Path, typer.Argument(help="The other.", show_default=False)],
     num_heads: NumHeads = None,
     as_json: Json = False,
+    html: Annotated[
+        Path | None,
+        option("--html", "Write a page with pictures and digests; --force replaces the file."),
+    ] = None,
+    force: Annotated[bool, option("--force", "Overwrite the page.")] = False,
 ) -> None:
     """Compare two checkpoints: every tensor bit by bit, outputs of attention against float64.
 
@@ -36,12 +46,23 @@ def command(
     or if a tensor has no counterpart and was not compared.
     """
     with one_message():
+        if html is not None:
+            check_text(html, force, [*files_of(a), *files_of(b)])
         report = comparison.compare(a, b, num_heads=num_heads)
+        if html is not None:
+            made = page.of_files(report, a, b, _again(a, b, num_heads))
+            put_text(html, made, force, [*files_of(a), *files_of(b)])
         if as_json:
             print_json(report.to_json())
         else:
             _print(report)
     raise typer.Exit(0 if report.same else 1)
+
+
+def _again(a: Path, b: Path, num_heads: int | None) -> str:
+    """The command line of the comparison."""
+    heads = () if num_heads is None else ("--num-heads", str(num_heads))
+    return shlex.join(("jaxmha", "verify", str(a), str(b), *heads))
 
 
 def _print(report: comparison.Report) -> None:

@@ -1,0 +1,99 @@
+"""Facts of a compared checkpoint for a page: its files with digests, and every tensor's result."""
+
+import hashlib
+from pathlib import Path
+from typing import NamedTuple
+
+from jaxmha import checkpoint
+from jaxmha.converters.discovery import attention_blocks
+from jaxmha.converters.discovery.attention_blocks import Block
+from jaxmha.converters.verify.comparison import BlockReport, Report
+
+SAME, DIFFERS, LEFT = "same", "differs", "not compared"
+_CHUNK = 1 << 20
+
+
+class FileFacts(NamedTuple):
+    """One file of a checkpoint; `sha256` is that of its bytes, as `sha256sum` prints it."""
+
+    name: str
+    size: int
+    sha256: str
+
+
+class TensorFacts(NamedTuple):
+    """One tensor of a checkpoint; `result` is `SAME`, `DIFFERS` or `LEFT`."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    result: str
+
+
+class Facts(NamedTuple):
+    """A compared checkpoint."""
+
+    path: str
+    format: str
+    files: tuple[FileFacts, ...]
+    tensors: tuple[TensorFacts, ...]
+
+
+def read(path: Path, report: Report, second: bool = False) -> Facts:
+    """Reads the facts of the first or second source of a report.
+
+    Raises:
+      CheckpointError, OSError: a file cannot be read.
+    """
+    with checkpoint.open(path, dequantise=True) as file:
+        found = attention_blocks.find(attention_blocks.shapes(file))
+        results = _results(report, second)
+        for block in found:
+            results |= _of_block(block, file.names.get(block.prefix, block.prefix), report, second)
+        tensors = tuple(
+            TensorFacts(name, str(info.dtype), tuple(info.shape), results.get(name, SAME))
+            for name, info in file.info.items()
+        )
+        files = tuple(_file(Path(one)) for one in file.files)
+        return Facts(str(path), file.format, files, tensors)
+
+
+def _results(report: Report, second: bool) -> dict[str, str]:
+    """The tensors outside attention that are not the same.
+
+    Names of differing tensors are those in the first source; the second may have others.
+    """
+    found = dict.fromkeys(report.outside, DIFFERS)
+    source = "second" if second else "first"
+    return found | {left.name: LEFT for left in report.not_compared if left.source == source}
+
+
+def _of_block(block: Block, name: str, report: Report, second: bool) -> dict[str, str]:
+    """The results of the tensors of one block, or of its stacked layers `name[i]`."""
+    own = [one for one in report.blocks if _is_of(one.b if second else one.a, name, block.prefix)]
+    if not own:
+        return dict.fromkeys(block.keys.values(), LEFT)
+    differing = {x.leaf for one in own for x in one.differences if not x.harmless}
+    return {
+        block.keys[entry.key]: DIFFERS if differing & {*entry.leaves} else SAME
+        for entry in block.layout.entries
+        if entry.key in block.keys
+    }
+
+
+def _is_of(reported: str, name: str, prefix: str) -> bool:
+    return any(reported == one or reported.startswith(f"{one}[") for one in (name, prefix))
+
+
+def _file(path: Path) -> FileFacts:
+    state, size = hashlib.sha256(), 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            state.update(chunk)
+            size += len(chunk)
+    return FileFacts(path.name, size, state.hexdigest())
+
+
+def shown_first(blocks: tuple[BlockReport, ...]) -> list[BlockReport]:
+    """The blocks that differ, and then those that do not, each in their order."""
+    return sorted(blocks, key=lambda block: block.same)
