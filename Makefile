@@ -8,7 +8,7 @@ RUN := . $(VENV)/bin/activate && KERAS_BACKEND=$${KERAS_BACKEND:-jax} TF_CPP_MIN
 # Tests start many processes, which import large frameworks: thrice as fast from bytecode.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo train report docs test newest oldest h100 suite native native-sanitized test-slow bench bench-full soak throughput weights lint wheel clean
+.PHONY: demo train report docs docs-checked test newest oldest h100 suite native native-sanitized test-slow bench bench-full soak throughput weights lint wheel clean
 
 demo: weights  ## convert published weights through every framework and back
 	$(RUN) python -m experiments.real_weights .weights
@@ -22,6 +22,9 @@ report: weights  ## every experiment on one page, build/report/index.html; runs 
 
 docs: $(VENV)/installed  ## the site, in build/docs
 	$(RUN) NO_MKDOCS_2_WARNING=1 python -m mkdocs build --strict -f docs/mkdocs.yml
+
+docs-checked: $(VENV)/installed  ## the site, its examples and notebooks, and its pages in a Chromium: some minutes
+	$(RUN) python -m pytest -q -n 2 -m "slow or not slow" tests/test_site.py tests/test_built_site.py
 
 test: weights  ## linters, types, the test suite, and the built wheel on its own
 	$(MAKE) --jobs=2 --no-print-directory suite lint wheel

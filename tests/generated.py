@@ -14,30 +14,31 @@ REPOSITORY = "https://github.com/jaxmha/jaxmha"
 
 
 def demo() -> str:
-    """The demo's table: the first block of every kind of file, from its committed results."""
+    """The demo's conclusion, from its committed results."""
     results = json.loads((ROOT / "experiments/real_weights/results.json").read_text())
-    rows = results["blocks"]
-    errors = list(rows[0]["errors"])
-    lines = [
-        f"| block | layout | heads | weights | {' | '.join(errors)} |",
-        f"|---|---|---|---|{'---|' * len(errors)}",
-    ]
-    shown = [
-        row for row in rows if re.fullmatch(r"(SCEPTR(_large|_tiny)?|MiniLM) layer 0", row["block"])
-    ]
-    for row in shown:
-        cells = " | ".join(f"{row['errors'][name]:.1f}" for name in errors)
-        weights = "identical, 0 ULP" if row["identical"] else "CHANGED"
-        lines.append(f"| {row['block']} | {row['layout']} | {row['heads']} | {weights} | {cells} |")
-    same = sum(row["identical"] for row in rows)
-    versions = results["versions"]
-    lines.append(
-        f"\n{same} of {len(rows)} blocks come back bit-identical. Errors are RMS against float64, "
-        "in units of the error that rounding the exact output to float32 makes "
-        f"({results['date']}; jax {versions['jax']}, torch {versions['torch']}, keras "
-        f"{versions['keras']} on {results['keras_backend']}, flax {versions['flax']}; CPU)."
+    same = sum(row["identical"] for row in results["blocks"])
+    return (
+        f"`make demo` converts published weights into real layers of every framework and back: {same} of "
+        f"{len(results['blocks'])} attention blocks come back bit-identical ({results['date']}; "
+        "[each of them](experiments/real_weights/README.md), with the error of every framework)."
     )
-    return "\n".join(lines)
+
+
+def pure() -> str:
+    """The README's times without native kernels, with which no full benchmark was made so far."""
+    from experiments.benchmarks.report import headlines
+
+    results = json.loads((ROOT / "experiments/benchmarks/results/full.json").read_text())
+    forward, backward, on_jax, *_ = headlines(results)
+    slower, shapes = (forward[key] + backward[key] for key in ("slower", "shapes"))
+    faster = on_jax["shapes"] - on_jax["slower"]
+    return (
+        "Without the native kernels, in pure JAX, such a layer takes "
+        f"{forward['mean']:.2f} of the time of the fastest peer (worst {forward['worst']:.2f}), with gradients "
+        f"{backward['mean']:.2f} (worst {backward['worst']:.2f}), on {results['machine']['processor']}: it is slower "
+        f"than the fastest, mostly torch, in {slower} of {shapes} shapes, and faster than Flax, Keras on JAX and "
+        f"`jax.nn` in {faster} of {on_jax['shapes']} ([every case](experiments/benchmarks/results/full.md))."
+    )
 
 
 def layouts() -> str:
@@ -143,6 +144,7 @@ def accuracy() -> str:
 PAGES = ROOT / "docs" / "pages" / "reference"
 PARTS = (
     (ROOT / "README.md", "demo", demo),
+    (ROOT / "README.md", "pure", pure),
     (PAGES / "layouts.md", "layouts", layouts),
     (PAGES / "masks.md", "masks", masks),
     (PAGES / "commands.md", "commands", commands),

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -61,23 +62,53 @@ def test_a_road_into_another_framework_is_short(road: str) -> None:
     assert 10 < sum(bool(line.strip()) for line in code.splitlines()) <= 40
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("example", examples("console"))
-def test_console_examples_run_alone(example: Example, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files that commands name: a layer, a folder of transformers, and modules of a user."""
+    folder = tmp_path_factory.mktemp("files")
     names = [f"attention.self.{name}" for name in ("query", "key", "value")]
     state: dict[str, Any] = {}
     for name in (*names, "attention.output.dense"):
         state[f"{name}.weight"] = np.eye(6, dtype="f")
         state[f"{name}.bias"] = np.ones(6, "f")
-    checkpoint.write(tmp_path / "model.safetensors", state)
-    (tmp_path / "config.json").write_text('{"num_attention_heads": 2}')
+    checkpoint.write(folder / "model.safetensors", state)
+    (folder / "config.json").write_text('{"num_attention_heads": 2}')
+    (page,) = examples("python", "how_to/from_transformers")
+    code, _, _ = page.code.partition("source.save_pretrained")
+    build = "\ndef build():\n    return {}\n"
+    inputs = "\ndef inputs(rng):\n    return (rng.integers(0, 99, (2, 7)),)\n"
+    (folder / "theirs.py").write_text(code + build.format("source"))
+    (folder / "my_model.py").write_text(code + build.format("Encoder(nnx.Rngs(0))") + inputs)
+    save = [sys.executable, "-c", "import theirs; theirs.build().save_pretrained('bert')"]
+    subprocess.run(save, check=True, cwd=folder, capture_output=True)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("example", examples("console"))
+def test_console_examples_run_alone(example: Example, files: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(files, tmp_path / "here")
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     for line in filter(None, example.code.splitlines()):
         command = line.removeprefix("$ ").split()
         done = subprocess.run(
-            command, check=False, cwd=tmp_path, capture_output=True, text=True, env=environment
+            command, check=False, cwd=folder, capture_output=True, text=True, env=environment
         )
-        assert done.returncode == 0, (line, done.stderr)
+        assert done.returncode == 0, (line, done.stdout, done.stderr)
+
+
+def test_commands_are_examples() -> None:
+    """What no test runs takes minutes, or the network."""
+    others = [
+        line
+        for page, text in TEXTS.items()
+        if page != "reference/commands.md"  # made from the program
+        for language, block in re.findall(r"^```(.*)\n((?s:.*?))^```$", text, re.MULTILINE)
+        for line in block.splitlines()
+        if re.match(r"(\$ )?jaxmha ", line) and language != "console"
+        if not re.search("jaxmha bench|hf://", line)
+    ]
+    assert others == []
 
 
 def test_every_public_name_is_in_the_reference() -> None:
