@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 import jax
 
+from jaxmha import notebook
 from jaxmha.arrays import Array
 from jaxmha.attention import dot_product_attention
 from jaxmha.implementations import SupportQuery, platforms
@@ -53,6 +54,10 @@ class Explanation:
         width = max(len(name) for name in ("implementation", *dict(self.reasons)))
         lines = [f"{'implementation':<{width}}  on {self.platform}"]
         return "\n".join([*lines, *(f"{name:<{width}}  {what}" for name, what in self.rows())])
+
+    def _repr_html_(self) -> str:
+        columns = ("implementation", f"on {self.platform}")
+        return notebook.table(f"chosen: {self.chosen or 'none'}", columns, self.rows())
 
 
 def explain(

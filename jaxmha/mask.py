@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Integer
 
-from jaxmha import mask_repr
+from jaxmha import mask_repr, notebook
 from jaxmha.arrays import Array, reject_foreign, require_arrays
 from jaxmha.integers import comparable, library, narrow, near, require_integers, require_sizes
 
@@ -243,6 +243,9 @@ class Mask:
 
     def __str__(self) -> str:
         return mask_repr.picture(self)
+
+    def _repr_html_(self) -> str:
+        return notebook.of_mask(self)
 
     @property
     def empty(self) -> bool:

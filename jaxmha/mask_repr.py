@@ -2,7 +2,7 @@
 
 from dataclasses import fields, replace
 from types import ModuleType
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import jax
 import numpy as np
@@ -54,21 +54,47 @@ def picture(mask: Conditions, T: int | None = None, S: int | None = None) -> str
     ■ ■ · ·
     ■ ■ ■ ·
     """
-    title = describe(mask)
+    shown = corner(mask, T, S)
+    if shown is None:
+        return describe(mask)  # a traced mask has no values yet
+    panels = []
+    for name, allowed in shown.panels:
+        rows = [_row(row, shown.S) for row in allowed]
+        more = _more(shown.T, "rows")
+        panels.append("\n".join([*([f"{name}:"] if name else []), *rows, *more]))
+    return "\n".join([describe(mask), *panels, *([shown.left_out] if shown.left_out else [])])
+
+
+class Corner(NamedTuple):
+    """The positions of a mask that a picture shows.
+
+    Attributes:
+      T, S: all positions.
+      panels: a name, "" for the only panel, and the Boolean array of each pair of a batch row and a
+        head; at most `PANELS`.
+      left_out: the number of the others in words; "" if there are none.
+    """
+
+    T: int
+    S: int
+    panels: list[tuple[str, np.ndarray[Any, np.dtype[np.bool_]]]]
+    left_out: str
+
+
+def corner(mask: Conditions, T: int | None = None, S: int | None = None) -> Corner | None:
+    """The first positions of a mask; None if it is traced."""
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(mask)):
-        return title  # a traced mask has no values yet
+        return None
     T = _length(mask, "query", -2) if T is None else T
     S = _length(mask, "key_value", -1) if S is None else S
-    corner = np.asarray(_corner(mask).to_array(min(T, LARGEST), min(S, LARGEST), np))
-    B, N = corner.shape[:2]
+    allowed = np.asarray(_corner(mask).to_array(min(T, LARGEST), min(S, LARGEST), np))
+    B, N = allowed.shape[:2]
     panels = []
     for b, n in list(np.ndindex(B, N))[:PANELS]:
         name = ", ".join(f"{a} {i}" for a, i, size in (("B", b, B), ("N", n, N)) if size > 1)
-        rows = [_row(row, S) for row in corner[b, n]]
-        panels.append("\n".join([*([f"{name}:"] if name else []), *rows, *_more(T, "rows")]))
-    if B * N > PANELS:
-        panels.append(f"... {B * N - PANELS} more of (B, N) = ({B}, {N})")
-    return "\n".join([title, *panels])
+        panels.append((name, allowed[b, n]))
+    left = B * N - PANELS
+    return Corner(T, S, panels, f"... {left} more of (B, N) = ({B}, {N})" if left > 0 else "")
 
 
 def _corner(mask: M) -> M:

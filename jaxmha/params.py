@@ -1,7 +1,11 @@
 """The parameters of one attention layer: a plain pytree of arrays."""
 
+import math
 from typing import NamedTuple
 
+import numpy as np
+
+from jaxmha import notebook
 from jaxmha.arrays import Array
 from jaxmha.dims import bind
 
@@ -56,6 +60,16 @@ class MHAParams(NamedTuple):
     sinks: Array | None = None
     gate: Projection | None = None
 
+    def _repr_html_(self) -> str:
+        rows = [
+            (name, CANONICAL[name], tuple(np.shape(array)), getattr(array, "dtype", ""))
+            for name, array in leaves(self).items()
+        ]
+        count = sum(math.prod(shape) for _, _, shape, _ in rows)
+        return notebook.table(f"MHAParams: {count:,} parameters", _COLUMNS, rows)
+
+
+_COLUMNS = ("leaf", "axes", "shape", "dtype")
 
 # Leaf of MHAParams -> its axes, in the order of the pytree: the reference for checks, converters
 # and messages. An array in `FORMS` has one leaf name for each of its two shapes.

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from jaxmha import notebook
 from jaxmha.checkpoint import toml_text
 from jaxmha.checkpoint.errors import printable
 
@@ -69,6 +70,18 @@ class Plan:
     ignored: tuple[str, ...] = ()
     source: str = ""
     notes: tuple[str, ...] = ()
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (one.target, ", ".join(one.sources) or one.fill, one.arrow, one.confidence, one.reason)
+            for one in self.lines
+        ]
+        asked = [
+            (one.target, ", ".join(one.candidates), "", "?", one.reason) for one in self.questions
+        ]
+        caption = f"{len(rows)} arrays filled, {len(asked)} questions, {len(self.unused)} unused"
+        columns = ("target", "sources", "arrow", "confidence", "reason")
+        return notebook.table(caption, columns, [*asked, *rows])
 
     def to_toml(self) -> str:
         """The plan as text that people can edit; `Plan.from_toml` reads it."""

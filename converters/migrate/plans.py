@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from jaxmha import notebook
 from jaxmha.converters import keras
 from jaxmha.converters.discovery import (
     behaviours,
@@ -87,6 +88,14 @@ class Plan:
     fold_scale: bool = False
     fill_bias: str | None = None
     notes: tuple[str, ...] = field(default=(), compare=False)
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (one.source or "(top)", one.kind, one.target or "(top)", one.num_heads or "", one.why)
+            for one in self.steps
+        ]
+        caption = f"{len(rows)} layers of {self.source or 'a source'} to {self.to}"
+        return notebook.table(caption, ("source", "kind", "target", "heads", "reason"), rows)
 
 
 def make(

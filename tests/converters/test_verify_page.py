@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 from html import escape
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from jaxmha import checkpoint
 from jaxmha.cli.app import app
 from jaxmha.converters.layout.arrays import NDArray
 from jaxmha.converters.verify import comparison, page, page_facts
+from tests.html_tags import parsed
 from tests.masks.draws import numbers
 
 CHROMIUM = next(
@@ -58,40 +58,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, tuple[Path, Pat
     done = CliRunner().invoke(app, ["verify", str(a), str(b), *options])
     assert done.exit_code == 1, done.output
     return (folder / "page.html").read_text(), (a, b)
-
-
-class Tags(HTMLParser):
-    """Tags that are open, and all attributes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.names: set[str] = set()
-        self.attributes: list[tuple[str, str | None]] = []
-        self.text = ""
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.names.add(tag)
-        self.attributes += attrs
-        if tag not in ("meta", "br"):
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.names.add(tag)
-        self.attributes += attrs
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
-
-
-def parsed(html: str) -> Tags:
-    tags = Tags()
-    tags.feed(html)
-    assert tags.open == []
-    return tags
 
 
 def test_names_are_text(made: tuple[str, tuple[Path, Path]]) -> None:
