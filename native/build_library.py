@@ -31,7 +31,8 @@ ISAS = {
     "avx512": ["-mavx512f", "-mavx512dq", "-mavx512bw", "-mavx512vl", "-mavx2", "-mfma", "-mf16c",
                "-Wno-maybe-uninitialized", "-Wno-uninitialized"],  # GCC 12, of its own headers
 }  # fmt: skip
-KERNELS = ["conditions", "keys", "scores", "forward", "few_rows", "cache_step"]
+KERNELS = ["conditions", "keys", "scores", "forward", "few_rows"]
+KERNELS += ["cache_item", "cache_few", "cache_many", "cache_step"]
 KERNELS += ["gradient", "backward", "bias_gradient", "matmul"]
 GENERIC = ["handlers", "library", "operands", "parallel", "scratch", "write_cache"]
 LINK = ["-shared", "-static-libstdc++", "-static-libgcc", "-Wl,--exclude-libs,ALL", "-pthread"]
