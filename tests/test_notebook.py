@@ -11,8 +11,7 @@ import pytest
 
 import jaxmha
 from jaxmha import Mask, notebook
-from jaxmha.converters.matching.plan import Line, Question
-from jaxmha.converters.matching.plan import Plan as MatchPlan
+from jaxmha.converters.matching.plan import Line, MatchPlan, Question
 from jaxmha.converters.migrate import Plan, Step
 from tests.html_tags import parsed
 

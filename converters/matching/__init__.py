@@ -9,7 +9,8 @@ target, `prove` compares the result with the source.
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from jaxmha.converters.matching.plan import Line, Packing, Plan, Question
+from jaxmha.converters.matching.plan import Line, Packing, Question
+from jaxmha.converters.matching.plan import MatchPlan as Plan
 from jaxmha.converters.matching.proof import Proof
 
 if TYPE_CHECKING:

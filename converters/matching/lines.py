@@ -9,7 +9,7 @@ from jaxmha.converters.matching import plan as plans
 from jaxmha.converters.matching import roles
 from jaxmha.converters.matching.arrows import Arrow, Fit, fit, guesses
 from jaxmha.converters.matching.decide import Decision, decide
-from jaxmha.converters.matching.plan import Line, Packing, Plan, Question
+from jaxmha.converters.matching.plan import Line, MatchPlan, Packing, Question
 from jaxmha.converters.matching.templates import (
     MAIN,
     Layer,
@@ -24,7 +24,7 @@ _MOST = 64  # most repetitions to unroll into separate templates
 _LETTERS = "ijkl"
 
 
-def plan(source: Tree, target: Tree, packing: Packing = "ask") -> Plan:
+def plan(source: Tree, target: Tree, packing: Packing = "ask") -> MatchPlan:
     """Makes the plan that fills the target tree from the source tree; `packing` as in `match`."""
     if packing not in ("ask", "concatenated"):
         raise ValueError(f"packing must be ask or concatenated, got {packing!r}")
@@ -46,7 +46,7 @@ def plan(source: Tree, target: Tree, packing: Packing = "ask") -> Plan:
     used = _used(lines, source)
     unused = [a for a in source.arrays.values() if a.name not in used]
     ignored = [a.name for a in unused if is_buffer(a)]
-    return Plan(
+    return MatchPlan(
         tuple(lines),
         tuple(_merged(questions)),
         tuple(a.name for a in unused if a.name not in ignored),

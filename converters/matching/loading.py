@@ -12,7 +12,7 @@ from einops import rearrange
 from jaxmha.checkpoint import Lazy, TensorInfo, hub
 from jaxmha.converters.layout.arrays import NDArray, to_torch
 from jaxmha.converters.matching import lines, trees
-from jaxmha.converters.matching.plan import Line, Packing, Plan
+from jaxmha.converters.matching.plan import Line, MatchPlan, Packing
 from jaxmha.converters.matching.templates import is_buffer
 from jaxmha.converters.matching.trees import Array, Tree
 from jaxmha.dims import bind, parse
@@ -25,7 +25,7 @@ POLICIES = ("refuse", "keep")
 def prepared(
     model: Any,
     source: Any,
-    plan: Plan | None,
+    plan: MatchPlan | None,
     *,
     dtype: str | None = None,
     unused: str = "refuse",
@@ -72,7 +72,7 @@ def prepared(
         mine.close()
 
 
-def _pinned(source: Any, plan: Plan | None) -> Any:
+def _pinned(source: Any, plan: MatchPlan | None) -> Any:
     """The plan's address with its commit, if the source is the same model without a revision.
 
     Any other source is returned unchanged.
@@ -86,7 +86,7 @@ def _pinned(source: Any, plan: Plan | None) -> Any:
     return source
 
 
-def refuse_questions(plan: Plan) -> None:
+def refuse_questions(plan: MatchPlan) -> None:
     if plan.questions:
         first = plan.questions[0]
         more = f" (and {len(plan.questions) - 1} more)" * (len(plan.questions) > 1)
@@ -96,7 +96,9 @@ def refuse_questions(plan: Plan) -> None:
         )
 
 
-def jobs(plan: Plan, source: Tree, target: Tree) -> Iterator[tuple[str, tuple[Line, list[str]]]]:
+def jobs(
+    plan: MatchPlan, source: Tree, target: Tree
+) -> Iterator[tuple[str, tuple[Line, list[str]]]]:
     """Yields each target name with its line, and its source names in the order of stacking."""
     for line in plan.lines:
         targets = lines.expand(line.target, target.arrays)
@@ -145,7 +147,7 @@ def _ranks(found: Mapping[str, Mapping[str, int]]) -> dict[str, dict[str, int]]:
 
 
 def _refuse_rest(
-    plan: Plan, source: Tree, target: Tree, jobs: Mapping[str, Any], unused: str, missing: str
+    plan: MatchPlan, source: Tree, target: Tree, jobs: Mapping[str, Any], unused: str, missing: str
 ) -> None:
     """Raises ValueError if an array of the source or the target is in no line."""
     used = {name for _, names in jobs.values() for name in names}

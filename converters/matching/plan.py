@@ -52,7 +52,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Plan:
+class MatchPlan:
     """How the arrays of a source fill a target.
 
     Attributes:
@@ -100,7 +100,7 @@ class Plan:
     def to_python(self) -> str:
         """The lines of the plan as Python code that defines `PLAN`, for a program that loads.
 
-        >>> print(Plan((Line("a/kernel", ("a.weight",), "o i -> i o"),)).to_python())
+        >>> print(MatchPlan((Line("a/kernel", ("a.weight",), "o i -> i o"),)).to_python())
         from jaxmha.converters.matching import Line, Plan
         <BLANKLINE>
         PLAN = Plan(
@@ -115,13 +115,13 @@ class Plan:
         return "\n".join([head, "", "PLAN = Plan(", "    (", *rows, *close])
 
     @staticmethod
-    def from_toml(text: str) -> "Plan":
+    def from_toml(text: str) -> "MatchPlan":
         """Parses a plan; `checkpoint.toml_text.read` reads its text from a file.
 
         Raises ValueError if a key or type does not belong to a plan.
 
-        >>> plan = Plan((Line("a/kernel", ("a.weight",), "o i -> i o"),))
-        >>> Plan.from_toml(plan.to_toml()) == plan
+        >>> plan = MatchPlan((Line("a/kernel", ("a.weight",), "o i -> i o"),))
+        >>> MatchPlan.from_toml(plan.to_toml()) == plan
         True
         """
         content = toml_text.loads(text, ("[[array]]",))
@@ -134,9 +134,9 @@ class Plan:
         if not isinstance(tables, list):
             raise ValueError("arrays are written as [[array]]")  # noqa: TRY004
         found = (_line(n, table) for n, table in enumerate(tables, 1))
-        return Plan(tuple(found), source=source)
+        return MatchPlan(tuple(found), source=source)
 
-    def with_lines(self, *lines: Line) -> "Plan":
+    def with_lines(self, *lines: Line) -> "MatchPlan":
         """Replaces questions and lines for the same targets by these lines; returns a new plan."""
         given = {line.target for line in lines}
         used = {name for line in lines for name in line.sources}

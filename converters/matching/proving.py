@@ -10,7 +10,7 @@ from numpy.typing import NDArray as Array
 
 from jaxmha.converters.layout.arrays import NDArray
 from jaxmha.converters.matching import lines, loading, running, trees
-from jaxmha.converters.matching.plan import Line, Packing, Plan
+from jaxmha.converters.matching.plan import Line, MatchPlan, Packing
 from jaxmha.converters.matching.proof import Departure, Proof
 from jaxmha.converters.matching.templates import is_buffer
 from jaxmha.converters.matching.trees import Tree
@@ -23,7 +23,12 @@ Draw = Callable[[np.random.Generator], Any]
 
 
 def prove(
-    source: Any, model: Any, plan: Plan | None, inputs: Draw | None, packing: Packing, seed: int
+    source: Any,
+    model: Any,
+    plan: MatchPlan | None,
+    inputs: Draw | None,
+    packing: Packing,
+    seed: int,
 ) -> Proof:
     """`jaxmha.converters.matching.prove`, which has no defaults here."""
     mine, theirs = trees.read(source), trees.read(model)

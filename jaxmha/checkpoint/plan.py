@@ -81,7 +81,7 @@ class Contents:
 
 
 @dataclass(frozen=True)
-class Plan:
+class WriteJob:
     """Tensors to write to `path`; `info` has their shapes and dtypes before any data is loaded."""
 
     path: Path

@@ -21,7 +21,7 @@ from jaxmha.checkpoint.casting import Loss
 from jaxmha.checkpoint.errors import CheckpointError, DestinationExists, UnsupportedFormat, shown
 from jaxmha.checkpoint.formats import table
 from jaxmha.checkpoint.limits import UNLIMITED, Limits
-from jaxmha.checkpoint.plan import Plan
+from jaxmha.checkpoint.plan import WriteJob
 from jaxmha.checkpoint.settling import settle
 from jaxmha.checkpoint.source import Source
 
@@ -30,7 +30,7 @@ WriteFile = Callable[..., None]
 
 
 def write(
-    plan: Plan,
+    plan: WriteJob,
     write_file: WriteFile,
     shard_size: int,
     force: bool,
@@ -109,7 +109,7 @@ def _put(
 
 
 def _shards(
-    plan: Plan, target: Path, ending: str, parts: list[list[str]], resume: str | None
+    plan: WriteJob, target: Path, ending: str, parts: list[list[str]], resume: str | None
 ) -> list[Path]:
     """The paths of the shards.
 
@@ -131,7 +131,7 @@ def _shards(
     return made
 
 
-def _split(plan: Plan, shard_size: int) -> list[list[str]]:
+def _split(plan: WriteJob, shard_size: int) -> list[list[str]]:
     """The names of the tensors of each shard, in order; a tensor above `shard_size` has its own."""
     parts: list[list[str]] = [[]]
     size = 0
@@ -156,7 +156,7 @@ def _replaced(target: Path, ending: str) -> list[Path]:
     return []
 
 
-def _tag(plan: Plan, parts: list[list[str]], resume: str | None) -> str:
+def _tag(plan: WriteJob, parts: list[list[str]], resume: str | None) -> str:
     """The tag in the names of the shards: random, or with `resume` a hash of the data to write."""
     if resume is None:
         return secrets.token_hex(_TAG // 2)
@@ -165,7 +165,7 @@ def _tag(plan: Plan, parts: list[list[str]], resume: str | None) -> str:
     return hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:_TAG]
 
 
-def _check_index(plan: Plan, names: Mapping[Path, list[str]]) -> None:
+def _check_index(plan: WriteJob, names: Mapping[Path, list[str]]) -> None:
     """Raises UnsupportedFormat if the index would be larger than readers allow."""
     size, most = len(_index(plan, names)), Limits().index_bytes
     if size > most:
@@ -173,7 +173,7 @@ def _check_index(plan: Plan, names: Mapping[Path, list[str]]) -> None:
         raise UnsupportedFormat(plan.path, problem, "shorten the names of the tensors")
 
 
-def _index(plan: Plan, names: Mapping[Path, list[str]]) -> bytes:
+def _index(plan: WriteJob, names: Mapping[Path, list[str]]) -> bytes:
     total = sum(info.nbytes for info in plan.info.values())
     index = {
         "metadata": {**plan.metadata, shards_read.TOTAL: total},
@@ -248,7 +248,7 @@ def _refuse_others(target: Path, ending: str, own: Path, known: set[Path]) -> No
 
 
 def _noted(
-    plan: Plan, names: Mapping[Path, list[str]], mine: Iterable[Path]
+    plan: WriteJob, names: Mapping[Path, list[str]], mine: Iterable[Path]
 ) -> dict[str, list[Any]]:
     """The digest and loss of every tensor of the shards `mine` that was cast, by name."""
     held = [name for shard in mine for name in names[shard] if name in plan.losses]
@@ -310,7 +310,7 @@ def _tag_of(shard: Path) -> str:
 
 
 def _is_complete(
-    piece: Plan, shard: Path, format: table.Format, known: Mapping[str, tuple[str, Loss]]
+    piece: WriteJob, shard: Path, format: table.Format, known: Mapping[str, tuple[str, Loss]]
 ) -> bool:
     """True if a shard of an interrupted write is valid; copies digests and losses to `piece`."""
     if not shard.exists():
@@ -342,7 +342,7 @@ def _is_complete(
     return False
 
 
-def _compare(plan: Plan, index: Path) -> None:
+def _compare(plan: WriteJob, index: Path) -> None:
     with atomic.reading_back(plan.path, index):
         source = Source(index, known_as=plan.path)
         try:

@@ -22,7 +22,7 @@ from jaxmha.checkpoint.errors import (
 from jaxmha.checkpoint.folder import Folder
 from jaxmha.checkpoint.formats import orbax, orbax_parts, table
 from jaxmha.checkpoint.limits import UNLIMITED, Budget, is_text
-from jaxmha.checkpoint.plan import Plan, Progress
+from jaxmha.checkpoint.plan import Progress, WriteJob
 from jaxmha.checkpoint.source import Source
 from jaxmha.checkpoint.tensor import TensorInfo
 
@@ -115,7 +115,7 @@ def write(
 
 
 def _write(
-    plan: Plan,
+    plan: WriteJob,
     format: table.Format,
     force: bool,
     sources: Sequence[Path],
@@ -142,11 +142,11 @@ def _plan(
     overflow: str,
     digest: str | None,
     progress: Progress | None,
-) -> Plan:
+) -> WriteJob:
     algorithm = digest if digest is not None and digest != "fast" else digests.usual()
     digests.hasher(algorithm, target)  # raise before anything is written
     info, declared, load = _tensors(target, tensors, dtype)
-    return Plan(
+    return WriteJob(
         target,
         info,
         declared,
@@ -178,7 +178,7 @@ def _check_choices(
 
 
 def _write_file(
-    plan: Plan,
+    plan: WriteJob,
     format: table.Format,
     force: bool,
     sources: Sequence[Path] = (),
@@ -201,7 +201,7 @@ def _write_file(
     plan.notes.extend(left)
 
 
-def _write_folder(plan: Plan, force: bool, sources: Sequence[Path]) -> None:
+def _write_folder(plan: WriteJob, force: bool, sources: Sequence[Path]) -> None:
     with atomic.typed(plan.path):
         old = atomic.check_target(plan.path, force, sources, folder=True)
         target = Path(os.path.realpath(plan.path))
@@ -231,7 +231,7 @@ def _refuse_other_files(path: Path) -> None:
     raise DestinationExists(path, problem, "remove or rename it, or choose another name")
 
 
-def compare(plan: Plan, written: reader.Checkpoint) -> None:
+def compare(plan: WriteJob, written: reader.Checkpoint) -> None:
     """Raises WriteFailed unless a written file has the tensors, texts and digests of the plan."""
     same = dict(written.info) == dict(plan.info) and (
         dict(written.metadata) == plan.metadata and dict(written.names) == plan.names

@@ -6,7 +6,7 @@ import numpy as np
 
 from jaxmha.checkpoint.errors import MalformedFile
 from jaxmha.checkpoint.limits import Budget, Limits
-from jaxmha.checkpoint.plan import Contents, Plan
+from jaxmha.checkpoint.plan import Contents, WriteJob
 from jaxmha.checkpoint.source import Source
 from jaxmha.checkpoint.tensor import from_bytes
 
@@ -34,11 +34,11 @@ def read(source: Source, limits: Limits) -> Contents:
     return Contents(budget.info, load, digests=digests)
 
 
-def check(plan: Plan) -> None:
+def check(plan: WriteJob) -> None:
     """Raises for tensors beyond the format: there are none."""
 
 
-def write(file: BinaryIO, plan: Plan) -> None:
+def write(file: BinaryIO, plan: WriteJob) -> None:
     """Writes the data, and then the lines with the digests, which are known by then."""
     file.write(MAGIC)
     for name in plan.info:

@@ -42,7 +42,7 @@ from jaxmha.checkpoint.formats.hdf5.heap import Texts
 from jaxmha.checkpoint.formats.hdf5.links import links
 from jaxmha.checkpoint.formats.hdf5.type import dataspace, datatype, no_dtype
 from jaxmha.checkpoint.limits import Budget, Limits, check_name
-from jaxmha.checkpoint.plan import Contents, Plan
+from jaxmha.checkpoint.plan import Contents, WriteJob
 from jaxmha.checkpoint.source import Source
 from jaxmha.checkpoint.tensor import BFLOAT16, NUMPY
 
@@ -82,7 +82,7 @@ def read(source: Source, limits: Limits) -> Contents:
     )
 
 
-def check(plan: Plan) -> None:
+def check(plan: WriteJob) -> None:
     """Raises if the format cannot hold a name or dtype, or variables are not numbered from 0.
 
     Raises:
@@ -117,7 +117,7 @@ def check(plan: Plan) -> None:
             raise IncompleteCheckpoint(plan.path, problem, rename, group)
 
 
-def _check_parts(plan: Plan, name: str) -> None:
+def _check_parts(plan: WriteJob, name: str) -> None:
     parts, limits = name.split("/"), Limits()
     if "" in parts:
         raise PathEscape(plan.path, "an empty group name", "rename the tensor", name)
@@ -139,7 +139,7 @@ def _misnumbered(children: Iterable[str]) -> list[int]:
     return [] if positions == list(range(len(positions))) else positions
 
 
-def write(file: BinaryIO, plan: Plan) -> None:
+def write(file: BinaryIO, plan: WriteJob) -> None:
     """Writes each tensor as a dataset, and layer names as attributes of the `vars` groups."""
     h5py = _h5py(plan.path)
     file.truncate(0)  # HDF5 would parse the reserved space as an existing file

@@ -20,7 +20,7 @@ from jaxmha.checkpoint.errors import (
 from jaxmha.checkpoint.formats import texts
 from jaxmha.checkpoint.formats import zip as zip_directory
 from jaxmha.checkpoint.limits import Budget, Limits
-from jaxmha.checkpoint.plan import Contents, Plan
+from jaxmha.checkpoint.plan import Contents, WriteJob
 from jaxmha.checkpoint.source import Source
 from jaxmha.checkpoint.tensor import NUMPY, from_bytes, over
 
@@ -90,7 +90,7 @@ def read(source: Source, limits: Limits) -> Contents:
     return Contents(budget.info, load, metadata=metadata, digests=kept, view=view)
 
 
-def check(plan: Plan) -> None:
+def check(plan: WriteJob) -> None:
     """Raises if the format cannot hold a dtype or a name.
 
     Raises:
@@ -110,7 +110,7 @@ def check(plan: Plan) -> None:
             raise PathEscape(plan.path, problem, "rename the tensor, or write .safetensors", name)
 
 
-def write(file: BinaryIO, plan: Plan) -> None:
+def write(file: BinaryIO, plan: WriteJob) -> None:
     """Writes uncompressed members with a fixed date, so that equal tensors give equal files."""
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
         for name, info in plan.info.items():

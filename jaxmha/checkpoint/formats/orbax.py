@@ -41,7 +41,7 @@ from jaxmha.checkpoint.formats.orbax_arrays import (
     tensorstore_for,
 )
 from jaxmha.checkpoint.limits import Budget, Limits, check_name
-from jaxmha.checkpoint.plan import Contents, Plan
+from jaxmha.checkpoint.plan import Contents, WriteJob
 
 SUFFIX = ".orbax"
 TREE, MARK, MANIFEST = "_METADATA", "commit_success.txt", ocdbt.MANIFEST
@@ -91,7 +91,7 @@ def read(folder: Folder, limits: Limits) -> Contents:
     )
 
 
-def write(path: Path, plan: Plan) -> None:
+def write(path: Path, plan: WriteJob) -> None:
     """Writes a checkpoint into the empty folder `path`; holds one tensor and some chunks in memory.
 
     Raises:
@@ -181,11 +181,11 @@ def _gathered(blocks: Iterator[np.ndarray], size: int) -> Iterator[np.ndarray]:
         yield piece[:used]
 
 
-def _names(plan: Plan) -> dict[str, tuple[str, ...]]:
+def _names(plan: WriteJob) -> dict[str, tuple[str, ...]]:
     return {name: tuple(name.split("/")) for name in plan.info}
 
 
-def check(plan: Plan) -> None:
+def check(plan: WriteJob) -> None:
     """Raises unless names form a tree with distinct storage keys, and orbax has the dtypes.
 
     Raises:

@@ -22,7 +22,7 @@ from jaxmha.checkpoint.errors import (
     UnsupportedFormat,
 )
 from jaxmha.checkpoint.limits import Budget, Limits
-from jaxmha.checkpoint.plan import Contents, Plan
+from jaxmha.checkpoint.plan import Contents, WriteJob
 from jaxmha.checkpoint.source import Source
 from jaxmha.checkpoint.tensor import from_bytes, over
 
@@ -165,7 +165,7 @@ def _offsets(source: Source, start: int, header: dict[str, Any], budget: Budget)
     return offsets
 
 
-def check(plan: Plan) -> None:
+def check(plan: WriteJob) -> None:
     """Raises if the format cannot hold a name, a dtype, or a header of this length.
 
     Raises:
@@ -184,7 +184,7 @@ def check(plan: Plan) -> None:
         raise UnsupportedFormat(plan.path, problem, "write shards: NAME.safetensors.index.json")
 
 
-def write(file: BinaryIO, plan: Plan) -> None:
+def write(file: BinaryIO, plan: WriteJob) -> None:
     """Writes the same bytes as the safetensors library for the same tensors and metadata."""
     rank = {dtype: i for i, dtype in enumerate(CODES)}
     names = sorted(plan.info, key=lambda name: (-rank[plan.info[name].dtype], name))
@@ -196,7 +196,7 @@ def write(file: BinaryIO, plan: Plan) -> None:
         file.write(_header(plan, names))  # the header again, with digests and the same length
 
 
-def _header(plan: Plan, names: list[str]) -> bytes:
+def _header(plan: WriteJob, names: list[str]) -> bytes:
     metadata = dict(plan.metadata)
     if plan.keep_digests:
         whole = plan.digests.keys() >= plan.info.keys()

@@ -20,7 +20,7 @@ from jaxmha.checkpoint.formats import gguf, keras_archive, keras_h5, npz, orbax,
 from jaxmha.checkpoint.formats import zip as zip_directory
 from jaxmha.checkpoint.formats.torch import zip as torch_zip
 from jaxmha.checkpoint.limits import Budget, Limits
-from jaxmha.checkpoint.plan import Contents, Plan
+from jaxmha.checkpoint.plan import Contents, WriteJob
 from jaxmha.checkpoint.source import Source
 
 
@@ -31,9 +31,9 @@ class Format:
     name: str
     suffixes: tuple[str, ...]
     read: Callable[[Any, Limits], Contents]
-    write: Callable[[BinaryIO, Plan], None] | None
+    write: Callable[[BinaryIO, WriteJob], None] | None
     check: Callable[
-        [Plan], None
+        [WriteJob], None
     ]  # raises before anything is written if the format cannot hold a plan
     holds_metadata: bool = False
     holds_names: bool = False
@@ -41,7 +41,7 @@ class Format:
     folder: bool = False
 
 
-def _check_shards(plan: Plan) -> None:
+def _check_shards(plan: WriteJob) -> None:
     """Raises if the format of the shards cannot hold the tensors or the metadata of a plan."""
     ending = shards_read.suffix(plan.path)
     if plan.metadata and not BY_SUFFIX[ending].holds_metadata:
@@ -53,7 +53,7 @@ def _check_shards(plan: Plan) -> None:
     BY_SUFFIX[ending].check(plan)
 
 
-def _check_nothing(plan: Plan) -> None:
+def _check_nothing(plan: WriteJob) -> None:
     pass
 
 

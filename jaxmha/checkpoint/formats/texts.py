@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from jaxmha.checkpoint import json_text
 from jaxmha.checkpoint.errors import IntegrityError, UnsupportedFormat
 from jaxmha.checkpoint.limits import Budget
-from jaxmha.checkpoint.plan import Plan
+from jaxmha.checkpoint.plan import WriteJob
 
 MOST = 60_000  # bytes of the field; all extra fields of a member have at most 65,535
 _MOST_TEXT = 1 << 22
@@ -19,7 +19,7 @@ def packed(metadata: Mapping[str, str]) -> bytes:
     return zlib.compress(json.dumps(dict(metadata)).encode(), 9) if metadata else b""
 
 
-def check(plan: Plan) -> None:
+def check(plan: WriteJob) -> None:
     """Raises UnsupportedFormat if the metadata does not fit."""
     if not plan.metadata:
         return

@@ -30,7 +30,7 @@ from jaxmha.checkpoint.errors import (
 )
 from jaxmha.checkpoint.formats import texts
 from jaxmha.checkpoint.limits import Budget
-from jaxmha.checkpoint.plan import Plan
+from jaxmha.checkpoint.plan import WriteJob
 from jaxmha.checkpoint.source import Source
 
 STORED, DEFLATED = 0, 8
@@ -179,7 +179,7 @@ def check_crc(source: Source, member: Member, crc: int) -> None:
 
 @contextlib.contextmanager
 def writing(
-    archive: zipfile.ZipFile, member: zipfile.ZipInfo, plan: Plan, name: str
+    archive: zipfile.ZipFile, member: zipfile.ZipInfo, plan: WriteJob, name: str
 ) -> Iterator[IO[bytes]]:
     """Opens a new member for the tensor `name`.
 
@@ -193,12 +193,12 @@ def writing(
         member.extra = _fields(plan, name, plan.digests[name]) + rest
 
 
-def field_bytes(plan: Plan, name: str) -> int:
+def field_bytes(plan: WriteJob, name: str) -> int:
     """The bytes that digest and metadata add to each header of the member of a tensor."""
     return len(_fields(plan, name, digests.blank(plan.algorithm)))
 
 
-def _fields(plan: Plan, name: str, digest: str) -> bytes:
+def _fields(plan: WriteJob, name: str, digest: str) -> bytes:
     made = b""
     if plan.keep_digests:
         made += struct.pack("<HH", _DIGEST, len(digest)) + digest.encode()

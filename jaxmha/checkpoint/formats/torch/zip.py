@@ -26,7 +26,7 @@ from jaxmha.checkpoint.formats import texts
 from jaxmha.checkpoint.formats import zip as zip_directory
 from jaxmha.checkpoint.formats.torch import pickle, records
 from jaxmha.checkpoint.limits import Budget, Limits
-from jaxmha.checkpoint.plan import Contents, Plan
+from jaxmha.checkpoint.plan import Contents, WriteJob
 from jaxmha.checkpoint.source import Source
 from jaxmha.checkpoint.tensor import TensorInfo, from_bytes, over
 
@@ -126,7 +126,7 @@ def _views(
     return views
 
 
-def check(plan: Plan) -> None:
+def check(plan: WriteJob) -> None:
     """Raises if the reader would refuse a dtype, or the number of tensors.
 
     Raises:
@@ -143,7 +143,7 @@ def check(plan: Plan) -> None:
         raise UnsupportedFormat(plan.path, problem, "write .safetensors") from e
 
 
-def write(file: BinaryIO, plan: Plan) -> None:
+def write(file: BinaryIO, plan: WriteJob) -> None:
     """Writes an OrderedDict of tensors, each with a storage of its own."""
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
         _put(file, archive, PROGRAM, _program(plan))
@@ -283,7 +283,7 @@ def _member(file: BinaryIO, name: str, size: int, extra: int = 0) -> zipfile.Zip
     return member
 
 
-def _program(plan: Plan) -> bytes:
+def _program(plan: WriteJob) -> bytes:
     """The pickle program of the state dict of a plan."""
     parts = [b"\x80\x02", _ordered_dict(), b"("]
     for key, (name, info) in enumerate(plan.info.items()):
