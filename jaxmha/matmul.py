@@ -59,7 +59,16 @@ def matmul(
         b.reshape(*lead, parts, terms, n),
         precision=precision,
     )
-    sums: list[jax.Array] = list(products)  # adding matrices is faster than reducing an axis
+    return add_pairwise(list(products))  # adding matrices is faster than reducing an axis
+
+
+def add_pairwise(sums: list[jax.Array]) -> jax.Array:
+    """The sum of the arrays; its error grows as the logarithm of their number.
+
+    >>> import jax.numpy as jnp
+    >>> float(add_pairwise([jnp.float32(n) for n in range(5)]))
+    10.0
+    """
     while len(sums) > 1:
         half, rest = len(sums) // 2, sums[len(sums) // 2 * 2 :]
         sums = [a + b for a, b in zip(sums[:half], sums[half:], strict=False)] + rest

@@ -276,6 +276,11 @@ HUGE: dict[str, tuple[int, dict[str, Any]]] = {
     "one feature": (1, {}),
     "one feature, mask function": (1, {"mask_mod": lambda b, n, i, j: j < 9}),
     "soft cap": (8, {"logits_soft_cap": 1e10}),
+    "scale": (8, {"scale": 0.3}),
+    "score function": (8, {"score_mod": lambda score, b, n, i, j: 1.3 * score}),
+    "score function, mask": (
+        8, {"score_mod": lambda score, b, n, i, j: 1.3 * score, "is_causal": True},
+    ),
 }
 
 

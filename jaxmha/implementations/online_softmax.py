@@ -15,6 +15,16 @@ from jaxtyping import Bool, Float
 LOWEST = {name: float(np.finfo(name).min) for name in ("float32", "float64")}
 
 
+def rounded(product: jax.Array) -> jax.Array:
+    """Logits that are a product, rounded before the row max is subtracted.
+
+    An FMA would round `a * b - row_max` in another way than the row max: huge logits would differ
+    from their own maximum by more than an exponential holds. A minimum, which changes infinity
+    alone, keeps compilers from fusing the two.
+    """
+    return jnp.minimum(product, -LOWEST[product.dtype.name])
+
+
 def cap_and_mask(
     logits: Float[jax.Array, "*b r s"],
     soft_cap: float | None,
@@ -25,8 +35,7 @@ def cap_and_mask(
     tanh = None
     if soft_cap is not None:
         tanh = jnp.tanh(logits / soft_cap)
-        # The minimum, else an FMA would round `soft_cap * tanh - row_max` and the row max in two ways.
-        logits = jnp.minimum(soft_cap * tanh, soft_cap)
+        logits = rounded(soft_cap * tanh)
     for x in masks_or_biases:
         if x is not None:
             # `where` is faster than adding: XLA would first materialise an additive mask.

@@ -16,7 +16,7 @@ from jaxmha import dropout
 from jaxmha.implementations import mods
 from jaxmha.implementations.base import Request, Result, accumulation_dtype, allowed_pairs
 from jaxmha.implementations.mods import Extent
-from jaxmha.implementations.online_softmax import cap_and_mask
+from jaxmha.implementations.online_softmax import cap_and_mask, rounded
 from jaxmha.mask import Mask
 from jaxmha.matmul import matmul, pairwise_sum
 from jaxmha.semantics import FullyMasked, Precision
@@ -113,9 +113,9 @@ def _modified(
     B, N, T, S = logits.shape
     extent = Extent((0, 0, 0, 0), (B, N, T, S), T, S)
     if allowed is None:
-        return mods.scores(mod, extent, logits, mod.floats)
+        return rounded(mods.scores(mod, extent, logits, mod.floats))
     found = mods.scores(mod, extent, jnp.where(allowed, logits, 0.0), mod.floats)
-    return jnp.where(allowed, found, -jnp.inf)
+    return jnp.where(allowed, rounded(found), -jnp.inf)
 
 
 def _softmax(

@@ -108,17 +108,13 @@ _BY_NAME = {format.name: format for format in FORMATS}
 BY_SUFFIX = {suffix: format for format in FORMATS for suffix in format.suffixes}
 SHARDED, ORBAX = _BY_NAME["sharded"], _BY_NAME["orbax"]
 
+_ITEMS = "_CHECKPOINT_METADATA"  # beside the items of an orbax checkpoint
 # Unsupported folders: a file that identifies each, its description, and the remedy.
 _DIRECTORIES: tuple[tuple[str, str, str], ...] = (
     (
         "saved_model.pb",
         "a TensorFlow SavedModel, which is not read here",
         "load the model with keras and call model.save_weights('new.weights.h5')",
-    ),
-    (
-        "_CHECKPOINT_METADATA",
-        "an orbax checkpoint of several items",
-        "name one of its folders, such as 'default'",
     ),
     (
         "checkpoint",
@@ -201,10 +197,22 @@ def is_folder(path: Path) -> bool:
     if os.path.lexists(path / orbax.MANIFEST):
         problem = "is an orbax checkpoint without its tree of names"
         raise IncompleteCheckpoint(path, problem, "copy the whole folder again", orbax.TREE)
+    if os.path.lexists(path / _ITEMS) and (items := _items(path, _DEFAULT)):
+        problem = f"is an orbax checkpoint of items: {', '.join(items[:_LISTED])}"
+        raise UnsupportedFormat(path, problem, f"name one of them, such as {path / items[0]}")
     for mark, what, remedy in _DIRECTORIES:
         if os.path.lexists(path / mark):
             raise UnsupportedFormat(path, f"is {what}", remedy)
     return False
+
+
+def _items(path: Path, limits: Limits) -> list[str]:
+    """The folders in a folder that orbax wrote, sorted: items of a step, such as `default`."""
+    try:
+        names = _names(path, limits)
+    except (OSError, BudgetExceeded):
+        return []
+    return [name for name in names[:_SEARCHED] if os.path.lexists(path / name / orbax.TREE)]
 
 
 def _names(path: Path, limits: Limits) -> list[str]:
@@ -266,7 +274,7 @@ def file_in(path: Path, limits: Limits = _DEFAULT) -> Path:
         )
         raise AmbiguousFile(path, f"holds several checkpoints ({shown})", "name one of them")
     folders = [name for name in names[:_SEARCHED] if os.path.isdir(path / name)]
-    inside = [name for name in folders if _holds_one(path / name, limits)]
+    inside = [one for name in folders for one in _holding(path, name, limits)]
     listed = ", ".join(inside[:_LISTED] or names[:_LISTED])
     holding = "its folders " + listed if inside else (f"only {listed}" if names else "nothing")
     raise IncompleteCheckpoint(
@@ -276,11 +284,15 @@ def file_in(path: Path, limits: Limits = _DEFAULT) -> Path:
     )
 
 
-def _holds_one(path: Path, limits: Limits) -> bool:
+def _holding(path: Path, name: str, limits: Limits) -> list[str]:
+    """The folder `name` if it holds a checkpoint, or its items, such as `100/default`."""
+    if items := _items(path / name, limits):
+        return [f"{name}/{item}" for item in items]
     try:
-        return any(by_suffix(path / name) is not None for name in _names(path, limits))
+        names = _names(path / name, limits)
     except (OSError, BudgetExceeded):
-        return False
+        return []
+    return [name] if any(by_suffix(path / name / one) is not None for one in names) else []
 
 
 def recognise(source: Source, limits: Limits) -> Format:

@@ -4,6 +4,7 @@ Axes: `*c` key/value heads of the tile, if several; `r` rows (query positions of
 a group); `s` keys; H and h features.
 """
 
+import math
 from functools import partial
 from typing import NamedTuple
 
@@ -14,12 +15,14 @@ from jaxtyping import Bool, Float
 
 from jaxmha.implementations import mods, online_softmax
 from jaxmha.implementations.mods import Extent, Floats, Mod
-from jaxmha.implementations.online_softmax import LOWEST, State, cap_and_mask
-from jaxmha.matmul import matmul, pairwise_sum, sum_of_rows
+from jaxmha.implementations.online_softmax import LOWEST, State, cap_and_mask, rounded
+from jaxmha.matmul import add_pairwise, matmul, pairwise_sum, sum_of_rows
 from jaxmha.semantics import Precision
 
 # Maximum number of scores in a tile whose row sums are pairwise, as in small matmuls.
 SMALL_SUM = 2**14
+# Keys whose weighted values are added one by one, and the most multiplications of a split sum.
+RUN, SPLIT = 128, 2**25
 
 
 class Config(NamedTuple):
@@ -79,7 +82,7 @@ def forward(
     logits = _logits(config, rows, keys, mask_or_bias, modifier)
 
     def weigh(exps: jax.Array) -> jax.Array:
-        return _matmul(config, exps if keep is None else jnp.where(keep, exps, 0.0), values)
+        return _weigh(config, exps if keep is None else jnp.where(keep, exps, 0.0), values)
 
     return online_softmax.fold(logits, weigh, before, sum_keys=_row_sum)
 
@@ -99,7 +102,7 @@ def forward_transposed(
     logits = _logits(config, keys, rows, _transpose(mask_or_bias), modifier, transposed=True)
 
     def weigh(exps: jax.Array) -> jax.Array:
-        return _matmul(config, values, exps if keep is None else jnp.where(keep, exps, 0.0))
+        return _weigh(config, values, exps if keep is None else jnp.where(keep, exps, 0.0))
 
     return online_softmax.fold(logits, weigh, before, axis=-2, sum_keys=sum_of_rows)
 
@@ -121,7 +124,7 @@ def _logits(
     if modifier is None:
         return _capped(config, a, b, mask_or_bias)[0]
     logits, _, allowed = _before_modifier(config, a, b, mask_or_bias)
-    logits = modifier.scores(transposed, logits, modifier.mod.floats)
+    logits = rounded(modifier.scores(transposed, logits, modifier.mod.floats))
     return logits if allowed is None else jnp.where(allowed, logits, -jnp.inf)
 
 
@@ -132,7 +135,10 @@ def _capped(
     mask_or_bias: jax.Array | None,
 ) -> tuple[Float[jax.Array, "*c m n"], Float[jax.Array, "*c m n"] | None]:
     """Masked logits, and the tanh of the soft cap (None without a cap)."""
-    return cap_and_mask(_scaled(config, _matmul(config, a, b)), config.soft_cap, mask_or_bias)
+    logits = _matmul(config, a, b)
+    if config.scale != 1.0:
+        logits = rounded(logits * config.scale)
+    return cap_and_mask(logits, config.soft_cap, mask_or_bias)
 
 
 def _before_modifier(
@@ -166,8 +172,21 @@ def _matmul(
     return matmul(x, y, precision="default", dtype=a.dtype)
 
 
-def _scaled(config: Config, x: jax.Array) -> jax.Array:
-    return x if config.scale == 1.0 else x * config.scale
+def _weigh(
+    config: Config, a: Float[jax.Array, "*c m s"], b: Float[jax.Array, "*c s n"]
+) -> Float[jax.Array, "*c m n"]:
+    """`a @ b` over keys; one of the two holds weights.
+
+    Weights have one sign, so errors of long sums do not cancel if the values have one sign too. The
+    matmul of XLA:CPU adds the terms of a sum one by one. In small tiles its time hides a split.
+    """
+    keys, sizes = a.shape[-1], (*a.shape, b.shape[-1])
+    split = config.platform == "cpu" and all(isinstance(size, int) for size in sizes)
+    if not split or keys <= 2 * RUN or math.prod(sizes) > SPLIT:
+        return _matmul(config, a, b)
+    runs = [slice(start, start + RUN) for start in range(0, keys, RUN)]
+    sums = [_matmul(config, a[..., run], b[..., run, :]) for run in runs]
+    return add_pairwise(sums)
 
 
 def _row_sum(exps: Float[jax.Array, "*c r s"]) -> Float[jax.Array, "*c r 1"]:
@@ -223,6 +242,7 @@ def backward(
         logits, tanh, allowed = _before_modifier(config, keys, rows, _transpose(mask_or_bias))
         scores = partial(modifier.scores, True)
         logits, pull = jax.vjp(scores, logits, modifier.mod.floats)
+        logits = rounded(logits)
         logits = logits if allowed is None else jnp.where(allowed, logits, -jnp.inf)
     whole = row_max is None
     if row_max is None:  # computed here: logits of the forward pass may round differently
@@ -253,7 +273,8 @@ def backward(
     if pull is not None:
         d_bias, floats = pull(d_bias)
         d_bias = d_bias if allowed is None else jnp.where(allowed, d_bias, 0.0)
-    d_logits = _scaled(config, d_bias if tanh is None else d_bias * (1 - tanh * tanh))
+    d_logits = d_bias if tanh is None else d_bias * (1 - tanh * tanh)
+    d_logits = d_logits if config.scale == 1.0 else d_logits * config.scale
     d_keys = product(d_logits, jnp.swapaxes(rows, -1, -2))
     d_rows = product(keys_transposed, d_logits)
     return Gradients(d_rows, d_keys, d_values, jnp.swapaxes(d_bias, -1, -2), floats)
