@@ -1,5 +1,7 @@
 """Pairs and traps by an attacker who had not seen the matcher."""
 
+import tomllib
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -10,14 +12,14 @@ import torch
 
 from jaxmha.converters import match
 from jaxmha.converters.matching import loading
-from tests.match import hand_traps, more_hand_traps, more_strangers, strangers
+from tests.match import more_strangers, strangers
 from tests.match.test_pairs import TOLERANCE, load
 
 assert more_strangers
-assert more_hand_traps
 run_torch: Any = strangers.rt
+TRAPS = tomllib.loads(Path(__file__).with_name("hand_traps.toml").read_text())
 ASKED = {"lstm_tagger": 3, "cross_decoder_keras": 3}  # pairs that ask, and how many questions
-# Traps whose answer a person could know, and about which the matcher asks all the same.
+# Traps that a person could decide, and about which the matcher asks all the same.
 CAUTIOUS = {"heads_named", "attn12", "llama_norms_to_attn_mlp", "xformers_swiglu", "haiku_square",
             "stack_cube"}  # fmt: skip
 
@@ -39,9 +41,29 @@ def test_pairs_are_matched_rightly(name: str) -> None:
     assert np.abs(found - expected).max() < TOLERANCE * np.abs(expected).max()
 
 
-@pytest.mark.parametrize("name", hand_traps.TRAPS)
+def arrays(trap: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Source and right target of a trap."""
+    rng, source, right = np.random.default_rng(0), dict[str, Any](), dict[str, Any]()
+    for line in trap["source"]:
+        name, *shape = line.split()
+        dtype = shape.pop() if not shape[-1].isdigit() else "float32"
+        source[name] = (100 * rng.normal(size=[int(n) for n in shape])).astype(dtype)
+    for line in trap["target"]:
+        name, _, origins = line.partition(" = ")
+        found = []
+        for origin in origins.split(" + ") if origins else ():
+            of, *axes = origin.split()
+            found.append(source[of].transpose([int(n) for n in axes] or None))
+        if not found:
+            name, *shape = line.split()
+            found = [rng.normal(size=[int(n) for n in shape]).astype(np.float32)]
+        right[name] = np.stack(found) if len(found) > 1 else found[0]
+    return source, right
+
+
+@pytest.mark.parametrize("name", TRAPS)
 def test_traps_are_refused_or_right(name: str) -> None:
-    source, right, known = hand_traps.TRAPS[name]()
+    (source, right), known = arrays(TRAPS[name]), TRAPS[name].get("known", False)
     target: dict[str, Any] = {}
     for key, value in right.items():
         *path, last = key.split("/")
