@@ -8,7 +8,7 @@ SHOWN = 5e-4  # parts below this share are no longer bars
 
 
 def waterfall(found: dict[str, Any]) -> Any:
-    """What the difference between the two layers comes from, in parts."""
+    """Parts of the difference between the two layers, by cause."""
     step = found["steps"][0]
     parts = sorted(step["parts"], key=lambda part: abs(part["share"]) < SHOWN)
     rows = [(part["name"], part["share"]) for part in parts]

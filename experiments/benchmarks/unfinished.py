@@ -99,7 +99,7 @@ def _whole(option: str, path: Path, found: Any, /, **kinds: Any) -> None:
 
 
 def same(option: str, path: Path, found: dict[str, Any], key: dict[str, Any]) -> dict[str, Any]:
-    """What was found, if it agrees with the key; otherwise raises ValueError."""
+    """The results, if they agree with the key; otherwise raises ValueError."""
     other = [name for name, value in key.items() if found.get(name) != value]
     if other:
         raise ValueError(

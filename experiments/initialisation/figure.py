@@ -36,7 +36,7 @@ def histograms(found: dict[str, Any]) -> Any:
 
 
 def logits(found: dict[str, Any]) -> Any:
-    """What a new layer makes of inputs of unit variance."""
+    """Logits, weights and outputs of a new layer on inputs of unit variance."""
     starts = found["starts"]
     figure, axes = plt.subplots(1, 3, figsize=(8.4, 2.7), sharey=True)
     titles = {

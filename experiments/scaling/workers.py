@@ -16,7 +16,7 @@ ALONE = {
 
 
 def together(function: Callable[..., Any], count: int, *arguments: Any) -> list[Any]:
-    """What `function(index, *arguments)` returns in each of so many processes with one device.
+    """Results of `function(index, *arguments)` in each of so many processes with one device.
 
     Raises:
       RuntimeError: a process died.
