@@ -22,7 +22,8 @@ from jaxmha.implementations.sinks import with_sinks
 from jaxmha.mask import Mask
 from jaxmha.mask_arguments import KEYWORDS, as_mask, mask_of_keywords
 from jaxmha.mod_arguments import MaskMod, Mods, ScoreMod, checked, traced_mods
-from jaxmha.semantics import FullyMasked, Precision, ReturnWeights, Semantics, flag
+from jaxmha.semantics import FullyMasked, Precision, ReturnWeights, Semantics
+from jaxmha.static_checks import flag
 
 
 @overload

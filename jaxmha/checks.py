@@ -11,7 +11,8 @@ import numpy as np
 
 from jaxmha.arrays import Array, DTypeLike, as_dtype, is_rounded, reject_foreign, require_arrays
 from jaxmha.mask import Mask
-from jaxmha.semantics import ReturnWeights, one_of
+from jaxmha.semantics import ReturnWeights
+from jaxmha.static_checks import one_of
 
 
 def reject_rounding(**arguments: object) -> None:

@@ -16,7 +16,7 @@ from jaxmha.checks import floating_dtype, prng_key
 from jaxmha.implementations.base import accumulation_dtype
 from jaxmha.integers import require_sizes
 from jaxmha.params import MHAParams, Projection
-from jaxmha.semantics import flag, one_of
+from jaxmha.static_checks import flag, one_of
 
 
 def init_params(

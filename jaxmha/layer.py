@@ -23,7 +23,8 @@ from jaxmha.mask_arguments import as_mask, with_window
 from jaxmha.mod_arguments import MaskMod, Mods, ScoreMod, traced_mods, without_extras
 from jaxmha.params import MHAParams
 from jaxmha.projections import check_inputs, combine_checked, distinct, project_checked
-from jaxmha.semantics import FullyMasked, ReturnWeights, Semantics, flag
+from jaxmha.semantics import FullyMasked, ReturnWeights, Semantics
+from jaxmha.static_checks import flag
 
 
 @overload

@@ -15,7 +15,7 @@ from jaxmha.checks import promoted, reject_rounding
 from jaxmha.implementations.base import accumulation_dtype
 from jaxmha.integers import require_integers, require_sizes
 from jaxmha.rotary_frequencies import Frequencies
-from jaxmha.semantics import flag, number
+from jaxmha.static_checks import flag, number
 
 
 def rope(

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxmha.integers import require_sizes
-from jaxmha.semantics import number
+from jaxmha.static_checks import number
 
 Values = NDArray[np.float64]
 

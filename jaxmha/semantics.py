@@ -1,15 +1,12 @@
 """`Semantics`: the behaviour of a layer apart from its weights, and presets of the frameworks."""
 
-import math
-from collections.abc import Collection
-from contextlib import suppress
 from dataclasses import dataclass, fields, replace
-from numbers import Integral, Real
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import jax
 import numpy as np
 
+from jaxmha import static_checks
 from jaxmha.arrays import DTypeLike, as_dtype
 
 FullyMasked: TypeAlias = Literal["zero", "nan", "mean"]
@@ -128,20 +125,26 @@ class Semantics:
     attention_axes: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        one_of("fully_masked", self.fully_masked, get_args(FullyMasked))
-        one_of("qk_norm", self.qk_norm, (None, "layer", "rms"))
-        one_of("qk_norm_scope", self.qk_norm_scope, ("head", "heads"))
-        one_of("qk_norm_learned", self.qk_norm_learned, (True, False))
+        static_checks.one_of("fully_masked", self.fully_masked, get_args(FullyMasked))
+        static_checks.one_of("qk_norm", self.qk_norm, (None, "layer", "rms"))
+        static_checks.one_of("qk_norm_scope", self.qk_norm_scope, ("head", "heads"))
+        static_checks.one_of("qk_norm_learned", self.qk_norm_learned, (True, False))
         for name in _NUMBERS:
             if getattr(self, name) is not None:
-                object.__setattr__(self, name, number(name, getattr(self, name)))
-        object.__setattr__(self, "add_zero_attn", flag("add_zero_attn", self.add_zero_attn))
-        object.__setattr__(self, "precision", _precision(self.precision))
-        object.__setattr__(self, "local_window_size", _window(self.local_window_size))
-        object.__setattr__(self, "attention_axes", _attention_axes(self.attention_axes))
+                object.__setattr__(self, name, static_checks.number(name, getattr(self, name)))
+        object.__setattr__(
+            self, "add_zero_attn", static_checks.flag("add_zero_attn", self.add_zero_attn)
+        )
+        object.__setattr__(self, "precision", static_checks.precision(self.precision))
+        object.__setattr__(self, "local_window_size", static_checks.window(self.local_window_size))
+        object.__setattr__(
+            self, "attention_axes", static_checks.attention_axes(self.attention_axes)
+        )
         if not 0.0 <= self.dropout_rate < 1.0:
             raise ValueError(f"dropout_rate must be in [0, 1), got {self.dropout_rate}")
-        object.__setattr__(self, "dropout_broadcast", _axes(self.dropout_broadcast))
+        object.__setattr__(
+            self, "dropout_broadcast", static_checks.names_of_axes(self.dropout_broadcast)
+        )
         for name in ("logits_soft_cap", "clip_qkv"):
             if getattr(self, name) is not None and not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
@@ -286,7 +289,7 @@ class Semantics:
     def _preset(
         cls, framework: str, path: str, dtype: DTypeLike | None, fields: dict[str, Any]
     ) -> "Semantics":
-        one_of("path", path, tuple(PATHS[framework]))
+        static_checks.one_of("path", path, tuple(PATHS[framework]))
         row = PATHS[framework][path]
         softmax = dtype if row.softmax == "input" else row.softmax
         return cls(
@@ -299,58 +302,6 @@ class Semantics:
         )
 
 
-_ARRAYS = (
-    ": dot_product_attention takes an array as scale; in a layer, multiply the query kernel by it"
-)
-
-
-def number(name: str, value: object) -> float:
-    """Returns `value` as a Python float; TypeError unless it is a finite static number."""
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(
-            f"{name} must be a Python number, since it is static, got {type(value).__name__}"
-            f"{_ARRAYS if name == 'scale' else ''}"
-        )
-    if not math.isfinite(value):
-        raise ValueError(f"{name} must be finite, got {value}")
-    return float(value)
-
-
-def flag(name: str, value: object) -> bool:
-    """Returns `value` as a Python bool; TypeError unless it is a static bool (0 and 1 are not)."""
-    if isinstance(value, bool | np.bool_):
-        return bool(value)
-    traced = isinstance(value, jax.core.Tracer)
-    raise TypeError(
-        f"{name} must be a bool, True or False, got {type(value).__name__}"
-        f"{': it shapes the program and cannot be traced' if traced else ''}"
-    )
-
-
-def _axes(names: object) -> tuple[str, ...]:
-    if isinstance(names, Collection) and all(name in ("B", "N", "T", "S") for name in names):
-        return tuple(names)
-    raise ValueError(f"dropout_broadcast must be names of axes among B, N, T, S, got {names!r}")
-
-
-def _precision(value: object) -> object:
-    """Converts a precision to JAX's name, or a name per operand; leaves algorithms unchanged."""
-    presets = jax.lax.DotAlgorithmPreset
-    if value is None or isinstance(value, jax.lax.DotAlgorithm | presets):
-        return value
-    if isinstance(value, tuple) and len(value) == 2:
-        one, other = map(_precision, value)
-        return one if one == other else (one, other)
-    if isinstance(value, str) and value in presets.__members__:
-        return value
-    if isinstance(value, str | jax.lax.Precision):
-        with suppress(ValueError):
-            return jax.lax.Precision(value).name.lower()
-    raise ValueError(
-        f"precision must be 'default', 'high', 'highest' or another that JAX knows, got {value!r}"
-    )
-
-
 def reject_axes(semantics: Semantics) -> None:
     """Raises ValueError for `attention_axes`, which only `multi_head_attention` reads."""
     if semantics.attention_axes is not None:
@@ -358,43 +309,6 @@ def reject_axes(semantics: Semantics) -> None:
             f"semantics.attention_axes={semantics.attention_axes} is for multi_head_attention: here, "
             "move the attended axis before that of the features"
         )
-
-
-def _window(value: object) -> tuple[int | None, int | None] | None:
-    """Normalises `local_window_size`: w means (w, w)."""
-    if value is None:
-        return None
-    sides = (value, value) if isinstance(value, Integral) else value
-    if not isinstance(sides, tuple | list) or len(sides) != 2:
-        raise ValueError(f"local_window_size must be w or (left, right), got {value!r}")
-    for side in sides:
-        if side is not None and (isinstance(side, bool) or not isinstance(side, Integral)):
-            raise TypeError(f"local_window_size must hold integers or None, got {value!r}")
-    left, right = (None if side is None else int(side) for side in sides)
-    return None if left is None and right is None else (left, right)
-
-
-def _attention_axes(value: object) -> tuple[int, ...] | None:
-    """Normalises `attention_axes`: one integer means a tuple of it."""
-    if value is None:
-        return None
-    axes = (value,) if isinstance(value, Integral) else value
-    if not isinstance(axes, tuple | list) or not axes:
-        raise ValueError(f"attention_axes must be one or more integers, got {value!r}")
-    if any(isinstance(axis, bool) or not isinstance(axis, Integral) for axis in axes):
-        raise TypeError(f"attention_axes must be integers, got {value!r}")
-    found = tuple(int(axis) for axis in axes)
-    if len(set(found)) < len(found) or -1 in found:
-        raise ValueError(
-            f"attention_axes must be different axes, and not the last, of features, got {value!r}"
-        )
-    return found
-
-
-def one_of(name: str, value: object, choices: tuple[object, ...]) -> None:
-    """Raises ValueError unless `value` is one of `choices`."""
-    if isinstance(value, jax.Array | np.ndarray) or value not in choices:
-        raise ValueError(f"{name} must be one of {choices}, got {value!r}")
 
 
 def with_norms(semantics: Semantics, scales: bool) -> Semantics:

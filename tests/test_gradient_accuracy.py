@@ -279,7 +279,8 @@ HUGE: dict[str, tuple[int, dict[str, Any]]] = {
     "scale": (8, {"scale": 0.3}),
     "score function": (8, {"score_mod": lambda score, b, n, i, j: 1.3 * score}),
     "score function, mask": (
-        8, {"score_mod": lambda score, b, n, i, j: 1.3 * score, "is_causal": True},
+        8,
+        {"score_mod": lambda score, b, n, i, j: 1.3 * score, "is_causal": True},
     ),
 }
 

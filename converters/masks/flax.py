@@ -24,7 +24,7 @@ from jaxmha.converters.masks.compose import (
     without_query_lengths,
 )
 from jaxmha.converters.masks.spec import MaskArg, Masks, canonical_bias, write
-from jaxmha.semantics import one_of
+from jaxmha.static_checks import one_of
 
 _AXES = ("#S", "#T #S", "#N #T #S", "#B #N #T #S")
 ARGUMENTS = (

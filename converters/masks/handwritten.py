@@ -14,7 +14,7 @@ from jaxmha import Mask
 from jaxmha.converters.layout.arrays import AnyArray, to_numpy
 from jaxmha.converters.masks.compose import array_of, checked, only_mask, without_query_lengths
 from jaxmha.converters.masks.spec import MaskArg, Masks, read, write
-from jaxmha.semantics import one_of
+from jaxmha.static_checks import one_of
 
 Style = Literal["filled", "added"]
 

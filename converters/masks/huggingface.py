@@ -18,7 +18,7 @@ from jaxmha import Mask
 from jaxmha.converters.layout.arrays import AnyArray, NDArray, to_numpy
 from jaxmha.converters.masks.compose import array_of, checked, padding_of, without_query_lengths
 from jaxmha.converters.masks.spec import MaskArg, Masks, canonical_bias, exclusions, read
-from jaxmha.semantics import one_of
+from jaxmha.static_checks import one_of
 
 PADDING = MaskArg(
     "attention_mask",

@@ -33,7 +33,7 @@ from jaxmha.converters.masks.compose import (
 )
 from jaxmha.converters.masks.spec import MaskArg, Masks, write
 from jaxmha.extras import needed
-from jaxmha.semantics import one_of
+from jaxmha.static_checks import one_of
 
 if TYPE_CHECKING:
     import keras

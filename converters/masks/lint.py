@@ -13,7 +13,7 @@ from jaxmha import Mask
 from jaxmha.converters.layout.arrays import NDArray, to_numpy
 from jaxmha.converters.masks.lint_rules import CHECKS, Finding, blocked_by, given
 from jaxmha.converters.masks.spec import MaskArg
-from jaxmha.semantics import one_of
+from jaxmha.static_checks import one_of
 
 FRAMEWORKS = ("torch", "sdpa", "keras", "flax", "jax", "huggingface")
 SIZES = {"B": "batch_size", "N": "num_heads", "T": "query_length", "S": "key_length"}

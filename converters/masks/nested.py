@@ -13,7 +13,7 @@ from einops import rearrange
 from jaxmha import Mask
 from jaxmha.converters.layout.arrays import AnyArray, NDArray, to_numpy, to_torch
 from jaxmha.extras import needed
-from jaxmha.semantics import one_of
+from jaxmha.static_checks import one_of
 
 if TYPE_CHECKING:
     import torch

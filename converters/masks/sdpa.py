@@ -15,7 +15,7 @@ from jaxmha import Mask
 from jaxmha.converters.layout.arrays import AnyArray, to_numpy
 from jaxmha.converters.masks.compose import checked, is_top_left
 from jaxmha.converters.masks.spec import MaskArg, Masks, canonical_bias, exclusions, read, write
-from jaxmha.semantics import one_of
+from jaxmha.static_checks import one_of
 
 ATTN_MASK = MaskArg(
     "attn_mask", ("#T #S", "#N #T #S", "#B #N #T #S"), other="added", empty=(("", "zero"),)

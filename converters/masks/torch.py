@@ -21,7 +21,7 @@ from jaxmha.converters.masks.spec import MaskArg, Masks, canonical_bias, exclusi
 from jaxmha.dims import bind
 from jaxmha.extras import needed
 from jaxmha.mask_arguments import as_mask
-from jaxmha.semantics import one_of
+from jaxmha.static_checks import one_of
 
 if TYPE_CHECKING:
     import torch

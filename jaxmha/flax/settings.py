@@ -17,7 +17,8 @@ from jaxmha.mask import Mask
 from jaxmha.mask_arguments import with_window
 from jaxmha.params import MHAParams, check, leaves
 from jaxmha.projections import check_norms
-from jaxmha.semantics import Precision, Semantics, flag, one_of, reject_axes
+from jaxmha.semantics import Precision, Semantics, reject_axes
+from jaxmha.static_checks import flag, one_of
 
 UseBias: TypeAlias = bool | Collection[str]
 Tree = TypeVar("Tree")

@@ -22,7 +22,8 @@ from jaxmha.converters.masks import torch as torch_masks
 from jaxmha.converters.masks.spec import MaskArg
 from jaxmha.dims import parse
 from jaxmha.params import CANONICAL, leaves
-from jaxmha.semantics import PATHS, one_of
+from jaxmha.semantics import PATHS
+from jaxmha.static_checks import one_of
 
 
 class Difference(NamedTuple):

@@ -22,7 +22,8 @@ from jaxmha.matmul import resolved
 from jaxmha.params import Projection
 from jaxmha.projections import affine_map, zero_outside
 from jaxmha.rotary import Rotate, static_rotation
-from jaxmha.semantics import Semantics, flag
+from jaxmha.semantics import Semantics
+from jaxmha.static_checks import flag
 
 
 class Checked(NamedTuple):

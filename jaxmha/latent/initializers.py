@@ -9,7 +9,7 @@ from jaxmha.checks import floating_dtype, prng_key
 from jaxmha.implementations.base import accumulation_dtype
 from jaxmha.integers import require_sizes
 from jaxmha.latent.params import LatentParams, from_leaves
-from jaxmha.semantics import flag
+from jaxmha.static_checks import flag
 
 
 def init_latent_params(

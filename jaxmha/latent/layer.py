@@ -21,8 +21,9 @@ from jaxmha.mask import Mask
 from jaxmha.mask_arguments import as_mask, with_window
 from jaxmha.mod_arguments import MaskMod, Mods, ScoreMod, traced_mods
 from jaxmha.rotary import Rotate, static_rotation
-from jaxmha.semantics import ReturnWeights, Semantics, flag
+from jaxmha.semantics import ReturnWeights, Semantics
 from jaxmha.sharding import Axes
+from jaxmha.static_checks import flag
 
 
 @overload

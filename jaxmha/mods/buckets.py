@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmha.integers import require_sizes
-from jaxmha.semantics import flag
+from jaxmha.static_checks import flag
 
 # `bucket(i, j)` returns the row of the bias table for query i and key j.
 Bucket: TypeAlias = Callable[[jax.Array, jax.Array], jax.Array]

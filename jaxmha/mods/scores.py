@@ -15,7 +15,7 @@ from jaxmha.implementations.mods import Limit
 from jaxmha.integers import require_sizes
 from jaxmha.mods.bound import Function, limited, with_arrays
 from jaxmha.mods.buckets import Bucket
-from jaxmha.semantics import number, one_of
+from jaxmha.static_checks import number, one_of
 
 
 def alibi(slopes: Float[Array, "N"]) -> Function:
