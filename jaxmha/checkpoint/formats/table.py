@@ -108,7 +108,7 @@ _BY_NAME = {format.name: format for format in FORMATS}
 BY_SUFFIX = {suffix: format for format in FORMATS for suffix in format.suffixes}
 SHARDED, ORBAX = _BY_NAME["sharded"], _BY_NAME["orbax"]
 
-_ITEMS = "_CHECKPOINT_METADATA"  # beside the items of an orbax checkpoint
+_ITEMS = "_CHECKPOINT_METADATA"  # next to the items of an orbax checkpoint
 # Unsupported folders: a file that identifies each, its description, and the remedy.
 _DIRECTORIES: tuple[tuple[str, str, str], ...] = (
     (
