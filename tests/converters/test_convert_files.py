@@ -253,7 +253,9 @@ def test_every_tensor_is_read_once(tmp_path: Path) -> None:
         drawn = transform.export_params(layout, params_of(layout, seed=i), prefix=f"layers.{i}.mha")
         state |= {name: array for name, array in drawn.items() if "bias_" not in name}
     file: Any = Counting(state)
-    found = resolve(make(file, attention_blocks.named("flax"), num_heads=N), file)
+    blocks = attention_blocks.find({name: array.shape for name, array in state.items()})
+    plan = make(file, attention_blocks.named("flax"), found=blocks, num_heads=N)
+    found = resolve(plan, file)
     file.asked.clear()
     checkpoint.write(tmp_path / "a.safetensors", lazy_tensors.lazy(found.made))
     for name in next(iter(found.made.values())).sources:  # which beartype looks at
