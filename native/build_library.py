@@ -20,7 +20,7 @@ SOURCES = HERE / "src"
 LIBRARY = HERE / "jaxmha_cpu" / "libjaxmha_cpu.so"
 # Of the handlers: raise it when their operands, results or attributes change, here and in
 # jaxmha/implementations/native/library.py.
-INTERFACE = 3
+INTERFACE = 4
 VERSION = "0.1.0"
 
 COMMON = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-Wall"]
@@ -34,7 +34,7 @@ ISAS = {
 KERNELS = ["conditions", "keys", "scores", "forward", "few_rows"]
 KERNELS += ["cache_item", "cache_few", "cache_many", "cache_step"]
 KERNELS += ["gradient", "backward", "bias_gradient", "matmul"]
-GENERIC = ["handlers", "library", "operands", "parallel", "scratch", "write_cache"]
+GENERIC = ["cells", "handlers", "library", "operands", "parallel", "scratch", "write_cache"]
 LINK = ["-shared", "-static-libstdc++", "-static-libgcc", "-Wl,--exclude-libs,ALL", "-pthread"]
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-g", "-O1"]
 

@@ -207,11 +207,11 @@ def test_results_do_not_depend_on_the_run() -> None:
 # Calls that no program of ours makes: what a handler is given, it checks.
 SHAPES: dict[str, tuple[int, ...]] = {
     "query": (2, 5, 4, 8), "key": (2, 7, 2, 8), "value": (2, 7, 2, 3), "bias": (1, 4, 5, 7),
-    "allowed": (2, 1, 5, 7), "rows": (2, 5), "keys": (1, 7), "query_ids": (2, 5),
+    "allowed": (2, 1, 5, 7), "bits": (2, 1, 1, 7), "rows": (2, 5), "keys": (1, 7), "query_ids": (2, 5),
     "key_ids": (2, 7), "offset": (2,),
 }  # fmt: skip
 DTYPES: dict[str, Any] = dict.fromkeys(("allowed", "rows", "keys"), np.bool_)
-DTYPES |= dict.fromkeys(("query_ids", "key_ids", "offset"), np.int32)
+DTYPES |= dict.fromkeys(("query_ids", "key_ids", "offset"), np.int32) | {"bits": np.uint8}
 
 
 def call(shapes: dict[str, Any], out: Any, statistics: Any, **dtypes: Any) -> Any:
@@ -249,7 +249,7 @@ def test_the_handler_refuses_what_does_not_fit() -> None:
             call(SHAPES, *results)
     for name in SHAPES:
         with pytest.raises(Exception, match="INVALID_ARGUMENT: jaxmha_cpu: "):
-            call(SHAPES, out, rows, **{name: np.uint8})
+            call(SHAPES, out, rows, **{name: np.int8})
 
 
 # Libraries that cannot run.

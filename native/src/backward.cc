@@ -37,6 +37,7 @@ struct Item {
   const Problem& p;
   const Sizes& sizes;
   long b, kv;
+  Range attended;  // keys outside which no query attends
   Scratch memory;
   Panel panel;
   float *keys, *values, *d_keys, *d_values, *d_query, *exps, *d_exps, *cap_gradient;
@@ -53,7 +54,8 @@ size_t floats_of(const Problem& p, const Sizes& s) {
 }
 
 Item::Item(const Backward& g, const Sizes& s, long b, long kv, float* sums)
-    : g(g), p(g.problem), sizes(s), b(b), kv(kv), memory(floats_of(p, s)), panel(p, memory) {
+    : g(g), p(g.problem), sizes(s), b(b), kv(kv), attended(keys_of_head(p, b, kv)),
+      memory(floats_of(p, s)), panel(p, memory) {
   keys = memory.take(p.S * s.H);
   values = memory.take(p.S * s.h);
   d_query = memory.take(ROWS * s.H);
@@ -65,8 +67,11 @@ Item::Item(const Backward& g, const Sizes& s, long b, long kv, float* sums)
   tile.allowed = reinterpret_cast<uint8_t*>(memory.take(KEYS * ROWS / 4));
   tile.bias = memory.take(KEYS * ROWS);
   d_keys = sums, d_values = sums + p.S * s.H;
-  std::fill(sums, sums + p.S * (s.H + s.h), 0.f);
-  copy_keys(p, b, kv, 0, p.S, s.H, s.h, keys, values);
+  const auto [first, end] = attended;
+  if (attended.empty()) return;
+  std::fill(d_keys + first * s.H, d_keys + end * s.H, 0.f);
+  std::fill(d_values + first * s.h, d_values + end * s.h, 0.f);
+  copy_keys(p, b, kv, first, end - first, s.H, s.h, keys + first * s.H, values + first * s.h);
 }
 
 // delta += exps * d_exps, over keys; an exponential of 0 counts nothing, whatever its cotangent.
@@ -188,9 +193,12 @@ void visit_panel(Item& w, long n, long r0) {
   constexpr long MOST = ALL_KEYS / KEYS + 1;
   Block kept[MOST];
   long blocks = 0;
-  for (long k0 = seen.first; k0 < seen.end; k0 += KEYS) {
+  const auto next = [&](long k) { return view.next_key(r0, w.panel.rows, k, seen.end); };
+  for (long k0 = next(seen.first), count; k0 < seen.end; k0 = next(k0 + count)) {
+    const Range part = view.attended_part(r0, w.panel.rows, k0, KEYS);
+    count = part.end - part.first;
     const long at = all_keys ? (k0 - seen.first) * ROWS : 0;
-    const Block t{k0, std::min(KEYS, seen.end - k0), w.exps + at, w.d_exps + at,
+    const Block t{k0, count, w.exps + at, w.d_exps + at,
                   w.cap_gradient ? w.cap_gradient + at : nullptr};
     if (!exponentials(p, view, w.panel, k0, t.count, w.keys + k0 * w.sizes.H, w.sizes.H, w.tile,
                       t.exps, t.cap_gradient))
@@ -214,7 +222,15 @@ void visit_panel(Item& w, long n, long r0) {
 void write_keys(const Backward& g, const Sizes& s, long head, long k0, long count, float* parts) {
   const Problem& p = g.problem;
   const size_t step = s.floats_of_head(p);
+  const Range attended = keys_of_head(p, head / p.K, head % p.K);
   for (long j = k0; j < k0 + count; j++) {
+    if (j < attended.first || j >= attended.end) {
+      char* const to_key = g.d_key.at(head / p.K, j, head % p.K);
+      char* const to_value = g.d_value.at(head / p.K, j, head % p.K);
+      std::memset(to_key, 0, p.H * size_of(g.d_key.type));
+      std::memset(to_value, 0, p.h * size_of(g.d_value.type));
+      continue;
+    }
     float *const key = parts + j * s.H, *const value = parts + p.S * s.H + j * s.h;
     for (long part = 1; part < s.parts; part++) {
       for (long x = 0; x < p.H; x++) key[x] += key[part * step + x];

@@ -225,12 +225,7 @@ void attend_few_rows(const Forward& f, Pool& pool) {
     std::fill(state.out, state.out + rows * h, 0.f);
     std::fill(state.row_max, state.row_max + rows, LOWEST);
     std::fill(state.row_sum, state.row_sum + rows, 0.f);
-    Range seen{p.S, 0};
-    for (long n = w.kv * p.group(); n < (w.kv + 1) * p.group(); n++) {
-      const Range one = View(p, w.b, n).keys_of(0, p.T);
-      if (one.empty()) continue;
-      seen = {std::min(seen.first, one.first), std::max(seen.end, one.end)};
-    }
+    const Range seen = keys_of_head(p, w.b, w.kv);
     const long first = i % ranges * each;
     visit_keys(w, state, std::max(first, seen.first), std::min(first + each, seen.end));
   });

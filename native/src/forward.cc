@@ -74,11 +74,11 @@ Item::Item(const Forward& forward, long b, long n, long row0, long rows)
 void visit(Item& w, long panel, long k0, long count, const float* keys, const float* values) {
   const Problem& p = w.p;
   const long r0 = w.row0 + panel * ROWS, here = w.rows_of(panel), lanes = (here + W - 1) / W;
-  const Range seen = w.view.keys_of(r0, here);
-  const long skipped = std::max(0l, seen.first - k0);
-  count = std::min(count, seen.end - k0) - skipped;
-  if (count <= 0) return;
-  k0 += skipped, keys += skipped * p.H, values += skipped * w.width;
+  const Range part = w.view.attended_part(r0, here, k0, count);
+  if (part.empty()) return;
+  const long skipped = part.first - k0;
+  count = part.end - part.first, k0 = part.first;
+  keys += skipped * p.H, values += skipped * w.width;
   const Tile kind = w.view.tile(r0, here, k0, count, w.allowed, w.bias);
   if (kind == Tile::masked) return;
   const float* const query = w.query + panel * p.H * ROWS;
@@ -126,8 +126,9 @@ void attend_rows(const Forward& f, const Packed& packed, long b, long n, long ro
   const Problem& p = w.p;
   const long kv = n / p.group(), head = b * p.K + kv - packed.first;
   const Range all = w.view.keys_of(row0, rows);
-  for (long k0 = all.first; k0 < all.end; k0 += KEYS) {
-    const long count = std::min(KEYS, all.end - k0);
+  const auto next = [&](long k) { return w.view.next_key(row0, rows, k, all.end); };
+  for (long k0 = next(all.first), count; k0 < all.end; k0 = next(k0 + count)) {
+    count = std::min(KEYS, all.end - k0);
     const float *keys = w.keys, *values = w.values;
     if (packed.keys) {
       keys = packed.keys + (head * p.S + k0) * p.H;
@@ -171,9 +172,12 @@ void attend(const Forward& f, Pool& pool) {
   for (; packed.first < heads; packed.first += most) {
     const long end = std::min(heads, packed.first + most);
     parallel(pool, (end - packed.first) * chunks, [&](long i) {
-      const long head = i / chunks, k0 = i % chunks * CHUNK, bk = packed.first + head;
-      copy_keys(p, bk / p.K, bk % p.K, k0, std::min(CHUNK, p.S - k0), p.H, width,
-                packed.keys + (head * p.S + k0) * p.H, packed.values + (head * p.S + k0) * width);
+      const long head = i / chunks, bk = packed.first + head;
+      const Range seen = keys_of_head(p, bk / p.K, bk % p.K);
+      const long k0 = std::max(seen.first, i % chunks * CHUNK);
+      copy_keys(p, bk / p.K, bk % p.K, k0, std::min(seen.end, (i % chunks + 1) * CHUNK) - k0, p.H,
+                width, packed.keys + (head * p.S + k0) * p.H,
+                packed.values + (head * p.S + k0) * width);
     });
     attend_heads(f, packed, end, size, pool);
   }

@@ -20,14 +20,20 @@ struct XlaPool : Pool {
 using Any = ffi::AnyBuffer;
 using Result = ffi::Result<ffi::AnyBuffer>;
 
+void prepare(Forward& call, Pool& pool) { find_cells(call.problem, pool); }
+void prepare(Cotangents& call, Pool& pool) { find_cells(call.problem, pool); }
+void prepare(const Matmul&, Pool&) {}
+void prepare(const CacheStep&, Pool&) {}
+
 // Runs a kernel of the widest ISA that this CPU has.
 template <class Call>
-ffi::Error run(ffi::ThreadPool threads, const Call& call, void (*wide)(const Call&, Pool&),
+ffi::Error run(ffi::ThreadPool threads, Call& call, void (*wide)(const Call&, Pool&),
                void (*narrow)(const Call&, Pool&)) {
   const Isa isa = usable_isa();
   if (isa == Isa::none) return ffi::Error(ffi::ErrorCode::kUnimplemented, "jaxmha_cpu: this CPU");
   XlaPool pool(threads);
   try {
+    prepare(call, pool);
     (isa == Isa::avx512 ? wide : narrow)(call, pool);
   } catch (const std::bad_alloc&) {
     return ffi::Error(ffi::ErrorCode::kResourceExhausted, "jaxmha_cpu: no memory for scratch");
@@ -36,13 +42,13 @@ ffi::Error run(ffi::ThreadPool threads, const Call& call, void (*wide)(const Cal
 }
 
 ffi::Error attend(ffi::ThreadPool threads, Any query, Any key, Any value, Any bias, Any allowed,
-                  Any rows, Any keys, Any query_ids, Any key_ids, Any offset, Result out,
+                  Any bits, Any rows, Any keys, Any query_ids, Any key_ids, Any offset, Result out,
                   Result row_max, Result row_sum, float scale, float rest, float soft_cap,
                   int64_t below, int64_t above, bool gradient) {
   Reader reader(*out);
   Forward call{};
   call.problem = reader.problem(query, key, value,
-                                {bias, allowed, rows, keys, query_ids, key_ids, offset},
+                                {bias, allowed, bits, rows, keys, query_ids, key_ids, offset},
                                 {scale, rest, soft_cap, below, above});
   const Problem& p = call.problem;
   call.out = reader.heads("out", *out, {p.T, p.N, p.h}, true);
@@ -66,7 +72,7 @@ void read_cotangents(Reader& reader, Cotangents& to, Any row_max, Any row_sum, A
 }
 
 ffi::Error attend_backward(ffi::ThreadPool threads, Any query, Any key, Any value, Any bias,
-                           Any allowed, Any rows, Any keys, Any query_ids, Any key_ids, Any offset,
+                           Any allowed, Any bits, Any rows, Any keys, Any query_ids, Any key_ids, Any offset,
                            Any row_max, Any row_sum, Any d_out, Any d_lse, Any out, Result d_query,
                            Result d_key, Result d_value, Result delta, float scale, float rest,
                            float soft_cap,
@@ -74,7 +80,7 @@ ffi::Error attend_backward(ffi::ThreadPool threads, Any query, Any key, Any valu
   Reader reader(*d_query);
   Backward call{};
   call.problem = reader.problem(query, key, value,
-                                {bias, allowed, rows, keys, query_ids, key_ids, offset},
+                                {bias, allowed, bits, rows, keys, query_ids, key_ids, offset},
                                 {scale, rest, soft_cap, below, above});
   const Problem& p = call.problem;
   read_cotangents(reader, call, row_max, row_sum, d_out, d_lse);
@@ -89,15 +95,15 @@ ffi::Error attend_backward(ffi::ThreadPool threads, Any query, Any key, Any valu
 }
 
 ffi::Error bias_gradient(ffi::ThreadPool threads, Any query, Any key, Any value, Any bias,
-                         Any allowed, Any rows, Any keys, Any query_ids, Any key_ids, Any offset,
+                         Any allowed, Any bits, Any rows, Any keys, Any query_ids, Any key_ids, Any offset,
                          Any row_max, Any row_sum, Any d_out, Any d_lse, Any delta, Result d_bias,
                          float scale, float rest, float soft_cap, int64_t below, int64_t above) {
-  Reader reader(std::vector<Any>{query, key, value, bias, allowed, rows, keys, query_ids, key_ids,
-                                 offset, row_max, row_sum, d_out, d_lse, delta},
-                {3, 3, 3, 3, 3, 1, 1, 1, 1, 0, 2, 2, 3, 2, 2});
+  Reader reader(std::vector<Any>{query, key, value, bias, allowed, bits, rows, keys, query_ids,
+                                 key_ids, offset, row_max, row_sum, d_out, d_lse, delta},
+                {3, 3, 3, 3, 3, 3, 1, 1, 1, 1, 0, 2, 2, 3, 2, 2});
   BiasGradient call{};
   call.problem = reader.problem(query, key, value,
-                                {bias, allowed, rows, keys, query_ids, key_ids, offset},
+                                {bias, allowed, bits, rows, keys, query_ids, key_ids, offset},
                                 {scale, rest, soft_cap, below, above});
   const Problem& p = call.problem;
   read_cotangents(reader, call, row_max, row_sum, d_out, d_lse);
@@ -232,7 +238,8 @@ ffi::Error matmul(ffi::ThreadPool threads, Any a, Any b, Any bias, Result y, boo
 #define JAXMHA_ANY Arg<xla::ffi::AnyBuffer>()
 #define JAXMHA_PROBLEM                                                                   \
   xla::ffi::Ffi::Bind().Ctx<xla::ffi::ThreadPool>().JAXMHA_ANY.JAXMHA_ANY.JAXMHA_ANY     \
-      .JAXMHA_ANY.JAXMHA_ANY.JAXMHA_ANY.JAXMHA_ANY.JAXMHA_ANY.JAXMHA_ANY.JAXMHA_ANY
+      .JAXMHA_ANY.JAXMHA_ANY.JAXMHA_ANY.JAXMHA_ANY.JAXMHA_ANY.JAXMHA_ANY.JAXMHA_ANY       \
+      .JAXMHA_ANY
 #define JAXMHA_FIVE JAXMHA_ANY.JAXMHA_ANY.JAXMHA_ANY.JAXMHA_ANY.JAXMHA_ANY
 #define JAXMHA_RESULT Ret<xla::ffi::AnyBuffer>()
 #define JAXMHA_ATTRIBUTES \

@@ -38,6 +38,15 @@ void copy_keys(const Problem& p, long b, long kv, long k0, long count, long key_
   }
 }
 
+Range keys_of_head(const Problem& p, long b, long kv) {
+  Range found{p.S, 0};
+  for (long n = kv * p.group(); n < (kv + 1) * p.group(); n++) {
+    const Range one = View(p, b, n).keys_of(0, p.T);
+    if (!one.empty()) found = {std::min(found.first, one.first), std::max(found.end, one.end)};
+  }
+  return found;
+}
+
 bool finite_keys(const Problem& p, long b, long kv, long k0, long count) {
   for (long j = k0; j < k0 + count; j++) {
     fetch(p.key.at(b, std::min(j + AHEAD, p.S - 1), kv), p.H * size_of(p.key.type));

@@ -13,6 +13,9 @@ namespace JAXMHA_ISA {
 void copy_keys(const Problem& problem, long b, long kv, long k0, long count, long key_width,
                long value_width, float* keys, float* values);
 
+// The keys outside which no query of a key head attends.
+Range keys_of_head(const Problem& problem, long b, long kv);
+
 // True if keys [k0, k0 + count) and their values, float32, are all finite. They are then in the
 // cache.
 bool finite_keys(const Problem& problem, long b, long kv, long k0, long count);

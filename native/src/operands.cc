@@ -13,12 +13,6 @@ std::string shown(const Sizes& sizes) {
 
 Sizes sizes_of(const ffi::AnyBuffer& x) { return {x.dimensions().begin(), x.dimensions().end()}; }
 
-template <class E>
-constexpr ffi::DataType type_of() {
-  if (std::is_same_v<E, const float> || std::is_same_v<E, float>) return ffi::F32;
-  return std::is_same_v<E, const int32_t> ? ffi::S32 : ffi::PRED;
-}
-
 }  // namespace
 
 Reader::Reader(const ffi::AnyBuffer& out) {
@@ -95,10 +89,11 @@ Heads Reader::heads(const char* name, const ffi::AnyBuffer& x, Sizes sizes, bool
 }
 
 template <class E>
-Batched<E> Reader::batched(const char* name, const ffi::AnyBuffer& x, const Sizes& sizes) {
+Batched<E> Reader::batched(const char* name, const ffi::AnyBuffer& x, const Sizes& sizes,
+                           ffi::DataType type) {
   Batched<E> found;
   if (failed() || !x.element_count()) return found;
-  if (x.element_type() != type_of<E>()) {
+  if (x.element_type() != type) {
     fail(name, x, "another element type");
     return found;
   }
@@ -111,7 +106,8 @@ Batched<E> Reader::batched(const char* name, const ffi::AnyBuffer& x, const Size
 }
 
 template <class E>
-Pairs<E> Reader::pairs(const char* name, const ffi::AnyBuffer& x, const Sizes& sizes) {
+Pairs<E> Reader::pairs(const char* name, const ffi::AnyBuffer& x, const Sizes& sizes,
+                       ffi::DataType type) {
   Pairs<E> found;
   if (failed() || !x.element_count()) return found;
   const Sizes got = sizes_of(x);
@@ -121,7 +117,7 @@ Pairs<E> Reader::pairs(const char* name, const ffi::AnyBuffer& x, const Sizes& s
       fail(name, x, "axes of " + shown(sizes) + " or 1");
       return found;
     }
-  static_cast<Batched<E>&>(found) = batched<E>(name, x, last);
+  static_cast<Batched<E>&>(found) = batched<E>(name, x, last, type);
   if (failed()) return found;
   found.s = last[2] == 1 ? 0 : 1;
   found.t = last[1] == 1 ? 0 : last[2];
@@ -186,10 +182,14 @@ Problem Reader::problem(const ffi::AnyBuffer& query, const ffi::AnyBuffer& key,
   c.query_ids = batched<const int32_t>("query_ids", others.query_ids, {p.T});
   c.key_ids = batched<const int32_t>("key_ids", others.key_ids, {p.S});
   c.allowed = pairs<const uint8_t>("allowed", others.allowed, {p.N, p.T, p.S});
+  c.bits = pairs<const uint8_t>("bits", others.bits, {p.N, (p.T + 7) / 8, p.S}, ffi::U8);
+  if (c.bits && !failed() && others.bits.dimensions().back() != p.S)
+    fail("bits", others.bits, "an axis of all keys");
   if (!c.query_ids != !c.key_ids) fail("query_ids", others.query_ids, "key_ids as well");
   return p;
 }
 
-template Batched<const float> Reader::batched(const char*, const ffi::AnyBuffer&, const Sizes&);
+template Batched<const float> Reader::batched(const char*, const ffi::AnyBuffer&, const Sizes&,
+                                              ffi::DataType);
 
 }  // namespace jaxmha

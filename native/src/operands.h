@@ -15,8 +15,14 @@ namespace jaxmha {
 namespace ffi = xla::ffi;
 using Sizes = std::vector<long>;
 
+template <class E>
+constexpr ffi::DataType type_of() {
+  if (std::is_same_v<E, const float> || std::is_same_v<E, float>) return ffi::F32;
+  return std::is_same_v<E, const int32_t> ? ffi::S32 : ffi::PRED;
+}
+
 struct ConditionBuffers {
-  ffi::AnyBuffer bias, allowed, rows, keys, query_ids, key_ids, offset;
+  ffi::AnyBuffer bias, allowed, bits, rows, keys, query_ids, key_ids, offset;
 };
 
 struct Attributes {
@@ -39,9 +45,11 @@ class Reader {
   Heads heads(const char* name, const ffi::AnyBuffer& x, Sizes sizes, bool full = false);
   // An operand of `E` with axes `sizes`; a buffer without elements is absent.
   template <class E>
-  Batched<E> batched(const char* name, const ffi::AnyBuffer& x, const Sizes& sizes);
+  Batched<E> batched(const char* name, const ffi::AnyBuffer& x, const Sizes& sizes,
+                     ffi::DataType type = type_of<E>());
   template <class E>
-  Pairs<E> pairs(const char* name, const ffi::AnyBuffer& x, const Sizes& sizes);
+  Pairs<E> pairs(const char* name, const ffi::AnyBuffer& x, const Sizes& sizes,
+                 ffi::DataType type = type_of<E>());
   // A float32 result with all batch axes.
   float* result(const char* name, const ffi::AnyBuffer& x, Sizes sizes);
   // Batch rows by part of a result, whose batch axes may have size 1.

@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "cells.h"
+
 namespace jaxmha {
 
 enum class Float : uint8_t { f32, bf16, f16 };
@@ -44,6 +46,8 @@ struct Conditions {
   Batched<const uint8_t> rows, keys;       // B T, B S: valid positions
   Batched<const int32_t> query_ids, key_ids;  // B T, B S
   Pairs<const uint8_t> allowed;            // b n t s
+  Pairs<const uint8_t> bits;               // b n t/8 s: bit r of byte i is row 8 i + r
+  Cells cells;                             // of `bits`, or of `allowed`
 };
 
 struct Problem {

@@ -16,7 +16,7 @@ from jax.sharding import AxisType
 from jaxmha import sharding
 from jaxmha.implementations import fully_masked, platforms, varying
 from jaxmha.implementations.base import Request, Result
-from jaxmha.implementations.native import library, operands, primitives
+from jaxmha.implementations.native import library, masked, operands, primitives
 from jaxmha.implementations.native.operands import Problem, Residuals, Settings, absent
 from jaxmha.implementations.tiled import block_mask
 
@@ -57,9 +57,10 @@ def _declined(request: Request) -> str | None:
         return "weights are never materialised: return_weights must be False"
     if request.drops:
         return "it has no dropout"
-    if request.score_mod is not None or request.mask_mod is not None:
-        kind = "score_mod" if request.score_mod is not None else "mask_mod"
-        return f"it takes no function, got a {kind}"
+    if request.score_mod is not None:
+        return "it takes no function of scores, got a score_mod"
+    if request.mask_mod is not None and request.bias is not None:
+        return "it takes no bias with a mask_mod"
     if semantics.softmax_dtype not in (None, np.dtype(np.float32)):
         return "softmax is in float32: softmax_dtype must be None"
     ids = request.mask.query_segments
@@ -79,16 +80,19 @@ def attend(request: Request) -> Result:
     if 0 in (B, N, T, S, h):
         out, lse = jnp.zeros((B, T, N, h), query.dtype), jnp.full((B, N, T), -jnp.inf, np.float32)
     else:
-        conditions = block_mask.from_mask(request.mask, T, S)
+        conditions = block_mask.from_mask(request.mask, T, S, request.mask_mod)
         settings = Settings(
             H**-0.5 if semantics.scale is None else semantics.scale,
             semantics.logits_soft_cap,
             *operands.bounds(conditions),
             np.dtype(query.dtype),
         )
-        bias = None if request.bias is None else request.bias.astype(np.float32)
-        problem = operands.problem(query, key, value, bias, conditions)
-        out, lse = core(settings, reads_lse, *varying.alike(tuple(problem)))
+        if conditions.mod is not None:
+            out, lse = masked.attend(settings, query, key, value, conditions)
+        else:
+            bias = None if request.bias is None else request.bias.astype(np.float32)
+            problem = operands.problem(query, key, value, bias, conditions)
+            out, lse = core(settings, reads_lse, *varying.alike(tuple(problem)))
     if semantics.fully_masked != "zero":
         assert lse is not None
         out = fully_masked.apply(request, out, jnp.swapaxes(lse == -jnp.inf, 1, 2))
@@ -99,11 +103,7 @@ def attend(request: Request) -> Result:
 def core(settings: Settings, reads_lse: bool, *problem: Any) -> tuple[jax.Array, Any]:
     """Output `B T N h` and, if `reads_lse`, lse `B N T`, which is -inf on fully masked rows."""
     out, *row = primitives.attend(settings, Problem(*problem))
-    return out, _lse(settings, Problem(*problem), *row) if reads_lse else None
-
-
-def _lse(settings: Settings, problem: Problem, row_max: jax.Array, row_sum: jax.Array) -> jax.Array:
-    return row_max * operands.unit(settings, problem) + jnp.log(row_sum)
+    return out, operands.lse(settings, Problem(*problem), *row) if reads_lse else None
 
 
 def _forward(settings: Settings, reads_lse: bool, *problem: Any) -> Any:
@@ -113,8 +113,8 @@ def _forward(settings: Settings, reads_lse: bool, *problem: Any) -> Any:
     out, *row = primitives.attend(wide, Problem(*problem))
     out = checkpoint_name(out, "attention_out")  # type: ignore[no-untyped-call]
     row = [checkpoint_name(x, "attention_lse") for x in row]  # type: ignore[no-untyped-call]
-    found = out.astype(settings.out), _lse(settings, Problem(*problem), *row) if reads_lse else None
-    return found, (problem, out, row)
+    lse = operands.lse(settings, Problem(*problem), *row) if reads_lse else None
+    return (out.astype(settings.out), lse), (problem, out, row)
 
 
 def _backward(settings: Settings, reads_lse: bool, saved: Any, cotangents: Any) -> Any:

@@ -52,6 +52,7 @@ class Problem(NamedTuple):
     Attributes:
       query: `B T N H`. key: `B S K H`. value: `B S K h`.
       bias: `b n t s`, float32. allowed: `b n t s`, the dense mask.
+      bits: `b n t8 S`, uint8, another dense mask: bit r of byte i is query `8 * i + r`.
       rows: `b T`, valid queries. keys: `b S`, valid keys.
       query_ids: `b T`, segment ids. key_ids: `b S`, segment ids.
       offset: `b`, causal offsets: `j <= i + offset`.
@@ -62,6 +63,7 @@ class Problem(NamedTuple):
     value: jax.Array
     bias: jax.Array
     allowed: jax.Array
+    bits: jax.Array
     rows: jax.Array
     keys: jax.Array
     query_ids: jax.Array
@@ -86,7 +88,7 @@ class Residuals(NamedTuple):
 
 
 # Number of axes of each field of `Problem` and `Residuals` after the batch axes.
-AXES: tuple[int, ...] = (3, 3, 3, 3, 3, 1, 1, 1, 1, 0)
+AXES: tuple[int, ...] = (3, 3, 3, 3, 3, 3, 1, 1, 1, 1, 0)
 AXES_OF_RESIDUALS: tuple[int, ...] = (2, 2, 3, 2)
 
 
@@ -100,6 +102,11 @@ def unit(settings: Settings, problem: Problem) -> float:
     there is a soft cap or a bias."""
     whole = settings.soft_cap is not None or problem.bias.size
     return 1.0 if whole else split_scale(settings.scale)[1]
+
+
+def lse(settings: Settings, problem: Problem, row_max: jax.Array, row_sum: jax.Array) -> jax.Array:
+    """The lse `B N T`; -inf on fully masked rows."""
+    return row_max * unit(settings, problem) + jnp.log(row_sum)
 
 
 def given(x: Any) -> Any:
@@ -121,6 +128,7 @@ def problem(query: Any, key: Any, value: Any, bias: Any, conditions: Conditions)
         value,
         or_absent(bias, jnp.float32),
         or_absent(conditions.array, jnp.bool_),
+        absent(np.uint8),
         or_absent(conditions.rows, jnp.bool_),
         or_absent(conditions.keys, jnp.bool_),
         or_absent(ids[0], jnp.int32),

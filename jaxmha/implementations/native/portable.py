@@ -106,11 +106,19 @@ def _attend(by: ModuleType, settings: Settings, problem: Problem) -> tuple[Any, 
         key_value_segments=given(problem.key_ids),
         array=given(problem.allowed),
     )
+    if problem.bits.size:
+        mask &= Mask.dense(_unpacked(problem.bits, query.shape[1]))
     semantics = Semantics(scale=settings.scale, logits_soft_cap=settings.soft_cap)
     found = by.attend(
         Request(query, key, value, given(bias), mask, semantics, None, False, return_lse=True)
     )
     return found.out, found.lse
+
+
+def _unpacked(bits: Any, T: int) -> Any:
+    b, n, t, s = bits.shape
+    rows = jnp.arange(8, dtype=np.uint8).reshape(1, 1, 1, 8, 1)
+    return (bits[:, :, :, None] >> rows & 1 != 0).reshape(b, n, 8 * t, s)[:, :, :T]
 
 
 def _over_batch(

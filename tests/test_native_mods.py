@@ -1,0 +1,138 @@
+"""Mask functions in the native kernels, which get one bit per pair."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxmha
+from jaxmha import Mask, mods
+from jaxmha.implementations.native import masked
+from tests import conformance
+
+pytestmark = pytest.mark.skipif("native" in conformance.ABSENT, reason="jaxmha-cpu is not built")
+B, N, K, H, h, T, S = 2, 4, 2, 6, 5, 197, 211
+rng = np.random.default_rng(0)
+IDS = jnp.asarray(np.sort(rng.integers(0, 4, (B, max(T, S))), 1), jnp.int32)
+LAYOUT = jnp.asarray(rng.random((N, 7, 7)) < 0.25)
+FUNCTIONS: dict[str, Any] = {
+    "documents": lambda b, n, i, j: (IDS[b, i] == IDS[b, j]) & ((i + j + n) % 5 != 0),
+    "window": mods.window(17, 3),
+    "heads": lambda b, n, i, j: (i - j) % (n + 2) != 0,
+    "blocks": mods.block_sparse(LAYOUT, 32),
+    "nothing": lambda b, n, i, j: (i < 64) & (j > 100),
+    "everything": lambda b, n, i, j: i >= 0,
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "alone": {},
+    "causal": {"is_causal": True},
+    "lengths": {
+        "key_value_seq_lengths": np.array([173, 20], np.int32),
+        "query_seq_lengths": np.array([197, 12], np.int32),
+    },
+    "window and soft cap": {"local_window_size": (70, 30), "logits_soft_cap": 2.0},
+    "a dense mask": {"mask": Mask.dense(rng.random((B, 1, T, S)) < 0.7)},
+    "documents": {
+        "mask": Mask.segments(query_ids=IDS[:, :T], key_value_ids=IDS[:, :S]) & Mask.causal(11)
+    },
+}
+EVERYDAY = [("documents", "causal"), ("blocks", "a dense mask"), ("heads", "window and soft cap")]
+
+
+def arrays(dtype: str = "float32") -> tuple[jax.Array, ...]:
+    shapes = (B, T, N, H), (B, S, K, H), (B, S, K, h)
+    given = np.random.default_rng(1)
+    return tuple(jnp.asarray(given.standard_normal(shape), dtype) for shape in shapes)
+
+
+def attend(function: Any, options: Any, implementation: str, *arrays: jax.Array) -> Any:
+    return jaxmha.dot_product_attention(
+        *arrays, mask_mod=function, implementation=implementation, return_lse=True, **options
+    )
+
+
+def loss(*given: Any) -> jax.Array:
+    out, lse = attend(*given)
+    total: jax.Array = (out.astype("float32") ** 2).sum()
+    return total + jnp.where(jnp.isfinite(lse), lse, 0.0).sum()
+
+
+def at_a_time(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Evaluates the masks of so many queries at a time."""
+    for name, value in {"ROWS_PER_FEATURE": 0, "LEAST_ROWS": rows, "MOST_PARTS": T}.items():
+        monkeypatch.setattr(masked, name, value)
+
+
+@pytest.mark.parametrize("rows", [pytest.param(1000, marks=pytest.mark.slow), 64])
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [
+        pytest.param(*pair, marks=[] if pair in EVERYDAY else pytest.mark.slow)
+        for pair in [(x, y) for x in FUNCTIONS for y in OPTIONS]
+    ],
+)
+def test_native_is_reference(
+    name: str, option: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All queries at once, and some at a time, of which the last are fewer."""
+    at_a_time(rows, monkeypatch)
+    given = FUNCTIONS[name], OPTIONS[option]
+    want = attend(*given, "reference", *arrays())
+    got = attend(*given, "native", *arrays())
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-6, atol=2e-6)
+    gradients = [
+        jax.grad(partial(loss, *given, which), (0, 1, 2))(*arrays())
+        for which in ("native", "reference")
+    ]
+    for x, y in zip(*gradients, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=2e-6 * float(jnp.abs(y).max()))
+
+
+def test_half_precision_gradients_are_sums_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients of keys are rounded once, not for every part of the queries."""
+    at_a_time(64, monkeypatch)
+    half = arrays("bfloat16")
+    given: Any = FUNCTIONS["everything"], {}
+    got = jax.grad(partial(loss, *given, "native"), (0, 1, 2))(*half)
+    want = jax.grad(partial(loss, *given, "blocked"), (0, 1, 2))(*half)
+    for x, y in zip(got, want, strict=True):
+        assert x.dtype == jnp.bfloat16
+        x, y = (np.asarray(z, np.float64) for z in (x, y))
+        assert np.abs(x - y).max() <= 2.0**-7 * np.abs(y).max()
+
+
+def test_nan_in_excluded_positions_has_no_influence() -> None:
+    query, key, value = arrays()
+    function = FUNCTIONS["nothing"]
+    want = attend(function, {}, "native", query, key, value)
+    poisoned = query.at[:, 64:].set(jnp.nan), *(x.at[:, :100].set(jnp.nan) for x in (key, value))
+    got = attend(function, {}, "native", *poisoned)
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_array_equal(x, y)
+    gradients = jax.grad(partial(loss, function, {}, "native"), (0, 1, 2))(*poisoned)
+    assert all(bool(jnp.isfinite(x).all()) for x in gradients)
+
+
+@pytest.mark.slow
+def test_mapped_arrays_of_a_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vmap over captured arrays, whose mask gets one more axis; and the portable program."""
+    at_a_time(64, monkeypatch)
+    ids = jnp.stack([IDS, IDS[::-1]])
+
+    def one(ids: jax.Array, implementation: str) -> Any:
+        function = mods.document(ids[:, :T], ids[:, :S])
+        gradient = jax.grad(partial(loss, function, {}, implementation), (0, 1, 2))(*arrays())
+        return attend(function, {}, implementation, *arrays()), gradient
+
+    got, want = (
+        jax.jit(jax.vmap(partial(one, implementation=x)))(ids) for x in ("native", "reference")
+    )
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+    exported: Any = jax.export.export(jax.jit(partial(one, implementation="native")))(IDS)
+    for x, y in zip(jax.tree.leaves(exported.call(IDS)), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(x, y[0], rtol=1e-5, atol=1e-5)
