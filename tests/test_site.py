@@ -16,6 +16,7 @@ import jaxmha.flax
 from jaxmha import checkpoint
 
 ROOT = Path(__file__).parents[1]
+SETTINGS = ("JAXMHA_", "KERAS_", "OMP_", "XLA_")  # which the tests have, and readers have not
 FENCE = r"```{}\n(.*?)```"
 SITE = ROOT / "docs"
 TEXTS = {
@@ -43,9 +44,11 @@ def examples(language: str, pages: str = "") -> list[Example]:
 @pytest.mark.everyday(example=["index-0", "start-1", "start-2"])
 @pytest.mark.parametrize("example", examples("python"))
 def test_python_examples_run_alone(example: Example, tmp_path: Path) -> None:
-    """In a new interpreter and an empty folder, with JAX's defaults: a reader copies one of them."""
+    """As a reader copies it: a new interpreter, an empty folder, no settings, and no TensorFlow."""
     command = [sys.executable, "-c", example.code]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    (tmp_path / "tensorflow.py").write_text("raise ModuleNotFoundError('no module tensorflow')")
+    environment = {name: x for name, x in os.environ.items() if not name.startswith(SETTINGS)}
+    environment["PYTHONPATH"] = str(ROOT)
     done = subprocess.run(
         command, check=False, capture_output=True, text=True, env=environment, cwd=tmp_path
     )
