@@ -17,7 +17,8 @@ from jaxmha import checkpoint
 
 ROOT = Path(__file__).parents[1]
 SETTINGS = ("JAXMHA_", "KERAS_", "OMP_", "XLA_")  # which the tests have, and readers have not
-FENCE = r"```{}\n(.*?)```"
+# A block of code, and what it prints: a block without a language right after it.
+FENCE = r"^```{}\n(.*?)^```$(?:\n\n```\n(.*?)^```$)?"
 SITE = ROOT / "docs"
 TEXTS = {
     p.relative_to(SITE / "pages").as_posix(): p.read_text() for p in SITE.glob("pages/**/*.md")
@@ -25,19 +26,20 @@ TEXTS = {
 
 
 class Example(NamedTuple):
-    """A block of code: its page and number, and the code."""
+    """A block of code: its page and number, the code, and what the page says that it prints."""
 
     name: str
     code: str
+    output: str
 
 
 def examples(language: str, pages: str = "") -> list[Example]:
     """All blocks in a language, of pages whose names begin so."""
     return [
-        Example(f"{page.removesuffix('.md')}-{number}", code)
+        Example(f"{page.removesuffix('.md')}-{number}", *found)
         for page, text in sorted(TEXTS.items())
         if page.startswith(pages)
-        for number, code in enumerate(re.findall(FENCE.format(language), text, re.DOTALL))
+        for number, found in enumerate(re.findall(FENCE.format(language), text, re.DOTALL | re.M))
     ]
 
 
@@ -53,6 +55,7 @@ def test_python_examples_run_alone(example: Example, tmp_path: Path) -> None:
         command, check=False, capture_output=True, text=True, env=environment, cwd=tmp_path
     )
     assert done.returncode == 0, done.stderr
+    assert example.output in done.stdout
 
 
 ROADS = ("from_torch", "from_transformers", "from_keras", "to_transformers")
