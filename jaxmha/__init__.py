@@ -9,6 +9,7 @@ from jaxmha.decoding import decode_step as decode_step
 from jaxmha.decoding import extend as extend
 from jaxmha.decoding import prefill as prefill
 from jaxmha.explain import explain as explain
+from jaxmha.explain import explain_layer as explain_layer
 from jaxmha.implementations.platforms import lowering_for as lowering_for
 from jaxmha.initializers import init_params as init_params
 from jaxmha.kv_cache import KVCache as KVCache
@@ -42,6 +43,7 @@ __all__ = [
     "decode_step",
     "dot_product_attention",
     "explain",
+    "explain_layer",
     "extend",
     "init_params",
     "latent",

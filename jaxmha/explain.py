@@ -1,6 +1,6 @@
-"""`explain`: the implementation that a call selects, and the reasons against the others."""
+"""`explain` and `explain_layer`: what computes a call, and the reasons against the others."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +12,9 @@ from jaxmha import notebook
 from jaxmha.arrays import Array
 from jaxmha.attention import dot_product_attention
 from jaxmha.implementations import SupportQuery, platforms
+from jaxmha.layer import multi_head_attention
 from jaxmha.mask import Mask
+from jaxmha.params import MHAParams
 
 Shaped: TypeAlias = Array | jax.ShapeDtypeStruct
 
@@ -101,6 +103,104 @@ def explain(
     'cudnn'
     """
     arrays = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask}
+    query_support = SupportQuery(implementation)
+    return _asked(dot_product_attention, query_support, platform, arrays, options)
+
+
+@dataclass(frozen=True)
+class LayerExplanation:
+    """Result of `explain_layer`; `print` shows it as two tables.
+
+    Attributes:
+      attention: what computes the attention of the heads.
+      projections: the names of the projections, and why XLA multiplies and not the native kernels of
+        jaxmha-cpu; None: the native kernels do.
+    """
+
+    attention: Explanation
+    projections: tuple[tuple[str, str | None], ...]
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Pairs of a projection and what computes it.
+
+        >>> attention = Explanation("gpu", "cudnn", (("cudnn", None),))
+        >>> LayerExplanation(attention, (("out", "not on gpu"), ("query", None))).rows()
+        [('out', 'XLA: not on gpu'), ('query', 'native')]
+        """
+        return [
+            (name, f"XLA: {reason}" if reason else "native") for name, reason in self.projections
+        ]
+
+    def __str__(self) -> str:
+        width = max(len(name) for name in ("projection", *dict(self.projections)))
+        head = f"{'projection':<{width}}  on {self.attention.platform}"
+        lines = [head, *(f"{name:<{width}}  {what}" for name, what in self.rows())]
+        return "\n".join([str(self.attention), "", *lines])
+
+    def _repr_html_(self) -> str:
+        columns = ("projection", f"on {self.attention.platform}")
+        return self.attention._repr_html_() + notebook.table("projections", columns, self.rows())
+
+
+def explain_layer(
+    params: MHAParams,
+    query: Shaped,
+    key: Shaped | None = None,
+    value: Shaped | None = None,
+    *,
+    platform: str | None = None,
+    implementation: str | Sequence[str] | None = None,
+    **options: Any,
+) -> LayerExplanation:
+    """Explains what computes the attention and the projections of `multi_head_attention`.
+
+    The call is not computed, so every array may be a `jax.ShapeDtypeStruct`, those of `params` too.
+
+    Args:
+      params: the parameters of the layer.
+      query: `(*B, T, Dq)`.
+      key: `(*B, S, Dk)`; None: the query.
+      value: `(*B, S, Dv)`; None: the key.
+      platform: as in `explain`.
+      implementation: candidates, as in `multi_head_attention`.
+      options: other keyword arguments of `multi_head_attention`.
+
+    Raises:
+      ValueError: a shape, a value, or the name of an implementation or platform does not fit.
+      TypeError: a dtype or a keyword does not fit.
+
+    >>> import jax
+    >>> from jaxmha import MHAParams, Projection
+    >>> kernel = jax.ShapeDtypeStruct((6, 2, 3), "float32")
+    >>> params = MHAParams(*[Projection(kernel)] * 3)
+    >>> x = jax.ShapeDtypeStruct((1, 5, 6), "float32")
+    >>> print(explain_layer(params, x, implementation="blocked", platform="cpu"))
+    implementation  on cpu
+    blocked         chosen
+    <BLANKLINE>
+    projection  on cpu
+    query       XLA: implementation is blocked
+    key         XLA: implementation is blocked
+    value       XLA: implementation is blocked
+    """
+    query_support = SupportQuery(implementation)
+    arrays = {"params": params, "query": query, "key": key, "value": value}
+    attention = _asked(multi_head_attention, query_support, platform, arrays, options)
+    gated = ["gate"] * (params.gate is not None)
+    names = ["query", "key", "value", *gated, *["out"] * (params.out is not None)]
+    # Projections of sharded arrays ask for no native matmul.
+    reasons = query_support.matmuls or ["the arrays are sharded"] * len(names)
+    return LayerExplanation(attention, tuple(zip(names, reasons, strict=True)))
+
+
+def _asked(
+    function: Callable[..., object],
+    asked: SupportQuery,
+    platform: str | None,
+    arrays: Mapping[str, Any],
+    options: Mapping[str, Any],
+) -> Explanation:
+    """Traces a call that fills in `asked`."""
     # Options that hold arrays or shapes are traced; the others are passed as static values.
     traced = {
         name: x
@@ -108,10 +208,8 @@ def explain(
         if any(isinstance(leaf, jax.ShapeDtypeStruct | jax.Array) for leaf in jax.tree.leaves(x))
     }
     static = {name: x for name, x in options.items() if name not in traced}
-    query_support = SupportQuery(implementation)
     with platforms.lowering_for(platform) if platform is not None else nullcontext():
-        call = partial(dot_product_attention, **static, implementation=query_support)
-        jax.eval_shape(call, **arrays, **traced)
+        jax.eval_shape(partial(function, **static, implementation=asked), **arrays, **traced)
         device = platforms.current().device
-    chosen = next((name for name, reason in query_support.reasons if reason is None), None)
-    return Explanation(device, chosen, tuple(query_support.reasons), query_support.faster)
+    chosen = next((name for name, reason in asked.reasons if reason is None), None)
+    return Explanation(device, chosen, tuple(asked.reasons), asked.faster)

@@ -13,7 +13,7 @@ from jaxmha import checks, sharding
 from jaxmha.arrays import Array, require_arrays
 from jaxmha.dims import bind
 from jaxmha.explicit_sharding import by_types, sharding_of_features, sharding_of_heads
-from jaxmha.implementations import platforms, shard_map
+from jaxmha.implementations import SupportQuery, platforms, shard_map
 from jaxmha.implementations.base import accumulation_dtype
 from jaxmha.implementations.native import matmul as native
 from jaxmha.matmul import matmul, resolved
@@ -221,7 +221,8 @@ def combine_checked(
     """
     if params.gate is not None:
         assert query is not None
-        gate = _gate(params.gate, zero_outside(query, attended), dtype, semantics.precision)
+        query = zero_outside(query, attended)
+        gate = _gate(params.gate, query, dtype, semantics.precision, implementation)
         heads = (heads.astype(gate.dtype) * gate).astype(heads.dtype)
     if params.out is None:
         *batch, N, h = heads.shape
@@ -231,10 +232,14 @@ def combine_checked(
 
 
 def _gate(
-    gate: Projection, query: jax.Array, dtype: np.dtype[np.floating], precision: Precision
+    gate: Projection,
+    query: jax.Array,
+    dtype: np.dtype[np.floating],
+    precision: Precision,
+    implementation: str | Sequence[str] | None,
 ) -> jax.Array:
     """The factors of the output of the heads: `*B T N h`, or `*B T N 1` for one gate per head."""
-    logits = affine_map(query, 1, Projection(gate.kernel), dtype, precision)
+    logits = affine_map(query, 1, Projection(gate.kernel), dtype, precision, implementation)
     logits = logits.astype(accumulation_dtype(dtype))
     if gate.kernel.ndim == 2:
         logits = logits[..., None]
@@ -283,7 +288,10 @@ def affine_map(
     rows = jnp.asarray(x, dtype).reshape(math.prod(lead), math.prod(inside))
     columns = kernel.reshape(math.prod(inside), math.prod(outside))
     m, (k, n) = rows.shape[0], columns.shape
-    if native.unsupported_reason(m, k, n, dtype, implementation) is None:
+    reason = native.unsupported_reason(m, k, n, dtype, implementation)
+    if isinstance(implementation, SupportQuery):
+        implementation.matmuls.append(reason)
+    if reason is None:
         own = None if bias is None else jnp.asarray(bias).astype(dtype).reshape(-1)
         return native.affine(rows, columns, own).reshape(*lead, *outside)
     if written == accumulate:

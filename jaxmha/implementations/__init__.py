@@ -94,17 +94,19 @@ class SupportQuery(tuple[str, ...]):
     `attend` sets `reasons` to pairs of a name and the reason why that implementation cannot compute
     the request (None: it can), and then runs `reference`. Queries compare by identity, so that jit
     traces the call again for every query. `attend` also sets `call`, the key of the call in saved
-    benchmarks, and `faster`, the names that such a benchmark prefers.
+    benchmarks, and `faster`, the names that such a benchmark prefers. Projections add to `matmuls`
+    the reason why XLA and not the native kernels multiply (None: the native kernels do).
     """
 
     reasons: list[tuple[str, str | None]]
     call: str
     faster: tuple[str, ...]
+    matmuls: list[str | None]
 
     def __new__(cls, implementation: str | Sequence[str] | None = None) -> "SupportQuery":  # noqa: PYI034
         names = (implementation,) if isinstance(implementation, str) else implementation or ()
         query = super().__new__(cls, names)
-        query.reasons, query.call, query.faster = [], "", ()
+        query.reasons, query.call, query.faster, query.matmuls = [], "", (), []
         return query
 
     __hash__ = object.__hash__

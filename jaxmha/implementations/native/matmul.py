@@ -39,7 +39,7 @@ def unsupported_reason(
     """
     names = (implementation,) if isinstance(implementation, str) else implementation
     if names and NAME not in names:
-        return f"implementation is {implementation!r}"
+        return f"implementation is {', '.join(names)}"
     platform = platforms.current()
     if platform.name != "cpu":
         return f"native kernels run on CPU, not on {platform.device}"
@@ -48,7 +48,7 @@ def unsupported_reason(
     if dtype != np.float32:
         return f"native matmuls take float32, got {dtype.name}"
     if rows < LEAST_ROWS or rows * depth * columns < LEAST_WORK:
-        return f"XLA multiplies {rows} x {depth} by {depth} x {columns} in less time"
+        return f"{rows} x {depth} by {depth} x {columns} takes XLA less time"
     if jax.process_count() > 1 or (jax.device_count() > 1 and not attention.on_one_device()):
         return "XLA may partition the call"
     return library.unavailable()
