@@ -20,9 +20,13 @@ def number(name: str, value: object) -> float:
             f"{name} must be a Python number, since it is static, got {type(value).__name__}"
             f"{_ARRAYS if name == 'scale' else ''}"
         )
-    if not math.isfinite(value):
-        raise ValueError(f"{name} must be finite, got {value}")
-    return float(value)
+    try:
+        found = float(value)
+    except OverflowError:  # an int that no float holds, which may be too long to print
+        found = math.inf
+    if not math.isfinite(found):
+        raise ValueError(f"{name} must be finite and at most 1.8e308, got {found}")
+    return found
 
 
 def flag(name: str, value: object) -> bool:

@@ -120,7 +120,7 @@ def test_a_layer_runs_them_unless_they_are_switched_off(monkeypatch: pytest.Monk
 def test_explain_layer_counts_the_calls_of_the_program() -> None:
     def program(T: int, **options: Any) -> tuple[int, int, Any]:
         made = jaxmha.init_params(jax.random.key(0), num_heads=4, features=128)._replace(**options)
-        x = jax.ShapeDtypeStruct((2, T, 128), np.float32)
+        x = jnp.ones((2, T, 128))
         text = jax.jit(lambda x: jaxmha.multi_head_attention(made, x)).lower(x).as_text()
         told = jaxmha.explain_layer(made, x)
         rows = dict(told.rows())

@@ -85,8 +85,8 @@ def _only_capped(own: Mapping[str, Any]) -> Values:
 
 
 def _of_layer_norms(own: Mapping[str, Any]) -> Values:
-    epsilon = next(own[k] for k in ("layer_norm_eps", "norm_eps") if k in own)
-    return {"qk_norm": "layer", "qk_norm_epsilon": float(epsilon)}
+    key = "norm_eps" if "layer_norm_eps" not in own else "layer_norm_eps"
+    return {"qk_norm": "layer", "qk_norm_epsilon": float(own[key])}
 
 
 def _of_default_layer_norms(own: Mapping[str, Any]) -> Values:

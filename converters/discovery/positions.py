@@ -227,7 +227,7 @@ def _of_block(
         scaled = query_scale.of(own, behaviours.layer_of(block.prefix)) if has_scale else None
         found = _of_parts(block, own, model_type, heads, file)
         return found if scaled is None else found._replace(query_scale=scaled)
-    except (ValueError, KeyError, TypeError, ZeroDivisionError) as error:
+    except (ArithmeticError, KeyError, TypeError, ValueError) as error:
         return Positions("unknown", why=f"{model_type}: {error}")
 
 
@@ -312,6 +312,8 @@ def _rotary(
 def _rope(own: Mapping[str, Any], layer: int | None) -> dict[str, Any]:
     """The rope parameters of a layer, from a configuration of any version of transformers."""
     found = own.get("rope_parameters") or own.get("rope_scaling") or {}
+    if not isinstance(found, dict):
+        raise TypeError(f"rope_parameters or rope_scaling is no object: {str(found)[:40]}")
     kinds = own.get("layer_types")
     if isinstance(kinds, list) and layer is not None and layer < len(kinds):
         nested = found.get(kinds[layer], found)

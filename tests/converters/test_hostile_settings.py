@@ -3,15 +3,24 @@
 import contextlib
 import json
 import os
+import random
+import re
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from jaxmha import checkpoint
-from jaxmha.converters.discovery import attention_blocks, head_count, hf_config
+from jaxmha import Semantics, checkpoint
+from jaxmha.converters.discovery import (
+    architectures,
+    attention_blocks,
+    head_count,
+    hf_config,
+    positions,
+)
 from jaxmha.converters.layout import transform
 from jaxmha.converters.migrate import pipeline, plan_toml
 from tests.converters.test_every_layout import params_of
@@ -68,6 +77,43 @@ def test_values_of_a_configuration(key: str, source: Path) -> None:
             pipeline.plan(source, to="flax")
         for found in hf_config.epsilons(source).values():
             assert all(0 < epsilon < np.inf for epsilon in found)
+
+
+def test_scales_that_no_float_holds() -> None:
+    with pytest.raises(ValueError, match=r"scale must be finite and at most 1.8e308, got inf"):
+        Semantics(scale=10**5000)
+
+
+VALUES = (
+    *NASTY.values(),
+    *("null", "6", "0.5", '"yarn"', "[1]", '["full_attention"]'),
+    *('{"rope_type": "yarn", "factor": 2.0}', '{"rope_type": "llama3", "rope_theta": 7}'),
+)
+
+
+@pytest.mark.everyday(count=[300])
+@pytest.mark.parametrize("count", [300, 6000])
+def test_nonsense_in_the_settings_of_every_model_type(count: int, source: Path) -> None:
+    """Several settings at once, of all that the readers of model types ask for."""
+    chosen = random.Random(0)
+    keys = sorted(
+        {
+            key
+            for path in Path(positions.__file__).parent.glob("*.py")
+            for key in re.findall(r'"([a-z][a-z0-9_]{2,40})"', path.read_text())
+        }
+        - {"num_attention_heads", "model_type"}
+    )
+    types = sorted(architectures.KNOWN)
+    for _ in range(count):
+        named = {"model_type": f'"{chosen.choice(types)}"', "num_attention_heads": "6"}
+        named |= {"num_key_value_heads": "3", "head_dim": "4", "hidden_size": "13"}
+        named |= {key: chosen.choice(VALUES) for key in chosen.sample(keys, 12)}
+        text = ", ".join(f'"{key}": {value}' for key, value in named.items())
+        source.with_name("config.json").write_text(f"{{{text}}}")
+        for read in (pipeline.inspect, positions.positions_of, partial(pipeline.plan, to="flax")):
+            with contextlib.suppress(ValueError):
+                read(source)
 
 
 @pytest.mark.slow
