@@ -39,7 +39,9 @@ def examples(language: str, pages: str = "") -> list[Example]:
         Example(f"{page.removesuffix('.md')}-{number}", *found)
         for page, text in sorted(TEXTS.items())
         if page.startswith(pages)
-        for number, found in enumerate(re.findall(FENCE.format(language), text, re.DOTALL | re.M))
+        for number, found in enumerate(
+            re.findall(FENCE.format(language), text, re.DOTALL | re.MULTILINE)
+        )
     ]
 
 
