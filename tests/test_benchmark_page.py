@@ -62,7 +62,7 @@ def stored() -> dict[str, Any]:
 def test_numbers_of_the_page() -> None:
     entry = stored()["cases"][0]
     assert stats.time_of(entry, OURS) == 1.0
-    assert stats.spread_of(entry, OURS) == pytest.approx(0.1)
+    assert stats.quartiles_of(entry, OURS) == pytest.approx(0.1)
     assert stats.relative(entry, stats.OTHERS) == 0.5
     assert stats.relative(entry, ["flax-nnx", "flax-linen"]) == 0.25
     assert stats.relative(entry, ["flax-linen", "keras-tf"]) is None

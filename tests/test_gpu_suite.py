@@ -203,7 +203,7 @@ def test_page_and_targets() -> None:
     assert "|  | no engine |" in page
     assert "**failed**: out 9" in page
     assert "| 3200 | 80% |" in page
-    values = {target.words: target.value for target in gpu_report.targets(found)}
+    values = {target.about: target.value for target in gpu_report.targets(found)}
     assert values["TFLOP/s, full forward, N 64/8, H 128, T 8k"] == pytest.approx(700)
     assert values["times as fast as jax.nn and Flax, full"] == pytest.approx(8)
     assert values["times less memory than they, T 8k"] == 15

@@ -143,13 +143,13 @@ def _away(layer: Layer, x: NDArray, meant: NDArray) -> float:
 
 def repair(seed: int) -> Iterator[Step]:
     """From the classes as written to the rounding floor, on ragged sequences."""
-    pair, x, there = build(seed), draw(seed, B), padding()
-    meant = there[:, None, None]
-    yield step(f"runs: batch of {B}, the number of heads", pair, x, there, there, meant)
+    pair, x, valid = build(seed), draw(seed, B), padding()
+    meant = valid[:, None, None]
+    yield step(f"runs: batch of {B}, the number of heads", pair, x, valid, valid, meant)
     share(pair)
-    yield step("weights shared", pair, x, there, there, meant)
-    yield step("mask with an axis for heads", pair, x, there[:, None], there[:, None], meant)
-    yield step("mask inverted for TensorFlow", pair, x, there[:, None], ~there[:, None], meant)
+    yield step("weights shared", pair, x, valid, valid, meant)
+    yield step("mask with an axis for heads", pair, x, valid[:, None], valid[:, None], meant)
+    yield step("mask inverted for TensorFlow", pair, x, valid[:, None], ~valid[:, None], meant)
 
 
 def as_printed(seed: int) -> list[dict[str, Any]]:

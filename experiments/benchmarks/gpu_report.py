@@ -54,7 +54,7 @@ def worst(rows: list[Row]) -> dict[str, float]:
 class Target(NamedTuple):
     """Measured values, and the bound that each should keep: at most it, or (`least`) at least it."""
 
-    words: str
+    about: str
     values: list[float]
     bound: float
     least: bool = True

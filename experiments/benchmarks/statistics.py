@@ -25,7 +25,7 @@ def time_of(entry: Entry, peer: str) -> float | None:
     return median(seconds) if seconds else None
 
 
-def spread_of(entry: Entry, peer: str) -> float | None:
+def quartiles_of(entry: Entry, peer: str) -> float | None:
     """Distance of the quartiles relative to the median."""
     seconds = entry["peers"].get(peer, {}).get("seconds")
     if not seconds or len(seconds) < 2:
@@ -37,7 +37,7 @@ def spread_of(entry: Entry, peer: str) -> float | None:
 def disturbed(entry: Entry) -> bool:
     """True if the machine was busy, or times of jaxmha or of the fastest other peer vary widely."""
     shown = (OURS, fastest(entry, OTHERS))
-    spreads = [spread_of(entry, peer) or 0.0 for peer in shown if peer]
+    spreads = [quartiles_of(entry, peer) or 0.0 for peer in shown if peer]
     return bool(entry["noisy"]) or max(spreads) > WIDE
 
 

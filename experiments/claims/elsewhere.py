@@ -98,8 +98,10 @@ def as_printed() -> Found:
 def convergence() -> Found:
     """Accuracies of the same model after starts of several frameworks: a gap within the spread of
     seeds shows no impact here, and does not show that there can be none."""
-    gap, spread = initialisation.gap_and_spread(_stored("initialisation"))
-    return found({"starts, in one small model": gap > spread or None}, gap=gap, spread=spread)
+    gap, deviation = initialisation.gap_and_deviation(_stored("initialisation"))
+    return found(
+        {"starts, in one small model": gap > deviation or None}, gap=gap, deviation=deviation
+    )
 
 
 def stable_training() -> Found:

@@ -367,14 +367,14 @@ def backends() -> Found:
     logging = {"MKL_VERBOSE": "1", "ONEDNN_VERBOSE": "1", "DNNL_VERBOSE": "1"}
     names = {}
     for framework, product in PRODUCTS.items():
-        said = subprocess.run(
+        ran = subprocess.run(
             [sys.executable, "-c", product],
             env={**os.environ, **logging},
             check=True,
             capture_output=True,
             text=True,
         )
-        lines = (said.stdout + said.stderr).splitlines()
+        lines = (ran.stdout + ran.stderr).splitlines()
         mkl = any(line.startswith("MKL_VERBOSE SGEMM") for line in lines)
         onednn = any(line.startswith("onednn_verbose") and "exec" in line for line in lines)
         names[framework] = "Intel's MKL" if mkl else "oneDNN" if onednn else "its own code"

@@ -1,4 +1,4 @@
-"""The two layers of the first document: what they compute, mistakes included.
+"""The two layers of the first document: what they compute, errors included.
 
 Each is four affine maps around softmax attention. The one fills logits where its mask is False with
 -1e9; the other adds -1e9 times its mask. Both insert one axis into the mask.

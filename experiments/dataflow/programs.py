@@ -147,7 +147,7 @@ PROGRAMS = {"torch": of_torch, "jaxmha": of_jaxmha}
 def check(programs: dict[str, Program], shape: Shape) -> None:
     """Raises AssertionError unless what is compared computes the same."""
 
-    def answer(name: str) -> Any:
+    def output(name: str) -> Any:
         found = programs[name]()
         array = np.asarray(found.detach() if hasattr(found, "detach") else found)
         return array if array.shape[0] == shape.B else np.swapaxes(array, 0, 1)
@@ -155,7 +155,7 @@ def check(programs: dict[str, Program], shape: Shape) -> None:
     for choice in CHOICES:
         if choice.dear in programs and choice.cheap in programs:
             np.testing.assert_allclose(
-                answer(choice.dear), answer(choice.cheap), atol=TOLERANCE, err_msg=choice.name
+                output(choice.dear), output(choice.cheap), atol=TOLERANCE, err_msg=choice.name
             )
 
 

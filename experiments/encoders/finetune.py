@@ -57,23 +57,23 @@ def tune(state: Mapping[str, NDArray], D: int, heads: int, layers: int, optimise
     """
     rng = np.random.default_rng(0)
     x, wanted = rng.normal(size=(2, len(LENGTHS), T, D))
-    there = np.arange(T) < np.array(LENGTHS)[:, None]
+    valid = np.arange(T) < np.array(LENGTHS)[:, None]
     theirs = _torch(state, D, heads, layers)
-    _steps_in_torch(theirs, x, wanted, there, optimiser)
+    _steps_in_torch(theirs, x, wanted, valid, optimiser)
     # flax's own norms promote dtypes by themselves
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
         hidden = len(state["layers.0.linear1.bias"])
         model = Encoder(D, heads, layers, hidden, dtype=jnp.float64)
         if unused := load(model, pipeline.convert_state(state, to="flax", num_heads=heads)):
             raise ValueError(f"no place for {unused}")
-        _steps_in_jax(model, x, wanted, there, optimiser)
+        _steps_in_jax(model, x, wanted, valid, optimiser)
         tuned = {name: np.asarray(array) for name, array in flat(model).items()}
     back = pipeline.convert_state(tuned, to="torch")
     expected = {name: to_numpy(tensor) for name, tensor in theirs.state_dict().items()}
     if back.keys() != expected.keys():
         raise ValueError(f"other names came back: {sorted(back.keys() ^ expected.keys())}")
     again = _torch(back, D, heads, layers)
-    outputs = [_forward(one, x, there)[there] for one in (theirs, again)]
+    outputs = [_forward(one, x, valid)[valid] for one in (theirs, again)]
     return Tuned(
         optimiser,
         max(float(np.abs(expected[name] - state[name]).max()) for name in state),
@@ -93,21 +93,21 @@ def _torch(state: Mapping[str, NDArray], D: int, heads: int, layers: int) -> Any
     return model.eval()
 
 
-def _forward(model: Any, x: NDArray, there: NDArray) -> NDArray:
+def _forward(model: Any, x: NDArray, valid: NDArray) -> NDArray:
     import torch
 
     with torch.no_grad():
-        return to_numpy(model(to_torch(x), src_key_padding_mask=to_torch(~there)))
+        return to_numpy(model(to_torch(x), src_key_padding_mask=to_torch(~valid)))
 
 
 def _steps_in_torch(
-    model: Any, x: NDArray, wanted: NDArray, there: NDArray, optimiser: str
+    model: Any, x: NDArray, wanted: NDArray, valid: NDArray, optimiser: str
 ) -> None:
     import torch
 
     settings = OPTIMISERS[optimiser][1]
     steps = getattr(torch.optim, optimiser)(model.parameters(), lr=RATE, **settings)
-    real = to_torch(there)
+    real = to_torch(valid)
     for _ in range(STEPS):
         steps.zero_grad()
         out = model(to_torch(x), src_key_padding_mask=~real)
@@ -116,13 +116,13 @@ def _steps_in_torch(
 
 
 def _steps_in_jax(
-    model: Encoder, x: NDArray, wanted: NDArray, there: NDArray, optimiser: str
+    model: Encoder, x: NDArray, wanted: NDArray, valid: NDArray, optimiser: str
 ) -> None:
     steps = nnx.Optimizer(model, OPTIMISERS[optimiser][0](), wrt=nnx.Param)
-    mask = Mask.padding(key_value=jnp.asarray(there))
+    mask = Mask.padding(key_value=jnp.asarray(valid))
 
     def loss(model: Encoder) -> jax.Array:
-        real = jnp.asarray(there)[..., None]
+        real = jnp.asarray(valid)[..., None]
         squares: jax.Array = jnp.square(model(jnp.asarray(x), mask) - wanted) * real
         count: jax.Array = real.sum() * x.shape[-1]
         return squares.sum() / count

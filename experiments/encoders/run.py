@@ -87,10 +87,10 @@ def run_sceptr(folder: Path) -> Row:
     out = [to_numpy(x) for x in theirs(torch.from_numpy(tokens))]
     exact = [to_numpy(x) for x in theirs.double()(torch.from_numpy(tokens))]
     flax = [np.asarray(x) for x in nnx.jit(lambda model, x: model(x))(ours, jnp.asarray(tokens))]
-    there = tokens[..., 0] != 0
+    valid = tokens[..., 0] != 0
     stack = config["model"]["self_attention_stack"]["initargs"]
     about = (stack["num_layers"], stack["nhead"], stack["d_model"])
-    return _row(folder.name, tensors, about, verified, flax, out, exact, there)
+    return _row(folder.name, tensors, about, verified, flax, out, exact, valid)
 
 
 def receptors(rng: np.random.Generator, loops: int, batch: int = 7) -> NDArray:
@@ -166,10 +166,10 @@ def _row(
     flax: list[NDArray],
     out: list[NDArray],
     exact: list[NDArray],
-    there: NDArray,
+    valid: NDArray,
 ) -> Row:
     """All outputs of real tokens, compared."""
-    flax, out, exact = ([x[0][there], *x[1:]] for x in (flax, out, exact))
+    flax, out, exact = ([x[0][valid], *x[1:]] for x in (flax, out, exact))
     errors = [
         max(
             float(np.sqrt(np.mean(np.square(a.astype(np.float64) - b))))

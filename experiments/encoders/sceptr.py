@@ -105,13 +105,13 @@ class Sceptr(nnx.Module):  # type: ignore[misc]
 
     def __call__(self, tokens: Array) -> tuple[Array, Array]:
         """Residue predictions `(B, T, 20)`, and the representation of the receptor `(B, D)`."""
-        there = tokens[..., 0] != 0
-        mask = Mask.padding(key_value=there)
+        valid = tokens[..., 0] != 0
+        mask = Mask.padding(key_value=valid)
         x = self.embed(tokens)
         states = self.encoder(x, mask)
         vector = states[:, 0]
         if self.averages:  # of the layer before the last, without the class token
-            counted = (there & (jnp.arange(tokens.shape[1]) > 0)[None])[..., None]
+            counted = (valid & (jnp.arange(tokens.shape[1]) > 0)[None])[..., None]
             vector = (self.encoder(x, mask, -1) * counted).sum(1) / counted.sum(1)
         vector = vector / jnp.linalg.norm(vector, axis=-1, keepdims=True)
         return self.predictor(states), vector

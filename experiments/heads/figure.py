@@ -72,8 +72,8 @@ def script(found: dict[str, Any]) -> Any:
             values = [max(s["difference"], LEAST) for s in seeds if s["equal"] == equal]
             if not values:
                 continue
-            spread = np.linspace(-0.28, 0.28, len(values))
-            panel.plot(values, row + spread, ".", color=colour, markersize=5, alpha=0.8)
+            offsets = np.linspace(-0.28, 0.28, len(values))
+            panel.plot(values, row + offsets, ".", color=colour, markersize=5, alpha=0.8)
             if equal:
                 panel.annotate(
                     f"{len(values)} of {len(seeds)} seeds print True",

@@ -11,12 +11,12 @@ from experiments.train import variants  # noqa: F401  the page calls it
 def as_much(found: dict[str, Any]) -> str:
     """Which gradients differ at least as much as outputs do, by their medians."""
     layers = [of_layers(found, h) for h in found["settings"]["heads"] if h > 1]
-    said: dict[str, list[str]] = {}
+    names_by_phrase: dict[str, list[str]] = {}
     for i, name in enumerate(("Wq", "Wk", "Wv")):
         most = [of["gradients"][i] >= of["output"] for of in layers]
-        words = "at least as much" if all(most) else "more or less" if any(most) else "less"
-        said.setdefault(words, []).append(name)
-    parts = [f"{words} for {' and '.join(names)}" for words, names in said.items()]
+        phrase = "at least as much" if all(most) else "more or less" if any(most) else "less"
+        names_by_phrase.setdefault(phrase, []).append(name)
+    parts = [f"{phrase} for {' and '.join(names)}" for phrase, names in names_by_phrase.items()]
     return f"Beside outputs, gradients differ {', '.join(parts)}, whatever the number of heads."
 
 

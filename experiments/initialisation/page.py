@@ -7,7 +7,7 @@ import numpy as np
 from experiments.train import variants  # noqa: F401  the page calls it
 
 
-def gap_and_spread(found: dict[str, Any]) -> tuple[float, float]:
+def gap_and_deviation(found: dict[str, Any]) -> tuple[float, float]:
     """Points between the best and the worst start, and the largest deviation over seeds."""
     accuracy = [100 * np.array(run["accuracy"]) for run in found["training"]["runs"].values()]
     gap = max(a.mean() for a in accuracy) - min(a.mean() for a in accuracy)

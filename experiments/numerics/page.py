@@ -64,13 +64,13 @@ def outcomes(rows: dict[str, Any], kind: str, dtype: str) -> list[str]:
     return sorted(set(given), key=lambda one: (-given.count(one), one))
 
 
-def spoken(words: list[str]) -> str:
+def spoken(names: list[str]) -> str:
     """a, b or c, for readers.
 
     >>> spoken(["zero", "mean", "NaN"])
     'zero, the mean of all values or NaN'
     """
-    named = [{"mean": "the mean of all values"}.get(word, word) for word in words]
+    named = [{"mean": "the mean of all values"}.get(word, word) for word in names]
     return " or ".join([", ".join(named[:-1]), named[-1]]) if len(named) > 1 else named[0]
 
 

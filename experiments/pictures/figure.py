@@ -32,7 +32,7 @@ def best(found: dict[str, Any], field: str) -> tuple[int, int]:
 
 
 def overview(found: dict[str, Any]) -> Any:
-    """Share of attention on neighbours, [CLS] and [SEP], and equal tokens, by layer and head."""
+    """Share of attention on adjacent tokens, [CLS] and [SEP], and equal tokens, by layer and head."""
     L, N = len(found["heads"]), len(found["heads"][0])
     figure, grid = plt.subplots(2, 3, figsize=(8.6, 4.6), sharex=True, sharey=True)
     for axes, (field, title) in zip(grid.flat, TITLES.items(), strict=True):

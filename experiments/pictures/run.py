@@ -42,7 +42,7 @@ def attended(path: Path, sentences: Sequence[str] = (*SENTENCES, *REPEATING)) ->
     lengths = np.array([sum(one.attention_mask) for one in encoded])
     model = bert.load(path.parent)
     mask = Mask.lengths(key_value=jnp.asarray(lengths))
-    there = np.arange(tokens.shape[1]) < lengths[:, None]
+    valid = np.arange(tokens.shape[1]) < lengths[:, None]
     states: Any = model.embeddings(tokens, jnp.zeros_like(tokens))
     layers = []
     for layer in model.blocks:
@@ -51,7 +51,7 @@ def attended(path: Path, sentences: Sequence[str] = (*SENTENCES, *REPEATING)) ->
             params, states, mask=mask, semantics=semantics, return_weights=True
         )
         without = layer.attention(states, mask=mask)
-        if not np.allclose(np.asarray(out)[there], np.asarray(without)[there], atol=1e-5):
+        if not np.allclose(np.asarray(out)[valid], np.asarray(without)[valid], atol=1e-5):
             raise ValueError("attention with weights differs from attention without")
         layers.append(np.asarray(weights))
         states = layer(states, mask)
@@ -79,8 +79,8 @@ def mean(rows: Sequence[HeadStatistics]) -> HeadStatistics:
     """Of every field, without those that are None."""
     fields = []
     for values in zip(*rows, strict=True):
-        there = [value for value in values if value is not None]
-        fields.append(sum(there) / len(there) if there else None)
+        known = [value for value in values if value is not None]
+        fields.append(sum(known) / len(known) if known else None)
     return HeadStatistics(*fields)  # type: ignore[arg-type]
 
 

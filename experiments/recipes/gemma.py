@@ -65,7 +65,7 @@ class Norm(nnx.Module):
 
 
 class Block(nnx.Module):
-    """Attention and a gated MLP, each between two norms and beside a residual."""
+    """Attention and a gated MLP, each between two norms and with a residual."""
 
     def __init__(self, config: Config, kind: str, rngs: nnx.Rngs) -> None:
         size, inner = config.hidden_size, config.intermediate_size

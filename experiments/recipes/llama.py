@@ -56,7 +56,7 @@ class Config:
 
 
 class Block(nnx.Module):
-    """Attention and a gated MLP, each behind an RMS norm and beside a residual."""
+    """Attention and a gated MLP, each behind an RMS norm and with a residual."""
 
     def __init__(self, config: Config, rngs: nnx.Rngs) -> None:
         size, inner = config.hidden_size, config.intermediate_size

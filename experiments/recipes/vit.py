@@ -43,7 +43,7 @@ class Config:
 
 
 class Block(nnx.Module):
-    """Attention and an MLP, each behind a LayerNorm and beside a residual."""
+    """Attention and an MLP, each behind a LayerNorm and with a residual."""
 
     def __init__(self, config: Config, rngs: nnx.Rngs) -> None:
         size, inner = config.hidden_size, config.intermediate_size

@@ -45,7 +45,7 @@ def measure(chosen: Namespace) -> dict[str, Any]:
                 examples,
                 chosen.checkpoints,
                 resume=chosen.resume,
-                progress=lambda trainer: tick("training", said(trainer)),
+                progress=lambda trainer: tick("training", evaluated(trainer)),
             )
     except KeyboardInterrupt:
         print("stopped; --resume goes on from the last checkpoint", file=sys.stderr)
@@ -61,7 +61,7 @@ def measure(chosen: Namespace) -> dict[str, Any]:
     }
 
 
-def said(trainer: Trainer) -> str:
+def evaluated(trainer: Trainer) -> str:
     """Of the last evaluation, right after it."""
     curve, done = trainer.curve, len(trainer.curve.loss)
     if curve.steps[-1:] != [done]:

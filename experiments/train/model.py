@@ -80,6 +80,6 @@ class Classifier(nnx.Module):  # type: ignore[misc]
         mask = padding_mask(self.kind, lengths, T)
         for block in self.blocks:
             x = block(x, mask)
-        there = (jnp.arange(T)[None] < lengths[:, None])[..., None]
-        mean = jnp.where(there, self.norm(x), 0.0).sum(1) / lengths[:, None].astype(x.dtype)
+        valid = (jnp.arange(T)[None] < lengths[:, None])[..., None]
+        mean = jnp.where(valid, self.norm(x), 0.0).sum(1) / lengths[:, None].astype(x.dtype)
         return self.head(mean)

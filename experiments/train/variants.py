@@ -55,8 +55,11 @@ def rows(kind: str, runs: Runs) -> Rows:
     for name, run in runs.items():
         accuracy = np.array(run["accuracy"])
         better = "" if name == first else f"{(accuracy > alone).sum()} of {len(alone)}"
-        losses = [_spread([x[-1] for x in run["loss"]], 3), _spread(run["held_out_loss"], 3)]
-        body.append((name, *losses, _spread(100 * accuracy, 1), better))
+        losses = [
+            _with_deviation([x[-1] for x in run["loss"]], 3),
+            _with_deviation(run["held_out_loss"], 3),
+        ]
+        body.append((name, *losses, _with_deviation(100 * accuracy, 1), better))
     return [head, *body]
 
 
@@ -70,7 +73,7 @@ def furthest(runs: Runs) -> str:
     name = max(gains, key=lambda other: abs(float(gains[other].mean())))
     gain = gains[name]
     higher = int((gain > 0).sum())
-    spread = 100 * np.std(runs[first]["accuracy"], ddof=1)
+    deviation = 100 * np.std(runs[first]["accuracy"], ddof=1)
     agreed = [
         f"{other} ({one.mean():+.1f})"
         for other, one in gains.items()
@@ -79,7 +82,7 @@ def furthest(runs: Runs) -> str:
     return (
         f"Furthest from {first} in accuracy is {name}: {gain.mean():+.1f} ± "
         f"{gain.std(ddof=1):.1f} points seed by seed, higher for {higher} of {len(gain)} seeds; "
-        f"seeds of {first} alone spread by {spread:.1f} points. "
+        f"seeds of {first} alone spread by {deviation:.1f} points. "
         f"All seeds agree on the sign for {', '.join(agreed) or 'no variant'}."
     )
 
@@ -88,7 +91,7 @@ def extremes(runs: Runs) -> str:
     """Accuracy of the variants with the lowest and the highest mean."""
     means = {name: float(np.mean(run["accuracy"])) for name, run in runs.items()}
     ends = [pick(means, key=lambda name: means[name]) for pick in (min, max)]
-    low, high = (f"{_spread(100 * np.array(runs[e]['accuracy']), 1)} % ({e})" for e in ends)
+    low, high = (f"{_with_deviation(100 * np.array(runs[e]['accuracy']), 1)} % ({e})" for e in ends)
     return f"held-out accuracy is from {low} to {high}"
 
 
@@ -103,5 +106,5 @@ def about(training: dict[str, Any]) -> str:
     )
 
 
-def _spread(values: Any, digits: int) -> str:
+def _with_deviation(values: Any, digits: int) -> str:
     return f"{np.mean(values):.{digits}f} ± {np.std(values, ddof=1):.{digits}f}"

@@ -163,8 +163,6 @@ def attend(request: Request, run: Callable[[Request], Result]) -> Result:
     if found is None or not (found.b or found.n):
         return run(request)
     local_split = found._replace(axes=Axes(found.axes.mesh, found.b, found.n))
-    # Axes by rank: 1: lengths and offsets; 2: padding and segment ids; 4: the dense mask.
-    letters = {1: "b", 2: "b?", 4: "bnts"}
     conditions, tree = jax.tree.flatten(request.mask)
     conditions = [jnp.asarray(x) for x in conditions]
     heads = (request.query, request.key, request.value)
@@ -172,19 +170,7 @@ def attend(request: Request, run: Callable[[Request], Result]) -> Result:
         None if mod is None else mod._replace(blocks=None)
         for mod in (request.score_mod, request.mask_mod)
     ]
-    in_specs = (
-        *(local_split.spec(x.shape, f"b?{n}?") for x, n in zip(heads, "nkk", strict=True)),
-        None if request.bias is None else local_split.spec(request.bias.shape, "bnts"),
-        [local_split.spec(x.shape, letters[x.ndim]) for x in conditions],
-        sharding.spec(),
-        [local_split.mod_specs(mod) for mod in functions],
-    )
-    rows = sharding.spec(local_split.b, local_split.n)
-    out_specs: Any = Result(
-        sharding.spec(local_split.b, None, local_split.n),  # type: ignore[arg-type]
-        rows if request.return_weights else None,  # type: ignore[arg-type]
-        rows if request.return_lse else None,  # type: ignore[arg-type]
-    )
+    in_specs, out_specs = _specs(local_split, request, conditions, functions)
 
     def local(
         query: Float[jax.Array, "B T N H"],
@@ -217,3 +203,26 @@ def attend(request: Request, run: Callable[[Request], Result]) -> Result:
     arrays = (*heads, request.bias, conditions, request.dropout_key, functions)
     result: Result = local_split.run(local, in_specs, out_specs)(*arrays)
     return result
+
+
+def _specs(
+    local_split: Split, request: Request, conditions: list[jax.Array], functions: list[Mod | None]
+) -> tuple[Any, Any]:
+    """Partition specs of all operands and of the result."""
+    # Axes by rank: 1: lengths and offsets; 2: padding and segment ids; 4: the dense mask.
+    letters = {1: "b", 2: "b?", 4: "bnts"}
+    heads = zip((request.query, request.key, request.value), "nkk", strict=True)
+    in_specs = (
+        *(local_split.spec(x.shape, f"b?{n}?") for x, n in heads),
+        None if request.bias is None else local_split.spec(request.bias.shape, "bnts"),
+        [local_split.spec(x.shape, letters[x.ndim]) for x in conditions],
+        sharding.spec(),
+        [local_split.mod_specs(mod) for mod in functions],
+    )
+    rows = sharding.spec(local_split.b, local_split.n)
+    out_specs = Result(
+        sharding.spec(local_split.b, None, local_split.n),  # type: ignore[arg-type]
+        rows if request.return_weights else None,  # type: ignore[arg-type]
+        rows if request.return_lse else None,  # type: ignore[arg-type]
+    )
+    return in_specs, out_specs

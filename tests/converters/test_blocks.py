@@ -3,7 +3,6 @@
 import json
 import os
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -121,87 +120,49 @@ def test_keras_with_as_many_heads_fits_two_classes() -> None:
     assert [b.also for b in attention_blocks.find(shapes)] == [()]  # value_dim: only one holds it
 
 
-def live_models() -> dict[str, Callable[[], tuple[Any, list[tuple[str, str, str, int]]]]]:
-    """Model -> transformers' class from a small configuration, and what is to be found in it."""
-    import transformers as t
-
-    some = {"hidden_size": 12, "num_attention_heads": 3, "num_hidden_layers": 2}
-    text = {**some, "intermediate_size": 8, "vocab_size": 11}
-    image = {**some, "intermediate_size": 8, "image_size": 8, "patch_size": 4}
-    ids = {"bos_token_id": 0, "eos_token_id": 1}
-
-    def row(layout: str, family: str, pattern: str, count: int = 2) -> tuple[str, str, str, int]:
-        return layout, family, pattern, count
-
-    def clip() -> Any:
-        config = t.CLIPConfig(text_config=text | ids, vision_config=image, projection_dim=8)
-        return t.CLIPModel(config)
-
-    def t5() -> Any:
-        config = {"d_model": 12, "num_heads": 3, "d_kv": 4, "num_layers": 2, "d_ff": 8}
-        return t.T5ForConditionalGeneration(t.T5Config(**config, vocab_size=11))
-
-    def gpt2() -> Any:
-        config = t.GPT2Config(n_embd=12, n_head=3, n_layer=2, vocab_size=11, **ids)
-        return t.GPT2LMHeadModel(config)
-
-    place = "encoder.layers.{i}.self_attn"
-    sides = ("encoder", "decoder")
-    whisper = {f"{side}_{k}": n for side in sides for k, n in (("layers", 2), ("ffn_dim", 8))}
-    whisper |= {"decoder_attention_heads": 3, "vocab_size": 11, "pad_token_id": 0}
-    return {
-        "bert": lambda: (
-            t.BertModel(t.BertConfig(**text)),
-            [row("bert", "BERT", "encoder.layer.{i}.attention")],
-        ),
-        "gpt2": lambda: (gpt2(), [row("gpt2", "GPT-2", "h.{i}.attn")]),
-        "llama": lambda: (
-            t.LlamaForCausalLM(t.LlamaConfig(**text, num_key_value_heads=3)),
-            [row("llama", "Llama", "layers.{i}.self_attn")],
-        ),
-        "clip": lambda: (
-            clip(),
-            [row("linear", "CLIP", f"{tower}_model.{place}") for tower in ("text", "vision")],
-        ),
-        "t5": lambda: (
-            t5(),
-            [
-                row("t5", "T5", "block.{i}.layer.{i}.EncDecAttention"),
-                row("t5", "T5", "block.{i}.layer.{i}.SelfAttention", 4),
-            ],
-        ),
-        "gpt-neox": lambda: (
-            t.GPTNeoXForCausalLM(t.GPTNeoXConfig(**text)),
-            [row("gpt-neox", "GPT-NeoX", "layers.{i}.attention")],
-        ),
-        "whisper": lambda: (
-            t.WhisperModel(
-                t.WhisperConfig(d_model=12, encoder_attention_heads=3, **whisper, **ids)
-            ),
-            [
-                row("whisper", "Whisper", "layers.{i}.encoder_attn"),
-                row("whisper", "Whisper", "layers.{i}.self_attn", 4),
-            ],
-        ),
-        "falcon old": lambda: (
-            t.FalconModel(t.FalconConfig(**text, multi_query=False, bias=True)),
-            [row("gpt-neox", "BLOOM", "h.{i}.self_attention")],
-        ),
-        "vit": lambda: (
-            t.ViTModel(t.ViTConfig(**image)),
-            [row("llama", "ViT (transformers 5)", "layers.{i}.attention")],
-        ),
-    }
+SOME = {"hidden_size": 12, "num_attention_heads": 3, "num_hidden_layers": 2}
+TEXT = {**SOME, "intermediate_size": 8, "vocab_size": 11}
+IMAGE = {**SOME, "intermediate_size": 8, "image_size": 8, "patch_size": 4}
+IDS = {"bos_token_id": 0, "eos_token_id": 1}
+WHISPER = {"d_model": 12, "encoder_attention_heads": 3, "decoder_attention_heads": 3, **IDS,
+           "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8,
+           "vocab_size": 11, "pad_token_id": 0}  # fmt: skip
+T5 = {"d_model": 12, "num_heads": 3, "d_kv": 4, "num_layers": 2, "d_ff": 8, "vocab_size": 11}
+TOWER = "_model.encoder.layers.{i}.self_attn"
+# transformers' class, its configuration, and what is to be found: layout, family, pattern, count.
+LIVE: dict[str, tuple[str, str, dict[str, Any], list[tuple[str, str, str, int]]]] = {
+    "bert": ("BertModel", "BertConfig", TEXT, [("bert", "BERT", "encoder.layer.{i}.attention", 2)]),
+    "gpt2": ("GPT2LMHeadModel", "GPT2Config",
+             {"n_embd": 12, "n_head": 3, "n_layer": 2, "vocab_size": 11, **IDS},
+             [("gpt2", "GPT-2", "h.{i}.attn", 2)]),
+    "llama": ("LlamaForCausalLM", "LlamaConfig", {**TEXT, "num_key_value_heads": 3},
+              [("llama", "Llama", "layers.{i}.self_attn", 2)]),
+    "clip": ("CLIPModel", "CLIPConfig",
+             {"text_config": TEXT | IDS, "vision_config": IMAGE, "projection_dim": 8},
+             [("linear", "CLIP", f"{tower}{TOWER}", 2) for tower in ("text", "vision")]),
+    "t5": ("T5ForConditionalGeneration", "T5Config", T5,
+           [("t5", "T5", "block.{i}.layer.{i}.EncDecAttention", 2),
+            ("t5", "T5", "block.{i}.layer.{i}.SelfAttention", 4)]),
+    "gpt-neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", TEXT,
+                 [("gpt-neox", "GPT-NeoX", "layers.{i}.attention", 2)]),
+    "whisper": ("WhisperModel", "WhisperConfig", WHISPER,
+                [("whisper", "Whisper", "layers.{i}.encoder_attn", 2),
+                 ("whisper", "Whisper", "layers.{i}.self_attn", 4)]),
+    "falcon old": ("FalconModel", "FalconConfig", {**TEXT, "multi_query": False, "bias": True},
+                   [("gpt-neox", "BLOOM", "h.{i}.self_attention", 2)]),
+    "vit": ("ViTModel", "ViTConfig", IMAGE,
+            [("llama", "ViT (transformers 5)", "layers.{i}.attention", 2)]),
+}  # fmt: skip
 
 
 @pytest.mark.filterwarnings("default")  # transformers' own
-@pytest.mark.parametrize(
-    "name",
-    ["bert", "gpt2", "llama", "clip", "t5", "gpt-neox", "whisper", "falcon old", "vit"],
-)
+@pytest.mark.parametrize("name", LIVE)
 def test_live_models_of_transformers(name: str) -> None:
-    model, expected = live_models()[name]()
-    state = model.state_dict()
+    import transformers
+
+    model, config, options, expected = LIVE[name]
+    made = getattr(transformers, config)(**options)
+    state = getattr(transformers, model)(made).state_dict()
     shapes = {key: tuple(tensor.shape) for key, tensor in state.items()}
     found = attention_blocks.find(shapes)
     seen: dict[tuple[str, ...], int] = {}
