@@ -284,6 +284,8 @@ def _rotary(
         width = own["n_embd"] // heads
     if type(width) is not int:
         raise ValueError("the width of its heads is not known")
+    if not 0 < width <= max(rows):
+        raise ValueError(f"heads of {width} features do not fit a projection of shape {rows}")
     rope_ = _rope(own, layer)
     if form:
         found = axial.of(model_type, own, width, float(rope_["rope_theta"]), layer)
@@ -296,6 +298,8 @@ def _rotary(
     if rope_.get("rope_type") == "proportional":
         dims = width  # pairs cover the whole head; the last ones have frequency 0
     dims = int(width * share) if dims is None else dims
+    if not 0 < dims <= width:
+        raise ValueError(f"{dims} of {width} features cannot be rotary")
     frequencies = rotary_frequencies.of(rope_, dims, float(own.get("max_position_embeddings") or 0))
     return Positions(
         "rotary",

@@ -86,7 +86,7 @@ def test_scales_that_no_float_holds() -> None:
 
 VALUES = (
     *NASTY.values(),
-    *("null", "6", "0.5", '"yarn"', "[1]", '["full_attention"]'),
+    *(str(2**53), str(10**9), "null", "6", "0.5", '"yarn"', "[1]", '["full_attention"]'),
     *('{"rope_type": "yarn", "factor": 2.0}', '{"rope_type": "llama3", "rope_theta": 7}'),
 )
 
@@ -114,6 +114,25 @@ def test_nonsense_in_the_settings_of_every_model_type(count: int, source: Path) 
         for read in (pipeline.inspect, positions.positions_of, partial(pipeline.plan, to="flax")):
             with contextlib.suppress(ValueError):
                 read(source)
+
+
+@pytest.mark.parametrize(
+    ("setting", "why"),
+    [
+        ({"head_dim": 2**53}, "heads of 9007199254740992 features do not fit"),
+        ({"head_dim": 4, "partial_rotary_factor": 1e15}, "of 4 features cannot be rotary"),
+        ({"head_dim": 4, "rotary_dim": 2**40}, "of 4 features cannot be rotary"),
+    ],
+)
+def test_sizes_of_rotary_positions_fit_the_tensors(
+    setting: dict[str, float], why: str, source: Path
+) -> None:
+    """No array is made for a size that a configuration alone says."""
+    config = {"model_type": "llama", "num_attention_heads": 6, **setting}
+    source.with_name("config.json").write_text(json.dumps(config))
+    (found,) = positions.positions_of(source).values()
+    assert found.scheme == "unknown"
+    assert why in found.why
 
 
 @pytest.mark.slow
