@@ -158,6 +158,22 @@ def test_no_page_is_wider_than_a_phone(site: Path, tab: Tab) -> None:
     assert wide == {}
 
 
+OUTSIDE = """[...document.querySelectorAll("text")].filter(text => {
+  const {x, y, width, height} = text.getBBox(), {baseVal: view} = document.documentElement.viewBox;
+  return x < view.x || y < view.y || x + width > view.x + view.width || y + height > view.y + view.height;
+}).map(text => text.textContent)"""
+
+
+@pytest.mark.slow
+@needs_browser
+def test_figures_have_all_of_their_text(site: Path, tab: Tab) -> None:
+    figures = sorted((site / "explanation").glob("*.svg"))
+    assert figures
+    for path in figures:
+        assert tab.show(path, DESKTOP) == []
+        assert tab.evaluate(OUTSIDE) == [], path.name
+
+
 SEARCH = """(async () => {
   const input = document.querySelector(".md-search__input");
   document.querySelector("#__search").click();
