@@ -5,7 +5,7 @@ jaxmha always has `(B, T, Dq)`. True in its Boolean masks means blocked. A state
 `num_heads`, `add_zero_attn`, `dropout` and `batch_first`; a module does.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxmha import MHAParams, Semantics
 from jaxmha.converters.discovery import live_model
+from jaxmha.converters.layout import shared, transform
 from jaxmha.converters.layout.api import make_api
 from jaxmha.converters.layout.arrays import NDArray, to_numpy, to_torch
 from jaxmha.converters.layout.torch import LAYOUTS, PACKED, SEPARATE
@@ -44,7 +45,7 @@ __all__ = [
     "weights_of",
 ]
 
-import_params, export_params = make_api(LAYOUTS)
+_import_copies, export_params = make_api(LAYOUTS)
 load_into = make_load_into(
     "into_torch",
     "a torch module",
@@ -52,6 +53,53 @@ load_into = make_load_into(
 )
 tensors_of = live_model.torch
 import_masks, export_masks, path_of = _masks.import_masks, _masks.export_masks, _masks.path_of
+
+
+def import_params(
+    state: Mapping[str, Any],
+    *,
+    layout: str | None = None,
+    num_heads: int | None = None,
+    prefix: str = "",
+    copy: bool = True,
+) -> tuple[MHAParams, Semantics]:
+    """Parameters from a flat dict of tensors by one of the layouts torch, torch-separate.
+
+    Args:
+      state: arrays or tensors by key, a prefix and `.` before each.
+      layout: its name; default the first whose required keys are all there.
+      num_heads: needed, since no shape holds the head count.
+      prefix: takes only the keys below it.
+      copy: True: leaves are NumPy arrays of their own. False: leaves are arrays of JAX on the CPU,
+        in the memory of the tensors, which JAX keeps alive. Nothing is copied, and any later change
+        of a tensor in place (an optimiser's step, `load_state_dict`, `copy_`) changes the parameters
+        too, even while JAX computes with them: do this only with weights that stay as they are. The
+        tensors of a `state_dict()` hide whether torch trains them; `from_module` checks that.
+
+    Raises:
+      TypeError: the state is no dict, but a live layer, for example; without a copy: a value is no
+        torch tensor.
+      ValueError: a key, shape or head count does not fit; without a copy: a tensor is not on the
+        CPU, dense, contiguous and aligned to 64 bytes, or it requires a gradient.
+
+    >>> import torch
+    >>> state = torch.nn.MultiheadAttention(16, 2).state_dict()
+    >>> params, _ = import_params(state, num_heads=2, copy=False)
+    >>> _ = state["out_proj.bias"].fill_(3.0)
+    >>> params.out.bias[0].item()
+    3.0
+    """
+    if copy or not isinstance(state, Mapping):
+        return _import_copies(state, layout=layout, num_heads=num_heads, prefix=prefix)
+    return transform.import_params(
+        LAYOUTS,
+        state,
+        layout=layout,
+        num_heads=num_heads,
+        prefix=prefix,
+        take=shared.source,
+        put=shared.leaf,
+    )
 
 
 class _Pair(NamedTuple):
@@ -78,8 +126,12 @@ class Imported(_Pair):
         return made
 
 
-def from_module(module: "torch.nn.Module", variables: None = None) -> Imported:
+def from_module(
+    module: "torch.nn.Module", variables: None = None, *, copy: bool = True
+) -> Imported:
     """Parameters and semantics of a `torch.nn.MultiheadAttention`, as copies.
+
+    `copy=False` shares the memory of a frozen module instead, as `import_params` says.
 
     jaxmha takes `(B, T, Dq)`. A module with `batch_first=False`, torch's default, takes `(T, B,
     Dq)`, and neither raises an error for the other order: swap the first two axes of the inputs of
@@ -87,7 +139,8 @@ def from_module(module: "torch.nn.Module", variables: None = None) -> Imported:
 
     Raises:
       TypeError: the module is of another class.
-      ValueError: its parameters do not determine its output: it overrides forward, or has hooks.
+      ValueError: its parameters do not determine its output: it overrides forward, or has hooks;
+        without a copy: a parameter requires a gradient, or its memory cannot be shared.
 
     >>> import torch
     >>> params, semantics = from_module(torch.nn.MultiheadAttention(6, 2, dropout=0.1))
@@ -122,12 +175,13 @@ def from_module(module: "torch.nn.Module", variables: None = None) -> Imported:
         raise ValueError(
             "the module has forward hooks, whose effect is not known: remove them first"
         )
-    return weights_of(module)
+    return weights_of(module, copy=copy)
 
 
-def weights_of(module: "torch.nn.MultiheadAttention") -> Imported:
+def weights_of(module: "torch.nn.MultiheadAttention", *, copy: bool = True) -> Imported:
     """Parameters and semantics of a layer, even if it overrides forward or has hooks."""
-    params, semantics = import_params(module.state_dict(), num_heads=module.num_heads)
+    state = module.state_dict(keep_vars=not copy)  # whether torch trains them is seen
+    params, semantics = import_params(state, num_heads=module.num_heads, copy=copy)
     semantics = replace(
         semantics, dropout_rate=float(module.dropout), add_zero_attn=bool(module.add_zero_attn)
     )

@@ -38,11 +38,13 @@ def import_params(
     layout: str | None = None,
     num_heads: int | None = None,
     prefix: str = "",
-    take: Callable[[Any], NDArray] = to_numpy,
+    take: Callable[[Any], Any] = to_numpy,
+    put: Callable[[Any], Any] | None = None,
 ) -> tuple[MHAParams, Semantics]:
     """Imports the keys under `prefix` by the named layout, or by the first that fits.
 
-    `take` converts each source array to NumPy; leaves are views of the results.
+    `take` converts each source array, and `put`, by default `take` again, each leaf, which is a view
+    of it where one can be made.
 
     Raises:
       ValueError: an unknown layout; an unknown or missing key; a shape that does not fit, with the
@@ -61,7 +63,7 @@ def import_params(
     for entry in chosen.entries:
         if entry.key in arrays:
             parts = unpack(chosen, entry, take(arrays[entry.key]), sizes)
-            found |= {leaf: take(part) for leaf, part in parts.items()}
+            found |= {leaf: (put or take)(part) for leaf, part in parts.items()}
     return from_leaves(found), behaviour(chosen, found)
 
 

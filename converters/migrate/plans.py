@@ -296,6 +296,7 @@ def confidence(
 
     A head count from a configuration is certain only if the configuration names the block's family.
 
+    >>> from jaxmha.converters.discovery import attention_blocks
     >>> confidence(Block("h.0.attn", attention_blocks.named("gpt2"), {}))
     'likely'
     """

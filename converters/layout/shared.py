@@ -1,0 +1,63 @@
+"""Arrays of JAX in the memory of torch tensors, without a copy."""
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmha.arrays import is_rounded
+from jaxmha.extras import needed
+
+if TYPE_CHECKING:
+    import torch
+
+_ELSE = "or import with copy=True"
+
+
+def source(tensor: Any) -> "torch.Tensor":
+    """The tensor without its history, if an array may share its memory.
+
+    Raises:
+      TypeError: it is no torch tensor.
+      ValueError: it is elsewhere, of another form, or trained; the message says what to do.
+    """
+    with needed("torch"):
+        import torch
+
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(
+            f"copy=False shares torch tensors, got {type(tensor).__name__}: {_ELSE[3:]}"
+        )
+    shown = f"copy=False: a tensor {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+    if tensor.device.type != "cpu":
+        raise ValueError(f"{shown} is on {tensor.device}, not on the CPU: move it, {_ELSE}")
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        raise ValueError(f"{shown} is not dense: {_ELSE[3:]}")
+    if tensor.requires_grad:
+        raise ValueError(
+            f"{shown} requires a gradient, so training in torch would change the arrays of JAX, which "
+            f"must not change: freeze the module with requires_grad_(False), {_ELSE}"
+        )
+    if tensor.is_conj() or tensor.is_neg() or not tensor.is_contiguous():
+        raise ValueError(f"{shown} is a view that is not contiguous: call contiguous(), {_ELSE}")
+    if tensor.dtype == torch.float64 and is_rounded(np.float64):
+        raise ValueError(
+            f"{shown} would be rounded to float32: call jax.config.update('jax_enable_x64', True)"
+        )
+    return tensor
+
+
+def leaf(part: "torch.Tensor") -> jax.Array:
+    """The part of a tensor as an array of JAX in the same memory.
+
+    Raises:
+      ValueError: JAX would copy it: it begins at an address that is no multiple of 64 bytes.
+    """
+    made: jax.Array = jnp.from_dlpack(part)
+    if part.numel() and made.unsafe_buffer_pointer() != part.data_ptr():
+        raise ValueError(
+            f"copy=False: a part of shape {tuple(part.shape)} begins {part.data_ptr() % 64} bytes "
+            f"after a multiple of 64, where JAX cannot read it in place: {_ELSE[3:]}"
+        )
+    return made
