@@ -8,7 +8,7 @@ RUN := . $(VENV)/bin/activate && KERAS_BACKEND=$${KERAS_BACKEND:-jax} TF_CPP_MIN
 # Tests start many processes, which import large frameworks: thrice as fast from bytecode.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo train report docs docs-checked test newest oldest h100 suite native native-sanitized test-slow bench bench-full soak throughput weights lint wheel clean
+.PHONY: demo train report docs docs-checked test newest oldest h100 suite native native-sanitized test-slow bench bench-full soak throughput weights lint wheel release clean
 
 demo: weights  ## convert published weights through every framework and back
 	$(RUN) python -m experiments.real_weights .weights
@@ -67,6 +67,15 @@ lint: $(VENV)/installed
 wheel: $(VENV)/installed
 	$(RUN) python -m tests.wheel
 
+release: .venv-release/installed  ## all that is uploaded, in dist, from the last commit: some minutes
+	.venv-release/bin/python -m tests.release
+
+.venv-release/installed: pyproject.toml .ci/constraints.txt
+	$(PYTHON) -m venv --without-pip .venv-release
+	$(PYTHON) -m pip --python .venv-release/bin/python install $(QUIET) pip
+	.venv-release/bin/python -m pip install $(QUIET) -c .ci/constraints.txt --group release
+	touch $@
+
 weights: $(VENV)/installed .weights/fetched
 
 # Without ensurepip, which Debian packages apart. torch first: with exactly this version there,
@@ -87,4 +96,4 @@ $(VENV)/installed: pyproject.toml .ci/constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-newest .venv-oldest .venv-h100 .weights build dist *.egg-info
+	rm -rf $(VENV) .venv-newest .venv-oldest .venv-h100 .venv-release .weights build dist *.egg-info

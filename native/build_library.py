@@ -67,6 +67,8 @@ def build(output: Path = LIBRARY, *, sanitize: bool = False) -> None:
         raise SystemExit("jaxmha-cpu: no C++ compiler: install g++ or clang++, or set CXX")
     flags = [*COMMON, f'-DJAXMHA_CPU_VERSION="{VERSION}"', f"-DJAXMHA_CPU_INTERFACE={INTERFACE}"]
     flags += ["-isystem", include_dir(), *SANITIZE * sanitize]
+    # Headers name their files in messages: without the folder, builds in two of them are the same.
+    flags += [f"-ffile-prefix-map={include_dir()}=include", f"-ffile-prefix-map={SOURCES}=src"]
     with tempfile.TemporaryDirectory() as folder:
         jobs = [(name, flags, f"{folder}/{name}.o") for name in GENERIC]
         for isa, more in ISAS.items():

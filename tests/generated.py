@@ -2,6 +2,7 @@
 
 import json
 import re
+import tomllib
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -131,6 +132,25 @@ def formats() -> str:
     return "\n".join(lines)
 
 
+def versions() -> str:
+    """Packages that users have, with the versions that are allowed and tested."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = (ROOT / ".ci" / "constraints.txt").read_text().splitlines()[1:]
+    tested = dict(line.lower().replace("_", "-").split("==") for line in lines)
+    (named,) = re.findall(r"for x in \((.*?)\)", (ROOT / ".ci" / "versions").read_text())
+    extras = project["optional-dependencies"]
+    rows = ["| package | allowed | whole suite | lowest is tested |", "|---|---|---|---|"]
+    for extra in ("", *extras):
+        for requirement in extras[extra] if extra else project["dependencies"]:
+            name, allowed = re.findall(r"^([\w-]+)(?:\[.*\])?(>=[\d.]+)?", requirement)[0]
+            if name not in ("jaxmha", "jaxmha-cpu"):
+                lowest = "yes" if not extra or f'"{extra}"' in named else "no"
+                shown = f"`{name}`" + f", extra `{extra}`" * bool(extra)
+                cells = (allowed or "as `jax`", tested.get(name, "not run"), lowest)
+                rows.append(f"| {shown} | {' | '.join(cells)} |")
+    return "\n".join(row for row in rows if "as `jax`" not in row)
+
+
 def accuracy() -> str:
     """The conclusion of the experiment on errors."""
     from experiments import records
@@ -149,6 +169,7 @@ PARTS = (
     (PAGES / "masks.md", "masks", masks),
     (PAGES / "commands.md", "commands", commands),
     (PAGES / "formats.md", "formats", formats),
+    (PAGES / "versions.md", "versions", versions),
     (PAGES.parent / "explanation" / "accuracy.md", "accuracy", accuracy),
 )
 
