@@ -54,7 +54,7 @@ def positions_of(source: "str | os.PathLike[str]") -> "dict[str, Positions]":
     Traceback (most recent call last):
     jaxmha.checkpoint.errors.UnreadableFile: ...
     """
-    from jaxmha.converters.discovery.positions import positions_of
+    from jaxmha.converters.discovery.all_positions import positions_of
 
     return positions_of(source)
 

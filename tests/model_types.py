@@ -63,7 +63,7 @@ def text(made: dict[str, set[str]]) -> str:
     for family, types in made.items():
         line = f'    "{family}": "{" ".join(sorted(types))}",'
         if len(line) > 100:
-            parts = textwrap.wrap(" ".join(sorted(types)), 86)
+            parts = textwrap.wrap(" ".join(sorted(types)), 86, break_on_hyphens=False)
             shown = [f'        "{part} "' for part in parts[:-1]] + [f'        "{parts[-1]}"']
             line = "\n".join((f'    "{family}": (', *shown, "    ),"))
         rows.append(line)

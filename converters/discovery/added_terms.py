@@ -69,7 +69,7 @@ class Window(NamedTuple):
         side = (span + 1) // 2
         if side * side != T or S != T:
             raise ValueError(f"T and S must be {side * side}, a window of side {side}: {T}, {S}")
-        row, column = _planes(side, side)
+        row, column = planes(side, side)
         found = self.table[(row + side - 1) * span + column + side - 1]
         return np.asarray(np.moveaxis(found, -1, 0))
 
@@ -92,7 +92,7 @@ class Looked(NamedTuple):
 
 def classed(table: NDArray, side: int) -> Looked:
     """The bias of a square window after a class token, whose three rows are the last (BEiT)."""
-    row, column = _planes(side, side)
+    row, column = planes(side, side)
     index = np.pad((row + side - 1) * (2 * side - 1) + column + side - 1, ((1, 0), (1, 0)))
     index[0], index[:, 0], index[0, 0] = len(table) - 3, len(table) - 2, len(table) - 1
     return Looked(table, index)
@@ -112,15 +112,40 @@ class Grid(NamedTuple):
         height, width = (len(x) // 2 + 1 for x in self)
         if height * width != T or S != T or query is None:
             raise ValueError(f"T and S must be {height * width}, and query is needed: {T}, {S}")
-        row, column = _planes(height, width)
+        row, column = planes(height, width)
         near = self.rows[row + height - 1] + self.columns[column + width - 1]
         return np.asarray(np.einsum("btnh,tsh->bnts", np.asarray(query), near))
 
 
-def _planes(height: int, width: int) -> tuple[NDArray, NDArray]:
+def planes(height: int, width: int) -> tuple[NDArray, NDArray]:
     """Row differences and column differences of all pairs of tokens in a grid, `T T` each."""
     row, column = (x.reshape(-1) for x in np.indices((height, width)))
     return row[:, None] - row, column[:, None] - column
+
+
+class Computed(NamedTuple):
+    """A bias that a network of two layers computes from row and column differences (timm).
+
+    The inputs are `sign(d) * log(1 + abs(d))` of both differences `d`; `inner` is `I 2`, its bias `I`,
+    `outer` is `N I`, its bias `N`.
+    """
+
+    inner: NDArray
+    inner_bias: NDArray
+    outer: NDArray
+    outer_bias: NDArray
+
+    def bias(self, T: int, S: int, query: Array | None = None, key: Array | None = None) -> NDArray:
+        """The bias, `N T S`, of a square of tokens, which a class token may precede; else ValueError."""
+        side = math.isqrt(T)
+        first = int(side * side != T)
+        if (T - first) != math.isqrt(T - first) ** 2 or S != T:
+            raise ValueError(f"T and S must be the tokens of a square: {T}, {S}")
+        side = math.isqrt(T - first)
+        near = np.stack(planes(side, side), -1).astype(np.float64)
+        hidden = np.sign(near) * np.log1p(abs(near)) @ self.inner.T + self.inner_bias
+        found = np.maximum(hidden, 0) @ self.outer.T + self.outer_bias
+        return np.pad(np.moveaxis(found, -1, 0), ((0, 0), (first, 0), (first, 0)))
 
 
 class Distances(NamedTuple):
@@ -168,4 +193,4 @@ class Waves(NamedTuple):
         return np.asarray(found * self.u.shape[-1] ** -0.5)
 
 
-Term = Alibi | Buckets | Window | Looked | Grid | Distances | Waves
+Term = Alibi | Buckets | Window | Looked | Computed | Grid | Distances | Waves

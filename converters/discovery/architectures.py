@@ -10,6 +10,8 @@ PARTS = {
     part: frozenset(types.split())
     for part, types in {
         "rotary": """
+            HunyuanDiT2DModel litgpt LTXVideoTransformer3DModel
+            StableAudioDiTModel WanTransformer3DModel timm_rotated
             EvollaModel afmoe apertus arcee aria aria_text audioflamingo3 axk1 axk2 aya_vision
             bailing_hybrid bamba beam bitnet blt blt_global_transformer blt_local_decoder
             blt_local_encoder blt_patcher canary chameleon chmv2 clvp clvp_decoder clvp_encoder
@@ -154,7 +156,8 @@ PARTS = {
             t5gemma2_decoder t5gemma2_encoder t5gemma2_text vaultgemma
         """,
         "qk_norm": """
-            afmoe apertus axk1 axk2 beam blt blt_local_decoder blt_local_encoder chameleon
+            AuraFlowTransformer2DModel CogVideoXTransformer3DModel HunyuanDiT2DModel
+            LTXVideoTransformer3DModel WanTransformer3DModel afmoe apertus axk1 axk2 beam blt blt_local_decoder blt_local_encoder chameleon
             cosmos3_omni deepseek_v2 deepseek_v3 deepseek_v32 diffusion_gemma
             diffusion_gemma_text doge dots1 dots3_note dots3_note_text dots3_note_vision_encoder
             embedding_gemma2 embedding_gemma2_text esmc esmfold2 exaone4 exaone4_5 exaone_moe
@@ -220,7 +223,7 @@ FUNCTIONS = {
     part: frozenset(types.split())
     for part, types in {
         "form": """
-            autoformer big_bird bigbird_pegasus diffllama hiera informer mra nystromformer
+            autoformer SanaTransformer2DModel big_bird bigbird_pegasus diffllama hiera informer mra nystromformer
             pegasus_x reformer sam2_hiera_det_model yoso
         """,
         "scale": """
@@ -234,6 +237,8 @@ FUNCTIONS = {
 }
 # Model types that add nothing around their projections, or have no attention.
 _PLAIN = """
+    AutoencoderKL CogVideoXTransformer3DModel DiTTransformer2DModel PixArtTransformer2DModel
+    PriorTransformer UNet2DConditionModel UNet2DModel VQModel
     aimv2 aimv2_text_model aimv2_vision_model albert align align_text_model align_vision_model
     altclip altclip_text_model altclip_vision_model audio-spectrogram-transformer
     audioflamingo3_encoder bark bart beit bert bert-generation biogpt bit blenderbot

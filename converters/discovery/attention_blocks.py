@@ -7,11 +7,11 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from jaxmha import MHAParams, Semantics, checkpoint
-from jaxmha.checkpoint.errors import printable
-from jaxmha.converters.discovery import model_families, role_names
+from jaxmha.converters.discovery import model_families, other_forms, places, role_names
 from jaxmha.converters.discovery.model_families import Family
 from jaxmha.converters.layout import meaning, registry, transform, uneven
 from jaxmha.converters.layout.base import Entry, Layout
+from jaxmha.converters.layout.by_hand import KERNELS
 from jaxmha.converters.layout.registry import LAYOUTS
 from jaxmha.dims import parse
 
@@ -32,6 +32,15 @@ ASKS = {
     layout: _ASK.format(f"{meaning.NORM_NAMES.get(layout, 'q_norm and k_norm')} normalise")
     for layout in meaning.ASKING
 }
+
+
+def _asks(layout: Layout) -> str:
+    """The reason why a layout must not be read without a configuration; "" if it may be read."""
+    if layout.name in ASKS:
+        return ASKS[layout.name]
+    if not layout.name.startswith(tuple(KERNELS)) or layout.semantics.qk_norm is None:
+        return ""
+    return _ASK.format(f"{' and '.join(layout.name.partition('+')[2].split(','))} normalise")
 
 
 _Shapes = Mapping[str, Sequence[int]]
@@ -58,8 +67,8 @@ class Block(NamedTuple):
         """Reason why the block must not be read without a configuration; "" if it may be read."""
         if self.configured:
             return ""
-        if self.layout.name in ASKS:
-            return f"{self.prefix}: {ASKS[self.layout.name]}"
+        if asked := _asks(self.layout):
+            return f"{self.prefix}: {asked}"
         if self.family_match is None or not self.family_match[0].refused:
             return ""
         return f"{self.prefix} is of {self.family_match[0].name}: {self.family_match[0].refused}"
@@ -140,8 +149,10 @@ def find(shapes: Mapping[str, Sequence[int]], layouts: Iterable[Layout] = LAYOUT
                 for entry in variant.entries
                 if (full := variant.path(prefix, entry.key)) in shapes
             }
-            if _fits(variant, keys, shapes) and _reads(variant, prefix, keys, shapes):
+            if _fits(variant, keys, shapes) and places.allow(variant, prefix, keys, shapes):
                 unknown = unknown_under(variant, prefix, keys, names)
+                if other_forms.of(unknown):
+                    continue
                 family_match = model_families.match(variant.name, prefix, shapes)
                 found.setdefault(prefix, []).append(
                     Block(prefix, variant, keys, unknown, family_match)
@@ -165,30 +176,14 @@ def _named(chosen: list[Block], shapes: _Shapes) -> Iterator[Block]:
             yield Block(*one)
 
 
-_ACROSS = r"cross|x_attn|encoder_attn|perceiver"  # prefixes of cross-attention
-
-
-def refuse_prefix(layout: Layout, prefix: str) -> None:
-    """Raises ValueError if no arrays at `prefix` are read as `layout`."""
-    if layout.name == "llama-across" and not re.search(_ACROSS, prefix):
-        raise ValueError(
-            f"layout {layout.name} needs a name of cross-attention ({_ACROSS.replace('|', ', ')}), "
-            f"not {printable(prefix) or '(top)'}: name layout llama, or rename the block"
-        )
-
-
-def _reads(layout: Layout, prefix: str, keys: Mapping[str, str], shapes: _Shapes) -> bool:
-    """False for a layout that the place of a block, or the arrays next to it, exclude.
-
-    `llama` and `llama-across` have the same keys: `llama-across` is for prefixes of cross-attention
-    whose queries and keys have different input widths; `llama` is for all others.
-    """
-    if layout.name == "timm-grouped":  # GCViT packs keys and values alone next to such a table
-        return layout.path(prefix, "rel_pos.relative_position_bias_table") not in shapes
-    if layout.name not in ("llama", "llama-across") or not re.search(_ACROSS, prefix):
-        return layout.name != "llama-across"
-    queries, inputs = (shapes[keys[f"{x}_proj.weight"]][-1] for x in "qk")
-    return layout.name != "llama" if queries != inputs else layout.name != "llama-across"
+def excluded(layout: Layout, prefix: str, shapes: _Shapes) -> bool:
+    """True if the arrays at a prefix fit a layout, and compute something else (`other_forms`)."""
+    paths = {entry.key: layout.path(prefix, entry.key) for entry in layout.entries}
+    keys = {key: name for key, name in paths.items() if name in shapes}
+    if not _fits(layout, keys, shapes):
+        return False
+    under = unknown_under(layout, prefix, keys, sorted(shapes))
+    return bool(other_forms.of(under)) or not places.allow(layout, prefix, keys, shapes)
 
 
 def _decide(candidates: Sequence[Block], shapes: Mapping[str, Sequence[int]]) -> Block:
@@ -210,8 +205,9 @@ def _decide(candidates: Sequence[Block], shapes: Mapping[str, Sequence[int]]) ->
         c for c, own in zip(candidates, names, strict=True) if not any(own < n for n in names)
     ]
     placed = [block for block in candidates if block.family]
-    if len({block.layout.name for block in placed}) == 1:
-        return placed[0]
+    own = [block for block in placed if block.layout.name in places.OF_FAMILIES]
+    if own or len({block.layout.name for block in placed}) == 1:
+        return (own or placed)[0]
     first, *others = candidates
     for other in others:
         if set(other.keys.values()) != set(first.keys.values()):
@@ -288,14 +284,15 @@ def unknown_under(
     def known(key: str) -> bool:
         module, _, array = key.replace("/", ".").rpartition(".")
         before = placed and module in BEFORE and array in _OF_NORMS
-        if array == "inv_freq" or module in first:  # a buffer of rotary positions
+        if array == "inv_freq" or (module or array) in first:  # a buffer of rotary positions
             return True
         return key in known_keys or (module in norms and array in _OF_NORMS) or before
 
     placed = model_families.stands_any(prefix)
     own, after = set(keys.values()), prefix + chr(ord(layout.separator) + 1)
     under = names[bisect_left(names, start) : bisect_left(names, after)]
-    rest = [n.removeprefix(start).replace("/", ".").rpartition(".")[0] for n in under]
+    keys_under = [n.removeprefix(start).replace("/", ".") for n in under]
+    rest = [key.rpartition(".")[0] or key for key in keys_under]  # a bare array by its own name
     first = role_names.outside({*rest}, prefix)
     return tuple(n for n in under if n not in own and not known(n.removeprefix(start)))
 
@@ -342,8 +339,10 @@ def _fits(candidate: Layout, keys: Mapping[str, str], shapes: Mapping[str, Seque
             continue
         groups = parse(entry.axes)
         shape = shapes[keys[entry.key]]
-        if len(shape) < len(groups):
-            return False
+        if len(shape) < len(groups) or (
+            len(groups) == 2 and len(shape) in (3, 4) and {*shape[2:]} == {1}
+        ):
+            return False  # a convolution is no stack of layers
         last = shape[len(shape) - len(groups) :]
         leading = len(shape) - len(groups) if leading is None else leading
         if _decides(entry) and len(shape) - len(groups) != leading:

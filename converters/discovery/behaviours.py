@@ -102,6 +102,42 @@ def _of_half(own: Mapping[str, Any]) -> Values:
     return {"scale": (float(own["attention_head_dim"]) / 2) ** -0.5}
 
 
+def _of_litgpt(own: Mapping[str, Any]) -> Values:
+    """Settings of litgpt, with the keys of `other_configs`."""
+    scalar, cap = own["query_pre_attn_scalar"], own["attn_logit_softcapping"]
+    found: Values = {"scale": None if scalar is None else float(scalar) ** -0.5}
+    found["logits_soft_cap"] = None if cap is None else float(cap)
+    if own["use_qk_norm"]:
+        found |= {
+            "qk_norm": "rms" if own["norm_class_name"] == "RMSNorm" else "layer",
+            "qk_norm_epsilon": float(own["norm_eps"]),
+            "qk_norm_scope": "heads" if own["norm_qk_type"] == "olmo2" else "head",
+            "qk_norm_offset": float(bool(own["norm_offset"])),
+        }
+    return found
+
+
+# Class of diffusers -> what its norms of queries and keys are; their arguments are in its code alone.
+_OF_CLASSES: dict[str, Values] = {
+    "CogVideoXTransformer3DModel": {"qk_norm": "layer", "qk_norm_epsilon": 1e-6},
+    "HunyuanDiT2DModel": {"qk_norm": "layer", "qk_norm_epsilon": 1e-6},
+    "LTXVideoTransformer3DModel": {
+        "qk_norm": "rms", "qk_norm_scope": "heads", "qk_norm_epsilon": 1e-5,
+    },
+    "AuraFlowTransformer2DModel": {
+        "qk_norm": "layer", "qk_norm_epsilon": 1e-5, "qk_norm_learned": False,
+    },
+}  # fmt: skip
+
+
+def _of_diffusers(own: Mapping[str, Any]) -> Values:
+    return _OF_CLASSES[own["_class_name"]]
+
+
+def _of_wan(own: Mapping[str, Any]) -> Values:
+    return {"qk_norm": "rms", "qk_norm_scope": "heads", "qk_norm_epsilon": float(own["eps"])}
+
+
 # Model types, and the function that reads the semantics of their blocks from a configuration. The
 # zoo tests compare each with the model's own output.
 READERS: tuple[tuple[str, _Reader], ...] = (
@@ -138,6 +174,9 @@ READERS: tuple[tuple[str, _Reader], ...] = (
     ("videoprism_vision_model videoprism_text_model", _only_capped),
     ("persimmon fuyu", _of_layer_norms),
     ("chameleon esmc", _of_default_layer_norms),
+    ("litgpt", _of_litgpt),
+    (" ".join(_OF_CLASSES), _of_diffusers),
+    ("WanTransformer3DModel", _of_wan),
 )
 
 
@@ -150,6 +189,7 @@ _OF_SETTINGS = (
     _normalised_and_clipped,
     _unlearned_where_rotated,
     _only_capped,
+    _of_litgpt,
 )
 # Key under which readers find the index of the layer, next to the keys of a configuration.
 LAYER = "(layer)"

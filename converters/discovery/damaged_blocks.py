@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from jaxmha.converters.discovery import attention_blocks, places
 from jaxmha.converters.discovery.attention_blocks import (
     Block,
     name_ends,
@@ -9,12 +10,19 @@ from jaxmha.converters.discovery.attention_blocks import (
     unknown_under,
 )
 from jaxmha.converters.layout import by_hand, meaning, uneven
-from jaxmha.converters.layout.base import Layout
+from jaxmha.converters.layout.base import Entry, Layout
 from jaxmha.converters.layout.registry import LAYOUTS
 from jaxmha.dims import parse
 
 # Layers other than attention often have the names of these layouts, and of uneven ones.
-_ELSEWHERE = {*(layout.name for layout in by_hand.BY_HAND), *meaning.NORM_NAMES}
+_ELSEWHERE = {
+    *(layout.name for layout in by_hand.BY_HAND),
+    *meaning.NORM_NAMES,
+    *places.OF_FAMILIES,
+}
+
+
+Shapes = Mapping[str, Sequence[int]]
 
 
 def describe(
@@ -48,10 +56,14 @@ def find(
             most_kernels = 2 * sum(not e.group for e in present) > len(required)
             if prefix in whole or not (first or most_kernels or 2 * len(present) > len(usual)):
                 continue
+            if any(attention_blocks.excluded(one, prefix, shapes) for one in layouts):
+                continue
             missing = [e.key for e in required if e not in present]
             roles = {leaf.partition(".")[0] for e in present for leaf in e.leaves}
             if not roles & {"value", "out"}:
                 continue  # only queries and keys: the layer computes scores, not attention
+            if any(_is_convolution(e, candidate, prefix, shapes) for e in present):
+                continue
             keys = {e.key: candidate.path(prefix, e.key) for e in present}
             more = unknown_under(candidate, prefix, keys, names) if missing else ()
             if any(len(shapes[name]) >= 2 for name in more):
@@ -64,6 +76,11 @@ def find(
                 prefix, f"{prefix or '(top)'} looks like layout {candidate.name} but {what}"
             )
     return reasons
+
+
+def _is_convolution(entry: Entry, layout: Layout, prefix: str, shapes: Shapes) -> bool:
+    """True if an array has the rank of a convolution, and the layout is of linear layers."""
+    return len(shapes[layout.path(prefix, entry.key)]) == 4 and len(parse(entry.axes)) < 4
 
 
 def _misfit(candidate: Layout, prefix: str, shapes: Mapping[str, Sequence[int]]) -> str:

@@ -10,7 +10,7 @@ from jaxmha.checkpoint.errors import printable
 from jaxmha.checkpoint.limits import Limits
 from jaxmha.converters.discovery import hf_config, towers
 from jaxmha.converters.discovery.attention_blocks import Block
-from jaxmha.converters.discovery.hf_config import CONFIG, Json
+from jaxmha.converters.discovery.hf_config import Json
 from jaxmha.converters.discovery.model_types import MODEL_TYPES
 from jaxmha.dims import bind, parse
 
@@ -44,7 +44,7 @@ _CALLED = {
 METADATA = "jaxmha.num_heads"
 _SINGLY = (
     "write a plan and set num_heads for each module (jaxmha plan ... --num-heads N -o plan.toml, N one "
-    "of them; jaxmha convert ... --plan plan.toml)"
+    "of them, or 1; jaxmha convert ... --plan plan.toml)"
 )
 
 
@@ -237,7 +237,7 @@ def to_metadata(heads: Mapping[str, int], whole: bool) -> dict[str, str]:
 
 def in_config(path: Path) -> Configured | None:
     """The head counts in the config.json next to a checkpoint; None if it is absent or has none."""
-    config = path.parent / CONFIG
+    config = hf_config.file_of(path)
     try:
         content = hf_config.read(path)
         found = [x for x in hf_config.search(content, CONFIG_KEYS) if x[1] is not None]
@@ -246,23 +246,23 @@ def in_config(path: Path) -> Configured | None:
     stages = [(way, _positive(value)) for way, value in found]
     if impossible := [pair for pair, (_, read) in zip(found, stages, strict=True) if not read]:
         shown = ", ".join(
-            f"{printable(': '.join((CONFIG, *way)))} is {checkpoint_errors.shown(x)}"
+            f"{printable(': '.join((config.name, *way)))} is {checkpoint_errors.shown(x)}"
             for way, x in impossible[:_SHOWN]
         )
         wrong = f"{config} has an impossible head count ({shown})"
         return Configured(config, (), wrong)
-    counts = tuple(_count(way, heads) for way, heads in stages)
+    counts = tuple(_count(config.name, way, heads) for way, heads in stages)
     values = [value for _, value in hf_config.search(content, ["model_type"])]
     types = {value for value in values if isinstance(value, str)}
     named = tuple(f for f, known in MODEL_TYPES.items() if types & set(known.split()))
-    placed = tuple(_tower(*row) for row in towers.rows(content) if _positive(row[2]))
+    placed = tuple(_tower(config.name, *row) for row in towers.rows(content) if _positive(row[2]))
     return Configured(config, counts, "", named, placed) if counts or placed else None
 
 
-def _tower(pattern: str, way: tuple[str, ...], value: Json) -> tuple[str, Count]:
+def _tower(file: str, pattern: str, way: tuple[str, ...], value: Json) -> tuple[str, Count]:
     heads = _positive(value)
     stages = heads if len(heads) > 1 else ()
-    return pattern, Count(heads[0], ": ".join((CONFIG, *way)), way[:-1], True, way, stages)
+    return pattern, Count(heads[0], ": ".join((file, *way)), way[:-1], True, way, stages)
 
 
 def _positive(value: Json) -> tuple[int, ...]:
@@ -272,12 +272,12 @@ def _positive(value: Json) -> tuple[int, ...]:
     return tuple(counts) if len(counts) == len(values) else ()
 
 
-def _count(way: Sequence[str], heads: tuple[int, ...]) -> Count:
+def _count(file: str, way: Sequence[str], heads: tuple[int, ...]) -> Count:
     own = CONFIG_KEYS[way[-1]]
     parts = (*map(_part, way[:-1]), *own)
     alone = bool(own) or any(key != _part(key) or key in _PARTS for key in way[:-1])
     stages = heads if len(heads) > 1 else ()
-    return Count(heads[0], ": ".join((CONFIG, *way)), parts, alone, tuple(way), stages)
+    return Count(heads[0], ": ".join((file, *way)), parts, alone, tuple(way), stages)
 
 
 def in_shapes(block: Block, shapes: Mapping[str, Sequence[int]]) -> int | None:

@@ -6,11 +6,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
-from jaxmha.checkpoint import json_text
+from jaxmha.checkpoint import json_text, yaml_text
 from jaxmha.checkpoint.errors import BudgetExceeded, UnreadableFile, shown
 from jaxmha.checkpoint.inside import open_inside
 from jaxmha.checkpoint.limits import Budget, Limits
 from jaxmha.checkpoint.system import Directory
+from jaxmha.converters.discovery import other_configs
 
 if TYPE_CHECKING:
     Json: TypeAlias = Mapping[str, "Json"] | Sequence["Json"] | str | int | float | None
@@ -18,6 +19,9 @@ else:
     Json = object  # runtime checkers do not know recursive types
 
 CONFIG = "config.json"
+# Files of settings that are read where there is no config.json: those of litgpt.
+OTHERS = ("model_config.yaml", "lit_config.json")
+_KINDS = {".json": "JSON", ".yaml": "YAML"}
 _LIMITS = Limits(memory=8 << 20)  # about 30,000 entries; searching them takes 0.1 s
 _MOST_FOUND = 1000
 
@@ -47,18 +51,23 @@ OFFSET_NORMS = "nemotron"
 def read(path: Path) -> Json:
     """The content of the config.json next to a checkpoint; an empty dict if there is no file.
 
+    Without a config.json, one of `OTHERS` is read; its keys become those of transformers.
+
     Raises ValueError or RecursionError if it cannot be read. A FIFO or device is not opened, nor a
     link, except of a Hugging Face cache. A broken link of such a cache also raises: an interrupted
     download leaves such links.
     """
-    try:
-        with Directory(path.parent) as folder:
-            source = open_inside(folder, CONFIG)
-    except (UnreadableFile, FileNotFoundError, NotADirectoryError) as error:
-        absent = isinstance(error.__cause__ or error, FileNotFoundError | NotADirectoryError)
-        if absent and not (path.parent / CONFIG).is_symlink():
-            return {}
-        raise
+    for name in (CONFIG, *OTHERS):
+        try:
+            with Directory(path.parent) as folder:
+                source = open_inside(folder, name)
+            break
+        except (UnreadableFile, FileNotFoundError, NotADirectoryError) as error:
+            absent = isinstance(error.__cause__ or error, FileNotFoundError | NotADirectoryError)
+            if not absent or (path.parent / name).is_symlink():
+                raise
+    else:
+        return {}
     try:
         most = _LIMITS.document_bytes
         Budget(source.path, 0, _LIMITS).spend("its size", source.size, most)
@@ -70,8 +79,15 @@ def read(path: Path) -> Json:
 @lru_cache(maxsize=1)
 def _parsed(path: Path, raw: bytes) -> Json:
     """The parsed content of a configuration; cached, since one command reads it several times."""
-    content: Json = json_text.load(raw, Budget(path, len(raw), _LIMITS))
+    load = yaml_text.load if path.suffix == ".yaml" else json_text.load
+    content: Json = other_configs.translated(load(raw, Budget(path, len(raw), _LIMITS)))
     return content
+
+
+def file_of(path: Path) -> Path:
+    """The configuration next to a checkpoint: its config.json, or the first of `OTHERS` there."""
+    files = (path.parent / name for name in (CONFIG, *OTHERS))
+    return next((file for file in files if file.exists()), path.parent / CONFIG)
 
 
 def search(content: Json, keys: Container[str]) -> Iterable[tuple[tuple[str, ...], Json]]:
@@ -118,7 +134,7 @@ def refuse_behaviour(path: Path) -> None:
     except BudgetExceeded as error:
         problem = "is too large to be read, and may hold settings of attention"
         remedy = "leave out its labels (id2label, label2id), or move it away"
-        raise BudgetExceeded(path.parent / CONFIG, problem, remedy) from error
+        raise BudgetExceeded(file_of(path), problem, remedy) from error
     except (ValueError, RecursionError) as error:
         raise ValueError(
             f"{unreadable(path, error)}: it may hold settings of attention; correct it, "
@@ -132,7 +148,7 @@ def refuse_behaviour(path: Path) -> None:
                 else "set Semantics(scale=..., logits_soft_cap=..., clip_qkv=...)"
             )
             raise ValueError(
-                f"{path.parent / CONFIG} has {key}={shown(value)}: it changes attention and is in "
+                f"{file_of(path)} has {key}={shown(value)}: it changes attention and is in "
                 "no tensor, so that a file of another layout would lose it; read the blocks by "
                 f"import_params and {remedy}"
             )
@@ -140,7 +156,7 @@ def refuse_behaviour(path: Path) -> None:
 
 def unreadable(path: Path, error: Exception) -> str:
     """Describes why the config.json next to a checkpoint could not be read."""
-    return f"{path.parent / CONFIG} cannot be read as JSON ({type(error).__name__}: {error})"
+    return f"{file_of(path)} cannot be read as {_KINDS[file_of(path).suffix]} ({type(error).__name__}: {error})"
 
 
 EPSILONS = [

@@ -25,7 +25,7 @@ class LatentBlock(NamedTuple):
     """A block of latent attention: its form (`latent_forms.FORMS`), and the names of its arrays.
 
     `held` describes the array of every key; `facts` is metadata without the prefix: what the block
-    computes, and its positions.
+    computes, and its positions. `place`: the positions, if a configuration gives them.
     """
 
     prefix: str
@@ -33,6 +33,7 @@ class LatentBlock(NamedTuple):
     keys: Mapping[str, str]
     held: Mapping[str, Held]
     facts: Mapping[str, str]
+    place: positions.Positions | None = None
 
     @property
     def leaves(self) -> dict[str, str]:
@@ -53,6 +54,12 @@ def find(file: Any, *, known: bool = True, at: str | None = None) -> list[Latent
     return sorted(found, key=lambda block: natural(block.prefix))
 
 
+def every(file: Any) -> list[LatentBlock]:
+    """Every block of latent attention, with its function where that is known."""
+    known = {block.prefix: block for block in find(file)}
+    return [known.get(block.prefix, block) for block in find(file, known=False)]
+
+
 def _own(file: Any, at: str | None) -> Iterator[LatentBlock]:
     held = latent_forms.own_keys()
     for prefix in _prefixes(file.info, _OWN_SIGN, at):
@@ -71,7 +78,7 @@ def _deepseek(file: Any, known: bool, at: str | None) -> Iterator[LatentBlock]:
     prefixes = list(_prefixes(file.info, SIGN, at))
     content = hf_config.readable(file.path) if _has_folder(file) and prefixes and known else {}
     names = sorted(file.info) if prefixes else []
-    computed: dict[tuple[int, ...], dict[str, str]] = {}
+    computed: dict[tuple[int, ...], tuple[dict[str, str], positions.Positions | None]] = {}
     for prefix in prefixes:
         own = {_key(prefix, name): name for name in _under(prefix, names)}
         own = {key: name for key, name in own.items() if not key.endswith("inv_freq")}
@@ -84,17 +91,19 @@ def _deepseek(file: Any, known: bool, at: str | None) -> Iterator[LatentBlock]:
         leaves = {leaf for key in own if key in held for leaf in held[key].leaves}
         if (size := tuple(sizes.values())) not in computed:
             computed[size] = _configured(content, sizes)
-        facts = computed[size]
+        facts, place = computed[size]
         whole = own.keys() <= held.keys() and {*_REQUIRED} <= leaves <= OWN.keys()
         if whole and (facts or not known):
-            yield LatentBlock(prefix, DEEPSEEK.name, own, held, facts)
+            yield LatentBlock(prefix, DEEPSEEK.name, own, held, facts, place)
 
 
 def _has_folder(file: Any) -> bool:
     return isinstance(getattr(file, "path", None), Path)
 
 
-def _configured(content: Any, sizes: Mapping[str, int]) -> dict[str, str]:
+def _configured(
+    content: Any, sizes: Mapping[str, int]
+) -> tuple[dict[str, str], positions.Positions | None]:
     """Metadata on semantics and positions, by the part of a configuration with these sizes."""
     for way, _ in hf_config.search(content, ["model_type"]):
         own, _ = behaviours.part(content, way[:-1])
@@ -115,11 +124,12 @@ def _configured(content: Any, sizes: Mapping[str, int]) -> dict[str, str]:
             continue
         kept = {"scale": semantics.scale, "dropout_rate": semantics.dropout_rate}
         facts = {name: value for name, value in kept.items() if value}
+        place = positions.Positions("rotary", rotary)
         return {
             behaviours.METADATA: json.dumps({**facts, "from": DEEPSEEK.name}),
-            positions.METADATA: str(positions.Positions("rotary", rotary)),
-        }
-    return {}
+            positions.METADATA: str(place),
+        }, place
+    return {}, None
 
 
 def to_metadata(blocks: Mapping[str, LatentBlock]) -> dict[str, str]:

@@ -45,7 +45,26 @@ def _grouped(prefix: str, shapes: Shapes) -> bool:
     return keys != queries
 
 
+def _without_planes(prefix: str, shapes: Shapes) -> bool:
+    """True if a block has relative positions of timm, and no table by rows and columns.
+
+    timm's MaxViT has such a table, of three axes, in models with TensorFlow's weights alone.
+    """
+    table = shapes.get(f"{prefix}.rel_pos.relative_position_bias_table", ())
+    return len(table) == 2 or f"{prefix}.rel_pos.mlp.fc1.weight" in shapes
+
+
 FAMILIES: tuple[Family, ...] = (
+    Family(
+        "MaxViT of timm", "timm-heads",
+        "blocks.{i}.attn_block.attn blocks.{i}.attn_grid.attn", _without_planes,
+    ),
+    Family(
+        "TinyViT of timm", "timm-heads", "stages.{i}.blocks.{i}.attn",
+        lambda prefix, shapes: f"{prefix}.attention_biases" in shapes,
+    ),
+    Family("CoAtNet of timm", "timm-heads-conv", "stages.{i}.blocks.{i}.attn", _without_planes),
+    Family("NesT of timm", "timm-nest", "levels.{i}.transformer_encoder.{i}.attn"),
     Family(
         "x-transformers", "linear-to", "attn_layers.layers.{i}.{i}", _grouped,
         "its query head n attends key head n modulo K, and MHAParams has key head n // (N // K): "

@@ -1,10 +1,10 @@
 """Reads rotary, ALiBi and relative positions of attention blocks from config.json and tensors.
 
-`positions_of` returns, for every block, the parameters with which jaxmha computes its positions.
+`all_positions.positions_of` returns, for every block, the parameters with which jaxmha computes its
+positions.
 """
 
 import math
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,7 +19,6 @@ from jaxmha.arrays import Array
 from jaxmha.checkpoint.errors import printable
 from jaxmha.converters.discovery import (
     architectures,
-    attention_blocks,
     axial,
     behaviours,
     described,
@@ -33,7 +32,7 @@ from jaxmha.converters.discovery.axial import Axial
 from jaxmha.converters.discovery.head_count import Configured
 from jaxmha.converters.discovery.notes import listed
 from jaxmha.converters.discovery.query_scale import QueryScale
-from jaxmha.converters.layout.arrays import NDArray
+from jaxmha.converters.layout.arrays import NDArray, to_numpy
 
 # Key of safetensors metadata, followed by `.PREFIX`: the scheme of a block in words.
 METADATA = "jaxmha.positions"
@@ -49,7 +48,8 @@ INTERLEAVED = frozenset((
 PLANES = frozenset((
     "dinov3_vit", "eomt_dinov3", "pixtral", "llama4_vision_model", "sam3_vit_model",
     "efficientloftr", "lightglue", "edgetam_video", "sam2_video", "sam3_tracker_video", "vjepa2",
-    "neomme",
+    "neomme", "HunyuanDiT2DModel", "LTXVideoTransformer3DModel", "StableAudioDiTModel",
+    "WanTransformer3DModel", "timm_rotated",
 ))  # fmt: skip
 # Model types whose layers of full attention have no rotary positions.
 LOCAL = frozenset(
@@ -64,13 +64,15 @@ _NOWHERE = (
 )  # fmt: skip
 # Model types with relative positions in some blocks, and rotary positions in all others.
 _BOTH = ("phi4_multimodal", "deepseek_ocr2_text", "unlimited_ocr_text")
-_ACROSS = r"(encoder_attn|cross_attn|crossattention|x_attn)[^./]*$"
+_ACROSS = r"(encoder_attn|cross_attn|crossattention|x_attn)[^./]*$|(^|[./])attn2$"
 # Model types that rotate by negative angles.
 BACKWARD = frozenset(["nanochat"])
 # Model types that have rotary positions only where position_embedding_type is "rope".
 OPTIONAL = frozenset(["granitemoehybrid"])
 # Model types that ignore the key rotary_dim of their configurations.
 _IGNORES_DIMS = ("minimax_m3_vl_text",)
+# Arrays of a block with the angles of pairs of halves: fair-esm, and early files of Llama.
+_ANGLES = ("rot_emb.inv_freq", "rotary_emb.inv_freq")
 # Keys of a configuration that hold the number of rotated features, or their share of a head.
 _DIMS = ("rotary_dim",)
 _SHARES = ("partial_rotary_factor", "rotary_pct")
@@ -130,20 +132,6 @@ class Positions(NamedTuple):
         return f"{self.scheme}, {self.why}" if self.why else self.scheme
 
 
-def positions_of(source: str | os.PathLike[str]) -> dict[str, Positions]:
-    """The positional encoding of every attention block of a checkpoint, by block prefix.
-
-    `source`: a checkpoint file, or a folder with one. config.json of the model is read from the
-    same folder.
-
-    Raises:
-      CheckpointError: the file cannot be read.
-      ValueError: the folder has no checkpoint, or several.
-    """
-    with checkpoint.open(_in_folder(Path(source))) as file:
-        return of_blocks(file, attention_blocks.find(attention_blocks.shapes(file)))
-
-
 def of_blocks(
     file: checkpoint.Checkpoint, blocks: Sequence[Block], heads: Configured | None = None
 ) -> dict[str, Positions]:
@@ -200,7 +188,8 @@ _FILES = (
 _SUFFIXES = (".safetensors", ".bin", ".pt", ".npz", ".h5", ".keras")
 
 
-def _in_folder(path: Path) -> Path:
+def in_folder(path: Path) -> Path:
+    """The checkpoint itself, or the only one in a folder; ValueError if the folder has several."""
     if not path.is_dir():
         return path
     named = [path / name for name in _FILES if (path / name).is_file()]
@@ -220,6 +209,8 @@ def _of_block(
     if not model_type or model_type not in architectures.KNOWN:
         if (term := relative.table(block, file)) is not None:
             return Positions("relative", added=term)
+        if not model_type and (rotary := _by_tensor(block, file)) is not None:
+            return Positions("rotary", rotary)
         return Positions("unknown", why=f"model_type {model_type or '(none)'} {_NOT_KNOWN}")
     heads = None if count is None else count.heads
     try:
@@ -287,6 +278,8 @@ def _rotary(
     if not 0 < width <= max(rows):
         raise ValueError(f"heads of {width} features do not fit a projection of shape {rows}")
     rope_ = _rope(own, layer)
+    if own.get("rope_local_base"):
+        raise ValueError("its layers have two bases")
     if form:
         found = axial.of(model_type, own, width, float(rope_["rope_theta"]), layer)
         if (block.layout.name, model_type) in _PERMUTED:
@@ -305,12 +298,20 @@ def _rotary(
         "rotary",
         Rotary(
             tuple(-x for x in frequencies.values) if model_type in BACKWARD else frequencies.values,
-            model_type in INTERLEAVED,
+            model_type in INTERLEAVED or (model_type == "litgpt" and own["rope_interleave"]),
             frequencies.factor,
             str(rope_.get("rope_type", "default")),
             float(rope_["rope_theta"]),
         ),
     )
+
+
+def _by_tensor(block: Block, file: checkpoint.Checkpoint) -> Rotary | None:
+    """Rotary positions whose angles are a tensor of the block, where its name tells the pairs."""
+    names = [n for end in _ANGLES if (n := f"{block.prefix}.{end}") in file.info]
+    if not names or len(file.info[names[0]].shape) != 1:
+        return None
+    return Rotary(tuple(to_numpy(file[names[0]]).astype(np.float64).tolist()))
 
 
 def _rope(own: Mapping[str, Any], layer: int | None) -> dict[str, Any]:

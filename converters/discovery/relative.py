@@ -10,6 +10,7 @@ import numpy as np
 from jaxmha import checkpoint
 from jaxmha.converters.discovery.added_terms import (
     Buckets,
+    Computed,
     Distances,
     Grid,
     Looked,
@@ -17,12 +18,16 @@ from jaxmha.converters.discovery.added_terms import (
     Waves,
     Window,
     classed,
+    planes,
 )
 from jaxmha.converters.discovery.attention_blocks import Block
 from jaxmha.converters.layout.arrays import NDArray, to_numpy
 
 _T5 = "relative_attention_bias.weight"
 _SAM = ("rel_pos_h", "rel_pos_w")
+_MLP = tuple(
+    f"rel_pos.mlp.{layer}.{array}" for layer in ("fc1", "fc2") for array in ("weight", "bias")
+)
 _SHAW = "distance_embedding.weight"
 _WAVES = (
     ("bias_u", "bias_v", "relative_k_proj.weight"),
@@ -35,6 +40,7 @@ TABLES = (
     ("relative_position_bias_table", "relative_position_index"),
     ("rel_pos.relative_position_bias_table", "rel_pos.relative_position_index"),
     ("attention_biases", "attention_bias_idxs"),
+    ("rel_pos_bias.weight", "rel_pos_indices"),
 )
 
 
@@ -68,6 +74,12 @@ def table(block: Block, file: checkpoint.Checkpoint) -> Term | None:
     """
     if (grid := _read(block, file, *_SAM)) is not None:
         return Grid(*grid)
+    for root in (block.prefix, "shared_rel_pos"):  # timm
+        names = [
+            f"{root}.{key}".replace("shared_rel_pos.rel_pos", "shared_rel_pos") for key in _MLP
+        ]
+        if all(name in file.info for name in names):
+            return Computed(*(to_numpy(file[name]) for name in names))
     for key, index in TABLES:
         if (read := _read(block, file, key, index)) is not None:
             values, rows = read
@@ -76,9 +88,18 @@ def table(block: Block, file: checkpoint.Checkpoint) -> Term | None:
             side = math.isqrt(rows.size)
             if values.ndim == 2 and side * side == rows.size:
                 return Looked(values, rows.reshape(side, side))
-        elif (read := _read(block, file, key)) is not None and not key.endswith("biases"):
-            return square(read[0])
+        elif (read := _read(block, file, key)) is not None:
+            return _of_differences(read[0]) if key.endswith("biases") else square(read[0])
     return None
+
+
+def _of_differences(values: NDArray) -> Term | None:
+    """The bias of a square image by the sizes of row and column differences: LeViT, by head."""
+    side = math.isqrt(values.shape[-1])
+    if values.ndim != 2 or side * side != values.shape[-1]:
+        return None
+    row, column = (abs(x) for x in planes(side, side))
+    return Looked(values.T, row * side + column)
 
 
 def square(values: NDArray) -> Term | None:

@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from jaxmha.converters.layout.base import Layout
-from jaxmha.converters.layout.by_hand import STYLED, of_names
+from jaxmha.converters.layout.by_hand import KERNELS, of_names
 
 _BEFORE = (
     r"(?:(?:w|to|in|lin|linear|self|self_attn|cross|cross_attn|attn|att|x|c|fc|content|pos|proj|"
@@ -27,7 +27,7 @@ ROLES = {
     for role, name in {
         "query": r"(?:q|qs|query|queries)",
         "key": r"(?:k|ks|key|keys)",
-        "value": r"(?:v|vs|value|values)",
+        "value": r"(?:v|vs|value|values|v_gate)",
         "key value": r"(?:kv|key_value|keys_values|kv_a|kv_b)",
         "query key value": (
             r"(?:qkvs|kqv|qkvz?|qkv_same|query_key_value|queries_keys_values|c_attn|in_proj|att_proj)"
@@ -40,6 +40,11 @@ _OUT = re.compile(
     rf"{_AFTER}",
     re.IGNORECASE,
 )
+# Norms of queries and keys, and the role of the letter in their names.
+_NORM = re.compile(
+    r"(?:(?:layer_?|ln_?)?norm_?(?P<after>q|k|query|key)|(?P<before>q|k|query|key)_?(?:layer_?)?norm)",
+    re.IGNORECASE,
+)
 # Sets of roles, in the order in which a layout lists the names of their layers.
 _ORDERS = (
     ("query", "key", "value"),
@@ -50,15 +55,20 @@ _ORDERS = (
 # Layers before the projections or after the output, and the pattern of prefixes where they are so.
 _FIRST = (
     (frozenset(("sr", "norm")), ""),  # PVT reduces the tokens before keys and values
-    (frozenset(("norm",)), r"(^|\.)layers\.\d+\.\d+(\.(fn|branch))?$"),  # vit_pytorch
+    (frozenset(("norm",)), r"(^|\.)layers\.\d+\.\d+(\.(fn|branch|fns\.\d+))?$"),  # vit_pytorch
     (frozenset(("group_norm",)), r"(^|\.)attentions\.\d+$"),  # diffusers
     (frozenset(("norm", "mlp.fc1", "mlp.fc2")), r"(^|\.)attn_pool$"),  # timm
+    (frozenset(("norm",)), r"(^|\.)e_mhsa$"),  # NextViT reduces the tokens before keys and values
+    (frozenset(("norm", "attention_biases")), r"(^|\.)blocks\.\d+\.attn$"),  # TinyViT
+    (frozenset(("pos_embed",)), ""),  # added to the tokens that ModifiedResNet of CLIP pools
+    (frozenset(("positional_embedding",)), ""),
 )
 # Names of packed layers that hold all queries, then all keys, then all values.
 _IN_ORDER = re.compile(r"(?:\w*_)?(?:w_?)?(?:qkv|kv|qk|in_proj)(?:_\w+)?", re.IGNORECASE)
 # Names of layers that compute another function: torchvision's MaxViT divides its logits by the width
 # of all heads, and CodeGen packs for several processors.
 _UNLIKE = {("to_qkv", "merge"), ("qkv_proj", "out_proj")}
+_TIMM = ("linear:", ("qkv", "proj"))  # layout timm, whose exceptions hold for these names as well
 _ATTENTION = re.compile(r"att|mha", re.IGNORECASE)
 _WRAPPERS = {"self", "attention", "attn", "mha", "inner", "fn"}  # parts of a block inside it
 
@@ -124,13 +134,19 @@ def _block(prefix: str, names: Sequence[str], shapes: Mapping[str, Sequence[int]
         modules.setdefault(module, {})[array] = name
     first = outside(modules, prefix)
     modules = {m: arrays for m, arrays in modules.items() if m not in first}
+    norms = _norms(modules, shapes)
+    if norms is None:
+        return None
+    modules_of_norms = {m: modules.pop(m) for m in norms}
+    ranks = {len(shapes[a["weight"]]) for a in modules.values() if "weight" in a}
+    kernel = next((s for s, axes in KERNELS.items() if ranks == {2 + len(axes.split())}), None)
     roles: dict[str, str] = {}
     outs: list[str] = []
     for module, arrays in modules.items():
         parts = module.split(".")
         role = next((r for part in parts if (r := role_of(part)) is not None), None)
         whole = "weight" in arrays and not arrays.keys() - {"weight", "bias"}
-        if not whole or role in roles or len(shapes[arrays["weight"]]) != 2:
+        if not whole or role in roles or kernel is None:
             return None
         if role is not None:
             roles[role] = module
@@ -144,14 +160,47 @@ def _block(prefix: str, names: Sequence[str], shapes: Mapping[str, Sequence[int]
     own = (*(roles[role] for role in order), *outs)
     if "in_proj" in own[0] and not _ATTENTION.search(prefix):  # such as those of Mamba
         return None
-    layout = None if own in _UNLIKE else of_names(STYLED + ",".join(own))
+    weights = [shapes[modules[m]["weight"]] for m in own]
+    if any(
+        max(shape[2:], default=1) > 1 for shape in weights
+    ):  # a convolution of several positions
+        return None
+    more = ""
+    if norms:
+        rows = [shapes[modules_of_norms[m]["weight"]][0] for m in norms]
+        heads = rows[0] * len(order[0].split(" ")) == weights[0][0]
+        more = f"+{','.join(norms)}{'(heads)' * heads}"
+    last = tuple(module.rpartition(".")[2] for module in own)
+    layout = (
+        None
+        if own in _UNLIKE or (kernel, last) == _TIMM
+        else of_names(f"{kernel}{','.join(own)}{more}")
+    )
     keys = {
         f"{module}.{array}": name
-        for module, arrays in modules.items()
+        for module, arrays in (modules | modules_of_norms).items()
         for array, name in arrays.items()
     }
-    weights = [shapes[modules[m]["weight"]] for m in own]
     return Named(prefix, layout, keys) if layout is not None and _fits(order, weights) else None
+
+
+def _norms(
+    modules: Mapping[str, Mapping[str, str]], shapes: Mapping[str, Sequence[int]]
+) -> tuple[str, ...] | None:
+    """The norm of queries and that of keys, by name; empty if there is none, None if one is unclear."""
+    found: dict[str, str] = {}
+    for module, arrays in modules.items():
+        part = module.rpartition(".")[2]
+        if len(part) > LONGEST or (match := _NORM.fullmatch(part)) is None:
+            continue
+        role = (match["after"] or match["before"])[0].lower()
+        whole = "weight" in arrays and not arrays.keys() - {"weight", "bias"}
+        if role in found or not whole or any(len(shapes[n]) != 1 for n in arrays.values()):
+            return None
+        found[role] = module
+    if not found:
+        return ()
+    return (found["q"], found["k"]) if found.keys() == {"q", "k"} else None
 
 
 def outside(modules: Collection[str], prefix: str) -> frozenset[str]:
@@ -174,9 +223,9 @@ def _in_order(role: str, module: str | None) -> bool:
 
 def _fits(order: Sequence[str], shapes: Sequence[Sequence[int]]) -> bool:
     """True if the widths of the projections agree; `shapes` are (out, in), the output's last."""
-    *projections, (_, width) = shapes
+    *projections, (_, width, *_) = shapes
     rows: dict[str, int] = {}
-    for role, (out, _) in zip(order, projections, strict=True):
+    for role, (out, *_) in zip(order, projections, strict=True):
         parts = role.split(" ")
         if out % len(parts):
             return False

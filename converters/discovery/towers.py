@@ -9,6 +9,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from jaxmha.converters.discovery import other_configs
+
 _LANGUAGE = r"^(model\.)?(language_model\.)?(model\.)?layers\."
 _SWIN = (
     (r"pixel_level_module\.encoder", "backbone_config: num_heads"),
@@ -167,6 +169,7 @@ def rows(content: Any) -> Iterator[tuple[str, tuple[str, ...], Any]]:
     """
     if not isinstance(content, Mapping):
         return
+    yield from other_configs.rows(content)
     for pattern, path in TOWERS.get(str(content.get("model_type")), ()):
         keys, _, width = path.partition(" / ")
         way = tuple(keys.split(": "))

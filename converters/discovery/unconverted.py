@@ -111,7 +111,8 @@ def _notes(
         )
     if types or implied or not set(layouts) - signs.CLASSES:
         return
-    of_model = isinstance(content, dict) and signs.OF_TRANSFORMERS & content.keys()
+    keys = {*signs.OF_TRANSFORMERS, "pretrained_cfg"}  # the latter is timm's
+    of_model = isinstance(content, dict) and keys & content.keys()
     if of_model or content == {}:
         known = (path.parent / hf_config.CONFIG).exists()
         lacking = "config.json names no model_type" if known else "there is no config.json"

@@ -7,6 +7,7 @@ get other names and axes, and could be mistaken for a known layout.
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
+from jaxmha.converters.discovery import other_forms
 from jaxmha.converters.discovery.attention_blocks import Block, natural
 from jaxmha.converters.discovery.notes import listed
 from jaxmha.converters.discovery.role_names import role_of
@@ -23,6 +24,7 @@ _TOGETHER = (
     {"query key value"},
 )
 _PLACE = re.compile(r"att|mha|transformer|resampler|perceiver|pool|mixer", re.IGNORECASE)
+_CALLED = re.compile(r"((self|cross|multi_?head)_?)?(attn|attention|mha|mhsa|msa)", re.IGNORECASE)
 _MAMBA = re.compile(r"A_log|conv1d|dt_bias|x_proj|dt_proj")
 
 
@@ -58,6 +60,7 @@ def find(
         and refused.isdisjoint(_above(prefix))
         and _is_attention(prefix, own, prefix in mamba)
     }
+    prefixes |= _called(shapes, found, taken, [*prefixes, *refused])
     for name in shapes:
         for prefix in _above(name) if name not in taken else ():
             if prefix in prefixes:
@@ -66,6 +69,29 @@ def find(
         prefix: tuple(names)
         for prefix, names in prefixes.items()
         if not prefix or prefixes.keys().isdisjoint(_above(prefix))
+    }
+
+
+def _called(
+    shapes: Mapping[str, Sequence[int]],
+    found: Sequence[Block],
+    taken: Collection[str],
+    known: Collection[str],
+) -> dict[str, list[str]]:
+    """Prefixes whose last component is a name of attention, with several matrices of no known role."""
+    matrices: dict[str, int] = {}
+    for name, shape in shapes.items():
+        if len(shape) >= 2 and name not in taken:
+            for prefix in _above(name):
+                if _CALLED.fullmatch(re.split("[./]", prefix)[-1]):
+                    matrices[prefix] = matrices.get(prefix, 0) + 1
+    near = [*known, *(block.prefix for block in found)]
+    return {
+        prefix: []
+        for prefix, count in matrices.items()
+        if count > 1
+        and not any(one == prefix or one.startswith((f"{prefix}.", f"{prefix}/")) for one in near)
+        and set(near).isdisjoint(_above(prefix))
     }
 
 
@@ -98,6 +124,7 @@ def notes(unknown: Mapping[str, Sequence[str]]) -> Iterator[str]:
         yield (
             f"not converted: attention of no known layout, {len(prefixes)} x {place or '(top)'}, "
             f"carried over as it is: tensors {listed(ends, 6)}{_LATENT * (LATENT_SIGN in ends)}"
+            + (f"; {why}" if (why := other_forms.of(ends)) else "")
         )
 
 

@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from jaxmha import Semantics
 from jaxmha.converters.layout.base import Entry, Layout
 
 _MERGED = "its heads are one axis of the kernels, split evenly"
@@ -45,6 +46,8 @@ PUBLISHED: dict[str, tuple[str, ...]] = {
 # of other layers, and the class.
 _STYLES = {
     "linear": (".", "weight", "bias", True, "torch", "torch.nn.Linear"),
+    "conv1d": (".", "weight", "bias", True, "torch", "torch.nn.Conv1d of one position"),
+    "conv": (".", "weight", "bias", True, "torch", "torch.nn.Conv2d of one position"),
     "dense": ("/", "kernel", "bias", False, "flax", "Keras or Flax Dense"),
     "dense-file": (
         "/",
@@ -55,6 +58,8 @@ _STYLES = {
         "Keras Dense, keys as in a .weights.h5 file,",
     ),
 }
+# Start of a layout name -> a kernel's axes after the features of the input.
+KERNELS = {"linear:": "", "conv1d:": " 1", "conv:": " 1 1"}
 _GROUPED = {"h": ("H", "the head count splits queries alone, so values are as wide as queries")}
 _PACKED = {
     "K": ("N", "query, key and value are packed with one head count"),
@@ -66,8 +71,8 @@ _PACKED = {
 
 _QUERY_KEY = {"K": _PACKED["K"], "h": _PACKED["h"], "Dk": _PACKED["Dk"]}
 _KEY_VALUE = {"h": _PACKED["h"], "Dv": ("Dk", "one input is projected to key and value")}
-STYLED = "linear:"  # start of the names of layouts that list their names
 NAMED = "names"  # suffix of layouts whose names come from a file
+_OF_ALL = "(heads)"  # end of the name of a layout with norms of all heads
 _NUMBERS = {2: "two", 3: "three", 4: "four"}
 # Suffix of a layout name -> keys of its relative positions, which add terms to the logits. A
 # conversion copies these arrays unchanged.
@@ -105,13 +110,14 @@ def _by_hand(style: str, names: tuple[str, ...], suffix: str) -> Layout:
             (names[2], "Dv", "N h" if suffix in ("", "combine") else "K h", ("value",)),
             (names[3], "N h", "Do", ("out",)),
         ]
+    around = next((x for start, x in KERNELS.items() if style == start.removesuffix(":")), "")
     entries: list[Entry] = []
     for name, ins, outs, roles in rows:
         kernel_axes = [
             f"({x})" if " " in x else x for x in ((outs, ins) if turned else (ins, outs))
         ]
         leaves = tuple(f"{role}.kernel" for role in roles)
-        entries.append(Entry(f"{name}{separator}{kernel}", " ".join(kernel_axes), leaves))
+        entries.append(Entry(f"{name}{separator}{kernel}", " ".join(kernel_axes) + around, leaves))
     for name, _, outs, roles in rows:
         axes = f"({outs})" if " " in outs else outs
         group = "out bias" if roles == ("out",) else "qkv bias"
@@ -148,7 +154,7 @@ def _ties(names: Sequence[str], suffix: str) -> Mapping[str, tuple[str, str]]:
 DENSE_FILE = _by_hand("dense-file", ("q_proj", "k_proj", "v_proj", "out_proj"), "")
 BY_HAND = tuple(
     _by_hand(style, names, suffix)
-    for style in _STYLES
+    for style in ("linear", "dense", "dense-file")
     for suffix, names in (
         *NAMES.items(),
         ("qkv", ("qkv", "proj")),
@@ -165,15 +171,50 @@ IN_FILE = {
 }
 
 
+def norms(query: str, key: str, axes: str) -> tuple[Entry, ...]:
+    """Entries for the scales and biases of the query norm and the key norm.
+
+    `axes` are the axes of a query scale: `H`, or with an element for every head `N H` or `(N H)`.
+    """
+    form = "" if axes == "H" else "_heads"
+    of_key = axes.replace("N", "K")
+    return (
+        Entry(f"{query}.weight", axes, (f"query_norm{form}",)),
+        Entry(f"{key}.weight", of_key, (f"key_norm{form}",)),
+        Entry(f"{query}.bias", axes, (f"query_norm_bias{form}",), "norm bias"),
+        Entry(f"{key}.bias", of_key, (f"key_norm_bias{form}",), "norm bias"),
+    )
+
+
 def of_names(name: str) -> Layout | None:
-    """The layout of torch linear layers whose names its own name lists; None for other names.
+    """The layout of torch layers whose names its own name lists; None for other names.
+
+    The names of two norms may follow those of the layers after `+`; `(heads)` at the end says that
+    a norm is that of all heads.
 
     >>> of_names("linear:to_q,to_kv,to_out.0").about
     'three torch.nn.Linear to_q, to_kv, to_out.0'
+    >>> of_names("conv:qkv,proj").entries[0].axes
+    '(qkv N H) Dq 1 1'
     """
-    parts = tuple(name.removeprefix(STYLED).split(","))
-    if not name.startswith(STYLED) or len(parts) not in _NUMBERS or len({*parts}) < len(parts):
+    start = next((start for start in KERNELS if name.startswith(start)), None)
+    if start is None:
         return None
-    if not all(re.fullmatch(r"\w+(\.\w+)*", part) for part in parts):
+    listed, _, of_norms = name.removeprefix(start).partition("+")
+    parts, pair = tuple(listed.split(",")), of_norms.removesuffix(_OF_ALL).split(",")
+    every = (*parts, *pair) if of_norms else parts
+    if len(parts) not in _NUMBERS or len({*every}) < len(every) or (of_norms and len(pair) != 2):
         return None
-    return replace(_by_hand("linear", parts, NAMED), name=name)
+    if not all(re.fullmatch(r"\w+(\.\w+)*", part) for part in every):
+        return None
+    made = replace(_by_hand(start.removesuffix(":"), parts, NAMED), name=name)
+    if not of_norms:
+        return made
+    whole = of_norms.endswith(_OF_ALL)
+    return replace(
+        made,
+        entries=(*made.entries, *norms(pair[0], pair[1], "(N H)" if whole else "H")),
+        semantics=Semantics(qk_norm="rms", qk_norm_scope="heads" if whole else "head"),
+        holds=frozenset({"qk_norm_epsilon"}),
+        about=f"{made.about}, with norms {' and '.join(pair)}",
+    )

@@ -4,7 +4,7 @@ Whisper's keys have no bias, and Qwen2's output has none; Flax has all four bias
 zeros changes nothing that the layer computes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -61,6 +61,26 @@ def filled(
     present = leaves(params)
     added = missing(layout, present) if fill_bias else {}
     return (from_leaves({**present, **added}) if added else params), added
+
+
+def unheld(layout: Layout, present: Mapping[str, Any]) -> list[str]:
+    """Biases of projections that the layout has no place for; zeros among them may be dropped.
+
+    >>> from jaxmha.converters.layout.huggingface import WHISPER
+    >>> unheld(WHISPER, {"query.bias": 0, "key.bias": 0})
+    ['key.bias']
+    """
+    held = {leaf for entry in layout.entries for leaf in entry.leaves}
+    biases = ("query.bias", "key.bias", "value.bias", "out.bias")
+    return [leaf for leaf in biases if leaf in present and leaf not in held]
+
+
+def dropped_note(layout: Layout, dropped: Collection[str]) -> str:
+    """A sentence that says which biases of zeros were dropped."""
+    return (
+        f"{', '.join(dropped)} dropped: every number is zero, which changes nothing, and layout "
+        f"{layout.name} has no place for it"
+    )
 
 
 def note(layout: Layout, added: Mapping[str, Any]) -> str:

@@ -22,7 +22,8 @@ _RELATIVE = ("self.relative_position_bias_table", "self.relative_position_index"
 _TABLES = (
     "relative_position_bias_table", "relative_position_index",
     "rel_pos.relative_position_bias_table", "rel_pos.relative_position_index",
-    "attention_biases", "attention_bias_idxs",
+    "attention_biases", "attention_bias_idxs", "rel_pos_bias.weight",
+    *(f"rel_pos.mlp.fc{i}.{array}" for i in (1, 2) for array in ("weight", "bias")),
 )  # fmt: skip
 _BERT = (
     Entry("self.query.weight", "(N H) Dq", ("query.kernel",)),
@@ -145,7 +146,7 @@ TIMM = Layout(
         Entry("proj.weight", "Do (N h)", ("out.kernel",)),
         Entry("proj.bias", "Do", ("out.bias",), "out bias"),
     ),
-    ties=_PACKED,
+    ties={**_PACKED, **_RESIDUAL},
     holds=_DROPOUT,
     other_keys=("rel_pos_h", "rel_pos_w", *_TABLES, "latent"),
     about="timm vision transformers: keys under `blocks.0.attn`",
@@ -160,6 +161,31 @@ TIMM_KEYLESS = replace(
         *TIMM.entries[2:],
     ),
     about="BEiT and EVA of timm, packed without a key bias: keys under `blocks.0.attn`",
+)
+TIMM_HEADS = replace(
+    TIMM,
+    name="timm-heads",
+    entries=tuple(
+        entry._replace(axes=entry.axes.replace("(qkv N H)", "(N qkv H)")) for entry in TIMM.entries
+    ),
+    about="MaxViT of timm with relative positions of its own, packed head by head",
+)
+TIMM_HEADS_CONV = replace(
+    TIMM_HEADS,
+    name="timm-heads-conv",
+    entries=tuple(
+        entry._replace(axes=f"{entry.axes} 1 1") if entry.key.endswith("weight") else entry
+        for entry in TIMM_HEADS.entries
+    ),
+    about="CoAtNet of timm: convolutions of one position, packed head by head",
+)
+TIMM_NEST = replace(
+    TIMM,
+    name="timm-nest",
+    entries=tuple(
+        entry._replace(axes=entry.axes.replace("(N h)", "(h N)")) for entry in TIMM.entries
+    ),
+    about="NesT of timm: the output layer reads the features of all heads in turn",
 )
 GPT2 = Layout(
     "gpt2",
@@ -244,6 +270,9 @@ LAYOUTS = (
     VIDEO,
     TIMM,
     TIMM_KEYLESS,
+    TIMM_HEADS,
+    TIMM_HEADS_CONV,
+    TIMM_NEST,
     GPT2,
     NEOX,
     T5,

@@ -7,30 +7,16 @@ from dataclasses import replace
 
 from jaxmha import Semantics
 from jaxmha.converters.layout.base import Entry, Layout
+from jaxmha.converters.layout.by_hand import norms
 from jaxmha.converters.layout.huggingface import NEOX, TIMM
-from jaxmha.converters.layout.linear import LLAMA, LLAMA_ENTRIES
+from jaxmha.converters.layout.linear import LLAMA, LLAMA_ENTRIES, UNEVEN
 
 _HOLDS = frozenset({"qk_norm_epsilon"})
 
 
-def _norms(query: str, key: str, axes: str) -> tuple[Entry, ...]:
-    """Entries for the scales and biases of the query norm and the key norm.
-
-    `axes` are the axes of a query scale: `H`, or with an element for every head `N H` or `(N H)`.
-    """
-    form = "" if axes == "H" else "_heads"
-    of_key = axes.replace("N", "K")
-    return (
-        Entry(f"{query}.weight", axes, (f"query_norm{form}",)),
-        Entry(f"{key}.weight", of_key, (f"key_norm{form}",)),
-        Entry(f"{query}.bias", axes, (f"query_norm_bias{form}",), "norm bias"),
-        Entry(f"{key}.bias", of_key, (f"key_norm_bias{form}",), "norm bias"),
-    )
-
-
-_OF_HEAD = _norms("q_norm", "k_norm", "H")
-_OF_EACH = _norms("q_norm", "k_norm", "N H")
-_OF_ALL = _norms("q_norm", "k_norm", "(N H)")
+_OF_HEAD = norms("q_norm", "k_norm", "H")
+_OF_EACH = norms("q_norm", "k_norm", "N H")
+_OF_ALL = norms("q_norm", "k_norm", "(N H)")
 _SINKS = (Entry("sinks", "N", ("sinks",)),)
 _GATE = (Entry("gate_proj.weight", "(N h) Dq", ("gate.kernel",)),)
 _GATE_BIAS = (Entry("gate_bias", "N", ("gate_heads.bias",)),)
@@ -112,7 +98,7 @@ LFM = _renamed(
 )
 _PERSIMMON = (
     *NEOX.entries,
-    *_norms("q_layernorm", "k_layernorm", "H"),
+    *norms("q_layernorm", "k_layernorm", "H"),
 )
 PERSIMMON = Layout(
     "persimmon",
@@ -138,10 +124,25 @@ TIMM_NORM = Layout(
     holds=_HOLDS | TIMM.holds,
     about="GLM-OCR, vision transformers of timm with norms of each head (rotary embedding apart)",
 )
-LAYOUTS = (*LLAMA_MEANING, QWEN3_NEXT, LFM, PERSIMMON, COSMOS, TIMM_NORM)
-NORM_NAMES = dict.fromkeys(("lfm", "persimmon"), "q_layernorm and k_layernorm") | {
-    "cosmos": "norm_q and norm_k"
-}
+_GROUPED = next(layout for layout in UNEVEN if layout.name == "timm-grouped")
+LITGPT = tuple(
+    replace(
+        _GROUPED,
+        name=name,
+        entries=(*_GROUPED.entries, *norms("norm_q", "norm_k", axes)),
+        semantics=semantics,
+        holds=_HOLDS,
+        about=f"litgpt: queries, keys and values in one array, {about} (rotary embedding apart)",
+    )
+    for name, axes, semantics, about in (
+        ("litgpt-norm-heads", "(N H)", _ALL_HEADS, "norms of all heads"),
+        ("litgpt-norm", "H", _RMS, "a norm of each head"),
+    )
+)
+LAYOUTS = (*LLAMA_MEANING, QWEN3_NEXT, LFM, PERSIMMON, COSMOS, TIMM_NORM, *LITGPT)
+NORM_NAMES = dict.fromkeys(("lfm", "persimmon"), "q_layernorm and k_layernorm") | dict.fromkeys(
+    ("cosmos", "litgpt-norm-heads", "litgpt-norm"), "norm_q and norm_k"
+)
 # Layouts whose tensors do not determine the function of their norms and gates: reading them
 # requires a configuration.
 ASKING = tuple(layout.name for layout in LAYOUTS if layout.name != "llama-sinks")

@@ -144,6 +144,17 @@ def attention(
     params, semantics, sizes = meta(block, info, num_heads)
     params, zeros = fill.filled(params, target, fill_bias)
     by, notes = 1.0, [fill.note(target, zeros)] * bool(zeros)
+    holder = {leaf: e for e in block.layout.entries if e.key in block.keys for leaf in e.leaves}
+
+    def of_source(name: str) -> NDArray:
+        entry = holder[name]
+        unpack = partial(transform.unpack, block.layout, entry, sizes=sizes)
+        return parts.leaf(block.keys[entry.key], name, lambda array: unpack(array=array))
+
+    if dropped := [x for x in fill.unheld(target, leaves(params)) if not of_source(x).any()]:
+        kept = {leaf: array for leaf, array in leaves(params).items() if leaf not in dropped}
+        params = from_leaves(dict(kept))
+        notes.append(fill.dropped_note(target, dropped))
     if fold_scale:
         by = fold.factor(semantics, target, sizes["H"])
         if by != 1.0:
@@ -153,15 +164,12 @@ def attention(
     validation.refuse_export(target, params, semantics)
     present, sizes = leaves(params), sizes | _letters(params)
     folded = fold.which(present)
-    holder = {leaf: e for e in block.layout.entries if e.key in block.keys for leaf in e.leaves}
 
     def leaf(name: str) -> NDArray:
         if name in zeros:
             return np.zeros_like(zeros[name])
-        entry = holder[name]
-        unpack = partial(transform.unpack, block.layout, entry, sizes=sizes)
-        found = parts.leaf(block.keys[entry.key], name, lambda array: unpack(array=array))
-        return fold.times(found, by, block.keys[entry.key]) if name in folded else found
+        found = of_source(name)
+        return fold.times(found, by, block.keys[holder[name].key]) if name in folded else found
 
     def load(entry: Entry) -> NDArray:
         return transform.pack(target, entry, leaf)

@@ -12,6 +12,7 @@ from jaxmha.converters.discovery import (
     layer_layouts,
     model_families,
     other_layers,
+    places,
 )
 from jaxmha.converters.discovery.attention_blocks import Block
 from jaxmha.converters.discovery.layer_layouts import Convention
@@ -105,7 +106,7 @@ def refuse(
                 "name another layout"
             )
     if missing := prefixes - {block.prefix for block in target_blocks}:
-        attention_blocks.refuse_prefix(target, min(missing))
+        places.refuse_prefix(target, min(missing))
         raise ValueError(
             f"block {min(missing)} could not be read back as layout {target.name}: name another "
             "layout"

@@ -21,6 +21,7 @@ from jaxmha.converters.discovery import (
     head_count,
     hf_config,
     keras_groups,
+    latent_blocks,
     live_model,
 )
 from jaxmha.converters.discovery.attention_blocks import Block, shapes
@@ -98,7 +99,7 @@ def read(given: AnySource, num_heads: int | None = None) -> Comparand:
         found = _read_state(given, _shapes_of(given), num_heads)
     else:
         found = _read_live(given, num_heads)
-    if not found.blocks:
+    if not found.blocks and not found.source.latents:
         raise ValueError(f"no attention block found in {_shown(given)}")
     return found
 
@@ -136,9 +137,12 @@ def _read_state(
             raise ValueError(
                 printable(f"{where}block {block.prefix or '(top)'}: {error}")
             ) from error
+    latents = () if file is None else tuple(latent_blocks.every(file))
     taken = frozenset(name for block in found for name in block.keys.values())
+    taken |= {name for block in latents for name in block.keys.values()}
     groups = keras_groups.of(names, metadata)
-    return Comparand(compared, Source(state, state, tuple(found), taken, names, groups))
+    source = Source(state, state, tuple(found), taken, names, groups, latents=latents)
+    return Comparand(compared, source)
 
 
 def _shapes_of(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,10 +16,12 @@ import numpy as np
 from jaxmha import checkpoint
 from jaxmha.converters.discovery import layer_layouts, other_layers
 from jaxmha.converters.discovery.attention_blocks import Block
+from jaxmha.converters.discovery.latent_blocks import LatentBlock
 from jaxmha.converters.discovery.other_layers import Module
 from jaxmha.converters.discovery.user_names import dotted
 from jaxmha.converters.layout.arrays import NDArray, to_numpy
 from jaxmha.converters.layout.base import Entry
+from jaxmha.converters.verify import latent_comparison
 from jaxmha.converters.verify.weights import rounding
 
 _ROWS = 4 << 20  # bytes of each tensor compared at once
@@ -35,6 +38,7 @@ class Source(NamedTuple):
       found: the attention blocks. taken: names of the tensors in these blocks.
       names: prefix -> name of a Keras layer. groups: prefix -> (group in a .weights.h5 file, name).
       paths: prefix -> path under which a layer is compared, if that is not its own path.
+      latents: blocks of latent attention, whose tensors are taken as well.
     """
 
     source: Any
@@ -44,6 +48,7 @@ class Source(NamedTuple):
     names: Mapping[str, str] = {}
     groups: Mapping[str, tuple[str, str]] = {}
     paths: Mapping[str, str] = {}
+    latents: tuple[LatentBlock, ...] = ()
 
 
 EMPTY = Source({}, {})
@@ -129,6 +134,8 @@ def compare(a: Source, b: Source) -> Outside:
     for number in (0, 1):
         for path in (path for path in groups[number] if path not in groups[1 - number]):
             alone[number] |= {name: key for key, name in groups[number][path].names.items()}
+    for number, blocks in enumerate(latent_comparison.pairs(a.latents, b.latents)[1:]):
+        alone[number] |= {name: key for block in blocks for key, name in block.keys.items()}
     return _compared((a, b), pairs, alone, harmless)
 
 
@@ -145,6 +152,10 @@ def _compared(
     order = {name: i for source in operands for i, name in enumerate(source.info)}
     with _opened(operands[0].source) as load_a, _opened(operands[1].source) as load_b:
         loads = load_a, load_b
+        latents = latent_comparison.pairs(operands[0].latents, operands[1].latents)[0]
+        dense = partial(_dense, load_a), partial(_dense, load_b)
+        for one in latents:
+            differing |= latent_comparison.differences(one, dense, _whole_difference)
         for number, name in harmless:
             array = _dense(loads[number], name)
             if array is not None and not array.any():
@@ -171,6 +182,9 @@ def _compared(
             other = ("second", "first")[number]
             left.append(Left(name, own, f"no tensor of the {other} has this name"))
     notes = []
+    if latents:
+        count = len(latents)
+        notes.append(f"latent attention, {count} blocks: weights compared, no output computed")
     if turned:
         notes.append(f"stored transposed, and otherwise the same: {_listed(turned)}")
     if zero:
@@ -272,6 +286,10 @@ def _difference(x: NDArray, y: NDArray, entries: tuple[Entry, Entry] | None) -> 
         return f"{text}; {relation}" if relation else text
     count = _differing(x, y)
     return f"{count} of {x.size} elements differ" if count else ""
+
+
+def _whole_difference(x: NDArray, y: NDArray) -> str:
+    return _difference(x, y, None)
 
 
 def _differing(x: NDArray, y: NDArray) -> int:

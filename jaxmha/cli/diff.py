@@ -137,7 +137,7 @@ def command(
         pairs, only_a, only_b, notes = comparison.pair(sources[0].blocks, sources[1].blocks)
         if block is not None:
             pairs, only_a, only_b = [p for p in pairs if p[0].name == block], (), ()
-        if not pairs:
+        if not pairs and (block is not None or not sources[0].source.latents):
             named = ", ".join(one.name or "(top)" for one in sources[0].blocks[:5])
             raise ValueError(
                 f"no block in common{f' named {block}' if block else ''}: {a} has {named}"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxmha import Semantics, checkpoint
-from jaxmha.converters.discovery import attention_blocks, behaviours, positions
+from jaxmha.converters.discovery import all_positions, attention_blocks, behaviours
 from jaxmha.converters.layout import transform
 from jaxmha.converters.layout.arrays import NDArray
 from jaxmha.converters.migrate import pipeline
@@ -124,13 +124,13 @@ def test_attention_of_no_known_layout_is_named_and_carried(
 def test_positions_are_named_for_every_layer(tmp_path: Path) -> None:
     rope = {"rope_type": "linear", "rope_theta": 100.0, "factor": 2.0}
     config = {"model_type": "llama", "rope_parameters": rope, "head_dim": 4}
-    found = positions.positions_of(source(tmp_path, "llama", config))[PREFIX]
+    found = all_positions.positions_of(source(tmp_path, "llama", config))[PREFIX]
     assert found.scheme == "rotary"
     assert found.rotary is not None
     np.testing.assert_allclose(found.rotary.inv_freq, [0.5, 0.05])
 
 
 def test_positions_that_nothing_tells_are_unknown(tmp_path: Path) -> None:
-    found = positions.positions_of(source(tmp_path, "llama", {"model_type": "new_model"}))
+    found = all_positions.positions_of(source(tmp_path, "llama", {"model_type": "new_model"}))
     assert found[PREFIX].scheme == "unknown"
     assert found[PREFIX].why == "model_type new_model is not known here"

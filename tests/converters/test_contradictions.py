@@ -225,7 +225,7 @@ def test_towers_of_other_widths_keep_their_configurations() -> None:
     from jaxmha.converters.discovery import attention_blocks, hf_config
 
     found = [
-        head_count._count(way, (x,))
+        head_count._count("config.json", way, (x,))
         for way, x in hf_config.search(config, head_count.CONFIG_KEYS)
         if isinstance(x, int)
     ]
@@ -235,7 +235,7 @@ def test_towers_of_other_widths_keep_their_configurations() -> None:
     assert contradictions.find(config, configured, present, shapes) == []
     wrong = config | {"vision_config": {"hidden_size": 24, "num_heads": 4}}
     found = [
-        head_count._count(way, (x,))
+        head_count._count("config.json", way, (x,))
         for way, x in hf_config.search(wrong, head_count.CONFIG_KEYS)
         if isinstance(x, int)
     ]

@@ -73,14 +73,21 @@ def test_round_trip(layout: Layout, lead: tuple[int, ...]) -> None:
     assert all(back[key].tobytes() == array.tobytes() for key, array in state.items())
 
 
+# Layout -> a prefix by which it differs from others with the same keys, and an array next to it.
+PLACES = {
+    "llama-across": ("cross_attn", "other"),
+    "timm-heads": ("blocks.0.attn_block.attn", "rel_pos.mlp.fc1.weight"),
+    "timm-heads-conv": ("stages.0.blocks.0.attn", "rel_pos.mlp.fc1.weight"),
+    "timm-nest": ("levels.0.transformer_encoder.0.attn", "other"),
+}
+
+
 @EVERY
 def test_is_found_in_a_file(layout: Layout) -> None:
-    # Names of Llama are those of two inputs only where the prefix says so.
-    prefix = "cross_attn" if layout.name == "llama-across" else "x"
+    prefix, near = PLACES.get(layout.name, ("x", "other"))
     state = transform.export_params(layout, params_of(layout), layout.semantics, prefix=prefix)
-    found = attention_blocks.find(
-        {"other": (2, 3)} | {key: array.shape for key, array in state.items()}
-    )
+    near = layout.path(prefix, near) if near != "other" else near
+    found = attention_blocks.find({near: (2, 3)} | {k: array.shape for k, array in state.items()})
     assert [(block.prefix, block.layout.name) for block in found] == [(prefix, layout.name)]
 
 

@@ -171,3 +171,24 @@ def test_an_extra_position_is_not_filled() -> None:
     for layout in registry.LAYOUTS:
         some = leaves(without()) | {"bias_k": np.ones((N, 5), np.float32)}
         assert "bias_v" not in fill.missing(layout, some)
+
+
+def test_biases_of_zeros_are_dropped_on_the_way_back(tmp_path: Path) -> None:
+    source, made = saved(tmp_path, "whisper"), tmp_path / "flax.safetensors"
+    back = tmp_path / "back.safetensors"
+    run("convert", source, made, "--to", "flax", "--fill-bias", "zeros")
+    done = run("convert", made, back, "--to", "whisper")
+    assert done.exit_code == 0, printed(done)
+    assert "key.bias dropped: every number is zero" in printed(done)
+    assert "verified" in printed(done)
+    with checkpoint.open(source) as a, checkpoint.open(back) as b:
+        assert a.info.keys() == b.info.keys()
+        assert all(a[name].tobytes() == b[name].tobytes() for name in a.info)
+    with checkpoint.open(made) as file:
+        state = {name: np.array(file[name]) for name in file.info}
+    name = next(name for name in state if name.endswith("key/bias"))
+    state[name][0, 0] = 1e-30
+    checkpoint.write(made, state, force=True)
+    refused = run("convert", made, back, "--to", "whisper", "--force")
+    assert refused.exit_code == 2
+    assert "key.bias" in printed(refused)

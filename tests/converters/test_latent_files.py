@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from jaxmha import checkpoint
 from jaxmha.cli.app import app
-from jaxmha.converters import huggingface
+from jaxmha.converters import huggingface, positions_of
 from jaxmha.converters.discovery import latent_blocks
 from jaxmha.converters.migrate import pipeline
 from jaxmha.converters.verify import report
@@ -194,3 +194,31 @@ def test_the_comparison_sees_one_number(tmp_path: Path) -> None:
     checkpoint.write(there, state, metadata=metadata, force=True)
     found = [one.differences for one in report.check(source, there, done.plan).modules]
     assert [x for x in found if x] == [(f"key.kernel: 1 of {L * N * H} elements differ",)]
+
+
+def test_commands_compare_it_whatever_the_form(tmp_path: Path) -> None:
+    source, there = saved(tmp_path, SHAPES), tmp_path / "there.safetensors"
+    pipeline.convert(source, there, to="jaxmha")
+    for command in ("verify", "diff"):
+        done = run(command, source, there)
+        assert done.exit_code == 0, printed(done)
+        assert "latent attention, 2 blocks: weights compared" in printed(done)
+    with checkpoint.open(there) as file:
+        state = {name: np.array(file[name]) for name in file.info}
+        metadata = dict(file.metadata)
+    name = next(name for name in state if "mla_key_kernel" in name)
+    state[name].flat[3] += 1
+    checkpoint.write(there, state, metadata=metadata, force=True)
+    for command in ("verify", "diff"):
+        done = run(command, source, there)
+        assert done.exit_code == 1, printed(done)
+        assert "key.kernel" in printed(done)
+        assert "1 of" in printed(done)
+
+
+def test_its_positions_are_read(tmp_path: Path) -> None:
+    source = saved(tmp_path, SHAPES)
+    place = positions_of(tmp_path)["model.layers.1.self_attn"]
+    assert str(place) == "rotary, base 500000, 4 features in pairs of neighbouring features"
+    (tmp_path / "config.json").unlink()
+    assert positions_of(source)["model.layers.1.self_attn"].scheme == "unknown"

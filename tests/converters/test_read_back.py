@@ -9,7 +9,7 @@ import torch as pytorch
 
 from jaxmha import checkpoint
 from jaxmha.converters import torch as convert
-from jaxmha.converters.discovery import attention_blocks, damaged_blocks
+from jaxmha.converters.discovery import attention_blocks, damaged_blocks, places
 from jaxmha.converters.layout import registry, transform
 from jaxmha.converters.layout.base import Layout
 from jaxmha.converters.migrate import pipeline
@@ -28,7 +28,8 @@ def cannot(layout: Layout) -> bool:
     """True if a layout lacks a leaf of a BERT block, or needs another one."""
     leaves = {leaf for entry in layout.entries for leaf in entry.leaves}
     needed = {leaf for entry in layout.entries if not entry.group for leaf in entry.leaves}
-    return not needed <= HELD <= leaves or layout.name in UNEQUAL
+    elsewhere = layout.name in (*UNEQUAL, *places.OF_FAMILIES)  # or is of other prefixes
+    return not needed <= HELD <= leaves or elsewhere
 
 
 FILES = [name for name in (layout.name for layout in registry.LAYOUTS) if "file" not in name]

@@ -8,8 +8,9 @@ import argparse
 import json
 import time
 
+from tests.zoo import other_results
 from tests.zoo.page import write
-from tests.zoo.pool import RESULTS, results, summary, types
+from tests.zoo.pool import RESULTS, results, summary, titles, types
 
 
 def main() -> None:
@@ -19,15 +20,24 @@ def main() -> None:
     parser.add_argument("--again", nargs="*", default=[], help="classes to check again")
     parser.add_argument("--fresh", action="store_true", help="forget earlier results")
     parser.add_argument("--write", action="store_true", help="write expected classes and the page")
+    parser.add_argument("--others", action="store_true", help="models of other libraries")
     given = parser.parse_args()
     found = json.loads(RESULTS.read_text()) if RESULTS.exists() and not given.fresh else {}
-    todo = given.types or [t for t in types() if t not in found or found[t]["class"] in given.again]
+    todo = given.types or [
+        t
+        for t in (titles() if given.others else types())
+        if t not in found or found[t]["class"] in given.again
+    ]
     start = time.monotonic()
     if todo:
         results(todo, given.workers, found)
     print(summary(found))
-    if given.write:
-        write(found)
+    if others := {t: one["class"] for t, one in found.items() if "/" in t}:
+        print(other_results.counts(others))
+    if given.write and others:
+        other_results.write(found)
+    if given.write and (of_types := {t: one for t, one in found.items() if "/" not in t}):
+        write(of_types)
     print(f"{len(todo)} types in {time.monotonic() - start:.0f} s")
 
 

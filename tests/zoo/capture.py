@@ -1,7 +1,9 @@
 """Records the softmax over keys in a run of a torch model, and inputs and outputs of its layers."""
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from types import ModuleType
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -31,6 +33,15 @@ class Call(NamedTuple):
     output: Any
 
 
+def _is_pointwise(module: Any) -> bool:
+    sizes = getattr(module, "kernel_size", None)
+    return isinstance(sizes, tuple) and {*sizes} == {1} and hasattr(module, "weight")
+
+
+def _tokens(image: Any) -> Any:
+    return image.flatten(2).mT
+
+
 def _parameters(module: Any) -> tuple[tuple[str, int], ...]:
     return tuple((name, id(p)) for name, p in module.named_parameters(remove_duplicate=False))
 
@@ -46,6 +57,9 @@ class Run:
             id(m): first.setdefault(_parameters(m), name)
             for name, m in model.named_modules()
             if any(True for _ in m.parameters())
+        }
+        self.weights = {
+            id(p): name.rpartition(".")[0] for name, p in model.named_parameters() if p.ndim > 1
         }
         self.time = 0
         self.stack: list[tuple[str, int]] = []
@@ -66,6 +80,12 @@ class Run:
 
     def leave(self, module: Any, args: Any, kwargs: Any, output: Any) -> None:
         path, start = self.stack.pop()
+        if _is_pointwise(module):  # a linear layer of the features of each place
+            args, kwargs = (_tokens(next(iter((*args, *kwargs.values())))),), {}
+            output = _tokens(output)
+        elif getattr(module, "weight", None) is not None and hasattr(output, "clone"):
+            args = tuple(x.clone() if hasattr(x, "clone") else x for x in args)
+            output = output.clone()  # an activation may write into it
         if self.paths.get(id(module)) == path:
             self.calls.setdefault(path, []).append(Call(start, self.tick(), args, kwargs, output))
 
@@ -91,10 +111,18 @@ class Run:
                     found.used = True
 
 
-def _softmax(run: Run, real: Any) -> Any:
+class Watch:
+    """What is recorded now: `run` is None outside a record."""
+
+    run: Run | None = None
+
+
+def _softmax(watch: Watch, real: Any) -> Any:
     import torch
 
     def patched(*args: Any, **kwargs: Any) -> Any:
+        if (run := watch.run) is None:
+            return real(*args, **kwargs)
         wide = [x for x in args if torch.is_tensor(x) and x.dtype == torch.float64]
         if wide and kwargs.get("dtype") is torch.float32:
             kwargs = {**kwargs, "dtype": torch.float64}
@@ -112,21 +140,39 @@ def _softmax(run: Run, real: Any) -> Any:
     return patched
 
 
-def _product(run: Run, real: Any) -> Any:
+def _product(watch: Watch, real: Any) -> Any:
     def patched(*args: Any, **kwargs: Any) -> Any:
-        for one in args:
+        run = watch.run
+        for one in args if run is not None else ():
+            assert run is not None
             run.product(one if isinstance(one, list | tuple) else (one,))
         return real(*args, **kwargs)
 
     return patched
 
 
-def _copied(run: Run, real: Any) -> Any:
+def _linear(watch: Watch, real: Any) -> Any:
+    """A product with an array of a module stands for a call of the module."""
+
+    def patched(input: Any, weight: Any, *args: Any, **kwargs: Any) -> Any:
+        out = real(input, weight, *args, **kwargs)
+        run = watch.run
+        path = None if run is None else run.weights.get(id(weight))
+        if run is not None and path is not None and all(path != p for p, _ in run.stack):
+            start = run.tick()
+            run.calls.setdefault(path, []).append(Call(start, run.tick(), (input,), {}, out))
+        return out
+
+    return patched
+
+
+def _copied(watch: Watch, real: Any) -> Any:
     """A copy of weights in another dtype, or times a mask, stands for the weights."""
 
     def patched(*args: Any, **kwargs: Any) -> Any:
         out = real(*args, **kwargs)
-        if run.pending and hasattr(out, "untyped_storage"):
+        run = watch.run
+        if run is not None and run.pending and hasattr(out, "untyped_storage"):
             for one in args:
                 if hasattr(one, "untyped_storage"):
                     found = run.pending.get(one.untyped_storage().data_ptr())
@@ -138,7 +184,7 @@ def _copied(run: Run, real: Any) -> Any:
     return patched
 
 
-def _sdpa(run: Run, real: Any) -> Any:
+def _sdpa(watch: Watch, real: Any) -> Any:
     import torch
 
     def patched(
@@ -146,6 +192,8 @@ def _sdpa(run: Run, real: Any) -> Any:
     ) -> Any:
         names = ("dropout_p", "is_causal", "scale", "enable_gqa")
         kwargs = dict(zip(names, args, strict=False)) | kwargs
+        if (run := watch.run) is None:
+            return real(query, key, value, attn_mask=attn_mask, **kwargs)
         groups = query.shape[-3] // key.shape[-3] if key.ndim > 2 else 1
         keys = key.repeat_interleave(groups, -3) if groups > 1 else key
         scale = kwargs.get("scale")
@@ -182,13 +230,13 @@ _COPIES = (
 
 
 @contextmanager
-def recording(model: Any) -> Iterator[Run]:
-    """Records everything that runs inside."""
+def patching() -> Iterator[Watch]:
+    """Lets a record see the functions of torch, under every name that a module gave them."""
     import torch
     from torch.nn import functional
-    from torch.nn.modules import module
 
-    run = Run(model)
+    watch = Watch()
+    wrapped: dict[int, Any] = {}
     with ExitStack() as stack:
         for owner, name, wrap in (
             (functional, "softmax", _softmax),
@@ -202,17 +250,50 @@ def recording(model: Any) -> Iterator[Run]:
             (torch.Tensor, "__matmul__", _product),
             *((torch.Tensor, name, _copied) for name in _COPIES),
             (functional, "scaled_dot_product_attention", _sdpa),
+            (functional, "linear", _linear),
         ):
             real = getattr(owner, name)
-            stack.enter_context(mock.patch.object(owner, name, wrap(run, real)))
+            wrapped[id(real)] = made = wrap(watch, real)
+            stack.enter_context(mock.patch.object(owner, name, made))
+        for module, name, real in _bound(wrapped):
+            stack.enter_context(mock.patch.object(module, name, wrapped[id(real)]))
+        stack.callback(
+            torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled()
+        )
+        torch.backends.mha.set_fastpath_enabled(False)
+        yield watch
+
+
+def _bound(wrapped: Mapping[int, Any]) -> list[tuple[Any, str, Any]]:
+    """Names of modules other than torch's that stand for one of these functions."""
+    return [
+        (module, name, value)
+        for path, module in list(sys.modules.items())
+        if isinstance(module, ModuleType) and not path.startswith("torch.")
+        for name, value in list(vars(module).items())
+        if id(value) in wrapped and callable(value)
+    ]
+
+
+@contextmanager
+def watching(watch: Watch, model: Any) -> Iterator[Run]:
+    """Records everything that a model runs inside."""
+    from torch.nn.modules import module
+
+    run = watch.run = Run(model)
+    with ExitStack() as stack:
         for handle in (
             module.register_module_forward_pre_hook(run.enter),
             module.register_module_forward_hook(run.leave, with_kwargs=True),
         ):
             stack.callback(handle.remove)
-        stack.callback(
-            torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled()
-        )
-        torch.backends.mha.set_fastpath_enabled(False)
         yield run
         run.pending.clear()
+    watch.run = None
+
+
+@contextmanager
+def recording(model: Any) -> Iterator[Run]:
+    """Records everything that a model runs inside, which is built already."""
+    with patching() as watch, watching(watch, model) as run:
+        yield run

@@ -16,6 +16,7 @@ from jaxmha.converters.discovery.positions import turned
 KINDS = ("equal", "bias", "rotary", "other")  # from the best to the worst
 TOLERANCE = 1e-5  # of the largest number
 MASKED = -5e3
+WAYS = ("B T D", "T B D", "B (T windows) D")  # axes of the inputs
 SHIFTED = -100.0  # what Swin adds to the logits of masked pairs
 
 
@@ -37,15 +38,15 @@ def compare(
     chunk: int = 0,
 ) -> Outcome:
     """Compares on the inputs of the three projections; `logits` are `... T S`, `out` the output."""
-    theirs, sinks = _without_sinks(params, logits.detach().double().numpy())
-    *_, T, S = theirs.shape
     N = params.query.kernel.shape[-2]
+    theirs, sinks = _without_sinks(params, _by_head(logits.detach().double().numpy(), N))
+    *_, T, S = theirs.shape
     if theirs.size % (N * T * S):
         return Outcome("other", float("inf"), f"logits {theirs.shape} have no {N} heads")
     theirs = theirs.reshape(-1, N, T, S)
     sinks = None if sinks is None else np.broadcast_to(sinks, (*logits.shape[:-1], 1))
     sinks = None if sinks is None else sinks.reshape(-1, N, T, 1)
-    batch = theirs.shape[0]
+    batch, extra = theirs.shape[0], int(params.bias_k is not None)
     sides = [x.detach().double().numpy() for x in given]
     best = Outcome(
         "other", float("inf"), f"inputs {[x.shape for x in sides]}, logits {theirs.shape}"
@@ -55,11 +56,10 @@ def compare(
     if several > 1 and batch * T * several * sides[0].shape[-1] == sides[0].size:
         sides = [_part(x, several, chunk) for x in sides]
         target = None if target is None else _part(target, several, chunk)
-    for swapped in (False, True):
+    for way in WAYS:
         try:
-            query, key, value = (
-                _rows(x, batch, n, swapped) for x, n in zip(sides, (T, S, S), strict=True)
-            )
+            sizes = (T, S - extra, S - extra)
+            query, key, value = (_rows(x, batch, n, way) for x, n in zip(sides, sizes, strict=True))
         except ValueError:
             continue
         found = _compare(params, semantics, (query, key, value), theirs, target, positions, sinks)
@@ -70,6 +70,14 @@ def compare(
     return best
 
 
+def _by_head(logits: Any, N: int) -> Any:
+    """Logits with the axis of heads before `T S`; a model may have an axis of windows between."""
+    *lead, _, _ = logits.shape
+    if len(lead) < 2 or lead[-1] == N or N not in lead:
+        return logits
+    return np.moveaxis(logits, len(lead) - 1 - lead[::-1].index(N), -3)
+
+
 def _part(x: Any, several: int, chunk: int) -> Any:
     """The rows of one of several equally long sequences, which follow each other."""
     flat = x.reshape(-1, x.shape[-1])
@@ -77,12 +85,17 @@ def _part(x: Any, several: int, chunk: int) -> Any:
     return flat[chunk * size : (chunk + 1) * size] if chunk < several else flat
 
 
-def _rows(x: Any, batch: int, length: int, turned: bool) -> Any:
+def _rows(x: Any, batch: int, length: int, way: str) -> Any:
     width = x.shape[-1]
-    if turned:  # T B D
-        if x.ndim != 3 or x.shape[:2] != (length, batch):
+    if way == "T B D":
+        if x.ndim < 3 or len(x) != length or x.size != batch * length * width:
             raise ValueError
-        return x.swapaxes(0, 1)
+        return x.reshape(length, batch, width).swapaxes(0, 1)
+    if way == "B (T windows) D":
+        if x.ndim < 3 or batch % len(x) or x.size != batch * length * width:
+            raise ValueError
+        windows = x.reshape(len(x), length, batch // len(x), width)
+        return windows.swapaxes(1, 2).reshape(batch, length, width)
     if x.size == length * width and batch > 1:
         x = np.broadcast_to(x.reshape(1, length, width), (batch, length, width))
     return x.reshape(batch, length, width)
@@ -97,9 +110,12 @@ def _compare(
         mine = _scores(params, semantics, query, key, positions)
     except ValueError as error:  # the term has another number of tokens
         return Outcome("other", float("inf"), str(error))
+    size = np.abs(np.where(valid, theirs, 0)).max() or 1.0
+    valid |= np.isfinite(theirs) & (np.abs(theirs - mine) <= TOLERANCE * np.abs(mine))
     valid &= ~(np.abs(theirs - mine - SHIFTED) < 1e-3)
     weights = _softmax(np.where(valid, theirs, -np.inf), sinks)
     heads = _clipped(_project(value, params.value), semantics)
+    heads = _extended(heads, params.bias_v)
     groups = weights.shape[1] // heads.shape[2]
     mixed = np.einsum("bnts,bsnh->btnh", weights, np.repeat(heads, groups, 2))
     result = _combine(params, _gated(params, mixed, query))
@@ -139,20 +155,28 @@ def with_jaxmha(
 ) -> float:
     """The error of jaxmha's own output on the same inputs, with the same mask and the positions."""
     N = params.query.kernel.shape[-2]
-    theirs, _ = _without_sinks(params, logits.detach().double().numpy())
+    theirs, _ = _without_sinks(params, _by_head(logits.detach().double().numpy(), N))
     *_, T, S = theirs.shape
     valid = theirs.reshape(-1, N, T, S) > MASKED
+    extra = int(params.bias_k is not None)
     sides = [x.detach().double().numpy() for x in given]
     target = out.detach().double().numpy()
     best = float("inf")
-    for swapped in (False, True):
+    for way in WAYS:
         try:
-            sizes = (T, S, S)
-            rows = [_rows(x, len(valid), n, swapped) for x, n in zip(sides, sizes, strict=True)]
+            sizes = (T, S - extra, S - extra)
+            rows = [_rows(x, len(valid), n, way) for x, n in zip(sides, sizes, strict=True)]
         except ValueError:
             continue
         with jax.enable_x64(True):
             wide = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
+            if extra:
+                seen = valid[..., :-extra]
+                mine = np.asarray(
+                    jaxmha.multi_head_attention(wide, *rows, mask=seen, semantics=semantics)
+                )
+                best = min(best, _error(mine, target, valid.any((1, 3))))
+                continue
             q: Any
             k: Any
             q, k, v = jaxmha.project(wide, *rows, semantics=semantics)
@@ -194,6 +218,14 @@ def _clipped(x: Any, semantics: Any) -> Any:
     return x if semantics.clip_qkv is None else np.clip(x, -semantics.clip_qkv, semantics.clip_qkv)
 
 
+def _extended(heads: Any, learned: Any) -> Any:
+    """Keys or values with the learned position after the others, if there is one."""
+    if learned is None:
+        return heads
+    row = np.asarray(learned, np.float64)[None, None]
+    return np.concatenate([heads, np.broadcast_to(row, (len(heads), *row.shape[1:]))], 1)
+
+
 def _without_sinks(params: Any, logits: Any) -> tuple[Any, Any]:
     """Logits `... N T S` without the sinks, and the sinks `... N T 1`; None: there are none.
 
@@ -233,7 +265,7 @@ def _scores(params: Any, semantics: Any, query: Any, key: Any, positions: Any) -
     if semantics.qk_norm is not None:
         q = _normalised(q, params.query_norm, params.query_norm_bias, semantics)
         k = _normalised(k, params.key_norm, params.key_norm_bias, semantics)
-    q, k = _clipped(q, semantics), _clipped(k, semantics)
+    q, k = _clipped(q, semantics), _extended(_clipped(k, semantics), params.bias_k)
     added = 0.0
     if positions is not None:
         with jax.enable_x64(True), jax.disable_jit():
@@ -263,8 +295,18 @@ def _error(mine: Any, theirs: Any, live: Any) -> float:
         theirs.reshape(batch, length, width),
         theirs.reshape(length, batch, width).swapaxes(0, 1),
     )
-    best = min(float(np.abs(mine - one)[live].max(initial=0.0)) for one in ways)
-    return best / (float(np.abs(theirs).max()) or 1.0)
+    size = float(np.abs(theirs).max()) or 1.0
+    best = min(float(np.abs(mine - one)[live].max(initial=0.0)) for one in ways) / size
+    if best > TOLERANCE and live.all():  # windows are put back in place before the output
+        best = min(best, float(np.abs(_sorted(mine) - _sorted(theirs)).max()) / size)
+    return best
+
+
+def _sorted(x: Any) -> Any:
+    """The rows of an array, ordered by a random projection."""
+    rows = x.reshape(-1, x.shape[-1])
+    keys = rows @ np.random.default_rng(0).normal(size=x.shape[-1])
+    return rows[np.argsort(keys)]
 
 
 def _softmax(x: Any, sinks: Any = None) -> Any:

@@ -27,6 +27,7 @@ BEFORE = (
     "relative positions", "norms of queries", "a scale of", "a soft cap", "a factor of the logits",
     "windows", "a mask of its own",
 )  # fmt: skip
+UNKNOWN = "the model may compute more around its projections (positions, biases of the logits"
 POSITIONS = ("rotary", "ALiBi", "relative")
 # Order of severity: the class of a type is that of its worst block.
 CLASSES = (
@@ -37,6 +38,7 @@ CLASSES = (
     "carried, said",
     "parts said",
     "positions said",
+    "not run",
     "right",
 )
 
@@ -76,7 +78,7 @@ def rows_of(model: Any) -> dict[tuple[int, float, float], str]:
     found: dict[tuple[int, float, float], str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=True):
         array = parameter.detach().numpy()
-        if array.ndim < 2 or not 0 < array.size <= 4_000_000:
+        if array.ndim < 2 or not 0 < array.size <= 8_000_000:
             continue
         flat = array.reshape(array.shape[0], -1)
         for way in (flat, flat.T):
@@ -93,7 +95,7 @@ def judge(
     notes = " ".join(
         n
         for n in (*said["notes"], *said.get("notes_converted", ()))
-        if n.startswith("not converted")
+        if n.startswith("not converted") or UNKNOWN in n
     )
     rows: list[dict[str, Any]] = []
     places = said.pop("places")
@@ -153,11 +155,13 @@ def judge(
     apart = {held[row] for row in said.pop("apart") if row in held}
     carried = [m for m in missed if _touches(m, apart)]
     lost = [m for m in missed if not _touches(m, claimed) and m not in carried]
-    classes = {r["class"] for r in rows} - {"not run"}
+    classes = {r["class"] for r in rows}
     if said.get("back", "") not in ("", "same") and not said["back"].startswith("refused"):
         classes.add("silently wrong")  # the file that was converted there and back
     if lost:
         classes.add("not found")
+    if any(path in run.calls for path in apart):
+        classes.add("carried, said")
     if carried:
         classes.add("carried, said" if "attention of no known layout" in notes else "not found")
     if any("looks like layout" in one for one in said["damaged"]):  # and nothing is damaged
@@ -170,9 +174,9 @@ def judge(
         }
     elif "silently wrong" in classes and not said["to"]:
         classes = classes - {"silently wrong"} | {"refused"}
-    elif rows and not classes and not said["to"]:
+    elif rows and classes == {"not run"} and not said["to"]:
         classes = {"refused"}
-    label = next((c for c in CLASSES if c in classes), "no attention" if not rows else "not run")
+    label = next((c for c in CLASSES if c in classes), "no attention")
     return {"class": label, "blocks": rows, "missed": lost, "softmaxes": len(used),
             "unmatched": len(missed), **said}  # fmt: skip
 
@@ -207,8 +211,9 @@ def _class(kind: str, notes: str, scheme: str, why: str) -> str:
     if kind in ("rotary", "bias"):
         if not scheme.startswith("unknown"):  # told, and told wrong
             return "silently wrong"
-        return "positions said" if any(word in notes for word in POSITIONS) else "silently wrong"
-    words = AFTER if why.startswith("values") else (*AFTER, *BEFORE)
+        said = any(word in notes for word in (*POSITIONS, UNKNOWN))
+        return "positions said" if said else "silently wrong"
+    words = AFTER if why.startswith("values") else (*AFTER, *BEFORE, UNKNOWN)
     said = any(word in notes for word in words) and "positions_of" not in why
     return "parts said" if said else "silently wrong"
 

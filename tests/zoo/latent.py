@@ -1,5 +1,6 @@
 """Compares blocks of latent attention with their modules, by the output of each."""
 
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import jax
@@ -7,7 +8,7 @@ import numpy as np
 
 from jaxmha import checkpoint, latent
 from jaxmha.converters import huggingface
-from jaxmha.converters.discovery import hf_config, latent_blocks
+from jaxmha.converters.discovery import behaviours, hf_config, latent_blocks
 from jaxmha.converters.layout.arrays import to_numpy
 from tests.zoo.capture import Run
 from tests.zoo.compared import MASKED, TOLERANCE
@@ -31,10 +32,19 @@ def read(file: checkpoint.Checkpoint) -> list[Latent]:
         row = len(first), float(first[0]), float(first[-1])
         config = hf_config.readable(file.path)
         assert isinstance(config, dict)
-        behaviour = huggingface.latent_behaviour(config)
+        behaviour = _behaviour(config)
         params = huggingface.import_latent_params(state)
         found.append(Latent(block.prefix, params, behaviour, row))
     return found
+
+
+def _behaviour(config: dict[str, Any]) -> huggingface.LatentBehaviour:
+    """The behaviour by the first part of a configuration that has such attention."""
+    for way, _ in hf_config.search(config, ["model_type"]):
+        own, _ = behaviours.part(config, way[:-1])
+        with suppress(ValueError):
+            return huggingface.latent_behaviour(own)
+    raise ValueError("no part of the configuration has latent attention")
 
 
 def judged(one: Latent, run: Run, module: str) -> tuple[dict[str, Any], set[int]]:

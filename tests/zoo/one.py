@@ -5,7 +5,7 @@ import shutil
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -161,7 +161,7 @@ def check(model_type: str, seed: int = 0, whole: bool = True) -> dict[str, Any]:
         return {"type": model_type, "class": "cannot be built", "why": why}
     model, run, ran, factor = made
     try:
-        found = _judged(model, run, whole)
+        found = judged_run(model, run, whole, _save)
     except CannotBuildError as error:
         return {"type": model_type, "class": "cannot be built", "why": str(error)}
     if not found["softmaxes"] and all(ran.values()):
@@ -179,16 +179,23 @@ def _of_sizes(error: str) -> bool:
     return not error.startswith(("TypeError", "no arguments", "inputs"))
 
 
-def _judged(model: Any, run: Any, whole: bool) -> dict[str, Any]:
+def _save(model: Any, folder: Path) -> None:
     import torch
 
+    try:
+        model.to(torch.float32).save_pretrained(folder)  # the numbers are those of float32
+    except Exception as error:
+        raise CannotBuildError(f"saving: {type(error).__name__}: {str(error)[:200]}") from error
+
+
+def judged_run(
+    model: Any, run: Any, whole: bool, save: Callable[[Any, Path], None], heads: saved.Heads = None
+) -> dict[str, Any]:
+    """Saves a model, converts it, and compares its blocks with its run."""
     folder = Path(tempfile.mkdtemp(prefix="zoo-"))
     try:
-        try:
-            model.to(torch.float32).save_pretrained(folder)  # the numbers are those of float32
-        except Exception as error:
-            raise CannotBuildError(f"saving: {type(error).__name__}: {str(error)[:200]}") from error
-        blocks, said = saved.read(folder)
+        save(model, folder)
+        blocks, said = saved.read(folder, heads)
         held = judged.rows_of(model)
         owned = [None if p is None else judged.owners(b, p, held) for b, p, *_ in blocks]
         return judged.judge(run, blocks, owned, said, held, whole)

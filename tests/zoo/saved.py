@@ -1,6 +1,7 @@
 """What jaxmha makes of a saved model: its blocks, what is said, and conversions there and back."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,16 @@ from jaxmha.converters.discovery import (
     latent_blocks,
     unknown_attention,
 )
-from jaxmha.converters.discovery.attention_blocks import Block
-from jaxmha.converters.discovery.positions import positions_of
+from jaxmha.converters.discovery.all_positions import positions_of
+from jaxmha.converters.discovery.attention_blocks import Block, named
 from jaxmha.converters.layout import transform
 from jaxmha.converters.layout.arrays import to_numpy
 from jaxmha.converters.migrate import pipeline
+from jaxmha.converters.migrate.conversion import Conversion
 from tests.zoo import latent
 
 TARGETS = ("flax", "torch-separate", "torch", "llama", "linear", "linear-wo", "keras-gqa", "jaxmha")
+Heads = Callable[[str], int | None] | None
 _FINAL = (
     "config.json has",
     "no attention block",
@@ -33,7 +36,7 @@ _FINAL = (
 
 
 def read(
-    folder: Path,
+    folder: Path, heads: Heads = None
 ) -> tuple[list[tuple[Block, MHAParams | None, Semantics | None, str]], dict[str, Any]]:
     """Every block of a saved model, with its parameters or the refusal; and what `inspect` says."""
     files = [x for x in folder.iterdir() if x.name.endswith((".safetensors", ".index.json"))]
@@ -44,10 +47,13 @@ def read(
         shapes = attention_blocks.shapes(file)
         found = behaviours.configured(attention_blocks.find(shapes), file)
         told = described.of(file, found)
+        heads = None if told.heads is not None else heads
         tensors = _Lazy(file)
         for block in found:
             try:
-                count, _ = head_count.find(block, shapes, None, file.metadata, told.heads)
+                count, _ = head_count.find(
+                    block, shapes, heads and heads(block.prefix), file.metadata, told.heads
+                )
                 params, semantics = block.read(tensors, count)
                 state = {
                     block.layout.path(block.prefix, k): to_numpy(tensors[n])
@@ -77,7 +83,7 @@ def read(
     said["apart"] = list(_claims(source, list(apart)))
     said["carried"] = list(apart)
     layouts = [b.layout.name for b, p, *_ in blocks if p is not None]
-    said |= converted(source, layouts + [b.form for b in known])
+    said |= converted(source, layouts + [b.form for b in known], heads)
     return blocks, said
 
 
@@ -100,8 +106,11 @@ class _Lazy(dict[str, Any]):
         return found
 
 
-def converted(source: Path, layouts: list[str]) -> dict[str, Any]:
-    """Converts the whole file to the first layout that holds it, and back: bit by bit the same."""
+def converted(source: Path, layouts: list[str], heads: Heads = None) -> dict[str, Any]:
+    """Converts the whole file to the first layout that holds it, and back: bit by bit the same.
+
+    `heads`: from the prefix of a block to its head count, where no configuration has it.
+    """
     why: list[str] = []
     ways = [(to, fold) for fold in (False, True) for to in (TARGETS if layouts else TARGETS[:1])]
     if "deepseek" in layouts:  # latent attention, which other layouts cannot hold
@@ -111,23 +120,74 @@ def converted(source: Path, layouts: list[str]) -> dict[str, Any]:
         if fold and not any("scale" in one for one in why):
             continue
         try:
-            done = pipeline.convert(source, there, to=to, force=True, fold_scale=fold, digest=None)
+            done = _convert(source, there, to, fold, heads)
         except ValueError as error:
             why.append(f"{to}: {error}".replace(f"{source.parent}/", ""))
             if any(sign in str(error) for sign in _FINAL):
                 break
             continue
         found: dict[str, Any] = {"to": to, "notes_converted": list(done.notes), "back": ""}
-        if len(set(layouts)) == 1:
-            try:
-                pipeline.convert(
-                    there, back, to=layouts[0], force=True, fold_scale=fold, digest=None
-                )
-                found["back"] = _same(source, back)
-            except ValueError as error:
-                found["back"] = f"refused: {error}"
+        kinds = list(dict.fromkeys(layouts))
+        if kinds == ["deepseek"] or len(kinds) == 1:
+            found["back"] = _back(source, there, back, kinds[0], fold)
+        else:  # one layout after the other, each there and back with all else carried over
+            found["back"] = _each(source, to, kinds, fold, heads)
         return found
     return {"to": "", "refused": why}
+
+
+def _back(source: Path, there: Path, back: Path, layout: str, fold: bool) -> str:
+    """ "same" if a conversion to the layout of the source is the source, bit by bit."""
+    try:
+        pipeline.convert(there, back, to=layout, force=True, fold_scale=fold, digest=None)
+    except ValueError as error:
+        return f"refused: {error}"
+    return _same(source, back)
+
+
+def _each(source: Path, to: str, layouts: list[str], fold: bool, heads: Heads) -> str:
+    """The first way back of one layout among several that is not the source; else "same"."""
+    if "deepseek" in layouts or heads is not None:
+        return ""
+    there, back = source.parent / "there.safetensors", source.parent / "back.safetensors"
+    for layout in layouts:
+        try:
+            pipeline.convert(
+                source, there, to=to, from_=layout, force=True, fold_scale=fold, digest=None
+            )
+            pipeline.convert(
+                there, back, to=layout, from_=to, force=True, fold_scale=fold, digest=None
+            )
+        except ValueError as error:
+            return f"refused: {layout}: {error}"
+        if (found := _same(source, back)) != "same":
+            return found
+    return "same"
+
+
+def _convert(source: Path, there: Path, to: str, fold: bool, heads: Heads) -> Conversion:
+    """Converts with a plan in which every block has its head count, as a person would edit it."""
+    if heads is None:
+        return pipeline.convert(source, there, to=to, force=True, fold_scale=fold, digest=None)
+    with checkpoint.open(source) as file:
+        found = attention_blocks.find(attention_blocks.shapes(file))
+    counts = dict.fromkeys(n for block in found if (n := heads(block.prefix)))
+    for given in (*counts, 1):
+        try:
+            drafted, _ = pipeline.plan(source, to=to, num_heads=given, fold_scale=fold)
+            break
+        except ValueError as error:
+            if given == 1 or "expected axes" not in str(error):
+                raise
+    steps = [
+        replace(step, num_heads=heads(step.source))
+        if step.kind == "attention" and not named(step.layout).stores_num_heads
+        else step
+        for step in drafted.steps
+    ]
+    return pipeline.convert(
+        source, there, plan=replace(drafted, steps=tuple(steps)), force=True, digest=None
+    )
 
 
 def _same(one: Path, other: Path) -> str:

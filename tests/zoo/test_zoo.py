@@ -9,7 +9,8 @@ import pytest
 
 from jaxmha.converters.discovery import families
 from jaxmha.converters.discovery.model_types import MODEL_TYPES
-from tests.zoo import one, page, pool
+from tests.zoo import one, other_results, others, page, pool
+from tests.zoo.other_models import UNLIKE
 
 # From the best class to the worst that may be; a type may become better.
 ALLOWED = (
@@ -51,6 +52,26 @@ def test_the_page_is_made_of_the_table() -> None:
 def test_some_of_every_family_are_as_the_whole_was(group: int) -> None:
     for model_type in some()[group::GROUPS]:
         judge(model_type, one.check(model_type, whole=False)["class"])
+
+
+@pytest.mark.slow
+def test_models_of_other_libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are installed: torch's own always."""
+    monkeypatch.setattr(pool, "RESULTS", tmp_path / "zoo.json")
+    expected = other_results.expected()
+    assert sorted(expected) == sorted(pool.titles())
+    found = pool.results([t for t in pool.titles() if others.installed(t.partition("/")[0])], 2, {})
+    print(pool.summary(found))
+    for title, result in found.items():
+        assert result["class"] in ALLOWED, title
+        assert ALLOWED.index(result["class"]) <= ALLOWED.index(expected[title]), title
+
+
+def test_most_models_of_other_libraries_are_right() -> None:
+    """None is wrong without a word; those of another form have a reason."""
+    expected = other_results.expected()
+    assert set(expected.values()) <= set(ALLOWED)
+    assert UNLIKE.keys() <= expected.keys()
 
 
 @pytest.mark.slow

@@ -1,0 +1,34 @@
+"""The positional encoding of every attention block of a checkpoint, latent attention included."""
+
+import os
+from pathlib import Path
+
+from jaxmha import checkpoint
+from jaxmha.converters.discovery import attention_blocks, latent_blocks, positions
+from jaxmha.converters.discovery.latent_blocks import LatentBlock
+from jaxmha.converters.discovery.positions import Positions
+
+
+def positions_of(source: str | os.PathLike[str]) -> dict[str, Positions]:
+    """The positional encoding of every attention block of a checkpoint, by block prefix.
+
+    The rotary positions of latent attention turn its rotary features alone.
+
+    `source`: a checkpoint file, or a folder with one. config.json of the model is read from the
+    same folder.
+
+    Raises:
+      CheckpointError: the file cannot be read.
+      ValueError: the folder has no checkpoint, or several.
+    """
+    with checkpoint.open(positions.in_folder(Path(source))) as file:
+        found = positions.of_blocks(file, attention_blocks.find(attention_blocks.shapes(file)))
+        return found | {b.prefix: _of_latent(b) for b in latent_blocks.every(file)}
+
+
+def _of_latent(block: LatentBlock) -> Positions:
+    if block.place is not None:
+        return block.place
+    text = block.facts.get(positions.METADATA)
+    why = f"metadata names them as a text alone: {text}" if text else "no configuration has them"
+    return Positions("unknown", why=why)

@@ -1,0 +1,126 @@
+"""Configurations of diffusers, litgpt and timm, with the keys that `hf_config` has for transformers.
+
+Sources: `UNet2DConditionModel.__init__` of diffusers 0.42; `Config`, `CausalSelfAttention` and
+`build_rope_cache` of litgpt 0.5.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+# Classes of diffusers whose `attention_head_dim` is a head count, for all blocks or for each.
+COUNTED = frozenset((
+    "ControlNetModel", "I2VGenXLUNet", "UNet2DConditionModel", "UNet3DConditionModel",
+    "UNetMotionModel", "UNetSpatioTemporalConditionModel",
+))  # fmt: skip
+# Classes whose `attention_head_dim` is the width of a head, in blocks of different widths.
+_WIDE = frozenset(["UNet2DModel"])
+# Classes whose attention has one head, as wide as the block.
+_SINGLE = frozenset(["AutoencoderKL", "AutoencoderKLTemporalDecoder", "VQModel"])
+# Class -> pairs of a prefix pattern and the key of its head count.
+_ROWS = {
+    "SanaTransformer2DModel": (
+        (r"attn1", "num_attention_heads"), (r"attn2", "num_cross_attention_heads"),
+    ),
+}  # fmt: skip
+_HEADS, _WIDTH, _CHANNELS = "num_attention_heads", "attention_head_dim", "block_out_channels"
+# Architectures of timm whose queries and keys are rotated.
+_ROTATED = re.compile(
+    r"eva02(?!_enormous)|_rope(_|$)|dinov3|(deepseek|qwen3|gemma4)_vit|vit_pe_|sapiens2|lingbot"
+)
+# Key of litgpt -> key of transformers.
+_LITGPT = {
+    "n_head": _HEADS,
+    "n_query_groups": "num_key_value_heads",
+    "n_embd": "hidden_size",
+    "n_layer": "num_hidden_layers",
+    "head_size": "head_dim",
+    "block_size": "max_position_embeddings",
+    "padded_vocab_size": "vocab_size",
+    "intermediate_size": "intermediate_size",
+}
+
+
+def translated(content: Any) -> Any:
+    """The content with the keys of transformers, if another library wrote it.
+
+    >>> translated({"_class_name": "UNet2DConditionModel", "attention_head_dim": 8})["num_attention_heads"]
+    8
+    """
+    if not isinstance(content, Mapping):
+        return content
+    if isinstance(content.get("_class_name"), str):
+        return _diffusers(dict(content))
+    if {"n_query_groups", "rotary_percentage", "norm_class_name"} <= content.keys():
+        return _litgpt(content)
+    if "pretrained_cfg" in content and _ROTATED.search(str(content.get("architecture"))):
+        return {"model_type": "timm_rotated", **content}
+    return content
+
+
+def _diffusers(content: dict[str, Any]) -> dict[str, Any]:
+    """The class stands for the model type, and head counts have the key of transformers."""
+    kind = content["_class_name"]
+    content.setdefault("model_type", kind)
+    if kind in COUNTED:
+        counts = content.pop(_WIDTH, None)
+        if content.get(_HEADS) is None:
+            content[_HEADS] = counts
+    return content
+
+
+def _litgpt(content: Mapping[str, Any]) -> dict[str, Any]:
+    found = {new: content[old] for old, new in _LITGPT.items() if content.get(old) is not None}
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": content.get("rope_base", 10000)}
+    scaling = content.get("rope_adjustments")
+    if isinstance(scaling, Mapping):
+        kind = "llama3" if "low_freq_factor" in scaling else "linear"
+        if {"beta_fast", "beta_slow"} & scaling.keys():
+            kind = "yarn of litgpt"
+        rope |= {"rope_type": kind, **scaling}
+        rope["original_max_position_embeddings"] = scaling.get("original_max_seq_len")
+    if content.get("rope_condense_ratio", 1) != 1:
+        rope |= {"rope_type": "linear", "factor": content["rope_condense_ratio"]}
+    heads, width = content.get("n_head"), content.get("n_embd")
+    if "head_dim" not in found and isinstance(heads, int) and isinstance(width, int) and heads > 0:
+        found["head_dim"] = width // heads
+    windows = content.get("sliding_window_indices")
+    if content.get("sliding_window_size"):
+        found["sliding_window"] = content["sliding_window_size"]
+    return {
+        **found,
+        "model_type": "litgpt",
+        "rope_parameters": rope,
+        "rope_interleave": bool(content.get("rope_interleave")),
+        "rope_local_base": content.get("rope_local_base_freq"),
+        "partial_rotary_factor": content.get("rotary_percentage", 1.0),
+        "query_pre_attn_scalar": content.get("attention_scores_scalar"),
+        "attn_logit_softcapping": content.get("attention_logit_softcapping"),
+        "use_qk_norm": bool(content.get("norm_qk")),
+        "norm_qk_type": content.get("norm_qk_type", "default"),
+        "norm_class_name": content["norm_class_name"],
+        "norm_eps": content.get("norm_eps", 1e-5),
+        "norm_offset": "Gemma" in str(content.get("name", "")),
+        **({"layer_windows": windows} if isinstance(windows, list) else {}),
+    }
+
+
+def rows(content: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, ...], Any]]:
+    """Prefix pattern, keys and head count of the blocks of a U-Net or an autoencoder of diffusers."""
+    kind = content.get("_class_name")
+    if kind in _SINGLE:
+        yield r"", ("_class_name",), 1
+    for pattern, key in _ROWS.get(str(kind), ()):
+        yield pattern, (key,), content.get(key)
+    counts, key = content.get(_HEADS), _HEADS
+    if kind in _WIDE:
+        width, channels = content.get(_WIDTH), content.get(_CHANNELS)
+        if not isinstance(channels, list) or not all(type(n) is int for n in (*channels, width)):
+            return
+        counts, key = [max(n // width, 1) for n in channels], _WIDTH
+    if kind in COUNTED | _WIDE and isinstance(counts, list):
+        for i, count in enumerate(counts):
+            yield rf"^down_blocks\.{i}\.", (key,), count
+            yield rf"^up_blocks\.{len(counts) - 1 - i}\.", (key,), count
+        if counts:
+            yield r"^mid_block\.", (key,), counts[-1]

@@ -1,0 +1,51 @@
+"""Places of blocks, and arrays next to them, that exclude a layout with the same keys."""
+
+import re
+from collections.abc import Mapping, Sequence
+
+from jaxmha.checkpoint.errors import printable
+from jaxmha.converters.discovery import model_families
+from jaxmha.converters.layout.base import Layout
+
+Shapes = Mapping[str, Sequence[int]]
+# Layouts with the keys of others, for the prefixes of their families alone.
+OF_FAMILIES = ("timm-heads", "timm-heads-conv", "timm-nest")
+_ACROSS = r"cross|x_attn|encoder_attn|perceiver"  # prefixes of cross-attention
+
+
+def refuse_prefix(layout: Layout, prefix: str) -> None:
+    """Raises ValueError if no arrays at `prefix` are read as `layout`."""
+    if layout.name in OF_FAMILIES:
+        raise ValueError(
+            f"layout {layout.name} is read at prefixes of its own models alone, not at "
+            f"{printable(prefix) or '(top)'}: name layout timm"
+        )
+    if layout.name == "llama-across" and not re.search(_ACROSS, prefix):
+        raise ValueError(
+            f"layout {layout.name} needs a name of cross-attention ({_ACROSS.replace('|', ', ')}), "
+            f"not {printable(prefix) or '(top)'}: name layout llama, or rename the block"
+        )
+
+
+def allow(layout: Layout, prefix: str, keys: Mapping[str, str], shapes: Shapes) -> bool:
+    """False for a layout that the place of a block, or the arrays next to it, exclude.
+
+    `llama` and `llama-across` have the same keys: `llama-across` is for prefixes of cross-attention
+    whose queries and keys have different input widths; `llama` is for all others.
+    """
+    if layout.name in OF_FAMILIES and model_families.match(layout.name, prefix, shapes) is None:
+        return False
+    if layout.name == "timm-grouped":
+        # GCViT packs keys and values alone next to the first, LeViT wider values next to the other.
+        tables = ("rel_pos.relative_position_bias_table", "attention_biases")
+        return all(layout.path(prefix, table) not in shapes for table in tables)
+    if layout.name == "timm":
+        rows, features = shapes[keys["qkv.weight"]][-2:]
+        wide, width = shapes[keys["proj.weight"]][-2:]
+        # GCViT packs keys and values alone; Hiera pools the queries of a layer that widens.
+        biases = layout.path(prefix, "attention_biases") in shapes
+        return rows != 2 * width and features == wide and (rows == 3 * width or not biases)
+    if layout.name not in ("llama", "llama-across") or not re.search(_ACROSS, prefix):
+        return layout.name != "llama-across"
+    queries, inputs = (shapes[keys[f"{x}_proj.weight"]][-1] for x in "qk")
+    return layout.name != "llama" if queries != inputs else layout.name != "llama-across"

@@ -1,0 +1,64 @@
+"""Compares blocks of latent attention of two sources, leaf by leaf, whatever their forms."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from jaxmha.converters.discovery import behaviours, positions
+from jaxmha.converters.discovery.latent_blocks import LatentBlock
+from jaxmha.converters.layout.arrays import NDArray
+
+Load = Callable[[str], NDArray | None]
+
+
+def pairs(
+    a: Sequence[LatentBlock], b: Sequence[LatentBlock]
+) -> tuple[list[tuple[LatentBlock, LatentBlock]], list[LatentBlock], list[LatentBlock]]:
+    """Blocks with the same prefix, with "/" equal to "."; and those of one source alone."""
+    first, second = ({block.prefix.replace("/", "."): block for block in x} for x in (a, b))
+    common = [prefix for prefix in first if prefix in second]
+    return (
+        [(first[prefix], second[prefix]) for prefix in common],
+        [block for prefix, block in first.items() if prefix not in second],
+        [block for prefix, block in second.items() if prefix not in first],
+    )
+
+
+def differences(
+    pair: tuple[LatentBlock, LatentBlock],
+    loads: tuple[Load, Load],
+    describe: Callable[[NDArray, NDArray], str],
+) -> Iterator[tuple[str, str]]:
+    """Yields name and description of every leaf that differs, and of facts that differ.
+
+    `describe` returns how two arrays differ, "" if they are the same.
+    """
+    ours, theirs = (_leaves(block, load) for block, load in zip(pair, loads, strict=True))
+    for leaf in dict.fromkeys([*pair[0].leaves, *pair[1].leaves]):
+        name = f"{pair[0].prefix}, {leaf}"
+        x, y = ours.get(leaf), theirs.get(leaf)
+        if x is None or y is None:
+            yield name, f"only in the {'second' if x is None else 'first'}"
+        elif text := describe(x, y):
+            yield name, text
+    facts = [_facts(block) for block in pair]
+    if all(facts):
+        for what in {**facts[0], **facts[1]}:
+            if facts[0].get(what) != facts[1].get(what):
+                yield f"{pair[0].prefix}, {what}", f"{facts[0].get(what)} and {facts[1].get(what)}"
+
+
+def _leaves(block: LatentBlock, load: Load) -> dict[str, NDArray]:
+    found: dict[str, NDArray] = {}
+    for key, name in block.keys.items():
+        array = load(name)
+        found |= {} if array is None else block.held[key].split(array)
+    return found
+
+
+def _facts(block: LatentBlock) -> Mapping[str, Any]:
+    """Scale, dropout rate and positions of a block, if they are known."""
+    facts = json.loads(block.facts.get(behaviours.METADATA, "{}"))
+    found = {what: value for what, value in facts.items() if what != "from"}
+    place = block.facts.get(positions.METADATA)
+    return found if place is None else {**found, "positions": place}
