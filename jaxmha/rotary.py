@@ -14,7 +14,7 @@ from jaxmha.arrays import Array, require_arrays
 from jaxmha.checks import promoted, reject_rounding
 from jaxmha.implementations.base import accumulation_dtype
 from jaxmha.integers import require_integers, require_sizes
-from jaxmha.rotary_frequencies import Frequencies
+from jaxmha.rotary_frequencies import Frequencies, powers
 from jaxmha.static_checks import flag, number
 
 
@@ -111,6 +111,8 @@ def _frequencies(
         if x.ndim < 3 or dims % 2 or not 0 <= dims <= H:
             even = "an even H" if rotary_dim is None else f"H of at least rotary_dim={dims}, even"
             raise ValueError(f"x: expected axes (*B, T, N, H) with {even}, got shape {x.shape}")
+        if dtype == np.float32:
+            return jnp.asarray(1 / powers(float(base), dims)), 1.0
         return jnp.asarray(base, dtype) ** (-jnp.arange(0, dims, 2, dtype=dtype) / dims), 1.0
     require_arrays(inv_freq=inv_freq)
     promoted(inv_freq=inv_freq)

@@ -2,7 +2,9 @@
 
 Sources: Su et al., "RoFormer" (2021); Chen et al., "Position Interpolation" (2023); bloc97, "NTK-aware
 scaled RoPE" (2023); Peng et al., "YaRN" (2023); Ding et al., "LongRoPE" (2024); the Llama 3 report
-(2024); `transformers/modeling_rope_utils.py` of version 5.23.
+(2024); `transformers/modeling_rope_utils.py` of version 5.23, with whose operations in float32, in
+their order, frequencies agree bit by bit, but for powers: here they are rounded correctly, while those of
+torch depend on the vector instructions of the machine, and a few are the next float32.
 """
 
 import math
@@ -15,14 +17,15 @@ from numpy.typing import NDArray
 from jaxmha.integers import require_sizes
 from jaxmha.static_checks import number
 
-Values = NDArray[np.float64]
+Values = NDArray[np.float32]
+ONE = np.float32(1)
 
 
 class Frequencies(NamedTuple):
     """Angles per position, for `rope(frequencies=)`; hashable, so that `rotate` can be static.
 
     Attributes:
-      values: the angle per position of every rotated pair of features, exact to float64.
+      values: the angle per position of every rotated pair of features, float32 numbers.
       factor: multiplies cosine and sine, and thereby queries and keys.
     """
 
@@ -49,7 +52,7 @@ def rope_frequencies(config: Mapping[str, Any], head_dim: int, *, length: int = 
         of rotated features. TypeError: `config` is not a mapping.
 
     >>> rope_frequencies({"rope_type": "linear", "factor": 2.0, "rope_theta": 100.0}, 4).values
-    (0.5, 0.05)
+    (0.5, 0.05000000074505806)
     """
     _require_mapping("config", config)
     require_sizes(head_dim=head_dim)
@@ -134,13 +137,26 @@ def of(rope: Mapping[str, Any], dims: int, most: float, length: int = 0) -> Freq
       ValueError: an unknown rope type, or a parameter out of its range. KeyError: a parameter of the type is missing.
 
     >>> of({"rope_type": "default", "rope_theta": 100.0}, 4, 64.0).values
-    (1.0, 0.1)
+    (1.0, 0.10000000149011612)
     """
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind not in _KINDS:
         raise ValueError(f"rope type {kind!r} is not known here: known are {', '.join(_KINDS)}")
     values, factor = _KINDS[kind](_Given(rope, dims, most, length))
     return Frequencies(tuple(float(x) for x in values), float(factor))
+
+
+def powers(base: float, dims: int) -> Values:
+    """`base ** (2 p / dims)` of every pair p of `dims` features, in float32.
+
+    >>> powers(100.0, 4).tolist()
+    [1.0, 10.0]
+    """
+    exponents = np.arange(0, dims, 2).astype(np.float32) / np.float32(dims)
+    found: Values = (np.float64(np.float32(base)) ** exponents.astype(np.float64)).astype(
+        np.float32
+    )
+    return found
 
 
 class _Given(NamedTuple):
@@ -152,11 +168,13 @@ class _Given(NamedTuple):
     @property
     def plain(self) -> Values:
         """The frequencies without scaling."""
-        return self.of_base(_positive(self.rope, "rope_theta"))
-
-    def of_base(self, base: float) -> Values:
-        found: Values = base ** -(np.arange(0, self.dims, 2) / self.dims)
+        found: Values = ONE / self.powers
         return found
+
+    @property
+    def powers(self) -> Values:
+        """The reciprocals of the frequencies without scaling."""
+        return powers(_positive(self.rope, "rope_theta"), self.dims)
 
     @property
     def before(self) -> float:
@@ -176,7 +194,7 @@ def _default(given: _Given) -> tuple[Values, float]:
 
 
 def _linear(given: _Given) -> tuple[Values, float]:
-    return given.plain / _positive(given.rope, "factor"), 1.0
+    return given.plain / np.float32(_positive(given.rope, "factor")), 1.0
 
 
 def _dynamic(given: _Given) -> tuple[Values, float]:
@@ -189,14 +207,15 @@ def _dynamic(given: _Given) -> tuple[Values, float]:
     if dims < 4:
         raise ValueError(f"rope type 'dynamic' rotates at least 4 features, got {dims}")
     stretch = (factor * given.length / given.most - (factor - 1)) ** (dims / (dims - 2))
-    return given.of_base(_positive(given.rope, "rope_theta") * stretch), 1.0
+    return ONE / powers(_positive(given.rope, "rope_theta") * stretch, dims), 1.0
 
 
 def _proportional(given: _Given) -> tuple[Values, float]:
     """The first `partial_rotary_factor` of the pairs rotate; the others have frequency 0."""
     share = given.rope.get("partial_rotary_factor", 1.0)
-    turned = np.arange(given.dims // 2) < int(share * given.dims // 2)
-    return np.where(turned, given.plain, 0.0) / _positive(given.rope, "factor", 1.0), 1.0
+    factor, found = np.float32(_positive(given.rope, "factor", 1.0)), given.plain
+    found[int(share * given.dims // 2) :] = 0
+    return found / factor, 1.0
 
 
 def _llama3(given: _Given) -> tuple[Values, float]:
@@ -206,9 +225,14 @@ def _llama3(given: _Given) -> tuple[Values, float]:
         raise ValueError(
             f"rope parameters: low_freq_factor={low} must be below high_freq_factor={high}"
         )
-    turns = given.before * plain / (2 * math.pi)
-    smooth = np.clip((turns - low) / (high - low), 0, 1)
-    return plain * ((1 - smooth) / _positive(rope, "factor") + smooth), 1.0
+    factor = np.float32(_positive(rope, "factor"))
+    wavelength = ONE / plain * np.float32(2 * math.pi)
+    longest, shortest = (np.float32(given.before / x) for x in (low, high))
+    found: Values = np.where(wavelength > longest, plain / factor, plain)
+    turns = ONE / wavelength * np.float32(given.before)
+    smooth = (turns - np.float32(low)) / np.float32(high - low)
+    between = (wavelength >= shortest) & (wavelength <= longest)
+    return np.where(between, (ONE - smooth) * found / factor + smooth * found, found), 1.0
 
 
 def _yarn(given: _Given) -> tuple[Values, float]:
@@ -226,14 +250,17 @@ def _yarn(given: _Given) -> tuple[Values, float]:
     if rope.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dims - 1)
-    ramp = np.clip((np.arange(dims // 2) - low) / (high - low or 0.001), 0, 1)
+    steps = np.arange(dims // 2, dtype=np.float32) - np.float32(low)
+    ramp = np.clip(steps / np.float32(high - low or 0.001), np.float32(0), np.float32(1))
     attention = rope.get("attention_factor")
     if attention is None:
         one, all_ = rope.get("mscale"), rope.get("mscale_all_dim")
         attention = (
             magnitude(float(one)) / magnitude(float(all_)) if one and all_ else magnitude(1.0)
         )
-    return given.plain / factor * ramp + given.plain * (1 - ramp), attention
+    kept = ONE - ramp
+    slowed = ONE / (np.float32(factor) * given.powers)
+    return slowed * (ONE - kept) + given.plain * kept, attention
 
 
 def _longrope(given: _Given) -> tuple[Values, float]:
@@ -243,13 +270,13 @@ def _longrope(given: _Given) -> tuple[Values, float]:
         attention = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(given.before))
     long = given.length > given.before
     key = "long_factor" if long else "short_factor"
-    factors, plain = np.asarray(rope[key]), given.plain
-    if factors.shape != plain.shape or not (factors > 0).all():
+    factors, steps = np.asarray(rope[key], np.float32), given.powers
+    if factors.shape != steps.shape or not (factors > 0).all():
         raise ValueError(
-            f"rope parameters: {key} must be {plain.size} numbers above 0, one per rotated pair, "
+            f"rope parameters: {key} must be {steps.size} numbers above 0, one per rotated pair, "
             f"got {rope[key]!r}"
         )
-    return plain / factors, attention
+    return ONE / (factors * steps), attention
 
 
 _KINDS: dict[str, Callable[[_Given], tuple[Values, float]]] = {

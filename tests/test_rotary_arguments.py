@@ -71,4 +71,4 @@ def test_of_frequencies(config: Any, options: dict[str, Any], message: str) -> N
 
 def test_a_configuration_may_hold_other_mappings() -> None:
     config = {"type": "linear", "factor": 2.0, "vision_config": {"rope_theta": 1.0}}
-    assert rope_frequencies(config, 4).values == (0.5, 0.005)
+    assert rope_frequencies(config, 4).values == (0.5, float(np.float32(0.005)))

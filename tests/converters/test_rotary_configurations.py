@@ -110,16 +110,36 @@ def theirs(head_dim: int, most: int, rope_parameters: dict[str, Any], length: in
     return found.numpy(), factor
 
 
+# Model -> frequencies of which torch's power in float32 is the next number on some machines. It differs
+# between the vector instructions that torch finds, and is rounded correctly by none of them.
+NEXT = {
+    "Qwen2.5 7B", "Qwen2.5 1M, YaRN", "gpt-oss 20B", "Phi-3 mini 128k", "Phi-3 mini 128k, long",
+    "Gemma 3 4B, full", "Phi-4 mini",
+}  # fmt: skip
+
+
+def rounded_power(exponents: Any, base: float) -> Any:
+    """`base ** exponents`, rounded correctly to float32."""
+    import torch
+
+    of_base = torch.tensor(base, dtype=torch.float32).double()
+    return (of_base ** exponents.double()).float()
+
+
 @pytest.mark.parametrize("name", MODELS)
-def test_frequencies(name: str) -> None:
-    """torch's powers in float32 are within a unit of the last place, ours are exact."""
+def test_frequencies(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit by bit those of transformers, with the powers that torch would round correctly."""
+    import torch
+
     head_dim, most, parameters, length = MODELS[name]
-    expected, factor = theirs(*MODELS[name])
     config = {"max_position_embeddings": most, "rope_parameters": parameters}
     found = rope_frequencies(config, head_dim, length=length)
-    np.testing.assert_allclose(found.factor, factor, rtol=1e-12)
     ours = np.asarray(found.values, np.float32)
-    np.testing.assert_array_max_ulp(ours, expected, maxulp=4)
+    np.testing.assert_array_max_ulp(ours, theirs(*MODELS[name])[0], maxulp=1 if name in NEXT else 0)
+    monkeypatch.setattr(torch.Tensor, "__rpow__", rounded_power)
+    expected, factor = theirs(*MODELS[name])
+    assert found.factor == factor
+    np.testing.assert_array_equal(ours, expected)
     older = {"max_position_embeddings": most, "rope_scaling": parameters}
     assert rope_frequencies(older, head_dim, length=length) == found
     assert hash(found) == hash(rope_frequencies(config, head_dim, length=length))
@@ -169,7 +189,7 @@ def test_a_part_of_the_head_is_rotated_alone() -> None:
     np.testing.assert_array_equal(found[..., :8], rope(x[..., :8].copy(), np.arange(5)))
     np.testing.assert_array_equal(found[..., 8:], x[..., 8:])
     frequencies = rope_frequencies({"partial_rotary_factor": 2 / 3}, 12)
-    np.testing.assert_allclose(found, rope(x, np.arange(5), frequencies=frequencies), rtol=1e-5)
+    np.testing.assert_array_equal(found, rope(x, np.arange(5), frequencies=frequencies))
 
 
 def test_wrong_configurations_are_refused() -> None:
