@@ -276,8 +276,10 @@ def test_explain() -> None:
     assert none.chosen is None
     lengths = shape_of((1,), "int32")
     assert jaxmha.explain(x, x, x, key_value_seq_lengths=lengths).reasons
-    with pytest.raises(ValueError, match="implementation must be among"):
+    with pytest.raises(ValueError, match=r"implementation must be among .*, got 'unknown'(\n|$)"):
         jaxmha.explain(x, x, x, implementation="unknown")
+    with pytest.raises(ValueError, match=r"got 'Bloked': did you mean 'blocked'\?"):
+        jaxmha.explain(x, x, x, implementation="Bloked")
 
 
 def _changed_schedule(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:

@@ -7,6 +7,7 @@ portable: lowered for another platform, they contain an implementation in plain 
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
 from types import ModuleType
 from typing import Any
 
@@ -141,7 +142,11 @@ def candidates(
     names = tuple(OF_JAX.get(name, name) for name in names)
     for name in names:
         if name not in IMPLEMENTATIONS:
-            raise ValueError(f"implementation must be among {list(IMPLEMENTATIONS)}, got {name!r}")
+            near = get_close_matches(str(name).lower(), IMPLEMENTATIONS, 1)
+            raise ValueError(
+                f"implementation must be among {list(IMPLEMENTATIONS)}, got {name!r}"
+                f"{f': did you mean {near[0]!r}?' if near else ''}"
+            )
     return names
 
 
