@@ -22,7 +22,7 @@ from jaxmha.semantics import Precision
 # Maximum number of scores in a tile whose row sums are pairwise, as in small matmuls.
 SMALL_SUM = 2**14
 # Keys whose weighted values are added one by one, and the most multiplications of a split sum.
-RUN, SPLIT = 128, 2**25
+RUN, SPLIT = 128, 2**24
 
 
 class Config(NamedTuple):
