@@ -34,7 +34,7 @@ def shape_of_weights(case: Case) -> tuple[int, int, int, int]:
     return (case.B or 1, case.N, case.T, case.S)
 
 
-def expected(case: Case, arrays: dict[str, Any]) -> reference.Answer:
+def expected(case: Case, arrays: dict[str, Any]) -> reference.Output:
     """The answer of the specification to the same, already rounded, arrays."""
     options = dict(case.options)
     broadcast = options.pop("dropout_broadcast", ())
@@ -177,10 +177,10 @@ def finite_differences(case: Case, dtype: str, entries: int | None = None) -> di
         for name, x in cases.arrays(case, dtype).items()
     }
 
-    def of(answer: reference.Answer) -> float:
+    def of(found_output: reference.Output) -> float:
         return sum(
             float((part * np.where(part == 0, 0.0, x)).sum())
-            for part, x in zip(parts, (answer.out, answer.lse), strict=True)
+            for part, x in zip(parts, (found_output.out, found_output.lse), strict=True)
         )
 
     rng = np.random.default_rng(3)
@@ -228,9 +228,9 @@ def kernel(case: Case, implementation: str, dtype: str, *, lse: bool) -> None:
         run = call(case, implementation, return_lse=lse)
 
         def value(inside: dict[str, Any], others: dict[str, Any]) -> Any:
-            answer = run(inside | others)
+            found_output = run(inside | others)
             wide = accumulation_dtype(inside["query"].dtype)
-            out, found = answer if lse else (answer, jnp.zeros(parts[1].shape, wide))
+            out, found = found_output if lse else (found_output, jnp.zeros(parts[1].shape, wide))
             return weighted(parts, out.astype(found.dtype), found), (out, found)
 
         return jax.jit(jax.grad(value, has_aux=True))
@@ -263,11 +263,11 @@ def poisoned_padding(case: Case, implementation: str, dtype: str) -> None:
     run = call(case, implementation, return_lse=True, return_weights=shown)
 
     def value(inside: dict[str, Any], others: dict[str, Any]) -> Any:
-        answer = run(inside | others)
-        return weighted(parts, answer[0], answer[-1]), answer
+        found_output = run(inside | others)
+        return weighted(parts, found_output[0], found_output[-1]), found_output
 
     compiled = both(value, has_aux=True)
-    (_, alone), ((_, answer), clean) = compiled(*split(arrays))
+    (_, alone), ((_, found_output), clean) = compiled(*split(arrays))
     one = tuple(np.argwhere(dead)[0]) + (0,) * (arrays["key"].ndim - dead.ndim)
     # One of it leaves their sum finite, but not what it is multiplied with.
     huge = float(ml_dtypes.finfo(dtype).max)  # type: ignore[no-untyped-call]
@@ -276,8 +276,8 @@ def poisoned_padding(case: Case, implementation: str, dtype: str) -> None:
         for name in ("key", "value"):
             spoiled[name] = arrays[name].copy()
             spoiled[name][where] = poison
-        (_, spoiled_alone), ((_, spoiled_answer), grads) = compiled(*split(spoiled))
-        for x, y in zip((*spoiled_alone, *spoiled_answer), (*alone, *answer), strict=True):
+        (_, spoiled_alone), ((_, spoiled_output), grads) = compiled(*split(spoiled))
+        for x, y in zip((*spoiled_alone, *spoiled_output), (*alone, *found_output), strict=True):
             tolerance.assert_same(x, y, f"output, weights or lse {x.shape} with {poison}")
         for name, grad in grads.items():
             assert np.isfinite(grad.astype(np.float32)).all(), f"gradient of {name}, {poison}"

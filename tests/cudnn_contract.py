@@ -84,18 +84,18 @@ def dot_product_attention(
         assert sliding_window_length > 0
     CALLS.append({"mask_type": mask_type, "T": T, "S": S, "H": H, "bias": bias is not None,
                   "lse": return_residual})  # fmt: skip
-    rules = scale, causal, sliding_window_length
+    config = scale, causal, sliding_window_length
     query, key, value = inside(query, key, value, q_seqlen, kv_seqlen)
     k, v = (jnp.repeat(x, N // K, 2) for x in (key, value))
-    logits = masked_logits(rules, query, k, bias, kv_seqlen)
+    logits = masked_logits(config, query, k, bias, kv_seqlen)
     lse = jax.nn.logsumexp(logits, axis=3)
     weights = jnp.exp(logits - lse[..., None])  # NaN in rows without keys
     weights = weights.astype(query.dtype).astype(np.float32)
     out = jnp.einsum("bnts,bsnh->btnh", weights, v.astype(np.float32)).astype(query.dtype)
     if padded:  # rows beyond are 0, their lse is anything
-        there = jnp.arange(T).reshape(1, T) < q_seqlen.reshape(B, 1)
-        out = jnp.where(there[..., None, None], out, 0)
-        lse = jnp.where(there[:, None], lse, jnp.nan)
+        valid = jnp.arange(T).reshape(1, T) < q_seqlen.reshape(B, 1)
+        out = jnp.where(valid[..., None, None], out, 0)
+        lse = jnp.where(valid[:, None], lse, jnp.nan)
     out = jnp.swapaxes(out, 1, 2) if qkv_layout == "BNTH" else out
     return (out, lse) if return_residual else out
 
@@ -165,9 +165,9 @@ def inside(query: Any, key: Any, value: Any, q_seqlen: Any, kv_seqlen: Any) -> A
     return cut(query, q_seqlen), cut(key, kv_seqlen), cut(value, kv_seqlen)
 
 
-def masked_logits(rules: Any, query: Any, key: Any, bias: Any, kv_seqlen: Any) -> Any:
+def masked_logits(config: Any, query: Any, key: Any, bias: Any, kv_seqlen: Any) -> Any:
     """Float32 logits `B N T S`, as cuDNN selects them where a key is excluded."""
-    scale, causal, sliding = rules
+    scale, causal, sliding = config
     T, S = query.shape[1], key.shape[1]
     i, j = jnp.arange(T)[:, None], jnp.arange(S)[None]
     allowed = within = jnp.ones((1, 1, T, S), bool)
@@ -215,17 +215,17 @@ def backward(
     if has_bias:
         assert T % 128 != 64
         assert S % 128 != 64
-    there = jnp.ones((B, T), bool)
+    valid = jnp.ones((B, T), bool)
     if mask_type in (MaskType.PADDING, MaskType.PADDING_CAUSAL):
-        there = jnp.arange(T).reshape(1, T) < q_len.reshape(B, 1)
+        valid = jnp.arange(T).reshape(1, T) < q_len.reshape(B, 1)
     else:
         q_len = kv_len = None
         assert T % 64 == S % 64 == 0, "NaN at odd sizes without lengths"
-    rows = there[..., None, None]  # rows beyond pass no gradient
-    rules = scale, mask_type in (MaskType.CAUSAL, MaskType.PADDING_CAUSAL), sliding_window_length
+    rows = valid[..., None, None]  # rows beyond pass no gradient
+    config = scale, mask_type in (MaskType.CAUSAL, MaskType.PADDING_CAUSAL), sliding_window_length
     query, key, value = inside(query, key, value, q_len, kv_len)
     k, v = (jnp.repeat(x, N // K, 2).astype(np.float32) for x in (key, value))
-    logits = masked_logits(rules, query, k, bias if has_bias else None, kv_len)
+    logits = masked_logits(config, query, k, bias if has_bias else None, kv_len)
     right = jnp.abs(jax.nn.logsumexp(logits, axis=3) - lse) < 1e-2
     weights = jnp.where(right[..., None], jax.nn.softmax(logits, axis=3), jnp.nan)
     weights = jnp.where(jnp.moveaxis(rows, 1, 2), weights, 0)

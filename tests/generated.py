@@ -62,7 +62,7 @@ MASKS = {
     "huggingface": "transformers",
     "handwritten": "hand-written layers",
 }
-ANSWERS = {"nan": "NaN", "zero": "0"}
+OUTPUTS = {"nan": "NaN", "zero": "0"}
 OTHER = {"nonzero": "nonzero is True", "added": "floats are added", "refused": "refused"}
 
 
@@ -81,8 +81,8 @@ def masks() -> str:
                 "integers" if lengths else OTHER[row.other],
                 "<br>".join(f"`{axes}`" for axes in row.axes),
                 ", ".join(
-                    f"{path}: {ANSWERS.get(answer, answer)}".removeprefix(": ")
-                    for path, answer in row.empty
+                    f"{path}: {OUTPUTS.get(output, output)}".removeprefix(": ")
+                    for path, output in row.empty
                 ),
             )
             lines.append(f"| {name} | `{row.name}` | {' | '.join(cells)} |")

@@ -17,7 +17,8 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[1]
 SHIPPED = ("jaxmha", "converters")
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs")
-TESTS = "tests"  # only the names of tests
+TESTS = "tests"  # identifiers; of models that are compared only the names of tests
+COMPARED = ("tests/zoo/",)
 EXPERIMENTS = "experiments"
 GENERATED = ("docs/pages/experiments/",)
 EVERYWHERE = ("",)
@@ -82,14 +83,15 @@ NAMES = (
 )  # fmt: skip
 # Names that must stay -> where and why.
 KEPT = {
-    ("jaxmha/mods/__init__.py", "alibi_slopes"): "ALiBi's word",
-    ("jaxmha/mods/scores.py", "alibi_slopes"): "ALiBi's word",
     ("jaxmha/mods/scores.py", "slopes"): "ALiBi's word",
     ("converters/migrate/__init__.py", "Move"): "the former name of Step, for existing imports",
     ("converters/migrate/lazy_tensors.py", "move_to_end"): "of OrderedDict",
     ("experiments/claims/blog.py", "there"): "a key of stored results",
     ("experiments/recipes/bert.py", "words"): "BERT's word embeddings",
+    ("tests/match/strangers.py", "words"): "a layer that a match has to find",
 }
+# Words of others that are part of public names.
+OF_OTHERS = ("alibi_slopes",)
 TEXTS = (
     Text(r"\bbeside\b", "next to, alongside", ("the file beside it",), fine=("besides, it is",)),
     Text(r"(?<!ALiBi )(?<!ALiBi's )(?<!`)\bslopes?\b(?!:)", "gradient", ("its slope is",),
@@ -191,14 +193,12 @@ def names_of_tests(tree: ast.AST) -> Iterator[tuple[int, str]]:
 def in_code(path: str, source: str) -> Iterator[Hit]:
     """Every hit in a Python file; `path` is relative to the repository."""
     tree = ast.parse(source)
-    if path.startswith(f"{TESTS}/"):
-        for line, name in names_of_tests(tree):
-            yield from (Hit(path, line, name, rule.use) for rule in named(name, path))
-        return
-    for line, name in identifiers(tree):
+    for line, name in (names_of_tests if path.startswith(COMPARED) else identifiers)(tree):
         for rule in named(name, path):
-            if (path, name) not in KEPT:
+            if (path, name) not in KEPT and name not in OF_OTHERS:
                 yield Hit(path, line, name, rule.use)
+    if path.startswith(f"{TESTS}/"):
+        return
     for line, text in prose(source, tree):
         yield from in_text(path, text, line)
 

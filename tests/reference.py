@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 Array = NDArray[Any]
 
 
-class Answer(NamedTuple):
+class Output(NamedTuple):
     """out `*B T N h`; weights and kept (weights after dropout) `*B N T S`; lse `*B N T`."""
 
     out: Array
@@ -38,7 +38,7 @@ def dot_product_attention(
     sinks: Array | None = None,
     query_seq_lengths: Array | None = None,
     **conditions: Any,
-) -> Answer:
+) -> Output:
     """Attention over `*B T N H`, `*B S K H` and `*B S K h`; `conditions` are those of `pairs`.
 
     `dropout_keep`, broadcastable to `*B N T S`, is True where dropout keeps a weight.
@@ -51,7 +51,7 @@ def dot_product_attention(
         key,
         value,
         allowed,
-        there=within(query_seq_lengths, batch, T),
+        valid=within(query_seq_lengths, batch, T),
         bias=bias,
         scale=scale,
         logits_soft_cap=logits_soft_cap,
@@ -114,7 +114,7 @@ def attend(
     value: Array,
     allowed: Array,
     *,
-    there: Array,
+    valid: Array,
     bias: Array | None,
     scale: float | None,
     logits_soft_cap: float | None,
@@ -122,7 +122,7 @@ def attend(
     dropout_rate: float,
     dropout_keep: Array | None,
     sinks: Array | None = None,
-) -> Answer:
+) -> Output:
     """`sinks`, `N`, are logits without values. `allowed` is `*B N T S`; `there`, `*B T`, is False on rows beyond a query length."""
     query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
     *batch, T, N, H = query.shape
@@ -137,7 +137,7 @@ def attend(
         for n in range(N):
             k = n // (N // K)  # N // K successive query heads share one key/value head
             for i in range(T):
-                if not there[*b, i]:
+                if not valid[*b, i]:
                     continue
                 logits = {}
                 for j in range(S):
@@ -168,7 +168,7 @@ def attend(
                     )
                     if fully_masked == "nan" and not (logits or sink):
                         out[*b, i, n, c] = math.nan
-    return Answer(out, weights, kept, lse)
+    return Output(out, weights, kept, lse)
 
 
 def multi_head_attention(
@@ -184,7 +184,7 @@ def multi_head_attention(
     query_padding: Array | None = None,
     dropout_keep: Array | None = None,
     **conditions: Any,
-) -> tuple[Array, Answer]:
+) -> tuple[Array, Output]:
     """A whole layer over `*B T Dq`, `*B S Dk`, `*B S Dv`: its output, and that of attention."""
     key = query if key is None else key
     value = key if value is None else value
@@ -201,7 +201,7 @@ def multi_head_attention(
         k, v = append(k, np.zeros(k.shape[-2:])), append(v, np.zeros(v.shape[-2:]))
 
     # They are visible unless an array says otherwise, or the query row itself is not there.
-    there = within(query_seq_lengths, batch, T)
+    valid = within(query_seq_lengths, batch, T)
     names_extras = extras > 0 and mask is not None and mask.shape[-1] == S + extras
     given = pairs(
         batch,
@@ -215,7 +215,7 @@ def multi_head_attention(
     )
     allowed = np.zeros((*batch, N, T, S + extras), bool)
     for *b, n, i, j in np.ndindex(*allowed.shape):
-        row = there[*b, i] and (query_padding is None or query_padding[*b, i])
+        row = valid[*b, i] and (query_padding is None or query_padding[*b, i])
         allowed[*b, n, i, j] = given[*b, n, i, j] if j < S else row
     if names_extras:
         allowed &= np.broadcast_to(np.asarray(mask), allowed.shape)
@@ -223,12 +223,12 @@ def multi_head_attention(
         bias = np.broadcast_to(np.asarray(bias, np.float64), (*batch, N, T, S))
         bias = np.concatenate([bias, np.zeros((*batch, N, T, extras))], -1)
 
-    answer = attend(
+    attended = attend(
         q,
         k,
         v,
         allowed,
-        there=there,
+        valid=valid,
         bias=bias,
         scale=semantics.scale,
         logits_soft_cap=semantics.logits_soft_cap,
@@ -237,7 +237,7 @@ def multi_head_attention(
         dropout_keep=dropout_keep,
         sinks=params.sinks,
     )
-    return combine(params, answer.out, query), answer
+    return combine(params, attended.out, query), attended
 
 
 def project(
@@ -315,10 +315,10 @@ def append(heads: Array, row: Array) -> Array:
 
 def within(lengths: Array | None, batch: Sequence[int], T: int) -> Array:
     """Positions before a length, `*B T`."""
-    there = np.ones((*batch, T), bool)
-    for *b, i in np.ndindex(*there.shape):
-        there[*b, i] = lengths is None or i < at(lengths, tuple(b), batch)
-    return there
+    valid = np.ones((*batch, T), bool)
+    for *b, i in np.ndindex(*valid.shape):
+        valid[*b, i] = lengths is None or i < at(lengths, tuple(b), batch)
+    return valid
 
 
 def at(per_batch: Any, b: tuple[int, ...], batch: Sequence[int]) -> Any:

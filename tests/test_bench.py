@@ -102,8 +102,8 @@ def test_peers_are_right_about_every_condition(peer: str, name: str, tmp_path: P
         return
     program.compile()
     program.run(2)
-    answer = program.outputs(data.only_compared(case, inputs.cotangent))
-    found = exact.errors(case, inputs, path, *answer)
+    outputs = program.outputs(data.only_compared(case, inputs.cotangent))
+    found = exact.errors(case, inputs, path, *outputs)
     assert ("gradient_error" in found) == (case.direction == "backward")
 
 

@@ -62,13 +62,13 @@ def test_cases_cover_what_is_promised() -> None:
     sizes = [case.B * case.T for case in layers if case.kind == "plain"]
     assert (min(sizes), max(sizes)) == (64, 16384)
     for direction in ("forward", "backward"):
-        there = [case for case in layers if case.direction == direction]
+        of_direction = [case for case in layers if case.direction == direction]
         kinds = {"plain", "causal", "padded", "gqa", "cross"}
-        assert {case.kind for case in there} - {"decode"} == kinds
-        assert {case.E for case in there} >= {256, 512, 1024}
-        assert {case.T for case in there} >= {77, 197, 333, 1023, 512, 2048, 4096, 16384}
-        assert {case.H for case in there} == {64, 80, 96}
-        assert any(case.B * case.N == 1 for case in there)
+        assert {case.kind for case in of_direction} - {"decode"} == kinds
+        assert {case.E for case in of_direction} >= {256, 512, 1024}
+        assert {case.T for case in of_direction} >= {77, 197, 333, 1023, 512, 2048, 4096, 16384}
+        assert {case.H for case in of_direction} == {64, 80, 96}
+        assert any(case.B * case.N == 1 for case in of_direction)
     core = {case.kind for case in CASES if case.scope == "core"}
     assert core == {"plain", "causal", "padded", "gqa", "cross", "decode"}
     quick = select(quick=True)
@@ -191,9 +191,9 @@ def test_a_wrong_output_is_not_timed(
     inputs = data.make(case)
     program = programs.program(OURS, case, inputs)
     program.compile()
-    answer = program.outputs(data.only_compared(case, inputs.cotangent))
+    outputs = program.outputs(data.only_compared(case, inputs.cotangent))
     with pytest.raises(ValueError, match=f"wrong output: {what} "):
-        exact.errors(case, inputs, path, *answer)
+        exact.errors(case, inputs, path, *outputs)
 
 
 def errors(peer: str, case: Case, path: Path) -> dict[str, float]:
@@ -202,9 +202,9 @@ def errors(peer: str, case: Case, path: Path) -> dict[str, float]:
     program = programs.program(peer, case, inputs)
     program.compile()
     program.run()
-    answer = program.outputs(data.only_compared(case, inputs.cotangent))
-    assert answer[0].shape == inputs.cotangent.shape
-    return exact.errors(case, inputs, path, *answer)
+    outputs = program.outputs(data.only_compared(case, inputs.cotangent))
+    assert outputs[0].shape == inputs.cotangent.shape
+    return exact.errors(case, inputs, path, *outputs)
 
 
 # The processes.
@@ -280,7 +280,7 @@ class Script:
     def __getitem__(self, peer: str) -> Any:
         return _Actor(self, peer)
 
-    def answer(self, peer: str, do: str, request: dict[str, Any]) -> dict[str, Any]:
+    def outputs(self, peer: str, do: str, request: dict[str, Any]) -> dict[str, Any]:
         if do == "sgemm":
             square = request["shape"] == (1024, 1024, 1024)
             return {"rate": (self.rates.pop(0) if len(self.rates) > 1 else self.rates[0]) * square}
@@ -300,7 +300,7 @@ class _Actor:
         self.script, self.peer = script, peer
 
     def ask(self, do: str, **request: Any) -> dict[str, Any]:
-        return self.script.answer(self.peer, do, request)
+        return self.script.outputs(self.peer, do, request)
 
 
 def run_script(
@@ -500,9 +500,9 @@ def test_damaged_results_are_named(
     (tmp_path / "quick.json").write_text(text)
     with pytest.raises(SystemExit, match="2"):
         command.parsed([option])
-    said = capsys.readouterr().err
-    assert re.search(message, said)
-    assert said.count("\n") == 1
+    printed = capsys.readouterr().err
+    assert re.search(message, printed)
+    assert printed.count("\n") == 1
 
 
 @pytest.mark.parametrize("blocked", ["results", "build", "results/quick.md", "build/quick.json"])

@@ -212,14 +212,14 @@ def test_traced_offsets(batch: int) -> None:
     """Beside keys of one or of every batch row; 0: all of them."""
     arrays = cases.arrays(BY_NAME["plain"], "float32")
     offset = np.asarray([-2, 3], np.int32)
-    there = np.ones((max(batch, 1), 1, 1, 7), bool)
-    there[:, ..., 2 : 2 + batch] = False
-    mask = Mask.causal(offset) & (Mask.dense(there) if batch else Mask())
+    attended = np.ones((max(batch, 1), 1, 1, 7), bool)
+    attended[:, ..., 2 : 2 + batch] = False
+    mask = Mask.causal(offset) & (Mask.dense(attended) if batch else Mask())
     out = jaxmha.dot_product_attention(**arrays, mask=mask, implementation="blocked")
     places = np.arange(7).reshape(1, 1, 1, 7) <= np.arange(5).reshape(5, 1) + offset.reshape(
         2, 1, 1, 1
     )
-    want = reference.dot_product_attention(**arrays, mask=places & there)
+    want = reference.dot_product_attention(**arrays, mask=places & attended)
     tolerance.assert_close(out, want.out)
 
 
@@ -434,13 +434,13 @@ def test_bands(case: Case, tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_bands_of_keys_begin_anywhere(tiny: str) -> None:
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((5, n, 3, 2)).astype(np.float32) for n in (7, 13, 13))
-    there = np.zeros((5, 13), bool)
+    attended = np.zeros((5, 13), bool)
     for b, keys in enumerate([slice(0), slice(9, 13), slice(3, 5), slice(1, 12, 2), slice(13)]):
-        there[b, keys] = True
-    k[~there], v[~there] = np.nan, np.inf
+        attended[b, keys] = True
+    k[~attended], v[~attended] = np.nan, np.inf
     actual, wanted = (
         jaxmha.dot_product_attention(
-            q, k, v, mask=Mask.padding(key_value=there), implementation=name
+            q, k, v, mask=Mask.padding(key_value=attended), implementation=name
         )
         for name in (tiny, "reference")
     )

@@ -193,11 +193,11 @@ SEARCH = """(async () => {
 @needs_browser
 @pytest.mark.parametrize("width", [PHONE, DESKTOP])
 def test_search_works_from_a_folder(site: Path, tab: Tab, width: int) -> None:
-    for page, words, target in (
+    for page, query, target in (
         ("index", "PagedKVCache", "tutorials/decode.html"),
         ("how_to/masks", "rounding floor", "explanation/accuracy.html"),
     ):
         assert tab.show(site / f"{page}.html", width) == []
-        found: list[Any] = tab.evaluate(SEARCH % json.dumps(words))
+        found: list[Any] = tab.evaluate(SEARCH % json.dumps(query))
         assert all(link.startswith("file:") for link in found)
         assert any(target in link for link in found), found

@@ -239,8 +239,8 @@ def test_rollback() -> None:
     tolerance.assert_same(got, want)
 
 
-@pytest.mark.parametrize(("taken_back", "there"), [(2, True), (3, False)])
-def test_rollback_of_a_cache_that_has_gone_round(taken_back: int, there: bool) -> None:
+@pytest.mark.parametrize(("taken_back", "present"), [(2, True), (3, False)])
+def test_rollback_of_a_cache_that_has_gone_round(taken_back: int, present: bool) -> None:
     """Up to S - left tokens; beyond, slots hold later ones."""
     params, x = make()
     left = 3
@@ -252,21 +252,21 @@ def test_rollback_of_a_cache_that_has_gone_round(taken_back: int, there: bool) -
     at = slice(T - taken_back, T - taken_back + 1)
     out, _ = jaxmha.decode_step(params, x[:, at], back, mask=window)
     want = np.asarray(full(params, x, mask=window)[:, at])
-    assert (tolerance.error(out, want) < tolerance.FLOORS["float32"] * 2) == there
+    assert (tolerance.error(out, want) < tolerance.FLOORS["float32"] * 2) == present
 
 
 @pytest.mark.slow
 def test_prompts_padded_on_the_left() -> None:
     params, x = make()
-    there = np.arange(T) >= np.asarray([[2], [0], [3]])
-    padding = Mask.padding(key_value=there)
+    valid = np.arange(T) >= np.asarray([[2], [0], [3]])
+    padding = Mask.padding(key_value=valid)
     want = full(params, x, mask=padding)
     _, cache = jaxmha.prefill(
-        params, x[:, :5], KVCache.empty(params, B, T), mask=Mask.padding(key_value=there[:, :5])
+        params, x[:, :5], KVCache.empty(params, B, T), mask=Mask.padding(key_value=valid[:, :5])
     )
     out, cache = jaxmha.decode_step(params, x[:, 5:6], cache, mask=padding)
     tolerance.assert_close(out[:, 0], np.asarray(want[:, 5]), factor=2)
-    dense = Mask.dense(there[:, None, None])
+    dense = Mask.dense(valid[:, None, None])
     out, _ = jaxmha.decode_step(params, x[:, 6:7], cache, mask=dense)
     tolerance.assert_close(out[:, 0], np.asarray(want[:, 6]), factor=2)
 

@@ -56,5 +56,5 @@ def test_where_nothing_can_be_stored_nothing_is_measured(
     monkeypatch.setattr(frame, "HERE", tmp_path)
     with pytest.raises(SystemExit, match="2"):
         frame.run(environment.EXPERIMENT, ["--write"])
-    said = capsys.readouterr().err
-    assert said == f"{path}: results cannot be stored there: it is no file\n"
+    printed = capsys.readouterr().err
+    assert printed == f"{path}: results cannot be stored there: it is no file\n"

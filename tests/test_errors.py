@@ -29,7 +29,7 @@ def zeros(*shape: int, dtype: Any = np.float32) -> Any:
 
 
 def refused(
-    call: Callable[..., Any], arguments: dict[str, Any], error: type[Exception], words: list[str]
+    call: Callable[..., Any], arguments: dict[str, Any], error: type[Exception], texts: list[str]
 ) -> None:
     """The call raises while tracing, with every word in the message."""
     # Tracing float64 from outside rounds it before the call sees it: that stays outside.
@@ -50,7 +50,7 @@ def refused(
         with pytest.raises(error) as caught:
             run()
         assert type(caught.value) is error, "not a subclass: it is raised on purpose"
-        missing = [word for word in words if word not in str(caught.value)]
+        missing = [word for word in texts if word not in str(caught.value)]
         assert not missing, f"{missing} not in: {caught.value}"
 
 
@@ -277,8 +277,8 @@ ATTENTION: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
 
 @pytest.mark.parametrize("what", ATTENTION)
 def test_attention(what: str) -> None:
-    change, error, words = ATTENTION[what]
-    refused(jaxmha.dot_product_attention, ARRAYS | change, error, words)
+    change, error, texts = ATTENTION[what]
+    refused(jaxmha.dot_product_attention, ARRAYS | change, error, texts)
 
 
 # Dq=17 Dk=19 Dv=23 Do=29
@@ -365,8 +365,8 @@ def layer(leaves: dict[str, Any], arguments: dict[str, Any]) -> Callable[..., An
 
 @pytest.mark.parametrize("what", PARAMS)
 def test_params(what: str) -> None:
-    change, error, words = PARAMS[what]
-    refused(layer(LEAVES | change, {}), INPUTS, error, words)
+    change, error, texts = PARAMS[what]
+    refused(layer(LEAVES | change, {}), INPUTS, error, texts)
 
 
 LAYER_ARGUMENTS: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
@@ -407,8 +407,8 @@ LAYER_ARGUMENTS: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = 
 
 @pytest.mark.parametrize("what", LAYER_ARGUMENTS)
 def test_layer(what: str) -> None:
-    change, error, words = LAYER_ARGUMENTS[what]
-    refused(layer(LEAVES, {}), INPUTS | change, error, words)
+    change, error, texts = LAYER_ARGUMENTS[what]
+    refused(layer(LEAVES, {}), INPUTS | change, error, texts)
 
 
 @pytest.mark.parametrize(

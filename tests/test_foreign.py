@@ -100,10 +100,10 @@ def test_torch_tensors(what: str) -> None:
 
     call, array = CALLS[what]
     named = what.split(" of ")[0].replace(".", r"\.")
-    told = (
+    remedy = (
         rf"{named} must be an array .*torch\.Tensor: give {named}\.detach\(\)\.cpu\(\)\.numpy\(\)"
     )
-    with pytest.raises(TypeError, match=told):
+    with pytest.raises(TypeError, match=remedy):
         call(torch.from_numpy(np.asarray(array)))
 
 
@@ -141,14 +141,14 @@ def test_axes_that_are_missing() -> None:
     keys, pairs = np.ones((5, 7), bool), np.ones((5, 3, 7), bool)
     query, key = np.ones((5, 3, 2, 3), np.float32), np.ones((5, 7, 2, 3), np.float32)
     heads = {"query": query, "key": key, "value": key}
-    told = r"mask\[\.\.\., None, None, :\], or Mask\.padding\(key_value=mask\)"
-    with pytest.raises(ValueError, match=told):
+    remedy = r"mask\[\.\.\., None, None, :\], or Mask\.padding\(key_value=mask\)"
+    with pytest.raises(ValueError, match=remedy):
         _attention(**heads, mask=keys)
     with pytest.raises(ValueError, match=r"mask\[\.\.\., None, :, :\]"):
         _attention(**heads, mask=pairs)
     with pytest.raises(ValueError, match=r"bias\[\.\.\., None, None, :\]"):
         _attention(**heads, bias=keys.astype(np.float32))
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=remedy):
         _layer(query.reshape(5, 3, 6), key.reshape(5, 7, 6), mask=keys)
 
 

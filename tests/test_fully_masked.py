@@ -76,8 +76,8 @@ def test_policies(implementation: str, dtype: str) -> None:
 
     def everything(arrays: dict[str, Any], policy: FullyMasked, asked: Asked) -> Any:
         def loss(inside: dict[str, Any]) -> Any:
-            answer = attend(inside | {"mask": arrays["mask"]}, implementation, policy, asked)
-            return jax.tree.leaves(answer)[0][:, 1:].sum()  # leaves the empty rows out
+            output = attend(inside | {"mask": arrays["mask"]}, implementation, policy, asked)
+            return jax.tree.leaves(output)[0][:, 1:].sum()  # leaves the empty rows out
 
         def one(arrays: dict[str, Any]) -> Any:
             return attend(arrays, implementation, policy, asked)
@@ -92,8 +92,8 @@ def test_policies(implementation: str, dtype: str) -> None:
         arrays = cases.arrays(CASE, dtype)
         calls = [(p, a) for p in POLICIES for a in ASKED if supported(implementation, p, a)]
         assert len(calls) >= (3 if implementation == "native" else 5)
-        answers = jax.jit(lambda arrays: [everything(arrays, *call) for call in calls])(arrays)
-        for call, (jitted, batched, grads) in zip(calls, answers, strict=True):
+        outputs = jax.jit(lambda arrays: [everything(arrays, *call) for call in calls])(arrays)
+        for call, (jitted, batched, grads) in zip(calls, outputs, strict=True):
             check(jitted, arrays, *call)
             check(batched, arrays, *call)
             for grad in grads.values():

@@ -53,11 +53,10 @@ def test_every_place_of_a_word_is_read(source: str) -> None:
     assert str(hit).startswith(f"jaxmha/x.py:{hit.line}: ")
 
 
-def test_of_tests_only_their_names_are_read() -> None:
-    source = "answer = 1\n\n\ndef test_the_answer(answer): ...\n"
-    assert [(hit.line, hit.word) for hit in glossary.in_code("tests/test_x.py", source)] == [
-        (4, "test_the_answer")
-    ]
+def test_of_tests_identifiers_are_read_and_of_compared_models_their_tests() -> None:
+    source = "answer = 1  # beside\n\n\ndef test_the_answer(): ...\n"
+    for place, lines in (("tests", [1, 4]), ("tests/zoo", [4])):
+        assert [hit.line for hit in glossary.in_code(f"{place}/test_x.py", source)] == lines
 
 
 def test_a_word_in_a_document_is_found() -> None:

@@ -195,9 +195,9 @@ def test_functions_masks_and_weights() -> None:
     )
     assert_close(out, want)
     assert weights.shape == (B, N, T, T)
-    slopes = mods.alibi_slopes(4)[:N]
+    rates = mods.alibi_slopes(4)[:N]
     cache = latent.LatentCache.empty(params, B, T)
-    options: dict[str, Any] = {"rotate": ROTATE, "score_mod": mods.alibi(slopes)}
+    options: dict[str, Any] = {"rotate": ROTATE, "score_mod": mods.alibi(rates)}
     whole = latent.latent_attention(params, x, is_causal=True, **options)
     out, cache = latent.prefill(params, x[:, :6], cache, **options)
     rest, cache = latent.extend(params, x[:, 6:], cache, **options)

@@ -87,7 +87,7 @@ def call(case: LayerCase, **extra: Any) -> Callable[..., Any]:
 
 def expected(
     case: LayerCase, leaves: dict[str, Any], inputs: dict[str, Any], others: dict[str, Any]
-) -> tuple[Any, reference.Answer]:
+) -> tuple[Any, reference.Output]:
     semantics = semantics_of(case)
     extra: dict[str, Any] = {}
     if semantics.dropout_rate:
@@ -107,12 +107,12 @@ def expected(
 
 def values(case: LayerCase, dtype: str, factor: float = 1.0) -> None:
     arrays = cases.layer_arrays(case, dtype)
-    want, answer = expected(case, *arrays)
+    want, exact = expected(case, *arrays)
     dropped = semantics_of(case).dropout_rate > 0
     out, weights = call(case, return_weights="after_dropout" if dropped else True)(*arrays)
     assert out.dtype == weights.dtype == arrays[1]["query"].dtype
     tolerance.assert_close(out, want, "output", factor=factor)
-    shown = answer.kept if dropped else answer.weights
+    shown = exact.kept if dropped else exact.weights
     tolerance.assert_close(weights, shown, "weights", factor=factor)
 
 
@@ -256,18 +256,18 @@ def test_poisoned_padding(how: str, name: str) -> None:
     case = replace(BY_NAME[name], mask=None, bias=None)
     leaves, inputs, _ = cases.layer_arrays(case)
     lengths = np.asarray([3, 6], np.int32)
-    there = np.arange(case.S) < lengths[:, None]
-    additive = np.where(there, np.float32(0.5), np.float32(-np.inf))
+    valid = np.arange(case.S) < lengths[:, None]
+    additive = np.where(valid, np.float32(0.5), np.float32(-np.inf))
     ways: dict[str, dict[str, Any]] = {
         "lengths": {"key_value_seq_lengths": lengths},
-        "padding": {"key_value_padding": there},
-        "mask": {"mask": there[:, None, None]},
+        "padding": {"key_value_padding": valid},
+        "mask": {"mask": valid[:, None, None]},
         "bias": {"bias": additive[:, None, None]},
     }
     others = ways[how]
     spoiled = [
         {
-            n: x if n == "query" else np.where(there[..., None], x, np.float32(poison))
+            n: x if n == "query" else np.where(valid[..., None], x, np.float32(poison))
             for n, x in inputs.items()
         }
         for poison in (np.nan, np.inf)
@@ -283,8 +283,8 @@ def test_poisoned_self_attention(name: str) -> None:
     leaves, inputs, _ = cases.layer_arrays(case)
     lengths = np.asarray([3, 4], np.int32)
     others: dict[str, Any] = {"query_seq_lengths": lengths, "key_value_seq_lengths": lengths}
-    there = (np.arange(case.T) < lengths[:, None])[..., None]
-    spoiled = {"query": np.where(there, inputs["query"], np.float32(np.nan))}
+    valid = (np.arange(case.T) < lengths[:, None])[..., None]
+    spoiled = {"query": np.where(valid, inputs["query"], np.float32(np.nan))}
     assert_unmoved(case, leaves, inputs, [spoiled], others)
 
 

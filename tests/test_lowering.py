@@ -28,7 +28,7 @@ def array(*shape: int, dtype: Any = jnp.bfloat16) -> Any:
 
 
 HEADS = array(B, T, N, H), array(B, S, K, H), array(B, S, K, H)
-COUNTS, THERE = array(B, dtype=jnp.int32), array(B, S, dtype=jnp.bool_)
+COUNTS, VALID = array(B, dtype=jnp.int32), array(B, S, dtype=jnp.bool_)
 
 CALLS: dict[str, Any] = {
     "full": lambda q, k, v, *_, **o: jaxmha.dot_product_attention(q, k, v, **o),
@@ -36,11 +36,11 @@ CALLS: dict[str, Any] = {
     "lengths": lambda q, k, v, counts, _, **o: jaxmha.dot_product_attention(
         q, k, v, key_value_seq_lengths=counts, **o
     ),
-    "padding": lambda q, k, v, _, there, **o: jaxmha.dot_product_attention(
-        q, k, v, mask=Mask.padding(key_value=there), **o
+    "padding": lambda q, k, v, _, valid, **o: jaxmha.dot_product_attention(
+        q, k, v, mask=Mask.padding(key_value=valid), **o
     ),
-    "padding causal": lambda q, k, v, _, there, **o: jaxmha.dot_product_attention(
-        q, k, v, mask=Mask.padding(key_value=there), is_causal=True, **o
+    "padding causal": lambda q, k, v, _, valid, **o: jaxmha.dot_product_attention(
+        q, k, v, mask=Mask.padding(key_value=valid), is_causal=True, **o
     ),
     "window": lambda q, k, v, counts, _, **o: jaxmha.dot_product_attention(
         q, k, v, key_value_seq_lengths=counts, local_window_size=(100, 3), **o
@@ -78,8 +78,8 @@ def gradient(call: Any, **options: Any) -> Any:
 @pytest.mark.parametrize("name", CALLS)
 def test_cudnn(name: str) -> None:
     with jaxmha.lowering_for("h200"):
-        text = lowered(CALLS[name], *HEADS, COUNTS, THERE, platform="cuda")
-        grads = lowered(gradient(CALLS[name]), *HEADS, COUNTS, THERE, platform="cuda")
+        text = lowered(CALLS[name], *HEADS, COUNTS, VALID, platform="cuda")
+        grads = lowered(gradient(CALLS[name]), *HEADS, COUNTS, VALID, platform="cuda")
     assert CUDNN in text
     assert CUDNN_BACKWARD in grads
     assert no_scores(text)
@@ -93,7 +93,7 @@ def test_cudnn_log_sum_exp_has_its_gradient() -> None:
     """Two kernels backward: its own, and that of lse."""
     with jaxmha.lowering_for("h200"):
         text = lowered(
-            gradient(CALLS["causal"], return_lse=True), *HEADS, COUNTS, THERE, platform="cuda"
+            gradient(CALLS["causal"], return_lse=True), *HEADS, COUNTS, VALID, platform="cuda"
         )
     assert text.count(CUDNN_BACKWARD) == 2
     assert no_scores(text)
@@ -119,10 +119,10 @@ def test_splash(name: str) -> None:
     with jaxmha.lowering_for("tpu"):
         text = lowered(
             lambda *x: CALLS[name](*x, implementation="splash"),
-            *HEADS, COUNTS, THERE, platform="tpu",
+            *HEADS, COUNTS, VALID, platform="tpu",
         )  # fmt: skip
         grads = lowered(
-            gradient(CALLS[name], implementation="splash"), *HEADS, COUNTS, THERE, platform="tpu"
+            gradient(CALLS[name], implementation="splash"), *HEADS, COUNTS, VALID, platform="tpu"
         )
     assert TPU in text
     assert grads.count(TPU) >= 3  # forward, and a kernel each for queries and for keys
@@ -134,13 +134,13 @@ def test_splash(name: str) -> None:
 def test_another_platform_gets_plain_xla() -> None:
     """Whatever was chosen while tracing: where a program runs is known later."""
     with jaxmha.lowering_for("h200"):
-        text = lowered(CALLS["causal"], *HEADS, COUNTS, THERE, platform="cpu")
+        text = lowered(CALLS["causal"], *HEADS, COUNTS, VALID, platform="cpu")
     assert "custom_call" not in text
     assert "while" in text  # block by block
-    assert "custom_call" not in lowered(CALLS["causal"], *HEADS, COUNTS, THERE, platform="cuda")
+    assert "custom_call" not in lowered(CALLS["causal"], *HEADS, COUNTS, VALID, platform="cuda")
     with jaxmha.lowering_for("tpu"):
-        assert TPU in lowered(CALLS["causal"], *HEADS, COUNTS, THERE, platform="tpu")
-        assert TPU not in lowered(CALLS["causal"], *HEADS, COUNTS, THERE, platform="cpu")
+        assert TPU in lowered(CALLS["causal"], *HEADS, COUNTS, VALID, platform="tpu")
+        assert TPU not in lowered(CALLS["causal"], *HEADS, COUNTS, VALID, platform="cpu")
 
 
 DOT = re.compile(
@@ -194,7 +194,7 @@ def test_a_cache_of_bfloat16_is_read_as_it_lies(dtype: str, widened: bool) -> No
 
 def test_materialised_scores_are_noticed() -> None:
     text = lowered(
-        lambda *x: CALLS["full"](*x, implementation="reference"), *HEADS, COUNTS, THERE,
+        lambda *x: CALLS["full"](*x, implementation="reference"), *HEADS, COUNTS, VALID,
         platform="cuda",
     )  # fmt: skip
     assert not no_scores(text)
@@ -217,7 +217,7 @@ TRANSFORMED: dict[str, tuple[Any, tuple[Any, ...]]] = {
     ),
     "vmap of one": (
         jax.vmap(CALLS["lengths"], in_axes=(0, None, None, None, None)),
-        (array(3, *HEADS[0].shape), *HEADS[1:], COUNTS, THERE),
+        (array(3, *HEADS[0].shape), *HEADS[1:], COUNTS, VALID),
     ),
     "vmap of lengths": (
         jax.vmap(jax.grad(value_of_lengths, (0, 1, 2)), in_axes=(None, None, None, 0)),
@@ -230,7 +230,7 @@ TRANSFORMED: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "twice": (
         jax.vmap(jax.vmap(CALLS["full"], in_axes=(0, None, None, None, None)),
                  in_axes=(None, 0, None, None, None)),
-        (array(3, *HEADS[0].shape), array(5, *HEADS[1].shape), HEADS[2], COUNTS, THERE),
+        (array(3, *HEADS[0].shape), array(5, *HEADS[1].shape), HEADS[2], COUNTS, VALID),
     ),
     "grad(vmap)": (
         jax.grad(lambda *x: jax.vmap(value_of_lengths, in_axes=(0, None, None, None))(*x).sum(),
@@ -239,7 +239,7 @@ TRANSFORMED: dict[str, tuple[Any, tuple[Any, ...]]] = {
     ),
     "jacobian": (
         jax.jacobian(lambda q, *x: CALLS["lengths"](q, *x)[0, 0, 0, :3]),
-        (*HEADS, COUNTS, THERE),
+        (*HEADS, COUNTS, VALID),
     ),
     "vmap(grad), one bias": (
         jax.vmap(jax.grad(with_bias, (0, 1, 2, 3)), in_axes=(0, None, None, None)),

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 PLATFORMS = {"h200": "cuda", "a100": "cuda", "b200": "cuda", "rocm": "rocm", "tpu": "tpu"}
 SHAPE: Any = jax.ShapeDtypeStruct
 LENGTHS = np.array([300, 7], np.int32)
-THERE = np.arange(600) % 5 > 0
+VALID = np.arange(600) % 5 > 0
 IDS = np.repeat(np.arange(3), 200)[None]
 SEGMENTS = Mask.segments(query_ids=IDS, key_value_ids=IDS)
 DENSE = Mask.dense(np.arange(600)[:, None] >= np.arange(600)[None])
@@ -51,10 +51,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "lengths": {"key_value_seq_lengths": LENGTHS},
     "lengths causal": {"key_value_seq_lengths": LENGTHS, "is_causal": True},
     "both lengths": {"key_value_seq_lengths": LENGTHS, "query_seq_lengths": LENGTHS},
-    "padding": {"mask": Mask.padding(key_value=THERE)},
-    "padding causal": {"mask": Mask.padding(key_value=THERE), "is_causal": True},
-    "padding causal H 256": {"mask": Mask.padding(key_value=THERE), "is_causal": True, "H": 256},
-    "padding of queries": {"mask": Mask.padding(query=THERE)},
+    "padding": {"mask": Mask.padding(key_value=VALID)},
+    "padding causal": {"mask": Mask.padding(key_value=VALID), "is_causal": True},
+    "padding causal H 256": {"mask": Mask.padding(key_value=VALID), "is_causal": True, "H": 256},
+    "padding of queries": {"mask": Mask.padding(query=VALID)},
     "window left": {"local_window_size": (64, 0)},
     "window both": {"local_window_size": (64, 9)},
     "window lengths": {"local_window_size": (64, 0), "key_value_seq_lengths": LENGTHS},

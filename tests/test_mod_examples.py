@@ -16,7 +16,7 @@ RNG = np.random.default_rng(5)
 BIAS = RNG.standard_normal((B, N, T, S))
 DIAGONALS = RNG.standard_normal((2 * T, N))
 TABLE = RNG.standard_normal((9, N))
-SLOPES = 2.0 ** -np.arange(1, N + 1)
+RATES = 2.0 ** -np.arange(1, N + 1)
 IDS = np.sort(RNG.integers(0, 4, (B, T)), 1).astype("int32")
 OFFSETS = np.array([0, 7, 15, 24], "int32")
 ALLOWED = RNG.random((T, S)) < 0.5
@@ -52,14 +52,14 @@ SCORES: dict[str, Any] = {
         i % 2 == 0, score + as_float(i - j, score), score
     ),
     "relative by head": lambda score, b, n, i, j: score + at(DIAGONALS, score)[i - j + T, n],
-    "alibi": lambda score, b, n, i, j: score + at(SLOPES, score)[n] * as_float(j - i, score),
+    "alibi": lambda score, b, n, i, j: score + at(RATES, score)[n] * as_float(j - i, score),
     "symmetric alibi": lambda score, b, n, i, j: (
-        score - at(SLOPES, score)[n] * as_float(jnp.abs(i - j), score)
+        score - at(RATES, score)[n] * as_float(jnp.abs(i - j), score)
     ),
     "full bias": lambda score, b, n, i, j: score + at(BIAS, score)[b, n, i, j],
     "tanh cap": lambda score, b, n, i, j: 2.0 * jnp.tanh(score / 2.0),
     "causal by score": lambda score, b, n, i, j: jnp.where(i >= j, score, -jnp.inf),
-    "temperature by head": lambda score, b, n, i, j: score * at(SLOPES, score)[n],
+    "temperature by head": lambda score, b, n, i, j: score * at(RATES, score)[n],
     "log distance": lambda score, b, n, i, j: (
         score - jnp.log1p(as_float(jnp.abs(i - j), score))
     ),  # KERPLE
@@ -75,7 +75,7 @@ SCORES: dict[str, Any] = {
         + jnp.where(jnp.asarray(IDS)[b, i] == jnp.asarray(IDS)[b, j], 1.0, 0.0).astype(score.dtype)
     ),
     "decay": lambda score, b, n, i, j: (
-        score + as_float(i - j, score) * jnp.log(1.0 - at(SLOPES, score)[n] / 2)
+        score + as_float(i - j, score) * jnp.log(1.0 - at(RATES, score)[n] / 2)
     ),  # RetNet
 }
 MASKS: dict[str, Any] = {

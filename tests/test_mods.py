@@ -252,14 +252,14 @@ def test_half_precision_scores_are_float32() -> None:
 def test_a_layer_with_extra_positions() -> None:
     params = jaxmha.init_params(jax.random.key(0), num_heads=N, features=8, use_bias_kv=True)
     x = jnp.asarray(np.random.default_rng(0).standard_normal((B, 7, 8)), "float32")
-    slopes = jnp.arange(1.0, N + 1)
+    rates = jnp.arange(1.0, N + 1)
     i, j = np.ogrid[:7, :7]
-    bias = -slopes[:, None, None] * jnp.asarray(np.abs(i - j), "float32")[None]
+    bias = -rates[:, None, None] * jnp.asarray(np.abs(i - j), "float32")[None]
     want = jaxmha.multi_head_attention(params, x, bias=bias, mask=jnp.asarray(j % 3 != 1))
     for implementation in IMPLEMENTATIONS:
         got = jaxmha.multi_head_attention(
             params, x, implementation=implementation,
-            score_mod=lambda score, b, n, i, j: score - slopes[n] * jnp.abs(i - j).astype("float32"),
+            score_mod=lambda score, b, n, i, j: score - rates[n] * jnp.abs(i - j).astype("float32"),
             mask_mod=lambda b, n, i, j: j % 3 != 1,
         )  # fmt: skip
         assert relative_error(got, want) < 1e-6
@@ -341,10 +341,10 @@ def test_functions_with_custom_gradients_and_inner_jit() -> None:
 def test_decoding_is_a_causal_layer(paged: bool) -> None:
     params = jaxmha.init_params(jax.random.key(1), num_heads=N, num_kv_heads=K, features=8)
     x = jnp.asarray(np.random.default_rng(0).standard_normal((B, 9, 8)), "float32")
-    slopes = jnp.arange(1.0, N + 1)
+    rates = jnp.arange(1.0, N + 1)
 
     def score_mod(score: jax.Array, b: Any, n: Any, i: Any, j: Any) -> jax.Array:
-        found: jax.Array = score * jnp.cos(slopes[n]) - slopes[n] * (i - j + b).astype(score.dtype)
+        found: jax.Array = score * jnp.cos(rates[n]) - rates[n] * (i - j + b).astype(score.dtype)
         return found
 
     def mask_mod(b: Any, n: Any, i: Any, j: Any) -> jax.Array:

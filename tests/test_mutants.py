@@ -90,11 +90,11 @@ def killed_by(
     return failed
 
 
-@pytest.mark.parametrize("mistake", MUTANTS)
-def test_is_killed(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    mutate, dtype, killers = MUTANTS[mistake]
-    alive = killers - killed_by(mistake, mutate, dtype, killers, monkeypatch)
-    assert not alive, f"{mistake!r} survives {', '.join(sorted(alive))}"
+@pytest.mark.parametrize("mutation", MUTANTS)
+def test_is_killed(mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutate, dtype, killers = MUTANTS[mutation]
+    alive = killers - killed_by(mutation, mutate, dtype, killers, monkeypatch)
+    assert not alive, f"{mutation!r} survives {', '.join(sorted(alive))}"
 
 
 @pytest.mark.slow

@@ -46,12 +46,12 @@ def test_alibi_of_bloom_and_mpt(heads: int) -> None:
         "mpt": mpt.build_mpt_alibi_tensor(heads, T).numpy(),
     }
     for kind, bias in biases.items():
-        slopes = mods.alibi_slopes(heads, kind)  # type: ignore[arg-type]
+        rates = mods.alibi_slopes(heads, kind)  # type: ignore[arg-type]
         # Their biases count from another position, which no softmax sees.
         steps = np.diff(bias.reshape(heads, T))
-        np.testing.assert_allclose(steps, np.broadcast_to(slopes[:, None], steps.shape), rtol=1e-4)
+        np.testing.assert_allclose(steps, np.broadcast_to(rates[:, None], steps.shape), rtol=1e-4)
         if heads == N:
-            check(bias.reshape(1, N, 1, T), J <= I, is_causal=True, score_mod=mods.alibi(slopes))
+            check(bias.reshape(1, N, 1, T), J <= I, is_causal=True, score_mod=mods.alibi(rates))
 
 
 @pytest.mark.parametrize("bidirectional", [True, False])
@@ -164,10 +164,10 @@ def test_soft_cap_after_a_bias() -> None:
 
 def test_gradients_of_named_arrays() -> None:
     """Slopes and tables, by blocked tiles, as `reference` has them."""
-    slopes, table = mods.alibi_slopes(N), jnp.asarray(RNG.standard_normal((32, N)), "float32")
+    rates, table = mods.alibi_slopes(N), jnp.asarray(RNG.standard_normal((32, N)), "float32")
 
-    def total(implementation: str, slopes: jax.Array, table: jax.Array) -> jax.Array:
-        both = mods.alibi(slopes), mods.relative_bias(table, bucket=mods.t5(bidirectional=False))
+    def total(implementation: str, rates: jax.Array, table: jax.Array) -> jax.Array:
+        both = mods.alibi(rates), mods.relative_bias(table, bucket=mods.t5(bidirectional=False))
         outs = [
             jaxmha.dot_product_attention(
                 QUERY, KEY, VALUE, is_causal=True, score_mod=mod, implementation=implementation
@@ -176,6 +176,6 @@ def test_gradients_of_named_arrays() -> None:
         ]
         return sum((out**2).sum() for out in outs)  # type: ignore[return-value]
 
-    want, got = (jax.grad(total, (1, 2))(x, slopes, table) for x in ("reference", "blocked"))
+    want, got = (jax.grad(total, (1, 2))(x, rates, table) for x in ("reference", "blocked"))
     for x, y in zip(got, want, strict=True):
         assert relative_error(x, y) < 3e-6

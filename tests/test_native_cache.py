@@ -167,9 +167,9 @@ def test_exported_mapped_and_differentiated() -> None:
     tolerance.assert_close(outs[0], np.asarray(want, np.float64), factor=2)
     np.testing.assert_allclose(caches.key[0], longer.key, rtol=1e-6, atol=1e-6)
     along = jnp.ones_like(token)
-    _, slope = jax.jvp(lambda x: step(x)[0], (token,), (along,))
+    _, derivative = jax.jvp(lambda x: step(x)[0], (token,), (along,))
     ahead, behind = (step(token + h * along)[0] for h in (1e-2, -1e-2))
-    np.testing.assert_allclose(slope, (ahead - behind) / 2e-2, rtol=2e-2, atol=2e-3)
+    np.testing.assert_allclose(derivative, (ahead - behind) / 2e-2, rtol=2e-2, atol=2e-3)
 
 
 # Calls that no program of ours makes: what a handler is given, it checks.

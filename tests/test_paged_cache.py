@@ -135,7 +135,7 @@ class Schedule(RuleBasedStateMachine):
         assert self.pool.lengths.tolist() == [len(x) for x in self.tokens]
 
     @invariant()
-    def no_page_is_lost_or_shared_by_mistake(self) -> None:
+    def no_page_is_lost_or_shared(self) -> None:
         table, lengths = self.pool.table, self.pool.lengths
         held = page_table.holders(table, PAGES)
         assert (held > 0).sum() + self.pool.free_pages == PAGES

@@ -62,13 +62,13 @@ class Draw:
             return rng.integers(0, 2 if "segments" in structure else 1, (B, size))
 
         offsets = rng.integers(-2, 3, B) if "causal" in structure else np.full(B, S)
-        there = rng.random((B, S)) < (0.6 if "padding" in structure else 1.1)
+        valid = rng.random((B, S)) < (0.6 if "padding" in structure else 1.1)
         lengths = rng.integers(0, S + 1, B) if "lengths" in structure else np.full(B, S)
         self.bias = bias
         self.mask = (
             Mask.causal(offsets.astype(np.int32))
             & Mask.lengths(key_value=lengths.astype(np.int32))
-            & Mask.padding(key_value=there)
+            & Mask.padding(key_value=valid)
             & Mask.segments(
                 query_ids=ids(T).astype(np.int32), key_value_ids=ids(S).astype(np.int32)
             )
@@ -192,6 +192,6 @@ def test_poison_where_it_is_attended_is_seen() -> None:
     draw.dead[:, 2] = True
     key = draw.poisoned(draw.normal(B, 5, K, H))
     arrays = {"query": draw.normal(B, 4, N, H), "key": key, "value": key, "bias": draw.bias}
-    answer = attention("reference")(arrays, draw.mask, draw.normal(B, 4, N, H))
+    output = attention("reference")(arrays, draw.mask, draw.normal(B, 4, N, H))
     with pytest.raises(AssertionError):
-        same(answer, answer)
+        same(output, output)

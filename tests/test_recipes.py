@@ -121,17 +121,17 @@ def test_bert(tmp_path: Path) -> None:
     """Padding is masked by lengths; the head of the language model is left out."""
     model = theirs("BertForMaskedLM", "BertConfig", max_position_embeddings=64, **SIZES)
     own = loaded(bert.load, model, tmp_path)
-    words, lengths = tokens(2, 11), np.array([11, 6])
+    ids, lengths = tokens(2, 11), np.array([11, 6])
     valid = np.arange(11) < lengths[:, None]
-    want = output(model.bert, input_ids=words, attention_mask=valid.astype(int)).last_hidden_state
-    states = own(jnp.asarray(words), lengths=jnp.asarray(lengths))
+    want = output(model.bert, input_ids=ids, attention_mask=valid.astype(int)).last_hidden_state
+    states = own(jnp.asarray(ids), lengths=jnp.asarray(lengths))
     close(states[valid], want[torch.from_numpy(valid)])
     classifier = bert.Classifier(own, 3, nnx.Rngs(0))
 
-    def loss(model: Any, words: Any) -> Any:
-        return jnp.square(model(words, jnp.asarray(lengths)) - 1.0).mean()
+    def loss(model: Any, ids: Any) -> Any:
+        return jnp.square(model(ids, jnp.asarray(lengths)) - 1.0).mean()
 
-    before, gradients = nnx.value_and_grad(loss)(classifier, jnp.asarray(words))
+    before, gradients = nnx.value_and_grad(loss)(classifier, jnp.asarray(ids))
     assert before > 0
     assert (gradients["encoder"]["blocks"][0]["attention"]["query"]["kernel"][...] != 0).any()
 

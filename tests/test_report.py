@@ -282,11 +282,11 @@ def test_damaged_files_are_named_or_made_again(
     capsys.readouterr()
 
     assert command.main(["--check"]) == 1
-    said = capsys.readouterr()
-    assert said.out.count(file) == 1
+    printed = capsys.readouterr()
+    assert printed.out.count(file) == 1
     assert command.main(keep) == 2
-    said = capsys.readouterr()
-    assert said.err.count("heads:") == said.err.count(file) == 1
+    printed = capsys.readouterr()
+    assert printed.err.count("heads:") == printed.err.count(file) == 1
     assert not target.exists()
     assert command.main(["--json"]) == 0
     assert file in json.loads(capsys.readouterr().out)[0]["stale"]
@@ -307,13 +307,13 @@ def test_the_page_says_what_is_not_run_again(heads: Path) -> None:
 
     stored = json.loads((heads / "results.json").read_text())
     assert "Older" not in made()
-    for sources, words in (
+    for sources, texts in (
         ({"gone.py": "0", **stored.pop("sources")}, "Older than the code: gone.py changed."),
         (None, "not known"),
     ):
         given = stored if sources is None else {**stored, "sources": sources}
         (heads / "results.json").write_text(json.dumps(given))
-        assert words in made()
+        assert texts in made()
 
 
 def seen(html: str, folder: Path, *options: str) -> dict[str, Any]:

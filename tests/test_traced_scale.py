@@ -62,7 +62,7 @@ def check(case: Case, implementation: str, dtype: str) -> None:
     terms = np.abs(np.asarray(found["query"], np.float64) * np.asarray(arrays["query"], np.float64))
     floors = tolerance.FLOORS[wide] * float(np.finfo(wide).eps) * terms.sum() / SCALE
     missed = abs(float(found["scale"]) - gradient_of_scale(case, dtype))
-    assert missed <= floors + tolerance.SLOPES * max(1.0, terms.sum())
+    assert missed <= floors + tolerance.GRADIENTS * max(1.0, terms.sum())
     with jax.enable_x64(True):
         exact = {name: x.astype(np.float64) for name, x in inside.items()}
         static = functional(replace(case, scale=SCALE), "reference", dtype)

@@ -189,14 +189,14 @@ def test_the_command(
     assert "accuracy" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("there", [False, True])
-def test_nothing_to_resume_from(there: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("present", [False, True])
+def test_nothing_to_resume_from(present: bool, tmp_path: Path) -> None:
     folder = tmp_path / "none"
-    if there:
+    if present:
         folder.mkdir()
     with pytest.raises(FileNotFoundError, match=f"{folder} has no checkpoint to resume from"):
         train(TINY, BOTH, folder, resume=True)
-    assert folder.exists() == there
+    assert folder.exists() == present
 
 
 @pytest.mark.parametrize("more", [[], ["--resume"]], ids=str)

@@ -25,7 +25,7 @@ LAYER = 8.0
 # Central differences of this step err by about STEP**2 (curvature) and 1e-16 / STEP (rounding),
 # and gradients pass the rounding of the dtype once more on their way back.
 STEP = 1e-5
-SLOPES = 1e-9
+GRADIENTS = 1e-9
 # Where a gradient is zero because terms cancel, half precision leaves what float32, in which they
 # are summed, cannot tell from zero: half a unit at the scale of the terms, which is 1.
 CANCELLED = 2.0**-24
@@ -83,7 +83,7 @@ def assert_gradients(actual: Any, grads: NDArray[Any], what: str = "") -> None:
     """Asserts that gradients are the gradients found by central differences of step STEP."""
     actual = np.asarray(actual)
     floors = FLOORS[actual.dtype.name] * BACKWARD * floor(grads, actual.dtype)
-    allowed = floors + SLOPES * float(np.abs(grads).max(initial=1.0))
+    allowed = floors + GRADIENTS * float(np.abs(grads).max(initial=1.0))
     allowed += CANCELLED if actual.dtype.itemsize == 2 else 0.0
     worst = float(np.abs(actual.astype(np.float64) - grads).max(initial=0.0))
     assert worst <= allowed, f"{what}: {worst:.2e} from the gradients, allowed {allowed:.2e}"

@@ -171,8 +171,8 @@ def check(path: Path, counts: Counter[str], overwrites: bool, others: dict[Path,
     reader, writer = os.pipe()
 
     def look() -> None:
-        there = os.path.lexists(path)
-        os.write(writer, (state(path) if there else "absent").encode())
+        exists = os.path.lexists(path)
+        os.write(writer, (state(path) if exists else "absent").encode())
 
     child = forked(look)
     os.close(writer)

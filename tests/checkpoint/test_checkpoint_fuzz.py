@@ -84,18 +84,26 @@ def test_random_programs(seed: int) -> None:
     from jaxmha.checkpoint.limits import Limits
 
     random = np.random.default_rng(seed)
-    words = [bytes([c]) for c in b")(.Rbst\x85\x86\x87uQ\x88\x89N]}aeq\x00h\x00K\x01M"]
-    words += [
+    pieces = [bytes([c]) for c in b")(.Rbst\x85\x86\x87uQ\x88\x89N]}aeq\x00h\x00K\x01M"]
+    pieces += [
         torch_files.ORDERED,
         torch_files.V2,
         torch_files.V3,
         torch_files.tensor(),
         torch_files.storage(),
     ]
-    words += [torch_files.text("w"), torch_files.numbers(2, 3), b"q\x01", b"h\x01", b"\x8a\x01\xff"]
+    pieces += [
+        torch_files.text("w"),
+        torch_files.numbers(2, 3),
+        b"q\x01",
+        b"h\x01",
+        b"\x8a\x01\xff",
+    ]
     limits, finished = Limits(), 0
     for _ in range(FLIPS):
-        body = b"".join(words[i] for i in random.integers(len(words), size=random.integers(1, 40)))
+        body = b"".join(
+            pieces[i] for i in random.integers(len(pieces), size=random.integers(1, 40))
+        )
         try:
             root, _storages = pickle.run(b"\x80\x02" + body + b".", "m.pt", limits)
             list(records.flatten(root, "m.pt", limits, []))

@@ -134,21 +134,21 @@ WRITTEN = (".safetensors", ".pt", ".weights.h5", ".npz", ".orbax", ".bin.index.j
 def test_no_framework_is_needed(tmp_path: Path) -> None:
     """`tests.wheel` does the same where none is installed."""
     blocked = "torch,keras,tensorflow,flax,safetensors,orbax,transformers"
-    said = _without(tmp_path, blocked, WRITTEN)
-    assert said == [f"read {suffix} 2.0" for suffix in WRITTEN]
+    reported = _without(tmp_path, blocked, WRITTEN)
+    assert reported == [f"read {suffix} 2.0" for suffix in WRITTEN]
     with checkpoint.open(tmp_path / "new.orbax") as file:
         assert file["w"].tolist() == [1, 1]
 
 
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
-    said = _without(tmp_path, "h5py,xxhash,tensorstore", WRITTEN)
+    reported = _without(tmp_path, "h5py,xxhash,tensorstore", WRITTEN)
     h5py, orbax = "writing .weights.h5 needs h5py", "orbax checkpoints need tensorstore"
-    assert said.count(f"{h5py} | pip install 'jaxmha[files]'") == 1  # reading needs none
-    assert said.count(f"{orbax} | pip install 'jaxmha[orbax]'") == 2
+    assert reported.count(f"{h5py} | pip install 'jaxmha[files]'") == 1  # reading needs none
+    assert reported.count(f"{orbax} | pip install 'jaxmha[orbax]'") == 2
     digests = "checking its digests needs xxhash"
     remedy = "pip install 'jaxmha[files]', or in Python checkpoint.open(path, verify=False)"
-    assert said.count(f"{digests} | {remedy}") == 5
-    assert len(said) == 8
+    assert reported.count(f"{digests} | {remedy}") == 5
+    assert len(reported) == 8
     with checkpoint.open(tmp_path / "new.safetensors") as file:
         assert file.digests["w"].startswith("sha256:")
     with checkpoint.open(tmp_path / "old.pt", verify=False) as file:

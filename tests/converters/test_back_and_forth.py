@@ -76,7 +76,7 @@ def bits(path: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
         return {k: (file[k].dtype.name, file[k].shape, file[k].tobytes()) for k in file}
 
 
-def there_and_back(a: Case, b: Case, dtype: str, seed: int, lead: bool = False) -> bool:
+def back_and_forth(a: Case, b: Case, dtype: str, seed: int, lead: bool = False) -> bool:
     """Whether B could hold it; then all must be as it was."""
     rng = np.random.default_rng(seed)
     layout = attention_blocks.named(a[0])
@@ -147,7 +147,7 @@ def test_back_and_forth(count: int, held: list[tuple[Case, Case]]) -> None:
     )
     def holds(pair: tuple[Case, Case], dtype: str, numbers: int, lead: bool) -> None:
         plain = any("-file" in layout for layout, _ in pair)  # Keras files have no stacked layers
-        assume(there_and_back(*pair, dtype, numbers, lead and not plain))
+        assume(back_and_forth(*pair, dtype, numbers, lead and not plain))
 
     holds()
 
@@ -158,7 +158,7 @@ def test_every_pair_of_layouts(a: Layout) -> None:
     def case(layout: Layout) -> Case:
         return layout.name, ".weights.h5" if layout.name in IN_FILE else ".safetensors"
 
-    held = {b.name for b in registry.LAYOUTS if there_and_back(case(a), case(b), "float32", 0)}
+    held = {b.name for b in registry.LAYOUTS if back_and_forth(case(a), case(b), "float32", 0)}
     assert a.name in held
 
 
@@ -168,5 +168,5 @@ def test_every_pair_of_layouts(a: Layout) -> None:
 def test_every_format_and_dtype(suffix: str, dtype: str) -> None:
     a = ("flax", ".safetensors")
     b = ("keras-file", suffix) if suffix == ".weights.h5" else ("haiku", suffix)
-    state: Any = there_and_back(a, b, dtype, 0)
+    state: Any = back_and_forth(a, b, dtype, 0)
     assert state or (a, b)[0][0] == "flax"

@@ -37,7 +37,7 @@ def same(one: Path, other: Path) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("layout", "config", "told"),
+    ("layout", "config", "fields"),
     [
         ("llama-norm", QWEN3, {"qk_norm": "rms", "qk_norm_epsilon": 1e-5}),
         ("llama", GEMMA2, {"scale": 0.125, "logits_soft_cap": 50.0}),
@@ -45,17 +45,17 @@ def same(one: Path, other: Path) -> bool:
     ],
 )
 def test_the_configuration_tells_semantics_and_the_file_keeps_them(
-    layout: str, config: dict[str, Any], told: dict[str, Any], tmp_path: Path
+    layout: str, config: dict[str, Any], fields: dict[str, Any], tmp_path: Path
 ) -> None:
-    path, there = source(tmp_path, layout, config), tmp_path / "elsewhere" / "b.safetensors"
-    there.parent.mkdir()
-    pipeline.convert(path, there, to="jaxmha")
-    with checkpoint.open(there) as file:
+    path, converted = source(tmp_path, layout, config), tmp_path / "elsewhere" / "b.safetensors"
+    converted.parent.mkdir()
+    pipeline.convert(path, converted, to="jaxmha")
+    with checkpoint.open(converted) as file:
         (block,) = behaviours.configured(attention_blocks.find(attention_blocks.shapes(file)), file)
         params, semantics = block.read(file)
-    assert semantics == Semantics(**told)
-    assert (params.query_norm is not None) == ("qk_norm" in told)
-    pipeline.convert(there, tmp_path / "c.safetensors", to=layout)
+    assert semantics == Semantics(**fields)
+    assert (params.query_norm is not None) == ("qk_norm" in fields)
+    pipeline.convert(converted, tmp_path / "c.safetensors", to=layout)
     assert same(path, tmp_path / "c.safetensors")
 
 
@@ -63,10 +63,10 @@ def test_semantics_go_nowhere_else_unsaid(tmp_path: Path) -> None:
     path = source(tmp_path, "llama", GRANITE)
     with pytest.raises(ValueError, match=r"cannot hold semantics.scale=0.25.*--fold-scale"):
         pipeline.convert(path, tmp_path / "b.safetensors", to="flax")
-    there = tmp_path / "b.safetensors"
-    pipeline.convert(path, there, to="jaxmha")
+    converted = tmp_path / "b.safetensors"
+    pipeline.convert(path, converted, to="jaxmha")
     with pytest.raises(ValueError, match=r"layout linear-wo cannot hold semantics.scale=0.25"):
-        pipeline.convert(there, tmp_path / "c.safetensors", to="linear-wo")
+        pipeline.convert(converted, tmp_path / "c.safetensors", to="linear-wo")
 
 
 @pytest.mark.parametrize(
@@ -82,13 +82,13 @@ def test_norms_are_refused_where_nothing_tells_how_they_normalise(
 
 def test_unreadable_metadata_is_refused(tmp_path: Path) -> None:
     path = source(tmp_path, "llama", GRANITE)
-    pipeline.convert(path, there := tmp_path / "b.safetensors", to="jaxmha")
-    with checkpoint.open(there) as file:
+    pipeline.convert(path, converted := tmp_path / "b.safetensors", to="jaxmha")
+    with checkpoint.open(converted) as file:
         state = {name: np.asarray(file[name]) for name in file.info}
     wrong = {f"{behaviours.METADATA}.{PREFIX}": '{"scale": "large"}'}
-    checkpoint.write(there, state, metadata=wrong, force=True)
+    checkpoint.write(converted, state, metadata=wrong, force=True)
     with pytest.raises(ValueError, match=rf"{behaviours.METADATA}.{PREFIX} of the metadata"):
-        pipeline.convert(there, tmp_path / "c.safetensors", to="llama")
+        pipeline.convert(converted, tmp_path / "c.safetensors", to="llama")
 
 
 @pytest.mark.parametrize(
@@ -112,9 +112,11 @@ def test_attention_of_no_known_layout_is_named_and_carried(
     state["h.0.mlp.fc1.weight"] = rng.normal(size=(7, 12)).astype(np.float32)
     checkpoint.write(tmp_path / "a.safetensors", state)
     done = pipeline.convert(tmp_path / "a.safetensors", tmp_path / "b.safetensors", to="flax")
-    said = [note for note in done.notes if "attention of no known layout, 2 x h.{i}.attn" in note]
-    assert said
-    assert said[0] in pipeline.inspect(tmp_path / "a.safetensors").notes
+    matching = [
+        note for note in done.notes if "attention of no known layout, 2 x h.{i}.attn" in note
+    ]
+    assert matching
+    assert matching[0] in pipeline.inspect(tmp_path / "a.safetensors").notes
     with checkpoint.open(tmp_path / "b.safetensors") as file:
         for name, array in state.items():
             if "attn" in name:

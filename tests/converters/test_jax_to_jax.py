@@ -113,12 +113,12 @@ def test_traced_arrays_go_between_jax_libraries() -> None:
     mine, wanted = (np.concatenate([x[n].ravel() for n in flat]) for x in (ours, theirs))
     assert_close(mine, np.asarray(wanted, np.float64))  # gradients of key biases are zero
 
-    def there(state: Any) -> Any:
+    def converted(state: Any) -> Any:
         return haiku.export_params(*flax.import_params(state))
 
     stacked = {name: jnp.stack([array, array + 1]) for name, array in flat.items()}
-    made = jax.vmap(there)(stacked)
-    for name, array in there({name: array[1] for name, array in stacked.items()}).items():
+    made = jax.vmap(converted)(stacked)
+    for name, array in converted({name: array[1] for name, array in stacked.items()}).items():
         np.testing.assert_array_equal(made[name][1], array)
 
 

@@ -65,15 +65,15 @@ def saved(folder: Path, shapes: dict[str, Any], dtype: str = "float32", **config
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_files_come_back_bit_by_bit(shapes: Any, dtype: str, tmp_path: Path) -> None:
     source = saved(tmp_path, shapes, dtype)
-    there, back = tmp_path / "there.safetensors", tmp_path / "back.safetensors"
-    done = run("convert", source, there, "--to", "jaxmha")
+    target, back = tmp_path / "there.safetensors", tmp_path / "back.safetensors"
+    done = run("convert", source, target, "--to", "jaxmha")
     assert done.exit_code == 0, printed(done)
     assert "verified" in printed(done)
     assert "2 latent" in printed(done)
-    done = run("convert", there, back, "--to", "deepseek")
+    done = run("convert", target, back, "--to", "deepseek")
     assert done.exit_code == 0, printed(done)
     assert "verified" in printed(done)
-    with checkpoint.open(source) as a, checkpoint.open(back) as b, checkpoint.open(there) as c:
+    with checkpoint.open(source) as a, checkpoint.open(back) as b, checkpoint.open(target) as c:
         assert a.info.keys() == b.info.keys()
         for name in a.info:
             assert a[name].dtype == b[name].dtype
@@ -96,22 +96,22 @@ def test_meaning_and_positions_are_named(tmp_path: Path) -> None:
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16,
                "mscale": 0.7, "mscale_all_dim": 0.9}  # fmt: skip
     source = saved(tmp_path, SHAPES, rope_scaling=scaling, attention_dropout=0.1)
-    there = tmp_path / "there.safetensors"
-    done = pipeline.convert(source, there, to="jaxmha")
+    target = tmp_path / "there.safetensors"
+    done = pipeline.convert(source, target, to="jaxmha")
     place = "rotary, base 500000, 4 features in pairs of neighbouring features, scaling yarn"
     note = f"latent attention, 2 x layout deepseek, positions {place}"
     assert note in done.notes
     assert not any("no known layout" in one or "no attention" in one for one in done.notes)
     semantics, _ = huggingface.latent_behaviour(json.loads((tmp_path / "config.json").read_text()))
-    with checkpoint.open(there) as file:
+    with checkpoint.open(target) as file:
         for i in range(2):
             kept = json.loads(file.metadata[f"jaxmha.semantics.model.layers.{i}.self_attn"])
             assert kept == {"scale": semantics.scale, "dropout_rate": 0.1, "from": "deepseek"}
             assert file.metadata[f"jaxmha.positions.model.layers.{i}.self_attn"] == place
     seen = pipeline.inspect(source).notes
     assert f"{note}; --to jaxmha converts them, other layouts cannot hold them" in seen
-    again = pipeline.convert(there, tmp_path / "again.safetensors", to="jaxmha")
-    with checkpoint.open(there) as a, checkpoint.open(tmp_path / "again.safetensors") as b:
+    again = pipeline.convert(target, tmp_path / "again.safetensors", to="jaxmha")
+    with checkpoint.open(target) as a, checkpoint.open(tmp_path / "again.safetensors") as b:
         assert a.info.keys() == b.info.keys()
         assert dict(a.metadata) == dict(b.metadata)
     assert again.other_layers == tuple(
@@ -185,14 +185,14 @@ def test_a_plan_is_carried_out_and_refuses_other_targets(tmp_path: Path) -> None
 
 
 def test_the_comparison_sees_one_number(tmp_path: Path) -> None:
-    source, there = saved(tmp_path, SHAPES), tmp_path / "there.safetensors"
-    done = pipeline.convert(source, there, to="jaxmha")
+    source, target = saved(tmp_path, SHAPES), tmp_path / "there.safetensors"
+    done = pipeline.convert(source, target, to="jaxmha")
     assert done.plan is not None
-    with checkpoint.open(there) as file:
+    with checkpoint.open(target) as file:
         state, metadata = {name: np.array(file[name]) for name in file}, dict(file.metadata)
     state["model.layers.1.self_attn.mla_key_kernel"][2, 1, 3] += 1
-    checkpoint.write(there, state, metadata=metadata, force=True)
-    found = [one.differences for one in report.check(source, there, done.plan).modules]
+    checkpoint.write(target, state, metadata=metadata, force=True)
+    found = [one.differences for one in report.check(source, target, done.plan).modules]
     assert [x for x in found if x] == [(f"key.kernel: 1 of {L * N * H} elements differ",)]
 
 

@@ -294,13 +294,13 @@ def of_keyless(seed: int) -> Live:
             out = torch.nn.functional.scaled_dot_product_attention(*heads)
             return self.proj(out.transpose(1, 2).reshape(B, T, D))
 
-    def spread(module: Any) -> Any:
+    def drawn_state(module: Any) -> Any:
         with torch.no_grad():
             for bias in (module.q_bias, module.v_bias):
                 bias.copy_(torch.linspace(-1, 1, D).roll(seed))
         return module.state_dict()
 
-    return of_torch(Attention(), seed, state=spread)
+    return of_torch(Attention(), seed, state=drawn_state)
 
 
 def of_haiku(seed: int) -> Live:

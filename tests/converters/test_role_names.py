@@ -35,9 +35,9 @@ def test_names_of_a_file_make_a_layout(name: str, biases: bool) -> None:
     (block,) = attention_blocks.find({k: v.shape for k, v in arrays.items()})
     assert block.prefix == "a"
     assert block.layout.name == "linear:" + ",".join(CLASSES[name])
-    there = pipeline.convert_state(arrays, to="flax", num_heads=N)
-    assert np.shape(there["a/query/kernel"]) == (D, N, H)
-    back = pipeline.convert_state(there, to=block.layout.name, num_heads=N)
+    converted = pipeline.convert_state(arrays, to="flax", num_heads=N)
+    assert np.shape(converted["a/query/kernel"]) == (D, N, H)
+    back = pipeline.convert_state(converted, to=block.layout.name, num_heads=N)
     assert back.keys() == arrays.keys()
     for key, array in arrays.items():
         np.testing.assert_array_equal(back[key], array)

@@ -148,8 +148,8 @@ def test_many_blocks_and_tensors_stay_a_page() -> None:
     parts = [*page._tensors(report, facts), *page._blocks(report), *page._outside(report)]
     html = "".join(parts)
     assert len(html) < 2_000_000
-    for said in ("and 5,000 more", "and 2,900 more blocks", "and 2,800 more tensors"):
-        assert said in html
+    for phrase in ("and 5,000 more", "and 2,900 more blocks", "and 2,800 more tensors"):
+        assert phrase in html
     parsed(html)
 
 

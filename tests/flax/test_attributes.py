@@ -151,10 +151,10 @@ def test_a_softmax_in_another_dtype_is_not_forced() -> None:
 
 def test_flax_describes_a_view() -> None:
     """Of every argument, in the words of flax's own module or others."""
-    told = nnx.view_info(layer())
+    info = nnx.view_info(layer())
     for name in inspect.signature(MultiHeadAttention.set_view).parameters:
-        assert name == "self" or f"  {name}: " in told
-    assert "what `nnx.view` calls" not in told
+        assert name == "self" or f"  {name}: " in info
+    assert "what `nnx.view` calls" not in info
 
 
 def test_submodules_have_the_dtype_of_the_computation() -> None:

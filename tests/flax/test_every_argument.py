@@ -189,7 +189,7 @@ def test_dropout_of_nnx_is_distributed_as_in_flax(broadcast: bool, how: str) -> 
     else:
         other = nnx.MultiHeadAttention(rngs=nnx.Rngs(1), attention_fn=attention_fn, **settings)
     x, y = jnp.zeros((2, T, 2)), jnp.ones((2, S, 2))
-    spread = (rate / (1 - rate) / ((1 if broadcast else 4) * T * S)) ** 0.5
+    deviation = (rate / (1 - rate) / ((1 if broadcast else 4) * T * S)) ** 0.5
     for layer in (own, other):
         for side in (layer.query, layer.key, layer.value):
             side.kernel.set_value(jnp.eye(2).reshape(2, 2, 1))
@@ -198,7 +198,7 @@ def test_dropout_of_nnx_is_distributed_as_in_flax(broadcast: bool, how: str) -> 
         assert not np.array_equal(first, second)
         assert bool(jnp.array_equal(first[0], first[1])) == broadcast
         assert bool(jnp.array_equal(first[..., 0], first[..., 1])) == broadcast
-        assert abs(float(first.mean()) - 1) < 5 * spread
+        assert abs(float(first.mean()) - 1) < 5 * deviation
         row = (rate / (1 - rate) / S) ** 0.5
         assert abs(float(first.std()) / row - 1) < 5 / (2 * (1 if broadcast else 4) * T) ** 0.5
 

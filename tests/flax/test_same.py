@@ -316,8 +316,8 @@ def test_dropout_is_distributed_as_in_flax(broadcast: bool | None, how: str) -> 
         assert bool(jnp.array_equal(out[0], out[1])) == shared
         assert bool(jnp.array_equal(out[..., 0], out[..., 1])) == shared
         rows = 1 if shared else 4
-        spread = (rate / kept / (rows * T * S)) ** 0.5
-        assert abs(float(out.mean()) - 1) < 5 * spread
+        deviation = (rate / kept / (rows * T * S)) ** 0.5
+        assert abs(float(out.mean()) - 1) < 5 * deviation
         row = (rate / kept / S) ** 0.5
         assert abs(float(out.std()) / row - 1) < 5 / (2 * rows * T) ** 0.5
 

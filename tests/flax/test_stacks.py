@@ -121,7 +121,7 @@ def test_gradients_through_a_stack_of_nnx() -> None:
         return x + layer(x, mask=MASK)
 
     @nnx.vmap(in_axes=(None, 0), out_axes=0)  # type: ignore[untyped-decorator]
-    def beside(x: Any, layer: Any) -> Any:
+    def side_by_side(x: Any, layer: Any) -> Any:
         return layer(x, mask=MASK)
 
     def unrolled(state: Any, turns: bool) -> Any:
@@ -132,7 +132,7 @@ def test_gradients_through_a_stack_of_nnx() -> None:
             x = x + outs[-1] if turns else x
         return jnp.square(x if turns else jnp.stack(outs)).sum()
 
-    for forward in (in_turn, beside):
+    for forward in (in_turn, side_by_side):
         found = nnx.jit(nnx.grad(lambda layers: jnp.square(forward(X, layers)).sum()))(layers)  # noqa: B023
         expected = jax.jit(jax.grad(unrolled), static_argnums=1)(state, forward is in_turn)
         for (name, a), e in zip(plain(found).items(), plain(expected).values(), strict=True):

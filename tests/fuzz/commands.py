@@ -98,16 +98,16 @@ def commands(folder: Path) -> Target:
 
     def runs(*line: object) -> Callable[[], None]:
         def run() -> None:
-            said = io.StringIO()
+            printed = io.StringIO()
             try:
-                with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+                with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
                     command.main(list(map(str, line)))
             except SystemExit as error:
-                if error.code in (None, 0, 1, 2) and "error: unexpected" not in said.getvalue():
+                if error.code in (None, 0, 1, 2) and "error: unexpected" not in printed.getvalue():
                     return
-                raise Unexpected(f"{line[0]}: {said.getvalue()[-500:]}") from error
+                raise Unexpected(f"{line[0]}: {printed.getvalue()[-500:]}") from error
             except Exception as error:
-                raise Unexpected(f"{line[0]}: {said.getvalue()[-500:]}") from error
+                raise Unexpected(f"{line[0]}: {printed.getvalue()[-500:]}") from error
 
         return run
 

@@ -25,21 +25,21 @@ def write(path: Path) -> None:
     checkpoint.write(path, made)
 
 
-def of_shapes(jax: Any, spread: Any) -> Any:
+def of_shapes(jax: Any, placed: Any) -> Any:
     """A tree of `ShapeDtypeStruct`."""
 
     def of(*shape: int) -> Any:
-        return jax.ShapeDtypeStruct(shape, np.float32, sharding=spread)
+        return jax.ShapeDtypeStruct(shape, np.float32, sharding=placed)
 
     layers = [{"dense": {"kernel": of(D, OUT)}} for _ in range(LAYERS)]
     return {"tokens": {"embedding": of(VOCABULARY, D)}, "blocks": layers}
 
 
-def of_nnx(jax: Any, spread: Any) -> Any:
+def of_nnx(jax: Any, placed: Any) -> Any:
     """An abstract nnx model, made as Flax's guide to sharding makes it."""
     from flax import nnx
 
-    axes = nnx.with_partitioning(nnx.initializers.ones_init(), tuple(spread.spec))
+    axes = nnx.with_partitioning(nnx.initializers.ones_init(), tuple(placed.spec))
 
     class Block(nnx.Module):  # type: ignore[misc]
         def __init__(self, rngs: Any) -> None:
@@ -50,8 +50,8 @@ def of_nnx(jax: Any, spread: Any) -> Any:
             self.tokens = nnx.Embed(VOCABULARY, D, embedding_init=axes, rngs=rngs)
             self.blocks = nnx.List([Block(rngs) for _ in range(LAYERS)])
 
-    with jax.set_mesh(spread.mesh):
-        graph, state = nnx.get_abstract_model(lambda: Model(nnx.Rngs(0)), spread.mesh)
+    with jax.set_mesh(placed.mesh):
+        graph, state = nnx.get_abstract_model(lambda: Model(nnx.Rngs(0)), placed.mesh)
     return nnx.merge(graph, state)
 
 
@@ -65,8 +65,8 @@ def main(kind: str, path: str, process: int, processes: int, port: str) -> None:
 
     from jaxmha.converters import equinox, flax
 
-    spread = jax.NamedSharding(jax.make_mesh((4,), ("x",)), jax.P(None, "x"))
-    target = {"tree": of_shapes, "nnx": of_nnx}[kind](jax, spread)
+    placed = jax.NamedSharding(jax.make_mesh((4,), ("x",)), jax.P(None, "x"))
+    target = {"tree": of_shapes, "nnx": of_nnx}[kind](jax, placed)
     with Path("/proc/self/statm").open() as file:
         before = int(file.read().split()[1]) * resource.getpagesize()
     if kind == "tree":
@@ -76,7 +76,7 @@ def main(kind: str, path: str, process: int, processes: int, port: str) -> None:
     jax.block_until_ready(made)
     own = 0
     for leaf in jax.tree.leaves(made):
-        assert leaf.sharding.is_equivalent_to(spread, leaf.ndim)
+        assert leaf.sharding.is_equivalent_to(placed, leaf.ndim)
         own += sum(shard.data.nbytes for shard in leaf.addressable_shards)
     for i in range(LAYERS):
         for shard in made["blocks"][i]["dense"]["kernel"].addressable_shards:

@@ -72,10 +72,10 @@ def test_a_transformers_folder_is_loaded_by_transformers(here: Path) -> None:
     import transformers
 
     source = builders_for_like.bert().eval()
-    words = {"embeddings": "embed", "intermediate": "mlp_in", "LayerNorm": "layer_norm"}
+    renames = {"embeddings": "embed", "intermediate": "mlp_in", "LayerNorm": "layer_norm"}
     arrays = {}
     for name, tensor in source.state_dict().items():
-        for word, other in words.items():
+        for word, other in renames.items():
             name = name.replace(word, other)
         arrays[name.replace(".", "/")] = tensor.numpy()
     checkpoint.write(here / "mine.npz", arrays)

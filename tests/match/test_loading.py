@@ -84,11 +84,11 @@ def test_keras_is_filled() -> None:
 
 def test_arrays_keep_their_sharding() -> None:
     mesh = jax.make_mesh((1,), ("x",))
-    spread = jax.NamedSharding(mesh, jax.P("x"))  # type: ignore[no-untyped-call]
+    placed = jax.NamedSharding(mesh, jax.P("x"))  # type: ignore[no-untyped-call]
     model = Mine(nnx.Rngs(0))
-    model.linear.kernel.set_value(jax.device_put(np.zeros((5, 3), np.float32), spread))
+    model.linear.kernel.set_value(jax.device_put(np.zeros((5, 3), np.float32), placed))
     flax.load_into(model, SOURCE)
-    assert model.linear.kernel[...].sharding == spread
+    assert model.linear.kernel[...].sharding == placed
 
 
 def test_a_lossy_cast_is_asked_for() -> None:
@@ -173,9 +173,9 @@ def test_decisions_complete_a_plan() -> None:
     assert plan.questions[0].candidates == ("mu", "pi")
     left, right = (q.line for q in plan.questions)
     edited = Plan.from_toml("\n".join([plan.to_toml(), left.replace("mu", "pi"), right]))
-    told = plan.with_lines(*edited.lines)
-    assert told.questions == ()
-    made = equinox.load_into(target, source, told)
+    decided = plan.with_lines(*edited.lines)
+    assert decided.questions == ()
+    made = equinox.load_into(target, source, decided)
     np.testing.assert_array_equal(made["left"]["kernel"], source["pi.weight"].T)
     np.testing.assert_array_equal(made["left"]["bias"], source["pi.bias"])
 

@@ -59,7 +59,7 @@ class Drawn:
 
 def draw(rng: np.random.Generator) -> Drawn:
     """A transformer of drawn sizes, with the names of two libraries."""
-    (block, names), (block_there, names_there) = (
+    (block, names), (target_block, target_names) = (
         x[rng.integers(len(x))] for x in (SOURCES, TARGETS)
     )
     d, count = int(rng.choice((8, 12))), int(rng.integers(2, 4))
@@ -74,19 +74,19 @@ def draw(rng: np.random.Generator) -> Drawn:
     }
     made = Drawn()
 
-    def add(role: str, name: str, there: str, kind: str, shape: tuple[int, ...]) -> None:
-        made.layers[role] = name, there
+    def add(role: str, name: str, target_name: str, kind: str, shape: tuple[int, ...]) -> None:
+        made.layers[role] = name, target_name
         value = rng.normal(size=shape).astype(np.float32)
         keys = {"linear": "kernel", "embed": "embedding", "norm": "scale"}
         made.source[f"{name}.weight"] = value.T.copy() if kind == "linear" else value
-        made.right[f"{there}/{keys[kind]}"] = value
+        made.right[f"{target_name}/{keys[kind]}"] = value
         if kind != "embed":
             bias = rng.normal(size=shape[-1:]).astype(np.float32)
             made.source[f"{name}.bias"] = bias
-            made.right[f"{there}/bias"] = bias
+            made.right[f"{target_name}/bias"] = bias
 
-    add("embed", names["embed"], names_there["embed"], "embed", (31, d))
-    add("pos", names["pos"], names_there["pos"], "embed", (17, d))
+    add("embed", names["embed"], target_names["embed"], "embed", (31, d))
+    add("pos", names["pos"], target_names["pos"], "embed", (17, d))
     for i in range(count):
         for role in BLOCK:
             kind = "norm" if role.startswith("norm") else "linear"
@@ -94,12 +94,12 @@ def draw(rng: np.random.Generator) -> Drawn:
             add(
                 f"{role}{i}",
                 block.format(i) + names[role],
-                block_there.format(i) + names_there[role],
+                target_block.format(i) + target_names[role],
                 kind,
                 shape,
             )
-    add("final", names["final"], names_there["final"], "norm", (d,))
-    add("head", names["head"], names_there["head"], "linear", (d, 5))
+    add("final", names["final"], target_names["final"], "norm", (d,))
+    add("head", names["head"], target_names["head"], "linear", (d, 5))
     made.target = {name: np.zeros_like(value) for name, value in made.right.items()}
     return made
 
@@ -118,20 +118,24 @@ def exchanged(drawn: Drawn, rng: np.random.Generator) -> None:
     pair = [("query", "key"), ("key", "value"), ("query", "value"), ("norm1", "norm2")][
         rng.integers(4)
     ]
-    words = [("foo", "bar"), ("left", "right"), ("alpha", "omega"), ("p", "z")][rng.integers(4)]
-    chosen = list(zip(pair, rng.permutation(words), strict=True))
-    for role, (_, there) in list(drawn.layers.items()):
+    terms = [("foo", "bar"), ("left", "right"), ("alpha", "omega"), ("p", "z")][rng.integers(4)]
+    chosen = list(zip(pair, rng.permutation(terms), strict=True))
+    for role, (_, target_name) in list(drawn.layers.items()):
         for old, new in chosen:
             if role.rstrip("0123456789") == old.rstrip("0123456789") and role.startswith(old):
-                _rename(drawn.target, there, _parent(there, "/") + str(new), "/")
+                _rename(drawn.target, target_name, _parent(target_name, "/") + str(new), "/")
 
 
 def tied(drawn: Drawn, rng: np.random.Generator) -> None:
     """The target has a head of the table's shape, and the source ties it to the table."""
-    name, there = drawn.layers["head"]
+    name, target_name = drawn.layers["head"]
     _, d = drawn.source[f"{drawn.layers['embed'][0]}.weight"].shape
-    del drawn.source[f"{name}.weight"], drawn.source[f"{name}.bias"], drawn.target[f"{there}/bias"]
-    drawn.target[f"{there}/kernel"] = np.zeros((d, 31), np.float32)
+    del (
+        drawn.source[f"{name}.weight"],
+        drawn.source[f"{name}.bias"],
+        drawn.target[f"{target_name}/bias"],
+    )
+    drawn.target[f"{target_name}/kernel"] = np.zeros((d, 31), np.float32)
     if rng.random() < 0.5:
         _rename(drawn.source, drawn.layers["embed"][0], "shared", ".")
 
@@ -150,16 +154,16 @@ def transposed(drawn: Drawn, rng: np.random.Generator) -> None:
 def missing_bias(drawn: Drawn, rng: np.random.Generator) -> None:
     """A layer of one side has no bias."""
     roles = [role for role in drawn.layers if role not in ("embed", "pos")]
-    name, there = drawn.layers[roles[rng.integers(len(roles))]]
+    name, target_name = drawn.layers[roles[rng.integers(len(roles))]]
     if rng.random() < 0.5:
         del drawn.source[f"{name}.bias"]
     else:
-        del drawn.target[f"{there}/bias"]
+        del drawn.target[f"{target_name}/bias"]
 
 
 def extra_head(drawn: Drawn, rng: np.random.Generator) -> None:
     """One side has a second head of the same shape."""
-    name, there = drawn.layers["head"]
+    name, target_name = drawn.layers["head"]
     word = str(rng.choice(["aux", "second", "teacher", "ema"]))
     if rng.random() < 0.5:
         for key in ("weight", "bias"):
@@ -168,7 +172,9 @@ def extra_head(drawn: Drawn, rng: np.random.Generator) -> None:
             )
     else:
         for key in ("kernel", "bias"):
-            drawn.target[f"{_parent(there, '/')}{word}_head/{key}"] = drawn.target[f"{there}/{key}"]
+            drawn.target[f"{_parent(target_name, '/')}{word}_head/{key}"] = drawn.target[
+                f"{target_name}/{key}"
+            ]
 
 
 def permuted_blocks(drawn: Drawn, rng: np.random.Generator) -> None:
@@ -182,28 +188,28 @@ def permuted_blocks(drawn: Drawn, rng: np.random.Generator) -> None:
                     moved = own.replace(f".{count - 1}.", f".{count - 1 + gap}.", 1)
                     drawn.source[moved + name.removeprefix(own)] = drawn.source.pop(name)
         return
-    words = rng.permutation(["red", "blue", "green"])[:count]
-    for role, (_, there) in drawn.layers.items():
+    terms = rng.permutation(["red", "blue", "green"])[:count]
+    for role, (_, target_name) in drawn.layers.items():
         if role[-1].isdigit():
-            parts = there.split("/")
+            parts = target_name.split("/")
             place = next(n for n, part in enumerate(parts) if part[-1:].isdigit())
-            new = [*parts[:place], str(words[int(role[-1])]), *parts[place + 1 :]]
-            _rename(drawn.target, there, "/".join(new), "/")
+            new = [*parts[:place], str(terms[int(role[-1])]), *parts[place + 1 :]]
+            _rename(drawn.target, target_name, "/".join(new), "/")
 
 
 PACKED_NAMES = ("qkv", "Wqkv", "wqkv", "to_qkv", "qkv_proj", "w_qkv", "c_attn")
 
 
-def pack(drawn: Drawn, name: str, *, by_head: bool, there: bool = False) -> None:
+def pack(drawn: Drawn, name: str, *, by_head: bool, in_target: bool = False) -> None:
     """Packs query, key and value of the source, or of the target, in one layer of this name."""
-    arrays, separator = (drawn.target, "/") if there else (drawn.source, ".")
+    arrays, separator = (drawn.target, "/") if in_target else (drawn.source, ".")
     for role, names in list(drawn.layers.items()):
         if not role.startswith("query"):
             continue
         number = role.removeprefix("query")
-        parts = [drawn.layers[f"{part}{number}"][there] for part in ("query", "key", "value")]
-        place = _parent(names[there], separator) + name + separator
-        for key in ("kernel", "bias") if there else ("weight", "bias"):
+        parts = [drawn.layers[f"{part}{number}"][in_target] for part in ("query", "key", "value")]
+        place = _parent(names[in_target], separator) + name + separator
+        for key in ("kernel", "bias") if in_target else ("weight", "bias"):
             values = [arrays.pop(f"{part}{separator}{key}") for part in parts]
             axis = 1 if key == "kernel" else 0
             if by_head:
@@ -214,7 +220,7 @@ def pack(drawn: Drawn, name: str, *, by_head: bool, there: bool = False) -> None
 
 def packed(drawn: Drawn, rng: np.random.Generator) -> None:
     """A packed projection with a usual name alternates between query, key and value by head."""
-    pack(drawn, str(rng.choice(PACKED_NAMES[:-1])), by_head=True, there=rng.random() < 0.5)
+    pack(drawn, str(rng.choice(PACKED_NAMES[:-1])), by_head=True, in_target=rng.random() < 0.5)
 
 
 TRAPS: dict[str, Callable[[Drawn, np.random.Generator], None]] = {
@@ -265,16 +271,16 @@ NEUTRAL = [
 
 def without_names(drawn: Drawn, rng: np.random.Generator) -> None:
     """Some layers of the target have names that tell nothing, or less than they seem to."""
-    share, words = rng.choice((0.1, 0.3, 0.6)), list(rng.permutation(NEUTRAL))
+    share, terms = rng.choice((0.1, 0.3, 0.6)), list(rng.permutation(NEUTRAL))
     kinds = {
-        kind: words.pop()
+        kind: terms.pop()
         for kind in (*BLOCK, "embed", "pos", "final", "head")
         if rng.random() < share
     }
-    for role, (_, there) in drawn.layers.items():
+    for role, (_, target_name) in drawn.layers.items():
         kind = max(
             (k for k in (*BLOCK, "embed", "pos", "final", "head") if role.startswith(k)), key=len
         )
         if kind in kinds:
             for arrays in (drawn.target, drawn.right):
-                _rename(arrays, there, _parent(there, "/") + str(kinds[kind]), "/")
+                _rename(arrays, target_name, _parent(target_name, "/") + str(kinds[kind]), "/")

@@ -95,7 +95,7 @@ def gradients(**options: Any) -> Any:
     return run
 
 
-def spread(devices: int, zigzag: bool, arrays: Any, m: Any, *names: Any) -> list[Any]:
+def placed(devices: int, zigzag: bool, arrays: Any, m: Any, *names: Any) -> list[Any]:
     ordered = [sharding.zigzag(x, devices) if zigzag else x for x in arrays]
     return [put(m, x, *names) for x in ordered]
 
@@ -119,7 +119,7 @@ def test_values_and_gradients(variant: str) -> None:
     zigzag, options = ORDERS[order], CASES[case]
     expected = jax.jit(gradients(**options))(*HEADS)
     devices = mesh(data=2, context=4)
-    arrays = spread(4, zigzag, HEADS, devices, "data", "context")
+    arrays = placed(4, zigzag, HEADS, devices, "data", "context")
     with sharding.use(devices, data="data", context="context", zigzag=zigzag):
         run = jax.jit(gradients(**options, implementation=implementation))
         got, again = run(*arrays), run(*arrays)
@@ -193,7 +193,7 @@ def test_live_logits_of_any_size_beat_masked_ones(variant: str) -> None:
 
     zigzag = ORDERS[order]
     with sharding.use(devices, data="data", context="context", zigzag=zigzag):
-        arrays = spread(4, zigzag, (query, key, value), devices, "data", "context")
+        arrays = placed(4, zigzag, (query, key, value), devices, "data", "context")
         found = jax.jit(run)(*arrays)
     out, lse, dq, dk, dv = (
         np.asarray(sharding.unzigzag(x, 4) if zigzag else x)[..., 0, 0] for x in found
@@ -218,7 +218,7 @@ def test_blocks_of_the_gradient_are_those_across_devices(monkeypatch: pytest.Mon
     arrays = [jnp.ones((2, T, heads, 3)) for heads in (N, K, K, N)]
     with sharding.use(devices, data="data", context="context"):
         run = jax.jit(gradients(local_window_size=(9, 3), implementation="allgather"))
-        jax.eval_shape(run, *spread(4, False, arrays, devices, "data", "context"))
+        jax.eval_shape(run, *placed(4, False, arrays, devices, "data", "context"))
     assert [plan.keys for plan in plans] == [14]
 
 

@@ -16,14 +16,16 @@ from tests.sharding.hlo import collectives
 
 pytestmark = pytest.mark.skipif("native" in conformance.ABSENT, reason="jaxmha-cpu is not built")
 RNG = np.random.default_rng(0)
-Q, K, V, SLOPE = (
+Q, K, V, COTANGENT = (
     jnp.asarray(RNG.standard_normal((4, size, heads, 16)), jnp.float32)
     for size, heads in ((70, 8), (90, 4), (90, 4), (70, 8))
 )
 LENGTHS = jnp.asarray([90, 31, 5, 64], jnp.int32)
 
 
-def both(q: Any, k: Any, v: Any, slope: Any, lengths: Any, *, implementation: Any = None) -> Any:
+def both(
+    q: Any, k: Any, v: Any, cotangent: Any, lengths: Any, *, implementation: Any = None
+) -> Any:
     attend = partial(
         jaxmha.dot_product_attention,
         key_value_seq_lengths=lengths,
@@ -31,14 +33,14 @@ def both(q: Any, k: Any, v: Any, slope: Any, lengths: Any, *, implementation: An
         implementation=implementation,
     )
     out, pull = jax.vjp(attend, q, k, v)
-    return out, *pull(slope)
+    return out, *pull(cotangent)
 
 
 def test_no_device_gathers() -> None:
     """Where axes are named, each device runs the kernels on its own batch rows and heads."""
     found = mesh(data=2, tensor=4)
     spec = "data", None, "tensor", None
-    arrays = *(put(found, x, *spec) for x in (Q, K, V, SLOPE)), put(found, LENGTHS, "data")
+    arrays = *(put(found, x, *spec) for x in (Q, K, V, COTANGENT)), put(found, LENGTHS, "data")
     with sharding.use(found, data="data", tensor="tensor"):
         run = partial(both, implementation=["native", "blocked"])
         program = jax.jit(run).lower(*arrays).compile()
@@ -46,7 +48,7 @@ def test_no_device_gathers() -> None:
     assert not collectives(program)
     assert "jaxmha_cpu_attend_backward" in str(program.as_text())
     assert_alike(
-        result, jax.jit(partial(both, implementation="reference"))(Q, K, V, SLOPE, LENGTHS)
+        result, jax.jit(partial(both, implementation="reference"))(Q, K, V, COTANGENT, LENGTHS)
     )
 
 

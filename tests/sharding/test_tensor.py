@@ -17,7 +17,7 @@ from tests.sharding.hlo import Collective, collectives
 B, T, D, H = 4, 47, 24, 5
 RNG = np.random.default_rng(0)
 X = jnp.asarray(RNG.standard_normal((B, T, D)), jnp.float32)
-SLOPE = jnp.asarray(RNG.standard_normal((B, T, D)), jnp.float32)
+COTANGENT = jnp.asarray(RNG.standard_normal((B, T, D)), jnp.float32)
 P: Any = PartitionSpec
 NAMES: dict[str, Any] = {"data": "data", "tensor": "tensor"}
 
@@ -52,7 +52,7 @@ def placed(mesh: Mesh, weights: MHAParams, **names: Any) -> tuple[Any, ...]:
     specs = sharding.specs(weights, mesh=mesh, **names)
     x = sharding.activations(**names)
     return jax.device_put(weights, sharding.named(mesh, specs)), *(
-        put(mesh, y, *x) for y in (X, SLOPE)
+        put(mesh, y, *x) for y in (X, COTANGENT)
     )
 
 
@@ -89,7 +89,7 @@ def sums_of(found: list[Collective], shape: str) -> int:
 def test_layer(explicit: bool) -> None:
     devices, weights = mesh(explicit, data=2, tensor=4), params()
     run = with_gradients(layer())
-    expected = jax.jit(run)(weights, X, SLOPE)
+    expected = jax.jit(run)(weights, X, COTANGENT)
     arrays = placed(devices, weights, **NAMES)
     with entered(devices, **NAMES):
         forward = jax.jit(layer()).lower(*arrays[:2]).compile()
@@ -118,7 +118,7 @@ def test_heads(N: int, K: int, tensor: int, explicit: bool) -> None:
         forward = jax.jit(layer()).lower(*arrays[:2]).compile()
         assert one_sum(collectives(forward), B // (8 // tensor) * T * D * 4)
         got = jax.jit(run)(*arrays)
-    assert_layer(got, jax.jit(run)(weights, X, SLOPE))
+    assert_layer(got, jax.jit(run)(weights, X, COTANGENT))
 
 
 @pytest.mark.slow
@@ -159,7 +159,7 @@ def test_features_are_split_too(explicit: bool) -> None:
     run = with_gradients(layer())
     with entered(devices, **names):
         got = jax.jit(run)(*arrays)
-    assert_layer(got, jax.jit(run)(weights, X, SLOPE))
+    assert_layer(got, jax.jit(run)(weights, X, COTANGENT))
 
 
 @pytest.mark.slow
@@ -178,7 +178,7 @@ def test_dropout(implementation: str, shared: tuple[str, ...]) -> None:
     arrays = placed(devices, weights, **NAMES)
     with entered(devices, **NAMES):
         got = jax.jit(run)(*arrays)
-    assert_layer(got, jax.jit(run)(weights, X, SLOPE))
+    assert_layer(got, jax.jit(run)(weights, X, COTANGENT))
 
 
 HEADS = [jnp.asarray(RNG.standard_normal((B, T, n, H)), jnp.float32) for n in (8, 4, 4, 8)]
@@ -244,7 +244,7 @@ def test_flax(kind: str, explicit: bool) -> None:
         forward = jax.jit(run).lower(*arrays[:2]).compile()
         got = jax.jit(both)(*arrays)
     assert one_sum(collectives(forward), B // 2 * T * D * 4)
-    assert_layer(got, jax.jit(with_gradients(layer()))(weights, X, SLOPE))
+    assert_layer(got, jax.jit(with_gradients(layer()))(weights, X, COTANGENT))
 
 
 @pytest.mark.parametrize(
@@ -351,7 +351,7 @@ def test_nothing_is_declared_and_all_is_right() -> None:
     devices, weights = mesh(data=2, tensor=4), params()
     run = with_gradients(layer())
     got = jax.jit(run)(*placed(devices, weights, **NAMES))
-    assert_layer(got, jax.jit(run)(weights, X, SLOPE))
+    assert_layer(got, jax.jit(run)(weights, X, COTANGENT))
 
 
 @pytest.mark.slow

@@ -122,7 +122,7 @@ def sound_zarr3_sharded_from_the_start(path: Path) -> None:
 
 
 @case(".orbax")
-def sound_zarr_beside_legal_files(path: Path) -> None:
+def sound_zarr_with_legal_files(path: Path) -> None:
     orbax(path)
     for file in (".zattrs", ".zgroup", ".zmetadata", "w/.zattrs", "w/.0.0.Xy12ab", "zarr.json"):
         (path / file).write_text("{}")
