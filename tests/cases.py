@@ -267,7 +267,7 @@ class LayerCase:
     Attributes:
       batch: leading batch axes.
       inputs: how many of query, key, value are given; the others default to the one before.
-      leaves: leaves of MHAParams beside the three kernels, "query.bias" and so on.
+      leaves: leaves of MHAParams in addition to the three kernels, "query.bias" and so on.
       mask, bias: axes of "*NTS" or 1; `*` is the batch, `E` stands for S plus extra positions.
       conditions: arguments of `tests.reference.pairs` to draw or to take as they are.
       semantics: fields of jaxmha.Semantics.

@@ -1,4 +1,4 @@
-"""What every implementation has to satisfy: checks of one implementation on one case.
+"""The contract of every implementation: checks of one implementation on one case.
 
 The tests choose implementations, cases and dtypes; a check compiles what it needs once.
 """
@@ -59,14 +59,14 @@ def call(case: Case, implementation: str, **extra: Any) -> Callable[[dict[str, A
     return lambda arrays: jaxmha.dot_product_attention(**arrays, **options)
 
 
-# What an implementation declines: its name, and why.
+# Implementations that return no weights, and why.
 WITHOUT_WEIGHTS: dict[str, str] = dict.fromkeys(
     ("blocked", "native", "cudnn", "tokamax", "splash"), "weights are never materialised"
 )
 
 
 def declines(case: Case, implementation: str, dtype: str) -> bool:
-    """Whether an implementation has to refuse a case, with the reason; asserts that it does."""
+    """True if an implementation has to refuse a case; asserts that it does, with the reason."""
     reasons = []
     if implementation == "native":
         reasons = ["got float64"] * (dtype == "float64") + ["no dropout"] * bool(case.dropout_rate)

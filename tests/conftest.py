@@ -39,7 +39,7 @@ install_import_hook(SHAPED, "beartype.beartype")
 jax.config.update("jax_numpy_dtype_promotion", "strict")  # type: ignore[no-untyped-call]
 jax.config.update("jax_numpy_rank_promotion", "raise")  # type: ignore[no-untyped-call]
 jax.config.update("jax_default_matmul_precision", "highest")  # type: ignore[no-untyped-call]
-# What one worker or an earlier run compiled is not compiled again.
+# Programs that one worker or an earlier run compiled are not compiled again.
 PROGRAMS = ROOT / ".pytest_cache" / "programs"
 jax.config.update("jax_compilation_cache_dir", str(PROGRAMS))  # type: ignore[no-untyped-call]
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)  # type: ignore[no-untyped-call]

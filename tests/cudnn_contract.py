@@ -1,6 +1,6 @@
 """cuDNN's fused attention as JAX documents it, defects included, with every score materialised.
 
-What it cannot do it refuses; what it leaves undefined is NaN, so that nothing can rest on it.
+It refuses calls that it cannot compute. Undefined results are NaN, so that none rests on them.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ MaskType = private.MaskType
 # cudnn-frontend, scaled_dot_product_flash_attention.h (negative_inf_padding, negative_inf_swa).
 PADDING, BEYOND_WINDOW = float(np.finfo(np.float32).min), -(2.0**30)
 CALLS: list[dict[str, Any]] = []
-# Whether what lies beyond lengths is multiplied by weights of 0, as a tile that is not cut is.
+# True: positions beyond lengths are multiplied by weights of 0, as in a tile that is not cut.
 LEAKS = False
 
 

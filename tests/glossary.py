@@ -17,11 +17,12 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[1]
 SHIPPED = ("jaxmha", "converters")
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs")
-TESTS = "tests"  # identifiers; of models that are compared only the names of tests
+TESTS = "tests"  # not their messages; of models that are compared only the names of tests
 COMPARED = ("tests/zoo/",)
 EXPERIMENTS = "experiments"
 GENERATED = ("docs/pages/experiments/",)
 EVERYWHERE = ("",)
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 CORE = (
     "jaxmha/implementations/",
     "jaxmha/attention.py",
@@ -171,16 +172,20 @@ def identifiers(tree: ast.AST) -> Iterator[tuple[int, str]]:
                 yield line, name.rpartition(".")[2]
 
 
-def prose(source: str, tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Line and text of every comment, and of every string with a space, such as a message."""
+def prose(source: str, tree: ast.AST, *, messages: bool = True) -> Iterator[tuple[int, str]]:
+    """Line and text of every comment and docstring, and of every string with a space, such as a
+    message; these are left out without `messages`."""
     comments: list[tuple[int, str]] = []
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             comments.append((token.start[0], token.string.lstrip("# ")))
     yield from comments
+    documented = {id(statement.value) for node in ast.walk(tree) if isinstance(node, DOCUMENTED)
+                  for statement in node.body[:1] if isinstance(statement, ast.Expr)}  # fmt: skip
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
-            yield node.lineno, node.value
+            if messages or id(node) in documented:
+                yield node.lineno, node.value
 
 
 def names_of_tests(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -197,9 +202,9 @@ def in_code(path: str, source: str) -> Iterator[Hit]:
         for rule in named(name, path):
             if (path, name) not in KEPT and name not in OF_OTHERS:
                 yield Hit(path, line, name, rule.use)
-    if path.startswith(f"{TESTS}/"):
+    if path.startswith(COMPARED):
         return
-    for line, text in prose(source, tree):
+    for line, text in prose(source, tree, messages=not path.startswith(f"{TESTS}/")):
         yield from in_text(path, text, line)
 
 

@@ -1,4 +1,4 @@
-"""What the pages on data flow and on heads say follows from the result files."""
+"""The pages on data flow and on heads follow from the result files."""
 
 import copy
 from pathlib import Path

@@ -324,7 +324,7 @@ def _draws_of_the_first_block(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _in_the_gradient(mutate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mistake, but in no forward pass."""
+    """The error, but in no forward pass."""
 
     def backward(*given: Any) -> Any:
         with monkeypatch.context() as patch:
@@ -597,7 +597,7 @@ def test_sizes_are_checked(sizes: dict[str, Any], monkeypatch: pytest.MonkeyPatc
 def test_tiles_are_those_of_the_platform_that_is_named(
     implementation: Any, platform: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also those of the gradient, traced later; beside a kernel for where that does not run."""
+    """Also those of the gradient, traced later; next to a kernel, where that does not run."""
     found = []
 
     def choose(*sizes: int, **more: Any) -> Tiling:

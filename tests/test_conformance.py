@@ -189,7 +189,7 @@ def test_poisoned_queries(implementation: str) -> None:
 @pytest.mark.parametrize("array", ["query", "key", "value"])
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
 def test_heads_stay_apart(implementation: str, name: str, array: str, poison: float) -> None:
-    """What is not finite in one head changes no other head, nor gradients of what others answer."""
+    """Values that are not finite in one head change no other head, nor gradients of others."""
     case = BY_NAME[name]
     arrays = cases.arrays(case, "float32")
     heads, groups = slice(1 if array == "query" else case.G, None), slice(1, None)
@@ -253,7 +253,7 @@ def test_live_logits_of_any_size_beat_masked_ones(implementation: str, kind: str
 @pytest.mark.slow_variants("*", "!blocked")
 @by_implementation
 def test_bias_of_excluded_pairs(implementation: str) -> None:
-    """What a bias holds where the mask is False has no influence."""
+    """A bias has no influence where the mask is False."""
     case = Case("excluded", bias="BNTS", mask="BNTS")
     arrays = cases.arrays(case, "float32")
     of = conformance.both(conformance.scalar(case, implementation, "float32"))

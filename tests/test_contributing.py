@@ -14,7 +14,7 @@ TOYS = Path(__file__).parent / "contributing"
 
 
 class Task(NamedTuple):
-    """What is added: new files with their contents, and edits (file -> text -> text)."""
+    """An addition: new files with their contents, and edits (file -> text -> text)."""
 
     most: int
     files: dict[str, str]

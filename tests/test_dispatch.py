@@ -192,7 +192,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """A machine that takes itself for one with a GPU, whose cuDNN is its contract."""
     present = platforms.named("h200")._replace(present=True)
     monkeypatch.setattr(platforms, "_default", lambda: present)
-    # What runs is lowered for the CPU that is there.
+    # Programs that run are lowered for the CPU at hand.
     monkeypatch.setattr(implementations, "KERNELS", dict.fromkeys(KERNELS, "cpu"))
     monkeypatch.setenv("JAXMHA_PROBE_SECONDS", "600")  # the machine may be busy
     calls = cudnn_contract.install(monkeypatch)
@@ -371,7 +371,7 @@ def test_a_step_reads_pages_where_they_lie(
 
 
 def test_a_busy_device_is_asked_again(gpu: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a lack of memory says about a kernel is not remembered."""
+    """A probe that lacks memory is not remembered."""
     right, failing = cudnn_contract.dot_product_attention, [2]
 
     def busy(*args: Any, **options: Any) -> Any:
@@ -445,7 +445,7 @@ def test_the_trial_runs_on_the_device_of_the_caller() -> None:
 
 @pytest.mark.slow
 def test_processes_agree_on_a_kernel() -> None:
-    """What fails in one process is used in none; who asks alone waits no longer than allowed."""
+    """A kernel that fails in one process is used in none; a single process waits no longer than allowed."""
     first, second = workers.together(probed, 2)
     assert first["alone"] is first["not asked elsewhere"] is None
     assert first["together"].startswith("it fails in process 1: RuntimeError: no kernel image")
@@ -459,7 +459,7 @@ def test_default_device_counts() -> None:
 
 
 def test_the_private_call_is_as_it_was() -> None:
-    """What `cudnn` uses of JAX beside its public functions."""
+    """Parts of JAX that `cudnn` uses and that are not public."""
     import inspect
 
     found = list(inspect.signature(private.dot_product_attention).parameters)

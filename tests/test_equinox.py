@@ -122,7 +122,7 @@ def grouped() -> MultiheadAttention:
 
 
 def test_grouped_heads_masks_and_biases() -> None:
-    """What equinox lacks, against the layer of jaxmha."""
+    """Options that equinox lacks, against the layer of jaxmha."""
     layer, x = grouped(), jnp.asarray(numbers(T, 12), jnp.float32)
     bias = jnp.asarray(numbers(4, T, T), jnp.float32)
     params, semantics = layer.to_params()

@@ -433,7 +433,7 @@ def test_semantics(field: str, value: Any) -> None:
 @pytest.mark.parametrize("value", ["frob", 3, ["frob"], np.array([1, 2])], ids=repr)
 @pytest.mark.usefixtures("no_shape_hook")
 def test_wrong_options_list_the_choices(value: Any) -> None:
-    """Whatever kind of thing is given."""
+    """For every kind of argument."""
     x = np.ones((1, 2, 1, 3), np.float32)
     choices = {
         "fully_masked": r"\('zero', 'nan', 'mean'\)",

@@ -27,7 +27,7 @@ def expected(arrays: dict[str, Any], policy: str) -> Any:
 
 @dataclass(frozen=True)
 class Asked:
-    """What is asked beside the policy."""
+    """Arguments other than the policy."""
 
     weights: bool
     dropout: float
@@ -38,7 +38,7 @@ POLICIES: tuple[FullyMasked, ...] = ("zero", "nan", "mean")
 
 
 def supported(implementation: str, policy: FullyMasked, asked: Asked) -> bool:
-    """What an implementation declines, the reference does."""
+    """The reference computes calls that an implementation declines."""
     never = policy == "mean" or implementation == "native"
     declined = asked.weights or (never and asked.dropout > 0)
     return not (implementation in conformance.WITHOUT_WEIGHTS and declined)

@@ -31,7 +31,7 @@ page = Page("heads/page.md")
 
 @pytest.fixture(scope="module")
 def stored() -> dict[str, Any]:
-    """What is committed."""
+    """The committed results."""
     return records.load(command.EXPERIMENT.path)
 
 

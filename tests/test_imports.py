@@ -1,4 +1,4 @@
-"""What importing loads, and who may import whom."""
+"""Modules that an import loads, and who may import whom."""
 
 import ast
 import graphlib

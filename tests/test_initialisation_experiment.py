@@ -25,7 +25,7 @@ page = Page("initialisation/page.md")
 
 @pytest.fixture(scope="module")
 def stored() -> dict[str, Any]:
-    """What is committed."""
+    """The committed results."""
     return records.load(command.EXPERIMENT.path)
 
 

@@ -272,7 +272,7 @@ def pytest_terminal_summary(terminalreporter):
 
 @pytest.mark.slow
 def test_the_tests_of_keras(tmp_path: Any) -> None:
-    """Those in the installed package, of both layers: 80, as without jaxmha."""
+    """Tests in the installed package, of both layers: 80, as without jaxmha."""
     (tmp_path / "with_jaxmha.py").write_text(PLUGIN)
     names = [f"keras.src.layers.attention.{name}" for name in OWN_TESTS]
     root = os.path.dirname(os.path.dirname(__file__))

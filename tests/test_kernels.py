@@ -91,7 +91,7 @@ def test_cudnn_float16(case: Case) -> None:
 @pytest.mark.parametrize("leaks", [False, True])
 @pytest.mark.parametrize("case", POISONED)
 def test_cudnn_poisoned(case: Case, leaks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a cuDNN that skips what lies beyond lengths, and with one that was found not to."""
+    """With a cuDNN that skips positions beyond lengths, and with one that was found not to."""
     monkeypatch.setattr(cudnn_contract, "LEAKS", leaks)
     monkeypatch.setattr(probe, "leaks", lambda *_: leaks)
     bare = replace(case, logits_soft_cap=None, segments=None, bias=None, bias_excludes=False)
@@ -121,7 +121,7 @@ def test_cudnn_declines_what_it_cannot() -> None:
     }
 
 
-# What the kernel is asked, whatever its answer.
+# The arguments of the kernel.
 @pytest.mark.parametrize(
     ("options", "asked"),
     [
@@ -180,7 +180,7 @@ MAPPED: dict[str, Any] = {
 @pytest.mark.usefixtures("cudnn")
 @pytest.mark.parametrize("name", MAPPED)
 def test_cudnn_under_transformations(name: str) -> None:
-    """Whatever is mapped, over whichever axis."""
+    """Every operand is mapped, over every axis."""
     rng = np.random.default_rng(0)
     shapes = (3, 2, 6, 4, 8), (2, 7, 2, 8), (2, 7, 3, 2, 8)
     bias = (3, 1, 4, 6, 7) if "many" in name else (1, 4, 6, 7)

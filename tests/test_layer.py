@@ -252,7 +252,7 @@ def assert_unmoved(
     ],
 )
 def test_poisoned_padding(how: str, name: str) -> None:
-    """What padded rows of the inputs hold reaches no output and no gradient."""
+    """Values of padded rows of the inputs reach no output and no gradient."""
     case = replace(BY_NAME[name], mask=None, bias=None)
     leaves, inputs, _ = cases.layer_arrays(case)
     lengths = np.asarray([3, 6], np.int32)
@@ -442,7 +442,7 @@ def test_bfloat16_is_that_of_ml_dtypes() -> None:
 
 @pytest.mark.parametrize("call", ["layer", "prefill", "decode_step"])
 def test_every_shape_is_checked_once(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a call that is traced anew; what comes later is handed the sizes."""
+    """In a call that is traced again; later functions get the sizes."""
     checked = []
 
     def spy(name: str, *rest: Any) -> None:

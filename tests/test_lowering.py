@@ -53,7 +53,7 @@ def lowered(function: Any, *arguments: Any, platform: str) -> str:
 
 
 def no_scores(text: str) -> bool:
-    """Whether no tensor of the program has an axis of (about) T and one of S, or S twice."""
+    """True if no tensor of the program has an axis of (about) T and one of S, or S twice."""
     for shape in re.findall(r"tensor<([0-9x]+)x[a-z]", text):
         sizes = [int(size) for size in shape.split("x") if size]
         long = [size for size in sizes if size >= T]
@@ -132,7 +132,7 @@ def test_splash(name: str) -> None:
 
 @pytest.mark.usefixtures("cudnn")
 def test_another_platform_gets_plain_xla() -> None:
-    """Whatever was chosen while tracing: where a program runs is known later."""
+    """The choice while tracing does not matter: the platform is known later."""
     with jaxmha.lowering_for("h200"):
         text = lowered(CALLS["causal"], *HEADS, COUNTS, VALID, platform="cpu")
     assert "custom_call" not in text

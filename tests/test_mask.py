@@ -29,7 +29,7 @@ def _rows(low: int, high: int) -> Any:
     return RNG.integers(low, high, B).astype(np.int32)
 
 
-# Two of each kind, beside the same condition as the specification takes it.
+# Two of each kind, with the same condition as the specification takes it.
 Made = tuple[Mask, dict[str, Any]]
 
 
@@ -285,7 +285,7 @@ FARTHEST = {
 @pytest.mark.parametrize("implementation", ["reference", "blocked"])
 @pytest.mark.parametrize("name", FARTHEST)
 def test_bounds_of_any_size(name: str, implementation: str) -> None:
-    """What is further than any position binds nothing, or leaves nothing."""
+    """An offset beyond every position excludes nothing, or everything."""
     offset: Any = FARTHEST[name]
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((2, n, 3, 5)).astype(np.float32) for n in (11, 7, 7))

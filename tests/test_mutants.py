@@ -1,4 +1,4 @@
-"""The conformance suite bites: each classic mistake, made on purpose, fails a named check."""
+"""The conformance suite bites: each classic error, made on purpose, fails a named check."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -58,7 +58,7 @@ def _softmax(request: Request) -> Request:
     return request._replace(semantics=replace(request.semantics, softmax_dtype=dtype))
 
 
-# The mistake, and the cases that are there to notice it.
+# The error, and the cases that have to notice it.
 MUTANTS = {
     "scale dropped": (_scale, "float32", {"plain", "multi_query", "causal"}),
     "heads transposed": (_heads, "float32", {"plain", "bias_full"}),

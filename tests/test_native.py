@@ -258,7 +258,7 @@ X: Any = jax.ShapeDtypeStruct((1, 1024, 8, 64), "float32")  # type: ignore[no-un
 
 
 def explained() -> tuple[str | None, str | None]:
-    """What runs, and the reason against the native kernels."""
+    """The implementation that runs, and the reason against the native kernels."""
     found = jaxmha.explain(X, X, X, implementation=["native", "blocked"])
     return found.chosen, dict(found.reasons)["native"]
 

@@ -156,7 +156,7 @@ def sources() -> list[str]:
 
 
 def posix_names(tree: ast.AST) -> Iterator[str]:
-    """What a file uses that Windows lacks: modules, names of `os` and `signal`, and `dir_fd`."""
+    """Names in a file that Windows lacks: modules, names of `os` and `signal`, and `dir_fd`."""
     modules: Mapping[str, frozenset[str]] = {"os": windows.OS, "signal": windows.SIGNAL}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

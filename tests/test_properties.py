@@ -183,7 +183,7 @@ def test_layer_at_length(implementation: str, **drawn: Any) -> None:
 
 
 def test_poison_where_it_is_attended_is_seen() -> None:
-    """The check can fail: a key that is attended does change the answer."""
+    """The check can fail: a key that is attended does change the output."""
     drawn: Any = {
         "sizes": (4, 5), "number": 0, "density": 1.0, "excluded": 0.0, "structure": []
     }  # fmt: skip

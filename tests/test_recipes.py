@@ -53,7 +53,7 @@ def jax_defaults() -> Any:
 
 
 def theirs(kind: str, config: str, **sizes: Any) -> Any:
-    """A model of transformers whose weights are large enough to tell mistakes apart."""
+    """A model of transformers whose weights are large enough to tell errors apart."""
     torch.manual_seed(0)
     model = getattr(transformers, kind)(getattr(transformers, config)(**sizes)).eval()
     for parameter in model.parameters():

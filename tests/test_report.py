@@ -21,7 +21,7 @@ from experiments.report.registry import EXPERIMENTS, Entry
 from tests.browser import CHROMIUM, needs_browser
 
 FILE = Path(str(records.__file__))
-# What a browser is asked: errors, boxes of figures, anchors that lead nowhere, widths, colours.
+# Questions to a browser: errors, boxes of figures, anchors that lead nowhere, widths, colours.
 LISTEN = """<script>
 var errors = [];
 addEventListener("error", e => errors.push(String(e.message || e.target.outerHTML)), true);
@@ -317,7 +317,7 @@ def test_the_page_says_what_is_not_run_again(heads: Path) -> None:
 
 
 def seen(html: str, folder: Path, *options: str) -> dict[str, Any]:
-    """What a browser says of a page, and what it writes on its console."""
+    """Findings of a browser on a page, and its messages."""
     path = folder / "page.html"
     path.write_text(html.replace("<head>", f"<head>{LISTEN}").replace("</body>", f"{PROBE}</body>"))
     done = subprocess.run(

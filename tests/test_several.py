@@ -1,4 +1,4 @@
-"""What the commands that train several variants have in common."""
+"""Common behaviour of the commands that train several variants."""
 
 import pytest
 

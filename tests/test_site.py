@@ -106,7 +106,7 @@ def test_console_examples_run_alone(example: Example, files: Path, tmp_path: Pat
 
 
 def test_commands_are_examples() -> None:
-    """What no test runs takes minutes, or the network."""
+    """Blocks that no test runs take minutes, or the network."""
     others = [
         line
         for page, text in TEXTS.items()
@@ -139,5 +139,5 @@ def test_every_public_name_is_in_the_reference() -> None:
 
 
 def imported(path: str | None) -> list[str]:
-    """What a package offers: `from a import b as b`."""
+    """Names that a package offers: `from a import b as b`."""
     return re.findall(r" as (\w+)$", Path(str(path)).read_text(), flags=re.MULTILINE)

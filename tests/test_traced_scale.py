@@ -92,7 +92,7 @@ def test_gradients_of_rounded_heads(implementation: str, case: Case, dtype: str)
     check(case, implementation, dtype)
 
 
-# What leaves rows no key: queries of theirs may hold anything.
+# Masks that leave rows no key: their queries may hold anything.
 EMPTIED: dict[str, Any] = {
     "query lengths": {"query_seq_lengths": np.array([3, 0])},
     "no keys": {"key_value_seq_lengths": np.array([0, 4])},

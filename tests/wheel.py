@@ -21,7 +21,7 @@ from tests.checkpoint import hostile
 from tests.test_checkout import without_link
 
 ROOT = Path(__file__).parents[1]
-# What `jaxmha[cli,orbax]` brings, but for orbax itself, which needs more than its format does.
+# Packages of `jaxmha[cli,orbax]`, but for orbax itself, which needs more than its format does.
 FOR_FILES = "[cli]", "tensorstore"
 SMOKE = """
 import sys

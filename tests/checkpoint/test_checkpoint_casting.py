@@ -59,7 +59,7 @@ def test_floats_are_cast_and_the_rest_is_not(suffix: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".npz", ".pt", ".weights.h5", ".orbax"])
 def test_overflow_is_counted_or_refused(suffix: str, tmp_path: Path) -> None:
-    """Infinity is no overflow; a refusal leaves what was there."""
+    """Infinity is no overflow; an error leaves the old file."""
     path, tensors = tmp_path / f"m{suffix}", {"a": np.array([1.0, np.inf]), "w": np.full(5, -7e4)}
     assert checkpoint.write(path, tensors, dtype="float16").losses["w"].overflowed == 5
     with pytest.raises(checkpoint.UnsupportedDtype, match=r"w': values up to 7e\+04 do not fit"):
@@ -192,7 +192,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
 
 @pytest.mark.slow
 def test_memory_of_reading_many_chunks(tmp_path: Path) -> None:
-    """An array of 192 MiB that does not compress, without all its chunks beside it."""
+    """An array of 192 MiB that does not compress, without all its chunks in memory too."""
     large = np.random.default_rng(0).random((24, 2**20))
     checkpoint.write(tmp_path / "m.orbax", {"large": large})
     command = [sys.executable, "-c", _READ, str(tmp_path / "m.orbax")]

@@ -29,7 +29,7 @@ def hook(event, args):
     if event.startswith(("pickle.", "os.system", "subprocess.", "socket.", "marshal.", "exec")):
         seen.append((event, str(args)[:200]))
     if event == "open" and recording and not isinstance(args[0], int):
-        # The file or folder given, its folder, and what an index lists beside itself.
+        # The file or folder given, its folder, and the files that an index lists.
         opened = os.path.realpath(os.path.join(folder, os.fsdecode(args[0])))
         if opened != folder and not opened.startswith(stem):
             seen.append((event, args[0]))

@@ -396,7 +396,7 @@ def test_hdf5_attributes_of_every_version(libver: Any, tmp_path: Path) -> None:
 
 
 def test_zip64_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is written beyond 4 GiB, with the border moved down."""
+    """A file of more than 4 GiB, with the border moved down."""
     import zipfile
 
     monkeypatch.setattr(zipfile, "ZIP64_LIMIT", 100)

@@ -19,7 +19,7 @@ from jaxmha.checkpoint.source import Source
 
 
 def _folder_of_arrays(path: Path, count: int) -> None:
-    """What orbax writes without a database: a folder for every array, its chunk and its document."""
+    """A checkpoint that orbax writes without a database: a folder for every array, its chunk and its document."""
     document = {
         "zarr_format": 2,
         "shape": [3],

@@ -1,4 +1,4 @@
-"""What is written comes back bit for bit, in every format and dtype."""
+"""Written tensors come back bit for bit, in every format and dtype."""
 
 import string
 from collections.abc import Mapping

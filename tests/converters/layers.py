@@ -63,7 +63,7 @@ class Config:
 
     @property
     def self_attention(self) -> bool:
-        """Whether one input serves as query, key and value."""
+        """True if one input serves as query, key and value."""
         return self.Dq == self.Dk == self.Dv
 
 

@@ -126,7 +126,7 @@ def rounded(x: dict[str, NDArray]) -> dict[str, NDArray]:
 
 
 class Fault(NamedTuple):
-    """What is done to a layer, and the name that the attribution has for it.
+    """A change of a layer, and the name that the attribution has for it.
 
     `only`: a field of weights or mask that no second fault may touch. `loud`: logits are large.
     """

@@ -77,7 +77,7 @@ def bits(path: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
 
 
 def back_and_forth(a: Case, b: Case, dtype: str, seed: int, lead: bool = False) -> bool:
-    """Whether B could hold it; then all must be as it was."""
+    """True if B could hold it; then all must be as it was."""
     rng = np.random.default_rng(seed)
     layout = attention_blocks.named(a[0])
     with TemporaryDirectory() as folder:

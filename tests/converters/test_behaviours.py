@@ -1,4 +1,4 @@
-"""What config.json tells of a block is carried: scale, soft cap, norms; unknown attention is named."""
+"""The behaviour that a config.json names is carried: scale, soft cap, norms; unknown attention is named."""
 
 import json
 from pathlib import Path

@@ -190,7 +190,7 @@ def test_live_models_of_transformers(name: str) -> None:
 
 @pytest.mark.filterwarnings("default")
 def test_families_that_need_their_configuration_are_refused_by_name(tmp_path: Path) -> None:
-    """What a block of Gemma 2 computes is in its configuration."""
+    """The configuration of Gemma 2 says how its blocks compute."""
     import transformers as t
 
     some = {"hidden_size": 12, "num_attention_heads": 3, "num_hidden_layers": 2, "vocab_size": 11}

@@ -192,7 +192,7 @@ def test_torch_to_flax_to_keras_to_torch(folder: Path, tmp_path: Path, encoder: 
         assert len(json.loads(same.stdout)["blocks"]) == LAYERS
         previous = tmp_path / name
 
-    # What stock torch reads at the end is what it wrote at the start.
+    # Stock torch reads at the end what it wrote at the start.
     state = framework.load(tmp_path / "back.pt", weights_only=True)
     original = encoder.state_dict()
     ours = [
@@ -202,7 +202,7 @@ def test_torch_to_flax_to_keras_to_torch(folder: Path, tmp_path: Path, encoder: 
     for a, b in zip(sorted(ours[0], key=key_of), sorted(ours[1], key=key_of), strict=True):
         assert framework.equal(a, b)
 
-    # What is not attention is carried over.
+    # Other layers are carried over.
     norms = [t for k, t in state.items() if k.endswith("norm1.weight") or "norm1/weight" in k]
     assert len(norms) == LAYERS
 

@@ -1,4 +1,4 @@
-"""What a config.json says that no tensor holds: head counts of parts, and what changes a function."""
+"""Facts of a config.json that no tensor holds: head counts of parts, and what changes a function."""
 
 import importlib
 import json

@@ -121,7 +121,7 @@ INJECTED: dict[str, Callable[[Leaves, np.random.Generator], Leaves]] = {
 }
 
 
-# Whether the wrong side is the first, and what it is rounded to: one of them at every draw.
+# The wrong operand and the dtype that it is rounded to: one of them at every draw.
 CASTS = [(reverse, cast) for cast in (None, np.float16, ml_dtypes.bfloat16) for reverse in (0, 1)]
 
 

@@ -92,7 +92,7 @@ def test_is_found_in_a_file(layout: Layout) -> None:
 
 
 def test_tables_are_small() -> None:
-    """No statement that writes a table has more than 15 lines; the engine has about 100."""
+    """No statement that writes a table has more than 15 lines; the transform has about 100."""
     names = [layout.name for table in TABLES for layout in table.LAYOUTS]
     assert sorted(names) == sorted(layout.name for layout in registry.LAYOUTS)
     assert all(layout.about for layout in registry.LAYOUTS)

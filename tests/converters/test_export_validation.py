@@ -43,7 +43,7 @@ OTHER: dict[str, Any] = {
 
 
 class Case(NamedTuple):
-    """What is exported into a layout, and the message."""
+    """Parameters that are exported into a layout, and the message."""
 
     layout: Layout
     params: MHAParams
@@ -83,7 +83,7 @@ def ties(layout: Layout) -> Iterator[tuple[str, Case]]:
         other = {"K": 2, "h": 7, "Dq": 29, "Dk": 31, "Dv": 37, "Do": 41}[letter]
         shape = sized(layout, **{letter: other})
         product = r" \* ".join(rf"{a}=\d+" for a in tied.split())
-        # What is tied to this letter in turn breaks as well and may be said first.
+        # A letter that is tied to this one breaks as well, and may be reported first.
         turned = {x for x, (to, _) in layout.ties.items() if letter in to.split()}
         got = places(shape, letter, *tied.split())
         text = [rf"cannot hold {letter}={other} with {product}: {re.escape(reason)}; got {got}"]
@@ -133,7 +133,7 @@ def absent(layout: Layout) -> Iterator[tuple[str, Case]]:
 
 
 def lacking(layout: Layout) -> Iterator[tuple[str, Case]]:
-    """What is required, or comes together, is not there."""
+    """A tensor that is required, or comes with another, is missing."""
     params = params_of(layout)
     for group in dict.fromkeys(entry.group for entry in layout.entries):
         members = [leaf for e in layout.entries if e.group == group for leaf in e.leaves]
@@ -236,7 +236,7 @@ POSITIONS = {"relative_attention_bias.weight": np.ones((32, 6), np.float32)}
 
 
 class Import(NamedTuple):
-    """What is imported, and the message."""
+    """Tensors that are imported, and the message."""
 
     layout: str
     state: dict[str, Any]

@@ -39,7 +39,7 @@ def loss(
     mask: NDArray | None,
     cotangent: NDArray,
 ) -> Any:
-    """What is differentiated: the cotangent times the output."""
+    """The function to differentiate: the cotangent times the output."""
     out = multi_head_attention(params, *inputs, mask=mask, bias=bias, semantics=semantics)
     return jnp.sum(out * cotangent)
 

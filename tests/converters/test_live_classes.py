@@ -1,6 +1,6 @@
 """Every layout against the live class it is of: as exact as the class itself, over random weights.
 
-The classes of transformers are built from small configurations. Those of the documents that the
+The classes of transformers are built from small configurations. Classes of the documents that the
 project grew from are written out here as they stand there, on the framework's own layers.
 """
 
@@ -68,7 +68,7 @@ def of_torch(module: Any, seed: int, mask: str = "", state: Any = None, **argume
 
 
 def before_the_norm(attention: Any) -> Any:
-    """BERT's attention less what comes after it: the residual connection and its norm."""
+    """BERT's attention without the layers after it: the residual connection and its norm."""
     attention.output.forward = lambda heads, _: attention.output.dense(heads)
     return attention
 
@@ -364,7 +364,7 @@ def test_no_less_exact_than_the_class(name: str) -> None:
 
 
 def test_every_layout_has_a_live_class() -> None:
-    """Those of torch, Keras and Flax themselves are measured with all their settings elsewhere."""
+    """Classes of torch, Keras and Flax themselves are measured with all their settings elsewhere."""
     elsewhere = {"torch", "torch-separate", "keras", "flax"}
     files = {"keras-file", "keras-gqa-file", "dense-file"}  # the same arrays under other keys
     layouts = {layout.name for layout in registry.LAYOUTS}

@@ -47,7 +47,7 @@ jitted = jax.jit(ours)
 def full(mask: NDArray | None, S: int) -> NDArray:
     """One shape for every mask and none, so that each shape of inputs is compiled once.
 
-    What runs eagerly has no mask where there is none.
+    Eager calls have no mask where there is none.
     """
     allowed = True if mask is None else mask
     return np.ascontiguousarray(np.broadcast_to(allowed, (layers.B, 1, layers.T, S)))

@@ -1,4 +1,4 @@
-"""What is converted can be read back, and what is half a block never passes for another tensor."""
+"""Converted files can be read back, and half a block never passes for another tensor."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a conversion is checked for afterwards, and that every kind of damage is seen."""
+"""The checks after a conversion see every kind of damage."""
 
 import json
 import math

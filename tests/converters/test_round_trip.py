@@ -23,7 +23,7 @@ KINDS: dict[str, Any] = {"linen": {"kind": "linen"}, "nnx": {"kind": "nnx"}}
 
 
 def holds(config: Config, framework: str) -> bool:
-    """Whether a layer of the framework can hold the block: research on the layouts, as data."""
+    """True if a layer of the framework can hold the block: research on the layouts, as data."""
     c = config
     return {
         "torch": c.K == c.N and c.h == c.H and c.Do == c.Dq == c.N * c.H and not c.qk_norm,
@@ -192,7 +192,7 @@ def test_a_stack_is_the_layers_one_by_one(name: str) -> None:
         assert_identical({key: array[i] for key, array in state.items()}, alone)
 
 
-# The same arrays by the formulas of the frameworks' documentation, without the engine's arrows.
+# The same arrays by the formulas of the frameworks' documentation, without the arrows of the transform.
 FORMULAS: dict[str, dict[str, Callable[[MHAParams], NDArray]]] = {
     "torch": {
         "in_proj_weight": lambda p: np.concatenate([flat(p.query), flat(p.key), flat(p.value)]),

@@ -1,4 +1,4 @@
-"""What cannot be read or held is refused with a message that names it; messages are read here."""
+"""Sources that cannot be read or held are refused with a message that names them; messages are read here."""
 
 from collections.abc import Callable
 from dataclasses import replace

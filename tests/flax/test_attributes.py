@@ -1,4 +1,4 @@
-"""What changes in a module after its construction is honoured, or refused by name."""
+"""A change of a module after its construction is honoured, or refused by name."""
 
 import inspect
 import re

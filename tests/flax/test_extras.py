@@ -1,4 +1,4 @@
-"""What the modules have beyond flax is what jaxmha computes; both modules hold any parameters."""
+"""Options of the modules beyond Flax's are those of jaxmha; both modules hold any parameters."""
 
 from dataclasses import replace
 from functools import partial

@@ -111,7 +111,7 @@ def test_layers_of_nnx_draw_from_their_own_streams(wrap: Any) -> None:
 
 @pytest.mark.slow
 def test_gradients_through_a_stack_of_nnx() -> None:
-    """Those of layers that are called one after another; a vmap gives each layer its own."""
+    """Values of layers that are called one after another; a vmap gives each layer its own."""
     layers = stacked()
     nnx.update(layers, randomise(nnx.state(layers, nnx.Param)))
     graph, state = nnx.split(layers)

@@ -21,7 +21,7 @@ MIB = 2**20
 
 
 class Program(NamedTuple):
-    """What an optimised program holds.
+    """Parts of an optimised program.
 
     Attributes:
       temporary: bytes of temporary arrays.

@@ -214,7 +214,7 @@ def run(
 ) -> None:
     """Adds all of them to rows, many compiling at once; `done` after each.
 
-    What is not begun in time is counted as skipped, and made up for by another call.
+    A check that does not begin in time counts as skipped, and another call makes up for it.
     """
 
     def one(job: tuple[Call, str, str]) -> Row:

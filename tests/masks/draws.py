@@ -24,7 +24,7 @@ class Sizes(NamedTuple):
     S: int
 
     def named(self, *names: str) -> Any:
-        """Those that an exporter asks for, by its names."""
+        """The sizes that an exporter asks for, by its names."""
         known = {
             "batch_size": self.B,
             "num_heads": self.N,

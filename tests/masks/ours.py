@@ -70,7 +70,7 @@ def _chunks(arrays: Mapping[str, NDArray]) -> Iterator[dict[str, NDArray]]:
 def otherwise_answered(
     values: NDArray, made: Masks, actual: NDArray, theirs: NDArray, factor: float
 ) -> None:
-    """Rows that are refused: the framework answers the mean of the values `(B, S, K, h)` that the
+    """Rows that are refused: the framework returns the mean of the values `(B, S, K, h)` that the
     mask blocks, as the message says.
 
     Such rows of both answers `(B, T, N, h)` become 0, and all others stay to be compared.

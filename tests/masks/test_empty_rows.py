@@ -1,4 +1,4 @@
-"""What a framework answers a row to which one argument leaves nothing, as the table says."""
+"""The output of a row to which one argument leaves nothing is that of the table."""
 
 from typing import Any
 
@@ -68,7 +68,7 @@ CASES: dict[tuple[Any, int], dict[str, tuple[Any, dict[str, Any]]]] = {
 
 
 def outputs(out: NDArray, groups: int) -> dict[str, NDArray]:
-    """What the second batch row would be: of heads, or of the layer."""
+    """The second batch row alone: of heads, or of the layer."""
     if out.ndim == 4:
         mean = inputs(SIZES, layer=False)[2][1].mean(0)
     else:

@@ -179,7 +179,7 @@ def test_every_combination_of_functions(path: str) -> None:
 @pytest.mark.parametrize("library", [linen, nnx])
 @foreign()
 def test_helpers(library: Any) -> None:
-    """What the helpers make is a mask argument like others, float32 by default."""
+    """The helpers make a mask argument like others, float32 by default."""
     ids = np.array([[1, 1, 2, 2, 0], [1, 1, 1, 1, 1], [0, 0, 0, 0, 0]])
     padding = library.make_attention_mask(ids > 0, ids > 0)
     causal = library.make_causal_mask(ids)

@@ -159,7 +159,7 @@ def test_every_combination(kind: Kind, window: int | None, scores: bool) -> None
 
 
 def test_given_query_mask_is_ignored() -> None:
-    """What the error says is so."""
+    """The message of the error is true."""
     made, _ = layer("mha")
     for scores in BOTH:
         for ignored, theirs in zip(
@@ -317,7 +317,7 @@ def test_shared_memory(kind: Kind) -> None:
 @pytest.mark.parametrize("kind", LAYERS)
 @foreign()
 def test_masks_of_one_layer(kind: Kind, causal: bool) -> None:
-    """Those of its inputs, which keep them; what arrives is what the layer computes with."""
+    """The masks of its inputs, which keep them; the layer computes with those that arrive."""
     made, params = layer(kind, window=3)
     query, value = keras.ops.array(QUERY), keras.ops.array(VALUE)
     query._keras_mask, value._keras_mask = padding(T, 3), padding(S, 1)

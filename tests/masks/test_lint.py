@@ -20,7 +20,7 @@ BY_HEAD = np.repeat(np.arange(S) < np.array([[3], [5], [4]]), T, 0).reshape(3, T
 ORDER = np.stack([np.tri(T, S, 0, dtype=bool), np.tri(T, S, 1, dtype=bool)])
 LOW = np.where(CAUSAL, 0.0, -1e9)
 
-# What is to be found: framework, arguments, and words of the message and the fix.
+# Findings: framework, arguments, and words of the message and the fix.
 FOUND: dict[str, tuple[str, dict[str, Any], str, list[str]]] = {
     "torch causal": ("torch", {"attn_mask": CAUSAL}, "inverted", ["blocked", "~mask"]),
     "torch padding": ("torch", {"key_padding_mask": TOKENS}, "inverted", ["longest row", "~mask"]),
@@ -289,7 +289,7 @@ NO_KEYS: dict[str, dict[str, Any]] = {
     "jax": {"mask": np.ones((0, N, T, S), bool)},
     "huggingface": {"attention_mask": np.ones((B, 0), int)},
 }
-# What else is in the framework's call.
+# Other arguments of the framework's call.
 CALLS: dict[str, dict[str, Any]] = {
     "torch": {"attn_mask": ~CAUSAL, "need_weights": False, "average_attn_weights": True},
     "sdpa": {"attn_mask": CAUSAL, "dropout_p": 0.1, "scale": 0.5, "enable_gqa": True},

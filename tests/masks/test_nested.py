@@ -116,7 +116,7 @@ def test_back_and_forth(layout: torch.layout) -> None:
 def test_empty_sequences_and_one_sequence(
     layout: torch.layout, lengths: tuple[int, ...], packed: bool
 ) -> None:
-    """Those without positions stay rows; the answer of the others is torch's."""
+    """Rows without positions stay rows; the output of the others is torch's."""
     rows = ragged(lengths, D)
     query, _, _, mask = import_nested(
         torch.nested.nested_tensor(rows, layout=layout), packed=packed

@@ -1,4 +1,4 @@
-"""Each preset answers as the path that it is named after, against the live framework."""
+"""Each preset returns the output of the path that it is named after, against the live framework."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

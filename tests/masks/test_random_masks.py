@@ -1,4 +1,4 @@
-"""What a mask means survives export and import, and the framework computes just that."""
+"""The meaning of a mask survives export and import, and the framework computes just that."""
 
 from dataclasses import replace
 from typing import Any

@@ -39,7 +39,7 @@ def test_structure_goes_to_the_structured_argument() -> None:
 
 
 def test_hidden_extra_positions_come_from_the_triangle_alone() -> None:
-    """What `is_causal` does on the path without weights is exported as it came; no other way."""
+    """The effect of `is_causal` on the path without weights is exported as it came; no other way."""
     blocked = ~np.tri(T, S, dtype=bool)
     made: dict[str, Any] = {"attn_mask": blocked, "is_causal": True, "need_weights": False}
     flags: dict[str, Any] = {"add_bias_kv": True, "add_zero_attn": True}

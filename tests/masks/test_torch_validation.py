@@ -1,4 +1,4 @@
-"""What torch refuses is refused with the reason, and its paths are told apart."""
+"""Masks that torch refuses are refused with the reason, and its paths are told apart."""
 
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""Positions on many devices: the same answers as on one, and only keys and values travel."""
+"""Positions on many devices: the same outputs as on one, and only keys and values are sent."""
 
 import re
 from typing import Any
@@ -84,7 +84,7 @@ def gradients(**options: Any) -> Any:
         def of(*arrays: Any) -> Any:
             found = jaxmha.dot_product_attention(*arrays, **options)
             out, *lse = found if isinstance(found, tuple) else (found,)
-            # Gradients of what is returned beside the output are those of the first feature.
+            # Gradients of results other than the output are those of the first feature.
             more = [(x * jnp.moveaxis(grad[..., 0], 1, 2)).sum() for x in lse]
             return (out * grad).sum() + sum(more), found
 

@@ -128,7 +128,7 @@ EXPLICIT: dict[str, tuple[Callable[[Any], Any], Any]] = {
 @pytest.mark.everyday(name=["linen", "attention_fn", "nnx decode"])
 @pytest.mark.parametrize("name", EXPLICIT)
 def test_explicit_types(name: str) -> None:
-    """What types say of the features is all that is needed, and holds of the output too."""
+    """The sharding of the features is enough, and the output has it too."""
     run, x = EXPLICIT[name]
     expected = jax.jit(run)(x)
     devices = mesh(True, data=2, tensor=2)

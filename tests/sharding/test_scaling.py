@@ -1,4 +1,4 @@
-"""What devices send, as the table of `experiments.scaling` counts it."""
+"""The bytes that devices send, as the table of `experiments.scaling` counts it."""
 
 import re
 

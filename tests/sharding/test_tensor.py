@@ -74,7 +74,7 @@ def assert_layer(got: Any, expected: Any) -> None:
 
 
 def one_sum(found: list[Collective], size: int) -> bool:
-    """Whether there is one all-reduce, of the output."""
+    """True if there is one all-reduce, of the output."""
     return [(c.kind, c.bytes, c.times) for c in found] == [("all-reduce", size, 1)]
 
 
@@ -288,7 +288,7 @@ def test_specs() -> None:
     assert found.out == jaxmha.Projection(P("tensor", None, "fsdp"), P(None))
     found = sharding.specs(grouped, mesh=sizes, tensor="tensor")
     assert found.value == jaxmha.Projection(P(None, "tensor", None), P("tensor", None))
-    # What does not divide stays whole: D = 24 by 7.
+    # An axis that does not divide stays whole: D = 24 by 7.
     found = sharding.specs(grouped, mesh=make((7, 4), ("fsdp", "tensor")), fsdp="fsdp")
     assert found.query.kernel == P(None, None, None)
     stacked = jax.tree.map(lambda x: jnp.stack([x] * 3), grouped)
@@ -347,7 +347,7 @@ def test_an_axis_of_two_purposes(letter: str, spec: Any) -> None:
 
 @pytest.mark.slow
 def test_nothing_is_declared_and_all_is_right() -> None:
-    """Without `use` the compiler decides what travels; answers are the same."""
+    """Without `use` the compiler chooses what to send; outputs are the same."""
     devices, weights = mesh(data=2, tensor=4), params()
     run = with_gradients(layer())
     got = jax.jit(run)(*placed(devices, weights, **NAMES))

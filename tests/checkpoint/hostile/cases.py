@@ -1,7 +1,7 @@
 """Files that must be refused, each built from a sound file with one thing wrong.
 
 CASES maps a name to its suffix, its builder and the error it must raise. The sound files are in
-SOUND: they must be accepted, or a refusal would prove nothing.
+SOUND: they must be accepted, or an error would prove nothing.
 """
 
 import json

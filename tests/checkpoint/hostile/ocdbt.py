@@ -105,7 +105,7 @@ def database(path: Path, nodes: list[bytes], root: bytes) -> None:
 
 
 def array() -> dict[bytes, bytes]:
-    """What a sound database holds."""
+    """The files of a sound database."""
     document = {
         "zarr_format": 2, "shape": [2, 3], "chunks": [2, 3], "dtype": "<f4", "compressor": None,
         "filters": None, "fill_value": None, "order": "C", "dimension_separator": ".",

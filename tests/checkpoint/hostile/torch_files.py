@@ -1,4 +1,4 @@
-"""What zip files, and those of torch, are built from."""
+"""Parts of zip files, and of those of torch."""
 
 import struct
 import zlib

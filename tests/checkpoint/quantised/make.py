@@ -1,4 +1,4 @@
-"""Writes the quantised files of this folder, each beside what its own library dequantises it to.
+"""Writes the quantised files of this folder, each next to the arrays that its own library dequantises it to.
 
 Not run by the tests. It needs bitsandbytes, compressed-tensors and auto-gptq, and the sources of
 AutoAWQ and GPTQModel (their packages build for GPUs), in an environment of their own:
