@@ -183,9 +183,9 @@ def prose(source: str, tree: ast.AST, *, messages: bool = True) -> Iterator[tupl
     documented = {id(statement.value) for node in ast.walk(tree) if isinstance(node, DOCUMENTED)
                   for statement in node.body[:1] if isinstance(statement, ast.Expr)}  # fmt: skip
     for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
-            if messages or id(node) in documented:
-                yield node.lineno, node.value
+        text = node.value if isinstance(node, ast.Constant) else None
+        if isinstance(text, str) and " " in text and (messages or id(node) in documented):
+            yield getattr(node, "lineno", 1), text
 
 
 def names_of_tests(tree: ast.AST) -> Iterator[tuple[int, str]]:
