@@ -144,7 +144,7 @@ def same(first: list[Path], second: list[Path]) -> list[Path]:
 
 
 def bill_of_materials(name: str, version: str, files: list[Path]) -> dict[str, Any]:
-    """What a distribution needs, in CycloneDX: requirements, and the versions that were tested."""
+    """Needs of a distribution, in CycloneDX: requirements, and the versions that were tested."""
     needed = requirements(name)
     pinned = dict(re.findall(r"^([\w.-]+)==(.+)$", CONSTRAINTS.read_text(), re.MULTILINE))
     return {

@@ -197,20 +197,20 @@ def test_the_comparison_sees_one_number(tmp_path: Path) -> None:
 
 
 def test_commands_compare_it_whatever_the_form(tmp_path: Path) -> None:
-    source, there = saved(tmp_path, SHAPES), tmp_path / "there.safetensors"
-    pipeline.convert(source, there, to="jaxmha")
+    source, target = saved(tmp_path, SHAPES), tmp_path / "there.safetensors"
+    pipeline.convert(source, target, to="jaxmha")
     for command in ("verify", "diff"):
-        done = run(command, source, there)
+        done = run(command, source, target)
         assert done.exit_code == 0, printed(done)
         assert "latent attention, 2 blocks: weights compared" in printed(done)
-    with checkpoint.open(there) as file:
+    with checkpoint.open(target) as file:
         state = {name: np.array(file[name]) for name in file.info}
         metadata = dict(file.metadata)
     name = next(name for name in state if "mla_key_kernel" in name)
     state[name].flat[3] += 1
-    checkpoint.write(there, state, metadata=metadata, force=True)
+    checkpoint.write(target, state, metadata=metadata, force=True)
     for command in ("verify", "diff"):
-        done = run(command, source, there)
+        done = run(command, source, target)
         assert done.exit_code == 1, printed(done)
         assert "key.kernel" in printed(done)
         assert "1 of" in printed(done)

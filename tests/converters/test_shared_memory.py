@@ -1,4 +1,4 @@
-"""Importing torch tensors without a copy: the same values, the same memory, or a refusal."""
+"""Importing torch tensors without a copy: the same values, the same memory, or an error."""
 
 from collections.abc import Callable
 from typing import Any
