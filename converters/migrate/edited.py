@@ -77,14 +77,17 @@ def _numbered(kind: str, convention: Convention, steps: Sequence[Step]) -> str:
 
 
 def in_file(plan: Plan) -> Plan:
-    """Adapts a plan to a .weights.h5 destination: numbers Keras groups in the order of the plan."""
+    """Adapts a plan to a .weights.h5 destination: numbers Keras groups in the order of the plan.
+
+    Modules for which the user gave only a kind stay as they are, for `completed`.
+    """
     if plan.to not in keras.IN_FILE:
         return plan
     layout, attention = keras.IN_FILE[plan.to]
     counts: Counter[str] = Counter()
     steps = []
     for step in plan.steps:
-        if step.kind != "other":
+        if step.kind != "other" and (step.layout or step.kind == "attention"):
             kind = step.becomes or layer_layouts.INSTEAD.get(step.kind, step.kind)
             group = (
                 attention if step.kind == "attention" else layer_layouts.KERAS_FILE.group.get(kind)

@@ -44,7 +44,7 @@ FLAX = {"conv1d": "tok/kernel", "linear": "tok/kernel", "embedding": "tok/embedd
 FIRST = {"flax": FLAX, "linear": dict.fromkeys(KINDS, "tok.weight")}
 
 
-@pytest.mark.parametrize("to", ["flax", "linear", "keras-file"])
+@pytest.mark.parametrize("to", ["flax", "linear", "keras-file", "keras"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_kind_that_the_comment_names_is_enough(kind: str, to: str, tmp_path: Path) -> None:
     source = source_of(tmp_path, {"tok.weight": (11, 7)})
@@ -55,16 +55,39 @@ def test_a_kind_that_the_comment_names_is_enough(kind: str, to: str, tmp_path: P
     assert edited != text
     plan = tmp_path / "edited.toml"
     plan.write_text(edited)
-    target = tmp_path / ("b.weights.h5" if to == "keras-file" else "b.npz")
+    in_file = to in ("keras-file", "keras")
+    target = tmp_path / ("b.weights.h5" if in_file else "b.npz")
     done = run("convert", source, target, "--plan", plan)
     assert done.exit_code == 0, printed(done)
     assert "verified" in printed(done)
     group = "embedding" if kind == "embedding" else "dense"
-    expected = f"layers/{group}/vars/0" if to == "keras-file" else FIRST[to][kind]
+    expected = f"layers/{group}/vars/0" if in_file else FIRST[to][kind]
     with checkpoint.open(source) as a, checkpoint.open(target) as b:
         turned = (kind == "linear") != (to == "linear" and kind != "embedding")
         array = a["tok.weight"].T if turned and kind != "embedding" else a["tok.weight"]
         np.testing.assert_array_equal(b[expected], array)
+
+
+@pytest.mark.parametrize("to", ["keras-file", "keras"])
+@pytest.mark.parametrize(
+    ("kind", "group"), [("rmsnorm", "rms_normalization"), ("norm", "layer_normalization")]
+)
+def test_a_norm_without_a_bias_is_named(kind: str, group: str, to: str, tmp_path: Path) -> None:
+    """Keras stores both under one name; it holds them once the plan says which they are."""
+    source = source_of(tmp_path, {"norm.weight": (7,)})
+    text, count = re.subn(
+        r"(# .*name the kind \(norm or rmsnorm\) in a plan\n)kind = .*",
+        rf'\1kind = "{kind}"',
+        planned(source, to),
+    )
+    assert count == 1
+    plan = tmp_path / "edited.toml"
+    plan.write_text(text)
+    done = run("convert", source, tmp_path / "b.weights.h5", "--plan", plan)
+    assert done.exit_code == 0, printed(done)
+    assert "no tensor tells" not in printed(done)
+    with checkpoint.open(source) as a, checkpoint.open(tmp_path / "b.weights.h5") as b:
+        np.testing.assert_array_equal(b[f"layers/{group}/vars/0"], a["norm.weight"])
 
 
 @pytest.mark.parametrize("both", [False, True])
