@@ -16,7 +16,7 @@ import jaxmha
 from jaxmha import Mask
 from jaxmha.implementations import small_query
 
-PAGE = Path(__file__).parent.parent / "docs" / "pages" / "guide" / "jax_nn.md"
+PAGE = Path(__file__).parent.parent / "docs" / "pages" / "how_to" / "jax_nn.md"
 B, T, N, H = 2, 5, 4, 3
 RNG = np.random.default_rng(0)
 Q, K, V = (RNG.standard_normal((B, T, N, H)).astype(np.float32) for _ in range(3))
@@ -241,6 +241,32 @@ def test_shapes_that_only_one_takes() -> None:
     assert ours(Q, K, wide).shape == (B, T, N, 2)
     assert ours(Q[:, :0], K, V).shape == (B, 0, N, H)
     assert not ours(Q, K[:, :0], V[:, :0]).any()
+
+
+@pytest.mark.parametrize("flag", [0, 1, None, np.array(True), jnp.array(True)], ids=str)
+def test_flags_that_are_no_bool(flag: Any) -> None:
+    same(theirs(is_causal=flag), theirs(is_causal=bool(flag)))
+    with pytest.raises(TypeError, match="is_causal must be a bool, True or False, got"):
+        ours(is_causal=flag)
+    assert theirs(scale=True).shape == Q.shape
+    with pytest.raises(TypeError, match="scale must be a Python number"):
+        ours(scale=True)
+
+
+def test_forms_that_only_jaxmha_takes() -> None:
+    forms: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({"key_value_seq_lengths": np.array(3)}, {"key_value_seq_lengths": np.full(B, 3)}),
+        ({"local_window_size": np.array(2)}, {"local_window_size": 2}),
+        ({"local_window_size": jnp.array(2)}, {"local_window_size": 2}),
+    ]
+    for form, plain in forms:
+        with pytest.raises((TypeError, ValueError)):
+            theirs(**form)
+        same(ours(**form), ours(**plain))
+    heads = [x.astype(jnp.float8_e4m3fn) for x in (Q, K, V)]
+    with pytest.raises(ValueError, match="promotion"):
+        theirs(*heads)
+    assert ours(*heads).dtype == jnp.float8_e4m3fn
 
 
 def test_dtypes_that_differ() -> None:
