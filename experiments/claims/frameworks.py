@@ -29,6 +29,7 @@ from jaxmha.converters.layout.arrays import NDArray
 from jaxmha.converters.verify import oracle
 
 VALID = 6  # of T keys, where a mask is given
+DEEP, LAYERS = 12, (tensorflow_layer, torch_layer)
 
 
 def _keep(*shape: int) -> NDArray:
@@ -97,13 +98,21 @@ def xavier() -> Found:
 
 
 def slight_deviations() -> Found:
-    """Spread of weights, biases and outputs of the two examples."""
+    """Weights of one formula and two seeds, and the spread of weights of the two examples."""
     a, b, x = torch_weights(), tensorflow_weights(), features()
+    other = torch_weights(1)["q_proj"][0]
     spreads = [float(w["q_proj"][0].std()) for w in (a, b)]
     outputs = [float(torch_layer(a, x).std()), float(tensorflow_layer(b, x).std())]
-    holds = {"weights": spreads[1] / spreads[0] < 1.1, "outputs": outputs[1] / outputs[0] < 1.1}
+    seeds = apart(other, a["q_proj"][0])
+    holds = {
+        "spread, two seeds of one formula": abs(other.std() / spreads[0] - 1) < 0.1,
+        "weights, two seeds of one formula": seeds < 0.1,
+        "spread, two formulas": spreads[1] / spreads[0] < 1.1,
+        "outputs, two formulas": outputs[1] / outputs[0] < 1.1,
+    }
     return found(
         holds,
+        seeds=seeds,
         torch=spreads[0],
         keras=spreads[1],
         torch_out=outputs[0],
@@ -142,28 +151,33 @@ def _exact(weights: Weights, x: NDArray) -> NDArray:
 
 
 def seeds() -> Found:
-    """The same seed in both, and different ones."""
+    """The same seed in both, and different ones; and one seed twice in each."""
     import tensorflow as tf
 
-    def difference(a: int, b: int) -> float:
-        x = features()
-        return float(
-            np.abs(
-                torch_layer(torch_weights(a), x) - tensorflow_layer(tensorflow_weights(b), x)
-            ).sum()
-        )
+    x = features()
 
-    same, other = difference(42, 42), [difference(42, seed) for seed in (1, 2, 3)]
-    again = difference(42, 42)
+    def outputs(a: int, b: int) -> list[NDArray]:
+        return [torch_layer(torch_weights(a), x), tensorflow_layer(tensorflow_weights(b), x)]
+
+    def difference(a: int, b: int) -> float:
+        first, second = outputs(a, b)
+        return float(np.abs(first - second).sum())
+
+    first, again = outputs(42, 42), outputs(42, 42)
+    same, other = np.abs(first[0] - first[1]).sum(), [difference(42, seed) for seed in (1, 2, 3)]
     torch.manual_seed(42)
     tf.random.set_seed(42)
     drawn = torch.randn(100_000).numpy(), tf.random.normal([100_000]).numpy()
     return found(
-        {"seed 42 in both": same < 0.9 * min(other)},
+        {
+            "between the frameworks": same < 0.9 * min(other),
+            "from run to run of torch": np.array_equal(first[0], again[0]),
+            "from run to run of TensorFlow": np.array_equal(first[1], again[1]),
+        },
         same=same,
         least=min(other),
         most=max(other),
-        again=again,
+        again=apart(again[1], first[1]),
         correlation=np.corrcoef(*drawn)[0, 1],
     )
 
@@ -195,7 +209,7 @@ def intrinsic() -> Found:
 
 
 def inserted_axis() -> Found:
-    """Does the mask of one batch row reach others?"""
+    """Does the mask of one batch row reach others? A batch of one row has none."""
     weights, keep = torch_weights(), np.ones((N, T), bool)
     x = features(batch=N)
     before = torch_layer(weights, x, keep)
@@ -203,8 +217,10 @@ def inserted_axis() -> Found:
     after = torch_layer(weights, x, keep)
     right = torch_layer(weights, x, keep[:, None])
     other = apart(after[0], before[0])
+    alone = torch_layer(weights, x[1:2], keep[1:2])
+    holds = {"B = 1": apart(alone, right[1:2]) < SAME, "B = N": other == 0}
     return found(
-        {"B = N": other == 0},
+        holds,
         other=other,
         right=float(np.abs(right[0] - before[0]).max()),
     )
@@ -352,8 +368,14 @@ def significant() -> Found:
         tensorflow_layer(weights, x, dtype="bfloat16"),
         torch_layer(weights, x, dtype=torch.bfloat16),
     )
-    holds = {"float32": single > 0.1, "bfloat16": half > 0.1}
-    return found(holds, single=single, half=half)
+    rows = [x, x]
+    for seed in range(DEEP):
+        drawn = torch_weights(seed)
+        rows = [layer(drawn, r) for layer, r in zip(LAYERS, rows, strict=True)]
+        rows = [(r / r.std()).astype(np.float32) for r in rows]
+    deep = apart(*rows)
+    holds = {"float32": single > 0.1, "bfloat16": half > 0.1, "float32, deep": deep > 0.1}
+    return found(holds, single=single, half=half, deep=deep, layers=DEEP)
 
 
 PRODUCTS = {
