@@ -15,6 +15,7 @@ import pytest
 
 from jaxmha import Semantics, checkpoint
 from jaxmha.converters.discovery import (
+    all_positions,
     architectures,
     attention_blocks,
     head_count,
@@ -111,7 +112,11 @@ def test_nonsense_in_the_settings_of_every_model_type(count: int, source: Path) 
         named |= {key: chosen.choice(VALUES) for key in chosen.sample(keys, 12)}
         text = ", ".join(f'"{key}": {value}' for key, value in named.items())
         source.with_name("config.json").write_text(f"{{{text}}}")
-        for read in (pipeline.inspect, positions.positions_of, partial(pipeline.plan, to="flax")):
+        for read in (
+            pipeline.inspect,
+            all_positions.positions_of,
+            partial(pipeline.plan, to="flax"),
+        ):
             with contextlib.suppress(ValueError):
                 read(source)
 
@@ -130,7 +135,7 @@ def test_sizes_of_rotary_positions_fit_the_tensors(
     """No array is made for a size that a configuration alone says."""
     config = {"model_type": "llama", "num_attention_heads": 6, **setting}
     source.with_name("config.json").write_text(json.dumps(config))
-    (found,) = positions.positions_of(source).values()
+    (found,) = all_positions.positions_of(source).values()
     assert found.scheme == "unknown"
     assert why in found.why
 
