@@ -9,7 +9,54 @@ version of transformers regenerates this table and leaves the other unchanged.
 """
 
 MODEL_TYPES: dict[str, str] = {
-    "GPT-2": "decision_transformer gpt-sw3 gpt2 gpt_bigcode imagegpt openai-gpt",
+    "Gemma 2": (
+        "beam embedding_gemma2 embedding_gemma2_text gemma2 gemma3 gemma3_text gemma3n_text "
+        "gemma4 gemma4_text gemma4_unified gemma4_unified_text muse_glimmer muse_glimmer_text "
+        "muse_spark muse_spark_text shieldgemma2 t5gemma t5gemma2 timesfm2_5 vaultgemma"
+    ),
+    "Falcon": "falcon",
+    "StarCoder": "gpt_bigcode",
+    "Phi-3": "phi3 phi4_multimodal",
+    "BERT": (
+        "align altclip bert bert-generation big_bird blip bridgetower bros camembert canine "
+        "chinese_clip clap convbert data2vec-text dpr electra ernie git grounding-dino ibert "
+        "layoutlm layoutlmv3 lilt longformer luke lxmert markuplm megatron-bert "
+        "mm-grounding-dino mobilebert mra nystromformer rembert roberta roberta-prelayernorm "
+        "roc_bert roformer splinter tapas vision-encoder-decoder vision-text-dual-encoder "
+        "visual_bert xlm-roberta xlm-roberta-xl xmod yoso"
+    ),
+    "LXMERT": "lxmert",
+    "DeBERTa": "deberta",
+    "ALBERT": "albert tvp",
+    "SegFormer, PVT": "glpn pvt segformer",
+    "PVT v2": "pvt_v2",
+    "Swin": "donut-swin mask2former maskformer maskformer-swin mm-grounding-dino oneformer swin",
+    "Perceiver": "perceiver",
+    "ViT (transformers 4)": (
+        "audio-spectrogram-transformer beit blip-2 blip_2_qformer data2vec-vision deit "
+        "depth_pro dinov2 dinov2_with_registers dpt flava granite_speech granite_speech_plus "
+        "ijepa instructblip instructblipvideo pixio rf_detr videomae vilt "
+        "vision-encoder-decoder vision-text-dual-encoder vit vit_mae vit_msn vivit yolos"
+    ),
+    "ViT (transformers 5)": (
+        "audio-spectrogram-transformer beit deit ijepa lighton_ocr mistral3 mistral_large4 "
+        "pixio pixtral sam3 sam3_lite_text sam3_tracker sam3_tracker_video sam3_video "
+        "sam3_vision_model sam3_vit_model videoprism vision-encoder-decoder "
+        "vision-text-dual-encoder vit vit_mae vit_msn vivit"
+    ),
+    "timm": (
+        "cohere_compass_vision cosmos3_omni dots3_note edgetam_video ernie4_5_vl_moe exaone4_5 "
+        "exaone4_5_vision glm46v glm4v glm4v_moe glm4v_moe_vision glm4v_vision glm5_next "
+        "glm5_next_vision glm_image glm_image_vision glm_ocr glm_ocr_vision glmga "
+        "hyperclovax_vision_v2 mgp-str nemotron_h_omni qwen2_5_vl qwen2_5_vl_vision qwen2_vl "
+        "qwen3_5 qwen3_5_moe qwen3_5_moe_vision qwen3_5_vision qwen3_omni_moe_thinker qwen3_vl "
+        "qwen3_vl_moe qwen3_vl_moe_vision qwen3_vl_vision qwen4_exp_vision radio sam2 "
+        "sam2_hiera_det_model sam2_video sam2_vision_model tipsv2 tipsv2_vision_model "
+        "unlimited_ocr"
+    ),
+    "GPT-2": "decision_transformer gpt-sw3 gpt2 imagegpt openai-gpt",
+    "GPT-NeoX": "gpt_neox gpt_neox_japanese",
+    "BLOOM": "bloom",
     "Llama": (
         "afmoe apertus arcee aria aria_text audioflamingo3 bailing_hybrid bitnet blt canary "
         "cohere cohere2 cohere2_moe cohere2_vision cohere_asr cosmos3_edge cosmos3_edge_text "
@@ -46,18 +93,16 @@ MODEL_TYPES: dict[str, str] = {
         "unlimited_ocr vibevoice vibevoice_asr video_llama_3 video_llava vipllava voxtral "
         "voxtral_realtime voxtral_realtime_encoder xcodec2"
     ),
-    "BERT": (
-        "align altclip bert bert-generation big_bird blip bridgetower bros camembert canine "
-        "chinese_clip clap convbert data2vec-text dpr electra ernie git grounding-dino ibert "
-        "layoutlm layoutlmv3 lilt longformer luke lxmert markuplm megatron-bert mm-grounding- "
-        "dino mobilebert mra nystromformer rembert roberta roberta-prelayernorm roc_bert "
-        "roformer splinter tapas vision-encoder-decoder vision-text-dual-encoder visual_bert "
-        "xlm-roberta xlm-roberta-xl xmod yoso"
-    ),
+    "T5": "longt5 mt5 switch_transformers t5 udop umt5",
     "CLIP": (
         "altclip chinese_clip clip clipseg deepseek_vl deepseek_vl_hybrid git granite_docling "
         "groupvit idefics idefics2 idefics3 metaclip_2 modernvbert owlv2 owlvit paddleocr_vl "
         "sam3 sam3_video siglip siglip2 smolvlm tipsv2 ultravbert video_llama_3 xclip"
+    ),
+    "Whisper": (
+        "audioflamingo3 audioflamingo3_encoder dots3_note moss_transcribe_diarize "
+        "moss_transcribe_diarize_audio musicflamingo qwen2_5_omni_thinker qwen2_audio "
+        "qwen2_audio_encoder voxtral voxtral_encoder whisper"
     ),
     "BART, OPT": (
         "aria bart bigbird_pegasus biogpt blenderbot blenderbot-small blip-2 "
@@ -75,41 +120,5 @@ MODEL_TYPES: dict[str, str] = {
         "speecht5 step3p7 t5gemma2 tipsv2_text_model trocr unlimited_ocr video_llama_3_vision "
         "video_llava vipllava xclip xglm"
     ),
-    "ViT (transformers 5)": (
-        "audio-spectrogram-transformer beit deit ijepa lighton_ocr mistral3 mistral_large4 "
-        "pixio pixtral sam3 sam3_lite_text sam3_tracker sam3_tracker_video sam3_video "
-        "sam3_vision_model sam3_vit_model videoprism vision-encoder-decoder vision-text-dual- "
-        "encoder vit vit_mae vit_msn vivit"
-    ),
-    "Whisper": (
-        "audioflamingo3 audioflamingo3_encoder dots3_note moss_transcribe_diarize "
-        "moss_transcribe_diarize_audio musicflamingo qwen2_5_omni_thinker qwen2_audio "
-        "qwen2_audio_encoder voxtral voxtral_encoder whisper"
-    ),
-    "Gemma 2": (
-        "beam embedding_gemma2 embedding_gemma2_text gemma2 gemma3 gemma3_text gemma3n_text "
-        "gemma4 gemma4_text gemma4_unified gemma4_unified_text muse_glimmer muse_glimmer_text "
-        "muse_spark muse_spark_text shieldgemma2 t5gemma t5gemma2 timesfm2_5 vaultgemma"
-    ),
-    "ViT (transformers 4)": (
-        "audio-spectrogram-transformer beit blip-2 blip_2_qformer data2vec-vision deit "
-        "depth_pro dinov2 dinov2_with_registers dpt flava granite_speech granite_speech_plus "
-        "ijepa instructblip instructblipvideo pixio rf_detr videomae vilt vision-encoder- "
-        "decoder vision-text-dual-encoder vit vit_mae vit_msn vivit yolos"
-    ),
-    "BLOOM": "bloom",
-    "timm": (
-        "cohere_compass_vision cosmos3_omni dots3_note edgetam_video ernie4_5_vl_moe exaone4_5 "
-        "exaone4_5_vision glm46v glm4v glm4v_moe glm4v_moe_vision glm4v_vision glm5_next "
-        "glm5_next_vision glm_image glm_image_vision glm_ocr glm_ocr_vision glmga "
-        "hyperclovax_vision_v2 mgp-str nemotron_h_omni qwen2_5_vl qwen2_5_vl_vision qwen2_vl "
-        "qwen3_5 qwen3_5_moe qwen3_5_moe_vision qwen3_5_vision qwen3_omni_moe_thinker qwen3_vl "
-        "qwen3_vl_moe qwen3_vl_moe_vision qwen3_vl_vision qwen4_exp_vision radio sam2 "
-        "sam2_hiera_det_model sam2_video sam2_vision_model tipsv2 tipsv2_vision_model "
-        "unlimited_ocr"
-    ),
-    "Falcon": "falcon",
-    "GPT-NeoX": "gpt_neox gpt_neox_japanese",
-    "T5": "longt5 mt5 switch_transformers t5 udop umt5",
     "nn.Transformer": "oneformer rf_detr",
 }
