@@ -84,6 +84,18 @@ def test_nasty_names(suffix: str, tmp_path: Path) -> None:
     assert 10 < held < len(NASTY) + len(GROUPS)
 
 
+def test_names_that_numpy_confuses(tmp_path: Path) -> None:
+    """numpy.load looks a name up among the members of the zip first: "w.npy" would be "w"."""
+    one = tmp_path / "one.npz"
+    assert _written_or_refused(one, _tensors("w.npy"))
+    with np.load(one) as file:
+        assert file["w.npy"].shape == (1,)
+    (tmp_path / "two").mkdir()
+    with pytest.raises(checkpoint.AmbiguousFile, match=r"numpy\.load would read 'w' for it"):
+        checkpoint.write(tmp_path / "two" / "m.npz", _tensors("w", "w.npy"))
+    assert not list((tmp_path / "two").iterdir())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("suffix", SUFFIXES)
 def test_random_names(suffix: str, tmp_path: Path) -> None:

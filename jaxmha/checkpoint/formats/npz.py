@@ -11,6 +11,7 @@ from typing import BinaryIO, Literal
 import numpy as np
 
 from jaxmha.checkpoint.errors import (
+    AmbiguousFile,
     ForbiddenContent,
     MalformedFile,
     PathEscape,
@@ -94,7 +95,7 @@ def check(plan: WriteJob) -> None:
     """Raises if the format cannot hold a dtype or a name.
 
     Raises:
-        UnsupportedDtype, UnsupportedFormat, PathEscape.
+        UnsupportedDtype, UnsupportedFormat, PathEscape, AmbiguousFile.
     """
     texts.check(plan)
     for name, info in plan.info.items():
@@ -108,6 +109,9 @@ def check(plan: WriteJob) -> None:
         if not zip_directory.is_member_name(f"{name}.npy"):
             problem = "a zip member of this name would be a path out of the file or a folder"
             raise PathEscape(plan.path, problem, "rename the tensor, or write .safetensors", name)
+        if (other := name.removesuffix(".npy")) != name and other in plan.info:
+            problem = f"numpy.load would read {other!r} for it"
+            raise AmbiguousFile(plan.path, problem, "rename one, or write .safetensors", name)
 
 
 def write(file: BinaryIO, plan: WriteJob) -> None:
