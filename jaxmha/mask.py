@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Integer
 
-from jaxmha import mask_repr, notebook
+from jaxmha import mask_repr, notebook, segment_runs
 from jaxmha.arrays import Array, reject_foreign, require_arrays
 from jaxmha.integers import comparable, library, narrow, near, require_integers, require_sizes
 
@@ -23,7 +23,7 @@ def _by_keyword(
     make: Callable[Concatenate[type["Mask"], P], "Mask"],
 ) -> Callable[Concatenate[type["Mask"], P], "Mask"]:
     """Wraps a constructor to reject positional arguments with a message that names the keywords."""
-    query, key_value = (name for name in make.__annotations__ if name != "return")
+    query, key_value = list(make.__annotations__)[:2]
 
     @wraps(make)
     def made(cls: type["Mask"], /, *by_position: P.args, **named: P.kwargs) -> "Mask":
@@ -151,20 +151,32 @@ class Mask:
     @classmethod
     @_by_keyword
     def segments(
-        cls, *, query_ids: Integer[Array, "*B T"], key_value_ids: Integer[Array, "*B S"]
+        cls,
+        *,
+        query_ids: Integer[Array, "*B T"],
+        key_value_ids: Integer[Array, "*B S"],
+        max_segments: int | None = None,
     ) -> "Mask":
         """Packed sequences: only pairs with equal ids attend.
+
+        Kernels for packed sequences need each id in one run of positions. Of NumPy arrays this is found
+        out here; for arrays of JAX, `max_segments` promises it.
 
         Args:
           query_ids: `(B, T)`, the sequence of each query.
           key_value_ids: `(B, S)`, the sequence of each key; the same array where T is S.
+          max_segments: promises that both arrays are the same, that each id fills one run, and that a
+            row has at most this many. A broken promise gives wrong results.
 
         >>> ids = np.array([[0, 0, 1]])
         >>> Mask.segments(query_ids=ids, key_value_ids=ids).to_array(3, 3, np).astype(int).tolist()
         [[[[1, 1, 0], [1, 1, 0], [0, 0, 1]]]]
         """
         require_integers("an integer array", query_ids=query_ids, key_value_ids=key_value_ids)
-        return cls(query_segments=query_ids, key_value_segments=key_value_ids)
+        lengths = segment_runs.lengths_of_runs(query_ids, key_value_ids, max_segments)
+        return cls(
+            query_segments=query_ids, key_value_segments=key_value_ids, packed_lengths=lengths
+        )
 
     @classmethod
     def packed(cls, lengths: Integer[Array, "*B M"], *, size: int) -> "Mask":

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from jaxmha import checks
+from jaxmha import checks, segment_runs
 from jaxmha.arrays import Array
 from jaxmha.integers import require_integers
 from jaxmha.mask import Mask
@@ -42,6 +42,7 @@ def mask_of_keywords(
     require_integers("an integer array", optional=True, **arrays)
     for x in ids if several or segment_ids is not None else ():
         require_integers("an integer array", segment_ids=x)
+    lengths = None if segment_ids is None else segment_runs.lengths_of_runs(*ids)
     return Mask(
         0 if is_causal else None,
         checks.window(window).window_size,
@@ -49,6 +50,7 @@ def mask_of_keywords(
         key_value_lengths=key_value_lengths,
         query_segments=ids[0],
         key_value_segments=ids[1],
+        packed_lengths=lengths,
     )
 
 

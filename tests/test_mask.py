@@ -319,7 +319,64 @@ def test_packed_lengths_say_the_segments() -> None:
     both = packed.to_array(7, 7, np) & segments.to_array(7, 7, np)
     for joined in (segments & packed, packed & segments):
         np.testing.assert_array_equal(np.asarray(joined.to_array(7, 7, np)), both)
-    assert (segments & packed).packed_lengths is None
+        assert joined.array is not None  # of the second pair; the lengths are those of the first
+
+
+RUNS = [[5, 5, 5, 0, 0, 9, 9], [3, 3, 3, 3, 3, 3, 3], [1, 2, 3, 4, 5, 6, 7]]
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_lengths_of_ids_that_lie_in_runs(traced: bool) -> None:
+    """By the host where it can read the ids, else by promise; the pairs are the same."""
+    ids: Any = np.array(RUNS)
+
+    def lengths(ids: Any) -> Any:
+        mask = Mask.segments(query_ids=ids, key_value_ids=ids, max_segments=7)
+        assert mask.packed_lengths is not None
+        return mask.packed_lengths
+
+    found = np.asarray(jax.jit(lengths)(ids) if traced else lengths(ids))
+    assert found[:, :3].tolist() == [[3, 2, 2], [7, 0, 0], [1, 1, 1]]
+    assert found.shape == (3, 7)
+    packed = Mask.packed(found, size=7).to_array(7, 7, np)
+    np.testing.assert_array_equal(packed, ids[:, None, :, None] == ids[:, None, None])
+    more: Any = jax.jit(lambda x: Mask.segments(query_ids=x, key_value_ids=x, max_segments=12))(ids)
+    assert more.packed_lengths.sum(-1).tolist() == [7, 7, 7]
+
+
+def test_ids_of_numpy_are_read() -> None:
+    """Lengths in numbers that few programs are compiled for; none where ids may be in any order."""
+
+    def lengths(query: Any, key_value: Any) -> Any:
+        return Mask.segments(query_ids=query, key_value_ids=key_value).packed_lengths
+
+    ids = np.array(RUNS)
+    assert lengths(ids, ids.copy()).shape == (3, 8)
+    assert lengths(np.arange(9)[None], np.arange(9)[None]).shape == (1, 16)
+    assert lengths(ids, ids[:, ::-1]) is None
+    assert lengths(ids, jnp.asarray(ids)) is None
+    again = np.array([[1, 1, 2, 1]])
+    assert lengths(again, again) is None
+    many = np.arange(200)[None]
+    assert lengths(many, many) is None
+    none = np.zeros((2, 0), int)
+    assert lengths(none, none) is None
+
+
+@pytest.mark.parametrize(
+    ("query", "key_value", "most"),
+    [
+        (np.array([[1, 2, 1]]), np.array([[1, 2, 1]]), 3),
+        (np.array([[1, 2, 3]]), np.array([[1, 2, 3]]), 2),
+        (np.array([[1, 2, 3]]), np.array([[1, 2, 2]]), 3),
+        (jnp.array([[1, 2, 3]]), jnp.array([[1, 2, 3]]), 3),
+    ],
+)
+def test_a_broken_promise_is_named(query: Any, key_value: Any, most: int) -> None:
+    with pytest.raises(ValueError, match="max_segments"):
+        Mask.segments(query_ids=query, key_value_ids=key_value, max_segments=most)
+    with pytest.raises(ValueError, match="max_segments must be an integer of at least 1"):
+        Mask.segments(query_ids=query, key_value_ids=query, max_segments=0)
 
 
 def test_a_wrong_size_of_packed_sequences_is_named() -> None:

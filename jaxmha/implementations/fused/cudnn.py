@@ -68,7 +68,10 @@ def _packed_reason(request: Request) -> str | None:
     capability = platforms.current().capability
     given = replace(mask, **dict.fromkeys(SEGMENTS), causal_offset=None, window_size=None)
     if mask.packed_lengths is None:
-        return "cuDNN takes packed sequences as offsets: give Mask.packed instead of segment ids"
+        return (
+            "cuDNN takes packed sequences as offsets: give Mask.packed, NumPy ids, or max_segments to "
+            "Mask.segments"
+        )
     if capability is None or capability < (9, 0):
         return "cuDNN takes packed sequences on Hopper and later only"
     if not given.empty or request.bias is not None or request.return_lse:

@@ -76,31 +76,34 @@ out.defvjp(_save, _pull)
 
 def _sizes(lengths: Int32[jax.Array, "B M"], T: int) -> Int32[jax.Array, "B M1"]:
     """Lengths of sequences that cover T positions: the given ones, and what is after them."""
+    return jnp.diff(_ends(lengths, T), axis=1, prepend=np.int32(0)).astype(np.int32)
+
+
+def _ends(lengths: Int32[jax.Array, "B M"], T: int) -> Int32[jax.Array, "B M1"]:
     ends = jnp.minimum(jnp.cumsum(jnp.clip(lengths, 0, T), 1), T)
-    return jnp.diff(ends, axis=1, prepend=np.int32(0), append=np.int32(T)).astype(np.int32)
-
-
-def _starts(sizes: Int32[jax.Array, "B M"], T: int) -> Int32[jax.Array, "B M1"]:
-    """First positions of sequences in the whole batch, then its end.
-
-    The primitive reads one more than there are, and needs M + 1 in every row.
-    """
-    B, M = sizes.shape
-    rows = np.int32(T) * jnp.arange(B, dtype=np.int32)[:, None]
-    first = jnp.cumsum(sizes, 1) - sizes + rows
-    flat = jnp.concatenate([first.reshape(-1), jnp.full(B, B * T, np.int32)])
-    return flat.reshape(B, M + 1)
+    return jnp.pad(ends, ((0, 0), (0, 1)), constant_values=T)
 
 
 def _operands(
     query: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """The operands of the primitives, in the order of `OPERANDS`; offsets count numbers."""
-    sizes = _sizes(lengths, query.shape[1])
-    first = _starts(sizes, query.shape[1])
+    """The operands of the primitives, in the order of `OPERANDS`.
+
+    Offsets are the first positions of sequences in the whole batch, then its end, counted in numbers.
+    The primitive reads one more than there are, and needs one more than there are in every row.
+    """
+    B, T = query.shape[:2]
+    rows = np.int32(T) * jnp.arange(B, dtype=np.int32)[:, None]
+    ends = _ends(lengths, T)
+    first = jnp.pad(ends[:, :-1], ((0, 0), (1, 0)))
+    sizes = ends - first
+    offsets = []
+    for x in (query, key):
+        stride = np.int32(x.shape[2] * x.shape[3])
+        end = jnp.full(B, B * T * stride, np.int32)
+        flat = jnp.concatenate([((first + rows) * stride).reshape(-1), end])
+        offsets.append(flat.reshape(B, -1))
     unused = jnp.zeros(0, query.dtype)
-    strides = (query.shape[2] * query.shape[3], key.shape[2] * key.shape[3])
-    offsets = (first * np.int32(stride) for stride in strides)
     return query, key, value, unused, sizes, sizes, *offsets, unused, unused
 
 
