@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import jaxmha
-from jaxmha import Mask
+from jaxmha import Mask, implementations
 from jaxmha.implementations import UnsupportedError, probe
 from jaxmha.implementations.fused import adapter, splash, tokamax
 from tests import cases, conformance, cudnn_contract
@@ -239,21 +239,25 @@ def test_cudnn_packed(cudnn: Any, name: str, mapped: bool) -> None:
             )
         return value(q, k, v, lengths), jax.jit(value)(q, k, v, lengths)
 
-    def ids(lengths: Any) -> Mask:
+    def ids(lengths: Any, max_segments: int | None = None) -> Mask:
         same: Any = Mask.packed(lengths, size=T).query_segments
-        return Mask.segments(query_ids=same, key_value_ids=same)
+        return Mask.segments(query_ids=same, key_value_ids=same, max_segments=max_segments)
 
-    mine = found("cudnn", partial(Mask.packed, size=T))
-    for x, y in zip(*map(jax.tree.leaves, (mine, found("reference", ids))), strict=True):
-        x, y = (np.asarray(a, np.float32) for a in (x, y))
-        np.testing.assert_allclose(x, y, atol=0.03 * np.abs(y).max(), rtol=0)
+    want = found("reference", ids)
+    for mask in (partial(Mask.packed, size=T), partial(ids, max_segments=5)):
+        for x, y in zip(*map(jax.tree.leaves, (found("cudnn", mask), want)), strict=True):
+            x, y = (np.asarray(a, np.float32) for a in (x, y))
+            np.testing.assert_allclose(x, y, atol=0.03 * np.abs(y).max(), rtol=0)
     assert all(call.get("packed") for call in cudnn)
+
+
+ALTERNATING = np.arange(16)[None] % 2
 
 
 @pytest.mark.parametrize(
     ("changed", "why"),
     [
-        ({"mask": Mask.segments(query_ids=np.zeros((2, 16), int), key_value_ids=np.zeros((2, 16), int))}, "give Mask.packed"),
+        ({"mask": Mask.segments(query_ids=ALTERNATING, key_value_ids=ALTERNATING)}, "give Mask.packed"),
         ({"key_value_seq_lengths": np.array([3, 4])}, "without other masks"),
         ({"return_lse": True}, "log-sum-exp"),
         ({"local_window_size": (3, 0)}, "without a window"),
@@ -343,6 +347,25 @@ def test_splash_bfloat16(case: Case) -> None:
 def test_splash_poisoned(case: Case) -> None:
     bare = replace(case, bias=None, logits_soft_cap=None)
     conformance.poisoned_padding(bare, "splash", "float32")
+
+
+@pytest.mark.parametrize("leaks", [False, True])
+def test_tokamax_gets_zeros_where_it_leaks(leaks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    def run(inputs: adapter.KernelInputs, soft_cap: float | None) -> Any:
+        seen.append(inputs)
+        return jnp.zeros_like(inputs.query)
+
+    monkeypatch.setattr(tokamax, "_run", run)
+    x = jnp.full((1, 5, 1, 8), jnp.nan, jnp.bfloat16)
+    pairs = jnp.asarray(np.arange(25).reshape(1, 1, 5, 5) % 5 < 3)
+    request = implementations.Request(
+        x, x, x, None, Mask.dense(pairs), jaxmha.Semantics(), None, False
+    )
+    tokamax.attend(request, leaks=leaks)
+    dead = np.isnan(np.asarray(seen[0].key[0, :, 0, 0], np.float32))
+    assert dead.tolist() == [True] * 3 + [not leaks] * 2
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 """The calls with which a probe tests a kernel, and their expected results, computed in NumPy."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -65,7 +64,7 @@ class Case(NamedTuple):
       request: the call.
       cotangents: cotangents of output and lse.
       clean: query, key, value and cotangents in float32, with 0 in place of NaN.
-      poisoned: whether keys and values beyond the lengths are NaN, which the kernel must not read.
+      poisoned: whether unattended keys and values are NaN, which the kernel must not read.
     """
 
     name: str
@@ -109,14 +108,20 @@ class Case(NamedTuple):
 
 
 def cases(kind: Kind) -> Iterator[Case]:
-    """The cases of a probe. If `dense`: one causal call with a bias. If `packed`: full, causal and of odd
-    size, some sequences absent. Otherwise: calls with lengths,
-    log-sum-exp, one query, odd sizes and a window. Where lengths are given, one sequence is full,
-    one is shorter and one is empty; keys and values beyond the lengths are NaN."""
+    """The cases of a probe.
+
+    If `dense`: calls with a bias and with a dense mask. If `packed`: full, causal and of odd size, some
+    sequences absent. Otherwise: calls with lengths, log-sum-exp, one query, odd sizes and a window.
+    Where lengths are given, one sequence is full, one is shorter and one is empty. Keys and values
+    that no query attends are NaN.
+    """
     lengths = np.asarray([128, 61, 0], np.int32)
     causal = Mask.causal() & Mask.lengths(key_value=lengths)
     if kind.dense:
         yield _case("causal, with a bias and lengths", kind, causal, bias=True)
+        pairs = np.random.default_rng(1).random((3, 1, 128, 128)) < 0.5
+        pairs[..., 17:99:3] = False
+        yield _case("a dense mask", kind, Mask.dense(pairs))
         return
     if kind.packed:
         several = np.asarray([[50, 0, 61], [128, 0, 0], [1, 2, 3]], np.int32)
@@ -152,14 +157,12 @@ def _case(
     query, key, value = normal(B, T, N, H), normal(B, S, K, H), normal(B, S, K, h)
     cotangents = normal(B, T, N, h), jnp.asarray(rng.standard_normal((B, N, T)), np.float32)
     clean = tuple(np.asarray(x, np.float32) for x in (query, key, value, *cotangents))
-    lengths = mask.key_value_lengths
-    if lengths is not None:
-        lengths = jnp.asarray(lengths)
-        mask = replace(mask, key_value_lengths=lengths)
-        beyond = (jnp.arange(S).reshape(1, S) >= lengths[:, None])[..., None, None]
-        key, value = (jnp.where(beyond, jnp.asarray(jnp.nan, dtype), x) for x in (key, value))
-        zero = np.asarray(beyond)
-        clean = (clean[0], *(np.where(zero, 0, x) for x in clean[1:3]), *clean[3:])
+    dead = ~np.asarray(mask.to_array(T, S, np)).any((1, 2))[..., None, None]
+    poisoned = bool(dead.any())
+    if poisoned:
+        key, value = (jnp.where(dead, jnp.asarray(jnp.nan, dtype), x) for x in (key, value))
+        clean = (clean[0], *(np.where(dead, 0, x) for x in clean[1:3]), *clean[3:])
+    mask = jax.tree.map(jnp.asarray, mask)
     added = normal(1, N, T, S) if bias else None
     request = Request(query, key, value, added, mask, Semantics(), None, False, lse)
-    return Case(name, request, cotangents, clean, lengths is not None)
+    return Case(name, request, cotangents, clean, poisoned)

@@ -25,7 +25,8 @@ SEGMENTS = ("query_segments", "key_value_segments", "packed_lengths")
 
 
 class KernelInputs(NamedTuple):
-    """A request as kernels take it: unattended keys and values and fully masked queries are zero.
+    """A request as kernels take it: fully masked queries, and unattended keys and values that would affect
+    results, are zero.
 
     Attributes:
       query, key, value: of one dtype.
@@ -85,6 +86,7 @@ def attend(
     run: Callable[[KernelInputs], OutAndLse],
     *,
     skips_beyond_lengths: bool = False,
+    leaks: bool = True,
 ) -> Result:
     """Computes the request with a kernel: `run` returns the output and, if requested, the lse.
 
@@ -93,6 +95,9 @@ def attend(
     `skips_beyond_lengths`: True if positions beyond the lengths do not affect the results of the
     kernel, and `run` returns 0 in fully masked rows. Unattended positions are then zeroed only for
     masks that lengths do not express.
+
+    `leaks`: False if unattended keys and values do not affect the results of the kernel, whichever mask
+    excludes them; they are then not zeroed.
     """
     (B, T, N, _), (_, S, K, _) = request.query.shape, request.value.shape
     mask = request.mask
@@ -105,7 +110,7 @@ def attend(
     query, key, value = request.query, request.key, request.value
     if rows is not None and not by_lengths:
         query = jnp.where(jnp.moveaxis(rows, 1, 2)[..., None], query, 0)
-    if keys is not None and not by_lengths:
+    if keys is not None and leaks and not by_lengths:
         each = keys if keys.shape[1] == 1 else keys.reshape(-1, K, N // K, S).any(2)
         valid = jnp.moveaxis(each, 1, 2)[..., None]
         key, value = (jnp.where(valid, x, 0) for x in (key, value))

@@ -62,15 +62,15 @@ def traceable() -> str | None:
 def attend(request: Request, *, leaks: bool = True) -> Result:
     """Computes the request in its own dtype; softmax and sums are float32.
 
-    `leaks` has no effect: unattended positions are always zeroed, because the kernel multiplies
-    them by weights of 0, and 0 * NaN is NaN.
+    `leaks`: whether unattended keys and values affect the results in this release of tokamax, as they do
+    where it multiplies them by weights of 0: 0 * NaN is NaN.
     """
     cap, mask = request.semantics.logits_soft_cap, request.mask
     if mask.query_segments is not None and mask.key_value_segments is not None:
         queries, keys = (jnp.asarray(x) for x in (mask.query_segments, mask.key_value_segments))
         rest = replace(mask, **dict.fromkeys(SEGMENTS))
         request = request._replace(mask=rest & (queries[:, None, :, None] == keys[:, None, None]))
-    return adapter.attend(request, lambda inputs: (_run(inputs, cap), None))
+    return adapter.attend(request, lambda inputs: (_run(inputs, cap), None), leaks=leaks)
 
 
 def _backends() -> tuple[str, ...]:
