@@ -82,7 +82,7 @@ def operand_dtype(
 
     bfloat16 operands stay bfloat16, except if a precision is set, and except on CPUs, which would
     cast them to float32 repeatedly. float16 operands are cast: their range is too small for
-    gradients of logits.
+    gradients of logits (see `has_float16_digits`).
 
     >>> with jax.default_matmul_precision(None):
     ...     [operand_dtype(jnp.bfloat16, None, platform) for platform in ("cuda", "cpu")]
@@ -91,6 +91,28 @@ def operand_dtype(
     native = dtype == jnp.bfloat16 and _chosen(precision) is None and platform != "cpu"
     operands: np.dtype[np.floating] = np.dtype(jnp.bfloat16)
     return operands if native else None
+
+
+def has_float16_digits(dtype: DTypeLike, precision: Precision, platform: str) -> bool:
+    """True if matmuls of heads of `dtype` take operands of 11 binary digits, by `matmul_of_float16`.
+
+    >>> with jax.default_matmul_precision(None):
+    ...     [has_float16_digits(jnp.float16, None, platform) for platform in ("cuda", "cpu")]
+    [True, False]
+    """
+    return dtype == jnp.float16 and _chosen(precision) is None and platform != "cpu"
+
+
+def matmul_of_float16(
+    a: Float[jax.Array, "*b m k"], b: Float[jax.Array, "*b k n"]
+) -> Float[jax.Array, "*b m n"]:
+    """`a @ b` of float32 arrays, each rounded to the 11 digits of float16 in the range of float32.
+
+    Tensor cores multiply such numbers exactly as TF32, and sum in float32. float16 itself has too
+    small a range for gradients of logits.
+    """
+    x, y = (jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=10) for x in (a, b))
+    return matmul(x, y, precision="high")
 
 
 def split_scale(scale: float) -> tuple[float, float]:

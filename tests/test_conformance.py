@@ -3,6 +3,7 @@
 import types
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import chex
@@ -44,12 +45,33 @@ def test_values_in_half_precision(implementation: str, case: Case, dtype: str) -
     conformance.values(case, implementation, dtype, jit=False)
 
 
-@pytest.mark.everyday(case=["soft_cap", "everything"])
+@pytest.mark.everyday(case=["soft_cap", "everything"], dtype=["bfloat16"])
 @pytest.mark.parametrize("case", CASES)
-def test_products_of_bfloat16(case: Case) -> None:
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_products_of_half_precision(case: Case, dtype: str) -> None:
     """Where devices multiply it: values, lse and gradients are within the same few roundings."""
     with jaxmha.lowering_for("tpu"), jax.default_matmul_precision(None):
-        conformance.kernel(case, "blocked", "bfloat16", lse=True)
+        conformance.kernel(case, "blocked", dtype, lse=True)
+
+
+def test_small_gradients_of_float16() -> None:
+    """Cotangents of the smallest numbers of float16, divided by sums of many weights."""
+    rng = np.random.default_rng(0)
+    q, k, v, d = (rng.standard_normal((1, 640, 1, 8)).astype(np.float16) for _ in range(4))
+    d = (d * 2.0**-20).astype(np.float16)
+
+    def gradients(dtype: Any, implementation: str) -> Any:
+        attend = partial(jaxmha.dot_product_attention, implementation=implementation)
+        pull = jax.vjp(attend, *(jnp.asarray(x, dtype) for x in (q, k, v)))[1]
+        return pull(jnp.asarray(d, dtype))
+
+    with jaxmha.lowering_for("cuda"), jax.default_matmul_precision(None):
+        found = gradients(np.float16, "blocked")
+    with jax.enable_x64(True):
+        want = gradients(np.float64, "reference")
+    for x, y in zip(found, want, strict=True):
+        # float16 holds these numbers to within half of 2**-24.
+        np.testing.assert_allclose(np.asarray(x, float), y, atol=0.51 * 2**-24, rtol=2**-9)
 
 
 def test_logits_are_scaled_after_products_of_bfloat16() -> None:

@@ -149,19 +149,26 @@ DOT = re.compile(
 
 
 @pytest.mark.parametrize(
-    ("platform", "dtype", "options", "configured", "operands"),
+    ("platform", "dtype", "options", "configured", "operands", "precision"),
     [
-        ("cuda", "bfloat16", {"dropout_rate": 0.1}, None, "bf16"),
-        ("tpu", "bfloat16", {}, None, "bf16"),
-        ("tpu", "bfloat16", {"precision": "high"}, None, "f32"),
-        ("tpu", "bfloat16", {}, "high", "f32"),
-        ("tpu", "float16", {}, None, "f32"),
-        ("tpu", "float32", {}, None, "f32"),
-        ("cpu", "bfloat16", {}, None, "f32"),
+        ("cuda", "bfloat16", {"dropout_rate": 0.1}, None, "bf16", "DEFAULT"),
+        ("tpu", "bfloat16", {}, None, "bf16", "DEFAULT"),
+        ("tpu", "bfloat16", {"precision": "high"}, None, "f32", "HIGH"),
+        ("tpu", "bfloat16", {}, "high", "f32", "HIGH"),
+        ("cuda", "float16", {}, None, "f32", "HIGH"),
+        ("cuda", "float16", {"precision": "highest"}, None, "f32", "HIGHEST"),
+        ("tpu", "float32", {}, None, "f32", "HIGHEST"),
+        ("cpu", "bfloat16", {}, None, "f32", "HIGHEST"),
+        ("cpu", "float16", {}, None, "f32", "HIGHEST"),
     ],
 )
 def test_products_are_of_what_devices_multiply(
-    platform: str, dtype: str, options: dict[str, Any], configured: Any, operands: str
+    platform: str,
+    dtype: str,
+    options: dict[str, Any],
+    configured: Any,
+    operands: str,
+    precision: str,
 ) -> None:
     """Forward and backward; sums are float32. The sums of gradient times output are not a product."""
     key = jax.random.key(0) if "dropout_rate" in options else None
@@ -174,9 +181,9 @@ def test_products_are_of_what_devices_multiply(
 
     with jaxmha.lowering_for(platform), jax.default_matmul_precision(configured):
         text = lowered(gradient(attend), heads, heads, heads, platform=platform)
-    found = [kinds for kinds in DOT.findall(text) if "HIGHEST" not in kinds or operands == "f32"]
+    found = [kinds for kinds in DOT.findall(text) if kinds[0] in (precision, "HIGH", "DEFAULT")]
     assert len(found) >= 5
-    assert {kinds[1:] for kinds in found} == {(operands, operands, "f32")}
+    assert set(found) == {(precision, operands, operands, "f32")}
 
 
 @pytest.mark.parametrize(("dtype", "widened"), [("bfloat16", False), ("float16", True)])

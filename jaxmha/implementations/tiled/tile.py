@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float
 from jaxmha.implementations import mods, online_softmax
 from jaxmha.implementations.mods import Extent, Floats, Mod
 from jaxmha.implementations.online_softmax import LOWEST, State, cap_and_mask, rounded
-from jaxmha.matmul import add_pairwise, matmul, pairwise_sum, sum_of_rows
+from jaxmha.matmul import add_pairwise, matmul, matmul_of_float16, pairwise_sum, sum_of_rows
 from jaxmha.semantics import Precision
 
 # Maximum number of scores in a tile whose row sums are pairwise, as in small matmuls.
@@ -34,8 +34,8 @@ class Config(NamedTuple):
       platform: selects the tile sizes.
       whole: N and T of the larger request that the arrays are a part of; None: they are the whole.
       sizes: overrides of the tile sizes.
-      operands: dtype of matmul operands, which holds rows, keys and values exactly; None: their
-        own dtype.
+      operands: dtype of matmul operands, which holds rows, keys and values exactly, by its digits if
+        it is float16 (`matmul_of_float16`); None: their own dtype.
       scale: factor of the logits that the rows do not include yet.
       transposed: whether the scores of the forward pass are `s r`, to round like those of the
         backward pass. On CPU they always are: matmuls with the values on the left take the same
@@ -168,6 +168,8 @@ def _matmul(
 ) -> Float[jax.Array, "*c m n"]:
     if config.operands is None:
         return matmul(a, b, precision=config.precision)
+    if config.operands == np.float16:
+        return matmul_of_float16(a, b)
     x, y = (x.astype(config.operands) for x in (a, b))
     return matmul(x, y, precision="default", dtype=a.dtype)
 
