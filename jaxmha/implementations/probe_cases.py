@@ -119,9 +119,9 @@ def cases(kind: Kind) -> Iterator[Case]:
     causal = Mask.causal() & Mask.lengths(key_value=lengths)
     if kind.dense:
         yield _case("causal, with a bias and lengths", kind, causal, bias=True)
-        pairs = np.random.default_rng(1).random((3, 1, 128, 128)) < 0.5
-        pairs[..., 17:99:3] = False
-        yield _case("a dense mask", kind, Mask.dense(pairs))
+        mask_array = np.random.default_rng(1).random((3, 1, 128, 128)) < 0.5
+        mask_array[..., 17:99:3] = False
+        yield _case("a dense mask", kind, Mask.dense(mask_array))
         return
     if kind.packed:
         several = np.asarray([[50, 0, 61], [128, 0, 0], [1, 2, 3]], np.int32)
@@ -157,7 +157,8 @@ def _case(
     query, key, value = normal(B, T, N, H), normal(B, S, K, H), normal(B, S, K, h)
     cotangents = normal(B, T, N, h), jnp.asarray(rng.standard_normal((B, N, T)), np.float32)
     clean = tuple(np.asarray(x, np.float32) for x in (query, key, value, *cotangents))
-    dead = ~np.asarray(mask.to_array(T, S, np)).any((1, 2))[..., None, None]
+    attended: Any = np.asarray(mask.to_array(T, S, np)).any((1, 2))
+    dead = ~attended[..., None, None]
     poisoned = bool(dead.any())
     if poisoned:
         key, value = (jnp.where(dead, jnp.asarray(jnp.nan, dtype), x) for x in (key, value))

@@ -133,25 +133,61 @@ def test_sharded_heads_are_attended_where_they_are(names: tuple[Any, Any]) -> No
     assert found.collectives == 0
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("K", [16, 4])
+@pytest.mark.parametrize("names", [("data", None), (None, "data")])
+def test_sharded_heads_of_blocked_too(names: tuple[Any, Any], K: int, dtype: str) -> None:
+    devices = np.asarray(compiled.topology("1x1x4").devices)
+    spec = SPEC(names[0], None, names[1])
+    place = jax.sharding.NamedSharding(jax.sharding.Mesh(devices, ("data",)), spec)
+    arrays = [
+        SHAPE(x.shape, jnp.dtype(dtype), sharding=place) for x in programs.heads(8, 1024, K=K)
+    ]
+
+    def out(*arrays: Any) -> Any:
+        return jaxmha.dot_product_attention(*arrays, is_causal=True, logits_soft_cap=30.0)
+
+    def value(*arrays: Any) -> Any:
+        return out(*arrays).astype(jnp.float32).sum()
+
+    for function in (out, jax.grad(value, (0, 1, 2))):
+        found = compiled.compiled(function, *arrays)
+        assert not any("cudnn" in call for call in found.calls)
+        assert found.collectives == 0
+
+
+IDS = np.repeat(np.arange(8), 256)[None]
+# Ways to say that sequences are packed, of a traced array, and kernels allowed: a sort finds the
+# lengths of ids that are traced.
+PACKED: dict[str, tuple[Any, int]] = {
+    "lengths": (lambda x: jaxmha.Mask.packed(x[:, :7], size=2048), 4),
+    "ids of NumPy": (lambda _: jaxmha.Mask.segments(query_ids=IDS, key_value_ids=IDS), 4),
+    "promised ids": (
+        lambda x: jaxmha.Mask.segments(query_ids=x, key_value_ids=x, max_segments=8), 5,
+    ),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(("K", "causal"), [(16, True), (4, True), (4, False)])
-def test_packed_sequences(K: int, causal: bool) -> None:
+@pytest.mark.parametrize("given", PACKED)
+def test_packed_sequences(given: str, K: int, causal: bool) -> None:
     """No array of T x S, and besides cuDNN only what finds the offsets."""
-    T, lengths = 2048, array(2, 7, dtype=jnp.int32)
+    T, stated = 2048, array(2, 2048, dtype=jnp.int32)
+    mask, kernels = PACKED[given]
 
-    def attend(q: Any, k: Any, v: Any, lengths: Any) -> Any:
-        mask = jaxmha.Mask.packed(lengths, size=T)
-        return jaxmha.dot_product_attention(q, k, v, mask=mask, is_causal=causal)
+    def attend(q: Any, k: Any, v: Any, stated: Any) -> Any:
+        return jaxmha.dot_product_attention(q, k, v, mask=mask(stated), is_causal=causal)
 
-    def both(q: Any, k: Any, v: Any, lengths: Any, d_out: Any) -> Any:
-        out, pull = jax.vjp(lambda q, k, v: attend(q, k, v, lengths), q, k, v)
+    def both(q: Any, k: Any, v: Any, stated: Any, d_out: Any) -> Any:
+        out, pull = jax.vjp(lambda q, k, v: attend(q, k, v, stated), q, k, v)
         return out, pull(d_out)
 
     heads = programs.heads(T=T, K=K)
-    forward = compiled.compiled(attend, *heads, lengths)
+    forward = compiled.compiled(attend, *heads, stated)
     assert sum("cudnn" in call for call in forward.calls) == 1
-    assert forward.kernels <= 4
+    assert forward.kernels <= kernels
     assert forward.temporary <= MIB
-    gradient = compiled.compiled(both, *heads, lengths, programs.OUT)
+    gradient = compiled.compiled(both, *heads, stated, programs.OUT)
     assert sum("cudnn" in call for call in gradient.calls) == 2
     assert gradient.waits == forward.waits == 0
     assert max((size for _, size in gradient.copies), default=0) < T * T / MIB

@@ -21,9 +21,9 @@ from jaxmha.implementations.context_parallel.common import OutLse, Static
 from jaxmha.implementations.mods import Mod, cotangent
 from jaxmha.implementations.online_softmax import Softmax
 from jaxmha.implementations.tiled import attention
-from jaxmha.implementations.tiled.attention import CoreInputs
 from jaxmha.implementations.tiled.block_mask import Conditions
 from jaxmha.implementations.tiled.dropout import Seed
+from jaxmha.implementations.tiled.per_device import CoreInputs
 
 In = TypeVar("In")
 Out = TypeVar("Out")

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int32
 
+from jaxmha import sharding
 from jaxmha.arrays import Array
 from jaxmha.implementations import platforms
 from jaxmha.implementations.base import allowed_pairs
@@ -250,3 +251,26 @@ def coarsened(blocks: Blocks, tiling: Tiling) -> tuple[jax.Array, jax.Array]:
 
     area = ((i1 - i0)[:, None] * (j1 - j0))[None]
     return inside(some) > 0, inside(every) == area
+
+
+def zero_unattended(
+    attended: Attended,
+    query: Float[jax.Array, "B N T H"],
+    key: Float[jax.Array, "B K S H"],
+    value: Float[jax.Array, "B K S h"],
+) -> tuple[Float[jax.Array, "B N T H"], Float[jax.Array, "B K S H"], Float[jax.Array, "B K S h"]]:
+    """Zeroes queries, keys and values without any allowed pair: 0 * NaN would reach outputs and
+    gradients."""
+    rows, keys = (sharding.in_order(x, 2) for x in attended)
+    if rows is not None:
+        query = jnp.where(rows[..., None], query, 0.0)
+    if keys is not None:
+        keys = _per_key_head(keys, key.shape[1])
+        key, value = (jnp.where(keys[..., None], x, 0.0) for x in (key, value))
+    return query, key, value
+
+
+def _per_key_head(keys: Bool[jax.Array, "b n S"], K: int) -> Bool[jax.Array, "b k S"]:
+    """Reduces attended keys over the query heads of each key/value head."""
+    b, n, S = keys.shape
+    return keys if n == 1 else keys.reshape(b, K, n // K, S).any(2)

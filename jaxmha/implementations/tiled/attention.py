@@ -16,28 +16,28 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 
 from jaxmha import sharding
 from jaxmha.implementations import fully_masked, platforms, varying
 from jaxmha.implementations.base import Request, Result, accumulation_dtype
-from jaxmha.implementations.mods import Mod, cotangent
+from jaxmha.implementations.mods import Floats, Mod, cotangent
 from jaxmha.implementations.online_softmax import Softmax, State
-from jaxmha.implementations.tiled import attended, bands, block_mask, layout
-from jaxmha.implementations.tiled.attended import Attended
+from jaxmha.implementations.tiled import attended, bands, block_mask, layout, per_device
 from jaxmha.implementations.tiled.bands import OutAndLse
 from jaxmha.implementations.tiled.block_mask import NO_CONDITIONS, Conditions
 from jaxmha.implementations.tiled.dropout import Seed, seed_of
 from jaxmha.implementations.tiled.loop import backward, backward_inputs, forward, normalize
+from jaxmha.implementations.tiled.per_device import KEYS, CoreInputs
 from jaxmha.implementations.tiled.tile import Config
 from jaxmha.implementations.tiled.tiling import Tiling, tiling_for
-from jaxmha.matmul import SMALL, operand_dtype, split_scale
+from jaxmha.matmul import SMALL, has_float16_digits, operand_dtype, resolved, split_scale
 
 # Overrides of the tile sizes that `choose_tiling` takes from the tuning table: `target`,
 # `least_rows`, `side`. Read once, when a program is traced; its gradient uses the same sizes.
@@ -80,7 +80,7 @@ def _sizes() -> tuple[tuple[str, int], ...]:
 
 def attend(request: Request, distributed: Core | None = None) -> Result:
     """Computes the request; sums are float32, or float64 for float64 inputs, and matmul operands
-    have the dtype of `operand_dtype`.
+    have the dtype of `operand_dtype`, or the digits of float16.
 
     `distributed`: computes `core` on many devices (context parallelism); None: on one.
     """
@@ -105,7 +105,7 @@ def attend(request: Request, distributed: Core | None = None) -> Result:
         )  # fmt: skip
         bias = None if request.bias is None else request.bias.astype(accumulate)
         found, conditions = attended.with_blocks(conditions, bias, tiling)
-        query, key, value = _zero_unattended(found, query, key, value)
+        query, key, value = attended.zero_unattended(found, query, key, value)
         traced = conditions._replace(
             window=(None, None), above=None if config.above is not None else conditions.above
         )
@@ -124,7 +124,7 @@ def attend(request: Request, distributed: Core | None = None) -> Result:
 
 
 class _Operands(NamedTuple):
-    """Dtype of matmul operands, and the factor of the logits that queries do not include."""
+    """Dtype of matmul operands, as in `Config`, and the factor of the logits that queries do not include."""
 
     dtype: np.dtype[np.floating] | None
     scale: float
@@ -140,6 +140,8 @@ def _head_major(
     query, key, value = (jnp.moveaxis(x.astype(accumulate), 2, 1) for x in request[:3])
     semantics = request.semantics
     operands = operand_dtype(request.query.dtype, semantics.precision, platform)
+    if has_float16_digits(request.query.dtype, semantics.precision, platform):
+        operands = np.dtype(np.float16)
     # A scale that is not a power of two rounds every query. In small matmuls, whose sums are
     # pairwise, the error of that is smaller than the error of rounding the logits once more.
     small = math.prod((*query.shape, key.shape[2])) <= SMALL and operands is None
@@ -152,7 +154,7 @@ def _config(request: Request, conditions: Conditions, platform: str, operands: _
     semantics = request.semantics
     return Config(
         semantics.logits_soft_cap,
-        semantics.precision,
+        resolved(semantics.precision),  # here: a device's own part may be traced elsewhere
         conditions.window,
         conditions.above if isinstance(conditions.above, int) else None,
         semantics.dropout_rate if request.drops else 0.0,
@@ -165,29 +167,6 @@ def _config(request: Request, conditions: Conditions, platform: str, operands: _
         operands.scale,
         transposed=platform == "cpu",
     )
-
-
-def _zero_unattended(
-    attended: Attended,
-    query: Float[jax.Array, "B N T H"],
-    key: Float[jax.Array, "B K S H"],
-    value: Float[jax.Array, "B K S h"],
-) -> tuple[Float[jax.Array, "B N T H"], Float[jax.Array, "B K S H"], Float[jax.Array, "B K S h"]]:
-    """Zeroes queries, keys and values without any allowed pair: 0 * NaN would reach outputs and
-    gradients."""
-    rows, keys = (sharding.in_order(x, 2) for x in attended)
-    if rows is not None:
-        query = jnp.where(rows[..., None], query, 0.0)
-    if keys is not None:
-        keys = _per_key_head(keys, key.shape[1])
-        key, value = (jnp.where(keys[..., None], x, 0.0) for x in (key, value))
-    return query, key, value
-
-
-def _per_key_head(keys: Bool[jax.Array, "b n S"], K: int) -> Bool[jax.Array, "b k S"]:
-    """Reduces attended keys over the query heads of each key/value head."""
-    b, n, S = keys.shape
-    return keys if n == 1 else keys.reshape(b, K, n // K, S).any(2)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -214,6 +193,23 @@ def core(
       seed: seed of the dropout mask; None: no dropout.
       score_mod: score function, applied after the bias.
     """
+
+    inputs = query, key, value, bias, traced, seed, score_mod
+    return per_device.run(lambda own, inputs, _: _core(own, config, *inputs), tiling, inputs, ())
+
+
+def _core(
+    tiling: Tiling,
+    config: Config,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None,
+    traced: Conditions,
+    seed: Seed | None,
+    score_mod: Mod | None,
+) -> OutAndLse:
+    """Computes `core` on one device."""
 
     def attend_band(
         config: Config,
@@ -288,11 +284,6 @@ def _by_tiles(
     return whole
 
 
-CoreInputs: TypeAlias = tuple[
-    jax.Array, jax.Array, jax.Array, jax.Array | None, Conditions, Seed | None, Mod | None
-]
-
-
 def forward_for_gradient(
     tiling: Tiling,
     config: Config,
@@ -332,7 +323,9 @@ def core_forward(
 ) -> tuple[OutAndLse, tuple[CoreInputs, Softmax]]:
     """Computes `core`; also returns the inputs and softmax that the backward pass reads."""
     inputs = query, key, value, bias, traced, seed, score_mod
-    softmax = forward_for_gradient(tiling, config, *inputs)
+    softmax = per_device.run(
+        lambda own, inputs, _: forward_for_gradient(own, config, *inputs), tiling, inputs, ()
+    )
     names = "attention_out", "attention_lse", "attention_lse"
     softmax = Softmax(*map(checkpoint_name, softmax, names))
     return (softmax.out, softmax.lse if config.lse else None), (inputs, softmax)
@@ -362,7 +355,26 @@ def core_backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, None, None, Mod | None]:
     """Gradients of query, key, value, bias and the arrays of the score function. Scores are
     transposed, so that every matmul has row-major operands."""
-    (query, key, value, bias, traced, seed, mod), softmax = saved
+
+    def local(own: Tiling, inputs: CoreInputs, others: tuple[Softmax, OutAndLse]) -> Any:
+        return _backward(own, config, inputs, *others)
+
+    inputs, softmax = saved
+    *heads, d_bias, floats = per_device.run(
+        local,
+        tiling,
+        inputs,
+        (softmax, cotangents),
+        lambda found: ("bn..", KEYS, KEYS, *per_device.by_number(found[3:])),
+    )
+    return *heads, d_bias, None, None, cotangent(inputs[-1], floats)
+
+
+def _backward(
+    tiling: Tiling, config: Config, inputs: CoreInputs, softmax: Softmax, cotangents: OutAndLse
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, Floats]:
+    """Gradients of query, key, value, bias and the arrays of the score function, on one device."""
+    query, key, value, bias, traced, seed, mod = inputs
     tiling = _gradient_tiling(tiling, config, query, key, bias, seed, mod)
     per_row = backward_inputs(tiling, query, softmax if tiling.kv_tiles > 1 else None, *cotangents)
     kv_tiles = layout.to_kv_tiles(tiling, key), layout.to_kv_tiles(tiling, value)
@@ -372,7 +384,7 @@ def core_backward(
         d_bias = d_bias[:, :, : bias.shape[2], : bias.shape[3]].astype(bias.dtype)
     dk, dv = (layout.from_kv_tiles(tiling, x) for x in (dk, dv))
     dq = layout.from_query_tiles(tiling, jnp.swapaxes(dq, -1, -2))
-    return dq, dk, dv, d_bias, None, None, cotangent(mod, more.floats)
+    return dq, dk, dv, d_bias, more.floats
 
 
 core.defvjp(core_forward, core_backward)

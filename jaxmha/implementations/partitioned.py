@@ -1,0 +1,251 @@
+"""Functions of batch rows and heads that XLA's partitioner splits over devices along these axes.
+
+A loop over tiles of heads is opaque to the partitioner, which would gather the operands on every
+device. Here each device runs the function on its own rows and heads instead. How operands are sharded
+is known only when the program is compiled, so that `shard_map` cannot express it.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import Any, TypeAlias, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from jaxmha import sharding
+from jaxmha.implementations import platforms
+
+Tree = TypeVar("Tree")
+# A letter per axis: b (batch rows), n (query heads), k (key/value heads), or a dot.
+Letters: TypeAlias = str
+Function: TypeAlias = Callable[..., list[jax.Array]]
+
+
+def may_partition() -> bool:
+    """True if XLA may partition a program that is traced here."""
+    if sharding.current() is not None or (jax.device_count() == 1 and platforms.current().present):
+        return False
+    return AxisType.Manual not in jax.sharding.get_abstract_mesh().axis_types
+
+
+def run(
+    function: Callable[..., Tree],
+    operands: tuple[Any, ...],
+    letters: tuple[Any, ...],
+    results: Callable[[Tree], Any],
+) -> Tree:
+    """`function(*operands)`, on each device's own batch rows and heads.
+
+    Args:
+      function: takes operands of any B, and of any N and K of the same ratio. It has no collectives, and
+        all its operands are given.
+      operands: pytrees of arrays.
+      letters: the axes of operands, in the same structure.
+      results: the axes of the results, in the structure of the results. An axis of size 1 in a
+        result is a sum over its rows or heads.
+    """
+    if not may_partition():
+        return function(*operands)
+    from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+
+    flat, tree = jax.tree.flatten(operands)
+    of_operands: Any = tree
+    closed, shapes = jax.make_jaxpr(function, return_shape=True)(*operands)
+    structure: Any = jax.tree.structure(shapes)
+    # `custom_partitioning` takes no constants, so that they are operands too.
+    constants = [jnp.asarray(x) for x in closed.consts]
+
+    def whole(*operands: Any) -> list[jax.Array]:
+        given, constants = operands[: len(flat)], operands[len(flat) :]
+        found: list[jax.Array] = jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, constants))(*given)
+        return found
+
+    def local(*operands: Any) -> list[jax.Array]:
+        return jax.tree.leaves(function(*jax.tree.unflatten(tree, operands[: len(flat)])))
+
+    found = _primitive().bind(
+        *flat,
+        *constants,
+        whole=whole,
+        types=tuple(closed.out_avals),
+        local=local,
+        letters=(*of_operands.flatten_up_to(letters), *("." * x.ndim for x in constants)),
+        results=tuple(structure.flatten_up_to(results(shapes))),
+    )
+    done: Tree = jax.tree.unflatten(structure, found)
+    return done
+
+
+@cache
+def _primitive() -> Any:
+    from jax._src import dispatch
+    from jax.extend.core import Primitive  # also imports Pallas, which few programs need
+
+    primitive: Any = Primitive("jaxmha_by_device")
+    primitive.multiple_results = True
+
+    def plain(*operands: Any, whole: Function, **_: Any) -> Any:
+        return whole(*operands)
+
+    def lower(context: Any, *operands: Any, **static: Any) -> Any:
+        alone = context.module_context.lowering_parameters.for_export
+        chosen: Any = plain if alone else _partitioned
+        lowered: Any = mlir.lower_fun(chosen, multiple_results=True)
+        return lowered(context, *operands, **static)
+
+    def batched(operands: Any, axes: Any, *, whole: Function, **_: Any) -> Any:
+        found = jax.vmap(whole, tuple(axes))(*operands)
+        return found, [0] * len(found)
+
+    def differentiated(primals: Any, tangents: Any, *, whole: Function, **_: Any) -> Any:
+        moving = tuple(map(_instantiated, primals, tangents))
+        return jax.jvp(whole, tuple(primals), moving)
+
+    primitive.def_impl(plain)
+    primitive.def_abstract_eval(lambda *_, types, **__: types)
+    mlir.register_lowering(primitive, lower)
+    batching.primitive_batchers[primitive] = batched
+    ad.primitive_jvps[primitive] = differentiated
+    dispatch.prim_requires_devices_during_lowering.add(primitive)
+    return primitive
+
+
+def _instantiated(x: Any, tangent: Any) -> Any:
+    if type(tangent) is not ad.Zero:
+        return tangent
+    floating = jnp.issubdtype(x.dtype, np.floating)
+    return np.zeros(x.shape, x.dtype if floating else jax.dtypes.float0)
+
+
+def _partitioned(
+    *operands: Any,
+    whole: Function,
+    local: Function,
+    letters: Sequence[Letters],
+    results: Sequence[Letters],
+    **_: Any,
+) -> Any:
+    from jax.experimental.custom_partitioning import custom_partitioning
+
+    def shardings(mesh: Any, given: Sequence[Any], shapes: Sequence[Any]) -> tuple[Any, Any, Any]:
+        """Of operands and results; and mesh axes by letter."""
+        names = _names(mesh, given, letters)
+
+        def of(x: Any, axes: Letters) -> NamedSharding:
+            return NamedSharding(mesh, _spec(x.shape, axes, names))
+
+        return list(map(of, given, letters)), list(map(of, shapes, results)), names
+
+    def partition(mesh: Any, given: Sequence[Any], shapes: Sequence[Any]) -> Any:
+        inside, outside, names = shardings(mesh, given, shapes)
+
+        def on_device(*operands: Any) -> list[jax.Array]:
+            found = local(*operands)
+            return [
+                _summed(x, whole.shape, axes, names)
+                for x, whole, axes in zip(found, shapes, results, strict=True)
+            ]
+
+        return mesh, on_device, outside, tuple(inside)
+
+    def infer(mesh: Any, given: Sequence[Any], shapes: Sequence[Any]) -> Any:
+        return shardings(mesh, given, shapes)[1]
+
+    def opaque(*operands: Any) -> list[jax.Array]:
+        return whole(*operands)
+
+    make: Any = custom_partitioning
+    call = make(opaque)
+    rule = partial(_rule, letters, results)
+    call.def_partition(
+        partition,
+        infer_sharding_from_operands=infer,
+        decode_shardings=False,  # raises if the partitioner has split an axis of the mesh
+        sharding_rule=rule,
+    )
+    return call(*operands)
+
+
+def _names(mesh: Any, given: Sequence[Any], letters: Sequence[Letters]) -> dict[str, Any]:
+    """Mesh axes by letter: those of the first operand that is sharded along it, where they divide it.
+
+    A single key/value head is on every device.
+    """
+    found: dict[str, tuple[str, ...]] = {"b": (), "n": (), "k": ()}
+    for x, axes in zip(given, letters, strict=True):
+        for letter, names in zip(axes, _spec_of(x.sharding, mesh), strict=False):
+            if letter in found and not found[letter]:
+                found[letter] = sharding.names_of(names)
+    heads = tuple(name for name in found["n"] or found["k"] if name not in found["b"])
+    sizes = _sizes(given, letters)
+
+    def divides(names: tuple[str, ...], letter: str) -> bool:
+        devices = math.prod(int(mesh.shape[name]) for name in names)
+        return sizes[letter] % devices == 0
+
+    if not (divides(heads, "n") and (sizes["k"] == 1 or divides(heads, "k"))):
+        heads = ()
+    return {"b": found["b"] if divides(found["b"], "b") else (), "n": heads, "k": heads}
+
+
+def _spec_of(placed: Any, mesh: Any) -> tuple[Any, ...]:
+    """Mesh axes by axis of an array; none where the partitioner has split an axis of the mesh."""
+    from jax._src.sharding_impls import parse_flatten_op_sharding
+
+    try:
+        return tuple(parse_flatten_op_sharding(placed._to_xla_hlo_sharding(1), mesh)[0])
+    except (KeyError, ValueError, NotImplementedError):
+        return ()
+
+
+def _sizes(arrays: Sequence[Any], letters: Sequence[Letters]) -> dict[str, int]:
+    """B, N and K: an array may have 1 in their place."""
+    found = {"b": 1, "n": 1, "k": 1}
+    for x, axes in zip(arrays, letters, strict=True):
+        for size, letter in zip(x.shape, axes, strict=True):
+            if letter in found:
+                found[letter] = max(size, found[letter])
+    return found
+
+
+def _spec(shape: Sequence[int], axes: Letters, names: dict[str, Any]) -> PartitionSpec:
+    return sharding.spec(
+        *(names.get(axis) if size > 1 else None for size, axis in zip(shape, axes, strict=True))
+    )
+
+
+def _summed(x: jax.Array, whole: Sequence[int], axes: Letters, names: dict[str, Any]) -> jax.Array:
+    over = [names.get(axis, ()) for size, axis in zip(whole, axes, strict=True) if size == 1]
+    joined = tuple(name for several in over for name in several)
+    psum: Any = jax.lax.psum
+    return psum(x, joined) if joined else x
+
+
+def _rule(
+    letters: Sequence[Letters], results: Sequence[Letters], mesh: Any, given: Any, shapes: Any
+) -> Any:
+    """The rule of Shardy: batch rows and heads of operands are those of results."""
+    del mesh
+    sizes = _sizes([*given, *shapes], [*letters, *results])
+    group = sizes["n"] // sizes["k"]
+    number = iter(range(10**6))
+
+    def axis(letter: str, size: int) -> str:
+        if letter not in "bnk" or size == 1:
+            return f"o{next(number)}"
+        if letter == "n":
+            return "k" if group == 1 else "g" if sizes["k"] == 1 else "(k g)"
+        return letter
+
+    def side(arrays: Sequence[Any], letters: Sequence[Letters]) -> str:
+        return ", ".join(
+            " ".join(axis(letter, size) for letter, size in zip(axes, x.shape, strict=True))
+            for x, axes in zip(arrays, letters, strict=True)
+        )
+
+    rule = f"{side(given, letters)} -> {side(shapes, results)}"
+    return rule, {"g": group} if "(k g)" in rule else {}

@@ -1,0 +1,67 @@
+"""Tiled attention on each device's own batch rows and heads, where XLA partitions the program."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeAlias, TypeVar
+
+import jax
+
+from jaxmha.implementations import partitioned
+from jaxmha.implementations.mods import Mod
+from jaxmha.implementations.tiled.block_mask import Conditions
+from jaxmha.implementations.tiled.dropout import Seed
+from jaxmha.implementations.tiled.tiling import Tiling, divisor
+
+Tree = TypeVar("Tree")
+Others = TypeVar("Others")
+
+# Query, key, value, bias, mask conditions, seed of the dropout mask, and score function.
+CoreInputs: TypeAlias = tuple[
+    jax.Array, jax.Array, jax.Array, jax.Array | None, Conditions, Seed | None, Mod | None
+]
+# The axes of arrays by their number, those of keys and values apart (see `partitioned`).
+LETTERS = {1: "b", 2: "b.", 3: "bn.", 4: "bn.."}
+KEYS = "bk.."
+
+
+def run(
+    function: Callable[[Tiling, CoreInputs, Others], Tree],
+    tiling: Tiling,
+    inputs: CoreInputs,
+    others: Others,
+    results: Callable[[Tree], Any] | None = None,
+) -> Tree:
+    """`function(tiling, inputs, others)`, where `tiling` is that of the rows and heads of a device.
+
+    Dropout masks and functions of b and n depend on positions in the whole batch: with them, XLA
+    partitions the program itself.
+
+    Args:
+      others: further arrays per query.
+      results: the axes of the results, in their structure; None: by their number.
+    """
+    query, key, value, bias, traced, seed, mod = inputs
+    if seed is not None or mod is not None or traced.mod is not None:
+        return function(tiling, inputs, others)
+
+    def local(*operands: Any) -> Tree:
+        query, key, value, bias, traced, others = operands
+        own = _own(tiling, query, key)
+        return function(own, (query, key, value, bias, traced, None, None), others)
+
+    operands = query, key, value, bias, traced, others
+    letters = by_number(operands)
+    letters = letters[0], KEYS, KEYS, *letters[3:]
+    return partitioned.run(local, operands, letters, results or by_number)
+
+
+def by_number(arrays: Any) -> Any:
+    """The axes of arrays per query, by their number."""
+    return jax.tree.map(lambda x: LETTERS[x.ndim], arrays)
+
+
+def _own(tiling: Tiling, query: jax.Array, key: jax.Array) -> Tiling:
+    (B, N), K = query.shape[:2], key.shape[1]
+    batches, heads = divisor(B, tiling.batches), divisor(K, tiling.heads)
+    batches = batches if heads == K else 1
+    return replace(tiling, B=B, K=K, G=N // K, batches=batches, heads=heads)

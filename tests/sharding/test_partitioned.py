@@ -1,0 +1,94 @@
+"""Plain sharded jit, without `sharding.use`: no device gathers the queries, keys or values of others."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxmha
+from tests.sharding.devices import assert_alike, mesh, put
+from tests.sharding.hlo import collectives
+
+RNG = np.random.default_rng(0)
+B, T, S, N = 4, 70, 90, 8
+
+
+def normal(*shape: int) -> Any:
+    return jnp.asarray(RNG.standard_normal(shape), jnp.float32)
+
+
+IDS = np.sort(RNG.integers(0, 3, (2, B, S)).astype(np.int32))
+# Options of a call; a bias is an array of these sizes, which has a gradient.
+CALLS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"is_causal": True, "K": 4},
+    "one key head": {"K": 1},
+    "lengths": {"key_value_seq_lengths": np.array([90, 31, 0, 64]), "return_lse": True},
+    "segments": {"segment_ids": (IDS[0, :, :T], IDS[1])},
+    "padding": {"mask": jaxmha.Mask.padding(key_value=IDS[0] > 0)},
+    "dense mask": {"mask": RNG.random((B, 1, T, S)) < 0.5},
+    "bias": {"bias": (1, N, T, S)},
+    "bias of rows": {"bias": (B, 1, 1, S)},
+    "bias of none": {"bias": (1, 1, T, S), "is_causal": True},
+}
+
+
+@pytest.mark.everyday(name=["causal", "lengths", "bias of rows"], spec=[("data", "tensor")])
+@pytest.mark.parametrize("spec", [("data", None), (None, "tensor"), ("data", "tensor")])
+@pytest.mark.parametrize("name", CALLS)
+def test_each_device_attends_its_own(name: str, spec: tuple[Any, Any]) -> None:
+    options = dict(CALLS[name])
+    K, bias = options.pop("K", N), options.pop("bias", None)
+    found = mesh(data=2, tensor=4)
+    arrays = [normal(B, size, heads, 16) for size, heads in ((T, N), (S, K), (S, K))]
+    arrays += [] if bias is None else [normal(*bias)]
+    sharded = [
+        put(found, x, spec[0], None, spec[1] if x.shape[2] > 1 else None) for x in arrays[:3]
+    ] + [put(found, x) for x in arrays[3:]]
+
+    def run(implementation: str, *arrays: Any) -> Any:
+        attend = partial(jaxmha.dot_product_attention, implementation=implementation, **options)
+        out, pull = jax.vjp(attend, *arrays)
+        cotangents = jax.tree.map(lambda x: jnp.where(jnp.isfinite(x), jnp.cos(x), 0), out)
+        return out, pull(cotangents)
+
+    program = jax.jit(partial(run, "blocked")).lower(*sharded).compile()
+    moved = [x for x in collectives(program) if x.kind != "all-reduce"]
+    assert not moved
+    # Gradients of what several devices read are sums over them.
+    shared = [B, K] if bias is None else [min(B, bias[0]), min(K, bias[1])]
+    summed = any(size == 1 and names for size, names in zip(shared, spec, strict=True))
+    assert bool(collectives(program)) == summed
+    assert_alike(program(*sharded), jax.jit(partial(run, "reference"))(*arrays))
+
+
+def test_sizes_that_devices_do_not_divide() -> None:
+    """B = 3 on two devices, K = 2 on four: the same results."""
+    found = mesh(data=2, tensor=4)
+    arrays = normal(3, T, N, 16), normal(3, S, 2, 16), normal(3, S, 2, 16)
+    attend = partial(jaxmha.dot_product_attention, is_causal=True)
+    sharded = put(found, arrays[0], None, None, "tensor"), *arrays[1:]
+    out = jax.jit(partial(attend, implementation="blocked"))(*sharded)
+    assert_alike(out, jax.jit(partial(attend, implementation="reference"))(*arrays))
+
+
+def test_transformations() -> None:
+    """Under `vmap` and in second derivatives the function is as it was."""
+    found = mesh(data=8)
+    x = 0.3 * normal(8, 13, 2, 16)
+
+    def value(x: Any, *, implementation: str) -> Any:
+        out = jaxmha.dot_product_attention(x, x, x, implementation=implementation)
+        return (out * out).sum()
+
+    def run(x: Any, *, implementation: str) -> Any:
+        one = partial(value, implementation=implementation)
+        mapped = jax.vmap(jax.grad(one))(jnp.stack([x, -x]))
+        second = jax.grad(lambda x: (jax.grad(one)(x) ** 2).sum())(x)
+        return mapped, second
+
+    got = jax.jit(partial(run, implementation="blocked"))(put(found, x, "data"))
+    assert_alike(got, jax.jit(partial(run, implementation="reference"))(x))
