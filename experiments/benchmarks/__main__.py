@@ -152,18 +152,14 @@ def collect(chosen: Namespace) -> dict[str, Any]:
         results = measure.measure(
             sorted(chosen.cases, key=lambda case: case.flop),
             [peer for peer in chosen.peers if not PEERS[peer].absent],
-            rounds=chosen.rounds,
-            budget=BUDGET[chosen.selection],
-            threads=chosen.threads,
+            rounds=chosen.rounds, budget=BUDGET[chosen.selection], threads=chosen.threads,
             backends=[b for b in sgemm.BACKENDS if b == "xla" or not PEERS["torch-sdpa"].absent],
             memory=lambda case: case.measures_memory and (full or case.direction == "backward"),
             takes=lambda peer, case: PEERS[peer].takes(case),
             say=lambda text: tick("cases", f"{passed():6.0f} s  {text}"),
-            known=chosen.known,
-            answered=chosen.answered,
+            known=chosen.known, answered=chosen.answered, done=done,
             late=lambda: passed() > 60 * (chosen.minutes or float("inf")),
-            done=done,
-        )
+        )  # fmt: skip
     again = {case.name for case in chosen.cases} if chosen.again else ()
     for entry in results["cases"]:
         if entry["name"] in again:

@@ -53,11 +53,8 @@ Row = dict[str, Any]
 
 def parsed(arguments: Sequence[str] | None = None) -> Namespace:
     """The command line."""
-    parser = ArgumentParser(
-        prog="python -m experiments.benchmarks.gpu",
-        description=__doc__,
-        formatter_class=RawDescriptionHelpFormatter,
-    )
+    name, style = "python -m experiments.benchmarks.gpu", RawDescriptionHelpFormatter
+    parser = ArgumentParser(prog=name, description=__doc__, formatter_class=style)
     parser.add_argument("--seconds", type=float, default=2400, help="begin nothing after (2400)")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="these parts")
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
@@ -132,20 +129,11 @@ def collect(
     ceilings()
     if cases := [case for case in chosen.cases if part(case) in chosen.only]:
         found = measure.measure(
-            cases,
-            chosen.peers,
-            rounds=ROUNDS,
-            budget=BUDGET,
-            threads=memory.cores(),
-            platform="cpu" if on_cpu else None,
-            backends=["xla"],
-            takes=takes,
-            say=say,
-            known={key: results[key] for key in measure.NOTHING},
-            answered=chosen.cases,
-            late=late,
-            done=done,
-        )
+            cases, chosen.peers, rounds=ROUNDS, budget=BUDGET, threads=memory.cores(),
+            platform="cpu" if on_cpu else None, backends=["xla"], takes=takes, say=say,
+            known={key: results[key] for key in measure.NOTHING}, answered=chosen.cases,
+            late=late, done=done,
+        )  # fmt: skip
         done(found)
         ceilings()  # at the clocks of a device that has worked
     if "conformance" in chosen.only:
@@ -154,10 +142,8 @@ def collect(
             on_device.CALLS[1:8:6] if chosen.check else on_device.CALLS,
             ["blocked"] if chosen.check else ["cudnn", "tokamax", "blocked"],
             ["bfloat16"] if chosen.check else ["bfloat16", "float16"],
-            late=late,
-            threads=min(12, memory.cores()),
-            done=lambda: done({}),
-        )
+            late=late, threads=min(12, memory.cores()), done=lambda: done({}),
+        )  # fmt: skip
         say(gpu_report.conformance(results["conformance"]))
     save()
 

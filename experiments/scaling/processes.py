@@ -130,13 +130,10 @@ def error(layout: str, masked: str, path: Path) -> float:
     implementation = layout if layout in ("ring", "allgather") else None
 
     def run(params: Any, x: Any, cotangent: Any) -> Any:
-        attend = partial(
-            jaxmha.multi_head_attention,
-            mask=mask,
-            implementation=implementation,
-            semantics=jaxmha.Semantics(dropout_rate=0.1),
-            dropout_key=jax.random.key(5),
-        )
+        semantics = jaxmha.Semantics(dropout_rate=0.1)
+        options: Any = {"mask": mask, "semantics": semantics, "dropout_key": jax.random.key(5)}
+        options["implementation"] = implementation
+        attend = partial(jaxmha.multi_head_attention, **options)
         out, pull = jax.vjp(lambda params, x: attend(params, x), params, x)
         return out, *pull(cotangent)
 
