@@ -450,7 +450,7 @@ def test_processes_agree_on_a_kernel() -> None:
     assert first["alone"] is first["not asked elsewhere"] is None
     assert first["together"].startswith("it fails in process 1: RuntimeError: no kernel image")
     assert "no kernel image" in second["together"]
-    assert 8 <= first["seconds"] < 30
+    assert 15 <= first["seconds"] < 60
 
 
 def test_default_device_counts() -> None:

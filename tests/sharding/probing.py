@@ -7,7 +7,7 @@ from typing import Any
 
 
 def probed(index: int) -> dict[str, Any]:
-    os.environ["JAXMHA_PROBE_SECONDS"] = "20"
+    os.environ["JAXMHA_PROBE_SECONDS"] = "40"
     from jaxmha.implementations import probe, reference
     from jaxmha.implementations.probe_cases import Kind
 
@@ -27,7 +27,7 @@ def probed(index: int) -> dict[str, Any]:
         found["alone"] = failure("stub", agree=False)
     found["together"] = failure("stub")
     if index == 0:  # the other process runs something else
-        os.environ["JAXMHA_PROBE_SECONDS"] = "8"
+        os.environ["JAXMHA_PROBE_SECONDS"] = "15"
         began = time.monotonic()
         found["not asked elsewhere"] = failure("other")
         found["seconds"] = time.monotonic() - began
