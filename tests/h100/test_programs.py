@@ -156,6 +156,23 @@ def test_sharded_heads_of_blocked_too(names: tuple[Any, Any], K: int, dtype: str
         assert found.collectives == 0
 
 
+@pytest.mark.parametrize("names", [("data", None), (None, "data")])
+def test_sharded_packed_sequences_too(names: tuple[Any, Any]) -> None:
+    devices = np.asarray(compiled.topology("1x1x4").devices)
+    spec = SPEC(names[0], None, names[1])
+    place = jax.sharding.NamedSharding(jax.sharding.Mesh(devices, ("data",)), spec)
+    arrays = [SHAPE(x.shape, x.dtype, sharding=place) for x in programs.heads(8, K=4)]
+
+    def value(*arrays: Any) -> Any:
+        mask = jaxmha.Mask.segments(query_ids=IDS, key_value_ids=IDS)
+        out = jaxmha.dot_product_attention(*arrays, mask=mask, is_causal=True)
+        return out.astype(jnp.float32).sum()
+
+    found = compiled.compiled(jax.grad(value, (0, 1, 2)), *arrays)
+    assert sum("cudnn" in call for call in found.calls) == 2
+    assert found.collectives == 0
+
+
 IDS = np.repeat(np.arange(8), 256)[None]
 # Ways to say that sequences are packed, of a traced array, and kernels allowed: a sort finds the
 # lengths of ids that are traced.

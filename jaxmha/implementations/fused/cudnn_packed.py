@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int32
 
+from jaxmha.implementations import partitioned
 from jaxmha.implementations.fused.adapter import fill
 from jaxmha.implementations.fused.cudnn_kernel import EVEN, Settings, folding
 
@@ -23,6 +24,9 @@ OPERANDS = ["query", "key", "value", "bias", "q_seqlen", "kv_seqlen", "q_offsets
             "page_table_k", "page_table_v"]  # fmt: skip
 STATIC = {"scale", "seed", "dropout_rate", "variadic_args", "mask_type", "layout",
           "sliding_window_length"}  # fmt: skip
+
+# Axes of queries, outputs and log-sum-exp, and of keys and values (see `partitioned`).
+QUERY, KEY = "b.n.", "b.k."
 
 Operands: TypeAlias = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 Saved: TypeAlias = tuple[Operands, jax.Array, jax.Array, Callable[..., Any]]
@@ -137,7 +141,11 @@ def _forward(settings: Settings, lse: bool, *operands: jax.Array) -> Any:
         B = query.shape[0]  # an axis of sequences, so that `vmap` folds the batch
         return found[0], found[1].reshape(B, -1, *found[1].shape[1:])
 
-    return folding(call)(*operands)
+    # Offsets count positions of the batch rows of one device.
+    letters = QUERY, KEY, KEY, "b."
+    return partitioned.run(
+        folding(call), operands, letters, lambda found: (QUERY, None if found[1] is None else QUERY)
+    )
 
 
 def _backward(settings: Settings, *operands: jax.Array) -> Any:
@@ -151,4 +159,5 @@ def _backward(settings: Settings, *operands: jax.Array) -> Any:
         found = primitive.bind(*_operands(query, key, value, lengths), *saved, **_static(settings))
         return tuple(found[:3])
 
-    return folding(call)(*operands)
+    letters = QUERY, KEY, KEY, "b.", QUERY, QUERY, QUERY
+    return partitioned.run(folding(call), operands, letters, lambda _: (QUERY, KEY, KEY))
