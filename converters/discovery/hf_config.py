@@ -45,7 +45,7 @@ OFFSET_RMSNORMS = (
     "qwen3_next qwen4_exp qwen4_exp_text recurrent_gemma step3p5 step3p7 t5gemma t5_gemma_module "
     "t5gemma2 t5gemma2_decoder t5gemma2_encoder t5gemma2_text vaultgemma"
 )
-OFFSET_NORMS = "nemotron"
+OFFSET_NORMS = "nemotron moonshine_streaming moonshine_streaming_encoder"
 
 
 def read(path: Path) -> Json:

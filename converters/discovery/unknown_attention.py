@@ -51,14 +51,15 @@ def find(
                 break
     refused = {*filter(None, damaged)}
     near = {prefix for one in refused for prefix in (one, *_above(one)) if prefix in roles}
-    mamba = {p for name in shapes if _MAMBA.search(name) for p in _above(name) if p in roles}
+    # With dots: a conversion writes what it renames with another separator than what it carries.
+    mamba = {p.replace("/", ".") for name in shapes if _MAMBA.search(name) for p in _above(name)}
     prefixes = {
         prefix: list[str]()
         for prefix, own in sorted(roles.items(), key=lambda item: natural(item[0]))
         if any(needed <= own.keys() for needed in _TOGETHER)
         and prefix not in near
         and refused.isdisjoint(_above(prefix))
-        and _is_attention(prefix, own, prefix in mamba)
+        and _is_attention(prefix, own, prefix.replace("/", ".") in mamba)
     }
     prefixes |= _called(shapes, found, taken, [*prefixes, *refused])
     for name in shapes:

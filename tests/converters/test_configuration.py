@@ -227,6 +227,7 @@ def test_norms_with_a_bias_are_others_than_those_without() -> None:
         ("vaultgemma", "VaultGemmaRMSNorm", {"rmsnorm"}),
         ("qwen3_next", "Qwen3NextRMSNorm", {"rmsnorm"}),
         ("nemotron", "NemotronLayerNorm1P", {"rmsnorm", "norm"}),
+        ("moonshine_streaming", "MoonshineStreamingLayerNorm", {"rmsnorm", "norm"}),
         ("llama", "LlamaRMSNorm", set()),
         ("gemma3n", "Gemma3nRMSNorm", set()),
     ],

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxmha.converters.discovery import attention_blocks
+from jaxmha.converters.discovery import attention_blocks, unknown_attention
 from jaxmha.converters.layout import registry
 from jaxmha.converters.migrate import pipeline
 
@@ -72,6 +72,15 @@ def test_doubt_makes_no_layout(more: dict[str, tuple[int, ...]]) -> None:
 def test_names_of_another_function_make_no_layout(prefix: str, names: tuple[str, str]) -> None:
     shapes = {f"{prefix}.{names[0]}.weight": (18, 6), f"{prefix}.{names[1]}.weight": (6, 6)}
     assert not attention_blocks.find(shapes)
+
+
+@pytest.mark.parametrize("mark", ["mixer.A_log", "mixer/A_log"])
+def test_projections_of_mamba_are_no_attention_in_converted_files(mark: str) -> None:
+    """A conversion renames projections, with slashes, and carries the other arrays, with dots."""
+    shapes = {"mixer/in_proj/kernel": (6, 18), "mixer/out_proj/kernel": (6, 6), mark: (5,)}
+    assert not unknown_attention.find(shapes, [])
+    del shapes[mark]
+    assert [*unknown_attention.find(shapes, [])] == ["mixer"]
 
 
 def test_norms_before_the_projections_are_known_by_place() -> None:

@@ -163,9 +163,9 @@ def test_sharded_packed_sequences_too(names: tuple[Any, Any]) -> None:
     place = jax.sharding.NamedSharding(jax.sharding.Mesh(devices, ("data",)), spec)
     arrays = [SHAPE(x.shape, x.dtype, sharding=place) for x in programs.heads(8, K=4)]
 
-    def value(*arrays: Any) -> Any:
+    def value(q: Any, k: Any, v: Any) -> Any:
         mask = jaxmha.Mask.segments(query_ids=IDS, key_value_ids=IDS)
-        out = jaxmha.dot_product_attention(*arrays, mask=mask, is_causal=True)
+        out = jaxmha.dot_product_attention(q, k, v, mask=mask, is_causal=True)
         return out.astype(jnp.float32).sum()
 
     found = compiled.compiled(jax.grad(value, (0, 1, 2)), *arrays)

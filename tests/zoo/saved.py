@@ -76,7 +76,7 @@ def read(
     }
     refused = [b.prefix for b, p, *_ in blocks if p is None]
     refused += [text.split(" ")[0] for text in info.damaged]
-    apart = unknown_attention.find({n: tuple(s) for n, s in shapes.items()}, found)
+    apart = unknown_attention.find({n: tuple(s) for n, s in shapes.items()}, found, refused)
     apart = {prefix: tuple(n) for prefix, n in latent_blocks.without(apart, known).items()}
     said["latents"] = latents
     said["claims"] = list(_claims(source, refused))
@@ -149,6 +149,8 @@ def _each(source: Path, to: str, layouts: list[str], fold: bool, heads: Heads) -
     """The first way back of one layout among several that is not the source; else "same"."""
     if "deepseek" in layouts or heads is not None:
         return ""
+    if to in layouts:
+        return f"refused: blocks were of layout {to} before, and are not told apart"
     there, back = source.parent / "there.safetensors", source.parent / "back.safetensors"
     for layout in layouts:
         try:
