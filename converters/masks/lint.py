@@ -9,16 +9,21 @@ from typing import Any
 
 import numpy as np
 
-from jaxmha import Mask
+from jaxmha import Mask, dot_product_attention, multi_head_attention
 from jaxmha.converters.layout.arrays import NDArray, to_numpy
 from jaxmha.converters.masks.lint_rules import CHECKS, Finding, blocked_by, given
 from jaxmha.converters.masks.spec import MaskArg
 from jaxmha.static_checks import one_of
 
-FRAMEWORKS = ("torch", "sdpa", "keras", "flax", "jax", "huggingface")
+FRAMEWORKS = ("jaxmha", "torch", "sdpa", "keras", "flax", "jax", "huggingface")
 SIZES = {"B": "batch_size", "N": "num_heads", "T": "query_length", "S": "key_length"}
 # Arguments of each framework's call that do not concern masks.
 OTHERS: dict[str, str] = {
+    "jaxmha": " ".join(
+        name
+        for call in (dot_product_attention, multi_head_attention)
+        for name in signature(call).parameters
+    ),
     "torch": "query key value average_attn_weights",
     "sdpa": "query key value dropout_p scale enable_gqa",
     "keras": "query value key return_attention_scores training",
@@ -42,11 +47,14 @@ def lint_masks(
     dtype: object = None,
     **arguments: Any,
 ) -> list[Finding]:
-    """Lists what is suspicious about the mask arguments of one call; correct masks give no finding.
+    """Lists what is suspicious about the mask arguments of one call.
+
+    Correct masks give no finding, except that left padding of every row is named: it looks like
+    right padding the other way round. No finding proves nothing: `attribute` compares outputs.
 
     Args:
-      framework: one of `torch` (nn.MultiheadAttention), `sdpa`, `keras`, `flax`, `jax`,
-        `huggingface`.
+      framework: one of `jaxmha` (its functions and modules; a `mask` may be a `Mask`), `torch`
+        (nn.MultiheadAttention), `sdpa`, `keras`, `flax`, `jax`, `huggingface`.
       batch_size, num_heads, query_length, key_length: B, N, T, S of the call; more known sizes
         allow more checks.
       dtype: compute dtype of the model, for any framework, if it differs from that of the mask.
@@ -67,6 +75,8 @@ def lint_masks(
     table: tuple[MaskArg, ...] = _module(framework).ARGUMENTS
     known = (batch_size, num_heads, query_length, key_length)
     sizes = {letter: n for letter, n in zip(SIZES, known, strict=True) if n is not None}
+    if isinstance(mask := arguments.get("mask"), Mask):
+        arguments = {**arguments, "mask": _array_of(mask, sizes)}
     found: list[Finding] = []
     for argument in table:
         value = arguments.get(argument.name)
@@ -80,7 +90,21 @@ def lint_masks(
 
 
 def _module(framework: str) -> ModuleType:
-    return import_module(f"jaxmha.converters.masks.{framework}")
+    name = {"jaxmha": "jax"}.get(framework, framework)  # the same arguments, and True = attend
+    return import_module(f"jaxmha.converters.masks.{name}")
+
+
+def _array_of(mask: Mask, sizes: Mapping[str, int]) -> NDArray | None:
+    """The pairs of a mask; None if its number of keys is not known."""
+    mask = replace(mask, query_padding=None, query_lengths=None)  # rows of no query may be empty
+    fields = {"T": mask.query_segments, "S": mask.key_value_segments}
+    if mask.key_value_padding is not None:
+        fields["S"] = mask.key_value_padding
+    T, S = (
+        sizes.get(a) or next(_lengths(a, axis, mask, None, fields), None)
+        for a, axis in (("T", -2), ("S", -1))
+    )
+    return None if S is None else np.asarray(mask.to_array(T or 1, S, np))
 
 
 def _of_masks(framework: str, arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -185,7 +185,7 @@ def _is_inverted_padding(hidden: NDArray, length: int) -> bool:
 
 
 def _inverted(given: Given) -> Finding | None:
-    polarity = f"here True means {'attend' if given.argument.keep else 'blocked'}"
+    polarity = _polarity(given)
     causal = "it hides the past and the diagonal and shows the future: a causal mask"
     padding = "it hides every token of the longest row and shows what looks like padding"
     slices, rows, what = _slices(given), _rows(given), None
@@ -200,13 +200,39 @@ def _inverted(given: Given) -> Finding | None:
             what = f"{padding}, since {polarity}"
     if what is None:
         return None
-    added = given.array.dtype != np.bool_ and given.argument.other == "added"
-    fix = (
-        "Exclude the others, `np.where(mask == 0, -np.inf, 0)`"
-        if added
-        else "Pass its negation (`~mask`)"
+    return Finding("inverted", given.argument.name, what, _negation(given))
+
+
+def _left_padding(given: Given) -> Finding | None:
+    """Finds masks of which every batch row keeps only its last keys, which either padding may mean."""
+    rows, slices = _rows(given), _slices(given)
+    chunk = slices is not None and slices.shape[1] != slices.shape[2]  # of a cache
+    if rows is None and slices is not None:
+        queries, tokens = _products(~slices)  # padding of queries and keys, the wrong way round
+        outer = (~slices == (queries[:, :, None] & tokens[:, None])).all() and _one_block(queries)
+        rows = ~tokens if outer and queries[:, 0].all() else None
+    if rows is None or chunk or not (rows[:, -1].all() and not rows[:, 0].any()):
+        return None
+    if not _one_block(rows):
+        return None
+    return Finding(
+        "left padding",
+        given.argument.name,
+        "every row hides its first keys and keeps only its last: this is left padding, or right "
+        f"padding the other way round, since {_polarity(given)}",
+        f"If the padding is on the right: {_negation(given)}",
     )
-    return Finding("inverted", given.argument.name, what, fix)
+
+
+def _polarity(given: Given) -> str:
+    return f"here True means {'attend' if given.argument.keep else 'blocked'}"
+
+
+def _negation(given: Given) -> str:
+    added = given.array.dtype != np.bool_ and given.argument.other == "added"
+    if added:
+        return "Exclude the others, `np.where(mask == 0, -np.inf, 0)`"
+    return f"Pass its negation (`{'~mask' if given.array.dtype == np.bool_ else 'mask == 0'}`)"
 
 
 def _zero_one(given: Given) -> Finding | None:
@@ -317,6 +343,7 @@ def _wrong_axis(given: Given) -> Finding | None:
 
 CHECKS: tuple[Callable[[Given], Finding | None], ...] = (
     _inverted,
+    _left_padding,
     _zero_one,
     _cast,
     _overflow,

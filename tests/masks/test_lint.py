@@ -1,5 +1,6 @@
 """The linter names what is wrong on constructed cases, and is silent on correct masks."""
 
+from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -146,6 +147,44 @@ FOUND: dict[str, tuple[str, dict[str, Any], str, list[str]]] = {
         "wrong axis",
         ["applies its row b to head b", "B = N = 3", "attention_mask & mask[:, None, None, :]"],
     ),
+    "torch padding of no full row": (
+        "torch",
+        {"key_padding_mask": np.arange(10) < np.array([[8], [5]])},
+        "left padding",
+        ["keeps only its last", "here True means blocked", "on the right", "~mask"],
+    ),
+    "flax padding of no full row": (
+        "flax",
+        {"mask": np.arange(10) >= np.array([8, 5])[:, None, None, None]},
+        "left padding",
+        ["here True means attend"],
+    ),
+    "one row of 7": ("torch", {"key_padding_mask": np.arange(10)[None] < 7}, "left padding", []),
+    "flax padding of both sides, of no full row": (
+        "flax",
+        {"mask": ~np.array([np.outer(one, one) for one in np.arange(7) < [[5], [3]]])[:, None]},
+        "left padding",
+        [],
+    ),
+    "huggingface padding of no full row": (
+        "huggingface",
+        {"attention_mask": (np.arange(10) >= np.array([[8], [5]])).astype(int)},
+        "left padding",
+        ["mask == 0"],
+    ),
+    "padding added, of no full row": (
+        "sdpa",
+        {"attn_mask": np.where(np.arange(10) < [[[[8]]], [[[5]]]], -np.inf, 0)},
+        "left padding",
+        ["np.where(mask == 0"],
+    ),
+    "jaxmha padding": ("jaxmha", {"mask": ~TOKENS[:, None, None]}, "inverted", ["longest row"]),
+    "a Mask of no full row": (
+        "jaxmha",
+        {"mask": Mask.padding(key_value=np.arange(10) >= np.array([[8], [5]]))},
+        "left padding",
+        ["here True means attend"],
+    ),
     "nothing left": (
         "torch",
         {"attn_mask": np.eye(T, dtype=bool)[[0, 1, 2, 3, 3]] | (np.arange(T) == 2)[:, None]},
@@ -224,7 +263,7 @@ def test_is_named(what: str) -> None:
 def test_its_opposite_is_not(what: str) -> None:
     """The mask put right, where it has a right form, is not accused of the same."""
     framework, arguments, name, _ = FOUND[what]
-    if name == "inverted":
+    if name in ("inverted", "left padding"):
         arguments = {k: negated(v) for k, v in arguments.items()}
     elif name == "0/1 added":
         arguments = {k: v == 0 if framework == "torch" else v - 1 for k, v in arguments.items()}
@@ -245,6 +284,8 @@ def test_its_opposite_is_not(what: str) -> None:
 
 
 def negated(value: Any) -> Any:
+    if isinstance(value, Mask):
+        return replace(value, key_value_padding=~np.asarray(value.key_value_padding))
     if not isinstance(value, np.ndarray):
         return value
     if value.dtype.kind == "f":
@@ -273,6 +314,18 @@ SILENT: dict[str, tuple[str, dict[str, Any]]] = {
         "sdpa",
         {"attn_mask": -2000.0 * np.abs(np.arange(T)[:, None] - np.arange(S)).astype(np.float32)},
     ),
+    "padding of queries in a Mask": (
+        "jaxmha",
+        {"mask": Mask.padding(query=TOKENS, key_value=TOKENS), "query_length": T},
+    ),
+    "causal and lengths in a Mask": (
+        "jaxmha",
+        {
+            "mask": Mask.causal() & Mask.lengths(key_value=np.array([3, 5])),
+            "query_length": T,
+            "key_length": S,
+        },
+    ),
     "the future alone": ("jax", {"mask": np.triu(np.ones((T, S), bool))}),
     "later tokens of a cache": ("flax", {"mask": np.tri(3, 5, 2, dtype=bool) & (np.arange(5) > 1)}),
     "left padding of a cache": (
@@ -282,6 +335,7 @@ SILENT: dict[str, tuple[str, dict[str, Any]]] = {
 }
 # Sizes of which one is 0: nothing is there to be suspicious about.
 NO_KEYS: dict[str, dict[str, Any]] = {
+    "jaxmha": {"mask": Mask.padding(key_value=np.ones((B, 0), bool))},
     "torch": {"attn_mask": np.ones((B * N, T, 0), bool), "num_heads": N},
     "sdpa": {"attn_mask": np.ones((B, N, T, 0), bool)},
     "keras": {"attention_mask": np.ones((B, T, 0), bool), "value_mask": np.ones((B, 0), bool)},
@@ -291,6 +345,7 @@ NO_KEYS: dict[str, dict[str, Any]] = {
 }
 # Other arguments of the framework's call.
 CALLS: dict[str, dict[str, Any]] = {
+    "jaxmha": {"mask": Mask.causal() & Mask.lengths(key_value=np.array([3, 5])), "segment_ids": 1},
     "torch": {"attn_mask": ~CAUSAL, "need_weights": False, "average_attn_weights": True},
     "sdpa": {"attn_mask": CAUSAL, "dropout_p": 0.1, "scale": 0.5, "enable_gqa": True},
     "keras": {"attention_mask": CAUSAL, "training": True, "return_attention_scores": True},
@@ -332,7 +387,7 @@ def test_every_check_has_a_case() -> None:
     named = {name for _, _, name, _ in FOUND.values()}
     assert named == {
         "inverted", "0/1 added", "additive cast", "float16", "constant", "empty rows", "head order",
-        "wrong axis", "is_causal", "refused",
+        "wrong axis", "is_causal", "refused", "left padding",
     }  # fmt: skip
 
 
