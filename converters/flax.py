@@ -88,7 +88,7 @@ def from_module(
             instead = live_model.by_hand(lambda: tensors_of(module, variables), shown)
         raise TypeError(
             "expected a flax linen.MultiHeadDotProductAttention or nnx.MultiHeadAttention, got "
-            f"{type(module).__name__}{f': {instead}' * bool(instead)}"
+            f"{type(module).__name__}: {instead or 'for a model take its layers, for a tree of arrays import_params'}"
         )
     if module.attention_fn is not known:
         name = getattr(module.attention_fn, "__qualname__", repr(module.attention_fn))

@@ -163,7 +163,8 @@ class Mask:
         out here; for arrays of JAX, `max_segments` promises it.
 
         Args:
-          query_ids: `(B, T)`, the sequence of each query.
+          query_ids: `(B, T)`, the sequence of each query. Without x64 JAX cuts ids of 64 bits to 32 where
+            they are arguments of a caller's `jit`, before this function sees them.
           key_value_ids: `(B, S)`, the sequence of each key; the same array where T is S.
           max_segments: promises that both arrays are the same, that each id fills one run, and that a
             row has at most this many. A broken promise gives wrong results.

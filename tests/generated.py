@@ -27,9 +27,10 @@ def demo() -> str:
 
 def pure() -> str:
     """The README's times without native kernels, with which no full benchmark was made so far."""
-    from experiments.benchmarks.report import headlines
+    from experiments.benchmarks.report import RESULTS, headlines, latest
 
-    results = json.loads((ROOT / "experiments/benchmarks/results/full.json").read_text())
+    results = json.loads((RESULTS / "full.json").read_text())
+    table = json.loads((RESULTS / f"{latest()}.json").read_text())
     forward, backward, on_jax, *_ = headlines(results)
     slower, shapes = (forward[key] + backward[key] for key in ("slower", "shapes"))
     faster = on_jax["shapes"] - on_jax["slower"]
@@ -38,7 +39,8 @@ def pure() -> str:
         f"{forward['mean']:.2f} of the time of the fastest peer (worst {forward['worst']:.2f}), with gradients "
         f"{backward['mean']:.2f} (worst {backward['worst']:.2f}), on {results['machine']['processor']}: it is slower "
         f"than the fastest, mostly torch, in {slower} of {shapes} shapes, and faster than Flax, Keras on JAX and "
-        f"`jax.nn` in {faster} of {on_jax['shapes']} ([every case](experiments/benchmarks/results/full.md))."
+        f"`jax.nn` in {faster} of {on_jax['shapes']} ([every case](experiments/benchmarks/results/full.md)). "
+        f"The table is of other shapes, on {table['machine']['processor']}: the two are not comparable."
     )
 
 

@@ -55,6 +55,8 @@ def attribute(
 ) -> Attribution:
     """Attributes the difference between two layers' outputs to differing factors.
 
+    It takes layers and their inputs; `jaxmha.converters.matching.prove` compares whole models.
+
     Args:
       a, b: a layer object of torch, Keras or flax (or a linen pair), a flat dict of arrays, a path,
         or `MHAParams` (alone or with `Semantics`), each with one attention block; or a `Layer`.
@@ -322,7 +324,8 @@ def _only(comparand: comparands.Comparand, given: AnySource) -> ComparedBlock:
     names = ", ".join(block.name for block in comparand.blocks[:5])
     raise ValueError(
         f"{len(comparand.blocks)} attention blocks in a {type(given).__name__} ({names} ...): give one, "
-        "such as params or a layer; `jaxmha diff` compares all blocks of two files"
+        "such as params or a layer; `jaxmha diff` compares all blocks of two files, and "
+        f"{comparands.OF_MODELS}"
     )
 
 

@@ -22,6 +22,8 @@ from jaxmha.params import check
 Inputs = tuple[NDArray, NDArray, NDArray]
 # (code path of the framework, (mask, bias), output)
 Called = tuple[str, Masks, Any]
+# Kind of a block -> its package, where the names differ.
+_PACKAGES = {"linen": "flax", "nnx": "flax"}
 # A bias with only zeros and one number below this value is treated as a mask that adds the number.
 BLOCKS = -100.0
 
@@ -225,7 +227,7 @@ def of_call(module: Any, inputs: Inputs, arguments: Mapping[str, Any], name: str
     mode then takes another code path.
 
     Raises:
-      TypeError: `module` is not such a layer.
+      TypeError: `module` is not such a layer, or a model that contains one.
       ValueError: the arguments do not fit, or jaxmha cannot express their meaning.
     """
     found = comparands.read(module).blocks
@@ -235,6 +237,13 @@ def of_call(module: Any, inputs: Inputs, arguments: Mapping[str, Any], name: str
             "parameters and files give mask= and bias="
         )
     block = found[0]
+    framework = comparands.FRAMEWORKS[_PACKAGES.get(block.kind, block.kind)]
+    if all(layer is not module for _, layer in framework.attention_layers(module)):
+        raise TypeError(
+            f"mask arguments are those of one attention layer, and a {type(module).__name__} is a "
+            f"model: give its layer {block.name!r} and the inputs of that layer; "
+            f"{comparands.OF_MODELS}"
+        )
     with comparands.exact_dtypes(inputs[0].dtype):
         path, (mask, bias), output = _CALLS[block.kind](module, block, inputs, dict(arguments))
     return _as(block, path, mask, bias, to_numpy(output), name or block.name or block.layout)

@@ -70,6 +70,7 @@ class Comparand(NamedTuple):
     notes: tuple[str, ...] = ()
 
 
+OF_MODELS = "models are compared by `jaxmha.converters.matching.prove`"
 # Package name -> the converter module for that framework.
 FRAMEWORKS: dict[str, ModuleType] = {"torch": torch, "keras": keras, "flax": flax}
 

@@ -440,6 +440,37 @@ def test_wrong_arguments_are_named(options: dict[str, Any], message: str) -> Non
         attribution.attribute(layer.params, layer.params, **options)
 
 
+@pytest.mark.parametrize("framework", ["torch", "nnx", "keras"])
+def test_a_model_is_no_layer(framework: str) -> None:
+    """One with a single layer, which would be called with the arguments of that layer."""
+    x = np.zeros((2, 5, 8), np.float32)
+    if framework == "torch":
+        import torch
+
+        model: Any = torch.nn.Module()
+        model.attn = torch.nn.MultiheadAttention(8, 2)
+    elif framework == "nnx":
+        from flax import nnx
+
+        model = nnx.Module()
+        model.attn = nnx.MultiHeadAttention(2, 8, decode=False, rngs=nnx.Rngs(0))
+    else:
+        keras = pytest.importorskip("keras")
+
+        layer, inputs = keras.layers.MultiHeadAttention(2, 4, name="attn"), keras.Input((5, 8))
+        model = keras.Model(inputs, layer(inputs, inputs))
+    with pytest.raises(TypeError, match=r"is a model: give its layer 'attn'.*matching\.prove"):
+        attribution.attribute(model, model, x, masks_a={}, masks_b={})
+
+
+def test_several_layers_are_no_layer() -> None:
+    import torch
+
+    model = torch.nn.Sequential(*(torch.nn.MultiheadAttention(8, 2) for _ in range(2)))
+    with pytest.raises(ValueError, match=r"2 attention blocks in a Sequential .*matching\.prove"):
+        attribution.attribute(model, model)
+
+
 def test_inputs_by_name_default_as_in_files() -> None:
     a, b, given = case(0, next(f for f in FAULTS if f.name == "scale"))
     x, other = given[:2]
