@@ -220,7 +220,7 @@ def _left_padding(given: Given) -> Finding | None:
         given.argument.name,
         "every row hides its first keys and keeps only its last: this is left padding, or right "
         f"padding the other way round, since {_polarity(given)}",
-        f"If the padding is on the right: {_negation(given)}",
+        f"{_negation(given)} if the padding is on the right",
     )
 
 

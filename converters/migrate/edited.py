@@ -5,12 +5,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from jaxmha import checkpoint
 from jaxmha.converters import keras
-from jaxmha.converters.discovery import layer_layouts, other_layers
+from jaxmha.converters.discovery import (
+    attention_blocks,
+    described,
+    layer_layouts,
+    other_layers,
+    unknown_attention,
+)
 from jaxmha.converters.discovery.layer_layouts import CONVENTIONS, Convention
 from jaxmha.converters.discovery.user_names import target_by_name
 from jaxmha.converters.layout.base import Layout
-from jaxmha.converters.migrate.plans import Plan, Step
+from jaxmha.converters.migrate import plans as planning
+from jaxmha.converters.migrate.plans import Plan, Step, kind_in_target
+from jaxmha.converters.migrate.resolved import module_of
 
 
 def completed(plan: Plan, to: Layout, info: Mapping[str, Any]) -> Plan:
@@ -40,7 +49,7 @@ def completed(plan: Plan, to: Layout, info: Mapping[str, Any]) -> Plan:
             continue
         whole = _whole(step, plan.steps, own, info)
         taken |= set(whole.tensors)
-        steps = [m for m in steps if not set(m.tensors) & taken]
+        steps = [m for m in steps if not set(m.tensors) & set(whole.tensors)]
         if convention is not None and step.target in (*step.tensors, step.source):
             separator = other_layers.split(whole.tensors[0])[1] or "."
             target = target_by_name(whole.source, separator, convention.separator, {})
@@ -100,6 +109,47 @@ def in_file(plan: Plan) -> Plan:
             step = replace(step, target=target, name=name)
         steps.append(step)
     return replace(plan, to=layout.name, steps=tuple(steps))
+
+
+def answered(plan: Plan, edit: Plan, file: checkpoint.Checkpoint) -> tuple[str, ...]:
+    """The notes of a plan; those that its edited modules answer give way to what is left of them.
+
+    `edit`: the plan, completed. Notes that the planner did not write stay.
+    """
+    shapes = attention_blocks.shapes(file)
+    found = attention_blocks.find(shapes)
+    description, to = described.of(file, found), attention_blocks.named(plan.to)
+    epsilon, unlike = description.epsilon, description.unlike
+    apart = unknown_attention.find(shapes, found)
+    layers, why = planning.layers_of(
+        file, found, to, unlike, description.unbiased, apart=apart, all_kinds=True
+    )
+    planned = {frozenset(layer.keys.values()): layer for layer in layers}
+    convention = layer_layouts.convention_of(to.name)
+
+    def notes_of(steps: Sequence[Step]) -> tuple[str, ...]:
+        """The notes of the planner, if it had read the layers so."""
+        modules, becomes = [], []
+        carried = {x.source: why.get(x.source, "") for x in steps if x.kind == "other"}
+        for step in steps:
+            if step.kind in ("attention", "latent", "other") or convention is None:
+                continue
+            module = planned.get(frozenset(step.tensors))
+            if module is None or module.kind != step.kind:
+                module = module_of(step, file.info)
+            modules.append(module)
+            target = step.becomes or kind_in_target(module, to, convention, step.target)
+            becomes.append(target)
+        return planning.notes_of_layers(file, to, found, modules, becomes, carried, epsilon, unlike)
+
+    own = planning.steps_of(layers, to, convention, file.names)
+    taken = {name for step in own for name in step.tensors}
+    taken |= {n for x in edit.steps if x.kind in ("attention", "latent") for n in x.tensors}
+    rest = (Step("other", "", name, name, (name,)) for name in file.info if name not in taken)
+    before, after = notes_of([*own, *rest]), notes_of(edit.steps)
+    gone = {note for note in plan.notes if note in before and note not in after}
+    left = [note for note in after if note not in before] if gone else []
+    return (*(note for note in plan.notes if note not in gone), *left)
 
 
 def _of(layout: str) -> Convention | None:

@@ -256,10 +256,11 @@ def _format_settings(
 
 def _completed(plan: Plan, file: checkpoint.Checkpoint, in_file: bool) -> Plan:
     """Checks a plan that the caller gave, and completes its edited modules."""
-    plan = edited.in_file(plan) if in_file else plan
+    given, plan = plan, edited.in_file(plan) if in_file else plan
     check_plan(plan, file, in_file)
     with naming(file.path):
         plan = edited.completed(plan, attention_blocks.named(plan.to), file.info)
+        plan = replace(plan, notes=edited.answered(given, plan, file))
     around = _around(plan, file, attention_blocks.find(shapes(file)))
     return replace(plan, notes=(*plan.notes, *(x for x in around if x not in plan.notes)))
 

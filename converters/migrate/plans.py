@@ -127,7 +127,7 @@ def make(
     every = known is registry.LAYOUTS
     found = _configured(file, found, known)
     convention = layer_layouts.convention_of(to.name)
-    layers, why = _layers(
+    layers, why = layers_of(
         file,
         found,
         to,
@@ -163,23 +163,39 @@ def make(
         Step("other", "", name, name, (name,), "other", why=why.get(name, _UNCHANGED))
         for name in rest
     )
-    other_steps = _other_layers(layers, to, convention, file.names)
+    other_steps = steps_of(layers, to, convention, file.names)
     steps = (*blocks, *of_latents, *other_steps, *others_unchanged)
-    mistakable = read_back.mistakable(file.info, rest, found, to)
     carried = {name: why.get(name, "") for name in rest}
-    reasons = [*(unlike or {}).values(), other_layers.UNSURE]
+    becomes = [step.becomes for step in other_steps]
     all_notes = (
         *[notes.NO_ATTENTION] * (not found and not converted),
-        *notes.epsilons(layers, convention, found, epsilon),
-        *notes.known_by_name(layers),
-        *notes.of_features(layers),
+        *notes_of_layers(file, to, found, layers, becomes, carried, epsilon, unlike or {}),
         *notes.renamed(_renamed(steps, file.names) if not in_file(to) else ()),
-        *notes.not_back(layers, [step.becomes for step in other_steps], mistakable, to.name),
-        *notes.carried_norms(carried, reasons),
         *unknown_attention.notes(latent_blocks.without(apart, converted)),
         *latent_blocks.notes(latents, held),
     )
     return Plan(to.name, steps, others, notes=all_notes)
+
+
+def notes_of_layers(
+    file: Tensors,
+    to: Layout,
+    found: Sequence[Block],
+    layers: Sequence[Module],
+    becomes: Sequence[str],
+    carried: Mapping[str, str],
+    epsilon: notes.Epsilons,
+    unlike: Mapping[str, str],
+) -> tuple[str, ...]:
+    """Notes on the layers other than attention, and on the tensors `carried`, with their reasons."""
+    mistakable = read_back.mistakable(file.info, list(carried), found, to)
+    return (
+        *notes.epsilons(layers, layer_layouts.convention_of(to.name), found, epsilon),
+        *notes.known_by_name(layers),
+        *notes.of_features(layers),
+        *notes.not_back(layers, becomes, mistakable, to.name),
+        *notes.carried_norms(carried, [*unlike.values(), other_layers.UNSURE]),
+    )
 
 
 _UNCHANGED = "left as it is"
@@ -199,7 +215,7 @@ def _configured(file: Tensors, found: Sequence[Block], known: Sequence[Layout]) 
     return found
 
 
-def _layers(
+def layers_of(
     file: Tensors,
     found: Sequence[Block],
     to: Layout,
@@ -234,7 +250,7 @@ def _layers(
     return layers, why
 
 
-def _other_layers(
+def steps_of(
     layers: Sequence[Module], to: Layout, convention: Convention | None, names: Mapping[str, str]
 ) -> list[Step]:
     """Plans every other layer; Keras groups are numbered by class."""

@@ -90,6 +90,39 @@ def test_a_norm_without_a_bias_is_named(kind: str, group: str, to: str, tmp_path
         np.testing.assert_array_equal(b[f"layers/{group}/vars/0"], a["norm.weight"])
 
 
+@pytest.mark.parametrize("to", ["flax", "keras-file"])
+def test_answered_notes_are_dropped(to: str, tmp_path: Path) -> None:
+    """Of three norms without a bias one is named: the note is of two, and others stay."""
+    norms = {f"{name}.weight": (7,) for name in ("norm_a", "norm_b", "norm_c")}
+    source = source_of(tmp_path, norms)
+    text = planned(source, to).replace("notes = [", 'notes = ["a note of mine",')
+    counted = "x norm (LayerNorm or RMSNorm: no tensor tells)"
+    counted = counted if to == "flax" else "x a tensor of a norm, carried over as it is"
+    assert f"3 {counted}" in text
+    ending = "npz" if to == "flax" else "weights.h5"
+
+    def notes_after(edits: int) -> str:
+        plan = tmp_path / f"{edits}.toml"
+        comment = r"(# .*name the kind \(norm or rmsnorm\) in a plan\n)kind = .*"
+        edit, count = (
+            re.subn(comment, r'\1kind = "rmsnorm"', text, count=edits) if edits else (text, 0)
+        )
+        assert count == edits
+        plan.write_text(edit)
+        done = run("convert", source, tmp_path / f"{edits}.{ending}", "--plan", plan)
+        assert done.exit_code == 0, printed(done)
+        return printed(done)
+
+    assert f"3 {counted}" in notes_after(0)
+    one, all_named = notes_after(1), notes_after(3)
+    assert f"2 {counted}" in one
+    assert f"3 {counted}" not in one
+    assert not re.search(r"no tensor tells|of a norm, carried over", all_named)
+    for shown in (one, all_named):
+        assert "a note of mine" in shown
+        assert "x rmsnorm: epsilon is not known" in shown
+
+
 @pytest.mark.parametrize("both", [False, True])
 def test_a_bias_goes_with_its_kernel(both: bool, tmp_path: Path) -> None:
     """Its comment is the same; one of them may be followed, or both."""
