@@ -107,7 +107,8 @@ def test_plans_of_hostile_names() -> None:
     html = shown(Plan("flax", (step,) * 1000, source=HOSTILE))
     assert "1000 layers of" in html
     assert "... 950 more" in html
-    line, question = Line(HOSTILE, (HOSTILE,) * 99), Question(HOSTILE, ("b",), HOSTILE, "")
+    line = Line(HOSTILE, (HOSTILE,) * 99)
+    question = Question(HOSTILE, ("b",), HOSTILE, ((line,),))
     html = shown(MatchPlan((line,), (question,)))
     assert "1 arrays filled, 1 questions, 0 unused" in html
     assert len(html) < 5000

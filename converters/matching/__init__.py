@@ -7,7 +7,7 @@ target, `prove` compares the result with the source.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from jaxmha.converters.matching.plan import Line, Packing, Question
 from jaxmha.converters.matching.plan import MatchPlan as Plan
@@ -54,6 +54,7 @@ def prove(
     inputs: "Callable[[np.random.Generator], Any] | None" = None,
     packing: Packing = "ask",
     seed: int = 0,
+    unused: Literal["refuse", "keep"] = "refuse",
 ) -> Proof:
     """Compares a filled model with its source: every array, and outputs if both can run.
 
@@ -64,6 +65,7 @@ def prove(
       inputs: takes a NumPy generator and returns the arguments of both models: a tuple, a dict by
         name, or `{"source": ..., "target": ...}` with either of them. Both models run in float64.
       packing: as in `match`. seed: of the generator.
+      unused: "keep" leaves out source arrays that the plan does not use, as in `load_into`.
 
     Raises:
       ValueError: the plan has an open question, or does not fit the models.
@@ -76,4 +78,4 @@ def prove(
     """
     from jaxmha.converters.matching import proving
 
-    return proving.prove(source, model, plan, inputs, packing, seed)
+    return proving.prove(source, model, plan, inputs, packing, seed, unused)

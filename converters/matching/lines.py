@@ -1,14 +1,13 @@
 """Makes the lines and questions of a plan from the decided pairs."""
 
 import os
-import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from jaxmha.converters.matching import plan as plans
 from jaxmha.converters.matching import roles
 from jaxmha.converters.matching.arrows import Arrow, Fit, fit, guesses
 from jaxmha.converters.matching.decide import Decision, decide
+from jaxmha.converters.matching.patterns import LETTERS, expand, pattern, used
 from jaxmha.converters.matching.plan import Line, MatchPlan, Packing, Question
 from jaxmha.converters.matching.templates import (
     MAIN,
@@ -21,7 +20,6 @@ from jaxmha.converters.matching.templates import (
 from jaxmha.converters.matching.trees import Array, Tree
 
 _MOST = 64  # most repetitions to unroll into separate templates
-_LETTERS = "ijkl"
 
 
 def plan(source: Tree, target: Tree, packing: Packing = "ask") -> MatchPlan:
@@ -43,17 +41,16 @@ def plan(source: Tree, target: Tree, packing: Packing = "ask") -> MatchPlan:
     for several in packed.values():
         rows, refused = _lines(_pieces(mine, theirs, decision, several), source, target)
         questions += [*_of_packing(rows), *refused]
-    used = _used(lines, source)
-    unused = [a for a in source.arrays.values() if a.name not in used]
-    ignored = [a.name for a in unused if is_buffer(a)]
-    return MatchPlan(
-        tuple(lines),
-        tuple(_merged(questions)),
-        tuple(a.name for a in unused if a.name not in ignored),
-        tuple(ignored),
-        source.origin,
-        source.notes,
-    )
+    made = MatchPlan(tuple(lines), tuple(_merged(questions)), (), (), source.origin, source.notes)
+    return with_unused(made, source)
+
+
+def with_unused(plan: MatchPlan, source: Tree) -> MatchPlan:
+    """The plan with the arrays of the source that its lines do not use."""
+    taken = used(plan.lines, source.arrays, source.aliases)
+    rest = [a for a in source.arrays.values() if a.name not in taken]
+    ignored = tuple(a.name for a in rest if is_buffer(a))
+    return replace(plan, unused=tuple(a.name for a in rest if not is_buffer(a)), ignored=ignored)
 
 
 def _taken_apart(
@@ -114,11 +111,10 @@ def _of_packing(rows: Sequence[Line]) -> list[Question]:
         return []
     reason = (
         "nothing shows whether the packed projections follow one another or alternate head by head; "
-        "if they follow one another, add these lines or pass packing='concatenated'"
+        "if they follow one another, add these lines or pass packing='concatenated' (--concatenated)"
     )
     sources = dict.fromkeys(name for row in rows for name in row.sources)
-    arrays = tuple(row.target for row in rows)
-    return [Question(arrays[0], tuple(sources), reason, "\n".join(map(plans.shown, rows)), arrays)]
+    return [Question(rows[0].target, tuple(sources), reason, (tuple(rows),))]
 
 
 def _pieces(
@@ -153,71 +149,16 @@ def _grouped(
     if how.split >= 0:
         order = sorted(target.layers)
         ranks = [[r[: how.split] + r[how.split + 1 :]] for r in order]
-        letters = _LETTERS[: how.split] + _LETTERS[how.split + 1 :]
-        return ranks, letters, f"{{{_LETTERS[how.split]}}}/{target.counts[how.split]}"
+        letters = LETTERS[: how.split] + LETTERS[how.split + 1 :]
+        return ranks, letters, f"{{{LETTERS[how.split]}}}/{target.counts[how.split]}"
     groups: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
     for one in sorted(source.layers):
         rest = tuple(r for n, r in enumerate(one) if n not in how.stacked)
         groups.setdefault(rest, []).append(one)
-    free = iter(_LETTERS)
+    free = iter(LETTERS)
     kept = {n: next(free) for n in range(len(source.counts)) if n not in how.stacked}
     letters = "".join(kept.get(n) or next(free) for n in range(len(source.counts)))
     return [groups[rest] for rest in sorted(groups)], letters, ""
-
-
-def pattern(names: Mapping[tuple[int, ...], str], letters: str = _LETTERS) -> str:
-    """Replaces each number that follows a rank by a letter; "" if a number follows no rank.
-
-    >>> pattern({(0,): "h.0.w", (1,): "h.1.w"}), pattern({(): "h.0.w"}), pattern({(0,): "a", (1,): "b"})
-    ('h.{i}.w', 'h.0.w', '')
-    """
-    if len(names) == 1:
-        return next(iter(names.values()))
-    parts = [re.split(r"(\d+)", name) for name in names.values()]
-    if len({len(one) for one in parts}) > 1:
-        return ""
-    made = []
-    for column in zip(*parts, strict=True):
-        if len(set(column)) == 1:
-            made.append(column[0])
-            continue
-        follows = [
-            letter
-            for n, letter in zip(range(len(next(iter(names)))), letters, strict=False)
-            if all(x.isdigit() for x in column)
-            and len(set(zip(column, (r[n] for r in names), strict=True))) == len(set(column))
-            and len({r[n] for r in names}) == len(set(column))
-        ]
-        if not follows:
-            return ""
-        made.append(f"{{{follows[0]}}}")
-    return "".join(made)
-
-
-def expand(name: str, names: Iterable[str]) -> dict[str, dict[str, int]]:
-    """Maps each name that a pattern matches to the number of each letter, in numeric order.
-
-    >>> expand("h.{i}.w", ["h.1.w", "h.0.w", "h.0.b"])
-    {'h.0.w': {'i': 0}, 'h.1.w': {'i': 1}}
-    """
-    if not re.search(r"\{[ijkl]\}", name):
-        return {name: {}} if name in set(names) else {}
-    seen: list[str] = []
-    made = ""
-    for part in re.split(r"(\{[ijkl]\})", name):
-        letter = part[1:2]
-        if re.fullmatch(r"\{[ijkl]\}", part):
-            made += f"(?P={letter})" if letter in seen else rf"(?P<{letter}>\d+)"
-            seen.append(letter)
-        else:
-            made += re.escape(part)
-    regex = re.compile(made)
-    found = [
-        (one, {x: int(match[x]) for x in sorted(set(seen))})
-        for one in names
-        if (match := regex.fullmatch(one))
-    ]
-    return dict(sorted(found, key=lambda row: tuple(row[1].values())))
 
 
 def _lines(
@@ -234,9 +175,7 @@ def _lines(
             name = first.target or first.targets[0]
             line = Line(name, tuple(p.source for p in several), str(first.arrow))
             questions.append(
-                Question(
-                    name, line.sources, "only some of its packed parts are known", plans.shown(line)
-                )
+                Question(name, line.sources, "only some of its packed parts are known", ((line,),))
             )
             continue
         lines += _line(sorted(several, key=lambda p: p.target_part or (0, 0)), source, target)
@@ -278,21 +217,6 @@ def _exact(pieces: Sequence[_Piece], source: Tree, target: Tree) -> bool:
     )
 
 
-def _used(lines: Sequence[Line], source: Tree) -> set[str]:
-    """Names of source arrays that the lines use; packed arrays only if all parts are taken."""
-    used: set[str] = set()
-    parts: dict[str, set[str]] = {}
-    for line in lines:
-        for one in line.sources:
-            for name in expand(one, source.arrays):
-                if line.take and not line.take.startswith("{"):
-                    parts.setdefault(name, set()).add(line.take)
-                else:
-                    used.add(name)
-    whole = {n for n, takes in parts.items() if len(takes) == int(next(iter(takes)).split("/")[1])}
-    return used | whole
-
-
 def _questions(
     mine: Sequence[Template], theirs: Sequence[Template], decision: Decision
 ) -> list[Question]:
@@ -306,10 +230,12 @@ def _questions(
         if not near:
             alone.add(t)
         names = tuple(_layer_name(mine[s]) for s in near)
-        rows = [_example(mine, near, target, slot) for slot in target.first.slots]
-        text = "\n".join(map(plans.shown, rows))
-        arrays = tuple(row.target for row in rows)
-        found[t] = Question(_layer_name(target), names, reason, text, arrays)
+        chosen: list[Template | None] = [mine[s] for s in near]
+        examples = tuple(
+            tuple(_example(one, target, slot) for slot in target.first.slots)
+            for one in chosen or [None]
+        )
+        found[t] = Question(_layer_name(target), names, reason, examples)
     for several in _without_source(theirs, alone):
         found[several[0]] = _of_module([found.pop(t) for t in several])
     return [found[t] for t in sorted(found)]
@@ -334,8 +260,7 @@ def _of_module(several: Sequence[Question]) -> Question:
         several[0],
         target=mark.join(shared) or several[0].target,
         reason="no layer of the source has the arrays and shapes of any of its layers",
-        line="\n".join(q.line for q in several),
-        arrays=tuple(name for q in several for name in q.arrays),
+        examples=(tuple(line for q in several for line in q.examples[0]),),
     )
 
 
@@ -379,11 +304,10 @@ def _layer_name(template: Template) -> str:
     return shared.rstrip("./_") or names[0]
 
 
-def _example(mine: Sequence[Template], near: Sequence[int], target: Template, slot: str) -> Line:
-    """An example line, from the first candidate with the array, or zeros if no candidate has it."""
+def _example(source: Template | None, target: Template, slot: str) -> Line:
+    """An example line, from a candidate, or zeros if the candidate lacks the array."""
     name = _pattern_of(target, slot)
-    source = next((mine[s] for s in near if slot in mine[s].first.slots), None)
-    if source is None:
+    if source is None or slot not in source.first.slots:
         return Line(name, fill="zeros")
     both = source.first.slots.keys() & target.first.slots.keys()
     how = fit(_only(source, both), _only(target, both))

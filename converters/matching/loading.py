@@ -12,6 +12,7 @@ from einops import rearrange
 from jaxmha.checkpoint import Lazy, TensorInfo, hub
 from jaxmha.converters.layout.arrays import NDArray, to_torch
 from jaxmha.converters.matching import lines, trees
+from jaxmha.converters.matching.patterns import expand
 from jaxmha.converters.matching.plan import Line, MatchPlan, Packing
 from jaxmha.converters.matching.templates import is_buffer
 from jaxmha.converters.matching.trees import Array, Tree
@@ -45,9 +46,8 @@ def prepared(
     Raises:
       ValueError: a question is open, arrays are unused or missing, or a shape or dtype is wrong.
     """
-    for name, policy in (("unused", unused), ("missing", missing)):
-        if policy not in POLICIES:
-            raise ValueError(f"{name} must be {' or '.join(POLICIES)}, got {policy!r}")
+    check_policy("unused", unused)
+    check_policy("missing", missing)
     mine = trees.read(_pinned(source, plan))
     try:
         theirs = trees.read(model)
@@ -72,6 +72,18 @@ def prepared(
         mine.close()
 
 
+def with_unused(plan: MatchPlan, source: Any) -> MatchPlan:
+    """A plan that was read from a file, with the arrays of the source that it does not use."""
+    tree = trees.read(_pinned(source, plan))
+    tree.close()
+    return lines.with_unused(plan, tree)
+
+
+def check_policy(name: str, policy: str) -> None:
+    if policy not in POLICIES:
+        raise ValueError(f"{name} must be {' or '.join(POLICIES)}, got {policy!r}")
+
+
 def _pinned(source: Any, plan: MatchPlan | None) -> Any:
     """The plan's address with its commit, if the source is the same model without a revision.
 
@@ -86,13 +98,14 @@ def _pinned(source: Any, plan: MatchPlan | None) -> Any:
     return source
 
 
-def refuse_questions(plan: MatchPlan) -> None:
+def refuse_questions(plan: MatchPlan, hint: str = "") -> None:
+    """Raises ValueError if a question is open; `hint`: a sentence that the message ends with."""
     if plan.questions:
         first = plan.questions[0]
         more = f" (and {len(plan.questions) - 1} more)" * (len(plan.questions) > 1)
         raise ValueError(
             f"the plan has an open question{more}: {first.target}: {first.reason}; candidates: "
-            f"{', '.join(first.candidates) or 'none'}. Add to the plan:\n{first.line}"
+            f"{', '.join(first.candidates) or 'none'}. {first.advice()}{hint}"
         )
 
 
@@ -101,10 +114,10 @@ def jobs(
 ) -> Iterator[tuple[str, tuple[Line, list[str]]]]:
     """Yields each target name with its line, and its source names in the order of stacking."""
     for line in plan.lines:
-        targets = lines.expand(line.target, target.arrays)
+        targets = expand(line.target, target.arrays)
         if not targets:
             raise ValueError(f"the plan fills {line.target}, and the model has no such array")
-        found = [lines.expand(_real(one, source), source.arrays) for one in line.sources]
+        found = [expand(_real(one, source), source.arrays) for one in line.sources]
         for one, several in zip(line.sources, found, strict=True):
             if not several:
                 raise ValueError(f"the plan reads {one}, and the source has no such array")
@@ -149,18 +162,26 @@ def _ranks(found: Mapping[str, Mapping[str, int]]) -> dict[str, dict[str, int]]:
 def _refuse_rest(
     plan: MatchPlan, source: Tree, target: Tree, jobs: Mapping[str, Any], unused: str, missing: str
 ) -> None:
-    """Raises ValueError if an array of the source or the target is in no line."""
+    """Raises RestError if an array of the source or the target is in no line."""
     used = {name for _, names in jobs.values() for name in names}
     left = [n for n, a in source.arrays.items() if n not in used and not is_buffer(a)]
     lacking = [n for n, a in target.arrays.items() if n not in jobs and not is_buffer(a)]
     if left and unused == "refuse":
-        raise ValueError(
-            f"the model has no place for {_listed(left)}; unused='keep' leaves them out"
+        raise RestError(
+            f"the model has no place for {_listed(left)}", "unused='keep' leaves them out"
         )
     if lacking and missing == "refuse":
-        raise ValueError(
-            f"the plan has nothing for {_listed(lacking)}; missing='keep' leaves them as they are"
+        raise RestError(
+            f"the plan has nothing for {_listed(lacking)}", "missing='keep' leaves them as they are"
         )
+
+
+class RestError(ValueError):
+    """Arrays that are in no line. `fact`: the message without the advice of the Python interface."""
+
+    def __init__(self, fact: str, advice: str) -> None:
+        super().__init__(f"{fact}; {advice}")
+        self.fact = fact
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -1,13 +1,14 @@
 """Plans that say which source arrays fill each target array; as data, TOML, and a report."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from jaxmha import notebook
 from jaxmha.checkpoint import toml_text
 from jaxmha.checkpoint.errors import printable
+from jaxmha.converters.matching import patterns
 
 VERSION = 1
 Packing = Literal["ask", "concatenated"]
@@ -40,15 +41,53 @@ class Question:
 
     Attributes:
       target: name or pattern of a layer. candidates: sources of the same shapes.
-      reason: why no source was chosen. line: lines to add to the plan, with the first candidate.
-      arrays: names or patterns of the layer's arrays.
+      reason: why no source was chosen.
+      examples: lines that answer it: one tuple for each candidate, or a single one.
     """
 
     target: str
     candidates: tuple[str, ...]
     reason: str
-    line: str
-    arrays: tuple[str, ...] = ()
+    examples: tuple[tuple[Line, ...], ...]
+
+    @property
+    def line(self) -> str:
+        """The lines that answer the question if its source is the first candidate, as TOML."""
+        return "\n".join(map(shown, self.examples[0]))
+
+    @property
+    def arrays(self) -> tuple[str, ...]:
+        """Names or patterns of the layer's arrays."""
+        return tuple(line.target for line in self.examples[0])
+
+    def without(self, names: Collection[str]) -> "Question":
+        """The question without the candidates that have one of these arrays; zeros if none is left."""
+        if len(self.candidates) != len(self.examples):
+            return self
+        left = [
+            (candidate, lines)
+            for candidate, lines in zip(self.candidates, self.examples, strict=True)
+            if not any(patterns.expand(x, names) for line in lines for x in line.sources)
+        ]
+        zeros = (tuple(Line(name, fill="zeros") for name in self.arrays),)
+        return replace(
+            self,
+            candidates=tuple(candidate for candidate, _ in left),
+            examples=tuple(lines for _, lines in left) or zeros,
+        )
+
+    def case(self) -> str:
+        """The case in which the first example decides the question."""
+        several = len(self.candidates) == len(self.examples)
+        return "for example" + (f", if it is {self.candidates[0]}" if several else "")
+
+    def advice(self) -> str:
+        """Advice with the first example, as Python and as TOML."""
+        rows = "".join(f"    {_call(line)},\n" for line in self.examples[0])
+        return (
+            f"Add lines; {self.case()}:\nplan = plan.with_lines(\n{rows})\n"
+            f"or in the TOML file of the plan:\n{self.line}"
+        )
 
 
 @dataclass(frozen=True)
@@ -73,7 +112,12 @@ class MatchPlan:
 
     def _repr_html_(self) -> str:
         rows = [
-            (one.target, ", ".join(one.sources) or one.fill, one.arrow, one.confidence, one.reason)
+            (
+                one.target,
+                ", ".join(one.sources) or one.fill,
+                one.arrow,
+                *_why(one).partition(": ")[::2],
+            )
             for one in self.lines
         ]
         asked = [
@@ -85,11 +129,12 @@ class MatchPlan:
 
     def to_toml(self) -> str:
         """The plan as text that people can edit; `Plan.from_toml` reads it."""
-        text = ["# Edit, then pass it as plan=.", f"version = {VERSION}"]
+        text = ["# Edit, then pass it as plan= or --plan.", f"version = {VERSION}"]
         text += [f"source = {_quoted(self.source)}"] * bool(self.source) + [""]
         for question in self.questions:
             text += [f"# ? {printable(question.target)}: {printable(question.reason)}"]
             text += [f"#   candidates: {', '.join(map(printable, question.candidates))}"]
+            text += [f"#   {printable(question.case())}:"]
             text += [f"# {line}" for line in question.line.splitlines()] + [""]
         for name in self.unused:
             text += [f"# unused: {printable(name)}"]
@@ -139,11 +184,13 @@ class MatchPlan:
     def with_lines(self, *lines: Line) -> "MatchPlan":
         """Replaces questions and lines for the same targets by these lines; returns a new plan."""
         given = {line.target for line in lines}
-        used = {name for line in lines for name in line.sources}
+        every = (*(x for x in self.lines if x.target not in given), *lines)
+        used = patterns.used(every, self.unused)
+        left = (q.without(used) for q in self.questions if not given.issuperset(q.arrays))
         return replace(
             self,
-            lines=(*(x for x in self.lines if x.target not in given), *lines),
-            questions=tuple(q for q in self.questions if not given.issuperset(q.arrays)),
+            lines=every,
+            questions=tuple(left),
             unused=tuple(name for name in self.unused if name not in used),
         )
 
@@ -151,7 +198,7 @@ class MatchPlan:
         """The report: every line with its reason, then questions and unused arrays."""
         rows = [
             f"{x.target} <- {' + '.join(x.sources) or x.fill}  [{x.arrow}{' take ' + x.take if x.take else ''}]"
-            f"  {x.confidence}: {x.reason}"
+            f"  {_why(x)}"
             for x in self.lines
         ]
         rows += [
@@ -162,6 +209,11 @@ class MatchPlan:
         rows += [f"unused: {name}" for name in self.unused]
         rows += [f"buffer, not carried over: {name}" for name in self.ignored]
         return "\n".join(map(printable, rows))
+
+
+def _why(line: Line) -> str:
+    """The confidence and reason of a line; a line without them was written by the user."""
+    return ": ".join(filter(None, (line.confidence or "by you", line.reason)))
 
 
 def _call(line: Line) -> str:

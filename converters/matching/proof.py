@@ -25,7 +25,8 @@ class Proof:
         that the plan does not fill.
       difference: of the outputs in float64, relative to the largest; None if nothing was run.
       tolerance: for `difference`.
-      departure: the first layer whose outputs depart; None if none does, or no layer is comparable.
+      departure: if the outputs depart, the first layer whose outputs do; None if no layer's do, or
+        no layer is comparable.
       compared: number of layers that were compared.
     """
 
@@ -49,6 +50,12 @@ class Proof:
         rows = [f"{self.equal} arrays are those of the source, bit by bit"]
         for word in ("different", "rounded", "unused", "missing"):
             rows += [f"{word}: {name}" for name in getattr(self, word)]
+        if self.unused:
+            many = len(self.unused)
+            rows.append(
+                f"not the same: {many} {'array' if many == 1 else 'arrays'} of the source "
+                f"{'is' if many == 1 else 'are'} unused (unused='keep' leaves them out)"
+            )
         if self.difference is not None:
             verdict = "agree" if self.difference <= self.tolerance else "depart"
             rows.append(

@@ -19,6 +19,7 @@ from jaxmha.converters.matching.trees import Tree
 # parts, such as a softmax, in float32.
 WIDE = 1e-6
 NARROW = 1e-5  # if outputs of layers are float32
+_LOADED = "\nIf the model was filled by a plan, pass the same: prove(source, model, plan)."
 Draw = Callable[[np.random.Generator], Any]
 
 
@@ -29,23 +30,28 @@ def prove(
     inputs: Draw | None,
     packing: Packing,
     seed: int,
+    unused: str,
 ) -> Proof:
     """`jaxmha.converters.matching.prove`, which has no defaults here."""
+    loading.check_policy("unused", unused)
     mine, theirs = trees.read(source), trees.read(model)
     try:
+        hint = _LOADED * (plan is None)
         plan = lines.plan(mine, theirs, packing) if plan is None else plan
-        loading.refuse_questions(plan)
+        loading.refuse_questions(plan, hint)
         jobs = dict(loading.jobs(plan, mine, theirs))
         proof = _arrays(mine, theirs, jobs)
     finally:
         mine.close()
+    if unused == "keep":
+        proof = replace(proof, unused=())
     if inputs is None:
         return proof
     drawn = inputs(np.random.default_rng(seed))
     apart = isinstance(drawn, Mapping) and drawn.keys() == {"source", "target"}
     ours = running.run(source, drawn["source"] if apart else drawn)
     other = running.run(model, drawn["target"] if apart else drawn)
-    return _outputs(proof, ours, other, _paired(mine, theirs, jobs))
+    return _outputs(proof, ours, other, _paired(mine, theirs, jobs, ours, other))
 
 
 def _arrays(source: Tree, target: Tree, jobs: Mapping[str, tuple[Line, list[str]]]) -> Proof:
@@ -107,30 +113,41 @@ Path = tuple[str, ...]
 
 
 def _paired(
-    source: Tree, target: Tree, jobs: Mapping[str, tuple[Line, list[str]]]
+    source: Tree,
+    target: Tree,
+    jobs: Mapping[str, tuple[Line, list[str]]],
+    mine: running.Run,
+    theirs: running.Run,
 ) -> dict[Path, Path]:
-    """Layers of the source -> layers of the target with the arrays that the plan made of theirs."""
+    """Layers of the source -> layers of the target with the arrays that the plan made of theirs.
+
+    Of layers that ran with the same arrays only the innermost are paired: those around it may add
+    an activation, which the other model computes elsewhere.
+    """
     fills: dict[str, set[str]] = defaultdict(set)
     for name, (_, names) in jobs.items():
         for one in names:
             fills[one].add(name)
 
-    def below(tree: Tree) -> dict[Path, set[str]]:
+    def below(tree: Tree, run: running.Run) -> dict[Path, set[str]]:
         found: dict[Path, set[str]] = defaultdict(set)
         for name, array in tree.arrays.items():
             for n in range(len(array.path)):
-                found[array.path[:n]].add(name)
+                if array.path[:n] in run.layers:
+                    found[array.path[:n]].add(name)
         return found
 
-    theirs: dict[frozenset[str], list[Path]] = defaultdict(list)
-    for path, inside in below(target).items():
-        theirs[frozenset(inside & jobs.keys())].append(path)
-    pairs = {}
-    for path, inside in below(source).items():
-        filled = frozenset().union(*(fills[n] for n in inside))
-        if filled in theirs:
-            pairs[path] = max(theirs[filled], key=len)
-    return pairs
+    ours: dict[frozenset[str], list[Path]] = defaultdict(list)
+    for path, inside in below(source, mine).items():
+        ours[frozenset().union(*(fills[n] for n in inside))].append(path)
+    others: dict[frozenset[str], list[Path]] = defaultdict(list)
+    for path, inside in below(target, theirs).items():
+        others[frozenset(inside & jobs.keys())].append(path)
+    return {
+        max(paths, key=len): max(others[filled], key=len)
+        for filled, paths in ours.items()
+        if filled in others
+    }
 
 
 def _outputs(
@@ -154,7 +171,7 @@ def _outputs(
         if distance is None:
             continue
         compared += 1
-        if departure is None and distance > tolerance:
+        if departure is None and whole > tolerance and distance > tolerance:
             departure = Departure(".".join(path), "/".join(pairs[path]), distance)
     return replace(
         proof, difference=whole, tolerance=tolerance, departure=departure, compared=compared

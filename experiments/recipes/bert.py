@@ -37,6 +37,8 @@ class Config:
     def read(cls, folder: str | Path) -> "Config":
         """The config of a folder that `save_pretrained` wrote."""
         found = json.loads((Path(folder) / "config.json").read_text())
+        if (kind := found.get("model_type")) != "bert":
+            raise ValueError(f"model_type of the folder is {kind}, expected bert")
         if found.get("hidden_act", "gelu") != "gelu":
             raise ValueError(f"the MLP is gelu, got {found['hidden_act']}")
         return cls(**{name: x for name, x in found.items() if name in cls.__dataclass_fields__})

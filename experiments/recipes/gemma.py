@@ -43,6 +43,8 @@ class Config:
     def read(cls, folder: str | Path) -> "Config":
         """The config of a folder that `save_pretrained` wrote."""
         found = json.loads((Path(folder) / "config.json").read_text())
+        if (kind := found.get("model_type")) != "gemma3_text":
+            raise ValueError(f"model_type of the folder is {kind}, expected gemma3_text")
         known = {name: x for name, x in found.items() if name in cls.__dataclass_fields__}
         by_kind = found["rope_parameters"]
         known["rotary"] = tuple(

@@ -37,6 +37,8 @@ class Config:
     def read(cls, folder: str | Path) -> "Config":
         """The config of a folder that `save_pretrained` wrote."""
         found = json.loads((Path(folder) / "config.json").read_text())
+        if (kind := found.get("model_type")) != "gpt2":
+            raise ValueError(f"model_type of the folder is {kind}, expected gpt2")
         if found.get("activation_function", "gelu_new") != "gelu_new":
             raise ValueError(f"the MLP is gelu_new, got {found['activation_function']}")
         return cls(**{name: x for name, x in found.items() if name in cls.__dataclass_fields__})

@@ -45,6 +45,10 @@ class Config:
     def read(cls, folder: str | Path) -> "Config":
         """The config of a folder that `save_pretrained` wrote."""
         found = json.loads((Path(folder) / "config.json").read_text())
+        if (kind := found.get("model_type")) not in ("llama", "mistral", "qwen3"):
+            raise ValueError(
+                f"model_type of the folder is {kind}, expected llama, mistral or qwen3"
+            )
         heads = found["num_attention_heads"]
         defaults = {"head_dim": found["hidden_size"] // heads, "num_key_value_heads": heads}
         found = defaults | {name: x for name, x in found.items() if x is not None}

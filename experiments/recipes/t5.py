@@ -47,6 +47,8 @@ class Config:
     def read(cls, folder: str | Path) -> "Config":
         """The config of a folder that `save_pretrained` wrote."""
         found = json.loads((Path(folder) / "config.json").read_text())
+        if (kind := found.get("model_type")) != "t5":
+            raise ValueError(f"model_type of the folder is {kind}, expected t5")
         tied = found.get("tie_word_embeddings", True)
         defaults = {"num_decoder_layers": found["num_layers"], "scale_decoder_outputs": tied}
         found = defaults | found

@@ -38,6 +38,8 @@ class Config:
     def read(cls, folder: str | Path) -> "Config":
         """The config of a folder that `save_pretrained` wrote."""
         found = json.loads((Path(folder) / "config.json").read_text())
+        if (kind := found.get("model_type")) != "vit":
+            raise ValueError(f"model_type of the folder is {kind}, expected vit")
         found = {"num_labels": len(found.get("id2label", "ab")), **found}
         return cls(**{name: x for name, x in found.items() if name in cls.__dataclass_fields__})
 

@@ -6,7 +6,6 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,13 +55,11 @@ def source_of(text: str) -> Any:
     return built(text)
 
 
-def show(proof: matching.Proof, quiet: bool, unused: bool = False) -> None:
+def show(proof: matching.Proof, quiet: bool) -> None:
     """Prints a proof; ends with exit code 1 unless everything is the same.
 
-    `quiet`: prints only failures. `unused`: True allows source arrays that are left over.
+    `quiet`: prints only failures.
     """
-    if unused:
-        proof = replace(proof, unused=())
     if not quiet or not proof.same:
         (out if proof.same else err).print(escape(str(proof), keep="\n"), highlight=False)
     if not proof.same:
@@ -81,6 +78,18 @@ def template(model: Any, destination: Path) -> Iterator[Any]:
     with tempfile.TemporaryDirectory() as folder:
         model.save_weights(f"{folder}/model{_KERAS}")
         yield Path(folder) / f"model{_KERAS}"
+
+
+@contextmanager
+def prepared(
+    model: Any, source: Any, plan: matching.Plan, **options: Any
+) -> Iterator[checkpoint.Lazy]:
+    """`loading.prepared`, whose advice on arrays in no line names what the command line has."""
+    try:
+        with loading.prepared(model, source, plan, **options) as ready:
+            yield ready
+    except loading.RestError as error:
+        raise ValueError(f"{error.fact}: add lines to the plan (jaxmha match --save)") from error
 
 
 def write(
@@ -104,7 +113,7 @@ def write(
     """
     policy = "keep" if unused else "refuse"
     with (
-        loading.prepared(model, source, plan, dtype=dtype, unused=policy) as ready,
+        prepared(model, source, plan, dtype=dtype, unused=policy) as ready,
         byte_bar("writing and reading back", quiet, passes=2) as progress,
     ):
         about = _about(model, destination)

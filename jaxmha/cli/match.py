@@ -87,20 +87,21 @@ def command(
         if plan is None:
             made = matching.match(given, model, packing="concatenated" if concatenated else "ask")
         else:
-            made = matching.Plan.from_toml(toml_text.read(plan))
+            made = loading.with_unused(matching.Plan.from_toml(toml_text.read(plan)), given)
         print_plan(made, as_json)
         if save is not None:
             put_text(save, made.to_toml(), force, files)
         refuse_rest(made, unused)
+        policy: Literal["keep", "refuse"] = "keep" if unused else "refuse"
         if to is not None:
             like.write(given, to, model, made, quiet=as_json, unused=unused, force=force)
-            like.show(matching.prove(given, to, made), as_json, unused=unused)
+            like.show(matching.prove(given, to, made, unused=policy), as_json)
         if inputs is not None:
-            policy: Literal["keep", "refuse"] = "keep" if unused else "refuse"
-            with loading.prepared(model, given, made, unused=policy) as ready:
+            with like.prepared(model, given, made, unused=policy) as ready:
                 model = loading.fill(model, ready)
             draw = like.found(inputs)
-            like.show(matching.prove(given, model, made, inputs=draw), as_json, unused=unused)
+            proof = matching.prove(given, model, made, inputs=draw, unused=policy)
+            like.show(proof, as_json)
 
 
 def print_plan(plan: matching.Plan, as_json: bool) -> None:
@@ -117,14 +118,26 @@ def refuse_rest(plan: matching.Plan, unused: bool) -> None:
     """
     if plan.questions or (plan.unused and not unused):
         asked = f"{len(plan.questions)} questions, {len(plan.unused)} arrays left over"
-        err.print(f"{asked}: edit the plan (jaxmha match --save) and pass it with --plan")
+        edit = "answer the questions in the plan (jaxmha match --save) and pass it with --plan"
+        leave = "jaxmha match --keep-unused leaves out arrays that no line uses"
+        advice = [edit] * bool(plan.questions) + [leave] * bool(plan.unused and not unused)
+        err.print(f"{asked}: {'; '.join(advice)}", soft_wrap=True)
         raise typer.Exit(1)
 
 
 def _as_json(plan: matching.Plan) -> dict[str, Any]:
     return {
         "lines": [vars(line) for line in plan.lines],
-        "questions": [vars(question) for question in plan.questions],
+        "questions": [
+            {
+                "target": one.target,
+                "candidates": one.candidates,
+                "reason": one.reason,
+                "line": one.line,
+                "arrays": one.arrays,
+            }
+            for one in plan.questions
+        ],
         "unused": plan.unused,
         "buffers": plan.ignored,
         "notes": plan.notes,

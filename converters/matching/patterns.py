@@ -1,0 +1,96 @@
+"""Names with letters in braces, each of which stands for the numbers of repeated layers."""
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from typing import Protocol
+
+LETTERS = "ijkl"
+
+
+class Reads(Protocol):
+    """The part of a line that says which arrays it reads."""
+
+    @property
+    def sources(self) -> tuple[str, ...]: ...
+    @property
+    def take(self) -> str: ...
+
+
+def pattern(names: Mapping[tuple[int, ...], str], letters: str = LETTERS) -> str:
+    """Replaces each number that follows a rank by a letter; "" if a number follows no rank.
+
+    >>> pattern({(0,): "h.0.w", (1,): "h.1.w"}), pattern({(): "h.0.w"}), pattern({(0,): "a", (1,): "b"})
+    ('h.{i}.w', 'h.0.w', '')
+    """
+    if len(names) == 1:
+        return next(iter(names.values()))
+    parts = [re.split(r"(\d+)", name) for name in names.values()]
+    if len({len(one) for one in parts}) > 1:
+        return ""
+    made = []
+    for column in zip(*parts, strict=True):
+        if len(set(column)) == 1:
+            made.append(column[0])
+            continue
+        follows = [
+            letter
+            for n, letter in zip(range(len(next(iter(names)))), letters, strict=False)
+            if all(x.isdigit() for x in column)
+            and len(set(zip(column, (r[n] for r in names), strict=True))) == len(set(column))
+            and len({r[n] for r in names}) == len(set(column))
+        ]
+        if not follows:
+            return ""
+        made.append(f"{{{follows[0]}}}")
+    return "".join(made)
+
+
+def expand(name: str, names: Iterable[str]) -> dict[str, dict[str, int]]:
+    """Maps each name that a pattern matches to the number of each letter, in numeric order.
+
+    >>> expand("h.{i}.w", ["h.1.w", "h.0.w", "h.0.b"])
+    {'h.0.w': {'i': 0}, 'h.1.w': {'i': 1}}
+    """
+    if not re.search(r"\{[ijkl]\}", name):
+        return {name: {}} if name in set(names) else {}
+    seen: list[str] = []
+    made = ""
+    for part in re.split(r"(\{[ijkl]\})", name):
+        letter = part[1:2]
+        if re.fullmatch(r"\{[ijkl]\}", part):
+            made += f"(?P={letter})" if letter in seen else rf"(?P<{letter}>\d+)"
+            seen.append(letter)
+        else:
+            made += re.escape(part)
+    regex = re.compile(made)
+    found = [
+        (one, {x: int(match[x]) for x in sorted(set(seen))})
+        for one in names
+        if (match := regex.fullmatch(one))
+    ]
+    return dict(sorted(found, key=lambda row: tuple(row[1].values())))
+
+
+def used(
+    lines: Iterable[Reads], names: Collection[str], aliases: Mapping[str, str] | None = None
+) -> set[str]:
+    """The names that the lines read; packed arrays only if all parts are taken.
+
+    `aliases`: another name of an array -> the name among `names`.
+    """
+    whole: set[str] = set()
+    parts: dict[str, set[str]] = {}
+    for line in lines:
+        for one in line.sources:
+            for name in expand((aliases or {}).get(one, one), names):
+                if line.take and not line.take.startswith("{"):
+                    parts.setdefault(name, set()).add(line.take)
+                else:
+                    whole.add(name)
+    return whole | {n for n, takes in parts.items() if len(takes) == _count(takes)}
+
+
+def _count(takes: Collection[str]) -> int:
+    """The number of parts that `0/3` and others name; 0 if it is no number."""
+    count = next(iter(takes)).partition("/")[2]
+    return int(count) if count.isdigit() else 0
