@@ -57,8 +57,7 @@ def import_params(
     arrays = {key: array for key, array in arrays.items() if key not in chosen.other_keys}
     refuse_keys(chosen, arrays, prefix)
     refuse_arrays(chosen, arrays, prefix)
-    shapes = {key: tuple(array.shape) for key, array in arrays.items()}
-    sizes = bind_shapes(chosen, shapes, num_heads, prefix)
+    sizes = bind_shapes(chosen, {k: tuple(x.shape) for k, x in arrays.items()}, num_heads, prefix)
     found: dict[str, Any] = {}
     for entry in chosen.entries:
         if entry.key in arrays:

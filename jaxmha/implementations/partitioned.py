@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxmha import sharding
 from jaxmha.implementations import platforms
@@ -59,12 +59,12 @@ def run(
     # `custom_partitioning` takes no constants, so that they are operands too.
     constants = [jnp.asarray(x) for x in closed.consts]
 
-    def whole(*operands: Any) -> list[jax.Array]:
+    def whole(*operands: jax.Array) -> list[jax.Array]:
         given, constants = operands[: len(flat)], operands[len(flat) :]
         found: list[jax.Array] = jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, constants))(*given)
         return found
 
-    def local(*operands: Any) -> list[jax.Array]:
+    def local(*operands: jax.Array) -> list[jax.Array]:
         return jax.tree.leaves(function(*jax.tree.unflatten(tree, operands[: len(flat)])))
 
     found = _primitive().bind(
@@ -88,20 +88,24 @@ def _primitive() -> Any:
     primitive: Any = Primitive("jaxmha_by_device")
     primitive.multiple_results = True
 
-    def plain(*operands: Any, whole: Function, **_: Any) -> Any:
+    def plain(*operands: jax.Array, whole: Function, **_: object) -> list[jax.Array]:
         return whole(*operands)
 
-    def lower(context: Any, *operands: Any, **static: Any) -> Any:
+    def lower(context: Any, *operands: jax.Array, **static: Any) -> Any:
         alone = context.module_context.lowering_parameters.for_export
         chosen: Any = plain if alone else _partitioned
         lowered: Any = mlir.lower_fun(chosen, multiple_results=True)
         return lowered(context, *operands, **static)
 
-    def batched(operands: Any, axes: Any, *, whole: Function, **_: Any) -> Any:
+    def batched(
+        operands: Sequence[jax.Array], axes: Sequence[int | None], *, whole: Function, **_: object
+    ) -> tuple[list[jax.Array], list[int]]:
         found = jax.vmap(whole, tuple(axes))(*operands)
         return found, [0] * len(found)
 
-    def differentiated(primals: Any, tangents: Any, *, whole: Function, **_: Any) -> Any:
+    def differentiated(
+        primals: Sequence[jax.Array], tangents: Sequence[object], *, whole: Function, **_: object
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
         moving = tuple(map(_instantiated, primals, tangents))
         return jax.jvp(whole, tuple(primals), moving)
 
@@ -114,7 +118,7 @@ def _primitive() -> Any:
     return primitive
 
 
-def _instantiated(x: Any, tangent: Any) -> Any:
+def _instantiated(x: jax.Array, tangent: object) -> object:
     if type(tangent) is not ad.Zero:
         return tangent
     floating = jnp.issubdtype(x.dtype, np.floating)
@@ -122,16 +126,18 @@ def _instantiated(x: Any, tangent: Any) -> Any:
 
 
 def _partitioned(
-    *operands: Any,
+    *operands: jax.Array,
     whole: Function,
     local: Function,
     letters: Sequence[Letters],
     results: Sequence[Letters],
-    **_: Any,
-) -> Any:
+    **_: object,
+) -> list[jax.Array]:
     from jax.experimental.custom_partitioning import custom_partitioning
 
-    def shardings(mesh: Any, given: Sequence[Any], shapes: Sequence[Any]) -> tuple[Any, Any, Any]:
+    def shardings(
+        mesh: Mesh, given: Sequence[Any], shapes: Sequence[Any]
+    ) -> tuple[list[NamedSharding], list[NamedSharding], dict[str, Any]]:
         """Of operands and results; and mesh axes by letter."""
         names = _names(mesh, given, letters)
 
@@ -140,10 +146,12 @@ def _partitioned(
 
         return list(map(of, given, letters)), list(map(of, shapes, results)), names
 
-    def partition(mesh: Any, given: Sequence[Any], shapes: Sequence[Any]) -> Any:
+    def partition(
+        mesh: Mesh, given: Sequence[Any], shapes: Sequence[Any]
+    ) -> tuple[Mesh, Function, list[NamedSharding], tuple[NamedSharding, ...]]:
         inside, outside, names = shardings(mesh, given, shapes)
 
-        def on_device(*operands: Any) -> list[jax.Array]:
+        def on_device(*operands: jax.Array) -> list[jax.Array]:
             found = local(*operands)
             return [
                 _summed(x, whole.shape, axes, names)
@@ -152,10 +160,10 @@ def _partitioned(
 
         return mesh, on_device, outside, tuple(inside)
 
-    def infer(mesh: Any, given: Sequence[Any], shapes: Sequence[Any]) -> Any:
+    def infer(mesh: Mesh, given: Sequence[Any], shapes: Sequence[Any]) -> list[NamedSharding]:
         return shardings(mesh, given, shapes)[1]
 
-    def opaque(*operands: Any) -> list[jax.Array]:
+    def opaque(*operands: jax.Array) -> list[jax.Array]:
         return whole(*operands)
 
     make: Any = custom_partitioning
@@ -167,10 +175,11 @@ def _partitioned(
         decode_shardings=False,  # raises if the partitioner has split an axis of the mesh
         sharding_rule=rule,
     )
-    return call(*operands)
+    found: list[jax.Array] = call(*operands)
+    return found
 
 
-def _names(mesh: Any, given: Sequence[Any], letters: Sequence[Letters]) -> dict[str, Any]:
+def _names(mesh: Mesh, given: Sequence[Any], letters: Sequence[Letters]) -> dict[str, Any]:
     """Mesh axes by letter: those of the first operand that is sharded along it, where they divide it.
 
     A single key/value head is on every device.
@@ -192,7 +201,7 @@ def _names(mesh: Any, given: Sequence[Any], letters: Sequence[Letters]) -> dict[
     return {"b": found["b"] if divides(found["b"], "b") else (), "n": heads, "k": heads}
 
 
-def _spec_of(placed: Any, mesh: Any) -> tuple[Any, ...]:
+def _spec_of(placed: Any, mesh: Mesh) -> tuple[Any, ...]:
     """Mesh axes by axis of an array; none where the partitioner has split an axis of the mesh."""
     from jax._src.sharding_impls import parse_flatten_op_sharding
 
@@ -226,8 +235,12 @@ def _summed(x: jax.Array, whole: Sequence[int], axes: Letters, names: dict[str, 
 
 
 def _rule(
-    letters: Sequence[Letters], results: Sequence[Letters], mesh: Any, given: Any, shapes: Any
-) -> Any:
+    letters: Sequence[Letters],
+    results: Sequence[Letters],
+    mesh: Mesh,
+    given: Sequence[Any],
+    shapes: Sequence[Any],
+) -> tuple[str, dict[str, int]]:
     """The rule of Shardy: batch rows and heads of operands are those of results."""
     del mesh
     sizes = _sizes([*given, *shapes], [*letters, *results])

@@ -120,11 +120,11 @@ def _seams() -> list[tuple[Any, str, Callable[..., Any]]]:
     ]
 
 
-def _replace(place: Any, name: str, ours: Callable[..., Any]) -> _Replaced:
+def _replace(place: object, name: str, ours: Callable[..., Any]) -> _Replaced:
     own = getattr(place, name)
 
     @functools.wraps(own)
-    def instead(*arguments: Any, **keywords: Any) -> Any:
+    def instead(*arguments: object, **keywords: object) -> object:
         found = ours(*arguments, **keywords) if _switches else None
         return own(*arguments, **keywords) if found is None else found
 

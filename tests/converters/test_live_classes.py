@@ -20,6 +20,7 @@ from jaxmha.converters.layout.arrays import NDArray, to_numpy, to_torch
 from jaxmha.converters.layout.by_hand import BY_HAND
 from jaxmha.converters.verify import oracle
 from tests.converters.layers import foreign
+from tests.zoo import other_results
 
 B, T, N, K, H = 2, 43, 6, 3, 10
 D = N * H
@@ -363,6 +364,16 @@ def test_no_less_exact_than_the_class(name: str) -> None:
     assert largest.max() <= WORST, f"{largest.max():.2f}"
 
 
+# Layouts of other libraries, and a model of each that tests/zoo runs.
+OF_OTHERS = {
+    "timm-heads": "timm/maxvit_rmlp_pico_rw_256",
+    "timm-heads-conv": "timm/coatnet_nano_rw_224",
+    "timm-nest": "timm/nest_tiny",
+    "litgpt-norm-heads": "litgpt/OLMo-2-1124-7B",
+    "litgpt-norm": "litgpt/Qwen3-0.6B",
+}
+
+
 def test_every_layout_has_a_live_class() -> None:
     """Classes of torch, Keras and Flax themselves are measured with all their settings elsewhere."""
     elsewhere = {"torch", "torch-separate", "keras", "flax"}
@@ -374,7 +385,10 @@ def test_every_layout_has_a_live_class() -> None:
     zoo = {name for names in right for name in names.split(", ")}
     zoo |= {"llama-norm-gate-bias"}  # Beam: equal but for the position that scales its queries
     zoo |= {"molmo"}  # phi3 under other names
-    rest = layouts - elsewhere - files - by_hand - zoo - {"jaxmha"}
+    # Blocks that ran right in models of which other blocks are carried, or did not run.
+    zoo |= {"lw-detr", "cosmos"}
+    rest = layouts - elsewhere - files - by_hand - zoo - {"jaxmha"} - OF_OTHERS.keys()
+    assert {other_results.expected()[model] for model in OF_OTHERS.values()} == {"right"}
     assert rest <= {layout for layout, _ in LIVE.values()}
     count = sum(DRAWS * (1 if layout in UNMASKED else 2) for layout, _ in LIVE.values())
     assert count >= 200
