@@ -59,12 +59,12 @@ def run(
     # `custom_partitioning` takes no constants, so that they are operands too.
     constants = [jnp.asarray(x) for x in closed.consts]
 
-    def whole(*operands: jax.Array) -> list[jax.Array]:
+    def whole(*operands: object) -> list[jax.Array]:
         given, constants = operands[: len(flat)], operands[len(flat) :]
         found: list[jax.Array] = jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, constants))(*given)
         return found
 
-    def local(*operands: jax.Array) -> list[jax.Array]:
+    def local(*operands: object) -> list[jax.Array]:
         return jax.tree.leaves(function(*jax.tree.unflatten(tree, operands[: len(flat)])))
 
     found = _primitive().bind(
@@ -88,23 +88,27 @@ def _primitive() -> Any:
     primitive: Any = Primitive("jaxmha_by_device")
     primitive.multiple_results = True
 
-    def plain(*operands: jax.Array, whole: Function, **_: object) -> list[jax.Array]:
+    def plain(*operands: object, whole: Function, **_: object) -> list[jax.Array]:
         return whole(*operands)
 
-    def lower(context: Any, *operands: jax.Array, **static: Any) -> Any:
+    def lower(context: Any, *operands: Any, **static: Any) -> Any:
         alone = context.module_context.lowering_parameters.for_export
         chosen: Any = plain if alone else _partitioned
         lowered: Any = mlir.lower_fun(chosen, multiple_results=True)
         return lowered(context, *operands, **static)
 
     def batched(
-        operands: Sequence[jax.Array], axes: Sequence[int | None], *, whole: Function, **_: object
+        operands: Sequence[object], axes: Sequence[object], *, whole: Function, **_: object
     ) -> tuple[list[jax.Array], list[int]]:
         found = jax.vmap(whole, tuple(axes))(*operands)
         return found, [0] * len(found)
 
     def differentiated(
-        primals: Sequence[jax.Array], tangents: Sequence[object], *, whole: Function, **_: object
+        primals: Sequence[jax.Array | np.ndarray],
+        tangents: Sequence[object],
+        *,
+        whole: Function,
+        **_: object,
     ) -> tuple[list[jax.Array], list[jax.Array]]:
         moving = tuple(map(_instantiated, primals, tangents))
         return jax.jvp(whole, tuple(primals), moving)
@@ -118,7 +122,7 @@ def _primitive() -> Any:
     return primitive
 
 
-def _instantiated(x: jax.Array, tangent: object) -> object:
+def _instantiated(x: jax.Array | np.ndarray, tangent: object) -> object:
     if type(tangent) is not ad.Zero:
         return tangent
     floating = jnp.issubdtype(x.dtype, np.floating)
@@ -126,7 +130,7 @@ def _instantiated(x: jax.Array, tangent: object) -> object:
 
 
 def _partitioned(
-    *operands: jax.Array,
+    *operands: object,
     whole: Function,
     local: Function,
     letters: Sequence[Letters],
@@ -151,7 +155,7 @@ def _partitioned(
     ) -> tuple[Mesh, Function, list[NamedSharding], tuple[NamedSharding, ...]]:
         inside, outside, names = shardings(mesh, given, shapes)
 
-        def on_device(*operands: jax.Array) -> list[jax.Array]:
+        def on_device(*operands: object) -> list[jax.Array]:
             found = local(*operands)
             return [
                 _summed(x, whole.shape, axes, names)
@@ -163,7 +167,7 @@ def _partitioned(
     def infer(mesh: Mesh, given: Sequence[Any], shapes: Sequence[Any]) -> list[NamedSharding]:
         return shardings(mesh, given, shapes)[1]
 
-    def opaque(*operands: jax.Array) -> list[jax.Array]:
+    def opaque(*operands: object) -> list[jax.Array]:
         return whole(*operands)
 
     make: Any = custom_partitioning
