@@ -96,7 +96,8 @@ def to_module(
     with needed("equinox"):
         import equinox
     import jax
-    import jax.numpy as jnp
+
+    from jaxmha.equinox import with_arrays
 
     sizes = check(params)
     one_dtype(params)
@@ -117,12 +118,5 @@ def to_module(
             key=jax.random.key(0),
         )
 
-    module: Any = equinox.filter_eval_shape(build)
-    for key, array in state.items():
-        layer, _, name = key.partition(".")
-        module = equinox.tree_at(
-            lambda tree, at=(layer, name): getattr(getattr(tree, at[0]), at[1]),
-            module,
-            jnp.asarray(array),
-        )
-    return module
+    module: equinox.nn.MultiheadAttention = equinox.filter_eval_shape(build)
+    return with_arrays(module, state)

@@ -4,9 +4,9 @@ Change one line: `from jaxmha.equinox import MultiheadAttention`.
 """
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -269,7 +269,7 @@ class MultiheadAttention(equinox.nn.MultiheadAttention):  # type: ignore[misc]
                 f"params: the module has query, key, value and output projections, and these have "
                 f"{more}: use jaxmha.multi_head_attention, or a module of jaxmha.flax"
             )
-        made = equinox.filter_eval_shape(
+        made: MultiheadAttention = equinox.filter_eval_shape(
             lambda: cls(
                 sizes["N"],
                 sizes["Dq"],
@@ -290,17 +290,29 @@ class MultiheadAttention(equinox.nn.MultiheadAttention):  # type: ignore[misc]
                 implementation=implementation,
             )
         )
+        arrays: dict[str, jax.Array] = {}
         for field, name in zip(MHAParams._fields[:4], _PROJECTIONS, strict=True):
             kernel, bias = getattr(params, field)
             inputs = sizes["N"] * sizes["h"] if field == "out" else len(kernel)
-            arrays = {"weight": jnp.asarray(kernel).reshape(inputs, -1).T}
+            arrays[f"{name}.weight"] = jnp.asarray(kernel).reshape(inputs, -1).T
             if bias is not None:
-                arrays["bias"] = jnp.asarray(bias).reshape(-1)
-            for part, array in arrays.items():
-                made = equinox.tree_at(
-                    lambda m, at=(name, part): getattr(getattr(m, at[0]), at[1]), made, array
-                )
-        return made  # type: ignore[no-any-return]
+                arrays[f"{name}.bias"] = jnp.asarray(bias).reshape(-1)
+        return with_arrays(made, arrays)
+
+
+M = TypeVar("M")
+
+
+def with_arrays(module: M, arrays: Mapping[str, Array]) -> M:
+    """The module with other arrays, by names such as `query_proj.weight`."""
+    for key, array in arrays.items():
+        layer, _, name = key.partition(".")
+        module = equinox.tree_at(
+            lambda m, at=(layer, name): getattr(getattr(m, at[0]), at[1]),
+            module,
+            jnp.asarray(array),
+        )
+    return module
 
 
 _PROJECTIONS = ("query_proj", "key_proj", "value_proj", "output_proj")

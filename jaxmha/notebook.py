@@ -14,15 +14,15 @@ _CELL = 7
 _TEXT = "font:12px ui-monospace,monospace;text-align:left"
 
 
-def text(value: object) -> str:
-    """A value as escaped text of bounded length, with invisible characters shown.
+def text(value: object, most: int = _LONGEST) -> str:
+    """A value as escaped text of at most `most` characters, with invisible characters shown.
 
     >>> text("<b>\\n")
     '&lt;b&gt;\\\\n'
     """
-    given = str(value)[: _LONGEST + 1]
+    given = str(value)[: most + 1]
     shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in given)
-    return escape(shown if len(shown) <= _LONGEST else f"{shown[: _LONGEST - 1]}…")
+    return escape(shown if len(shown) <= most else f"{shown[: most - 1]}…")
 
 
 def table(caption: object, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

@@ -3,6 +3,7 @@
 import base64
 import json
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -111,3 +112,8 @@ def browser(profile: Path) -> Iterator[Tab]:
         finally:
             process.kill()
             process.wait()
+
+
+def brightness(colour: str) -> float:
+    """The brightness of `rgb(r, g, b)`, from 0 to 1."""
+    return sum(map(int, re.findall(r"\d+", colour)[:3])) / 3 / 255

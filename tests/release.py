@@ -190,7 +190,7 @@ def _component(name: str, version: str) -> dict[str, str]:
 
 
 def sha256(path: Path) -> str:
-    """Of the bytes of a file, in hexadecimal."""
+    """The digest of the bytes of a file, in hexadecimal."""
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 

@@ -15,7 +15,7 @@ from urllib.parse import unquote
 
 import pytest
 
-from tests.browser import Tab, browser, needs_browser
+from tests.browser import Tab, brightness, browser, needs_browser
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -138,11 +138,6 @@ def test_pages_fit(site: Path, tab: Tab, tmp_path: Path, width: int, dark: bool)
         assert (paper < 0.3) == dark, name
         assert abs(paper - ink) > 0.3, name
         tab.photograph(tmp_path / f"{name.replace('/', '-')}-{width}-{dark}.png")
-
-
-def brightness(colour: str) -> float:
-    """Of `rgb(r, g, b)`, from 0 to 1."""
-    return sum(map(int, re.findall(r"\d+", colour)[:3])) / 3 / 255
 
 
 @pytest.mark.slow

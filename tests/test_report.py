@@ -18,7 +18,7 @@ from experiments.pages import Page
 from experiments.report import __main__ as command
 from experiments.report import build, markup, refresh, registry
 from experiments.report.registry import EXPERIMENTS, Entry
-from tests.browser import CHROMIUM, needs_browser
+from tests.browser import CHROMIUM, brightness, needs_browser
 
 FILE = Path(str(records.__file__))
 # Questions to a browser: errors, boxes of figures, anchors that lead nowhere, widths, colours.
@@ -355,11 +355,6 @@ def test_a_browser_shows_everything(
     dark = bool(options)
     assert (brightness(found["paper"]) < 0.2) == dark
     assert abs(brightness(found["paper"]) - brightness(found["ink"])) > 0.6
-
-
-def brightness(colour: str) -> float:
-    """Of `rgb(r, g, b)`, from 0 to 1."""
-    return sum(map(int, re.findall(r"\d+", colour)[:3])) / 3 / 255
 
 
 @needs_browser

@@ -138,6 +138,13 @@ VIDEO = Layout(
     holds=_DROPOUT,
     about="TimeSformer: keys under `encoder.layer.0.attention`",
 )
+
+
+def _with_axes(entries: tuple[Entry, ...], old: str, new: str) -> tuple[Entry, ...]:
+    """The entries with other axes in the place of some."""
+    return tuple(entry._replace(axes=entry.axes.replace(old, new)) for entry in entries)
+
+
 TIMM = Layout(
     "timm",
     (
@@ -165,9 +172,7 @@ TIMM_KEYLESS = replace(
 TIMM_HEADS = replace(
     TIMM,
     name="timm-heads",
-    entries=tuple(
-        entry._replace(axes=entry.axes.replace("(qkv N H)", "(N qkv H)")) for entry in TIMM.entries
-    ),
+    entries=_with_axes(TIMM.entries, "(qkv N H)", "(N qkv H)"),
     about="MaxViT of timm with relative positions of its own, packed head by head",
 )
 TIMM_HEADS_CONV = replace(
@@ -182,9 +187,7 @@ TIMM_HEADS_CONV = replace(
 TIMM_NEST = replace(
     TIMM,
     name="timm-nest",
-    entries=tuple(
-        entry._replace(axes=entry.axes.replace("(N h)", "(h N)")) for entry in TIMM.entries
-    ),
+    entries=_with_axes(TIMM.entries, "(N h)", "(h N)"),
     about="NesT of timm: the output layer reads the features of all heads in turn",
 )
 GPT2 = Layout(

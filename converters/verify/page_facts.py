@@ -10,7 +10,6 @@ from jaxmha.converters.discovery.attention_blocks import Block
 from jaxmha.converters.verify.comparison import BlockReport, Report
 
 SAME, DIFFERS, LEFT = "same", "differs", "not compared"
-_CHUNK = 1 << 20
 
 
 class FileFacts(NamedTuple):
@@ -86,12 +85,9 @@ def _is_of(reported: str, name: str, prefix: str) -> bool:
 
 
 def _file(path: Path) -> FileFacts:
-    state, size = hashlib.sha256(), 0
     with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            state.update(chunk)
-            size += len(chunk)
-    return FileFacts(path.name, size, state.hexdigest())
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        return FileFacts(path.name, file.tell(), sha256)
 
 
 def shown_first(blocks: tuple[BlockReport, ...]) -> list[BlockReport]:

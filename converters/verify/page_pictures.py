@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-from jaxmha.checkpoint.errors import printable
+from jaxmha import notebook
 from jaxmha.converters.verify.comparison import BlockReport
 from jaxmha.converters.verify.page_facts import DIFFERS, LEFT, TensorFacts
 
@@ -22,8 +22,7 @@ def text(name: str, most: int = LONGEST) -> str:
     >>> text("<a>\\n")
     '&lt;a&gt;\\\\n'
     """
-    shown = printable(name[: most + 1])
-    return escape(shown if len(shown) <= most else f"{shown[: most - 1]}…")
+    return notebook.text(name, most)
 
 
 def tensors(found: Sequence[TensorFacts]) -> str:

@@ -150,7 +150,7 @@ def grouped() -> Found:
 
 
 def flash_where_available() -> Found:
-    """Which kernel SDPA picks on CPU: 1 is flash, 0 the plain one. Flash needs H = h there."""
+    """The kernel that SDPA picks on CPU: 1 is flash, which needs H = h there; 0 is the plain one."""
     q, k, v = heads()
     same = torch._fused_sdp_choice(q, k, v)
     wide = torch._fused_sdp_choice(*heads(VALUE))

@@ -72,7 +72,7 @@ def _scalar(text: str, problem: str) -> Any:
         return float(text) if re.search("[.eE]", text) else int(text)
     if text.startswith('"'):
         return json.loads(text)
-    if text[0] in "'":
+    if text.startswith("'"):
         return text.strip("'").replace("''", "'")
     if text[0] in "[{&*!|>%@`":
         raise ValueError(problem)

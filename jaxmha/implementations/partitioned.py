@@ -142,7 +142,7 @@ def _partitioned(
     def shardings(
         mesh: Mesh, given: Sequence[Any], shapes: Sequence[Any]
     ) -> tuple[list[NamedSharding], list[NamedSharding], dict[str, Any]]:
-        """Of operands and results; and mesh axes by letter."""
+        """The shardings of operands and of results, and the mesh axes by letter."""
         names = _names(mesh, given, letters)
 
         def of(x: Any, axes: Letters) -> NamedSharding:

@@ -86,9 +86,8 @@ def of_multi_head(
     """`MultiHeadAttention._compute_attention`."""
     import keras
 
-    if (
-        type(layer) is not keras.layers.MultiHeadAttention
-    ):  # a class of the user's may replace any part
+    # A class of the user's may replace any part.
+    if type(layer) is not keras.layers.MultiHeadAttention:
         return None
     scale = layer._inverse_sqrt_key_dim
     settings = (return_attention_scores, layer.dropout, layer._flash_attention, scale)

@@ -46,9 +46,8 @@ class Switch:
             if _switches:
                 return
             for place, name, own, instead in _replaced:
-                if (
-                    getattr(place, name) is instead
-                ):  # else someone replaced ours, which is inert now
+                # Another function may have replaced ours, which is inert now.
+                if getattr(place, name) is instead:
                     setattr(place, name, own)
             _replaced.clear()
 

@@ -169,12 +169,7 @@ void visit_few(Item& w, const Block& block) {
 }
 
 #define JAXMHA_INSTANTIATE(type) template void visit_few<Stored::type>(Item&, const Block&);
-JAXMHA_INSTANTIATE(f32)
-JAXMHA_INSTANTIATE(bf16)
-JAXMHA_INSTANTIATE(f16)
-JAXMHA_INSTANTIATE(s8)
-JAXMHA_INSTANTIATE(e4m3)
-JAXMHA_INSTANTIATE(e5m2)
+JAXMHA_EVERY_STORED(JAXMHA_INSTANTIATE)
 #undef JAXMHA_INSTANTIATE
 
 }  // namespace JAXMHA_ISA

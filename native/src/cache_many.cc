@@ -62,12 +62,7 @@ void visit_many(Item& w, const Block& block) {
 }
 
 #define JAXMHA_INSTANTIATE(type) template void visit_many<Stored::type>(Item&, const Block&);
-JAXMHA_INSTANTIATE(f32)
-JAXMHA_INSTANTIATE(bf16)
-JAXMHA_INSTANTIATE(f16)
-JAXMHA_INSTANTIATE(s8)
-JAXMHA_INSTANTIATE(e4m3)
-JAXMHA_INSTANTIATE(e5m2)
+JAXMHA_EVERY_STORED(JAXMHA_INSTANTIATE)
 #undef JAXMHA_INSTANTIATE
 
 }  // namespace JAXMHA_ISA

@@ -92,7 +92,7 @@ def test_a_norm_without_a_bias_is_named(kind: str, group: str, to: str, tmp_path
 
 @pytest.mark.parametrize("to", ["flax", "keras-file"])
 def test_answered_notes_are_dropped(to: str, tmp_path: Path) -> None:
-    """Of three norms without a bias one is named: the note is of two, and others stay."""
+    """One of three norms without a bias is named: the note counts two, and other notes stay."""
     norms = {f"{name}.weight": (7,) for name in ("norm_a", "norm_b", "norm_c")}
     source = source_of(tmp_path, norms)
     text = planned(source, to).replace("notes = [", 'notes = ["a note of mine",')

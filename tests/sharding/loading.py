@@ -33,7 +33,7 @@ def write(folder: Path, size: int) -> None:
 
 
 def work(_: int, folder: Path) -> dict[str, dict[str, int]]:
-    """Of one process, by format: bytes of its share, bytes read, and growth of its memory."""
+    """Bytes of one process by format: of its share, read, and of the growth of its memory."""
     import jax
     import numpy as np
     from jax.sharding import PartitionSpec

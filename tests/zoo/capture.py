@@ -112,7 +112,7 @@ class Run:
 
 
 class Watch:
-    """What is recorded now: `run` is None outside a record."""
+    """The run that is recorded now; None outside a record."""
 
     run: Run | None = None
 

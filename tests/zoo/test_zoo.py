@@ -57,7 +57,7 @@ def test_some_of_every_family_are_as_the_whole_was(group: int) -> None:
 
 @pytest.mark.slow
 def test_models_of_other_libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that are installed: torch's own always."""
+    """Models of every library that is installed: torch always is."""
     monkeypatch.setattr(pool, "RESULTS", tmp_path / "zoo.json")
     expected = other_results.expected()
     assert sorted(expected) == sorted(pool.titles())
