@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from jaxmha import checkpoint
 from jaxmha.converters import keras
-from jaxmha.converters.discovery import attention_blocks, layer_layouts
-from jaxmha.converters.layout import registry, transform, validation
+from jaxmha.converters.discovery import attention_blocks, layer_layouts, places
+from jaxmha.converters.layout import meaning, registry, transform, validation
 from jaxmha.converters.layout.arrays import NDArray
 from jaxmha.converters.layout.base import Layout
 from jaxmha.converters.migrate import pipeline
@@ -93,6 +93,12 @@ def back_and_forth(a: Case, b: Case, dtype: str, seed: int, lead: bool = False) 
         parts: list[dict[str, Any]] = [
             ({"shard_size": 5000} if x in INDEX else {}) for x in (a[1], b[1])
         ]
+        if a[0] in meaning.ASKING:  # no file tells alone what such a block computes
+            with pytest.raises(ValueError, match="no tensor tells"):
+                pipeline.convert(
+                    paths[0], paths[1], to=b[0].removesuffix("-file"), **counts[0], **parts[1]
+                )
+            return False
         try:
             pipeline.convert(
                 paths[0], paths[1], to=b[0].removesuffix("-file"), **counts[0], **parts[1]
@@ -111,6 +117,15 @@ def back_and_forth(a: Case, b: Case, dtype: str, seed: int, lead: bool = False) 
     return True
 
 
+def is_read(name: str) -> bool:
+    """False for a layout that is read at prefixes of its own models, which these are not."""
+    try:
+        places.refuse_prefix(attention_blocks.named(name), "model.0.attn")
+    except ValueError:
+        return False
+    return True
+
+
 @pytest.fixture(scope="module")
 def held() -> list[tuple[Case, Case]]:
     """Pairs of which the second can hold what the first has."""
@@ -125,6 +140,7 @@ def held() -> list[tuple[Case, Case]]:
         return True
 
     names = [layout.name for layout in registry.LAYOUTS]
+    names = [name for name in names if is_read(name)]
     layouts = {(a, b) for a in names for b in names if holds(a, b)}
     assert len(layouts) > 100
     return [(a, b) for a in CASES for b in CASES if (a[0], b[0]) in layouts]
