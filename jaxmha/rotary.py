@@ -129,7 +129,7 @@ def _frequencies(
 
 def rotate_pairs(
     x: Float[Array, "*B T N H"],
-    angle: Float[jax.Array, "*B T 1 P"],
+    angle: Float[jax.Array, "*B T #N P"],
     interleaved: bool = False,
     factor: float = 1.0,
 ) -> Float[jax.Array, "*B T N H"]:

@@ -54,7 +54,9 @@ def translated(content: Any) -> Any:
     if {"n_query_groups", "rotary_percentage", "norm_class_name"} <= content.keys():
         return _litgpt(content)
     if "pretrained_cfg" in content and _ROTATED.search(str(content.get("architecture"))):
-        return {"model_type": "timm_rotated", **content}
+        own = content.get("model_args")
+        own = {**(own if isinstance(own, Mapping) else {}), "architecture": content["architecture"]}
+        return {"model_type": "timm_rotated", **content, "model_args": own}
     return content
 
 

@@ -23,6 +23,7 @@ from jaxmha.converters.discovery import (
     behaviours,
     described,
     hf_config,
+    planes,
     query_scale,
     relative,
 )
@@ -31,6 +32,7 @@ from jaxmha.converters.discovery.attention_blocks import Block
 from jaxmha.converters.discovery.axial import Axial
 from jaxmha.converters.discovery.head_count import Configured
 from jaxmha.converters.discovery.notes import listed
+from jaxmha.converters.discovery.planes import Planes, Square
 from jaxmha.converters.discovery.query_scale import QueryScale
 from jaxmha.converters.layout.arrays import NDArray, to_numpy
 
@@ -46,10 +48,9 @@ INTERLEAVED = frozenset((
 ))  # fmt: skip
 # Model types whose rotary positions are rows and columns, or times, instead of token indices.
 PLANES = frozenset((
-    "dinov3_vit", "eomt_dinov3", "pixtral", "llama4_vision_model", "sam3_vit_model",
+    "dinov3_vit", "eomt_dinov3", "pixtral", "llama4_vision_model", "sam3_vit_model", "neomme",
     "efficientloftr", "lightglue", "edgetam_video", "sam2_video", "sam3_tracker_video", "vjepa2",
-    "neomme", "HunyuanDiT2DModel", "LTXVideoTransformer3DModel", "StableAudioDiTModel",
-    "WanTransformer3DModel", "timm_rotated",
+    "HunyuanDiT2DModel", "StableAudioDiTModel",
 ))  # fmt: skip
 # Model types whose layers of full attention have no rotary positions.
 LOCAL = frozenset(
@@ -106,14 +107,14 @@ class Rotary(NamedTuple):
 class Positions(NamedTuple):
     """The positional encoding of one block.
 
-    `scheme` is "none", "rotary", "axial" (rotary by rows and columns), "alibi", "relative" or
-    "unknown". `rotary` has the parameters of "rotary" and "axial"; `added` has the bias of "alibi"
+    `scheme` is "none", "rotary", "axial" (by several coordinates), "alibi", "relative" or "unknown".
+    `rotary` has the parameters of "rotary" and "axial"; `added` has the bias of "alibi"
     and "relative". `why` is the reason for "none" or "unknown". `query_scale` multiplies the queries
     before they are rotated.
     """
 
     scheme: str
-    rotary: Rotary | Axial | None = None
+    rotary: Rotary | Axial | Planes | Square | None = None
     added: Term | None = None
     why: str = ""
     query_scale: QueryScale | None = None
@@ -127,6 +128,8 @@ class Positions(NamedTuple):
             return f"rotary, base {self.rotary.base:g}, {width} features in pairs of {pairs}{kind}"
         if isinstance(self.rotary, Axial):
             return f"rotary by row and column, {2 * len(self.rotary.inv_freq)} features"
+        if self.rotary is not None:
+            return "rotary by the coordinates of patches"
         if self.added is not None:
             return f"{self.scheme} ({type(self.added).__name__}, added to the logits)"
         return f"{self.scheme}, {self.why}" if self.why else self.scheme
@@ -257,6 +260,9 @@ def _rotary(
     heads: int | None,
     file: checkpoint.Checkpoint,
 ) -> Positions:
+    if model_type in planes.MODEL_TYPES:
+        placed = planes.of(block.prefix, model_type, own, file)
+        return Positions("axial", placed) if placed is not None else Positions("none")
     form = axial.form_of(model_type)
     if model_type in PLANES and not form:
         raise ValueError("its rotary positions count rows and columns")
@@ -364,7 +370,7 @@ def turned(
 ) -> tuple[jax.Array | Array, jax.Array | Array]:
     """Rotates projected queries `*B T N H` and keys `*B S K H` by the positions 0, 1, 2, ...
 
-    For axial positions, the tokens are those of one square image, or of several of the same size.
+    For axial positions, the tokens are those of square images of one size, or those of a cube.
     Queries and keys are returned unchanged if the block has no rotary positions.
 
     Raises:
@@ -380,6 +386,8 @@ def turned(
             positions.rotary(query, _squares(positions.rotary, T)),
             positions.rotary(key, _squares(positions.rotary, S)),
         )
+    if isinstance(positions.rotary, Planes | Square):
+        return planes.evenly(positions.rotary, query), planes.evenly(positions.rotary, key)
     return positions.rotary(query, np.arange(T)), positions.rotary(key, np.arange(S))
 
 

@@ -197,13 +197,13 @@ DIFFUSERS: dict[str, dict[str, Any]] = {
     "LTXVideoTransformer3DModel": {
         "num_attention_heads": 3, "attention_head_dim": 16, "num_layers": 2, "in_channels": 4,
         "out_channels": 4, "cross_attention_dim": 48, "caption_channels": 24,
-        "inputs": lambda: ((rand(1, 32, 4), rand(1, 9, 24), _time(), rand(1, 9).abs().gt(-1)),
-                           {"num_frames": 2, "height": 4, "width": 4}),
+        "inputs": lambda: ((rand(1, 27, 4), rand(1, 9, 24), _time(), rand(1, 9).abs().gt(-1)),
+                           {"num_frames": 3, "height": 3, "width": 3}),
     },
     "WanTransformer3DModel": {
         "num_attention_heads": 3, "attention_head_dim": 16, "num_layers": 2, "in_channels": 4,
         "out_channels": 4, "text_dim": 24, "freq_dim": 16, "ffn_dim": 64,
-        "inputs": lambda: ((rand(1, 4, 2, 8, 8), _time(), rand(1, 9, 24)), {}),
+        "inputs": lambda: ((rand(1, 4, 3, 6, 6), _time(), rand(1, 9, 24)), {}),
     },
     "StableAudioDiTModel": {
         "num_attention_heads": 4, "num_key_value_attention_heads": 2, "attention_head_dim": 12, "num_layers": 2,
