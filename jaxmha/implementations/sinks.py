@@ -11,6 +11,25 @@ from jaxmha.arrays import Array
 from jaxmha.implementations.base import Result
 
 
+@jax.custom_jvp
+def _sigmoid(x: jax.Array) -> jax.Array:
+    """The sigmoid, with a derivative that keeps its digits where the sigmoid is near 1.
+
+    The derivative of `jax.nn.sigmoid` has the factor `1 - sigmoid(x)`, in which all digits but a few
+    cancel where many keys leave little weight to the sink.
+    """
+    return jax.nn.sigmoid(x)
+
+
+@_sigmoid.defjvp
+def _sigmoid_jvp(
+    primals: tuple[jax.Array], tangents: tuple[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    (x,), (tangent,) = primals, tangents
+    found = _sigmoid(x)
+    return found, tangent * (found * _sigmoid(-x))
+
+
 def share_of_keys(lse: Float[jax.Array, "*b"], sink: Float[jax.Array, "*#b"]) -> jax.Array:
     """The part of the softmax that the keys keep when the logit `sink` joins them, `*b`.
 
@@ -18,7 +37,7 @@ def share_of_keys(lse: Float[jax.Array, "*b"], sink: Float[jax.Array, "*#b"]) ->
     is -inf, whatever s.
     """
     masked = lse == -jnp.inf  # replaced, so that no gradient is NaN
-    return jnp.where(masked, 0.0, jax.nn.sigmoid(jnp.where(masked, 0.0, lse) - sink))
+    return jnp.where(masked, 0.0, _sigmoid(jnp.where(masked, 0.0, lse) - sink))
 
 
 def with_sinks(found: Result, lse: Float[jax.Array, "B N T"], sinks: Array) -> Result:

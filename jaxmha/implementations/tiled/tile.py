@@ -175,16 +175,19 @@ def _matmul(
 
 
 def _weigh(
-    config: Config, a: Float[jax.Array, "*c m s"], b: Float[jax.Array, "*c s n"]
+    config: Config,
+    a: Float[jax.Array, "*c m s"],
+    b: Float[jax.Array, "*c s n"],
+    most: int = SPLIT,
 ) -> Float[jax.Array, "*c m n"]:
-    """`a @ b` over keys; one of the two holds weights.
+    """`a @ b` over keys or rows; one of the two holds weights or their gradients.
 
     Weights have one sign, so errors of long sums do not cancel if the values have one sign too. The
     matmul of XLA:CPU adds the terms of a sum one by one. In small tiles its time hides a split.
     """
     keys, sizes = a.shape[-1], (*a.shape, b.shape[-1])
     split = config.platform == "cpu" and all(isinstance(size, int) for size in sizes)
-    if not split or keys <= 2 * RUN or math.prod(sizes) > SPLIT:
+    if not split or keys <= 2 * RUN or math.prod(sizes) > most:
         return _matmul(config, a, b)
     runs = [slice(start, start + RUN) for start in range(0, keys, RUN)]
     sums = [_matmul(config, a[..., run], b[..., run, :]) for run in runs]
@@ -277,6 +280,6 @@ def backward(
         d_bias = d_bias if allowed is None else jnp.where(allowed, d_bias, 0.0)
     d_logits = d_bias if tanh is None else d_bias * (1 - tanh * tanh)
     d_logits = d_logits if config.scale == 1.0 else d_logits * config.scale
-    d_keys = product(d_logits, jnp.swapaxes(rows, -1, -2))
+    d_keys = _weigh(config, d_logits, jnp.swapaxes(rows, -1, -2), SPLIT // 2)
     d_rows = product(keys_transposed, d_logits)
     return Gradients(d_rows, d_keys, d_values, jnp.swapaxes(d_bias, -1, -2), floats)
