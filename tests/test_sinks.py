@@ -12,7 +12,7 @@ B, T, N, K, H = 2, 67, 4, 2, 8
 
 
 def test_a_gradient_of_a_faint_sink() -> None:
-    lse = np.float32([3.0, 9.0, 12.0, 17.0])
+    lse = np.array([3.0, 9.0, 12.0, 17.0], "float32")
     found = jax.vmap(jax.grad(sinks.share_of_keys, 1), (0, None))(lse, jnp.float32(0.0))
     exact = 1 / (1 + np.exp(-lse.astype(np.float64)))
     want = -exact / (1 + np.exp(lse.astype(np.float64)))

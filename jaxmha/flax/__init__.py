@@ -13,12 +13,14 @@ except ModuleNotFoundError as error:
         "jaxmha.flax needs flax, which is not installed: pip install 'jaxmha[flax]'", name="flax"
     ) from error
 
+from jaxmha.flax import latent as latent
 from jaxmha.flax import linen as linen
 from jaxmha.flax import nnx as nnx
 from jaxmha.flax.function import attention_fn as attention_fn
 
 __all__ = [
     "attention_fn",
+    "latent",
     "linen",
     "nnx",
 ]

@@ -1,10 +1,12 @@
 """Initial parameters of latent attention."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import PRNGKeyArray
 
-from jaxmha.arrays import DTypeLike
+from jaxmha.arrays import Array, DTypeLike
 from jaxmha.checks import floating_dtype, prng_key
 from jaxmha.implementations.base import accumulation_dtype
 from jaxmha.integers import require_sizes
@@ -55,6 +57,59 @@ def init_latent_params(
     ((8, 3, 9), (6, 3, 5))
     """
     prng_key("key", key)
+    dtype = floating_dtype(dtype)
+    compute = accumulation_dtype(dtype)
+    shapes = leaf_shapes(
+        num_heads=num_heads,
+        features=features,
+        latent_dim=latent_dim,
+        rotary_dim=rotary_dim,
+        head_dim=head_dim,
+        value_head_dim=value_head_dim,
+        query_latent_dim=query_latent_dim,
+        out_features=out_features,
+        use_bias=use_bias,
+    )
+    kernels = [name for name in shapes if name.endswith("kernel")]
+    keys = dict(zip(kernels, jax.random.split(key, len(kernels)), strict=True))
+    found: dict[str, Array] = {}
+    for name, shape in shapes.items():
+        if name not in keys:
+            found[name] = (jnp.zeros if name.endswith("bias") else jnp.ones)(shape, dtype)
+            continue
+        fan_in = math.prod(shape[: contracted(name)])
+        values = jax.random.truncated_normal(keys[name], -2.0, 2.0, shape, compute)
+        # The standard deviation of a normal truncated at 2 is 0.8796.
+        found[name] = jnp.asarray(values * (fan_in**-0.5 / 0.87962566103423978), dtype)
+    return from_leaves(found)
+
+
+def contracted(leaf: str) -> int:
+    """The number of axes of a kernel that are inputs.
+
+    >>> contracted("out.kernel"), contracted("query.kernel")
+    (2, 1)
+    """
+    return 2 if leaf == "out.kernel" else 1
+
+
+def leaf_shapes(
+    *,
+    num_heads: int,
+    features: int,
+    latent_dim: int,
+    rotary_dim: int,
+    head_dim: int,
+    value_head_dim: int | None = None,
+    query_latent_dim: int | None = None,
+    out_features: int | None = None,
+    use_bias: bool = False,
+) -> dict[str, tuple[int, ...]]:
+    """The shape of every leaf of a layer, kernels first; the sizes are those of `init_latent_params`.
+
+    Raises:
+      ValueError: a size is not a positive integer.
+    """
     require_sizes(
         num_heads=num_heads,
         features=features,
@@ -68,9 +123,8 @@ def init_latent_params(
         query_latent_dim=query_latent_dim,
         out_features=out_features,
     )
-    dtype, N = floating_dtype(dtype), num_heads
-    compute = accumulation_dtype(dtype)
-    h, Do = value_head_dim or head_dim, out_features or features
+    N, h, Do = num_heads, value_head_dim or head_dim, out_features or features
+    low_rank = query_latent_dim is not None
     shapes: dict[str, tuple[int, ...]] = {
         "query.kernel": (query_latent_dim or features, N, head_dim + rotary_dim),
         "latent.kernel": (features, latent_dim),
@@ -79,19 +133,11 @@ def init_latent_params(
         "value.kernel": (latent_dim, N, h),
         "out.kernel": (N, h, Do),
     }
-    ones = {"latent_norm": latent_dim}
-    zeros = {"latent.bias": latent_dim, "rotary_key.bias": rotary_dim, "out.bias": Do}
     if query_latent_dim is not None:
         shapes["query_latent.kernel"] = (features, query_latent_dim)
-        ones["query_latent_norm"] = query_latent_dim
-        zeros["query_latent.bias"] = query_latent_dim
-    found = {name: jnp.ones(size, dtype) for name, size in ones.items()}
+        shapes["query_latent_norm"] = (query_latent_dim,)
+    shapes["latent_norm"] = (latent_dim,)
     if flag("use_bias", use_bias):
-        found |= {name: jnp.zeros(size, dtype) for name, size in zeros.items()}
-    keys = jax.random.split(key, len(shapes))
-    for drawn, (name, shape) in zip(keys, shapes.items(), strict=True):
-        fan_in = shape[0] * shape[1] if name == "out.kernel" else shape[0]
-        values = jax.random.truncated_normal(drawn, -2.0, 2.0, shape, compute)
-        # The standard deviation of a normal truncated at 2 is 0.8796.
-        found[name] = jnp.asarray(values * (fan_in**-0.5 / 0.87962566103423978), dtype)
-    return from_leaves(dict(found))
+        biased = ("latent", "rotary_key", "out", *["query_latent"] * low_rank)
+        shapes |= {f"{name}.bias": shapes[f"{name}.kernel"][-1:] for name in biased}
+    return shapes

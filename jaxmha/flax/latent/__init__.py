@@ -1,0 +1,6 @@
+"""Multi-head latent attention (MLA) as modules of flax: `linen.LatentAttention`, `nnx.LatentAttention`."""
+
+from jaxmha.flax.latent import linen as linen
+from jaxmha.flax.latent import nnx as nnx
+
+__all__ = ["linen", "nnx"]

@@ -1,0 +1,249 @@
+"""Multi-head latent attention as a `flax.linen` module."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from flax.core import meta
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jaxtyping import Float, Integer, PRNGKeyArray
+
+from jaxmha import latent
+from jaxmha.arrays import Array, DTypeLike
+from jaxmha.attention import hashable
+from jaxmha.checks import reject_rounding, require_type
+from jaxmha.flax.heads import Implementation
+from jaxmha.flax.latent.steps import (
+    PATHS,
+    attend,
+    initializer,
+    reject_in_steps,
+    settings_of,
+    shapes_of,
+    step,
+)
+from jaxmha.flax.linen_parameters import Parameters
+from jaxmha.flax.parameters import Initializer
+from jaxmha.latent import LatentCache, LatentParams
+from jaxmha.latent.params import from_leaves, leaves
+from jaxmha.mask import Mask
+from jaxmha.rotary import Rotate
+from jaxmha.semantics import Semantics
+
+
+class LatentAttention(nn.Module):  # type: ignore[misc]
+    """Multi-head latent attention (MLA) of DeepSeek-V2 and V3 by `jaxmha.latent`.
+
+    Attributes:
+      num_heads: N.
+      latent_dim: L, features of the latent of keys and values.
+      rotary_dim: R, features that are rotated: of queries, and of the key that all heads share.
+      head_dim: H, features of a key without positions.
+      value_head_dim: h, default H.
+      query_latent_dim: P; None: queries are projected from the features.
+      out_features: Do, default Dq.
+      use_bias: biases of the projections of features, and of the output.
+      dtype: of the computation; None: the promoted dtype of inputs and parameters.
+      param_dtype: of the parameters.
+      kernel_init, bias_init: as in flax; kernels are drawn as matrices.
+      deterministic: no dropout; the argument of the call takes precedence.
+      decode: appends to a cache of latents, in the collection `cache`.
+      semantics: as in `jaxmha.latent_attention`, with the dropout rate.
+      rotate: `rotate(heads, positions)` of the rotary features, such as `jaxmha.rope`.
+      implementation: as in `jaxmha.latent_attention`; steps over a cache have one of their own.
+
+    Raises:
+      ValueError: a size is not a positive integer.
+
+    Source: DeepSeek-AI, "DeepSeek-V2" (2024), section 2.1.
+
+    >>> from jaxmha import rope
+    >>> layer = LatentAttention(2, latent_dim=8, rotary_dim=4, head_dim=5, rotate=rope)
+    >>> x = jnp.ones((3, 5, 6))
+    >>> layer.apply(layer.init(jax.random.key(0), x), x, is_causal=True).shape
+    (3, 5, 6)
+    """
+
+    num_heads: int
+    latent_dim: int
+    rotary_dim: int
+    head_dim: int
+    value_head_dim: int | None = None
+    query_latent_dim: int | None = None
+    out_features: int | None = None
+    use_bias: bool = False
+    dtype: DTypeLike | None = None
+    param_dtype: DTypeLike = jnp.float32
+    kernel_init: Initializer = nn.initializers.lecun_normal()
+    bias_init: Initializer = nn.initializers.zeros_init()
+    deterministic: bool | None = None
+    decode: bool = False
+    semantics: Semantics = Semantics()
+    rotate: Rotate | None = None
+    implementation: Implementation = None
+
+    def __post_init__(self) -> None:
+        require_type(Semantics, semantics=self.semantics)
+        self.implementation = hashable(self.implementation)  # required by flax's transformations
+        super().__post_init__()
+
+    @nn.compact  # type: ignore[untyped-decorator]
+    def __call__(
+        self,
+        inputs: Float[Array, "*B T Dq"],
+        *,
+        mask: Array | Mask | None = None,
+        bias: Float[Array, "..."] | None = None,
+        is_causal: bool = False,
+        positions: Integer[Array, "*#B T"] | None = None,
+        deterministic: bool | None = None,
+        dropout_rng: PRNGKeyArray | None = None,
+    ) -> Float[jax.Array, "*B T Do"]:
+        """Attends from every token of `inputs` to every other.
+
+        Args:
+          inputs: `(*B, T, Dq)`; `(B, T, Dq)` for decoding.
+          mask: broadcastable to `(*B, N, T, T)`, nonzero entries attend; or a `jaxmha.Mask`.
+          bias: added to the logits, broadcastable to `(*B, N, T, T)`.
+          is_causal: query i attends keys j <= i; steps over a cache always are causal.
+          positions: `(*B, T)` of the tokens, for `rotate`; default 0, 1, ...
+          deterministic: no dropout.
+          dropout_rng: a PRNG key, default that of the collection `dropout`.
+
+        Returns:
+          `(*B, T, Do)`, in `dtype` if it is given.
+
+        Raises:
+          ValueError: a shape does not fit, or a step over a cache gets dropout, bias or positions.
+        """
+        params = self._declare(inputs.shape[-1])
+        drops = False
+        if self.semantics.dropout_rate > 0:
+            drops = not nn.merge_param("deterministic", self.deterministic, deterministic)
+        if drops and dropout_rng is None:
+            dropout_rng = self.make_rng("dropout")
+        key = dropout_rng if drops else None
+        cached = None
+        if self.decode:
+            # The call that initialises the cache does not decode.
+            initialised = self.has_variable("cache", "cached_latents")
+            empty = LatentCache.empty(params, *inputs.shape[:2])
+            cached = [
+                self.variable("cache", name, lambda x=x: x)
+                for name, x in zip(("cached_latents", "cache_lengths"), empty, strict=True)
+            ]
+            cached = cached if initialised else None
+        if cached is None:
+            return attend(
+                self, params, inputs, mask, bias, key, is_causal=is_causal, positions=positions
+            )
+        reject_in_steps(key, bias=bias, positions=positions)
+        cache = LatentCache(*(x.value for x in cached))
+        out, longer = step(self, params, latent.extend, inputs, cache, mask)
+        for x, value in zip(cached, longer, strict=True):
+            x.value = value
+        return out
+
+    @nn.nowrap  # type: ignore[untyped-decorator]
+    def _declare(self, features: int) -> LatentParams:
+        entries: dict[str, list[tuple[str, Initializer, tuple[int, ...]]]] = {}
+        found: dict[str, Any] = {}
+        for leaf, shape in shapes_of(self, features).items():
+            name, *tail = PATHS[leaf]
+            init = initializer(leaf, self.kernel_init, self.bias_init)
+            if tail:
+                entries.setdefault(name, []).append((tail[0], init, shape))
+            else:
+                found[leaf] = self.param(name, init, shape, self.param_dtype)
+        for name, rows in entries.items():
+            held = Parameters(tuple(rows), self.param_dtype, name=name).declare()
+            found |= {f"{name}.{tail}": array for tail, array in held.items()}
+        return from_leaves(found)
+
+    def prefill(
+        self,
+        inputs: Float[Array, "B T Dq"],
+        cache: LatentCache,
+        *,
+        mask: Array | Mask | None = None,
+    ) -> tuple[Float[jax.Array, "B T Do"], LatentCache]:
+        """`jaxmha.latent.prefill`: causal attention over prompts, and a cache that holds them: `apply(variables, x, cache, method="prefill")`.
+
+        >>> layer, x = LatentAttention(2, 8, 4, 5), jnp.ones((3, 5, 6))
+        >>> variables = layer.init(jax.random.key(0), x)
+        >>> cache = LatentCache.empty(layer.to_params(variables)[0], 3, 8)
+        >>> out, cache = layer.apply(variables, x, cache, method="prefill")
+        >>> out, cache = layer.apply(variables, x[:, :1], cache, method="decode_step")
+        >>> out.shape, cache.lengths.tolist()
+        ((3, 1, 6), [6, 6, 6])
+        """
+        chosen = self.implementation
+        return step(
+            self, self.to_params()[0], latent.prefill, inputs, cache, mask, implementation=chosen
+        )
+
+    def decode_step(
+        self,
+        inputs: Float[Array, "B T Dq"],
+        cache: LatentCache,
+        *,
+        mask: Array | Mask | None = None,
+    ) -> tuple[Float[jax.Array, "B T Do"], LatentCache]:
+        """`jaxmha.latent.decode_step`: appends tokens to the cache and attends to all in it."""
+        return self.extend(inputs, cache, mask=mask)
+
+    def extend(
+        self,
+        inputs: Float[Array, "B T Dq"],
+        cache: LatentCache,
+        *,
+        q_lengths: Array | None = None,
+        mask: Array | Mask | None = None,
+    ) -> tuple[Float[jax.Array, "B T Do"], LatentCache]:
+        """`jaxmha.latent.extend`: appends the first `q_lengths`, `(B,)`, tokens of each row."""
+        return step(
+            self, self.to_params()[0], latent.extend, inputs, cache, mask, q_lengths=q_lengths
+        )
+
+    def to_params(
+        self, variables: Mapping[str, Any] | None = None
+    ) -> tuple[LatentParams, Semantics]:
+        """Parameters and semantics, as `jaxmha.latent_attention` takes them, without `rotate`.
+
+        Args:
+          variables: `{"params": ...}`, default the variables of a bound module.
+
+        Raises:
+          ValueError: there are no variables.
+        """
+        if variables is None:
+            variables = self.variables if self.scope is not None else {}
+        if "params" not in variables:
+            raise ValueError(
+                "a linen module holds no parameters: pass variables with 'params', or bind it"
+            )
+        arrays = flatten_dict(meta.unbox(variables["params"]))
+        found = {leaf: arrays[path] for leaf, path in PATHS.items() if path in arrays}
+        return from_leaves(found), self.semantics
+
+    @classmethod
+    def from_params(
+        cls, params: LatentParams, semantics: Semantics = Semantics(), **settings: Any
+    ) -> tuple["LatentAttention", dict[str, Any]]:
+        """A module and its variables, with these parameters and semantics.
+
+        Args:
+          params: of one layer, such as those of `converters.huggingface.import_latent_params`.
+          semantics: of that layer.
+          settings: further attributes, such as `rotate`, `dtype`, `deterministic`.
+
+        Raises:
+          ValueError: shapes do not fit each other, or a module has no such set of leaves.
+          TypeError: float64 would be rounded because x64 is off.
+        """
+        reject_rounding(params=params)
+        module = cls(**settings_of(params, semantics, settings))
+        tree = {PATHS[leaf]: jnp.asarray(array) for leaf, array in leaves(params).items()}
+        return module, {"params": unflatten_dict(tree)}

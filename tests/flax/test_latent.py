@@ -1,0 +1,149 @@
+"""The modules of latent attention are `jaxmha.latent`, and DeepSeek-V3 of transformers."""
+
+from functools import partial
+from typing import Any
+
+import flax.nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmha import Semantics, latent, rope
+from jaxmha.converters import huggingface
+from jaxmha.flax.latent import linen, nnx
+from jaxmha.latent.params import leaves
+from tests.converters.test_latent import T as TOKENS
+from tests.converters.test_latent import layer
+from tests.tolerance import assert_close
+
+B, T, N, D = 2, 7, 3, 11
+SIZES: dict[str, Any] = {
+    "latent_dim": 5, "rotary_dim": 4, "head_dim": 6, "value_head_dim": 2, "query_latent_dim": 13,
+    "out_features": 17, "use_bias": True,
+}  # fmt: skip
+ROTATE = partial(rope, base=100.0, interleaved=True)
+X = jnp.asarray(np.random.default_rng(0).standard_normal((B, T, D)), "float32")
+KINDS = ("linen", "nnx")
+
+
+class Made:
+    """A module of either kind, called alike."""
+
+    def __init__(self, kind: str, given: Any = None, semantics: Any = Semantics(), **settings: Any):
+        settings = {"rotate": ROTATE, **settings}
+        if given is None:
+            given = latent.init_latent_params(jax.random.key(0), num_heads=N, features=D, **SIZES)
+        self.variables: Any = None
+        if kind == "linen":
+            self.module, self.variables = linen.LatentAttention.from_params(
+                given, semantics, **settings
+            )
+        else:
+            self.module = nnx.LatentAttention.from_params(given, semantics, **settings)
+
+    def __call__(self, *arguments: Any, method: str = "__call__", **options: Any) -> Any:
+        if self.variables is None:
+            return getattr(self.module, method)(*arguments, **options)
+        return self.module.apply(self.variables, *arguments, method=method, **options)
+
+    def params(self) -> Any:
+        return self.module.to_params(*[self.variables] * (self.variables is not None))[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_modules_are_the_function(kind: str) -> None:
+    made = Made(kind)
+    params = made.params()
+    want = latent.latent_attention(params, X, rotate=ROTATE, is_causal=True)
+    assert_close(made(X, is_causal=True), np.asarray(want))
+    at = np.arange(3, T + 3)
+    bias = jnp.asarray(np.random.default_rng(1).standard_normal((N, 1, T)), "float32")
+    mask = np.random.default_rng(2).random((B, 1, T, T)) < 0.7
+    options: dict[str, Any] = {"mask": mask, "bias": bias, "positions": at}
+    want = latent.latent_attention(params, X, rotate=ROTATE, **options)
+    assert_close(made(X, **options), np.asarray(want))
+    assert made(X, is_causal=True).shape == (B, T, 17)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps(kind: str) -> None:
+    made = Made(kind)
+    want = np.asarray(made(X, is_causal=True))
+    out, cache = made(X[:, :4], latent.LatentCache.empty(made.params(), B, T), method="prefill")
+    outs = [out]
+    out, cache = made(X[:, 4:6], cache, method="decode_step")
+    outs.append(out)
+    out, cache = made(X[:, 6:], cache, q_lengths=jnp.asarray([1, 0]), method="extend")
+    assert cache.lengths.tolist() == [7, 6]
+    assert_close(jnp.concatenate([*outs, out], 1)[0], want[0])
+
+
+def test_a_cache_in_the_modules() -> None:
+    """`decode` of nnx and of linen, whose first call makes the cache."""
+    want = np.asarray(Made("nnx")(X, is_causal=True))
+    module = Made("nnx", decode=True).module
+    with pytest.raises(ValueError, match="call init_cache first"):
+        module(X)
+    module.init_cache(B, T)
+    outs = [module(X[:, :4]), module(X[:, 4:5]), module(X[:, 5:])]
+    assert_close(jnp.concatenate(outs, 1), want)
+    with pytest.raises(ValueError, match="takes no positions; tokens have the positions"):
+        module(X[:, :1], positions=np.arange(1))
+    made = Made("linen", decode=True)
+    state = made.module.init(jax.random.key(0), X)["cache"]
+    assert state["cache_lengths"].tolist() == [0, 0]
+    outs = []
+    for start, end in ((0, 4), (4, 5), (5, T)):
+        variables = {**made.variables, "cache": state}
+        out, changed = made.module.apply(variables, X[:, start:end], mutable=["cache"])
+        state = changed["cache"]
+        outs.append(out)
+    assert_close(jnp.concatenate(outs, 1), want)
+
+
+def test_initialisation_gradients_and_dropout() -> None:
+    shapes = {leaf: x.shape for leaf, x in leaves(Made("nnx").params()).items()}
+    dropping = Semantics(dropout_rate=0.5)
+    module = nnx.LatentAttention(N, D, **SIZES, semantics=dropping, rngs=flax.nnx.Rngs(0))
+    other = linen.LatentAttention(N, **SIZES, semantics=dropping)
+    variables = other.init({"params": jax.random.key(0)}, X, deterministic=True)
+    for params in (module.to_params()[0], other.to_params(variables)[0]):
+        found = leaves(params)
+        assert {leaf: x.shape for leaf, x in found.items()} == shapes
+        for leaf, x in found.items():
+            kind = leaf.partition(".")[2] or "scale"
+            spread = {"kernel": x.std() > 0.1, "bias": not x.any(), "scale": bool((x == 1).all())}
+            assert spread[kind], leaf
+    assert (module(X, deterministic=False) != module(X, deterministic=True)).any()
+    dropped = other.apply(variables, X, deterministic=False, rngs={"dropout": jax.random.key(1)})
+    assert (dropped != other.apply(variables, X, deterministic=True)).any()
+    gradients = flax.nnx.grad(lambda m: m(X, deterministic=True).sum())(module)
+    assert all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(gradients))
+    assert len(jax.tree.leaves(gradients)) == len(shapes)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_wrong_parameters(kind: str) -> None:
+    params = Made(kind).params()
+    with pytest.raises(ValueError, match=r"these lack \['out.bias', 'out.kernel'\]"):
+        Made(kind, params._replace(out=None), out_features=None)
+    with pytest.raises(ValueError, match="latent_dim=6 is not that of the parameters, 5"):
+        Made(kind, params, latent_dim=6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_deepseek_v3_of_transformers(kind: str) -> None:
+    """Prefill of 9 tokens and 20 steps."""
+    module, config, (x, want) = layer("deepseek_v3")
+    params = huggingface.import_latent_params(module.state_dict())
+    semantics, rotate = huggingface.latent_behaviour(config.to_dict())
+    made = Made(kind, params, semantics, rotate=rotate)
+    most = 3e-6 * np.abs(want).max()
+    assert np.abs(made(x, is_causal=True) - want).max() < most
+    out, cache = made(x[:, :9], latent.LatentCache.empty(params, *x.shape[:2]), method="prefill")
+    assert np.abs(out - want[:, :9]).max() < most
+    for t in range(9, TOKENS):
+        out, cache = made(x[:, t : t + 1], cache, method="decode_step")
+        assert np.abs(out[:, 0] - want[:, t]).max() < most, t
