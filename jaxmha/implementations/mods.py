@@ -6,8 +6,9 @@ Source: Dong et al., "Flex Attention: A Programming Model for Generating Optimiz
 Kernels" (2024).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -196,13 +197,46 @@ class Extent(NamedTuple):
 
 
 def allowed(mod: Mod, extent: Extent) -> Bool[jax.Array, "_ _ _ _"]:
-    """The mask of a tile by a mask function; axes that the function does not read have size 1."""
-    index = _indices(mod, extent)
+    """The mask of a tile by a mask function; axes that the function does not read have size 1.
+
+    A function that is constant within blocks is evaluated once for each block of the tile.
+    """
+    blocks = {letter: block_within(mod, extent, letter) for letter in "ij"}
+    index = _indices(mod, extent, blocks)
     uses = set(mod.program.uses)
     axes = "".join(x for x in "bnij" if x in uses)
     inputs = [(index[x][0], index[x][1]) for x in MASK]
     found = _vectorised(mod, mod.floats, axes, inputs)
-    return found.reshape([n if x in axes else 1 for x, n in zip("bnij", extent.sizes, strict=True)])
+    sizes = [index[x][0].size if x in axes else 1 for x in "bnij"]
+    found = found.reshape(sizes)
+    if max(blocks.values()) == 1:
+        return found
+    # The barrier keeps XLA from evaluating the function for every pair.
+    found = jax.lax.optimization_barrier(found)  # type: ignore[no-untyped-call]
+    for axis, letter in ((2, "i"), (3, "j")):
+        if blocks[letter] > 1 and letter in axes:
+            found = _repeated(found, axis, blocks[letter], extent.sizes[axis])
+    return found
+
+
+def block_within(mod: Mod, extent: Extent, letter: str) -> int:
+    """The size of the blocks of queries (i) or keys (j) of a tile within which a mask function is
+    constant; 1: it is not, or the place of the tile is not known."""
+    start = extent.starts["bnij".index(letter)]
+    if mod.starts is not None or not isinstance(start, int):
+        return 1
+    block = mod.program.grain(letter)
+    return block if start % block == 0 else 1
+
+
+def _repeated(x: jax.Array, axis: int, times: int, size: int) -> jax.Array:
+    """Each entry along an axis `times` times, the first `size` of them."""
+    shape = x.shape
+    wide = jnp.broadcast_to(
+        jnp.expand_dims(x, axis + 1), (*shape[: axis + 1], times, *shape[axis + 1 :])
+    )
+    wide = wide.reshape(*shape[:axis], shape[axis] * times, *shape[axis + 1 :])
+    return jax.lax.slice_in_dim(wide, 0, size, axis=axis)
 
 
 def scores(
@@ -233,14 +267,19 @@ def scores(
     return found.reshape(logits.shape).astype(logits.dtype)
 
 
-def _indices(mod: Mod, extent: Extent) -> dict[str, tuple[Int32[jax.Array, "..."], str]]:
-    """Letter `b`, `n`, `i` or `j` -> the absolute indices of a tile, and their axis."""
+def _indices(
+    mod: Mod, extent: Extent, blocks: Mapping[str, int] = MappingProxyType({})
+) -> dict[str, tuple[Int32[jax.Array, "..."], str]]:
+    """Letter `b`, `n`, `i` or `j` -> the absolute indices of a tile, and their axis; of the first
+    position of every block where `blocks` gives their size."""
     first = (0, 0, 0, 0) if mod.starts is None else mod.starts
     last = (None, None, extent.T - 1, extent.S - 1)
     found = {}
     rows = zip("bnij", extent.starts, extent.sizes, first, last, strict=True)
     for letter, start, size, before, most in rows:
-        at = jnp.asarray(start, np.int32) + jnp.arange(size, dtype=np.int32)
+        block = blocks.get(letter, 1)
+        steps = jnp.arange(-(-size // block), dtype=np.int32)
+        at = jnp.asarray(start, np.int32) + (steps if block == 1 else steps * np.int32(block))
         at = at if most is None else jnp.minimum(at, np.int32(most))
         found[letter] = (at + jnp.asarray(before, np.int32), letter)
     return found

@@ -50,6 +50,12 @@ class Program:
         aval: Any = self.jaxpr.outvars[0].aval
         return jnp.asarray(found, aval.dtype)
 
+    def grain(self, letter: str) -> int:
+        """The size of the blocks of an argument within which the value is constant; 1: unknown."""
+        from jaxmha.implementations import grain
+
+        return grain.grain(self.jaxpr, self.arguments.index(letter))
+
     def __eq__(self, other: object) -> bool:
         from jaxmha.implementations import jaxpr_equality
 

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import UInt8
+from jaxtyping import Bool, UInt8
 
 from jaxmha.implementations import varying
-from jaxmha.implementations.mods import Mod
+from jaxmha.implementations.mods import Mod, block_within
 from jaxmha.implementations.native import operands, primitives
 from jaxmha.implementations.native.operands import FAR, Problem, Residuals, Settings
 from jaxmha.implementations.tiled.block_mask import NO_CONDITIONS, Conditions, TilePosition, allowed
@@ -153,6 +153,9 @@ def _bits(
     if after is not None:  # else XLA would keep the masks of all spans at once
         x = after[(0,) * after.ndim]
         shifts += ((x < 0) & (x > 0)).astype(np.uint8)  # 0
+    alone = masks.array is None and config.below is None
+    if alone and block_within(masks.mod, position.extent, "i") % 8 == 0:
+        return _shared_by_lines(mask, lines) * (np.uint8(255) + shifts[0])
     mask = jnp.broadcast_to(mask, (*mask.shape[:2], 8 * lines, S))
     mask = mask.reshape(*mask.shape[:2], lines, 8, S)
     bits = mask.astype(np.uint8) << shifts.reshape(1, 1, 1, 8, 1)
@@ -160,6 +163,13 @@ def _bits(
     # the evaluation with this reduction, and stores bits alone.
     packed: jax.Array = jax.lax.reduce(bits, np.uint8(0), jax.lax.bitwise_or, (3,))
     return packed
+
+
+def _shared_by_lines(mask: Bool[jax.Array, "b n T S"], lines: int) -> UInt8[jax.Array, "b n t8 S"]:
+    """The mask of lines of eight queries that always have the same keys, as 0 and 1."""
+    b, n, _, S = mask.shape
+    first = mask[:, :, ::8] if mask.shape[2] > 1 else mask
+    return jnp.broadcast_to(first, (b, n, lines, S)).astype(np.uint8)
 
 
 def _attend(config: Config, problem: Problem, masks: Masks) -> list[jax.Array]:
