@@ -49,7 +49,9 @@ def test_a_tile_is_that_of_every_pair(name: str) -> None:
     shifted = mod.shift(0, 0, 0, 0)  # by traced zeros: every pair is evaluated
     got, want = jax.jit(lambda: [[allowed(x, e) for e in extents] for x in (mod, shifted)])()
     for x, y, extent in zip(got, want, extents, strict=True):
-        np.testing.assert_array_equal(*(np.broadcast_to(z, extent.sizes) for z in (x, y)))
-    t, s = (np.arange(size, dtype="int32") for size in (48, 53))
-    pairs = jnp.vectorize(function)(*np.ix_([0], np.arange(3, dtype="int32"), t.clip(0, 46), s))
-    np.testing.assert_array_equal(*(np.broadcast_to(z, (1, 3, 48, 53)) for z in (got[0], pairs)))
+        one, other = (np.broadcast_to(z, extent.sizes) for z in (x, y))
+        np.testing.assert_array_equal(one, other)
+    places: list[Any] = [np.arange(size, dtype="int32") for size in (1, 3, 48, 53)]
+    places[2] = places[2].clip(0, 46)
+    pairs = jnp.vectorize(function)(*np.ix_(*places))
+    np.testing.assert_array_equal(np.broadcast_to(got[0], (1, 3, 48, 53)), pairs)

@@ -113,8 +113,8 @@ def test_initialisation_gradients_and_dropout() -> None:
         assert {leaf: x.shape for leaf, x in found.items()} == shapes
         for leaf, x in found.items():
             kind = leaf.partition(".")[2] or "scale"
-            spread = {"kernel": x.std() > 0.1, "bias": not x.any(), "scale": bool((x == 1).all())}
-            assert spread[kind], leaf
+            fits = {"kernel": x.std() > 0.1, "bias": not x.any(), "scale": bool((x == 1).all())}
+            assert fits[kind], leaf
     assert (module(X, deterministic=False) != module(X, deterministic=True)).any()
     dropped = other.apply(variables, X, deterministic=False, rngs={"dropout": jax.random.key(1)})
     assert (dropped != other.apply(variables, X, deterministic=True)).any()

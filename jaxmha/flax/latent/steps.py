@@ -1,4 +1,4 @@
-"""What the modules of linen and nnx share: paths of parameters, and calls of `jaxmha.latent`."""
+"""Paths of parameters, and calls of `jaxmha.latent`: shared by the modules of linen and nnx."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
