@@ -87,7 +87,7 @@ def test_timm_by_its_architecture(tmp_path: Path) -> None:
     np.testing.assert_array_equal(found.inv_freq, [rows, columns])
 
 
-def test_unknown_architectures_are_said(tmp_path: Path) -> None:
+def test_unknown_architectures_are_named(tmp_path: Path) -> None:
     found = of_timm(tmp_path, "sapiens2_1b", num_heads=2)["blocks.0.attn"]
     assert (found.scheme, found.rotary) == ("unknown", None)
     assert "sapiens2_1b are not known" in found.why
