@@ -12,7 +12,7 @@ namespace JAXMHA_ISA {
 namespace {
 
 static_assert(PANEL == ROWS, "transpose writes panels");
-constexpr long DEPTH = 256;                 // of one register tile's sum
+constexpr long DEPTH = 256;                   // of one register tile's sum
 constexpr long MOST_PACKED = (8l << 20) / 4;  // floats of the panels at a time
 
 // The panels of `depth` rows of b, from `first` on.
@@ -90,8 +90,9 @@ void compute(const Matmul& m, long batch, const Panels& panels, long r0, long ro
 
 void matmul(const Matmul& m, Pool& pool) {
   const long count = (m.columns + PANEL - 1) / PANEL;
-  const long most = std::max(DEPTH, MOST_PACKED / (count * PANEL) / DEPTH * DEPTH);
-  const Items size = items_of(m.rows, m.columns, pool.threads());
+  const long fit = MOST_PACKED / (count * PANEL) / DEPTH * DEPTH;
+  const long most = std::max(DEPTH, std::min(BLOCK, fit));
+  const Items size = items_of(m.rows, m.columns, m.depth, pool.threads());
   const long chunks = (m.rows + size.rows - 1) / size.rows;
   const long groups = (count + size.panels - 1) / size.panels;
   Scratch memory(count * PANEL * std::min(most, m.depth));
@@ -105,7 +106,7 @@ void matmul(const Matmul& m, Pool& pool) {
         pack(m, m.b.of(batch), panels, i / parts, p, std::min(DEPTH, p0 + panels.depth - p));
       });
       parallel(pool, chunks * groups, [&](long i) {
-        const long r0 = i / groups * size.rows, first = i % groups * size.panels;
+        const long r0 = i % chunks * size.rows, first = i / chunks * size.panels;
         compute(m, batch, panels, r0, std::min(size.rows, m.rows - r0), first,
                 std::min(first + size.panels, count));
       });

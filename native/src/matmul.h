@@ -21,18 +21,22 @@ namespace avx2 {
 JAXMHA_MATMUL
 }
 
+constexpr long PANEL = 64;  // columns
+constexpr long BLOCK = 512;  // depth of the panels that are packed at a time
+
 // Rows and panels of columns of an item of a matmul.
 struct Items {
   long rows, panels;
 };
 
-constexpr long PANEL = 64;  // columns
-
-inline Items items_of(long rows, long columns, long threads) {
-  constexpr long ROWS_OF_ITEM = 96, ITEMS_OF_THREAD = 16;
+// The panels of an item stay in the second-level cache while the items of other rows pass.
+inline Items items_of(long rows, long columns, long depth, long threads) {
+  constexpr long ROWS_OF_ITEM = 96, ITEMS_OF_THREAD = 16, MOST = (512l << 10) / sizeof(float);
   const long chunks = (rows + ROWS_OF_ITEM - 1) / ROWS_OF_ITEM;
   const long panels = (columns + PANEL - 1) / PANEL;
-  const long groups = std::min(panels, (ITEMS_OF_THREAD * threads + chunks - 1) / chunks);
+  const long fewest = (panels * PANEL * std::min(depth, BLOCK) + MOST - 1) / MOST;
+  const long wanted = std::max(fewest, (ITEMS_OF_THREAD * threads + chunks - 1) / chunks);
+  const long groups = std::min(panels, wanted);
   return {std::min(rows, ROWS_OF_ITEM), (panels + groups - 1) / groups};
 }
 

@@ -64,6 +64,11 @@ template <Into into, int M, int N>
 __attribute__((noinline)) void piece(Left a, const float* b, long ldb, long depth, float* c,
                                      long ldc, const float* factors) {
   const Store<into, M, N> finish{c, ldc, factors};
+  // Rows of a large C are far apart and wait for memory at the end.
+#pragma GCC unroll 8
+  for (int i = 0; i < M; i++)
+#pragma GCC unroll 4
+    for (int j = 0; j < N; j++) __builtin_prefetch(c + i * ldc + j * W, 1);
   if (a.column == 1)
     tile<M, N, true>(a, b, ldb, depth, finish);
   else
