@@ -13,12 +13,12 @@ export PYTHONDONTWRITEBYTECODE :=
 demo: weights  ## convert published weights through every framework and back
 	$(RUN) python -m experiments.real_weights .weights
 
-train: $(VENV)/installed  ## a small Flax transformer; with Flax's own attention beside it
+train: native  ## a small Flax transformer; with Flax's own attention beside it
 	rm -rf build/train
-	$(RUN) python -m experiments.train --side-by-side 50 --write
+	$(RUN) PYTHONPATH=native python -m experiments.train --side-by-side 50 --write
 
-report: weights  ## every experiment on one page, build/report/index.html; runs what is stale
-	$(RUN) python -m experiments.report
+report: weights native  ## every experiment on one page, build/report/index.html; runs what is stale
+	$(RUN) PYTHONPATH=native python -m experiments.report
 
 docs: $(VENV)/installed  ## the site, in build/docs
 	$(RUN) NO_MKDOCS_2_WARNING=1 python -m mkdocs build --strict -f docs/mkdocs.yml
@@ -44,11 +44,11 @@ newest oldest: $(VENV)/installed  ## core tests on the newest JAX and Flax, and 
 h100: $(VENV)/installed  ## programs compiled for an H100, without one: about 10 minutes and 2.2 GB
 	.ci/h100
 
-bench: $(VENV)/installed  ## some shapes of every kind against every peer: 5 minutes on a quiet machine
-	$(RUN) python -m experiments.benchmarks --write
+bench: native  ## some shapes of every kind against every peer: 5 minutes on a quiet machine
+	$(RUN) PYTHONPATH=native python -m experiments.benchmarks --write
 
-bench-full: $(VENV)/installed  ## every shape
-	$(RUN) python -m experiments.benchmarks --full --write
+bench-full: native  ## every shape
+	$(RUN) PYTHONPATH=native python -m experiments.benchmarks --full --write
 
 test-slow: weights native  ## every test, compiled as users do, with more examples and other backends
 	$(RUN) JAXMHA_OPTIMISED=1 python -m pytest -q -n 2 --dist worksteal -m "slow or not slow"

@@ -422,7 +422,7 @@ def test_some_cases_are_measured_again(
         for i, (name, case) in enumerate(zip(names, chosen.cases, strict=True))
     ]
     results = {
-        **{key: chosen.identity[key] for key in ("machine", "versions", "settings")},
+        **{key: chosen.identity[key] for key in ("machine", "versions", "settings", "native")},
         "rounds": 7,
         "threads": chosen.threads,
         "cases": entries,

@@ -172,7 +172,7 @@ def collect(chosen: Namespace) -> dict[str, Any]:
         "digest": chosen.digest,
         "seconds": round(chosen.spent + passed()),
         "asked": len(chosen.answered),
-        **{name: chosen.identity[name] for name in ("machine", "versions", "settings")},
+        **{name: chosen.identity[name] for name in ("machine", "versions", "settings", "native")},
         "threads": chosen.threads,
         "rounds": chosen.rounds,
         "peers": {p: {"about": PEERS[p].about, "absent": PEERS[p].absent} for p in chosen.peers},

@@ -2,6 +2,7 @@
 makes the pages and the README's part again from the stored JSON."""
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import geometric_mean
@@ -127,9 +128,50 @@ def with_memory(results: dict[str, Any]) -> list[Entry]:
     return [e for e in results["cases"] if any("memory" in found for found in e["peers"].values())]
 
 
-def readme_part(results: dict[str, Any], page: str, figure: str) -> str:
+def kernels(results: dict[str, Any]) -> str:
+    """Which kernels ran: they are in C++ where jaxmha-cpu is installed."""
+    reason = results["native"]
+    return f"jaxmha with{'' if reason == 'used' else 'out'} its native kernels"
+
+
+def folder_of(results: dict[str, Any]) -> str:
+    """The folder of a processor's results: `intel-xeon`."""
+    words = re.findall(r"[a-z0-9]+", re.sub(r"\(\w+\)|cpu|processor", "", processor(results).lower()))
+    return "-".join(words)
+
+
+def processor(results: dict[str, Any]) -> str:
+    """As the system names it."""
+    return str(results["machine"]["processor"])
+
+
+def elsewhere(folder: Path = RESULTS) -> dict[str, str]:
+    """Processor -> the page of its results, of those whose place a later run took."""
+    found = {path: json.loads(path.read_text()) for path in sorted(folder.glob("*/*.json"))}
+    return {
+        processor(results): path.with_suffix(".md").relative_to(folder).as_posix()
+        for path, results in found.items()
+    }
+
+
+def set_aside(results: dict[str, Any], folder: Path) -> None:
+    """Moves the stored results of another processor, whose place these take, to their own folder."""
+    name = results["selection"]
+    path = folder / f"{name}.json"
+    if not path.is_file() or processor(other := json.loads(path.read_text())) == processor(results):
+        return
+    aside = folder / folder_of(other)
+    aside.mkdir(exist_ok=True)
+    for kind in ("png", "md", "json"):
+        path.with_suffix(f".{kind}").replace(aside / f"{name}.{kind}")
+
+
+def readme_part(
+    results: dict[str, Any], page: str, figure: str, folder: Path = RESULTS
+) -> str:
     """Summary, versions and figure."""
-    return fill(globals(), "readme.md", results=results, page=page, figure=figure)
+    others = elsewhere(folder)
+    return fill(globals(), "readme.md", results=results, page=page, figure=figure, others=others)
 
 
 def filled(text: str, part: str) -> str:
@@ -156,11 +198,12 @@ def write(results: dict[str, Any], folder: Path = RESULTS, readme: Path | None =
         figure.draw(results, new / f"{name}.png")
         if newest := latest(folder, results) == name:
             figure.draw(some(results), new / SOME)
+        set_aside(results, folder)
         for path in new.iterdir():
             path.replace(folder / path.name)
     if readme is not None and newest:
         place = folder.relative_to(readme.parent).as_posix()
-        part = readme_part(results, f"{place}/{name}.md", f"{place}/{SOME}")
+        part = readme_part(results, f"{place}/{name}.md", f"{place}/{SOME}", folder)
         readme.write_text(filled(readme.read_text(), part))
     return folder / f"{name}.md"
 
@@ -192,5 +235,7 @@ def present(results: dict[str, Any]) -> list[str]:
 
 
 if __name__ == "__main__":
+    for stored in sorted(RESULTS.glob("*/*.json")):
+        write(json.loads(stored.read_text()), stored.parent, readme=None)
     for stored in sorted(RESULTS.glob("*.json")):
         write(json.loads(stored.read_text()))

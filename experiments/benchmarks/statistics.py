@@ -126,19 +126,19 @@ def _to(peers: Iterable[str]) -> Callable[[Entry], float | None]:
 
 
 GOALS: tuple[Goal, ...] = (
-    Goal("layer, forward, T >= 512 / fastest peer", _layer("forward", least=512), _to(OTHERS), 0.9, 1.05),
-    Goal("layer, forward, causal or padded, T >= 512 / fastest peer", _layer("forward", "causal", "padded", least=512), _to(OTHERS), 0.7),
-    Goal("layer, forward, T < 512 / fastest on JAX", _layer("forward", below=512), _to(ON_JAX), None, 1.0),
-    Goal("layer, forward + backward, T >= 512 / fastest peer", _layer("backward", least=512), _to(OTHERS), 0.9, 1.05),
+    Goal("layer, forward, T >= 512 / fastest peer", _layer("forward", least=512), _to(OTHERS), 0.85, 1.0),
+    Goal("layer, forward, causal or padded, T >= 512 / fastest peer", _layer("forward", "causal", "padded", least=512), _to(OTHERS), 0.65),
+    Goal("layer, forward, T < 512 / fastest on JAX", _layer("forward", below=512), _to(ON_JAX), 0.85, 1.0),
+    Goal("layer, forward + backward, T >= 512 / fastest peer", _layer("backward", least=512), _to(OTHERS), 0.85, 1.0),
     Goal("forward + backward of one head / fastest of torch", lambda c: c.direction == "backward" and c.B * c.N == 1, _to(TORCH), None, 0.7),
-    Goal("layer, forward, T < 512 / fastest of torch, as if products were as fast", _layer("forward", below=512), lambda e: (gap_to_torch(e) or (None,) * 3)[2], None, 1.0),
+    Goal("layer, forward, T < 512 / fastest of torch, as if products were as fast", _layer("forward", below=512), lambda e: (gap_to_torch(e) or (None,) * 3)[2], None, 0.95),
     Goal("layer, T >= 2048 / its work at the rate of XLA's plain square product", lambda c: c.scope == "layer" and c.T >= 2048, to_products, None, 1 / 0.85),
     Goal("everything / fastest on JAX", lambda c: True, _to(ON_JAX), None, 1 / 1.2),
     Goal("T >= 2048 / fastest on JAX", lambda c: c.T >= 2048, _to(ON_JAX), None, 1 / 3),
     Goal("T >= 4096 / fastest on JAX", lambda c: c.T >= 4096, _to(ON_JAX), None, 1 / 4),
     Goal("seconds to compile a layer", lambda c: c.scope == "layer", lambda e: e["peers"].get(OURS, {}).get("compile"), None, 2.0),
-    Goal("layer of Flax with attention_fn / without, T = 1024", lambda c: c.scope == "layer" and 1024 <= c.T < 2048, lambda e: swapped_relative(e, time_of), None, 1 / 2),
-    Goal("layer of Flax with attention_fn / without, T >= 2048", lambda c: c.scope == "layer" and c.T >= 2048, lambda e: swapped_relative(e, time_of), None, 1 / 3),
+    Goal("layer of Flax with attention_fn / without, T = 1024", lambda c: c.scope == "layer" and 1024 <= c.T < 2048, lambda e: swapped_relative(e, time_of), None, 0.45),
+    Goal("layer of Flax with attention_fn / without, T >= 2048", lambda c: c.scope == "layer" and c.T >= 2048, lambda e: swapped_relative(e, time_of), None, 0.25),
     Goal("growth of memory, layer of Flax with attention_fn / without, T >= 2048", lambda c: c.scope == "layer" and c.T >= 2048, lambda e: swapped_relative(e, memory_of), None, 1 / 2),
     Goal("growth of memory, T >= 2048 / smallest on JAX", lambda c: c.T >= 2048, lambda e: memory_relative(e, ON_JAX), None, 0.5),
 )  # fmt: skip

@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxmha.bench import machine
 from jaxmha.bench.measure import NOTHING
+from jaxmha.implementations.native import library
 
 ROOT = Path(__file__).parents[2]
 BUILD = ROOT / "build" / "benchmarks"
@@ -20,8 +21,8 @@ TIMED = "jaxmha/**/*.py"
 def identity(**options: Any) -> dict[str, Any]:
     """Facts that must agree before times may be in one table.
 
-    These are the machine, versions, environment settings, sources of library and peers, and
-    options.
+    These are the machine, versions, environment settings, the native kernels or the reason why
+    they do not run, sources of library and peers, and options.
     """
     sources = hashlib.sha256()
     for path in sorted(ROOT.glob(TIMED)):
@@ -30,6 +31,7 @@ def identity(**options: Any) -> dict[str, Any]:
         "machine": machine.describe(),
         "versions": machine.versions(),
         "settings": machine.settings(),
+        "native": library.unavailable() or "used",
     }
     return {**about, "sources": sources.hexdigest(), **options}
 

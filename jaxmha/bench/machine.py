@@ -35,12 +35,13 @@ def versions() -> dict[str, str]:
 
 
 def settings() -> dict[str, str]:
-    """Variables of the environment that frameworks and the allocator listen to.
+    """Variables of the environment that the speed of frameworks and the allocator depends on.
 
     >>> "PATH" in settings()
     False
     """
-    listened = ("XLA_FLAGS", "TF_", "OMP_", "GOMP_", "KMP_", "MKL_", "MALLOC_")
+    listened = ("XLA_FLAGS", "TF_CPP", "TF_ENABLE", "TF_NUM", "TF_XLA", "OMP_", "GOMP_", "KMP_",
+                "MKL_", "MALLOC_", "JAXMHA_")  # fmt: skip
     return {name: x for name, x in sorted(os.environ.items()) if name.startswith(listened)}
 
 
