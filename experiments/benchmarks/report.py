@@ -136,7 +136,9 @@ def kernels(results: dict[str, Any]) -> str:
 
 def folder_of(results: dict[str, Any]) -> str:
     """The folder of a processor's results: `intel-xeon`."""
-    words = re.findall(r"[a-z0-9]+", re.sub(r"\(\w+\)|cpu|processor", "", processor(results).lower()))
+    words = re.findall(
+        r"[a-z0-9]+", re.sub(r"\(\w+\)|cpu|processor", "", processor(results).lower())
+    )
     return "-".join(words)
 
 
@@ -166,9 +168,7 @@ def set_aside(results: dict[str, Any], folder: Path) -> None:
         path.with_suffix(f".{kind}").replace(aside / f"{name}.{kind}")
 
 
-def readme_part(
-    results: dict[str, Any], page: str, figure: str, folder: Path = RESULTS
-) -> str:
+def readme_part(results: dict[str, Any], page: str, figure: str, folder: Path = RESULTS) -> str:
     """Summary, versions and figure."""
     others = elsewhere(folder)
     return fill(globals(), "readme.md", results=results, page=page, figure=figure, others=others)
