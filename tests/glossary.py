@@ -11,6 +11,7 @@ import re
 import sys
 import tokenize
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -148,12 +149,20 @@ def parts(name: str) -> list[str]:
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower().strip("_").split("_")
 
 
+@cache
+def broken(name: str) -> tuple[Name, ...]:
+    """The rules that an identifier breaks, in one place or another."""
+    whole, words = [name.strip("_").lower()], parts(name)
+    return tuple(
+        rule
+        for rule in NAMES
+        if any(re.fullmatch(rule.pattern, x) for x in (whole if rule.whole else words))
+    )
+
+
 def named(name: str, path: str) -> Iterator[Name]:
-    """The rules that an identifier breaks."""
-    for rule in NAMES:
-        own = [name.strip("_").lower()] if rule.whole else parts(name)
-        if path.startswith(rule.where) and any(re.fullmatch(rule.pattern, x) for x in own):
-            yield rule
+    """The rules that an identifier breaks in its place."""
+    return (rule for rule in broken(name) if path.startswith(rule.where))
 
 
 def written(text: str, path: str) -> Iterator[tuple[Text, re.Match[str]]]:

@@ -153,10 +153,10 @@ def test_another_processor_keeps_its_results(tmp_path: Path) -> None:
 
 
 def test_pages_say_whether_the_native_kernels_ran() -> None:
-    for native, words in (("used", "jaxmha with its"), ("not installed", "jaxmha without its")):
+    for native, text in (("used", "jaxmha with its"), ("not installed", "jaxmha without its")):
         results = stored() | {"native": native}
-        assert f"{words} native kernels" in report.page(results, "quick.png")
-        assert f"{words} native kernels" in report.readme_part(results, "quick.md", "some.png")
+        assert f"{text} native kernels" in report.page(results, "quick.png")
+        assert f"{text} native kernels" in report.readme_part(results, "quick.md", "some.png")
 
 
 STORED = sorted(

@@ -136,10 +136,8 @@ def kernels(results: dict[str, Any]) -> str:
 
 def folder_of(results: dict[str, Any]) -> str:
     """The folder of a processor's results: `intel-xeon`."""
-    words = re.findall(
-        r"[a-z0-9]+", re.sub(r"\(\w+\)|cpu|processor", "", processor(results).lower())
-    )
-    return "-".join(words)
+    name = re.sub(r"\(\w+\)|cpu|processor", "", processor(results).lower())
+    return "-".join(re.findall(r"[a-z0-9]+", name))
 
 
 def processor(results: dict[str, Any]) -> str:
