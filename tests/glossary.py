@@ -152,11 +152,11 @@ def parts(name: str) -> list[str]:
 @cache
 def broken(name: str) -> tuple[Name, ...]:
     """The rules that an identifier breaks, in one place or another."""
-    whole, words = [name.strip("_").lower()], parts(name)
+    whole, apart = [name.strip("_").lower()], parts(name)
     return tuple(
         rule
         for rule in NAMES
-        if any(re.fullmatch(rule.pattern, x) for x in (whole if rule.whole else words))
+        if any(re.fullmatch(rule.pattern, x) for x in (whole if rule.whole else apart))
     )
 
 
