@@ -96,6 +96,13 @@ def test_no_tensors(suffix: str, tmp_path: Path) -> None:
     assert_same(path, {})
 
 
+def test_empty_tensors_with_long_axes(tmp_path: Path) -> None:
+    tensors = {"a/vars/0": np.zeros((0, 2**50), np.float32), "b": np.zeros((3, 0, 2**40), np.int8)}
+    for suffix in ("safetensors", "npz", "pt", "weights.h5", "orbax"):
+        checkpoint.write(tmp_path / f"m.{suffix}", tensors)
+        assert_same(tmp_path / f"m.{suffix}", tensors)
+
+
 @pytest.mark.parametrize("suffix", HELD)
 def test_equal_tensors_give_equal_files(suffix: str, tmp_path: Path) -> None:
     tensors: dict[str, np.ndarray] = {

@@ -100,7 +100,7 @@ def write(path: Path, plan: WriteJob) -> None:
     tensorstore, names = tensorstore_for(plan.path), _names(plan)
     store = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{os.path.abspath(path)}/"}}
     for name, info in plan.info.items():
-        row = max(1, math.prod(info.shape[1:]) * info.dtype.itemsize)
+        row = math.prod(info.shape[1:]) * info.dtype.itemsize if info.size else 1
         chunk = chunk_shape(info)
         rows = chunk[0] if chunk else 1
         metadata = {

@@ -37,6 +37,8 @@ def tensorstore_for(path: Path) -> ModuleType:
 
 def chunk_shape(info: TensorInfo) -> list[int]:
     """The chunk shape to write; for a large tensor, an eighth of each of the first two axes."""
+    if not info.size:  # other axes may be longer than any chunk that is read
+        return [1] * len(info.shape)
     shape, row = info.shape, max(1, math.prod(info.shape[1:]) * info.dtype.itemsize)
     first = [-(-n // _PARTS) for n in shape[:2]] if info.nbytes >= _LARGE else list(shape[:2])
     chunk = [max(1, n) for n in (*first, *shape[2:])]
@@ -85,8 +87,8 @@ class KeyStore:
     ) -> tuple[str, ...]:
         """Checks that every chunk of an array is stored; returns the files and folders of the chunks.
 
-        Raises IncompleteCheckpoint for a missing chunk, which tensorstore would read as zeros.
-        orbax and this module store chunks of zeros too.
+        Raises IncompleteCheckpoint for a missing chunk, which tensorstore would read as zeros, and
+        MalformedFile for inner chunks that overlap. orbax and this module store chunks of zeros too.
         """
         path, wanted = self._folder.path, math.prod(array.grid)
         problem = f"has not all of its {wanted:,} chunks"
@@ -107,9 +109,13 @@ class KeyStore:
             if array.inner is not None:
                 size = array.index_bytes()
                 where = slice(-size, None) if array.inner.at_end else slice(0, size)
-                if not array.is_whole(self._read(place, where, name), numbers):
+                index = self._read(place, where, name)
+                if not array.is_whole(index, numbers):
                     problem = f"has not all inner chunks of {chunk}"
                     raise IncompleteCheckpoint(path, problem, AGAIN, name)
+                if array.shares_bytes(index):
+                    problem = f"stores inner chunks of {chunk} at the same bytes"
+                    raise MalformedFile(path, problem, AGAIN, name)
             files |= dict.fromkeys(self.keys[place])
         return tuple(files) if self._store is not None else (key,)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
+from numpy.typing import NDArray
 
 from jaxmha.checkpoint.casting import DTYPES
 from jaxmha.checkpoint.errors import ForbiddenContent, MalformedFile, UnsupportedDtype
@@ -55,7 +56,8 @@ class Array(NamedTuple):
 
     def chunks(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yields the key and grid position of every chunk."""
-        for numbers in itertools.product(*map(range, self.grid)):
+        axes = self.grid if all(self.grid) else (0,)  # product would list a long axis beside it
+        for numbers in itertools.product(*map(range, axes)):
             key = self.separator.join([*self.first, *map(str, numbers)])
             yield key or "0", numbers  # "0" for an array without axes
 
@@ -71,10 +73,21 @@ class Array(NamedTuple):
         if len(index) < self.index_bytes():
             return False
         each = [c // i for c, i in zip(self.chunk, self.inner.chunk, strict=True)]
-        places = np.frombuffer(index, "<u8", 2 * math.prod(each)).reshape(*each, 2)
+        places = self._places(index).reshape(*each, 2)
         ends = (n - k * c for n, k, c in zip(self.info.shape, numbers, self.chunk, strict=True))
         inside = (slice(-(-end // i)) for end, i in zip(ends, self.inner.chunk, strict=True))
         return not bool((places[tuple(inside)] == _MISSING).any())
+
+    def shares_bytes(self, index: bytes) -> bool:
+        """True if two inner chunks of a chunk are stored at the same bytes."""
+        places = self._places(index)
+        stored = places[(places != _MISSING).all(-1)]
+        first, count = stored[np.argsort(stored[:, 0], kind="stable")].T
+        return bool((count[:-1] > np.diff(first)).any())  # no sum of the two, which may overflow
+
+    def _places(self, index: bytes) -> NDArray[np.uint64]:
+        """Offset and length of every inner chunk, in C order."""
+        return np.frombuffer(index, "<u8", self.index_bytes() // 16 * 2).reshape(-1, 2)
 
 
 def read2(path: Path, name: str, document: dict[str, Any]) -> Array:

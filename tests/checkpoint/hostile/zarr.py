@@ -139,6 +139,28 @@ def zarr3_inner_chunk_is_missing_from_the_start(path: Path) -> None:
     zarr3(path, sharded((1, 3), at_end=False), {"c/0/0": shard(parts, at_end=False)})
 
 
+def overlapping(path: Path, *places: tuple[int, int]) -> None:
+    """Two inner chunks at the given offsets and lengths of one chunk."""
+    index = b"".join(struct.pack("<2Q", *place) for place in places)
+    data = W.tobytes() + index + crc32c(index).to_bytes(4, "little")
+    zarr3(path, sharded((1, 3)), {"c/0/0": data})
+
+
+@case(".orbax", ck.MalformedFile)
+def zarr3_inner_chunks_are_one(path: Path) -> None:
+    overlapping(path, (0, 12), (0, 12))
+
+
+@case(".orbax", ck.MalformedFile)
+def zarr3_inner_chunks_overlap(path: Path) -> None:
+    overlapping(path, (12, 12), (8, 12))
+
+
+@case(".orbax", ck.MalformedFile)
+def zarr3_inner_chunks_overlap_beyond_2_64(path: Path) -> None:
+    overlapping(path, (4, 2**64 - 8), (12, 12))
+
+
 @case(".orbax", ck.IncompleteCheckpoint)
 def zarr3_chunk_under_the_old_key(path: Path) -> None:
     zarr3(path, {}, {"0.0": W.tobytes()})
