@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 
 import jaxmha
+from jaxmha.implementations.tiled import feature_order
+from jaxmha.implementations.tiled.tiling import tiling_for
 from tests import conformance
 
 OPTIMISED = True  # compiled as users compile it
@@ -129,12 +131,16 @@ def errors(found: dict[str, Any], wanted: dict[str, Any]) -> dict[str, float]:
     """RMS errors in units of rounding."""
     rms = {}
     for name in NAMES:
-        exact_one = wanted[name]
-        rounding = exact_one.astype(np.float32) - exact_one
-        unit = max(float(np.sqrt((rounding**2).mean())), float(np.finfo(np.float32).tiny))
-        error = np.asarray(found[name], np.float64) - exact_one
-        rms[name] = float(np.sqrt((error**2).mean())) / unit
+        rms[name] = rms_error(found[name], wanted[name])
     return rms
+
+
+def rms_error(found: Any, wanted: Any) -> float:
+    """The RMS error in units of rounding."""
+    rounding = wanted.astype(np.float32) - wanted
+    unit = max(float(np.sqrt((rounding**2).mean())), float(np.finfo(np.float32).tiny))
+    error = np.asarray(found, np.float64) - wanted
+    return float(np.sqrt((error**2).mean())) / unit
 
 
 def measure(case: Case, names: tuple[str, ...]) -> dict[str, dict[str, float]]:
@@ -187,6 +193,46 @@ def test_the_worst_of_small_and_odd_sizes(ours: str) -> None:
     """Rounding of logits, scaled queries and delta, and long sums, cost up to 4 times the error."""
     for name, found in ratios(ours, WORST).items():
         assert found.max() <= 2.0, (name, WORST[int(found.argmax())])
+
+
+def test_the_largest_feature_is_added_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where one feature is far larger, each sum of a logit after it rounds to its digits."""
+    case = Case((1, 307, 311, 1, 64), False, "outlier feature")
+    arrays, attend = (
+        draw(case),
+        functools.partial(jaxmha.dot_product_attention, implementation="blocked"),
+    )
+    monkeypatch.setattr(feature_order, "LEAST", 100)
+    wanted = exact(case, arrays)["dk"]
+    found = {}
+    for name, order in (("second", np.arange(64)), ("last", np.roll(np.arange(64), -2))):
+        query, key, value = arrays[0][..., order], arrays[1][..., order], arrays[2]
+        d_key = jax.vjp(attend, query, key, value)[1](arrays[3])[1]
+        found[name] = rms_error(d_key, wanted[..., order])
+    assert found["second"] < 1.5 * found["last"]
+
+
+@pytest.mark.parametrize(("N", "K"), [(2, 2), (6, 2)])
+def test_exchanged_features(N: int, K: int) -> None:
+    """Each key head has a largest feature of its own, and exchanging twice changes nothing."""
+    rng = np.random.default_rng(0)
+    query, key = (rng.standard_normal((3, n, 1031, 5)).astype("f") for n in (N, K))
+    largest = rng.integers(5, size=(3, K))
+    for b, k in np.ndindex(3, K):
+        key[b, k, 7, largest[b, k]] = 1e6
+    tiling = tiling_for(jnp.asarray(query), jnp.asarray(key), platform="cpu", plain=True)
+    feature = feature_order.largest_feature(tiling, jnp.asarray(query), jnp.asarray(key), "cpu")
+    np.testing.assert_array_equal(feature, largest)
+    given = jnp.asarray(query), jnp.asarray(key)
+    moved = feature_order.exchanged(feature, given)
+    for x, y in zip((query, key), moved, strict=True):
+        of_head = largest if x.shape[1] == K else np.repeat(largest, N // K, 1)
+        for b, n in np.ndindex(3, x.shape[1]):
+            order = [*range(5)]
+            order[of_head[b, n]], order[4] = 4, of_head[b, n]
+            np.testing.assert_array_equal(y[b, n], x[b, n][:, order])
+    for x, y in zip(given, feature_order.exchanged(feature, moved), strict=True):
+        np.testing.assert_array_equal(x, y)
 
 
 @pytest.mark.slow

@@ -33,6 +33,7 @@ from jaxmha.implementations.tiled import attended, bands, block_mask, layout, pe
 from jaxmha.implementations.tiled.bands import OutAndLse
 from jaxmha.implementations.tiled.block_mask import NO_CONDITIONS, Conditions
 from jaxmha.implementations.tiled.dropout import Seed, seed_of
+from jaxmha.implementations.tiled.feature_order import exchanged, largest_feature
 from jaxmha.implementations.tiled.loop import backward, backward_inputs, forward, normalize
 from jaxmha.implementations.tiled.per_device import KEYS, CoreInputs
 from jaxmha.implementations.tiled.tile import Config
@@ -376,6 +377,8 @@ def _backward(
     """Gradients of query, key, value, bias and the arrays of the score function, on one device."""
     query, key, value, bias, traced, seed, mod = inputs
     tiling = _gradient_tiling(tiling, config, query, key, bias, seed, mod)
+    last = largest_feature(tiling, query, key, config.platform)
+    query, key = exchanged(last, (query, key))
     per_row = backward_inputs(tiling, query, softmax if tiling.kv_tiles > 1 else None, *cotangents)
     kv_tiles = layout.to_kv_tiles(tiling, key), layout.to_kv_tiles(tiling, value)
     more, (dq, dk, dv) = backward(tiling, config, *per_row, *kv_tiles, bias, traced, seed, mod)
@@ -384,6 +387,7 @@ def _backward(
         d_bias = d_bias[:, :, : bias.shape[2], : bias.shape[3]].astype(bias.dtype)
     dk, dv = (layout.from_kv_tiles(tiling, x) for x in (dk, dv))
     dq = layout.from_query_tiles(tiling, jnp.swapaxes(dq, -1, -2))
+    dq, dk = exchanged(last, (dq, dk))
     return dq, dk, dv, d_bias, more.floats
 
 

@@ -1,0 +1,54 @@
+"""The order in which the matmul of logits adds features.
+
+The matmul of XLA:CPU adds the terms of a sum one by one, and every partial sum rounds. Where one
+feature has far larger terms than all others, as in many trained models, each sum after that term
+rounds to the digits of the term. If the term comes last, one sum does.
+"""
+
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float, Int
+
+from jaxmha.implementations.tiled.tiling import Tiling
+
+Arrays = TypeVar("Arrays", bound=tuple[jax.Array, ...])
+LEAST = 1024  # queries and keys from which the order costs less than 3 % of a gradient
+
+
+def largest_feature(
+    tiling: Tiling,
+    query: Float[jax.Array, "B N T H"],
+    key: Float[jax.Array, "B K S H"],
+    platform: str,
+) -> Int[jax.Array, "B K"] | None:
+    """The feature with the largest product of a query and a key, by key head; None: the order stays.
+
+    Logits of several KV tiles must round as in the forward pass, so that their order stays.
+    """
+    if platform != "cpu" or tiling.kv_tiles > 1 or min(tiling.T, tiling.S) < LEAST:
+        return None
+    queries = jnp.abs(query).max(2).reshape(tiling.B, tiling.K, tiling.G, -1).max(2)
+    return (queries * jnp.abs(key).max(2)).argmax(-1)
+
+
+def exchanged(feature: Int[jax.Array, "B K"] | None, arrays: Arrays) -> Arrays:
+    """Exchanges a feature and the last one of arrays `B N T H` or `B K S H`; None: changes nothing.
+
+    To exchange them again restores the order.
+    """
+    if feature is None:
+        return arrays
+    return tuple(_exchanged(feature, x) for x in arrays)  # type: ignore[return-value]
+
+
+def _exchanged(feature: Int[jax.Array, "B K"], x: jax.Array) -> jax.Array:
+    (B, K), H = feature.shape, x.shape[-1]
+    grouped = x.reshape(B, K, -1, *x.shape[2:])
+    at = feature.reshape(B, K, 1, 1, 1)
+    found = jnp.take_along_axis(grouped, at, -1)
+    index = np.arange(H).reshape(1, 1, 1, 1, H)
+    moved = jnp.where(index == at, grouped[..., -1:], jnp.where(index == H - 1, found, grouped))
+    return moved.reshape(x.shape)
