@@ -79,8 +79,12 @@ def read(path: Path) -> Json:
 @lru_cache(maxsize=1)
 def _parsed(path: Path, raw: bytes) -> Json:
     """The parsed content of a configuration; cached, since one command reads it several times."""
-    load = yaml_text.load if path.suffix == ".yaml" else json_text.load
-    content: Json = other_configs.translated(load(raw, Budget(path, len(raw), _LIMITS)))
+    budget = Budget(path, len(raw), _LIMITS)
+    if path.suffix == ".yaml":
+        found = yaml_text.load(raw, budget)
+    else:
+        found = json_text.load(raw, budget, object_pairs_hook=json_text.unique)
+    content: Json = other_configs.translated(found)
     return content
 
 

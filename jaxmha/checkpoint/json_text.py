@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxmha.checkpoint.errors import AmbiguousFile, CheckpointError, MalformedFile
+from jaxmha.checkpoint.errors import AmbiguousFile, CheckpointError, MalformedFile, shown
 from jaxmha.checkpoint.limits import Budget
 
 # Upper bounds of memory in CPython per punctuation mark, in bytes: comma: a list item with a small
@@ -59,6 +59,21 @@ def load(raw: bytes, budget: Budget, compact: Compact | None = None, **hooks: An
     found = json.loads(text, **hooks)
     budget.give_back(text_bytes)
     return found
+
+
+def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object as a dict: a hook for `load`.
+
+    Raises ValueError if a key is there twice.
+    """
+    items = dict(pairs)
+    if len(items) != len(pairs):
+        raise ValueError(f"it has the key {shown(_twice(pairs))} twice")
+    return items
+
+
+def _twice(pairs: list[tuple[str, Any]]) -> str:
+    return Counter(key for key, _ in pairs).most_common(1)[0][0]
 
 
 def _without_strings(raw: bytes) -> Iterator[bytes]:
@@ -108,18 +123,17 @@ def parse(
     if not raw.startswith(b"{") or not raw.endswith((b"}", b" ")):
         raise MalformedFile(path, "the JSON does not run from '{' to '}'", remedy, member)
 
-    def unique(pairs: list[tuple[str, Any]]) -> Any:
+    def once(pairs: list[tuple[str, Any]]) -> Any:
         items = dict(pairs)
         if len(items) != len(pairs):
-            ((twice, _),) = Counter(key for key, _ in pairs).most_common(1)
-            raise AmbiguousFile(path, "the JSON has this key twice", remedy, twice)
+            raise AmbiguousFile(path, "the JSON has this key twice", remedy, _twice(pairs))
         return compact.made(items) if compact else items
 
     def refused(text: str) -> Any:
         raise MalformedFile(path, f"the JSON has the number {text[:40]}", remedy, member)
 
     hooks = {
-        "object_pairs_hook": unique,
+        "object_pairs_hook": once,
         "parse_float": float if numbers else refused,
         "parse_constant": refused,
     }

@@ -406,6 +406,14 @@ def test_texts_that_are_no_utf_8_are_refused(tmp_path: Path) -> None:
     with pytest.raises(checkpoint.UnsupportedFormat, match="is not UTF-8"):
         checkpoint.write(tmp_path / name, state)
     assert not list(tmp_path.iterdir())
+    checkpoint.write(tmp_path / "m.orbax", state)
+    named = tmp_path / os.fsdecode(b"\xff.orbax")
+    with pytest.raises(checkpoint.UnsupportedFormat, match="is not UTF-8"):
+        checkpoint.write(named, state)
+    (tmp_path / "m.orbax").rename(named)
+    with pytest.raises(checkpoint.UnsupportedFormat, match="is not UTF-8"):
+        checkpoint.open(named)
+    assert list(tmp_path.iterdir()) == [named]
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".weights.h5", ".orbax", ".npz"])

@@ -23,6 +23,10 @@ def run(*arguments: Any) -> Any:
 UNREADABLE: dict[str, Callable[[Path], Any]] = {
     "half": lambda path: path.write_text('{"num_attention_heads": 2,'),
     "empty": lambda path: path.write_text(""),
+    "a key twice": lambda path: path.write_text(
+        '{"num_attention_heads": 2, "num_attention_heads": 4}'
+    ),
+    "a key twice within": lambda path: path.write_text('{"rope_scaling": {"a": 1, "a": 2}}'),
     "FIFO": os.mkfifo,
     "folder": lambda path: path.mkdir(),
     "link to nothing": lambda path: path.symlink_to("blobs/none"),

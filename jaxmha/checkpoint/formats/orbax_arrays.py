@@ -1,6 +1,7 @@
 """The arrays in an orbax folder: checks of their stored chunks, and reading with tensorstore."""
 
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -9,10 +10,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxmha.checkpoint import json_text
-from jaxmha.checkpoint.errors import IncompleteCheckpoint, MalformedFile, MissingDependency, damage
+from jaxmha.checkpoint.errors import (
+    IncompleteCheckpoint,
+    MalformedFile,
+    MissingDependency,
+    UnsupportedFormat,
+    damage,
+)
 from jaxmha.checkpoint.folder import Folder
 from jaxmha.checkpoint.formats import ocdbt, zarr
-from jaxmha.checkpoint.limits import Budget
+from jaxmha.checkpoint.limits import Budget, is_text
 from jaxmha.checkpoint.tensor import TensorInfo, to_bytes
 
 AGAIN = "save it again with orbax"
@@ -22,11 +29,14 @@ _NODES = 8 << 20  # bytes of database nodes to cache
 
 
 def tensorstore_for(path: Path) -> ModuleType:
-    """Imports tensorstore; `path` goes into the error message.
+    """Imports tensorstore to read or write the folder `path`.
 
     Raises:
-        MissingDependency.
+        MissingDependency.  UnsupportedFormat: tensorstore takes no path but UTF-8.
     """
+    if not is_text(os.path.abspath(path)):
+        remedy = "rename it, or choose another name"
+        raise UnsupportedFormat(path, "the path is not UTF-8, and tensorstore needs it so", remedy)
     try:
         import tensorstore
     except ImportError as e:
