@@ -215,8 +215,10 @@ def convert(
             plan = taken_from(plan, file, like, in_file)
         groups = keras_order.kept(file, plan.steps)
         found = _resolved(plan, file, in_file, given, like is not None, bool(groups))
-        evident = keras_order.order_is_evident(plan.steps, dict(file.info))
+        ordered = like is not None or given or (bool(groups) and file.ordered)
+        ordered = ordered or not in_file or keras_order.order_is_evident(plan.steps, file.info)
         settings, lost = _format_settings(destination, plan, found, file, groups)
+        settings |= {"ordered": ordered} if in_file else {}
         if resume:
             settings["part"] = part
             settings["resume"] = f"{__version__} {file.digest()} {_what(plan)}"
@@ -232,7 +234,6 @@ def convert(
             progress=progress,
             **settings,
         )
-    ordered = not in_file or given or like is not None or bool(groups) or evident
     unbound = [_UNBOUND] * (given and not plan.digest)
     all_notes = (*plan.notes, *unbound, *found.notes, *lost, *written.notes)
     made = conversion.of(source, destination, plan, found, written, given)
@@ -292,7 +293,7 @@ def _metadata(
 ) -> dict[str, str]:
     """The metadata of the source, with head counts and Keras groups for the destination."""
     metadata = {k: v for k, v in file.metadata.items() if k != keras_groups.METADATA}
-    metadata |= keras_order.to_metadata(groups, plan.steps)
+    metadata |= keras_order.to_metadata(groups, plan.steps) if file.ordered else {}
     metadata = {k: v for k, v in metadata.items() if not k.startswith(behaviours.METADATA)}
     if plan.to == "jaxmha":
         metadata |= behaviours.to_metadata((s.target, block) for s, block in found.blocks.items())

@@ -142,7 +142,10 @@ def _read_state(
     taken = frozenset(name for block in found for name in block.keys.values())
     taken |= {name for block in latents for name in block.keys.values()}
     groups = keras_groups.of(names, metadata)
-    source = Source(state, state, tuple(found), taken, names, groups, latents=latents)
+    ordered = file is None or file.ordered
+    source = Source(
+        state, state, tuple(found), taken, names, groups, latents=latents, ordered=ordered
+    )
     return Comparand(compared, source)
 
 

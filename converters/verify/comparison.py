@@ -95,6 +95,7 @@ class Report:
       blocks: pairs of attention blocks. only_a, only_b: names of blocks without a counterpart.
       outside: tensors outside attention that differ: name in the first source -> the difference.
       not_compared: tensors that have no counterpart, or are not numeric.
+      unproven: facts that no tensor shows, such as the order of layers in a Keras file.
     """
 
     blocks: tuple[BlockReport, ...]
@@ -103,6 +104,7 @@ class Report:
     notes: tuple[str, ...] = field(default=())
     outside: Mapping[str, str] = field(default_factory=dict)
     not_compared: tuple[Left, ...] = ()
+    unproven: tuple[str, ...] = ()
 
     @property
     def different(self) -> bool:
@@ -112,16 +114,16 @@ class Report:
 
     @property
     def same(self) -> bool:
-        """True if every tensor of both sources was compared and found the same."""
-        return not self.different and not self.not_compared
+        """True if every tensor of both sources was compared and found the same, and that is all."""
+        return not self.different and not self.not_compared and not self.unproven
 
     def __bool__(self) -> bool:
         return self.same
 
     @property
     def verdict(self) -> str:
-        """The result as text: "the same", "different", or the number of tensors not compared."""
-        return verdict(self.same, self.different, len(self.not_compared))
+        """The result as text: "the same", "different", or what was not compared."""
+        return verdict(self.same, self.different, len(self.not_compared), self.unproven)
 
     def __str__(self) -> str:
         lines = [str(block) for block in self.blocks]
@@ -132,7 +134,7 @@ class Report:
             for name, how in self.outside.items()
         ]
         lines += [printable(f"not compared: {left}") for left in self.not_compared]
-        return "\n".join([*lines, *self.notes])
+        return "\n".join([*lines, *self.notes, *self.unproven])
 
     def to_json(self) -> dict[str, Any]:
         """The fields as JSON-compatible data."""
@@ -166,10 +168,11 @@ def compare(a: AnySource, b: AnySource, *, num_heads: int | None = None, seed: i
     reports = tuple(compare_blocks(x, y, seed) for x, y in pairs)
     rest = other_tensors.compare(first_source.source, second_source.source)
     notes += (*rest.notes, *dict.fromkeys((*first_source.notes, *second_source.notes)))
-    return Report(reports, only_a, only_b, notes, rest.differing, rest.left)
+    unproven = keras_pairs.unproven(first_source.source, second_source.source)
+    return Report(reports, only_a, only_b, notes, rest.differing, rest.left, unproven)
 
 
-def verdict(same: bool, different: bool, left: int) -> str:
+def verdict(same: bool, different: bool, left: int, unproven: Sequence[str] = ()) -> str:
     """Describes the result of a comparison; `left` is the number of tensors not compared.
 
     >>> verdict(False, False, 2)
@@ -177,6 +180,9 @@ def verdict(same: bool, different: bool, left: int) -> str:
     """
     if same:
         return "the same"
+    if unproven:
+        rest = verdict(not (different or left), different, left)
+        return f"not fully compared: tensors by name: {rest}; {'; '.join(unproven)}"
     tensors = f"{left} tensor{' was' if left == 1 else 's were'} not compared"
     if different:
         return f"different; {tensors}" if left else "different"

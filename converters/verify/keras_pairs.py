@@ -12,6 +12,11 @@ from jaxmha.converters.discovery.user_names import dotted
 from jaxmha.converters.verify.comparands import Comparand
 from jaxmha.converters.verify.other_tensors import Source
 
+_ORDER = (
+    "the order of layers of one class and shape in the .weights.h5 file is a guess, and Keras pairs "
+    "layers by it: compare the file with one that the model saved, or convert with --like"
+)
+
 
 def by_group(a: Comparand, b: Comparand) -> tuple[Comparand, Comparand]:
     """Renames the layers of both sources to their groups, if names would pair them differently.
@@ -36,6 +41,17 @@ def by_group(a: Comparand, b: Comparand) -> tuple[Comparand, Comparand]:
     )
     a, b = (_placed(comparand, groups) for comparand, groups in zip((a, b), both, strict=True))
     return a._replace(notes=(note, *a.notes)), b
+
+
+def unproven(a: Source, b: Source) -> tuple[str, ...]:
+    """What a comparison by names leaves open: the order of layers of one class in a Keras file.
+
+    Groups of the other source, from Keras or kept in its metadata, give the order.
+    """
+    for guess, other in ((a, b), (b, a)):
+        if not guess.ordered and not other.groups:
+            return (_ORDER,)
+    return ()
 
 
 def _with_arrays(source: Source) -> dict[str, tuple[str, str]]:

@@ -39,6 +39,7 @@ class Source(NamedTuple):
       names: prefix -> name of a Keras layer. groups: prefix -> (group in a .weights.h5 file, name).
       paths: prefix -> path under which a layer is compared, if that is not its own path.
       latents: blocks of latent attention, whose tensors are taken as well.
+      ordered: False for a Keras file in which the order of layers is a guess.
     """
 
     source: Any
@@ -49,6 +50,7 @@ class Source(NamedTuple):
     groups: Mapping[str, tuple[str, str]] = {}
     paths: Mapping[str, str] = {}
     latents: tuple[LatentBlock, ...] = ()
+    ordered: bool = True
 
 
 EMPTY = Source({}, {})

@@ -75,7 +75,7 @@ def _verdict(report: Report, sources: Sequence[Facts]) -> Iterable[str]:
     says = {
         "good": "Every tensor of both was compared and is the same.",
         "bad": "At least one compared tensor, block or behaviour differs: see below.",
-        "left": "Nothing that was compared differs, but some tensors have no counterpart.",
+        "left": "Nothing that was compared differs, but not everything was compared.",
     }
     yield f"<h1>{names}</h1>"
     yield (

@@ -22,6 +22,8 @@ Progress = Callable[[int, int], None]  # bytes done, bytes in total
 In = TypeVar("In")
 Out = TypeVar("Out")
 _LARGE = 4 << 20
+# Attribute of a .weights.h5 file whose groups may not be in the order of the model's layers.
+UNORDERED = ("jaxmha.order", "unknown")
 _WORKERS = 2  # threads; copying a transposed array takes longer than writing it
 
 
@@ -62,6 +64,7 @@ class Contents:
     load: Callable[[str], np.ndarray]
     metadata: Mapping[str, str] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
+    ordered: bool = True  # False: the numbers of Keras groups are not known to be those of a model
     digests: Mapping[str, str] = field(default_factory=dict)
     others: tuple[str, ...] = ()  # names of entries that are no tensors
     config: Mapping[str, Any] = field(default_factory=dict)  # of .keras: its config.json
@@ -90,6 +93,7 @@ class WriteJob:
     load: Callable[[str], np.ndarray]
     metadata: Mapping[str, str] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
+    ordered: bool = True
     algorithm: str = "sha256"
     keep_digests: bool = True
     refuses_overflow: bool = False
@@ -101,7 +105,7 @@ class WriteJob:
     @property
     def texts(self) -> list[tuple[str, str]]:
         """Metadata and layer names, which the manifest digest covers too."""
-        return [*self.metadata.items(), *self.names.items()]
+        return [*self.metadata.items(), *self.names.items(), *[UNORDERED] * (not self.ordered)]
 
     def casts(self, name: str) -> bool:
         """True if writing this tensor changes its dtype."""

@@ -79,6 +79,8 @@ class Checkpoint(Lazy):
         info: name -> TensorInfo(shape, dtype), known without reading data.
         metadata: the strings that the file keeps with its tensors; empty for Keras files.
         names: Keras only: group path -> the user's name of that layer; empty elsewhere.
+        ordered: False for a .weights.h5 file of jaxmha in which the order of layers of one class is a
+            guess: a Keras model may load the weights of one layer into another.
         digests: name -> digest that the writer stored; empty if it stored none.
         others: torch only: names of numbers, strings and the like, which are not read.
         config: .keras only: the config.json in the archive, as data; empty elsewhere.
@@ -96,6 +98,7 @@ class Checkpoint(Lazy):
         self.digests: Mapping[str, str] = MappingProxyType(dict(contents.digests))
         self.metadata: Mapping[str, str] = MappingProxyType(dict(contents.metadata))
         self.names: Mapping[str, str] = MappingProxyType(dict(contents.names))
+        self.ordered = contents.ordered
         self.others = contents.others
         self.config: Mapping[str, Any] = MappingProxyType(dict(contents.config))
         self.quantised: Mapping[str, str] = MappingProxyType(dict(contents.quantised))

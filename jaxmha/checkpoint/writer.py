@@ -22,7 +22,7 @@ from jaxmha.checkpoint.errors import (
 from jaxmha.checkpoint.folder import Folder
 from jaxmha.checkpoint.formats import orbax, orbax_parts, table
 from jaxmha.checkpoint.limits import UNLIMITED, Budget, is_text
-from jaxmha.checkpoint.plan import Progress, WriteJob
+from jaxmha.checkpoint.plan import UNORDERED, Progress, WriteJob
 from jaxmha.checkpoint.source import Source
 from jaxmha.checkpoint.tensor import TensorInfo
 
@@ -58,6 +58,7 @@ def write(
     *,
     metadata: Mapping[str, str] | None = None,
     names: Mapping[str, str] | None = None,
+    ordered: bool = True,
     force: bool = False,
     source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
     dtype: Wanted | Mapping[str, Wanted] | None = None,
@@ -82,6 +83,8 @@ def write(
         metadata: strings to keep with the tensors; not in .weights.h5. torch, NumPy and the library
             of safetensors ignore them; orbax has them as custom metadata.
         names: names of Keras layers by group path; .weights.h5 only.
+        ordered: False: the order of Keras layers of one class is a guess, which the file then says;
+            .weights.h5 only.
         force: replace an existing target.
         source: files that the tensors came from, which are never replaced; the files of a
             Checkpoint are added automatically.
@@ -106,10 +109,11 @@ def write(
     """
     target = Path(path)
     format = table.for_writing(target)
-    _check_arguments(target, format, metadata or {}, names or {}, shard_size, resume)
+    named = {**(names or {}), **({} if ordered else dict([UNORDERED]))}
+    _check_arguments(target, format, metadata or {}, named, shard_size, resume)
     _check_choices(target, overflow, resume, part)
     plan = _plan(target, tensors, dtype, overflow, digest, progress)
-    plan = changed(plan, metadata=dict(metadata or {}), names=dict(names or {}))
+    plan = changed(plan, metadata=dict(metadata or {}), names=dict(names or {}), ordered=ordered)
     format.check(plan)
     return _write(plan, format, force, _sources(source, tensors), shard_size, resume, part)
 
@@ -233,9 +237,8 @@ def _refuse_other_files(path: Path) -> None:
 
 def compare(plan: WriteJob, written: reader.Checkpoint) -> None:
     """Raises WriteFailed unless a written file has the tensors, texts and digests of the plan."""
-    same = dict(written.info) == dict(plan.info) and (
-        dict(written.metadata) == plan.metadata and dict(written.names) == plan.names
-    )
+    same = dict(written.info) == dict(plan.info) and written.ordered == plan.ordered
+    same = same and dict(written.metadata) == plan.metadata and dict(written.names) == plan.names
     if plan.keep_digests:
         same = same and dict(written.digests) == {n: plan.digests[n] for n in plan.info}
     for name in plan.info if same else ():

@@ -23,7 +23,13 @@ from jaxmha.cli.console import (
 )
 from jaxmha.cli.options import Json, NumHeads, option
 from jaxmha.converters.layout.arrays import NDArray
-from jaxmha.converters.verify import attribution, comparison, forward_check, other_tensors
+from jaxmha.converters.verify import (
+    attribution,
+    comparison,
+    forward_check,
+    keras_pairs,
+    other_tensors,
+)
 from jaxmha.converters.verify.attribution import Attribution, percent
 from jaxmha.converters.verify.captured_layer import Inputs, Layer, as_inputs, of_block
 from jaxmha.converters.verify.comparands import Comparand, ComparedBlock
@@ -71,6 +77,7 @@ class Difference:
         only_a, only_b: names of blocks that only the first, or only the second, source has.
         rest: comparison of the tensors outside attention.
         notes: remarks that are printed for the user.
+        unproven: facts that no tensor shows.
     """
 
     blocks: Mapping[str, Attribution]
@@ -78,6 +85,7 @@ class Difference:
     only_b: Sequence[str]
     rest: other_tensors.Outside
     notes: tuple[str, ...]
+    unproven: tuple[str, ...] = ()
 
     @property
     def different(self) -> bool:
@@ -88,7 +96,7 @@ class Difference:
     @property
     def same(self) -> bool:
         """True if everything was compared and nothing but rounding differs."""
-        return not self.different and not self.rest.left
+        return not self.different and not self.rest.left and not self.unproven
 
     def to_json(self) -> dict[str, Any]:
         """Returns all fields as JSON-compatible data."""
@@ -101,6 +109,7 @@ class Difference:
             "notes": self.notes,
             "outside": self.rest.differing,
             "not_compared": [asdict(left) for left in self.rest.left],
+            "unproven": self.unproven,
         }
 
 
@@ -147,7 +156,8 @@ def command(
             drawn = _inputs(x, file, seed)
             found[x.name or y.name] = _attribute((x, y), drawn, masks, (as_a, as_b))
         rest, more = _rest(sources, block)
-        result = Difference(found, only_a, only_b, rest, (*notes, *more))
+        unproven = () if block else keras_pairs.unproven(*(one.source for one in sources))
+        result = Difference(found, only_a, only_b, rest, (*notes, *more), unproven)
         if as_json:
             print_json(result.to_json())
         else:
@@ -190,7 +200,8 @@ def _print(result: Difference) -> None:
     print_outside(result.rest.differing, result.rest.left)
     for note in result.notes:
         out.print(escape(note), highlight=False)
-    verdict = comparison.verdict(result.same, result.different, len(result.rest.left))
+    left = len(result.rest.left)
+    verdict = comparison.verdict(result.same, result.different, left, result.unproven)
     print_verdict(result.same, verdict)
 
 

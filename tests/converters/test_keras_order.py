@@ -1,5 +1,6 @@
 """Layers of one class and shape come back to Keras as the layers that they were, or it is said."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,45 @@ def test_where_the_order_is_not_kept_nothing_is_verified(
     done = run(*arguments, "--force", "--like", path)
     assert (done.exit_code, "not verified" in printed(done)) == (0, False), printed(done)
     np.testing.assert_array_equal(loaded(made, tmp_path / "b.weights.h5"), expected)
+
+
+def without_groups(saved: tuple[Path, Any, Any], folder: Path) -> Path:
+    """The same layers as other tools write them: nothing gives their order."""
+    pipeline.convert(saved[0], folder / "with.npz", to="flax")
+    with checkpoint.open(folder / "with.npz") as file:
+        checkpoint.write(folder / "a.npz", file)
+    return folder / "a.npz"
+
+
+@pytest.mark.parametrize("command", ["verify", "diff"])
+def test_a_guessed_order_is_never_the_same(
+    command: str, saved: tuple[Path, Any, Any], tmp_path: Path
+) -> None:
+    source, target = without_groups(saved, tmp_path), tmp_path / "b.weights.h5"
+    pipeline.convert(source, target, to="keras")
+    for pair in ((source, target), (target, source)):
+        done = run(command, *pair)
+        assert done.exit_code == 1, printed(done)
+        assert "tensors by name: the same; the order of layers" in printed(done)
+        made = json.loads(run(command, *pair, "--json").stdout)
+        assert (made["same"], made["different"], len(made["unproven"])) == (False, False, 1)
+    pipeline.convert(source, target, to="keras", like=saved[0], force=True)
+    assert run(command, source, target).exit_code == 0
+    assert run(command, source, saved[0]).exit_code == 0  # Keras wrote it
+
+
+def test_a_guessed_order_stays_a_guess(saved: tuple[Path, Any, Any], tmp_path: Path) -> None:
+    source, target = without_groups(saved, tmp_path), tmp_path / "b.weights.h5"
+    pipeline.convert(source, target, to="keras")
+    with checkpoint.open(target) as file:
+        assert not file.ordered
+    for between in ("c.weights.h5", "c.safetensors"):
+        pipeline.convert(target, tmp_path / between, to="keras" if "h5" in between else "flax")
+        done = pipeline.convert(
+            tmp_path / between, tmp_path / "d.weights.h5", to="keras", force=True
+        )
+        assert done.unchecked
+    assert run("verify", target, saved[0]).exit_code == 1  # the norms are in the groups of others
 
 
 def test_a_template_decides_the_order(saved: tuple[Path, Any, Any], tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from jaxmha.checkpoint.errors import (
     PathEscape,
     UnsupportedDtype,
     UnsupportedFormat,
+    shown,
 )
 from jaxmha.checkpoint.formats.hdf5 import file as hdf5_file
 from jaxmha.checkpoint.formats.hdf5.attribute import Attributes
@@ -42,7 +43,7 @@ from jaxmha.checkpoint.formats.hdf5.heap import Texts
 from jaxmha.checkpoint.formats.hdf5.links import links
 from jaxmha.checkpoint.formats.hdf5.type import dataspace, datatype, no_dtype
 from jaxmha.checkpoint.limits import Budget, Limits, check_name
-from jaxmha.checkpoint.plan import Contents, WriteJob
+from jaxmha.checkpoint.plan import UNORDERED, Contents, WriteJob
 from jaxmha.checkpoint.source import Source
 from jaxmha.checkpoint.tensor import BFLOAT16, NUMPY
 
@@ -66,7 +67,7 @@ def read(source: Source, limits: Limits) -> Contents:
     walk = _Walk(file)
     every = walk.all()
     if every is not None:
-        texts = walk.names.items()
+        texts = [*walk.names.items(), *[UNORDERED] * (not walk.ordered)]
         digests.check_manifest(every, walk.budget.info, walk.digests, texts, source.path)
 
     def part(name: str, box: Box) -> np.ndarray:
@@ -76,6 +77,7 @@ def read(source: Source, limits: Limits) -> Contents:
         walk.budget.info,
         lambda name: part(name, ()),
         names=walk.names,
+        ordered=walk.ordered,
         digests=walk.digests,
         view=lambda name: walk.datasets[name].view(source),
         part=part,
@@ -165,6 +167,8 @@ def write(file: BinaryIO, plan: WriteJob) -> None:
                 dataset.attrs[_DIGEST] = np.bytes_(plan.digests[name])
         if plan.keep_digests:
             target.attrs[_DIGEST] = np.bytes_(plan.manifest())
+        if not plan.ordered:
+            target.attrs[UNORDERED[0]] = np.bytes_(UNORDERED[1])
         for group, name in plan.names.items():
             path = f"{group}/{VARIABLES}" if group else VARIABLES
             target.require_group(path).attrs["name"] = name
@@ -178,6 +182,7 @@ class _Walk:
         self.budget = Budget(self.path, file.source.size, self.limits)
         self.texts = Texts(file)
         self.names: dict[str, str] = {}
+        self.ordered = True
         self.digests: dict[str, str] = {}
         self.datasets: dict[str, Dataset] = {}
         self.groups: set[int] = set()
@@ -194,12 +199,20 @@ class _Walk:
             if not _is_group(header):
                 raise ValueError("the root is not a group")
             every = attributes.text(_DIGEST)
+            self.ordered = self.order(attributes)
             if any(key in attributes for key in LEGACY):
                 self.legacy()
             self.group(file.root, header, attributes, "", 1)
         with file.damage("/"):
             file.check_overlaps()
         return every
+
+    def order(self, attributes: Attributes) -> bool:
+        """False if the file says that the order of its layers is unknown."""
+        found = attributes.text(UNORDERED[0])
+        if found not in (None, UNORDERED[1]):
+            raise ValueError(f"{UNORDERED[0]} is {shown(found)}, not {UNORDERED[1]}")
+        return found is None
 
     def legacy(self) -> NoReturn:
         self.file.fail(UnsupportedFormat, "a Keras 2 style .h5 file", _CONVERT_LEGACY)
