@@ -224,6 +224,11 @@ class Checkpoint(Lazy):
         return f"{algorithm}:{state.hexdigest()}"
 
     @property
+    def streams(self) -> bool:
+        """True if `recompute` reads a tensor in pieces."""
+        return self._stream is not None
+
+    @property
     def notes(self) -> tuple[str, ...]:
         """A remark with the number of dequantised tensors of each kind; empty if there are none."""
         kinds = Counter(self.quantised.values())

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxmha import checkpoint
-from jaxmha.checkpoint import settling
+from jaxmha.checkpoint import reader, settling, writer
 
 SUFFIXES = (
     *(".safetensors", ".pt", ".weights.h5", ".npz", ".orbax"),
@@ -248,3 +248,30 @@ def test_keras_files_take_no_more_steps_than_the_writer_counts(
     checkpoint.write(path, tensors, names=groups)
     with checkpoint.open(path, limits=checkpoint.Limits(steps=counted)) as file:
         assert len(file) == 40
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".npz", ".pt", ".orbax", ".weights.h5"])
+@pytest.mark.parametrize("damaged", range(5))
+def test_two_threads_read_back_every_tensor(
+    damaged: int, suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a large file, here of any: one wrong digest is found, and the counts end as they must."""
+    monkeypatch.setattr(writer, "_LARGE", 0)
+    names, counts = [f"{i}/vars/0" for i in range(5)], list[tuple[int, int]]()
+    tensors = {name: np.full((300, 11), i) for i, name in enumerate(names)}
+
+    def progress(done: int, total: int) -> None:
+        counts.append((done, total))
+
+    checkpoint.write(tmp_path / f"good{suffix}", tensors, progress=progress)
+    assert counts[-1][0] == counts[-1][1] == 2 * sum(x.nbytes for x in tensors.values())
+    assert counts == sorted(counts)
+    real = reader.Checkpoint.recompute
+
+    def wrong(self: reader.Checkpoint, name: str, *others: Any) -> str:
+        return real(self, name, *others) + "0" * (name == names[damaged])
+
+    monkeypatch.setattr(reader.Checkpoint, "recompute", wrong)
+    with pytest.raises(checkpoint.WriteFailed, match="does not read back"):
+        checkpoint.write(tmp_path / f"bad{suffix}", tensors)
+    assert [path.name for path in tmp_path.iterdir()] == [f"good{suffix}"]
