@@ -54,7 +54,8 @@ class KVCache(NamedTuple):
 
         Raises:
           ValueError: a size is not an integer of at least 0, or length is more than 2**30.
-          TypeError: dtype is not floating, has no zero (float8_e8m0fnu), or is float64 without x64.
+          TypeError: dtype is not floating, has fewer than 8 bits or no zero (float8_e8m0fnu), or is
+            float64 without x64.
 
         >>> from jaxmha import init_params
         >>> params = init_params(jax.random.key(0), num_heads=2, features=6)

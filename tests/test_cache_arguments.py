@@ -26,6 +26,7 @@ NO_STORAGE = (
     "complex64",
     "int4",
     "float8_e8m0fnu",
+    "float4_e2m1fn",
     "float6_e2m3fn",
 )
 

@@ -44,7 +44,7 @@ def by_group(a: Comparand, b: Comparand) -> tuple[Comparand, Comparand]:
 
 
 def unproven(a: Source, b: Source) -> tuple[str, ...]:
-    """What a comparison by names leaves open: the order of layers of one class in a Keras file.
+    """Facts that a comparison by names leaves open: the order of layers in a Keras file.
 
     Groups of the other source, from Keras or kept in its metadata, give the order.
     """

@@ -56,7 +56,8 @@ class Array(NamedTuple):
 
     def chunks(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yields the key and grid position of every chunk."""
-        axes = self.grid if all(self.grid) else (0,)  # product would list a long axis beside it
+        # `product` lists the numbers of every axis first, and one may be long where another is 0.
+        axes = self.grid if all(self.grid) else (0,)
         for numbers in itertools.product(*map(range, axes)):
             key = self.separator.join([*self.first, *map(str, numbers)])
             yield key or "0", numbers  # "0" for an array without axes
