@@ -1,13 +1,15 @@
-"""Types of the keyword arguments of `dot_product_attention`."""
+"""Keyword arguments of `dot_product_attention`: their types, and the fields of `Semantics` among them."""
 
 from collections.abc import Sequence
-from typing import TypedDict
+from dataclasses import replace
+from typing import Any, TypedDict
 
 from jaxtyping import Float, Integer, PRNGKeyArray
 
 from jaxmha.arrays import Array, DTypeLike
+from jaxmha.checks import require_type
 from jaxmha.mod_arguments import MaskMod, ScoreMod
-from jaxmha.semantics import FullyMasked, Precision
+from jaxmha.semantics import FullyMasked, Precision, Semantics
 
 
 class Options(TypedDict, total=False):
@@ -32,3 +34,30 @@ class Options(TypedDict, total=False):
     mask_mod: MaskMod | None
     sinks: Float[Array, "N"] | None
     implementation: str | Sequence[str] | None
+
+
+# Fields of `Semantics` that are arguments of `dot_product_attention`.
+_FIELDS = (
+    "scale",
+    "logits_soft_cap",
+    "fully_masked",
+    "softmax_dtype",
+    "precision",
+    "dropout_broadcast",
+    "local_window_size",
+)
+
+
+def of_semantics(semantics: Semantics, hint: str = "") -> dict[str, Any]:
+    """The arguments that have these semantics, without dropout.
+
+    Raises ValueError if another field is set; the message has the hint.
+    """
+    require_type(Semantics, semantics=semantics)
+    found = {name: getattr(semantics, name) for name in _FIELDS}
+    if replace(Semantics(), **found) != semantics:
+        raise ValueError(
+            f"semantics may set {', '.join(_FIELDS)} here, got {semantics}: {hint}for the rest "
+            "use jaxmha.multi_head_attention, or a module of jaxmha.flax"
+        )
+    return found

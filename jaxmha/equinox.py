@@ -14,7 +14,8 @@ from jaxtyping import Bool, Float, PRNGKeyArray
 
 from jaxmha.arrays import Array, DTypeLike, require_arrays
 from jaxmha.attention import dot_product_attention, hashable
-from jaxmha.checks import reject_rounding, require_type
+from jaxmha.attention_options import of_semantics
+from jaxmha.checks import reject_rounding
 from jaxmha.extras import needed
 from jaxmha.integers import require_sizes
 from jaxmha.mask import Mask
@@ -29,16 +30,6 @@ __all__ = ["MultiheadAttention"]
 _Heads: TypeAlias = tuple[
     Float[jax.Array, "T N H"], Float[jax.Array, "S K H"], Float[jax.Array, "S K h"]
 ]
-# Fields of `Semantics` that are arguments of `dot_product_attention`.
-_FIELDS = (
-    "scale",
-    "logits_soft_cap",
-    "fully_masked",
-    "softmax_dtype",
-    "precision",
-    "dropout_broadcast",
-    "local_window_size",
-)
 _LEAVES = {f"{name}.{part}" for name in MHAParams._fields[:4] for part in Projection._fields}
 
 
@@ -134,7 +125,8 @@ class MultiheadAttention(equinox.nn.MultiheadAttention):  # type: ignore[misc]
                 )
                 setattr(self, f"{name}_proj", projection)
         self.num_kv_heads = K
-        self.semantics = _supported(semantics)
+        of_semantics(semantics, "dropout_p is an argument; ")
+        self.semantics = semantics
         self.implementation = hashable(implementation)
 
     def __call__(
@@ -200,7 +192,7 @@ class MultiheadAttention(equinox.nn.MultiheadAttention):  # type: ignore[misc]
             *heads,
             bias,
             mask,
-            **{name: getattr(self.semantics, name) for name in _FIELDS},
+            **of_semantics(self.semantics),
             dropout_rate=rate,
             dropout_key=key if rate else None,
             implementation=self.implementation,
@@ -327,15 +319,3 @@ def _projection(linear: "equinox.nn.Linear", heads: int) -> Projection:
     weight, bias = linear.weight, linear.bias
     kernel = weight.T.reshape(weight.shape[1], heads, -1)
     return Projection(kernel, None if bias is None else bias.reshape(heads, -1))
-
-
-def _supported(semantics: Semantics) -> Semantics:
-    """Raises ValueError for a field that `dot_product_attention` does not take."""
-    require_type(Semantics, semantics=semantics)
-    own = replace(Semantics(), **{name: getattr(semantics, name) for name in _FIELDS})
-    if own != semantics:
-        raise ValueError(
-            f"semantics may set {', '.join(_FIELDS)} here, got {semantics}: dropout_p is an argument; "
-            "for the rest use jaxmha.multi_head_attention, or a module of jaxmha.flax"
-        )
-    return semantics

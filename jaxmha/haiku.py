@@ -1,0 +1,154 @@
+"""`haiku.MultiHeadAttention` by jaxmha.
+
+Change one line: `from jaxmha.haiku import MultiHeadAttention`.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Float
+
+from jaxmha.arrays import Array, require_arrays
+from jaxmha.attention import dot_product_attention, hashable
+from jaxmha.attention_options import of_semantics
+from jaxmha.extras import needed
+from jaxmha.mask import Mask
+from jaxmha.semantics import Semantics
+
+with needed("haiku"):
+    import haiku
+
+__all__ = ["MultiHeadAttention"]
+
+Initializer = Callable[[Sequence[int], object], jax.Array]
+
+
+class MultiHeadAttention(haiku.MultiHeadAttention):  # type: ignore[misc]
+    """`haiku.MultiHeadAttention` by jaxmha: same arguments, parameters and names.
+
+    It is a class derived from haiku's. It computes what haiku computes, but for two differences:
+    fully masked rows are 0 (the mean of the values, as in haiku, with
+    `semantics=Semantics.haiku()`), and half precision accumulates in float32.
+
+    Args:
+      num_heads: N.
+      key_size: H.
+      w_init_scale: deprecated in haiku: `w_init`.
+      w_init: draws the kernels.
+      with_bias: of all four projections.
+      b_init: draws the biases, which are 0 by default.
+      value_size: h, default H.
+      model_size: Do, default N * H.
+      name: of the module.
+      semantics: scale, soft cap, fully masked rows, dtype of the softmax, precision and window.
+      implementation: as in `jaxmha.dot_product_attention`.
+
+    Raises:
+      ValueError: no kernels can be drawn, or `semantics` has a field that the module lacks.
+
+    Source: haiku/_src/attention.py of dm-haiku 0.0.17.
+
+    >>> from jaxmha import Mask
+    >>> def layer(x):
+    ...     attention = MultiHeadAttention(2, 3, w_init=haiku.initializers.VarianceScaling())
+    ...     return attention(x, x, x, Mask.causal())
+    >>> model, x = haiku.without_apply_rng(haiku.transform(layer)), jnp.ones((2, 5, 6))
+    >>> model.apply(model.init(jax.random.key(0), x), x).shape
+    (2, 5, 6)
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        key_size: int,
+        w_init_scale: float | None = None,
+        *,
+        w_init: Initializer | None = None,
+        with_bias: bool = True,
+        b_init: Initializer | None = None,
+        value_size: int | None = None,
+        model_size: int | None = None,
+        name: str | None = None,
+        semantics: Semantics = Semantics(),
+        implementation: str | Sequence[str] | None = None,
+    ) -> None:
+        super().__init__(
+            num_heads,
+            key_size,
+            w_init_scale,
+            w_init=w_init,
+            with_bias=with_bias,
+            b_init=b_init,
+            value_size=value_size,
+            model_size=model_size,
+            name=name,
+        )
+        self._options = of_semantics(semantics)
+        self.implementation = hashable(implementation)
+
+    def __call__(
+        self,
+        query: Float[Array, "*B T Dq"],
+        key: Float[Array, "*B S Dk"],
+        value: Float[Array, "*B S Dv"],
+        mask: Array | Mask | None = None,
+        *,
+        bias: Float[Array, "..."] | None = None,
+    ) -> Float[jax.Array, "*B T Do"]:
+        """Attends from `query` to `key` and `value`, which may have any number of batch axes.
+
+        Args:
+          query: `(*B, T, Dq)`.
+          key: `(*B, S, Dk)`.
+          value: `(*B, S, Dv)`.
+          mask: of as many axes as `(*B, N, T, S)`, to which it broadcasts, nonzero = attend; or a
+            `jaxmha.Mask`, whose batch rows are those of all batch axes in order.
+          bias: of as many axes as `(*B, N, T, S)`, added to the logits.
+
+        Raises:
+          ValueError: a shape does not fit.
+        """
+        require_arrays(query=query, key=key, value=value)
+        batch = query.shape[:-2]
+        sizes = {"query": self.key_size, "key": self.key_size, "value": self.value_size}
+        heads = {}
+        for (name, size), x in zip(sizes.items(), (query, key, value), strict=True):
+            projected = self._linear(self.num_heads * size, name)(x)
+            heads[name] = projected.reshape(
+                *_one_axis(x.shape[:-2]), x.shape[-2], self.num_heads, size
+            )
+        if mask is not None and not isinstance(mask, Mask):
+            mask = _by_batch("mask", mask, batch).astype(bool)
+        if bias is not None:
+            bias = _by_batch("bias", bias, batch)
+        out = dot_product_attention(
+            **heads, bias=bias, mask=mask, implementation=self.implementation, **self._options
+        )
+        return self._linear(self.model_size)(out.reshape(*query.shape[:-1], -1))  # type: ignore[no-any-return]
+
+    @haiku.transparent  # type: ignore[untyped-decorator]
+    def _linear(self, size: int, name: str | None = None) -> Callable[[Array], jax.Array]:
+        return haiku.Linear(  # type: ignore[no-any-return]
+            size, w_init=self.w_init, with_bias=self.with_bias, b_init=self.b_init, name=name
+        )
+
+
+def _one_axis(batch: tuple[int, ...]) -> tuple[int, ...]:
+    """No batch axis, or one for all of them."""
+    return (math.prod(batch),) if batch else ()
+
+
+def _by_batch(name: str, array: Array, batch: tuple[int, ...]) -> jax.Array:
+    """A mask or a bias with its batch axes as one; ValueError for another number of axes."""
+    require_arrays(**{name: array})
+    if array.ndim != len(batch) + 3:
+        raise ValueError(
+            f"{name} must have the {len(batch) + 3} axes of the logits, {(*batch, 'N', 'T', 'S')}, "
+            f"each of full size or 1, got shape {array.shape}: insert axes of size 1"
+        )
+    own = array.shape[-3:]
+    if len(batch) < 2:
+        return jnp.asarray(array)
+    return jnp.broadcast_to(array, (*batch, *own)).reshape(*_one_axis(batch), *own)

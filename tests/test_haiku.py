@@ -1,0 +1,155 @@
+"""`jaxmha.haiku` in the place of haiku's own layer."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxmha
+from jaxmha import Mask, Semantics
+from jaxmha.converters import haiku as converter
+from jaxmha.haiku import MultiHeadAttention
+from tests.converters.layers import foreign
+from tests.masks.draws import numbers
+from tests.tolerance import assert_close, assert_same
+
+N, T, S = 2, 5, 7
+SIZES: dict[str, Any] = {"num_heads": N, "key_size": 19, "value_size": 23, "model_size": 17}
+HAIKU = Semantics.haiku()
+
+
+def inputs(*batch: int) -> list[jax.Array]:
+    widths = (11, 13, 3)
+    drawn = [
+        numbers(*batch, x, w, seed=i)
+        for i, (x, w) in enumerate(zip((T, S, S), widths, strict=True))
+    ]
+    return [jnp.asarray(x, jnp.float32) for x in drawn]
+
+
+def model(made: type[hk.Module], **settings: Any) -> Any:
+    """A pure function with one layer; its parameters are drawn, biases too."""
+
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        draw = {
+            "w_init": hk.initializers.VarianceScaling(),
+            "b_init": hk.initializers.RandomNormal(),
+        }
+        return made(**SIZES | draw | settings)(*arguments, **keywords)
+
+    return hk.without_apply_rng(hk.transform(call))
+
+
+def pair(**settings: Any) -> tuple[Any, Any]:
+    return model(MultiHeadAttention, semantics=HAIKU, **settings), model(
+        hk.MultiHeadAttention, **settings
+    )
+
+
+def masks(*batch: int) -> dict[str, Any]:
+    """Of several shapes; the third query has nothing to attend."""
+    full = numbers(*batch, N, T, S) < 0.3
+    full[..., 2, :] = False
+    ones = (1,) * len(batch)
+    return {"none": None, "full": full, "TS": full[..., :1, :, :], "floats": 3.0 * full} | {
+        "one": full.reshape(-1, N, T, S)[:1].reshape(*ones, N, T, S)
+    }
+
+
+@pytest.mark.parametrize("form", ["none", "full", "TS", "floats", "one"])
+@pytest.mark.parametrize("batch", [(), (3,), (3, 2)], ids=str)
+def test_the_same_as_haiku(batch: tuple[int, ...], form: str) -> None:
+    own, other = pair()
+    arguments = (*inputs(*batch), masks(*batch)[form])
+    with foreign():
+        params = other.init(jax.random.key(0), *arguments)
+        expected = np.asarray(other.apply(params, *arguments))
+    mine = own.init(jax.random.key(0), *arguments)
+    jax.tree.map(assert_same, mine, params)  # names too
+    assert_close(own.apply(params, *arguments), expected)
+    assert_close(jax.jit(own.apply)(params, *arguments), expected)
+
+
+def test_without_biases_and_gradients() -> None:
+    own, other = pair(with_bias=False)
+    arguments = (*inputs(3), masks(3)["full"])
+    params = own.init(jax.random.key(0), *arguments)
+    assert {name for arrays in params.values() for name in arrays} == {"w"}
+
+    def gradients(one: Any) -> Any:
+        return jax.grad(lambda p: jnp.sum(one.apply(p, *arguments) ** 2))(params)
+
+    with foreign():
+        expected = gradients(other)
+    jax.tree.map(assert_close, gradients(own), jax.tree.map(np.asarray, expected))
+
+
+def test_masks_biases_and_semantics_that_haiku_lacks() -> None:
+    """Against the layer of jaxmha, with two batch axes; a row of nothing is 0."""
+    options = Semantics(logits_soft_cap=2.0, local_window_size=(2, None))
+    layer = model(MultiHeadAttention, semantics=options, implementation="reference")
+    arrays = inputs(3, 2)
+    lengths = jnp.array([7, 3, 0, 5, 1, 2])
+    bias = jnp.asarray(numbers(3, 2, N, T, S), jnp.float32)
+    mask = Mask.lengths(key_value=lengths)
+    params = layer.init(jax.random.key(0), *arrays)
+    found = layer.apply(params, *arrays, mask, bias=bias)
+    held, _ = converter.from_module(params, num_heads=N)
+    flat = [x.reshape(6, *x.shape[2:]) for x in (*arrays, bias)]
+    expected = jaxmha.multi_head_attention(
+        held,
+        *flat[:3],
+        bias=flat[3],
+        mask=mask,
+        semantics=options,
+        implementation="reference",
+    )
+    assert_close(found.reshape(6, T, -1), np.asarray(expected))
+    assert_same(found[1, 0, 0], jnp.asarray(params["multi_head_attention/linear"]["b"]))
+
+
+@pytest.mark.usefixtures("no_shape_hook")
+def test_refused() -> None:
+    def call(semantics: Semantics = HAIKU, **more: Any) -> None:
+        layer = model(MultiHeadAttention, semantics=semantics)
+        layer.init(jax.random.key(0), *inputs(3), **more)
+
+    with pytest.raises(ValueError, match=r"semantics may set scale, .* got .*clip_qkv=2"):
+        call(Semantics(clip_qkv=2.0))
+    with pytest.raises(
+        ValueError, match=r"mask must have the 4 axes of the logits.*got .*\(5, 7\)"
+    ):
+        call(mask=jnp.ones((T, S), bool))
+    with pytest.raises(ValueError, match="bias must have the 4 axes"):
+        call(bias=jnp.ones((N, T, S)))
+    with pytest.raises(TypeError, match="mask must be an array, got list"):
+        call(mask=[[True]])
+
+
+OWN_TESTS = """
+import sys
+from haiku._src import attention, attention_test
+import jaxmha.haiku as ours
+attention.MultiHeadAttention = ours.MultiHeadAttention
+calls, own = [], ours.dot_product_attention
+ours.dot_product_attention = lambda *a, **k: calls.append(1) or own(*a, **k)
+import unittest
+found = unittest.TextTestRunner().run(unittest.defaultTestLoader.loadTestsFromModule(attention_test))
+print(found.testsRun, len(found.failures) + len(found.errors), len(calls) > 10)
+"""
+
+
+@pytest.mark.slow
+def test_tests_of_haiku() -> None:
+    """They travel with haiku; in a process of their own, since they change its module."""
+    root = Path(__file__).parents[1]
+    done = subprocess.run(
+        [sys.executable, "-c", OWN_TESTS], cwd=root, check=False, capture_output=True, text=True
+    )
+    assert done.stdout.split() == ["13", "0", "True"], done.stderr
