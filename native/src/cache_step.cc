@@ -46,8 +46,8 @@ void visit_slots(Item& w, long first, long end) {
     if (next >= 0) block.next_keys = keys_at(next);
     if (s.key.scale) block.key_scale = s.key.scale + row;
     if (s.value.scale) block.value_scale = s.value.scale + row;
-#define JAXMHA_VISIT(type) visit<type>(w, block)
-    JAXMHA_FOR_STORED(s.key.type, JAXMHA_VISIT)
+#define JAXMHA_VISIT(type) case Stored::type: visit<Stored::type>(w, block); break;
+    switch (s.key.type) { JAXMHA_EVERY_STORED(JAXMHA_VISIT) }
 #undef JAXMHA_VISIT
   }
 }

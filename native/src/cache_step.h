@@ -7,7 +7,7 @@
 namespace jaxmha {
 
 enum class Stored : uint8_t { f32, bf16, f16, s8, e4m3, e5m2 };
-// Instantiates a template for every stored type.
+// Repeats a macro for every stored type.
 #define JAXMHA_EVERY_STORED(of) of(f32) of(bf16) of(f16) of(s8) of(e4m3) of(e5m2)
 
 constexpr long size_of(Stored type) {

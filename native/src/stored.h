@@ -84,16 +84,5 @@ void widen_rows(const char* from, long count, long n, long width, float* to) {
   }
 }
 
-// Calls body<type>() for the type of the storage.
-#define JAXMHA_FOR_STORED(type, body)                        \
-  switch (type) {                                            \
-    case Stored::f32: body(Stored::f32); break;              \
-    case Stored::bf16: body(Stored::bf16); break;            \
-    case Stored::f16: body(Stored::f16); break;              \
-    case Stored::s8: body(Stored::s8); break;                \
-    case Stored::e4m3: body(Stored::e4m3); break;            \
-    case Stored::e5m2: body(Stored::e5m2); break;            \
-  }
-
 }  // namespace JAXMHA_ISA
 }  // namespace jaxmha
