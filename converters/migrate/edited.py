@@ -14,6 +14,7 @@ from jaxmha.converters.discovery import (
     other_layers,
     unknown_attention,
 )
+from jaxmha.converters.discovery.attention_blocks import Block
 from jaxmha.converters.discovery.layer_layouts import CONVENTIONS, Convention
 from jaxmha.converters.discovery.user_names import target_by_name
 from jaxmha.converters.layout.base import Layout
@@ -111,16 +112,21 @@ def in_file(plan: Plan) -> Plan:
     return replace(plan, to=layout.name, steps=tuple(steps))
 
 
-def answered(plan: Plan, edit: Plan, file: checkpoint.Checkpoint) -> tuple[str, ...]:
+def answered(
+    plan: Plan,
+    edit: Plan,
+    file: checkpoint.Checkpoint,
+    found: Sequence[Block],
+    description: described.Description,
+) -> tuple[str, ...]:
     """The notes of a plan; those that its edited modules answer give way to what is left of them.
 
-    `edit`: the plan, completed. Notes that the planner did not write stay.
+    `edit`: the plan, completed. `found`: all attention blocks of the source. Notes that the planner
+    did not write stay.
     """
-    shapes = attention_blocks.shapes(file)
-    found = attention_blocks.find(shapes)
-    description, to = described.of(file, found), attention_blocks.named(plan.to)
+    to = attention_blocks.named(plan.to)
     epsilon, unlike = description.epsilon, description.unlike
-    apart = unknown_attention.find(shapes, found)
+    apart = unknown_attention.find(attention_blocks.shapes(file), found)
     layers, why = planning.layers_of(
         file, found, to, unlike, description.unbiased, apart=apart, all_kinds=True
     )

@@ -202,10 +202,11 @@ def convert(
         cannot hold a block (with the reason); or the plan is for another source.
     """
     in_file, given = str(destination).endswith(".weights.h5"), plan is not None
+    description: described.Description | None = None  # of a plan that was given
     refuse_second_checkpoint(Path(source), Path(destination))
     with checkpoint.open(source, dequantise=True) as file:
         if plan is not None:
-            plan = _completed(plan, file, in_file)
+            plan, description = _completed(plan, file, in_file)
         elif to is not None:
             plan = _make(file, to, from_, num_heads, dtype, others, attention_only, in_file)
             plan = replace(plan, fold_scale=fold_scale, fill_bias=fill_bias)
@@ -214,7 +215,7 @@ def convert(
         if like is not None:
             plan = taken_from(plan, file, like, in_file)
         groups = keras_order.kept(file, plan.steps)
-        found = _resolved(plan, file, in_file, given, like is not None, bool(groups))
+        found = _resolved(plan, file, in_file, description, like is not None, bool(groups))
         ordered = like is not None or given or (bool(groups) and file.ordered)
         ordered = ordered or not in_file or keras_order.order_is_evident(plan.steps, file.info)
         settings, lost = _format_settings(destination, plan, found, file, groups)
@@ -255,24 +256,34 @@ def _format_settings(
     return settings, list(_lost(file, found, attention_blocks.named(plan.to)))
 
 
-def _completed(plan: Plan, file: checkpoint.Checkpoint, in_file: bool) -> Plan:
-    """Checks a plan that the caller gave, and completes its edited modules."""
+def _completed(
+    plan: Plan, file: checkpoint.Checkpoint, in_file: bool
+) -> tuple[Plan, described.Description]:
+    """Checks a plan that the caller gave, and completes its edited modules; describes the file."""
     given, plan = plan, edited.in_file(plan) if in_file else plan
-    check_plan(plan, file, in_file)
+    every = attention_blocks.find(shapes(file))
+    check_plan(plan, file, in_file, every)
     with naming(file.path):
+        description = described.of(file, every)
         plan = edited.completed(plan, attention_blocks.named(plan.to), file.info)
-        plan = replace(plan, notes=edited.answered(given, plan, file))
-    around = _around(plan, file, attention_blocks.find(shapes(file)))
-    return replace(plan, notes=(*plan.notes, *(x for x in around if x not in plan.notes)))
+        plan = replace(plan, notes=edited.answered(given, plan, file, every, description))
+    around = _around(plan, file, every)
+    notes = (*plan.notes, *(x for x in around if x not in plan.notes))
+    return replace(plan, notes=notes), description
 
 
 def _resolved(
-    plan: Plan, file: checkpoint.Checkpoint, in_file: bool, given: bool, like: bool, kept: bool
+    plan: Plan,
+    file: checkpoint.Checkpoint,
+    in_file: bool,
+    given: described.Description | None,
+    like: bool,
+    kept: bool,
 ) -> Resolved:
     """Checks a plan against its source, and adds or drops the notes on Keras groups.
 
-    `given`: the caller passed the plan. `like`: a template gave the groups. `kept`: the source gave
-    the groups.
+    `given`: the description of the file, if the caller passed the plan. `like`: a template gave the
+    groups. `kept`: the source gave the groups.
     """
     with naming(file.path):
         found = resolve(plan, file)
@@ -280,8 +291,8 @@ def _resolved(
             found.notes[:] = [note for note in found.notes if notes.CREATES not in note]
         elif in_file and not given:
             found.notes.append(notes.of_groups([step.target for step in found.blocks]))
-        if given:
-            check_heads(found, file)
+        if given is not None:
+            check_heads(found, file, given.heads)
     configured = {step.target for step, block in found.blocks.items() if block.configured}
     targets = {step.target for step, _ in found.by_step if step.kind == "attention"}
     read_back.refuse(found.made, targets, attention_blocks.named(plan.to), shapes(file), configured)
@@ -297,9 +308,7 @@ def _metadata(
     metadata = {k: v for k, v in metadata.items() if not k.startswith(behaviours.METADATA)}
     if plan.to == "jaxmha":
         metadata |= behaviours.to_metadata((s.target, block) for s, block in found.blocks.items())
-        own = {block.prefix: block for block in latent_blocks.find(file)}
-        latents = {s.target: own[s.source] for s in plan.steps if s.kind == "latent"}
-        metadata |= latent_blocks.to_metadata(latents)
+        metadata |= latent_blocks.to_metadata(found.latents)
     places = positions.of_blocks(file, list(found.blocks.values()))
     metadata |= positions.to_metadata(
         file, {step.target: places[block.prefix] for step, block in found.blocks.items()}

@@ -1,7 +1,7 @@
 """Checks of plans, names, destinations and templates before anything is written."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -9,8 +9,8 @@ from pathlib import Path
 from jaxmha import checkpoint
 from jaxmha.checkpoint import CheckpointError, shards_read
 from jaxmha.converters import keras
-from jaxmha.converters.discovery import attention_blocks, behaviours, described, head_count
-from jaxmha.converters.discovery.attention_blocks import shapes
+from jaxmha.converters.discovery import attention_blocks, behaviours, head_count
+from jaxmha.converters.discovery.attention_blocks import Block, shapes
 from jaxmha.converters.layout import by_hand
 from jaxmha.converters.layout.base import Layout
 from jaxmha.converters.migrate import keras_order
@@ -42,13 +42,18 @@ def refuse_second_checkpoint(source: Path, destination: Path) -> None:
         )
 
 
-def check_plan(plan: Plan, file: checkpoint.Checkpoint, in_file: bool) -> None:
-    """Raises ValueError if a plan is for another source or another kind of destination."""
+def check_plan(
+    plan: Plan, file: checkpoint.Checkpoint, in_file: bool, found: Sequence[Block]
+) -> None:
+    """Raises ValueError if a plan is for another source or another kind of destination.
+
+    `found`: all attention blocks of the source.
+    """
     if target_layout(attention_blocks.named(plan.to), in_file).name != plan.to:
         raise ValueError(
             f"the plan's layout {plan.to} is not for a .weights.h5 file: name {plan.to}-file"
         )
-    behaviours.refuse_unread(file, attention_blocks.find(shapes(file)))
+    behaviours.refuse_unread(file, found)
     if plan.digest and (found := file.digest(plan.digest.partition(":")[0])) != plan.digest:
         raise ValueError(
             f"{file.path}: its digest is {found}, and the plan is for {plan.source or 'a file'} "
@@ -76,10 +81,11 @@ def check_plan(plan: Plan, file: checkpoint.Checkpoint, in_file: bool) -> None:
         )
 
 
-def check_heads(found: Resolved, file: checkpoint.Checkpoint) -> None:
+def check_heads(
+    found: Resolved, file: checkpoint.Checkpoint, configured: head_count.Configured | None
+) -> None:
     """Raises ValueError if a plan's head count contradicts the source or its configuration."""
     all_shapes = shapes(file)
-    configured = described.of(file, list(found.blocks.values())).heads
     for step, block in found.blocks.items():
         if step.num_heads is not None:
             try:

@@ -31,13 +31,14 @@ class Resolved(NamedTuple):
     """A checked plan with every lazy tensor of the destination.
 
     `made` maps names to tensors; `by_step` lists each step of the plan with its tensors; `blocks`
-    maps steps to blocks of the source. `counts` are head counts and `names` names of Keras layers,
-    both by destination prefix.
+    maps steps to blocks of the source. `latents` are blocks of latent attention, `counts` head counts
+    and `names` names of Keras layers, all by destination prefix.
     """
 
     made: dict[str, Made]
     by_step: list[tuple[Step, dict[str, Made]]]
     blocks: dict[Step, Block]
+    latents: dict[str, LatentBlock]
     counts: dict[str, int]
     names: dict[str, str]
     notes: list[str]
@@ -63,9 +64,10 @@ def resolve(plan: Plan, file: Tensors) -> Resolved:
             'dropped; carry them over in a module of kind = "other"'
         )
     source_blocks = _blocks(plan, file)
-    latents = {block.prefix: block for block in latent_blocks.find(file)}
+    is_latent = any(step.kind == "latent" for step in plan.steps)
+    latents = {x.prefix: x for x in latent_blocks.find(file)} if is_latent else {}
     parts = lazy_tensors.Parts(file)
-    found = Resolved({}, [], {}, {}, {}, [])
+    found = Resolved({}, [], {}, {}, {}, {}, [])
     for step in plan.steps:
         try:
             if step.kind == "attention":
@@ -73,6 +75,7 @@ def resolve(plan: Plan, file: Tensors) -> Resolved:
                 made = _attention(step, block, to, file, parts, found, plan)
             elif step.kind == "latent":
                 made = _latent(step, latents, to, file, parts)
+                found.latents[step.target] = latents[step.source]
             else:
                 made = _other_layer(step, to, convention, file, parts)
         except ValueError as error:
