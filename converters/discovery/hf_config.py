@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 from jaxmha.checkpoint import json_text, yaml_text
-from jaxmha.checkpoint.errors import BudgetExceeded, UnreadableFile, shown
+from jaxmha.checkpoint.errors import BudgetExceeded, MissingDependency, UnreadableFile, shown
 from jaxmha.checkpoint.inside import open_inside
 from jaxmha.checkpoint.limits import Budget, Limits
 from jaxmha.checkpoint.system import Directory
@@ -135,6 +135,8 @@ def refuse_behaviour(path: Path) -> None:
     """
     try:
         content = read(path)
+    except MissingDependency:
+        raise
     except BudgetExceeded as error:
         problem = "is too large to be read, and may hold settings of attention"
         remedy = "leave out its labels (id2label, label2id), or move it away"

@@ -1,79 +1,72 @@
-"""Parses the YAML of a model's settings: mappings, lists of scalars, and scalars, one a line.
+"""Parses the YAML of a model's settings, with PyYAML's safe loader: no objects, no aliases.
 
-It reads the form in which a dataclass is written, and no anchors, tags or flow collections other
-than an empty list or mapping. Source: https://yaml.org/spec/1.2.2/
+Source: https://yaml.org/spec/1.2.2/
 """
 
-import json
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from jaxmha.checkpoint.errors import MissingDependency
 from jaxmha.checkpoint.limits import Budget
 
-_LINE = re.compile(r"( *)(?:(- )?)(?:([A-Za-z_][\w.-]*):(?: |$))?(.*)")
-_CONSTANTS: dict[str, Any] = {
-    "": None, "null": None, "~": None, "true": True, "false": False, "[]": [], "{}": {},
-}  # fmt: skip
-_NUMBER = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?")
+if TYPE_CHECKING:
+    import yaml
+
 _DEEPEST = 8
-_LINE_BYTES = 400  # memory of an entry, at most
+_NODE_BYTES = 2000  # memory of a node and its marks in the text, at most
+# PyYAML follows YAML 1.1, in which 1e-5 is a string.
+_FLOAT = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+")
 
 
 def load(raw: bytes, budget: Budget) -> dict[str, Any]:
     """Parses settings.
 
     Raises:
-      ValueError: the text is of another form. BudgetExceeded: it has too many lines.
+      ValueError: the text is no mapping of distinct keys, or has an alias, a tag of an object, or
+        too many levels. BudgetExceeded: it is too long. MissingDependency: there is no PyYAML.
     """
+    try:
+        import yaml
+    except ModuleNotFoundError as error:
+        remedy = "pip install 'jaxmha[files]'"
+        raise MissingDependency(budget.path, "settings in YAML need PyYAML", remedy) from error
     text = raw.decode()
-    budget.build(len(text) + _LINE_BYTES * (text.count("\n") + 1), "its YAML")
-    root: dict[str, Any] = {}
-    open_: list[tuple[int, Any, str]] = [(-1, root, "")]  # indent, container, key of the next child
-    for number, line in enumerate(text.splitlines(), 1):
-        if not line.strip() or line.lstrip().startswith("#") or line in ("---", "..."):
-            continue
-        found = _LINE.fullmatch(line)
-        assert found is not None
-        indent, item, key, rest = len(found[1]), found[2], found[3], found[4].strip()
-        problem = f"line {number} is no setting of the form `key: value`"
-        while len(open_) > 1 and (indent < open_[-1][0] or (indent == open_[-1][0] and not item)):
-            open_.pop()
-        at, container, waiting = open_[-1]
-        if item:
-            if key is not None or not waiting:
-                raise ValueError(problem)
-            if container[waiting] is None:
-                container[waiting] = []
-            if not isinstance(container[waiting], list):
-                raise ValueError(problem)
-            container[waiting].append(_scalar(rest, problem))
-            continue
-        if key is None or len(open_) > _DEEPEST:
-            raise ValueError(problem)
-        if waiting and indent > at:
-            if container[waiting] is not None and not isinstance(container[waiting], dict):
-                raise ValueError(problem)
-            container[waiting] = {} if container[waiting] is None else container[waiting]
-            container = container[waiting]
-        elif waiting:
-            raise ValueError(problem)
-        if key in container:
-            raise ValueError(f"line {number} has the key {key} twice")
-        container[key] = _scalar(rest, problem)
-        open_.append((indent, container, key if not rest else ""))
-    return root
+    budget.build(4 * len(text), "its YAML")
+    try:
+        found = _loader(text, budget).get_single_data()
+    except yaml.YAMLError as error:
+        raise ValueError(" ".join(str(error).split())) from error
+    if not isinstance(found, dict):
+        what = type(found).__name__
+        raise ValueError(f"expected settings of the form `key: value`, got {what}")  # noqa: TRY004
+    return found
 
 
-def _scalar(text: str, problem: str) -> Any:
-    if text.lower() in _CONSTANTS:
-        found = _CONSTANTS[text.lower()]
-        return type(found)() if isinstance(found, list | dict) else found
-    if _NUMBER.fullmatch(text):
-        return float(text) if re.search("[.eE]", text) else int(text)
-    if text.startswith('"'):
-        return json.loads(text)
-    if text.startswith("'"):
-        return text.strip("'").replace("''", "'")
-    if text[0] in "[{&*!|>%@`":
-        raise ValueError(problem)
-    return text
+def _loader(text: str, budget: Budget) -> "yaml.SafeLoader":
+    import yaml
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
+        """Counts nodes, and refuses what settings do not need."""
+
+        depth = 0
+
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            event = self.peek_event()
+            if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None) is not None:
+                raise ValueError(f"line {event.start_mark.line + 1} has an anchor or an alias")
+            budget.build(_NODE_BYTES, "its YAML")
+            self.depth += 1
+            if self.depth > _DEEPEST:
+                raise ValueError(f"settings are nested in more than {_DEEPEST} levels")
+            node = super().compose_node(parent, index)
+            self.depth -= 1
+            return node
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            found = super().construct_mapping(node, deep=True)
+            if len(found) != len(node.value):
+                raise ValueError(f"line {node.start_mark.line + 1}: a key is there twice")
+            return found
+
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789"))
+    return Loader(text)

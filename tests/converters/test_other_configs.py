@@ -1,6 +1,7 @@
 """Configurations of diffusers, litgpt and timm give head counts, semantics and positions."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from jaxmha.checkpoint import yaml_text
 from jaxmha.checkpoint.errors import CheckpointError
 from jaxmha.checkpoint.limits import Budget, Limits
 from jaxmha.converters import positions_of
-from jaxmha.converters.discovery import attention_blocks, behaviours, described
+from jaxmha.converters.discovery import attention_blocks, behaviours, described, hf_config
 from jaxmha.converters.migrate import pipeline
 
 D, N, H, K = 15, 3, 5, 1
@@ -131,13 +132,37 @@ def test_older_settings_of_litgpt(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize(
-    "text", ["n_head: [3", "a:\n  - b: 1\n", "n_head 3", "a: 1\na: 2", "a: &x 1", "- 1"]
+WRONG_YAML = (
+    "n_head: [3",
+    "n_head 3",
+    "- 1",
+    "a: 1\na: 2",
+    "a: &x 1",
+    "a: *x",
+    "a: !!python/object/apply:os.getcwd []",
+    f"a: {'[' * 9}{']' * 9}",
 )
+
+
+@pytest.mark.parametrize("text", WRONG_YAML)
 def test_other_yaml_is_reported(text: str, tmp_path: Path) -> None:
     path = litgpt(tmp_path, text)
     with pytest.raises(ValueError, match=r"model_config\.yaml cannot be read as YAML"):
         pipeline.convert(path, tmp_path / "made.safetensors", to="jaxmha", num_heads=N)
+
+
+def test_numbers_of_yaml() -> None:
+    text = b"a: 1e-5\nb: 1.0e-05\nc: [3, -2.5]\nd: {e: null, f: true}\ng: '1e-5'\n"
+    assert yaml_text.load(text, Budget("x", 0, Limits())) == {
+        "a": 1e-5, "b": 1e-5, "c": [3, -2.5], "d": {"e": None, "f": True}, "g": "1e-5",
+    }  # fmt: skip
+
+
+def test_yaml_needs_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    hf_config._parsed.cache_clear()
+    with pytest.raises(CheckpointError, match=r"pip install 'jaxmha\[files\]'"):
+        pipeline.convert(litgpt(tmp_path, LITGPT), tmp_path / "made.safetensors", to="jaxmha")
 
 
 def test_yaml_takes_no_more_memory_than_it_may() -> None:
