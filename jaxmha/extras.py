@@ -10,7 +10,7 @@ EXTRAS = {
     "orbax": "orbax",
     "equinox": "equinox",
 }
-_OTHERS = {"haiku": "dm-haiku"}
+_OTHERS = {"haiku": "dm-haiku", "transformers": "transformers"}
 
 
 @contextmanager

@@ -277,7 +277,7 @@ def _dtype(source: str, target: Array, dtype: str | None) -> np.dtype[Any]:
     if (dtype is None or not floating) and not np.can_cast(_named(source), kind):
         raise ValueError(
             f"{target.name}: {wanted}, the dtype of the model, does not hold all values of {source}: "
-            f"pass dtype={wanted!r} to round them"
+            f"pass dtype={wanted!r} (--dtype {wanted}) to round them"
         )
     return kind
 

@@ -22,12 +22,14 @@ from rich.progress import (
     TransferSpeedColumn,
     track,
 )
+from rich.table import Table
 
 from jaxmha.checkpoint import atomic
 from jaxmha.checkpoint.errors import printable
 from jaxmha.checkpoint.formats import table
 
 Item = TypeVar("Item")
+_NAMES = 60  # characters of the columns of names, of the 80 of a terminal
 SHOWN = 10  # names listed before "and more"
 out, err = Console(emoji=False), Console(stderr=True, emoji=False)
 
@@ -112,6 +114,28 @@ def byte_bar(what: str, quiet: bool, passes: int = 1) -> Iterator[Callable[[int,
     with Progress(*columns, console=err, transient=True, disable=silent) as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done // passes, total=total // passes)
+
+
+def print_table(
+    title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, names: int = 1
+) -> None:
+    """Prints rows of markup. What is the same in all of them stands in one line below the table.
+
+    `names`: so many columns at the left hold names, which are broken only where they are very long.
+    """
+    shared = [n for n in range(names, len(columns)) if len({row[n] for row in rows}) == 1]
+    shown = [n for n in range(len(columns)) if n not in shared]
+    table = Table()
+    for n in shown:
+        longest = max((len(row[n]) for row in rows), default=0) if n < names else 0
+        table.add_column(columns[n], overflow="fold", min_width=min(longest, _NAMES // names))
+    for row in rows:
+        table.add_row(*(row[n] for n in shown))
+    if title:
+        print_line(title)
+    out.print(table)
+    if shared:
+        print_line(f"in all: {'; '.join(f'{columns[n]} {rows[0][n]}' for n in shared)}")
 
 
 def print_line(text: str, console: Console = out) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.table import Table
 
 from jaxmha import checkpoint
-from jaxmha.cli.console import SHOWN, err, escape, out
+from jaxmha.cli.console import SHOWN, err, escape, out, print_table
 from jaxmha.converters.migrate.pipeline import Conversion
 from jaxmha.converters.verify import report
 
@@ -15,12 +15,10 @@ from jaxmha.converters.verify import report
 def print_conversion(
     destination: Path, done: Conversion, checked: report.ConversionReport | None
 ) -> None:
-    table = Table(title=escape(str(destination)), title_justify="left")
-    for column in ("from", "layout", "to", "layout"):
-        table.add_column(column, overflow="fold")
-    for row in done.blocks:
-        table.add_row(*(escape(cell or "(top)") for cell in row))
-    out.print(table)
+    blocks = [[escape(cell or "(top)") for cell in row] for row in done.blocks]
+    rows = [(source, target, before, after) for source, before, target, after in blocks]
+    columns = ("from", "to", "layout of the source", "layout")
+    print_table(escape(str(destination)), columns, rows, names=2)
     for (count, where), blocks in Counter(x[1:] for x in done.heads).items():
         what = "1 block" if blocks == 1 else f"{blocks} blocks"
         out.print(escape(f"heads {count} ({where}): {what}"), soft_wrap=True, highlight=False)

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
 from jaxmha.cli.console import (
     SHOWN,
@@ -16,6 +15,7 @@ from jaxmha.cli.console import (
     print_json,
     print_line,
     print_notes,
+    print_table,
 )
 from jaxmha.cli.layouts import print_layouts
 from jaxmha.cli.options import Json, NumHeads, option
@@ -25,7 +25,7 @@ EXAMPLES = (
     "Examples:\n\n  jaxmha inspect model.safetensors\n\n"
     "  jaxmha inspect encoder.pt --num-heads 8 --json"
 )
-_BLOCK = ("block", "layout", "family", "heads", "from", "dtype", "sizes", "sure")
+_BLOCK = ("block", "layout", "family", "heads", "heads from", "dtype", "sizes", "sure")
 _LAYER = ("kind", "of", "count", "dtype", "sure", "for example", "why")
 
 
@@ -51,7 +51,7 @@ def command(
 
 def _print(file: Path, info: inspection.FileInfo) -> None:
     title = f"{escape(str(file))} ({info.format})"
-    out.print(_table(title, _BLOCK, [_block_row(block) for block in info.blocks]))
+    print_table(title, _BLOCK, [_escaped(_block_row(block)) for block in info.blocks])
     for (layout, why), count in Counter((b.layout, b.why) for b in info.blocks).items():
         print_line(escape(f"{layout}, {count} times, for its {why}"))
     _print_layers(info.layers)
@@ -67,13 +67,8 @@ def _print(file: Path, info: inspection.FileInfo) -> None:
     )
 
 
-def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    table = Table(title=title, title_justify="left")
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(*(escape(cell) for cell in row))
-    return table
+def _escaped(row: Sequence[str]) -> list[str]:
+    return [escape(cell) for cell in row]
 
 
 def _block_row(block: inspection.BlockInfo) -> tuple[str, ...]:
@@ -100,7 +95,7 @@ def _print_layers(layers: Sequence[inspection.LayerInfo]) -> None:
             (kind, convention, str(len(same)), dtype, confidence, same[0].prefix, same[0].why)
             for (kind, convention, dtype, confidence), same in groups.items()
         ]
-        out.print(_table("other layers", _LAYER, rows))
+        print_table("other layers", _LAYER, [_escaped(row) for row in rows])
 
 
 def _print_not_understood(info: inspection.FileInfo) -> None:

@@ -9,6 +9,7 @@ from jaxmha.cli.console import escape, one_message, out, print_json
 from jaxmha.cli.options import Json
 from jaxmha.converters.discovery import families
 from jaxmha.converters.layout import registry
+from jaxmha.converters.layout.base import guess
 
 EXAMPLES = (
     "Examples:\n\n  jaxmha layouts\n\n  jaxmha layouts qwen3 gemma2\n\n"
@@ -29,8 +30,8 @@ def command(
         known = {row.model_type for row in rows}
         if unknown := [name for name in model_types or () if name not in known]:
             raise ValueError(
-                f"model type {unknown[0]!r} was not checked: `jaxmha layouts` lists all, and "
-                "`jaxmha inspect` says what a file holds"
+                f"model type {unknown[0]!r} was not checked: {guess(unknown[0], sorted(known))}"
+                "`jaxmha layouts` lists all, and `jaxmha inspect` says what a file holds"
             )
         rows = [row for row in rows if not model_types or row.model_type in model_types]
         if as_json:

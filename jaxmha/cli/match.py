@@ -16,7 +16,7 @@ from jaxmha.cli.console import (
     print_json,
     put_text,
 )
-from jaxmha.cli.options import Json, option
+from jaxmha.cli.options import DtypeName, Json, option
 from jaxmha.converters import matching
 from jaxmha.converters.matching import loading
 
@@ -71,6 +71,10 @@ def command(
             "model is filled, both run in float64, and the first layer that departs is named.",
         ),
     ] = None,
+    dtype: Annotated[
+        DtypeName | None,
+        option("--dtype", "Dtype of every floating array, rounded where it has fewer digits."),
+    ] = None,
     force: Annotated[bool, option("--force", "Overwrite files.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -93,11 +97,14 @@ def command(
             put_text(save, made.to_toml(), force, files)
         refuse_rest(made, unused)
         policy: Literal["keep", "refuse"] = "keep" if unused else "refuse"
+        kind = None if dtype is None else dtype.value
         if to is not None:
-            like.write(given, to, model, made, quiet=as_json, unused=unused, force=force)
+            like.write(
+                given, to, model, made, quiet=as_json, unused=unused, dtype=kind, force=force
+            )
             like.show(matching.prove(given, to, made, unused=policy), as_json)
         if inputs is not None:
-            with like.prepared(model, given, made, unused=policy) as ready:
+            with like.prepared(model, given, made, unused=policy, dtype=kind) as ready:
                 model = loading.fill(model, ready)
             draw = like.found(inputs)
             proof = matching.prove(given, model, made, inputs=draw, unused=policy)

@@ -1,8 +1,9 @@
-"""`jaxmha plot`: heat maps of heads, from an array of weights or from a checkpoint's block."""
+"""`jaxmha plot`: heat maps of heads, from an array, a checkpoint's block, or a model and a text."""
 
+from collections.abc import Sequence
 from dataclasses import replace as changed
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from rich.table import Table
@@ -10,10 +11,12 @@ from rich.table import Table
 import jaxmha
 from jaxmha import checkpoint
 from jaxmha.checkpoint.atomic import check_target, replace_by
+from jaxmha.cli import like
 from jaxmha.cli.console import escape, one_message, out, print_json
 from jaxmha.cli.options import Block, Json, NumHeads, option, parse_integers
 from jaxmha.converters.layout.arrays import NDArray, to_numpy
 from jaxmha.converters.verify import load_block
+from jaxmha.introspect import text_weights
 from jaxmha.introspect.head_statistics import HeadStatistics, as_weights, head_statistics
 from jaxmha.introspect.heatmaps import picture, plot_attention
 
@@ -21,6 +24,7 @@ EXAMPLES = (
     "Examples:\n\n  jaxmha plot weights.npz --tokens '[CLS] the cat sat [SEP]'\n\n"
     "  jaxmha plot weights.npz --array layer_3 --batch 0 --heads 0,3 --output heads.svg\n\n"
     "  jaxmha plot model.safetensors --block encoder.layer.0.attention --inputs inputs.npz\n\n"
+    "  jaxmha plot bert/ --text 'the cat sat' --layer 3\n\n"
     "An .npz of inputs holds query (T, Dq) or (B, T, Dq), key and value if they differ from it, "
     "and mask (True = attend) if there is one."
 )
@@ -36,7 +40,12 @@ Output = Annotated[Path, typer.Option("--output", "-o", help="Ends in .png, .svg
 
 def command(
     file: Annotated[
-        Path, typer.Argument(help="Weights, or a checkpoint with --inputs.", show_default=False)
+        Path,
+        typer.Argument(
+            help="Weights, a checkpoint with --inputs, or with --text a folder of save_pretrained or "
+            "MODULE:FUNCTION that builds a model.",
+            show_default=False,
+        ),
     ],
     array: Annotated[
         str | None, option("--array", "Name of the weights.  [default: the only array]")
@@ -47,6 +56,16 @@ def command(
     block: Block = None,
     num_heads: NumHeads = None,
     causal: Annotated[bool, option("--causal", "Causal mask, with --inputs.")] = False,
+    text: Annotated[
+        str | None, option("--text", "Run the model on this text, and draw one of its layers.")
+    ] = None,
+    tokenizer: Annotated[
+        Path | None,
+        option("--tokenizer", "With --text: the folder of the tokenizer.  [default: the model's]"),
+    ] = None,
+    layer: Annotated[
+        int, option("--layer", "With --text: the layer, in the order of calls; -1 is the last.")
+    ] = 0,
     tokens: QueryLabels = None,
     key_tokens: Annotated[
         str | None, option("--key-tokens", "Labels of the keys.  [default: --tokens]")
@@ -62,31 +81,84 @@ def command(
 ) -> None:
     """Draw the attention of every head, and print to which keys it goes."""
     with one_message():
-        check_target(output, force, [file])
-        if inputs is None and (block is not None or causal or num_heads is not None):
-            raise ValueError("--block, --num-heads and --causal require --inputs")
-        if inputs is not None and array is not None:
-            raise ValueError("--array names weights, --inputs computes them: give one")
-        if inputs is None:
-            title, weights = "", _stored(file, array)
-        else:
-            title, weights = _computed(file, block, num_heads, inputs, causal)
-        if weights.ndim == 4 and len(weights) == 1 and batch is None:
-            batch = 0
-        maps = as_weights(weights, batch)
+        sources = [] if text else [file]
+        check_target(output, force, sources)
         rows, columns = _tokens(tokens, "--tokens"), _tokens(key_tokens, "--key-tokens")
-        chosen = list(range(len(maps))) if heads is None else parse_integers(heads, "--heads")
-        figure = plot_attention(maps, rows, columns, heads=chosen, title=title)
-        labels = columns or (rows if maps.shape[1] == maps.shape[2] else None) or []
-        special = [token for token in named.split(",") if token in labels]
-        found = head_statistics(maps, rows, columns, named=special)
-        replace_by(output, picture(figure, output.suffix), force=force, sources=[file])
+        if text is not None:
+            if array is not None or inputs is not None:
+                raise ValueError("--text runs a model: leave out --array and --inputs")
+            title, weights, labels = _of_text(file, tokenizer, text, layer)
+            rows = rows or labels
+        else:
+            title, weights = _of_file(file, array, inputs, block, num_heads, causal)
+        drawn = _draw(weights, rows, columns, heads, batch, title)
+        replace_by(output, picture(drawn.figure, output.suffix), force=force, sources=sources)
+        special = [token for token in named.split(",") if token in drawn.labels]
+        found = head_statistics(drawn.maps, rows, columns, named=special)
         if as_json:
-            data = {str(n): found[n]._asdict() for n in chosen}
+            data = {str(n): found[n]._asdict() for n in drawn.heads}
             print_json({"output": str(output), "heads": data})
             return
-        out.print(table({str(n): found[n] for n in chosen}, special))
+        out.print(table({str(n): found[n] for n in drawn.heads}, special))
         out.print(f"drawn in {escape(str(output))}", highlight=False)
+
+
+class _Drawn(NamedTuple):
+    figure: Any
+    maps: NDArray
+    heads: Sequence[int]
+    labels: Sequence[str]
+
+
+def _draw(
+    weights: NDArray,
+    rows: Sequence[str] | None,
+    columns: Sequence[str] | None,
+    heads: str | None,
+    batch: int | None,
+    title: str,
+) -> _Drawn:
+    if weights.ndim == 4 and len(weights) == 1 and batch is None:
+        batch = 0
+    maps = as_weights(weights, batch)
+    chosen = range(len(maps)) if heads is None else parse_integers(heads, "--heads")
+    figure = plot_attention(maps, rows, columns, heads=chosen, title=title)
+    labels = columns or (rows if maps.shape[1] == maps.shape[2] else None) or []
+    return _Drawn(figure, maps, chosen, labels)
+
+
+def _of_file(
+    file: Path,
+    array: str | None,
+    inputs: Path | None,
+    block: str | None,
+    num_heads: int | None,
+    causal: bool,
+) -> tuple[str, NDArray]:
+    """Title and weights: stored ones, or those of a block of a checkpoint."""
+    if inputs is None and (block is not None or causal or num_heads is not None):
+        raise ValueError("--block, --num-heads and --causal require --inputs")
+    if inputs is not None and array is not None:
+        raise ValueError("--array names weights, --inputs computes them: give one")
+    if inputs is None:
+        return "", _stored(file, array)
+    return _computed(file, block, num_heads, inputs, causal)
+
+
+def _of_text(
+    model: Path, tokenizer: Path | None, text: str, layer: int
+) -> tuple[str, NDArray, list[str]]:
+    """Title, weights and tokens of a model that runs on a text."""
+    made = like.source_of(str(model))
+    is_folder = isinstance(made, Path)
+    if is_folder and not made.is_dir():
+        raise ValueError(f"{model}: expected a folder of save_pretrained, or MODULE:FUNCTION")
+    if tokenizer is None and not is_folder:
+        raise ValueError("--text and MODULE:FUNCTION need --tokenizer FOLDER")
+    split = text_weights.folder_tokenizer(str(tokenizer or made))
+    live = text_weights.folder_model(str(made)) if is_folder else made
+    found = text_weights.text_weights(live, split, text, layer)
+    return f"{model.name}: layer {layer}", found.weights, found.tokens
 
 
 def table(found: dict[str, HeadStatistics], named: list[str]) -> Table:

@@ -11,6 +11,7 @@ from rich.table import Table
 from jaxmha.checkpoint.atomic import replace_by
 from jaxmha.cli.console import escape, one_message, out, print_json
 from jaxmha.cli.options import Json
+from jaxmha.converters.layout.base import guess
 
 EXAMPLES = "Examples:\n\n  jaxmha recipes\n\n  jaxmha recipes copy llama ."
 
@@ -39,7 +40,8 @@ def command(
             return
         if name not in known:
             got = "none" if name is None else repr(name)
-            raise ValueError(f"the recipes are {', '.join(known)}; got {got}")
+            meant = "" if name is None else guess(name, list(known))
+            raise ValueError(f"{meant}the recipes are {', '.join(known)}; got {got}")
         target = folder / f"{name}.py"
         replace_by(target, known[name].read_bytes(), force=force, mode=0o644)
         print_json({"file": str(target)}) if as_json else out.print(f"wrote {escape(str(target))}")

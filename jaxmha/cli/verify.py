@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
 from jaxmha.cli.console import (
     check_text,
@@ -13,8 +12,10 @@ from jaxmha.cli.console import (
     one_message,
     out,
     print_json,
+    print_line,
     print_notes,
     print_outside,
+    print_table,
     print_verdict,
     put_text,
 )
@@ -66,18 +67,19 @@ def _again(a: Path, b: Path, num_heads: int | None) -> str:
 
 
 def _print(report: comparison.Report) -> None:
-    table = Table(caption="error: RMS against float64, in rounding floors of the output")
-    for column in ("block", "layouts", "heads", "weights", "error, no mask", "padding", "causal"):
-        table.add_column(column, overflow="fold")
+    rows = []
     for block in report.blocks:
         weights = "identical (0 ULP)" if not block.differences else "equal but for zeros"
         if not all(difference.harmless for difference in block.differences):
             weights = "[red]differ[/red]"
-        errors = (" / ".join(f"{e:.3g}" for e in pair) for pair in block.errors.values())
+        errors = [" / ".join(f"{e:.3g}" for e in pair) for pair in block.errors.values()]
+        errors += [""] * (3 - len(errors))  # of masks with which it did not run
         layouts = " / ".join(dict.fromkeys(block.layouts))
         name = escape(block.a or block.b or "(top)")
-        table.add_row(name, layouts, str(block.num_heads), weights, *errors)
-    out.print(table)
+        rows.append((name, layouts, str(block.num_heads), weights, *errors))
+    columns = ("block", "layouts", "heads", "weights", "error, no mask", "padding", "causal")
+    print_table("", columns, rows)
+    print_line("errors: RMS against float64, in rounding floors of the output")
     for block in report.blocks:
         if not block.same:
             out.print(escape(str(block), keep="\n"), highlight=False)

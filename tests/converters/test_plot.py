@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,9 @@ from jaxmha import checkpoint
 from jaxmha.converters import plot_attention, torch
 from jaxmha.introspect.head_statistics import head_statistics
 from jaxmha.introspect.heatmaps import picture
+from jaxmha.introspect.text_weights import text_weights
+from tests.converters import live_model
+from tests.converters.layers import foreign
 from tests.converters.test_cli import cli, fails
 
 B, N, T, S = 2, 5, 3, 7
@@ -261,3 +265,107 @@ def test_wrong_options(folder: Path, arguments: tuple[str, ...], message: str) -
     name, *options = (argument.format(folder) for argument in arguments)
     more = () if "--output" in options else ("--output", folder / "x.png")
     assert message in fails(folder, "plot", folder / name, *options, *more)
+
+
+def close(done: Any, exact: Any) -> None:
+    """The command printed the statistics of these weights."""
+    assert done.exit_code == 0, done.output
+    heads = json.loads(done.stdout)["heads"].values()
+    for head, right in zip(heads, head_statistics(exact), strict=True):
+        for name in ("entropy", "itself", "previous"):
+            np.testing.assert_allclose(head[name], getattr(right, name), rtol=1e-5)
+
+
+WORDS = ["the", "cat", "sat", "[UNK]"]
+
+
+def tokenizer(folder: Path) -> Path:
+    """A tokenizer of words, saved as transformers does."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    made = Tokenizer(models.WordLevel({word: n for n, word in enumerate(WORDS)}, "[UNK]"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=made, unk_token="[UNK]").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def others_rules() -> Iterator[None]:
+    with foreign():
+        yield
+
+
+class Words:
+    """What `text_weights` asks of a tokenizer."""
+
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        return {"input_ids": [WORDS.index(word) for word in text.split()]}
+
+    def convert_ids_to_tokens(self, ids: list[int]) -> list[str]:
+        return [WORDS[one] for one in ids]
+
+
+@pytest.mark.usefixtures("others_rules")
+def test_weights_of_a_live_model() -> None:
+    model = live_model.ours()
+    found = text_weights(model, Words(), "cat sat the", layer=-1)
+    assert found.tokens == ["cat", "sat", "the"]
+    np.testing.assert_allclose(found.weights, by_hand(model), rtol=1e-5)
+    with pytest.raises(ValueError, match="no layer 2: the model called 2 layers"):
+        text_weights(model, Words(), "cat", layer=2)
+    with pytest.raises(ValueError, match="makes no token of the text ''"):
+        text_weights(model, Words(), "")
+    with pytest.raises(TypeError, match="expected a model of transformers or nnx, got dict"):
+        text_weights({}, Words(), "cat")
+
+
+def by_hand(model: Any) -> Any:
+    """The weights of the second layer for `cat sat the`."""
+    x = model.embedding(np.array([[1, 2, 0]]))
+    x += model.first(x)
+    kernels = [one.kernel.get_value() for one in (model.second.query, model.second.key)]
+    q, k = (np.einsum("btd,dnh->bnth", x, kernel) for kernel in kernels)
+    return np.asarray(jax.nn.softmax(q @ k.swapaxes(-1, -2) / 2.0))[0]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("others_rules")
+def test_command_with_a_live_model(tmp_path: Path) -> None:
+    words, output = tokenizer(tmp_path / "words"), tmp_path / "a.svg"
+    text = ("--text", "cat sat the", "--tokenizer", words, "--output", output, "--force")
+    for name in ("ours", "theirs"):
+        done = cli("plot", f"{live_model.__name__}:{name}", *text, "--layer", "1", "--json")
+        model = getattr(live_model, name)()
+        close(done, by_hand(model))
+    assert "sat" in output.read_text()
+    for more, message in (
+        (("--layer", "2"), "there is no layer 2: the model called 2 layers"),
+        (("--array", "x"), "leave out --array"),
+    ):
+        assert message in fails(tmp_path, "plot", f"{live_model.__name__}:ours", *text, *more)
+    assert "need --tokenizer FOLDER" in fails(
+        tmp_path, "plot", f"{live_model.__name__}:ours", *text[:2]
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["Bert", "GPT2", "T5"])
+def test_command_with_a_folder_of_transformers(kind: str, tmp_path: Path) -> None:
+    import torch as pytorch
+    import transformers
+
+    sizes = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 2, "vocab_size": 4}
+    sizes |= {"d_kv": 4} if kind == "T5" else {}
+    model = getattr(transformers, f"{kind}Model")(
+        getattr(transformers, f"{kind}Config")(**sizes, attn_implementation="eager")
+    ).eval()
+    model.save_pretrained(tokenizer(tmp_path))
+    output = tmp_path / "a.svg"
+    done = cli(
+        "plot", tmp_path, "--text", "cat sat the", "--layer", "-1", "--output", output, "--json"
+    )
+    encoder = model.get_encoder() if kind == "T5" else model
+    with pytorch.no_grad():
+        exact = encoder(pytorch.tensor([[1, 2, 0]]), output_attentions=True).attentions[-1][0]
+    close(done, exact.numpy())

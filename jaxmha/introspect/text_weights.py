@@ -1,0 +1,118 @@
+"""Attention weights of a live model for a text, with the text's tokens as labels."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import wraps
+from inspect import signature
+from typing import Any, NamedTuple
+from unittest import mock
+
+import numpy as np
+
+from jaxmha.converters.layout.arrays import NDArray, to_numpy
+from jaxmha.extras import needed
+
+
+class TextWeights(NamedTuple):
+    """Attributes:
+    weights: `(N, T, T)` of one layer.
+    tokens: T labels.
+    """
+
+    weights: NDArray
+    tokens: list[str]
+
+
+def text_weights(model: Any, tokenizer: Any, text: str, layer: int = 0) -> TextWeights:
+    """Runs a model on a text, and returns the weights of one of its attention layers.
+
+    Args:
+      model: a model of transformers (of an encoder with a decoder, its encoder runs), or an nnx
+        model that is called with ids `(1, T)` and has layers that can sow weights: those of Flax,
+        and of `jaxmha.flax.nnx`.
+      tokenizer: a tokenizer of transformers.
+      layer: number of the attention layer, in the order of their calls; -1 is the last.
+
+    Raises:
+      TypeError: the model is of another kind.
+      ValueError: the model called no such layer.
+    """
+    ids = np.asarray([tokenizer(text)["input_ids"]])
+    if ids.size == 0:
+        raise ValueError(f"the tokenizer makes no token of the text {text!r}")
+    tokens = tokenizer.convert_ids_to_tokens(ids[0].tolist())
+    kinds = {base.__module__.partition(".")[0] for base in type(model).__mro__}
+    if "transformers" in kinds:
+        return TextWeights(_transformers(model, ids, layer), tokens)
+    if "flax" in kinds:
+        return TextWeights(_nnx(model, ids, layer), tokens)
+    raise TypeError(f"expected a model of transformers or nnx, got {type(model).__name__}")
+
+
+def folder_model(folder: str) -> Any:
+    """The model of a folder that `save_pretrained` wrote, from its safetensors alone."""
+    with needed("transformers"):
+        import transformers
+    return transformers.AutoModel.from_pretrained(
+        folder, local_files_only=True, use_safetensors=True
+    )
+
+
+def folder_tokenizer(folder: str) -> Any:
+    """The tokenizer that `save_pretrained` wrote into a folder."""
+    with needed("transformers"):
+        import transformers
+    return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+
+def _transformers(model: Any, ids: NDArray, layer: int) -> NDArray:
+    import torch
+
+    model = model.eval()
+    model = model.get_encoder() if model.config.is_encoder_decoder else model
+    model.set_attn_implementation("eager")  # others return no weights
+    with torch.no_grad():
+        found = model(torch.as_tensor(ids), output_attentions=True).attentions or ()
+    return to_numpy(_one([x for x in found if x is not None], layer)[0])
+
+
+def _nnx(model: Any, ids: NDArray, layer: int) -> NDArray:
+    import jax
+    import jax.numpy as jnp
+    from flax import nnx
+
+    model.eval()
+    calls: list[tuple[Any, Any, Any]] = []
+
+    def recording(original: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original)
+        def call(self: Any, *args: Any, **keywords: Any) -> Any:
+            calls.append((self, args, keywords))
+            return original(self, *args, **keywords)
+
+        return call
+
+    kinds = {type(one) for _, one in nnx.iter_modules(model)}
+    with ExitStack() as stack:
+        for kind in kinds:
+            if "sow_weights" in signature(kind.__call__).parameters:
+                patch = mock.patch.object(kind, "__call__", recording(kind.__call__))
+                stack.enter_context(patch)
+        model(jnp.asarray(ids))
+    chosen, args, keywords = _one(calls, layer)
+
+    def sowing(one: Any) -> Any:
+        return one(*args, **keywords | {"sow_weights": True})
+
+    _, sown = nnx.capture(sowing, nnx.Intermediate)(chosen)
+    (weights,) = jax.tree.leaves(sown)
+    return to_numpy(weights[0])
+
+
+def _one(layers: list[Any], number: int) -> Any:
+    if not -len(layers) <= number < len(layers):
+        raise ValueError(
+            f"there is no layer {number}: the model called {len(layers)} layers that show weights. "
+            "Those of another layer can be plotted from an .npz file that holds them"
+        )
+    return layers[number]
