@@ -149,7 +149,7 @@ def test_vit(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("version", ["1.0", "1.1"])
+@pytest.mark.parametrize("version", ["1.0", "1.1", "mt5"])
 def test_t5(version: str, tmp_path: Path) -> None:
     sizes: dict[str, Any] = {
         "vocab_size": 101,
@@ -159,9 +159,10 @@ def test_t5(version: str, tmp_path: Path) -> None:
         "num_layers": 2,
     }
     sizes |= {"num_heads": 4, "decoder_start_token_id": 0, "relative_attention_num_buckets": 8}
+    kind = "MT5" if version == "mt5" else "T5"
     if version == "1.1":
         sizes |= {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
-    model = theirs("T5ForConditionalGeneration", "T5Config", **sizes)
+    model = theirs(f"{kind}ForConditionalGeneration", f"{kind}Config", **sizes)
     own = loaded(t5.load, model, tmp_path)
     source, target, lengths = tokens(2, 13), tokens(2, 7), np.array([13, 6])
     given = {"attention_mask": (np.arange(13) < lengths[:, None]).astype(int), "input_ids": source}
@@ -174,6 +175,19 @@ def test_t5(version: str, tmp_path: Path) -> None:
     found = t5.generate(own, arrays[0], arrays[2], STEPS)
     np.testing.assert_array_equal(found, greedy(logits, np.zeros((2, 1), int)))
     trains(own, t5.loss, *arrays)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_type": "umt5"}, "is umt5, expected t5 or mt5"),
+        ({"model_type": "t5", "feed_forward_proj": "gated-silu"}, "gated-silu, expected relu or"),
+    ],
+)
+def test_t5_that_is_another_model(config: Any, message: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=message):
+        t5.load(tmp_path)
 
 
 @pytest.mark.slow

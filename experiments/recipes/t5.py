@@ -47,11 +47,14 @@ class Config:
     def read(cls, folder: str | Path) -> "Config":
         """The config of a folder that `save_pretrained` wrote."""
         found = json.loads((Path(folder) / "config.json").read_text())
-        if (kind := found.get("model_type")) != "t5":
-            raise ValueError(f"model_type of the folder is {kind}, expected t5")
-        tied = found.get("tie_word_embeddings", True)
-        defaults = {"num_decoder_layers": found["num_layers"], "scale_decoder_outputs": tied}
-        found = defaults | found
+        if (kind := found.get("model_type")) not in ("t5", "mt5"):
+            raise ValueError(f"model_type of the folder is {kind}, expected t5 or mt5")
+        mlp = found.get("feed_forward_proj", "relu" if kind == "t5" else "gated-gelu")
+        if mlp not in ("relu", "gated-gelu"):
+            raise ValueError(f"feed_forward_proj is {mlp}, expected relu or gated-gelu")
+        scaled = kind == "t5" and found.get("tie_word_embeddings", True)
+        found = {"num_decoder_layers": found["num_layers"], "scale_decoder_outputs": scaled} | found
+        found["is_gated_act"] = mlp == "gated-gelu"
         return cls(**{name: x for name, x in found.items() if name in cls.__dataclass_fields__})
 
 
