@@ -1,6 +1,6 @@
 """The frame of every experiment: measure, store results and figures, print the page.
 
-An experiment is a folder `<name>/` with `__main__.py`, which ends in `frame.run(EXPERIMENT)`, and
+An experiment is a folder `<name>/` with `__main__.py`, which ends in `frame.main(EXPERIMENT)`, and
 the template `page.md` (see `experiments.pages`).
 """
 
@@ -17,7 +17,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryFile
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 from unittest import mock
 
 from experiments.pages import Page
@@ -61,6 +61,18 @@ class Experiment(NamedTuple):
     def path(self) -> Path:
         """Of the results."""
         return HERE / (self.result or f"{self.name}/results.json")
+
+
+def of(measure: Callable[[Namespace], Found], examples: str, **settings: Any) -> Experiment:
+    """The experiment whose `__main__` has this function: named as its folder, about its docstring."""
+    module = sys.modules[measure.__module__]
+    name = Path(str(module.__file__)).parent.name
+    return Experiment(name, module.__doc__, examples, measure, **settings)
+
+
+def main(experiment: Experiment) -> NoReturn:
+    """`run`, then the end of the process with its exit code."""
+    sys.exit(run(experiment))
 
 
 def bare(name: str, about: str | None, examples: str) -> ArgumentParser:

@@ -6,7 +6,6 @@ difference is taken apart: weights, masks, constants, rounding.
 """
 
 import os
-import sys
 from argparse import Namespace
 from typing import Any
 
@@ -45,14 +44,12 @@ def measure(chosen: Namespace) -> dict[str, Any]:
     }
 
 
-EXPERIMENT = frame.Experiment(
-    "attribution",
-    __doc__,
-    EXAMPLES,
+EXPERIMENT = frame.of(
     measure,
+    EXAMPLES,
     options={"--seed": frame.number(42, "of weights and input")},
     figures=figure.FIGURES,
 )
 
 if __name__ == "__main__":
-    sys.exit(frame.run(EXPERIMENT))
+    frame.main(EXPERIMENT)

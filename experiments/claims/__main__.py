@@ -6,7 +6,6 @@ condition. All run in one process, Keras on TensorFlow.
 
 import importlib
 import os
-import sys
 from argparse import Namespace
 from collections.abc import Callable
 from typing import Any, cast
@@ -55,14 +54,12 @@ def check_of(document: str, name: str) -> Callable[[], Found]:
     return cast("Callable[[], Found]", check)
 
 
-EXPERIMENT = frame.Experiment(
-    "claims",
-    __doc__,
-    EXAMPLES,
+EXPERIMENT = frame.of(
     check,
+    EXAMPLES,
     options={"--only": {"choices": list(DOCUMENTS), "help": "one document"}},
     seed=SEED,
 )
 
 if __name__ == "__main__":
-    sys.exit(frame.run(EXPERIMENT))
+    frame.main(EXPERIMENT)

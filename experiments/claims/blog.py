@@ -91,10 +91,7 @@ def same_widths() -> Found:
     module, x = layer(kdim=S), torch.randn(B, T, D)
     out = module(x, torch.randn(B, S, S), torch.randn(B, S, D))[0]
     fewer = _refused(q, k, v[:, :, :-1])  # a view, so that what is read beyond it is ours
-    holds = {
-        "widths in SDPA": _refused(q[..., 1:], k, v),
-        "numbers in SDPA": fewer,
-    }
+    holds = {"widths in SDPA": _refused(q[..., 1:], k, v), "numbers in SDPA": fewer}
     assert out.shape == x.shape
     return found(holds, query=D, key=S, fewer="raises" if fewer else "raises nothing")
 
@@ -274,7 +271,5 @@ def literature_names() -> Found:
 
 def spelling() -> Found:
     """Names in torch.nn."""
-    holds = {
-        "torch.nn.MultiHeadAttention": hasattr(torch.nn, "MultiHeadAttention"),
-    }
+    holds = {"torch.nn.MultiHeadAttention": hasattr(torch.nn, "MultiHeadAttention")}
     return found(holds, there=torch.nn.MultiheadAttention.__name__)

@@ -219,11 +219,7 @@ def inserted_axis() -> Found:
     other = apart(after[0], before[0])
     alone = torch_layer(weights, x[1:2], keep[1:2])
     holds = {"B = 1": apart(alone, right[1:2]) < SAME, "B = N": other == 0}
-    return found(
-        holds,
-        other=other,
-        right=float(np.abs(right[0] - before[0]).max()),
-    )
+    return found(holds, other=other, right=float(np.abs(right[0] - before[0]).max()))
 
 
 def true_attends() -> Found:

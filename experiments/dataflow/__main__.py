@@ -1,6 +1,5 @@
 """What happens to every tensor in multi-head attention, and what do its options cost?"""
 
-import sys
 from argparse import Namespace
 from typing import Any
 
@@ -40,15 +39,13 @@ def find(chosen: Namespace) -> dict[str, Any]:
     }
 
 
-EXPERIMENT = frame.Experiment(
-    "dataflow",
-    __doc__,
-    EXAMPLES,
+EXPERIMENT = frame.of(
     find,
+    EXAMPLES,
     options={"--rounds": frame.number(ROUNDS, least=2)},
     figures=figure.FIGURES,
     seed=0,
 )
 
 if __name__ == "__main__":
-    sys.exit(frame.run(EXPERIMENT))
+    frame.main(EXPERIMENT)

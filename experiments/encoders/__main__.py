@@ -4,7 +4,6 @@ Every published variant is converted to Flax, verified, loaded by path into the 
 `models`, and run on one padded batch, as torch runs it; MiniLM by the recipe, on real sentences.
 """
 
-import sys
 import warnings
 from argparse import Namespace
 from dataclasses import asdict
@@ -65,11 +64,9 @@ def errors(found: dict[str, Any]) -> Any:
     return figure
 
 
-EXPERIMENT = frame.Experiment(
-    "encoders",
-    __doc__,
-    "examples:\n  python -m experiments.encoders .weights --write",
+EXPERIMENT = frame.of(
     measure,
+    "examples:\n  python -m experiments.encoders .weights --write",
     options={"weights": {"type": Path, "help": "folder that the two packages are in"}},
     figures={"errors.png": errors},
     seed=0,
@@ -77,4 +74,4 @@ EXPERIMENT = frame.Experiment(
 )
 
 if __name__ == "__main__":
-    sys.exit(frame.run(EXPERIMENT))
+    frame.main(EXPERIMENT)

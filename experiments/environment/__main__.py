@@ -100,14 +100,9 @@ def collect(chosen: Namespace) -> dict[str, Any]:
     return {"rounds": chosen.rounds, "settings": SETTINGS, "results": results, "calls": calls()}
 
 
-EXPERIMENT = frame.Experiment(
-    "environment",
-    __doc__,
-    EXAMPLES,
-    collect,
-    options={"--rounds": frame.number(3, least=1)},
-    seed="T of the case",
+EXPERIMENT = frame.of(
+    collect, EXAMPLES, options={"--rounds": frame.number(3, least=1)}, seed="T of the case"
 )
 
 if __name__ == "__main__":
-    sys.exit(frame.run(EXPERIMENT))
+    frame.main(EXPERIMENT)

@@ -78,11 +78,9 @@ def fine(found: dict[str, Any]) -> bool:
     return not any(x["exit_code"] or x["findings"] for x in found["readers"].values())
 
 
-EXPERIMENT = frame.Experiment(
-    "fuzz",
-    __doc__,
-    EXAMPLES,
+EXPERIMENT = frame.of(
     measure,
+    EXAMPLES,
     options={
         "--seconds": {"type": int, "default": 600, "help": "for each reader (default: 600)"},
         "--reader": {"choices": READERS, "action": "append", "help": "only this one"},
@@ -94,4 +92,4 @@ EXPERIMENT = frame.Experiment(
 )
 
 if __name__ == "__main__":
-    sys.exit(frame.run(EXPERIMENT))
+    frame.main(EXPERIMENT)

@@ -4,7 +4,6 @@ The same three matrices, split into 1, 2, 4, 8 and 16 heads: outputs, ranks and 
 that prints True, over 40 seeds; cases where they are equal, in float64; and learning curves.
 """
 
-import sys
 import time
 from argparse import Namespace
 from collections.abc import Iterable
@@ -54,16 +53,9 @@ def measured(chosen: Namespace) -> dict[str, Any]:
     return found | {"seconds": round(time.perf_counter() - start)}
 
 
-EXPERIMENT = frame.Experiment(
-    "heads",
-    __doc__,
-    EXAMPLES,
-    measured,
-    options=seeds.OPTIONS,
-    figures=figure.FIGURES,
-    seed=0,
-    packages=("optax",),
+EXPERIMENT = frame.of(
+    measured, EXAMPLES, options=seeds.OPTIONS, figures=figure.FIGURES, seed=0, packages=("optax",)
 )
 
 if __name__ == "__main__":
-    sys.exit(frame.run(EXPERIMENT))
+    frame.main(EXPERIMENT)

@@ -5,7 +5,6 @@ they do to noise, and the first steps of training from each.
 """
 
 import os
-import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable
@@ -61,11 +60,9 @@ def begin(name: str) -> Callable[[Any, int], None]:
     return begun
 
 
-EXPERIMENT = frame.Experiment(
-    "initialisation",
-    __doc__,
-    EXAMPLES,
+EXPERIMENT = frame.of(
     measured,
+    EXAMPLES,
     options=seeds.OPTIONS,
     figures=figure.FIGURES,
     seed=0,
@@ -73,4 +70,4 @@ EXPERIMENT = frame.Experiment(
 )
 
 if __name__ == "__main__":
-    sys.exit(frame.run(EXPERIMENT))
+    frame.main(EXPERIMENT)

@@ -59,8 +59,4 @@ def logits(found: dict[str, Any]) -> Any:
     return figure
 
 
-FIGURES = {
-    "histograms.svg": histograms,
-    "logits.svg": logits,
-    "training.svg": variants.draw,
-}
+FIGURES = {"histograms.svg": histograms, "logits.svg": logits, "training.svg": variants.draw}

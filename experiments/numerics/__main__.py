@@ -6,7 +6,6 @@ dtypes, lengths and sizes of logits. Keras' two backends are in processes of the
 
 import importlib
 import os
-import sys
 from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -55,15 +54,13 @@ def collect(chosen: Namespace) -> dict[str, Any]:
     }
 
 
-EXPERIMENT = frame.Experiment(
-    "numerics",
-    __doc__,
-    EXAMPLES,
+EXPERIMENT = frame.of(
     collect,
+    EXAMPLES,
     options={"--only": {"choices": WORKERS, "help": "one process"}},
     figures=figure.FIGURES,
     seed=0,
 )
 
 if __name__ == "__main__":
-    sys.exit(frame.run(EXPERIMENT))
+    frame.main(EXPERIMENT)

@@ -1,6 +1,5 @@
 """What do the heads of a real encoder attend to?"""
 
-import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -45,14 +44,7 @@ def find(chosen: Namespace) -> dict[str, Any]:
     return found | {"shown": {"tokens": shown.tokens, "maps": np.round(maps, 4).tolist()}}
 
 
-EXPERIMENT = frame.Experiment(
-    "pictures",
-    __doc__,
-    EXAMPLES,
-    find,
-    options={"weights": WEIGHTS},
-    figures=figure.FIGURES,
-)
+EXPERIMENT = frame.of(find, EXAMPLES, options={"weights": WEIGHTS}, figures=figure.FIGURES)
 
 if __name__ == "__main__":
-    sys.exit(frame.run(EXPERIMENT))
+    frame.main(EXPERIMENT)

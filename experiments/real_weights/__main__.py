@@ -5,7 +5,6 @@ linen and Flax nnx layer, runs them side by side on one padded batch, and conver
 converts the whole files to other layouts and formats and back.
 """
 
-import sys
 import tempfile
 import time
 from argparse import Namespace
@@ -175,11 +174,9 @@ def drawn(found: dict[str, Any]) -> Any:
     return figure
 
 
-EXPERIMENT = frame.Experiment(
-    "real_weights",
-    __doc__,
-    "examples:\n  python -m experiments.real_weights .weights --write",
+EXPERIMENT = frame.of(
     measure,
+    "examples:\n  python -m experiments.real_weights .weights --write",
     options={"weights": {"type": Path, "help": "folder that the two packages are in"}},
     figures={"errors.png": drawn},
     seed=0,
@@ -187,4 +184,4 @@ EXPERIMENT = frame.Experiment(
 )
 
 if __name__ == "__main__":
-    sys.exit(frame.run(EXPERIMENT))
+    frame.main(EXPERIMENT)

@@ -7,7 +7,6 @@ turns). Times are predicted from both and published figures of two accelerators.
 """
 
 import os
-import sys
 from argparse import Namespace
 from typing import Any
 
@@ -102,11 +101,9 @@ def measure(chosen: Namespace) -> dict[str, Any]:
     }
 
 
-EXPERIMENT = frame.Experiment(
-    "scaling",
-    __doc__,
-    EXAMPLES,
+EXPERIMENT = frame.of(
     measure,
+    EXAMPLES,
     options={
         "--layout": {"action": "append", "choices": LAYOUTS, "help": "only these"},
         "--devices": {"action": "append", "type": int, "choices": DEVICES, "help": "only these"},
@@ -115,4 +112,4 @@ EXPERIMENT = frame.Experiment(
 )
 
 if __name__ == "__main__":
-    sys.exit(frame.run(EXPERIMENT))
+    frame.main(EXPERIMENT)

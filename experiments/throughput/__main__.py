@@ -121,11 +121,9 @@ def measure(chosen: Namespace) -> dict[str, Any]:
     }
 
 
-EXPERIMENT = frame.Experiment(
-    "throughput",
-    __doc__,
-    "examples:\n  python -m experiments.throughput --size 2147483648 --rounds 5 --write",
+EXPERIMENT = frame.of(
     measure,
+    "examples:\n  python -m experiments.throughput --size 2147483648 --rounds 5 --write",
     options={
         "--size": {"type": int, "default": 2 << 30, "help": "bytes (default: 2 GiB)"},
         "--rounds": frame.number(5, least=1),
@@ -136,4 +134,4 @@ EXPERIMENT = frame.Experiment(
 )
 
 if __name__ == "__main__":
-    sys.exit(frame.run(EXPERIMENT))
+    frame.main(EXPERIMENT)

@@ -4,7 +4,6 @@ The same attention, compiled under other sizes of blocks and other numbers of ba
 rounds.
 """
 
-import sys
 import time
 import tomllib
 from argparse import Namespace
@@ -105,14 +104,12 @@ def collect(chosen: Namespace) -> dict[str, Any]:
     return {"rounds": chosen.rounds, "N": Case.N, "H": Case.H, "questions": entries}
 
 
-EXPERIMENT = frame.Experiment(
-    "tiling",
-    __doc__,
-    EXAMPLES,
+EXPERIMENT = frame.of(
     collect,
+    EXAMPLES,
     options={"--rounds": frame.number(7, least=1)},
     seed="crc32 of the name of the case",
 )
 
 if __name__ == "__main__":
-    sys.exit(frame.run(EXPERIMENT))
+    frame.main(EXPERIMENT)

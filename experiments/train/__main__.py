@@ -71,10 +71,7 @@ def evaluated(trainer: Trainer) -> str:
 
 
 def compare(
-    settings: Settings,
-    examples: tuple[Examples, Examples],
-    steps: int,
-    tick: Callable[[str], None],
+    settings: Settings, examples: tuple[Examples, Examples], steps: int, tick: Callable[[str], None]
 ) -> dict[str, Any] | None:
     """Both attentions from the same seed, without dropout; None where no steps are asked for."""
     if not steps:
@@ -86,11 +83,9 @@ def compare(
     return {"runs": runs, "difference": max(abs(a - b) / b for a, b in pairs)}
 
 
-EXPERIMENT = frame.Experiment(
-    "train",
-    __doc__,
-    EXAMPLES,
+EXPERIMENT = frame.of(
     measure,
+    EXAMPLES,
     options={
         "--attention": {"choices": ATTENTION, "default": "jaxmha", "help": "default jaxmha"},
         "--steps": frame.number(DEFAULT.steps, "of the optimiser", least=1),
@@ -107,4 +102,4 @@ EXPERIMENT = frame.Experiment(
 )
 
 if __name__ == "__main__":
-    sys.exit(frame.run(EXPERIMENT))
+    frame.main(EXPERIMENT)
