@@ -1,4 +1,4 @@
-"""The site: examples in docstrings, the changelog, and tutorials as notebooks."""
+"""The site: examples in docstrings, the changelog, and links from tutorials to their notebooks."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ import griffe
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
-from notebooks import notebook
+from notebooks import HOSTED
 
 ROOT = Path(__file__).parents[1]
 
@@ -40,13 +40,9 @@ class Examples(griffe.Extension):  # type: ignore[misc]
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Adds pages that have their source elsewhere: the changelog, and a notebook of every tutorial."""
+    """Adds the changelog, which has its source elsewhere."""
     changes = (ROOT / "CHANGELOG.md").read_text().replace("](docs/pages/", "](")
     files.append(File.generated(config, "changelog.md", content=changes))
-    for file in list(files.documentation_pages()):
-        if file.src_uri.startswith("tutorials/"):
-            name = f"{file.src_uri.removesuffix('.md')}.ipynb"
-            files.append(File.generated(config, name, content=notebook(file.content_string)))
     return files
 
 
@@ -56,4 +52,5 @@ def on_page_markdown(text: str, page: Page, **_: Any) -> str:
         return text
     title, _line, rest = text.partition("\n")
     name = Path(page.file.src_uri).stem
-    return f"{title}\n\n[This page as a notebook]({name}.ipynb){{ download .notebook }}\n{rest}"
+    notebook = f"[This page as a notebook]({name}.ipynb){{ download .notebook }}"
+    return f"{title}\n\n{notebook}, to download or to [run in a browser]({HOSTED}/{name}.ipynb)\n{rest}"

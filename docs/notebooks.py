@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 REPOSITORY = "https://github.com/jaxmha/jaxmha"
+# A service that opens notebooks of repositories, and runs them without a set-up.
+HOSTED = f"{REPOSITORY.replace('github.com', 'colab.research.google.com/github')}/blob/main/docs/pages/tutorials"
 INSTALL = f'%pip install --quiet "jaxmha[flax,torch] @ git+{REPOSITORY}" transformers optax'
 _BLOCK = re.compile(r"^```python\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
 # A step of a program begins with a comment, `# 1. ...`, which may go on for some lines.

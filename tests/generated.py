@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 import tomllib
 from collections.abc import Iterator
 from importlib import import_module
@@ -21,12 +22,12 @@ def demo() -> str:
     return (
         f"`make demo` converts published weights into real layers of every framework and back: {same} of "
         f"{len(results['blocks'])} attention blocks come back bit-identical ({results['date']}; "
-        "[each of them](experiments/real_weights/README.md), with the error of every framework)."
+        f"[each of them]({REPOSITORY}/blob/main/experiments/real_weights/README.md), with the error of every framework)."
     )
 
 
 def pure() -> str:
-    """The README's times without native kernels, with which no full benchmark was made so far."""
+    """Times without native kernels, with which no full benchmark was made so far."""
     from experiments.benchmarks.report import RESULTS, headlines, latest
 
     results = json.loads((RESULTS / "full.json").read_text())
@@ -39,8 +40,9 @@ def pure() -> str:
         f"{forward['mean']:.2f} of the time of the fastest peer (worst {forward['worst']:.2f}), with gradients "
         f"{backward['mean']:.2f} (worst {backward['worst']:.2f}), on {results['machine']['processor']}: it is slower "
         f"than the fastest, mostly torch, in {slower} of {shapes} shapes, and faster than Flax, Keras on JAX and "
-        f"`jax.nn` in {faster} of {on_jax['shapes']} ([every case](experiments/benchmarks/results/full.md)). "
-        f"The table is of other shapes, on {table['machine']['processor']}: the two are not comparable."
+        f"`jax.nn` in {faster} of {on_jax['shapes']} "
+        f"([every case]({REPOSITORY}/blob/main/experiments/benchmarks/results/full.md)). The table of the "
+        f"README is of other shapes, on {table['machine']['processor']}: the two are not comparable."
     )
 
 
@@ -165,8 +167,8 @@ def accuracy() -> str:
 
 PAGES = ROOT / "docs" / "pages" / "reference"
 PARTS = (
-    (ROOT / "README.md", "demo", demo),
-    (ROOT / "README.md", "pure", pure),
+    (PAGES.parent / "explanation" / "accuracy.md", "demo", demo),
+    (PAGES.parent / "how_to" / "native.md", "pure", pure),
     (PAGES / "layouts.md", "layouts", layouts),
     (PAGES / "masks.md", "masks", masks),
     (PAGES / "commands.md", "commands", commands),
@@ -183,6 +185,16 @@ def filled(text: str, name: str, part: str) -> str:
     return f"{before}{start}{part}\n{end}{rest.split(end)[1]}"
 
 
+def notebooks() -> dict[Path, str]:
+    """The notebook of every tutorial, which stands beside its page."""
+    sys.path.append(str(ROOT / "docs"))
+    notebook = import_module("notebooks").notebook
+    pages = sorted((PAGES.parent / "tutorials").glob("*.md"))
+    return {page.with_suffix(".ipynb"): f"{notebook(page.read_text())}\n" for page in pages}
+
+
 if __name__ == "__main__":
+    for path, text in notebooks().items():
+        path.write_text(text)
     for path, name, make in PARTS:
         path.write_text(filled(path.read_text(), name, make()))

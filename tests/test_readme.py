@@ -1,5 +1,6 @@
 """The README is true: its examples run, and its generated parts are what the data says."""
 
+import json
 import re
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxmha import checkpoint
-from tests.generated import PARTS, ROOT, filled
+from tests.generated import PARTS, ROOT, filled, notebooks
 
 OPTIMISED = True  # compiled as users compile it
 
@@ -49,6 +50,23 @@ def test_console_examples_run(tmp_path: Path) -> None:
 def test_generated_parts_are_current(path: Path, name: str, make: Callable[[], str]) -> None:
     text = path.read_text()
     assert filled(text, name, make()) == text, "run `python -m tests.generated`"
+
+
+def test_notebooks_are_current() -> None:
+    made = notebooks()
+    assert {path for path in made if path.read_text() != made[path]} == set()
+    assert made.keys() == set((ROOT / "docs").rglob("*.ipynb"))
+    assert len(made) == 5
+
+
+def test_slower_where_the_readme_says_so() -> None:
+    """The README says "in most shapes" without a number."""
+    from experiments.benchmarks.report import RESULTS, headlines
+
+    layers = headlines(json.loads((RESULTS / "full.json").read_text()))[:2]
+    slower, shapes = (sum(one[key] for one in layers) for key in ("slower", "shapes"))
+    assert "in pure JAX, such layers are\nslower than torch's in most shapes" in TEXT
+    assert slower > shapes / 2
 
 
 CODE = re.compile(r"```.*?```", re.DOTALL)
