@@ -186,7 +186,7 @@ def filled(text: str, name: str, part: str) -> str:
 
 
 def notebooks() -> dict[Path, str]:
-    """The notebook of every tutorial, which stands beside its page."""
+    """The notebook of every tutorial, in the folder of its page."""
     sys.path.append(str(ROOT / "docs"))
     notebook = import_module("notebooks").notebook
     pages = sorted((PAGES.parent / "tutorials").glob("*.md"))

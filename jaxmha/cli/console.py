@@ -119,7 +119,7 @@ def byte_bar(what: str, quiet: bool, passes: int = 1) -> Iterator[Callable[[int,
 def print_table(
     title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, names: int = 1
 ) -> None:
-    """Prints rows of markup. What is the same in all of them stands in one line below the table.
+    """Prints rows of markup. A column with one value in all of them becomes a part of a line below.
 
     `names`: so many columns at the left hold names, which are broken only where they are very long.
     """

@@ -113,6 +113,6 @@ def _one(layers: list[Any], number: int) -> Any:
     if not -len(layers) <= number < len(layers):
         raise ValueError(
             f"there is no layer {number}: the model called {len(layers)} layers that show weights. "
-            "Those of another layer can be plotted from an .npz file that holds them"
+            "Stored weights of another layer can be plotted from an .npz file"
         )
     return layers[number]

@@ -276,15 +276,15 @@ def close(done: Any, exact: Any) -> None:
             np.testing.assert_allclose(head[name], getattr(right, name), rtol=1e-5)
 
 
-WORDS = ["the", "cat", "sat", "[UNK]"]
+VOCABULARY = ["the", "cat", "sat", "[UNK]"]
 
 
 def tokenizer(folder: Path) -> Path:
-    """A tokenizer of words, saved as transformers does."""
+    """A tokenizer of vocabulary, saved as transformers does."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    made = Tokenizer(models.WordLevel({word: n for n, word in enumerate(WORDS)}, "[UNK]"))
+    made = Tokenizer(models.WordLevel({word: n for n, word in enumerate(VOCABULARY)}, "[UNK]"))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=made, unk_token="[UNK]").save_pretrained(folder)
     return folder
@@ -296,28 +296,28 @@ def others_rules() -> Iterator[None]:
         yield
 
 
-class Words:
-    """What `text_weights` asks of a tokenizer."""
+class Split:
+    """A tokenizer by spaces."""
 
     def __call__(self, text: str) -> dict[str, list[int]]:
-        return {"input_ids": [WORDS.index(word) for word in text.split()]}
+        return {"input_ids": [VOCABULARY.index(word) for word in text.split()]}
 
     def convert_ids_to_tokens(self, ids: list[int]) -> list[str]:
-        return [WORDS[one] for one in ids]
+        return [VOCABULARY[one] for one in ids]
 
 
 @pytest.mark.usefixtures("others_rules")
 def test_weights_of_a_live_model() -> None:
     model = live_model.ours()
-    found = text_weights(model, Words(), "cat sat the", layer=-1)
+    found = text_weights(model, Split(), "cat sat the", layer=-1)
     assert found.tokens == ["cat", "sat", "the"]
     np.testing.assert_allclose(found.weights, by_hand(model), rtol=1e-5)
     with pytest.raises(ValueError, match="no layer 2: the model called 2 layers"):
-        text_weights(model, Words(), "cat", layer=2)
+        text_weights(model, Split(), "cat", layer=2)
     with pytest.raises(ValueError, match="makes no token of the text ''"):
-        text_weights(model, Words(), "")
+        text_weights(model, Split(), "")
     with pytest.raises(TypeError, match="expected a model of transformers or nnx, got dict"):
-        text_weights({}, Words(), "cat")
+        text_weights({}, Split(), "cat")
 
 
 def by_hand(model: Any) -> Any:
@@ -332,8 +332,8 @@ def by_hand(model: Any) -> Any:
 @pytest.mark.slow
 @pytest.mark.usefixtures("others_rules")
 def test_command_with_a_live_model(tmp_path: Path) -> None:
-    words, output = tokenizer(tmp_path / "words"), tmp_path / "a.svg"
-    text = ("--text", "cat sat the", "--tokenizer", words, "--output", output, "--force")
+    vocabulary, output = tokenizer(tmp_path / "vocabulary"), tmp_path / "a.svg"
+    text = ("--text", "cat sat the", "--tokenizer", vocabulary, "--output", output, "--force")
     for name in ("ours", "theirs"):
         done = cli("plot", f"{live_model.__name__}:{name}", *text, "--layer", "1", "--json")
         model = getattr(live_model, name)()

@@ -31,7 +31,7 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.mark.usefixtures("narrow")
 def test_names_of_blocks_are_whole(model: Path) -> None:
-    """What is the same in every row stands in one line below the table."""
+    """A column with one value stands in one line below the table."""
     other = model.with_name("flax.safetensors")
     heads = ("--num-heads", "2")
     found = {
