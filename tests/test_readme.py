@@ -63,7 +63,7 @@ def test_slower_where_the_readme_says_so() -> None:
     """The README says "in most shapes" without a number."""
     from experiments.benchmarks.report import RESULTS, headlines
 
-    layers = headlines(json.loads((RESULTS / "full.json").read_text()))[:2]
+    layers = list(headlines(json.loads((RESULTS / "full.json").read_text())))[:2]
     slower, shapes = (sum(one[key] for one in layers) for key in ("slower", "shapes"))
     assert "in pure JAX, such layers are\nslower than torch's in most shapes" in TEXT
     assert slower > shapes / 2
