@@ -35,7 +35,9 @@ KERNELS = ["conditions", "keys", "scores", "forward", "few_rows"]
 KERNELS += ["cache_item", "cache_few", "cache_many", "cache_step"]
 KERNELS += ["gradient", "backward", "bias_gradient", "matmul"]
 GENERIC = ["cells", "handlers", "library", "operands", "parallel", "scratch", "write_cache"]
-LINK = ["-shared", "-static-libstdc++", "-static-libgcc", "-Wl,--exclude-libs,ALL", "-pthread"]
+# The static libgcc asks for a newer glibc than all else, and jaxlib needs the shared one as well.
+# Sections that nothing uses would ask for a newer one too.
+LINK = ["-shared", "-static-libstdc++", "-Wl,--exclude-libs,ALL", "-Wl,--gc-sections", "-pthread"]
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-g", "-O1"]
 
 

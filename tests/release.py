@@ -23,6 +23,8 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 CONSTRAINTS = ROOT / ".ci" / "constraints.txt"
+# The oldest glibc of the wheel of jaxmha-cpu, which auditwheel checks; the versions page states it.
+PLATFORM = "manylinux_2_34_x86_64"
 FOLDERS = {"jaxmha": "", "jaxmha-cpu": "native"}
 NAMESPACE = uuid.uuid5(uuid.NAMESPACE_URL, "https://github.com/jaxmha/jaxmha")
 
@@ -103,9 +105,9 @@ def build(commit: str, epoch: str, folder: Path) -> list[Path]:
         for sdist in (out / name).glob("*.tar.gz"):
             sdist.write_bytes(normalised(sdist.read_bytes(), int(epoch)))
     (plain,) = (out / "jaxmha-cpu").glob("*.whl")
-    repair = [sys.executable, "-m", "auditwheel", "repair", "--wheel-dir", str(plain.parent)]
+    repair = [sys.executable, "-m", "auditwheel", "repair", "--plat", PLATFORM]
     subprocess.run(
-        [*repair, str(plain)],
+        [*repair, "--wheel-dir", str(plain.parent), str(plain)],
         check=True,
         env=environment | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
         capture_output=True,
