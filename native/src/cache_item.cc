@@ -59,9 +59,13 @@ Item::Item(const CacheStep& step, long head, float* memory_of_state)
   if (few) {
     widen_rows<Stored::f32>(from, s.R, s.H, H, rows);
   } else {
-    for (long panel = 0; panel < panels; panel++)
-      transpose(s.rows + (head * s.R + panel * ROWS) * s.H, s.H,
-                std::min(ROWS, s.R - panel * ROWS), s.H, rows + panel * s.H * ROWS);
+    for (long panel = 0; panel < panels; panel++) {
+      const long here = std::min(ROWS, s.R - panel * ROWS), width = padded(here);
+      float* const to = rows + panel * s.H * ROWS;
+      transpose(s.rows + (head * s.R + panel * ROWS) * s.H, s.H, here, s.H, to);
+      for (long x = 1; x < s.H && width < ROWS; x++)  // lines in use lie side by side
+        std::copy(to + x * ROWS, to + x * ROWS + width, to + x * width);
+    }
   }
   std::fill(state.out, state.out + s.R * h, 0.f);
   std::fill(state.row_max, state.row_max + s.R, LOWEST);

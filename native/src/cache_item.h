@@ -20,6 +20,19 @@ struct State {
   static size_t floats(long rows, long width) { return Scratch::rounded(rows * (width + 2)); }
 };
 
+// Memory that is fetched while something else is computed, `each` bytes per step of a tile: into
+// the second cache, since the first one holds what is computed with.
+struct Ahead {
+  const char* at;
+  long each;
+  Ahead(const char* from, long bytes, long steps)
+      : at(from), each(from == nullptr ? 0 : (bytes + steps - 1) / steps) {}
+  void operator()() {
+    __builtin_prefetch(at, 0, 2);
+    at += each;
+  }
+};
+
 // A run of slots of one page.
 struct Block {
   long first, count;  // slots

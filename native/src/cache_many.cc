@@ -1,5 +1,6 @@
 // Many rows over a cache: scores are transposed, as in forward.cc, and a block of keys is read from
-// cache by every panel of rows.
+// cache by every panel of rows. Values of the block are fetched from memory during the product with
+// keys, and keys of the next block during the product with values.
 #include <algorithm>
 
 #include "cache_item.h"
@@ -7,57 +8,121 @@
 
 namespace jaxmha {
 namespace JAXMHA_ISA {
+namespace {
 
 constexpr long TERMS = 32;  // of a partial sum of a score
+constexpr int MOST = 2;     // vectors of rows whose sums and partial sums registers hold
+
+// Rows of a panel, transposed: `H width`; and a block of keys.
+struct Panel {
+  const float *rows, *keys;
+  long width, H, stride, count;
+};
+
+// Scores of M keys and N vectors of rows, and their row max.
+template <int M, int N>
+void score_piece(const Panel& p, long key, long row, float* scores, float* row_max, Ahead& ahead) {
+  Vector total[M][N];
+#pragma GCC unroll 8
+  for (int i = 0; i < M; i++)
+#pragma GCC unroll 4
+    for (int j = 0; j < N; j++) total[i][j] = set1(0.f);
+  const auto added = [&](Vector(&x)[M][N]) {
+#pragma GCC unroll 8
+    for (int i = 0; i < M; i++)
+#pragma GCC unroll 4
+      for (int j = 0; j < N; j++) total[i][j] = add(total[i][j], x[i][j]);
+  };
+  for (long x = 0; x < p.H; x += TERMS)
+    tile<M, N, true>({p.keys + key * p.stride + x, p.stride, 1}, p.rows + x * p.width + row,
+                     p.width, std::min(TERMS, p.H - x), added, ahead);
+  StoreAndMax<M, N>{scores + key * ROWS + row, row_max + row, false}(total);
+}
+
+template <int N>
+void score_strip(const Panel& p, long row, float* scores, float* row_max, Ahead& ahead) {
+  long key = 0;
+  for (; key + MR <= p.count; key += MR)
+    score_piece<MR, N>(p, key, row, scores, row_max, ahead);
+  for (; key + 4 <= p.count; key += 4) score_piece<4, N>(p, key, row, scores, row_max, ahead);
+  for (; key < p.count; key++) score_piece<1, N>(p, key, row, scores, row_max, ahead);
+}
+
+void score_panel(const Panel& p, float* scores, float* row_max, Ahead& ahead) {
+  long row = 0;
+  for (; row + MOST * W <= p.width; row += MOST * W)
+    score_strip<MOST>(p, row, scores, row_max, ahead);
+  for (; row < p.width; row += W) score_strip<1>(p, row, scores, row_max, ahead);
+}
+
+// Scores or weights of each key times its factor.
+void scale_keys(long count, long width, const float* factors, float* scores) {
+  for (long key = 0; key < count; key++)
+    for (long row = 0; row < width; row += W) {
+      float* const at = scores + key * ROWS + row;
+      store(at, mul(load(at), set1(factors[key])));
+    }
+}
+
+// The conditions and the soft cap of a panel from row0 on.
+void restrict_scores(Item& w, const Block& block, long row0, long here) {
+  const long width = padded(here);
+  for (long key = 0; key < block.count; key++)
+    for (long r = 0; r < width; r++)
+      w.allowed[key * ROWS + r] =
+          block.clear || (r < here && w.pairs[(row0 + r) * KEYS + key]);
+  apply_conditions({block.count, width / W, w.scores, w.allowed, nullptr, 1.f, w.s.soft_cap});
+}
+
+}  // namespace
 
 template <Stored type>
 void visit_many(Item& w, const Block& block) {
   const CacheStep& s = w.s;
   const auto* keys = reinterpret_cast<const float*>(block.keys);
   const auto* values = reinterpret_cast<const float*>(block.values);
+  const long count = block.count, bytes = count * size_of(type);
   long stride = s.H;
   if (type != Stored::f32) {
-    widen_rows<type>(block.keys, block.count, s.H, w.H, w.keys);
+    widen_rows<type>(block.keys, count, s.H, w.H, w.keys);
     keys = w.keys, stride = w.H;
   }
-  if (type != Stored::f32 || s.h != w.h || block.unattended) {
-    widen_rows<type>(block.values, block.count, s.h, w.h, w.values);
-    clear_unattended(w, block, w.values);
-    values = w.values;
-  }
+  const long of_keys = (count + MR - 1) / MR * s.H * ((padded(s.R) / W + MOST - 1) / MOST);
+  const long of_values = (s.R + MR - 1) / MR * count * ((w.h / W + NR - 1) / NR);
+  Ahead next_values(block.values, bytes * s.h, of_keys);
+  Ahead next_keys(block.next_keys, bytes * s.H, of_values);
   for (long row0 = 0; row0 < s.R; row0 += ROWS) {
-    const long here = std::min(ROWS, s.R - row0), lanes = (here + W - 1) / W;
+    const long here = std::min(ROWS, s.R - row0), width = padded(here), lanes = width / W;
     float* const row_max = w.state.row_max + row0;
-    const bool plain = block.clear && !block.key_scale && s.soft_cap == 0.f;
     std::fill(w.now, w.now + ROWS, LOWEST);
     std::copy(row_max, row_max + here, w.now);
-    float before[ROWS], row_sum[ROWS] = {};
+    float before[ROWS], row_sum[ROWS] = {}, unused[ROWS];
     std::copy(w.now, w.now + ROWS, before);
+    std::copy(w.now, w.now + ROWS, unused);
     std::copy(w.state.row_sum + row0, w.state.row_sum + row0 + here, row_sum);
-    short_products(block.count, lanes, s.H, TERMS, keys, stride, w.rows + row0 * s.H, w.scores,
-                   plain ? w.now : nullptr);
-    if (!plain) {
-      if (block.key_scale)
-        for (long key = 0; key < block.count; key++)
-          for (long j = 0; j < lanes * W; j++) w.scores[key * ROWS + j] *= block.key_scale[key];
-      for (long key = 0; key < block.count; key++)
-        for (long r = 0; r < lanes * W; r++)
-          w.allowed[key * ROWS + r] =
-              block.clear || (r < here && w.pairs[(row0 + r) * KEYS + key]);
-      apply_conditions({block.count, lanes, w.scores, w.allowed, nullptr, 1.f, s.soft_cap});
-      update_row_max(block.count, lanes, w.scores, w.now);
-    }
-    exponentials(block.count, lanes, Exponent(), w.scores, before, w.now, w.alpha, row_sum);
+    const bool conditions = !block.clear || s.soft_cap != 0.f;
+    const bool plain = !conditions && !block.key_scale;
+    score_panel({w.rows + row0 * s.H, keys, width, s.H, stride, count}, w.scores,
+                plain ? w.now : unused, next_values);
+    if (block.key_scale) scale_keys(count, width, block.key_scale, w.scores);
+    if (conditions) restrict_scores(w, block, row0, here);
+    if (!plain) update_row_max(count, lanes, w.scores, w.now);
+    exponentials(count, lanes, Exponent(), w.scores, before, w.now, w.alpha, row_sum);
     std::copy(w.now, w.now + here, row_max);
     std::copy(row_sum, row_sum + here, w.state.row_sum + row0);
-    if (block.value_scale)
-      for (long key = 0; key < block.count; key++) {
-        const bool some = block.clear || w.attended[key];
-        const float scale = some ? block.value_scale[key] : 0.f;
-        for (long j = 0; j < lanes * W; j++) w.scores[key * ROWS + j] *= scale;
-      }
-    product<Into::rescaled>(here, w.h / W, block.count, {w.scores, 1, ROWS}, values, w.h,
-                            w.state.out + row0 * w.h, w.h, w.alpha);
+    if (block.value_scale) {
+      float factors[KEYS];
+      for (long key = 0; key < count; key++)
+        factors[key] = block.clear || w.attended[key] ? block.value_scale[key] : 0.f;
+      scale_keys(count, width, factors, w.scores);
+    }
+    if (row0 == 0 && (type != Stored::f32 || s.h != w.h || block.unattended)) {
+      widen_rows<type>(block.values, count, s.h, w.h, w.values);
+      clear_unattended(w, block, w.values);
+      values = w.values;
+    }
+    product<Into::rescaled>(here, w.h / W, count, {w.scores, 1, ROWS}, values, w.h,
+                            w.state.out + row0 * w.h, w.h, w.alpha, next_keys);
   }
 }
 

@@ -14,10 +14,15 @@ struct Left {
   Left down(long rows) const { return {data + rows * row, row, column}; }
 };
 
+// What else is done before each step of a tile.
+struct Nothing {
+  void operator()() {}
+};
+
 // finish(c): c[M][N] vectors of A[M x depth] B[depth x N vectors]. `Unit`: A's column step is 1.
-template <int M, int N, bool Unit, class Finish>
+template <int M, int N, bool Unit, class Finish, class Each>
 inline __attribute__((always_inline)) void tile(Left a, const float* __restrict b, long ldb,
-                                                long depth, Finish&& finish) {
+                                                long depth, Finish&& finish, Each& each) {
   Vector c[M][N];
 #pragma GCC unroll 8
   for (int i = 0; i < M; i++)
@@ -25,7 +30,9 @@ inline __attribute__((always_inline)) void tile(Left a, const float* __restrict 
     for (int j = 0; j < N; j++) c[i][j] = set1(0.f);
   const float* __restrict data = a.data;
   const long row = Unit ? a.row : 1, column = Unit ? 1 : a.column;
+  Each own = each;  // in registers
   for (long p = 0; p < depth; p++) {
+    own();
     Vector v[N];
 #pragma GCC unroll 4
     for (int j = 0; j < N; j++) v[j] = load(b + p * ldb + j * W);
@@ -36,7 +43,15 @@ inline __attribute__((always_inline)) void tile(Left a, const float* __restrict 
       for (int j = 0; j < N; j++) c[i][j] = fma(x, v[j], c[i][j]);
     }
   }
+  each = own;
   finish(c);
+}
+
+template <int M, int N, bool Unit, class Finish>
+inline __attribute__((always_inline)) void tile(Left a, const float* __restrict b, long ldb,
+                                                long depth, Finish&& finish) {
+  Nothing nothing;
+  tile<M, N, Unit>(a, b, ldb, depth, finish, nothing);
 }
 
 // The use of a product: C = AB, C += AB, or row i of C = C * factors[i] + AB.
@@ -60,9 +75,9 @@ struct Store {
   }
 };
 
-template <Into into, int M, int N>
+template <Into into, int M, int N, class Each>
 __attribute__((noinline)) void piece(Left a, const float* b, long ldb, long depth, float* c,
-                                     long ldc, const float* factors) {
+                                     long ldc, const float* factors, Each& each) {
   const Store<into, M, N> finish{c, ldc, factors};
   // Rows of a large C are far apart and wait for memory at the end.
 #pragma GCC unroll 8
@@ -70,40 +85,50 @@ __attribute__((noinline)) void piece(Left a, const float* b, long ldb, long dept
 #pragma GCC unroll 4
     for (int j = 0; j < N; j++) __builtin_prefetch(c + i * ldc + j * W, 1);
   if (a.column == 1)
-    tile<M, N, true>(a, b, ldb, depth, finish);
+    tile<M, N, true>(a, b, ldb, depth, finish, each);
   else
-    tile<M, N, false>(a, b, ldb, depth, finish);
+    tile<M, N, false>(a, b, ldb, depth, finish, each);
 }
 
-template <Into into, int N>
+template <Into into, int N, class Each>
 void strip(long rows, Left a, const float* b, long ldb, long depth, float* c, long ldc,
-           const float* factors) {
-  for (; rows >= MR; rows -= MR, a = a.down(MR), c += MR * ldc) {
-    piece<into, MR, N>(a, b, ldb, depth, c, ldc, factors);
-    if (into == Into::rescaled) factors += MR;
-  }
+           const float* factors, Each& each) {
+  const auto step = [&](auto size) {
+    piece<into, size, N>(a, b, ldb, depth, c, ldc, factors, each);
+    rows -= size, a = a.down(size), c += size * ldc;
+    if (into == Into::rescaled) factors += size;
+  };
+  while (rows >= MR && rows != 8) step(std::integral_constant<int, MR>());
+  if (rows == 8) step(std::integral_constant<int, 4>());  // 4 + 4 rather than 6 + 2
   switch (rows) {
-    case 1: return piece<into, 1, N>(a, b, ldb, depth, c, ldc, factors);
-    case 2: return piece<into, 2, N>(a, b, ldb, depth, c, ldc, factors);
-    case 3: return piece<into, 3, N>(a, b, ldb, depth, c, ldc, factors);
-    case 4: return piece<into, 4, N>(a, b, ldb, depth, c, ldc, factors);
-    case 5: return piece<into, 5, N>(a, b, ldb, depth, c, ldc, factors);
+    case 1: return piece<into, 1, N>(a, b, ldb, depth, c, ldc, factors, each);
+    case 2: return piece<into, 2, N>(a, b, ldb, depth, c, ldc, factors, each);
+    case 3: return piece<into, 3, N>(a, b, ldb, depth, c, ldc, factors, each);
+    case 4: return piece<into, 4, N>(a, b, ldb, depth, c, ldc, factors, each);
+    case 5: return piece<into, 5, N>(a, b, ldb, depth, c, ldc, factors, each);
   }
 }
 
 // C[rows x vectors * W], from A[rows x depth] and B[depth x vectors * W].
+template <Into into, class Each>
+void product(long rows, long vectors, long depth, Left a, const float* b, long ldb, float* c,
+             long ldc, const float* factors, Each& each) {
+  for (long j = 0; j < vectors; j += NR, b += NR * W, c += NR * W)
+    switch (std::min<long>(NR, vectors - j)) {
+      case 1: strip<into, 1>(rows, a, b, ldb, depth, c, ldc, factors, each); break;
+      case 2: strip<into, 2>(rows, a, b, ldb, depth, c, ldc, factors, each); break;
+#if defined(__AVX512F__)
+      case 3: strip<into, 3>(rows, a, b, ldb, depth, c, ldc, factors, each); break;
+      case 4: strip<into, 4>(rows, a, b, ldb, depth, c, ldc, factors, each); break;
+#endif
+    }
+}
+
 template <Into into>
 void product(long rows, long vectors, long depth, Left a, const float* b, long ldb, float* c,
              long ldc, const float* factors = nullptr) {
-  for (long j = 0; j < vectors; j += NR, b += NR * W, c += NR * W)
-    switch (std::min<long>(NR, vectors - j)) {
-      case 1: strip<into, 1>(rows, a, b, ldb, depth, c, ldc, factors); break;
-      case 2: strip<into, 2>(rows, a, b, ldb, depth, c, ldc, factors); break;
-#if defined(__AVX512F__)
-      case 3: strip<into, 3>(rows, a, b, ldb, depth, c, ldc, factors); break;
-      case 4: strip<into, 4>(rows, a, b, ldb, depth, c, ldc, factors); break;
-#endif
-    }
+  Nothing nothing;
+  product<into>(rows, vectors, depth, a, b, ldb, c, ldc, factors, nothing);
 }
 
 }  // namespace JAXMHA_ISA
