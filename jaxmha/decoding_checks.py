@@ -1,6 +1,6 @@
 """Checks of the arguments of `prefill` and `extend`."""
 
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,14 @@ from jaxmha.semantics import FullyMasked, Semantics, reject_axes
 CacheT = TypeVar("CacheT", KVCache, PagedKVCache)
 ArrayT = TypeVar("ArrayT", bound=Array)
 
+
+class HasSlots(Protocol):
+    """A cache of any kind."""
+
+    @property
+    def slots(self) -> int: ...
+
+
 # Cache type -> array -> its axes.
 AXES: dict[type, dict[str, str]] = {
     KVCache: {"key": "B K S H", "value": "B K S h", "lengths": "B"},
@@ -33,10 +41,10 @@ AXES: dict[type, dict[str, str]] = {
 }
 
 
-def reject_overflow(cache: KVCache | PagedKVCache, T: int, left: int | None) -> None:
+def reject_overflow(cache: HasSlots, T: int, left: int | None) -> None:
     """Raises ValueError if T new tokens cannot fit into the slots, whatever the lengths are."""
     S = cache.slots
-    ring = isinstance(cache, KVCache) and left is not None
+    ring = not isinstance(cache, PagedKVCache) and left is not None
     if T > S or (ring and left is not None and left < S < left + T):
         raise ValueError(
             f"x: T={T} new tokens do not fit into the S={S} slots of the cache"
@@ -56,11 +64,17 @@ def checked_cache(params: MHAParams, x: Array, cache: CacheT, semantics: Semanti
     checks.require_type(Semantics, semantics=semantics)
     reject_axes(semantics)
     require_arrays(x=x)
+    checks.reject_rounding(params=params, x=x)
+    return checked_parts(cache)
+
+
+def checked_parts(cache: CacheT) -> CacheT:
+    """Checks the dtypes of a cache and returns it, with int32 lengths in the place of NumPy's."""
     for name, part in cache._asdict().items():
         is_scale = name.endswith("_scale")  # None unless the dtype of the cache needs scales
         require_arrays(optional=is_scale, **{f"cache.{name}": part})
     stored = {"cache.key": cache.key, "cache.value": cache.value}
-    checks.reject_rounding(params=params, x=x, **stored)
+    checks.reject_rounding(**stored)
     for name in ("key", "value"):
         if isinstance(cache, PagedKVCache):
             dtype = storage_dtype(getattr(cache, name).dtype, f"the dtype of cache.{name}")

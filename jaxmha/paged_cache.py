@@ -77,21 +77,11 @@ class PagedKVCache(NamedTuple):
         (7, 2, 16, 3)
         """
         sizes = check(params)
-        require_sizes(least=0, batch_size=batch_size)
-        require_sizes(most=FAR, length=length, pages=pages, page_size=page_size)
         if dtype is None:
             kernels = {f"params.{x}.kernel": getattr(params, x).kernel for x in ("key", "value")}
             dtype = checks.promoted(**kernels)
-        stored = storage_dtype(dtype)
-        shape = (pages, sizes["K"], page_size)
-        scales = [jnp.ones(shape, np.float32) if is_scaled(stored) else None for _ in range(2)]
-        return cls(
-            jnp.zeros((*shape, sizes["H"]), stored),
-            jnp.zeros((*shape, sizes["h"]), stored),
-            jnp.full((batch_size, page_table.pages_for(length, page_size)), -1, np.int32),
-            jnp.zeros(batch_size, np.int32),
-            *scales,
-        )
+        heads = sizes["K"], sizes["H"], sizes["h"]
+        return empty_pages(heads, batch_size, length, pages, page_size, dtype)
 
     @property
     def page_size(self) -> int:
@@ -233,6 +223,30 @@ class PagedKVCache(NamedTuple):
     def pages(self) -> jax.Array | None:
         """The table; None if numbers are stored with scales."""
         return None if self.key_scale is not None else jnp.asarray(self.table)
+
+
+def empty_pages(
+    heads: tuple[int, int, int],
+    batch_size: int,
+    length: int,
+    pages: int,
+    page_size: int,
+    dtype: DTypeLike,
+) -> PagedKVCache:
+    """A pool of free pages for `heads`, K of H and h features; arguments as in
+    `PagedKVCache.empty`."""
+    require_sizes(least=0, batch_size=batch_size)
+    require_sizes(most=FAR, length=length, pages=pages, page_size=page_size)
+    stored, (K, H, h) = storage_dtype(dtype), heads
+    shape = (pages, K, page_size)
+    scales = [jnp.ones(shape, np.float32) if is_scaled(stored) else None for _ in range(2)]
+    return PagedKVCache(
+        jnp.zeros((*shape, H), stored),
+        jnp.zeros((*shape, h), stored),
+        jnp.full((batch_size, page_table.pages_for(length, page_size)), -1, np.int32),
+        jnp.zeros(batch_size, np.int32),
+        *scales,
+    )
 
 
 def _row(name: str, row: int | Array, batch_size: int) -> int | Array:

@@ -134,6 +134,47 @@ def test_ragged_sequences_and_rings() -> None:
     assert at.tolist() == [13, 13]
 
 
+@pytest.mark.slow_variants("int8")
+@pytest.mark.parametrize("dtype", [None, "int8"])
+def test_pages(dtype: str | None) -> None:
+    """Ragged steps, a shared prefix and a rollback over pages, whose free slots hold poison."""
+    params, x = made(), inputs()
+    want = oracle(params, x, CAUSAL)
+    cache: Any = latent.paged_cache(params, 3, 16, pages=11, page_size=4, dtype=dtype)
+    poison: Any = {"key": jnp.full_like(cache.key, jnp.nan)}
+    if dtype is not None:
+        poison = {"key_scale": jnp.full_like(cache.key_scale, jnp.nan)}
+    cache, pool = cache._replace(**poison), jaxmha.PagePool(cache)
+    rows = jnp.asarray(np.concatenate([x, x[:1]]))
+    factor = 1.0 if dtype is None else 1e5  # of a tolerance: 127 steps of int8 are not 2 ** 24
+
+    def step(cache: Any, counts: list[int], tokens: Any) -> tuple[Any, Any]:
+        pool.extend(counts)
+        out, cache = latent.extend(
+            params, tokens, cache, q_lengths=np.asarray(counts), rotate=ROTATE
+        )
+        pool.require_same(cache)
+        return out, cache
+
+    out, cache = step(cache, [5, 3, 0], rows[:, :5])
+    assert_close(out[0], want[0, :5], factor=factor)
+    assert_close(out[1, :3], want[1, :3], factor=factor)
+    pool.fork(0, 2)
+    pool.rollback([5, 2, 5])
+    cache = cache.fork(0, 2).rollback(np.asarray([5, 2, 5]))
+    tokens = np.stack([x[0, 5:10], x[1, 2:7], x[0, 5:10]])
+    out, cache = step(cache, [3, 3, 2], jnp.asarray(tokens))
+    for row, at, count in ((0, 5, 3), (1, 2, 3), (2, 5, 2)):
+        assert_close(out[row, :count], want[row % 2, at : at + count], factor=factor)
+    assert dtype is None or np.abs(np.asarray(out[0], np.float64) - want[0, 5:8]).max() > 1e-5
+    pool.free(0, 1, 2)
+    cache = cache.free(np.ones(3, bool))
+    assert int(cache.free_pages()) == pool.free_pages == 11
+    out, cache = latent.prefill(params, rows, cache, rotate=ROTATE)
+    assert bool(jnp.isnan(out[2]).all())  # 3 rows of 13 tokens need 12 pages
+    assert_close(out[:2], want, factor=1.0)
+
+
 def test_gradients_of_every_leaf() -> None:
     with jax.enable_x64(True):
         params, x = made(dtype="float64"), inputs("float64")
@@ -255,5 +296,10 @@ def test_wrong_caches() -> None:
         latent.decode_step(params, x, cache)
     with pytest.raises(ValueError, match=r"cache.latents: expected axes \(B, S, C\)"):
         latent.decode_step(params, x[:1, :1], cache)
+    pages = latent.paged_cache(params, B, 4, pages=3, page_size=2)
+    with pytest.raises(ValueError, match=r"T=13 new tokens do not fit into the S=4"):
+        latent.decode_step(params, x, pages)
+    with pytest.raises(ValueError, match=r"cache.value: expected axes \(P, K, page, h\)"):
+        latent.decode_step(params, x[:, :1], pages._replace(value=pages.key))
     with pytest.raises(TypeError, match=r"cache must be a jaxmha\.LatentCache"):
-        latent.decode_step(params, x[:, :1], jaxmha.KVCache(x, x, x))  # type: ignore[arg-type]
+        latent.decode_step(params, x[:, :1], jaxmha.KVCache(x, x, x))  # type: ignore[type-var]

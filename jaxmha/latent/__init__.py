@@ -1,9 +1,10 @@
 """Multi-head latent attention (MLA, DeepSeek-V2): one latent per token holds keys and values."""
 
 from jaxmha.latent.cache import LatentCache as LatentCache
-from jaxmha.latent.cache import decode_step as decode_step
-from jaxmha.latent.cache import extend as extend
-from jaxmha.latent.cache import prefill as prefill
+from jaxmha.latent.cache import paged_cache as paged_cache
+from jaxmha.latent.decoding import decode_step as decode_step
+from jaxmha.latent.decoding import extend as extend
+from jaxmha.latent.decoding import prefill as prefill
 from jaxmha.latent.heads import absorb as absorb
 from jaxmha.latent.heads import combine as combine
 from jaxmha.latent.heads import project as project
@@ -20,6 +21,7 @@ __all__ = [
     "extend",
     "init_latent_params",
     "latent_attention",
+    "paged_cache",
     "prefill",
     "project",
 ]

@@ -1,32 +1,18 @@
-"""`LatentCache`: the latents and rotary keys of the tokens so far, and steps over it."""
+"""Caches of latents and rotary keys: `LatentCache`, and pages of them."""
 
-from collections.abc import Sequence
-from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, Float, Int, Integer
+from jaxtyping import Bool, Float, Int
 
-from jaxmha import checks, sharding
-from jaxmha.arrays import Array, DTypeLike, require_arrays
-from jaxmha.attention import attend, hashable
-from jaxmha.cached_attention import attend_cache, nan_where, reject_structure
-from jaxmha.cached_step import BLOCK
-from jaxmha.decoding_checks import checked_counts, clipped_counts, reject_mean
-from jaxmha.dims import bind
-from jaxmha.explicit_sharding import by_types, sharding_of_features, spec_of
+from jaxmha import checks
+from jaxmha.arrays import Array, DTypeLike
 from jaxmha.integers import FAR, require_sizes
 from jaxmha.kv_cache import KVCache, with_tokens
-from jaxmha.latent.heads import Latent, check_arguments, check_inputs, flat_positions
-from jaxmha.latent.layer import with_scale
 from jaxmha.latent.params import LatentParams, leaves, sizes
-from jaxmha.mask import Mask
-from jaxmha.mask_arguments import as_mask, with_window
-from jaxmha.mod_arguments import MaskMod, Mods, ScoreMod, traced_mods
-from jaxmha.rotary import Rotate, static_rotation
-from jaxmha.semantics import Semantics
+from jaxmha.paged_cache import PagedKVCache, empty_pages
 
 
 class LatentCache(NamedTuple):
@@ -67,12 +53,10 @@ class LatentCache(NamedTuple):
         >>> LatentCache.empty(params, 2, 7).latents.shape
         (2, 7, 10)
         """
-        found = sizes(params)
+        C, dtype = _stored(params, dtype)
         require_sizes(least=0, batch_size=batch_size)
         require_sizes(least=0, most=FAR, length=length)
-        if dtype is None:
-            dtype = checks.promoted(**{f"params.{name}": x for name, x in leaves(params).items()})
-        shape = (batch_size, length, found["L"] + found["R"])
+        shape = (batch_size, length, C)
         return cls(jnp.zeros(shape, checks.floating_dtype(dtype)), jnp.zeros(batch_size, np.int32))
 
     @property
@@ -80,13 +64,25 @@ class LatentCache(NamedTuple):
         """S, the number of slots of a sequence."""
         return self.latents.shape[1]
 
-    def append(self, keys: Float[jax.Array, "B T C"], counts: Int[jax.Array, "B"]) -> "LatentCache":
-        """Writes the first `counts` of T tokens to each row; token p is written to slot `p % S`."""
-        starts = jnp.asarray(self.lengths)
+    def emptied(self) -> "LatentCache":
+        """The cache with lengths 0."""
+        return self._replace(lengths=jnp.zeros(self.latents.shape[0], np.int32))
+
+    def append(
+        self, keys: Float[jax.Array, "B T C"], counts: Int[jax.Array, "B"], left: int | None = None
+    ) -> tuple["LatentCache", Bool[jax.Array, "B"]]:
+        """Writes the first `counts` of T tokens to each row; token p is written to slot `p % S`.
+
+        Returns the cache, and True for rows that have too many tokens, as `KVCache.append`.
+        """
+        longer = jnp.asarray(self.lengths) + counts
+        rings = left is not None and left < self.slots
+        full = longer > (FAR if rings else self.slots)
         if self.slots == 0:
-            return self
+            return self, full
+        starts = jnp.asarray(self.lengths)
         (written,) = with_tokens([self.latents[:, None]], [keys[:, :, None]], starts, counts)
-        return LatentCache(written[:, 0], starts + counts)
+        return LatentCache(written[:, 0], longer), full
 
     def as_heads(self) -> KVCache:
         """The same cache with one key/value head: keys are latents and rotary keys, and so are the
@@ -95,256 +91,65 @@ class LatentCache(NamedTuple):
         return KVCache(latents, latents, self.lengths)
 
 
-def prefill(
-    params: LatentParams,
-    x: Float[Array, "B T Dq"],
-    cache: LatentCache,
-    *,
-    semantics: Semantics = Semantics(),
-    mask: Bool[Array, "..."] | Mask | None = None,
-    rotate: Rotate | None = None,
-    score_mod: ScoreMod | None = None,
-    mask_mod: MaskMod | None = None,
-    implementation: str | Sequence[str] | None = None,
-) -> tuple[Float[jax.Array, "B T Do"], LatentCache]:
-    """Causal latent attention over prompts; returns the output and a cache of only these prompts.
+LatentT = TypeVar("LatentT", LatentCache, PagedKVCache)
 
-    Arguments and errors are those of `jaxmha.prefill`; queries attend the keys and values of every
-    head, as in `latent_attention`.
+
+def paged_cache(
+    params: LatentParams,
+    batch_size: int,
+    length: int,
+    *,
+    pages: int,
+    page_size: int = 64,
+    dtype: DTypeLike | None = None,
+) -> PagedKVCache:
+    """A `PagedKVCache` for latents: one head of keys with C = L + R features, and values without.
+
+    `prefill`, `extend` and `decode_step` take it in the place of a `LatentCache`; a `PagePool`, and
+    the methods of the cache, work as with keys and values.
+
+    Args:
+      params: of the layer, for L and R.
+      batch_size, length, pages, page_size, dtype: as in `PagedKVCache.empty`. With int8 and float8,
+        the latent and the rotary key of a token have one scale.
+
+    Raises:
+      ValueError, TypeError: as `PagedKVCache.empty`.
 
     >>> from jaxmha.latent import init_latent_params
     >>> params = init_latent_params(
     ...     jax.random.key(0), num_heads=3, features=8, latent_dim=6, rotary_dim=4, head_dim=5
     ... )
-    >>> out, cache = prefill(params, jnp.ones((2, 7, 8)), LatentCache.empty(params, 2, 9))
-    >>> out.shape, cache.lengths.tolist()
-    ((2, 7, 8), [7, 7])
+    >>> cache = paged_cache(params, 5, 100, pages=7, page_size=16)
+    >>> cache.key.shape, cache.value.shape
+    ((7, 1, 16, 10), (7, 1, 16, 0))
     """
-    cache = _checked(params, x, cache, semantics)
-    found: tuple[jax.Array, LatentCache] = _prefill(
-        params,
-        x,
-        cache,
-        with_window(as_mask(mask), semantics),
-        semantics,
-        _traced(score_mod, mask_mod, params, x),
-        rotate=static_rotation(rotate),
-        implementation=hashable(implementation),
-    )
-    return found
+    C, dtype = _stored(params, dtype)
+    return empty_pages((1, C, 0), batch_size, length, pages, page_size, dtype)
 
 
-def extend(
-    params: LatentParams,
-    x: Float[Array, "B T Dq"],
-    cache: LatentCache,
-    *,
-    q_lengths: Integer[Array, "B"] | None = None,
-    semantics: Semantics = Semantics(),
-    mask: Bool[Array, "..."] | Mask | None = None,
-    rotate: Rotate | None = None,
-    score_mod: ScoreMod | None = None,
-    mask_mod: MaskMod | None = None,
-) -> tuple[Float[jax.Array, "B T Do"], LatentCache]:
-    """Appends to each sequence its own number of tokens; each attends to all tokens before it and
-    to itself.
-
-    Arguments and errors are those of `jaxmha.extend`. Queries attend the latents themselves, as
-    `absorb` makes them: the keys and values of the heads are never made.
-
-    >>> from jaxmha.latent import init_latent_params
-    >>> params = init_latent_params(
-    ...     jax.random.key(0), num_heads=3, features=8, latent_dim=6, rotary_dim=4, head_dim=5
-    ... )
-    >>> out, cache = prefill(params, jnp.ones((2, 7, 8)), LatentCache.empty(params, 2, 9))
-    >>> out, cache = extend(params, jnp.ones((2, 1, 8)), cache)
-    >>> out.shape, cache.lengths.tolist()
-    ((2, 1, 8), [8, 8])
-    """
-    cache = _checked(params, x, cache, semantics)
-    mask = with_window(as_mask(mask), semantics)
-    reject_structure(mask)
-    reject_mean(semantics.fully_masked)
-    found: tuple[jax.Array, LatentCache] = _extend(
-        params,
-        x,
-        cache,
-        checked_counts(q_lengths),
-        mask,
-        semantics,
-        _traced(score_mod, mask_mod, params, x),
-        rotate=static_rotation(rotate),
-    )
-    return found
+def append(
+    cache: LatentT,
+    keys: Float[jax.Array, "B T C"],
+    counts: Int[jax.Array, "B"],
+    left: int | None,
+) -> tuple[LatentT, Bool[jax.Array, "B"]]:
+    """Writes the first `counts` of T tokens; returns the cache, and True for rows without room."""
+    if isinstance(cache, PagedKVCache):
+        return cache.append(keys[:, :, None], keys[:, :, None, :0], counts, left)
+    return cache.append(keys, counts, left)
 
 
-def decode_step(
-    params: LatentParams,
-    x: Float[Array, "B T Dq"],
-    cache: LatentCache,
-    *,
-    semantics: Semantics = Semantics(),
-    mask: Bool[Array, "..."] | Mask | None = None,
-    rotate: Rotate | None = None,
-    score_mod: ScoreMod | None = None,
-    mask_mod: MaskMod | None = None,
-) -> tuple[Float[jax.Array, "B T Do"], LatentCache]:
-    """Appends T tokens to every sequence: `extend` without lengths of its own.
-
-    >>> from jaxmha.latent import init_latent_params
-    >>> params = init_latent_params(
-    ...     jax.random.key(0), num_heads=3, features=8, latent_dim=6, rotary_dim=4, head_dim=5
-    ... )
-    >>> out, cache = decode_step(params, jnp.ones((2, 1, 8)), LatentCache.empty(params, 2, 9))
-    >>> out.shape, cache.lengths.tolist()
-    ((2, 1, 8), [1, 1])
-    """
-    return extend(
-        params,
-        x,
-        cache,
-        semantics=semantics,
-        mask=mask,
-        rotate=rotate,
-        score_mod=score_mod,
-        mask_mod=mask_mod,
-    )
+def as_heads(cache: LatentCache | PagedKVCache) -> KVCache | PagedKVCache:
+    """The cache with values: its keys, of which the first L features count."""
+    if isinstance(cache, PagedKVCache):
+        return cache._replace(value=cache.key, value_scale=cache.key_scale)
+    return cache.as_heads()
 
 
-def _output_specs(
-    params: LatentParams, x: jax.Array, cache: LatentCache, *_: object, **__: object
-) -> tuple[sharding.Axes, object] | None:
-    """Specs of the outputs: a cache keeps its sharding."""
-    found = sharding_of_features(x, params.query.kernel)
-    kept = jax.tree.map(lambda part: sharding.spec(*spec_of(part)), cache)
-    return found and (found.axes, (found.features, kept))
-
-
-@partial(jax.jit, static_argnames=("rotate", "implementation"))
-@by_types(_output_specs)
-def _prefill(
-    params: LatentParams,
-    x: jax.Array,
-    cache: LatentCache,
-    mask: Mask,
-    semantics: Semantics,
-    mods: Mods,
-    *,
-    rotate: Rotate | None,
-    implementation: str | tuple[str, ...] | None,
-) -> tuple[jax.Array, LatentCache]:
-    found, dtype = _sizes(params, x, cache)
-    B, T, S = found["B"], found["T"], found["S"]
-    left, _ = mask.window_size or (None, None)
-    if T > S and (left is None or left >= S):
-        raise ValueError(
-            f"x: T={T} tokens are more than the S={S} slots of the cache (cache.latents is "
-            f"(B, S, C) = {cache.latents.shape}): make a longer one"
-        )
-    latent = Latent(params, semantics, dtype, rotate)
-    positions = flat_positions(None, (B,), B, T)
-    keys = latent.keys(x, positions)
-    lengths = jnp.full(B, T, np.int32)
-    if mask.key_value_lengths is not None:
-        lengths = jnp.minimum(lengths, clipped_counts(jnp.asarray(mask.key_value_lengths)))
-    result = attend(
-        *latent.expanded(latent.queries(x, positions), keys),
-        None,
-        checks.flatten_mask(mask & Mask.causal(), (B,), {**found, "S": T}),
-        with_scale(semantics, found),
-        None,
-        False,
-        implementation,
-        mods=mods,
-    )
-    emptied = cache._replace(lengths=jnp.zeros(B, np.int32))
-    return latent.combined(result.out), emptied.append(keys, lengths)
-
-
-@partial(jax.jit, static_argnames=("rotate",))
-@by_types(_output_specs)
-def _extend(
-    params: LatentParams,
-    x: jax.Array,
-    cache: LatentCache,
-    q_lengths: jax.Array | None,
-    mask: Mask,
-    semantics: Semantics,
-    mods: Mods,
-    *,
-    rotate: Rotate | None,
-) -> tuple[jax.Array, LatentCache]:
-    found, dtype = _sizes(params, x, cache)
-    B, T, S = found["B"], found["T"], found["S"]
-    left, _ = mask.window_size or (None, None)
-    rings = left is not None and left < S
-    if T > S or (rings and left is not None and left + T > S):
-        raise ValueError(
-            f"x: T={T} new tokens do not fit into the S={S} slots of the cache"
-            f"{f' with a window of {left}' if rings else ''}"
-        )
-    lengths = jnp.asarray(clipped_counts(cache.lengths))
-    tokens = jnp.arange(T, dtype=np.int32).reshape(1, T)
-    positions = lengths[:, None] + tokens
-    latent = Latent(params, semantics, dtype, rotate)
-    queries = latent.absorbed(latent.queries(x, positions))
-    counts = jnp.full(B, T, np.int32)
-    if q_lengths is not None:
-        bind("q_lengths", q_lengths.shape, "B", found)
-        counts = jnp.minimum(clipped_counts(q_lengths), T)
-    cache = cache._replace(lengths=lengths).append(latent.keys(x, positions), counts)
-    # A ring buffer never fills, but positions are limited to FAR.
-    full = jnp.asarray(cache.lengths) > (FAR if rings else S)
-    mask = checks.flatten_mask(mask, (B,), found)
-    heads = attend_cache(
-        None, queries, cache.as_heads(), positions, mask, with_scale(semantics, found), BLOCK, mods
-    )
-    heads = latent.values(heads[..., : found["L"]])
-    out = latent.combined(nan_where(full.reshape(B, 1, 1, 1), heads))
-    if q_lengths is not None:
-        out = jnp.where((tokens < counts[:, None])[..., None], out, 0.0)
-    return out, cache
-
-
-def _traced(
-    score_mod: ScoreMod | None, mask_mod: MaskMod | None, params: LatentParams, x: Array
-) -> Mods:
-    if score_mod is None and mask_mod is None:
-        return Mods()
-    return traced_mods(score_mod, mask_mod, check_inputs(params, x=x).dtype)
-
-
-def _checked(
-    params: LatentParams, x: Array, cache: LatentCache, semantics: Semantics
-) -> LatentCache:
-    """Checks the arguments and returns the cache; NumPy lengths become int32, since jit would
-    truncate them."""
-    checks.require_type(LatentCache, cache=cache)
-    check_arguments(params, semantics, x=x)
-    for name, part in cache._asdict().items():
-        require_arrays(**{f"cache.{name}": part})
-    checks.reject_rounding(cache=cache)
-    checks.floating_dtype(cache.latents.dtype, "the dtype of cache.latents")
-    if not jnp.issubdtype(cache.lengths.dtype, np.integer):
-        raise TypeError(f"cache.lengths must be an integer array, got {cache.lengths.dtype}")
-    if not isinstance(cache.lengths, np.ndarray):
-        return cache
-    return cache._replace(lengths=clipped_counts(cache.lengths))
-
-
-def _sizes(
-    params: LatentParams, x: jax.Array, cache: LatentCache
-) -> tuple[dict[str, int], np.dtype[np.floating]]:
-    """Checks every shape of a call and returns the sizes by letter, S slots, and the dtype."""
-    found, dtype = check_inputs(params, x=x)
-    bind("x", x.shape, "B T Dq", found)
-    found["C"] = found["L"] + found["R"]
-    bind("cache.latents", cache.latents.shape, "B S C", found)
-    bind("cache.lengths", cache.lengths.shape, "B", found)
-    mesh_axes = sharding.current()
-    if found["T"] > 1 and mesh_axes is not None and mesh_axes.zigzag:
-        raise ValueError(
-            f"x: T={found['T']} tokens in zig-zag order, and a cache holds them by true position: "
-            "leave zigzag out of jaxmha.sharding.use here, and give them in their natural order"
-        )
-    return found, dtype
+def _stored(params: LatentParams, dtype: DTypeLike | None) -> tuple[int, DTypeLike]:
+    """C, and the dtype of a cache: by default that of the parameters."""
+    found = sizes(params)
+    if dtype is None:
+        dtype = checks.promoted(**{f"params.{name}": x for name, x in leaves(params).items()})
+    return found["L"] + found["R"], dtype

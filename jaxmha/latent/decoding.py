@@ -1,0 +1,299 @@
+"""Steps of latent attention over a cache: `prefill`, `extend` and `decode_step`."""
+
+from collections.abc import Sequence
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Bool, Float, Integer
+
+from jaxmha import checks, sharding
+from jaxmha.arrays import Array, require_arrays
+from jaxmha.attention import attend, hashable
+from jaxmha.cached_attention import attend_cache, nan_where, reject_structure
+from jaxmha.cached_step import BLOCK
+from jaxmha.decoding_checks import (
+    AXES,
+    checked_counts,
+    checked_parts,
+    clipped_counts,
+    reject_mean,
+    reject_overflow,
+)
+from jaxmha.dims import bind
+from jaxmha.explicit_sharding import by_types, sharding_of_features, spec_of
+from jaxmha.latent.cache import LatentCache, LatentT, append, as_heads
+from jaxmha.latent.heads import Latent, check_arguments, check_inputs, flat_positions
+from jaxmha.latent.layer import with_scale
+from jaxmha.latent.params import LatentParams
+from jaxmha.mask import Mask
+from jaxmha.mask_arguments import as_mask, with_window
+from jaxmha.mod_arguments import MaskMod, Mods, ScoreMod, traced_mods
+from jaxmha.paged_cache import PagedKVCache
+from jaxmha.rotary import Rotate, static_rotation
+from jaxmha.semantics import Semantics
+
+# Cache type -> array -> its axes; pages have one head of C features.
+CACHE_AXES: dict[type, dict[str, str]] = {
+    LatentCache: {"latents": "B S C", "lengths": "B"},
+    PagedKVCache: AXES[PagedKVCache],
+}
+
+
+def prefill(
+    params: LatentParams,
+    x: Float[Array, "B T Dq"],
+    cache: LatentT,
+    *,
+    semantics: Semantics = Semantics(),
+    mask: Bool[Array, "..."] | Mask | None = None,
+    rotate: Rotate | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
+    implementation: str | Sequence[str] | None = None,
+) -> tuple[Float[jax.Array, "B T Do"], LatentT]:
+    """Causal latent attention over prompts; returns the output and a cache of only these prompts.
+
+    Arguments and errors are those of `jaxmha.prefill`; queries attend the keys and values of every
+    head, as in `latent_attention`.
+
+    >>> from jaxmha.latent import init_latent_params
+    >>> params = init_latent_params(
+    ...     jax.random.key(0), num_heads=3, features=8, latent_dim=6, rotary_dim=4, head_dim=5
+    ... )
+    >>> out, cache = prefill(params, jnp.ones((2, 7, 8)), LatentCache.empty(params, 2, 9))
+    >>> out.shape, cache.lengths.tolist()
+    ((2, 7, 8), [7, 7])
+    """
+    cache = _checked(params, x, cache, semantics)
+    found: tuple[jax.Array, LatentT] = _prefill(
+        params,
+        x,
+        cache,
+        with_window(as_mask(mask), semantics),
+        semantics,
+        _traced(score_mod, mask_mod, params, x),
+        rotate=static_rotation(rotate),
+        implementation=hashable(implementation),
+    )
+    return found
+
+
+def extend(
+    params: LatentParams,
+    x: Float[Array, "B T Dq"],
+    cache: LatentT,
+    *,
+    q_lengths: Integer[Array, "B"] | None = None,
+    semantics: Semantics = Semantics(),
+    mask: Bool[Array, "..."] | Mask | None = None,
+    rotate: Rotate | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
+) -> tuple[Float[jax.Array, "B T Do"], LatentT]:
+    """Appends to each sequence its own number of tokens; each attends to all tokens before it and
+    to itself.
+
+    Arguments and errors are those of `jaxmha.extend`. Queries attend the latents themselves, as
+    `absorb` makes them: the keys and values of the heads are never made.
+
+    >>> from jaxmha.latent import init_latent_params
+    >>> params = init_latent_params(
+    ...     jax.random.key(0), num_heads=3, features=8, latent_dim=6, rotary_dim=4, head_dim=5
+    ... )
+    >>> out, cache = prefill(params, jnp.ones((2, 7, 8)), LatentCache.empty(params, 2, 9))
+    >>> out, cache = extend(params, jnp.ones((2, 1, 8)), cache)
+    >>> out.shape, cache.lengths.tolist()
+    ((2, 1, 8), [8, 8])
+    """
+    cache = _checked(params, x, cache, semantics)
+    mask = with_window(as_mask(mask), semantics)
+    reject_structure(mask)
+    reject_mean(semantics.fully_masked)
+    found: tuple[jax.Array, LatentT] = _extend(
+        params,
+        x,
+        cache,
+        checked_counts(q_lengths),
+        mask,
+        semantics,
+        _traced(score_mod, mask_mod, params, x),
+        rotate=static_rotation(rotate),
+    )
+    return found
+
+
+def decode_step(
+    params: LatentParams,
+    x: Float[Array, "B T Dq"],
+    cache: LatentT,
+    *,
+    semantics: Semantics = Semantics(),
+    mask: Bool[Array, "..."] | Mask | None = None,
+    rotate: Rotate | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
+) -> tuple[Float[jax.Array, "B T Do"], LatentT]:
+    """Appends T tokens to every sequence: `extend` without lengths of its own.
+
+    >>> from jaxmha.latent import init_latent_params
+    >>> params = init_latent_params(
+    ...     jax.random.key(0), num_heads=3, features=8, latent_dim=6, rotary_dim=4, head_dim=5
+    ... )
+    >>> out, cache = decode_step(params, jnp.ones((2, 1, 8)), LatentCache.empty(params, 2, 9))
+    >>> out.shape, cache.lengths.tolist()
+    ((2, 1, 8), [1, 1])
+    """
+    return extend(
+        params,
+        x,
+        cache,
+        semantics=semantics,
+        mask=mask,
+        rotate=rotate,
+        score_mod=score_mod,
+        mask_mod=mask_mod,
+    )
+
+
+def _output_specs(
+    params: LatentParams, x: jax.Array, cache: LatentT, *_: object, **__: object
+) -> tuple[sharding.Axes, object] | None:
+    """Specs of the outputs: a cache keeps its sharding."""
+    found = sharding_of_features(x, params.query.kernel)
+    kept = jax.tree.map(lambda part: sharding.spec(*spec_of(part)), cache)
+    return found and (found.axes, (found.features, kept))
+
+
+@partial(jax.jit, static_argnames=("rotate", "implementation"))
+@by_types(_output_specs)
+def _prefill(
+    params: LatentParams,
+    x: jax.Array,
+    cache: LatentT,
+    mask: Mask,
+    semantics: Semantics,
+    mods: Mods,
+    *,
+    rotate: Rotate | None,
+    implementation: str | tuple[str, ...] | None,
+) -> tuple[jax.Array, LatentT]:
+    found, dtype = _sizes(params, x, cache)
+    B, T, S = found["B"], found["T"], found["S"]
+    left, _ = mask.window_size or (None, None)
+    if T > S and (left is None or left >= S or isinstance(cache, PagedKVCache)):
+        raise ValueError(
+            f"x: T={T} tokens are more than the S={S} slots of the cache: make a longer one"
+        )
+    latent = Latent(params, semantics, dtype, rotate)
+    positions = flat_positions(None, (B,), B, T)
+    keys = latent.keys(x, positions)
+    lengths = jnp.full(B, T, np.int32)
+    if mask.key_value_lengths is not None:
+        lengths = jnp.minimum(lengths, clipped_counts(jnp.asarray(mask.key_value_lengths)))
+    result = attend(
+        *latent.expanded(latent.queries(x, positions), keys),
+        None,
+        checks.flatten_mask(mask & Mask.causal(), (B,), {**found, "S": T}),
+        with_scale(semantics, found),
+        None,
+        False,
+        implementation,
+        mods=mods,
+    )
+    kept, full = append(cache.emptied(), keys, lengths, left)
+    out = result.out
+    if isinstance(cache, PagedKVCache):  # the pool may have too few free pages for T <= S tokens
+        out = nan_where(full.reshape(B, 1, 1, 1), out)
+    return latent.combined(out), kept
+
+
+@partial(jax.jit, static_argnames=("rotate",))
+@by_types(_output_specs)
+def _extend(
+    params: LatentParams,
+    x: jax.Array,
+    cache: LatentT,
+    q_lengths: jax.Array | None,
+    mask: Mask,
+    semantics: Semantics,
+    mods: Mods,
+    *,
+    rotate: Rotate | None,
+) -> tuple[jax.Array, LatentT]:
+    found, dtype = _sizes(params, x, cache)
+    B, T = found["B"], found["T"]
+    left, _ = mask.window_size or (None, None)
+    reject_overflow(cache, T, left)
+    lengths = jnp.asarray(clipped_counts(cache.lengths))
+    tokens = jnp.arange(T, dtype=np.int32).reshape(1, T)
+    positions = lengths[:, None] + tokens
+    latent = Latent(params, semantics, dtype, rotate)
+    queries = latent.absorbed(latent.queries(x, positions))
+    counts = jnp.full(B, T, np.int32)
+    if q_lengths is not None:
+        bind("q_lengths", q_lengths.shape, "B", found)
+        counts = jnp.minimum(clipped_counts(q_lengths), T)
+    new = latent.keys(x, positions)
+    cache, full = append(cache._replace(lengths=lengths), new, counts, left)
+    mask = checks.flatten_mask(mask, (B,), found)
+    heads = attend_cache(
+        None, queries, as_heads(cache), positions, mask, with_scale(semantics, found), BLOCK, mods
+    )
+    heads = latent.values(heads[..., : found["L"]])
+    out = latent.combined(nan_where(full.reshape(B, 1, 1, 1), heads))
+    if q_lengths is not None:
+        out = jnp.where((tokens < counts[:, None])[..., None], out, 0.0)
+    return out, cache
+
+
+def _traced(
+    score_mod: ScoreMod | None, mask_mod: MaskMod | None, params: LatentParams, x: Array
+) -> Mods:
+    if score_mod is None and mask_mod is None:
+        return Mods()
+    return traced_mods(score_mod, mask_mod, check_inputs(params, x=x).dtype)
+
+
+def _checked(params: LatentParams, x: Array, cache: LatentT, semantics: Semantics) -> LatentT:
+    """Checks the arguments and returns the cache; NumPy lengths become int32, since jit would
+    truncate them."""
+    if not isinstance(cache, LatentCache | PagedKVCache):
+        raise TypeError(
+            "cache must be a jaxmha.LatentCache, or a jaxmha.PagedKVCache from "
+            f"jaxmha.latent.paged_cache, got {type(cache).__name__}"
+        )
+    check_arguments(params, semantics, x=x)
+    if isinstance(cache, PagedKVCache):
+        return checked_parts(cache)
+    for name, part in cache._asdict().items():
+        require_arrays(**{f"cache.{name}": part})
+    checks.reject_rounding(cache=cache)
+    checks.floating_dtype(cache.latents.dtype, "the dtype of cache.latents")
+    if not jnp.issubdtype(cache.lengths.dtype, np.integer):
+        raise TypeError(f"cache.lengths must be an integer array, got {cache.lengths.dtype}")
+    if not isinstance(cache.lengths, np.ndarray):
+        return cache
+    return cache._replace(lengths=clipped_counts(cache.lengths))
+
+
+def _sizes(
+    params: LatentParams, x: jax.Array, cache: LatentT
+) -> tuple[dict[str, int], np.dtype[np.floating]]:
+    """Checks every shape of a call and returns the sizes by letter, S slots, and the dtype."""
+    found, dtype = check_inputs(params, x=x)
+    bind("x", x.shape, "B T Dq", found)
+    C = found["L"] + found["R"]
+    of_cache = {"B": found["B"], "C": C, "K": 1, "H": C, "h": 0}
+    for name, axes in CACHE_AXES[type(cache)].items():
+        if getattr(cache, name) is not None:
+            bind(f"cache.{name}", getattr(cache, name).shape, axes, of_cache)
+    found["S"] = cache.slots
+    mesh_axes = sharding.current()
+    if found["T"] > 1 and mesh_axes is not None and mesh_axes.zigzag:
+        raise ValueError(
+            f"x: T={found['T']} tokens in zig-zag order, and a cache holds them by true position: "
+            "leave zigzag out of jaxmha.sharding.use here, and give them in their natural order"
+        )
+    return found, dtype
