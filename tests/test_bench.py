@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import jaxmha
 from jaxmha.bench import case as case_module
-from jaxmha.bench import choice, data, exact, programs, run
+from jaxmha.bench import choice, data, exact, peers, programs, run
 from jaxmha.bench.case import Case
 from jaxmha.bench.program import UnsupportedError
 from jaxmha.cli.app import app
@@ -38,8 +38,10 @@ CASES = {
     "bfloat16": replace(PLAIN, dtype="bfloat16", direction="backward"),
     "bfloat16 layer": Case("layer", "backward", "causal", 2, 7, 7, 2, 2, 8, dtype="bfloat16"),
     "bfloat16 step": Case("layer", "forward", "decode", 2, 1, 11, 2, 2, 8, dtype="bfloat16"),
-    "four queries": Case("core", "forward", "decode", 2, 4, 11, 4, 2, 8),
+    "step": Case("layer", "forward", "decode", 2, 1, 70, 2, 2, 8),
+    "four queries": Case("core", "forward", "decode", 2, 4, 70, 4, 2, 8),
 }
+CACHES = ("jaxmha:paged", "jaxmha:paged-int8", "jaxmha:paged-float8")
 HERE = ("jaxmha:blocked", "jaxmha:reference", "jax-nn", "flax-linen", "flax-nnx", "keras-jax",
         "torch-sdpa")  # fmt: skip
 # Whose values must have as many features as queries.
@@ -105,6 +107,26 @@ def test_peers_are_right_about_every_condition(peer: str, name: str, tmp_path: P
     outputs = program.outputs(data.only_compared(case, inputs.cotangent))
     found = exact.errors(case, inputs, path, *outputs)
     assert ("gradient_error" in found) == (case.direction == "backward")
+
+
+@pytest.mark.slow_variants("jaxmha:paged-*", "bfloat16 step-*")
+@pytest.mark.parametrize("peer", CACHES)
+@pytest.mark.parametrize("name", ["step", "four queries", "bfloat16 step"])
+def test_caches_are_right_within_what_they_store(peer: str, name: str, tmp_path: Path) -> None:
+    case, path = CASES[name], tmp_path / "expected.npz"
+    inputs = data.make(case)
+    program = programs.program(peer, case, inputs)
+    exact.write(case, path)
+    program.compile()
+    program.run(2)
+    stored = peers.CACHES[peer.partition(":")[2]]
+    outputs = program.outputs(inputs.cotangent)
+    error = exact.errors(case, inputs, path, *outputs, stored=stored)["error"]
+    assert stored is None or error > exact.ALLOWED["float32"]
+    if stored is not None:
+        assert case.bytes_with(stored) < case.nbytes
+        with pytest.raises(ValueError, match="wrong output"):
+            exact.errors(case, inputs, path, 1.5 * outputs[0], None, stored=stored)
 
 
 # Saved benchmarks.

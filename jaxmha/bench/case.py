@@ -180,6 +180,19 @@ class Case:
             size * bias
         )
 
+    def bytes_with(self, stored: str | None) -> float:
+        """`nbytes`, where keys and values are stored in one byte per number, with a scale of 4 for
+        each token and head; None: in the dtype of the case.
+
+        >>> Case("core", "forward", "decode", 1, 1, 103, 2, 1, 64).bytes_with("int8")
+        14624.0
+        """
+        if stored is None:
+            return self.nbytes
+        keys = self.K * (sum(self.lengths) if self.lengths else self.B * self.S)
+        each = self.H + self.value_features
+        return self.nbytes - keys * (each * (ITEMSIZE[self.dtype] - 1) - 2 * 4)
+
     @property
     def measures_memory(self) -> bool:
         """True if materialised scores would take most of the memory."""

@@ -1,5 +1,9 @@
-"""One decode step of a whole layer, for peers that have a cache: it is written in place, and every
-call appends the same token after the same past, whose length is known when the program runs."""
+"""Decode steps over a cache.
+
+Of a whole layer, for peers that have a cache: it is written in place, and every call appends the same
+token after the same past, whose length is known when the program runs. Of the core, over the caches
+of jaxmha, which are read only.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,8 +16,14 @@ import jaxmha
 from jaxmha.bench import jax_peers
 from jaxmha.bench.case import Case
 from jaxmha.bench.data import Array, Data
-from jaxmha.bench.program import Program, repeat
+from jaxmha.bench.peers import CACHES
+from jaxmha.bench.program import Program, UnsupportedError, repeat
+from jaxmha.cached_attention import attend_cache
+from jaxmha.cached_step import BLOCK
 from jaxmha.converters import flax as flax_converter
+from jaxmha.paged_cache import empty_pages
+
+PAGE = 64  # tokens of a page
 
 # variables, cache, token -> output, cache
 Step = Callable[[Any, Any, Any], tuple[Any, Any]]
@@ -55,16 +65,53 @@ def _past(case: Case, data: Data) -> tuple[jaxmha.MHAParams, int, Any, Any]:
     return params, past, keys, values
 
 
-def jaxmha_program(case: Case, data: Data) -> Program:
-    params, past, *cached = _past(case, data)
-    keys, values = (jnp.copy(jnp.moveaxis(x, 2, 1)) for x in cached)
+def _cache(name: str, keys: Any, values: Any, lengths: Any) -> Any:
+    """A cache of jaxmha with the keys `B S K H` and values `B S K h` of the first tokens."""
+    if not name:
+        keys, values = (jnp.copy(jnp.moveaxis(x, 2, 1)) for x in (keys, values))
+        return jaxmha.KVCache(keys, values, lengths)
+    (B, S, K, H), h = keys.shape, values.shape[-1]
+    pages = B * -(-S // PAGE)
+    empty = empty_pages((K, H, h), B, S, pages, PAGE, CACHES[name] or keys.dtype)
+    return jax.jit(lambda cache: cache.append(keys, values, lengths)[0], donate_argnums=0)(empty)
+
+
+def core_program(case: Case, data: Data, name: str) -> Program:
+    """Attention of queries over a cache that holds all keys and values; `name`: one of `CACHES`."""
+    assert case.lengths is not None
+    lengths = jnp.asarray(case.lengths, jnp.int32)
+    query, keys, values = (jnp.asarray(x, case.dtype) for x in (data.query, data.key, data.value))
+    # As in other peers, queries attend all keys: they come after them.
+    positions = (lengths - 1)[:, None] + jnp.arange(case.T, dtype=jnp.int32)
+    held = query, _cache(name, keys, values, lengths)
+    compiled = list[Any]()
+
+    def attend(query: Any, cache: Any) -> jax.Array:
+        semantics = jaxmha.Semantics()
+        return attend_cache(None, query, cache, positions, jaxmha.Mask(), semantics, BLOCK)
+
+    def build() -> None:
+        compiled.append(jax.jit(attend).lower(*held).compile())
+
+    def run(calls: int = 1) -> None:
+        repeat(lambda: compiled[0](*held), calls)
+
+    def outputs(cotangent: Array) -> tuple[Any, None]:
+        return np.asarray(compiled[0](*held), np.float32), None
+
+    text, nbytes = lambda: str(compiled[0].as_text()), lambda: jax_peers.held(compiled[0])
+    return Program(build, run, outputs, text, nbytes)
+
+
+def jaxmha_program(case: Case, data: Data, name: str = "") -> Program:
+    params, past, keys, values = _past(case, data)
 
     def step(params: Any, cache: Any, token: Any) -> Any:
         out, longer = jaxmha.decode_step(params, token, cache)
         return out, longer._replace(lengths=cache.lengths)
 
     lengths = jnp.full(case.B, past, jnp.int32)
-    return _program(data, step, params, jaxmha.KVCache(keys, values, lengths))
+    return _program(data, step, params, _cache(name, keys, values, lengths))
 
 
 def linen_program(case: Case, data: Data) -> Program:
@@ -123,3 +170,17 @@ PROGRAMS: dict[str, Callable[[Case, Data], Program]] = {
     "flax-nnx": nnx_program,
     "jax-nn": jax_nn_program,
 }
+
+
+def program(peer: str, case: Case, data: Data) -> Program:
+    """A step of a peer, whose name may end in `:` and one of `CACHES`.
+
+    Raises:
+      UnsupportedError: its layer has no cache.
+    """
+    base, _, name = peer.partition(":")
+    if case.scope == "core":
+        return core_program(case, data, name)
+    if base not in PROGRAMS or (name and name not in CACHES):
+        raise UnsupportedError("its layer has no cache of keys and values")
+    return jaxmha_program(case, data, name) if name else PROGRAMS[base](case, data)

@@ -47,6 +47,16 @@ PEERS: dict[str, Peer] = {
 OURS = "jaxmha"
 # Implementations of jaxmha and of jax.nn that are timed by name: `jaxmha:blocked`.
 IMPLEMENTATIONS = ("native", "few_queries", "blocked", "reference", "cudnn", "tokamax", "splash")
+# Caches in pages that are timed by name, `jaxmha:paged`, and the dtype that they store; None: that of
+# the case.
+CACHES: dict[str, str | None] = {"paged": None, "paged-int8": "int8"}
+CACHES["paged-float8"] = "float8_e4m3fn"
+
+
+def cache_of(name: str) -> str | None:
+    """The cache that the name of a peer names, one of `CACHES`; None: it names none."""
+    base, _, cache = name.partition(":")
+    return cache if base == OURS and cache in CACHES else None
 
 
 def peer(name: str) -> Peer:

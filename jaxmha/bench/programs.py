@@ -1,8 +1,9 @@
 """From the name of a peer to its program; a peer's packages are imported when it is asked for."""
 
+from jaxmha.bench import peers
 from jaxmha.bench.case import Case
 from jaxmha.bench.data import Data
-from jaxmha.bench.program import Program, UnsupportedError
+from jaxmha.bench.program import Program
 
 
 def small(peer: str) -> None:
@@ -27,12 +28,10 @@ def program(peer: str, case: Case, data: Data) -> Program:
     Raises:
       UnsupportedError: the peer has nothing that computes it.
     """
-    if case.kind == "decode" and case.scope == "layer":
+    if case.kind == "decode" and (case.scope == "layer" or peers.cache_of(peer) is not None):
         from jaxmha.bench import decode_peers
 
-        if peer not in decode_peers.PROGRAMS:
-            raise UnsupportedError("its layer has no cache of keys and values")
-        return decode_peers.PROGRAMS[peer](case, data)
+        return decode_peers.program(peer, case, data)
     if peer.startswith("torch"):
         from jaxmha.bench import torch_peers
 

@@ -10,7 +10,7 @@ import numpy as np
 from jaxmha.bench import machine, measure, memory
 from jaxmha.bench.case import Case
 from jaxmha.bench.fleet import Fleet
-from jaxmha.bench.peers import OURS, PEERS
+from jaxmha.bench.peers import CACHES, IMPLEMENTATIONS, OURS, PEERS, cache_of
 
 # Seconds that a peer may take for its rounds, beyond the fewest.
 BUDGET = 20.0
@@ -22,8 +22,9 @@ Row = dict[str, Any]
 def peers(case: Case, choice: dict[str, Any], platform: str) -> list[str]:
     """Every implementation of jaxmha that can compute the case, and every installed peer."""
     ours = [f"{OURS}:{name}" for name in choice["supported"]]
-    if case.scope == "layer" and case.kind == "decode":
-        ours = [OURS]
+    if case.kind == "decode":
+        ours = [OURS] if case.scope == "layer" else ours
+        ours += [f"{OURS}:{name}" for name in CACHES]
     others = [name for name, peer in PEERS.items() if name != OURS and not peer.absent]
     others = [name for name in others if PEERS[name].takes(case) and "+jaxmha" not in name]
     if case.scope == "core":  # torch's function has one way, and its layer three
@@ -104,12 +105,13 @@ def row(case: Case, name: str, found: Row, limits: Row, choice: Row) -> Row:
         return made | {"failed": found["failed"]}
     seconds = median(found["seconds"])
     quarter, three_quarters = np.quantile(found["seconds"], [0.25, 0.75])
-    least = max(case.flop * 1e-12 / limits["tflops"], case.nbytes * 1e-9 / limits["gb_per_second"])
+    nbytes = case.bytes_with(CACHES.get(cache_of(name) or ""))
+    least = max(case.flop * 1e-12 / limits["tflops"], nbytes * 1e-9 / limits["gb_per_second"])
     return made | {key: found[key] for key in measure.KEPT if key in found} | {
         "seconds": seconds,
         "spread": float(three_quarters - quarter) / seconds,
         "tflops": case.flop * 1e-12 / seconds,
-        "gb_per_second": case.nbytes * 1e-9 / seconds,
+        "gb_per_second": nbytes * 1e-9 / seconds,
         "share": least / seconds,
     }  # fmt: skip
 
@@ -121,7 +123,7 @@ def order(found: dict[str, Any]) -> list[str]:
         for row in found["rows"]
         if row["peer"].startswith(f"{OURS}:") and "seconds" in row
     ]
-    return [name for _, name in sorted(ours)]
+    return [name for _, name in sorted(ours) if name in IMPLEMENTATIONS]
 
 
 def _limits(threads: int, platform: str, dtype: str) -> dict[str, float]:
