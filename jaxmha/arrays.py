@@ -38,7 +38,10 @@ def require_arrays(*, optional: bool = False, **arguments: object) -> None:
 
 
 def _is_fine(leaf: object) -> bool:
-    return isinstance(leaf, jax.Array) or (isinstance(leaf, np.ndarray) and in_jax(leaf.dtype))
+    if isinstance(leaf, jax.Array):
+        return True
+    of_numpy = isinstance(leaf, np.ndarray) and not isinstance(leaf, np.ma.MaskedArray)
+    return of_numpy and in_jax(leaf.dtype)
 
 
 def in_jax(dtype: np.dtype[Any]) -> bool:
@@ -69,13 +72,19 @@ def is_rounded(dtype: DTypeLike) -> bool:
 
 
 def reject_foreign(name: str, tree: object) -> None:
-    """Raises TypeError for a leaf that is a tensor of another framework (without importing it) or a
-    NumPy array of a dtype that JAX lacks."""
+    """Raises TypeError for a leaf that is a tensor of another framework (without importing it), a
+    masked array of NumPy, or an array of a dtype that JAX lacks."""
     if all(map(_is_fine, jax.tree.leaves(tree))):  # fast, since it computes no paths
         return
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if _is_fine(leaf):
             continue
+        if isinstance(leaf, np.ma.MaskedArray):
+            called = f"{name}{jax.tree_util.keystr(path)}"
+            raise TypeError(
+                f"{called} is a masked array, and JAX would drop its mask: give {called}.filled(0), "
+                "and a mask of attention, such as Mask.padding(key_value=...)"
+            )
         if isinstance(leaf, np.ndarray):
             raise TypeError(
                 f"{name}{jax.tree_util.keystr(path)} is {leaf.dtype}, a dtype that JAX lacks: cast "

@@ -216,3 +216,14 @@ def test_integers_of_another_byte_order_are_no_foreign_dtype() -> None:
     lengths = np.array([1, 3])
     out = _attention(key_value_seq_lengths=lengths.astype(">i8"))
     np.testing.assert_array_equal(out, _attention(key_value_seq_lengths=lengths))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["query", "bias", "mask", "key_value_seq_lengths", "query of a layer", "inputs_q of nnx"],
+)
+def test_masked_arrays_of_numpy(name: str) -> None:
+    """JAX reads the values under the mask, in silence."""
+    call, array = CALLS[name]
+    with pytest.raises(TypeError, match=rf"{name.split()[0]} is a masked array.*\.filled\(0\)"):
+        call(np.ma.masked_array(array, mask=np.zeros(np.shape(array), bool)))
