@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from jaxmha import MHAParams, Semantics
+    from jaxmha.converters.discovery.attended import Attended
     from jaxmha.converters.discovery.positions import Positions
     from jaxmha.converters.layout.base import Layout
     from jaxmha.converters.masks.lint_rules import Finding
@@ -26,6 +27,7 @@ __all__ = [
     "describe",
     "layouts",
     "lint_masks",
+    "masks_of",
     "match",
     "plot_attention",
     "positions_of",
@@ -57,6 +59,21 @@ def positions_of(source: "str | os.PathLike[str]") -> "dict[str, Positions]":
     from jaxmha.converters.discovery.all_positions import positions_of
 
     return positions_of(source)
+
+
+def masks_of(source: "str | os.PathLike[str]") -> "dict[str, Attended]":
+    """Which keys every attention block of a published model attends, by block prefix.
+
+    `source`: the folder of the model, with config.json, or a checkpoint in it. Pass `mask(T, S)` as
+    the mask, together with the padding of the input: `found[prefix].mask(T, S) & padding`.
+
+    >>> masks_of("missing.safetensors")  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    jaxmha.checkpoint.errors.UnreadableFile: ...
+    """
+    from jaxmha.converters.discovery.all_positions import masks_of
+
+    return masks_of(source)
 
 
 def attribute(a: Any, b: Any, inputs: Any = None, **options: Any) -> "Attribution":

@@ -86,7 +86,11 @@ def _config(model_type: str) -> Any:
 
 
 def _families(state: dict[str, Any]) -> set[str]:
-    found = attention_blocks.find({name: tuple(array.shape) for name, array in state.items()})
+    shapes = {name: tuple(array.shape) for name, array in state.items()}
+    try:
+        found = attention_blocks.find(shapes)
+    except ValueError:  # two layouts, neither of which has all arrays of these names
+        return set()
     return {block.family[0] for block in found if block.family}
 
 

@@ -1,10 +1,11 @@
-"""The positional encoding of every attention block of a checkpoint, latent attention included."""
+"""Positions and masks of every attention block of a checkpoint, latent attention included."""
 
 import os
 from pathlib import Path
 
 from jaxmha import checkpoint
-from jaxmha.converters.discovery import attention_blocks, latent_blocks, positions
+from jaxmha.converters.discovery import attended, attention_blocks, latent_blocks, positions
+from jaxmha.converters.discovery.attended import Attended
 from jaxmha.converters.discovery.latent_blocks import LatentBlock
 from jaxmha.converters.discovery.positions import Positions
 
@@ -24,6 +25,17 @@ def positions_of(source: str | os.PathLike[str]) -> dict[str, Positions]:
     with checkpoint.open(positions.in_folder(Path(source))) as file:
         found = positions.of_blocks(file, attention_blocks.find(attention_blocks.shapes(file)))
         return found | {b.prefix: _of_latent(b) for b in latent_blocks.every(file)}
+
+
+def masks_of(source: str | os.PathLike[str]) -> dict[str, Attended]:
+    """The mask of every attention block of a checkpoint, by block prefix, without padding.
+
+    `source`, and what is raised: as for `positions_of`.
+    """
+    with checkpoint.open(positions.in_folder(Path(source))) as file:
+        found = attention_blocks.find(attention_blocks.shapes(file))
+        prefixes = [block.prefix for block in (*found, *latent_blocks.every(file))]
+        return attended.of_prefixes(file, found, prefixes)
 
 
 def _of_latent(block: LatentBlock) -> Positions:

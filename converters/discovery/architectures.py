@@ -223,7 +223,7 @@ FUNCTIONS = {
     part: frozenset(types.split())
     for part, types in {
         "form": """
-            autoformer SanaTransformer2DModel big_bird bigbird_pegasus diffllama hiera informer mra nystromformer
+            autoformer SanaTransformer2DModel big_bird bigbird_pegasus clvp_encoder diffllama hiera informer mra nystromformer
             pegasus_x reformer sam2_hiera_det_model yoso
         """,
         "scale": """
@@ -243,6 +243,7 @@ _PLAIN = """
     altclip altclip_text_model altclip_vision_model audio-spectrogram-transformer
     audioflamingo3_encoder bark bart beit bert bert-generation biogpt bit blenderbot
     blenderbot-small blip blip-2 blip_2_qformer blip_2_vision_model blip_text_model
+    coarse_acoustics fine_acoustics semantic
     blip_vision_model bridgetower_text_model camembert canary_decoder canine chameleon_vqgan
     chinese_clip chinese_clip_text_model chinese_clip_vision_model clap_text_model clip
     clip_text_model clip_vision_model clipseg clipseg_text_model clipseg_vision_model

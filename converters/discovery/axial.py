@@ -32,6 +32,8 @@ FORMS: dict[str, str] = {
 # Model type -> configuration key for the number of register tokens after the class token; "" if
 # there are none.
 CLASSED = {"inkling2_vision": "", "dinov3_vit": "num_register_tokens"}
+# Model types whose key hidden_size is the width of their output alone.
+FEATURES = {"qwen2_vl_vision": ("embed_dim",)}
 _MERGE = "spatial_merge_size"  # tokens of each square of this width, in patches, are contiguous
 
 

@@ -9,9 +9,10 @@ from typing import NamedTuple
 FILE = Path(__file__).with_name("families.tsv")
 # Verdict -> its meaning.
 VERDICTS = {
-    "right": "every block is converted, and equal to the model's own output, with its masks and its "
-    "positions (`positions_of`)",
+    "right": "every block is converted, and equal to the model's own output, with its masks "
+    "(`masks_of`) and its positions (`positions_of`)",
     "positions said": "every block is converted; a note says which positions are not computed",
+    "masks said": "every block is converted; a note says which masks are not read",
     "parts said": "every block is converted; a note says which part around it is not",
     "carried, said": "attention of another form is carried over as it is; a note names it",
     "refused": "the conversion is refused, with the reason",

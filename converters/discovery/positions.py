@@ -23,6 +23,7 @@ from jaxmha.converters.discovery import (
     behaviours,
     described,
     hf_config,
+    masked_types,
     planes,
     query_scale,
     relative,
@@ -65,7 +66,6 @@ _NOWHERE = (
 )  # fmt: skip
 # Model types with relative positions in some blocks, and rotary positions in all others.
 _BOTH = ("phi4_multimodal", "deepseek_ocr2_text", "unlimited_ocr_text")
-_ACROSS = r"(encoder_attn|cross_attn|crossattention|x_attn)[^./]*$|(^|[./])attn2$"
 # Model types that rotate by negative angles.
 BACKWARD = frozenset(["nanochat"])
 # Model types that have rotary positions only where position_embedding_type is "rope".
@@ -74,8 +74,7 @@ OPTIONAL = frozenset(["granitemoehybrid"])
 _IGNORES_DIMS = ("minimax_m3_vl_text",)
 # Arrays of a block with the angles of pairs of halves: fair-esm, and early files of Llama.
 _ANGLES = ("rot_emb.inv_freq", "rotary_emb.inv_freq")
-# Keys of a configuration that hold the number of rotated features, or their share of a head.
-_DIMS = ("rotary_dim",)
+# Keys of a configuration that hold the share of rotated features in a head.
 _SHARES = ("partial_rotary_factor", "rotary_pct")
 
 
@@ -143,7 +142,7 @@ def of_blocks(
     `heads`: the head counts of its configuration, if the caller has read them.
     """
     configured = heads
-    if heads is None and _typed(file):  # without a model type, no scheme needs the head count
+    if heads is None and typed(file):  # without a model type, no scheme needs the head count
         configured = described.of(file, blocks).heads
     content = hf_config.readable(file.path)
     return {block.prefix: _of_block(block, content, configured, file) for block in blocks}
@@ -173,11 +172,11 @@ def to_metadata(file: checkpoint.Checkpoint, found: Mapping[str, Positions]) -> 
 
     It is empty if neither a configuration nor a tensor of the source tells a scheme.
     """
-    known = _typed(file) or any(one.scheme != "unknown" for one in found.values())
+    known = typed(file) or any(one.scheme != "unknown" for one in found.values())
     return {f"{METADATA}.{prefix}": str(one) for prefix, one in found.items() if known}
 
 
-def _typed(file: checkpoint.Checkpoint) -> bool:
+def typed(file: checkpoint.Checkpoint) -> bool:
     """True if the configuration next to a checkpoint names a model type."""
     content = hf_config.readable(file.path)
     return any(t for _, t in hf_config.search(content, ["model_type"]))
@@ -246,7 +245,7 @@ def _of_parts(
         if heads is None:
             raise ValueError("its head count is not known")
         return Positions("alibi", added=Alibi(rates(heads)))
-    if "rotary" in parts and re.search(_ACROSS, block.prefix):
+    if "rotary" in parts and re.search(masked_types.ACROSS, block.prefix):
         return Positions("none", why="attention across has none")
     if "rotary" in parts and model_type not in _NOWHERE:
         return _rotary(block, own, model_type, heads, file)
@@ -275,10 +274,10 @@ def _rotary(
         return Positions("none", why="position_embedding_type is not rope")
     rows = file.info[block.keys[block.layout.entries[0].key]].shape
     width = own.get("head_dim") or (max(rows) // heads if heads else None)
-    if own.get("head_dim") is None and heads and isinstance(own.get("hidden_size"), int):
-        width = own["hidden_size"] // heads
-    elif own.get("head_dim") is None and heads and isinstance(own.get("n_embd"), int):
-        width = own["n_embd"] // heads
+    keys = axial.FEATURES.get(model_type, ("hidden_size", "n_embd"))
+    features = [own[k] for k in keys if isinstance(own.get(k), int)]
+    if own.get("head_dim") is None and heads and features:
+        width = features[0] // heads
     if type(width) is not int:
         raise ValueError("the width of its heads is not known")
     if not 0 < width <= max(rows):
@@ -291,8 +290,8 @@ def _rotary(
         if (block.layout.name, model_type) in _PERMUTED:
             found = found._replace(interleaved=True)
         return Positions("axial", found)
-    known = () if model_type in _IGNORES_DIMS else _DIMS
-    dims = next((own[k] for k in known if isinstance(own.get(k), int)), None)
+    dims = None if model_type in _IGNORES_DIMS else own.get("rotary_dim")
+    dims = dims if isinstance(dims, int) else None
     share = next((float(d[k]) for d in (rope_, own) for k in _SHARES if d.get(k) is not None), 1.0)
     if rope_.get("rope_type") == "proportional":
         dims = width  # pairs cover the whole head; the last ones have frequency 0
@@ -383,15 +382,16 @@ def turned(
         return query, key
     if isinstance(positions.rotary, Axial):
         return (
-            positions.rotary(query, _squares(positions.rotary, T)),
-            positions.rotary(key, _squares(positions.rotary, S)),
+            positions.rotary(query, squares(positions.rotary, T)),
+            positions.rotary(key, squares(positions.rotary, S)),
         )
     if isinstance(positions.rotary, Planes | Square):
         return planes.evenly(positions.rotary, query), planes.evenly(positions.rotary, key)
     return positions.rotary(query, np.arange(T)), positions.rotary(key, np.arange(S))
 
 
-def _squares(rotary: Axial, T: int) -> NDArray:
+def squares(rotary: Axial, T: int) -> NDArray:
+    """Row and column of T tokens, those of square images of one size, `T 2`; ValueError if not."""
     for images in range(1, T + 1):
         patches = T // images - rotary.first
         side = math.isqrt(max(patches, 0))

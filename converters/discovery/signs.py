@@ -15,7 +15,7 @@ PARTS = {
     ),
     "window": (
         "windows (some layers attend nearby positions alone)",
-        "give them as Mask.window or another mask",
+        "give them as a mask: masks_of(folder) of jaxmha.converters has those that are known",
     ),
     "soft_cap": ("a soft cap of the logits", "set Semantics(logits_soft_cap=)"),
     "qk_norm": ("norms of queries and keys", "set Semantics(qk_norm=) where it is such a norm"),

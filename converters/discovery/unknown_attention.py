@@ -84,6 +84,8 @@ def _called(
     for name, shape in shapes.items():
         if len(shape) >= 2 and name not in taken:
             for prefix in _above(name):
+                if _squeezes(name, prefix, shape):
+                    continue
                 if _CALLED.fullmatch(re.split("[./]", prefix)[-1]):
                     matrices[prefix] = matrices.get(prefix, 0) + 1
     near = [*known, *(block.prefix for block in found)]
@@ -94,6 +96,12 @@ def _called(
         and not any(one == prefix or one.startswith((f"{prefix}.", f"{prefix}/")) for one in near)
         and set(near).isdisjoint(_above(prefix))
     }
+
+
+def _squeezes(name: str, prefix: str, shape: Sequence[int]) -> bool:
+    """True for a numbered convolution of one pixel: a gate on channels that is called attention."""
+    after = re.split("[./]", name[len(prefix) :].lstrip("./"))[0]
+    return after.isdigit() and len(shape) == 4 and {*shape[2:]} == {1}
 
 
 def _is_attention(prefix: str, own: Mapping[str, str], mamba: bool) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 from jaxmha import checkpoint
 from jaxmha.checkpoint.errors import printable
 from jaxmha.converters.discovery import (
+    attended,
     attention_blocks,
     behaviours,
     damaged_blocks,
@@ -115,6 +116,7 @@ def inspect(path: str | os.PathLike[str], *, num_heads: int | None = None) -> Fi
         description = described.of(file, found)
         infos = []
         places = positions.of_blocks(file, found, description.heads)
+        masks = attended.of_prefixes(file, found, [b.prefix for b in found], description.heads)
         for block in found:
             count = _heads(file, block, all_shapes, num_heads, description.heads)
             infos.append(
@@ -161,6 +163,7 @@ def inspect(path: str | os.PathLike[str], *, num_heads: int | None = None) -> Fi
                 *description.notes,
                 *around,
                 *positions.notes(file, places),
+                *attended.notes(masks),
                 *unknown_attention.notes(latent_blocks.without(apart, latents)),
                 *latent_blocks.notes(latents, converted=False),
                 *file.notes,

@@ -10,6 +10,7 @@ from jaxmha import __version__, checkpoint
 from jaxmha.checkpoint.errors import printable
 from jaxmha.checkpoint.formats import table
 from jaxmha.converters.discovery import (
+    attended,
     attention_blocks,
     behaviours,
     described,
@@ -137,10 +138,13 @@ def _around(plan: Plan, file: checkpoint.Checkpoint, blocks: Sequence[Block]) ->
     carried = behaviours.carried(blocks, file)
     unconverted.refuse(file.path, names, layouts, carried)
     sources = {step.source for step in plan.steps if step.kind == "attention"}
-    places = positions.of_blocks(file, [block for block in blocks if block.prefix in sources])
+    chosen = [block for block in blocks if block.prefix in sources]
+    heads = described.of(file, chosen).heads if positions.typed(file) else None
+    masks = attended.of_prefixes(file, chosen, [block.prefix for block in chosen], heads)
     return (
         *unconverted.notes(file.path, names, layouts, carried),
-        *positions.notes(file, places),
+        *positions.notes(file, positions.of_blocks(file, chosen, heads)),
+        *attended.notes(masks),
     )
 
 

@@ -133,3 +133,10 @@ def test_angles_of_a_block_are_its_positions(tmp_path: Path) -> None:
         angles = file["layers.0.self_attn.rot_emb.inv_freq"].astype(np.float64)
     assert place.rotary is not None
     assert place.rotary.inv_freq == tuple(angles)
+
+
+def test_gates_on_channels_are_no_attention() -> None:
+    """RegNet calls its squeeze and excitation `attention`: two convolutions of one pixel."""
+    shapes = {f"layer.2.attention.{i}.weight": (8, 8, 1, 1) for i in (0, 2)}
+    assert not unknown_attention.find(shapes, [])
+    assert unknown_attention.find({f"a.attention.w{i}.weight": (8, 8) for i in (0, 2)}, [])

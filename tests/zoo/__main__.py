@@ -21,6 +21,7 @@ def main() -> None:
     parser.add_argument("--fresh", action="store_true", help="forget earlier results")
     parser.add_argument("--write", action="store_true", help="write expected classes and the page")
     parser.add_argument("--others", action="store_true", help="models of other libraries")
+    parser.add_argument("--quick", action="store_true", help="jaxmha itself computes no block")
     given = parser.parse_args()
     found = json.loads(RESULTS.read_text()) if RESULTS.exists() and not given.fresh else {}
     todo = given.types or [
@@ -30,7 +31,7 @@ def main() -> None:
     ]
     start = time.monotonic()
     if todo:
-        results(todo, given.workers, found)
+        results(todo, given.workers, found, not given.quick)
     print(summary(found))
     if others := {t: one["class"] for t, one in found.items() if "/" in t}:
         print(other_results.counts(others))

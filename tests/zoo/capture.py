@@ -20,6 +20,7 @@ class Softmax:
     def __init__(self, time: int, logits: Any, weights: Any, module: str) -> None:
         self.time, self.logits, self.weights, self.module = time, logits, weights, module
         self.used = False
+        self.alone = False  # its module was called alone, without masks
         self.copies: list[Any] = []  # kept, so that no other tensor gets their memory
 
 
@@ -64,6 +65,7 @@ class Run:
         self.time = 0
         self.stack: list[tuple[str, int]] = []
         self.softmaxes: list[Softmax] = []
+        self.paddings: list[Any] = []  # of tokens, `B S`, which the model was given
         self.narrow: set[str] = set()  # modules with a softmax over one key, which is not compared
         self.calls: dict[str, list[Call]] = {}
         self.pending: dict[int, Softmax] = {}
@@ -93,6 +95,17 @@ class Run:
         """Drops the calls of modules after a time: those of a run that failed."""
         kept = {path: [c for c in calls if c.start <= since] for path, calls in self.calls.items()}
         self.calls = {path: calls for path, calls in kept.items() if calls}
+
+    def add(self, later: "Run") -> None:
+        """Adds a later run of the same model."""
+        for softmax in later.softmaxes:
+            softmax.time += self.time
+        self.softmaxes += later.softmaxes
+        self.narrow |= later.narrow
+        for path, calls in later.calls.items():
+            moved = [c._replace(start=c.start + self.time, end=c.end + self.time) for c in calls]
+            self.calls.setdefault(path, []).extend(moved)
+        self.time += later.time
 
     def softmax(self, logits: Any, weights: Any) -> None:
         path = self.stack[-1][0] if self.stack else ""

@@ -1,7 +1,7 @@
 """Compares one attention of a model with jaxmha's on the same inputs, step by step.
 
-The mask is read from the logits that the model itself computed. Where the output differs, the logits
-tell why: by rotary positions (a position and itself agree), by a bias that depends on positions
+The mask is the one that jaxmha reads, with the padding that the runner gave (`masked`). Where the
+output differs, the logits tell why: by rotary positions (a position and itself agree), by a bias that depends on positions
 alone (all batch rows agree), or by anything else.
 """
 
@@ -12,20 +12,27 @@ import numpy as np
 
 import jaxmha
 from jaxmha.converters.discovery.positions import turned
+from tests.zoo.masked import Given
+from tests.zoo.rotated import rotated
 
 KINDS = ("equal", "bias", "rotary", "other")  # from the best to the worst
 TOLERANCE = 1e-5  # of the largest number
 MASKED = -5e3
+NOT_FINITE = "no logit is finite"
 WAYS = ("B T D", "T B D", "B (T windows) D")  # axes of the inputs
 SHIFTED = -100.0  # what Swin adds to the logits of masked pairs
 
 
 class Outcome(NamedTuple):
-    """`kind`: of `KINDS`; `error`: of the output, relative to its largest number."""
+    """`kind`: of `KINDS`; `error`: of the output, relative to its largest number.
+
+    `mask`: "" if the mask of the model is the one that is read; else how they differ.
+    """
 
     kind: str
     error: float
     why: str = ""
+    mask: str = ""
 
 
 def compare(
@@ -36,6 +43,7 @@ def compare(
     out: Any,
     positions: Any = None,
     chunk: int = 0,
+    masks: Given = Given(None),
 ) -> Outcome:
     """Compares on the inputs of the three projections; `logits` are `... T S`, `out` the output."""
     N = params.query.kernel.shape[-2]
@@ -62,7 +70,9 @@ def compare(
             query, key, value = (_rows(x, batch, n, way) for x, n in zip(sides, sizes, strict=True))
         except ValueError:
             continue
-        found = _compare(params, semantics, (query, key, value), theirs, target, positions, sinks)
+        found = _compare(
+            params, semantics, (query, key, value), theirs, target, positions, sinks, masks
+        )
         if KINDS.index(found.kind) < KINDS.index(best.kind) or found.error < best.error:
             best = found
         if best.kind == "equal":
@@ -102,7 +112,14 @@ def _rows(x: Any, batch: int, length: int, way: str) -> Any:
 
 
 def _compare(
-    params: Any, semantics: Any, given: Any, theirs: Any, out: Any, positions: Any, sinks: Any
+    params: Any,
+    semantics: Any,
+    given: Any,
+    theirs: Any,
+    out: Any,
+    positions: Any,
+    sinks: Any,
+    masks: Given,
 ) -> Outcome:
     query, key, value = given
     valid = theirs > MASKED
@@ -110,9 +127,27 @@ def _compare(
         mine = _scores(params, semantics, query, key, positions)
     except ValueError as error:  # the term has another number of tokens
         return Outcome("other", float("inf"), str(error))
-    size = np.abs(np.where(valid, theirs, 0)).max() or 1.0
     valid |= np.isfinite(theirs) & (np.abs(theirs - mine) <= TOLERANCE * np.abs(mine))
     valid &= ~(np.abs(theirs - mine - SHIFTED) < 1e-3)
+    if not valid.any():
+        return Outcome("other", 1e300, NOT_FINITE)
+    valid, told = masks.against(valid, int(params.bias_k is not None))
+    found = _with_mask(params, semantics, query, value, theirs, mine, out, sinks, valid)
+    return found._replace(mask=told)
+
+
+def _with_mask(
+    params: Any,
+    semantics: Any,
+    query: Any,
+    value: Any,
+    theirs: Any,
+    mine: Any,
+    out: Any,
+    sinks: Any,
+    valid: Any,
+) -> Outcome:
+    """Compares the outputs of the same mask, and where they differ, the logits."""
     weights = _softmax(np.where(valid, theirs, -np.inf), sinks)
     heads = _clipped(_project(value, params.value), semantics)
     heads = _extended(heads, params.bias_v)
@@ -151,14 +186,20 @@ def _compare(
 
 
 def with_jaxmha(
-    params: Any, semantics: Any, given: list[Any], logits: Any, out: Any, positions: Any
+    params: Any,
+    semantics: Any,
+    given: list[Any],
+    logits: Any,
+    out: Any,
+    positions: Any,
+    masks: Given,
 ) -> float:
     """The error of jaxmha's own output on the same inputs, with the same mask and the positions."""
     N = params.query.kernel.shape[-2]
     theirs, _ = _without_sinks(params, _by_head(logits.detach().double().numpy(), N))
     *_, T, S = theirs.shape
-    valid = theirs.reshape(-1, N, T, S) > MASKED
     extra = int(params.bias_k is not None)
+    valid, _ = masks.against(theirs.reshape(-1, N, T, S) > MASKED, extra)
     sides = [x.detach().double().numpy() for x in given]
     target = out.detach().double().numpy()
     best = float("inf")
@@ -268,8 +309,7 @@ def _scores(params: Any, semantics: Any, query: Any, key: Any, positions: Any) -
     q, k = _clipped(q, semantics), _extended(_clipped(k, semantics), params.bias_k)
     added = 0.0
     if positions is not None:
-        with jax.enable_x64(True), jax.disable_jit():
-            q, k = (np.asarray(x) for x in turned(positions, q, k))
+        q, k = rotated(positions, q, k)
         if positions.added is not None:
             added = positions.added.bias(q.shape[1], k.shape[1], q, k)
     groups = q.shape[2] // k.shape[2]

@@ -223,6 +223,42 @@ def _flat(config: Any) -> dict[str, Any]:
     }
 
 
+def _uncached(config: Any) -> dict[str, Any]:
+    """Words, and no cache, with which the decoder attends all tokens."""
+    import torch
+
+    return {"input_ids": torch.randint(5, 90, (2, 12)), "use_cache": False,
+            "decoder_input_ids": torch.randint(5, 90, (2, 7))}  # fmt: skip
+
+
+def _codebooks(config: Any) -> dict[str, Any]:
+    """The codes of a sound of every codebook, the second of which is to come."""
+    import torch
+
+    return {"input_ids": torch.randint(5, 60, (2, 12, 8)), "codebook_idx": 2}
+
+
+def _picture(config: Any) -> dict[str, Any]:
+    import torch
+
+    return {"pixel_values": torch.randn(2, 3, 64, 64)}
+
+
+def _spectrogram(config: Any) -> dict[str, Any]:
+    import torch
+
+    return {"input_features": torch.randn(2, 1, 1024, config.num_mel_bins)}
+
+
+def _recordings(config: Any) -> dict[str, Any]:
+    """Two sounds, one after the other, and their lengths before and after the convolutions."""
+    import torch
+
+    return {"input_features": torch.randn(config.num_mel_bins, 128),
+            "feature_lens": torch.tensor([64, 64]),
+            "aftercnn_lens": torch.tensor([32, 32])}  # fmt: skip
+
+
 def _past(config: Any) -> dict[str, Any]:
     import torch
 
@@ -248,6 +284,11 @@ INPUTS: dict[str, Callable[[Any], dict[str, Any]]] = {
     **dict.fromkeys(("autoformer", "informer", "time_series_transformer"), _series),
     **dict.fromkeys(("patchtst", "patchtsmixer"), _long),
     "lxmert": _sight,
+    "fsmt": _uncached,
+    "ClapAudioModel": _spectrogram,
+    "Florence2VisionBackbone": _picture,
+    **dict.fromkeys(("Qwen2_5OmniAudioEncoder", "Qwen3OmniMoeAudioEncoder"), _recordings),
+    "BarkFineModel": _codebooks,
     "AudioFlamingo3Encoder": _sound,
     "FunAsrNanoEncoder": _frames(560),
     **dict.fromkeys(("GraniteSpeech5Encoder", "GraniteSpeech5ForCTC"), _frames(320)),

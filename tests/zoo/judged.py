@@ -1,7 +1,7 @@
 """Compares the blocks that jaxmha converts with the modules of a run, and classes the model type."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,6 +12,7 @@ from jaxmha.converters.discovery.positions import Positions
 from jaxmha.converters.layout.arrays import NDArray
 from tests.zoo import compared, latent
 from tests.zoo.capture import Call, Run, Softmax
+from tests.zoo.masked import FREE, Given
 from tests.zoo.overrides import NO_ATTENTION
 
 # Words of notes on what happens after the softmax, and on what happens before it.
@@ -38,6 +39,7 @@ CLASSES = (
     "carried, said",
     "parts said",
     "positions said",
+    "masks said",
     "not run",
     "right",
 )
@@ -89,16 +91,25 @@ def rows_of(model: Any) -> dict[tuple[int, float, float], str]:
 
 
 def judge(
-    run: Run, blocks: Any, owned: list[Owner | None], said: dict[str, Any], held: Rows, whole: bool
+    run: Run,
+    blocks: Any,
+    owned: list[Owner | None],
+    said: dict[str, Any],
+    held: Rows,
+    whole: bool,
+    alone: Collection[str] = (),
 ) -> dict[str, Any]:
-    """The class of a model, and of every block and softmax."""
+    """The class of a model, and of every block and softmax.
+
+    `alone`: prefixes of blocks whose modules were called alone.
+    """
     notes = " ".join(
         n
         for n in (*said["notes"], *said.get("notes_converted", ()))
         if n.startswith("not converted") or UNKNOWN in n
     )
     rows: list[dict[str, Any]] = []
-    places = said.pop("places")
+    places, masks = said.pop("places"), said.pop("masks")
     matched: set[int] = set()
     seen: dict[int, list[compared.Outcome]] = {}
     used = [s for s in run.softmaxes if s.used]
@@ -125,6 +136,7 @@ def judge(
                     places.get(block.prefix),
                     chunk,
                     whole and new and not chunk,
+                    Given(None if softmax.alone else masks.get(block.prefix), run.paddings),
                 )
             )
     for i, (block, params, _, why) in enumerate(blocks):
@@ -134,6 +146,10 @@ def judge(
             row |= {"class": "refused", "why": why}
         elif why:
             row |= {"class": "silently wrong", "why": why}
+        elif block.prefix in alone and any(o.kind != "equal" for o in outcomes):
+            row |= {"class": "not run", "why": "its module alone lacks positions or masks"}
+        elif any(o.why == compared.NOT_FINITE for o in outcomes):
+            row |= {"class": "not run", "why": compared.NOT_FINITE}
         elif not outcomes and _ran_without(run, owned[i]):
             why = "its projections ran, and no softmax over keys"
             row |= {"class": "silently wrong", "why": why}
@@ -144,9 +160,18 @@ def judge(
             scheme = _scheme(places.get(block.prefix))
             row |= {"class": _class(worst.kind, notes, scheme, worst.why), "kind": worst.kind, "error": worst.error, "why": worst.why,
                     "scheme": scheme}  # fmt: skip
+            told = next((o.mask for o in outcomes if o.mask), "")
+            row |= {"mask": str(masks[block.prefix]) if block.prefix in masks else ""}
+            if told and row["class"] == "right":
+                said_so = told.startswith(FREE)
+                row |= {"class": "masks said" if said_so else "silently wrong", "why": told}
+        if block.prefix in alone and outcomes:
+            row |= {"alone": True}
         rows.append(row)
     for one in said.pop("latents"):
-        row, explained = latent.judged(one, run, held.get(one.row, "").rpartition(".")[0])
+        module = held.get(one.row, "").rpartition(".")[0]
+        told = Given(masks.get(one.prefix), run.paddings)
+        row, explained = latent.judged(one, run, module, told)
         rows.append(row)
         matched |= explained
     missed = sorted({s.module for s in used if id(s) not in matched})
@@ -179,6 +204,12 @@ def judge(
     label = next((c for c in CLASSES if c in classes), "no attention")
     return {"class": label, "blocks": rows, "missed": lost, "softmaxes": len(used),
             "unmatched": len(missed), **said}  # fmt: skip
+
+
+def not_reached(run: Run, owned: list[Owner | None]) -> list[int]:
+    """Blocks whose query projection was not called."""
+    running = [None if own is None else _running(own, run) for own in owned]
+    return [i for i, own in enumerate(running) if own and own.query and own.query not in run.calls]
 
 
 def _running(own: Owner, run: Run) -> Owner:
@@ -249,6 +280,7 @@ def _outcome(
     places: Positions | None,
     chunk: int,
     whole_too: bool,
+    masks: Given,
 ) -> compared.Outcome:
     assert own is not None
     inputs = []
@@ -273,13 +305,13 @@ def _outcome(
     while isinstance(out, list | tuple):
         out = out[0]
     out = out if hasattr(out, "detach") else None
-    found = compared.compare(params, semantics, given, softmax.logits, out, places, chunk)
+    found = compared.compare(params, semantics, given, softmax.logits, out, places, chunk, masks)
     if (
         found.kind != "equal"
         and places is not None
         and places.scheme in ("rotary", "axial", "alibi", "relative")
     ):
-        plain = compared.compare(params, semantics, given, softmax.logits, out, None, chunk)
+        plain = compared.compare(params, semantics, given, softmax.logits, out, None, chunk, masks)
         if plain.kind == "equal":
             return plain._replace(
                 kind="other", why="positions_of tells positions that are not there"
@@ -288,7 +320,7 @@ def _outcome(
             told = f"not as positions_of has them ({found.why})"
             return plain._replace(why=f"{plain.why}; {told}")
     if found.kind == "equal" and whole_too and out is not None:
-        error = compared.with_jaxmha(params, semantics, given, softmax.logits, out, places)
+        error = compared.with_jaxmha(params, semantics, given, softmax.logits, out, places, masks)
         if compared.TOLERANCE < error < float("inf"):
             return compared.Outcome("other", error, "jaxmha's own output")
     return found

@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.zoo import capture, drawn, judged, saved, shrink
+import numpy as np
+
+from tests.zoo import alone, capture, drawn, judged, saved, shrink
 from tests.zoo.overrides import CLASSES, UNBUILT
 
 MAPPINGS = (
@@ -98,6 +100,11 @@ def _run_one(part: Any, model_type: str, run: Any) -> str:
             try:
                 with torch.no_grad():
                     part(**{k: _cast(v, dtype) for k, v in feed.items()})
+                run.paddings += [
+                    np.asarray(v) != 0
+                    for k, v in feed.items()
+                    if "mask" in k and getattr(v, "ndim", 0) == 2
+                ]
                 return ""
             except Exception as problem:  # noqa: BLE001 (whatever a model raises)
                 del run.softmaxes[before:]
@@ -120,15 +127,17 @@ def record(model: Any, model_type: str) -> tuple[Any, dict[str, str]]:
     import torch
 
     best: tuple[Any, dict[str, str]] | None = None
+    best_finite = True
     for dtype in (torch.float64, torch.float32):
         model.to(dtype)
         with capture.recording(model) as run:
             ran = run_all(model, model_type, run)
+        finite = not any(s.logits.isnan().any() for s in run.softmaxes)
         better = best is not None and best[1]["(top)"] and not ran["(top)"]
-        if best is None or better or len(run.softmaxes) > len(best[0].softmaxes):
-            best = run, ran
-        if not ran["(top)"] or (
-            "dtype" not in (text := ran["(top)"].lower()) and "float" not in text
+        if best is None or better or not best_finite or len(run.softmaxes) > len(best[0].softmaxes):
+            best, best_finite = (run, ran), finite
+        if (not ran["(top)"] and finite) or (
+            ran["(top)"] and "dtype" not in (text := ran["(top)"].lower()) and "float" not in text
         ):
             break
     assert best is not None
@@ -188,6 +197,14 @@ def _save(model: Any, folder: Path) -> None:
         raise CannotBuildError(f"saving: {type(error).__name__}: {str(error)[:200]}") from error
 
 
+def _left(run: Any, blocks: Any, owned: Any) -> dict[str, tuple[str, Any]]:
+    """Prefix -> module and parameters of each block that the run of its model did not reach."""
+    return {
+        blocks[i][0].prefix: (alone.path_of(owned[i]), blocks[i][1])
+        for i in judged.not_reached(run, owned)
+    }
+
+
 def judged_run(
     model: Any, run: Any, whole: bool, save: Callable[[Any, Path], None], heads: saved.Heads = None
 ) -> dict[str, Any]:
@@ -195,9 +212,12 @@ def judged_run(
     folder = Path(tempfile.mkdtemp(prefix="zoo-"))
     try:
         save(model, folder)
-        blocks, said = saved.read(folder, heads)
+        blocks, said = saved.read(folder, heads, whole)
         held = judged.rows_of(model)
         owned = [None if p is None else judged.owners(b, p, held) for b, p, *_ in blocks]
-        return judged.judge(run, blocks, owned, said, held, whole)
+        left = {} if heads is not None else _left(run, blocks, owned)
+        if left:
+            run.add(alone.run(model, list(left.values())))
+        return judged.judge(run, blocks, owned, said, held, whole, [*left])
     finally:
         shutil.rmtree(folder, ignore_errors=True)

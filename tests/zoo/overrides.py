@@ -24,6 +24,7 @@ _BOTH = {
 }
 _HYBRID = {"num_hidden_layers": 3, "layers_block_type": ["linear_attention", "hybrid", "hybrid"]}
 _SPARK = {"patch_sizes": [16, 6, 5, 4], "hidden_sizes": [16, 16, 32, 32], "out_hidden_size": 64}
+_VISION = {"vision_config": {"num_heads": 4}}
 _TABLE = {"pos_emb_width": 32}
 _INDEXER = {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 64,
             "indexer_budget": 8, "indexer_compress_ratio": 2}  # fmt: skip
@@ -55,8 +56,24 @@ SETTINGS: dict[str, dict[str, Any]] = {
     # Sizes that are computed from others, and fit the default ones alone.
     **dict.fromkeys(("bros", "layoutlmv3"), _WHOLE),
     "perceiver": {"d_model": 16},
+    "gpt_neo": {"window_size": 4},
+    "mobilevit": {"image_size": 128},
+    "clvp": {"__factor__": 2},
+    "llama4": {"vision_config": {"num_attention_heads": 4, "intermediate_size": 384}},
+    **dict.fromkeys(
+        (
+            "qwen2_vl",
+            "qwen3_5",
+            "qwen3_5_moe",
+            "qwen3_vl",
+            "qwen3_vl_moe",
+            "cosmos3_omni",
+            "qwen3_omni_moe_thinker",
+        ),
+        _VISION,
+    ),
     "aria": {"vision_config": {"model_type": "idefics3_vision"}},
-    "moonshine_streaming": {"num_key_value_heads": 4},
+    "moonshine_streaming": {"num_key_value_heads": 8},
     "hunyuan_vl_text": {"head_dim": 8, "rope_parameters": _ROPE | {"mrope_section": [1, 1, 1, 1]}},
     "dbrx": {
         "attn_config": {"rope_theta": 10000.0, "kv_n_heads": 4, "clip_qkv": 8.0},

@@ -45,6 +45,11 @@ def _row(model_type: str, result: dict[str, Any]) -> Checked:
 def _reason(model_type: str, result: dict[str, Any]) -> str:
     """Why a type is not right, from the messages of the conversion."""
     label = result["class"]
+    called = sum(bool(b.get("alone")) for b in result.get("blocks", []))
+    if label == "right" and called:
+        return f"{called} of {len(result['blocks'])} blocks were run alone, on drawn inputs"
+    if label == "not run":
+        return _not_run(result)
     if label in ("right", "no attention"):
         return ""
     if label == "cannot be built":
@@ -56,9 +61,19 @@ def _reason(model_type: str, result: dict[str, Any]) -> str:
     told = [
         b.get("why") or b.get("scheme", "")
         for b in result.get("blocks", [])
-        if b.get("class") in ("positions said", "parts said", "refused")
+        if b.get("class") in ("positions said", "masks said", "parts said", "refused")
     ]
     return _short(told[0]) if told else ""
+
+
+def _not_run(result: dict[str, Any]) -> str:
+    """Which blocks did not run, and the error of the part that has them."""
+    left = [b["prefix"] for b in result["blocks"] if b["class"] == "not run"]
+    places = dict.fromkeys(re.sub(r"[0-9]+", "{i}", prefix) for prefix in left)
+    errors = result.get("ran", {})
+    inner = [k for k in errors if any(p.startswith(f"{k}.") for p in left)]
+    why = errors.get(max(inner, key=len) if inner else "(top)", "")
+    return _short(f"{len(left)} blocks did not run ({', '.join(places)}); {why}".rstrip("; "))
 
 
 def _short(text: str) -> str:

@@ -26,7 +26,7 @@ def titles() -> list[str]:
     return [one.title for one in MODELS]
 
 
-def work(pipe: Connection) -> None:
+def work(pipe: Connection, whole: bool) -> None:
     """Checks the types that come through a pipe, until None comes."""
     import torch
     import transformers
@@ -39,7 +39,7 @@ def work(pipe: Connection) -> None:
     while (model_type := pipe.recv()) is not None:
         try:
             check = other_check.check if "/" in model_type else one.check
-            pipe.send(check(model_type))
+            pipe.send(check(model_type, whole=whole))
         except Exception as error:  # noqa: BLE001 (a crash is a result)
             import traceback
 
@@ -48,13 +48,14 @@ def work(pipe: Connection) -> None:
 
 
 class Worker:
-    def __init__(self) -> None:
+    def __init__(self, whole: bool) -> None:
+        self.whole = whole
         self.start()
 
     def start(self) -> None:
         context = multiprocessing.get_context("spawn")
         self.pipe, other = context.Pipe()
-        self.process = context.Process(target=work, args=(other,), daemon=True)
+        self.process = context.Process(target=work, args=(other, self.whole), daemon=True)
         self.process.start()
         self.type, self.since = "", 0.0
 
@@ -68,10 +69,12 @@ class Worker:
         self.pipe.send(model_type)
 
 
-def results(todo: list[str], workers: int, found: dict[str, Any]) -> dict[str, Any]:
+def results(
+    todo: list[str], workers: int, found: dict[str, Any], whole: bool = True
+) -> dict[str, Any]:
     """Checks every type, and adds the results to `found`, which is kept in the file."""
     todo = list(reversed(todo))
-    crew = [Worker() for _ in range(min(workers, len(todo)))]
+    crew = [Worker(whole) for _ in range(min(workers, len(todo)))]
     for one in crew:
         one.give(todo.pop())
     while any(one.type for one in crew):

@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxmha import MHAParams, Semantics, checkpoint
 from jaxmha.converters.discovery import (
+    attended,
     attention_blocks,
     behaviours,
     described,
@@ -36,12 +37,13 @@ _FINAL = (
 
 
 def read(
-    folder: Path, heads: Heads = None
+    folder: Path, heads: Heads = None, whole: bool = True
 ) -> tuple[list[tuple[Block, MHAParams | None, Semantics | None, str]], dict[str, Any]]:
     """Every block of a saved model, with its parameters or the refusal; and what `inspect` says."""
     files = [x for x in folder.iterdir() if x.name.endswith((".safetensors", ".index.json"))]
     source = next((f for f in files if f.name.endswith(".index.json")), files[0])
     info = pipeline.inspect(source)
+    other = heads is not None  # a model of another library, whose masks its caller gives
     blocks: list[tuple[Block, MHAParams | None, Semantics | None, str]] = []
     with checkpoint.open(source) as file:
         shapes = attention_blocks.shapes(file)
@@ -68,9 +70,12 @@ def read(
                 blocks.append((block, None, None, str(error)))
         latents = latent.read(file)
         known = latent_blocks.find(file)
+        prefixes = [block.prefix for block in (*found, *latents)]
+        masks = {} if other else attended.of_prefixes(file, found, prefixes)
     places = positions_of(source)
     said: dict[str, Any] = {
         "places": places,
+        "masks": masks,
         "damaged": list(info.damaged),
         "notes": list(info.notes),
     }
@@ -83,7 +88,7 @@ def read(
     said["apart"] = list(_claims(source, list(apart)))
     said["carried"] = list(apart)
     layouts = [b.layout.name for b, p, *_ in blocks if p is not None]
-    said |= converted(source, layouts + [b.form for b in known], heads)
+    said |= converted(source, layouts + [b.form for b in known], heads, whole)
     return blocks, said
 
 
@@ -106,13 +111,17 @@ class _Lazy(dict[str, Any]):
         return found
 
 
-def converted(source: Path, layouts: list[str], heads: Heads = None) -> dict[str, Any]:
+def converted(
+    source: Path, layouts: list[str], heads: Heads = None, whole: bool = True
+) -> dict[str, Any]:
     """Converts the whole file to the first layout that holds it, and back: bit by bit the same.
 
+    `whole`: among all of `TARGETS`; else the first, or the last, which holds most.
     `heads`: from the prefix of a block to its head count, where no configuration has it.
     """
     why: list[str] = []
-    ways = [(to, fold) for fold in (False, True) for to in (TARGETS if layouts else TARGETS[:1])]
+    targets = TARGETS if whole else (TARGETS[0], TARGETS[-1])
+    ways = [(to, fold) for fold in (False, True) for to in (targets if layouts else TARGETS[:1])]
     if "deepseek" in layouts:  # latent attention, which other layouts cannot hold
         ways = [("jaxmha", False)]
     for to, fold in ways:

@@ -54,6 +54,10 @@ INNER = (
     "shared_expert_intermediate_size",
 )
 VOCABULARY, PATCHES, EXPERTS = 160, 4, 4
+# Keys of windows, which are made shorter than the inputs, so that they matter.
+WINDOWS = ("sliding_window", "local_attention", "attention_chunk_size", "attention_window_size",
+           "sliding_window_size")  # fmt: skip
+WINDOW = 4
 DROPPED = ("stage_names", "out_features", "out_indices", "_out_features", "_out_indices",
            "transformers_version", "dtype", "torch_dtype", "quantization_config", "id2label",
            "label2id", "architectures", "_name_or_path")  # fmt: skip
@@ -189,6 +193,8 @@ def _one(key: str, value: Any, factor: int, content: dict[str, Any]) -> Any:
         return value if 0 <= value < VOCABULARY // 2 else VOCABULARY // 2 + sum(map(ord, key)) % 60
     if "vocab_size" in key or key == "num_embeddings_text":
         return min(value, VOCABULARY)
+    if key in WINDOWS and value > WINDOW:
+        return WINDOW
     if _is_layers(key):
         return min(value, 2)
     if _EXPERTS.fullmatch(key):

@@ -1,0 +1,194 @@
+"""Reads which pairs of query and key an attention block attends, from config.json.
+
+`masks_of` returns, for every block, the mask that a call of the block needs besides the padding of
+its input.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxmha import Mask, checkpoint
+from jaxmha.checkpoint.errors import printable
+from jaxmha.converters.discovery import (
+    architectures,
+    behaviours,
+    described,
+    hf_config,
+    masked_types,
+    positions,
+)
+from jaxmha.converters.discovery.attention_blocks import Block
+from jaxmha.converters.discovery.head_count import Configured
+from jaxmha.converters.discovery.notes import listed
+
+
+class Attended(NamedTuple):
+    """The pairs of query and key that a block attends, without padding.
+
+    `scheme` is "full", "causal", "windows" or "unknown". A query attends keys from `left` positions
+    before it to `right` positions after it (None: all), in its own chunk of `chunk` tokens (None: no
+    chunks). "windows": the tokens are those of square windows of an image that was rolled by `shift`
+    pixels (Swin); see `of_windows`. `why` is the reason for "unknown".
+    """
+
+    scheme: str
+    left: int | None = None
+    right: int | None = None
+    chunk: int | None = None
+    shift: int = 0
+    why: str = ""
+
+    def mask(self, T: int, S: int) -> Mask:
+        """The mask of T queries, the last of which is at the last of S keys.
+
+        >>> Attended("causal", left=1).mask(3, 3).to_array(3, 3).astype(int).tolist()
+        [[[[1, 0, 0], [1, 1, 0], [0, 1, 1]]]]
+
+        Raises:
+          ValueError: the scheme is "unknown" or "windows".
+        """
+        if self.scheme == "unknown":
+            raise ValueError(f"the mask of this block is not known ({self.why}): give it as mask=")
+        if self.scheme == "windows":
+            raise ValueError("the mask of windows needs their rows and columns: use of_windows")
+        found = Mask.causal(S - T) if self.scheme == "causal" else Mask()
+        if self.left is not None or self.right is not None:
+            left = None if self.left is None else self.left - (S - T)
+            right = None if self.right is None else self.right + S - T
+            found &= Mask.window(left, right)
+        if self.chunk is not None:
+            keys = np.arange(S)[None] // self.chunk
+            found &= Mask.segments(query_ids=keys[:, S - T :], key_value_ids=keys)
+        return found
+
+    def of_windows(self, rows: int, columns: int, side: int, always: bool = False) -> Mask:
+        """The mask of the windows of one image in order, `(windows, 1, T, T)`, of T = side ** 2 tokens.
+
+        Tokens from opposite sides of the image do not attend each other.
+        `rows` and `columns` count windows. An image of one row or column of windows is not rolled,
+        except `always` (backbones of detectors, whose `always_partition` is true).
+
+        >>> mask = Attended("windows", shift=1).of_windows(2, 2, 2)
+        >>> mask.array.sum((1, 2, 3)).tolist()
+        [16, 8, 8, 4]
+        """
+        shift = self.shift if always or min(rows, columns) > 1 else 0
+        parts = [
+            (np.arange(n * side) >= n * side - side).astype(int)
+            + (shift > 0) * (np.arange(n * side) >= n * side - shift)
+            for n in (rows, columns)
+        ]
+        if not shift:
+            parts = [np.zeros_like(part) for part in parts]
+        regions = parts[0][:, None] * 3 + parts[1]
+        regions = regions.reshape(rows, side, columns, side).swapaxes(1, 2)
+        regions = regions.reshape(rows * columns, side * side)
+        return Mask.dense((regions[:, :, None] == regions[:, None])[:, None])
+
+    def __str__(self) -> str:
+        """The mask in words."""
+        if self.scheme == "windows":
+            return f"windows of an image rolled by {self.shift}" if self.shift else "windows"
+        if self.scheme == "unknown":
+            return f"unknown, {self.why}"
+        if self.left is not None:
+            after = "" if self.scheme == "causal" else f" and {self.right} after"
+            return f"{self.scheme}, a query and {self.left} keys before{after}"
+        return self.scheme + f", in chunks of {self.chunk} tokens" * (self.chunk is not None)
+
+
+def of_prefixes(
+    file: checkpoint.Checkpoint,
+    blocks: Sequence[Block],
+    prefixes: Sequence[str],
+    heads: Configured | None = None,
+) -> dict[str, Attended]:
+    """The masks of blocks of an open checkpoint, by prefix.
+
+    `blocks`: the blocks of the checkpoint; `prefixes`: those of latent attention as well. `heads`:
+    the head counts of its configuration, if the caller has read them.
+    """
+    content = hf_config.readable(file.path)
+    if heads is None and positions.typed(file):
+        heads = described.of(file, blocks).heads
+    return {prefix: _of_block(prefix, content, heads) for prefix in prefixes}
+
+
+def notes(found: Mapping[str, Attended]) -> Iterator[str]:
+    """Yields a note on the masks of blocks that are not full."""
+    masks: dict[str, list[str]] = {}
+    for prefix, one in found.items():
+        if one.scheme not in ("full", "windows") and not one.why.endswith(_NOT_KNOWN):
+            masks.setdefault(str(one), []).append(re.sub(r"\d+", "{i}", prefix) or "(top)")
+    for mask, places in masks.items():
+        given = "; masks_of(folder) of jaxmha.converters gives it" * ("unknown" not in mask)
+        where = listed(list(dict.fromkeys(places)), 3)
+        yield printable(f"mask of {len(places)} x {where}: {mask}{given}")
+
+
+_NOT_KNOWN = "is not known here"
+
+
+def _of_block(prefix: str, content: Any, configured: Configured | None) -> Attended:
+    count = configured.part_of(prefix) if configured else None
+    own, model_type = behaviours.part(content, count.way[:-1] if count else ())
+    if not model_type or model_type not in architectures.KNOWN:
+        return Attended("unknown", why=f"model_type {model_type or '(none)'} {_NOT_KNOWN}")
+    if re.search(masked_types.ACROSS, prefix):
+        return Attended("full")
+    if (why := masked_types.why_unknown(content, model_type)) is not None:
+        return Attended("unknown", why=why)
+    causal = masked_types.is_causal(model_type, prefix, own)
+    try:
+        if model_type in masked_types.ROLLED:
+            odd = int(re.findall(r"\d+", prefix)[-1]) % 2
+            return Attended("windows", shift=odd * (_size(own, "window_size") // 2))
+        return _windowed(own, model_type, behaviours.layer_of(prefix), causal)
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+        return Attended("unknown", why=f"{model_type}: {error}")
+
+
+def _windowed(own: Mapping[str, Any], model_type: str, layer: int | None, causal: bool) -> Attended:
+    """The mask of a layer by the settings of its windows and chunks."""
+    scheme = "causal" if causal else "full"
+    kind = _kind(own, model_type, layer)
+    if kind in ("chunked_attention", "chunked"):
+        return Attended(scheme, chunk=_size(own, "attention_chunk_size"))
+    if kind == "local" and model_type == "gpt_neo":
+        return Attended(scheme, _size(own, "window_size") - 1)
+    if kind in ("sliding_attention", "sliding"):
+        key, divisor = ("sliding_window", 1)
+        if model_type in masked_types.WINDOWS and own.get("sliding_window") is None:
+            key, divisor = masked_types.WINDOWS[model_type]
+        size = _size(own, key) // divisor
+        return Attended(scheme, size - 1) if causal else Attended(scheme, size, size)
+    return Attended(scheme)
+
+
+def _kind(own: Mapping[str, Any], model_type: str, layer: int | None) -> str:
+    """The kind of attention of a layer, in the words of `layer_types`."""
+    window = own.get("use_sliding_window") is not False and own.get("sliding_window") is not None
+    for key in ("layer_types", "attention_layers"):
+        kinds = own.get(key)
+        if isinstance(kinds, list) and layer is not None and layer < len(kinds):
+            return str(kinds[layer])
+    if model_type == "recurrent_gemma":
+        return "sliding_attention"
+    pattern = own.get("sliding_window_pattern") or masked_types.PATTERNS.get(model_type)
+    if model_type in masked_types.PATTERNS and window and layer is not None:
+        return "sliding_attention" if (layer + 1) % pattern else "full_attention"
+    last = own.get("max_window_layers")
+    if own.get("use_sliding_window") is True and type(last) is int and layer is not None:
+        return "sliding_attention" if layer >= last and window else "full_attention"
+    sliding = window and model_type in masked_types.TYPES["sliding"]
+    return "sliding_attention" if sliding else "full_attention"
+
+
+def _size(own: Mapping[str, Any], key: str) -> int:
+    size = own[key]
+    if type(size) is not int or size < 1:
+        raise ValueError(f"{key} must be a positive integer, got {size!r}")
+    return size

@@ -1,0 +1,113 @@
+"""Model types of transformers 5.23 whose attention is causal, or attends nearby tokens alone.
+
+A type that is missing here attends all tokens. The table was made from the sources of the models; the
+zoo tests compare the mask of every block with that of its model.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+# Prefixes of blocks that attend another sequence.
+ACROSS = (
+    r"(encoder_attn|cross_attn|cross_attention|crossattention|x_attn|EncDecAttention|second_sub_layer"
+    r"|encoder_decoder_attention)[^./]*$|(^|[./])attn2$"
+)
+# Property -> the model types that have it.
+TYPES = {
+    name: frozenset(types.split())
+    for name, types in {
+        # Model types all of whose self-attention is causal, apart from blocks of `_TOWERS`.
+        "causal": """
+            afmoe aimv2_text_model apertus arcee aria_text axk1 axk2 bailing_hybrid bamba bark
+            beam biogpt bitnet bloom blt blt_global_transformer blt_local_decoder
+            blt_local_encoder blt_patcher chameleon clip_text_model clipseg_text_model
+            clvp_decoder coarse_acoustics codegen cohere cohere2 cohere2_moe cohere_compass_text
+            cosmos3_edge_text cosmos3_omni csm csm_depth_decoder_model ctrl cwm dbrx
+            decision_transformer deepseek_ocr2_text deepseek_v2 deepseek_v3 deepseek_v32
+            deepseek_v4 diffllama doge dots1 dots3_note_text emu3_text_model ernie4_5
+            ernie4_5_moe ernie4_5_vl_moe_text evolla exaone4 exaone_moe falcon falcon_h1
+            flex_olmo flint gemma gemma2 gemma3_text gemma3n_text git glm glm4 glm4_moe
+            glm4_moe_lite glm4v_moe_text glm4v_text glm_image_text glm_moe_dsa glm_ocr_text gpt2
+            gpt_bigcode gpt_neo gpt_neox gpt_neox_japanese gpt_oss gptj gradium_phonon_tts
+            granite granite4_vision_text granite_docling_text granite_swa granitemoe
+            granitemoe_swa granitemoehybrid granitemoeshared groupvit_text_model helium
+            higgs_audio_v2 hunyuan_v1_dense hunyuan_v1_moe hunyuan_vl_text hy_v3 hy_v4
+            hyperclovax idefics imagegpt inkling2_text inkling_mm_model inkling_text internlm3
+            jais2 jamba jetmoe kimi_linear kolibri1 kosmos_2_5_text_model kosmos_2_text_model
+            kyutai_speech_to_text laguna lfm2 lfm2_moe lfm3 llama llama4_text longcat_flash
+            mellum metaclip_2_text_model mimi mimi_decoder mimi_encoder minicpm3 minimax minimax_m2 minimax_m3_vl_text
+            ministral ministral3 mistral mistral4 mistral_large4_text mixtral mllama_text_model
+            modernbert-decoder molmo2_text moshi moshi_depth mpt muse_glimmer_text
+            muse_spark_text nanochat nemotron nemotron_h olmo olmo2 olmo3 olmo_hybrid olmoe
+            openai-gpt opt owlv2_text_model owlvit_text_model paddleocr_vl_text persimmon phi
+            phi3 phi4_multimodal phimoe pocket_tts pocket_tts_audio_tokenizer pocket_tts_audio_tokenizer_decoder pocket_tts_audio_tokenizer_encoder qwen2
+            qwen2_5_omni_talker qwen2_5_omni_text qwen2_5_vl_text qwen2_moe qwen2_vl_text qwen3
+            qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next
+            qwen3_omni_moe_talker_code_predictor qwen3_omni_moe_talker_text qwen3_omni_moe_text
+            qwen3_vl_moe_text qwen3_vl_text qwen4_exp_text recurrent_gemma seed_oss semantic
+            smollm3 solar_open stablelm starcoder2 step3p5 timesfm timesfm2_5 unlimited_ocr_text
+            vaultgemma videoprism_text_model voxtral_realtime_encoder voxtral_realtime_text
+            xclip_text_model xglm youtu zamba zamba2 zaya
+        """,
+        # Model types whose blocks under a decoder are causal.
+        "decoded": """
+            bart blip_text_model bigbird_pegasus blenderbot blenderbot-small canary canary_decoder cohere_asr
+            dia dia_decoder fsmt informer led longt5 m2m_100 marian mbart moonshine
+            moonshine_streaming mt5 musicgen_decoder musicgen_melody_decoder mvp nllb-moe
+            pegasus pegasus_x pix2struct_text_model plbart pop2piano pp_formulanet_text
+            prophetnet seamless_m4t seamless_m4t_v2 speech_to_text speecht5 switch_transformers
+            t5 t5_gemma_module t5gemma2_decoder time_series_transformer trocr udop umt5 whisper
+        """,
+        # Model types that are causal where their key is_decoder is true.
+        "is_decoder": """
+            bert bert-generation big_bird bridgetower_text_model camembert
+            data2vec-text electra ernie esm megatron-bert rembert roberta roberta-prelayernorm
+            roc_bert roformer xlm-roberta xlm-roberta-xl xmod
+        """,
+        # Model types all of whose layers have a window if their key sliding_window is set.
+        "sliding": """
+            blt_patcher mimi mimi_decoder mimi_encoder minimax ministral3 mistral mixtral openai_privacy_filter phi3
+            phi4_multimodal phimoe pocket_tts_audio_tokenizer pocket_tts_audio_tokenizer_decoder pocket_tts_audio_tokenizer_encoder qwen3_moe starcoder2
+            voxtral_realtime_encoder voxtral_realtime_text
+        """,
+    }.items()
+}
+# Model type -> every so many layers, one attends all tokens, in files that have no layer_types.
+PATTERNS = {"gemma2": 2, "gemma3_text": 6, "cohere2": 4}
+# Model type -> the key of its window, and the divisor of the value.
+WINDOWS = {
+    "modernbert": ("local_attention", 2),
+    "modernbert-decoder": ("local_attention", 2),
+    "recurrent_gemma": ("attention_window_size", 1),
+}
+# Model types whose input begins with tokens that attend each other.
+_PREFIXED = ("colpali", "paligemma", "pi0")
+# Model types whose blocks attend windows of an image, which every second block rolls.
+ROLLED = frozenset(["clap_audio_model", "clap", "donut-swin", "maskformer-swin", "swin"])
+# Parts of a causal model that are not causal.
+_TOWERS = r"(^|[._/])(vision|visual|image|protein|perceiver|resampler)"
+
+
+def is_causal(model_type: str, prefix: str, own: Mapping[str, Any]) -> bool:
+    """True if a query of the block attends no key after it."""
+    if own.get("is_causal") is False or own.get("use_bidirectional_attention") in (True, "all"):
+        return False
+    if model_type in TYPES["causal"]:
+        return not re.search(_TOWERS, prefix)
+    if model_type in TYPES["decoded"]:
+        return re.search(r"decoder", prefix) is not None
+    if model_type in ("xlm", "flaubert"):
+        return own.get("causal") is True
+    return model_type in TYPES["is_decoder"] and own.get("is_decoder") is True
+
+
+def why_unknown(content: Any, model_type: str) -> str | None:
+    """Why the mask of a block is not read; None: it is.
+
+    `content`: the whole configuration; `model_type`: that of the part with the block.
+    """
+    outer = content.get("model_type") if isinstance(content, Mapping) else None
+    if outer in _PREFIXED and model_type in TYPES["causal"]:
+        return f"{outer}: image and prompt attend each other, the rest is causal"
+    return None

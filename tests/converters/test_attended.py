@@ -1,0 +1,125 @@
+"""Masks of published models: what `masks_of` returns is what the models attend."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxmha import checkpoint
+from jaxmha.converters import masks_of
+from jaxmha.converters.discovery.attended import Attended
+from jaxmha.converters.migrate import pipeline
+from tests.zoo import one
+from tests.zoo.masked import Given
+
+pytestmark = pytest.mark.filterwarnings("default")
+LAYERS = 3
+
+
+def _saved(folder: Path, prefix: str = "model.layers.{}.self_attn", **config: Any) -> Path:
+    rng = np.random.default_rng(0)
+    names = [f"{prefix.format(i)}.{x}_proj.weight" for i in range(LAYERS) for x in "qkvo"]
+    checkpoint.write(
+        folder / "model.safetensors",
+        {name: rng.normal(size=(8, 8)).astype(np.float32) for name in names},
+    )
+    sizes = {"num_attention_heads": 2, "hidden_size": 8, "num_hidden_layers": LAYERS}
+    (folder / "config.json").write_text(json.dumps(sizes | config))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"model_type": "llama"}, ["causal"] * 3),
+        ({"model_type": "llama", "is_causal": False}, ["full"] * 3),
+        ({"model_type": "mistral", "sliding_window": 4}, ["causal 3"] * 3),
+        ({"model_type": "mistral", "sliding_window": None}, ["causal"] * 3),
+        (
+            {"model_type": "qwen2", "sliding_window": 4, "use_sliding_window": True,
+             "max_window_layers": 2},
+            ["causal", "causal", "causal 3"],
+        ),
+        ({"model_type": "qwen2", "sliding_window": 4, "use_sliding_window": False}, ["causal"] * 3),
+        ({"model_type": "gemma2", "sliding_window": 4}, ["causal 3", "causal", "causal 3"]),
+        (
+            {"model_type": "modernbert", "local_attention": 4,
+             "layer_types": ["full_attention", "sliding_attention", "sliding_attention"]},
+            ["full", "full 2 2", "full 2 2"],
+        ),
+        (
+            {"model_type": "llama4_text", "attention_chunk_size": 4,
+             "layer_types": ["chunked_attention", "chunked_attention", "full_attention"]},
+            ["causal chunks 4", "causal chunks 4", "causal"],
+        ),
+        ({"model_type": "mistral", "sliding_window": "4"}, ["unknown"] * 3),
+        ({"model_type": "nobody"}, ["unknown"] * 3),
+        ({}, ["unknown"] * 3),
+    ],
+)  # fmt: skip
+def test_windows_and_causality_are_read(
+    config: dict[str, Any], expected: list[str], tmp_path: Path
+) -> None:
+    found = masks_of(_saved(tmp_path, **config))
+    kinds = []
+    for one_ in found.values():
+        sides = [str(x) for x in (one_.left, one_.right) if x is not None]
+        chunk = [] if one_.chunk is None else ["chunks", str(one_.chunk)]
+        kinds.append(" ".join([one_.scheme, *sides, *chunk]))
+    assert kinds == expected
+
+
+def test_a_note_says_which_layers_have_a_window(tmp_path: Path) -> None:
+    folder = _saved(tmp_path, model_type="gemma2", sliding_window=4, query_pre_attn_scalar=4,
+                    attn_logit_softcapping=None)  # fmt: skip
+    notes = pipeline.inspect(folder / "model.safetensors").notes
+    assert any("a query and 3 keys before" in note and "masks_of" in note for note in notes)
+
+
+def test_masks_are_those_of_their_definitions() -> None:
+    ids = np.arange(7)
+    apart = ids[2:, None] - ids  # 5 queries at the end of 7 keys
+    window = Attended("causal", left=2).mask(5, 7).to_array(5, 7, np)
+    assert np.array_equal(window[0, 0], (apart >= 0) & (apart <= 2))
+    both = Attended("full", 2, 2).mask(5, 7).to_array(5, 7, np)
+    assert np.array_equal(both[0, 0], abs(apart) <= 2)
+    chunks = Attended("causal", chunk=3).mask(5, 7).to_array(5, 7, np)
+    assert np.array_equal(chunks[0, 0], (apart >= 0) & (ids[2:, None] // 3 == ids // 3))
+    with pytest.raises(ValueError, match="give it as mask="):
+        Attended("unknown", why="a reason").mask(5, 7)
+    with pytest.raises(ValueError, match="of_windows"):
+        Attended("windows").mask(4, 4)
+
+
+def test_windows_of_a_rolled_image_do_not_join_its_sides() -> None:
+    mask = np.asarray(Attended("windows", shift=1).of_windows(2, 3, 2).array)
+    assert mask.shape == (6, 1, 4, 4)
+    assert mask[
+        0
+    ].all()  # the windows of the last row and the last column have pixels of both sides
+    assert mask[5].sum() == 4
+    assert np.asarray(Attended("windows").of_windows(2, 3, 2).array).all()
+    assert np.asarray(Attended("windows", shift=1).of_windows(1, 3, 2).array).all()
+    assert not np.asarray(Attended("windows", shift=1).of_windows(1, 1, 2, True).array).all()
+
+
+def test_the_runner_sees_a_mask_that_is_read_wrongly() -> None:
+    seen = np.broadcast_to(np.tri(7, dtype=bool), (2, 3, 7, 7))
+    padding = np.ones((2, 7), bool)
+    padding[1, 5:] = False
+    padded = seen & padding[:, None, None]
+    assert Given(Attended("causal"), [padding]).against(padded)[1] == ""
+    for wrong in (Attended("full"), Attended("causal", left=3), Attended("causal", chunk=4)):
+        assert "the model has" in Given(wrong, [padding]).against(padded)[1]
+    assert "the model has" in Given(Attended("causal")).against(padded)[1]
+    assert Given(Attended("unknown", why="why")).against(padded)[1].startswith("not read: why")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "model_type", ["mistral", "gemma2", "modernbert", "llama4_text", "gpt_neo", "swin", "bart"]
+)
+def test_blocks_equal_the_model_with_the_mask_that_is_read(model_type: str) -> None:
+    assert one.check(model_type, whole=False)["class"] == "right"
