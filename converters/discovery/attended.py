@@ -137,10 +137,10 @@ def _of_block(prefix: str, content: Any, configured: Configured | None) -> Atten
     own, model_type = behaviours.part(content, count.way[:-1] if count else ())
     if not model_type or model_type not in architectures.KNOWN:
         return Attended("unknown", why=f"model_type {model_type or '(none)'} {_NOT_KNOWN}")
+    if (why := masked_types.why_unknown(content, model_type, prefix)) is not None:
+        return Attended("unknown", why=why)
     if re.search(masked_types.ACROSS, prefix):
         return Attended("full")
-    if (why := masked_types.why_unknown(content, model_type)) is not None:
-        return Attended("unknown", why=why)
     causal = masked_types.is_causal(model_type, prefix, own)
     try:
         if model_type in masked_types.ROLLED:

@@ -34,7 +34,7 @@ TYPES = {
             granitemoe_swa granitemoehybrid granitemoeshared groupvit_text_model helium
             higgs_audio_v2 hunyuan_v1_dense hunyuan_v1_moe hunyuan_vl_text hy_v3 hy_v4
             hyperclovax idefics imagegpt inkling2_text inkling_mm_model inkling_text internlm3
-            jais2 jamba jetmoe kimi_linear kolibri1 kosmos_2_5_text_model kosmos_2_text_model
+            iquestcoder jais2 jamba jetmoe kimi_linear kolibri1 kosmos_2_5_text_model kosmos_2_text_model
             kyutai_speech_to_text laguna lfm2 lfm2_moe lfm3 llama llama4_text longcat_flash
             mellum metaclip_2_text_model mimi mimi_decoder mimi_encoder minicpm3 minimax minimax_m2 minimax_m3_vl_text
             ministral ministral3 mistral mistral4 mistral_large4_text mixtral mllama_text_model
@@ -81,6 +81,8 @@ WINDOWS = {
     "modernbert-decoder": ("local_attention", 2),
     "recurrent_gemma": ("attention_window_size", 1),
 }
+# Model types of segmentation, whose decoders attend the pixels of their own masks.
+_PREDICTED = ("mask2former", "oneformer")
 # Model types whose input begins with tokens that attend each other.
 _PREFIXED = ("colpali", "paligemma", "pi0")
 # Model types whose blocks attend windows of an image, which every second block rolls.
@@ -102,11 +104,13 @@ def is_causal(model_type: str, prefix: str, own: Mapping[str, Any]) -> bool:
     return model_type in TYPES["is_decoder"] and own.get("is_decoder") is True
 
 
-def why_unknown(content: Any, model_type: str) -> str | None:
+def why_unknown(content: Any, model_type: str, prefix: str) -> str | None:
     """Why the mask of a block is not read; None: it is.
 
     `content`: the whole configuration; `model_type`: that of the part with the block.
     """
+    if model_type in _PREDICTED and re.search(r"decoder\b.*\bcross_attn", prefix):
+        return f"{model_type}: queries attend the pixels of the masks that they predicted before"
     outer = content.get("model_type") if isinstance(content, Mapping) else None
     if outer in _PREFIXED and model_type in TYPES["causal"]:
         return f"{outer}: image and prompt attend each other, the rest is causal"
