@@ -126,17 +126,10 @@ def paged_attention(
     assert layout == private.AttentionLayout.BNTH.value
     assert (dropout_rate, variadic_args, cudnn_version) == (0.0, (False, False), 91900)
     assert sliding_window_length is None
-    (B, _, T, _), (P, K, page, H) = query.shape, key.shape
-    M = page_table_k.shape[2]
-    assert T == 1, "more queries are causal from the first key on"
-    assert page_table_k.shape == page_table_v.shape == (B, 1, M, 1)
-    assert page_table_k.dtype == page_table_v.dtype == np.int32
+    assert query.shape[2] == 1, "more queries are causal from the first key on"
 
     def gathered(pages: Any, table: Any) -> Any:
-        entries = table.reshape(B, M, 1, 1, 1)
-        inside = (entries >= 0) & (entries < P)
-        found = jnp.where(inside, pages[table.reshape(B, M)], jnp.nan)
-        return jnp.swapaxes(found, 1, 2).reshape(B, K, M * page, H).astype(pages.dtype)
+        return jnp.swapaxes(of_table(jnp.swapaxes(pages, 1, 2), table), 1, 2)
 
     found = dot_product_attention(
         query,
@@ -149,8 +142,21 @@ def paged_attention(
         qkv_layout="BNTH",
         return_residual=return_residual,
     )
-    CALLS[-1]["pages"] = P
+    CALLS[-1]["pages"] = key.shape[0]
     return found
+
+
+def of_table(pages: Any, table: Any) -> Any:
+    """Keys or values `B S K H` of pages `P page K H`; NaN where an entry is of no page."""
+    P, page = pages.shape[:2]
+    B, _, M, _ = table.shape
+    assert table.shape == (B, 1, M, 1)
+    assert table.dtype == np.int32
+    assert page & (page - 1) == 0, "the size of a page must be a power of 2"
+    entries = table.reshape(B, M)
+    inside = ((entries >= 0) & (entries < P))[..., None, None, None]
+    found = jnp.where(inside, pages[entries], jnp.nan).astype(pages.dtype)
+    return found.reshape(B, M * page, *pages.shape[2:])
 
 
 def inside(query: Any, key: Any, value: Any, q_seqlen: Any, kv_seqlen: Any) -> Any:
@@ -254,9 +260,9 @@ def flattened(
     """Allowed pairs of positions in the whole batch, and which queries any sequence has: sequence n
     begins at offset n, counted in numbers of its own array, and has length n."""
     (B, T, N, H), (_, S, K, _) = query.shape, key.shape
-    sequences = q_len.size
-    assert q_len.shape == kv_len.shape
-    assert q_offsets.shape == kv_offsets.shape == (B, q_len.shape[1] + 1)
+    assert q_offsets.shape == kv_offsets.shape == q_len.shape == kv_len.shape
+    assert q_offsets.shape[0] == B
+    sequences = B * (q_offsets.shape[1] - 1)
     assert {x.dtype for x in (q_len, kv_len, q_offsets, kv_offsets)} == {np.dtype(np.int32)}
     within = []
     for offsets, lengths, size, stride in (
@@ -265,7 +271,9 @@ def flattened(
     ):
         first = offsets.reshape(-1)[:sequences] // stride
         places = jnp.arange(size)[:, None] - first[None]
-        within.append(jnp.where((places >= 0) & (places < lengths.reshape(1, -1)), places, -1))
+        within.append(
+            jnp.where((places >= 0) & (places < lengths.reshape(-1)[:sequences][None]), places, -1)
+        )
     i, j = within[0][:, None], within[1][None]
     allowed = (i >= 0) & (j >= 0)
     allowed = allowed & (j <= i) if causal else allowed
@@ -285,11 +293,21 @@ def packed(
     query: Any, key: Any, value: Any, bias: Any, q_len: Any, kv_len: Any, q_offsets: Any,
     kv_offsets: Any, *pages: Any, scale: float, mask_type: Any, is_training: bool, **static: Any,
 ) -> Any:  # fmt: skip
-    """The primitive forward, of packed sequences."""
+    """The primitive forward, of packed sequences or of pages."""
     assert static == {"seed": 42, "dropout_rate": 0.0, "variadic_args": (False, False),
                       "layout": private.AttentionLayout.BTNH.value,
                       "sliding_window_length": None}  # fmt: skip
-    assert bias.size == pages[0].size == pages[1].size == 0
+    assert bias.size == 0
+    if pages[0].ndim == 4:
+        assert q_offsets.size == kv_offsets.size == 0
+        assert not is_training, "pages have no gradient"
+        key, value = map(of_table, (key, value), pages)
+        out = dot_product_attention(
+            query, key, value, None, None, q_len, kv_len, scale=scale, mask_type=mask_type
+        )
+        CALLS[-1]["table"] = True
+        return [out]
+    assert pages[0].size == pages[1].size == 0
     (_, T, N, H), K = query.shape, key.shape[2]
     causal = mask_type == MaskType.PADDING_CAUSAL
     assert causal or mask_type == MaskType.PADDING
@@ -299,7 +317,7 @@ def packed(
     v = jnp.repeat(value.reshape(-1, K, H).astype(np.float32), N // K, 1)
     out = jnp.einsum("nts,snh->tnh", weights.astype(query.dtype).astype(np.float32), v)
     out = jnp.where(covered[:, None, None], out, jnp.nan).reshape(query.shape).astype(query.dtype)
-    lse = jnp.zeros((q_len.size, N, T), np.float32)
+    lse = jnp.zeros((q_len.size - len(query), N, T), np.float32)
     return [out, lse] if is_training else [out]
 
 
@@ -311,7 +329,7 @@ def packed_backward(
     """The primitive backward, of packed sequences."""
     (_, T, N, H), K = query.shape, key.shape[2]
     assert T % 2 == 0
-    assert lse.shape == (q_len.size, N, T)
+    assert lse.shape == (q_len.size - len(query), N, T)
     assert out.shape == d_out.shape == query.shape
     causal = mask_type == MaskType.PADDING_CAUSAL
     allowed, _ = flattened(query, key, q_len, kv_len, q_offsets, kv_offsets, causal)

@@ -1,5 +1,6 @@
 """Which implementation runs: platforms, trials of kernels, and `explain`."""
 
+import contextlib
 import json
 import threading
 import time
@@ -289,6 +290,7 @@ def tried(kind: Kind) -> probe.Finding:
         Kind("float16"),
         Kind("bfloat16", dense=True),
         Kind("bfloat16", packed=True),
+        Kind("bfloat16", padded=True),
         Kind("bfloat16", heads=(192, 128)),
         Kind("bfloat16", heads=(256, 256)),
     ],
@@ -352,7 +354,7 @@ def test_a_step_reads_pages_where_they_lie(
     )
     rng = np.random.default_rng(0)
     tokens = jnp.asarray(rng.standard_normal((2, 9, 32)), jnp.bfloat16)
-    cache = jaxmha.PagedKVCache.empty(params, 2, 12, pages=11, page_size=3)
+    cache = jaxmha.PagedKVCache.empty(params, 2, 12, pages=9, page_size=4)
     cache = cache._replace(value=jnp.full_like(cache.value, jnp.nan))
     _, cache = jaxmha.extend(params, tokens[:, :4], cache, q_lengths=np.asarray([4, 1]))
     cache = cache.fork(0, 1)
@@ -363,11 +365,41 @@ def test_a_step_reads_pages_where_they_lie(
             want.append(jaxmha.decode_step(params, x, cache)[0])
         out, cache = jaxmha.decode_step(params, x, cache)
         found.append(out)
-    asked = [call for call in gpu if call.get("pages") == 11]
+    asked = [call for call in gpu if call.get("pages") == 9]
     assert bool(asked) == (not leaks)
     one, other = (np.asarray(jnp.concatenate(x, 1), np.float32) for x in (found, want))
     np.testing.assert_allclose(one, other, atol=0.03 * np.abs(other).max(), rtol=0)
     assert probe.leaks(cudnn_paged.NAME, Kind("bfloat16")) == leaks
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_padded_keys_are_read_where_they_lie(
+    gpu: list[Any], monkeypatch: pytest.MonkeyPatch, *, broken: bool
+) -> None:
+    """By a table, which no NaN of a padded key gets past; by copies where the probe finds it wrong."""
+    if broken:
+
+        def refuse(*_: Any, **__: Any) -> Any:
+            raise ValueError("no pages of one position")
+
+        monkeypatch.setattr(private, "_dot_product_attention_fwd_p", cudnn_contract.Bound(refuse))
+    x, valid = small(), np.asarray([[False, True, True, False, True, False]])
+    spoiled = jnp.where(valid[..., None, None], x, jnp.nan)
+
+    def out(*heads: Any) -> Any:
+        mask = Mask.padding(key_value=jnp.asarray(valid))
+        return jaxmha.dot_product_attention(x, *heads, mask=mask)
+
+    warns = pytest.warns(RuntimeWarning, match="keys in place does not work here in bfloat16")
+    with warns if broken else contextlib.nullcontext():
+        found = jax.jit(out)(spoiled, spoiled)
+    assert gpu[-1].get("table", False) != broken
+    with jaxmha.lowering_for("cpu"):
+        want = jax.jit(out)(x, x)
+    one, other = (np.asarray(y, np.float32) for y in (found, want))
+    np.testing.assert_allclose(one, other, atol=0.02 * np.abs(other).max(), rtol=0)
+    jax.grad(lambda y: out(y, y).astype(np.float32).sum())(spoiled)
+    assert "table" not in gpu[-1]
 
 
 def test_a_busy_device_is_asked_again(gpu: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,7 +56,10 @@ def attend_pages(
     otherwise: Callable[[], Float[jax.Array, "B 1 N h"]],
 ) -> Float[jax.Array, "B 1 N h"] | None:
     """The same over the pages of a table."""
-    B, S = query.shape[0], table.shape[1] * pools[0].shape[2]
+    page = pools[0].shape[2]
+    B, S = query.shape[0], table.shape[1] * page
+    if page & (page - 1):  # cuDNN takes pages of a power of two
+        return None
     struct: Any = jax.ShapeDtypeStruct
     key, value = (struct((B, S, x.shape[1], x.shape[3]), x.dtype) for x in pools)
     mask = Mask.lengths(key_value=lengths)

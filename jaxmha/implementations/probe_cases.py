@@ -26,12 +26,14 @@ class Kind(NamedTuple):
       dense: whether there is a bias or a dense mask.
       packed: whether sequences are packed, by their lengths.
       heads: features of a query and of a value head.
+      padded: whether a Boolean array tells the valid keys.
     """
 
     dtype: str
     dense: bool = False
     packed: bool = False
     heads: tuple[int, int] = USUAL
+    padded: bool = False
 
     @property
     def text(self) -> str:
@@ -43,7 +45,7 @@ class Kind(NamedTuple):
         heads = (
             "" if self.heads == USUAL else ", with heads of {} and {} features".format(*self.heads)
         )
-        packed = ", for packed sequences" * self.packed
+        packed = ", for packed sequences" * self.packed + ", for padded keys" * self.padded
         return self.dtype + " with a bias" * self.dense + packed + heads
 
 
@@ -111,9 +113,9 @@ def cases(kind: Kind) -> Iterator[Case]:
     """The cases of a probe.
 
     If `dense`: calls with a bias and with a dense mask. If `packed`: full, causal and of odd size, some
-    sequences absent. Otherwise: calls with lengths, log-sum-exp, one query, odd sizes and a window.
-    Where lengths are given, one sequence is full, one is shorter and one is empty. Keys and values
-    that no query attends are NaN.
+    sequences absent. If `padded`: many queries and one, keys absent anywhere. Otherwise: calls with
+    lengths, log-sum-exp, one query, odd sizes and a window. Where lengths are given, one sequence is
+    full, one is shorter and one is empty. Keys and values that no query attends are NaN.
     """
     lengths = np.asarray([128, 61, 0], np.int32)
     causal = Mask.causal() & Mask.lengths(key_value=lengths)
@@ -129,6 +131,13 @@ def cases(kind: Kind) -> Iterator[Case]:
         yield _case("packed", kind, packed)
         yield _case("packed, causal", kind, packed & Mask.causal())
         yield _case("packed, odd", kind, Mask.packed(several, size=77) & Mask.causal(), T=77, S=77)
+        return
+    if kind.padded:
+        valid = np.random.default_rng(1).random((3, 128)) < 0.5
+        valid[1], valid[2] = np.arange(128) >= 61, False
+        padding = Mask.padding(key_value=valid)
+        yield _case("padded keys", kind, padding)
+        yield _case("padded keys of one query", kind, padding, T=1)
         return
     yield _case("causal, with lengths", kind, causal)
     yield _case("with lengths and log-sum-exp", kind, Mask.lengths(key_value=lengths), lse=True)

@@ -73,6 +73,8 @@ CALLS: tuple[Call, ...] = (
     Call("no keys", _lengths(0, 64, query=(128, 64))),
     Call("left padding", LEFT),
     Call("left padding, causal", CAUSAL & LEFT),
+    Call("padding with holes", HOLES),
+    Call("padding with holes, one query", HOLES, T=1),
     Call("padding with holes, causal", CAUSAL & HOLES),
     Call("dense mask, empty rows", DENSE),
     Call("segments", Mask.segments(query_ids=IDS[0], key_value_ids=IDS[1])),

@@ -136,6 +136,7 @@ PROGRAMS: dict[str, Case] = {
     "causal gradient": Case(gradient(is_causal=True), (*heads(), OUT)),
     "lengths": Case(forward("key_value_seq_lengths"), (*heads(), LENGTHS)),
     "lengths gradient": Case(gradient("key_value_seq_lengths"), (*heads(), OUT, LENGTHS)),
+    "padding": Case(forward("padding"), (*heads(), VALID)),
     "padding, half as many key heads": Case(forward("padding"), (*heads(K=8), VALID)),
     "one query": Case(
         forward("key_value_seq_lengths"),
@@ -168,12 +169,18 @@ PROGRAMS: dict[str, Case] = {
     "layer gradient": Case(layer_gradient, (LAYER[0], *LAYER)),
 }
 # `jax.nn` refuses the first, and lets keys that a mask excludes reach the output if they are NaN.
-# Keys and values sorted by validity take more memory than its bias from K * (H + h) > T on.
 ALONE: dict[str, Case] = {
     "T = 197 gradient": Case(
         gradient(), (*heads(64, 197, 12, 64), array(64, 197, 12, 64)), False, 150, 12
     ),
-    "padding": Case(forward("padding"), (*heads(), VALID), False, 33, 4),
+    # Two tables of the positions of valid keys, where copies of keys and values would be 2 GiB.
+    "padding, one query": Case(
+        forward("padding"),
+        (*heads(64, 1, 64, 128, S=8192, K=8), array(64, 8192, dtype=jnp.bool_)),
+        False,
+        5,
+        4,
+    ),
     "padding gradient": Case(gradient("padding"), (*heads(), OUT, VALID), False, 34, 7),
     "padding causal": Case(forward("padding", is_causal=True), (*heads(), VALID), False, 69, 7),
     "padding causal H = 256": Case(

@@ -157,6 +157,23 @@ def test_sharded_heads_of_blocked_too(names: tuple[Any, Any], K: int, dtype: str
 
 
 @pytest.mark.parametrize("names", [("data", None), (None, "data")])
+def test_sharded_padding_too(names: tuple[Any, Any]) -> None:
+    """A table of valid keys counts the batch rows of its own device."""
+    devices = np.asarray(compiled.topology("1x1x4").devices)
+    mesh = jax.sharding.Mesh(devices, ("data",))
+    place, rows = (
+        jax.sharding.NamedSharding(mesh, SPEC(*axes))
+        for axes in ((names[0], None, names[1]), (names[0],))
+    )
+    heads = [SHAPE(x.shape, x.dtype, sharding=place) for x in programs.heads(8)]
+    valid = SHAPE((8, 2048), jnp.bool_, sharding=rows)
+    found = compiled.compiled(lambda *x: programs.ours(*x[:3], padding=x[3]), *heads, valid)
+    assert sum("cudnn" in call for call in found.calls) == 1
+    assert found.collectives == 0
+    assert found.temporary <= MIB
+
+
+@pytest.mark.parametrize("names", [("data", None), (None, "data")])
 def test_sharded_packed_sequences_too(names: tuple[Any, Any]) -> None:
     devices = np.asarray(compiled.topology("1x1x4").devices)
     spec = SPEC(names[0], None, names[1])
@@ -174,15 +191,12 @@ def test_sharded_packed_sequences_too(names: tuple[Any, Any]) -> None:
 
 
 IDS = np.repeat(np.arange(8), 256)[None]
-# Ways to say that sequences are packed, of a traced array, and kernels allowed: a sort finds the
-# lengths of ids that are traced.
-PACKED: dict[str, tuple[Any, int]] = {
-    "lengths": (lambda x: jaxmha.Mask.packed(x[:, :7], size=2048), 4),
-    "ids of NumPy": (lambda _: jaxmha.Mask.segments(query_ids=IDS, key_value_ids=IDS), 4),
-    "promised ids": (
-        lambda x: jaxmha.Mask.segments(query_ids=x, key_value_ids=x, max_segments=8), 5,
-    ),
-}  # fmt: skip
+# Ways to say that sequences are packed, of a traced array.
+PACKED: dict[str, Any] = {
+    "lengths": lambda x: jaxmha.Mask.packed(x[:, :7], size=2048),
+    "ids of NumPy": lambda _: jaxmha.Mask.segments(query_ids=IDS, key_value_ids=IDS),
+    "promised ids": lambda x: jaxmha.Mask.segments(query_ids=x, key_value_ids=x, max_segments=8),
+}
 
 
 @pytest.mark.parametrize(("K", "causal"), [(16, True), (4, True), (4, False)])
@@ -190,7 +204,7 @@ PACKED: dict[str, tuple[Any, int]] = {
 def test_packed_sequences(given: str, K: int, causal: bool) -> None:
     """No array of T x S, and besides cuDNN only what finds the offsets."""
     T, stated = 2048, array(2, 2048, dtype=jnp.int32)
-    mask, kernels = PACKED[given]
+    mask = PACKED[given]
 
     def attend(q: Any, k: Any, v: Any, stated: Any) -> Any:
         return jaxmha.dot_product_attention(q, k, v, mask=mask(stated), is_causal=causal)
@@ -202,7 +216,7 @@ def test_packed_sequences(given: str, K: int, causal: bool) -> None:
     heads = programs.heads(T=T, K=K)
     forward = compiled.compiled(attend, *heads, stated)
     assert sum("cudnn" in call for call in forward.calls) == 1
-    assert forward.kernels <= kernels
+    assert forward.kernels <= 4
     assert forward.temporary <= MIB
     gradient = compiled.compiled(both, *heads, stated, programs.OUT)
     assert sum("cudnn" in call for call in gradient.calls) == 2
@@ -218,7 +232,7 @@ TRANSFORMED: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("kind", ["full", "packed", "lengths"])
+@pytest.mark.parametrize("kind", ["full", "packed", "lengths", "padding"])
 @pytest.mark.parametrize("name", TRANSFORMED)
 def test_transformations(name: str, kind: str) -> None:
     T = 256
@@ -229,7 +243,9 @@ def test_transformations(name: str, kind: str) -> None:
             mask = jaxmha.Mask.packed(np.array([[100, 30]]), size=T)
         if kind == "lengths":
             mask = jaxmha.Mask.lengths(key_value=np.array([T, 30]))
-        out = jaxmha.dot_product_attention(q, k, v, mask=mask, is_causal=True)
+        if kind == "padding":
+            mask = jaxmha.Mask.padding(key_value=np.arange(T)[None] >= np.array([[30], [0]]))
+        out = jaxmha.dot_product_attention(q, k, v, mask=mask, is_causal=kind != "padding")
         return out.astype(jnp.float32).sum()
 
     heads = list(programs.heads(T=T, N=4, K=2, H=64))

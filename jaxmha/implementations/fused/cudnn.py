@@ -1,15 +1,16 @@
 """cuDNN's fused attention: NVIDIA GPUs, half precision, through JAX."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, Float, Int, Int32, Shaped
+from jaxtyping import Bool, Float, Int32
 
-from jaxmha.implementations import platforms
+from jaxmha.implementations import platforms, probe, probe_cases
 from jaxmha.implementations.base import Request, Result
-from jaxmha.implementations.fused import adapter, cudnn_kernel, cudnn_packed
+from jaxmha.implementations.fused import adapter, cudnn_kernel, cudnn_packed, cudnn_padding
 from jaxmha.implementations.fused.adapter import (
     SEGMENTS,
     Kernel,
@@ -116,10 +117,11 @@ def traceable() -> str | None:
     return None
 
 
-def attend(request: Request, *, leaks: bool = False) -> Result:
+def attend(request: Request, *, leaks: bool = False, in_place: bool | None = None) -> Result:
     """Computes the request in its own dtype; softmax and sums are float32.
 
     `leaks`: whether positions beyond the lengths affect the results in this release of cuDNN.
+    `in_place`: whether valid keys are read where they lie; None: where a probe finds that right.
     """
     lengths = request.mask.packed_lengths
     if lengths is not None:
@@ -129,16 +131,29 @@ def attend(request: Request, *, leaks: bool = False) -> Result:
         settings = Settings(request.scale, causal and T > 1, None)
         heads = request.query, request.key, request.value
         return Result(cudnn_packed.out(settings, *heads, lengths), None, None)
-    return adapter.attend(
-        request, lambda inputs: _run(inputs, lse=request.return_lse), skips_beyond_lengths=not leaks
-    )
+    if in_place is None:
+        in_place = not leaks and _reads_in_place(request)
+    run = partial(_run, lse=request.return_lse, in_place=in_place)
+    return adapter.attend(request, run, skips_beyond_lengths=not leaks)
 
 
-def _run(inputs: KernelInputs, *, lse: bool) -> OutAndLse:
+def _reads_in_place(request: Request) -> bool:
+    """True if cuDNN needs no copy of the valid keys, and computes that rightly on this machine."""
+    if cudnn_padding.unsupported_reason(request):
+        return False
+    if not platforms.current().present:
+        return True
+    kind = probe_cases.kind_of(request)._replace(padded=True)
+    alone = partial(attend, in_place=True)
+    found = probe.failure(cudnn_padding.NAME, alone, unsupported_reason, kind)
+    return found is None and not probe.leaks(cudnn_padding.NAME, kind)
+
+
+def _run(inputs: KernelInputs, *, lse: bool, in_place: bool) -> OutAndLse:
     """Shifts the queries by `above` rows, so that the causal mask is aligned top-left."""
     above, left = inputs.above, inputs.left
     if not above:
-        return _top_left(inputs, lse=lse)
+        return _top_left(inputs, lse=lse, in_place=in_place)
     query, lengths = inputs.query, inputs.query_lengths
     (B, T, N, _), h = query.shape, inputs.value.shape[3]
     left = None if left is None else left + above
@@ -165,6 +180,7 @@ def _run(inputs: KernelInputs, *, lse: bool) -> OutAndLse:
             above=0,
         ),
         lse=lse,
+        in_place=in_place,
     )
     if above < 0:
         out = fill(out, 1, T, front=True)
@@ -172,7 +188,7 @@ def _run(inputs: KernelInputs, *, lse: bool) -> OutAndLse:
     return out[:, above:], None if found is None else found[:, :, above:]
 
 
-def _top_left(inputs: KernelInputs, *, lse: bool) -> OutAndLse:
+def _top_left(inputs: KernelInputs, *, lse: bool, in_place: bool) -> OutAndLse:
     """Calls the kernel; `above` is 0 or None, and each row within its length attends some key."""
     query, key, value, _, _, query_lengths, key_lengths, left, above, scale = inputs
     (B, T, _, _), (_, S, _, h) = query.shape, value.shape
@@ -198,10 +214,11 @@ def _top_left(inputs: KernelInputs, *, lse: bool) -> OutAndLse:
         query, key = _barrier(query, key, valid, scale)
     elif valid is not None:  # not causal: keys can be sorted, so that a length excludes the rest
         valid = jnp.broadcast_to(valid, (B, S))
-        key, value = _valid_first((key, value), valid)
-        some = jnp.where(valid, np.int32(T), np.int32(0)).max(1)  # T, or 0 if no key is valid
-        some = some if query_lengths is None else jnp.minimum(query_lengths, some)
-        lengths = some, valid.sum(1, dtype=np.int32)
+        lengths = cudnn_padding.counts(valid, query_lengths, T)
+        if in_place:
+            full = Settings(scale, False, None)
+            return cudnn_padding.in_place(full, query, key, value, valid, lengths), None
+        key, value = cudnn_padding.valid_first((key, value), valid)
     width = -(-max(query.shape[3], h) // 8) * 8
     if not _takes_unequal_heads(query.shape[3], h):
         query, key, value = (fill(x, 3, width) for x in (query, key, value))
@@ -232,33 +249,6 @@ def _nonempty(
     if causal:
         keys = jnp.minimum(keys, queries)
     return queries, jnp.where(queries > 0, keys, 0)
-
-
-def _valid_first(
-    arrays: tuple[jax.Array, jax.Array], valid: Bool[jax.Array, "B S"]
-) -> tuple[jax.Array, jax.Array]:
-    """Moves valid positions to the front, in their order."""
-    order = jnp.argsort(~valid, axis=1, stable=True)
-    key, value = (_permuted(x, order) for x in arrays)
-    return key, value
-
-
-@jax.custom_vjp
-def _permuted(x: Shaped[jax.Array, "B S *rest"], order: Int[jax.Array, "B S"]) -> jax.Array:
-    """Permutes axis 1. Its gradient is a gather; that of `take_along_axis` would be a scatter."""
-    return _gather(x, order)
-
-
-def _gather(x: Shaped[jax.Array, "B S *rest"], order: Int[jax.Array, "B S"]) -> jax.Array:
-    index = order.reshape(order.shape + (1,) * (x.ndim - 2))
-    return jnp.take_along_axis(x, index, 1, mode="promise_in_bounds")
-
-
-def _permuted_backward(order: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, None]:
-    return _gather(cotangent, jnp.argsort(order, axis=1)), None
-
-
-_permuted.defvjp(lambda x, order: (_gather(x, order), order), _permuted_backward)
 
 
 def _barrier(

@@ -94,24 +94,26 @@ def _operands(
     """The operands of the primitives, in the order of `OPERANDS`.
 
     Offsets are the first positions of sequences in the whole batch, then its end, counted in numbers.
-    The primitive reads one more than there are, and needs one more than there are in every row.
+    The primitive reads one more than there are, and needs one more than there are in every row. Lengths
+    have as many entries, whose last ones it does not read: one kernel then computes all of them.
     """
     B, T = query.shape[:2]
     rows = np.int32(T) * jnp.arange(B, dtype=np.int32)[:, None]
     ends = _ends(lengths, T)
     first = jnp.pad(ends[:, :-1], ((0, 0), (1, 0)))
-    sizes = ends - first
-    offsets = []
-    for x in (query, key):
-        stride = np.int32(x.shape[2] * x.shape[3])
-        end = jnp.full(B, B * T * stride, np.int32)
-        flat = jnp.concatenate([((first + rows) * stride).reshape(-1), end])
-        offsets.append(flat.reshape(B, -1))
+
+    def listed(x: Int32[jax.Array, "B M"], last: int) -> Int32[jax.Array, "B M1"]:
+        return jnp.concatenate([x.reshape(-1), jnp.full(B, last, np.int32)]).reshape(B, -1)
+
+    strides = [np.int32(x.shape[2] * x.shape[3]) for x in (query, key)]
+    offsets = [listed((first + rows) * stride, B * T * stride) for stride in strides]
+    sizes = listed(ends - first, 0)
     unused = jnp.zeros(0, query.dtype)
     return query, key, value, unused, sizes, sizes, *offsets, unused, unused
 
 
-def _static(settings: Settings) -> dict[str, Any]:
+def static(settings: Settings) -> dict[str, Any]:
+    """The parameters of both primitives but `is_training`, for arrays in `BTNH` with lengths."""
     from jax._src.cudnn import fused_attention_stablehlo as private
 
     kinds = private.MaskType
@@ -134,7 +136,7 @@ def _forward(settings: Settings, lse: bool, *operands: jax.Array) -> Any:
 
         primitive: Any = private._dot_product_attention_fwd_p
         found = primitive.bind(
-            *_operands(query, key, value, lengths), **_static(settings), is_training=lse
+            *_operands(query, key, value, lengths), **static(settings), is_training=lse
         )
         if not lse:
             return found[0], None
@@ -156,7 +158,7 @@ def _backward(settings: Settings, *operands: jax.Array) -> Any:
 
         saved = lse.reshape(-1, *lse.shape[2:]), out, d_out
         primitive: Any = private._dot_product_attention_bwd_p
-        found = primitive.bind(*_operands(query, key, value, lengths), *saved, **_static(settings))
+        found = primitive.bind(*_operands(query, key, value, lengths), *saved, **static(settings))
         return tuple(found[:3])
 
     letters = QUERY, KEY, KEY, "b.", QUERY, QUERY, QUERY

@@ -1,0 +1,139 @@
+"""cuDNN's fused attention of the keys that padding leaves valid, full: in any order, they come first.
+
+The output alone is computed without a copy of keys and values: pages of cuDNN's paged attention are
+single positions here, and its table lists the valid ones. It has no gradient, and no log-sum-exp
+that a gradient could use, so that sorted copies serve these. A probe decides whether this kernel is
+right on this machine.
+"""
+
+from functools import partial
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Bool, Float, Int, Int32, Shaped
+
+from jaxmha.implementations import partitioned
+from jaxmha.implementations.base import Request
+from jaxmha.implementations.fused import adapter, cudnn_kernel, cudnn_packed
+from jaxmha.implementations.fused.cudnn_kernel import Settings, folding
+
+NAME = "cudnn, keys in place"
+
+# For pages of one position cuDNN has no kernel of Hopper's own, so that many queries read copies. By
+# its list of kernels and the bytes of copies, either way takes about as long here; not measured.
+MOST_QUERIES = 2048
+# Numbers of valid queries and keys.
+Counts: TypeAlias = tuple[Int32[jax.Array, "B"], Int32[jax.Array, "B"]]
+
+
+def unsupported_reason(request: Request) -> str | None:
+    """The reason why a request, which cuDNN takes, needs copies of keys and values; None: it needs none."""
+    (_, T, N, H), (_, S, K, h) = request.query.shape, request.value.shape
+    if adapter.diagonals(request.mask, T, S) != (None, None):
+        return "keys that are sorted are neither causal nor in a window"
+    if request.mask.key_value_padding is None or request.return_lse:
+        return "it takes padding of keys, and returns no log-sum-exp"
+    if request.bias is not None or request.mask.array is not None:
+        return "it takes no bias and no dense mask"
+    if h != H or H % 8:
+        return f"keys and values must have the same multiple of 8 features, got {H} and {h}"
+    if T * N > MOST_QUERIES * K:
+        return f"copies cost less from {MOST_QUERIES} queries per key head on"
+    return cudnn_packed.unknown()
+
+
+def counts(valid: Bool[jax.Array, "B S"], queries: Int32[jax.Array, "B"] | None, T: int) -> Counts:
+    """Numbers of queries and keys: no query where no key is valid."""
+    some = jnp.where(valid, np.int32(T), np.int32(0)).max(1)
+    some = some if queries is None else jnp.minimum(queries, some)
+    return some, valid.sum(1, dtype=np.int32)
+
+
+def valid_first(
+    arrays: tuple[jax.Array, jax.Array], valid: Bool[jax.Array, "B S"]
+) -> tuple[jax.Array, jax.Array]:
+    """Moves valid positions to the front, in their order."""
+    order = jnp.argsort(~valid, axis=1, stable=True)
+    key, value = (_permuted(x, order) for x in arrays)
+    return key, value
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def in_place(
+    settings: Settings,
+    query: Float[jax.Array, "B T N H"],
+    key: Float[jax.Array, "B S K H"],
+    value: Float[jax.Array, "B S K H"],
+    valid: Bool[jax.Array, "B S"],
+    counts: Counts,
+) -> Float[jax.Array, "B T N H"]:
+    """The output over the valid keys; keys and values are copied only when a gradient is computed."""
+
+    def call(query: Any, key: Any, value: Any, valid: Any, rows: Any, keys: Any) -> Any:
+        from jax._src.cudnn import fused_attention_stablehlo as private
+
+        B, S = valid.shape
+        pages = (x.reshape(B * S, 1, *x.shape[2:]) for x in (key, value))
+        table = _table(valid)[:, None, :, None]
+        unused = jnp.zeros(0, query.dtype)
+        primitive: Any = private._dot_product_attention_fwd_p
+        found = primitive.bind(
+            query, *pages, unused, rows, keys, unused, unused, table, table,
+            **cudnn_packed.static(settings), is_training=False,
+        )  # fmt: skip
+        return (found[0],)
+
+    # The table counts positions of the batch rows of one device.
+    letters = "b.n.", "b.k.", "b.k.", "b.", "b", "b"
+    operands = query, key, value, valid, *counts
+    (found,) = partitioned.run(folding(call), operands, letters, lambda _: ("b.n.",))
+    out: jax.Array = found
+    return out
+
+
+def _save(
+    settings: Settings,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    valid: jax.Array,
+    counts: Counts,
+) -> tuple[jax.Array, Any]:
+    def copied(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        arrays = valid_first((key, value), valid)
+        return cudnn_kernel.out(settings, query, *arrays, None, counts)
+
+    return jax.vjp(copied, query, key, value)
+
+
+in_place.defvjp(_save, lambda settings, pull, d_out: (*pull(d_out), None, None))
+
+
+def _table(valid: Bool[jax.Array, "B S"]) -> Int32[jax.Array, "B S"]:
+    """Valid positions in the whole batch, in order, then the last of the row again and again: where a
+    tile reaches beyond it, nothing else is read either."""
+    B, S = valid.shape
+    positions = jnp.arange(S, dtype=np.int32)[None]
+    last = jnp.where(valid, positions, np.int32(0)).max(1, keepdims=True)
+    first = np.int32(S) * jnp.arange(B, dtype=np.int32)[:, None]
+    return jnp.sort(first + jnp.where(valid, positions, last), axis=1, stable=False)
+
+
+@jax.custom_vjp
+def _permuted(x: Shaped[jax.Array, "B S *rest"], order: Int[jax.Array, "B S"]) -> jax.Array:
+    """Permutes axis 1. Its gradient is a gather; that of `take_along_axis` would be a scatter."""
+    return _gather(x, order)
+
+
+def _gather(x: Shaped[jax.Array, "B S *rest"], order: Int[jax.Array, "B S"]) -> jax.Array:
+    index = order.reshape(order.shape + (1,) * (x.ndim - 2))
+    return jnp.take_along_axis(x, index, 1, mode="promise_in_bounds")
+
+
+def _permuted_backward(order: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, None]:
+    return _gather(cotangent, jnp.argsort(order, axis=1)), None
+
+
+_permuted.defvjp(lambda x, order: (_gather(x, order), order), _permuted_backward)
