@@ -33,8 +33,9 @@ class Case(NamedTuple):
 
 def ours(query: Any, key: Any, value: Any, *, padding: Any = None, **options: Any) -> Any:
     """Attention of jaxmha; `padding`: the valid keys, `B S`."""
-    mask = None if padding is None else Mask.padding(key_value=padding)
-    return jaxmha.dot_product_attention(query, key, value, mask=mask, **options)
+    if padding is not None:
+        options["mask"] = Mask.padding(key_value=padding)
+    return jaxmha.dot_product_attention(query, key, value, **options)
 
 
 def theirs(query: Any, key: Any, value: Any, *, padding: Any = None, **options: Any) -> Any:
@@ -180,6 +181,11 @@ ALONE: dict[str, Case] = {
         False,
         5,
         4,
+    ),
+    # Keys and values are zeroed where nothing attends them, and a bias, which may hold -inf, is clipped.
+    "bias": Case(forward("bias"), (*heads(), array(1, 16, 2048, 2048)), False, 161, 6),
+    "dense mask": Case(
+        forward("mask"), (*heads(), array(2, 1, 2048, 2048, dtype=jnp.bool_)), False, 49, 6
     ),
     "padding gradient": Case(gradient("padding"), (*heads(), OUT, VALID), False, 34, 7),
     "padding causal": Case(forward("padding", is_causal=True), (*heads(), VALID), False, 69, 7),

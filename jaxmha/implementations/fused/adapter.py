@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float, Int32, Integer
+from jaxtyping import Bool, Float, Int32, Integer
 
 from jaxmha.arrays import Array
 from jaxmha.implementations import fully_masked
@@ -25,8 +25,8 @@ SEGMENTS = ("query_segments", "key_value_segments", "packed_lengths")
 
 
 class KernelInputs(NamedTuple):
-    """A request as kernels take it: fully masked queries, and unattended keys and values that would affect
-    results, are zero.
+    """A request as kernels take it: unattended keys and values that would affect results are zero, and so
+    are fully masked queries in a gradient.
 
     Attributes:
       query, key, value: of one dtype.
@@ -109,7 +109,7 @@ def attend(
     rows, keys = attended.attended(conditions, request.bias, B, N, T, S)
     query, key, value = request.query, request.key, request.value
     if rows is not None and not by_lengths:
-        query = jnp.where(jnp.moveaxis(rows, 1, 2)[..., None], query, 0)
+        query = _zeroed_in_gradients(query, jnp.moveaxis(rows, 1, 2)[..., None])
     if keys is not None and leaks and not by_lengths:
         each = keys if keys.shape[1] == 1 else keys.reshape(-1, K, N // K, S).any(2)
         valid = jnp.moveaxis(each, 1, 2)[..., None]
@@ -136,6 +136,22 @@ def attend(
         masked = jnp.broadcast_to(~jnp.moveaxis(rows, 1, 2), out.shape[:3])
         out = fully_masked.apply(request, out, masked)
     return Result(out, None, lse)
+
+
+@jax.custom_vjp
+def _zeroed_in_gradients(
+    query: Float[jax.Array, "B T N H"], rows: Bool[jax.Array, "B T #N 1"]
+) -> jax.Array:
+    """The queries, and 0 in place of those outside `rows` where a gradient is computed: there alone one
+    row affects others."""
+    del rows
+    return query
+
+
+_zeroed_in_gradients.defvjp(
+    lambda query, rows: (jnp.where(rows, query, 0), rows),
+    lambda rows, cotangent: (jnp.where(rows, cotangent, 0), None),
+)
 
 
 def diagonals(mask: Mask, T: int, S: int) -> tuple[int | None, int | None]:

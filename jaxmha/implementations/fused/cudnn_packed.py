@@ -105,7 +105,7 @@ def _operands(
     def listed(x: Int32[jax.Array, "B M"], last: int) -> Int32[jax.Array, "B M1"]:
         return jnp.concatenate([x.reshape(-1), jnp.full(B, last, np.int32)]).reshape(B, -1)
 
-    strides = [np.int32(x.shape[2] * x.shape[3]) for x in (query, key)]
+    strides = [x.shape[2] * x.shape[3] for x in (query, key)]
     offsets = [listed((first + rows) * stride, B * T * stride) for stride in strides]
     sizes = listed(ends - first, 0)
     unused = jnp.zeros(0, query.dtype)
