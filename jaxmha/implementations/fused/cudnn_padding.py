@@ -6,6 +6,7 @@ that a gradient could use, so that sorted copies serve these. A probe decides wh
 right on this machine.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -24,6 +25,7 @@ NAME = "cudnn, keys in place"
 # For pages of one position cuDNN has no kernel of Hopper's own, so that many queries read copies. By
 # its list of kernels and the bytes of copies, either way takes about as long here; not measured.
 MOST_QUERIES = 2048
+Pull: TypeAlias = Callable[[jax.Array], tuple[jax.Array, ...]]
 # Numbers of valid queries and keys.
 Counts: TypeAlias = tuple[Int32[jax.Array, "B"], Int32[jax.Array, "B"]]
 
@@ -71,7 +73,14 @@ def in_place(
 ) -> Float[jax.Array, "B T N H"]:
     """The output over the valid keys; keys and values are copied only when a gradient is computed."""
 
-    def call(query: Any, key: Any, value: Any, valid: Any, rows: Any, keys: Any) -> Any:
+    def call(
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        valid: jax.Array,
+        rows: jax.Array,
+        keys: jax.Array,
+    ) -> tuple[jax.Array]:
         from jax._src.cudnn import fused_attention_stablehlo as private
 
         B, S = valid.shape
@@ -100,12 +109,13 @@ def _save(
     value: jax.Array,
     valid: jax.Array,
     counts: Counts,
-) -> tuple[jax.Array, Any]:
+) -> tuple[jax.Array, Pull]:
     def copied(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
         arrays = valid_first((key, value), valid)
         return cudnn_kernel.out(settings, query, *arrays, None, counts)
 
-    return jax.vjp(copied, query, key, value)
+    found, pull = jax.vjp(copied, query, key, value)
+    return found, pull
 
 
 in_place.defvjp(_save, lambda settings, pull, d_out: (*pull(d_out), None, None))
