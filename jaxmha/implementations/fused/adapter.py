@@ -140,7 +140,7 @@ def attend(
 
 @jax.custom_vjp
 def _zeroed_in_gradients(
-    query: Float[jax.Array, "B T N H"], rows: Bool[jax.Array, "B T #N 1"]
+    query: Float[jax.Array, "B T N H"], rows: Bool[jax.Array, "#B #T #N 1"]
 ) -> jax.Array:
     """The queries, and 0 in place of those outside `rows` where a gradient is computed: there alone one
     row affects others."""
