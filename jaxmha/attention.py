@@ -361,6 +361,11 @@ def attend(
     limits.check(semantics, query.dtype)
     if sinks is not None:  # a row without keys has all its weight on the sink: its output is 0
         semantics = replace(semantics, fully_masked="zero")
+    mask_mod = checked("mask_mod", mods.mask, query.shape, key.shape[1])
+    if mask_mod is not None:
+        from jaxmha.implementations.structure import as_structure  # its imports take time
+
+        mask, mask_mod = as_structure(mask, mask_mod, query.shape, key.shape[1])
     request = Request(
         query,
         key,
@@ -372,7 +377,7 @@ def attend(
         return_weights,
         return_lse or sinks is not None,
         score_mod=checked("score_mod", mods.score, query.shape, key.shape[1]),
-        mask_mod=checked("mask_mod", mods.mask, query.shape, key.shape[1]),
+        mask_mod=mask_mod,
     )
     out, weights, lse = implementations.attend(request, implementation)
     if sinks is not None:
