@@ -6,6 +6,7 @@ Format: https://www.rfc-editor.org/rfc/rfc8259
 """
 
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -132,9 +133,13 @@ def parse(
     def refused(text: str) -> Any:
         raise MalformedFile(path, f"the JSON has the number {text[:40]}", remedy, member)
 
+    def finite(text: str) -> float:
+        number = float(text)
+        return number if math.isfinite(number) else refused(text)
+
     hooks = {
         "object_pairs_hook": once,
-        "parse_float": float if numbers else refused,
+        "parse_float": finite if numbers else refused,
         "parse_constant": refused,
     }
     try:

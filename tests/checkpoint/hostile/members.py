@@ -125,6 +125,7 @@ _keras(
     "metadata_is_a_bomb", ck.BudgetExceeded, metadata_dot_json=b'{"a":[' + b"[]," * 900_000 + b"0]}"
 )
 _keras("config_has_a_nan", Bad, config_dot_json=b'{"a": NaN}')
+_keras("config_has_a_number_beyond_all", Bad, config_dot_json=b'{"a": -1e999}')
 _keras("config_of_many_digits", Bad, config_dot_json=b'{"a": ' + b"9" * 5000 + b"}")
 _keras("config_is_not_utf8", Bad, config_dot_json=b'{"a": "\xff"}')
 _keras("config_is_utf16", Bad, config_dot_json='{"a": 1}'.encode("utf-16"))
