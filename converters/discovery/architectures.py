@@ -156,7 +156,7 @@ PARTS = {
             t5gemma2_decoder t5gemma2_encoder t5gemma2_text vaultgemma
         """,
         "qk_norm": """
-            AuraFlowTransformer2DModel CogVideoXTransformer3DModel HunyuanDiT2DModel
+            AuraFlowTransformer2DModel CogView3PlusTransformer2DModel CogVideoXTransformer3DModel HunyuanDiT2DModel
             LTXVideoTransformer3DModel WanTransformer3DModel afmoe apertus axk1 axk2 beam blt blt_local_decoder blt_local_encoder chameleon
             cosmos3_omni deepseek_v2 deepseek_v3 deepseek_v32 diffusion_gemma
             diffusion_gemma_text doge dots1 dots3_note dots3_note_text dots3_note_vision_encoder

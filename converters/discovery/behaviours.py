@@ -124,6 +124,9 @@ _OF_CLASSES: dict[str, Values] = {
     "LTXVideoTransformer3DModel": {
         "qk_norm": "rms", "qk_norm_scope": "heads", "qk_norm_epsilon": 1e-5,
     },
+    "CogView3PlusTransformer2DModel": {
+        "qk_norm": "layer", "qk_norm_epsilon": 1e-6, "qk_norm_learned": False,
+    },
     "AuraFlowTransformer2DModel": {
         "qk_norm": "layer", "qk_norm_epsilon": 1e-5, "qk_norm_learned": False,
     },

@@ -8,7 +8,17 @@ if TYPE_CHECKING:
     from torch import nn
 
 # Attributes in which hand-written attention classes keep the head count.
-HEADS = ("num_heads", "n_heads", "nheads", "nhead", "n_head", "num_attention_heads", "heads", "h")
+HEADS = (
+    "num_heads",
+    "n_heads",
+    "nheads",
+    "nhead",
+    "n_head",
+    "num_attention_heads",
+    "heads",
+    "_n_heads",
+    "h",
+)
 
 
 class LiveModel(NamedTuple):

@@ -10,11 +10,16 @@ from typing import Any
 
 # Classes of diffusers whose `attention_head_dim` is a head count, for all blocks or for each.
 COUNTED = frozenset((
-    "ControlNetModel", "I2VGenXLUNet", "UNet2DConditionModel", "UNet3DConditionModel",
-    "UNetMotionModel", "UNetSpatioTemporalConditionModel",
+    "ControlNetModel", "UNet2DConditionModel", "UNetMotionModel", "UNetSpatioTemporalConditionModel",
 ))  # fmt: skip
 # Classes whose `attention_head_dim` is the width of a head, in blocks of different widths.
-_WIDE = frozenset(["UNet2DModel"])
+_WIDE = frozenset(("I2VGenXLUNet", "UNet2DModel", "UNet3DConditionModel"))
+# Class -> pairs of a prefix pattern and a head count that no configuration changes.
+_FIXED = {
+    "UNet3DConditionModel": ((r"^transformer_in", 8),),
+    "I2VGenXLUNet": ((r"^transformer_in", 8), (r"^image_latents_temporal_encoder", 2)),
+}
+_MOTION = "motion_num_attention_heads"  # of the layers over frames
 # Classes whose attention has one head, as wide as the block.
 _SINGLE = frozenset(["AutoencoderKL", "AutoencoderKLTemporalDecoder", "VQModel"])
 # Class -> pairs of a prefix pattern and the key of its head count.
@@ -28,6 +33,8 @@ _HEADS, _WIDTH, _CHANNELS = "num_attention_heads", "attention_head_dim", "block_
 _ROTATED = re.compile(
     r"eva02(?!_enormous)|_rope(_|$)|dinov3|(deepseek|qwen3|gemma4)_vit|vit_pe_|sapiens2|lingbot"
 )
+# Architectures of timm whose pool has a head count of its own.
+_POOLED = r"vit_pe_core_"
 # Key of litgpt -> key of transformers.
 _LITGPT = {
     "n_head": _HEADS,
@@ -68,6 +75,8 @@ def _diffusers(content: dict[str, Any]) -> dict[str, Any]:
         counts = content.pop(_WIDTH, None)
         if content.get(_HEADS) is None:
             content[_HEADS] = counts
+    if kind in _WIDE or content.get(f"reverse_{_MOTION}") is not None:
+        content.pop(_HEADS, None)
     return content
 
 
@@ -108,21 +117,49 @@ def _litgpt(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rows(content: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, ...], Any]]:
-    """Prefix pattern, keys and head count of the blocks of a U-Net or an autoencoder of diffusers."""
+    """Prefix pattern, keys and head count of blocks, for models with several head counts."""
     kind = content.get("_class_name")
+    if re.match(_POOLED, str(content.get("architecture"))):
+        own = content.get("model_args")
+        own = own if isinstance(own, Mapping) else {}
+        yield (
+            r"attn_pool$",
+            ("model_args", "attn_pool_num_heads"),
+            own.get("attn_pool_num_heads", 8),
+        )
+        if "num_heads" in own:
+            yield r"blocks\.\d+\.attn$", ("model_args", "num_heads"), own["num_heads"]
     if kind in _SINGLE:
         yield r"", ("_class_name",), 1
     for pattern, key in _ROWS.get(str(kind), ()):
         yield pattern, (key,), content.get(key)
+    for pattern, count in _FIXED.get(str(kind), ()):
+        yield pattern, ("_class_name",), count
     counts, key = content.get(_HEADS), _HEADS
     if kind in _WIDE:
         width, channels = content.get(_WIDTH), content.get(_CHANNELS)
-        if not isinstance(channels, list) or not all(type(n) is int for n in (*channels, width)):
+        widths = width if isinstance(width, list) else [width] * len(channels or ())
+        if not isinstance(channels, list) or len(widths) != len(channels):
             return
-        counts, key = [max(n // width, 1) for n in channels], _WIDTH
+        if not all(type(n) is int and n > 0 for n in (*channels, *widths)):
+            return
+        counts = [max(n // w, 1) for n, w in zip(channels, widths, strict=True)]
+        key = _WIDTH
+    if kind == "UNetMotionModel" and counts is not None:
+        yield from _stages(content.get(_MOTION, 8), _MOTION, r"(.*\.)?motion_modules\.")
     if kind in COUNTED | _WIDE and isinstance(counts, list):
-        for i, count in enumerate(counts):
-            yield rf"^down_blocks\.{i}\.", (key,), count
-            yield rf"^up_blocks\.{len(counts) - 1 - i}\.", (key,), count
-        if counts:
-            yield r"^mid_block\.", (key,), counts[-1]
+        yield from _stages(counts, key)
+    elif kind == "UNetMotionModel":
+        yield r"", (key,), counts
+
+
+def _stages(counts: Any, key: str, inside: str = "") -> Iterator[tuple[str, tuple[str, ...], Any]]:
+    """The rows of a head count, or of one for every stage; `inside` a stage, a pattern."""
+    if not isinstance(counts, list):
+        yield rf"^{inside}", (key,), counts
+        return
+    for i, count in enumerate(counts):
+        yield rf"^down_blocks\.{i}\.{inside}", (key,), count
+        yield rf"^up_blocks\.{len(counts) - 1 - i}\.{inside}", (key,), count
+    if counts:
+        yield rf"^mid_block\.{inside}", (key,), counts[-1]

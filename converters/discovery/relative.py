@@ -29,6 +29,7 @@ _MLP = tuple(
     f"rel_pos.mlp.{layer}.{array}" for layer in ("fc1", "fc2") for array in ("weight", "bias")
 )
 _SHAW = "distance_embedding.weight"
+_SHAW_BACK = "rel_pos_emb.weight"  # lucidrains' conformer: by query minus key, as far both ways
 _WAVES = (
     ("bias_u", "bias_v", "relative_k_proj.weight"),
     ("pos_bias_u", "pos_bias_v", "linear_pos.weight"),
@@ -74,6 +75,8 @@ def table(block: Block, file: checkpoint.Checkpoint) -> Term | None:
     """
     if (grid := _read(block, file, *_SAM)) is not None:
         return Grid(*grid)
+    if (read := _read(block, file, _SHAW_BACK)) is not None and read[0].ndim == 2:
+        return Distances(read[0][::-1], len(read[0]) // 2)
     for root in (block.prefix, "shared_rel_pos"):  # timm
         names = [
             f"{root}.{key}".replace("shared_rel_pos.rel_pos", "shared_rel_pos") for key in _MLP

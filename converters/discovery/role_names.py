@@ -13,9 +13,7 @@ from typing import NamedTuple
 from jaxmha.converters.layout.base import Layout
 from jaxmha.converters.layout.by_hand import KERNELS, of_names
 
-_BEFORE = (
-    r"(?:(?:w|to|in|lin|linear|self|self_attn|cross|cross_attn|attn|att|x|c|fc|content|pos|proj|"
-)
+_BEFORE = r"(?:(?:w|to|in|emb|lin|linear|self|self_attn|cross|cross_attn|attn|att|x|c|fc|content|pos|proj|"
 _BEFORE += r"position|ca|sa|txt|img|text|vision|projection|convolution)_?)*"
 _AFTER = r"(?:_?(?:proj|projection|lin|linear|dense|conv|layer|net|head|heads|embed|w|weight|"
 _AFTER += r"a_proj|b_proj|[ab]|nope|rope|pe|content|pos|d[uv]|(?:content|pos|sine)_proj|weights|"
@@ -30,7 +28,8 @@ ROLES = {
         "value": r"(?:v|vs|value|values|v_gate)",
         "key value": r"(?:kv|key_value|keys_values|kv_a|kv_b)",
         "query key value": (
-            r"(?:qkvs|kqv|qkvz?|qkv_same|query_key_value|queries_keys_values|c_attn|in_proj|att_proj)"
+            r"(?:qkvs|kqv|qkvz?|qkv_same|query_key_value|queries_keys_values|c_attn|in_proj|att_proj"
+            r"|fused_attn\w{,20})"
         ),
         "query key": r"(?:qk|query_key)",
     }.items()
@@ -64,7 +63,9 @@ _FIRST = (
     (frozenset(("positional_embedding",)), ""),
 )
 # Names of packed layers that hold all queries, then all keys, then all values.
-_IN_ORDER = re.compile(r"(?:\w*_)?(?:w_?)?(?:qkv|kv|qk|in_proj)(?:_\w+)?", re.IGNORECASE)
+_IN_ORDER = re.compile(
+    r"(?:\w*_)?(?:w_?)?(?:qkv|kv|qk|in_proj)(?:_\w+)?|(?:emb_)?(?:to_)?key_value", re.IGNORECASE
+)
 # Names of layers that compute another function: torchvision's MaxViT divides its logits by the width
 # of all heads, and CodeGen packs for several processors.
 _UNLIKE = {("to_qkv", "merge"), ("qkv_proj", "out_proj")}

@@ -25,6 +25,9 @@ _TOGETHER = (
 )
 _PLACE = re.compile(r"att|mha|transformer|resampler|perceiver|pool|mixer", re.IGNORECASE)
 _CALLED = re.compile(r"((self|cross|multi_?head)_?)?(attn|attention|mha|mhsa|msa)", re.IGNORECASE)
+_PART = re.compile(
+    r"[./](attn|attention)_(out|proj)\w*[./]"
+)  # next to a packed layer: parallel blocks
 _MAMBA = re.compile(r"A_log|conv1d|dt_bias|x_proj|dt_proj")
 
 
@@ -53,13 +56,17 @@ def find(
     near = {prefix for one in refused for prefix in (one, *_above(one)) if prefix in roles}
     # With dots: a conversion writes what it renames with another separator than what it carries.
     mamba = {p.replace("/", ".") for name in shapes if _MAMBA.search(name) for p in _above(name)}
+    parallel = {name[: m.start()].replace("/", ".") for name in shapes if (m := _PART.search(name))}
     prefixes = {
         prefix: list[str]()
         for prefix, own in sorted(roles.items(), key=lambda item: natural(item[0]))
         if any(needed <= own.keys() for needed in _TOGETHER)
         and prefix not in near
         and refused.isdisjoint(_above(prefix))
-        and _is_attention(prefix, own, prefix.replace("/", ".") in mamba)
+        and (
+            _is_attention(prefix, own, prefix.replace("/", ".") in mamba)
+            or prefix.replace("/", ".") in parallel
+        )
     }
     prefixes |= _called(shapes, found, taken, [*prefixes, *refused])
     for name in shapes:

@@ -77,8 +77,11 @@ _NUMBERS = {2: "two", 3: "three", 4: "four"}
 # Suffix of a layout name -> keys of its relative positions, which add terms to the logits. A
 # conversion copies these arrays unchanged.
 _TERMS = {
-    "conformer": ("distance_embedding.weight", "pos_bias_u", "pos_bias_v", "linear_pos.weight"),
-}
+    "conformer": (
+        "distance_embedding.weight", "pos_bias_u", "pos_bias_v", "linear_pos.weight",
+        "rel_pos_emb.weight",
+    ),
+}  # fmt: skip
 
 
 def _by_hand(style: str, names: tuple[str, ...], suffix: str) -> Layout:

@@ -182,6 +182,7 @@ TIMM_HEADS_CONV = replace(
         entry._replace(axes=f"{entry.axes} 1 1") if entry.key.endswith("weight") else entry
         for entry in TIMM_HEADS.entries
     ),
+    ties=_PACKED,  # the first layer of a stage widens, next to a shortcut that does
     about="CoAtNet of timm: convolutions of one position, packed head by head",
 )
 TIMM_NEST = replace(

@@ -67,6 +67,7 @@ LINEAR_OUT_BIAS = replace(
         for entry in LINEAR.entries
         if not entry.group or entry.key == "out_proj.bias"
     ),
+    other_keys=("causal_mask", "attn_mask", "mask", "tril"),  # which calls have as their mask
     about="GPT-Neo: q_proj, k_proj, v_proj without biases, out_proj with one",
 )
 _PACKED_TIES = {

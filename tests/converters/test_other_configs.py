@@ -51,6 +51,25 @@ UNET = {
             {"_class_name": "UNet2DModel", "attention_head_dim": 4, "block_out_channels": [12, 24]},
             (3, 6, 6, 3),
         ),
+        (
+            {
+                "_class_name": "UNet3DConditionModel",
+                "attention_head_dim": 4,
+                "block_out_channels": [12, 24],
+            },
+            (3, 6, 6, 3),
+        ),
+        (
+            {
+                "_class_name": "I2VGenXLUNet",
+                "attention_head_dim": [4, 6],
+                "num_attention_heads": 2,
+                "block_out_channels": [12, 24],
+            },
+            (3, 4, 4, 3),
+        ),
+        ({"_class_name": "UNetMotionModel", "num_attention_heads": [3, 6]}, (3, 6, 6, 3)),
+        ({"_class_name": "UNetMotionModel", "attention_head_dim": 3}, (3, 3, 3, 3)),
         ({"_class_name": "AutoencoderKL", "block_out_channels": [12, 24]}, (1, 1, 1, 1)),
     ],
 )
@@ -64,6 +83,24 @@ def test_head_counts_of_diffusers(config: Any, expected: Any, tmp_path: Path) ->
     assert tuple(heads_of(path).values()) == expected
     done = pipeline.convert(path, tmp_path / "made.safetensors", to="flax")
     assert len(done.blocks) == len(UNET)
+
+
+@pytest.mark.parametrize(("motion", "expected"), [(4, (4, 4, 4)), ([4, 8], (8, 8, 4))])
+def test_layers_over_frames_have_their_own_head_count(
+    motion: Any, expected: tuple[int, ...], tmp_path: Path
+) -> None:
+    prefixes = [f"{x}.motion_modules.0.transformer_blocks.0.attn1" for x in ("mid_block", "up_blocks.0", "up_blocks.1")]  # fmt: skip
+    state: Any = {}
+    for prefix in (*prefixes, "mid_block.attentions.0.transformer_blocks.0.attn1"):
+        state |= linears(prefix, 24, TO)
+    path = tmp_path / "diffusion_pytorch_model.safetensors"
+    checkpoint.write(path, state)
+    config = {"_class_name": "UNetMotionModel", "num_attention_heads": 6}
+    config |= {"motion_num_attention_heads": motion}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = heads_of(path)
+    assert tuple(found[prefix] for prefix in prefixes) == expected
+    assert found["mid_block.attentions.0.transformer_blocks.0.attn1"] == 6
 
 
 def test_a_head_count_of_diffusers_that_fits_no_tensor_is_set_aside(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
 
 def of_timm(folder: Path, name: str, **arguments: Any) -> dict[str, Positions]:
     """The positions of a timm model of two blocks of width 16, with a class and four registers."""
-    arrays = {
+    arrays: dict[str, Any] = {
         f"blocks.{i}.attn.{key}": np.ones(shape, np.float32)
         for i in range(2)
         for key, shape in (("qkv.weight", (48, 16)), ("proj.weight", (16, 16)))
@@ -110,7 +110,7 @@ def test_mixed_frequencies_rotate_every_head_of_its_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", planes.VIDEOS)
 def test_videos_rotate_by_frame_row_and_column(tmp_path: Path, name: str) -> None:
     prefix, heads, width = "transformer_blocks.0.attn1", 3, 16
-    arrays = {f"{prefix}.{key}.weight": np.ones((48, 48), np.float32) for key in ("to_q", "to_k", "to_v", "to_out.0")}  # fmt: skip
+    arrays: dict[str, Any] = {f"{prefix}.{key}.weight": np.ones((48, 48), np.float32) for key in ("to_q", "to_k", "to_v", "to_out.0")}  # fmt: skip
     arrays |= {f"{prefix}.norm_{x}.weight": np.ones(48, np.float32) for x in "qk"}
     save_file(arrays, tmp_path / "model.safetensors")
     content = {"_class_name": name, "num_attention_heads": heads, "attention_head_dim": width}
