@@ -146,7 +146,7 @@ def test_pages(dtype: str | None) -> None:
         poison = {"key_scale": jnp.full_like(cache.key_scale, jnp.nan)}
     cache, pool = cache._replace(**poison), jaxmha.PagePool(cache)
     rows = jnp.asarray(np.concatenate([x, x[:1]]))
-    factor = 1.0 if dtype is None else 1e5  # of a tolerance: 127 steps of int8 are not 2 ** 24
+    factor = 1.0 if dtype is None else 4e3  # int8: twice 1 / 254 of the largest number of a vector
 
     def step(cache: Any, counts: list[int], tokens: Any) -> tuple[Any, Any]:
         pool.extend(counts)
@@ -166,7 +166,7 @@ def test_pages(dtype: str | None) -> None:
     out, cache = step(cache, [3, 3, 2], jnp.asarray(tokens))
     for row, at, count in ((0, 5, 3), (1, 2, 3), (2, 5, 2)):
         assert_close(out[row, :count], want[row % 2, at : at + count], factor=factor)
-    assert dtype is None or np.abs(np.asarray(out[0], np.float64) - want[0, 5:8]).max() > 1e-5
+    assert dtype is None or np.abs(np.asarray(out[0, :3], np.float64) - want[0, 5:8]).max() > 1e-5
     pool.free(0, 1, 2)
     cache = cache.free(np.ones(3, bool))
     assert int(cache.free_pages()) == pool.free_pages == 11
