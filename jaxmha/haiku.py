@@ -142,7 +142,7 @@ def _one_axis(batch: tuple[int, ...]) -> tuple[int, ...]:
 
 def _by_batch(name: str, array: Array, batch: tuple[int, ...]) -> jax.Array:
     """A mask or a bias with its batch axes as one; ValueError for another number of axes."""
-    require_arrays(**{name: array})
+    require_arrays(optional=False, **{name: array})
     if array.ndim != len(batch) + 3:
         raise ValueError(
             f"{name} must have the {len(batch) + 3} axes of the logits, {(*batch, 'N', 'T', 'S')}, "

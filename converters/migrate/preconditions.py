@@ -54,9 +54,9 @@ def check_plan(
             f"the plan's layout {plan.to} is not for a .weights.h5 file: name {plan.to}-file"
         )
     behaviours.refuse_unread(file, found)
-    if plan.digest and (found := file.digest(plan.digest.partition(":")[0])) != plan.digest:
+    if plan.digest and (digest := file.digest(plan.digest.partition(":")[0])) != plan.digest:
         raise ValueError(
-            f"{file.path}: its digest is {found}, and the plan is for {plan.source or 'a file'} "
+            f"{file.path}: its digest is {digest}, and the plan is for {plan.source or 'a file'} "
             f"with {plan.digest}: write a new plan"
         )
     if plan.dtype is not None and plan.dtype not in DTYPES:
