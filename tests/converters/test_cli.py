@@ -187,9 +187,11 @@ def test_torch_to_flax_to_keras_to_torch(folder: Path, tmp_path: Path, encoder: 
         arguments += ["--check", "weights"]  # what runs is compared below
         made = cli("convert", previous, tmp_path / name, "--to", layout, *arguments)
         assert made.exit_code == 0, made.output
-        same = cli("verify", previous, tmp_path / name, "--num-heads", N, "--json")
-        assert same.exit_code == 0, same.output
-        assert len(json.loads(same.stdout)["blocks"]) == LAYERS
+        done = cli("verify", previous, tmp_path / name, "--num-heads", N, "--json")
+        found = json.loads(done.stdout)
+        guessed = "model.weights.h5" in (name, previous.name)  # the order of its layers of one shape
+        assert (done.exit_code, bool(found["unproven"])) == (int(guessed), guessed), done.output
+        assert len(found["blocks"]) == LAYERS
         previous = tmp_path / name
 
     # Stock torch reads at the end what it wrote at the start.
