@@ -15,8 +15,8 @@ from jaxmha.converters.verify import report
 def print_conversion(
     destination: Path, done: Conversion, checked: report.ConversionReport | None
 ) -> None:
-    blocks = [[escape(cell or "(top)") for cell in row] for row in done.blocks]
-    rows = [(source, target, before, after) for source, before, target, after in blocks]
+    named = [[escape(cell or "(top)") for cell in row] for row in done.blocks]
+    rows = [(source, target, before, after) for source, before, target, after in named]
     columns = ("from", "to", "layout of the source", "layout")
     print_table(escape(str(destination)), columns, rows, names=2)
     for (count, where), blocks in Counter(x[1:] for x in done.heads).items():

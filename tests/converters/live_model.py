@@ -15,7 +15,8 @@ class Model(nnx.Module):
 
     def __call__(self, ids: jax.Array) -> jax.Array:
         x = self.embedding(ids)
-        return self.second(x + self.first(x))
+        out: jax.Array = self.second(x + self.first(x))
+        return out
 
 
 def ours() -> Model:

@@ -189,7 +189,8 @@ def test_torch_to_flax_to_keras_to_torch(folder: Path, tmp_path: Path, encoder: 
         assert made.exit_code == 0, made.output
         done = cli("verify", previous, tmp_path / name, "--num-heads", N, "--json")
         found = json.loads(done.stdout)
-        guessed = "model.weights.h5" in (name, previous.name)  # the order of its layers of one shape
+        # The order of layers of one shape in this file is a guess.
+        guessed = "model.weights.h5" in (name, previous.name)
         assert (done.exit_code, bool(found["unproven"])) == (int(guessed), guessed), done.output
         assert len(found["blocks"]) == LAYERS
         previous = tmp_path / name
