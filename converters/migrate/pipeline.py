@@ -139,13 +139,8 @@ def _around(plan: Plan, file: checkpoint.Checkpoint, blocks: Sequence[Block]) ->
     unconverted.refuse(file.path, names, layouts, carried)
     sources = {step.source for step in plan.steps if step.kind == "attention"}
     chosen = [block for block in blocks if block.prefix in sources]
-    heads = described.of(file, chosen).heads if positions.typed(file) else None
-    masks = attended.of_prefixes(file, chosen, [block.prefix for block in chosen], heads)
-    return (
-        *unconverted.notes(file.path, names, layouts, carried),
-        *positions.notes(file, positions.of_blocks(file, chosen, heads)),
-        *attended.notes(masks),
-    )
+    around = unconverted.notes(file.path, names, layouts, carried)
+    return (*around, *attended.notes_with_positions(file, chosen))
 
 
 def convert(
