@@ -87,8 +87,6 @@ FAMILIES = (
     Named("HuBERT", "hubert"),
     Named("Conformer of wav2vec 2", "wav2vec2-conformer"),
     Named("Conformer of w2v-BERT", "wav2vec2-bert"),
-    Named("Conformer of FastSpeech 2", "fastspeech2_conformer"),
-    Named("Fast Conformer", "parakeet_encoder"),
 )
 
 
