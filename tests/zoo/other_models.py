@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from tests.zoo import more_models as more
 from tests.zoo.others import Other, rand
 
 _VIT = {"embed_dim": 48, "depth": 2, "num_heads": 3}
@@ -271,17 +272,18 @@ LITGPT: dict[str, dict[str, Any]] = {
 MODELS: tuple[Other, ...] = tuple(
     Other(library, name, settings)
     for library, rows in (
-        ("timm", TIMM),
+        ("timm", TIMM | more.TIMM),
         ("torchvision", TORCHVISION),
         ("torch", TORCH),
         ("open_clip", OPEN_CLIP),
-        ("x_transformers", X_TRANSFORMERS),
-        ("diffusers", DIFFUSERS),
-        ("vit_pytorch", VIT_PYTORCH),
+        ("x_transformers", X_TRANSFORMERS | more.X_TRANSFORMERS),
+        ("diffusers", DIFFUSERS | more.DIFFUSERS),
+        ("vit_pytorch", VIT_PYTORCH | more.VIT_PYTORCH),
         ("esm", ESM),
         ("segment_anything", {"ImageEncoderViT": {}, "MaskDecoder": {}}),
         ("whisper", {"Whisper": {}}),
-        ("litgpt", LITGPT),
+        ("litgpt", LITGPT | more.LITGPT),
+        *more.BY_PATH.items(),
     )
     for name, settings in rows.items()
 )
@@ -294,6 +296,7 @@ _STREAMS = "tokens of two streams have projections of their own, and attend each
 _NORMED = "batch norms follow the projections"
 _COSINES = "the logits are cosines, times a number for every head"
 _CONVOLVED = "projections are convolutions over several places"
+_SUBNORM = "a norm is between the heads and the output layer"
 # Model -> why its attention, or a part of it, is no softmax over keys of projected tokens.
 UNLIKE: dict[str, str] = {
     "timm/cait_xxs24_224": _MIXED,
@@ -338,5 +341,9 @@ UNLIKE: dict[str, str] = {
     "timm/lowformer_b0": _CONVOLVED,
     "timm/mobilenetv4_hybrid_medium": _CONVOLVED,
     "timm/gemma4_vit_167m": "the projections clip their inputs and outputs",
+    "timm/eva02_base_patch16_clip_224": _SUBNORM,
+    "timm/beit3_base_patch16_224": _SUBNORM,
+    "vit_pytorch/rvt.RvT": _CONVOLVED,
+    "ultralytics/nn.tasks.DetectionModel": _NORMED,
     "esm/MSATransformer": "the rows of an alignment share their weights",
 }

@@ -201,6 +201,15 @@ def _litgpt(one: Other) -> Made:
     return litgpt.GPT(litgpt.Config.from_name(one.name, **settings)), (ids(2, 12),), {}
 
 
+def by_path(one: Other) -> Made:
+    """A model whose name is the path of its class; its settings have `inputs`."""
+    path, _, kind = one.name.partition(" ")[0].rpartition(".")
+    home: Any = import_module(f"{one.library}.{path}" if path else one.library)
+    settings = dict(one.settings)
+    args, kwargs = settings.pop("inputs")()
+    return getattr(home, kind)(**settings), args, kwargs
+
+
 LIBRARIES: dict[str, Callable[[Other], Made]] = {
     "timm": _timm,
     "torchvision": _torchvision,
@@ -223,4 +232,4 @@ def installed(library: str) -> bool:
 
 def build(one: Other) -> Made:
     """A model with its arguments."""
-    return LIBRARIES[one.library](one)
+    return LIBRARIES.get(one.library, by_path)(one)
