@@ -118,10 +118,14 @@ def of_prefixes(
 
 
 def notes(found: Mapping[str, Attended]) -> Iterator[str]:
-    """Yields a note on the masks of blocks that are not full."""
+    """Yields a note on the masks of blocks that attend a part of what a full or causal mask allows."""
     masks: dict[str, list[str]] = {}
     for prefix, one in found.items():
-        if one.scheme not in ("full", "windows") and not one.why.endswith(_NOT_KNOWN):
+        if (
+            str(one) not in ("full", "causal")
+            and one.scheme != "windows"
+            and not one.why.endswith(_NOT_KNOWN)
+        ):
             masks.setdefault(str(one), []).append(re.sub(r"\d+", "{i}", prefix) or "(top)")
     for mask, places in masks.items():
         given = "; masks_of(folder) of jaxmha.converters gives it" * ("unknown" not in mask)
