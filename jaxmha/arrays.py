@@ -40,8 +40,9 @@ def require_arrays(*, optional: bool = False, **arguments: object) -> None:
 def _is_fine(leaf: object) -> bool:
     if isinstance(leaf, jax.Array):
         return True
-    of_numpy = isinstance(leaf, np.ndarray) and not isinstance(leaf, np.ma.MaskedArray)
-    return of_numpy and in_jax(leaf.dtype)
+    if not isinstance(leaf, np.ndarray) or isinstance(leaf, np.ma.MaskedArray):
+        return False
+    return in_jax(leaf.dtype)
 
 
 def in_jax(dtype: np.dtype[Any]) -> bool:

@@ -231,8 +231,8 @@ def test_exchanged_features(N: int, K: int) -> None:
             order = [*range(5)]
             order[of_head[b, n]], order[4] = 4, of_head[b, n]
             np.testing.assert_array_equal(y[b, n], x[b, n][:, order])
-    for x, y in zip(given, feature_order.exchanged(feature, moved), strict=True):
-        np.testing.assert_array_equal(x, y)
+    for before, after in zip(given, feature_order.exchanged(feature, moved), strict=True):
+        np.testing.assert_array_equal(before, after)
 
 
 @pytest.mark.slow

@@ -34,7 +34,8 @@ def masks_of(source: str | os.PathLike[str]) -> dict[str, Attended]:
     """
     with checkpoint.open(positions.in_folder(Path(source))) as file:
         found = attention_blocks.find(attention_blocks.shapes(file))
-        prefixes = [block.prefix for block in (*found, *latent_blocks.every(file))]
+        prefixes = [block.prefix for block in found]
+        prefixes += [block.prefix for block in latent_blocks.every(file)]
         return attended.of_prefixes(file, found, prefixes)
 
 

@@ -188,8 +188,9 @@ def _kind(own: Mapping[str, Any], model_type: str, layer: int | None) -> str:
             return str(kinds[layer])
     if model_type == "recurrent_gemma":
         return "sliding_attention"
-    pattern = own.get("sliding_window_pattern") or masked_types.PATTERNS.get(model_type)
-    if model_type in masked_types.PATTERNS and window and layer is not None:
+    pattern, stated = masked_types.PATTERNS.get(model_type), own.get("sliding_window_pattern")
+    if pattern and window and layer is not None:
+        pattern = stated if type(stated) is int and stated > 0 else pattern
         return "sliding_attention" if (layer + 1) % pattern else "full_attention"
     last = own.get("max_window_layers")
     if own.get("use_sliding_window") is True and type(last) is int and layer is not None:

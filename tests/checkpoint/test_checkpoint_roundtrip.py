@@ -97,7 +97,10 @@ def test_no_tensors(suffix: str, tmp_path: Path) -> None:
 
 
 def test_empty_tensors_with_long_axes(tmp_path: Path) -> None:
-    tensors = {"a/vars/0": np.zeros((0, 2**50), np.float32), "b": np.zeros((3, 0, 2**40), np.int8)}
+    tensors: dict[str, np.ndarray] = {
+        "a/vars/0": np.zeros((0, 2**50), np.float32),
+        "b": np.zeros((3, 0, 2**40), np.int8),
+    }
     for suffix in ("safetensors", "npz", "pt", "weights.h5", "orbax"):
         checkpoint.write(tmp_path / f"m.{suffix}", tensors)
         assert_same(tmp_path / f"m.{suffix}", tensors)

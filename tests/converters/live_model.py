@@ -6,7 +6,7 @@ from flax import nnx
 from jaxmha.flax.nnx import MultiHeadAttention
 
 
-class Model(nnx.Module):
+class Model(nnx.Module):  # type: ignore[misc]
     """Called with ids `(1, T)` from 0 to 3."""
 
     def __init__(self, kind: type[nnx.Module]) -> None:

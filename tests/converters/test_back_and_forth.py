@@ -173,7 +173,7 @@ SINGLE = {name: suffix for name, suffix in CASES if suffix in (".safetensors", "
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("a", list(filter(is_read, SINGLE)))
+@pytest.mark.parametrize("a", [name for name in SINGLE if is_read(name)])
 def test_every_pair_of_layouts(a: str, held: list[tuple[Case, Case]]) -> None:
     """A pair comes back, or is refused: just as the parameters and the settings of both say."""
     one = a, SINGLE[a]

@@ -9,6 +9,7 @@ import pytest
 
 from jaxmha import Semantics, checkpoint
 from jaxmha.converters.discovery import all_positions, attention_blocks, behaviours
+from jaxmha.converters.discovery.positions import Rotary
 from jaxmha.converters.layout import transform
 from jaxmha.converters.layout.arrays import NDArray
 from jaxmha.converters.migrate import pipeline
@@ -128,7 +129,7 @@ def test_positions_are_named_for_every_layer(tmp_path: Path) -> None:
     config = {"model_type": "llama", "rope_parameters": rope, "head_dim": 4}
     found = all_positions.positions_of(source(tmp_path, "llama", config))[PREFIX]
     assert found.scheme == "rotary"
-    assert found.rotary is not None
+    assert isinstance(found.rotary, Rotary)
     np.testing.assert_allclose(found.rotary.inv_freq, [0.5, 0.05])
 
 

@@ -33,7 +33,7 @@ def test_buffers_of_masks_are_carried_over(mask: str) -> None:
 
 def test_emformer() -> None:
     names = {"emb_to_query": 6, "emb_to_key_value": 12, "out_proj": 6}
-    shapes = {f"a.attention.{name}.weight": (rows, 6) for name, rows in names.items()}
+    shapes: Shapes = {f"a.attention.{name}.weight": (rows, 6) for name, rows in names.items()}
     assert found(shapes) == [("a.attention", True)]
     # five models pack these three in different orders
     names = {"query_key_value": 18, "out_proj": 6}

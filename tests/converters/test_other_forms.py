@@ -10,6 +10,7 @@ from jaxmha import checkpoint
 from jaxmha.converters import positions_of
 from jaxmha.converters.discovery import attention_blocks, damaged_blocks, unknown_attention
 from jaxmha.converters.discovery.added_terms import Computed
+from jaxmha.converters.discovery.positions import Rotary
 from jaxmha.converters.layout import registry
 from jaxmha.converters.migrate import pipeline
 
@@ -131,7 +132,7 @@ def test_angles_of_a_block_are_its_positions(tmp_path: Path) -> None:
     assert place.scheme == "rotary"
     with checkpoint.open(source) as file:
         angles = file["layers.0.self_attn.rot_emb.inv_freq"].astype(np.float64)
-    assert place.rotary is not None
+    assert isinstance(place.rotary, Rotary)
     assert place.rotary.inv_freq == tuple(angles)
 
 

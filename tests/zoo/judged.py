@@ -170,8 +170,8 @@ def judge(
         rows.append(row)
     for one in said.pop("latents"):
         module = held.get(one.row, "").rpartition(".")[0]
-        told = Given(masks.get(one.prefix), run.paddings)
-        row, explained = latent.judged(one, run, module, told)
+        given = Given(masks.get(one.prefix), run.paddings)
+        row, explained = latent.judged(one, run, module, given)
         rows.append(row)
         matched |= explained
     missed = sorted({s.module for s in used if id(s) not in matched})

@@ -269,22 +269,23 @@ LITGPT: dict[str, dict[str, Any]] = {
     "Qwen3-0.6B": _GPT | {"n_query_groups": 2, "head_size": 16},
     "OLMo-2-1124-7B": _GPT | {"n_query_groups": 4, "head_size": 16},
 }
+_LIBRARIES: tuple[tuple[str, dict[str, dict[str, Any]]], ...] = (
+    ("timm", TIMM | more.TIMM),
+    ("torchvision", TORCHVISION),
+    ("torch", TORCH),
+    ("open_clip", OPEN_CLIP),
+    ("x_transformers", X_TRANSFORMERS | more.X_TRANSFORMERS),
+    ("diffusers", DIFFUSERS | more.DIFFUSERS),
+    ("vit_pytorch", VIT_PYTORCH | more.VIT_PYTORCH),
+    ("esm", ESM),
+    ("segment_anything", {"ImageEncoderViT": {}, "MaskDecoder": {}}),
+    ("whisper", {"Whisper": {}}),
+    ("litgpt", LITGPT | more.LITGPT),
+    *more.BY_PATH.items(),
+)
 MODELS: tuple[Other, ...] = tuple(
     Other(library, name, settings)
-    for library, rows in (
-        ("timm", TIMM | more.TIMM),
-        ("torchvision", TORCHVISION),
-        ("torch", TORCH),
-        ("open_clip", OPEN_CLIP),
-        ("x_transformers", X_TRANSFORMERS | more.X_TRANSFORMERS),
-        ("diffusers", DIFFUSERS | more.DIFFUSERS),
-        ("vit_pytorch", VIT_PYTORCH | more.VIT_PYTORCH),
-        ("esm", ESM),
-        ("segment_anything", {"ImageEncoderViT": {}, "MaskDecoder": {}}),
-        ("whisper", {"Whisper": {}}),
-        ("litgpt", LITGPT | more.LITGPT),
-        *more.BY_PATH.items(),
-    )
+    for library, rows in _LIBRARIES
     for name, settings in rows.items()
 )
 BY_TITLE = {one.title: one for one in MODELS}

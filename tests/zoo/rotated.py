@@ -12,11 +12,11 @@ def rotated(positions: Positions, query: NDArray, key: NDArray) -> tuple[NDArray
     """Queries and keys, `B T N H`, at the positions 0, 1, 2, ... or the places of square images."""
     if not isinstance(positions.rotary, Rotary | Axial | None):  # of other libraries
         with jax.enable_x64(True), jax.disable_jit():
-            query, key = (np.asarray(x) for x in turned(positions, query, key))
-        return query, key
+            both = turned(positions, query, key)
+        return np.asarray(both[0]), np.asarray(both[1])
     T = query.shape[1]
     if positions.query_scale is not None:
-        query = positions.query_scale(query, np.arange(T))
+        query = np.asarray(positions.query_scale(query, np.arange(T)))
     return _turned(positions, query), _turned(positions, key)
 
 

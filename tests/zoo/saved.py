@@ -70,7 +70,7 @@ def read(
                 blocks.append((block, None, None, str(error)))
         latents = latent.read(file)
         known = latent_blocks.find(file)
-        prefixes = [block.prefix for block in (*found, *latents)]
+        prefixes = [block.prefix for block in found] + [block.prefix for block in latents]
         masks = {} if other else attended.of_prefixes(file, found, prefixes)
     places = positions_of(source)
     said: dict[str, Any] = {
