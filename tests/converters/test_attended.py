@@ -44,6 +44,17 @@ def _saved(folder: Path, prefix: str = "model.layers.{}.self_attn", **config: An
         ),
         ({"model_type": "qwen2", "sliding_window": 4, "use_sliding_window": False}, ["causal"] * 3),
         ({"model_type": "gemma2", "sliding_window": 4}, ["causal 3", "causal", "causal 3"]),
+        *[
+            (
+                {"model_type": "gemma2", "sliding_window": 4, "sliding_window_pattern": wrong},
+                ["causal 3", "causal", "causal 3"],
+            )
+            for wrong in ("2", -1, [2], 0)
+        ],
+        (
+            {"model_type": "gemma2", "sliding_window": 4, "sliding_window_pattern": 3},
+            ["causal 3", "causal 3", "causal"],
+        ),
         (
             {"model_type": "modernbert", "local_attention": 4,
              "layer_types": ["full_attention", "sliding_attention", "sliding_attention"]},
