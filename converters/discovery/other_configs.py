@@ -153,7 +153,9 @@ def rows(content: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, ...], Any
         yield r"", (key,), counts
 
 
-def _stages(counts: Any, key: str, inside: str = "") -> Iterator[tuple[str, tuple[str, ...], Any]]:
+def _stages(
+    counts: object, key: str, inside: str = ""
+) -> Iterator[tuple[str, tuple[str, ...], Any]]:
     """The rows of a head count, or of one for every stage; `inside` a stage, a pattern."""
     if not isinstance(counts, list):
         yield rf"^{inside}", (key,), counts
