@@ -50,7 +50,7 @@ def _loader(text: str, budget: Budget) -> "yaml.SafeLoader":
 
         depth = 0
 
-        def compose_node(self, parent: Any, index: Any) -> Any:
+        def compose_node(self, parent: object, index: object) -> object:
             event = self.peek_event()
             if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None) is not None:
                 raise ValueError(f"line {event.start_mark.line + 1} has an anchor or an alias")
@@ -58,12 +58,12 @@ def _loader(text: str, budget: Budget) -> "yaml.SafeLoader":
             self.depth += 1
             if self.depth > _DEEPEST:
                 raise ValueError(f"settings are nested in more than {_DEEPEST} levels")
-            node = super().compose_node(parent, index)
+            node: object = super().compose_node(parent, index)
             self.depth -= 1
             return node
 
-        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-            found = super().construct_mapping(node, deep=True)
+        def construct_mapping(self, node: "yaml.MappingNode", deep: bool = False) -> object:
+            found: dict[object, object] = super().construct_mapping(node, deep=True)
             if len(found) != len(node.value):
                 raise ValueError(f"line {node.start_mark.line + 1}: a key is there twice")
             return found

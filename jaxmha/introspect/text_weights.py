@@ -1,16 +1,26 @@
 """Attention weights of a live model for a text, with the text's tokens as labels."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import wraps
 from inspect import signature
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 from unittest import mock
 
 import numpy as np
 
 from jaxmha.converters.layout.arrays import NDArray, to_numpy
 from jaxmha.extras import needed
+
+Item = TypeVar("Item")
+
+
+class Tokenizer(Protocol):
+    """What is asked of a tokenizer of transformers."""
+
+    def __call__(self, text: str) -> Mapping[str, list[int]]: ...
+
+    def convert_ids_to_tokens(self, ids: list[int]) -> list[str]: ...
 
 
 class TextWeights(NamedTuple):
@@ -23,7 +33,7 @@ class TextWeights(NamedTuple):
     tokens: list[str]
 
 
-def text_weights(model: Any, tokenizer: Any, text: str, layer: int = 0) -> TextWeights:
+def text_weights(model: object, tokenizer: Tokenizer, text: str, layer: int = 0) -> TextWeights:
     """Runs a model on a text, and returns the weights of one of its attention layers.
 
     Args:
@@ -49,44 +59,48 @@ def text_weights(model: Any, tokenizer: Any, text: str, layer: int = 0) -> TextW
     raise TypeError(f"expected a model of transformers or nnx, got {type(model).__name__}")
 
 
-def folder_model(folder: str) -> Any:
+def folder_model(folder: str) -> object:
     """The model of a folder that `save_pretrained` wrote, from its safetensors alone."""
     with needed("transformers"):
         import transformers
-    return transformers.AutoModel.from_pretrained(
+    made: object = transformers.AutoModel.from_pretrained(
         folder, local_files_only=True, use_safetensors=True
     )
+    return made
 
 
-def folder_tokenizer(folder: str) -> Any:
+def folder_tokenizer(folder: str) -> Tokenizer:
     """The tokenizer that `save_pretrained` wrote into a folder."""
     with needed("transformers"):
         import transformers
-    return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    made: Tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    return made
 
 
-def _transformers(model: Any, ids: NDArray, layer: int) -> NDArray:
+def _transformers(given: object, ids: NDArray, layer: int) -> NDArray:
     import torch
 
-    model = model.eval()
+    model: Any = given
     model = model.get_encoder() if model.config.is_encoder_decoder else model
+    model.eval()
     model.set_attn_implementation("eager")  # others return no weights
     with torch.no_grad():
         found = model(torch.as_tensor(ids), output_attentions=True).attentions or ()
     return to_numpy(_one([x for x in found if x is not None], layer)[0])
 
 
-def _nnx(model: Any, ids: NDArray, layer: int) -> NDArray:
+def _nnx(given: object, ids: NDArray, layer: int) -> NDArray:
     import jax
     import jax.numpy as jnp
     from flax import nnx
 
+    model: Any = given
     model.eval()
-    calls: list[tuple[Any, Any, Any]] = []
+    calls: list[tuple[object, tuple[object, ...], dict[str, object]]] = []
 
-    def recording(original: Callable[..., Any]) -> Callable[..., Any]:
+    def recording(original: Callable[..., object]) -> Callable[..., object]:
         @wraps(original)
-        def call(self: Any, *args: Any, **keywords: Any) -> Any:
+        def call(self: object, *args: object, **keywords: object) -> object:
             calls.append((self, args, keywords))
             return original(self, *args, **keywords)
 
@@ -101,7 +115,7 @@ def _nnx(model: Any, ids: NDArray, layer: int) -> NDArray:
         model(jnp.asarray(ids))
     chosen, args, keywords = _one(calls, layer)
 
-    def sowing(one: Any) -> Any:
+    def sowing(one: Callable[..., object]) -> object:
         return one(*args, **keywords | {"sow_weights": True})
 
     _, sown = nnx.capture(sowing, nnx.Intermediate)(chosen)
@@ -109,7 +123,7 @@ def _nnx(model: Any, ids: NDArray, layer: int) -> NDArray:
     return to_numpy(weights[0])
 
 
-def _one(layers: list[Any], number: int) -> Any:
+def _one(layers: Sequence[Item], number: int) -> Item:
     if not -len(layers) <= number < len(layers):
         raise ValueError(
             f"there is no layer {number}: the model called {len(layers)} layers that show weights. "
