@@ -16,7 +16,7 @@ Item = TypeVar("Item")
 
 
 class Tokenizer(Protocol):
-    """What is asked of a tokenizer of transformers."""
+    """The methods of a tokenizer of transformers that are called."""
 
     def __call__(self, text: str) -> Mapping[str, list[int]]: ...
 
