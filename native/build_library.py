@@ -25,11 +25,14 @@ VERSION = "0.1.0"
 
 COMMON = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-Wall"]
 COMMON += ["-Wextra", "-Wno-unused-parameter"]
-# In this order to the linker: see src/simd.h.
-ISAS = {
-    "avx2": ["-mavx2", "-mfma", "-mf16c"],
-    "avx512": ["-mavx512f", "-mavx512dq", "-mavx512bw", "-mavx512vl", "-mavx2", "-mfma", "-mf16c",
-               "-Wno-maybe-uninitialized", "-Wno-uninitialized"],  # GCC 12, of its own headers
+# By the machine that the compiler makes code for; in this order to the linker: see src/simd.h.
+ISAS: dict[str, dict[str, list[str]]] = {
+    "x86_64": {
+        "avx2": ["-mavx2", "-mfma", "-mf16c"],
+        "avx512": ["-mavx512f", "-mavx512dq", "-mavx512bw", "-mavx512vl", "-mavx2", "-mfma",
+                   "-mf16c", "-Wno-maybe-uninitialized", "-Wno-uninitialized"],  # GCC 12, of its own headers
+    },
+    "aarch64": {"neon": []},
 }  # fmt: skip
 KERNELS = ["conditions", "keys", "scores", "forward", "few_rows"]
 KERNELS += ["cache_item", "cache_few", "cache_many", "cache_step"]
@@ -38,6 +41,7 @@ GENERIC = ["cells", "handlers", "library", "operands", "parallel", "scratch", "w
 # The static libgcc asks for a newer glibc than all else, and jaxlib needs the shared one as well.
 # Sections that nothing uses would ask for a newer one too.
 LINK = ["-shared", "-static-libstdc++", "-Wl,--exclude-libs,ALL", "-Wl,--gc-sections", "-pthread"]
+LINK += ["-s"]  # without symbols
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-g", "-O1"]
 
 
@@ -45,6 +49,20 @@ def compiler() -> str | None:
     """The C++ compiler, or None."""
     names = os.environ.get("CXX"), "c++", "g++", "clang++"
     return next((found for name in names if name and (found := shutil.which(name))), None)
+
+
+def machine() -> str:
+    """The first word of the compiler's target, such as x86_64; SystemExit without kernels for it."""
+    cxx = compiler()
+    if cxx is None:
+        raise SystemExit("jaxmha-cpu: no C++ compiler: install g++ or clang++, or set CXX")
+    done = subprocess.run([cxx, "-dumpmachine"], check=True, capture_output=True, text=True)
+    target = done.stdout.strip()
+    name = target.partition("-")[0]
+    if name not in ISAS or "linux" not in target:
+        expected = " or ".join(ISAS)
+        raise SystemExit(f"jaxmha-cpu: {cxx} makes code for {target}, not Linux on {expected}")
+    return name
 
 
 def include_dir() -> str:
@@ -62,32 +80,35 @@ def digest() -> str:
     return found.hexdigest()
 
 
-def build(output: Path = LIBRARY, *, sanitize: bool = False) -> None:
-    """Compiles and links; raises CalledProcessError with the messages of the compiler on stderr."""
-    cxx = compiler()
-    if cxx is None:
-        raise SystemExit("jaxmha-cpu: no C++ compiler: install g++ or clang++, or set CXX")
+def objects(folder: str, *, sanitize: bool = False) -> list[str]:
+    """Compiles every source, kernels once per ISA; raises CalledProcessError with the messages of
+    the compiler on stderr. The objects, in the order of the linker."""
+    isas, cxx = ISAS[machine()], str(compiler())
     flags = [*COMMON, f'-DJAXMHA_CPU_VERSION="{VERSION}"', f"-DJAXMHA_CPU_INTERFACE={INTERFACE}"]
     flags += ["-isystem", include_dir(), *SANITIZE * sanitize]
     # Headers name their files in messages: without the folder, builds in two of them are the same.
     flags += [f"-ffile-prefix-map={include_dir()}=include", f"-ffile-prefix-map={SOURCES}=src"]
+    jobs = [(name, flags, f"{folder}/{name}.o") for name in GENERIC]
+    for isa, more in isas.items():
+        jobs += [(name, [*flags, *more], f"{folder}/{name}.{isa}.o") for name in KERNELS]
+
+    def compiled(job: tuple[str, list[str], str]) -> str:
+        name, flags, to = job
+        subprocess.run([cxx, *flags, "-c", f"{SOURCES}/{name}.cc", "-o", to], check=True)
+        return to
+
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        return list(threads.map(compiled, jobs))
+
+
+def build(output: Path = LIBRARY, *, sanitize: bool = False) -> None:
+    """Compiles and links; raises CalledProcessError with the messages of the compiler on stderr."""
     with tempfile.TemporaryDirectory() as folder:
-        jobs = [(name, flags, f"{folder}/{name}.o") for name in GENERIC]
-        for isa, more in ISAS.items():
-            jobs += [(name, [*flags, *more], f"{folder}/{name}.{isa}.o") for name in KERNELS]
-
-        def compiled(job: tuple[str, list[str], str]) -> str:
-            name, flags, to = job
-            subprocess.run([cxx, *flags, "-c", f"{SOURCES}/{name}.cc", "-o", to], check=True)
-            return to
-
-        with ThreadPoolExecutor(os.cpu_count()) as threads:
-            objects = list(threads.map(compiled, jobs))
         made = f"{folder}/{output.name}"
-        static = [x for x in LINK if not sanitize or not x.startswith("-static")]
-        subprocess.run([cxx, *static, *SANITIZE * sanitize, "-o", made, *objects], check=True)
-        if not sanitize and shutil.which("strip"):
-            subprocess.run(["strip", made], check=True)
+        parts = objects(folder, sanitize=sanitize)
+        link = [x for x in LINK if not sanitize or x not in ("-static-libstdc++", "-s")]
+        link += SANITIZE * sanitize
+        subprocess.run([str(compiler()), *link, "-o", made, *parts], check=True)
         output.parent.mkdir(parents=True, exist_ok=True)
         digest_of_made = hashlib.sha256(Path(made).read_bytes()).hexdigest()
         output.with_suffix(".sha256").write_text(digest_of_made)
@@ -97,7 +118,7 @@ def build(output: Path = LIBRARY, *, sanitize: bool = False) -> None:
 
 def up_to_date(output: Path = LIBRARY, *, sanitize: bool = False) -> None:
     """Builds, unless the library is there already, of the same sources."""
-    stamp, now = output.with_suffix(".digest"), digest() + " sanitized" * sanitize
+    stamp, now = output.with_suffix(".digest"), f"{digest()} {machine()}" + " sanitized" * sanitize
     if output.exists() and stamp.exists() and stamp.read_text() == now:
         return
     build(output, sanitize=sanitize)

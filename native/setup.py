@@ -25,7 +25,8 @@ class Wheel(bdist_wheel):
     """`py3-none-<platform>`."""
 
     def get_tag(self) -> tuple[str, str, str]:
-        return "py3", "none", super().get_tag()[2]
+        given = super().get_tag()[2] if self.plat_name_supplied else None
+        return "py3", "none", given or f"linux_{build_library.machine()}"
 
 
 def building(command: Any) -> Any:

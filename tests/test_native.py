@@ -377,7 +377,7 @@ def test_a_cpu_without_avx2() -> None:
     done = subprocess.run(
         command, env=environment, cwd=ROOT, capture_output=True, text=True, check=True
     )
-    assert done.stdout.strip() == "blocked|this CPU has no AVX2 with FMA and F16C"
+    assert done.stdout.strip() == "blocked|this CPU has neither AVX2 with FMA and F16C nor NEON"
 
 
 @built

@@ -8,23 +8,8 @@ namespace jaxmha {
 namespace JAXMHA_ISA {
 namespace {
 
-constexpr int SCORE_ROWS = W == 16 ? 4 : 2;  // with 4 keys, as many sums as registers hold
+constexpr int SCORE_ROWS = NR;  // with 4 keys, as many sums as registers hold
 constexpr long AHEAD = 8;       // keys fetched before they are read
-
-// Sums of the lanes of four vectors.
-inline __m128 sum4(Vector a, Vector b, Vector c, Vector d) {
-#if defined(__AVX512F__)
-  const Vector ab = add(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
-  const Vector cd = add(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
-  const Vector x = add(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xEE));
-  const __m256 y = _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
-#else
-  const Vector ab = add(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
-  const Vector cd = add(_mm256_unpacklo_ps(c, d), _mm256_unpackhi_ps(c, d));
-  const __m256 y = add(_mm256_shuffle_ps(ab, cd, 0x44), _mm256_shuffle_ps(ab, cd, 0xEE));
-#endif
-  return _mm_add_ps(_mm256_castps256_ps128(y), _mm256_extractf128_ps(y, 1));
-}
 
 inline void fetch(const char* from, long bytes) {
   for (long i = 0; i < bytes; i += 64) __builtin_prefetch(from + i);
@@ -52,7 +37,7 @@ inline __attribute__((always_inline)) void score_tile(const float* rows, long H,
   }
 #pragma GCC unroll 4
   for (int i = 0; i < M; i++)
-    _mm_storeu_ps(scores + i * KEYS, sum4(c[i][0], c[i][1], c[i][2], c[i][3]));
+    store_sums(scores + i * KEYS, c[i][0], c[i][1], c[i][2], c[i][3]);
 }
 
 template <Stored type>

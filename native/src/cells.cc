@@ -1,8 +1,7 @@
 #include "cells.h"
 
-#include <emmintrin.h>
-
 #include <algorithm>
+#include <cstring>
 
 #include "parallel.h"
 #include "problem.h"
@@ -19,7 +18,9 @@ struct Mask {
   uint8_t valid(long i) const { return 0xff >> (8 - std::min(packed, T - i * packed)); }
 };
 
-inline __m128i all_ones() { return _mm_set1_epi8(-1); }
+// Vectors of any ISA.
+using Bytes __attribute__((vector_size(16))) = uint8_t;
+using Words __attribute__((vector_size(16))) = uint64_t;
 
 struct Sums {
   uint8_t any, all;
@@ -28,18 +29,18 @@ struct Sums {
 
 // Of lines [first, end) and CELL_KEYS keys.
 Sums of_whole_cell(const Mask& mask, const uint8_t* from, long first, long end) {
-  __m128i any = _mm_setzero_si128(), all = _mm_set1_epi8(-1);
+  Bytes any = {}, missing = {};
   for (long i = first; i < end; i++, from += mask.S) {
-    const __m128i valid = _mm_set1_epi8(mask.valid(i)), none = _mm_andnot_si128(valid, all_ones());
+    const Bytes valid = Bytes{} + mask.valid(i);
     for (long k = 0; k < CELL_KEYS; k += 16) {
-      const __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + k));
-      any = _mm_or_si128(any, _mm_and_si128(x, valid));
-      all = _mm_and_si128(all, _mm_or_si128(x, none));
+      Bytes x;
+      std::memcpy(&x, from + k, sizeof(x));
+      any |= x & valid, missing |= ~x & valid;
     }
   }
-  const bool some = _mm_movemask_epi8(_mm_cmpeq_epi8(any, _mm_setzero_si128())) != 0xffff;
-  const bool each = _mm_movemask_epi8(_mm_cmpeq_epi8(all, all_ones())) == 0xffff;
-  return {static_cast<uint8_t>(some), static_cast<uint8_t>(each ? 0xff : 0)};
+  const auto some = reinterpret_cast<Words>(any), none = reinterpret_cast<Words>(missing);
+  return {static_cast<uint8_t>((some[0] | some[1]) != 0),
+          static_cast<uint8_t>((none[0] | none[1]) != 0 ? 0 : 0xff)};
 }
 
 Sums of_last_cell(const Mask& mask, const uint8_t* from, long first, long end, long keys) {

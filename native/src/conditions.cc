@@ -127,26 +127,6 @@ bool View::apply_segments(long r0, long rows, long k0, long keys, uint8_t* allow
   return true;
 }
 
-// Eight rows of eight bytes, transposed.
-inline void transpose8(const uint8_t* from, long ld, uint8_t* to) {
-  __m128i x[8];
-  for (int i = 0; i < 8; i++)
-    x[i] = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from + i * ld));
-  __m128i y[4];
-  for (int i = 0; i < 4; i++) y[i] = _mm_unpacklo_epi8(x[2 * i], x[2 * i + 1]);
-  const __m128i a = _mm_unpacklo_epi16(y[0], y[1]), b = _mm_unpackhi_epi16(y[0], y[1]);
-  const __m128i c = _mm_unpacklo_epi16(y[2], y[3]), d = _mm_unpackhi_epi16(y[2], y[3]);
-  const __m128i found[4] = {_mm_unpacklo_epi32(a, c), _mm_unpackhi_epi32(a, c),
-                            _mm_unpacklo_epi32(b, d), _mm_unpackhi_epi32(b, d)};
-  for (int i = 0; i < 4; i++) {
-    auto* low = reinterpret_cast<__m128i*>(to + 2 * i * ROWS);
-    auto* high = reinterpret_cast<__m128i*>(to + (2 * i + 1) * ROWS);
-    _mm_storel_epi64(low, _mm_and_si128(_mm_loadl_epi64(low), found[i]));
-    const __m128i upper = _mm_unpackhi_epi64(found[i], found[i]);
-    _mm_storel_epi64(high, _mm_and_si128(_mm_loadl_epi64(high), upper));
-  }
-}
-
 bool View::apply_array(long r0, long rows, long k0, long keys, uint8_t* allowed) const {
   const uint8_t* const from = allowed_ + r0 * allowed_t_ + k0 * allowed_s_;
   long r = 0;
@@ -154,7 +134,7 @@ bool View::apply_array(long r0, long rows, long k0, long keys, uint8_t* allowed)
     for (; r + 8 <= rows; r += 8) {
       long j = 0;
       for (; j + 8 <= keys; j += 8)
-        transpose8(from + r * allowed_t_ + j, allowed_t_, allowed + j * ROWS + r);
+        and_transposed8(from + r * allowed_t_ + j, allowed_t_, allowed + j * ROWS + r, ROWS);
       for (; j < keys; j++)
         for (long i = r; i < r + 8; i++) allowed[j * ROWS + i] &= from[i * allowed_t_ + j];
     }

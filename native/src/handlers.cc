@@ -2,9 +2,7 @@
 #include <algorithm>
 #include <new>
 
-#include "kernels.h"
 #include "library.h"
-#include "matmul.h"
 #include "operands.h"
 
 namespace jaxmha {
@@ -27,14 +25,15 @@ void prepare(const CacheStep&, Pool&) {}
 
 // Runs a kernel of the widest ISA that this CPU has.
 template <class Call>
-ffi::Error run(ffi::ThreadPool threads, Call& call, void (*wide)(const Call&, Pool&),
-               void (*narrow)(const Call&, Pool&)) {
-  const Isa isa = usable_isa();
-  if (isa == Isa::none) return ffi::Error(ffi::ErrorCode::kUnimplemented, "jaxmha_cpu: this CPU");
+ffi::Error run(ffi::ThreadPool threads, Call& call,
+               void (*Kernels::*kernel)(const Call&, Pool&)) {
+  const Kernels* const usable = usable_kernels();
+  if (usable == nullptr)
+    return ffi::Error(ffi::ErrorCode::kUnimplemented, "jaxmha_cpu: this CPU");
   XlaPool pool(threads);
   try {
     prepare(call, pool);
-    (isa == Isa::avx512 ? wide : narrow)(call, pool);
+    (usable->*kernel)(call, pool);
   } catch (const std::bad_alloc&) {
     return ffi::Error(ffi::ErrorCode::kResourceExhausted, "jaxmha_cpu: no memory for scratch");
   }
@@ -56,7 +55,7 @@ ffi::Error attend(ffi::ThreadPool threads, Any query, Any key, Any value, Any bi
   call.row_sum = reader.result("row_sum", *row_sum, {p.N, p.T});
   call.gradient = gradient;
   if (reader.failed()) return reader.error();
-  return run(threads, call, avx512::attend, avx2::attend);
+  return run(threads, call, &Kernels::attend);
 }
 
 // The operands that both gradients have before their own.
@@ -91,7 +90,7 @@ ffi::Error attend_backward(ffi::ThreadPool threads, Any query, Any key, Any valu
   call.d_value = reader.heads("d_value", *d_value, {p.S, p.K, p.h}, true);
   call.delta = reader.result("delta", *delta, {p.N, p.T});
   if (reader.failed()) return reader.error();
-  return run(threads, call, avx512::attend_backward, avx2::attend_backward);
+  return run(threads, call, &Kernels::attend_backward);
 }
 
 ffi::Error bias_gradient(ffi::ThreadPool threads, Any query, Any key, Any value, Any bias,
@@ -119,7 +118,7 @@ ffi::Error bias_gradient(ffi::ThreadPool threads, Any query, Any key, Any value,
     reader.fail("d_bias", *d_bias, "the axes of the bias");
   call.d_bias = static_cast<float*>(d_bias->untyped_data());
   if (reader.failed()) return reader.error();
-  return run(threads, call, avx512::bias_gradient, avx2::bias_gradient);
+  return run(threads, call, &Kernels::bias_gradient);
 }
 
 // The buffers of a step over a cache, with the sizes that the first ones give.
@@ -204,7 +203,7 @@ ffi::Error attend_cache(ffi::ThreadPool threads, Any rows, Any key, Any value, A
   s.row_max = reader.required<float>("row_max", *row_max, ffi::F32, {s.B, s.K, s.R});
   s.row_sum = reader.required<float>("row_sum", *row_sum, ffi::F32, {s.B, s.K, s.R});
   if (!reader.error.empty()) return ffi::Error::InvalidArgument("jaxmha_cpu: " + reader.error);
-  return run(threads, s, avx512::attend_cache, avx2::attend_cache);
+  return run(threads, s, &Kernels::attend_cache);
 }
 
 ffi::Error matmul(ffi::ThreadPool threads, Any a, Any b, Any bias, Result y, bool a_transposed,
@@ -229,7 +228,7 @@ ffi::Error matmul(ffi::ThreadPool threads, Any a, Any b, Any bias, Result y, boo
   call.y = reader.result("y", *y, {call.rows, call.columns});
   if (!call.a || !call.b) reader.fail("a", a, "sizes of at least 1");
   if (reader.failed()) return reader.error();
-  return run(threads, call, avx512::matmul, avx2::matmul);
+  return run(threads, call, &Kernels::matmul);
 }
 
 }  // namespace

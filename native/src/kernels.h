@@ -1,23 +1,23 @@
 // The kernels, as every ISA offers them.
 #pragma once
 #include "cache_step.h"
+#include "isas.h"
+#include "matmul.h"
 #include "parallel.h"
 #include "problem.h"
 
 namespace jaxmha {
 
-#define JAXMHA_KERNELS                             \
-  void attend(const Forward& forward, Pool& pool); \
+#define JAXMHA_KERNELS(isa)                                     \
+  namespace isa {                                               \
+  void attend(const Forward& forward, Pool& pool);              \
   void attend_backward(const Backward& backward, Pool& pool);   \
   void bias_gradient(const BiasGradient& gradient, Pool& pool); \
-  void attend_cache(const CacheStep& step, Pool& pool);
-
-namespace avx512 {
-JAXMHA_KERNELS
-}
-namespace avx2 {
-JAXMHA_KERNELS
-}
+  void attend_cache(const CacheStep& step, Pool& pool);         \
+  void matmul(const Matmul& matmul, Pool& pool);                \
+  }
+JAXMHA_EVERY_ISA(JAXMHA_KERNELS)
+#undef JAXMHA_KERNELS
 
 // Rows of an item of the forward pass: many, so that keys are read seldom, but enough items.
 inline long rows_of_item(const Problem& p, long threads) {

@@ -1,37 +1,37 @@
 #include "library.h"
 
+#include <algorithm>
 #include <cstdlib>
+#include <iterator>
 #include <string_view>
 
-#include "kernels.h"
 #include "xla/ffi/api/c_api.h"
 
 namespace jaxmha {
 namespace {
 
-bool has_avx2() {
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-         __builtin_cpu_supports("f16c");
-}
+#define JAXMHA_TABLE(isa)                                                                     \
+  {#isa, has_##isa, isa::attend, isa::attend_backward, isa::bias_gradient, isa::attend_cache, \
+   isa::matmul},
+const Kernels EVERY[] = {JAXMHA_EVERY_ISA(JAXMHA_TABLE)};
+#undef JAXMHA_TABLE
 
-bool has_avx512() {
-  return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
-         __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
-}
-
-Isa found_isa() {
-  __builtin_cpu_init();
+const Kernels* found_kernels() {
   const char* const given = std::getenv("JAXMHA_NATIVE");
   const std::string_view named = given == nullptr ? "" : given;
-  if (named == "none") return Isa::none;  // as on a CPU that is too old
-  if (has_avx512() && named != "avx2") return Isa::avx512;
-  return has_avx2() ? Isa::avx2 : Isa::none;
+  if (named == "none") return nullptr;  // as on a CPU that is too old
+  const auto* widest = std::find_if(std::begin(EVERY), std::end(EVERY),
+                                    [&](const Kernels& one) { return named == one.isa; });
+  if (widest == std::end(EVERY)) widest = std::begin(EVERY);
+  const auto* const found = std::find_if(widest, std::end(EVERY),
+                                         [](const Kernels& one) { return one.usable(); });
+  return found == std::end(EVERY) ? nullptr : found;
 }
 
 }  // namespace
 
-Isa usable_isa() {
-  static const Isa found = found_isa();
+const Kernels* usable_kernels() {
+  static const Kernels* const found = found_kernels();
   return found;
 }
 
@@ -40,8 +40,8 @@ Isa usable_isa() {
 #pragma GCC visibility push(default)
 const char* jaxmha_cpu_version() { return JAXMHA_CPU_VERSION; }
 const char* jaxmha_cpu_isa() {
-  const jaxmha::Isa isa = jaxmha::usable_isa();
-  return isa == jaxmha::Isa::avx512 ? "avx512" : isa == jaxmha::Isa::avx2 ? "avx2" : "";
+  const jaxmha::Kernels* const kernels = jaxmha::usable_kernels();
+  return kernels == nullptr ? "" : kernels->isa;
 }
 int jaxmha_cpu_interface() { return JAXMHA_CPU_INTERFACE; }
 int jaxmha_cpu_ffi_major() { return XLA_FFI_API_MAJOR; }

@@ -3,6 +3,7 @@
 // Matrix Multiplication" (2008).
 #include "matmul.h"
 
+#include "parallel.h"
 #include "product.h"
 #include "rows.h"
 #include "scratch.h"

@@ -1,6 +1,7 @@
 // One matmul of a layer, as its handler gives it to the kernel.
 #pragma once
-#include "parallel.h"
+#include <algorithm>
+
 #include "problem.h"
 
 namespace jaxmha {
@@ -12,14 +13,6 @@ struct Matmul {
   Batched<const float> a, b, bias;         // bias may be absent
   float* y;
 };
-
-#define JAXMHA_MATMUL void matmul(const Matmul& matmul, Pool& pool);
-namespace avx512 {
-JAXMHA_MATMUL
-}
-namespace avx2 {
-JAXMHA_MATMUL
-}
 
 constexpr long PANEL = 64;  // columns
 constexpr long BLOCK = 512;  // depth of the panels that are packed at a time

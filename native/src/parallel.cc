@@ -1,5 +1,7 @@
 #include "parallel.h"
 
+#include "pause.h"
+
 namespace jaxmha {
 namespace {
 
@@ -35,7 +37,7 @@ void parallel(Pool& pool, long items, const std::function<void(long)>& body) {
   for (long i = 0; i < helpers; i++) pool.spawn([=] { work(*progress, items, own); });
   work(*progress, items, own);
   const auto finished = [&] { return progress->done.load(std::memory_order_acquire) >= items; };
-  for (int spin = 0; spin < SPINS && !finished(); spin++) _mm_pause();
+  for (int spin = 0; spin < SPINS && !finished(); spin++) pause();
   if (!finished()) {
     std::unique_lock<std::mutex> lock(progress->mutex);
     progress->changed.wait(lock, finished);

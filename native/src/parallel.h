@@ -3,8 +3,6 @@
 // The caller works too, and waits only for items that another thread has started, so that a handler
 // that runs on the pool itself cannot deadlock.
 #pragma once
-#include <immintrin.h>
-
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>

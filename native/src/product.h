@@ -7,6 +7,8 @@
 namespace jaxmha {
 namespace JAXMHA_ISA {
 
+static_assert(MR <= 6 && NR <= 4, "strip and product have a case for every number below");
+
 // A matrix operand; element (i, p) lies at data[i * row + p * column]. One of both steps is 1.
 struct Left {
   const float* data;
@@ -117,10 +119,12 @@ void product(long rows, long vectors, long depth, Left a, const float* b, long l
     switch (std::min<long>(NR, vectors - j)) {
       case 1: strip<into, 1>(rows, a, b, ldb, depth, c, ldc, factors, each); break;
       case 2: strip<into, 2>(rows, a, b, ldb, depth, c, ldc, factors, each); break;
-#if defined(__AVX512F__)
-      case 3: strip<into, 3>(rows, a, b, ldb, depth, c, ldc, factors, each); break;
-      case 4: strip<into, 4>(rows, a, b, ldb, depth, c, ldc, factors, each); break;
-#endif
+      case 3:
+        if constexpr (NR >= 3) strip<into, 3>(rows, a, b, ldb, depth, c, ldc, factors, each);
+        break;
+      case 4:
+        if constexpr (NR >= 4) strip<into, 4>(rows, a, b, ldb, depth, c, ldc, factors, each);
+        break;
     }
 }
 

@@ -40,10 +40,8 @@ inline void read_row(const char* from, Float type, long n, float* to) {
       for (; i < n; i++) to[i] = from_bf16(half[i]);
       return;
     case Float::f16:
-      for (; i + 8 <= n; i += 8)
-        _mm256_storeu_ps(
-            to + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(half + i))));
-      for (; i < n; i++) to[i] = _cvtsh_ss(half[i]);
+      for (; i + 8 <= n; i += 8) from_f16x8(half + i, to + i);
+      for (; i < n; i++) to[i] = from_f16(half[i]);
   }
 }
 
@@ -58,10 +56,8 @@ inline void write_row(const float* from, Float type, long n, char* to) {
       for (; i < n; i++) half[i] = to_bf16(from[i]);
       return;
     case Float::f16:
-      for (; i + 8 <= n; i += 8)
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(half + i),
-                         _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT));
-      for (; i < n; i++) half[i] = _cvtss_sh(from[i], _MM_FROUND_TO_NEAREST_INT);
+      for (; i + 8 <= n; i += 8) to_f16x8(from + i, half + i);
+      for (; i < n; i++) half[i] = to_f16(from[i]);
   }
 }
 
@@ -79,25 +75,6 @@ inline bool all_finite(const float* x, long n) {
     bad |= (bits & 0x7f800000u) == 0x7f800000u;
   }
   return !bad;
-}
-
-inline void transpose8(const float* from, long ld, float* to, long ldt) {
-  __m256 x[8], y[8];
-  for (int i = 0; i < 8; i++) x[i] = _mm256_loadu_ps(from + i * ld);
-  for (int i = 0; i < 8; i += 2) {
-    y[i] = _mm256_unpacklo_ps(x[i], x[i + 1]);
-    y[i + 1] = _mm256_unpackhi_ps(x[i], x[i + 1]);
-  }
-  for (int i = 0; i < 8; i += 4) {
-    x[i] = _mm256_shuffle_ps(y[i], y[i + 2], 0x44);
-    x[i + 1] = _mm256_shuffle_ps(y[i], y[i + 2], 0xEE);
-    x[i + 2] = _mm256_shuffle_ps(y[i + 1], y[i + 3], 0x44);
-    x[i + 3] = _mm256_shuffle_ps(y[i + 1], y[i + 3], 0xEE);
-  }
-  for (int i = 0; i < 4; i++) {
-    _mm256_storeu_ps(to + i * ldt, _mm256_permute2f128_ps(x[i], x[i + 4], 0x20));
-    _mm256_storeu_ps(to + (i + 4) * ldt, _mm256_permute2f128_ps(x[i], x[i + 4], 0x31));
-  }
 }
 
 // to[c][r] = from[r][c], of `columns ROWS`; rows beyond are 0.

@@ -30,10 +30,14 @@ void short_products(long count, long lanes, long depth, long terms, const float*
     switch (std::min<long>(NR, lanes - j)) {
       case 1: score_strip<1>(count, rows, stride, columns, depth, terms, to, largest); break;
       case 2: score_strip<2>(count, rows, stride, columns, depth, terms, to, largest); break;
-#if defined(__AVX512F__)
-      case 3: score_strip<3>(count, rows, stride, columns, depth, terms, to, largest); break;
-      case 4: score_strip<4>(count, rows, stride, columns, depth, terms, to, largest); break;
-#endif
+      case 3:
+        if constexpr (NR >= 3)
+          score_strip<3>(count, rows, stride, columns, depth, terms, to, largest);
+        break;
+      case 4:
+        if constexpr (NR >= 4)
+          score_strip<4>(count, rows, stride, columns, depth, terms, to, largest);
+        break;
     }
   }
 }

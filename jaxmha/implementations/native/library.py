@@ -96,7 +96,7 @@ def _mismatch(library: ctypes.CDLL) -> str | None:
             f"jaxmha-cpu is compiled for FFI version {given[0]}.{given[1]} of XLA, and jaxlib has "
             f"{held[0]}.{held[1]}: {UPGRADE} jaxlib"
         )
-    return None if calls["isa"]() else "this CPU has no AVX2 with FMA and F16C"
+    return None if calls["isa"]() else "this CPU has neither AVX2 with FMA and F16C nor NEON"
 
 
 def ffi_version() -> tuple[int, int] | None:
