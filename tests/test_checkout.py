@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import jax
@@ -57,3 +58,15 @@ def test_the_converters_are_found_without_the_link(module: str, tree: Path) -> N
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(str(tree))
+
+
+def test_every_package_is_installed() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    places = {"jaxmha": "jaxmha"} | settings["package-dir"]
+    found = {
+        ".".join([name, *init.parent.relative_to(ROOT / place).parts])
+        for name, place in places.items()
+        for init in (ROOT / place).rglob("__init__.py")
+        if name == "jaxmha.converters" or "converters" not in init.relative_to(ROOT).parts
+    }
+    assert set(settings["packages"]) == found
