@@ -57,12 +57,14 @@ def test_a_missing_package_is_named_with_its_extra(
         call(found)
 
 
-def test_the_modules_for_flax_name_it() -> None:
-    code = "import sys; sys.modules['flax'] = None; import jaxmha.flax.nnx"
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [("jaxmha.flax.nnx", "jaxmha.flax"), ("experiments.recipes", "jaxmha.recipes")],
+)
+def test_the_modules_for_flax_name_it(module: str, name: str) -> None:
+    code = f"import sys; sys.modules['flax'] = None; import {module}"
     done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
-    assert (
-        "jaxmha.flax needs flax, which is not installed: pip install 'jaxmha[flax]'" in done.stderr
-    )
+    assert f"{name} needs flax, which is not installed: pip install 'jaxmha[flax]'" in done.stderr
 
 
 def test_a_module_that_an_installed_package_lacks_is_named_itself() -> None:
