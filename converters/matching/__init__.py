@@ -41,7 +41,7 @@ def match(source: Any, target: Any, *, packing: Packing = "ask") -> Plan:
 
     mine = trees.read(source)
     try:
-        return lines.plan(mine, trees.read(target), packing)
+        return lines.plan(mine, trees.read(target, "target"), packing)
     finally:
         mine.close()
 

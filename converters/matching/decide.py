@@ -13,6 +13,7 @@ from jaxmha.converters.matching.terms import APART, contradict
 _STRONG = frozenset(word for group in APART for word in group)
 _ORDER, _TERMS = "the order of their numbers", "terms that only these have in common"
 _PARENTS = "the layers next to them"
+ALONE = "no layer of the source has its arrays and shapes"
 _MOST_PAIRS, _MOST_FITS = 10**6, 30_000  # of layers, and of those whose shapes fit
 Edge = tuple[int, int]  # index of a source template, index of a target template
 
@@ -289,4 +290,4 @@ def _open(
         pair = contradict(state.sources[by_shape[0]].terms, state.targets[t].terms)
         reason = f"{pair[0]} is not {pair[1]}" if pair else "another target has it"
         return by_shape, f"layers of these shapes contradict its name: {reason}"
-    return (), "no layer of the source has its arrays and shapes"
+    return (), ALONE

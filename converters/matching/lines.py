@@ -1,12 +1,13 @@
 """Makes the lines and questions of a plan from the decided pairs."""
 
+import math
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from jaxmha.converters.matching import roles
 from jaxmha.converters.matching.arrows import Arrow, Fit, fit, guesses
-from jaxmha.converters.matching.decide import Decision, decide
+from jaxmha.converters.matching.decide import ALONE, Decision, decide
 from jaxmha.converters.matching.patterns import LETTERS, expand, pattern, used
 from jaxmha.converters.matching.plan import Line, MatchPlan, Packing, Question
 from jaxmha.converters.matching.templates import (
@@ -229,6 +230,7 @@ def _questions(
             near, reason = _near(mine, target, decision, reason)
         if not near:
             alone.add(t)
+            reason += _nearest(mine, target, decision)
         names = tuple(_layer_name(mine[s]) for s in near)
         chosen: list[Template | None] = [mine[s] for s in near]
         examples = tuple(
@@ -259,7 +261,8 @@ def _of_module(several: Sequence[Question]) -> Question:
     return replace(
         several[0],
         target=mark.join(shared) or several[0].target,
-        reason="no layer of the source has the arrays and shapes of any of its layers",
+        reason="no layer of the source has the arrays and shapes of any of its layers"
+        + several[0].reason.removeprefix(ALONE),
         examples=(tuple(line for q in several for line in q.examples[0]),),
     )
 
@@ -280,6 +283,23 @@ def _near(
     if near:
         return near, "the layers of these shapes have other arrays, such as a bias"
     return near, reason
+
+
+def _nearest(mine: Sequence[Template], target: Template, decision: Decision) -> str:
+    """Names the unused source array whose shape is nearest to the target's, as part of a reason."""
+    used = {s for s, _, _ in decision.taken.values()}
+    wanted = target.first.slots[MAIN]
+    found = []
+    for s, source in enumerate(mine):
+        array = source.first.slots[MAIN]
+        if s not in used and len(array.shape) == len(wanted.shape):
+            sizes = zip(sorted(array.shape), sorted(wanted.shape), strict=True)
+            apart = sum(abs(math.log((a + 1) / (b + 1))) for a, b in sizes)
+            found.append((apart, array.name, array.shape))
+    if not found:
+        return ""
+    _, name, shape = min(found)
+    return f"; the nearest is {name} {shape}, which does not fit {wanted.name} {wanted.shape}"
 
 
 def _only(template: Template, slots: Iterable[str]) -> Template:

@@ -1,6 +1,7 @@
 """Builds the `load_into` function of every framework; `matching` is imported at the first call."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
@@ -40,17 +41,18 @@ _DOC = """{effect}
     Raises:
       ValueError: the plan has an open question, arrays are unused or missing, or a shape or dtype
         does not fit. All of this is checked before the first array is written.
+      TypeError: the model is of another framework, or a class.
       CheckpointError: the source cannot be read. If this happens while arrays are read, those
         written before it keep their new values in a model that is filled in place.
     """
 
 
-def make_load_into(fill: str, model: str, effect: str) -> LoadInto:
+def make_load_into(made_for: str, expected: str, effect: str) -> LoadInto:
     """Makes the `load_into` function of one framework.
 
     Args:
-      fill: name of the function in `matching.loading` that writes arrays into the model.
-      model: the kinds of model that it accepts, for its docstring.
+      made_for: name of the function in `matching.loading` that writes arrays into the model.
+      expected: the kinds of model that it accepts, for its docstring and its errors.
       effect: the first sentence of its docstring.
     """
 
@@ -66,11 +68,35 @@ def make_load_into(fill: str, model: str, effect: str) -> LoadInto:
     ) -> Any:
         from jaxmha.converters.matching import loading
 
-        write: Callable[[Any, Lazy], Any] = getattr(loading, fill)
+        _check_model(made_for, expected, model)
+        write: Callable[[Any, Lazy], Any] = getattr(loading, made_for)
         with loading.prepared(
             model, source, plan, dtype=dtype, unused=unused, missing=missing, packing=packing
         ) as ready:
             return write(model, ready)
 
-    load_into.__doc__ = _DOC.format(effect=effect, model=model)
+    load_into.__doc__ = _DOC.format(effect=effect, model=expected)
     return load_into
+
+
+def _check_model(made_for: str, expected: str, model: object) -> None:
+    """Raises TypeError if the model is a class, a file, or of another framework."""
+    if isinstance(model, type):
+        raise TypeError(
+            f"model must be {expected}, got the class {model.__name__}: pass an instance of it"
+        )
+    package = next((x for x in ("torch", "keras", "flax") if x in _packages(model)), "")
+    tree = package in ("", "flax") and not isinstance(model, str | Path)
+    fits = {
+        "into_torch": package == "torch",
+        "into_keras": "keras" in _packages(model),
+        "into_flax": package == "flax" or isinstance(model, tuple | Mapping),
+        "into_tree": tree,
+    }
+    if not fits[made_for]:
+        kind = f"{package}'s " * bool(package) + type(model).__name__
+        raise TypeError(f"model must be {expected}, got {kind}: are model and source swapped?")
+
+
+def _packages(model: object) -> set[str]:
+    return {base.__module__.split(".")[0] for base in type(model).__mro__}

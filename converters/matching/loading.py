@@ -50,7 +50,7 @@ def prepared(
     check_policy("missing", missing)
     mine = trees.read(_pinned(source, plan))
     try:
-        theirs = trees.read(model)
+        theirs = trees.read(model, "model")
         own = lines.plan(mine, theirs, packing) if plan is None else plan
         refuse_questions(own)
         todo = dict(jobs(own, mine, theirs))

@@ -79,6 +79,8 @@ class Question:
     def case(self) -> str:
         """The case in which the first example decides the question."""
         several = len(self.candidates) == len(self.examples)
+        if not self.candidates and all(line.fill for line in self.examples[0]):
+            return "to fill it with zeros"
         return "for example" + (f", if it is {self.candidates[0]}" if several else "")
 
     def advice(self) -> str:

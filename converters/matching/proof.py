@@ -5,6 +5,11 @@ from typing import NamedTuple
 
 from jaxmha.checkpoint.errors import printable
 
+_NEXT = (
+    "next, if a mask may be the cause: jaxmha.converters.attribute compares two layers part by part, "
+    "and jaxmha.converters.lint_masks finds masks with another meaning"
+)
+
 
 class Departure(NamedTuple):
     """A layer of both models, and the difference of its outputs relative to the largest."""
@@ -68,4 +73,6 @@ class Proof:
                 f"first layer that departs: {target or 'the model'} from {source or 'the model'}, "
                 f"by {difference:.1e}"
             )
+        if self.difference is not None and self.difference > self.tolerance:
+            rows.append(_NEXT)
         return "\n".join(map(printable, rows))

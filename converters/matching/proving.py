@@ -34,7 +34,7 @@ def prove(
 ) -> Proof:
     """`jaxmha.converters.matching.prove`, which has no defaults here."""
     loading.check_policy("unused", unused)
-    mine, theirs = trees.read(source), trees.read(model)
+    mine, theirs = trees.read(source), trees.read(model, "model")
     try:
         hint = _LOADED * (plan is None)
         plan = lines.plan(mine, theirs, packing) if plan is None else plan

@@ -69,13 +69,20 @@ class Tree:
     notes: tuple[str, ...] = ()
 
 
-def read(model: Any) -> Tree:
+def read(model: Any, argument: str = "source") -> Tree:
     """Lists the arrays of a file, a folder of `save_pretrained`, a state dict, tree or model.
 
+    `argument`: its name in the error.
+
     Raises:
-      TypeError: `model` contains no array.
+      TypeError: `model` is a class, or contains no array.
       CheckpointError: the file cannot be read.
     """
+    if isinstance(model, type):
+        raise TypeError(
+            f"{argument} must be a model or a tree of arrays, got the class {model.__name__}: "
+            "pass an instance of it"
+        )
     if hub.is_address(model):
         found = hub.fetch(model)
         return replace(_file(found.folder), origin=found.address)
@@ -86,14 +93,14 @@ def read(model: Any) -> Tree:
     if _of(model, "keras"):
         return _keras(model)
     if isinstance(model, tuple) and len(model) == 2 and _of(model[0], "flax"):
-        return _tree(model[1], "linen")
+        return _tree(model[1], "linen", argument)
     if _of(model, "flax") and not isinstance(model, Mapping):
         return _nnx(model)
     if isinstance(model, Mapping) and "params" in model:
-        return _tree(model, "linen")
+        return _tree(model, "linen", argument)
     if isinstance(model, Mapping) and any(str(name).endswith(".weight") for name in model):
-        return _tree(model, "file")  # a torch state dict
-    return _tree(model, "equinox" if _of(model, "equinox") else "tree")
+        return _tree(model, "file", argument)  # a torch state dict
+    return _tree(model, "equinox" if _of(model, "equinox") else "tree", argument)
 
 
 def _of(model: Any, package: str) -> bool:
@@ -219,10 +226,13 @@ def keras_variables(model: Any) -> Iterator[tuple[str, Any, Any]]:
                 yield shown, layer, variable
 
 
-def _tree(tree: Any, kind: str) -> Tree:
+def _tree(tree: Any, kind: str, argument: str) -> Tree:
     flat = tree_leaves(tree)
     if not flat:
-        raise TypeError(f"expected a model or a tree of arrays, got {type(tree).__name__}")
+        raise TypeError(
+            f"{argument} must be a model or a tree of arrays, got {type(tree).__name__}, in which "
+            "there is no array: are the arguments swapped?"
+        )
     arrays, values = {}, {}
     for keys, leaf in flat:
         parts = tuple(part for key in keys for part in split(key))

@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 from experiments.recipes import bert, gemma, gpt2, llama, t5, vit, whisper
 from jaxmha import checkpoint
 from jaxmha.cli.app import app
-from jaxmha.converters import equinox, flax, match
+from jaxmha.converters import equinox, flax, keras, match
+from jaxmha.converters import torch as convert_torch
 from jaxmha.converters.matching import Line, prove
 
 
@@ -59,6 +60,7 @@ def test_a_module_with_its_activation_is_no_departure() -> None:
     proof = prove(source, flax.load_into(Mine(1e-2), source), inputs=inputs)
     assert proof.departure is not None
     assert proof.departure[:2] == ("norm", "ln")
+    assert "jaxmha.converters.attribute" in str(proof).splitlines()[-1]
 
 
 SMALL = {"fc.weight": np.arange(15, dtype="f").reshape(3, 5), "pooler.bias": np.ones(2, "f")}
@@ -169,3 +171,39 @@ def test_a_recipe_refuses_folders_of_other_models(recipe: Any, tmp_path: Path) -
     (tmp_path / "config.json").write_text('{"model_type": "clip"}')
     with pytest.raises(ValueError, match="model_type of the folder is clip, expected"):
         recipe.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("face", "model", "message"),
+    [
+        (flax, torch.nn.Linear(2, 3), "got torch's Linear: are model and source swapped"),
+        (flax, nnx.Linear, "got the class Linear: pass an instance"),
+        (flax, "weights.safetensors", "got str: are model and source swapped"),
+        (equinox, torch.nn.Linear(2, 3), "got torch's Linear: are model and source swapped"),
+        (convert_torch, Mine(), "model must be a torch module, got flax's Mine: are model and"),
+        (keras, torch.nn.Linear(2, 3), "model must be a built Keras model or layer, got torch's"),
+    ],
+)
+def test_swapped_arguments_and_classes_are_named(face: Any, model: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        face.load_into(model, {"weight": np.ones((3, 2), "f"), "bias": np.ones(3, "f")})
+
+
+def test_match_and_prove_name_the_argument_that_is_a_class() -> None:
+    with pytest.raises(
+        TypeError, match=r"target must be .* got the class Linear: pass an instance"
+    ):
+        match(SMALL, nnx.Linear)
+    with pytest.raises(TypeError, match=r"model must be .* got the class Linear: pass an instance"):
+        prove(SMALL, nnx.Linear)
+    with pytest.raises(TypeError, match=r"source must be .* got int, in which there is no array"):
+        match(3, PLACE)
+
+
+def test_the_nearest_array_is_named_before_zeros_are() -> None:
+    target = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="open question") as caught:
+        flax.load_into(target, torch.nn.Linear(2, 4))
+    text = str(caught.value)
+    nearest = "the nearest is weight (4, 2), which does not fit kernel (2, 3)"
+    assert 0 < text.find(nearest) < text.find("to fill it with zeros:")
