@@ -95,7 +95,7 @@ def test_a_lossy_cast_is_asked_for() -> None:
     values = {k: v + np.float32(1e-4) for k, v in SOURCE.items()}
     untouched = Mine(nnx.Rngs(0), jnp.bfloat16)
     before = np.asarray(untouched.linear.kernel[...])
-    with pytest.raises(ValueError, match="pass dtype='bfloat16' to round"):
+    with pytest.raises(ValueError, match=r"pass dtype='bfloat16' \(--dtype bfloat16\) to round"):
         flax.load_into(untouched, values)
     np.testing.assert_array_equal(untouched.linear.kernel[...], before)
     model = flax.load_into(Mine(nnx.Rngs(0), jnp.bfloat16), values, dtype="bfloat16")
