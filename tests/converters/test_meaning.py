@@ -81,11 +81,10 @@ def test_gpt_oss_is_equal_to_transformers() -> None:
     x = torch.randn(B, T, 48)
     cos, sin = theirs.GptOssRotaryEmbedding(config)(x, torch.arange(T)[None])
     mask = torch.full((T, T), -torch.inf).triu(1)[None, None]
-    with torch.no_grad():
-        expected, _ = module(x, (cos, sin), mask)
-
     layout = attention_blocks.named("llama-sinks")
-    state = {name: array.numpy() for name, array in module.state_dict().items()}
+    state = {name: array.numpy().copy() for name, array in module.state_dict().items()}
+    with torch.no_grad():  # in float64: torch's float32 is as far from it as ours
+        expected, _ = module.double()(x.double(), (cos.double(), sin.double()), mask.double())
     params, semantics = transform.import_params([layout], state, num_heads=6)
     frequencies = rope_frequencies(config.to_dict(), 8)
     q, k, v = project(params, x.numpy(), semantics=semantics)

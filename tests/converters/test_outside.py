@@ -78,8 +78,10 @@ def test_whole_models_are_the_same_in_every_framework(
     folder: Path, command: str, name: str
 ) -> None:
     code, data, text = printed(command, folder / "bert.safetensors", folder / name)
-    assert (code, data["same"], data["not_compared"]) == (0, True, []), text
-    assert text.endswith("the same")
+    guessed = name.startswith("keras")  # the order of its layers of one class and shape
+    assert (code, data["same"], data["not_compared"]) == (int(guessed), not guessed, []), text
+    assert bool(data["unproven"]) == guessed
+    assert "guess" in text if guessed else text.endswith("the same")
 
 
 KERNEL = "pooler/dense/kernel"

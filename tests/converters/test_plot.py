@@ -209,7 +209,8 @@ def test_command_draws_stored_weights(folder: Path) -> None:
     assert "head 1" not in out.read_text()
     assert "heads.svg" in fails(folder, *arguments, *more)
     found = json.loads(cli(*arguments, *more, "--force", "--json").stdout)
-    stored = np.load(folder / "batch.npz")["a"][1]
+    with np.load(folder / "batch.npz") as arrays:
+        stored = arrays["a"][1]
     expected = head_statistics(stored, KEYS, named=["[CLS]", "[SEP]"])
     assert found["heads"] == {str(n): expected[n]._asdict() for n in (3, 0)}
 
@@ -219,7 +220,8 @@ def test_command_draws_a_block(folder: Path) -> None:
     arguments = ("plot", folder / "layer.safetensors", "--inputs", folder / "inputs.npz")
     done = cli(*arguments, "--num-heads", 4, "--output", out, "--json")
     assert done.exit_code == 0, done.output
-    inputs = np.load(folder / "inputs.npz")
+    with np.load(folder / "inputs.npz") as arrays:
+        inputs = dict(arrays)
     with checkpoint.open(folder / "layer.safetensors") as file:
         state = {name: file[name] for name in file}
     params, semantics = torch.import_params(state, num_heads=4, prefix="a")
