@@ -9,21 +9,23 @@ from jaxmha.converters.layout.arrays import NDArray
 SHIFTS = (1, -1, 2, -2)
 
 
-def explain(a: NDArray | None, b: NDArray | None) -> tuple[str, str]:
+def explain(a: NDArray | None, b: NDArray | None, part: str = "mask") -> tuple[str, str]:
     """The name of the difference between two masks, and a sentence about it.
 
     Args:
       a, b: Boolean, `(#B, #N, #T, #S)`, True = attend; None allows every pair.
+      part: a name for the part of a mask that both arrays are, such as `padding`.
 
     >>> padding = np.arange(5) < np.array([[[[3]]], [[[4]]]])
     >>> explain(padding, ~padding)[0], explain(padding, None)[0]
     ('mask polarity', 'mask ignored')
     """
     if a is None or b is None:
-        with_, without = ("b", "a") if a is None else ("a", "b")
-        return "mask ignored", f"{with_} has a mask that {without} does not have"
+        return _missing("b" if a is None else "a", a if b is None else b, part)
     shape = np.broadcast_shapes(a.shape, b.shape)
     x, y = np.broadcast_to(a, shape), np.broadcast_to(b, shape)
+    if (found := _inverted(x, y) or _ignored(x, y, part)) is not None:
+        return found
     for check in _CHECKS:
         if (found := check(x, y)) is not None:
             return found
@@ -34,16 +36,31 @@ def explain(a: NDArray | None, b: NDArray | None) -> tuple[str, str]:
     )
 
 
+def _missing(owner: str, mask: NDArray | None, part: str) -> tuple[str, str]:
+    """The difference if only `owner` has this part; a dense triangle counts as the causal part."""
+    other = "b" if owner == "a" else "a"
+    title = "mask ignored"
+    if part == "causal part" or (mask is not None and _is_triangle(mask)):
+        title, part = "causality", "causal part"
+    return title, f"{other} lacks the {part} of {owner}'s mask"
+
+
+def _is_triangle(mask: NDArray) -> bool:
+    T, S = mask.shape[2:]
+    offset = _offset(mask)
+    return T > 1 and offset < S - 1 and bool((mask == np.tri(T, S, offset, dtype=bool)).all())
+
+
 def _inverted(x: NDArray, y: NDArray) -> tuple[str, str] | None:
     if not np.array_equal(x, ~y):
         return None
     return "mask polarity", "the mask means the opposite: a attends where b ignores"
 
 
-def _ignored(x: NDArray, y: NDArray) -> tuple[str, str] | None:
+def _ignored(x: NDArray, y: NDArray, part: str) -> tuple[str, str] | None:
     for one, other, full in (("a", "b", y), ("b", "a", x)):
         if full.all():
-            return "mask ignored", f"{one} has a mask that blocks, and {other} attends everywhere"
+            return "mask ignored", f"the {part} of {one} blocks pairs, that of {other} blocks none"
     return None
 
 
@@ -56,7 +73,8 @@ def _triangles(x: NDArray, y: NDArray) -> tuple[str, str] | None:
     low, wide = (x, y) if at[0] < at[1] else (y, x)
     if at[0] == at[1] or not np.array_equal(low, wide & np.tri(T, S, min(at), dtype=bool)):
         return None
-    if max(at) >= S - 1:
+    padding = wide.any(3)[..., None] & wide.any(2)[..., None, :]
+    if max(at) >= S - 1 or np.array_equal(wide, padding):
         causal, other = ("a", "b") if at[0] < at[1] else ("b", "a")
         return "causality", f"{causal} hides the future, and {other} does not"
     corners = {0: "the top-left corner", S - T: "the bottom-right corner"}
@@ -97,8 +115,6 @@ def _transposed(x: NDArray, y: NDArray) -> tuple[str, str] | None:
 
 
 _CHECKS: tuple[Callable[[NDArray, NDArray], tuple[str, str] | None], ...] = (
-    _inverted,
-    _ignored,
     _triangles,
     _rows_to_heads,
     _transposed,

@@ -281,10 +281,8 @@ def _masks(x: Values, y: Values) -> list[Factor]:
     found = []
     for name in MASKS:
         if _differs_as_mask(x[name], y[name]):
-            title, sentence = compare.explain(x[name], y[name])
-            if name == "mask.causal" and title == "mask ignored":
-                title = "causality"
-                sentence = sentence.replace("a mask", "a causal mask")
+            part = {"mask.causal": "causal part", "mask.array": "array"}.get(name, name[5:])
+            title, sentence = compare.explain(x[name], y[name], part)
             if title in ("mask", "mask shifted"):
                 title = _TITLES.get(name, title)
                 if name == "mask.padding" and title == "mask shifted":

@@ -277,6 +277,20 @@ def test_parts_of_everything_at_once_sum_to_the_total() -> None:
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(("dense", "merged"), [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize("lengths", [LENGTHS, LENGTHS - 3])
+def test_a_missing_causal_part_is_named(dense: bool, merged: bool, lengths: NDArray) -> None:
+    """Both layers have padding, as a `Mask` or an array, and one of them is causal as well."""
+    padding = Mask.padding(key_value=np.arange(S) < lengths[:, None])
+    causal = Mask.dense(np.tri(T, S, dtype=bool)) if dense else Mask.causal()
+    a = replace(draw(np.random.default_rng(5)), mask=causal & padding)
+    b = replace(a, mask=Mask.dense(padding.to_array(1, S, np)) if merged else padding)
+    part = attribution.between(a, b, inputs(np.random.default_rng(6))).parts[0]
+    assert part.name == "causality", part
+    text = "a hides the future" if merged else "b lacks the causal part of a's mask"
+    assert text in part.sentence
+
+
 def test_what_is_undone_is_no_part() -> None:
     """Queries twice as large, keys half of it: powers of 2, so that nothing is left at all."""
     rng = np.random.default_rng(7)
