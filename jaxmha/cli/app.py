@@ -23,6 +23,7 @@ from jaxmha.cli import (
     verify,
 )
 from jaxmha.cli.console import out
+from jaxmha.cli.help import Command, Group
 from jaxmha.cli.options import suffixes
 
 # One module per command, with its `command` and EXAMPLES, in the order of `--help`.
@@ -42,6 +43,7 @@ COMMANDS = {
 }
 
 app = typer.Typer(
+    cls=Group,
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -71,4 +73,4 @@ def main(
 
 
 for _name, _module in COMMANDS.items():
-    app.command(_name, epilog=_module.EXAMPLES)(_module.command)
+    app.command(_name, cls=Command, epilog=_module.EXAMPLES)(_module.command)

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import sys
+import textwrap
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -139,7 +140,12 @@ def print_table(
 
 
 def print_line(text: str, console: Console = out) -> None:
-    """Prints one line of markup, however long."""
+    """Prints one line of markup; a terminal gets it wrapped between words, so names stay whole."""
+    if console.is_terminal:  # rich itself breaks words that are longer than a line
+        text = "\n".join(
+            textwrap.fill(line, console.width, break_long_words=False, break_on_hyphens=False)
+            for line in text.split("\n")
+        )
     console.print(text, soft_wrap=True, highlight=False)
 
 
@@ -164,10 +170,10 @@ def print_some(lines: Sequence[str]) -> None:
     for line in lines[:SHOWN]:
         print_line(line)
     if (more := len(lines) - SHOWN) > 0:
-        out.print(f"and {more} more (--json lists all)", highlight=False)
+        print_line(f"and {more} more (--json lists all)")
 
 
 def print_verdict(same: bool, verdict: str) -> None:
     """Prints the last line of a comparison."""
     colour = "green" if same else "red"
-    out.print(f"[{colour}]{escape(verdict)}[/{colour}]", highlight=False)
+    print_line(f"[{colour}]{escape(verdict)}[/{colour}]")

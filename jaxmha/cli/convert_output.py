@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.table import Table
 
 from jaxmha import checkpoint
-from jaxmha.cli.console import SHOWN, err, escape, out, print_table
+from jaxmha.cli.console import SHOWN, err, escape, out, print_line, print_table
 from jaxmha.converters.migrate.pipeline import Conversion
 from jaxmha.converters.verify import report
 
@@ -21,34 +21,30 @@ def print_conversion(
     print_table(escape(str(destination)), columns, rows, names=2)
     for (count, where), blocks in Counter(x[1:] for x in done.heads).items():
         what = "1 block" if blocks == 1 else f"{blocks} blocks"
-        out.print(escape(f"heads {count} ({where}): {what}"), soft_wrap=True, highlight=False)
+        print_line(escape(f"heads {count} ({where}): {what}"))
     dtype = done.plan.dtype if done.plan else None
     kinds = ", ".join(
         f"{n} {kind}" for kind, n in Counter(k for k, *_ in done.other_layers).items()
     )
-    out.print(
+    print_line(
         f"{len(done.blocks)} attention blocks converted"
         + (f"; other layers: {kinds}" if kinds else "")
         + f"; {len(done.carried)} other tensors carried over unchanged"
-        + (f" but for the cast to {dtype}" if dtype else ""),
-        highlight=False,
+        + (f" but for the cast to {dtype}" if dtype else "")
     )
     if not done.files or not done.files[-1].endswith(destination.name):
-        out.print(f"{len(done.files)} shards of this part, no index yet", highlight=False)
+        print_line(f"{len(done.files)} shards of this part, no index yet")
     elif len(done.files) > 1:
-        out.print(f"{len(done.files) - 1} shards and their index", highlight=False)
+        print_line(f"{len(done.files) - 1} shards and their index")
     _print_losses(done.losses)
     for name in done.carried[:SHOWN]:
-        out.print(f"carried over: {escape(name)}", soft_wrap=True, highlight=False)
+        print_line(f"carried over: {escape(name)}")
     if (more := len(done.carried) - SHOWN) > 0:
-        out.print(f"and {more} more (--json lists all)", highlight=False)
+        print_line(f"and {more} more (--json lists all)")
     for note in done.notes if checked is None else checked.notes:
-        out.print(f"note: {escape(note)}", soft_wrap=True, highlight=False)
+        print_line(f"note: {escape(note)}")
     if checked is None:
-        out.print(
-            "[yellow]not compared[/yellow] with the source: `jaxmha verify` does that",
-            highlight=False,
-        )
+        print_line("[yellow]not compared[/yellow] with the source: `jaxmha verify` does that")
         return
     if not checked.same:
         err.print(escape(str(checked), keep="\n"), highlight=False)
@@ -58,22 +54,20 @@ def print_conversion(
     ran = f"; forward errors up to {max(errors):.3g} rounding floors" if errors else ""
     tensors = checked.target["tensors"]
     if done.unchecked:
-        out.print(
+        print_line(
             f"[yellow]not verified[/yellow]: {tensors} tensors are identical, but "
-            + escape("; ".join(done.unchecked)),
-            soft_wrap=True,
-            highlight=False,
+            + escape("; ".join(done.unchecked))
         )
         return
     cast = f" to the source cast to {checked.dtype}" if checked.dtype else ""
-    out.print(f"[green]verified[/green]: {tensors} tensors identical{cast}{ran}", highlight=False)
+    print_line(f"[green]verified[/green]: {tensors} tensors identical{cast}{ran}")
 
 
 def _print_losses(losses: Mapping[str, checkpoint.Loss]) -> None:
     """Prints the tensors that the cast changed most."""
     lossy = {name: loss for name, loss in losses.items() if not loss.exact}
     if losses and not lossy:
-        out.print("the cast lost nothing", highlight=False)
+        print_line("the cast lost nothing")
     if not lossy:
         return
     table = Table(title="lost by the cast: largest relative error, and how many became 0")
@@ -85,4 +79,4 @@ def _print_losses(losses: Mapping[str, checkpoint.Loss]) -> None:
         table.add_row(escape(name), loss.before, loss.after, error, str(loss.underflowed))
     out.print(table)
     if (more := len(lossy) - SHOWN) > 0:
-        out.print(f"and {more} more (--json lists all)", highlight=False)
+        print_line(f"and {more} more (--json lists all)")

@@ -172,7 +172,7 @@ def _print(flow: DataFlow, title: str) -> None:
     out.print(_nodes(flow))
     if flow.pairs is not None:
         full = flow.sizes["T"] * flow["logits"].shape[-1]
-        out.print(f"causal: {flow.pairs} of {full} pairs of every head are needed", highlight=False)
+        print_line(f"causal: {flow.pairs} of {full} pairs of every head are needed")
     out.print(_differences(flow))
 
 
@@ -184,9 +184,9 @@ def _draw(flow: DataFlow, svg: Path, force: bool, file: Path | None) -> None:
 
 def _print_end(others: int, svg: Path | None) -> None:
     if others:
-        out.print(f"one of {others + 1} blocks; --block names another", highlight=False)
+        print_line(f"one of {others + 1} blocks; --block names another")
     if svg is not None:
-        out.print(f"drawn in {escape(str(svg))}", highlight=False)
+        print_line(f"drawn in {escape(str(svg))}")
 
 
 def _nodes(flow: DataFlow) -> Table:

@@ -17,6 +17,7 @@ from jaxmha.cli.console import (
     one_message,
     out,
     print_json,
+    print_line,
     print_outside,
     print_some,
     print_verdict,
@@ -196,10 +197,10 @@ def _print(result: Difference) -> None:
     for name, one in result.blocks.items():
         show(name, one)
     for name in (*result.only_a, *result.only_b):
-        out.print(f"only in one source: {escape(name)}", highlight=False)
+        print_line(f"only in one source: {escape(name)}")
     print_outside(result.rest.differing, result.rest.left)
     for note in result.notes:
-        out.print(escape(note), highlight=False)
+        print_line(escape(note))
     left = len(result.rest.left)
     verdict = comparison.verdict(result.same, result.different, left, result.unproven)
     print_verdict(result.same, verdict)
@@ -211,7 +212,7 @@ def show(name: str, found: Attribution) -> None:
     if found.compared:
         title += f", {found.floor:.2g} is rounding"
     if not found.parts:
-        out.print(f"{title}", highlight=False)
+        print_line(f"{title}")
     else:
         table = Table(title=title, title_justify="left")
         table.add_column("part", overflow="fold")
@@ -231,7 +232,7 @@ def show(name: str, found: Attribution) -> None:
             )
         out.print(table)
     for sentence in found.idle:
-        out.print(f"without effect here: {escape(sentence)}", highlight=False)
+        print_line(f"without effect here: {escape(sentence)}")
     print_some(
         [f"[red]stored differently:[/red] {escape(sentence)}" for sentence in found.idle_weights],
     )

@@ -11,7 +11,6 @@ from jaxmha.cli.console import (
     SHOWN,
     escape,
     one_message,
-    out,
     print_json,
     print_line,
     print_notes,
@@ -25,8 +24,8 @@ EXAMPLES = (
     "Examples:\n\n  jaxmha inspect model.safetensors\n\n"
     "  jaxmha inspect encoder.pt --num-heads 8 --json"
 )
-_BLOCK = ("block", "layout", "family", "heads", "heads from", "dtype", "sizes", "sure")
-_LAYER = ("kind", "of", "count", "dtype", "sure", "for example", "why")
+_BLOCK = ("block", "layout", "family", "heads", "heads from", "dtype", "sizes", "confidence")
+_LAYER = ("kind", "of", "count", "dtype", "confidence", "for example", "why")
 
 
 def command(
@@ -60,10 +59,9 @@ def _print(file: Path, info: inspection.FileInfo) -> None:
         print_line(f"[red]damaged:[/red] {escape(broken)}")
     print_notes(info.notes)
     dtypes = ", ".join(f"{count} {name}" for name, count in info.dtypes.items())
-    out.print(
+    print_line(
         f"{len(info.blocks)} attention blocks; {len(info.layers)} other layers; "
-        f"{len(info.not_understood)} tensors not understood ({dtypes} in all)",
-        highlight=False,
+        f"{len(info.not_understood)} tensors not understood ({dtypes} in all)"
     )
 
 
@@ -103,4 +101,4 @@ def _print_not_understood(info: inspection.FileInfo) -> None:
         shape = "x".join(map(str, info.other_tensors[name])) or "scalar"
         print_line(escape(f"not understood: {name} ({shape}): {why}"))
     if (more := len(info.not_understood) - SHOWN) > 0:
-        out.print(f"and {more} more (--json lists all)", highlight=False)
+        print_line(f"and {more} more (--json lists all)")

@@ -13,7 +13,6 @@ from jaxmha.cli.console import (
     check_text,
     escape,
     one_message,
-    out,
     print_json,
     print_line,
     print_notes,
@@ -196,7 +195,7 @@ def _print(plan: Plan, resolved: Resolved, output: Path | None) -> None:
             print_line(f"[dim]{escape(line)}[/dim]")
     counts = Counter(step.kind for step in plan.steps)
     kinds = ", ".join(f"{count} {kind}" for kind, count in counts.items())
-    out.print(f"{len(resolved.made)} tensors: {kinds}", highlight=False)
+    print_line(f"{len(resolved.made)} tensors: {kinds}")
     print_notes([*plan.notes, *resolved.notes])
     written = f"written to {output}" if output else "nothing is written without --output plan.toml"
-    out.print(escape(written), highlight=False)
+    print_line(escape(written))

@@ -12,7 +12,7 @@ import jaxmha
 from jaxmha import checkpoint
 from jaxmha.checkpoint.atomic import check_target, replace_by
 from jaxmha.cli import like
-from jaxmha.cli.console import escape, one_message, out, print_json
+from jaxmha.cli.console import escape, one_message, out, print_json, print_line
 from jaxmha.cli.options import Block, Json, NumHeads, option, parse_integers
 from jaxmha.converters.layout.arrays import NDArray, to_numpy
 from jaxmha.converters.verify import load_block
@@ -100,7 +100,7 @@ def command(
             print_json({"output": str(output), "heads": data})
             return
         out.print(table({str(n): found[n] for n in drawn.heads}, special))
-        out.print(f"drawn in {escape(str(output))}", highlight=False)
+        print_line(f"drawn in {escape(str(output))}")
 
 
 class _Drawn(NamedTuple):

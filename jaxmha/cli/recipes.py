@@ -9,7 +9,7 @@ import typer
 from rich.table import Table
 
 from jaxmha.checkpoint.atomic import replace_by
-from jaxmha.cli.console import escape, one_message, out, print_json
+from jaxmha.cli.console import escape, one_message, out, print_json, print_line
 from jaxmha.cli.options import Json
 from jaxmha.converters.layout.base import guess
 
@@ -68,4 +68,4 @@ def _print(known: dict[str, Path], as_json: bool) -> None:
         lines = known[name].read_text().count("\n")
         table.add_row(name, str(lines), escape(text.partition(":")[0]))
     out.print(table)
-    out.print("`jaxmha recipes copy NAME FOLDER` writes one of them.", highlight=False)
+    print_line("`jaxmha recipes copy NAME FOLDER` writes one of them.")

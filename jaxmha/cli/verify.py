@@ -10,7 +10,6 @@ from jaxmha.cli.console import (
     check_text,
     escape,
     one_message,
-    out,
     print_json,
     print_line,
     print_notes,
@@ -82,11 +81,11 @@ def _print(report: comparison.Report) -> None:
     print_line("errors: RMS against float64, in rounding floors of the output")
     for block in report.blocks:
         if not block.same:
-            out.print(escape(str(block), keep="\n"), highlight=False)
+            print_line(escape(str(block), keep="\n"))
     for name in report.only_a:
-        out.print(f"only in the first: {escape(name)}", highlight=False)
+        print_line(f"only in the first: {escape(name)}")
     for name in report.only_b:
-        out.print(f"only in the second: {escape(name)}", highlight=False)
+        print_line(f"only in the second: {escape(name)}")
     print_outside(report.outside, report.not_compared)
     print_notes(report.notes)
     print_verdict(report.same, report.verdict)

@@ -1,7 +1,9 @@
 """The command line on files that the frameworks' own writers made."""
 
+import io
 import json
 import os
+import re
 import struct
 import subprocess
 import sys
@@ -10,10 +12,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from jaxmha import checkpoint
 from jaxmha.cli.app import COMMANDS, app
+from jaxmha.cli.console import print_line
 from jaxmha.converters import flax, keras, torch
 from tests.converters import layers
 
@@ -161,6 +165,25 @@ def test_help(command: list[str]) -> None:
     result = cli(*command, "--help")
     assert result.exit_code == 0
     assert ("Examples" if command else "Exit codes") in result.stdout
+
+
+def test_help_shows_no_value_for_flags_and_whole_choices() -> None:
+    text = cli("convert", "--help").stdout
+    assert "<bool>" not in text + cli("--help").stdout
+    assert "TARGET" in text
+    for dtype in ("float16", "bfloat16", "float32", "float64"):
+        assert re.search(rf"(^|[ │<]){dtype}($|[ │>])", text, re.MULTILINE), dtype
+
+
+def test_a_terminal_gets_lines_between_words_and_a_file_whole_ones() -> None:
+    path, prose = "/".join(["folder"] * 20), "one word after another " * 9
+    for terminal in (True, False):
+        console = Console(file=io.StringIO(), width=80, force_terminal=terminal, no_color=True)
+        print_line(f"{prose}{path} {prose}", console)
+        lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+        assert any(path in line for line in lines)
+        assert (len(lines) > 1) == terminal
+        assert not terminal or all(len(line.rstrip()) <= 80 or path in line for line in lines)
 
 
 def test_layouts_are_listed() -> None:
