@@ -73,7 +73,7 @@ def _triangles(x: NDArray, y: NDArray) -> tuple[str, str] | None:
     low, wide = (x, y) if at[0] < at[1] else (y, x)
     if at[0] == at[1] or not np.array_equal(low, wide & np.tri(T, S, min(at), dtype=bool)):
         return None
-    padding = wide.any(3)[..., None] & wide.any(2)[..., None, :]
+    padding = wide.any(3, keepdims=True) & wide.any(2, keepdims=True)
     if max(at) >= S - 1 or np.array_equal(wide, padding):
         causal, other = ("a", "b") if at[0] < at[1] else ("b", "a")
         return "causality", f"{causal} hides the future, and {other} does not"
