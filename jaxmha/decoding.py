@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float
 
-from jaxmha import bias_kv, checks, sharding
+from jaxmha import bias_kv, checks
 from jaxmha.arrays import Array
 from jaxmha.attention import attend, hashable
 from jaxmha.cached_attention import attend_cache, nan_where, reject_structure
@@ -19,12 +19,12 @@ from jaxmha.decoding_checks import (
     checked_cache,
     checked_counts,
     clipped_counts,
+    counts_of,
     reject_mean,
     reject_overflow,
     sizes_of,
 )
-from jaxmha.dims import bind
-from jaxmha.explicit_sharding import by_types, sharding_of_features, spec_of
+from jaxmha.explicit_sharding import by_types, step_specs
 from jaxmha.layer import policy_of
 from jaxmha.mask import Mask
 from jaxmha.mask_arguments import as_mask, with_window
@@ -110,17 +110,8 @@ def _traced(
     return traced_mods(*functions, compute_dtype(params, x=x))
 
 
-def _output_specs(
-    params: MHAParams, x: jax.Array, cache: CacheT, *_: object, **__: object
-) -> tuple[sharding.Axes, object] | None:
-    """Specs of the outputs: a cache keeps its sharding."""
-    found = sharding_of_features(x, params.query.kernel)
-    kept = jax.tree.map(lambda part: sharding.spec(*spec_of(part)), cache)
-    return found and (found.axes, (found.features, kept))
-
-
 @partial(jax.jit, static_argnames=("rotate", "implementation"))
-@by_types(_output_specs)
+@by_types(step_specs)
 def _prefill(
     params: MHAParams,
     x: jax.Array,
@@ -288,7 +279,7 @@ def extend(
 
 
 @partial(jax.jit, static_argnames=("rotate", "block"))
-@by_types(_output_specs)
+@by_types(step_specs)
 def _extend(
     params: MHAParams,
     x: jax.Array,
@@ -309,10 +300,7 @@ def _extend(
     tokens = jnp.arange(T, dtype=np.int32).reshape(1, T)
     positions = lengths[:, None] + tokens
     query, key, value = _heads(params, x, semantics, positions, rotate)
-    counts = jnp.full(B, T, np.int32)
-    if q_lengths is not None:
-        bind("q_lengths", q_lengths.shape, "B", sizes)
-        counts = jnp.minimum(clipped_counts(q_lengths), T)
+    counts = counts_of(q_lengths, sizes)
     cache, full = cache._replace(lengths=lengths).append(key, value, counts, left)
     mask = checks.flatten_mask(mask, (B,), sizes)
     out = attend_cache(params, query, cache, positions, mask, semantics, block, mods)

@@ -87,13 +87,22 @@ def checked_parts(cache: CacheT) -> CacheT:
                 )
         else:
             checks.floating_dtype(getattr(cache, name).dtype, f"the dtype of cache.{name}")
-    for name in ("lengths", "table"):
-        part = getattr(cache, name, None)
-        if part is not None and not jnp.issubdtype(part.dtype, np.integer):
-            raise TypeError(f"cache.{name} must be an integer array, got {part.dtype}")
-    if not isinstance(cache.lengths, np.ndarray):
-        return cache
-    return cache._replace(lengths=clipped_counts(cache.lengths))
+    lengths = checked_lengths(cache.lengths)
+    if isinstance(cache, PagedKVCache):
+        require_integers("cache.table", cache.table)
+    return cache._replace(lengths=lengths)
+
+
+def checked_lengths(lengths: Array) -> Array:
+    """Checks that the lengths of a cache are integers; converts NumPy arrays to int32."""
+    require_integers("cache.lengths", lengths)
+    return clipped_counts(lengths) if isinstance(lengths, np.ndarray) else lengths
+
+
+def require_integers(name: str, array: Array) -> None:
+    """Raises TypeError, which names the array, for one of another dtype."""
+    if not jnp.issubdtype(array.dtype, np.integer):
+        raise TypeError(f"{name} must be an integer array, got {array.dtype}")
 
 
 def reject_mean(policy: FullyMasked) -> None:
@@ -108,8 +117,8 @@ def reject_mean(policy: FullyMasked) -> None:
 def checked_counts(q_lengths: Array | None) -> Array | None:
     """Checks that `q_lengths` is an array of integers; converts NumPy arrays to int32."""
     require_arrays(optional=True, q_lengths=q_lengths)
-    if q_lengths is not None and not jnp.issubdtype(q_lengths.dtype, np.integer):
-        raise TypeError(f"q_lengths must be an integer array, got {q_lengths.dtype}")
+    if q_lengths is not None:
+        require_integers("q_lengths", q_lengths)
     return clipped_counts(q_lengths) if isinstance(q_lengths, np.ndarray) else q_lengths
 
 
@@ -118,16 +127,29 @@ def clipped_counts(lengths: ArrayT) -> ArrayT:
     return near(lengths).clip(0)  # type: ignore[return-value]
 
 
+def counts_of(q_lengths: jax.Array | None, sizes: dict[str, int]) -> jax.Array:
+    """The number of new tokens of each sequence, `(B,)`; None: all T."""
+    if q_lengths is None:
+        return jnp.full(sizes["B"], sizes["T"], np.int32)
+    bind("q_lengths", q_lengths.shape, "B", sizes)
+    return jnp.minimum(clipped_counts(q_lengths), sizes["T"])
+
+
+def reject_zigzag(T: int) -> None:
+    """Raises ValueError for several tokens in zig-zag order."""
+    mesh_axes = sharding.current()
+    if T > 1 and mesh_axes is not None and mesh_axes.zigzag:
+        raise ValueError(
+            f"x: T={T} tokens in zig-zag order, and a cache holds them by true position: "
+            "leave zigzag out of jaxmha.sharding.use here, and give them in their natural order"
+        )
+
+
 def sizes_of(params: MHAParams, x: jax.Array, cache: KVCache | PagedKVCache) -> dict[str, int]:
     """Checks every shape of a call and returns the sizes by letter; S counts slots."""
     sizes = check(params)
     bind("x", x.shape, "B T Dq", sizes)
-    mesh_axes = sharding.current()
-    if sizes["T"] > 1 and mesh_axes is not None and mesh_axes.zigzag:
-        raise ValueError(
-            f"x: T={sizes['T']} tokens in zig-zag order, and a cache holds them by true position: "
-            "leave zigzag out of jaxmha.sharding.use here, and give them in their natural order"
-        )
+    reject_zigzag(sizes["T"])
     for name, axes in AXES[type(cache)].items():
         if getattr(cache, name) is not None:
             bind(f"cache.{name}", getattr(cache, name).shape, axes, sizes)

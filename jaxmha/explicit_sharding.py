@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import jax
 from jax.sharding import AxisType, PartitionSpec
 
 from jaxmha.arrays import Array
+from jaxmha.params import Projection
 from jaxmha.sharding import AXES, Axes, Names, named, names_of, spec
 
 P = ParamSpec("P")
@@ -42,6 +43,22 @@ def sharding_of_features(x: Array, kernel: Array) -> TypeSharding | None:
         return None  # wrong shapes are reported by the shape checks
     *rows, _ = spec_of(x)
     return _sharding(x, rows, spec_of(kernel)[1])
+
+
+class HasQuery(Protocol):
+    """Parameters of a layer."""
+
+    @property
+    def query(self) -> Projection: ...
+
+
+def step_specs(
+    params: HasQuery, x: Array, cache: object, *_: object, **__: object
+) -> tuple[Axes, object] | None:
+    """Specs of the output of a step and of its cache, which keeps its sharding: for `by_types`."""
+    found = sharding_of_features(x, params.query.kernel)
+    kept = jax.tree.map(lambda part: spec(*spec_of(part)), cache)
+    return found and (found.axes, (found.features, kept))
 
 
 def sharding_of_heads(x: Array) -> TypeSharding | None:

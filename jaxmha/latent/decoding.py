@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Integer
 
-from jaxmha import checks, sharding
+from jaxmha import checks
 from jaxmha.arrays import Array, require_arrays
 from jaxmha.attention import attend, hashable
 from jaxmha.cached_attention import attend_cache, nan_where, reject_structure
@@ -16,13 +16,16 @@ from jaxmha.cached_step import BLOCK
 from jaxmha.decoding_checks import (
     AXES,
     checked_counts,
+    checked_lengths,
     checked_parts,
     clipped_counts,
+    counts_of,
     reject_mean,
     reject_overflow,
+    reject_zigzag,
 )
 from jaxmha.dims import bind
-from jaxmha.explicit_sharding import by_types, sharding_of_features, spec_of
+from jaxmha.explicit_sharding import by_types, step_specs
 from jaxmha.latent.cache import LatentCache, LatentT, append, as_heads
 from jaxmha.latent.heads import Latent, check_arguments, check_inputs, flat_positions
 from jaxmha.latent.layer import with_scale
@@ -157,17 +160,8 @@ def decode_step(
     )
 
 
-def _output_specs(
-    params: LatentParams, x: jax.Array, cache: LatentT, *_: object, **__: object
-) -> tuple[sharding.Axes, object] | None:
-    """Specs of the outputs: a cache keeps its sharding."""
-    found = sharding_of_features(x, params.query.kernel)
-    kept = jax.tree.map(lambda part: sharding.spec(*spec_of(part)), cache)
-    return found and (found.axes, (found.features, kept))
-
-
 @partial(jax.jit, static_argnames=("rotate", "implementation"))
-@by_types(_output_specs)
+@by_types(step_specs)
 def _prefill(
     params: LatentParams,
     x: jax.Array,
@@ -210,7 +204,7 @@ def _prefill(
 
 
 @partial(jax.jit, static_argnames=("rotate",))
-@by_types(_output_specs)
+@by_types(step_specs)
 def _extend(
     params: LatentParams,
     x: jax.Array,
@@ -231,10 +225,7 @@ def _extend(
     positions = lengths[:, None] + tokens
     latent = Latent(params, semantics, dtype, rotate)
     queries = latent.absorbed(latent.queries(x, positions))
-    counts = jnp.full(B, T, np.int32)
-    if q_lengths is not None:
-        bind("q_lengths", q_lengths.shape, "B", found)
-        counts = jnp.minimum(clipped_counts(q_lengths), T)
+    counts = counts_of(q_lengths, found)
     new = latent.keys(x, positions)
     cache, full = append(cache._replace(lengths=lengths), new, counts, left)
     mask = checks.flatten_mask(mask, (B,), found)
@@ -271,11 +262,7 @@ def _checked(params: LatentParams, x: Array, cache: LatentT, semantics: Semantic
         require_arrays(**{f"cache.{name}": part})
     checks.reject_rounding(cache=cache)
     checks.floating_dtype(cache.latents.dtype, "the dtype of cache.latents")
-    if not jnp.issubdtype(cache.lengths.dtype, np.integer):
-        raise TypeError(f"cache.lengths must be an integer array, got {cache.lengths.dtype}")
-    if not isinstance(cache.lengths, np.ndarray):
-        return cache
-    return cache._replace(lengths=clipped_counts(cache.lengths))
+    return cache._replace(lengths=checked_lengths(cache.lengths))
 
 
 def _sizes(
@@ -290,10 +277,5 @@ def _sizes(
         if getattr(cache, name) is not None:
             bind(f"cache.{name}", getattr(cache, name).shape, axes, of_cache)
     found["S"] = cache.slots
-    mesh_axes = sharding.current()
-    if found["T"] > 1 and mesh_axes is not None and mesh_axes.zigzag:
-        raise ValueError(
-            f"x: T={found['T']} tokens in zig-zag order, and a cache holds them by true position: "
-            "leave zigzag out of jaxmha.sharding.use here, and give them in their natural order"
-        )
+    reject_zigzag(found["T"])
     return found, dtype
