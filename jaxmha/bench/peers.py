@@ -49,14 +49,22 @@ OURS = "jaxmha"
 IMPLEMENTATIONS = ("native", "few_queries", "blocked", "reference", "cudnn", "tokamax", "splash")
 # Caches in pages that are timed by name, `jaxmha:paged`, and the dtype that they store; None: that of
 # the case.
-CACHES: dict[str, str | None] = {"paged": None, "paged-int8": "int8"}
-CACHES["paged-float8"] = "float8_e4m3fn"
+CACHES: dict[str, str | None] = {
+    "paged": None,
+    "paged-int8": "int8",
+    "paged-float8": "float8_e4m3fn",
+}
 
 
 def cache_of(name: str) -> str | None:
     """The cache that the name of a peer names, one of `CACHES`; None: it names none."""
     base, _, cache = name.partition(":")
     return cache if base == OURS and cache in CACHES else None
+
+
+def stored_by(name: str) -> str | None:
+    """The dtype of keys and values in the cache that a peer names; None: that of the case."""
+    return CACHES.get(cache_of(name) or "")
 
 
 def peer(name: str) -> Peer:

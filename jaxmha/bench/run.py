@@ -10,7 +10,7 @@ import numpy as np
 from jaxmha.bench import machine, measure, memory
 from jaxmha.bench.case import Case
 from jaxmha.bench.fleet import Fleet
-from jaxmha.bench.peers import CACHES, IMPLEMENTATIONS, OURS, PEERS, cache_of
+from jaxmha.bench.peers import CACHES, IMPLEMENTATIONS, OURS, PEERS, stored_by
 
 # Seconds that a peer may take for its rounds, beyond the fewest.
 BUDGET = 20.0
@@ -105,7 +105,7 @@ def row(case: Case, name: str, found: Row, limits: Row, choice: Row) -> Row:
         return made | {"failed": found["failed"]}
     seconds = median(found["seconds"])
     quarter, three_quarters = np.quantile(found["seconds"], [0.25, 0.75])
-    nbytes = case.bytes_with(CACHES.get(cache_of(name) or ""))
+    nbytes = case.bytes_with(stored_by(name))
     least = max(case.flop * 1e-12 / limits["tflops"], nbytes * 1e-9 / limits["gb_per_second"])
     return made | {key: found[key] for key in measure.KEPT if key in found} | {
         "seconds": seconds,

@@ -44,8 +44,7 @@ def prepare(state: State, case: dict[str, Any], expected: str) -> dict[str, Any]
     compiled = time.perf_counter() - start
     reply = program.outputs(data.only_compared(this, inputs.cotangent))
     rounded = os.environ.get("JAX_PLATFORMS") != "cpu"
-    stored = peers.CACHES.get(peers.cache_of(state.peer) or "")
-    kept = Path(expected)
+    stored, kept = peers.stored_by(state.peer), Path(expected)
     found = exact.errors(this, inputs, kept, *reply, rounded_products=rounded, stored=stored)
     program.run()
     state.run, state.seconds = program.run, timed(program.run, 1)
