@@ -85,18 +85,17 @@ def _check_model(made_for: str, expected: str, model: object) -> None:
         raise TypeError(
             f"model must be {expected}, got the class {model.__name__}: pass an instance of it"
         )
-    package = next((x for x in ("torch", "keras", "flax") if x in _packages(model)), "")
+    from jaxmha.converters.layout.arrays import packages_of
+
+    packages = packages_of(model)
+    package = next((x for x in ("torch", "keras", "flax") if x in packages), "")
     tree = package in ("", "flax") and not isinstance(model, str | Path)
     fits = {
         "into_torch": package == "torch",
-        "into_keras": "keras" in _packages(model),
+        "into_keras": "keras" in packages,
         "into_flax": package == "flax" or isinstance(model, tuple | Mapping),
         "into_tree": tree,
     }
     if not fits[made_for]:
         kind = f"{package}'s " * bool(package) + type(model).__name__
         raise TypeError(f"model must be {expected}, got {kind}: are model and source swapped?")
-
-
-def _packages(model: object) -> set[str]:
-    return {base.__module__.split(".")[0] for base in type(model).__mro__}

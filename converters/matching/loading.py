@@ -10,7 +10,7 @@ import numpy as np
 from einops import rearrange
 
 from jaxmha.checkpoint import Lazy, TensorInfo, hub
-from jaxmha.converters.layout.arrays import NDArray, to_torch
+from jaxmha.converters.layout.arrays import NDArray, packages_of, to_torch
 from jaxmha.converters.matching import lines, trees
 from jaxmha.converters.matching.patterns import expand
 from jaxmha.converters.matching.plan import Line, MatchPlan, Packing
@@ -290,7 +290,7 @@ def _named(dtype: str) -> np.dtype[Any]:
 
 def fill(model: Any, ready: Lazy) -> Any:
     """Fills a model of any framework; returns it, or a new tree for linen, equinox and trees."""
-    packages = {base.__module__.split(".")[0] for base in type(model).__mro__}
+    packages = packages_of(model)
     if "torch" in packages:
         return into_torch(model, ready)
     if "keras" in packages:

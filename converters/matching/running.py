@@ -9,7 +9,7 @@ from unittest import mock
 
 import numpy as np
 
-from jaxmha.converters.layout.arrays import NDArray, to_numpy
+from jaxmha.converters.layout.arrays import NDArray, packages_of, to_numpy
 from jaxmha.converters.matching.trees import keras_variables, node, tree_leaves
 
 Arguments = tuple[Any, ...] | Mapping[str, Any]
@@ -37,7 +37,7 @@ def run(model: Any, arguments: Arguments) -> Run:
     Raises:
       TypeError: the model is of another kind.
     """
-    packages = {base.__module__.split(".")[0] for base in type(model).__mro__}
+    packages = packages_of(model)
     if "torch" in packages:
         return _torch(model, arguments)
     if "keras" in packages:

@@ -12,7 +12,7 @@ import numpy as np
 from jaxmha import checkpoint
 from jaxmha.checkpoint import hub
 from jaxmha.converters.discovery import live_model
-from jaxmha.converters.layout.arrays import NDArray, to_numpy
+from jaxmha.converters.layout.arrays import NDArray, packages_of, to_numpy
 from jaxmha.converters.matching import keras_files
 
 # Class of a layer -> axes of its main array: o output, i input (convolutions also have window
@@ -104,7 +104,7 @@ def read(model: Any, argument: str = "source") -> Tree:
 
 
 def _of(model: Any, package: str) -> bool:
-    return any(base.__module__.split(".")[0] == package for base in type(model).__mro__)
+    return package in packages_of(model)
 
 
 def _file(path: Path) -> Tree:

@@ -26,7 +26,7 @@ from jaxmha.converters.discovery import (
 )
 from jaxmha.converters.discovery.attention_blocks import Block, shapes
 from jaxmha.converters.discovery.notes import listed
-from jaxmha.converters.layout.arrays import NDArray, to_numpy
+from jaxmha.converters.layout.arrays import NDArray, packages_of, to_numpy
 from jaxmha.converters.verify.other_tensors import EMPTY, Source
 from jaxmha.params import check, from_leaves, leaves
 
@@ -205,8 +205,7 @@ def exact_dtypes(dtype: np.dtype[Any]) -> Iterator[None]:
 def _read_live(given: AnySource, num_heads: int | None) -> Comparand:
     """Reads the attention layers (also hand-written ones) and other tensors of a model object."""
     module = given[0] if isinstance(given, tuple) and given else given
-    packages = (base.__module__.split(".")[0] for base in type(module).__mro__)
-    package = next((p for p in packages if p in FRAMEWORKS), None)
+    package = next((p for p in packages_of(module) if p in FRAMEWORKS), None)
     if package is None:
         raise TypeError(
             f"cannot compare {_shown(given)}: give a path, a flat dict of arrays, MHAParams, a live "

@@ -9,7 +9,7 @@ from unittest import mock
 
 import numpy as np
 
-from jaxmha.converters.layout.arrays import NDArray, to_numpy
+from jaxmha.converters.layout.arrays import NDArray, packages_of, to_numpy
 from jaxmha.extras import needed
 
 Item = TypeVar("Item")
@@ -51,7 +51,7 @@ def text_weights(model: object, tokenizer: Tokenizer, text: str, layer: int = 0)
     if ids.size == 0:
         raise ValueError(f"the tokenizer makes no token of the text {text!r}")
     tokens = tokenizer.convert_ids_to_tokens(ids[0].tolist())
-    kinds = {base.__module__.partition(".")[0] for base in type(model).__mro__}
+    kinds = packages_of(model)
     if "transformers" in kinds:
         return TextWeights(_transformers(model, ids, layer), tokens)
     if "flax" in kinds:
