@@ -62,7 +62,7 @@ def positions_of(source: "str | os.PathLike[str]") -> "dict[str, Positions]":
 
 
 def masks_of(source: "str | os.PathLike[str]") -> "dict[str, Attended]":
-    """Which keys every attention block of a published model attends, by block prefix.
+    """The keys that every attention block of a published model attends, by block prefix.
 
     `source`: the folder of the model, with config.json, or a checkpoint in it. Pass `mask(T, S)` as
     the mask, together with the padding of the input: `found[prefix].mask(T, S) & padding`.

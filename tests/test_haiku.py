@@ -53,7 +53,7 @@ def pair(**settings: Any) -> tuple[Any, Any]:
 
 
 def masks(*batch: int) -> dict[str, Any]:
-    """Of several shapes; the third query has nothing to attend."""
+    """Masks of several shapes, in which the third query attends no key."""
     full = numbers(*batch, N, T, S) < 0.3
     full[..., 2, :] = False
     ones = (1,) * len(batch)

@@ -73,7 +73,7 @@ def test_every_array(
 
 
 def test_every_instruction_set_has_the_same_names() -> None:
-    """Of the layer under the kernels; helpers of one header are no part of it."""
+    """The headers of the thin layer define the same names, apart from helpers of x86 or NEON alone."""
     of = {
         file.stem: set(NAME.findall(file.read_text()))
         for file in build_library.SOURCES.glob("simd_*.h")

@@ -129,7 +129,7 @@ def with_memory(results: dict[str, Any]) -> list[Entry]:
 
 
 def kernels(results: dict[str, Any]) -> str:
-    """Which kernels ran: they are in C++ where jaxmha-cpu is installed."""
+    """Says whether the C++ kernels of jaxmha-cpu ran."""
     reason = results["native"]
     return f"jaxmha with{'' if reason == 'used' else 'out'} its native kernels"
 

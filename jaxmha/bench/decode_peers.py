@@ -1,8 +1,8 @@
 """Decode steps over a cache.
 
-Of a whole layer, for peers that have a cache: it is written in place, and every call appends the same
-token after the same past, whose length is known when the program runs. Of the core, over the caches
-of jaxmha, which are read only.
+Steps of a whole layer need a peer that has a cache. A step writes it in place, and appends the same
+token after the same past in every call; the program learns the length of the past when it runs. Steps
+of the core only read the caches of jaxmha.
 """
 
 from collections.abc import Callable

@@ -255,7 +255,7 @@ def test_keras_files_take_no_more_steps_than_the_writer_counts(
 def test_two_threads_read_back_every_tensor(
     damaged: int, suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a large file, here of any: one wrong digest is found, and the counts end as they must."""
+    """They find one wrong digest and count all bytes; here every file is large enough for two."""
     monkeypatch.setattr(writer, "_LARGE", 0)
     names, counts = [f"{i}/vars/0" for i in range(5)], list[tuple[int, int]]()
     tensors = {name: np.full((300, 11), i) for i, name in enumerate(names)}

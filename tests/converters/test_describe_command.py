@@ -101,7 +101,7 @@ def test_stacked_layers_have_numbers(folder: Path) -> None:
 
 
 def test_a_block_has_the_name_that_its_user_gave(tmp_path: Path) -> None:
-    """Which files of Keras keep."""
+    """Files of Keras keep that name."""
     params = jaxmha.init_params(jax.random.key(0), num_heads=2, features=6)
     path, prefix = tmp_path / "m.weights.h5", "layers/multi_head_attention"
     arrays = keras.export_params(params, layout="keras-file", prefix=prefix)

@@ -14,7 +14,7 @@ FREE = "not read"  # the mask is then that of the model
 
 
 class Given(NamedTuple):
-    """What is known of the mask of a block before its model runs.
+    """The mask of a block as jaxmha knows it before the model runs.
 
     `attended`: what jaxmha reads; None: the caller of the model gives the mask. `paddings`: the
     masks of tokens that the runner gave, `B S` each.
@@ -80,7 +80,7 @@ def _windows(attended: Attended, batch: int, T: int) -> Iterator[NDArray]:
 
 
 def described(seen: NDArray) -> str:
-    """What a mask is, `B N T S`, without keys that no query of the row attends."""
+    """Names the kind of a mask `B N T S`; keys that no query of the row attends do not count."""
     first, S = seen[0, 0], seen.shape[-1]
     T = len(first)
     if (seen != seen[:, :1]).any():

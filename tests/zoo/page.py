@@ -67,7 +67,7 @@ def _reason(model_type: str, result: dict[str, Any]) -> str:
 
 
 def _not_run(result: dict[str, Any]) -> str:
-    """Which blocks did not run, and the error of the part that has them."""
+    """Names the blocks that did not run, and the error of the part that has them."""
     left = [b["prefix"] for b in result["blocks"] if b["class"] == "not run"]
     places = dict.fromkeys(re.sub(r"[0-9]+", "{i}", prefix) for prefix in left)
     errors = result.get("ran", {})
