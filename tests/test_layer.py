@@ -449,7 +449,7 @@ def test_every_shape_is_checked_once(call: str, monkeypatch: pytest.MonkeyPatch)
         checked.append(name)
         dims.bind(name, *rest)
 
-    for module in ("attention", "decoding", "params", "projections"):
+    for module in ("attention", "decoding_checks", "params", "projections"):
         monkeypatch.setattr(f"jaxmha.{module}.bind", spy)
     params = jaxmha.init_params(KEY, num_heads=2, features=6)
     cache, x = jaxmha.KVCache.empty(params, 1, 5), jnp.ones((1, 3, 6))
