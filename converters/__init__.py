@@ -93,17 +93,54 @@ def attribute(a: Any, b: Any, inputs: Any = None, **options: Any) -> "Attributio
     return attribute(a, b, inputs, **options)
 
 
-def lint_masks(framework: str, **arguments: Any) -> "list[Finding]":
-    """Explains suspicious mask arguments of a framework; see `jaxmha.converters.masks.lint`.
+def lint_masks(
+    framework: str,
+    *,
+    batch_size: int | None = None,
+    num_heads: int | None = None,
+    query_length: int | None = None,
+    key_length: int | None = None,
+    dtype: object = None,
+    **arguments: Any,
+) -> "list[Finding]":
+    """Lists what is suspicious about the mask arguments of one call, each with a remedy.
+
+    Correct masks give no finding, with two exceptions, which look like errors: left padding of
+    every row may be right padding the other way round, and without `query_length` queries that see
+    a growing part of the keys, in steps of more than one, may be a batch. No finding proves
+    nothing: `attribute` compares outputs.
+
+    Args:
+      framework: one of `jaxmha` (its functions and modules; a `mask` may be a `Mask`), `torch`
+        (nn.MultiheadAttention), `sdpa`, `keras`, `flax`, `jax`, `huggingface`.
+      batch_size, num_heads, query_length, key_length: B, N, T, S of the call; more known sizes
+        allow more checks. Without `query_length`, T is that of the arrays; a causal `Mask`
+        without such an array is taken for self-attention, `T = S`.
+      dtype: compute dtype of the model, for any framework, if it differs from that of the mask.
+      arguments: the framework's own, as `import_masks` takes them; other arguments of the call,
+        such as `query` or `scale`, are accepted and ignored.
+
+    Raises:
+      ValueError: an unknown framework. TypeError: an argument that the call does not have.
 
     >>> import numpy as np
-    >>> print(*lint_masks("torch", attn_mask=np.tri(3, dtype=bool)), sep="\\n")  # doctest: +ELLIPSIS
-    attn_mask: it hides the past and the diagonal and shows the future: ... Pass its negation ...
-    arguments: 1 of 3 rows have nothing left to attend, ...
+    >>> padding = np.array([[True, True, False], [True, True, True]])  # True = a token
+    >>> for finding in lint_masks("torch", key_padding_mask=padding):
+    ...     print(finding.name)
+    inverted
+    empty rows
+    >>> print(*lint_masks("jax", mask=padding[::-1]))  # doctest: +ELLIPSIS
+    mask: its first axis of 2 is read as T, and looks like the batch ... `mask[:, None, None, :]`.
     """
     from jaxmha.converters.masks.lint import lint_masks
 
-    return lint_masks(framework, **arguments)
+    sizes = {
+        "batch_size": batch_size,
+        "num_heads": num_heads,
+        "query_length": query_length,
+        "key_length": key_length,
+    }
+    return lint_masks(framework, dtype=dtype, **sizes, **arguments)
 
 
 def match(source: Any, target: Any, *, packing: "Packing" = "ask") -> "Plan":

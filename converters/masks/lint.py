@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxmha import Mask, dot_product_attention, multi_head_attention
 from jaxmha.converters.layout.arrays import NDArray, to_numpy
+from jaxmha.converters.masks.compose import checked
 from jaxmha.converters.masks.lint_rules import CHECKS, Finding, blocked_by, given
 from jaxmha.converters.masks.spec import MaskArg
 from jaxmha.static_checks import one_of
@@ -49,43 +50,39 @@ def lint_masks(
 ) -> list[Finding]:
     """Lists what is suspicious about the mask arguments of one call.
 
-    Correct masks give no finding, except that left padding of every row is named: it looks like
-    right padding the other way round. No finding proves nothing: `attribute` compares outputs.
+    See `jaxmha.converters.lint_masks`.
 
-    Args:
-      framework: one of `jaxmha` (its functions and modules; a `mask` may be a `Mask`), `torch`
-        (nn.MultiheadAttention), `sdpa`, `keras`, `flax`, `jax`, `huggingface`.
-      batch_size, num_heads, query_length, key_length: B, N, T, S of the call; more known sizes
-        allow more checks.
-      dtype: compute dtype of the model, for any framework, if it differs from that of the mask.
-      arguments: the framework's own, as `import_masks` takes them; other arguments of the call,
-        such as `query` or `scale`, are accepted and ignored.
-
-    Raises:
-      ValueError: an unknown framework. TypeError: an argument that the call does not have.
-
-    >>> padding = np.array([[True, True, False], [True, True, True]])  # True = a token
-    >>> for finding in lint_masks("torch", key_padding_mask=padding):
-    ...     print(finding.name)
-    inverted
-    empty rows
+    >>> [finding.name for finding in lint_masks("torch", key_padding_mask=np.eye(2) > 0)]
+    []
     """
     one_of("framework", framework, FRAMEWORKS)
     arguments = _of_masks(framework, arguments)
     table: tuple[MaskArg, ...] = _module(framework).ARGUMENTS
     known = (batch_size, num_heads, query_length, key_length)
     sizes = {letter: n for letter, n in zip(SIZES, known, strict=True) if n is not None}
-    if isinstance(mask := arguments.get("mask"), Mask):
-        arguments = {**arguments, "mask": _array_of(mask, sizes)}
+    mask, made_of = arguments.pop("mask", None), None
+    if isinstance(mask, Mask):
+        try:
+            made_of = checked(mask, sizes)
+        except ValueError as error:
+            return [_refused("mask", error)]
+    array = mask if made_of is None else _array_of(made_of, sizes)
+    arguments |= {} if array is None else {"mask": array}
     found: list[Finding] = []
     for argument in table:
         value = arguments.get(argument.name)
-        if value is None or (read := given(argument, to_numpy(value), sizes, dtype)) is None:
+        source = made_of if argument.name == "mask" else None
+        if value is None:
             continue
-        found += [finding for check in CHECKS if (finding := check(read)) is not None]
+        if (read := given(argument, to_numpy(value), sizes, dtype, source)) is not None:
+            found += [finding for check in CHECKS if (finding := check(read)) is not None]
     found += _is_causal(framework, arguments)
     found += _row_to_head(framework, arguments, sizes)
-    found += _whole(framework, arguments, sizes, {finding.name for finding in found})
+    if made_of is not None:
+        arguments.pop(
+            "mask", None
+        )  # its conditions say which queries are padding, an array does not
+    found += _whole(framework, arguments, made_of, sizes, {finding.name for finding in found})
     return found
 
 
@@ -95,16 +92,15 @@ def _module(framework: str) -> ModuleType:
 
 
 def _array_of(mask: Mask, sizes: Mapping[str, int]) -> NDArray | None:
-    """The pairs of a mask; None if its number of keys is not known."""
+    """The pairs of a mask, of as few axes as it has; None if its number of keys is not known."""
     mask = replace(mask, query_padding=None, query_lengths=None)  # rows of no query may be empty
-    fields = {"T": mask.query_segments, "S": mask.key_value_segments}
-    if mask.key_value_padding is not None:
-        fields["S"] = mask.key_value_padding
-    T, S = (
-        sizes.get(a) or next(_lengths(a, axis, mask, None, fields), None)
-        for a, axis in (("T", -2), ("S", -1))
-    )
-    return None if S is None else np.asarray(mask.to_array(T or 1, S, np))
+    T, S = _lengths(mask, None, sizes)
+    if S is None:
+        return None
+    array = np.asarray(mask.to_array(T, S, np))
+    while array.ndim > 2 and len(array) == 1:
+        array = array[0]
+    return array
 
 
 def _of_masks(framework: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -184,7 +180,11 @@ def _row_to_head(
 
 
 def _whole(
-    framework: str, arguments: dict[str, Any], sizes: Mapping[str, int], known: set[str]
+    framework: str,
+    arguments: dict[str, Any],
+    conditions: Mask | None,
+    sizes: Mapping[str, int],
+    known: set[str],
 ) -> Iterator[Finding]:
     """Findings about all arguments together: `import_masks` refuses them, or rows are empty."""
     importer = _module(framework).import_masks
@@ -197,22 +197,18 @@ def _whole(
         mask, bias = importer(**{**extra, **arguments})
     except (ValueError, TypeError) as error:
         if not known & {"is_causal", "wrong axis"}:
-            yield Finding("refused", "arguments", str(error).rstrip("."), "See the message")
+            yield _refused("arguments", error)
         return
-    fields = {} if mask is None else {"T": mask.query_padding, "S": mask.key_value_padding}
-    T, S = (
-        sizes[a] if a in sizes else next(iter(_lengths(a, axis, mask, bias, fields)), 1)
-        for a, axis in (("T", -2), ("S", -1))
-    )
+    mask = (mask or Mask()) & (conditions or Mask())
+    T, S = _lengths(mask, bias, sizes)
     if not T or not S:
         return
-    allowed = np.ones((1, 1, T, S), bool)
-    if mask is not None:
-        absent = replace(mask, query_padding=None, query_lengths=None)
-        allowed = allowed & np.asarray(absent.to_array(T, S, np))
+    absent = replace(mask, query_padding=None, query_lengths=None)
+    allowed = np.asarray(absent.to_array(T, S, np))
     if bias is not None:
         allowed = allowed & ~blocked_by(np.asarray(bias))
-    empty = ~allowed.any(-1)
+    seen = allowed.any(-1)
+    empty = ~seen & (_tokens(mask, T, S) | ~seen.any(-1, keepdims=True))
     if empty.any():
         b, _, t = np.argwhere(empty)[0]
         yield Finding(
@@ -224,11 +220,44 @@ def _whole(
         )
 
 
-def _lengths(
-    letter: str, axis: int, mask: Mask | None, bias: NDArray | None, fields: Mapping[str, Any]
-) -> Iterator[int]:
-    """The sizes of one axis in the arrays of a mask and a bias, leaving out broadcast axes."""
-    arrays = [bias, None if mask is None else mask.array]
-    yield from (x.shape[axis] for x in arrays if x is not None and x.shape[axis] != 1)
-    if fields.get(letter) is not None:
-        yield fields[letter].shape[-1]
+def _refused(argument: str, error: Exception) -> Finding:
+    return Finding("refused", argument, str(error).rstrip("."), "See the message")
+
+
+def _lengths(mask: Mask, bias: NDArray | None, sizes: Mapping[str, int]) -> tuple[int, int | None]:
+    """T and S of a call, as given or as the arrays have them; S is None if none has it.
+
+    If nothing has T, there are as many queries as keys in a mask that treats queries differently,
+    and any number in another: one stands for all.
+    """
+    arrays = [np.shape(x) for x in (bias, mask.array) if x is not None]
+    fields = {
+        "T": (-2, mask.query_padding, mask.query_segments),
+        "S": (-1, mask.key_value_padding, mask.key_value_segments),
+    }
+    found = dict(sizes)
+    for letter, (axis, *ofs) in fields.items():
+        own = [n for shape in arrays if (n := ((1, 1, 1, *shape))[axis]) != 1]
+        own += [x.shape[-1] for x in ofs if x is not None]
+        if own:
+            found.setdefault(letter, own[0])
+    S = found.get("S")
+    ordered = mask.causal_offset is not None or mask.window_size is not None
+    return found.get("T", S if ordered and S is not None else 1), S
+
+
+def _tokens(mask: Mask, T: int, S: int) -> NDArray:
+    """True, broadcastable to `(B, 1, T)`, for each query that is no padding, as far as a mask tells.
+
+    Query i of a causal mask has its own key at `i + offset`, which is padding if the query is.
+    """
+    queries = Mask(query_padding=mask.query_padding, query_lengths=mask.query_lengths)
+    tokens: NDArray = np.asarray(queries.to_array(T, 1, np))[..., 0]
+    offset = 0 if mask.causal_offset is None and T == S else mask.causal_offset
+    ordered = mask.causal_offset is not None or mask.window_size is not None
+    if mask.key_value_padding is None or offset is None or not ordered:
+        return tokens
+    keys = Mask(key_value_padding=mask.key_value_padding).to_array(1, S, np)
+    own = np.arange(T) + np.asarray(offset).reshape(-1, 1, 1)
+    valid = np.take_along_axis(np.asarray(keys)[:, :, 0], np.clip(own, 0, S - 1), -1)
+    return np.asarray(tokens & valid)

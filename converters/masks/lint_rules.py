@@ -7,6 +7,7 @@ from typing import NamedTuple, cast
 import numpy as np
 from numpy.typing import DTypeLike
 
+from jaxmha import Mask
 from jaxmha.converters.layout.arrays import NDArray
 from jaxmha.converters.masks.spec import MaskArg
 from jaxmha.dims import parse
@@ -33,7 +34,8 @@ class Given(NamedTuple):
     """A mask argument, the axes by which it is read, and the pairs that it allows.
 
     `keep` is True where a pair is allowed, and `letters` are its axes; the axis `(B N)` is split in
-    two if N is known.
+    two if N is known. `sizes` are those of the call, as far as they are known, and `made_of` is the
+    `Mask` that the array was made of.
     """
 
     argument: MaskArg
@@ -42,17 +44,22 @@ class Given(NamedTuple):
     letters: tuple[str, ...]
     sizes: Mapping[str, int]
     dtype: str
+    made_of: Mask | None
 
 
 def given(
-    argument: MaskArg, array: NDArray, sizes: Mapping[str, int], dtype: object
+    argument: MaskArg,
+    array: NDArray,
+    sizes: Mapping[str, int],
+    dtype: object,
+    made_of: Mask | None = None,
 ) -> Given | None:
     """Reads a mask argument by its axes.
 
     Returns None for lengths, and if no axes fit, which `import_masks` reports itself.
 
-    >>> given(MaskArg("mask", ("T S",)), np.ones((2, 3), bool), {}, None).sizes
-    {'T': 2, 'S': 3}
+    >>> given(MaskArg("mask", ("#S", "#T #S")), np.ones((2, 3), bool), {}, None).letters
+    ('T', 'S')
     """
     axes = next((a for a in argument.axes if len(parse(a)) == array.ndim), None)
     if axes is None or argument.field.endswith("lengths"):
@@ -66,9 +73,8 @@ def given(
         split = len(group) == 2 and N and size % N == 0
         letters += group if split else ["".join(group)]
         shape += [size // N, N] if split else [size]
-    own = {a: n for a, n in zip(letters, shape, strict=True) if n > 1}
     computed = _name_of(array.dtype if dtype is None else dtype)
-    return Given(argument, array, keep.reshape(shape), tuple(letters), {**own, **sizes}, computed)
+    return Given(argument, array, keep.reshape(shape), tuple(letters), sizes, computed, made_of)
 
 
 def blocked_by(added: NDArray) -> NDArray:
@@ -151,13 +157,23 @@ def _paddings(slices: NDArray) -> NDArray | None:
     return rows if batch else None
 
 
-def _band(rows: NDArray) -> bool:
-    """True if neither the first nor the last True of a row lies left of that of the row before.
+def _is_batch(rows: NDArray, T: int | None) -> bool:
+    """True if rows of `S` entries are padding of a batch, and cannot be what successive queries see.
 
-    Causal masks and windows have this property.
+    Each query sees as many keys as the one before or more: one more, or all up to its own key, or
+    any number where `T` says that there are as many queries as rows.
     """
-    edges = [rows.argmax(1), rows.shape[1] - rows[:, ::-1].argmax(1)]
-    return all((np.diff(edge) >= 0).all() for edge in edges)
+    known = len(rows) == T
+    rows = rows[rows.any(1)]
+    if not _one_block(rows) or not len(rows) or (rows == rows[:1]).all():
+        return False
+    seen = rows.sum(1)
+    if rows[:, -1].all():
+        seen = seen[::-1]  # left padding: queries that see the future see less and less
+    own = np.arange(len(rows)) + rows.shape[1] - len(rows) + 1  # the last queries of all keys
+    steps = np.diff(seen)
+    ordered = known or (steps <= 1).all() or (seen >= own).all()
+    return not (ordered and (steps >= 0).all())
 
 
 def _is_inverted_causal(slices: NDArray) -> bool:
@@ -232,7 +248,12 @@ def _negation(given: Given) -> str:
     added = given.array.dtype != np.bool_ and given.argument.other == "added"
     if added:
         return "Exclude the others, `np.where(mask == 0, -np.inf, 0)`"
-    return f"Pass its negation (`{'~mask' if given.array.dtype == np.bool_ else 'mask == 0'}`)"
+    negated = "~mask" if given.array.dtype == np.bool_ else "mask == 0"
+    if given.made_of is not None:
+        array, padding = given.made_of.array, given.made_of.key_value_padding
+        negated = "Mask.dense(~mask.to_array(T, S))" if array is None else "Mask.dense(~array)"
+        negated = negated if padding is None else "Mask.padding(key_value=~padding)"
+    return f"Pass its negation (`{negated}`)"
 
 
 def _zero_one(given: Given) -> Finding | None:
@@ -317,27 +338,30 @@ def _head_order(given: Given) -> Finding | None:
 
 
 def _wrong_axis(given: Given) -> Finding | None:
-    """Finds a batch of paddings whose batch axis is read as another axis of the same size."""
-    B = given.sizes.get("B")
-    if B is None or B < 2 or not given.keep.size:
+    """Finds a batch of paddings whose batch axis is read as another axis."""
+    keep, letters, sizes = given.keep, given.letters, given.sizes
+    if letters not in (("T", "S"), ("N", "T", "S")) or len(keep) < 2 or not keep.size:
         return None
-    shape, letters = given.keep.shape, given.letters
-    if letters == ("T", "S") and shape[0] == B == given.sizes.get("T"):
-        paddings, wanted = _paddings(given.keep[:, None]), "[:, None, None, :]"
-        if paddings is None or _band(paddings) or paddings.diagonal().all():
-            return None
-    elif letters == ("N", "T", "S") and shape[0] == B == given.sizes.get("N"):
-        paddings, wanted = _paddings(given.keep), "[:, None]"
-        if paddings is None:
-            return None
-    else:
+    letter, B, size = letters[0], sizes.get("B"), sizes.get(letters[0])
+    fits = all(sizes.get(a, n) == n for a, n in zip(letters[1:], keep.shape[1:], strict=True))
+    if B not in (None, len(keep)) or not fits:
         return None
+    by_size = B is not None and size not in (None, len(keep))
+    by_rows = _is_batch(keep, size) if letter == "T" else _paddings(keep) is not None
+    if not (by_size or by_rows):
+        return None
+    wanted = "[:, None, None, :]" if letter == "T" else "[:, None]"
+    fix = f"Give it its axes: `mask{wanted}`"
+    if letter == "T" and given.made_of is not None:
+        fix = "Pass `Mask.padding(key_value=array)`"
+    elif letter == "T" and len(parse(given.argument.axes[-1])) < 4:
+        fix = "Pass it as `key_padding_mask`"
     return Finding(
         "wrong axis",
         given.argument.name,
-        f"its first axis of {B} is read as {letters[0]}, and looks like the batch (B={B}): padding of "
-        f"one batch row would be applied to one {'query' if letters[0] == 'T' else 'head'} of all",
-        f"Give it its axes: `mask{wanted}`",
+        f"its first axis of {len(keep)} is read as {letter}, and looks like the batch (B): padding "
+        f"of one batch row would be applied to one {'query' if letter == 'T' else 'head'} of all",
+        fix,
     )
 
 

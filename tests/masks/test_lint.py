@@ -19,6 +19,7 @@ SAME = {"batch_size": T, "query_length": T, "key_length": S}
 SQUARE = np.arange(S) < np.array([[3], [5], [2], [4], [1]])  # B = T = S
 BY_HEAD = np.repeat(np.arange(S) < np.array([[3], [5], [4]]), T, 0).reshape(3, T, S)  # B = N
 ORDER = np.stack([np.tri(T, S, 0, dtype=bool), np.tri(T, S, 1, dtype=bool)])
+LEFT = Mask.padding(key_value=TOKENS[:, ::-1])
 LOW = np.where(CAUSAL, 0.0, -1e9)
 
 # Findings: framework, arguments, and words of the message and the fix.
@@ -183,7 +184,7 @@ FOUND: dict[str, tuple[str, dict[str, Any], str, list[str]]] = {
         "jaxmha",
         {"mask": Mask.padding(key_value=np.arange(10) >= np.array([[8], [5]]))},
         "left padding",
-        ["here True means attend"],
+        ["here True means attend", "`Mask.padding(key_value=~padding)`"],
     ),
     "nothing left": (
         "torch",
@@ -210,6 +211,22 @@ FOUND: dict[str, tuple[str, dict[str, Any], str, list[str]]] = {
         ["read as T", "one query", "[:, None, None, :]"],
     ),
     "batch as queries in jax": ("jax", {"mask": SQUARE, **SAME}, "wrong axis", ["read as T"]),
+    "sorted batch as queries": ("jaxmha", {"mask": TOKENS}, "wrong axis", ["read as T"]),
+    "left-padded batch as queries": ("sdpa", {"attn_mask": TOKENS[:, ::-1]}, "wrong axis", []),
+    "batch as queries in torch": (
+        "torch",
+        {"attn_mask": ~TOKENS[::-1]},
+        "wrong axis",
+        ["Pass it as `key_padding_mask`"],
+    ),
+    "inverted batch as queries": ("jax", {"mask": ~SQUARE}, "wrong axis", ["read as T"]),
+    "batch of a known size as queries": (
+        "flax",
+        {"mask": np.ones((B, S)), "batch_size": B, "query_length": T},
+        "wrong axis",
+        ["read as T"],
+    ),
+    "batch as an unknown number of heads": ("jax", {"mask": BY_HEAD}, "wrong axis", ["read as N"]),
     "batch as heads in flax": (
         "flax",
         {"mask": BY_HEAD, "batch_size": 3, "num_heads": 3},
@@ -240,6 +257,12 @@ FOUND: dict[str, tuple[str, dict[str, Any], str, list[str]]] = {
         {"attn_mask": np.ones((T, S), bool), "is_causal": True},
         "is_causal",
         ["another refuses the call"],
+    ),
+    "a Mask of other sizes": (
+        "jaxmha",
+        {"mask": LEFT, "key_length": S + 1},
+        "refused",
+        ["mask.key_value_padding", "S=6"],
     ),
     "refused by torch": (
         "torch",
@@ -326,6 +349,24 @@ SILENT: dict[str, tuple[str, dict[str, Any]]] = {
             "key_length": S,
         },
     ),
+    "causal and left padding in a Mask": ("jaxmha", {"mask": Mask.causal() & LEFT}),
+    "a window and left padding in a Mask": ("jaxmha", {"mask": Mask.window(2, 0) & LEFT}),
+    "causal next to left padding in a Mask": ("jaxmha", {"mask": LEFT, "is_causal": True}),
+    "later queries and left padding in a Mask": (
+        "jaxmha",
+        {"mask": Mask.causal(S - 3) & LEFT, "query_length": 3},
+    ),
+    "left padding in a causal model": (
+        "huggingface",
+        {"attention_mask": TOKENS[:, ::-1].astype(int), "is_causal": True},
+    ),
+    "later queries, each with one key more": ("jax", {"mask": np.tri(3, 5, 1, dtype=bool)}),
+    "blocks of queries": ("sdpa", {"attn_mask": np.arange(4) < np.array([[2], [2], [4], [4]])}),
+    "few queries of a growing part of the keys": (
+        "flax",
+        {"mask": np.arange(9) < np.array([[2], [5], [8]]), "query_length": 3},
+    ),
+    "as many queries as the batch has rows": ("jax", {"mask": SQUARE[[2, 0, 0, 1, 1]], **SAME}),
     "the future alone": ("jax", {"mask": np.triu(np.ones((T, S), bool))}),
     "later tokens of a cache": ("flax", {"mask": np.tri(3, 5, 2, dtype=bool) & (np.arange(5) > 1)}),
     "left padding of a cache": (
@@ -441,6 +482,19 @@ def _parameters(function: Any) -> Any:
     import inspect
 
     return inspect.signature(function).parameters
+
+
+@pytest.mark.parametrize(
+    ("mask", "fix"),
+    [
+        (Mask.dense(TOKENS), "Pass `Mask.padding(key_value=array)`"),
+        (Mask.dense(~CAUSAL), "Pass its negation (`Mask.dense(~array)`)"),
+        (Mask.window(None, None) & ~CAUSAL, "Pass its negation (`Mask.dense(~array)`)"),
+    ],
+)
+def test_remedies_of_a_mask(mask: Mask, fix: str) -> None:
+    """`~` is not defined for a `Mask`."""
+    assert lint_masks("jaxmha", mask=mask)[0].fix == fix
 
 
 def test_unknown_framework() -> None:
