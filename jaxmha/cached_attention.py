@@ -1,6 +1,7 @@
 """Attention over a cache of keys and values, where each sequence has its own length."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,7 +11,8 @@ from jaxtyping import Float, Int
 
 from jaxmha import bias_kv
 from jaxmha.cached_step import Cache, Step, make_step, over_extras, over_slots
-from jaxmha.implementations import one_query, online_softmax
+from jaxmha.implementations import cache_kernels, online_softmax
+from jaxmha.implementations.fused.cudnn_cached import Stored
 from jaxmha.implementations.native import cache_step
 from jaxmha.implementations.online_softmax import State
 from jaxmha.implementations.sinks import share_of_keys
@@ -59,9 +61,9 @@ def attend_cache(
     if 0 in (B, T, cache.slots):
         return jnp.zeros((B, T, N, h), query.dtype)
 
-    def plain() -> jax.Array:
+    def finished(find: Callable[[Step], State]) -> jax.Array:
         step = make_step(query, cache, positions, mask, semantics, mods)
-        state = _natively(step, block) or over_slots(step, block)
+        state = find(step)
         if params is not None:
             state = over_extras(step, params, semantics, state)
         softmax = online_softmax.normalize(state)
@@ -74,27 +76,38 @@ def attend_cache(
             out = jnp.where(softmax.row_sum == 0, jnp.nan, out)
         return jnp.moveaxis(out.reshape(B, N, T, h), 1, 2).astype(query.dtype)
 
-    # `one_query` applies no window. A cache of at most left + 1 slots needs none: it holds no
-    # token to the left of the window.
+    def plain() -> jax.Array:
+        return finished(lambda step: _natively(step, block) or over_slots(step, block))
+
+    stored = _by_length(cache, mask, mods)
+    if stored is None:
+        return plain()
+    lengths = jnp.asarray(cache.lengths)
+    extras = learned is not None or (params is not None and bias_kv.count(params, semantics) > 0)
+    kernel: Callable[[], jax.Array] | None = None
+    if T == 1 and not extras:
+        kernel = cache_kernels.attend(query, stored, lengths, semantics)
+    else:
+        state = cache_kernels.state(query, stored, positions[:, 0], lengths, semantics)
+        if state is not None:
+            kernel = partial(finished, lambda _: state())
+    return plain() if kernel is None else cache_kernels.on_kernels_platform(kernel, plain)
+
+
+def _by_length(cache: Cache, mask: Mask, mods: Mods) -> Stored | None:
+    """Keys and values where a step attends all tokens so far; None: it does not, or they do not lie
+    in whole arrays."""
+    # A cache of at most left + 1 slots needs no window: it holds no token to the left of it.
     left, _ = mask.window_size or (None, None)
-    by_length = mask.key_value_padding is None and mask.array is None
-    by_length = by_length and mods.score is None and mods.mask is None
-    if (
-        T == 1
-        and by_length
-        and (left is None or left + 1 >= cache.slots)
-        and learned is None
-        and (params is None or not bias_kv.count(params, semantics))
-    ):
-        lengths, slots, table = jnp.asarray(cache.lengths), cache.whole(), cache.pages()
-        found = None
-        if slots is not None:
-            found = one_query.attend(query, slots.keys, slots.values, lengths, semantics, plain)
-        elif table is not None:
-            pools = jnp.asarray(cache.key), jnp.asarray(cache.value)
-            found = one_query.attend_pages(query, pools, table, lengths, semantics, plain)
-        return plain() if found is None else found
-    return plain()
+    windowed = left is not None and left + 1 < cache.slots
+    if windowed or mask.key_value_padding is not None or mask.array is not None:
+        return None
+    if mods.score is not None or mods.mask is not None:
+        return None
+    slots, table = cache.whole(), cache.pages()
+    if slots is not None:
+        return Stored(slots.keys, slots.values)
+    return None if table is None else Stored(*map(jnp.asarray, (cache.key, cache.value)), table)
 
 
 def _natively(step: Step, block: int) -> State | None:

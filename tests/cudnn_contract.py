@@ -126,7 +126,7 @@ def paged_attention(
     assert layout == private.AttentionLayout.BNTH.value
     assert (dropout_rate, variadic_args, cudnn_version) == (0.0, (False, False), 91900)
     assert sliding_window_length is None
-    assert query.shape[2] == 1, "more queries are causal from the first key on"
+    assert mask_type == MaskType.PADDING, "queries are causal from the first key on"
 
     def gathered(pages: Any, table: Any) -> Any:
         return jnp.swapaxes(of_table(jnp.swapaxes(pages, 1, 2), table), 1, 2)

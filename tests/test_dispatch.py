@@ -5,7 +5,8 @@ import json
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,7 +21,7 @@ from experiments.scaling import workers
 from jaxmha import Mask, implementations
 from jaxmha.cli.app import app
 from jaxmha.implementations import KERNELS, UnsupportedError, platforms, probe, reference
-from jaxmha.implementations.fused import cudnn, cudnn_paged
+from jaxmha.implementations.fused import cudnn, cudnn_cached
 from jaxmha.implementations.probe_cases import Kind
 from tests import conformance, cudnn_contract
 from tests.sharding.probing import probed
@@ -299,6 +300,17 @@ def test_the_trial_is_right_about_a_right_kernel(kind: Kind) -> None:
     assert tried(kind) == probe.Finding(None)
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("leaks", [False, True])
+@pytest.mark.parametrize("paged", [False, True])
+def test_the_trial_of_a_cache(monkeypatch: pytest.MonkeyPatch, *, paged: bool, leaks: bool) -> None:
+    cudnn_contract.install(monkeypatch, leaks=leaks)
+    attend = partial(cudnn_cached.attend, paged=paged)
+    found = probe._tried(attend, cudnn_cached.unsupported_reason, Kind("bfloat16"))
+    assert found == probe.Finding(None, leaks=leaks)
+
+
 def test_a_kernel_that_leaks_gets_zeroed_arrays(
     gpu: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -319,28 +331,54 @@ def test_a_kernel_that_leaks_gets_zeroed_arrays(
     )
 
 
-@pytest.mark.usefixtures("trusted")
-def test_a_step_reads_the_cache_as_it_lies(gpu: list[Any]) -> None:
-    """The same as in plain XLA, whatever the free slots hold; also in a ring as large as a window."""
-    params = jaxmha.init_params(
+def by_steps(params: Any, cache: Any, sizes: Sequence[int], **options: Any) -> tuple[Any, Any]:
+    """Outputs of tokens that steps of these sizes append, here and in plain XLA."""
+    rng = np.random.default_rng(0)
+    found, want = [], []
+    for T in sizes:
+        x = jnp.asarray(rng.standard_normal((2, T, 32)), jnp.bfloat16)
+        counts = np.asarray([T, T - (T > 1)])
+        with jaxmha.lowering_for("cpu"):
+            want.append(jaxmha.extend(params, x, cache, q_lengths=counts, **options)[0])
+        out, cache = jaxmha.extend(params, x, cache, q_lengths=counts, **options)
+        found.append(out)
+    one, other = (np.asarray(jnp.concatenate(x, 1), np.float32) for x in (found, want))
+    return one, other
+
+
+def cached_params() -> Any:
+    return jaxmha.init_params(
         jax.random.key(0), num_heads=4, num_kv_heads=2, features=32, dtype=jnp.bfloat16
     )
-    rng = np.random.default_rng(0)
-    tokens = jnp.asarray(rng.standard_normal((2, 9, 32)), jnp.bfloat16)
-    for slots, mask in ((12, None), (4, Mask.window(3, 0))):
-        cache = jaxmha.KVCache.empty(params, 2, slots)
-        cache = cache._replace(value=jnp.full_like(cache.value, jnp.nan))
-        found, want = [], []
-        for t in range(9):
-            x = tokens[:, t : t + 1]
-            with jaxmha.lowering_for("cpu"):
-                want.append(jaxmha.decode_step(params, x, cache, mask=mask)[0])
-            out, cache = jaxmha.decode_step(params, x, cache, mask=mask)
-            found.append(out)
-        asked = gpu[-1]
-        assert (asked["T"], asked["S"], asked["H"]) == (1, slots, 8)
-        one, other = (np.asarray(jnp.concatenate(x, 1), np.float32) for x in (found, want))
-        np.testing.assert_allclose(one, other, atol=0.03 * np.abs(other).max(), rtol=0)
+
+
+ALONE = {"T": 1, "S": 12, "lse": False}
+SINKS = {"sinks": jnp.asarray([0.5, -1, 2, 0], jnp.bfloat16)}
+# Parameters of a layer, slots and window of its cache, sizes of steps, and the calls for the last step.
+STEPS: dict[str, tuple[dict[str, Any], int, Any, tuple[int, ...], list[dict[str, Any]]]] = {
+    "one": ({}, 12, None, (1, 1, 1), [ALONE]),
+    "ring": ({}, 4, Mask.window(3, 0), (1,) * 9, [ALONE | {"S": 4}]),
+    "several": (
+        {}, 12, None, (3, 1, 5),
+        [{"T": 10, "S": 12, "lse": True}, {"T": 5, "S": 5, "lse": True}],
+    ),
+    "sinks": (SINKS, 12, None, (2, 1), [{"T": 2, "S": 12, "lse": True}]),
+}  # fmt: skip
+
+
+@pytest.mark.everyday(name=["ring", "several"])
+@pytest.mark.usefixtures("trusted")
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_reads_the_cache_as_it_lies(gpu: list[Any], name: str) -> None:
+    """The same as in plain XLA, whatever the free slots hold; also in a ring as large as a window."""
+    more, slots, mask, sizes, calls = STEPS[name]
+    params = cached_params()._replace(**more)
+    cache = jaxmha.KVCache.empty(params, 2, slots)
+    cache = cache._replace(value=jnp.full_like(cache.value, jnp.nan))
+    one, other = by_steps(params, cache, sizes, mask=mask)
+    np.testing.assert_allclose(one, other, atol=0.03 * np.abs(other).max(), rtol=0)
+    asked = [{key: call[key] for key in ("T", "S", "lse")} for call in gpu]
+    assert all(call in asked for call in calls), asked
 
 
 @pytest.mark.parametrize("leaks", [False, True])
@@ -349,27 +387,17 @@ def test_a_step_reads_pages_where_they_lie(
 ) -> None:
     """By cuDNN unless the probe finds that it reads dead slots; pages of any pool, after a fork."""
     cudnn_contract.install(monkeypatch, leaks=leaks)
-    params = jaxmha.init_params(
-        jax.random.key(0), num_heads=4, num_kv_heads=2, features=32, dtype=jnp.bfloat16
-    )
-    rng = np.random.default_rng(0)
-    tokens = jnp.asarray(rng.standard_normal((2, 9, 32)), jnp.bfloat16)
+    params = cached_params()
     cache = jaxmha.PagedKVCache.empty(params, 2, 12, pages=9, page_size=4)
     cache = cache._replace(value=jnp.full_like(cache.value, jnp.nan))
-    _, cache = jaxmha.extend(params, tokens[:, :4], cache, q_lengths=np.asarray([4, 1]))
-    cache = cache.fork(0, 1)
-    found, want = [], []
-    for t in range(4, 9):
-        x = tokens[:, t : t + 1]
-        with jaxmha.lowering_for("cpu"):
-            want.append(jaxmha.decode_step(params, x, cache)[0])
-        out, cache = jaxmha.decode_step(params, x, cache)
-        found.append(out)
-    asked = [call for call in gpu if call.get("pages") == 9]
-    assert bool(asked) == (not leaks)
-    one, other = (np.asarray(jnp.concatenate(x, 1), np.float32) for x in (found, want))
+    x = jnp.asarray(np.random.default_rng(1).standard_normal((2, 4, 32)), jnp.bfloat16)
+    with jaxmha.lowering_for("cpu"):
+        _, cache = jaxmha.extend(params, x, cache, q_lengths=np.asarray([4, 1]))
+    one, other = by_steps(params, cache.fork(0, 1), (1, 3, 1))
     np.testing.assert_allclose(one, other, atol=0.03 * np.abs(other).max(), rtol=0)
-    assert probe.leaks(cudnn_paged.NAME, Kind("bfloat16")) == leaks
+    asked = {call["T"] for call in gpu if call.get("pages") == 9}
+    assert asked == (set() if leaks else {1, 6})
+    assert probe.leaks(cudnn_cached.PAGED, Kind("bfloat16")) == leaks
 
 
 @pytest.mark.everyday(broken=[False])

@@ -109,6 +109,13 @@ def fold(
     return State(before.out * alpha + out, row_max, before.row_sum * alpha + row_sum)
 
 
+def joined(a: State, b: State) -> State:
+    """The state over the keys of both."""
+    row_max = jnp.maximum(a.row_max, b.row_max)
+    alpha, beta = (jnp.exp(x.row_max - row_max) for x in (a, b))
+    return State(a.out * alpha + b.out * beta, row_max, a.row_sum * alpha + b.row_sum * beta)
+
+
 def divisor_of(row_sum: jax.Array) -> jax.Array:
     """The row sum, or 1 in fully masked rows, where it is 0.
 

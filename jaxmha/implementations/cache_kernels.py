@@ -1,0 +1,119 @@
+"""Attention of a step over a cache by cuDNN, without a copy of the cache and without T x S scores."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float, Int
+
+from jaxmha import implementations, sharding
+from jaxmha.implementations import online_softmax, platforms, probe, probe_cases
+from jaxmha.implementations.base import Request
+from jaxmha.implementations.fused import cudnn, cudnn_cached
+from jaxmha.implementations.fused.cudnn_cached import Stored
+from jaxmha.implementations.online_softmax import State
+from jaxmha.mask import Mask
+from jaxmha.semantics import Semantics
+
+NAME = "cudnn"
+
+
+def attend(
+    query: Float[jax.Array, "B 1 N H"],
+    stored: Stored,
+    lengths: Int[jax.Array, "B"],
+    semantics: Semantics,
+) -> Callable[[], Float[jax.Array, "B 1 N H"]] | None:
+    """Attention of one query over the first `lengths` tokens; None: cuDNN would need a copy, or
+    cannot compute it."""
+    request = _request(query, stored, lengths, semantics)
+    if not _takes(request, stored):
+        return None
+    return lambda: cudnn_cached.out(query, stored, lengths, request.scale)
+
+
+def state(
+    query: Float[jax.Array, "B T N H"],
+    stored: Stored,
+    past: Int[jax.Array, "B"],
+    lengths: Int[jax.Array, "B"],
+    semantics: Semantics,
+) -> Callable[[], State] | None:
+    """The softmax state of T causal queries, the first of which follows `past` tokens; None as above.
+
+    One call for the tokens of the past, which all queries attend, and one for those of the step. Each
+    is rounded once to the dtype of the cache.
+    """
+    (B, T, N, H), K = query.shape, stored.keys.shape[1]
+    whole = _request(query, stored, lengths, semantics)._replace(return_lse=True)
+    own = _struct((B, T, K, H), stored.keys.dtype)
+    step = whole._replace(key=own, value=own, mask=Mask.causal() & Mask.lengths(key_value=lengths))
+    if not _takes(whole, stored):
+        return None
+    if T > 1 and implementations.unsupported(step, NAME) is not None:
+        return None
+
+    def run() -> State:
+        if T == 1:
+            return _as_state(*cudnn_cached.rows(query, stored, lengths, whole.scale))
+        before = _as_state(*cudnn_cached.rows(query, stored, past, whole.scale))
+        key, value = stored.at(past[:, None] + jnp.arange(T, dtype=np.int32)[None])
+        mask = Mask.causal() & Mask.lengths(key_value=(lengths - past).clip(0, T))
+        leaks = probe.leaks(NAME, probe_cases.kind_of(step))
+        found = cudnn.attend(step._replace(key=key, value=value, mask=mask), leaks=leaks)
+        assert found.lse is not None
+        out = jnp.swapaxes(found.out, 1, 2).reshape(B, K, N // K * T, H)
+        after = _as_state(out, found.lse.reshape(out.shape[:3]))
+        return online_softmax.joined(before, after)
+
+    return run
+
+
+def on_kernels_platform(
+    kernel: Callable[[], jax.Array], otherwise: Callable[[], jax.Array]
+) -> jax.Array:
+    """The kernel on its platform, and `otherwise` in programs lowered for others."""
+
+    def elsewhere() -> jax.Array:
+        with platforms.lowering_for("cpu"):
+            return otherwise()
+
+    platform = implementations.KERNELS[NAME]
+    found: jax.Array = jax.lax.platform_dependent(default=elsewhere, **{platform: kernel})
+    return found
+
+
+def _struct(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+    make: Any = jax.ShapeDtypeStruct
+    return make(shape, dtype)
+
+
+def _request(query: jax.Array, stored: Stored, lengths: jax.Array, semantics: Semantics) -> Request:
+    """The request of queries that attend the same keys; of keys and values it has the shapes."""
+    B, S = len(query), stored.slots
+    key, value = (_struct((B, S, x.shape[1], x.shape[3]), x.dtype) for x in stored[:2])
+    mask, zero = Mask.lengths(key_value=lengths), replace(semantics, fully_masked="zero")
+    return Request(query, key, value, None, mask, zero, None, False)
+
+
+def _takes(request: Request, stored: Stored) -> bool:
+    """True if cuDNN can compute the request without a copy of keys or values."""
+    if not request.query.dtype == request.key.dtype == request.value.dtype:
+        return False
+    page = stored.keys.shape[2]
+    if stored.table is not None and page & (page - 1):  # cuDNN takes pages of a power of two
+        return False
+    if sharding.current() is not None or NAME not in implementations.candidates(None, request):
+        return False
+    return cudnn_cached.failure(request, paged=stored.table is not None) is None
+
+
+def _as_state(out: Float[jax.Array, "B K r H"], lse: Float[jax.Array, "B K r"]) -> State:
+    """The softmax state of a normalised output: its row sum is 1, or 0 in fully masked rows."""
+    some = (lse > -jnp.inf)[..., None]
+    lowest = online_softmax.LOWEST["float32"]
+    wide = jnp.where(some, out.astype(np.float32), 0.0)
+    return State(wide, jnp.where(some, lse[..., None], lowest), some.astype(np.float32))

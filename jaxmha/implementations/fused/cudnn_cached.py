@@ -1,0 +1,221 @@
+"""cuDNN's fused attention over a cache, which it reads where it lies; through JAX's private functions.
+
+Tokens of one step are causal among themselves, and cuDNN aligns its causal mask at the first key: what
+is computed here is attention of all queries over the same keys. JAX has `paged_attention` in the same
+private module; it accepts a pool of exactly B * M pages only, so the function under it is called here,
+with any pool. A probe decides whether the results are right on this machine. The calls fit the
+signatures of JAX 0.10 to 0.12.
+"""
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float, Int, Int32
+
+from jaxmha.implementations import platforms, probe, probe_cases, reference
+from jaxmha.implementations.base import Request, Result
+from jaxmha.implementations.fused import cudnn, cudnn_kernel
+from jaxmha.implementations.fused.cudnn_kernel import Settings
+
+NAME, PAGED = "cudnn, cache", "cudnn, paged"
+PAGE = 16  # of the probe
+OutAndLse: TypeAlias = tuple[jax.Array, jax.Array | None]
+
+
+class Stored(NamedTuple):
+    """Keys and values of a cache: `B K S _`, or pages `P K page _` that a table `B M` lists."""
+
+    keys: Float[jax.Array, "P K s H"]
+    values: Float[jax.Array, "P K s H"]
+    table: Int[jax.Array, "B M"] | None = None
+
+    @property
+    def slots(self) -> int:
+        """S, the number of slots of a sequence."""
+        size = self.keys.shape[2]
+        return size if self.table is None else size * self.table.shape[1]
+
+    def at(
+        self, positions: Int[jax.Array, "B T"]
+    ) -> tuple[Float[jax.Array, "B T K H"], Float[jax.Array, "B T K H"]]:
+        """Copies of keys and values of these positions."""
+        size = self.keys.shape[2]
+        if self.table is None:
+            rows, slots = jnp.arange(len(positions), dtype=np.int32)[:, None], positions
+        else:
+            rows = jnp.take_along_axis(self.table, positions // size, 1, mode="clip").clip(0)
+            slots = positions % size
+        return tuple(x.at[rows, :, slots].get(mode="clip") for x in self[:2])  # type: ignore[return-value]
+
+
+def unsupported_reason(request: Request) -> str | None:
+    """Returns None if the kernel can compute a request without a copy of keys and values.
+
+    Keys and values of the request have the sizes of those of a sequence.
+    """
+    (_, T, _, H), h, mask = request.query.shape, request.value.shape[3], request.mask
+    if mask.key_value_lengths is None or mask.query_lengths is not None:
+        return "it takes lengths of keys"
+    if mask.causal_offset is not None or mask.window_size is not None:
+        return "all queries attend the same keys"
+    if request.bias is not None or (T > 1 and not request.return_lse):
+        return "it takes no bias, and one query per sequence, or returns the log-sum-exp"
+    if h != H or H % 8:
+        return f"keys and values must have the same multiple of 8 features, got {H} and {h}"
+    return cudnn.unsupported_reason(request)
+
+
+def failure(request: Request, *, paged: bool) -> str | None:
+    """The reason why the kernel cannot compute a request here, or None."""
+    reason = unsupported_reason(request)
+    if reason is not None:
+        return reason
+    if not platforms.current().present:
+        return cudnn.traceable()
+    name, kind = PAGED if paged else NAME, probe_cases.kind_of(request)
+    reason = probe.failure(name, partial(attend, paged=paged), unsupported_reason, kind)
+    if reason is None and probe.leaks(name, kind):
+        return "slots beyond the lengths affect its results"
+    return reason
+
+
+def out(
+    query: Float[jax.Array, "B 1 N H"],
+    stored: Stored,
+    lengths: Int[jax.Array, "B"],
+    scale: float,
+) -> Float[jax.Array, "B 1 N H"]:
+    """One query per sequence over the first `lengths` tokens; pages of -1 are not read."""
+    queries, keys = jnp.ones(len(query), np.int32), lengths.clip(0, stored.slots).astype(np.int32)
+    found, _ = _call(jnp.swapaxes(query, 1, 2), stored, (queries, keys), scale, lse=False)
+    return jnp.swapaxes(found, 1, 2)
+
+
+def rows(
+    query: Float[jax.Array, "B T N H"],
+    stored: Stored,
+    lengths: Int[jax.Array, "B"],
+    scale: float,
+) -> tuple[Float[jax.Array, "B K r H"], Float[jax.Array, "B K r"]]:
+    """Output and log-sum-exp of T queries over the first `lengths` tokens, r = N / K * T.
+
+    The query heads of a group are rows of their key head, which is read once in this way, and not
+    N / K times.
+    """
+    (B, T, N, H), K = query.shape, stored.keys.shape[1]
+    r = N // K * T
+    keys = lengths.clip(0, stored.slots).astype(np.int32)
+    queries = jnp.where(keys > 0, np.int32(r), np.int32(0))
+    together = jnp.swapaxes(query, 1, 2).reshape(B, K, r, H)
+    found, lse = _call(together, stored, (queries, keys), scale, lse=True)
+    return found, jnp.where(keys[:, None, None] > 0, lse, -jnp.inf)
+
+
+def _call(
+    query: Float[jax.Array, "B N T H"],
+    stored: Stored,
+    counts: tuple[Int32[jax.Array, "B"], Int32[jax.Array, "B"]],
+    scale: float,
+    *,
+    lse: bool,
+) -> OutAndLse:
+    keys, values, table = stored
+    if table is None:
+        settings = Settings(scale, False, None, layout="BNTH")
+        if lse:
+            return cudnn_kernel.out_and_lse(settings, query, keys, values, None, counts)
+        return cudnn_kernel.out(settings, query, keys, values, None, counts), None
+    from jax._src.cudnn import fused_attention_stablehlo as private
+
+    call: Any = private._dot_product_attention
+    version: Any = private.check_cudnn_version
+    pages = jnp.clip(table, 0, keys.shape[0] - 1).astype(np.int32)[:, None, :, None]
+    none = jnp.zeros(0, query.dtype)
+    given = {
+        "query": query,
+        "key": keys,
+        "value": values,
+        "bias": none,
+        "q_seqlen": counts[0],
+        "kv_seqlen": counts[1],
+        "q_offsets": none,
+        "kv_offsets": none,
+        "page_table_k": pages,
+        "page_table_v": pages,
+        "scale": scale,
+        "seed": 42,
+        "dropout_rate": 0.0,
+        "variadic_args": (False, False),
+        "mask_type": private.MaskType.PADDING,
+        "layout": private.AttentionLayout.BNTH.value,
+        "sliding_window_length": None,
+        "cudnn_version": version(),
+        "return_residual": lse,
+    }
+    # JAX 0.12 has parameters of a score_mod: none.
+    names = inspect.signature(call).parameters
+    found: OutAndLse = call(*(given.get(name, ()) for name in names))
+    return found if lse else (found, None)  # type: ignore[return-value]
+
+
+def attend(request: Request, *, leaks: bool = False, paged: bool = False) -> Result:
+    """A request for the probe, whose keys and values become a cache; its gradient is that of the
+    reference."""
+    lengths = jnp.asarray(request.mask.key_value_lengths)
+    (B, T, N, _), h = request.query.shape, request.value.shape[3]
+
+    def stored(*heads: jax.Array) -> Stored:
+        if leaks:  # nothing can zero the dead slots of a cache: this only finds the reason
+            beyond = jnp.arange(heads[0].shape[1])[None] >= lengths[:, None]
+            heads = tuple(jnp.where(beyond[..., None, None], 0, x) for x in heads)
+        if paged:
+            return Stored(*map(_in_pages, heads), _table(*heads[0].shape[:2]))
+        return Stored(*(jnp.swapaxes(x, 1, 2) for x in heads))
+
+    def call(query: jax.Array, *heads: jax.Array) -> OutAndLse:
+        if not request.return_lse:
+            found = out(query, stored(*heads), lengths, request.scale)
+            return jnp.where(lengths.reshape(-1, 1, 1, 1) > 0, found, 0), None
+        found, lse = rows(query, stored(*heads), lengths, request.scale)
+        return jnp.swapaxes(found.reshape(B, N, T, h), 1, 2), lse.reshape(B, N, T)
+
+    def exact(query: jax.Array, key: jax.Array, value: jax.Array) -> OutAndLse:
+        found = reference.attend(request._replace(query=query, key=key, value=value))
+        return found.out, found.lse if request.return_lse else None
+
+    with_gradient: Callable[..., OutAndLse] = _with_gradient_of(exact, call)
+    output, lse = with_gradient(*request[:3])
+    return Result(output, None, lse)
+
+
+def _with_gradient_of(
+    exact: Callable[..., OutAndLse], call: Callable[..., OutAndLse]
+) -> Callable[..., OutAndLse]:
+    found: Any = jax.custom_vjp(call)
+
+    def backward(heads: tuple[jax.Array, ...], cotangents: OutAndLse) -> tuple[jax.Array, ...]:
+        return jax.vjp(exact, *heads)[1](cotangents)
+
+    found.defvjp(lambda *heads: (call(*heads), heads), backward)
+    wrapped: Callable[..., OutAndLse] = found
+    return wrapped
+
+
+def _table(B: int, S: int) -> jax.Array:
+    """Pages of each sequence: those of the pool from the last to the second."""
+    M = -(-S // PAGE)
+    return jnp.arange(B * M, 0, -1, dtype=np.int32).reshape(B, M)
+
+
+def _in_pages(x: Float[jax.Array, "B S K H"]) -> Float[jax.Array, "P K page H"]:
+    """A pool with one page more than the sequences need: the first, which holds NaN."""
+    B, S, K, H = x.shape
+    M = -(-S // PAGE)
+    whole = jnp.pad(x, ((0, 0), (0, M * PAGE - S), (0, 0), (0, 0)))
+    pages = jnp.swapaxes(whole.reshape(B * M, PAGE, K, H), 1, 2)[::-1]
+    return jnp.concatenate([jnp.full_like(pages[:1], jnp.nan), pages])
