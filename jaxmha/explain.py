@@ -28,25 +28,26 @@ class Explanation:
       chosen: the implementation that computes the call; None: none can.
       reasons: every candidate in order of preference, and why it cannot compute the call; None: it
         can.
-      saved: candidates that a benchmark of this very call found fastest here (`jaxmha bench --save`).
+      saved: candidates that a benchmark of this very call found fastest on such a device.
+      source: the benchmark: one of `jaxmha bench --save`, or one that is shipped with jaxmha.
     """
 
     platform: str
     chosen: str | None
     reasons: tuple[tuple[str, str | None], ...]
     saved: tuple[str, ...] = ()
+    source: str = ""
 
     def rows(self) -> list[tuple[str, str]]:
         """Pairs of a candidate and `chosen`, `supported` (but not chosen), or its reason.
 
-        `chosen` says so where a saved benchmark decided.
+        `chosen` says so where a benchmark decided.
 
         >>> Explanation("cpu", "blocked", (("blocked", None), ("reference", None))).rows()
         [('blocked', 'chosen'), ('reference', 'supported')]
         """
-        chosen = (
-            "chosen: the fastest in a saved benchmark" if self.chosen in self.saved else "chosen"
-        )
+        decided = self.chosen in self.saved
+        chosen = f"chosen: the fastest in {self.source}" if decided else "chosen"
         return [
             (name, reason or (chosen if name == self.chosen else "supported"))
             for name, reason in self.reasons
@@ -212,4 +213,4 @@ def _asked(
         jax.eval_shape(partial(function, **static, implementation=asked), **arrays, **traced)
         device = platforms.current().device
     chosen = next((name for name, reason in asked.reasons if reason is None), None)
-    return Explanation(device, chosen, tuple(asked.reasons), asked.faster)
+    return Explanation(device, chosen, tuple(asked.reasons), *asked.preference)

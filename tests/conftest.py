@@ -13,6 +13,8 @@ os.environ.setdefault("KERAS_BACKEND", "jax")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 # Small layers are fastest on one thread: torch's others wait by spinning.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# No benchmark of this machine decides what a test runs.
+os.environ.setdefault("JAXMHA_PREFERENCES", "0")
 # Property tests draw other examples in every run; workers inherit the seed.
 os.environ.setdefault("JAXMHA_PROPERTY_SEED", str(random.SystemRandom().randrange(2**32)))
 

@@ -14,6 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 import jaxmha
+from jaxmha import implementations
 from jaxmha.bench import case as case_module
 from jaxmha.bench import choice, data, exact, peers, programs, run
 from jaxmha.bench.case import Case
@@ -160,6 +161,38 @@ def test_a_layer_asks_for_the_call_that_was_saved() -> None:
     x = jnp.ones((2, 13, 32))
     text = str(jax.make_jaxpr(lambda x: jaxmha.multi_head_attention(params, x, mask=mask))(x))
     assert "f32[2,4,13,13]" in text.replace("2,13,4", "")  # the reference holds all scores
+
+
+def test_shipped_benchmarks_decide_where_the_user_has_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preferences, "SHIPPED", tmp_path)
+    where = preferences.path()
+    assert where is not None
+    call = choice.explain(replace(PLAIN, K=4))["call"]
+    (tmp_path / where.name).write_text(json.dumps({call: {"order": ["reference"]}}))
+    preferences.forget()
+    found = jaxmha.explain(HEADS, HEADS, HEADS)
+    assert found.rows()[0] == (
+        "reference",
+        "chosen: the fastest in a benchmark shipped for this device",
+    )
+    preferences.save(call, {"order": ["blocked"]})
+    assert jaxmha.explain(HEADS, HEADS, HEADS).rows()[0][1].endswith("a saved benchmark")
+    monkeypatch.setenv("JAXMHA_PREFERENCES", "0")
+    assert jaxmha.explain(HEADS, HEADS, HEADS).saved == ()
+
+
+@pytest.mark.parametrize("file", sorted(preferences.SHIPPED.iterdir()), ids=lambda file: file.stem)
+def test_shipped_benchmarks_are_those_of_the_command(file: Path) -> None:
+    """Each order is that of its times, and names implementations that may be chosen."""
+    entries = preferences._parsed(file)
+    assert entries
+    for entry in entries.values():
+        times = [entry["milliseconds"][f"jaxmha:{name}"] for name in entry["order"]]
+        assert times == sorted(times)
+        assert set(entry["order"]) <= set(implementations.IMPLEMENTATIONS)
+        assert {"measured", "date", "versions"} <= entry.keys()
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"a": 3}', '{"a": {"order": [1]}}'])

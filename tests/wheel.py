@@ -23,6 +23,8 @@ from tests.test_checkout import without_link
 ROOT = Path(__file__).parents[1]
 # Packages of `jaxmha[cli,orbax]`, but for orbax itself, which needs more than its format does.
 FOR_FILES = "[cli]", "tensorstore"
+# Suffixes of the data that modules read.
+TABLES = (".json", ".tsv")
 SMOKE = """
 import sys
 import numpy as np
@@ -116,19 +118,25 @@ def sound_files(folder: Path) -> list[Path]:
 
 
 def _modules() -> set[Path]:
-    """The modules of the checkout by their paths; those behind the link only once."""
+    """Modules and tables of the checkout by their paths; those behind the link only once."""
     folders = [ROOT / "jaxmha", ROOT / "converters", ROOT / "experiments" / "recipes"]
-    found = {p.relative_to(ROOT) for folder in folders for p in folder.rglob("*.py")}
+    found = {
+        path.relative_to(ROOT)
+        for folder in folders
+        for path in folder.rglob("*")
+        if path.suffix in (".py", *TABLES)
+    }
     return {path for path in found if path.parts[:2] != ("jaxmha", "converters")}
 
 
 def _check_contents(wheel: Path) -> None:
-    """Every module of the checkout is in the wheel once, and links of the README lead somewhere."""
+    """Every module and table of the checkout is in the wheel once, and links of the README lead
+    somewhere."""
     paths = _modules()
     outside = {"converters": "jaxmha/converters", "experiments": "jaxmha"}  # as package-dir says
     expected = {str(Path(outside.get(p.parts[0], "jaxmha"), *p.parts[1:])) for p in paths}
     with zipfile.ZipFile(wheel) as archive:
-        found = [name for name in archive.namelist() if name.endswith(".py")]
+        found = [name for name in archive.namelist() if name.endswith((".py", *TABLES))]
         (metadata,) = [name for name in archive.namelist() if name.endswith("/METADATA")]
         links = re.findall(r"\]\(([^)]+)\)", archive.read(metadata).decode())
     assert sorted(found) == sorted(expected), set(found) ^ expected
@@ -141,7 +149,8 @@ def _check_archive(archive: Path) -> None:
     with tarfile.open(archive) as file:
         inside = [PurePosixPath(*PurePosixPath(name).parts[1:]) for name in file.getnames()]
     assert not [path for path in inside if "tests" in path.parts]
-    modules = [str(path) for path in inside if path.suffix == ".py" and path.name != "setup.py"]
+    suffixes = (".py", *TABLES)
+    modules = [str(path) for path in inside if path.suffix in suffixes and path.name != "setup.py"]
     assert sorted(modules) == sorted(map(str, _modules())), set(modules) ^ {*map(str, _modules())}
 
 

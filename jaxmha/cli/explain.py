@@ -123,6 +123,7 @@ def _print(found: Explanation, title: str, as_json: bool) -> None:
                 "chosen": found.chosen,
                 "reasons": reasons,
                 "saved": found.saved,
+                "source": found.source,
             }
         )
         return

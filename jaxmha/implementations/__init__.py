@@ -95,19 +95,20 @@ class SupportQuery(tuple[str, ...]):
     `attend` sets `reasons` to pairs of a name and the reason why that implementation cannot compute
     the request (None: it can), and then runs `reference`. Queries compare by identity, so that jit
     traces the call again for every query. `attend` also sets `call`, the key of the call in saved
-    benchmarks, and `faster`, the names that such a benchmark prefers. Projections add to `matmuls`
+    benchmarks, and `preference`, what such a benchmark prefers. Projections add to `matmuls`
     the reason why XLA and not the native kernels multiply (None: the native kernels do).
     """
 
     reasons: list[tuple[str, str | None]]
     call: str
-    faster: tuple[str, ...]
+    preference: preferences.Preference
     matmuls: list[str | None]
 
     def __new__(cls, implementation: str | Sequence[str] | None = None) -> "SupportQuery":  # noqa: PYI034
         names = (implementation,) if isinstance(implementation, str) else implementation or ()
         query = super().__new__(cls, names)
-        query.reasons, query.call, query.faster, query.matmuls = [], "", (), []
+        query.reasons, query.call, query.matmuls = [], "", []
+        query.preference = preferences.Preference()
         return query
 
     __hash__ = object.__hash__
@@ -131,7 +132,7 @@ def candidates(
         dense = request is not None and adapter.is_dense(request)
         order = DENSE.get(platform, order) if dense else order
         if request is not None:
-            faster = [x for x in preferences.preferred(request) if x in IMPLEMENTATIONS]
+            faster = [x for x in preferences.preferred(request).order if x in IMPLEMENTATIONS]
             order = (*faster, *(x for x in order if x not in faster))
         if request is not None:
             T = request.query.shape[1]
@@ -195,7 +196,9 @@ def attend(request: Request, implementation: str | Sequence[str] | None = None) 
     if isinstance(implementation, SupportQuery):
         names = candidates(implementation, request)
         implementation.call = preferences.key(request)
-        implementation.faster = () if implementation else preferences.preferred(request)
+        implementation.preference = (
+            preferences.Preference() if implementation else preferences.preferred(request)
+        )
         implementation.reasons[:] = [(n, unsupported(request, n, traced=False)) for n in names]
         implementation = "reference"
     name = select(request, implementation)

@@ -1,8 +1,9 @@
-"""Implementations that a benchmark on this machine found fastest: `jaxmha bench --save`.
+"""Implementations that a benchmark on such a device found fastest: `jaxmha bench --save`.
 
 One JSON file per kind of device, in the folder that JAXMHA_PREFERENCES names (default
 `~/.config/jaxmha/preferences`; 0: none are read). A call whose shapes, dtype and arguments are those of
-a benchmark prefers what won there; other calls are not affected. Files are read once per process.
+a benchmark prefers what won there; other calls are not affected. Calls that no file of the user names
+are looked up in SHIPPED, whose files were written in the same way. Files are read once per process.
 """
 
 import json
@@ -12,12 +13,14 @@ import re
 import warnings
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxmha.implementations import platforms
 from jaxmha.implementations.base import Request
 
 Entries = dict[str, dict[str, Any]]
+# Files of the devices that we measured.
+SHIPPED = Path(__file__).parent / "measured"
 
 
 def folder() -> Path | None:
@@ -86,15 +89,27 @@ def key(request: Request) -> str:
     return ", ".join(parts)
 
 
-def preferred(request: Request) -> tuple[str, ...]:
-    """The implementations of a saved benchmark of this very call, fastest first; () if none."""
+class Preference(NamedTuple):
+    """Implementations that a benchmark of a call found, fastest first, and which benchmark it was."""
+
+    order: tuple[str, ...] = ()
+    source: str = ""
+
+
+def preferred(request: Request) -> Preference:
+    """The saved or shipped benchmark of this very call; empty if there is none."""
     where = path() if platforms.current().present else None
     if where is None:
-        return ()
-    entries = _read(where)
-    if not entries:
-        return ()
-    return tuple(entries.get(key(request), {}).get("order", ()))
+        return Preference()
+    for file, source in (
+        (where, "a saved benchmark"),
+        (SHIPPED / where.name, "a benchmark shipped for this device"),
+    ):
+        entries = _read(file)
+        found = entries.get(key(request)) if entries else None
+        if found is not None:
+            return Preference(tuple(found["order"]), source)
+    return Preference()
 
 
 def save(call: str, entry: dict[str, Any]) -> Path:
