@@ -143,6 +143,7 @@ def test_another_processor_keeps_its_results(tmp_path: Path) -> None:
     other = first | {"machine": machine | {"processor": "Another(R) CPU Processor 7"}}
     report.write(other, tmp_path, readme=None)
     report.write(first, tmp_path, readme=None)
+    assert not (tmp_path / report.SOME).exists(), "the README's figure without a README"
     kept = tmp_path / "another-7"
     assert {path.name for path in kept.iterdir()} == {"quick.json", "quick.md", "quick.png"}
     assert json.loads((kept / "quick.json").read_text()) == other

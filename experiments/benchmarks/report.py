@@ -194,7 +194,8 @@ def write(results: dict[str, Any], folder: Path = RESULTS, readme: Path | None =
         (new / f"{name}.json").write_text(json.dumps(results, indent=1) + "\n")
         (new / f"{name}.md").write_text(page(results, f"{name}.png"))
         figure.draw(results, new / f"{name}.png")
-        if newest := latest(folder, results) == name:
+        newest = latest(folder, results) == name
+        if readme is not None and newest:
             figure.draw(some(results), new / SOME)
         set_aside(results, folder)
         for path in new.iterdir():
