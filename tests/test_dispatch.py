@@ -513,6 +513,7 @@ def test_processes_agree_on_a_kernel() -> None:
     assert first["alone"] is first["not asked elsewhere"] is None
     assert first["together"].startswith("it fails in process 1: RuntimeError: no kernel image")
     assert "no kernel image" in second["together"]
+    assert first["leaks"] == second["leaks"] == (None, True)
     assert 15 <= first["seconds"] < 60
 
 
@@ -531,6 +532,35 @@ def test_the_private_call_is_as_it_was() -> None:
     kinds = {"NO_MASK", "PADDING", "CAUSAL", "PADDING_CAUSAL"}
     assert kinds <= {kind.name for kind in private.MaskType}
     assert cudnn.traceable() is None or "cuDNN" in (cudnn.traceable() or "")
+
+
+@pytest.mark.slow
+def test_nan_in_rows_without_keys_is_zeroed(
+    gpu: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel that is right but for NaN beyond the lengths of queries is used, with zeros there."""
+    right = cudnn_contract.dot_product_attention
+
+    def spoiled(query: Any, key: Any, *args: Any, **options: Any) -> Any:
+        out, lse = right(query, key, *args, **options | {"return_residual": True})
+        q_seqlen = args[3] if len(args) > 3 else None
+        if q_seqlen is not None:
+            rows = jnp.arange(out.shape[1]).reshape(1, -1) < q_seqlen.reshape(-1, 1)
+            out = jnp.where(rows[..., None, None], out, jnp.nan)
+        return (out, lse) if options["return_residual"] else out
+
+    monkeypatch.setattr(private, "dot_product_attention", spoiled)
+    x = jnp.concatenate([small(), small()])
+
+    def value(x: Any) -> Any:
+        out = jaxmha.dot_product_attention(x, x, x, key_value_seq_lengths=jnp.asarray([4, 0]))
+        return out.astype(np.float32).sum(), out
+
+    (_, out), grads = jax.value_and_grad(value, has_aux=True)(x)
+    assert probe.leaks("cudnn", Kind("bfloat16"))
+    assert gpu[-1]["T"] == 6
+    assert not np.asarray(out[1], np.float32).any()
+    assert np.isfinite(np.asarray(grads, np.float32)).all()
 
 
 @pytest.mark.usefixtures("trusted")

@@ -84,14 +84,28 @@ def current() -> Platform:
     return chosen or _default()
 
 
-def _default() -> Platform:
+def devices() -> list[Any]:
+    """A device of each kind that a program may run on: JAX's default device if the user set one, else
+    those of the default backend."""
     default = jax.config.jax_default_device  # type: ignore[attr-defined]
     if isinstance(default, str):
         default = jax.devices(default)[0]
-    backend = default.platform if default is not None else jax.default_backend()
-    if backend != "gpu":
-        return Platform(backend, backend, present=True)
-    device = default or jax.local_devices(backend="gpu")[0]
+    if default is not None:
+        return [default]
+    kinds: dict[str, Any] = {}
+    for device in jax.local_devices():
+        kinds.setdefault(device.device_kind, device)
+    return list(kinds.values())
+
+
+def _default() -> Platform:
+    """The platform of the default device; of several kinds of GPUs, that of the least capability."""
+    return min(map(_of, devices()), key=lambda platform: platform.capability or (0, 0))
+
+
+def _of(device: Any) -> Platform:
+    if device.platform != "gpu":
+        return Platform(device.platform, device.platform, present=True)
     try:
         major, minor = map(int, device.compute_capability.split("."))
     except (AttributeError, ValueError):  # a ROCm device such as gfx942

@@ -29,6 +29,8 @@ ALLOWED = 0.03
 # Texts in the errors of a busy machine: the probe is repeated, and its outcome is not cached.
 TRANSIENT = ("RESOURCE_EXHAUSTED", "out of memory", "OUT_OF_MEMORY")
 MODES = ("", "0", "trust", "strict")
+# Begins what a process tells the others if its kernel leaks.
+LEAKS = "leaks. "
 
 
 class Finding(NamedTuple):
@@ -84,7 +86,9 @@ def failure(
     if found.reason is not None and chosen == "strict":
         raise RuntimeError(f"JAXMHA_PROBE=strict: {name} does not work here: {found.reason}")
     if agree and jax.process_count() > 1 and not found.transient:
-        return _agreed(key, found.reason)
+        agreed = _agreed(key, found)
+        _FOUND[key] = found._replace(leaks=agreed.leaks)
+        return agreed.reason
     return found.reason
 
 
@@ -107,8 +111,19 @@ def mode() -> str:
 
 
 def seconds() -> float:
-    """The time limit of a probe, from JAXMHA_PROBE_SECONDS."""
-    return float(os.environ.get("JAXMHA_PROBE_SECONDS", "60"))
+    """The time limit of a probe, from JAXMHA_PROBE_SECONDS.
+
+    Raises:
+      ValueError: the value is not a number of at least 0.
+    """
+    given = os.environ.get("JAXMHA_PROBE_SECONDS", "60")
+    try:
+        found = float(given)
+    except ValueError:
+        found = -1.0
+    if not 0 <= found <= threading.TIMEOUT_MAX:
+        raise ValueError(f"JAXMHA_PROBE_SECONDS must be a number of seconds, got {given!r}")
+    return found
 
 
 def _key(name: str, kind: Kind) -> tuple[str, ...]:
@@ -116,19 +131,23 @@ def _key(name: str, kind: Kind) -> tuple[str, ...]:
 
 
 def _within_limit(attend: Attend, unsupported: Reason, kind: Kind) -> Finding:
-    """Runs the probe in a daemon thread, with a time limit. The caller's trace and contexts do not
-    apply in the thread; its default device is set there. A hanging thread does not prevent the
-    process from exiting."""
-    device = jax.config.jax_default_device  # type: ignore[attr-defined]
+    """Runs the probe in a daemon thread, with a time limit, on one device of each kind, or on the
+    caller's default device. The caller's trace and contexts do not apply in the thread. A hanging
+    thread does not prevent the process from exiting."""
+    devices = platforms.devices()
     found: list[Finding] = []
 
     def run() -> None:
-        with jax.default_device(device):
-            finding = _tried(attend, unsupported, kind)
-            if finding.transient:
-                time.sleep(1)
+        each = []
+        for device in devices:
+            with jax.default_device(device):
                 finding = _tried(attend, unsupported, kind)
-        found.append(finding)
+                if finding.transient:
+                    time.sleep(1)
+                    finding = _tried(attend, unsupported, kind)
+            each.append(finding)
+        worst = next((x for x in each if x.reason is not None), each[0])
+        found.append(worst._replace(leaks=any(x.leaks for x in each)))
 
     thread = threading.Thread(target=run, name="jaxmha-probe", daemon=True)
     thread.start()
@@ -138,30 +157,33 @@ def _within_limit(attend: Attend, unsupported: Reason, kind: Kind) -> Finding:
     return Finding(f"it did not finish within {seconds():g} s (JAXMHA_PROBE_SECONDS)")
 
 
-def _agreed(key: tuple[str, ...], reason: str | None) -> str | None:
-    """The reason why the kernel fails in this or another process, or None, by JAX's key-value
-    store: all processes must run the same program, and therefore choose the same implementation. A
-    process that does not report in time is ignored: it runs another program."""
+def _agreed(key: tuple[str, ...], found: Finding) -> Finding:
+    """The worst finding of all processes, by JAX's key-value store: all processes must run the same
+    program, and therefore choose the same implementation. A process that does not report in time is
+    ignored: it runs another program."""
     from jax._src import distributed
 
     client: Any = distributed.global_state.client
     if client is None:
-        return reason
+        return found
     mine = f"jaxmha/probe/{'/'.join(key)}/"
-    client.key_value_set(f"{mine}{jax.process_index()}", reason or "", allow_overwrite=True)
+    report = LEAKS * found.leaks + (found.reason or "")
+    client.key_value_set(f"{mine}{jax.process_index()}", report, allow_overwrite=True)
     until = time.monotonic() + (0 if key in _WAITED else seconds())
     _WAITED.add(key)
     for process in range(jax.process_count()):
         left = max(1, int(1000 * (until - time.monotonic())))
         try:
-            found = client.blocking_key_value_get(f"{mine}{process}", left)
+            other = client.blocking_key_value_get(f"{mine}{process}", left)
         except Exception as error:
             if "DEADLINE_EXCEEDED" not in str(error):
                 raise
             continue
-        if found and reason is None:
-            return f"it fails in process {process}: {found}"
-    return reason
+        found = found._replace(leaks=found.leaks or other.startswith(LEAKS))
+        reason = other.removeprefix(LEAKS)
+        if reason and found.reason is None:
+            found = found._replace(reason=f"it fails in process {process}: {reason}")
+    return found
 
 
 _WAITED: set[tuple[str, ...]] = set()

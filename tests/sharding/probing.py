@@ -5,6 +5,8 @@ import time
 import warnings
 from typing import Any
 
+import numpy as np
+
 
 def probed(index: int) -> dict[str, Any]:
     os.environ["JAXMHA_PROBE_SECONDS"] = "40"
@@ -16,16 +18,21 @@ def probed(index: int) -> dict[str, Any]:
             raise RuntimeError("no kernel image is available")
         return reference.attend(request)
 
-    def failure(name: str, **how: Any) -> str | None:
-        return probe.failure(
-            name, attend, reference.unsupported_reason, Kind("float32", True), **how
-        )
+    def leaky(request: Any, *, leaks: bool) -> Any:
+        found = reference.attend(request)
+        return found if leaks or index == 0 else found._replace(out=found.out * np.nan)
+
+    kind = Kind("float32", True)
+
+    def failure(name: str, attend: Any = attend, **how: Any) -> str | None:
+        return probe.failure(name, attend, reference.unsupported_reason, kind, **how)
 
     warnings.simplefilter("ignore")
     found: dict[str, Any] = {}
     if index == 0:
         found["alone"] = failure("stub", agree=False)
     found["together"] = failure("stub")
+    found["leaks"] = failure("leaky", leaky), probe.leaks("leaky", kind)
     if index == 0:  # the other process runs something else
         os.environ["JAXMHA_PROBE_SECONDS"] = "15"
         began = time.monotonic()

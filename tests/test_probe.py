@@ -1,0 +1,101 @@
+"""The probe of a kernel: threads, traces and devices from which it is asked. The kernel is a stub."""
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmha.implementations import platforms, probe, reference
+from jaxmha.implementations.probe_cases import Kind
+
+KIND = Kind("float32", dense=True)
+
+
+class Stub:
+    """A kernel that is right in its first calls; it records the threads that call it."""
+
+    def __init__(self, right: float = np.inf) -> None:
+        self.right = right
+        self.asked: list[str] = []
+
+    def attend(self, request: Any, *, leaks: bool) -> Any:
+        self.asked.append(threading.current_thread().name)
+        found = reference.attend(request)
+        return found if len(self.asked) <= self.right else found._replace(out=2 * found.out)
+
+    def failure(self) -> str | None:
+        return probe.failure("stub", self.attend, reference.unsupported_reason, KIND)
+
+
+@pytest.fixture(autouse=True)
+def nothing_known(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("JAXMHA_PROBE_SECONDS", "600")  # the machine may be busy
+    probe.forget()
+    yield
+    probe.forget()
+
+
+def test_threads_that_ask_at_once_share_one_probe() -> None:
+    alone, shared = Stub(), Stub()
+    assert alone.failure() is None
+    probe.forget()
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(lambda _: shared.failure(), range(8))) == [None] * 8
+    assert len(shared.asked) == len(alone.asked) > 0
+    assert set(shared.asked) == {"jaxmha-probe"}
+
+
+def test_a_probe_under_abstract_traces_computes() -> None:
+    """Shapes alone are evaluated, under jit, vmap and a gradient: the kernel runs all the same."""
+    stub, found = Stub(), list[Any]()
+
+    def value(x: Any) -> Any:
+        found.append(stub.failure())
+        return (x * x).sum()
+
+    function = jax.jit(jax.vmap(jax.grad(jax.checkpoint(value))))
+    with jax.numpy_rank_promotion("raise"), jax.debug_nans(True):
+        shape: Any = jax.eval_shape(function, jnp.ones((3, 2)))
+    assert shape.shape == (3, 2)
+    assert set(found) == {None}
+    assert stub.asked
+
+
+def test_a_kernel_must_work_on_every_kind_of_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = Stub()
+    assert alone.failure() is None
+    probe.forget()
+    devices = platforms.devices()
+    assert len(devices) == 1
+    monkeypatch.setattr(platforms, "devices", lambda: 2 * devices)
+    stub = Stub(right=len(alone.asked))  # wrong on the second
+    with pytest.warns(RuntimeWarning, match="output is wrong"):
+        assert stub.failure()
+    assert len(stub.asked) > len(alone.asked)
+
+
+def test_the_least_of_several_gpus_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Gpu:
+        platform = "gpu"
+
+        def __init__(self, device_kind: str, capability: str) -> None:
+            self.device_kind, self.compute_capability = device_kind, capability
+
+    gpus = [Gpu("NVIDIA H100", "9.0"), Gpu("NVIDIA H100", "9.0"), Gpu("NVIDIA A100", "8.0")]
+    monkeypatch.setattr(jax, "local_devices", lambda: gpus)
+    assert platforms.devices() == [gpus[0], gpus[2]]
+    assert platforms.current() == platforms.Platform("cuda", "NVIDIA A100", (8, 0), present=True)
+    gpus[:] = [Gpu("AMD Instinct MI300X", "gfx942")]
+    assert platforms.current().name == "rocm"
+
+
+@pytest.mark.parametrize("text", ["soon", "-1", "nan", "inf"])
+def test_a_wrong_limit_names_its_variable(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("JAXMHA_PROBE_SECONDS", text)
+    with pytest.raises(ValueError, match="JAXMHA_PROBE_SECONDS must be a number"):
+        Stub().failure()
