@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 # Before any framework is imported.
 os.environ.setdefault("KERAS_BACKEND", "jax")
@@ -22,21 +22,42 @@ os.environ.setdefault("JAXMHA_PROPERTY_SEED", str(random.SystemRandom().randrang
 gc.disable()
 
 import jax
+import jaxtyping
 import pytest
 from jax._src import compiler
-from jaxtyping import install_import_hook
 
 from tests import variants
 
-# Shapes in signatures are checked in every call. Modules without shapes are left to mypy: checking
-# their calls too takes more than half of a run.
+
+def has_shape(annotation: object) -> bool:
+    """True for `Float[Array, "T N"]`, alone or within another type."""
+    if isinstance(annotation, type) and issubclass(annotation, jaxtyping.AbstractArray):
+        return True
+    parts = annotation if isinstance(annotation, list) else get_args(annotation)
+    return any(map(has_shape, parts))
+
+
+def checked(*, typechecker: Any, check: Any = jaxtyping.jaxtyped) -> Callable[[Any], Any]:
+    """`jaxtyped` for what has shapes: functions within functions are decorated in every call."""
+
+    def decorate(function: Any) -> Any:
+        if not isinstance(function, type) and not has_shape([*function.__annotations__.values()]):
+            return function
+        return check(function, typechecker=typechecker)
+
+    return decorate
+
+
+# Shapes in signatures are checked in every call. Modules and functions without shapes are checked by
+# mypy alone: their calls too would take more than half of a run.
 ROOT = Path(__file__).parent.parent
 SHAPED = [
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
     for path in (ROOT / "jaxmha").rglob("*.py")
     if "from jaxtyping import" in path.read_text()
 ]
-install_import_hook(SHAPED, "beartype.beartype")
+jaxtyping.jaxtyped = checked  # type: ignore[assignment]
+jaxtyping.install_import_hook(SHAPED, "beartype.beartype")
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")  # type: ignore[no-untyped-call]
 jax.config.update("jax_numpy_rank_promotion", "raise")  # type: ignore[no-untyped-call]
@@ -48,8 +69,12 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)  # type: igno
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)  # type: ignore[no-untyped-call]
 
 
-# XLA's older way to write loops takes half the time to compile, and means the same.
-QUICK: dict[str, Any] = {"xla_cpu_use_fusion_emitters": False}
+# XLA's older way to write loops takes half the time to compile, and means the same; so does a program
+# that is not split for the threads that compile it.
+QUICK: dict[str, Any] = {
+    "xla_cpu_use_fusion_emitters": False,
+    "xla_cpu_parallel_codegen_split_count": 1,
+}
 
 
 @cache
@@ -113,11 +138,17 @@ def pytest_make_parametrize_id(val: object) -> str | None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Function]) -> None:
     """Marks slow variants. A whole run raises where a mark names none."""
-    for item in items:
-        if variants.is_slow(item):
-            item.add_marker("slow")
-    if config.args == config.getini("testpaths") and (unused := [*variants.unused(items)]):
+    slow, unused = variants.slow_and_unused(items)
+    for item in slow:
+        item.add_marker("slow")
+    if config.args == config.getini("testpaths") and unused:
         raise pytest.UsageError("\n".join(unused))
+    # pytest would do it after it has ordered all of them, which takes as long as finding them.
+    if config.option.markexpr == "not slow":
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        config.hook.pytest_deselected(items=slow)
+        left_out = set(slow)
+        items[:] = [item for item in items if item not in left_out]
 
 
 def pytest_collection_finish() -> None:

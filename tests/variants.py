@@ -6,8 +6,31 @@
 
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
+from itertools import groupby
+from typing import NamedTuple
 
 import pytest
+
+
+class Marks(NamedTuple):
+    """The marks of a test function, which its variants share."""
+
+    globs: list[str]
+    everyday: list[tuple[str, Iterable[object]]]
+
+    def slow(self, item: pytest.Function) -> bool:
+        """A variant that every run does without."""
+        fitting = [glob for glob in self.globs if _fits(item, glob)]
+        return bool(fitting and not fitting[-1].startswith("!")) or any(
+            _name_in(item, parameter) not in names for parameter, names in self.everyday
+        )
+
+    def unused(self, items: list[pytest.Function]) -> Iterator[str]:
+        """Names that no variant has."""
+        yield from (glob for glob in self.globs if not any(_fits(item, glob) for item in items))
+        for parameter, names in self.everyday:
+            known = [_name_in(item, parameter) for item in items]
+            yield from (f"{parameter}={name}" for name in names if name not in known)
 
 
 def name_of(value: object) -> object:
@@ -15,34 +38,31 @@ def name_of(value: object) -> object:
     return getattr(value, "name", value)
 
 
-def is_slow(item: pytest.Function) -> bool:
-    globs = [glob for mark in item.iter_markers("slow_variants") for glob in mark.args]
-    fitting = [glob for glob in globs if _fits(item, glob)]
-    everyday = [pair for mark in item.iter_markers("everyday") for pair in mark.kwargs.items()]
-    return bool(fitting and not fitting[-1].startswith("!")) or any(
-        name_of(item.callspec.params[parameter]) not in names for parameter, names in everyday
-    )
+def by_function(items: Iterable[pytest.Function]) -> Iterator[tuple[Marks, list[pytest.Function]]]:
+    """Test functions with marks, and their variants."""
+    for _, group in groupby(items, lambda item: item.nodeid.partition("[")[0]):
+        variants = list(group)
+        first = variants[0]
+        marks = Marks(
+            [glob for mark in first.iter_markers("slow_variants") for glob in mark.args],
+            [pair for mark in first.iter_markers("everyday") for pair in mark.kwargs.items()],
+        )
+        if any(marks):
+            yield marks, variants
 
 
-def unused(items: Iterable[pytest.Function]) -> Iterator[str]:
-    """Names in marks that no variant has: a test was renamed, or a case went."""
-    used: dict[tuple[str, str], bool] = {}
-    for item in items:
-        fits = {
-            glob: _fits(item, glob)
-            for mark in item.iter_markers("slow_variants")
-            for glob in mark.args
-        }
-        for mark in item.iter_markers("everyday"):
-            for parameter, names in mark.kwargs.items():
-                value = name_of(item.callspec.params[parameter])
-                fits |= {f"{parameter}={name}": name == value for name in names}
-        function = item.nodeid.partition("[")[0]
-        for name, fit in fits.items():
-            used[function, name] = used.get((function, name), False) or fit
-    return (
-        f"{function}: {name!r} fits no variant" for (function, name), fit in used.items() if not fit
-    )
+def slow_and_unused(items: Iterable[pytest.Function]) -> tuple[list[pytest.Function], list[str]]:
+    """Variants that are slow; names in marks that fit none: a test was renamed, or a case went."""
+    slow, unused = [], []
+    for marks, variants in by_function(items):
+        slow += [item for item in variants if marks.slow(item)]
+        function = variants[0].nodeid.partition("[")[0]
+        unused += [f"{function}: {name!r} fits no variant" for name in marks.unused(variants)]
+    return slow, unused
+
+
+def _name_in(item: pytest.Function, parameter: str) -> object:
+    return name_of(item.callspec.params[parameter])
 
 
 def _fits(item: pytest.Function, glob: str) -> bool:
