@@ -11,6 +11,10 @@ from jaxmha.checkpoint.errors import AmbiguousFile, BudgetExceeded, MalformedFil
 from jaxmha.checkpoint.tensor import TensorInfo
 
 _RAISE = "if the file is trusted, read it in Python: checkpoint.open(path, limits=Limits(...))"
+_DENSE = (
+    "save it dense and not compressed, or if the file is trusted, read it in Python: "
+    "checkpoint.open(path, limits=Limits(memory=...))"
+)
 _RENAME = "give the tensor a plain name"
 
 
@@ -24,7 +28,8 @@ class Limits:
     """
 
     logical_bytes: int | None = None  # bytes of all tensors; None: max(4 * file size, 1 GiB)
-    memory: int = 48 << 20  # bytes of objects from headers and pickles, plus 2 * file size
+    # Bytes of objects from headers and pickles, and of the tensor being read, plus 2 * file size.
+    memory: int = 48 << 20
     header_bytes: int = 100_000_000  # bytes of a safetensors header or zip directory
     pickle_bytes: int = 64 << 20
     opcodes: int = 500_000  # opcodes of a pickle; torch.save writes about 40 per tensor
@@ -55,17 +60,23 @@ class Budget:
         self.path = path
         self.limits = limits
         self.info: dict[str, TensorInfo] = {}
-        self._logical = self._built = self._extra = 0
-        self._most_built = limits.memory + 2 * file_bytes
+        self._logical = self._built = self._extra = self._loaded = 0
+        self._file_bytes, self._most_built = file_bytes, limits.memory + 2 * file_bytes
         given = limits.logical_bytes
         self._allowed = max(4 * file_bytes, 1 << 30) if given is None else given
 
-    def spend(self, what: str, amount: int, allowed: int, member: str | None = None) -> None:
+    def spend(
+        self,
+        what: str,
+        amount: int,
+        allowed: int,
+        member: str | None = None,
+        remedy: str = _RAISE,
+    ) -> None:
         """Raises BudgetExceeded when amount > allowed."""
         if amount > allowed:
-            raise BudgetExceeded(
-                self.path, f"{what} is {amount:,}, the limit is {allowed:,}", _RAISE, member
-            )
+            problem = f"{what} is {amount:,}, the limit is {allowed:,}"
+            raise BudgetExceeded(self.path, problem, remedy, member)
 
     def build(self, amount: int, what: str, member: str | None = None) -> None:
         """Charges the memory of objects built from the file before they are allocated.
@@ -74,8 +85,22 @@ class Budget:
             BudgetExceeded: all charges together exceed `Limits.memory` plus twice the file size.
         """
         self._built += amount
-        if self._built > self._most_built:  # check here, because building the message takes longer
-            self.spend(f"the memory to build with {what}", self._built, self._most_built, member)
+        if self._built + self._loaded > self._most_built:  # the message takes longer to build
+            taken = self._built + self._loaded
+            self.spend(f"the memory to build with {what}", taken, self._most_built, member)
+
+    def load(self, size: int, buffers: int, member: str) -> None:
+        """Charges the memory to read one tensor, which may be far larger than its compressed bytes.
+
+        Tensors are read one at a time, so only the largest charge counts. Buffers are free up to the
+        size of the file: an honest tensor that is stored as one chunk is in memory twice.
+
+        Raises:
+            BudgetExceeded: with the objects built, it exceeds `Limits.memory` plus twice the file size.
+        """
+        self._loaded = max(self._loaded, size + max(0, buffers - self._file_bytes))
+        taken = self._built + self._loaded
+        self.spend("the memory to read it", taken, self._most_built, member, _DENSE)
 
     def read(self, extra: int, member: str) -> None:
         """Charges bytes that reading a tensor takes beyond its own: gaps of a view, overhanging chunks.

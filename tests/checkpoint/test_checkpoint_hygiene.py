@@ -239,8 +239,21 @@ def test_limits_can_be_lowered_and_raised(tmp_path: Path) -> None:
         torch_files.text("w"), torch_files.tensor(shape=(2**20, 2**20), strides=(0, 0))
     )
     path.write_bytes(torch_files.torch_file(expanded))
-    with checkpoint.open(path, limits=checkpoint.Limits(logical_bytes=2**50)) as file:
+    with pytest.raises(checkpoint.BudgetExceeded, match="the memory to read it"):
+        checkpoint.open(path, limits=checkpoint.Limits(logical_bytes=2**50))
+    limits = checkpoint.Limits(logical_bytes=2**50, memory=2**50)
+    with checkpoint.open(path, limits=limits) as file:
         assert file.info["w"].nbytes == 2**42
+
+
+def test_what_inflates_is_read_when_it_is_asked_for(tmp_path: Path) -> None:
+    """Zeros of 64 MiB in 64 kB: more than a file of this size may take, unless it is trusted."""
+    path = tmp_path / "m.npz"
+    np.savez_compressed(path, w=np.zeros(1 << 24, np.float32))
+    with pytest.raises(checkpoint.BudgetExceeded, match=r"not compressed, or if .*memory=\.\.\."):
+        checkpoint.open(path)
+    with checkpoint.open(path, limits=checkpoint.Limits(memory=65 << 20)) as file:
+        assert file["w"].shape == (1 << 24,)
 
 
 def test_errors_survive_pickling() -> None:

@@ -268,6 +268,7 @@ class _Walk:
             self.linked[address] = self.dataset(header, attributes, path)
         self.datasets[path], kept = self.linked[address]
         self.budget.read(self.datasets[path].overhang, path)
+        self.budget.load(self.datasets[path].info.nbytes, self.datasets[path].buffers, path)
         if kept is not None:
             self.digests[path] = kept
 

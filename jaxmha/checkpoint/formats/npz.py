@@ -65,6 +65,8 @@ def read(source: Source, limits: Limits) -> Contents:
                 _AGAIN,
                 name,
             )
+        copied = fortran or start % 16
+        budget.load(member.size, info.nbytes if copied else 0, name)
         where[name] = member, start, fortran, dtype
 
     def load(name: str) -> np.ndarray:

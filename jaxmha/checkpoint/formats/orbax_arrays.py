@@ -150,6 +150,8 @@ def register(
     size = math.prod(array.chunk) * info.dtype.itemsize
     budget.spend("the chunk size", size, info.nbytes + limits.chunk_bytes, name)
     budget.read(math.prod(array.grid) * size - info.nbytes, name)
+    chunk = array.inner.chunk if array.inner else array.chunk
+    budget.load(info.nbytes, _CHUNK + _at_once(info.shape, chunk, info.dtype)[1], name)
     return inside.check_chunks(key, layout.document, name, array)
 
 
@@ -162,6 +164,19 @@ def check_strays(inside: KeyStore, layout: Zarr, path: Path, keys: set[str]) -> 
         if layout is ZARR3 and zarr.is_group(inside.document(document, key)):
             continue
         raise IncompleteCheckpoint(path, "is stored and not in the tree", AGAIN, key)
+
+
+def _at_once(shape: tuple[int, ...], chunk: tuple[int, ...], dtype: np.dtype) -> tuple[int, int]:
+    """The rows to read at once, which are whole chunks, and their bytes in memory.
+
+    tensorstore buffers all compressed chunks of a read, so few are read at once.
+    """
+    if not chunk:
+        return 1, dtype.itemsize
+    padded = (-(-n // c) * c for n, c in zip(shape[1:], chunk[1:], strict=True))
+    row = max(1, math.prod(padded) * dtype.itemsize)
+    rows = max(1, _CHUNK // row // chunk[0]) * chunk[0]
+    return rows, rows * row
 
 
 class Arrays:
@@ -199,15 +214,13 @@ class Arrays:
             if not view.rank:
                 return np.asarray(view.read().result()).reshape(())
             found = np.empty(view.shape, self._info[name].dtype)
-            # tensorstore buffers all compressed chunks of a read, so read few chunks at once.
-            chunk, *across = array.chunk_layout.read_chunk.shape
-            padded = (-(-n // c) * c for n, c in zip(view.shape[1:], across, strict=True))
-            row = max(1, math.prod(padded) * found.itemsize)
-            step = max(1, _CHUNK // row // chunk) * chunk
+            step, _ = _at_once(view.shape, array.chunk_layout.read_chunk.shape, found.dtype)
             first = view.domain[0].inclusive_min
             for at in range(0, view.shape[0], step):
                 end = min(at + step, view.shape[0])
-                found[at:end] = view[first + at : first + end].read().result()
+                # `read` would make an array of its own first.
+                rows = self._library.array(found[at:end])
+                rows.write(view[first + at : first + end]).result()
         return found
 
     def stream(self, name: str) -> Iterator[memoryview]:

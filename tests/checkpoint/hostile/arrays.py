@@ -143,3 +143,17 @@ def npz_deflate_longer() -> bytes:
     """The deflate stream holds more than is declared."""
     declare = zlib.crc32(npy()), len(npy())
     return zip_file([("w.npy", npy() + bytes(100))], method=8, declare=declare)
+
+
+_INFLATED = {
+    "more_than_the_watch": (60 << 20, False),  # read in 60 MiB
+    "turned_more_than_the_watch": (40 << 20, True),  # read in 80 MiB
+}
+for _name, (_size, _fortran) in _INFLATED.items():
+
+    def _register(path: Path, size: int = _size, fortran: bool = _fortran) -> None:
+        array = np.ones((size >> 20, 1 << 18), "f")
+        np.savez_compressed(path, w=np.asfortranarray(array) if fortran else array)
+
+    _register.__name__ = f"npz_inflates_to_{_name}"
+    case(".npz", ck.BudgetExceeded)(_register)

@@ -316,3 +316,18 @@ def h5_compact_of_another_size(path: Path) -> None:
     raw = bytearray(path.read_bytes())
     raw[raw.index(b"\3\0\3\0\7\7\7") + 2] = 2
     path.write_bytes(raw)
+
+
+for _name, _chunk, _options in (
+    ("in_many_chunks", 1 << 18, {"compression": "gzip"}),  # 60 MiB
+    ("in_many_lzf_chunks", 1 << 18, {"compression": "lzf"}),
+    ("shuffled_in_one_chunk", 5 << 20, {"compression": "gzip", "shuffle": True}),  # thrice 20 MiB
+):
+
+    def _inflates(path: Path, chunk: int = _chunk, options: dict[str, Any] = _options) -> None:
+        with h5py.File(path, "w") as file:
+            count = 5 << 20 if chunk == 5 << 20 else 15 << 20
+            file.create_dataset("vars/0", data=np.ones(count, "f"), chunks=(chunk,), **options)
+
+    _inflates.__name__ = f"h5_inflates_{_name}"
+    case(".weights.h5", ck.BudgetExceeded)(_inflates)

@@ -59,6 +59,11 @@ def torch_expansion_bomb() -> bytes:
 
 
 @case(".pt", ck.BudgetExceeded)
+def torch_expands_to_more_than_the_watch() -> bytes:
+    return one_tensor(shape=(15, 2**20), strides=(0, 0))
+
+
+@case(".pt", ck.BudgetExceeded)
 def torch_rank_bomb() -> bytes:
     return one_tensor(shape=(1,) * 65, strides=(0,) * 65)
 

@@ -2,6 +2,7 @@
 
 import json
 import struct
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -176,3 +177,21 @@ def zarr3_shard_behind_another_codec(path: Path) -> None:
 @case(".orbax", ck.MalformedFile)
 def zarr_unknown_separator(path: Path) -> None:
     orbax(path, array={"dimension_separator": "-"})
+
+
+def compressed(path: Path, shape: int, chunk: int, kept: int) -> None:
+    """Floats in chunks of zlib, of which every chunk is the same file."""
+    settings = {"shape": [shape], "chunks": [chunk], "compressor": {"id": "zlib", "level": 1}}
+    orbax(path, array={**settings, "dtype": "<f4"})
+    for i in range(kept):
+        (path / "w" / f"{i}").write_bytes(zlib.compress(bytes(4 * chunk), 1))
+
+
+@case(".orbax", ck.BudgetExceeded)
+def zarr_inflates_to_more_than_the_watch(path: Path) -> None:
+    compressed(path, 15 << 20, 1 << 20, 15)  # 60 MiB
+
+
+@case(".orbax", ck.BudgetExceeded)
+def zarr_one_chunk_inflates_to_more_than_the_watch(path: Path) -> None:
+    compressed(path, 10 << 20, 10 << 20, 1)  # 40 MiB, and as much for the chunk

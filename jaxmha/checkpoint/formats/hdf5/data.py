@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from jaxmha.checkpoint.errors import MalformedFile, UnsupportedFormat
 from jaxmha.checkpoint.formats.hdf5.chunks import Chunks, Grid, find_chunks
 from jaxmha.checkpoint.formats.hdf5.file import UNDEFINED, File
-from jaxmha.checkpoint.formats.hdf5.filter import Filter, most, pipeline, undo
+from jaxmha.checkpoint.formats.hdf5.filter import Filter, most, pipeline, shuffled, undo
 from jaxmha.checkpoint.formats.hdf5.header import FILL, FILTERS, LAYOUT, Header
 from jaxmha.checkpoint.formats.hdf5.type import Kind
 from jaxmha.checkpoint.limits import Budget
@@ -42,6 +42,13 @@ class Dataset:
             return 0
         grid = self.stored.grid
         return math.prod(grid.counts) * grid.nbytes - self.info.nbytes
+
+    @property
+    def buffers(self) -> int:
+        """The bytes in memory next to the dataset while it is read: a chunk, and its shuffled form."""
+        if not isinstance(self.stored, Chunks):
+            return 0
+        return self.stored.grid.nbytes * (2 if shuffled(self.filters) else 1)
 
     def view(self, source: Source) -> np.ndarray | None:
         """A view of the elements in a mapped file; None if chunked or not in native byte order."""
@@ -88,8 +95,9 @@ class Dataset:
         for place in np.ndindex(*map(len, near)):
             scaled = [steps[i] for steps, i in zip(near, place, strict=True)]
             at = int(np.ravel_multi_index(scaled, counts))
-            raw = source.read_array(int(chunks.addresses[at]), int(chunks.sizes[at]))
-            raw = undo(raw, self.filters, int(chunks.masks[at]), chunks.grid.nbytes)
+            where, mask = (int(chunks.addresses[at]), int(chunks.sizes[at])), int(chunks.masks[at])
+            # No name here holds the compressed bytes, which `undo` frees when they are inflated.
+            raw = undo(source.read_array(*where), self.filters, mask, chunks.grid.nbytes)
             origin = [i * n for i, n in zip(scaled, chunk, strict=True)]
             spans = [
                 (max(o, part.start), min(o + n, part.stop))

@@ -65,6 +65,11 @@ def most(filters: tuple[Filter, ...], stored: int) -> int:
     return stored * (_MOST_DEFLATED if any(one.id in _COMPRESSORS for one in filters) else 1)
 
 
+def shuffled(filters: tuple[Filter, ...]) -> bool:
+    """True if one of the filters is shuffle."""
+    return any(one.id == _SHUFFLE for one in filters)
+
+
 def undo(
     raw: NDArray[np.uint8], filters: tuple[Filter, ...], mask: int, size: int
 ) -> NDArray[np.uint8]:

@@ -120,8 +120,9 @@ def _views(
         info = budget.tensor(name, view.shape, view.dtype)
         _check_view(source, name, view, info)
         # Loading reads all that a view spans; many sparse views of one storage would take minutes.
-        gaps = _extent(view) - info.size if info.size else 0
-        budget.read(max(0, gaps) * info.dtype.itemsize, name)
+        extent = _extent(view) if info.size else 0
+        budget.read(max(0, extent - info.size) * info.dtype.itemsize, name)
+        budget.load(info.nbytes, extent * info.dtype.itemsize, name)
         views[name] = view
     return views
 
