@@ -1,4 +1,4 @@
-"""Mask functions in the native kernels, which get one bit per pair."""
+"""Mask and score functions in the native kernels: a bit per pair, and a bias per distance."""
 
 from functools import partial
 from typing import Any
@@ -10,6 +10,7 @@ import pytest
 
 import jaxmha
 from jaxmha import Mask, mods
+from jaxmha.implementations.mods import trace
 from jaxmha.implementations.native import masked
 from tests import conformance
 
@@ -62,7 +63,14 @@ def loss(*given: Any) -> jax.Array:
 
 def at_a_time(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Evaluates the masks of so many queries at a time."""
-    for name, value in {"ROWS_PER_FEATURE": 0, "LEAST_ROWS": rows, "MOST_PARTS": T}.items():
+    limits = {
+        "MASK_BYTES": 0,
+        "SHARE": 0.0,
+        "GRADIENT_SHARE": 0.0,
+        "LEAST_ROWS": rows,
+        "MOST_PARTS": T,
+    }
+    for name, value in limits.items():
         monkeypatch.setattr(masked, name, value)
 
 
@@ -136,3 +144,108 @@ def test_mapped_arrays_of_a_function(monkeypatch: pytest.MonkeyPatch) -> None:
     exported: Any = jax.export.export(jax.jit(partial(one, implementation="native")))(IDS)
     for x, y in zip(jax.tree.leaves(exported.call(IDS)), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(x, y[0], rtol=1e-5, atol=1e-5)
+
+
+# Score functions of arrays, and their arrays.
+DISTANCES: dict[str, tuple[Any, Any]] = {
+    "alibi": (mods.alibi, mods.alibi_slopes(N)),
+    "t5": (partial(mods.relative_bias, bucket=mods.t5()), rng.standard_normal((32, N))),
+    "of a batch row": (
+        lambda x: (
+            lambda score, b, n, i, j: score - x[b] * abs(i.astype("float32") - j.astype("float32"))
+        ),
+        rng.standard_normal(B),
+    ),
+}
+
+
+def biased(name: str, options: Any, implementation: str, array: Any, *arrays: Any) -> Any:
+    out, lse = jaxmha.dot_product_attention(
+        *arrays,
+        score_mod=DISTANCES[name][0](array),
+        implementation=implementation,
+        return_lse=True,
+        **options,
+    )
+    return (out**2).sum() + jnp.where(jnp.isfinite(lse), lse, 0.0).sum(), out
+
+
+@pytest.mark.parametrize("name", DISTANCES)
+@pytest.mark.parametrize("queries", [pytest.param(1, marks=pytest.mark.slow), T])
+def test_biases_of_distances(name: str, queries: int) -> None:
+    """Values and all gradients, mapped, and by the portable program."""
+    option = {"alibi": "causal", "t5": "window and soft cap", "of a batch row": "lengths"}[name]
+    options = OPTIONS[option] if queries == T else {}
+    query, *keys = arrays()
+    given = jnp.asarray(DISTANCES[name][1], jnp.float32), query[:, :queries], *keys
+    of = (0, 1, 2, 3)
+    got, want = (
+        jax.value_and_grad(partial(biased, name, options, x), of, has_aux=True)(*given)
+        for x in ("native", "reference")
+    )
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-6 * float(jnp.abs(y).max()))
+
+
+@pytest.mark.slow
+def test_mapped_and_exported_biases_of_distances() -> None:
+    def one(array: Any, implementation: str) -> Any:
+        run = partial(biased, "t5", {}, implementation)
+        return jax.value_and_grad(run, has_aux=True)(array, *arrays())
+
+    tables = jnp.asarray(np.random.default_rng(2).standard_normal((2, 32, N)), jnp.float32)
+    got, want = (
+        jax.jit(jax.vmap(partial(one, implementation=x)))(tables) for x in ("native", "reference")
+    )
+    exported: Any = jax.export.export(jax.jit(partial(one, implementation="native")))(tables[0])
+    first = jax.tree.map(lambda x: x[0], want)
+    for x, y in zip(
+        jax.tree.leaves((got, exported.call(tables[0]))),
+        jax.tree.leaves((want, first)),
+        strict=True,
+    ):
+        np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-6 * float(jnp.abs(y).max()))
+
+
+@pytest.mark.parametrize(
+    ("function", "adds"),
+    [
+        (lambda x, b, n, i, j: x + 2.0 * (j - i).astype("float32"), True),
+        (lambda x, b, n, i, j: x - abs(i.astype("float32") - j.astype("float32")), True),
+        (lambda x, b, n, i, j: (j - i).astype("float32") + x, True),
+        (lambda x, b, n, i, j: (j - i).astype("float32") - x, False),
+        (lambda x, b, n, i, j: x + (j - i).astype("float32") * x, False),
+        (lambda x, b, n, i, j: x + j.astype("float32"), False),
+        (lambda x, b, n, i, j: x + (j.astype("bfloat16") - i.astype("bfloat16")), False),
+        (lambda x, b, n, i, j: jnp.where(i - j > 3, x, x + 1), False),
+        (lambda x, b, n, i, j: x + (i - j).astype("float32") + i.astype("float32"), False),
+        (lambda x, b, n, i, j: x + x, False),
+        (lambda x, b, n, i, j: x, False),
+    ],
+)
+def test_which_functions_add_a_bias_of_distances(function: Any, adds: bool) -> None:
+    with jax.numpy_dtype_promotion("standard"):
+        made = trace("score_mod", function, np.dtype(np.float32))
+    assert made is not None
+    assert made.program.adds_bias == adds
+
+
+@pytest.mark.parametrize("gradient", [pytest.param(True, marks=pytest.mark.slow), False])
+def test_memory_is_that_of_the_call_without_functions(*, gradient: bool) -> None:
+    """Outputs and temporary arrays, for 8 heads of 64 features and T = S = 16,384."""
+    x: Any = jax.eval_shape(lambda: jnp.zeros((1, 16384, 8, 64)))
+    ids = jnp.arange(16384) // 1000
+
+    def bytes_of(**functions: Any) -> int:
+        def run(*heads: Any) -> Any:
+            return jaxmha.dot_product_attention(*heads, implementation="native", **functions)
+
+        function: Any = jax.grad(lambda *heads: run(*heads).sum(), (0, 1, 2)) if gradient else run
+        held: Any = jax.jit(function).lower(x, x, x).compile().memory_analysis()
+        return int(held.temp_size_in_bytes + held.output_size_in_bytes)
+
+    most = 1.3 * bytes_of()
+    table = jnp.zeros((32, 8))
+    for function in (mods.alibi(mods.alibi_slopes(8)), mods.relative_bias(table, mods.t5())):
+        assert bytes_of(score_mod=function) < most
+    assert bytes_of(mask_mod=lambda b, n, i, j: abs(ids[i] - ids[j]) < 1) < most

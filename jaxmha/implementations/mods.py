@@ -267,6 +267,25 @@ def scores(
     return found.reshape(logits.shape).astype(logits.dtype)
 
 
+def bias_of_distances(
+    mod: Mod, sizes: tuple[int, int, int, int], dtype: np.dtype[np.floating]
+) -> Float[jax.Array, "b n 1 d"]:
+    """The bias that a score function adds at distances `j - i` from 1 - T to S - 1.
+
+    `mod`: a score function with `mod.program.adds_bias`. `sizes`: B, N, T and S.
+    """
+    B, N, T, S = sizes
+    starts = (0, 0, 0, 0) if mod.starts is None else mod.starts
+    distance = jnp.arange(1 - T, S, dtype=np.int32)
+    given = jnp.arange(B), jnp.arange(N), jnp.maximum(-distance, 0), jnp.maximum(distance, 0)
+    index = [x.astype(np.int32) + start for x, start in zip(given, starts, strict=True)]
+    axes = "".join(x for x in "bn" if x in mod.program.uses)
+    inputs = [(jnp.zeros((), dtype), ""), *zip(index, "bndd", strict=True)]
+    found = _vectorised(mod, mod.floats, f"{axes}d", inputs)
+    shape = [x.size if letter in axes else 1 for x, letter in zip(index, "bn", strict=False)]
+    return found.reshape(*shape, 1, T + S - 1).astype(dtype)
+
+
 def _indices(
     mod: Mod, extent: Extent, blocks: Mapping[str, int] = MappingProxyType({})
 ) -> dict[str, tuple[Int32[jax.Array, "..."], str]]:

@@ -56,6 +56,13 @@ class Program:
 
         return grain.grain(self.jaxpr, self.arguments.index(letter))
 
+    @property
+    def adds_bias(self) -> bool:
+        """True for a score function that adds a function of the distance `j - i`."""
+        from jaxmha.implementations import distances
+
+        return self.arguments[0] == "x" and distances.adds_bias(self.jaxpr)
+
     def __eq__(self, other: object) -> bool:
         from jaxmha.implementations import jaxpr_equality
 

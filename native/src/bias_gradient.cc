@@ -1,5 +1,6 @@
 // The gradient of the bias, whose axes may have size 1: then entries are sums over that axis. An
 // item is a block of entries, and visits all tiles of scores that they are part of, in one order.
+// The diagonals of a head are one item.
 #include "gradient.h"
 #include "keys.h"
 #include "kernels.h"
@@ -16,6 +17,7 @@ struct Item {
   Scratch memory;
   Panel panel;
   float *keys, *values, *exps, *d_exps, *sums;  // sums: KEYS ROWS
+  double* diagonals;  // of all tiles, which would round in float; null: the bias has none
   TileMemory tile;
 
   explicit Item(const BiasGradient& g);
@@ -23,7 +25,7 @@ struct Item {
 
 size_t floats_of(const Problem& p) {
   return Panel::floats(p) + KEYS * (padded(p.H) + padded(p.h)) + 4 * KEYS * ROWS +
-         KEYS * ROWS / 4 + 10 * 16;
+         KEYS * ROWS / 4 + 2 * (p.T + p.S) + 11 * 16;
 }
 
 Item::Item(const BiasGradient& g)
@@ -36,6 +38,10 @@ Item::Item(const BiasGradient& g)
   tile.bias = memory.take(KEYS * ROWS);
   tile.allowed = reinterpret_cast<uint8_t*>(memory.take(KEYS * ROWS / 4));
   std::fill(sums, sums + KEYS * ROWS, 0.f);
+  diagonals = nullptr;
+  if (p.bias.t >= 0) return;
+  diagonals = reinterpret_cast<double*>(memory.take(2 * (p.T + p.S)));
+  std::fill(diagonals, diagonals + p.T + p.S, 0.);
 }
 
 // Adds the gradients of the biased logits of a tile; over its keys where the bias has one for all.
@@ -58,6 +64,16 @@ void add_tile(Item& w, const View& view, long b, long n, long k0, long count) {
     }
 }
 
+// Adds the sums of a tile to its diagonals, and clears them.
+void add_diagonals(Item& w, long k0, long count) {
+  for (long key = 0; key < count; key++) {
+    double* const to = w.diagonals + w.p.T - 1 + k0 + key - w.panel.r0;
+    float* const from = w.sums + key * ROWS;
+    for (long r = 0; r < w.panel.rows; r++) to[-r] += from[r];
+    std::fill(from, from + ROWS, 0.f);
+  }
+}
+
 // Entries of part `part` and head `n`, of rows and keys from r0 and k0 on; an axis of size 1 stands
 // for all heads, rows or keys.
 struct Entries {
@@ -68,7 +84,8 @@ void visit_head(Item& w, const Entries& e, long b, long n) {
   const Problem& p = w.p;
   const View view(p, b, n);
   const Range rows{e.r0, w.g.t == 1 ? p.T : std::min(p.T, e.r0 + ROWS)};
-  const Range keys{e.k0, w.g.s == 1 ? p.S : std::min(p.S, e.k0 + KEYS)};
+  const bool all_keys = w.g.s == 1 || w.diagonals;
+  const Range keys{e.k0, all_keys ? p.S : std::min(p.S, e.k0 + KEYS)};
   for (long k0 = keys.first; k0 < keys.end; k0 += KEYS) {
     const long count = std::min(KEYS, keys.end - k0);
     copy_keys(p, b, n / p.group(), k0, count, padded(p.H), padded(p.h), w.keys, w.values);
@@ -77,12 +94,17 @@ void visit_head(Item& w, const Entries& e, long b, long n) {
       if (seen.end <= k0 || seen.first >= k0 + count) continue;
       w.panel.load_rows(w.g, view, b, n, r0, std::min(ROWS, rows.end - r0));
       add_tile(w, view, b, n, k0, count);
+      if (w.diagonals) add_diagonals(w, k0, count);
     }
   }
 }
 
 void write_entries(const Item& w, const Entries& e) {
   const BiasGradient& g = w.g;
+  if (w.diagonals) {
+    std::copy(w.diagonals, w.diagonals + g.s, g.d_bias + (e.part * g.n + e.n) * g.s);
+    return;
+  }
   const long rows = g.t == 1 ? 1 : std::min(ROWS, g.t - e.r0);
   const long keys = g.s == 1 ? 1 : std::min(KEYS, g.s - e.k0);
   for (long r = 0; r < rows; r++) {
@@ -100,7 +122,8 @@ void write_entries(const Item& w, const Entries& e) {
 
 void bias_gradient(const BiasGradient& g, Pool& pool) {
   const Problem& p = g.problem;
-  const long row_blocks = (g.t + ROWS - 1) / ROWS, key_blocks = (g.s + KEYS - 1) / KEYS;
+  const long row_blocks = (g.t + ROWS - 1) / ROWS;
+  const long key_blocks = p.bias.t < 0 ? 1 : (g.s + KEYS - 1) / KEYS;
   const long parts = g.batches.size();
   parallel(pool, parts * g.n * row_blocks * key_blocks, [&](long i) {
     const long block = i % key_blocks, rest = i / key_blocks, row_block = rest % row_blocks;

@@ -113,8 +113,9 @@ ffi::Error bias_gradient(ffi::ThreadPool threads, Any query, Any key, Any value,
   if (reader.failed()) return reader.error();
   const auto sizes = d_bias->dimensions();
   call.n = sizes[sizes.size() - 3], call.t = sizes[sizes.size() - 2], call.s = sizes.back();
-  if ((call.n != 1) != (p.bias.n != 0) || (call.t != 1) != (p.bias.t != 0) ||
-      (call.s != 1) != (p.bias.s != 0))
+  const bool diagonals = p.bias.t < 0;
+  if ((call.n != 1) != (p.bias.n != 0) || (call.t != 1) != (p.bias.t > 0) ||
+      (call.s != 1) != (p.bias.s != 0) || (diagonals && call.s != p.T + p.S - 1))
     reader.fail("d_bias", *d_bias, "the axes of the bias");
   call.d_bias = static_cast<float*>(d_bias->untyped_data());
   if (reader.failed()) return reader.error();

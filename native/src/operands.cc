@@ -125,6 +125,18 @@ Pairs<E> Reader::pairs(const char* name, const ffi::AnyBuffer& x, const Sizes& s
   return found;
 }
 
+Pairs<const float> Reader::bias(const ffi::AnyBuffer& x, const Sizes& sizes) {
+  const Sizes got = sizes_of(x);
+  const long diagonals = sizes[1] + sizes[2] - 1;
+  const size_t axes = got.size();
+  if (sizes[1] == 1 || axes < 3 || got[axes - 2] != 1 || got[axes - 1] != diagonals)
+    return pairs<const float>("bias", x, sizes);
+  Pairs<const float> found = pairs<const float>("bias", x, {sizes[0], 1, diagonals});
+  if (!found) return found;
+  found.data += sizes[1] - 1, found.t = -1, found.s = 1;
+  return found;
+}
+
 float* Reader::result(const char* name, const ffi::AnyBuffer& x, Sizes sizes) {
   if (failed()) return nullptr;
   sizes.insert(sizes.begin(), lead_.begin(), lead_.end());
@@ -172,7 +184,7 @@ Problem Reader::problem(const ffi::AnyBuffer& query, const ffi::AnyBuffer& key,
   p.query = heads("query", query, {p.T, p.N, p.H});
   p.key = heads("key", key, {p.S, p.K, p.H});
   p.value = heads("value", value, {p.S, p.K, p.h});
-  p.bias = pairs<const float>("bias", others.bias, {p.N, p.T, p.S});
+  p.bias = bias(others.bias, {p.N, p.T, p.S});
   Conditions& c = p.conditions;
   c.below = std::clamp<long>(attributes.below, -FAR, FAR);
   c.above = std::clamp<long>(attributes.above, -FAR, FAR);

@@ -50,6 +50,8 @@ class Reader {
   template <class E>
   Pairs<E> pairs(const char* name, const ffi::AnyBuffer& x, const Sizes& sizes,
                  ffi::DataType type = type_of<E>());
+  // The same, or diagonals, if there are several rows.
+  Pairs<const float> bias(const ffi::AnyBuffer& x, const Sizes& sizes);
   // A float32 result with all batch axes.
   float* result(const char* name, const ffi::AnyBuffer& x, Sizes sizes);
   // Batch rows by part of a result, whose batch axes may have size 1.

@@ -21,7 +21,8 @@ struct Batched {
   explicit operator bool() const { return data != nullptr; }
 };
 
-// `b n t s`; a step is 0 where the axis has size 1.
+// `b n t s`; a step is 0 where the axis has size 1. Of diagonals, `b n 1 (T + S - 1)`, entry
+// j - i + T - 1 is that of every pair (i, j): one step along t is one back.
 template <class E>
 struct Pairs : Batched<E> {
   long n = 0, t = 0, s = 0;
@@ -96,7 +97,7 @@ struct Backward : Cotangents {
 
 struct BiasGradient : Cotangents {
   Batched<const float> delta;
-  float* d_bias;  // parts n t s
+  float* d_bias;  // parts n t s; of diagonals, t is 1
   long n, t, s;
   std::vector<std::vector<long>> batches;  // the batch rows that share a part
 };

@@ -16,6 +16,7 @@ from jax.sharding import AxisType
 from jaxmha import sharding
 from jaxmha.implementations import fully_masked, platforms, varying
 from jaxmha.implementations.base import Request, Result
+from jaxmha.implementations.mods import bias_of_distances
 from jaxmha.implementations.native import library, masked, operands, primitives
 from jaxmha.implementations.native.operands import Problem, Residuals, Settings, absent
 from jaxmha.implementations.tiled import block_mask
@@ -57,10 +58,11 @@ def _declined(request: Request) -> str | None:
         return "weights are never materialised: return_weights must be False"
     if request.drops:
         return "it has no dropout"
-    if request.score_mod is not None:
-        return "it takes no function of scores, got a score_mod"
-    if request.mask_mod is not None and request.bias is not None:
-        return "it takes no bias with a mask_mod"
+    if request.score_mod is not None and not request.score_mod.program.adds_bias:
+        return "of functions of scores, it takes those that add a function of n and j - i"
+    biases = [request.bias, request.score_mod]
+    if sum(x is not None for x in [*biases, request.mask_mod]) > 1:
+        return "it takes one of a bias, a score_mod and a mask_mod"
     if semantics.softmax_dtype not in (None, np.dtype(np.float32)):
         return "softmax is in float32: softmax_dtype must be None"
     ids = request.mask.query_segments
@@ -91,6 +93,8 @@ def attend(request: Request) -> Result:
             out, lse = masked.attend(settings, query, key, value, conditions)
         else:
             bias = None if request.bias is None else request.bias.astype(np.float32)
+            if request.score_mod is not None:
+                bias = bias_of_distances(request.score_mod, (B, N, T, S), np.dtype(np.float32))
             problem = operands.problem(query, key, value, bias, conditions)
             out, lse = core(settings, reads_lse, *varying.alike(tuple(problem)))
     if semantics.fully_masked != "zero":

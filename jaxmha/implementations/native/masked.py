@@ -18,10 +18,12 @@ from jaxmha.implementations.native import operands, primitives
 from jaxmha.implementations.native.operands import FAR, Problem, Residuals, Settings
 from jaxmha.implementations.tiled.block_mask import NO_CONDITIONS, Conditions, TilePosition, allowed
 
-# Queries at a time, per feature of all heads: their mask, a bit per pair, takes at most the memory of
-# the queries, if T = S. At least LEAST_ROWS, and at most MOST_PARTS parts: every call of a kernel
-# copies the keys, and the parts are unrolled.
-ROWS_PER_FEATURE = 32
+# Bytes of the mask, a bit per pair, that is evaluated at a time: at least MASK_BYTES, which is not
+# worth a part of its own, or a share of the bytes of the queries; in the gradient, of those of the
+# gradients of keys and values, which parts would hold twice. Every call of a kernel copies the keys,
+# and the parts are unrolled: a part has at least LEAST_ROWS queries, and there are at most MOST_PARTS.
+MASK_BYTES = 2**21
+SHARE, GRADIENT_SHARE = 1 / 16, 1.0
 LEAST_ROWS = 128
 MOST_PARTS = 16
 
@@ -31,12 +33,14 @@ class Config(NamedTuple):
 
     Attributes:
       settings: that of the kernels, without bounds.
-      rows: number of queries whose mask is evaluated at a time.
+      rows, gradient_rows: number of queries whose mask is evaluated at a time, by the forward and
+        by the backward pass.
       below: left bound of the window; None: no bound.
     """
 
     settings: Settings
     rows: int
+    gradient_rows: int
     below: int | None
 
 
@@ -67,17 +71,22 @@ def attend(
     rest = conditions._replace(window=(None, None), array=None, mod=None, above=above)
     problem = operands.problem(query, key, value, None, rest)
     problem, masks = varying.alike((problem, masks))
-    return core(Config(settings, _rows(problem, masks), below), problem, masks)
+    keys_and_values = 4 * (key.size + value.size)
+    rows = _rows(problem, masks, SHARE * 4 * query.size)
+    gradient_rows = _rows(problem, masks, GRADIENT_SHARE * keys_and_values)
+    return core(Config(settings, rows, gradient_rows, below), problem, masks)
 
 
-def _rows(problem: Problem, masks: Masks) -> int:
-    """The number of queries whose mask is evaluated at a time, a multiple of 64 or all."""
-    B, T, N, H = problem.query.shape
+def _rows(problem: Problem, masks: Masks, most_bytes: float) -> int:
+    """The number of queries whose mask is evaluated at a time, a multiple of 64 or all: those of
+    `most_bytes`, if that is not too few."""
+    (B, T, N, _), S = problem.query.shape, problem.key.shape[1]
     uses = masks.mod.program.uses
     matrices = (B if "b" in uses else 1) * (N if "n" in uses else 1)
     if masks.array is not None:
         matrices = max(matrices, masks.array.shape[0] * masks.array.shape[1])
-    rows = max(ROWS_PER_FEATURE * B * N * H // matrices, -(-T // MOST_PARTS), LEAST_ROWS)
+    of_bytes = int(8 * max(most_bytes, MASK_BYTES) / (S * matrices))
+    rows = max(of_bytes, -(-T // MOST_PARTS), LEAST_ROWS)
     return min(-(-rows // 64) * 64, T)
 
 
@@ -108,15 +117,24 @@ core.defvjp(_forward, _backward)
 
 
 class _Span(NamedTuple):
-    """Queries from `first` to `end`, and an array that is computed before their mask."""
+    """Queries from `first` to `end`, and an array that is computed before their operands."""
 
     first: int
     end: int
     after: jax.Array | None
 
+    @property
+    def zero(self) -> jax.Array | np.int32:
+        """0, once `after` is computed: else XLA would keep the operands of all spans at once."""
+        if self.after is None:
+            return np.int32(0)
+        x = self.after[(0,) * self.after.ndim]
+        return ((x < 0) & (x > 0)).astype(np.int32)
+
     def of(self, x: jax.Array, axis: int) -> jax.Array:
         """The part of an operand that belongs to these queries; an absent operand stays absent."""
-        return jax.lax.slice_in_dim(x, self.first, self.end, axis=axis) if x.size else x
+        start = self.zero + np.int32(self.first)
+        return jax.lax.dynamic_slice_in_dim(x, start, self.end - self.first, axis) if x.size else x
 
 
 def _part(config: Config, problem: Problem, masks: Masks, span: _Span) -> Problem:
@@ -135,7 +153,7 @@ def _bits(
     config: Config, problem: Problem, masks: Masks, span: _Span
 ) -> UInt8[jax.Array, "b n t8 S"]:
     """The mask of the queries of a span, eight of them in a byte."""
-    first, end, after = span
+    first, end, _ = span
     B, T, N, _ = problem.query.shape
     count = end - first
     S, lines = problem.key.shape[1], -(-count // 8)
@@ -149,10 +167,7 @@ def _bits(
             array = span.of(array, 2)
             array = jnp.pad(array, ((0, 0), (0, 0), (0, 8 * lines - count), (0, 0)))
         mask &= array
-    shifts = jnp.arange(8, dtype=np.uint8)
-    if after is not None:  # else XLA would keep the masks of all spans at once
-        x = after[(0,) * after.ndim]
-        shifts += ((x < 0) & (x > 0)).astype(np.uint8)  # 0
+    shifts = jnp.arange(8, dtype=np.uint8) + span.zero.astype(np.uint8)
     alone = masks.array is None and config.below is None
     if alone and block_within(masks.mod, position.extent, "i") % 8 == 0:
         return _shared_by_lines(mask, lines) * (np.uint8(255) + shifts[0])
@@ -174,25 +189,39 @@ def _shared_by_lines(mask: Bool[jax.Array, "b n T S"], lines: int) -> UInt8[jax.
 
 def _attend(config: Config, problem: Problem, masks: Masks) -> list[jax.Array]:
     """Output `B T N h`, row max and row sum `B N T`."""
-    parts: list[list[jax.Array]] = []
+    whole: list[jax.Array | None] = [None] * 3
+    after: jax.Array | None = None
     T, rows = problem.query.shape[1], config.rows
     for first in range(0, T, rows):
-        span = _Span(first, min(first + rows, T), parts[-1][1] if parts else None)
-        part = _part(config, problem, masks, span)
-        parts.append(primitives.attend(config.settings, part))
-    return [jnp.concatenate([x[i] for x in parts], axis) for i, axis in enumerate((1, 2, 2))]
+        span = _Span(first, min(first + rows, T), after)
+        part = primitives.attend(config.settings, _part(config, problem, masks, span))
+        after = part[1]
+        results = zip(whole, part, (1, 2, 2), strict=True)
+        whole = [_placed(x, more, axis, span, T) for x, more, axis in results]
+    return [x for x in whole if x is not None]
+
+
+def _placed(whole: jax.Array | None, part: jax.Array, axis: int, span: _Span, T: int) -> jax.Array:
+    """`whole`, in place, with the results of the queries of a span; None: it is not made yet."""
+    if part.shape[axis] == T:
+        return part
+    if whole is None:
+        whole = jnp.zeros((*part.shape[:axis], T, *part.shape[axis + 1 :]), part.dtype)
+        # The barrier keeps XLA from turning the update into a padded copy.
+        whole = jax.lax.optimization_barrier(whole)  # type: ignore[no-untyped-call]
+    return jax.lax.dynamic_update_slice_in_dim(whole, part, span.first, axis)
 
 
 def _attend_backward(
     config: Config, problem: Problem, masks: Masks, residuals: Residuals, out: jax.Array
 ) -> list[jax.Array]:
     """Gradients of query, key and value; sums over parts are float32."""
-    T, rows = problem.query.shape[1], config.rows
+    T, rows = problem.query.shape[1], config.gradient_rows
     dtypes = [x.dtype for x in problem[:3]]
     if rows < T:
         query, key, value = (x.astype(np.float32) for x in problem[:3])
         problem = problem._replace(query=query, key=key, value=value)
-    d_queries: list[jax.Array] = []
+    d_query: jax.Array | None = None
     d_key: jax.Array | None = None
     d_value: jax.Array | None = None
     for first in range(0, T, rows):
@@ -200,13 +229,11 @@ def _attend_backward(
         part = _part(config, problem, masks, span)
         axes = zip((*residuals, out), (2, 2, 1, 2, 1), strict=True)
         *of_part, out_of_part = (span.of(x, axis) for x, axis in axes)
-        d_query, more_key, more_value, _ = primitives.attend_backward(
+        of_queries, more_key, more_value, _ = primitives.attend_backward(
             config.settings, part, Residuals(*of_part), out_of_part
         )
-        d_queries.append(d_query)
+        d_query = _placed(d_query, of_queries, 1, span, T)
         d_key = more_key if d_key is None else d_key + more_key
         d_value = more_value if d_value is None else d_value + more_value
-    assert d_key is not None
-    assert d_value is not None
-    found = jnp.concatenate(d_queries, 1), d_key, d_value
-    return [x.astype(dtype) for x, dtype in zip(found, dtypes, strict=True)]
+    found = zip((d_query, d_key, d_value), dtypes, strict=True)
+    return [x.astype(dtype) for x, dtype in found if x is not None]

@@ -51,7 +51,8 @@ class Problem(NamedTuple):
 
     Attributes:
       query: `B T N H`. key: `B S K H`. value: `B S K h`.
-      bias: `b n t s`, float32. allowed: `b n t s`, the dense mask.
+      bias: `b n t s`, float32; or, if T > 1, `b n 1 (T + S - 1)`, the bias of every distance j - i,
+        from 1 - T on. allowed: `b n t s`, the dense mask.
       bits: `b n t8 S`, uint8, another dense mask: bit r of byte i is query `8 * i + r`.
       rows: `b T`, valid queries. keys: `b S`, valid keys.
       query_ids: `b T`, segment ids. key_ids: `b S`, segment ids.

@@ -6,6 +6,7 @@ the kernels, since the `custom_vjp` of tiled attention has no forward mode.
 """
 
 from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 
 from jaxmha.implementations import reference
 from jaxmha.implementations.base import Request
+from jaxmha.implementations.mods import trace
 from jaxmha.implementations.native.operands import (
     AXES,
     AXES_OF_RESIDUALS,
@@ -109,10 +111,28 @@ def _attend(by: ModuleType, settings: Settings, problem: Problem) -> tuple[Any, 
     if problem.bits.size:
         mask &= Mask.dense(_unpacked(problem.bits, query.shape[1]))
     semantics = Semantics(scale=settings.scale, logits_soft_cap=settings.soft_cap)
-    found = by.attend(
-        Request(query, key, value, given(bias), mask, semantics, None, False, return_lse=True)
+    T, distances = query.shape[1], query.shape[1] + key.shape[1] - 1
+    diagonals = bias.size > 0 and T > 1 and bias.shape[2:] == (1, distances)
+    request = Request(
+        query,
+        key,
+        value,
+        None if diagonals else given(bias),
+        mask,
+        semantics,
+        None,
+        False,
+        return_lse=True,
+        score_mod=trace("score_mod", partial(_biased, bias, T), bias.dtype) if diagonals else None,
     )
+    found = by.attend(request)
     return found.out, found.lse
+
+
+def _biased(bias: jax.Array, T: int, score: jax.Array, b: Any, n: Any, i: Any, j: Any) -> jax.Array:
+    """A score with the bias of its distance; axes of size 1 broadcast."""
+    at = b if bias.shape[0] > 1 else 0, n if bias.shape[1] > 1 else 0
+    return score + bias[*at, 0, j - i + (T - 1)]
 
 
 def _unpacked(bits: Any, T: int) -> Any:
