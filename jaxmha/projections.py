@@ -297,7 +297,12 @@ def affine_map(
     if written == accumulate:
         y = matmul(rows, columns, precision=precision, dtype=accumulate)
     else:
+        # XLA:GPU multiplies one row elementwise and writes all products, as large as the kernel. Of
+        # two rows it makes a matmul.
+        alone = isinstance(m, int) and m == 1 and platforms.current().name in ("cuda", "rocm")
+        rows = jnp.broadcast_to(rows, (2, k)) if alone else rows
         y = jnp.matmul(rows, columns, precision=resolved(precision), preferred_element_type=written)
+        y = y[:1] if alone else y
     return _plus(y, bias, accumulate, (1, math.prod(outside))).reshape(*lead, *outside)
 
 

@@ -199,6 +199,18 @@ def test_a_cache_of_bfloat16_is_read_as_it_lies(dtype: str, widened: bool) -> No
     assert (f"tensor<{B}x{N}x{S}x{H}xf32>" in text) == widened
 
 
+def test_one_row_is_multiplied_as_two() -> None:
+    """XLA:GPU would write every product of a row and a kernel of weights."""
+    params = jaxmha.init_params(jax.random.key(0), num_heads=3, features=21, dtype=jnp.bfloat16)
+    x = jax.random.normal(jax.random.key(1), (1, 1, 21), jnp.bfloat16)
+    with jaxmha.lowering_for("cuda"):
+        assert "tensor<2x21xbf16>" in lowered(jaxmha.project, params, x, platform="cuda")
+        found = jaxmha.project(params, x)
+    for one, other in zip(found, jaxmha.project(params, x), strict=True):
+        assert one.shape == other.shape
+        assert jnp.abs(one - other).max() <= 2**-7 * jnp.abs(other).max()
+
+
 def test_materialised_scores_are_noticed() -> None:
     text = lowered(
         lambda *x: CALLS["full"](*x, implementation="reference"), *HEADS, COUNTS, VALID,

@@ -78,7 +78,7 @@ def step_of(cache: Any, E: int, *shape: int) -> Program:
 )
 def test_a_decoding_step_waits_for_nothing(B: int, S: int, T: int) -> None:
     """Past and own tokens are a call each where there are several; the cache is written in place."""
-    E = 512
+    E = 2048
     found = step_of(lambda params: jaxmha.KVCache.empty(params, B, S), E, B, T)
     assert found.kernels <= 20
     assert found.waits == 0
