@@ -33,7 +33,6 @@ SHAPES = (  # B T S N H
     (1, 257, 509, 2, 64),
     (1, 1031, 1031, 2, 64),
 )
-NAMES = ("out_alone", "out", "dq", "dk", "dv")
 Arrays = tuple[Any, ...]
 
 
@@ -111,8 +110,8 @@ def exact(case: Case, arrays: Arrays) -> dict[str, Any]:
 
 
 @cache
-def program(name: str, causal: bool) -> Callable[..., dict[str, Any]]:
-    """Output alone, and output with the gradients, of `jax.nn` or of an implementation of ours."""
+def program(name: str, causal: bool, kind: str) -> Callable[..., dict[str, Any]]:
+    """The output `alone`, or with the gradients, of `jax.nn` or of an implementation of ours."""
 
     def attend(q: Any, k: Any, v: Any) -> Any:
         if name == "jax.nn":
@@ -123,16 +122,7 @@ def program(name: str, causal: bool) -> Callable[..., dict[str, Any]]:
         out, back = jax.vjp(attend, q, k, v)
         return {"out": out, **dict(zip(("dq", "dk", "dv"), back(g), strict=True))}
 
-    alone, together = jax.jit(attend), jax.jit(both)
-    return lambda q, k, v, g: {"out_alone": alone(q, k, v), **together(q, k, v, g)}
-
-
-def errors(found: dict[str, Any], wanted: dict[str, Any]) -> dict[str, float]:
-    """RMS errors in units of rounding."""
-    rms = {}
-    for name in NAMES:
-        rms[name] = rms_error(found[name], wanted[name])
-    return rms
+    return jax.jit(both if kind == "gradients" else lambda *x: {"out_alone": attend(*x[:3])})
 
 
 def rms_error(found: Any, wanted: Any) -> float:
@@ -143,12 +133,21 @@ def rms_error(found: Any, wanted: Any) -> float:
     return float(np.sqrt((error**2).mean())) / unit
 
 
-def measure(case: Case, names: tuple[str, ...]) -> dict[str, dict[str, float]]:
-    """Errors of every implementation of one configuration."""
+def measure(
+    case: Case, implementations: tuple[str, ...], kinds: tuple[str, ...]
+) -> dict[str, dict[str, float]]:
+    """RMS errors of every implementation of one configuration, in units of rounding."""
     arrays = draw(case)
     wanted = exact(case, arrays)
     given = [jnp.asarray(x) for x in arrays]
-    return {name: errors(program(name, case.causal)(*given), wanted) for name in names}
+    return {
+        implementation: {
+            name: rms_error(found, wanted[name])
+            for kind in kinds
+            for name, found in program(implementation, case.causal, kind)(*given).items()
+        }
+        for implementation in implementations
+    }
 
 
 # Small products, and large ones of odd sizes; `test_the_grid` has every combination.
@@ -160,19 +159,22 @@ QUICK = [
 ]
 
 
-def ratios(ours: str, grid: list[Case]) -> dict[str, Any]:
+KINDS = ("alone", "gradients")
+
+
+def ratios(ours: str, grid: list[Case], kinds: tuple[str, ...] = KINDS) -> dict[str, Any]:
     """Errors in those of `jax.nn`."""
-    found = [measure(case, (ours, "jax.nn")) for case in grid]
+    found = [measure(case, (ours, "jax.nn"), kinds) for case in grid]
     return {
         name: np.array([errors[ours][name] / errors["jax.nn"][name] for errors in found])
-        for name in NAMES
+        for name in found[0][ours]
     }
 
 
 @pytest.mark.parametrize("ours", OURS)
 def test_large_logits_and_offsets(ours: str) -> None:
     """Weights computed again from the lse, or from logits that round differently, lose digits."""
-    found = ratios(ours, QUICK)
+    found = ratios(ours, QUICK, ("gradients",))
     for name in ("dq", "dk", "dv"):
         assert np.exp(np.log(found[name]).mean()) <= 1.0, name
         assert found[name].max() <= 2.0, name
@@ -331,6 +333,8 @@ HUGE: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+# One feature shows a product that is fused with what follows, a score function a fused score.
+@pytest.mark.everyday(name=["one feature", "score function"])
 @pytest.mark.parametrize("implementation", ["blocked", "reference"])
 @pytest.mark.parametrize("name", HUGE)
 def test_huge_logits_round_once(name: str, implementation: str) -> None:
