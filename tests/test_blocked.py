@@ -259,7 +259,7 @@ def test_forward_over_reverse_is_that_of_the_reference(tiny: str) -> None:
             )
             return (out**2).sum()
 
-        return jax.hessian(of, (0, 1))(query, key)
+        return jax.jit(jax.hessian(of, (0, 1)))(query, key)
 
     jax.tree.map(tolerance.assert_close, hessian(tiny), hessian("reference"))
 
@@ -460,14 +460,28 @@ def shapes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     return found
 
 
-@pytest.mark.slow_variants("many")
+@pytest.mark.slow_variants("many", "few")
 @pytest.mark.parametrize(
-    ("T", "S", "heads", "count"), [(523, 541, 6, 4), (1031, 1063, 2, 5)], ids=["many", "few"]
+    ("T", "S", "heads", "count", "tile_bytes"),
+    [
+        (523, 541, 6, 4, None),
+        (1031, 1063, 2, 5, None),
+        (307, 331, 4, 3, 2 * 4 * 2 * 103 * 331),
+    ],
+    ids=["many", "few", "few of small tiles"],
 )
 def test_bands_of_rows_are_the_reference(
-    T: int, S: int, heads: int, count: int, shapes: list[tuple[int, ...]]
+    T: int,
+    S: int,
+    heads: int,
+    count: int,
+    tile_bytes: int | None,
+    shapes: list[tuple[int, ...]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Some heads at a time, of several groups, under the rule itself."""
+    if tile_bytes is not None:
+        conformance.tune(monkeypatch, tile_bytes=tile_bytes)
     case = Case("long", B=2, T=T, S=S, K=6, G=2, H=7, h=5, is_causal=True, dropout_rate=0.3)
     arrays = cases.arrays(case, "float32")
     found = [

@@ -91,7 +91,7 @@ def test_blocked_is_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     arrays = operands(33, 41)
     every = tuple(range(len(arrays)))
     want, got = (
-        jax.value_and_grad(partial(loss, **options, implementation=x), every)(*arrays)
+        jax.jit(jax.value_and_grad(partial(loss, **options, implementation=x), every))(*arrays)
         for x in IMPLEMENTATIONS
     )
     assert relative_error(got[0], want[0]) < 1e-6
@@ -131,7 +131,7 @@ def test_gradients_are_finite_differences_in_float64(implementation: str) -> Non
     with jax.enable_x64(True):
         arrays = operands(9, 11, "float64")
         function = jax.jit(partial(loss64, implementation=implementation))
-        gradients = jax.grad(function, tuple(range(5)))(*arrays)
+        gradients = jax.jit(jax.grad(function, tuple(range(5))))(*arrays)
         for place, gradient in enumerate(gradients):
             direction = jnp.asarray(np.random.default_rng(place).standard_normal(gradient.shape))
             step = 1e-6
@@ -164,7 +164,7 @@ def test_nan_in_excluded_positions_has_no_influence(implementation: str) -> None
         )  # fmt: skip
         return out.sum()
 
-    value_and_gradients = jax.value_and_grad(total, (0, 1, 2, 3))
+    value_and_gradients = jax.jit(jax.value_and_grad(total, (0, 1, 2, 3)))
     found = value_and_gradients(query, nan(key), nan(value), temperature)
     assert all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(found))
     clean = value_and_gradients(query, key, value, temperature)
