@@ -14,12 +14,12 @@ from jaxmha.attention import attend, hashable
 from jaxmha.cached_attention import attend_cache, nan_where, reject_structure
 from jaxmha.cached_step import BLOCK
 from jaxmha.decoding_checks import (
-    AXES,
     CacheT,
     checked_cache,
     checked_counts,
     clipped_counts,
     counts_of,
+    reject_long_prompt,
     reject_mean,
     reject_overflow,
     sizes_of,
@@ -124,14 +124,9 @@ def _prefill(
     implementation: str | tuple[str, ...] | None,
 ) -> tuple[jax.Array, CacheT]:
     sizes = sizes_of(params, x, cache)
-    B, T, S = sizes["B"], sizes["T"], sizes["S"]
-    left = None if mask.window_size is None else mask.window_size[0]
-    if T > S and (left is None or left >= S or isinstance(cache, PagedKVCache)):
-        axes = f"({', '.join(AXES[type(cache)]['key'].split())})"
-        raise ValueError(
-            f"x: T={T} tokens are more than the S={S} slots of the cache (cache.key is "
-            f"{axes} = {cache.key.shape}): make a longer one"
-        )
+    B, T = sizes["B"], sizes["T"]
+    left, _ = mask.window_size or (None, None)
+    reject_long_prompt(cache, T, left)
     positions = jnp.broadcast_to(jnp.arange(T, dtype=np.int32).reshape(1, T), (B, T))
     query, key, value = _heads(params, x, semantics, positions, rotate)
     extra = bias_kv.count(params, semantics)

@@ -53,6 +53,16 @@ def reject_overflow(cache: HasSlots, T: int, left: int | None) -> None:
         )
 
 
+def reject_long_prompt(cache: HasSlots, T: int, left: int | None) -> None:
+    """Raises ValueError for prompts of T tokens that are more than the slots, unless a ring buffer
+    keeps the last of them."""
+    S = cache.slots
+    if T > S and (left is None or left >= S or isinstance(cache, PagedKVCache)):
+        raise ValueError(
+            f"x: T={T} tokens are more than the S={S} slots of the cache: make a longer one"
+        )
+
+
 def checked_cache(params: MHAParams, x: Array, cache: CacheT, semantics: Semantics) -> CacheT:
     """Checks the arguments and returns the cache; NumPy lengths become int32, since jit would
     truncate them."""

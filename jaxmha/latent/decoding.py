@@ -20,6 +20,7 @@ from jaxmha.decoding_checks import (
     checked_parts,
     clipped_counts,
     counts_of,
+    reject_long_prompt,
     reject_mean,
     reject_overflow,
     reject_zigzag,
@@ -174,12 +175,9 @@ def _prefill(
     implementation: str | tuple[str, ...] | None,
 ) -> tuple[jax.Array, LatentT]:
     found, dtype = _sizes(params, x, cache)
-    B, T, S = found["B"], found["T"], found["S"]
+    B, T = found["B"], found["T"]
     left, _ = mask.window_size or (None, None)
-    if T > S and (left is None or left >= S or isinstance(cache, PagedKVCache)):
-        raise ValueError(
-            f"x: T={T} tokens are more than the S={S} slots of the cache: make a longer one"
-        )
+    reject_long_prompt(cache, T, left)
     latent = Latent(params, semantics, dtype, rotate)
     positions = flat_positions(None, (B,), B, T)
     keys = latent.keys(x, positions)

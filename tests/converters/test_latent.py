@@ -108,9 +108,10 @@ def exact(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
         monkeypatch.setattr(module, "apply_rotary_emb", turned)
 
 
-@pytest.mark.parametrize("kind", EVERYDAY)
-@pytest.mark.parametrize("low_rank", [True, False])
-def test_in_float64(kind: str, low_rank: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def layer_in_float64(
+    kind: str, monkeypatch: pytest.MonkeyPatch, *, low_rank: bool = True
+) -> tuple[Any, Any, Any]:
+    """The same as `layer`, computed in float64, with YaRN."""
     torch = pytest.importorskip("torch")
     module, config, (x, _) = layer(kind, rope_parameters=YARN)
     if not low_rank:
@@ -118,7 +119,7 @@ def test_in_float64(kind: str, low_rank: bool, monkeypatch: pytest.MonkeyPatch) 
         module = type(module)(config, 0).eval()
     exact(monkeypatch, kind)
     module, x = module.double(), x.astype("float64")
-    semantics, rotate = huggingface.latent_behaviour(config.to_dict())
+    _, rotate = huggingface.latent_behaviour(config.to_dict())
     frequencies = rotate.keywords["frequencies"]  # type: ignore[attr-defined]
     angles = np.arange(T)[:, None] * np.asarray(frequencies.values)
     cos, sin = (frequencies.factor * f(angles)[None] for f in (np.cos, np.sin))
@@ -127,9 +128,15 @@ def test_in_float64(kind: str, low_rank: bool, monkeypatch: pytest.MonkeyPatch) 
         given = tuple(torch.from_numpy(np.concatenate([y, y], -1)) for y in (cos, sin))
     causal = torch.full((T, T), -torch.inf, dtype=torch.float64).triu(1)[None, None]
     with torch.no_grad():
-        want = module(torch.from_numpy(x), position_embeddings=given, attention_mask=causal)[
-            0
-        ].numpy()
+        want = module(torch.from_numpy(x), position_embeddings=given, attention_mask=causal)[0]
+    return module, config, (x, want.numpy())
+
+
+@pytest.mark.parametrize("kind", EVERYDAY)
+@pytest.mark.parametrize("low_rank", [True, False])
+def test_in_float64(kind: str, low_rank: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, config, (x, want) = layer_in_float64(kind, monkeypatch, low_rank=low_rank)
+    semantics, rotate = huggingface.latent_behaviour(config.to_dict())
     with jax.enable_x64(True):
         params = huggingface.import_latent_params(module.state_dict())
         options: dict[str, Any] = {"semantics": semantics, "rotate": rotate}

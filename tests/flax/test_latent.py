@@ -14,7 +14,7 @@ from jaxmha.converters import huggingface
 from jaxmha.flax.latent import linen, nnx
 from jaxmha.latent.params import leaves
 from tests.converters.test_latent import T as TOKENS
-from tests.converters.test_latent import layer
+from tests.converters.test_latent import layer, layer_in_float64
 from tests.tolerance import assert_close
 
 B, T, N, D = 2, 7, 3, 11
@@ -67,10 +67,14 @@ def test_modules_are_the_function(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_steps(kind: str) -> None:
+@pytest.mark.parametrize("paged", [False, True])
+def test_steps(kind: str, paged: bool) -> None:
     made = Made(kind)
     want = np.asarray(made(X, is_causal=True))
-    out, cache = made(X[:, :4], latent.LatentCache.empty(made.params(), B, T), method="prefill")
+    cache: Any = latent.LatentCache.empty(made.params(), B, T)
+    if paged:
+        cache = latent.paged_cache(made.params(), B, T, pages=5, page_size=3)
+    out, cache = made(X[:, :4], cache, method="prefill")
     outs = [out]
     out, cache = made(X[:, 4:6], cache, method="decode_step")
     outs.append(out)
@@ -133,17 +137,21 @@ def test_wrong_parameters(kind: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("x64", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_deepseek_v3_of_transformers(kind: str) -> None:
+def test_deepseek_v3_of_transformers(kind: str, x64: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prefill of 9 tokens and 20 steps."""
-    module, config, (x, want) = layer("deepseek_v3")
-    params = huggingface.import_latent_params(module.state_dict())
+    name = "deepseek_v3"
+    module, config, (x, want) = layer_in_float64(name, monkeypatch) if x64 else layer(name)
     semantics, rotate = huggingface.latent_behaviour(config.to_dict())
-    made = Made(kind, params, semantics, rotate=rotate)
-    most = 3e-6 * np.abs(want).max()
-    assert np.abs(made(x, is_causal=True) - want).max() < most
-    out, cache = made(x[:, :9], latent.LatentCache.empty(params, *x.shape[:2]), method="prefill")
-    assert np.abs(out - want[:, :9]).max() < most
-    for t in range(9, TOKENS):
-        out, cache = made(x[:, t : t + 1], cache, method="decode_step")
-        assert np.abs(out[:, 0] - want[:, t]).max() < most, t
+    most = (1e-14 if x64 else 3e-6) * np.abs(want).max()
+    with jax.enable_x64(x64):
+        params = huggingface.import_latent_params(module.state_dict())
+        made = Made(kind, params, semantics, rotate=rotate)
+        assert np.abs(made(x, is_causal=True) - want).max() < most
+        cache = latent.LatentCache.empty(params, *x.shape[:2])
+        out, cache = made(x[:, :9], cache, method="prefill")
+        assert np.abs(out - want[:, :9]).max() < most
+        for t in range(9, TOKENS):
+            out, cache = made(x[:, t : t + 1], cache, method="decode_step")
+            assert np.abs(out[:, 0] - want[:, t]).max() < most, t

@@ -27,6 +27,7 @@ from jaxmha.flax.latent.steps import (
 from jaxmha.flax.linen_parameters import Parameters
 from jaxmha.flax.parameters import Initializer
 from jaxmha.latent import LatentCache, LatentParams
+from jaxmha.latent.cache import LatentT
 from jaxmha.latent.params import from_leaves, leaves
 from jaxmha.mask import Mask
 from jaxmha.rotary import Rotate
@@ -165,10 +166,10 @@ class LatentAttention(nn.Module):  # type: ignore[misc]
     def prefill(
         self,
         inputs: Float[Array, "B T Dq"],
-        cache: LatentCache,
+        cache: LatentT,
         *,
         mask: Array | Mask | None = None,
-    ) -> tuple[Float[jax.Array, "B T Do"], LatentCache]:
+    ) -> tuple[Float[jax.Array, "B T Do"], LatentT]:
         """`jaxmha.latent.prefill`: causal attention over prompts, and a cache that holds them: `apply(variables, x, cache, method="prefill")`.
 
         >>> layer, x = LatentAttention(2, 8, 4, 5), jnp.ones((3, 5, 6))
@@ -187,21 +188,21 @@ class LatentAttention(nn.Module):  # type: ignore[misc]
     def decode_step(
         self,
         inputs: Float[Array, "B T Dq"],
-        cache: LatentCache,
+        cache: LatentT,
         *,
         mask: Array | Mask | None = None,
-    ) -> tuple[Float[jax.Array, "B T Do"], LatentCache]:
+    ) -> tuple[Float[jax.Array, "B T Do"], LatentT]:
         """`jaxmha.latent.decode_step`: appends tokens to the cache and attends to all in it."""
         return self.extend(inputs, cache, mask=mask)
 
     def extend(
         self,
         inputs: Float[Array, "B T Dq"],
-        cache: LatentCache,
+        cache: LatentT,
         *,
         q_lengths: Array | None = None,
         mask: Array | Mask | None = None,
-    ) -> tuple[Float[jax.Array, "B T Do"], LatentCache]:
+    ) -> tuple[Float[jax.Array, "B T Do"], LatentT]:
         """`jaxmha.latent.extend`: appends the first `q_lengths`, `(B,)`, tokens of each row."""
         return step(
             self, self.to_params()[0], latent.extend, inputs, cache, mask, q_lengths=q_lengths

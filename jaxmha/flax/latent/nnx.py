@@ -24,6 +24,7 @@ from jaxmha.flax.latent.steps import (
 from jaxmha.flax.nnx_dropout import dropout_key
 from jaxmha.flax.parameters import Initializer
 from jaxmha.latent import LatentCache, LatentParams
+from jaxmha.latent.cache import LatentT
 from jaxmha.latent.params import from_leaves, leaves
 from jaxmha.mask import Mask
 from jaxmha.rotary import Rotate
@@ -175,10 +176,10 @@ class LatentAttention(nnx.Module):  # type: ignore[misc]
     def prefill(
         self,
         inputs: Float[Array, "B T Dq"],
-        cache: LatentCache,
+        cache: LatentT,
         *,
         mask: Array | Mask | None = None,
-    ) -> tuple[Float[jax.Array, "B T Do"], LatentCache]:
+    ) -> tuple[Float[jax.Array, "B T Do"], LatentT]:
         """`jaxmha.latent.prefill`: causal attention over prompts, and a cache that holds them.
 
         >>> sizes = {"latent_dim": 8, "rotary_dim": 4, "head_dim": 5}
@@ -197,21 +198,21 @@ class LatentAttention(nnx.Module):  # type: ignore[misc]
     def decode_step(
         self,
         inputs: Float[Array, "B T Dq"],
-        cache: LatentCache,
+        cache: LatentT,
         *,
         mask: Array | Mask | None = None,
-    ) -> tuple[Float[jax.Array, "B T Do"], LatentCache]:
+    ) -> tuple[Float[jax.Array, "B T Do"], LatentT]:
         """`jaxmha.latent.decode_step`: appends tokens to the cache and attends to all in it."""
         return self.extend(inputs, cache, mask=mask)
 
     def extend(
         self,
         inputs: Float[Array, "B T Dq"],
-        cache: LatentCache,
+        cache: LatentT,
         *,
         q_lengths: Array | None = None,
         mask: Array | Mask | None = None,
-    ) -> tuple[Float[jax.Array, "B T Do"], LatentCache]:
+    ) -> tuple[Float[jax.Array, "B T Do"], LatentT]:
         """`jaxmha.latent.extend`: appends the first `q_lengths`, `(B,)`, tokens of each row."""
         return step(
             self, self.to_params()[0], latent.extend, inputs, cache, mask, q_lengths=q_lengths

@@ -1,7 +1,7 @@
 """Paths of parameters, and calls of `jaxmha.latent`: shared by the modules of linen and nnx."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import numpy as np
@@ -12,13 +12,13 @@ from jaxmha import latent
 from jaxmha.arrays import Array
 from jaxmha.flax.parameters import Initializer, flat_init
 from jaxmha.flax.settings import cast, read_mask
-from jaxmha.latent import LatentCache, LatentParams
+from jaxmha.latent import LatentParams
+from jaxmha.latent.cache import LatentT
 from jaxmha.latent.initializers import contracted, leaf_shapes
 from jaxmha.latent.params import CANONICAL, leaves, sizes
 from jaxmha.mask import Mask
 from jaxmha.semantics import Semantics
 
-OutAndCache: TypeAlias = tuple[jax.Array, LatentCache]
 # Leaf of LatentParams -> its path in the parameter tree of a module.
 PATHS: dict[str, tuple[str, ...]] = {leaf: tuple(leaf.split(".")) for leaf in CANONICAL}
 # Arguments of the modules that are sizes, with the names of `init_latent_params`.
@@ -72,12 +72,12 @@ def attend(
 def step(
     module: Any,
     params: LatentParams,
-    function: Callable[..., OutAndCache],
+    function: Callable[..., tuple[jax.Array, LatentT]],
     inputs: Array,
-    cache: LatentCache,
+    cache: LatentT,
     mask: Array | Mask | None,
     **more: object,
-) -> OutAndCache:
+) -> tuple[jax.Array, LatentT]:
     """`prefill` or `extend` of `jaxmha.latent`, with the settings of a module.
 
     `more`: further keyword arguments of `function`.
