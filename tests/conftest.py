@@ -18,6 +18,9 @@ os.environ.setdefault("JAXMHA_PREFERENCES", "0")
 # Property tests draw other examples in every run; workers inherit the seed.
 os.environ.setdefault("JAXMHA_PROPERTY_SEED", str(random.SystemRandom().randrange(2**32)))
 
+# A file of a test need not outlast a failure of the machine; waiting for the disk takes minutes.
+os.fsync = os.fdatasync = os.fstat  # type: ignore[assignment]
+
 # A million objects of frameworks and tests live to the end: the garbage collector need not visit them.
 gc.disable()
 

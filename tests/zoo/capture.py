@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from types import ModuleType
 from typing import Any, NamedTuple
 from unittest import mock
@@ -279,13 +280,20 @@ def patching() -> Iterator[Watch]:
 
 def _bound(wrapped: Mapping[int, Any]) -> list[tuple[Any, str, Any]]:
     """Names of modules other than torch's that stand for one of these functions."""
+    functions = frozenset(wrapped)
     return [
-        (module, name, value)
+        (module, name, getattr(module, name))
         for path, module in list(sys.modules.items())
         if isinstance(module, ModuleType) and not path.startswith("torch.")
-        for name, value in list(vars(module).items())
-        if id(value) in wrapped and callable(value)
+        for name in _names(module, functions)
     ]
+
+
+@cache
+def _names(module: ModuleType, functions: frozenset[int]) -> tuple[str, ...]:
+    """Names in a module of the functions of these ids, which stay as its import made them."""
+    found = list(vars(module).items())
+    return tuple(name for name, value in found if id(value) in functions and callable(value))
 
 
 @contextmanager

@@ -244,6 +244,15 @@ def _picture(config: Any) -> dict[str, Any]:
     return {"pixel_values": torch.randn(2, 3, 64, 64)}
 
 
+def _filmed(config: Any) -> dict[str, Any]:
+    """Words, and the frames of one video: it takes no batch."""
+    import torch
+
+    size, frames = config.max_img_size, config.num_frames
+    return {"input_ids": torch.randint(5, 90, (1, 12)),
+            "pixel_values": torch.randn(1, frames, 3, size, size)}  # fmt: skip
+
+
 def _spectrogram(config: Any) -> dict[str, Any]:
     import torch
 
@@ -284,6 +293,7 @@ INPUTS: dict[str, Callable[[Any], dict[str, Any]]] = {
     **dict.fromkeys(("autoformer", "informer", "time_series_transformer"), _series),
     **dict.fromkeys(("patchtst", "patchtsmixer"), _long),
     "lxmert": _sight,
+    "tvp": _filmed,
     "fsmt": _uncached,
     "ClapAudioModel": _spectrogram,
     "Florence2VisionBackbone": _picture,

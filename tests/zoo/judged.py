@@ -1,7 +1,7 @@
 """Compares the blocks that jaxmha converts with the modules of a run, and classes the model type."""
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -54,7 +54,26 @@ class Owner(NamedTuple):
     out: str
 
 
-Rows = Mapping[tuple[int, float, float], str]
+class Rows:
+    """The rows and columns of the matrices of a model, by their lengths, first and last numbers."""
+
+    def __init__(self, model: Any) -> None:
+        self.of_length: dict[int, list[tuple[NDArray, NDArray, str]]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=True):
+            array = parameter.detach().numpy()
+            if array.ndim < 2 or not 0 < array.size <= 8_000_000:
+                continue
+            flat = array.reshape(array.shape[0], -1)
+            for way in (flat, flat.T):
+                row = way[:, 0], way[:, -1], name.rpartition(".")[0]
+                self.of_length.setdefault(way.shape[1], []).append(row)
+
+    def holder(self, length: int, first: float, last: float) -> str | None:
+        """The path of the first module that holds such a row; None: none does."""
+        for firsts, lasts, path in self.of_length.get(length, ()):
+            if ((firsts == first) & (lasts == last)).any():
+                return path
+        return None
 
 
 def owners(block: Block, params: MHAParams, rows: Rows) -> Owner:
@@ -70,24 +89,9 @@ def owners(block: Block, params: MHAParams, rows: Rows) -> Owner:
 
 def _held(matrix: NDArray, rows: Rows) -> str:
     for one in (matrix[0], matrix[:, 0]):
-        if name := rows.get((len(one), float(one[0]), float(one[-1])), ""):
+        if name := rows.holder(len(one), float(one[0]), float(one[-1])):
             return name
     return ""
-
-
-def rows_of(model: Any) -> dict[tuple[int, float, float], str]:
-    """Length, first and last number of every row and column -> path of the module that holds it."""
-    found: dict[tuple[int, float, float], str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=True):
-        array = parameter.detach().numpy()
-        if array.ndim < 2 or not 0 < array.size <= 8_000_000:
-            continue
-        flat = array.reshape(array.shape[0], -1)
-        for way in (flat, flat.T):
-            length, path = way.shape[1], name.rpartition(".")[0]
-            for first, last in zip(way[:, 0].tolist(), way[:, -1].tolist(), strict=True):
-                found.setdefault((length, first, last), path)
-    return found
 
 
 def judge(
@@ -169,15 +173,17 @@ def judge(
             row |= {"alone": True}
         rows.append(row)
     for one in said.pop("latents"):
-        module = held.get(one.row, "").rpartition(".")[0]
+        module = (held.holder(*one.row) or "").rpartition(".")[0]
         given = Given(masks.get(one.prefix), run.paddings)
         row, explained = latent.judged(one, run, module, given)
         rows.append(row)
         matched |= explained
     missed = sorted({s.module for s in used if id(s) not in matched})
     missed = [m for m in missed if not re.search(NO_ATTENTION, m)]
-    claimed = {held[row] for row in said.pop("claims") if row in held}
-    apart = {held[row] for row in said.pop("apart") if row in held}
+    claimed, apart = (
+        {path for row in said.pop(kind) if (path := held.holder(*row)) is not None}
+        for kind in ("claims", "apart")
+    )
     carried = [m for m in missed if _touches(m, apart)]
     lost = [m for m in missed if not _touches(m, claimed) and m not in carried]
     classes = {r["class"] for r in rows}

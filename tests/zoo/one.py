@@ -213,7 +213,7 @@ def judged_run(
     try:
         save(model, folder)
         blocks, said = saved.read(folder, heads, whole)
-        held = judged.rows_of(model)
+        held = judged.Rows(model)
         owned = [None if p is None else judged.owners(b, p, held) for b, p, *_ in blocks]
         left = {} if heads is not None else _left(run, blocks, owned)
         if left:

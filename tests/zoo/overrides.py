@@ -14,6 +14,8 @@ _WHOLE = {"__factor__": 1}
 _KEYS = {"d_kv": 16}  # the scale is folded without rounding
 _HIERA = {"window_size_per_stage": [4, 4, 4, 4], "global_attention_blocks": [2]}
 _SIGHT = {"backbone_config": _HIERA, "backbone_channel_list": [96, 48, 24, 12]}
+_SAM3 = {"backbone_feature_sizes": [[16, 16], [8, 8], [4, 4]],
+         "backbone_config": {"window_size": 2, "global_attn_indexes": [1]}}  # fmt: skip
 _FEW = {"num_queries": 10}
 _TOWER = {"hidden_size": 128, "num_heads": 4, "depth": 2, "intermediate_size": 64, "out_hidden_size": 64,
           "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}  # fmt: skip
@@ -38,6 +40,7 @@ _MAMBA = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
 # configuration, `__factor__`: the factor of the widths.
 SETTINGS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("autoformer", "informer", "time_series_transformer"), _SERIES),
+    "audio-spectrogram-transformer": {"max_length": 128},
     "bamba": _MAMBA,
     "granitemoehybrid": _MAMBA | {"layer_types": ["mamba", "attention"]},
     **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan_vl_text", "ministral"), _HEAD),
@@ -55,7 +58,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense", "sparse"]}},
     # Sizes that are computed from others, and fit the default ones alone.
     **dict.fromkeys(("bros", "layoutlmv3"), _WHOLE),
-    "perceiver": {"d_model": 16},
+    "perceiver": {"d_model": 16, "num_latents": 32, "num_self_attends_per_block": 2},
+    **dict.fromkeys(("sam3_tracker", "sam3_tracker_video"), {"vision_config": _SAM3}),
+    "tvp": {"max_img_size": 64, "visual_prompt_size": 8, "num_frames": 2},
     "gpt_neo": {"window_size": 4},
     "mobilevit": {"image_size": 128},
     "clvp": {"__factor__": 2},
