@@ -91,9 +91,8 @@ def _called(
     for name, shape in shapes.items():
         if len(shape) >= 2 and name not in taken:
             for prefix in _above(name):
-                if _squeezes(name, prefix, shape):
-                    continue
-                if _CALLED.fullmatch(re.split("[./]", prefix)[-1]):
+                last = prefix[max(prefix.rfind("."), prefix.rfind("/")) + 1 :]
+                if _CALLED.fullmatch(last) and not _squeezes(name, prefix, shape):
                     matrices[prefix] = matrices.get(prefix, 0) + 1
     near = [*known, *(block.prefix for block in found)]
     return {

