@@ -76,13 +76,15 @@ def feeds(model: Any, model_type: str) -> Iterator[dict[str, Any]]:
                     beside[name] = _NEEDED[name](model.config, made)
             if kind == "input_ids" and "bbox" in names:
                 beside["bbox"] = _NEEDED["bbox"](model.config, made)
+            masks = []
             if kind == "input_ids" and "attention_mask" in names:
                 mask = torch.ones(BATCH, LENGTH, dtype=torch.long)
                 mask[1, LENGTH - 3 :] = 0
-                yield made | beside | decoder | {"attention_mask": mask}
-            yield made | beside | decoder
+                masks = [{"attention_mask": mask}]
+            yield from (made | beside | decoder | one for one in (*masks, {}))
             if kind == "input_ids" and "pixel_values" in names:
-                yield made | beside | decoder | {"pixel_values": pixels(model.config)}
+                beside["pixel_values"] = pixels(model.config)
+                yield from (made | beside | decoder | one for one in (*masks, {}))
     width = _first(model.config, "hidden_size", 16)
     for shape in ((BATCH, LENGTH, width), (BATCH, width)):
         yield {main: torch.randn(shape)} | decoder

@@ -129,7 +129,7 @@ def record(model: Any, model_type: str) -> tuple[Any, dict[str, str]]:
     best: tuple[Any, dict[str, str]] | None = None
     best_finite = True
     for dtype in (torch.float64, torch.float32):
-        model.to(dtype)
+        _to(model, dtype)
         with capture.recording(model) as run:
             ran = run_all(model, model_type, run)
         finite = not any(s.logits.isnan().any() for s in run.softmaxes)
@@ -142,6 +142,19 @@ def record(model: Any, model_type: str) -> tuple[Any, dict[str, str]]:
             break
     assert best is not None
     return best
+
+
+def _to(model: Any, dtype: Any) -> None:
+    """Casts a model, except complex buffers, which torch would make real."""
+    kept = [
+        (module, name, buffer)
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if buffer.is_complex()
+    ]
+    model.to(dtype)
+    for module, name, buffer in kept:
+        setattr(module, name, buffer)
 
 
 def check(model_type: str, seed: int = 0, whole: bool = True) -> dict[str, Any]:
@@ -192,7 +205,8 @@ def _save(model: Any, folder: Path) -> None:
     import torch
 
     try:
-        model.to(torch.float32).save_pretrained(folder)  # the numbers are those of float32
+        _to(model, torch.float32)
+        model.save_pretrained(folder)  # the numbers are those of float32
     except Exception as error:
         raise CannotBuildError(f"saving: {type(error).__name__}: {str(error)[:200]}") from error
 
