@@ -25,13 +25,14 @@ FORMS: dict[str, str] = {
     ),
     "columns, then rows": "muse_spark_vision muse_glimmer_vision",
     "even and odd": "pixtral",
-    "pairs of columns, then rows": "sam3_vit_model inkling2_vision",
+    "pairs of columns, then rows": "sam3_vit_model inkling2_vision llama4_vision_model",
     "columns and rows in turn": "kimi_k25_vision",
-    "shares of the image": "dinov3_vit eomt_dinov3",
+    "shares of the image": "dinov3_vit eomt_dinov3 sapiens2",
 }
 # Model type -> configuration key for the number of register tokens after the class token; "" if
 # there are none.
-CLASSED = {"inkling2_vision": "", "dinov3_vit": "num_register_tokens"}
+CLASSED = {"inkling2_vision": ""} | dict.fromkeys(("dinov3_vit", "sapiens2"), "num_register_tokens")
+CLASSED_LAST = ("llama4_vision_model",)  # their class token follows the patches
 # Model types whose key hidden_size is the width of their output alone.
 FEATURES = {"qwen2_vl_vision": ("embed_dim",)}
 _MERGE = "spatial_merge_size"  # tokens of each square of this width, in patches, are contiguous
@@ -43,8 +44,9 @@ class Axial(NamedTuple):
     `inv_freq`: the angle per row or column, for every pair of features. `axis`: 0 for pairs that
     rotate by the row, 1 for the column. `interleaved`: True if pairs are adjacent features;
     otherwise they are split into halves. `merge`: squares of `merge x merge` patches are
-    contiguous. `first`: the number of unrotated tokens before the patches. `centred`: coordinates
-    run from -1 to 1 across the image; otherwise they are integers.
+    contiguous. `first`, `last`: the numbers of unrotated tokens before and after the patches.
+    `centred`: coordinates run from -1 to 1 across the image; otherwise they are integers, from 1 if
+    any token is unrotated.
     """
 
     inv_freq: tuple[float, ...]
@@ -53,6 +55,7 @@ class Axial(NamedTuple):
     merge: int = 1
     first: int = 0
     centred: bool = False
+    last: int = 0
 
     def __call__(
         self, x: Float[Array, "*B T N H"], places: Num[Array, "T 2"]
@@ -83,13 +86,13 @@ class Axial(NamedTuple):
         )
 
     def places(self, height: int, width: int) -> NDArray:
-        """Row and column of every token, `T 2`; (0, 0) for unrotated tokens before the patches."""
+        """Row and column of every token, `T 2`; (0, 0) for unrotated tokens."""
         found = grid(height, width, self.merge)
         if self.centred:
             found = (found + 0.5) / (height, width) * 2 - 1
-        elif self.first:
+        elif self.first or self.last:
             found = found + 1
-        return np.concatenate([np.zeros((self.first, 2), found.dtype), found])
+        return np.pad(found, ((self.first, self.last), (0, 0)))
 
 
 def grid(height: int, width: int, merge: int = 1) -> NDArray:
@@ -152,6 +155,7 @@ def of(
         own[_MERGE] if type(own.get(_MERGE)) is int else 1,
         first,
         form == "shares of the image",
+        int(model_type in CLASSED_LAST),
     )
 
 

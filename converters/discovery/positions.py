@@ -49,7 +49,7 @@ INTERLEAVED = frozenset((
 ))  # fmt: skip
 # Model types whose rotary positions are rows and columns, or times, instead of token indices.
 PLANES = frozenset((
-    "dinov3_vit", "eomt_dinov3", "pixtral", "llama4_vision_model", "sam3_vit_model", "neomme",
+    "dinov3_vit", "eomt_dinov3", "pixtral", "sam3_vit_model", "neomme",
     "efficientloftr", "lightglue", "edgetam_video", "sam2_video", "sam3_tracker_video", "vjepa2",
     "HunyuanDiT2DModel", "StableAudioDiTModel",
 ))  # fmt: skip
@@ -348,7 +348,7 @@ def _without(own: Mapping[str, Any], layer: int | None, model_type: str) -> bool
         and own.get("sliding_window")
     ):
         return layer < len(kinds) and kinds[layer] == "full_attention"
-    rows = own.get("no_rope_layers")
+    rows = own.get("no_rope_layers", own.get("layer_rope_theta"))
     return isinstance(rows, list) and layer is not None and layer < len(rows) and not rows[layer]
 
 
@@ -393,7 +393,7 @@ def turned(
 def squares(rotary: Axial, T: int) -> NDArray:
     """Row and column of T tokens, those of square images of one size, `T 2`; ValueError if not."""
     for images in range(1, T + 1):
-        patches = T // images - rotary.first
+        patches = T // images - rotary.first - rotary.last
         side = math.isqrt(max(patches, 0))
         if T % images == 0 and side * side == patches > 0 and side % rotary.merge == 0:
             return np.tile(rotary.places(side, side), (images, 1))

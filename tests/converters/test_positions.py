@@ -139,6 +139,8 @@ def test_places_are_in_the_order_of_the_tokens() -> None:
     assert classed.places(2, 2).tolist() == [[0, 0]] * 3 + [
         [-0.5, -0.5], [-0.5, 0.5], [0.5, -0.5], [0.5, 0.5]
     ]  # fmt: skip
+    last = axial.of("llama4_vision_model", {}, 8, 100.0, 0)
+    assert last.places(1, 2).tolist() == [[1, 1], [1, 2], [0, 0]]
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
