@@ -223,7 +223,7 @@ FUNCTIONS = {
     part: frozenset(types.split())
     for part, types in {
         "form": """
-            autoformer SanaTransformer2DModel big_bird bigbird_pegasus clvp_encoder diffllama hiera informer mra nystromformer
+            autoformer SanaTransformer2DModel big_bird bigbird_pegasus clvp_encoder diffllama hiera informer mra muse_spark_text nystromformer
             pegasus_x reformer sam2_hiera_det_model yoso
         """,
         "scale": """

@@ -29,7 +29,7 @@ _ASK = (
     "import_params(layout='llama'), and compute the rest around dot_product_attention"
 )
 ASKS = {
-    layout: _ASK.format(f"{meaning.NORM_NAMES.get(layout, 'q_norm and k_norm')} normalise")
+    layout: _ASK.format(meaning.OPEN.get(layout, "q_norm and k_norm normalise"))
     for layout in meaning.ASKING
 }
 

@@ -71,6 +71,16 @@ def _unlearned(own: Mapping[str, Any]) -> Values:
     return _normalised(own) | {"qk_norm_learned": False}
 
 
+def _unlearned_and_scaled(own: Mapping[str, Any]) -> Values:
+    """The same, with a factor of the queries in addition to the usual scale."""
+    scale = float(own["qk_scale_factor"]) * float(own["head_dim"]) ** -0.5
+    return _unlearned(own) | {"scale": scale}
+
+
+def _normalised_if_set(own: Mapping[str, Any]) -> Values:
+    return _normalised(own) if own["use_qk_norm"] else {}
+
+
 def _unlearned_where_rotated(own: Mapping[str, Any]) -> Values:
     """The same, in layers with rotary positions alone."""
     rotated = own.get("no_rope_layers")
@@ -173,6 +183,8 @@ READERS: tuple[tuple[str, _Reader], ...] = (
     ),
     ("gemma3 gemma3_text", _offset_and_scaled),
     ("nanochat", _unlearned),
+    ("muse_glimmer_text", _unlearned_and_scaled),
+    ("sapiens2", _normalised_if_set),
     ("llama4_text", _unlearned_where_rotated),
     ("videoprism_vision_model videoprism_text_model", _only_capped),
     ("persimmon fuyu", _of_layer_norms),
@@ -190,6 +202,7 @@ _OF_SETTINGS = (
     _offset_and_scaled,
     _clipped,
     _normalised_and_clipped,
+    _normalised_if_set,
     _unlearned_where_rotated,
     _only_capped,
     _of_litgpt,

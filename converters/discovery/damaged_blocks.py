@@ -17,7 +17,7 @@ from jaxmha.dims import parse
 # Layers other than attention often have the names of these layouts, and of uneven ones.
 _ELSEWHERE = {
     *(layout.name for layout in by_hand.BY_HAND),
-    *meaning.NORM_NAMES,
+    *meaning.OPEN,
     *places.OF_FAMILIES,
 }
 

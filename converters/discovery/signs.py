@@ -50,7 +50,7 @@ PARTS = {
         "write a plan and set num_heads for each module",
     ),
     "form": (
-        "attention of another form than softmax over all keys",
+        "attention of another form than softmax over all keys and an output layer",
         "read the blocks by import_params, and write that form around them",
     ),
 }
@@ -152,6 +152,7 @@ TENSORS = (
             r"|att\w*[./](logit_scale|tau)$"
         ),
     ),
+    ("multiplier", r"att\w*[./]gamma\.weight$"),
     ("layers", r"[./]downsample[./]assign[./]"),
     ("gate", r"att\w*[./](.*[._])?(g_proj|gate\w*|gru_rel_pos\w*)([./]|$)|attn_gate$"),
 )

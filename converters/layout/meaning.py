@@ -37,6 +37,7 @@ _MEANING: dict[str, tuple[tuple[Entry, ...], Semantics, str]] = {
     "llama-norm-each": (_OF_EACH, _LAYER, "Cohere, Chameleon: norms with a scale for every head"),
     "llama-sinks": (_SINKS, _PLAIN, "gpt-oss: sinks, a logit per head in every softmax"),
     "llama-norm-sinks": (_OF_HEAD + _OFFSETS, _RMS, "Flint: norms, and sinks in softmax_offset"),
+    "llama-gate": (_GATE, _PLAIN, "Muse: a gate for every feature"),
     "llama-norm-gate": (_OF_HEAD + _GATE, _RMS, "AFMoE: norms, and a gate for every feature"),
     "llama-norm-gate-bias": (
         _OF_HEAD + _GATE + _GATE_BIAS,
@@ -109,6 +110,13 @@ PERSIMMON = Layout(
     other_keys=("rotary_emb.inv_freq",),
     about="Persimmon: packed head by head, with layer norms of each head (rotary embedding apart)",
 )
+_SAPIENS = _renamed(
+    next(layout for layout in LLAMA_MEANING if layout.name == "llama-norm"),
+    "sapiens",
+    {"q_proj": "wq", "k_proj": "wk", "v_proj": "wv", "o_proj": "proj"},
+    "Sapiens 2: a norm of each head, and LayerScale after the block (rotary embedding apart)",
+)
+SAPIENS = replace(_SAPIENS, other_keys=("gamma.weight",))
 COSMOS = _renamed(
     next(layout for layout in LLAMA_MEANING if layout.name == "llama-norm"),
     "cosmos",
@@ -139,10 +147,14 @@ LITGPT = tuple(
         ("litgpt-norm", "H", _RMS, "a norm of each head"),
     )
 )
-LAYOUTS = (*LLAMA_MEANING, QWEN3_NEXT, LFM, PERSIMMON, COSMOS, TIMM_NORM, *LITGPT)
-NORM_NAMES = dict.fromkeys(("lfm", "persimmon"), "q_layernorm and k_layernorm") | dict.fromkeys(
-    ("cosmos", "litgpt-norm-heads", "litgpt-norm"), "norm_q and norm_k"
-)
+LAYOUTS = (*LLAMA_MEANING, QWEN3_NEXT, LFM, PERSIMMON, SAPIENS, COSMOS, TIMM_NORM, *LITGPT)
+# Layout -> what its tensors leave open; "q_norm and k_norm normalise" for other layouts.
+OPEN = {
+    **dict.fromkeys(("lfm", "persimmon"), "q_layernorm and k_layernorm normalise"),
+    **dict.fromkeys(("cosmos", "litgpt-norm-heads", "litgpt-norm"), "norm_q and norm_k normalise"),
+    "sapiens": "q_norm and k_norm normalise",
+    "llama-gate": "gate_proj acts, or what is computed next to it",
+}
 # Layouts whose tensors do not determine the function of their norms and gates: reading them
 # requires a configuration.
 ASKING = tuple(layout.name for layout in LAYOUTS if layout.name != "llama-sinks")
