@@ -114,6 +114,7 @@ def commands() -> str:
             shown = p.name.upper() if p in arguments else ", ".join((*p.opts, *p.secondary_opts))
             value = f" {p.metavar}" if p.metavar and p in options else ""
             text = (p.help or "").replace("|", "\\|")
+            text = re.sub(r"hf://\S*[A-Z]", r"`\g<0>`", text)  # code breaks where a phone ends
             yield f"| `{shown}{value}` | {text} |"
         examples = re.findall(r"^ *(jaxmha .*)$", command.epilog or "", flags=re.MULTILINE)
         yield "\n```text\n" + "\n".join(f"$ {line}" for line in examples) + "\n```\n"
