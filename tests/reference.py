@@ -80,32 +80,31 @@ def pairs(
 ) -> Array:
     """Which query i may attend which key j, `*B N T S`: every condition has to hold."""
     allowed = np.zeros((*batch, N, T, S), bool)
-    if mask is not None:
-        mask = np.broadcast_to(mask, allowed.shape)
     if segment_ids is not None and not isinstance(segment_ids, tuple):
         segment_ids = segment_ids, segment_ids
     window = local_window_size
     left, right = window if isinstance(window, tuple) else (window, window)
+    offset, query_length, key_length = (
+        None if x is None else np.broadcast_to(x, tuple(batch))
+        for x in (causal_offset, query_seq_lengths, key_value_seq_lengths)
+    )
     for b in np.ndindex(*batch):
-        for n in range(N):
-            for i in range(T):
-                for j in range(S):
-                    allowed[*b, n, i, j] = all(
-                        (
-                            mask is None or mask[*b, n, i, j],
-                            not is_causal or j <= i,
-                            causal_offset is None or j <= i + at(causal_offset, b, batch),
-                            left is None or i - left <= j,
-                            right is None or j <= i + right,
-                            query_seq_lengths is None or i < at(query_seq_lengths, b, batch),
-                            key_value_seq_lengths is None
-                            or j < at(key_value_seq_lengths, b, batch),
-                            query_padding is None or query_padding[*b, i],
-                            key_value_padding is None or key_value_padding[*b, j],
-                            segment_ids is None or segment_ids[0][*b, i] == segment_ids[1][*b, j],
-                        )
+        for i in range(T):
+            for j in range(S):
+                allowed[*b, :, i, j] = all(
+                    (
+                        not is_causal or j <= i,
+                        offset is None or j <= i + offset[b],
+                        left is None or i - left <= j,
+                        right is None or j <= i + right,
+                        query_length is None or i < query_length[b],
+                        key_length is None or j < key_length[b],
+                        query_padding is None or query_padding[*b, i],
+                        key_value_padding is None or key_value_padding[*b, j],
+                        segment_ids is None or segment_ids[0][*b, i] == segment_ids[1][*b, j],
                     )
-    return allowed
+                )
+    return allowed if mask is None else allowed & np.broadcast_to(mask, allowed.shape)
 
 
 def attend(
@@ -315,15 +314,9 @@ def append(heads: Array, row: Array) -> Array:
 
 def within(lengths: Array | None, batch: Sequence[int], T: int) -> Array:
     """Positions before a length, `*B T`."""
-    valid = np.ones((*batch, T), bool)
-    for *b, i in np.ndindex(*valid.shape):
-        valid[*b, i] = lengths is None or i < at(lengths, tuple(b), batch)
-    return valid
-
-
-def at(per_batch: Any, b: tuple[int, ...], batch: Sequence[int]) -> Any:
-    """The entry of batch row b of a number or an array `*B`."""
-    return np.broadcast_to(per_batch, tuple(batch))[b]
+    if lengths is None:
+        return np.ones((*batch, T), bool)
+    return np.arange(T) < np.broadcast_to(lengths, tuple(batch))[..., None]
 
 
 def dot(x: Iterable[float], y: Iterable[float]) -> float:
