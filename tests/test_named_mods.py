@@ -27,9 +27,19 @@ def oracle(bias: Any, allowed: Any, scale: float = H**-0.5) -> Any:
     return np.einsum("bnts,bsnh->btnh", exps / np.where(total == 0, 1, total), v)
 
 
-def check(bias: Any, allowed: Any, *, scale: float | None = None, **options: Any) -> None:
+IMPLEMENTATIONS = ("reference", "blocked")
+
+
+def check(
+    bias: Any,
+    allowed: Any,
+    *,
+    scale: float | None = None,
+    implementations: tuple[str, ...] = IMPLEMENTATIONS,
+    **options: Any,
+) -> None:
     want = oracle(bias, allowed, H**-0.5 if scale is None else scale)
-    for implementation in ("reference", "blocked"):
+    for implementation in implementations:
         got = jaxmha.dot_product_attention(
             QUERY, KEY, VALUE, scale=scale, implementation=implementation, **options
         )
@@ -114,15 +124,21 @@ MASKS: dict[str, tuple[Any, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.everyday(implementation=["blocked"])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", MASKS)
-def test_masks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_masks(name: str, implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "SIZES", SMALL_TILES)
     mask_mod, allowed = MASKS[name]
-    check(0.0, allowed, mask_mod=mask_mod)
+    check(0.0, allowed, mask_mod=mask_mod, implementations=(implementation,))
 
 
+@pytest.mark.everyday(implementation=["blocked"])
 @pytest.mark.parametrize("name", ["document", "block-sparse", "dilated"])
-def test_a_block_mask_is_its_function(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_block_mask_is_its_function(
+    name: str, implementation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(attention, "SIZES", SMALL_TILES)
     mask_mod, allowed = MASKS[name]
     allowed = np.broadcast_to(allowed, (B, N, T, T))
@@ -137,10 +153,13 @@ def test_a_block_mask_is_its_function(name: str, monkeypatch: pytest.MonkeyPatch
         want = (some > 0).any(1), (some == every).all(1)
         for got, expected in zip(made.blocks[1:3], want, strict=True):
             np.testing.assert_array_equal(np.broadcast_to(got, expected.shape), expected)
-        check(0.0, allowed, mask_mod=made)
-        check(0.0, allowed & (J <= I), mask_mod=made, is_causal=True)
+        options: dict[str, Any] = {"mask_mod": made, "implementations": (implementation,)}
+        check(0.0, allowed, **options)
+        check(0.0, allowed & (J <= I), is_causal=True, **options)
         jitted = jax.jit(
-            lambda made: jaxmha.dot_product_attention(QUERY, KEY, VALUE, mask_mod=made)
+            lambda made: jaxmha.dot_product_attention(
+                QUERY, KEY, VALUE, mask_mod=made, implementation=implementation
+            )
         )
         assert relative_error(jitted(made), oracle(0.0, allowed)) < 1e-6
 
