@@ -244,6 +244,7 @@ def test_rates_are_shares_of_the_limits() -> None:
         ("attention -T 8 -N 3 -K 2 -H 8", "multiple of -K"),
         ("attention -T 8 -S 9 -N 2 -H 8 --packed 2", "as many keys as queries"),
         ("attention -T 8 -N 2 -H 8 --dtype int8", "--dtype must be"),
+        ("attention -T 8 -N 2 -H 8 --tf32", "needs --dtype float32"),
         ("attention -T 8 -N 2 -H 8 --plot a.txt", "--plot must end in"),
         ("attention -T 8 -N 2 -H 8 --peer torhc", "'torhc' is unknown"),
     ],

@@ -54,6 +54,9 @@ def command(
             "--dtype", "float32, bfloat16 or float16.  [default: float32 on CPUs, else bfloat16]"
         ),
     ] = None,
+    tf32: Annotated[
+        bool, option("--tf32", "Products of float32 may be rounded to TF32, on GPUs.")
+    ] = False,
     causal: Annotated[bool, option("--causal", "Causal mask, aligned top-left.")] = False,
     lengths: Annotated[bool, option("--lengths", "Keys of different lengths.")] = False,
     padding: Annotated[bool, option("--padding", "The same lengths, as Booleans.")] = False,
@@ -87,6 +90,7 @@ def command(
             "window": window,
             "bias": bias,
             "boolean": padding,
+            "tf32": tf32,
         }
         sizes = _sizes(kind.value, T, S, layer=layer, packed=packed)
         unequal = h not in (None, H)
@@ -95,6 +99,10 @@ def command(
             raise ValueError(f"-N must be a multiple of -K, got {N} and {K}")
         if dtype not in (None, "float32", "bfloat16", "float16"):
             raise ValueError(f"--dtype must be float32, bfloat16 or float16, got {dtype!r}")
+        if tf32 and (dtype != "float32" or save):
+            raise ValueError(
+                "--tf32 needs --dtype float32, and no --save: calls are exact unless they say otherwise"
+            )
         if plot is not None:
             if plot.suffix not in PLOTS:
                 raise ValueError(f"--plot must end in {', '.join(PLOTS)}, got {str(plot)!r}")
