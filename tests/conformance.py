@@ -5,6 +5,7 @@ The tests choose implementations, cases and dtypes; a check compiles what it nee
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import chex
@@ -19,6 +20,7 @@ from jaxmha import dropout
 from jaxmha.implementations import CONTEXT, IMPLEMENTATIONS, KERNELS, UnsupportedError
 from jaxmha.implementations.base import accumulation_dtype
 from jaxmha.implementations.native import library
+from jaxmha.implementations.tiled import attention
 from jaxmha.implementations.tiled.tuning import TUNING
 from tests import cases, reference, tolerance
 from tests.cases import Case
@@ -49,6 +51,21 @@ def expected(case: Case, arrays: dict[str, Any]) -> reference.Output:
 def tune(monkeypatch: pytest.MonkeyPatch, **sizes: Any) -> None:
     """Changes the tuning table of CPUs."""
     monkeypatch.setitem(TUNING, "cpu", replace(TUNING["cpu"], **sizes))
+
+
+# Two rows and three keys of one head: T and S of the cases are no multiples of them.
+TWO_ROWS = {"target": 4 * 7 * 2 * 2, "least_rows": 2, "side": 3}
+
+
+def tiled(name: str, sizes: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> str:
+    """Tiles of these sizes, in an implementation of a name for which nothing is compiled yet."""
+    monkeypatch.setattr(attention, "SIZES", sizes)
+    monkeypatch.setitem(WITHOUT_WEIGHTS, name, "as blocked")
+    made: Any = SimpleNamespace(
+        unsupported_reason=attention.unsupported_reason, attend=attention.attend
+    )
+    monkeypatch.setitem(IMPLEMENTATIONS, name, made)
+    return name
 
 
 def call(case: Case, implementation: str, **extra: Any) -> Callable[[dict[str, Any]], Any]:
