@@ -13,8 +13,6 @@ import pytest
 from jaxmha import checkpoint
 from tests.generated import PARTS, ROOT, filled, notebooks
 
-OPTIMISED = True  # compiled as users compile it
-
 TEXT = (ROOT / "README.md").read_text()
 
 

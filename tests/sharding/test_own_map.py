@@ -38,7 +38,9 @@ CASES: dict[str, dict[str, Any]] = {
 OWN = {"own keys": "x", "shared keys": None}
 
 
-@pytest.mark.everyday(keys=["own keys"], name=["functions"], implementation=["blocked"])
+@pytest.mark.everyday(
+    keys=["own keys"], bias=[True], name=["functions"], implementation=["blocked"]
+)
 @pytest.mark.parametrize("keys", OWN)
 @pytest.mark.parametrize("bias", [False, True], ids=["no bias", "shared bias"])
 @pytest.mark.parametrize("name", CASES)
