@@ -368,12 +368,17 @@ def _expresses(block: Block, model_type: str, field: str, part: str) -> bool:
     return block.configured and named
 
 
+def origin(block: Block, metadata: Mapping[str, str]) -> str:
+    """The layout from which a block of layout jaxmha was converted; "" if that is not known."""
+    return str(_stored(block, metadata).get(_FROM, ""))
+
+
 def target(to: Layout, block: Block, metadata: Mapping[str, str]) -> Layout:
     """The destination layout of a block.
 
     It has the block's semantics if it is jaxmha, or the layout that the block was converted from.
     """
-    if _stored(block, metadata).get(_FROM) == to.name:
+    if origin(block, metadata) == to.name:
         return replace(to, semantics=block.layout.semantics)
     return replace(to, semantics=block.layout.semantics) if to.name == "jaxmha" else to
 

@@ -134,7 +134,7 @@ def make(
         unlike or {},
         unbiased,
         apart=(apart := unknown_attention.find(_shapes(file), found) if every else {}),
-        all_kinds=every and not attention_only,
+        all_kinds=every and not attention_only and not _returns(file, found, to),
     )
     latents = latent_blocks.find(file) if every else []
     held = to.name in latent_forms.FORMS
@@ -199,6 +199,12 @@ def notes_of_layers(
 
 
 _UNCHANGED = "left as it is"
+
+
+def _returns(file: Tensors, found: Sequence[Block], to: Layout) -> bool:
+    """True if all blocks go back to the layout they came from; other layers are still of that."""
+    back = [behaviours.origin(block, file.metadata) == to.name for block in found]
+    return bool(back) and all(back) and not in_file(to)
 
 
 def _shapes(file: Tensors) -> dict[str, tuple[int, ...]]:

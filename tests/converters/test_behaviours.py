@@ -22,10 +22,11 @@ GRANITE = {"model_type": "granite", "attention_multiplier": 0.25}
 
 
 def source(folder: Path, layout: str, config: dict[str, Any]) -> Path:
-    """One block with a configuration."""
+    """One block with a configuration, and a norm under the name that torchtune gives it."""
     chosen = attention_blocks.named(layout)
     state = transform.export_params(chosen, params_of(chosen), chosen.semantics, prefix=PREFIX)
-    checkpoint.write(folder / "a.safetensors", state)
+    norm = {"layers.0.sa_norm.scale": np.ones(5, np.float32)}
+    checkpoint.write(folder / "a.safetensors", {**state, **norm})
     (folder / "config.json").write_text(json.dumps({"num_attention_heads": N} | config))
     return folder / "a.safetensors"
 
