@@ -4,6 +4,7 @@ A row has the path of a class, its arguments, and under `inputs` a function that
 arguments of a call.
 """
 
+from importlib import import_module
 from typing import Any
 
 from tests.zoo.others import ids, rand
@@ -240,6 +241,47 @@ SPEECHBRAIN: dict[str, dict[str, Any]] = {
         **_SPEECH, "encoder_module": "conformer", "attention_type": "RelPosMHAXL", "kernel_size": 7, "normalize_before": True,
     },
 }  # fmt: skip
+_TUNE = {"vocab_size": 50, "num_layers": 2, "num_heads": 4, "embed_dim": 64, "max_seq_len": 32}
+_IDS = {"inputs": lambda: ((ids(2, 12, most=40),), {})}
+TORCHTUNE: dict[str, dict[str, Any]] = {
+    "models.llama2.llama2": {**_TUNE, "num_kv_heads": 2, **_IDS},
+    "models.qwen2.qwen2": {**_TUNE, "num_kv_heads": 2, "intermediate_dim": 96, **_IDS},
+    "models.gemma.gemma": {**_TUNE, "num_kv_heads": 1, "head_dim": 16, "intermediate_dim": 96, **_IDS},
+}  # fmt: skip
+
+
+def _curated(config: str, **settings: Any) -> dict[str, Any]:
+    """Settings of a model of curated-transformers, and a call of it with a mask that keeps all tokens."""
+
+    def configured() -> Any:
+        import torch
+
+        models: Any = import_module("curated_transformers.models")
+        return getattr(models, config)(
+            hidden_width=48, n_hidden_layers=2, n_pieces=50, dtype=torch.float32, **settings
+        )
+
+    def inputs() -> tuple[tuple[Any, ...], dict[str, Any]]:
+        import torch
+
+        layers: Any = import_module("curated_transformers.layers")
+        return (ids(2, 12, most=40), layers.AttentionMask(torch.ones(2, 12, dtype=torch.bool))), {}
+
+    return {"config": configured, "inputs": inputs}
+
+
+_MLP = {"intermediate_width": 64}
+CURATED_TRANSFORMERS: dict[str, dict[str, Any]] = {
+    "models.BERTEncoder": _curated("BERTConfig", embedding_width=48, n_attention_heads=3, **_MLP),
+    "models.ALBERTEncoder": _curated("ALBERTConfig", embedding_width=24, n_attention_heads=3, **_MLP),
+    "models.LlamaDecoder": _curated("LlamaConfig", n_query_heads=6, n_key_value_heads=2, **_MLP),
+    "models.FalconDecoder": _curated("FalconConfig", n_query_heads=3, rotary_embedding_fraction=1.0),
+    "models.GPTNeoXDecoder": _curated("GPTNeoXConfig", n_attention_heads=3, **_MLP),
+}  # fmt: skip
+_NET = {"dim": 16, "dim_mults": (1, 2), "attn_heads": 3, "attn_dim_head": 8}
+DENOISING_DIFFUSION_PYTORCH: dict[str, dict[str, Any]] = {
+    "Unet": {**_NET, "inputs": lambda: ((rand(1, 3, 16, 16), _time()), {})},
+}  # fmt: skip
 # Libraries whose classes are built from their paths.
 BY_PATH: dict[str, dict[str, dict[str, Any]]] = {
     "torchaudio": TORCHAUDIO,
@@ -256,4 +298,7 @@ BY_PATH: dict[str, dict[str, dict[str, Any]]] = {
     "clip": CLIP,
     "ultralytics": ULTRALYTICS,
     "speechbrain": SPEECHBRAIN,
+    "torchtune": TORCHTUNE,
+    "curated_transformers": CURATED_TRANSFORMERS,
+    "denoising_diffusion_pytorch": DENOISING_DIFFUSION_PYTORCH,
 }

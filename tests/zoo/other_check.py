@@ -112,8 +112,11 @@ def heads_of(model: Any) -> Callable[[str], int | None]:
             modules.get(".".join(prefix.split(".")[:n])) for n in range(prefix.count("."), -1, -1)
         ]
         for one in (*inside, *around):
-            for name in HEADS:
-                value = getattr(one, name, None)
+            own_heads = getattr(one, "attention_heads", None)  # of curated-transformers
+            for value in (
+                *(getattr(one, name, None) for name in HEADS),
+                getattr(own_heads, "_n_query_heads", None),
+            ):
                 if isinstance(value, int) and not isinstance(value, bool) and value > 0:
                     return value
         return None

@@ -298,7 +298,8 @@ _NORMED = "batch norms follow the projections"
 _COSINES = "the logits are cosines, times a number for every head"
 _CONVOLVED = "projections are convolutions over several places"
 _SUBNORM = "a norm is between the heads and the output layer"
-# Model -> why its attention, or a part of it, is no softmax over keys of projected tokens.
+# Model -> why its attention, or a part of it, is no softmax over keys of projected tokens, or has a
+# part that no file tells.
 UNLIKE: dict[str, str] = {
     "timm/cait_xxs24_224": _MIXED,
     "timm/convit_tiny": "two softmaxes, of content and of positions, are added",
@@ -347,4 +348,11 @@ UNLIKE: dict[str, str] = {
     "vit_pytorch/rvt.RvT": _CONVOLVED,
     "ultralytics/nn.tasks.DetectionModel": _NORMED,
     "esm/MSATransformer": "the rows of an alignment share their weights",
+    "denoising_diffusion_pytorch/Unet": _LINEAR,
+    "vit_pytorch/normalized_vit.nViT": "queries, keys and weights are divided by their lengths",
+    "vit_pytorch/scalable_vit.ScalableViT": _CONVOLVED,
+    "timm/halonet26t": "the keys of every block of queries are gathered around it",
+    "x_transformers/Decoder (memory)": "every head has several learned keys and values",
+    "x_transformers/Decoder (null keys)": "a key and a value of zeros are in no file",
+    "x_transformers/Decoder (gate)": "no file tells the function of its gate, sigmoid or SiLU",
 }

@@ -202,12 +202,16 @@ def _litgpt(one: Other) -> Made:
 
 
 def by_path(one: Other) -> Made:
-    """A model whose name is the path of its class; its settings have `inputs`."""
+    """A model whose name is the path of its class; its settings have `inputs`.
+
+    A setting that is a function is called: it returns what its library makes.
+    """
     path, _, kind = one.name.partition(" ")[0].rpartition(".")
     home: Any = import_module(f"{one.library}.{path}" if path else one.library)
     settings = dict(one.settings)
     args, kwargs = settings.pop("inputs")()
-    return getattr(home, kind)(**settings), args, kwargs
+    made = {name: value() if callable(value) else value for name, value in settings.items()}
+    return getattr(home, kind)(**made), args, kwargs
 
 
 LIBRARIES: dict[str, Callable[[Other], Made]] = {
