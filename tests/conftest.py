@@ -65,6 +65,8 @@ jaxtyping.install_import_hook(SHAPED, "beartype.beartype")
 jax.config.update("jax_numpy_dtype_promotion", "strict")  # type: ignore[no-untyped-call]
 jax.config.update("jax_numpy_rank_promotion", "raise")  # type: ignore[no-untyped-call]
 jax.config.update("jax_default_matmul_precision", "highest")  # type: ignore[no-untyped-call]
+# Arrays of modules are made while tests are collected, before `optimised` chooses for each module.
+jax.config.update("jax_disable_most_optimizations", True)  # type: ignore[no-untyped-call]
 # Programs that one worker or an earlier run compiled are not compiled again.
 PROGRAMS = ROOT / ".pytest_cache" / "programs"
 jax.config.update("jax_compilation_cache_dir", str(PROGRAMS))  # type: ignore[no-untyped-call]
