@@ -15,6 +15,8 @@ from jaxmha.checkpoint.source import Source
 
 _LIMITS = Limits()
 _MOST_DOTS = 8  # dots of a line outside of strings
+# Characters of a number or a bare key; the parser takes 128 bytes for each.
+_LONG = re.compile(r"[^\s,=\[\]{}\"]{1001}")
 # Upper bounds of memory in bytes per sign outside of strings: an item of a list, an entry and a part
 # of its key, a list, a table, and a string with its two quotes.
 _SIGNS = ((",", 64), ("=", 160), (".", 1000), ("[", 100), ("{", 400), ('"', 50))
@@ -61,6 +63,8 @@ def loads(text: str, headers: Collection[str]) -> dict[str, Any]:
     bare = _STRING.sub(lambda found: "" if found[0][0] == "#" else '""', text)
     if re.search(rf"(?:\.[^.\n]*){{{_MOST_DOTS}}}\.", bare):
         raise ValueError(f"the plan has a key of more than {_MOST_DOTS} parts")
+    if _LONG.search(bare):
+        raise ValueError("the plan has a number or a key of more than 1,000 characters")
     for header in _HEADER.finditer(bare):
         if re.sub("[ \t]", "", header[1]) not in headers:
             raise ValueError(f"the plan must have no tables but {' and '.join(headers)}")

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import yaml
 
 _DEEPEST = 8
+_MOST = 1 << 16  # bytes; PyYAML scans a million in a second, and settings have thousands
 _NODE_BYTES = 2000  # memory of a node and its marks in the text, at most
 # PyYAML follows YAML 1.1, in which 1e-5 is a string.
 _FLOAT = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+")
@@ -30,6 +31,7 @@ def load(raw: bytes, budget: Budget) -> dict[str, Any]:
     except ModuleNotFoundError as error:
         remedy = "pip install 'jaxmha[files]'"
         raise MissingDependency(budget.path, "settings in YAML need PyYAML", remedy) from error
+    budget.spend("the size of its YAML", len(raw), _MOST)
     text = raw.decode()
     budget.build(4 * len(text), "its YAML")
     try:

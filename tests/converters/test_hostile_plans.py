@@ -28,6 +28,8 @@ TEXTS = {
     "deep_lists": "a = " + "[" * 100_000,
     "deep_tables": "a = " + "{a = " * 100_000,
     "digits": "version = " + "9" * 5000,
+    "digits_of_a_fraction": "version = 1." + "9" * 900_000,
+    "digits_of_base_16": "version = 0x" + "f" * 900_000,
     "many_tables": "".join(f"[a{i}]\n" for i in range(100_000)),
     "many_lists_of_tables": "".join(f"[[a{i}]]\n" for i in range(100_000)),
     "many_quoted_tables": "".join(f'["{i}"]\n' for i in range(100_000)),

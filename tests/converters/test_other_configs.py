@@ -202,9 +202,11 @@ def test_yaml_needs_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         pipeline.convert(litgpt(tmp_path, LITGPT), tmp_path / "made.safetensors", to="jaxmha")
 
 
-def test_yaml_takes_no_more_memory_than_it_may() -> None:
-    raw = b"a: 1\n" * 100_000
-    with pytest.raises(CheckpointError, match="memory to build with its YAML"):
+@pytest.mark.parametrize(
+    ("raw", "what"), [(b"a: 1\n" * 10_000, "memory to build"), (b"a" + b":" * 900_000, "size")]
+)
+def test_yaml_takes_no_more_memory_or_time_than_it_may(raw: bytes, what: str) -> None:
+    with pytest.raises(CheckpointError, match=f"{what} (with|of) its YAML"):
         yaml_text.load(raw, Budget("x", 0, Limits(memory=1 << 20)))
 
 

@@ -266,9 +266,12 @@ class _Walk:
             if not header.one.keys() >= {DATASPACE, DATATYPE, LAYOUT}:
                 self.file.fail(ForbiddenContent, "neither a group nor a dataset")
             self.linked[address] = self.dataset(header, attributes, path)
-        self.datasets[path], kept = self.linked[address]
-        self.budget.read(self.datasets[path].overhang, path)
-        self.budget.load(self.datasets[path].info.nbytes, self.datasets[path].buffers, path)
+        found, kept = self.linked[address]
+        self.datasets[path] = found
+        # Each name of a dataset reads it again.
+        self.file.step(found.steps)
+        self.budget.read(found.overhang, path)
+        self.budget.load(found.info.nbytes, found.buffers, path)
         if kept is not None:
             self.digests[path] = kept
 

@@ -44,7 +44,7 @@ def keys(
         todo = list[_Node]()
         if versions and "location" in versions[-1]["root"]:
             todo.append(_Node(versions[-1]["root"]["location"], b"", (MANIFEST,)))
-        count, seen, held = 0, set[str](), dict[bytes, tuple[str, ...]]()
+        count, stored, seen, held = 0, 0, set[str](), dict[bytes, tuple[str, ...]]()
         while todo:
             node = todo.pop()
             if node.location in seen:
@@ -61,9 +61,13 @@ def keys(
                     continue
                 own = files
                 if "indirect_value" in entry:
-                    value, _ = _place(folder, "value", entry["indirect_value"])
+                    value, part = _place(folder, "value", entry["indirect_value"])
                     own = files if value in files else (*files, value)
+                    stored += part.stop - part.start
                 held[node.prefix + entry["key"]] = own
+            if stored > folder.size:  # each would be read and inflated again
+                problem = "two values share bytes: together they are larger than the folder"
+                raise MalformedFile(folder.path, problem, _AGAIN, node.location)
         found = tensorstore.KvStore.open(store).result().list().result()
     # The value of a key that the loop above did not find may be in any file.
     return {key.decode("utf-8", "backslashreplace"): held.get(key, ("",)) for key in found}

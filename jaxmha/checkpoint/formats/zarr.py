@@ -17,7 +17,8 @@ from jaxmha.checkpoint.casting import DTYPES
 from jaxmha.checkpoint.errors import ForbiddenContent, MalformedFile, UnsupportedDtype
 from jaxmha.checkpoint.tensor import BFLOAT16, FLOAT8, TensorInfo
 
-_CODECS = frozenset(["bytes", "zstd", "gzip", "zlib", "crc32c", "transpose", "sharding_indexed"])
+_COMPRESSORS = frozenset(["zstd", "gzip", "zlib"])
+_CODECS = _COMPRESSORS | {"bytes", "crc32c", "transpose", "sharding_indexed"}
 _SHARDED = "sharding_indexed"
 _MISSING = np.uint64(2**64 - 1)  # offset and length of an inner chunk that is not stored
 _AGAIN = "save it again with orbax"
@@ -174,10 +175,16 @@ def _kind(codec: Any) -> Any:
 
 
 def _check_codecs(path: Path, name: str, codecs: list[Any], key: str) -> None:
+    compressors = 0
     for codec in codecs:
         kind = codec.get(key) if isinstance(codec, dict) else codec
         if not isinstance(kind, str) or kind not in _CODECS:
             raise ForbiddenContent(path, f"the codec {str(kind)[:40]!r}", _AGAIN, name)
+        compressors += kind in _COMPRESSORS
+    if (
+        compressors > 1
+    ):  # each may inflate what it is given a thousandfold, without a byte in the end
+        raise ForbiddenContent(path, "two compressors of one array", _AGAIN, name)
 
 
 def _dtype(path: Path, name: str, text: Any) -> np.dtype:

@@ -331,3 +331,38 @@ for _name, _chunk, _options in (
 
     _inflates.__name__ = f"h5_inflates_{_name}"
     case(".weights.h5", ck.BudgetExceeded)(_inflates)
+
+
+def _many_names(
+    path: Path, count: int, chunk: bytes, size: int, change: Callable[[Any], None]
+) -> None:
+    """A dataset of one chunk that as many names share."""
+    with h5py.File(path, "w") as file:
+        plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        plist.set_chunk((size,))
+        change(plist)
+        data = file.create_dataset("vars/0", (size,), "u1", dcpl=plist)
+        data.id.write_direct_chunk((0,), chunk)
+        for i in range(count):
+            file[f"layer_{i}/vars/0"] = data
+
+
+@case(".weights.h5", ck.BudgetExceeded)
+def h5_lzf_of_many_names(path: Path) -> None:
+    """Every pair of bytes copies three, in a loop of Python."""
+    count = 1 << 16
+    chunk = b"\0a\0a\0a" + b"\x20\x00" * count
+
+    def change(plist: Any) -> None:
+        plist.set_filter(32000, 0, (4, 261, 3 + 3 * count))
+
+    _many_names(path, 200, chunk, 3 + 3 * count, change)
+
+
+@case(".weights.h5", ck.BudgetExceeded)
+def h5_empty_blocks_of_many_names(path: Path) -> None:
+    """A chunk of 64 kB after a megabyte of empty blocks, which each name inflates again."""
+    deflate, data = zlib.compressobj(9, zlib.DEFLATED, -15), bytes(1 << 16)
+    body = b"\0\0\0\xff\xff" * 200_000 + deflate.compress(data) + deflate.flush()
+    chunk = b"\x78\xda" + body + struct.pack(">L", zlib.adler32(data))
+    _many_names(path, 1200, chunk, len(data), _deflated(1))

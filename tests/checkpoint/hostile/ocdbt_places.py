@@ -1,6 +1,8 @@
 """Databases of tensorstore (OCDBT) whose frames, places or values are not what they should be."""
 
+import json
 import struct
+import zlib
 from pathlib import Path
 
 from jaxmha import checkpoint as ck
@@ -165,3 +167,24 @@ def ocdbt_manifest_of_no_version(path: Path) -> None:
     config = UUID + varints(0, 100, 8 << 20) + b"\4" + b"\0"
     root = varints(1) + NEVER + b"\0" + varints(0, 0, 0, 0, 0, 0) + bytes(8)
     database(path, [], config + table(b"") + root + varints(0))
+
+
+def _one_value(path: Path, count: int, empty: int) -> None:
+    """Chunks of one byte each, whose value is the same bytes: a byte after many empty blocks."""
+    deflate = zlib.compressobj(9, zlib.DEFLATED, -15)
+    body = b"\0\0\0\xff\xff" * empty + deflate.compress(b"\1") + deflate.flush()
+    value = b"\x78\xda" + body + struct.pack(">L", zlib.adler32(b"\1"))
+    squeezed: dict[str, object] = {"compressor": {"id": "zlib", "level": 1}}
+    settings = squeezed | {"shape": [count], "chunks": [1], "dtype": "|u1"}
+    document = json.dumps(json.loads(array()[b"w/.zarray"]) | settings).encode()
+    keys = [b"w/.zarray", *sorted(b"w/%d" % i for i in range(count))]
+    n = len(keys)
+    node = b"\0" + table(b"d/0") + varints(n, *[0] * (n - 1), *map(len, keys)) + b"".join(keys)
+    node += varints(len(document), *[len(value)] * count) + b"\0" + b"\1" * count
+    node += bytes(count) + bytes(count) + document  # each in the first file, from its first byte
+    database(path, [value, frame(NODE, node)], manifest(len(value), len(frame(NODE, node))))
+
+
+@case(".orbax", ck.MalformedFile)
+def ocdbt_values_share_their_bytes(path: Path) -> None:
+    _one_value(path, 200, 1000)

@@ -1,5 +1,6 @@
 """Hostile arrays of zarr, and folders and databases of tensorstore that hold them."""
 
+import gzip
 import json
 import struct
 import zlib
@@ -195,3 +196,41 @@ def zarr_inflates_to_more_than_the_watch(path: Path) -> None:
 @case(".orbax", ck.BudgetExceeded)
 def zarr_one_chunk_inflates_to_more_than_the_watch(path: Path) -> None:
     compressed(path, 10 << 20, 10 << 20, 1)  # 40 MiB, and as much for the chunk
+
+
+def squeezed(times: int) -> bytes:
+    """The chunk after many empty blocks of gzip, with gzip around it: a thousandth each time."""
+    deflate = zlib.compressobj(9, zlib.DEFLATED, -15)
+    body = b"\0\0\0\xff\xff" * 100_000 + deflate.compress(W.tobytes()) + deflate.flush()
+    end = struct.pack("<2L", zlib.crc32(W.tobytes()), W.nbytes)
+    made = b"\x1f\x8b\x08" + bytes(6) + b"\xff" + body + end
+    for _ in range(times - 1):
+        made = gzip.compress(made, mtime=0)
+    return made
+
+
+_BYTES = {"name": "bytes", "configuration": {"endian": "little"}}
+_GZIP = {"name": "gzip", "configuration": {"level": 1}}
+_ZSTD = {"name": "zstd", "configuration": {"level": 1}}
+
+
+@case(".orbax")
+def sound_zarr3_gzip(path: Path) -> None:
+    zarr3(path, {"codecs": [_BYTES, _GZIP]}, {"c/0/0": squeezed(1)})
+
+
+@case(".orbax", ck.ForbiddenContent)
+def zarr3_gzip_in_gzip(path: Path) -> None:
+    zarr3(path, {"codecs": [_BYTES, _GZIP, _GZIP]}, {"c/0/0": squeezed(2)})
+
+
+@case(".orbax", ck.ForbiddenContent)
+def zarr3_zstd_in_gzip(path: Path) -> None:
+    zarr3(path, {"codecs": [_BYTES, _ZSTD, _GZIP]}, {"c/0/0": squeezed(2)})
+
+
+@case(".orbax", ck.ForbiddenContent)
+def zarr3_gzip_in_gzip_of_inner_chunks(path: Path) -> None:
+    document = sharded((1, 3))
+    document["codecs"][0]["configuration"]["codecs"] = [_BYTES, _GZIP, _GZIP]
+    zarr3(path, document, {"c/0/0": shard(list(ROWS))})

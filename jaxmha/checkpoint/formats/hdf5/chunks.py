@@ -55,6 +55,11 @@ class Chunks(NamedTuple):
     sizes: NDArray[np.uint64]
     masks: NDArray[np.uint32]
 
+    @property
+    def bytes(self) -> int:
+        """The bytes of all chunks in the file."""
+        return sum(self.sizes.tolist())
+
 
 def find_chunks(file: File, grid: Grid, version: int, body: bytes) -> Chunks:
     """Finds all chunks of a dataset, none of which may be missing.

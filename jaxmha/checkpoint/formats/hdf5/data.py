@@ -14,7 +14,14 @@ from numpy.typing import NDArray
 from jaxmha.checkpoint.errors import MalformedFile, UnsupportedFormat
 from jaxmha.checkpoint.formats.hdf5.chunks import Chunks, Grid, find_chunks
 from jaxmha.checkpoint.formats.hdf5.file import UNDEFINED, File
-from jaxmha.checkpoint.formats.hdf5.filter import Filter, most, pipeline, shuffled, undo
+from jaxmha.checkpoint.formats.hdf5.filter import (
+    Filter,
+    most,
+    pipeline,
+    shuffled,
+    undo,
+    unpacking_steps,
+)
 from jaxmha.checkpoint.formats.hdf5.header import FILL, FILTERS, LAYOUT, Header
 from jaxmha.checkpoint.formats.hdf5.type import Kind
 from jaxmha.checkpoint.limits import Budget
@@ -37,11 +44,19 @@ class Dataset:
 
     @property
     def overhang(self) -> int:
-        """The bytes of the chunks, inflated, that are outside the dataset."""
+        """The bytes to read or to inflate beyond those of the dataset."""
         if not isinstance(self.stored, Chunks):
             return 0
         grid = self.stored.grid
-        return math.prod(grid.counts) * grid.nbytes - self.info.nbytes
+        inflated = math.prod(grid.counts) * grid.nbytes
+        return max(inflated, self.stored.bytes) - self.info.nbytes
+
+    @property
+    def steps(self) -> int:
+        """The steps of work to undo the filters, as `File.step` counts them."""
+        if not isinstance(self.stored, Chunks):
+            return 0
+        return unpacking_steps(self.filters, self.stored.bytes)
 
     @property
     def buffers(self) -> int:
@@ -185,9 +200,8 @@ def _chunked(
     budget.spend("the chunk size", nbytes, allowed, file.member)
     grid = Grid(info.shape, largest, chunk, nbytes, bool(filters))
     chunks = find_chunks(file, grid, body[0], rest)
-    stored = sum(chunks.sizes.tolist())
-    if info.nbytes > most(filters, stored):
-        file.fail(MalformedFile, f"declares {info.nbytes} bytes and stores {stored}")
+    if info.nbytes > most(filters, chunks.bytes):
+        file.fail(MalformedFile, f"declares {info.nbytes} bytes and stores {chunks.bytes}")
     return Dataset(info, kind, chunks, filters)
 
 

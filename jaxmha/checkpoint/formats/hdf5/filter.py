@@ -19,6 +19,7 @@ _KNOWN = _COMPRESSORS | {_SHUFFLE, _FLETCHER32}
 _NAMES = {4: " (szip)", 5: " (nbit)", 6: " (scale-offset)"}
 _CHECKSUM = 4
 _BLOCK = 1 << 20
+_STEP = 8  # bytes of LZF that are unpacked in the time of a step
 _MOST_DEFLATED = 1032  # largest ratio of inflated to deflated bytes
 
 
@@ -63,6 +64,11 @@ def pipeline(file: File, body: bytes) -> tuple[Filter, ...]:
 def most(filters: tuple[Filter, ...], stored: int) -> int:
     """Upper bound of the bytes that `stored` bytes have without these filters."""
     return stored * (_MOST_DEFLATED if any(one.id in _COMPRESSORS for one in filters) else 1)
+
+
+def unpacking_steps(filters: tuple[Filter, ...], stored: int) -> int:
+    """Steps of work to unpack bytes of LZF, two of which are a copy; other filters take none."""
+    return stored // _STEP if any(one.id == _LZF for one in filters) else 0
 
 
 def shuffled(filters: tuple[Filter, ...]) -> bool:
