@@ -12,7 +12,7 @@ from tests.zoo.overrides import SETTINGS
 
 FACTORS = (8, 4, 16, 2)  # tried in this order
 _LAYERS = re.compile(
-    r"(num_)?(hidden_|encoder_|decoder_|attention_)?(layers?|blocks)|n_layers?|depth|num_\w*layers"
+    r"(num_)?(hidden_|encoder_|decoder_|attention_)?(layers?|blocks)|[a-z]_layers?|depth|num_\w*layers"
     r"|(speech_|text_|t2u_|\w+_)?(en|de)coder_layers|num_encoder_blocks|num_hidden_(layers|groups)"
     r"|num_res_blocks|\w*depth$|vision_layers|num_blocks|num_upscale_blocks|\w+_num_layers"
     r"|\w+_hidden_layers|num_\w+_blocks"
