@@ -48,6 +48,7 @@ FAMILIES = (
     Named("Mistral", "mistral"),
     Named("Mixtral", "mixtral"),
     Named("Llama 4", "llama4_text"),
+    Named("Llama 4 with images", "llama4"),
     Named("DeepSeek-V2", "deepseek_v2"),
     Named("DeepSeek-V3", "deepseek_v3"),
     Named("Falcon 7B", "falcon", _FALCONS[0]),
