@@ -352,6 +352,16 @@ def test_splash_poisoned(case: Case) -> None:
     conformance.poisoned_padding(bare, "splash", "float32")
 
 
+@pytest.mark.parametrize(
+    ("device", "backends"), [("a100", ("triton",)), ("h100", ("mosaic", "triton"))]
+)
+def test_tokamax_has_a_gradient_by_triton_below_hopper(
+    device: str, backends: tuple[str, ...]
+) -> None:
+    with jaxmha.lowering_for(device):
+        assert tokamax._backends() == backends
+
+
 @pytest.mark.parametrize("leaks", [False, True])
 def test_tokamax_gets_zeros_where_it_leaks(leaks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []

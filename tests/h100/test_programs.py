@@ -48,6 +48,8 @@ def test_as_lean_as_jax_nn(name: str) -> None:
     peer = compiled.compiled(case.build(programs.theirs), *case.arguments)
     assert found.temporary <= 1.1 * peer.temporary + 2 * MIB
     assert found.kernels <= peer.kernels + 2
+    written, written_by_peer = (sum(size for _, size in x.copies) for x in (found, peer))
+    assert written <= 1.1 * written_by_peer + 2
     assert sum("cudnn" in call for call in found.calls) == len(peer.calls)
     assert found.waits == found.collectives == 0
 
