@@ -107,7 +107,9 @@ def _by_length(cache: Cache, mask: Mask, mods: Mods) -> Stored | None:
     slots, table = cache.whole(), cache.pages()
     if slots is not None:
         return Stored(slots.keys, slots.values)
-    return None if table is None else Stored(*map(jnp.asarray, (cache.key, cache.value)), table)
+    if table is None:
+        return None
+    return Stored(jnp.asarray(cache.key), jnp.asarray(cache.value), table)
 
 
 def _natively(step: Step, block: int) -> State | None:

@@ -594,7 +594,7 @@ def test_gradients_and_vmap_pass_the_choice(gpu: list[Any], lse: bool) -> None:
 def test_a_gradient_keeps_nothing_of_the_branch_for_other_platforms(*, padded: bool) -> None:
     """Between two programs it keeps what cuDNN reads: the operands, the output and the lse."""
     x = struct(2, 128, 4, 64)
-    options = {"key_value_seq_lengths": jnp.asarray([100, 3])} if padded else {}
+    options: dict[str, Any] = {"key_value_seq_lengths": jnp.asarray([100, 3])} if padded else {}
 
     def pulled(*heads: Any) -> Any:
         return jax.vjp(lambda *x: jaxmha.dot_product_attention(*x, **options), *heads)

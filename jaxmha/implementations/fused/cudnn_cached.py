@@ -113,6 +113,7 @@ def rows(
     queries = jnp.where(keys > 0, np.int32(r), np.int32(0))
     together = jnp.swapaxes(query, 1, 2).reshape(B, K, r, H)
     found, lse = _call(together, stored, (queries, keys), scale, lse=True)
+    assert lse is not None
     return found, jnp.where(keys[:, None, None] > 0, lse, -jnp.inf)
 
 
@@ -174,7 +175,8 @@ def attend(request: Request, *, leaks: bool = False, paged: bool = False) -> Res
             beyond = jnp.arange(heads[0].shape[1])[None] >= lengths[:, None]
             heads = tuple(jnp.where(beyond[..., None, None], 0, x) for x in heads)
         if paged:
-            return Stored(*map(_in_pages, heads), _table(*heads[0].shape[:2]))
+            keys, values = map(_in_pages, heads)
+            return Stored(keys, values, _table(*heads[0].shape[:2]))
         return Stored(*(jnp.swapaxes(x, 1, 2) for x in heads))
 
     def call(query: jax.Array, *heads: jax.Array) -> OutAndLse:
@@ -199,7 +201,8 @@ def _with_gradient_of(
     found: Any = jax.custom_vjp(call)
 
     def backward(heads: tuple[jax.Array, ...], cotangents: OutAndLse) -> tuple[jax.Array, ...]:
-        return jax.vjp(exact, *heads)[1](cotangents)
+        gradients: tuple[jax.Array, ...] = jax.vjp(exact, *heads)[1](cotangents)
+        return gradients
 
     found.defvjp(lambda *heads: (call(*heads), heads), backward)
     wrapped: Callable[..., OutAndLse] = found
