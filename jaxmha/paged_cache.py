@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float, Int
 from jaxmha import checks, page_table
 from jaxmha.arrays import Array, DTypeLike, require_arrays
 from jaxmha.cached_step import Tile
+from jaxmha.implementations import platforms
 from jaxmha.implementations.native.cache_write import as_bits, from_bits, write
 from jaxmha.integers import FAR, is_integers, near, require_sizes
 from jaxmha.params import MHAParams, check
@@ -177,14 +178,18 @@ class PagedKVCache(NamedTuple):
         Returns the cache, and True for rows that lack a page.
         """
         lengths, table = jnp.asarray(self.lengths), jnp.asarray(self.table)
-        pages, T = self.key.shape[0], key.shape[1]
-        growth, lacking = page_table.extended(table, lengths, counts, left, self.page_size, pages)
-        tokens = jnp.arange(T, dtype=np.int32)[None]
-        positions = lengths[:, None] + tokens
-        entries = positions // self.page_size
+        pages, page = self.key.shape[0], self.page_size
+        growth, lacking = page_table.extended(table, lengths, counts, left, page, pages)
+        ends = lengths + counts
+        if platforms.current().name == "tpu":
+            # Its kernel multiplies all slots of a page: those after the last token become 0.
+            key, value = (_with_zeros(x, counts, page - 1) for x in (key, value))
+            ends = jnp.where(counts > 0, -(-ends // page) * page, ends)
+        positions = lengths[:, None] + jnp.arange(key.shape[1], dtype=np.int32)[None]
+        entries = positions // page
         held = jnp.take_along_axis(growth.table, entries, 1, mode="fill", fill_value=-1)
-        written = (tokens < counts[:, None]) & (held >= 0)
-        at = jnp.where(written, held, pages), positions % self.page_size
+        written = (positions < ends[:, None]) & (held >= 0)
+        at = jnp.where(written, held, pages), positions % page
         found = {"table": growth.table, "lengths": lengths + counts}
         for name, new in (("key", key), ("value", value)):
             pool = getattr(self, name)
@@ -223,6 +228,15 @@ class PagedKVCache(NamedTuple):
     def pages(self) -> jax.Array | None:
         """The table; None if numbers are stored with scales."""
         return None if self.key_scale is not None else jnp.asarray(self.table)
+
+
+def _with_zeros(
+    x: Float[jax.Array, "B T K H"], counts: Int[jax.Array, "B"], more: int
+) -> Float[jax.Array, "B T2 K H"]:
+    """The first `counts` of T tokens, zeros in the place of the others, and `more` zeros."""
+    tokens = jnp.arange(x.shape[1], dtype=np.int32)[None]
+    x = jnp.where((tokens < counts[:, None])[..., None, None], x, 0.0)
+    return jnp.pad(x, ((0, 0), (0, more), (0, 0), (0, 0)))
 
 
 def empty_pages(

@@ -1,4 +1,5 @@
-"""Attention of a step over a cache by cuDNN, without a copy of the cache and without T x S scores."""
+"""Attention of a step over a cache by cuDNN, or by JAX's kernel for pages on a TPU: without a copy of
+the cache and without T x S scores."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,7 +13,7 @@ from jaxtyping import Float, Int
 from jaxmha import implementations, sharding
 from jaxmha.implementations import online_softmax, platforms, probe, probe_cases
 from jaxmha.implementations.base import Request
-from jaxmha.implementations.fused import cudnn, cudnn_cached
+from jaxmha.implementations.fused import cudnn, cudnn_cached, tpu_paged
 from jaxmha.implementations.fused.cudnn_cached import Stored
 from jaxmha.implementations.online_softmax import State
 from jaxmha.mask import Mask
@@ -27,9 +28,16 @@ def attend(
     lengths: Int[jax.Array, "B"],
     semantics: Semantics,
 ) -> Callable[[], Float[jax.Array, "B 1 N H"]] | None:
-    """Attention of one query over the first `lengths` tokens; None: cuDNN would need a copy, or
+    """Attention of one query over the first `lengths` tokens; None: a kernel would need a copy, or
     cannot compute it."""
     request = _request(query, stored, lengths, semantics)
+    if platforms.current().name == "tpu":
+        same = request.query.dtype == request.key.dtype == request.value.dtype
+        if not same or stored.table is None or sharding.current() is not None:
+            return None
+        if tpu_paged.failure(request, stored.keys.shape[2]) is not None:
+            return None
+        return lambda: tpu_paged.out(query, stored, lengths, request.scale)
     if not _takes(request, stored):
         return None
     return lambda: cudnn_cached.out(query, stored, lengths, request.scale)
@@ -81,7 +89,7 @@ def on_kernels_platform(
         with platforms.lowering_for("cpu"):
             return otherwise()
 
-    platform = implementations.KERNELS[NAME]
+    platform = platforms.current().name
     found: jax.Array = jax.lax.platform_dependent(default=elsewhere, **{platform: kernel})
     return found
 

@@ -1,4 +1,4 @@
-"""Everyday programs compiled for a TPU v5e, where libtpu is installed: they run splash, and compile."""
+"""Everyday programs compiled for a TPU v5e, where libtpu is installed: they run JAX's kernels."""
 
 from typing import Any
 
@@ -56,3 +56,28 @@ def test_splash(device: Any, name: str) -> None:
     assert text.count("tpu_custom_call") >= (2 if gradient else 1)
     whole = 2 * 16 * 2048 * 2048 * 2
     assert program.memory_analysis().temp_size_in_bytes < min(whole, 200 * MIB)
+
+
+def test_a_step_over_pages(device: Any) -> None:
+    """One kernel, which reads the pages of a donated cache where they lie."""
+    place = jax.sharding.SingleDeviceSharding(device)
+
+    def made(key: Any) -> Any:
+        params = jaxmha.init_params(
+            key, num_heads=16, num_kv_heads=4, head_dim=128, features=512, dtype=jnp.bfloat16
+        )
+        cache = jaxmha.PagedKVCache.empty(params, 8, 8192, pages=1100, page_size=64)
+        return params, jnp.zeros((8, 1, 512), jnp.bfloat16), cache
+
+    shapes = jax.eval_shape(made, jax.random.key(0))
+    given = jax.tree.map(lambda x: SHAPE(x.shape, x.dtype, sharding=place), shapes)
+    step: Any = jax.jit(jaxmha.decode_step, donate_argnums=2)
+    with (
+        jaxmha.lowering_for("tpu"),
+        jax.numpy_dtype_promotion("standard"),
+        jax.numpy_rank_promotion("allow"),
+    ):
+        program = step.trace(*given).lower(lowering_platforms=("tpu",)).compile()
+    assert program.as_text().count('custom_call_target="tpu_custom_call"') == 1
+    pool = 1100 * 4 * 64 * 128 * 2
+    assert program.memory_analysis().temp_size_in_bytes < pool / 4

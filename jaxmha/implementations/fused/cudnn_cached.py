@@ -164,9 +164,15 @@ def _call(
     return found if lse else (found, None)  # type: ignore[return-value]
 
 
-def attend(request: Request, *, leaks: bool = False, paged: bool = False) -> Result:
+def attend(
+    request: Request,
+    *,
+    leaks: bool = False,
+    paged: bool = False,
+    one: Callable[..., jax.Array] = out,
+) -> Result:
     """A request for the probe, whose keys and values become a cache; its gradient is that of the
-    reference."""
+    reference. `one`: the kernel for one query per sequence."""
     lengths = jnp.asarray(request.mask.key_value_lengths)
     (B, T, N, _), h = request.query.shape, request.value.shape[3]
 
@@ -181,7 +187,7 @@ def attend(request: Request, *, leaks: bool = False, paged: bool = False) -> Res
 
     def call(query: jax.Array, *heads: jax.Array) -> OutAndLse:
         if not request.return_lse:
-            found = out(query, stored(*heads), lengths, request.scale)
+            found = one(query, stored(*heads), lengths, request.scale)
             return jnp.where(lengths.reshape(-1, 1, 1, 1) > 0, found, 0), None
         found, lse = rows(query, stored(*heads), lengths, request.scale)
         return jnp.swapaxes(found.reshape(B, N, T, h), 1, 2), lse.reshape(B, N, T)

@@ -1,0 +1,92 @@
+"""JAX's TPU kernel for pages: interpreted, and the cache that it reads."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxmha
+from jaxmha.implementations import cache_kernels, probe
+from jaxmha.implementations.fused import cudnn_cached, tpu_paged
+from jaxmha.implementations.probe_cases import Kind
+from tests.tolerance import assert_close
+
+B, N, K, H, D, PAGE, PAGES = 3, 4, 2, 128, 7, 16, 11
+COUNTS = np.asarray([19, 3, 16])
+PARAMS = jaxmha.init_params(
+    jax.random.key(0), num_heads=N, num_kv_heads=K, head_dim=H, features=D, dtype="bfloat16"
+)
+X = jnp.asarray(np.random.default_rng(0).standard_normal((B, 20, D)), "bfloat16")
+
+
+def filled() -> tuple[jaxmha.PagedKVCache, jaxmha.PagedKVCache]:
+    """A cache of tokens, and the same with NaN wherever there is none."""
+    empty = jaxmha.PagedKVCache.empty(PARAMS, B, 64, pages=PAGES, page_size=PAGE)
+    _, cache = jaxmha.extend(PARAMS, X[:, :19], empty, q_lengths=COUNTS)
+    live = np.zeros((PAGES, 1, PAGE, 1), bool)
+    table = np.asarray(cache.table)
+    for b, t in np.argwhere(np.arange(20) < COUNTS[:, None]):
+        live[table[b, t // PAGE], :, t % PAGE] = True
+    pools = {x: jnp.where(live, getattr(cache, x), jnp.nan) for x in ("key", "value")}
+    return cache, cache._replace(**pools)
+
+
+def test_slots_after_the_last_token_become_0() -> None:
+    """In rows that get tokens, and in pages of their own: rows 0 and 2 share a page before."""
+    _, cache = filled()
+    cache = cache.fork(0, 2)
+    new = jnp.ones((B, 1, K, H), "bfloat16")
+    with jaxmha.lowering_for("tpu"):
+        longer, lacking = cache.append(new, new, jnp.asarray([1, 0, 1]))
+    assert not lacking.any()
+    plain, _ = cache.append(new, new, jnp.asarray([1, 0, 1]))
+    for pool, same, before in zip(longer[:2], plain[:2], cache[:2], strict=True):
+        for row, length in ((0, 20), (2, 20)):
+            page = longer.table[row, 1]
+            assert not pool[page, :, length - PAGE :].any()
+            live = pool[page, :, : length - PAGE]
+            np.testing.assert_array_equal(live, same[page, :, : length - PAGE])
+        idle = cache.table[1, 0]
+        one, other = (np.asarray(x[idle], "float32") for x in (pool, before))
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize(("dtype", "holds"), [("bfloat16", True), ("float32", False)])
+def test_a_step_on_a_tpu_holds_the_kernel(dtype: str, holds: bool) -> None:
+    def step(params: Any, x: Any) -> Any:
+        cache = jaxmha.PagedKVCache.empty(params, B, 64, pages=PAGES, page_size=PAGE)
+        return jaxmha.decode_step(params, x, cache)
+
+    given = jax.tree.map(lambda leaf: leaf.astype(dtype), (PARAMS, X[:, :1]))
+    with jaxmha.lowering_for("tpu"):
+        text = str(jax.make_jaxpr(step)(*given))
+    assert ("pallas_call" in text) == holds
+
+
+@pytest.mark.slow
+def test_the_kernel_keeps_the_contract() -> None:
+    """It leaks, and the cache zeroes its dead slots."""
+    from jax.experimental.pallas import tpu
+
+    attend = partial(cudnn_cached.attend, paged=True, one=tpu_paged.out)
+    with jaxmha.lowering_for("tpu"), tpu.force_tpu_interpret_mode():
+        found = probe._tried(attend, tpu_paged.unsupported_reason, Kind("bfloat16", heads=(H, H)))
+    assert found == probe.Finding(None, leaks=True)
+
+
+@pytest.mark.slow
+def test_steps_over_poisoned_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    from jax.experimental.pallas import tpu
+
+    def kernel_alone(kernel: Any, _: Any) -> Any:
+        return kernel()
+
+    clean, poisoned = filled()
+    want = [jaxmha.decode_step(PARAMS, X[:, 19:], clean)[0]]
+    monkeypatch.setattr(cache_kernels, "on_kernels_platform", kernel_alone)
+    with jaxmha.lowering_for("tpu"), tpu.force_tpu_interpret_mode():
+        got, _ = jaxmha.decode_step(PARAMS, X[:, 19:], poisoned)
+    assert_close(got, np.asarray(want[0], np.float64))
