@@ -76,7 +76,7 @@ def feeds(model: Any, model_type: str) -> Iterator[dict[str, Any]]:
                     beside[name] = _NEEDED[name](model.config, made)
             if kind == "input_ids" and "bbox" in names:
                 beside["bbox"] = _NEEDED["bbox"](model.config, made)
-            masks = []
+            masks: list[dict[str, Any]] = []
             if kind == "input_ids" and "attention_mask" in names:
                 mask = torch.ones(BATCH, LENGTH, dtype=torch.long)
                 mask[1, LENGTH - 3 :] = 0
