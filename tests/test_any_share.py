@@ -5,7 +5,7 @@ import pytest
 from tests import any_share
 
 
-@pytest.mark.parametrize("room", ["converters"])
+@pytest.mark.parametrize("room", any_share.ROOMS)
 def test_few_signatures_have_a_bare_any(room: str) -> None:
     found = list(any_share.functions(any_share.ROOT / room))
     bare = [place for place, has in found if has]
