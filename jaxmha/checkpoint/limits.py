@@ -93,12 +93,14 @@ class Budget:
         """Charges the memory to read one tensor, which may be far larger than its compressed bytes.
 
         Tensors are read one at a time, so only the largest charge counts. Buffers are free up to the
-        size of the file: an honest tensor that is stored as one chunk is in memory twice.
+        size of the file: an honest tensor that is stored as one chunk is in memory twice. An empty
+        tensor reads no chunk.
 
         Raises:
             BudgetExceeded: with the objects built, it exceeds `Limits.memory` plus twice the file size.
         """
-        self._loaded = max(self._loaded, size + max(0, buffers - self._file_bytes))
+        needed = size + max(0, buffers - self._file_bytes) if size else 0
+        self._loaded = max(self._loaded, needed)
         taken = self._built + self._loaded
         self.spend("the memory to read it", taken, self._most_built, member, _DENSE)
 
