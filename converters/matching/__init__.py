@@ -63,7 +63,8 @@ def prove(
       model: the model that `load_into` filled.
       plan: the plan by which it was filled; None makes it.
       inputs: takes a NumPy generator and returns the arguments of both models: a tuple, a dict by
-        name, or `{"source": ..., "target": ...}` with either of them. Both models run in float64.
+        name, or `{"source": ..., "target": ...}` with either of them. Arguments are arrays, or
+        hold arrays, as a `Mask` does; others are given as they are. Both models run in float64.
       packing: as in `match`. seed: of the generator.
       unused: "keep" leaves out source arrays that the plan does not use, as in `load_into`.
 

@@ -32,7 +32,8 @@ def run(model: Any, arguments: Arguments) -> Run:
     Args:
       model: a torch, nnx, equinox or Keras model, or the pair of a linen module and its variables.
         A Keras model runs in its own dtype.
-      arguments: positional arguments as a tuple, or keyword arguments as a dict, of NumPy arrays.
+      arguments: positional arguments as a tuple, or keyword arguments as a dict, of NumPy arrays
+        and pytrees of them, such as a `Mask`. Other values are given as they are.
 
     Raises:
       TypeError: the model is of another kind.
@@ -59,9 +60,14 @@ def run(model: Any, arguments: Arguments) -> Run:
 
 
 def _called(model: Callable[..., Any], arguments: Arguments, convert: Callable[[Any], Any]) -> Any:
+    import jax
+
+    def each(tree: Any) -> Any:
+        return jax.tree.map(lambda x: convert(x) if hasattr(x, "dtype") else x, tree)
+
     if isinstance(arguments, Mapping):
-        return model(**{name: convert(value) for name, value in arguments.items()})
-    return model(*map(convert, arguments))
+        return model(**{name: each(value) for name, value in arguments.items()})
+    return model(*map(each, arguments))
 
 
 def _wide(array: Any) -> Any:

@@ -13,6 +13,7 @@ import torch
 from flax import nnx
 from typer.testing import CliRunner
 
+from jaxmha import Mask
 from jaxmha.cli.app import app
 from jaxmha.converters import equinox, flax, match
 from jaxmha.converters.matching import Line, Plan, prove
@@ -64,6 +65,24 @@ def test_the_first_layer_that_departs_is_named(source: Theirs, epsilon: float) -
     assert proof.departure is not None
     assert proof.departure[:2] == ("norm", "ln")
     assert "first layer that departs: ln from norm" in str(proof)
+
+
+class Masked(Mine):
+    def __call__(self, x: jax.Array, *, mask: Any, name: str = "") -> jax.Array:
+        assert name == "all"
+        rows = mask.to_array(1, 11) if isinstance(mask, Mask) else mask["padding"]
+        return super().__call__(x) * rows.reshape(11, 1)
+
+
+@pytest.mark.parametrize(
+    "mask", [Mask.lengths(key_value=np.array([11])), {"padding": np.ones(11, bool)}]
+)
+def test_arguments_may_hold_arrays(source: Theirs, mask: Any) -> None:
+    def both(rng: np.random.Generator) -> dict[str, Any]:
+        (x,) = inputs(rng)
+        return {"source": (x,), "target": {"x": x, "mask": mask, "name": "all"}}
+
+    assert prove(source, flax.load_into(Masked(), source), inputs=both).same
 
 
 def test_linen_and_equinox_are_run(source: Theirs) -> None:
