@@ -1,6 +1,7 @@
 """The probe of a kernel: threads, traces and devices from which it is asked. The kernel is a stub."""
 
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmha.implementations import platforms, probe, reference
+from jaxmha.implementations import platforms, probe, probe_cases, reference
 from jaxmha.implementations.probe_cases import Kind
 
 KIND = Kind("float32", dense=True)
@@ -92,6 +93,32 @@ def test_the_least_of_several_gpus_decides(monkeypatch: pytest.MonkeyPatch) -> N
     assert platforms.current() == platforms.Platform("cuda", "NVIDIA A100", (8, 0), present=True)
     gpus[:] = [Gpu("AMD Instinct MI300X", "gfx942")]
     assert platforms.current().name == "rocm"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("RESOURCE_EXHAUSTED: Out of memory"),
+        MemoryError("Unable to allocate 3 GiB"),
+        TypeError("no such dtype"),
+    ],
+)
+def test_arrays_of_a_case_that_cannot_be_made(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """The error is the reason; a lack of memory is tried again, and not remembered."""
+    asked: list[str] = []
+
+    def case(name: str, *_: Any, **__: Any) -> Any:
+        asked.append(name)
+        raise error
+
+    monkeypatch.setattr(probe_cases, "_case", case)
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    with pytest.warns(RuntimeWarning, match=str(error)):
+        found = [Stub().failure() for _ in range(2)]
+    assert found == 2 * [f"{type(error).__name__}: {error}"]
+    assert len(asked) == (1 if isinstance(error, TypeError) else 4)
 
 
 @pytest.mark.parametrize("text", ["soon", "-1", "nan", "inf"])

@@ -27,7 +27,7 @@ Reason = Callable[[Request], str | None]
 # Largest error against float32, relative to the largest value; bfloat16 rounds to 2 ** -8.
 ALLOWED = 0.03
 # Texts in the errors of a busy machine: the probe is repeated, and its outcome is not cached.
-TRANSIENT = ("RESOURCE_EXHAUSTED", "out of memory", "OUT_OF_MEMORY")
+TRANSIENT = ("RESOURCE_EXHAUSTED", "out of memory", "OUT_OF_MEMORY", "ALLOC_FAILED")
 MODES = ("", "0", "trust", "strict")
 # Begins what a process tells the others if its kernel leaks.
 LEAKS = "leaks. "
@@ -137,14 +137,20 @@ def _within_limit(attend: Attend, unsupported: Reason, kind: Kind) -> Finding:
     devices = platforms.devices()
     found: list[Finding] = []
 
+    def once() -> Finding:
+        try:
+            return _tried(attend, unsupported, kind)
+        except Exception as error:  # noqa: BLE001  making the arrays of a case raises any too
+            return _of(error)
+
     def run() -> None:
         each = []
         for device in devices:
             with jax.default_device(device):
-                finding = _tried(attend, unsupported, kind)
+                finding = once()
                 if finding.transient:
                     time.sleep(1)
-                    finding = _tried(attend, unsupported, kind)
+                    finding = once()
             each.append(finding)
         worst = next((x for x in each if x.reason is not None), each[0])
         found.append(worst._replace(leaks=any(x.leaks for x in each)))
@@ -246,7 +252,12 @@ def _error(attend: Attend, case: probe_cases.Case, *, leaks: bool) -> tuple[str 
             if not (error <= ALLOWED and same):  # also true if error is NaN
                 return f"{what} is wrong by {error:.1e} of the largest value ({case.name})", False
     except Exception as error:  # noqa: BLE001  drivers and compilers raise any
-        line = (str(error).strip().splitlines() or [""])[0][:200]
-        transient = any(text in str(error) for text in TRANSIENT)
-        return f"{type(error).__name__}: {line}", transient
+        found = _of(error)
+        return found.reason, found.transient
     return None, False
+
+
+def _of(error: Exception) -> Finding:
+    line = (str(error).strip().splitlines() or [""])[0][:200]
+    transient = isinstance(error, MemoryError) or any(text in str(error) for text in TRANSIENT)
+    return Finding(f"{type(error).__name__}: {line}", transient=transient)
