@@ -84,7 +84,7 @@ def reject_foreign(name: str, tree: object) -> None:
             called = f"{name}{jax.tree_util.keystr(path)}"
             raise TypeError(
                 f"{called} is a masked array, and JAX would drop its mask: give {called}.filled(0), "
-                "and a mask of attention, such as Mask.padding(key_value=...)"
+                "and a mask of attention, such as Mask.padding(key_value=...), where True = attend"
             )
         if isinstance(leaf, np.ndarray):
             raise TypeError(

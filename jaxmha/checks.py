@@ -215,7 +215,7 @@ def _missing_axes(
     """A hint for error messages: how to insert the missing axes into a batched array."""
     keys, scores = (*batch, sizes["S"]), (*batch, sizes["T"], sizes["S"])
     if batch and shape == keys:
-        padding = f", or Mask.padding(key_value={name})" * (name == "mask")
+        padding = f", or Mask.padding(key_value={name}); True = attend" * (name == "mask")
         return f": of (*B, S) make (*B, 1, 1, S), {name}[..., None, None, :]{padding}"
     if batch and shape == scores:
         return f": of (*B, T, S) make (*B, 1, T, S), {name}[..., None, :, :]"

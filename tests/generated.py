@@ -120,7 +120,9 @@ def commands() -> str:
         yield "\n```text\n" + "\n".join(f"$ {line}" for line in examples) + "\n```\n"
 
     root: Any = typer.main.get_command(app)
-    return "\n".join(line for name, one in root.commands.items() for line in described(name, one))
+    lines = [f"`jaxmha {p.opts[0]}`: {p.help}\n" for p in root.params]
+    lines += (line for name, one in root.commands.items() for line in described(name, one))
+    return "\n".join(lines)
 
 
 def formats() -> str:

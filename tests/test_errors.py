@@ -127,7 +127,7 @@ ATTENTION: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "mask of batch and length": (
         {"mask": zeros(2, 7, dtype=bool)},
         ValueError,
-        ["mask", "T=5", "S=7", "(2, 7)"],
+        ["mask", "T=5", "S=7", "(2, 7)", "mask); True = attend"],
     ),
     "mask of five axes": (
         {"mask": zeros(3, 2, 6, 5, 7, dtype=bool)},

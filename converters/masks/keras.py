@@ -150,7 +150,7 @@ def _with_four_axes(row: MaskArg, values: dict[str, Any], num_heads: int | None)
         raise ValueError(
             f"{row.name} with {batch} rows next to an attention_mask of four axes: keras applies row "
             "b to head b where B = N (import that with num_heads=N), and fails elsewhere; pass it "
-            "within attention_mask, as mask[:, None, None, :]"
+            "within attention_mask, as mask[:, None, None, :] (True = attend)"
         )
     return row._replace(axes=(row.axes[0].replace("#B", "N"),), field="array")
 

@@ -11,13 +11,15 @@ import numpy as np
 
 from jaxmha import Mask, dot_product_attention, multi_head_attention
 from jaxmha.converters.layout.arrays import NDArray, to_numpy
+from jaxmha.converters.layout.base import guess
 from jaxmha.converters.masks.compose import checked
 from jaxmha.converters.masks.lint_rules import CHECKS, Finding, blocked_by, given
 from jaxmha.converters.masks.spec import MaskArg
-from jaxmha.static_checks import one_of
 
 FRAMEWORKS = ("jaxmha", "torch", "sdpa", "keras", "flax", "jax", "huggingface")
 SIZES = {"B": "batch_size", "N": "num_heads", "T": "query_length", "S": "key_length"}
+# Arguments that stand for a mask and hold no array.
+FLAGS = {"is_causal", "use_causal_mask", "decode", "local_window_size", "sliding_window"}
 # Arguments of each framework's call that do not concern masks.
 OTHERS: dict[str, str] = {
     "jaxmha": " ".join(
@@ -55,7 +57,11 @@ def lint_masks(
     >>> [finding.name for finding in lint_masks("torch", key_padding_mask=np.eye(2) > 0)]
     []
     """
-    one_of("framework", framework, FRAMEWORKS)
+    if framework not in FRAMEWORKS:
+        meant = guess(str(framework), FRAMEWORKS).strip()
+        raise ValueError(
+            f"framework must be one of {FRAMEWORKS}, got {framework!r}{': ' * bool(meant)}{meant}"
+        )
     arguments = _of_masks(framework, arguments)
     table: tuple[MaskArg, ...] = _module(framework).ARGUMENTS
     known = (batch_size, num_heads, query_length, key_length)
@@ -107,11 +113,12 @@ def _of_masks(framework: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments that `import_masks` takes; TypeError for one that the framework lacks."""
     taken = signature(_module(framework).import_masks).parameters
     others = OTHERS[framework].split()
+    of_masks = sorted({row.name for row in _module(framework).ARGUMENTS} | (taken.keys() & FLAGS))
     for name in arguments:
         if name not in taken and name not in others:
             raise TypeError(
                 f"{framework} has no argument {name!r}: its mask arguments are "
-                f"{', '.join(sorted(taken))}; leave out all others"
+                f"{', '.join(of_masks)}; leave out those of other calls"
             )
     return {name: value for name, value in arguments.items() if name in taken}
 
@@ -201,7 +208,7 @@ def _whole(
         return
     mask = (mask or Mask()) & (conditions or Mask())
     T, S = _lengths(mask, bias, sizes)
-    if not T or not S:
+    if not T or not S or "additive cast" in known:
         return
     absent = replace(mask, query_padding=None, query_lengths=None)
     allowed = np.asarray(absent.to_array(T, S, np))

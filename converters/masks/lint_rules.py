@@ -9,7 +9,7 @@ from numpy.typing import DTypeLike
 
 from jaxmha import Mask
 from jaxmha.converters.layout.arrays import NDArray
-from jaxmha.converters.masks.spec import MaskArg
+from jaxmha.converters.masks.spec import MaskArg, is_additive
 from jaxmha.dims import parse
 
 FLOAT16_LOWEST = -65504.0
@@ -66,6 +66,8 @@ def given(
         return None
     added = array.dtype != np.bool_ and argument.other == "added"
     keep = ~blocked_by(array) if added else (array != 0) == argument.keep
+    if not added and is_additive(array):
+        keep = array == 0  # as it was meant: `_cast` reports what is read, or `import_masks`
     letters: list[str] = []
     shape: list[int] = []
     for group, size in zip(parse(axes.replace("#", "")), array.shape, strict=True):
@@ -249,6 +251,7 @@ def _negation(given: Given) -> str:
     if added:
         return "Exclude the others, `np.where(mask == 0, -np.inf, 0)`"
     negated = "~mask" if given.array.dtype == np.bool_ else "mask == 0"
+    negated = "mask != 0" if is_additive(given.array) else negated
     if given.made_of is not None:
         array, padding = given.made_of.array, given.made_of.key_value_padding
         negated = "Mask.dense(~mask.to_array(T, S))" if array is None else "Mask.dense(~array)"
@@ -270,10 +273,7 @@ def _zero_one(given: Given) -> Finding | None:
 
 
 def _cast(given: Given) -> Finding | None:
-    array = given.array
-    if given.argument.other != "nonzero" or array.dtype == np.bool_:
-        return None
-    if not (array == 0).any() or (array > 0).any() or not (array != 0).any():
+    if given.argument.other != "nonzero" or not is_additive(given.array):
         return None
     return Finding(
         "additive cast",

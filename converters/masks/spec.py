@@ -51,6 +51,17 @@ class MaskArg(NamedTuple):
     empty: tuple[tuple[str, str], ...] = ()
 
 
+def is_additive(array: NDArray) -> bool:
+    """True for numbers that look as if they were to be added to the logits: 0 keeps, others lower.
+
+    >>> is_additive(np.array([0.0, -np.inf])), is_additive(np.array([0, 1]))
+    (True, False)
+    """
+    if array.dtype == np.bool_ or (array > 0).any():
+        return False
+    return bool((array == 0).any() and (array < 0).any())
+
+
 def read(argument: MaskArg, value: AnyArray, sizes: dict[str, int]) -> Masks:
     """Imports the argument as a mask, or as a bias `(#B, #N, #T, #S)` if its values are added.
 
@@ -71,11 +82,12 @@ def read(argument: MaskArg, value: AnyArray, sizes: dict[str, int]) -> Masks:
     boolean = array.dtype == np.bool_
     added = argument.other == "added" and jnp.issubdtype(array.dtype, jnp.floating)
     if not (boolean or added or argument.other == "nonzero"):
+        remedy = "mask == 0, since 0 keeps" if is_additive(array) else "mask != 0 if it is 0/1"
         raise TypeError(
             f"{argument.name} must be Boolean (True means "
             f"{'attend' if argument.keep else 'blocked'})"
             f"{' or floating (added to the logits)' if argument.other == 'added' else ''}, got "
-            f"{array.dtype}{'' if argument.other == 'added' else ': pass mask != 0 if it is 0/1'}"
+            f"{array.dtype}{'' if argument.other == 'added' else f': pass {remedy}'}"
         )
     target = FIELDS["array" if added else argument.field]
     array = _arrow(array, _axes(argument, array.shape, sizes), target, sizes)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxmha.converters.matching.arrows import Fit, fit
+from jaxmha.converters.matching.plan import SEVERAL
 from jaxmha.converters.matching.templates import Template, ordinal
 from jaxmha.converters.matching.terms import APART, contradict
 
@@ -281,9 +282,7 @@ def _open(
     if state.targets[t].irregular or any(state.sources[s].irregular for s in by_shape):
         return by_shape, "the numbers of the blocks have gaps"
     if left:
-        return left, "several layers have these shapes, and no name decides" if len(
-            left
-        ) > 1 else "no name shows that these belong together"
+        return left, SEVERAL if len(left) > 1 else "no name shows that these belong together"
     if t in why:
         return tuple(why[t][0]), why[t][1]
     if by_shape:

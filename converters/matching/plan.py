@@ -35,6 +35,13 @@ class Line:
     confidence: str = ""
 
 
+SEVERAL = "several layers have these shapes, and no name decides"
+_LEFT = (
+    "every layer of these shapes is taken",
+    "one layer of these shapes is left, and no name shows that these belong together",
+)
+
+
 @dataclass(frozen=True)
 class Question:
     """A target layer whose source is undecided.
@@ -70,8 +77,10 @@ class Question:
             if not any(patterns.expand(x, names) for line in lines for x in line.sources)
         ]
         zeros = (tuple(Line(name, fill="zeros") for name in self.arrays),)
+        few = self.reason == SEVERAL and len(left) < len(_LEFT)
         return replace(
             self,
+            reason=_LEFT[len(left)] if few else self.reason,
             candidates=tuple(candidate for candidate, _ in left),
             examples=tuple(lines for _, lines in left) or zeros,
         )

@@ -103,6 +103,8 @@ def test_candidates_that_are_used_are_dropped() -> None:
     assert "alpha" not in plan.questions[0].line
     with pytest.raises(ValueError, match="for example, if it is beta"):
         equinox.load_into(PLACES, SEVERAL, plan)
+    plan = plan.with_lines(Line("middle/kernel", ("beta.weight",), "o i -> i o"))
+    assert [q.reason.split(",")[0] for q in plan.questions] == ["one layer of these shapes is left"]
 
 
 def test_patterns_use_their_arrays_and_lines_are_by_you() -> None:

@@ -68,7 +68,9 @@ def test_the_first_layer_that_departs_is_named(source: Theirs, epsilon: float) -
 
 
 class Masked(Mine):
-    def __call__(self, x: jax.Array, *, mask: Any, name: str = "") -> jax.Array:
+    def __call__(  # type: ignore[override]
+        self, x: jax.Array, *, mask: Any, name: str
+    ) -> jax.Array:
         assert name == "all"
         rows = mask.to_array(1, 11) if isinstance(mask, Mask) else mask["padding"]
         return super().__call__(x) * rows.reshape(11, 1)

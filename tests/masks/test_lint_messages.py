@@ -1,0 +1,42 @@
+"""Words of the linter, and of refused masks, that tell a newcomer what to pass."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxmha.converters import lint_masks
+from jaxmha.converters.masks import jax
+
+CAUSAL = np.tri(5, dtype=bool)
+ADDITIVE = np.where(CAUSAL, 0.0, -np.inf).astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    ("framework", "arguments", "text"),
+    [
+        ("pytorch", {}, r"got 'pytorch': did you mean torch\?$"),
+        ("torch", {"mask": CAUSAL}, "arguments are attn_mask, is_causal, key_padding_mask; "),
+        ("sdpa", {"mask": CAUSAL}, "arguments are attn_mask, is_causal; "),
+        ("jaxmha", {"attn_mask": CAUSAL}, r"local_window_size, mask, query_seq_lengths; "),
+    ],
+)
+def test_a_wrong_call_names_the_right_one(
+    framework: str, arguments: dict[str, Any], text: str
+) -> None:
+    with pytest.raises((TypeError, ValueError), match=text):
+        lint_masks(framework, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("framework", "name"), [("jaxmha", "mask"), ("keras", "attention_mask"), ("flax", "mask")]
+)
+def test_an_additive_mask_has_one_remedy(framework: str, name: str) -> None:
+    arguments: dict[str, Any] = {name: ADDITIVE}
+    (found,) = lint_masks(framework, **arguments)
+    assert "ass `mask == 0`" in str(found) or "pass mask == 0, " in str(found)
+
+
+def test_numbers_of_0_and_1_have_the_other() -> None:
+    with pytest.raises(TypeError, match="pass mask != 0 if it is 0/1"):
+        jax.import_masks(mask=CAUSAL.astype(int))
