@@ -107,6 +107,34 @@ def test_a_step_reads_pages_where_they_lie(pages: int, T: int) -> None:
     assert found.kernels <= 40
 
 
+@pytest.mark.parametrize("T", [1, 8])
+@pytest.mark.parametrize("names", [("data", None), (None, "data")])
+def test_a_sharded_step_reads_pages_too(names: tuple[Any, Any], T: int) -> None:
+    """Rows of four devices over a pool that all have, and heads over their own part of all pages."""
+    E, B, (batch, heads) = 512, 64, names
+    mesh = jax.sharding.Mesh(np.asarray(compiled.topology("1x1x4").devices), ("data",))
+    params = jax.eval_shape(
+        lambda: jaxmha.init_params(jax.random.key(0), num_heads=8, features=E, dtype=jnp.bfloat16)
+    )
+    cache = jax.eval_shape(
+        lambda: jaxmha.PagedKVCache.empty(params, B, 1024, pages=256, page_size=64)
+    )
+
+    def place(x: Any, *axes: Any) -> Any:
+        return x.update(sharding=jax.sharding.NamedSharding(mesh, SPEC(*axes)))
+
+    pool = {name: place(getattr(cache, name), None, heads) for name in ("key", "value")}
+    rows = {name: place(getattr(cache, name), batch) for name in ("table", "lengths")}
+    found = compiled.compiled(
+        jaxmha.decode_step,
+        params,
+        place(array(B, T, E), batch),
+        cache._replace(**pool, **rows),
+        sharding=jax.sharding.NamedSharding(mesh, SPEC()),
+    )
+    assert [call for call in found.calls if "cudnn" in call] == ["__cudnn$fmhaSoftmax"] * min(T, 2)
+
+
 def test_the_gradient_of_a_shard_map_compiles() -> None:
     """XLA crashes on kernels that lie in a function of their own: it would end this process."""
     devices = np.asarray(compiled.topology("1x1x4").devices)

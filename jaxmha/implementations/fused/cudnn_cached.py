@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int, Int32
 
-from jaxmha.implementations import platforms, probe, probe_cases, reference
+from jaxmha.implementations import partitioned, platforms, probe, probe_cases, reference
 from jaxmha.implementations.base import Request, Result
 from jaxmha.implementations.fused import cudnn, cudnn_kernel
 from jaxmha.implementations.fused.cudnn_kernel import Settings
@@ -131,6 +131,27 @@ def _call(
         if lse:
             return cudnn_kernel.out_and_lse(settings, query, keys, values, None, counts)
         return cudnn_kernel.out(settings, query, keys, values, None, counts), None
+    # JAX's own rule would have queries and pages split along the same axes.
+    found: OutAndLse = partitioned.run(
+        partial(_of_pages, scale=scale, lse=lse),
+        (query, keys, values, table, *counts),
+        ("bn..", ".k..", ".k..", "b.", "b", "b"),
+        lambda _: ("bn..", "bn." if lse else None),
+    )
+    return found
+
+
+def _of_pages(
+    query: Float[jax.Array, "B N T H"],
+    keys: Float[jax.Array, "P K page H"],
+    values: Float[jax.Array, "P K page H"],
+    table: Int[jax.Array, "B M"],
+    queries: Int32[jax.Array, "B"],
+    lengths: Int32[jax.Array, "B"],
+    *,
+    scale: float,
+    lse: bool,
+) -> OutAndLse:
     from jax._src.cudnn import fused_attention_stablehlo as private
 
     call: Any = private._dot_product_attention
@@ -142,8 +163,8 @@ def _call(
         "key": keys,
         "value": values,
         "bias": none,
-        "q_seqlen": counts[0],
-        "kv_seqlen": counts[1],
+        "q_seqlen": queries,
+        "kv_seqlen": lengths,
         "q_offsets": none,
         "kv_offsets": none,
         "page_table_k": pages,
