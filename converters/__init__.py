@@ -105,10 +105,11 @@ def lint_masks(
 ) -> "list[Finding]":
     """Lists what is suspicious about the mask arguments of one call, each with a remedy.
 
-    Correct masks give no finding, with two exceptions, which look like errors: left padding of
-    every row may be right padding the other way round, and without `query_length` queries that see
-    a growing part of the keys, in steps of more than one, may be a batch. No finding proves
-    nothing: `attribute` compares outputs.
+    Correct masks give no finding, with three exceptions, which look like errors: left padding of
+    every row may be right padding the other way round, without `query_length` queries that see
+    a growing part of the keys, in steps of more than one, may be a batch, and a triangle of the
+    future may be a causal mask turned round. No finding proves nothing: `attribute` compares
+    outputs.
 
     Args:
       framework: one of `jaxmha` (its functions and modules; a `mask` may be a `Mask`), `torch`

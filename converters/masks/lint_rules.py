@@ -9,6 +9,18 @@ from numpy.typing import DTypeLike
 
 from jaxmha import Mask
 from jaxmha.converters.layout.arrays import NDArray
+from jaxmha.converters.masks.lint_patterns import (
+    TURNS,
+    hides_longest,
+    is_batch,
+    is_inverted_batch,
+    is_inverted_causal,
+    is_inverted_padding,
+    one_block,
+    paddings,
+    products,
+    turned,
+)
 from jaxmha.converters.masks.spec import MaskArg, is_additive
 from jaxmha.dims import parse
 
@@ -138,87 +150,43 @@ def _rows(given: Given) -> NDArray | None:
     return _flat(keep, 1)
 
 
-def _one_block(rows: NDArray) -> bool:
-    """True if the True entries are a prefix of every row, or a suffix of every row, as in padding."""
-    steps = np.diff(rows.astype(int), axis=1)
-    return bool((steps <= 0).all() or (steps >= 0).all())
-
-
-def _products(slices: NDArray) -> tuple[NDArray, NDArray]:
-    """For each slice, the rows and the columns that contain a True."""
-    return np.asarray(slices.any(2)), np.asarray(slices.any(1))
-
-
-def _paddings(slices: NDArray) -> NDArray | None:
-    """Padding `(B, S)` of a batch of `(T, S)` slices; None unless the slices differ only by it."""
-    rows = np.asarray(slices.any(1))
-    if not (slices == (slices.any(0, keepdims=True) & rows[:, None])).all():
-        return None
-    differ = not (rows == rows[:1]).all()
-    batch = differ and rows.all(1).any() and rows.any(1).all() and _one_block(rows)
-    return rows if batch else None
-
-
-def _is_batch(rows: NDArray, T: int | None) -> bool:
-    """True if rows of `S` entries are padding of a batch, and cannot be what successive queries see.
-
-    Each query sees as many keys as the one before or more: one more, or all up to its own key, or
-    any number where `T` says that there are as many queries as rows.
-    """
-    known = len(rows) == T
-    rows = rows[rows.any(1)]
-    if not _one_block(rows) or not len(rows) or (rows == rows[:1]).all():
-        return False
-    seen = rows.sum(1)
-    if rows[:, -1].all():
-        seen = seen[::-1]  # left padding: queries that see the future see less and less
-    own = np.arange(len(rows)) + rows.shape[1] - len(rows) + 1  # the last queries of all keys
-    steps = np.diff(seen)
-    ordered = known or (steps <= 1).all() or (seen >= own).all()
-    return not (ordered and (steps >= 0).all())
-
-
-def _is_inverted_causal(slices: NDArray) -> bool:
-    """True if the hidden pairs form a causal triangle, at either corner, cropped by padding."""
-    T, S = slices.shape[1:]
-    hidden = ~slices
-    rows, columns = _products(hidden)
-    outer = rows[:, :, None] & columns[:, None]
-    for offset in {0, S - T}:
-        past = np.tri(T, S, offset, dtype=bool)
-        shown = slices[:, ~past].all() and not past.all()
-        if not shown or not (hidden == (past & outer)).all() or not _one_block(columns):
-            continue
-        # A cropped triangle needs at least three columns to be distinguished from padding.
-        if (hidden == past).all():
-            return True
-        if ((~past & outer).any((1, 2)) & (columns.sum(1) > 2)).any():
-            return True
-    return False
-
-
-def _is_inverted_padding(hidden: NDArray, length: int) -> bool:
-    """True if `(B, S)` hides all of the longest row, and one block of tokens in every other row."""
-    return length > 1 and _one_block(hidden) and bool(hidden.all(1).any() and hidden.any(1).all())
-
-
 def _inverted(given: Given) -> Finding | None:
     polarity = _polarity(given)
     causal = "it hides the past and the diagonal and shows the future: a causal mask"
     padding = "it hides every token of the longest row and shows what looks like padding"
-    slices, rows, what = _slices(given), _rows(given), None
-    if slices is not None and _is_inverted_causal(slices):
+    slices, rows, what, fix = _slices(given), _rows(given), None, _negation(given)
+    if given.made_of is not None and given.made_of.key_value_padding is not None:
+        rows = np.asarray(given.made_of.key_value_padding)
+    if slices is not None and is_inverted_causal(slices):
         what = f"{causal} whose polarity is inverted, since {polarity}"
-    elif rows is not None and _is_inverted_padding(~rows, rows.shape[1]):
+    elif rows is not None and is_inverted_padding(~rows, rows.shape[1]):
         what = f"{padding}, since {polarity}"
+    elif slices is not None and hides_longest(slices):
+        what = f"next to a causal triangle {padding}, since {polarity}"
+        fix = "Negate the padding before it joins the triangle (`~padding`)"
     elif slices is not None:
-        queries, tokens = _products(~slices)
-        outer = (~slices == (queries[:, :, None] & tokens[:, None])).all() and _one_block(queries)
-        if outer and _is_inverted_padding(tokens, tokens.shape[1]) and queries.all(1).any():
+        queries, tokens = products(~slices)
+        outer = (~slices == (queries[:, :, None] & tokens[:, None])).all() and one_block(queries)
+        if outer and is_inverted_padding(tokens, tokens.shape[1]) and queries.all(1).any():
             what = f"{padding}, since {polarity}"
     if what is None:
         return None
-    return Finding("inverted", given.argument.name, what, _negation(given))
+    return Finding("inverted", given.argument.name, what, fix)
+
+
+def _turned(given: Given) -> Finding | None:
+    slices = _slices(given)
+    how = "" if slices is None else turned(slices)
+    if not how:
+        return None
+    batch = ", or padding of a batch, whose axes are then missing" * (given.letters == ("T", "S"))
+    back = TURNS[how] if given.made_of is None else "Mask.causal()"
+    return Finding(
+        "turned",
+        given.argument.name,
+        f"it is a causal triangle upside down: {how}, so that queries see the future{batch}",
+        f"Pass `{back}`, unless the model is to read backwards",
+    )
 
 
 def _left_padding(given: Given) -> Finding | None:
@@ -226,12 +194,12 @@ def _left_padding(given: Given) -> Finding | None:
     rows, slices = _rows(given), _slices(given)
     chunk = slices is not None and slices.shape[1] != slices.shape[2]  # of a cache
     if rows is None and slices is not None:
-        queries, tokens = _products(~slices)  # padding of queries and keys, the wrong way round
-        outer = (~slices == (queries[:, :, None] & tokens[:, None])).all() and _one_block(queries)
+        queries, tokens = products(~slices)  # padding of queries and keys, the wrong way round
+        outer = (~slices == (queries[:, :, None] & tokens[:, None])).all() and one_block(queries)
         rows = ~tokens if outer and queries[:, 0].all() else None
     if rows is None or chunk or not (rows[:, -1].all() and not rows[:, 0].any()):
         return None
-    if not _one_block(rows):
+    if not one_block(rows):
         return None
     return Finding(
         "left padding",
@@ -323,7 +291,7 @@ def _head_order(given: Given) -> Finding | None:
         return None
     values = given.array.reshape(given.keep.shape)
     other = given.array.reshape(N, B, *given.array.shape[1:])
-    of_batch = _paddings(given.keep[0]) is not None if B == N else True
+    of_batch = paddings(given.keep[0]) is not None if B == N else True
     if (values == values[:, :1]).all() or not (other == other[:1]).all() or not of_batch:
         return None
     if B != N and (values == values[:1]).all():
@@ -347,26 +315,29 @@ def _wrong_axis(given: Given) -> Finding | None:
     if B not in (None, len(keep)) or not fits:
         return None
     by_size = B is not None and size not in (None, len(keep))
-    by_rows = _is_batch(keep, size) if letter == "T" else _paddings(keep) is not None
-    if not (by_size or by_rows):
+    by_rows = is_batch(keep, size) if letter == "T" else paddings(keep) is not None
+    inverted = letter == "T" and size != len(keep) and is_inverted_batch(keep)
+    if not (by_size or inverted or (by_rows and not (letter == "T" and turned(keep[None])))):
         return None
-    wanted = "[:, None, None, :]" if letter == "T" else "[:, None]"
-    fix = f"Give it its axes: `mask{wanted}`"
+    wanted, sign = "[:, None, None, :]" if letter == "T" else "[:, None]", "~" * inverted
+    fix = f"Give it its axes: `{sign}mask{wanted}`"
     if letter == "T" and given.made_of is not None:
-        fix = "Pass `Mask.padding(key_value=array)`"
+        fix = f"Pass `Mask.padding(key_value={sign}array)`"
     elif letter == "T" and len(parse(given.argument.axes[-1])) < 4:
-        fix = "Pass it as `key_padding_mask`"
+        fix = f"Pass {'its negation' if inverted else 'it'} as `key_padding_mask`"
     return Finding(
         "wrong axis",
         given.argument.name,
         f"its first axis of {len(keep)} is read as {letter}, and looks like the batch (B): padding "
-        f"of one batch row would be applied to one {'query' if letter == 'T' else 'head'} of all",
+        f"of one batch row would be applied to one {'query' if letter == 'T' else 'head'} of all "
+        f"({_polarity(given)})",
         fix,
     )
 
 
 CHECKS: tuple[Callable[[Given], Finding | None], ...] = (
     _inverted,
+    _turned,
     _left_padding,
     _zero_one,
     _cast,

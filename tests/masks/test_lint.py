@@ -186,6 +186,28 @@ FOUND: dict[str, tuple[str, dict[str, Any], str, list[str]]] = {
         "left padding",
         ["here True means attend", "`Mask.padding(key_value=~padding)`"],
     ),
+    "a causal mask transposed": ("jax", {"mask": CAUSAL.T}, "turned", ["mask.swapaxes(-1, -2)"]),
+    "queries in reverse": ("sdpa", {"attn_mask": CAUSAL[::-1]}, "turned", ["mask[..., ::-1, :]"]),
+    "keys in reverse": ("torch", {"attn_mask": ~CAUSAL[:, ::-1]}, "turned", ["`mask[..., ::-1]`"]),
+    "a Mask transposed": ("jaxmha", {"mask": Mask.dense(CAUSAL.T)}, "turned", ["Mask.causal()"]),
+    "torch padding, causal": (
+        "jaxmha",
+        {"mask": Mask.causal() & Mask.padding(key_value=~TOKENS)},
+        "inverted",
+        ["longest row", "`Mask.padding(key_value=~padding)`"],
+    ),
+    "torch padding in a window": (
+        "jaxmha",
+        {"mask": Mask.window(2, 0) & Mask.padding(key_value=~TOKENS)},
+        "inverted",
+        ["longest row"],
+    ),
+    "torch padding as queries": (
+        "jaxmha",
+        {"mask": np.arange(6) >= np.array([[6], [4]])},
+        "wrong axis",
+        ["`~mask[:, None, None, :]`", "here True means attend"],
+    ),
     "nothing left": (
         "torch",
         {"attn_mask": np.eye(T, dtype=bool)[[0, 1, 2, 3, 3]] | (np.arange(T) == 2)[:, None]},
@@ -367,7 +389,6 @@ SILENT: dict[str, tuple[str, dict[str, Any]]] = {
         {"mask": np.arange(9) < np.array([[2], [5], [8]]), "query_length": 3},
     ),
     "as many queries as the batch has rows": ("jax", {"mask": SQUARE[[2, 0, 0, 1, 1]], **SAME}),
-    "the future alone": ("jax", {"mask": np.triu(np.ones((T, S), bool))}),
     "later tokens of a cache": ("flax", {"mask": np.tri(3, 5, 2, dtype=bool) & (np.arange(5) > 1)}),
     "left padding of a cache": (
         "flax",
@@ -428,7 +449,7 @@ def test_every_check_has_a_case() -> None:
     named = {name for _, _, name, _ in FOUND.values()}
     assert named == {
         "inverted", "0/1 added", "additive cast", "float16", "constant", "empty rows", "head order",
-        "wrong axis", "is_causal", "refused", "left padding",
+        "wrong axis", "is_causal", "refused", "left padding", "turned",
     }  # fmt: skip
 
 

@@ -40,3 +40,24 @@ def test_an_additive_mask_has_one_remedy(framework: str, name: str) -> None:
 def test_numbers_of_0_and_1_have_the_other() -> None:
     with pytest.raises(TypeError, match="pass mask != 0 if it is 0/1"):
         jax.import_masks(mask=CAUSAL.astype(int))
+
+
+def test_padding_of_torch_within_a_triangle() -> None:
+    tokens = np.arange(5) < np.array([[3], [5]])[:, None, None]
+    inverted, _ = lint_masks("jaxmha", mask=CAUSAL & ~tokens)
+    assert "next to a causal triangle" in inverted.what
+    assert inverted.fix == "Negate the padding before it joins the triangle (`~padding`)"
+    for right in (tokens, tokens[..., ::-1]):
+        assert "inverted" not in [found.name for found in lint_masks("jax", mask=CAUSAL & right)]
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        np.tri(2, 6, 4, dtype=bool) & (np.arange(6) > 4),  # left padding of a cache
+        np.outer(np.arange(5) > 2, np.arange(5) > 2),  # left padding of queries and keys
+        np.triu(np.ones((5, 5), bool), 2),  # the future alone
+    ],
+)
+def test_empty_queries_are_no_batch(mask: Any) -> None:
+    assert "wrong axis" not in [found.name for found in lint_masks("jaxmha", mask=mask)]
