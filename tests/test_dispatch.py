@@ -514,6 +514,8 @@ def test_processes_agree_on_a_kernel() -> None:
     assert first["together"].startswith("it fails in process 1: RuntimeError: no kernel image")
     assert "no kernel image" in second["together"]
     assert first["leaks"] == second["leaks"] == (None, True)
+    assert first["busy"] == ["it fails in process 1: RuntimeError: RESOURCE_EXHAUSTED", None]
+    assert second["busy"] == ["RuntimeError: RESOURCE_EXHAUSTED", None]
     assert 15 <= first["seconds"] < 60
 
 

@@ -3,9 +3,11 @@
 The environment variable JAXMHA_PROBE changes this: `0` uses no kernel, `trust` uses kernels without
 a probe, `strict` raises if a kernel fails. A probe that takes longer than JAXMHA_PROBE_SECONDS
 (default 60) has failed. The processes of a multi-process program exchange the outcomes of their
-probes, and wait for each other up to the same time.
+probes, and wait as long for each other to begin.
 """
 
+import itertools
+import json
 import os
 import threading
 import time
@@ -29,8 +31,6 @@ ALLOWED = 0.03
 # Texts in the errors of a busy machine: the probe is repeated, and its outcome is not cached.
 TRANSIENT = ("RESOURCE_EXHAUSTED", "out of memory", "OUT_OF_MEMORY", "ALLOC_FAILED")
 MODES = ("", "0", "trust", "strict")
-# Begins what a process tells the others if its kernel leaks.
-LEAKS = "leaks. "
 
 
 class Finding(NamedTuple):
@@ -69,8 +69,9 @@ def failure(
         return "JAXMHA_PROBE=0 uses no kernel"
     if chosen == "trust":
         return None
+    key = _key(name, kind)
+    turn = _turn(key) if agree and jax.process_count() > 1 else None
     with _LOCK:
-        key = _key(name, kind)
         found = _FOUND.get(key)
         if found is None:
             found = _within_limit(attend, unsupported, kind)
@@ -83,12 +84,13 @@ def failure(
                     RuntimeWarning,
                     stacklevel=3,
                 )
+    if turn is not None:
+        agreed = _agreed(turn, found)
+        if not found.transient:
+            _FOUND[key] = found._replace(leaks=agreed.leaks)
+        found = agreed
     if found.reason is not None and chosen == "strict":
         raise RuntimeError(f"JAXMHA_PROBE=strict: {name} does not work here: {found.reason}")
-    if agree and jax.process_count() > 1 and not found.transient:
-        agreed = _agreed(key, found)
-        _FOUND[key] = found._replace(leaks=agreed.leaks)
-        return agreed.reason
     return found.reason
 
 
@@ -163,36 +165,67 @@ def _within_limit(attend: Attend, unsupported: Reason, kind: Kind) -> Finding:
     return Finding(f"it did not finish within {seconds():g} s (JAXMHA_PROBE_SECONDS)")
 
 
-def _agreed(key: tuple[str, ...], found: Finding) -> Finding:
-    """The worst finding of all processes, by JAX's key-value store: all processes must run the same
-    program, and therefore choose the same implementation. A process that does not report in time is
-    ignored: it runs another program."""
+def _client() -> Any:
+    """JAX's key-value store of a multi-process program; None: there is none."""
     from jax._src import distributed
 
-    client: Any = distributed.global_state.client
+    return distributed.global_state.client
+
+
+def _turn(key: tuple[str, ...]) -> str | None:
+    """Where the processes exchange their outcomes now, and that this one has begun.
+
+    An outcome that may be temporary ends a turn, so that no process reads it again later.
+    """
+    client = _client()
     if client is None:
-        return found
-    mine = f"jaxmha/probe/{'/'.join(key)}/"
-    report = LEAKS * found.leaks + (found.reason or "")
-    client.key_value_set(f"{mine}{jax.process_index()}", report, allow_overwrite=True)
-    until = time.monotonic() + (0 if key in _WAITED else seconds())
-    _WAITED.add(key)
+        return None
+    turns = (f"jaxmha/probe/{'/'.join(key)}/{n}" for n in itertools.count())
+    turn = next(x for x in turns if _get(client, f"{x}/over") is None)
+    client.key_value_set(f"{turn}/begun/{jax.process_index()}", "", allow_overwrite=True)
+    return turn
+
+
+def _agreed(turn: str, found: Finding) -> Finding:
+    """The worst finding of all processes: all must run the same program, and therefore choose the same
+    implementation. A process that does not begin in time is ignored: it runs another program."""
+    client = _client()
+    mine = f"{turn}/{jax.process_index()}"
+    client.key_value_set(mine, json.dumps(found), allow_overwrite=True)
+    until = time.monotonic() + (0 if turn in _WAITED else seconds())
+    _WAITED.add(turn)
     for process in range(jax.process_count()):
-        left = max(1, int(1000 * (until - time.monotonic())))
-        try:
-            other = client.blocking_key_value_get(f"{mine}{process}", left)
-        except Exception as error:
-            if "DEADLINE_EXCEEDED" not in str(error):
-                raise
+        report = _get(client, f"{turn}/{process}", until - time.monotonic())
+        if report is None and _get(client, f"{turn}/begun/{process}") is not None:
+            # It has at most its own time limit left; twice, because the machine may be busy.
+            report = _get(client, f"{turn}/{process}", 2 * seconds())
+        if report is None:
             continue
-        found = found._replace(leaks=found.leaks or other.startswith(LEAKS))
-        reason = other.removeprefix(LEAKS)
-        if reason and found.reason is None:
+        reason, leaks, transient = json.loads(report)
+        found = found._replace(leaks=found.leaks or leaks, transient=found.transient or transient)
+        if reason is not None and found.reason is None:
             found = found._replace(reason=f"it fails in process {process}: {reason}")
+    if found.transient:
+        client.key_value_set(f"{turn}/over", "", allow_overwrite=True)
     return found
 
 
-_WAITED: set[tuple[str, ...]] = set()
+def _get(client: Any, name: str, wait: float = 0) -> str | None:
+    """A value of the store, after at most `wait` seconds; None: there is none yet."""
+    milliseconds = int(1000 * wait)
+    try:
+        if milliseconds > 0:
+            found: str = client.blocking_key_value_get(name, milliseconds)
+        else:  # a short limit would miss what is there but far
+            found = client.key_value_try_get(name)
+    except Exception as error:
+        if not any(text in str(error) for text in ("NOT_FOUND", "DEADLINE_EXCEEDED")):
+            raise
+        return None
+    return found
+
+
+_WAITED: set[str] = set()
 
 
 def _tried(attend: Attend, unsupported: Reason, kind: Kind) -> Finding:

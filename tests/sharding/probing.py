@@ -1,4 +1,4 @@
-"""One of two processes that probe a kernel, which works in process 0 only."""
+"""One of two processes that probe kernels, which work in process 0 only, or at first only there."""
 
 import os
 import time
@@ -22,6 +22,14 @@ def probed(index: int) -> dict[str, Any]:
         found = reference.attend(request)
         return found if leaks or index == 0 else found._replace(out=found.out * np.nan)
 
+    failing = [2 * index]
+
+    def busy(request: Any, *, leaks: bool) -> Any:
+        failing[0] -= 1
+        if failing[0] >= 0:
+            raise RuntimeError("RESOURCE_EXHAUSTED")
+        return reference.attend(request)
+
     kind = Kind("float32", True)
 
     def failure(name: str, attend: Any = attend, **how: Any) -> str | None:
@@ -33,6 +41,7 @@ def probed(index: int) -> dict[str, Any]:
         found["alone"] = failure("stub", agree=False)
     found["together"] = failure("stub")
     found["leaks"] = failure("leaky", leaky), probe.leaks("leaky", kind)
+    found["busy"] = [failure("busy", busy) for _ in range(2)]
     if index == 0:  # the other process runs something else
         os.environ["JAXMHA_PROBE_SECONDS"] = "15"
         began = time.monotonic()
