@@ -218,12 +218,16 @@ def _whole(
     empty = ~seen & (_tokens(mask, T, S) | ~seen.any(-1, keepdims=True))
     if empty.any():
         b, _, t = np.argwhere(empty)[0]
+        keep = _module(framework).ARGUMENTS[0].keep
+        other = "padding, as in torch" if keep else "attend, as in Keras"
+        cause = f"; if True in a part of it means {other}, negate that part first"
         yield Finding(
             "empty rows",
             "arguments",
             f"{empty.sum()} of {empty.size} rows have nothing left to attend, the first at batch "
             f"row {b}, query {t}: frameworks return 0, NaN or a mean",
-            "Leave each query one key, or choose the output (`fully_masked=`)",
+            "Leave each query one key, or choose the output (`fully_masked=`)"
+            f"{cause * known.isdisjoint({'inverted', 'wrong axis'})}",
         )
 
 

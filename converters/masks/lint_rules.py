@@ -155,13 +155,16 @@ def _inverted(given: Given) -> Finding | None:
     causal = "it hides the past and the diagonal and shows the future: a causal mask"
     padding = "it hides every token of the longest row and shows what looks like padding"
     slices, rows, what, fix = _slices(given), _rows(given), None, _negation(given)
+    dense = given.made_of is None or given.made_of.array is not None
     if given.made_of is not None and given.made_of.key_value_padding is not None:
         rows = np.asarray(given.made_of.key_value_padding)
+    elif not dense:
+        return None  # no Booleans were given, whose meaning could be another
     if slices is not None and is_inverted_causal(slices):
         what = f"{causal} whose polarity is inverted, since {polarity}"
     elif rows is not None and is_inverted_padding(~rows, rows.shape[1]):
         what = f"{padding}, since {polarity}"
-    elif slices is not None and hides_longest(slices):
+    elif slices is not None and dense and hides_longest(slices):
         what = f"next to a causal triangle {padding}, since {polarity}"
         fix = "Negate the padding before it joins the triangle (`~padding`)"
     elif slices is not None:

@@ -218,7 +218,7 @@ FOUND: dict[str, tuple[str, dict[str, Any], str, list[str]]] = {
         "jax",
         {"mask": (CAUSAL & (np.arange(S) > 1))[None, None]},
         "empty rows",
-        ["2 of 5", "query 0"],
+        ["2 of 5", "query 0", "if True in a part of it means padding, as in torch, negate"],
     ),
     "heads before batch": (
         "torch",

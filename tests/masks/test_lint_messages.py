@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jaxmha import Mask
 from jaxmha.converters import lint_masks
 from jaxmha.converters.masks import jax
 
@@ -49,6 +50,11 @@ def test_padding_of_torch_within_a_triangle() -> None:
     assert inverted.fix == "Negate the padding before it joins the triangle (`~padding`)"
     for right in (tokens, tokens[..., ::-1]):
         assert "inverted" not in [found.name for found in lint_masks("jax", mask=CAUSAL & right)]
+
+
+def test_lengths_are_not_inverted() -> None:
+    mask = Mask.causal() & Mask.lengths(key_value=np.array([0, 3]))
+    assert [found.name for found in lint_masks("jaxmha", mask=mask, key_length=5)] == ["empty rows"]
 
 
 @pytest.mark.parametrize(
