@@ -242,7 +242,7 @@ SPEECHBRAIN: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 _TUNE = {"vocab_size": 50, "num_layers": 2, "num_heads": 4, "embed_dim": 64, "max_seq_len": 32}
-_IDS = {"inputs": lambda: ((ids(2, 12, most=40),), {})}
+_IDS: dict[str, Any] = {"inputs": lambda: ((ids(2, 12, most=40),), {})}
 TORCHTUNE: dict[str, dict[str, Any]] = {
     "models.llama2.llama2": {**_TUNE, "num_kv_heads": 2, **_IDS},
     "models.qwen2.qwen2": {**_TUNE, "num_kv_heads": 2, "intermediate_dim": 96, **_IDS},
