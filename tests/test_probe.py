@@ -80,6 +80,17 @@ def test_a_kernel_must_work_on_every_kind_of_device(monkeypatch: pytest.MonkeyPa
     assert len(stub.asked) > len(alone.asked)
 
 
+def test_a_busy_device_does_not_hide_a_broken_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    busy, broken = probe.Finding("busy", transient=True), probe.Finding("broken")
+    outcomes = [busy, busy, broken]
+    monkeypatch.setattr(probe, "_tried", lambda *_: outcomes.pop(0))
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    devices = platforms.devices()
+    monkeypatch.setattr(platforms, "devices", lambda: 2 * devices)
+    with pytest.warns(RuntimeWarning, match="broken"):
+        assert [Stub().failure() for _ in range(2)] == ["broken", "broken"]
+
+
 def test_the_least_of_several_gpus_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     class Gpu:
         platform = "gpu"
@@ -89,8 +100,12 @@ def test_the_least_of_several_gpus_decides(monkeypatch: pytest.MonkeyPatch) -> N
 
     gpus = [Gpu("NVIDIA H100", "9.0"), Gpu("NVIDIA H100", "9.0"), Gpu("NVIDIA A100", "8.0")]
     monkeypatch.setattr(jax, "local_devices", lambda: gpus)
+    monkeypatch.setattr(jax, "devices", lambda: gpus)
     assert platforms.devices() == [gpus[0], gpus[2]]
     assert platforms.current() == platforms.Platform("cuda", "NVIDIA A100", (8, 0), present=True)
+    monkeypatch.setattr(jax, "local_devices", lambda: gpus[:2])  # the last is another process's
+    assert platforms.devices() == gpus[:1]
+    assert platforms.current().device == "NVIDIA A100"
     gpus[:] = [Gpu("AMD Instinct MI300X", "gfx942")]
     assert platforms.current().name == "rocm"
 

@@ -1,5 +1,6 @@
 """The platform that a call is lowered for: JAX's default device or that of `lowering_for`."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -85,22 +86,29 @@ def current() -> Platform:
 
 
 def devices() -> list[Any]:
-    """A device of each kind that a program may run on: JAX's default device if the user set one, else
-    those of the default backend."""
+    """A device of each kind that this process may run on: JAX's default device if the user set one,
+    else those of the default backend."""
+    return _kinds(jax.local_devices)
+
+
+def _kinds(those: Callable[[], list[Any]]) -> list[Any]:
     default = jax.config.jax_default_device  # type: ignore[attr-defined]
     if isinstance(default, str):
         default = jax.devices(default)[0]
     if default is not None:
         return [default]
     kinds: dict[str, Any] = {}
-    for device in jax.local_devices():
+    for device in those():
         kinds.setdefault(device.device_kind, device)
     return list(kinds.values())
 
 
 def _default() -> Platform:
-    """The platform of the default device; of several kinds of GPUs, that of the least capability."""
-    return min(map(_of, devices()), key=lambda platform: platform.capability or (0, 0))
+    """The platform of the default device; of several kinds of GPUs, that of the least capability.
+
+    GPUs of all processes count: they must choose the same implementation.
+    """
+    return min(map(_of, _kinds(jax.devices)), key=lambda platform: platform.capability or (0, 0))
 
 
 def _of(device: Any) -> Platform:

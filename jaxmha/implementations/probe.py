@@ -154,7 +154,7 @@ def _within_limit(attend: Attend, unsupported: Reason, kind: Kind) -> Finding:
                     time.sleep(1)
                     finding = once()
             each.append(finding)
-        worst = next((x for x in each if x.reason is not None), each[0])
+        worst = max(each, key=lambda x: (x.reason is not None, not x.transient))
         found.append(worst._replace(leaks=any(x.leaks for x in each)))
 
     thread = threading.Thread(target=run, name="jaxmha-probe", daemon=True)
