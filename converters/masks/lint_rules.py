@@ -167,7 +167,7 @@ def _inverted(given: Given) -> Finding | None:
     elif slices is not None and dense and hides_longest(slices):
         what = f"next to a causal triangle {padding}, since {polarity}"
         fix = "Negate the padding before it joins the triangle (`~padding`)"
-    elif slices is not None:
+    elif slices is not None and dense:
         queries, tokens = products(~slices)
         outer = (~slices == (queries[:, :, None] & tokens[:, None])).all() and one_block(queries)
         if outer and is_inverted_padding(tokens, tokens.shape[1]) and queries.all(1).any():

@@ -52,9 +52,12 @@ def test_padding_of_torch_within_a_triangle() -> None:
         assert "inverted" not in [found.name for found in lint_masks("jax", mask=CAUSAL & right)]
 
 
-def test_lengths_are_not_inverted() -> None:
+def test_structures_are_not_inverted() -> None:
     mask = Mask.causal() & Mask.lengths(key_value=np.array([0, 3]))
     assert [found.name for found in lint_masks("jaxmha", mask=mask, key_length=5)] == ["empty rows"]
+    nothing = Mask.window(2, 0) & Mask.padding(key_value=np.arange(5) > np.array([[2], [3]]))
+    found = lint_masks("jaxmha", mask=nothing, query_length=2)
+    assert [one.name for one in found] == ["empty rows"]
 
 
 @pytest.mark.parametrize(
