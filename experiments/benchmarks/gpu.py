@@ -38,7 +38,7 @@ from jaxmha.bench.case import Case
 from jaxmha.bench.peers import OURS, peer
 from tests.h100 import on_device
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parent / "gpu_results"
 PARTS = (*gpu_cases.PARTS, "conformance")
 ROUNDS, BUDGET = 7, 10.0
 # So long beyond its time a process is taken to hang.
