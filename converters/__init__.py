@@ -133,15 +133,11 @@ def lint_masks(
     >>> print(*lint_masks("jax", mask=padding[::-1]))  # doctest: +ELLIPSIS
     mask: its first axis of 2 is read as T, and looks like the batch ... `mask[:, None, None, :]`.
     """
-    from jaxmha.converters.masks.lint import lint_masks
+    from jaxmha.converters.masks.lint import findings
 
-    sizes = {
-        "batch_size": batch_size,
-        "num_heads": num_heads,
-        "query_length": query_length,
-        "key_length": key_length,
-    }
-    return lint_masks(framework, dtype=dtype, **sizes, **arguments)
+    sizes = {"B": batch_size, "N": num_heads, "T": query_length, "S": key_length}
+    known = {letter: n for letter, n in sizes.items() if n is not None}
+    return findings(framework, arguments, known, dtype)
 
 
 def match(source: Any, target: Any, *, packing: "Packing" = "ask") -> "Plan":

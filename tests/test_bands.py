@@ -21,7 +21,7 @@ def tiny(request: Any, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.fixture
 def small_bands(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two rows, up to three."""
+    """Bands have two rows each, and there are at most three."""
     conformance.tune(monkeypatch, row_bands=((2, 3),), row_band_range=(3, 9))
 
 
@@ -71,7 +71,7 @@ def test_bands_of_keys_begin_anywhere(tiny: str) -> None:
 
 @pytest.fixture
 def shapes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """Of the queries that are cut: first of all of them, then of each band."""
+    """The shapes of the queries that `tiling_for` gets: all of them first, then those of each band."""
     right, found = tiling.tiling_for, []
 
     def tiling_for(query: Any, *given: Any, **more: Any) -> Any:

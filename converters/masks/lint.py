@@ -40,21 +40,12 @@ OTHERS: dict[str, str] = {
 }
 
 
-def lint_masks(
-    framework: str,
-    *,
-    batch_size: int | None = None,
-    num_heads: int | None = None,
-    query_length: int | None = None,
-    key_length: int | None = None,
-    dtype: object = None,
-    **arguments: Any,
+def findings(
+    framework: str, arguments: dict[str, Any], sizes: Mapping[str, int], dtype: object = None
 ) -> list[Finding]:
-    """Lists what is suspicious about the mask arguments of one call.
+    """Returns the findings of `jaxmha.converters.lint_masks`; `sizes`: B, N, T, S as far as known.
 
-    See `jaxmha.converters.lint_masks`.
-
-    >>> [finding.name for finding in lint_masks("torch", key_padding_mask=np.eye(2) > 0)]
+    >>> [finding.name for finding in findings("torch", {"key_padding_mask": np.eye(2) > 0}, {})]
     []
     """
     if framework not in FRAMEWORKS:
@@ -64,8 +55,6 @@ def lint_masks(
         )
     arguments = _of_masks(framework, arguments)
     table: tuple[MaskArg, ...] = _module(framework).ARGUMENTS
-    known = (batch_size, num_heads, query_length, key_length)
-    sizes = {letter: n for letter, n in zip(SIZES, known, strict=True) if n is not None}
     mask, made_of = arguments.pop("mask", None), None
     if isinstance(mask, Mask):
         try:
@@ -85,9 +74,8 @@ def lint_masks(
     found += _is_causal(framework, arguments)
     found += _row_to_head(framework, arguments, sizes)
     if made_of is not None:
-        arguments.pop(
-            "mask", None
-        )  # its conditions say which queries are padding, an array does not
+        # The conditions of a Mask say which queries are padding; an array does not.
+        arguments.pop("mask", None)
     found += _whole(framework, arguments, made_of, sizes, {finding.name for finding in found})
     return found
 

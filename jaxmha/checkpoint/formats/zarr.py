@@ -181,9 +181,8 @@ def _check_codecs(path: Path, name: str, codecs: list[Any], key: str) -> None:
         if not isinstance(kind, str) or kind not in _CODECS:
             raise ForbiddenContent(path, f"the codec {str(kind)[:40]!r}", _AGAIN, name)
         compressors += kind in _COMPRESSORS
-    if (
-        compressors > 1
-    ):  # each may inflate what it is given a thousandfold, without a byte in the end
+    # Each may inflate what it is given a thousandfold, without a byte in the end.
+    if compressors > 1:
         raise ForbiddenContent(path, "two compressors of one array", _AGAIN, name)
 
 
