@@ -76,15 +76,16 @@ def feeds(model: Any, model_type: str) -> Iterator[dict[str, Any]]:
                     beside[name] = _NEEDED[name](model.config, made)
             if kind == "input_ids" and "bbox" in names:
                 beside["bbox"] = _NEEDED["bbox"](model.config, made)
-            masks: list[dict[str, Any]] = []
+            masks: list[dict[str, Any]] = [{}]
             if kind == "input_ids" and "attention_mask" in names:
                 mask = torch.ones(BATCH, LENGTH, dtype=torch.long)
                 mask[1, LENGTH - 3 :] = 0
-                masks = [{"attention_mask": mask}]
-            yield from (made | beside | decoder | one for one in (*masks, {}))
+                masks = [{"attention_mask": mask}, {}]
+            inputs = made | beside | decoder
+            yield from (inputs | masked for masked in masks)
             if kind == "input_ids" and "pixel_values" in names:
-                beside["pixel_values"] = pixels(model.config)
-                yield from (made | beside | decoder | one for one in (*masks, {}))
+                images = {"pixel_values": pixels(model.config)}
+                yield from (inputs | images | masked for masked in masks)
     width = _first(model.config, "hidden_size", 16)
     for shape in ((BATCH, LENGTH, width), (BATCH, width)):
         yield {main: torch.randn(shape)} | decoder
