@@ -234,6 +234,10 @@ def backward(
     logits = masked_logits(config, query, k, bias if has_bias else None, kv_len)
     right = jnp.abs(jax.nn.logsumexp(logits, axis=3) - lse) < 1e-2
     weights = jnp.where(right[..., None], jax.nn.softmax(logits, axis=3), jnp.nan)
+    # They are exp(logits - lse), and too large where lse has lost the log of the row's sum.
+    most = logits.max(3)
+    lost = jax.nn.logsumexp(logits - most[..., None], axis=3) - (lse - most)
+    weights *= jnp.exp(jnp.where(jnp.abs(lost) < 1e-2, 0, lost))[..., None]
     weights = jnp.where(jnp.moveaxis(rows, 1, 2), weights, 0)
     d_out = jnp.where(rows, grad_output, 0).astype(np.float32)
     d_weights = jnp.einsum("btnh,bsnh->bnts", d_out, v)

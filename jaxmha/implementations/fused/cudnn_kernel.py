@@ -26,6 +26,9 @@ BIAS_MULTIPLE = 128
 EVEN, SAFE = 2, 64
 # Excludes a pair. Far below any other entry of a bias: the module `cudnn` clips them to -2**40.
 EXCLUDED = -(2.0**41)
+# Where the largest bias of a row is this far from 0, float32 drops part of the log of the row's sum
+# from the log-sum-exp, with which the gradient computes the weights.
+FAR = 2.0**12
 
 
 class Settings(NamedTuple):
@@ -104,8 +107,33 @@ def _save(
     heads, unpad = jax.vjp(padded, query, key, value, bias)
     if lengths is None and (T % SAFE or S % SAFE):
         lengths = jnp.full(B, T, np.int32), jnp.full(B, S, np.int32)
-    found, lse = _forward(settings, True, *heads, lengths)
-    return (found[:, :T], lse[:, :, :T]), ((*heads, lengths), found, lse, unpad)
+    added = heads[3]
+    if added is None or not settings.bias_gradient:
+        found, lse = _forward(settings, True, *heads, lengths)
+        return (found[:, :T], lse[:, :, :T]), ((*heads, lengths), found, lse, unpad)
+    shift = _shift(settings, added, lengths)
+    lower = (added.astype(np.float32) - shift).astype(added.dtype)
+    found, lse = _forward(settings, True, *heads[:3], lower, lengths)
+    saved = (*heads[:3], lower, lengths), found, lse, unpad
+    return (found[:, :T], (lse + shift[..., 0])[:, :, :T]), saved
+
+
+def _shift(
+    settings: Settings, bias: Float[jax.Array, "b n T S"], lengths: Others
+) -> Float[jax.Array, "b n T 1"]:
+    """The largest bias among the keys of each row, where that is FAR from 0, else 0: softmax is the same
+    without it. Sequences that share a bias share the shift."""
+    T, S = bias.shape[2:]
+    i, j = jnp.arange(T).reshape(1, 1, T, 1), jnp.arange(S).reshape(1, 1, 1, S)
+    within = j >= 0
+    if settings.causal:
+        within = j <= i
+        within &= j >= i - (T if settings.left is None else settings.left)
+    if lengths is not None:
+        keys = lengths[1] if len(bias) > 1 else lengths[1].max(keepdims=True)
+        within = within & (j < keys.reshape(-1, 1, 1, 1))
+    most = jnp.where(within, bias.astype(np.float32), -jnp.inf).max(3, keepdims=True)
+    return jnp.where(jnp.isfinite(most) & (jnp.abs(most) >= FAR), most, 0)
 
 
 def _pull(settings: Settings, saved: Saved, d_out: jax.Array) -> tuple[Any, ...]:
