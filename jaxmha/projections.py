@@ -136,7 +136,7 @@ def project_checked(
         attended: Sequence[jax.Array | None],
     ) -> list[jax.Array]:
         return [
-            affine_map(zero_outside(x, mask), 1, projection, dtype, precision, implementation)
+            affine_map(x, 1, projection, dtype, precision, implementation, mask)
             for x, mask, projection in zip(inputs, attended, projections, strict=True)
         ]
 
@@ -221,8 +221,7 @@ def combine_checked(
     """
     if params.gate is not None:
         assert query is not None
-        query = zero_outside(query, attended)
-        gate = _gate(params.gate, query, dtype, semantics.precision, implementation)
+        gate = _gate(params.gate, query, dtype, semantics.precision, implementation, attended)
         heads = (heads.astype(gate.dtype) * gate).astype(heads.dtype)
     if params.out is None:
         *batch, N, h = heads.shape
@@ -237,9 +236,11 @@ def _gate(
     dtype: np.dtype[np.floating],
     precision: Precision,
     implementation: str | Sequence[str] | None,
+    attended: jax.Array | None,
 ) -> jax.Array:
     """The factors of the output of the heads: `*B T N h`, or `*B T N 1` for one gate per head."""
-    logits = affine_map(query, 1, Projection(gate.kernel), dtype, precision, implementation)
+    own = Projection(gate.kernel)
+    logits = affine_map(query, 1, own, dtype, precision, implementation, attended)
     logits = logits.astype(accumulation_dtype(dtype))
     if gate.kernel.ndim == 2:
         logits = logits[..., None]
@@ -262,8 +263,11 @@ def affine_map(
     dtype: np.dtype[np.floating],
     precision: Precision,
     implementation: str | Sequence[str] | None = None,
+    attended: jax.Array | None = None,
 ) -> jax.Array:
     """Contracts the last `contracted` axes of x with the first of the kernel, in one matmul.
+
+    `attended`: the rows of x to read, of its other axes; others count as zeros. None: all.
 
     On CPU, product and bias are in the accumulation dtype, so that their sum is rounded once. On
     GPUs and TPUs, the product is rounded to `dtype` before the bias is added: a product in the
@@ -278,7 +282,7 @@ def affine_map(
     if sharding.current() is not None:  # a sharded axis cannot be merged with others
         last = tuple(range(x.ndim - contracted, x.ndim)), tuple(range(contracted))
         y = jax.lax.dot_general(
-            jnp.asarray(x, dtype),
+            jnp.asarray(_zero_outside(x, attended), dtype),
             kernel,
             (last, ((), ())),
             precision=resolved(precision),
@@ -288,12 +292,14 @@ def affine_map(
     rows = jnp.asarray(x, dtype).reshape(math.prod(lead), math.prod(inside))
     columns = kernel.reshape(math.prod(inside), math.prod(outside))
     m, (k, n) = rows.shape[0], columns.shape
+    kept = None if attended is None else attended.reshape(m)
     reason = native.unsupported_reason(m, k, n, dtype, implementation)
     if isinstance(implementation, SupportQuery):
         implementation.matmuls.append(reason)
     if reason is None:
         own = None if bias is None else jnp.asarray(bias).astype(dtype).reshape(-1)
-        return native.affine(rows, columns, own).reshape(*lead, *outside)
+        return native.affine(rows, columns, own, kept).reshape(*lead, *outside)
+    rows = _zero_outside(rows, kept)
     if written == accumulate:
         y = matmul(rows, columns, precision=precision, dtype=accumulate)
     else:
@@ -364,5 +370,5 @@ def _last_axes(array: Array, x: jax.Array) -> jax.Array:
     return array.reshape((1,) * (x.ndim - array.ndim) + array.shape)
 
 
-def zero_outside(x: jax.Array, mask: jax.Array | None) -> jax.Array:
+def _zero_outside(x: jax.Array, mask: jax.Array | None) -> jax.Array:
     return x if mask is None else jnp.where(mask.reshape(*x.shape[:-1], 1), x, 0.0)

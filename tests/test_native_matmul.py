@@ -54,6 +54,47 @@ def test_values_and_gradients(shape: tuple[int, int, int]) -> None:
     tolerance.assert_close(dbias, dy.sum(0))
 
 
+# From the number of rows: no row, the first third, single rows, the last one, all.
+KEPT: dict[str, Callable[[int], Any]] = {
+    "none": lambda m: np.zeros(m, bool),
+    "third": lambda m: np.arange(m) < m // 3,
+    "some": lambda m: np.arange(m) * 7 % 11 < 3,
+    "last": lambda m: np.arange(m) == m - 1,
+    "all": lambda m: np.ones(m, bool),
+}
+
+
+@pytest.mark.parametrize("kind", KEPT)
+@pytest.mark.parametrize("shape", SHAPES[1:])
+def test_rows_that_are_not_kept_count_as_zeros(shape: tuple[int, int, int], kind: str) -> None:
+    """NaN in them reaches neither the output nor a gradient, of the first order or the second."""
+    x, kernel, bias = arrays(*shape)
+    kept = KEPT[kind](shape[0])[:, None]
+    zeroed = np.where(kept, wide(x), 0)
+    x = jnp.where(kept, x, np.nan)
+
+    def affine(x: Any, kernel: Any) -> Any:
+        return matmul.affine(x, kernel, bias, jnp.asarray(kept[:, 0]))
+
+    out, pull = jax.vjp(affine, x, kernel)
+    tolerance.assert_close(out, exact(zeroed, kernel, bias))
+    dy = np.cos(wide(out))
+    dx, dkernel = pull(jnp.asarray(dy, np.float32))
+    tolerance.assert_close(dx, np.where(kept, dy @ wide(kernel).T, 0))
+    tolerance.assert_close(dkernel, zeroed.T @ dy)
+    # Of <dx, z> + <dkernel, u>, along x and kernel, where dx and dkernel are bilinear.
+    z, u = jnp.asarray(np.sin(wide(zeroed)), np.float32), jnp.cos(kernel)
+    weights = jnp.asarray(dy, np.float32)
+
+    def products(x: Any, kernel: Any) -> Any:
+        dx, dkernel = jax.vjp(affine, x, kernel)[1](weights)
+        return (dx * z).sum() + (dkernel * u).sum()
+
+    ddx, ddkernel = jax.grad(products, (0, 1))(x, kernel)
+    tolerance.assert_close(ddx, np.where(kept, dy @ wide(u).T, 0))
+    tolerance.assert_close(ddkernel, np.where(kept, wide(z), 0).T @ dy)
+
+
 def test_depth_beyond_the_panels_in_memory() -> None:
     """Panels of a part of the depth are packed at a time."""
     x, kernel, bias = arrays(53, 40009, 3)
@@ -171,8 +212,10 @@ def test_padding_columns_never_reach_the_output() -> None:
 
 
 def test_the_handler_refuses_what_does_not_fit() -> None:
-    def call(*shapes: Any, dtype: Any = np.float32, result: Any = (5, 3), **flags: bool) -> Any:
-        operands = [np.zeros(shape, dtype) for shape in shapes]
+    def call(
+        *shapes: Any, dtype: Any = np.float32, result: Any = (5, 3), kept: Any = (0,), **flags: bool
+    ) -> Any:
+        operands = [np.zeros(shape, dtype) for shape in shapes] + [np.zeros(kept, bool)]
         out = jax.ShapeDtypeStruct(result, np.float32)  # type: ignore[no-untyped-call]
         flags = {"a_transposed": False, "b_transposed": False, **flags}
         found = jax.ffi.ffi_call("jaxmha_cpu_matmul", out)(*operands, **flags)
@@ -181,6 +224,8 @@ def test_the_handler_refuses_what_does_not_fit() -> None:
     call((5, 7), (7, 3), (3,))
     call((7, 5), (3, 7), (0,), a_transposed=True, b_transposed=True)
     call((2, 5, 7), (1, 7, 3), (1, 3), result=(2, 5, 3))
+    call((2, 5, 7), (1, 7, 3), (1, 3), result=(2, 5, 3), kept=(2, 5))
+    call((7, 5), (7, 3), (3,), kept=(7,), a_transposed=True)
     wrong: list[tuple[Any, dict[str, Any]]] = [
         (((5, 7), (11, 3), (3,)), {}),
         (((5, 7), (7, 3), (5,)), {}),
@@ -192,6 +237,9 @@ def test_the_handler_refuses_what_does_not_fit() -> None:
         (((5, 7), (7, 3), (3,)), {"dtype": np.float16}),
         (((2, 5, 7), (3, 7, 3), (1, 3)), {"result": (2, 5, 3)}),
         (((2, 5, 7), (1, 7, 3), (1, 3)), {"result": (5, 3)}),
+        (((5, 7), (7, 3), (3,)), {"kept": (7,)}),
+        (((7, 5), (7, 3), (3,)), {"kept": (5,), "a_transposed": True}),
+        (((7, 5), (3, 7), (3,)), {"kept": (7,), "a_transposed": True, "b_transposed": True}),
     ]
     for shapes, options in wrong:
         with pytest.raises(Exception, match="INVALID_ARGUMENT"):

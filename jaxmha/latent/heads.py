@@ -20,7 +20,7 @@ from jaxmha.implementations.base import accumulation_dtype
 from jaxmha.latent.params import LatentParams, leaves, sizes
 from jaxmha.matmul import resolved
 from jaxmha.params import Projection
-from jaxmha.projections import affine_map, zero_outside
+from jaxmha.projections import affine_map
 from jaxmha.rotary import Rotate, static_rotation
 from jaxmha.semantics import Semantics
 from jaxmha.static_checks import flag
@@ -175,10 +175,11 @@ class Latent(NamedTuple):
         attended: jax.Array | None = None,
     ) -> Float[jax.Array, "B T N E"]:
         """Queries, with rotated last R features. `attended`: the positions to keep, `b T`."""
-        params, x = self.params, zero_outside(x, attended)
+        params = self.params
         if params.query_latent is not None:
-            x = self._norm(self._affine(x, params.query_latent), params.query_latent_norm)
-        query = self._affine(x, params.query).astype(self.dtype)
+            latent = self._affine(x, params.query_latent, attended)
+            x, attended = self._norm(latent, params.query_latent_norm), None
+        query = self._affine(x, params.query, attended).astype(self.dtype)
         H = params.key.kernel.shape[-1]
         turned = self._rotated(query[..., H:], positions)
         return jnp.concatenate([query[..., :H], turned], -1)
@@ -190,9 +191,9 @@ class Latent(NamedTuple):
         attended: jax.Array | None = None,
     ) -> Float[jax.Array, "B T C"]:
         """Latents, then the rotary key. `attended`: the positions to keep, `b T`."""
-        x = zero_outside(x, attended)
-        latent = self._norm(self._affine(x, self.params.latent), self.params.latent_norm)
-        key = self._affine(x, self.params.rotary_key).astype(self.dtype)
+        latent = self._affine(x, self.params.latent, attended)
+        latent = self._norm(latent, self.params.latent_norm)
+        key = self._affine(x, self.params.rotary_key, attended).astype(self.dtype)
         turned = self._rotated(key[:, :, None], positions)[:, :, 0]
         return jnp.concatenate([latent, turned], -1)
 
@@ -227,8 +228,11 @@ class Latent(NamedTuple):
         out = self.params.out
         return affine_map(heads, 2, out, self.dtype, self.semantics.precision).astype(self.dtype)
 
-    def _affine(self, x: jax.Array, projection: Projection) -> jax.Array:
-        return affine_map(x, 1, projection, self.dtype, self.semantics.precision)
+    def _affine(
+        self, x: jax.Array, projection: Projection, attended: jax.Array | None = None
+    ) -> jax.Array:
+        precision = self.semantics.precision
+        return affine_map(x, 1, projection, self.dtype, precision, attended=attended)
 
     def _by_head(
         self, heads: Float[jax.Array, "B T N c"], kernel: Float[jax.Array, "d c N"]

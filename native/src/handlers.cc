@@ -207,9 +207,9 @@ ffi::Error attend_cache(ffi::ThreadPool threads, Any rows, Any key, Any value, A
   return run(threads, s, &Kernels::attend_cache);
 }
 
-ffi::Error matmul(ffi::ThreadPool threads, Any a, Any b, Any bias, Result y, bool a_transposed,
-                  bool b_transposed) {
-  Reader reader(std::vector<Any>{a, b, bias}, {2, 2, 1});
+ffi::Error matmul(ffi::ThreadPool threads, Any a, Any b, Any bias, Any kept, Result y,
+                  bool a_transposed, bool b_transposed) {
+  Reader reader(std::vector<Any>{a, b, bias, kept}, {2, 2, 1, 1});
   const auto x = a.dimensions(), z = b.dimensions();
   if (x.size() < 2) reader.fail("a", a, "at least axes (rows, depth)");
   if (z.size() < 2) reader.fail("b", b, "at least axes (depth, columns)");
@@ -226,6 +226,9 @@ ffi::Error matmul(ffi::ThreadPool threads, Any a, Any b, Any bias, Result y, boo
   call.a = reader.batched<const float>("a", a, of_a);
   call.b = reader.batched<const float>("b", b, of_b);
   call.bias = reader.batched<const float>("bias", bias, {call.columns});
+  call.kept = reader.batched<const uint8_t>("kept", kept, {x[m]});
+  if (call.kept && a_transposed && b_transposed)
+    reader.fail("kept", kept, "none, if a and b are transposed");
   call.y = reader.result("y", *y, {call.rows, call.columns});
   if (!call.a || !call.b) reader.fail("a", a, "sizes of at least 1");
   if (reader.failed()) return reader.error();
@@ -263,7 +266,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxmha_cpu_bias_gradient, jaxmha::bias_gradient,
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxmha_cpu_matmul, jaxmha::matmul,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::ThreadPool>()
-                                  .JAXMHA_ANY.JAXMHA_ANY.JAXMHA_ANY.JAXMHA_RESULT
+                                  .JAXMHA_ANY.JAXMHA_ANY.JAXMHA_ANY.JAXMHA_ANY.JAXMHA_RESULT
                                   .Attr<bool>("a_transposed")
                                   .Attr<bool>("b_transposed"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(

@@ -3,6 +3,8 @@
 // Matrix Multiplication" (2008).
 #include "matmul.h"
 
+#include <vector>
+
 #include "parallel.h"
 #include "product.h"
 #include "rows.h"
@@ -16,9 +18,24 @@ static_assert(PANEL == ROWS, "transpose writes panels");
 constexpr long DEPTH = 256;                   // of one register tile's sum
 constexpr long MOST_PACKED = (8l << 20) / 4;  // floats of the panels at a time
 
+// The depths of a batch row that are multiplied: all, or those that are kept.
+struct Depths {
+  long count;
+  std::vector<long> kept;
+  Depths(const Matmul& m, long batch) : count(m.depth) {
+    if (!m.kept || !m.a_transposed) return;
+    for (long p = 0; p < m.depth; p++)
+      if (m.kept.of(batch)[p]) kept.push_back(p);
+    count = kept.size();
+    if (count == m.depth) kept.clear();
+  }
+  long operator[](long p) const { return kept.empty() ? p : kept[p]; }
+};
+
 // The panels of `depth` rows of b, from `first` on.
 struct Panels {
   float* data;
+  const Depths& depths;
   long first, depth;
   float* at(long panel, long p) const { return data + (panel * depth + p - first) * PANEL; }
 };
@@ -28,7 +45,7 @@ void pack(const Matmul& m, const float* b, const Panels& to, long panel, long p0
   float* const into = to.at(panel, p0);
   if (m.b_transposed) return transpose(b + j0 * m.depth + p0, m.depth, count, depth, into);
   for (long p = 0; p < depth; p++) {
-    const float* const from = b + (p0 + p) * m.columns + j0;
+    const float* const from = b + to.depths[p0 + p] * m.columns + j0;
     std::copy(from, from + count, into + p * PANEL);
     std::fill(into + p * PANEL + count, into + (p + 1) * PANEL, 0.f);
   }
@@ -56,11 +73,11 @@ void add_bias(const Matmul& m, const float* bias, long rows, long panel, float* 
     for (long j = 0; j < count; j++) y[i * m.columns + j] += bias[j0 + j];
 }
 
-// Rows [r0, r0 + rows) of a, at depths [p0, p0 + depth), as `depth x rows`.
-void pack_rows(const Matmul& m, const float* a, long r0, long rows, long p0, long depth,
-               float* to) {
+// Rows [r0, r0 + rows) of a, at `depth` depths from p0 on, as `depth x rows`.
+void pack_rows(const Matmul& m, const float* a, const Depths& depths, long r0, long rows, long p0,
+               long depth, float* to) {
   for (long p = 0; p < depth; p++) {
-    const float* const from = a + (p0 + p) * m.rows + r0;
+    const float* const from = a + depths[p0 + p] * m.rows + r0;
     std::copy(from, from + rows, to + p * rows);
   }
 }
@@ -76,15 +93,45 @@ void compute(const Matmul& m, long batch, const Panels& panels, long r0, long ro
     const long depth = std::min(DEPTH, last - p0);
     Left a{m.a.of(batch) + r0 * m.depth + p0, m.depth, 1};
     if (m.a_transposed) {
-      pack_rows(m, m.a.of(batch), r0, rows, p0, depth, own);
+      pack_rows(m, m.a.of(batch), panels.depths, r0, rows, p0, depth, own);
       a = {own, 1, rows};
     }
     for (long panel = first; panel < end; panel++) {
       float* const to = y + panel * PANEL;
       multiply(m, a, panels.at(panel, p0), rows, panel, depth, p0 > 0, edge, to);
-      if (m.bias && p0 + depth == m.depth) add_bias(m, m.bias.of(batch), rows, panel, to);
+      const bool last_part = p0 + depth == panels.depths.count;
+      if (m.bias && last_part) add_bias(m, m.bias.of(batch), rows, panel, to);
     }
   }
+}
+
+// What a row without a product is: the bias, or 0.
+void clear(const Matmul& m, long batch, long row, long first, long end) {
+  const long from = first * PANEL, to = std::min(end * PANEL, m.columns);
+  float* const y = m.y + (batch * m.rows + row) * m.columns;
+  if (m.bias)
+    std::copy(m.bias.of(batch) + from, m.bias.of(batch) + to, y + from);
+  else
+    std::fill(y + from, y + to, 0.f);
+}
+
+// The same of the rows that are kept. Others in a register tile are multiplied along with them.
+void compute_kept(const Matmul& m, long batch, const Panels& panels, long r0, long rows, long first,
+                  long end) {
+  if (!m.kept || m.a_transposed) return compute(m, batch, panels, r0, rows, first, end);
+  const uint8_t* const kept = m.kept.of(batch);
+  const long last = r0 + rows;
+  const auto any = [&](long r) {
+    return std::any_of(kept + r, kept + std::min(r + MR, last), [](uint8_t x) { return x; });
+  };
+  for (long r = r0, next; r < last; r = next) {
+    const bool found = any(r);
+    for (next = r + MR; next < last && any(next) == found;) next += MR;
+    if (found) compute(m, batch, panels, r, std::min(next, last) - r, first, end);
+  }
+  if (panels.first + panels.depth < m.depth) return;
+  for (long r = r0; r < last; r++)
+    if (!kept[r]) clear(m, batch, r, first, end);
 }
 
 }  // namespace
@@ -98,9 +145,11 @@ void matmul(const Matmul& m, Pool& pool) {
   const long groups = (count + size.panels - 1) / size.panels;
   Scratch memory(count * PANEL * std::min(most, m.depth));
   float* const packed = memory.take(count * PANEL * std::min(most, m.depth));
-  for (long batch = 0; batch < m.batches; batch++)
-    for (long p0 = 0; p0 < m.depth; p0 += most) {
-      const Panels panels{packed, p0, std::min(most, m.depth - p0)};
+  for (long batch = 0; batch < m.batches; batch++) {
+    const Depths depths(m, batch);
+    for (long r = 0; !depths.count && r < m.rows; r++) clear(m, batch, r, 0, count);
+    for (long p0 = 0; p0 < depths.count; p0 += most) {
+      const Panels panels{packed, depths, p0, std::min(most, depths.count - p0)};
       const long parts = (panels.depth + DEPTH - 1) / DEPTH;
       parallel(pool, count * parts, [&](long i) {
         const long p = p0 + i % parts * DEPTH;
@@ -108,10 +157,11 @@ void matmul(const Matmul& m, Pool& pool) {
       });
       parallel(pool, chunks * groups, [&](long i) {
         const long r0 = i % chunks * size.rows, first = i / chunks * size.panels;
-        compute(m, batch, panels, r0, std::min(size.rows, m.rows - r0), first,
-                std::min(first + size.panels, count));
+        compute_kept(m, batch, panels, r0, std::min(size.rows, m.rows - r0), first,
+                     std::min(first + size.panels, count));
       });
     }
+  }
 }
 
 }  // namespace JAXMHA_ISA

@@ -6,11 +6,14 @@
 
 namespace jaxmha {
 
-// y[rows x columns] = a[rows x depth] b[depth x columns] + bias[columns], of every batch row.
+// y[rows x columns] = a[rows x depth] b[depth x columns] + bias[columns], of every batch row. Where
+// the first stored axis of a is not kept, it counts as 0, whatever is there: rows of a, or, if a is
+// transposed, depths of both.
 struct Matmul {
   long batches, rows, depth, columns;
   bool a_transposed, b_transposed;         // stored as depth x rows, columns x depth
   Batched<const float> a, b, bias;         // bias may be absent
+  Batched<const uint8_t> kept;             // may be absent; not if both are transposed
   float* y;
 };
 

@@ -18,7 +18,7 @@ import jax
 SWITCH = "JAXMHA_NATIVE"
 # Version of the operands, results and attributes of the handlers. native/build_library.py has the
 # same number.
-INTERFACE = 5
+INTERFACE = 6
 HANDLERS: dict[str, str] = {
     "attend": "jaxmha_cpu_attend",
     "attend_backward": "jaxmha_cpu_attend_backward",
