@@ -61,20 +61,13 @@ def loss(*given: Any) -> jax.Array:
     return total + jnp.where(jnp.isfinite(lse), lse, 0.0).sum()
 
 
-def at_a_time(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Evaluates the masks of so many queries at a time."""
-    limits = {
-        "MASK_BYTES": 0,
-        "SHARE": 0.0,
-        "GRADIENT_SHARE": 0.0,
-        "LEAST_ROWS": rows,
-        "MOST_PARTS": T,
-    }
-    for name, value in limits.items():
-        monkeypatch.setattr(masked, name, value)
+def by_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Evaluates the mask of 64 queries at a time."""
+    for name in ("MASK_BYTES", "WHOLE", "PARTS"):
+        monkeypatch.setattr(masked, name, 0)
 
 
-@pytest.mark.parametrize("rows", [pytest.param(1000, marks=pytest.mark.slow), 64])
+@pytest.mark.parametrize("parts", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize(
     ("name", "option"),
     [
@@ -83,10 +76,11 @@ def at_a_time(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_native_is_reference(
-    name: str, option: str, rows: int, monkeypatch: pytest.MonkeyPatch
+    name: str, option: str, *, parts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All queries at once, and some at a time, of which the last are fewer."""
-    at_a_time(rows, monkeypatch)
+    if parts:
+        by_parts(monkeypatch)
     given = FUNCTIONS[name], OPTIONS[option]
     want = attend(*given, "reference", *arrays())
     got = attend(*given, "native", *arrays())
@@ -100,9 +94,30 @@ def test_native_is_reference(
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=2e-6 * float(jnp.abs(y).max()))
 
 
+@pytest.mark.parametrize("S", [pytest.param(8192, marks=pytest.mark.slow), 4139])
+def test_parts_of_the_keys(S: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients by parts of queries and of keys, whose last ones are longer."""
+    by_parts(monkeypatch)
+    shapes = (1, 131, 2, 3), (1, S, 1, 3), (1, S, 1, 4)
+    heads = [jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes]
+    ids = jnp.asarray(np.sort(rng.integers(0, 3, (1, S)), 1), jnp.int32)
+
+    def function(b: Any, n: Any, i: Any, j: Any) -> Any:
+        return (ids[b, 31 * i] == ids[b, j]) | (j // 64 % 5 == i // 64 + n)
+
+    dense = rng.random((1, 1, 131, S)) < 0.9
+    mask = Mask.lengths(key_value=np.array([S - 5])) & Mask.causal(S - 140) & Mask.dense(dense)
+    got, want = (
+        jax.grad(partial(loss, function, {"mask": mask}, which), (0, 1, 2))(*heads)
+        for which in ("native", "reference")
+    )
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=2e-6 * float(jnp.abs(y).max()))
+
+
 def test_half_precision_gradients_are_sums_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients of keys are rounded once, not for every part of the queries."""
-    at_a_time(64, monkeypatch)
+    by_parts(monkeypatch)
     half = arrays("bfloat16")
     given: Any = FUNCTIONS["everything"], {}
     got = jax.grad(partial(loss, *given, "native"), (0, 1, 2))(*half)
@@ -128,7 +143,7 @@ def test_nan_in_excluded_positions_has_no_influence() -> None:
 @pytest.mark.slow
 def test_mapped_arrays_of_a_function(monkeypatch: pytest.MonkeyPatch) -> None:
     """vmap over captured arrays, whose mask gets one more axis; and the portable program."""
-    at_a_time(64, monkeypatch)
+    by_parts(monkeypatch)
     ids = jnp.stack([IDS, IDS[::-1]])
 
     def one(ids: jax.Array, implementation: str) -> Any:
@@ -230,22 +245,28 @@ def test_which_functions_add_a_bias_of_distances(function: Any, adds: bool) -> N
     assert made.program.adds_bias == adds
 
 
-@pytest.mark.parametrize("gradient", [pytest.param(True, marks=pytest.mark.slow), False])
-def test_memory_is_that_of_the_call_without_functions(*, gradient: bool) -> None:
-    """Outputs and temporary arrays, for 8 heads of 64 features and T = S = 16,384."""
-    x: Any = jax.eval_shape(lambda: jnp.zeros((1, 16384, 8, 64)))
+@pytest.mark.parametrize("heads", [1, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("gradient", [True, False])
+def test_memory_is_that_of_the_call_without_functions(*, gradient: bool, heads: int) -> None:
+    """Outputs and temporary arrays, for heads of 64 features and T = S = 16,384."""
+    x: Any = jax.eval_shape(lambda: jnp.zeros((1, 16384, heads, 64)))
     ids = jnp.arange(16384) // 1000
 
     def bytes_of(**functions: Any) -> int:
-        def run(*heads: Any) -> Any:
-            return jaxmha.dot_product_attention(*heads, implementation="native", **functions)
+        def run(*given: Any) -> Any:
+            return jaxmha.dot_product_attention(*given, implementation="native", **functions)
 
-        function: Any = jax.grad(lambda *heads: run(*heads).sum(), (0, 1, 2)) if gradient else run
+        function: Any = jax.grad(lambda *given: run(*given).sum(), (0, 1, 2)) if gradient else run
         held: Any = jax.jit(function).lower(x, x, x).compile().memory_analysis()
         return int(held.temp_size_in_bytes + held.output_size_in_bytes)
 
     most = 1.3 * bytes_of()
-    table = jnp.zeros((32, 8))
-    for function in (mods.alibi(mods.alibi_slopes(8)), mods.relative_bias(table, mods.t5())):
+    table = jnp.zeros((32, heads))
+    for function in (mods.alibi(mods.alibi_slopes(heads)), mods.relative_bias(table, mods.t5())):
         assert bytes_of(score_mod=function) < most
-    assert bytes_of(mask_mod=lambda b, n, i, j: abs(ids[i] - ids[j]) < 1) < most
+    masks: tuple[Any, ...] = (
+        lambda b, n, i, j: abs(ids[i] - ids[j]) < 1,
+        lambda b, n, i, j: abs(ids[i] - ids[j]) < 1 + n,  # a mask for each head
+    )
+    for mask_mod in masks:
+        assert bytes_of(mask_mod=mask_mod) < most

@@ -187,13 +187,15 @@ def _split(
 
 class Extent(NamedTuple):
     """A tile: its starts and static sizes along B, N, T and S; the sizes T and S of the arrays, to
-    which padded positions are clipped; and G, query heads per key/value head."""
+    which padded positions are clipped; G, query heads per key/value head; and numbers that divide
+    traced starts along T and S."""
 
     starts: tuple[Index, Index, Index, Index]
     sizes: tuple[int, int, int, int]
     T: int
     S: int
     G: int = 1
+    aligned: tuple[int, int] = (1, 1)
 
 
 def allowed(mod: Mod, extent: Extent) -> Bool[jax.Array, "_ _ _ _"]:
@@ -223,10 +225,11 @@ def block_within(mod: Mod, extent: Extent, letter: str) -> int:
     """The size of the blocks of queries (i) or keys (j) of a tile within which a mask function is
     constant; 1: it is not, or the place of the tile is not known."""
     start = extent.starts["bnij".index(letter)]
-    if mod.starts is not None or not isinstance(start, int):
+    if mod.starts is not None:
         return 1
     block = mod.program.grain(letter)
-    return block if start % block == 0 else 1
+    multiple = start if isinstance(start, int) else extent.aligned["ij".index(letter)]
+    return block if multiple % block == 0 else 1
 
 
 def _repeated(x: jax.Array, axis: int, times: int, size: int) -> jax.Array:

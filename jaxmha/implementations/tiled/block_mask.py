@@ -77,7 +77,7 @@ def _valid(
 
 class TilePosition(NamedTuple):
     """Position of a tile: starts (static or traced) and static sizes along B, N, T and S; the sizes
-    of the arrays; and query heads per key/value head."""
+    of the arrays; query heads per key/value head; and numbers that divide traced starts of T, S."""
 
     b: Index
     batches: int
@@ -90,6 +90,7 @@ class TilePosition(NamedTuple):
     T: int
     S: int
     G: int = 1
+    aligned: tuple[int, int] = (1, 1)
 
     @property
     def starts(self) -> tuple[Index, Index, Index, Index]:
@@ -104,7 +105,7 @@ class TilePosition(NamedTuple):
     @property
     def extent(self) -> Extent:
         """The same position as the `Extent` over which score and mask functions are evaluated."""
-        return Extent(self.starts, self.sizes, self.T, self.S, self.G)
+        return Extent(self.starts, self.sizes, self.T, self.S, self.G, self.aligned)
 
 
 def slice_tile(
