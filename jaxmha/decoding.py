@@ -11,13 +11,13 @@ from jaxtyping import Bool, Float
 from jaxmha import bias_kv, checks
 from jaxmha.arrays import Array
 from jaxmha.attention import attend, hashable
+from jaxmha.cache_arguments import clipped_counts
 from jaxmha.cached_attention import attend_cache, nan_where, reject_structure
 from jaxmha.cached_step import BLOCK
 from jaxmha.decoding_checks import (
     CacheT,
     checked_cache,
     checked_counts,
-    clipped_counts,
     counts_of,
     reject_long_prompt,
     reject_mean,
@@ -234,7 +234,8 @@ def extend(
       params: parameters of the layer; Dq = Dk = Dv.
       x: new tokens, `(B, T, Dq)`, padded on the right.
       cache: as in `decode_step`.
-      q_lengths: `(B,)`, the number of tokens of each sequence, clipped to [0, T]; None: all T.
+      q_lengths: `(B,)`, the number of tokens of each sequence, in [0, T]; None: all T. Those on the
+        device are clipped: reading them would wait for it.
       semantics: as in `decode_step`.
       mask: as in `decode_step`.
       rotate: as in `prefill`.
@@ -244,7 +245,7 @@ def extend(
       `(out, cache)`; out is `(B, T, Do)`, 0 beyond the tokens of a sequence.
 
     Raises:
-      ValueError: as in `decode_step`.
+      ValueError: as in `decode_step`, or q_lengths of NumPy are not in [0, T].
       TypeError: as in `prefill`, or q_lengths are not integers.
 
     >>> from jaxmha import PagedKVCache, init_params
@@ -263,7 +264,7 @@ def extend(
         params,
         x,
         cache,
-        checked_counts(q_lengths),
+        checked_counts(q_lengths, x),
         mask,
         semantics,
         _traced(score_mod, mask_mod, params, x, None),

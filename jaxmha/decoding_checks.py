@@ -8,16 +8,24 @@ import numpy as np
 
 from jaxmha import checks, sharding
 from jaxmha.arrays import Array, require_arrays
+from jaxmha.cache_arguments import (
+    COUNTED,
+    DENSE,
+    PAGED,
+    check_dtypes,
+    check_shapes,
+    clipped_counts,
+    reject_outside,
+    require_integers,
+)
 from jaxmha.dims import bind
 from jaxmha.integers import near
 from jaxmha.kv_cache import KVCache
 from jaxmha.paged_cache import PagedKVCache
 from jaxmha.params import MHAParams, check
-from jaxmha.quantized import is_scaled, storage_dtype
 from jaxmha.semantics import FullyMasked, Semantics, reject_axes
 
 CacheT = TypeVar("CacheT", KVCache, PagedKVCache)
-ArrayT = TypeVar("ArrayT", bound=Array)
 
 
 class HasSlots(Protocol):
@@ -25,20 +33,6 @@ class HasSlots(Protocol):
 
     @property
     def slots(self) -> int: ...
-
-
-# Cache type -> array -> its axes.
-AXES: dict[type, dict[str, str]] = {
-    KVCache: {"key": "B K S H", "value": "B K S h", "lengths": "B"},
-    PagedKVCache: {
-        "key": "P K page H",
-        "value": "P K page h",
-        "table": "B M",
-        "lengths": "B",
-        "key_scale": "P K page",
-        "value_scale": "P K page",
-    },
-}
 
 
 def reject_overflow(cache: HasSlots, T: int, left: int | None) -> None:
@@ -64,8 +58,7 @@ def reject_long_prompt(cache: HasSlots, T: int, left: int | None) -> None:
 
 
 def checked_cache(params: MHAParams, x: Array, cache: CacheT, semantics: Semantics) -> CacheT:
-    """Checks the arguments and returns the cache; NumPy lengths become int32, since jit would
-    truncate them."""
+    """Checks the arguments and returns the cache, as `checked_parts`."""
     checks.require_type(MHAParams, params=params)
     if not isinstance(cache, KVCache | PagedKVCache):
         raise TypeError(
@@ -75,44 +68,16 @@ def checked_cache(params: MHAParams, x: Array, cache: CacheT, semantics: Semanti
     reject_axes(semantics)
     require_arrays(x=x)
     checks.reject_rounding(params=params, x=x)
-    return checked_parts(cache)
+    paged = isinstance(cache, PagedKVCache)
+    return cache._replace(**checked_parts(cache._asdict(), paged=paged))
 
 
-def checked_parts(cache: CacheT) -> CacheT:
-    """Checks the dtypes of a cache and returns it, with int32 lengths in the place of NumPy's."""
-    for name, part in cache._asdict().items():
-        is_scale = name.endswith("_scale")  # None unless the dtype of the cache needs scales
-        require_arrays(optional=is_scale, **{f"cache.{name}": part})
-    stored = {"cache.key": cache.key, "cache.value": cache.value}
-    checks.reject_rounding(**stored)
-    for name in ("key", "value"):
-        if isinstance(cache, PagedKVCache):
-            dtype = storage_dtype(getattr(cache, name).dtype, f"the dtype of cache.{name}")
-            scale = getattr(cache, f"{name}_scale")
-            if is_scaled(dtype) != (scale is not None):
-                raise ValueError(
-                    f"cache.{name} is {dtype}, which is stored "
-                    f"{'with' if is_scaled(dtype) else 'without'} scales, and cache.{name}_scale is "
-                    f"{'None' if scale is None else 'an array'}: make it by PagedKVCache.empty"
-                )
-        else:
-            checks.floating_dtype(getattr(cache, name).dtype, f"the dtype of cache.{name}")
-    lengths = checked_lengths(cache.lengths)
-    if isinstance(cache, PagedKVCache):
-        require_integers("cache.table", cache.table)
-    return cache._replace(lengths=lengths)
-
-
-def checked_lengths(lengths: Array) -> Array:
-    """Checks that the lengths of a cache are integers; converts NumPy arrays to int32."""
-    require_integers("cache.lengths", lengths)
-    return clipped_counts(lengths) if isinstance(lengths, np.ndarray) else lengths
-
-
-def require_integers(name: str, array: Array) -> None:
-    """Raises TypeError, which names the array, for one of another dtype."""
-    if not jnp.issubdtype(array.dtype, np.integer):
-        raise TypeError(f"{name} must be an integer array, got {array.dtype}")
+def checked_parts(parts: dict[str, Array | None], *, paged: bool) -> dict[str, Array]:
+    """Checks the dtypes of a cache; returns its lengths and its table, NumPy's as int32, since jit
+    would truncate them."""
+    check_dtypes(parts, paged=paged)
+    found = {name: x for name, x in parts.items() if name in COUNTED and isinstance(x, np.ndarray)}
+    return {name: near(x) if name == "table" else clipped_counts(x) for name, x in found.items()}
 
 
 def reject_mean(policy: FullyMasked) -> None:
@@ -124,17 +89,17 @@ def reject_mean(policy: FullyMasked) -> None:
         )
 
 
-def checked_counts(q_lengths: Array | None) -> Array | None:
-    """Checks that `q_lengths` is an array of integers; converts NumPy arrays to int32."""
+def checked_counts(q_lengths: Array | None, x: Array) -> Array | None:
+    """Checks that `q_lengths` is an array of integers, in [0, T] if it is NumPy's, which becomes
+    int32."""
     require_arrays(optional=True, q_lengths=q_lengths)
     if q_lengths is not None:
         require_integers("q_lengths", q_lengths)
-    return clipped_counts(q_lengths) if isinstance(q_lengths, np.ndarray) else q_lengths
-
-
-def clipped_counts(lengths: ArrayT) -> ArrayT:
-    """Clips lengths to [0, 2**30], so that lengths plus T fit int32; arrays become int32."""
-    return near(lengths).clip(0)  # type: ignore[return-value]
+    if not isinstance(q_lengths, np.ndarray):
+        return q_lengths
+    if x.ndim == 3 and isinstance(x.shape[1], int):
+        reject_outside("q_lengths", q_lengths, x.shape[1], "of the T tokens of a row of x")
+    return clipped_counts(q_lengths)
 
 
 def counts_of(q_lengths: jax.Array | None, sizes: dict[str, int]) -> jax.Array:
@@ -160,9 +125,8 @@ def sizes_of(params: MHAParams, x: jax.Array, cache: KVCache | PagedKVCache) -> 
     sizes = check(params)
     bind("x", x.shape, "B T Dq", sizes)
     reject_zigzag(sizes["T"])
-    for name, axes in AXES[type(cache)].items():
-        if getattr(cache, name) is not None:
-            bind(f"cache.{name}", getattr(cache, name).shape, axes, sizes)
+    axes = PAGED if isinstance(cache, PagedKVCache) else DENSE
+    check_shapes(cache._asdict(), axes, sizes)
     sizes["S"] = cache.slots
     if not sizes["Dq"] == sizes["Dk"] == sizes["Dv"]:
         raise ValueError(

@@ -74,7 +74,7 @@ def comparable(
     held = not any(is_rounded(x) for x in dtypes)
     if held and len(dtypes) == 1 and library(*pair) is jnp:
         return pair
-    if all(_known(x) for x in pair):
+    if all(is_known(x) for x in pair):
         return _renumbered(*pair)
     if held and np.dtype(np.uint64) not in dtypes and np.dtype(np.int64) in dtypes:
         return pair[0].astype(np.int64), pair[1].astype(np.int64)
@@ -135,7 +135,8 @@ def _fitting(ids: Array) -> Array:
     return ids.astype(np.int32) if fits else ids
 
 
-def _known(x: Array) -> bool:
+def is_known(x: Array) -> bool:
+    """True if the host can read the values: they are not traced, and lie on its devices."""
     return not isinstance(x, jax.core.Tracer) and getattr(x, "is_fully_addressable", True)
 
 

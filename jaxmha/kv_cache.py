@@ -6,10 +6,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Integer
 
 from jaxmha import checks
 from jaxmha.arrays import Array, DTypeLike
+from jaxmha.cache_arguments import DENSE, check_dtypes, check_shapes, checked_tokens, clipped_counts
 from jaxmha.cached_step import Tile
 from jaxmha.implementations.native.cache_write import write
 from jaxmha.implementations.native.replacing import unavailable
@@ -94,20 +95,33 @@ class KVCache(NamedTuple):
 
     def append(
         self,
-        key: Float[jax.Array, "B T K H"],
-        value: Float[jax.Array, "B T K h"],
-        counts: Int[jax.Array, "B"],
+        key: Float[Array, "B T K H"],
+        value: Float[Array, "B T K h"],
+        counts: Integer[Array, "B"],
         left: int | None = None,
     ) -> tuple["KVCache", Bool[jax.Array, "B"]]:
         """Writes the first `counts` of T tokens to each row; token p is written to slot `p % S`.
 
         Returns the cache, and True for rows that have too many tokens: more than S, or more than
-        2**30 if `left`, the left bound of a window, is below S (a ring buffer).
+        2**30 if `left`, the left bound of a window, is below S (a ring buffer). Tokens are rounded
+        to the dtype of the cache. Traced counts are clipped to [0, T].
+
+        Raises:
+          ValueError: a shape does not fit, a count is known and not in [0, T], or left is not an
+            integer of at least 0.
+          TypeError: tokens or the cache are not floating, or counts or lengths are not integers.
         """
-        written = _write(self, key, value, counts)
+        sizes: dict[str, int] = {}
+        check_dtypes(self._asdict(), paged=False)
+        check_shapes(self._asdict(), DENSE, sizes)
+        tokens = {"key": (key, "B T K H"), "value": (value, "B T K h")}
+        more, keys, values = checked_tokens(sizes, counts, left, **tokens)
+        starts = jnp.asarray(clipped_counts(self.lengths))
         # A ring buffer never fills, but positions are limited to FAR.
         rings = left is not None and left < self.slots
-        return written, jnp.asarray(written.lengths) > (FAR if rings else self.slots)
+        full = starts + more > (FAR if rings else self.slots)
+        keys, values = with_tokens([self.key, self.value], [keys, values], starts, more)
+        return KVCache(keys, values, starts + more), full
 
     def tile_size(self, block: int) -> int:
         """The number of slots per tile: at most `block`."""
@@ -129,30 +143,17 @@ class KVCache(NamedTuple):
         return
 
 
-def _write(
-    cache: KVCache,
-    key: Float[jax.Array, "B T K H"],
-    value: Float[jax.Array, "B T K h"],
-    counts: Int[jax.Array, "B"],
-) -> KVCache:
-    """Writes the first `counts` of T new tokens `B T K H`, `B T K h` into the cache at its
-    lengths."""
-    starts = jnp.asarray(cache.lengths)
-    if cache.slots == 0:
-        return cache
-    keys, values = with_tokens([cache.key, cache.value], [key, value], starts, counts)
-    return KVCache(keys, values, starts + counts)
-
-
 def with_tokens(
     stored: Sequence[Array],
     new: Sequence[jax.Array],
     starts: Int[jax.Array, "B"],
     counts: Int[jax.Array, "B"],
 ) -> list[jax.Array]:
-    """Arrays `B K S _` of S > 0 slots with the first `counts` of T tokens `B T K _` at positions
-    from `starts`; position p is written to slot `p % S`."""
+    """Arrays `B K S _` with the first `counts` of T tokens `B T K _` at positions from `starts`;
+    position p is written to slot `p % S`."""
     S, (B, T) = stored[0].shape[2], new[0].shape[:2]
+    if S == 0:
+        return [jnp.asarray(x) for x in stored]
     if T > S:  # only the last S tokens: earlier ones would be overwritten
         rows = jnp.maximum(counts - S, 0)[:, None] + jnp.arange(S, dtype=np.int32).reshape(1, S)
     else:

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 
 from jaxmha import checks, page_table
+from jaxmha.cache_arguments import reject_outside
 from jaxmha.integers import near, require_sizes
 from jaxmha.paged_cache import PagedKVCache
 
@@ -39,8 +40,8 @@ class PagePool:
         cache.validate()
         self.pages = cache.key.shape[0]
         self.page_size = cache.page_size
-        self.table = np.array(cache.table)
-        self.lengths = np.array(cache.lengths)
+        self.table = np.array(cache.table, np.int32)
+        self.lengths = np.array(cache.lengths, np.int32)
 
     @property
     def free_pages(self) -> int:
@@ -53,19 +54,19 @@ class PagePool:
         return [int(row) for row in np.flatnonzero(self.lengths == 0)]
 
     def extend(self, counts: Sequence[int], *, left: int | None = None) -> None:
-        """Reports a call of `extend` or `decode_step`.
+        """Reports a call of `extend` or `decode_step`; of `prefill`, after `free` of all rows.
 
         Args:
-          counts: number of tokens of each row: the `q_lengths` of the call.
+          counts: number of tokens of each row, at most T: the `q_lengths` of the call, or the
+            lengths of the prompts. The pool does not know T, to which a compiled step clips:
+            `require_same` finds larger counts.
           left: left bound of the window of the call; None: no window.
 
         Raises:
-          ValueError: a sequence would be longer than its row of the table, or the pool has too few
-            free pages.
+          ValueError: counts are not B integers of at least 0, a sequence would be longer than its
+            row of the table, or the pool has too few free pages.
         """
         given = self._integers("counts", counts)
-        if (given < 0).any():
-            raise ValueError(f"counts must be at least 0, got {counts!r}")
         if left is not None:
             require_sizes(least=0, left=left)
         lengths = self.lengths.astype(np.int64) + given
@@ -88,14 +89,14 @@ class PagePool:
         self.table, self.lengths = np.asarray(growth.table), lengths.astype(np.int32)
 
     def fork(self, source: int, target: int) -> None:
-        """Reports a call of `cache.fork(source, target)`."""
+        """Reports a call of `cache.fork(source, target)`; ValueError for a row out of range."""
         for row in (source, target):
             self._require_row(row)
         shared = page_table.truncated(self.table, self.lengths, self.page_size)
         self.table[target], self.lengths[target] = shared[source], self.lengths[source]
 
     def free(self, *rows: int) -> None:
-        """Reports a call of `cache.free` for these rows."""
+        """Reports a call of `cache.free` for these rows; ValueError for a row out of range."""
         for row in rows:
             self._require_row(row)
         lengths = self.lengths.copy()
@@ -103,13 +104,14 @@ class PagePool:
         self.rollback(lengths)
 
     def rollback(self, lengths: Sequence[int] | np.ndarray[tuple[int], np.dtype[np.int32]]) -> None:
-        """Reports a call of `cache.rollback(lengths)`."""
+        """Reports a call of `cache.rollback(lengths)`; ValueError for a negative length."""
         given = self._integers("lengths", lengths)
-        self.lengths = np.minimum(given.clip(0), self.lengths).astype(np.int32)
+        self.lengths = np.minimum(given, self.lengths).astype(np.int32)
         self.table = np.asarray(page_table.truncated(self.table, self.lengths, self.page_size))
 
     def require_same(self, cache: PagedKVCache) -> None:
         """Raises ValueError unless the cache is in the reported state; reads from the device."""
+        checks.require_type(PagedKVCache, cache=cache)
         for name in ("table", "lengths"):
             expected, found = getattr(self, name), np.asarray(jax.device_get(getattr(cache, name)))
             if expected.shape != found.shape or (expected != found).any():
@@ -119,10 +121,11 @@ class PagePool:
                 )
 
     def _integers(self, name: str, values: object) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
-        """One integer for each row, clipped to 2**30."""
+        """One integer of at least 0 for each row, clipped to 2**30."""
         given = np.asarray(values)
         if given.shape != self.lengths.shape or (given.size and given.dtype.kind not in "iu"):
             raise ValueError(f"{name}: expected B={self.lengths.size} integers, got {values!r}")
+        reject_outside(name, given, None, "a number of tokens")
         clipped: np.ndarray[tuple[int], np.dtype[np.int32]] = near(given)
         return clipped
 

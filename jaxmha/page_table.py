@@ -65,9 +65,13 @@ def truncated(table: Table, lengths: Counts, page_size: int) -> Table:
 
 
 def within_window(table: Table, lengths: Counts, left: int, page_size: int) -> Table:
-    """The table without the pages to the left of the windows of all tokens from `lengths` on."""
+    """The table without the pages to the left of the windows of all tokens from `lengths` on.
+
+    A row keeps the page of its last token, which a window of that token alone would free, so that
+    a row that lacks it is known to be wrong.
+    """
     ends = (np.arange(table.shape[1], dtype=np.int32)[None] + 1) * page_size
-    return released(table, ends > lengths[:, None] - left)
+    return released(table, ends > lengths[:, None] - max(left, 1))
 
 
 def grown(table: Table, lengths: Counts, counts: Counts, page_size: int, pages: int) -> Growth:
@@ -105,6 +109,8 @@ def extended(
     `left`: left bound of a window, to the left of which pages are freed; None: no window.
     """
     first = lengths * 0
+    # By hand, lengths may have been reduced, and pages named that the pool does not have.
+    table = released(truncated(table, lengths, page_size), table < pages)
     if left is not None:
         table = within_window(table, lengths, left, page_size)
         first = (lengths - left).clip(0)

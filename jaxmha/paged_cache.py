@@ -5,14 +5,22 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Integer
 
 from jaxmha import checks, page_table
 from jaxmha.arrays import Array, DTypeLike, require_arrays
+from jaxmha.cache_arguments import (
+    PAGED,
+    check_dtypes,
+    check_shapes,
+    checked_tokens,
+    clipped_counts,
+    reject_outside,
+)
 from jaxmha.cached_step import Tile
 from jaxmha.implementations import platforms
 from jaxmha.implementations.native.cache_write import as_bits, from_bits, write
-from jaxmha.integers import FAR, is_integers, near, require_sizes
+from jaxmha.integers import FAR, is_integers, is_known, near, require_sizes
 from jaxmha.params import MHAParams, check
 from jaxmha.quantized import is_scaled, quantize, storage_dtype
 
@@ -26,13 +34,15 @@ class PagedKVCache(NamedTuple):
 
     A compiled program cannot raise: if the pool has no free page, or the table has no entry left,
     the outputs of that row are NaN until the row is freed. `PagePool` predicts this on the host and
-    raises.
+    raises, and `validate` finds it. Row numbers, lengths and counts that are out of range are refused
+    where their values are known; each method says what traced ones do.
 
     Attributes:
       key: `(P, K, page, H)`, P pages.
       value: `(P, K, page, h)`.
       table: `(B, M)` int32, M pages at most per sequence; -1: no page.
-      lengths: `(B,)` int32, the number of tokens so far per sequence.
+      lengths: `(B,)` int32, the number of tokens so far per sequence; a negative length counts as
+        0. Reduce them by `rollback`: a step frees pages beyond a length, which until then are held.
       key_scale: `(P, K, page)`; None: keys are stored as they are.
       value_scale: `(P, K, page)`; None: values are stored as they are.
     """
@@ -65,8 +75,9 @@ class PagedKVCache(NamedTuple):
           page_size: number of tokens per page; cuDNN reads pages where they lie if it is a power of 2.
           dtype: default that of the parameters; another floating dtype stores values rounded to
             it. int8 and float8 store, per token and head, a vector x as q * scale with scale =
-            max |x| / max |dtype|; the error of a number in int8 is at most max |x| / 254. A
-            step casts q to a wider dtype when it reads the cache.
+            max |x| / max |dtype|. Of a number, int8 is off by at most max |x| / 254, and float8 by
+            its relative rounding, 2**-4 in e4m3 and 2**-3 in e5m2, plus 2**-18 max |x|. A step
+            casts q to a wider dtype when it reads the cache.
 
         Raises:
           ValueError: a size is not an integer of at least 1 (0 for batch_size), or exceeds 2**30.
@@ -97,21 +108,12 @@ class PagedKVCache(NamedTuple):
     def validate(self) -> None:
         """Raises ValueError for a table and lengths that calls on one cache do not produce.
 
-        It reads them from the device, and cannot run under jit. A compiled step does not check them:
-        a page outside of the pool is not read, and a table of another batch, or rows that lack
-        pages, make outputs wrong or NaN.
+        Also for shapes that do not fit each other, and TypeError for a wrong dtype. It reads table
+        and lengths from the device, and cannot run under jit. A compiled step does not check them:
+        rows that lack pages, or name pages outside of the pool, have outputs NaN, and a table of
+        another batch makes outputs wrong or NaN.
         """
-        for name, expected in (("table", self.lengths.shape * 2), ("lengths", self.lengths.shape)):
-            found = getattr(self, name)
-            if (
-                not is_integers(found)
-                or found.ndim != len(expected)
-                or found.shape[:1] != expected[:1]
-            ):
-                raise ValueError(
-                    f"{name}: expected integers of axes {'(B, M)' if name == 'table' else '(B)'} with "
-                    f"B={self.lengths.shape[:1]}, got {found.dtype} of shape {found.shape}"
-                )
+        _checked(self)
         table, lengths = np.asarray(self.table), np.asarray(self.lengths)
         found = page_table.problem(table, lengths, self.page_size, self.key.shape[0])
         if found is not None:
@@ -125,15 +127,22 @@ class PagedKVCache(NamedTuple):
     def fork(self, source: int | Int[Array, ""], target: int | Int[Array, ""]) -> "PagedKVCache":
         """The row `target` becomes a copy of the row `source`, with which it shares all pages.
 
-        Pages that only `target` held become free. A page is copied only when a row writes to it.
+        Pages that only `target` held become free. A page is copied only when a row writes to it. If
+        a traced row is not in [0, B), nothing changes, which `PagePool.require_same` finds.
+
+        Raises:
+          ValueError: a row is known and not in [0, B).
+          TypeError: a row is not an integer.
         """
         B = self.table.shape[0]
-        source, target = _row("source", source, B), _row("target", target, B)
-        shared = page_table.truncated(jnp.asarray(self.table), self.lengths, self.page_size)
-        at = jnp.asarray(target)
+        rows = [_row("source", source, B), _row("target", target, B)]
+        table, lengths, _ = _checked(self)
+        start, end = (jnp.asarray(near(row)) for row in rows)
+        at = jnp.where((start >= 0) & (start < B) & (end >= 0), end, B)  # B: dropped
+        shared = page_table.truncated(table, lengths, self.page_size)
         return self._replace(
-            table=jnp.asarray(self.table).at[at].set(shared[source]),
-            lengths=jnp.asarray(self.lengths).at[at].set(jnp.asarray(self.lengths)[source]),
+            table=table.at[at].set(shared[start], mode="drop"),
+            lengths=lengths.at[at].set(lengths[start], mode="drop"),
         )
 
     def emptied(self) -> "PagedKVCache":
@@ -145,59 +154,80 @@ class PagedKVCache(NamedTuple):
         """Empties the rows where `rows`, a Boolean `(B,)`, is True.
 
         Their pages become free unless another row holds them.
+
+        Raises:
+          ValueError: rows are not Boolean, or not of shape `(B,)`.
         """
-        return self.rollback(jnp.where(_rows(rows, self.table.shape[0]), 0, self.lengths))
+        table, lengths, sizes = _checked(self)
+        kept = jnp.where(_rows(rows, sizes["B"]), 0, lengths)
+        kept_pages = page_table.truncated(table, kept, self.page_size)
+        return self._replace(table=kept_pages, lengths=kept)
 
     def rollback(self, lengths: Array) -> "PagedKVCache":
         """Reduces the lengths to `lengths`, `(B,)`, and frees the pages beyond them.
 
-        A row with a larger length does not change. With `Mask.window`, a step frees the pages to
-        the left of the window of its first token: a rollback to a length below the one before the
-        last step may lack pages.
+        A row with a larger length does not change; a negative traced length counts as 0. With
+        `Mask.window`, a step frees the pages to the left of the window of its first token: a
+        rollback to a length below the one before the last step may lack pages.
+
+        Raises:
+          ValueError: lengths are not integers of shape `(B,)`, or one is known and negative.
         """
+        table, old, _ = _checked(self)
         require_arrays(lengths=lengths)
         if lengths.shape != self.lengths.shape or not is_integers(lengths):
             raise ValueError(
                 f"lengths: expected integers of axes (B) {self.lengths.shape}, got {lengths.dtype} of "
                 f"shape {lengths.shape}"
             )
-        shorter = jnp.minimum(jnp.asarray(near(lengths)).clip(0), self.lengths)
-        table = page_table.truncated(jnp.asarray(self.table), shorter, self.page_size)
-        return self._replace(table=table, lengths=shorter)
+        if is_known(lengths):
+            reject_outside("lengths", lengths, None, "the tokens that a row keeps")
+        shorter = jnp.minimum(jnp.asarray(clipped_counts(lengths)), old)
+        kept = page_table.truncated(table, shorter, self.page_size)
+        return self._replace(table=kept, lengths=shorter)
 
     def append(
         self,
-        key: Float[jax.Array, "B T K H"],
-        value: Float[jax.Array, "B T K h"],
-        counts: Int[jax.Array, "B"],
+        key: Float[Array, "B T K H"],
+        value: Float[Array, "B T K h"],
+        counts: Integer[Array, "B"],
         left: int | None = None,
     ) -> tuple["PagedKVCache", Bool[jax.Array, "B"]]:
         """Writes the first `counts` of T tokens to each row, in pages taken from the pool.
 
         `left`: left bound of a window, to the left of which pages are freed; None: no window.
-        Returns the cache, and True for rows that lack a page.
+        Returns the cache, and True for rows that lack a page. Tokens are rounded to the dtype of the
+        cache. Traced counts are clipped to [0, T], which `PagePool.require_same` finds.
+
+        Raises:
+          ValueError: a shape does not fit, a count is known and not in [0, T], or left is not an
+            integer of at least 0.
+          TypeError: tokens are not floating, counts are not integers, or an array of the cache is of
+            a wrong dtype.
         """
-        lengths, table = jnp.asarray(self.lengths), jnp.asarray(self.table)
+        table, lengths, sizes = _checked(self)
+        tokens = {"key": (key, "B T K H"), "value": (value, "B T K h")}
+        more, *new = checked_tokens(sizes, counts, left, **tokens)
         pages, page = self.key.shape[0], self.page_size
-        growth, lacking = page_table.extended(table, lengths, counts, left, page, pages)
-        ends = lengths + counts
+        growth, lacking = page_table.extended(table, lengths, more, near(left), page, pages)
+        ends = lengths + more
         if platforms.current().name == "tpu":
             # Its kernel multiplies all slots of a page: those after the last token become 0.
-            key, value = (_with_zeros(x, counts, page - 1) for x in (key, value))
-            ends = jnp.where(counts > 0, -(-ends // page) * page, ends)
-        positions = lengths[:, None] + jnp.arange(key.shape[1], dtype=np.int32)[None]
+            new = [_with_zeros(x, more, page - 1) for x in new]
+            ends = jnp.where(more > 0, -(-ends // page) * page, ends)
+        positions = lengths[:, None] + jnp.arange(new[0].shape[1], dtype=np.int32)[None]
         entries = positions // page
         held = jnp.take_along_axis(growth.table, entries, 1, mode="fill", fill_value=-1)
         written = (positions < ends[:, None]) & (held >= 0)
         at = jnp.where(written, held, pages), positions % page
-        found = {"table": growth.table, "lengths": lengths + counts}
-        for name, new in (("key", key), ("value", value)):
+        found = {"table": growth.table, "lengths": lengths + more}
+        for name, x in zip(tokens, new, strict=True):
             pool = getattr(self, name)
             if is_scaled(pool.dtype):
-                new, scale = quantize(new, pool.dtype)
+                x, scale = quantize(x, pool.dtype)
                 scales = getattr(self, f"{name}_scale")
                 found[f"{name}_scale"] = write(scales, scale, *at, growth.sources, growth.targets)
-            found[name] = write(pool, new, *at, growth.sources, growth.targets)
+            found[name] = write(pool, x, *at, growth.sources, growth.targets)
         return self._replace(**found), jnp.asarray(lacking)
 
     def tile_size(self, block: int) -> int:
@@ -227,7 +257,25 @@ class PagedKVCache(NamedTuple):
 
     def pages(self) -> jax.Array | None:
         """The table; None if numbers are stored with scales."""
-        return None if self.key_scale is not None else jnp.asarray(self.table)
+        scaled = self.key_scale is not None or self.value_scale is not None
+        return None if scaled else jnp.asarray(self.table)
+
+
+class _Checked(NamedTuple):
+    """Table and lengths as int32 of JAX, lengths of at least 0, and the sizes of a cache by letter."""
+
+    table: jax.Array
+    lengths: jax.Array
+    sizes: dict[str, int]
+
+
+def _checked(cache: PagedKVCache) -> _Checked:
+    """Checks dtypes and shapes of a cache."""
+    sizes: dict[str, int] = {}
+    check_dtypes(cache._asdict(), paged=True)
+    check_shapes(cache._asdict(), PAGED, sizes)
+    table, lengths = near(cache.table), clipped_counts(cache.lengths)
+    return _Checked(jnp.asarray(table), jnp.asarray(lengths), sizes)
 
 
 def _with_zeros(

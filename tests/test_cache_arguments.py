@@ -13,7 +13,7 @@ from jax import export
 
 import jaxmha
 import jaxmha.flax.nnx
-from jaxmha import KVCache, Mask, Semantics
+from jaxmha import KVCache, Mask, Semantics, latent
 from tests import tolerance
 from tests.test_cache import B, D, T, make
 
@@ -142,6 +142,78 @@ def test_lengths_of_any_size(huge: int) -> None:
     _, cache = jaxmha.prefill(params, x[:, :4], KVCache.empty(params, B, T))
     out, _ = jaxmha.decode_step(params, x[:, :1], cache._replace(lengths=lengths))
     assert np.isnan(np.asarray(out)).all()
+
+
+def of_each_kind(kind: str, slots: int = 8) -> Any:
+    """A cache, and `append` as a function of it, of tokens that are broadcast to what it stores,
+    of counts and of a window."""
+    params, _ = make()
+    made: dict[str, Any] = {
+        "dense": lambda: KVCache.empty(params, B, slots),
+        "paged": lambda: jaxmha.PagedKVCache.empty(params, B, slots, pages=9, page_size=2),
+        "int8": lambda: jaxmha.PagedKVCache.empty(
+            params, B, slots, pages=9, page_size=2, dtype="int8"
+        ),
+        "latent": lambda: latent.LatentCache(jnp.zeros((B, slots, 5)), jnp.zeros(B, np.int32)),
+    }
+    K, H, h = 2, 5, 7
+
+    def append(cache: Any, x: Any, counts: Any, left: Any = None) -> Any:
+        if kind == "latent":
+            return cache.append(x[..., 0, :], counts, left)
+        return cache.append(x, np.zeros((*x.shape[:3], h), x.dtype), counts, left)
+
+    return made[kind](), jnp.ones((B, 3, K, H)), append
+
+
+@pytest.mark.usefixtures("no_shape_hook")
+@pytest.mark.parametrize("kind", ["dense", "paged", "int8", "latent"])
+def test_append_refuses_before_it_writes(kind: str) -> None:
+    cache, x, append = of_each_kind(kind)
+    fine, short = np.asarray([3, 0, 1]), np.ones(2, int)
+    wrong: list[tuple[Any, Any, str]] = [
+        (x, np.asarray([3, 4, 0]), r"counts\[1\] is 4: expected 0 to 3"),
+        (x, jnp.asarray([3, 0, -1]), r"counts\[2\] is -1: expected 0 to 3"),
+        (x, np.asarray([2**32, 0, 0]), r"counts\[0\] is 4294967296"),
+        (x, np.ones(B), "counts must be an integer array, got float64"),
+        (x, short, r"counts: expected axes \(B\) with B=3"),
+        (x, [3, 0, 1], "counts must be an array, got list"),
+        (x.astype(int), fine, "must be a floating array, got int32"),
+        (np.asarray(x, np.float64), fine, "is float64, which JAX would round"),
+        (x[:2], fine, "expected axes"),
+        (x[..., :1], fine, "expected axes"),
+        (x[:, :, :1], fine, "expected axes"),
+    ]
+    for tokens, counts, problem in wrong[: -1 if kind == "latent" else None]:
+        with pytest.raises((ValueError, TypeError), match=problem):
+            append(cache, tokens, counts)
+    for left in (-1, 1.5, True):
+        with pytest.raises(ValueError, match="left must be an integer of at least 0"):
+            append(cache, x, fine, left)
+    with pytest.raises(TypeError, match=r"cache\.lengths must be an integer array"):
+        append(cache._replace(lengths=np.ones(B)), x, fine)
+    longer, lacking = append(cache, x, fine, 2**31 - 1)
+    assert longer.lengths.tolist() == [3, 0, 1]
+    assert not np.asarray(lacking).any()
+
+
+@pytest.mark.parametrize("kind", ["dense", "paged", "int8", "latent"])
+def test_append_clips_traced_counts_and_negative_lengths(kind: str) -> None:
+    cache, x, append = of_each_kind(kind)
+    counts = jnp.asarray([7, -1, 2])
+    longer, _ = jax.jit(append)(cache, x, counts)
+    want, _ = append(cache, x, counts.clip(0, 3))
+    jax.tree.map(tolerance.assert_same, longer, want)
+    negative, _ = append(cache._replace(lengths=np.asarray([-5, 0, -1])), x, counts.clip(0, 3))
+    jax.tree.map(tolerance.assert_same, negative, want)
+
+
+@pytest.mark.parametrize("kind", ["dense", "latent"])
+def test_a_cache_without_slots_is_full(kind: str) -> None:
+    cache, x, append = of_each_kind(kind, slots=0)
+    longer, full = append(cache, x, np.asarray([3, 0, 1]))
+    assert full.tolist() == [True, False, True]
+    assert longer.lengths.tolist() == [3, 0, 1]
 
 
 @pytest.mark.parametrize("size", [-1, 2.0, True, 2**30 + 1])

@@ -11,6 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
+    initialize,
     invariant,
     precondition,
     rule,
@@ -28,41 +29,72 @@ ROWS, PAGE, PAGES, ENTRIES = 3, 3, 7, 5
 LONGEST = PAGE * ENTRIES
 
 
+ROTATE = partial(jaxmha.rope, base=100.0, rotary_dim=4)
+# What a number of a vector x is off by, as a factor of itself and of max |x|.
+BOUNDS = {
+    "int8": (0.0, 1 / 254),
+    "float8_e4m3fn": (2.0**-4, 2.0**-18),
+    "float8_e5m2": (2.0**-3, 2.0**-18),
+}
+
+
 def empty(params: MHAParams, **options: Any) -> PagedKVCache:
     sizes = {"pages": PAGES, "page_size": PAGE} | options
-    cache = PagedKVCache.empty(params, ROWS, LONGEST, **sizes)
-    poison = np.float32(np.nan)
-    if cache.key.dtype.itemsize > 1:
-        return cache._replace(key=cache.key + poison, value=cache.value + poison)
-    return cache._replace(
-        key_scale=jnp.asarray(cache.key_scale) + poison,
-        value_scale=jnp.asarray(cache.value_scale) + poison,
-    )
+    return poisoned(PagedKVCache.empty(params, ROWS, LONGEST, **sizes))
 
 
-def stored_bound(params: MHAParams, tokens: np.ndarray) -> np.ndarray:
-    """The most that int8 keys and values change each feature of the output, plus float32 rounding.
+def poisoned(cache: PagedKVCache, first: Any = None, poison: float = np.nan) -> PagedKVCache:
+    """The cache with poison wherever no row has a token, or only tokens before its `first`."""
+    table, lengths = np.asarray(cache.table), np.asarray(cache.lengths)
+    live = np.zeros((cache.key.shape[0], cache.page_size), bool)
+    for row, length in enumerate(lengths):
+        at = np.arange(0 if first is None else first[row], length)
+        live[table[row, at // cache.page_size], at % cache.page_size] = True
+    found = {}
+    for name in ("key", "value", "key_scale", "value_scale"):
+        pool = getattr(cache, name)
+        if pool is not None:
+            bad = jnp.asarray(127 if pool.dtype == np.int8 else poison, pool.dtype)
+            found[name] = jnp.where(jnp.expand_dims(live, (1, 3)[: pool.ndim - 2]), pool, bad)
+    return cache._replace(**found)
 
-    A number of a vector x is off by max |x| / 254. Logits are off by `shift` at most, so weights by a
-    factor within exp(+-2 shift).
-    """
-    query, key, value = (
-        np.einsum("td,dnh->tnh", tokens, x.kernel) + x.bias
+
+def projected(params: MHAParams, tokens: np.ndarray, rotate: Any) -> list[np.ndarray]:
+    """Queries, keys and values in float64, `T N H`, `T K H` and `T K h`."""
+    wide = np.zeros((LONGEST, 17))  # of one shape, so that a rotation compiles once
+    wide[: len(tokens)] = tokens
+    found = [
+        np.einsum("td,dnh->tnh", wide, np.asarray(x.kernel, np.float64)) + np.asarray(x.bias)
         for x in (params.query, params.key, params.value)
-    )
-    shift = np.abs(query).sum(-1).max() / np.sqrt(query.shape[-1]) * np.abs(key).max() / 254
-    off = np.abs(value).max() * (1 / 254 + 2 * np.expm1(2 * shift) + 1e-5)
+    ]
+    if rotate is not None:
+        with jax.enable_x64(True):
+            found[:2] = [np.asarray(rotate(x, np.arange(LONGEST))) for x in found[:2]]
+    return [x[: len(tokens)] for x in found]
+
+
+def attended(params: MHAParams, heads: list[np.ndarray], left: int | None) -> np.ndarray:
+    """The output in float64, `T Do`, without a cache."""
+    query, key, value = heads
+    key, value = (x.repeat(query.shape[1] // x.shape[1], 1) for x in (key, value))
+    i, j = np.indices((len(query),) * 2)
+    allowed = (j <= i) & (j >= i - (LONGEST if left is None else left))
+    scores = np.einsum("tnh,snh->nts", query, key) / np.sqrt(query.shape[-1])
+    exps = np.where(allowed, np.exp(scores), 0)
+    weights = exps / exps.sum(-1, keepdims=True)
     assert params.out is not None
-    bound: np.ndarray = np.abs(params.out.kernel).sum((0, 1)) * off
-    return bound
+    out = np.einsum("nts,snh,nhd->td", weights, value, np.asarray(params.out.kernel, np.float64))
+    found: np.ndarray = out + np.asarray(params.out.bias)
+    return found
 
 
 class Schedule(RuleBasedStateMachine):
     """Random appends, forks, rollbacks and frees: the tokens of every row, kept on the host, give
-    the output by full attention."""
+    the output by full attention. After each of them, free pages and dead slots are poisoned."""
 
     left: int | None = None
     dtype: str | None = None
+    rotate: Any = ROTATE
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,6 +105,11 @@ class Schedule(RuleBasedStateMachine):
         self.reach = [0] * ROWS  # the shortest length to which a row can roll back
         self.rng = np.random.default_rng(0)
 
+    @property
+    def first(self) -> list[int]:
+        """The first token of each row that a later one may attend."""
+        return [0 if self.left is None else max(x - self.left, 0) for x in self.reach]
+
     @rule(counts=st.lists(st.integers(0, 4), min_size=ROWS, max_size=ROWS))
     def extend(self, counts: list[int]) -> None:
         try:
@@ -82,7 +119,7 @@ class Schedule(RuleBasedStateMachine):
         x = self.rng.standard_normal((ROWS, 4, 17)).astype(np.float32) / 2
         mask = Mask() if self.left is None else Mask.window(self.left, None)
         out, self.cache = jaxmha.extend(
-            self.params, x, self.cache, q_lengths=np.asarray(counts), mask=mask
+            self.params, x, self.cache, q_lengths=np.asarray(counts), mask=mask, rotate=self.rotate
         )
         for row, count in enumerate(counts):
             if self.left is not None:
@@ -94,16 +131,26 @@ class Schedule(RuleBasedStateMachine):
         assert (out[count:] == 0).all()
         if not count:
             return
-        mask = Mask.causal() & (Mask() if self.left is None else Mask.window(self.left, None))
-        with jax.enable_x64(True):
-            exact = jax.tree.map(lambda a: np.asarray(a, np.float64), self.params)
-            tokens = self.tokens[row].astype(np.float64)
-            full = jaxmha.multi_head_attention(exact, tokens, mask=mask, implementation="reference")
-        want = np.asarray(full)[-count:]
-        if self.dtype is None:
-            tolerance.assert_close(out[:count], want, factor=tolerance.LAYER)
-        else:
-            assert (np.abs(out[:count] - want) <= stored_bound(exact, tokens)).all()
+        heads = projected(self.params, self.tokens[row], self.rotate)
+        if self.dtype is not None:
+            heads[1:] = self.stored(row, heads[1:])
+        want = attended(self.params, heads, self.left)[-count:]
+        tolerance.assert_close(out[:count], want, factor=tolerance.LAYER)
+
+    def stored(self, row: int, exact: list[np.ndarray]) -> list[np.ndarray]:
+        """Keys and values as the cache holds them, which are within the stated bound."""
+        tile, found = self.cache.tile(0, LONGEST), []
+        for name, want in zip(("key", "value"), exact, strict=True):
+            numbers, scale = getattr(tile, f"{name}s"), getattr(tile, f"{name}_scale")
+            held = np.asarray(numbers[row], np.float64) * np.asarray(scale[row])[..., None]
+            held = held.swapaxes(0, 1)[: len(want)]
+            held[: self.first[row]] = 0.0  # may be freed
+            of_number, of_largest = BOUNDS[str(self.dtype)]
+            largest = np.abs(want).max(-1, keepdims=True)
+            bound = of_number * np.abs(want) + (of_largest + 1e-6) * largest
+            assert (np.abs(held - want) <= bound)[self.first[row] :].all()
+            found.append(held)
+        return found
 
     @rule(rows=st.tuples(st.integers(0, ROWS - 1), st.integers(0, ROWS - 1)))
     def fork(self, rows: tuple[int, int]) -> None:
@@ -132,6 +179,8 @@ class Schedule(RuleBasedStateMachine):
     @invariant()
     def the_host_foresees_the_device(self) -> None:
         self.pool.require_same(self.cache)
+        self.cache.validate()
+        self.cache = poisoned(self.cache, self.first, self.rng.choice([np.nan, np.inf, -np.inf]))
         assert self.pool.lengths.tolist() == [len(x) for x in self.tokens]
 
     @invariant()
@@ -150,20 +199,33 @@ class Schedule(RuleBasedStateMachine):
 
 
 class Windows(Schedule):
-    left = 4
+    rotate = None
+
+    @initialize(left=st.sampled_from([0, 1, 4]))
+    def choose(self, left: int) -> None:
+        self.left = left
 
 
 class Bytes(Schedule):
     dtype = "int8"
 
 
-TestSchedule, TestWindows, TestBytes = (x.TestCase for x in (Schedule, Windows, Bytes))
-for case in (TestSchedule, TestWindows, TestBytes):
-    case.settings = settings(max_examples=5, stateful_step_count=12, deadline=None)
+class Float8(Schedule):
+    dtype, left = "float8_e4m3fn", 4
+
+
+class Coarse(Schedule):
+    dtype, rotate = "float8_e5m2", None
+
+
+MACHINES = Schedule, Windows, Bytes, Float8, Coarse
+TestSchedule, TestWindows, TestBytes, TestFloat8, TestCoarse = (x.TestCase for x in MACHINES)
+for case in (TestSchedule, TestWindows, TestBytes, TestFloat8, TestCoarse):
+    case.settings = settings(max_examples=10, stateful_step_count=12, deadline=None)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("machine", [Schedule, Windows, Bytes])
+@pytest.mark.parametrize("machine", MACHINES)
 def test_a_thousand_schedules(machine: type[Schedule]) -> None:
     many = settings(max_examples=1000, stateful_step_count=15, deadline=None)
     run_state_machine_as_test(machine, settings=many)
@@ -297,8 +359,13 @@ def test_lengths_of_any_size_are_all_tokens(dtype: Any) -> None:
         pool.extend(lengths)  # type: ignore[arg-type]
 
 
+def with_integer_scales(cache: PagedKVCache) -> PagedKVCache:
+    return cache._replace(key_scale=jnp.ones(cache.key.shape[:3], int))
+
+
 def test_wrong_arguments() -> None:
     params, x = make()
+    dense: Any = jaxmha.KVCache.empty(params, ROWS, LONGEST)
     cache = empty(params)
     for options, problem in (
         ({"pages": 0}, "pages must be an integer of at least 1"),
@@ -327,6 +394,24 @@ def test_wrong_arguments() -> None:
         ),
         (lambda: PagePool(cache).rollback([1.5, 0, 0]), "lengths: expected B=3 integers"),  # type: ignore[list-item]
         (lambda: cache.rollback(np.ones(3)), "lengths: expected integers"),
+        (
+            lambda: cache.rollback(np.asarray([3, -1, 0])),
+            r"lengths\[1\] is -1: expected at least 0",
+        ),
+        (lambda: PagePool(cache).rollback([3, -1, 0]), r"lengths\[1\] is -1: expected at least 0"),
+        (lambda: PagePool(cache).extend([3, -1, 0]), r"counts\[1\] is -1: expected at least 0"),
+        (lambda: run(params, cache, x, q_lengths=np.asarray([12, 0, 0])), r"q_lengths\[0\] is 12"),
+        (lambda: run(params, cache, x, q_lengths=np.asarray([0, -1, 0])), r"q_lengths\[1\] is -1"),
+        (lambda: PagePool(cache).require_same(dense), "must be a jaxmha.PagedKVCache"),
+        (
+            lambda: run(params, with_integer_scales(empty(params, dtype="int8")), x),
+            "float32 or float64",
+        ),
+        (lambda: cache._replace(table=cache.table[:2]).fork(0, 1), "cache.lengths: expected axes"),
+        (
+            lambda: cache._replace(lengths=np.ones(ROWS)).free(np.ones(ROWS, bool)),
+            "cache.lengths must be",
+        ),
         (lambda: run(params, cache._replace(key=cache.key.astype(np.int8)), x), "with scales"),
         (
             lambda: PagePool(cache).require_same(
@@ -351,6 +436,10 @@ def test_validate_names_what_is_wrong() -> None:
         params, cache, x[:, :4], mask=Mask.window(2, 0), q_lengths=np.asarray([4, 0, 0])
     )
     window.validate()  # it lacks its first page
+    alone = Mask.window(0, None)
+    _, idle = run(params, empty(params), x[:, :3], mask=alone)
+    _, idle = run(params, idle, x[:, :1], mask=alone, q_lengths=np.asarray([1, 0, 0]))
+    idle.validate()
 
     def changed(row: int, entry: int, page: int) -> np.ndarray:
         found = table.copy()
@@ -368,14 +457,65 @@ def test_validate_names_what_is_wrong() -> None:
         (cache._replace(table=table[[1, 0, 2]]), "row 0 lacks a page of its 5 tokens"),
         (cache._replace(lengths=lengths * [1, -1, 1]), r"lengths\[1\] is -2: expected 0 to 15"),
         (cache._replace(lengths=lengths + 11), r"lengths\[0\] is 16"),
-        (cache._replace(table=table[:2]), r"table: expected integers of axes \(B, M\)"),
-        (cache._replace(lengths=lengths.astype(np.float32)), "lengths: expected integers"),
+        (cache._replace(table=table[:2]), r"cache.lengths: expected axes \(B\) with B=2"),
+        (cache._replace(value=cache.value[:2]), r"cache.value: expected axes \(P, K, page, h\)"),
+        (cache._replace(lengths=lengths.astype(np.float32)), "cache.lengths must be an integer"),
+        (cache._replace(table=table * 1.0), "cache.table must be an integer"),
+        (with_integer_scales(empty(params, dtype="int8")), "must be float32 or float64, got int32"),
         (full, "lacks a page"),
     ]
     for given, problem in wrong:
         for check in (PagedKVCache.validate, PagePool):
-            with pytest.raises(ValueError, match=problem):
+            with pytest.raises((ValueError, TypeError), match=problem):
                 check(given)
+
+
+def test_what_is_out_of_range_and_traced() -> None:
+    """Forks change nothing, negative lengths are 0, and counts are clipped to [0, T]."""
+    params, x = make()
+    _, cache = run(params, empty(params), x[:, :4], q_lengths=np.asarray([4, 2, 1]))
+    pool, fork = PagePool(cache), jax.jit(PagedKVCache.fork)
+    for rows in ((99, 0), (0, 99), (-1, 0), (0, -1), (3, 1)):
+        pool.require_same(fork(cache, *rows))
+    pool.require_same(jax.jit(PagedKVCache.rollback)(cache, jnp.asarray([9, 2, 2**31 - 1])))
+    shorter = jax.jit(PagedKVCache.rollback)(cache, jnp.asarray([3, -1, -(2**31)]))
+    shorter.validate()
+    pool.rollback([3, 0, 0])
+    pool.require_same(shorter)
+    _, longer = run(params, cache, x[:, 4:6], q_lengths=jnp.asarray([3, 1, -1]))
+    longer.validate()
+    assert longer.lengths.tolist() == [6, 3, 1]
+
+
+def test_lengths_reduced_by_hand() -> None:
+    """As those of a dense cache may be: a step frees the pages beyond them, and shares none."""
+    params, x = make()
+    _, cache = run(params, empty(params, pages=9), x[:, :6])
+    cache = cache.fork(0, 1)
+    shorter = cache._replace(lengths=np.asarray([3, 6, 0], np.uint8))
+    found, by_hand = run(params, shorter, x[:, 6:8])
+    want, rolled_back = run(params, cache.rollback(np.asarray([3, 6, 0])), x[:, 6:8])
+    by_hand.validate()
+    PagePool(rolled_back).require_same(by_hand)
+    tolerance.assert_same(found, want)
+    PagePool(shorter.rollback(np.asarray([3, 5, 0]))).require_same(
+        cache.rollback(np.asarray([3, 5, 0]))
+    )
+
+
+@pytest.mark.parametrize("page", [PAGES, 2**32, -(2**32), 2**63 - 1])
+def test_no_page_of_a_table_is_truncated(page: int) -> None:
+    """NumPy's 64 bits would become page 0, and be read. So would the last page in plain XLA."""
+    params, x = make()
+    _, cache = run(params, empty(params), x[:, :2])
+    table = np.asarray(cache.table, np.int64)
+    table[1, 0] = page
+    out, longer = run(params, cache._replace(table=table), x[:, 2:3])
+    assert np.isnan(out[1]).all()
+    assert np.isfinite(out[::2]).all()
+    for name in ("key", "value"):
+        before, after = (np.asarray(getattr(c, name))[table[0, 0], :, :2] for c in (cache, longer))
+        np.testing.assert_array_equal(before, after)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "float8_e5m2", None])

@@ -5,14 +5,18 @@ from typing import NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Integer
 
 from jaxmha import checks
 from jaxmha.arrays import Array, DTypeLike
+from jaxmha.cache_arguments import check_dtypes, check_shapes, checked_tokens, clipped_counts
 from jaxmha.integers import FAR, require_sizes
 from jaxmha.kv_cache import KVCache, with_tokens
 from jaxmha.latent.params import LatentParams, leaves, sizes
 from jaxmha.paged_cache import PagedKVCache, empty_pages
+
+# Array of a cache -> its axes.
+LATENTS = {"latents": "B S C", "lengths": "B"}
 
 
 class LatentCache(NamedTuple):
@@ -69,20 +73,22 @@ class LatentCache(NamedTuple):
         return self._replace(lengths=jnp.zeros(self.latents.shape[0], np.int32))
 
     def append(
-        self, keys: Float[jax.Array, "B T C"], counts: Int[jax.Array, "B"], left: int | None = None
+        self, keys: Float[Array, "B T C"], counts: Integer[Array, "B"], left: int | None = None
     ) -> tuple["LatentCache", Bool[jax.Array, "B"]]:
         """Writes the first `counts` of T tokens to each row; token p is written to slot `p % S`.
 
-        Returns the cache, and True for rows that have too many tokens, as `KVCache.append`.
+        Returns the cache, and True for rows that have too many tokens, as `KVCache.append`, with
+        the same errors.
         """
-        longer = jnp.asarray(self.lengths) + counts
+        sizes: dict[str, int] = {}
+        check_dtypes(self._asdict(), paged=False)
+        check_shapes(self._asdict(), LATENTS, sizes)
+        more, tokens = checked_tokens(sizes, counts, left, keys=(keys, "B T C"))
+        starts = jnp.asarray(clipped_counts(self.lengths))
         rings = left is not None and left < self.slots
-        full = longer > (FAR if rings else self.slots)
-        if self.slots == 0:
-            return self, full
-        starts = jnp.asarray(self.lengths)
-        (written,) = with_tokens([self.latents[:, None]], [keys[:, :, None]], starts, counts)
-        return LatentCache(written[:, 0], longer), full
+        full = starts + more > (FAR if rings else self.slots)
+        (written,) = with_tokens([self.latents[:, None]], [tokens[:, :, None]], starts, more)
+        return LatentCache(written[:, 0], starts + more), full
 
     def as_heads(self) -> KVCache:
         """The same cache with one key/value head: keys are latents and rotary keys, and so are the

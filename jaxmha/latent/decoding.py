@@ -9,16 +9,14 @@ import numpy as np
 from jaxtyping import Bool, Float, Integer
 
 from jaxmha import checks
-from jaxmha.arrays import Array, require_arrays
+from jaxmha.arrays import Array
 from jaxmha.attention import attend, hashable
+from jaxmha.cache_arguments import PAGED, check_shapes, clipped_counts
 from jaxmha.cached_attention import attend_cache, nan_where, reject_structure
 from jaxmha.cached_step import BLOCK
 from jaxmha.decoding_checks import (
-    AXES,
     checked_counts,
-    checked_lengths,
     checked_parts,
-    clipped_counts,
     counts_of,
     reject_long_prompt,
     reject_mean,
@@ -27,7 +25,7 @@ from jaxmha.decoding_checks import (
 )
 from jaxmha.dims import bind
 from jaxmha.explicit_sharding import by_types, step_specs
-from jaxmha.latent.cache import LatentCache, LatentT, append, as_heads
+from jaxmha.latent.cache import LATENTS, LatentCache, LatentT, append, as_heads
 from jaxmha.latent.heads import Latent, check_arguments, check_inputs, flat_positions
 from jaxmha.latent.layer import with_scale
 from jaxmha.latent.params import LatentParams
@@ -37,12 +35,6 @@ from jaxmha.mod_arguments import MaskMod, Mods, ScoreMod, traced_mods
 from jaxmha.paged_cache import PagedKVCache
 from jaxmha.rotary import Rotate, static_rotation
 from jaxmha.semantics import Semantics
-
-# Cache type -> array -> its axes; pages have one head of C features.
-CACHE_AXES: dict[type, dict[str, str]] = {
-    LatentCache: {"latents": "B S C", "lengths": "B"},
-    PagedKVCache: AXES[PagedKVCache],
-}
 
 
 def prefill(
@@ -119,7 +111,7 @@ def extend(
         params,
         x,
         cache,
-        checked_counts(q_lengths),
+        checked_counts(q_lengths, x),
         mask,
         semantics,
         _traced(score_mod, mask_mod, params, x),
@@ -254,13 +246,8 @@ def _checked(params: LatentParams, x: Array, cache: LatentT, semantics: Semantic
             f"jaxmha.latent.paged_cache, got {type(cache).__name__}"
         )
     check_arguments(params, semantics, x=x)
-    if isinstance(cache, PagedKVCache):
-        return checked_parts(cache)
-    for name, part in cache._asdict().items():
-        require_arrays(**{f"cache.{name}": part})
-    checks.reject_rounding(cache=cache)
-    checks.floating_dtype(cache.latents.dtype, "the dtype of cache.latents")
-    return cache._replace(lengths=checked_lengths(cache.lengths))
+    paged = isinstance(cache, PagedKVCache)
+    return cache._replace(**checked_parts(cache._asdict(), paged=paged))
 
 
 def _sizes(
@@ -271,9 +258,8 @@ def _sizes(
     bind("x", x.shape, "B T Dq", found)
     C = found["L"] + found["R"]
     of_cache = {"B": found["B"], "C": C, "K": 1, "H": C, "h": 0}
-    for name, axes in CACHE_AXES[type(cache)].items():
-        if getattr(cache, name) is not None:
-            bind(f"cache.{name}", getattr(cache, name).shape, axes, of_cache)
+    axes = PAGED if isinstance(cache, PagedKVCache) else LATENTS  # pages: one head of C features
+    check_shapes(cache._asdict(), axes, of_cache)
     found["S"] = cache.slots
     reject_zigzag(found["T"])
     return found, dtype

@@ -1,0 +1,123 @@
+"""Checks of caches, and of the tokens that their methods `append`."""
+
+from collections.abc import Mapping
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmha import checks
+from jaxmha.arrays import Array, require_arrays
+from jaxmha.dims import bind
+from jaxmha.integers import is_known, near, require_sizes
+from jaxmha.quantized import is_scaled, storage_dtype
+
+ArrayT = TypeVar("ArrayT", bound=Array)
+
+# Array of a cache -> its axes.
+DENSE = {"key": "B K S H", "value": "B K S h", "lengths": "B"}
+PAGED = {
+    "key": "P K page H",
+    "value": "P K page h",
+    "table": "B M",
+    "lengths": "B",
+    "key_scale": "P K page",
+    "value_scale": "P K page",
+}
+
+COUNTED = ("lengths", "table")  # integers
+
+
+def clipped_counts(lengths: ArrayT) -> ArrayT:
+    """Clips lengths to [0, 2**30], so that lengths plus T fit int32; arrays become int32."""
+    return near(lengths).clip(0)  # type: ignore[return-value]
+
+
+def require_integers(name: str, array: Array) -> None:
+    """Raises TypeError, which names the array, for one of another dtype."""
+    if not jnp.issubdtype(array.dtype, np.integer):
+        raise TypeError(f"{name} must be an integer array, got {array.dtype}")
+
+
+def check_dtypes(parts: Mapping[str, Array | None], *, paged: bool) -> None:
+    """Raises TypeError for arrays of a cache with a wrong dtype, and ValueError for a dtype that
+    contradicts its scales."""
+    for name, part in parts.items():
+        # None unless the dtype of the cache needs scales.
+        require_arrays(optional=name.endswith("_scale"), **{f"cache.{name}": part})
+    stored = {f"cache.{name}": part for name, part in parts.items() if name not in COUNTED}
+    checks.reject_rounding(**stored)
+    for name, part in parts.items():
+        if part is None:
+            continue
+        if name in COUNTED:
+            require_integers(f"cache.{name}", part)
+        elif name.endswith("_scale") and part.dtype not in (np.float32, np.float64):
+            raise TypeError(f"cache.{name} must be float32 or float64, got {part.dtype}")
+        elif not paged:
+            checks.floating_dtype(part.dtype, f"the dtype of cache.{name}")
+    for name in ("key", "value") if paged else ():
+        _check_scale(name, parts)
+
+
+def _check_scale(name: str, parts: Mapping[str, Array | None]) -> None:
+    stored, scale = parts[name], parts[f"{name}_scale"]
+    assert stored is not None
+    dtype = storage_dtype(stored.dtype, f"the dtype of cache.{name}")
+    if is_scaled(dtype) != (scale is not None):
+        raise ValueError(
+            f"cache.{name} is {dtype}, which is stored "
+            f"{'with' if is_scaled(dtype) else 'without'} scales, and cache.{name}_scale is "
+            f"{'None' if scale is None else 'an array'}: make it by PagedKVCache.empty"
+        )
+
+
+def check_shapes(
+    parts: Mapping[str, Array | None], axes: Mapping[str, str], sizes: dict[str, int]
+) -> None:
+    """Checks the arrays of a cache against their axes, and adds their sizes to `sizes`."""
+    for name, letters in axes.items():
+        part = parts[name]
+        if part is not None:
+            bind(f"cache.{name}", part.shape, letters, sizes)
+
+
+def checked_tokens(
+    sizes: dict[str, int], counts: Array, left: int | None, **new: tuple[Array, str]
+) -> list[jax.Array]:
+    """Checks the arguments of `append`: arrays of `new` tokens and their axes, of which `sizes`
+    gives all but T.
+
+    Returns:
+      counts as int32, clipped to [0, T], and the arrays of tokens.
+
+    Raises:
+      ValueError: a shape does not fit, a count is known and not in [0, T], or left is not an
+        integer of at least 0.
+      TypeError: tokens are not floating, or counts are not integers.
+    """
+    require_arrays(counts=counts)
+    for name, (x, axes) in new.items():
+        require_arrays(optional=False, **{name: x})
+        checks.reject_rounding(**{name: x})
+        checks.promoted(**{name: x})
+        bind(name, x.shape, axes, sizes)
+    require_sizes(least=0, optional=True, left=left)
+    require_integers("counts", counts)
+    bind("counts", counts.shape, "B", sizes)
+    T = sizes["T"]
+    if is_known(counts) and isinstance(T, int):
+        reject_outside("counts", counts, T, "of the T new tokens of a row")
+    clipped = jnp.minimum(jnp.asarray(clipped_counts(counts)), T)
+    return [clipped, *(jnp.asarray(x) for x, _ in new.values())]
+
+
+def reject_outside(name: str, values: Array, most: int | None, of: str) -> None:
+    """Raises ValueError for the first of known integers that is not in `[0, most]`."""
+    found = np.asarray(values)
+    wrong = found < 0 if most is None else (found < 0) | (found > most)
+    if wrong.any():
+        at = int(np.flatnonzero(wrong)[0])
+        end = "at least 0" if most is None else f"0 to {most}"
+        raise ValueError(f"{name}[{at}] is {found[at]}: expected {end}, {of}")
