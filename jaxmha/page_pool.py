@@ -112,6 +112,12 @@ class PagePool:
     def require_same(self, cache: PagedKVCache) -> None:
         """Raises ValueError unless the cache is in the reported state; reads from the device."""
         checks.require_type(PagedKVCache, cache=cache)
+        sizes = cache.key.shape[0], cache.page_size
+        if sizes != (self.pages, self.page_size):
+            raise ValueError(
+                f"cache has {sizes[0]} pages of {sizes[1]} tokens: expected {self.pages} pages of "
+                f"{self.page_size}, those of the pool"
+            )
         for name in ("table", "lengths"):
             expected, found = getattr(self, name), np.asarray(jax.device_get(getattr(cache, name)))
             if expected.shape != found.shape or (expected != found).any():

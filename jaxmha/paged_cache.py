@@ -121,7 +121,7 @@ class PagedKVCache(NamedTuple):
 
     def free_pages(self) -> Int[Array, ""]:
         """The number of pages that no sequence holds."""
-        found: Array = (page_table.holders(self.table, self.key.shape[0]) == 0).sum()
+        found: Array = (page_table.holders(_checked(self).table, self.key.shape[0]) == 0).sum()
         return found
 
     def fork(self, source: int | Int[Array, ""], target: int | Int[Array, ""]) -> "PagedKVCache":

@@ -30,7 +30,7 @@ LONGEST = PAGE * ENTRIES
 
 
 ROTATE = partial(jaxmha.rope, base=100.0, rotary_dim=4)
-# What a number of a vector x is off by, as a factor of itself and of max |x|.
+# The error of a number of a vector x, at most: factors of the number and of max |x|, added.
 BOUNDS = {
     "int8": (0.0, 1 / 254),
     "float8_e4m3fn": (2.0**-4, 2.0**-18),
@@ -402,6 +402,11 @@ def test_wrong_arguments() -> None:
         (lambda: PagePool(cache).extend([3, -1, 0]), r"counts\[1\] is -1: expected at least 0"),
         (lambda: run(params, cache, x, q_lengths=np.asarray([12, 0, 0])), r"q_lengths\[0\] is 12"),
         (lambda: run(params, cache, x, q_lengths=np.asarray([0, -1, 0])), r"q_lengths\[1\] is -1"),
+        (
+            lambda: cache._replace(table=cache.table.astype(np.float32)).free_pages(),
+            "cache.table must be",
+        ),
+        (lambda: PagePool(cache).require_same(empty(params, pages=9)), "cache has 9 pages of 3"),
         (lambda: PagePool(cache).require_same(dense), "must be a jaxmha.PagedKVCache"),
         (
             lambda: run(params, with_integer_scales(empty(params, dtype="int8")), x),
