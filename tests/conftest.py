@@ -28,6 +28,7 @@ import jax
 import jaxtyping
 import pytest
 from jax._src import compiler
+from jax._src.interpreters import mlir
 
 from tests import variants
 
@@ -107,6 +108,9 @@ def optimised(request: pytest.FixtureRequest) -> Iterator[None]:
         if not as_users:
             made = partial(quickly, compiler.get_compile_options, options_of(quick=not wanted))
             patch.setattr(compiler, "get_compile_options", made)
+            # One for the programs of a module: making one takes as long as lowering a small program.
+            context = mlir.make_ir_context()
+            patch.setattr(mlir, "make_ir_context", lambda: context)
         yield
 
 
@@ -142,7 +146,7 @@ def pytest_make_parametrize_id(val: object) -> str | None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Function]) -> None:
-    """Marks slow variants. A whole run raises where a mark names none."""
+    """Marks slow variants, and puts long tests first. A whole run raises where a mark names none."""
     slow, unused = variants.slow_and_unused(items)
     for item in slow:
         item.add_marker("slow")
@@ -154,11 +158,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Func
         config.hook.pytest_deselected(items=slow)
         left_out = set(slow)
         items[:] = [item for item in items if item not in left_out]
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 
 def pytest_collection_finish() -> None:
+    """Programs and jaxprs that caches hold are visited in 1 of 100 collections."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(10_000, 10, 100)
     gc.enable()
 
 

@@ -104,6 +104,7 @@ def test_the_page_names_the_files(name: str) -> None:
         assert path.replace("toy", "<name>") in page, path
 
 
+@pytest.mark.long
 def test_one_of_everything(tmp_path: Path) -> None:
     ignored = shutil.ignore_patterns("__pycache__")
     converters = ROOT / "converters"

@@ -24,6 +24,7 @@ def run(marked: str) -> None:
     assert " passed" in done.stdout
 
 
+@pytest.mark.long
 def test_eight_devices() -> None:
     run("not slow")
 

@@ -16,6 +16,7 @@ from tests.generated import PARTS, ROOT, filled, notebooks
 TEXT = (ROOT / "README.md").read_text()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("block", re.findall(r"```python\n(.*?)```", TEXT, flags=re.DOTALL))
 def test_python_examples_run_alone(block: str) -> None:
     """In a process of its own, with JAX's defaults: a reader copies one of them."""

@@ -100,6 +100,7 @@ def trains(model: nnx.Module, loss: Callable[..., Any], *batch: Any) -> None:
     assert loss(model, *batch) < before
 
 
+@pytest.mark.long
 @pytest.mark.slow_variants("*", "!llama", "!gemma")
 @pytest.mark.parametrize("name", DECODERS)
 def test_decoders(name: str, tmp_path: Path) -> None:

@@ -47,6 +47,7 @@ def test_the_page_is_made_of_the_table() -> None:
     assert page.PAGE.read_text() == page.text(rows)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("model_type", some())
 @pytest.mark.filterwarnings("default")
 def test_some_of_every_family_are_as_the_whole_was(model_type: str) -> None:
