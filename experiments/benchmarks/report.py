@@ -69,6 +69,7 @@ HEADLINES = {
     "the fastest of torch, TensorFlow and JAX: a layer, forward, T >= 512": 0,
     "the same, forward and backward": 3,
     "the fastest of Flax, Keras and `jax.nn` on JAX: everything": 7,
+    "torch: a layer, T < 512": 15,
     "Flax's own layer without `attention_fn`, T >= 2048": 12,
 }
 

@@ -141,4 +141,5 @@ GOALS: tuple[Goal, ...] = (
     Goal("layer of Flax with attention_fn / without, T >= 2048", lambda c: c.scope == "layer" and c.T >= 2048, lambda e: swapped_relative(e, time_of), None, 0.25),
     Goal("growth of memory, layer of Flax with attention_fn / without, T >= 2048", lambda c: c.scope == "layer" and c.T >= 2048, lambda e: swapped_relative(e, memory_of), None, 1 / 2),
     Goal("growth of memory, T >= 2048 / smallest on JAX", lambda c: c.T >= 2048, lambda e: memory_relative(e, ON_JAX), None, 0.5),
+    Goal("layer, T < 512 / fastest of torch", lambda c: c.scope == "layer" and c.T < 512, _to(TORCH)),
 )  # fmt: skip
