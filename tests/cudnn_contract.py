@@ -3,7 +3,7 @@
 It refuses calls that it cannot compute. Undefined results are NaN, so that none rests on them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,14 +18,20 @@ MaskType = private.MaskType
 # cudnn-frontend, scaled_dot_product_flash_attention.h (negative_inf_padding, negative_inf_swa).
 PADDING, BEYOND_WINDOW = float(np.finfo(np.float32).min), -(2.0**30)
 CALLS: list[dict[str, Any]] = []
-# True: positions beyond lengths are multiplied by weights of 0, as in a tile that is not cut.
-LEAKS = False
+# Operands whose positions beyond lengths are multiplied by weights of 0, as in a tile that is not cut,
+# and the number of queries up to which none are, as the kernels for one query do.
+LEAKS: Sequence[str] = ()
+CLEAN = 0
+ALL = ("query", "key", "value")
 
 
-def install(patch: pytest.MonkeyPatch, *, leaks: bool = False) -> list[dict[str, Any]]:
+def install(
+    patch: pytest.MonkeyPatch, *, leaks: Sequence[str] = (), clean: int = 0
+) -> list[dict[str, Any]]:
     """Puts it in the place of cuDNN; the list collects what it was asked."""
     CALLS.clear()
     patch.setattr(f"{__name__}.LEAKS", leaks)
+    patch.setattr(f"{__name__}.CLEAN", clean)
     patch.setattr(private, "dot_product_attention", dot_product_attention)
     patch.setattr(private, "_dot_product_attention", paged_attention)
     patch.setattr(private, "_dot_product_attention_bwd_rule", backward)
@@ -161,14 +167,17 @@ def of_table(pages: Any, table: Any) -> Any:
 
 def inside(query: Any, key: Any, value: Any, q_seqlen: Any, kv_seqlen: Any) -> Any:
     """The arrays as far as they are read."""
-    if q_seqlen is None or LEAKS:
+    if q_seqlen is None:
         return query, key, value
+    leaks = LEAKS if query.shape[1] > CLEAN else ()
 
-    def cut(x: Any, lengths: Any) -> Any:
+    def cut(name: str, x: Any, lengths: Any) -> Any:
+        if name in leaks:
+            return x
         positions = jnp.arange(x.shape[1]).reshape(1, -1)
         return jnp.where((positions < lengths.reshape(-1, 1))[..., None, None], x, 0)
 
-    return cut(query, q_seqlen), cut(key, kv_seqlen), cut(value, kv_seqlen)
+    return cut("query", query, q_seqlen), cut("key", key, kv_seqlen), cut("value", value, kv_seqlen)
 
 
 def masked_logits(config: Any, query: Any, key: Any, bias: Any, kv_seqlen: Any) -> Any:

@@ -21,8 +21,9 @@ from experiments.scaling import workers
 from jaxmha import Mask, implementations
 from jaxmha.cli.app import app
 from jaxmha.implementations import KERNELS, UnsupportedError, platforms, probe, reference
+from jaxmha.implementations.base import Leaks
 from jaxmha.implementations.fused import cudnn, cudnn_cached
-from jaxmha.implementations.probe_cases import Kind
+from jaxmha.implementations.probe_cases import FEW, Kind
 from tests import conformance, cudnn_contract
 from tests.sharding.probing import probed
 
@@ -221,7 +222,7 @@ def test_a_kernel_is_tried_once_and_used(gpu: list[Any]) -> None:
     run = jax.jit(lambda x: jaxmha.dot_product_attention(x, x, x))
     run(x)
     trials = [call["T"] for call in gpu][:-1]
-    assert {128, 1, 2, 37, 38} == set(trials)  # 2 and 38: where a gradient is taken
+    assert {16, 9, 10} == set(trials)  # 10: where a gradient is taken
     assert gpu[-1]["T"] == 6
     run(x[:, :4])
     assert [call["T"] for call in gpu] == [*trials, 6, 4]
@@ -288,7 +289,8 @@ def tried(kind: Kind) -> probe.Finding:
     "kind",
     [
         Kind("bfloat16"),
-        Kind("float16"),
+        Kind("bfloat16", queries=1),
+        Kind("float16", queries=FEW),
         Kind("bfloat16", dense=True),
         Kind("bfloat16", packed=True),
         Kind("bfloat16", padded=True),
@@ -302,20 +304,42 @@ def test_the_trial_is_right_about_a_right_kernel(kind: Kind) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("gpu")
-@pytest.mark.parametrize("leaks", [False, True])
+@pytest.mark.parametrize("leaks", [(), ("value",)])
 @pytest.mark.parametrize("paged", [False, True])
-def test_the_trial_of_a_cache(monkeypatch: pytest.MonkeyPatch, *, paged: bool, leaks: bool) -> None:
-    cudnn_contract.install(monkeypatch, leaks=leaks)
+@pytest.mark.parametrize("queries", [1, FEW])
+def test_the_trial_of_a_cache(
+    monkeypatch: pytest.MonkeyPatch, *, queries: int, paged: bool, leaks: tuple[str, ...]
+) -> None:
+    calls = cudnn_contract.install(monkeypatch, leaks=leaks)
     attend = partial(cudnn_cached.attend, paged=paged)
-    found = probe._tried(attend, cudnn_cached.unsupported_reason, Kind("bfloat16"))
-    assert found == probe.Finding(None, leaks=leaks)
+    kind = Kind("bfloat16", queries=queries)
+    found = probe._tried(attend, cudnn_cached.unsupported_reason, kind)
+    assert found == probe.Finding(None, Leaks(*2 * [len(leaks)]))
+    assert calls
 
 
+def test_one_query_is_probed_apart(gpu: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernel skips dead keys, and that of its gradient does not: a step of decoding copies nothing."""
+    calls = cudnn_contract.install(monkeypatch, leaks=cudnn_contract.ALL, clean=1)
+    x = small().at[:, 4:].set(jnp.nan)
+
+    def out(query: Any, key: Any, value: Any) -> Any:
+        lengths = jnp.asarray([4])
+        return jaxmha.dot_product_attention(query, key, value, key_value_seq_lengths=lengths)
+
+    found, pull = jax.vjp(out, x[:, :1], x, x)
+    for array in (found, *pull(found), out(x[:, :1], x, x)):
+        assert np.isfinite(np.asarray(array, np.float32)).all()
+    assert probe.leaks("cudnn", Kind("bfloat16", queries=1)) == Leaks(0, 2)
+    assert {call["S"] for call in calls} == {384, 6}
+
+
+@pytest.mark.parametrize("leaks", [("value",), cudnn_contract.ALL])
 def test_a_kernel_that_leaks_gets_zeroed_arrays(
-    gpu: list[Any], monkeypatch: pytest.MonkeyPatch
+    gpu: list[Any], monkeypatch: pytest.MonkeyPatch, leaks: tuple[str, ...]
 ) -> None:
     """Found out with NaN beyond lengths, and then no NaN of the caller reaches the output."""
-    cudnn_contract.install(monkeypatch, leaks=True)
+    cudnn_contract.install(monkeypatch, leaks=leaks)
     x = small()
     spoiled = x.at[:, 4:].set(jnp.nan)
 
@@ -324,7 +348,7 @@ def test_a_kernel_that_leaks_gets_zeroed_arrays(
         return jaxmha.dot_product_attention(x, key, key, key_value_seq_lengths=lengths)
 
     found = jax.jit(out)(spoiled)
-    assert probe.leaks("cudnn", Kind("bfloat16"))
+    assert probe.leaks("cudnn", Kind("bfloat16", queries=FEW)) == Leaks(1, min(len(leaks), 2))
     assert gpu[-1]["T"] == 6
     np.testing.assert_array_equal(
         np.asarray(found, np.float32), np.asarray(jax.jit(out)(x), np.float32)
@@ -381,9 +405,9 @@ def test_a_step_reads_the_cache_as_it_lies(gpu: list[Any], name: str) -> None:
     assert all(call in asked for call in calls), asked
 
 
-@pytest.mark.parametrize("leaks", [False, True])
+@pytest.mark.parametrize("leaks", [(), ("value",)])
 def test_a_step_reads_pages_where_they_lie(
-    gpu: list[Any], monkeypatch: pytest.MonkeyPatch, *, leaks: bool
+    gpu: list[Any], monkeypatch: pytest.MonkeyPatch, leaks: tuple[str, ...]
 ) -> None:
     """By cuDNN unless the probe finds that it reads dead slots; pages of any pool, after a fork."""
     cudnn_contract.install(monkeypatch, leaks=leaks)
@@ -397,7 +421,8 @@ def test_a_step_reads_pages_where_they_lie(
     np.testing.assert_allclose(one, other, atol=0.03 * np.abs(other).max(), rtol=0)
     asked = {call["T"] for call in gpu if call.get("pages") == 9}
     assert asked == (set() if leaks else {1, 6})
-    assert probe.leaks(cudnn_cached.PAGED, Kind("bfloat16")) == leaks
+    found = probe.leaks(cudnn_cached.PAGED, Kind("bfloat16", queries=1))
+    assert found == Leaks(*2 * [len(leaks)])
 
 
 @pytest.mark.everyday(broken=[False])
@@ -494,7 +519,7 @@ def test_the_environment_chooses_how_kernels_are_probed(
 def test_the_trial_runs_on_the_device_of_the_caller() -> None:
     seen: list[Any] = []
 
-    def attend(request: Any, *, leaks: bool) -> Any:
+    def attend(request: Any, *, leaks: Any) -> Any:
         seen.append(jax.config.jax_default_device)  # type: ignore[attr-defined]
         return reference.attend(request)
 
@@ -513,7 +538,7 @@ def test_processes_agree_on_a_kernel() -> None:
     assert first["alone"] is first["not asked elsewhere"] is None
     assert first["together"].startswith("it fails in process 1: RuntimeError: no kernel image")
     assert "no kernel image" in second["together"]
-    assert first["leaks"] == second["leaks"] == (None, True)
+    assert first["leaks"] == second["leaks"] == (None, (2, 2))
     assert first["busy"] == ["it fails in process 1: RuntimeError: RESOURCE_EXHAUSTED", None]
     assert second["busy"] == ["RuntimeError: RESOURCE_EXHAUSTED", None]
     assert 15 <= first["seconds"] < 60
@@ -559,7 +584,7 @@ def test_nan_in_rows_without_keys_is_zeroed(
         return out.astype(np.float32).sum(), out
 
     (_, out), grads = jax.value_and_grad(value, has_aux=True)(x)
-    assert probe.leaks("cudnn", Kind("bfloat16"))
+    assert probe.leaks("cudnn", Kind("bfloat16", queries=FEW)) == Leaks(2, 2)
     assert gpu[-1]["T"] == 6
     assert not np.asarray(out[1], np.float32).any()
     assert np.isfinite(np.asarray(grads, np.float32)).all()

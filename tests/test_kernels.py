@@ -14,6 +14,7 @@ import pytest
 import jaxmha
 from jaxmha import Mask, implementations
 from jaxmha.implementations import UnsupportedError, probe
+from jaxmha.implementations.base import Leaks
 from jaxmha.implementations.fused import adapter, splash, tokamax
 from tests import cases, conformance, cudnn_contract
 from tests.cases import CASES, POISONED, Case
@@ -88,14 +89,20 @@ def test_cudnn_float16(case: Case) -> None:
     check(case, "cudnn", "float16", lse=case.bias is None)
 
 
+# Operands that leak in the contract, and what its probe finds.
+LEAKS = {(): Leaks(), ("value",): Leaks(1, 1), cudnn_contract.ALL: Leaks(1, 2)}
+
+
 @pytest.mark.everyday(case=["poisoned_causal"])
 @pytest.mark.usefixtures("cudnn")
-@pytest.mark.parametrize("leaks", [False, True])
+@pytest.mark.parametrize("leaks", LEAKS)
 @pytest.mark.parametrize("case", POISONED)
-def test_cudnn_poisoned(case: Case, leaks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cudnn_poisoned(
+    case: Case, leaks: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With a cuDNN that skips positions beyond lengths, and with one that was found not to."""
     monkeypatch.setattr(cudnn_contract, "LEAKS", leaks)
-    monkeypatch.setattr(probe, "leaks", lambda *_: leaks)
+    monkeypatch.setattr(probe, "leaks", lambda *_: LEAKS[leaks])
     bare = replace(case, logits_soft_cap=None, segments=None, bias=None, bias_excludes=False)
     if "bias" not in case.name:
         conformance.poisoned_padding(bare, "cudnn", "bfloat16")
@@ -362,32 +369,27 @@ def test_tokamax_has_a_gradient_by_triton_below_hopper(
         assert tokamax._backends() == backends
 
 
-@pytest.mark.parametrize("leaks", [False, True])
-def test_tokamax_gets_zeros_where_it_leaks(leaks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Any] = []
+@pytest.mark.parametrize(
+    ("leaks", "alone", "with_gradient"),
+    [((0, 0), "", ""), ((0, 1), "", "v"), ((1, 2), "v", "kv"), ((2, 2), "kv", "kv")],
+)
+@pytest.mark.parametrize("kernel", ["cudnn", "tokamax"])
+def test_what_leaks_is_zeroed_and_no_more(
+    kernel: str, leaks: Any, alone: str, with_gradient: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(inputs: adapter.KernelInputs, *_: Any, **__: Any) -> Any:
+        out = jnp.concatenate([inputs.key, inputs.value], 3)
+        return out if kernel == "tokamax" else (out, None)
 
-    def run(inputs: adapter.KernelInputs, soft_cap: float | None) -> Any:
-        seen.append(inputs)
-        return jnp.zeros_like(inputs.query)
+    module = implementations.IMPLEMENTATIONS[kernel]
+    monkeypatch.setattr(module, "_run", run)
+    x, mask = jnp.full((1, 5, 1, 8), jnp.nan), Mask.lengths(key_value=np.asarray([3]))
 
-    monkeypatch.setattr(tokamax, "_run", run)
-    x = jnp.full((1, 5, 1, 8), jnp.nan, jnp.bfloat16)
-    pairs = jnp.asarray(np.arange(25).reshape(1, 1, 5, 5) % 5 < 3)
-    request = implementations.Request(
-        x, x, x, None, Mask.dense(pairs), jaxmha.Semantics(), None, False
-    )
-    tokamax.attend(request, leaks=leaks)
-    dead = np.isnan(np.asarray(seen[0].key[0, :, 0, 0], np.float32))
-    assert dead.tolist() == [True] * 3 + [not leaks] * 2
+    def out(x: Any) -> Any:
+        request = implementations.Request(x, x, x, None, mask, jaxmha.Semantics(), None, False)
+        return module.attend(request, leaks=Leaks(*leaks)).out
 
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", ALL)
-def test_tokamax(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its public function, by the plain implementation that it has for every device."""
-    pytest.importorskip("tokamax")
-    monkeypatch.setattr(tokamax, "BACKENDS", ("xla",))
-    monkeypatch.setattr(tokamax, "traceable", lambda: None)
-    promotes = jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow")
-    with jaxmha.lowering_for("h200"), promotes[0], promotes[1]:
-        check(case, "tokamax", "bfloat16", lse=False)
+    for found, expected in ((out(x), alone), (jax.vjp(out, x)[0], with_gradient)):
+        dead = np.isnan(found[0, :, 0, 7:9])
+        assert dead[:3].all()
+        assert "".join("kv"[n] for n in (0, 1) if not dead[3:, n].any()) == expected

@@ -24,7 +24,7 @@ class Stub:
         self.right = right
         self.asked: list[str] = []
 
-    def attend(self, request: Any, *, leaks: bool) -> Any:
+    def attend(self, request: Any, *, leaks: Any) -> Any:
         self.asked.append(threading.current_thread().name)
         found = reference.attend(request)
         return found if len(self.asked) <= self.right else found._replace(out=2 * found.out)

@@ -109,7 +109,7 @@ def test_a_busy_process_is_waited_for_by_all(together: Together) -> None:
 @pytest.mark.filterwarnings("ignore:stub does not work here")
 def test_a_busy_process_that_asked_alone(together: Together) -> None:
     """Its outcome concerns its program, and not the one that others run later."""
-    first, second = Process(0, [BUSY, BUSY, WORKS], limit=0.1), Process(1, [WORKS])
+    first, second = Process(0, [BUSY, BUSY, WORKS], limit=1), Process(1, [WORKS])
     assert together(first) == ["busy"]
     first.probe.seconds = second.probe.seconds
     assert together(second, first) == [None, None]

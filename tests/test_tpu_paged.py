@@ -10,6 +10,7 @@ import pytest
 
 import jaxmha
 from jaxmha.implementations import cache_kernels, probe
+from jaxmha.implementations.base import Leaks
 from jaxmha.implementations.fused import cudnn_cached, tpu_paged
 from jaxmha.implementations.probe_cases import Kind
 from tests.tolerance import assert_close
@@ -73,8 +74,10 @@ def test_the_kernel_keeps_the_contract() -> None:
 
     attend = partial(cudnn_cached.attend, paged=True, one=tpu_paged.out)
     with jaxmha.lowering_for("tpu"), tpu.force_tpu_interpret_mode():
-        found = probe._tried(attend, tpu_paged.unsupported_reason, Kind("bfloat16", heads=(H, H)))
-    assert found == probe.Finding(None, leaks=True)
+        found = probe._tried(
+            attend, tpu_paged.unsupported_reason, Kind("bfloat16", heads=(H, H), queries=1)
+        )
+    assert found == probe.Finding(None, Leaks(1, 1))
 
 
 @pytest.mark.slow

@@ -81,6 +81,21 @@ class Result(NamedTuple):
     lse: Float[jax.Array, "B N T"] | None
 
 
+class Leaks(NamedTuple):
+    """Levels at which keys and values that no query attends affect the results of a kernel.
+
+    Attributes:
+      output: 0: neither, 1: values, 2: keys and values affect the output.
+      gradients: the same of the gradients.
+    """
+
+    output: int = 0
+    gradients: int = 0
+
+
+EVERYTHING_LEAKS = Leaks(2, 2)
+
+
 def accumulation_dtype(dtype: DTypeLike) -> np.dtype[np.floating]:
     """float64 for float64, else float32."""
     return np.dtype(np.float64 if dtype == np.float64 else np.float32)

@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from jaxmha.implementations import platforms, probe_cases
-from jaxmha.implementations.base import Request, Result
+from jaxmha.implementations.base import EVERYTHING_LEAKS, Leaks, Request, Result
 from jaxmha.implementations.probe_cases import Kind
 
 Attend = Callable[..., Result]
@@ -38,12 +38,12 @@ class Finding(NamedTuple):
 
     Attributes:
       reason: why the kernel does not work; None: it works.
-      leaks: True if positions beyond the lengths affect its results.
+      leaks: which unattended keys and values affect its results.
       transient: True if the error may be temporary.
     """
 
     reason: str | None
-    leaks: bool = False
+    leaks: Leaks = Leaks()
     transient: bool = False
 
 
@@ -94,10 +94,11 @@ def failure(
     return found.reason
 
 
-def leaks(name: str, kind: Kind) -> bool:
-    """True if a probe found that positions beyond the lengths affect the results of a kernel."""
+def leaks(name: str, kind: Kind) -> Leaks:
+    """Which unattended keys and values affect the results of a kernel, as a probe found; without a probe,
+    none."""
     found = _FOUND.get(_key(name, kind))
-    return found is not None and found.leaks
+    return Leaks() if found is None else found.leaks
 
 
 def mode() -> str:
@@ -155,7 +156,7 @@ def _within_limit(attend: Attend, unsupported: Reason, kind: Kind) -> Finding:
                     finding = once()
             each.append(finding)
         worst = max(each, key=lambda x: (x.reason is not None, not x.transient))
-        found.append(worst._replace(leaks=any(x.leaks for x in each)))
+        found.append(worst._replace(leaks=_most(*(x.leaks for x in each))))
 
     thread = threading.Thread(target=run, name="jaxmha-probe", daemon=True)
     thread.start()
@@ -202,7 +203,8 @@ def _agreed(turn: str, found: Finding) -> Finding:
         if report is None:
             continue
         reason, leaks, transient = json.loads(report)
-        found = found._replace(leaks=found.leaks or leaks, transient=found.transient or transient)
+        both = _most(found.leaks, Leaks(*leaks))
+        found = found._replace(leaks=both, transient=found.transient or transient)
         if reason is not None and found.reason is None:
             found = found._replace(reason=f"it fails in process {process}: {reason}")
     if found.transient:
@@ -228,39 +230,48 @@ def _get(client: Any, name: str, wait: float = 0) -> str | None:
 _WAITED: set[str] = set()
 
 
+def _most(*leaks: Leaks) -> Leaks:
+    return Leaks(*map(max, zip(*leaks, strict=True)))
+
+
 def _tried(attend: Attend, unsupported: Reason, kind: Kind) -> Finding:
-    """Runs all cases of the kernel. If one works only with unattended positions zeroed, runs all
-    of them again in that way."""
-    reason = None
+    """Runs all cases of the kernel. Where unattended keys and values change the results of one, all run
+    again with more of them zeroed."""
+    leaks: Leaks | None = Leaks()
+    while leaks is not None:
+        found, leaks = _once(attend, unsupported, kind, leaks)
+    return found
+
+
+def _once(
+    attend: Attend, unsupported: Reason, kind: Kind, leaks: Leaks
+) -> tuple[Finding, Leaks | None]:
+    """The finding where what leaks is zeroed, and what to zero next; None: the finding is final."""
     for case in probe_cases.cases(kind):
         if unsupported(case.request) is not None:
             continue
-        for careful in (False, True):
-            if careful and not case.poisoned:
-                break
-            reason, transient = _error(attend, case, leaks=careful)
-            if transient:
-                return Finding(reason, transient=True)
-            if reason is None and careful:
-                return _careful(attend, unsupported, kind)
-            if reason is None:
-                break
-        if reason is not None:
-            return Finding(reason)
-    return Finding(None)
+        try:
+            wrong = _wrong(attend, case, leaks)
+        except Exception as error:  # noqa: BLE001  drivers and compilers raise any
+            return _of(error), None
+        if wrong is not None:
+            more = case.poisoned and leaks != EVERYTHING_LEAKS
+            gradient = wrong.startswith("the gradient")
+            found = Finding(f"{wrong} of the largest value ({case.name})")
+            return found, _more(leaks, gradient=gradient) if more else None
+    return Finding(None, leaks), None
 
 
-def _careful(attend: Attend, unsupported: Reason, kind: Kind) -> Finding:
-    for case in probe_cases.cases(kind):
-        if unsupported(case.request) is None:
-            reason, transient = _error(attend, case, leaks=True)
-            if reason is not None:
-                return Finding(reason, transient=transient)
-    return Finding(None, leaks=True)
+def _more(leaks: Leaks, *, gradient: bool) -> Leaks:
+    """The next leaks to try where the output, or a gradient, is wrong."""
+    if gradient and leaks.gradients < EVERYTHING_LEAKS.gradients:
+        return leaks._replace(gradients=leaks.gradients + 1)
+    output = EVERYTHING_LEAKS.output if gradient else leaks.output + 1
+    return Leaks(output, max(output, leaks.gradients))
 
 
-def _error(attend: Attend, case: probe_cases.Case, *, leaks: bool) -> tuple[str | None, bool]:
-    """The reason why a case fails (None: it works), and whether the error may be temporary."""
+def _wrong(attend: Attend, case: probe_cases.Case, leaks: Leaks) -> str | None:
+    """Which result of a case is wrong, and by how much; None: none is."""
     request = case.request
 
     def run(*operands: jax.Array) -> tuple[Any, ...]:
@@ -274,20 +285,16 @@ def _error(attend: Attend, case: probe_cases.Case, *, leaks: bool) -> tuple[str 
         # Outputs are computed again: without a gradient, cuDNN may run another kernel.
         return *value(*heads), *pull((d_out, d_lse) if request.return_lse else (d_out,))
 
-    try:
-        found = jax.jit(run)(*request[:3], *case.cotangents)
-        expected = case.expected()
-        for what, x in zip(expected, found, strict=True):
-            y = expected[what]
-            x, finite = np.asarray(x, np.float32), np.isfinite(y)
-            error = np.abs(x[finite] - y[finite]).max() / np.abs(y[finite]).max()
-            same = np.array_equal(x[~finite], y[~finite])  # -inf in the log-sum-exp
-            if not (error <= ALLOWED and same):  # also true if error is NaN
-                return f"{what} is wrong by {error:.1e} of the largest value ({case.name})", False
-    except Exception as error:  # noqa: BLE001  drivers and compilers raise any
-        found = _of(error)
-        return found.reason, found.transient
-    return None, False
+    found = jax.jit(run)(*request[:3], *case.cotangents)
+    expected = case.expected()
+    for what, x in zip(expected, found, strict=True):
+        y = expected[what]
+        x, finite = np.asarray(x, np.float32), np.isfinite(y)
+        error = np.abs(x[finite] - y[finite]).max() / np.abs(y[finite]).max()
+        same = np.array_equal(x[~finite], y[~finite])  # -inf in the log-sum-exp
+        if not (error <= ALLOWED and same):  # also true if error is NaN
+            return f"{what} is wrong by {error:.1e}"
+    return None
 
 
 def _of(error: Exception) -> Finding:

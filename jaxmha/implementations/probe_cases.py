@@ -16,6 +16,9 @@ Wide = np.ndarray[Any, np.dtype[np.float32]]
 
 # Features of a query and of a value head in most probes; wider or unequal heads are probed as they are.
 USUAL, WIDEST_USUAL = (64, 64), 128
+# Queries of a probe, which stand for as many and fewer, or for more than FEW: kernels for few queries are
+# others, and one query reads most keys for its work, so that copies of them cost most.
+FEW, MANY = 16, 128
 
 
 class Kind(NamedTuple):
@@ -27,6 +30,7 @@ class Kind(NamedTuple):
       packed: whether sequences are packed, by their lengths.
       heads: features of a query and of a value head.
       padded: whether a Boolean array tells the valid keys.
+      queries: 1, FEW or MANY, of calls that are not dense, packed or padded; MANY of those.
     """
 
     dtype: str
@@ -34,6 +38,7 @@ class Kind(NamedTuple):
     packed: bool = False
     heads: tuple[int, int] = USUAL
     padded: bool = False
+    queries: int = MANY
 
     @property
     def text(self) -> str:
@@ -46,7 +51,8 @@ class Kind(NamedTuple):
             "" if self.heads == USUAL else ", with heads of {} and {} features".format(*self.heads)
         )
         packed = ", for packed sequences" * self.packed + ", for padded keys" * self.padded
-        return self.dtype + " with a bias" * self.dense + packed + heads
+        queries = {1: " of one query", FEW: f" of at most {FEW} queries"}.get(self.queries, "")
+        return self.dtype + queries + " with a bias" * self.dense + packed + heads
 
 
 def kind_of(request: Request) -> Kind:
@@ -55,7 +61,9 @@ def kind_of(request: Request) -> Kind:
     packed = request.mask.packed_lengths is not None
     heads = request.query.shape[3], request.value.shape[3]
     usual = heads[0] == heads[1] <= WIDEST_USUAL
-    return Kind(request.query.dtype.name, dense, packed, USUAL if usual else heads)
+    T = request.query.shape[1]
+    queries = MANY if dense or packed or T > FEW else FEW if T > 1 else 1
+    return Kind(request.query.dtype.name, dense, packed, USUAL if usual else heads, queries=queries)
 
 
 class Case(NamedTuple):
@@ -114,11 +122,16 @@ def cases(kind: Kind) -> Iterator[Case]:
 
     If `dense`: calls with a bias and with a dense mask. If `packed`: full, causal and of odd size, some
     sequences absent. If `padded`: many queries and one, keys absent anywhere. Otherwise: calls with
-    lengths, log-sum-exp, one query, odd sizes and a window. Where lengths are given, one sequence is
-    full, one is shorter and one is empty. Keys and values that no query attends are NaN.
+    lengths and log-sum-exp, and of more than one query also causal ones, odd sizes and a window. Where
+    lengths are given, one sequence is full, one is shorter and one is empty. Keys and values that no query
+    attends are NaN, of the shorter sequence in the last tile that is read, and in others.
     """
-    lengths = np.asarray([128, 61, 0], np.int32)
-    causal = Mask.causal() & Mask.lengths(key_value=lengths)
+    T, S = kind.queries, 384
+
+    def lengths(full: int) -> Mask:
+        return Mask.lengths(key_value=np.asarray([full, 61 * full // 128, 0], np.int32))
+
+    causal = Mask.causal() & lengths(T)
     if kind.dense:
         yield _case("causal, with a bias and lengths", kind, causal, bias=True)
         mask_array = np.random.default_rng(1).random((3, 1, 128, 128)) < 0.5
@@ -139,11 +152,13 @@ def cases(kind: Kind) -> Iterator[Case]:
         yield _case("padded keys", kind, padding)
         yield _case("padded keys of one query", kind, padding, T=1)
         return
-    yield _case("causal, with lengths", kind, causal)
-    yield _case("with lengths and log-sum-exp", kind, Mask.lengths(key_value=lengths), lse=True)
-    yield _case("one query", kind, Mask.lengths(key_value=lengths), T=1)
-    yield _case("odd sizes", kind, Mask(), T=37, S=37)
-    yield _case("a window", kind, Mask.window(16, 0))
+    yield _case("with lengths and log-sum-exp", kind, lengths(S), T=T, S=S, lse=True)
+    if T == 1:
+        yield _case("one query", kind, lengths(S), T=T, S=S)
+        return
+    yield _case("causal, with lengths", kind, causal, T=T, S=T)
+    yield _case("odd sizes", kind, Mask(), T=T // 4 + 5, S=T // 4 + 5)
+    yield _case("a window", kind, Mask.window(T // 8, 0), T=T, S=T)
 
 
 def _case(

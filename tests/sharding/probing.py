@@ -11,20 +11,25 @@ import numpy as np
 def probed(index: int) -> dict[str, Any]:
     os.environ["JAXMHA_PROBE_SECONDS"] = "40"
     from jaxmha.implementations import probe, reference
+    from jaxmha.implementations.base import EVERYTHING_LEAKS, Leaks
     from jaxmha.implementations.probe_cases import Kind
 
-    def attend(request: Any, *, leaks: bool) -> Any:
+    def attend(request: Any, *, leaks: Leaks) -> Any:
         if index == 1:
             raise RuntimeError("no kernel image is available")
         return reference.attend(request)
 
-    def leaky(request: Any, *, leaks: bool) -> Any:
+    def leaky(request: Any, *, leaks: Leaks) -> Any:
         found = reference.attend(request)
-        return found if leaks or index == 0 else found._replace(out=found.out * np.nan)
+        return (
+            found
+            if leaks == EVERYTHING_LEAKS or index == 0
+            else found._replace(out=found.out * np.nan)
+        )
 
     failing = [2 * index]
 
-    def busy(request: Any, *, leaks: bool) -> Any:
+    def busy(request: Any, *, leaks: Leaks) -> Any:
         failing[0] -= 1
         if failing[0] >= 0:
             raise RuntimeError("RESOURCE_EXHAUSTED")
@@ -40,7 +45,7 @@ def probed(index: int) -> dict[str, Any]:
     if index == 0:
         found["alone"] = failure("stub", agree=False)
     found["together"] = failure("stub")
-    found["leaks"] = failure("leaky", leaky), probe.leaks("leaky", kind)
+    found["leaks"] = failure("leaky", leaky), tuple(probe.leaks("leaky", kind))
     found["busy"] = [failure("busy", busy) for _ in range(2)]
     if index == 0:  # the other process runs something else
         os.environ["JAXMHA_PROBE_SECONDS"] = "15"

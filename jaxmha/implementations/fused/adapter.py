@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int32, Integer
 
 from jaxmha.arrays import Array
 from jaxmha.implementations import fully_masked
-from jaxmha.implementations.base import Request, Result
+from jaxmha.implementations.base import EVERYTHING_LEAKS, Leaks, Request, Result
 from jaxmha.implementations.tiled import attended, block_mask
 from jaxmha.implementations.tiled.block_mask import Conditions
 from jaxmha.mask import Mask
@@ -85,35 +85,36 @@ def attend(
     request: Request,
     run: Callable[[KernelInputs], OutAndLse],
     *,
-    skips_beyond_lengths: bool = False,
-    leaks: bool = True,
+    beyond_lengths: Leaks = EVERYTHING_LEAKS,
+    leaks: Leaks = EVERYTHING_LEAKS,
 ) -> Result:
     """Computes the request with a kernel: `run` returns the output and, if requested, the lse.
 
     `run` may return any value in fully masked rows, but its gradient must not be NaN.
 
-    `skips_beyond_lengths`: True if positions beyond the lengths do not affect the results of the
-    kernel, and `run` returns 0 in fully masked rows. Unattended positions are then zeroed only for
-    masks that lengths do not express.
+    `leaks`: which unattended keys and values affect the results of the kernel, and are therefore
+    zeroed, where their gradients alone are affected in gradients alone.
 
-    `leaks`: False if unattended keys and values do not affect the results of the kernel, whichever mask
-    excludes them; they are then not zeroed.
+    `beyond_lengths`: the same of masks that lengths express. Unless everything leaks there, `run`
+    returns 0 in fully masked rows.
     """
     (B, T, N, _), (_, S, K, _) = request.query.shape, request.value.shape
     mask = request.mask
     conditions = block_mask.from_mask(mask, T, S)
     left, above = diagonals(mask, T, S)
     padded = mask.key_value_padding is not None
-    by_lengths = skips_beyond_lengths and not is_dense(request) and mask.query_padding is None
+    by_lengths = beyond_lengths.output < EVERYTHING_LEAKS.output
+    by_lengths &= not is_dense(request) and mask.query_padding is None
     by_lengths &= mask.query_segments is None and not (padded and (left, above) != (None, None))
     rows, keys = attended.attended(conditions, request.bias, B, N, T, S)
     query, key, value = request.query, request.key, request.value
-    if rows is not None and not by_lengths:
+    leaks = beyond_lengths if by_lengths else leaks
+    if rows is not None and not (by_lengths and leaks.gradients < EVERYTHING_LEAKS.gradients):
         query = _zeroed_in_gradients(query, jnp.moveaxis(rows, 1, 2)[..., None])
-    if keys is not None and leaks and not by_lengths:
+    if keys is not None and leaks != Leaks():
         each = keys if keys.shape[1] == 1 else keys.reshape(-1, K, N // K, S).any(2)
         valid = jnp.moveaxis(each, 1, 2)[..., None]
-        key, value = (jnp.where(valid, x, 0) for x in (key, value))
+        value, key = (_zeroed(x, valid, leaks, least) for x, least in ((value, 1), (key, 2)))
     out, lse = run(
         KernelInputs(
             query,
@@ -138,19 +139,28 @@ def attend(
     return Result(out, None, lse)
 
 
+def _zeroed(
+    x: Float[jax.Array, "B S K _"], valid: Bool[jax.Array, "#B #S #K 1"], leaks: Leaks, least: int
+) -> jax.Array:
+    """Keys or values with 0 at unattended positions where these leak, from the level `least` on."""
+    if leaks.output >= least:
+        return jnp.where(valid, x, 0)
+    return _zeroed_in_gradients(x, valid) if leaks.gradients >= least else x
+
+
 @jax.custom_vjp
 def _zeroed_in_gradients(
-    query: Float[jax.Array, "B T N H"], rows: Bool[jax.Array, "#B #T #N 1"]
+    x: Float[jax.Array, "B T N H"], valid: Bool[jax.Array, "#B #T #N 1"]
 ) -> jax.Array:
-    """The queries, and 0 in place of those outside `rows` where a gradient is computed: there alone one
-    row affects others."""
-    del rows
-    return query
+    """The array, and 0 at positions outside `valid` where a gradient is computed. One query row affects
+    others there alone."""
+    del valid
+    return x
 
 
 _zeroed_in_gradients.defvjp(
-    lambda query, rows: (jnp.where(rows, query, 0), rows),
-    lambda rows, cotangent: (jnp.where(rows, cotangent, 0), None),
+    lambda x, valid: (jnp.where(valid, x, 0), valid),
+    lambda valid, cotangent: (jnp.where(valid, cotangent, 0), None),
 )
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int32
 
 from jaxmha.implementations import platforms, probe, probe_cases
-from jaxmha.implementations.base import Request, Result
+from jaxmha.implementations.base import EVERYTHING_LEAKS, Leaks, Request, Result
 from jaxmha.implementations.fused import adapter, cudnn_kernel, cudnn_packed, cudnn_padding
 from jaxmha.implementations.fused.adapter import (
     SEGMENTS,
@@ -118,10 +118,10 @@ def traceable() -> str | None:
     return None
 
 
-def attend(request: Request, *, leaks: bool = False, in_place: bool | None = None) -> Result:
+def attend(request: Request, *, leaks: Leaks = Leaks(), in_place: bool | None = None) -> Result:
     """Computes the request in its own dtype; softmax and sums are float32.
 
-    `leaks`: whether positions beyond the lengths affect the results in this release of cuDNN.
+    `leaks`: which keys and values beyond the lengths affect the results in this release of cuDNN.
     `in_place`: whether valid keys are read where they lie; None: where a probe finds that right.
     """
     lengths = request.mask.packed_lengths
@@ -133,22 +133,27 @@ def attend(request: Request, *, leaks: bool = False, in_place: bool | None = Non
         heads = request.query, request.key, request.value
         return Result(cudnn_packed.out(settings, *heads, lengths), None, None)
     if in_place is None:
-        in_place = not leaks and _reads_in_place(request)
+        leaks_in_place = _leaks_in_place(request)
+        in_place = leaks_in_place is not None
+        leaks = leaks if leaks_in_place is None else leaks_in_place
+    if request.return_lse and leaks.gradients:  # the gradient of lse has keys in place of values
+        leaks = leaks._replace(gradients=EVERYTHING_LEAKS.gradients)
     run = partial(_run, lse=request.return_lse, in_place=in_place)
     # A bias cannot keep a NaN out: every kernel that adds one leaks, whatever it does beyond lengths.
-    return adapter.attend(request, run, skips_beyond_lengths=not leaks)
+    return adapter.attend(request, run, beyond_lengths=leaks)
 
 
-def _reads_in_place(request: Request) -> bool:
-    """True if cuDNN needs no copy of the valid keys, and computes that rightly on this machine."""
+def _leaks_in_place(request: Request) -> Leaks | None:
+    """Leaks where valid keys are read as they lie; None: cuDNN needs copies of them on this machine."""
     if cudnn_padding.unsupported_reason(request):
-        return False
-    if not platforms.current().present:
-        return True
-    kind = probe_cases.kind_of(request)._replace(padded=True)
-    alone = partial(attend, in_place=True)
-    found = probe.failure(cudnn_padding.NAME, alone, unsupported_reason, kind)
-    return found is None and not probe.leaks(cudnn_padding.NAME, kind)
+        return None
+    kind = probe_cases.kind_of(request)._replace(padded=True, queries=probe_cases.MANY)
+    if platforms.current().present:
+        alone = partial(attend, in_place=True)
+        if probe.failure(cudnn_padding.NAME, alone, unsupported_reason, kind) is not None:
+            return None
+    found = probe.leaks(cudnn_padding.NAME, kind)
+    return None if found.output else found
 
 
 def _run(inputs: KernelInputs, *, lse: bool, in_place: bool) -> OutAndLse:

@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Float, Int, Int32
 
 from jaxmha.implementations import partitioned, platforms, probe, probe_cases, reference
-from jaxmha.implementations.base import Request, Result
+from jaxmha.implementations.base import Leaks, Request, Result
 from jaxmha.implementations.fused import cudnn, cudnn_kernel
 from jaxmha.implementations.fused.cudnn_kernel import Settings
 
@@ -79,7 +79,7 @@ def failure(request: Request, *, paged: bool) -> str | None:
         return cudnn.traceable()
     name, kind = PAGED if paged else NAME, probe_cases.kind_of(request)
     reason = probe.failure(name, partial(attend, paged=paged), unsupported_reason, kind)
-    if reason is None and probe.leaks(name, kind):
+    if reason is None and probe.leaks(name, kind).output:
         return "slots beyond the lengths affect its results"
     return reason
 
@@ -188,7 +188,7 @@ def _of_pages(
 def attend(
     request: Request,
     *,
-    leaks: bool = False,
+    leaks: Leaks = Leaks(),
     paged: bool = False,
     one: Callable[..., jax.Array] = out,
 ) -> Result:
@@ -198,7 +198,7 @@ def attend(
     (B, T, N, _), h = request.query.shape, request.value.shape[3]
 
     def stored(*heads: jax.Array) -> Stored:
-        if leaks:  # nothing can zero the dead slots of a cache: this only finds the reason
+        if leaks.output:  # nothing can zero the dead slots of a cache: this only finds the reason
             beyond = jnp.arange(heads[0].shape[1])[None] >= lengths[:, None]
             heads = tuple(jnp.where(beyond[..., None, None], 0, x) for x in heads)
         if paged:

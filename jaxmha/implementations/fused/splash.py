@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Float
 
 from jaxmha.implementations import platforms
-from jaxmha.implementations.base import Request, Result
+from jaxmha.implementations.base import EVERYTHING_LEAKS, Leaks, Request, Result
 from jaxmha.implementations.fused import adapter
 from jaxmha.implementations.fused.adapter import Kernel, KernelInputs, Others, OutAndLse, fill
 from jaxmha.mask import Mask
@@ -65,7 +65,7 @@ def traceable() -> str | None:
     return None
 
 
-def attend(request: Request, *, leaks: bool = True) -> Result:
+def attend(request: Request, *, leaks: Leaks = EVERYTHING_LEAKS) -> Result:
     """Computes the request in its own dtype; softmax and sums are float32.
 
     `leaks` has no effect: unattended positions are always zeroed, because the kernel multiplies

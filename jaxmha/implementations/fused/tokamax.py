@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Float
 
 from jaxmha.implementations import platforms
-from jaxmha.implementations.base import Request, Result
+from jaxmha.implementations.base import EVERYTHING_LEAKS, Leaks, Request, Result
 from jaxmha.implementations.fused import adapter
 from jaxmha.implementations.fused.adapter import SEGMENTS, KernelInputs
 
@@ -59,10 +59,10 @@ def traceable() -> str | None:
     return None
 
 
-def attend(request: Request, *, leaks: bool = True) -> Result:
+def attend(request: Request, *, leaks: Leaks = EVERYTHING_LEAKS) -> Result:
     """Computes the request in its own dtype; softmax and sums are float32.
 
-    `leaks`: whether unattended keys and values affect the results in this release of tokamax, as they do
+    `leaks`: which unattended keys and values affect the results in this release of tokamax, as they do
     where it multiplies them by weights of 0: 0 * NaN is NaN.
     """
     cap, mask = request.semantics.logits_soft_cap, request.mask

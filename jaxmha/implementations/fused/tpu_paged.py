@@ -60,7 +60,9 @@ def failure(request: Request, page: int) -> str | None:
     H = request.query.shape[3]
     # A leak is expected: the cache zeroes the slots after the last token.
     attend = partial(cudnn_cached.attend, paged=True, one=out)
-    return probe.failure(NAME, attend, unsupported_reason, Kind("bfloat16", heads=(H, H)))
+    return probe.failure(
+        NAME, attend, unsupported_reason, Kind("bfloat16", heads=(H, H), queries=1)
+    )
 
 
 def out(
