@@ -13,6 +13,7 @@ from jaxmha.implementations import cache_kernels, probe
 from jaxmha.implementations.base import Leaks
 from jaxmha.implementations.fused import cudnn_cached, tpu_paged
 from jaxmha.implementations.probe_cases import Kind
+from tests.test_paged_cache import poisoned
 from tests.tolerance import assert_close
 
 B, N, K, H, D, PAGE, PAGES = 3, 4, 2, 128, 7, 16, 11
@@ -27,12 +28,7 @@ def filled() -> tuple[jaxmha.PagedKVCache, jaxmha.PagedKVCache]:
     """A cache of tokens, and the same with NaN wherever there is none."""
     empty = jaxmha.PagedKVCache.empty(PARAMS, B, 64, pages=PAGES, page_size=PAGE)
     _, cache = jaxmha.extend(PARAMS, X[:, :19], empty, q_lengths=COUNTS)
-    live = np.zeros((PAGES, 1, PAGE, 1), bool)
-    table = np.asarray(cache.table)
-    for b, t in np.argwhere(np.arange(20) < COUNTS[:, None]):
-        live[table[b, t // PAGE], :, t % PAGE] = True
-    pools = {x: jnp.where(live, getattr(cache, x), jnp.nan) for x in ("key", "value")}
-    return cache, cache._replace(**pools)
+    return cache, poisoned(cache)
 
 
 def test_slots_after_the_last_token_become_0() -> None:
