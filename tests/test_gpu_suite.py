@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -109,6 +110,31 @@ def test_stored_rows_are_not_checked_again() -> None:
         )  # fmt: skip
         assert [key in row for row in conformance] == [True, True]
     assert seen == [1, 2, 2, 2]
+
+
+def test_one_check_runs_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many compile: XLA ends the process where one loads while another records a graph."""
+    running, most = [0], [0]
+
+    def work(x: Any) -> Any:
+        running[0] += 1
+        most[0] = max(most[0], running[0])
+        time.sleep(0.1)
+        running[0] -= 1
+        return x
+
+    def program(*_: Any, **__: Any) -> Any:
+        return lambda heads, _: {"out": jax.pure_callback(work, heads["query"], heads["query"])}
+
+    monkeypatch.setattr(on_device, "program", program)
+    monkeypatch.setattr(on_device, "expected", lambda _, exact, *__, **___: {"out": exact["query"]})
+    rows: list[Any] = []
+    on_device.run(
+        rows, CALLS[:4], ["blocked"], ["bfloat16"],
+        late=lambda: False, threads=4, done=lambda: None,
+    )  # fmt: skip
+    assert [row["errors"]["out"] for row in rows] == [0] * 4
+    assert most == [1]
 
 
 @pytest.fixture

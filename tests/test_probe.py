@@ -1,5 +1,7 @@
 """The probe of a kernel: threads, traces and devices from which it is asked. The kernel is a stub."""
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -134,6 +136,16 @@ def test_arrays_of_a_case_that_cannot_be_made(
         found = [Stub().failure() for _ in range(2)]
     assert found == 2 * [f"{type(error).__name__}: {error}"]
     assert len(asked) == (1 if isinstance(error, TypeError) else 4)
+
+
+def test_a_probe_that_is_late_does_not_abort_the_process() -> None:
+    """It still compiles when the process ends: XLA's threads do not survive the interpreter."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.slow_probe"], capture_output=True, check=False, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "it did not finish within 1 s" in done.stdout
+    assert "asked: 2" in done.stdout  # one case, without and with a gradient
 
 
 @pytest.mark.parametrize("text", ["soon", "-1", "nan", "inf"])

@@ -2,10 +2,11 @@
 
 The environment variable JAXMHA_PROBE changes this: `0` uses no kernel, `trust` uses kernels without
 a probe, `strict` raises if a kernel fails. A probe that takes longer than JAXMHA_PROBE_SECONDS
-(default 60) has failed. The processes of a multi-process program exchange the outcomes of their
+(default 60) has failed; it ends with the case that it is in. The processes of a multi-process program exchange the outcomes of their
 probes, and wait as long for each other to begin.
 """
 
+import atexit
 import itertools
 import json
 import os
@@ -31,6 +32,8 @@ ALLOWED = 0.03
 # Texts in the errors of a busy machine: the probe is repeated, and its outcome is not cached.
 TRANSIENT = ("RESOURCE_EXHAUSTED", "out of memory", "OUT_OF_MEMORY", "ALLOC_FAILED")
 MODES = ("", "0", "trust", "strict")
+# Seconds that the end of the process waits for probes that did not finish in time.
+LINGER = 30.0
 
 
 class Finding(NamedTuple):
@@ -136,7 +139,7 @@ def _key(name: str, kind: Kind) -> tuple[str, ...]:
 def _within_limit(attend: Attend, unsupported: Reason, kind: Kind) -> Finding:
     """Runs the probe in a daemon thread, with a time limit, on one device of each kind, or on the
     caller's default device. The caller's trace and contexts do not apply in the thread. A hanging
-    thread does not prevent the process from exiting."""
+    thread does not prevent the process from exiting, but one that compiles then would abort it."""
     devices = platforms.devices()
     found: list[Finding] = []
 
@@ -160,10 +163,30 @@ def _within_limit(attend: Attend, unsupported: Reason, kind: Kind) -> Finding:
 
     thread = threading.Thread(target=run, name="jaxmha-probe", daemon=True)
     thread.start()
-    thread.join(seconds())
+    try:
+        thread.join(seconds())
+    finally:
+        if thread.is_alive():
+            _LATE.append(thread)
     if found:
         return found[0]
     return Finding(f"it did not finish within {seconds():g} s (JAXMHA_PROBE_SECONDS)")
+
+
+_LATE: list[threading.Thread] = []
+
+
+@atexit.register  # after JAX's own, which therefore runs later
+def _linger() -> None:
+    until = time.monotonic() + LINGER
+    for thread in _LATE:
+        thread.join(max(0.0, until - time.monotonic()))
+
+
+def _in_time() -> None:
+    """Raises TimeoutError in the thread of a probe that nobody waits for any more."""
+    if threading.current_thread() in _LATE:
+        raise TimeoutError
 
 
 def _client() -> Any:
@@ -251,6 +274,7 @@ def _once(
         if unsupported(case.request) is not None:
             continue
         try:
+            _in_time()
             wrong = _wrong(attend, case, leaks)
         except Exception as error:  # noqa: BLE001  drivers and compilers raise any
             return _of(error), None
@@ -285,7 +309,10 @@ def _wrong(attend: Attend, case: probe_cases.Case, leaks: Leaks) -> str | None:
         # Outputs are computed again: without a gradient, cuDNN may run another kernel.
         return *value(*heads), *pull((d_out, d_lse) if request.return_lse else (d_out,))
 
-    found = jax.jit(run)(*request[:3], *case.cotangents)
+    operands = *request[:3], *case.cotangents
+    compiled = jax.jit(run).lower(*operands).compile()
+    _in_time()  # what the caller runs by now may not bear another program next to it
+    found = compiled(*operands)
     expected = case.expected()
     for what, x in zip(expected, found, strict=True):
         y = expected[what]
