@@ -91,7 +91,20 @@ def _families(state: dict[str, Any]) -> set[str]:
         found = attention_blocks.find(shapes)
     except ValueError:  # two layouts, neither of which has all arrays of these names
         return set()
-    return {block.family[0] for block in found if block.family}
+    return {name for block in found for name in _of_block(block, shapes)}
+
+
+def _of_block(block: attention_blocks.Block, shapes: dict[str, tuple[int, ...]]) -> set[str]:
+    """The families of a block; of one with norms, sinks or gates, those with its layers alone."""
+    if block.family:
+        return {block.family[0]}
+    made: dict[str, str] = {}
+    for family in model_families.FAMILIES:
+        kernels = {e.key for e in attention_blocks.named(family.layout).entries if not e.group}
+        stands = model_families.stands([family.name], block.prefix)
+        if stands and kernels <= block.keys.keys() and family.recognises(block.prefix, shapes):
+            made.setdefault(family.layout, family.name)
+    return {*made.values()}
 
 
 def main() -> None:
