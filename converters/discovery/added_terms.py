@@ -6,8 +6,10 @@ do not depend on them ignore them.
 """
 
 import math
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 from jaxmha.arrays import Array
@@ -28,6 +30,23 @@ class Alibi(NamedTuple):
         """The bias, `N T S`."""
         found: NDArray = -np.asarray(self.rates)[:, None, None] * _distances(T, S)
         return found
+
+
+def alibi(heads: int, model_type: str, own: Mapping[str, Any]) -> Alibi:
+    """The ALiBi of a model. Source: Press et al., "Train Short, Test Long" (2022).
+
+    Falcon rounds the rates to bfloat16, and scales the bias as it scales the logits.
+
+    >>> alibi(4, "bloom", {}).rates
+    (0.25, 0.0625, 0.015625, 0.00390625)
+    """
+    below = 2 ** int(math.log2(heads))
+    rates = [2.0 ** (-8 * (i + 1) / below) for i in range(below)]
+    rates += [2.0 ** (-4 * (2 * i + 1) / below) for i in range(heads - below)]
+    if model_type == "falcon":
+        scale = (own["hidden_size"] // heads) ** -0.5
+        rates = [float(jnp.bfloat16(rate)) * scale for rate in rates]
+    return Alibi(tuple(rates))
 
 
 class Buckets(NamedTuple):

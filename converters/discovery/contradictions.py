@@ -105,7 +105,9 @@ def _of_block(
         if kind == "width" and count and count.stages:
             continue  # the stages have different widths, and the key holds only one
         if kind == "kv" and own.get("multi_query") is True and found[0] == 1:
-            continue  # Falcon ignores its num_kv_heads if multi_query is set
+            continue  # Falcon ignores its num_kv_heads if multi_query is set,
+        if kind == "kv" and own.get("new_decoder_architecture") is False:
+            continue  # and before its second architecture
         if stated and found[0] is not None and not _sizes(content, like).intersection(found):
             yield kind, f"{stated[0]} is {stated[1]}, and {where} has {found[0]} {letter}"
 
@@ -187,7 +189,8 @@ def _model_type(
     mine = sum(family_keymaps.kind_at(prefix, theirs) is not None for prefix in prefixes)
     other = sum(family_keymaps.kind_at(prefix, here) is not None for prefix in prefixes)
     placed = any(model_families.stands(theirs, block.prefix) for block in blocks)
-    if not placed or mine < other:
+    named = any(keymap.family in theirs for keymap in family_keymaps.KEYMAPS)
+    if not placed or (named and mine < other):  # else, no name of theirs is known
         shown = ", ".join(sorted(here))
         yield (
             "model_type",

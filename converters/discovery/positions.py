@@ -28,7 +28,7 @@ from jaxmha.converters.discovery import (
     query_scale,
     relative,
 )
-from jaxmha.converters.discovery.added_terms import Alibi, Term
+from jaxmha.converters.discovery.added_terms import Term, alibi
 from jaxmha.converters.discovery.attention_blocks import Block
 from jaxmha.converters.discovery.axial import Axial
 from jaxmha.converters.discovery.head_count import Configured
@@ -64,6 +64,7 @@ _PERMUTED = (("linear-wo", "pixtral"),)
 _NOWHERE = (
     "nemotron_h", "clvp_decoder", "cohere_asr", "idefics_vision", "neucodec", "xcodec2",
 )  # fmt: skip
+_ROTATED_ACROSS = ("edgetam_video", "sam2_video", "sam3_tracker_video")
 # Model types with relative positions in some blocks, and rotary positions in all others.
 _BOTH = ("phi4_multimodal", "deepseek_ocr2_text", "unlimited_ocr_text")
 # Model types that rotate by negative angles.
@@ -244,7 +245,9 @@ def _of_parts(
     if "alibi" in parts or own.get("alibi") is True:
         if heads is None:
             raise ValueError("its head count is not known")
-        return Positions("alibi", added=Alibi(rates(heads)))
+        return Positions("alibi", added=alibi(heads, model_type, own))
+    if re.search(masked_types.ACROSS, block.prefix) and model_type in _ROTATED_ACROSS:
+        raise ValueError("its attention across rotates by rows and columns, and not every key")
     if "rotary" in parts and re.search(masked_types.ACROSS, block.prefix):
         return Positions("none", why="attention across has none")
     if "rotary" in parts and model_type not in _NOWHERE:
@@ -350,18 +353,6 @@ def _without(own: Mapping[str, Any], layer: int | None, model_type: str) -> bool
         return layer < len(kinds) and kinds[layer] == "full_attention"
     rows = own.get("no_rope_layers", own.get("layer_rope_theta"))
     return isinstance(rows, list) and layer is not None and layer < len(rows) and not rows[layer]
-
-
-def rates(heads: int) -> tuple[float, ...]:
-    """The rates of ALiBi, by head. Source: Press et al., "Train Short, Test Long" (2022).
-
-    >>> rates(4)
-    (0.25, 0.0625, 0.015625, 0.00390625)
-    """
-    below = 2 ** int(math.log2(heads))
-    found = [2.0 ** (-8 * (i + 1) / below) for i in range(below)]
-    between = [2.0 ** (-4 * (2 * i + 1) / below) for i in range(heads - below)]
-    return tuple(found + between)
 
 
 def turned(

@@ -28,8 +28,8 @@ _V3 = {
 }  # fmt: skip
 _FALCONS = (
     {"new_decoder_architecture": False, "multi_query": True, "alibi": False},
-    {"new_decoder_architecture": True, "num_kv_heads": 2, "alibi": False},
-    {"new_decoder_architecture": False, "multi_query": False, "alibi": True, "bias": True,
+    {"new_decoder_architecture": True, "num_attention_heads": 8, "num_kv_heads": 2, "alibi": False},
+    {"new_decoder_architecture": False, "multi_query": False, "num_attention_heads": 8, "num_kv_heads": 8, "alibi": True, "bias": True,
      "parallel_attn": False},
 )  # fmt: skip
 FAMILIES = (
