@@ -22,29 +22,29 @@ PARTS = {
             deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 deepseek_vl deepseek_vl_hybrid dia
             dia_decoder dia_encoder diffllama diffusion_gemma diffusion_gemma_text dinov3_vit
             doge dots1 dots3_note dots3_note_audio_encoder dots3_note_text
-            dots3_note_vision_encoder edgetam_video edgetam_video_mask_decoder
-            edgetam_video_prompt_encoder efficientloftr embedding_gemma2 embedding_gemma2_text
-            emu3 emu3_text_model emu3_vqgan eomt_dinov3 ernie4_5 ernie4_5_moe ernie4_5_vl_moe
-            ernie4_5_vl_moe_text ernie4_5_vl_moe_vision esm esmc esmfold2 eurobert evolla
-            exaone4 exaone4_5 exaone4_5_vision exaone_moe falcon falcon_h1 fast_vlm flex_olmo
-            flint fun_asr_nano fuyu gemma gemma2 gemma3 gemma3_text gemma3n gemma3n_text
-            gemma3n_vision gemma4 gemma4_text gemma4_unified gemma4_unified_assistant
-            gemma4_unified_audio gemma4_unified_text gemma4_unified_vision gemma4_vision glm
-            glm4 glm46v glm4_moe glm4_moe_lite glm4v glm4v_moe glm4v_moe_text glm4v_moe_vision
-            glm4v_text glm4v_vision glm5_next glm5_next_vision glm_image glm_image_text
-            glm_moe_dsa glm_ocr glm_ocr_text glm_ocr_vision glmasr glmasr_encoder glmga got_ocr2
-            gpt_neox gpt_neox_japanese gpt_oss gptj gradium_phonon_tts granite granite4_vision
-            granite4_vision_text granite_docling granite_docling_text granite_speech
-            granite_speech_plus granite_swa granitemoe granitemoe_swa granitemoehybrid
-            granitemoeshared gte helium higgs_audio_v2 hrm_text hunyuan_v1_dense hunyuan_v1_moe
-            hunyuan_vl hunyuan_vl_text hy_v3 hy_v4 hyperclovax hyperclovax_vision_v2 idefics
-            idefics2 idefics3 idefics_perciever idefics_vision inkling2 inkling2_vision
-            internlm3 internvl iquestcoder jais2 janus jetmoe jev jina_embeddings_v3 kimi_k25
-            kimi_k25_vision kimi_linear kolibri1 kyutai_speech_to_text laguna lasr_ctc
-            lasr_encoder lfm2 lfm2_moe lfm2_vl lfm3 lfm3_vl lfm3_vl_vision lightglue lighton_ocr
-            llama llama4 llama4_text llama4_vision_model llava llava_next llava_next_video
-            llava_onevision longcat_flash mellum mimi mimi_decoder mimi_encoder mimo_v2_flash
-            minicpm3 minicpm_ocr minicpmv4_6 minicpmv4_7 minimax minimax_m2 minimax_m3_vl
+            dots3_note_vision_encoder edgetam_video efficientloftr embedding_gemma2
+            embedding_gemma2_text emu3 emu3_text_model eomt_dinov3 ernie4_5 ernie4_5_moe
+            ernie4_5_vl_moe ernie4_5_vl_moe_text ernie4_5_vl_moe_vision esm esmc esmfold2
+            eurobert evolla exaone4 exaone4_5 exaone4_5_vision exaone_moe falcon falcon_h1
+            fast_vlm flex_olmo flint fun_asr_nano fuyu gemma gemma2 gemma3 gemma3_text gemma3n
+            gemma3n_text gemma3n_vision gemma4 gemma4_text gemma4_unified
+            gemma4_unified_assistant gemma4_unified_audio gemma4_unified_text
+            gemma4_unified_vision gemma4_vision glm glm4 glm46v glm4_moe glm4_moe_lite glm4v
+            glm4v_moe glm4v_moe_text glm4v_moe_vision glm4v_text glm4v_vision glm5_next
+            glm5_next_vision glm_image glm_image_text glm_moe_dsa glm_ocr glm_ocr_text
+            glm_ocr_vision glmasr glmasr_encoder glmga got_ocr2 gpt_neox gpt_neox_japanese
+            gpt_oss gptj gradium_phonon_tts granite granite4_vision granite4_vision_text
+            granite_docling granite_docling_text granite_speech granite_speech_plus granite_swa
+            granitemoe granitemoe_swa granitemoehybrid granitemoeshared gte helium
+            higgs_audio_v2 hrm_text hunyuan_v1_dense hunyuan_v1_moe hunyuan_vl hunyuan_vl_text
+            hy_v3 hy_v4 hyperclovax hyperclovax_vision_v2 idefics idefics2 idefics3
+            idefics_perciever idefics_vision inkling2 inkling2_vision internlm3 internvl
+            iquestcoder jais2 janus jetmoe jev jina_embeddings_v3 kimi_k25 kimi_k25_vision
+            kimi_linear kolibri1 kyutai_speech_to_text laguna lasr_ctc lasr_encoder lfm2
+            lfm2_moe lfm2_vl lfm3 lfm3_vl lfm3_vl_vision lightglue lighton_ocr llama llama4
+            llama4_text llama4_vision_model llava llava_next llava_next_video llava_onevision
+            longcat_flash mellum mimi mimi_decoder mimi_encoder mimo_v2_flash minicpm3
+            minicpm_ocr minicpmv4_6 minicpmv4_7 minimax minimax_m2 minimax_m3_vl
             minimax_m3_vl_text minimax_m3_vl_vision ministral ministral3 mistral mistral3
             mistral4 mistral_large4 mistral_large4_text mixtral mlcd mlcd_vision_model mllama
             mllama_text_model modernbert modernbert-decoder modernvbert molmo2 molmo2_text
@@ -69,17 +69,15 @@ PARTS = {
             qwen3_omni_moe_talker_code_predictor qwen3_omni_moe_talker_text qwen3_omni_moe_text
             qwen3_omni_moe_thinker qwen3_omni_moe_vision_encoder qwen3_vl qwen3_vl_moe
             qwen3_vl_moe_text qwen3_vl_moe_vision qwen3_vl_text qwen3_vl_vision qwen4_exp
-            qwen4_exp_text qwen4_exp_vision recurrent_gemma roformer sam2_video
-            sam2_video_mask_decoder sam2_video_prompt_encoder sam3 sam3_geometry_encoder
-            sam3_lite_text sam3_tracker sam3_tracker_video sam3_tracker_video_mask_decoder
-            sam3_tracker_video_prompt_encoder sam3_video sam3_vision_model sam3_vit_model
-            sapiens2 sapiens2_head seamless_m4t seed_oss shieldgemma2 smollm3 smolvlm solar_open
-            stablelm starcoder2 step3p5 step3p5_vision step3p7 t5_gemma_module t5gemma t5gemma2
-            t5gemma2_decoder t5gemma2_encoder t5gemma2_text timesfm2_5 ultrabert ultravbert
-            unlimited_ocr unlimited_ocr_text vaultgemma vibevoice vibevoice_asr video_llama_3
-            video_llama_3_vision video_llava vipllava vjepa2 voxtral voxtral_realtime
-            voxtral_realtime_encoder voxtral_realtime_text wav2vec2-bert wav2vec2-conformer
-            xcodec2 youtu zamba2 zaya
+            qwen4_exp_text qwen4_exp_vision recurrent_gemma roformer sam2_video sam3
+            sam3_geometry_encoder sam3_lite_text sam3_tracker sam3_tracker_video sam3_video
+            sam3_vision_model sam3_vit_model sapiens2 sapiens2_head seamless_m4t seed_oss
+            shieldgemma2 smollm3 smolvlm solar_open stablelm starcoder2 step3p5 step3p5_vision
+            step3p7 t5_gemma_module t5gemma t5gemma2 t5gemma2_decoder t5gemma2_encoder
+            t5gemma2_text timesfm2_5 ultrabert ultravbert unlimited_ocr unlimited_ocr_text
+            vaultgemma vibevoice vibevoice_asr video_llama_3 video_llama_3_vision video_llava
+            vipllava vjepa2 voxtral voxtral_realtime voxtral_realtime_encoder
+            voxtral_realtime_text wav2vec2-bert wav2vec2-conformer xcodec2 youtu zamba2 zaya
         """,
         "alibi": """
             bloom mpt
@@ -243,23 +241,23 @@ _PLAIN = """
     altclip altclip_text_model altclip_vision_model audio-spectrogram-transformer
     audioflamingo3_encoder bark bart beit bert bert-generation biogpt bit blenderbot
     blenderbot-small blip blip-2 blip_2_qformer blip_2_vision_model blip_text_model
-    coarse_acoustics fine_acoustics semantic
     blip_vision_model bridgetower_text_model camembert canary_decoder canine chameleon_vqgan
     chinese_clip chinese_clip_text_model chinese_clip_vision_model clap_text_model clip
     clip_text_model clip_vision_model clipseg clipseg_text_model clipseg_vision_model
-    conditional_detr convbert convnext convnextv2 cosmos3_edge_vision ctrl cvt d_fine dac
-    data2vec-audio data2vec-text decision_transformer deformable_detr deimv2 deit depth_anything
-    depth_pro detr dinov2 dinov2_with_registers dinov3_convnext distilbert dpr dpt edgetam
-    edgetam_mask_decoder edgetam_prompt_encoder edgetam_vision_model efficientnet electra
-    encodec encoder-decoder eomt ernie falcon_mamba fastspeech2_conformer_hifigan flaubert flava
-    flava_image_codebook flava_image_model flava_multimodal_model flava_text_model fnet fsmt
-    fun_asr_nano_encoder gemma4_assistant git_vision_model glm_image_vision glm_image_vqmodel
-    glpn gpt-sw3 gpt2 gpt_bigcode granite_docling_vision groupvit groupvit_text_model
-    groupvit_vision_model hgnet_v2 higgs_audio_v2_tokenizer hubert hunyuan_vl_vision ibert
-    idefics2_perceiver idefics2_vision idefics3_vision ijepa imagegpt inkling_audio
-    inkling_vision instructblip instructblip_qformer instructblip_vision_model instructblipvideo
-    instructblipvideo_qformer instructblipvideo_vision_model internvl_vision jamba
-    janus_vision_model kosmos-2 kosmos-2.5 kosmos_2_5_text_model kosmos_2_5_vision_model
+    coarse_acoustics conditional_detr convbert convnext convnextv2 cosmos3_edge_vision ctrl cvt
+    d_fine dac data2vec-audio data2vec-text decision_transformer deformable_detr deimv2 deit
+    depth_anything depth_pro detr dinov2 dinov2_with_registers dinov3_convnext distilbert dpr
+    dpt edgetam edgetam_mask_decoder edgetam_prompt_encoder edgetam_video_mask_decoder
+    edgetam_video_prompt_encoder edgetam_vision_model efficientnet electra emu3_vqgan encodec
+    encoder-decoder eomt ernie falcon_mamba fastspeech2_conformer_hifigan fine_acoustics
+    flaubert flava flava_image_codebook flava_image_model flava_multimodal_model
+    flava_text_model fnet fsmt fun_asr_nano_encoder gemma4_assistant git_vision_model
+    glm_image_vision glm_image_vqmodel glpn gpt-sw3 gpt2 gpt_bigcode granite_docling_vision
+    groupvit groupvit_text_model groupvit_vision_model hgnet_v2 higgs_audio_v2_tokenizer hubert
+    hunyuan_vl_vision ibert idefics2_perceiver idefics2_vision idefics3_vision ijepa imagegpt
+    inkling_audio inkling_vision instructblip instructblip_qformer instructblip_vision_model
+    instructblipvideo instructblipvideo_qformer instructblipvideo_vision_model internvl_vision
+    jamba janus_vision_model kosmos-2 kosmos-2.5 kosmos_2_5_text_model kosmos_2_5_vision_model
     kosmos_2_text_model kosmos_2_vision_model layoutlm levit lilt luke lw_detr_vit lxmert
     m2m_100 mamba mamba2 marian markuplm mbart megatron-bert metaclip_2 metaclip_2_text_model
     metaclip_2_vision_model mgp-str mllama_vision_model mobilebert mobilenet_v1 mobilenet_v2
@@ -274,14 +272,16 @@ _PLAIN = """
     qwen2_5_omni_audio_encoder qwen2_audio_encoder qwen3_asr_encoder
     qwen3_omni_moe_audio_encoder radio rag regnet rembert resnet roberta roberta-prelayernorm
     roc_bert rt_detr rt_detr_resnet rt_detr_v2 rwkv sam2_mask_decoder sam2_prompt_encoder
-    sam3_detr_encoder sam3_lite_text_detr_encoder sam3_lite_text_geometry_encoder
-    sam3_lite_text_mask_decoder sam3_lite_text_text_model sam3_mask_decoder
-    sam3_tracker_mask_decoder sam3_tracker_prompt_encoder sam_hq_mask_decoder
-    sam_hq_prompt_encoder sam_mask_decoder sam_prompt_encoder segformer sew siglip siglip2
-    siglip2_text_model siglip2_vision_model siglip_text_model siglip_vision_model slanet
-    smolvlm_vision speech-encoder-decoder speech_to_text speecht5_hifigan splinter squeezebert
-    superglue superpoint swiftformer table-transformer tapas textnet time_series_transformer
-    timesfm timesformer timm_backbone timm_wrapper tipsv2 tipsv2_dpt tipsv2_text_model
+    sam2_video_mask_decoder sam2_video_prompt_encoder sam3_detr_encoder
+    sam3_lite_text_detr_encoder sam3_lite_text_geometry_encoder sam3_lite_text_mask_decoder
+    sam3_lite_text_text_model sam3_mask_decoder sam3_tracker_mask_decoder
+    sam3_tracker_prompt_encoder sam3_tracker_video_mask_decoder
+    sam3_tracker_video_prompt_encoder sam_hq_mask_decoder sam_hq_prompt_encoder sam_mask_decoder
+    sam_prompt_encoder segformer semantic sew siglip siglip2 siglip2_text_model
+    siglip2_vision_model siglip_text_model siglip_vision_model slanet smolvlm_vision
+    speech-encoder-decoder speech_to_text speecht5_hifigan splinter squeezebert superglue
+    superpoint swiftformer table-transformer tapas textnet time_series_transformer timesfm
+    timesformer timm_backbone timm_wrapper tipsv2 tipsv2_dpt tipsv2_text_model
     tipsv2_vision_model trocr tvp unispeech unispeech-sat univnet unlimited_ocr_vision_encoder
     upernet uvdoc uvdoc_backbone vibevoice_acoustic_tokenizer
     vibevoice_acoustic_tokenizer_decoder vibevoice_acoustic_tokenizer_encoder

@@ -175,8 +175,15 @@ def _windowed(own: Mapping[str, Any], model_type: str, layer: int | None, causal
         if model_type in masked_types.WINDOWS and own.get("sliding_window") is None:
             key, divisor = masked_types.WINDOWS[model_type]
         size = _size(own, key) // divisor
-        return Attended(scheme, size - 1) if causal else Attended(scheme, size, size)
+        if causal:
+            return Attended(scheme, size - 1)
+        return Attended(scheme, *masked_types.BOTH_WAYS.get(model_type, _each)(size))
     return Attended(scheme)
+
+
+def _each(size: int) -> tuple[int, int]:
+    """The keys before and after a query that a window of this size on either side holds."""
+    return size, size
 
 
 def _kind(own: Mapping[str, Any], model_type: str, layer: int | None) -> str:

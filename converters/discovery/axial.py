@@ -36,6 +36,9 @@ CLASSED_LAST = ("llama4_vision_model",)  # their class token follows the patches
 # Model types whose key hidden_size is the width of their output alone.
 FEATURES = {"qwen2_vl_vision": ("embed_dim",)}
 _MERGE = "spatial_merge_size"  # tokens of each square of this width, in patches, are contiguous
+_IN_ROWS = (
+    "paddleocr_vl_vision",
+)  # their patches are in rows; squares are merged after the blocks
 
 
 class Axial(NamedTuple):
@@ -152,7 +155,7 @@ def of(
         tuple(float(x) for x in values * _stretch(own, layer)),
         tuple(map(int, axis)),
         form.startswith("pairs"),
-        own[_MERGE] if type(own.get(_MERGE)) is int else 1,
+        own[_MERGE] if type(own.get(_MERGE)) is int and model_type not in _IN_ROWS else 1,
         first,
         form == "shares of the image",
         int(model_type in CLASSED_LAST),

@@ -5,7 +5,7 @@ zoo tests compare the mask of every block with that of its model.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 # Prefixes of blocks that attend another sequence.
@@ -81,8 +81,17 @@ WINDOWS = {
     "modernbert-decoder": ("local_attention", 2),
     "recurrent_gemma": ("attention_window_size", 1),
 }
+# Model type -> from the size of a window around a query, the numbers of keys before and after it. All
+# others have as many keys on either side.
+BOTH_WAYS: dict[str, Callable[[int], tuple[int, int]]] = {
+    "gemma3_text": lambda size: (size // 2, size // 2),  # EmbeddingGemma
+    "t5gemma2_text": lambda size: ((size + 1) // 2 - 1, size // 2),
+}
 # Model types of segmentation, whose decoders attend the pixels of their own masks.
 _PREDICTED = ("mask2former", "oneformer")
+# Model types whose words attend those of the same phrase, in blocks of these prefixes.
+_PHRASES = ("grounding-dino", "mm-grounding-dino")
+_OF_WORDS = r"text_backbone|text_enhancer"
 # Model types whose input begins with tokens that attend each other.
 _PREFIXED = ("colpali", "paligemma", "pi0")
 # Model types whose blocks attend windows of an image, which every second block rolls.
@@ -112,6 +121,8 @@ def why_unknown(content: Any, model_type: str, prefix: str) -> str | None:
     if model_type in _PREDICTED and re.search(r"decoder\b.*\bcross_attn", prefix):
         return f"{model_type}: queries attend the pixels of the masks that they predicted before"
     outer = content.get("model_type") if isinstance(content, Mapping) else None
+    if outer in _PHRASES and re.search(_OF_WORDS, prefix):
+        return f"{outer}: words attend those of the same phrase"
     if outer in _PREFIXED and model_type in TYPES["causal"]:
         return f"{outer}: image and prompt attend each other, the rest is causal"
     return None
