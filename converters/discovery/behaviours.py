@@ -99,7 +99,7 @@ def _of_layer_norms(own: Mapping[str, Any]) -> Values:
     return {"qk_norm": "layer", "qk_norm_epsilon": float(own[key])}
 
 
-def _of_default_layer_norms(own: Mapping[str, Any]) -> Values:
+def _torch_norms(own: Mapping[str, Any]) -> Values:
     """Layer norms with torch's default epsilon, for which these model types have no setting."""
     return {"qk_norm": "layer", "qk_norm_epsilon": 1e-5}
 
@@ -132,8 +132,7 @@ _OF_CLASSES: dict[str, Values] = {
     "CogVideoXTransformer3DModel": {"qk_norm": "layer", "qk_norm_epsilon": 1e-6},
     "HunyuanDiT2DModel": {"qk_norm": "layer", "qk_norm_epsilon": 1e-6},
     "LTXVideoTransformer3DModel": {
-        "qk_norm": "rms", "qk_norm_scope": "heads", "qk_norm_epsilon": 1e-5,
-    },
+        "qk_norm": "rms", "qk_norm_scope": "heads", "qk_norm_epsilon": 1e-5},
     "CogView3PlusTransformer2DModel": {
         "qk_norm": "layer", "qk_norm_epsilon": 1e-6, "qk_norm_learned": False,
     },
@@ -157,11 +156,10 @@ READERS: tuple[tuple[str, _Reader], ...] = (
     (
         (
             "granite granitemoe granitemoeshared granite_docling_text hyperclovax granite_swa "
-            "granitemoe_swa granitemoehybrid"
+            "granitemoe_swa granitemoehybrid granite4_vision_text"
         ),
         _multiplied,
     ),
-    ("granite4_vision_text", _multiplied),
     ("gpt_neo dia_encoder dia_decoder", _unscaled),
     ("zamba zamba2", _of_half),
     ("gemma2 vaultgemma t5_gemma_module", _capped),
@@ -170,9 +168,10 @@ READERS: tuple[tuple[str, _Reader], ...] = (
     (
         (
             "qwen3 qwen3_moe qwen3_vl_text qwen3_vl_moe_text exaone4 exaone_moe apertus hy_v3 "
-            "kolibri1 mellum pe_audio_encoder dots1 flint afmoe beam olmo2 olmo3 "
-            "flex_olmo olmo_hybrid minimax_m2 exaone4_5_text glm_ocr_vision glm5_next_vision "
-            "qwen3_omni_moe_text qwen3_omni_moe_talker_text"
+            "kolibri1 mellum pe_audio_encoder dots1 flint afmoe beam olmo2 olmo3 flex_olmo "
+            "olmo_hybrid minimax_m2 exaone4_5_text glm_ocr_vision glm5_next_vision "
+            "qwen3_omni_moe_text qwen3_omni_moe_talker_text molmo2_text "
+            "dots3_note_vision_encoder"
         ),
         _normalised,
     ),
@@ -181,14 +180,15 @@ READERS: tuple[tuple[str, _Reader], ...] = (
         "qwen3_next qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text minimax_m3_vl_text",
         _offset,
     ),
-    ("gemma3 gemma3_text", _offset_and_scaled),
+    ("gemma3 gemma3_text t5gemma2_text", _offset_and_scaled),
     ("nanochat", _unlearned),
     ("muse_glimmer_text", _unlearned_and_scaled),
     ("sapiens2", _normalised_if_set),
     ("llama4_text", _unlearned_where_rotated),
     ("videoprism_vision_model videoprism_text_model", _only_capped),
     ("persimmon fuyu", _of_layer_norms),
-    ("chameleon esmc", _of_default_layer_norms),
+    ("chameleon esmc", _torch_norms),
+    ("nemotron3_5_transcribe_asr_audio nemotron3_5_transcribe_word_timestamp", _torch_norms),
     ("litgpt", _of_litgpt),
     (" ".join(_OF_CLASSES), _of_diffusers),
     ("WanTransformer3DModel", _of_wan),

@@ -154,7 +154,20 @@ TOWERS: dict[str, Rows] = {
     ),
     "gpt_neo": ((r"", "num_heads"),),
     "dbrx": ((r"", "n_heads"),),
-    "bridgetower": ((r"vision_model", "vision_config: hidden_size / 64"),),
+    "bridgetower": (
+        (r"vision_model", "vision_config: hidden_size / 64"),
+        (r"text_model", "text_config: num_attention_heads"),
+        (r"cross_modal", "num_attention_heads"),
+    ),
+    "videoprism": (
+        (r"text_model", "text_config: num_attention_heads"),
+        (r"video_model|vision_model", "vision_config: num_attention_heads"),
+    ),
+    "edgetam_video": ((r"spatial_perceiver", "perceiver_resampler_num_attention_heads"),),
+    "unlimited_ocr": (
+        (r"vision_model", "vision_config: encoder_config: num_attention_heads"),
+        *_SAM_FIRST[1:],
+    ),
 }
 
 

@@ -147,7 +147,22 @@ LITGPT = tuple(
         ("litgpt-norm", "H", _RMS, "a norm of each head"),
     )
 )
-LAYOUTS = (*LLAMA_MEANING, QWEN3_NEXT, LFM, PERSIMMON, SAPIENS, COSMOS, TIMM_NORM, *LITGPT)
+_MOLMO = next(layout for layout in UNEVEN if layout.name == "molmo")
+MOLMO = tuple(
+    replace(
+        _MOLMO,
+        name=name,
+        entries=(*_MOLMO.entries, *norms("q_norm", "k_norm", axes)),
+        semantics=semantics,
+        holds=_HOLDS,
+        about=f"Molmo 2: all queries, then all keys, then all values, {about} (rotary embedding apart)",
+    )
+    for name, axes, semantics, about in (
+        ("molmo-norm-heads", "(N H)", _ALL_HEADS, "norms of all heads"),
+        ("molmo-norm", "H", _RMS, "a norm of each head"),
+    )
+)
+LAYOUTS = (*LLAMA_MEANING, QWEN3_NEXT, LFM, PERSIMMON, SAPIENS, COSMOS, TIMM_NORM, *LITGPT, *MOLMO)
 # Layout -> what its tensors leave open; "q_norm and k_norm normalise" for other layouts.
 OPEN = {
     **dict.fromkeys(("lfm", "persimmon"), "q_layernorm and k_layernorm normalise"),
