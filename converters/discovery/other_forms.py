@@ -14,6 +14,8 @@ FORMS: tuple[tuple[str, str], ...] = (
     (r"(^|[./])pool_[qkv]([./]|$)|(^|[./])attention_pool", "queries, keys and values are pooled"),
     (r"(^|[./])(cpb_mlp|meta_mlp)[./]", "logits are scaled cosines, and a network gives a bias"),
     (r"(^|[./])to_v_gate[./]", "values are gated"),
+    (r"(^|[./])per_dim_scale$", "a learned factor of every feature scales the queries"),
+    (r"(^|[./])A_log$", "it is linear attention with a state that decays"),
 )
 
 
