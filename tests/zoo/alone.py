@@ -30,7 +30,9 @@ def run(model: Any, blocks: Sequence[tuple[str, MHAParams]]) -> capture.Run:
                 try:
                     with torch.no_grad():
                         modules[path](**kwargs)
-                    break
+                    if len(found.softmaxes) > before:
+                        break
+                    found.forget(since)  # a softmax over one key tells nothing
                 except Exception:  # noqa: BLE001 (whatever a module raises)
                     del found.softmaxes[before:]
                     found.forget(since)

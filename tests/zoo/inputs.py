@@ -288,6 +288,61 @@ def _noise(config: Any) -> dict[str, Any]:
     }
 
 
+def _filmed_words(config: Any) -> dict[str, Any]:
+    """Words, and the frames of two videos."""
+    import torch
+
+    sight = config.vision_config
+    size = sight.image_size
+    return {"input_ids": torch.randint(5, 90, (2, 12)),
+            "pixel_values": torch.randn(2, sight.num_frames, 3, size, size)}  # fmt: skip
+
+
+def _described_videos(config: Any) -> dict[str, Any]:
+    """Two videos, and words with padding: without a mask of words, the text is not causal."""
+    import torch
+
+    sight = config.vision_config
+    size = sight.image_size
+    mask = torch.ones(2, 12, dtype=torch.long)
+    mask[1, 9:] = 0
+    return {"input_ids": torch.randint(5, 90, (2, 12)), "attention_mask": mask,
+            "pixel_values_videos": torch.randn(2, sight.num_frames, 3, size, size)}  # fmt: skip
+
+
+def _classes(config: Any) -> dict[str, Any]:
+    """Two images; three classes to find in the first and two in the second, and a task for each."""
+    import torch
+
+    made = {"pixel_values": torch.randn(2, 3, 64, 64), "classes_structure": torch.tensor([3, 2])}
+    for name, rows in (("classes", 5), ("tasks", 2)):
+        made[f"{name}_input_ids"] = torch.randint(5, 90, (rows, 7))
+        made[f"{name}_attention_mask"] = torch.ones(rows, 7, dtype=torch.long)
+    return made
+
+
+def _task(config: Any) -> dict[str, Any]:
+    import torch
+
+    task = torch.randint(5, 90, (2, config.task_seq_len))
+    return {"pixel_values": torch.randn(2, 3, 64, 64), "task_inputs": task}
+
+
+def _places(config: Any) -> dict[str, Any]:
+    """The patches of two images of 4 x 4 patches, in one sequence."""
+    import torch
+
+    size = config.patch_size
+    grid = torch.tensor([[1, 4, 4]] * 2)
+    return {"pixel_values": torch.randn(1, 32, 3, size, size), "grid_thw": grid}
+
+
+def _features(config: Any) -> dict[str, Any]:
+    import torch
+
+    return {"input_features": torch.randn(2, 64, config.feature_projection_input_dim)}
+
+
 # Type or class of a model -> a function from its configuration to the arguments of a forward call.
 INPUTS: dict[str, Callable[[Any], dict[str, Any]]] = {
     **dict.fromkeys(("autoformer", "informer", "time_series_transformer"), _series),
@@ -305,12 +360,20 @@ INPUTS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "Blip2QFormerModel": _queries,
     **dict.fromkeys(("MimiDecoderModel", "PocketTTSAudioTokenizerDecoderModel"), _latents),
     "idefics": _shown,
+    "omdet-turbo": _classes,
+    "oneformer": _task,
+    "PaddleOCRVisionModel": _places,
+    "SeamlessM4TSpeechEncoder": _features,
+    "xclip": _filmed_words,
+    "videoprism": _described_videos,
     "Kimi_K25VisionModel": _crops,
     "Inkling2VisionModel": _merged_crops,
     **dict.fromkeys(("MuseGlimmerVisionModel", "MuseSparkVisionModel"), _patched(1176)),
     "VideoLlama3VisionModel": _patched(768, "merge_sizes"),
     "Gemma4VisionModel": _placed,
-    **dict.fromkeys(("MiniCPMOcrVisionModel", "MiniCPMV4_7VisionModel"), _sized),
+    **dict.fromkeys(
+        ("MiniCPMOcrVisionModel", "MiniCPMV4_6VisionModel", "MiniCPMV4_7VisionModel"), _sized
+    ),
     "kyutai_speech_to_text": _several,
     "Gemma4AudioModel": _spoken,
     "Gemma3nAudioEncoder": _heard,

@@ -171,6 +171,10 @@ def judge(
                 row |= {"class": "masks said" if said_so else "silently wrong", "why": told}
         if block.prefix in alone and outcomes:
             row |= {"alone": True}
+            if row["class"] == "right" and row["scheme"].startswith(
+                "unknown"
+            ):  # it ran without any
+                row |= {"class": "positions said", "why": "positions, without which it was run"}
         rows.append(row)
     for one in said.pop("latents"):
         module = (held.holder(*one.row) or "").rpartition(".")[0]

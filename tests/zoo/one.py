@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from tests.zoo import alone, capture, drawn, judged, saved, shrink
-from tests.zoo.overrides import CLASSES, UNBUILT
+from tests.zoo.overrides import ATTENTION, CLASSES, UNBUILT
 
 MAPPINGS = (
     "MODEL_MAPPING", "MODEL_FOR_CAUSAL_LM_MAPPING", "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING",
@@ -54,7 +54,8 @@ def build(model_type: str, factor: int, seed: int) -> Any:
     for kind in classes(model_type)[:2]:
         try:
             config = shrink.tiny(model_type, factor)
-            how = {"attn_implementation": "eager", "experts_implementation": "eager"}
+            attention = ATTENTION.get(model_type, "eager")
+            how = {"attn_implementation": attention, "experts_implementation": "eager"}
             with torch.device("meta"):
                 size = sum(p.numel() for p in kind._from_config(config, **how).parameters())
             if size > MOST:

@@ -17,6 +17,7 @@ _SIGHT = {"backbone_config": _HIERA, "backbone_channel_list": [96, 48, 24, 12]}
 _SAM3 = {"backbone_feature_sizes": [[16, 16], [8, 8], [4, 4]],
          "backbone_config": {"window_size": 2, "global_attn_indexes": [1]}}  # fmt: skip
 _FEW = {"num_queries": 10}
+_EARLY = {"insert_layer_id": 0}
 _TOWER = {"hidden_size": 128, "num_heads": 4, "depth": 2, "intermediate_size": 64, "out_hidden_size": 64,
           "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}  # fmt: skip
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
@@ -73,6 +74,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
             "qwen3_vl",
             "qwen3_vl_moe",
             "cosmos3_omni",
+            "ernie4_5_vl_moe",
             "qwen3_omni_moe_thinker",
         ),
         _VISION,
@@ -89,8 +91,24 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "cohere_compass": {"text_config": _BOTH, "vision_config": _TOWER},
     **dict.fromkeys(("cohere_compass_vision", "qwen3_vl_vision", "qwen3_vl_moe_vision"), _TOWER),
     **dict.fromkeys(
-        ("d_fine", "deimv2", "rt_detr", "rt_detr_v2", "pp_doclayout_v3", "pp_doclayout_v4"), _FEW
+        (
+            "d_fine",
+            "deimv2",
+            "rt_detr",
+            "rt_detr_v2",
+            "pp_doclayout_v3",
+            "pp_doclayout_v4",
+            "grounding-dino",
+            "mm-grounding-dino",
+        ),
+        _FEW,
     ),
+    "omdet-turbo": _FEW
+    | {
+        "apply_layernorm_after_vision_backbone": False,
+        "encoder_in_channels": [24, 32, 40],
+        "backbone_config": {"out_features": ["stage2", "stage3", "stage4"]},
+    },
     "bailing_hybrid": {"num_expert_group": 1, "topk_group": 1, "num_experts_per_token": 2},
     "blt": {"encoder_hash_byte_group_vocab": 50, "num_hidden_layers": 2},
     "cvt": {"depth": [1, 2, 3]},
@@ -113,11 +131,20 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "stage_block_out_channels": [[16], [16], [32], [64]],
         "stage_block_in_channels": [[1], [16], [16], [32]],
     },
+    "granite_speech5_encoder": {"context_size": 16},
+    "granite_speech5_ctc": {"encoder_config": {"context_size": 16}},
+    "molmo2_text": {"additional_vocab_size": 160},
+    "fastspeech2_conformer": {"speaking_speed": 8.0},
+    "paddleocr_vl": {"vision_config": {"num_attention_heads": 9}},
     "emu3": {"vocabulary_map": {"<image>": 5}},
     "gemma3n_text": {"num_kv_shared_layers": 0},
     "granite4_vision": {"downsample_rate": "1/2", "deepstack_layer_map": [[0, 0]]},
     "lw_detr": {"projector_scale_factors": [1.0], "num_queries": 10, "num_feature_levels": 1},
     "mobilevitv2": {"image_size": 256},
+    **dict.fromkeys(("minicpm_ocr_vision", "minicpmv4_6_vision", "minicpmv4_7_vision"), _EARLY),
+    **dict.fromkeys(
+        ("minicpm_ocr", "minicpmv4_6", "minicpmv4_7"), _EARLY | {"vision_config": _EARLY}
+    ),
     "molmo2": {"adapter_config": {"vision_feature_layer": [1, 0]}},
     "muse_spark_audio": _SPARK,
     "muse_spark": {
@@ -168,4 +195,13 @@ CLASSES = {
     "musicgen": "MusicgenForConditionalGeneration",
     "musicgen_melody": "MusicgenMelodyForConditionalGeneration",
     "voxtral_realtime_text": "voxtral_realtime.modeling_voxtral_realtime.VoxtralRealtimeTextModel",
+}
+# Type -> attn_implementation, where "eager" is wrong: it adds a Boolean mask, takes an additive one for a
+# Boolean one, or adds ALiBi twice.
+ATTENTION: dict[str, Any] = {
+    **dict.fromkeys(
+        ("falcon", "nemotron3_5_asr", "nemotron_asr_streaming", "nemotron_asr_streaming_encoder"),
+        "sdpa",
+    ),
+    **{t: {"": "eager", "text_config": "sdpa"} for t in ("grounding-dino", "mm-grounding-dino")},
 }

@@ -87,7 +87,7 @@ def _with_sections(content: dict[str, Any]) -> dict[str, Any]:
         width: Any = found.get("head_dim") or features // found["num_attention_heads"]
         half = int(width * rope.get("partial_rotary_factor", 1)) // 2
         third = half // 3
-        found["rope_parameters"] = rope | {"mrope_section": [half - 2 * third, third, third]}
+        found["rope_parameters"] = rope | {"mrope_section": [third, third, half - 2 * third]}
     return found
 
 
