@@ -182,7 +182,7 @@ def _windowed(own: Mapping[str, Any], model_type: str, layer: int | None, causal
 
 
 def _each(size: int) -> tuple[int, int]:
-    """The keys before and after a query that a window of this size on either side holds."""
+    """The numbers of keys before and after a query, for a window with this many of each."""
     return size, size
 
 

@@ -5,7 +5,7 @@
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,13 @@ from typing import Any
 from jaxmha import Semantics
 from jaxmha.checkpoint import json_text
 from jaxmha.checkpoint.limits import Budget, Limits
-from jaxmha.converters.discovery import architectures, described, hf_config
+from jaxmha.converters.discovery import (
+    architectures,
+    described,
+    disentangled,
+    hf_config,
+    other_behaviours,
+)
 from jaxmha.converters.discovery.attention_blocks import Block
 from jaxmha.converters.layout.base import Layout
 from jaxmha.params import NORM_SCALES
@@ -24,8 +30,8 @@ METADATA = "jaxmha.semantics"
 _LIMITS = Limits(memory=1 << 20)
 _FROM = "from"
 
-Values = dict[str, Any]
-_Reader = Callable[[Mapping[str, Any]], Values]
+Values = other_behaviours.Values
+_Reader = other_behaviours.Reader
 
 
 def _multiplied(own: Mapping[str, Any]) -> Values:
@@ -112,42 +118,11 @@ def _of_half(own: Mapping[str, Any]) -> Values:
     return {"scale": (float(own["attention_head_dim"]) / 2) ** -0.5}
 
 
-def _of_litgpt(own: Mapping[str, Any]) -> Values:
-    """Settings of litgpt, with the keys of `other_configs`."""
-    scalar, cap = own["query_pre_attn_scalar"], own["attn_logit_softcapping"]
-    found: Values = {"scale": None if scalar is None else float(scalar) ** -0.5}
-    found["logits_soft_cap"] = None if cap is None else float(cap)
-    if own["use_qk_norm"]:
-        found |= {
-            "qk_norm": "rms" if own["norm_class_name"] == "RMSNorm" else "layer",
-            "qk_norm_epsilon": float(own["norm_eps"]),
-            "qk_norm_scope": "heads" if own["norm_qk_type"] == "olmo2" else "head",
-            "qk_norm_offset": float(bool(own["norm_offset"])),
-        }
-    return found
-
-
-# Class of diffusers -> what its norms of queries and keys are; their arguments are in its code alone.
-_OF_CLASSES: dict[str, Values] = {
-    "CogVideoXTransformer3DModel": {"qk_norm": "layer", "qk_norm_epsilon": 1e-6},
-    "HunyuanDiT2DModel": {"qk_norm": "layer", "qk_norm_epsilon": 1e-6},
-    "LTXVideoTransformer3DModel": {
-        "qk_norm": "rms", "qk_norm_scope": "heads", "qk_norm_epsilon": 1e-5},
-    "CogView3PlusTransformer2DModel": {
-        "qk_norm": "layer", "qk_norm_epsilon": 1e-6, "qk_norm_learned": False,
-    },
-    "AuraFlowTransformer2DModel": {
-        "qk_norm": "layer", "qk_norm_epsilon": 1e-5, "qk_norm_learned": False,
-    },
-}  # fmt: skip
-
-
-def _of_diffusers(own: Mapping[str, Any]) -> Values:
-    return _OF_CLASSES[own["_class_name"]]
-
-
-def _of_wan(own: Mapping[str, Any]) -> Values:
-    return {"qk_norm": "rms", "qk_norm_scope": "heads", "qk_norm_epsilon": float(own["eps"])}
+def _disentangled(own: Mapping[str, Any]) -> Values:
+    """The scale of DeBERTa, which counts the terms of its logits."""
+    terms = 1 + len(disentangled.kinds(own))
+    width = int(own["hidden_size"]) // int(own["num_attention_heads"])
+    return {"scale": None if terms == 1 else (width * terms) ** -0.5}
 
 
 # Model types, and the function that reads the semantics of their blocks from a configuration. The
@@ -189,9 +164,8 @@ READERS: tuple[tuple[str, _Reader], ...] = (
     ("persimmon fuyu", _of_layer_norms),
     ("chameleon esmc", _torch_norms),
     ("nemotron3_5_transcribe_asr_audio nemotron3_5_transcribe_word_timestamp", _torch_norms),
-    ("litgpt", _of_litgpt),
-    (" ".join(_OF_CLASSES), _of_diffusers),
-    ("WanTransformer3DModel", _of_wan),
+    ("deberta deberta-v2 sew-d", _disentangled),
+    *other_behaviours.READERS,
 )
 
 
@@ -205,7 +179,7 @@ _OF_SETTINGS = (
     _normalised_if_set,
     _unlearned_where_rotated,
     _only_capped,
-    _of_litgpt,
+    other_behaviours.of_litgpt,
 )
 # Key under which readers find the index of the layer, next to the keys of a configuration.
 LAYER = "(layer)"

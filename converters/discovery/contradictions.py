@@ -137,7 +137,9 @@ def _layers(
         found = re.match(rf"{_STACK}(\d+)(?=\.|$)", name.replace("/", "."))
         if found and found[1] in starts:
             stacks[found[1]] = max(stacks.get(found[1], 0), int(found[2]) + 1)
-    if named and stacks and not set(stacks.values()) & _sizes(content, _LAYER_LIKE):
+    stated = _sizes(content, _LAYER_LIKE)
+    stated |= {n - 1 for n in _sizes(content, "^decoder_layers$")}  # MaskFormer 2 builds one less
+    if named and stacks and not set(stacks.values()) & stated:
         shown = ", ".join(f"{stack}{{i}} has {count}" for stack, count in stacks.items())
         yield "layers", f"{named[0]} is {named[1]}, and {shown}"
 

@@ -81,8 +81,8 @@ WINDOWS = {
     "modernbert-decoder": ("local_attention", 2),
     "recurrent_gemma": ("attention_window_size", 1),
 }
-# Model type -> from the size of a window around a query, the numbers of keys before and after it. All
-# others have as many keys on either side.
+# Model type -> from the size of its window, the numbers of keys before and after a query. In others, both
+# are the size.
 BOTH_WAYS: dict[str, Callable[[int], tuple[int, int]]] = {
     "gemma3_text": lambda size: (size // 2, size // 2),  # EmbeddingGemma
     "t5gemma2_text": lambda size: ((size + 1) // 2 - 1, size // 2),

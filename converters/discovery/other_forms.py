@@ -9,7 +9,10 @@ from collections.abc import Iterable
 # Pattern of a key under the prefix of a block -> what the attention is.
 FORMS: tuple[tuple[str, str], ...] = (
     (r"(^|[./])temperature$", "it attends over channels, or divides by a learned temperature"),
-    (r"proj_[lw][./]|talking_heads|(^|[./])reattn", "heads are mixed before or after the softmax"),
+    (
+        r"proj_[lw][./]|talking_heads|head_(logits|weights)_proj|(^|[./])reattn",
+        "heads are mixed before or after the softmax",
+    ),
     (r"(^|[./])(crpe|pos_enc)[./]", "convolutions of the values are added"),
     (r"(^|[./])pool_[qkv]([./]|$)|(^|[./])attention_pool", "queries, keys and values are pooled"),
     (r"(^|[./])(cpb_mlp|meta_mlp)[./]", "logits are scaled cosines, and a network gives a bias"),

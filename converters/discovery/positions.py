@@ -22,6 +22,7 @@ from jaxmha.converters.discovery import (
     axial,
     behaviours,
     described,
+    disentangled,
     hf_config,
     masked_types,
     planes,
@@ -31,6 +32,7 @@ from jaxmha.converters.discovery import (
 from jaxmha.converters.discovery.added_terms import Term, alibi
 from jaxmha.converters.discovery.attention_blocks import Block
 from jaxmha.converters.discovery.axial import Axial
+from jaxmha.converters.discovery.disentangled import Disentangled
 from jaxmha.converters.discovery.head_count import Configured
 from jaxmha.converters.discovery.notes import listed
 from jaxmha.converters.discovery.planes import Planes, Square
@@ -67,6 +69,7 @@ _NOWHERE = (
 _ROTATED_ACROSS = ("edgetam_video", "sam2_video", "sam3_tracker_video")
 # Model types with relative positions in some blocks, and rotary positions in all others.
 _BOTH = ("phi4_multimodal", "deepseek_ocr2_text", "unlimited_ocr_text")
+_IN_BLOCKS = ("seamless_m4t", "mask2former", "oneformer")  # all relative ones are tensors of blocks
 # Model types that rotate by negative angles.
 BACKWARD = frozenset(["nanochat"])
 # Model types that have rotary positions only where position_embedding_type is "rope".
@@ -115,7 +118,7 @@ class Positions(NamedTuple):
 
     scheme: str
     rotary: Rotary | Axial | Planes | Square | None = None
-    added: Term | None = None
+    added: Term | Disentangled | None = None
     why: str = ""
     query_scale: QueryScale | None = None
 
@@ -234,10 +237,15 @@ def _of_parts(
 ) -> Positions:
     """The positions of a block whose model type is known."""
     parts = architectures.parts(model_type)
+    if model_type in disentangled.MODEL_TYPES:
+        terms = disentangled.of(block, own, heads, file)
+        return Positions("none") if terms is None else Positions("relative", added=terms)
     if "relative" in parts and relative.is_across(block):
         return Positions("none", why="attention across has none")
     if "relative" in parts and (term := relative.of(block, own, file)) is not None:
         return Positions("relative", added=term)
+    if "relative" in parts and model_type in _IN_BLOCKS:
+        return Positions("none")
     if "relative" in parts and model_type not in (*_BOTH, *_NOWHERE):
         raise ValueError("its relative positions have no form here")
     if own.get("position_embedding_type") in ("absolute", "learned", "nope"):

@@ -25,6 +25,13 @@ _TABLES = (
     "attention_biases", "attention_bias_idxs", "rel_pos_bias.weight",
     *(f"rel_pos.mlp.fc{i}.{array}" for i in (1, 2) for array in ("weight", "bias")),
 )  # fmt: skip
+
+
+def _arrays(layer: str) -> tuple[str, str]:
+    return f"{layer}.weight", f"{layer}.bias"
+
+
+_POST_NORM = _arrays("output.LayerNorm")
 _BERT = (
     Entry("self.query.weight", "(N H) Dq", ("query.kernel",)),
     Entry("self.query.bias", "(N H)", ("query.bias",)),
@@ -40,7 +47,7 @@ BERT = Layout(
     _BERT,
     ties={**TIES, **_RESIDUAL},
     holds=_DROPOUT,
-    other_keys=("output.LayerNorm.weight", "output.LayerNorm.bias", *_RELATIVE),
+    other_keys=(*_POST_NORM, *_RELATIVE),
     about="BERT, RoBERTa, MiniLM: keys under `encoder.layer.0.attention`",
 )
 LXMERT = Layout(
@@ -48,7 +55,7 @@ LXMERT = Layout(
     tuple(entry._replace(key=entry.key.replace("self.", "att.")) for entry in _BERT),
     ties={**TIES, **_RESIDUAL},
     holds=_DROPOUT,
-    other_keys=("output.LayerNorm.weight", "output.LayerNorm.bias"),
+    other_keys=_POST_NORM,
     about="LXMERT: keys under `encoder.x_layers.0.visual_attention`",
 )
 DEBERTA_1 = Layout(
@@ -62,7 +69,7 @@ DEBERTA_1 = Layout(
     ),
     ties={**_PACKED, **_RESIDUAL},
     holds=_DROPOUT,
-    other_keys=("output.LayerNorm.weight", "output.LayerNorm.bias"),
+    other_keys=(*_POST_NORM, "self.pos_proj.weight", *_arrays("self.pos_q_proj")),
     about="DeBERTa: packed head by head, without a key bias (terms by position apart)",
 )
 DEBERTA = Layout(
@@ -75,7 +82,7 @@ DEBERTA = Layout(
     ),
     ties={**TIES, **_RESIDUAL},
     holds=_DROPOUT,
-    other_keys=("output.LayerNorm.weight", "output.LayerNorm.bias"),
+    other_keys=(*_POST_NORM, *_arrays("self.pos_key_proj"), *_arrays("self.pos_query_proj")),
     about="DeBERTa v2 and v3: keys under `encoder.layer.0.attention` (terms by position apart)",
 )
 _VIT = (

@@ -28,6 +28,7 @@ BLOCK = "layers.0.self_attn"
         "sam_vision_model",  # products of queries with rows and columns
         "parakeet_encoder",  # waves of distances
         "wav2vec2-bert",  # vectors of distances
+        "sew-d",  # products of queries and keys with projected vectors of distances
         "qwen3_vl_vision",  # rows, then columns, in squares
         "pixtral",
         "dinov3_vit",  # shares of the image, after tokens of the class

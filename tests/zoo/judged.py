@@ -277,8 +277,23 @@ def _block_of(softmax: Softmax, since: int, run: Run, owned: list[Owner | None])
 
 
 def _call(run: Run, path: str, before: int) -> Call | None:
-    calls = [c for c in run.calls.get(path, ()) if c.start < before]
+    calls = _calls(run, path, before)
     return calls[-1] if calls else None
+
+
+def _calls(run: Run, path: str, before: int) -> list[Call]:
+    return [c for c in run.calls.get(path, ()) if c.start < before]
+
+
+def _of_contents(calls: list[list[Call]]) -> list[Call]:
+    """The last calls for query, key and value; earlier ones of layers that project positions, too.
+
+    DeBERTa projects its vectors of positions by the layers of queries and keys, after the contents.
+    """
+    sizes = [[_first(c.args, c.kwargs).shape[:-1].numel() for c in one] for one in calls]
+    keys, values = sizes[1], sizes[2]
+    again = len(keys) > 1 and keys[-1] != values[-1] == keys[-2] and len(sizes[0]) > 1
+    return [one[-2] if again and i < 2 else one[-1] for i, one in enumerate(calls)]
 
 
 def _outcome(
@@ -293,12 +308,10 @@ def _outcome(
     masks: Given,
 ) -> compared.Outcome:
     assert own is not None
-    inputs = []
-    for path in own[:3]:
-        call = _call(run, path, softmax.time)
-        if call is None:
-            return compared.Outcome("other", float("inf"), f"no input of {path}")
-        inputs.append(call)
+    found_calls = [_calls(run, path, softmax.time) for path in own[:3]]
+    if lacking := [path for path, calls in zip(own, found_calls, strict=False) if not calls]:
+        return compared.Outcome("other", float("inf"), f"no input of {lacking[0]}")
+    inputs = _of_contents(found_calls)
     whole = inputs[0].end > softmax.time
     given = _given(inputs, whole)
     path = own.out

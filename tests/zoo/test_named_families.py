@@ -21,11 +21,11 @@ class Named(NamedTuple):
     settings: Mapping[str, Any] = MappingProxyType({})
 
 
-_V3 = {
-    "relative_attention": True, "position_buckets": 4, "norm_rel_ebd": "layer_norm",
-    "share_att_key": True, "pos_att_type": ["p2c", "c2p"], "position_biased_input": False,
+_V1 = {
+    "relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_biased_input": False,
     "type_vocab_size": 0,
 }  # fmt: skip
+_V3 = _V1 | {"position_buckets": 4, "norm_rel_ebd": "layer_norm", "share_att_key": True}
 _FALCONS = (
     {"new_decoder_architecture": False, "multi_query": True, "alibi": False},
     {"new_decoder_architecture": True, "num_attention_heads": 8, "num_kv_heads": 2, "alibi": False},
@@ -69,8 +69,8 @@ FAMILIES = (
     Named("RoBERTa", "roberta"),
     Named("ELECTRA", "electra"),
     Named("ALBERT", "albert"),
-    Named("DeBERTa v1", "deberta"),
-    Named("DeBERTa v2", "deberta-v2"),
+    Named("DeBERTa v1", "deberta", _V1),
+    Named("DeBERTa v2", "deberta-v2", _V3 | {"share_att_key": False}),
     Named("DeBERTa v3", "deberta-v2", _V3),
     Named("DistilBERT", "distilbert"),
     Named("ModernBERT", "modernbert"),
