@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 
 from jaxmha import bias_kv
 from jaxmha.cached_step import Cache, Step, make_step, over_extras, over_slots
-from jaxmha.implementations import cache_kernels, online_softmax
+from jaxmha.implementations import cache_kernels, online_softmax, platforms
 from jaxmha.implementations.fused.cudnn_cached import Stored
 from jaxmha.implementations.native import cache_step
 from jaxmha.implementations.online_softmax import State
@@ -79,10 +79,9 @@ def attend_cache(
     def plain() -> jax.Array:
         return finished(lambda step: _natively(step, block) or over_slots(step, block))
 
-    stored = _by_length(cache, mask, mods)
+    stored, lengths = _by_length(cache, mask, mods, T)
     if stored is None:
         return plain()
-    lengths = jnp.asarray(cache.lengths)
     extras = learned is not None or (params is not None and bias_kv.count(params, semantics) > 0)
     kernel: Callable[[], jax.Array] | None = None
     if T == 1 and not extras:
@@ -94,22 +93,36 @@ def attend_cache(
     return plain() if kernel is None else cache_kernels.on_kernels_platform(kernel, plain)
 
 
-def _by_length(cache: Cache, mask: Mask, mods: Mods) -> Stored | None:
-    """Keys and values where a step attends all tokens so far; None: it does not, or they do not lie
-    in whole arrays."""
+def _by_length(
+    cache: Cache, mask: Mask, mods: Mods, T: int
+) -> tuple[Stored | None, Int[jax.Array, "B"]]:
+    """Keys and values of which a step attends the first ones, and how many; None: it does not, or
+    they do not lie in whole arrays."""
+    lengths = jnp.asarray(cache.lengths)
     # A cache of at most left + 1 slots needs no window: it holds no token to the left of it.
     left, _ = mask.window_size or (None, None)
     windowed = left is not None and left + 1 < cache.slots
-    if windowed or mask.key_value_padding is not None or mask.array is not None:
-        return None
+    if mask.key_value_padding is not None or mask.array is not None:
+        return None, lengths
     if mods.score is not None or mods.mask is not None:
-        return None
+        return None, lengths
+    if windowed and (T > 1 or platforms.current().name != "cuda"):
+        return None, lengths
     slots, table = cache.whole(), cache.pages()
     if slots is not None:
-        return Stored(slots.keys, slots.values)
-    if table is None:
-        return None
-    return Stored(jnp.asarray(cache.key), jnp.asarray(cache.value), table)
+        stored = Stored(slots.keys, slots.values)
+    elif table is not None:
+        stored = Stored(jnp.asarray(cache.key), jnp.asarray(cache.value), table)
+    else:
+        return None, lengths
+    if not windowed or left is None:
+        return stored, lengths
+    # One query attends the last tokens: a copy of these alone, in their order, also of a ring.
+    offsets = jnp.arange(left + 1, dtype=lengths.dtype)[None]
+    positions = (lengths - left - 1).clip(0)[:, None] + offsets
+    heads = stored.at(positions % cache.slots)
+    last = Stored(*(jnp.swapaxes(x, 1, 2) for x in heads))
+    return last, jnp.minimum(lengths, left + 1)
 
 
 def _natively(step: Step, block: int) -> State | None:

@@ -382,6 +382,8 @@ SINKS = {"sinks": jnp.asarray([0.5, -1, 2, 0], jnp.bfloat16)}
 STEPS: dict[str, tuple[dict[str, Any], int, Any, tuple[int, ...], list[dict[str, Any]]]] = {
     "one": ({}, 12, None, (1, 1, 1), [ALONE]),
     "ring": ({}, 4, Mask.window(3, 0), (1,) * 9, [ALONE | {"S": 4}]),
+    "window": ({}, 12, Mask.window(3, 0), (1,) * 6, [ALONE | {"S": 4}]),
+    "window of a ring": ({}, 6, Mask.window(3, 0), (1,) * 9, [ALONE | {"S": 4}]),
     "several": (
         {}, 12, None, (3, 1, 5),
         [{"T": 10, "S": 12, "lse": True}, {"T": 5, "S": 5, "lse": True}],
@@ -390,7 +392,7 @@ STEPS: dict[str, tuple[dict[str, Any], int, Any, tuple[int, ...], list[dict[str,
 }  # fmt: skip
 
 
-@pytest.mark.everyday(name=["ring", "several"])
+@pytest.mark.everyday(name=["window of a ring", "several"])
 @pytest.mark.usefixtures("trusted")
 @pytest.mark.parametrize("name", STEPS)
 def test_a_step_reads_the_cache_as_it_lies(gpu: list[Any], name: str) -> None:

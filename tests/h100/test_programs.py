@@ -64,7 +64,7 @@ def test_alone(name: str) -> None:
     assert found.waits == 0
 
 
-def step_of(cache: Any, E: int, *shape: int) -> Program:
+def step_of(cache: Any, E: int, *shape: int, **options: Any) -> Program:
     """A decoding step of 16 query and 4 key/value heads; `cache` makes the cache of parameters."""
     params = jax.eval_shape(
         lambda: jaxmha.init_params(
@@ -72,7 +72,8 @@ def step_of(cache: Any, E: int, *shape: int) -> Program:
         )
     )
     given = jax.eval_shape(lambda: cache(params))
-    return compiled.compiled(jaxmha.decode_step, params, array(*shape, E), given, donate=(2,))
+    step = partial(jaxmha.decode_step, **options)
+    return compiled.compiled(step, params, array(*shape, E), given, donate=(2,))
 
 
 @pytest.mark.parametrize(
@@ -86,6 +87,16 @@ def test_a_decoding_step_waits_for_nothing(B: int, S: int, T: int) -> None:
     assert found.waits == 0
     assert found.temporary <= 3 * MIB + 16 * B * T * E  # 8 arrays of features, and no scores
     assert [call for call in found.calls if "cudnn" in call] == ["__cudnn$fmhaSoftmax"] * min(T, 2)
+    assert not [size for kind, size in found.copies if kind == "copy"]
+
+
+def test_a_windowed_step_reads_the_window() -> None:
+    """32768 slots, of which a copy of 1024 is 64 MiB for keys and as much for values."""
+    E, window = 2048, jaxmha.Mask.window(1023, 0)
+    found = step_of(lambda params: jaxmha.KVCache.empty(params, 64, 32768), E, 64, 1, mask=window)
+    assert [call for call in found.calls if "cudnn" in call] == ["__cudnn$fmhaSoftmax"]
+    assert found.waits == 0
+    assert found.temporary <= (2 * 64 + 4) * MIB
     assert not [size for kind, size in found.copies if kind == "copy"]
 
 
