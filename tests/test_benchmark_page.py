@@ -129,7 +129,7 @@ def test_writing_makes_five_things(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "results" / "quick.json").read_text()) == stored()
     text = readme.read_text()
     assert text.startswith("before\n<!-- benchmarks -->\n![")
-    assert "| time of jaxmha, relative to | mean |" in text
+    assert "| time on this CPU (below 1: jaxmha is faster) relative to | mean |" in text
     assert text.endswith("(results/quick.md).\n<!-- /benchmarks -->\nafter\n")
     report.write(stored() | {"selection": "full"}, tmp_path / "results", readme)
     assert "(results/full.md)" in readme.read_text()

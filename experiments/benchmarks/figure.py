@@ -40,7 +40,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
     axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}x")
     axes.set_yticks(range(len(entries)), [entry["name"] for entry in entries], fontsize=7)
     axes.set_ylim(-0.7, len(entries) - 0.3)
-    axes.set_xlabel("median time relative to the fastest peer (log scale)")
+    axes.set_xlabel("median time relative to the fastest shown (log scale)")
     axes.grid(axis="both", alpha=0.25)
     figure.suptitle(
         f"Attention in float32 on {results['machine']['processor']}, {results['threads']} threads "

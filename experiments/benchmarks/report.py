@@ -16,8 +16,8 @@ from jaxmha.bench.peers import ON_JAX, OURS, PEERS  # noqa: F401  pages name the
 
 RESULTS = Path(__file__).parent / "results"
 README = Path(__file__).parents[2] / "README.md"
-ALT = "Time relative to the fastest peer, for every case"
-ALT_SOME = "Time relative to the fastest peer, for some cases of every kind"
+ALT = "Time relative to the fastest shown, for every case"
+ALT_SOME = "Time relative to the fastest shown, for some cases of every kind"
 SOME = "some.png"
 MARKS = ("<!-- benchmarks -->\n", "<!-- /benchmarks -->")
 
@@ -70,7 +70,7 @@ HEADLINES = {
     "the same, forward and backward": 3,
     "the fastest of Flax, Keras and `jax.nn` on JAX: everything": 7,
     "torch: a layer, T < 512": 15,
-    "Flax's own layer without `attention_fn`, T >= 2048": 12,
+    "Flax's own layer, which does not use jaxmha, T >= 2048": 12,
 }
 
 
