@@ -56,6 +56,7 @@ class Block(NamedTuple):
     family_match: tuple[Family, str] | None = None  # the model family, and its prefix pattern
     also: tuple[str, ...] = ()  # other layouts with the same keys, if no family decides
     configured: bool = False  # `behaviours` set the layout semantics from config.json or metadata
+    unlike: str = ""  # why the model type's blocks are not what they look like, see `unlike.why`
 
     @property
     def family(self) -> tuple[str, str] | None:
@@ -68,7 +69,7 @@ class Block(NamedTuple):
         if self.configured:
             return ""
         if asked := _asks(self.layout):
-            return f"{self.prefix}: {asked}"
+            return f"{self.prefix}: {self.unlike or asked}"
         if self.family_match is None or not self.family_match[0].refused:
             return ""
         return f"{self.prefix} is of {self.family_match[0].name}: {self.family_match[0].refused}"
@@ -106,9 +107,11 @@ class Block(NamedTuple):
         if self.refused:
             raise ValueError(self.refused)
         if self.unknown:
+            because = f": {self.unlike}" if self.unlike else ""
             raise ValueError(
                 f"unknown key {', '.join(map(repr, self.unknown))} in the block: layout "
                 f"{self.layout.name} has no such parameter, and dropping it could change the function"
+                + because
             )
 
 

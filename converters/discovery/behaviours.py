@@ -19,6 +19,7 @@ from jaxmha.converters.discovery import (
     disentangled,
     hf_config,
     other_behaviours,
+    unlike,
 )
 from jaxmha.converters.discovery.attention_blocks import Block
 from jaxmha.converters.layout.base import Layout
@@ -209,6 +210,8 @@ def configured(blocks: Sequence[Block], file: Any) -> list[Block]:
         read = reader_of(model_type)
         if read is not None and not block.configured:
             block = _with(block, _values(read, {**own, LAYER: layer_of(block.prefix)}))
+        if not block.configured:
+            block = block._replace(unlike=unlike.why(model_type))
         found.append(block)
     return found
 
@@ -216,12 +219,14 @@ def configured(blocks: Sequence[Block], file: Any) -> list[Block]:
 def _parts(blocks: Sequence[Block], file: Any) -> Iterator[tuple[Block, Mapping[str, Any], str]]:
     """Yields every block, its part of the configuration, and the model type of that part.
 
-    The model type is "" if `READERS` has no model type of the configuration, or if the
+    The model type is "" if neither `READERS` nor `unlike` has any of the configuration, or if the
     configuration has no part for the block.
     """
     content = hf_config.readable(file.path)
     readable = any(
-        reader_of(t) for _, t in hf_config.search(content, ["model_type"]) if isinstance(t, str)
+        reader_of(t) or unlike.why(t)
+        for _, t in hf_config.search(content, ["model_type"])
+        if isinstance(t, str)
     )
     heads = described.of(file, blocks).heads if readable else None
     for block in blocks:

@@ -72,13 +72,18 @@ def test_semantics_go_nowhere_else_unsaid(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "config", [{}, {"model_type": "hunyuan_v1_dense"}, {"model_type": "llama"}]
+    ("model_type", "why"),
+    [
+        ("", "no tensor tells how q_norm and k_norm normalise"),
+        ("llama", "no tensor tells how q_norm and k_norm normalise"),
+        ("timesfm2_5", "timesfm2_5 normalises queries and keys after their rotation"),
+    ],
 )
 def test_norms_are_refused_where_nothing_tells_how_they_normalise(
-    config: dict[str, Any], tmp_path: Path
+    model_type: str, why: str, tmp_path: Path
 ) -> None:
-    path = source(tmp_path, "llama-norm", config)
-    with pytest.raises(ValueError, match="no tensor tells how q_norm and k_norm normalise"):
+    path = source(tmp_path, "llama-norm", {"model_type": model_type} if model_type else {})
+    with pytest.raises(ValueError, match=why):
         pipeline.convert(path, tmp_path / "b.safetensors", to="jaxmha")
 
 

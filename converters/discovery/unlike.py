@@ -1,0 +1,41 @@
+"""Why blocks with the arrays of a known layout are not of it, by model type of transformers 5.23."""
+
+_AROUND = "read the other arrays by import_params, and compute the rest around"
+# The step that the layout lacks, the function around which a caller adds it, and the model types.
+_REASONS: tuple[tuple[str, str, str], ...] = (
+    (
+        "normalises values as well as queries and keys",
+        "dot_product_attention",
+        (
+            "gemma3n_text gemma4_text gemma4_unified_text gemma4_vision embedding_gemma2_text "
+            "diffusion_gemma_text"
+        ),
+    ),
+    (
+        "normalises queries and keys after their rotation",
+        "dot_product_attention",
+        "hunyuan_v1_dense hunyuan_v1_moe hunyuan_vl_text timesfm2_5",
+    ),
+    ("normalises the inputs of its projections", "project", "blt_local_encoder blt_local_decoder"),
+    ("computes its mask from the values", "dot_product_attention", "doge"),
+    ("convolves keys and values after their projections", "dot_product_attention", "inkling_text"),
+    ("gates heads by a softplus", "combine", "laguna"),
+    ("normalises heads before the gate", "combine", "muse_spark_text"),
+    ("normalises heads before the output layer", "combine", "bitnet kosmos_2_text_model"),
+    ("attends the keys that an indexer chooses", "dot_product_attention", "qwen4_exp_text"),
+    ("attends its own and the encoder's keys in one softmax", "dot_product_attention", "t5gemma2_decoder"),
+    ("attends context and noise by one mask and one rotation", "dot_product_attention", "muse_glimmer_assistant"),
+    ("scales each feature of the queries by a learned softplus", "dot_product_attention", "timesfm"),
+)  # fmt: skip
+
+
+def why(model_type: str) -> str:
+    """The reason why blocks of a model type are not what their arrays look like; "" if none is known.
+
+    >>> why("laguna").partition(":")[0]
+    'laguna gates heads by a softplus'
+    """
+    for does, around, types in _REASONS:
+        if model_type in types.split():
+            return f"{model_type} {does}: {_AROUND} {around}"
+    return ""
