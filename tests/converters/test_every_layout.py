@@ -65,12 +65,14 @@ def params_of(layout: Layout, lead: tuple[int, ...] = (), seed: int = 0) -> MHAP
 def test_round_trip(layout: Layout, lead: tuple[int, ...]) -> None:
     params = params_of(layout, lead)
     state = transform.export_params(layout, params, layout.semantics, prefix="a")
-    again, semantics = transform.import_params([layout], state, num_heads=N, prefix="a")
-    assert semantics == layout.semantics
-    for (name, x), y in zip(leaves(params).items(), leaves(again).values(), strict=True):
-        np.testing.assert_array_equal(x, y, err_msg=name)
-    back = transform.export_params(layout, again, layout.semantics, prefix="a")
-    assert all(back[key].tobytes() == array.tobytes() for key, array in state.items())
+    for prefix in ("a", f"a{layout.separator}"):
+        again, semantics = transform.import_params([layout], state, num_heads=N, prefix=prefix)
+        assert semantics == layout.semantics
+        for (name, x), y in zip(leaves(params).items(), leaves(again).values(), strict=True):
+            np.testing.assert_array_equal(x, y, err_msg=name)
+        back = transform.export_params(layout, again, layout.semantics, prefix=prefix)
+        assert back.keys() == state.keys()
+        assert all(back[key].tobytes() == array.tobytes() for key, array in state.items())
 
 
 # Layout -> a prefix by which it differs from others with the same keys, and an array next to it.

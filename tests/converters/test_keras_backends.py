@@ -12,7 +12,13 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-FILES = ("test_round_trip.py", "test_parity.py", "test_gradients.py", "test_validation.py")
+FILES = (
+    "test_round_trip.py",
+    "test_parity.py",
+    "test_gradients.py",
+    "test_validation.py",
+    "test_live_validation.py",
+)
 
 
 def run(backend: str, choice: str) -> subprocess.CompletedProcess[str]:
