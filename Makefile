@@ -41,7 +41,7 @@ native-sanitized: $(VENV)/installed  ## the conformance suite with ASan and UBSa
 newest oldest: $(VENV)/installed  ## core tests on the newest JAX and Flax, and on the oldest allowed
 	.ci/versions $@
 
-h100: $(VENV)/installed  ## programs compiled for an H100, without one: about 10 minutes and 2.2 GB
+h100: $(VENV)/installed  ## programs compiled for an H100, without one: about 10 minutes and 3.6 GB
 	.ci/h100
 
 bench: native  ## some shapes of every kind against every peer: 5 minutes on a quiet machine
