@@ -107,11 +107,10 @@ class Block(NamedTuple):
         if self.refused:
             raise ValueError(self.refused)
         if self.unknown:
-            because = f": {self.unlike}" if self.unlike else ""
+            because = f"{self.unlike}; " if self.unlike else ""
             raise ValueError(
-                f"unknown key {', '.join(map(repr, self.unknown))} in the block: layout "
+                f"{because}unknown key {', '.join(map(repr, self.unknown))} in the block: layout "
                 f"{self.layout.name} has no such parameter, and dropping it could change the function"
-                + because
             )
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from jaxmha import Semantics
 from jaxmha.converters.layout.base import Entry, Layout
-from jaxmha.converters.layout.by_hand import norms
+from jaxmha.converters.layout.by_hand import BY_HAND, norms
 from jaxmha.converters.layout.huggingface import NEOX, TIMM
 from jaxmha.converters.layout.linear import LLAMA, LLAMA_ENTRIES, UNEVEN
 
@@ -162,7 +162,27 @@ MOLMO = tuple(
         ("molmo-norm", "H", _RMS, "a norm of each head"),
     )
 )
-LAYOUTS = (*LLAMA_MEANING, QWEN3_NEXT, LFM, PERSIMMON, SAPIENS, COSMOS, TIMM_NORM, *LITGPT, *MOLMO)
+_W_QKV = next(layout for layout in BY_HAND if layout.name == "linear-w-qkv")
+W_QKV_NORM = replace(
+    _W_QKV,
+    name="linear-w-qkv-norm",
+    entries=(*_W_QKV.entries, *_OF_HEAD),
+    semantics=_LAYER,
+    holds=_HOLDS,
+    about="Nemotron 3.5: w_qkv and out_proj, layer norms of each head (rotary embedding apart)",
+)
+LAYOUTS = (
+    *LLAMA_MEANING,
+    QWEN3_NEXT,
+    LFM,
+    PERSIMMON,
+    SAPIENS,
+    COSMOS,
+    TIMM_NORM,
+    *LITGPT,
+    *MOLMO,
+    W_QKV_NORM,
+)
 # Layout -> what its tensors leave open; "q_norm and k_norm normalise" for other layouts.
 OPEN = {
     **dict.fromkeys(("lfm", "persimmon"), "q_layernorm and k_layernorm normalise"),
