@@ -69,7 +69,8 @@ _NOWHERE = (
 _ROTATED_ACROSS = ("edgetam_video", "sam2_video", "sam3_tracker_video")
 # Model types with relative positions in some blocks, and rotary positions in all others.
 _BOTH = ("phi4_multimodal", "deepseek_ocr2_text", "unlimited_ocr_text")
-_IN_BLOCKS = ("seamless_m4t", "mask2former", "oneformer")  # all relative ones are tensors of blocks
+# Model types all of whose relative positions are tensors of their blocks.
+_IN_BLOCKS = ("seamless_m4t", "seamless_m4t_v2", "mask2former", "oneformer")
 # Model types that rotate by negative angles.
 BACKWARD = frozenset(["nanochat"])
 # Model types that have rotary positions only where position_embedding_type is "rope".
