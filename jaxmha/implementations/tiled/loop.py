@@ -98,13 +98,17 @@ def forward(
     `query`, `key`, `value`: tiles from `layout.to_query_tiles` and `layout.to_kv_tiles`.
     """
     shared = _shared(tiling, config, bias, traced, seed, score_mod)
+    h = value.shape[-1]
+    # The tiles of such masks are large, and so are the steps, which would copy their parts twice.
+    early = config.transposed and not (traced.mod is None and traced.segments is None)
+    if early:
+        query, value = transpose_all((query, value))
 
     def step(index: Index, operands: Operands) -> Result:
         rows, keys, values = operands
-        h = values.shape[-1]
-        if config.transposed:
+        if config.transposed and not early:
             rows, values = transpose_all((rows, values))
-        else:
+        elif not config.transposed:
             keys = jnp.swapaxes(keys, -1, -2)
 
         def read(j: Index) -> Operands:
