@@ -130,8 +130,8 @@ def to_module(
 ) -> "keras.Layer":
     """A built Keras attention layer with these weights.
 
-    The layer is a `GroupQueryAttention` if `kind="gqa"`, or if `kind` is None and there are fewer
-    key/value heads than query heads; otherwise it is a `MultiHeadAttention`.
+    The layer is a `GroupQueryAttention` if `kind="gqa"`, or if `kind` is None and `like` is one, or
+    there are fewer key/value heads than query heads; otherwise it is a `MultiHeadAttention`.
 
     `like`: a layer from which other settings are copied: initialisers, regularisers, constraints, seed,
     dtype policy, an `output_shape` of several axes if the weights fit it, and with
@@ -147,7 +147,8 @@ def to_module(
     if kind not in (None, "mha", "gqa"):
         raise ValueError(f"kind must be 'mha' or 'gqa', got {kind!r}")
     sizes = check(params)
-    grouped = kind == "gqa" or (kind is None and sizes["K"] != sizes["N"])
+    of_groups = isinstance(like, keras.layers.GroupQueryAttention) or sizes["K"] != sizes["N"]
+    grouped = kind == "gqa" or (kind is None and of_groups)
     one_dtype(params)
     gate = params.gate
     if gate is not None and (gate.bias is None) != (params.query.bias is None):

@@ -158,6 +158,17 @@ def test_a_gate_is_carried(kind: Literal["mha", "gqa"], use_bias: bool) -> None:
             keras.to_module(lacking, semantics, kind=kind)
 
 
+def test_a_layer_like_another_is_of_its_class() -> None:
+    """A group of one head does not make it a MultiHeadAttention, whose masks have other rules."""
+    import keras as framework
+
+    layer = framework.layers.GroupQueryAttention(4, 2, 2)
+    layer.build((None, None, 8), (None, None, 8))
+    given = keras.from_module(layer)
+    assert type(keras.to_module(*given, like=layer)) is framework.layers.GroupQueryAttention
+    assert type(keras.to_module(*given)) is framework.layers.MultiHeadAttention
+
+
 @pytest.mark.parametrize("name", ["Attention", "AdditiveAttention"])
 def test_other_attention_is_refused_by_its_class(name: str) -> None:
     import keras as framework

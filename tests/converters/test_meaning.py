@@ -3,6 +3,8 @@
 from dataclasses import replace
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -64,7 +66,8 @@ def test_description_names_every_array(name: str) -> None:
     assert len(clipped) == 3 * (semantics.clip_qkv is not None)
 
 
-def test_gpt_oss_is_equal_to_transformers() -> None:
+@pytest.mark.parametrize("std", [0.1, 0.5])
+def test_gpt_oss_is_equal_to_transformers(std: float) -> None:
     """Sinks, yarn frequencies and grouped heads of a random layer, and its state back bit by bit."""
     import torch
     from transformers.models.gpt_oss import modeling_gpt_oss as theirs
@@ -76,25 +79,38 @@ def test_gpt_oss_is_equal_to_transformers() -> None:
     torch.manual_seed(0)
     module = theirs.GptOssAttention(config, layer_idx=1).eval()
     for parameter in module.parameters():
-        torch.nn.init.normal_(parameter, std=0.5)
+        torch.nn.init.normal_(parameter, std=std)
     B, T = 2, 9
-    x = torch.randn(B, T, 48)
+    x, d_out = torch.randn(2, B, T, 48)
     cos, sin = theirs.GptOssRotaryEmbedding(config)(x, torch.arange(T)[None])
     mask = torch.full((T, T), -torch.inf).triu(1)[None, None]
     layout = attention_blocks.named("llama-sinks")
     state = {name: array.numpy().copy() for name, array in module.state_dict().items()}
-    with torch.no_grad():  # in float64: torch's float32 is as far from it as ours
-        expected, _ = module.double()(x.double(), (cos.double(), sin.double()), mask.double())
+    # In float64: torch's float32 is as far from it as ours.
+    expected, _ = module.double()(x.double(), (cos.double(), sin.double()), mask.double())
+    expected.backward(d_out.double())
     params, semantics = transform.import_params([layout], state, num_heads=6)
     frequencies = rope_frequencies(config.to_dict(), 8)
-    q, k, v = project(params, x.numpy(), semantics=semantics)
-    q, k = (rope(heads, np.arange(T), frequencies=frequencies) for heads in (q, k))
-    heads = dot_product_attention(q, k, v, is_causal=True, sinks=params.sinks)
-    found = combine(params, heads, semantics=semantics)
-    error = np.abs(np.asarray(found) - expected.numpy()).max() / np.abs(expected.numpy()).max()
-    assert error < 1e-6
+
+    def run(params: Any) -> Any:
+        q, k, v = project(params, x.numpy(), semantics=semantics)
+        q, k = (rope(heads, np.arange(T), frequencies=frequencies) for heads in (q, k))
+        heads = dot_product_attention(q, k, v, is_causal=True, sinks=params.sinks)
+        return combine(params, heads, semantics=semantics)
+
+    found, pull = jax.vjp(run, jax.tree.map(jnp.asarray, params))
+    want = expected.detach().numpy()
+    assert np.abs(np.asarray(found) - want).max() <= 1e-6 * np.abs(want).max()
     back = transform.export_params(layout, params, semantics)
     assert all(back[name].tobytes() == array.tobytes() for name, array in state.items())
+    gradients = transform.export_params(
+        layout, jax.tree.map(np.asarray, pull(jnp.asarray(d_out.numpy()))[0]), semantics
+    )
+    # With std = 0.5, logits have a spread of 12, which multiplies the rounding of queries and keys.
+    most = 1e-6 if std == 0.1 else 5e-6
+    for name, parameter in module.named_parameters():
+        exact = parameter.grad.numpy()
+        assert np.linalg.norm(gradients[name] - exact) <= most * np.linalg.norm(exact), name
 
 
 @pytest.mark.parametrize("name", ["norm_offset", "norm_unlearned", "clip"])
