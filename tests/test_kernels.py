@@ -393,3 +393,15 @@ def test_what_leaks_is_zeroed_and_no_more(
         dead = np.isnan(found[0, :, 0, 7:9])
         assert dead[:3].all()
         assert "".join("kv"[n] for n in (0, 1) if not dead[3:, n].any()) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ALL)
+def test_tokamax(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its public function, by the plain implementation that it has for every device."""
+    pytest.importorskip("tokamax")
+    monkeypatch.setattr(tokamax, "BACKENDS", ("xla",))
+    monkeypatch.setattr(tokamax, "traceable", lambda: None)
+    promotes = jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow")
+    with jaxmha.lowering_for("h200"), promotes[0], promotes[1]:
+        check(case, "tokamax", "bfloat16", lse=False)
