@@ -65,11 +65,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family("CoAtNet of timm", "timm-heads-conv", "stages.{i}.blocks.{i}.attn", _without_planes),
     Family("NesT of timm", "timm-nest", "levels.{i}.transformer_encoder.{i}.attn"),
-    Family(
-        "x-transformers", "linear-to", "attn_layers.layers.{i}.{i}", _grouped,
-        "its query head n attends key head n modulo K, and MHAParams has key head n // (N // K): "
-        "reorder the query heads, and the rows of the output",
-    ),
+    Family("x-transformers", "x-transformers", "attn_layers.layers.{i}.{i}", _grouped),
     Family(
         "Gemma 2", "llama", "layers.{i}.self_attn", _normalised_twice,
         "its scale (query_pre_attn_scalar ** -0.5) and soft cap (attn_logit_softcapping) are in "

@@ -9,16 +9,17 @@ from jaxmha.converters.layout.base import Layout
 
 Shapes = Mapping[str, Sequence[int]]
 # Layouts with the keys of others, for the prefixes of their families alone.
-OF_FAMILIES = ("timm-heads", "timm-heads-conv", "timm-nest")
+OF_FAMILIES = ("timm-heads", "timm-heads-conv", "timm-nest", "x-transformers")
 _ACROSS = r"cross|x_attn|encoder_attn|perceiver"  # prefixes of cross-attention
 
 
 def refuse_prefix(layout: Layout, prefix: str) -> None:
     """Raises ValueError if no arrays at `prefix` are read as `layout`."""
     if layout.name in OF_FAMILIES:
+        other = "linear-to" if layout.cyclic else "timm"
         raise ValueError(
             f"layout {layout.name} is read at prefixes of its own models alone, not at "
-            f"{printable(prefix) or '(top)'}: name layout timm"
+            f"{printable(prefix) or '(top)'}: name layout {other}"
         )
     if layout.name == "llama-across" and not re.search(_ACROSS, prefix):
         raise ValueError(

@@ -41,6 +41,7 @@ class Layout:
       separator: joins a prefix and a key.
       semantics: behaviour of the layer that its weights do not determine.
       holds: further fields of `Semantics` for which the layer has a setting.
+      cyclic: True if query head n attends key head n % K, and not n // (N // K) as in `MHAParams`.
       other_keys: keys under the same prefix that are not part of attention.
       convention: the convention of other layers in the same files (`layer_layouts`), or "".
       about: the framework's class and the documentation of the layout.
@@ -53,6 +54,7 @@ class Layout:
     separator: str = "."
     semantics: Semantics = Semantics()  # noqa: RUF009 (frozen)
     holds: frozenset[str] = frozenset()
+    cyclic: bool = False
     other_keys: tuple[str, ...] = ()
     convention: str = "torch"
     about: str = ""

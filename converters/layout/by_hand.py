@@ -166,6 +166,12 @@ BY_HAND = tuple(
     )
     if (style, suffix) != ("linear", "qkv")  # the layout timm has these names
 ) + tuple(_by_hand("linear", names, suffix) for suffix, names in PUBLISHED.items())
+X_TRANSFORMERS = replace(
+    _by_hand("linear", NAMES["to"], "to"),
+    name="x-transformers",
+    cyclic=True,
+    about="x-transformers with grouped queries: query head n attends key head n modulo K",
+)
 # Name of a layout -> the layout of the same layers in a .weights.h5 file.
 IN_FILE = {
     layout.name.removesuffix("-file"): layout

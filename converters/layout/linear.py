@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from jaxmha.converters.layout.base import Entry, Layout
-from jaxmha.converters.layout.by_hand import BY_HAND, DENSE_FILE, TIES
+from jaxmha.converters.layout.by_hand import BY_HAND, DENSE_FILE, TIES, X_TRANSFORMERS
 
 LINEAR = Layout(
     "linear",
@@ -158,4 +158,5 @@ LAYOUTS = (
     ANNOTATED,
     MATRICES,
     *BY_HAND,
+    X_TRANSFORMERS,
 )

@@ -132,7 +132,8 @@ def unpack(
     pack = uneven.pack_axis(entry)
     known = {**sizes, pack: len(entry.leaves)}
     parts = rearrange(array, f"... {axes} -> {pack} ... {target}", **uneven.shared(axes, known))
-    return dict(zip(entry.leaves, parts, strict=True))
+    found = dict(zip(entry.leaves, parts, strict=True))
+    return uneven.grouped(found, sizes["K"]) if layout.cyclic else found
 
 
 def pack(layout: Layout, entry: Entry, leaf: Callable[[str], NDArray]) -> NDArray:
@@ -144,6 +145,8 @@ def pack(layout: Layout, entry: Entry, leaf: Callable[[str], NDArray]) -> NDArra
         return uneven.pack(entry, leaf)
     axes, source = layout.tied(entry.axes), layout.tied(CANONICAL[entry.leaves[0]])
     first = leaf(entry.leaves[0])
+    if layout.cyclic:
+        first = uneven.in_cycle(entry.leaves[0], first, leaf("key.kernel").shape[-2])
     if len(entry.leaves) == 1:
         alone: NDArray = rearrange(first[None], f"1 ... {source} -> ... {axes}")
         return alone
@@ -152,14 +155,10 @@ def pack(layout: Layout, entry: Entry, leaf: Callable[[str], NDArray]) -> NDArra
     letters = parse(source)
     lead = first.shape[: first.ndim - len(letters)]
     sizes = {a: n for (a,), n in zip(letters, first.shape[len(lead) :], strict=True)}
-    sizes[uneven.pack_axis(entry)] = len(entry.leaves)
+    sizes[along := uneven.pack_axis(entry)] = len(entry.leaves)
     shape = [math.prod(int(a) if a.isdigit() else sizes[a] for a in g) for g in parse(axes)]
     packed = np.empty((*lead, *shape), first.dtype)
-    slots = rearrange(
-        packed,
-        f"... {axes} -> {uneven.pack_axis(entry)} ... {source}",
-        **uneven.shared(axes, sizes),
-    )
+    slots = rearrange(packed, f"... {axes} -> {along} ... {source}", **uneven.shared(axes, sizes))
     assert np.may_share_memory(slots, packed) or not packed.size
     slots[0] = first
     del first

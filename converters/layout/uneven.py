@@ -14,6 +14,7 @@ from einops import rearrange
 from jaxmha.converters.layout.arrays import NDArray
 from jaxmha.converters.layout.base import Entry
 from jaxmha.dims import parse
+from jaxmha.params import CANONICAL
 
 LETTERS = ("M", "U")
 PACKED = ("qkv", "kv", "qk", "qg")  # names of axes along which leaves are packed
@@ -82,6 +83,31 @@ def pack(entry: Entry, leaf: Callable[[str], NDArray]) -> NDArray:
         heads = rearrange(groups, "... K g H -> ... (K g) H")
     inputs = "" if len(parse(entry.axes)) == 1 else "Dq "
     found: NDArray = rearrange(heads, f"... {inputs}{name} H -> ... {entry.axes}")
+    return found
+
+
+def grouped(found: Mapping[str, NDArray], K: int) -> dict[str, NDArray]:
+    """Leaves whose query head n attended key head n % K, with the query heads of a key together.
+
+    >>> grouped({"query.bias": np.array([[0], [1], [10], [11]])}, K=2)["query.bias"].tolist()
+    [[0], [10], [1], [11]]
+    """
+    return {name: _reordered(name, leaf, K, "(g K)", "(K g)") for name, leaf in found.items()}
+
+
+def in_cycle(name: str, leaf: NDArray, K: int) -> NDArray:
+    """The leaf of which `grouped` makes this one."""
+    return _reordered(name, leaf, K, "(K g)", "(g K)")
+
+
+def _reordered(name: str, leaf: NDArray, K: int, source: str, target: str) -> NDArray:
+    axes = CANONICAL[name]
+    if "N" not in (letters := axes.split()):
+        return leaf
+    if (N := leaf.shape[letters.index("N") - len(letters)]) % K:
+        raise ValueError(f"{N} query heads cannot share {K} key heads evenly: give the head count")
+    arrow = f"... {axes.replace('N', source)} -> ... {axes.replace('N', target)}"
+    found: NDArray = rearrange(leaf, arrow, K=K)
     return found
 
 

@@ -2,7 +2,7 @@
 
 import math
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -60,6 +60,12 @@ class Slices:
         start = _address(array)
         self._stands.append(_Stand(name, start, start + max(info.nbytes, 1), info.shape))
         return array
+
+    def copied(self, parts: Iterable[NDArray]) -> bool:
+        """True if any part is a copy of addresses without data, and no view: it has to be read."""
+        return bool(self._stands) and not all(
+            any(np.may_share_memory(part, view) for view in self.views.values()) for part in parts
+        )
 
     def is_mapped(self, part: NDArray) -> bool:
         """True if a view covers mapped memory of the file."""

@@ -14,6 +14,7 @@ from jaxmha.converters.layout import registry, transform
 from jaxmha.converters.layout.arrays import NDArray
 from jaxmha.converters.migrate.lazy_slices import Slices
 from jaxmha.extras import needed
+from jaxmha.params import leaves
 
 # Partition specs, or a function that returns them for given arrays.
 Specs = Callable[[Any], Any] | MHAParams | Mapping[str, Any]
@@ -96,13 +97,18 @@ def load_sharded(
             if prefix and not state:
                 raise ValueError(f"no tensor's name starts with {prefix!r}: {_starts(file)}")
             return _placed(mesh, state, specs, slices)
-        params, semantics = transform.import_params(
+        read = partial(
+            transform.import_params,
             [registry.named(layout)],
-            state,
             num_heads=num_heads,
             prefix=prefix,
             take=lambda view: view,
         )
+        params, semantics = read(state)
+        if slices.copied(
+            map(np.asarray, leaves(params).values())
+        ):  # a packing of heads that no view can undo
+            params, semantics = read({name: file[name] for name in state})
         return _placed_params(mesh, params, specs, slices), semantics
 
 

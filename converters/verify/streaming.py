@@ -154,7 +154,10 @@ class Views:
         self.layer, self._slices = layer, Slices(layer.file.mapped, list(layer.tensors))
         self.leaves: dict[str, NDArray] = {**layer.zeros}
         for name, unpack in layer.tensors.items():
-            self.leaves |= unpack(self._slices.views[name])
+            found = unpack(self._slices.views[name])
+            if self._slices.copied(found.values()):  # a packing of heads that no view can undo
+                found = unpack(layer.file.whole[name])
+            self.leaves |= found
 
     def read(self, leaf: str, index: tuple[int | slice, ...]) -> NDArray:
         """Reads a part of a leaf, applies its factor, and casts it."""

@@ -369,6 +369,7 @@ OF_OTHERS = {
     "timm-heads": "timm/maxvit_rmlp_pico_rw_256",
     "timm-heads-conv": "timm/coatnet_nano_rw_224",
     "timm-nest": "timm/nest_tiny",
+    "x-transformers": "x_transformers/Encoder (kv heads)",
     "litgpt-norm-heads": "litgpt/OLMo-2-1124-7B",
     "litgpt-norm": "litgpt/Qwen3-0.6B",
 }

@@ -13,6 +13,7 @@ from jaxmha.converters.discovery.added_terms import Computed
 from jaxmha.converters.discovery.positions import Rotary
 from jaxmha.converters.layout import registry
 from jaxmha.converters.migrate import pipeline
+from jaxmha.converters.verify import oracle
 
 D, N, H = 15, 3, 5
 TIMM = {"qkv.weight": (3 * D, D), "proj.weight": (D, D)}
@@ -141,3 +142,28 @@ def test_gates_on_channels_are_no_attention() -> None:
     shapes = {f"layer.2.attention.{i}.weight": (8, 8, 1, 1) for i in (0, 2)}
     assert not unknown_attention.find(shapes, [])
     assert unknown_attention.find({f"a.attention.w{i}.weight": (8, 8) for i in (0, 2)}, [])
+
+
+def test_query_heads_by_the_remainder_of_their_key_head(tmp_path: Path) -> None:
+    """x-transformers repeats its K key heads one after another: head n attends head n % K."""
+    rng, prefix, K = np.random.default_rng(0), "attn_layers.layers.0.1", 2
+    rows = {"q": (6 * H, D), "k": (K * H, D), "v": (K * H, D), "out": (D, 6 * H)}
+    state = {f"{prefix}.to_{x}.weight": rng.normal(size=s) for x, s in rows.items()}
+    checkpoint.write(tmp_path / "a.safetensors", state)
+    pipeline.convert(tmp_path / "a.safetensors", tmp_path / "b.npz", to="jaxmha", num_heads=6)
+    with checkpoint.open(tmp_path / "b.npz") as file:
+        (block,) = attention_blocks.find(attention_blocks.shapes(file))
+        params, semantics = block.read(file, num_heads=6)
+    x = rng.normal(size=(7, D))
+    q, k, v = ((x @ state[f"{prefix}.to_{r}.weight"].T).reshape(7, -1, H) for r in "qkv")
+    logits = np.einsum("tnh,snh->nts", q, np.tile(k, (1, 3, 1))) * H**-0.5
+    weights = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    heads = np.einsum("nts,snh->tnh", weights, np.tile(v, (1, 3, 1)))
+    want = heads.reshape(7, -1) @ state[f"{prefix}.to_out.weight"].T
+    got = oracle.run(params, semantics, x[None], x[None], x[None]).output[0]
+    np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-12)
+    pipeline.convert(
+        tmp_path / "b.npz", tmp_path / "c.safetensors", to="x-transformers", num_heads=6
+    )
+    with checkpoint.open(tmp_path / "c.safetensors") as file:
+        assert all(file[name].tobytes() == array.tobytes() for name, array in state.items())

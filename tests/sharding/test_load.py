@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 import jaxmha
 from jaxmha import checkpoint, sharding
-from jaxmha.converters import torch
+from jaxmha.converters import linear, torch
 from jaxmha.converters.migrate.lazy_slices import Slices
 from jaxmha.converters.sharded import distributed
 from tests import tolerance
@@ -43,6 +43,23 @@ def test_layers(tmp_path: Path, suffix: str) -> None:
     assert placed.sharding.spec == P("fsdp", "tensor", None)
     for name, x in jaxmha.params.leaves(params).items():
         tolerance.assert_same(x, jaxmha.params.leaves(expected)[name], name)
+
+
+@pytest.mark.parametrize("layout", ["falcon", "x-transformers"])
+@pytest.mark.parametrize("compressed", [False, True])
+def test_heads_that_no_view_can_order(tmp_path: Path, layout: str, compressed: bool) -> None:
+    params = jaxmha.init_params(
+        jax.random.key(0), num_heads=N, num_kv_heads=2, features=N * H, use_bias=False
+    )
+    state = linear.export_params(params, layout=layout, prefix="a")
+    save = np.savez_compressed if compressed else np.savez
+    save(tmp_path / "a.npz", allow_pickle=False, **state)
+    found, _ = distributed.load_sharded(
+        tmp_path / "a.npz", mesh(tensor=8), partial(jax.tree.map, lambda _: P()), layout=layout,
+        num_heads=N, prefix="a",
+    )  # fmt: skip
+    for name, x in jaxmha.params.leaves(found).items():
+        tolerance.assert_same(x, jaxmha.params.leaves(params)[name], name)
 
 
 def test_half_precision_by_name(tmp_path: Path) -> None:

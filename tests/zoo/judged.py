@@ -5,6 +5,7 @@ from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import numpy as np
+from einops import rearrange
 
 from jaxmha import MHAParams
 from jaxmha.converters.discovery.attention_blocks import Block
@@ -128,6 +129,9 @@ def judge(
         if best is not None:
             matched.add(id(softmax))
             block, params, semantics, _ = blocks[best]
+            if block.layout.cyclic:  # the heads of its logits, in the order of those of `params`
+                K = params.key.kernel.shape[-2]
+                softmax.logits = rearrange(softmax.logits, "... (g K) T S -> ... (K g) T S", K=K)
             new = (block.layout.name, softmax.logits.shape) not in computed
             computed.add((block.layout.name, softmax.logits.shape))
             seen.setdefault(best, []).append(

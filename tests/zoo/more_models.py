@@ -45,7 +45,7 @@ VIT_PYTORCH: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 X_TRANSFORMERS: dict[str, dict[str, Any]] = {
     "Encoder (RMS)": {"use_rmsnorm": True, "ff_glu": True},
-    "Encoder (kv heads)": {"attn_kv_heads": 1},
+    "Encoder (kv heads)": {"heads": 4, "attn_kv_heads": 2},
     "Decoder (memory)": {"attn_num_mem_kv": 4},
     "Decoder (sandwich)": {"sandwich_norm": True},
     "Decoder (null keys)": {"attn_add_zero_kv": True},
@@ -83,7 +83,7 @@ DIFFUSERS: dict[str, dict[str, Any]] = {
     },
     "AutoencoderKLTemporalDecoder": {
         "block_out_channels": (32, 64), "latent_channels": 4, "down_block_types": ("DownEncoderBlock2D",) * 2,
-        "inputs": lambda: ((rand(2, 3, 32, 32),), {"num_frames": 2}),
+        "layers_per_block": 2, "inputs": lambda: ((rand(2, 3, 32, 32),), {"num_frames": 2}),
     },
     "LatteTransformer3DModel": {
         **_PIX, "in_channels": 4, "out_channels": 8, "sample_size": 8, "patch_size": 2, "cross_attention_dim": 48,
@@ -153,7 +153,7 @@ KORNIA: dict[str, dict[str, Any]] = {
         "image_size": 64, "patch_size": 16, "embed_dim": 48, "depth": 2, "num_heads": 3,
         "inputs": lambda: ((rand(1, 3, 64, 64),), {}),
     },
-    "models.vit_mobile.MobileViT": {"mode": "xxs", "inputs": lambda: ((rand(1, 3, 64, 64),), {})},
+    "models.vit_mobile.MobileViT": {"mode": "xxs", "inputs": lambda: ((rand(1, 3, 128, 128),), {})},
 }  # fmt: skip
 MONAI: dict[str, dict[str, Any]] = {
     "networks.nets.ViT": {
