@@ -128,6 +128,10 @@ _ASSIGNS = (
 )
 
 
+# Key -> a tensor next to which it is another: Transformer-XL adds `bias_u` and `bias_v` to queries.
+_NOT_NEXT_TO = {"bias_v": "bias_u"}
+
+
 def find(shapes: Mapping[str, Sequence[int]], layouts: Iterable[Layout] = LAYOUTS) -> list[Block]:
     """Every attention block, sorted by prefix.
 
@@ -150,6 +154,7 @@ def find(shapes: Mapping[str, Sequence[int]], layouts: Iterable[Layout] = LAYOUT
                 entry.key: full
                 for entry in variant.entries
                 if (full := variant.path(prefix, entry.key)) in shapes
+                and variant.path(prefix, _NOT_NEXT_TO.get(entry.key, "")) not in shapes
             }
             if _fits(variant, keys, shapes) and places.allow(variant, prefix, keys, shapes):
                 unknown = unknown_under(variant, prefix, keys, names)

@@ -144,7 +144,7 @@ TENSORS = (
             r"|att\w*[./]bias_[uv]$|relative_k_proj"
         ),
     ),
-    ("sinks", r"att\w*[./](sinks?|bias_[kv]|null_k\w*)($|\.)"),
+    ("sinks", r"att\w*[./](sinks?|bias_k|null_k\w*)($|\.)"),
     (
         "qk_norm",
         (

@@ -98,12 +98,19 @@ def refuse(
     """
     shapes = {name: one.info.shape for name, one in made.items()}
     target_blocks = attention_blocks.find(shapes, [target])
-    for block in target_blocks:
-        if block.prefix in prefixes and block.unknown:
+    for block in (one for one in target_blocks if one.prefix in prefixes):
+        where = f"block {block.prefix or '(top)'} could not be read back: layout {target.name}"
+        if block.unknown:
             raise ValueError(
-                f"block {block.prefix or '(top)'} could not be read back: layout {target.name} has "
-                f"no {printable(', '.join(block.unknown))}, which the source has in this block: "
-                "name another layout"
+                f"{where} has no {printable(', '.join(block.unknown))}, which the source has in "
+                "this block: name another layout"
+            )
+        lacking = {e.group for e in block.layout.entries if e.key not in block.keys}
+        alone = [e.key for e in block.layout.entries if e.group in lacking and e.key in block.keys]
+        if alone:
+            raise ValueError(
+                f"{where} has a parameter of its own named {printable(', '.join(alone))}, which is "
+                "carried over here: name another layout"
             )
     if missing := prefixes - {block.prefix for block in target_blocks}:
         places.refuse_prefix(target, min(missing))

@@ -167,3 +167,25 @@ def test_query_heads_by_the_remainder_of_their_key_head(tmp_path: Path) -> None:
     )
     with checkpoint.open(tmp_path / "c.safetensors") as file:
         assert all(file[name].tobytes() == array.tobytes() for name, array in state.items())
+
+
+@pytest.mark.parametrize("to", ["jaxmha", "torch"])
+def test_biases_of_transformer_xl_are_no_positions_of_keys(to: str, tmp_path: Path) -> None:
+    llama = {f"{x}_proj.weight": (D, D) for x in "qkvo"}
+    terms = {"bias_u": (N, H), "bias_v": (N, H), "relative_k_proj.weight": (D, D)}
+    source = saved(tmp_path / "a.safetensors", "layers.0.self_attn", llama | terms)
+    done = pipeline.convert(source, tmp_path / "b.safetensors", to=to, num_heads=N)
+    assert not any("sinks" in note for note in done.notes)
+    back = tmp_path / "c.safetensors"
+    pipeline.convert(tmp_path / "b.safetensors", back, to="llama", num_heads=N)
+    with checkpoint.open(source) as file, checkpoint.open(back) as again:
+        assert {n: file[n].tobytes() for n in file} == {n: again[n].tobytes() for n in again}
+
+
+@pytest.mark.parametrize("to", ["jaxmha", "torch"])
+def test_a_carried_tensor_with_the_name_of_a_parameter_is_refused(to: str, tmp_path: Path) -> None:
+    shapes = {f"{x}_proj.weight": (D, D) for x in "qkvo"} | {"bias_v": (N, H)}
+    source = saved(tmp_path / "a.safetensors", "layers.0.self_attn", shapes)
+    with pytest.raises(ValueError, match=r"could not be read back"):
+        pipeline.convert(source, tmp_path / "b.safetensors", to=to, num_heads=N)
+    assert not (tmp_path / "b.safetensors").exists()
