@@ -106,16 +106,24 @@ def extended(
 ) -> tuple[Growth, Bool[Array, "B"]]:
     """The table after a step that adds `counts` tokens, and the rows that lack a page.
 
+    A row that lacks a page loses the pages to the right of it too, and gets none, so that it lacks
+    that of its last token from then on: whatever a window frees, the row is known to be wrong.
+
     `left`: left bound of a window, to the left of which pages are freed; None: no window.
     """
+    xp = library(table, lengths, counts)
     first = lengths * 0
     # By hand, lengths may have been reduced, and pages named that the pool does not have.
     table = released(truncated(table, lengths, page_size), table < pages)
     if left is not None:
         table = within_window(table, lengths, left, page_size)
-        first = (lengths - left).clip(0)
-    growth = grown(table, lengths, counts, page_size, pages)
-    return growth, lacks(growth.table, first, lengths + counts, page_size)
+        first = (lengths - max(left, 1)).clip(0)
+    broken = lacks(table, first, lengths, page_size)
+    growth = grown(table, lengths, xp.where(broken, 0, counts), page_size, pages)
+    end = lengths + counts
+    holes = missing(growth.table, first, end, page_size)
+    kept = released(growth.table, xp.cumsum(holes, axis=1) == 0)
+    return growth._replace(table=kept), lacks(growth.table, first, end, page_size)
 
 
 def _held_by_others(table: Table, first: Counts, writes: Bool[Array, "B"]) -> Bool[Array, "B"]:
@@ -135,12 +143,17 @@ def _held_by_others(table: Table, first: Counts, writes: Bool[Array, "B"]) -> Bo
     return found
 
 
+def missing(table: Table, first: Counts, end: Counts, page_size: int) -> Bool[Array, "B M"]:
+    """Entries without a page for some of the positions `[first, end)`."""
+    starts = np.arange(table.shape[1], dtype=np.int32)[None] * page_size
+    needed = (starts + page_size > first[:, None]) & (starts < end[:, None])
+    return needed & (table < 0)
+
+
 def lacks(table: Table, first: Counts, end: Counts, page_size: int) -> Bool[Array, "B"]:
     """Rows without a page for some of the positions `[first, end)`."""
-    M = table.shape[1]
-    starts = np.arange(M, dtype=np.int32)[None] * page_size
-    needed = (starts + page_size > first[:, None]) & (starts < end[:, None])
-    found: Array = (needed & (table < 0)).any(1) | (end > M * page_size)
+    full = end > table.shape[1] * page_size
+    found: Array = missing(table, first, end, page_size).any(1) | full
     return found
 
 

@@ -33,8 +33,9 @@ class PagedKVCache(NamedTuple):
     (`fork`); before a row writes to a page that another row keeps, it gets a copy of the page.
 
     A compiled program cannot raise: if the pool has no free page, or the table has no entry left,
-    the outputs of that row are NaN until the row is freed. `PagePool` predicts this on the host and
-    raises, and `validate` finds it. Row numbers, lengths and counts that are out of range are refused
+    the row is broken until it is freed, or rolled back to tokens whose pages it still holds. Its
+    outputs are NaN, with a window too, it gets no more pages, and `validate` finds it. `PagePool`
+    predicts this on the host and raises. Row numbers, lengths and counts that are out of range are refused
     where their values are known; each method says what traced ones do.
 
     Attributes:
@@ -76,8 +77,9 @@ class PagedKVCache(NamedTuple):
           dtype: default that of the parameters; another floating dtype stores values rounded to
             it. int8 and float8 store, per token and head, a vector x as q * scale with scale =
             max |x| / max |dtype|. Of a number, int8 is off by at most max |x| / 254, and float8 by
-            its relative rounding, 2**-4 in e4m3 and 2**-3 in e5m2, plus 2**-18 max |x|. A step
-            casts q to a wider dtype when it reads the cache.
+            its relative rounding, 2**-4 in e4m3 and 2**-3 in e5m2, plus 2**-18 max |x|; a scale is
+            at least 2**-126, so that neither bound holds for max |x| below 2**-126 max |dtype|. A
+            step casts q to a wider dtype when it reads the cache.
 
         Raises:
           ValueError: a size is not an integer of at least 1 (0 for batch_size), or exceeds 2**30.
@@ -111,7 +113,8 @@ class PagedKVCache(NamedTuple):
         Also for shapes that do not fit each other, and TypeError for a wrong dtype. It reads table
         and lengths from the device, and cannot run under jit. A compiled step does not check them:
         rows that lack pages, or name pages outside of the pool, have outputs NaN, and a table of
-        another batch makes outputs wrong or NaN.
+        another batch makes outputs wrong or NaN. A row without its first pages passes, since a window
+        frees them: if its tokens need them, a step breaks the row, and it is found from then on.
         """
         _checked(self)
         table, lengths = np.asarray(self.table), np.asarray(self.lengths)
@@ -157,6 +160,7 @@ class PagedKVCache(NamedTuple):
 
         Raises:
           ValueError: rows are not Boolean, or not of shape `(B,)`.
+          TypeError: rows are not an array, or an array of the cache is of a wrong dtype.
         """
         table, lengths, sizes = _checked(self)
         kept = jnp.where(_rows(rows, sizes["B"]), 0, lengths)
@@ -172,6 +176,7 @@ class PagedKVCache(NamedTuple):
 
         Raises:
           ValueError: lengths are not integers of shape `(B,)`, or one is known and negative.
+          TypeError: lengths are not an array, or an array of the cache is of a wrong dtype.
         """
         table, old, _ = _checked(self)
         require_arrays(lengths=lengths)

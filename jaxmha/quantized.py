@@ -13,7 +13,11 @@ from jaxmha.implementations.base import accumulation_dtype
 def storage_dtype(dtype: DTypeLike, name: str = "dtype") -> np.dtype[np.generic]:
     """Converts `dtype` to a NumPy dtype; raises TypeError unless it is floating or int8."""
     found = as_dtype(name, dtype)
-    return found if found == np.int8 else checks.floating_dtype(found, name)
+    if found == np.int8:
+        return found
+    if not jnp.issubdtype(found, np.floating):
+        raise TypeError(f"{name} must be floating or int8, got {found}")
+    return checks.floating_dtype(found, name)
 
 
 def is_scaled(dtype: np.dtype[np.generic]) -> bool:
@@ -26,9 +30,9 @@ def quantize(
 ) -> tuple[jax.Array, Float[jax.Array, "*B"]]:
     """Rounds each vector x of H numbers to `q * scale`, where scale = max |x| / max |dtype|.
 
-    int8: q is the nearest integer, ties to even, so that `|x - q * scale| <= max |x| / 254`. float8:
-    q is the nearest float8. A vector with NaN or an infinity has a NaN scale. All-zero vectors have
-    scale 1.
+    int8: q is the nearest integer, ties to even, so that `|x - q * scale| <= max |x| / 254`, unless
+    max |x| is below 127 * 2**-126: a float32 scale is at least 2**-126. float8: q is the nearest
+    float8. A vector with NaN or an infinity has a NaN scale. All-zero vectors have scale 1.
 
     Returns:
       q and the scale, in float32 (float64 for float64 inputs).

@@ -325,6 +325,45 @@ def test_a_lost_page_stays_lost() -> None:
         pool.extend([1, 0, 0], left=2)
 
 
+@pytest.mark.parametrize("cause", ["full pool", "lost page"])
+@pytest.mark.parametrize("left", [None, 0, 2])
+def test_a_row_that_lacks_a_page_is_broken_until_it_is_freed(left: int | None, cause: str) -> None:
+    """Later pages, and a window that the lost tokens have left, do not hide it."""
+    params, x = make()
+    mask = Mask() if left is None else Mask.window(left, 0)
+    cache = empty(params, pages=3 if cause == "lost page" else 2)
+    _, cache = run(params, cache, x[:, :5], q_lengths=np.asarray([0, 5, 0]), mask=mask)
+    if cause == "lost page":
+        _, cache = run(params, cache, x[:, :2], q_lengths=np.asarray([2, 0, 0]), mask=mask)
+        cache = cache._replace(table=cache.table.at[0, 0].set(99))
+    for count in (4, *[1] * 7):
+        out, cache = run(params, cache, x[:, :4], q_lengths=np.asarray([count, 0, 0]), mask=mask)
+        assert np.isnan(out[0, :count]).all()
+        with pytest.raises(ValueError, match="row 0 lacks a page"):
+            cache.validate()
+        cache = cache.free(np.asarray([False, True, False]))
+    cache = cache.free(np.asarray([True, False, False]))
+    cache.validate()
+    out, _ = run(params, cache, x[:, :4], q_lengths=np.asarray([4, 0, 0]), mask=mask)
+    assert np.isfinite(out).all()
+
+
+def test_a_rollback_to_the_tokens_that_are_held_mends_a_row() -> None:
+    """Their outputs are those of a row that was never broken."""
+    params, x = make()
+    cache = empty(params, pages=2)
+    _, cache = run(params, cache, x[:, :4], q_lengths=np.asarray([4, 0, 0]))
+    out, broken = run(params, cache, x[:, 4:9], q_lengths=np.asarray([5, 0, 0]))
+    assert np.isnan(out[0]).all()
+    _, broken = run(params, broken, x[:, :1], q_lengths=np.asarray([1, 0, 0]))
+    mended = broken.rollback(np.asarray([4, 0, 0]))
+    mended.validate()
+    found, want = (
+        run(params, c, x[:, 4:6], q_lengths=np.asarray([2, 0, 0]))[0] for c in (mended, cache)
+    )
+    tolerance.assert_same(found, want)
+
+
 def test_nothing_recompiles_while_sequences_grow() -> None:
     params, x = make()
     cache = empty(params, pages=3 * ENTRIES)
@@ -370,7 +409,8 @@ def test_wrong_arguments() -> None:
     for options, problem in (
         ({"pages": 0}, "pages must be an integer of at least 1"),
         ({"page_size": 0}, "page_size must be an integer of at least 1"),
-        ({"dtype": "int16"}, "dtype must be floating"),
+        ({"dtype": "int16"}, "dtype must be floating or int8, got int16"),
+        ({"dtype": "int4"}, "dtype must be floating or int8, got int4"),
     ):
         with pytest.raises((ValueError, TypeError), match=problem):
             empty(params, **options)
