@@ -309,8 +309,13 @@ def _paths(found: Sequence[Layer]) -> dict[tuple[str, ...], Layer]:
                 path += [match["block"], match["rest"]]
             else:
                 path.append(part)
-        made[tuple(path)] = layer
+        made[tuple(map(_literal, path))] = layer
     return made
+
+
+def _literal(part: str) -> str:
+    """The part of a path without "#", which stands for numbers, though names may hold it too."""
+    return part.replace("\\", "\\\\").replace("#", "\\.")
 
 
 _Marks = dict[tuple[str, ...], tuple[str, int]]

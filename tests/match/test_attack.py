@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from jaxmha.converters import match
+from jaxmha.converters import flax, match
 from jaxmha.converters.matching import loading
 from tests.match import more_strangers, strangers
 from tests.match.test_pairs import TOLERANCE, load
@@ -80,3 +80,14 @@ def test_traps_are_refused_or_right(name: str) -> None:
     assert known
     for key, value in right.items():
         np.testing.assert_array_equal(found[key], value)
+
+
+@pytest.mark.parametrize("mark", ["#", "\\", "\\.", "*"])
+def test_names_hold_any_character(mark: str) -> None:
+    """ "#" stands for numbers in the paths of templates."""
+    shapes = {f"x{mark}": (5, 3), f"l.0.b{mark}": (7, 5), f"l.1.b{mark}": (7, 5), "y": (11, 7)}
+    rng = np.random.default_rng(0)
+    source = {f"{name}.weight": rng.normal(size=n).astype("f") for name, n in shapes.items()}
+    found = flax.load_into({name: np.zeros_like(x) for name, x in source.items()}, source)
+    for name, x in source.items():
+        np.testing.assert_array_equal(found[name], x)
