@@ -18,7 +18,9 @@ from jaxmha.decoding_checks import (
     CacheT,
     checked_cache,
     checked_counts,
+    checked_prompts,
     counts_of,
+    prompt_lengths,
     reject_long_prompt,
     reject_mean,
     reject_overflow,
@@ -56,7 +58,7 @@ def prefill(
       cache: a `KVCache` or `PagedKVCache`; its previous contents are discarded.
       semantics: as in `multi_head_attention`; its dropout has no effect.
       mask: combined with the causal mask; `Mask.lengths(key_value=lengths)` gives the lengths of
-        the prompts.
+        the prompts, in [0, T]. Those on the device are clipped: reading them would wait for it.
       rotate: `rotate(heads, positions)` of projected queries and keys, such as `rope`. It is a
         static argument: give the same function in every call, or a `functools.partial` of the same
         function with equal arguments. Every new lambda triggers a compilation.
@@ -69,8 +71,9 @@ def prefill(
 
     Raises:
       ValueError: T exceeds the slots of the cache (allowed for a ring buffer), a shape does not
-        fit, or tokens are in zig-zag order.
-      TypeError: keys or values of the cache are not floating, or its lengths are not integers.
+        fit, lengths of prompts of NumPy are not in [0, T], or tokens are in zig-zag order.
+      TypeError: keys or values of the cache are of a wrong dtype, its lengths are not integers, or
+        rotate is not callable.
 
     >>> from jaxmha import KVCache, init_params
     >>> params = init_params(jax.random.key(0), num_heads=2, features=6)
@@ -83,7 +86,7 @@ def prefill(
         params,
         x,
         cache,
-        with_window(as_mask(mask), semantics),
+        checked_prompts(with_window(as_mask(mask), semantics), x),
         semantics,
         _traced(score_mod, mask_mod, params, x, semantics),
         rotate=static_rotation(rotate),
@@ -144,10 +147,7 @@ def _prefill(
         mods=mods,
         sinks=params.sinks,
     )
-    lengths = jnp.full(B, T, np.int32)
-    if mask.key_value_lengths is not None:
-        lengths = jnp.minimum(lengths, clipped_counts(jnp.asarray(mask.key_value_lengths)))
-    kept, full = cache.emptied().append(key, value, lengths, left)
+    kept, full = cache.emptied().append(key, value, prompt_lengths(mask, sizes), left)
     out = result.out
     if isinstance(cache, PagedKVCache):  # the pool may have too few free pages for T <= S tokens
         out = nan_where(full.reshape(B, 1, 1, 1), out)

@@ -21,6 +21,7 @@ from jaxmha.cache_arguments import (
 from jaxmha.dims import bind
 from jaxmha.integers import near
 from jaxmha.kv_cache import KVCache
+from jaxmha.mask import Mask
 from jaxmha.paged_cache import PagedKVCache
 from jaxmha.params import MHAParams, check
 from jaxmha.semantics import FullyMasked, Semantics, reject_axes
@@ -100,6 +101,23 @@ def checked_counts(q_lengths: Array | None, x: Array) -> Array | None:
     if x.ndim == 3 and isinstance(x.shape[1], int):
         reject_outside("q_lengths", q_lengths, x.shape[1], "of the T tokens of a row of x")
     return clipped_counts(q_lengths)
+
+
+def checked_prompts(mask: Mask, x: Array) -> Mask:
+    """Checks that lengths of prompts are in [0, T] if they are NumPy's; returns the mask."""
+    lengths = mask.key_value_lengths
+    if isinstance(lengths, np.ndarray) and x.ndim == 3 and isinstance(x.shape[1], int):
+        name = "mask.key_value_lengths"
+        reject_outside(name, lengths, x.shape[1], "of the T tokens of a row of x")
+    return mask
+
+
+def prompt_lengths(mask: Mask, sizes: dict[str, int]) -> jax.Array:
+    """The number of tokens of each prompt, `(B,)`: those of the mask, T at most."""
+    lengths = jnp.full(sizes["B"], sizes["T"], np.int32)
+    if mask.key_value_lengths is None:
+        return lengths
+    return jnp.minimum(lengths, clipped_counts(jnp.asarray(mask.key_value_lengths)))
 
 
 def counts_of(q_lengths: jax.Array | None, sizes: dict[str, int]) -> jax.Array:

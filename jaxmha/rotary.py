@@ -200,8 +200,18 @@ class _Rotation:
         return rotated
 
 
+def require_rotation(rotate: object) -> None:
+    """Raises TypeError unless `rotate` is None or callable."""
+    if not (rotate is None or callable(rotate)):
+        raise TypeError(
+            f"rotate must be a function rotate(heads, positions), such as jaxmha.rope, got {rotate!r}"
+        )
+
+
 def static_rotation(rotate: Rotate | None) -> Rotate | None:
-    """Makes `rotate` a static argument of jit: equal partials become equal `_Rotation`s."""
+    """Makes `rotate` a static argument of jit: equal partials become equal `_Rotation`s. Raises
+    TypeError unless it is None or callable."""
+    require_rotation(rotate)
     if type(rotate) is not partial:
         return rotate
     found = _Rotation(rotate.func, rotate.args, tuple(sorted(rotate.keywords.items())))

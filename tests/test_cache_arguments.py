@@ -110,11 +110,9 @@ def test_keys_and_values_of_two_dtypes() -> None:
 def test_negative_lengths_are_empty() -> None:
     params, x = make()
     lengths = np.asarray([-2, 3, 0], np.int32)
-    for given in (lengths, jnp.asarray(lengths)):
-        _, cache = jaxmha.prefill(
-            params, x[:, :4], KVCache.empty(params, B, T), mask=Mask.lengths(key_value=given)
-        )
-        assert cache.lengths.tolist() == [0, 3, 0]
+    mask = Mask.lengths(key_value=jnp.asarray(lengths))
+    _, cache = jaxmha.prefill(params, x[:, :4], KVCache.empty(params, B, T), mask=mask)
+    assert cache.lengths.tolist() == [0, 3, 0]
     taken_back = cache._replace(lengths=cache.lengths - 2)
     out, longer = jaxmha.decode_step(params, x[:, :1], taken_back)
     want, _ = jaxmha.decode_step(params, x[:, :1], cache._replace(lengths=np.array([0, 1, 0])))
@@ -142,6 +140,41 @@ def test_lengths_of_any_size(huge: int) -> None:
     _, cache = jaxmha.prefill(params, x[:, :4], KVCache.empty(params, B, T))
     out, _ = jaxmha.decode_step(params, x[:, :1], cache._replace(lengths=lengths))
     assert np.isnan(np.asarray(out)).all()
+
+
+@pytest.mark.parametrize(("row", "length"), [(0, 9), (1, -1), (2, 2**40)])
+def test_known_lengths_of_prompts_are_refused(row: int, length: int) -> None:
+    """Those on the device are clipped, as counts of `extend` are."""
+    params, x = make()
+    latents = latent.init_latent_params(
+        jax.random.key(0), num_heads=3, features=D, latent_dim=5, rotary_dim=2, head_dim=3
+    )
+    lengths = np.where(np.arange(B) == row, length, 2)
+    for run in (
+        lambda mask: jaxmha.prefill(params, x[:, :3], KVCache.empty(params, B, T), mask=mask),
+        lambda mask: latent.prefill(
+            latents, x[:, :3], latent.LatentCache.empty(latents, B, T), mask=mask
+        ),
+    ):
+        with pytest.raises(ValueError, match=rf"lengths\[{row}\] is .*: expected 0 to 3, of the T"):
+            run(Mask.lengths(key_value=lengths))
+        _, cache = run(Mask.lengths(key_value=jnp.asarray(lengths.clip(-9, 9))))
+        assert cache.lengths[row] == (0 if length < 0 else 3)
+
+
+@pytest.mark.usefixtures("no_shape_hook")
+def test_a_rotation_that_is_no_function() -> None:
+    params, x = make()
+    rotate: Any = "rope"
+    layer = jaxmha.flax.nnx.MultiHeadAttention(2, 6, rotate=rotate, rngs=nnx.Rngs(0))
+    cache = KVCache.empty(params, B, T)
+    for run in (
+        lambda: jaxmha.prefill(params, x, cache, rotate=rotate),
+        lambda: jaxmha.decode_step(params, x[:, :1], cache, rotate=rotate),
+        lambda: layer(np.ones((2, 3, 6), np.float32)),
+    ):
+        with pytest.raises(TypeError, match=r"^rotate must be a function .*, got 'rope'"):
+            run()
 
 
 def of_each_kind(kind: str, slots: int = 8) -> Any:

@@ -90,8 +90,8 @@ def test_bounds_in_layers_and_caches(x64: bool) -> None:
         for run in runs:
             np.testing.assert_allclose(run(mask), run(Mask()), atol=1e-6)
         cache = KVCache.empty(PARAMS, B, 2 * T)
-        _, filled = jaxmha.prefill(PARAMS, FEATURES, cache, mask=mask)
-        assert filled.lengths.tolist() == [T] * B
+        with pytest.raises(ValueError, match=rf"lengths\[0\] is .*: expected 0 to {T}"):
+            jaxmha.prefill(PARAMS, FEATURES, cache, mask=mask)
 
 
 def test_numbers_of_a_mask_of_flax_are_not_cut() -> None:

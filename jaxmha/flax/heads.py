@@ -21,7 +21,7 @@ from jaxmha.mask import Mask
 from jaxmha.mod_arguments import Mods
 from jaxmha.params import MHAParams
 from jaxmha.projections import check_inputs, combine_checked, compute_dtype, project_checked
-from jaxmha.rotary import Rotate
+from jaxmha.rotary import Rotate, require_rotation
 from jaxmha.semantics import ReturnWeights, Semantics
 
 # Query, key and value features.
@@ -176,7 +176,8 @@ def check_positions(
     features: int = 1,
 ) -> None:
     """Checks positions against queries `*B T ...` and keys `*B S ...`; `features`: number of axes
-    after T or S."""
+    after T or S. Checks `rotate` too."""
+    require_rotation(rotate)
     if positions is None:
         return
     if rotate is None:

@@ -17,7 +17,9 @@ from jaxmha.cached_step import BLOCK
 from jaxmha.decoding_checks import (
     checked_counts,
     checked_parts,
+    checked_prompts,
     counts_of,
+    prompt_lengths,
     reject_long_prompt,
     reject_mean,
     reject_overflow,
@@ -67,7 +69,7 @@ def prefill(
         params,
         x,
         cache,
-        with_window(as_mask(mask), semantics),
+        checked_prompts(with_window(as_mask(mask), semantics), x),
         semantics,
         _traced(score_mod, mask_mod, params, x),
         rotate=static_rotation(rotate),
@@ -173,9 +175,6 @@ def _prefill(
     latent = Latent(params, semantics, dtype, rotate)
     positions = flat_positions(None, (B,), B, T)
     keys = latent.keys(x, positions)
-    lengths = jnp.full(B, T, np.int32)
-    if mask.key_value_lengths is not None:
-        lengths = jnp.minimum(lengths, clipped_counts(jnp.asarray(mask.key_value_lengths)))
     result = attend(
         *latent.expanded(latent.queries(x, positions), keys),
         None,
@@ -186,7 +185,7 @@ def _prefill(
         implementation,
         mods=mods,
     )
-    kept, full = append(cache.emptied(), keys, lengths, left)
+    kept, full = append(cache.emptied(), keys, prompt_lengths(mask, found), left)
     out = result.out
     if isinstance(cache, PagedKVCache):  # the pool may have too few free pages for T <= S tokens
         out = nan_where(full.reshape(B, 1, 1, 1), out)
