@@ -133,7 +133,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "granite_speech5_encoder": {"context_size": 16},
     "granite_speech5_ctc": {"encoder_config": {"context_size": 16}},
-    "molmo2_text": {"additional_vocab_size": 160},
+    "molmo2_text": {"additional_vocab_size": 160, "qk_norm_type": "olmo"},
     "fastspeech2_conformer": {"speaking_speed": 8.0},
     "paddleocr_vl": {"vision_config": {"num_attention_heads": 9}},
     "emu3": {"vocabulary_map": {"<image>": 5}},
