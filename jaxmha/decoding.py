@@ -58,7 +58,7 @@ def prefill(
       cache: a `KVCache` or `PagedKVCache`; its previous contents are discarded.
       semantics: as in `multi_head_attention`; its dropout has no effect.
       mask: combined with the causal mask; `Mask.lengths(key_value=lengths)` gives the lengths of
-        the prompts, in [0, T]. Those on the device are clipped: reading them would wait for it.
+        the prompts, in [0, T]. Lengths on the device are clipped: reading them would wait for it.
       rotate: `rotate(heads, positions)` of projected queries and keys, such as `rope`. It is a
         static argument: give the same function in every call, or a `functools.partial` of the same
         function with equal arguments. Every new lambda triggers a compilation.

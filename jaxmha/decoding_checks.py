@@ -96,20 +96,20 @@ def checked_counts(q_lengths: Array | None, x: Array) -> Array | None:
     require_arrays(optional=True, q_lengths=q_lengths)
     if q_lengths is not None:
         require_integers("q_lengths", q_lengths)
-    if not isinstance(q_lengths, np.ndarray):
-        return q_lengths
-    if x.ndim == 3 and isinstance(x.shape[1], int):
-        reject_outside("q_lengths", q_lengths, x.shape[1], "of the T tokens of a row of x")
-    return clipped_counts(q_lengths)
+    _reject_outside_rows("q_lengths", q_lengths, x)
+    return clipped_counts(q_lengths) if isinstance(q_lengths, np.ndarray) else q_lengths
 
 
 def checked_prompts(mask: Mask, x: Array) -> Mask:
     """Checks that lengths of prompts are in [0, T] if they are NumPy's; returns the mask."""
-    lengths = mask.key_value_lengths
-    if isinstance(lengths, np.ndarray) and x.ndim == 3 and isinstance(x.shape[1], int):
-        name = "mask.key_value_lengths"
-        reject_outside(name, lengths, x.shape[1], "of the T tokens of a row of x")
+    _reject_outside_rows("mask.key_value_lengths", mask.key_value_lengths, x)
     return mask
+
+
+def _reject_outside_rows(name: str, lengths: object, x: Array) -> None:
+    """Raises ValueError for NumPy lengths that are not in [0, T]; others are not known here."""
+    if isinstance(lengths, np.ndarray) and x.ndim == 3 and isinstance(x.shape[1], int):
+        reject_outside(name, lengths, x.shape[1], "of the T tokens of a row of x")
 
 
 def prompt_lengths(mask: Mask, sizes: dict[str, int]) -> jax.Array:

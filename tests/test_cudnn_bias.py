@@ -25,7 +25,7 @@ FAR: dict[str, dict[str, Any]] = {
 def test_gradients_of_rows_whose_bias_is_far_from_zero(
     name: str, far: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of all keys that they attend: a constant changes nothing, whatever other keys have."""
+    """A constant added to every key that a row attends changes nothing, whatever other keys have."""
     rng = np.random.default_rng(0)
     B, T, N, H = 2, 13, 3, 8
     heads = [jnp.asarray(rng.standard_normal((B, T, N, H)), jnp.bfloat16) for _ in range(4)]

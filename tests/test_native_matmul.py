@@ -82,7 +82,7 @@ def test_rows_that_are_not_kept_count_as_zeros(shape: tuple[int, int, int], kind
     dx, dkernel = pull(jnp.asarray(dy, np.float32))
     tolerance.assert_close(dx, np.where(kept, dy @ wide(kernel).T, 0))
     tolerance.assert_close(dkernel, zeroed.T @ dy)
-    # Of <dx, z> + <dkernel, u>, along x and kernel, where dx and dkernel are bilinear.
+    # The second order: gradients of the products of dx with z and of dkernel with u.
     z, u = jnp.asarray(np.sin(wide(zeroed)), np.float32), jnp.cos(kernel)
     weights = jnp.asarray(dy, np.float32)
 

@@ -98,8 +98,8 @@ def failure(
 
 
 def leaks(name: str, kind: Kind) -> Leaks:
-    """Which unattended keys and values affect the results of a kernel, as a probe found; without a probe,
-    none."""
+    """The unattended keys and values that a probe found to affect the results of a kernel; none
+    without a probe."""
     found = _FOUND.get(_key(name, kind))
     return Leaks() if found is None else found.leaks
 
@@ -295,7 +295,7 @@ def _more(leaks: Leaks, *, gradient: bool) -> Leaks:
 
 
 def _wrong(attend: Attend, case: probe_cases.Case, leaks: Leaks) -> str | None:
-    """Which result of a case is wrong, and by how much; None: none is."""
+    """The result of a case that is wrong, and by how much; None: all are right."""
     request = case.request
 
     def run(*operands: jax.Array) -> tuple[Any, ...]:
