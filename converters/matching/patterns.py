@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Protocol
 
 LETTERS = "ijkl"
+_LETTER = re.compile(r"(\{[ijkl]\})")
 
 
 class Reads(Protocol):
@@ -17,13 +18,17 @@ class Reads(Protocol):
 
 
 def pattern(names: Mapping[tuple[int, ...], str], letters: str = LETTERS) -> str:
-    """Replaces each number that follows a rank by a letter; "" if a number follows no rank.
+    """Replaces each number that follows a rank by a letter; "" if no pattern names these alone.
+
+    A number may follow no rank, or the names themselves may have a letter in braces.
 
     >>> pattern({(0,): "h.0.w", (1,): "h.1.w"}), pattern({(): "h.0.w"}), pattern({(0,): "a", (1,): "b"})
     ('h.{i}.w', 'h.0.w', '')
     """
     if len(names) == 1:
         return next(iter(names.values()))
+    if any(map(_LETTER.search, names.values())):
+        return ""
     parts = [re.split(r"(\d+)", name) for name in names.values()]
     if len({len(one) for one in parts}) > 1:
         return ""
@@ -45,19 +50,23 @@ def pattern(names: Mapping[tuple[int, ...], str], letters: str = LETTERS) -> str
     return "".join(made)
 
 
-def expand(name: str, names: Iterable[str]) -> dict[str, dict[str, int]]:
+def expand(name: str, names: Collection[str]) -> dict[str, dict[str, int]]:
     """Maps each name that a pattern matches to the number of each letter, in numeric order.
 
-    >>> expand("h.{i}.w", ["h.1.w", "h.0.w", "h.0.b"])
-    {'h.0.w': {'i': 0}, 'h.1.w': {'i': 1}}
+    Of names that have braces themselves, it is the one that is written alike.
+
+    >>> expand("h.{i}.w", ["h.1.w", "h.0.w", "h.0.b"]), expand("h.{i}.w", ["h.{i}.w"])
+    ({'h.0.w': {'i': 0}, 'h.1.w': {'i': 1}}, {'h.{i}.w': {}})
     """
-    if not re.search(r"\{[ijkl]\}", name):
-        return {name: {}} if name in set(names) else {}
+    if name in names:
+        return {name: {}}
+    if not _LETTER.search(name):
+        return {}
     seen: list[str] = []
     made = ""
-    for part in re.split(r"(\{[ijkl]\})", name):
+    for part in _LETTER.split(name):
         letter = part[1:2]
-        if re.fullmatch(r"\{[ijkl]\}", part):
+        if _LETTER.fullmatch(part):
             made += f"(?P={letter})" if letter in seen else rf"(?P<{letter}>\d+)"
             seen.append(letter)
         else:

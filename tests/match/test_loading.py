@@ -262,3 +262,21 @@ def test_a_module_without_source_is_one_question() -> None:
     first, second = (Line(f"head/{n}/kernel", fill="zeros") for n in ("fc1", "fc2"))
     assert plan.with_lines(first).questions == plan.questions
     assert plan.with_lines(first, second).questions == ()
+
+
+@pytest.mark.parametrize("name", ["a.{i}", "{j}", "a.{i}.{i}", "{k", "{x!r}"])
+@pytest.mark.parametrize("many", [1, 3])
+def test_braces_in_names_are_no_letters(name: str, many: int) -> None:
+    """Neither in source nor target; and what a pattern matches as well is another."""
+    weights = {f"{name}.{n}.weight": SOURCE["first.weight"] + n for n in range(many)}
+    other = {"h.{i}.weight": SOURCE["table.weight"], "h.5.weight": np.zeros((2, 3), np.float32)}
+    empty = {f"{name}{n}": {"kernel": jnp.zeros((5, 3))} for n in range(many)}
+    tree = empty | {
+        "x": {"{i}": {"embedding": jnp.zeros((7, 4))}, "7": {"kernel": jnp.zeros((3, 2))}}
+    }
+    source = weights | other
+    assert match(source, tree).unused == ()
+    made = flax.load_into(tree, source)
+    for n in range(many):
+        np.testing.assert_array_equal(made[f"{name}{n}"]["kernel"], weights[f"{name}.{n}.weight"].T)
+    np.testing.assert_array_equal(made["x"]["{i}"]["embedding"], other["h.{i}.weight"])
