@@ -129,6 +129,15 @@ def _positive(rope: Mapping[str, Any], key: str, default: float | None = None) -
     return found
 
 
+def _or_default(rope: Mapping[str, Any], key: str, default: float) -> float:
+    """A parameter as a float; the default where it is absent or 0, as in `transformers`."""
+    return _positive({key: rope.get(key) or default}, key)
+
+
+def _log(x: float) -> float:
+    return math.log(x) if x > 0 else -math.inf
+
+
 def of(rope: Mapping[str, Any], dims: int, most: float, length: int = 0) -> Frequencies:
     """The frequencies of `dims` features. `most`: max_position_embeddings; `length`: the longest
     sequence.
@@ -140,9 +149,18 @@ def of(rope: Mapping[str, Any], dims: int, most: float, length: int = 0) -> Freq
     (1.0, 0.10000000149011612)
     """
     kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind not in _KINDS:
+    if not isinstance(kind, str) or kind not in _KINDS:
         raise ValueError(f"rope type {kind!r} is not known here: known are {', '.join(_KINDS)}")
-    values, factor = _KINDS[kind](_Given(rope, dims, most, length))
+    try:
+        with np.errstate(all="ignore"):
+            values, factor = _KINDS[kind](_Given(rope, dims, most, length))
+    except ArithmeticError:
+        values, factor = np.full(1, np.nan, np.float32), math.nan
+    if not (np.isfinite(values).all() and 0 < factor < math.inf):
+        raise ValueError(
+            f"rope parameters of the kind {kind!r} must give finite frequencies and a finite factor "
+            f"above 0: one of them is out of its range, got {dict(rope)}"
+        )
     return Frequencies(tuple(float(x) for x in values), float(factor))
 
 
@@ -243,21 +261,21 @@ def _yarn(given: _Given) -> tuple[Values, float]:
 
     def pair(turns: float) -> float:
         turns_of_first = given.before / (turns * 2 * math.pi)
-        return dims * math.log(turns_of_first) / (2 * math.log(rope["rope_theta"]))
+        return dims * _log(turns_of_first) / (2 * _log(_positive(rope, "rope_theta")))
 
-    low = pair(float(rope.get("beta_fast") or 32))
-    high = pair(float(rope.get("beta_slow") or 1))
+    low, high = pair(_or_default(rope, "beta_fast", 32)), pair(_or_default(rope, "beta_slow", 1))
     if rope.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dims - 1)
     steps = np.arange(dims // 2, dtype=np.float32) - np.float32(low)
     ramp = np.clip(steps / np.float32(high - low or 0.001), np.float32(0), np.float32(1))
-    attention = rope.get("attention_factor")
-    if attention is None:
-        one, all_ = rope.get("mscale"), rope.get("mscale_all_dim")
-        attention = (
-            magnitude(float(one)) / magnitude(float(all_)) if one and all_ else magnitude(1.0)
-        )
+    if rope.get("attention_factor") is not None:
+        attention = _positive(rope, "attention_factor")
+    elif rope.get("mscale") and rope.get("mscale_all_dim"):
+        attention = magnitude(_positive(rope, "mscale"))
+        attention /= magnitude(_positive(rope, "mscale_all_dim"))
+    else:
+        attention = magnitude(1.0)
     kept = ONE - ramp
     slowed = ONE / (np.float32(factor) * given.powers)
     return slowed * (ONE - kept) + given.plain * kept, attention
@@ -265,12 +283,17 @@ def _yarn(given: _Given) -> tuple[Values, float]:
 
 def _longrope(given: _Given) -> tuple[Values, float]:
     rope, factor = given.rope, given.factor
-    attention = rope.get("attention_factor")
-    if attention is None:
+    if rope.get("attention_factor") is not None:
+        attention = _positive(rope, "attention_factor")
+    else:
         attention = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(given.before))
     long = given.length > given.before
     key = "long_factor" if long else "short_factor"
-    factors, steps = np.asarray(rope[key], np.float32), given.powers
+    steps = given.powers
+    try:
+        factors = np.asarray(rope[key], np.float32)
+    except (TypeError, ValueError, OverflowError):
+        factors = np.zeros(0, np.float32)
     if factors.shape != steps.shape or not (factors > 0).all():
         raise ValueError(
             f"rope parameters: {key} must be {steps.size} numbers above 0, one per rotated pair, "

@@ -69,6 +69,54 @@ def test_of_frequencies(config: Any, options: dict[str, Any], message: str) -> N
         rope_frequencies(config, **{"head_dim": 8} | options)
 
 
+LENGTHS = {"original_max_position_embeddings": 16, "max_position_embeddings": 32}
+FACTORS = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "attention_factor": 1.0}
+SCALES = {"beta_fast": 32, "beta_slow": 1, "mscale": 0.7, "mscale_all_dim": 0.9}
+KINDS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "linear": {},
+    "dynamic": {},
+    "proportional": {},
+    "yarn": {**LENGTHS, **SCALES},
+    "llama3": {**LENGTHS, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "longrope": {**LENGTHS, **FACTORS},
+}
+ODD: tuple[Any, ...] = (
+    -1,
+    0,
+    1,
+    1e308,
+    1e-320,
+    10**400,
+    np.nan,
+    np.inf,
+    -np.inf,
+    "8",
+    True,
+    [],
+    [1.0],
+    {},
+    1j,
+)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_odd_parameter_is_named_or_gives_finite_frequencies(kind: str) -> None:
+    given = {"rope_type": kind, "rope_theta": 100.0, "factor": 4.0, **KINDS[kind]}
+    for key in [*given, "attention_factor"]:
+        for value in ODD:
+            config = {**given, key: value, "partial_rotary_factor": 1.0}
+            for length in (0, 100):
+                try:
+                    found = rope_frequencies(config, 8, length=length)
+                except (TypeError, ValueError) as error:
+                    assert key in str(error) or "rope" in str(error), (key, value)  # noqa: PT017
+                else:
+                    assert all(0 <= x < np.inf for x in found.values), (key, value)
+                    assert 0 < found.factor < np.inf, (key, value)
+
+
 def test_a_configuration_may_hold_other_mappings() -> None:
     config = {"type": "linear", "factor": 2.0, "vision_config": {"rope_theta": 1.0}}
     assert rope_frequencies(config, 4).values == (0.5, float(np.float32(0.005)))
