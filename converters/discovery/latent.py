@@ -6,8 +6,10 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from jaxmha import Semantics, rope, rope_frequencies
+from jaxmha.integers import FAR
 from jaxmha.rotary import Rotate
 from jaxmha.rotary_frequencies import parameters_of
+from jaxmha.static_checks import number
 
 # Model type -> whether it rotates pairs of neighbouring features; None: by `rope_interleave`.
 _INTERLEAVED: dict[str, bool | None] = {
@@ -35,8 +37,9 @@ def latent_behaviour(config: Mapping[str, Any], *, length: int = 0) -> LatentBeh
       length: the longest sequence, on which some rotations depend; see `rope_frequencies`.
 
     Raises:
-      TypeError: config is no mapping.
-      ValueError: the model type is not known to have this attention, or a key is missing.
+      TypeError: config is no mapping, or a value is no number.
+      ValueError: the model type is not known to have this attention, a key is missing, or a value
+        is out of its range.
 
     >>> sizes = {"qk_nope_head_dim": 12, "qk_rope_head_dim": 4}
     >>> found = latent_behaviour({"model_type": "deepseek_v2", **sizes})
@@ -46,7 +49,7 @@ def latent_behaviour(config: Mapping[str, Any], *, length: int = 0) -> LatentBeh
     if not isinstance(config, Mapping):
         raise TypeError(f"config must be a mapping, got {type(config).__name__}")
     kind = config.get("model_type")
-    if kind not in _INTERLEAVED:
+    if not isinstance(kind, str) or kind not in _INTERLEAVED:
         raise ValueError(
             f"model_type {kind!r}: known latent attention is that of {', '.join(_INTERLEAVED)}; for "
             "another model give the scale and the rotation yourself"
@@ -55,14 +58,15 @@ def latent_behaviour(config: Mapping[str, Any], *, length: int = 0) -> LatentBeh
     if interleaved is None:
         interleaved = bool(config.get("rope_interleave", True))
     H, R = config.get("qk_nope_head_dim"), config.get("qk_rope_head_dim")
-    if not (isinstance(H, int) and isinstance(R, int) and H > 0 and R > 0):
+    if not (isinstance(H, int) and isinstance(R, int) and 0 < H < FAR and 0 < R < FAR):
         raise ValueError(
             f"config: expected sizes qk_nope_head_dim and qk_rope_head_dim, got {H!r} and {R!r}"
         )
-    scale = (H + R) ** -0.5 * _yarn(parameters_of(config)) ** 2
     frequencies = rope_frequencies(rotary_settings(config), R, length=length)
+    factor = _yarn(parameters_of(config))
+    rate = number("attention_dropout", config.get("attention_dropout") or 0.0)
     return LatentBehaviour(
-        Semantics(scale=scale, dropout_rate=float(config.get("attention_dropout") or 0.0)),
+        Semantics(scale=(H + R) ** -0.5 * factor * factor, dropout_rate=rate),
         partial(rope, frequencies=frequencies, interleaved=interleaved),
     )
 
@@ -77,6 +81,7 @@ def _yarn(parameters: Mapping[str, Any]) -> float:
     """The factor of queries and keys for a longer context. Source: `yarn_apply_mscale` of
     `DeepseekV3Attention`."""
     most, factor = parameters.get("mscale_all_dim"), parameters.get("factor")
-    if parameters["rope_type"] == "default" or not most or factor is None or factor <= 1:
+    if parameters["rope_type"] == "default" or not most or factor is None:
         return 1.0
-    return 0.1 * float(most) * math.log(float(factor)) + 1.0
+    stretch = max(number("factor", factor), 1.0)
+    return 0.1 * number("mscale_all_dim", most) * math.log(stretch) + 1.0

@@ -13,6 +13,7 @@ from jaxmha import checkpoint, latent
 from jaxmha.converters import huggingface
 from jaxmha.converters.discovery import unknown_attention
 from jaxmha.converters.verify import load_block
+from tests.test_rotary_arguments import ODD
 
 B, T, FEATURES = 2, 29, 48
 YARN = {
@@ -209,6 +210,22 @@ def test_what_the_layout_cannot_hold() -> None:
 def test_wrong_configurations(config: dict[str, Any], printed: str) -> None:
     with pytest.raises(ValueError, match=printed):
         huggingface.latent_behaviour(config)
+
+
+@pytest.mark.parametrize("mscale", [0.7, None])
+def test_an_odd_value_of_a_configuration_is_named(mscale: float | None) -> None:
+    sizes = {"model_type": "deepseek_v3", "qk_nope_head_dim": 4, "qk_rope_head_dim": 8}
+    given = {**sizes, "attention_dropout": 0.1, **YARN, "mscale": mscale}
+    for key in given:
+        for value in ODD:
+            try:
+                found = huggingface.latent_behaviour({**given, key: value})
+            except (TypeError, ValueError) as error:
+                parts = {key, "rope", "head_dim", "scale", "dropout_rate"}
+                assert any(part in str(error) for part in parts), (key, value)  # noqa: PT017
+            else:
+                assert found.semantics.scale is not None
+                assert 0 < found.semantics.scale < np.inf, (key, value)
 
 
 def test_files_with_latent_attention_name_the_reader(tmp_path: Path) -> None:
