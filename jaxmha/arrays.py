@@ -1,6 +1,7 @@
 """Array types of the public signatures, and checks that reject other types."""
 
 from contextlib import suppress
+from reprlib import repr as brief
 from typing import Any, TypeAlias
 
 import jax
@@ -19,6 +20,7 @@ __all__ = [
     "is_rounded",
     "reject_foreign",
     "require_arrays",
+    "shown",
 ]
 
 # Frameworks whose tensors have a shape and a dtype, and the call that converts a tensor to NumPy.
@@ -65,6 +67,13 @@ def as_dtype(name: str, dtype: DTypeLike | None) -> np.dtype[Any]:
 def conversion_hint(name: str, value: object) -> str:
     """The end of an error message: how to convert a list or tuple to an array; else empty."""
     return f": make it one with np.asarray({name})" if isinstance(value, list | tuple) else ""
+
+
+def shown(value: object) -> str:
+    """A value for an error message, short also where it is an array or a long list."""
+    if isinstance(value, jax.Array | np.ndarray) and value.ndim:
+        return f"{value.dtype} of shape {value.shape}"
+    return brief(value) if isinstance(value, list | tuple) else repr(value)
 
 
 def is_rounded(dtype: DTypeLike) -> bool:

@@ -10,7 +10,7 @@ import numpy as np
 from jaxmha import checks
 from jaxmha.arrays import Array, require_arrays
 from jaxmha.dims import bind
-from jaxmha.integers import is_known, near, require_sizes
+from jaxmha.integers import is_known, near, reject_donated, require_sizes
 from jaxmha.quantized import is_scaled, storage_dtype
 
 ArrayT = TypeVar("ArrayT", bound=Array)
@@ -42,10 +42,11 @@ def require_integers(name: str, array: Array) -> None:
 
 def check_dtypes(parts: Mapping[str, Array | None], *, paged: bool) -> None:
     """Raises TypeError for arrays of a cache with a wrong dtype, and ValueError for a dtype that
-    contradicts its scales."""
+    contradicts its scales, and for a cache that was donated."""
     for name, part in parts.items():
         # None unless the dtype of the cache needs scales.
         require_arrays(optional=name.endswith("_scale"), **{f"cache.{name}": part})
+        reject_donated(f"cache.{name}", part)
     stored = {f"cache.{name}": part for name, part in parts.items() if name not in COUNTED}
     checks.reject_rounding(**stored)
     for name, part in parts.items():

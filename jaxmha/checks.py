@@ -9,7 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmha.arrays import Array, DTypeLike, as_dtype, is_rounded, reject_foreign, require_arrays
+from jaxmha.arrays import (
+    Array,
+    DTypeLike,
+    as_dtype,
+    is_rounded,
+    reject_foreign,
+    require_arrays,
+    shown,
+)
 from jaxmha.mask import Mask
 from jaxmha.semantics import ReturnWeights
 from jaxmha.static_checks import one_of
@@ -80,12 +88,12 @@ def window(sides: int | Sequence[int | None] | Array | None) -> Mask:
     both: Any = sides
     if isinstance(sides, np.ndarray | jax.Array) and sides.ndim:
         if sides.ndim > 1:
-            raise ValueError(f"local_window_size must be w or (left, right), got {sides!r}")
+            raise ValueError(f"local_window_size must be w or (left, right), got {shown(sides)}")
         both = tuple(sides)
     if not isinstance(both, Sequence) or isinstance(both, str):
         both = (both, both)
     if len(both) != 2:
-        raise ValueError(f"local_window_size must be w or (left, right), got {both!r}")
+        raise ValueError(f"local_window_size must be w or (left, right), got {shown(both)}")
     return Mask.window(*both)
 
 
@@ -109,7 +117,7 @@ def weights_kind(return_weights: ReturnWeights) -> ReturnWeights:
         return_weights = bool(return_weights)
     if not isinstance(return_weights, bool | str):
         raise ValueError(  # noqa: TRY004
-            f"return_weights must be a bool or a name, got {return_weights!r}"
+            f"return_weights must be a bool or a name, got {shown(return_weights)}"
         )
     one_of("return_weights", return_weights, (False, True, "before_dropout", "after_dropout"))
     return "before_dropout" if return_weights is True else return_weights

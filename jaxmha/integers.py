@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export
 
-from jaxmha.arrays import Array, conversion_hint, is_rounded, reject_foreign
+from jaxmha.arrays import Array, conversion_hint, is_rounded, reject_foreign, shown
 
 # An integer or an array of integers; `near` and `narrow` return anything else unchanged.
 Bound = TypeVar("Bound")
@@ -107,7 +107,7 @@ def require_sizes(
         if (optional and size is None) or export.is_symbolic_dim(cast(int, size)):
             continue
         if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < least:
-            raise ValueError(f"{name} must be an integer of at least {least}, got {size!r}")
+            raise ValueError(f"{name} must be an integer of at least {least}, got {shown(size)}")
         if size > most:
             raise ValueError(f"{name} must be at most {most}, got {size!r}")
 
@@ -138,6 +138,25 @@ def _fitting(ids: Array) -> Array:
 def is_known(x: Array) -> bool:
     """True if the host can read the values: they are not traced, and lie on its devices."""
     return not isinstance(x, jax.core.Tracer) and getattr(x, "is_fully_addressable", True)
+
+
+def on_host(name: str, array: object) -> np.ndarray[Any, np.dtype[Any]]:
+    """The values of an array; TypeError if it is traced, and ValueError if it was donated."""
+    reject_donated(name, array)
+    if isinstance(array, jax.core.Tracer):
+        raise TypeError(
+            f"{name} is traced, and its values are needed on the host: make this call outside of the "
+            "compiled function"
+        )
+    return np.asarray(jax.device_get(array))
+
+
+def reject_donated(name: str, array: object) -> None:
+    """Raises ValueError for an array that an earlier call has deleted."""
+    if isinstance(array, jax.Array) and is_known(array) and array.is_deleted():
+        raise ValueError(
+            f"{name} was donated to an earlier call, which deleted it: use the cache that it returned"
+        )
 
 
 def _renumbered(*pair: Array) -> tuple[Array, Array]:

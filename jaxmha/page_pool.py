@@ -6,8 +6,10 @@ import jax
 import numpy as np
 
 from jaxmha import checks, page_table
+from jaxmha.arrays import shown
 from jaxmha.cache_arguments import reject_outside
-from jaxmha.integers import near, require_sizes
+from jaxmha.dims import bind
+from jaxmha.integers import near, on_host, require_sizes
 from jaxmha.paged_cache import PagedKVCache
 
 
@@ -73,8 +75,9 @@ class PagePool:
         longest = self.table.shape[1] * self.page_size
         if lengths.max(initial=0) > longest:
             row = int(lengths.argmax())
+            would = int(self.lengths[row]) + int(counts[row])
             raise ValueError(
-                f"row {row} has {self.lengths[row]} tokens and would have {lengths[row]}: a row of "
+                f"row {row} has {self.lengths[row]} tokens and would have {would}: a row of "
                 f"the table holds {self.table.shape[1]} pages of {self.page_size} tokens"
             )
         growth, lacking = page_table.extended(
@@ -83,7 +86,7 @@ class PagePool:
         if lacking.any():
             raise ValueError(
                 f"the pool has {self.free_pages} free pages of {self.pages}, too few for rows "
-                f"{np.flatnonzero(lacking).tolist()}, or a page that they attend was freed: free a "
+                f"{shown(np.flatnonzero(lacking).tolist())}, or a page that they attend was freed: free a "
                 "row, or give them fewer tokens"
             )
         self.table, self.lengths = np.asarray(growth.table), lengths.astype(np.int32)
@@ -118,25 +121,31 @@ class PagePool:
                 f"cache has {sizes[0]} pages of {sizes[1]} tokens: expected {self.pages} pages of "
                 f"{self.page_size}, those of the pool"
             )
-        for name in ("table", "lengths"):
-            expected, found = getattr(self, name), np.asarray(jax.device_get(getattr(cache, name)))
-            if expected.shape != found.shape or (expected != found).any():
+        shape = dict(zip("BM", self.table.shape, strict=True))
+        for name, axes in (("lengths", "B"), ("table", "B M")):
+            expected, found = getattr(self, name), on_host(f"cache.{name}", getattr(cache, name))
+            bind(f"cache.{name}", found.shape, axes, shape)
+            for at in np.argwhere(expected != found)[:1].tolist():
                 raise ValueError(
-                    f"cache.{name} is not as reported to the pool: expected {expected.tolist()}, got "
-                    f"{found.tolist()}"
+                    f"cache.{name} is not as reported to the pool: {name}{at} is "
+                    f"{found[tuple(at)]}, expected {expected[tuple(at)]}"
                 )
 
     def _integers(self, name: str, values: object) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
         """One integer of at least 0 for each row, clipped to 2**30."""
-        given = np.asarray(values)
+        given = on_host(name, values) if isinstance(values, jax.Array) else np.asarray(values)
         if given.shape != self.lengths.shape or (given.size and given.dtype.kind not in "iu"):
-            raise ValueError(f"{name}: expected B={self.lengths.size} integers, got {values!r}")
+            raise ValueError(
+                f"{name}: expected B={self.lengths.size} integers, got {shown(values)}"
+            )
         reject_outside(name, given, None, "a number of tokens")
         clipped: np.ndarray[tuple[int], np.dtype[np.int32]] = near(given)
         return clipped
 
     def _require_row(self, row: int) -> None:
+        if isinstance(row, jax.Array):
+            on_host("row", row)
         if isinstance(row, bool) or not isinstance(row, int | np.integer):
-            raise TypeError(f"row must be an integer, got {row!r}")
+            raise TypeError(f"row must be an integer, got {shown(row)}")
         if not 0 <= row < self.lengths.size:
             raise ValueError(f"row must be in [0, {self.lengths.size}), got {row}")

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int, Integer
 
 from jaxmha import checks, page_table
-from jaxmha.arrays import Array, DTypeLike, require_arrays
+from jaxmha.arrays import Array, DTypeLike, require_arrays, shown
 from jaxmha.cache_arguments import (
     PAGED,
     check_dtypes,
@@ -20,7 +20,7 @@ from jaxmha.cache_arguments import (
 from jaxmha.cached_step import Tile
 from jaxmha.implementations import platforms
 from jaxmha.implementations.native.cache_write import as_bits, from_bits, write
-from jaxmha.integers import FAR, is_integers, is_known, near, require_sizes
+from jaxmha.integers import FAR, is_integers, is_known, near, on_host, require_sizes
 from jaxmha.params import MHAParams, check
 from jaxmha.quantized import is_scaled, quantize, storage_dtype
 
@@ -117,7 +117,7 @@ class PagedKVCache(NamedTuple):
         frees them: if its tokens need them, a step breaks the row, and it is found from then on.
         """
         _checked(self)
-        table, lengths = np.asarray(self.table), np.asarray(self.lengths)
+        table, lengths = (on_host(f"cache.{x}", getattr(self, x)) for x in ("table", "lengths"))
         found = page_table.problem(table, lengths, self.page_size, self.key.shape[0])
         if found is not None:
             raise ValueError(f"{found}: the table or the lengths are not those of this cache")
@@ -319,7 +319,7 @@ def empty_pages(
 def _row(name: str, row: int | Array, batch_size: int) -> int | Array:
     """Raises for a row that is not an integer, or is known not to be one of the batch."""
     if isinstance(row, bool) or not (isinstance(row, int) or (is_integers(row) and row.ndim == 0)):
-        raise TypeError(f"{name} must be an integer, the number of a row, got {row!r}")
+        raise TypeError(f"{name} must be an integer, the number of a row, got {shown(row)}")
     if isinstance(row, jax.core.Tracer):
         return row
     if not 0 <= int(row) < batch_size:

@@ -8,6 +8,8 @@ from numbers import Integral, Real
 import jax
 import numpy as np
 
+from jaxmha.arrays import shown
+
 _ARRAYS = (
     ": dot_product_attention takes an array as scale; in a layer, multiply the query kernel by it"
 )
@@ -44,7 +46,9 @@ def names_of_axes(names: object) -> tuple[str, ...]:
     """Returns `dropout_broadcast` as a tuple."""
     if isinstance(names, Collection) and all(name in ("B", "N", "T", "S") for name in names):
         return tuple(names)
-    raise ValueError(f"dropout_broadcast must be names of axes among B, N, T, S, got {names!r}")
+    raise ValueError(
+        f"dropout_broadcast must be names of axes among B, N, T, S, got {shown(names)}"
+    )
 
 
 def precision(value: object) -> object:
@@ -61,7 +65,7 @@ def precision(value: object) -> object:
         with suppress(ValueError):
             return jax.lax.Precision(value).name.lower()
     raise ValueError(
-        f"precision must be 'default', 'high', 'highest' or another that JAX knows, got {value!r}"
+        f"precision must be 'default', 'high', 'highest' or another that JAX knows, got {shown(value)}"
     )
 
 
@@ -71,10 +75,10 @@ def window(value: object) -> tuple[int | None, int | None] | None:
         return None
     sides = (value, value) if isinstance(value, Integral) else value
     if not isinstance(sides, tuple | list) or len(sides) != 2:
-        raise ValueError(f"local_window_size must be w or (left, right), got {value!r}")
+        raise ValueError(f"local_window_size must be w or (left, right), got {shown(value)}")
     for side in sides:
         if side is not None and (isinstance(side, bool) or not isinstance(side, Integral)):
-            raise TypeError(f"local_window_size must hold integers or None, got {value!r}")
+            raise TypeError(f"local_window_size must hold integers or None, got {shown(value)}")
     left, right = (None if side is None else int(side) for side in sides)
     return None if left is None and right is None else (left, right)
 
@@ -85,13 +89,13 @@ def attention_axes(value: object) -> tuple[int, ...] | None:
         return None
     axes = (value,) if isinstance(value, Integral) else value
     if not isinstance(axes, tuple | list) or not axes:
-        raise ValueError(f"attention_axes must be one or more integers, got {value!r}")
+        raise ValueError(f"attention_axes must be one or more integers, got {shown(value)}")
     if any(isinstance(axis, bool) or not isinstance(axis, Integral) for axis in axes):
-        raise TypeError(f"attention_axes must be integers, got {value!r}")
+        raise TypeError(f"attention_axes must be integers, got {shown(value)}")
     found = tuple(int(axis) for axis in axes)
     if len(set(found)) < len(found) or -1 in found:
         raise ValueError(
-            f"attention_axes must be different axes, and not the last, of features, got {value!r}"
+            f"attention_axes must be different axes, and not the last, of features, got {shown(value)}"
         )
     return found
 
@@ -99,4 +103,4 @@ def attention_axes(value: object) -> tuple[int, ...] | None:
 def one_of(name: str, value: object, choices: tuple[object, ...]) -> None:
     """Raises ValueError unless `value` is one of `choices`."""
     if isinstance(value, jax.Array | np.ndarray) or value not in choices:
-        raise ValueError(f"{name} must be one of {choices}, got {value!r}")
+        raise ValueError(f"{name} must be one of {choices}, got {shown(value)}")

@@ -13,7 +13,7 @@ from jaxmha.implementations import cache_kernels, probe
 from jaxmha.implementations.base import Leaks
 from jaxmha.implementations.fused import cudnn_cached, tpu_paged
 from jaxmha.implementations.probe_cases import Kind
-from tests.test_paged_cache import poisoned
+from tests.paged import poisoned
 from tests.tolerance import assert_close
 
 B, N, K, H, D, PAGE, PAGES = 3, 4, 2, 128, 7, 16, 11
