@@ -7,13 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from experiments.benchmarks import __main__ as command
 from experiments.benchmarks import report, unfinished
 from experiments.benchmarks.cases import CASES
-from jaxmha.bench import measure
+from jaxmha.bench import measure, run
 from jaxmha.bench.case import Case
 from jaxmha.bench.peers import OURS, PEERS, SWAPPED
+from jaxmha.cli.app import app
 from tests.test_benchmarks import TINY
 
 
@@ -65,6 +67,37 @@ def run_script(
     monkeypatch.setattr(measure, "Fleet", lambda *_: script)
     results = measure.measure([case], peers, rounds=4, budget=60.0, threads=1, backends=["xla"])
     return script, results["cases"][0]
+
+
+class Device(Script):
+    """A fleet on a device with limits, which is disturbed from the second probe on."""
+
+    def outputs(self, peer: str, do: str, request: dict[str, Any]) -> dict[str, Any]:
+        known: dict[str, dict[str, Any]] = {
+            "device": {"platform": "cpu", "device": "a CPU"},
+            "explain": {"supported": [], "chosen": "native", "call": {}},
+            "limits": {"tflops": 1.0, "gb_per_second": 1.0},
+        }
+        return known.get(do) or super().outputs(peer, do, request)
+
+
+def test_the_command_tells_every_step_and_repeats_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = Device([100.0, 100.0, 10.0])
+    for module in (measure, run):
+        monkeypatch.setattr(module, "Fleet", lambda *_: script)
+    arguments = (
+        "bench decode -B 2 -S 64 -N 4 -K 2 -H 8 --rounds 2 --peer jaxmha:paged --peer jax-nn"
+    )
+    done = CliRunner().invoke(app, arguments.split())
+    assert done.exit_code == 0, done.output
+    lines = [line.partition("measuring ")[2] for line in done.stderr.splitlines()]
+    assert lines == [
+        *("the device", "machine", "core-forward-decode-B2-T1-S64-E32-K2-H8", "the float64 output"),
+        *("jaxmha:paged, 1 of 2: compile and check", "jax-nn, 2 of 2: compile and check"),
+        *("round 1 of 2", "round 2 of 2"),
+    ]
+    assert [do for _, do in script.asked].count("round") == 4
+    assert "the machine was busy" in done.stdout
 
 
 def test_rounds_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,6 +66,8 @@ def measure(
     memory: Callable[[Case], bool] = lambda case: False,
     takes: Callable[[str, Case], bool] = lambda peer, case: True,
     say: Say = lambda line: None,
+    step: Say = lambda line: None,
+    attempts: int = ATTEMPTS,
     known: dict[str, Any] = NOTHING,
     answered: Sequence[Case] = (),
     late: Callable[[], bool] = lambda: False,
@@ -76,8 +78,9 @@ def measure(
     `budget`: seconds after which a peer gets no more rounds of a case than it must.
     `known`: what an earlier call found; only cases that it lacks, or that were disturbed, are
     measured. `answered`: the cases of the results, if not `cases`. No
-    case is begun when it is `late`. `say` hears what is going on, `done` is called after each case
-    with all that was found.
+    case is begun when it is `late`. `say` hears of every case, `step` of what is done for it, and
+    `done` is called after each case with all that was found. A case that was disturbed is measured
+    again, at most `attempts` times.
     """
     measured = {entry["name"]: entry for entry in known["cases"]}
 
@@ -99,7 +102,9 @@ def measure(
             say(case.name)
             expected = Path(folder) / "expected.npz"
             asked = [peer for peer in peers if takes(peer, case)]
-            entry, live = _case(case, asked, fleet, probe, expected, rounds, budget)
+            entry, live = _case(
+                case, asked, fleet, probe, expected, rounds, budget, step=step, most=attempts
+            )
             for peer in live if memory(case) else ():
                 grown = fleet.fresh(peer, "memory", case=case.as_dict())
                 entry["peers"][peer] |= {MEMORY[key]: value for key, value in grown.items()}
@@ -117,25 +122,28 @@ def _case(
     expected: Path,
     rounds: int,
     budget: float,
+    *,
+    step: Say,
+    most: int,
 ) -> tuple[dict[str, Any], list[str]]:
     """Measures one case; returns its entry in the results, and the peers that computed it."""
+    step("the float64 output")
     made = fleet["oracle"].ask("expect", case=case.as_dict(), path=str(expected))
     unchecked = {"failed": f"no float64 output to compare with: {made.get('failed')}"}
-    ready = {
-        peer: unchecked
-        if "failed" in made
-        else fleet[peer].ask("prepare", case=case.as_dict(), expected=str(expected))
-        for peer in peers
-    }
+    ready = {}
+    for number, peer in enumerate(peers, 1):
+        step(f"{peer}, {number} of {len(peers)}: compile and check")
+        ask = {"case": case.as_dict(), "expected": str(expected)}
+        ready[peer] = unchecked if "failed" in made else fleet[peer].ask("prepare", **ask)
     results = {peer: reply for peer, reply in ready.items() if "failed" in reply}
     live = {peer: reply for peer, reply in ready.items() if "failed" not in reply}
-    attempts = [_rounds(case, live, fleet, probe, rounds, budget)]
-    while _worst(probe, attempts[-1]) > DISTURBED and len(attempts) < ATTEMPTS:
+    attempts = [_rounds(case, live, fleet, probe, rounds, budget, step)]
+    while _worst(probe, attempts[-1]) > DISTURBED and len(attempts) < most:
         for peer, found in attempts[-1]["peers"].items():
             if "failed" in found:
                 results[peer] = found
                 del live[peer]
-        attempts.append(_rounds(case, live, fleet, probe, rounds, budget))
+        attempts.append(_rounds(case, live, fleet, probe, rounds, budget, step))
     chosen = min(attempts, key=lambda attempt: _worst(probe, attempt))
     for peer, reply in live.items():
         kept = {key: reply[key] for key in KEPT if key in reply}
@@ -156,7 +164,13 @@ def _case(
 
 
 def _rounds(
-    case: Case, live: dict[str, Any], fleet: Fleet, probe: Probe, rounds: int, budget: float
+    case: Case,
+    live: dict[str, Any],
+    fleet: Fleet,
+    probe: Probe,
+    rounds: int,
+    budget: float,
+    step: Say,
 ) -> dict[str, Any]:
     """All rounds of one case, between two probes; the layer's plain product is one of the peers."""
     seconds: dict[str, list[float]] = {peer: [] for peer in live}
@@ -164,6 +178,7 @@ def _rounds(
     products: dict[str, list[float]] = {}
     probes = [probe.rates(sgemm.SQUARE)]
     for number in range(rounds):
+        step(f"round {number + 1} of {rounds}")
         for peer in _turned(list(live), number):
             reply = live[peer]
             slow = number >= FEWEST and number * reply["estimate"] > budget

@@ -1,5 +1,8 @@
 """`jaxmha bench`: times attention of the user's own shapes on this machine, next to other libraries."""
 
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
@@ -122,14 +125,8 @@ def command(
                 **options,
             )
 
-        with err.status("measuring") as status:
-            found = bench.run(
-                case,
-                peer or (),
-                rounds=rounds,
-                threads=threads,
-                say=lambda text: status.update(f"measuring {text}"),
-            )
+        with _progress() as say:
+            found = bench.run(case, peer or (), rounds=rounds, threads=threads, say=say)
         order = bench.order(found)
         if save:
             _save(found, order)
@@ -140,6 +137,19 @@ def command(
         print_json(found) if as_json else _print(found)
     ours = [row for row in found["rows"] if row["peer"].startswith("jaxmha")]
     raise typer.Exit(1 if ours and all("failed" in row for row in ours) else 0)
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """A function that shows what is measured: in one line of a terminal, else a line for each."""
+    start = time.perf_counter()
+    with err.status("measuring") as status:
+
+        def say(text: str) -> None:
+            line = f"{time.perf_counter() - start:4.0f} s  measuring {escape(text)}"
+            status.update(line) if err.is_terminal else print_line(line, err)
+
+        yield say
 
 
 def _sizes(kind: str, T: int | None, S: int | None, *, layer: bool, packed: int) -> tuple[int, int]:
