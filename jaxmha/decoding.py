@@ -34,7 +34,7 @@ from jaxmha.mod_arguments import MaskMod, Mods, ScoreMod, traced_mods, without_e
 from jaxmha.paged_cache import PagedKVCache
 from jaxmha.params import MHAParams
 from jaxmha.projections import combine_checked, compute_dtype, project_checked
-from jaxmha.rotary import Rotate, static_rotation
+from jaxmha.rotary import Rotate, apply_rotation, static_rotation
 from jaxmha.semantics import Semantics
 
 
@@ -317,7 +317,7 @@ def _heads(
     dtype = compute_dtype(params, x=x)
     query, key, value = project_checked(params, x, None, None, semantics, dtype)
     if rotate is not None:
-        query, key = rotate(query, positions), rotate(key, positions)
+        query, key = (apply_rotation(rotate, x, positions) for x in (query, key))
     return query, key, value
 
 

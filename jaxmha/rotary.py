@@ -208,6 +208,19 @@ def require_rotation(rotate: object) -> None:
         )
 
 
+def apply_rotation(rotate: Rotate, heads: jax.Array, positions: jax.Array) -> jax.Array:
+    """The rotated heads; ValueError if `rotate` returns another shape, TypeError if no array."""
+    found = rotate(heads, positions)
+    shape = getattr(found, "shape", None)
+    if shape is None:
+        raise TypeError(f"rotate must return an array, got {type(found).__name__}")
+    if shape != heads.shape:
+        raise ValueError(
+            f"rotate must return heads of the shape that it is given, {heads.shape}, got {shape}"
+        )
+    return found
+
+
 def static_rotation(rotate: Rotate | None) -> Rotate | None:
     """Makes `rotate` a static argument of jit: equal partials become equal `_Rotation`s. Raises
     TypeError unless it is None or callable."""

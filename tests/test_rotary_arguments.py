@@ -1,11 +1,15 @@
 """Wrong arguments of rotary positions are refused by name."""
 
+from collections.abc import Callable
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmha import rope, rope_frequencies
+from jaxmha import KVCache, init_params, latent, prefill, rope, rope_frequencies
+from jaxmha.flax import attention_fn, linen
 
 pytestmark = pytest.mark.usefixtures("no_shape_hook")
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}
@@ -120,3 +124,34 @@ def test_an_odd_parameter_is_named_or_gives_finite_frequencies(kind: str) -> Non
 def test_a_configuration_may_hold_other_mappings() -> None:
     config = {"type": "linear", "factor": 2.0, "vision_config": {"rope_theta": 1.0}}
     assert rope_frequencies(config, 4).values == (0.5, float(np.float32(0.005)))
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (
+            lambda heads: heads[..., :1],
+            r"rotate must return heads of the shape .* got \(2, 5, .* 1\)",
+        ),
+        (lambda heads: (heads, heads), "rotate must return an array, got tuple"),
+    ],
+)
+def test_of_what_a_rotation_returns(returned: Callable[[jax.Array], Any], message: str) -> None:
+    def rotate(heads: jax.Array, positions: jax.Array) -> Any:
+        return returned(heads)
+
+    key, x, heads = jax.random.key(0), jnp.ones((2, 5, 6)), jnp.ones((2, 5, 3, 4))
+    params = init_params(key, num_heads=3, features=6)
+    of_latents = latent.init_latent_params(
+        key, num_heads=3, features=6, latent_dim=7, rotary_dim=2, head_dim=4
+    )
+    layer, variables = linen.MultiHeadAttention.from_params(params, rotate=rotate)
+    calls: tuple[Callable[[], object], ...] = (
+        lambda: prefill(params, x, KVCache.empty(params, 2, 7), rotate=rotate),
+        lambda: latent.latent_attention(of_latents, x, rotate=rotate),
+        lambda: layer.apply(variables, x),
+        lambda: attention_fn(heads, heads, heads, rotate=rotate),
+    )
+    for call in calls:
+        with pytest.raises((TypeError, ValueError), match=message):
+            call()

@@ -28,7 +28,7 @@ from jaxmha.implementations import forward_mode
 from jaxmha.mask import Mask
 from jaxmha.params import MHAParams
 from jaxmha.projections import check_inputs, combine_checked, compute_dtype, project_checked
-from jaxmha.rotary import Rotate
+from jaxmha.rotary import Rotate, apply_rotation
 
 # Cached keys `*B S K H`, values `*B S K h`, and the index of the next free slot.
 Cache: TypeAlias = tuple[jax.Array, jax.Array, jax.Array]
@@ -145,7 +145,7 @@ def _attend_cached(
     tokens = index + jnp.arange(T, dtype=index.dtype)
     if rotate is not None:
         at = jnp.broadcast_to(tokens, (*batch, T)) if positions is None else positions
-        query, key = rotate(query, at), rotate(key, at)
+        query, key = (apply_rotation(rotate, x, at) for x in (query, key))
     start = (jnp.zeros_like(index),) * len(batch) + (index,) + (jnp.zeros_like(index),) * 2
     keys, values = (
         jax.lax.dynamic_update_slice(old, new.astype(old.dtype), start)

@@ -21,7 +21,7 @@ from jaxmha.mask import Mask
 from jaxmha.mod_arguments import Mods
 from jaxmha.params import MHAParams
 from jaxmha.projections import check_inputs, combine_checked, compute_dtype, project_checked
-from jaxmha.rotary import Rotate, require_rotation
+from jaxmha.rotary import Rotate, apply_rotation, require_rotation
 from jaxmha.semantics import ReturnWeights, Semantics
 
 # Query, key and value features.
@@ -157,8 +157,8 @@ def _attend_layer(
     query, key, value = project_checked(
         params, *inputs, semantics, dtype, attended[:3], settings.implementation
     )
-    query = rotate(query, _positions(batch, T) if positions is None else positions)
-    key = rotate(key, _positions(batch, S) if positions is None else positions)
+    at = (_positions(batch, size) if positions is None else positions for size in (T, S))
+    query, key = (apply_rotation(rotate, x, p) for x, p in zip((query, key), at, strict=True))
     out, weights = attend_projected(params, query, key, value, wide, settings)
     dtype = compute_dtype(params, heads=out)
     out = combine_checked(
@@ -207,7 +207,7 @@ def rotated(
             "here; rotate in jaxmha.flax.linen or jaxmha.flax.nnx instead, which hold the cache"
         )
     at = _positions(batch, T) if positions is None else jnp.asarray(positions)
-    return rotate(query, at), rotate(key, at)
+    return apply_rotation(rotate, query, at), apply_rotation(rotate, key, at)
 
 
 def _positions(batch: Sequence[int], size: int) -> jax.Array:

@@ -21,7 +21,7 @@ from jaxmha.latent.params import LatentParams, leaves, sizes
 from jaxmha.matmul import resolved
 from jaxmha.params import Projection
 from jaxmha.projections import affine_map
-from jaxmha.rotary import Rotate, static_rotation
+from jaxmha.rotary import Rotate, apply_rotation, static_rotation
 from jaxmha.semantics import Semantics
 from jaxmha.static_checks import flag
 
@@ -259,8 +259,9 @@ class Latent(NamedTuple):
         return (x * wide).astype(self.dtype)
 
     def _rotated(self, heads: jax.Array, positions: jax.Array) -> jax.Array:
-        turned = heads if self.rotate is None else self.rotate(heads, positions)
-        return turned.astype(self.dtype)
+        if self.rotate is not None:
+            heads = apply_rotation(self.rotate, heads, positions)
+        return heads.astype(self.dtype)
 
 
 def combine(
