@@ -269,17 +269,19 @@ def kernel(case: Case, implementation: str, dtype: str, *, lse: bool) -> None:
         tolerance.assert_gradients(actual, grad, f"gradient of {name}")
 
 
-def poisoned_padding(case: Case, implementation: str, dtype: str) -> None:
+def poisoned_padding(case: Case, implementation: str, dtype: str, *, lse: bool = True) -> None:
     """Keys that nothing may attend change no bit of output or gradients, whatever they hold."""
     arrays = cases.arrays(case, dtype)
     dead = dead_keys(case, arrays)
     assert dead.any(), "a case with nothing to poison proves nothing"
-    parts = coefficients(case, dtype)
+    parts = coefficients(case, dtype, lse=lse)
     shown = implementation not in WITHOUT_WEIGHTS
-    run = call(case, implementation, return_lse=True, return_weights=shown)
+    run = call(case, implementation, return_lse=lse, return_weights=shown)
 
     def value(inside: dict[str, Any], others: dict[str, Any]) -> Any:
         found_output = run(inside | others)
+        if not lse:
+            found_output = found_output, jnp.zeros(parts[1].shape, np.float32)
         return weighted(parts, found_output[0], found_output[-1]), found_output
 
     compiled = both(value, has_aux=True)

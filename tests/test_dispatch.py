@@ -501,6 +501,7 @@ def test_the_environment_chooses_how_kernels_are_probed(
     monkeypatch.setenv("JAXMHA_PROBE", "0")
     reasons = dict(jaxmha.explain(x, x, x).reasons)
     assert reasons["cudnn"] == "JAXMHA_PROBE=0 uses no kernel"
+    assert chosen(platform="a100") == chosen(platform="tpu") == "blocked"  # which are not here
     monkeypatch.setenv("JAXMHA_PROBE", "trust")
     assert jaxmha.explain(x, x, x).chosen == "cudnn"
     assert gpu == []

@@ -395,13 +395,38 @@ def test_what_leaks_is_zeroed_and_no_more(
         assert "".join("kv"[n] for n in (0, 1) if not dead[3:, n].any()) == expected
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", ALL)
-def test_tokamax(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def tokamax_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Its public function, by the plain implementation that it has for every device."""
     pytest.importorskip("tokamax")
     monkeypatch.setattr(tokamax, "BACKENDS", ("xla",))
     monkeypatch.setattr(tokamax, "traceable", lambda: None)
     promotes = jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow")
     with jaxmha.lowering_for("h200"), promotes[0], promotes[1]:
-        check(case, "tokamax", "bfloat16", lse=False)
+        yield
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("tokamax_here")
+@pytest.mark.parametrize("case", ALL)
+def test_tokamax(case: Case) -> None:
+    check(case, "tokamax", "bfloat16", lse=False)
+
+
+# Leaks that a probe of tokamax finds in calls with a dense mask or a bias, and with lengths where tiles are cut.
+DENSE, LENGTHS = Leaks(1, 2), Leaks()
+POISONED_BY_MASKS = (
+    Case("poisoned_padding", mask="B11S", dead_keys=True, logits_soft_cap=1.1),
+    Case("poisoned_segments", segments="pair"),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("tokamax_here")
+@pytest.mark.parametrize("case", [*POISONED, *POISONED_BY_MASKS])
+def test_tokamax_poisoned(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masks select logits, and a bias is added: NaN gets through where the probe, which has masks, is clean."""
+    found = LENGTHS if case in POISONED_BY_MASKS else DENSE
+    monkeypatch.setattr(probe, "leaks", lambda *_: found)
+    capped = case if case.bias is None else replace(case, logits_soft_cap=None)
+    conformance.poisoned_padding(capped, "tokamax", "bfloat16", lse=False)

@@ -173,7 +173,7 @@ def unsupported(request: Request, name: str, *, traced: bool = True) -> str | No
             probe_cases.kind_of(request),
             agree=traced,
         )
-    return implementation.traceable() if traced else None
+    return probe.disabled() or (implementation.traceable() if traced else None)
 
 
 def select(request: Request, implementation: str | Sequence[str] | None = None) -> str:

@@ -68,10 +68,8 @@ def failure(
     alone.
     """
     chosen = mode()
-    if chosen == "0":
-        return "JAXMHA_PROBE=0 uses no kernel"
-    if chosen == "trust":
-        return None
+    if chosen in ("0", "trust"):
+        return disabled()
     key = _key(name, kind)
     turn = _turn(key) if agree and jax.process_count() > 1 else None
     with _LOCK:
@@ -102,6 +100,11 @@ def leaks(name: str, kind: Kind) -> Leaks:
     without a probe."""
     found = _FOUND.get(_key(name, kind))
     return Leaks() if found is None else found.leaks
+
+
+def disabled() -> str | None:
+    """The reason why no kernel may run, on this machine or another; None: JAXMHA_PROBE is not 0."""
+    return "JAXMHA_PROBE=0 uses no kernel" if mode() == "0" else None
 
 
 def mode() -> str:

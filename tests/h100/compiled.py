@@ -9,8 +9,10 @@ import pytest
 from jax._src import xla_bridge
 from jax._src.cudnn import fused_attention_stablehlo as private
 from jax.experimental import topologies
+from jax.extend import backend
 
 import jaxmha
+from jaxmha.implementations.fused import tokamax
 
 # Instructions that launch no kernel.
 FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "iota", "after-all"}
@@ -54,6 +56,19 @@ def install(patch: pytest.MonkeyPatch) -> None:
     """JAX asks a GPU's libraries for versions while it traces; these are what an H100 has."""
     patch.setattr(private, "check_cudnn_version", lambda: 91900)
     patch.setattr(private, "check_compute_capability", lambda c: c in ("8.0", "8.9", "9.0"))
+
+
+def install_tokamax(patch: pytest.MonkeyPatch) -> None:
+    """tokamax asks the default device for its properties; skips the test where it is not installed."""
+    pytest.importorskip("tokamax")
+
+    class Hopper:
+        platform, compute_capability, core_count = "gpu", "9.0", 132
+        shared_memory_per_block_optin, device_kind = 232448, "NVIDIA H100 80GB HBM3"
+
+    device = Hopper()
+    patch.setattr(backend, "get_default_device", lambda: device)
+    patch.setattr(tokamax, "traceable", lambda: None)
 
 
 def compiled(

@@ -12,6 +12,8 @@ from jax.sharding import PartitionSpec
 
 import jaxmha
 from jaxmha import MHAParams
+from jaxmha.implementations import probe
+from jaxmha.implementations.base import EVERYTHING_LEAKS, Leaks
 from tests.h100 import compiled, programs
 from tests.h100.compiled import MIB, Program
 from tests.h100.programs import ALONE, PROGRAMS, array
@@ -64,6 +66,31 @@ def test_alone(name: str) -> None:
     assert found.waits == 0
 
 
+# Leaks that a probe finds of tokamax -> MiB of temporary arrays of a dense mask, a bias, and lengths. 16 each
+# are zeroed keys and values, 128 a bias without -inf, and 8 a mask of bytes.
+TOKAMAX = {Leaks(): (8, 160, 0), Leaks(1, 2): (24, 160, 16), EVERYTHING_LEAKS: (40, 160, 32)}
+
+
+@pytest.mark.parametrize("leaks", TOKAMAX)
+def test_tokamax_copies_what_leaks(leaks: Leaks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a mask selects logits, values alone are zeroed; what is added, a bias, keeps out neither."""
+    compiled.install_tokamax(monkeypatch)
+    monkeypatch.setattr(probe, "leaks", lambda *_: leaks)
+    jax.clear_caches()  # type: ignore[no-untyped-call]
+    calls: list[tuple[Any, Any]] = [
+        (programs.forward("mask"), array(2, 1, 2048, 2048, dtype=jnp.bool_)),
+        (programs.forward("bias"), array(1, 16, 2048, 2048)),
+        (programs.forward("key_value_seq_lengths"), programs.LENGTHS),
+    ]
+    for (build, more), most in zip(calls, TOKAMAX[leaks], strict=True):
+        attend = partial(programs.ours, implementation="tokamax")
+        found = compiled.compiled(build(attend), *programs.heads(), more)
+        assert found.calls == ["mosaic_gpu_v2"]
+        assert found.waits == 0
+        assert found.temporary <= (most + 0.1) * MIB
+        assert found.kernels <= 7
+
+
 def step_of(cache: Any, E: int, *shape: int, **options: Any) -> Program:
     """A decoding step of 16 query and 4 key/value heads; `cache` makes the cache of parameters."""
     params = jax.eval_shape(
@@ -90,10 +117,18 @@ def test_a_decoding_step_waits_for_nothing(B: int, S: int, T: int) -> None:
     assert not [size for kind, size in found.copies if kind == "copy"]
 
 
-def test_a_windowed_step_reads_the_window() -> None:
+WINDOWED: dict[str, Any] = {
+    "slots": lambda params: jaxmha.KVCache.empty(params, 64, 32768),
+    "pages": lambda params: jaxmha.PagedKVCache.empty(params, 64, 32768, pages=32768, page_size=64),
+    "few pages": lambda params: jaxmha.PagedKVCache.empty(params, 64, 32768, pages=3000, page_size=64),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("cache", WINDOWED)
+def test_a_windowed_step_reads_the_window(cache: str) -> None:
     """32768 slots, of which a copy of 1024 is 64 MiB for keys and as much for values."""
     E, window = 2048, jaxmha.Mask.window(1023, 0)
-    found = step_of(lambda params: jaxmha.KVCache.empty(params, 64, 32768), E, 64, 1, mask=window)
+    found = step_of(WINDOWED[cache], E, 64, 1, mask=window)
     assert [call for call in found.calls if "cudnn" in call] == ["__cudnn$fmhaSoftmax"]
     assert found.waits == 0
     assert found.temporary <= (2 * 64 + 4) * MIB

@@ -76,7 +76,7 @@ def failure(request: Request, *, paged: bool) -> str | None:
     if reason is not None:
         return reason
     if not platforms.current().present:
-        return cudnn.traceable()
+        return probe.disabled() or cudnn.traceable()
     name, kind = PAGED if paged else NAME, probe_cases.kind_of(request)
     reason = probe.failure(name, partial(attend, paged=paged), unsupported_reason, kind)
     if reason is None and probe.leaks(name, kind).output:

@@ -63,9 +63,14 @@ def attend(request: Request, *, leaks: Leaks = EVERYTHING_LEAKS) -> Result:
     """Computes the request in its own dtype; softmax and sums are float32.
 
     `leaks`: which unattended keys and values affect the results in this release of tokamax, as they do
-    where it multiplies them by weights of 0: 0 * NaN is NaN.
+    where it multiplies them by weights of 0: 0 * NaN is NaN. With lengths or a dense mask alone.
     """
     cap, mask = request.semantics.logits_soft_cap, request.mask
+    # A bias is added to the logits, and keeps no NaN out. Its probe has no padding and no segments, which
+    # become a mask here.
+    unknown = request.bias, mask.key_value_padding, mask.query_segments
+    if any(x is not None for x in unknown):
+        leaks = EVERYTHING_LEAKS
     if mask.query_segments is not None and mask.key_value_segments is not None:
         queries, keys = (jnp.asarray(x) for x in (mask.query_segments, mask.key_value_segments))
         rest = replace(mask, **dict.fromkeys(SEGMENTS))

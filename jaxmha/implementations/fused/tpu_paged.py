@@ -56,7 +56,7 @@ def failure(request: Request, page: int) -> str | None:
     if reason is None and page % TOKENS:
         reason = f"pages must have a multiple of {TOKENS} tokens, got {page}"
     if reason is not None or not platforms.current().present:
-        return reason
+        return reason or probe.disabled()
     H = request.query.shape[3]
     # A leak is expected: the cache zeroes the slots after the last token.
     attend = partial(cudnn_cached.attend, paged=True, one=out)
