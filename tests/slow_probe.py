@@ -12,7 +12,7 @@ atexit.register(lambda: print(f"asked: {len(ASKED)}"))
 
 import jax
 
-from jaxmha.implementations import probe, reference
+from jaxmha.implementations import probe, probe_cases, reference
 from jaxmha.implementations.probe_cases import Kind
 
 
@@ -26,4 +26,6 @@ def attend(request: Any, *, leaks: Any) -> Any:
 if __name__ == "__main__":
     os.environ["JAXMHA_PROBE_SECONDS"] = "1"
     warnings.simplefilter("ignore")
-    print(probe.failure("stub", attend, reference.unsupported_reason, Kind("float32")))
+    kind = Kind("float32")
+    list(probe_cases.cases(kind))  # a busy machine would spend the second on arrays
+    print(probe.failure("stub", attend, reference.unsupported_reason, kind))

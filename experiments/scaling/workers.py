@@ -21,14 +21,16 @@ def together(function: Callable[..., Any], count: int, *arguments: Any) -> list[
     Raises:
       RuntimeError: a process died.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
     with (
+        socket.socket() as port,
         mock.patch.dict(os.environ, ALONE),
         # Libraries print, and the output of the command is its own.
         ProcessPoolExecutor(count, get_context("spawn"), os.dup2, initargs=(2, 1)) as pool,
     ):
+        # The port stays taken: the coordinator, which may bind it too, is the only one that listens.
+        port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        port.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{port.getsockname()[1]}"
         given = [(address, count, index, function, *arguments) for index in range(count)]
         return [future.result() for future in [pool.submit(_joined, *one) for one in given]]
 

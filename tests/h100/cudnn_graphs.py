@@ -86,16 +86,29 @@ def refused(call: dict[str, Any], device: Any) -> str | None:
         device_property=device,
     )
 
+    sequences, pages = call["sequences"], call["pages"]
+
+    def integers(name: str, dim: list[int]) -> Any:
+        stride = [dim[2], dim[2], 1, 1]
+        return graph.tensor(name=name, dim=dim, stride=stride, data_type=count)
+
     def heads(name: str, shape: list[int]) -> Any:
         B, T, N, H = shape
         strides = [T * N * H, H, N * H, 1]
         if call["layout"] == "BNTH":
             (B, N, T, H), strides = shape, [N * T * H, T * H, H, 1]
-        return graph.tensor(name=name, dim=[B, N, T, H], stride=strides, data_type=half)
+        dim = [B * max(sequences, 1), N, T, H]
+        found = graph.tensor(name=name, dim=dim, stride=strides, data_type=half)
+        if sequences:
+            found.set_ragged_offset(offsets[name in ("key", "value")])
+        return found
 
+    every = call["query"][0] * max(sequences, 1)
+    offsets = [integers(f"{x} offsets", [every + 1, 1, 1, 1]) for x in "qk"] if sequences else []
     q, k, v = (heads(name, call[name]) for name in ("query", "key", "value"))
     B, N, T, _ = q.get_dim()
-    o = heads("out", [*call["query"][:3], call["value"][3]])
+    out_shape = [*call["query"][:3], call["value"][3]]
+    o = heads("out", out_shape)
     options: dict[str, Any] = {"attn_scale": 0.1, "use_causal_mask": call["causal"]}
     if call["left"] is not None:
         options["sliding_window_length"] = call["left"]
@@ -107,13 +120,15 @@ def refused(call: dict[str, Any], device: Any) -> str | None:
     if call["lengths"]:
         options["use_padding_mask"] = True
         for name in ("seq_len_q", "seq_len_kv"):
-            options[name] = graph.tensor(
-                name=name, dim=[B, 1, 1, 1], stride=[1, 1, 1, 1], data_type=count
-            )
+            options[name] = integers(name, [B, 1, 1, 1])
+    if pages:
+        for name in ("paged_attention_k_table", "paged_attention_v_table"):
+            options[name] = integers(name, [B, 1, pages, 1])
+        options["paged_attention_max_seq_len_kv"] = pages * k.get_dim()[2]
     if call["backward"]:
         stats = graph.tensor(name="lse", dim=[B, N, T, 1], stride=[N * T, T, 1, 1], data_type=wide)
         found = graph.sdpa_backward(
-            name="gradient", q=q, k=k, v=v, o=o, dO=heads("d", [*call["query"][:3], call["value"][3]]),
+            name="gradient", q=q, k=k, v=v, o=o, dO=heads("d", out_shape),
             stats=stats, **options,
         )  # fmt: skip
         for x, like in zip(found, (q, k, v), strict=True):
