@@ -2,19 +2,22 @@
 
 import json
 import re
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from experiments.benchmarks import __main__ as command
 from experiments.benchmarks import report, unfinished
 from experiments.benchmarks.cases import CASES
-from jaxmha.bench import measure, run
+from jaxmha.bench import exact, measure, programs, run, worker
 from jaxmha.bench.case import Case
 from jaxmha.bench.peers import OURS, PEERS, SWAPPED
+from jaxmha.bench.program import Program
 from jaxmha.cli.app import app
 from tests.test_benchmarks import TINY
 
@@ -98,6 +101,23 @@ def test_the_command_tells_every_step_and_repeats_none(monkeypatch: pytest.Monke
     ]
     assert [do for _, do in script.asked].count("round") == 4
     assert "the machine was busy" in done.stdout
+
+
+@pytest.mark.parametrize(("seconds", "calls"), [(0.01, 2), (3.0, 1)])
+def test_a_long_call_is_not_repeated_before_the_rounds(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, calls: int
+) -> None:
+    """The call that is compared with float64 has warmed it up."""
+    made: list[int] = []
+    clock = iter(np.arange(100) * seconds)
+    program = Program(lambda: None, lambda calls=1: made.append(calls), lambda cotangent: (0, None))  # type: ignore[arg-type, return-value]
+    monkeypatch.setattr(worker, "limit", lambda: None)
+    monkeypatch.setattr(programs, "program", lambda *_: program)
+    monkeypatch.setattr(exact, "errors", lambda *_, **__: {"error": 0.0})
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
+    found = worker.prepare(worker.State("jaxmha"), TINY["plain"].as_dict(), "")
+    assert made == [1] * calls
+    assert found["estimate"] == pytest.approx(seconds)
 
 
 def test_rounds_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
