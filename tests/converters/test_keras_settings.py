@@ -5,14 +5,17 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.flatten_util import ravel_pytree
 
 from jaxmha import Semantics, multi_head_attention
 from jaxmha.converters import keras, torch
 from jaxmha.converters.masks.torch import path_of
 from jaxmha.converters.verify import captured_layer, comparands
 from tests.converters import layers
+from tests.tolerance import BACKWARD, assert_close
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 # Each argument is in the weights or the behaviour, or kept by `like`.
@@ -156,6 +159,52 @@ def test_a_gate_is_carried(kind: Literal["mha", "gqa"], use_bias: bool) -> None:
         lacking = params._replace(gate=params.gate._replace(bias=None))
         with pytest.raises(ValueError, match=r"params.gate has none unlike params.query"):
             keras.to_module(lacking, semantics, kind=kind)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "axes"),
+    [
+        ("MultiHeadAttention", {"num_heads": 3, "key_dim": 5, "value_dim": 2}, (7,)),
+        ("GroupQueryAttention", {"head_dim": 4, "num_query_heads": 6, "num_key_value_heads": 3}, (7,)),
+        ("MultiHeadAttention", {"num_heads": 3, "key_dim": 5, "attention_axes": (3, 1)}, (2, 5, 3)),
+    ],
+)  # fmt: skip
+def test_gradients_are_those_of_keras(
+    kind: str, settings: dict[str, Any], axes: tuple[int, ...]
+) -> None:
+    import keras as framework
+
+    rng = np.random.default_rng(0)
+    with layers.foreign(), jax.enable_x64(True):
+        layer = getattr(framework.layers, kind)(**settings, use_gate=True, dtype="float64")
+        inputs = [jnp.asarray(rng.normal(size=(2, *axes, width))) for width in (8, 11, 13)]
+        layer.build(*(x.shape for x in inputs))
+        for variable in layer.trainable_variables:
+            variable.assign(rng.normal(size=variable.shape))
+        params, semantics = keras.from_module(layer)
+        given = [x.value for x in layer.trainable_variables]
+        fixed = [x.value for x in layer.non_trainable_variables]
+
+        def theirs(weights: Any, *features: jax.Array) -> jax.Array:
+            options = {"return_attention_scores": True}
+            out: jax.Array = layer.stateless_call(weights, fixed, *features, **options)[0][0]
+            return out
+
+        def ours(weights: Any, query: jax.Array, value: jax.Array, key: jax.Array) -> jax.Array:
+            return multi_head_attention(weights, query, key, value, semantics=semantics)
+
+        want, pull = jax.vjp(theirs, given, *inputs)
+        cotangent = jnp.asarray(rng.normal(size=want.shape))
+        of_weights, *expected = pull(cotangent)
+        for variable, gradient in zip(layer.trainable_variables, of_weights, strict=True):
+            variable.assign(gradient)
+        expected = keras.from_module(layer)[0], *expected
+        found, pull = jax.vjp(ours, jax.tree.map(jnp.asarray, params), *inputs)
+        assert_close(found, np.asarray(want))
+        for x, y in zip(pull(cotangent), expected, strict=True):
+            # A bias of keys has no gradient: of all weights, one scale.
+            flat, wanted = (np.asarray(ravel_pytree(each)[0]) for each in (x, y))
+            assert_close(flat, wanted, factor=BACKWARD)
 
 
 def test_a_layer_like_another_is_of_its_class() -> None:
