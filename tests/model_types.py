@@ -4,11 +4,17 @@
 
 Every type that transformers can build from its default configuration is built without memory (torch's
 meta device). Names in memory and names on disk both count: transformers renames many models when it
-saves them, and files of older versions have the names on disk.
+saves them, and files of older versions have the names on disk. All types take some five minutes; one
+that takes more than a minute alone keeps its rows.
 """
 
 import argparse
+import signal
+import sys
 import textwrap
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +30,11 @@ _LAYERS = (
     "decoder_layers",
 )
 _MOST = 8
+_LIMIT = 60  # seconds for one type
+
+
+class LateError(BaseException):
+    """A type takes too long; no Exception, of which a class of a model may raise any."""
 
 
 def found(model_type: str) -> set[str] | None:
@@ -48,13 +59,41 @@ def found(model_type: str) -> set[str] | None:
     return None
 
 
-def table(model_types: list[str]) -> dict[str, set[str]]:
-    """Family -> its types, of those that can be built."""
+def kept(model_type: str) -> set[str]:
+    """The families of a type in the table as it is."""
+    return {f for f, types in model_types.MODEL_TYPES.items() if model_type in types.split()}
+
+
+def table(types: Iterable[str]) -> dict[str, set[str]]:
+    """Family -> its types, of those that can be built. Progress goes to stderr."""
     made: dict[str, set[str]] = {family.name: set() for family in model_families.FAMILIES}
-    for model_type in model_types:
-        for family in found(model_type) or ():
+    for model_type in types:
+        start = time.perf_counter()
+        try:
+            with _limited(_LIMIT):
+                names, line = found(model_type), ""
+        except LateError:
+            names, line = kept(model_type), f"more than {_LIMIT} s: its rows are kept"
+        line = line or ("cannot be built" if names is None else ", ".join(sorted(names)))
+        seconds = time.perf_counter() - start
+        print(f"{model_type} ({seconds:.1f} s): {line}", file=sys.stderr, flush=True)
+        for family in names or ():
             made[family].add(model_type)
     return {family: types for family, types in made.items() if types}
+
+
+@contextmanager
+def _limited(seconds: int) -> Iterator[None]:
+    def late(*_: object) -> None:
+        raise LateError
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def text(made: dict[str, set[str]]) -> str:
@@ -119,8 +158,8 @@ def main() -> None:
         Path(model_types.__file__).write_text(text(made))
         return
     for family, types in made.items():
-        kept = set(model_types.MODEL_TYPES.get(family, "").split())
-        print(f"{family}: {' '.join(sorted(types))}; new: {' '.join(sorted(types - kept))}")
+        before = set(model_types.MODEL_TYPES.get(family, "").split())
+        print(f"{family}: {' '.join(sorted(types))}; new: {' '.join(sorted(types - before))}")
 
 
 if __name__ == "__main__":

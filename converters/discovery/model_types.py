@@ -30,7 +30,10 @@ MODEL_TYPES: dict[str, str] = {
     "ALBERT": "albert tvp",
     "SegFormer, PVT": "glpn pvt segformer",
     "PVT v2": "pvt_v2",
-    "Swin": "donut-swin mask2former maskformer maskformer-swin mm-grounding-dino oneformer swin",
+    "Swin": (
+        "clap donut-swin grounding-dino mask2former maskformer maskformer-swin "
+        "mm-grounding-dino oneformer swin"
+    ),
     "Perceiver": "perceiver",
     "ViT (transformers 4)": (
         "audio-spectrogram-transformer beit blip-2 blip_2_qformer data2vec-vision deit "
@@ -58,20 +61,19 @@ MODEL_TYPES: dict[str, str] = {
     "GPT-NeoX": "gpt_neox gpt_neox_japanese",
     "BLOOM": "bloom",
     "Llama": (
-        "afmoe apertus arcee aria aria_text audioflamingo3 bailing_hybrid bitnet blt canary "
-        "cohere cohere2 cohere2_moe cohere2_vision cohere_asr cosmos3_edge cosmos3_edge_text "
-        "cosmos3_omni csm cwm d_fine deepseek_vl deepseek_vl_hybrid deimv2 diffllama doge "
-        "dots3_note edgetam_video emu3 ernie4_5 ernie4_5_moe ernie4_5_vl_moe esmc eurobert "
-        "exaone4 exaone4_5 exaone_moe falcon_h1 flex_olmo flint fun_asr_nano "
-        "fun_asr_nano_encoder gemma glm glm4 glm46v glm4_moe glm4v glm4v_moe glm4v_moe_text "
-        "glm4v_text glm5_next glm5_next_text glm_image glm_image_text glm_ocr glm_ocr_text "
-        "glmasr glmasr_encoder glmga got_ocr2 gpt_oss gradium_phonon_tts granite "
-        "granite_docling granite_docling_text granite_speech granite_speech5_ctc "
-        "granite_speech5_encoder granite_speech_plus granite_swa granitemoe granitemoe_swa "
-        "granitemoeshared gte helium higgs_audio_v2 hrm_text hunyuan_vl_vision hy_v3 "
-        "hyperclovax hyperclovax_vision_v2 idefics idefics2 idefics3 inkling2 inkling2_text "
-        "inkling_mm_model inkling_text internlm3 internvl iquestcoder jais2 jamba janus "
-        "jina_embeddings_v3 kimi_linear kolibri1 laguna lasr_ctc lasr_encoder lfm3 lfm3_vl "
+        "afmoe apertus arcee aria aria_text audioflamingo3 bitnet blt canary cohere cohere2 "
+        "cohere2_moe cohere2_vision cohere_asr cosmos3_edge cosmos3_edge_text cosmos3_omni csm "
+        "cwm d_fine deepseek_vl deepseek_vl_hybrid deimv2 diffllama doge dots3_note "
+        "edgetam_video emu3 ernie4_5 ernie4_5_moe ernie4_5_vl_moe esmc eurobert exaone4 "
+        "exaone4_5 exaone_moe falcon_h1 flex_olmo flint fun_asr_nano fun_asr_nano_encoder gemma "
+        "glm glm4 glm46v glm4_moe glm4v glm4v_moe glm4v_moe_text glm4v_text glm_image "
+        "glm_image_text glm_ocr glm_ocr_text glmasr glmasr_encoder glmga got_ocr2 gpt_oss "
+        "gradium_phonon_tts granite granite_docling granite_docling_text granite_speech "
+        "granite_speech5_ctc granite_speech5_encoder granite_speech_plus granite_swa granitemoe "
+        "granitemoe_swa granitemoeshared gte helium higgs_audio_v2 hrm_text hunyuan_vl_vision "
+        "hy_v3 hyperclovax hyperclovax_vision_v2 idefics idefics2 idefics3 inkling2 "
+        "inkling2_text inkling_mm_model inkling_text internlm3 internvl iquestcoder jais2 jamba "
+        "janus jina_embeddings_v3 kolibri1 laguna lasr_ctc lasr_encoder lfm3 lfm3_vl "
         "lighton_ocr llama llama4 llama4_text llava llava_next llava_next_video llava_onevision "
         "lw_detr maskformer mellum mimi mimi_decoder mimi_encoder mimo_v2_flash minicpm_ocr "
         "minicpmv4_6 minicpmv4_7 minimax minimax_m2 minimax_m3_vl minimax_m3_vl_text ministral3 "
