@@ -28,7 +28,9 @@ from tests.cases import Case
 # Fused kernels take a part of the cases: tests/test_kernels.py. The native kernels are tested where
 # their library is built.
 ABSENT = () if library.unavailable() is None else ("native",)
+native_built = pytest.mark.skipif("native" in ABSENT, reason="jaxmha-cpu is not built")
 PLAIN = [name for name in IMPLEMENTATIONS if name not in (*KERNELS, *CONTEXT, *ABSENT)]
+by_implementation = pytest.mark.parametrize("implementation", PLAIN)
 DIFFERENTIABLE = ("query", "key", "value", "bias")
 
 

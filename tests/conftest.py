@@ -205,3 +205,17 @@ def no_shape_hook() -> Iterator[None]:
         yield
     finally:
         jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """The calls of cuDNN on a machine that takes itself for one with a GPU."""
+    from tests import simulated_gpu
+
+    yield from simulated_gpu.installed(monkeypatch)
+
+
+@pytest.fixture
+def trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels run without a probe, which tests of other things need not wait for."""
+    monkeypatch.setenv("JAXMHA_PROBE", "trust")

@@ -1,12 +1,9 @@
 """Every implementation against the specification."""
 
-import types
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,18 +11,13 @@ import pytest
 from jax.test_util import check_grads
 
 import jaxmha
-from jaxmha.implementations import IMPLEMENTATIONS, Request, Result, reference
-from jaxmha.mask import Mask
 from tests import cases, conformance, tolerance
-from tests.cases import CASES, POISONED, SMALL, Case
+from tests.cases import BY_NAME, CASES, SMALL, Case
+from tests.conformance import by_implementation
 
 pytestmark = pytest.mark.usefixtures("every_size")
-IMPLEMENTED = conformance.PLAIN
-by_implementation = pytest.mark.parametrize("implementation", IMPLEMENTED)
-BY_NAME = {case.name: case for case in CASES}
 # float64 takes every case; other dtypes differ by their casts alone.
 SOME = ("plain", "multi_query", "bias_excludes", "soft_cap", "empty_mean", "everything")
-by_case = pytest.mark.parametrize("case", CASES)
 
 
 @pytest.mark.everyday(case=SOME)
@@ -97,7 +89,7 @@ def test_logits_are_scaled_after_products_of_bfloat16() -> None:
     "multi_head-blocked",
 )
 @by_implementation
-@by_case
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.usefixtures("x64")
 def test_values_float64(implementation: str, case: Case) -> None:
     conformance.values(case, implementation, "float64", jit=True)
@@ -159,7 +151,7 @@ def test_gradients_of_case(implementation: str, name: str) -> None:
 
 @pytest.mark.everyday(implementation=["blocked"], policy=["zero"])
 @pytest.mark.slow_variants("*reference", "*few_queries*")
-@pytest.mark.parametrize("implementation", IMPLEMENTED)
+@by_implementation
 @pytest.mark.parametrize("policy", ["zero", "mean"])
 @pytest.mark.usefixtures("x64")
 def test_gradients_by_jax(implementation: str, policy: str) -> None:
@@ -173,116 +165,6 @@ def test_gradients_by_jax(implementation: str, policy: str) -> None:
     check_grads(  # type: ignore[no-untyped-call]
         lambda x: of(x, others), (inside,), order=1, modes=modes, rtol=1e-7, atol=1e-7
     )
-
-
-@pytest.mark.everyday(case=["poisoned_lengths", "poisoned_bias", "poisoned_everything"])
-@pytest.mark.slow_variants("*reference", "*few_queries*", "!poisoned_everything-few_queries")
-@by_implementation
-@pytest.mark.parametrize("case", POISONED)
-def test_poisoned_padding(implementation: str, case: Case) -> None:
-    conformance.poisoned_padding(case, implementation, "float32")
-
-
-@pytest.mark.slow_variants("*reference", "*few_queries*")
-@pytest.mark.slow
-@by_implementation
-@pytest.mark.parametrize("case", POISONED[:1])
-def test_poisoned_padding_bfloat16(implementation: str, case: Case) -> None:
-    conformance.poisoned_padding(case, implementation, "bfloat16")
-
-
-@pytest.mark.slow_variants("*", "!blocked")
-@by_implementation
-def test_poisoned_queries(implementation: str) -> None:
-    """Rows beyond a query length are 0 whatever they hold, and spoil no gradient."""
-    case = POISONED[0]
-    arrays = cases.arrays(case, "float32")
-    of = conformance.both(conformance.scalar(case, implementation, "float32"))
-    clean = of(*conformance.split(arrays))
-    spoiled = arrays | {"query": arrays["query"].copy()}
-    spoiled["query"][0, 3:] = np.nan
-    chex.assert_trees_all_equal(of(*conformance.split(spoiled)), clean, strict=True)
-
-
-@pytest.mark.everyday(array=["key"])
-@pytest.mark.slow_variants("*reference", "*few_queries*", "!nan-key-plain-few_queries")
-@by_implementation
-@pytest.mark.parametrize("name", ["plain", "causal"])
-@pytest.mark.parametrize("array", ["query", "key", "value"])
-@pytest.mark.parametrize("poison", [np.nan, np.inf])
-def test_heads_stay_apart(implementation: str, name: str, array: str, poison: float) -> None:
-    """Values that are not finite in one head change no other head, nor gradients of others."""
-    case = BY_NAME[name]
-    arrays = cases.arrays(case, "float32")
-    heads, groups = slice(1 if array == "query" else case.G, None), slice(1, None)
-    run = jax.jit(conformance.call(case, implementation, return_lse=True))
-
-    def of_others(arrays: Any) -> Any:
-        out, lse = run(arrays)
-        return (out[:, :, heads] ** 2).sum() + lse[:, heads].sum()
-
-    grads_of = jax.jit(jax.grad(of_others))
-    (out, lse), grads = run(arrays), grads_of(arrays)
-    spoiled = arrays | {array: arrays[array].copy()}
-    spoiled[array][0, 1, 0, 0] = poison
-    (spoiled_out, spoiled_lse), spoiled_grads = run(spoiled), grads_of(spoiled)
-    for kept, (x, y) in {
-        "out": (spoiled_out[:, :, heads], out[:, :, heads]),
-        "lse": (spoiled_lse[:, heads], lse[:, heads]),
-        "query": (spoiled_grads["query"][:, :, heads], grads["query"][:, :, heads]),
-        "key": (spoiled_grads["key"][:, :, groups], grads["key"][:, :, groups]),
-        "value": (spoiled_grads["value"][:, :, groups], grads["value"][:, :, groups]),
-    }.items():
-        tolerance.assert_close(x, y, kept)
-    assert poison == np.inf or np.isnan(spoiled_out[0]).any()
-
-
-@pytest.mark.everyday(kind=["lengths"])
-@pytest.mark.slow_variants("*reference", "*few_queries*")
-@by_implementation
-@pytest.mark.parametrize("kind", ["lengths", "padding", "dense", "bias"])
-def test_live_logits_of_any_size_beat_masked_ones(implementation: str, kind: str) -> None:
-    """Down to the lowest float32, of the only key that is left; also where a row max is so low."""
-    lowest = float(np.finfo(np.float32).min)
-    logits = np.array([-1.0, -1e38, -2.25e38, -2.9e38, lowest], np.float32)
-    (B, S), keep = (len(logits), 3), np.array([True, False, False])
-    query, value = np.ones((B, 2, 1, 1), np.float32), np.ones((B, S, 1, 1), np.float32)
-    key = np.stack([logits, -logits, 0 * logits], 1).reshape(B, S, 1, 1)
-    value[:, 1:] = 7.0
-    conditions: dict[str, dict[str, Any]] = {
-        "lengths": {"key_value_seq_lengths": np.ones(B, np.int32)},
-        "padding": {"mask": Mask.padding(key_value=np.broadcast_to(keep, (B, S)))},
-        "dense": {"mask": np.broadcast_to(keep, (B, 1, 2, S))},
-        "bias": {"bias": np.where(keep, 0, -np.inf).astype("f").reshape(1, 1, 1, S)},
-    }
-    options = conditions[kind]
-
-    def of(*heads: Any) -> Any:
-        return jaxmha.dot_product_attention(
-            *heads, scale=1.0, return_lse=True, implementation=implementation, **options
-        )
-
-    out, lse = jax.jit(of)(query, key, value)
-    assert np.array_equal(out, np.ones_like(query))
-    assert np.array_equal(lse[..., 0], np.broadcast_to(logits[:, None], (B, 1)))
-    found = jax.jit(lambda *heads: jax.vjp(of, *heads)[1]((query, 0 * lse)))(query, key, value)
-    d_value = np.where(keep, 2.0, 0.0).reshape(1, S, 1, 1)
-    assert np.array_equal(found[2], np.broadcast_to(d_value, value.shape))
-    assert not np.any(found[0])
-    assert not np.any(found[1])
-
-
-@pytest.mark.slow_variants("*", "!blocked")
-@by_implementation
-def test_bias_of_excluded_pairs(implementation: str) -> None:
-    """A bias has no influence where the mask is False."""
-    case = Case("excluded", bias="BNTS", mask="BNTS")
-    arrays = cases.arrays(case, "float32")
-    of = conformance.both(conformance.scalar(case, implementation, "float32"))
-    clean = of(*conformance.split(arrays))
-    for poison in (np.nan, np.inf, -np.inf):
-        spoiled = arrays | {"bias": np.where(arrays["mask"], arrays["bias"], np.float32(poison))}
-        chex.assert_trees_all_equal(of(*conformance.split(spoiled)), clean, strict=True)
 
 
 @pytest.mark.slow_variants("*", "!blocked")
@@ -318,7 +200,7 @@ def test_vmap_over_queries_only(implementation: str) -> None:
 
 @pytest.mark.everyday(implementation=["blocked"])
 @pytest.mark.slow_variants("*", "!names1-blocked")
-@pytest.mark.parametrize("implementation", IMPLEMENTED)
+@by_implementation
 @pytest.mark.parametrize("names", [(), ("attention_out", "attention_lse")])
 def test_remat(implementation: str, names: tuple[str, ...]) -> None:
     """Recomputing gives the same gradients; the names of output and lse are those of a policy."""
@@ -377,76 +259,20 @@ def test_what_is_returned(implementation: str, what: Any, lse: bool) -> None:
     assert [x.shape for x in (shapes if len(want) > 1 else [shapes])] == want
 
 
-# The suite has to notice an implementation that is wrong: each mutant breaks one rule.
-MUTANTS: dict[str, Callable[..., Any]] = {
-    "causal_bottom_right": lambda run: (
-        lambda request: run(
-            request._replace(
-                mask=Mask.causal(2) if request.mask.causal_offset == 0 else request.mask
-            )
+@pytest.mark.parametrize("implementation", ["reference", "blocked", None])
+@pytest.mark.parametrize("gradient", [False, True])
+def test_no_query_heads(implementation: str | None, gradient: bool) -> None:
+    q, k, v = (np.ones((2, n, heads, 3), np.float32) for n, heads in ((1, 0), (71, 5), (71, 5)))
+
+    def of(q: Any, k: Any, v: Any) -> Any:
+        out, lse = jaxmha.dot_product_attention(
+            q, k, v, is_causal=True, return_lse=True, implementation=implementation
         )
-    ),
-    "soft_cap_dropped": lambda run: (
-        lambda request: run(
-            request._replace(semantics=replace(request.semantics, logits_soft_cap=None))
-        )
-    ),
-    "heads_interleaved": lambda run: (
-        lambda request: run(
-            request._replace(key=request.key[:, :, ::-1], value=request.value[:, :, ::-1])
-        )
-    ),
-    "bias_ignored": lambda run: lambda request: run(request._replace(bias=None)),
-    "empty_rows_uniform": lambda run: (
-        lambda request: run(
-            request._replace(semantics=replace(request.semantics, fully_masked="mean"))
-        )
-    ),
-    "half_precision_inside": lambda run: (
-        lambda request: Result(
-            *[
-                None if x is None else x.astype(jnp.bfloat16).astype(x.dtype)  # type: ignore[arg-type]
-                for x in run(request)
-            ]
-        )
-    ),
-}
+        assert out.shape == (2, 1, 0, 3)
+        assert lse.shape == (2, 0, 1)
+        return out.sum() + lse.sum()
 
-
-@pytest.mark.parametrize(
-    ("mutant", "name"),
-    [
-        ("causal_bottom_right", "causal"),
-        ("soft_cap_dropped", "soft_cap"),
-        ("heads_interleaved", "plain"),
-        ("bias_ignored", "bias_per_head"),
-        ("empty_rows_uniform", "empty_zero"),
-        ("half_precision_inside", "plain"),
-    ],
-)
-def test_mutants_fail(mutant: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong = types.ModuleType("wrong")
-    wrong.__dict__.update(
-        unsupported_reason=reference.unsupported_reason, attend=MUTANTS[mutant](reference.attend)
-    )
-    monkeypatch.setitem(IMPLEMENTATIONS, mutant, wrong)
-    with pytest.raises(AssertionError):
-        conformance.values(BY_NAME[name], mutant, "float32", jit=False)
-
-
-def test_poison_reaches_a_naive_implementation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """0 * NaN is NaN: masking the logits alone does not pass."""
-
-    def naive(request: Request) -> Result:
-        logits = jnp.einsum("btnh,bsnh->bnts", request.query, request.key)
-        T, S = logits.shape[2:]
-        allowed = request.mask.to_array(T, S)
-        weights = jax.nn.softmax(jnp.where(allowed, logits, -1e30))
-        out = jnp.einsum("bnts,bsnh->btnh", weights, request.value)
-        return Result(out, weights, jax.nn.logsumexp(logits, -1))
-
-    wrong = types.ModuleType("wrong")
-    wrong.__dict__.update(unsupported_reason=reference.unsupported_reason, attend=naive)
-    monkeypatch.setitem(IMPLEMENTATIONS, "naive", wrong)
-    with pytest.raises(AssertionError):
-        conformance.poisoned_padding(replace(POISONED[3], G=1), "naive", "float32")
+    if gradient:
+        assert not any(np.asarray(x).any() for x in jax.grad(of, (0, 1, 2))(q, k, v))
+    else:
+        assert of(q, k, v) == 0

@@ -11,8 +11,8 @@ from jax import export
 import jaxmha
 from jaxmha import Mask
 from jaxmha.flax import attention_fn, linen
-from tests import cases, tolerance
-from tests.cases import LAYERS
+from tests import cases, layer_cases, tolerance
+from tests.layer_cases import LAYERS
 from tests.test_layer import params_of
 
 OPTIMISED = True  # compiled as users compile it
@@ -49,7 +49,7 @@ def test_attention_with_symbolic_sizes(implementation: str | None) -> None:
 
 def test_layer_with_symbolic_sizes() -> None:
     case = LAYERS[0]
-    leaves, inputs, _ = cases.layer_arrays(case)
+    leaves, inputs, _ = layer_cases.layer_arrays(case)
     params = params_of(leaves)
     B, T, S = export.symbolic_shape("B, T, S")
 

@@ -14,8 +14,8 @@ from jax.test_util import check_grads
 
 import jaxmha
 from jaxmha import Mask, MHAParams, Projection, Semantics, dims, dropout
-from tests import cases, reference, tolerance
-from tests.cases import LAYERS, LayerCase
+from tests import layer_cases, reference, tolerance
+from tests.layer_cases import LAYERS, LayerCase
 
 BY_NAME = {case.name: case for case in LAYERS}
 KEY = jax.random.key(5)
@@ -106,7 +106,7 @@ def expected(
 
 
 def values(case: LayerCase, dtype: str, factor: float = 1.0) -> None:
-    arrays = cases.layer_arrays(case, dtype)
+    arrays = layer_cases.layer_arrays(case, dtype)
     want, exact = expected(case, *arrays)
     dropped = semantics_of(case).dropout_rate > 0
     out, weights = call(case, return_weights="after_dropout" if dropped else True)(*arrays)
@@ -146,7 +146,7 @@ def test_values_in_half_precision(name: str, dtype: str) -> None:
 
 def test_values_under_jit() -> None:
     case = BY_NAME["extras_structure"]
-    arrays = cases.layer_arrays(case)
+    arrays = layer_cases.layer_arrays(case)
     leaves, inputs, others = arrays
     out = jax.jit(lambda *xs: call(case)(*xs, others))(leaves, inputs)
     tolerance.assert_close(out, expected(case, *arrays)[0])
@@ -155,7 +155,7 @@ def test_values_under_jit() -> None:
 def test_vmap() -> None:
     """Over parameters as well: an ensemble."""
     case = BY_NAME["both_extras"]
-    stack = [cases.layer_arrays(case, seed=seed) for seed in range(2)]
+    stack = [layer_cases.layer_arrays(case, seed=seed) for seed in range(2)]
     out = jax.vmap(call(case))(*jax.tree.map(lambda *xs: np.stack(xs), *stack))
     for row, arrays in enumerate(stack):
         tolerance.assert_close(out[row], expected(case, *arrays)[0])
@@ -171,7 +171,7 @@ SMALL = LayerCase(
     h=2,
     leaves=tuple(
         name
-        for name in cases.LEAVES
+        for name in layer_cases.LEAVES
         if "_heads" not in name and name not in ("query.kernel", "key.kernel", "value.kernel")
     ),
     mask="*NTE",
@@ -184,7 +184,7 @@ SMALL = LayerCase(
 def functional(case: LayerCase, **extra: Any) -> Callable[..., Any]:
     """A random linear functional of the output, as a function of leaves, inputs, others."""
     part = np.random.default_rng(2).standard_normal(
-        expected(case, *cases.layer_arrays(case, "float64"))[0].shape
+        expected(case, *layer_cases.layer_arrays(case, "float64"))[0].shape
     )
     run = call(case, **extra)
     return lambda *arrays: (out := run(*arrays), (out * jnp.asarray(part, out.dtype)).sum())[1]
@@ -196,7 +196,7 @@ def functional(case: LayerCase, **extra: Any) -> Callable[..., Any]:
 def test_gradients(policy: str) -> None:
     """Of every leaf and input, against central differences of the specification and of JAX."""
     case = replace(SMALL, semantics=(*SMALL.semantics, ("fully_masked", policy)))
-    leaves, inputs, others = cases.layer_arrays(case, "float64")
+    leaves, inputs, others = layer_cases.layer_arrays(case, "float64")
     of = functional(case)
     part = np.random.default_rng(2).standard_normal(expected(case, leaves, inputs, others)[0].shape)
     found = jax.jit(jax.grad(of, argnums=(0, 1)))(leaves, inputs, others)
@@ -254,7 +254,7 @@ def assert_unmoved(
 def test_poisoned_padding(how: str, name: str) -> None:
     """Values of padded rows of the inputs reach no output and no gradient."""
     case = replace(BY_NAME[name], mask=None, bias=None)
-    leaves, inputs, _ = cases.layer_arrays(case)
+    leaves, inputs, _ = layer_cases.layer_arrays(case)
     lengths = np.asarray([3, 6], np.int32)
     valid = np.arange(case.S) < lengths[:, None]
     additive = np.where(valid, np.float32(0.5), np.float32(-np.inf))
@@ -280,7 +280,7 @@ def test_poisoned_padding(how: str, name: str) -> None:
 def test_poisoned_self_attention(name: str) -> None:
     """One array as query, key and value, padded at its end."""
     case = replace(BY_NAME[name], inputs=1, batch=(2,))
-    leaves, inputs, _ = cases.layer_arrays(case)
+    leaves, inputs, _ = layer_cases.layer_arrays(case)
     lengths = np.asarray([3, 4], np.int32)
     others: dict[str, Any] = {"query_seq_lengths": lengths, "key_value_seq_lengths": lengths}
     valid = (np.arange(case.T) < lengths[:, None])[..., None]
@@ -290,7 +290,7 @@ def test_poisoned_self_attention(name: str) -> None:
 
 def test_poison_is_noticed() -> None:
     """Without the mask the same check fails."""
-    leaves, inputs, _ = cases.layer_arrays(BY_NAME["plain"])
+    leaves, inputs, _ = layer_cases.layer_arrays(BY_NAME["plain"])
     spoiled = inputs | {"key": inputs["key"].copy()}
     spoiled["key"][0, -1] = np.nan
     with pytest.raises(AssertionError):
@@ -311,8 +311,8 @@ def test_poison_is_noticed() -> None:
 def test_promotion(of_params: str, of_inputs: str, of_output: str) -> None:
     """The promoted dtype is also the one that is computed in."""
     case = BY_NAME["bias_kv"]
-    leaves, _, _ = cases.layer_arrays(case, of_params)
-    _, inputs, others = cases.layer_arrays(case, of_inputs, seed=1)
+    leaves, _, _ = layer_cases.layer_arrays(case, of_params)
+    _, inputs, others = layer_cases.layer_arrays(case, of_inputs, seed=1)
     out = call(case)(leaves, inputs, others)
     assert out.dtype == of_output
     factor = tolerance.LAYER if of_output == "bfloat16" else 1.0
@@ -322,8 +322,8 @@ def test_promotion(of_params: str, of_inputs: str, of_output: str) -> None:
 @pytest.mark.parametrize("argument", ["leaves", "inputs", "others"])
 def test_float64_is_not_rounded(argument: str) -> None:
     case = BY_NAME["cross_two_batch_axes"]
-    wide = cases.layer_arrays(case, "float64")
-    arrays = list(cases.layer_arrays(case, "float32"))
+    wide = layer_cases.layer_arrays(case, "float64")
+    arrays = list(layer_cases.layer_arrays(case, "float32"))
     place = ("leaves", "inputs", "others").index(argument)
     arrays[place] = wide[place]
     with pytest.raises(TypeError, match="float64"):
@@ -332,7 +332,7 @@ def test_float64_is_not_rounded(argument: str) -> None:
 
 def test_inputs_unchanged() -> None:
     case = BY_NAME["extras_structure"]
-    arrays = cases.layer_arrays(case)
+    arrays = layer_cases.layer_arrays(case)
     before = jax.tree.map(np.copy, arrays)
     jax.block_until_ready(call(case)(*arrays))  # type: ignore[no-untyped-call]
     chex.assert_trees_all_equal(arrays, before, strict=True)
@@ -362,14 +362,17 @@ def test_mutants_fail(mutant: str) -> None:
     """Parameters that are wrong in one place are told apart."""
     name, change = MUTANTS[mutant]
     case = BY_NAME.get(name, replace(BY_NAME["plain"], H=11, h=11))
-    leaves, inputs, others = cases.layer_arrays(case)
+    leaves, inputs, others = layer_cases.layer_arrays(case)
     out = call(case)(change(leaves), inputs, others)
     with pytest.raises(AssertionError):
         tolerance.assert_close(out, expected(case, leaves, inputs, others)[0])
 
 
 def test_bfloat16_is_that_of_ml_dtypes() -> None:
-    assert cases.layer_arrays(BY_NAME["plain"], "bfloat16")[1]["query"].dtype == ml_dtypes.bfloat16
+    assert (
+        layer_cases.layer_arrays(BY_NAME["plain"], "bfloat16")[1]["query"].dtype
+        == ml_dtypes.bfloat16
+    )
 
 
 @pytest.mark.parametrize("call", ["layer", "prefill", "decode_step"])

@@ -11,8 +11,8 @@ import pytest
 
 import jaxmha
 from jaxmha import MHAParams, Semantics
-from tests import cases
-from tests.cases import LAYERS
+from tests import layer_cases
+from tests.layer_cases import LAYERS
 from tests.test_errors import refused, zeros
 from tests.test_layer import params_of
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("no_shape_hook")
 LAYER = replace(LAYERS[0], leaves=(*LAYERS[0].leaves, "bias_k", "bias_v"))
 
 
-LEAVES, INPUTS, _ = cases.layer_arrays(LAYER)
+LEAVES, INPUTS, _ = layer_cases.layer_arrays(LAYER)
 
 
 PARAMS: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {

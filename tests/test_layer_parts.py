@@ -8,8 +8,8 @@ import pytest
 
 import jaxmha
 from jaxmha import MHAParams, Projection
-from tests import cases, reference, tolerance
-from tests.cases import LayerCase
+from tests import layer_cases, reference, tolerance
+from tests.layer_cases import LayerCase
 from tests.test_layer import BY_NAME, call, mask_of, params_of, semantics_of
 
 
@@ -21,7 +21,7 @@ from tests.test_layer import BY_NAME, call, mask_of, params_of, semantics_of
 )
 def test_is_combine_of_attention_of_project(name: str) -> None:
     case = BY_NAME[name]
-    leaves, inputs, others = cases.layer_arrays(case)
+    leaves, inputs, others = layer_cases.layer_arrays(case)
     params, semantics = params_of(leaves), semantics_of(case)
     query, key, value = flat(case, jaxmha.project(params, **inputs, semantics=semantics))
     bias = others.get("bias")
@@ -51,7 +51,7 @@ def flat_mask(case: LayerCase, others: dict[str, Any]) -> Any:
 @pytest.mark.parametrize("name", ["plain", "norm_layer", "norm_rms"])
 def test_project_and_combine(name: str) -> None:
     case = BY_NAME[name]
-    leaves, inputs, _ = cases.layer_arrays(case)
+    leaves, inputs, _ = layer_cases.layer_arrays(case)
     params, semantics = params_of(leaves), semantics_of(case)
     want = reference.project(params, inputs["query"], inputs["key"], inputs["value"], semantics)
     for x, y in zip(jaxmha.project(params, **inputs, semantics=semantics), want, strict=True):
@@ -63,7 +63,7 @@ def test_project_and_combine(name: str) -> None:
 def test_project_defaults() -> None:
     """Key defaults to query, and value to key."""
     for name, count in (("self_unbatched", 1), ("cross_two_batch_axes", 2)):
-        leaves, inputs, _ = cases.layer_arrays(BY_NAME[name])
+        leaves, inputs, _ = layer_cases.layer_arrays(BY_NAME[name])
         given = list(inputs.values())
         full = given + [given[-1]] * (3 - count)
         params = params_of(leaves)
@@ -119,7 +119,7 @@ def cases_params(rng: np.random.Generator) -> tuple[MHAParams, Any]:
 
 
 def test_params_are_a_pytree() -> None:
-    leaves, _, _ = cases.layer_arrays(BY_NAME["both_extras"])
+    leaves, _, _ = layer_cases.layer_arrays(BY_NAME["both_extras"])
     params = params_of(leaves)
     assert len(jax.tree.leaves(params)) == len(leaves)
     doubled = jax.tree.map(lambda x: x * 2, params)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import jaxmha
-from jaxmha import Mask, mask_repr
+from jaxmha import Mask, implementations
 from tests import cases, reference, tolerance
 from tests.cases import Case
 
@@ -228,50 +228,6 @@ def test_every_field_is_tested() -> None:
     assert covered == {field.name for field in fields(Mask)}
 
 
-def test_prints_as_a_picture() -> None:
-    mask = Mask.causal() & Mask.lengths(key_value=np.asarray([2, 3], np.int32))
-    assert repr(mask) == "Mask(causal_offset=0, key_value_lengths=int32[2])"
-    assert mask_repr.picture(mask, 3, 4).splitlines() == [
-        "Mask(causal_offset=0, key_value_lengths=int32[2])",
-        "B 0:",
-        "■ · · ·",
-        "■ ■ · ·",
-        "■ ■ · ·",
-        "B 1:",
-        "■ · · ·",
-        "■ ■ · ·",
-        "■ ■ ■ ·",
-    ]
-
-
-@pytest.mark.parametrize("name", MADE)
-def test_picture_shows_what_the_mask_says(name: str) -> None:
-    mask, conditions = MADE[name]
-    panels = [
-        [[cell == mask_repr.ATTENDS for cell in line.split()] for line in lines]
-        for panel in "\n".join(mask_repr.picture(mask, T, S).splitlines()[1:]).split(":\n")
-        if (lines := [x for x in panel.splitlines() if x and x[0] in "■·"])
-    ]
-    small = mask.to_array(T, S).shape[:2]
-    want = loops(conditions)[: small[0], : small[1]].reshape(-1, T, S)[: mask_repr.PANELS]
-    tolerance.assert_same(np.asarray(panels), want)
-    assert str(mask).startswith(repr(mask))
-
-
-def test_picture_of_a_long_mask_is_small() -> None:
-    T = 10**6  # T * T would not fit
-    lines = mask_repr.picture(Mask.causal() & Mask.dense(np.ones((1, T), bool)), T, T).splitlines()
-    assert len(lines) == 1 + mask_repr.LARGEST + 1
-    assert lines[-1] == f"... {T - mask_repr.LARGEST} more rows"
-    assert lines[1].endswith(f"... {T - mask_repr.LARGEST} more columns")
-
-
-def test_traced_masks_print_without_values() -> None:
-    shown = []
-    jax.jit(lambda mask: shown.append(str(mask)))(Mask.padding(key_value=np.ones((2, 5), bool)))
-    assert shown == ["Mask(key_value_padding=bool[2, 5])"]
-
-
 FARTHEST = {
     "int": 2**31 - 1,
     "size": sys.maxsize,
@@ -382,3 +338,28 @@ def test_a_broken_promise_is_named(query: Any, key_value: Any, most: int) -> Non
 def test_a_wrong_size_of_packed_sequences_is_named() -> None:
     with pytest.raises(ValueError, match="size"):
         Mask.packed(np.array([3]), size=-1)
+
+
+@pytest.mark.slow_variants("shape1*")
+@pytest.mark.parametrize(
+    ("shape", "field"),
+    [((7,), "key_value_padding"), ((2, 1, 1, 7), "key_value_padding"),
+     ((2, 1, 5, 1), "query_padding"), ((1, 1, 5, 7), "array")],
+)  # fmt: skip
+def test_dense_masks_of_keys_or_of_rows_alone_are_padding(
+    shape: tuple[int, ...], field: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    run = implementations.attend
+
+    def attend(request: Any, name: Any) -> Any:
+        seen.append(request.mask)
+        return run(request, name)
+
+    monkeypatch.setattr(implementations, "attend", attend)
+    query, key = (jnp.ones((2, size, 3, 4)) for size in (5, 7))
+    with jax.disable_jit():
+        jaxmha.dot_product_attention(query, key, key, mask=np.ones(shape, bool))
+    (mask,) = seen
+    arrays = ("array", "query_padding", "key_value_padding")
+    assert [name for name in arrays if getattr(mask, name) is not None] == [field]

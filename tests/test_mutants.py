@@ -58,6 +58,27 @@ def _softmax(request: Request) -> Request:
     return request._replace(semantics=replace(request.semantics, softmax_dtype=dtype))
 
 
+def _soft_cap(request: Request) -> Request:
+    return request._replace(semantics=replace(request.semantics, logits_soft_cap=None))
+
+
+def _bias(request: Request) -> Request:
+    return request._replace(bias=None)
+
+
+def _empty_rows(request: Request) -> Request:
+    return request._replace(semantics=replace(request.semantics, fully_masked="mean"))
+
+
+def _bfloat16(request: Request) -> Request:
+    """Operands of float32 rounded on their way in."""
+    rounded = {
+        name: getattr(request, name).astype(jnp.bfloat16).astype(request.query.dtype)
+        for name in ("query", "key", "value")
+    }
+    return request._replace(**rounded)
+
+
 # The error, and the cases that have to notice it.
 MUTANTS = {
     "scale dropped": (_scale, "float32", {"plain", "multi_query", "causal"}),
@@ -66,6 +87,10 @@ MUTANTS = {
     "causal bottom-right": (_bottom_right, "float32", {"causal", "causal_long"}),
     "-1e9 instead of exclusion": (_finite, "float32", {"empty_zero", "no_keys_left", "lengths"}),
     "softmax in input dtype": (_softmax, "bfloat16", {"plain", "multi_head"}),
+    "soft cap dropped": (_soft_cap, "float32", {"soft_cap"}),
+    "bias ignored": (_bias, "float32", {"bias_per_head"}),
+    "fully masked rows uniform": (_empty_rows, "float32", {"empty_zero"}),
+    "half precision inside": (_bfloat16, "float32", {"plain"}),
 }
 
 

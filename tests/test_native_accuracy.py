@@ -13,7 +13,7 @@ import jaxmha
 from tests import conformance
 
 OPTIMISED = True  # compiled as users compile it
-pytestmark = pytest.mark.skipif("native" in conformance.ABSENT, reason="jaxmha-cpu is not built")
+pytestmark = conformance.native_built
 NAMES = ("out", "dq", "dk", "dv")
 
 

@@ -16,7 +16,7 @@ from jaxmha.quantized import quantize
 from tests import conformance, tolerance
 from tests.test_cache import make
 
-built = pytest.mark.skipif("native" in conformance.ABSENT, reason="jaxmha-cpu is not built")
+built = conformance.native_built
 PARAMS, _ = make()  # only its extra positions and sinks are read: none
 # batch rows, key heads, query heads of each, tokens, features of keys and values, slots of a page
 SIZES = {

@@ -15,7 +15,7 @@ import jaxmha
 from jaxmha.implementations.native import library, matmul
 from tests import conformance, tolerance
 
-pytestmark = pytest.mark.skipif("native" in conformance.ABSENT, reason="jaxmha-cpu is not built")
+pytestmark = conformance.native_built
 
 # One element; less than a tile; more than one tile, panel and part of the depth.
 SHAPES = ((1, 1, 1), (7, 5, 3), (97, 257, 65), (101, 521, 131))

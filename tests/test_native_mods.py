@@ -14,7 +14,7 @@ from jaxmha.implementations.mods import trace
 from jaxmha.implementations.native import masked
 from tests import conformance
 
-pytestmark = pytest.mark.skipif("native" in conformance.ABSENT, reason="jaxmha-cpu is not built")
+pytestmark = conformance.native_built
 B, N, K, H, h, T, S = 2, 4, 2, 6, 5, 197, 211
 rng = np.random.default_rng(0)
 IDS = jnp.asarray(np.sort(rng.integers(0, 4, (B, max(T, S))), 1), jnp.int32)

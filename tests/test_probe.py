@@ -153,3 +153,17 @@ def test_a_wrong_limit_names_its_variable(monkeypatch: pytest.MonkeyPatch, text:
     monkeypatch.setenv("JAXMHA_PROBE_SECONDS", text)
     with pytest.raises(ValueError, match="JAXMHA_PROBE_SECONDS must be a number"):
         Stub().failure()
+
+
+def test_the_trial_runs_on_the_device_of_the_caller() -> None:
+    seen: list[Any] = []
+
+    def attend(request: Any, *, leaks: Any) -> Any:
+        seen.append(jax.config.jax_default_device)  # type: ignore[attr-defined]
+        return reference.attend(request)
+
+    device = jax.devices("cpu")[-1]
+    with jax.default_device(device):
+        found = probe.failure("stub", attend, reference.unsupported_reason, Kind("float32"))
+    assert found is None
+    assert set(seen) == {device}

@@ -12,8 +12,10 @@ import jax
 import pytest
 from jax._src import distributed
 
+from experiments.scaling import workers
 from jaxmha.implementations import probe
 from jaxmha.implementations.probe_cases import Kind
+from tests.sharding.probing import probed
 
 WORKS, BUSY, BROKEN = (
     probe.Finding(None),
@@ -129,3 +131,16 @@ def test_a_strict_process_stops_all(together: Together, monkeypatch: pytest.Monk
     monkeypatch.setenv("JAXMHA_PROBE", "strict")
     found = together(Process(0, [WORKS], limit=2), Process(1, [BROKEN]))
     assert ["strict" in str(x) and "broken" in str(x) for x in found] == [True, True]
+
+
+@pytest.mark.slow
+def test_processes_agree_on_a_kernel() -> None:
+    """A kernel that fails in one process is used in none; a single process waits no longer than allowed."""
+    first, second = workers.together(probed, 2)
+    assert first["alone"] is first["not asked elsewhere"] is None
+    assert first["together"].startswith("it fails in process 1: RuntimeError: no kernel image")
+    assert "no kernel image" in second["together"]
+    assert first["leaks"] == second["leaks"] == (None, (2, 2))
+    assert first["busy"] == ["it fails in process 1: RuntimeError: RESOURCE_EXHAUSTED", None]
+    assert second["busy"] == ["RuntimeError: RESOURCE_EXHAUSTED", None]
+    assert 15 <= first["seconds"] < 60

@@ -1,4 +1,4 @@
-"""Weights that tests replace at once are drawn cheaply."""
+"""Weights that tests replace at once are drawn cheaply; a layer that several modules read."""
 
 from typing import Any
 
@@ -26,3 +26,11 @@ def fresh_weights(monkeypatch: pytest.MonkeyPatch) -> None:
         return jax.numpy.asarray(rng.uniform(minval, maxval, size=shape), dtype)
 
     monkeypatch.setattr(jax.random, "uniform", uniform)
+
+
+@pytest.fixture(scope="module")
+def layer() -> Any:
+    """A torch layer with every bias."""
+    from tests.converters import layers
+
+    return layers.build(layers.configs("torch")[0])

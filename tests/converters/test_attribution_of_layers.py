@@ -8,7 +8,7 @@ import pytest
 
 from jaxmha.converters.layout.arrays import NDArray
 from jaxmha.converters.verify import attribution
-from tests.converters.test_attribution import (
+from tests.converters.faults import (
     FAULTS,
     SIZES,
     SUMS,

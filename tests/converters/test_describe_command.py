@@ -13,7 +13,7 @@ from jaxmha import Semantics, checkpoint
 from jaxmha.converters import describe, flax, keras, torch
 from jaxmha.converters.verify import load_block
 from jaxmha.params import leaves
-from tests.converters.test_cli import cli, fails
+from tests.converters.command_line import cli, fails
 from tests.converters.test_describe import SQUARE
 
 SHORT = ("--num-heads", 4, "--features", 20, "--query-len", 5)

@@ -25,7 +25,7 @@ from jaxmha.converters.layout import fold, transform
 from jaxmha.converters.verify import oracle
 from jaxmha.introspect.graph_nodes import describe
 from jaxmha.params import leaves
-from tests import cases, reference
+from tests import layer_cases, reference
 from tests.test_layer import BY_NAME, params_of, semantics_of
 
 NEW = (
@@ -44,7 +44,7 @@ NEW = (
 
 def drawn(name: str) -> tuple[Any, Semantics, list[Any]]:
     case = replace(BY_NAME[name], batch=(2,), inputs=3)
-    arrays, inputs, _ = cases.layer_arrays(case)
+    arrays, inputs, _ = layer_cases.layer_arrays(case)
     return params_of(arrays), semantics_of(case), list(inputs.values())
 
 
@@ -131,9 +131,9 @@ def test_a_scale_is_folded_into_scale_and_bias_of_a_norm() -> None:
 @pytest.mark.parametrize("name", ["sinks", "gate", "gate_heads", "norm_all_heads"])
 def test_a_cache_decodes_what_the_whole_layer_computes(name: str) -> None:
     case = replace(BY_NAME[name], inputs=1, batch=(2,), T=7)
-    params, semantics = params_of(cases.layer_arrays(case)[0]), semantics_of(case)
+    params, semantics = params_of(layer_cases.layer_arrays(case)[0]), semantics_of(case)
     semantics = replace(semantics, fully_masked="zero", add_zero_attn=False)
-    x = cases.layer_arrays(case)[1]["query"]
+    x = layer_cases.layer_arrays(case)[1]["query"]
     whole = multi_head_attention(params, x, is_causal=True, semantics=semantics)
     out, cache = prefill(params, x[:, :4], KVCache.empty(params, 2, 8), semantics=semantics)
     np.testing.assert_allclose(out, whole[:, :4], rtol=1e-5, atol=1e-5)

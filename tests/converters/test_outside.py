@@ -10,8 +10,12 @@ from typer.testing import CliRunner
 
 from jaxmha import checkpoint
 from jaxmha.cli.app import app
+from jaxmha.converters.discovery import attention_blocks
+from jaxmha.converters.layout import transform
 from jaxmha.converters.migrate import pipeline
 from jaxmha.converters.verify import attribution, comparands, comparison, other_tensors
+from tests.converters.test_every_layout import N as HEADS
+from tests.converters.test_every_layout import params_of
 
 N, D, V = 2, 8, 11
 runner = CliRunner()
@@ -270,3 +274,72 @@ def _nnx() -> tuple[Any, Any, Any]:
 
     models: list[Any] = [Model(), Model()]
     return models[0], models[1], lambda: models[1].norm.scale.set_value(np.zeros(D, "f"))
+
+
+def test_what_is_not_compared_is_counted(layer: Any) -> None:
+    state = {f"a.{name}": array.numpy() for name, array in layer.state_dict().items()}
+    one, two = ({f"{side}{i}": np.ones(3) for i in range(n)} for side, n in (("a", 1), ("b", 2)))
+    heads = layer.num_heads
+    assert comparison.compare(state, state, num_heads=heads).notes == ()
+    found = comparison.compare({**state, **one}, {**state, **two}, num_heads=heads)
+    assert (found.same, found.different) == (False, False)
+    assert [(left.name, left.source) for left in found.not_compared] == [
+        ("a0", "first"),
+        ("b0", "second"),
+        ("b1", "second"),
+    ]
+    assert "not compared: a0, of the first: no tensor of the second has this name" in str(found)
+
+
+def test_what_is_no_array_of_numbers_is_not_compared(layer: Any) -> None:
+    import torch as framework
+
+    state = {f"a.{name}": array for name, array in layer.state_dict().items()}
+    state |= {"extra": None, "sparse": framework.eye(3).to_sparse()}
+    found = comparison.compare(state, state, num_heads=layer.num_heads)
+    assert (found.same, found.different) == (False, False)
+    assert [left.name for left in found.not_compared] == ["extra", "extra", "sparse", "sparse"]
+    assert {left.why for left in found.not_compared} == {"it is no dense array of numbers"}
+
+
+def test_names_pair_whatever_the_separator_outside_attention() -> None:
+    layout, plain = attention_blocks.named("dense"), np.arange(6.0)
+    exported = transform.export_params(layout, params_of(layout), layout.semantics, prefix="a")
+    state = exported | {"x/norm/scale": plain}
+    dotted: dict[str, Any] = {name.replace("/", "."): array for name, array in state.items()}
+    assert comparison.compare(state, dotted, num_heads=HEADS).notes == ()
+    dotted["x.norm.scale"] = plain + 1
+    assert comparison.compare(state, dotted, num_heads=HEADS).outside.keys() == {"x/norm/scale"}
+
+
+def test_a_transpose_is_the_same_only_between_layouts() -> None:
+    """GPT-2 stores the kernels of its layers transposed."""
+    conv, linear = attention_blocks.named("gpt2"), attention_blocks.named("bert")
+    params, kernel = params_of(conv), np.arange(35.0).reshape(5, 7)
+    one = transform.export_params(conv, params, prefix="a") | {"mlp.weight": kernel}
+    other = {"mlp.weight": kernel.T}
+    same = transform.export_params(conv, params, prefix="a") | other
+    moved = transform.export_params(linear, params, prefix="a") | other
+    assert comparison.compare(one, same, num_heads=HEADS).outside.keys() == {"mlp.weight"}
+    found = comparison.compare(one, moved, num_heads=HEADS)
+    assert found.same
+    assert "stored transposed, and otherwise the same: mlp.weight" in found.notes
+
+
+@pytest.mark.parametrize("change", ["value", "shape", "dtype"])
+@pytest.mark.parametrize("as_file", [False, True])
+def test_what_has_one_name_outside_attention_is_compared(
+    layer: Any, change: str, tmp_path: Path, as_file: bool
+) -> None:
+    state = {f"a.{name}": array.numpy() for name, array in layer.state_dict().items()}
+    norm = np.ones(3, np.float32)
+    other = {"value": norm + 1, "shape": norm[:, None], "dtype": norm.view(np.int32)}[change]
+    sides: list[Any] = [state | {"norm": norm, "same": norm}, state | {"norm": other, "same": norm}]
+    if as_file:
+        for i, side in enumerate(sides):
+            checkpoint.write(tmp_path / f"{i}.npz", side)
+            sides[i] = tmp_path / f"{i}.npz"
+    assert comparison.compare(sides[0], sides[0], num_heads=layer.num_heads).same
+    found = comparison.compare(*sides, num_heads=layer.num_heads)
+    assert (found.same, set(found.outside), found.notes) == (False, {"norm"}, ())
+    assert "norm: differs, outside attention" in str(found)

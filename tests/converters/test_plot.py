@@ -19,8 +19,8 @@ from jaxmha.introspect.head_statistics import head_statistics
 from jaxmha.introspect.heatmaps import picture
 from jaxmha.introspect.text_weights import text_weights
 from tests.converters import live_model
+from tests.converters.command_line import cli, fails
 from tests.converters.layers import foreign
-from tests.converters.test_cli import cli, fails
 
 B, N, T, S = 2, 5, 3, 7
 QUERIES = ["ein", "rotes", "$x_1$"]

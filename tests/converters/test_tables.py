@@ -7,7 +7,7 @@ import pytest
 
 from jaxmha import checkpoint
 from jaxmha.cli import console
-from tests.converters.test_cli import cli, fails
+from tests.converters.command_line import cli, fails
 
 NAMES = [f"bert.encoder.layer.{n}.attention" for n in range(2)]
 

@@ -12,14 +12,13 @@ from flax import nnx
 from jaxmha import Semantics
 from jaxmha.flax import linen as ours_linen
 from jaxmha.flax import nnx as ours_nnx
-from tests.flax import test_same as same
 from tests.flax.common import DQ, B, N, Row, T, inputs, normal, pairs, randomise, theirs
-from tests.flax.test_every_argument import grads
+from tests.flax.rows import WIDE, agree, agree_in_gradients, widths
 
 ROWS = (
-    Row("float32", same.WIDE, 2),
-    Row("dtype", {**same.WIDE, "dtype": jnp.bfloat16}, 2),
-    Row("half", {**same.WIDE, "param_dtype": jnp.bfloat16}, 2, "bfloat16"),
+    Row("float32", WIDE, 2),
+    Row("dtype", {**WIDE, "dtype": jnp.bfloat16}, 2),
+    Row("half", {**WIDE, "param_dtype": jnp.bfloat16}, 2, "bfloat16"),
 )
 
 
@@ -35,13 +34,12 @@ def masked(columns: int) -> Any:
     return pairs(columns, empty=True).at[1, :, 3].set(False)
 
 
-@pytest.mark.everyday(row=[])
 @pytest.mark.slow
 @pytest.mark.parametrize("row", ROWS)
 def test_linen_and_its_gradients(row: Row) -> None:
     flax = nn.MultiHeadAttention(**row.settings)
     ours = ours_linen.MultiHeadAttention(**preset(row))
-    x = inputs(row, same.widths(row))
+    x = inputs(row, widths(row))
     variables = randomise(theirs(jax.eval_shape, flax.init, jax.random.key(0), *x))
     mask = masked(x[-1].shape[1])
 
@@ -53,8 +51,8 @@ def test_linen_and_its_gradients(row: Row) -> None:
         return jax.jit(jax.grad(of, (0, 1), has_aux=True))
 
     (expected, out), (actual, mine) = theirs(loss(flax), variables, x), loss(ours)(variables, x)
-    same.agree(mine, out, row)
-    grads(expected, actual, row)
+    agree(mine, out, row)
+    agree_in_gradients(expected, actual, row)
 
 
 @pytest.mark.everyday(row=["float32"])
@@ -75,4 +73,4 @@ def test_decoding_of_nnx(row: Row) -> None:
     step = nnx.jit(lambda module, token: module(token, mask=mask))
     for t in range(3):
         token = x[:, t : t + 1]
-        same.agree(step(ours, token), theirs(step, flax, token), row, f"step {t}")
+        agree(step(ours, token), theirs(step, flax, token), row, f"step {t}")

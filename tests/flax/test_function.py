@@ -14,7 +14,7 @@ from flax import nnx
 from jaxmha import Mask, Semantics, dot_product_attention
 from jaxmha.flax import attention_fn
 from tests.flax.common import CAUSAL, DQ, B, H, N, S, T, normal, pairs, plain, randomise, theirs
-from tests.flax.test_same import WIDE, ZEROS
+from tests.flax.rows import WIDE, ZEROS
 from tests.tolerance import LAYER, assert_close, assert_same
 
 CONDITIONS: tuple[dict[str, Any], ...] = (

@@ -1,6 +1,4 @@
-"""Modules of jaxmha are flax's own, for every constructor argument that both have."""
-
-from typing import Any
+"""Modules of jaxmha are flax's own: outputs, initial values, masks and sown weights."""
 
 import flax.linen as nn
 import jax
@@ -10,12 +8,10 @@ import pytest
 from flax import nnx
 
 from jaxmha import Semantics
-from jaxmha.flax import attention_fn
 from jaxmha.flax import linen as ours_linen
 from jaxmha.flax import nnx as ours_nnx
 from tests.flax.common import (
     DK,
-    DO,
     DQ,
     B,
     H,
@@ -32,57 +28,8 @@ from tests.flax.common import (
     structure,
     theirs,
 )
-from tests.tolerance import FLOORS, LAYER, assert_close, assert_same, error
-
-WIDE: dict[str, Any] = {"num_heads": N, "qkv_features": N * H}
-ZEROS: dict[str, Any] = {"kernel_init": nn.initializers.zeros_init()}
-INITS: dict[str, Any] = {
-    "kernel_init": nn.initializers.he_normal(),
-    "out_kernel_init": nn.initializers.xavier_normal(),
-    "bias_init": nn.initializers.normal(0.5),
-    "out_bias_init": nn.initializers.constant(2.0),
-}
-NORM = {"normalize_qk": True}
-DROPOUT = {"dropout_rate": 0.5, "deterministic": True}
-BOTH = (
-    Row("as wide as the input", {"num_heads": N}),
-    Row("out_features, precision, initialisers",
-        {**WIDE, **INITS, "out_features": DO, "precision": jax.lax.Precision.HIGHEST}, 2),
-    Row("no biases, no dropout", {**WIDE, **DROPOUT, "use_bias": False,
-                                  "broadcast_dropout": False}),
-    Row("normalize_qk", {**WIDE, **NORM}, 2),
-    Row("dtype", {**WIDE, "dtype": jnp.bfloat16}),
-    Row("half", {**WIDE, **NORM, "param_dtype": jnp.bfloat16}, 2, "bfloat16"),
-)  # fmt: skip
-LINEN = (
-    *BOTH,
-    Row("three widths", {**WIDE, "attention_fn": nn.dot_product_attention}, 3),
-    Row("half parameters, force_fp32_for_softmax",
-        {**WIDE, "param_dtype": jnp.bfloat16, "force_fp32_for_softmax": True}, 1, "bfloat16"),
-)  # fmt: skip
-NNX = (
-    *BOTH,
-    Row("num_kv_heads", {**DROPOUT, "num_heads": 2 * N, "qkv_features": 2 * N * H,
-                         "num_kv_heads": N, "keep_rngs": False,
-                         "attention_fn": nnx.dot_product_attention}, 2),
-)  # fmt: skip
-
-
-def widths(row: Row) -> tuple[int, int, int]:
-    Dq = DQ if "qkv_features" in row.settings else 7 * N
-    return (Dq, DK, 23) if row.inputs == 3 else (Dq, DK, DK)
-
-
-def agree(actual: Any, expected: Any, row: Row, what: str = "") -> None:
-    """Asserts equal outputs, in floors of the dtype that the row computes in.
-
-    Two results in half precision have each their own roundings, also those of flax's heads where
-    the output is float32.
-    """
-    assert actual.dtype == expected.dtype
-    dtype = np.dtype(row.settings.get("dtype", row.dtype))
-    allowed = FLOORS[dtype.name] * (LAYER if dtype.itemsize == 2 else 1)
-    assert error(actual, np.asarray(expected), dtype) <= allowed, what or row.name
+from tests.flax.rows import INITS, LINEN, NNX, NORM, WIDE, agree, widths
+from tests.tolerance import assert_close, assert_same
 
 
 @pytest.mark.everyday(row=["as wide as the input", "normalize_qk", "half", "three widths"])
@@ -240,115 +187,6 @@ def test_fully_masked_rows() -> None:
     assert_close(preset_nnx(*x, mask=mask), theirs(theirs_nnx, *x, mask=mask))
 
 
-def test_gradients_of_linen() -> None:
-    settings = {**WIDE, **ZEROS, "normalize_qk": True, "out_features": DO}
-    flax, ours = (module.MultiHeadAttention(**settings) for module in (nn, ours_linen))
-    x = inputs(Row("", {}, 3))
-    variables = randomise(theirs(jax.eval_shape, flax.init, jax.random.key(0), *x))
-    mask = pairs(x[1].shape[1])
-    cotangent = normal("cotangent", (B, T, DO))
-
-    def loss(module: Any) -> Any:
-        return jax.grad(lambda v, x: jnp.vdot(module.apply(v, *x, mask=mask), cotangent), (0, 1))
-
-    expected = theirs(jax.jit(loss(flax)), variables, x)
-    actual = jax.jit(loss(ours))(variables, x)
-    assert structure(actual) == structure(expected)
-    for (name, a), e in zip(plain(actual).items(), plain(expected).values(), strict=True):
-        # The gradient of a bias of keys is 0 but for noise at the scale of the others.
-        if "key" in name and "bias" in name:
-            assert np.abs(a - e).max() < 1e-5
-        else:
-            assert_close(a, e, name, factor=2)
-
-
-@pytest.mark.slow
-def test_gradients_of_nnx() -> None:
-    settings = {**WIDE, "in_features": DQ, "decode": False}
-    flax = theirs(nnx.MultiHeadAttention, rngs=nnx.Rngs(3), **settings)
-    ours = ours_nnx.MultiHeadAttention(rngs=nnx.Rngs(3), **settings)
-    (x,) = inputs(Row("", {}))
-    cotangent = normal("cotangent", (B, T, DQ))
-
-    def grads(module: Any) -> Any:
-        return nnx.grad(lambda m, x: jnp.vdot(m(x, mask=pairs(T)), cotangent))(module, x)
-
-    expected, actual = theirs(nnx.jit(grads), flax), nnx.jit(grads)(ours)
-    for (name, a), e in zip(plain(actual).items(), plain(expected).values(), strict=True):
-        if "key" in name and "bias" in name:
-            assert np.abs(a - e).max() < 1e-5
-        else:
-            assert_close(a, e, name, factor=2)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("broadcast", "how"),
-    [
-        (False, "module"),
-        pytest.param(None, "module", marks=pytest.mark.slow),
-        pytest.param(False, "attention_fn", marks=pytest.mark.slow),
-        pytest.param(True, "attention_fn", marks=pytest.mark.slow),
-    ],
-)
-def test_dropout_is_distributed_as_in_flax(broadcast: bool | None, how: str) -> None:
-    """With values of one, an output is the kept weight of its row over the rate kept."""
-    rate, T, S = 0.3, 101, 103
-    settings: dict[str, Any] = {"num_heads": 2, "qkv_features": 2, "dropout_rate": rate, "deterministic": False,
-                "use_bias": False, "out_features": 2}  # fmt: skip
-    if broadcast is not None:
-        settings["broadcast_dropout"] = broadcast
-    flax = nn.MultiHeadAttention(**settings)
-    if how == "module":
-        other = ours_linen.MultiHeadAttention(**settings)
-    else:
-        other = flax.clone(attention_fn=attention_fn)
-    x, y = jnp.zeros((2, T, 2)), jnp.ones((2, S, 2))
-    params = {name: {"kernel": jnp.eye(2).reshape(2, 2, 1)} for name in ("query", "key", "value")}
-    params["out"] = {"kernel": jnp.eye(2).reshape(2, 1, 2)}
-    outs = [
-        theirs(layer.apply, {"params": params}, x, y, rngs={"dropout": jax.random.key(1)})
-        for layer in (flax, other)
-    ]
-    kept = 1 - rate
-    for out in outs:
-        shared = broadcast is not False
-        assert bool(jnp.array_equal(out[0], out[1])) == shared
-        assert bool(jnp.array_equal(out[..., 0], out[..., 1])) == shared
-        rows = 1 if shared else 4
-        deviation = (rate / kept / (rows * T * S)) ** 0.5
-        assert abs(float(out.mean()) - 1) < 5 * deviation
-        row = (rate / kept / S) ** 0.5
-        assert abs(float(out.std()) / row - 1) < 5 / (2 * rows * T) ** 0.5
-
-
-def test_dropout_needs_to_be_asked_for() -> None:
-    (x,) = inputs(Row("", {}))
-    layer = ours_nnx.MultiHeadAttention(N, 21, dropout_rate=0.5, rngs=nnx.Rngs(0))
-    x = normal("x", (B, T, 21))
-    with pytest.raises(ValueError, match="deterministic"):
-        layer(x)
-    first, second = layer(x, deterministic=False), layer(x, deterministic=False)
-    assert not np.array_equal(first, second)
-    layer.eval()
-    assert_same(layer(x), layer(x, deterministic=True))
-    bare = ours_nnx.MultiHeadAttention(
-        N, 21, dropout_rate=0.5, keep_rngs=False, rngs=nnx.Rngs(0), deterministic=False
-    )
-    with pytest.raises(ValueError, match="rngs"):
-        bare(x)
-    assert_same(bare(x, rngs=nnx.Rngs(5)), bare(x, rngs=nnx.Rngs(5)))
-    assert_same(bare(x, rngs=nnx.Rngs(5).dropout), bare(x, rngs=nnx.Rngs(5)))
-    linen = ours_linen.MultiHeadAttention(N, dropout_rate=0.5)
-    with pytest.raises(ValueError, match="deterministic"):
-        linen.init(jax.random.key(0), x)
-    variables = linen.init(jax.random.key(0), x, deterministic=True)
-    given = linen.apply(variables, x, deterministic=False, dropout_rng=jax.random.key(7))
-    again = linen.apply(variables, x, deterministic=False, dropout_rng=jax.random.key(7))
-    assert_same(given, again)
-    assert not np.array_equal(given, linen.apply(variables, x, deterministic=True))
-
-
 def test_sown_weights() -> None:
     (x,) = inputs(Row("", {}))
     mask = pairs(T)
@@ -375,36 +213,3 @@ def test_sown_weights() -> None:
     assert len(trees[0]) == 1
     for name in trees[0]:
         assert_close(trees[1][name], trees[0][name], name)
-
-
-HOOK = {"match": "computes this itself"}
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["attention_fn", "qkv_dot_general", "out_dot_general", "qkv_dot_general_cls",
-     "out_dot_general_cls", "qk_attn_weights_einsum_cls", "attn_weights_value_einsum_cls"],
-)  # fmt: skip
-def test_hooks_are_refused_by_linen(name: str) -> None:
-    layer = ours_linen.MultiHeadAttention(N, **{name: print})
-    with pytest.raises(ValueError, match=f"{name}=print.*{HOOK['match']}"):
-        layer.init(jax.random.key(0), jnp.ones((T, N)))
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["attention_fn", "qkv_dot_general", "out_dot_general", "qkv_dot_general_cls",
-     "out_dot_general_cls", "qkv_promote_dtype", "out_promote_dtype", "ln_promote_dtype"],
-)  # fmt: skip
-def test_hooks_are_refused_by_nnx(name: str) -> None:
-    hook: dict[str, Any] = {name: print}
-    with pytest.raises(ValueError, match=f"{name}=print.*{HOOK['match']}"):
-        ours_nnx.MultiHeadAttention(N, N, rngs=nnx.Rngs(0), **hook)
-
-
-def test_shardings_of_a_call_are_refused() -> None:
-    layer = ours_nnx.MultiHeadAttention(N, N, rngs=nnx.Rngs(0))
-    for name in ("out_sharding", "qkv_sharding"):
-        call: dict[str, Any] = {name: "data"}
-        with pytest.raises(ValueError, match=name):
-            layer(jnp.ones((T, N)), **call)

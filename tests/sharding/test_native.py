@@ -6,7 +6,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 import jaxmha
 from jaxmha import sharding
@@ -14,7 +13,7 @@ from tests import conformance
 from tests.sharding.devices import assert_alike, mesh, put
 from tests.sharding.hlo import collectives
 
-pytestmark = pytest.mark.skipif("native" in conformance.ABSENT, reason="jaxmha-cpu is not built")
+pytestmark = conformance.native_built
 RNG = np.random.default_rng(0)
 Q, K, V, COTANGENT = (
     jnp.asarray(RNG.standard_normal((4, size, heads, 16)), jnp.float32)

@@ -1,0 +1,151 @@
+"""Live layers and models are compared by what they compute, also where they ignore masks or give NaN."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch as framework
+
+from jaxmha.converters import flax, keras, torch
+from jaxmha.converters.verify import comparison
+from tests.converters import layers
+from tests.converters.layers import Config
+from tests.converters.test_verify import report, torch_config
+
+
+@pytest.mark.slow_variants("linen*", "keras*", "nnx*")
+@pytest.mark.parametrize("config", layers.cases())
+def test_every_layer_is_the_same_as_its_parameters(config: Config) -> None:
+    live = layers.build(config)
+    converter = {"torch": torch, "keras": keras, "linen": flax, "nnx": flax}[config.framework]
+    found = report(live, converter.from_module(*(live if isinstance(live, tuple) else (live,))))
+    assert found.same, str(found)
+    assert set(found.errors) == {"no mask", "padding", "causal"}
+    assert all(0 < error < 100 for pair in found.errors.values() for error in pair)
+
+
+def copied(layer: Any, forward: Any) -> Any:
+    """The layer with another `forward`, which is given torch's own."""
+
+    class Copied(framework.nn.MultiheadAttention):
+        def forward(self, *given: Any, **options: Any) -> Any:
+            return forward(super().forward, *given, **options)
+
+    found = Copied(torch_config.Dq, torch_config.N, batch_first=True)
+    found.load_state_dict(layer.state_dict())
+    return found.eval()
+
+
+def test_a_layer_that_ignores_its_mask_is_caught(layer: Any) -> None:
+    careless = copied(layer, lambda forward, *given, **masks: forward(*given))
+    found = report(layer, careless)
+    assert not found.differences
+    assert not found.same
+    assert found.errors["no mask"][1] < 100
+    assert found.errors["padding"][1] > 1000
+    assert found.departs is not None
+    assert "a live layer computes something else" in found.departs
+
+
+def test_whole_torch_encoder() -> None:
+    framework.manual_seed(0)
+    block = framework.nn.TransformerEncoderLayer(21, 3, 17, batch_first=True)
+    encoder = framework.nn.TransformerEncoder(block, 2, enable_nested_tensor=False).eval()
+    found = comparison.compare(encoder, encoder.state_dict())
+    assert [b.a for b in found.blocks] == ["layers.0.self_attn", "layers.1.self_attn"]
+    assert found.same
+    with framework.no_grad():
+        state = {name: tensor.clone() for name, tensor in encoder.state_dict().items()}
+        state["layers.1.self_attn.in_proj_bias"][4] += 1
+    found = comparison.compare(encoder, state)
+    assert [b.same for b in found.blocks] == [True, False]
+    assert found.blocks[1].differences[0].leaf == "query.bias"
+
+
+# Keras' own variables have an __array__ of before NumPy 2.
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+def test_keras_functional_model() -> None:
+    import keras as framework
+
+    def model() -> Any:
+        inputs = framework.Input((7, 15))
+        x = framework.layers.MultiHeadAttention(3, 5, name="first")(inputs, inputs)
+        x = framework.layers.Dense(15)(x)
+        return framework.Model(
+            inputs, framework.layers.MultiHeadAttention(3, 5, name="second")(x, x)
+        )
+
+    framework.utils.set_random_seed(0)
+    with layers.foreign():
+        a, b = model(), model()
+    b.set_weights(a.get_weights())
+    found = comparison.compare(a, b)
+    assert [block.a for block in found.blocks] == ["first", "second"]
+    assert found.same, str(found)
+    b.get_layer("second").value_dense.bias.assign(np.full((3, 5), 0.5, np.float32))
+    assert [block.same for block in comparison.compare(a, b).blocks] == [True, False]
+
+
+@pytest.mark.slow
+def test_nnx_model_with_two_layers() -> None:
+    from flax import nnx
+
+    class Model(nnx.Module):  # type: ignore[misc]
+        def __init__(self, seed: int) -> None:
+            rngs = nnx.Rngs(seed)
+            self.a = nnx.MultiHeadAttention(3, 15, decode=False, rngs=rngs)
+            self.between = nnx.Linear(15, 15, rngs=rngs)
+            self.b = nnx.MultiHeadAttention(5, 15, decode=False, rngs=rngs)
+
+    model = Model(0)
+    found = comparison.compare(model, Model(0))
+    assert sorted(block.a for block in found.blocks) == ["a", "b"]
+    assert found.same, str(found)
+    assert not comparison.compare(model, Model(1)).same
+
+
+def test_a_forward_that_gives_nan_is_never_alike(layer: Any) -> None:
+    def spoiled(forward: Any, *given: Any, **masks: Any) -> Any:
+        out, weights = forward(*given, **masks)
+        out[0, 0, 0] = float("nan")
+        return out, weights
+
+    broken = copied(layer, spoiled)
+    for pair in ((layer, broken), (broken, layer), (broken, broken)):
+        found = report(*pair)
+        assert not found.differences
+        assert not found.same
+        assert found.departs is not None
+        assert "a live layer computes something else" in found.departs
+
+
+def test_a_mask_ignored_on_both_sides_is_noticed(layer: Any) -> None:
+    careless = copied(layer, lambda forward, *given, **masks: forward(*given))
+    found = report(careless, careless)
+    assert not found.differences
+    assert not found.same
+    assert max(found.errors["no mask"]) < 100 < min(found.errors["padding"])
+    assert found.explanation == "mask ignored"
+
+
+def test_blocks_of_one_name() -> None:
+    import keras as framework
+
+    def model(count: int) -> Any:
+        whole = x = framework.Input((7, 15))
+        for i in range(count):
+            inner = framework.Input((7, 15))
+            out = framework.layers.MultiHeadAttention(3, 5, name="same")(inner, inner)
+            x = framework.Model(inner, out, name=f"part_{i}")(x)
+        return framework.Model(whole, x)
+
+    with layers.foreign():
+        two, three = model(2), model(3)
+    found = comparison.compare(two, two)
+    assert [(pair.a, pair.b) for pair in found.blocks] == [("same", "same")] * 2
+    assert found.same
+    assert not found.notes  # their paths pair them
+    more = comparison.compare(two, three)
+    assert not more.same
+    assert len(more.blocks) == 2

@@ -1,0 +1,148 @@
+"""Every implementation: NaN, infinities and extreme numbers reach what attends them, and nothing else."""
+
+import types
+from dataclasses import replace
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxmha
+from jaxmha.implementations import IMPLEMENTATIONS, Request, Result, reference
+from jaxmha.mask import Mask
+from tests import cases, conformance, tolerance
+from tests.cases import BY_NAME, POISONED, Case
+from tests.conformance import by_implementation
+
+pytestmark = pytest.mark.usefixtures("every_size")
+
+
+@pytest.mark.everyday(case=["poisoned_lengths", "poisoned_bias", "poisoned_everything"])
+@pytest.mark.slow_variants("*reference", "*few_queries*", "!poisoned_everything-few_queries")
+@by_implementation
+@pytest.mark.parametrize("case", POISONED)
+def test_poisoned_padding(implementation: str, case: Case) -> None:
+    conformance.poisoned_padding(case, implementation, "float32")
+
+
+@pytest.mark.slow_variants("*reference", "*few_queries*")
+@pytest.mark.slow
+@by_implementation
+@pytest.mark.parametrize("case", POISONED[:1])
+def test_poisoned_padding_bfloat16(implementation: str, case: Case) -> None:
+    conformance.poisoned_padding(case, implementation, "bfloat16")
+
+
+@pytest.mark.slow_variants("*", "!blocked")
+@by_implementation
+def test_poisoned_queries(implementation: str) -> None:
+    """Rows beyond a query length are 0 whatever they hold, and spoil no gradient."""
+    case = POISONED[0]
+    arrays = cases.arrays(case, "float32")
+    of = conformance.both(conformance.scalar(case, implementation, "float32"))
+    clean = of(*conformance.split(arrays))
+    spoiled = arrays | {"query": arrays["query"].copy()}
+    spoiled["query"][0, 3:] = np.nan
+    chex.assert_trees_all_equal(of(*conformance.split(spoiled)), clean, strict=True)
+
+
+@pytest.mark.everyday(array=["key"])
+@pytest.mark.slow_variants("*reference", "*few_queries*", "!nan-key-plain-few_queries")
+@by_implementation
+@pytest.mark.parametrize("name", ["plain", "causal"])
+@pytest.mark.parametrize("array", ["query", "key", "value"])
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+def test_heads_stay_apart(implementation: str, name: str, array: str, poison: float) -> None:
+    """Values that are not finite in one head change no other head, nor gradients of others."""
+    case = BY_NAME[name]
+    arrays = cases.arrays(case, "float32")
+    heads, groups = slice(1 if array == "query" else case.G, None), slice(1, None)
+    run = jax.jit(conformance.call(case, implementation, return_lse=True))
+
+    def of_others(arrays: Any) -> Any:
+        out, lse = run(arrays)
+        return (out[:, :, heads] ** 2).sum() + lse[:, heads].sum()
+
+    grads_of = jax.jit(jax.grad(of_others))
+    (out, lse), grads = run(arrays), grads_of(arrays)
+    spoiled = arrays | {array: arrays[array].copy()}
+    spoiled[array][0, 1, 0, 0] = poison
+    (spoiled_out, spoiled_lse), spoiled_grads = run(spoiled), grads_of(spoiled)
+    for kept, (x, y) in {
+        "out": (spoiled_out[:, :, heads], out[:, :, heads]),
+        "lse": (spoiled_lse[:, heads], lse[:, heads]),
+        "query": (spoiled_grads["query"][:, :, heads], grads["query"][:, :, heads]),
+        "key": (spoiled_grads["key"][:, :, groups], grads["key"][:, :, groups]),
+        "value": (spoiled_grads["value"][:, :, groups], grads["value"][:, :, groups]),
+    }.items():
+        tolerance.assert_close(x, y, kept)
+    assert poison == np.inf or np.isnan(spoiled_out[0]).any()
+
+
+@pytest.mark.everyday(kind=["lengths"])
+@pytest.mark.slow_variants("*reference", "*few_queries*")
+@by_implementation
+@pytest.mark.parametrize("kind", ["lengths", "padding", "dense", "bias"])
+def test_live_logits_of_any_size_beat_masked_ones(implementation: str, kind: str) -> None:
+    """Down to the lowest float32, of the only key that is left; also where a row max is so low."""
+    lowest = float(np.finfo(np.float32).min)
+    logits = np.array([-1.0, -1e38, -2.25e38, -2.9e38, lowest], np.float32)
+    (B, S), keep = (len(logits), 3), np.array([True, False, False])
+    query, value = np.ones((B, 2, 1, 1), np.float32), np.ones((B, S, 1, 1), np.float32)
+    key = np.stack([logits, -logits, 0 * logits], 1).reshape(B, S, 1, 1)
+    value[:, 1:] = 7.0
+    conditions: dict[str, dict[str, Any]] = {
+        "lengths": {"key_value_seq_lengths": np.ones(B, np.int32)},
+        "padding": {"mask": Mask.padding(key_value=np.broadcast_to(keep, (B, S)))},
+        "dense": {"mask": np.broadcast_to(keep, (B, 1, 2, S))},
+        "bias": {"bias": np.where(keep, 0, -np.inf).astype("f").reshape(1, 1, 1, S)},
+    }
+    options = conditions[kind]
+
+    def of(*heads: Any) -> Any:
+        return jaxmha.dot_product_attention(
+            *heads, scale=1.0, return_lse=True, implementation=implementation, **options
+        )
+
+    out, lse = jax.jit(of)(query, key, value)
+    assert np.array_equal(out, np.ones_like(query))
+    assert np.array_equal(lse[..., 0], np.broadcast_to(logits[:, None], (B, 1)))
+    found = jax.jit(lambda *heads: jax.vjp(of, *heads)[1]((query, 0 * lse)))(query, key, value)
+    d_value = np.where(keep, 2.0, 0.0).reshape(1, S, 1, 1)
+    assert np.array_equal(found[2], np.broadcast_to(d_value, value.shape))
+    assert not np.any(found[0])
+    assert not np.any(found[1])
+
+
+@pytest.mark.slow_variants("*", "!blocked")
+@by_implementation
+def test_bias_of_excluded_pairs(implementation: str) -> None:
+    """A bias has no influence where the mask is False."""
+    case = Case("excluded", bias="BNTS", mask="BNTS")
+    arrays = cases.arrays(case, "float32")
+    of = conformance.both(conformance.scalar(case, implementation, "float32"))
+    clean = of(*conformance.split(arrays))
+    for poison in (np.nan, np.inf, -np.inf):
+        spoiled = arrays | {"bias": np.where(arrays["mask"], arrays["bias"], np.float32(poison))}
+        chex.assert_trees_all_equal(of(*conformance.split(spoiled)), clean, strict=True)
+
+
+def test_poison_reaches_a_naive_implementation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """0 * NaN is NaN: masking the logits alone does not pass."""
+
+    def naive(request: Request) -> Result:
+        logits = jnp.einsum("btnh,bsnh->bnts", request.query, request.key)
+        T, S = logits.shape[2:]
+        allowed = request.mask.to_array(T, S)
+        weights = jax.nn.softmax(jnp.where(allowed, logits, -1e30))
+        out = jnp.einsum("bnts,bsnh->btnh", weights, request.value)
+        return Result(out, weights, jax.nn.logsumexp(logits, -1))
+
+    wrong = types.ModuleType("wrong")
+    wrong.__dict__.update(unsupported_reason=reference.unsupported_reason, attend=naive)
+    monkeypatch.setitem(IMPLEMENTATIONS, "naive", wrong)
+    with pytest.raises(AssertionError):
+        conformance.poisoned_padding(replace(POISONED[3], G=1), "naive", "float32")
