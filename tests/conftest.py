@@ -31,6 +31,7 @@ from jax._src import compiler
 from jax._src.interpreters import mlir
 
 from tests import variants
+from tests.promotion import foreign
 
 
 def has_shape(annotation: object) -> bool:
@@ -167,6 +168,13 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     gc.set_threshold(10_000, 10, 100)
     gc.enable()
+
+
+@pytest.fixture
+def implicit_promotion() -> Iterator[None]:
+    """JAX as users have it: layers and models of others promote as they like."""
+    with foreign():
+        yield
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ import copy
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 
@@ -14,6 +13,7 @@ from experiments.dataflow.choices import CHOICES, SHAPES, Choice, ratio
 from experiments.pages import Page
 from experiments.pictures import figure
 from jaxmha.converters import describe
+from tests.promotion import foreign
 
 EXPERIMENTS = Path(__file__).parents[1] / "experiments"
 dataflow, pictures = Page("dataflow/page.md"), Page("pictures/page.md")
@@ -88,7 +88,7 @@ def test_weights_of_the_encoder() -> None:
     from experiments.pictures.__main__ import MODEL
 
     path = EXPERIMENTS.parent / ".weights" / MODEL
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    with foreign():
         rows = run.attended(path, ["Short.", run.SHOWN])
     assert [len(row.tokens) for row in rows] == [4, 16]
     for row in rows:

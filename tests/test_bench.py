@@ -21,6 +21,7 @@ from jaxmha.bench.case import Case
 from jaxmha.bench.program import UnsupportedError
 from jaxmha.cli.app import app
 from jaxmha.implementations import preferences
+from tests.promotion import foreign
 
 PLAIN = Case("core", "forward", "plain", 2, 13, 13, 4, 2, 8)
 CASES = {
@@ -59,7 +60,7 @@ def as_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """JAX as users have it, and no benchmark saved yet."""
     monkeypatch.setenv("JAXMHA_PREFERENCES", str(tmp_path / "preferences"))
     preferences.forget()
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    with foreign():
         yield
     preferences.forget()
 

@@ -4,12 +4,10 @@ import doctest
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 
@@ -37,13 +35,6 @@ HERE = [peer for peer in PEERS if peer != "keras-tf"]
 
 
 pytestmark = pytest.mark.usefixtures("torch_as_it_was")
-
-
-@pytest.fixture
-def defaults() -> Iterator[None]:
-    """JAX as users have it: the peers promote as they like."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
 
 
 # The cases.
@@ -123,7 +114,9 @@ def test_examples(module: Any, count: int) -> None:
 
 
 @pytest.mark.parametrize("kind", TINY)
-def test_ours_and_torch_compute_every_kind(kind: str, tmp_path: Path, defaults: None) -> None:
+def test_ours_and_torch_compute_every_kind(
+    kind: str, tmp_path: Path, implicit_promotion: None
+) -> None:
     direction: Any = "backward" if kind in ("causal", "padded") else "forward"
     case = replace(TINY[kind], direction=direction)
     for peer in (OURS, "torch-sdpa"):
@@ -139,7 +132,9 @@ def test_ours_and_torch_compute_every_kind(kind: str, tmp_path: Path, defaults: 
 )
 @pytest.mark.parametrize("kind", ["causal", "padded"])
 @pytest.mark.parametrize("peer", [peer for peer in HERE if peer not in (OURS, "torch-sdpa")])
-def test_every_peer_computes_the_same(peer: str, kind: str, tmp_path: Path, defaults: None) -> None:
+def test_every_peer_computes_the_same(
+    peer: str, kind: str, tmp_path: Path, implicit_promotion: None
+) -> None:
     both = kind == "padded" and peer != "torch-native"
     direction: Any = "backward" if both else "forward"
     case = replace(TINY[kind], direction=direction)
@@ -148,7 +143,7 @@ def test_every_peer_computes_the_same(peer: str, kind: str, tmp_path: Path, defa
 
 @pytest.mark.parametrize("peer", decode_peers.PROGRAMS)
 def test_a_decode_step_of_a_layer_can_be_repeated(
-    peer: str, tmp_path: Path, defaults: None
+    peer: str, tmp_path: Path, implicit_promotion: None
 ) -> None:
     """`errors` calls it twice; the cache is written in place, and the token stays the last."""
     case = replace(TINY["decode"], scope="layer", N=2, K=2)
@@ -166,7 +161,7 @@ def test_a_decode_step_of_a_layer_can_be_repeated(
     ],
 )
 def test_unsupported_cases_of_a_peer_are_named(
-    peer: str, case: Case, reason: str, tmp_path: Path, defaults: None
+    peer: str, case: Case, reason: str, tmp_path: Path, implicit_promotion: None
 ) -> None:
     with pytest.raises(UnsupportedError, match=reason):
         errors(peer, case, tmp_path / "expected.npz")
@@ -176,7 +171,7 @@ def test_unsupported_cases_of_a_peer_are_named(
     ("changed", "what"), [("rows", "error"), ("derivative", "gradient_error"), ("nan", "error")]
 )
 def test_a_wrong_output_is_not_timed(
-    changed: str, what: str, tmp_path: Path, defaults: None
+    changed: str, what: str, tmp_path: Path, implicit_promotion: None
 ) -> None:
     case, path = replace(TINY["causal"], direction="backward"), tmp_path / "expected.npz"
     exact.write(case, path)

@@ -24,13 +24,7 @@ BIAS = RNG.standard_normal((B, N, T, T)).astype(np.float32)
 LENGTHS = np.array([3, 0], np.int32)
 LOW = -0.7 * float(np.finfo(np.float32).max)
 
-pytestmark = [pytest.mark.usefixtures("no_shape_hook"), pytest.mark.usefixtures("as_users_have_it")]
-
-
-@pytest.fixture
-def as_users_have_it() -> Any:
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
+pytestmark = pytest.mark.usefixtures("no_shape_hook", "implicit_promotion")
 
 
 def ours(*heads: Any, **options: Any) -> Any:

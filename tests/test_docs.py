@@ -4,11 +4,11 @@ import doctest
 import importlib
 import pkgutil
 
-import jax
 import pytest
 
 import jaxmha
 from jaxmha import converters
+from tests.promotion import foreign
 
 
 def modules() -> list[str]:
@@ -23,7 +23,7 @@ def modules() -> list[str]:
 @pytest.mark.parametrize("name", modules())
 def test_examples(name: str) -> None:
     module = importlib.import_module(name)
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    with foreign():
         result = doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE)
     assert result.failed == 0
 

@@ -13,8 +13,8 @@ from jaxmha import Mask, MHAParams, Projection, Semantics
 from jaxmha.converters import equinox as converter
 from jaxmha.converters.layout.arrays import NDArray
 from jaxmha.equinox import MultiheadAttention
-from tests.converters.layers import foreign
 from tests.masks.draws import numbers
+from tests.promotion import foreign
 from tests.tolerance import assert_close, assert_same
 
 N, T, S = 2, 5, 7

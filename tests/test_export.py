@@ -15,8 +15,6 @@ from tests import cases, layer_cases, tolerance
 from tests.layer_cases import LAYERS
 from tests.test_layer import params_of
 
-OPTIMISED = True  # compiled as users compile it
-
 # The hook knows sizes as integers only.
 pytestmark = pytest.mark.usefixtures("no_shape_hook")
 

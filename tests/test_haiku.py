@@ -15,8 +15,8 @@ import jaxmha
 from jaxmha import Mask, Semantics
 from jaxmha.converters import haiku as converter
 from jaxmha.haiku import MultiHeadAttention
-from tests.converters.layers import foreign
 from tests.masks.draws import numbers
+from tests.promotion import foreign
 from tests.tolerance import assert_close, assert_same
 
 N, T, S = 2, 5, 7

@@ -21,6 +21,7 @@ from experiments.pages import Page
 from experiments.train import data, seeds, variants
 from experiments.train.training import Trainer
 from tests import derivation
+from tests.promotion import foreign
 from tests.test_train import BOTH, TINY
 from tests.tolerance import assert_close
 
@@ -115,7 +116,7 @@ def test_true_is_printed_where_all_heads_choose_one_key() -> None:
 
 @pytest.mark.slow
 def test_models_start_from_the_same_weights() -> None:
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    with foreign():
         one, many = (Trainer(replace(TINY, N=n), BOTH).state[0] for n in (1, 3))
     flat = [[np.ravel(leaf) for leaf in jax.tree.leaves(state)] for state in (one, many)]
     assert len(flat[0]) > 10
@@ -127,7 +128,7 @@ def test_models_start_from_the_same_weights() -> None:
 def test_several_seeds_train_as_each_alone() -> None:
     settings = replace(TINY, dropout=0.0, steps=10)
     begun = []
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    with foreign():
         found = seeds.train(
             settings, BOTH, [1, 2], window=5, begin=lambda model, seed: begun.append(seed)
         )
@@ -200,7 +201,7 @@ def test_the_command(
     monkeypatch.setattr(seeds, "SMALL", replace(TINY, dropout=0.0, D=16))
     monkeypatch.setattr(command, "OF_LAYERS", 1)
     monkeypatch.setattr(measure, "HEADS", (1, 8))
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    with foreign():
         arguments = ["--steps", "10", "--seeds", "2", "--json", "--write"]
         assert frame.run(command.EXPERIMENT, arguments) == 0
     printed = json.loads(capsys.readouterr().out)

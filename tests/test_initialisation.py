@@ -9,7 +9,7 @@ import pytest
 from jaxmha.converters import flax, keras, torch
 from jaxmha.initializers import init_params
 from jaxmha.params import leaves
-from tests.converters.layers import foreign
+from tests.promotion import foreign
 
 SEEDS = 12
 # Two samples of one distribution stay below this many standard errors but once in a billion cases.

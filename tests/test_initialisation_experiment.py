@@ -17,7 +17,7 @@ from experiments.initialisation.frameworks import STARTS
 from experiments.pages import Page
 from experiments.train import data, seeds
 from experiments.train.training import Trainer
-from tests.converters.layers import foreign
+from tests.promotion import foreign
 from tests.test_train import BOTH, TINY
 
 page = Page("initialisation/page.md")

@@ -5,7 +5,7 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 from unittest import mock
@@ -23,19 +23,11 @@ keras = pytest.importorskip("keras")
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*was passed an input with a mask:UserWarning"),
     # Keras promotes as users have it.
-    pytest.mark.usefixtures("standard_promotion"),
+    pytest.mark.usefixtures("implicit_promotion"),
 ]
 D, H = 11, 13
 LAYERS = ("mha", "gqa")
 OWN_TESTS = ("multi_head_attention_test", "grouped_query_attention_test")
-
-
-@pytest.fixture
-def standard_promotion() -> Iterator[None]:
-    import jax
-
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
 
 
 class Case(NamedTuple):

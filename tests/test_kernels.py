@@ -11,11 +11,13 @@ import pytest
 
 import jaxmha
 from jaxmha import Mask, implementations
+from jaxmha.implementations import probe
 from jaxmha.implementations.base import Leaks
 from jaxmha.implementations.fused import adapter, splash, tokamax
 from tests import conformance
 from tests.cases import POISONED, Case
 from tests.kernel_cases import ALL, BY_NAME, check
+from tests.promotion import foreign
 
 
 @pytest.fixture
@@ -96,8 +98,7 @@ def tokamax_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     pytest.importorskip("tokamax")
     monkeypatch.setattr(tokamax, "BACKENDS", ("xla",))
     monkeypatch.setattr(tokamax, "traceable", lambda: None)
-    promotes = jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow")
-    with jaxmha.lowering_for("h200"), promotes[0], promotes[1]:
+    with jaxmha.lowering_for("h200"), foreign():
         yield
 
 

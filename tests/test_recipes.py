@@ -21,7 +21,6 @@ from experiments.recipes import bert, gemma, gpt2, llama, t5, vit, whisper
 from jaxmha.cli import recipes
 from jaxmha.cli.app import app
 
-OPTIMISED = True  # compiled as users compile it
 STEPS = 20
 SIZES = {
     "vocab_size": 101,
@@ -43,13 +42,10 @@ DECODERS: dict[str, tuple[ModuleType, str, dict[str, Any]]] = {
         GROUPED | {"num_hidden_layers": 7, "sliding_window": 5, "query_pre_attn_scalar": 13},
     ),
 }
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
-
-
-@pytest.fixture(autouse=True)
-def jax_defaults() -> Any:
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),
+    pytest.mark.usefixtures("implicit_promotion"),
+]
 
 
 def theirs(kind: str, config: str, **sizes: Any) -> Any:

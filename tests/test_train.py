@@ -5,12 +5,10 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import chex
-import jax
 import numpy as np
 import pytest
 
@@ -25,11 +23,7 @@ from tests.tolerance import assert_close, assert_same
 TINY = Settings(steps=50, dropout=0.4, batch=3, T=7, D=6, N=2, blocks=1, every=20)
 
 
-@pytest.fixture(autouse=True)
-def defaults() -> Iterator[None]:
-    """JAX as users have it: flax's own layers promote as they like."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
+pytestmark = pytest.mark.usefixtures("implicit_promotion")
 
 
 def drawn(count: int, T: int = TINY.T) -> Examples:

@@ -42,8 +42,10 @@ def test_sound_file_is_accepted(name: str, tmp_path: Path) -> None:
     "torch_sparse_views_of_[ct]*",
     "pickle_keys_negative_of_one_hash",
     "pickle_long_shape_of_many_tensors",
-    "json_texts_in_[it]*",
-    "json_keys_in_[it]*",
+    # Every text is parsed as one kind of document, and two texts as each of the others.
+    "json_*_in_[itz]*",
+    "!json_pairs_in_*",
+    "!json_wide_in_*",
 )
 @pytest.mark.parametrize("name", hostile.CASES)
 def test_hostile_file_is_refused(name: str, tmp_path: Path) -> None:

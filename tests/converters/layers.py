@@ -4,8 +4,7 @@ Sizes are different primes and D is not N * H wherever the framework allows, so 
 can be confused; every parameter is random, biases and scales of norms too.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -17,6 +16,7 @@ import pytest
 from jaxmha import MHAParams
 from jaxmha.converters.layout.arrays import NDArray, to_numpy, to_torch
 from jaxmha.params import leaves
+from tests.promotion import foreign
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 B, T, S = 2, 43, 47
@@ -144,13 +144,6 @@ def cases(*frameworks: str) -> list[Any]:
         pytest.param(c, id=str(c), marks=() if c.name in RICH else pytest.mark.slow)
         for c in configs(*frameworks)
     ]
-
-
-@contextmanager
-def foreign() -> Iterator[None]:
-    """The frameworks' own code promotes dtypes and ranks implicitly, which ours may not."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:

@@ -14,7 +14,7 @@ from jaxmha.converters import flax, keras, linear, torch
 from jaxmha.converters.layout import by_hand
 from jaxmha.converters.verify import attribution, comparison
 from jaxmha.params import leaves
-from tests.converters import layers
+from tests.promotion import foreign
 
 N, D = 2, 8
 NAMES = ("q_proj", "k_proj", "v_proj", "out_proj")
@@ -73,7 +73,7 @@ def subclassed() -> Any:
             return self.down(self.attn(self.up(x)))
 
     model = Model()
-    with layers.foreign():
+    with foreign():
         model(np.zeros((1, 3, D), "f"))
     return model
 
@@ -82,7 +82,7 @@ def functional() -> Any:
     import keras as framework
 
     inputs = framework.Input((3, D))
-    with layers.foreign():
+    with foreign():
         x = framework.layers.Dense(D, name="up")(inputs)
         return framework.Model(inputs, keras_class()(D, N)(keras_class()(D, N)(x)))
 
@@ -264,7 +264,7 @@ def test_a_linen_class_of_ones_own() -> None:
 
 
 def initialised(module: Any, *arguments: Any) -> Any:
-    with layers.foreign():
+    with foreign():
         return module.init(*arguments)
 
 

@@ -14,6 +14,7 @@ from jaxmha import checkpoint
 from jaxmha.converters import flax, keras, torch
 from tests.converters import layers
 from tests.converters.command_line import LAYERS, D, N, cli, torch_encoder
+from tests.promotion import foreign
 
 # Keras' variables have an __array__ of before NumPy 2.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
@@ -36,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     flat = {key: np.asarray(x) for key, x in flatten_dict(tree, sep="/").items()}
     safetensors.numpy.save_file(flat, made / "flax.safetensors")
     np.savez(made / "arrays.npz", **flat)  # type: ignore[arg-type]
-    with layers.foreign():
+    with foreign():
         model = keras_model()
     for layer, p in zip(attention(model), params, strict=True):
         exported = keras.export_params(p)
@@ -155,7 +156,7 @@ def test_stock_keras_loads_the_file(folder: Path, tmp_path: Path) -> None:
     target = tmp_path / "model.weights.h5"
     arguments = ("--to", "keras", "--num-heads", N, "--check", "weights")
     assert cli("convert", only, target, *arguments).exit_code == 0
-    with layers.foreign():
+    with foreign():
         model = keras_model()
     model.load_weights(target)
     for layer, block in zip(attention(model), torch_encoder().layers, strict=True):

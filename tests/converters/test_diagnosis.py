@@ -17,6 +17,7 @@ from jaxmha.converters.layout.arrays import NDArray
 from jaxmha.converters.verify import comparands, comparison, diagnosis, forward_check, oracle
 from jaxmha.params import CANONICAL, from_leaves, leaves
 from tests.converters import layers
+from tests.promotion import foreign
 
 DRAWS = 100
 Leaves = dict[str, NDArray]
@@ -351,7 +352,7 @@ def test_inverted_masks_of_real_layers_are_named() -> None:
             inverted = None if mask is None else ~mask.astype(bool)
             return super().__call__(*arguments, mask=inverted, **options)
 
-    with layers.foreign():
+    with foreign():
         keras_layer = Keras(3, 5)
         keras_layer.build((None, None, 15), (None, None, 15), (None, None, 15))
         wrong = [

@@ -13,7 +13,6 @@ from jaxmha.converters.layout.arrays import NDArray, to_numpy
 from jaxmha.converters.migrate import pipeline
 from jaxmha.converters.verify import oracle
 
-OPTIMISED = True
 N, D, HIDDEN, LAYERS = 3, 6, 11, 1
 LENGTHS, T = (7, 4, 1), 7
 PRESENT = np.arange(T) < np.array(LENGTHS)[:, None]

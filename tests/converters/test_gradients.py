@@ -15,6 +15,7 @@ from jaxmha.converters import flax, keras, torch
 from jaxmha.converters.layout.arrays import NDArray, to_numpy, to_torch
 from tests.converters import layers
 from tests.converters.layers import Config
+from tests.promotion import foreign
 
 # Two float64 computations of some hundred terms, relative to the largest entry.
 CLOSE = 1e-12
@@ -128,7 +129,7 @@ def flax_gradients(
         def run(tree: Any, inputs: Inputs) -> Any:
             return nnx.merge(graph, tree, rest)(*inputs, mask=mask)
 
-    with layers.foreign():
+    with foreign():
         weights, to_inputs = jax.jit(
             jax.grad(lambda tree, inputs: jnp.sum(run(tree, inputs) * cotangent), argnums=(0, 1))
         )(tree, inputs)
@@ -166,7 +167,7 @@ def keras_gradients(
             return jnp.sum(out * cotangent)
 
         start = [w.value for w in layer.trainable_variables]
-        with layers.foreign():
+        with foreign():
             weights, dq, dv, dk = jax.jit(jax.grad(loss_of, argnums=(0, 1, 2, 3)))(start, q, v, k)
     found = {name: to_numpy(x) for name, x in zip(names, weights, strict=True)}
     return found, (to_numpy(dq), to_numpy(dk), to_numpy(dv))

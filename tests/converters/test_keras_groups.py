@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from jaxmha.cli.app import app
 from jaxmha.converters.migrate import pipeline
 from jaxmha.converters.verify import comparison
-from tests.converters import layers
+from tests.promotion import foreign
 
 D, N = 8, 2
 X = np.random.default_rng(0).normal(size=(1, 3, D)).astype("f")
@@ -36,7 +36,7 @@ def functional(*names: str, by_name: bool = True, norms: bool = False) -> Any:
 
     kind = (lambda **x: keras.layers.LayerNormalization(**x)) if norms else None
     x = inputs = keras.Input((3, D))
-    with layers.foreign():
+    with foreign():
         x = keras.layers.MultiHeadAttention(N, D // N, **({"name": "attn"} if names else {}))(x, x)
         for name in names or (None, None):
             options = {} if name is None else {"name": name}
@@ -59,7 +59,7 @@ def subclassed() -> Any:
             return self.down(self.attn(y, y))
 
     model = Model()
-    with layers.foreign():
+    with foreign():
         model(X)
         return drawn(model, by_name=False)
 
@@ -71,7 +71,7 @@ def test_names_in_other_groups_are_other_layers(norms: bool, tmp_path: Path) -> 
     for name, model in (("a", made), ("b", functional("two", "one", norms=norms))):
         model.save_weights(tmp_path / f"{name}.weights.h5")
     outputs = []
-    with layers.foreign():
+    with foreign():
         for name in "ab":
             made.load_weights(tmp_path / f"{name}.weights.h5")
             outputs.append(np.asarray(made(X)))
@@ -113,7 +113,7 @@ def test_a_template_fits_layers_that_keras_counted(model: Any, name: str, tmp_pa
     text = " ".join(done.output.split())
     assert "verified: " in text
     assert "check that the model creates" not in text
-    with layers.foreign():
+    with foreign():
         expected = np.asarray(made(X))
         made.set_weights([np.zeros_like(w) for w in made.get_weights()])
         made.load_weights(back)
@@ -139,7 +139,7 @@ def test_a_class_of_torch_alone_fits_a_model_that_holds_the_class(how: str, tmp_
         def call(self, x: Any) -> Any:
             return self.attn(x)
 
-    with layers.foreign():
+    with foreign():
         inputs = keras.Input((3, D))
         model = keras.Model(inputs, T(D, N)(inputs)) if how == "functional" else Model()
         model(X)
@@ -149,12 +149,12 @@ def test_a_class_of_torch_alone_fits_a_model_that_holds_the_class(how: str, tmp_
     done = run(*command)
     assert done.exit_code == 0, done.output
     assert "a model that holds the class as a layer, name a file" in " ".join(done.stdout.split())
-    with pytest.raises(ValueError, match="could not be loaded"), layers.foreign():
+    with pytest.raises(ValueError, match="could not be loaded"), foreign():
         model.load_weights(target)
     done = run(*command, "--force", "--like", tmp_path / "like.weights.h5")
     assert done.exit_code == 0, done.output
     assert "the top of the file" not in " ".join(done.stdout.split())
-    with layers.foreign():
+    with foreign():
         model.load_weights(target)
     assert comparison.compare(model, P).same
 

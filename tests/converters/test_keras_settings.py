@@ -14,7 +14,7 @@ from jaxmha import Semantics, multi_head_attention
 from jaxmha.converters import keras, torch
 from jaxmha.converters.masks.torch import path_of
 from jaxmha.converters.verify import captured_layer, comparands
-from tests.converters import layers
+from tests.promotion import foreign
 from tests.tolerance import BACKWARD, assert_close
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
@@ -54,7 +54,7 @@ def test_a_window_is_carried(kind: Literal["mha", "gqa"]) -> None:
     )
     rng = np.random.default_rng(0)
     x = rng.normal(size=(2, 7, 8)).astype(np.float32)
-    with layers.foreign():
+    with foreign():
         plain, causal = (np.asarray(layer(x, x, use_causal_mask=c)) for c in (False, True))
     params, semantics = keras.from_module(layer)
     assert (semantics.local_window_size, semantics.attention_axes) == ((2, 2), None)
@@ -100,7 +100,7 @@ def test_attention_axes_are_carried(name: str) -> None:
     n = len(axes) if axes else len(queries)
     if name == "mask of one axis":
         mask = mask[0]
-    with layers.foreign():
+    with foreign():
         layer(x, y, z)
         for variable in layer.weights:
             variable.assign(rng.normal(size=variable.shape).astype("f"))
@@ -120,7 +120,7 @@ def test_attention_axes_are_carried(name: str) -> None:
     np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-5)
     np.testing.assert_allclose(weights, scores, rtol=2e-5, atol=2e-6)
     back = keras.to_module(params, semantics, like=layer)
-    with layers.foreign():
+    with foreign():
         np.testing.assert_array_equal(np.asarray(back(x, y, z, **call)[0]), expected)
         flat = [a.reshape(2, -1, 8) for a in (x, z, y)]
         along = keras.forward(layer, *flat)
@@ -175,7 +175,7 @@ def test_gradients_are_those_of_keras(
     import keras as framework
 
     rng = np.random.default_rng(0)
-    with layers.foreign(), jax.enable_x64(True):
+    with foreign(), jax.enable_x64(True):
         layer = getattr(framework.layers, kind)(**settings, use_gate=True, dtype="float64")
         inputs = [jnp.asarray(rng.normal(size=(2, *axes, width))) for width in (8, 11, 13)]
         layer.build(*(x.shape for x in inputs))
@@ -238,7 +238,7 @@ def test_an_output_of_several_axes_is_their_product() -> None:
         keras.to_module(params, semantics, like=source),
     )
     x = np.random.default_rng(0).normal(size=(2, 3, 8)).astype("f")
-    with layers.foreign():
+    with foreign():
         out, again, flat = (np.asarray(made(x, x)) for made in (source, same, plain))
     assert out.shape == (2, 3, 3, 5)
     np.testing.assert_array_equal(again, out)

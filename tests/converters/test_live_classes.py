@@ -19,7 +19,7 @@ from jaxmha.converters.layout import registry, transform
 from jaxmha.converters.layout.arrays import NDArray, to_numpy, to_torch
 from jaxmha.converters.layout.by_hand import BY_HAND
 from jaxmha.converters.verify import oracle
-from tests.converters.layers import foreign
+from tests.promotion import foreign
 from tests.zoo import other_results
 
 B, T, N, K, H = 2, 43, 6, 3, 10

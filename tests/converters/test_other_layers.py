@@ -11,6 +11,7 @@ from jaxmha.converters.discovery import layer_layouts, other_layers
 from jaxmha.converters.discovery.layer_layouts import CANONICAL, CONVENTIONS, Convention
 from jaxmha.converters.layout.arrays import NDArray, to_numpy
 from jaxmha.converters.migrate import pipeline
+from tests.promotion import foreign
 
 I, O, V, D = 3, 5, 7, 11
 SIZES = {"Di": I, "Do": O, "V": V, "D": D, "y": 2, "x": 13}
@@ -94,7 +95,7 @@ def haiku_layers() -> dict[str, Any]:
         haiku.RMSNorm(-1)(y)
         haiku.Embed(V, D)(np.zeros(2, np.int32))
 
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    with foreign():
         made = jax.eval_shape(
             haiku.transform(every).init, jax.random.key(0), np.zeros((2, I)), np.zeros((2, D))
         )

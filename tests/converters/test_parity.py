@@ -18,6 +18,7 @@ from jaxmha.converters import flax, keras, torch
 from jaxmha.converters.layout.arrays import NDArray
 from jaxmha.converters.verify import oracle
 from tests.converters import layers
+from tests.promotion import foreign
 
 CONVERTERS: dict[str, Any] = {"torch": torch, "keras": keras, "linen": flax, "nnx": flax}
 # Draws of weights and inputs per shape and mask, so that all variants have over 200 configurations.
@@ -87,7 +88,7 @@ def measure(framework: str, *, every: bool, weights: bool = False) -> dict[str, 
                     else layers.call(config, layer, *inputs, mask)
                 )
                 if framework == "linen":
-                    with layers.foreign():
+                    with foreign():
                         own = np.asarray(jitted_linen(*layer, inputs, allowed))
                 out = np.asarray(jitted(params, semantics, inputs, allowed))
                 found["jit"].append(compare(where, out, own, exact))

@@ -20,7 +20,7 @@ from jaxmha.introspect.heatmaps import picture
 from jaxmha.introspect.text_weights import text_weights
 from tests.converters import live_model
 from tests.converters.command_line import cli, fails
-from tests.converters.layers import foreign
+from tests.promotion import foreign
 
 B, N, T, S = 2, 5, 3, 7
 QUERIES = ["ein", "rotes", "$x_1$"]

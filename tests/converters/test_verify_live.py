@@ -11,6 +11,7 @@ from jaxmha.converters.verify import comparison
 from tests.converters import layers
 from tests.converters.layers import Config
 from tests.converters.test_verify import report, torch_config
+from tests.promotion import foreign
 
 
 @pytest.mark.slow_variants("linen*", "keras*", "nnx*")
@@ -77,7 +78,7 @@ def test_keras_functional_model() -> None:
         )
 
     framework.utils.set_random_seed(0)
-    with layers.foreign():
+    with foreign():
         a, b = model(), model()
     b.set_weights(a.get_weights())
     found = comparison.compare(a, b)
@@ -140,7 +141,7 @@ def test_blocks_of_one_name() -> None:
             x = framework.Model(inner, out, name=f"part_{i}")(x)
         return framework.Model(whole, x)
 
-    with layers.foreign():
+    with foreign():
         two, three = model(2), model(3)
     found = comparison.compare(two, two)
     assert [(pair.a, pair.b) for pair in found.blocks] == [("same", "same")] * 2

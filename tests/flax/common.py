@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen, nnx
 
-from tests.converters.layers import foreign
+from tests.promotion import foreign
 
 B, T, S, N, H = 2, 5, 7, 3, 11
 DQ, DK, DV, DO = 17, 19, 23, 29

@@ -18,8 +18,8 @@ from jaxmha.converters.layout.arrays import NDArray, to_numpy, to_torch
 from jaxmha.converters.masks import flax, handwritten, huggingface, keras, sdpa
 from jaxmha.converters.masks import jax as jax_nn
 from jaxmha.converters.masks import torch as torch_mha
-from tests.converters.layers import foreign
 from tests.masks.draws import Sizes, numbers, pairs
+from tests.promotion import foreign
 
 H = 4
 Call = Callable[..., NDArray]

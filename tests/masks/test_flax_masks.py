@@ -13,10 +13,10 @@ from jaxmha.converters.flax import to_module
 from jaxmha.converters.layout.arrays import NDArray
 from jaxmha.converters.masks.flax import export_masks, import_masks
 from jaxmha.converters.masks.spec import Masks
-from tests.converters.layers import foreign
 from tests.masks import ours
 from tests.masks.draws import B, N, S, T, emptied, numbers, pairs, stacked
 from tests.masks.ours import otherwise_answered
+from tests.promotion import foreign
 from tests.tolerance import assert_close
 
 flax = pytest.importorskip("flax")

@@ -13,10 +13,10 @@ from jaxmha import Mask, Semantics, dot_product_attention
 from jaxmha.converters.layout.arrays import NDArray
 from jaxmha.converters.masks.jax import export_masks, import_masks
 from jaxmha.converters.masks.spec import Masks
-from tests.converters.layers import foreign
 from tests.masks import ours
 from tests.masks.draws import B, N, S, T, emptied, numbers, stacked
 from tests.masks.ours import otherwise_answered
+from tests.promotion import foreign
 from tests.tolerance import assert_close
 
 H = 11

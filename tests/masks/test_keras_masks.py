@@ -15,9 +15,9 @@ from jaxmha import Mask, MHAParams, Semantics
 from jaxmha.converters.keras import import_params
 from jaxmha.converters.layout.arrays import NDArray, to_numpy
 from jaxmha.converters.masks.keras import Kind, export_masks, implicit_masks, import_masks
-from tests.converters.layers import foreign
 from tests.masks import ours
 from tests.masks.draws import B, N, S, Sizes, T, numbers, pairs, stacked
+from tests.promotion import foreign
 from tests.tolerance import assert_close
 
 keras = pytest.importorskip("keras")

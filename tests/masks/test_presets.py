@@ -1,7 +1,6 @@
 """Each preset returns the output of the path that it is named after, against the live framework."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,6 +18,7 @@ from jaxmha.converters import torch as to_torch
 from jaxmha.converters.layout.arrays import NDArray, to_numpy
 from jaxmha.converters.layout.arrays import to_torch as tensor
 from jaxmha.semantics import PATHS
+from tests.promotion import foreign
 from tests.tolerance import LAYER, assert_close
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using 'Module.sow")  # nnx's own
@@ -31,13 +31,6 @@ HALF = ("bfloat16", "float16")
 FACTOR = {"float32": 0.5, "bfloat16": LAYER, "float16": LAYER}
 
 Output = tuple[Any, Any]
-
-
-@contextmanager
-def loose() -> Iterator[None]:
-    """JAX's defaults in place of the tests' strict promotion."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
 
 
 def torch_layer(
@@ -62,7 +55,7 @@ def keras_layer(
 ) -> Output:
     layer = to_keras.to_module(params, Semantics(dropout_rate=rate))
     scores = path == "scores"
-    with loose():
+    with foreign():
         output = layer(x, x, attention_mask=keep, return_attention_scores=scores, training=rate > 0)
     return (output[0], output[1]) if scores else (output, None)
 
@@ -71,7 +64,7 @@ def linen_layer(params: MHAParams, x: NDArray, keep: NDArray, rate: float = 0.0)
     layer, variables = to_flax.to_module(
         params, Semantics(dropout_rate=rate, dropout_broadcast=("B", "N")), kind="linen"
     )
-    with loose():
+    with foreign():
         out, sown = layer.clone(deterministic=rate == 0).apply(
             variables,
             x,
@@ -86,7 +79,7 @@ def linen_layer(params: MHAParams, x: NDArray, keep: NDArray, rate: float = 0.0)
 def nnx_layer(path: str, params: MHAParams, x: NDArray, keep: NDArray) -> Output:
     layer = to_flax.to_module(params, kind="nnx")
     sow = path == "weights"
-    with loose():
+    with foreign():
         out = layer(jnp.asarray(x), mask=jnp.asarray(keep[:, None]), sow_weights=sow)
     return out, layer.attention_weights[0] if sow else None
 
@@ -182,7 +175,7 @@ def test_the_constant_of_keras_shows_below_it(logit: float) -> None:
     query[..., 0], key[..., 0] = -200, -logit / 100  # times the scale 1/2
     keep = np.array([[[True, True, False]]])
     layer = to_keras.to_module(params)
-    with loose():
+    with foreign():
         live = layer(query, key, attention_mask=keep, return_attention_scores=True)
     ours = attention_layer(
         params,
@@ -279,7 +272,7 @@ def test_attention_alone(name: str, dtype: str) -> None:
     keep = inputs("float32")[1][:, None]
     live: Any
     if name == "jax":
-        with loose():
+        with foreign():
             live = jax.nn.dot_product_attention(query, key, value, mask=jnp.asarray(keep))
         semantics = Semantics.jax()
     else:
@@ -306,7 +299,7 @@ def test_attention_alone(name: str, dtype: str) -> None:
 def test_softmax_of_jax_is_float32_for_float64(x64: None) -> None:
     """Which shows: the weights are rounded."""
     query, key, value = heads("float64")
-    with loose():
+    with foreign():
         live = to_numpy(jax.nn.dot_product_attention(query, key, value))
     exact = np.asarray(attention(query, key, value))
     ours = attention(query, key, value, softmax_dtype=Semantics.jax().softmax_dtype)

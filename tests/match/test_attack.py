@@ -4,7 +4,6 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,6 +13,7 @@ from jaxmha.converters import flax, match
 from jaxmha.converters.matching import loading
 from tests.match import more_strangers, strangers
 from tests.match.test_pairs import TOLERANCE, load
+from tests.promotion import foreign
 
 assert more_strangers
 run_torch: Any = strangers.rt
@@ -29,7 +29,7 @@ CAUTIOUS = {"heads_named", "attn12", "llama_norms_to_attn_mlp", "xformers_swiglu
 @pytest.mark.parametrize("name", strangers.PAIRS)
 def test_pairs_are_matched_rightly(name: str) -> None:
     torch.manual_seed(0)
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+    with foreign():
         source, model, draw, run = strangers.PAIRS[name]()
         plan = match(source, model)
         assert len(plan.questions) == ASKED.get(name, 0)

@@ -2,11 +2,9 @@
 
 import importlib
 import pkgutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 
@@ -25,11 +23,7 @@ TOLERANCE = 1e-5
 HELD_OUT = NAMES[2::3]
 
 
-@pytest.fixture(autouse=True)
-def as_users_have_it() -> Iterator[None]:
-    """The models of the pairs rely on JAX's own promotion of ranks and dtypes."""
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        yield
+pytestmark = pytest.mark.usefixtures("implicit_promotion")
 
 
 def named(name: str) -> Pair:
