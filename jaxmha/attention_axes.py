@@ -34,6 +34,14 @@ class Axes(NamedTuple):
         T = math.prod(x.shape[axis] for axis in self.over)
         return moved.reshape(*self.batch, T, x.shape[-1])
 
+    def flat_inputs(
+        self, query: Array, key: Array, value: Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The three inputs as `*B T D`; inputs that are one array stay one."""
+        rows = self.flat(query)
+        keys = rows if key is query else self.flat(key)
+        return rows, keys, keys if value is key else self.flat(value)
+
     def restored(self, out: jax.Array) -> jax.Array:
         """Features `*B T D` with all axes at their places."""
         rank = len(self.batch) + len(self.over) + 1

@@ -5,10 +5,12 @@ Sources: torch 2.13 `MultiheadAttention._reset_parameters` and `Linear.reset_par
 smaller); flax 0.12 `lecun_normal` on flattened kernels, linen and nnx alike.
 """
 
-from typing import Literal
+import math
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import PRNGKeyArray
 
 from jaxmha.arrays import DTypeLike
@@ -85,38 +87,58 @@ def init_params(
     Dv, Do = value_features or Dk, out_features or Dq
     if N % K:
         raise ValueError(f"num_heads N={N} must be a multiple of num_kv_heads K={K}")
-    shapes = {"query": (Dq, N, H), "key": (Dk, K, H), "value": (Dv, K, h), "out": (N, h, Do)}
-    fans = {
-        name: (shape[0] * shape[1], shape[2]) if name == "out" else (shape[0], shape[1] * shape[2])
-        for name, shape in shapes.items()
-    }
-    packed = Dq == Dk == Dv == N * H and K == N and h == H
-    compute = accumulation_dtype(dtype)
-    keys = jax.random.split(key, 6)
-
-    def uniform(key: jax.Array, shape: tuple[int, ...], bound: float) -> jax.Array:
-        drawn: jax.Array = jax.random.uniform(key, shape, compute, -bound, bound)
-        return drawn.astype(dtype)
-
-    def kernel(index: int, name: str) -> jax.Array:
-        key, shape, (fan_in, fan_out) = keys[index], shapes[name], fans[name]
-        if scheme == "flax":  # the standard deviation of a normal truncated at 2 is 0.8796
-            drawn = jax.random.truncated_normal(key, -2.0, 2.0, shape, compute)
-            return jnp.asarray(drawn * (fan_in**-0.5 / 0.87962566103423978), dtype)
-        if scheme == "torch" and name == "out":
-            return uniform(key, shape, fan_in**-0.5)
-        if scheme == "torch" and packed:
-            fan_out *= 3
-        return uniform(key, shape, (6 / (fan_in + fan_out)) ** 0.5)
-
-    extra = {}
-    if use_bias_kv:  # torch: Xavier-normal on (1, 1, D), both fans are D
-        for i, (name, size) in enumerate({"bias_k": H, "bias_v": h}.items()):
-            drawn = jax.random.normal(keys[4 + i], (K, size), compute)
-            extra[name] = (drawn * (K * size) ** -0.5).astype(dtype)
+    kernels = {"query": (Dq, N, H), "key": (Dk, K, H), "value": (Dv, K, h), "out": (N, h, Do)}
     biases = {"query": (N, H), "key": (K, H), "value": (K, h), "out": (Do,)}
+    packed = Dq == Dk == Dv == N * H and K == N and h == H
+    draw = Draw(scheme, dtype, 3 if packed else 1)
+    keys = jax.random.split(key, 6)
     query, key_, value, out = (
-        Projection(kernel(i, name), jnp.zeros(bias, dtype) if use_bias else None)
-        for i, (name, bias) in enumerate(biases.items())
+        Projection(
+            draw.kernel(key, name, shape), jnp.zeros(biases[name], dtype) if use_bias else None
+        )
+        for key, (name, shape) in zip(keys, kernels.items(), strict=False)
     )
-    return MHAParams(query, key_, value, out, **extra)
+    params = MHAParams(query, key_, value, out)
+    if not use_bias_kv:
+        return params
+    return params._replace(
+        bias_k=draw.position(keys[4], (K, H)), bias_v=draw.position(keys[5], (K, h))
+    )
+
+
+class Draw(NamedTuple):
+    """The distributions of a scheme.
+
+    Attributes:
+      dtype: of the leaves; values are drawn in it, at least in float32.
+      packed: kernels that torch packs into one, whose outputs count together.
+    """
+
+    scheme: Literal["torch", "keras", "flax"]
+    dtype: np.dtype[np.floating]
+    packed: int
+
+    def kernel(self, key: jax.Array, name: str, shape: tuple[int, int, int]) -> jax.Array:
+        """Draws the kernel of a projection: `(D, N, H)`, or of the output `(N, h, Do)`."""
+        contracted = 2 if name == "out" else 1
+        fan_in, fan_out = math.prod(shape[:contracted]), math.prod(shape[contracted:])
+        if self.scheme == "flax":  # the standard deviation of a normal truncated at 2 is 0.8796
+            compute = accumulation_dtype(self.dtype)
+            drawn = jax.random.truncated_normal(key, -2.0, 2.0, shape, compute)
+            return jnp.asarray(drawn * (fan_in**-0.5 / 0.87962566103423978), self.dtype)
+        if self.scheme == "torch" and name == "out":
+            return self._uniform(key, shape, fan_in**-0.5)
+        if self.scheme == "torch":
+            fan_out *= self.packed
+        return self._uniform(key, shape, (6 / (fan_in + fan_out)) ** 0.5)
+
+    def position(self, key: jax.Array, shape: tuple[int, int]) -> jax.Array:
+        """Draws `bias_k` or `bias_v` as torch does: Xavier-normal on (1, 1, D), both fans are D."""
+        drawn = jax.random.normal(key, shape, accumulation_dtype(self.dtype))
+        return jnp.asarray(drawn * math.prod(shape) ** -0.5, self.dtype)
+
+    def _uniform(self, key: jax.Array, shape: tuple[int, ...], bound: float) -> jax.Array:
+        drawn: jax.Array = jax.random.uniform(
+            key, shape, accumulation_dtype(self.dtype), -bound, bound
+        )
+        return drawn.astype(self.dtype)

@@ -151,13 +151,9 @@ def multi_head_attention(
     mask = as_mask(mask)
     if semantics.attention_axes is not None:
         axes = axes_of(semantics.attention_axes, query, key, value)
-        rows = axes.flat(query)
-        keys = rows if key is query else axes.flat(key)
         flat = multi_head_attention(
             params,
-            rows,
-            keys,
-            keys if value is key else axes.flat(value),
+            *axes.flat_inputs(query, key, value),
             bias=None if bias is None else axes.pairs("bias", bias),
             mask=axes.mask(mask),
             is_causal=is_causal,
@@ -173,11 +169,9 @@ def multi_head_attention(
         return axes.restored(flat)
     mods = Mods()
     if score_mod is not None or mask_mod is not None:
-        others = (None if x is None else jnp.asarray(x) for x in (key, value))
-        sizes, dtype = check_inputs(params, jnp.asarray(query), *others)
+        sizes, dtype = check_inputs(params, *map(jnp.asarray, (query, key, value)))
         extra = bias_kv.count(params, semantics)
-        functions = without_extras(score_mod, mask_mod, sizes["S"], extra)
-        mods = traced_mods(*functions, dtype)
+        mods = traced_mods(*without_extras(score_mod, mask_mod, sizes["S"], extra), dtype)
     with forward_mode():
         found: jax.Array | tuple[jax.Array, jax.Array] = _multi_head_attention(
             params,

@@ -1,6 +1,6 @@
 """Builds `import_params` and `export_params` of a framework from its layouts."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from jaxmha import MHAParams, Semantics
@@ -117,17 +117,7 @@ def make_api(
             own = fold.fold(whole, semantics, chosen) if fold_scale else (whole, semantics)
             return transform.export_params(chosen, *own, prefix=prefix, take=take)
 
-        if layout is not None:
-            return export(choose(every, [], layout))
-        errors = []
-        for candidate in layouts:
-            try:
-                return export(candidate)
-            except ValueError as error:
-                errors.append(error)
-        if len(errors) == 1 or len(set(map(str, errors))) == 1:
-            raise errors[0]
-        raise ValueError("\n".join(["no layout holds this:", *map(str, errors)]))
+        return first_that_holds(layouts if layout is None else [choose(every, [], layout)], export)
 
     importer.__doc__ = (
         _IMPORT.format(names=names, separator=layouts[0].separator) + _TRACED * traced
@@ -135,3 +125,18 @@ def make_api(
     exporter.__doc__ = _EXPORT.format(names=names) + _TRACED * traced
     importer.__name__, exporter.__name__ = "import_params", "export_params"
     return importer, exporter
+
+
+def first_that_holds(
+    layouts: Sequence[Layout], export: Callable[[Layout], dict[str, NDArray]]
+) -> dict[str, NDArray]:
+    """Exports to the first layout that can hold it; raises ValueError with the reason of each."""
+    errors = []
+    for layout in layouts:
+        try:
+            return export(layout)
+        except ValueError as error:
+            errors.append(error)
+    if len(set(map(str, errors))) == 1:
+        raise errors[0]
+    raise ValueError("\n".join(["no layout holds this:", *map(str, errors)]))

@@ -127,18 +127,6 @@ def inspect(path: str | os.PathLike[str], *, num_heads: int | None = None) -> Fi
         recognised, unknown = other_layers.find(
             file.info, found, description.unlike, description.unbiased
         )
-        layers = tuple(
-            LayerInfo(
-                layer.kind,
-                layer.prefix,
-                layer.convention.name,
-                str(file.info[next(iter(layer.keys.values()))].dtype),
-                {key: file.info[name].shape for key, name in layer.keys.items()},
-                layer.confidence,
-                layer.why,
-            )
-            for layer in recognised
-        )
         dtypes = Counter(str(info.dtype) for info in file.info.values())
         damaged_at = damaged_blocks.find(all_shapes, found)
         damaged = tuple(damaged_at.values())
@@ -155,7 +143,7 @@ def inspect(path: str | os.PathLike[str], *, num_heads: int | None = None) -> Fi
             file.format,
             tuple(infos),
             others,
-            layers,
+            tuple(_layer_info(file, layer) for layer in recognised),
             unknown,
             dict(dtypes),
             damaged,
@@ -169,6 +157,18 @@ def inspect(path: str | os.PathLike[str], *, num_heads: int | None = None) -> Fi
                 *file.notes,
             ),
         )
+
+
+def _layer_info(file: checkpoint.Checkpoint, layer: other_layers.Module) -> LayerInfo:
+    return LayerInfo(
+        layer.kind,
+        layer.prefix,
+        layer.convention.name,
+        str(file.info[next(iter(layer.keys.values()))].dtype),
+        {key: file.info[name].shape for key, name in layer.keys.items()},
+        layer.confidence,
+        layer.why,
+    )
 
 
 def _block_info(

@@ -1,5 +1,6 @@
 """Lazy tensors of the destination; each is computed from the source on demand."""
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -144,14 +145,8 @@ def attention(
     params, semantics, sizes = meta(block, info, num_heads)
     params, zeros = fill.filled(params, target, fill_bias)
     by, notes = 1.0, [fill.note(target, zeros)] * bool(zeros)
-    holder = {leaf: e for e in block.layout.entries if e.key in block.keys for leaf in e.leaves}
-
-    def of_source(name: str) -> NDArray:
-        entry = holder[name]
-        unpack = partial(transform.unpack, block.layout, entry, sizes=sizes)
-        return parts.leaf(block.keys[entry.key], name, lambda array: unpack(array=array))
-
-    if dropped := [x for x in fill.unheld(target, leaves(params)) if not of_source(x).any()]:
+    source = _Source(block, parts, sizes)
+    if dropped := [x for x in fill.unheld(target, leaves(params)) if not source.leaf(x).any()]:
         kept = {leaf: array for leaf, array in leaves(params).items() if leaf not in dropped}
         params = from_leaves(dict(kept))
         notes.append(fill.dropped_note(target, dropped))
@@ -168,11 +163,8 @@ def attention(
     def leaf(name: str) -> NDArray:
         if name in zeros:
             return np.zeros_like(zeros[name])
-        found = of_source(name)
-        return fold.times(found, by, block.keys[holder[name].key]) if name in folded else found
-
-    def load(entry: Entry) -> NDArray:
-        return transform.pack(target, entry, leaf)
+        found = source.leaf(name)
+        return fold.times(found, by, source.key(name)) if name in folded else found
 
     made = {}
     for entry in target.entries:
@@ -180,21 +172,49 @@ def attention(
             continue
         of = [np.asarray(present[name]) for name in entry.leaves]
         refuse_mixed(entry, of)
-        sources = dict.fromkeys(holder[name] for name in entry.leaves if name in holder)
-        terms = [e.axes for e in sources] + ["zeros"] * any(x in zeros for x in entry.leaves)
-        letters = sizes | uneven.letters(sizes) | dict.fromkeys(uneven.PACKED, len(of))
-        lead = of[0].shape[: of[0].ndim - len(CANONICAL[entry.leaves[0]].split())]
-        shape = tuple(
-            int(np.prod([int(a) if a.isdigit() else letters[a] for a in group]))
-            for group in parse(entry.axes)
-        )
+        read = dict.fromkeys(source.entries[x] for x in entry.leaves if x in source.entries)
+        terms = [e.axes for e in read] + ["zeros"] * any(x in zeros for x in entry.leaves)
         made[target.path(prefix, entry.key)] = Made(
-            TensorInfo((*lead, *shape), of[0].dtype),
-            partial(load, entry),
-            tuple(block.keys[e.key] for e in sources),
+            TensorInfo(_packed_shape(entry, of, sizes), of[0].dtype),
+            partial(transform.pack, target, entry, leaf),
+            tuple(block.keys[e.key] for e in read),
             f"{' + '.join(terms)} -> {entry.axes}",
         )
     return made, params, notes
+
+
+class _Source:
+    """The leaves of a block, read from its file.
+
+    Attributes:
+      entries: leaf -> the entry of the block's layout that holds it.
+    """
+
+    def __init__(self, block: Block, parts: Parts, sizes: dict[str, int]) -> None:
+        self.block, self.parts, self.sizes = block, parts, sizes
+        held = (entry for entry in block.layout.entries if entry.key in block.keys)
+        self.entries = {leaf: entry for entry in held for leaf in entry.leaves}
+
+    def key(self, leaf: str) -> str:
+        """The name of the tensor that holds the leaf."""
+        return self.block.keys[self.entries[leaf].key]
+
+    def leaf(self, name: str) -> NDArray:
+        """Reads a leaf in its canonical axes."""
+        layout, entry = self.block.layout, self.entries[name]
+        return self.parts.leaf(
+            self.key(name),
+            name,
+            lambda array: transform.unpack(layout, entry, array=array, sizes=self.sizes),
+        )
+
+
+def _packed_shape(entry: Entry, held: list[NDArray], sizes: dict[str, int]) -> tuple[int, ...]:
+    """The shape of the tensor that packs the leaves of an entry; leading axes come first."""
+    letters = sizes | uneven.letters(sizes) | dict.fromkeys(uneven.PACKED, len(held))
+    lead = held[0].shape[: held[0].ndim - len(CANONICAL[entry.leaves[0]].split())]
+    groups = ([int(a) if a.isdigit() else letters[a] for a in group] for group in parse(entry.axes))
+    return (*lead, *(math.prod(group) for group in groups))
 
 
 def _letters(params: MHAParams) -> dict[str, int]:

@@ -142,12 +142,9 @@ def make(
     taken = {name for block in found for name in block.keys.values()}
     taken |= {name for block in converted for name in block.keys.values()}
     taken |= {name for layer in layers for name in layer.keys.values()}
-    rest = [name for name in file.info if name not in taken]
-    if rest and others == "refuse":
-        shown = [f"{name} ({why.get(name, _UNCHANGED)})" for name in rest]
-        raise ValueError(
-            f"not understood: {listed(shown, separator='; ')}; --others pass carries them over as they are"
-        )
+    carried = {name: why.get(name, "") for name in file.info if name not in taken}
+    if others == "refuse":
+        _refuse_rest(carried)
     if in_file(to):  # numbers Keras groups in the order of the source
         position = layer_order.of_source(file.info)
         found = sorted(found, key=lambda block: position(block.prefix))
@@ -159,13 +156,12 @@ def make(
         count = head_count.find(block, shapes, given, file.metadata, configured)
         blocks.append(_attention(block, to, file.names, i, count, configured))
     of_latents = [_latent(block, file.names) for block in converted]
-    others_unchanged = (
-        Step("other", "", name, name, (name,), "other", why=why.get(name, _UNCHANGED))
-        for name in rest
+    unchanged = (
+        Step("other", "", name, name, (name,), "other", why=reason or _UNCHANGED)
+        for name, reason in carried.items()
     )
     other_steps = steps_of(layers, to, convention, file.names)
-    steps = (*blocks, *of_latents, *other_steps, *others_unchanged)
-    carried = {name: why.get(name, "") for name in rest}
+    steps = (*blocks, *of_latents, *other_steps, *unchanged)
     becomes = [step.becomes for step in other_steps]
     all_notes = (
         *[notes.NO_ATTENTION] * (not found and not converted),
@@ -175,6 +171,15 @@ def make(
         *latent_blocks.notes(latents, held),
     )
     return Plan(to.name, steps, others, notes=all_notes)
+
+
+def _refuse_rest(carried: Mapping[str, str]) -> None:
+    """Raises ValueError if there are tensors that are not understood, with the reason of each."""
+    if carried:
+        shown = [f"{name} ({reason or _UNCHANGED})" for name, reason in carried.items()]
+        raise ValueError(
+            f"not understood: {listed(shown, separator='; ')}; --others pass carries them over as they are"
+        )
 
 
 def notes_of_layers(

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from jaxmha.bench import run as bench
 from jaxmha.bench.case import Case
+from jaxmha.bench.case import Kind as CaseKind
 from jaxmha.checkpoint.atomic import check_target
 from jaxmha.cli.console import err, escape, one_message, out, print_json, print_line
 from jaxmha.cli.options import Json, option
@@ -100,25 +101,16 @@ def command(
         _check(kind.value, layer, unequal, lengths or backward, options)
         if N % (K or N):
             raise ValueError(f"-N must be a multiple of -K, got {N} and {K}")
-        if dtype not in (None, "float32", "bfloat16", "float16"):
-            raise ValueError(f"--dtype must be float32, bfloat16 or float16, got {dtype!r}")
-        if tf32 and (dtype != "float32" or save):
-            raise ValueError(
-                "--tf32 needs --dtype float32, and no --save: calls are exact unless they say otherwise"
-            )
+        _check_dtype(dtype, tf32, save)
         if plot is not None:
-            if plot.suffix not in PLOTS:
-                raise ValueError(f"--plot must end in {', '.join(PLOTS)}, got {str(plot)!r}")
-            check_target(plot, force, [])
-
-        called = "cross" if sizes[0] != sizes[1] else "causal" if causal else "plain"
-        called = "decode" if kind.value == "decode" else "padded" if lengths or padding else called
+            _check_plot(plot, force)
+        called = _kind_of_case(kind.value, sizes, causal, lengths or padding)
 
         def case(platform: str) -> Case:
             return Case(
                 "layer" if kind.value == "layer" or layer else "core",
                 "backward" if backward else "forward",
-                called,  # type: ignore[arg-type]
+                called,
                 *(B, *sizes, N, K or N, H),
                 dtype=dtype or ("float32" if platform == "cpu" else "bfloat16"),
                 h=h or 0,
@@ -189,6 +181,34 @@ def _check(
         raise ValueError(f"{kind} is not timed with --{name}: leave it out")
     if unequal and (kind == "layer" or layer):
         raise ValueError("a layer is timed with values of -H features: leave -h out")
+
+
+def _check_dtype(dtype: str | None, tf32: bool, save: bool) -> None:
+    """Raises ValueError for a dtype that is not timed, or TF32 without float32."""
+    if dtype not in (None, "float32", "bfloat16", "float16"):
+        raise ValueError(f"--dtype must be float32, bfloat16 or float16, got {dtype!r}")
+    if tf32 and (dtype != "float32" or save):
+        raise ValueError(
+            "--tf32 needs --dtype float32, and no --save: calls are exact unless they say otherwise"
+        )
+
+
+def _check_plot(plot: Path, force: bool) -> None:
+    """Raises ValueError if no plot can be written there."""
+    if plot.suffix not in PLOTS:
+        raise ValueError(f"--plot must end in {', '.join(PLOTS)}, got {str(plot)!r}")
+    check_target(plot, force, [])
+
+
+def _kind_of_case(kind: str, sizes: tuple[int, int], causal: bool, padded: bool) -> CaseKind:
+    """The kind of the case that the options describe, of several the most particular."""
+    if kind == "decode":
+        return "decode"
+    if padded:
+        return "padded"
+    if sizes[0] != sizes[1]:
+        return "cross"
+    return "causal" if causal else "plain"
 
 
 def _save(found: dict[str, Any], order: list[str]) -> None:

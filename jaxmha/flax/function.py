@@ -116,32 +116,14 @@ def attention_fn(
         precision=precision,
         force_fp32_for_softmax=force_fp32_for_softmax,
     )
-    if read.add_zero_attn or read.qk_norm is not None:
-        raise ValueError(
-            "semantics: add_zero_attn and qk_norm belong to a layer; use "
-            "jaxmha.flax.linen.MultiHeadDotProductAttention or jaxmha.flax.nnx.MultiHeadAttention"
-        )
-    if read.dropout_rate > 0 and not dropout_rate:
-        raise ValueError(
-            f"semantics.dropout_rate={read.dropout_rate} alone has no effect, since flax's modules "
-            "pass their own: set dropout_rate there, or replace(semantics, dropout_rate=0.0)"
-        )
+    _refuse_settings_of_layers(read, dropout_rate)
     drops = read.dropout_rate > 0 and not deterministic
     if drops and dropout_rng is None:
         raise ValueError(f"dropout_rate={read.dropout_rate} needs a dropout_rng, or deterministic")
     require_arrays(query=query, key=key, value=value)
     require_arrays(optional=True, bias=bias)
     checks.reject_rounding(query=query, key=key, value=value, bias=bias)
-    if not (
-        query.ndim == key.ndim == value.ndim >= 3
-        and query.shape[:-3] == key.shape[:-3]
-        and key.shape[:-1] == value.shape[:-1]
-        and query.shape[-1] == key.shape[-1]
-    ):
-        raise ValueError(
-            "expected query (*B, T, N, H), key (*B, S, K, H) and value (*B, S, K, h) with the same "
-            f"*B, S, K and H, got shapes {query.shape}, {key.shape}, {value.shape}"
-        )
+    _check_heads(query, key, value)
     query, key, value = (jnp.asarray(cast(x, dtype)) for x in (query, key, value))
     query, key = rotated(query, key, rotate, input_positions)
     if force_fp32_for_softmax and query.dtype != np.float64:  # flax keeps the weights in float32
@@ -155,6 +137,34 @@ def attention_fn(
     if module is not None:
         sow(module, weights)
     return out
+
+
+def _refuse_settings_of_layers(semantics: Semantics, dropout_rate: float) -> None:
+    """Raises ValueError for settings that have no effect in a function."""
+    if semantics.add_zero_attn or semantics.qk_norm is not None:
+        raise ValueError(
+            "semantics: add_zero_attn and qk_norm belong to a layer; use "
+            "jaxmha.flax.linen.MultiHeadDotProductAttention or jaxmha.flax.nnx.MultiHeadAttention"
+        )
+    if semantics.dropout_rate > 0 and not dropout_rate:
+        raise ValueError(
+            f"semantics.dropout_rate={semantics.dropout_rate} alone has no effect, since flax's "
+            "modules pass their own: set dropout_rate there, or replace(semantics, dropout_rate=0.0)"
+        )
+
+
+def _check_heads(query: Array, key: Array, value: Array) -> None:
+    """Raises ValueError if the axes of query, key and value do not fit together."""
+    if not (
+        query.ndim == key.ndim == value.ndim >= 3
+        and query.shape[:-3] == key.shape[:-3]
+        and key.shape[:-1] == value.shape[:-1]
+        and query.shape[-1] == key.shape[-1]
+    ):
+        raise ValueError(
+            "expected query (*B, T, N, H), key (*B, S, K, H) and value (*B, S, K, h) with the same "
+            f"*B, S, K and H, got shapes {query.shape}, {key.shape}, {value.shape}"
+        )
 
 
 def sow(module: Any, weights: jax.Array | None) -> None:

@@ -121,12 +121,8 @@ def distributed_core(
     def spec(x: jax.Array | None, letters: str) -> PartitionSpec | None:
         return None if x is None else split.spec(x.shape, letters)
 
-    # Axes by rank: 1: offsets; 2: row masks, key masks and segment ids; 4: the dense mask.
-    letters = {1: "b", 2: "b?", 4: "bnc?"}
     mask_mod = None if traced.mod is None else traced.mod._replace(blocks=None)
-    conditions: Any = traced._replace(window=(None, None), mod=mask_mod)
-    specs = jax.tree.map(lambda x: spec(x, letters[x.ndim]), conditions._replace(mod=None))
-    specs = specs._replace(mod=split.mod_specs(mask_mod))
+    conditions = traced._replace(window=(None, None), mod=mask_mod)
 
     def inside(
         query: jax.Array,
@@ -148,13 +144,22 @@ def distributed_core(
     in_specs = (
         *(spec(x, f"b{n}c?") for x, n in ((query, "n"), (key, "k"), (value, "k"))),
         spec(bias, "bnc?"),
-        specs,
+        _condition_specs(conditions, split),
         None if seed is None else sharding.spec(),
         split.mod_specs(score_mod),
     )
     mapped = split.run(inside, in_specs, (out_spec, out_spec))
     out, lse = mapped(query, key, value, bias, conditions, seed, score_mod)
     return out, lse if config.lse else None
+
+
+def _condition_specs(conditions: Conditions, split: shard_map.Split) -> Conditions:
+    """Partition specs of mask conditions, in their places."""
+    # Axes by rank: 1: offsets; 2: row masks, key masks and segment ids; 4: the dense mask.
+    letters = {1: "b", 2: "b?", 4: "bnc?"}
+    arrays: Any = conditions._replace(mod=None)
+    specs: Conditions = jax.tree.map(lambda x: split.spec(x.shape, letters[x.ndim]), arrays)
+    return specs._replace(mod=split.mod_specs(conditions.mod))
 
 
 class Pair(NamedTuple):
