@@ -181,7 +181,7 @@ class Mask:
 
     @classmethod
     def packed(cls, lengths: Integer[Array, "*B M"], *, size: int) -> "Mask":
-        """Packed sequences by their lengths: they lie one after another, and do not attend each other.
+        """Packed sequences by their lengths: they follow one another, and do not attend each other.
 
         The same as `segments`, except that kernels for packed sequences need no more than this.
 

@@ -73,7 +73,7 @@ class PagedKVCache(NamedTuple):
           batch_size: B.
           length: maximum number of tokens of a sequence, which gives M.
           pages: P, the number of pages of the pool, which holds `P * page_size` tokens.
-          page_size: number of tokens per page; cuDNN reads pages where they lie if it is a power of 2.
+          page_size: number of tokens per page; cuDNN reads pages in place if it is a power of 2.
           dtype: default that of the parameters; another floating dtype stores values rounded to
             it. int8 and float8 store, per token and head, a vector x as q * scale with scale =
             max |x| / max |dtype|. Of a number, int8 is off by at most max |x| / 254, and float8 by

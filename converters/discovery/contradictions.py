@@ -192,7 +192,8 @@ def _model_type(
     other = sum(family_keymaps.kind_at(prefix, here) is not None for prefix in prefixes)
     placed = any(model_families.stands(theirs, block.prefix) for block in blocks)
     named = any(keymap.family in theirs for keymap in family_keymaps.KEYMAPS)
-    if not placed or (named and mine < other):  # else, no name of theirs is known
+    # Names are compared only where layers of that model type are known by name.
+    if not placed or (named and mine < other):
         shown = ", ".join(sorted(here))
         yield (
             "model_type",

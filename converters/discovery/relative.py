@@ -68,7 +68,7 @@ def of(block: Block, own: Mapping[str, Any], file: checkpoint.Checkpoint) -> Ter
 
 
 def table(block: Block, file: checkpoint.Checkpoint) -> Term | None:
-    """The term of a block that its tensors alone define; None if it has none, or one of no form.
+    """The term of a block that its tensors alone define; None if they define none, or one of unknown form.
 
     It is a learned bias of pairs of tokens (`TABLES`), or a product of queries with learned rows
     and columns (SAM).

@@ -119,7 +119,7 @@ def answered(
     found: Sequence[Block],
     description: described.Description,
 ) -> tuple[str, ...]:
-    """The notes of a plan; those that its edited modules answer give way to what is left of them.
+    """The notes of a plan after an edit: without those that the edit resolves, with what it leaves open.
 
     `edit`: the plan, completed. `found`: all attention blocks of the source. Notes that the planner
     did not write stay.

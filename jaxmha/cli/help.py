@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def _readable(command: TyperCommand | TyperGroup, ctx: "Context") -> Iterator[None]:
-    """Gives the options the values that help shows; pages of the documentation use the others."""
+    """Within the context, help shows choices as `a | b`, and no value after a flag."""
     options = [x for x in command.get_params(ctx) if isinstance(x, TyperOption)]
     kept = [option.metavar for option in options]
     for option in options:

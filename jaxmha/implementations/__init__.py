@@ -247,7 +247,7 @@ def _run(request: Request, name: str, portable: str | None) -> Result:
         found = _alone(these, name)
         return found if request.return_lse else found._replace(lse=None)
 
-    # A gradient keeps what either branch saves: this one saves its arguments alone, which it shares.
+    # A gradient keeps the residuals of both branches: under `checkpoint` this one has only its arguments.
     @jax.checkpoint
     def elsewhere(*arrays: Any) -> Result:  # unknown platform: assumes a CPU
         with platforms.lowering_for("cpu"):

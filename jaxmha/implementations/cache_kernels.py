@@ -100,7 +100,7 @@ def _struct(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
 
 
 def _request(query: jax.Array, stored: Stored, lengths: jax.Array, semantics: Semantics) -> Request:
-    """The request of queries that attend the same keys; of keys and values it has the shapes."""
+    """A request for queries that all attend the first `lengths` keys; keys and values are shapes alone."""
     B, S = len(query), stored.slots
     key, value = (_struct((B, S, x.shape[1], x.shape[3]), x.dtype) for x in stored[:2])
     mask, zero = Mask.lengths(key_value=lengths), replace(semantics, fully_masked="zero")

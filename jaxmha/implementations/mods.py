@@ -223,7 +223,7 @@ def allowed(mod: Mod, extent: Extent) -> Bool[jax.Array, "_ _ _ _"]:
 
 def block_within(mod: Mod, extent: Extent, letter: str) -> int:
     """The size of the blocks of queries (i) or keys (j) of a tile within which a mask function is
-    constant; 1: it is not, or the place of the tile is not known."""
+    constant; 1: it has no such blocks, or the position of the tile is not known to be aligned with them."""
     start = extent.starts["bnij".index(letter)]
     if mod.starts is not None:
         return 1

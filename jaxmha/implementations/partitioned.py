@@ -184,9 +184,10 @@ def _partitioned(
 
 
 def _names(mesh: Mesh, given: Sequence[Any], letters: Sequence[Letters]) -> dict[str, Any]:
-    """Mesh axes by letter: those of the first operand that is sharded along it, where they divide it.
+    """Mesh axes for batch rows (b), query heads (n) and key/value heads (k).
 
-    A single key/value head is on every device.
+    They are those of the first operand that is sharded along that letter; none if they do not divide
+    its size. A single key/value head is replicated.
     """
     found: dict[str, tuple[str, ...]] = {"b": (), "n": (), "k": ()}
     for x, axes in zip(given, letters, strict=True):

@@ -314,7 +314,7 @@ def _wrong(attend: Attend, case: probe_cases.Case, leaks: Leaks) -> str | None:
 
     operands = *request[:3], *case.cotangents
     compiled = jax.jit(run).lower(*operands).compile()
-    _in_time()  # what the caller runs by now may not bear another program next to it
+    _in_time()  # after the time limit the caller runs its own programs: start none next to them
     found = compiled(*operands)
     expected = case.expected()
     for what, x in zip(expected, found, strict=True):

@@ -106,8 +106,8 @@ def attend(
 def _modified(
     request: Request, logits: Float[jax.Array, "B N T S"], allowed: Bool[jax.Array, "..."] | None
 ) -> Float[jax.Array, "B N T S"]:
-    """Applies `score_mod` and masks the result. The function reads 0 for excluded pairs: a NaN or
-    -inf of theirs, times a cotangent of 0, would make gradients NaN."""
+    """Applies `score_mod` and masks the result. The function reads 0 for excluded pairs: NaN or
+    -inf there, times a cotangent of 0, would make gradients NaN."""
     mod = request.score_mod
     assert mod is not None
     B, N, T, S = logits.shape

@@ -57,7 +57,7 @@ class Array(NamedTuple):
 
     def chunks(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yields the key and grid position of every chunk."""
-        # `product` lists the numbers of every axis first, and one may be long where another is 0.
+        # `product` stores the range of every axis, which may be long although another is empty.
         axes = self.grid if all(self.grid) else (0,)
         for numbers in itertools.product(*map(range, axes)):
             key = self.separator.join([*self.first, *map(str, numbers)])

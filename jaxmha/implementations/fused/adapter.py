@@ -21,7 +21,7 @@ from jaxmha.implementations.tiled import attended, block_mask
 from jaxmha.implementations.tiled.block_mask import Conditions
 from jaxmha.mask import Mask
 
-# Fields of a mask that tell sequences apart.
+# Fields of a mask that separate sequences.
 SEGMENTS = ("query_segments", "key_value_segments", "packed_lengths")
 
 
@@ -156,8 +156,8 @@ def _zeroed(
 def _zeroed_in_gradients(
     x: Float[jax.Array, "B T N H"], valid: Bool[jax.Array, "#B #T #N 1"]
 ) -> jax.Array:
-    """The array, and 0 at positions outside `valid` where a gradient is computed. One query row affects
-    others there alone."""
+    """The array; if a gradient is computed, 0 at positions outside `valid`: only in gradients would these
+    query rows affect other rows."""
     del valid
     return x
 

@@ -122,7 +122,7 @@ def attend(request: Request, *, leaks: Leaks = Leaks(), in_place: bool | None = 
     """Computes the request in its own dtype; softmax and sums are float32.
 
     `leaks`: which keys and values beyond the lengths affect the results in this release of cuDNN.
-    `in_place`: whether valid keys are read where they lie; None: where a probe finds that right.
+    `in_place`: whether valid keys are read in place; None: if a probe finds that right.
     """
     lengths = request.mask.packed_lengths
     if lengths is not None:

@@ -1,4 +1,4 @@
-"""cuDNN's fused attention over a cache, which it reads where it lies; through JAX's private functions.
+"""cuDNN's fused attention over a cache, which it reads in place; through JAX's private functions.
 
 Tokens of one step are causal among themselves, and cuDNN aligns its causal mask at the first key: what
 is computed here is attention of all queries over the same keys. JAX has `paged_attention` in the same
@@ -192,7 +192,7 @@ def attend(
     paged: bool = False,
     one: Callable[..., jax.Array] = out,
 ) -> Result:
-    """A request for the probe, whose keys and values become a cache; its gradient is that of the
+    """Computes a request of the probe over a cache of its keys and values; the gradient is that of the
     reference. `one`: the kernel for one query per sequence."""
     lengths = jnp.asarray(request.mask.key_value_lengths)
     (B, T, N, _), h = request.query.shape, request.value.shape[3]
@@ -237,13 +237,13 @@ def _with_gradient_of(
 
 
 def _table(B: int, S: int) -> jax.Array:
-    """Pages of each sequence: those of the pool from the last to the second."""
+    """The page table of the probe: sequences use the pages of the pool from the last to the second."""
     M = -(-S // PAGE)
     return jnp.arange(B * M, 0, -1, dtype=np.int32).reshape(B, M)
 
 
 def _in_pages(x: Float[jax.Array, "B S K H"]) -> Float[jax.Array, "P K page H"]:
-    """A pool with one page more than the sequences need: the first, which holds NaN."""
+    """The pool of the probe, whose first page belongs to no sequence and holds NaN."""
     B, S, K, H = x.shape
     M = -(-S // PAGE)
     whole = jnp.pad(x, ((0, 0), (0, M * PAGE - S), (0, 0), (0, 0)))

@@ -1,4 +1,4 @@
-"""cuDNN's fused attention of packed sequences, which lie one after another in each batch row.
+"""cuDNN's fused attention of packed sequences: each batch row holds several, one after another.
 
 JAX's own function moves absent sequences to the end, in some ten small kernels, and counts the
 offsets of keys in heads of the queries; with grouped queries it would read other keys. So this module
@@ -129,7 +129,7 @@ def static(settings: Settings) -> dict[str, Any]:
 
 
 def _forward(settings: Settings, lse: bool, *operands: jax.Array) -> Any:
-    """Output and what the gradient needs of the log-sum-exp; None in its place if `lse` is False."""
+    """Output, and the log-sum-exp as cuDNN's backward pass reads it; None instead if `lse` is False."""
 
     def call(query: Any, key: Any, value: Any, lengths: Any) -> Any:
         from jax._src.cudnn import fused_attention_stablehlo as private

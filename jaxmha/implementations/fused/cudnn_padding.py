@@ -1,9 +1,9 @@
-"""cuDNN's fused attention of the keys that padding leaves valid, full: in any order, they come first.
+"""cuDNN's fused attention under key padding, which may leave any keys valid.
 
-The output alone is computed without a copy of keys and values: pages of cuDNN's paged attention are
-single positions here, and its table lists the valid ones. It has no gradient, and no log-sum-exp
-that a gradient could use, so that sorted copies serve these. A probe decides whether this kernel is
-right on this machine.
+Without a gradient, keys and values are read in place: cuDNN's paged attention runs with pages of one
+position each, and its table lists the valid positions. That kernel has no gradient and returns no
+log-sum-exp, so a call with a gradient copies the valid keys to the front. A probe decides whether the
+kernel is right on this machine.
 """
 
 from collections.abc import Callable
@@ -22,8 +22,9 @@ from jaxmha.implementations.fused.cudnn_kernel import Settings, folding
 
 NAME = "cudnn, keys in place"
 
-# For pages of one position cuDNN has no kernel of Hopper's own, so that many queries read copies. By
-# its list of kernels and the bytes of copies, either way takes about as long here; not measured.
+# Queries per key head from which valid keys are copied: cuDNN's kernel for pages of one position does
+# not use Hopper's instructions. At this number both ways should take about as long, by cuDNN's list of
+# kernels and the bytes of the copies; not measured.
 MOST_QUERIES = 2048
 Pull: TypeAlias = Callable[[jax.Array], tuple[jax.Array, ...]]
 # Numbers of valid queries and keys.
@@ -122,8 +123,8 @@ in_place.defvjp(_save, lambda settings, pull, d_out: (*pull(d_out), None, None))
 
 
 def _table(valid: Bool[jax.Array, "B S"]) -> Int32[jax.Array, "B S"]:
-    """Valid positions in the whole batch, in order, then the last of the row again and again: where a
-    tile reaches beyond it, nothing else is read either."""
+    """The valid positions of each row, counted over the whole batch; the last one fills the rest, so
+    that a tile which reaches beyond it reads no other key."""
     B, S = valid.shape
     positions = jnp.arange(S, dtype=np.int32)[None]
     last = jnp.where(valid, positions, np.int32(0)).max(1, keepdims=True)

@@ -1,6 +1,6 @@
 """Attention of one query per sequence over pages, by the Pallas kernel for TPUs that comes with JAX.
 
-Keys and values are read where they lie. The kernel multiplies masked slots by weights of 0, so that
+Keys and values are read in place. The kernel multiplies masked slots by weights of 0, so that
 NaN in them would reach the output: pages beyond a sequence are read as its first page, and the cache
 zeroes the slots after its last token. Tested by lowering and in interpret mode; on a TPU it is probed
 before its first use. Source: `jax.experimental.pallas.ops.tpu.paged_attention`.
@@ -80,7 +80,7 @@ def out(
     table = jnp.clip(stored.table, 0, P - 1).astype(np.int32)
     entries = jnp.arange(table.shape[1], dtype=np.int32)[None]
     table = jnp.where(entries * page < lengths[:, None], table, table[:, :1])
-    # Every head is a sequence of its own, whose pages are those of one head.
+    # The kernel gets every key/value head as a sequence of its own, with the pages of that head.
     heads = jnp.arange(K, dtype=np.int32)
     pages = (table[:, None] * K + heads[None, :, None]).reshape(B * K, -1)
     pools = (x.reshape(1, P * K, page, H) for x in stored[:2])

@@ -1,4 +1,4 @@
-"""Rows of new tokens over a cache by a native kernel, which reads keys and values where they lie."""
+"""Rows of new tokens over a cache by a native kernel, which reads keys and values in place."""
 
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple

@@ -23,13 +23,14 @@ from jaxmha.implementations.tiled.layout import Index
 
 Arrays: TypeAlias = tuple[jax.Array, ...]
 
-# The whole mask, a bit per pair, is evaluated at once if it has at most MASK_BYTES, which are not
-# worth a loop, or WHOLE of the bytes of the results. Else the pairs that are visited at a time have
-# PARTS of those bytes, in bits and in copies of their operands and results.
+# The mask, one bit per pair, is evaluated as a whole if it takes at most MASK_BYTES, for which a loop
+# would not pay, or at most WHOLE times the bytes of the results. Otherwise a loop visits some queries
+# and keys at a time: their bits, and the copies of their operands and results, take at most PARTS
+# times the bytes of the results.
 MASK_BYTES = 2**20
 WHOLE, PARTS = 1 / 4, 1 / 6
-# Kernels that keep the tiles of all keys of a row compute delta from them (ALL_KEYS of backward.cc):
-# a part of the keys is larger.
+# Fewest keys visited at a time. A kernel that gets at most ALL_KEYS (backward.cc) computes delta from
+# their tiles, and they must then be all keys of the rows.
 LEAST_KEYS = 2048
 
 
@@ -98,7 +99,7 @@ def _sizes(problem: Problem, masks: Masks) -> tuple[int, int, int]:
     if _is_few(T * S * per_pair, results):
         return rows, T, S
     most = max(MASK_BYTES, PARTS * results)
-    # Keys and values, their gradients, and what is added to these.
+    # Keys and values, their gradients, and the terms that a step adds to the gradients.
     per_key = 4 * B * K * 3 * (H + h)
     parts = max(1, S // max(LEAST_KEYS, int(most / 2 / per_key)))
     keys, grain = S // parts, _grain(masks, "j")
@@ -120,7 +121,7 @@ def _grain(masks: Masks, letter: str) -> int:
 
 
 def _evenly(size: int, most: float, grain: int) -> int:
-    """A number of queries, about `most` or fewer, by which to visit them at a time."""
+    """The number of queries to visit at a time, about `most` or fewer, in parts of nearly one size."""
     grain = grain if grain <= most else 64
     parts = -(-size // max(grain, int(most)))
     return min(size, -(-size // (parts * grain)) * grain)

@@ -99,7 +99,8 @@ def forward(
     """
     shared = _shared(tiling, config, bias, traced, seed, score_mod)
     h = value.shape[-1]
-    # The tiles of such masks are large, and so are the steps, which would copy their parts twice.
+    # With segment ids or a mask function a step has many tiles: transposing in the step would copy
+    # its operands once more.
     early = config.transposed and not (traced.mod is None and traced.segments is None)
     if early:
         query, value = transpose_all((query, value))

@@ -19,7 +19,7 @@ Others = TypeVar("Others")
 CoreInputs: TypeAlias = tuple[
     jax.Array, jax.Array, jax.Array, jax.Array | None, Conditions, Seed | None, Mod | None
 ]
-# The axes of arrays by their number, those of keys and values apart (see `partitioned`).
+# Axis letters of an array (see `partitioned`) by its rank; keys and values have KEYS.
 LETTERS = {1: "b", 2: "b.", 3: "bn.", 4: "bn.."}
 KEYS = "bk.."
 

@@ -19,9 +19,10 @@ from jaxmha.implementations.online_softmax import LOWEST, State, cap_and_mask, r
 from jaxmha.matmul import add_pairwise, matmul, matmul_of_float16, pairwise_sum, sum_of_rows
 from jaxmha.semantics import Precision
 
-# Maximum number of scores in a tile whose row sums are pairwise, as in small matmuls.
+# Row sums of tiles with at most so many scores are added pairwise, as in small matmuls.
 SMALL_SUM = 2**14
-# Keys whose weighted values are added one by one, and the most multiplications of a split sum.
+# Longest run of keys whose weighted values are added one by one, and the most multiplications of a
+# matmul that is split into such runs.
 RUN, SPLIT = 128, 2**24
 
 
