@@ -44,7 +44,7 @@ def test_sound_file_is_accepted(name: str, tmp_path: Path) -> None:
     "pickle_long_shape_of_many_tensors",
     # Every text is parsed as one kind of document, and two texts as each of the others.
     "json_*_in_[itz]*",
-    "!json_pairs_in_*",
+    "!json_nested_in_*",
     "!json_wide_in_*",
 )
 @pytest.mark.parametrize("name", hostile.CASES)
