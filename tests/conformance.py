@@ -25,7 +25,7 @@ from jaxmha.implementations.tiled.tuning import TUNING
 from tests import cases, reference, tolerance
 from tests.cases import Case
 
-# Fused kernels take a part of the cases: tests/test_kernels.py. The native kernels are tested where
+# Fused kernels take a part of the cases: tests/kernel_cases.py. The native kernels are tested where
 # their library is built.
 ABSENT = () if library.unavailable() is None else ("native",)
 native_built = pytest.mark.skipif("native" in ABSENT, reason="jaxmha-cpu is not built")
