@@ -46,15 +46,9 @@ def test_cudnn(case: Case) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("cudnn")
 @pytest.mark.parametrize("case", ALL)
-def test_cudnn_without_lse(case: Case) -> None:
-    check(case, "cudnn", "bfloat16", lse=False)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("cudnn")
-@pytest.mark.parametrize("case", ALL)
-def test_cudnn_float16(case: Case) -> None:
-    check(case, "cudnn", "float16", lse=case.bias is None)
+@pytest.mark.parametrize(("dtype", "lse"), [("bfloat16", False), ("float16", True)])
+def test_cudnn_otherwise(case: Case, dtype: str, lse: bool) -> None:
+    check(case, "cudnn", dtype, lse=lse and case.bias is None)
 
 
 # Operands that leak in the contract, and what its probe finds.

@@ -103,12 +103,7 @@ def test_masks_biases_and_semantics_that_haiku_lacks() -> None:
     held, _ = converter.from_module(params, num_heads=N)
     flat = [x.reshape(6, *x.shape[2:]) for x in (*arrays, bias)]
     expected = jaxmha.multi_head_attention(
-        held,
-        *flat[:3],
-        bias=flat[3],
-        mask=mask,
-        semantics=options,
-        implementation="reference",
+        held, *flat[:3], bias=flat[3], mask=mask, semantics=options, implementation="reference"
     )
     assert_close(found.reshape(6, T, -1), np.asarray(expected))
     assert_same(found[1, 0, 0], jnp.asarray(params["multi_head_attention/linear"]["b"]))

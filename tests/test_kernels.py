@@ -37,15 +37,9 @@ def test_splash_values() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("splash_here")
 @pytest.mark.parametrize("case", ALL)
-def test_splash(case: Case) -> None:
-    check(case, "splash", "float32", lse=case.logits_soft_cap is None)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("splash_here")
-@pytest.mark.parametrize("case", ALL)
-def test_splash_bfloat16(case: Case) -> None:
-    check(case, "splash", "bfloat16", lse=False)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_splash(case: Case, dtype: str) -> None:
+    check(case, "splash", dtype, lse=dtype == "float32" and case.logits_soft_cap is None)
 
 
 @pytest.mark.slow

@@ -47,11 +47,7 @@ PARAMS: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
         ValueError,
         ["params.value.kernel", "Dv, K, h", "K=3", "(23, 6, 13)"],
     ),
-    "flat bias": (
-        {"query.bias": zeros(66)},
-        ValueError,
-        ["params.query.bias", "N, H", "(66,)"],
-    ),
+    "flat bias": ({"query.bias": zeros(66)}, ValueError, ["params.query.bias", "N, H", "(66,)"]),
     "transposed bias": (
         {"key.bias": zeros(11, 3)},
         ValueError,

@@ -15,10 +15,7 @@ from tests.test_layer import BY_NAME, call, mask_of, params_of, semantics_of
 
 @pytest.mark.everyday(name=("structure", "cross_two_batch_axes"))
 @pytest.mark.slow_variants("structure")
-@pytest.mark.parametrize(
-    "name",
-    ["structure", "norm_layer", "no_out", "cross_two_batch_axes"],
-)
+@pytest.mark.parametrize("name", ["structure", "norm_layer", "no_out", "cross_two_batch_axes"])
 def test_is_combine_of_attention_of_project(name: str) -> None:
     case = BY_NAME[name]
     leaves, inputs, others = layer_cases.layer_arrays(case)

@@ -91,11 +91,7 @@ def of_torch(case: Drawn, q: Any, k: Any, v: Any, g: Any, lengths: Any) -> list[
     mask = torch.arange(case.S) < torch.from_numpy(lengths)[:, None, None, None]
     key, value = (x.repeat_interleave(case.G, 1) for x in leaves[1:])
     out = torch.nn.functional.scaled_dot_product_attention(
-        leaves[0],
-        key,
-        value,
-        attn_mask=mask if case.padded else None,
-        is_causal=case.causal,
+        leaves[0], key, value, attn_mask=mask if case.padded else None, is_causal=case.causal
     )
     found = (out, *torch.autograd.grad(out, leaves, g))
     return [x.detach().transpose(1, 2).numpy() for x in found]

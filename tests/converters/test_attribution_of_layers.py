@@ -106,10 +106,7 @@ def test_several_layers_are_no_layer() -> None:
 def test_inputs_by_name_default_as_in_files() -> None:
     a, b, given = case(0, next(f for f in FAULTS if f.name == "scale"))
     x, other = given[:2]
-    for named, ordered in (
-        ({"query": x}, x),
-        ({"query": x, "key": other}, (x, other, other)),
-    ):
+    for named, ordered in (({"query": x}, x), ({"query": x, "key": other}, (x, other, other))):
         a, b = (replace(layer, mask=None) for layer in (a, b))
         assert attribution.attribute(a, b, named) == attribution.attribute(a, b, ordered)
 

@@ -6,11 +6,7 @@ import numpy as np
 import pytest
 
 from jaxmha.converters import huggingface, linear
-from jaxmha.converters.discovery import (
-    attention_blocks,
-    damaged_blocks,
-    model_families,
-)
+from jaxmha.converters.discovery import attention_blocks, damaged_blocks, model_families
 from jaxmha.converters.layout import registry, transform
 from jaxmha.converters.layout.base import Layout
 from tests.converters.test_every_layout import N, params_of

@@ -8,10 +8,7 @@ import numpy as np
 import pytest
 
 from jaxmha import checkpoint
-from jaxmha.converters.discovery import (
-    attention_blocks,
-    damaged_blocks,
-)
+from jaxmha.converters.discovery import attention_blocks, damaged_blocks
 from jaxmha.converters.layout.arrays import to_numpy
 from jaxmha.converters.migrate import pipeline
 from jaxmha.converters.verify import comparison

@@ -110,11 +110,7 @@ def test_torch_to_flax_to_keras_to_torch(folder: Path, tmp_path: Path) -> None:
     import torch as framework
 
     source = folder / "encoder.pt"
-    steps = [
-        ("flax.safetensors", "flax"),
-        ("model.weights.h5", "keras"),
-        ("back.pt", "torch"),
-    ]
+    steps = [("flax.safetensors", "flax"), ("model.weights.h5", "keras"), ("back.pt", "torch")]
     previous = source
     for name, layout in steps:
         arguments: list[Any] = ["--num-heads", N] if previous == source else []

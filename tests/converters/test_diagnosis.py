@@ -355,10 +355,7 @@ def test_inverted_masks_of_real_layers_are_named() -> None:
     with foreign():
         keras_layer = Keras(3, 5)
         keras_layer.build((None, None, 15), (None, None, 15), (None, None, 15))
-        wrong = [
-            keras_layer,
-            Nnx(3, 15, decode=False, rngs=nnx.Rngs(0)),
-        ]
+        wrong = [keras_layer, Nnx(3, 15, decode=False, rngs=nnx.Rngs(0))]
     for layer, converter in zip(wrong, (keras, flax), strict=True):
         report = comparison.compare(layer, converter.from_module(layer)).blocks[0]
         assert not report.same

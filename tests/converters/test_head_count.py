@@ -12,11 +12,7 @@ from typer.testing import CliRunner
 from jaxmha import checkpoint
 from jaxmha.cli import app
 from jaxmha.converters import huggingface
-from jaxmha.converters.discovery import (
-    attention_blocks,
-    head_count,
-    hf_config,
-)
+from jaxmha.converters.discovery import attention_blocks, head_count, hf_config
 from jaxmha.converters.layout import transform
 from jaxmha.converters.migrate import pipeline
 from jaxmha.converters.verify import comparison

@@ -164,9 +164,7 @@ def test_different_dtypes_are_explained(params: MHAParams) -> None:
     assert "float16" in str(difference)
     assert "the second is the first, rounded" in str(difference)
     wrong = spoiled(
-        params,
-        "query.kernel",
-        lambda x: (x + np.eye(len(x), 1)[..., None]).astype(np.float16),
+        params, "query.kernel", lambda x: (x + np.eye(len(x), 1)[..., None]).astype(np.float16)
     )
     assert "rounded" not in str(report(params, wrong).differences[0])
 

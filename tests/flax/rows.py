@@ -9,18 +9,7 @@ import numpy as np
 from flax import nnx
 
 from jaxmha.flax import nnx as ours_nnx
-from tests.flax.common import (
-    DK,
-    DO,
-    DQ,
-    H,
-    N,
-    Row,
-    inputs,
-    plain,
-    randomise,
-    theirs,
-)
+from tests.flax.common import DK, DO, DQ, H, N, Row, inputs, plain, randomise, theirs
 from tests.tolerance import FLOORS, LAYER, error, floor
 
 WIDE: dict[str, Any] = {"num_heads": N, "qkv_features": N * H}

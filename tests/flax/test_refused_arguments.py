@@ -9,10 +9,7 @@ from flax import nnx
 
 from jaxmha.flax import linen as ours_linen
 from jaxmha.flax import nnx as ours_nnx
-from tests.flax.common import (
-    N,
-    T,
-)
+from tests.flax.common import N, T
 
 HOOK = {"match": "computes this itself"}
 

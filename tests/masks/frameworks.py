@@ -100,18 +100,12 @@ APIS = {
     "keras": MaskApi(keras, refuses=per_head),
     "keras heads": MaskApi(keras, exporting={"per_head": True}),
     "gqa": MaskApi(
-        keras,
-        exporting={"kind": "gqa", "per_head": True},
-        importing=lambda _: {"kind": "gqa"},
+        keras, exporting={"kind": "gqa", "per_head": True}, importing=lambda _: {"kind": "gqa"}
     ),
     "linen": MaskApi(flax, exporting={"kind": "linen"}, importing=heads),
     "nnx": MaskApi(flax, importing=heads),
     "flax function": MaskApi(
-        flax,
-        bias=True,
-        exporting={"function": True},
-        importing=rows,
-        fills=True,
+        flax, bias=True, exporting={"function": True}, importing=rows, fills=True
     ),
     "jax": MaskApi(jax_nn, NO_HEADS, bias=True, beyond=True, importing=rows, fills=True),
     "huggingface": MaskApi(huggingface, NO_HEADS, bias=True, importing=lengths),
@@ -302,10 +296,7 @@ LIVE = {
         "keras heads", partial(keras_live, kind="mha", scores=False), Semantics.keras(), True
     ),
     "keras scores": Live(
-        "keras heads",
-        partial(keras_live, kind="mha", scores=True),
-        Semantics.keras("scores"),
-        True,
+        "keras heads", partial(keras_live, kind="mha", scores=True), Semantics.keras("scores"), True
     ),
     "gqa fused": Live(
         "gqa", partial(keras_live, kind="gqa", scores=False), Semantics.keras(), True, 1

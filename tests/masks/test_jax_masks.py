@@ -129,10 +129,7 @@ def test_unbatched_and_jit() -> None:
             given = jnp.asarray(boolean(form))
             live_function: Any = jax.nn.dot_product_attention
             expected = live_function(*inputs, mask=given, is_causal=True)
-        for actual in (
-            jax.jit(attend)(*inputs, mask=mask),
-            attend(*inputs, mask=mask),
-        ):
+        for actual in (jax.jit(attend)(*inputs, mask=mask), attend(*inputs, mask=mask)):
             assert_close(np.asarray(actual), np.asarray(expected), form, factor=FACTOR)
 
 

@@ -207,11 +207,7 @@ def test_weights_are_those_before_or_after_dropout(name: str) -> None:
     clean, shown = (
         np.asarray(
             attention_layer(
-                params,
-                x,
-                semantics=semantics,
-                return_weights=kind,
-                dropout_key=jax.random.key(0),
+                params, x, semantics=semantics, return_weights=kind, dropout_key=jax.random.key(0)
             )[1]
         )
         for kind in ("before_dropout", which)
