@@ -1,4 +1,4 @@
-"""What the command line refuses: exit code 2, one message, and nothing written."""
+"""The command line refuses: exit code 2, one message, and nothing written."""
 
 import json
 import struct
