@@ -120,6 +120,24 @@ def test_a_long_call_is_not_repeated_before_the_rounds(
     assert found["estimate"] == pytest.approx(seconds)
 
 
+def test_make_bench_is_the_harness_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def measured(cases: Any, *_: Any, **__: Any) -> Any:
+        asked.extend(case.name for case in cases)
+        raise LookupError
+
+    monkeypatch.setattr(run, "Fleet", lambda *_: Device([100.0]))
+    monkeypatch.setattr(measure, "measure", measured)
+    arguments = ["bench", "layer", "-B", "8", "-T", "128", "-N", "8", "-H", "64"]
+    assert CliRunner().invoke(app, arguments).exit_code == 2
+    with pytest.raises(LookupError):
+        command.collect(command.parsed(["--case=layer-forward-plain-B8-T128-E512"]))
+    assert asked == 2 * ["layer-forward-plain-B8-T128-E512"]
+    makefile = (Path(__file__).parents[1] / "Makefile").read_text()
+    assert f"python -m {command.__package__} --write" in makefile.partition("\nbench: ")[2]
+
+
 def test_rounds_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     case = replace(TINY["plain"], scope="core")
     peers = ["a", "broken", "b", "dying", "slow"]
