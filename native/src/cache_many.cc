@@ -10,8 +10,9 @@ namespace jaxmha {
 namespace JAXMHA_ISA {
 namespace {
 
-constexpr long TERMS = 32;  // of a partial sum of a score
-constexpr int MOST = 2;     // vectors of rows whose sums and partial sums registers hold
+constexpr long TERMS = 32;            // of a partial sum of a score
+constexpr int WIDE = 2;               // vectors of rows of a tile
+constexpr int TALL = MR * NR / WIDE;  // its keys: as many sums as registers hold
 
 // Rows of a panel, transposed: `H width`; and a block of keys.
 struct Panel {
@@ -19,39 +20,27 @@ struct Panel {
   long width, H, stride, count;
 };
 
-// Scores of M keys and N vectors of rows, and their row max.
-template <int M, int N>
-void score_piece(const Panel& p, long key, long row, float* scores, float* row_max, Ahead& ahead) {
-  Vector total[M][N];
-#pragma GCC unroll 8
-  for (int i = 0; i < M; i++)
-#pragma GCC unroll 4
-    for (int j = 0; j < N; j++) total[i][j] = set1(0.f);
-  const auto added = [&](Vector(&x)[M][N]) {
-#pragma GCC unroll 8
-    for (int i = 0; i < M; i++)
-#pragma GCC unroll 4
-      for (int j = 0; j < N; j++) total[i][j] = add(total[i][j], x[i][j]);
-  };
-  for (long x = 0; x < p.H; x += TERMS)
-    tile<M, N, true>({p.keys + key * p.stride + x, p.stride, 1}, p.rows + x * p.width + row,
-                     p.width, std::min(TERMS, p.H - x), added, ahead);
-  StoreAndMax<M, N>{scores + key * ROWS + row, row_max + row, false}(total);
-}
+// Tiles that score_strip makes of so many keys.
+long tiles_of(long count) { return count / TALL + count % TALL / 4 + count % TALL % 4; }
 
+// Scores of all keys and N vectors of rows, and their row max.
 template <int N>
 void score_strip(const Panel& p, long row, float* scores, float* row_max, Ahead& ahead) {
+  const float* const rows = p.rows + row;
+  const auto piece = [&](auto keys, long key) {
+    score_piece<keys, N>(p.keys + key * p.stride, p.stride, rows, p.width, p.H, TERMS,
+                         scores + key * ROWS + row, row_max + row, ahead);
+  };
   long key = 0;
-  for (; key + MR <= p.count; key += MR)
-    score_piece<MR, N>(p, key, row, scores, row_max, ahead);
-  for (; key + 4 <= p.count; key += 4) score_piece<4, N>(p, key, row, scores, row_max, ahead);
-  for (; key < p.count; key++) score_piece<1, N>(p, key, row, scores, row_max, ahead);
+  for (; key + TALL <= p.count; key += TALL) piece(std::integral_constant<int, TALL>(), key);
+  for (; key + 4 <= p.count; key += 4) piece(std::integral_constant<int, 4>(), key);
+  for (; key < p.count; key++) piece(std::integral_constant<int, 1>(), key);
 }
 
 void score_panel(const Panel& p, float* scores, float* row_max, Ahead& ahead) {
   long row = 0;
-  for (; row + MOST * W <= p.width; row += MOST * W)
-    score_strip<MOST>(p, row, scores, row_max, ahead);
+  for (; row + WIDE * W <= p.width; row += WIDE * W)
+    score_strip<WIDE>(p, row, scores, row_max, ahead);
   for (; row < p.width; row += W) score_strip<1>(p, row, scores, row_max, ahead);
 }
 
@@ -87,7 +76,7 @@ void visit_many(Item& w, const Block& block) {
     widen_rows<type>(block.keys, count, s.H, w.H, w.keys);
     keys = w.keys, stride = w.H;
   }
-  const long of_keys = (count + MR - 1) / MR * s.H * ((padded(s.R) / W + MOST - 1) / MOST);
+  const long of_keys = tiles_of(count) * s.H * ((padded(s.R) / W + WIDE - 1) / WIDE);
   const long of_values = (s.R + MR - 1) / MR * count * ((w.h / W + NR - 1) / NR);
   Ahead next_values(block.values, bytes * s.h, of_keys);
   Ahead next_keys(block.next_keys, bytes * s.H, of_values);

@@ -15,6 +15,7 @@ namespace JAXMHA_ISA {
 namespace {
 
 static_assert(PANEL == ROWS, "transpose writes panels");
+constexpr long PART = 128;                    // depth that few rows are multiplied by at a time
 constexpr long DEPTH = 256;                   // of one register tile's sum
 constexpr long MOST_PACKED = (8l << 20) / 4;  // floats of the panels at a time
 
@@ -32,12 +33,14 @@ struct Depths {
   long operator[](long p) const { return kept.empty() ? p : kept[p]; }
 };
 
-// The panels of `depth` rows of b, from `first` on.
+// The panels of `depth` rows of b, from `first` on; panel0 is the first of them.
 struct Panels {
   float* data;
   const Depths& depths;
-  long first, depth;
-  float* at(long panel, long p) const { return data + (panel * depth + p - first) * PANEL; }
+  long first, depth, panel0 = 0;
+  float* at(long panel, long p) const {
+    return data + ((panel - panel0) * depth + p - first) * PANEL;
+  }
 };
 
 void pack(const Matmul& m, const float* b, const Panels& to, long panel, long p0, long depth) {
@@ -52,14 +55,18 @@ void pack(const Matmul& m, const float* b, const Panels& to, long panel, long p0
 }
 
 // One register-tiled product of some rows and one panel into y.
+template <class Each>
 void multiply(const Matmul& m, Left a, const float* b, long rows, long panel, long depth, bool added,
-              float* edge, float* y) {
-  const long count = std::min(PANEL, m.columns - panel * PANEL);
+              float* edge, float* y, Each& each) {
+  const long count = std::min(PANEL, m.columns - panel * PANEL), vectors = PANEL / W;
   if (count == PANEL) {
-    if (added) return product<Into::added>(rows, PANEL / W, depth, a, b, PANEL, y, m.columns);
-    return product<Into::replaced>(rows, PANEL / W, depth, a, b, PANEL, y, m.columns);
+    if (added)
+      product<Into::added>(rows, vectors, depth, a, b, PANEL, y, m.columns, nullptr, each);
+    else
+      product<Into::replaced>(rows, vectors, depth, a, b, PANEL, y, m.columns, nullptr, each);
+    return;
   }
-  product<Into::replaced>(rows, PANEL / W, depth, a, b, PANEL, edge, PANEL);
+  product<Into::replaced>(rows, vectors, depth, a, b, PANEL, edge, PANEL, nullptr, each);
   for (long i = 0; i < rows; i++)
     for (long j = 0; j < count; j++) {
       float& to = y[i * m.columns + j];
@@ -82,8 +89,9 @@ void pack_rows(const Matmul& m, const float* a, const Depths& depths, long r0, l
   }
 }
 
+template <class Each>
 void compute(const Matmul& m, long batch, const Panels& panels, long r0, long rows, long first,
-             long end) {
+             long end, Each& each) {
   Scratch memory((m.a_transposed ? rows * DEPTH : 0) + 16 + rows * PANEL);
   float* const own = memory.take(m.a_transposed ? rows * DEPTH : 0);
   float* const edge = memory.take(rows * PANEL);
@@ -98,7 +106,7 @@ void compute(const Matmul& m, long batch, const Panels& panels, long r0, long ro
     }
     for (long panel = first; panel < end; panel++) {
       float* const to = y + panel * PANEL;
-      multiply(m, a, panels.at(panel, p0), rows, panel, depth, p0 > 0, edge, to);
+      multiply(m, a, panels.at(panel, p0), rows, panel, depth, p0 > 0, edge, to, each);
       const bool last_part = p0 + depth == panels.depths.count;
       if (m.bias && last_part) add_bias(m, m.bias.of(batch), rows, panel, to);
     }
@@ -116,9 +124,10 @@ void clear(const Matmul& m, long batch, long row, long first, long end) {
 }
 
 // The same of the rows that are kept. Others in a register tile are multiplied along with them.
+template <class Each>
 void compute_kept(const Matmul& m, long batch, const Panels& panels, long r0, long rows, long first,
-                  long end) {
-  if (!m.kept || m.a_transposed) return compute(m, batch, panels, r0, rows, first, end);
+                  long end, Each& each) {
+  if (!m.kept || m.a_transposed) return compute(m, batch, panels, r0, rows, first, end, each);
   const uint8_t* const kept = m.kept.of(batch);
   const long last = r0 + rows;
   const auto any = [&](long r) {
@@ -127,11 +136,49 @@ void compute_kept(const Matmul& m, long batch, const Panels& panels, long r0, lo
   for (long r = r0, next; r < last; r = next) {
     const bool found = any(r);
     for (next = r + MR; next < last && any(next) == found;) next += MR;
-    if (found) compute(m, batch, panels, r, std::min(next, last) - r, first, end);
+    if (found) compute(m, batch, panels, r, std::min(next, last) - r, first, end, each);
   }
   if (panels.first + panels.depth < m.depth) return;
   for (long r = r0; r < last; r++)
     if (!kept[r]) clear(m, batch, r, first, end);
+}
+
+// The part of b that is packed next: a cache line of it is fetched before each step of a tile.
+struct NextPart {
+  const float* row;
+  long rows, lines, stride, line = 0;
+  void operator()() {
+    if (rows == 0) return;
+    __builtin_prefetch(row + line * 16, 0, 2);
+    if (++line < lines) return;
+    line = 0, row += stride, rows--;
+  }
+};
+
+NextPart next_part(const Matmul& m, long batch, const Depths& depths, long first, long end, long p,
+                   long depth) {
+  const long j0 = first * PANEL, columns = std::min(end * PANEL, m.columns) - j0;
+  if (depth <= 0 || !depths.kept.empty()) return {nullptr, 0, 0, 0};
+  const float* const b = m.b.of(batch);
+  if (m.b_transposed) return {b + j0 * m.depth + p, columns, (depth + 15) / 16, m.depth};
+  return {b + p * m.columns + j0, depth, (columns + 15) / 16, m.columns};
+}
+
+// Some panels of few rows, which wait for b: it is packed where it is used, along its rows, and the
+// next part is fetched meanwhile.
+void compute_few(const Matmul& m, long batch, const Depths& depths, long first, long end) {
+  Scratch memory(PART * (end - first) * PANEL);
+  float* const packed = memory.take(PART * (end - first) * PANEL);
+  for (long p0 = 0; p0 < depths.count; p0 += PART) {
+    const Panels part{packed, depths, p0, std::min(PART, depths.count - p0), first};
+    const long step = m.b_transposed ? part.depth : 1;
+    for (long p = p0; p < p0 + part.depth; p += step)
+      for (long panel = first; panel < end; panel++)
+        pack(m, m.b.of(batch), part, panel, p, step);
+    NextPart next = next_part(m, batch, depths, first, end, p0 + PART,
+                              std::min(PART, depths.count - p0 - PART));
+    compute_kept(m, batch, part, 0, m.rows, first, end, next);
+  }
 }
 
 }  // namespace
@@ -143,11 +190,20 @@ void matmul(const Matmul& m, Pool& pool) {
   const Items size = items_of(m.rows, m.columns, m.depth, pool.threads());
   const long chunks = (m.rows + size.rows - 1) / size.rows;
   const long groups = (count + size.panels - 1) / size.panels;
-  Scratch memory(count * PANEL * std::min(most, m.depth));
-  float* const packed = memory.take(count * PANEL * std::min(most, m.depth));
+  const long of_few = panels_of_few(m.rows, m.columns, pool.threads());
+  const long floats = of_few ? 0 : count * PANEL * std::min(most, m.depth);
+  Scratch memory(floats);
+  float* const packed = memory.take(floats);
+  Nothing nothing;
   for (long batch = 0; batch < m.batches; batch++) {
     const Depths depths(m, batch);
     for (long r = 0; !depths.count && r < m.rows; r++) clear(m, batch, r, 0, count);
+    if (of_few) {
+      parallel(pool, (count + of_few - 1) / of_few, [&](long i) {
+        compute_few(m, batch, depths, i * of_few, std::min((i + 1) * of_few, count));
+      });
+      continue;
+    }
     for (long p0 = 0; p0 < depths.count; p0 += most) {
       const Panels panels{packed, depths, p0, std::min(most, depths.count - p0)};
       const long parts = (panels.depth + DEPTH - 1) / DEPTH;
@@ -158,7 +214,7 @@ void matmul(const Matmul& m, Pool& pool) {
       parallel(pool, chunks * groups, [&](long i) {
         const long r0 = i % chunks * size.rows, first = i / chunks * size.panels;
         compute_kept(m, batch, panels, r0, std::min(size.rows, m.rows - r0), first,
-                     std::min(first + size.panels, count));
+                     std::min(first + size.panels, count), nothing);
       });
     }
   }

@@ -36,4 +36,12 @@ inline Items items_of(long rows, long columns, long depth, long threads) {
   return {std::min(rows, ROWS_OF_ITEM), (panels + groups - 1) / groups};
 }
 
+// Panels of an item of few rows, which packs them itself; 0: rows are many, or panels too few for
+// every thread to have some.
+inline long panels_of_few(long rows, long columns, long threads) {
+  constexpr long FEW = 256, MOST = 16;
+  const long panels = (columns + PANEL - 1) / PANEL;
+  return rows > FEW || panels < 2 * threads ? 0 : std::min(MOST, panels / (2 * threads));
+}
+
 }  // namespace jaxmha

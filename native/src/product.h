@@ -26,7 +26,7 @@ template <int M, int N, bool Unit, class Finish, class Each>
 inline __attribute__((always_inline)) void tile(Left a, const float* __restrict b, long ldb,
                                                 long depth, Finish&& finish, Each& each) {
   Vector c[M][N];
-#pragma GCC unroll 8
+#pragma GCC unroll 16
   for (int i = 0; i < M; i++)
 #pragma GCC unroll 4
     for (int j = 0; j < N; j++) c[i][j] = set1(0.f);
@@ -38,7 +38,7 @@ inline __attribute__((always_inline)) void tile(Left a, const float* __restrict 
     Vector v[N];
 #pragma GCC unroll 4
     for (int j = 0; j < N; j++) v[j] = load(b + p * ldb + j * W);
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int i = 0; i < M; i++) {
       const Vector x = set1(data[i * row + p * column]);
 #pragma GCC unroll 4
@@ -65,7 +65,7 @@ struct Store {
   long ldc;
   const float* __restrict factors;
   inline __attribute__((always_inline)) void operator()(Vector (&x)[M][N]) const {
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int i = 0; i < M; i++)
 #pragma GCC unroll 4
       for (int j = 0; j < N; j++) {
@@ -82,7 +82,7 @@ __attribute__((noinline)) void piece(Left a, const float* b, long ldb, long dept
                                      long ldc, const float* factors, Each& each) {
   const Store<into, M, N> finish{c, ldc, factors};
   // Rows of a large C are far apart and wait for memory at the end.
-#pragma GCC unroll 8
+#pragma GCC unroll 16
   for (int i = 0; i < M; i++)
 #pragma GCC unroll 4
     for (int j = 0; j < N; j++) __builtin_prefetch(c + i * ldc + j * W, 1);

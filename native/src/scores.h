@@ -28,7 +28,7 @@ struct StoreAndMax {
 #pragma GCC unroll 4
     for (int j = 0; j < N; j++) {
       Vector m = row_max ? load(row_max + j * W) : set1(0.f);
-#pragma GCC unroll 8
+#pragma GCC unroll 16
       for (int i = 0; i < M; i++) {
         float* const to = scores + i * ROWS + j * W;
         if (plus) x[i][j] = add(load(to), x[i][j]);
@@ -41,35 +41,38 @@ struct StoreAndMax {
 };
 
 // Scores of M keys and N vectors of rows, and their row max.
-template <int M, int N>
-void score_piece(const float* key, long ldk, const float* query, long H, long terms,
-                 float* scores, float* row_max) {
+template <int M, int N, class Each>
+void score_piece(const float* key, long ldk, const float* query, long ldq, long H, long terms,
+                 float* scores, float* row_max, Each& each) {
   long p = 0;
   for (; p + terms < H; p += terms) {
     const Left left{key + p, ldk, 1};
     if (p == 0)
-      tile<M, N, true>(left, query, ROWS, terms,
-                       Store<Into::replaced, M, N>{scores, ROWS, nullptr});
+      tile<M, N, true>(left, query, ldq, terms,
+                       Store<Into::replaced, M, N>{scores, ROWS, nullptr}, each);
     else
-      tile<M, N, true>(left, query + p * ROWS, ROWS, terms,
-                       Store<Into::added, M, N>{scores, ROWS, nullptr});
+      tile<M, N, true>(left, query + p * ldq, ldq, terms,
+                       Store<Into::added, M, N>{scores, ROWS, nullptr}, each);
   }
-  tile<M, N, true>({key + p, ldk, 1}, query + p * ROWS, ROWS, H - p,
-                   StoreAndMax<M, N>{scores, row_max, p > 0});
+  tile<M, N, true>({key + p, ldk, 1}, query + p * ldq, ldq, H - p,
+                   StoreAndMax<M, N>{scores, row_max, p > 0}, each);
 }
 
 // The same of any number of keys.
 template <int N>
 void score_strip(long keys, const float* key, long ldk, const float* query, long H, long terms,
                  float* scores, float* row_max) {
+  Nothing nothing;
   long i = 0;
   for (; i + MR <= keys; i += MR) {
     for (long r = i + MR; r < i + 2 * MR; r++)
       for (long x = 0; x < H; x += 16) __builtin_prefetch(key + r * ldk + x);
-    score_piece<MR, N>(key + i * ldk, ldk, query, H, terms, scores + i * ROWS, row_max);
+    score_piece<MR, N>(key + i * ldk, ldk, query, ROWS, H, terms, scores + i * ROWS, row_max,
+                       nothing);
   }
   for (; i < keys; i++)
-    score_piece<1, N>(key + i * ldk, ldk, query, H, terms, scores + i * ROWS, row_max);
+    score_piece<1, N>(key + i * ldk, ldk, query, ROWS, H, terms, scores + i * ROWS, row_max,
+                      nothing);
 }
 
 // Products of rows `count depth` and of `depth ROWS`, such as scores: sums of parts of so many

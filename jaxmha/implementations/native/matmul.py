@@ -22,7 +22,7 @@ from jaxmha.implementations.native.registration import register
 NAME = "native"
 # Below, XLA's matmul takes less: a call of the kernels costs microseconds, and few rows do not pay
 # for a copy of the kernel.
-LEAST_ROWS, LEAST_WORK = 48, 2**20
+LEAST_ROWS, LEAST_WORK = 16, 2**20
 
 
 def unsupported_reason(
