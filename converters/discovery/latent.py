@@ -6,8 +6,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from jaxmha import Semantics, rope, rope_frequencies
+from jaxmha.converters.discovery import architectures, query_scale
 from jaxmha.integers import FAR
-from jaxmha.rotary import Rotate
+from jaxmha.latent.rotation import ScaledQueries, Turn
 from jaxmha.rotary_frequencies import parameters_of
 from jaxmha.static_checks import number
 
@@ -18,15 +19,22 @@ _INTERLEAVED: dict[str, bool | None] = {
     "deepseek_v3": None,
     "glm4_moe_lite": None,
     "minicpm3": False,
+    "mistral4": None,
     "youtu": None,
 }
 
 
+_PART = ("partial_rotary_factor", "head_dim")
+
+
 class LatentBehaviour(NamedTuple):
-    """Semantics of latent attention, and the rotation of its queries and of its shared key."""
+    """Semantics of latent attention, and the rotation of its queries and of its shared key.
+
+    `rotate` is `jaxmha.latent.ScaledQueries` if queries have factors of their positions as well.
+    """
 
     semantics: Semantics
-    rotate: Rotate
+    rotate: Turn
 
 
 def latent_behaviour(config: Mapping[str, Any], *, length: int = 0) -> LatentBehaviour:
@@ -65,16 +73,23 @@ def latent_behaviour(config: Mapping[str, Any], *, length: int = 0) -> LatentBeh
     frequencies = rope_frequencies(rotary_settings(config), R, length=length)
     factor = _yarn(parameters_of(config))
     rate = number("attention_dropout", config.get("attention_dropout") or 0.0)
+    turned = partial(rope, frequencies=frequencies, interleaved=interleaved)
+    scaled = "query_scale" in architectures.parts(kind)
+    factors = query_scale.of(config, None) if scaled else None
     return LatentBehaviour(
         Semantics(scale=(H + R) ** -0.5 * factor * factor, dropout_rate=rate),
-        partial(rope, frequencies=frequencies, interleaved=interleaved),
+        ScaledQueries(turned, *factors) if factors else turned,
     )
 
 
 def rotary_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration without keys on a rotated part of a head: here, the rotary features are a
     head of their own."""
-    return {k: v for k, v in config.items() if k not in ("partial_rotary_factor", "head_dim")}
+    kept = {k: v for k, v in config.items() if k not in _PART}
+    own = kept.get("rope_parameters")
+    if isinstance(own, Mapping):
+        kept["rope_parameters"] = {k: v for k, v in own.items() if k not in _PART}
+    return kept
 
 
 def _yarn(parameters: Mapping[str, Any]) -> float:

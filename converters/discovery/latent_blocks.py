@@ -9,9 +9,11 @@ from typing import Any, NamedTuple
 from jaxmha import rope_frequencies
 from jaxmha.converters.discovery import behaviours, hf_config, latent, positions
 from jaxmha.converters.discovery.attention_blocks import natural
+from jaxmha.converters.discovery.query_scale import QueryScale
 from jaxmha.converters.layout import latent_forms
 from jaxmha.converters.layout.latent import OWN, SIGN
 from jaxmha.converters.layout.latent_forms import DEEPSEEK, Held
+from jaxmha.latent.rotation import ScaledQueries
 from jaxmha.rotary_frequencies import parameters_of
 
 _OWN_SIGN = OWN["latent.kernel"]
@@ -110,12 +112,15 @@ def _configured(
         if (own.get("qk_nope_head_dim"), own.get("qk_rope_head_dim")) != (sizes["H"], sizes["R"]):
             continue
         try:
-            semantics, rotate = latent.latent_behaviour(own)
+            semantics, turn = latent.latent_behaviour(own)
             frequencies = rope_frequencies(latent.rotary_settings(own), sizes["R"])
             parameters = parameters_of(own)
+            scaled = turn if isinstance(turn, ScaledQueries) else None
+            factors = QueryScale(*scaled[1:]) if scaled else None
+            rotate = scaled.rotate if scaled else turn
             rotary = positions.Rotary(
                 frequencies.values,
-                bool(rotate.keywords["interleaved"]),  # type: ignore[attr-defined]
+                bool(rotate.keywords["interleaved"]),  # type: ignore[union-attr]
                 frequencies.factor,
                 str(parameters["rope_type"]),
                 float(parameters["rope_theta"]),
@@ -124,7 +129,7 @@ def _configured(
             continue
         kept = {"scale": semantics.scale, "dropout_rate": semantics.dropout_rate}
         facts = {name: value for name, value in kept.items() if value}
-        place = positions.Positions("rotary", rotary)
+        place = positions.Positions("rotary", rotary, query_scale=factors)
         return {
             behaviours.METADATA: json.dumps({**facts, "from": DEEPSEEK.name}),
             positions.METADATA: str(place),

@@ -125,6 +125,8 @@ class Positions(NamedTuple):
 
     def __str__(self) -> str:
         """The scheme in words."""
+        if self.query_scale is not None:
+            return f"{self._replace(query_scale=None)}, queries multiplied by factors of positions"
         if isinstance(self.rotary, Rotary):
             kind = "" if self.rotary.kind == "default" else f", scaling {self.rotary.kind}"
             pairs = "neighbouring features" if self.rotary.interleaved else "halves"

@@ -11,10 +11,12 @@ from jaxmha.latent.heads import project as project
 from jaxmha.latent.initializers import init_latent_params as init_latent_params
 from jaxmha.latent.layer import latent_attention as latent_attention
 from jaxmha.latent.params import LatentParams as LatentParams
+from jaxmha.latent.rotation import ScaledQueries as ScaledQueries
 
 __all__ = [
     "LatentCache",
     "LatentParams",
+    "ScaledQueries",
     "absorb",
     "combine",
     "decode_step",

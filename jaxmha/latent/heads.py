@@ -18,10 +18,11 @@ from jaxmha.arrays import Array, require_arrays
 from jaxmha.dims import bind
 from jaxmha.implementations.base import accumulation_dtype
 from jaxmha.latent.params import LatentParams, leaves, sizes
+from jaxmha.latent.rotation import ScaledQueries, Turn, static_turn
 from jaxmha.matmul import resolved
 from jaxmha.params import Projection
 from jaxmha.projections import affine_map
-from jaxmha.rotary import Rotate, apply_rotation, static_rotation
+from jaxmha.rotary import apply_rotation
 from jaxmha.semantics import Semantics
 from jaxmha.static_checks import flag
 
@@ -65,7 +66,7 @@ def project(
     x: Float[Array, "*B T Dq"],
     *,
     positions: Integer[Array, "*#B T"] | None = None,
-    rotate: Rotate | None = None,
+    rotate: Turn | None = None,
     semantics: Semantics = Semantics(),
 ) -> tuple[
     Float[jax.Array, "*B T N E"], Float[jax.Array, "*B T N E"], Float[jax.Array, "*B T N h"]
@@ -78,6 +79,7 @@ def project(
       positions: positions of the tokens; None: 0 to T - 1.
       rotate: `rotate(heads, positions)`, such as `rope`, applied to the R rotary features of
         queries `(*B, T, N, R)` and of the shared key `(*B, T, 1, R)`; None: no rotation.
+        `ScaledQueries` multiplies the queries as well.
       semantics: `qk_norm_epsilon` is the epsilon of the norms of latents.
 
     Returns:
@@ -92,7 +94,7 @@ def project(
     """
     check_arguments(params, semantics, x=x, positions=positions)
     found: tuple[jax.Array, jax.Array, jax.Array] = _jitted(
-        params, x, positions, semantics, rotate=static_rotation(rotate), absorbed=False
+        params, x, positions, semantics, rotate=static_turn(rotate), absorbed=False
     )
     return found
 
@@ -102,7 +104,7 @@ def absorb(
     x: Float[Array, "*B T Dq"],
     *,
     positions: Integer[Array, "*#B T"] | None = None,
-    rotate: Rotate | None = None,
+    rotate: Turn | None = None,
     semantics: Semantics = Semantics(),
 ) -> tuple[Float[jax.Array, "*B T N C"], Float[jax.Array, "*B T C"]]:
     """Queries of every head for latents, and one key of C = L + R features per token, as for decoding.
@@ -122,7 +124,7 @@ def absorb(
     """
     check_arguments(params, semantics, x=x, positions=positions)
     found: tuple[jax.Array, jax.Array] = _jitted(
-        params, x, positions, semantics, rotate=static_rotation(rotate), absorbed=True
+        params, x, positions, semantics, rotate=static_turn(rotate), absorbed=True
     )
     return found
 
@@ -134,7 +136,7 @@ def _jitted(
     positions: jax.Array | None,
     semantics: Semantics,
     *,
-    rotate: Rotate | None,
+    rotate: Turn | None,
     absorbed: bool,
 ) -> tuple[jax.Array, ...]:
     sizes, dtype = check_inputs(params, x=x)
@@ -166,7 +168,7 @@ class Latent(NamedTuple):
     params: LatentParams
     semantics: Semantics
     dtype: np.dtype[np.floating]
-    rotate: Rotate | None
+    rotate: Turn | None
 
     def queries(
         self,
@@ -174,7 +176,10 @@ class Latent(NamedTuple):
         positions: Integer[jax.Array, "B T"],
         attended: jax.Array | None = None,
     ) -> Float[jax.Array, "B T N E"]:
-        """Queries, with rotated last R features. `attended`: the positions to keep, `b T`."""
+        """Queries, with rotated last R features and the factors of their positions.
+
+        `attended`: the positions to keep, `b T`.
+        """
         params = self.params
         if params.query_latent is not None:
             latent = self._affine(x, params.query_latent, attended)
@@ -182,7 +187,10 @@ class Latent(NamedTuple):
         query = self._affine(x, params.query, attended).astype(self.dtype)
         H = params.key.kernel.shape[-1]
         turned = self._rotated(query[..., H:], positions)
-        return jnp.concatenate([query[..., :H], turned], -1)
+        found = jnp.concatenate([query[..., :H], turned], -1)
+        if not isinstance(self.rotate, ScaledQueries):
+            return found
+        return found * self.rotate.factors(positions)[..., None, None].astype(self.dtype)
 
     def keys(
         self,
@@ -259,8 +267,9 @@ class Latent(NamedTuple):
         return (x * wide).astype(self.dtype)
 
     def _rotated(self, heads: jax.Array, positions: jax.Array) -> jax.Array:
-        if self.rotate is not None:
-            heads = apply_rotation(self.rotate, heads, positions)
+        rotate = self.rotate.rotate if isinstance(self.rotate, ScaledQueries) else self.rotate
+        if rotate is not None:
+            heads = apply_rotation(rotate, heads, positions)
         return heads.astype(self.dtype)
 
 

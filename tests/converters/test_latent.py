@@ -1,5 +1,6 @@
 """Latent attention of published models: weights, behaviour and outputs as in transformers."""
 
+import copy
 import importlib
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ B, T, FEATURES = 2, 29, 48
 YARN = {
     "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16,
     "mscale": 0.7, "mscale_all_dim": 0.9, "beta_fast": 32, "beta_slow": 1,
+    "llama_4_scaling_beta": 0.3,  # mistral4 alone reads it
 }  # fmt: skip
 # Model type -> name of its classes, and whether its output passes an attention mask by name.
 MODELS = {
@@ -28,6 +30,7 @@ MODELS = {
     "youtu": "Youtu",
     "axk1": "AXK1",
     "minicpm3": "MiniCPM3",
+    "mistral4": "Mistral4",
 }
 EVERYDAY = ("deepseek_v2", "deepseek_v3")
 
@@ -40,7 +43,7 @@ def layer(kind: str, **settings: Any) -> tuple[Any, Any, Any]:
     config = getattr(transformers, f"{MODELS[kind]}Config")(
         hidden_size=FEATURES, num_attention_heads=4, num_key_value_heads=4, kv_lora_rank=20,
         q_lora_rank=28, qk_rope_head_dim=8, qk_nope_head_dim=12, v_head_dim=10,
-        max_position_embeddings=64, attn_implementation="sdpa", **settings,
+        max_position_embeddings=64, attn_implementation="sdpa", **copy.deepcopy(settings),
     )  # fmt: skip
     torch.manual_seed(0)
     attention = getattr(module, f"{MODELS[kind]}Attention")(config, 0).eval()
@@ -51,7 +54,9 @@ def layer(kind: str, **settings: Any) -> tuple[Any, Any, Any]:
     angles = rotary(x, torch.arange(T)[None])
     causal = torch.full((T, T), -torch.inf).triu(1)[None, None]
     with torch.no_grad():
-        out = attention(x, position_embeddings=angles, attention_mask=causal)[0]
+        out = attention(
+            x, position_embeddings=angles, attention_mask=causal, position_ids=torch.arange(T)[None]
+        )[0]
     return attention, config, (x.numpy(), out.numpy())
 
 
@@ -121,7 +126,7 @@ def layer_in_float64(
     exact(monkeypatch, kind)
     module, x = module.double(), x.astype("float64")
     _, rotate = huggingface.latent_behaviour(config.to_dict())
-    frequencies = rotate.keywords["frequencies"]  # type: ignore[attr-defined]
+    frequencies = rotate.keywords["frequencies"]  # type: ignore[union-attr]
     angles = np.arange(T)[:, None] * np.asarray(frequencies.values)
     cos, sin = (frequencies.factor * f(angles)[None] for f in (np.cos, np.sin))
     given: Any = torch.from_numpy(cos + 1j * sin)
@@ -156,8 +161,8 @@ def test_the_rotation_is_static() -> None:
     one, other = (
         huggingface.latent_behaviour({**sizes, "rope_parameters": YARN}) for _ in range(2)
     )
-    assert one.rotate.keywords == other.rotate.keywords  # type: ignore[attr-defined]
-    assert hash(one.rotate.keywords["frequencies"])  # type: ignore[attr-defined]
+    assert one.rotate.keywords == other.rotate.keywords  # type: ignore[union-attr]
+    assert hash(one.rotate.keywords["frequencies"])  # type: ignore[union-attr]
 
 
 def state(**change: Any) -> dict[str, Any]:

@@ -65,6 +65,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "gpt_neo": {"window_size": 4},
     "mobilevit": {"image_size": 128},
     "clvp": {"__factor__": 2},
+    "mistral4": {"rope_parameters": {"original_max_position_embeddings": 4}},  # factors that matter
     "llama4": {"vision_config": {"num_attention_heads": 4, "intermediate_size": 384}},
     **dict.fromkeys(
         (

@@ -29,8 +29,8 @@ from jaxmha.flax.parameters import Initializer
 from jaxmha.latent import LatentCache, LatentParams
 from jaxmha.latent.cache import LatentT
 from jaxmha.latent.params import from_leaves, leaves
+from jaxmha.latent.rotation import Turn
 from jaxmha.mask import Mask
-from jaxmha.rotary import Rotate
 from jaxmha.semantics import Semantics
 
 
@@ -82,7 +82,7 @@ class LatentAttention(nn.Module):  # type: ignore[misc]
     deterministic: bool | None = None
     decode: bool = False
     semantics: Semantics = Semantics()
-    rotate: Rotate | None = None
+    rotate: Turn | None = None
     implementation: Implementation = None
 
     def __post_init__(self) -> None:

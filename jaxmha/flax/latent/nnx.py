@@ -26,8 +26,8 @@ from jaxmha.flax.parameters import Initializer
 from jaxmha.latent import LatentCache, LatentParams
 from jaxmha.latent.cache import LatentT
 from jaxmha.latent.params import from_leaves, leaves
+from jaxmha.latent.rotation import Turn
 from jaxmha.mask import Mask
-from jaxmha.rotary import Rotate
 from jaxmha.semantics import Semantics
 
 
@@ -89,7 +89,7 @@ class LatentAttention(nnx.Module):  # type: ignore[misc]
         deterministic: bool | None = None,
         decode: bool = False,
         semantics: Semantics = Semantics(),
-        rotate: Rotate | None = None,
+        rotate: Turn | None = None,
         implementation: Implementation = None,
         rngs: nnx.Rngs,
     ) -> None:
