@@ -7,6 +7,9 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from jaxmha.arrays import Array
+from jaxmha.static_checks import number
+
+_FLOOR = "original_max_position_embeddings"
 
 
 class QueryScale(NamedTuple):
@@ -43,4 +46,7 @@ def of(own: Mapping[str, Any], layer: int | None) -> QueryScale | None:
     beta = rope_.get("llama_4_scaling_beta") if isinstance(rope_, Mapping) else None
     if beta is None:
         return None
-    return QueryScale(float(beta), float(rope_["original_max_position_embeddings"]), 0)
+    floor = number(_FLOOR, rope_.get(_FLOOR))
+    if not floor > 0:
+        raise ValueError(f"{_FLOOR} must be positive, got {floor}")
+    return QueryScale(number("llama_4_scaling_beta", beta), floor, 0)

@@ -32,6 +32,8 @@ MODELS = {
     "minicpm3": "MiniCPM3",
     "mistral4": "Mistral4",
 }
+_BETA, _FLOOR = "llama_4_scaling_beta", "original_max_position_embeddings"
+_MISTRAL = {"model_type": "mistral4", "qk_nope_head_dim": 4, "qk_rope_head_dim": 8}
 EVERYDAY = ("deepseek_v2", "deepseek_v3")
 
 
@@ -210,10 +212,13 @@ def test_what_the_layout_cannot_hold() -> None:
     [
         ({"model_type": "longcat_flash"}, "model_type 'longcat_flash': known latent attention"),
         ({"model_type": "deepseek_v2"}, "qk_nope_head_dim and qk_rope_head_dim, got None"),
+        (_MISTRAL | {"rope_parameters": {_BETA: 0.1}}, "original_max_position_embeddings"),
+        (_MISTRAL | {"rope_parameters": {_BETA: 0.1, _FLOOR: 0}}, f"{_FLOOR} must be positive"),
+        (_MISTRAL | {"rope_parameters": {_BETA: "much", _FLOOR: 8}}, _BETA),
     ],
 )
 def test_wrong_configurations(config: dict[str, Any], printed: str) -> None:
-    with pytest.raises(ValueError, match=printed):
+    with pytest.raises((TypeError, ValueError), match=printed):
         huggingface.latent_behaviour(config)
 
 
