@@ -1,9 +1,10 @@
 // Few query rows over many keys, as in decoding: keys and values are read once, in place, and the
-// time is that of memory. Features lie in lanes. An item is a range of keys of one key head; the
-// states of the ranges are joined at the end.
+// time is that of memory. Features lie in lanes. An item is a range of keys of some key heads, which
+// lie side by side in memory; the states of the ranges are joined at the end.
 #include "few_rows.h"
 
 #include <cmath>
+#include <vector>
 
 #include "keys.h"
 #include "kernels.h"
@@ -29,28 +30,34 @@ struct State {
 
 struct Item {
   const Problem& p;
-  long b, kv, rows, H, h;  // rows: of all query heads of the group
+  const long b, kv0, rows, H, h;  // rows: of all query heads of a group
+  long kv;                        // the key head in use
   Scratch memory;
-  float *query, *keys, *values, *scores, *bias;
+  float *queries, *query, *keys, *values, *scores, *bias;  // queries: of all key heads
   uint8_t* allowed;
 
-  Item(const Problem& p, long b, long kv);
+  Item(const Problem& p, long b, long kv0, long kv1);
+  void use(long key_head) { kv = key_head, query = queries + (kv - kv0) * rows * H; }
   long head(long row) const { return kv * p.group() + row / p.T; }
 };
 
-Item::Item(const Problem& p, long b, long kv)
-    : p(p), b(b), kv(kv), rows(p.group() * p.T), H(padded(p.H)), h(padded(p.h)),
-      memory(rows * H + KEYS * (H + h) + rows * KEYS + KEYS * ROWS * 5 / 4 + 6 * 16) {
-  query = memory.take(rows * H);
+Item::Item(const Problem& p, long b, long kv0, long kv1)
+    : p(p), b(b), kv0(kv0), rows(p.group() * p.T), H(padded(p.H)), h(padded(p.h)),
+      memory((kv1 - kv0) * rows * H + KEYS * (H + h) + rows * KEYS + KEYS * ROWS * 5 / 4 +
+             6 * 16) {
+  queries = memory.take((kv1 - kv0) * rows * H);
   keys = memory.take(KEYS * H);
   values = memory.take(KEYS * h);
   scores = memory.take(rows * KEYS);
   bias = memory.take(KEYS * ROWS);
   allowed = reinterpret_cast<uint8_t*>(memory.take(KEYS * ROWS / 4));
-  for (long row = 0; row < rows; row++) {
-    float* const to = query + row * H;
-    pad_row(p.query.at(b, row % p.T, head(row)), p.query.type, p.H, H, to);
-    for (long x = 0; x < p.H; x++) to[x] *= p.scale;
+  for (long key_head = kv0; key_head < kv1; key_head++) {
+    use(key_head);
+    for (long row = 0; row < rows; row++) {
+      float* const to = query + row * H;
+      pad_row(p.query.at(b, row % p.T, head(row)), p.query.type, p.H, H, to);
+      for (long x = 0; x < p.H; x++) to[x] *= p.scale;
+    }
   }
 }
 
@@ -144,34 +151,46 @@ void add_values(const Item& w, long row, long count, const float* values, long s
   }
 }
 
-void visit_keys(Item& w, const State& state, long first, long end) {
+// Adds a block of keys to the state of the rows of the key head in use.
+void visit_block(Item& w, const State& state, long k0, long count) {
   const Problem& p = w.p;
   const bool exact = w.rows * p.S * w.H <= EXACT;
   const bool whole = p.key.type == Float::f32 && p.H % W == 0 && p.h % W == 0;
-  for (long k0 = first; k0 < end; k0 += KEYS) {
-    const long count = std::min(KEYS, end - k0);
-    bool some = false;
-    const float *keys = w.keys, *values = w.values;
-    long key_stride = w.H, value_stride = w.h;
-    if (whole && finite_keys(p, w.b, w.kv, k0, count)) {
-      keys = reinterpret_cast<const float*>(p.key.at(w.b, k0, w.kv));
-      values = reinterpret_cast<const float*>(p.value.at(w.b, k0, w.kv));
-      key_stride = p.key.stride(), value_stride = p.value.stride();
-    } else {
-      copy_keys(p, w.b, w.kv, k0, count, w.H, w.h, w.keys, w.values);
-    }
-    if (exact)
-      multiply_exactly(w, count, keys, key_stride);
-    else
-      multiply(w, count, keys, key_stride);
-    for (long n = 0; n < p.group(); n++) some |= apply(w, w.kv * p.group() + n, k0, count);
-    for (long row = 0; some && row < w.rows; row++) {
-      float* const out = state.out + row * w.h;
-      exponentials(count, Exponent(p.exponent()), w.scores + row * KEYS, state.row_max + row,
-                   state.row_sum + row, out, w.h);
-      add_values(w, row, count, values, value_stride, out);
-    }
+  bool some = false;
+  const float *keys = w.keys, *values = w.values;
+  long key_stride = w.H, value_stride = w.h;
+  if (whole && finite_keys(p, w.b, w.kv, k0, count)) {
+    keys = reinterpret_cast<const float*>(p.key.at(w.b, k0, w.kv));
+    values = reinterpret_cast<const float*>(p.value.at(w.b, k0, w.kv));
+    key_stride = p.key.stride(), value_stride = p.value.stride();
+  } else {
+    copy_keys(p, w.b, w.kv, k0, count, w.H, w.h, w.keys, w.values);
   }
+  if (exact)
+    multiply_exactly(w, count, keys, key_stride);
+  else
+    multiply(w, count, keys, key_stride);
+  for (long n = 0; n < p.group(); n++) some |= apply(w, w.kv * p.group() + n, k0, count);
+  for (long row = 0; some && row < w.rows; row++) {
+    float* const out = state.out + row * w.h;
+    exponentials(count, Exponent(p.exponent()), w.scores + row * KEYS, state.row_max + row,
+                 state.row_sum + row, out, w.h);
+    add_values(w, row, count, values, value_stride, out);
+  }
+}
+
+// Adds keys [first, end) to the states of the key heads of an item.
+void visit_keys(Item& w, long first, long end, const std::vector<State>& states) {
+  const long heads = states.size();
+  std::vector<Range> seen;
+  for (long i = 0; i < heads; i++) seen.push_back(keys_of_head(w.p, w.b, w.kv0 + i));
+  for (long k0 = first; k0 < end; k0 += KEYS)
+    for (long i = 0; i < heads; i++) {
+      const long from = std::max(k0, seen[i].first);
+      const long to = std::min({k0 + KEYS, end, seen[i].end});
+      w.use(w.kv0 + i);
+      if (from < to) visit_block(w, states[i], from, to - from);
+    }
 }
 
 // Joins the states of all ranges, in their order, and writes the rows of a head.
@@ -212,25 +231,31 @@ bool are_few_rows(const Forward& f) {
 
 void attend_few_rows(const Forward& f, Pool& pool) {
   const Problem& p = f.problem;
-  const long heads = p.B * p.K, rows = p.group() * p.T, h = padded(p.h);
-  const long wanted = (4 * pool.threads() + heads - 1) / heads;
-  const long ranges = std::max(1l, std::min(wanted, p.S / LEAST));
+  const long rows = p.group() * p.T, h = padded(p.h), wanted = 4 * pool.threads();
+  const long most = std::max(1l, p.S / LEAST);
+  const long parts = std::min(p.K, (wanted + p.B * most - 1) / (p.B * most));  // of key heads
+  const long heads = (p.K + parts - 1) / parts;
+  const long ranges = std::min(most, (wanted + p.B * parts - 1) / (p.B * parts));
   const long each = ((p.S + ranges - 1) / ranges + KEYS - 1) / KEYS * KEYS;
   const size_t step = State::floats(rows, h);
-  Scratch memory(heads * ranges * step);
-  float* const states = memory.take(heads * ranges * step);
-  parallel(pool, heads * ranges, [&](long i) {
-    Item w(p, i / ranges / p.K, i / ranges % p.K);
-    const State state(states + i * step, rows, h);
-    std::fill(state.out, state.out + rows * h, 0.f);
-    std::fill(state.row_max, state.row_max + rows, LOWEST);
-    std::fill(state.row_sum, state.row_sum + rows, 0.f);
-    const Range seen = keys_of_head(p, w.b, w.kv);
-    const long first = i % ranges * each;
-    visit_keys(w, state, std::max(first, seen.first), std::min(first + each, seen.end));
+  Scratch memory(p.B * p.K * ranges * step);
+  float* const all = memory.take(p.B * p.K * ranges * step);
+  parallel(pool, p.B * parts * ranges, [&](long i) {
+    const long b = i / (parts * ranges), range = i % ranges;
+    const long kv0 = std::min(i / ranges % parts * heads, p.K), kv1 = std::min(kv0 + heads, p.K);
+    std::vector<State> states;
+    for (long kv = kv0; kv < kv1; kv++) {
+      const State& state =
+          states.emplace_back(all + ((b * p.K + kv) * ranges + range) * step, rows, h);
+      std::fill(state.out, state.out + rows * h, 0.f);
+      std::fill(state.row_max, state.row_max + rows, LOWEST);
+      std::fill(state.row_sum, state.row_sum + rows, 0.f);
+    }
+    Item w(p, b, kv0, kv1);
+    visit_keys(w, range * each, std::min((range + 1) * each, p.S), states);
   });
-  for (long head = 0; head < heads; head++)
-    join(f, head / p.K, head % p.K, states + head * ranges * step, ranges);
+  for (long head = 0; head < p.B * p.K; head++)
+    join(f, head / p.K, head % p.K, all + head * ranges * step, ranges);
 }
 
 }  // namespace JAXMHA_ISA
