@@ -117,7 +117,7 @@ def sgemm(state: State, shape: list[int]) -> dict[str, Any]:
 
 
 def limits(state: State, dtype: str) -> dict[str, Any]:
-    """The device of JAX, TFLOP/s of a product of matrices on it, and GB/s of a copy."""
+    """The device of JAX, TFLOP/s of a product of matrices on it, and GB/s of its memory."""
     from jaxmha.bench.limits import measure
 
     return measure(dtype)

@@ -84,7 +84,7 @@ def command(
     """Time jaxmha's implementations and other installed libraries on your shapes, on this device.
 
     Every output is compared with float64 before it is timed. The share is that of the time that the
-    device needs at least, by its own product of matrices and its own copy. The exit code is 1 if
+    device needs at least, by its own product of matrices and its own memory. The exit code is 1 if
     jaxmha computed nothing.
     """
     with one_message():
@@ -228,7 +228,7 @@ def _print(found: dict[str, Any]) -> None:
     limits = found["limits"]
     print_line(
         f"{escape(found['name'])} on {escape(found['device'])}, {found['threads']} threads: a product "
-        f"reaches {limits['tflops']:.3g} TFLOP/s, a copy {limits['gb_per_second']:.3g} GB/s"
+        f"reaches {limits['tflops']:.3g} TFLOP/s, its memory {limits['gb_per_second']:.3g} GB/s"
     )
     table = Table()
     table.add_column("", no_wrap=True)
