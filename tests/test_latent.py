@@ -15,6 +15,7 @@ from tests.tolerance import assert_close
 
 B, T, N, D, L, R, H, h, P = 2, 13, 3, 7, 11, 4, 5, 2, 6
 ROTATE = partial(rope, base=100.0, interleaved=True)
+SCALED: Any = latent.ScaledQueries(ROTATE, beta=0.7, floor=3.0, first=1)
 SIZES: dict[str, Any] = {
     "num_heads": N, "features": D, "latent_dim": L, "rotary_dim": R, "head_dim": H,
     "value_head_dim": h, "out_features": 17,
@@ -42,10 +43,11 @@ def turned(x: Any, positions: Any) -> Any:
     return np.stack(pairs, -1).reshape(x.shape)
 
 
-def oracle(params: Any, x: Any, allowed: Any) -> Any:
+def oracle(params: Any, x: Any, allowed: Any, rotate: Any = ROTATE) -> Any:
     """The output in float64, head by head."""
     p = {name: np.asarray(a, np.float64) for name, a in leaves(params).items()}
     x, at = np.asarray(x, np.float64), np.arange(np.shape(x)[1])
+    factors = 1 + 0.7 * np.log(1 + (at + 1) // 3) if rotate is SCALED else np.ones(len(at))
 
     def norm(y: Any, scale: Any) -> Any:
         return y / np.sqrt((y**2).mean(-1, keepdims=True) + 1e-6) * scale
@@ -57,7 +59,7 @@ def oracle(params: Any, x: Any, allowed: Any) -> Any:
         x = norm(low, p["query_latent_norm"])
     out = p.get("out.bias", np.zeros(1))
     for n in range(N):
-        query = x @ p["query.kernel"][:, n]
+        query = x @ p["query.kernel"][:, n] * factors[:, None]
         key = latents @ p["key.kernel"][:, n]
         scores = query[..., :H] @ key.swapaxes(1, 2)
         scores += turned(query[..., H:], at) @ shared.swapaxes(1, 2)
@@ -71,18 +73,18 @@ def oracle(params: Any, x: Any, allowed: Any) -> Any:
 CAUSAL = np.tri(T, dtype=bool)
 
 
-@pytest.mark.parametrize("low_rank", [True, False])
-def test_both_forms_are_the_oracle(low_rank: bool) -> None:
+@pytest.mark.parametrize(("low_rank", "rotate"), [(True, ROTATE), (False, SCALED)])
+def test_both_forms_are_the_oracle(low_rank: bool, rotate: Any) -> None:
     params, x = made(low_rank), inputs()
-    want = oracle(params, x, CAUSAL)
-    got = latent.latent_attention(params, x, rotate=ROTATE, is_causal=True)
+    want = oracle(params, x, CAUSAL, rotate)
+    got = latent.latent_attention(params, x, rotate=rotate, is_causal=True)
     assert_close(got, want)
-    query, keys = latent.absorb(params, x, rotate=ROTATE)
+    query, keys = latent.absorb(params, x, rotate=rotate)
     heads = jaxmha.dot_product_attention(
         query, keys[:, :, None], keys[:, :, None, :L], scale=(H + R) ** -0.5, is_causal=True
     )
     assert_close(latent.combine(params, heads, absorbed=True), want)
-    expanded = latent.project(params, x, rotate=ROTATE)
+    expanded = latent.project(params, x, rotate=rotate)
     heads = jaxmha.dot_product_attention(*expanded, is_causal=True)
     assert_close(latent.combine(params, heads), want)
 
@@ -116,7 +118,7 @@ def test_prefill_and_steps(dtype: str) -> None:
 def test_ragged_sequences_and_rings() -> None:
     params, x = made(), inputs()
     window = np.tri(T, dtype=bool) & ~np.tri(T, k=-4, dtype=bool)
-    want = oracle(params, x, window)
+    want = oracle(params, x, window, SCALED)
     mask = Mask.window(3, None)
     cache = latent.LatentCache.empty(params, B, 6)
     cache = cache._replace(latents=jnp.full_like(cache.latents, jnp.nan))
@@ -125,7 +127,7 @@ def test_ragged_sequences_and_rings() -> None:
     for counts in ([3, 1], [0, 2], [2, 0], [1, 3], [3, 3], [2, 2], [2, 2]):
         rows = np.stack([x[b, np.minimum(at[b] + np.arange(3), T - 1)] for b in range(B)])
         out, cache = latent.extend(
-            params, jnp.asarray(rows), cache, q_lengths=np.asarray(counts), mask=mask, rotate=ROTATE
+            params, jnp.asarray(rows), cache, q_lengths=np.asarray(counts), mask=mask, rotate=SCALED
         )
         for b, count in enumerate(counts):
             assert_close(out[b, :count], want[b, at[b] : at[b] + count])
@@ -183,7 +185,7 @@ def test_gradients_of_every_leaf() -> None:
         weight = jnp.asarray(np.random.default_rng(2).standard_normal((B, T, 17)))
 
         def total(params: Any, x: Any) -> Any:
-            out = latent.latent_attention(params, x, rotate=ROTATE, is_causal=True)
+            out = latent.latent_attention(params, x, rotate=SCALED, is_causal=True)
             return (out * weight).sum()
 
         found = jax.grad(total, (0, 1))(params, x)
@@ -200,7 +202,7 @@ def test_gradients_of_every_leaf() -> None:
                     moved[index] = leaf + sign * step
                     both = [params, x]
                     both[place] = jax.tree.unflatten(tree, moved)
-                    values.append((oracle(both[0], both[1], CAUSAL) * weight).sum())
+                    values.append((oracle(both[0], both[1], CAUSAL, SCALED) * weight).sum())
                 want = (values[0] - values[1]) / 2e-5
                 assert abs((np.asarray(grad) * step).sum() - want) < 1e-7 * max(1.0, abs(want))
 
@@ -267,6 +269,10 @@ def test_jit_and_vmap() -> None:
         ({"positions": np.zeros((3, T), int)}, ValueError, r"positions: expected axes \(\*B, T\)"),
         ({"positions": np.zeros((T,), "float32")}, TypeError, "positions must be an integer"),
         ({"dropout_key": np.zeros(3)}, TypeError, "dropout_key must be one PRNG key"),
+        ({"rotate": SCALED._replace(rotate=3)}, TypeError, "rotate must be a function"),
+        ({"rotate": SCALED._replace(beta=jnp.ones(()))}, TypeError, "ScaledQueries.beta must be"),
+        ({"rotate": SCALED._replace(floor=0)}, ValueError, "ScaledQueries must have floor > 0"),
+        ({"rotate": SCALED._replace(first=-1)}, ValueError, "floor > 0 and first >= 0, got"),
     ],
 )
 def test_wrong_arguments(change: Any, error: Any, printed: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from jaxmha import Semantics, rope, rope_frequencies
 from jaxmha.converters.discovery import architectures, query_scale
 from jaxmha.integers import FAR
-from jaxmha.latent.rotation import ScaledQueries, Turn
+from jaxmha.latent.rotation import LatentRotate, ScaledQueries
 from jaxmha.rotary_frequencies import parameters_of
 from jaxmha.static_checks import number
 
@@ -22,8 +22,7 @@ _INTERLEAVED: dict[str, bool | None] = {
     "mistral4": None,
     "youtu": None,
 }
-
-
+# Keys on the part of a head that is rotated.
 _PART = ("partial_rotary_factor", "head_dim")
 
 
@@ -34,7 +33,7 @@ class LatentBehaviour(NamedTuple):
     """
 
     semantics: Semantics
-    rotate: Turn
+    rotate: LatentRotate
 
 
 def latent_behaviour(config: Mapping[str, Any], *, length: int = 0) -> LatentBehaviour:
@@ -86,9 +85,9 @@ def rotary_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration without keys on a rotated part of a head: here, the rotary features are a
     head of their own."""
     kept = {k: v for k, v in config.items() if k not in _PART}
-    own = kept.get("rope_parameters")
-    if isinstance(own, Mapping):
-        kept["rope_parameters"] = {k: v for k, v in own.items() if k not in _PART}
+    for name in ("rope_parameters", "rope_scaling"):
+        if isinstance(own := kept.get(name), Mapping):
+            kept[name] = {k: v for k, v in own.items() if k not in _PART}
     return kept
 
 

@@ -112,12 +112,12 @@ def _configured(
         if (own.get("qk_nope_head_dim"), own.get("qk_rope_head_dim")) != (sizes["H"], sizes["R"]):
             continue
         try:
-            semantics, turn = latent.latent_behaviour(own)
+            semantics, rotation = latent.latent_behaviour(own)
             frequencies = rope_frequencies(latent.rotary_settings(own), sizes["R"])
             parameters = parameters_of(own)
-            scaled = turn if isinstance(turn, ScaledQueries) else None
-            factors = QueryScale(*scaled[1:]) if scaled else None
-            rotate = scaled.rotate if scaled else turn
+            scaled = rotation if isinstance(rotation, ScaledQueries) else None
+            factors = QueryScale(scaled.beta, scaled.floor, scaled.first) if scaled else None
+            rotate = scaled.rotate if scaled else rotation
             rotary = positions.Rotary(
                 frequencies.values,
                 bool(rotate.keywords["interleaved"]),  # type: ignore[union-attr]

@@ -7,9 +7,8 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from jaxmha.arrays import Array
+from jaxmha.rotary_frequencies import parameters_of
 from jaxmha.static_checks import number
-
-_FLOOR = "original_max_position_embeddings"
 
 
 class QueryScale(NamedTuple):
@@ -36,17 +35,31 @@ class QueryScale(NamedTuple):
 
 
 def of(own: Mapping[str, Any], layer: int | None) -> QueryScale | None:
-    """The factor of queries by position that a configuration gives to a layer."""
+    """The factor of queries by position that a configuration gives to a layer.
+
+    Raises:
+      TypeError: a value is no number, or the RoPE parameters are no mapping.
+      ValueError: a value is missing or out of its range, or there is no setting for the layer.
+    """
     if own.get("attn_temperature_tuning"):
         rotated = own.get("no_rope_layers")
-        if isinstance(rotated, list) and layer is not None and not rotated[layer]:
-            return QueryScale(float(own["attn_scale"]), float(own["floor_scale"]), 1)
+        if not isinstance(rotated, list) or layer is None:
+            return None
+        if layer >= len(rotated):
+            raise ValueError(f"no_rope_layers has {len(rotated)} layers, and no layer {layer}")
+        return None if rotated[layer] else _scale(own, "attn_scale", "floor_scale", 1)
+    parameters = parameters_of(own)
+    if parameters.get("llama_4_scaling_beta") is None:
         return None
-    rope_ = own.get("rope_parameters") or {}
-    beta = rope_.get("llama_4_scaling_beta") if isinstance(rope_, Mapping) else None
-    if beta is None:
-        return None
-    floor = number(_FLOOR, rope_.get(_FLOOR))
-    if not floor > 0:
-        raise ValueError(f"{_FLOOR} must be positive, got {floor}")
-    return QueryScale(number("llama_4_scaling_beta", beta), floor, 0)
+    return _scale(parameters, "llama_4_scaling_beta", "original_max_position_embeddings", 0)
+
+
+def _scale(settings: Mapping[str, Any], beta: str, floor: str, first: int) -> QueryScale:
+    """The factor by the names of its settings."""
+    for name in (beta, floor):
+        if settings.get(name) is None:
+            raise ValueError(f"{name} is missing, on which factors of queries depend")
+    found = QueryScale(number(beta, settings[beta]), number(floor, settings[floor]), first)
+    if not found.floor > 0:
+        raise ValueError(f"{floor} must be above 0, got {found.floor}")
+    return found

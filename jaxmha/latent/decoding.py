@@ -31,7 +31,7 @@ from jaxmha.latent.cache import LATENTS, LatentCache, LatentT, append, as_heads
 from jaxmha.latent.heads import Latent, check_arguments, check_inputs, flat_positions
 from jaxmha.latent.layer import with_scale
 from jaxmha.latent.params import LatentParams
-from jaxmha.latent.rotation import Turn, static_turn
+from jaxmha.latent.rotation import LatentRotate, static_latent_rotation
 from jaxmha.mask import Mask
 from jaxmha.mask_arguments import as_mask, with_window
 from jaxmha.mod_arguments import MaskMod, Mods, ScoreMod, traced_mods
@@ -46,7 +46,7 @@ def prefill(
     *,
     semantics: Semantics = Semantics(),
     mask: Bool[Array, "..."] | Mask | None = None,
-    rotate: Turn | None = None,
+    rotate: LatentRotate | None = None,
     score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None,
     implementation: str | Sequence[str] | None = None,
@@ -72,7 +72,7 @@ def prefill(
         checked_prompts(with_window(as_mask(mask), semantics), x),
         semantics,
         _traced(score_mod, mask_mod, params, x),
-        rotate=static_turn(rotate),
+        rotate=static_latent_rotation(rotate),
         implementation=hashable(implementation),
     )
     return found
@@ -86,7 +86,7 @@ def extend(
     q_lengths: Integer[Array, "B"] | None = None,
     semantics: Semantics = Semantics(),
     mask: Bool[Array, "..."] | Mask | None = None,
-    rotate: Turn | None = None,
+    rotate: LatentRotate | None = None,
     score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None,
 ) -> tuple[Float[jax.Array, "B T Do"], LatentT]:
@@ -117,7 +117,7 @@ def extend(
         mask,
         semantics,
         _traced(score_mod, mask_mod, params, x),
-        rotate=static_turn(rotate),
+        rotate=static_latent_rotation(rotate),
     )
     return found
 
@@ -129,7 +129,7 @@ def decode_step(
     *,
     semantics: Semantics = Semantics(),
     mask: Bool[Array, "..."] | Mask | None = None,
-    rotate: Turn | None = None,
+    rotate: LatentRotate | None = None,
     score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None,
 ) -> tuple[Float[jax.Array, "B T Do"], LatentT]:
@@ -165,7 +165,7 @@ def _prefill(
     semantics: Semantics,
     mods: Mods,
     *,
-    rotate: Turn | None,
+    rotate: LatentRotate | None,
     implementation: str | tuple[str, ...] | None,
 ) -> tuple[jax.Array, LatentT]:
     found, dtype = _sizes(params, x, cache)
@@ -203,7 +203,7 @@ def _extend(
     semantics: Semantics,
     mods: Mods,
     *,
-    rotate: Turn | None,
+    rotate: LatentRotate | None,
 ) -> tuple[jax.Array, LatentT]:
     found, dtype = _sizes(params, x, cache)
     B, T = found["B"], found["T"]

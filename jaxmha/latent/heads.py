@@ -18,7 +18,7 @@ from jaxmha.arrays import Array, require_arrays
 from jaxmha.dims import bind
 from jaxmha.implementations.base import accumulation_dtype
 from jaxmha.latent.params import LatentParams, leaves, sizes
-from jaxmha.latent.rotation import ScaledQueries, Turn, static_turn
+from jaxmha.latent.rotation import LatentRotate, ScaledQueries, static_latent_rotation
 from jaxmha.matmul import resolved
 from jaxmha.params import Projection
 from jaxmha.projections import affine_map
@@ -66,7 +66,7 @@ def project(
     x: Float[Array, "*B T Dq"],
     *,
     positions: Integer[Array, "*#B T"] | None = None,
-    rotate: Turn | None = None,
+    rotate: LatentRotate | None = None,
     semantics: Semantics = Semantics(),
 ) -> tuple[
     Float[jax.Array, "*B T N E"], Float[jax.Array, "*B T N E"], Float[jax.Array, "*B T N h"]
@@ -79,7 +79,7 @@ def project(
       positions: positions of the tokens; None: 0 to T - 1.
       rotate: `rotate(heads, positions)`, such as `rope`, applied to the R rotary features of
         queries `(*B, T, N, R)` and of the shared key `(*B, T, 1, R)`; None: no rotation.
-        `ScaledQueries` multiplies the queries as well.
+        `ScaledQueries` also multiplies queries by factors of their positions.
       semantics: `qk_norm_epsilon` is the epsilon of the norms of latents.
 
     Returns:
@@ -94,7 +94,7 @@ def project(
     """
     check_arguments(params, semantics, x=x, positions=positions)
     found: tuple[jax.Array, jax.Array, jax.Array] = _jitted(
-        params, x, positions, semantics, rotate=static_turn(rotate), absorbed=False
+        params, x, positions, semantics, rotate=static_latent_rotation(rotate), absorbed=False
     )
     return found
 
@@ -104,7 +104,7 @@ def absorb(
     x: Float[Array, "*B T Dq"],
     *,
     positions: Integer[Array, "*#B T"] | None = None,
-    rotate: Turn | None = None,
+    rotate: LatentRotate | None = None,
     semantics: Semantics = Semantics(),
 ) -> tuple[Float[jax.Array, "*B T N C"], Float[jax.Array, "*B T C"]]:
     """Queries of every head for latents, and one key of C = L + R features per token, as for decoding.
@@ -124,7 +124,7 @@ def absorb(
     """
     check_arguments(params, semantics, x=x, positions=positions)
     found: tuple[jax.Array, jax.Array] = _jitted(
-        params, x, positions, semantics, rotate=static_turn(rotate), absorbed=True
+        params, x, positions, semantics, rotate=static_latent_rotation(rotate), absorbed=True
     )
     return found
 
@@ -136,7 +136,7 @@ def _jitted(
     positions: jax.Array | None,
     semantics: Semantics,
     *,
-    rotate: Turn | None,
+    rotate: LatentRotate | None,
     absorbed: bool,
 ) -> tuple[jax.Array, ...]:
     sizes, dtype = check_inputs(params, x=x)
@@ -168,7 +168,7 @@ class Latent(NamedTuple):
     params: LatentParams
     semantics: Semantics
     dtype: np.dtype[np.floating]
-    rotate: Turn | None
+    rotate: LatentRotate | None
 
     def queries(
         self,

@@ -16,7 +16,7 @@ from jaxmha.explicit_sharding import by_types, sharding_of_features
 from jaxmha.implementations import forward_mode
 from jaxmha.latent.heads import Latent, check_arguments, check_inputs, flat_positions
 from jaxmha.latent.params import LatentParams
-from jaxmha.latent.rotation import Turn, static_turn
+from jaxmha.latent.rotation import LatentRotate, static_latent_rotation
 from jaxmha.layer import attended_features
 from jaxmha.mask import Mask
 from jaxmha.mask_arguments import as_mask, with_window
@@ -32,7 +32,7 @@ def latent_attention(
     x: Float[Array, "*B T Dq"],
     *,
     positions: Integer[Array, "*#B T"] | None = None,
-    rotate: Turn | None = None,
+    rotate: LatentRotate | None = None,
     bias: Float[Array, "..."] | None = None,
     mask: Bool[Array, "..."] | Mask | None = None,
     is_causal: bool = False,
@@ -49,7 +49,7 @@ def latent_attention(
     x: Float[Array, "*B T Dq"],
     *,
     positions: Integer[Array, "*#B T"] | None = None,
-    rotate: Turn | None = None,
+    rotate: LatentRotate | None = None,
     bias: Float[Array, "..."] | None = None,
     mask: Bool[Array, "..."] | Mask | None = None,
     is_causal: bool = False,
@@ -65,7 +65,7 @@ def latent_attention(
     x: Float[Array, "*B T Dq"],
     *,
     positions: Integer[Array, "*#B T"] | None = None,
-    rotate: Turn | None = None,
+    rotate: LatentRotate | None = None,
     bias: Float[Array, "..."] | None = None,
     mask: Bool[Array, "..."] | Mask | None = None,
     is_causal: bool = False,
@@ -88,7 +88,7 @@ def latent_attention(
       rotate: `rotate(heads, positions)`, such as `rope`, for the R rotary features of queries and of
         the shared key; None: no rotation. It is a static argument: give the same function in every
         call, or a `functools.partial` of the same function with equal arguments. A
-        `latent.ScaledQueries` rotates, and multiplies queries by factors of their positions.
+        `latent.ScaledQueries` also multiplies queries by factors of their positions.
       bias: added to the logits, broadcastable to `(*B, N, T, T)`; -inf excludes the pair.
       mask: Boolean, broadcastable to `(*B, N, T, T)`, True = attend; or a `Mask`.
       is_causal: query i attends keys j <= i.
@@ -135,7 +135,7 @@ def latent_attention(
             dropout_key,
             semantics,
             mods,
-            rotate=static_turn(rotate),
+            rotate=static_latent_rotation(rotate),
             is_causal=flag("is_causal", is_causal),
             return_weights=checks.weights_kind(return_weights),
             implementation=hashable(implementation),
@@ -164,7 +164,7 @@ def _latent_attention(
     semantics: Semantics,
     mods: Mods,
     *,
-    rotate: Turn | None,
+    rotate: LatentRotate | None,
     is_causal: bool,
     return_weights: ReturnWeights,
     implementation: str | tuple[str, ...] | None,

@@ -7,19 +7,32 @@ import jax.numpy as jnp
 from jaxtyping import Float, Integer
 
 from jaxmha.rotary import Rotate, static_rotation
+from jaxmha.static_checks import number
 
 
 class ScaledQueries(NamedTuple):
-    """A rotation for latent attention alone, and factors of whole queries that grow with positions.
+    """A rotation, and a factor of each query by its position: the `rotate` of latent attention.
 
-    The factor is `1 + beta * log(1 + steps)`, where `steps` is the number of whole `floor` in
-    `position + first`. `rotate` is that of `jaxmha.latent_attention`; it takes one of these in its place.
+    The factor is `1 + beta * log(1 + n)`, where n is `(position + first) / floor`, rounded down. It
+    multiplies all features of a query, rotated or not. The numbers are static.
+
+    Attributes:
+      rotate: `rotate(heads, positions)`, such as `jaxmha.rope`; None: no rotation.
+      beta: a finite number; 0: no factor.
+      floor: the number of consecutive positions that share a factor, above 0.
+      first: added to positions, at least 0.
+
+    Raises:
+      TypeError, ValueError: a number is of another type or out of its range; the call that is given
+        the rotation raises it.
 
     Source: `get_llama_4_attn_scale` of `Mistral4Attention` in transformers.
 
     >>> import jax.numpy as jnp
-    >>> ScaledQueries(None, beta=0.5, floor=4.0).factors(jnp.arange(3)).tolist()
-    [1.0, 1.0, 1.0]
+    >>> from jaxmha import rope
+    >>> factors = ScaledQueries(rope, beta=1.0, floor=2.0).factors(jnp.arange(4))
+    >>> [round(x, 2) for x in factors.tolist()]
+    [1.0, 1.0, 1.69, 1.69]
     """
 
     rotate: Rotate | None
@@ -27,17 +40,21 @@ class ScaledQueries(NamedTuple):
     floor: float
     first: int = 0
 
-    def factors(self, positions: Integer[jax.Array, "B T"]) -> Float[jax.Array, "B T"]:
-        """The factor of the query at each position."""
+    def factors(self, positions: Integer[jax.Array, "*B T"]) -> Float[jax.Array, "*B T"]:
+        """The factor of the query at each position, in JAX's default dtype."""
         wide = positions.astype(jnp.result_type(float))
         return 1 + self.beta * jnp.log1p(jnp.floor((wide + self.first) / self.floor))
 
 
-Turn: TypeAlias = Rotate | ScaledQueries
+LatentRotate: TypeAlias = Rotate | ScaledQueries
 
 
-def static_turn(rotate: Turn | None) -> Turn | None:
-    """`static_rotation`, also of `ScaledQueries`."""
+def static_latent_rotation(rotate: LatentRotate | None) -> LatentRotate | None:
+    """`static_rotation`, also of `ScaledQueries`, whose numbers it checks."""
     if not isinstance(rotate, ScaledQueries):
         return static_rotation(rotate)
+    for name in ("beta", "floor", "first"):
+        number(f"ScaledQueries.{name}", getattr(rotate, name))
+    if not (rotate.floor > 0 and rotate.first >= 0):
+        raise ValueError(f"ScaledQueries must have floor > 0 and first >= 0, got {rotate}")
     return rotate._replace(rotate=static_rotation(rotate.rotate))

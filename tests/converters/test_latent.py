@@ -160,9 +160,12 @@ def test_in_float64(kind: str, low_rank: bool, monkeypatch: pytest.MonkeyPatch) 
 
 def test_the_rotation_is_static() -> None:
     sizes = {"model_type": "deepseek_v3", "qk_nope_head_dim": 4, "qk_rope_head_dim": 8}
+    part = {"partial_rotary_factor": 0.5}  # of a head, which is not that of the rotary features
     one, other = (
-        huggingface.latent_behaviour({**sizes, "rope_parameters": YARN}) for _ in range(2)
+        huggingface.latent_behaviour({**sizes, name: YARN | part})
+        for name in ("rope_parameters", "rope_scaling")
     )
+    assert len(one.rotate.keywords["frequencies"].values) == 4  # type: ignore[union-attr]
     assert one.rotate.keywords == other.rotate.keywords  # type: ignore[union-attr]
     assert hash(one.rotate.keywords["frequencies"])  # type: ignore[union-attr]
 
@@ -213,7 +216,7 @@ def test_what_the_layout_cannot_hold() -> None:
         ({"model_type": "longcat_flash"}, "model_type 'longcat_flash': known latent attention"),
         ({"model_type": "deepseek_v2"}, "qk_nope_head_dim and qk_rope_head_dim, got None"),
         (_MISTRAL | {"rope_parameters": {_BETA: 0.1}}, "original_max_position_embeddings"),
-        (_MISTRAL | {"rope_parameters": {_BETA: 0.1, _FLOOR: 0}}, f"{_FLOOR} must be positive"),
+        (_MISTRAL | {"rope_scaling": {_BETA: 0.1, _FLOOR: 0}}, f"{_FLOOR} must be above 0"),
         (_MISTRAL | {"rope_parameters": {_BETA: "much", _FLOOR: 8}}, _BETA),
     ],
 )

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import pytest
 
 from jaxmha import checkpoint
 from jaxmha.converters import positions_of
-from jaxmha.converters.discovery import added_terms, axial, relative, towers
+from jaxmha.converters.discovery import added_terms, axial, query_scale, relative, towers
 from jaxmha.converters.discovery.positions import Rotary
 from jaxmha.converters.discovery.query_scale import QueryScale
 from jaxmha.converters.migrate import pipeline
@@ -115,6 +116,16 @@ def test_queries_grow_with_their_positions() -> None:
     found = QueryScale(0.5, 4.0, 1)(query, np.arange(9))[0, :, 0, 0]
     steps = np.asarray([0, 0, 0, 1, 1, 1, 1, 2, 2])
     np.testing.assert_allclose(found, 1 + 0.5 * np.log(1 + steps), rtol=1e-15)
+    settings: dict[str, Any] = {"attn_temperature_tuning": True, "no_rope_layers": [1, 0]}
+    settings |= {"attn_scale": 0.5, "floor_scale": 4}
+    assert [query_scale.of(settings, layer) for layer in (0, 1)] == [None, QueryScale(0.5, 4.0, 1)]
+    for change, layer, message in (
+        ({"attn_scale": None}, 1, "attn_scale is missing"),
+        ({"floor_scale": 0}, 1, "floor_scale must be above 0"),
+        ({}, 2, "no_rope_layers has 2 layers, and no layer 2"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            query_scale.of({**settings, **change}, layer)
 
 
 def test_the_scheme_is_named_by_every_command(tmp_path: Path) -> None:

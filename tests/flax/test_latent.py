@@ -22,7 +22,7 @@ SIZES: dict[str, Any] = {
     "latent_dim": 5, "rotary_dim": 4, "head_dim": 6, "value_head_dim": 2, "query_latent_dim": 13,
     "out_features": 17, "use_bias": True,
 }  # fmt: skip
-ROTATE = partial(rope, base=100.0, interleaved=True)
+ROTATE = latent.ScaledQueries(partial(rope, base=100.0, interleaved=True), beta=0.7, floor=3.0)
 X = jnp.asarray(np.random.default_rng(0).standard_normal((B, T, D)), "float32")
 KINDS = ("linen", "nnx")
 

@@ -29,7 +29,7 @@ from jaxmha.flax.parameters import Initializer
 from jaxmha.latent import LatentCache, LatentParams
 from jaxmha.latent.cache import LatentT
 from jaxmha.latent.params import from_leaves, leaves
-from jaxmha.latent.rotation import Turn
+from jaxmha.latent.rotation import LatentRotate
 from jaxmha.mask import Mask
 from jaxmha.semantics import Semantics
 
@@ -52,7 +52,8 @@ class LatentAttention(nn.Module):  # type: ignore[misc]
       deterministic: no dropout; the argument of the call takes precedence.
       decode: appends to a cache of latents, in the collection `cache`.
       semantics: as in `jaxmha.latent_attention`, with the dropout rate.
-      rotate: `rotate(heads, positions)` of the rotary features, such as `jaxmha.rope`.
+      rotate: `rotate(heads, positions)` of the rotary features, such as `jaxmha.rope`; or
+        `jaxmha.latent.ScaledQueries`.
       implementation: as in `jaxmha.latent_attention`; steps over a cache have one of their own.
 
     Raises:
@@ -82,7 +83,7 @@ class LatentAttention(nn.Module):  # type: ignore[misc]
     deterministic: bool | None = None
     decode: bool = False
     semantics: Semantics = Semantics()
-    rotate: Turn | None = None
+    rotate: LatentRotate | None = None
     implementation: Implementation = None
 
     def __post_init__(self) -> None:

@@ -26,7 +26,7 @@ from jaxmha.flax.parameters import Initializer
 from jaxmha.latent import LatentCache, LatentParams
 from jaxmha.latent.cache import LatentT
 from jaxmha.latent.params import from_leaves, leaves
-from jaxmha.latent.rotation import Turn
+from jaxmha.latent.rotation import LatentRotate
 from jaxmha.mask import Mask
 from jaxmha.semantics import Semantics
 
@@ -54,7 +54,8 @@ class LatentAttention(nnx.Module):  # type: ignore[misc]
       deterministic: no dropout; the argument of the call takes precedence.
       decode: appends to a cache of latents (`init_cache`).
       semantics: as in `jaxmha.latent_attention`, with the dropout rate.
-      rotate: `rotate(heads, positions)` of the rotary features, such as `jaxmha.rope`.
+      rotate: `rotate(heads, positions)` of the rotary features, such as `jaxmha.rope`; or
+        `jaxmha.latent.ScaledQueries`.
       implementation: as in `jaxmha.latent_attention`; steps over a cache have one of their own.
       rngs: streams for parameters and dropout.
 
@@ -89,7 +90,7 @@ class LatentAttention(nnx.Module):  # type: ignore[misc]
         deterministic: bool | None = None,
         decode: bool = False,
         semantics: Semantics = Semantics(),
-        rotate: Turn | None = None,
+        rotate: LatentRotate | None = None,
         implementation: Implementation = None,
         rngs: nnx.Rngs,
     ) -> None:
