@@ -285,6 +285,31 @@ def test_long_rows_with_masks() -> None:
 
 
 @built
+@pytest.mark.parametrize(("H", "dtype"), [(32, "float32"), (40, "float32"), (32, "bfloat16")])
+def test_few_queries_over_many_keys(H: int, dtype: str) -> None:
+    """Threads share key heads and ranges of keys, of which each head may attend others."""
+    rng = np.random.default_rng(0)
+    q, k, v = (
+        jnp.asarray(rng.standard_normal((1, n, heads, H)), dtype)
+        for n, heads in ((3, 10), (829, 5), (829, 5))
+    )
+    k = k.at[0, 512:, 1].set(jnp.nan)
+    # By head and query; the last head has a query that attends nothing.
+    first = np.asarray([0, 0, 0, 650, 0])[:, None, None]
+    end = np.asarray([829, 300, 64, 700, 1])[:, None, None] - np.arange(3)[:, None]
+    allowed = (np.arange(829) >= first) & (np.arange(829) < end)
+    mask = Mask.dense(np.repeat(allowed, 2, 0)[None])
+
+    def run(implementation: str) -> Any:
+        return jaxmha.dot_product_attention(
+            q, k, v, mask=mask, return_lse=True, implementation=implementation
+        )
+
+    for x, y in zip(run("native"), run("reference"), strict=True):
+        tolerance.assert_close(x, np.asarray(y, np.float64), factor=2)
+
+
+@built
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("threads", [2, 16, 64])
 def test_items_for_many_threads(backward: bool, threads: int) -> None:

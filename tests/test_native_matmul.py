@@ -17,8 +17,9 @@ from tests import conformance, tolerance
 
 pytestmark = conformance.native_built
 
-# One element; less than a tile; more than one tile, panel and part of the depth.
-SHAPES = ((1, 1, 1), (7, 5, 3), (97, 257, 65), (101, 521, 131))
+# One element; less than a tile; more than one tile, panel and part of the depth; and, on up to two
+# threads, rows so few in every matmul that an item packs its own panels.
+SHAPES = ((1, 1, 1), (7, 5, 3), (97, 257, 65), (101, 521, 131), (149, 211, 523))
 
 
 @pytest.fixture(autouse=True)
