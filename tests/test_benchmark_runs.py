@@ -97,7 +97,7 @@ def test_the_command_tells_every_step_and_repeats_none(monkeypatch: pytest.Monke
     assert lines == [
         *("the device", "machine", "core-forward-decode-B2-T1-S64-E32-K2-H8", "the float64 output"),
         *("jaxmha:paged, 1 of 2: compile and check", "jax-nn, 2 of 2: compile and check"),
-        *("round 1 of 2", "round 2 of 2"),
+        *("round 1 of 2", "round 2 of 2", "the device again"),
     ]
     assert [do for _, do in script.asked].count("round") == 4
     assert "the machine was busy" in done.stdout

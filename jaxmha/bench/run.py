@@ -83,6 +83,7 @@ def run(
         attempts=1,
     )
     (entry,) = found["cases"]
+    say("the device again")
     again = _limits(threads, platform, this.dtype)  # the better one: others may use the machine
     limits = {name: max(rate, again[name]) for name, rate in limits.items()}
     return {
