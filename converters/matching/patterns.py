@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Protocol
 
 LETTERS = "ijkl"
-_LETTER = re.compile(r"(\{[ijkl]\})")
+_LETTER = re.compile(rf"(\{{[{LETTERS}]\}})")
 
 
 class Reads(Protocol):

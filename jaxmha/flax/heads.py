@@ -157,8 +157,8 @@ def _attend_layer(
     query, key, value = project_checked(
         params, *inputs, semantics, dtype, attended[:3], settings.implementation
     )
-    at = (_positions(batch, size) if positions is None else positions for size in (T, S))
-    query, key = (apply_rotation(rotate, x, p) for x, p in zip((query, key), at, strict=True))
+    query = apply_rotation(rotate, query, _positions(batch, T) if positions is None else positions)
+    key = apply_rotation(rotate, key, _positions(batch, S) if positions is None else positions)
     out, weights = attend_projected(params, query, key, value, wide, settings)
     dtype = compute_dtype(params, heads=out)
     out = combine_checked(

@@ -1,5 +1,6 @@
 """Two sides are the same, or the findings name the leaf, the element and the stage."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +53,7 @@ def test_four_frameworks_hold_the_same(params: MHAParams, layer: Any) -> None:
     sides = [layer, layer.state_dict(), params, (params, Semantics()), keras.to_module(params)]
     sides += [flax.to_module(params), flax.to_module(params, kind="linen")]
     sides += [keras.export_params(params), flax.export_params(params, prefix="encoder")]
-    for one, other in zip(
-        sides, [*sides[1:], layer], strict=True
-    ):  # each as the first and the second
+    for one, other in itertools.pairwise([*sides, layer]):  # each is once the first of a pair
         comparison.assert_same(one, other)
 
 

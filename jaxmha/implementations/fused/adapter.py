@@ -100,9 +100,10 @@ def attend(
     returns 0 in fully masked rows.
     """
     (B, T, N, _), (_, S, K, _) = request.query.shape, request.value.shape
-    # The barrier keeps XLA from reducing a constant mask at compile time, which takes half a minute.
-    bias, array = jax.lax.optimization_barrier((request.bias, request.mask.array))  # type: ignore[no-untyped-call]
-    request = request._replace(bias=bias, mask=replace(request.mask, array=array))
+    if is_dense(request):
+        # XLA would reduce a constant mask at compile time, which takes half a minute.
+        bias, array = jax.lax.optimization_barrier((request.bias, request.mask.array))  # type: ignore[no-untyped-call]
+        request = request._replace(bias=bias, mask=replace(request.mask, array=array))
     mask = request.mask
     conditions = block_mask.from_mask(mask, T, S)
     left, above = diagonals(mask, T, S)

@@ -63,11 +63,12 @@ def attend(request: Request, *, leaks: Leaks = EVERYTHING_LEAKS) -> Result:
     """Computes the request in its own dtype; softmax and sums are float32.
 
     `leaks`: which unattended keys and values affect the results in this release of tokamax, as they do
-    where it multiplies them by weights of 0: 0 * NaN is NaN. With lengths or a dense mask alone.
+    where it multiplies them by weights of 0: 0 * NaN is NaN. It holds for calls with lengths or a dense
+    mask alone; in other calls all keys and values are zeroed.
     """
     cap, mask = request.semantics.logits_soft_cap, request.mask
-    # A bias is added to the logits, and keeps no NaN out. Its probe has no padding and no segments, which
-    # become a mask here.
+    # A bias is added to the logits, so NaN in them stays. Padding and segments become a dense mask below,
+    # and no probe has tried tokamax with that mask.
     unknown = request.bias, mask.key_value_padding, mask.query_segments
     if any(x is not None for x in unknown):
         leaks = EVERYTHING_LEAKS
