@@ -183,7 +183,9 @@ def test_explain_layer_counts_the_calls_of_the_program() -> None:
 @pytest.mark.parametrize(
     ("sizes", "why"),
     [
-        ((5, 512, 512, np.float32), "takes XLA less time"),
+        ((15, 4096, 1024, np.float32), "takes XLA less time"),
+        ((47, 4096, 512, np.float32), "takes XLA less time"),
+        ((47, 4096, 1024, np.float32), "None"),
         ((64, 8, 8, np.float32), "takes XLA less time"),
         ((512, 512, 512, np.float64), "float32, got float64"),
         ((512, 512, 512, np.float32, ("blocked", "reference")), "implementation is"),

@@ -21,8 +21,9 @@ from jaxmha.implementations.native.registration import register
 
 NAME = "native"
 # Below, XLA's matmul takes less: a call of the kernels costs microseconds, and few rows do not pay
-# for a copy of the kernel.
-LEAST_ROWS, LEAST_WORK = 16, 2**20
+# for a copy of the kernel. A kernel with WIDE columns or more is large, so fewer rows pay for it.
+LEAST_ROWS, LEAST_ROWS_OF_WIDE, LEAST_WORK = 48, 16, 2**20
+WIDE = 1024
 
 
 def unsupported_reason(
@@ -47,7 +48,8 @@ def unsupported_reason(
         return "sizes must be known"
     if dtype != np.float32:
         return f"native matmuls take float32, got {dtype.name}"
-    if rows < LEAST_ROWS or rows * depth * columns < LEAST_WORK:
+    least = LEAST_ROWS_OF_WIDE if columns >= WIDE else LEAST_ROWS
+    if rows < least or rows * depth * columns < LEAST_WORK:
         return f"{rows} x {depth} by {depth} x {columns} takes XLA less time"
     if jax.process_count() > 1 or (jax.device_count() > 1 and not attention.on_one_device()):
         return "XLA may partition the call"
