@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,15 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from jaxmha import bias_kv
-from jaxmha.cached_step import Cache, Step, make_step, over_extras, over_slots
+from jaxmha.cached_step import (
+    Cache,
+    Step,
+    copies_window,
+    make_step,
+    over_extras,
+    over_positions,
+    over_slots,
+)
 from jaxmha.implementations import cache_kernels, online_softmax, platforms
 from jaxmha.implementations.fused.cudnn_cached import Stored
 from jaxmha.implementations.native import cache_step
@@ -79,50 +87,84 @@ def attend_cache(
     def plain() -> jax.Array:
         return finished(lambda step: _natively(step, block) or over_slots(step, block))
 
-    stored, lengths = _by_length(cache, mask, mods, T)
-    if stored is None:
+    common = _common(cache, positions, mask, mods)
+    if common is None:
         return plain()
     extras = learned is not None or (params is not None and bias_kv.count(params, semantics) > 0)
     kernel: Callable[[], jax.Array] | None = None
     if T == 1 and not extras:
-        kernel = cache_kernels.attend(query, stored, lengths, semantics)
+        kernel = cache_kernels.attend(query, common.stored, common.lengths, semantics)
     else:
-        state = cache_kernels.state(query, stored, positions[:, 0], lengths, semantics)
-        if state is not None:
-            kernel = partial(finished, lambda _: state())
+        find = _by_kernel(query, cache, positions, common, semantics)
+        kernel = None if find is None else partial(finished, find)
     return plain() if kernel is None else cache_kernels.on_kernels_platform(kernel, plain)
 
 
-def _by_length(
-    cache: Cache, mask: Mask, mods: Mods, T: int
-) -> tuple[Stored | None, Int[jax.Array, "B"]]:
-    """Keys and values of which a step attends the first ones, and how many; None: it does not, or
-    they do not lie in whole arrays."""
-    lengths = jnp.asarray(cache.lengths)
+class Common(NamedTuple):
+    """Keys that every query of a step attends.
+
+    Attributes:
+      stored: keys and values, of which the first `lengths` are those.
+      lengths: their number.
+      others: positions of the keys that some queries attend; None: those of the step.
+    """
+
+    stored: Stored
+    lengths: Int[jax.Array, "B"]
+    others: Int[jax.Array, "B s"] | None
+
+
+def _common(
+    cache: Cache, positions: Int[jax.Array, "B T"], mask: Mask, mods: Mods
+) -> Common | None:
+    """The keys that all queries attend; None: kernels cannot compute such a step, or read its cache."""
+    T, past, lengths = positions.shape[1], positions[:, 0], jnp.asarray(cache.lengths)
     # A cache of at most left + 1 slots needs no window: it holds no token to the left of it.
     left, _ = mask.window_size or (None, None)
     windowed = left is not None and left + 1 < cache.slots
     if mask.key_value_padding is not None or mask.array is not None:
-        return None, lengths
+        return None
     if mods.score is not None or mods.mask is not None:
-        return None, lengths
-    if windowed and (T > 1 or platforms.current().name != "cuda"):
-        return None, lengths
+        return None
+    if windowed and platforms.current().name != "cuda":
+        return None
     slots, table = cache.whole(), cache.pages()
-    if slots is not None:
-        stored = Stored(slots.keys, slots.values)
-    elif table is not None:
-        stored = Stored(jnp.asarray(cache.key), jnp.asarray(cache.value), table)
-    else:
-        return None, lengths
+    if slots is None and table is None:
+        return None
     if not windowed or left is None:
-        return stored, lengths
-    # One query attends the last tokens: a copy of these alone, in their order, also of a ring.
-    offsets = jnp.arange(left + 1, dtype=lengths.dtype)[None]
-    positions = (lengths - left - 1).clip(0)[:, None] + offsets
-    heads = stored.at(positions % cache.slots)
-    last = Stored(*(jnp.swapaxes(x, 1, 2) for x in heads))
-    return last, jnp.minimum(lengths, left + 1)
+        keys, values = jnp.asarray(cache.key), jnp.asarray(cache.value)
+        return Common(Stored(keys, values, table), lengths if T == 1 else past, None)
+    # All attend the keys from where the window of the last query begins to where that of the first
+    # ends: a copy of these, in their order, also of a ring. T - 1 others lie on each side.
+    size, others = left + 2 - T, 2 * (T - 1)
+    if size <= others or (T > 1 and not copies_window(cache, left, T)):
+        return None
+    first = (past - left + T - 1).clip(0)
+    keys, values, *_ = cache.at(first[:, None] + jnp.arange(size, dtype=np.int32)[None])
+    edges = np.r_[-left : T - 1 - left, 1:T].astype(np.int32)
+    ends = jnp.minimum(lengths, past + 1)
+    return Common(Stored(keys, values), ends - first, past[:, None] + edges[None])
+
+
+def _by_kernel(
+    query: Float[jax.Array, "B T N H"],
+    cache: Cache,
+    positions: Int[jax.Array, "B T"],
+    common: Common,
+    semantics: Semantics,
+) -> Callable[[Step], State] | None:
+    """The softmax state by a kernel, and in plain XLA where windows differ; None: there is no kernel."""
+    shared = cache_kernels.shared(query, common.stored, common.lengths, semantics)
+    T, others = query.shape[1], common.others
+    if shared is None:
+        return None
+    if T == 1:
+        return lambda _: shared()
+    if others is not None:
+        return lambda step: over_positions(step, others, shared())
+    counts = (jnp.asarray(cache.lengths) - positions[:, 0]).clip(0, T)
+    own = cache_kernels.causal(query, Stored(*cache.at(positions)[:2]), counts, semantics)
+    return None if own is None else lambda _: online_softmax.joined(shared(), own())
 
 
 def _natively(step: Step, block: int) -> State | None:

@@ -53,6 +53,9 @@ class Cache(Protocol):
     def tile(self, first: int | jax.Array, size: int) -> Tile:
         """Keys and values of `size` slots, starting at slot `first`."""
 
+    def at(self, positions: Int[jax.Array, "B s"]) -> Tile:
+        """Keys and values of these positions, which are not negative, of each sequence."""
+
     def whole(self) -> Tile | None:
         """Keys and values of all slots; None if reading them needs a copy."""
 
@@ -143,6 +146,10 @@ def over_slots(step: Step, block: int) -> State:
         return _fold(step, start, tile, *_allowed(step, slots), all_finite=True)
 
     if step.matmul.platform in ("cuda", "rocm"):  # a branch or loop would wait for the host
+        T = step.positions.shape[1]
+        if step.left is not None and copies_window(step.cache, step.left, T):
+            window = step.positions[:, :1] + jnp.arange(-step.left, T, dtype=np.int32)[None]
+            return over_positions(step, window, start)
         every = step.cache.whole() or step.cache.tile(0, S)
         return _fold(step, start, every, *_allowed(step, jnp.arange(S, dtype=np.int32)))
 
@@ -175,6 +182,24 @@ def over_slots(step: Step, block: int) -> State:
     return chosen
 
 
+def copies_window(cache: Cache, left: int, T: int) -> bool:
+    """True if T queries with a window attend a copy of what it covers on a GPU; False: every slot.
+
+    Of a window, keys and values are copied. Of every slot, so are those of pages, and of whole arrays
+    the values alone, to zero dead ones.
+    """
+    copies = 1 if cache.whole() is None else 2
+    return copies * (left + T) < cache.slots
+
+
+def over_positions(step: Step, positions: Int[jax.Array, "B s"], state: State) -> State:
+    """Folds the keys of these positions into the state; negative ones have no key."""
+    tokens = jnp.where(positions <= step.last, positions, -1)
+    positions = positions.clip(0)
+    allowed = _allowed_tokens(step, positions % step.cache.slots, tokens)
+    return _fold(step, state, step.cache.at(positions), allowed, tokens)
+
+
 def _empty_state(step: Step) -> State:
     shape, h = step.rows.shape[:3], step.cache.value.shape[-1]
     out, per_row = (jnp.zeros((*shape, size), step.matmul.accumulate) for size in (h, 1))
@@ -197,23 +222,31 @@ def over_extras(step: Step, params: MHAParams, semantics: Semantics, state: Stat
 def _allowed(
     step: Step, slots: Int[jax.Array, "s"]
 ) -> tuple[Bool[jax.Array, "B #N T s"], Int[jax.Array, "B s"]]:
-    """Mask tile: a slot's token is valid, causal, and within the window; and the positions of the
-    latest token in each slot, negative if the slot is empty."""
+    """Mask tile of slots, and the positions of the latest token in each of them, negative if the
+    slot is empty."""
+    slots = slots.reshape(1, -1)
+    tokens = step.last - (step.last - slots) % step.cache.slots
+    return _allowed_tokens(step, slots, tokens), tokens
+
+
+def _allowed_tokens(
+    step: Step, slots: Int[jax.Array, "#B s"], tokens: Int[jax.Array, "B s"]
+) -> Bool[jax.Array, "B #N T s"]:
+    """Mask tile: a slot's token is valid, causal, and within the window."""
     S = step.cache.slots
-    tokens = step.last - (step.last - slots.reshape(1, -1)) % S
     i, j = step.positions[:, None, :, None], tokens[:, None, None]
     allowed = (j >= 0) & (j <= i)
     if step.left is not None:
         allowed &= j >= i - step.left
     if step.mask.key_value_padding is not None:
         padding = jnp.asarray(step.mask.key_value_padding)
-        allowed &= jnp.take(padding, slots, 1)[:, None, None]
+        allowed &= jnp.take_along_axis(padding, slots, 1, mode="clip")[:, None, None]
     if step.mask.array is not None:
         array = jnp.broadcast_to(step.mask.array, (*step.mask.array.shape[:3], S))
-        allowed &= jnp.take(array, slots, 3)
+        allowed &= jnp.take_along_axis(array, slots[:, None, None], 3, mode="clip")
     if step.mods.mask is not None:
         allowed = allowed & of_pairs(step.mods.mask, _heads(step), step.positions, tokens)
-    return allowed, tokens
+    return allowed
 
 
 def _heads(step: Step) -> int:

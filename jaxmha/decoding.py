@@ -167,11 +167,11 @@ def decode_step(
 ) -> tuple[Float[jax.Array, "B T Do"], CacheT]:
     """Appends tokens to the cache; each attends to all tokens before it and to itself.
 
-    The cost of a step grows with the longest sequence; on GPUs without cuDNN's kernel, with the
-    slots of the cache. Each sequence has its own length. If a sequence has no free slots left, or
-    more than 2**30 tokens, its outputs are NaN (and its cache is unusable), since a compiled
-    program cannot raise. Steps have no reverse-mode gradient: train with `multi_head_attention` on
-    whole sequences.
+    The cost of a step grows with the longest sequence; on GPUs with the window, or without cuDNN's
+    kernel with the slots of the cache. Each sequence has its own length. If a sequence has no free
+    slots left, or more than 2**30 tokens, its outputs are NaN (and its cache is unusable), since a
+    compiled program cannot raise. Steps have no reverse-mode gradient: train with
+    `multi_head_attention` on whole sequences.
 
     Args:
       params: parameters of the layer; Dq = Dk = Dv.

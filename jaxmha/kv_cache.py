@@ -12,7 +12,7 @@ from jaxmha import checks
 from jaxmha.arrays import Array, DTypeLike
 from jaxmha.cache_arguments import DENSE, check_dtypes, check_shapes, checked_tokens, clipped_counts
 from jaxmha.cached_step import Tile
-from jaxmha.implementations.native.cache_write import write
+from jaxmha.implementations.native.cache_write import as_bits, from_bits, write
 from jaxmha.implementations.native.replacing import unavailable
 from jaxmha.integers import FAR, require_sizes
 from jaxmha.params import MHAParams, check
@@ -133,6 +133,16 @@ class KVCache(NamedTuple):
             jax.lax.dynamic_slice_in_dim(x, first, size, 2) for x in (self.key, self.value)
         )
         return Tile(keys, values)
+
+    def at(self, positions: Int[jax.Array, "B s"]) -> Tile:
+        """Keys and values of these positions, in their order."""
+        slots = (positions % self.slots)[:, None, :, None]
+
+        def gather(x: Array) -> jax.Array:
+            bits = as_bits(jnp.asarray(x))
+            return from_bits(jnp.take_along_axis(bits, slots, 2, mode="clip"), x.dtype)
+
+        return Tile(gather(self.key), gather(self.value))
 
     def whole(self) -> Tile:
         """Keys and values of all slots."""

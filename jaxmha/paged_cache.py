@@ -256,6 +256,21 @@ class PagedKVCache(NamedTuple):
         found = (gather(x) for x in (self.key, self.value, self.key_scale, self.value_scale))
         return Tile(*found)  # type: ignore[arg-type]
 
+    def at(self, positions: Int[jax.Array, "B s"]) -> Tile:
+        """Keys and values of these positions, gathered from their pages."""
+        table, slots = jnp.asarray(self.table), positions % self.page_size
+        entries = positions // self.page_size
+        pages = jnp.take_along_axis(table, entries, 1, mode="clip").clip(0)
+
+        def gather(pool: Array | None) -> jax.Array | None:
+            if pool is None:
+                return None
+            found = as_bits(jnp.asarray(pool)).at[pages, :, slots].get(mode="clip")
+            return jnp.moveaxis(from_bits(found, pool.dtype), 1, 2)  # B K s H
+
+        found = (gather(x) for x in (self.key, self.value, self.key_scale, self.value_scale))
+        return Tile(*found)  # type: ignore[arg-type]
+
     def whole(self) -> None:
         """None: reading all slots needs a copy."""
         return

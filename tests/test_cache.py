@@ -144,19 +144,21 @@ def test_sequences_of_different_lengths() -> None:
         tolerance.assert_close(out[:, 0], np.asarray(want), f"step {step}", factor=2)
 
 
-@pytest.mark.slow_variants("2")
-@pytest.mark.parametrize("new", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_a_window_goes_round(new: int) -> None:
+@pytest.mark.slow_variants("*", "!*rocm")
+@pytest.mark.parametrize(
+    ("new", "left", "slots", "platform"), [(1, 3, 4, "cpu"), (2, 3, 5, "cpu"), (2, 1, 7, "rocm")]
+)
+def test_a_window_goes_round(new: int, left: int, slots: int, platform: str) -> None:
     """left + T slots hold all that a window sees, whatever the length."""
     params, x = make()
-    left = 3
     options: dict[str, Any] = {"mask": Mask.window(left, None)}
     want = full(params, x, **options)
-    cache = KVCache.empty(params, B, left + new)
+    cache = KVCache.empty(params, B, slots)
     out, cache = jaxmha.prefill(params, x[:, :7], cache, **options)
     tolerance.assert_close(out, np.asarray(want[:, :7]), factor=2)
     for t in range(7, T - new + 1, new):
-        out, cache = jaxmha.decode_step(params, x[:, t : t + new], cache, **options)
+        with jaxmha.lowering_for(platform):
+            out, cache = jaxmha.decode_step(params, x[:, t : t + new], cache, **options)
         tolerance.assert_close(out, np.asarray(want[:, t : t + new]), f"token {t}", factor=2)
 
 

@@ -53,6 +53,9 @@ STEPS: dict[str, tuple[dict[str, Any], int, Any, tuple[int, ...], list[dict[str,
     "ring": ({}, 4, Mask.window(3, 0), (1,) * 9, [ALONE | {"S": 4}]),
     "window": ({}, 12, Mask.window(3, 0), (1,) * 6, [ALONE | {"S": 4}]),
     "window of a ring": ({}, 6, Mask.window(3, 0), (1,) * 9, [ALONE | {"S": 4}]),
+    "several in a ring": (
+        {}, 27, Mask.window(9, 0), (8, 8, 8, 2, 3, 3), [{"T": 6, "S": 8, "lse": True}]
+    ),
     "several": (
         {}, 12, None, (3, 1, 5),
         [{"T": 10, "S": 12, "lse": True}, {"T": 5, "S": 5, "lse": True}],

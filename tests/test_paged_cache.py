@@ -69,6 +69,33 @@ def test_prefill_and_steps_are_those_of_the_dense_cache() -> None:
     tolerance.assert_close(found[1], found[0].astype(np.float64), factor=tolerance.LAYER)
 
 
+@pytest.mark.parametrize("kind", ["ring", "pages", "int8"])
+def test_a_copy_of_the_window_keeps_what_masks_say(kind: str) -> None:
+    """Of slots and of positions: GPUs attend a copy, CPUs the slots where they lie."""
+    rng = np.random.default_rng(0)
+    params, _ = make()
+    params = params._replace(sinks=jnp.asarray([0.3, -1.0, 2.0, 0.0, 1.0, -0.5]))
+    cache: Any = jaxmha.KVCache.empty(params, ROWS, 9)
+    if kind != "ring":
+        cache = empty(params, pages=3 * ENTRIES, dtype="int8" if kind == "int8" else None)
+    slots = rng.random((ROWS, 6, 2, cache.slots)) < 0.8
+    padding = Mask.padding(key_value=slots[:, 0, 0])
+    options: dict[str, Any] = {
+        "mask": Mask.window(2, 0) & padding & Mask.dense(slots[::-1]),
+        "semantics": Semantics(logits_soft_cap=0.9),
+        "score_mod": lambda s, b, n, i, j: s + (j * (n + 1) % 5).astype(s.dtype) / 10,
+        "mask_mod": lambda b, n, i, j: (j + n) % 4 != 1,
+    }
+    for counts in (*[[2, 1, 0], [1, 2, 2]] * 4, [2, 2, 2]):
+        x = rng.standard_normal((ROWS, 2, 17)).astype(np.float32)
+        given = {**options, "q_lengths": np.asarray(counts)}
+        want, _ = run(params, cache, x, **given)
+        with jaxmha.lowering_for("rocm"):
+            out, cache = run(params, cache, x, **given)
+        tolerance.assert_close(out, np.asarray(want, np.float64), factor=tolerance.LAYER)
+    assert max(cache.lengths) > 9
+
+
 def test_no_room_is_nan_and_no_other_row_suffers() -> None:
     params, x = make()
     cache = empty(params, pages=4)

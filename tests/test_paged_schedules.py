@@ -69,6 +69,7 @@ class Schedule(RuleBasedStateMachine):
     left: int | None = None
     dtype: str | None = None
     rotate: Any = ROTATE
+    platform = "cpu"
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,9 +93,15 @@ class Schedule(RuleBasedStateMachine):
             return
         x = self.rng.standard_normal((ROWS, 4, 17)).astype(np.float32) / 2
         mask = Mask() if self.left is None else Mask.window(self.left, None)
-        out, self.cache = jaxmha.extend(
-            self.params, x, self.cache, q_lengths=np.asarray(counts), mask=mask, rotate=self.rotate
-        )
+        with jaxmha.lowering_for(self.platform):
+            out, self.cache = jaxmha.extend(
+                self.params,
+                x,
+                self.cache,
+                q_lengths=np.asarray(counts),
+                mask=mask,
+                rotate=self.rotate,
+            )
         for row, count in enumerate(counts):
             if self.left is not None:
                 self.reach[row] = len(self.tokens[row])
@@ -175,9 +182,9 @@ class Schedule(RuleBasedStateMachine):
 class Windows(Schedule):
     rotate = None
 
-    @initialize(left=st.sampled_from([0, 1, 4]))
-    def choose(self, left: int) -> None:
-        self.left = left
+    @initialize(left=st.sampled_from([0, 1, 4]), platform=st.sampled_from(["cpu", "rocm"]))
+    def choose(self, left: int, platform: str) -> None:
+        self.left, self.platform = left, platform
 
 
 class Bytes(Schedule):
@@ -185,7 +192,7 @@ class Bytes(Schedule):
 
 
 class Float8(Schedule):
-    dtype, left = "float8_e4m3fn", 4
+    dtype, left, platform = "float8_e4m3fn", 4, "rocm"
 
 
 class Coarse(Schedule):

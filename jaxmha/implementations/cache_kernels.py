@@ -43,39 +43,43 @@ def attend(
     return lambda: cudnn_cached.out(query, stored, lengths, request.scale)
 
 
-def state(
+def shared(
     query: Float[jax.Array, "B T N H"],
     stored: Stored,
-    past: Int[jax.Array, "B"],
     lengths: Int[jax.Array, "B"],
     semantics: Semantics,
 ) -> Callable[[], State] | None:
-    """The softmax state of T causal queries, the first of which follows `past` tokens; None as above.
+    """The softmax state of T queries that all attend the first `lengths` tokens; None as above.
 
-    One call for the tokens of the past, which all queries attend, and one for those of the step. Each
-    is rounded once to the dtype of the cache.
+    It is rounded once to the dtype of the cache.
     """
-    (B, T, N, H), K = query.shape, stored.keys.shape[1]
-    whole = _request(query, stored, lengths, semantics)._replace(return_lse=True)
-    own = _struct((B, T, K, H), stored.keys.dtype)
-    step = whole._replace(key=own, value=own, mask=Mask.causal() & Mask.lengths(key_value=lengths))
-    if not _takes(whole, stored):
+    request = _request(query, stored, lengths, semantics)._replace(return_lse=True)
+    if not _takes(request, stored):
         return None
-    if T > 1 and implementations.unsupported(step, NAME) is not None:
+    return lambda: _as_state(*cudnn_cached.rows(query, stored, lengths, request.scale))
+
+
+def causal(
+    query: Float[jax.Array, "B T N H"],
+    own: Stored,
+    counts: Int[jax.Array, "B"],
+    semantics: Semantics,
+) -> Callable[[], State] | None:
+    """The softmax state of T queries, causal over as many keys, the first `counts`; None as above."""
+    key, value = (jnp.swapaxes(x, 1, 2) for x in own[:2])
+    mask = Mask.causal() & Mask.lengths(key_value=counts)
+    request = _request(query, own, counts, semantics)._replace(
+        key=key, value=value, mask=mask, return_lse=True
+    )
+    if implementations.unsupported(request, NAME) is not None:
         return None
 
     def run() -> State:
-        if T == 1:
-            return _as_state(*cudnn_cached.rows(query, stored, lengths, whole.scale))
-        before = _as_state(*cudnn_cached.rows(query, stored, past, whole.scale))
-        key, value = stored.at(past[:, None] + jnp.arange(T, dtype=np.int32)[None])
-        mask = Mask.causal() & Mask.lengths(key_value=(lengths - past).clip(0, T))
-        leaks = probe.leaks(NAME, probe_cases.kind_of(step))
-        found = cudnn.attend(step._replace(key=key, value=value, mask=mask), leaks=leaks)
+        found = cudnn.attend(request, leaks=probe.leaks(NAME, probe_cases.kind_of(request)))
         assert found.lse is not None
-        out = jnp.swapaxes(found.out, 1, 2).reshape(B, K, N // K * T, H)
-        after = _as_state(out, found.lse.reshape(out.shape[:3]))
-        return online_softmax.joined(before, after)
+        (B, K, T, h), N = own.values.shape, query.shape[2]
+        out = jnp.swapaxes(found.out, 1, 2).reshape(B, K, N // K * T, h)
+        return _as_state(out, found.lse.reshape(out.shape[:3]))
 
     return run
 

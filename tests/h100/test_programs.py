@@ -121,17 +121,30 @@ WINDOWED: dict[str, Any] = {
     "slots": lambda params: jaxmha.KVCache.empty(params, 64, 32768),
     "pages": lambda params: jaxmha.PagedKVCache.empty(params, 64, 32768, pages=32768, page_size=64),
     "few pages": lambda params: jaxmha.PagedKVCache.empty(params, 64, 32768, pages=3000, page_size=64),
+    "int8": lambda params: jaxmha.PagedKVCache.empty(params, 64, 32768, pages=3000, dtype="int8"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("cache", WINDOWED)
-def test_a_windowed_step_reads_the_window(cache: str) -> None:
+@pytest.mark.parametrize("T", [1, 4])
+@pytest.mark.parametrize("cache", ["slots", "pages", "few pages"])
+def test_a_windowed_step_reads_the_window(cache: str, T: int) -> None:
     """32768 slots, of which a copy of 1024 is 64 MiB for keys and as much for values."""
     E, window = 2048, jaxmha.Mask.window(1023, 0)
-    found = step_of(WINDOWED[cache], E, 64, 1, mask=window)
+    found = step_of(WINDOWED[cache], E, 64, T, mask=window)
     assert [call for call in found.calls if "cudnn" in call] == ["__cudnn$fmhaSoftmax"]
     assert found.waits == 0
-    assert found.temporary <= (2 * 64 + 4) * MIB
+    assert found.temporary <= (2 * 64 + 4 * T) * MIB
+    assert not [size for kind, size in found.copies if kind == "copy"]
+
+
+@pytest.mark.parametrize("cache", ["slots", "few pages", "int8"])
+def test_so_does_a_step_without_cudnn(cache: str) -> None:
+    """With a soft cap, which it does not have; and over numbers with scales."""
+    window, cap = jaxmha.Mask.window(1023, 0), jaxmha.Semantics(logits_soft_cap=30.0)
+    found = step_of(WINDOWED[cache], 2048, 64, 4, mask=window, semantics=cap)
+    assert not any("cudnn" in call for call in found.calls)
+    assert found.waits == 0
+    assert found.temporary <= (2 * 64 + 64) * MIB
     assert not [size for kind, size in found.copies if kind == "copy"]
 
 

@@ -40,18 +40,6 @@ class Stored(NamedTuple):
         size = self.keys.shape[2]
         return size if self.table is None else size * self.table.shape[1]
 
-    def at(
-        self, positions: Int[jax.Array, "B T"]
-    ) -> tuple[Float[jax.Array, "B T K H"], Float[jax.Array, "B T K H"]]:
-        """Copies of keys and values of these positions."""
-        size = self.keys.shape[2]
-        if self.table is None:
-            rows, slots = jnp.arange(len(positions), dtype=np.int32)[:, None], positions
-        else:
-            rows = jnp.take_along_axis(self.table, positions // size, 1, mode="clip").clip(0)
-            slots = positions % size
-        return tuple(x.at[rows, :, slots].get(mode="clip") for x in self[:2])  # type: ignore[return-value]
-
 
 def unsupported_reason(request: Request) -> str | None:
     """Returns None if the kernel can compute a request without a copy of keys and values.
