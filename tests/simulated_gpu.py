@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxmha import implementations
-from jaxmha.implementations import KERNELS, platforms, probe
+from jaxmha.implementations import KERNELS, cache_kernels, platforms, probe
 from tests import cudnn_contract
 
 
@@ -19,6 +19,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     monkeypatch.setattr(platforms, "_default", lambda: present)
     # Programs that run are lowered for the CPU at hand.
     monkeypatch.setattr(implementations, "KERNELS", dict.fromkeys(KERNELS, "cpu"))
+    monkeypatch.setattr(cache_kernels, "on_kernels_platform", lambda kernel, _: kernel())
     monkeypatch.setenv("JAXMHA_PROBE_SECONDS", "600")  # the machine may be busy
     calls = cudnn_contract.install(monkeypatch)
     jax.clear_caches()  # type: ignore[no-untyped-call]
