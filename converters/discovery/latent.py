@@ -74,7 +74,7 @@ def latent_behaviour(config: Mapping[str, Any], *, length: int = 0) -> LatentBeh
     rate = number("attention_dropout", config.get("attention_dropout") or 0.0)
     turned = partial(rope, frequencies=frequencies, interleaved=interleaved)
     scaled = "query_scale" in architectures.parts(kind)
-    factors = query_scale.of(config, None) if scaled else None
+    factors = query_scale.by_setting(config, None) if scaled else None
     return LatentBehaviour(
         Semantics(scale=(H + R) ** -0.5 * factor * factor, dropout_rate=rate),
         ScaledQueries(turned, *factors) if factors else turned,

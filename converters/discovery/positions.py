@@ -36,7 +36,7 @@ from jaxmha.converters.discovery.disentangled import Disentangled
 from jaxmha.converters.discovery.head_count import Configured
 from jaxmha.converters.discovery.notes import listed
 from jaxmha.converters.discovery.planes import Planes, Square
-from jaxmha.converters.discovery.query_scale import QueryScale
+from jaxmha.converters.discovery.query_scale import QueryPower, QueryScale
 from jaxmha.converters.layout.arrays import NDArray, to_numpy
 
 # Key of safetensors metadata, followed by `.PREFIX`: the scheme of a block in words.
@@ -61,7 +61,7 @@ LOCAL = frozenset(
 )
 # Layout and model type of files that rotate pairs of adjacent features. In transformers, the same
 # model rotates the two halves of a head.
-_PERMUTED = (("linear-wo", "pixtral"),)
+_PERMUTED = (("linear-wo", "pixtral"), ("linear-wqkv-wo", "kimi_k25_vision"))
 # Model types that `architectures` lists as rotary, but whose attention blocks are not rotated.
 _NOWHERE = (
     "nemotron_h", "clvp_decoder", "cohere_asr", "idefics_vision", "neucodec", "xcodec2",
@@ -121,7 +121,7 @@ class Positions(NamedTuple):
     rotary: Rotary | Axial | Planes | Square | None = None
     added: Term | Disentangled | None = None
     why: str = ""
-    query_scale: QueryScale | None = None
+    query_scale: QueryScale | QueryPower | None = None
 
     def __str__(self) -> str:
         """The scheme in words."""

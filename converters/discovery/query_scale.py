@@ -1,4 +1,4 @@
-"""Factors of queries that grow with the position (Llama 4, Ministral 3)."""
+"""Factors of queries that grow with the position (Llama 4, Ministral 3, Beam)."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -9,6 +9,9 @@ from jaxtyping import Float, Int
 from jaxmha.arrays import Array
 from jaxmha.rotary_frequencies import parameters_of
 from jaxmha.static_checks import number
+
+# Model type -> length and exponent of `QueryPower`, which no configuration has.
+_POWERS = {"beam": (2048.0, 0.1)}
 
 
 class QueryScale(NamedTuple):
@@ -34,12 +37,50 @@ class QueryScale(NamedTuple):
         return query * factors[:, None, None].astype(query.dtype)
 
 
-def of(own: Mapping[str, Any], layer: int | None) -> QueryScale | None:
+class QueryPower(NamedTuple):
+    """A factor of the queries that grows with the position: `(1 + (position + 1) / length) ** exponent`."""
+
+    length: float
+    exponent: float
+
+    def __call__(
+        self, query: Float[Array, "*B T N H"], positions: Int[Array, " T"]
+    ) -> Float[Array, "*B T N H"]:
+        """Multiplies projected queries by the factors of their positions.
+
+        >>> QueryPower(2.0, 2.0)(np.ones((1, 2, 1, 1)), np.arange(2)).ravel().tolist()
+        [2.25, 4.0]
+        """
+        factors = (1 + (np.asarray(positions) + 1) / self.length) ** self.exponent
+        return query * factors[:, None, None].astype(query.dtype)
+
+
+def of(own: Mapping[str, Any], layer: int | None) -> QueryScale | QueryPower | None:
     """The factor of queries by position that a configuration gives to a layer.
 
     Raises:
       TypeError: a value is no number, or the RoPE parameters are no mapping.
       ValueError: a value is missing or out of its range, or there is no setting for the layer.
+    """
+    if (power := _POWERS.get(str(own.get("model_type")))) and layer is not None:
+        return None if _rotated(own, layer) else QueryPower(*power)
+    return by_setting(own, layer)
+
+
+def _rotated(own: Mapping[str, Any], layer: int) -> bool:
+    """True if the kind of a layer has RoPE parameters; by default, sliding attention has them."""
+    kinds, parameters = own.get("layer_types"), own.get("rope_parameters")
+    if not isinstance(kinds, list) or layer >= len(kinds):
+        raise ValueError(f"layer_types of the configuration have no layer {layer}")
+    if not isinstance(parameters, Mapping):
+        return bool(kinds[layer] == "sliding_attention")
+    return bool(parameters.get(str(kinds[layer])))
+
+
+def by_setting(own: Mapping[str, Any], layer: int | None) -> QueryScale | None:
+    """The factor that the keys of a configuration give to a layer, of any model type.
+
+    Raises as `of`.
     """
     if own.get("attn_temperature_tuning"):
         rotated = own.get("no_rope_layers")

@@ -32,6 +32,8 @@ BLOCK = "layers.0.self_attn"
         "sew-d",  # products of queries and keys with projected vectors of distances
         "qwen3_vl_vision",  # rows, then columns, in squares
         "pixtral",
+        "kimi_k25",  # columns and rows in turn; the file has pairs of neighbouring features
+        "beam",  # powers of the position, where nothing is rotated
         "dinov3_vit",  # shares of the image, after tokens of the class
     ],
 )

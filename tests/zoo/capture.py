@@ -262,6 +262,7 @@ def patching() -> Iterator[Watch]:
             (torch.Tensor, "matmul", _product),
             (torch.Tensor, "bmm", _product),
             (torch.Tensor, "__matmul__", _product),
+            (torch, "masked_fill", _copied),
             *((torch.Tensor, name, _copied) for name in _COPIES),
             (functional, "scaled_dot_product_attention", _sdpa),
             (functional, "linear", _linear),

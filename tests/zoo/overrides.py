@@ -191,8 +191,10 @@ UNBUILT: dict[str, str] = {
 # Paths of modules whose softmax weighs without queries and keys: streams of a residual (inkling),
 # places of an image for each letter (MGP-STR).
 NO_ATTENTION = r"(final|mlp|attention)_input$|a3_module$"
-# Type -> its model class, where the auto classes name one that cannot be built alone.
+# Type -> its model class, where the auto classes name one that cannot be built alone, or one that
+# saves names that are half those of published files.
 CLASSES = {
+    "kimi_k25": "Kimi_K25ForConditionalGeneration",
     "musicgen": "MusicgenForConditionalGeneration",
     "musicgen_melody": "MusicgenMelodyForConditionalGeneration",
     "voxtral_realtime_text": "voxtral_realtime.modeling_voxtral_realtime.VoxtralRealtimeTextModel",
