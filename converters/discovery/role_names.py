@@ -174,7 +174,7 @@ def _block(prefix: str, names: Sequence[str], shapes: Mapping[str, Sequence[int]
     last = tuple(module.rpartition(".")[2] for module in own)
     layout = (
         None
-        if own in _UNLIKE or (kernel, last) == _TIMM
+        if last in _UNLIKE or (kernel, last) == _TIMM
         else of_names(f"{kernel}{','.join(own)}{more}")
     )
     keys = {

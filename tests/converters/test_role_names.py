@@ -66,6 +66,7 @@ def test_doubt_makes_no_layout(more: dict[str, tuple[int, ...]]) -> None:
     [
         ("mixer", ("in_proj", "out_proj")),  # Mamba
         ("attn", ("qkv_proj", "out_proj")),  # CodeGen packs in another order
+        ("h.0.attn", ("qkv_proj", "out_proj")),  # the same, where h.0 has nothing else
         ("channel_attn", ("to_qkv", "to_out")),  # weighs channels
     ],
 )
