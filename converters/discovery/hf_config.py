@@ -197,6 +197,13 @@ def _is_positive(value: Json) -> TypeGuard[float]:
         return False
 
 
+def model_types(file: object) -> list[str]:
+    """The model types in the config.json next to an open checkpoint; none for a state in memory."""
+    path = getattr(file, "path", None)
+    found = search(readable(path), ["model_type"]) if isinstance(path, Path) else ()
+    return [value for _, value in found if isinstance(value, str)]
+
+
 def offset_norms(path: Path) -> dict[str, str]:
     """Kinds of norms that the norm layers of other frameworks do not compute: kind -> reason."""
     reason = "model_type {} of config.json: its norms multiply by 1 + weight, and others by weight"

@@ -20,6 +20,45 @@ FORMS: tuple[tuple[str, str], ...] = (
     (r"(^|[./])per_dim_scale$", "a learned factor of every feature scales the queries"),
     (r"(^|[./])A_log$", "it is linear attention with a state that decays"),
 )
+# The same, of attention that has the arrays of no layout.
+_UNKNOWN: tuple[tuple[str, str], ...] = (
+    (r"(^|[./])sampling_offsets[./]", "it is deformable: queries give the places of their values"),
+    (r"(^|[./])indexer[./]", "an indexer chooses the keys of each query"),
+    (r"(^|[./])[kv]_sconv[./]", "keys and values are convolved"),
+    (
+        r"(^|[./])continuous_position_bias_mlp[./]",
+        "logits are scaled cosines, and a network gives a bias",
+    ),
+    (
+        r"(^|[./])(query|key|value)_global[./]",
+        "windows, and tokens that all attend, have projections",
+    ),
+    (r"(^|[./])conv_qk_\w+[./]", "queries and keys are convolved"),
+    (r"(^|[./])r_[wr]_bias$", "positions are projected, and have biases (Transformer-XL)"),
+    (r"(^|[./])time_decay$", "it is linear attention with a state that decays"),
+    (r"(^|[./])batch_norm[./]", "batch norms follow its projections"),
+    (r"(^|[./])convolution_projection_\w+[./]", "convolutions come before its projections"),
+)
+# The same, where only the model type tells it.
+_TYPES = {
+    "codegen": "rows of queries, values and keys are packed in four parts",
+    "squeezebert": "its projections are convolutions of groups of features",
+    "aimv2_vision_model": "a learned vector is the query, without a projection",
+    "aria": "queries, keys and values are projected twice",
+    "conditional_detr": "queries and keys join projections of contents and of positions",
+    "dab-detr": "queries and keys join projections of contents and of positions",
+    "deepseek_v4": "one projection gives keys and values, and the output is rotated back",
+    "dots3_note_text": "latents are multiplied by factors of their widths, and heads are gated",
+    "groupvit": "each token is assigned to one group",
+    "hy_v4": "latent attention has gates and sinks, and keys that an indexer chose",
+    "jetmoe": "experts project its queries and its output",
+    "longcat_flash": "latents are multiplied by factors of their widths",
+    "minimax": "it is linear attention with a state that decays",
+    "mobilevitv2": "a softmax weighs tokens, and no pairs of them",
+    "neomme": "the output loses its part along the values",
+    "reformer": "queries attend keys of equal hashes, or of neighbouring chunks",
+    "swiftformer": "a softmax weighs tokens, and no pairs of them",
+}
 
 
 def of(keys: Iterable[str]) -> str:
@@ -28,5 +67,20 @@ def of(keys: Iterable[str]) -> str:
     >>> of(["qkv.weight", "temperature"])
     'it attends over channels, or divides by a learned temperature'
     """
-    keys = list(keys)
-    return next((why for form, why in FORMS if any(re.search(form, key) for key in keys)), "")
+    return _first(FORMS, list(keys))
+
+
+def of_unknown(keys: Iterable[str], model_types: Iterable[str] = ()) -> str:
+    """The form of attention of no known layout: by its keys, else by the types of its model.
+
+    >>> of_unknown(["sampling_offsets.weight"])
+    'it is deformable: queries give the places of their values'
+    >>> of_unknown(["qkv_proj.weight", "out_proj.weight"], ["codegen"])
+    'rows of queries, values and keys are packed in four parts'
+    """
+    by_key = _first((*FORMS, *_UNKNOWN), list(keys))
+    return by_key or next((_TYPES[kind] for kind in model_types if kind in _TYPES), "")
+
+
+def _first(forms: Iterable[tuple[str, str]], keys: Iterable[str]) -> str:
+    return next((why for form, why in forms if any(re.search(form, key) for key in keys)), "")

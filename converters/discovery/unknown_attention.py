@@ -11,7 +11,7 @@ from jaxmha.converters.discovery import other_forms
 from jaxmha.converters.discovery.attention_blocks import Block, natural
 from jaxmha.converters.discovery.notes import listed
 from jaxmha.converters.discovery.role_names import role_of
-from jaxmha.converters.layout.latent import SIGN as LATENT_SIGN
+from jaxmha.converters.layout import latent
 
 # Sets of roles that can form attention; `_is_attention` also checks where they occur, since a
 # packed `in_proj` alone may belong to Mamba.
@@ -129,8 +129,11 @@ def _above(name: str) -> Iterator[str]:
     yield from (name[: found.start()] for found in re.finditer("[./]", name))
 
 
-def notes(unknown: Mapping[str, Sequence[str]]) -> Iterator[str]:
-    """Yields a note on attention of an unknown layout, one for all layers of a stack."""
+def notes(unknown: Mapping[str, Sequence[str]], model_types: Collection[str] = ()) -> Iterator[str]:
+    """Yields a note on attention of an unknown layout, one for all layers of a stack.
+
+    `model_types`: those of the model's configuration.
+    """
     kinds: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for prefix, names in unknown.items():
         ends = tuple(name[len(prefix) + 1 if prefix else 0 :] for name in names)
@@ -138,9 +141,14 @@ def notes(unknown: Mapping[str, Sequence[str]]) -> Iterator[str]:
     for (place, ends), prefixes in kinds.items():
         yield (
             f"not converted: attention of no known layout, {len(prefixes)} x {place or '(top)'}, "
-            f"carried over as it is: tensors {listed(ends, 6)}{_LATENT * (LATENT_SIGN in ends)}"
-            + (f"; {why}" if (why := other_forms.of(ends)) else "")
+            f"carried over as it is: tensors {listed(ends, 6)}{_LATENT * _is_latent(ends)}"
+            + (f"; {why}" if (why := other_forms.of_unknown(ends, model_types)) else "")
         )
+
+
+def _is_latent(ends: Collection[str]) -> bool:
+    """True if `import_latent_params` reads a block with these keys, and all of them."""
+    return latent.SIGN in ends and latent.known_keys(ends).issuperset(ends)
 
 
 _LATENT = "; it is latent attention: jaxmha.converters.huggingface.import_latent_params reads each"

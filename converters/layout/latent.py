@@ -3,7 +3,7 @@
 Source: `DeepseekV3Attention` of transformers 5.23.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,6 +33,12 @@ NORMS = {"kv_a_layernorm.weight": "latent_norm", "q_a_layernorm.weight": "query_
 OWN = {leaf: f"mla_{leaf.replace('.', '_')}" for leaf in CANONICAL}
 # The key by which a block of latent attention is found.
 SIGN = "kv_a_proj_with_mqa.weight"
+
+
+def known_keys(keys: Collection[str]) -> set[str]:
+    """The keys that a block with these keys may have, for `import_latent_params` to read it."""
+    linears = linears_of("q_a_proj.weight" in keys)
+    return {f"{x.name}.{end}" for x in linears for end in ("weight", "bias")} | {*NORMS}
 
 
 def import_latent_params(state: Mapping[str, Any], *, prefix: str = "") -> LatentParams:
@@ -66,8 +72,7 @@ def import_latent_params(state: Mapping[str, Any], *, prefix: str = "") -> Laten
     arrays = {key.removeprefix(start): x for key, x in state.items() if key.startswith(start)}
     if OWN["latent.kernel"] in arrays:
         return _of_own(arrays)
-    linears = linears_of("q_a_proj.weight" in arrays)
-    known = {f"{x.name}.{end}" for x in linears for end in ("weight", "bias")} | {*NORMS}
+    linears, known = linears_of("q_a_proj.weight" in arrays), known_keys(arrays)
     required = [f"{linear.name}.weight" for linear in linears] + ["kv_a_layernorm.weight"]
     missing = [key for key in required if key not in arrays]
     unknown = [key for key in arrays if key not in known]

@@ -15,6 +15,7 @@ from jaxmha.converters.discovery import (
     damaged_blocks,
     described,
     head_count,
+    hf_config,
     latent_blocks,
     other_layers,
     positions,
@@ -152,7 +153,9 @@ def inspect(path: str | os.PathLike[str], *, num_heads: int | None = None) -> Fi
                 *around,
                 *positions.notes(file, places),
                 *attended.notes(masks),
-                *unknown_attention.notes(latent_blocks.without(apart, latents)),
+                *unknown_attention.notes(
+                    latent_blocks.without(apart, latents), hf_config.model_types(file)
+                ),
                 *latent_blocks.notes(latents, converted=False),
                 *file.notes,
             ),

@@ -167,7 +167,9 @@ def make(
         *[notes.NO_ATTENTION] * (not found and not converted),
         *notes_of_layers(file, to, found, layers, becomes, carried, epsilon, unlike or {}),
         *notes.renamed(_renamed(steps, file.names) if not in_file(to) else ()),
-        *unknown_attention.notes(latent_blocks.without(apart, converted)),
+        *unknown_attention.notes(
+            latent_blocks.without(apart, converted), hf_config.model_types(file)
+        ),
         *latent_blocks.notes(latents, held),
     )
     return Plan(to.name, steps, others, notes=all_notes)

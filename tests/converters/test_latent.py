@@ -250,6 +250,10 @@ def test_files_with_latent_attention_name_the_reader(tmp_path: Path) -> None:
     assert len(notes) == 1
     assert "huggingface.import_latent_params reads each" in notes[0]
     assert "2 x model.layers.{i}.self_attn, carried over as it is" in notes[0]
+    shapes |= {f"model.layers.{i}.self_attn.indexer.wk.weight": (4, 4) for i in range(2)}
+    (note,) = unknown_attention.notes(unknown_attention.find(shapes, []))
+    assert "import_latent_params" not in note  # which raises for what it does not know
+    assert "an indexer chooses the keys" in note
     with pytest.raises(ValueError, match="no attention block found, and latent attention"):
         load_block.read(path)
     with checkpoint.open(path) as file:
