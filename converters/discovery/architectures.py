@@ -5,6 +5,8 @@ every model, and checked by running the models. A type that is missing from a pa
 it by default. This table is kept by hand; `model_types` is the generated table of block prefixes.
 """
 
+from jaxmha.converters.discovery import unlike
+
 # Parts that a conversion can leave out, and that the caller can add around the converted layer.
 PARTS = {
     part: frozenset(types.split())
@@ -186,7 +188,7 @@ PARTS = {
         """,
         "sinks": """
             deepseek_v4 flint gpt_oss granite_swa granitemoe_swa hy_v4 inkling2 inkling2_text
-            mimo_v2_flash openai_privacy_filter wavlm
+            mimo_v2_flash openai_privacy_filter
         """,
         "gate": """
             afmoe axk2 bailing_hybrid beam deepseek_v4 dots3_note dots3_note_text
@@ -220,10 +222,7 @@ PARTS = {
 FUNCTIONS = {
     part: frozenset(types.split())
     for part, types in {
-        "form": """
-            autoformer SanaTransformer2DModel big_bird bigbird_pegasus clvp_encoder diffllama hiera informer mra muse_spark_text nystromformer
-            pegasus_x reformer sam2_hiera_det_model yoso
-        """,
+        "form": " ".join(["muse_spark_text", *(types for _, types in unlike.FORMS)]),
         "scale": """
             dia dia_decoder dia_encoder diffusion_gemma_text embedding_gemma2_text gemma3n_text
             gemma4_text gemma4_unified_text gpt_neo zamba zamba2

@@ -50,7 +50,7 @@ PARTS = {
         "write a plan and set num_heads for each module",
     ),
     "form": (
-        "attention of another form than softmax over all keys and an output layer",
+        "attention of another form than plain projections, a softmax over all keys, and an output layer",
         "read the blocks by import_params, and write that form around them",
     ),
 }

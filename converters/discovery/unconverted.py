@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxmha.checkpoint.errors import printable
-from jaxmha.converters.discovery import architectures, hf_config, signs
+from jaxmha.converters.discovery import architectures, hf_config, signs, unlike
 from jaxmha.converters.discovery.hf_config import Json
 from jaxmha.converters.discovery.notes import listed
 
@@ -64,9 +64,11 @@ def refuse(
     refused = {part: texts for part, texts in refused.items() if part not in carried}
     for part, texts in refused.items() if layouts else ():
         text, remedy = signs.PARTS[part]
+        model_type = texts[0].rstrip(")").rpartition(" ")[2]  # if a type is the evidence
+        does = f"{why}, and so has" if (why := unlike.form(model_type)) else "has"
         raise ValueError(
             printable(
-                f"{where}{texts[0]} has {text}: a file of another layout would be read as another "
+                f"{where}{texts[0]} {does} {text}: a file of another layout would be read as another "
                 f"function; {remedy}"
             )
         )

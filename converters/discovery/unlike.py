@@ -26,7 +26,36 @@ _REASONS: tuple[tuple[str, str, str], ...] = (
     ("attends its own and the encoder's keys in one softmax", "dot_product_attention", "t5gemma2_decoder"),
     ("attends context and noise by one mask and one rotation", "dot_product_attention", "muse_glimmer_assistant"),
     ("scales each feature of the queries by a learned softplus", "dot_product_attention", "timesfm"),
+    ("gates its bias of relative positions by its inputs", "dot_product_attention", "wavlm"),
+    ("adds a convolution of the values to its output", "combine", "fun_asr_nano_encoder"),
+    ("puts heads of convolutions beside those of attention", "combine", "convbert"),
+    ("adds the logits of text and layout to each other", "dot_product_attention", "lilt"),
+    ("projects queries apart for every pair of words and entities", "dot_product_attention", "luke"),
 )  # fmt: skip
+# What no attention around the projections of a layout computes, and the model types.
+FORMS: tuple[tuple[str, str], ...] = (
+    ("weighs delays of a series instead of keys", "autoformer"),
+    ("attends blocks of keys, some of them drawn at random", "big_bird bigbird_pegasus"),
+    ("rotates values as well as queries and keys", "clvp_encoder"),
+    ("subtracts one softmax from another", "diffllama"),
+    ("pools queries where its stages change", "hiera sam2_hiera_det_model"),
+    ("attends for few queries, and gives the others the mean of the values", "informer"),
+    ("approximates the softmax by blocks of keys", "mra"),
+    ("approximates the softmax by landmarks", "nystromformer"),
+    ("attends keys of the own block and global tokens", "pegasus_x"),
+    ("attends keys of equal hashes, or of neighbouring chunks", "reformer"),
+    ("has linear attention", "SanaTransformer2DModel"),
+    ("weighs values by the hashes of queries and keys", "yoso"),
+)
+
+
+def form(model_type: str) -> str:
+    """What a model type computes that no layout can express; "" if nothing is known.
+
+    >>> form("diffllama")
+    'subtracts one softmax from another'
+    """
+    return next((does for does, types in FORMS if model_type in types.split()), "")
 
 
 def why(model_type: str) -> str:

@@ -69,7 +69,7 @@ def test_names_tell_another_form(name: str, tmp_path: Path) -> None:
     path = source(tmp_path, name)
     for which, command in commands(path).items():
         done, text = run(*command)
-        assert "attention of another form than softmax" in text
+        assert "attention of another form than plain projections" in text
         assert done.exit_code == (0 if which == "inspect" else 2), text
     assert not path.with_name("b.npz").exists()
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')  # it is another model

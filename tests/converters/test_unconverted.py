@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from jaxmha import checkpoint
 from jaxmha.cli.app import app
-from jaxmha.converters.discovery import architectures, attention_blocks, signs, unconverted
+from jaxmha.converters.discovery import architectures, attention_blocks, signs, unconverted, unlike
 from jaxmha.converters.layout import transform
 from jaxmha.converters.migrate import pipeline
 from tests.converters.test_every_layout import params_of
@@ -89,6 +89,7 @@ def test_parts_of_a_model_type_are_named(
             with pytest.raises(ValueError, match="would be read as another function") as error:
                 function(path, to="flax")
             assert message in str(error.value)
+            assert unlike.form(model_type) in str(error.value)
     else:
         assert note in notes(path)
 
