@@ -69,6 +69,8 @@ _IN_ORDER = re.compile(
 # Names of layers that compute another function: torchvision's MaxViT divides its logits by the width
 # of all heads, and CodeGen packs for several processors.
 _UNLIKE = {("to_qkv", "merge"), ("qkv_proj", "out_proj")}
+# Places of layers with these names that pack queries, keys and values in order: DeepSeek-OCR.
+_LIKE = re.compile(r"(^|[./])vision_model[./]transformer[./]layers[./]\d+[./]self_attn$")
 _TIMM = ("linear:", ("qkv", "proj"))  # layout timm, whose exceptions hold for these names as well
 _ATTENTION = re.compile(r"att|mha", re.IGNORECASE)
 _WRAPPERS = {"self", "attention", "attn", "mha", "inner", "fn"}  # parts of a block inside it
@@ -174,7 +176,7 @@ def _block(prefix: str, names: Sequence[str], shapes: Mapping[str, Sequence[int]
     last = tuple(module.rpartition(".")[2] for module in own)
     layout = (
         None
-        if last in _UNLIKE or (kernel, last) == _TIMM
+        if (last in _UNLIKE and not _LIKE.search(prefix)) or (kernel, last) == _TIMM
         else of_names(f"{kernel}{','.join(own)}{more}")
     )
     keys = {

@@ -75,6 +75,14 @@ def test_names_of_another_function_make_no_layout(prefix: str, names: tuple[str,
     assert not attention_blocks.find(shapes)
 
 
+def test_the_place_tells_the_order_of_packed_rows() -> None:
+    """DeepSeek-OCR packs queries, keys and values; CodeGen has the same names."""
+    at = "model.vision_model.transformer.layers.0.self_attn"
+    shapes = {f"{at}.qkv_proj.weight": (18, 6), f"{at}.out_proj.weight": (6, 6)}
+    (block,) = attention_blocks.find(shapes)
+    assert (block.prefix, block.layout.name) == (at, "linear:qkv_proj,out_proj")
+
+
 @pytest.mark.parametrize("mark", ["mixer.A_log", "mixer/A_log"])
 def test_projections_of_mamba_are_no_attention_in_converted_files(mark: str) -> None:
     """A conversion renames projections, with slashes, and carries the other arrays, with dots."""
