@@ -23,6 +23,7 @@ FORMS: tuple[tuple[str, str], ...] = (
 # The same, of attention that has the arrays of no layout.
 _UNKNOWN: tuple[tuple[str, str], ...] = (
     (r"(^|[./])sampling_offsets[./]", "it is deformable: queries give the places of their values"),
+    (r"(^|[./])values_vision_proj[./]", "image and text attend each other by the same logits"),
     (r"(^|[./])indexer[./]", "an indexer chooses the keys of each query"),
     (r"(^|[./])[kv]_sconv[./]", "keys and values are convolved"),
     (

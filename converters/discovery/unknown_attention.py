@@ -24,7 +24,9 @@ _TOGETHER = (
     {"query key value"},
 )
 _PLACE = re.compile(r"att|mha|transformer|resampler|perceiver|pool|mixer", re.IGNORECASE)
-_CALLED = re.compile(r"((self|cross|multi_?head)_?)?(attn|attention|mha|mhsa|msa)", re.IGNORECASE)
+_CALLED = re.compile(
+    r"((self|cross|encoder|multi_?head)_?)?(attn|attention|mha|mhsa|msa)", re.IGNORECASE
+)
 _PART = re.compile(
     r"[./](attn|attention)_(out|proj)\w*[./]"
 )  # next to a packed layer: parallel blocks

@@ -105,6 +105,11 @@ def test_layouts_of_other_libraries(prefix: str, shapes: Any, layout: str) -> No
         # A layer that widens, and pools its queries: Hiera.
         ("blocks.0.attn", TIMM | {"qkv.weight": (3 * D, 7)}),
         ("a.attn", {"attn.weight": (81, D), "v.weight": (D, D), "proj.weight": (D, D)}),  # VOLO
+        # Deformable DETR
+        (
+            "decoder.layers.0.encoder_attn",
+            {f"{x}.weight": (D, D) for x in ("sampling_offsets", "value_proj", "output_proj")},
+        ),
         ("a.attn", {"main.0.weight": (D, D, 3, 3), "main.1.weight": (D, D)}),
     ],
 )

@@ -199,7 +199,7 @@ def judge(
         classes.add("silently wrong")  # the file that was converted there and back
     if lost:
         classes.add("not found")
-    if any(path in run.calls for path in apart):
+    if any(path in run.calls for path in apart) or (apart and alone):
         classes.add("carried, said")
     if carried:
         classes.add("carried, said" if "attention of no known layout" in notes else "not found")
