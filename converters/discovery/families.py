@@ -14,7 +14,7 @@ VERDICTS = {
     "positions said": "every block is converted; a note says which positions are not computed",
     "masks said": "every block is converted; a note says which masks are not read",
     "parts said": "every block is converted; a note says which part around it is not",
-    "carried, said": "attention of another form is carried over as it is; a note names it",
+    "carried, said": "attention of another form, or of no known layout, is carried over as it is; a note names it",
     "refused": "the conversion is refused, with the reason",
     "no attention": "the model has no softmax attention",
     "not run": "the model did not run; its blocks were not compared",

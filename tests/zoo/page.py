@@ -3,6 +3,7 @@
 import json
 import re
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +39,11 @@ def _row(model_type: str, result: dict[str, Any]) -> Checked:
         layouts,
         ", ".join(schemes),
         f"{max(errors):.0e}" if errors else "",
-        _reason(model_type, result),
+        reason(model_type, result),
     )
 
 
-def _reason(model_type: str, result: dict[str, Any]) -> str:
+def reason(model_type: str, result: dict[str, Any]) -> str:
     """Why a type is not right, from the messages of the conversion."""
     label = result["class"]
     called = sum(bool(b.get("alone")) for b in result.get("blocks", []))
@@ -55,15 +56,37 @@ def _reason(model_type: str, result: dict[str, Any]) -> str:
     if label == "cannot be built":
         return UNBUILT.get(model_type, _short(result.get("why", "")))
     if label == "carried, said" and result.get("carried"):
-        return f"attention of no known layout: {re.sub('[0-9]+', '{i}', result['carried'][0])}"
+        return _short("; ".join(_carried(result)))
     if label == "refused" and result.get("refused"):
         return _short(result["refused"][-1].partition(": ")[2])
+    if label in ("positions said", "parts said"):
+        return _short("; ".join(_not_computed(result)))
     told = [
         b.get("why") or b.get("scheme", "")
         for b in result.get("blocks", [])
-        if b.get("class") in ("positions said", "masks said", "parts said", "refused")
+        if b.get("class") in ("masks said", "refused")
     ]
     return _short(told[0]) if told else ""
+
+
+def _carried(result: dict[str, Any]) -> Iterator[str]:
+    """The form of carried attention that the notes tell, with its places."""
+    forms: dict[str, dict[str, None]] = {}
+    for note in result["notes"]:
+        if found := re.search(r"attention of no known layout, \d+ x (.*), carried", note):
+            _, *more = note[found.end() :].split("; ")
+            forms.setdefault(more[-1] if more else "no known layout", {})[found[1]] = None
+    for form, places in forms.items():
+        yield f"{', '.join(places)}: {form}"
+
+
+def _not_computed(result: dict[str, Any]) -> Iterator[str]:
+    """What the notes on the types of a model say is left to the caller."""
+    places = {b["scheme"] for b in result["blocks"] if b.get("scheme", "").startswith("unknown")}
+    yield from sorted(place.partition(" ")[2] for place in places)
+    for note in () if places else result.get("notes_converted", ()):
+        if found := re.match(r"not converted: (.*?), by (.*); ", note):
+            yield found[1]
 
 
 def _not_run(result: dict[str, Any]) -> str:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxmha.converters.discovery import families
+from jaxmha.converters.discovery import families, unknown_attention
 from jaxmha.converters.discovery.model_types import MODEL_TYPES
 from tests.zoo import one, other_results, others, page, pool
 from tests.zoo.other_models import UNLIKE
@@ -45,6 +45,14 @@ def test_the_page_is_made_of_the_table() -> None:
     rows = families.checked()
     assert {row.model_type: row.verdict for row in rows} == EXPECTED
     assert page.PAGE.read_text() == page.text(rows)
+
+
+def test_a_reason_tells_the_form_and_every_place() -> None:
+    shapes = {f"{x}.{i}.attn.sampling_offsets.weight": (4, 4) for x in "ab" for i in range(2)}
+    shapes |= {name.replace("sampling_offsets", "value_proj"): (4, 4) for name in shapes}
+    apart = unknown_attention.find(shapes, [])
+    found = {"class": "carried, said", "carried": [*apart], "notes": unknown_attention.notes(apart)}
+    assert page.reason("any", found).startswith("a.{i}.attn, b.{i}.attn: it is deformable")
 
 
 @pytest.mark.long
