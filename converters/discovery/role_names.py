@@ -57,6 +57,7 @@ _FIRST = (
     (frozenset(("norm",)), r"(^|\.)layers\.\d+\.\d+(\.(fn|branch|fns\.\d+))?$"),  # vit_pytorch
     (frozenset(("group_norm",)), r"(^|\.)attentions\.\d+$"),  # diffusers
     (frozenset(("norm", "mlp.fc1", "mlp.fc2")), r"(^|\.)attn_pool$"),  # timm
+    (frozenset(("norm0", "norm1", "mlp.fc0", "mlp.fc1")), r"(^|\.)encoder\.blocks\.\d+$"),  # Kimi
     (frozenset(("norm",)), r"(^|\.)e_mhsa$"),  # NextViT reduces the tokens before keys and values
     (frozenset(("norm", "attention_biases")), r"(^|\.)blocks\.\d+\.attn$"),  # TinyViT
     (frozenset(("pos_embed",)), ""),  # added to the tokens that ModifiedResNet of CLIP pools

@@ -75,17 +75,12 @@ _KEY_VALUE = {"h": _PACKED["h"], "Dv": ("Dk", "one input is projected to key and
 NAMED = "names"  # suffix of layouts whose names come from a file
 _OF_ALL = "(heads)"  # end of the name of a layout with norms of all heads
 _NUMBERS = {2: "two", 3: "three", 4: "four"}
-# Suffix of a layout name -> keys of its relative positions, which add terms to the logits, or of the
-# layers beside its projections. They belong to no projection.
-_BESIDE = {
+# Suffix of a layout name -> keys of its relative positions, which add terms to the logits. A
+# conversion copies these arrays unchanged.
+_TERMS = {
     "conformer": (
         "distance_embedding.weight", "pos_bias_u", "pos_bias_v", "linear_pos.weight",
         "rel_pos_emb.weight",
-    ),
-    "wqkv-wo": tuple(
-        f"{layer}.{array}"
-        for layer in ("norm0", "norm1", "mlp.fc0", "mlp.fc1")
-        for array in ("weight", "bias")
     ),
 }  # fmt: skip
 
@@ -141,7 +136,7 @@ def _by_hand(style: str, names: tuple[str, ...], suffix: str) -> Layout:
         tuple(entries),
         ties=_ties(names, suffix),
         separator=separator,
-        other_keys=_BESIDE.get(suffix, ()),
+        other_keys=_TERMS.get(suffix, ()),
         convention=convention,
         about=f"{_NUMBERS[len(names)]} {about} {', '.join(names)}",
     )
