@@ -50,15 +50,19 @@ _TYPES = {
     "dab-detr": "queries and keys join projections of contents and of positions",
     "deepseek_v4": "one projection gives keys and values, and the output is rotated back",
     "dots3_note_text": "latents are multiplied by factors of their widths, and heads are gated",
+    "florence_vision": "it attends over channels",
     "groupvit": "each token is assigned to one group",
     "hy_v4": "latent attention has gates and sinks, and keys that an indexer chose",
+    "janus_vqgan": "a group norm comes first, and no configuration gives its one head",
     "jetmoe": "experts project its queries and its output",
     "longcat_flash": "latents are multiplied by factors of their widths",
     "minimax": "it is linear attention with a state that decays",
     "mobilevitv2": "a softmax weighs tokens, and no pairs of them",
     "neomme": "the output loses its part along the values",
     "reformer": "queries attend keys of equal hashes, or of neighbouring chunks",
+    "rwkv": "it is a feed-forward layer whose names are those of attention",
     "swiftformer": "a softmax weighs tokens, and no pairs of them",
+    "xlstm": "it has a memory with gates, and no softmax",
 }
 
 

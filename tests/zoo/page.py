@@ -77,7 +77,7 @@ def _carried(result: dict[str, Any]) -> Iterator[str]:
             _, *more = note[found.end() :].split("; ")
             forms.setdefault(more[-1] if more else "no known layout", {})[found[1]] = None
     for form, places in forms.items():
-        yield f"{', '.join(places)}: {form}"
+        yield f"{form} ({', '.join(places)})"
 
 
 def _not_computed(result: dict[str, Any]) -> Iterator[str]:
