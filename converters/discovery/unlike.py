@@ -28,11 +28,11 @@ _REASONS: tuple[tuple[str, str, str], ...] = (
     ("scales each feature of the queries by a learned softplus", "dot_product_attention", "timesfm"),
     ("gates its bias of relative positions by its inputs", "dot_product_attention", "wavlm"),
     ("adds a convolution of the values to its output", "combine", "fun_asr_nano_encoder"),
-    ("puts heads of convolutions beside those of attention", "combine", "convbert"),
+    ("puts heads of convolutions next to those of attention", "combine", "convbert"),
     ("adds the logits of text and layout to each other", "dot_product_attention", "lilt"),
     ("projects queries apart for every pair of words and entities", "dot_product_attention", "luke"),
 )  # fmt: skip
-# What no attention around the projections of a layout computes, and the model types.
+# Functions that no attention around the projections of a layout computes, and the model types.
 FORMS: tuple[tuple[str, str], ...] = (
     ("weighs delays of a series instead of keys", "autoformer"),
     ("attends blocks of keys, some of them drawn at random", "big_bird bigbird_pegasus"),
@@ -50,7 +50,7 @@ FORMS: tuple[tuple[str, str], ...] = (
 
 
 def form(model_type: str) -> str:
-    """What a model type computes that no layout can express; "" if nothing is known.
+    """The function of a model type that no layout can express; "" if nothing is known.
 
     >>> form("diffllama")
     'subtracts one softmax from another'

@@ -58,12 +58,12 @@ def test_other_forms_are_carried_over_by_name(more: Any, why: str, tmp_path: Pat
 def test_a_model_type_tells_the_form(tmp_path: Path) -> None:
     packed = {"attn.qkv_proj.weight": (3 * D, D), "attn.out_proj.weight": (D, D)}
     source = saved(tmp_path / "a.safetensors", "h.0", packed | {"mlp.fc_in.weight": (7, D)})
-    for model_type, said in (("codegen", True), ("bert", False)):
+    for model_type, known in (("codegen", True), ("bert", False)):
         (tmp_path / "config.json").write_text(f'{{"model_type": "{model_type}"}}')
         done = pipeline.convert(source, tmp_path / "b.npz", to="flax", force=True)
         for notes in (pipeline.inspect(source).notes, done.notes):
             (note,) = (one for one in notes if "no known layout" in one)
-            assert ("are packed in four parts" in note) == said
+            assert ("are packed in four parts" in note) == known
 
 
 @pytest.mark.parametrize(
