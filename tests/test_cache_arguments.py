@@ -144,7 +144,7 @@ def test_lengths_of_any_size(huge: int) -> None:
 
 @pytest.mark.parametrize(("row", "length"), [(0, 9), (1, -1), (2, 2**40)])
 def test_known_lengths_of_prompts_are_refused(row: int, length: int) -> None:
-    """Those on the device are clipped, as counts of `extend` are."""
+    """Lengths that lie on the device are clipped instead, as `extend` clips its counts."""
     params, x = make()
     latents = latent.init_latent_params(
         jax.random.key(0), num_heads=3, features=D, latent_dim=5, rotary_dim=2, head_dim=3

@@ -1,4 +1,4 @@
-"""Which implementation a device runs by default, and the reasons against the others."""
+"""`explain` names the implementation that a device runs by default, and why it runs no other."""
 
 from typing import Any
 

@@ -71,7 +71,7 @@ def test_prefill_and_steps_are_those_of_the_dense_cache() -> None:
 
 @pytest.mark.parametrize("kind", ["ring", "pages", "int8"])
 def test_a_copy_of_the_window_keeps_what_masks_say(kind: str) -> None:
-    """Of slots and of positions: GPUs attend a copy, CPUs the slots where they lie."""
+    """Masks count slots or positions: GPUs attend a copy of the window, CPUs the slots in place."""
     rng = np.random.default_rng(0)
     params, _ = make()
     params = params._replace(sinks=jnp.asarray([0.3, -1.0, 2.0, 0.0, 1.0, -0.5]))

@@ -130,10 +130,9 @@ def _case(
     step("the float64 output")
     made = fleet["oracle"].ask("expect", case=case.as_dict(), path=str(expected))
     unchecked = {"failed": f"no float64 output to compare with: {made.get('failed')}"}
-    ready = {}
+    ready, ask = {}, {"case": case.as_dict(), "expected": str(expected)}
     for number, peer in enumerate(peers, 1):
         step(f"{peer}, {number} of {len(peers)}: compile and check")
-        ask = {"case": case.as_dict(), "expected": str(expected)}
         ready[peer] = unchecked if "failed" in made else fleet[peer].ask("prepare", **ask)
     results = {peer: reply for peer, reply in ready.items() if "failed" in reply}
     live = {peer: reply for peer, reply in ready.items() if "failed" not in reply}

@@ -81,7 +81,7 @@ def _carried(result: dict[str, Any]) -> Iterator[str]:
 
 
 def _not_computed(result: dict[str, Any]) -> Iterator[str]:
-    """What the notes on the types of a model say is left to the caller."""
+    """The parts of a model that, by the notes on its types, the caller computes."""
     places = {b["scheme"] for b in result["blocks"] if b.get("scheme", "").startswith("unknown")}
     yield from sorted(place.partition(" ")[2] for place in places)
     for note in () if places else result.get("notes_converted", ()):
