@@ -41,7 +41,7 @@ def run(
     """`function(*operands)`, on each device's own batch rows and heads.
 
     Args:
-      function: takes operands of any B, and of any N and K of the same ratio. It has no collectives, and
+      function: takes operands of any B, N and K, where K divides N. It has no collectives, and
         all its operands are given.
       operands: pytrees of arrays.
       letters: the axes of operands, in the same structure.
@@ -155,10 +155,11 @@ def _partitioned(
     ) -> tuple[Mesh, Function, list[NamedSharding], tuple[NamedSharding, ...]]:
         inside, outside, names = shardings(mesh, given, shapes)
 
-        def on_device(*operands: object) -> list[jax.Array]:
-            found = local(*operands)
+        def on_device(*operands: jax.Array) -> list[jax.Array]:
+            own = partial(_own_key_head, mesh=mesh, names=names)
+            found = local(*map(own, operands, letters))
             return [
-                _summed(x, whole.shape, axes, names)
+                _summed(x, whole.shape, axes, mesh, names)
                 for x, whole, axes in zip(found, shapes, results, strict=True)
             ]
 
@@ -187,7 +188,7 @@ def _names(mesh: Mesh, given: Sequence[Any], letters: Sequence[Letters]) -> dict
     """Mesh axes for batch rows (b), query heads (n) and key/value heads (k).
 
     They are those of the first operand that is sharded along that letter; none if they do not divide
-    its size. A single key/value head is replicated.
+    its size. Key/value heads are replicated where several devices share one.
     """
     found: dict[str, tuple[str, ...]] = {"b": (), "n": (), "k": ()}
     for x, axes in zip(given, letters, strict=True):
@@ -198,12 +199,33 @@ def _names(mesh: Mesh, given: Sequence[Any], letters: Sequence[Letters]) -> dict
     sizes = _sizes(given, letters)
 
     def divides(names: tuple[str, ...], letter: str) -> bool:
-        devices = math.prod(int(mesh.shape[name]) for name in names)
-        return sizes[letter] % devices == 0
+        return sizes[letter] % _devices(mesh, names) == 0
 
-    if not (divides(heads, "n") and (sizes["k"] == 1 or divides(heads, "k"))):
+    shared = _devices(mesh, heads) % sizes["k"] == 0 and sizes["n"] > sizes["k"]
+    if not (divides(heads, "n") and (divides(heads, "k") or shared)):
         heads = ()
-    return {"b": found["b"] if divides(found["b"], "b") else (), "n": heads, "k": heads}
+    return {
+        "b": found["b"] if divides(found["b"], "b") else (),
+        "n": heads,
+        "k": heads if divides(heads, "k") else (),
+    }
+
+
+def _devices(mesh: Mesh, names: tuple[str, ...]) -> int:
+    return math.prod(int(mesh.shape[name]) for name in names)
+
+
+def _key_head(size: int, mesh: Mesh, names: dict[str, Any]) -> jax.Array | None:
+    """The key/value head, of `size`, of this device's query heads; None: it has no more than its own."""
+    if size == 1 or names["k"] or not names["n"]:
+        return None
+    return jax.lax.axis_index(names["n"]) // (_devices(mesh, names["n"]) // size)
+
+
+def _own_key_head(x: jax.Array, axes: Letters, *, mesh: Mesh, names: dict[str, Any]) -> jax.Array:
+    axis = axes.find("k")
+    head = None if axis < 0 else _key_head(x.shape[axis], mesh, names)
+    return x if head is None else jax.lax.dynamic_slice_in_dim(x, head, 1, axis)
 
 
 def _spec_of(placed: Any, mesh: Mesh) -> tuple[Any, ...]:
@@ -232,8 +254,18 @@ def _spec(shape: Sequence[int], axes: Letters, names: dict[str, Any]) -> Partiti
     )
 
 
-def _summed(x: jax.Array, whole: Sequence[int], axes: Letters, names: dict[str, Any]) -> jax.Array:
-    over = [names.get(axis, ()) for size, axis in zip(whole, axes, strict=True) if size == 1]
+def _summed(
+    x: jax.Array, whole: Sequence[int], axes: Letters, mesh: Mesh, names: dict[str, Any]
+) -> jax.Array:
+    """The result of all devices: sums along axes of size 1, and for key/value heads that are shared."""
+    heads = names | {"k": names["n"]}
+    over = [heads.get(axis, ()) for size, axis in zip(whole, axes, strict=True) if size == 1]
+    axis = axes.find("k")
+    head = None if axis < 0 else _key_head(whole[axis], mesh, names)
+    if head is not None:
+        zeros = jnp.zeros((*x.shape[:axis], whole[axis], *x.shape[axis + 1 :]), x.dtype)
+        x = jax.lax.dynamic_update_slice_in_dim(zeros, x, head, axis)
+        over.append(names["n"])
     joined = tuple(name for several in over for name in several)
     psum: Any = jax.lax.psum
     return psum(x, joined) if joined else x
@@ -246,17 +278,20 @@ def _rule(
     given: Sequence[Any],
     shapes: Sequence[Any],
 ) -> tuple[str, dict[str, int]]:
-    """The rule of Shardy: batch rows and heads of operands are those of results."""
-    del mesh
+    """The rule of Shardy: batch rows and heads of operands are those of results.
+
+    Where several devices may share a key/value head, key/value heads are sharded on their own.
+    """
     sizes = _sizes([*given, *shapes], [*letters, *results])
     group = sizes["n"] // sizes["k"]
+    shared = sizes["k"] == 1 or any(size > sizes["k"] for size in mesh.shape.values())
     number = iter(range(10**6))
 
     def axis(letter: str, size: int) -> str:
         if letter not in "bnk" or size == 1:
             return f"o{next(number)}"
         if letter == "n":
-            return "k" if group == 1 else "g" if sizes["k"] == 1 else "(k g)"
+            return "k" if group == 1 else "g" if shared else "(k g)"
         return letter
 
     def side(arrays: Sequence[Any], letters: Sequence[Letters]) -> str:

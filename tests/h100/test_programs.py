@@ -166,32 +166,51 @@ def test_a_step_reads_pages_where_they_lie(pages: int, T: int) -> None:
     assert found.kernels <= 40
 
 
+# Rows share the pages of one pool, and so the tokens, the free pages and the copies on write of all.
+# Of heads, the output projection is summed. By rows or heads over four devices.
+COLLECTIVES = {
+    ("slots", "rows"): 0,
+    ("slots", "heads"): 1,
+    ("pages", "rows"): 6,
+    ("pages", "heads"): 1,
+}
+
+
 @pytest.mark.parametrize("T", [1, 8])
-@pytest.mark.parametrize("names", [("data", None), (None, "data")])
-def test_a_sharded_step_reads_pages_too(names: tuple[Any, Any], T: int) -> None:
-    """Rows of four devices over a pool that all have, and heads over their own part of all pages."""
-    E, B, (batch, heads) = 512, 64, names
+@pytest.mark.parametrize(("kind", "over"), COLLECTIVES)
+def test_a_sharded_step_reads_the_cache_where_it_lies(kind: str, over: str, T: int) -> None:
+    E, B = 512, 64
+    batch, heads = ("data", None) if over == "rows" else (None, "data")
     mesh = jax.sharding.Mesh(np.asarray(compiled.topology("1x1x4").devices), ("data",))
     params = jax.eval_shape(
         lambda: jaxmha.init_params(jax.random.key(0), num_heads=8, features=E, dtype=jnp.bfloat16)
-    )
-    cache = jax.eval_shape(
-        lambda: jaxmha.PagedKVCache.empty(params, B, 1024, pages=256, page_size=64)
     )
 
     def place(x: Any, *axes: Any) -> Any:
         return x.update(sharding=jax.sharding.NamedSharding(mesh, SPEC(*axes)))
 
-    pool = {name: place(getattr(cache, name), None, heads) for name in ("key", "value")}
-    rows = {name: place(getattr(cache, name), batch) for name in ("table", "lengths")}
+    def empty() -> Any:
+        if kind == "slots":
+            return jaxmha.KVCache.empty(params, B, 1024)
+        return jaxmha.PagedKVCache.empty(params, B, 1024, pages=256, page_size=64)
+
+    cache = jax.eval_shape(empty)
+    first = batch if kind == "slots" else None  # every device has all pages
+    placed = {name: place(getattr(cache, name), first, heads) for name in ("key", "value")}
+    rows = {
+        name: place(getattr(cache, name), batch)
+        for name in ("table", "lengths")
+        if hasattr(cache, name)
+    }
     found = compiled.compiled(
         jaxmha.decode_step,
         params,
         place(array(B, T, E), batch),
-        cache._replace(**pool, **rows),
+        cache._replace(**placed, **rows),
         sharding=jax.sharding.NamedSharding(mesh, SPEC()),
     )
     assert [call for call in found.calls if "cudnn" in call] == ["__cudnn$fmhaSoftmax"] * min(T, 2)
+    assert found.collectives <= COLLECTIVES[kind, over]
 
 
 def test_the_gradient_of_a_shard_map_compiles() -> None:
@@ -218,20 +237,22 @@ def test_the_gradient_of_a_shard_map_compiles() -> None:
     assert found.collectives == 1  # the sum of the gradients of the parameters
 
 
+@pytest.mark.parametrize("K", [16, 2, 1])
 @pytest.mark.parametrize("names", [("data", None), (None, "data")])
-def test_sharded_heads_are_attended_where_they_are(names: tuple[Any, Any]) -> None:
-    """Plain sharded jit over the batch or the heads of four devices."""
-    devices = np.asarray(compiled.topology("1x1x4").devices)
-    spec = SPEC(names[0], None, names[1])
-    place = jax.sharding.NamedSharding(jax.sharding.Mesh(devices, ("data",)), spec)
-    arrays = [SHAPE(x.shape, x.dtype, sharding=place) for x in programs.heads(8)]
+def test_sharded_heads_are_attended_where_they_are(names: tuple[Any, Any], K: int) -> None:
+    """Plain sharded jit over the batch or the heads of four devices; few key heads are everywhere."""
+    mesh = jax.sharding.Mesh(np.asarray(compiled.topology("1x1x4").devices), ("data",))
+
+    def placed(x: Any) -> Any:
+        spec = SPEC(names[0], None, names[1] if x.shape[2] > 4 else None)
+        return SHAPE(x.shape, x.dtype, sharding=jax.sharding.NamedSharding(mesh, spec))
 
     def value(*arrays: Any) -> Any:
         return jaxmha.dot_product_attention(*arrays, is_causal=True).astype(jnp.float32).sum()
 
-    found = compiled.compiled(jax.grad(value, (0, 1, 2)), *arrays)
+    found = compiled.compiled(jax.grad(value, (0, 1, 2)), *map(placed, programs.heads(8, K=K)))
     assert sum("cudnn" in call for call in found.calls) == 2
-    assert found.collectives == 0
+    assert found.collectives == (K < 4 and names[1] is not None)  # the sum of their gradients
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

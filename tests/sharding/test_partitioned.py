@@ -26,6 +26,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "full": {},
     "causal": {"is_causal": True, "K": 4},
     "one key head": {"K": 1},
+    "two key heads": {"K": 2, "is_causal": True},
     "lengths": {"key_value_seq_lengths": np.array([90, 31, 0, 64]), "return_lse": True},
     "segments": {"segment_ids": (IDS[0, :, :T], IDS[1])},
     "padding": {"mask": jaxmha.Mask.padding(key_value=IDS[0] > 0)},
@@ -36,7 +37,7 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.everyday(name=["causal", "lengths", "bias of rows"], spec=[("data", "tensor")])
+@pytest.mark.everyday(name=["two key heads", "lengths", "bias of rows"], spec=[("data", "tensor")])
 @pytest.mark.parametrize("spec", [("data", None), (None, "tensor"), ("data", "tensor")])
 @pytest.mark.parametrize("name", CALLS)
 def test_each_device_attends_its_own(name: str, spec: tuple[Any, Any]) -> None:
@@ -46,7 +47,7 @@ def test_each_device_attends_its_own(name: str, spec: tuple[Any, Any]) -> None:
     arrays = [normal(B, size, heads, 16) for size, heads in ((T, N), (S, K), (S, K))]
     arrays += [] if bias is None else [normal(*bias)]
     sharded = [
-        put(found, x, spec[0], None, spec[1] if x.shape[2] > 1 else None) for x in arrays[:3]
+        put(found, x, spec[0], None, spec[1] if x.shape[2] >= 4 else None) for x in arrays[:3]
     ] + [put(found, x) for x in arrays[3:]]
 
     def run(implementation: str, *arrays: Any) -> Any:
@@ -60,17 +61,19 @@ def test_each_device_attends_its_own(name: str, spec: tuple[Any, Any]) -> None:
     assert not moved
     # Gradients of what several devices read are sums over them.
     shared = [B, K] if bias is None else [min(B, bias[0]), min(K, bias[1])]
-    summed = any(size == 1 and names for size, names in zip(shared, spec, strict=True))
+    summed = any(
+        names and size < found.shape[names] for size, names in zip(shared, spec, strict=True)
+    )
     assert bool(collectives(program)) == summed
     assert_alike(program(*sharded), jax.jit(partial(run, "reference"))(*arrays))
 
 
 def test_sizes_that_devices_do_not_divide() -> None:
-    """B = 3 on two devices, K = 2 on four: the same results."""
+    """B = 3 on two devices, N = 6 and K = 3 on four: the same results."""
     found = mesh(data=2, tensor=4)
-    arrays = normal(3, T, N, 16), normal(3, S, 2, 16), normal(3, S, 2, 16)
+    arrays = normal(3, T, 6, 16), normal(3, S, 3, 16), normal(3, S, 3, 16)
     attend = partial(jaxmha.dot_product_attention, is_causal=True)
-    sharded = put(found, arrays[0], None, None, "tensor"), *arrays[1:]
+    sharded = put(found, arrays[0], None, None, None, "tensor"), *arrays[1:]
     out = jax.jit(partial(attend, implementation="blocked"))(*sharded)
     assert_alike(out, jax.jit(partial(attend, implementation="reference"))(*arrays))
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
+from jaxmha.implementations import partitioned
 from jaxmha.implementations.fused.adapter import Others, fill
 
 # To compute gradients with a bias, T and S are padded to a multiple of this: at other sizes cuDNN's
@@ -175,7 +176,9 @@ def _forward(settings: Settings, lse: bool, *operands: Any) -> Any:
         )
         return found if lse else (found, None)
 
-    return folding(call)(*operands)
+    letters = _letters(settings, *operands[3:])
+    results = letters[0], "bn." if lse else None
+    return partitioned.run(folding(call), operands, letters, lambda _: results)
 
 
 def _backward(settings: Settings, *operands: Any) -> Grads:
@@ -207,8 +210,19 @@ def _backward(settings: Settings, *operands: Any) -> Grads:
         found = rule(*(static.get(name) for name in names), saved, d_out)
         return (*found[:3], found[3] if settings.bias_gradient else None)
 
-    found: Grads = folding(call)(*operands)
+    query, key, _, bias, lengths = _letters(settings, *operands[3:5])
+    letters = query, key, key, bias, lengths, query, "bn.", query
+    results = query, key, key, bias if settings.bias_gradient else None
+    found: Grads = partitioned.run(folding(call), operands, letters, lambda _: results)
     return found
+
+
+def _letters(settings: Settings, bias: Any, lengths: Others) -> tuple[Any, ...]:
+    """The axes of queries, keys, values, bias and lengths, by which XLA partitions a call. JAX's own
+    rule takes neither heads before positions nor keys and values that are placed unlike queries."""
+    query, key = ("b.n.", "b.k.") if settings.layout == "BTNH" else ("bn..", "bk..")
+    added, counts = None if bias is None else "bn..", None if lengths is None else ("b", "b")
+    return query, key, key, added, counts
 
 
 def _mask_type(settings: Settings, lengths: Others) -> Any:
