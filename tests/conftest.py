@@ -3,6 +3,7 @@
 import gc
 import os
 import random
+import sys
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from pathlib import Path
@@ -74,6 +75,8 @@ PROGRAMS = ROOT / ".pytest_cache" / "programs"
 jax.config.update("jax_compilation_cache_dir", str(PROGRAMS))  # type: ignore[no-untyped-call]
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)  # type: ignore[no-untyped-call]
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)  # type: ignore[no-untyped-call]
+if not os.environ.get("JAXMHA_OPTIMISED"):
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # of processes that tests start
 
 
 # Without parts for the threads that compile it, a program compiles in 13 % less time, and is the
@@ -163,11 +166,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Func
 
 
 def pytest_collection_finish() -> None:
-    """Programs and jaxprs that caches hold are visited in 1 of 100 collections."""
+    """Programs and jaxprs that caches hold are visited in 1 of 100 collections; commands are kept."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 10, 100)
     gc.enable()
+    # The command of an app takes longer to make than most commands to run.
+    typer: Any = sys.modules.get("typer.testing")
+    if typer is not None:
+        typer._get_command = cache(typer._get_command)
 
 
 @pytest.fixture

@@ -134,34 +134,37 @@ def test_masks(name: str, implementation: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.everyday(implementation=["blocked"])
+@pytest.mark.slow_variants("*causal-4-*", "*traced-10-*")
 @pytest.mark.parametrize("name", ["document", "block-sparse", "dilated"])
+@pytest.mark.parametrize("block", [4, 10])  # no multiples of tiles of 9 keys
+@pytest.mark.parametrize("how", ["alone", "causal", "traced"])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_a_block_mask_is_its_function(
-    name: str, implementation: str, monkeypatch: pytest.MonkeyPatch
+    name: str, block: int, how: str, implementation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attention, "SIZES", SMALL_TILES)
     mask_mod, allowed = MASKS[name]
     allowed = np.broadcast_to(allowed, (B, N, T, T))
-    # Blocks of 4 and of 10 are no multiples of tiles of 9 keys.
-    for block in (4, 10):
-        made = mods.block_mask(mask_mod, T, B=B, N=N, block=block)
-        starts = np.arange(0, T, block)
-        some, every = (
-            np.add.reduceat(np.add.reduceat(x, starts, 2), starts, 3)
-            for x in (allowed.astype(int), np.ones_like(allowed, int))
-        )
-        want = (some > 0).any(1), (some == every).all(1)
-        for got, expected in zip(made.blocks[1:3], want, strict=True):
-            np.testing.assert_array_equal(np.broadcast_to(got, expected.shape), expected)
-        options: dict[str, Any] = {"mask_mod": made, "implementations": (implementation,)}
-        check(0.0, allowed, **options)
-        check(0.0, allowed & (J <= I), is_causal=True, **options)
+    made = mods.block_mask(mask_mod, T, B=B, N=N, block=block)
+    starts = np.arange(0, T, block)
+    some, every = (
+        np.add.reduceat(np.add.reduceat(x, starts, 2), starts, 3)
+        for x in (allowed.astype(int), np.ones_like(allowed, int))
+    )
+    want = (some > 0).any(1), (some == every).all(1)
+    for got, expected in zip(made.blocks[1:3], want, strict=True):
+        np.testing.assert_array_equal(np.broadcast_to(got, expected.shape), expected)
+    options: dict[str, Any] = {"mask_mod": made, "implementations": (implementation,)}
+    if how == "traced":
         jitted = jax.jit(
             lambda made: jaxmha.dot_product_attention(
                 QUERY, KEY, VALUE, mask_mod=made, implementation=implementation
             )
         )
         assert relative_error(jitted(made), oracle(0.0, allowed)) < 1e-6
+    else:
+        causal = how == "causal"
+        check(0.0, allowed & (J <= I) if causal else allowed, is_causal=causal, **options)
 
 
 def test_a_block_mask_of_other_sizes_is_refused() -> None:

@@ -39,7 +39,9 @@ DECODERS: dict[str, tuple[ModuleType, str, dict[str, Any]]] = {
     "gemma": (
         gemma,
         "Gemma3",
-        GROUPED | {"num_hidden_layers": 7, "sliding_window": 5, "query_pre_attn_scalar": 13},
+        GROUPED
+        | {"num_hidden_layers": 3, "sliding_window": 5, "query_pre_attn_scalar": 13}
+        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     ),
 }
 pytestmark = [

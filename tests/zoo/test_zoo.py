@@ -22,7 +22,7 @@ EXPECTED: dict[str, str] = json.loads((Path(__file__).parent / "expected.json").
 def some() -> list[str]:
     """A tenth of all types, and one of each family of blocks: the same in every run."""
     built = sorted(t for t, label in EXPECTED.items() if label != "cannot be built")
-    chosen = set(built[::10])
+    chosen = set(built[1::10])
     for types in MODEL_TYPES.values():
         family = [t for t in built if t in types.split()]
         if chosen.isdisjoint(family):
