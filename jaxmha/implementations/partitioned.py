@@ -29,7 +29,8 @@ def may_partition() -> bool:
     """True if XLA may partition a program that is traced here."""
     if sharding.current() is not None or (jax.device_count() == 1 and platforms.current().present):
         return False
-    return AxisType.Manual not in jax.sharding.get_abstract_mesh().axis_types
+    types = jax.sharding.get_abstract_mesh().axis_types
+    return not types or any(kind != AxisType.Manual for kind in types)
 
 
 def run(
