@@ -8,6 +8,7 @@ is known only when the program is compiled, so that `shard_map` cannot express i
 import math
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from string import ascii_uppercase
 from typing import Any, TypeAlias, TypeVar
 
 import jax
@@ -20,7 +21,8 @@ from jaxmha import sharding
 from jaxmha.implementations import platforms
 
 Tree = TypeVar("Tree")
-# A letter per axis: b (batch rows), n (query heads), k (key/value heads), or a dot.
+# A letter per axis: b (batch rows), n (query heads), k (key/value heads), a dot, or an upper case one
+# for an axis that `vmap` has added.
 Letters: TypeAlias = str
 Function: TypeAlias = Callable[..., list[jax.Array]]
 
@@ -99,9 +101,23 @@ def _primitive() -> Any:
         return lowered(context, *operands, **static)
 
     def batched(
-        operands: Sequence[object], axes: Sequence[object], *, whole: Function, **_: object
+        operands: Sequence[object], axes: Sequence[int | None], **static: Any
     ) -> tuple[list[jax.Array], list[int]]:
-        found = jax.vmap(whole, tuple(axes))(*operands)
+        """The mapped axis has a letter of its own, and is the first of results."""
+        whole, local = (jax.vmap(static[name], tuple(axes)) for name in ("whole", "local"))
+        mapped = next(x for x in ascii_uppercase if not any(x in y for y in static["results"]))
+        letters = [
+            given if axis is None else given[:axis] + mapped + given[axis:]
+            for given, axis in zip(static["letters"], axes, strict=True)
+        ]
+        found = primitive.bind(
+            *operands,
+            whole=whole,
+            types=tuple(jax.make_jaxpr(whole)(*operands).out_avals),
+            local=local,
+            letters=tuple(letters),
+            results=tuple(mapped + given for given in static["results"]),
+        )
         return found, [0] * len(found)
 
     def differentiated(
@@ -186,30 +202,31 @@ def _partitioned(
 
 
 def _names(mesh: Mesh, given: Sequence[Any], letters: Sequence[Letters]) -> dict[str, Any]:
-    """Mesh axes for batch rows (b), query heads (n) and key/value heads (k).
+    """Mesh axes for mapped axes, batch rows (b), query heads (n) and key/value heads (k).
 
     They are those of the first operand that is sharded along that letter; none if they do not divide
     its size. Key/value heads are replicated where several devices share one.
     """
-    found: dict[str, tuple[str, ...]] = {"b": (), "n": (), "k": ()}
+    sizes = _sizes(given, letters)
+    found: dict[str, tuple[str, ...]] = dict.fromkeys(sizes, ())
     for x, axes in zip(given, letters, strict=True):
         for letter, names in zip(axes, _spec_of(x.sharding, mesh), strict=False):
             if letter in found and not found[letter]:
                 found[letter] = sharding.names_of(names)
-    heads = tuple(name for name in found["n"] or found["k"] if name not in found["b"])
-    sizes = _sizes(given, letters)
 
     def divides(names: tuple[str, ...], letter: str) -> bool:
         return sizes[letter] % _devices(mesh, names) == 0
 
+    used: dict[str, tuple[str, ...]] = {}
+    for letter in sorted(sizes.keys() - {"n", "k"}):
+        free = tuple(name for name in found[letter] if name not in sum(used.values(), ()))
+        used[letter] = free if divides(free, letter) else ()
+    heads = found["n"] or found["k"]
+    heads = tuple(name for name in heads if name not in sum(used.values(), ()))
     shared = _devices(mesh, heads) % sizes["k"] == 0 and sizes["n"] > sizes["k"]
     if not (divides(heads, "n") and (divides(heads, "k") or shared)):
         heads = ()
-    return {
-        "b": found["b"] if divides(found["b"], "b") else (),
-        "n": heads,
-        "k": heads if divides(heads, "k") else (),
-    }
+    return {**used, "n": heads, "k": heads if divides(heads, "k") else ()}
 
 
 def _devices(mesh: Mesh, names: tuple[str, ...]) -> int:
@@ -240,12 +257,12 @@ def _spec_of(placed: Any, mesh: Mesh) -> tuple[Any, ...]:
 
 
 def _sizes(arrays: Sequence[Any], letters: Sequence[Letters]) -> dict[str, int]:
-    """B, N and K: an array may have 1 in their place."""
+    """B, N, K and sizes of mapped axes: an array may have 1 in their place."""
     found = {"b": 1, "n": 1, "k": 1}
     for x, axes in zip(arrays, letters, strict=True):
         for size, letter in zip(x.shape, axes, strict=True):
-            if letter in found:
-                found[letter] = max(size, found[letter])
+            if letter != ".":
+                found[letter] = max(size, found.get(letter, 1))
     return found
 
 
@@ -285,11 +302,11 @@ def _rule(
     """
     sizes = _sizes([*given, *shapes], [*letters, *results])
     group = sizes["n"] // sizes["k"]
-    shared = sizes["k"] == 1 or any(size > sizes["k"] for size in mesh.shape.values())
+    shared = math.prod(mesh.shape.values()) > sizes["k"]
     number = iter(range(10**6))
 
     def axis(letter: str, size: int) -> str:
-        if letter not in "bnk" or size == 1:
+        if letter == "." or size == 1:
             return f"o{next(number)}"
         if letter == "n":
             return "k" if group == 1 else "g" if shared else "(k g)"

@@ -87,7 +87,9 @@ DECODING: dict[str, dict[str, Any]] = {
     "extra positions, soft cap": {"semantics": Semantics(add_zero_attn=True, logits_soft_cap=3.0)},
     "padding": {"mask": Mask.padding(key_value=np.arange(S)[None] != 1)},
     "functions": {
-        "score_mod": lambda score, b, n, i, j: jax.nn.relu(score) * 1.5 + (j - i),
+        "score_mod": lambda score, b, n, i, j: (
+            jax.nn.relu(score) * 1.5 + (j - i).astype(score.dtype)
+        ),
         "mask_mod": mods.window(2, 0),
     },
 }

@@ -78,8 +78,29 @@ def test_sizes_that_devices_do_not_divide() -> None:
     assert_alike(out, jax.jit(partial(attend, implementation="reference"))(*arrays))
 
 
+@pytest.mark.parametrize("spec", [("data", None, None, "tensor"), (None, "data", None, "tensor")])
+def test_mapped_attention_is_split_too(spec: tuple[Any, ...]) -> None:
+    """`vmap` of a gradient, over an axis that devices split, and over one that each has whole."""
+    found = mesh(data=2, tensor=4)
+    arrays = tuple(normal(6, B, size, heads, 16) for size, heads in ((T, N), (S, 4), (S, 4)))
+
+    def run(implementation: str, *arrays: Any) -> Any:
+        attend = partial(jaxmha.dot_product_attention, implementation=implementation)
+
+        def both(*arrays: Any) -> Any:
+            out, pull = jax.vjp(attend, *arrays)
+            return out, pull(jnp.cos(out))
+
+        return jax.vmap(both)(*arrays)
+
+    sharded = [put(found, x, *spec) for x in arrays]
+    program = jax.jit(partial(run, "blocked")).lower(*sharded).compile()
+    assert not collectives(program)
+    assert_alike(program(*sharded), jax.jit(partial(run, "reference"))(*arrays))
+
+
 def test_transformations() -> None:
-    """Under `vmap` and in second derivatives the function is as it was."""
+    """In second derivatives, and with a mapped axis that devices do not divide."""
     found = mesh(data=8)
     x = 0.3 * normal(8, 13, 2, 16)
 
