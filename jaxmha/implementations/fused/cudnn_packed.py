@@ -103,7 +103,7 @@ def _operands(
     first = jnp.pad(ends[:, :-1], ((0, 0), (1, 0)))
 
     def listed(x: Int32[jax.Array, "B M"], last: int) -> Int32[jax.Array, "B M1"]:
-        return jnp.concatenate([x.reshape(-1), jnp.full(B, last, np.int32)]).reshape(B, -1)
+        return jnp.pad(x.reshape(-1), (0, B), constant_values=np.int32(last)).reshape(B, -1)
 
     strides = [x.shape[2] * x.shape[3] for x in (query, key)]
     offsets = [listed((first + rows) * stride, B * T * stride) for stride in strides]
