@@ -27,10 +27,10 @@ def demo() -> str:
 
 
 def pure() -> str:
-    """Times without native kernels, with which no full benchmark was made so far."""
-    from experiments.benchmarks.report import RESULTS, headlines, latest
+    """Times without native kernels, in a full benchmark of before they came."""
+    from experiments.benchmarks.report import RESULTS, WITHOUT_NATIVE, headlines, latest
 
-    results = json.loads((RESULTS / "full.json").read_text())
+    results = json.loads((RESULTS / WITHOUT_NATIVE / "full.json").read_text())
     table = json.loads((RESULTS / f"{latest()}.json").read_text())
     forward, backward, on_jax, *_ = headlines(results)
     slower, shapes = (forward[key] + backward[key] for key in ("slower", "shapes"))
@@ -41,8 +41,8 @@ def pure() -> str:
         f"{backward['mean']:.2f} (worst {backward['worst']:.2f}), on {results['machine']['processor']}: it is slower "
         f"than the fastest, mostly torch, in {slower} of {shapes} shapes, and faster than Flax, Keras on JAX and "
         f"`jax.nn` in {faster} of {on_jax['shapes']} "
-        f"([every case]({REPOSITORY}/blob/main/experiments/benchmarks/results/full.md)). The table of the "
-        f"README is of other shapes, on {table['machine']['processor']}: the two are not comparable."
+        f"([every case]({REPOSITORY}/blob/main/experiments/benchmarks/results/{WITHOUT_NATIVE}/full.md)). It is of "
+        f"{results['date']}; the table of the README, of {table['date']}, has them."
     )
 
 

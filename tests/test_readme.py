@@ -60,9 +60,10 @@ def test_notebooks_are_current() -> None:
 
 def test_slower_where_the_readme_says_so() -> None:
     """The README says "in most shapes" without a number."""
-    from experiments.benchmarks.report import RESULTS, headlines
+    from experiments.benchmarks.report import RESULTS, WITHOUT_NATIVE, headlines
 
-    layers = list(headlines(json.loads((RESULTS / "full.json").read_text())))[:2]
+    path = RESULTS / WITHOUT_NATIVE / "full.json"
+    layers = list(headlines(json.loads(path.read_text())))[:2]
     slower, shapes = (sum(one[key] for one in layers) for key in ("slower", "shapes"))
     assert "in pure JAX, such layers are\nslower than torch's in most shapes" in TEXT
     assert slower > shapes / 2

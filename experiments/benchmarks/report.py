@@ -15,6 +15,7 @@ from experiments.pages import fill
 from jaxmha.bench.peers import ON_JAX, OURS, PEERS  # noqa: F401  pages name them
 
 RESULTS = Path(__file__).parent / "results"
+WITHOUT_NATIVE = "without-native"  # the folder of results of before the native kernels came
 README = Path(__file__).parents[2] / "README.md"
 ALT = "Time relative to the fastest shown, for every case"
 ALT_SOME = "Time relative to the fastest shown, for some cases of every kind"
@@ -148,10 +149,12 @@ def processor(results: dict[str, Any]) -> str:
 
 def elsewhere(folder: Path = RESULTS) -> dict[str, str]:
     """Processor -> the page of its results, of those whose place a later run took."""
-    found = {path: json.loads(path.read_text()) for path in sorted(folder.glob("*/*.json"))}
+    paths = [path for path in sorted(folder.glob("*/*.json")) if path.parent.name != WITHOUT_NATIVE]
     return {
-        processor(results): path.with_suffix(".md").relative_to(folder).as_posix()
-        for path, results in found.items()
+        processor(json.loads(path.read_text())): path.with_suffix(".md")
+        .relative_to(folder)
+        .as_posix()
+        for path in paths
     }
 
 
