@@ -1,7 +1,7 @@
 """Everyday programs compiled for an H100: as lean as those of `jax.nn` with cuDNN."""
 
 from collections.abc import Iterator
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -22,6 +22,17 @@ OPTIMISED = True
 SPEC: Any = PartitionSpec
 SHAPE: Any = jax.ShapeDtypeStruct
 pytestmark = pytest.mark.slow
+
+
+@cache
+def four() -> jax.sharding.Mesh:
+    """Four devices along the axis "data": those of two topologies are not the same."""
+    return jax.sharding.Mesh(np.asarray(compiled.topology("1x1x4").devices), ("data",))
+
+
+def over_four(x: Any, *axes: Any) -> Any:
+    """An array like `x`, placed on four devices, which split the axes named "data"."""
+    return SHAPE(x.shape, x.dtype, sharding=jax.sharding.NamedSharding(four(), SPEC(*axes)))
 
 
 @pytest.fixture(autouse=True)
@@ -166,8 +177,8 @@ def test_a_step_reads_pages_where_they_lie(pages: int, T: int) -> None:
     assert found.kernels <= 40
 
 
-# Rows share the pages of one pool, and so the tokens, the free pages and the copies on write of all.
-# Of heads, the output projection is summed. By rows or heads over four devices.
+# The most collectives of a step, by the cache and by what four devices split. All of them have the same
+# pages, so rows exchange their tokens, free pages and copies on write. Heads sum the output projection.
 COLLECTIVES = {
     ("slots", "rows"): 0,
     ("slots", "heads"): 1,
@@ -181,13 +192,9 @@ COLLECTIVES = {
 def test_a_sharded_step_reads_the_cache_where_it_lies(kind: str, over: str, T: int) -> None:
     E, B = 512, 64
     batch, heads = ("data", None) if over == "rows" else (None, "data")
-    mesh = jax.sharding.Mesh(np.asarray(compiled.topology("1x1x4").devices), ("data",))
     params = jax.eval_shape(
         lambda: jaxmha.init_params(jax.random.key(0), num_heads=8, features=E, dtype=jnp.bfloat16)
     )
-
-    def place(x: Any, *axes: Any) -> Any:
-        return x.update(sharding=jax.sharding.NamedSharding(mesh, SPEC(*axes)))
 
     def empty() -> Any:
         if kind == "slots":
@@ -196,18 +203,18 @@ def test_a_sharded_step_reads_the_cache_where_it_lies(kind: str, over: str, T: i
 
     cache = jax.eval_shape(empty)
     first = batch if kind == "slots" else None  # every device has all pages
-    placed = {name: place(getattr(cache, name), first, heads) for name in ("key", "value")}
+    placed = {name: over_four(getattr(cache, name), first, heads) for name in ("key", "value")}
     rows = {
-        name: place(getattr(cache, name), batch)
+        name: over_four(getattr(cache, name), batch)
         for name in ("table", "lengths")
         if hasattr(cache, name)
     }
     found = compiled.compiled(
         jaxmha.decode_step,
         params,
-        place(array(B, T, E), batch),
+        over_four(array(B, T, E), batch),
         cache._replace(**placed, **rows),
-        sharding=jax.sharding.NamedSharding(mesh, SPEC()),
+        sharding=over_four(array()).sharding,
     )
     assert [call for call in found.calls if "cudnn" in call] == ["__cudnn$fmhaSoftmax"] * min(T, 2)
     assert found.collectives <= COLLECTIVES[kind, over]
@@ -244,16 +251,15 @@ def test_the_gradient_of_a_shard_map_compiles(manual: set[str]) -> None:
 @pytest.mark.parametrize("names", [("data", None), (None, "data")])
 def test_sharded_heads_are_attended_where_they_are(names: tuple[Any, Any], K: int) -> None:
     """Plain sharded jit over the batch or the heads of four devices; few key heads are everywhere."""
-    mesh = jax.sharding.Mesh(np.asarray(compiled.topology("1x1x4").devices), ("data",))
-
-    def placed(x: Any) -> Any:
-        spec = SPEC(names[0], None, names[1] if x.shape[2] > 4 else None)
-        return SHAPE(x.shape, x.dtype, sharding=jax.sharding.NamedSharding(mesh, spec))
+    arrays = [
+        over_four(x, names[0], None, names[1] if x.shape[2] > 4 else None)
+        for x in programs.heads(8, K=K)
+    ]
 
     def value(*arrays: Any) -> Any:
         return jaxmha.dot_product_attention(*arrays, is_causal=True).astype(jnp.float32).sum()
 
-    found = compiled.compiled(jax.grad(value, (0, 1, 2)), *map(placed, programs.heads(8, K=K)))
+    found = compiled.compiled(jax.grad(value, (0, 1, 2)), *arrays)
     assert sum("cudnn" in call for call in found.calls) == 2
     assert found.collectives == (K < 4 and names[1] is not None)  # the sum of their gradients
 
@@ -262,12 +268,8 @@ def test_sharded_heads_are_attended_where_they_are(names: tuple[Any, Any], K: in
 @pytest.mark.parametrize("K", [16, 4])
 @pytest.mark.parametrize("names", [("data", None), (None, "data")])
 def test_sharded_heads_of_blocked_too(names: tuple[Any, Any], K: int, dtype: str) -> None:
-    devices = np.asarray(compiled.topology("1x1x4").devices)
-    spec = SPEC(names[0], None, names[1])
-    place = jax.sharding.NamedSharding(jax.sharding.Mesh(devices, ("data",)), spec)
-    arrays = [
-        SHAPE(x.shape, jnp.dtype(dtype), sharding=place) for x in programs.heads(8, 1024, K=K)
-    ]
+    heads = (SHAPE(x.shape, jnp.dtype(dtype)) for x in programs.heads(8, 1024, K=K))
+    arrays = [over_four(x, names[0], None, names[1]) for x in heads]
 
     def out(*arrays: Any) -> Any:
         return jaxmha.dot_product_attention(*arrays, is_causal=True, logits_soft_cap=30.0)
@@ -284,14 +286,8 @@ def test_sharded_heads_of_blocked_too(names: tuple[Any, Any], K: int, dtype: str
 @pytest.mark.parametrize("names", [("data", None), (None, "data")])
 def test_sharded_padding_too(names: tuple[Any, Any]) -> None:
     """A table of valid keys counts the batch rows of its own device."""
-    devices = np.asarray(compiled.topology("1x1x4").devices)
-    mesh = jax.sharding.Mesh(devices, ("data",))
-    place, rows = (
-        jax.sharding.NamedSharding(mesh, SPEC(*axes))
-        for axes in ((names[0], None, names[1]), (names[0],))
-    )
-    heads = [SHAPE(x.shape, x.dtype, sharding=place) for x in programs.heads(8)]
-    valid = SHAPE((8, 2048), jnp.bool_, sharding=rows)
+    heads = [over_four(x, names[0], None, names[1]) for x in programs.heads(8)]
+    valid = over_four(SHAPE((8, 2048), jnp.bool_), names[0])
     found = compiled.compiled(lambda *x: programs.ours(*x[:3], padding=x[3]), *heads, valid)
     assert sum("cudnn" in call for call in found.calls) == 1
     assert found.collectives == 0
@@ -300,10 +296,7 @@ def test_sharded_padding_too(names: tuple[Any, Any]) -> None:
 
 @pytest.mark.parametrize("names", [("data", None), (None, "data")])
 def test_sharded_packed_sequences_too(names: tuple[Any, Any]) -> None:
-    devices = np.asarray(compiled.topology("1x1x4").devices)
-    spec = SPEC(names[0], None, names[1])
-    place = jax.sharding.NamedSharding(jax.sharding.Mesh(devices, ("data",)), spec)
-    arrays = [SHAPE(x.shape, x.dtype, sharding=place) for x in programs.heads(8, K=4)]
+    arrays = [over_four(x, names[0], None, names[1]) for x in programs.heads(8, K=4)]
 
     def value(q: Any, k: Any, v: Any) -> Any:
         mask = jaxmha.Mask.segments(query_ids=IDS, key_value_ids=IDS)

@@ -69,11 +69,11 @@ def test_each_device_attends_its_own(name: str, spec: tuple[Any, Any]) -> None:
 
 
 def test_sizes_that_devices_do_not_divide() -> None:
-    """B = 3 on two devices, N = 6 and K = 3 on four: the same results."""
+    """B = 3 on two devices, K = 3 on four, of which none divides the other: the same results."""
     found = mesh(data=2, tensor=4)
-    arrays = normal(3, T, 6, 16), normal(3, S, 3, 16), normal(3, S, 3, 16)
+    arrays = normal(3, T, 12, 16), normal(3, S, 3, 16), normal(3, S, 3, 16)
     attend = partial(jaxmha.dot_product_attention, is_causal=True)
-    sharded = put(found, arrays[0], None, None, None, "tensor"), *arrays[1:]
+    sharded = put(found, arrays[0], None, None, "tensor"), *arrays[1:]
     out = jax.jit(partial(attend, implementation="blocked"))(*sharded)
     assert_alike(out, jax.jit(partial(attend, implementation="reference"))(*arrays))
 
