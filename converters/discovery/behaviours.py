@@ -223,11 +223,7 @@ def _parts(blocks: Sequence[Block], file: Any) -> Iterator[tuple[Block, Mapping[
     configuration has no part for the block.
     """
     content = hf_config.readable(file.path)
-    readable = any(
-        reader_of(t) or unlike.why(t)
-        for _, t in hf_config.search(content, ["model_type"])
-        if isinstance(t, str)
-    )
+    readable = any(reader_of(t) or unlike.why(t) for t in hf_config.types_in(content))
     heads = described.of(file, blocks).heads if readable else None
     for block in blocks:
         count = heads.part_of(block.prefix) if heads else None

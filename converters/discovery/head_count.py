@@ -252,8 +252,7 @@ def in_config(path: Path) -> Configured | None:
         wrong = f"{config} has an impossible head count ({shown})"
         return Configured(config, (), wrong)
     counts = tuple(_count(config.name, way, heads) for way, heads in stages)
-    values = [value for _, value in hf_config.search(content, ["model_type"])]
-    types = {value for value in values if isinstance(value, str)}
+    types = {*hf_config.types_in(content)}
     named = tuple(f for f, known in MODEL_TYPES.items() if types & set(known.split()))
     placed = tuple(_tower(config.name, *row) for row in towers.rows(content) if _positive(row[2]))
     return Configured(config, counts, "", named, placed) if counts or placed else None

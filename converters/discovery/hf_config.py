@@ -200,8 +200,17 @@ def _is_positive(value: Json) -> TypeGuard[float]:
 def model_types(file: object) -> list[str]:
     """The model types in the config.json next to an open checkpoint; none for a state in memory."""
     path = getattr(file, "path", None)
-    found = search(readable(path), ["model_type"]) if isinstance(path, Path) else ()
-    return [value for _, value in found if isinstance(value, str)]
+    return types_in(readable(path)) if isinstance(path, Path) else []
+
+
+def types_in(content: Json) -> list[str]:
+    """The model types in a configuration, each once.
+
+    >>> types_in({"model_type": "llava", "text_config": {"model_type": "llama"}})
+    ['llava', 'llama']
+    """
+    found = (value for _, value in search(content, ["model_type"]))
+    return list(dict.fromkeys(value for value in found if isinstance(value, str) and value))
 
 
 def offset_norms(path: Path) -> dict[str, str]:

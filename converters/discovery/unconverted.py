@@ -58,7 +58,7 @@ def refuse(
     refused = {part: evidence.present[part] for part in ("form",) if part in evidence.present}
     refused |= _by_type(content, evidence, architectures.functions)
     where = f"{path.parent / hf_config.CONFIG}: "
-    if not any(_types(content)):
+    if not hf_config.types_in(content):
         where = f"{path}: " if not refused else where
         refused |= _by_names(names, architectures.functions)
     refused = {part: texts for part, texts in refused.items() if part not in carried}
@@ -80,7 +80,7 @@ def _notes(
     content = _content(path)
     evidence = _evidence(content)
     parts = {part: list(texts) for part, texts in evidence.present.items()}
-    types = list(dict.fromkeys(_types(content)))
+    types = hf_config.types_in(content)
     names = list(names)
     by_type = [
         _by_type(content, evidence, has) for has in (architectures.parts, architectures.functions)
@@ -130,12 +130,6 @@ def _content(path: Path) -> Json:
         return hf_config.read(path)
     except (ValueError, RecursionError):  # `described.of` reports the unreadable file
         return None
-
-
-def _types(content: Json) -> Iterator[str]:
-    for _, value in hf_config.search(content, ["model_type"]):
-        if isinstance(value, str) and value:
-            yield value
 
 
 def _evidence(content: Json) -> Evidence:
@@ -237,7 +231,7 @@ def _by_type(
     `has` returns the parts of a model type.
     """
     parts: dict[str, list[str]] = {}
-    for model_type in dict.fromkeys(_types(content)):
+    for model_type in hf_config.types_in(content):
         for part in has(model_type):
             if part not in evidence.off or part in evidence.present:
                 parts.setdefault(part, []).append(f"model_type {model_type}")
