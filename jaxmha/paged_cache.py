@@ -1,5 +1,6 @@
 """`PagedKVCache`: keys and values of a ragged batch in pages of one pool."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -244,17 +245,11 @@ class PagedKVCache(NamedTuple):
         entries = first // self.page_size + jnp.arange(size // self.page_size, dtype=np.int32)
         pages = jnp.take(jnp.asarray(self.table), entries, 1, mode="clip").clip(0)
 
-        def gather(pool: Array | None) -> jax.Array | None:
-            if pool is None:
-                return None
-            found = from_bits(
-                jnp.take(as_bits(jnp.asarray(pool)), pages, 0, mode="clip"), pool.dtype
-            )
-            found = jnp.moveaxis(found, 1, 2)  # B K m page H
+        def gather(pool: jax.Array) -> jax.Array:
+            found = jnp.moveaxis(jnp.take(pool, pages, 0, mode="clip"), 1, 2)  # B K m page H
             return found.reshape(*found.shape[:2], size, *pool.shape[3:])
 
-        found = (gather(x) for x in (self.key, self.value, self.key_scale, self.value_scale))
-        return Tile(*found)  # type: ignore[arg-type]
+        return self._gathered(gather)
 
     def at(self, positions: Int[jax.Array, "B s"]) -> Tile:
         """Keys and values of these positions, gathered from their pages."""
@@ -262,14 +257,18 @@ class PagedKVCache(NamedTuple):
         entries = positions // self.page_size
         pages = jnp.take_along_axis(table, entries, 1, mode="clip").clip(0)
 
-        def gather(pool: Array | None) -> jax.Array | None:
-            if pool is None:
-                return None
-            found = as_bits(jnp.asarray(pool)).at[pages, :, slots].get(mode="clip")
-            return jnp.moveaxis(from_bits(found, pool.dtype), 1, 2)  # B K s H
+        return self._gathered(
+            lambda pool: jnp.moveaxis(pool.at[pages, :, slots].get(mode="clip"), 1, 2)  # B K s H
+        )
 
-        found = (gather(x) for x in (self.key, self.value, self.key_scale, self.value_scale))
-        return Tile(*found)  # type: ignore[arg-type]
+    def _gathered(self, gather: Callable[[jax.Array], jax.Array]) -> Tile:
+        """The tile that `gather` takes from the bits of each pool; absent scales stay so."""
+
+        def of(pool: Array) -> jax.Array:
+            return from_bits(gather(as_bits(jnp.asarray(pool))), pool.dtype)
+
+        scales = (None if x is None else of(x) for x in (self.key_scale, self.value_scale))
+        return Tile(of(self.key), of(self.value), *scales)
 
     def whole(self) -> None:
         """None: reading all slots needs a copy."""

@@ -149,12 +149,14 @@ def processor(results: dict[str, Any]) -> str:
 
 def elsewhere(folder: Path = RESULTS) -> dict[str, str]:
     """Processor -> the page of its results, of those whose place a later run took."""
-    paths = [path for path in sorted(folder.glob("*/*.json")) if path.parent.name != WITHOUT_NATIVE]
+    found = {
+        path: json.loads(path.read_text())
+        for path in sorted(folder.glob("*/*.json"))
+        if path.parent.name != WITHOUT_NATIVE
+    }
     return {
-        processor(json.loads(path.read_text())): path.with_suffix(".md")
-        .relative_to(folder)
-        .as_posix()
-        for path in paths
+        processor(results): path.with_suffix(".md").relative_to(folder).as_posix()
+        for path, results in found.items()
     }
 
 

@@ -31,8 +31,7 @@ def may_partition() -> bool:
     """True if XLA may partition a program that is traced here."""
     if sharding.current() is not None or (jax.device_count() == 1 and platforms.current().present):
         return False
-    types = jax.sharding.get_abstract_mesh().axis_types
-    return not types or any(kind != AxisType.Manual for kind in types)
+    return {*jax.sharding.get_abstract_mesh().axis_types} != {AxisType.Manual}
 
 
 def run(
@@ -217,12 +216,17 @@ def _names(mesh: Mesh, given: Sequence[Any], letters: Sequence[Letters]) -> dict
     def divides(names: tuple[str, ...], letter: str) -> bool:
         return sizes[letter] % _devices(mesh, names) == 0
 
+    taken: list[str] = []
+
+    def free(names: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(name for name in names if name not in taken)
+
     used: dict[str, tuple[str, ...]] = {}
     for letter in sorted(sizes.keys() - {"n", "k"}):
-        free = tuple(name for name in found[letter] if name not in sum(used.values(), ()))
-        used[letter] = free if divides(free, letter) else ()
-    heads = found["n"] or found["k"]
-    heads = tuple(name for name in heads if name not in sum(used.values(), ()))
+        names = free(found[letter])
+        used[letter] = names if divides(names, letter) else ()
+        taken += used[letter]
+    heads = free(found["n"] or found["k"])
     shared = _devices(mesh, heads) % sizes["k"] == 0 and sizes["n"] > sizes["k"]
     if not (divides(heads, "n") and (divides(heads, "k") or shared)):
         heads = ()
