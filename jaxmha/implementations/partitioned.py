@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from string import ascii_uppercase
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,13 +18,30 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxmha import sharding
-from jaxmha.implementations import platforms
+from jaxmha.implementations import key_heads, platforms
 
 Tree = TypeVar("Tree")
 # A letter per axis: b (batch rows), n (query heads), k (key/value heads), a dot, or an upper case one
 # for an axis that `vmap` has added.
 Letters: TypeAlias = str
 Function: TypeAlias = Callable[..., list[jax.Array]]
+
+
+class Placement(NamedTuple):
+    """Where batch rows, heads and mapped axes are.
+
+    Attributes:
+      mesh: the mesh of the program.
+      sizes: B (b), N (n), K (k) and sizes of mapped axes, on all devices.
+      names: the mesh axes that shard them; empty: replicated.
+    """
+
+    mesh: Mesh
+    sizes: dict[str, int]
+    names: dict[str, tuple[str, ...]]
+
+    def devices(self, letter: str) -> int:
+        return _devices(self.mesh, self.names[letter])
 
 
 def may_partition() -> bool:
@@ -156,33 +173,33 @@ def _partitioned(
     from jax.experimental.custom_partitioning import custom_partitioning
 
     def shardings(
-        mesh: Mesh, given: Sequence[Any], shapes: Sequence[Any]
-    ) -> tuple[list[NamedSharding], list[NamedSharding], dict[str, Any]]:
-        """The shardings of operands and of results, and the mesh axes by letter."""
-        names = _names(mesh, given, letters)
-
-        def of(x: Any, axes: Letters) -> NamedSharding:
-            return NamedSharding(mesh, _spec(x.shape, axes, names))
-
-        return list(map(of, given, letters)), list(map(of, shapes, results)), names
+        placement: Placement, arrays: Sequence[Any], letters: Sequence[Letters]
+    ) -> list[NamedSharding]:
+        return [
+            NamedSharding(placement.mesh, _spec(x.shape, axes, placement.names))
+            for x, axes in zip(arrays, letters, strict=True)
+        ]
 
     def partition(
         mesh: Mesh, given: Sequence[Any], shapes: Sequence[Any]
     ) -> tuple[Mesh, Function, list[NamedSharding], tuple[NamedSharding, ...]]:
-        inside, outside, names = shardings(mesh, given, shapes)
+        placement = _placement(mesh, given, letters)
 
         def on_device(*operands: jax.Array) -> list[jax.Array]:
-            own = partial(_own_key_head, mesh=mesh, names=names)
-            found = local(*map(own, operands, letters))
+            own = [
+                _own(placement, x.shape, axes)(x) for x, axes in zip(operands, letters, strict=True)
+            ]
+            found = local(*own)
             return [
-                _summed(x, whole.shape, axes, mesh, names)
+                _summed(placement, x, whole.shape, axes)
                 for x, whole, axes in zip(found, shapes, results, strict=True)
             ]
 
-        return mesh, on_device, outside, tuple(inside)
+        outside = shardings(placement, shapes, results)
+        return mesh, on_device, outside, tuple(shardings(placement, given, letters))
 
     def infer(mesh: Mesh, given: Sequence[Any], shapes: Sequence[Any]) -> list[NamedSharding]:
-        return shardings(mesh, given, shapes)[1]
+        return shardings(_placement(mesh, given, letters), shapes, results)
 
     def opaque(*operands: object) -> list[jax.Array]:
         return whole(*operands)
@@ -200,11 +217,11 @@ def _partitioned(
     return found
 
 
-def _names(mesh: Mesh, given: Sequence[Any], letters: Sequence[Letters]) -> dict[str, Any]:
-    """Mesh axes for mapped axes, batch rows (b), query heads (n) and key/value heads (k).
+def _placement(mesh: Mesh, given: Sequence[Any], letters: Sequence[Letters]) -> Placement:
+    """The mesh axes of mapped axes, batch rows (b), query heads (n) and key/value heads (k).
 
     They are those of the first operand that is sharded along that letter; none if they do not divide
-    its size. Key/value heads are replicated where several devices share one.
+    its size. Key/value heads are replicated where devices share some.
     """
     sizes = _sizes(given, letters)
     found: dict[str, tuple[str, ...]] = dict.fromkeys(sizes, ())
@@ -227,27 +244,26 @@ def _names(mesh: Mesh, given: Sequence[Any], letters: Sequence[Letters]) -> dict
         used[letter] = names if divides(names, letter) else ()
         taken += used[letter]
     heads = free(found["n"] or found["k"])
-    shared = _devices(mesh, heads) % sizes["k"] == 0 and sizes["n"] > sizes["k"]
-    if not (divides(heads, "n") and (divides(heads, "k") or shared)):
-        heads = ()
-    return {**used, "n": heads, "k": heads if divides(heads, "k") else ()}
+    heads = heads if divides(heads, "n") else ()
+    used |= {"n": heads, "k": heads if divides(heads, "k") else ()}
+    return Placement(mesh, sizes, used)
 
 
 def _devices(mesh: Mesh, names: tuple[str, ...]) -> int:
     return math.prod(int(mesh.shape[name]) for name in names)
 
 
-def _key_head(size: int, mesh: Mesh, names: dict[str, Any]) -> jax.Array | None:
-    """The key/value head, of `size`, of this device's query heads; None: it has no more than its own."""
-    if size == 1 or names["k"] or not names["n"]:
-        return None
-    return jax.lax.axis_index(names["n"]) // (_devices(mesh, names["n"]) // size)
-
-
-def _own_key_head(x: jax.Array, axes: Letters, *, mesh: Mesh, names: dict[str, Any]) -> jax.Array:
+def _own(
+    placement: Placement, shape: Sequence[int], axes: Letters
+) -> Callable[[jax.Array], jax.Array]:
+    """Selects the key/value heads of this device's query heads from an array of `shape`."""
+    _, sizes, names = placement
     axis = axes.find("k")
-    head = None if axis < 0 else _key_head(x.shape[axis], mesh, names)
-    return x if head is None else jax.lax.dynamic_slice_in_dim(x, head, 1, axis)
+    if axis < 0 or shape[axis] == 1 or names["k"] == names["n"]:
+        return lambda x: x
+    some = sizes["n"] // placement.devices("n")
+    first = jax.lax.axis_index(names["n"]) * some
+    return lambda x: key_heads.of_query_heads(x, axis, first, some, sizes["n"])
 
 
 def _spec_of(placed: Any, mesh: Mesh) -> tuple[Any, ...]:
@@ -276,19 +292,18 @@ def _spec(shape: Sequence[int], axes: Letters, names: dict[str, Any]) -> Partiti
     )
 
 
-def _summed(
-    x: jax.Array, whole: Sequence[int], axes: Letters, mesh: Mesh, names: dict[str, Any]
-) -> jax.Array:
+def _summed(placement: Placement, x: jax.Array, whole: Sequence[int], axes: Letters) -> jax.Array:
     """The result of all devices: sums along axes of size 1, and for key/value heads that are shared."""
-    heads = names | {"k": names["n"]}
-    over = [heads.get(axis, ()) for size, axis in zip(whole, axes, strict=True) if size == 1]
+    names = placement.names | {"k": placement.names["n"]}
+    over = {
+        letter: names.get(letter, ()) for size, letter in zip(whole, axes, strict=True) if size == 1
+    }
     axis = axes.find("k")
-    head = None if axis < 0 else _key_head(whole[axis], mesh, names)
-    if head is not None:
-        zeros = jnp.zeros((*x.shape[:axis], whole[axis], *x.shape[axis + 1 :]), x.dtype)
-        x = jax.lax.dynamic_update_slice_in_dim(zeros, x, head, axis)
-        over.append(names["n"])
-    joined = tuple(name for several in over for name in several)
+    if axis >= 0 and whole[axis] > 1 and not placement.names["k"]:
+        every = jax.ShapeDtypeStruct((*x.shape[:axis], whole[axis], *x.shape[axis + 1 :]), x.dtype)
+        (x,) = jax.linear_transpose(_own(placement, whole, axes), every)(x)
+        over["k"] = names["n"]
+    joined = tuple(name for several in over.values() for name in several)
     psum: Any = jax.lax.psum
     return psum(x, joined) if joined else x
 
@@ -302,11 +317,11 @@ def _rule(
 ) -> tuple[str, dict[str, int]]:
     """The rule of Shardy: batch rows and heads of operands are those of results.
 
-    Where several devices may share a key/value head, key/value heads are sharded on their own.
+    Where devices may share a key/value head, key/value heads are sharded on their own.
     """
     sizes = _sizes([*given, *shapes], [*letters, *results])
     group = sizes["n"] // sizes["k"]
-    shared = math.prod(mesh.shape.values()) > sizes["k"]
+    shared = sizes["k"] % math.prod(mesh.shape.values()) != 0
     number = iter(range(10**6))
 
     def axis(letter: str, size: int) -> str:

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Float, PRNGKeyArray
 
 from jaxmha import sharding
+from jaxmha.implementations import key_heads
 from jaxmha.implementations.base import Part, Request, Result
 from jaxmha.implementations.mods import Mod
 from jaxmha.params import Projection
@@ -57,16 +57,9 @@ class Split(NamedTuple):
         """Selects the key/value heads that this device's query heads read, if K is replicated."""
         if self.k == self.n:
             return x
-        N = self.N // self.axes.size(self.n)
-        K, G = x.shape[axis], self.N // x.shape[axis]
-        first = jax.lax.axis_index(self.n) * N
-        if G % N == 0:  # all query heads of the device read one key/value head
-            return jax.lax.dynamic_slice_in_dim(x, first // G, 1, axis)
-        if N % G == 0:
-            return jax.lax.dynamic_slice_in_dim(x, first // G, N // G, axis)
-        return jnp.take(
-            x, jnp.minimum((first + jnp.arange(N, dtype=np.int32)) // G, K - 1), axis=axis
-        )
+        some = self.N // self.axes.size(self.n)
+        first = jax.lax.axis_index(self.n) * some
+        return key_heads.of_query_heads(x, axis, first, some, self.N)
 
     def starts(self) -> tuple[jax.Array | int, jax.Array | int]:
         """The first batch row and query head of this device."""

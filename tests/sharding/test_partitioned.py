@@ -68,14 +68,21 @@ def test_each_device_attends_its_own(name: str, spec: tuple[Any, Any]) -> None:
     assert_alike(program(*sharded), jax.jit(partial(run, "reference"))(*arrays))
 
 
-def test_sizes_that_devices_do_not_divide() -> None:
-    """B = 3 on two devices, K = 3 on four, of which none divides the other: the same results."""
+@pytest.mark.parametrize(("N", "K"), [(12, 3), (12, 6), (20, 2), (20, 10)])
+def test_sizes_that_devices_do_not_divide(N: int, K: int) -> None:
+    """B = 3 on two devices; K on four, where each cuts groups of query heads: only sums move."""
     found = mesh(data=2, tensor=4)
-    arrays = normal(3, T, 12, 16), normal(3, S, 3, 16), normal(3, S, 3, 16)
-    attend = partial(jaxmha.dot_product_attention, is_causal=True)
-    sharded = put(found, arrays[0], None, None, "tensor"), *arrays[1:]
-    out = jax.jit(partial(attend, implementation="blocked"))(*sharded)
-    assert_alike(out, jax.jit(partial(attend, implementation="reference"))(*arrays))
+    arrays = normal(3, T, N, 16), normal(3, S, K, 16), normal(3, S, K, 16)
+    sharded = put(found, arrays[0], None, None, "tensor"), *(put(found, x) for x in arrays[1:])
+
+    def run(implementation: str, *arrays: Any) -> Any:
+        attend = partial(jaxmha.dot_product_attention, implementation=implementation)
+        out, pull = jax.vjp(partial(attend, is_causal=True), *arrays)
+        return out, pull(jnp.cos(out))
+
+    program = jax.jit(partial(run, "blocked")).lower(*sharded).compile()
+    assert {x.kind for x in collectives(program)} == {"all-reduce"}
+    assert_alike(program(*sharded), jax.jit(partial(run, "reference"))(*arrays))
 
 
 @pytest.mark.parametrize("spec", [("data", None, None, "tensor"), (None, "data", None, "tensor")])
