@@ -132,7 +132,7 @@ _MASK_AXES = {
     "key_value_padding": "S",
     "query_segments": "T",
     "key_value_segments": "S",
-    "packed_lengths": "M",
+    "packed_ends": "M",
     "array": "#N #T #S",
 }
 
@@ -155,7 +155,7 @@ def flatten_mask(
         if not jnp.issubdtype(value.dtype, np.bool_ if boolean else np.integer):
             kind = "a Boolean" if boolean else "an integer"
             raise TypeError(f"{name} must be {kind} array, got {value.dtype}")
-        known = sizes | {"M": value.shape[-1]} if field == "packed_lengths" else sizes
+        known = sizes | {"M": value.shape[-1]} if field == "packed_ends" else sizes
         arrays[field] = flatten_batch(name, value, batch, axes, known)
     if (mask.query_segments is None) != (mask.key_value_segments is None):
         raise ValueError("segments need both query_ids and key_value_ids")

@@ -41,7 +41,7 @@ def _by_keyword(
 # Fields of integer arrays with a value per batch row or position.
 _INTEGERS = ("query_lengths", "key_value_lengths", "query_segments", "key_value_segments")
 # Fields that belong together.
-_SEGMENTS = ("query_segments", "key_value_segments", "packed_lengths")
+_SEGMENTS = ("query_segments", "key_value_segments", "packed_ends")
 
 
 @jax.tree_util.register_pytree_node_class
@@ -66,7 +66,7 @@ class Mask:
     key_value_padding: Array | None = None
     query_segments: Array | None = None
     key_value_segments: Array | None = None
-    packed_lengths: Array | None = None
+    packed_ends: Array | None = None
     array: Array | None = None
 
     def __post_init__(self) -> None:
@@ -75,7 +75,7 @@ class Mask:
         if isinstance(offset, bool) or not isinstance(offset, int):
             kind = "an integer or an integer array"
             require_integers(kind, optional=True, causal_offset=offset)
-        for name in (*_INTEGERS, "packed_lengths"):
+        for name in (*_INTEGERS, "packed_ends"):
             require_integers("an integer array", optional=True, **{name: getattr(self, name)})
         for name in ("query_padding", "key_value_padding", "array"):
             _require_booleans(**{name: getattr(self, name)})
@@ -174,10 +174,8 @@ class Mask:
         [[[[1, 1, 0], [1, 1, 0], [0, 0, 1]]]]
         """
         require_integers("an integer array", query_ids=query_ids, key_value_ids=key_value_ids)
-        lengths = segment_runs.lengths_of_runs(query_ids, key_value_ids, max_segments)
-        return cls(
-            query_segments=query_ids, key_value_segments=key_value_ids, packed_lengths=lengths
-        )
+        ends = segment_runs.ends_of_runs(query_ids, key_value_ids, max_segments)
+        return cls(query_segments=query_ids, key_value_segments=key_value_ids, packed_ends=ends)
 
     @classmethod
     def packed(cls, lengths: Integer[Array, "*B M"], *, size: int) -> "Mask":
@@ -198,12 +196,12 @@ class Mask:
         if lengths.ndim == 0:
             raise ValueError("lengths must have axes (*B, M), got one number")
         xp = library(lengths)
-        lengths = narrow(lengths)
-        ends = xp.cumsum(xp.clip(lengths, 0, size), axis=-1, dtype=np.int32)
+        lengths = xp.clip(narrow(lengths), 0, size)
+        ends = xp.minimum(xp.cumsum(lengths, axis=-1, dtype=np.int32), np.int32(size))
         positions = xp.arange(size, dtype=np.int32).reshape(*(1,) * (lengths.ndim - 1), size, 1)
         after = positions >= ends[..., None, :]
         ids = after.sum(-1, dtype=np.int32)
-        return cls(query_segments=ids, key_value_segments=ids, packed_lengths=lengths)
+        return cls(query_segments=ids, key_value_segments=ids, packed_ends=ends)
 
     @classmethod
     def dense(cls, array: Bool[Array, "..."]) -> "Mask":

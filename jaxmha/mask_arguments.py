@@ -42,7 +42,7 @@ def mask_of_keywords(
     require_integers("an integer array", optional=True, **arrays)
     for x in ids if several or segment_ids is not None else ():
         require_integers("an integer array", segment_ids=x)
-    lengths = None if segment_ids is None else segment_runs.lengths_of_runs(*ids)
+    ends = None if segment_ids is None else segment_runs.ends_of_runs(*ids)
     return Mask(
         0 if is_causal else None,
         checks.window(window).window_size,
@@ -50,7 +50,7 @@ def mask_of_keywords(
         key_value_lengths=key_value_lengths,
         query_segments=ids[0],
         key_value_segments=ids[1],
-        packed_lengths=lengths,
+        packed_ends=ends,
     )
 
 

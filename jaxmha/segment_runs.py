@@ -1,6 +1,6 @@
-"""Lengths of packed sequences from segment ids, where each id fills one run of positions.
+"""Ends of packed sequences from segment ids, where each id fills one run of positions.
 
-Kernels for packed sequences read lengths. Ids may be in any order, so lengths replace them only where
+Kernels for packed sequences read offsets. Ids may be in any order, so ends replace them only where
 the host can read the ids, or where the caller promises this order.
 """
 
@@ -14,17 +14,17 @@ from numpy.typing import NDArray
 from jaxmha.arrays import Array
 from jaxmha.integers import require_sizes
 
-# Most runs in a row of ids that the host reads. The number of lengths is then a power of two of at
+# Most runs in a row of ids that the host reads. The number of ends is then a power of two of at
 # least LEAST, so that batches of different content share few programs.
 LEAST, MOST = 8, 128
 
 
-def lengths_of_runs(
+def ends_of_runs(
     query_ids: Integer[Array, "*B T"],
     key_value_ids: Integer[Array, "*B S"],
     max_segments: int | None = None,
 ) -> Int32[Array, "*B M"] | None:
-    """Lengths of the runs of ids, 0 for absent ones; None: the ids may be in any order.
+    """The position after each run of ids, T for absent ones; None: the ids may be in any order.
 
     `max_segments`: promises that queries and keys have the same ids, that each id fills one run, and
     that a row has at most this many.
@@ -33,8 +33,8 @@ def lengths_of_runs(
       ValueError: the promise is broken by ids that the host can read.
 
     >>> ids = np.array([[5, 5, 0], [1, 2, 3]])
-    >>> lengths_of_runs(ids, ids, max_segments=3).tolist()
-    [[2, 1, 0], [1, 1, 1]]
+    >>> ends_of_runs(ids, ids, max_segments=3).tolist()
+    [[2, 3, 3], [1, 2, 3]]
     """
     promised = max_segments is not None
     require_sizes(max_segments=max_segments, optional=True)
@@ -49,7 +49,8 @@ def lengths_of_runs(
         if promised or found is None:
             return found
         more = max(LEAST, 1 << (found.shape[-1] - 1).bit_length()) - found.shape[-1]
-        return np.pad(found, ((0, 0),) * (found.ndim - 1) + ((0, more),))
+        pad = ((0, 0),) * (found.ndim - 1) + ((0, more),)
+        return np.pad(found, pad, constant_values=query_ids.shape[-1])
     if max_segments is None:
         return None
     if query_ids is not key_value_ids:
@@ -60,7 +61,7 @@ def lengths_of_runs(
 
 
 def _read(ids: NDArray[np.integer[Any]], most: int) -> NDArray[np.int32] | None:
-    """The lengths, as many as the longest row has runs; None: an id has two runs, or a row more than
+    """The ends, as many as the longest row has runs; None: an id has two runs, or a row more than
     `most`."""
     *batch, T = ids.shape
     if ids.size == 0:
@@ -78,10 +79,10 @@ def _read(ids: NDArray[np.integer[Any]], most: int) -> NDArray[np.int32] | None:
     repeated &= values[order][1:] == values[order][:-1]
     if repeated.any():
         return None
-    lengths = np.zeros((len(flat), counts.max()), np.int32)
-    filled = np.arange(counts.max()) < counts[:, None]  # in the order of `places`
-    lengths[filled] = np.diff(np.append(rows * T + places, flat.size))
-    return lengths.reshape(*batch, -1)
+    ends = np.full((len(flat), counts.max()), T, np.int32)
+    inner = np.arange(counts.max()) < counts[:, None] - 1  # in the order of `places`
+    ends[inner] = places[places > 0]  # a run ends where the next begins
+    return ends.reshape(*batch, -1)
 
 
 def _traced(ids: Integer[Array, "*B T"], max_segments: int) -> Int32[Array, "*B M"]:
@@ -91,4 +92,4 @@ def _traced(ids: Integer[Array, "*B T"], max_segments: int) -> Int32[Array, "*B 
     first = jnp.sort(jnp.where(ids[..., 1:] != ids[..., :-1], positions, np.int32(T)), stable=False)
     more = max(max_segments - T + 1, 0)
     ends = jnp.pad(first, ((0, 0),) * len(batch) + ((0, more),), constant_values=np.int32(T))
-    return jnp.diff(ends[..., :max_segments], axis=-1, prepend=np.int32(0))
+    return ends[..., :max_segments]

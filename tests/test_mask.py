@@ -269,54 +269,55 @@ def test_packed_lengths_say_the_segments() -> None:
         np.asarray(packed.query_segments), [[0, 0, 2, 2, 2, 3, 3], [0, 0, 0, 0, 0, 0, 0]]
     )
     causal = Mask.causal() & packed
-    assert causal.packed_lengths is not None
+    assert causal.packed_ends is not None
+    assert np.asarray(causal.packed_ends).tolist() == [[2, 2, 5], [7, 7, 7]]
     ids = np.array([[1, 1, 1, 2, 2, 2, 2]])
     segments = Mask.segments(query_ids=ids, key_value_ids=ids)
     both = packed.to_array(7, 7, np) & segments.to_array(7, 7, np)
     for joined in (segments & packed, packed & segments):
         np.testing.assert_array_equal(np.asarray(joined.to_array(7, 7, np)), both)
-        assert joined.array is not None  # of the second pair; the lengths are those of the first
+        assert joined.array is not None  # of the second pair; the ends are those of the first
 
 
 RUNS = [[5, 5, 5, 0, 0, 9, 9], [3, 3, 3, 3, 3, 3, 3], [1, 2, 3, 4, 5, 6, 7]]
 
 
 @pytest.mark.parametrize("traced", [False, True])
-def test_lengths_of_ids_that_lie_in_runs(traced: bool) -> None:
+def test_ends_of_ids_that_lie_in_runs(traced: bool) -> None:
     """By the host where it can read the ids, else by promise; the pairs are the same."""
     ids: Any = np.array(RUNS)
 
-    def lengths(ids: Any) -> Any:
+    def ends(ids: Any) -> Any:
         mask = Mask.segments(query_ids=ids, key_value_ids=ids, max_segments=7)
-        assert mask.packed_lengths is not None
-        return mask.packed_lengths
+        assert mask.packed_ends is not None
+        return mask.packed_ends
 
-    found = np.asarray(jax.jit(lengths)(ids) if traced else lengths(ids))
-    assert found[:, :3].tolist() == [[3, 2, 2], [7, 0, 0], [1, 1, 1]]
+    found = np.asarray(jax.jit(ends)(ids) if traced else ends(ids))
+    assert found[:, :3].tolist() == [[3, 5, 7], [7, 7, 7], [1, 2, 3]]
     assert found.shape == (3, 7)
-    packed = Mask.packed(found, size=7).to_array(7, 7, np)
+    packed = Mask.packed(np.diff(found, prepend=0), size=7).to_array(7, 7, np)
     np.testing.assert_array_equal(packed, ids[:, None, :, None] == ids[:, None, None])
     more: Any = jax.jit(lambda x: Mask.segments(query_ids=x, key_value_ids=x, max_segments=12))(ids)
-    assert more.packed_lengths.sum(-1).tolist() == [7, 7, 7]
+    assert more.packed_ends[:, 6:].tolist() == [[7] * 6] * 3
 
 
 def test_ids_of_numpy_are_read() -> None:
-    """Lengths in numbers that few programs are compiled for; none where ids may be in any order."""
+    """Ends in numbers that few programs are compiled for; none where ids may be in any order."""
 
-    def lengths(query: Any, key_value: Any) -> Any:
-        return Mask.segments(query_ids=query, key_value_ids=key_value).packed_lengths
+    def ends(query: Any, key_value: Any) -> Any:
+        return Mask.segments(query_ids=query, key_value_ids=key_value).packed_ends
 
     ids = np.array(RUNS)
-    assert lengths(ids, ids.copy()).shape == (3, 8)
-    assert lengths(np.arange(9)[None], np.arange(9)[None]).shape == (1, 16)
-    assert lengths(ids, ids[:, ::-1]) is None
-    assert lengths(ids, jnp.asarray(ids)) is None
+    assert ends(ids, ids.copy()).shape == (3, 8)
+    assert ends(np.arange(9)[None], np.arange(9)[None]).shape == (1, 16)
+    assert ends(ids, ids[:, ::-1]) is None
+    assert ends(ids, jnp.asarray(ids)) is None
     again = np.array([[1, 1, 2, 1]])
-    assert lengths(again, again) is None
+    assert ends(again, again) is None
     many = np.arange(200)[None]
-    assert lengths(many, many) is None
+    assert ends(many, many) is None
     none = np.zeros((2, 0), int)
-    assert lengths(none, none) is None
+    assert ends(none, none) is None
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ MASKS = {
     "mask.causal": ("causal_offset",),
     "mask.window": ("window_size",),
     "mask.padding": ("query_lengths", "key_value_lengths", "query_padding", "key_value_padding"),
-    "mask.segments": ("query_segments", "key_value_segments", "packed_lengths"),
+    "mask.segments": ("query_segments", "key_value_segments", "packed_ends"),
     "mask.array": ("array",),
 }
 _TITLES = {"mask.window": "window", "mask.segments": "segments"}

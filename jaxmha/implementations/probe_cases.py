@@ -58,7 +58,7 @@ class Kind(NamedTuple):
 def kind_of(request: Request) -> Kind:
     """The kind of a request."""
     dense = request.bias is not None or request.mask.array is not None
-    packed = request.mask.packed_lengths is not None
+    packed = request.mask.packed_ends is not None
     heads = request.query.shape[3], request.value.shape[3]
     usual = heads[0] == heads[1] <= WIDEST_USUAL
     T = request.query.shape[1]

@@ -332,10 +332,12 @@ def test_packed_sequences(given: str, K: int, causal: bool) -> None:
         return out, pull(d_out)
 
     heads = programs.heads(T=T, K=K)
-    forward = compiled.compiled(attend, *heads, stated)
-    assert sum("cudnn" in call for call in forward.calls) == 1
-    assert forward.kernels <= 4
-    assert forward.temporary <= MIB
+    for B in (1, 2):
+        rows = [array(B, *x.shape[1:], dtype=x.dtype) for x in (*heads, stated)]
+        forward = compiled.compiled(attend, *rows)
+        assert sum("cudnn" in call for call in forward.calls) == 1
+        assert forward.kernels <= 4
+        assert forward.temporary <= MIB
     gradient = compiled.compiled(both, *heads, stated, programs.OUT)
     assert sum("cudnn" in call for call in gradient.calls) == 2
     assert gradient.waits == forward.waits == 0

@@ -22,7 +22,7 @@ from jaxmha.implementations.tiled.block_mask import Conditions
 from jaxmha.mask import Mask
 
 # Fields of a mask that separate sequences.
-SEGMENTS = ("query_segments", "key_value_segments", "packed_lengths")
+SEGMENTS = ("query_segments", "key_value_segments", "packed_ends")
 
 
 class KernelInputs(NamedTuple):

@@ -69,7 +69,7 @@ def _packed_reason(request: Request) -> str | None:
     mask, (B, T, N, H) = request.mask, request.query.shape
     capability = platforms.current().capability
     given = replace(mask, **dict.fromkeys(SEGMENTS), causal_offset=None, window_size=None)
-    if mask.packed_lengths is None:
+    if mask.packed_ends is None:
         return (
             "cuDNN takes packed sequences as offsets: give Mask.packed, NumPy ids, or max_segments to "
             "Mask.segments"
@@ -124,14 +124,14 @@ def attend(request: Request, *, leaks: Leaks = Leaks(), in_place: bool | None = 
     `leaks`: which keys and values beyond the lengths affect the results in this release of cuDNN.
     `in_place`: whether valid keys are read in place; None: if a probe finds that right.
     """
-    lengths = request.mask.packed_lengths
-    if lengths is not None:
+    ends = request.mask.packed_ends
+    if ends is not None:
         (B, T, _, _), causal = request.query.shape, request.mask.causal_offset is not None
         causal = causal or adapter.diagonals(request.mask, T, T) == (None, 0)
-        lengths = jnp.broadcast_to(jnp.asarray(lengths, np.int32), (B, lengths.shape[-1]))
+        ends = jnp.broadcast_to(jnp.asarray(ends, np.int32), (B, ends.shape[-1]))
         settings = Settings(request.scale, causal and T > 1, None)
         heads = request.query, request.key, request.value
-        return Result(cudnn_packed.out(settings, *heads, lengths), None, None)
+        return Result(cudnn_packed.out(settings, *heads, ends), None, None)
     if in_place is None:
         leaks_in_place = _leaks_in_place(request)
         in_place = leaks_in_place is not None

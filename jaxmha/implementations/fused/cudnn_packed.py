@@ -50,22 +50,22 @@ def out(
     query: Float[jax.Array, "B T N H"],
     key: Float[jax.Array, "B T K H"],
     value: Float[jax.Array, "B T K H"],
-    lengths: Int32[jax.Array, "B M"],
+    ends: Int32[jax.Array, "B M"],
 ) -> Float[jax.Array, "B T N H"]:
     """The output. Positions after the last sequence form one more."""
-    found: jax.Array = _forward(settings, False, query, key, value, lengths)[0]
+    found: jax.Array = _forward(settings, False, query, key, value, ends)[0]
     return found
 
 
 def _save(settings: Settings, *operands: jax.Array) -> tuple[jax.Array, Saved]:
-    *heads, lengths = operands
+    *heads, ends = operands
     T = heads[0].shape[1]
     rows = -(-T // EVEN) * EVEN
     if rows > T:  # the positions that are added are a sequence of their own
-        lengths = _sizes(lengths, T)
+        ends = _with_last(ends, T)
     padded, unpad = jax.vjp(lambda *x: tuple(fill(y, 1, rows) for y in x), *heads)
-    found, lse = _forward(settings, True, *padded, lengths)
-    return found[:, :T], ((*padded, lengths), found, lse, unpad)
+    found, lse = _forward(settings, True, *padded, ends)
+    return found[:, :T], ((*padded, ends), found, lse, unpad)
 
 
 def _pull(settings: Settings, saved: Saved, d_out: jax.Array) -> tuple[Any, ...]:
@@ -78,18 +78,13 @@ def _pull(settings: Settings, saved: Saved, d_out: jax.Array) -> tuple[Any, ...]
 out.defvjp(_save, _pull)
 
 
-def _sizes(lengths: Int32[jax.Array, "B M"], T: int) -> Int32[jax.Array, "B M1"]:
-    """Lengths of sequences that cover T positions: the given ones, and what is after them."""
-    return jnp.diff(_ends(lengths, T), axis=1, prepend=np.int32(0)).astype(np.int32)
-
-
-def _ends(lengths: Int32[jax.Array, "B M"], T: int) -> Int32[jax.Array, "B M1"]:
-    ends = jnp.minimum(jnp.cumsum(jnp.clip(lengths, 0, T), 1), T)
-    return jnp.pad(ends, ((0, 0), (0, 1)), constant_values=T)
+def _with_last(ends: Int32[jax.Array, "B M"], T: int) -> Int32[jax.Array, "B M1"]:
+    """The ends of sequences that cover T positions."""
+    return jnp.pad(ends, ((0, 0), (0, 1)), constant_values=np.int32(T))
 
 
 def _operands(
-    query: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array
+    query: jax.Array, key: jax.Array, value: jax.Array, ends: jax.Array
 ) -> tuple[jax.Array, ...]:
     """The operands of the primitives, in the order of `OPERANDS`.
 
@@ -99,7 +94,7 @@ def _operands(
     """
     B, T = query.shape[:2]
     rows = np.int32(T) * jnp.arange(B, dtype=np.int32)[:, None]
-    ends = _ends(lengths, T)
+    ends = _with_last(ends, T)
     first = jnp.pad(ends[:, :-1], ((0, 0), (1, 0)))
 
     def listed(x: Int32[jax.Array, "B M"], last: int) -> Int32[jax.Array, "B M1"]:
@@ -131,12 +126,12 @@ def static(settings: Settings) -> dict[str, Any]:
 def _forward(settings: Settings, lse: bool, *operands: jax.Array) -> Any:
     """Output, and the log-sum-exp as cuDNN's backward pass reads it; None instead if `lse` is False."""
 
-    def call(query: Any, key: Any, value: Any, lengths: Any) -> Any:
+    def call(query: Any, key: Any, value: Any, ends: Any) -> Any:
         from jax._src.cudnn import fused_attention_stablehlo as private
 
         primitive: Any = private._dot_product_attention_fwd_p
         found = primitive.bind(
-            *_operands(query, key, value, lengths), **static(settings), is_training=lse
+            *_operands(query, key, value, ends), **static(settings), is_training=lse
         )
         if not lse:
             return found[0], None
@@ -153,12 +148,12 @@ def _forward(settings: Settings, lse: bool, *operands: jax.Array) -> Any:
 def _backward(settings: Settings, *operands: jax.Array) -> Any:
     """Gradients of queries, keys and values."""
 
-    def call(query: Any, key: Any, value: Any, lengths: Any, lse: Any, out: Any, d_out: Any) -> Any:
+    def call(query: Any, key: Any, value: Any, ends: Any, lse: Any, out: Any, d_out: Any) -> Any:
         from jax._src.cudnn import fused_attention_stablehlo as private
 
         saved = lse.reshape(-1, *lse.shape[2:]), out, d_out
         primitive: Any = private._dot_product_attention_bwd_p
-        found = primitive.bind(*_operands(query, key, value, lengths), *saved, **static(settings))
+        found = primitive.bind(*_operands(query, key, value, ends), *saved, **static(settings))
         return tuple(found[:3])
 
     letters = QUERY, KEY, KEY, "b.", QUERY, QUERY, QUERY
