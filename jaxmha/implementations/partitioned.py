@@ -300,7 +300,7 @@ def _summed(placement: Placement, x: jax.Array, whole: Sequence[int], axes: Lett
     }
     axis = axes.find("k")
     if axis >= 0 and whole[axis] > 1 and not placement.names["k"]:
-        every = jax.ShapeDtypeStruct((*x.shape[:axis], whole[axis], *x.shape[axis + 1 :]), x.dtype)
+        every = jnp.zeros((*x.shape[:axis], whole[axis], *x.shape[axis + 1 :]), x.dtype)
         (x,) = jax.linear_transpose(_own(placement, whole, axes), every)(x)
         over["k"] = names["n"]
     joined = tuple(name for several in over.values() for name in several)
