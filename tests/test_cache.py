@@ -10,6 +10,7 @@ import pytest
 
 import jaxmha
 from jaxmha import KVCache, Mask, MHAParams, Projection, Semantics, decoding
+from jaxmha.cached_attention import attend_cache
 from tests import tolerance
 
 B, T, D, N, K, H, h = 3, 11, 17, 6, 2, 5, 7
@@ -87,15 +88,21 @@ def test_dtypes(dtype: str) -> None:
 @pytest.mark.parametrize("new", [1, 3])
 def test_products_of_bfloat16(semantics: Semantics, new: int) -> None:
     """As devices that multiply it run them; queries that were scaled and rounded would differ."""
-    params, x = make("bfloat16", use_bias_kv=True)
-    _, cache = jaxmha.prefill(params, x[:, :5], KVCache.empty(params, B, T), semantics=semantics)
-    found = {}
-    for platform in ("cpu", "tpu"):
-        with jaxmha.lowering_for(platform), jax.default_matmul_precision(None):
-            found[platform], _ = jaxmha.decode_step(
-                params, x[:, 5 : 5 + new], cache, semantics=semantics
-            )
-    tolerance.assert_close(found["tpu"], np.asarray(found["cpu"], np.float64))
+    params, _ = make("bfloat16", use_bias_kv=True)
+    rng = np.random.default_rng(5)
+    shapes = (B, new, N, H), (B, K, T, H), (B, K, T, h)
+    arrays: Any = params, *(jnp.asarray(rng.standard_normal(s), jnp.bfloat16) for s in shapes)
+    lengths = jnp.asarray(LENGTHS + new, jnp.int32)
+    positions = jnp.asarray(LENGTHS[:, None] + np.arange(new, dtype=np.int32))
+
+    def attend(params: MHAParams, query: Any, key: Any, value: Any) -> Any:
+        cache = KVCache(key, value, lengths)
+        return attend_cache(params, query, cache, positions, Mask(), semantics, block=4)
+
+    with jax.enable_x64(True):
+        want = attend(*jax.tree.map(lambda a: jnp.asarray(a, np.float64), arrays))
+    with jaxmha.lowering_for("tpu"), jax.default_matmul_precision(None):
+        tolerance.assert_close(attend(*arrays), np.asarray(want))
 
 
 def _scalar_layer(logit: float, value: float) -> MHAParams:
