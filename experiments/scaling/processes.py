@@ -67,11 +67,11 @@ def write(path: Path) -> None:
     import numpy as np
 
     from jaxmha import checkpoint
-    from jaxmha.params import CANONICAL
+    from jaxmha.params import CANONICAL, field_of
 
     sizes = {"N": N, "K": K, "H": H, "h": H, **dict.fromkeys(("Dq", "Dk", "Dv", "Do"), N * H)}
     rng = np.random.default_rng(0)
-    names = [name for name in CANONICAL if "." in name]
+    names = [name for name in CANONICAL if "." in name and field_of(name) == name]
     shapes = {name: [sizes[letter] for letter in CANONICAL[name].split()] for name in names}
     checkpoint.write(
         path,
