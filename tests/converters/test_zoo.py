@@ -18,19 +18,19 @@ from jaxmha.converters.migrate import pipeline
 
 N, D, T = 4, 64, 21
 _SIZES: dict[str, Any] = {
-    "hidden_size": D, "num_attention_heads": N, "num_hidden_layers": 2, "intermediate_size": 64,
+    "hidden_size": D, "num_attention_heads": N, "num_hidden_layers": 2, "intermediate_size": 4 * D,
     "vocab_size": 160, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1,
     "eos_token_id": 2,
 }  # fmt: skip
 _SIDES = {
     f"{side}_{key}": value
     for side in ("encoder", "decoder")
-    for key, value in (("layers", 2), ("attention_heads", N), ("ffn_dim", 64))
+    for key, value in (("layers", 2), ("attention_heads", N), ("ffn_dim", 4 * D))
 }
 # Settings of each type, and whether every block is plain attention.
 TYPES: dict[str, tuple[dict[str, Any], bool]] = {
     "bert": ({}, True),
-    "opt": ({"ffn_dim": 64, "word_embed_proj_dim": D}, True),
+    "opt": ({"ffn_dim": 4 * D, "word_embed_proj_dim": D}, True),
     "bart": ({"d_model": D} | _SIDES, True),
     "gpt2": ({"n_embd": D, "n_head": N, "n_layer": 2}, True),
     "llama": ({}, False),
