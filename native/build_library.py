@@ -34,6 +34,8 @@ ISAS: dict[str, dict[str, list[str]]] = {
     },
     "aarch64": {"neon": []},
 }  # fmt: skip
+# Beside the flags of AVX-512, where the compiler takes them: GCC from 11 and Clang from 12 on.
+AMX = ["-mamx-tile", "-mamx-bf16"]
 KERNELS = ["conditions", "keys", "scores", "forward", "few_rows"]
 KERNELS += ["cache_item", "cache_few", "cache_many", "cache_step"]
 KERNELS += ["gradient", "backward", "bias_gradient", "matmul"]
@@ -80,6 +82,12 @@ def digest() -> str:
     return found.hexdigest()
 
 
+def takes(cxx: str, flags: list[str]) -> bool:
+    """True if the compiler knows these flags."""
+    command = [cxx, *flags, "-fsyntax-only", "-x", "c++", "/dev/null"]
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
 def objects(folder: str, *, sanitize: bool = False) -> list[str]:
     """Compiles every source, kernels once per ISA; raises CalledProcessError with the messages of
     the compiler on stderr. The objects, in the order of the linker."""
@@ -88,9 +96,13 @@ def objects(folder: str, *, sanitize: bool = False) -> list[str]:
     flags += ["-isystem", include_dir(), *SANITIZE * sanitize]
     # Headers name their files in messages: without the folder, builds in two of them are the same.
     flags += [f"-ffile-prefix-map={include_dir()}=include", f"-ffile-prefix-map={SOURCES}=src"]
+    amx = "avx512" in isas and takes(cxx, AMX)
+    flags += ["-DJAXMHA_AMX"] * amx
     jobs = [(name, flags, f"{folder}/{name}.o") for name in GENERIC]
     for isa, more in isas.items():
         jobs += [(name, [*flags, *more], f"{folder}/{name}.{isa}.o") for name in KERNELS]
+
+    jobs += [("amx", [*flags, *isas["avx512"], *AMX], f"{folder}/amx.o")] if amx else []
 
     def compiled(job: tuple[str, list[str], str]) -> str:
         name, flags, to = job

@@ -148,11 +148,13 @@ def test_a_cpu_without_avx2() -> None:
 
 @built
 @pytest.mark.slow
-def test_kernels_of_avx2() -> None:
-    """The conformance suite on the narrower instruction set."""
+@pytest.mark.parametrize("isa", ["avx2", "avx512"])
+def test_kernels_of_narrower_sets(isa: str) -> None:
+    """The conformance suite, and matmuls, on narrower instruction sets."""
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider"]
-    command += ["tests/test_conformance.py", "tests/test_not_finite.py", "-k", "native"]
-    environment = {**os.environ, "JAXMHA_NATIVE": "avx2"}
+    command += ["tests/test_conformance.py", "tests/test_not_finite.py"]
+    command += ["tests/test_native_matmul.py", "-k", "native"]
+    environment = {**os.environ, "JAXMHA_NATIVE": isa}
     done = subprocess.run(
         command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False
     )

@@ -18,8 +18,8 @@ from tests import conformance, tolerance
 pytestmark = conformance.native_built
 
 # One element; less than a tile; more than one tile, panel and part of the depth; and, on up to two
-# threads, rows so few in every matmul that an item packs its own panels.
-SHAPES = ((1, 1, 1), (7, 5, 3), (97, 257, 65), (101, 521, 131), (149, 211, 523))
+# threads, rows so few in every matmul that an item packs its own panels; more rows than a cache holds.
+SHAPES = ((1, 1, 1), (7, 5, 3), (97, 257, 65), (101, 521, 131), (149, 211, 523), (331, 67, 71))
 
 
 @pytest.fixture(autouse=True)
@@ -94,6 +94,37 @@ def test_rows_that_are_not_kept_count_as_zeros(shape: tuple[int, int, int], kind
     ddx, ddkernel = jax.grad(products, (0, 1))(x, kernel)
     tolerance.assert_close(ddx, np.where(kept, dy @ wide(u).T, 0))
     tolerance.assert_close(ddkernel, np.where(kept, wide(z), 0).T @ dy)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_numbers_far_from_one(transposed: bool) -> None:
+    """Rows and columns of every order of magnitude keep all their digits."""
+    x, kernel, _ = map(wide, arrays(331, 521, 71))
+    x = np.where(abs(x) < 0.5, 0.5, x)  # no subnormal numbers, which XLA takes for 0
+    rows, columns = (2.0 ** (np.arange(331) % 100 - 115))[:, None], 2.0 ** (np.arange(71) + 20)
+    far, near = (x * rows, kernel * columns), (x, kernel)
+    if transposed:
+        far, near = ((b.T, a.T) for a, b in (far, near))
+        rows, columns = columns[:, None], rows.T
+    out = matmul.affine(*(jnp.asarray(y, jnp.float32) for y in far), None)
+    tolerance.assert_close(np.float32(wide(out) / (rows * columns)), near[0] @ near[1])
+
+
+@pytest.mark.parametrize("shape", [(101, 67, 71), (331, 67, 71)])
+def test_what_is_not_finite_stays_in_its_row(shape: tuple[int, int, int]) -> None:
+    """Other rows have the same bits; a column that is not finite leaves the others as exact."""
+    x, kernel, bias = arrays(*shape)
+    rows, column = np.array([3, 4, shape[0] - 1]), 5
+    odd = x.at[rows, 1].set(jnp.array([np.nan, np.inf, -np.inf]))
+    out, found = matmul.affine(x, kernel, bias), matmul.affine(odd, kernel, bias)
+    others = np.delete(np.arange(shape[0]), rows)
+    np.testing.assert_array_equal(np.asarray(found)[others], np.asarray(out)[others])
+    wanted = np.inf * np.sign(np.asarray(kernel)[1]) * np.array([[np.nan], [1], [-1]])
+    np.testing.assert_array_equal(np.asarray(found)[rows], wanted)
+    found = matmul.affine(x, kernel.at[2, column].set(np.inf), bias)
+    assert np.isinf(np.asarray(found)[:, column]).all()
+    rest = np.delete(np.arange(shape[2]), column)
+    tolerance.assert_close(found[:, rest], np.asarray(exact(x, kernel, bias))[:, rest])
 
 
 def test_depth_beyond_the_panels_in_memory() -> None:

@@ -18,6 +18,11 @@ namespace jaxmha {
   }
 JAXMHA_EVERY_ISA(JAXMHA_KERNELS)
 #undef JAXMHA_KERNELS
+#if defined(JAXMHA_AMX)
+namespace amx {
+void matmul(const Matmul& matmul, Pool& pool);  // beside the kernels of AVX-512
+}
+#endif
 
 // Rows of an item of the forward pass: many, so that keys are read seldom, but enough items.
 inline long rows_of_item(const Problem& p, long threads) {

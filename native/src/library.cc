@@ -13,7 +13,12 @@ namespace {
 #define JAXMHA_TABLE(isa)                                                                     \
   {#isa, has_##isa, isa::attend, isa::attend_backward, isa::bias_gradient, isa::attend_cache, \
    isa::matmul},
-const Kernels EVERY[] = {JAXMHA_EVERY_ISA(JAXMHA_TABLE)};
+const Kernels EVERY[] = {
+#if defined(JAXMHA_AMX)
+    {"amx", has_amx, avx512::attend, avx512::attend_backward, avx512::bias_gradient,
+     avx512::attend_cache, amx::matmul},
+#endif
+    JAXMHA_EVERY_ISA(JAXMHA_TABLE)};
 #undef JAXMHA_TABLE
 
 const Kernels* found_kernels() {

@@ -3,8 +3,6 @@
 // Matrix Multiplication" (2008).
 #include "matmul.h"
 
-#include <vector>
-
 #include "parallel.h"
 #include "product.h"
 #include "rows.h"
@@ -18,20 +16,6 @@ static_assert(PANEL == ROWS, "transpose writes panels");
 constexpr long PART = 128;                    // depth that few rows are multiplied by at a time
 constexpr long DEPTH = 256;                   // of one register tile's sum
 constexpr long MOST_PACKED = (8l << 20) / 4;  // floats of the panels at a time
-
-// The depths of a batch row that are multiplied: all, or those that are kept.
-struct Depths {
-  long count;
-  std::vector<long> kept;
-  Depths(const Matmul& m, long batch) : count(m.depth) {
-    if (!m.kept || !m.a_transposed) return;
-    for (long p = 0; p < m.depth; p++)
-      if (m.kept.of(batch)[p]) kept.push_back(p);
-    count = kept.size();
-    if (count == m.depth) kept.clear();
-  }
-  long operator[](long p) const { return kept.empty() ? p : kept[p]; }
-};
 
 // The panels of `depth` rows of b, from `first` on; panel0 is the first of them.
 struct Panels {

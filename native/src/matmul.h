@@ -1,6 +1,7 @@
 // One matmul of a layer, as its handler gives it to the kernel.
 #pragma once
 #include <algorithm>
+#include <vector>
 
 #include "problem.h"
 
@@ -15,6 +16,20 @@ struct Matmul {
   Batched<const float> a, b, bias;         // bias may be absent
   Batched<const uint8_t> kept;             // may be absent; not if both are transposed
   float* y;
+};
+
+// The depths of a batch row that are multiplied: all, or those that are kept.
+struct Depths {
+  long count;
+  std::vector<long> kept;
+  Depths(const Matmul& m, long batch) : count(m.depth) {
+    if (!m.kept || !m.a_transposed) return;
+    for (long p = 0; p < m.depth; p++)
+      if (m.kept.of(batch)[p]) kept.push_back(p);
+    count = kept.size();
+    if (count == m.depth) kept.clear();
+  }
+  long operator[](long p) const { return kept.empty() ? p : kept[p]; }
 };
 
 constexpr long PANEL = 64;  // columns

@@ -1,0 +1,372 @@
+// Matmuls of whole layers on AMX, whose tiles multiply bfloat16 and sum in float32.
+//
+// A float32 is the sum of three bfloat16: 24 bits are 3 times 8. Of the nine products of two such sums
+// the three smallest are below half a unit of float32, and are left out. Source: Henry, Tang and
+// Heinecke, "Leveraging the bfloat16 Artificial Intelligence Datatype For Higher-Precision
+// Computations" (2019). An instruction sums 32 products before it adds them to the tile, so that fewer
+// sums are rounded than where each product is added.
+#include <immintrin.h>
+
+#include <atomic>
+#include <cmath>
+#include <vector>
+
+#include "kernels.h"
+#include "rows.h"
+#include "scratch.h"
+
+namespace jaxmha {
+namespace amx {
+namespace {
+
+using namespace avx512;
+
+constexpr long SIDE = 32;       // rows and columns of a block: two tiles each
+constexpr long STEP = 32;       // depth of a tile
+constexpr long DEPTH = 512;     // that is split at a time
+constexpr long PARTS = 3;       // bfloat16 of a float32: high, middle, low
+constexpr long TILE = 16 * 16;  // words, each a pair of bfloat16
+constexpr long PART = 2 * TILE, WORDS = PARTS * PART;  // of a step of a block
+// Up to so many rows, a is split first and stays in the L2 cache of every thread, and items split their
+// own columns of b; for more, b is split first, and items their own rows of a.
+constexpr long FEW = 256;
+constexpr long MOST_WORDS = (8l << 20) / 4;  // that are split first at a time
+
+using Word = uint32_t;
+
+// Blocks of SIDE rows of a or columns of b, one after another: words, and the power of two that undoes
+// the scale of each row or column.
+struct Blocks {
+  Word* words;
+  float* back;
+  long steps;
+  static size_t floats(long count, long steps) {
+    return Scratch::rounded(count * steps * WORDS) + Scratch::rounded(count * SIDE);
+  }
+  Blocks(Scratch& from, long count, long steps_of_block)
+      : words(reinterpret_cast<Word*>(from.take(count * steps_of_block * WORDS))),
+        back(from.take(count * SIDE)), steps(steps_of_block) {}
+  Word* words_of(long block) const { return words + block * steps * WORDS; }
+  float* back_of(long block) const { return back + block * SIDE; }
+};
+
+// The part of one product whose depths begin at p0.
+struct Product {
+  const Matmul& m;
+  long batch;
+  const Depths& depths;
+  long p0, depth;
+  std::vector<char>& plain;   // rows of a that are not finite
+  std::atomic<bool>& failed;  // columns of b that are not finite
+};
+
+inline __m512i bits(Vector x) { return _mm512_castps_si512(x); }
+
+// The first n entries, of at most 16; 0 beyond.
+inline Vector load_some(const float* p, long n) {
+  if (n >= W) return load(p);
+  return n <= 0 ? set1(0.f) : _mm512_maskz_loadu_ps((1u << n) - 1, p);
+}
+
+// The nearest bfloat16.
+inline Vector nearest(Vector x) {
+  const __m512i up = _mm512_add_epi32(bits(x), _mm512_set1_epi32(0x8000));
+  return _mm512_castsi512_ps(_mm512_and_si512(up, _mm512_set1_epi32(0xffff0000)));
+}
+
+// The parts of two vectors, which share words. A tile of a has depths j and 16 + j in word j of every
+// row; one of b has them in row j.
+inline void split(Vector low, Vector high, Word* to) {
+  for (long part = 0; part < PARTS; part++, to += PART) {
+    const Vector a = nearest(low), b = nearest(high);
+    _mm512_storeu_si512(to, _mm512_or_si512(_mm512_srli_epi32(bits(a), 16), bits(b)));
+    low = sub(low, a), high = sub(high, b);
+  }
+}
+
+// The larger absolute values, as bits, which are in the order of the values; those of NaN are above.
+inline __m512i larger(__m512i found, Vector x) {
+  return _mm512_max_epu32(found, _mm512_and_si512(bits(x), _mm512_set1_epi32(0x7fffffff)));
+}
+
+inline bool is_finite(Word largest) { return largest < 0x7f800000u; }
+
+// The power of two that brings a row or column near 1 if its largest entry is far from it, and the one
+// back: low parts of tiny numbers would be 0, and large ones infinite once rounded.
+struct Scale {
+  float factor = 1.f, back = 1.f;
+  explicit Scale(Word largest) {
+    constexpr int ONE = 127, NEAR = 60, MOST = 126;
+    const int power = static_cast<int>(largest >> 23) - ONE;
+    if (largest == 0 || !is_finite(largest) || std::abs(power) <= NEAR) return;
+    const int bounded = std::max(-MOST, std::min(power, MOST));
+    factor = std::ldexp(1.f, -bounded), back = std::ldexp(1.f, bounded);
+  }
+};
+
+// `row(p)` has `count` columns of b at depth p.
+template <class Row>
+void split_columns(const Product& x, const Blocks& to, long block, long count, const Row& row) {
+  __m512i found[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
+  for (long p = 0; p < x.depth; p++)
+    for (long tile = 0; tile < 2; tile++)
+      found[tile] = larger(found[tile], load_some(row(p) + tile * W, count - tile * W));
+  Word largest[SIDE];
+  float factors[SIDE];
+  for (long tile = 0; tile < 2; tile++) _mm512_storeu_si512(largest + tile * W, found[tile]);
+  for (long j = 0; j < SIDE; j++) {
+    const Scale scale(largest[j]);
+    factors[j] = scale.factor, to.back_of(block)[j] = scale.back;
+    if (!is_finite(largest[j])) x.failed = true;
+  }
+  const auto scaled = [&](long p, long tile) {
+    if (p >= x.depth) return set1(0.f);
+    return mul(load_some(row(p) + tile * W, count - tile * W), load(factors + tile * W));
+  };
+  Word* words = to.words_of(block);
+  for (long p = 0; p < x.depth; p += STEP, words += WORDS)
+    for (long tile = 0; tile < 2; tile++)
+      for (long j = 0; j < W; j++)
+        split(scaled(p + j, tile), scaled(p + W + j, tile), words + tile * TILE + j * W);
+}
+
+void split_b(const Product& x, const Blocks& to, long block, long panel) {
+  const Matmul& m = x.m;
+  const long j0 = panel * SIDE, count = std::min(SIDE, m.columns - j0);
+  const float* const b = m.b.of(x.batch);
+  if (!m.b_transposed) {
+    const auto row = [&](long p) { return b + x.depths[x.p0 + p] * m.columns + j0; };
+    return split_columns(x, to, block, count, row);
+  }
+  Scratch memory(x.depth * ROWS);
+  float* const copied = memory.take(x.depth * ROWS);
+  transpose(b + j0 * m.depth + x.p0, m.depth, count, x.depth, copied);
+  split_columns(x, to, block, count, [&](long p) { return copied + p * ROWS; });
+}
+
+// A row of a, and the power of two back. A row that is not finite counts as 0.
+float split_row(const Product& x, const float* row, long r, long steps, Word* to) {
+  __m512i found = _mm512_setzero_si512();
+  for (long p = 0; p < x.depth; p += W) found = larger(found, load_some(row + p, x.depth - p));
+  const Word largest = _mm512_reduce_max_epu32(found);
+  const bool finite = is_finite(largest);
+  if (!finite) x.plain[r] = 1;
+  const Scale scale(largest);
+  const auto scaled = [&](long p) { return mul(load_some(row + p, x.depth - p), set1(scale.factor)); };
+  for (long s = 0; s < steps; s++, to += WORDS) {
+    if (finite)
+      split(scaled(s * STEP), scaled(s * STEP + W), to);
+    else
+      split(set1(0.f), set1(0.f), to);
+  }
+  return scale.back;
+}
+
+// SIDE rows from r0 on of a transposed a, `stride` apart.
+void copy_rows(const Product& x, long r0, long stride, float* to) {
+  const long count = std::min(SIDE, x.m.rows - r0);
+  for (long p = 0; p < x.depth; p += ROWS) {
+    float lines[ROWS * SIDE] = {}, rows[SIDE * ROWS];
+    const long now = std::min(ROWS, x.depth - p);
+    for (long i = 0; i < now; i++) {
+      const float* const from = x.m.a.of(x.batch) + x.depths[x.p0 + p + i] * x.m.rows + r0;
+      std::copy(from, from + count, lines + i * SIDE);
+    }
+    transpose(lines, SIDE, now, count, rows);
+    for (long i = 0; i < count; i++)
+      std::copy(rows + i * ROWS, rows + i * ROWS + now, to + i * stride + p);
+  }
+}
+
+// Rows that are not kept, and those beyond the last, count as 0.
+void split_a(const Product& x, const Blocks& to, long block, long r0) {
+  const Matmul& m = x.m;
+  const long stride = m.a_transposed ? DEPTH + W : m.depth;  // not a power of two
+  Scratch memory(m.a_transposed ? SIDE * stride : 0);
+  float* const copied = memory.take(m.a_transposed ? SIDE * stride : 0);
+  if (m.a_transposed) copy_rows(x, r0, stride, copied);
+  const float* const rows = m.a_transposed ? copied : m.a.of(x.batch) + r0 * m.depth + x.p0;
+  for (long i = 0; i < SIDE; i++) {
+    Word* const words = to.words_of(block) + i / W * TILE + i % W * W;
+    const bool chosen = m.kept && !m.a_transposed;
+    float& back = to.back_of(block)[i];
+    back = 1.f;
+    if (r0 + i < m.rows && (!chosen || m.kept.of(x.batch)[r0 + i]))
+      back = split_row(x, rows + i * stride, r0 + i, to.steps, words);
+    else
+      for (long s = 0; s < to.steps; s++) split(set1(0.f), set1(0.f), words + s * WORDS);
+  }
+}
+
+// Loads tiles 4 and 5, of a; 6 and 7, of b; multiplies each with each. The intrinsics are statements,
+// and take numerals.
+#define JAXMHA_A(from)        \
+  _tile_loadd(4, (from), 64); \
+  _tile_loadd(5, (from) + TILE, 64)
+#define JAXMHA_B(from)        \
+  _tile_loadd(6, (from), 64); \
+  _tile_loadd(7, (from) + TILE, 64)
+#define JAXMHA_MULTIPLY    \
+  _tile_dpbf16ps(0, 4, 6); \
+  _tile_dpbf16ps(1, 4, 7); \
+  _tile_dpbf16ps(2, 5, 6); \
+  _tile_dpbf16ps(3, 5, 7)
+
+// c[SIDE x SIDE] of two blocks, small products first. `lines` cache lines from `next` on are fetched
+// before each step.
+void multiply(const Word* a, const Word* b, long steps, const Word* next, long lines, float* c) {
+  asm volatile("" ::: "memory");  // the intrinsics do not say that they read
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  for (long s = 0; s < steps; s++, a += WORDS, b += WORDS) {
+    for (long i = 0; i < lines; i++, next += W) __builtin_prefetch(next, 0, 2);
+    JAXMHA_A(a);
+    JAXMHA_B(b + 2 * PART);
+    JAXMHA_MULTIPLY;
+    JAXMHA_B(b + PART);
+    JAXMHA_MULTIPLY;
+    JAXMHA_A(a + PART);
+    JAXMHA_MULTIPLY;
+    JAXMHA_B(b);
+    JAXMHA_MULTIPLY;
+    JAXMHA_A(a + 2 * PART);
+    JAXMHA_MULTIPLY;
+    JAXMHA_A(a);
+    JAXMHA_MULTIPLY;
+  }
+  _tile_stored(0, c, SIDE * 4);
+  _tile_stored(1, c + W, SIDE * 4);
+  _tile_stored(2, c + W * SIDE, SIDE * 4);
+  _tile_stored(3, c + W * SIDE + W, SIDE * 4);
+  asm volatile("" ::: "memory");
+}
+#undef JAXMHA_A
+#undef JAXMHA_B
+#undef JAXMHA_MULTIPLY
+
+// A block of y: the products, scaled back, what earlier depths gave, and the bias.
+void finish(const Product& x, long r0, long panel, const float* c, const float* back_of_rows,
+            const float* back_of_columns) {
+  const Matmul& m = x.m;
+  const bool added = x.p0 > 0, last = x.p0 + x.depth == x.depths.count;
+  const long rows = std::min(SIDE, m.rows - r0);
+  for (long tile = 0; tile < 2; tile++) {
+    const long j0 = panel * SIDE + tile * W, count = std::min<long>(W, m.columns - j0);
+    if (count <= 0) return;
+    const __mmask16 mask = (1u << count) - 1;
+    const Vector back = load(back_of_columns + tile * W);
+    const Vector bias = m.bias && last ? load_some(m.bias.of(x.batch) + j0, count) : set1(0.f);
+    float* to = m.y + (x.batch * m.rows + r0) * m.columns + j0;
+    for (long i = 0; i < rows; i++, to += m.columns) {
+      Vector sum = mul(mul(load(c + i * SIDE + tile * W), set1(back_of_rows[i])), back);
+      if (added) sum = add(sum, _mm512_maskz_loadu_ps(mask, to));
+      _mm512_mask_storeu_ps(to, mask, add(sum, bias));
+    }
+  }
+}
+
+struct __attribute__((packed)) Configuration {
+  uint8_t palette = 1, start = 0, reserved[14] = {};
+  uint16_t bytes[16] = {};
+  uint8_t rows[16] = {};
+  Configuration() {
+    for (int i = 0; i < 8; i++) bytes[i] = 64, rows[i] = 16;
+  }
+};
+
+// Multiplies blocks of a, whose first row is r0, and of b, whose first panel is `first`. Tiles are
+// released at the end: a thread that holds some costs more to switch.
+void multiply_blocks(const Product& x, const Blocks& a, long r0, long rows, const Blocks& b,
+                     long first, long panels) {
+  alignas(64) float c[SIDE * SIDE];
+  const long blocks = (rows + SIDE - 1) / SIDE, lines = (WORDS / W + blocks - 1) / blocks;
+  const Configuration configuration;
+  _tile_loadconfig(&configuration);
+  for (long j = 0; j < panels; j++)
+    for (long i = 0; i < blocks; i++) {
+      const Word* const next = b.words_of(j + 1) + i * lines * a.steps * W;
+      multiply(a.words_of(i), b.words_of(j), a.steps, next, j + 1 < panels ? lines : 0, c);
+      finish(x, r0 + i * SIDE, first + j, c, a.back_of(i), b.back_of(j));
+    }
+  _tile_release();
+}
+
+void multiply_few(const Product& x, long steps, Pool& pool) {
+  const long blocks = (x.m.rows + SIDE - 1) / SIDE, panels = (x.m.columns + SIDE - 1) / SIDE;
+  Scratch memory(Blocks::floats(blocks, steps));
+  const Blocks a(memory, blocks, steps);
+  parallel(pool, blocks, [&](long i) { split_a(x, a, i, i * SIDE); });
+  parallel(pool, panels, [&](long panel) {
+    Scratch own(Blocks::floats(1, steps));
+    const Blocks b(own, 1, steps);
+    split_b(x, b, 0, panel);
+    multiply_blocks(x, a, 0, x.m.rows, b, panel, 1);
+  });
+}
+
+void multiply_many(const Product& x, long steps, Pool& pool) {
+  const long all = x.m.rows, panels = (x.m.columns + SIDE - 1) / SIDE;
+  Scratch memory(Blocks::floats(panels, steps));
+  const Blocks b(memory, panels, steps);
+  parallel(pool, panels, [&](long panel) { split_b(x, b, panel, panel); });
+  long rows = FEW;  // of an item
+  while (rows > 2 * SIDE && all < 4 * pool.threads() * rows) rows /= 2;
+  parallel(pool, (all + rows - 1) / rows, [&](long item) {
+    const long r0 = item * rows, count = std::min(rows, all - r0), blocks = (count + SIDE - 1) / SIDE;
+    Scratch own(Blocks::floats(blocks, steps));
+    const Blocks a(own, blocks, steps);
+    for (long i = 0; i < blocks; i++) split_a(x, a, i, r0 + i * SIDE);
+    multiply_blocks(x, a, r0, count, b, 0, panels);
+  });
+}
+
+// Rows that are not finite, from the operands as they are.
+void multiply_plain(const Matmul& m, long batch, const std::vector<char>& plain, Pool& pool) {
+  const auto next = [&](long r, char wanted) {
+    return std::find(plain.begin() + r, plain.end(), wanted) - plain.begin();
+  };
+  for (long r = next(0, 1), end; r < m.rows; r = next(end, 1)) {
+    end = next(r, 0);
+    Matmul some = m;
+    some.batches = 1, some.rows = end - r, some.kept = {};
+    some.a.data = m.a.of(batch) + r * m.depth, some.b.data = m.b.of(batch);
+    if (m.bias) some.bias.data = m.bias.of(batch);
+    some.a.start = some.b.start = some.bias.start = {0};
+    some.y = m.y + (batch * m.rows + r) * m.columns;
+    avx512::matmul(some, pool);
+  }
+}
+
+// Returns false, with y undefined, where columns of b or rows of a transposed a are not finite.
+bool multiply_batch(const Matmul& m, long batch, Pool& pool) {
+  const Depths depths(m, batch);
+  if (depths.count == 0) return false;
+  const long first = m.rows <= FEW ? m.rows : m.columns;
+  const long fit = MOST_WORDS / (PARTS * (first + SIDE) * STEP / 2) * STEP;
+  const long most = std::min(DEPTH, std::max(4 * STEP, fit));
+  std::vector<char> plain(m.rows, 0);
+  std::atomic<bool> failed{false};
+  for (long p0 = 0; p0 < depths.count && !failed; p0 += most) {
+    const Product x{m, batch, depths, p0, std::min(most, depths.count - p0), plain, failed};
+    const long steps = (x.depth + STEP - 1) / STEP;
+    m.rows <= FEW ? multiply_few(x, steps, pool) : multiply_many(x, steps, pool);
+  }
+  const bool any = std::any_of(plain.begin(), plain.end(), [](char x) { return x; });
+  if (failed || (any && m.a_transposed)) return false;
+  if (any) multiply_plain(m, batch, plain, pool);
+  return true;
+}
+
+}  // namespace
+
+void matmul(const Matmul& m, Pool& pool) {
+  constexpr long LEAST = 64;  // below, splitting takes longer than it saves
+  bool done = std::min({m.rows, m.columns, m.depth}) >= LEAST;
+  for (long batch = 0; done && batch < m.batches; batch++) done = multiply_batch(m, batch, pool);
+  if (!done) avx512::matmul(m, pool);
+}
+
+}  // namespace amx
+}  // namespace jaxmha
