@@ -14,7 +14,8 @@ from pathlib import Path
 
 import jax
 
-# The environment variable that switches the implementation off (0), or narrows it to AVX2 (avx2).
+# The environment variable that switches the implementation off (0), or narrows its instructions
+# (avx512, avx2).
 SWITCH = "JAXMHA_NATIVE"
 # Version of the operands, results and attributes of the handlers. native/build_library.py has the
 # same number.
