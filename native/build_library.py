@@ -82,10 +82,11 @@ def digest() -> str:
     return found.hexdigest()
 
 
-def takes(cxx: str, flags: list[str]) -> bool:
-    """True if the compiler knows these flags."""
-    command = [cxx, *flags, "-fsyntax-only", "-x", "c++", "/dev/null"]
-    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+def makes_amx(cxx: str) -> bool:
+    """True if the compiler and its assembler know AMX."""
+    text = b"#include <immintrin.h>\nvoid f() { _tile_dpbf16ps(0, 1, 2); }"
+    command = [cxx, *AMX, "-c", "-x", "c++", "-", "-o", os.devnull]
+    return subprocess.run(command, input=text, capture_output=True, check=False).returncode == 0
 
 
 def objects(folder: str, *, sanitize: bool = False) -> list[str]:
@@ -96,7 +97,7 @@ def objects(folder: str, *, sanitize: bool = False) -> list[str]:
     flags += ["-isystem", include_dir(), *SANITIZE * sanitize]
     # Headers name their files in messages: without the folder, builds in two of them are the same.
     flags += [f"-ffile-prefix-map={include_dir()}=include", f"-ffile-prefix-map={SOURCES}=src"]
-    amx = "avx512" in isas and takes(cxx, AMX)
+    amx = "avx512" in isas and makes_amx(cxx)
     flags += ["-DJAXMHA_AMX"] * amx
     jobs = [(name, flags, f"{folder}/{name}.o") for name in GENERIC]
     for isa, more in isas.items():

@@ -96,12 +96,25 @@ def test_rows_that_are_not_kept_count_as_zeros(shape: tuple[int, int, int], kind
     tolerance.assert_close(ddkernel, np.where(kept, wide(z), 0).T @ dy)
 
 
+# Powers of two of every row and column: many, or one each.
+FAR: dict[str, tuple[Any, Any]] = {
+    "many": (np.arange(331) % 100 - 115, np.arange(71) + 20),
+    "large and small": (125, -125),
+    "small": (-56, -56),
+    "half as small": (-60, -40),
+}
+
+
 @pytest.mark.parametrize("transposed", [False, True])
-def test_numbers_far_from_one(transposed: bool) -> None:
+@pytest.mark.parametrize("kind", FAR)
+def test_numbers_far_from_one(kind: str, transposed: bool) -> None:
     """Rows and columns of every order of magnitude keep all their digits."""
     x, kernel, _ = map(wide, arrays(331, 521, 71))
-    x = np.where(abs(x) < 0.5, 0.5, x)  # no subnormal numbers, which XLA takes for 0
-    rows, columns = (2.0 ** (np.arange(331) % 100 - 115))[:, None], 2.0 ** (np.arange(71) + 20)
+    x, kernel = (
+        np.where(abs(y) < 0.5, 0.5, np.clip(y, -2, 2)) for y in (x, kernel)
+    )  # no subnormals
+    powers = [np.broadcast_to(y, size) for y, size in zip(FAR[kind], (331, 71), strict=True)]
+    rows, columns = 2.0 ** powers[0][:, None], 2.0 ** powers[1]
     far, near = (x * rows, kernel * columns), (x, kernel)
     if transposed:
         far, near = ((b.T, a.T) for a, b in (far, near))

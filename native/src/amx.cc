@@ -1,14 +1,13 @@
 // Matmuls of whole layers on AMX, whose tiles multiply bfloat16 and sum in float32.
 //
 // A float32 is the sum of three bfloat16: 24 bits are 3 times 8. Of the nine products of two such sums
-// the three smallest are below half a unit of float32, and are left out. Source: Henry, Tang and
+// the three smallest, of at most 2^-26 of the whole, are left out. Source: Henry, Tang and
 // Heinecke, "Leveraging the bfloat16 Artificial Intelligence Datatype For Higher-Precision
 // Computations" (2019). An instruction sums 32 products before it adds them to the tile, so that fewer
 // sums are rounded than where each product is added.
 #include <immintrin.h>
 
 #include <atomic>
-#include <cmath>
 #include <vector>
 
 #include "kernels.h"
@@ -21,43 +20,42 @@ namespace {
 
 using namespace avx512;
 
-constexpr long SIDE = 32;       // rows and columns of a block: two tiles each
-constexpr long STEP = 32;       // depth of a tile
-constexpr long DEPTH = 512;     // that is split at a time
-constexpr long PARTS = 3;       // bfloat16 of a float32: high, middle, low
-constexpr long TILE = 16 * 16;  // words, each a pair of bfloat16
-constexpr long PART = 2 * TILE, WORDS = PARTS * PART;  // of a step of a block
+constexpr long SIDE = 32;    // rows or columns of a block, the micro-panel here: two tiles
+constexpr long STEP = 32;    // depth of a tile
+constexpr long DEPTH = 512;  // that is split at a time
+constexpr long PARTS = 3;    // bfloat16 of a float32: high, middle, low
+// Words are pairs of bfloat16.
+constexpr long TILE_WORDS = 16 * 16, PART_WORDS = 2 * TILE_WORDS, STEP_WORDS = PARTS * PART_WORDS;
 // Up to so many rows, a is split first and stays in the L2 cache of every thread, and items split their
 // own columns of b; for more, b is split first, and items their own rows of a.
 constexpr long FEW = 256;
-constexpr long MOST_WORDS = (8l << 20) / 4;  // that are split first at a time
+constexpr long MOST_WORDS = (8l << 20) / 4;  // that are split first at a time, of 4 steps at least
 
 using Word = uint32_t;
 
-// Blocks of SIDE rows of a or columns of b, one after another: words, and the power of two that undoes
-// the scale of each row or column.
+// Blocks of SIDE rows of a or columns of b, one after another: words, and the power of two by which
+// each row or column was divided.
 struct Blocks {
   Word* words;
-  float* back;
+  float* powers;
   long steps;
   static size_t floats(long count, long steps) {
-    return Scratch::rounded(count * steps * WORDS) + Scratch::rounded(count * SIDE);
+    return Scratch::rounded(count * steps * STEP_WORDS) + Scratch::rounded(count * SIDE);
   }
   Blocks(Scratch& from, long count, long steps_of_block)
-      : words(reinterpret_cast<Word*>(from.take(count * steps_of_block * WORDS))),
-        back(from.take(count * SIDE)), steps(steps_of_block) {}
-  Word* words_of(long block) const { return words + block * steps * WORDS; }
-  float* back_of(long block) const { return back + block * SIDE; }
+      : words(reinterpret_cast<Word*>(from.take(count * steps_of_block * STEP_WORDS))),
+        powers(from.take(count * SIDE)), steps(steps_of_block) {}
+  Word* words_of(long block) const { return words + block * steps * STEP_WORDS; }
+  float* powers_of(long block) const { return powers + block * SIDE; }
 };
 
-// The part of one product whose depths begin at p0.
-struct Product {
-  const Matmul& m;
-  long batch;
+// Some depths of one batch row, from p0 on.
+struct Part {
+  const Matmul& m;  // of one batch row
   const Depths& depths;
   long p0, depth;
-  std::vector<char>& plain;   // rows of a that are not finite
-  std::atomic<bool>& failed;  // columns of b that are not finite
+  std::vector<char>& rows_not_finite;
+  std::atomic<bool>& column_not_finite;
 };
 
 inline __m512i bits(Vector x) { return _mm512_castps_si512(x); }
@@ -77,7 +75,7 @@ inline Vector nearest(Vector x) {
 // The parts of two vectors, which share words. A tile of a has depths j and 16 + j in word j of every
 // row; one of b has them in row j.
 inline void split(Vector low, Vector high, Word* to) {
-  for (long part = 0; part < PARTS; part++, to += PART) {
+  for (long part = 0; part < PARTS; part++, to += PART_WORDS) {
     const Vector a = nearest(low), b = nearest(high);
     _mm512_storeu_si512(to, _mm512_or_si512(_mm512_srli_epi32(bits(a), 16), bits(b)));
     low = sub(low, a), high = sub(high, b);
@@ -91,49 +89,43 @@ inline __m512i larger(__m512i found, Vector x) {
 
 inline bool is_finite(Word largest) { return largest < 0x7f800000u; }
 
-// The power of two that brings a row or column near 1 if its largest entry is far from it, and the one
-// back: low parts of tiny numbers would be 0, and large ones infinite once rounded.
-struct Scale {
-  float factor = 1.f, back = 1.f;
-  explicit Scale(Word largest) {
-    constexpr int ONE = 127, NEAR = 60, MOST = 126;
-    const int power = static_cast<int>(largest >> 23) - ONE;
-    if (largest == 0 || !is_finite(largest) || std::abs(power) <= NEAR) return;
-    const int bounded = std::max(-MOST, std::min(power, MOST));
-    factor = std::ldexp(1.f, -bounded), back = std::ldexp(1.f, bounded);
-  }
-};
+// The power of two by which a row or column is divided: its largest entry is near 1 then. Else low
+// parts of small numbers would be 0, and so would their products; large ones would be infinite.
+inline float power_of(Word largest) {
+  return largest == 0 || !is_finite(largest) ? 0.f : static_cast<float>(largest >> 23) - 127.f;
+}
+
+inline Vector divided(Vector x, Vector powers) { return _mm512_scalef_ps(x, sub(set1(0.f), powers)); }
 
 // `row(p)` has `count` columns of b at depth p.
 template <class Row>
-void split_columns(const Product& x, const Blocks& to, long block, long count, const Row& row) {
+void split_columns(const Part& x, const Blocks& to, long block, long count, const Row& row) {
   __m512i found[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
   for (long p = 0; p < x.depth; p++)
     for (long tile = 0; tile < 2; tile++)
       found[tile] = larger(found[tile], load_some(row(p) + tile * W, count - tile * W));
   Word largest[SIDE];
-  float factors[SIDE];
+  float* const powers = to.powers_of(block);
   for (long tile = 0; tile < 2; tile++) _mm512_storeu_si512(largest + tile * W, found[tile]);
   for (long j = 0; j < SIDE; j++) {
-    const Scale scale(largest[j]);
-    factors[j] = scale.factor, to.back_of(block)[j] = scale.back;
-    if (!is_finite(largest[j])) x.failed = true;
+    powers[j] = power_of(largest[j]);
+    if (!is_finite(largest[j])) x.column_not_finite = true;
   }
-  const auto scaled = [&](long p, long tile) {
+  const auto near_one = [&](long p, long tile) {
     if (p >= x.depth) return set1(0.f);
-    return mul(load_some(row(p) + tile * W, count - tile * W), load(factors + tile * W));
+    return divided(load_some(row(p) + tile * W, count - tile * W), load(powers + tile * W));
   };
   Word* words = to.words_of(block);
-  for (long p = 0; p < x.depth; p += STEP, words += WORDS)
+  for (long p = 0; p < x.depth; p += STEP, words += STEP_WORDS)
     for (long tile = 0; tile < 2; tile++)
       for (long j = 0; j < W; j++)
-        split(scaled(p + j, tile), scaled(p + W + j, tile), words + tile * TILE + j * W);
+        split(near_one(p + j, tile), near_one(p + W + j, tile), words + tile * TILE_WORDS + j * W);
 }
 
-void split_b(const Product& x, const Blocks& to, long block, long panel) {
+void split_b(const Part& x, const Blocks& to, long block, long panel) {
   const Matmul& m = x.m;
   const long j0 = panel * SIDE, count = std::min(SIDE, m.columns - j0);
-  const float* const b = m.b.of(x.batch);
+  const float* const b = m.b.of(0);
   if (!m.b_transposed) {
     const auto row = [&](long p) { return b + x.depths[x.p0 + p] * m.columns + j0; };
     return split_columns(x, to, block, count, row);
@@ -144,32 +136,28 @@ void split_b(const Product& x, const Blocks& to, long block, long panel) {
   split_columns(x, to, block, count, [&](long p) { return copied + p * ROWS; });
 }
 
-// A row of a, and the power of two back. A row that is not finite counts as 0.
-float split_row(const Product& x, const float* row, long r, long steps, Word* to) {
+// A row of a; returns its power of two. A row that is not finite counts as 0.
+float split_row(const Part& x, const float* row, long r, long steps, Word* to) {
   __m512i found = _mm512_setzero_si512();
   for (long p = 0; p < x.depth; p += W) found = larger(found, load_some(row + p, x.depth - p));
   const Word largest = _mm512_reduce_max_epu32(found);
-  const bool finite = is_finite(largest);
-  if (!finite) x.plain[r] = 1;
-  const Scale scale(largest);
-  const auto scaled = [&](long p) { return mul(load_some(row + p, x.depth - p), set1(scale.factor)); };
-  for (long s = 0; s < steps; s++, to += WORDS) {
-    if (finite)
-      split(scaled(s * STEP), scaled(s * STEP + W), to);
-    else
-      split(set1(0.f), set1(0.f), to);
-  }
-  return scale.back;
+  const long depth = is_finite(largest) ? x.depth : 0;
+  if (!is_finite(largest)) x.rows_not_finite[r] = 1;
+  const float power = power_of(largest);
+  const auto near_one = [&](long p) { return divided(load_some(row + p, depth - p), set1(power)); };
+  for (long s = 0; s < steps; s++, to += STEP_WORDS)
+    split(near_one(s * STEP), near_one(s * STEP + W), to);
+  return power;
 }
 
 // SIDE rows from r0 on of a transposed a, `stride` apart.
-void copy_rows(const Product& x, long r0, long stride, float* to) {
+void copy_rows(const Part& x, long r0, long stride, float* to) {
   const long count = std::min(SIDE, x.m.rows - r0);
   for (long p = 0; p < x.depth; p += ROWS) {
     float lines[ROWS * SIDE] = {}, rows[SIDE * ROWS];
     const long now = std::min(ROWS, x.depth - p);
     for (long i = 0; i < now; i++) {
-      const float* const from = x.m.a.of(x.batch) + x.depths[x.p0 + p + i] * x.m.rows + r0;
+      const float* const from = x.m.a.of(0) + x.depths[x.p0 + p + i] * x.m.rows + r0;
       std::copy(from, from + count, lines + i * SIDE);
     }
     transpose(lines, SIDE, now, count, rows);
@@ -179,22 +167,22 @@ void copy_rows(const Product& x, long r0, long stride, float* to) {
 }
 
 // Rows that are not kept, and those beyond the last, count as 0.
-void split_a(const Product& x, const Blocks& to, long block, long r0) {
+void split_a(const Part& x, const Blocks& to, long block, long r0) {
   const Matmul& m = x.m;
   const long stride = m.a_transposed ? DEPTH + W : m.depth;  // not a power of two
   Scratch memory(m.a_transposed ? SIDE * stride : 0);
   float* const copied = memory.take(m.a_transposed ? SIDE * stride : 0);
   if (m.a_transposed) copy_rows(x, r0, stride, copied);
-  const float* const rows = m.a_transposed ? copied : m.a.of(x.batch) + r0 * m.depth + x.p0;
+  const float* const rows = m.a_transposed ? copied : m.a.of(0) + r0 * m.depth + x.p0;
   for (long i = 0; i < SIDE; i++) {
-    Word* const words = to.words_of(block) + i / W * TILE + i % W * W;
+    Word* const words = to.words_of(block) + i / W * TILE_WORDS + i % W * W;
     const bool chosen = m.kept && !m.a_transposed;
-    float& back = to.back_of(block)[i];
-    back = 1.f;
-    if (r0 + i < m.rows && (!chosen || m.kept.of(x.batch)[r0 + i]))
-      back = split_row(x, rows + i * stride, r0 + i, to.steps, words);
+    float& power = to.powers_of(block)[i];
+    power = 0.f;
+    if (r0 + i < m.rows && (!chosen || m.kept.of(0)[r0 + i]))
+      power = split_row(x, rows + i * stride, r0 + i, to.steps, words);
     else
-      for (long s = 0; s < to.steps; s++) split(set1(0.f), set1(0.f), words + s * WORDS);
+      for (long s = 0; s < to.steps; s++) split(set1(0.f), set1(0.f), words + s * STEP_WORDS);
   }
 }
 
@@ -202,10 +190,10 @@ void split_a(const Product& x, const Blocks& to, long block, long r0) {
 // and take numerals.
 #define JAXMHA_A(from)        \
   _tile_loadd(4, (from), 64); \
-  _tile_loadd(5, (from) + TILE, 64)
+  _tile_loadd(5, (from) + TILE_WORDS, 64)
 #define JAXMHA_B(from)        \
   _tile_loadd(6, (from), 64); \
-  _tile_loadd(7, (from) + TILE, 64)
+  _tile_loadd(7, (from) + TILE_WORDS, 64)
 #define JAXMHA_MULTIPLY    \
   _tile_dpbf16ps(0, 4, 6); \
   _tile_dpbf16ps(1, 4, 7); \
@@ -220,18 +208,18 @@ void multiply(const Word* a, const Word* b, long steps, const Word* next, long l
   _tile_zero(1);
   _tile_zero(2);
   _tile_zero(3);
-  for (long s = 0; s < steps; s++, a += WORDS, b += WORDS) {
+  for (long s = 0; s < steps; s++, a += STEP_WORDS, b += STEP_WORDS) {
     for (long i = 0; i < lines; i++, next += W) __builtin_prefetch(next, 0, 2);
     JAXMHA_A(a);
-    JAXMHA_B(b + 2 * PART);
+    JAXMHA_B(b + 2 * PART_WORDS);
     JAXMHA_MULTIPLY;
-    JAXMHA_B(b + PART);
+    JAXMHA_B(b + PART_WORDS);
     JAXMHA_MULTIPLY;
-    JAXMHA_A(a + PART);
+    JAXMHA_A(a + PART_WORDS);
     JAXMHA_MULTIPLY;
     JAXMHA_B(b);
     JAXMHA_MULTIPLY;
-    JAXMHA_A(a + 2 * PART);
+    JAXMHA_A(a + 2 * PART_WORDS);
     JAXMHA_MULTIPLY;
     JAXMHA_A(a);
     JAXMHA_MULTIPLY;
@@ -246,9 +234,9 @@ void multiply(const Word* a, const Word* b, long steps, const Word* next, long l
 #undef JAXMHA_B
 #undef JAXMHA_MULTIPLY
 
-// A block of y: the products, scaled back, what earlier depths gave, and the bias.
-void finish(const Product& x, long r0, long panel, const float* c, const float* back_of_rows,
-            const float* back_of_columns) {
+// A block of y: the products, times the powers of two, what earlier depths gave, and the bias.
+void finish(const Part& x, long r0, long panel, const float* c, const float* row_powers,
+            const float* column_powers) {
   const Matmul& m = x.m;
   const bool added = x.p0 > 0, last = x.p0 + x.depth == x.depths.count;
   const long rows = std::min(SIDE, m.rows - r0);
@@ -256,11 +244,12 @@ void finish(const Product& x, long r0, long panel, const float* c, const float* 
     const long j0 = panel * SIDE + tile * W, count = std::min<long>(W, m.columns - j0);
     if (count <= 0) return;
     const __mmask16 mask = (1u << count) - 1;
-    const Vector back = load(back_of_columns + tile * W);
-    const Vector bias = m.bias && last ? load_some(m.bias.of(x.batch) + j0, count) : set1(0.f);
-    float* to = m.y + (x.batch * m.rows + r0) * m.columns + j0;
+    const Vector powers = load(column_powers + tile * W);
+    const Vector bias = m.bias && last ? load_some(m.bias.of(0) + j0, count) : set1(0.f);
+    float* to = m.y + r0 * m.columns + j0;
     for (long i = 0; i < rows; i++, to += m.columns) {
-      Vector sum = mul(mul(load(c + i * SIDE + tile * W), set1(back_of_rows[i])), back);
+      Vector sum = load(c + i * SIDE + tile * W);
+      sum = _mm512_scalef_ps(sum, add(set1(row_powers[i]), powers));  // at once: each may overflow
       if (added) sum = add(sum, _mm512_maskz_loadu_ps(mask, to));
       _mm512_mask_storeu_ps(to, mask, add(sum, bias));
     }
@@ -278,22 +267,23 @@ struct __attribute__((packed)) Configuration {
 
 // Multiplies blocks of a, whose first row is r0, and of b, whose first panel is `first`. Tiles are
 // released at the end: a thread that holds some costs more to switch.
-void multiply_blocks(const Product& x, const Blocks& a, long r0, long rows, const Blocks& b,
+void multiply_blocks(const Part& x, const Blocks& a, long r0, long rows, const Blocks& b,
                      long first, long panels) {
   alignas(64) float c[SIDE * SIDE];
-  const long blocks = (rows + SIDE - 1) / SIDE, lines = (WORDS / W + blocks - 1) / blocks;
+  const long blocks = (rows + SIDE - 1) / SIDE, lines = (STEP_WORDS / W + blocks - 1) / blocks;
   const Configuration configuration;
+  asm volatile("" ::"m"(configuration));  // the intrinsic says that it reads a part
   _tile_loadconfig(&configuration);
   for (long j = 0; j < panels; j++)
     for (long i = 0; i < blocks; i++) {
       const Word* const next = b.words_of(j + 1) + i * lines * a.steps * W;
       multiply(a.words_of(i), b.words_of(j), a.steps, next, j + 1 < panels ? lines : 0, c);
-      finish(x, r0 + i * SIDE, first + j, c, a.back_of(i), b.back_of(j));
+      finish(x, r0 + i * SIDE, first + j, c, a.powers_of(i), b.powers_of(j));
     }
   _tile_release();
 }
 
-void multiply_few(const Product& x, long steps, Pool& pool) {
+void multiply_few(const Part& x, long steps, Pool& pool) {
   const long blocks = (x.m.rows + SIDE - 1) / SIDE, panels = (x.m.columns + SIDE - 1) / SIDE;
   Scratch memory(Blocks::floats(blocks, steps));
   const Blocks a(memory, blocks, steps);
@@ -306,7 +296,7 @@ void multiply_few(const Product& x, long steps, Pool& pool) {
   });
 }
 
-void multiply_many(const Product& x, long steps, Pool& pool) {
+void multiply_many(const Part& x, long steps, Pool& pool) {
   const long all = x.m.rows, panels = (x.m.columns + SIDE - 1) / SIDE;
   Scratch memory(Blocks::floats(panels, steps));
   const Blocks b(memory, panels, steps);
@@ -322,40 +312,54 @@ void multiply_many(const Product& x, long steps, Pool& pool) {
   });
 }
 
-// Rows that are not finite, from the operands as they are.
-void multiply_plain(const Matmul& m, long batch, const std::vector<char>& plain, Pool& pool) {
-  const auto next = [&](long r, char wanted) {
-    return std::find(plain.begin() + r, plain.end(), wanted) - plain.begin();
+// The product of one batch row, as that of its own.
+Matmul alone(const Matmul& m, long batch) {
+  Matmul one = m;
+  const auto take = [&](auto& operand) {
+    if (operand) operand.data = operand.of(batch), operand.start = {0};
   };
-  for (long r = next(0, 1), end; r < m.rows; r = next(end, 1)) {
-    end = next(r, 0);
-    Matmul some = m;
-    some.batches = 1, some.rows = end - r, some.kept = {};
-    some.a.data = m.a.of(batch) + r * m.depth, some.b.data = m.b.of(batch);
-    if (m.bias) some.bias.data = m.bias.of(batch);
-    some.a.start = some.b.start = some.bias.start = {0};
-    some.y = m.y + (batch * m.rows + r) * m.columns;
-    avx512::matmul(some, pool);
-  }
+  take(one.a), take(one.b), take(one.bias), take(one.kept);
+  one.batches = 1, one.y = m.y + batch * m.rows * m.columns;
+  return one;
 }
 
-// Returns false, with y undefined, where columns of b or rows of a transposed a are not finite.
-bool multiply_batch(const Matmul& m, long batch, Pool& pool) {
-  const Depths depths(m, batch);
+// Rows that are not finite, in float32: copied together, so that b is packed once.
+void multiply_rows(const Matmul& one, const std::vector<long>& rows, Pool& pool) {
+  const long count = rows.size();
+  Scratch memory(Scratch::rounded(count * one.depth) + Scratch::rounded(count * one.columns));
+  float* const a = memory.take(count * one.depth);
+  float* const y = memory.take(count * one.columns);
+  for (long i = 0; i < count; i++) {
+    const float* const from = one.a.of(0) + rows[i] * one.depth;
+    std::copy(from, from + one.depth, a + i * one.depth);
+  }
+  Matmul some = one;
+  some.rows = count, some.a.data = a, some.y = y, some.kept = {};
+  avx512::matmul(some, pool);
+  for (long i = 0; i < count; i++)
+    std::copy(y + i * one.columns, y + (i + 1) * one.columns, one.y + rows[i] * one.columns);
+}
+
+// One batch row. Returns false, with y undefined, where no depth is kept, or a column of b or a row of
+// a transposed a is not finite.
+bool multiply_batch(const Matmul& one, Pool& pool) {
+  const Depths depths(one, 0);
   if (depths.count == 0) return false;
-  const long first = m.rows <= FEW ? m.rows : m.columns;
+  const long first = one.rows <= FEW ? one.rows : one.columns;
   const long fit = MOST_WORDS / (PARTS * (first + SIDE) * STEP / 2) * STEP;
   const long most = std::min(DEPTH, std::max(4 * STEP, fit));
-  std::vector<char> plain(m.rows, 0);
+  std::vector<char> not_finite(one.rows, 0);
   std::atomic<bool> failed{false};
   for (long p0 = 0; p0 < depths.count && !failed; p0 += most) {
-    const Product x{m, batch, depths, p0, std::min(most, depths.count - p0), plain, failed};
+    const Part x{one, depths, p0, std::min(most, depths.count - p0), not_finite, failed};
     const long steps = (x.depth + STEP - 1) / STEP;
-    m.rows <= FEW ? multiply_few(x, steps, pool) : multiply_many(x, steps, pool);
+    one.rows <= FEW ? multiply_few(x, steps, pool) : multiply_many(x, steps, pool);
   }
-  const bool any = std::any_of(plain.begin(), plain.end(), [](char x) { return x; });
-  if (failed || (any && m.a_transposed)) return false;
-  if (any) multiply_plain(m, batch, plain, pool);
+  std::vector<long> rows;
+  for (long r = 0; r < one.rows; r++)
+    if (not_finite[r]) rows.push_back(r);
+  if (failed || (!rows.empty() && one.a_transposed)) return false;
+  if (!rows.empty()) multiply_rows(one, rows, pool);
   return true;
 }
 
@@ -363,9 +367,11 @@ bool multiply_batch(const Matmul& m, long batch, Pool& pool) {
 
 void matmul(const Matmul& m, Pool& pool) {
   constexpr long LEAST = 64;  // below, splitting takes longer than it saves
-  bool done = std::min({m.rows, m.columns, m.depth}) >= LEAST;
-  for (long batch = 0; done && batch < m.batches; batch++) done = multiply_batch(m, batch, pool);
-  if (!done) avx512::matmul(m, pool);
+  if (std::min({m.rows, m.columns, m.depth}) < LEAST) return avx512::matmul(m, pool);
+  for (long batch = 0; batch < m.batches; batch++) {
+    const Matmul one = alone(m, batch);
+    if (!multiply_batch(one, pool)) avx512::matmul(one, pool);
+  }
 }
 
 }  // namespace amx
