@@ -110,16 +110,16 @@ FAR: dict[str, tuple[Any, Any]] = {
 def test_numbers_far_from_one(kind: str, transposed: bool) -> None:
     """Rows and columns of every order of magnitude keep all their digits."""
     x, kernel, _ = map(wide, arrays(331, 521, 71))
-    x, kernel = (
-        np.where(abs(y) < 0.5, 0.5, np.clip(y, -2, 2)) for y in (x, kernel)
-    )  # no subnormals
+    # No subnormal numbers or products, which XLA takes for 0.
+    x, kernel = (np.where(abs(y) < 0.5, 0.5, np.clip(y, -2, 2)) for y in (x, kernel))
     powers = [np.broadcast_to(y, size) for y, size in zip(FAR[kind], (331, 71), strict=True)]
     rows, columns = 2.0 ** powers[0][:, None], 2.0 ** powers[1]
     far, near = (x * rows, kernel * columns), (x, kernel)
     if transposed:
         far, near = ((b.T, a.T) for a, b in (far, near))
         rows, columns = columns[:, None], rows.T
-    out = matmul.affine(*(jnp.asarray(y, jnp.float32) for y in far), None)
+    left, right = (jnp.asarray(y, jnp.float32) for y in far)
+    out = matmul.affine(left, right, None)
     tolerance.assert_close(np.float32(wide(out) / (rows * columns)), near[0] @ near[1])
 
 
