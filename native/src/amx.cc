@@ -366,8 +366,9 @@ bool multiply_batch(const Matmul& one, Pool& pool) {
 }  // namespace
 
 void matmul(const Matmul& m, Pool& pool) {
-  constexpr long LEAST = 64;  // below, splitting takes longer than it saves
-  if (std::min({m.rows, m.columns, m.depth}) < LEAST) return avx512::matmul(m, pool);
+  constexpr long LEAST = 64, LEAST_COLUMNS = 128;  // below, splitting takes longer than it saves
+  if (std::min(m.rows, m.depth) < LEAST || m.columns < LEAST_COLUMNS)
+    return avx512::matmul(m, pool);
   for (long batch = 0; batch < m.batches; batch++) {
     const Matmul one = alone(m, batch);
     if (!multiply_batch(one, pool)) avx512::matmul(one, pool);
