@@ -166,6 +166,14 @@ void copy_rows(const Part& x, long r0, long stride, float* to) {
   }
 }
 
+// True if any of `count` rows from r0 on is kept.
+bool any_kept(const Matmul& m, long r0, long count) {
+  if (!m.kept || m.a_transposed) return r0 < m.rows;
+  const uint8_t* const kept = m.kept.of(0);
+  return std::any_of(kept + std::min(r0, m.rows), kept + std::min(r0 + count, m.rows),
+                     [](uint8_t x) { return x; });
+}
+
 // Rows that are not kept, and those beyond the last, count as 0.
 void split_a(const Part& x, const Blocks& to, long block, long r0) {
   const Matmul& m = x.m;
@@ -176,10 +184,9 @@ void split_a(const Part& x, const Blocks& to, long block, long r0) {
   const float* const rows = m.a_transposed ? copied : m.a.of(0) + r0 * m.depth + x.p0;
   for (long i = 0; i < SIDE; i++) {
     Word* const words = to.words_of(block) + i / W * TILE_WORDS + i % W * W;
-    const bool chosen = m.kept && !m.a_transposed;
     float& power = to.powers_of(block)[i];
     power = 0.f;
-    if (r0 + i < m.rows && (!chosen || m.kept.of(0)[r0 + i]))
+    if (any_kept(m, r0 + i, 1))
       power = split_row(x, rows + i * stride, r0 + i, to.steps, words);
     else
       for (long s = 0; s < to.steps; s++) split(set1(0.f), set1(0.f), words + s * STEP_WORDS);
@@ -277,7 +284,10 @@ void multiply_blocks(const Part& x, const Blocks& a, long r0, long rows, const B
   for (long j = 0; j < panels; j++)
     for (long i = 0; i < blocks; i++) {
       const Word* const next = b.words_of(j + 1) + i * lines * a.steps * W;
-      multiply(a.words_of(i), b.words_of(j), a.steps, next, j + 1 < panels ? lines : 0, c);
+      if (any_kept(x.m, r0 + i * SIDE, SIDE))
+        multiply(a.words_of(i), b.words_of(j), a.steps, next, j + 1 < panels ? lines : 0, c);
+      else
+        std::fill(c, c + SIDE * SIDE, 0.f);
       finish(x, r0 + i * SIDE, first + j, c, a.powers_of(i), b.powers_of(j));
     }
   _tile_release();
