@@ -29,6 +29,7 @@ constexpr long TILE_WORDS = 16 * 16, PART_WORDS = 2 * TILE_WORDS, STEP_WORDS = P
 // Up to so many rows, a is split first and stays in the L2 cache of every thread, and items split their
 // own columns of b; for more, b is split first, and items their own rows of a.
 constexpr long FEW = 256;
+constexpr long MOST_ROWS = 320;  // of an item
 constexpr long MOST_WORDS = (8l << 20) / 4;  // that are split first at a time, of 4 steps at least
 
 using Word = uint32_t;
@@ -306,19 +307,26 @@ void multiply_few(const Part& x, long steps, Pool& pool) {
   });
 }
 
+// Items of blocks of rows, each of which reads all of b: as few as a of an item allows, which stays in
+// the L2 cache, and the same number for every thread.
+long items_of(long blocks, long threads) {
+  const long turns = (blocks * SIDE + threads * MOST_ROWS - 1) / (threads * MOST_ROWS);
+  return std::min(turns * threads, (blocks + 1) / 2);
+}
+
 void multiply_many(const Part& x, long steps, Pool& pool) {
-  const long all = x.m.rows, panels = (x.m.columns + SIDE - 1) / SIDE;
+  const long panels = (x.m.columns + SIDE - 1) / SIDE;
   Scratch memory(Blocks::floats(panels, steps));
   const Blocks b(memory, panels, steps);
   parallel(pool, panels, [&](long panel) { split_b(x, b, panel, panel); });
-  long rows = FEW;  // of an item
-  while (rows > 2 * SIDE && all < 4 * pool.threads() * rows) rows /= 2;
-  parallel(pool, (all + rows - 1) / rows, [&](long item) {
-    const long r0 = item * rows, count = std::min(rows, all - r0), blocks = (count + SIDE - 1) / SIDE;
-    Scratch own(Blocks::floats(blocks, steps));
-    const Blocks a(own, blocks, steps);
-    for (long i = 0; i < blocks; i++) split_a(x, a, i, r0 + i * SIDE);
-    multiply_blocks(x, a, r0, count, b, 0, panels);
+  const long blocks = (x.m.rows + SIDE - 1) / SIDE, items = items_of(blocks, pool.threads());
+  parallel(pool, items, [&](long item) {
+    const long first = item * blocks / items, own = (item + 1) * blocks / items - first;
+    const long r0 = first * SIDE;
+    Scratch memory(Blocks::floats(own, steps));
+    const Blocks a(memory, own, steps);
+    for (long i = 0; i < own; i++) split_a(x, a, i, r0 + i * SIDE);
+    multiply_blocks(x, a, r0, std::min(own * SIDE, x.m.rows - r0), b, 0, panels);
   });
 }
 
@@ -376,8 +384,9 @@ bool multiply_batch(const Matmul& one, Pool& pool) {
 }  // namespace
 
 void matmul(const Matmul& m, Pool& pool) {
-  constexpr long LEAST = 64, LEAST_COLUMNS = 128;  // below, splitting takes longer than it saves
-  if (std::min(m.rows, m.depth) < LEAST || m.columns < LEAST_COLUMNS)
+  // Below, splitting takes longer than it saves.
+  constexpr long LEAST_ROWS = 96, LEAST_DEPTH = 64, LEAST_COLUMNS = 128;
+  if (m.rows < LEAST_ROWS || m.depth < LEAST_DEPTH || m.columns < LEAST_COLUMNS)
     return avx512::matmul(m, pool);
   for (long batch = 0; batch < m.batches; batch++) {
     const Matmul one = alone(m, batch);
