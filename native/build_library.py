@@ -39,6 +39,7 @@ AMX = ["-mamx-tile", "-mamx-bf16"]
 KERNELS = ["conditions", "keys", "scores", "forward", "few_rows"]
 KERNELS += ["cache_item", "cache_few", "cache_many", "cache_step"]
 KERNELS += ["gradient", "backward", "bias_gradient", "matmul"]
+AMX_KERNELS = ["amx_matmul"]
 GENERIC = ["cells", "handlers", "library", "operands", "parallel", "scratch", "write_cache"]
 # The static libgcc asks for a newer glibc than all else, and jaxlib needs the shared one as well.
 # Sections that nothing uses would ask for a newer one too.
@@ -102,8 +103,9 @@ def objects(folder: str, *, sanitize: bool = False) -> list[str]:
     jobs = [(name, flags, f"{folder}/{name}.o") for name in GENERIC]
     for isa, more in isas.items():
         jobs += [(name, [*flags, *more], f"{folder}/{name}.{isa}.o") for name in KERNELS]
-
-    jobs += [("amx", [*flags, *isas["avx512"], *AMX], f"{folder}/amx.o")] if amx else []
+    if amx:
+        own = [*flags, *isas["avx512"], *AMX]
+        jobs += [(name, own, f"{folder}/{name}.o") for name in AMX_KERNELS]
 
     def compiled(job: tuple[str, list[str], str]) -> str:
         name, flags, to = job

@@ -133,6 +133,9 @@ def test_the_version_of_the_headers_is_read() -> None:
 def test_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JAXMHA_NATIVE", "0")
     assert explained() == ("blocked", "JAXMHA_NATIVE=0 switches it off")
+    monkeypatch.setenv("JAXMHA_NATIVE", "off")
+    with pytest.raises(ValueError, match=r"JAXMHA_NATIVE must be among .*, got 'off'"):
+        explained()
 
 
 @built

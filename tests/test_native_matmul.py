@@ -19,7 +19,15 @@ pytestmark = conformance.native_built
 
 # One element; less than a tile; more than one tile, panel and part of the depth; and, on up to two
 # threads, rows so few in every matmul that an item packs its own panels; more rows than a cache holds.
-SHAPES = ((1, 1, 1), (7, 5, 3), (97, 257, 65), (101, 521, 131), (149, 211, 523), (331, 67, 139), (709, 67, 139))
+SHAPES = (
+    (1, 1, 1),
+    (7, 5, 3),
+    (97, 257, 65),
+    (101, 521, 131),
+    (149, 211, 523),
+    (331, 67, 139),
+    (709, 67, 139),
+)
 
 
 @pytest.fixture(autouse=True)

@@ -5,20 +5,13 @@
 
 #include "kernels.h"
 #include "scratch.h"
+#include "state.h"
 #include "stored.h"
 
 namespace jaxmha {
 namespace JAXMHA_ISA {
 
 constexpr long KEYS = 64;  // of a block
-
-// The state of rows after some keys: out `rows h'`, row max, row sum.
-struct State {
-  float *out, *row_max, *row_sum;
-  State(float* memory, long rows, long width)
-      : out(memory), row_max(memory + rows * width), row_sum(memory + rows * (width + 1)) {}
-  static size_t floats(long rows, long width) { return Scratch::rounded(rows * (width + 2)); }
-};
 
 // Memory that is fetched while something else is computed, `each` bytes per step of a tile: into
 // the second cache, since the first one holds what is computed with.

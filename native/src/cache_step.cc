@@ -61,25 +61,12 @@ void attended_slots(const CacheStep& s, long b, long* first, long* end) {
   *first = std::max(0l, s.first[b] - s.left);
 }
 
-// Joins the states of all ranges of a head, in their order.
-void join(const CacheStep& s, long head, float* states, long ranges) {
-  const long h = padded(s.h);
-  const size_t step = State::floats(s.R, h);
+// Joins the states of all ranges of a head.
+void join(const CacheStep& s, long head, const States& states) {
   for (long row = 0; row < s.R; row++) {
-    float m = LOWEST, total = 0.f;
-    for (long i = 0; i < ranges; i++)
-      m = std::max(m, State(states + i * step, s.R, h).row_max[row]);
-    float* const out = s.out + (head * s.R + row) * s.h;
-    for (long i = 0; i < ranges; i++) {
-      const State one(states + i * step, s.R, h);
-      float factor[W];
-      store(factor, exp(set1(one.row_max[row] - m), Exponent()));
-      total += one.row_sum[row] * factor[0];
-      for (long x = 0; x < s.h; x++)
-        out[x] = (i ? out[x] : 0.f) + one.out[row * h + x] * factor[0];
-    }
-    s.row_max[head * s.R + row] = m;
-    s.row_sum[head * s.R + row] = total;
+    const long at = head * s.R + row;
+    const Statistics all = join_row(states, row, s.h, Exponent(), s.out + at * s.h);
+    s.row_max[at] = all.row_max, s.row_sum[at] = all.row_sum;
   }
 }
 
@@ -103,7 +90,8 @@ void attend_cache(const CacheStep& s, Pool& pool) {
     const long from = first + i % ranges * each;
     visit_slots(w, from, std::min(from + each, end));
   });
-  for (long head = 0; head < heads; head++) join(s, head, states + head * ranges * step, ranges);
+  for (long head = 0; head < heads; head++)
+    join(s, head, {states + head * ranges * step, ranges, s.R, padded(s.h)});
 }
 
 }  // namespace JAXMHA_ISA

@@ -10,6 +10,7 @@
 #include "kernels.h"
 #include "scores.h"
 #include "scratch.h"
+#include "state.h"
 
 namespace jaxmha {
 namespace JAXMHA_ISA {
@@ -19,14 +20,6 @@ constexpr long KEYS = 64;  // of a block
 constexpr long LEAST = 256;  // keys of an item
 constexpr long MOST_ROWS = 8;
 constexpr long EXACT = 1024;  // most products of a head whose sums are of float64
-
-// The state of rows after some keys: out `rows h'`, row max, row sum.
-struct State {
-  float *out, *row_max, *row_sum;
-  State(float* memory, long rows, long width)
-      : out(memory), row_max(memory + rows * width), row_sum(memory + rows * (width + 1)) {}
-  static size_t floats(long rows, long width) { return Scratch::rounded(rows * (width + 2)); }
-};
 
 struct Item {
   const Problem& p;
@@ -193,33 +186,18 @@ void visit_keys(Item& w, long first, long end, const std::vector<State>& states)
     }
 }
 
-// Joins the states of all ranges, in their order, and writes the rows of a head.
-void join(const Forward& f, long b, long kv, float* states, long ranges) {
+// Joins the states of all ranges, and writes the rows of a head.
+void join(const Forward& f, long b, long kv, const States& states) {
   const Problem& p = f.problem;
-  const long rows = p.group() * p.T, h = padded(p.h);
-  const size_t step = State::floats(rows, h);
-  for (long row = 0; row < rows; row++) {
+  for (long row = 0; row < states.rows; row++) {
     const long n = kv * p.group() + row / p.T, r = row % p.T;
-    State first(states, rows, h);
-    float m = LOWEST, total = 0.f;
-    for (long i = 0; i < ranges; i++) {
-      const float x = State(states + i * step, rows, h).row_max[row];
-      m = x > m ? x : m;
-    }
-    float* const out = first.out + row * h;
-    for (long i = 0; i < ranges; i++) {
-      const State one(states + i * step, rows, h);
-      float factor[W];
-      store(factor, exp(set1(one.row_max[row] - m), Exponent(p.exponent())));
-      total += one.row_sum[row] * factor[0];
-      for (long x = 0; x < h; x++)
-        out[x] = (i ? out[x] : 0.f) + one.out[row * h + x] * factor[0];
-    }
-    const bool valid = View(p, b, n).valid_row(r) && total != 0.f;
-    for (long x = 0; x < p.h; x++) out[x] = valid ? out[x] / total : 0.f;
+    float* const out = states.of(0).out + row * states.width;
+    const Statistics all = join_row(states, row, states.width, Exponent(p.exponent()), out);
+    const bool valid = View(p, b, n).valid_row(r) && all.row_sum != 0.f;
+    for (long x = 0; x < p.h; x++) out[x] = valid ? out[x] / all.row_sum : 0.f;
     write_row(out, f.out.type, p.h, f.out.at(b, r, n));
-    f.row_max[(b * p.N + n) * p.T + r] = valid ? m : LOWEST;
-    f.row_sum[(b * p.N + n) * p.T + r] = valid ? total : 0.f;
+    f.row_max[(b * p.N + n) * p.T + r] = valid ? all.row_max : LOWEST;
+    f.row_sum[(b * p.N + n) * p.T + r] = valid ? all.row_sum : 0.f;
   }
 }
 
@@ -255,7 +233,7 @@ void attend_few_rows(const Forward& f, Pool& pool) {
     visit_keys(w, range * each, std::min((range + 1) * each, p.S), states);
   });
   for (long head = 0; head < p.B * p.K; head++)
-    join(f, head / p.K, head % p.K, all + head * ranges * step, ranges);
+    join(f, head / p.K, head % p.K, {all + head * ranges * step, ranges, rows, h});
 }
 
 }  // namespace JAXMHA_ISA

@@ -113,73 +113,25 @@ def judge(
         for n in (*said["notes"], *said.get("notes_converted", ()))
         if n.startswith("not converted") or UNKNOWN in n
     )
-    rows: list[dict[str, Any]] = []
     places, masks = said.pop("places"), said.pop("masks")
-    matched: set[int] = set()
-    seen: dict[int, list[compared.Outcome]] = {}
     used = [s for s in run.softmaxes if s.used]
     owned = [None if own is None else _running(own, run) for own in owned]
-    chunk, last, module = 0, None, ""
-    computed: set[Any] = set()  # kinds of blocks that jaxmha has computed: one of each suffices
-    for before, softmax in zip([None, *used], used, strict=False):
-        best = _block_of(softmax, 0 if before is None else before.time, run, owned)
-        chunk = chunk + 1 if best is None and last is not None and softmax.module == module else 0
-        best = last if chunk else best  # a sequence of several parts, one after the other
-        last, module = best, softmax.module
-        if best is not None:
-            matched.add(id(softmax))
-            block, params, semantics, _ = blocks[best]
-            if block.layout.cyclic:  # the heads of its logits, in the order of those of `params`
-                K = params.key.kernel.shape[-2]
-                softmax.logits = rearrange(softmax.logits, "... (g K) T S -> ... (K g) T S", K=K)
-            new = (block.layout.name, softmax.logits.shape) not in computed
-            computed.add((block.layout.name, softmax.logits.shape))
-            seen.setdefault(best, []).append(
-                _outcome(
-                    run,
-                    owned[best],
-                    softmax,
-                    params,
-                    semantics,
-                    places.get(block.prefix),
-                    chunk,
-                    whole and new and not chunk,
-                    Given(None if softmax.alone else masks.get(block.prefix), run.paddings),
-                )
-            )
+    outcomes, matched = _outcomes(run, used, blocks, owned, (places, masks), whole)
+    rows: list[dict[str, Any]] = []
     for i, (block, params, _, why) in enumerate(blocks):
-        outcomes = seen.get(i, [])
-        row = {"prefix": block.prefix, "layout": block.layout.name, "ran": len(outcomes)}
+        found = outcomes.get(i, [])
+        row = {"prefix": block.prefix, "layout": block.layout.name, "ran": len(found)}
         if params is None:
             row |= {"class": "refused", "why": why}
         elif why:
             row |= {"class": "silently wrong", "why": why}
-        elif block.prefix in alone and any(o.kind != "equal" for o in outcomes):
-            row |= {"class": "not run", "why": "its module alone lacks positions or masks"}
-        elif any(o.why == compared.NOT_FINITE for o in outcomes):
-            row |= {"class": "not run", "why": compared.NOT_FINITE}
-        elif not outcomes and _ran_without(run, owned[i]):
+        elif not found and _ran_without(run, owned[i]):
             why = "its projections ran, and no softmax over keys"
             row |= {"class": "silently wrong", "why": why}
-        elif not outcomes:
-            row |= {"class": "not run"}
         else:
-            worst = max(outcomes, key=lambda o: compared.KINDS.index(o.kind))
-            scheme = _scheme(places.get(block.prefix))
-            row |= {"class": _class(worst.kind, notes, scheme, worst.why), "kind": worst.kind, "error": worst.error, "why": worst.why,
-                    "scheme": scheme}  # fmt: skip
-            told = next((o.mask for o in outcomes if o.mask), "")
-            row |= {"mask": str(masks[block.prefix]) if block.prefix in masks else ""}
-            if told and row["class"] == "right":
-                said_so = told.startswith(FREE)
-                row |= {"class": "masks said" if said_so else "silently wrong", "why": told}
-        if block.prefix in alone and outcomes:
-            row |= {"alone": True}
-            if row["class"] == "right" and row["scheme"].startswith(
-                "unknown"
-            ):  # it ran without any
-                row |= {"class": "positions said", "why": "positions, without which it was run"}
-        rows.append(row)
+            scheme, mask = _scheme(places.get(block.prefix)), str(masks.get(block.prefix, ""))
+            row |= _of_outcomes(found, notes, scheme, mask, block.prefix in alone)
+        rows.append(row | ({"alone": True} if found and block.prefix in alone else {}))
     for one in said.pop("latents"):
         module = (held.holder(*one.row) or "").rpartition(".")[0]
         given = Given(masks.get(one.prefix), run.paddings)
@@ -188,6 +140,82 @@ def judge(
         matched |= explained
     missed = sorted({s.module for s in used if id(s) not in matched})
     missed = [m for m in missed if not re.search(NO_ATTENTION, m)]
+    label, lost = _label(run, rows, said, missed, held, notes, bool(alone))
+    return {"class": label, "blocks": rows, "missed": lost, "softmaxes": len(used),
+            "unmatched": len(missed), **said}  # fmt: skip
+
+
+def _outcomes(
+    run: Run,
+    used: list[Softmax],
+    blocks: Any,
+    owned: list[Owner | None],
+    converted: tuple[dict[str, Any], dict[str, Any]],
+    whole: bool,
+) -> tuple[dict[int, list[compared.Outcome]], set[int]]:
+    """Of every block, what its softmaxes gave; and the ids of the softmaxes of a block.
+
+    `converted`: the positions and masks that were found, by prefix.
+    """
+    places, masks = converted
+    found: dict[int, list[compared.Outcome]] = {}
+    matched: set[int] = set()
+    chunk, last, module = 0, None, ""
+    computed: set[Any] = set()  # kinds of blocks that jaxmha has computed: one of each suffices
+    for before, softmax in zip([None, *used], used, strict=False):
+        best = _block_of(softmax, 0 if before is None else before.time, run, owned)
+        chunk = chunk + 1 if best is None and last is not None and softmax.module == module else 0
+        best = last if chunk else best  # a sequence of several parts, one after the other
+        last, module = best, softmax.module
+        if best is None:
+            continue
+        matched.add(id(softmax))
+        block, params, semantics, _ = blocks[best]
+        if block.layout.cyclic:  # the heads of its logits, in the order of those of `params`
+            K = params.key.kernel.shape[-2]
+            softmax.logits = rearrange(softmax.logits, "... (g K) T S -> ... (K g) T S", K=K)
+        new = (block.layout.name, softmax.logits.shape) not in computed
+        computed.add((block.layout.name, softmax.logits.shape))
+        given = Given(None if softmax.alone else masks.get(block.prefix), run.paddings)
+        outcome = _outcome(
+            run, owned[best], softmax, params, semantics, places.get(block.prefix), chunk,
+            whole and new and not chunk, given,
+        )  # fmt: skip
+        found.setdefault(best, []).append(outcome)
+    return found, matched
+
+
+def _of_outcomes(
+    outcomes: list[compared.Outcome], notes: str, scheme: str, mask: str, alone: bool
+) -> dict[str, Any]:
+    """The class of a block that was converted, and why."""
+    if alone and any(o.kind != "equal" for o in outcomes):
+        return {"class": "not run", "why": "its module alone lacks positions or masks"}
+    if any(o.why == compared.NOT_FINITE for o in outcomes):
+        return {"class": "not run", "why": compared.NOT_FINITE}
+    if not outcomes:
+        return {"class": "not run"}
+    worst = max(outcomes, key=lambda o: compared.KINDS.index(o.kind))
+    row = {"class": _class(worst.kind, notes, scheme, worst.why), "kind": worst.kind,
+           "error": worst.error, "why": worst.why, "scheme": scheme, "mask": mask}  # fmt: skip
+    told = next((o.mask for o in outcomes if o.mask), "")
+    if told and row["class"] == "right":
+        row |= {"class": "masks said" if told.startswith(FREE) else "silently wrong", "why": told}
+    if alone and row["class"] == "right" and scheme.startswith("unknown"):  # it ran without any
+        row |= {"class": "positions said", "why": "positions, without which it was run"}
+    return row
+
+
+def _label(
+    run: Run,
+    rows: list[dict[str, Any]],
+    said: dict[str, Any],
+    missed: list[str],
+    held: Rows,
+    notes: str,
+    alone: bool,
+) -> tuple[str, list[str]]:
+    """The class of a model, and its softmaxes that nothing speaks of."""
     claimed, apart = (
         {path for row in said.pop(kind) if (path := held.holder(*row)) is not None}
         for kind in ("claims", "apart")
@@ -207,17 +235,10 @@ def judge(
         classes.add("misleading")
     elif said["damaged"]:
         classes.add("refused")
-    if not said["to"] and classes & {"right", "positions said", "parts said", "silently wrong"}:
-        classes = classes - {"right", "positions said", "parts said", "silently wrong"} | {
-            "refused"
-        }
-    elif "silently wrong" in classes and not said["to"]:
-        classes = classes - {"silently wrong"} | {"refused"}
-    elif rows and classes == {"not run"} and not said["to"]:
-        classes = {"refused"}
-    label = next((c for c in CLASSES if c in classes), "no attention")
-    return {"class": label, "blocks": rows, "missed": lost, "softmaxes": len(used),
-            "unmatched": len(missed), **said}  # fmt: skip
+    converted = {"right", "positions said", "parts said", "silently wrong"}
+    if not said["to"] and (classes & converted or (rows and classes == {"not run"})):
+        classes = classes - converted - {"not run"} | {"refused"}
+    return next((c for c in CLASSES if c in classes), "no attention"), lost
 
 
 def not_reached(run: Run, owned: list[Owner | None]) -> list[int]:

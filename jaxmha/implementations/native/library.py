@@ -14,9 +14,10 @@ from pathlib import Path
 
 import jax
 
-# The environment variable that switches the implementation off (0), or narrows its instructions
-# (avx512, avx2).
+# The environment variable that switches the implementation off (0), or names the widest instructions
+# that it may use; none: as on a CPU that has none of them.
 SWITCH = "JAXMHA_NATIVE"
+VALUES = ("0", "1", "amx", "avx512", "avx2", "neon", "none")
 # Version of the operands, results and attributes of the handlers. native/build_library.py has the
 # same number.
 INTERFACE = 6
@@ -32,8 +33,15 @@ UPGRADE = "pip install --upgrade jaxmha-cpu"
 
 
 def unavailable() -> str | None:
-    """Registers the library; returns the reason why this process cannot use it, or None."""
-    if os.environ.get(SWITCH) == "0":
+    """Registers the library; returns the reason why this process cannot use it, or None.
+
+    Raises:
+      ValueError: JAXMHA_NATIVE has another value than those.
+    """
+    chosen = os.environ.get(SWITCH, "")
+    if chosen not in ("", *VALUES):
+        raise ValueError(f"{SWITCH} must be among {VALUES} or unset, got {chosen!r}")
+    if chosen == "0":
         return f"{SWITCH}=0 switches it off"
     try:
         found = find_spec("jaxmha_cpu")

@@ -1,38 +1,23 @@
-// Matmuls of whole layers on AMX, whose tiles multiply bfloat16 and sum in float32.
-//
-// A float32 is the sum of three bfloat16: 24 bits are 3 times 8. Of the nine products of two such sums
-// the three smallest, of at most 2^-26 of the whole, are left out. Source: Henry, Tang and
-// Heinecke, "Leveraging the bfloat16 Artificial Intelligence Datatype For Higher-Precision
-// Computations" (2019). An instruction sums 32 products before it adds them to the tile, so that fewer
-// sums are rounded than where each product is added.
-#include <immintrin.h>
-
+// Matmuls of whole layers on AMX.
 #include <atomic>
 #include <vector>
 
+#include "amx_tiles.h"
 #include "kernels.h"
-#include "rows.h"
 #include "scratch.h"
 
 namespace jaxmha {
 namespace amx {
 namespace {
 
-using namespace avx512;
-
-constexpr long SIDE = 32;    // rows or columns of a block, the micro-panel here: two tiles
-constexpr long STEP = 32;    // depth of a tile
 constexpr long DEPTH = 512;  // that is split at a time
 constexpr long PARTS = 3;    // bfloat16 of a float32: high, middle, low
-// Words are pairs of bfloat16.
-constexpr long TILE_WORDS = 16 * 16, PART_WORDS = 2 * TILE_WORDS, STEP_WORDS = PARTS * PART_WORDS;
+constexpr long STEP_WORDS = PARTS * PART_WORDS;
 // Up to so many rows, a is split first and stays in the L2 cache of every thread, and items split their
 // own columns of b; for more, b is split first, and items their own rows of a.
 constexpr long FEW = 256;
 constexpr long MOST_ROWS = 320;  // of an item
 constexpr long MOST_WORDS = (8l << 20) / 4;  // that are split first at a time, of 4 steps at least
-
-using Word = uint32_t;
 
 // Blocks of SIDE rows of a or columns of b, one after another: words, and the power of two by which
 // each row or column was divided.
@@ -57,31 +42,8 @@ struct Part {
   long p0, depth;
   std::vector<char>& rows_not_finite;
   std::atomic<bool>& column_not_finite;
+  long steps() const { return steps_of(depth); }
 };
-
-inline __m512i bits(Vector x) { return _mm512_castps_si512(x); }
-
-// The first n entries, of at most 16; 0 beyond.
-inline Vector load_some(const float* p, long n) {
-  if (n >= W) return load(p);
-  return n <= 0 ? set1(0.f) : _mm512_maskz_loadu_ps((1u << n) - 1, p);
-}
-
-// The nearest bfloat16.
-inline Vector nearest(Vector x) {
-  const __m512i up = _mm512_add_epi32(bits(x), _mm512_set1_epi32(0x8000));
-  return _mm512_castsi512_ps(_mm512_and_si512(up, _mm512_set1_epi32(0xffff0000)));
-}
-
-// The parts of two vectors, which share words. A tile of a has depths j and 16 + j in word j of every
-// row; one of b has them in row j.
-inline void split(Vector low, Vector high, Word* to) {
-  for (long part = 0; part < PARTS; part++, to += PART_WORDS) {
-    const Vector a = nearest(low), b = nearest(high);
-    _mm512_storeu_si512(to, _mm512_or_si512(_mm512_srli_epi32(bits(a), 16), bits(b)));
-    low = sub(low, a), high = sub(high, b);
-  }
-}
 
 // The larger absolute values, as bits, which are in the order of the values; those of NaN are above.
 inline __m512i larger(__m512i found, Vector x) {
@@ -120,7 +82,8 @@ void split_columns(const Part& x, const Blocks& to, long block, long count, cons
   for (long p = 0; p < x.depth; p += STEP, words += STEP_WORDS)
     for (long tile = 0; tile < 2; tile++)
       for (long j = 0; j < W; j++)
-        split(near_one(p + j, tile), near_one(p + W + j, tile), words + tile * TILE_WORDS + j * W);
+        split<PARTS>(near_one(p + j, tile), near_one(p + W + j, tile),
+                     words + tile * TILE_WORDS + j * W);
 }
 
 void split_b(const Part& x, const Blocks& to, long block, long panel) {
@@ -147,24 +110,8 @@ float split_row(const Part& x, const float* row, long r, long steps, Word* to) {
   const float power = power_of(largest);
   const auto near_one = [&](long p) { return divided(load_some(row + p, depth - p), set1(power)); };
   for (long s = 0; s < steps; s++, to += STEP_WORDS)
-    split(near_one(s * STEP), near_one(s * STEP + W), to);
+    split<PARTS>(near_one(s * STEP), near_one(s * STEP + W), to);
   return power;
-}
-
-// SIDE rows from r0 on of a transposed a, `stride` apart.
-void copy_rows(const Part& x, long r0, long stride, float* to) {
-  const long count = std::min(SIDE, x.m.rows - r0);
-  for (long p = 0; p < x.depth; p += ROWS) {
-    float lines[ROWS * SIDE] = {}, rows[SIDE * ROWS];
-    const long now = std::min(ROWS, x.depth - p);
-    for (long i = 0; i < now; i++) {
-      const float* const from = x.m.a.of(0) + x.depths[x.p0 + p + i] * x.m.rows + r0;
-      std::copy(from, from + count, lines + i * SIDE);
-    }
-    transpose(lines, SIDE, now, count, rows);
-    for (long i = 0; i < count; i++)
-      std::copy(rows + i * ROWS, rows + i * ROWS + now, to + i * stride + p);
-  }
 }
 
 // True if any of `count` rows from r0 on is kept.
@@ -175,13 +122,31 @@ bool any_kept(const Matmul& m, long r0, long count) {
                      [](uint8_t x) { return x; });
 }
 
+// Rows of a transposed a are copied first; they do not lie a power of two apart.
+constexpr long STRIDE = DEPTH + W;
+long copied_floats(const Matmul& m) { return m.a_transposed ? SIDE * STRIDE : 0; }
+
+// SIDE rows from r0 on, STRIDE apart.
+void copy_rows(const Part& x, long r0, float* to) {
+  const long count = std::min(SIDE, x.m.rows - r0);
+  for (long p = 0; p < x.depth; p += ROWS) {
+    float lines[ROWS * SIDE] = {}, rows[SIDE * ROWS];
+    const long now = std::min(ROWS, x.depth - p);
+    for (long i = 0; i < now; i++) {
+      const float* const from = x.m.a.of(0) + x.depths[x.p0 + p + i] * x.m.rows + r0;
+      std::copy(from, from + count, lines + i * SIDE);
+    }
+    transpose(lines, SIDE, now, count, rows);
+    for (long i = 0; i < count; i++)
+      std::copy(rows + i * ROWS, rows + i * ROWS + now, to + i * STRIDE + p);
+  }
+}
+
 // Rows that are not kept, and those beyond the last, count as 0.
-void split_a(const Part& x, const Blocks& to, long block, long r0) {
+void split_a(const Part& x, const Blocks& to, long block, long r0, float* copied) {
   const Matmul& m = x.m;
-  const long stride = m.a_transposed ? DEPTH + W : m.depth;  // not a power of two
-  Scratch memory(m.a_transposed ? SIDE * stride : 0);
-  float* const copied = memory.take(m.a_transposed ? SIDE * stride : 0);
-  if (m.a_transposed) copy_rows(x, r0, stride, copied);
+  const long stride = m.a_transposed ? STRIDE : m.depth;
+  if (m.a_transposed) copy_rows(x, r0, copied);
   const float* const rows = m.a_transposed ? copied : m.a.of(0) + r0 * m.depth + x.p0;
   for (long i = 0; i < SIDE; i++) {
     Word* const words = to.words_of(block) + i / W * TILE_WORDS + i % W * W;
@@ -190,57 +155,9 @@ void split_a(const Part& x, const Blocks& to, long block, long r0) {
     if (any_kept(m, r0 + i, 1))
       power = split_row(x, rows + i * stride, r0 + i, to.steps, words);
     else
-      for (long s = 0; s < to.steps; s++) split(set1(0.f), set1(0.f), words + s * STEP_WORDS);
+      for (long s = 0; s < to.steps; s++) split<PARTS>(set1(0.f), set1(0.f), words + s * STEP_WORDS);
   }
 }
-
-// Loads tiles 4 and 5, of a; 6 and 7, of b; multiplies each with each. The intrinsics are statements,
-// and take numerals.
-#define JAXMHA_A(from)        \
-  _tile_loadd(4, (from), 64); \
-  _tile_loadd(5, (from) + TILE_WORDS, 64)
-#define JAXMHA_B(from)        \
-  _tile_loadd(6, (from), 64); \
-  _tile_loadd(7, (from) + TILE_WORDS, 64)
-#define JAXMHA_MULTIPLY    \
-  _tile_dpbf16ps(0, 4, 6); \
-  _tile_dpbf16ps(1, 4, 7); \
-  _tile_dpbf16ps(2, 5, 6); \
-  _tile_dpbf16ps(3, 5, 7)
-
-// c[SIDE x SIDE] of two blocks, small products first. `lines` cache lines from `next` on are fetched
-// before each step.
-void multiply(const Word* a, const Word* b, long steps, const Word* next, long lines, float* c) {
-  asm volatile("" ::: "memory");  // the intrinsics do not say that they read
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_zero(2);
-  _tile_zero(3);
-  for (long s = 0; s < steps; s++, a += STEP_WORDS, b += STEP_WORDS) {
-    for (long i = 0; i < lines; i++, next += W) __builtin_prefetch(next, 0, 2);
-    JAXMHA_A(a);
-    JAXMHA_B(b + 2 * PART_WORDS);
-    JAXMHA_MULTIPLY;
-    JAXMHA_B(b + PART_WORDS);
-    JAXMHA_MULTIPLY;
-    JAXMHA_A(a + PART_WORDS);
-    JAXMHA_MULTIPLY;
-    JAXMHA_B(b);
-    JAXMHA_MULTIPLY;
-    JAXMHA_A(a + 2 * PART_WORDS);
-    JAXMHA_MULTIPLY;
-    JAXMHA_A(a);
-    JAXMHA_MULTIPLY;
-  }
-  _tile_stored(0, c, SIDE * 4);
-  _tile_stored(1, c + W, SIDE * 4);
-  _tile_stored(2, c + W * SIDE, SIDE * 4);
-  _tile_stored(3, c + W * SIDE + W, SIDE * 4);
-  asm volatile("" ::: "memory");
-}
-#undef JAXMHA_A
-#undef JAXMHA_B
-#undef JAXMHA_MULTIPLY
 
 // A block of y: the products, times the powers of two, what earlier depths gave, and the bias.
 void finish(const Part& x, long r0, long panel, const float* c, const float* row_powers,
@@ -264,41 +181,33 @@ void finish(const Part& x, long r0, long panel, const float* c, const float* row
   }
 }
 
-struct __attribute__((packed)) Configuration {
-  uint8_t palette = 1, start = 0, reserved[14] = {};
-  uint16_t bytes[16] = {};
-  uint8_t rows[16] = {};
-  Configuration() {
-    for (int i = 0; i < 8; i++) bytes[i] = 64, rows[i] = 16;
-  }
-};
-
-// Multiplies blocks of a, whose first row is r0, and of b, whose first panel is `first`. Tiles are
-// released at the end: a thread that holds some costs more to switch.
+// Multiplies blocks of a, whose first row is r0, and of b, whose first panel is `first`.
 void multiply_blocks(const Part& x, const Blocks& a, long r0, long rows, const Blocks& b,
                      long first, long panels) {
   alignas(64) float c[SIDE * SIDE];
   const long blocks = (rows + SIDE - 1) / SIDE, lines = (STEP_WORDS / W + blocks - 1) / blocks;
-  const Configuration configuration;
-  asm volatile("" ::"m"(configuration));  // the intrinsic says that it reads a part
-  _tile_loadconfig(&configuration);
+  const Tiles tiles;
   for (long j = 0; j < panels; j++)
     for (long i = 0; i < blocks; i++) {
       const Word* const next = b.words_of(j + 1) + i * lines * a.steps * W;
       if (any_kept(x.m, r0 + i * SIDE, SIDE))
-        multiply(a.words_of(i), b.words_of(j), a.steps, next, j + 1 < panels ? lines : 0, c);
+        multiply<PARTS, PARTS>(a.words_of(i), b.words_of(j), a.steps, c, SIDE, next,
+                               j + 1 < panels ? lines : 0);
       else
         std::fill(c, c + SIDE * SIDE, 0.f);
       finish(x, r0 + i * SIDE, first + j, c, a.powers_of(i), b.powers_of(j));
     }
-  _tile_release();
 }
 
-void multiply_few(const Part& x, long steps, Pool& pool) {
-  const long blocks = (x.m.rows + SIDE - 1) / SIDE, panels = (x.m.columns + SIDE - 1) / SIDE;
+void multiply_few(const Part& x, Pool& pool) {
+  const long steps = x.steps(), blocks = (x.m.rows + SIDE - 1) / SIDE;
+  const long panels = (x.m.columns + SIDE - 1) / SIDE;
   Scratch memory(Blocks::floats(blocks, steps));
   const Blocks a(memory, blocks, steps);
-  parallel(pool, blocks, [&](long i) { split_a(x, a, i, i * SIDE); });
+  parallel(pool, blocks, [&](long i) {
+    Scratch own(copied_floats(x.m));
+    split_a(x, a, i, i * SIDE, own.take(copied_floats(x.m)));
+  });
   parallel(pool, panels, [&](long panel) {
     Scratch own(Blocks::floats(1, steps));
     const Blocks b(own, 1, steps);
@@ -314,8 +223,8 @@ long items_of(long blocks, long threads) {
   return std::min(turns * threads, (blocks + 1) / 2);
 }
 
-void multiply_many(const Part& x, long steps, Pool& pool) {
-  const long panels = (x.m.columns + SIDE - 1) / SIDE;
+void multiply_many(const Part& x, Pool& pool) {
+  const long steps = x.steps(), panels = (x.m.columns + SIDE - 1) / SIDE;
   Scratch memory(Blocks::floats(panels, steps));
   const Blocks b(memory, panels, steps);
   parallel(pool, panels, [&](long panel) { split_b(x, b, panel, panel); });
@@ -323,9 +232,10 @@ void multiply_many(const Part& x, long steps, Pool& pool) {
   parallel(pool, items, [&](long item) {
     const long first = item * blocks / items, own = (item + 1) * blocks / items - first;
     const long r0 = first * SIDE;
-    Scratch memory(Blocks::floats(own, steps));
+    Scratch memory(Blocks::floats(own, steps) + copied_floats(x.m));
     const Blocks a(memory, own, steps);
-    for (long i = 0; i < own; i++) split_a(x, a, i, r0 + i * SIDE);
+    float* const copied = memory.take(copied_floats(x.m));
+    for (long i = 0; i < own; i++) split_a(x, a, i, r0 + i * SIDE, copied);
     multiply_blocks(x, a, r0, std::min(own * SIDE, x.m.rows - r0), b, 0, panels);
   });
 }
@@ -370,8 +280,7 @@ bool multiply_batch(const Matmul& one, Pool& pool) {
   std::atomic<bool> failed{false};
   for (long p0 = 0; p0 < depths.count && !failed; p0 += most) {
     const Part x{one, depths, p0, std::min(most, depths.count - p0), not_finite, failed};
-    const long steps = (x.depth + STEP - 1) / STEP;
-    one.rows <= FEW ? multiply_few(x, steps, pool) : multiply_many(x, steps, pool);
+    one.rows <= FEW ? multiply_few(x, pool) : multiply_many(x, pool);
   }
   std::vector<long> rows;
   for (long r = 0; r < one.rows; r++)
