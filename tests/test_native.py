@@ -2,6 +2,9 @@
 
 import ctypes
 import itertools
+import os
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -187,6 +190,30 @@ def test_threads_of_python_share_the_kernels() -> None:
         found = list(threads.map(lambda _: np.asarray(run(x)), range(200)))
     for out in found:
         tolerance.assert_same(out, want)
+
+
+def windows_and_masks() -> list[Any]:
+    """Outputs where rows of one item attend other keys."""
+    rng = np.random.default_rng(0)
+    mask = rng.random((1, 1, 523, 523)) < 0.01
+    mask[..., :100, 200:] = False
+    found = []
+    for dtype in ("float32", "bfloat16"):
+        q, k, v = (jnp.asarray(rng.standard_normal((1, 523, 3, 24)), dtype) for _ in range(3))
+        attend = partial(jaxmha.dot_product_attention, q, k, v, implementation="native")
+        found += [attend(mask=mask), attend(local_window_size=(37, 5)), attend(is_causal=True)]
+    return [np.asarray(x, np.float32) for x in found]
+
+
+@built
+@pytest.mark.parametrize("threads", ["1", "16"])
+def test_outputs_do_not_depend_on_the_number_of_threads(threads: str, tmp_path: Path) -> None:
+    code = f"import numpy, tests.test_native as t; numpy.savez({str(tmp_path / 'x')!r}, *t.windows_and_masks())"
+    environment = {**os.environ, "NPROC": threads, "PYTHONPATH": f"{ROOT}:{ROOT}/native"}
+    subprocess.run([sys.executable, "-c", code], env=environment, cwd=ROOT, check=True)
+    with np.load(tmp_path / "x.npz") as there:
+        for x, y in zip(there.values(), windows_and_masks(), strict=True):
+            np.testing.assert_array_equal(x, y)
 
 
 @built

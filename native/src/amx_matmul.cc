@@ -31,6 +31,11 @@ struct Blocks {
   Blocks(Scratch& from, long count, long steps_of_block)
       : words(reinterpret_cast<Word*>(from.take(count * steps_of_block * STEP_WORDS))),
         powers(from.take(count * SIDE)), steps(steps_of_block) {}
+  Blocks from(long block) const {
+    Blocks some = *this;
+    some.words = words_of(block), some.powers = powers_of(block);
+    return some;
+  }
   Word* words_of(long block) const { return words + block * steps * STEP_WORDS; }
   float* powers_of(long block) const { return powers + block * SIDE; }
 };
@@ -216,9 +221,9 @@ void multiply_few(const Part& x, Pool& pool) {
   });
 }
 
-// Items of blocks of rows, each of which reads all of b: as few as a of an item allows, which stays in
-// the L2 cache, and the same number for every thread.
-long items_of(long blocks, long threads) {
+// Parts of the rows, each of which reads all of b: as few as a of a part allows, which stays in the L2
+// cache, and the same number for every thread.
+long parts_of_rows(long blocks, long threads) {
   const long turns = (blocks * SIDE + threads * MOST_ROWS - 1) / (threads * MOST_ROWS);
   return std::min(turns * threads, (blocks + 1) / 2);
 }
@@ -228,15 +233,20 @@ void multiply_many(const Part& x, Pool& pool) {
   Scratch memory(Blocks::floats(panels, steps));
   const Blocks b(memory, panels, steps);
   parallel(pool, panels, [&](long panel) { split_b(x, b, panel, panel); });
-  const long blocks = (x.m.rows + SIDE - 1) / SIDE, items = items_of(blocks, pool.threads());
-  parallel(pool, items, [&](long item) {
-    const long first = item * blocks / items, own = (item + 1) * blocks / items - first;
-    const long r0 = first * SIDE;
+  const long blocks = (x.m.rows + SIDE - 1) / SIDE, threads = pool.threads();
+  const long parts = parts_of_rows(blocks, threads);
+  // Of fewer parts than threads, several items take some columns each, and split the rows again.
+  const long groups = std::min(panels, (threads + parts - 1) / parts);
+  parallel(pool, parts * groups, [&](long item) {
+    const long part = item / groups, group = item % groups;
+    const long first = part * blocks / parts, own = (part + 1) * blocks / parts - first;
+    const long j0 = group * panels / groups, r0 = first * SIDE;
     Scratch memory(Blocks::floats(own, steps) + copied_floats(x.m));
     const Blocks a(memory, own, steps);
     float* const copied = memory.take(copied_floats(x.m));
     for (long i = 0; i < own; i++) split_a(x, a, i, r0 + i * SIDE, copied);
-    multiply_blocks(x, a, r0, std::min(own * SIDE, x.m.rows - r0), b, 0, panels);
+    multiply_blocks(x, a, r0, std::min(own * SIDE, x.m.rows - r0), b.from(j0), j0,
+                    (group + 1) * panels / groups - j0);
   });
 }
 

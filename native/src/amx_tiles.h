@@ -1,7 +1,7 @@
 // Products of blocks on AMX, whose tiles multiply bfloat16 and sum in float32.
 //
 // A float32 is the sum of three bfloat16: 24 bits are 3 times 8. Of the nine products of two such sums
-// the three smallest, of at most 2^-26 of the whole, are left out. Source: Henry, Tang and
+// the three smallest, each of at most 2^-25 of the whole, are left out. Source: Henry, Tang and
 // Heinecke, "Leveraging the bfloat16 Artificial Intelligence Datatype For Higher-Precision
 // Computations" (2019). An instruction sums 32 products before it adds them to the tile, so that fewer
 // sums are rounded than where each product is added.

@@ -67,9 +67,7 @@ Item::Item(const CacheStep& step, long head, float* memory_of_state)
         std::copy(to + x * ROWS, to + x * ROWS + width, to + x * width);
     }
   }
-  std::fill(state.out, state.out + s.R * h, 0.f);
-  std::fill(state.row_max, state.row_max + s.R, LOWEST);
-  std::fill(state.row_sum, state.row_sum + s.R, 0.f);
+  state.clear(s.R, h);
 }
 
 bool decide(Item& w, Block& block) {

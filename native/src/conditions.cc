@@ -21,11 +21,8 @@ View::View(const Problem& p, long b, long n) {
   if (cells_)
     first_panel_ = cells_->panels * (bits_ ? (bits_ - c.bits.data) / ((T_ + 7) / 8 * S_)
                                            : (allowed_ - c.allowed.data) / (T_ * S_));
-  first_key_ = 0, end_key_ = S_;
-  if (keys_ != nullptr) {
-    while (first_key_ < S_ && !keys_[first_key_]) first_key_++;
-    while (end_key_ > first_key_ && !keys_[end_key_ - 1]) end_key_--;
-  }
+  first_key_ = c.first_key.empty() ? 0 : c.first_key[b];
+  end_key_ = c.end_key.empty() ? S_ : c.end_key[b];
   capped_ = p.soft_cap != 0.f;
   conditions_ = below_ < T_ || above_ < S_ - 1 || rows_ || keys_ || key_ids_ || allowed_ || bits_ ||
                 bias_;

@@ -21,6 +21,8 @@ class View {
  public:
   View(const Problem& problem, long b, long n);
 
+  // The keys outside which none is valid in this batch row.
+  Range valid_keys() const { return {first_key_, end_key_}; }
   // The keys outside which rows [r0, r0 + rows) attend nothing.
   Range keys_of(long r0, long rows) const;
   // The first key from k on, below `end`, in a cell that is not masked; else `end`.

@@ -97,15 +97,20 @@ bool apply(const Item& w, long n, long k0, long count) {
   const View view(p, w.b, n);
   const Tile kind = view.tile(0, p.T, k0, count, w.allowed, w.bias);
   float* const scores = w.scores + (n - w.kv * p.group()) * p.T * KEYS;
+  if (kind == Tile::masked) {
+    for (long r = 0; r < p.T; r++)
+      std::fill(scores + r * KEYS, scores + r * KEYS + count, -INFINITY);
+    return false;
+  }
   for (long r = 0; r < p.T && kind != Tile::clear; r++)
     for (long key = 0; key < count; key++) {
       float& x = scores[r * KEYS + key];
       if (p.whole_logits()) x *= p.rest;
       if (p.soft_cap != 0.f) x = p.soft_cap * std::tanh(x / p.soft_cap);
       if (view.has_bias()) x += w.bias[key * ROWS + r];
-      if (kind == Tile::masked || !w.allowed[key * ROWS + r]) x = -INFINITY;
+      if (!w.allowed[key * ROWS + r]) x = -INFINITY;
     }
-  return kind != Tile::masked;
+  return true;
 }
 
 // Scores of a row become exponentials; the state of the row is rescaled.
@@ -214,7 +219,6 @@ void attend_few_rows(const Forward& f, Pool& pool) {
   const long parts = std::min(p.K, (wanted + p.B * most - 1) / (p.B * most));  // of key heads
   const long heads = (p.K + parts - 1) / parts;
   const long ranges = std::min(most, (wanted + p.B * parts - 1) / (p.B * parts));
-  const long each = ((p.S + ranges - 1) / ranges + KEYS - 1) / KEYS * KEYS;
   const size_t step = State::floats(rows, h);
   Scratch memory(p.B * p.K * ranges * step);
   float* const all = memory.take(p.B * p.K * ranges * step);
@@ -225,12 +229,14 @@ void attend_few_rows(const Forward& f, Pool& pool) {
     for (long kv = kv0; kv < kv1; kv++) {
       const State& state =
           states.emplace_back(all + ((b * p.K + kv) * ranges + range) * step, rows, h);
-      std::fill(state.out, state.out + rows * h, 0.f);
-      std::fill(state.row_max, state.row_max + rows, LOWEST);
-      std::fill(state.row_sum, state.row_sum + rows, 0.f);
+      state.clear(rows, h);
     }
     Item w(p, b, kv0, kv1);
-    visit_keys(w, range * each, std::min((range + 1) * each, p.S), states);
+    const Range valid = View(p, b, kv0 * p.group()).valid_keys();
+    const long count = valid.end - valid.first;
+    const long each = ((count + ranges - 1) / ranges + KEYS - 1) / KEYS * KEYS;
+    const long first = valid.first + range * each;
+    visit_keys(w, first, std::min(first + each, valid.end), states);
   });
   for (long head = 0; head < p.B * p.K; head++)
     join(f, head / p.K, head % p.K, {all + head * ranges * step, ranges, rows, h});

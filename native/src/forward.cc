@@ -1,4 +1,6 @@
 // Attention by online softmax over blocks of keys. Source: Dao et al., "FlashAttention" (2022).
+#include "forward.h"
+
 #include <cmath>
 
 #include "few_rows.h"
@@ -76,8 +78,8 @@ void visit(Item& w, long panel, long k0, long count, const float* keys, const fl
   const long r0 = w.row0 + panel * ROWS, here = w.rows_of(panel), lanes = (here + W - 1) / W;
   const Range part = w.view.attended_part(r0, here, k0, count);
   if (part.empty()) return;
-  const long skipped = part.first - k0;
-  count = part.end - part.first, k0 = part.first;
+  const long skipped = (part.first - k0) / BEGIN * BEGIN;
+  k0 += skipped, count = part.end - k0;
   keys += skipped * p.H, values += skipped * w.width;
   const Tile kind = w.view.tile(r0, here, k0, count, w.allowed, w.bias);
   if (kind == Tile::masked) return;
@@ -108,17 +110,9 @@ void visit(Item& w, long panel, long k0, long count, const float* keys, const fl
 }
 
 void finish(Item& w) {
-  const Problem& p = w.p;
-  for (long r = 0; r < w.rows; r++) {
-    const bool valid = w.view.valid_row(w.row0 + r);
-    const float total = valid ? w.row_sum[r] : 0.f, divisor = total == 0.f ? 1.f : total;
-    const float* const from = w.out + r * w.width;
-    for (long x = 0; x < p.h; x++) w.staging[x] = valid ? from[x] / divisor : 0.f;
-    write_row(w.staging, w.f.out.type, p.h, w.f.out.at(w.b, w.row0 + r, w.n));
-    const long at = (w.b * p.N + w.n) * p.T + w.row0 + r;
-    w.f.row_max[at] = total == 0.f ? LOWEST : w.row_max[r];
-    w.f.row_sum[at] = total;
-  }
+  for (long r = 0; r < w.rows; r++)
+    write_attended(w.f, w.view, w.b, w.n, w.row0 + r, w.row_max[r], w.row_sum[r],
+                   w.out + r * w.width);
 }
 
 void attend_rows(const Forward& f, const Packed& packed, long b, long n, long row0, long rows) {
@@ -127,8 +121,9 @@ void attend_rows(const Forward& f, const Packed& packed, long b, long n, long ro
   const long kv = n / p.group(), head = b * p.K + kv - packed.first;
   const Range all = w.view.keys_of(row0, rows);
   const auto next = [&](long k) { return w.view.next_key(row0, rows, k, all.end); };
-  for (long k0 = next(all.first), count; k0 < all.end; k0 = next(k0 + count)) {
-    count = std::min(KEYS, all.end - k0);
+  for (long k = next(all.first); k < all.end;) {
+    const long k0 = k / KEYS * KEYS, count = std::min(KEYS, all.end - k0);
+    k = next(k0 + count);
     const float *keys = w.keys, *values = w.values;
     if (packed.keys) {
       keys = packed.keys + (head * p.S + k0) * p.H;
@@ -141,21 +136,43 @@ void attend_rows(const Forward& f, const Packed& packed, long b, long n, long ro
   finish(w);
 }
 
-// Heads [first, end) of all batch rows, numbered b K + k.
+// Key heads from the first packed one to `end`.
 void attend_heads(const Forward& f, const Packed& packed, long end, long size, Pool& pool) {
-  const Problem& p = f.problem;
-  const long blocks = (p.T + size - 1) / size, heads = (end - packed.first) * p.group();
-  // Later rows attend more keys under a causal mask: the longest items first.
-  const bool by_block = p.conditions.above < FAR || p.conditions.offset;
-  parallel(pool, heads * blocks, [&](long i) {
-    const long block = by_block ? blocks - 1 - i / heads : i % blocks;
-    const long bn = packed.first * p.group() + (by_block ? i % heads : i / blocks);
-    const long row0 = block * size;
-    attend_rows(f, packed, bn / p.N, bn % p.N, row0, std::min(size, p.T - row0));
+  for_rows(f.problem, packed.first, end, size, pool, [&](long b, long n, long row0, long rows) {
+    attend_rows(f, packed, b, n, row0, rows);
   });
 }
 
 }  // namespace
+
+void attend_rows(const Forward& f, long b, long n, long row0, long rows) {
+  attend_rows(f, {}, b, n, row0, rows);
+}
+
+void for_rows(const Problem& p, long first, long end, long size, Pool& pool,
+              const std::function<void(long, long, long, long)>& body) {
+  const long blocks = (p.T + size - 1) / size, heads = (end - first) * p.group();
+  // Later rows attend more keys under a causal mask: the longest items first.
+  const bool by_block = p.conditions.above < FAR || p.conditions.offset;
+  parallel(pool, heads * blocks, [&](long i) {
+    const long block = by_block ? blocks - 1 - i / heads : i % blocks;
+    const long bn = first * p.group() + (by_block ? i % heads : i / blocks);
+    const long row0 = block * size;
+    body(bn / p.N, bn % p.N, row0, std::min(size, p.T - row0));
+  });
+}
+
+void write_attended(const Forward& f, const View& view, long b, long n, long row, float row_max,
+                    float row_sum, float* weighted) {
+  const Problem& p = f.problem;
+  const bool valid = view.valid_row(row);
+  const float total = valid ? row_sum : 0.f, divisor = total == 0.f ? 1.f : total;
+  for (long x = 0; x < p.h; x++) weighted[x] = valid ? weighted[x] / divisor : 0.f;
+  write_row(weighted, f.out.type, p.h, f.out.at(b, row, n));
+  const long at = (b * p.N + n) * p.T + row;
+  f.row_max[at] = total == 0.f ? LOWEST : row_max;
+  f.row_sum[at] = total;
+}
 
 void attend(const Forward& f, Pool& pool) {
   const Problem& p = f.problem;
@@ -174,7 +191,7 @@ void attend(const Forward& f, Pool& pool) {
     parallel(pool, (end - packed.first) * chunks, [&](long i) {
       const long head = i / chunks, bk = packed.first + head;
       const Range seen = keys_of_head(p, bk / p.K, bk % p.K);
-      const long k0 = std::max(seen.first, i % chunks * CHUNK);
+      const long k0 = std::max(seen.first / BEGIN * BEGIN, i % chunks * CHUNK);
       copy_keys(p, bk / p.K, bk % p.K, k0, std::min(seen.end, (i % chunks + 1) * CHUNK) - k0, p.H,
                 width, packed.keys + (head * p.S + k0) * p.H,
                 packed.values + (head * p.S + k0) * width);

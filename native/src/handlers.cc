@@ -11,7 +11,7 @@ namespace {
 struct XlaPool : Pool {
   ffi::ThreadPool& pool;
   explicit XlaPool(ffi::ThreadPool& pool) : pool(pool) {}
-  long threads() override { return pool.num_threads(); }
+  long threads() override { return std::max<long>(1, pool.num_threads()); }  // 0: it has none
   void spawn(std::function<void()> task) override { pool.Schedule(std::move(task)); }
 };
 

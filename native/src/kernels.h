@@ -19,8 +19,9 @@ namespace jaxmha {
 JAXMHA_EVERY_ISA(JAXMHA_KERNELS)
 #undef JAXMHA_KERNELS
 #if defined(JAXMHA_AMX)
-namespace amx {
-void matmul(const Matmul& matmul, Pool& pool);  // beside the kernels of AVX-512
+namespace amx {  // beside the kernels of AVX-512
+void attend(const Forward& forward, Pool& pool);
+void matmul(const Matmul& matmul, Pool& pool);
 }
 #endif
 

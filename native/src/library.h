@@ -23,7 +23,7 @@ const Kernels* usable_kernels();
 
 extern "C" {
 const char* jaxmha_cpu_version();       // of the distribution
-const char* jaxmha_cpu_isa();           // "avx512", "avx2", "neon", or "" where no kernel can run
+const char* jaxmha_cpu_isa();           // "amx", "avx512", "avx2", "neon", or "" where no kernel can run
 int jaxmha_cpu_interface();             // of the handlers: their operands and attributes
 int jaxmha_cpu_ffi_major();             // of the headers of XLA that they were compiled with
 int jaxmha_cpu_ffi_minor();

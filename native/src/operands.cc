@@ -112,11 +112,12 @@ Pairs<E> Reader::pairs(const char* name, const ffi::AnyBuffer& x, const Sizes& s
   if (failed() || !x.element_count()) return found;
   const Sizes got = sizes_of(x);
   Sizes last(got.end() - std::min<size_t>(3, got.size()), got.end());
-  for (size_t i = 0; i < last.size(); i++)
-    if (last.size() != 3 || (last[i] != 1 && last[i] != sizes[i])) {
-      fail(name, x, "axes of " + shown(sizes) + " or 1");
-      return found;
-    }
+  bool fit = last.size() == 3;
+  for (size_t i = 0; fit && i < 3; i++) fit = last[i] == 1 || last[i] == sizes[i];
+  if (!fit) {
+    fail(name, x, "axes of " + shown(sizes) + " or 1");
+    return found;
+  }
   static_cast<Batched<E>&>(found) = batched<E>(name, x, last, type);
   if (failed()) return found;
   found.s = last[2] == 1 ? 0 : 1;
@@ -164,6 +165,17 @@ std::vector<std::vector<long>> Reader::parts(const char* name, const ffi::AnyBuf
   return found;
 }
 
+// Once per call: a view of every block of keys would scan them again.
+static void find_bounds(Conditions& c, const Problem& p) {
+  for (long b = 0; b < p.B; b++) {
+    const uint8_t* const valid = c.keys.of(b);
+    long first = 0, end = p.S;
+    while (first < end && !valid[first]) first++;
+    while (end > first && !valid[end - 1]) end--;
+    c.first_key.push_back(first), c.end_key.push_back(end);
+  }
+}
+
 Problem Reader::problem(const ffi::AnyBuffer& query, const ffi::AnyBuffer& key,
                         const ffi::AnyBuffer& value, const ConditionBuffers& others,
                         const Attributes& attributes) {
@@ -195,9 +207,12 @@ Problem Reader::problem(const ffi::AnyBuffer& query, const ffi::AnyBuffer& key,
   c.key_ids = batched<const int32_t>("key_ids", others.key_ids, {p.S});
   c.allowed = pairs<const uint8_t>("allowed", others.allowed, {p.N, p.T, p.S});
   c.bits = pairs<const uint8_t>("bits", others.bits, {p.N, (p.T + 7) / 8, p.S}, ffi::U8);
-  if (c.bits && !failed() && others.bits.dimensions().back() != p.S)
-    fail("bits", others.bits, "an axis of all keys");
+  const Sizes of_bits = sizes_of(others.bits);
+  if (c.bits && !failed() &&
+      (of_bits.back() != p.S || of_bits[of_bits.size() - 2] != (p.T + 7) / 8))
+    fail("bits", others.bits, "axes of all queries and keys");
   if (!c.query_ids != !c.key_ids) fail("query_ids", others.query_ids, "key_ids as well");
+  if (c.keys && !failed()) find_bounds(c, p);
   return p;
 }
 

@@ -34,7 +34,10 @@ void parallel(Pool& pool, long items, const std::function<void(long)>& body) {
   }
   const auto progress = std::make_shared<Progress>();
   const auto* own = &body;
-  for (long i = 0; i < helpers; i++) pool.spawn([=] { work(*progress, items, own); });
+  try {
+    for (long i = 0; i < helpers; i++) pool.spawn([=] { work(*progress, items, own); });
+  } catch (const std::bad_alloc&) {  // fewer help
+  }
   work(*progress, items, own);
   const auto finished = [&] { return progress->done.load(std::memory_order_acquire) >= items; };
   for (int spin = 0; spin < SPINS && !finished(); spin++) pause();

@@ -45,6 +45,7 @@ struct Conditions {
   long below = FAR, above = FAR;
   Batched<const int32_t> offset;           // B; also j <= i + offset
   Batched<const uint8_t> rows, keys;       // B T, B S: valid positions
+  std::vector<long> first_key, end_key;    // B: outside which no key is valid; empty: unknown
   Batched<const int32_t> query_ids, key_ids;  // B T, B S
   Pairs<const uint8_t> allowed;            // b n t s
   Pairs<const uint8_t> bits;               // b n t/8 s: bit r of byte i is row 8 i + r

@@ -49,13 +49,6 @@ inline __attribute__((always_inline)) void tile(Left a, const float* __restrict 
   finish(c);
 }
 
-template <int M, int N, bool Unit, class Finish>
-inline __attribute__((always_inline)) void tile(Left a, const float* __restrict b, long ldb,
-                                                long depth, Finish&& finish) {
-  Nothing nothing;
-  tile<M, N, Unit>(a, b, ldb, depth, finish, nothing);
-}
-
 // The use of a product: C = AB, C += AB, or row i of C = C * factors[i] + AB.
 enum class Into { replaced, added, rescaled };
 

@@ -36,7 +36,8 @@ float* kept(size_t& floats) {
 
 }  // namespace
 
-Scratch::Scratch(size_t floats) : floats_(rounded(floats)) {
+Scratch::Scratch(size_t floats) : data_(nullptr), floats_(rounded(floats)) {
+  if (floats_ == 0) return;
   data_ = kept(floats_);
   if (data_ == nullptr)
     data_ = static_cast<float*>(std::aligned_alloc(64, floats_ * sizeof(float)));
@@ -44,6 +45,7 @@ Scratch::Scratch(size_t floats) : floats_(rounded(floats)) {
 }
 
 Scratch::~Scratch() {
+  if (data_ == nullptr) return;
   Shelf& to = shelf();
   const size_t bytes = floats_ * sizeof(float);
   std::unique_lock<std::mutex> lock(to.mutex);
@@ -53,11 +55,12 @@ Scratch::~Scratch() {
     std::free(least->second);
     to.buffers.erase(least);
   }
-  if (bytes <= KEPT) {
-    to.buffers.emplace(floats_, data_);
-    to.bytes += bytes;
-    return;
-  }
+  if (bytes <= KEPT) try {
+      to.buffers.emplace(floats_, data_);
+      to.bytes += bytes;
+      return;
+    } catch (const std::bad_alloc&) {  // there is no memory to note it with
+    }
   lock.unlock();
   std::free(data_);
 }

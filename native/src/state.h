@@ -1,6 +1,6 @@
 // The state of rows after some keys, and the join of those of several ranges of keys.
 #pragma once
-#include "functions.h"
+#include "scores.h"
 #include "scratch.h"
 
 namespace jaxmha {
@@ -12,6 +12,11 @@ struct State {
   State(float* memory, long rows, long width)
       : out(memory), row_max(memory + rows * width), row_sum(memory + rows * (width + 1)) {}
   static size_t floats(long rows, long width) { return Scratch::rounded(rows * (width + 2)); }
+  void clear(long rows, long width) const {
+    std::fill(out, out + rows * width, 0.f);
+    std::fill(row_max, row_max + rows, LOWEST);
+    std::fill(row_sum, row_sum + rows, 0.f);
+  }
 };
 
 // States of ranges of keys, one after another.
@@ -31,10 +36,10 @@ struct Statistics {
 // those of the first state.
 inline Statistics join_row(const States& states, long row, long features,
                            const Exponent& exponent, float* out) {
-  Statistics all{states.of(0).row_max[row], 0.f};
-  for (long i = 1; i < states.ranges; i++) {
+  Statistics all{LOWEST, 0.f};
+  for (long i = 0; i < states.ranges; i++) {
     const float m = states.of(i).row_max[row];
-    all.row_max = m > all.row_max ? m : all.row_max;
+    all.row_max = m > all.row_max ? m : all.row_max;  // no NaN
   }
   for (long i = 0; i < states.ranges; i++) {
     const State one = states.of(i);

@@ -15,9 +15,9 @@ from pathlib import Path
 import jax
 
 # The environment variable that switches the implementation off (0), or names the widest instructions
-# that it may use; none: as on a CPU that has none of them.
+# of x86-64 that it may use; none: as on a CPU that has none of them.
 SWITCH = "JAXMHA_NATIVE"
-VALUES = ("0", "1", "amx", "avx512", "avx2", "neon", "none")
+VALUES = ("0", "1", "amx", "avx512", "avx2", "none")
 # Version of the operands, results and attributes of the handlers. native/build_library.py has the
 # same number.
 INTERFACE = 6
