@@ -131,7 +131,7 @@ def _prefill(
     left, _ = mask.window_size or (None, None)
     reject_long_prompt(cache, T, left)
     positions = jnp.broadcast_to(jnp.arange(T, dtype=np.int32).reshape(1, T), (B, T))
-    query, key, value = _heads(params, x, semantics, positions, rotate)
+    query, key, value = _heads(params, x, semantics, positions, rotate, implementation)
     extra = bias_kv.count(params, semantics)
     wide = bias_kv.widen_mask(mask & Mask.causal(), extra, (B,), {**sizes, "S": T})
     result = attend(
@@ -151,7 +151,7 @@ def _prefill(
     out = result.out
     if isinstance(cache, PagedKVCache):  # the pool may have too few free pages for T <= S tokens
         out = nan_where(full.reshape(B, 1, 1, 1), out)
-    return _combine(params, out, semantics, x), kept
+    return _combine(params, out, semantics, x, implementation), kept
 
 
 def decode_step(
@@ -312,14 +312,24 @@ def _heads(
     semantics: Semantics,
     positions: jax.Array,
     rotate: Rotate | None,
+    implementation: str | tuple[str, ...] | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Projects inputs to heads, and rotates queries and keys if `rotate` is given."""
     dtype = compute_dtype(params, x=x)
-    query, key, value = project_checked(params, x, None, None, semantics, dtype)
+    query, key, value = project_checked(
+        params, x, None, None, semantics, dtype, implementation=implementation
+    )
     if rotate is not None:
         query, key = (apply_rotation(rotate, x, positions) for x in (query, key))
     return query, key, value
 
 
-def _combine(params: MHAParams, heads: jax.Array, semantics: Semantics, x: jax.Array) -> jax.Array:
-    return combine_checked(params, heads, semantics, compute_dtype(params, heads=heads), x)
+def _combine(
+    params: MHAParams,
+    heads: jax.Array,
+    semantics: Semantics,
+    x: jax.Array,
+    implementation: str | tuple[str, ...] | None = None,
+) -> jax.Array:
+    dtype = compute_dtype(params, heads=heads)
+    return combine_checked(params, heads, semantics, dtype, x, implementation=implementation)

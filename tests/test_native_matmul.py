@@ -7,11 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax import export
 from jax.test_util import check_grads
 from numpy.typing import NDArray
 
 import jaxmha
+from jaxmha import latent
+from jaxmha.flax import nnx as ours
 from jaxmha.implementations.native import library, matmul
 from tests import conformance, tolerance
 
@@ -209,6 +212,50 @@ def test_a_layer_runs_them_unless_they_are_switched_off(monkeypatch: pytest.Monk
     assert calls(implementation="blocked") == 0
     monkeypatch.setenv(library.SWITCH, "0")
     assert calls() == 0
+
+
+def prefilled(x: Any, implementation: str | None) -> Any:
+    params = jaxmha.init_params(jax.random.key(0), num_heads=4, features=128)
+    cache = jaxmha.KVCache.empty(params, len(x), x.shape[1])
+    return jaxmha.prefill(params, x, cache, implementation=implementation)
+
+
+def by_latents(x: Any, implementation: str | None) -> Any:
+    return latent.latent_attention(latent_params(), x, implementation=implementation)
+
+
+def prefilled_latents(x: Any, implementation: str | None) -> Any:
+    cache = latent.LatentCache.empty(latent_params(), len(x), x.shape[1])
+    return latent.prefill(latent_params(), x, cache, implementation=implementation)
+
+
+def over_cache_of_flax(x: Any, implementation: str | None) -> Any:
+    options: Any = {"rngs": nnx.Rngs(0), "decode": True, "implementation": implementation}
+    layer = ours.MultiHeadAttention(4, 128, **options)
+    layer.init_cache(x.shape)
+    return layer(x)
+
+
+def latent_params() -> Any:
+    sizes: Any = {"latent_dim": 64, "rotary_dim": 64, "head_dim": 32}
+    return latent.init_latent_params(jax.random.key(0), num_heads=4, features=128, **sizes)
+
+
+@pytest.mark.parametrize(
+    ("layer", "matmuls"),
+    [(prefilled, 4), (by_latents, 6), (prefilled_latents, 6), (over_cache_of_flax, 4)],
+)
+def test_other_layers_run_them_unless_another_implementation_is_named(
+    layer: Callable[..., Any], matmuls: int
+) -> None:
+    def calls(implementation: str | None) -> int:
+        clear: Any = jax.clear_caches
+        clear()
+        text = jax.jit(lambda x: layer(x, implementation)).lower(jnp.ones((2, 101, 128))).as_text()
+        return text.count("@jaxmha_cpu_matmul(")
+
+    assert calls(None) == matmuls
+    assert calls("blocked") == 0
 
 
 def test_explain_layer_counts_the_calls_of_the_program() -> None:

@@ -129,7 +129,10 @@ def _attend_cached(
 ) -> tuple[jax.Array, jax.Array | None, Cache]:
     _, dtype = check_inputs(params, *inputs)
     semantics = settings.semantics
-    query, key, value = project_checked(params, *inputs, semantics, dtype)
+    implementation = settings.implementation
+    query, key, value = project_checked(
+        params, *inputs, semantics, dtype, implementation=implementation
+    )
     keys, values, index = cached
     *batch, T, _, _ = query.shape
     S = keys.shape[-3]
@@ -162,5 +165,5 @@ def _attend_cached(
     out, weights = attend_projected(params, query, *heads, wide, settings)
     out = nan_where(index > S - T, out)  # index + T > S may overflow
     dtype = compute_dtype(params, heads=out)
-    out = combine_checked(params, out, semantics, dtype, inputs[0])
+    out = combine_checked(params, out, semantics, dtype, inputs[0], implementation=implementation)
     return out, weights, (keys, values, index + T)

@@ -172,7 +172,7 @@ def _prefill(
     B, T = found["B"], found["T"]
     left, _ = mask.window_size or (None, None)
     reject_long_prompt(cache, T, left)
-    latent = Latent(params, semantics, dtype, rotate)
+    latent = Latent(params, semantics, dtype, rotate, implementation)
     positions = flat_positions(None, (B,), B, T)
     keys = latent.keys(x, positions)
     result = attend(

@@ -163,12 +163,14 @@ def flat_positions(
 
 
 class Latent(NamedTuple):
-    """Checked parameters with the semantics, the promoted dtype and the rotation of a call."""
+    """Checked parameters with the semantics, the promoted dtype, the rotation and the implementation
+    of a call."""
 
     params: LatentParams
     semantics: Semantics
     dtype: np.dtype[np.floating]
     rotate: LatentRotate | None
+    implementation: str | tuple[str, ...] | None = None
 
     def queries(
         self,
@@ -233,14 +235,17 @@ class Latent(NamedTuple):
         """Heads as features."""
         if self.params.out is None:
             return heads.reshape(*heads.shape[:-2], -1).astype(self.dtype)
-        out = self.params.out
-        return affine_map(heads, 2, out, self.dtype, self.semantics.precision).astype(self.dtype)
+        return self._affine(heads, self.params.out, contracted=2).astype(self.dtype)
 
     def _affine(
-        self, x: jax.Array, projection: Projection, attended: jax.Array | None = None
+        self,
+        x: jax.Array,
+        projection: Projection,
+        attended: jax.Array | None = None,
+        contracted: int = 1,
     ) -> jax.Array:
-        precision = self.semantics.precision
-        return affine_map(x, 1, projection, self.dtype, precision, attended=attended)
+        precision, names = self.semantics.precision, self.implementation
+        return affine_map(x, contracted, projection, self.dtype, precision, names, attended)
 
     def _by_head(
         self, heads: Float[jax.Array, "B T N c"], kernel: Float[jax.Array, "d c N"]

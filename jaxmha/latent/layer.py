@@ -179,7 +179,7 @@ def _latent_attention(
     attended = attended_features(B, bias, mask, sizes, 0, semantics.fully_masked, mods.mask)
     rows = x.reshape(B, *x.shape[-2:])
     at = flat_positions(positions, batch, B, sizes["T"])
-    latent = Latent(params, semantics, dtype, rotate)
+    latent = Latent(params, semantics, dtype, rotate, implementation)
     queries = latent.queries(rows, at, attended.queries)
     keys = latent.keys(rows, at, None if attended.values is None else attended.keys)
     result = attend(
