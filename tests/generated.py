@@ -5,6 +5,7 @@ import re
 import sys
 import tomllib
 from collections.abc import Iterator
+from enum import Enum
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,19 @@ def masks() -> str:
     return "\n".join(lines)
 
 
+def values(p: Any) -> str:
+    """The values that an option takes, and its default, as they follow its help."""
+    given = p.opts[0].startswith("-")
+    kind, default = p.type_descriptor.annotation, getattr(p.default, "value", p.default)
+    chosen = given and isinstance(kind, type) and issubclass(kind, Enum)
+    named = [f"`{x.value}`" for x in kind] if chosen else []
+    text = f" Values: {', '.join(named)}." * bool(named)
+    if p.required and given:
+        return f"{text}  [required]"
+    shown = default is not None and not getattr(p, "is_flag", False)
+    return f"{text}  [default: {default}]" if shown else text
+
+
 def commands() -> str:
     """Every command with its arguments, options and examples, as the program itself has them."""
     import typer
@@ -113,7 +127,7 @@ def commands() -> str:
         for p in (*arguments, *options):
             shown = p.name.upper() if p in arguments else ", ".join((*p.opts, *p.secondary_opts))
             value = f" {p.metavar}" if p.metavar and p in options else ""
-            text = (p.help or "").replace("|", "\\|")
+            text = ((p.help or "") + values(p)).replace("|", "\\|")
             text = re.sub(r"hf://\S*[A-Z]", r"`\g<0>`", text)  # code breaks where a phone ends
             yield f"| `{shown}{value}` | {text} |"
         examples = re.findall(r"^ *(jaxmha .*)$", command.epilog or "", flags=re.MULTILINE)
@@ -139,21 +153,26 @@ def formats() -> str:
     return "\n".join(lines)
 
 
+def canonical(name: str) -> str:
+    """A name of a package as the index compares it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
 def versions() -> str:
     """Packages that users have, with the versions that are allowed and tested."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     lines = (ROOT / ".ci" / "constraints.txt").read_text().splitlines()[1:]
-    tested = dict(line.lower().replace("_", "-").split("==") for line in lines)
+    tested = {canonical(name): number for name, number in (line.split("==") for line in lines)}
     (named,) = re.findall(r"for x in \((.*?)\)", (ROOT / ".ci" / "versions").read_text())
     extras = project["optional-dependencies"]
-    rows = ["| package | allowed | whole suite | lowest is tested |", "|---|---|---|---|"]
+    rows = ["| package | allowed | suite | lowest is tested |", "|---|---|---|---|"]
     for extra in ("", *extras):
         for requirement in extras[extra] if extra else project["dependencies"]:
             name, allowed = re.findall(r"^([\w-]+)(?:\[.*\])?(>=[\d.]+)?", requirement)[0]
             if name not in ("jaxmha", "jaxmha-cpu"):
                 lowest = "yes" if not extra or f'"{extra}"' in named else "no"
                 shown = f"`{name}`" + f", extra `{extra}`" * bool(extra)
-                cells = (allowed or "as `jax`", tested.get(name, "not run"), lowest)
+                cells = (allowed or "as `jax`", tested.get(canonical(name), "not run"), lowest)
                 rows.append(f"| {shown} | {' | '.join(cells)} |")
     return "\n".join(row for row in rows if "as `jax`" not in row)
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxmha import checkpoint
-from tests.generated import PARTS, ROOT, filled, notebooks
+from tests.generated import PARTS, ROOT, commands, filled, notebooks, versions
 
 TEXT = (ROOT / "README.md").read_text()
 
@@ -49,6 +49,28 @@ def test_console_examples_run(tmp_path: Path) -> None:
 def test_generated_parts_are_current(path: Path, name: str, make: Callable[[], str]) -> None:
     text = path.read_text()
     assert filled(text, name, make()) == text, "run `python -m tests.generated`"
+
+
+def test_commands_have_the_values_and_defaults_of_options() -> None:
+    """The same as `--help` shows."""
+    rows = {line for line in commands().splitlines() if line.startswith("| `--")}
+    for option, shown in (
+        ("--check", "Values: `all`, `weights`, `none`.  [default: all] |"),
+        ("--others", "Values: `pass`, `refuse`. |"),
+        ("--fill-bias", "Values: `zeros`. |"),
+        ("--rounds", "[default: 7] |"),
+        ("--seed", "[default: 0] |"),
+        ("--to LAYOUT", "[required] |"),
+        ("--keep-unused", "Leave out arrays that the model does not have. |"),
+    ):
+        assert any(row.startswith(f"| `{option}` |") and row.endswith(shown) for row in rows), (
+            option
+        )
+
+
+def test_versions_are_those_of_the_tests_however_a_name_is_written() -> None:
+    untested = [row.split(" | ")[0] for row in versions().splitlines() if " | not run | " in row]
+    assert untested == ["| `tokamax`, extra `tokamax`"]
 
 
 def test_notebooks_are_current() -> None:
