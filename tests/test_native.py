@@ -211,8 +211,8 @@ def test_outputs_do_not_depend_on_the_number_of_threads(threads: str, tmp_path: 
     code = f"import numpy, tests.test_native as t; numpy.savez({str(tmp_path / 'x')!r}, *t.windows_and_masks())"
     environment = {**os.environ, "NPROC": threads, "PYTHONPATH": f"{ROOT}:{ROOT}/native"}
     subprocess.run([sys.executable, "-c", code], env=environment, cwd=ROOT, check=True)
-    with np.load(tmp_path / "x.npz") as there:
-        for x, y in zip(there.values(), windows_and_masks(), strict=True):
+    with np.load(tmp_path / "x.npz") as stored:
+        for x, y in zip(stored.values(), windows_and_masks(), strict=True):
             np.testing.assert_array_equal(x, y)
 
 
