@@ -11,10 +11,6 @@ namespace {
 constexpr int SCORE_ROWS = NR;  // with 4 keys, as many sums as registers hold
 constexpr long AHEAD = 8;       // keys fetched before they are read
 
-inline void fetch(const char* from, long bytes) {
-  for (long i = 0; i < bytes; i += 64) __builtin_prefetch(from + i);
-}
-
 // Scores of M rows and 4 keys.
 template <Stored type, int M>
 inline __attribute__((always_inline)) void score_tile(const float* rows, long H, const char* keys,

@@ -19,6 +19,7 @@ namespace {
 constexpr long KEYS = 64;  // of a block
 constexpr long LEAST = 256;  // keys of an item
 constexpr long MOST_ROWS = 8;
+constexpr long AHEAD = 8;  // keys fetched before they are read
 constexpr long EXACT = 1024;  // most products of a head whose sums are of float64
 
 struct Item {
@@ -54,11 +55,18 @@ Item::Item(const Problem& p, long b, long kv0, long kv1)
   }
 }
 
+// Keys and values of a block: those of the key head in use.
+struct Block {
+  long first, count;
+  const float *keys, *values;
+  long key_stride, value_stride;
+};
+
 // scores[row][key] as sums of float64, in as many parts.
-void multiply_exactly(const Item& w, long count, const float* keys, long stride) {
+void multiply_exactly(const Item& w, const Block& block) {
   for (long row = 0; row < w.rows; row++)
-    for (long key = 0; key < count; key++) {
-      const float *const x = w.query + row * w.H, *const y = keys + key * stride;
+    for (long key = 0; key < block.count; key++) {
+      const float *const x = w.query + row * w.H, *const y = block.keys + key * block.key_stride;
       double parts[W] = {};
       for (long i = 0; i < w.H; i += W)
         for (int j = 0; j < W; j++) parts[j] += static_cast<double>(x[i + j]) * y[i + j];
@@ -68,27 +76,38 @@ void multiply_exactly(const Item& w, long count, const float* keys, long stride)
     }
 }
 
+// Fetches keys some rows before they are read, and their values: rows are far apart in memory.
+void fetch_ahead(const Item& w, const Block& block, long key) {
+  for (long i = key; i < key + 4; i++) {
+    fetch(block.values + i * block.value_stride, w.h * 4);
+    if (i + AHEAD < block.count) fetch(block.keys + (i + AHEAD) * block.key_stride, w.H * 4);
+  }
+}
+
 // scores[row][key], each a sum over lanes; four keys at a time share the loads of a query.
-void multiply(const Item& w, long count, const float* keys, long stride) {
-  for (long row = 0; row < w.rows; row++) {
-    const float* const query = w.query + row * w.H;
-    long key = 0;
-    for (; key + 4 <= count; key += 4) {
+void multiply(const Item& w, const Block& block) {
+  const long stride = block.key_stride;
+  long key = 0;
+  for (; key + 4 <= block.count; key += 4) {
+    fetch_ahead(w, block, key);
+    const float* const keys = block.keys + key * stride;
+    for (long row = 0; row < w.rows; row++) {
+      const float* const query = w.query + row * w.H;
       Vector sums[4] = {set1(0.f), set1(0.f), set1(0.f), set1(0.f)};
       for (long x = 0; x < w.H; x += W) {
         const Vector q = load(query + x);
-        for (int i = 0; i < 4; i++)
-          sums[i] = fma(q, load(keys + (key + i) * stride + x), sums[i]);
+        for (int i = 0; i < 4; i++) sums[i] = fma(q, load(keys + i * stride + x), sums[i]);
       }
-      for (int i = 0; i < 4; i++) w.scores[row * KEYS + key + i] = sum(sums[i]);
-    }
-    for (; key < count; key++) {
-      Vector total = set1(0.f);
-      for (long x = 0; x < w.H; x += W)
-        total = fma(load(query + x), load(keys + key * stride + x), total);
-      w.scores[row * KEYS + key] = sum(total);
+      store_sums(w.scores + row * KEYS + key, sums[0], sums[1], sums[2], sums[3]);
     }
   }
+  for (; key < block.count; key++)
+    for (long row = 0; row < w.rows; row++) {
+      Vector total = set1(0.f);
+      for (long x = 0; x < w.H; x += W)
+        total = fma(load(w.query + row * w.H + x), load(block.keys + key * stride + x), total);
+      w.scores[row * KEYS + key] = sum(total);
+    }
 }
 
 // Conditions of the rows of one head; their tile is transposed.
@@ -134,46 +153,57 @@ void exponentials(long count, const Exponent& exponent, float* scores, float* ro
     for (long x = 0; x < h; x += W) store(out + x, mul(load(out + x), set1(rescale[0])));
 }
 
-void add_values(const Item& w, long row, long count, const float* values, long stride, float* out) {
+void add_values(const Item& w, long row, const Block& block, float* out) {
+  const long count = block.count, stride = block.value_stride;
   for (long x = 0; x < w.h; x += W) {
     Vector even = set1(0.f), odd = set1(0.f);
     long key = 0;
     for (; key + 2 <= count; key += 2) {
-      const float* const from = values + key * stride + x;
+      const float* const from = block.values + key * stride + x;
       even = fma(set1(w.scores[row * KEYS + key]), load(from), even);
       odd = fma(set1(w.scores[row * KEYS + key + 1]), load(from + stride), odd);
     }
     if (key < count)
-      even = fma(set1(w.scores[row * KEYS + key]), load(values + key * stride + x), even);
+      even = fma(set1(w.scores[row * KEYS + key]), load(block.values + key * stride + x), even);
     store(out + x, add(load(out + x), add(even, odd)));
   }
+}
+
+// True if all rows of the key head in use attend all these keys.
+bool all_attend(const Item& w, long k0, long count) {
+  for (long n = w.kv * w.p.group(); n < (w.kv + 1) * w.p.group(); n++)
+    if (View(w.p, w.b, n).tile(0, w.p.T, k0, count, w.allowed, w.bias) != Tile::clear) return false;
+  return true;
+}
+
+// Where keys and values are read: in place, unless they have to be converted, padded, or made finite
+// where none attends them.
+Block block_of(Item& w, long k0, long count) {
+  const Problem& p = w.p;
+  const bool whole = p.key.type == Float::f32 && p.H % W == 0 && p.h % W == 0;
+  if (whole && (all_attend(w, k0, count) || finite_keys(p, w.b, w.kv, k0, count)))
+    return {k0, count, reinterpret_cast<const float*>(p.key.at(w.b, k0, w.kv)),
+            reinterpret_cast<const float*>(p.value.at(w.b, k0, w.kv)), p.key.stride(),
+            p.value.stride()};
+  copy_keys(p, w.b, w.kv, k0, count, w.H, w.h, w.keys, w.values);
+  return {k0, count, w.keys, w.values, w.H, w.h};
 }
 
 // Adds a block of keys to the state of the rows of the key head in use.
 void visit_block(Item& w, const State& state, long k0, long count) {
   const Problem& p = w.p;
-  const bool exact = w.rows * p.S * w.H <= EXACT;
-  const bool whole = p.key.type == Float::f32 && p.H % W == 0 && p.h % W == 0;
-  bool some = false;
-  const float *keys = w.keys, *values = w.values;
-  long key_stride = w.H, value_stride = w.h;
-  if (whole && finite_keys(p, w.b, w.kv, k0, count)) {
-    keys = reinterpret_cast<const float*>(p.key.at(w.b, k0, w.kv));
-    values = reinterpret_cast<const float*>(p.value.at(w.b, k0, w.kv));
-    key_stride = p.key.stride(), value_stride = p.value.stride();
-  } else {
-    copy_keys(p, w.b, w.kv, k0, count, w.H, w.h, w.keys, w.values);
-  }
-  if (exact)
-    multiply_exactly(w, count, keys, key_stride);
+  const Block block = block_of(w, k0, count);
+  if (w.rows * p.S * w.H <= EXACT)
+    multiply_exactly(w, block);
   else
-    multiply(w, count, keys, key_stride);
+    multiply(w, block);
+  bool some = false;
   for (long n = 0; n < p.group(); n++) some |= apply(w, w.kv * p.group() + n, k0, count);
   for (long row = 0; some && row < w.rows; row++) {
     float* const out = state.out + row * w.h;
     exponentials(count, Exponent(p.exponent()), w.scores + row * KEYS, state.row_max + row,
                  state.row_sum + row, out, w.h);
-    add_values(w, row, count, values, value_stride, out);
+    add_values(w, row, block, out);
   }
 }
 

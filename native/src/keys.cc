@@ -14,10 +14,6 @@ bool attended_by_group(const Problem& p, long b, long kv, long j) {
   return false;
 }
 
-void fetch(const char* row, long bytes) {
-  for (long i = 0; i < bytes; i += 64) __builtin_prefetch(row + i);
-}
-
 }  // namespace
 
 void copy_keys(const Problem& p, long b, long kv, long k0, long count, long key_width,
