@@ -39,7 +39,7 @@ AMX = ["-mamx-tile", "-mamx-bf16"]
 KERNELS = ["conditions", "keys", "scores", "forward", "few_rows"]
 KERNELS += ["cache_item", "cache_few", "cache_many", "cache_step"]
 KERNELS += ["gradient", "backward", "bias_gradient", "matmul"]
-AMX_KERNELS = ["amx_forward", "amx_matmul"]
+AMX_KERNELS = ["amx_backward", "amx_forward", "amx_matmul"]
 GENERIC = ["cells", "handlers", "library", "operands", "parallel", "scratch", "write_cache"]
 # The static libgcc asks for a newer glibc than all else, and jaxlib needs the shared one as well.
 # Sections that nothing uses would ask for a newer one too.

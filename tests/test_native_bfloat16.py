@@ -15,15 +15,16 @@ from tests.cases import Case
 pytestmark = conformance.native_built
 
 CASES = (
-    Case("plain", T=131, S=137, K=2, G=1, H=37, h=67),
+    Case("plain", B=1, T=131, S=137, K=2, G=1, H=37, h=67),
     Case("causal", T=163, S=163, K=1, G=2, H=64, h=31, is_causal=True),
-    Case("wide", T=97, S=89, K=1, G=3, H=131, h=129, is_causal=True),
+    Case("wide", B=1, T=97, S=89, K=1, G=2, H=131, h=129, is_causal=True),
     Case("narrow", T=33, S=701, K=3, G=1, H=1, h=2),
     Case("bounds", T=131, S=277, K=1, G=2, local_window_size=(61, 7),
          query_seq_lengths=(131, 67), key_value_seq_lengths=(277, 71)),
     Case("bias", T=131, S=137, K=1, G=2, H=16, h=33, bias="1NTS", bias_excludes=True,
          logits_soft_cap=3.0),
     Case("mask", T=131, S=137, K=1, G=2, mask="B1TS", empty_rows=True, dead_keys=True),
+    Case("panels", B=1, T=2113, S=5, K=8, G=1, H=3, h=2),
     Case("segments", T=257, S=131, K=1, G=2, segments="pair", scale=-0.7),
 )  # fmt: skip
 BY_NAME = {case.name: case for case in CASES}

@@ -23,36 +23,9 @@ constexpr long KEY_STEPS = KEYS / STEP, KEY_BLOCKS = KEYS / SIDE, ROW_BLOCKS = R
 constexpr int PARTS = 2;  // of an exponential
 constexpr size_t MOST_PACKED = 48 << 20;  // bytes of the keys and values of some heads at a time
 
-long blocks_of(long features) { return (features + SIDE - 1) / SIDE; }
-
 // Words of a block of keys, and of their values.
 size_t key_words(const Problem& p) { return KEY_BLOCKS * steps_of(p.H) * PART_WORDS; }
 size_t value_words(const Problem& p) { return blocks_of(p.h) * KEY_STEPS * PART_WORDS; }
-
-Word* take_words(Scratch& memory, size_t count) {
-  return reinterpret_cast<Word*>(memory.take(count));
-}
-
-// `count` rows of `depth` become blocks of rows, which are `steps` long.
-void pack_rows(const float* rows, long stride, long count, long depth, long steps, Word* to) {
-  for (long i = 0; i < count; i++, rows += stride) {
-    Word* word = to + i / SIDE * steps * PART_WORDS + i % SIDE / W * TILE_WORDS + i % W * W;
-    for (long p = 0; p < depth; p += STEP, word += PART_WORDS)
-      split<1>(load_some(rows + p, depth - p), load_some(rows + p + W, depth - p - W), word);
-  }
-}
-
-// SIDE columns of `depth ROWS` become a block of columns.
-template <int PARTS>
-void pack_columns(const float* from, long depth, Word* to) {
-  const auto row = [&](long p, long tile) {
-    return p < depth ? load(from + p * ROWS + tile * W) : set1(0.f);
-  };
-  for (long p = 0; p < depth; p += STEP, to += PARTS * PART_WORDS)
-    for (long tile = 0; tile < 2; tile++)
-      for (long j = 0; j < W; j++)
-        split<PARTS>(row(p + j, tile), row(p + W + j, tile), to + tile * TILE_WORDS + j * W);
-}
 
 // Blocks of the keys and values of key heads, from the first head on.
 struct Packed {
@@ -76,10 +49,10 @@ bool pack(const Problem& p, const Packed& to, long head, long block) {
   copy_keys(p, bk / p.K, bk % p.K, first, end - first, p.H, h, keys + (first - k0) * p.H,
             values + (first - k0) * h);
   const long at = head * to.blocks + block;
-  pack_rows(keys, p.H, KEYS, p.H, steps_of(p.H), to.keys + at * key_words(p));
+  pack_rows<1>(keys, p.H, KEYS, p.H, steps_of(p.H), to.keys + at * key_words(p));
   for (long key = 0; key < KEYS; key += ROWS) {
     transpose(values + key * h, h, ROWS, h, transposed);
-    pack_rows(transposed, ROWS, width, ROWS, KEY_STEPS,
+    pack_rows<1>(transposed, ROWS, width, ROWS, KEY_STEPS,
               to.values + at * value_words(p) + key / STEP * PART_WORDS);
   }
   return all_finite(values, KEYS * h);
@@ -137,14 +110,14 @@ Item::Item(const Forward& forward, long b, long n, long row0, long rows)
     }
     transpose(staging, p.H, rows_of(panel), p.H, transposed);
     for (long i = 0; i < ROW_BLOCKS; i++)
-      pack_columns<1>(transposed + i * SIDE, p.H, query_of(panel) + i * steps * PART_WORDS);
+      pack_columns<1>(transposed + i * SIDE, ROWS, p.H, query_of(panel) + i * steps * PART_WORDS);
   }
 }
 
 // out = out * alpha + the products of values and exponentials of some steps of keys.
 void add_values(Item& w, long panel, long row_blocks, long step, long steps, const Word* values) {
   for (long j = 0; j < row_blocks; j++) {
-    pack_columns<PARTS>(w.scores + step * STEP * ROWS + j * SIDE, steps * STEP, w.weights);
+    pack_columns<PARTS>(w.scores + step * STEP * ROWS + j * SIDE, ROWS, steps * STEP, w.weights);
     const Vector alpha[] = {load(w.alpha + j * SIDE), load(w.alpha + j * SIDE + W)};
     for (long i = 0; i < w.width / SIDE; i++) {
       alignas(64) float c[SIDE * SIDE];
@@ -226,21 +199,11 @@ void attend_rows(const Forward& f, const Packed& packed, long b, long n, long ro
   for (long panel = 0; panel < w.panels; panel++) finish(w, panel);
 }
 
-// Not where a gradient follows: it computes the logits again, which has to round in the same way. Fewer
-// rows or scores take longer to pack than AMX saves.
-bool suits(const Forward& f) {
-  constexpr long LEAST_SCORES = 8192;
-  const Problem& p = f.problem;
-  if (f.gradient) return false;
-  for (const Heads* x : {&p.query, &p.key, &p.value})
-    if (x->type != Float::bf16) return false;
-  return p.T >= SIDE && p.T * p.S >= LEAST_SCORES;
-}
-
 }  // namespace
 
 void attend(const Forward& f, Pool& pool) {
-  if (!suits(f)) return avx512::attend(f, pool);
+  // The gradient of a bias computes the logits again, which has to round in the same way.
+  if (!suits(f.problem) || (f.gradient && f.problem.bias)) return avx512::attend(f, pool);
   const Problem& p = f.problem;
   const long size = rows_of_item(p, pool.threads()), heads = p.B * p.K;
   const long blocks = (p.S + KEYS - 1) / KEYS;

@@ -9,6 +9,7 @@
 #include <immintrin.h>
 
 #include "rows.h"
+#include "scratch.h"
 
 namespace jaxmha {
 namespace amx {
@@ -24,6 +25,20 @@ constexpr long TILE_WORDS = 16 * 16, PART_WORDS = 2 * TILE_WORDS;
 using Word = uint32_t;
 
 inline long steps_of(long depth) { return (depth + STEP - 1) / STEP; }
+inline long blocks_of(long count) { return (count + SIDE - 1) / SIDE; }
+
+inline Word* take_words(Scratch& memory, size_t count) {
+  return reinterpret_cast<Word*>(memory.take(count));
+}
+
+// True for attention on AMX, forward and backward alike: fewer rows or scores take longer to pack than
+// AMX saves.
+inline bool suits(const Problem& p) {
+  constexpr long LEAST_SCORES = 8192;
+  for (const Heads* x : {&p.query, &p.key, &p.value})
+    if (x->type != Float::bf16) return false;
+  return p.T >= SIDE && p.T * p.S >= LEAST_SCORES;
+}
 
 inline __m512i bits(Vector x) { return _mm512_castps_si512(x); }
 
@@ -48,6 +63,29 @@ inline void split(Vector low, Vector high, Word* to) {
     _mm512_storeu_si512(to, _mm512_or_si512(_mm512_srli_epi32(bits(a), 16), bits(b)));
     low = sub(low, a), high = sub(high, b);
   }
+}
+
+// `count` rows of `depth` become blocks of rows, which are `steps` long.
+template <int PARTS>
+inline void pack_rows(const float* rows, long stride, long count, long depth, long steps, Word* to) {
+  constexpr long STEP_WORDS = PARTS * PART_WORDS;
+  for (long i = 0; i < count; i++, rows += stride) {
+    Word* word = to + i / SIDE * steps * STEP_WORDS + i % SIDE / W * TILE_WORDS + i % W * W;
+    for (long p = 0; p < depth; p += STEP, word += STEP_WORDS)
+      split<PARTS>(load_some(rows + p, depth - p), load_some(rows + p + W, depth - p - W), word);
+  }
+}
+
+// SIDE columns of `depth` rows become a block of columns.
+template <int PARTS>
+inline void pack_columns(const float* from, long stride, long depth, Word* to) {
+  const auto row = [&](long p, long tile) {
+    return p < depth ? load(from + p * stride + tile * W) : set1(0.f);
+  };
+  for (long p = 0; p < depth; p += STEP, to += PARTS * PART_WORDS)
+    for (long tile = 0; tile < 2; tile++)
+      for (long j = 0; j < W; j++)
+        split<PARTS>(row(p + j, tile), row(p + W + j, tile), to + tile * TILE_WORDS + j * W);
 }
 
 // Loads tiles 4 and 5, of rows; 6 and 7, of columns; multiplies each with each. The intrinsics are

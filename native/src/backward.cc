@@ -4,32 +4,29 @@
 // Where the tiles of all keys of a panel fit in the second-level cache, delta is the sum of the
 // same products that it is subtracted from, so that gradients of a row's logits cancel exactly.
 // Else it is the row sum of out * d_out, and they cancel up to the rounding of both.
+#include "backward.h"
+
 #include "gradient.h"
 #include "keys.h"
 #include "kernels.h"
 
 namespace jaxmha {
 namespace JAXMHA_ISA {
+
+Sizes::Sizes(const Problem& p, long threads) : H(padded(p.H)), h(padded(p.h)) {
+  constexpr size_t MOST_PARTIAL = size_t{256} << 20;  // bytes of gradients before the final sum
+  panels = p.group() * ((p.T + ROWS - 1) / ROWS);
+  parts = parts_of_backward(p, threads, ROWS, MOST_PARTIAL / sizeof(float) / (H + h));
+}
+
 namespace {
 
-constexpr long KEYS = 96;         // of a block
-constexpr long ALL_KEYS = 1536;   // most keys whose tiles are kept
-constexpr long CHUNK = 256;       // keys of an item of the final sum
-constexpr size_t MOST_PARTIAL = size_t{256} << 20;  // bytes of gradients before that sum
+constexpr long KEYS = 96;        // of a block
+constexpr long ALL_KEYS = 1536;  // most keys whose tiles are kept
+constexpr long CHUNK = 256;      // keys of an item of the final sum
 
-struct Sizes {
-  long H, h, panels, parts;
-  bool all_keys;
-  explicit Sizes(const Problem& p, long threads) : H(padded(p.H)), h(padded(p.h)) {
-    panels = p.group() * ((p.T + ROWS - 1) / ROWS);
-    parts = parts_of_backward(p, threads, ROWS, MOST_PARTIAL / sizeof(float) / (H + h));
-    all_keys = p.S <= ALL_KEYS;
-  }
-  long kept_keys(const Problem& p) const {
-    return all_keys ? (p.S + KEYS - 1) / KEYS * KEYS : KEYS;
-  }
-  size_t floats_of_head(const Problem& p) const { return Scratch::rounded(p.S * (H + h)); }
-};
+bool keeps_all(const Problem& p) { return p.S <= ALL_KEYS; }
+long kept_keys(const Problem& p) { return keeps_all(p) ? (p.S + KEYS - 1) / KEYS * KEYS : KEYS; }
 
 // The state of one item.
 struct Item {
@@ -50,7 +47,7 @@ struct Item {
 size_t floats_of(const Problem& p, const Sizes& s) {
   const long tiles = p.soft_cap != 0.f ? 3 : 2;
   return Panel::floats(p) + s.floats_of_head(p) + ROWS * s.H + 2 * ROWS +
-         tiles * s.kept_keys(p) * ROWS + KEYS * ROWS / 4 + KEYS * ROWS + 13 * 16;
+         tiles * kept_keys(p) * ROWS + KEYS * ROWS / 4 + KEYS * ROWS + 13 * 16;
 }
 
 Item::Item(const Backward& g, const Sizes& s, long b, long kv, float* sums)
@@ -61,9 +58,9 @@ Item::Item(const Backward& g, const Sizes& s, long b, long kv, float* sums)
   d_query = memory.take(ROWS * s.H);
   first = memory.take(ROWS);
   delta = memory.take(ROWS);
-  exps = memory.take(s.kept_keys(p) * ROWS);
-  d_exps = memory.take(s.kept_keys(p) * ROWS);
-  cap_gradient = p.soft_cap != 0.f ? memory.take(s.kept_keys(p) * ROWS) : nullptr;
+  exps = memory.take(kept_keys(p) * ROWS);
+  d_exps = memory.take(kept_keys(p) * ROWS);
+  cap_gradient = p.soft_cap != 0.f ? memory.take(kept_keys(p) * ROWS) : nullptr;
   tile.allowed = reinterpret_cast<uint8_t*>(memory.take(KEYS * ROWS / 4));
   tile.bias = memory.take(KEYS * ROWS);
   d_keys = sums, d_values = sums + p.S * s.H;
@@ -155,7 +152,7 @@ void start_delta(Item& w, long n) {
   const long h = w.p.h;
   for (long r = 0; r < ROWS; r++) {
     w.first[r] = w.delta[r] = 0.f;
-    if (w.panel.alive[r] == 0.f || w.sizes.all_keys) continue;
+    if (w.panel.alive[r] == 0.f || keeps_all(w.p)) continue;
     const auto* out = reinterpret_cast<const float*>(w.g.out.at(w.b, w.panel.r0 + r, n));
     const float* const d_out = w.panel.d_out_rows + r * w.sizes.h;
     double total = 0.;
@@ -187,7 +184,7 @@ void visit_panel(Item& w, long n, long r0) {
   w.panel.load_rows(w.g, view, w.b, n, r0, std::min(ROWS, p.T - r0));
   std::fill(w.d_query, w.d_query + ROWS * w.sizes.H, 0.f);
   start_delta(w, n);
-  const bool all_keys = w.sizes.all_keys;
+  const bool all_keys = keeps_all(p);
   if (!all_keys) add_lse(w, n);
   const Range seen = view.keys_of(r0, w.panel.rows);
   constexpr long MOST = ALL_KEYS / KEYS + 1;
@@ -242,7 +239,7 @@ void write_keys(const Backward& g, const Sizes& s, long head, long k0, long coun
   }
 }
 
-void visit_item(const Backward& g, const Sizes& s, long head, long part, float* sums) {
+void visit_part(const Backward& g, const Sizes& s, long head, long part, float* sums) {
   const Problem& p = g.problem;
   Item w(g, s, head / p.K, head % p.K, sums);
   const long each = s.panels / p.group();
@@ -253,7 +250,9 @@ void visit_item(const Backward& g, const Sizes& s, long head, long part, float* 
 
 }  // namespace
 
-void attend_backward(const Backward& g, Pool& pool) {
+void attend_backward(const Backward& g, Pool& pool) { attend_backward(g, pool, visit_part); }
+
+void attend_backward(const Backward& g, Pool& pool, VisitPart visit) {
   const Problem& p = g.problem;
   const Sizes s(p, pool.threads());
   const long heads = p.B * p.K;
@@ -262,13 +261,13 @@ void attend_backward(const Backward& g, Pool& pool) {
     return parallel(pool, heads, [&](long head) {
       Scratch sums(step);
       float* const own = sums.take(step);
-      visit_item(g, s, head, 0, own);
+      visit(g, s, head, 0, own);
       write_keys(g, s, head, 0, p.S, own);
     });
   Scratch memory(heads * s.parts * step);
   float* const sums = memory.take(heads * s.parts * step);
   parallel(pool, heads * s.parts,
-           [&](long i) { visit_item(g, s, i / s.parts, i % s.parts, sums + i * step); });
+           [&](long i) { visit(g, s, i / s.parts, i % s.parts, sums + i * step); });
   const long chunks = (p.S + CHUNK - 1) / CHUNK;
   parallel(pool, heads * chunks, [&](long i) {
     const long head = i / chunks, k0 = i % chunks * CHUNK;

@@ -21,6 +21,7 @@ JAXMHA_EVERY_ISA(JAXMHA_KERNELS)
 #if defined(JAXMHA_AMX)
 namespace amx {  // beside the kernels of AVX-512
 void attend(const Forward& forward, Pool& pool);
+void attend_backward(const Backward& backward, Pool& pool);
 void matmul(const Matmul& matmul, Pool& pool);
 }
 #endif

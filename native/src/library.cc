@@ -15,7 +15,7 @@ namespace {
    isa::matmul},
 const Kernels EVERY[] = {
 #if defined(JAXMHA_AMX)
-    {"amx", has_amx, amx::attend, avx512::attend_backward, avx512::bias_gradient,
+    {"amx", has_amx, amx::attend, amx::attend_backward, avx512::bias_gradient,
      avx512::attend_cache, amx::matmul},
 #endif
     JAXMHA_EVERY_ISA(JAXMHA_TABLE)};
