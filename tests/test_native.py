@@ -199,14 +199,14 @@ def windows_and_masks() -> list[Any]:
     mask[..., :100, 200:] = False
     found = []
     for dtype in ("float32", "bfloat16"):
-        q, k, v = (jnp.asarray(rng.standard_normal((1, 523, 3, 24)), dtype) for _ in range(3))
+        q, k, v = (jnp.asarray(rng.standard_normal((1, 523, 1, 24)), dtype) for _ in range(3))
         attend = partial(jaxmha.dot_product_attention, q, k, v, implementation="native")
         found += [attend(mask=mask), attend(local_window_size=(37, 5)), attend(is_causal=True)]
     return [np.asarray(x, np.float32) for x in found]
 
 
 @built
-@pytest.mark.parametrize("threads", ["1", "16"])
+@pytest.mark.parametrize("threads", ["1", "64"])
 def test_outputs_do_not_depend_on_the_number_of_threads(threads: str, tmp_path: Path) -> None:
     code = f"import numpy, tests.test_native as t; numpy.savez({str(tmp_path / 'x')!r}, *t.windows_and_masks())"
     environment = {**os.environ, "NPROC": threads, "PYTHONPATH": f"{ROOT}:{ROOT}/native"}

@@ -25,6 +25,7 @@ CASES = (
          logits_soft_cap=3.0),
     Case("mask", T=131, S=137, K=1, G=2, mask="B1TS", empty_rows=True, dead_keys=True),
     Case("panels", B=1, T=2113, S=5, K=8, G=1, H=3, h=2),
+    Case("chunks", B=1, T=137, S=1123, K=1, G=2, local_window_size=(90, 590)),
     Case("segments", T=257, S=131, K=1, G=2, segments="pair", scale=-0.7),
 )  # fmt: skip
 BY_NAME = {case.name: case for case in CASES}

@@ -1,6 +1,6 @@
-// Gradients of attention of bfloat16 on AMX: as in backward.cc, but products of blocks. Queries, keys,
-// values and cotangents are multiplied as they are, weights and gradients of logits as sums of two
-// bfloat16.
+// Gradients of attention of bfloat16 on AMX. Queries, keys, values and cotangents are multiplied as they
+// are, weights and gradients of logits as sums of two bfloat16. Delta is always the row sum of
+// out * d_out.
 //
 // Keys pass in chunks, whose blocks and gradients stay in the second-level cache while the panels of
 // query rows of an item pass.
@@ -21,6 +21,7 @@ constexpr long KEYS = 128, CHUNK = 512;  // keys of a block, and of a chunk
 constexpr long MOST_PANELS = 32;         // whose gradients are in memory at a time
 constexpr long KEY_STEPS = KEYS / STEP, CHUNK_STEPS = CHUNK / STEP, CHUNK_BLOCKS = CHUNK / SIDE;
 constexpr long ROW_STEPS = ROWS / STEP, ROW_BLOCKS = ROWS / SIDE;
+static_assert(STEP == SIDE, "blocks of keys are steps of products over keys");
 constexpr int PARTS = 2;  // of weights and of gradients of logits
 
 // Query rows of one head, and what is known of them before keys are visited.
@@ -133,22 +134,40 @@ void start_panel(const Item& w, Panel& panel) {
     for (long x = 0; x < p.h; x++) total += static_cast<double>(out[x]) * w.staging[r * w.h + x];
     if (w.g.d_lse) total -= w.g.d_lse.of(w.b)[panel.n * p.T + panel.r0 + r];
     panel.delta[r] = static_cast<float>(total);
-    // In units of cotangents that are divided by the row sum, as in backward.cc.
-    w.g.delta[(w.b * p.N + panel.n) * p.T + panel.r0 + r] = panel.delta[r] * panel.inverse[r];
   }
+  for (long r = 0; r < panel.rows; r++)  // for cotangents that are divided by the row sum
+    w.g.delta[(w.b * p.N + panel.n) * p.T + panel.r0 + r] = panel.delta[r] * panel.inverse[r];
   std::fill(panel.d_query, panel.d_query + w.H * ROWS, 0.f);
+}
+
+// Copies keys [k0, end) of a chunk and their values; others are 0.
+void copy_chunk(const Item& w, long k0, long end) {
+  const long first = std::max(k0, w.attended.first);
+  float *const keys = w.staging, *const values = keys + CHUNK * w.H;
+  std::fill(keys, keys + CHUNK * (w.H + w.h), 0.f);
+  copy_keys(w.p, w.b, w.kv, first, end - first, w.H, w.h, keys + (first - k0) * w.H,
+            values + (first - k0) * w.h);
+}
+
+// True if all attended keys and their values are finite, as the forward pass asks.
+bool all_finite(const Item& w) {
+  const auto [first, end] = w.attended;
+  if (finite_keys_of_bf16(w.p, w.b, w.kv, first, end - first)) return true;
+  for (long k0 = first / CHUNK * CHUNK; k0 < end; k0 += CHUNK) {  // without keys that none attends
+    copy_chunk(w, k0, std::min(k0 + CHUNK, end));
+    if (!avx512::all_finite(w.staging, CHUNK * (w.H + w.h))) return false;
+  }
+  return true;
 }
 
 // Packs keys [k0, end) of a chunk and their values as rows, and the keys as rows of features, too.
 void load_chunk(const Item& w, long k0, long end) {
-  const long first = std::max(k0, w.attended.first);
+  const long count = (end - k0 + ROWS - 1) / ROWS * ROWS;
   float *const keys = w.staging, *const values = keys + CHUNK * w.H;
-  std::fill(keys, keys + CHUNK * (w.H + w.h), 0.f);
-  copy_keys(w.p, w.b, w.kv, first, std::min(end, w.attended.end) - first, w.H, w.h,
-            keys + (first - k0) * w.H, values + (first - k0) * w.h);
-  pack_rows<1>(keys, w.H, CHUNK, w.H, steps_of(w.H), w.keys);
-  pack_rows<1>(values, w.h, CHUNK, w.h, steps_of(w.h), w.values);
-  for (long key = 0; key < CHUNK; key += ROWS) {
+  copy_chunk(w, k0, end);
+  pack_rows<1>(keys, w.H, count, w.H, steps_of(w.H), w.keys);
+  pack_rows<1>(values, w.h, count, w.h, steps_of(w.h), w.values);
+  for (long key = 0; key < count; key += ROWS) {
     transpose(keys + key * w.H, w.H, ROWS, w.H, w.transposed);
     pack_rows<1>(w.transposed, ROWS, w.H, ROWS, CHUNK_STEPS,
                  w.keys_over_keys + key / STEP * PART_WORDS);
@@ -225,8 +244,10 @@ void add_over_keys(const Item& w, const Panel& panel, const Keys& some) {
   }
 }
 
-// One block of at most KEYS keys from k0 on, of a chunk that begins at `chunk`, seen by a panel.
-void visit_block(const Item& w, const Panel& panel, const View& view, long chunk, long k0, long end) {
+// One block of at most KEYS keys from k0 on, of a chunk that begins at `chunk`, seen by a panel, which is
+// loaded first where no block before it was attended.
+void visit_block(const Item& w, const Panel& panel, const View& view, long chunk, long k0, long end,
+                 bool& loaded) {
   const Problem& p = w.p;
   const Range part = view.attended_part(panel.r0, panel.rows, k0, end - k0);
   if (part.empty()) return;
@@ -235,6 +256,7 @@ void visit_block(const Item& w, const Panel& panel, const View& view, long chunk
   const long count = part.end - part.first, first = part.first - some.k0;
   const Tile kind = view.tile(panel.r0, panel.rows, part.first, count, w.allowed, nullptr);
   if (kind == Tile::masked) return;
+  if (!loaded) load_panel(w, panel), loaded = true;
   multiply_features(w, some);
   const bool capped = p.soft_cap != 0.f;
   if (kind != Tile::clear)
@@ -272,14 +294,15 @@ void visit_panels(const Item& w, std::vector<Panel>& panels) {
   for (Panel& panel : panels) start_panel(w, panel);
   for (long chunk = w.attended.first / CHUNK * CHUNK; chunk < w.attended.end; chunk += CHUNK) {
     const long end = std::min(chunk + CHUNK, w.attended.end);
-    load_chunk(w, chunk, end);
+    bool packed = false;
     for (const Panel& panel : panels) {
       const View view(w.p, w.b, panel.n);
       const Range seen = view.keys_of(panel.r0, panel.rows);
       if (seen.end <= chunk || seen.first >= end) continue;
-      load_panel(w, panel);
+      if (!packed) load_chunk(w, chunk, end), packed = true;
+      bool loaded = false;
       for (long k0 = chunk; k0 < end; k0 += KEYS)
-        visit_block(w, panel, view, chunk, k0, std::min(k0 + KEYS, end));
+        visit_block(w, panel, view, chunk, k0, std::min(k0 + KEYS, end), loaded);
     }
   }
   for (const Panel& panel : panels) write_queries(w, panel);
@@ -290,6 +313,7 @@ void visit_part(const Backward& g, const Sizes& s, long head, long part, float* 
   const long own = (s.panels - part + s.parts - 1) / s.parts, each = s.panels / p.group();
   const long most = std::min(MOST_PANELS, own);
   Item w(g, s, head, most, sums);
+  if (!all_finite(w)) return avx512::visit_part(g, s, head, part, sums);
   const Tiles tiles;
   std::vector<Panel> panels;
   for (long i = 0; i < own; i += most) {
@@ -308,9 +332,8 @@ void visit_part(const Backward& g, const Sizes& s, long head, long part, float* 
 }  // namespace
 
 void attend_backward(const Backward& g, Pool& pool) {
-  const bool rounded = g.d_out.type == Float::bf16;  // as its output is
-  if (!suits(g.problem) || g.problem.bias || !rounded) return avx512::attend_backward(g, pool);
-  avx512::attend_backward(g, pool, visit_part);
+  const bool alike = suits(g.problem, true) && g.d_out.type == Float::bf16;
+  avx512::attend_backward(g, pool, alike ? visit_part : avx512::visit_part);
 }
 
 }  // namespace amx

@@ -3,7 +3,7 @@
 //
 // Queries, keys and values are multiplied as they are. Exponentials are sums of two bfloat16, of 16
 // digits: those of one would be rounded as coarsely as the output. The second may be 0, and 0 times an
-// infinite value is NaN: heads with values that are not finite are computed in float32.
+// infinite value is NaN: heads with keys or values that are not finite are computed in float32.
 #include <atomic>
 #include <vector>
 
@@ -20,7 +20,8 @@ namespace {
 
 constexpr long KEYS = 128;  // of a block
 constexpr long KEY_STEPS = KEYS / STEP, KEY_BLOCKS = KEYS / SIDE, ROW_BLOCKS = ROWS / SIDE;
-constexpr int PARTS = 2;  // of an exponential
+// Parts of an exponential; before a gradient, whose delta is a difference of nearly equal sums, all.
+constexpr int PARTS = 2, ALL_PARTS = 3;
 constexpr size_t MOST_PACKED = 48 << 20;  // bytes of the keys and values of some heads at a time
 
 // Words of a block of keys, and of their values.
@@ -33,7 +34,7 @@ struct Packed {
   long first, blocks;  // blocks: of a head
 };
 
-// Packs a block of keys of a head; keys beyond the last are 0. Returns false if a value is not finite.
+// Packs a block of keys of a head; keys beyond the last are 0. Returns false if one is not finite.
 bool pack(const Problem& p, const Packed& to, long head, long block) {
   const long bk = to.first + head, k0 = block * KEYS, h = p.h, width = blocks_of(h) * SIDE;
   const Range seen = keys_of_head(p, bk / p.K, bk % p.K);
@@ -55,7 +56,7 @@ bool pack(const Problem& p, const Packed& to, long head, long block) {
     pack_rows<1>(transposed, ROWS, width, ROWS, KEY_STEPS,
               to.values + at * value_words(p) + key / STEP * PART_WORDS);
   }
-  return all_finite(values, KEYS * h);
+  return all_finite(keys, KEYS * p.H) && all_finite(values, KEYS * h);
 }
 
 // The memory of an item: blocks of query rows, out h' ROWS, row max and row sum of every panel.
@@ -78,7 +79,7 @@ struct Item {
 size_t floats_of(const Problem& p, long panels) {
   const long width = blocks_of(p.h) * SIDE, most = std::max({p.H, p.h, ROWS});
   return panels * (ROW_BLOCKS * steps_of(p.H) * PART_WORDS + ROWS * width + 2 * ROWS) +
-         KEY_STEPS * PARTS * PART_WORDS + 2 * ROWS + 2 * KEYS * ROWS + KEYS * ROWS / 4 +
+         KEY_STEPS * ALL_PARTS * PART_WORDS + 2 * ROWS + 2 * KEYS * ROWS + KEYS * ROWS / 4 +
          2 * ROWS * most + 10 * W;
 }
 
@@ -87,7 +88,7 @@ Item::Item(const Forward& forward, long b, long n, long row0, long rows)
       panels((rows + ROWS - 1) / ROWS), steps(steps_of(p.H)), width(blocks_of(p.h) * SIDE),
       view(p, b, n), memory(floats_of(p, panels)) {
   query = take_words(memory, panels * ROW_BLOCKS * steps * PART_WORDS);
-  weights = take_words(memory, KEY_STEPS * PARTS * PART_WORDS);
+  weights = take_words(memory, KEY_STEPS * ALL_PARTS * PART_WORDS);
   out = memory.take(panels * ROWS * width);
   row_max = memory.take(panels * ROWS);
   row_sum = memory.take(panels * ROWS);
@@ -115,6 +116,7 @@ Item::Item(const Forward& forward, long b, long n, long row0, long rows)
 }
 
 // out = out * alpha + the products of values and exponentials of some steps of keys.
+template <int PARTS>
 void add_values(Item& w, long panel, long row_blocks, long step, long steps, const Word* values) {
   for (long j = 0; j < row_blocks; j++) {
     pack_columns<PARTS>(w.scores + step * STEP * ROWS + j * SIDE, ROWS, steps * STEP, w.weights);
@@ -161,7 +163,10 @@ void visit(Item& w, long panel, long k0, long count, const Word* keys, const Wor
   // Keys of these steps that are not of the part have no weight.
   std::fill(w.scores + step * STEP * ROWS, scores, 0.f);
   std::fill(w.scores + end * ROWS, w.scores + (step + steps) * STEP * ROWS, 0.f);
-  add_values(w, panel, row_blocks, step, steps, values);
+  if (w.f.gradient)
+    add_values<ALL_PARTS>(w, panel, row_blocks, step, steps, values);
+  else
+    add_values<PARTS>(w, panel, row_blocks, step, steps, values);
 }
 
 void finish(Item& w, long panel) {
@@ -202,13 +207,15 @@ void attend_rows(const Forward& f, const Packed& packed, long b, long n, long ro
 }  // namespace
 
 void attend(const Forward& f, Pool& pool) {
-  // The gradient of a bias computes the logits again, which has to round in the same way.
-  if (!suits(f.problem) || (f.gradient && f.problem.bias)) return avx512::attend(f, pool);
+  if (!suits(f.problem, f.gradient)) return avx512::attend(f, pool);
   const Problem& p = f.problem;
   const long size = rows_of_item(p, pool.threads()), heads = p.B * p.K;
   const long blocks = (p.S + KEYS - 1) / KEYS;
   const size_t of_head = blocks * (key_words(p) + value_words(p));
-  const long fit = MOST_PACKED / sizeof(Word) / of_head, most = std::max(1l, std::min(heads, fit));
+  // As many heads as fit, or more where they have too few items.
+  const long items = p.group() * ((p.T + size - 1) / size), fit = MOST_PACKED / sizeof(Word) / of_head;
+  const long wanted = std::max(fit, std::min(4 * fit, pool.threads() / items));
+  const long most = std::max(1l, std::min(heads, wanted));
   Scratch memory(most * of_head);
   Word* const keys = take_words(memory, most * blocks * key_words(p));
   Packed packed{keys, take_words(memory, most * blocks * value_words(p)), 0, blocks};

@@ -45,7 +45,7 @@ struct Part {
   const Matmul& m;  // of one batch row
   const Depths& depths;
   long p0, depth;
-  std::vector<char>& rows_not_finite;
+  std::vector<std::atomic<bool>>& rows_not_finite;
   std::atomic<bool>& column_not_finite;
   long steps() const { return steps_of(depth); }
 };
@@ -111,7 +111,7 @@ float split_row(const Part& x, const float* row, long r, long steps, Word* to) {
   for (long p = 0; p < x.depth; p += W) found = larger(found, load_some(row + p, x.depth - p));
   const Word largest = _mm512_reduce_max_epu32(found);
   const long depth = is_finite(largest) ? x.depth : 0;
-  if (!is_finite(largest)) x.rows_not_finite[r] = 1;
+  if (!is_finite(largest)) x.rows_not_finite[r] = true;
   const float power = power_of(largest);
   const auto near_one = [&](long p) { return divided(load_some(row + p, depth - p), set1(power)); };
   for (long s = 0; s < steps; s++, to += STEP_WORDS)
@@ -286,7 +286,7 @@ bool multiply_batch(const Matmul& one, Pool& pool) {
   const long first = one.rows <= FEW ? one.rows : one.columns;
   const long fit = MOST_WORDS / (PARTS * (first + SIDE) * STEP / 2) * STEP;
   const long most = std::min(DEPTH, std::max(4 * STEP, fit));
-  std::vector<char> not_finite(one.rows, 0);
+  std::vector<std::atomic<bool>> not_finite(one.rows);
   std::atomic<bool> failed{false};
   for (long p0 = 0; p0 < depths.count && !failed; p0 += most) {
     const Part x{one, depths, p0, std::min(most, depths.count - p0), not_finite, failed};

@@ -31,13 +31,16 @@ inline Word* take_words(Scratch& memory, size_t count) {
   return reinterpret_cast<Word*>(memory.take(count));
 }
 
-// True for attention on AMX, forward and backward alike: fewer rows or scores take longer to pack than
-// AMX saves.
-inline bool suits(const Problem& p) {
-  constexpr long LEAST_SCORES = 8192;
+// True for attention on AMX. Fewer rows or scores take longer to pack than AMX saves, as do many keys for
+// few rows; a packed head has at most LARGEST numbers. Where a gradient follows, the kernels that compute
+// its logits again have to round in the same way, and that of a bias runs in float32.
+inline bool suits(const Problem& p, bool gradient) {
+  constexpr long LEAST_SCORES = 8192, MANY_KEYS = 4096, MANY_ROWS = 128, LARGEST = 12l << 20;
   for (const Heads* x : {&p.query, &p.key, &p.value})
     if (x->type != Float::bf16) return false;
-  return p.T >= SIDE && p.T * p.S >= LEAST_SCORES;
+  if (gradient && p.bias) return false;
+  return p.T >= SIDE && p.T * p.S >= LEAST_SCORES && p.S * (p.H + p.h) <= LARGEST &&
+         (p.S <= MANY_KEYS || p.group() * p.T >= MANY_ROWS);
 }
 
 inline __m512i bits(Vector x) { return _mm512_castps_si512(x); }

@@ -239,6 +239,8 @@ void write_keys(const Backward& g, const Sizes& s, long head, long k0, long coun
   }
 }
 
+}  // namespace
+
 void visit_part(const Backward& g, const Sizes& s, long head, long part, float* sums) {
   const Problem& p = g.problem;
   Item w(g, s, head / p.K, head % p.K, sums);
@@ -247,8 +249,6 @@ void visit_part(const Backward& g, const Sizes& s, long head, long part, float* 
   for (long i = part; i < s.panels; i += s.parts)
     visit_panel(w, w.kv * p.group() + i / each, i % each * ROWS);
 }
-
-}  // namespace
 
 void attend_backward(const Backward& g, Pool& pool) { attend_backward(g, pool, visit_part); }
 

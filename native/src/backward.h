@@ -20,5 +20,8 @@ using VisitPart = void (*)(const Backward& g, const Sizes& sizes, long head, lon
 
 void attend_backward(const Backward& g, Pool& pool, VisitPart visit);
 
+// The part in float32.
+void visit_part(const Backward& g, const Sizes& sizes, long head, long part, float* sums);
+
 }  // namespace JAXMHA_ISA
 }  // namespace jaxmha

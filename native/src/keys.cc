@@ -43,6 +43,17 @@ Range keys_of_head(const Problem& p, long b, long kv) {
   return found;
 }
 
+bool finite_keys_of_bf16(const Problem& p, long b, long kv, long k0, long count) {
+  for (long j = k0; j < k0 + count; j++)
+    for (const Heads* x : {&p.key, &p.value}) {
+      const auto* row = reinterpret_cast<const uint16_t*>(x->at(b, j, kv));
+      bool bad = false;
+      for (long i = 0; i < x->features; i++) bad |= (row[i] & 0x7f80) == 0x7f80;
+      if (bad) return false;
+    }
+  return true;
+}
+
 bool finite_keys(const Problem& p, long b, long kv, long k0, long count) {
   for (long j = k0; j < k0 + count; j++) {
     fetch(p.key.at(b, std::min(j + AHEAD, p.S - 1), kv), p.H * size_of(p.key.type));

@@ -86,6 +86,8 @@ void exponentials(long keys, long lanes, const Exponent& exponent, float* scores
       store(at, x);
       even.add_next(x);
     }
+    // Then further zeros, of keys that other rows of the panel attend, change nothing.
+    even.add_next(set1(0.f)), odd.add_next(set1(0.f));
     store(alpha + j * W, factor);
     store(row_sum + j * W, fma(load(row_sum + j * W), factor, even.with(odd)));
   }

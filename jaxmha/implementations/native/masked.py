@@ -256,9 +256,11 @@ def _attend(config: Config, problem: Problem, masks: Masks) -> Arrays:
     """Output `B T N h`, row max and row sum `B N T`."""
     (B, T, N, _), (S, _, h) = problem.query.shape, problem.value.shape[1:]
     shapes = ((B, T, N, h), config.settings.out), *[((B, N, T), np.float32)] * 2
+    wide = config.settings.gradient and _in_parts(config, problem)
 
     def visit(rows: _Span, results: Arrays) -> Arrays:
         part = _part(config, problem, masks, rows, _whole(S))
+        part = _widened(part) if wide else part
         found = primitives.attend(config.settings, part)
         return tuple(map(rows.put, results, found, (1, 2, 2)))
 
@@ -269,12 +271,26 @@ def _zeros(like: jax.Array, shapes: Sequence[tuple[tuple[int, ...], Any]]) -> Ar
     return tuple(jnp.zeros_like(like, dtype, shape=shape) for shape, dtype in shapes)
 
 
+def _in_parts(config: Config, problem: Problem) -> bool:
+    """True if either pass visits some queries or keys at a time.
+
+    Gradients of parts are summed in float32; both passes have to sum logits alike.
+    """
+    T, S = problem.query.shape[1], problem.key.shape[1]
+    return (config.rows, config.gradient_rows, config.gradient_keys) != (T, T, S)
+
+
+def _widened(part: Problem) -> Problem:
+    query, key, value = (x.astype(np.float32) for x in part[:3])
+    return part._replace(query=query, key=key, value=value)
+
+
 def _attend_backward(
     config: Config, problem: Problem, masks: Masks, residuals: Residuals, out: jax.Array
 ) -> list[jax.Array]:
     """Gradients of query, key and value; sums over parts are float32."""
     T, S = problem.query.shape[1], problem.key.shape[1]
-    parts = (config.gradient_rows, config.gradient_keys) != (T, S)
+    parts = _in_parts(config, problem)
     dtypes = [np.dtype(np.float32) if parts else x.dtype for x in problem[:3]]
 
     def visit_keys(keys: _Span, gradients: Arrays) -> Arrays:
@@ -282,9 +298,8 @@ def _attend_backward(
 
         def visit_rows(rows: _Span, before: Arrays) -> Arrays:
             part = _part(config, problem, masks, rows, keys)
-            heads = (x.astype(dtype) for x, dtype in zip(part[:3], dtypes, strict=True))
             *of_rows, out_of_rows = map(rows.of, (*residuals, out), (2, 2, 1, 2, 1))
-            operands = part._replace(**dict(zip(part._fields, heads, strict=False)))
+            operands = _widened(part) if parts else part
             found = primitives.attend_backward(
                 config.settings, operands, Residuals(*of_rows), out_of_rows
             )
