@@ -136,11 +136,16 @@ def project_checked(
         attended: Sequence[jax.Array | None],
     ) -> list[jax.Array]:
         return [
-            affine_map(x, 1, projection, dtype, precision, implementation, mask)
-            for x, mask, projection in zip(inputs, attended, projections, strict=True)
+            affine_map(x, 1, projection, dtype, precision, implementation, mask, at_once)
+            for x, mask, projection, at_once in zip(
+                inputs, attended, projections, rounded, strict=True
+            )
         ]
 
     precision = semantics.precision
+    unclipped = semantics.clip_qkv is None
+    unchanged = unclipped and semantics.qk_norm is None
+    rounded = unchanged, unchanged, unclipped
     projections = params.query, params.key, params.value
     heads = shard_map.project(affine, projections, all_three(query, key, value), attended)
     heads[:2] = _normalised(params, heads[0], heads[1], semantics)
@@ -226,7 +231,7 @@ def combine_checked(
     if params.out is None:
         *batch, N, h = heads.shape
         return jnp.reshape(heads, (*batch, N * h)).astype(dtype)
-    out = affine_map(heads, 2, params.out, dtype, semantics.precision, implementation)
+    out = affine_map(heads, 2, params.out, dtype, semantics.precision, implementation, rounded=True)
     return out.astype(dtype)
 
 
@@ -264,10 +269,12 @@ def affine_map(
     precision: Precision,
     implementation: str | Sequence[str] | None = None,
     attended: jax.Array | None = None,
+    rounded: bool = False,
 ) -> jax.Array:
     """Contracts the last `contracted` axes of x with the first of the kernel, in one matmul.
 
     `attended`: the rows of x to read, of its other axes; others count as zeros. None: all.
+    `rounded`: the caller rounds the result to `dtype` at once, so a kernel may do it.
 
     On CPU, product and bias are in the accumulation dtype, so that their sum is rounded once. On
     GPUs and TPUs, the product is rounded to `dtype` before the bias is added: a product in the
@@ -298,7 +305,7 @@ def affine_map(
         implementation.matmuls.append(reason)
     if reason is None:
         own = None if bias is None else jnp.asarray(bias).astype(dtype).reshape(-1)
-        return native.affine(rows, columns, own, kept).reshape(*lead, *outside)
+        return native.affine(rows, columns, own, kept, rounded).reshape(*lead, *outside)
     rows = _zero_outside(rows, kept)
     if written == accumulate:
         y = matmul(rows, columns, precision=precision, dtype=accumulate)

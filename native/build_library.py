@@ -20,7 +20,7 @@ SOURCES = HERE / "src"
 LIBRARY = HERE / "jaxmha_cpu" / "libjaxmha_cpu.so"
 # Of the handlers: raise it when their operands, results or attributes change, here and in
 # jaxmha/implementations/native/library.py.
-INTERFACE = 6
+INTERFACE = 7
 VERSION = "0.1.0"
 
 COMMON = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-Wall"]
@@ -35,11 +35,11 @@ ISAS: dict[str, dict[str, list[str]]] = {
     "aarch64": {"neon": []},
 }  # fmt: skip
 # Beside the flags of AVX-512, where the compiler takes them: GCC from 11 and Clang from 12 on.
-AMX = ["-mamx-tile", "-mamx-bf16"]
+AMX = ["-mamx-tile", "-mamx-bf16", "-mavx512bf16"]
 KERNELS = ["conditions", "keys", "scores", "forward", "few_rows"]
 KERNELS += ["cache_item", "cache_few", "cache_many", "cache_step"]
-KERNELS += ["gradient", "backward", "bias_gradient", "matmul"]
-AMX_KERNELS = ["amx_backward", "amx_forward", "amx_matmul"]
+KERNELS += ["gradient", "backward", "bias_gradient", "matmul", "matmul_bf16"]
+AMX_KERNELS = ["amx_backward", "amx_forward", "amx_matmul", "amx_bf16"]
 GENERIC = ["cells", "handlers", "library", "operands", "parallel", "scratch", "write_cache"]
 # The static libgcc asks for a newer glibc than all else, and jaxlib needs the shared one as well.
 # Sections that nothing uses would ask for a newer one too.

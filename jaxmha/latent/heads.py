@@ -184,7 +184,7 @@ class Latent(NamedTuple):
         """
         params = self.params
         if params.query_latent is not None:
-            latent = self._affine(x, params.query_latent, attended)
+            latent = self._affine(x, params.query_latent, attended, rounded=False)
             x, attended = self._norm(latent, params.query_latent_norm), None
         query = self._affine(x, params.query, attended).astype(self.dtype)
         H = params.key.kernel.shape[-1]
@@ -201,7 +201,7 @@ class Latent(NamedTuple):
         attended: jax.Array | None = None,
     ) -> Float[jax.Array, "B T C"]:
         """Latents, then the rotary key. `attended`: the positions to keep, `b T`."""
-        latent = self._affine(x, self.params.latent, attended)
+        latent = self._affine(x, self.params.latent, attended, rounded=False)
         latent = self._norm(latent, self.params.latent_norm)
         key = self._affine(x, self.params.rotary_key, attended).astype(self.dtype)
         turned = self._rotated(key[:, :, None], positions)[:, :, 0]
@@ -243,9 +243,13 @@ class Latent(NamedTuple):
         projection: Projection,
         attended: jax.Array | None = None,
         contracted: int = 1,
+        rounded: bool = True,
     ) -> jax.Array:
+        """`rounded`: the caller rounds the result to `self.dtype` at once."""
         precision, names = self.semantics.precision, self.implementation
-        return affine_map(x, contracted, projection, self.dtype, precision, names, attended)
+        return affine_map(
+            x, contracted, projection, self.dtype, precision, names, attended, rounded
+        )
 
     def _by_head(
         self, heads: Float[jax.Array, "B T N c"], kernel: Float[jax.Array, "d c N"]

@@ -119,14 +119,6 @@ float split_row(const Part& x, const float* row, long r, long steps, Word* to) {
   return power;
 }
 
-// True if any of `count` rows from r0 on is kept.
-bool any_kept(const Matmul& m, long r0, long count) {
-  if (!m.kept || m.a_transposed) return r0 < m.rows;
-  const uint8_t* const kept = m.kept.of(0);
-  return std::any_of(kept + std::min(r0, m.rows), kept + std::min(r0 + count, m.rows),
-                     [](uint8_t x) { return x; });
-}
-
 // Rows of a transposed a are copied first; they do not lie a power of two apart.
 constexpr long STRIDE = DEPTH + W;
 long copied_floats(const Matmul& m) { return m.a_transposed ? SIDE * STRIDE : 0; }
@@ -157,7 +149,7 @@ void split_a(const Part& x, const Blocks& to, long block, long r0, float* copied
     Word* const words = to.words_of(block) + i / W * TILE_WORDS + i % W * W;
     float& power = to.powers_of(block)[i];
     power = 0.f;
-    if (any_kept(m, r0 + i, 1))
+    if (any_kept(m, 0, r0 + i, 1))
       power = split_row(x, rows + i * stride, r0 + i, to.steps, words);
     else
       for (long s = 0; s < to.steps; s++) split<PARTS>(set1(0.f), set1(0.f), words + s * STEP_WORDS);
@@ -195,7 +187,7 @@ void multiply_blocks(const Part& x, const Blocks& a, long r0, long rows, const B
   for (long j = 0; j < panels; j++)
     for (long i = 0; i < blocks; i++) {
       const Word* const next = b.words_of(j + 1) + i * lines * a.steps * W;
-      if (any_kept(x.m, r0 + i * SIDE, SIDE))
+      if (any_kept(x.m, 0, r0 + i * SIDE, SIDE))
         multiply<PARTS, PARTS>(a.words_of(i), b.words_of(j), a.steps, c, SIDE, next,
                                j + 1 < panels ? lines : 0);
       else

@@ -20,7 +20,7 @@ using Result = ffi::Result<ffi::AnyBuffer>;
 
 void prepare(Forward& call, Pool& pool) { find_cells(call.problem, pool); }
 void prepare(Cotangents& call, Pool& pool) { find_cells(call.problem, pool); }
-void prepare(const Matmul&, Pool&) {}
+void prepare(const MatmulSizes&, Pool&) {}
 void prepare(const CacheStep&, Pool&) {}
 
 // Runs a kernel of the widest ISA that this CPU has.
@@ -207,32 +207,45 @@ ffi::Error attend_cache(ffi::ThreadPool threads, Any rows, Any key, Any value, A
   return run(threads, s, &Kernels::attend_cache);
 }
 
-ffi::Error matmul(ffi::ThreadPool threads, Any a, Any b, Any bias, Any kept, Result y,
-                  bool a_transposed, bool b_transposed) {
-  Reader reader(std::vector<Any>{a, b, bias, kept}, {2, 2, 1, 1});
+// What matmuls of every type have; false: it does not fit.
+template <class E>
+bool read_matmul(Reader& reader, MatmulOf<E>& to, Any a, Any b, Any bias, Any kept) {
   const auto x = a.dimensions(), z = b.dimensions();
   if (x.size() < 2) reader.fail("a", a, "at least axes (rows, depth)");
   if (z.size() < 2) reader.fail("b", b, "at least axes (depth, columns)");
-  if (reader.failed()) return reader.error();
-  Matmul call{};
-  call.batches = reader.batches();
-  call.a_transposed = a_transposed, call.b_transposed = b_transposed;
+  if (reader.failed()) return false;
+  to.batches = reader.batches();
   const size_t m = x.size() - 2, n = z.size() - 2;
-  call.rows = x[m + a_transposed], call.depth = x[m + !a_transposed];
-  call.columns = z[n + !b_transposed];
-  Sizes of_a{call.rows, call.depth}, of_b{call.depth, call.columns};
-  if (a_transposed) std::swap(of_a[0], of_a[1]);
-  if (b_transposed) std::swap(of_b[0], of_b[1]);
-  call.a = reader.batched<const float>("a", a, of_a);
-  call.b = reader.batched<const float>("b", b, of_b);
-  call.bias = reader.batched<const float>("bias", bias, {call.columns});
-  call.kept = reader.batched<const uint8_t>("kept", kept, {x[m]});
-  if (call.kept && a_transposed && b_transposed)
+  to.rows = x[m + to.a_transposed], to.depth = x[m + !to.a_transposed];
+  to.columns = z[n + !to.b_transposed];
+  Sizes of_a{to.rows, to.depth}, of_b{to.depth, to.columns};
+  if (to.a_transposed) std::swap(of_a[0], of_a[1]);
+  if (to.b_transposed) std::swap(of_b[0], of_b[1]);
+  to.a = reader.batched<const E>("a", a, of_a);
+  to.b = reader.batched<const E>("b", b, of_b);
+  to.bias = reader.batched<const E>("bias", bias, {to.columns});
+  to.kept = reader.batched<const uint8_t>("kept", kept, {x[m]});
+  if (to.kept && to.a_transposed && to.b_transposed)
     reader.fail("kept", kept, "none, if a and b are transposed");
-  call.y = reader.result("y", *y, {call.rows, call.columns});
-  if (!call.a || !call.b) reader.fail("a", a, "sizes of at least 1");
-  if (reader.failed()) return reader.error();
-  return run(threads, call, &Kernels::matmul);
+  if (!to.a || !to.b) reader.fail("a", a, "sizes of at least 1");
+  return !reader.failed();
+}
+
+ffi::Error matmul(ffi::ThreadPool threads, Any a, Any b, Any bias, Any kept, Result y,
+                  bool a_transposed, bool b_transposed) {
+  Reader reader(std::vector<Any>{a, b, bias, kept}, {2, 2, 1, 1});
+  if (a.element_type() == ffi::BF16) {
+    Bf16Matmul call{};
+    call.a_transposed = a_transposed, call.b_transposed = b_transposed;
+    if (read_matmul(reader, call, a, b, bias, kept))
+      call.y = reader.result("y", *y, {call.rows, call.columns}, call.type);
+    return reader.failed() ? reader.error() : run(threads, call, &Kernels::matmul_bf16);
+  }
+  Matmul call{};
+  call.a_transposed = a_transposed, call.b_transposed = b_transposed;
+  if (read_matmul(reader, call, a, b, bias, kept))
+    call.y = reader.result("y", *y, {call.rows, call.columns});
+  return reader.failed() ? reader.error() : run(threads, call, &Kernels::matmul);
 }
 
 }  // namespace

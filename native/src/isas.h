@@ -25,9 +25,11 @@ inline bool has_avx512() {
 inline bool has_amx() {
   constexpr unsigned TILE_AND_BF16 = 1u << 24 | 1u << 22;
   constexpr long REQUEST = 0x1023, TILES = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-  unsigned a, b, c, d;
+  constexpr unsigned AVX512_BF16 = 1u << 5;
+  unsigned a, b, c, d, more;
   return has_avx512() && __get_cpuid_count(7, 0, &a, &b, &c, &d) != 0 &&
-         (d & TILE_AND_BF16) == TILE_AND_BF16 && syscall(SYS_arch_prctl, REQUEST, TILES) == 0;
+         (d & TILE_AND_BF16) == TILE_AND_BF16 && __get_cpuid_count(7, 1, &more, &b, &c, &d) != 0 &&
+         (more & AVX512_BF16) != 0 && syscall(SYS_arch_prctl, REQUEST, TILES) == 0;
 }
 #endif
 #else

@@ -15,6 +15,7 @@ namespace jaxmha {
   void bias_gradient(const BiasGradient& gradient, Pool& pool); \
   void attend_cache(const CacheStep& step, Pool& pool);         \
   void matmul(const Matmul& matmul, Pool& pool);                \
+  void matmul_bf16(const Bf16Matmul& matmul, Pool& pool);       \
   }
 JAXMHA_EVERY_ISA(JAXMHA_KERNELS)
 #undef JAXMHA_KERNELS
@@ -23,6 +24,7 @@ namespace amx {  // beside the kernels of AVX-512
 void attend(const Forward& forward, Pool& pool);
 void attend_backward(const Backward& backward, Pool& pool);
 void matmul(const Matmul& matmul, Pool& pool);
+void matmul_bf16(const Bf16Matmul& matmul, Pool& pool);
 }
 #endif
 

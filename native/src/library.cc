@@ -12,11 +12,11 @@ namespace {
 
 #define JAXMHA_TABLE(isa)                                                                     \
   {#isa, has_##isa, isa::attend, isa::attend_backward, isa::bias_gradient, isa::attend_cache, \
-   isa::matmul},
+   isa::matmul, isa::matmul_bf16},
 const Kernels EVERY[] = {
 #if defined(JAXMHA_AMX)
     {"amx", has_amx, amx::attend, amx::attend_backward, avx512::bias_gradient,
-     avx512::attend_cache, amx::matmul},
+     avx512::attend_cache, amx::matmul, amx::matmul_bf16},
 #endif
     JAXMHA_EVERY_ISA(JAXMHA_TABLE)};
 #undef JAXMHA_TABLE

@@ -13,6 +13,7 @@ struct Kernels {
   void (*bias_gradient)(const BiasGradient&, Pool&);
   void (*attend_cache)(const CacheStep&, Pool&);
   void (*matmul)(const Matmul&, Pool&);
+  void (*matmul_bf16)(const Bf16Matmul&, Pool&);
 };
 
 // Those of the widest instruction set that this CPU and its operating system have, and that

@@ -10,19 +10,33 @@ namespace jaxmha {
 // y[rows x columns] = a[rows x depth] b[depth x columns] + bias[columns], of every batch row. Where
 // the first stored axis of a is not kept, it counts as 0, whatever is there: rows of a, or, if a is
 // transposed, depths of both.
-struct Matmul {
+struct MatmulSizes {
   long batches, rows, depth, columns;
   bool a_transposed, b_transposed;         // stored as depth x rows, columns x depth
-  Batched<const float> a, b, bias;         // bias may be absent
   Batched<const uint8_t> kept;             // may be absent; not if both are transposed
+};
+
+template <class E>
+struct MatmulOf : MatmulSizes {
+  Batched<const E> a, b, bias;             // bias may be absent
+};
+
+struct Matmul : MatmulOf<float> {
   float* y;
+};
+
+// Of bfloat16, whose products are exact in float32. Sums are of float32, and rounded at the end if y is
+// of bfloat16.
+struct Bf16Matmul : MatmulOf<uint16_t> {
+  char* y;
+  Float type;                              // of y: f32 or bf16
 };
 
 // The depths of a batch row that are multiplied: all, or those that are kept.
 struct Depths {
   long count;
   std::vector<long> kept;
-  Depths(const Matmul& m, long batch) : count(m.depth) {
+  Depths(const MatmulSizes& m, long batch) : count(m.depth) {
     if (!m.kept || !m.a_transposed) return;
     for (long p = 0; p < m.depth; p++)
       if (m.kept.of(batch)[p]) kept.push_back(p);
@@ -31,6 +45,14 @@ struct Depths {
   }
   long operator[](long p) const { return kept.empty() ? p : kept[p]; }
 };
+
+// True if any of `count` rows from r0 on is kept.
+inline bool any_kept(const MatmulSizes& m, long batch, long r0, long count) {
+  if (!m.kept || m.a_transposed) return r0 < m.rows;
+  const uint8_t* const kept = m.kept.of(batch);
+  return std::any_of(kept + std::min(r0, m.rows), kept + std::min(r0 + count, m.rows),
+                     [](uint8_t x) { return x; });
+}
 
 constexpr long PANEL = 64;  // columns
 constexpr long BLOCK = 512;  // depth of the panels that are packed at a time

@@ -139,11 +139,20 @@ Pairs<const float> Reader::bias(const ffi::AnyBuffer& x, const Sizes& sizes) {
 }
 
 float* Reader::result(const char* name, const ffi::AnyBuffer& x, Sizes sizes) {
+  Float type = Float::f32;
+  char* const found = result(name, x, sizes, type);
+  if (type != Float::f32) fail(name, x, "float32, not another type");
+  return reinterpret_cast<float*>(found);
+}
+
+char* Reader::result(const char* name, const ffi::AnyBuffer& x, Sizes sizes, Float& type) {
   if (failed()) return nullptr;
   sizes.insert(sizes.begin(), lead_.begin(), lead_.end());
-  if (x.element_type() != ffi::F32 || sizes_of(x) != sizes)
-    fail(name, x, "float32 " + shown(sizes));
-  return static_cast<float*>(x.untyped_data());
+  const bool half = x.element_type() == ffi::BF16;
+  if ((x.element_type() != ffi::F32 && !half) || sizes_of(x) != sizes)
+    fail(name, x, "a floating type and " + shown(sizes));
+  type = half ? Float::bf16 : Float::f32;
+  return static_cast<char*>(x.untyped_data());
 }
 
 std::vector<std::vector<long>> Reader::parts(const char* name, const ffi::AnyBuffer& x,
@@ -218,5 +227,7 @@ Problem Reader::problem(const ffi::AnyBuffer& query, const ffi::AnyBuffer& key,
 
 template Batched<const float> Reader::batched(const char*, const ffi::AnyBuffer&, const Sizes&,
                                               ffi::DataType);
+template Batched<const uint16_t> Reader::batched(const char*, const ffi::AnyBuffer&, const Sizes&,
+                                                 ffi::DataType);
 
 }  // namespace jaxmha

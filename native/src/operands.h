@@ -18,6 +18,7 @@ using Sizes = std::vector<long>;
 template <class E>
 constexpr ffi::DataType type_of() {
   if (std::is_same_v<E, const float> || std::is_same_v<E, float>) return ffi::F32;
+  if (std::is_same_v<E, const uint16_t>) return ffi::BF16;
   return std::is_same_v<E, const int32_t> ? ffi::S32 : ffi::PRED;
 }
 
@@ -54,6 +55,8 @@ class Reader {
   Pairs<const float> bias(const ffi::AnyBuffer& x, const Sizes& sizes);
   // A float32 result with all batch axes.
   float* result(const char* name, const ffi::AnyBuffer& x, Sizes sizes);
+  // The same of float32 or bfloat16, and which.
+  char* result(const char* name, const ffi::AnyBuffer& x, Sizes sizes, Float& type);
   // Batch rows by part of a result, whose batch axes may have size 1.
   std::vector<std::vector<long>> parts(const char* name, const ffi::AnyBuffer& x, size_t axes);
 

@@ -11,6 +11,7 @@ import re
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 
@@ -20,7 +21,7 @@ SWITCH = "JAXMHA_NATIVE"
 VALUES = ("0", "1", "amx", "avx512", "avx2", "none")
 # Version of the operands, results and attributes of the handlers. native/build_library.py has the
 # same number.
-INTERFACE = 6
+INTERFACE = 7
 HANDLERS: dict[str, str] = {
     "attend": "jaxmha_cpu_attend",
     "attend_backward": "jaxmha_cpu_attend_backward",
@@ -32,44 +33,60 @@ HANDLERS: dict[str, str] = {
 UPGRADE = "pip install --upgrade jaxmha-cpu"
 
 
+class Loaded(NamedTuple):
+    """Why a library cannot be used, or None, and the instruction set of its kernels."""
+
+    reason: str | None
+    isa: str = ""
+
+
 def unavailable() -> str | None:
     """Registers the library; returns the reason why this process cannot use it, or None.
 
     Raises:
       ValueError: JAXMHA_NATIVE has another value than those.
     """
+    return _loaded().reason
+
+
+def isa() -> str:
+    """The instruction set of the kernels, such as amx; empty if `unavailable` has a reason."""
+    return _loaded().isa
+
+
+def _loaded() -> Loaded:
     chosen = os.environ.get(SWITCH, "")
     if chosen not in ("", *VALUES):
         raise ValueError(f"{SWITCH} must be among {VALUES} or unset, got {chosen!r}")
     if chosen == "0":
-        return f"{SWITCH}=0 switches it off"
+        return Loaded(f"{SWITCH}=0 switches it off")
     try:
         found = find_spec("jaxmha_cpu")
     except ValueError:  # jaxmha_cpu is imported and has no spec
         found = None
     folders = [] if found is None else list(found.submodule_search_locations or ())
     if not folders:
-        return "jaxmha-cpu is not installed: pip install 'jaxmha[cpu]'"
+        return Loaded("jaxmha-cpu is not installed: pip install 'jaxmha[cpu]'")
     return _registered(Path(folders[0]))
 
 
 @cache
-def _registered(folder: Path) -> str | None:
+def _registered(folder: Path) -> Loaded:
     file = folder / "libjaxmha_cpu.so"
     reason = _damaged(file)
     if reason:
-        return reason
+        return Loaded(reason)
     try:
         library = ctypes.CDLL(str(file))
     except OSError as error:
-        return f"jaxmha-cpu cannot be loaded: {str(error).splitlines()[0]}"
+        return Loaded(f"jaxmha-cpu cannot be loaded: {str(error).splitlines()[0]}")
     reason = _mismatch(library)
     if reason:
-        return reason
+        return Loaded(reason)
     for name in HANDLERS.values():
         capsule = jax.ffi.pycapsule(getattr(library, name))  # type: ignore[no-untyped-call]
         jax.ffi.register_ffi_target(name, capsule, platform="cpu")
-    return None
+    return Loaded(None, library.jaxmha_cpu_isa().decode())
 
 
 def _damaged(file: Path) -> str | None:

@@ -5,7 +5,7 @@ bias to another pass over the output.
 """
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -24,6 +24,10 @@ NAME = "native"
 # for a copy of the kernel. A kernel with WIDE columns or more is large, so fewer rows pay for it.
 LEAST_ROWS, LEAST_ROWS_OF_WIDE, LEAST_WORK = 48, 16, 2**20
 WIDE = 1024
+# In bfloat16 a copy of the kernel costs little, unless it has LARGE entries or more, which come from
+# memory: for few rows, both then take the time of reading it.
+LEAST_ROWS_OF_BF16, LEAST_ROWS_OF_LARGE, LARGE = 16, 64, 2**21
+BF16: np.dtype[Any] = np.dtype(jnp.bfloat16)
 
 
 def unsupported_reason(
@@ -46,14 +50,20 @@ def unsupported_reason(
         return f"native kernels run on CPU, not on {platform.device}"
     if not all(isinstance(size, int) for size in (rows, depth, columns)):
         return "sizes must be known"
-    if dtype != np.float32:
-        return f"native matmuls take float32, got {dtype.name}"
-    least = LEAST_ROWS_OF_WIDE if columns >= WIDE else LEAST_ROWS
+    if dtype not in (np.float32, BF16):
+        return f"native matmuls take float32, and bfloat16 with AMX, got {dtype.name}"
+    if dtype == BF16:
+        least = LEAST_ROWS_OF_LARGE if depth * columns >= LARGE else LEAST_ROWS_OF_BF16
+    else:
+        least = LEAST_ROWS_OF_WIDE if columns >= WIDE else LEAST_ROWS
     if rows < least or rows * depth * columns < LEAST_WORK:
         return f"{rows} x {depth} by {depth} x {columns} takes XLA less time"
     if jax.process_count() > 1 or (jax.device_count() > 1 and not attention.on_one_device()):
         return "XLA may partition the call"
-    return library.unavailable()
+    reason = library.unavailable()
+    if reason is None and dtype == BF16 and library.isa() != "amx":
+        return f"native matmuls take bfloat16 with AMX, not with {library.isa()}"
+    return reason
 
 
 def affine(
@@ -61,15 +71,18 @@ def affine(
     kernel: Float[jax.Array, "k n"],
     bias: Float[jax.Array, " n"] | None,
     kept: Bool[jax.Array, " m"] | None = None,
+    rounded: bool = False,
 ) -> Float[jax.Array, "m n"]:
-    """`x @ kernel + bias` in float32, with derivatives of every order and mode.
+    """`x @ kernel + bias` in float32, with derivatives of every order and mode. All operands are of
+    float32, or all of bfloat16.
 
     `kept`: the rows of x to read; others count as zeros, whatever they hold, and cost next to
-    nothing, forward and backward. None: all.
+    nothing, forward and backward. None: all. `rounded`: the sum is rounded to the dtype of x.
     """
-    bias = operands.absent(np.float32) if bias is None else bias
+    bias = operands.absent(x.dtype) if bias is None else bias
     kept = operands.absent(np.bool_) if kept is None else kept
-    found: jax.Array = _bind(*varying.alike((x, kernel, bias, kept)))
+    dtype = x.dtype if rounded else np.dtype(np.float32)
+    found: jax.Array = _bind(*varying.alike((x, kernel, bias, kept)), dtype)
     return found
 
 
@@ -78,19 +91,20 @@ def _bind(
     b: Array,
     bias: Array | None,
     kept: Array,
+    dtype: np.dtype[Any],
     a_transposed: bool = False,
     b_transposed: bool = False,
 ) -> jax.Array:
-    """`A B + bias` of operands that are stored as they are or transposed.
+    """`A B + bias` in `dtype`, of operands of one dtype that are stored as they are or transposed.
 
     `kept`: of the first stored axis of a: rows of A, or, if a is transposed, depths of A and B.
     """
     if bias is None:
-        bias = jnp.zeros((*[1] * (a.ndim - 2), 0), np.float32)
+        bias = jnp.zeros((*[1] * (a.ndim - 2), 0), a.dtype)
         a, b, bias, kept = varying.alike((a, b, bias, kept))
-    flags = {"a_transposed": a_transposed, "b_transposed": b_transposed}
+    static = {"dtype": dtype, "a_transposed": a_transposed, "b_transposed": b_transposed}
     found: jax.Array
-    (found,) = _primitive().bind(a, b, bias, kept, **flags)
+    (found,) = _primitive().bind(a, b, bias, kept, **static)
     return found
 
 
@@ -100,6 +114,7 @@ def _in_xla(
     bias: jax.Array,
     kept: jax.Array,
     *,
+    dtype: np.dtype[Any],
     a_transposed: bool,
     b_transposed: bool,
 ) -> list[jax.Array]:
@@ -108,27 +123,30 @@ def _in_xla(
         b = jnp.where(kept[..., None], b, 0) if a_transposed else b
     a = jnp.swapaxes(a, -1, -2) if a_transposed else a
     b = jnp.swapaxes(b, -1, -2) if b_transposed else b
-    y = jnp.matmul(a, b, precision="highest")
-    return [y + bias[..., None, :] if bias.size else y]
+    y = jnp.matmul(a, b, precision="highest", preferred_element_type=np.float32)
+    y = y + bias[..., None, :].astype(np.float32) if bias.size else y
+    return [y.astype(dtype)]
 
 
-def _shapes(a: Any, b: Any, bias: Any, kept: Any, *, a_transposed: bool, b_transposed: bool) -> Any:
+def _shapes(a: Any, b: Any, bias: Any, kept: Any, **static: Any) -> Any:
     lead = operands.batch((a, b, bias, kept), (2, 2, 1, 1))
-    m, n = a.shape[-1 if a_transposed else -2], b.shape[-2 if b_transposed else -1]
-    return [((*lead, m, n), np.float32)]
+    m = a.shape[-1 if static["a_transposed"] else -2]
+    n = b.shape[-2 if static["b_transposed"] else -1]
+    return [((*lead, m, n), static["dtype"])]
 
 
-def _tangent(primals: Any, tangents: Any, **flags: bool) -> tuple[list[Any], list[Any]]:
+def _tangent(primals: Any, tangents: Any, **static: Any) -> tuple[list[Any], list[Any]]:
     (a, b, bias, kept), (da, db, dbias, _) = primals, tangents
-    out = _bind(a, b, bias, kept, **flags)
+    out = _bind(a, b, bias, kept, **static)
     parts: list[Any] = []
     zero: Any = ad.Zero
     if type(da) is not ad.Zero:
-        parts.append(_bind(da, b, None, kept, **flags))
+        parts.append(_bind(da, b, None, kept, **static))
     if type(db) is not ad.Zero:
-        parts.append(_bind(a, db, None, kept, **flags))
+        parts.append(_bind(a, db, None, kept, **static))
     if type(dbias) is not ad.Zero and bias.size:
-        parts.append(jnp.broadcast_to(dbias[..., None, :], out.shape))
+        every = jnp.broadcast_to(dbias[..., None, :].astype(np.float32), out.shape)
+        parts.append(every.astype(out.dtype))  # so that the gradient is a sum in float32
     return [out], [sum(parts[1:], parts[0]) if parts else zero.from_primal_value(out)]
 
 
@@ -139,6 +157,7 @@ def _transposed(
     bias: Any,
     kept: Any,
     *,
+    dtype: np.dtype[Any],
     a_transposed: bool,
     b_transposed: bool,
 ) -> list[Any]:
@@ -148,24 +167,39 @@ def _transposed(
     """
     (dy,) = cotangents
     is_linear: Any = ad.is_undefined_primal
+    ta, tb = a_transposed, b_transposed
     dA = dB = None
     if is_linear(a):
-        to, ta, tb = a.aval, a_transposed, b_transposed
-        dA = _bind(b, dy, None, kept, tb, True) if ta else _bind(dy, b, None, kept, False, not tb)
-        dA = _sum_to(dA, to.shape)
+        to = partial(_cotangent, a.aval, kept)
+        dA = to(b, dy, tb, True) if ta else to(dy, b, False, not tb)
     if is_linear(b):
-        to, ta, tb = b.aval, a_transposed, b_transposed
-        dB = _bind(dy, a, None, kept, True, ta) if tb else _bind(a, dy, None, kept, not ta, False)
-        dB = _sum_to(dB, to.shape)
+        to = partial(_cotangent, b.aval, kept)
+        dB = to(dy, a, True, ta) if tb else to(a, dy, not ta, False)
     return [dA, dB, None, None]
 
 
-def _sum_to(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Sums over batch axes that the operand has with size 1."""
-    axes = tuple(i for i, (n, size) in enumerate(zip(shape, x.shape, strict=True)) if n < size)
-    return x.sum(axes, keepdims=True) if axes else x
+def _cotangent(to: Any, kept: Any, a: Any, b: Any, ta: bool, tb: bool) -> jax.Array:
+    """`A B` in the shape and dtype of `to`, summed over batch axes that it has with size 1."""
+    if a.dtype != b.dtype:  # the cotangent is float32 and the operand bfloat16
+        a, b = a.astype(np.float32), b.astype(np.float32)
+    lead = operands.batch((a, b, kept), (2, 2, 1))
+    axes = tuple(i for i, (n, size) in enumerate(zip(to.shape[:-2], lead, strict=True)) if n < size)
+    dtype = np.dtype(np.float32) if axes else a.dtype
+    y = _bind(a, b, None, kept, dtype, ta, tb)
+    return (y.sum(axes, keepdims=True) if axes else y).astype(to.dtype)
+
+
+def _attributes(*, dtype: np.dtype[Any], **flags: bool) -> dict[str, bool]:
+    return flags  # the kernel reads the dtype of the result from its buffer
 
 
 @cache
 def _primitive() -> Any:
-    return register("matmul", shapes=_shapes, in_xla=_in_xla, jvp=_tangent, transpose=_transposed)
+    return register(
+        "matmul",
+        shapes=_shapes,
+        in_xla=_in_xla,
+        jvp=_tangent,
+        attributes=_attributes,
+        transpose=_transposed,
+    )
