@@ -88,6 +88,14 @@ def test_the_gradient_of_a_bias_is_summed_in_float32() -> None:
     tolerance.assert_close(dbias, np.full(3, 1061.0))
 
 
+def test_a_cotangent_in_float32_keeps_its_digits() -> None:
+    """300 times 1.0035 is 301.05, so 302 in bfloat16; 300 times 1 is 300."""
+    x, kernel = jnp.ones((300, 5), jnp.bfloat16), jnp.ones((5, 300), jnp.bfloat16)
+    _, pull = jax.vjp(lambda x, kernel: matmul.affine(x, kernel, None), x, kernel)
+    for gradient in pull(jnp.full((300, 300), 1 + 0.9 * 2**-8, np.float32)):
+        assert (wide(gradient) == 302).all()
+
+
 @DTYPES
 @pytest.mark.parametrize("kind", KEPT)
 @pytest.mark.parametrize("shape", [(7, 5, 3), (149, 211, 67), (1061, 523, 67)])
@@ -193,7 +201,7 @@ def test_vmap_of_one_operand_along_any_axis(around: bool, rounded: bool) -> None
     native = found(partial(matmul.affine, rounded=rounded), *operands)
     for a, b in zip(native, in_float32, strict=True):
         assert a.dtype == jnp.bfloat16
-        tolerance.assert_close(a, wide(b))
+        tolerance.assert_close(a, wide(b), factor=0.5)
 
 
 @DTYPES

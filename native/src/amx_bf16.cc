@@ -30,14 +30,14 @@ struct Operand {
   long count;          // of rows or columns
   long stride;         // between stored lines
   bool across;         // stored as depth x count
-  const uint8_t* kept;  // the rows to read; null: all
+  const uint8_t* kept;  // rows that have sums; null: all
 };
 
 inline __mmask32 first_bits(long n) { return n >= 32 ? ~0u : n <= 0 ? 0u : (1u << n) - 1; }
 
-// A stored row or column; null: it counts as 0.
+// A stored row or column; null: it is beyond the last.
 inline const uint16_t* line_of(const Operand& x, long i) {
-  return i < x.count && (x.kept == nullptr || x.kept[i]) ? x.data + i * x.stride : nullptr;
+  return i < x.count ? x.data + i * x.stride : nullptr;
 }
 
 inline __m512i load_line(const uint16_t* from, long p, __mmask32 mask) {
