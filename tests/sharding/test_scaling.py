@@ -6,6 +6,7 @@ import pytest
 
 from experiments.scaling import layer
 from experiments.scaling.machines import MACHINES, Work, seconds
+from jaxmha.implementations.native import library
 from tests.sharding.hlo import Collective, collectives
 
 TENSOR = re.compile(r"tensor<(?:\d+x)*(\w+)>")
@@ -63,8 +64,9 @@ def test_types_of_what_is_sent(layout: str) -> None:
         *(pytest.param(x, marks=pytest.mark.slow) for x in layer.LAYOUTS if x != "tensor"),
     ],
 )
-def test_float16_stands_for_bfloat16(layout: str) -> None:
-    """Programs before any pass of a compiler differ in that name alone."""
+def test_float16_stands_for_bfloat16(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs before any pass of a compiler differ in that name alone, where XLA multiplies both."""
+    monkeypatch.setattr(library, "isa", lambda: "avx512")  # with AMX, kernels multiply bfloat16
     half, brain = (
         TENSOR.findall(layer.lowered(layout, 8, x).as_text()) for x in (layer.HALF, "bfloat16")
     )
