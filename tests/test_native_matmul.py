@@ -174,6 +174,20 @@ def test_derivatives_of_every_mode_and_order() -> None:
     assert (np.asarray(hessian)[1:] == 0).all()
 
 
+def mapped_gradients(of: Callable[..., Any], around: bool) -> Callable[..., Any]:
+    """Gradients of a function of x, kernel and bias, mapped over axis 0 of x and 2 of the kernel.
+
+    `around`: each call has gradients of its own; else they are those of the sum.
+    """
+
+    def mapped(f: Callable[..., Any]) -> Callable[..., Any]:
+        return jax.vmap(jax.vmap(f, (None, 2, None)), (0, None, None))
+
+    if around:
+        return jax.jit(mapped(jax.grad(of, (0, 1, 2))))
+    return jax.jit(jax.grad(lambda *arrays: mapped(of)(*arrays).sum(), (0, 1, 2)))
+
+
 @pytest.mark.parametrize("around", [False, True], ids=["grad of vmap", "vmap of grad"])
 def test_vmap_of_one_operand_along_any_axis(around: bool) -> None:
     """The cotangent of an operand that lacks the axis is a sum over it."""
@@ -184,15 +198,7 @@ def test_vmap_of_one_operand_along_any_axis(around: bool) -> None:
         def of(x: Any, kernel: Any, bias: Any) -> Any:
             return jnp.sin(affine(x, kernel, bias)).sum()
 
-        def mapped(f: Callable[..., Any]) -> Callable[..., Any]:
-            return jax.vmap(jax.vmap(f, (None, 2, None)), (0, None, None))
-
-        wanted: Callable[..., Any]
-        if around:
-            wanted = mapped(jax.grad(of, (0, 1, 2)))
-        else:
-            wanted = jax.grad(lambda *arrays: mapped(of)(*arrays).sum(), (0, 1, 2))
-        return jax.jit(wanted)(xs, kernels, bias)
+        return mapped_gradients(of, around)(xs, kernels, bias)
 
     in_xla = found(lambda x, kernel, bias: jnp.matmul(x, kernel, precision="highest") + bias[None])
     for a, b in zip(found(matmul.affine), in_xla, strict=True):

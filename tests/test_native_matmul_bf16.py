@@ -19,7 +19,7 @@ from jax import export
 import jaxmha
 from jaxmha.implementations.native import library, matmul
 from tests import conformance, tolerance
-from tests.test_native_matmul import KEPT, exact, wide
+from tests.test_native_matmul import KEPT, exact, mapped_gradients, wide
 from tests.test_native_matmul import arrays as arrays_of_float32
 
 pytestmark = conformance.native_built
@@ -183,15 +183,7 @@ def test_vmap_of_one_operand_along_any_axis(around: bool, rounded: bool) -> None
             out = affine(x, kernel, bias)
             return (out * weights.astype(out.dtype)).sum()
 
-        def mapped(f: Callable[..., Any]) -> Callable[..., Any]:
-            return jax.vmap(jax.vmap(f, (None, 2, None)), (0, None, None))
-
-        wanted: Callable[..., Any]
-        if around:
-            wanted = mapped(jax.grad(of, (0, 1, 2)))
-        else:
-            wanted = jax.grad(lambda *arrays: mapped(of)(*arrays).sum(), (0, 1, 2))
-        return jax.jit(wanted)(*operands)
+        return mapped_gradients(of, around)(*operands)
 
     operands = xs, kernels, bias
     in_float32 = found(
@@ -217,7 +209,7 @@ def test_other_platforms_and_exported_programs_multiply_in_xla(rounded: bool) ->
 
 
 def values() -> tuple[str, list[list[float]], str]:
-    """Of this process: instruction set, a rounded output, and why layers leave bfloat16 to XLA."""
+    """Returns this process's instruction set, a rounded output, and why XLA multiplies bfloat16."""
     reason = matmul.unsupported_reason(512, 512, 512, np.dtype(jnp.bfloat16))
     x, kernel, bias = arrays(31, 67, 5)
     out = matmul.affine(x, kernel, bias, jnp.arange(31) % 3 > 0, rounded=True)

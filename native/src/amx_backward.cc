@@ -4,7 +4,6 @@
 //
 // Keys pass in chunks, whose blocks and gradients stay in the second-level cache while the panels of
 // query rows of an item pass.
-#include <cmath>
 #include <vector>
 
 #include "amx_tiles.h"

@@ -103,7 +103,7 @@ struct Product {
       : m(of), batch(batch_row), depths(all), p0(from), count(many),
         parts(std::max(1l, (many + PART - 1) / PART)),
         depth(steps_of((many + parts - 1) / parts) * STEP),
-        blocks((m.rows + SIDE - 1) / SIDE), panels((m.columns + SIDE - 1) / SIDE), every(sums) {
+        blocks(blocks_of(m.rows)), panels(blocks_of(m.columns)), every(sums) {
     const bool rows_kept = m.kept && !m.a_transposed;
     a = {m.a.of(batch), m.rows, m.a_transposed ? m.rows : m.depth, m.a_transposed,
          rows_kept ? m.kept.of(batch) : nullptr};
@@ -274,13 +274,13 @@ class Sums {
 void multiply_few(const Product& x, Pool& pool) {
   const long words = x.words_of_part();
   Scratch memory(x.blocks * x.words());
-  Word* const a = reinterpret_cast<Word*>(memory.take(x.blocks * x.words()));
+  Word* const a = take_words(memory, x.blocks * x.words());
   parallel(pool, x.blocks * x.parts, [&](long i) {
     if (x.any(i / x.parts)) pack(x, x.a, false, i / x.parts, i % x.parts, a + i * words);
   });
   parallel(pool, x.panels, [&](long panel) {
     Scratch own(words + Sums::floats(x, x.blocks));
-    Word* const b = reinterpret_cast<Word*>(own.take(words));
+    Word* const b = take_words(own, words);
     const Tiles tiles;
     Sums sums(x, 0, x.blocks, own.take(Sums::floats(x, x.blocks)));
     for (long part = 0; part < x.parts; part++) {
@@ -300,7 +300,7 @@ long items_of(const Product& x, long threads) {
 void multiply_rows(const Product& x, long first, long own, const Word* b) {
   const long words = x.words_of_part(), lines = (PART_WORDS / W + own - 1) / own;
   Scratch memory(own * x.words() + Sums::floats(x, own));
-  Word* const a = reinterpret_cast<Word*>(memory.take(own * x.words()));
+  Word* const a = take_words(memory, own * x.words());
   const Tiles tiles;
   Sums sums(x, first, own, memory.take(Sums::floats(x, own)));
   for (long i = 0; i < own * x.parts; i++) {
@@ -319,7 +319,7 @@ void multiply_rows(const Product& x, long first, long own, const Word* b) {
 
 void multiply_many(const Product& x, Pool& pool) {
   Scratch memory(x.panels * x.words());
-  Word* const b = reinterpret_cast<Word*>(memory.take(x.panels * x.words()));
+  Word* const b = take_words(memory, x.panels * x.words());
   parallel(pool, x.panels * x.parts, [&](long i) {
     pack(x, x.b, true, i / x.parts, i % x.parts, b + i * x.words_of_part());
   });
@@ -334,7 +334,7 @@ void multiply_batch(const Bf16Matmul& m, long batch, Pool& pool) {
   const Depths depths(m, batch);
   const long times = std::max(1l, (depths.count + DEPTH - 1) / DEPTH);
   const long most = steps_of((depths.count + times - 1) / times) * STEP;
-  const long blocks = (m.rows + SIDE - 1) / SIDE, panels = (m.columns + SIDE - 1) / SIDE;
+  const long blocks = blocks_of(m.rows), panels = blocks_of(m.columns);
   const long floats = times > 1 ? blocks * panels * BLOCK_SUMS : 0;
   Scratch memory(floats);
   float* const every = times > 1 ? memory.take(floats) : nullptr;

@@ -22,7 +22,6 @@ constexpr long KEYS = 128;  // of a block
 constexpr long KEY_STEPS = KEYS / STEP, KEY_BLOCKS = KEYS / SIDE, ROW_BLOCKS = ROWS / SIDE;
 // Parts of an exponential; before a gradient, whose delta is a difference of nearly equal sums, all.
 constexpr int PARTS = 2, ALL_PARTS = 3;
-constexpr size_t MOST_PACKED = 48 << 20;  // bytes of the keys and values of some heads at a time
 
 // Words of a block of keys, and of their values.
 size_t key_words(const Problem& p) { return KEY_BLOCKS * steps_of(p.H) * PART_WORDS; }
@@ -104,11 +103,7 @@ Item::Item(const Forward& forward, long b, long n, long row0, long rows)
   std::fill(row_max, row_max + panels * ROWS, LOWEST);
   std::fill(row_sum, row_sum + panels * ROWS, 0.f);
   for (long panel = 0; panel < panels; panel++) {
-    for (long r = 0; r < rows_of(panel); r++) {
-      float* const to = staging + r * p.H;
-      read_row(p.query.at(b, row0 + panel * ROWS + r, n), p.query.type, p.H, to);
-      for (long x = 0; x < p.H; x++) to[x] *= p.scale;
-    }
+    read_queries(p, b, n, row0 + panel * ROWS, rows_of(panel), staging);
     transpose(staging, p.H, rows_of(panel), p.H, transposed);
     for (long i = 0; i < ROW_BLOCKS; i++)
       pack_columns<1>(transposed + i * SIDE, ROWS, p.H, query_of(panel) + i * steps * PART_WORDS);

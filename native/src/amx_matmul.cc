@@ -29,7 +29,7 @@ struct Blocks {
     return Scratch::rounded(count * steps * STEP_WORDS) + Scratch::rounded(count * SIDE);
   }
   Blocks(Scratch& from, long count, long steps_of_block)
-      : words(reinterpret_cast<Word*>(from.take(count * steps_of_block * STEP_WORDS))),
+      : words(take_words(from, count * steps_of_block * STEP_WORDS)),
         powers(from.take(count * SIDE)), steps(steps_of_block) {}
   Blocks from(long block) const {
     Blocks some = *this;
@@ -182,7 +182,7 @@ void finish(const Part& x, long r0, long panel, const float* c, const float* row
 void multiply_blocks(const Part& x, const Blocks& a, long r0, long rows, const Blocks& b,
                      long first, long panels) {
   alignas(64) float c[SIDE * SIDE];
-  const long blocks = (rows + SIDE - 1) / SIDE, lines = (STEP_WORDS / W + blocks - 1) / blocks;
+  const long blocks = blocks_of(rows), lines = (STEP_WORDS / W + blocks - 1) / blocks;
   const Tiles tiles;
   for (long j = 0; j < panels; j++)
     for (long i = 0; i < blocks; i++) {
@@ -197,8 +197,8 @@ void multiply_blocks(const Part& x, const Blocks& a, long r0, long rows, const B
 }
 
 void multiply_few(const Part& x, Pool& pool) {
-  const long steps = x.steps(), blocks = (x.m.rows + SIDE - 1) / SIDE;
-  const long panels = (x.m.columns + SIDE - 1) / SIDE;
+  const long steps = x.steps(), blocks = blocks_of(x.m.rows);
+  const long panels = blocks_of(x.m.columns);
   Scratch memory(Blocks::floats(blocks, steps));
   const Blocks a(memory, blocks, steps);
   parallel(pool, blocks, [&](long i) {
@@ -221,11 +221,11 @@ long parts_of_rows(long blocks, long threads) {
 }
 
 void multiply_many(const Part& x, Pool& pool) {
-  const long steps = x.steps(), panels = (x.m.columns + SIDE - 1) / SIDE;
+  const long steps = x.steps(), panels = blocks_of(x.m.columns);
   Scratch memory(Blocks::floats(panels, steps));
   const Blocks b(memory, panels, steps);
   parallel(pool, panels, [&](long panel) { split_b(x, b, panel, panel); });
-  const long blocks = (x.m.rows + SIDE - 1) / SIDE, threads = pool.threads();
+  const long blocks = blocks_of(x.m.rows), threads = pool.threads();
   const long parts = parts_of_rows(blocks, threads);
   // Of fewer parts than threads, several items take some columns each, and split the rows again.
   const long groups = std::min(panels, (threads + parts - 1) / parts);

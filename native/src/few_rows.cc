@@ -57,7 +57,8 @@ Item::Item(const Problem& p, long b, long kv0, long kv1)
 
 // Keys and values of a block: those of the key head in use.
 struct Block {
-  long first, count;
+  long count;
+  bool clear;  // every row attends every key
   const float *keys, *values;
   long key_stride, value_stride;
 };
@@ -181,12 +182,13 @@ bool all_attend(const Item& w, long k0, long count) {
 Block block_of(Item& w, long k0, long count) {
   const Problem& p = w.p;
   const bool whole = p.key.type == Float::f32 && p.H % W == 0 && p.h % W == 0;
-  if (whole && (all_attend(w, k0, count) || finite_keys(p, w.b, w.kv, k0, count)))
-    return {k0, count, reinterpret_cast<const float*>(p.key.at(w.b, k0, w.kv)),
+  const bool clear = all_attend(w, k0, count);
+  if (whole && (clear || finite_keys(p, w.b, w.kv, k0, count)))
+    return {count, clear, reinterpret_cast<const float*>(p.key.at(w.b, k0, w.kv)),
             reinterpret_cast<const float*>(p.value.at(w.b, k0, w.kv)), p.key.stride(),
             p.value.stride()};
   copy_keys(p, w.b, w.kv, k0, count, w.H, w.h, w.keys, w.values);
-  return {k0, count, w.keys, w.values, w.H, w.h};
+  return {count, clear, w.keys, w.values, w.H, w.h};
 }
 
 // Adds a block of keys to the state of the rows of the key head in use.
@@ -197,8 +199,8 @@ void visit_block(Item& w, const State& state, long k0, long count) {
     multiply_exactly(w, block);
   else
     multiply(w, block);
-  bool some = false;
-  for (long n = 0; n < p.group(); n++) some |= apply(w, w.kv * p.group() + n, k0, count);
+  bool some = block.clear;
+  for (long n = 0; n < p.group() && !block.clear; n++) some |= apply(w, w.kv * p.group() + n, k0, count);
   for (long row = 0; some && row < w.rows; row++) {
     float* const out = state.out + row * w.h;
     exponentials(count, Exponent(p.exponent()), w.scores + row * KEYS, state.row_max + row,

@@ -14,7 +14,6 @@ namespace JAXMHA_ISA {
 namespace {
 
 constexpr long KEYS = 96;   // of a block
-constexpr size_t MOST_PACKED = 48 << 20;  // bytes of the keys and values of some heads at a time
 constexpr long CHUNK = 256;  // keys of an item of packing
 
 // Copies of keys `S H` and values `S h'` of the heads from `first` on; null: every item copies the
@@ -63,11 +62,7 @@ Item::Item(const Forward& forward, long b, long n, long row0, long rows)
   std::fill(row_max, row_max + panels * ROWS, LOWEST);
   std::fill(row_sum, row_sum + panels * ROWS, 0.f);
   for (long panel = 0; panel < panels; panel++) {
-    for (long r = 0; r < rows_of(panel); r++) {
-      float* const to = staging + r * p.H;
-      read_row(p.query.at(b, row0 + panel * ROWS + r, n), p.query.type, p.H, to);
-      for (long x = 0; x < p.H; x++) to[x] *= p.scale;
-    }
+    read_queries(p, b, n, row0 + panel * ROWS, rows_of(panel), staging);
     transpose(staging, p.H, rows_of(panel), p.H, query + panel * p.H * ROWS);
   }
 }
@@ -147,6 +142,13 @@ void attend_heads(const Forward& f, const Packed& packed, long end, long size, P
 
 void attend_rows(const Forward& f, long b, long n, long row0, long rows) {
   attend_rows(f, {}, b, n, row0, rows);
+}
+
+void read_queries(const Problem& p, long b, long n, long row0, long rows, float* to) {
+  for (long r = 0; r < rows; r++, to += p.H) {
+    read_row(p.query.at(b, row0 + r, n), p.query.type, p.H, to);
+    for (long x = 0; x < p.H; x++) to[x] *= p.scale;
+  }
 }
 
 void for_rows(const Problem& p, long first, long end, long size, Pool& pool,

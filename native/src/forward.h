@@ -12,6 +12,11 @@ namespace JAXMHA_ISA {
 // depend on the other rows of its panel, which follow from the number of threads.
 constexpr long BEGIN = 16;
 
+constexpr size_t MOST_PACKED = 48 << 20;  // bytes of the keys and values of some heads at a time
+
+// Reads query rows [row0, row0 + rows) of a head, times scale: `rows H`.
+void read_queries(const Problem& p, long b, long n, long row0, long rows, float* to);
+
 // Key heads [first, end) of all batch rows, numbered b K + k; calls body(b, n, row0, rows) for every
 // `size` query rows of each of their query heads.
 void for_rows(const Problem& p, long first, long end, long size, Pool& pool,

@@ -153,7 +153,7 @@ def _outcomes(
     converted: tuple[dict[str, Any], dict[str, Any]],
     whole: bool,
 ) -> tuple[dict[int, list[compared.Outcome]], set[int]]:
-    """Of every block, what its softmaxes gave; and the ids of the softmaxes of a block.
+    """Returns the outcomes of the softmaxes of each block, and the ids of all softmaxes in a block.
 
     `converted`: the positions and masks that were found, by prefix.
     """

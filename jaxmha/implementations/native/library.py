@@ -44,7 +44,7 @@ def unavailable() -> str | None:
     """Registers the library; returns the reason why this process cannot use it, or None.
 
     Raises:
-      ValueError: JAXMHA_NATIVE has another value than those.
+      ValueError: JAXMHA_NATIVE is set, and none of VALUES.
     """
     return _loaded().reason
 
