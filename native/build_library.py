@@ -20,7 +20,7 @@ SOURCES = HERE / "src"
 LIBRARY = HERE / "jaxmha_cpu" / "libjaxmha_cpu.so"
 # Of the handlers: raise it when their operands, results or attributes change, here and in
 # jaxmha/implementations/native/library.py.
-INTERFACE = 7
+INTERFACE = 8
 VERSION = "0.1.0"
 
 COMMON = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-Wall"]

@@ -249,7 +249,7 @@ def call(shapes: dict[str, Any], out: Any, statistics: Any, **dtypes: Any) -> An
     ]
     results = [struct(shape, np.float32) for shape in (out, statistics, statistics)]
     numbers = {"scale": np.float32(1), "rest": np.float32(1), "soft_cap": np.float32(0)}
-    bounds = {"below": np.int64(99), "above": np.int64(99), "gradient": False}
+    bounds = {"below": np.int64(99), "above": np.int64(99), "in_parts": False, "gradient": False}
     found = jax.ffi.ffi_call("jaxmha_cpu_attend", results)(*arrays, **numbers, **bounds)
     return jax.block_until_ready(found)  # type: ignore[no-untyped-call]
 

@@ -11,7 +11,7 @@ import pytest
 import jaxmha
 from jaxmha import Mask, mods
 from jaxmha.implementations.mods import trace
-from jaxmha.implementations.native import masked
+from jaxmha.implementations.native import masked, primitives
 from tests import conformance
 
 pytestmark = conformance.native_built
@@ -113,6 +113,23 @@ def test_parts_of_the_keys(S: int, monkeypatch: pytest.MonkeyPatch) -> None:
     )
     for x, y in zip(got, want, strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=2e-6 * float(jnp.abs(y).max()))
+
+
+def test_both_passes_know_of_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of other sizes would choose other kernels, which sum logits in another order."""
+    by_parts(monkeypatch)
+    seen: list[tuple[str, bool]] = []
+    originals = {name: getattr(primitives, name) for name in ("attend", "attend_backward")}
+    for name, original in originals.items():
+
+        def watched(settings: Any, *given: Any, name: str = name, original: Any = original) -> Any:
+            seen.append((name, settings.in_parts))
+            return original(settings, *given)
+
+        monkeypatch.setattr(primitives, name, watched)
+    jax.grad(partial(loss, FUNCTIONS["everything"], {}, "native"), (0, 1, 2))(*arrays())
+    assert ("attend", True) in seen  # and False, where JAX traces it without a gradient
+    assert {parts for name, parts in seen if name == "attend_backward"} == {True}
 
 
 def test_half_precision_gradients_are_sums_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:

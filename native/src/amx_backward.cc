@@ -1,14 +1,13 @@
-// Gradients of attention of bfloat16 on AMX. Queries, keys, values and cotangents are multiplied as they
-// are, weights and gradients of logits as sums of two bfloat16. Delta is always the row sum of
-// out * d_out.
+// Gradients of attention on AMX. Queries, keys, values and cotangents of bfloat16 are multiplied as they
+// are, weights and gradients of logits then as sums of two bfloat16; all else as sums of three. Delta is
+// always the row sum of out * d_out.
 //
-// Keys pass in chunks, whose blocks and gradients stay in the second-level cache while the panels of
-// query rows of an item pass.
+// Blocks of keys pass through three stages, as in amx_forward.cc: while the weights of one block are
+// computed, the logits of the next are multiplied and the gradients of the one before.
+#include <cmath>
 #include <vector>
 
-#include "amx_tiles.h"
-#include "backward.h"
-#include "keys.h"
+#include "amx_gradient.h"
 #include "kernels.h"
 #include "scores.h"
 
@@ -16,267 +15,203 @@ namespace jaxmha {
 namespace amx {
 namespace {
 
-constexpr long KEYS = 128, CHUNK = 512;  // keys of a block, and of a chunk
-constexpr long MOST_PANELS = 32;         // whose gradients are in memory at a time
-constexpr long KEY_STEPS = KEYS / STEP, CHUNK_STEPS = CHUNK / STEP, CHUNK_BLOCKS = CHUNK / SIDE;
-constexpr long ROW_STEPS = ROWS / STEP, ROW_BLOCKS = ROWS / SIDE;
-static_assert(STEP == SIDE, "blocks of keys are steps of products over keys");
-constexpr int PARTS = 2;  // of weights and of gradients of logits
+constexpr long KEYS = 64;  // of a block
+constexpr long KEY_STEPS = KEYS / STEP, KEY_BLOCKS = KEYS / SIDE;
+constexpr long MOST_PANELS = (2l << 20) / 4;  // floats of the panels that are in memory at a time
 
-// Query rows of one head, and what is known of them before keys are visited.
-struct Panel {
-  long n, r0, rows;
-  float row_max[ROWS], inverse[ROWS];  // the latter of the row sum; 0 where a row attends nothing
-  float delta[ROWS];                   // row sum of out * d_out, less the cotangent of the log-sum-exp
-  float* d_query;                      // H' ROWS
+// Parts of weights and of gradients of logits, where operands are IN parts.
+template <int IN>
+constexpr int PARTS = IN == 1 ? 2 : 3;
+
+// Logits and cotangents of weights `KEYS ROWS`, and the words of weights and of gradients of logits:
+// blocks of rows, which are keys, and blocks of columns, which are query rows.
+struct Block {
+  float *logits, *d_weights, *cap_gradient;
+  Word *weight_rows, *d_logit_rows, *d_logit_columns;
 };
 
-// The memory of an item. Blocks of columns: query and d_out for products over features, query_rows and
-// d_rows for those over query rows.
-struct Item {
-  const Backward& g;
-  const Problem& p;
+// Blocks of SIDE keys that a panel attends; `of_chunk`: the first of them, in its chunk.
+struct Visit {
+  long k0 = 0, of_chunk = 0, blocks = 0;  // 0 blocks: none
+  const Panel* panel = nullptr;
+  Block* block = nullptr;
+};
+
+// The memory of an item.
+template <int IN>
+struct Item : Operands<IN> {
   const Sizes& sizes;
-  const long b, kv, H, h;  // H, h: in whole blocks
-  Range attended;
-  Scratch memory;
-  Word *keys, *values, *keys_over_keys, *query, *query_rows, *d_out, *d_rows, *rows, *columns;
-  float *staging, *transposed, *weights, *d_logits, *cap_gradient, *d_queries;
+  Block blocks[2];
   float *d_keys, *d_values;
   uint8_t* allowed;
+  long turn = 0;
+  Visit last, last_but_one;  // visits without weights yet, and without gradients
 
   Item(const Backward& g, const Sizes& sizes, long head, long panels, float* sums);
 };
 
-size_t floats_of(const Problem& p, long H, long h, long panels) {
-  const long chunk = CHUNK_BLOCKS * (2 * steps_of(H) + steps_of(h)) * PART_WORDS;
-  const long panel = ROW_BLOCKS * (2 * steps_of(H) + 2 * steps_of(h)) * PART_WORDS;
-  const long split = (ROW_STEPS + KEY_STEPS) * PARTS * PART_WORDS;
-  return chunk + panel + split + CHUNK * (H + h) + ROWS * std::max(H, h) +
-         3 * KEYS * ROWS + KEYS * ROWS / 4 + panels * H * ROWS + 16 * 16;
-}
+template <int IN>
+constexpr long WORDS = KEY_BLOCKS * ROW_STEPS * PARTS<IN> * PART_WORDS;
 
-Item::Item(const Backward& g, const Sizes& s, long head, long panels, float* sums)
-    : g(g), p(g.problem), sizes(s), b(head / p.K), kv(head % p.K), H(blocks_of(p.H) * SIDE),
-      h(blocks_of(p.h) * SIDE), attended(keys_of_head(p, b, kv)),
-      memory(floats_of(p, H, h, panels)), d_keys(sums), d_values(sums + p.S * s.H) {
-  keys = take_words(memory, CHUNK_BLOCKS * steps_of(H) * PART_WORDS);
-  values = take_words(memory, CHUNK_BLOCKS * steps_of(h) * PART_WORDS);
-  keys_over_keys = take_words(memory, blocks_of(H) * CHUNK_STEPS * PART_WORDS);
-  query = take_words(memory, ROW_BLOCKS * steps_of(H) * PART_WORDS);
-  d_out = take_words(memory, ROW_BLOCKS * steps_of(h) * PART_WORDS);
-  query_rows = take_words(memory, blocks_of(H) * ROW_STEPS * PART_WORDS);
-  d_rows = take_words(memory, blocks_of(h) * ROW_STEPS * PART_WORDS);
-  rows = take_words(memory, ROW_STEPS * PARTS * PART_WORDS);
-  columns = take_words(memory, KEY_STEPS * PARTS * PART_WORDS);
-  staging = memory.take(CHUNK * (H + h));
-  transposed = memory.take(ROWS * std::max(H, h));
-  weights = memory.take(KEYS * ROWS);
-  d_logits = memory.take(KEYS * ROWS);
-  cap_gradient = memory.take(KEYS * ROWS);
-  allowed = reinterpret_cast<uint8_t*>(memory.take(KEYS * ROWS / 4));
-  d_queries = memory.take(panels * H * ROWS);
-  const auto [first, end] = attended;
-  if (attended.empty()) return;
+template <int IN>
+constexpr long OF_BLOCKS = 2 * (3 * KEYS * ROWS + 3 * WORDS<IN>) + KEYS * ROWS / 4;  // floats
+
+template <int IN>
+Item<IN>::Item(const Backward& g, const Sizes& s, long head, long panels, float* sums)
+    : Operands<IN>(g, head, panels, OF_BLOCKS<IN>), sizes(s), d_keys(sums),
+      d_values(sums + g.problem.S * s.H) {
+  for (Block& x : blocks) {
+    x.logits = this->memory.take(KEYS * ROWS);
+    x.d_weights = this->memory.take(KEYS * ROWS);
+    x.cap_gradient = this->memory.take(KEYS * ROWS);
+    x.weight_rows = take_words(this->memory, WORDS<IN>);
+    x.d_logit_rows = take_words(this->memory, WORDS<IN>);
+    x.d_logit_columns = take_words(this->memory, WORDS<IN>);
+  }
+  allowed = reinterpret_cast<uint8_t*>(this->memory.take(KEYS * ROWS / 4));
+  const auto [first, end] = this->attended;
+  if (this->attended.empty()) return;
   std::fill(d_keys + first * s.H, d_keys + end * s.H, 0.f);
   std::fill(d_values + first * s.h, d_values + end * s.h, 0.f);
 }
 
-// Rows of a panel as floats `ROWS width`; of those that attend nothing, 0.
-void read_rows(const Item& w, const Panel& panel, const Heads& from, long features, long width,
-               float factor) {
-  for (long r = 0; r < ROWS; r++) {
-    float* const to = w.staging + r * width;
-    if (panel.inverse[r] == 0.f) {
-      std::fill(to, to + width, 0.f);
-      continue;
+// Weights of a visit and gradients of its logits, in words, in pieces of two keys and SIDE rows. A
+// weight of 0 has gradient 0, whatever its cotangent; rows that attend nothing have weights of 0.
+template <int PARTS>
+class Weights {
+ public:
+  Weights(const Visit& visit, const Exponent& exponent, bool capped)
+      : v_(visit), exponent_(exponent), capped_(capped) {}
+  long pieces() const { return v_.blocks * ROW_BLOCKS * W; }
+  void next() {
+    const long r = at_ % W, j = at_ / W % ROW_BLOCKS, i = at_ / W / ROW_BLOCKS;
+    at_++;
+    Vector x[2][2], y[2][2];  // keys r and r + W; two tiles of rows
+    for (long tile = 0; tile < 2; tile++)
+      for (long key = 0; key < 2; key++)
+        differentiate((i * SIDE + key * W + r) * ROWS, j * SIDE + tile * W, x[key][tile], y[key][tile]);
+    const Block& block = *v_.block;
+    const long rows = (i * ROW_STEPS + j) * PARTS * PART_WORDS + r * W;
+    const long columns = (j * KEY_STEPS + i) * PARTS * PART_WORDS + r * W;
+    for (long key = 0; key < 2; key++) {
+      split_truncated<PARTS>(x[key][0], x[key][1], block.weight_rows + rows + key * TILE_WORDS);
+      split_truncated<PARTS>(y[key][0], y[key][1], block.d_logit_rows + rows + key * TILE_WORDS);
+      split_truncated<PARTS>(y[0][key], y[1][key], block.d_logit_columns + columns + key * TILE_WORDS);
     }
-    pad_row(from.at(w.b, panel.r0 + r, panel.n), from.type, features, width, to);
-    for (long x = 0; x < features; x++) to[x] *= factor;
   }
-}
 
-// Packs rows that were read: as columns of features, and as columns of rows.
-void pack_panel(const Item& w, long width, Word* over_features, Word* over_rows) {
-  transpose(w.staging, width, ROWS, width, w.transposed);
-  for (long j = 0; j < ROW_BLOCKS; j++)
-    pack_columns<1>(w.transposed + j * SIDE, ROWS, width,
-                    over_features + j * steps_of(width) * PART_WORDS);
-  for (long i = 0; i < blocks_of(width); i++)
-    pack_columns<1>(w.staging + i * SIDE, width, ROWS, over_rows + i * ROW_STEPS * PART_WORDS);
-}
-
-void load_panel(const Item& w, const Panel& panel) {
-  read_rows(w, panel, w.p.query, w.p.H, w.H, w.p.scale);
-  pack_panel(w, w.H, w.query, w.query_rows);
-  read_rows(w, panel, w.g.d_out, w.p.h, w.h, 1.f);
-  pack_panel(w, w.h, w.d_out, w.d_rows);
-}
-
-// The statistics of a panel, and its gradient of queries, which is 0 so far.
-void start_panel(const Item& w, Panel& panel) {
-  const Problem& p = w.p;
-  const View view(p, w.b, panel.n);
-  for (long r = 0; r < ROWS; r++) {
-    const long at = panel.n * p.T + panel.r0 + r;
-    const bool alive = r < panel.rows && view.valid_row(panel.r0 + r) &&
-                       w.g.row_sum.of(w.b)[at] != 0.f;
-    panel.row_max[r] = alive ? w.g.row_max.of(w.b)[at] : -LOWEST;
-    panel.inverse[r] = alive ? 1.f / w.g.row_sum.of(w.b)[at] : 0.f;
-    panel.delta[r] = 0.f;
+ private:
+  inline __attribute__((always_inline)) void differentiate(long key, long row, Vector& weight,
+                                                           Vector& d_logit) const {
+    const Panel& panel = *v_.panel;
+    const Block& block = *v_.block;
+    const Vector below = sub(load(block.logits + key + row), load(panel.row_max + row));
+    weight = mul(exp(below, exponent_), load(panel.inverse + row));
+    d_logit = mul(weight, sub(load(block.d_weights + key + row), load(panel.delta + row)));
+    if (capped_) d_logit = mul(d_logit, load(block.cap_gradient + key + row));
+    d_logit = select(is_zero(weight), set1(0.f), d_logit);
   }
-  read_rows(w, panel, w.g.d_out, p.h, w.h, 1.f);
-  for (long r = 0; r < panel.rows; r++) {
-    if (panel.inverse[r] == 0.f) continue;
-    const auto* out = reinterpret_cast<const float*>(w.g.out.at(w.b, panel.r0 + r, panel.n));
-    double total = 0.;
-    for (long x = 0; x < p.h; x++) total += static_cast<double>(out[x]) * w.staging[r * w.h + x];
-    if (w.g.d_lse) total -= w.g.d_lse.of(w.b)[panel.n * p.T + panel.r0 + r];
-    panel.delta[r] = static_cast<float>(total);
-  }
-  for (long r = 0; r < panel.rows; r++)  // for cotangents that are divided by the row sum
-    w.g.delta[(w.b * p.N + panel.n) * p.T + panel.r0 + r] = panel.delta[r] * panel.inverse[r];
-  std::fill(panel.d_query, panel.d_query + w.H * ROWS, 0.f);
-}
-
-// Copies keys [k0, end) of a chunk and their values; others are 0.
-void copy_chunk(const Item& w, long k0, long end) {
-  const long first = std::max(k0, w.attended.first);
-  float *const keys = w.staging, *const values = keys + CHUNK * w.H;
-  std::fill(keys, keys + CHUNK * (w.H + w.h), 0.f);
-  copy_keys(w.p, w.b, w.kv, first, end - first, w.H, w.h, keys + (first - k0) * w.H,
-            values + (first - k0) * w.h);
-}
-
-// True if all attended keys and their values are finite, as the forward pass asks.
-bool all_finite(const Item& w) {
-  const auto [first, end] = w.attended;
-  if (finite_keys_of_bf16(w.p, w.b, w.kv, first, end - first)) return true;
-  for (long k0 = first / CHUNK * CHUNK; k0 < end; k0 += CHUNK) {  // without keys that none attends
-    copy_chunk(w, k0, std::min(k0 + CHUNK, end));
-    if (!avx512::all_finite(w.staging, CHUNK * (w.H + w.h))) return false;
-  }
-  return true;
-}
-
-// Packs keys [k0, end) of a chunk and their values as rows, and the keys as rows of features, too.
-void load_chunk(const Item& w, long k0, long end) {
-  const long count = (end - k0 + ROWS - 1) / ROWS * ROWS;
-  float *const keys = w.staging, *const values = keys + CHUNK * w.H;
-  copy_chunk(w, k0, end);
-  pack_rows<1>(keys, w.H, count, w.H, steps_of(w.H), w.keys);
-  pack_rows<1>(values, w.h, count, w.h, steps_of(w.h), w.values);
-  for (long key = 0; key < count; key += ROWS) {
-    transpose(keys + key * w.H, w.H, ROWS, w.H, w.transposed);
-    pack_rows<1>(w.transposed, ROWS, w.H, ROWS, CHUNK_STEPS,
-                 w.keys_over_keys + key / STEP * PART_WORDS);
-  }
-}
-
-// Some blocks of SIDE keys: the first of all keys, that of the chunk, and how many.
-struct Keys {
-  long k0, block, blocks;
+  const Visit v_;
+  const Exponent exponent_;
+  const bool capped_;
+  long at_ = 0;
 };
 
-// Logits, in the memory of weights, and cotangents of weights.
-void multiply_features(const Item& w, const Keys& some) {
-  const long H = steps_of(w.H) * PART_WORDS, h = steps_of(w.h) * PART_WORDS;
-  for (long i = 0; i < some.blocks; i++)
-    for (long j = 0; j < ROW_BLOCKS; j++) {
-      const long at = i * SIDE * ROWS + j * SIDE;
-      multiply<1, 1>(w.keys + (some.block + i) * H, w.query + j * H, steps_of(w.H),
-                     w.weights + at, ROWS);
-      multiply<1, 1>(w.values + (some.block + i) * h, w.d_out + j * h, steps_of(w.h),
-                     w.d_logits + at, ROWS);
-    }
+// to[keys x ROWS] = the products of blocks of keys or values and of a panel over features.
+template <int IN, class Each>
+void multiply_features(const Visit& v, const Word* keys, const Word* panel, long features, float* to,
+                       Each& each) {
+  const long steps = steps_of(features), words = steps * IN * PART_WORDS;
+  for (long i = 0; i < v.blocks; i++)
+    for (long j = 0; j < ROW_BLOCKS; j++)
+      multiply<IN, IN>(keys + (v.of_chunk + i) * words, panel + j * words, steps,
+                       to + i * SIDE * ROWS + j * SIDE, ROWS, each);
 }
 
-// Weights of keys [first, end) from their logits, and gradients of logits from cotangents of weights. A
-// weight of 0 has gradient 0, whatever its cotangent.
-void differentiate(const Item& w, const Panel& panel, long first, long end, bool capped) {
-  const Exponent exponent(w.p.exponent());
-  const Vector zero = set1(0.f);
-  for (long j = 0; j < ROWS; j += W) {
-    const Vector m = load(panel.row_max + j), inverse = load(panel.inverse + j);
-    const Vector delta = load(panel.delta + j);
-    const Lanes dead = is_zero(inverse);
-    for (long key = first; key < end; key++) {
-      const long at = key * ROWS + j;
-      const Vector x = mul(exp(sub(load(w.weights + at), m), exponent), inverse);
-      Vector y = mul(x, sub(load(w.d_logits + at), delta));
-      if (capped) y = mul(y, load(w.cap_gradient + at));
-      store(w.weights + at, select(dead, zero, x));
-      store(w.d_logits + at, select(dead, zero, select(is_zero(x), zero, y)));
+// to[keys x width] += the products of words of a visit and of a panel over query rows, times two powers.
+template <int IN, class Each>
+void add_over_rows(const Item<IN>& w, const Visit& v, const Word* rows, const Word* panel, float power,
+                   float other_power, long width, float* to, Each& each) {
+  const Vector a = set1(power), b = set1(other_power);
+  for (long i = 0; i < v.blocks; i++, rows += ROW_STEPS * PARTS<IN> * PART_WORDS) {
+    const long key = v.k0 + i * SIDE, keys = std::min(SIDE, w.p.S - key);
+    for (long x = 0; x < width; x += SIDE) {
+      alignas(64) float c[SIDE * SIDE];
+      multiply<PARTS<IN>, IN>(rows, panel + x / SIDE * ROW_STEPS * IN * PART_WORDS, ROW_STEPS, c, SIDE,
+                              each);
+      for (long k = 0; k < keys; k++)
+        for (long tile = 0; tile < std::min(SIDE, width - x); tile += W) {
+          float* const at = to + (key + k) * width + x + tile;
+          store(at, fma(mul(load(c + k * SIDE + tile), a), b, load(at)));
+        }
     }
-  }
-}
-
-// to[SIDE keys x width] += the products of some rows of weights and of columns over query rows.
-void add_over_rows(const Item& w, const float* weights, const Word* columns, long width, long keys,
-                   float* to) {
-  pack_rows<PARTS>(weights, ROWS, SIDE, ROWS, ROW_STEPS, w.rows);
-  for (long x = 0; x < width; x += SIDE, columns += ROW_STEPS * PART_WORDS) {
-    alignas(64) float c[SIDE * SIDE];
-    multiply<PARTS, 1>(w.rows, columns, ROW_STEPS, c, SIDE);
-    for (long i = 0; i < keys; i++)
-      for (long tile = 0; tile < std::min(SIDE, width - x); tile += W) {
-        float* const at = to + i * width + x + tile;
-        store(at, add(load(at), load(c + i * SIDE + tile)));
-      }
   }
 }
 
 // The gradient of queries, transposed, += the products of keys and gradients of logits.
-void add_over_keys(const Item& w, const Panel& panel, const Keys& some) {
-  for (long j = 0; j < ROW_BLOCKS; j++) {
-    pack_columns<PARTS>(w.d_logits + j * SIDE, ROWS, some.blocks * SIDE, w.columns);
+template <int IN, class Each>
+void add_over_keys(const Item<IN>& w, const Visit& v, Each& each) {
+  for (long j = 0; j < ROW_BLOCKS; j++)
     for (long x = 0; x < blocks_of(w.H); x++) {
       alignas(64) float c[SIDE * SIDE];
-      multiply<1, PARTS>(w.keys_over_keys + (x * CHUNK_STEPS + some.block) * PART_WORDS, w.columns,
-                         some.blocks, c, SIDE);
-      float* const to = panel.d_query + x * SIDE * ROWS + j * SIDE;
+      const Word* const keys = w.keys_over_keys + (x * CHUNK_STEPS + v.of_chunk) * IN * PART_WORDS;
+      const Word* const columns = v.block->d_logit_columns + j * KEY_STEPS * PARTS<IN> * PART_WORDS;
+      multiply<IN, PARTS<IN>>(keys, columns, v.blocks, c, SIDE, each);
+      float* const to = v.panel->d_query + x * SIDE * ROWS + j * SIDE;
       for (long i = 0; i < SIDE; i++)
         for (long tile = 0; tile < SIDE; tile += W)
-          store(to + i * ROWS + tile,
-                add(load(to + i * ROWS + tile), load(c + i * SIDE + tile)));
+          store(to + i * ROWS + tile, add(load(to + i * ROWS + tile), load(c + i * SIDE + tile)));
     }
-  }
 }
 
-// One block of at most KEYS keys from k0 on, of a chunk that begins at `chunk`, seen by a panel, which is
-// loaded first where no block before it was attended.
-void visit_block(const Item& w, const Panel& panel, const View& view, long chunk, long k0, long end,
-                 bool& loaded) {
+// Multiplies the features of the next visit, and the gradients of the last but one, while the weights of
+// the last are computed.
+template <int IN>
+void advance(Item<IN>& w, const Visit& next) {
+  const long H = blocks_of(w.H), h = blocks_of(w.h);
+  const long of_next = next.blocks * (H + h) * products_of(IN, IN);
+  const long of_last = w.last_but_one.blocks * (2 * H + h) * products_of(PARTS<IN>, IN);
+  Weights<PARTS<IN>> weights(w.last, Exponent(w.p.exponent()), w.p.soft_cap != 0.f);
+  Between<Weights<PARTS<IN>>> each(weights, ROW_BLOCKS * (of_next + of_last));
+  if (next.blocks) {
+    multiply_features<IN>(next, w.keys, next.panel->query, w.H, next.block->logits, each);
+    multiply_features<IN>(next, w.values, next.panel->d_out, w.h, next.block->d_weights, each);
+  }
+  if (const Visit& v = w.last_but_one; v.blocks) {
+    const Panel& p = *v.panel;
+    add_over_rows(w, v, v.block->weight_rows, p.d_out_rows, 1.f, p.d_out_power, w.sizes.h, w.d_values,
+                  each);
+    add_over_rows(w, v, v.block->d_logit_rows, p.query_rows, p.query_power, p.d_out_power, w.sizes.H,
+                  w.d_keys, each);
+    add_over_keys(w, v, each);
+  }
+  each.rest();
+  w.last_but_one = w.last, w.last = next;
+}
+
+// One block of at most KEYS keys from k0 on, of a chunk that begins at `chunk`, seen by a panel.
+template <int IN>
+void visit_block(Item<IN>& w, const Panel& panel, const View& view, long chunk, long k0, long end) {
   const Problem& p = w.p;
   const Range part = view.attended_part(panel.r0, panel.rows, k0, end - k0);
   if (part.empty()) return;
-  const long skipped = (part.first - k0) / SIDE * SIDE;
-  const Keys some{k0 + skipped, (k0 + skipped - chunk) / SIDE, blocks_of(part.end - k0 - skipped)};
-  const long count = part.end - part.first, first = part.first - some.k0;
+  const long from = k0 + (part.first - k0) / SIDE * SIDE, first = part.first - from;
+  const long count = part.end - part.first, blocks = blocks_of(first + count);
   const Tile kind = view.tile(panel.r0, panel.rows, part.first, count, w.allowed, nullptr);
   if (kind == Tile::masked) return;
-  if (!loaded) load_panel(w, panel), loaded = true;
-  multiply_features(w, some);
-  const bool capped = p.soft_cap != 0.f;
+  Block& block = w.blocks[w.turn ^= 1];
+  advance(w, {from, (from - chunk) / SIDE, blocks, &panel, &block});
+  float* const logits = block.logits + first * ROWS;
   if (kind != Tile::clear)
-    apply_conditions({count, ROWS / W, w.weights + first * ROWS, w.allowed, nullptr,
-                      p.whole_logits() ? p.rest : 1.f, p.soft_cap,
-                      capped ? w.cap_gradient + first * ROWS : nullptr});
-  differentiate(w, panel, first, first + count, capped);
-  for (float* const x : {w.weights, w.d_logits}) {  // other keys of these blocks have no weight
-    std::fill(x, x + first * ROWS, 0.f);
-    std::fill(x + (first + count) * ROWS, x + some.blocks * SIDE * ROWS, 0.f);
-  }
-  const Sizes& s = w.sizes;
-  for (long i = 0; i < some.blocks; i++) {
-    const long key = some.k0 + i * SIDE, keys = std::min(SIDE, p.S - key);
-    add_over_rows(w, w.weights + i * SIDE * ROWS, w.d_rows, s.h, keys, w.d_values + key * s.h);
-    add_over_rows(w, w.d_logits + i * SIDE * ROWS, w.query_rows, s.H, keys, w.d_keys + key * s.H);
-  }
-  add_over_keys(w, panel, some);
+    apply_conditions({count, ROWS / W, logits, w.allowed, nullptr, p.whole_logits() ? p.rest : 1.f,
+                      p.soft_cap, p.soft_cap != 0.f ? block.cap_gradient + first * ROWS : nullptr});
+  // Other keys of these blocks have no weight.
+  std::fill(block.logits, logits, -INFINITY);
+  std::fill(logits + count * ROWS, block.logits + blocks * SIDE * ROWS, -INFINITY);
 }
 
-void write_queries(const Item& w, const Panel& panel) {
+template <int IN>
+void write_queries(const Item<IN>& w, const Panel& panel) {
   const Problem& p = w.p;
   const float factor = p.scale * p.rest;
   for (long x = 0; x < w.H; x += ROWS)
@@ -284,55 +219,58 @@ void write_queries(const Item& w, const Panel& panel) {
   for (long r = 0; r < panel.rows; r++) {
     float* const row = w.transposed;
     for (long x = 0; x < p.H; x++)
-      row[x] = w.staging[x / ROWS * ROWS * ROWS + r * ROWS + x % ROWS] * factor;
+      row[x] = w.staging[x / ROWS * ROWS * ROWS + r * ROWS + x % ROWS] * factor * panel.d_out_power;
     write_row(row, w.g.d_query.type, p.H, w.g.d_query.at(w.b, panel.r0 + r, panel.n));
   }
 }
 
-void visit_panels(const Item& w, std::vector<Panel>& panels) {
-  for (Panel& panel : panels) start_panel(w, panel);
+// Visits all keys with some panels.
+template <int IN>
+void visit_panels(Item<IN>& w, const Panel* panels, long count) {
   for (long chunk = w.attended.first / CHUNK * CHUNK; chunk < w.attended.end; chunk += CHUNK) {
     const long end = std::min(chunk + CHUNK, w.attended.end);
-    bool packed = false;
-    for (const Panel& panel : panels) {
+    bool loaded = false;
+    for (long i = 0; i < count; i++) {
+      const Panel& panel = panels[i];
       const View view(w.p, w.b, panel.n);
       const Range seen = view.keys_of(panel.r0, panel.rows);
       if (seen.end <= chunk || seen.first >= end) continue;
-      if (!packed) load_chunk(w, chunk, end), packed = true;
-      bool loaded = false;
+      if (!loaded) w.load_chunk(chunk, end), loaded = true;
       for (long k0 = chunk; k0 < end; k0 += KEYS)
-        visit_block(w, panel, view, chunk, k0, std::min(k0 + KEYS, end), loaded);
+        visit_block(w, panel, view, chunk, k0, std::min(k0 + KEYS, end));
     }
+    for (int i = 0; i < 2; i++) advance(w, {});
   }
-  for (const Panel& panel : panels) write_queries(w, panel);
+  for (long i = 0; i < count; i++) write_queries(w, panels[i]);
 }
 
+template <int IN>
 void visit_part(const Backward& g, const Sizes& s, long head, long part, float* sums) {
+  if (!Operands<IN>(g, head, 0, 0).keys_in_range()) return avx512::visit_part(g, s, head, part, sums);
   const Problem& p = g.problem;
   const long own = (s.panels - part + s.parts - 1) / s.parts, each = s.panels / p.group();
-  const long most = std::min(MOST_PANELS, own);
-  Item w(g, s, head, most, sums);
-  if (!all_finite(w)) return avx512::visit_part(g, s, head, part, sums);
+  const long fit = MOST_PANELS / Operands<IN>::panel_floats(p);
+  std::vector<Panel> panels(std::max(1l, std::min(fit, own)));
+  Item<IN> w(g, s, head, panels.size(), sums);
+  for (Panel& panel : panels) w.take_panel(panel);
   const Tiles tiles;
-  std::vector<Panel> panels;
-  for (long i = 0; i < own; i += most) {
-    panels.clear();
-    for (long j = i; j < std::min(i + most, own); j++) {
-      const long panel = part + j * s.parts, r0 = panel % each * ROWS;
-      panels.push_back({});
-      panels.back().n = w.kv * p.group() + panel / each, panels.back().r0 = r0;
-      panels.back().rows = std::min(ROWS, p.T - r0);
-      panels.back().d_query = w.d_queries + (j - i) * w.H * ROWS;
+  for (long i = 0; i < own;) {
+    long count = 0;
+    for (; count < static_cast<long>(panels.size()) && i < own; count++, i++) {
+      const long number = part + i * s.parts, r0 = number % each * ROWS;
+      w.load_panel(panels[count], w.kv * p.group() + number / each, r0, std::min(ROWS, p.T - r0));
     }
-    visit_panels(w, panels);
+    visit_panels(w, panels.data(), count);
   }
 }
 
 }  // namespace
 
 void attend_backward(const Backward& g, Pool& pool) {
-  const bool alike = suits(g.problem, true) && g.d_out.type == Float::bf16;
-  avx512::attend_backward(g, pool, alike ? visit_part : avx512::visit_part);
+  const int parts = parts_of(g.problem, true);
+  VisitPart visit = avx512::visit_part;
+  if (parts) visit = parts == 1 && g.d_out.type == Float::bf16 ? visit_part<1> : visit_part<3>;
+  avx512::attend_backward(g, pool, visit);
 }
 
 }  // namespace amx

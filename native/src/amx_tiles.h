@@ -1,13 +1,15 @@
 // Products of blocks on AMX, whose tiles multiply bfloat16 and sum in float32.
 //
 // A float32 is the sum of three bfloat16: 24 bits are 3 times 8. Of the nine products of two such sums
-// the three smallest, each of at most 2^-25 of the whole, are left out. Source: Henry, Tang and
+// the three smallest are left out, each of at most 2^-25 of the whole where parts are rounded, and of
+// 2^-23 where those of both are cut off. Source: Henry, Tang and
 // Heinecke, "Leveraging the bfloat16 Artificial Intelligence Datatype For Higher-Precision
 // Computations" (2019). An instruction sums 32 products before it adds them to the tile, so that fewer
 // sums are rounded than where each product is added.
 #pragma once
 #include <immintrin.h>
 
+#include "product.h"
 #include "rows.h"
 #include "scratch.h"
 
@@ -31,16 +33,23 @@ inline Word* take_words(Scratch& memory, size_t count) {
   return reinterpret_cast<Word*>(memory.take(count));
 }
 
-// True for attention on AMX. Fewer rows or scores take longer to pack than AMX saves, as do many keys for
-// few rows; a packed head has at most LARGEST numbers. Where a gradient follows, the kernels that compute
-// its logits again have to round in the same way, and that of a bias runs in float32.
-inline bool suits(const Problem& p, bool gradient) {
-  constexpr long LEAST_SCORES = 8192, MANY_KEYS = 4096, MANY_ROWS = 128, LARGEST = 12l << 20;
+// Parts in which attention on AMX multiplies queries, keys and values; 0 on AVX-512. Fewer rows, scores
+// or features take longer to pack than AMX saves, as do many keys for few rows; a packed head has at
+// most LARGEST words. Where a gradient follows, the kernels that compute its logits again have to round
+// in the same way: that of a bias runs on AVX-512, and so do parts of a problem.
+inline int parts_of(const Problem& p, bool gradient) {
+  constexpr long LARGEST = 6l << 20, MANY_KEYS = 4096, MANY_ROWS = 128;
+  constexpr long LEAST_SCORES = 8192;                                            // of one part
+  constexpr long LEAST_SIDE = 128, LEAST_SCORES_3 = 90000, LEAST_FEATURES = 48;  // of three parts
+  if (p.in_parts || (gradient && p.bias)) return 0;
+  int parts = 1;
   for (const Heads* x : {&p.query, &p.key, &p.value})
-    if (x->type != Float::bf16) return false;
-  if (gradient && p.bias) return false;
-  return p.T >= SIDE && p.T * p.S >= LEAST_SCORES && p.S * (p.H + p.h) <= LARGEST &&
-         (p.S <= MANY_KEYS || p.group() * p.T >= MANY_ROWS);
+    if (x->type != Float::bf16) parts = 3;
+  const long words = parts * p.S * (blocks_of(p.H) + blocks_of(p.h)) * SIDE / 2;
+  if (p.T < SIDE || p.T * p.S < LEAST_SCORES || words > LARGEST) return 0;
+  if (p.S > MANY_KEYS && p.group() * p.T < MANY_ROWS) return 0;
+  const bool few = std::min(p.T, p.S) < LEAST_SIDE || p.T * p.S < LEAST_SCORES_3;
+  return parts == 3 && (few || p.H + p.h < LEAST_FEATURES) ? 0 : parts;
 }
 
 inline __m512i bits(Vector x) { return _mm512_castps_si512(x); }
@@ -57,6 +66,23 @@ inline Vector nearest(Vector x) {
   return _mm512_castsi512_ps(_mm512_and_si512(up, _mm512_set1_epi32(0xffff0000)));
 }
 
+// True if keys or values can be multiplied as so many parts: one has to be finite, since weights of 0 are
+// multiplied, too; three, also 0 or of a size whose lowest part is normal, since AMX takes others as 0,
+// and whose products are finite.
+template <int PARTS>
+inline bool in_range(const float* x, long n) {
+  if (PARTS == 1) return all_finite(x, n);
+  constexpr uint32_t ONE = 127u << 23, LEAST = ONE - (90u << 23), MOST = ONE + (55u << 23);
+  unsigned bad = 0;
+  for (long i = 0; i < n; i++) {
+    uint32_t bits;
+    std::memcpy(&bits, x + i, 4);
+    bits &= 0x7fffffffu;
+    bad |= (bits != 0) & (bits - LEAST > MOST - LEAST);
+  }
+  return !bad;
+}
+
 // The parts of two vectors, which share words. A tile of rows has depths j and 16 + j in word j of every
 // row; one of columns has them in row j.
 template <int PARTS>
@@ -66,6 +92,29 @@ inline void split(Vector low, Vector high, Word* to) {
     _mm512_storeu_si512(to, _mm512_or_si512(_mm512_srli_epi32(bits(a), 16), bits(b)));
     low = sub(low, a), high = sub(high, b);
   }
+}
+
+// The words of the highest halves of two vectors.
+inline __m512i high_words(Vector low, Vector high) {
+  return _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(bits(low), 16), bits(high));
+}
+
+// The highest 8 digits of a number, cut off.
+inline Vector high_part(Vector x) {
+  return _mm512_castsi512_ps(_mm512_and_si512(bits(x), _mm512_set1_epi32(0xffff0000)));
+}
+
+// The same of parts that are cut off, which takes less, and keeps NaN and large numbers, which rounding
+// could carry into another exponent. Products of two parts that are left out are of the sign of the
+// whole where both numbers are cut off, and of any where one is rounded.
+template <int PARTS>
+inline void split_truncated(Vector low, Vector high, Word* to) {
+  for (int part = 0; part + 1 < PARTS; part++, to += PART_WORDS) {
+    _mm512_storeu_si512(to, high_words(low, high));
+    low = sub(low, high_part(low)), high = sub(high, high_part(high));
+  }
+  if (PARTS == 2) low = nearest(low), high = nearest(high);
+  _mm512_storeu_si512(to, high_words(low, high));
 }
 
 // `count` rows of `depth` become blocks of rows, which are `steps` long.
@@ -79,7 +128,7 @@ inline void pack_rows(const float* rows, long stride, long count, long depth, lo
   }
 }
 
-// SIDE columns of `depth` rows become a block of columns.
+// SIDE columns of `depth` rows become a block of columns, of parts that are cut off.
 template <int PARTS>
 inline void pack_columns(const float* from, long stride, long depth, Word* to) {
   const auto row = [&](long p, long tile) {
@@ -88,7 +137,7 @@ inline void pack_columns(const float* from, long stride, long depth, Word* to) {
   for (long p = 0; p < depth; p += STEP, to += PARTS * PART_WORDS)
     for (long tile = 0; tile < 2; tile++)
       for (long j = 0; j < W; j++)
-        split<PARTS>(row(p + j, tile), row(p + W + j, tile), to + tile * TILE_WORDS + j * W);
+        split_truncated<PARTS>(row(p + j, tile), row(p + W + j, tile), to + tile * TILE_WORDS + j * W);
 }
 
 // Loads tiles 4 and 5, of rows; 6 and 7, of columns; multiplies each with each. The intrinsics are
@@ -105,11 +154,28 @@ inline void pack_columns(const float* from, long stride, long depth, Word* to) {
   _tile_dpbf16ps(2, 5, 6); \
   _tile_dpbf16ps(3, 5, 7)
 
-// c[SIDE x SIDE], rows `ldc` apart, of a block of rows in A parts and one of columns in B parts, small
-// products first. `lines` cache lines from `next` on are fetched before each step.
-template <int A, int B>
-inline void multiply(const Word* a, const Word* b, long steps, float* c, long ldc,
-                     const Word* next = nullptr, long lines = 0) {
+// Of a step of a product of so many parts.
+constexpr long products_of(int a, int b) { return a == 3 && b == 3 ? 6 : a * b; }
+
+// Pieces of work that are done between products, evenly: tiles leave the vectors idle.
+template <class Work>
+struct Between {
+  Work& work;
+  long pieces, products, due = 0, done = 0;
+  Between(Work& work, long products) : work(work), pieces(work.pieces()), products(products) {}
+  void operator()() {
+    for (due += pieces; due >= products && done < pieces; due -= products) one();
+  }
+  void rest() {
+    while (done < pieces) one();
+  }
+  void one() { work.next(), done++; }
+};
+
+// c[SIDE x SIDE], rows `ldc` apart, of a block of rows in A parts and one of columns in B parts, in an
+// order of few loads, the largest product last. `each` is called after each of the products of a step.
+template <int A, int B, class Each = Nothing>
+inline void multiply(const Word* a, const Word* b, long steps, float* c, long ldc, Each&& each = {}) {
   static_assert(A == 1 || B == 1 || (A == 3 && B == 3), "no order of products for these parts");
   asm volatile("" ::: "memory");  // the intrinsics do not say that they read
   _tile_zero(0);
@@ -117,32 +183,31 @@ inline void multiply(const Word* a, const Word* b, long steps, float* c, long ld
   _tile_zero(2);
   _tile_zero(3);
   for (long s = 0; s < steps; s++, a += A * PART_WORDS, b += B * PART_WORDS) {
-    for (long i = 0; i < lines; i++, next += W) __builtin_prefetch(next, 0, 2);
     if constexpr (A == 3 && B == 3) {
       JAXMHA_ROWS(0);
       JAXMHA_COLUMNS(2);
-      JAXMHA_MULTIPLY;
+      JAXMHA_MULTIPLY; each();
       JAXMHA_COLUMNS(1);
-      JAXMHA_MULTIPLY;
+      JAXMHA_MULTIPLY; each();
       JAXMHA_ROWS(1);
-      JAXMHA_MULTIPLY;
+      JAXMHA_MULTIPLY; each();
       JAXMHA_COLUMNS(0);
-      JAXMHA_MULTIPLY;
+      JAXMHA_MULTIPLY; each();
       JAXMHA_ROWS(2);
-      JAXMHA_MULTIPLY;
+      JAXMHA_MULTIPLY; each();
       JAXMHA_ROWS(0);
-      JAXMHA_MULTIPLY;
+      JAXMHA_MULTIPLY; each();
     } else if constexpr (A == 1) {
       JAXMHA_ROWS(0);
       for (int part = B - 1; part >= 0; part--) {
         JAXMHA_COLUMNS(part);
-        JAXMHA_MULTIPLY;
+        JAXMHA_MULTIPLY; each();
       }
     } else {
       JAXMHA_COLUMNS(0);
       for (int part = A - 1; part >= 0; part--) {
         JAXMHA_ROWS(part);
-        JAXMHA_MULTIPLY;
+        JAXMHA_MULTIPLY; each();
       }
     }
   }

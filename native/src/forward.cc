@@ -16,6 +16,10 @@ namespace {
 constexpr long KEYS = 96;   // of a block
 constexpr long CHUNK = 256;  // keys of an item of packing
 
+// The part of a block that a panel reads begins at a multiple of so many keys: sums of a row must not
+// depend on the other rows of its panel, which follow from the number of threads.
+constexpr long BEGIN = 16;
+
 // Copies of keys `S H` and values `S h'` of the heads from `first` on; null: every item copies the
 // blocks that it reads.
 struct Packed {
@@ -176,15 +180,21 @@ void write_attended(const Forward& f, const View& view, long b, long n, long row
   f.row_sum[at] = total;
 }
 
+long heads_at_once(const Problem& p, long floats_of_head, long size, long threads) {
+  const long items = p.group() * ((p.T + size - 1) / size);
+  const long fit = MOST_PACKED / floats_of_head;
+  const long wanted = std::max(fit, std::min(4 * fit, threads / items));
+  return std::max(1l, std::min(p.B * p.K, wanted));
+}
+
 void attend(const Forward& f, Pool& pool) {
   const Problem& p = f.problem;
   if (are_few_rows(f)) return attend_few_rows(f, pool);
   const long size = rows_of_item(p, pool.threads()), width = padded(p.h), heads = p.B * p.K;
-  const size_t of_head = p.S * (p.H + width) + 32;
+  const long of_head = p.S * (p.H + width) + 32;
   const bool read_once = p.group() * ((p.T + size - 1) / size) == 1;
-  if (read_once || of_head * sizeof(float) > MOST_PACKED)
-    return attend_heads(f, {}, heads, size, pool);
-  const long most = std::min<long>(heads, MOST_PACKED / sizeof(float) / of_head);
+  if (read_once || of_head > MOST_PACKED) return attend_heads(f, {}, heads, size, pool);
+  const long most = heads_at_once(p, of_head, size, pool.threads());
   Scratch memory(most * of_head);
   Packed packed{memory.take(most * p.S * p.H), memory.take(most * p.S * width), 0};
   const long chunks = (p.S + CHUNK - 1) / CHUNK;

@@ -8,11 +8,11 @@
 namespace jaxmha {
 namespace JAXMHA_ISA {
 
-// The part of a block that a panel reads begins at a multiple of so many keys: sums of a row must not
-// depend on the other rows of its panel, which follow from the number of threads.
-constexpr long BEGIN = 16;
+constexpr long MOST_PACKED = (48l << 20) / 4;  // floats of the keys and values of some heads at a time
 
-constexpr size_t MOST_PACKED = 48 << 20;  // bytes of the keys and values of some heads at a time
+// Key heads whose packed keys and values, of so many floats, are in memory at a time: as many as fit, or
+// up to four times as many where those have too few items of `size` rows for the threads.
+long heads_at_once(const Problem& p, long floats_of_head, long size, long threads);
 
 // Reads query rows [row0, row0 + rows) of a head, times scale: `rows H`.
 void read_queries(const Problem& p, long b, long n, long row0, long rows, float* to);

@@ -43,12 +43,12 @@ ffi::Error run(ffi::ThreadPool threads, Call& call,
 ffi::Error attend(ffi::ThreadPool threads, Any query, Any key, Any value, Any bias, Any allowed,
                   Any bits, Any rows, Any keys, Any query_ids, Any key_ids, Any offset, Result out,
                   Result row_max, Result row_sum, float scale, float rest, float soft_cap,
-                  int64_t below, int64_t above, bool gradient) {
+                  int64_t below, int64_t above, bool in_parts, bool gradient) {
   Reader reader(*out);
   Forward call{};
   call.problem = reader.problem(query, key, value,
                                 {bias, allowed, bits, rows, keys, query_ids, key_ids, offset},
-                                {scale, rest, soft_cap, below, above});
+                                {scale, rest, soft_cap, below, above, in_parts});
   const Problem& p = call.problem;
   call.out = reader.heads("out", *out, {p.T, p.N, p.h}, true);
   call.row_max = reader.result("row_max", *row_max, {p.N, p.T});
@@ -74,13 +74,12 @@ ffi::Error attend_backward(ffi::ThreadPool threads, Any query, Any key, Any valu
                            Any allowed, Any bits, Any rows, Any keys, Any query_ids, Any key_ids, Any offset,
                            Any row_max, Any row_sum, Any d_out, Any d_lse, Any out, Result d_query,
                            Result d_key, Result d_value, Result delta, float scale, float rest,
-                           float soft_cap,
-                           int64_t below, int64_t above) {
+                           float soft_cap, int64_t below, int64_t above, bool in_parts) {
   Reader reader(*d_query);
   Backward call{};
   call.problem = reader.problem(query, key, value,
                                 {bias, allowed, bits, rows, keys, query_ids, key_ids, offset},
-                                {scale, rest, soft_cap, below, above});
+                                {scale, rest, soft_cap, below, above, in_parts});
   const Problem& p = call.problem;
   read_cotangents(reader, call, row_max, row_sum, d_out, d_lse);
   call.out = reader.heads("out", out, {p.T, p.N, p.h});
@@ -96,14 +95,15 @@ ffi::Error attend_backward(ffi::ThreadPool threads, Any query, Any key, Any valu
 ffi::Error bias_gradient(ffi::ThreadPool threads, Any query, Any key, Any value, Any bias,
                          Any allowed, Any bits, Any rows, Any keys, Any query_ids, Any key_ids, Any offset,
                          Any row_max, Any row_sum, Any d_out, Any d_lse, Any delta, Result d_bias,
-                         float scale, float rest, float soft_cap, int64_t below, int64_t above) {
+                         float scale, float rest, float soft_cap, int64_t below, int64_t above,
+                         bool in_parts) {
   Reader reader(std::vector<Any>{query, key, value, bias, allowed, bits, rows, keys, query_ids,
                                  key_ids, offset, row_max, row_sum, d_out, d_lse, delta},
                 {3, 3, 3, 3, 3, 3, 1, 1, 1, 1, 0, 2, 2, 3, 2, 2});
   BiasGradient call{};
   call.problem = reader.problem(query, key, value,
                                 {bias, allowed, bits, rows, keys, query_ids, key_ids, offset},
-                                {scale, rest, soft_cap, below, above});
+                                {scale, rest, soft_cap, below, above, in_parts});
   const Problem& p = call.problem;
   read_cotangents(reader, call, row_max, row_sum, d_out, d_lse);
   call.delta = reader.batched<const float>("delta", delta, {p.N, p.T});
@@ -263,7 +263,8 @@ ffi::Error matmul(ffi::ThreadPool threads, Any a, Any b, Any bias, Any kept, Res
       .Attr<float>("rest")                                                                   \
       .Attr<float>("soft_cap")                                                               \
       .Attr<int64_t>("below")                                                                \
-      .Attr<int64_t>("above")
+      .Attr<int64_t>("above")                                                                \
+      .Attr<bool>("in_parts")
 
 #pragma GCC visibility push(default)
 XLA_FFI_DEFINE_HANDLER_SYMBOL(

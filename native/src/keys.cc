@@ -17,7 +17,7 @@ bool attended_by_group(const Problem& p, long b, long kv, long j) {
 }  // namespace
 
 void copy_keys(const Problem& p, long b, long kv, long k0, long count, long key_width,
-               long value_width, float* keys, float* values) {
+               long value_width, float* keys, float* values, Usable usable) {
   const Heads &key = p.key, &value = p.value;
   for (long j = 0; j < count; j++) {
     float *to_key = keys + j * key_width, *to_value = values + j * value_width;
@@ -27,7 +27,7 @@ void copy_keys(const Problem& p, long b, long kv, long k0, long count, long key_
     }
     pad_row(key.at(b, k0 + j, kv), key.type, p.H, key_width, to_key);
     pad_row(value.at(b, k0 + j, kv), value.type, p.h, value_width, to_value);
-    if (all_finite(to_key, p.H) && all_finite(to_value, p.h)) continue;
+    if (usable(to_key, p.H) && usable(to_value, p.h)) continue;
     if (attended_by_group(p, b, kv, k0 + j)) continue;
     std::fill(to_key, to_key + key_width, 0.f);
     std::fill(to_value, to_value + value_width, 0.f);

@@ -7,11 +7,13 @@
 namespace jaxmha {
 namespace JAXMHA_ISA {
 
+using Usable = bool (*)(const float* numbers, long n);
+
 // Copies keys [k0, k0 + count) of batch row b and head kv to rows of `key_width` and
-// `value_width`, both padded by 0. A key that is not finite and that no query attends becomes 0:
+// `value_width`, both padded by 0. A key that is not usable and that no query attends becomes 0:
 // its weight of 0 would not keep NaN out of sums.
 void copy_keys(const Problem& problem, long b, long kv, long k0, long count, long key_width,
-               long value_width, float* keys, float* values);
+               long value_width, float* keys, float* values, Usable usable = all_finite);
 
 // The keys outside which no query of a key head attends.
 Range keys_of_head(const Problem& problem, long b, long kv);

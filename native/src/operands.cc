@@ -202,6 +202,7 @@ Problem Reader::problem(const ffi::AnyBuffer& query, const ffi::AnyBuffer& key,
     return p;
   }
   p.scale = attributes.scale, p.rest = attributes.rest, p.soft_cap = attributes.soft_cap;
+  p.in_parts = attributes.in_parts;
   p.query = heads("query", query, {p.T, p.N, p.H});
   p.key = heads("key", key, {p.S, p.K, p.H});
   p.value = heads("value", value, {p.S, p.K, p.h});

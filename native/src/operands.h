@@ -29,6 +29,7 @@ struct ConditionBuffers {
 struct Attributes {
   float scale, rest, soft_cap;
   int64_t below, above;
+  bool in_parts;
 };
 
 // Reads buffers; after the first that does not fit, `error` says which and why.

@@ -21,7 +21,7 @@ SWITCH = "JAXMHA_NATIVE"
 VALUES = ("0", "1", "amx", "avx512", "avx2", "none")
 # Version of the operands, results and attributes of the handlers. native/build_library.py has the
 # same number.
-INTERFACE = 7
+INTERFACE = 8
 HANDLERS: dict[str, str] = {
     "attend": "jaxmha_cpu_attend",
     "attend_backward": "jaxmha_cpu_attend_backward",

@@ -135,7 +135,8 @@ def core(config: Config, problem: Problem, masks: Masks) -> tuple[jax.Array, jax
 
 
 def _forward(config: Config, problem: Problem, masks: Masks) -> Any:
-    settings = config.settings._replace(out=np.dtype(np.float32), gradient=True)
+    parts = _in_parts(config, problem)
+    settings = config.settings._replace(out=np.dtype(np.float32), gradient=True, in_parts=parts)
     out, *row = _attend(config._replace(settings=settings), problem, masks)
     out = checkpoint_name(out, "attention_out")  # type: ignore[no-untyped-call]
     row = [checkpoint_name(x, "attention_lse") for x in row]  # type: ignore[no-untyped-call]
@@ -256,11 +257,10 @@ def _attend(config: Config, problem: Problem, masks: Masks) -> Arrays:
     """Output `B T N h`, row max and row sum `B N T`."""
     (B, T, N, _), (S, _, h) = problem.query.shape, problem.value.shape[1:]
     shapes = ((B, T, N, h), config.settings.out), *[((B, N, T), np.float32)] * 2
-    wide = config.settings.gradient and _in_parts(config, problem)
 
     def visit(rows: _Span, results: Arrays) -> Arrays:
         part = _part(config, problem, masks, rows, _whole(S))
-        part = _widened(part) if wide else part
+        part = _widened(part) if config.settings.in_parts else part
         found = primitives.attend(config.settings, part)
         return tuple(map(rows.put, results, found, (1, 2, 2)))
 
@@ -291,6 +291,7 @@ def _attend_backward(
     """Gradients of query, key and value; sums over parts are float32."""
     T, S = problem.query.shape[1], problem.key.shape[1]
     parts = _in_parts(config, problem)
+    settings = config.settings._replace(in_parts=parts)
     dtypes = [np.dtype(np.float32) if parts else x.dtype for x in problem[:3]]
 
     def visit_keys(keys: _Span, gradients: Arrays) -> Arrays:
@@ -300,9 +301,7 @@ def _attend_backward(
             part = _part(config, problem, masks, rows, keys)
             *of_rows, out_of_rows = map(rows.of, (*residuals, out), (2, 2, 1, 2, 1))
             operands = _widened(part) if parts else part
-            found = primitives.attend_backward(
-                config.settings, operands, Residuals(*of_rows), out_of_rows
-            )
+            found = primitives.attend_backward(settings, operands, Residuals(*of_rows), out_of_rows)
             if not parts:
                 return tuple(found[:3])
             d_query = rows.put(before[0], rows.of(before[0], 1) + found[0], 1)

@@ -22,6 +22,8 @@ class Settings(NamedTuple):
       below, above: `i - below <= j <= i + above`; FAR: no bound.
       out: dtype of the output.
       gradient: whether the backward pass reads row max and row sum.
+      in_parts: whether other calls visit the other queries or keys, and the backward pass other parts:
+        kernels that suit some sizes alone would sum logits in other orders.
     """
 
     scale: float
@@ -30,6 +32,7 @@ class Settings(NamedTuple):
     above: int
     out: np.dtype[Any]
     gradient: bool = False
+    in_parts: bool = False
 
     @property
     def attributes(self) -> dict[str, Any]:
@@ -40,6 +43,7 @@ class Settings(NamedTuple):
             "soft_cap": np.float32(self.soft_cap or 0.0),
             "below": np.int64(self.below),
             "above": np.int64(self.above),
+            "in_parts": self.in_parts,
         }
 
 
