@@ -108,6 +108,19 @@ def test_other_schemes_are_refused(tmp_path: Path) -> None:
     assert list(checkpoint.open(path)) == ["a.qweight"]
 
 
+def test_packed_floats_are_refused_by_name(tmp_path: Path) -> None:
+    """As compressed-tensors writes NVFP4: without a shape, and not because a part got lost."""
+    path = tmp_path / "x.safetensors"
+    stored: dict[str, Any] = {
+        "a.weight_packed": np.zeros((32, 16), np.uint8),
+        "a.weight_scale": np.ones((32, 2), FP8),
+        "a.weight_global_scale": np.ones(1, np.float32),
+    }
+    checkpoint.write(path, stored)
+    with pytest.raises(checkpoint.UnsupportedFormat, match="NVFP4"):
+        checkpoint.open(path, dequantise=True)
+
+
 @pytest.mark.parametrize(
     ("weight", "scale"),
     [

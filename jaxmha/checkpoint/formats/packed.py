@@ -175,6 +175,9 @@ def _compressed(name: str, contents: Contents, path: _Path) -> Quantised:
     """Describes a weight of compressed-tensors, `out in`, with scales `out groups`."""
     info, base = contents.info, name.removesuffix("_packed")
     packed, scale, shape = (info.get(f"{base}{x}") for x in ("_packed", "_scale", "_shape"))
+    if packed is not None and packed.dtype == np.uint8:  # integers are packed in int32
+        problem = "floating-point numbers of 4 bits (NVFP4 or MXFP4) of compressed-tensors"
+        raise UnsupportedFormat(path, problem, "dequantise it with its library", name)
     if packed is None or scale is None or shape is None or len(packed.shape) != 2:
         raise MalformedFile(path, "weight_packed has no weight_scale or weight_shape", AGAIN, name)
     if packed.dtype != np.int32 or shape.shape != (2,) or shape.dtype.kind != "i":
