@@ -18,7 +18,8 @@ from jax import export
 
 import jaxmha
 from jaxmha import Mask
-from jaxmha.implementations.native import library
+from jaxmha.implementations.native import library, operands, primitives
+from jaxmha.implementations.tiled.block_mask import NO_CONDITIONS
 from tests import cases, conformance, tolerance
 from tests.cases import Case
 
@@ -334,6 +335,24 @@ def test_few_queries_over_many_keys(H: int, dtype: str) -> None:
 
     for x, y in zip(run("native"), run("reference"), strict=True):
         tolerance.assert_close(x, np.asarray(y, np.float64), factor=2)
+
+
+@built
+@pytest.mark.parametrize("T", [1, 131])
+@pytest.mark.parametrize("types", list(itertools.product(("float32", "bfloat16"), repeat=3)))
+def test_types_of_operands_may_differ(types: tuple[str, ...], T: int) -> None:
+    """Keys of float32 were once read in place, and values of bfloat16 as float32, too."""
+    assert library.unavailable() is None
+    rng = np.random.default_rng(0)
+    q, k, v = (
+        jnp.asarray(rng.standard_normal((1, n, 2, 32)), dtype)
+        for n, dtype in zip((T, 701, 701), types, strict=True)
+    )
+    settings = operands.Settings(0.2, None, operands.FAR, operands.FAR, np.dtype(np.float32))
+    found, *_ = primitives.attend(settings, operands.problem(q, k, v, None, NO_CONDITIONS))
+    wide = [x.astype(np.float32) for x in (q, k, v)]
+    want = jaxmha.dot_product_attention(*wide, scale=0.2, implementation="reference")
+    np.testing.assert_allclose(found, want, atol=1e-4)
 
 
 @built

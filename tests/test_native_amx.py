@@ -84,9 +84,9 @@ def test_values_and_gradients(case: Case) -> None:
     conformance.kernel(case, "native", "bfloat16", lse=True)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("case", LARGE, ids=LARGE_BY_NAME)
-def test_values_and_gradients_of_three_parts(case: Case, dtype: str) -> None:
+def test_values_and_gradients_of_large_cases(case: Case, dtype: str) -> None:
     arrays = cases.arrays(case, dtype)
     for name, found, want in compared(case, arrays):
         assert np.isfinite(found).all() or name == "lse"
@@ -154,24 +154,36 @@ def test_rows_of_nan_are_alone(dtype: str, T: int) -> None:
     """A query of NaN or infinity changes no bit of another row, and is no number itself."""
     q, k, v = heads(3, 1, T, 1, 37, dtype=dtype)
     attend = partial(jaxmha.dot_product_attention, implementation="native")
-    spoiled, clean = (
-        attend(q.at[0, 5].set(jnp.nan).at[0, 90, :, 3].set(jnp.inf), k, v),
-        attend(q, k, v),
+    all_bits = np.uint32(0xFFFFFFFF).view(np.float32)  # a NaN that rounding would carry to 0
+    bad_q = (
+        q.at[0, 5]
+        .set(jnp.nan)
+        .at[0, 90, :, 3]
+        .set(jnp.inf)
+        .at[0, 17]
+        .set(jnp.asarray(all_bits, dtype))
     )
-    bad = np.isin(np.arange(T), [5, 90])
+    spoiled, clean = attend(bad_q, k, v), attend(q, k, v)
+    bad = np.isin(np.arange(T), [5, 17, 90])
     np.testing.assert_array_equal(np.isnan(np.asarray(spoiled, np.float32)).all((0, 2, 3)), bad)
     one, other = (np.asarray(x, np.float32)[:, ~bad] for x in (spoiled, clean))
     np.testing.assert_array_equal(one, other)
 
 
+# On AVX-512 where keys or values are beyond 2**55 or, other than 0, below 2**-90.
 RANGES: dict[str, dict[str, float]] = {
+    "small values": {"v": 1e-15},
     "tiny values": {"v": 1e-33},
+    "large values": {"v": 1e15},
     "huge values": {"v": 1e25},
-    "tiny cotangents": {"g": 1e-33},
-    "huge cotangents": {"g": 1e25},
+    "tiny cotangents": {"g": 1e-30},
+    "huge cotangents": {"g": 1e30},
     "huge keys, tiny queries": {"q": 1e-20, "k": 1e20},
-    "tiny keys, huge queries": {"q": 1e25, "k": 1e-25},
-    "tiny queries": {"q": 1e-33},
+    "large keys, small queries": {"q": 1e-15, "k": 1e15},
+    "small keys, large queries": {"q": 1e20, "k": 1e-20},
+    "tiny queries": {"q": 1e-30},
+    "tiny queries and values": {"q": 1e-30, "v": 1e-6, "g": 1e25},
+    "large queries and values": {"q": 1e20, "k": 1e-20, "v": 1e15, "g": 1e-20},
 }
 
 

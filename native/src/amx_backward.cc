@@ -128,11 +128,12 @@ void multiply_features(const Visit& v, const Word* keys, const Word* panel, long
                        to + i * SIDE * ROWS + j * SIDE, ROWS, each);
 }
 
-// to[keys x width] += the products of words of a visit and of a panel over query rows, times two powers.
+// to[keys x width] += the products of words of a visit and of a panel over query rows, times a power of
+// two.
 template <int IN, class Each>
-void add_over_rows(const Item<IN>& w, const Visit& v, const Word* rows, const Word* panel, float power,
-                   float other_power, long width, float* to, Each& each) {
-  const Vector a = set1(power), b = set1(other_power);
+void add_over_rows(const Item<IN>& w, const Visit& v, const Word* rows, const Word* panel, float exponent,
+                   long width, float* to, Each& each) {
+  const Vector power = set1(exponent);
   for (long i = 0; i < v.blocks; i++, rows += ROW_STEPS * PARTS<IN> * PART_WORDS) {
     const long key = v.k0 + i * SIDE, keys = std::min(SIDE, w.p.S - key);
     for (long x = 0; x < width; x += SIDE) {
@@ -142,7 +143,7 @@ void add_over_rows(const Item<IN>& w, const Visit& v, const Word* rows, const Wo
       for (long k = 0; k < keys; k++)
         for (long tile = 0; tile < std::min(SIDE, width - x); tile += W) {
           float* const at = to + (key + k) * width + x + tile;
-          store(at, fma(mul(load(c + k * SIDE + tile), a), b, load(at)));
+          store(at, add(load(at), _mm512_scalef_ps(load(c + k * SIDE + tile), power)));
         }
     }
   }
@@ -179,10 +180,10 @@ void advance(Item<IN>& w, const Visit& next) {
   }
   if (const Visit& v = w.last_but_one; v.blocks) {
     const Panel& p = *v.panel;
-    add_over_rows(w, v, v.block->weight_rows, p.d_out_rows, 1.f, p.d_out_power, w.sizes.h, w.d_values,
+    add_over_rows(w, v, v.block->weight_rows, p.d_out_rows, p.d_out_exponent, w.sizes.h, w.d_values,
                   each);
-    add_over_rows(w, v, v.block->d_logit_rows, p.query_rows, p.query_power, p.d_out_power, w.sizes.H,
-                  w.d_keys, each);
+    add_over_rows(w, v, v.block->d_logit_rows, p.query_rows, p.query_exponent + p.d_out_exponent,
+                  w.sizes.H, w.d_keys, each);
     add_over_keys(w, v, each);
   }
   each.rest();
@@ -214,12 +215,13 @@ template <int IN>
 void write_queries(const Item<IN>& w, const Panel& panel) {
   const Problem& p = w.p;
   const float factor = p.scale * p.rest;
+  const int exponent = static_cast<int>(panel.d_out_exponent);
   for (long x = 0; x < w.H; x += ROWS)
     transpose(panel.d_query + x * ROWS, ROWS, std::min(ROWS, w.H - x), panel.rows, w.staging + x * ROWS);
   for (long r = 0; r < panel.rows; r++) {
     float* const row = w.transposed;
     for (long x = 0; x < p.H; x++)
-      row[x] = w.staging[x / ROWS * ROWS * ROWS + r * ROWS + x % ROWS] * factor * panel.d_out_power;
+      row[x] = std::ldexp(w.staging[x / ROWS * ROWS * ROWS + r * ROWS + x % ROWS] * factor, exponent);
     write_row(row, w.g.d_query.type, p.H, w.g.d_query.at(w.b, panel.r0 + r, panel.n));
   }
 }

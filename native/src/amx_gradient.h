@@ -18,10 +18,11 @@ static_assert(STEP == SIDE, "blocks of keys are steps of products over keys");
 
 // Query rows of one head. Blocks of columns: query and d_out for products over features, query_rows and
 // d_out_rows for those over query rows. All but `query`, whose logits have to be those of the forward
-// pass, are divided by a power of two, so that no part of an entry near the largest is subnormal.
+// pass, are divided by a power of two where they are far from 1: no part of an entry near the largest
+// may be subnormal.
 struct Panel {
   long n, r0, rows;
-  float query_power, d_out_power;
+  float query_exponent, d_out_exponent;  // of these powers
   float row_max[ROWS], inverse[ROWS];  // the latter of the row sum; 0 where a row attends nothing
   float delta[ROWS];                   // row sum of out * d_out, less the cotangent of the log-sum-exp
   float* d_query;                      // H' ROWS
@@ -73,15 +74,24 @@ struct Operands {
     }
   }
 
-  // Divides rows that were read by a power of two, so that the larger of `least` and their largest entry
-  // lies in [1, 2), and returns it.
+  // Divides rows that were read by a power of two, if the larger of `least` and their largest finite
+  // entry is far from 1, so that it lies in [1, 2). Returns the exponent. One part has no low digits.
   float divide(long width, float least = 0.f) const {
-    float largest = least;
-    for (long i = 0; i < ROWS * width; i++) largest = std::max(largest, std::fabs(staging[i]));
-    if (largest == 0.f || !std::isfinite(largest)) return 1.f;
-    const float power = std::ldexp(1.f, std::max(std::ilogb(largest), -126));
-    for (long i = 0; i < ROWS * width; i++) staging[i] /= power;
-    return power;
+    constexpr int FAR_FROM_1 = 60;
+    if (IN == 1) return 0.f;
+    const __m512i infinite = bits(set1(INFINITY)), size = _mm512_set1_epi32(0x7fffffff);
+    __m512i most = std::isfinite(least) ? bits(set1(least)) : bits(set1(0.f));
+    for (long i = 0; i < ROWS * width; i += W) {
+      const __m512i x = _mm512_and_si512(bits(load(staging + i)), size);
+      most = _mm512_mask_max_epu32(most, _mm512_cmplt_epu32_mask(x, infinite), most, x);
+    }
+    const __m512 largest = _mm512_castsi512_ps(_mm512_set1_epi32(_mm512_reduce_max_epu32(most)));
+    const int exponent = std::ilogb(_mm512_cvtss_f32(largest));  // of 0, the least int
+    if (exponent < -149 || std::abs(exponent) < FAR_FROM_1) return 0.f;
+    const Vector back = set1(static_cast<float>(-exponent));
+    for (long i = 0; i < ROWS * width; i += W)
+      store(staging + i, _mm512_scalef_ps(load(staging + i), back));
+    return static_cast<float>(exponent);
   }
 
   // Packs rows that were read as columns of features.
@@ -115,17 +125,18 @@ struct Operands {
 
   // Delta of a panel whose d_out was read.
   void write_delta(Panel& panel) const {
+    const int exponent = static_cast<int>(panel.d_out_exponent);
     for (long r = 0; r < ROWS; r++) {
       panel.delta[r] = 0.f;
       if (panel.inverse[r] == 0.f) continue;
       const auto* out = reinterpret_cast<const float*>(g.out.at(b, panel.r0 + r, panel.n));
       double total = 0.;
       for (long x = 0; x < p.h; x++) total += static_cast<double>(out[x]) * staging[r * h + x];
-      panel.delta[r] = static_cast<float>(total - d_lse(panel, r) / panel.d_out_power);
+      panel.delta[r] = static_cast<float>(total - std::ldexp(d_lse(panel, r), -exponent));
     }
     for (long r = 0; r < panel.rows; r++)  // for cotangents that are divided by the row sum
       g.delta[(b * p.N + panel.n) * p.T + panel.r0 + r] =
-          panel.delta[r] * panel.inverse[r] * panel.d_out_power;
+          std::ldexp(panel.delta[r] * panel.inverse[r], exponent);
   }
 
   // Takes memory for a panel.
@@ -144,13 +155,13 @@ struct Operands {
     std::fill(panel.d_query, panel.d_query + H * ROWS, 0.f);
     read_rows(panel, p.query, p.H, H, p.scale);
     pack_features(H, panel.query);
-    panel.query_power = divide(H);
+    panel.query_exponent = divide(H);
     pack_over_rows(H, panel.query_rows);
     read_rows(panel, g.d_out, p.h, h, 1.f);
     float least = 0.f;
     for (long r = 0; r < rows; r++)
       if (panel.inverse[r] != 0.f) least = std::max(least, std::fabs(d_lse(panel, r)));
-    panel.d_out_power = divide(h, least);
+    panel.d_out_exponent = divide(h, least);
     write_delta(panel);
     pack_features(h, panel.d_out);
     pack_over_rows(h, panel.d_out_rows);

@@ -2,7 +2,7 @@
 //
 // A float32 is the sum of three bfloat16: 24 bits are 3 times 8. Of the nine products of two such sums
 // the three smallest are left out, each of at most 2^-25 of the whole where parts are rounded, and of
-// 2^-23 where those of both are cut off. Source: Henry, Tang and
+// 2^-22 where those of both are cut off. Source: Henry, Tang and
 // Heinecke, "Leveraging the bfloat16 Artificial Intelligence Datatype For Higher-Precision
 // Computations" (2019). An instruction sums 32 products before it adds them to the tile, so that fewer
 // sums are rounded than where each product is added.

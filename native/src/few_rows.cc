@@ -181,7 +181,8 @@ bool all_attend(const Item& w, long k0, long count) {
 // where none attends them.
 Block block_of(Item& w, long k0, long count) {
   const Problem& p = w.p;
-  const bool whole = p.key.type == Float::f32 && p.H % W == 0 && p.h % W == 0;
+  const bool wide = p.key.type == Float::f32 && p.value.type == Float::f32;
+  const bool whole = wide && p.H % W == 0 && p.h % W == 0;
   const bool clear = all_attend(w, k0, count);
   if (whole && (clear || finite_keys(p, w.b, w.kv, k0, count)))
     return {count, clear, reinterpret_cast<const float*>(p.key.at(w.b, k0, w.kv)),

@@ -69,8 +69,8 @@ struct Problem {
   long terms() const { return exact() ? 0 : !few_scores() ? 16 : H <= 16 ? 4 : 8; }
   // The same of cotangents of weights, which no exp magnifies.
   long cotangent_terms() const { return exact() ? 0 : few_scores() ? 8 : 32; }
-  bool exact() const { return T * S <= 1024; }
-  bool few_scores() const { return T * S <= 4096; }
+  bool exact() const { return !in_parts && T * S <= 1024; }
+  bool few_scores() const { return !in_parts && T * S <= 4096; }
   // Soft caps and biases need whole logits; else scores and row statistics lack this factor.
   bool whole_logits() const { return bias || soft_cap != 0.f; }
   float exponent() const { return whole_logits() ? 1.f : rest; }
