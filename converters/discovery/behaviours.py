@@ -1,6 +1,7 @@
 """Reads the semantics of attention blocks that config.json or metadata holds, but no tensor.
 
-`configured` puts them into the layout of each block, so that every conversion carries them over.
+`blocks` puts them into the layout of each block of a file, so that every conversion carries them
+over, and every comparison computes with them.
 """
 
 import json
@@ -15,6 +16,7 @@ from jaxmha.checkpoint import json_text
 from jaxmha.checkpoint.limits import Budget, Limits
 from jaxmha.converters.discovery import (
     architectures,
+    attention_blocks,
     described,
     disentangled,
     hf_config,
@@ -22,11 +24,12 @@ from jaxmha.converters.discovery import (
     unlike,
 )
 from jaxmha.converters.discovery.attention_blocks import Block
+from jaxmha.converters.layout import registry
 from jaxmha.converters.layout.base import Layout
 from jaxmha.params import NORM_SCALES
 
-# Key of safetensors metadata, followed by `.PREFIX`: the semantics of a block of layout jaxmha, and
-# the layout from which the block was converted.
+# Key of metadata, followed by `.PREFIX`: the semantics of a converted block, and the layout from which
+# it was converted.
 METADATA = "jaxmha.semantics"
 _LIMITS = Limits(memory=1 << 20)
 _FROM = "from"
@@ -197,6 +200,14 @@ def reader_of(model_type: str) -> _Reader | None:
     return next((found for types, found in READERS if model_type in types.split()), None)
 
 
+def blocks(file: Any, known: Iterable[Layout] = registry.LAYOUTS) -> list[Block]:
+    """The attention blocks of the layouts `known`, `configured`: all that reads blocks calls this.
+
+    `attention_blocks.find` alone gives the semantics that layouts have without a configuration.
+    """
+    return configured(attention_blocks.find(attention_blocks.shapes(file), known), file)
+
+
 def configured(blocks: Sequence[Block], file: Any) -> list[Block]:
     """The blocks, with the semantics that the metadata or the config.json of a checkpoint gives.
 
@@ -277,13 +288,13 @@ def _of_metadata(block: Block, metadata: Mapping[str, str]) -> Block:
 
 
 def _stored(block: Block, metadata: Mapping[str, str]) -> Values:
-    """The semantics that metadata keeps for a block of layout jaxmha; empty if there are none.
+    """The semantics that metadata keeps for a block; empty if there are none.
 
     Raises CheckpointError (a ValueError) if the text is no JSON object, or too large.
     """
     key = f"{METADATA}.{block.prefix}"
     raw = metadata.get(key, "").encode("utf-8", "replace")
-    if block.layout.name != "jaxmha" or not raw:
+    if not raw:
         return {}
     remedy = "convert the original file again"
     return json_text.parse(raw, Budget(key, len(raw), _LIMITS), remedy, numbers=True)
@@ -297,11 +308,22 @@ def _with_all(block: Block, values: Values) -> Block:
     return block._replace(layout=replace(block.layout, semantics=semantics), configured=True)
 
 
-def to_metadata(blocks: Iterable[tuple[str, Block]]) -> dict[str, str]:
-    """Metadata for the semantics of blocks, each given with its prefix in the destination."""
+def to_metadata(
+    blocks: Mapping[str, Block], to: Layout, metadata: Mapping[str, str]
+) -> dict[str, str]:
+    """Metadata of the destination for the semantics of blocks, by their prefix there.
+
+    A layout other than jaxmha defines them itself. Blocks that a configuration described still need
+    them: it may be absent there, or hold a scale that is already folded.
+
+    `to`: layout of the destination. `metadata`: that of the source.
+    """
     found = {}
-    for prefix, block in blocks:
-        semantics = block.layout.semantics
+    for prefix, block in blocks.items():
+        if to.name != "jaxmha" and not block.configured:
+            continue
+        own = {name: getattr(block.layout.semantics, name) for name in to.holds}
+        semantics = replace(target(to, block, metadata).semantics, **own)
         values = {f.name: getattr(semantics, f.name) for f in fields(Semantics)}
         default = Semantics()
         kept = {k: v for k, v in values.items() if v != getattr(default, k)}
@@ -345,7 +367,7 @@ def _expresses(block: Block, model_type: str, field: str, part: str) -> bool:
 
 def origin(block: Block, metadata: Mapping[str, str]) -> str:
     """The layout from which a block of layout jaxmha was converted; "" if that is not known."""
-    return str(_stored(block, metadata).get(_FROM, ""))
+    return str(_stored(block, metadata).get(_FROM, "")) if block.layout.name == "jaxmha" else ""
 
 
 def target(to: Layout, block: Block, metadata: Mapping[str, str]) -> Layout:

@@ -10,7 +10,6 @@ from jaxmha import checkpoint
 from jaxmha.checkpoint.errors import printable
 from jaxmha.converters.discovery import (
     attended,
-    attention_blocks,
     behaviours,
     damaged_blocks,
     described,
@@ -113,7 +112,7 @@ def inspect(path: str | os.PathLike[str], *, num_heads: int | None = None) -> Fi
     """
     with checkpoint.open(path) as file:
         all_shapes = shapes(file)
-        found = behaviours.configured(attention_blocks.find(all_shapes), file)
+        found = behaviours.blocks(file)
         description = described.of(file, found)
         infos = []
         places = positions.of_blocks(file, found, description.heads)

@@ -302,20 +302,19 @@ def _metadata(
     plan: Plan, found: Resolved, file: checkpoint.Checkpoint, groups: keras_order.Groups
 ) -> dict[str, str]:
     """The metadata of the source, with head counts and Keras groups for the destination."""
-    metadata = {k: v for k, v in file.metadata.items() if k != keras_groups.METADATA}
+    to, blocks = attention_blocks.named(plan.to), {s.target: b for s, b in found.blocks.items()}
+    converted = [b.prefix for b in blocks.values()] + [b.prefix for b in found.latents.values()]
+    left_out = {keras_groups.METADATA, *(f"{behaviours.METADATA}.{prefix}" for prefix in converted)}
+    metadata = {k: v for k, v in file.metadata.items() if k not in left_out}
     metadata |= keras_order.to_metadata(groups, plan.steps) if file.ordered else {}
-    metadata = {k: v for k, v in metadata.items() if not k.startswith(behaviours.METADATA)}
-    if plan.to == "jaxmha":
-        metadata |= behaviours.to_metadata((s.target, block) for s, block in found.blocks.items())
-        metadata |= latent_blocks.to_metadata(found.latents)
-    places = positions.of_blocks(file, list(found.blocks.values()))
-    metadata |= positions.to_metadata(
-        file, {step.target: places[block.prefix] for step, block in found.blocks.items()}
-    )
+    metadata |= behaviours.to_metadata(blocks, to, file.metadata)
+    metadata |= latent_blocks.to_metadata(found.latents) if to.name == "jaxmha" else {}
+    places = positions.of_blocks(file, list(blocks.values()))
+    metadata |= positions.to_metadata(file, {x: places[b.prefix] for x, b in blocks.items()})
     whole = _attention_names(file) <= _taken(plan)
     if whole:  # every block is converted
         metadata = {k: v for k, v in metadata.items() if not k.startswith(head_count.METADATA)}
-    if not attention_blocks.named(plan.to).stores_num_heads:
+    if not to.stores_num_heads:
         metadata |= head_count.to_metadata(found.counts, whole=whole)
     return metadata
 

@@ -117,14 +117,11 @@ def _of_heads(found: Resolved, file: Tensors) -> Iterator[str]:
 
 def _blocks(plan: Plan, file: Tensors) -> dict[tuple[str, str, frozenset[str]], Block]:
     """Finds every block of the layouts in a plan: (layout, prefix, tensors) -> block."""
-    shapes = {name: tuple(one.shape) for name, one in file.info.items()}
     layouts = dict.fromkeys(step.layout for step in plan.steps if step.kind == "attention")
     return {
         (name, block.prefix, frozenset(block.keys.values())): block
         for name in layouts
-        for block in behaviours.configured(
-            attention_blocks.find(shapes, [attention_blocks.named(name)]), file
-        )
+        for block in behaviours.blocks(file, [attention_blocks.named(name)])
     }
 
 

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, overload
 
@@ -10,8 +11,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxmha import MHAParams, Semantics, checkpoint
+from jaxmha.converters.discovery import behaviours
 from jaxmha.converters.layout import registry, transform
 from jaxmha.converters.layout.arrays import NDArray
+from jaxmha.converters.layout.base import Layout
 from jaxmha.converters.migrate.lazy_slices import Slices
 from jaxmha.extras import needed
 from jaxmha.params import leaves
@@ -74,7 +77,8 @@ def load_sharded(
       prefix: prefix of the keys to convert.
 
     Returns:
-      With a layout `(MHAParams, Semantics)`, without one a dict of arrays by name.
+      With a layout `(MHAParams, Semantics)`, with the semantics in the metadata or the config.json
+      of the checkpoint; without one a dict of arrays by name.
 
     Raises:
       CheckpointError: the file cannot be read.
@@ -99,7 +103,7 @@ def load_sharded(
             return _placed(mesh, state, specs, slices)
         read = partial(
             transform.import_params,
-            [registry.named(layout)],
+            [_configured(file, registry.named(layout), prefix)],
             num_heads=num_heads,
             prefix=prefix,
             take=lambda view: view,
@@ -110,6 +114,13 @@ def load_sharded(
         ):  # a packing of heads that no view can undo
             params, semantics = read({name: file[name] for name in state})
         return _placed_params(mesh, params, specs, slices), semantics
+
+
+def _configured(file: checkpoint.Checkpoint, layout: Layout, prefix: str) -> Layout:
+    """The layout with the semantics of the block under the prefix."""
+    at = prefix.rstrip("./")
+    found = [b.layout.semantics for b in behaviours.blocks(file, [layout]) if b.prefix == at]
+    return replace(layout, semantics=found[0]) if found else layout
 
 
 def save_sharded(path: str | os.PathLike[str], arrays: Mapping[str, Any]) -> None:

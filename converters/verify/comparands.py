@@ -16,10 +16,10 @@ from jaxmha.checkpoint.errors import printable
 from jaxmha.converters import flax, keras, torch
 from jaxmha.converters.discovery import (
     attention_blocks,
+    behaviours,
     damaged_blocks,
     described,
     head_count,
-    hf_config,
     keras_groups,
     latent_blocks,
     live_model,
@@ -27,8 +27,10 @@ from jaxmha.converters.discovery import (
 from jaxmha.converters.discovery.attention_blocks import Block, shapes
 from jaxmha.converters.discovery.notes import listed
 from jaxmha.converters.layout.arrays import NDArray, packages_of, to_numpy
+from jaxmha.converters.migrate.preconditions import naming
 from jaxmha.converters.verify.other_tensors import EMPTY, Source
 from jaxmha.params import check, from_leaves, leaves
+from jaxmha.projections import check_norms
 
 # A path, a flat dict of arrays, `MHAParams` (alone or with `Semantics`), a layer or model object
 # of torch, Keras or flax, or a linen pair `(module, variables)`; `read` refuses other objects.
@@ -97,7 +99,8 @@ def read(given: AnySource, num_heads: int | None = None) -> Comparand:
     elif isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], MHAParams):
         found = Comparand(list(layers("", "jaxmha", *given)))
     elif isinstance(given, Mapping):
-        found = _read_state(given, _shapes_of(given), num_heads)
+        opened = given if isinstance(given, checkpoint.Checkpoint) else None
+        found = _read_state(given, _shapes_of(given), num_heads, opened)
     else:
         found = _read_live(given, num_heads)
     if not found.blocks and not found.source.latents:
@@ -113,15 +116,18 @@ def _read_state(
 ) -> Comparand:
     """Reads the blocks of a flat dict of arrays; each stacked layer becomes a block `name[i]`.
 
-    A config.json next to the file may hold the head count.
+    The metadata of `file`, or a config.json next to it, may hold head counts and semantics.
     """
     path, configured = None, None
     names: Mapping[str, str] = {}
     metadata: Mapping[str, str] = {}
-    found = attention_blocks.find(all_shapes)
-    if file is not None:
+    if file is None:
+        found = attention_blocks.find(all_shapes)
+    else:
         path, names, metadata = file.path, file.names, file.metadata
-        hf_config.refuse_behaviour(path)
+        with naming(path):
+            found = behaviours.blocks(file)
+        behaviours.refuse_unread(file, found)
         configured = described.of(file, found).heads
     if broken := damaged_blocks.describe(all_shapes, found):
         where = f"{path}: " if path is not None else ""
@@ -158,6 +164,7 @@ def layers(
     name: str, layout: str, params: MHAParams, semantics: Semantics, path: str = ""
 ) -> Iterator[ComparedBlock]:
     """Yields the block; or one block per stacked layer, if its parameters have leading axes."""
+    check_norms(params, semantics)
     arrays = {leaf: to_numpy(array) for leaf, array in leaves(params).items()}
     lead = arrays["query.kernel"].shape[:-3]
     check(params, len(lead))

@@ -5,9 +5,10 @@ from typing import NamedTuple
 
 from jaxmha import MHAParams, Semantics, checkpoint
 from jaxmha.checkpoint.errors import printable
-from jaxmha.converters.discovery import described, head_count, hf_config
-from jaxmha.converters.discovery.attention_blocks import find, shapes
+from jaxmha.converters.discovery import behaviours, described, head_count
+from jaxmha.converters.discovery.attention_blocks import shapes
 from jaxmha.converters.layout.latent import SIGN as LATENT_SIGN
+from jaxmha.converters.migrate.preconditions import naming
 from jaxmha.converters.verify.comparands import layers
 
 SHOWN = 10  # names listed before "and more"
@@ -34,9 +35,10 @@ def read(path: Path, name: str | None = None, num_heads: int | None = None) -> O
       ValueError: no block has this name (the message lists the names), or the block cannot be read.
     """
     with checkpoint.open(path, dequantise=True) as file:
-        hf_config.refuse_behaviour(file.path)
         all_shapes = shapes(file)
-        found = find(all_shapes)
+        with naming(path):
+            found = behaviours.blocks(file)
+        behaviours.refuse_unread(file, found)
         if not found:
             latent = any(name.endswith(f".{LATENT_SIGN}") for name in all_shapes)
             raise ValueError(f"{path}: no attention block found{_LATENT * latent}")

@@ -11,7 +11,7 @@ from typing import Any
 from jaxmha.checkpoint import Loss
 from jaxmha.checkpoint.digests import manifest
 from jaxmha.checkpoint.errors import printable
-from jaxmha.converters.discovery import attention_blocks, head_count, layer_layouts
+from jaxmha.converters.discovery import attention_blocks, behaviours, head_count, layer_layouts
 from jaxmha.converters.discovery.attention_blocks import Block
 from jaxmha.converters.migrate import plans, resolved
 from jaxmha.converters.migrate.pipeline import DIGEST
@@ -110,9 +110,7 @@ def check(
         carried = resolved.resolve(done, old.whole)
         by_step = dict(carried.by_step)
         missing = tuple(name for name in carried.made if name not in new.whole)
-        found_blocks = attention_blocks.find(
-            attention_blocks.shapes(new.whole), [attention_blocks.named(done.to)]
-        )
+        found_blocks = behaviours.blocks(new.whole, [attention_blocks.named(done.to)])
         targets = {block.prefix: block for block in found_blocks}
         reports = []
         for step in progress(list(by_step)):
