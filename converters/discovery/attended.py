@@ -17,6 +17,7 @@ from jaxmha.converters.discovery import (
     behaviours,
     described,
     hf_config,
+    layer_kinds,
     masked_types,
     positions,
 )
@@ -145,7 +146,7 @@ _NOT_KNOWN = "is not known here"
 
 def _of_block(prefix: str, content: Any, configured: Configured | None) -> Attended:
     count = configured.part_of(prefix) if configured else None
-    own, model_type = behaviours.part(content, count.way[:-1] if count else ())
+    own, model_type = behaviours.part_of(content, count, prefix) or behaviours.part(content, ())
     if not model_type or model_type not in architectures.KNOWN:
         return Attended("unknown", why=f"model_type {model_type or '(none)'} {_NOT_KNOWN}")
     if (why := masked_types.why_unknown(content, model_type, prefix)) is not None:
@@ -167,14 +168,14 @@ def _windowed(own: Mapping[str, Any], model_type: str, layer: int | None, causal
     scheme = "causal" if causal else "full"
     kind = _kind(own, model_type, layer)
     if kind in ("chunked_attention", "chunked"):
-        return Attended(scheme, chunk=_size(own, "attention_chunk_size"))
+        return Attended(scheme, chunk=_size(own, "attention_chunk_size", model_type))
     if kind == "local" and model_type == "gpt_neo":
         return Attended(scheme, _size(own, "window_size") - 1)
     if kind in ("sliding_attention", "sliding"):
         key, divisor = ("sliding_window", 1)
         if model_type in masked_types.WINDOWS and own.get("sliding_window") is None:
             key, divisor = masked_types.WINDOWS[model_type]
-        size = _size(own, key) // divisor
+        size = _size(own, key, model_type) // divisor
         if causal:
             return Attended(scheme, size - 1)
         return Attended(scheme, *masked_types.BOTH_WAYS.get(model_type, _each)(size))
@@ -188,26 +189,27 @@ def _each(size: int) -> tuple[int, int]:
 
 def _kind(own: Mapping[str, Any], model_type: str, layer: int | None) -> str:
     """The kind of attention of a layer, in the words of `layer_types`."""
-    window = own.get("use_sliding_window") is not False and own.get("sliding_window") is not None
-    for key in ("layer_types", "attention_layers"):
-        kinds = own.get(key)
-        if isinstance(kinds, list) and layer is not None and layer < len(kinds):
-            return str(kinds[layer])
+    if (found := layer_kinds.listed(own, layer)) is not None:
+        return found
     if model_type == "recurrent_gemma":
         return "sliding_attention"
-    pattern, stated = masked_types.PATTERNS.get(model_type), own.get("sliding_window_pattern")
-    if pattern and window and layer is not None:
-        pattern = stated if type(stated) is int and stated > 0 else pattern
-        return "sliding_attention" if (layer + 1) % pattern else "full_attention"
+    window = (
+        own.get("use_sliding_window") is not False
+        and layer_kinds.window(own, model_type) is not None
+    )
+    if found := layer_kinds.by_rule(own, model_type, layer):
+        return found if window or found != "sliding_attention" else "full_attention"
     last = own.get("max_window_layers")
-    if own.get("use_sliding_window") is True and type(last) is int and layer is not None:
+    some = own.get("use_sliding_window") is True or model_type == "dots1"
+    if some and type(last) is int and layer is not None:
         return "sliding_attention" if layer >= last and window else "full_attention"
     sliding = window and model_type in masked_types.TYPES["sliding"]
     return "sliding_attention" if sliding else "full_attention"
 
 
-def _size(own: Mapping[str, Any], key: str) -> int:
-    size = own[key]
+def _size(own: Mapping[str, Any], key: str, model_type: str = "") -> int:
+    """The size of a window or chunk; without the key, that of the class of the model type."""
+    size = own.get(key, layer_kinds.SIZES.get(model_type))
     if type(size) is not int or size < 1:
         raise ValueError(f"{key} must be a positive integer, got {size!r}")
     return size

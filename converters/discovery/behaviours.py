@@ -20,10 +20,12 @@ from jaxmha.converters.discovery import (
     described,
     disentangled,
     hf_config,
+    layer_kinds,
     other_behaviours,
     unlike,
 )
 from jaxmha.converters.discovery.attention_blocks import Block
+from jaxmha.converters.discovery.head_count import Count
 from jaxmha.converters.layout import registry
 from jaxmha.converters.layout.base import Layout
 from jaxmha.params import NORM_SCALES
@@ -33,6 +35,8 @@ from jaxmha.params import NORM_SCALES
 METADATA = "jaxmha.semantics"
 _LIMITS = Limits(memory=1 << 20)
 _FROM = "from"
+# Prefixes of blocks of the part that text_config describes.
+_TEXT = r"(^|[./_])(text|language)_model\b"
 
 Values = other_behaviours.Values
 _Reader = other_behaviours.Reader
@@ -93,9 +97,8 @@ def _normalised_if_set(own: Mapping[str, Any]) -> Values:
 
 def _unlearned_where_rotated(own: Mapping[str, Any]) -> Values:
     """The same, in layers with rotary positions alone."""
-    rotated = own.get("no_rope_layers")
-    layer = own[LAYER]
-    if not own["use_qk_norm"] or (isinstance(rotated, list) and not rotated[layer]):
+    rotated = layer_kinds.rotated(own, "llama4_text", own[LAYER])
+    if not own.get("use_qk_norm", True) or not rotated:
         return {"qk_norm": None}
     return _unlearned(own)
 
@@ -218,13 +221,24 @@ def configured(blocks: Sequence[Block], file: Any) -> list[Block]:
     found = []
     for block, own, model_type in _parts(blocks, file):
         block = _of_metadata(block, file.metadata)
-        read = reader_of(model_type)
+        read, why = reader_of(model_type), unlike.why(model_type)
         if read is not None and not block.configured:
-            block = _with(block, _values(read, {**own, LAYER: layer_of(block.prefix)}))
-        if not block.configured:
-            block = block._replace(unlike=unlike.why(model_type))
-        found.append(block)
+            values, lacking = _values(read, {**own, LAYER: layer_of(block.prefix)})
+            block, why = _with(block, values), why or _lacks(lacking, model_type)
+        elif not model_type:
+            types = hf_config.types_in(hf_config.readable(file.path))
+            readable = next((t for t in types if reader_of(t)), "")
+            why = _lacks("num_attention_heads" if readable else "", readable)
+        found.append(block if block.configured else block._replace(unlike=why))
     return found
+
+
+def _lacks(key: str, model_type: str) -> str:
+    """Why a block has no semantics, if a key is missing; files leave out defaults of a class."""
+    return key and (
+        f"{hf_config.CONFIG} has no {key} for model_type {model_type}: add it to that part of the "
+        "file, where it has the default of its class"
+    )
 
 
 def _parts(blocks: Sequence[Block], file: Any) -> Iterator[tuple[Block, Mapping[str, Any], str]]:
@@ -238,7 +252,7 @@ def _parts(blocks: Sequence[Block], file: Any) -> Iterator[tuple[Block, Mapping[
     heads = described.of(file, blocks).heads if readable else None
     for block in blocks:
         count = heads.part_of(block.prefix) if heads else None
-        yield (block, *(part(content, count.way[:-1]) if count else ({}, "")))
+        yield (block, *(part_of(content, count, block.prefix) or ({}, "")))
 
 
 def layer_of(prefix: str) -> int | None:
@@ -251,11 +265,14 @@ def layer_of(prefix: str) -> int | None:
     return int(numbers[0]) if numbers else None
 
 
-def _values(read: _Reader, own: Mapping[str, Any]) -> Values:
+def _values(read: _Reader, own: Mapping[str, Any]) -> tuple[Values, str]:
+    """The semantics that a reader finds, and the first key that it lacks ("": none)."""
     try:
-        return read(own)
-    except (KeyError, IndexError, TypeError, ValueError, ZeroDivisionError, OverflowError):
-        return {}
+        return read(own), ""
+    except KeyError as error:
+        return {}, str(error.args[0])
+    except (IndexError, TypeError, ValueError, ZeroDivisionError, OverflowError):
+        return {}, ""
 
 
 def _with(block: Block, values: Values) -> Block:
@@ -268,6 +285,19 @@ def _with(block: Block, values: Values) -> Block:
     except (TypeError, ValueError):
         return block
     return block._replace(layout=replace(block.layout, semantics=semantics), configured=True)
+
+
+def part_of(content: Any, count: Count | None, prefix: str) -> tuple[dict[str, Any], str] | None:
+    """The part of a configuration with the head count of a block, and its model type.
+
+    Without a count, text_config if the prefix names such a part: files leave out a count that its
+    class has by default. None: it is not known.
+    """
+    if count is not None:
+        return part(content, count.way[:-1])
+    text = content.get("text_config") if isinstance(content, dict) else None
+    named = isinstance(text, dict) and text.get("model_type") and re.search(_TEXT, prefix)
+    return part(content, ("text_config",)) if named else None
 
 
 def part(content: Any, way: Sequence[str]) -> tuple[dict[str, Any], str]:

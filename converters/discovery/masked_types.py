@@ -67,14 +67,12 @@ TYPES = {
         """,
         # Model types all of whose layers have a window if their key sliding_window is set.
         "sliding": """
-            blt_patcher mimi mimi_decoder mimi_encoder minimax ministral3 mistral mixtral openai_privacy_filter phi3
+            blt_patcher mimi mimi_decoder mimi_encoder minimax ministral ministral3 mistral mixtral openai_privacy_filter phi3
             phi4_multimodal phimoe pocket_tts_audio_tokenizer pocket_tts_audio_tokenizer_decoder pocket_tts_audio_tokenizer_encoder qwen3_moe starcoder2
             voxtral_realtime_encoder voxtral_realtime_text
         """,
     }.items()
 }
-# Model type -> every so many layers, one attends all tokens, in files that have no layer_types.
-PATTERNS = {"gemma2": 2, "gemma3_text": 6, "cohere2": 4}
 # Model type -> the key of its window, and the divisor of the value.
 WINDOWS = {
     "modernbert": ("local_attention", 2),

@@ -24,10 +24,12 @@ from jaxmha.converters.discovery import (
     described,
     disentangled,
     hf_config,
+    layer_kinds,
     masked_types,
     planes,
     query_scale,
     relative,
+    rotary_settings,
 )
 from jaxmha.converters.discovery.added_terms import Term, alibi
 from jaxmha.converters.discovery.attention_blocks import Block
@@ -55,10 +57,6 @@ PLANES = frozenset((
     "efficientloftr", "lightglue", "edgetam_video", "sam2_video", "sam3_tracker_video", "vjepa2",
     "HunyuanDiT2DModel", "StableAudioDiTModel",
 ))  # fmt: skip
-# Model types whose layers of full attention have no rotary positions.
-LOCAL = frozenset(
-    ["afmoe", "beam", "cohere2", "cohere2_moe", "exaone4", "exaone_moe", "flint", "kolibri1"]
-)
 # Layout and model type of files that rotate pairs of adjacent features. In transformers, the same
 # model rotates the two halves of a head.
 _PERMUTED = (("linear-wo", "pixtral"), ("linear-wqkv-wo", "kimi_k25_vision"))
@@ -79,8 +77,6 @@ OPTIONAL = frozenset(["granitemoehybrid"])
 _IGNORES_DIMS = ("minimax_m3_vl_text",)
 # Arrays of a block with the angles of pairs of halves: fair-esm, and early files of Llama.
 _ANGLES = ("rot_emb.inv_freq", "rotary_emb.inv_freq")
-# Keys of a configuration that hold the share of rotated features in a head.
-_SHARES = ("partial_rotary_factor", "rotary_pct")
 
 
 class Rotary(NamedTuple):
@@ -214,7 +210,8 @@ def _of_block(
     block: Block, content: Any, configured: Configured | None, file: checkpoint.Checkpoint
 ) -> Positions:
     count = configured.part_of(block.prefix) if configured else None
-    own, model_type = behaviours.part(content, count.way[:-1] if count else ())
+    found_part = behaviours.part_of(content, count, block.prefix)
+    own, model_type = found_part or behaviours.part(content, ())
     if not model_type or model_type not in architectures.KNOWN:
         if (term := relative.table(block, file)) is not None:
             return Positions("relative", added=term)
@@ -280,7 +277,7 @@ def _rotary(
     if model_type in PLANES and not form:
         raise ValueError("its rotary positions count rows and columns")
     layer = behaviours.layer_of(block.prefix)
-    if _without(own, layer, model_type):
+    if not layer_kinds.rotated(own, model_type, layer):
         return Positions("none", why=f"layer {layer} has no rotary positions")
     if own.get("use_mem_rope") is False:
         return Positions("none", why="use_mem_rope is false")
@@ -296,7 +293,7 @@ def _rotary(
         raise ValueError("the width of its heads is not known")
     if not 0 < width <= max(rows):
         raise ValueError(f"heads of {width} features do not fit a projection of shape {rows}")
-    rope_ = _rope(own, layer)
+    rope_ = rotary_settings.of(own, model_type, layer)
     if own.get("rope_local_base"):
         raise ValueError("its layers have two bases")
     if form:
@@ -306,10 +303,9 @@ def _rotary(
         return Positions("axial", found)
     dims = None if model_type in _IGNORES_DIMS else own.get("rotary_dim")
     dims = dims if isinstance(dims, int) else None
-    share = next((float(d[k]) for d in (rope_, own) for k in _SHARES if d.get(k) is not None), 1.0)
     if rope_.get("rope_type") == "proportional":
         dims = width  # pairs cover the whole head; the last ones have frequency 0
-    dims = int(width * share) if dims is None else dims
+    dims = int(width * rotary_settings.share(own, rope_, model_type)) if dims is None else dims
     if not 0 < dims <= width:
         raise ValueError(f"{dims} of {width} features cannot be rotary")
     frequencies = rotary_frequencies.of(rope_, dims, float(own.get("max_position_embeddings") or 0))
@@ -331,39 +327,6 @@ def _by_tensor(block: Block, file: checkpoint.Checkpoint) -> Rotary | None:
     if not names or len(file.info[names[0]].shape) != 1:
         return None
     return Rotary(tuple(to_numpy(file[names[0]]).astype(np.float64).tolist()))
-
-
-def _rope(own: Mapping[str, Any], layer: int | None) -> dict[str, Any]:
-    """The rope parameters of a layer, from a configuration of any version of transformers."""
-    found = own.get("rope_parameters") or own.get("rope_scaling") or {}
-    if not isinstance(found, dict):
-        raise TypeError(f"rope_parameters or rope_scaling is no object: {str(found)[:40]}")
-    kinds = own.get("layer_types")
-    if isinstance(kinds, list) and layer is not None and layer < len(kinds):
-        nested = found.get(kinds[layer], found)
-        found = nested if isinstance(nested, dict) else {}
-    theta = next(
-        (own[k] for k in ("rope_theta", "rotary_emb_base", "default_theta") if own.get(k)), 10000.0
-    )
-    found = {"rope_theta": theta} | {k: v for k, v in found.items() if v is not None}
-    if "original_max_position_embeddings" not in found:
-        before = own.get("original_max_position_embeddings") or own.get("max_position_embeddings")
-        found["original_max_position_embeddings"] = before
-    return found
-
-
-def _without(own: Mapping[str, Any], layer: int | None, model_type: str) -> bool:
-    """True if the configuration excludes this layer from rotary positions."""
-    kinds = own.get("layer_types")
-    if (
-        model_type in LOCAL
-        and isinstance(kinds, list)
-        and layer is not None
-        and own.get("sliding_window")
-    ):
-        return layer < len(kinds) and kinds[layer] == "full_attention"
-    rows = own.get("no_rope_layers", own.get("layer_rope_theta"))
-    return isinstance(rows, list) and layer is not None and layer < len(rows) and not rows[layer]
 
 
 def turned(

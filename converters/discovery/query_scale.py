@@ -7,11 +7,16 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from jaxmha.arrays import Array
+from jaxmha.converters.discovery import layer_kinds
 from jaxmha.rotary_frequencies import parameters_of
 from jaxmha.static_checks import number
 
 # Model type -> length and exponent of `QueryPower`, which no configuration has.
 _POWERS = {"beam": (2048.0, 0.1)}
+# Model type -> settings of its class that a configuration need not repeat.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama4_text": {"attn_temperature_tuning": True, "attn_scale": 0.1, "floor_scale": 8192}
+}
 
 
 class QueryScale(NamedTuple):
@@ -69,12 +74,10 @@ def of(own: Mapping[str, Any], layer: int | None) -> QueryScale | QueryPower | N
 
 def _rotated(own: Mapping[str, Any], layer: int) -> bool:
     """True if the kind of a layer has RoPE parameters; by default, sliding attention has them."""
-    kinds, parameters = own.get("layer_types"), own.get("rope_parameters")
-    if not isinstance(kinds, list) or layer >= len(kinds):
-        raise ValueError(f"layer_types of the configuration have no layer {layer}")
+    kind, parameters = layer_kinds.of(own, "beam", layer), own.get("rope_parameters")
     if not isinstance(parameters, Mapping):
-        return bool(kinds[layer] == "sliding_attention")
-    return bool(parameters.get(str(kinds[layer])))
+        return kind == layer_kinds.SLIDING
+    return bool(parameters.get(kind))
 
 
 def by_setting(own: Mapping[str, Any], layer: int | None) -> QueryScale | None:
@@ -82,13 +85,11 @@ def by_setting(own: Mapping[str, Any], layer: int | None) -> QueryScale | None:
 
     Raises as `of`.
     """
+    model_type = str(own.get("model_type"))
+    own = _DEFAULTS.get(model_type, {}) | dict(own)
     if own.get("attn_temperature_tuning"):
-        rotated = own.get("no_rope_layers")
-        if not isinstance(rotated, list) or layer is None:
-            return None
-        if layer >= len(rotated):
-            raise ValueError(f"no_rope_layers has {len(rotated)} layers, and no layer {layer}")
-        return None if rotated[layer] else _scale(own, "attn_scale", "floor_scale", 1)
+        rotated = layer_kinds.rotated(own, model_type, layer)
+        return None if rotated else _scale(own, "attn_scale", "floor_scale", 1)
     parameters = parameters_of(own)
     if parameters.get("llama_4_scaling_beta") is None:
         return None

@@ -84,7 +84,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "moonshine_streaming": {"num_key_value_heads": 8},
     "hunyuan_vl_text": {"head_dim": 8, "rope_parameters": _ROPE | {"mrope_section": [1, 1, 1, 1]}},
     "dbrx": {
-        "attn_config": {"rope_theta": 10000.0, "kv_n_heads": 4, "clip_qkv": 8.0},
+        "attn_config": {"rope_theta": 500000.0, "kv_n_heads": 4, "clip_qkv": 8.0},
         "n_heads": 8,
         "d_model": 64,
     },
