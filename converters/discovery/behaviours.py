@@ -4,16 +4,12 @@
 over, and every comparison computes with them.
 """
 
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from jaxmha import Semantics
-from jaxmha.checkpoint import json_text
-from jaxmha.checkpoint.limits import Budget, Limits
 from jaxmha.converters.discovery import (
     architectures,
     attention_blocks,
@@ -22,6 +18,7 @@ from jaxmha.converters.discovery import (
     hf_config,
     layer_kinds,
     other_behaviours,
+    stored_semantics,
     unlike,
 )
 from jaxmha.converters.discovery.attention_blocks import Block
@@ -30,11 +27,6 @@ from jaxmha.converters.layout import registry
 from jaxmha.converters.layout.base import Layout
 from jaxmha.params import NORM_SCALES
 
-# Key of metadata, followed by `.PREFIX`: the semantics of a converted block, and the layout from which
-# it was converted.
-METADATA = "jaxmha.semantics"
-_LIMITS = Limits(memory=1 << 20)
-_FROM = "from"
 # Prefixes of blocks of the part that text_config describes.
 _TEXT = r"(^|[./_])(text|language)_model\b"
 
@@ -217,10 +209,10 @@ def configured(blocks: Sequence[Block], file: Any) -> list[Block]:
     `file`: an open checkpoint, or a state in memory, which has metadata but no config.json.
     """
     if not isinstance(getattr(file, "path", None), Path):
-        return [_of_metadata(block, file.metadata) for block in blocks]
+        return [stored_semantics.described(block, file.metadata) for block in blocks]
     found = []
     for block, own, model_type in _parts(blocks, file):
-        block = _of_metadata(block, file.metadata)
+        block = stored_semantics.described(block, file.metadata)
         read, why = reader_of(model_type), unlike.why(model_type)
         if read is not None and not block.configured:
             values, lacking = _values(read, {**own, LAYER: layer_of(block.prefix)})
@@ -310,57 +302,6 @@ def part(content: Any, way: Sequence[str]) -> tuple[dict[str, Any], str]:
     return (content if isinstance(content, dict) else {}), str(model_type)
 
 
-def _of_metadata(block: Block, metadata: Mapping[str, str]) -> Block:
-    values = _stored(block, metadata)
-    if not values:
-        return block
-    return _with_all(block, {k: v for k, v in values.items() if k != _FROM})
-
-
-def _stored(block: Block, metadata: Mapping[str, str]) -> Values:
-    """The semantics that metadata keeps for a block; empty if there are none.
-
-    Raises CheckpointError (a ValueError) if the text is no JSON object, or too large.
-    """
-    key = f"{METADATA}.{block.prefix}"
-    raw = metadata.get(key, "").encode("utf-8", "replace")
-    if not raw:
-        return {}
-    remedy = "convert the original file again"
-    return json_text.parse(raw, Budget(key, len(raw), _LIMITS), remedy, numbers=True)
-
-
-def _with_all(block: Block, values: Values) -> Block:
-    try:
-        semantics = Semantics(**values)
-    except (TypeError, ValueError, ArithmeticError) as error:
-        raise ValueError(f"{METADATA}.{block.prefix} of the metadata: {error}") from error
-    return block._replace(layout=replace(block.layout, semantics=semantics), configured=True)
-
-
-def to_metadata(
-    blocks: Mapping[str, Block], to: Layout, metadata: Mapping[str, str]
-) -> dict[str, str]:
-    """Metadata of the destination for the semantics of blocks, by their prefix there.
-
-    A layout other than jaxmha defines them itself. Blocks that a configuration described still need
-    them: it may be absent there, or hold a scale that is already folded.
-
-    `to`: layout of the destination. `metadata`: that of the source.
-    """
-    found = {}
-    for prefix, block in blocks.items():
-        if to.name != "jaxmha" and not block.configured:
-            continue
-        own = {name: getattr(block.layout.semantics, name) for name in to.holds}
-        semantics = replace(target(to, block, metadata).semantics, **own)
-        values = {f.name: getattr(semantics, f.name) for f in fields(Semantics)}
-        default = Semantics()
-        kept = {k: v for k, v in values.items() if v != getattr(default, k)}
-        found[f"{METADATA}.{prefix}"] = json.dumps(kept | {_FROM: block.layout.name})
-    return found
-
-
 def carried(blocks: Sequence[Block], file: Any) -> set[str]:
     """The parts (`signs.PARTS`) that the converted blocks of a checkpoint express.
 
@@ -393,21 +334,6 @@ def _expresses(block: Block, model_type: str, field: str, part: str) -> bool:
         return True
     named = getattr(block.layout.semantics, field) is not None or model_type in _UNLIKE
     return block.configured and named
-
-
-def origin(block: Block, metadata: Mapping[str, str]) -> str:
-    """The layout from which a block of layout jaxmha was converted; "" if that is not known."""
-    return str(_stored(block, metadata).get(_FROM, "")) if block.layout.name == "jaxmha" else ""
-
-
-def target(to: Layout, block: Block, metadata: Mapping[str, str]) -> Layout:
-    """The destination layout of a block.
-
-    It has the block's semantics if it is jaxmha, or the layout that the block was converted from.
-    """
-    if origin(block, metadata) == to.name:
-        return replace(to, semantics=block.layout.semantics)
-    return replace(to, semantics=block.layout.semantics) if to.name == "jaxmha" else to
 
 
 def refuse_unread(file: Any, blocks: Sequence[Block]) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxmha import rope_frequencies
-from jaxmha.converters.discovery import behaviours, hf_config, latent, positions
+from jaxmha.converters.discovery import behaviours, hf_config, latent, positions, stored_semantics
 from jaxmha.converters.discovery.attention_blocks import natural
 from jaxmha.converters.discovery.query_scale import QueryScale
 from jaxmha.converters.layout import latent_forms
@@ -70,7 +70,7 @@ def _own(file: Any, at: str | None) -> Iterator[LatentBlock]:
         if leaves.issuperset(_REQUIRED):
             facts = {
                 name: file.metadata[full]
-                for name in (behaviours.METADATA, positions.METADATA)
+                for name in (stored_semantics.METADATA, positions.METADATA)
                 if (full := f"{name}.{prefix}") in file.metadata
             }
             yield LatentBlock(prefix, "jaxmha", keys, held, facts)
@@ -131,7 +131,7 @@ def _configured(
         facts = {name: value for name, value in kept.items() if value}
         place = positions.Positions("rotary", rotary, query_scale=factors)
         return {
-            behaviours.METADATA: json.dumps({**facts, "from": DEEPSEEK.name}),
+            stored_semantics.METADATA: json.dumps({**facts, "from": DEEPSEEK.name}),
             positions.METADATA: str(place),
         }, place
     return {}, None

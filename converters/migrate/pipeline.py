@@ -19,6 +19,7 @@ from jaxmha.converters.discovery import (
     latent_blocks,
     notes,
     positions,
+    stored_semantics,
     unconverted,
 )
 from jaxmha.converters.discovery.attention_blocks import Block, shapes
@@ -304,10 +305,13 @@ def _metadata(
     """The metadata of the source, with head counts and Keras groups for the destination."""
     to, blocks = attention_blocks.named(plan.to), {s.target: b for s, b in found.blocks.items()}
     converted = [b.prefix for b in blocks.values()] + [b.prefix for b in found.latents.values()]
-    left_out = {keras_groups.METADATA, *(f"{behaviours.METADATA}.{prefix}" for prefix in converted)}
+    left_out = {
+        keras_groups.METADATA,
+        *(f"{stored_semantics.METADATA}.{prefix}" for prefix in converted),
+    }
     metadata = {k: v for k, v in file.metadata.items() if k not in left_out}
     metadata |= keras_order.to_metadata(groups, plan.steps) if file.ordered else {}
-    metadata |= behaviours.to_metadata(blocks, to, file.metadata)
+    metadata |= stored_semantics.to_metadata(blocks, to, file.metadata)
     metadata |= latent_blocks.to_metadata(found.latents) if to.name == "jaxmha" else {}
     places = positions.of_blocks(file, list(blocks.values()))
     metadata |= positions.to_metadata(file, {x: places[b.prefix] for x, b in blocks.items()})

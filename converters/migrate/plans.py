@@ -18,6 +18,7 @@ from jaxmha.converters.discovery import (
     model_families,
     notes,
     other_layers,
+    stored_semantics,
     unknown_attention,
     user_names,
 )
@@ -210,7 +211,7 @@ _UNCHANGED = "left as it is"
 
 def _returns(file: Tensors, found: Sequence[Block], to: Layout) -> bool:
     """True if all blocks go back to the layout they came from; other layers are still of that."""
-    back = [behaviours.origin(block, file.metadata) == to.name for block in found]
+    back = [stored_semantics.origin(block, file.metadata) == to.name for block in found]
     return bool(back) and all(back) and not in_file(to)
 
 

@@ -14,6 +14,7 @@ from jaxmha.converters.discovery import (
     layer_layouts,
     notes,
     other_layers,
+    stored_semantics,
 )
 from jaxmha.converters.discovery.attention_blocks import Block
 from jaxmha.converters.discovery.latent_blocks import LatentBlock
@@ -137,7 +138,7 @@ def _attention(
     """Returns the tensors of an attention block, and adds its head count and notes to `found`."""
     if block is None:
         raise ValueError(f"its tensors are no block of layout {step.layout} under that prefix")
-    to = behaviours.target(to, block, file.metadata)
+    to = stored_semantics.target(to, block, file.metadata)
     made, params, changes = lazy_tensors.attention(
         block,
         file.info,

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxmha.converters.discovery import behaviours, positions
+from jaxmha.converters.discovery import positions, stored_semantics
 from jaxmha.converters.discovery.latent_blocks import LatentBlock
 from jaxmha.converters.layout.arrays import NDArray
 
@@ -58,7 +58,7 @@ def _leaves(block: LatentBlock, load: Load) -> dict[str, NDArray]:
 
 def _facts(block: LatentBlock) -> Mapping[str, Any]:
     """Scale, dropout rate and positions of a block, if they are known."""
-    facts = json.loads(block.facts.get(behaviours.METADATA, "{}"))
+    facts = json.loads(block.facts.get(stored_semantics.METADATA, "{}"))
     found = {what: value for what, value in facts.items() if what != "from"}
     place = block.facts.get(positions.METADATA)
     return found if place is None else {**found, "positions": place}

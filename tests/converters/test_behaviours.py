@@ -8,7 +8,12 @@ import numpy as np
 import pytest
 
 from jaxmha import Semantics, checkpoint
-from jaxmha.converters.discovery import all_positions, attention_blocks, behaviours
+from jaxmha.converters.discovery import (
+    all_positions,
+    attention_blocks,
+    behaviours,
+    stored_semantics,
+)
 from jaxmha.converters.discovery.positions import Rotary
 from jaxmha.converters.layout import transform
 from jaxmha.converters.layout.arrays import NDArray
@@ -92,9 +97,9 @@ def test_unreadable_metadata_is_refused(tmp_path: Path) -> None:
     pipeline.convert(path, converted := tmp_path / "b.safetensors", to="jaxmha")
     with checkpoint.open(converted) as file:
         state = {name: np.asarray(file[name]) for name in file.info}
-    wrong = {f"{behaviours.METADATA}.{PREFIX}": '{"scale": "large"}'}
+    wrong = {f"{stored_semantics.METADATA}.{PREFIX}": '{"scale": "large"}'}
     checkpoint.write(converted, state, metadata=wrong, force=True)
-    with pytest.raises(ValueError, match=rf"{behaviours.METADATA}.{PREFIX} of the metadata"):
+    with pytest.raises(ValueError, match=rf"{stored_semantics.METADATA}.{PREFIX} of the metadata"):
         pipeline.convert(converted, tmp_path / "c.safetensors", to="llama")
 
 

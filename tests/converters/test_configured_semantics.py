@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jaxmha import checkpoint
-from jaxmha.converters.discovery import behaviours
+from jaxmha.converters.discovery import behaviours, stored_semantics
 from jaxmha.converters.migrate import pipeline
 from jaxmha.converters.sharded.distributed import load_sharded
 from jaxmha.converters.verify import comparison, load_block
@@ -71,7 +71,7 @@ def changed(path: Path, **changes: Any) -> Path:
         state = {name: np.asarray(file[name]) for name in file.info}
         metadata = {
             key: json.dumps(json.loads(text) | changes)
-            if key.startswith(behaviours.METADATA)
+            if key.startswith(stored_semantics.METADATA)
             else text
             for key, text in file.metadata.items()
         }

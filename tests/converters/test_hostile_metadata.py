@@ -10,7 +10,7 @@ import pytest
 
 import jaxmha
 from jaxmha import checkpoint
-from jaxmha.converters.discovery import attention_blocks, behaviours, head_count, keras_groups
+from jaxmha.converters.discovery import attention_blocks, head_count, keras_groups, stored_semantics
 from jaxmha.converters.layout import transform
 from jaxmha.converters.migrate import pipeline
 from tests.converters.test_every_layout import params_of
@@ -35,7 +35,9 @@ NASTY = {
 
 
 READERS: dict[str, Callable[[attention_blocks.Block, dict[str, str]], object]] = {
-    f"{behaviours.METADATA}.a": lambda block, given: behaviours.target(block.layout, block, given),
+    f"{stored_semantics.METADATA}.a": lambda block, given: stored_semantics.target(
+        block.layout, block, given
+    ),
     keras_groups.METADATA: lambda block, given: keras_groups.from_metadata(given),
 }
 
@@ -47,14 +49,14 @@ def tensors() -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("name", NASTY)
-@pytest.mark.parametrize("key", [f"{behaviours.METADATA}.a", keras_groups.METADATA])
+@pytest.mark.parametrize("key", [f"{stored_semantics.METADATA}.a", keras_groups.METADATA])
 def test_nonsense_is_refused_or_left_out(
     key: str, name: str, tensors: dict[str, np.ndarray], tmp_path: Path
 ) -> None:
     path = tmp_path / "m.safetensors"
     if name == "surrogate":
         (block,) = attention_blocks.find({n: x.shape for n, x in tensors.items()})
-        found = behaviours.target(block.layout, block, {key: NASTY[name]})
+        found = stored_semantics.target(block.layout, block, {key: NASTY[name]})
         assert found.name == "jaxmha"
         return
     checkpoint.write(path, tensors, metadata={key: NASTY[name]})
