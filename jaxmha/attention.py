@@ -361,11 +361,12 @@ def attend(
     limits.check(semantics, query.dtype)
     if sinks is not None:  # a row without keys has all its weight on the sink: its output is 0
         semantics = replace(semantics, fully_masked="zero")
-    mask_mod = checked("mask_mod", mods.mask, query.shape, key.shape[1])
+    B, T, S = *query.shape[:2], key.shape[1]
+    score_mod, mask_mod = checked(mods, {"B": B, "T": T, "N": N, "S": S})
     if mask_mod is not None:
         from jaxmha.implementations.structure import as_structure  # its imports take time
 
-        mask, mask_mod = as_structure(mask, mask_mod, query.shape, key.shape[1])
+        mask, mask_mod = as_structure(mask, mask_mod, query.shape, S)
     request = Request(
         query,
         key,
@@ -376,7 +377,7 @@ def attend(
         dropout_key,
         return_weights,
         return_lse or sinks is not None,
-        score_mod=checked("score_mod", mods.score, query.shape, key.shape[1]),
+        score_mod=score_mod,
         mask_mod=mask_mod,
     )
     out, weights, lse = implementations.attend(request, implementation)

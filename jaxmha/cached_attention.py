@@ -25,7 +25,7 @@ from jaxmha.implementations.native import cache_step
 from jaxmha.implementations.online_softmax import State
 from jaxmha.implementations.sinks import share_of_keys
 from jaxmha.mask import Mask
-from jaxmha.mod_arguments import Mods
+from jaxmha.mod_arguments import Mods, checked
 from jaxmha.params import MHAParams
 from jaxmha.semantics import Semantics
 
@@ -65,6 +65,7 @@ def attend_cache(
       mods: traced score and mask functions; i and j are positions in the sequence, not slots.
     """
     (B, T, N, _), h = query.shape, cache.value.shape[-1]
+    checked(mods, {"B": B, "N": N})
     learned = None if params is None else params.sinks
     if 0 in (B, T, cache.slots):
         return jnp.zeros((B, T, N, h), query.dtype)

@@ -61,7 +61,8 @@ def prefill(
         the prompts, in [0, T]. Lengths on the device are clipped: reading them would wait for it.
       rotate: `rotate(heads, positions)` of projected queries and keys, such as `rope`. It is a
         static argument: give the same function in every call, or a `functools.partial` of the same
-        function with equal arguments. Every new lambda triggers a compilation.
+        function with equal arguments. Every new lambda triggers a compilation; what a function
+        captures is read when it compiles, and must not change afterwards.
       score_mod, mask_mod: score and mask functions, as in `dot_product_attention`; i and j are
         positions in the sequence.
       implementation: as in `multi_head_attention`.
@@ -88,7 +89,7 @@ def prefill(
         cache,
         checked_prompts(with_window(as_mask(mask), semantics), x),
         semantics,
-        _traced(score_mod, mask_mod, params, x, semantics),
+        _traced(score_mod, mask_mod, params, x, cache, semantics),
         rotate=static_rotation(rotate),
         implementation=hashable(implementation),
     )
@@ -100,17 +101,23 @@ def _traced(
     mask_mod: MaskMod | None,
     params: MHAParams,
     x: Array,
+    cache: CacheT,
     semantics: Semantics | None,
 ) -> Mods:
     """Traces `score_mod` and `mask_mod`.
 
-    If `semantics` is given, keys include the extra positions, to which neither function applies.
+    If `semantics` is given, keys are those of x and the extra positions, to which neither function
+    applies.
     """
     if score_mod is None and mask_mod is None:
         return Mods()
-    extra = 0 if semantics is None else bias_kv.count(params, semantics)
-    functions = without_extras(score_mod, mask_mod, x.shape[1], extra)
-    return traced_mods(*functions, compute_dtype(params, x=x))
+    dtype = compute_dtype(params, x=x)
+    mods = traced_mods(score_mod, mask_mod, dtype)
+    if semantics is None:
+        return mods
+    sizes = sizes_of(params, jnp.asarray(x), cache)
+    sizes["S"] = sizes["T"]
+    return without_extras(mods, sizes, bias_kv.count(params, semantics), dtype)
 
 
 @partial(jax.jit, static_argnames=("rotate", "implementation"))
@@ -267,7 +274,7 @@ def extend(
         checked_counts(q_lengths, x),
         mask,
         semantics,
-        _traced(score_mod, mask_mod, params, x, None),
+        _traced(score_mod, mask_mod, params, x, cache, None),
         rotate=static_rotation(rotate),
         block=BLOCK,
     )

@@ -20,7 +20,7 @@ from jaxmha.implementations.mods import Mod
 from jaxmha.implementations.tiled.attended import attended_positions
 from jaxmha.mask import Mask
 from jaxmha.mask_arguments import as_mask, with_window
-from jaxmha.mod_arguments import MaskMod, Mods, ScoreMod, traced_mods, without_extras
+from jaxmha.mod_arguments import MaskMod, Mods, ScoreMod, checked, traced_mods, without_extras
 from jaxmha.params import MHAParams
 from jaxmha.projections import check_inputs, combine_checked, distinct, project_checked
 from jaxmha.semantics import FullyMasked, ReturnWeights, Semantics
@@ -170,8 +170,9 @@ def multi_head_attention(
     mods = Mods()
     if score_mod is not None or mask_mod is not None:
         sizes, dtype = check_inputs(params, *map(jnp.asarray, (query, key, value)))
-        extra = bias_kv.count(params, semantics)
-        mods = traced_mods(*without_extras(score_mod, mask_mod, sizes["S"], extra), dtype)
+        sizes["B"] = math.prod(query.shape[:-2])
+        mods = traced_mods(score_mod, mask_mod, dtype)
+        mods = without_extras(mods, sizes, bias_kv.count(params, semantics), dtype)
     with forward_mode():
         found: jax.Array | tuple[jax.Array, jax.Array] = _multi_head_attention(
             params,
@@ -292,8 +293,9 @@ def attended_features(
     Other positions must be zeroed: 0 * NaN would reach the gradients of the kernels. Mask and bias
     have one batch axis and cover S and the `extra` positions.
     """
-    T, S = sizes["T"], sizes["S"]
-    attended = attended_positions(mask, bias, B, sizes["N"], T, S + extra, mask_mod)
+    T, S, N = sizes["T"], sizes["S"], sizes["N"]
+    checked(Mods(mask=mask_mod), {"B": B, "T": T, "N": N, "S": S + extra})
+    attended = attended_positions(mask, bias, B, N, T, S + extra, mask_mod)
     rows, keys = (
         None if x is None else jnp.broadcast_to(x[:, :size], (B, size))
         for x, size in zip((sharding.in_order(x, 1) for x in attended), (T, S), strict=True)

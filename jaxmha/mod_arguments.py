@@ -1,6 +1,6 @@
 """The arguments `score_mod` and `mask_mod`: functions that change scores or exclude pairs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Container, Mapping
 from typing import NamedTuple, TypeAlias
 
 import jax
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jaxmha.arrays import DTypeLike
 from jaxmha.implementations.base import accumulation_dtype
-from jaxmha.implementations.mods import Mod, trace
+from jaxmha.implementations.mods import Mod, of_pair, trace
 
 # `score_mod(score, b, n, i, j)` and `mask_mod(b, n, i, j)`.
 ScoreMod: TypeAlias = Callable[..., jax.Array]
@@ -28,62 +28,73 @@ def traced_mods(score_mod: ScoreMod | None, mask_mod: MaskMod | None, dtype: DTy
     return Mods(trace("score_mod", score_mod, scores), trace("mask_mod", mask_mod, None))
 
 
-def checked(name: str, mod: Mod | None, shape: tuple[int, ...], S: int) -> Mod | None:
-    """Raises ValueError if an array or the blocks of a function do not fit queries of this shape
-    and S keys; returns the function."""
-    if mod is None:
-        return None
-    B, T, N, _ = shape
-    sizes = {"B": B, "T": T, "N": N, "S": S}
-    for limit in mod.limits.each:
-        size = sizes[limit.axis]
-        if isinstance(size, int) and not limit.allows(size):
-            raise ValueError(
-                f"{name}: {limit.argument} is for {limit.axis}={limit.size}, the call has "
-                f"{limit.axis}={size}"
-            )
-    return _checked_blocks(mod, shape, S)
+def checked(mods: Mods, sizes: Mapping[str, int]) -> Mods:
+    """Raises ValueError if an array or the blocks of a function do not fit a call of the sizes B, T,
+    N and S; returns the functions.
+
+    A step over a cache gives B and N alone: arrays of T or S positions serve the whole sequence.
+    """
+    for name, mod in (("score_mod", mods.score), ("mask_mod", mods.mask)):
+        if mod is None:
+            continue
+        for limit in mod.limits.each:
+            size = sizes.get(limit.axis)
+            if isinstance(size, int) and not limit.allows(size):
+                raise ValueError(
+                    f"{name}: {limit.argument} is for {limit.axis}={limit.size}, the call has "
+                    f"{limit.axis}={size}"
+                )
+        _check_blocks(mod, sizes)
+    return mods
 
 
-def _checked_blocks(mod: Mod, shape: tuple[int, ...], S: int) -> Mod:
-    """Raises ValueError if the known blocks of a mask function do not fit queries of this shape
-    and S keys; returns the mask function."""
+def _check_blocks(mod: Mod, sizes: Mapping[str, int]) -> None:
+    """Raises ValueError if the known blocks of a mask function do not fit a call of these sizes."""
     if mod.blocks is None:
-        return mod
-    B, T, N, _ = shape
-    blocks = mod.blocks
-    b, n = blocks.rows.shape[:2]
-    grid = blocks.grid
-    if (grid.T, grid.S) != (T, S) or b not in (1, B) or n not in (1, N):
-        made = f"T={grid.T}, S={grid.S}"
-        made += "".join(f", {x}={size}" for x, size in (("B", b), ("N", n)) if size > 1)
+        return
+    b, n = mod.blocks.rows.shape[:2]
+    grid = mod.blocks.grid
+    made = {"T": grid.T, "S": grid.S, "B": b, "N": n}
+    rows = {x: size for x, size in made.items() if x in "BN" and size == 1}  # of any number
+    if any(sizes[x] != size for x, size in made.items() if x in sizes and x not in rows):
         raise ValueError(
-            f"mask_mod: the block mask was made for {made}, the call has B={B}, T={T}, N={N}, "
-            f"S={S}: make it with jaxmha.mods.block_mask for these sizes"
+            f"mask_mod: the block mask was made for {_listed(made, 'TSBN', rows)}, the call has "
+            f"{_listed(sizes, 'BTNS')}: make it with jaxmha.mods.block_mask for these sizes"
         )
-    for letter, axis, made_for, size in (("b", "B", b, B), ("n", "N", n, N)):
-        if letter in mod.program.uses and made_for == 1 != size:
+    for letter, axis in (("b", "B"), ("n", "N")):
+        if letter in mod.program.uses and axis in rows and sizes[axis] != 1:
             raise ValueError(
                 f"mask_mod: the block mask was made for {axis}=1, its function reads {letter}, and "
-                f"the call has {axis}={size}: give jaxmha.mods.block_mask {axis}={size}"
+                f"the call has {axis}={sizes[axis]}: give jaxmha.mods.block_mask "
+                f"{axis}={sizes[axis]}"
             )
-    return mod
 
 
-def without_extras(
-    score_mod: ScoreMod | None, mask_mod: MaskMod | None, S: int, extra: int
-) -> tuple[ScoreMod | None, MaskMod | None]:
-    """Wraps both functions so that they do not apply to the `extra` positions after the S given
-    ones: those are visible to every query, with unchanged scores."""
+def _listed(sizes: Mapping[str, int], axes: str, omitted: Container[str] = ()) -> str:
+    return ", ".join(f"{x}={sizes[x]}" for x in axes if x in sizes and x not in omitted)
+
+
+def without_extras(mods: Mods, sizes: Mapping[str, int], extra: int, dtype: DTypeLike) -> Mods:
+    """The functions for a call with `extra` positions after the S given ones: those are visible to
+    every query, with unchanged scores.
+
+    `sizes`: of the call without them, by which functions are checked; S with them fits no array.
+
+    Raises:
+      ValueError: an array or the blocks of a function do not fit.
+    """
     if not extra:
-        return score_mod, mask_mod
+        return mods
+    given, S = checked(mods, sizes), sizes["S"]
 
     def score(x: jax.Array, b: jax.Array, n: jax.Array, i: jax.Array, j: jax.Array) -> jax.Array:
-        assert score_mod is not None
-        return jnp.where(j < S, score_mod(x, b, n, i, jnp.minimum(j, S - 1)), x)
+        assert given.score is not None
+        return jnp.where(j < S, of_pair(given.score, x, b, n, i, jnp.minimum(j, S - 1)), x)
 
     def mask(b: jax.Array, n: jax.Array, i: jax.Array, j: jax.Array) -> jax.Array:
-        assert mask_mod is not None
-        return (j >= S) | mask_mod(b, n, i, jnp.minimum(j, S - 1))
+        assert given.mask is not None
+        return (j >= S) | of_pair(given.mask, b, n, i, jnp.minimum(j, S - 1))
 
-    return None if score_mod is None else score, None if mask_mod is None else mask
+    return traced_mods(
+        None if given.score is None else score, None if given.mask is None else mask, dtype
+    )

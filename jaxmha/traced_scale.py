@@ -10,6 +10,7 @@ from jaxmha.implementations.base import accumulation_dtype
 from jaxmha.implementations.mods import Mod
 from jaxmha.implementations.tiled import attended
 from jaxmha.mask import Mask
+from jaxmha.mod_arguments import Mods, checked
 
 
 def split(scale: float | Array | None) -> tuple[float | None, jax.Array | None]:
@@ -48,6 +49,7 @@ def scaled(
     accumulate = accumulation_dtype(heads[0].dtype)
     query, key, value = (x.astype(accumulate) for x in heads)
     (B, T, N, _), S = query.shape, key.shape[1]
+    checked(Mods(mask=mask_mod), {"B": B, "T": T, "N": N, "S": S})
     rows, _ = attended.attended_per_head(mask, bias, B, N, T, S, mask_mod)
     if rows is not None:
         rows = jnp.moveaxis(sharding.in_order(rows, 2), 1, 2)[..., None]

@@ -1,5 +1,6 @@
 """Score and mask functions at the edges: wide integers, empty axes, constants, wrong arguments."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 import jaxmha
-from jaxmha import mods
+from jaxmha import latent, mods
 
 MANY = 2**31 - 1
 
@@ -205,3 +206,92 @@ def test_arrays_that_serve_all_rows_are_taken() -> None:
     for given in (ids, ids[None], np.stack([ids, ids])):
         np.testing.assert_array_equal(attend(mask_mod=mods.document(given)), want)
     attend(mask_mod=mods.prefix_lm(np.arange(2)))
+
+
+LATENT: dict[str, Any] = {
+    "num_heads": 2,
+    "features": 8,
+    "latent_dim": 6,
+    "rotary_dim": 4,
+    "head_dim": 5,
+}
+
+
+def layer(N: int = 2, **options: Any) -> tuple[Any, jax.Array]:
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 6, 8)), "float32")
+    return jaxmha.init_params(jax.random.key(0), num_heads=N, features=8, **options), x
+
+
+PER_SEQUENCE: list[tuple[dict[str, Any], str]] = [
+    ({"score_mod": mods.alibi(jnp.ones(1))}, "score_mod: slopes is for N=1, the call has N=2"),
+    ({"score_mod": mods.relative_bias(TABLE[:, :1], mods.t5())}, "score_mod: table is for N=1"),
+    ({"mask_mod": mods.document(np.stack([IDS] * 3))}, "query_ids is for B=3, .* B=2"),
+    ({"mask_mod": mods.prefix_lm(np.arange(3))}, "prefix is for B=3"),
+    ({"mask_mod": mods.block_sparse(np.stack([LAYOUT] * 3), 2)}, "layout is for N=3"),
+    ({"mask_mod": mods.block_mask(lambda b, n, i, j: n > 0, 6, N=3)}, "made for .*N=3, .* N=2"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), PER_SEQUENCE)
+def test_steps_refuse_arrays_of_other_rows_and_heads(options: dict[str, Any], message: str) -> None:
+    params, x = layer()
+    cache = jaxmha.KVCache.empty(params, 2, 8)
+    latents = latent.init_latent_params(jax.random.key(0), **LATENT)
+    steps: list[Any] = [jaxmha.prefill, jaxmha.extend, jaxmha.decode_step]
+    calls = [partial(step, params, x, cache) for step in steps]
+    calls.append(partial(latent.extend, latents, x, latent.LatentCache.empty(latents, 2, 8)))
+    for call in calls:
+        with pytest.raises(ValueError, match=message):
+            call(**options)
+
+
+def test_steps_take_arrays_of_the_whole_sequence() -> None:
+    params, x = layer()
+    _, cache = jaxmha.prefill(params, x[:, :5], jaxmha.KVCache.empty(params, 2, 8))
+    for mask_mod in (
+        mods.document(IDS),
+        mods.block_sparse(LAYOUT, 2),
+        mods.block_mask(mods.document(IDS), 6),
+    ):
+        out, _ = jaxmha.decode_step(params, x[:, 5:], cache, mask_mod=mask_mod)
+        assert jnp.isfinite(out).all()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        *PER_SEQUENCE,
+        ({"mask_mod": mods.document(IDS, IDS[:5])}, "key_ids is for S=5, the call has S=6"),
+        ({"mask_mod": mods.document(IDS[:5])}, "query_ids is for T=5, the call has T=6"),
+        ({"mask_mod": mods.block_mask(mods.causal(), 5)}, "made for T=5, S=5, the call .* S=6:"),
+    ],
+)
+def test_extra_positions_leave_the_sizes_checked(options: dict[str, Any], message: str) -> None:
+    params, x = layer(use_bias_kv=True)
+    with pytest.raises(ValueError, match=message):
+        jaxmha.multi_head_attention(params, x, **options)
+    params, x = layer()
+    zero = jaxmha.Semantics(add_zero_attn=True)
+    with pytest.raises(ValueError, match=message):
+        jaxmha.prefill(params, x, jaxmha.KVCache.empty(params, 2, 8), semantics=zero, **options)
+
+
+def test_a_block_mask_under_extra_positions() -> None:
+    params, x = layer(use_bias_kv=True)
+    want = jaxmha.multi_head_attention(params, x, mask_mod=lambda b, n, i, j: i >= j)
+    made = mods.block_mask(mods.all_of(mods.causal(), mods.document(IDS)), 6, block=2)
+    got = jaxmha.multi_head_attention(params, x, mask_mod=made)
+    np.testing.assert_allclose(got, want, atol=1e-6)
+
+
+@pytest.mark.parametrize("T", [5, 7])
+def test_block_masks_of_other_sizes_are_named(T: int) -> None:
+    made, message = mods.block_mask(mods.causal(), T), f"made for T={T}, S={T}, the call .* T=6"
+    with pytest.raises(ValueError, match=message):
+        attend(mask_mod=made, scale=jnp.float32(0.5))
+    params, x = layer()
+    with pytest.raises(ValueError, match=message):
+        jaxmha.multi_head_attention(params, x, mask_mod=made)
+    latents = latent.init_latent_params(jax.random.key(0), **LATENT)
+    with pytest.raises(ValueError, match=message):
+        latent.latent_attention(latents, x, mask_mod=made)

@@ -1,13 +1,23 @@
-"""Structural equality of jaxprs, so that a function traced twice compiles once."""
+"""Structural equality of jaxprs, so that a function traced twice compiles once.
+
+The rules of derivatives in a jaxpr, of a custom JVP or VJP, are other functions in every trace: they
+are left out, and the derivatives that they give are compared as jaxprs too.
+"""
 
 from collections.abc import Iterable, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
 # Variable of one jaxpr -> the corresponding variable of the other.
 Names = dict[object, object]
+# Primitives with a rule for their derivative -> the parameters that hold its functions.
+DERIVED = {
+    "custom_jvp_call": {"jvp_jaxpr_fun"},
+    "custom_vjp_call": {"fwd_jaxpr_thunk", "bwd", "out_trees"},
+}
 
 
 def outline(jaxpr: core.Jaxpr) -> tuple[object, ...]:
@@ -16,15 +26,49 @@ def outline(jaxpr: core.Jaxpr) -> tuple[object, ...]:
     return avals, tuple(eqn.primitive.name for eqn in jaxpr.eqns)
 
 
-def equal(a: core.Jaxpr, b: core.Jaxpr) -> bool:
-    """True if two jaxprs have the same structure and constants; False if they differ, or if a
-    parameter, such as a function, cannot be compared.
+def equal(a: object, b: object) -> bool:
+    """True if two jaxprs have the same structure and constants, apart from the rules of derivatives;
+    False if they differ, or if a parameter, such as a function, cannot be compared. Other objects are
+    compared as parameters are.
 
     >>> one, other = (jax.make_jaxpr(lambda x: x + 1)(2.0).jaxpr for _ in range(2))
     >>> one is other, equal(one, other)
     (False, True)
     """
-    return a is b or _equal_jaxprs(a, b)
+    return _equal(a, b)
+
+
+def gradient(jaxpr: core.Jaxpr) -> object:
+    """The closed jaxpr of the derivative of a floating function, if a rule for it is in its jaxpr, else
+    None; where the rule raises, an object that equals no other."""
+    if not _has_rule(jaxpr):
+        return None
+    count = len(jaxpr.constvars)
+
+    def call(*given: jax.Array) -> list[jax.Array]:
+        found: list[jax.Array] = core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, given[:count]))(
+            *given[count:]
+        )
+        return found
+
+    def pulled(*given: jax.Array) -> object:
+        out, pull = jax.vjp(call, *given)
+        return pull([jnp.ones_like(x) for x in out])
+
+    variables = *jaxpr.constvars, *jaxpr.invars
+    try:
+        return jax.make_jaxpr(pulled)(*(v.aval for v in variables))
+    except Exception:  # noqa: BLE001  a call that is not differentiated does not need the derivative
+        return object()
+
+
+def _has_rule(x: object) -> bool:
+    """True if a jaxpr in this parameter, or in its equations, has a rule for its derivative."""
+    if isinstance(x, core.ClosedJaxpr):
+        return _has_rule(x.jaxpr)
+    if isinstance(x, core.Jaxpr):
+        return any(e.primitive.name in DERIVED or _has_rule((*e.params.values(),)) for e in x.eqns)
+    return isinstance(x, tuple | list) and any(map(_has_rule, x))
 
 
 def _equal_jaxprs(a: core.Jaxpr, b: core.Jaxpr) -> bool:
@@ -33,12 +77,18 @@ def _equal_jaxprs(a: core.Jaxpr, b: core.Jaxpr) -> bool:
     names: Names = {}
     _bind(names, (*a.constvars, *a.invars), (*b.constvars, *b.invars))
     for x, y in zip(a.eqns, b.eqns, strict=True):
-        if not _equal_atoms(names, x.invars, y.invars) or not _equal(x.params, y.params):
+        if not _equal_atoms(names, x.invars, y.invars) or not _equal(_compared(x), _compared(y)):
             return False
         if [str(v.aval) for v in x.outvars] != [str(v.aval) for v in y.outvars]:
             return False
         _bind(names, x.outvars, y.outvars)
     return _equal_atoms(names, a.outvars, b.outvars)
+
+
+def _compared(eqn: core.JaxprEqn) -> dict[str, object]:
+    """The parameters of an equation without the rule for its derivative."""
+    rule = DERIVED.get(eqn.primitive.name, set())
+    return {name: x for name, x in eqn.params.items() if name not in rule}
 
 
 def _bind(names: Names, a: Iterable[object], b: Iterable[object]) -> None:

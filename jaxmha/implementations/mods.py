@@ -130,7 +130,9 @@ def trace(name: str, function: Function | None, dtype: np.dtype[np.floating] | N
         for x in arguments
     ]
     try:
-        closed, out = jax.make_jaxpr(function, return_shape=True)(*scalars)
+        # A new function each time: JAX remembers the first trace of a function, with the values that
+        # it captured then.
+        closed, out = jax.make_jaxpr(lambda *x: function(*x), return_shape=True)(*scalars)
     except Exception as error:
         shown = ", ".join(_NAMES[x] for x in arguments)
         error.add_note(
@@ -331,9 +333,12 @@ def _any_entry(x: jax.Array) -> jax.Array:
     return x.reshape(-1)[0] if x.size else jnp.zeros((), x.dtype)
 
 
-def of_pair(mod: Mod, b: jax.Array, n: jax.Array, i: jax.Array, j: jax.Array) -> jax.Array:
-    """The value of a mask function for one pair, given by scalars."""
-    pair = [(jnp.asarray(x, np.int32), "") for x in (b, n, i, j)]
+def of_pair(mod: Mod, *scalars: jax.Array) -> jax.Array:
+    """The value of a function for one pair, given by the scalars that it takes."""
+    pair = [
+        (x if letter == "x" else jnp.asarray(x, np.int32), "")
+        for letter, x in zip(mod.program.arguments, scalars, strict=True)
+    ]
     return _vectorised(mod, mod.floats, "", pair)
 
 

@@ -87,8 +87,8 @@ def latent_attention(
       positions: positions of the tokens, for `rotate`; None: 0 to T - 1.
       rotate: `rotate(heads, positions)`, such as `rope`, for the R rotary features of queries and of
         the shared key; None: no rotation. It is a static argument: give the same function in every
-        call, or a `functools.partial` of the same function with equal arguments. A
-        `latent.ScaledQueries` also multiplies queries by factors of their positions.
+        call, or a `functools.partial` of the same function with equal arguments; what it captures
+        must not change. A `latent.ScaledQueries` also multiplies queries by factors of their positions.
       bias: added to the logits, broadcastable to `(*B, N, T, T)`; -inf excludes the pair.
       mask: Boolean, broadcastable to `(*B, N, T, T)`, True = attend; or a `Mask`.
       is_causal: query i attends keys j <= i.
