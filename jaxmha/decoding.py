@@ -59,10 +59,11 @@ def prefill(
       semantics: as in `multi_head_attention`; its dropout has no effect.
       mask: combined with the causal mask; `Mask.lengths(key_value=lengths)` gives the lengths of
         the prompts, in [0, T]. Lengths on the device are clipped: reading them would wait for it.
-      rotate: `rotate(heads, positions)` of projected queries and keys, such as `rope`. It is a
-        static argument: give the same function in every call, or a `functools.partial` of the same
-        function with equal arguments. Every new lambda triggers a compilation; what a function
-        captures is read when it compiles, and must not change afterwards.
+      rotate: `rotate(heads, positions)` of projected queries and keys, such as `rope`; its result is
+        cast to the dtype of the heads. It is a static argument: give the same function in every
+        call, or a `functools.partial` of the same function with equal arguments. Every new lambda
+        triggers a compilation; what a function captures is read when it compiles, and must not
+        change afterwards.
       score_mod, mask_mod: score and mask functions, as in `dot_product_attention`; i and j are
         positions in the sequence.
       implementation: as in `multi_head_attention`.

@@ -21,6 +21,7 @@ from jaxmha.params import MHAParams, Projection, check, leaves
 from jaxmha.semantics import Precision, Semantics
 
 X = TypeVar("X")
+TINY_EPSILON = 1e-24  # a smaller one to the power of -1.5 overflows in float32
 Three: TypeAlias = tuple[jax.Array, jax.Array, jax.Array]
 
 
@@ -363,12 +364,20 @@ def _normalise(
     x = x.astype(accumulation_dtype(x.dtype))
     if semantics.qk_norm == "layer":
         x = x - x.mean(axes, keepdims=True)
-    variance = jnp.square(x).mean(axes, keepdims=True)
-    x = x * jax.lax.rsqrt(variance + semantics.qk_norm_epsilon)
+    x = x * inverse_rms(x, axes, semantics.qk_norm_epsilon)
     if scale is not None:
         scale = _last_axes(scale, x)
         x = x * (scale + semantics.qk_norm_offset if semantics.qk_norm_offset else scale)
     return x if bias is None else x + _last_axes(bias, x)
+
+
+def inverse_rms(x: jax.Array, axes: int | tuple[int, ...], epsilon: float) -> jax.Array:
+    """The reciprocal root of the mean square plus epsilon; for zeros 1 if epsilon is tiny."""
+    square = jnp.square(x).mean(axes, keepdims=True)
+    # Positions that nothing attends are zeroed, and where epsilon ** -1.5 overflows, as for 0, their
+    # gradients would be 0 * inf, NaN in every kernel.
+    added = jnp.where(square == 0, 1.0, epsilon) if epsilon < TINY_EPSILON else epsilon
+    return jax.lax.rsqrt(square + added)
 
 
 def _last_axes(array: Array, x: jax.Array) -> jax.Array:

@@ -209,16 +209,22 @@ def require_rotation(rotate: object) -> None:
 
 
 def apply_rotation(rotate: Rotate, heads: jax.Array, positions: jax.Array) -> jax.Array:
-    """The rotated heads; ValueError if `rotate` returns another shape, TypeError if no array."""
+    """The rotated heads, in the dtype of `heads`: many rotations return float32 for half precision,
+    and queries, keys and values have one dtype.
+
+    Raises ValueError if `rotate` returns another shape, and TypeError if no floating array.
+    """
     found = rotate(heads, positions)
     shape = getattr(found, "shape", None)
     if shape is None:
         raise TypeError(f"rotate must return an array, got {type(found).__name__}")
+    if not jnp.issubdtype(found.dtype, np.floating):
+        raise TypeError(f"rotate must return floating heads, got {found.dtype}")
     if shape != heads.shape:
         raise ValueError(
             f"rotate must return heads of the shape that it is given, {heads.shape}, got {shape}"
         )
-    return found
+    return found.astype(heads.dtype)
 
 
 def static_rotation(rotate: Rotate | None) -> Rotate | None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jaxmha
-from jaxmha import KVCache, Mask, PagedKVCache, Semantics, sharding
+from jaxmha import KVCache, Mask, PagedKVCache, Semantics, latent, sharding
 from jaxmha.converters import flax, keras, torch
 
 PARAMS = jaxmha.init_params(jax.random.key(0), num_heads=2, features=8)
@@ -16,6 +16,10 @@ CACHE = KVCache.empty(PARAMS, 1, 8)
 HEADS = np.ones((1, 3, 2, 4), np.float32)
 X = np.ones((1, 3, 8), np.float32)
 AT = np.arange(3)
+LATENT = latent.init_latent_params(
+    jax.random.key(0), num_heads=2, features=8, latent_dim=4, rotary_dim=2, head_dim=3
+)
+LATENTS = latent.LatentCache.empty(LATENT, 1, 8)
 
 
 def attention(**options: Any) -> Any:
@@ -77,6 +81,14 @@ ARRAYS: dict[str, Callable[[Any], Any]] = {
     "x": lambda x: jaxmha.decode_step(PARAMS, x, CACHE),
     "rope x": lambda x: jaxmha.rope(x, AT),
     "cache.key": lambda x: jaxmha.prefill(PARAMS, X, CACHE._replace(key=x)),
+    "latent x": lambda x: latent.latent_attention(LATENT, x),
+    "latent project x": lambda x: latent.project(LATENT, x),
+    "latent extend x": lambda x: latent.extend(LATENT, x, LATENTS),
+    "latent heads": lambda x: latent.combine(LATENT, x),
+}
+CACHES: dict[str, Callable[[Any], Any]] = {
+    "cache": lambda x: jaxmha.extend(PARAMS, X, x),
+    "latent cache": lambda x: latent.extend(LATENT, X, x),
 }
 LAYERS: dict[str, Callable[[Any], Any]] = {
     "layer params": lambda x: jaxmha.multi_head_attention(x, X),
@@ -84,6 +96,7 @@ LAYERS: dict[str, Callable[[Any], Any]] = {
     "step params": lambda x: jaxmha.decode_step(x, X[:, :1], CACHE),
     "cache params": lambda x: KVCache.empty(x, 1, 8),
     "pages params": lambda x: PagedKVCache.empty(x, 1, 8, pages=2),
+    "latent params": lambda x: latent.latent_attention(x, X),
     "sharding params": lambda x: sharding.specs(x),
     "torch params": lambda x: torch.to_module(x),
     "keras params": lambda x: keras.to_module(x),
@@ -102,6 +115,7 @@ FIELDS: tuple[tuple[dict[str, Callable[[Any], Any]], tuple[Any, ...]], ...] = (
     (FLAGS, (0, 1, 1.0, "yes", None, np.ones(1), [True])),
     (LAYERS, (None, {}, PARAMS.query, tuple(PARAMS), "1", object())),
     (ARRAYS, (None, 1.0, "1", [1.0], {})),
+    (CACHES, (None, PARAMS, X, {}, "1", object())),
     ({"base": lambda x: jaxmha.rope(HEADS, AT, base=x)}, (True, "1", None, 1j, -1.0, np.ones(1))),
     ({"inv_freq": lambda x: jaxmha.rope(HEADS, AT, inv_freq=x)}, (1.0, [1.0], np.ones(1, bool))),
 )

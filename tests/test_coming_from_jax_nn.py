@@ -111,6 +111,14 @@ def test_residual_of_rows_that_a_bias_empties() -> None:
         same(ours(**options, return_residual=True)[1], theirs(**options, return_residual=True)[1])
 
 
+def test_residual_of_rows_that_a_mask_mod_empties() -> None:
+    """-inf, as without a mask in `jax.nn`; with a mask, its constant."""
+    for options, low in (({}, -np.inf), ({"mask": np.ones((T, T), bool)}, LOW)):
+        found = ours(mask_mod=lambda b, n, i, j: i > 1, **options, return_residual=True)[1]
+        np.testing.assert_allclose(found[:, :2], low)
+        assert np.isfinite(found[:, 2:]).all()
+
+
 @pytest.mark.usefixtures("x64")
 def test_residual_in_float64() -> None:
     heads = [x.astype(np.float64) for x in (Q, K, V)]

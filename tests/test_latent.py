@@ -257,6 +257,25 @@ def test_jit_and_vmap() -> None:
     assert_close(jax.vmap(call, (None, 0))(params, x), want)
 
 
+def test_norms_of_tokens_that_nothing_attends() -> None:
+    """Their features are zeroed, and zeros have no direction: an epsilon of 0 divides 0 by 0."""
+    params, x = made(use_bias=False), inputs(size=4)
+
+    def gradients(x: Any, epsilon: float, mask: Mask) -> Any:
+        semantics = Semantics(qk_norm_epsilon=epsilon)
+
+        def loss(params: Any) -> Any:
+            return (latent.latent_attention(params, x, mask=mask, semantics=semantics) ** 2).sum()
+
+        return jax.grad(loss)(params)
+
+    lengths = np.asarray([3] * B)
+    mask = Mask.lengths(query=lengths, key_value=lengths)
+    found, want = gradients(x, 0.0, mask), gradients(x[:, :3], 1e-12, Mask())
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.usefixtures("no_shape_hook")
 @pytest.mark.parametrize(
     ("change", "error", "printed"),

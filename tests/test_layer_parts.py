@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import jaxmha
-from jaxmha import MHAParams, Projection
+from jaxmha import Mask, MHAParams, Projection
 from tests import layer_cases, reference, tolerance
 from tests.layer_cases import LayerCase
 from tests.test_layer import BY_NAME, call, mask_of, params_of, semantics_of
@@ -102,6 +102,28 @@ def test_sinks_override_the_policy() -> None:
     nothing = np.zeros((4, 4), bool)
     out, _ = jaxmha.extend(params, np.ones_like(x), cache, mask=nothing, semantics=semantics)
     assert (np.asarray(out) == 0).all()
+
+
+@pytest.mark.parametrize(("norm", "epsilon"), [("rms", 0.0), ("layer", 1e-30)])
+def test_norms_of_positions_that_nothing_attends(norm: Any, epsilon: float) -> None:
+    """They are zeroed, and zeros have no direction: a tiny epsilon divides 0 by 0."""
+    params, x = cases_params(np.random.default_rng(0))
+    mask = Mask.lengths(key_value=np.asarray([3]))
+
+    def gradients(x: Any, epsilon: float, mask: Mask) -> Any:
+        semantics = jaxmha.Semantics(
+            qk_norm=norm, qk_norm_epsilon=epsilon, qk_norm_learned=False
+        )  # fmt: skip
+
+        def loss(params: Any) -> Any:
+            out = jaxmha.multi_head_attention(params, x[:, :3], x, mask=mask, semantics=semantics)
+            return (out**2).sum()
+
+        return jax.grad(loss)(params)
+
+    found, want = gradients(x, epsilon, mask), gradients(x[:, :3], 1e-12, Mask())
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
 
 
 def cases_params(rng: np.random.Generator) -> tuple[MHAParams, Any]:

@@ -17,7 +17,8 @@ import pytest
 from jax import export
 
 import jaxmha
-from jaxmha import Mask
+from jaxmha import Mask, implementations
+from jaxmha.implementations import Request, SupportQuery
 from jaxmha.implementations.native import library, operands, primitives
 from jaxmha.implementations.tiled.block_mask import NO_CONDITIONS
 from tests import cases, conformance, tolerance
@@ -367,3 +368,23 @@ def test_items_for_many_threads(backward: bool, threads: int) -> None:
         items = count(backward, B, T, T, N, K, threads)
         busy = items / (threads * -(-items // threads))
         assert busy >= 0.75, (B, T, N, K, items)
+
+
+@pytest.mark.parametrize("T", [3, 40])
+@pytest.mark.parametrize("dtypes", [("float32", "float32", "bfloat16"), ("bfloat16", "float32")])
+def test_heads_of_several_dtypes(T: int, dtypes: tuple[str, ...]) -> None:
+    """Calls promote them. A request that was not promoted would be read beyond its end."""
+    rng = np.random.default_rng(0)
+    sizes, dtypes = ((2, T, 4, 16), (2, 70, 2, 16), (2, 70, 2, 16)), (*dtypes, dtypes[-1])
+    heads = [jnp.asarray(rng.standard_normal(x), y) for x, y in zip(sizes, dtypes, strict=False)]
+    want = jaxmha.dot_product_attention(*heads, implementation="reference")
+    if not conformance.ABSENT:
+        found = jaxmha.dot_product_attention(*heads, implementation="native")
+        tolerance.assert_close(found, np.asarray(want, np.float64))
+    query, key, value = heads
+    request = Request(query, key, value, None, Mask(), jaxmha.Semantics(), None, False)
+    asked = SupportQuery()
+    implementations.attend(request, asked)
+    reasons = dict(asked.reasons)
+    assert "must have one dtype, got" in (reasons["native"] or "")
+    assert reasons["reference"] is None

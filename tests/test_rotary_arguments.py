@@ -8,8 +8,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmha import KVCache, init_params, latent, prefill, rope, rope_frequencies
+from jaxmha import (
+    KVCache,
+    decode_step,
+    extend,
+    init_params,
+    latent,
+    prefill,
+    rope,
+    rope_frequencies,
+)
 from jaxmha.flax import attention_fn, linen
+from tests.tolerance import assert_same
 
 pytestmark = pytest.mark.usefixtures("no_shape_hook")
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}
@@ -134,6 +144,7 @@ def test_a_configuration_may_hold_other_mappings() -> None:
             r"rotate must return heads of the shape .* got \(2, 5, .* 1\)",
         ),
         (lambda heads: (heads, heads), "rotate must return an array, got tuple"),
+        (lambda heads: heads.astype(np.int32), "rotate must return floating heads, got int32"),
     ],
 )
 def test_of_what_a_rotation_returns(returned: Callable[[jax.Array], Any], message: str) -> None:
@@ -155,3 +166,29 @@ def test_of_what_a_rotation_returns(returned: Callable[[jax.Array], Any], messag
     for call in calls:
         with pytest.raises((TypeError, ValueError), match=message):
             call()
+
+
+def widening(heads: jax.Array, positions: jax.Array) -> jax.Array:
+    """A rotation as many write it, which returns float32 for half precision."""
+    return rope(heads.astype(np.float32), positions)
+
+
+def casting(heads: jax.Array, positions: jax.Array) -> jax.Array:
+    return widening(heads, positions).astype(heads.dtype)
+
+
+@pytest.mark.parametrize("T", [1, 5])
+def test_a_rotation_that_widens_half_precision(T: int) -> None:
+    half: Any = jnp.bfloat16
+    params = init_params(jax.random.key(0), num_heads=3, features=6, dtype=half)
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((2, T, 6)), half)
+    cache = KVCache.empty(params, 2, 7)._replace(lengths=np.asarray([1, 0]))
+
+    def by_flax(*_: object, rotate: Any) -> Any:
+        layer, variables = linen.MultiHeadAttention.from_params(params, rotate=rotate)
+        return layer.apply(variables, x)
+
+    for call in (prefill, extend, decode_step, by_flax):
+        found, want = (call(params, x, cache, rotate=rotate) for rotate in (widening, casting))
+        assert jax.tree.leaves(found)[0].dtype == half
+        jax.tree.map(assert_same, found, want)

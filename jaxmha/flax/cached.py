@@ -28,7 +28,7 @@ from jaxmha.implementations import forward_mode
 from jaxmha.mask import Mask
 from jaxmha.params import MHAParams
 from jaxmha.projections import check_inputs, combine_checked, compute_dtype, project_checked
-from jaxmha.rotary import Rotate, apply_rotation
+from jaxmha.rotary import Rotate, apply_rotation, static_rotation
 
 # Cached keys `*B S K H`, values `*B S K h`, and the index of the next free slot.
 Cache: TypeAlias = tuple[jax.Array, jax.Array, jax.Array]
@@ -71,7 +71,7 @@ def attend_cached(
             mask,
             hashable_settings(settings),
             positions,
-            rotate=rotate,
+            rotate=static_rotation(rotate),
         )
     return out, weights, cached
 

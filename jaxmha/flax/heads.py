@@ -21,7 +21,7 @@ from jaxmha.mask import Mask
 from jaxmha.mod_arguments import Mods
 from jaxmha.params import MHAParams
 from jaxmha.projections import check_inputs, combine_checked, compute_dtype, project_checked
-from jaxmha.rotary import Rotate, apply_rotation, require_rotation
+from jaxmha.rotary import Rotate, apply_rotation, require_rotation, static_rotation
 from jaxmha.semantics import ReturnWeights, Semantics
 
 # Query, key and value features.
@@ -89,7 +89,13 @@ def attend_layer(
     check_arrays(params, inputs, bias)
     with forward_mode():
         out, weights = _attend_layer(
-            params, inputs, bias, mask, hashable_settings(settings), positions, rotate=rotate
+            params,
+            inputs,
+            bias,
+            mask,
+            hashable_settings(settings),
+            positions,
+            rotate=static_rotation(rotate),
         )
     return out, weights
 

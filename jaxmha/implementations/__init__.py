@@ -24,7 +24,7 @@ from jaxmha.implementations import (
     shard_map,
     small_query,
 )
-from jaxmha.implementations.base import Request, Result
+from jaxmha.implementations.base import Request, Result, mixed_dtypes
 from jaxmha.implementations.context_parallel import all_gather, ring
 from jaxmha.implementations.fused import adapter, cudnn, splash, tokamax
 from jaxmha.implementations.native import attention as native
@@ -162,6 +162,8 @@ def unsupported(request: Request, name: str, *, traced: bool = True) -> str | No
     axes = sharding.current()
     if axes is not None and axes.zigzag and name not in CONTEXT:
         return "positions are in zig-zag order"
+    if name != "reference" and (mixed := mixed_dtypes(request)):
+        return mixed
     reason: str | None = implementation.unsupported_reason(request)
     if reason or name not in KERNELS:
         return reason

@@ -96,6 +96,17 @@ class Leaks(NamedTuple):
 EVERYTHING_LEAKS = Leaks(2, 2)
 
 
+def mixed_dtypes(request: Request) -> str | None:
+    """The reason against a request whose query, key and value differ in dtype; None: they do not.
+
+    Kernels read all three by the dtype of the query, and would read beyond the end of a narrower one.
+    """
+    dtypes = [x.dtype.name for x in (request.query, request.key, request.value)]
+    if len(set(dtypes)) == 1:
+        return None
+    return f"query, key and value must have one dtype, got {', '.join(dtypes)}"
+
+
 def accumulation_dtype(dtype: DTypeLike) -> np.dtype[np.floating]:
     """float64 for float64, else float32."""
     return np.dtype(np.float64 if dtype == np.float64 else np.float32)

@@ -244,7 +244,7 @@ def _checked(params: LatentParams, x: Array, cache: LatentT, semantics: Semantic
             "cache must be a jaxmha.LatentCache, or a jaxmha.PagedKVCache from "
             f"jaxmha.latent.paged_cache, got {type(cache).__name__}"
         )
-    check_arguments(params, semantics, x=x)
+    check_arguments(params, semantics, {"x": x})
     paged = isinstance(cache, PagedKVCache)
     return cache._replace(**checked_parts(cache._asdict(), paged=paged))
 

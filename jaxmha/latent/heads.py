@@ -5,6 +5,7 @@ key kernel instead, so that all heads attend one key per token, its latent and i
 cache need not hold more.
 """
 
+from collections.abc import Mapping
 from functools import partial
 from typing import NamedTuple
 
@@ -21,7 +22,7 @@ from jaxmha.latent.params import LatentParams, leaves, sizes
 from jaxmha.latent.rotation import LatentRotate, ScaledQueries, static_latent_rotation
 from jaxmha.matmul import resolved
 from jaxmha.params import Projection
-from jaxmha.projections import affine_map
+from jaxmha.projections import affine_map, inverse_rms
 from jaxmha.rotary import apply_rotation
 from jaxmha.semantics import Semantics
 from jaxmha.static_checks import flag
@@ -47,12 +48,18 @@ def check_inputs(params: LatentParams, **inputs: Array) -> Checked:
 _WITHOUT = {"qk_norm": None, "clip_qkv": None, "add_zero_attn": False, "attention_axes": None}
 
 
-def check_arguments(params: LatentParams, semantics: Semantics, **arrays: Array | None) -> None:
+def check_arguments(
+    params: LatentParams,
+    semantics: Semantics,
+    required: Mapping[str, Array],
+    **optional: Array | None,
+) -> None:
     """Raises TypeError or ValueError for arguments of a wrong type, or that would be rounded."""
     checks.require_type(LatentParams, params=params)
     checks.require_type(Semantics, semantics=semantics)
-    require_arrays(optional=True, **arrays)
-    checks.reject_rounding(params=params, **arrays)
+    require_arrays(optional=False, **required)
+    require_arrays(optional=True, **optional)
+    checks.reject_rounding(params=params, **required, **optional)
     for name, neutral in _WITHOUT.items():
         if getattr(semantics, name) != neutral:
             raise ValueError(
@@ -92,7 +99,7 @@ def project(
     >>> [x.shape for x in project(params, jnp.ones((2, 7, 8)))]
     [(2, 7, 3, 9), (2, 7, 3, 9), (2, 7, 3, 5)]
     """
-    check_arguments(params, semantics, x=x, positions=positions)
+    check_arguments(params, semantics, {"x": x}, positions=positions)
     found: tuple[jax.Array, jax.Array, jax.Array] = _jitted(
         params, x, positions, semantics, rotate=static_latent_rotation(rotate), absorbed=False
     )
@@ -122,7 +129,7 @@ def absorb(
     >>> [x.shape for x in absorb(params, jnp.ones((2, 7, 8)))]
     [(2, 7, 3, 10), (2, 7, 10)]
     """
-    check_arguments(params, semantics, x=x, positions=positions)
+    check_arguments(params, semantics, {"x": x}, positions=positions)
     found: tuple[jax.Array, jax.Array] = _jitted(
         params, x, positions, semantics, rotate=static_latent_rotation(rotate), absorbed=True
     )
@@ -270,16 +277,13 @@ class Latent(NamedTuple):
         if scale is None:
             return x.astype(self.dtype)
         x = x.astype(accumulation_dtype(self.dtype))
-        variance = jnp.square(x).mean(-1, keepdims=True)
-        x = x * jax.lax.rsqrt(variance + self.semantics.qk_norm_epsilon)
+        x = x * inverse_rms(x, -1, self.semantics.qk_norm_epsilon)
         wide = jnp.asarray(scale).astype(x.dtype).reshape((1,) * (x.ndim - 1) + scale.shape)
         return (x * wide).astype(self.dtype)
 
     def _rotated(self, heads: jax.Array, positions: jax.Array) -> jax.Array:
         rotate = self.rotate.rotate if isinstance(self.rotate, ScaledQueries) else self.rotate
-        if rotate is not None:
-            heads = apply_rotation(rotate, heads, positions)
-        return heads.astype(self.dtype)
+        return heads if rotate is None else apply_rotation(rotate, heads, positions)
 
 
 def combine(
@@ -300,7 +304,7 @@ def combine(
     >>> combine(params, jnp.ones((2, 7, 3, 6)), absorbed=True).shape
     (2, 7, 8)
     """
-    check_arguments(params, semantics, heads=heads)
+    check_arguments(params, semantics, {"heads": heads})
     out: jax.Array = _combine(params, heads, semantics, absorbed=flag("absorbed", absorbed))
     return out
 

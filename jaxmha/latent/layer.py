@@ -119,7 +119,7 @@ def latent_attention(
     >>> latent_attention(params, jnp.ones((2, 7, 8)), rotate=rope, is_causal=True).shape
     (2, 7, 8)
     """
-    check_arguments(params, semantics, x=x, positions=positions, bias=bias)
+    check_arguments(params, semantics, {"x": x}, positions=positions, bias=bias)
     if dropout_key is not None:
         checks.prng_key("dropout_key", dropout_key)
     mods = Mods()

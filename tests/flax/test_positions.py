@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from jaxmha import Mask, combine, dot_product_attention, init_params, project, rope
-from jaxmha.flax import attention_fn, linen
+from jaxmha.flax import attention_fn, cached, heads, linen
 from jaxmha.flax import nnx as modules
 from tests.flax.common import normal, theirs
 from tests.tolerance import assert_close, assert_same
@@ -79,6 +79,20 @@ def test_positions_in_attention_fn() -> None:
     own = modules.MultiHeadAttention(N, D, rotate=ROTATE, rngs=nnx.Rngs(0))
     mask = Mask.causal().to_array(T, T)
     assert_close(theirs(layer, X, mask=mask), np.asarray(own(X, mask=mask)))
+
+
+def test_equal_rotations_of_new_layers_compile_nothing() -> None:
+    counts = []
+    for _ in range(2):
+        rotate = partial(rope, base=50.0)
+        module, variables = linen.MultiHeadAttention.from_params(PARAMS, rotate=rotate)
+        module.apply(variables, X)
+        layer = modules.MultiHeadAttention.from_params(PARAMS, rotate=rotate)
+        layer.init_cache((B, T, D))
+        layer(X[:, :1], decode=True)
+        programs: tuple[Any, ...] = heads._attend_layer, cached._attend_cached
+        counts.append([program._cache_size() for program in programs])
+    assert counts[0] == counts[1]
 
 
 def test_what_positions_cannot_mean_is_refused() -> None:
