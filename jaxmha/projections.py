@@ -21,7 +21,6 @@ from jaxmha.params import MHAParams, Projection, check, leaves
 from jaxmha.semantics import Precision, Semantics
 
 X = TypeVar("X")
-TINY_EPSILON = 1e-24  # a smaller one to the power of -1.5 overflows in float32
 Three: TypeAlias = tuple[jax.Array, jax.Array, jax.Array]
 
 
@@ -376,8 +375,9 @@ def inverse_rms(x: jax.Array, axes: int | tuple[int, ...], epsilon: float) -> ja
     square = jnp.square(x).mean(axes, keepdims=True)
     # Positions that nothing attends are zeroed, and where epsilon ** -1.5 overflows, as for 0, their
     # gradients would be 0 * inf, NaN in every kernel.
-    added = jnp.where(square == 0, 1.0, epsilon) if epsilon < TINY_EPSILON else epsilon
-    return jax.lax.rsqrt(square + added)
+    if epsilon < 64 * float(jnp.finfo(x.dtype).max) ** (-2 / 3):
+        return jax.lax.rsqrt(square + jnp.where((x == 0).all(axes, keepdims=True), 1.0, epsilon))
+    return jax.lax.rsqrt(square + epsilon)
 
 
 def _last_axes(array: Array, x: jax.Array) -> jax.Array:

@@ -216,7 +216,7 @@ def apply_rotation(rotate: Rotate, heads: jax.Array, positions: jax.Array) -> ja
     """
     found = rotate(heads, positions)
     shape = getattr(found, "shape", None)
-    if shape is None:
+    if shape is None or not hasattr(found, "dtype"):
         raise TypeError(f"rotate must return an array, got {type(found).__name__}")
     if not jnp.issubdtype(found.dtype, np.floating):
         raise TypeError(f"rotate must return floating heads, got {found.dtype}")

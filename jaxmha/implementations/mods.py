@@ -8,8 +8,10 @@ Kernels" (2024).
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
+from weakref import WeakKeyDictionary
 
 import jax
 import jax.numpy as jnp
@@ -132,7 +134,8 @@ def trace(name: str, function: Function | None, dtype: np.dtype[np.floating] | N
     try:
         # A new function each time: JAX remembers the first trace of a function, with the values that
         # it captured then.
-        closed, out = jax.make_jaxpr(lambda *x: function(*x), return_shape=True)(*scalars)
+        fresh = wraps(function)(lambda *x: function(*x))
+        closed, out = jax.make_jaxpr(fresh, return_shape=True)(*scalars)
     except Exception as error:
         shown = ", ".join(_NAMES[x] for x in arguments)
         error.add_note(
@@ -142,8 +145,25 @@ def trace(name: str, function: Function | None, dtype: np.dtype[np.floating] | N
         raise
     _check(name, out, dtype)
     mod = _hoisted(closed, arguments)._replace(limits=Limits(limits_of(function)))
+    mod = mod._replace(program=_remembered(function, mod.program))
     blocks = getattr(function, "blocks", None)
     return mod._replace(blocks=blocks) if isinstance(blocks, Blocks) else mod
+
+
+# Functions -> their last programs.
+_PROGRAMS: WeakKeyDictionary[Function, Program] = WeakKeyDictionary()
+
+
+def _remembered(function: Function, program: Program) -> Program:
+    """The last program of a function, if only the rules of its derivatives may differ: JAX makes them
+    anew in every trace, so that they cannot be compared, and the call would compile every time."""
+    try:
+        last = _PROGRAMS.setdefault(function, program)
+    except TypeError:  # a function that cannot be hashed, or not weakly referenced
+        return program
+    if last.arguments != program.arguments or not last.alike(program):
+        _PROGRAMS[function] = last = program
+    return last
 
 
 _NAMES = {"x": "score", "b": "b", "n": "n", "i": "i", "j": "j"}
