@@ -22,7 +22,7 @@ from jaxmha.converters.discovery import (
     unlike,
 )
 from jaxmha.converters.discovery.attention_blocks import Block
-from jaxmha.converters.discovery.head_count import Count
+from jaxmha.converters.discovery.head_count import CONFIG_KEYS, Count
 from jaxmha.converters.layout import registry
 from jaxmha.converters.layout.base import Layout
 from jaxmha.params import NORM_SCALES
@@ -39,7 +39,7 @@ def _multiplied(own: Mapping[str, Any]) -> Values:
 
 
 def _capped(own: Mapping[str, Any]) -> Values:
-    cap = own.get("attn_logit_softcapping")
+    cap = own.get("attn_logit_softcapping", 50.0)  # the default of these classes
     return {
         "scale": float(own["query_pre_attn_scalar"]) ** -0.5,
         "logits_soft_cap": None if cap is None else float(cap),
@@ -69,7 +69,7 @@ def _offset(own: Mapping[str, Any]) -> Values:
 
 
 def _offset_and_scaled(own: Mapping[str, Any]) -> Values:
-    return _capped(own) | _offset(own)
+    return _capped({"attn_logit_softcapping": None, **own}) | _offset(own)
 
 
 def _unlearned(own: Mapping[str, Any]) -> Values:
@@ -210,7 +210,7 @@ def configured(blocks: Sequence[Block], file: Any) -> list[Block]:
     """
     if not isinstance(getattr(file, "path", None), Path):
         return [stored_semantics.described(block, file.metadata) for block in blocks]
-    found = []
+    found, without_heads = [], _without_heads(file)
     for block, own, model_type in _parts(blocks, file):
         block = stored_semantics.described(block, file.metadata)
         read, why = reader_of(model_type), unlike.why(model_type)
@@ -218,11 +218,17 @@ def configured(blocks: Sequence[Block], file: Any) -> list[Block]:
             values, lacking = _values(read, {**own, LAYER: layer_of(block.prefix)})
             block, why = _with(block, values), why or _lacks(lacking, model_type)
         elif not model_type:
-            types = hf_config.types_in(hf_config.readable(file.path))
-            readable = next((t for t in types if reader_of(t)), "")
-            why = _lacks("num_attention_heads" if readable else "", readable)
+            why = without_heads
         found.append(block if block.configured else block._replace(unlike=why))
     return found
+
+
+def _without_heads(file: Any) -> str:
+    """Why blocks have no part of the configuration, if it states no head count."""
+    content = hf_config.readable(file.path)
+    readable = next((t for t in hf_config.types_in(content) if reader_of(t)), "")
+    stated = any(hf_config.search(content, CONFIG_KEYS))
+    return "" if stated or not readable else _lacks("num_attention_heads", readable)
 
 
 def _lacks(key: str, model_type: str) -> str:
@@ -242,6 +248,7 @@ def _parts(blocks: Sequence[Block], file: Any) -> Iterator[tuple[Block, Mapping[
     content = hf_config.readable(file.path)
     readable = any(reader_of(t) or unlike.why(t) for t in hf_config.types_in(content))
     heads = described.of(file, blocks).heads if readable else None
+    content = {} if heads and heads.wrong else content  # it describes other tensors
     for block in blocks:
         count = heads.part_of(block.prefix) if heads else None
         yield (block, *(part_of(content, count, block.prefix) or ({}, "")))

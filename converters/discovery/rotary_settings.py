@@ -101,8 +101,9 @@ def of(own: Mapping[str, Any], model_type: str, layer: int | None) -> dict[str, 
             sliding = kind == layer_kinds.SLIDING
             if sliding and not nested and not rule.scaled:
                 given = {}
-            keys = (rule.sliding, rule.sliding_default) if sliding else rule[:2]
-            base = own.get(keys[0]) or keys[1]
+            base = own.get(rule.full) or rule.full_default
+            if sliding:  # null: that of the others
+                base = own.get(rule.sliding, rule.sliding_default) or base
     found = {"rope_theta": base} | {k: v for k, v in given.items() if v is not None}
     rows = own.get("layer_rope_theta") if model_type in _BASE_OF_LAYER else None
     if isinstance(rows, list) and layer is not None and layer < len(rows):

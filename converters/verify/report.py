@@ -11,7 +11,12 @@ from typing import Any
 from jaxmha.checkpoint import Loss
 from jaxmha.checkpoint.digests import manifest
 from jaxmha.checkpoint.errors import printable
-from jaxmha.converters.discovery import attention_blocks, behaviours, head_count, layer_layouts
+from jaxmha.converters.discovery import (
+    attention_blocks,
+    head_count,
+    layer_layouts,
+    stored_semantics,
+)
 from jaxmha.converters.discovery.attention_blocks import Block
 from jaxmha.converters.migrate import plans, resolved
 from jaxmha.converters.migrate.pipeline import DIGEST
@@ -110,8 +115,11 @@ def check(
         carried = resolved.resolve(done, old.whole)
         by_step = dict(carried.by_step)
         missing = tuple(name for name in carried.made if name not in new.whole)
-        found_blocks = behaviours.blocks(new.whole, [attention_blocks.named(done.to)])
-        targets = {block.prefix: block for block in found_blocks}
+        shapes, to = attention_blocks.shapes(new.whole), attention_blocks.named(done.to)
+        targets = {  # by their own metadata: a config.json next to them describes the source
+            block.prefix: stored_semantics.described(block, new.whole.metadata)
+            for block in attention_blocks.find(shapes, [to])
+        }
         reports = []
         for step in progress(list(by_step)):
             made = tuple(by_step[step])
