@@ -1,7 +1,15 @@
 """Imports and exports attention of linear layers: torch Linear, Keras Dense, or matrices."""
 
 from jaxmha.converters.layout.api import make_api
-from jaxmha.converters.layout.linear import ANNOTATED, DENSE, LAYOUTS, LINEAR, LLAMA, MATRICES
+from jaxmha.converters.layout.linear import (
+    ANNOTATED,
+    DENSE,
+    LAYOUTS,
+    LINEAR,
+    LLAMA,
+    MATRICES,
+    STARCODER_HEADS,
+)
 
 __all__ = [
     "ANNOTATED",
@@ -14,4 +22,7 @@ __all__ = [
     "import_params",
 ]
 
-import_params, export_params = make_api(LAYOUTS)
+# No key tells them from other packings, and there may be no prefix.
+_NAMED = [layout for layout in LAYOUTS if layout.name in ("chatglm", "megatron")]
+_BY_KEYS = [layout for layout in LAYOUTS if layout not in _NAMED]
+import_params, export_params = make_api(_BY_KEYS, [*_NAMED, STARCODER_HEADS])

@@ -57,6 +57,7 @@ class Block(NamedTuple):
     also: tuple[str, ...] = ()  # other layouts with the same keys, if no family decides
     configured: bool = False  # `behaviours` set the layout semantics from config.json or metadata
     unlike: str = ""  # why the model type's blocks are not what they look like, see `unlike.why`
+    given: bool = False  # the user named the layout, so no configuration chooses another one
 
     @property
     def family(self) -> tuple[str, str] | None:
@@ -161,6 +162,8 @@ def find(shapes: Mapping[str, Sequence[int]], layouts: Iterable[Layout] = LAYOUT
                 if other_forms.of(unknown):
                     continue
                 family_match = model_families.match(variant.name, prefix, shapes)
+                if layouts is LAYOUTS and variant.name in places.NAMED and not family_match:
+                    continue
                 found.setdefault(prefix, []).append(
                     Block(prefix, variant, keys, unknown, family_match)
                 )
@@ -170,6 +173,8 @@ def find(shapes: Mapping[str, Sequence[int]], layouts: Iterable[Layout] = LAYOUT
     if layouts is LAYOUTS:
         named_too = list(_named(chosen, shapes))
         chosen += named_too
+    else:
+        chosen = [block._replace(given=True) for block in chosen]
     return sorted(chosen, key=lambda block: natural(block.prefix))
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from jaxmha.converters.discovery import (
     architectures,
     attention_blocks,
+    choices,
     described,
     disentangled,
     hf_config,
@@ -210,6 +211,7 @@ def configured(blocks: Sequence[Block], file: Any) -> list[Block]:
     """
     if not isinstance(getattr(file, "path", None), Path):
         return [stored_semantics.described(block, file.metadata) for block in blocks]
+    blocks = choices.made(blocks, file)
     found, without_heads = [], _without_heads(file)
     for block, own, model_type in _parts(blocks, file):
         block = stored_semantics.described(block, file.metadata)

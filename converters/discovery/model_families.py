@@ -73,6 +73,8 @@ FAMILIES: tuple[Family, ...] = (
         "give multi_head_attention Semantics(scale=, logits_soft_cap=)",
     ),
     Family("Falcon", "falcon", "h.{i}.self_attention", _unevenly_packed),
+    Family("ChatGLM", "chatglm", "transformer.encoder.layers.{i}.self_attention", _unevenly_packed),
+    Family("Megatron-Core", "megatron", "decoder.layers.{i}.self_attention"),
     Family("StarCoder", "starcoder", "h.{i}.attn"),
     Family("Phi-3", "phi3", "layers.{i}.self_attn"),
     Family("BERT", "bert", "encoder.layer.{i}.attention encoder.layer.{i}.crossattention"),

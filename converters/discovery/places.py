@@ -10,6 +10,9 @@ from jaxmha.converters.layout.base import Layout
 Shapes = Mapping[str, Sequence[int]]
 # Layouts with the keys of others, for the prefixes of their families alone.
 OF_FAMILIES = ("timm-heads", "timm-heads-conv", "timm-nest", "x-transformers")
+# Layouts for the prefixes of their families, or if the user names them: elsewhere, their arrays may be
+# of another order.
+NAMED = ("chatglm", "megatron")
 _ACROSS = r"cross|x_attn|encoder_attn|perceiver"  # prefixes of cross-attention
 
 
@@ -20,6 +23,12 @@ def refuse_prefix(layout: Layout, prefix: str) -> None:
         raise ValueError(
             f"layout {layout.name} is read at prefixes of its own models alone, not at "
             f"{printable(prefix) or '(top)'}: name layout {other}"
+        )
+    if layout.name in NAMED:
+        raise ValueError(
+            f"layout {layout.name} is read at prefixes of its own models alone, not at "
+            f"{printable(prefix) or '(top)'}, where its rows would be read in another order: name "
+            "another layout, or give the blocks in a plan the prefixes of these models"
         )
     if layout.name == "llama-across" and not re.search(_ACROSS, prefix):
         raise ValueError(

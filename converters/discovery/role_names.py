@@ -63,13 +63,13 @@ _FIRST = (
     (frozenset(("pos_embed",)), ""),  # added to the tokens that ModifiedResNet of CLIP pools
     (frozenset(("positional_embedding",)), ""),
 )
-# Names of packed layers that hold all queries, then all keys, then all values.
+# Names of packed layers that hold all queries, then all keys, then all values, but for `_UNLIKE`.
 _IN_ORDER = re.compile(
     r"(?:\w*_)?(?:w_?)?(?:qkv|kv|qk|in_proj)(?:_\w+)?|(?:emb_)?(?:to_)?key_value", re.IGNORECASE
 )
 # Names of layers that compute another function: torchvision's MaxViT divides its logits by the width
-# of all heads, and CodeGen packs for several processors.
-_UNLIKE = {("to_qkv", "merge"), ("qkv_proj", "out_proj")}
+# of all heads, CodeGen packs for several processors, and Megatron-Core for each key (layout megatron).
+_UNLIKE = {("to_qkv", "merge"), ("qkv_proj", "out_proj"), ("linear_qkv", "linear_proj")}
 # Places of layers with these names that pack queries, keys and values in order: DeepSeek-OCR.
 _LIKE = re.compile(r"(^|[./])vision_model[./]transformer[./]layers[./]\d+[./]self_attn$")
 _TIMM = ("linear:", ("qkv", "proj"))  # layout timm, whose exceptions hold for these names as well

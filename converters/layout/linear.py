@@ -83,10 +83,27 @@ _UNEVEN = {
     "phi3": ("qkv_proj", "o_proj", "M", "Phi-3: all queries, then all keys, then all values"),
     "dbrx": ("Wqkv", "out_proj", "M", "DBRX: all queries, then all keys, then all values"),
     "falcon": ("query_key_value", "dense", "U", "Falcon: groups of queries, a key and a value"),
+    "chatglm": (
+        "query_key_value",
+        "dense",
+        "M",
+        "ChatGLM: all queries, then all keys, then values",
+    ),
+    "megatron": (
+        "linear_qkv",
+        "linear_proj",
+        "U",
+        "Megatron-Core: groups of queries, a key, a value",
+    ),
     "molmo": ("att_proj", "attn_out", "M", "Molmo: all queries, then all keys, then all values"),
     "timm-grouped": ("qkv", "proj", "M", "EXAONE 4.5: all queries, then all keys, then values"),
     "starcoder": ("c_attn", "c_proj", "M", "StarCoder (gpt_bigcode): one head of keys and values"),
 }
+
+
+# Transformer Engine keeps the norm before a block in the block's first layer.
+_OTHER = {"megatron": ("linear_qkv.layer_norm_weight", "linear_qkv.layer_norm_bias")}
+_APART = {"chatglm": ("N K", "rows of as many keys as queries are those of layout gpt-neox")}
 
 
 def _uneven(name: str, packed: str, out: str, heads: str, about: str) -> Layout:
@@ -96,11 +113,21 @@ def _uneven(name: str, packed: str, out: str, heads: str, about: str) -> Layout:
         Entry(f"{packed}.bias", f"({heads} H)", _ALL[1], "qkv bias"),
         Entry(f"{out}.bias", "Do", ("out.bias",), "out bias"),
     )
-    other_keys = ("rotary_emb.inv_freq",)
-    return Layout(name, entries, ties=_PACKED_TIES, other_keys=other_keys, about=about)
+    return Layout(
+        name,
+        entries,
+        ties=_PACKED_TIES,
+        other_keys=("rotary_emb.inv_freq", *_OTHER.get(name, ())),
+        apart=_APART.get(name, ("", "")),
+        about=about,
+    )
 
 
 UNEVEN = tuple(_uneven(name, *row) for name, row in _UNEVEN.items())
+# The keys are those of `starcoder`, which fits nanoGPT as well, so a configuration alone tells.
+STARCODER_HEADS = _uneven(
+    "starcoder-heads", "c_attn", "c_proj", "U", "gpt_bigcode without multi_query: head by head"
+)
 _DENSE = (
     Entry("q_proj/kernel", "Dq (N H)", ("query.kernel",)),
     Entry("k_proj/kernel", "Dk (N H)", ("key.kernel",)),

@@ -26,8 +26,9 @@ LAYOUTS: tuple[Layout, ...] = (
     *haiku.LAYOUTS,
     *jaxmha.LAYOUTS,
 )
-# Layouts of latent attention, which hold no block of `MHAParams`.
-ALONE = {DEEPSEEK.name: DEEPSEEK}
+# Layouts that are not looked up by keys: of latent attention, which hold no block of `MHAParams`, and
+# of models that a configuration alone tells from others.
+ALONE = {DEEPSEEK.name: DEEPSEEK, linear.STARCODER_HEADS.name: linear.STARCODER_HEADS}
 
 
 def named(name: str) -> Layout:

@@ -304,8 +304,8 @@ def _metadata(
 ) -> dict[str, str]:
     """The metadata of the source, with head counts and Keras groups for the destination."""
     to, blocks = attention_blocks.named(plan.to), {s.target: b for s, b in found.blocks.items()}
-    converted = (*blocks.values(), *found.latents.values())
-    left_out = {f"{stored_semantics.METADATA}.{b.prefix}" for b in converted}
+    sources = [*(b.prefix for b in blocks.values()), *(b.prefix for b in found.latents.values())]
+    left_out = {f"{stored_semantics.METADATA}.{prefix}" for prefix in sources}
     kept = file.metadata.keys() - left_out - {keras_groups.METADATA}
     metadata = {k: v for k, v in file.metadata.items() if k in kept}
     metadata |= keras_order.to_metadata(groups, plan.steps) if file.ordered else {}

@@ -165,6 +165,7 @@ def make(
     steps = (*blocks, *of_latents, *other_steps, *unchanged)
     becomes = [step.becomes for step in other_steps]
     all_notes = (
+        *[note for name, note in notes.NEEDS.items() if name == to.name],
         *[notes.NO_ATTENTION] * (not found and not converted),
         *notes_of_layers(file, to, found, layers, becomes, carried, epsilon, unlike or {}),
         *notes.renamed(_renamed(steps, file.names) if not in_file(to) else ()),

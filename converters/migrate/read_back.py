@@ -118,6 +118,9 @@ def refuse(
             f"block {min(missing)} could not be read back as layout {target.name}: name another "
             "layout"
         )
+    elsewhere = [b.prefix for b in target_blocks if b.prefix in prefixes and not b.family]
+    if elsewhere and target.name in places.NAMED:
+        places.refuse_prefix(target, elsewhere[0])
     known = [b._replace(configured=b.prefix in configured) for b in attention_blocks.find(shapes)]
     if not (broken := damaged_blocks.find(shapes, known)):
         return

@@ -115,6 +115,33 @@ def test_the_order_of_rotated_rows_is_that_of_hugging_face(tmp_path: Path) -> No
             assert (np.asarray(expected) == value).all() == ("attn_v" in name)
 
 
+@pytest.mark.parametrize("kind", [None, KINDS.Q8_0], ids=["float32", "Q8_0"])
+def test_the_kernels_of_gpt2_are_those_of_hugging_face(kind: Any, tmp_path: Path) -> None:
+    from transformers.modeling_gguf_pytorch_utils import GPT2TensorProcessor
+
+    rng = np.random.default_rng(0)
+    shapes = {"attn_qkv": (96, 32), "attn_output": (32, 32), "ffn_up": (64, 32),
+              "ffn_down": (32, 64), "attn_norm": (32,)}  # fmt: skip
+    tensors: dict[str, Any] = {
+        f"blk.0.{part}.weight": rng.normal(size=shape).astype(np.float32)
+        for part, shape in shapes.items()
+    }
+    tensors["token_embd.weight"] = rng.normal(size=(7, 32)).astype(np.float32)
+    stored = {
+        name: x if kind is None or x.ndim == 1 else (gguf.quantize(x, kind), kind)
+        for name, x in tensors.items()
+    }
+    path = written(
+        tmp_path / "m.gguf", "gpt2", **{name.replace(".", "__"): x for name, x in stored.items()}
+    )
+    with checkpoint.open(path) as file:
+        for name, x in stored.items():
+            value = gguf.dequantize(*x) if isinstance(x, tuple) else x
+            expected = GPT2TensorProcessor().process(weights=value, name=name).weights
+            assert file.info[name].shape == file[name].shape == expected.shape
+            np.testing.assert_array_equal(file[name], expected)
+
+
 def test_an_architecture_whose_changes_are_not_known_is_refused(tmp_path: Path) -> None:
     path = written(tmp_path / "m.gguf", "gemma", w=np.ones((2, 3), np.float32))
     with pytest.raises(checkpoint.UnsupportedFormat, match="'gemma'"):

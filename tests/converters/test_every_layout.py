@@ -77,6 +77,8 @@ def test_round_trip(layout: Layout, lead: tuple[int, ...]) -> None:
 
 # Layout -> a prefix by which it differs from others with the same keys, and an array next to it.
 PLACES = {
+    "chatglm": ("transformer.encoder.layers.0.self_attention", "other"),
+    "megatron": ("decoder.layers.0.self_attention", "other"),
     "llama-across": ("cross_attn", "other"),
     "timm-heads": ("blocks.0.attn_block.attn", "rel_pos.mlp.fc1.weight"),
     "timm-heads-conv": ("stages.0.blocks.0.attn", "rel_pos.mlp.fc1.weight"),

@@ -28,7 +28,11 @@ def cannot(layout: Layout) -> bool:
     """True if a layout lacks a leaf of a BERT block, or needs another one."""
     leaves = {leaf for entry in layout.entries for leaf in entry.leaves}
     needed = {leaf for entry in layout.entries if not entry.group for leaf in entry.leaves}
-    elsewhere = layout.name in (*UNEQUAL, *places.OF_FAMILIES)  # or is of other prefixes
+    elsewhere = layout.name in (
+        *UNEQUAL,
+        *places.OF_FAMILIES,
+        *places.NAMED,
+    )  # or is of other prefixes
     return not needed <= HELD <= leaves or elsewhere
 
 

@@ -1,7 +1,8 @@
 """The .gguf format of llama.cpp: metadata, tensor descriptions, aligned data. Read only.
 
-Quantised tensors become float32, and the order in which llama.cpp writes the rows of queries and
-keys is undone, so that the arrays are those of the Hugging Face model.
+Quantised tensors become float32. llama.cpp permutes the rows of queries and keys of Llama, and
+transposes the kernels of GPT-2, when it writes them. Both are undone, so that the arrays are those of
+the Hugging Face model.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
@@ -48,9 +49,11 @@ _NUMBERS = {
 _STRING, _ARRAY = 8, 9
 _KEPT = ("general.architecture", "general.alignment")
 _PERMUTED = ("llama",)  # architectures whose queries and keys llama.cpp permutes
+# Architecture -> layers whose kernels llama.cpp transposes: those that are Conv1D in GPT-2.
+_TRANSPOSED = {"gpt2": ("attn_qkv", "attn_output", "ffn_up", "ffn_down")}
 # Architectures that llama.cpp writes without changing values. It adds 1 to the norms of Gemma, and
 # reorders BLOOM, so an architecture that is in neither table is refused.
-_UNCHANGED = ("qwen2", "qwen2moe", "qwen3", "qwen3moe", "phi3", "starcoder2", "gpt2")
+_UNCHANGED = ("qwen2", "qwen2moe", "qwen3", "qwen3moe", "phi3", "starcoder2")
 _RANK, _NESTED, _PIECE = 4, 4, 1 << 22
 _AGAIN = "download it again"
 _DESCRIPTION = 400  # memory for the description of one tensor, in bytes
@@ -170,15 +173,18 @@ def read(source: Source, limits: Limits) -> Contents:
     found = _tensors(cursor, tensors)
     start = _placed(source, found, settings.get("general.alignment", 32), cursor.at)
     heads = _heads(source, settings, found)
+    architecture = str(settings.get("general.architecture", ""))
+    turned = {name for name in found if _is_transposed(architecture, name)}
     for name, one in found.items():
-        block = QUANTISED.get(one.kind)
-        budget.tensor(name, one.shape, np.dtype(np.float32) if block else _PLAIN[one.kind])
+        dtype = np.dtype(np.float32) if one.kind in QUANTISED else _PLAIN[one.kind]
+        budget.tensor(name, one.shape[::-1] if name in turned else one.shape, dtype)
 
     def load(name: str) -> np.ndarray:
         array = _loaded(source, budget, name, found[name], start)
+        if name in turned:
+            return np.ascontiguousarray(array.T)
         return _unpermuted(array, heads[name]) if name in heads else array
 
-    architecture = str(settings.get("general.architecture", ""))
     quantised = {n: QUANTISED[x.kind].name for n, x in found.items() if x.kind in QUANTISED}
     return Contents(budget.info, load, metadata={_KEPT[0]: architecture}, quantised=quantised)
 
@@ -268,7 +274,7 @@ def _heads(source: Source, settings: dict[str, Any], found: dict[str, _Tensor]) 
     architecture = settings.get("general.architecture")
     if not isinstance(architecture, str):
         raise MalformedFile(source.path, "general.architecture is no text", _AGAIN)
-    if architecture in _UNCHANGED:
+    if architecture in _UNCHANGED or architecture in _TRANSPOSED:
         return {}
     if architecture not in _PERMUTED:
         problem = f"it is not known which weights of {architecture[:40]!r} llama.cpp changes"
@@ -288,6 +294,12 @@ def _heads(source: Source, settings: dict[str, Any], found: dict[str, _Tensor]) 
     return heads
 
 
+def _is_transposed(architecture: str, name: str) -> bool:
+    """True if llama.cpp transposed the tensor of this name."""
+    *_, layer, array = ("", "", *name.split("."))
+    return array == "weight" and layer in _TRANSPOSED.get(architecture, ())
+
+
 def _unpermuted(array: np.ndarray, heads: int) -> np.ndarray:
     """Reorders rows: llama.cpp rotates adjacent rows, Hugging Face the two halves of a head."""
     pairs = array.reshape(heads, len(array) // heads // 2, 2, *array.shape[1:])
@@ -299,7 +311,7 @@ def _loaded(source: Source, budget: Budget, name: str, one: _Tensor, start: int)
     info, block, offset = budget.info[name], QUANTISED.get(one.kind), start + one.offset
     if block is None:
         raw = source.read_array(offset, info.nbytes)
-        return from_bytes(raw, info.dtype, "little", source.path, name).reshape(info.shape)
+        return from_bytes(raw, info.dtype, "little", source.path, name).reshape(one.shape)
     out = np.empty(info.size // block.size * block.size, np.float32).reshape(-1, block.size)
     step = max(1, _PIECE // block.nbytes)
     for at in range(0, len(out), step):
@@ -307,4 +319,4 @@ def _loaded(source: Source, budget: Budget, name: str, one: _Tensor, start: int)
         raw = source.read_array(offset + at * block.nbytes, count * block.nbytes)
         with np.errstate(invalid="ignore", over="ignore"):  # scales may be infinite
             out[at : at + count] = block.dequantise(raw.reshape(count, block.nbytes))
-    return out.reshape(info.shape)
+    return out.reshape(one.shape)
