@@ -375,7 +375,7 @@ def inverse_rms(x: jax.Array, axes: int | tuple[int, ...], epsilon: float) -> ja
     square = jnp.square(x).mean(axes, keepdims=True)
     # Positions that nothing attends are zeroed, and where epsilon ** -1.5 overflows, as for 0, their
     # gradients would be 0 * inf, NaN in every kernel.
-    if epsilon < 64 * float(jnp.finfo(x.dtype).max) ** (-2 / 3):
+    if epsilon < 64 * float(np.finfo(x.dtype).max) ** (-2 / 3):
         return jax.lax.rsqrt(square + jnp.where((x == 0).all(axes, keepdims=True), 1.0, epsilon))
     return jax.lax.rsqrt(square + epsilon)
 

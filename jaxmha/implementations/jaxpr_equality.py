@@ -1,6 +1,7 @@
 """Structural equality of jaxprs, so that a function traced twice compiles once."""
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -37,13 +38,23 @@ def _equal_jaxprs(a: core.Jaxpr, b: core.Jaxpr, skipped: frozenset[str]) -> bool
     names: Names = {}
     _bind(names, (*a.constvars, *a.invars), (*b.constvars, *b.invars))
     for x, y in zip(a.eqns, b.eqns, strict=True):
-        params = ({k: v for k, v in e.params.items() if k not in skipped} for e in (x, y))
-        if not _equal_atoms(names, x.invars, y.invars) or not _equal(*params, skipped):
+        if not _equal_atoms(names, x.invars, y.invars):
+            return False
+        if not _equal(_kept(x.params, skipped), _kept(y.params, skipped), skipped):
             return False
         if [str(v.aval) for v in x.outvars] != [str(v.aval) for v in y.outvars]:
             return False
         _bind(names, x.outvars, y.outvars)
     return _equal_atoms(names, a.outvars, b.outvars)
+
+
+def _inner(closed: Any) -> core.Jaxpr:
+    jaxpr: core.Jaxpr = getattr(closed, "jaxpr", closed)
+    return jaxpr
+
+
+def _kept(params: dict[str, object], skipped: frozenset[str]) -> dict[str, object]:
+    return {name: x for name, x in params.items() if name not in skipped}
 
 
 def _bind(names: Names, a: Iterable[object], b: Iterable[object]) -> None:
@@ -71,9 +82,8 @@ def _equal(a: object, b: object, skipped: frozenset[str]) -> bool:
     if type(a) is not type(b):
         return False
     if isinstance(a, core.Jaxpr | core.ClosedJaxpr):  # one class from JAX 0.11 on
-        consts = (tuple(getattr(x, "consts", ())) for x in (a, b))
-        jaxprs = (getattr(x, "jaxpr", x) for x in (a, b))
-        return _equal(*consts, skipped) and _equal_jaxprs(*jaxprs, skipped)
+        x, y = (tuple(getattr(one, "consts", ())) for one in (a, b))
+        return _equal(x, y, skipped) and _equal_jaxprs(_inner(a), _inner(b), skipped)
     if isinstance(a, tuple | list) and isinstance(b, tuple | list):
         return len(a) == len(b) and all(_equal(x, y, skipped) for x, y in zip(a, b, strict=True))
     if isinstance(a, dict) and isinstance(b, dict):
@@ -81,6 +91,6 @@ def _equal(a: object, b: object, skipped: frozenset[str]) -> bool:
     if isinstance(a, jax.Array):  # constants: compared only by identity, above
         return False
     if isinstance(a, np.ndarray | np.generic | float):  # compares bits: NaN is equal to NaN
-        x, y = np.asarray(a), np.asarray(b)
-        return x.dtype == y.dtype and x.shape == y.shape and x.tobytes() == y.tobytes()
+        c, d = np.asarray(a), np.asarray(b)
+        return c.dtype == d.dtype and c.shape == d.shape and c.tobytes() == d.tobytes()
     return bool(a == b)
