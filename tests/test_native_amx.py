@@ -86,6 +86,7 @@ def test_values_and_gradients(case: Case) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("case", LARGE, ids=LARGE_BY_NAME)
+@pytest.mark.everyday(dtype=["float32"])
 def test_values_and_gradients_of_large_cases(case: Case, dtype: str) -> None:
     arrays = cases.arrays(case, dtype)
     for name, found, want in compared(case, arrays):

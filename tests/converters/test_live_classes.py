@@ -388,6 +388,8 @@ def test_every_layout_has_a_live_class() -> None:
     zoo |= {"molmo"}  # phi3 under other names
     # Blocks that ran right in models of which other blocks are carried, or did not run.
     zoo |= {"lw-detr", "cosmos"}
+    # test_choices.py has the class of the last, and the splits of classes that are in no package here.
+    zoo |= {"chatglm", "megatron", "starcoder-heads"}
     rest = layouts - elsewhere - files - by_hand - zoo - {"jaxmha"} - OF_OTHERS.keys()
     assert {other_results.expected()[model] for model in OF_OTHERS.values()} == {"right"}
     assert rest <= {layout for layout, _ in LIVE.values()}
