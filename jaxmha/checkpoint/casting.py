@@ -19,8 +19,8 @@ class Loss(NamedTuple):
     Attributes:
         before, after: names of the dtypes before and after the cast.
         max_relative_error: largest relative error of the elements that stayed finite and nonzero.
-        overflowed: number of finite elements that became infinite or NaN, plus infinite or NaN
-            elements that changed.
+        overflowed: number of finite elements that became infinite or NaN, or that the integers of
+            the new dtype do not reach, plus infinite or NaN elements that changed.
         underflowed: number of nonzero elements that became zero.
     """
 
@@ -92,8 +92,8 @@ def cast(array: np.ndarray, dtype: np.dtype) -> tuple[np.ndarray, Loss]:
         before, after = _exactly(array), _exactly(result)
         finite, nonzero = np.isfinite(before), before != 0
         kept = (before == after) | (np.isnan(before) & np.isnan(after))
-        overflowed = (finite & ~np.isfinite(after)) | (~finite & ~kept)
-        underflowed = nonzero & (after == 0)
+        overflowed = (finite & ~np.isfinite(after)) | (~finite & ~kept) | _wraps(array, dtype)
+        underflowed = nonzero & (after == 0) & ~overflowed
         # `_exactly` chose a dtype wide enough that small differences do not round to 0.
         error = np.abs(after - before) / np.abs(before)
         error = error[finite & nonzero & ~overflowed & ~underflowed]
@@ -101,6 +101,16 @@ def cast(array: np.ndarray, dtype: np.dtype) -> tuple[np.ndarray, Loss]:
     counts = int(overflowed.sum()), int(underflowed.sum())
     worst = worst if math.isfinite(worst) else math.inf
     return result, Loss(str(array.dtype), str(dtype), worst, *counts)
+
+
+def _wraps(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """True for each element beyond the range of an integer dtype, where a cast wraps around."""
+    if dtype.kind not in "iu":
+        return np.zeros(array.shape, bool)
+    # Integers are compared as such, and floats with powers of two: both comparisons are exact.
+    whole = array if array.dtype.kind in "iu" else np.trunc(_exactly(array).real)
+    wraps: np.ndarray = (whole < np.iinfo(dtype).min) | (whole >= np.iinfo(dtype).max + 1)
+    return wraps
 
 
 def _exactly(array: np.ndarray) -> np.ndarray:

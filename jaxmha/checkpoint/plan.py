@@ -128,9 +128,11 @@ class WriteJob:
 
     def _beyond(self, name: str, array: np.ndarray) -> UnsupportedDtype:
         largest = max(float(np.abs(_finite(part)).max(initial=0.0)) for part in parts(array))
+        dtype = self.info[name].dtype
+        lacks = dtype.kind in "iu" and any(_finite(part).size < part.size for part in parts(array))
         return UnsupportedDtype(
             self.path,
-            f"values up to {largest:.3g} do not fit into {self.info[name].dtype}",
+            f"values up to {largest:.3g}{' and NaN or infinity' * lacks} do not fit into {dtype}",
             "choose a wider dtype (bfloat16 has the range of float32)",
             name,
         )

@@ -32,6 +32,23 @@ def test_what_is_lost_is_reported() -> None:
     assert checkpoint.cast(np.array([2**53 + 1]), np.dtype("float64"))[1].max_relative_error > 0
 
 
+@pytest.mark.parametrize(
+    ("before", "kept", "beyond", "after"),
+    [
+        ("float32", [127.5, -128.5], [300.0, -129.0, np.nan, np.inf], "int8"),
+        ("float64", [-(2.0**63), 2.0**62], [2.0**63, -(2.0**64)], "int64"),
+        ("int64", [2**31 - 1, -(2**31)], [2**40, 2**31, -(2**63)], "int32"),
+        ("uint64", [2**63 - 1], [2**63, 2**64 - 1], "int64"),
+        ("int8", [127], [-1], "uint64"),
+    ],
+)
+def test_integers_that_wrap_around_are_an_overflow(
+    before: str, kept: list[float], beyond: list[float], after: str
+) -> None:
+    loss = checkpoint.cast(np.array([*kept, *beyond], before), np.dtype(after))[1]
+    assert (loss.overflowed, loss.underflowed) == (len(beyond), 0)
+
+
 @given(hnp.arrays(np.float32, st.integers(0, 9), elements=st.floats(width=32)))
 @settings(max_examples=30, deadline=None)
 def test_losses_element_by_element(array: np.ndarray) -> None:
@@ -90,6 +107,9 @@ def test_a_dtype_by_name(tmp_path: Path) -> None:
             checkpoint.write(tmp_path / "bad.npz", tensors, dtype=dtype)
     with pytest.raises(checkpoint.UnsupportedDtype, match="cannot become"):
         checkpoint.write(tmp_path / "bad.npz", {"z": np.ones(2, complex)}, dtype={"z": "float32"})
+    wide = {"w": np.array([300.0, np.nan])}
+    with pytest.raises(checkpoint.UnsupportedDtype, match="300 and NaN or infinity do not fit"):
+        checkpoint.write(tmp_path / "bad.npz", wide, dtype={"w": "int8"}, overflow="refuse")
     assert not (tmp_path / "bad.npz").exists()
 
 
