@@ -50,7 +50,7 @@ def replace(
         old = check_target(target, force, sources)
         target = Path(os.path.realpath(target))  # a link stays; the file it refers to is replaced
         notes: list[str] = []
-        temporaries.clean(target, sources, notes)
+        temporaries.clean(target, temporaries.identities(sources), notes)
         with temporary(target, mode if old is None else mode_of(old)) as (file, path):
             with flushing(file.fileno(), size):
                 emit(file)

@@ -9,15 +9,29 @@ import os
 import re
 from pathlib import Path
 
-from jaxmha.checkpoint.errors import PathEscape
+from jaxmha.checkpoint.errors import PathEscape, UnreadableFile
 from jaxmha.checkpoint.source import Source
 from jaxmha.checkpoint.system import Directory
 
 _BLOB = re.compile(r"\.\./\.\./blobs/[0-9a-f]{40,64}")
 
 
+def open_folder(path: Path) -> Directory:
+    """Opens a folder; raises UnreadableFile if that fails."""
+    try:
+        return Directory(path)
+    except OSError as e:
+        problem = f"the folder cannot be opened ({e.strerror or e})"
+        raise UnreadableFile(path, problem, "check the path and its permissions") from e
+
+
 def open_inside(
-    folder: Directory, file: str, *, mapped: bool = False, of: Path | None = None
+    folder: Directory,
+    file: str,
+    *,
+    mapped: bool = False,
+    held: bool = True,
+    of: Path | None = None,
 ) -> Source:
     """Opens a file of an open folder; error messages about a link name the path `of`.
 
@@ -27,7 +41,7 @@ def open_inside(
     name, path = file, folder.path / file
     if os.path.islink(path):
         name = _blob(folder, file, of or folder.path)
-    return Source(path, mapped=mapped, within=(folder, name))
+    return Source(path, mapped=mapped, within=(folder, name), held=held)
 
 
 def refuse_link(path: Path) -> None:

@@ -38,7 +38,7 @@ class Limits:
     index_bytes: int = 64 << 20
     document_bytes: int = 1 << 20  # bytes of a config.json or of the document of one zarr array
     files: int = 100_000  # files and folders inside a folder
-    shards: int = 500  # shards, each of which stays open
+    shards: int = 500  # files of one checkpoint
     members: int = 10**6  # zip members, HDF5 links
     depth: int = 64  # nesting depth of groups and containers
     tuple_depth: int = 8

@@ -22,11 +22,10 @@ from jaxmha.checkpoint.errors import (
 from jaxmha.checkpoint.folder import Folder
 from jaxmha.checkpoint.formats import dequantise as dequantising
 from jaxmha.checkpoint.formats import table
-from jaxmha.checkpoint.inside import open_inside, refuse_link
+from jaxmha.checkpoint.inside import open_folder, open_inside, refuse_link
 from jaxmha.checkpoint.limits import Limits
 from jaxmha.checkpoint.plan import Contents, Progress
 from jaxmha.checkpoint.source import Source
-from jaxmha.checkpoint.system import Directory
 from jaxmha.checkpoint.tensor import TensorInfo
 
 _DEFAULT = Limits()
@@ -306,7 +305,7 @@ def open(
     if found_at == given:
         source = Source(found_at, mapped=mmap)
     else:
-        with Directory(given) as folder:
+        with open_folder(given) as folder:
             source = open_inside(folder, found_at.name, mapped=mmap)
     try:
         found = table.recognise(source, limits)

@@ -23,7 +23,7 @@ from jaxmha.checkpoint.errors import (
 )
 from jaxmha.checkpoint.formats import safetensors
 from jaxmha.checkpoint.formats.torch import zip
-from jaxmha.checkpoint.inside import open_inside
+from jaxmha.checkpoint.inside import open_folder, open_inside
 from jaxmha.checkpoint.limits import Budget, Limits, check_name, is_text
 from jaxmha.checkpoint.plan import Contents
 from jaxmha.checkpoint.source import Source
@@ -33,6 +33,7 @@ from jaxmha.checkpoint.tensor import TensorInfo
 SUFFIX, TOTAL = ".index.json", "total_size"
 READERS = {".safetensors": safetensors.read, ".bin": zip.read}
 _AGAIN = "copy or download the whole checkpoint again"
+_HELD = 32  # most shards to keep open: a comparison opens each of two checkpoints twice
 _KEPT = 512  # bytes of memory for a tensor in the tables of its shard
 _DEVICES = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.IGNORECASE)
 
@@ -62,12 +63,12 @@ def read(source: Source, limits: Limits) -> Contents:
         raise AmbiguousFile(path, "two shard names differ in case only", _AGAIN)
     shards: list[_Shard] = []
     with contextlib.ExitStack() as cleanup:
-        folder = cleanup.enter_context(Directory(path.parent))
+        folder = cleanup.enter_context(open_folder(path.parent))
         for file in files:
             check_shard_name(path, file)
             if not file.endswith(suffix(path)):
                 raise MalformedFile(path, f"the shard is not {suffix(path)}", _AGAIN, file)
-            opened = _open_shard(folder, file, source)
+            opened = _open_shard(folder, file, source, held=len(files) <= _HELD)
             cleanup.callback(opened.close)
             budget.grow(opened.size)
             shard = _Shard(opened, READERS[suffix(path)](opened, limits))
@@ -216,7 +217,7 @@ def check_shard_name(path: str | os.PathLike[str], file: str) -> None:
         )
 
 
-def _open_shard(folder: Directory, file: str, index: Source) -> Source:
+def _open_shard(folder: Directory, file: str, index: Source, held: bool) -> Source:
     """Opens a shard next to its index.
 
     Raises:
@@ -224,7 +225,7 @@ def _open_shard(folder: Directory, file: str, index: Source) -> Source:
         UnreadableFile: the shard cannot be opened.
     """
     try:
-        return open_inside(folder, file, mapped=index.mapped, of=index.path)
+        return open_inside(folder, file, mapped=index.mapped, held=held, of=index.path)
     except UnreadableFile as e:
         if not isinstance(e.__cause__, FileNotFoundError):
             raise

@@ -11,6 +11,7 @@ import os
 import re
 import secrets
 import stat
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace as changed
 from pathlib import Path
@@ -24,8 +25,10 @@ from jaxmha.checkpoint.limits import UNLIMITED, Limits
 from jaxmha.checkpoint.plan import WriteJob
 from jaxmha.checkpoint.settling import settle
 from jaxmha.checkpoint.source import Source
+from jaxmha.checkpoint.temporaries import Identity
 
 _TAG = 12  # hexadecimal digits of the tag in shard names
+_PATIENCE = 5.0  # seconds; looking through the journal of a killed writer takes less
 WriteFile = Callable[..., None]
 
 
@@ -55,11 +58,12 @@ def write(
         names = dict(zip(shards, parts, strict=True))
         _check_index(plan, names)
         mine = shards if part is None else shards[part[0] :: part[1]]
+        read = temporaries.identities(sources)
         with _journal(target, mine) as (list_of_own, own):
             known = _begin(target, ending, own, mine)
             if resume is not None and not force:
                 _refuse_others(target, ending, own, set(shards))
-            _clean(target, ending, set(shards), sources, plan.notes)
+            _clean(target, ending, shards, mine, read, plan.notes)
             kept, placed = list[Path](), False
             try:
                 for shard in mine:
@@ -72,19 +76,16 @@ def write(
                     _leave(target, mine, _noted(plan, names, mine))
                     return mine, kept
                 with atomic.temporary(target, mode) as (file, path):
-                    file.write(_index(plan, names))
-                    file.flush()
-                    settle(file.fileno())
-                    _compare(plan, path)
+                    _write_index(file, path, plan, names)
                     try:
-                        _put((file, path), target, ending, shards, force, sources)
+                        _put((file, path), target, ending, shards, force, read)
                     finally:
                         placed = atomic.is_placed(path, target)
             except BaseException:
                 if placed:
                     pass  # the new index refers to the shards, so they stay
                 elif resume is None:
-                    temporaries.remove(target.parent, [shard.name for shard in mine], sources)
+                    temporaries.remove(target.parent, [shard.name for shard in mine], read)
                 else:
                     atomic.release(list_of_own)
                     os.replace(own, temporaries.fresh(target))  # keep the journal: the shards stay
@@ -98,14 +99,14 @@ def _put(
     ending: str,
     shards: list[Path],
     force: bool,
-    sources: Sequence[Path],
+    read: frozenset[Identity],
 ) -> None:
     """Replaces the index, then removes the shards that only the old index listed."""
     done_with = [shard for shard in _replaced(target, ending) if shard not in shards]
     # If this run is killed while it removes old shards, the next run finds them in this journal.
     with _journal(target, done_with):
         atomic.commit(*temporary, target, force)
-        _remove(target, done_with, sources)
+        _remove(target, done_with, read)
 
 
 def _shards(
@@ -215,11 +216,13 @@ def _begin(target: Path, ending: str, own: Path, mine: list[Path]) -> dict[str, 
         DestinationExists: another process writes some of these shards, or another file has the name
             of one.
     """
-    journals = journal.all_of(target, ending)
-    for other in temporaries.alive(target):
-        if other != own and other in journals and set(journals[other].shards) & set(mine):
+    end = time.monotonic() + _PATIENCE
+    # The journal of a killed writer is locked too while another part looks through it (`_clean`).
+    while _is_written(target, ending, own, mine):
+        if time.monotonic() >= end:
             problem = "the same tensors are being written there by another process"
             raise DestinationExists(target, problem, "wait for it")
+        time.sleep(0.02)
     for shard in mine:  # the name has a hash of the content: keep an existing file
         if os.path.lexists(shard):
             status = os.lstat(shard)
@@ -227,11 +230,18 @@ def _begin(target: Path, ending: str, own: Path, mine: list[Path]) -> dict[str, 
                 problem = "is there and not a file of this user"
                 raise DestinationExists(shard, problem, "move it away, or choose another name")
     known: dict[str, tuple[str, Loss]] = {}
-    for one in journals.values():
+    for one in journal.all_of(target, ending).values():
         with contextlib.suppress(ValueError, TypeError):
             for name, (digest, *loss) in one.losses.items():
                 known[name] = digest, Loss(*loss)
     return known
+
+
+def _is_written(target: Path, ending: str, own: Path, mine: list[Path]) -> bool:
+    """True if a locked journal other than `own` lists some of these shards."""
+    journals = journal.all_of(target, ending)
+    locked = {path for path in temporaries.alive(target) if path in journals} - {own}
+    return any(not set(mine).isdisjoint(journals[path].shards) for path in locked)
 
 
 def _refuse_others(target: Path, ending: str, own: Path, known: set[Path]) -> None:
@@ -256,27 +266,38 @@ def _noted(
 
 
 def _clean(
-    target: Path, ending: str, shards: set[Path], sources: Sequence[Path], notes: list[str]
+    target: Path,
+    ending: str,
+    shards: Sequence[Path],
+    mine: Sequence[Path],
+    read: frozenset[Identity],
+    notes: list[str],
 ) -> None:
-    """Removes the files that killed writes of this target left, except `shards`."""
+    """Removes the files that killed writes of this target left, except `shards`.
+
+    The journals of other parts stay: the journal of this part lists `mine` only, and whoever
+    completes the whole reads the losses from theirs.
+    """
 
     def before(path: Path) -> str | None:
         try:
             found = journal.read(path, target, ending)
         except journal.Unfit as e:
             return str(e)
-        for shard in () if found is None else found.shards:
-            temporaries.clean(shard, sources)
-        if found is not None:
-            _remove(target, set(found.shards) - shards, sources)
+        listed = set() if found is None else set(found.shards)
+        if listed <= set(shards) and not listed <= set(mine):
+            return ""
+        for shard in listed:
+            temporaries.clean(shard, read)
+        _remove(target, listed - set(shards), read)
         return None
 
-    temporaries.clean(target, sources, notes, before=before)
+    temporaries.clean(target, read, notes, before=before)
 
 
-def _remove(target: Path, shards: Iterable[Path], sources: Sequence[Path]) -> None:
+def _remove(target: Path, shards: Iterable[Path], read: frozenset[Identity]) -> None:
     names = [shard.name for shard in _unused(target, shards)]
-    temporaries.remove(target.parent, names, sources)
+    temporaries.remove(target.parent, names, read)
 
 
 def _unused(target: Path, shards: Iterable[Path]) -> list[Path]:
@@ -340,6 +361,16 @@ def _is_complete(
         piece.digests.update(found)
         return True
     return False
+
+
+def _write_index(
+    file: BinaryIO, path: Path, plan: WriteJob, names: Mapping[Path, list[str]]
+) -> None:
+    """Writes the index to a temporary file, and reads it back."""
+    file.write(_index(plan, names))
+    file.flush()
+    settle(file.fileno())
+    _compare(plan, path)
 
 
 def _compare(plan: WriteJob, index: Path) -> None:

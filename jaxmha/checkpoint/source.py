@@ -1,9 +1,11 @@
-"""A regular file that is opened once and read by position."""
+"""A regular file that is checked when it is opened, and read by position."""
 
+import contextlib
 import mmap
 import os
 import stat
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +20,8 @@ _PIECE = 1 << 20
 
 
 class Source:
-    """An open file. All reads use the one descriptor that was checked when it was opened.
+    """An open file. All reads use the one descriptor that was checked when it was opened, or others
+    of the same unchanged file.
 
     Raises:
         UnreadableFile: missing, a directory, FIFO, socket or device, or no permission.
@@ -31,20 +34,25 @@ class Source:
         mapped: bool = False,
         within: tuple[Directory, str] | None = None,
         known_as: Path | None = None,
+        held: bool = True,
     ) -> None:
         """Opens the file by its path, or by an open folder and a name in it.
 
         Args:
             path: the file.
-            mapped: map it into memory.
+            mapped: arrays are views of the file in memory, where it stays while one of them exists.
             within: an open folder and the name of the file in it, which may not be a link.
             known_as: the path for error messages, if the file is a temporary of that path.
+            held: False opens the file again for each read, because a process may have few files open
+                at once; a file that was replaced meanwhile has then changed.
         """
         opened = Path(path)
         self.path = known_as or opened
         self.mapped = mapped
         self.fd = -1
-        self._map: NDArray[np.uint8] | None = None
+        self._map: Callable[[], mmap.mmap | None] = lambda: None
+        # Where to open it again, even from another working folder.
+        self._again = None if held else os.path.abspath(opened)
         try:
             # Opening a device can change its state, and a FIFO blocks, so check the type first.
             before = os.stat(opened) if within is None else within[0].stat(within[1])
@@ -67,9 +75,28 @@ class Source:
             ) from e
         self.size = status.st_size
         self._identity = _identity(status)
-        if mapped and self.size:
-            whole = mmap.mmap(self.fd, self.size, access=mmap.ACCESS_READ)
-            self._map = np.frombuffer(whole, np.uint8)
+        if not held:
+            self.close()
+
+    @contextlib.contextmanager
+    def _descriptor(self) -> Iterator[int]:
+        """Yields a descriptor of the file; converts an OSError in the block to UnreadableFile."""
+        own = -1
+        try:
+            if self._again is not None:
+                own = system.open_regular(self._again)
+                if _identity(os.fstat(own)) != self._identity:
+                    raise self._changed()
+            yield self.fd if own < 0 else own
+        except OSError as e:
+            if isinstance(e, UnreadableFile):
+                raise
+            raise UnreadableFile(
+                self.path, f"reading failed ({e.strerror or e})", "check the disk and try again"
+            ) from e
+        finally:
+            if own >= 0:
+                os.close(own)
 
     def read(self, offset: int, count: int) -> bytes:
         """Reads exactly count bytes.
@@ -77,16 +104,28 @@ class Source:
         Raises:
             MalformedFile: the range leaves the file.  IntegrityError: the file shrank.
         """
-        return self.read_array(offset, count).tobytes()
+        self._check_range(offset, count)
+        raw = np.empty(count, np.uint8)
+        self.read_into(raw, offset)
+        return raw.tobytes()
 
     def read_array(self, offset: int, count: int) -> NDArray[np.uint8]:
         """Returns `count` bytes as a new array or a view of the map; raises as `read` does."""
         self._check_range(offset, count)
-        if self._map is not None:
-            return self._map[offset : offset + count]
+        if self.mapped and count:
+            return np.frombuffer(self._mapping(), np.uint8, count, offset)
         raw = np.empty(count, np.uint8)
         self.read_into(raw, offset)
         return raw
+
+    def _mapping(self) -> mmap.mmap:
+        """The file in memory. Only the views keep it there, since Python holds a descriptor for it."""
+        whole = self._map()
+        if whole is None:
+            with self._descriptor() as fd:
+                whole = mmap.mmap(fd, self.size, access=mmap.ACCESS_READ)
+            self._map = weakref.ref(whole)
+        return whole
 
     def _check_range(self, offset: int, count: int) -> None:
         if offset < 0 or count < 0 or offset + count > self.size:
@@ -99,17 +138,13 @@ class Source:
     def read_into(self, raw: NDArray[np.uint8], offset: int) -> None:
         """Fills `raw` with the bytes at an offset; raises the errors of `read`."""
         done, count = 0, raw.size
-        while done < count:
-            view = raw[done : done + _MOST_AT_ONCE].data
-            try:
-                got = system.read_at(self.fd, view, offset + done)
-            except OSError as e:
-                raise UnreadableFile(
-                    self.path, f"reading failed ({e.strerror or e})", "check the disk and try again"
-                ) from e
-            if got == 0:
-                raise self._changed()
-            done += got
+        with self._descriptor() as fd:
+            while done < count:
+                view = raw[done : done + _MOST_AT_ONCE].data
+                got = system.read_at(fd, view, offset + done)
+                if got == 0:
+                    raise self._changed()
+                done += got
 
     def stream(self, offset: int, count: int) -> Iterator[memoryview]:
         """Yields a range in pieces, each valid until the next; raises the errors of `read`."""
@@ -121,8 +156,9 @@ class Source:
 
     def check_unchanged(self) -> None:
         """Raises IntegrityError if size or modification time changed since opening."""
-        if _identity(os.fstat(self.fd)) != self._identity:
-            raise self._changed()
+        with self._descriptor() as fd:
+            if _identity(os.fstat(fd)) != self._identity:
+                raise self._changed()
 
     def _changed(self) -> IntegrityError:
         return IntegrityError(
@@ -131,7 +167,6 @@ class Source:
 
     def close(self) -> None:
         """Closes the descriptor; doing so twice is fine."""
-        self._map = None  # the map is freed with the last view of it
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
@@ -143,7 +178,6 @@ class Section(Source):
     def __init__(self, whole: Source, offset: int, size: int) -> None:
         self.whole, self.offset = whole, offset
         self.path, self.size, self.mapped = whole.path, size, whole.mapped
-        self.fd = whole.fd
 
     def read_array(self, offset: int, count: int) -> NDArray[np.uint8]:
         """Returns `count` bytes as an array; raises the errors of `read`."""

@@ -16,7 +16,7 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from jaxmha.checkpoint import system
@@ -119,7 +119,7 @@ def _alike(target: Path) -> list[Path]:
 
 def clean(
     target: Path,
-    sources: Iterable[Path] = (),
+    read: frozenset[Identity] = frozenset(),
     notes: list[str] | None = None,
     parts: Callable[[Path], IsPart] | None = None,
     before: Callable[[Path], str | None] = lambda path: None,
@@ -128,16 +128,17 @@ def clean(
 
     Args:
         target: the file or folder that the temporaries were for.
-        sources: files and folders being read, which stay.
+        read: `identities` of the files and folders being read, which stay.
         notes: receives messages about unlocked files that look like temporaries and stay.
         parts: if the target is a folder: returns, for a temporary folder, a predicate of the paths
             in it to remove.
-        before: called with each locked temporary; returns a reason to keep it, or None.
+        before: called with each locked temporary; returns a reason to keep it, or None. An empty
+            reason gives no message.
 
     Returns:
         the temporaries that were removed.
     """
-    removed, left, read = [], [], identities(sources)
+    removed, left = [], []
     for path in _alike(target):
         try:
             why = _not_ours(target, path, read, folder=parts is not None)
@@ -154,7 +155,7 @@ def clean(
                     removed.append(path)
         except OSError:  # locked, or removed meanwhile
             continue
-        if why is not None:
+        if why:
             left.append(f"{printable(path.name)} stays: it has the form of a temporary, and {why}")
     if notes is not None:
         notes += left[:_MOST_NOTES]
@@ -218,9 +219,8 @@ def unlink(path: Path, status: os.stat_result) -> None:
             os.unlink(path)
 
 
-def remove(folder: Path, names: Iterable[str], sources: Sequence[Path]) -> None:
-    """Removes plain files of this user in a folder, except those being read."""
-    read = identities(sources)
+def remove(folder: Path, names: Iterable[str], read: frozenset[Identity]) -> None:
+    """Removes plain files of this user in a folder, except those being read (`identities`)."""
     with system.Directory(folder) as directory:
         for name in names:
             with contextlib.suppress(OSError):

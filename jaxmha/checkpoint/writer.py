@@ -214,7 +214,7 @@ def _write_folder(plan: WriteJob, force: bool, sources: Sequence[Path]) -> None:
         target = Path(os.path.realpath(plan.path))
         if old is not None:
             _refuse_other_files(plan.path)
-        temporaries.clean(target, sources, plan.notes, parts=orbax_parts.of)
+        temporaries.clean(target, temporaries.identities(sources), plan.notes, parts=orbax_parts.of)
         with atomic.temporary_folder(target, orbax_parts.of, plan.notes) as path:
             orbax.write(path, plan)
             atomic.settle_folder(path)

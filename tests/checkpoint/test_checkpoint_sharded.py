@@ -2,6 +2,7 @@
 
 import json
 import os
+import threading
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxmha import checkpoint
-from jaxmha.checkpoint import atomic, system, writer
+from jaxmha.checkpoint import atomic, shards_write, system, writer
 
 INDEX = "m.safetensors.index.json"
 TENSORS = {f"layers.{i}.w": np.full((7, 11), i, np.float32) for i in range(5)}
@@ -37,9 +38,23 @@ def test_shards_are_filled_in_order(name: str, tmp_path: Path) -> None:
     assert index["metadata"]["total_size"] == 5 * 7 * 11 * 4
 
 
-def test_a_tensor_larger_than_a_shard_has_its_own(tmp_path: Path) -> None:
-    done = checkpoint.write(tmp_path / INDEX, TENSORS, shard_size=1)
-    assert len(done.files) == 6
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="lists open files")
+def test_many_shards_are_not_all_open(tmp_path: Path) -> None:
+    """A tensor larger than a shard has its own. A process may have only 256 files open at once."""
+    tensors = {f"w{i:03}": np.full(3, i, np.float32) for i in range(100)}
+    done = checkpoint.write(tmp_path / INDEX, tensors, shard_size=1)
+    assert len(done.files) == 101
+    with checkpoint.open(done.path) as file, checkpoint.open(done.path, mmap=True) as mapped:
+        for name, array in tensors.items():
+            assert file[name].tolist() == mapped[name].tolist() == array.tolist()
+        kept = mapped.view("w001")
+        opened = [fd.resolve().parent for fd in Path("/proc/self/fd").iterdir()]
+        assert opened.count(tmp_path) == 3  # both indexes, and the shard in memory
+        checkpoint.write(done.path, tensors, shard_size=1, force=True)
+        assert kept is not None
+        assert kept.tolist() == [1, 1, 1]
+        with pytest.raises(checkpoint.UnreadableFile, match="No such file"):
+            file["w001"]
 
 
 def test_transformers_reads_it(tmp_path: Path) -> None:
@@ -139,6 +154,10 @@ def test_an_interrupted_write_goes_on(tmp_path: Path, monkeypatch: pytest.Monkey
     path = tmp_path / INDEX
     _interrupted(path, monkeypatch, 1, resume="this", dtype="float16")
     assert not path.exists()
+    # Another part looks through the journal meanwhile.
+    fd = system.open_plain(next(tmp_path.glob(".m*")))
+    system.lock(fd)
+    threading.Timer(0.1, os.close, [fd]).start()
     seen: list[tuple[int, int]] = []
     done = checkpoint.write(
         path,
@@ -224,7 +243,12 @@ def test_a_late_interruption_never_takes_shards_in_use(
     assert same(path)
 
 
-def test_two_at_once_on_the_same_shards(tmp_path: Path) -> None:
+@pytest.fixture
+def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shards_write, "_PATIENCE", 0)
+
+
+def test_two_at_once_on_the_same_shards(no_patience: None, tmp_path: Path) -> None:
     path = tmp_path / INDEX
 
     def load(name: str) -> np.ndarray:
@@ -238,7 +262,7 @@ def test_two_at_once_on_the_same_shards(tmp_path: Path) -> None:
     assert same(path)
 
 
-def test_parts_by_several_writers(tmp_path: Path) -> None:
+def test_parts_by_several_writers(no_patience: None, tmp_path: Path) -> None:
     """Shards of parts are the same as those of one writer, and who completes casts nothing again."""
     settings: dict[str, Any] = {"shard_size": SHARD // 2, "resume": "this", "dtype": "float16"}
     (tmp_path / "one").mkdir()
@@ -250,15 +274,18 @@ def test_parts_by_several_writers(tmp_path: Path) -> None:
     def load(name: str) -> np.ndarray:
         asked.append(name)
         if name == "layers.4.w":  # of the last shard; meanwhile the other part
-            other = checkpoint.write(path, TENSORS, part=(1, 2), **settings)
+            other = checkpoint.write(path, TENSORS, part=(1, 3), **settings)
             assert [file.name for file in other.files] == [alone.files[1].name]
             with pytest.raises(checkpoint.DestinationExists, match="another process"):
                 checkpoint.write(path, TENSORS, **settings)
         return TENSORS[name]
 
     lazy = checkpoint.Lazy(info, load)
-    assert len(checkpoint.write(path, lazy, part=(0, 2), **settings).files) == 2
+    for part in (2, 0):
+        assert len(checkpoint.write(path, lazy, part=(part, 3), **settings).files) == 1
     assert not path.exists()
+    with pytest.raises(checkpoint.DestinationExists, match="left 3 shards"):
+        checkpoint.write(path, TENSORS, **settings | {"resume": "that"})
     asked[:] = ["nothing"]
     done = checkpoint.write(path, lazy, **settings)
     assert len(done.kept) == 3
