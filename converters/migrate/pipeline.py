@@ -1,33 +1,33 @@
 """Converts checkpoint files: finds attention blocks, plans, checks, writes."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from jaxmha import __version__, checkpoint
+from jaxmha.checkpoint import writer
 from jaxmha.checkpoint.errors import printable
-from jaxmha.checkpoint.formats import table
 from jaxmha.converters.discovery import (
     attended,
     attention_blocks,
     behaviours,
     described,
-    head_count,
-    keras_groups,
-    latent_blocks,
     notes,
-    positions,
-    stored_semantics,
     unconverted,
 )
 from jaxmha.converters.discovery.attention_blocks import Block, shapes
-from jaxmha.converters.discovery.notes import listed
 from jaxmha.converters.layout import registry
 from jaxmha.converters.layout.arrays import NDArray, to_numpy
-from jaxmha.converters.layout.base import Layout
-from jaxmha.converters.migrate import conversion, edited, keras_order, lazy_tensors, read_back
+from jaxmha.converters.migrate import (
+    conversion,
+    destination_metadata,
+    edited,
+    keras_order,
+    lazy_tensors,
+    read_back,
+)
 from jaxmha.converters.migrate import plans as planning
 from jaxmha.converters.migrate.conversion import Conversion
 from jaxmha.converters.migrate.inspection import FileInfo, inspect
@@ -36,7 +36,7 @@ from jaxmha.converters.migrate.preconditions import (
     check_heads,
     check_plan,
     naming,
-    refuse_second_checkpoint,
+    refuse_another_checkpoint,
     taken_from,
     target_layout,
 )
@@ -44,9 +44,6 @@ from jaxmha.converters.migrate.resolved import Resolved, resolve
 
 __all__ = ["DTYPES", "Conversion", "FileInfo", "convert", "convert_state", "inspect", "plan"]
 
-# Metadata keys with these prefixes need no note if they are lost: they are rewritten for the
-# destination, or apply only to the source.
-_NO_NEWS = ("jaxmha.", "format", "total_size")
 _UNBOUND = "the plan has no digest: it may have been made for another source"
 DIGEST = "sha256"  # binds plans to sources; independent of whether xxhash is installed
 
@@ -71,9 +68,10 @@ def plan(
     with checkpoint.open(source, dequantise=True) as file:
         made = _make(file, to, from_, num_heads, dtype, others, attention_only, in_file, draft=True)
         made = replace(made, fold_scale=fold_scale, fill_bias=fill_bias)
-        named = replace(made, source=printable(str(source)), digest=file.digest(DIGEST))
         with naming(file.path):
-            return named, resolve(named, file)
+            found = resolve(made, file)  # raises before every tensor is read
+        named = replace(made, source=printable(str(source)), digest=file.digest(DIGEST))
+        return named, found
 
 
 def _make(
@@ -133,7 +131,7 @@ def _around(plan: Plan, file: checkpoint.Checkpoint, blocks: Sequence[Block]) ->
     Raises ValueError if such a part changes what the blocks compute from their projections.
     """
     layouts = dict.fromkeys(step.layout for step in plan.steps if step.kind == "attention")
-    taken = _taken(plan)
+    taken = destination_metadata.taken(plan)
     names = [name for name in file.info if name not in taken]
     blocks = behaviours.configured(blocks, file)
     carried = behaviours.carried(blocks, file)
@@ -203,8 +201,11 @@ def convert(
     """
     in_file, given = str(destination).endswith(".weights.h5"), plan is not None
     description: described.Description | None = None  # of a plan that was given
-    refuse_second_checkpoint(Path(source), Path(destination))
     with checkpoint.open(source, dequantise=True) as file:
+        refuse_another_checkpoint(Path(source), file.path, Path(destination))
+        read = file.files if like is None else (*file.files, Path(like))
+        text = "" if resume else None
+        writer.check_destination(destination, force, read, shard_size, resume=text, part=part)
         if plan is not None:
             plan, description = _completed(plan, file, in_file)
         elif to is not None:
@@ -218,7 +219,7 @@ def convert(
         found = _resolved(plan, file, in_file, description, like is not None, bool(groups))
         ordered = like is not None or given or (bool(groups) and file.ordered)
         ordered = ordered or not in_file or keras_order.order_is_evident(plan.steps, file.info)
-        settings, lost = _format_settings(destination, plan, found, file, groups)
+        settings, lost = destination_metadata.settings(destination, plan, found, file, groups)
         settings |= {"ordered": ordered} if in_file else {}
         if resume:
             settings["part"] = part
@@ -226,7 +227,7 @@ def convert(
         written = checkpoint.write(
             destination,
             lazy_tensors.lazy(found.made),
-            source=file.files if like is None else (*file.files, Path(like)),
+            source=read,
             force=force,
             dtype=plan.dtype,
             overflow="refuse",
@@ -239,21 +240,6 @@ def convert(
     all_notes = (*plan.notes, *unbound, *found.notes, *lost, *written.notes)
     made = conversion.of(source, destination, plan, found, written, given)
     return replace(made, notes=all_notes, unchecked=() if ordered else (keras_order.NOT_KNOWN,))
-
-
-def _format_settings(
-    destination: str | os.PathLike[str],
-    plan: Plan,
-    found: Resolved,
-    file: checkpoint.Checkpoint,
-    groups: keras_order.Groups,
-) -> tuple[dict[str, Any], list[str]]:
-    """Arguments of `checkpoint.write` for the format, and notes on facts that it cannot hold."""
-    in_file = str(destination).endswith(".weights.h5")
-    settings: dict[str, Any] = {"names": found.names} if in_file else {}
-    if table.for_writing(Path(destination)).holds_metadata:
-        return settings | {"metadata": _metadata(plan, found, file, groups)}, []
-    return settings, list(_lost(file, found, attention_blocks.named(plan.to)))
 
 
 def _completed(
@@ -297,40 +283,6 @@ def _resolved(
     targets = {step.target for step, _ in found.by_step if step.kind == "attention"}
     read_back.refuse(found.made, targets, attention_blocks.named(plan.to), shapes(file), configured)
     return found
-
-
-def _metadata(
-    plan: Plan, found: Resolved, file: checkpoint.Checkpoint, groups: keras_order.Groups
-) -> dict[str, str]:
-    """The metadata of the source, with head counts and Keras groups for the destination."""
-    to, blocks = attention_blocks.named(plan.to), {s.target: b for s, b in found.blocks.items()}
-    sources = [*(b.prefix for b in blocks.values()), *(b.prefix for b in found.latents.values())]
-    left_out = {f"{stored_semantics.METADATA}.{prefix}" for prefix in sources}
-    kept = file.metadata.keys() - left_out - {keras_groups.METADATA}
-    metadata = {k: v for k, v in file.metadata.items() if k in kept}
-    metadata |= keras_order.to_metadata(groups, plan.steps) if file.ordered else {}
-    metadata |= stored_semantics.to_metadata(blocks, to, file.metadata)
-    metadata |= latent_blocks.to_metadata(found.latents) if to.name == "jaxmha" else {}
-    places = positions.of_blocks(file, list(blocks.values()))
-    metadata |= positions.to_metadata(file, {x: places[b.prefix] for x, b in blocks.items()})
-    whole = _attention_names(file) <= _taken(plan)
-    if whole:  # every block is converted
-        metadata = {k: v for k, v in metadata.items() if not k.startswith(head_count.METADATA)}
-    if not to.stores_num_heads:
-        metadata |= head_count.to_metadata(found.counts, whole=whole)
-    return metadata
-
-
-def _lost(file: checkpoint.Checkpoint, found: Resolved, target: Layout) -> Iterator[str]:
-    """Describes facts of the source that a format without metadata cannot hold."""
-    if own := [key for key in file.metadata if not key.startswith(_NO_NEWS)]:
-        yield f"metadata not carried over, for which the format has no place: {listed(own)}"
-    if not target.stores_num_heads and found.counts:
-        counts = ", ".join(map(str, sorted(set(found.counts.values()))))
-        yield (
-            f"the head count ({counts}) is in no tensor, and the format has no place for it: "
-            "keep a config.json next to the file"
-        )
 
 
 def convert_state(
@@ -381,14 +333,6 @@ class _Memory(dict[str, NDArray]):
         self.metadata: Mapping[str, str] = {}
         self.names: Mapping[str, str] = {}
         self.others: tuple[str, ...] = ()
-
-
-def _taken(plan: Plan) -> set[str]:
-    return {name for step in plan.steps if step.kind == "attention" for name in step.tensors}
-
-
-def _attention_names(file: checkpoint.Checkpoint) -> set[str]:
-    return {name for block in attention_blocks.find(shapes(file)) for name in block.keys.values()}
 
 
 def _what(plan: Plan) -> str:

@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from jaxmha import checkpoint
-from jaxmha.checkpoint import CheckpointError, shards_read
+from jaxmha.checkpoint import CheckpointError
+from jaxmha.checkpoint.formats import table
 from jaxmha.converters import keras
 from jaxmha.converters.discovery import attention_blocks, behaviours, head_count
 from jaxmha.converters.discovery.attention_blocks import Block, shapes
@@ -32,13 +33,22 @@ def naming(path: Path) -> Iterator[None]:
         raise ValueError(f"{path}{between}{error}") from error
 
 
-def refuse_second_checkpoint(source: Path, destination: Path) -> None:
-    """Raises ValueError if the source folder would then hold two checkpoints."""
-    inside = destination.absolute().parent.resolve() == source.resolve()
-    if inside and destination.name.endswith(shards_read.SUFFIX):
+def refuse_another_checkpoint(source: Path, found: Path, destination: Path) -> None:
+    """Raises ValueError if the source folder would then lead to another checkpoint, or to several.
+
+    The comparison afterwards opens the source again: it would read the destination instead of
+    `found`, the file that was read from the folder.
+    """
+    if source == found or destination.absolute().parent.resolve() != found.parent.resolve():
+        return
+    try:
+        after = table.file_in(found.parent, added=destination.name)
+    except checkpoint.AmbiguousFile:
+        after = destination
+    if after != found:
         raise ValueError(
             f"{destination}: is in the source folder, which would then hold two checkpoints: name "
-            "the file in it as the source, or write elsewhere"
+            f"{found} as the source, or write elsewhere"
         )
 
 
@@ -54,11 +64,6 @@ def check_plan(
             f"the plan's layout {plan.to} is not for a .weights.h5 file: name {plan.to}-file"
         )
     behaviours.refuse_unread(file, found)
-    if plan.digest and (digest := file.digest(plan.digest.partition(":")[0])) != plan.digest:
-        raise ValueError(
-            f"{file.path}: its digest is {digest}, and the plan is for {plan.source or 'a file'} "
-            f"with {plan.digest}: write a new plan"
-        )
     if plan.dtype is not None and plan.dtype not in DTYPES:
         raise ValueError(f"unknown dtype {plan.dtype!r}: known are {', '.join(DTYPES)}")
     for step in plan.steps:
@@ -78,6 +83,12 @@ def check_plan(
     if plan.others == "refuse" and others:
         raise ValueError(
             f'the plan has others = "refuse", and a module of kind other: {others[0]!r}'
+        )
+    # Last, because it reads every tensor.
+    if plan.digest and (digest := file.digest(plan.digest.partition(":")[0])) != plan.digest:
+        raise ValueError(
+            f"{file.path}: its digest is {digest}, and the plan is for {plan.source or 'a file'} "
+            f"with {plan.digest}: write a new plan"
         )
 
 

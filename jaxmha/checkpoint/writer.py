@@ -121,6 +121,24 @@ def write(
     return _write(plan, format, force, _sources(source, tensors), shard_size, resume, part)
 
 
+def check_destination(
+    path: str | os.PathLike[str],
+    force: bool,
+    sources: Sequence[Path],
+    shard_size: int | None,
+    resume: str | None,
+    part: tuple[int, int] | None,
+) -> None:
+    """Raises what `write` would raise about the destination, for callers that first read much."""
+    target = Path(path)
+    format = table.for_writing(target)
+    _check_arguments(target, format, {}, {}, shard_size, resume)
+    _check_choices(target, "count", resume, part)
+    with atomic.typed(target):
+        atomic.check_target(target, force, sources, format.folder)
+        os.scandir(Path(os.path.realpath(target)).parent).close()
+
+
 def _write(
     plan: WriteJob,
     format: table.Format,

@@ -257,6 +257,8 @@ def _check_combination(
         raise ValueError("a plan says it all: edit it instead of passing other options")
     if report_to is not None and check.value == "none":
         raise ValueError("--report requires a comparison: leave out --check none")
+    if report_to is not None and part is not None:
+        raise ValueError("--report is of the whole: pass it without --part, which compares nothing")
     if part is not None and (not resume or processes > 1):
         raise ValueError("--part requires --resume and cannot be combined with --processes")
 

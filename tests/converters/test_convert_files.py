@@ -1,7 +1,6 @@
 """Conversion between kinds of checkpoints: shards, folders, archives; and what it reads and holds."""
 
 import json
-import shutil
 import tracemalloc
 import zipfile
 from collections import Counter
@@ -96,15 +95,24 @@ def test_shards_and_their_folder_to_orbax(name: str, source: Path, tmp_path: Pat
         assert dict(file.digests) == data["digests"]
 
 
-def test_an_index_next_to_its_source_is_refused(source: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "shards"
-    shutil.copytree(source / "shards", folder)
-    before = sorted(folder.iterdir())
-    done = cli(folder, folder / "flax.safetensors.index.json")
-    assert (done.exit_code, sorted(folder.iterdir())) == (2, before)
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (INDEX, "flax.safetensors.index.json"),
+        ("pytorch_model.bin", "model.safetensors"),  # which the folder would then stand for
+        ("weights.bin", "flax.safetensors"),
+    ],
+)
+def test_a_second_checkpoint_in_the_source_folder(first: str, second: str, tmp_path: Path) -> None:
+    """The folder would then be compared with itself, or with nothing."""
+    checkpoint.write(tmp_path / first, model())
+    before = sorted(tmp_path.iterdir())
+    done = cli(tmp_path, tmp_path / second, "--dtype", "float16")
+    assert (done.exit_code, sorted(tmp_path.iterdir())) == (2, before)
     assert "is in the source folder" in done.stderr
-    done = cli(folder / INDEX, folder / "flax.safetensors.index.json")
+    done = cli(tmp_path / first, tmp_path / second, "--dtype", "float16", "--json")
     assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["report"]["source"]["path"] == str(tmp_path / first)
 
 
 @pytest.mark.parametrize("name", ["a.npz", "a.safetensors", "a.pt"])
@@ -176,6 +184,7 @@ def test_shards_are_written_and_continued(
     [
         ("x.npz", ["--shard-size", "5GB"], "no place for shards"),
         ("x.npz", ["--resume"], "no place for shards"),
+        ("no/x.bin.index.json", ["--resume"], "No such file"),
         ("x.safetensors", ["--shard-size", "5 apples"], "'5 apples' is no size"),
         ("x.safetensors", ["--shard-size", "0"], "'0' is no size"),
         ("x.safetensors", ["--digest", "md5"], "md5"),
@@ -183,8 +192,15 @@ def test_shards_are_written_and_continued(
     ],
 )
 def test_what_makes_no_sense_is_one_line(
-    name: str, options: list[str], message: str, source: Path, tmp_path: Path
+    name: str,
+    options: list[str],
+    message: str,
+    source: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Before any tensor is read."""
+    monkeypatch.setattr(checkpoint.Checkpoint, "digest", None)
     done = cli(source / "a.safetensors", tmp_path / name, *options)
     assert done.exit_code == 2
     assert message in " ".join(done.stderr.split())

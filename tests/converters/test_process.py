@@ -227,6 +227,7 @@ def test_workers_end_with_what_started_them(tmp_path: Path) -> None:
 
 def test_parts_that_make_no_sense(tmp_path: Path) -> None:
     for phrase, message in ((["--part", "1/2"], "requires --resume"),
+                           (["--resume", "--part", "1/2", "--report", "r"], "--part, which compares"),
                            (["--resume", "--part", "3/2"], "is no part")):  # fmt: skip
         done = CliRunner().invoke(
             app.app, ["convert", "a.npz", str(tmp_path / "b.npz"), "--to", "flax", *phrase]

@@ -236,11 +236,12 @@ _LISTED, _SEARCHED = 10, 100  # most names in a message; most entries to look in
 _DEFAULT = Limits()
 
 
-def file_in(path: Path, limits: Limits = _DEFAULT) -> Path:
+def file_in(path: Path, limits: Limits = _DEFAULT, added: str | None = None) -> Path:
     """The checkpoint file in a folder; a path that is not a folder is returned unchanged.
 
     An index of shards or a usual Hugging Face name takes precedence over other names, and
-    safetensors over torch. Otherwise the folder must hold exactly one checkpoint.
+    safetensors over torch. Otherwise the folder must hold exactly one checkpoint. `added`: the name
+    of a file that is yet to be written there, and counts as if it were.
 
     Raises:
         AmbiguousFile: several checkpoints; the message lists them.
@@ -253,6 +254,7 @@ def file_in(path: Path, limits: Limits = _DEFAULT) -> Path:
         names = None  # opening the path later raises the precise error
     if names is None:
         return path
+    names = names if added is None else sorted({*names, added})
     indexes = [[n for n in names if n.lower().endswith(suffix)] for suffix in SHARDED.suffixes]
     usual = [[name for name in pair if name in names] for pair in _USUAL]
     sets = [list(dict.fromkeys(a + b)) for a, b in zip(usual, indexes, strict=True)]
