@@ -5,6 +5,7 @@ Change one line: `from jaxmha.haiku import MultiHeadAttention`.
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -91,8 +92,8 @@ class MultiHeadAttention(haiku.MultiHeadAttention):  # type: ignore[misc]
     def __call__(
         self,
         query: Float[Array, "*B T Dq"],
-        key: Float[Array, "*B S Dk"],
-        value: Float[Array, "*B S Dv"],
+        key: Float[Array, "*#B S Dk"],
+        value: Float[Array, "*#B S Dv"],
         mask: Array | Mask | None = None,
         *,
         bias: Float[Array, "..."] | None = None,
@@ -101,8 +102,8 @@ class MultiHeadAttention(haiku.MultiHeadAttention):  # type: ignore[misc]
 
         Args:
           query: `(*B, T, Dq)`.
-          key: `(*B, S, Dk)`.
-          value: `(*B, S, Dv)`.
+          key: `(*B, S, Dk)`, whose batch axes may be 1 or, from the left, missing.
+          value: `(*B, S, Dv)`, likewise.
           mask: of as many axes as `(*B, N, T, S)`, to which it broadcasts, nonzero = attend; or a
             `jaxmha.Mask`, whose batch rows are those of all batch axes in order.
           bias: of as many axes as `(*B, N, T, S)`, added to the logits.
@@ -113,12 +114,11 @@ class MultiHeadAttention(haiku.MultiHeadAttention):  # type: ignore[misc]
         require_arrays(query=query, key=key, value=value)
         batch = query.shape[:-2]
         sizes = {"query": self.key_size, "key": self.key_size, "value": self.value_size}
-        heads = {}
+        heads: dict[str, Any] = {}
         for (name, size), x in zip(sizes.items(), (query, key, value), strict=True):
             projected = self._linear(self.num_heads * size, name)(x)
-            heads[name] = projected.reshape(
-                *_one_axis(x.shape[:-2]), x.shape[-2], self.num_heads, size
-            )
+            projected = projected.reshape(*x.shape[:-1], self.num_heads, size)
+            heads[name] = _in_batch(name, projected, batch)
         if mask is not None and not isinstance(mask, Mask):
             mask = _by_batch("mask", mask, batch).astype(bool)
         if bias is not None:
@@ -135,9 +135,18 @@ class MultiHeadAttention(haiku.MultiHeadAttention):  # type: ignore[misc]
         )
 
 
-def _one_axis(batch: tuple[int, ...]) -> tuple[int, ...]:
-    """No batch axis, or one for all of them."""
-    return (math.prod(batch),) if batch else ()
+def _in_batch(name: str, array: jax.Array, batch: tuple[int, ...]) -> jax.Array:
+    """Broadcasts the axes before the last three to the batch axes of queries, and makes one of
+    them, or none of none; ValueError if they do not broadcast."""
+    lead, own = array.shape[:-3], array.shape[-3:]
+    pairs = zip(reversed(lead), reversed(batch), strict=False)
+    if len(lead) > len(batch) or any(size not in (1, full) for size, full in pairs):
+        raise ValueError(
+            f"{name}: expected batch axes that broadcast to *B={batch} of query, got {lead}: "
+            "every batch axis must be in query; those of the others may be 1 or missing"
+        )
+    one = (math.prod(batch),) if batch else ()
+    return jnp.broadcast_to(array, (*batch, *own)).reshape(*one, *own)
 
 
 def _by_batch(name: str, array: Array, batch: tuple[int, ...]) -> jax.Array:
@@ -148,7 +157,5 @@ def _by_batch(name: str, array: Array, batch: tuple[int, ...]) -> jax.Array:
             f"{name} must have the {len(batch) + 3} axes of the logits, {(*batch, 'N', 'T', 'S')}, "
             f"each of full size or 1, got shape {array.shape}: insert axes of size 1"
         )
-    own = array.shape[-3:]
-    if len(batch) < 2:
-        return jnp.asarray(array)
-    return jnp.broadcast_to(array, (*batch, *own)).reshape(*_one_axis(batch), *own)
+    array = jnp.asarray(array)
+    return array if len(batch) < 2 else _in_batch(name, array, batch)

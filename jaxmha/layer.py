@@ -220,13 +220,8 @@ def _multi_head_attention(
     implementation: str | tuple[str, ...] | None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     sizes, dtype = check_inputs(params, query, key, value)
+    check_batch(query, key, value)
     batch = query.shape[:-2]
-    for name, x, axes in (("key", key, "S, Dk"), ("value", value, "S, Dv")):
-        if x is not None and x.shape[:-2] != batch:
-            raise ValueError(
-                f"{name}: expected axes (*B, {axes}) with *B={batch} as in query, "
-                f"got shape {x.shape}"
-            )
     extra = bias_kv.count(params, semantics)
     structure = with_window(mask & (Mask.causal() if is_causal else Mask()), semantics)
     mask = bias_kv.widen_mask(structure, extra, batch, sizes)
@@ -262,6 +257,17 @@ def _multi_head_attention(
     if result.weights is None:
         return out
     return out, result.weights.reshape(*batch, *result.weights.shape[1:])
+
+
+def check_batch(query: jax.Array, key: jax.Array | None, value: jax.Array | None) -> None:
+    """Raises ValueError unless key and value, where given, have the batch axes of query."""
+    batch = query.shape[:-2]
+    for name, x, axes in (("key", key, "S, Dk"), ("value", value, "S, Dv")):
+        if x is not None and x.shape[:-2] != batch:
+            raise ValueError(
+                f"{name}: expected axes (*B, {axes}) with *B={batch} as in query, "
+                f"got shape {x.shape}"
+            )
 
 
 def policy_of(params: MHAParams, semantics: Semantics) -> FullyMasked:

@@ -24,12 +24,10 @@ SIZES: dict[str, Any] = {"num_heads": N, "key_size": 19, "value_size": 23, "mode
 HAIKU = Semantics.haiku()
 
 
-def inputs(*batch: int) -> list[jax.Array]:
-    widths = (11, 13, 3)
-    drawn = [
-        numbers(*batch, x, w, seed=i)
-        for i, (x, w) in enumerate(zip((T, S, S), widths, strict=True))
-    ]
+def inputs(*batch: int, others: tuple[Any, ...] = ()) -> list[jax.Array]:
+    """`others`: batch axes of key and value, if they have their own."""
+    rows = zip((batch, *(others or (batch, batch))), ((T, 11), (S, 13), (S, 3)), strict=True)
+    drawn = [numbers(*lead, *size, seed=i) for i, (lead, size) in enumerate(rows)]
     return [jnp.asarray(x, jnp.float32) for x in drawn]
 
 
@@ -63,10 +61,12 @@ def masks(*batch: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("form", ["none", "full", "TS", "floats", "one"])
-@pytest.mark.parametrize("batch", [(), (3,), (3, 2)], ids=str)
-def test_the_same_as_haiku(batch: tuple[int, ...], form: str) -> None:
+@pytest.mark.parametrize(
+    ("batch", "others"), [((), ()), ((3,), ()), ((3, 2), ((2,), (3, 1)))], ids=str
+)
+def test_the_same_as_haiku(batch: tuple[int, ...], others: tuple[Any, ...], form: str) -> None:
     own, other = pair()
-    arguments = (*inputs(*batch), masks(*batch)[form])
+    arguments = (*inputs(*batch, others=others), masks(*batch)[form])
     with foreign():
         params = other.init(jax.random.key(0), *arguments)
         expected = np.asarray(jax.jit(other.apply)(params, *arguments))
@@ -111,9 +111,9 @@ def test_masks_biases_and_semantics_that_haiku_lacks() -> None:
 
 @pytest.mark.usefixtures("no_shape_hook")
 def test_refused() -> None:
-    def call(semantics: Semantics = HAIKU, **more: Any) -> None:
+    def call(semantics: Semantics = HAIKU, arrays: Any = None, **more: Any) -> None:
         layer = model(MultiHeadAttention, semantics=semantics)
-        layer.init(jax.random.key(0), *inputs(3), **more)
+        layer.init(jax.random.key(0), *(arrays or inputs(3)), **more)
 
     with pytest.raises(ValueError, match=r"semantics may set scale, .* got .*clip_qkv=2"):
         call(Semantics(clip_qkv=2.0))
@@ -125,6 +125,12 @@ def test_refused() -> None:
         call(bias=jnp.ones((N, T, S)))
     with pytest.raises(TypeError, match="mask must be an array, got list"):
         call(mask=[[True]])
+    for batch, lead in (((2, 3), (3, 2)), ((2, 3), (6,)), ((1,), (2,)), ((), (2,))):
+        for name, others in (("key", (lead, lead)), ("value", (batch, lead))):
+            with pytest.raises(ValueError, match=rf"{name}: .* broadcast to \*B=.* of query, got"):
+                call(arrays=inputs(*batch, others=others))
+    with pytest.raises(ValueError, match="mask: expected batch axes"):
+        call(arrays=inputs(2, 3), mask=jnp.ones((4, 3, N, T, S)))
 
 
 OWN_TESTS = """

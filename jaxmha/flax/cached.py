@@ -23,8 +23,9 @@ from jaxmha.flax.heads import (
     sizes_of,
     widen,
 )
-from jaxmha.flax.settings import cast, read_mask, widened
+from jaxmha.flax.settings import cast, read_mask, require_features, widened
 from jaxmha.implementations import forward_mode
+from jaxmha.layer import check_batch
 from jaxmha.mask import Mask
 from jaxmha.params import MHAParams
 from jaxmha.projections import check_inputs, combine_checked, compute_dtype, project_checked
@@ -89,6 +90,7 @@ def with_cache(
 
     `force_fp32`: casts half precision to float32. `more`: further keyword arguments of `step`.
     """
+    require_features(inputs=inputs)
     params, semantics = module.to_params()
     params, inputs = cast((params, inputs), module.dtype)
     if force_fp32:
@@ -128,6 +130,7 @@ def _attend_cached(
     rotate: Rotate | None,
 ) -> tuple[jax.Array, jax.Array | None, Cache]:
     _, dtype = check_inputs(params, *inputs)
+    check_batch(*inputs)
     semantics = settings.semantics
     implementation = settings.implementation
     query, key, value = project_checked(

@@ -12,7 +12,7 @@ from jaxtyping import Float, Int, PRNGKeyArray
 from jaxmha import checks
 from jaxmha.arrays import Array, DTypeLike, require_arrays
 from jaxmha.flax.heads import CallSettings, Implementation, attend_heads, rotated
-from jaxmha.flax.settings import behaviour, cast, read_mask, reject_hooks
+from jaxmha.flax.settings import behaviour, cast, read_mask, reject_hooks, require_features
 from jaxmha.mask import Mask
 from jaxmha.mod_arguments import MaskMod, ScoreMod, traced_mods
 from jaxmha.rotary import Rotate
@@ -120,7 +120,7 @@ def attention_fn(
     drops = read.dropout_rate > 0 and not deterministic
     if drops and dropout_rng is None:
         raise ValueError(f"dropout_rate={read.dropout_rate} needs a dropout_rng, or deterministic")
-    require_arrays(query=query, key=key, value=value)
+    require_features(query=query, key=key, value=value)
     require_arrays(optional=True, bias=bias)
     checks.reject_rounding(query=query, key=key, value=value, bias=bias)
     _check_heads(query, key, value)

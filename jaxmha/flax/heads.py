@@ -16,7 +16,7 @@ from jaxmha.arrays import Array, require_arrays
 from jaxmha.attention import attend, hashable
 from jaxmha.explicit_sharding import by_types, sharding_of_features, sharding_of_heads
 from jaxmha.implementations import forward_mode
-from jaxmha.layer import attended_features, multi_head_attention, policy_of
+from jaxmha.layer import attended_features, check_batch, multi_head_attention, policy_of
 from jaxmha.mask import Mask
 from jaxmha.mod_arguments import Mods
 from jaxmha.params import MHAParams
@@ -155,6 +155,7 @@ def _attend_layer(
     batch = inputs[0].shape[:-2]
     T, S = inputs[0].shape[-2], inputs[1].shape[-2]
     sizes, dtype = check_inputs(params, *inputs)
+    check_batch(*inputs)
     semantics = settings.semantics
     wide = widen(params, bias, mask, batch, sizes, semantics)
     extra = bias_kv.count(params, semantics)

@@ -8,7 +8,14 @@ from flax import linen as nn
 
 from jaxmha.arrays import DTypeLike
 from jaxmha.flax.heads import Inputs
-from jaxmha.flax.parameters import Initializer, bias_kv_init, extra_shapes, flat_init
+from jaxmha.flax.parameters import (
+    Initializer,
+    bias_kv_init,
+    extra_shapes,
+    flat_init,
+    init_of_rank,
+    scale_init,
+)
 from jaxmha.flax.settings import biased, head_sizes
 from jaxmha.integers import require_sizes
 from jaxmha.params import MHAParams, Projection
@@ -58,7 +65,8 @@ def declare(module: Any, inputs: Inputs, semantics: Semantics) -> MHAParams:
     ends = {"query": (Dq, N, H), "key": (Dk, K, H), "value": (Dv, K, h)}
     heads = {name: projection(name, shape) for name, shape in ends.items()}
     normed = semantics.qk_norm is not None and semantics.qk_norm_learned
-    more = _more(module, {"Dq": Dq, "N": N, "K": K, "H": H, "h": h}, norms=normed)
+    offset = semantics.qk_norm_offset if normed else None
+    more = _more(module, {"Dq": Dq, "N": N, "K": K, "H": H, "h": h}, offset)
     scales = {"scale": (H,)} if normed else {}
     query_ln, key_ln = (more(name, **scales) for name in ("query_ln", "key_ln"))
     return MHAParams(
@@ -78,23 +86,30 @@ def declare(module: Any, inputs: Inputs, semantics: Semantics) -> MHAParams:
 
 
 def _more(
-    module: Any, sizes: Mapping[str, int], *, norms: bool
+    module: Any, sizes: Mapping[str, int], offset: float | None
 ) -> Callable[..., dict[str, jax.Array]]:
     """Returns `more(name, **shapes)`, which declares the arrays of the layer `name`: those of the
-    given shapes, and those that `extra_params` adds to the layer."""
-    shapes = extra_shapes(module.extra_params, sizes, norms=norms)
+    given shapes, and those that `extra_params` adds to the layer.
+
+    `offset`: added to the scales of norms; None: there are no scales.
+    """
+    shapes = extra_shapes(module.extra_params, sizes, norms=offset is not None)
     extra = {name: dict(arrays) for name, arrays in shapes.items()}
-    initialisers = {
-        "scale": nn.initializers.ones_init(),
-        "kernel": flat_init(module.kernel_init, 1),
-        "bias": flat_init(module.bias_init, 0),
-    }
+
+    def initialiser(layer: str, kind: str, rank: int) -> Initializer:
+        if layer != "gate":
+            return nn.initializers.zeros_init() if kind == "bias" else scale_init(offset or 0.0)
+        if kind == "bias":
+            return init_of_rank(flat_init(module.bias_init, 0), rank)
+        return init_of_rank(flat_init(module.kernel_init, 1), rank)
 
     def more(name: str, **shapes: tuple[int, ...]) -> dict[str, jax.Array]:
         shapes |= extra.get(name, {})
         if not shapes:
             return {}
-        entries = tuple((kind, initialisers[kind], shape) for kind, shape in shapes.items())
+        entries = tuple(
+            (kind, initialiser(name, kind, len(shape)), shape) for kind, shape in shapes.items()
+        )
         arrays: dict[str, jax.Array] = Parameters(entries, module.param_dtype, name=name).declare()
         return arrays
 

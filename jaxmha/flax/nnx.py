@@ -22,7 +22,8 @@ from jaxmha.flax.heads import CallSettings, Implementation, attend_layer
 from jaxmha.flax.nnx_attributes import Attributes
 from jaxmha.flax.nnx_dropout import dropout_key
 from jaxmha.flax.nnx_parameters import declare, params_of, variable, with_given
-from jaxmha.flax.parameters import Initializer, extra_shapes
+from jaxmha.flax.nnx_views import cache_dtype
+from jaxmha.flax.parameters import Initializer, extra_shapes, scale_init
 from jaxmha.flax.settings import (
     UseBias,
     Window,
@@ -34,6 +35,7 @@ from jaxmha.flax.settings import (
     read_inputs,
     read_mask,
     reject_hooks,
+    reject_known,
     reject_shardings,
     settings_of,
 )
@@ -197,6 +199,7 @@ class MultiHeadAttention(Attributes):
             kernel_metadata=out_kernel_metadata,
             bias_metadata=out_bias_metadata,
         )
+        common["scale_init"] = scale_init(self.semantics.qk_norm_offset)
         norms = {
             "query_ln": common | {"scale_metadata": query_ln_scale_metadata},
             "key_ln": common | {"scale_metadata": key_ln_scale_metadata},
@@ -282,11 +285,9 @@ class MultiHeadAttention(Attributes):
             sow(self, weights)
         return out
 
-    def init_cache(
-        self, input_shape: tuple[int, ...], dtype: DTypeLike | None = jnp.float32
-    ) -> None:
+    def init_cache(self, input_shape: tuple[int, ...], dtype: DTypeLike | None = None) -> None:
         """Makes an empty cache for the keys and values of inputs `(*B, S, Dq)`, replacing any
-        other.
+        other; `dtype` defaults to float32, or float64 if the module computes in it.
 
         >>> layer = MultiHeadAttention(2, 6, decode=True, rngs=nnx.Rngs(0))
         >>> layer.init_cache((3, 5, 6))
@@ -294,7 +295,7 @@ class MultiHeadAttention(Attributes):
         ((3, 1, 6), 1)
         """
         shape = (*input_shape[:-1], self.num_kv_heads)
-        held = None if dtype is None else floating_dtype(dtype)
+        held = floating_dtype(cache_dtype(self) if dtype is None else dtype)
         self.cached_key = nnx.Cache(jnp.zeros((*shape, self.head_dim), held))
         self.cached_value = nnx.Cache(jnp.zeros((*shape, self.value_head_dim), held))
         self.cache_index = nnx.Cache(jnp.array(0, dtype=jnp.int32))
@@ -380,9 +381,7 @@ class MultiHeadAttention(Attributes):
         (3, 5, 6)
         """
         reject_rounding(params=params)
-        for name in ("in_features", "in_kv_features", "kernel_init"):
-            if name in settings:
-                raise ValueError(f"{name} is that of the parameters: leave it out")
+        reject_known(settings, "in_features", "in_kv_features", "kernel_init")
         known = settings_of(params, semantics, settings)
         sizes = check(params)
         module = cls(

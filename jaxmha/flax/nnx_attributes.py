@@ -4,21 +4,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import jax.numpy as jnp
-import numpy as np
-from flax import nnx
-
 from jaxmha.flax.function import attention_fn as own_attention_fn
+from jaxmha.flax.nnx_views import Views
 from jaxmha.flax.settings import UseBias, shared_axes
 from jaxmha.semantics import Precision, Semantics
 
 
-class Attributes(nnx.Module):  # type: ignore[misc]
+class Attributes(Views):
     """Base class with attributes that read, and in part set, `semantics` and the projections."""
 
     semantics: Semantics
-    deterministic: bool | None
-    decode: bool | None
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in ("dropout_rate", "precision"):
@@ -66,28 +61,6 @@ class Attributes(nnx.Module):  # type: ignore[misc]
         """`jaxmha.flax.attention_fn`, which computes the attention of this module."""
         return own_attention_fn
 
-    def set_view(
-        self,
-        deterministic: bool | None = None,
-        decode: bool | None = None,
-        batch_size: int | tuple[int, ...] | None = None,
-        max_length: int | None = None,
-    ) -> None:
-        """Sets attributes for `nnx.view`; a decoding module without a cache gets one if both sizes
-        are given.
-
-        Args:
-          deterministic: no dropout.
-          decode: appends to the cache.
-          batch_size: batch size of the cache, or the sizes of several batch axes.
-          max_length: S, number of slots of the cache.
-        """
-        if deterministic is not None:
-            self.deterministic = deterministic
-        if decode is not None:
-            self.decode = decode
-        if batch_size is None or max_length is None or not self.decode:
-            return
+    def _ensure_cache(self, batch: tuple[int, ...], length: int) -> None:
         if self.cached_key is None:
-            batch = (batch_size,) if isinstance(batch_size, int | np.integer) else batch_size
-            self.init_cache((*batch, max_length, self.in_features), self.dtype or jnp.float32)
+            self.init_cache((*batch, length, self.in_features), self.dtype)

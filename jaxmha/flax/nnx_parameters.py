@@ -7,7 +7,13 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn import dtypes
 
-from jaxmha.flax.parameters import PATHS, bias_kv_init
+from jaxmha.flax.parameters import (
+    PATHS,
+    bias_kv_init,
+    flat_init,
+    init_of_rank,
+    metadata_of_rank,
+)
 from jaxmha.flax.settings import UseBias, biased
 from jaxmha.params import MHAParams, from_leaves
 
@@ -52,7 +58,8 @@ def declare(
         for name, end in ends.items()
     }
     for name, settings in norms.items():
-        made[name] = nnx.LayerNorm(H, use_bias=False, **settings)
+        shape = dict(extra.get(name, ())).get("scale", (H,))
+        made[name] = nnx.LayerNorm(H, use_bias=False, **_of_shape(settings, shape))
     if out is not None:
         bias = biased(use_bias, "out")
         made["out"] = nnx.LinearGeneral((N, h), sizes["Do"], axis=(-2, -1), use_bias=bias, **out)
@@ -65,13 +72,33 @@ def declare(
         if name == "sinks":
             made[name] = nnx.Param(jnp.zeros(shapes[""], dtype))
         elif name == "gate":
-            made[name] = nnx.LinearGeneral(
-                sizes["Dq"], shapes["kernel"][1:], use_bias=False, **heads
-            )
-        for kind in {"scale", "bias"} & shapes.keys():
-            full = jnp.ones if kind == "scale" else jnp.zeros
-            setattr(made[name], kind, nnx.Param(full(shapes[kind], dtype)))
+            made[name] = _gate(shapes, heads)
+        elif "bias" in shapes:
+            made[name].bias = nnx.Param(jnp.zeros(shapes["bias"], dtype))
     return {name: made.get(name, nnx.data(None)) for name, *_ in PATHS.values()}
+
+
+def _of_shape(settings: Settings, shape: tuple[int, ...]) -> dict[str, Any]:
+    """Arguments of `nnx.LayerNorm` for a scale of another shape than its features."""
+    init = settings["scale_init"]
+    return {**settings, "scale_init": lambda key, _, dtype: init(key, shape, dtype)}
+
+
+def _gate(shapes: Mapping[str, tuple[int, ...]], heads: Settings) -> nnx.LinearGeneral:
+    """The projection of gates, drawn and placed as those of heads; a gate per head lacks their
+    last axis."""
+    Dq, *out = shapes["kernel"]
+    kernel = {
+        "kernel_init": init_of_rank(heads["kernel_init"], 1 + len(out)),
+        "kernel_metadata": metadata_of_rank(heads["kernel_metadata"], 1 + len(out)),
+    }
+    made = nnx.LinearGeneral(Dq, tuple(out), use_bias=False, **{**heads, **kernel})
+    if "bias" in shapes:
+        rank = len(shapes["bias"])
+        init = init_of_rank(flat_init(heads["bias_init"], 0), rank)
+        drawn = init(heads["rngs"].params(), shapes["bias"], heads["param_dtype"])
+        made.bias = nnx.Param(drawn, **metadata_of_rank(heads["bias_metadata"], rank))
+    return made
 
 
 # Settings that affect only a call of these layers, with the values that the module gives them. The

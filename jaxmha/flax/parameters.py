@@ -2,10 +2,14 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
+from flax.core import meta
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PRNGKeyArray, PyTree
 
 from jaxmha.arrays import DTypeLike
@@ -83,10 +87,53 @@ def flat_init(init: Initializer, contracted: int) -> Initializer:
     def draw(key: PRNGKeyArray, shape: tuple[int, ...], dtype: DTypeLike) -> PyTree:
         axes = shape[:contracted], shape[contracted:]
         flat = tuple(math.prod(x) for x in axes[contracted == 0 :])
-        # tree.map: partitioning metadata boxes the array in a pytree.
-        return jax.tree.map(lambda x: jnp.reshape(x, shape), init(key, flat, dtype))
+        drawn = init(key, flat, dtype)
+        if isinstance(drawn, nnx.VariableMetadata):  # metadata of nnx, which are no pytree
+            return replace(drawn, raw_value=jnp.reshape(drawn.raw_value, shape))
+        # tree.map: partitioning metadata of linen box the array in a pytree.
+        return jax.tree.map(lambda x: jnp.reshape(x, shape), drawn)
 
     return draw
+
+
+# Metadata of nnx that have an entry for every axis; the last two are flax's older names.
+_SHARDINGS = ("out_sharding", "sharding", "sharding_names")
+
+
+def metadata_of_rank(metadata: Mapping[str, Any], rank: int) -> dict[str, Any]:
+    """Metadata of a kernel or bias for an array that has its first `rank` axes only."""
+    return {
+        name: _first(value, rank) if name in _SHARDINGS else value
+        for name, value in metadata.items()
+    }
+
+
+def init_of_rank(init: Initializer, rank: int) -> Initializer:
+    """Draws as `init` does, with the metadata for an array that has its first `rank` axes only."""
+
+    def draw(*arguments: Any) -> PyTree:
+        drawn = init(*arguments)
+        if isinstance(drawn, nnx.VariableMetadata):
+            return replace(drawn, metadata=metadata_of_rank(drawn.metadata, rank))
+        if isinstance(drawn, meta.Partitioned):
+            return drawn.replace(names=_first(drawn.names, rank))
+        return drawn
+
+    return draw
+
+
+def _first(spec: Any, rank: int) -> Any:
+    """The entries of the first `rank` axes."""
+    if isinstance(spec, NamedSharding):
+        return NamedSharding(spec.mesh, _first(spec.spec, rank))
+    if isinstance(spec, PartitionSpec):
+        return PartitionSpec(*spec[:rank])  # type: ignore[no-untyped-call]
+    return spec[:rank] if isinstance(spec, tuple) else spec
+
+
+def scale_init(offset: float) -> Initializer:
+    """Scales of norms that multiply by 1 once `Semantics.qk_norm_offset` is added."""
+    return jax.nn.initializers.constant(1.0 - offset)
 
 
 def bias_kv_init(

@@ -24,6 +24,8 @@ UseBias: TypeAlias = bool | Collection[str]
 Tree = TypeVar("Tree")
 Window: TypeAlias = int | Sequence[int | None] | None
 
+_PROJECTIONS = ("query", "key", "value", "out")
+
 
 def behaviour(
     semantics: Semantics | None,
@@ -105,15 +107,22 @@ def read_inputs(
     if key is None and value is not None:
         raise ValueError("inputs_v without inputs_k: give inputs_k, which serves as both")
     named = {"inputs_q": query, "inputs_k": key, "inputs_v": value}
-    require_arrays(inputs_q=query)
-    require_arrays(optional=True, **named)
-    for name, x in named.items():
-        if x is not None and x.dtype == bool:
-            raise TypeError(f"{name} must not be Boolean: give a mask by its name, mask=")
+    require_features(
+        **{name: x for name, x in named.items() if name == "inputs_q" or x is not None}
+    )
     key = query if key is None else key
     value = key if value is None else value
     made = {id(x): cast(x, dtype) for x in (query, key, value)}  # identical inputs stay identical
     return made[id(query)], made[id(key)], made[id(value)]
+
+
+def require_features(**inputs: object) -> None:
+    """Raises TypeError for an input that is no array, or Boolean: a cast to the dtype of a module
+    would make 0 and 1 of what probably is a mask."""
+    require_arrays(optional=False, **inputs)
+    for name, x in inputs.items():
+        if getattr(x, "dtype", None) == bool:
+            raise TypeError(f"{name} must not be Boolean: give a mask by its name, mask=")
 
 
 def read_mask(
@@ -163,8 +172,7 @@ def biased(use_bias: UseBias, name: str) -> bool:
     """True if the projection `query`, `key`, `value` or `out` has a bias."""
     if isinstance(use_bias, bool | np.bool_):
         return bool(use_bias)
-    names = ("query", "key", "value", "out")
-    if not isinstance(use_bias, tuple) or not all(x in names for x in use_bias):
+    if not isinstance(use_bias, tuple) or not all(x in _PROJECTIONS for x in use_bias):
         raise ValueError(
             f"use_bias must be a bool or names among query, key, value, out, got {use_bias!r}"
         )
@@ -210,15 +218,47 @@ def settings_of(
     Raises:
       ValueError: parameters contradict `semantics` or the arguments in `given`.
     """
-    made = _settings_of(params, semantics)
-    for name in made.keys() & given.keys() - {"dropout_rate", "precision"}:
-        value = np.dtype(given[name]) if name == "param_dtype" else as_tuple(given[name])
-        if value != made[name]:
-            raise ValueError(
-                f"{name}={given[name]!r} is not that of the parameters, {made[name]!r}: leave it "
-                "out, or change the parameters first"
-            )
+    made, sizes = _settings_of(params, semantics), check(params)
+    defaults = {
+        "num_kv_heads": sizes["N"],
+        "qkv_features": sizes["Dq"],
+        "value_head_dim": sizes["H"],
+        "out_features": sizes["Dq"],
+    }
+    free = ("dropout_rate", "precision")
+    reject_others({name: x for name, x in made.items() if name not in free}, given, defaults)
     return {**made, **given}
+
+
+def reject_others(
+    made: Mapping[str, Any], given: Mapping[str, Any], defaults: Mapping[str, int]
+) -> None:
+    """Raises ValueError for an argument in `given` with another value than that in `made`, which
+    the parameters say. `defaults`: what None means, for sizes."""
+    for name in (x for x in given if x in made):
+        value, own = as_tuple(given[name]), made[name]
+        if value is None and own is not None:
+            value = defaults.get(name)
+        same = value == own
+        if name == "param_dtype" and value is not None:
+            same = np.dtype(value) == own
+        elif name == "use_bias":
+            held = _PROJECTIONS if made.get("use_out", True) else _PROJECTIONS[:3]
+            same = all(biased(value, x) == biased(own, x) for x in held)
+        elif name == "extra_params" and isinstance(value, tuple):
+            same = set(value) == set(own)
+        if not same:
+            raise ValueError(
+                f"{name}={given[name]!r} is not that of the parameters, {own!r}: leave it out, or "
+                "change the parameters first"
+            )
+
+
+def reject_known(given: Mapping[str, Any], *names: str) -> None:
+    """Raises ValueError for an argument among `names`, which the parameters alone say."""
+    for name in names:
+        if name in given:
+            raise ValueError(f"{name} is that of the parameters: leave it out")
 
 
 def _settings_of(params: MHAParams, semantics: Semantics) -> dict[str, Any]:
@@ -227,7 +267,7 @@ def _settings_of(params: MHAParams, semantics: Semantics) -> dict[str, Any]:
     sizes = check(params)
     with_bias = tuple(
         name
-        for name in ("query", "key", "value", "out")
+        for name in _PROJECTIONS
         if getattr(params, name) is not None and getattr(params, name).bias is not None
     )
     every = 3 + (params.out is not None)

@@ -11,15 +11,18 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxmha import Semantics
+from jaxmha import KVCache, Semantics
 from jaxmha.flax import attention_fn, linen
+from jaxmha.flax.latent.nnx import LatentAttention
 from jaxmha.flax.nnx import MultiHeadAttention
 from jaxmha.flax.settings import read_inputs
+from jaxmha.latent import LatentCache
 from tests.flax.common import N, normal, randomise, theirs
 from tests.tolerance import assert_same
 
 FEATURES = 17
 SIZES: dict[str, Any] = {"num_heads": N, "in_features": FEATURES, "qkv_features": 5 * N}
+LATENT: dict[str, Any] = {"latent_dim": 5, "rotary_dim": 4, "head_dim": 6}
 
 
 def layer(**more: Any) -> Any:
@@ -230,15 +233,28 @@ def test_what_may_be_a_list_or_a_set(no_shape_hook: None) -> None:
     assert inner == again
     assert hash(inner) == hash(again)
     assert layer(use_bias=np.True_).use_bias is True
-    rebuilt = MultiHeadAttention.from_params(module.to_params()[0], use_bias=["key", "value"])
-    assert rebuilt.use_bias == ("key", "value")
+    params = layer(use_bias=("query", "key"), extra_params=("sinks", "gate.kernel")).to_params()[0]
+    same: Any = {
+        "extra_params": ["gate.kernel", "sinks"],
+        "num_kv_heads": None,
+        "param_dtype": "f4",
+    }
+    rebuilt = MultiHeadAttention.from_params(params, use_bias={"query", "key"}, **same)
+    assert rebuilt.use_bias == ("query", "key")
+    every = {"query", "key", "value", "out"}
+    assert MultiHeadAttention.from_params(layer().to_params()[0], use_bias=every).use_bias is True
+    for wrong in (True, ("key",)):
+        with pytest.raises(ValueError, match=r"use_bias=.* is not that of the parameters"):
+            MultiHeadAttention.from_params(params, use_bias=wrong)
 
 
 @pytest.mark.parametrize("name", ["in_features", "in_kv_features", "kernel_init"])
 def test_settings_that_parameters_give_are_refused(name: str) -> None:
     settings: Any = {name: FEATURES}
-    with pytest.raises(ValueError, match=f"{name} is that of the parameters"):
-        MultiHeadAttention.from_params(layer().to_params()[0], **settings)
+    latent = LatentAttention(N, FEATURES, **LATENT, rngs=nnx.Rngs(0))
+    for module in (layer(), latent)[: 2 - (name == "in_kv_features")]:
+        with pytest.raises(ValueError, match=f"{name} is that of the parameters"):
+            type(module).from_params(module.to_params()[0], **settings)
 
 
 def test_things_of_another_kind_are_named(no_shape_hook: None) -> None:
@@ -276,6 +292,19 @@ def test_inputs_that_flax_takes_and_jaxmha_does_not(no_shape_hook: None) -> None
     for name, more in (("inputs_q", ()), ("inputs_v", (x, x))):
         with pytest.raises(TypeError, match=f"{name} must not be Boolean"):
             layer(dtype="float32")(*more, x.astype(bool))
+    latent = LatentAttention(N, FEATURES, **LATENT, dtype="float32", rngs=nnx.Rngs(0))
+    given = (
+        LatentCache.empty(latent.to_params()[0], 2, 5),
+        KVCache.empty(layer().to_params()[0], 2, 5),
+    )
+    for call in (
+        latent,
+        partial(latent.prefill, cache=given[0]),
+        partial(layer(dtype="float32").prefill, cache=given[1]),
+        lambda _: attention_fn(heads, heads, heads > 0, dtype="float32"),
+    ):
+        with pytest.raises(TypeError, match=r"(inputs|value) must not be Boolean"):
+            call(x > 0)
     with pytest.raises(TypeError, match="mask must be an array"):
         linen.MultiHeadAttention(num_heads=N, qkv_features=5 * N).init(
             nnx.Rngs(0).params(), x, mask=True

@@ -11,9 +11,10 @@ import pytest
 from flax import nnx
 
 import jaxmha
-from jaxmha import KVCache, Mask, MHAParams, Semantics, multi_head_attention, rope
+from jaxmha import KVCache, Mask, MHAParams, Semantics, rope
 from jaxmha.flax import linen as ours_linen
 from jaxmha.flax import nnx as ours_nnx
+from jaxmha.flax.latent.linen import LatentAttention
 from tests.flax.common import DQ, B, H, N, T, normal, plain, randomise, shapes, state_of, theirs
 from tests.flax.test_extras import SMALL, replace_widths
 from tests.tolerance import assert_close, assert_same
@@ -101,18 +102,6 @@ def test_many_tokens_windows_rotations_and_extras() -> None:
     assert int(layer.cache_index[...]) == T
 
 
-@pytest.mark.slow
-def test_half_precision_cache() -> None:
-    layer = modules(SELF, dtype=jnp.bfloat16)
-    layer.init_cache((B, T, DQ), jnp.bfloat16)
-    out = layer(X)
-    assert out.dtype == layer.cached_value[...].dtype == jnp.bfloat16
-    assert layer.cached_value[...].shape == (B, T, 3, 13)
-    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), SELF)
-    expected = multi_head_attention(params, X.astype(jnp.bfloat16), is_causal=True)
-    assert_close(out, np.asarray(expected, np.float32))
-
-
 def test_no_room_is_nan_and_no_cache_an_error() -> None:
     layer = modules(SELF)
     with pytest.raises(ValueError, match="init_cache"):
@@ -196,18 +185,24 @@ def test_a_cache_has_the_dtype_that_is_given_or_none() -> None:
     for dtype, expected in ((None, np.float32), (jnp.bfloat16, jnp.bfloat16)):
         layer.init_cache((B, 3, DQ), dtype)
         assert layer.cached_key[...].dtype == layer.cached_value[...].dtype == expected
+    wide: Any = {"param_dtype": "float64"}, {"dtype": "float64"}  # which float32 would round
+    x, latent = np.ones((B, 3, 21)), {"latent_dim": 5, "rotary_dim": 4, "head_dim": 6}
+    with jax.enable_x64(True):
+        for settings in wide:
+            layer = ours_nnx.MultiHeadAttention(N, 21, rngs=nnx.Rngs(0), **settings)
+            view = nnx.view(layer, decode=True, batch_size=B, max_length=3)
+            layer.init_cache(x.shape)
+            assert layer.cached_key[...].dtype == view.cached_key[...].dtype == np.float64
+            module = LatentAttention(N, **latent, **settings, decode=True)
+            made = jax.eval_shape(module.init, jax.random.key(0), x)
+            assert made["cache"]["cached_latents"].dtype == np.float64
 
 
-def test_a_view_of_a_module_that_decodes_makes_a_cache_too(no_shape_hook: None) -> None:
-    layer = ours_nnx.MultiHeadAttention(N, 21, rngs=nnx.Rngs(0), decode=True)
-    view = nnx.view(layer, batch_size=np.int64(B), max_length=3)
-    assert view.cached_key[...].shape == (B, 3, N, 7)
-
-
-@pytest.mark.slow
-def test_view_makes_a_cache() -> None:
-    layer = ours_nnx.MultiHeadAttention(N, 21, rngs=nnx.Rngs(0), dropout_rate=0.1)
-    view = nnx.view(layer, decode=True, deterministic=True, batch_size=B, max_length=3)
+@pytest.mark.parametrize("decodes", [False, True])
+def test_view_makes_a_cache(decodes: bool, no_shape_hook: None) -> None:
+    layer = ours_nnx.MultiHeadAttention(N, 21, rngs=nnx.Rngs(0), dropout_rate=0.1, decode=decodes)
+    more = {} if decodes else {"decode": True}
+    view = nnx.view(layer, **more, deterministic=True, batch_size=np.int64(B), max_length=3)
     x = normal("view", (B, 1, 21))
     assert_close(view(x), view(x, decode=False))
     assert view.cached_key[...].shape == (B, 3, N, 7)

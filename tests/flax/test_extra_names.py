@@ -10,8 +10,10 @@ from flax import nnx
 from jaxmha import Semantics
 from jaxmha.flax import linen
 from jaxmha.flax import nnx as modules
+from jaxmha.params import leaves
 
 NORMED = Semantics(qk_norm="rms")
+BIASES = ("query_norm_bias", "key_norm_bias")
 
 
 @pytest.mark.usefixtures("no_shape_hook")
@@ -27,6 +29,7 @@ NORMED = Semantics(qk_norm="rms")
             {"semantics": Semantics(qk_norm="rms", qk_norm_learned=False)},
             "query_norm_heads needs learned norms",
         ),
+        (("query.kernel",), {}, "must be names among"),
         (3, {}, "must be a tuple of names, got 3"),
         ("sinks", {}, "must be a tuple of names, got 'sinks'"),
         (("sinks", "sinks"), {}, "names sinks more than once"),
@@ -46,12 +49,18 @@ def test_are_refused(names: Any, options: dict[str, Any], message: str) -> None:
         linen.MultiHeadAttention(2, extra_params=names, **options).init(jax.random.key(0), x)
 
 
-def test_are_taken_in_any_order() -> None:
-    module = modules.MultiHeadAttention(
-        2,
-        8,
-        extra_params=("gate.bias", "sinks", "gate.kernel", "query_norm_heads"),
-        semantics=NORMED,
-        rngs=nnx.Rngs(0),
-    )
-    assert module(jnp.ones((1, 2, 8))).shape == (1, 2, 8)
+def test_are_drawn_alike_in_any_order() -> None:
+    """Scales of norms multiply by 1; `bias_init` draws the biases of projections, as in flax."""
+    settings: dict[str, Any] = {
+        "extra_params": ("gate.bias", "sinks", "gate.kernel", "query_norm_heads", *BIASES),
+        "semantics": Semantics(qk_norm="rms", qk_norm_offset=0.75),
+        "bias_init": jax.nn.initializers.ones,
+    }
+    x = jnp.ones((1, 2, 8))
+    module = modules.MultiHeadAttention(2, 8, rngs=nnx.Rngs(0), **settings)
+    assert module(x).shape == (1, 2, 8)
+    other = linen.MultiHeadAttention(2, **settings)
+    for params in (module.to_params()[0], other.to_params(other.init(jax.random.key(0), x))[0]):
+        drawn = {name: jnp.unique(array).tolist() for name, array in leaves(params).items()}
+        assert drawn["query_norm_heads"] == drawn["key_norm"] == [0.25]
+        assert [drawn[name] for name in ("gate.bias", "sinks", *BIASES)] == [[1], [0], [0], [0]]

@@ -179,19 +179,26 @@ CASES: tuple[tuple[str, ...], ...] = (
 )
 
 
-@pytest.mark.parametrize("without", CASES, ids=str)
-def test_parameters_come_back(without: tuple[str, ...]) -> None:
-    params = parameters(without=without)
-    norm: Any = None if "query_norm" in without else "layer"
+HEADS = ("query_norm_heads", "key_norm_heads"), ("gate_heads.kernel",)
+
+
+@pytest.mark.parametrize(
+    ("without", "forms"), [*((x, ()) for x in CASES), *((BARE, x) for x in HEADS)], ids=str
+)
+def test_parameters_come_back(without: tuple[str, ...], forms: tuple[str, ...]) -> None:
+    held = leaves(parameters(without=without))
+    other = {x: normal(x, tuple(SIZES[a] for a in CANONICAL[x].split())) for x in forms}
+    params = from_leaves({**held, **other})
+    norm: Any = None if params.query_norm is None else "layer"
     semantics = Semantics(
         fully_masked="nan", qk_norm=norm, dropout_rate=0.2, dropout_broadcast=("B",)
     )
     module, variables = linen.MultiHeadAttention.from_params(params, semantics, deterministic=True)
-    other = modules.MultiHeadAttention.from_params(params, semantics, deterministic=True)
+    layer = modules.MultiHeadAttention.from_params(params, semantics, deterministic=True)
     for back in (
         module.to_params(variables),
         module.bind(variables).to_params(),
-        other.to_params(),
+        layer.to_params(),
     ):
         assert back[1] == semantics
         assert list(leaves(back[0])) == list(leaves(params))
@@ -201,28 +208,9 @@ def test_parameters_come_back(without: tuple[str, ...]) -> None:
     declared = jax.eval_shape(module.init, jax.random.key(0), *x)
     assert structure(declared) == structure(variables)
     assert plain(declared).keys() == plain(variables).keys()
-
-
-@pytest.mark.parametrize("names", [("query_norm_heads", "key_norm_heads"), ("gate_heads.kernel",)])
-def test_other_forms_of_leaves_come_back(names: tuple[str, ...]) -> None:
-    arrays: dict[str, Any] = dict(leaves(parameters(without=BARE)))
-    for name in names:
-        arrays[name] = normal(name, tuple(SIZES[a] for a in CANONICAL[name].split()))
-    params, norm = from_leaves(arrays), "query_norm_heads" in names
-    semantics = Semantics(qk_norm="layer" if norm else None)
-    x = features("Dq", "Dk", "Dv")
     expected = np.asarray(multi_head_attention(params, *x, semantics=semantics))
-    for layer in layers(params, semantics):
-        assert_close(layer(*x), np.asarray(expected))
-    module, variables = linen.MultiHeadAttention.from_params(params, semantics)
-    other = modules.MultiHeadAttention.from_params(params, semantics)
-    for back, _ in (module.to_params(variables), other.to_params()):
-        for name, array in arrays.items():
-            assert_same(leaves(back)[name], array, name)
-    declared = jax.eval_shape(module.init, jax.random.key(0), *x)
-    assert structure(declared) == structure(variables)
-    with pytest.raises(ValueError, match="extra_params must be names among"):
-        linen.MultiHeadAttention(1, extra_params=("query.kernel",)).init(jax.random.key(0), x[0])
+    for out in (module.apply(variables, *x), layer(*x)):
+        assert_close(out, expected)
 
 
 def test_norms_without_scales() -> None:
@@ -261,8 +249,6 @@ def test_what_does_not_fit_is_refused(x64: None) -> None:
         linen.MultiHeadAttention.from_params(SMALL, Semantics(qk_norm="rms"))
     with pytest.raises(ValueError, match="pass variables"):
         linen.MultiHeadAttention(2).to_params()
-    with pytest.raises(ValueError, match="use_bias must be"):
-        modules.MultiHeadAttention(2, 4, use_bias=("q",), rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="multiple of num_kv_heads"):
         modules.MultiHeadAttention(6, 12, num_kv_heads=4, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="multiple of num_heads"):
@@ -308,7 +294,3 @@ def test_settings_that_say_the_same_twice() -> None:
     expected = multi_head_attention(SMALL, x, semantics=Semantics(scale=0.3))
     for layer in layers(SMALL, replace(Semantics(precision="highest"), scale=0.3)):
         assert_same(layer(x), expected)
-    for settings in ({"precision": "default"}, {"dropout_rate": 0.1}):
-        semantics = Semantics(precision="highest", dropout_rate=0.2)
-        with pytest.raises(ValueError, match="differ: give one"):
-            modules.MultiHeadAttention(2, 4, semantics=semantics, rngs=nnx.Rngs(0), **settings)

@@ -86,15 +86,20 @@ def test_steps(kind: str, paged: bool) -> None:
 def test_a_cache_in_the_modules() -> None:
     """`decode` of nnx and of linen, whose first call makes the cache."""
     want = np.asarray(Made("nnx")(X, is_causal=True))
-    module = Made("nnx", decode=True).module
+    module = Made("nnx").module
     with pytest.raises(ValueError, match="call init_cache first"):
-        module(X)
-    module.init_cache(B, T)
+        module(X, decode=True)
+    sizes = {"batch_size": B, "max_length": T}
+    module = flax.nnx.view(module, deterministic=True, decode=True, **sizes)
+    with pytest.raises(ValueError, match=r"batch_size: .* one batch axis, got \(2, 3\)"):
+        flax.nnx.view(Made("nnx").module, decode=True, batch_size=(2, 3), max_length=T)
     outs = [module(X[:, :4]), module(X[:, 4:5]), module(X[:, 5:])]
     assert_close(jnp.concatenate(outs, 1), want)
     with pytest.raises(ValueError, match="takes no positions; tokens have the positions"):
         module(X[:, :1], positions=np.arange(1))
     made = Made("linen", decode=True)
+    with pytest.raises(ValueError, match=r"inputs: expected axes \(B, T, Dq\) with decode=True"):
+        made.module.init(jax.random.key(0), X[0])
     state = made.module.init(jax.random.key(0), X)["cache"]
     assert state["cache_lengths"].tolist() == [0, 0]
     outs = []
@@ -109,7 +114,11 @@ def test_a_cache_in_the_modules() -> None:
 def test_initialisation_gradients_and_dropout() -> None:
     shapes = {leaf: x.shape for leaf, x in leaves(Made("nnx").params()).items()}
     dropping = Semantics(dropout_rate=0.5)
-    module = nnx.LatentAttention(N, D, **SIZES, semantics=dropping, rngs=flax.nnx.Rngs(0))
+    named = flax.nnx.with_metadata(flax.nnx.initializers.lecun_normal(), name="k")
+    module = nnx.LatentAttention(
+        N, D, **SIZES, kernel_init=named, semantics=dropping, rngs=flax.nnx.Rngs(0)
+    )
+    assert module.query.kernel.get_metadata("name") == "k"
     other = linen.LatentAttention(N, **SIZES, semantics=dropping)
     variables = other.init({"params": jax.random.key(0)}, X, deterministic=True)
     for params in (module.to_params()[0], other.to_params(variables)[0]):
@@ -134,6 +143,8 @@ def test_wrong_parameters(kind: str) -> None:
         Made(kind, params._replace(out=None), out_features=None)
     with pytest.raises(ValueError, match="latent_dim=6 is not that of the parameters, 5"):
         Made(kind, params, latent_dim=6)
+    same = {"param_dtype": jnp.float32, "out_features": 17}
+    assert Made(kind, params, **same).module.param_dtype == jnp.float32
 
 
 @pytest.mark.slow

@@ -45,7 +45,6 @@ def test_positions_of_a_layer_and_of_its_cache() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_positions_in_linen() -> None:
     expected = by_hand(POSITIONS)
     layer, variables = linen.MultiHeadAttention.from_params(PARAMS, rotate=ROTATE)
@@ -95,7 +94,7 @@ def test_equal_rotations_of_new_layers_compile_nothing() -> None:
     assert counts[0] == counts[1]
 
 
-def test_what_positions_cannot_mean_is_refused() -> None:
+def test_what_positions_cannot_mean_is_refused(no_shape_hook: None) -> None:
     layer = modules.MultiHeadAttention.from_params(PARAMS)
     with pytest.raises(ValueError, match="nothing is rotated; give rotate"):
         layer(X, input_positions=POSITIONS)
@@ -115,11 +114,16 @@ def test_what_positions_cannot_mean_is_refused() -> None:
         attention_fn(q, k, k, rotate=ROTATE, input_positions=POSITIONS)
     with pytest.raises(ValueError, match="T=5 queries among S=6 keys are not known here"):
         attention_fn(q, k, k, rotate=ROTATE)
-
-
-@pytest.mark.slow
-def test_positions_are_an_array(no_shape_hook: None) -> None:
-    q: Any = jnp.ones((B, T, N, 4))
+    x, turned, flat = (jnp.ones((*lead, T, D)) for lead in ((2, 3), (3, 2), (6,)))
+    layer.init_cache(turned.shape)
+    for decode in (False, True):
+        for name, others in (
+            ("key", (turned, turned)),
+            ("value", (x, turned)),
+            ("value", (x, flat)),
+        ):
+            with pytest.raises(ValueError, match=rf"{name}: .* with \*B=\(2, 3\) as in query"):
+                layer(x, *others, decode=decode)
     listed: Any = [list(range(T))] * B
     with pytest.raises(TypeError, match="input_positions must be an array, got list"):
         attention_fn(q, q, q, rotate=ROTATE, input_positions=listed)

@@ -113,6 +113,8 @@ def test_layers_of_nnx_draw_from_their_own_streams(wrap: Any) -> None:
 def test_gradients_through_a_stack_of_nnx() -> None:
     """Values of layers that are called one after another; a vmap gives each layer its own."""
     layers = stacked()
+    kernels = state_of(layers, nnx.Param)["query/kernel"]
+    assert not (kernels[0] == kernels[1]).any()
     nnx.update(layers, randomise(nnx.state(layers, nnx.Param)))
     graph, state = nnx.split(layers)
 

@@ -13,7 +13,7 @@ from jaxtyping import Float, Integer, PRNGKeyArray
 from jaxmha import latent
 from jaxmha.arrays import Array, DTypeLike
 from jaxmha.attention import hashable
-from jaxmha.checks import reject_rounding, require_type
+from jaxmha.checks import promoted, reject_rounding, require_type
 from jaxmha.flax.heads import Implementation
 from jaxmha.flax.latent.steps import (
     PATHS,
@@ -26,6 +26,7 @@ from jaxmha.flax.latent.steps import (
 )
 from jaxmha.flax.linen_parameters import Parameters
 from jaxmha.flax.parameters import Initializer
+from jaxmha.flax.settings import require_features
 from jaxmha.latent import LatentCache, LatentParams
 from jaxmha.latent.cache import LatentT
 from jaxmha.latent.params import from_leaves, leaves
@@ -120,6 +121,12 @@ class LatentAttention(nn.Module):  # type: ignore[misc]
         Raises:
           ValueError: a shape does not fit, or a step over a cache gets dropout, bias or positions.
         """
+        require_features(inputs=inputs)
+        if self.decode and inputs.ndim != 3:
+            raise ValueError(
+                f"inputs: expected axes (B, T, Dq) with decode=True, got shape {inputs.shape}: a "
+                "cache of latents has one batch axis"
+            )
         params = self._declare(inputs.shape[-1])
         drops = False
         if self.semantics.dropout_rate > 0:
@@ -131,7 +138,11 @@ class LatentAttention(nn.Module):  # type: ignore[misc]
         if self.decode:
             # The call that initialises the cache does not decode.
             initialised = self.has_variable("cache", "cached_latents")
-            empty = LatentCache.empty(params, *inputs.shape[:2])
+            dtype = self.dtype
+            if dtype is None:
+                dtype = promoted(inputs=inputs, **leaves(params))
+            B, T, _ = inputs.shape
+            empty = LatentCache.empty(params, B, T, dtype)
             cached = [
                 self.variable("cache", name, lambda x=x: x)
                 for name, x in zip(("cached_latents", "cache_lengths"), empty, strict=True)

@@ -22,7 +22,9 @@ from jaxmha.flax.latent.steps import (
     step,
 )
 from jaxmha.flax.nnx_dropout import dropout_key
+from jaxmha.flax.nnx_views import Views
 from jaxmha.flax.parameters import Initializer
+from jaxmha.flax.settings import reject_known
 from jaxmha.latent import LatentCache, LatentParams
 from jaxmha.latent.cache import LatentT
 from jaxmha.latent.params import from_leaves, leaves
@@ -35,7 +37,7 @@ class Parameters(nnx.Module):  # type: ignore[misc]
     """The arrays of a projection, by name."""
 
 
-class LatentAttention(nnx.Module):  # type: ignore[misc]
+class LatentAttention(Views):
     """Multi-head latent attention (MLA) of DeepSeek-V2 and V3 by `jaxmha.latent`.
 
     Args:
@@ -162,7 +164,7 @@ class LatentAttention(nnx.Module):  # type: ignore[misc]
 
     def init_cache(self, batch_size: int, length: int, dtype: DTypeLike | None = None) -> None:
         """Makes an empty cache for `length` tokens of each sequence, replacing any other; `dtype`
-        defaults to that of the parameters.
+        defaults to that of the module, or else to that of the parameters.
 
         >>> sizes = {"latent_dim": 8, "rotary_dim": 4, "head_dim": 5}
         >>> layer = LatentAttention(2, 6, **sizes, decode=True, rngs=nnx.Rngs(0))
@@ -170,9 +172,17 @@ class LatentAttention(nnx.Module):  # type: ignore[misc]
         >>> layer(jnp.ones((3, 1, 6))).shape, layer.cache_lengths[...].tolist()
         ((3, 1, 6), [1, 1, 1])
         """
+        dtype = self.dtype if dtype is None else dtype
         cache = LatentCache.empty(self.to_params()[0], batch_size, length, dtype)
         self.cached_latents = nnx.Cache(cache.latents)
         self.cache_lengths = nnx.Cache(cache.lengths)
+
+    def _ensure_cache(self, batch: tuple[int, ...], length: int) -> None:
+        if self.cached_latents is not None:
+            return
+        if len(batch) != 1:
+            raise ValueError(f"batch_size: a cache of latents has one batch axis, got {batch}")
+        self.init_cache(*batch, length)
 
     def prefill(
         self,
@@ -251,6 +261,7 @@ class LatentAttention(nnx.Module):  # type: ignore[misc]
           TypeError: float64 would be rounded because x64 is off.
         """
         reject_rounding(params=params)
+        reject_known(settings, "in_features", "kernel_init")
         module = cls(
             in_features=params.latent.kernel.shape[0],
             rngs=nnx.Rngs(0) if rngs is None else rngs,

@@ -11,7 +11,7 @@ from jaxtyping import PRNGKeyArray
 from jaxmha import latent
 from jaxmha.arrays import Array
 from jaxmha.flax.parameters import Initializer, flat_init
-from jaxmha.flax.settings import cast, read_mask
+from jaxmha.flax.settings import cast, read_mask, reject_others, require_features
 from jaxmha.latent import LatentParams
 from jaxmha.latent.cache import LatentT
 from jaxmha.latent.initializers import contracted, leaf_shapes
@@ -53,6 +53,7 @@ def attend(
     positions: Array | None,
 ) -> jax.Array:
     """`latent_attention` with the settings of a module."""
+    require_features(inputs=inputs)
     params, inputs = cast((params, inputs), module.dtype)
     out = latent.latent_attention(
         params,
@@ -82,6 +83,7 @@ def step(
 
     `more`: further keyword arguments of `function`.
     """
+    require_features(inputs=inputs)
     params, inputs = cast((params, inputs), module.dtype)
     out, longer = function(
         params,
@@ -123,12 +125,8 @@ def settings_of(
             f"params: a module has the leaves {sorted(held)}; these lack {missing} and have {more} "
             "more: call jaxmha.latent_attention with them"
         )
-    for name in made.keys() & given.keys():
-        if name == "param_dtype" or given[name] != made[name]:
-            raise ValueError(
-                f"{name}={given[name]!r} is not that of the parameters, {made[name]!r}: leave it "
-                "out, or change the parameters first"
-            )
+    defaults = {"value_head_dim": found["H"], "out_features": found["Dq"]}
+    reject_others(made, given, defaults)
     return {**made, **given}
 
 
