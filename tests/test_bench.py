@@ -36,6 +36,7 @@ CASES = {
     "causal bias": replace(PLAIN, bias=True, kind="causal"),
     "Booleans": replace(PLAIN, kind="padded", boolean=True),
     "causal lengths": replace(PLAIN, kind="padded", causal=True),
+    "lengths of other keys": Case("layer", "backward", "padded", 2, 5, 9, 2, 2, 8, boolean=True),
     "h": replace(PLAIN, h=5, direction="backward"),
     "bfloat16": replace(PLAIN, dtype="bfloat16", direction="backward"),
     "bfloat16 layer": Case("layer", "backward", "causal", 2, 7, 7, 2, 2, 8, dtype="bfloat16"),
@@ -210,13 +211,6 @@ def test_damaged_files_are_ignored_with_a_warning(text: str) -> None:
         preferences.save("a", {"order": []})
 
 
-def test_the_environment_forbids_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("JAXMHA_PREFERENCES", "0")
-    assert preferences.path() is None
-    with pytest.raises(ValueError, match="JAXMHA_PREFERENCES=0"):
-        preferences.save("a", {"order": []})
-
-
 # Results and the command.
 
 
@@ -248,7 +242,10 @@ def test_rates_are_shares_of_the_limits() -> None:
         ("attention -T 8 -S 9 -N 2 -H 8 --packed 2", "as many keys as queries"),
         ("attention -T 8 -N 2 -H 8 --dtype int8", "--dtype must be"),
         ("attention -T 8 -N 2 -H 8 --tf32", "needs --dtype float32"),
-        ("attention -T 8 -N 2 -H 8 --plot a.txt", "--plot must end in"),
+        ("attention -T 8 -N 2 -H 8 --plot a.txt", "pictures are .png"),
+        ("attention -T 8 -N 2 -H 8 --plot no/a.png", "no/a.png: there is no such folder"),
+        ("attention -T 8 -N 2 -H 8 --save --peer torch-sdpa", "--save needs a --peer of jaxmha"),
+        ("decode -S 8 -N 2 -H 8 --save --layer", "leave out --layer or --save"),
         ("attention -T 8 -N 2 -H 8 --peer torhc", "'torhc' is unknown"),
     ],
 )
@@ -256,6 +253,23 @@ def test_wrong_arguments_are_one_message(arguments: str, message: str) -> None:
     done = CliRunner().invoke(app, ["bench", *arguments.split()])
     assert done.exit_code == 2
     assert message in " ".join(done.output.split())
+
+
+def test_saving_is_refused_before_timing_or_after_printing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = {"rows": [{"peer": "jaxmha:blocked", "failed": "it is too large"}]}
+    monkeypatch.setattr(run, "run", lambda *_, **__: found)
+    command = ["bench", "attention", "-T", "8", "-N", "2", "-H", "8", "--save", "--json"]
+    monkeypatch.setenv("JAXMHA_PREFERENCES", "0")
+    done = CliRunner().invoke(app, command)
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert "JAXMHA_PREFERENCES=0 forbids" in done.stderr
+    assert preferences.path() is None
+    monkeypatch.setenv("JAXMHA_PREFERENCES", str(tmp_path))
+    done = CliRunner().invoke(app, command)
+    assert (done.exit_code, json.loads(done.stdout)) == (2, found)
+    assert "no implementation of jaxmha was timed" in " ".join(done.stderr.split())
 
 
 @pytest.mark.slow

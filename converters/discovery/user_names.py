@@ -1,11 +1,23 @@
 """Names of the layers of a Keras file: the path, or the name that the user gave the layer."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 SWAP = str.maketrans("./", "/.")
 # Path of a layer in a container, where Keras replaces the name by the class and a number.
 _NUMBERED = re.compile(r"(?:.*/)?layers/[^/]+")
+
+
+def distinct_names(prefixes: Iterable[str], names: Mapping[str, str]) -> dict[str, str]:
+    """Prefix -> name of each block; the prefixes themselves where two blocks have one name.
+
+    Every layer of a Keras model may name its attention alike.
+
+    >>> distinct_names(("a", "b"), {"a": "mine"}), distinct_names(("a", "b"), {"a": "x", "b": "x"})
+    ({'a': 'mine', 'b': 'b'}, {'a': 'a', 'b': 'b'})
+    """
+    called = {prefix: names.get(prefix, prefix) for prefix in prefixes}
+    return called if len(set(called.values())) == len(called) else {x: x for x in called}
 
 
 def of_layer(prefix: str, names: Mapping[str, str]) -> str:

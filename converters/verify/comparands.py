@@ -23,6 +23,7 @@ from jaxmha.converters.discovery import (
     keras_groups,
     latent_blocks,
     live_model,
+    user_names,
 )
 from jaxmha.converters.discovery.attention_blocks import Block, shapes
 from jaxmha.converters.discovery.notes import listed
@@ -48,7 +49,7 @@ class ComparedBlock(NamedTuple):
       forward: function that computes the output: by the layer object itself, or by jaxmha.
       is_live: True if a layer object computes the output.
       kind: framework of a layer object: "torch", "keras", "linen" or "nnx", also for subclasses.
-      path: prefix or path of the block if `name` was chosen by the user.
+      path: prefix or path of the block; `name` may be chosen by the user, and is that of no other.
     """
 
     name: str
@@ -133,11 +134,12 @@ def _read_state(
         where = f"{path}: " if path is not None else ""
         raise ValueError(printable(f"{where}{broken[0]}"))
     compared: list[ComparedBlock] = []
+    called = user_names.distinct_names((block.prefix for block in found), names)
     for block in found:
         count, _ = head_count.find(block, all_shapes, num_heads, metadata, configured)
         try:
             params, semantics = block.read(state, count)
-            name = names.get(block.prefix, block.prefix)
+            name = called[block.prefix]
             compared += layers(name, block.layout.name, params, semantics, block.prefix)
         except ValueError as error:
             where = f"{path}, " if path is not None else ""
@@ -231,7 +233,9 @@ def _read_live(given: AnySource, num_heads: int | None) -> Comparand:
     written, more, notes = _by_hand(rest, whole, num_heads)
     taken |= {name for block in more for name in block.keys.values()}
     source = Source(whole.state, whole.state, tuple(more), frozenset(taken), whole.names)
-    return Comparand([*found, *written], source, notes)
+    blocks = [*found, *written]
+    called = user_names.distinct_names((x.path for x in blocks), {x.path: x.name for x in blocks})
+    return Comparand([x._replace(name=called[x.path]) for x in blocks], source, notes)
 
 
 def _by_hand(
@@ -254,7 +258,11 @@ def _by_hand(
         name = whole.names.get(block.prefix, block.prefix) if block.prefix else ""
         shown = type(whole.layers.get(block.prefix)).__name__
         written += layers(
-            name, f"{shown}, weights of layout {block.layout.name}", params, semantics
+            name,
+            f"{shown}, weights of layout {block.layout.name}",
+            params,
+            semantics,
+            block.prefix,
         )
         notes.append(
             f"{name or shown} is a class written by hand: its weights were compared, and its "

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from jaxmha import MHAParams, Semantics, checkpoint
 from jaxmha.checkpoint.errors import printable
-from jaxmha.converters.discovery import behaviours, described, head_count
+from jaxmha.converters.discovery import behaviours, described, head_count, user_names
 from jaxmha.converters.discovery.attention_blocks import shapes
 from jaxmha.converters.layout.latent import SIGN as LATENT_SIGN
 from jaxmha.converters.migrate.preconditions import naming
@@ -42,7 +42,7 @@ def read(path: Path, name: str | None = None, num_heads: int | None = None) -> O
         if not found:
             latent = any(name.endswith(f".{LATENT_SIGN}") for name in all_shapes)
             raise ValueError(f"{path}: no attention block found{_LATENT * latent}")
-        called = {block.prefix: file.names.get(block.prefix, block.prefix) for block in found}
+        called = user_names.distinct_names((block.prefix for block in found), file.names)
         known = {alias: b for b in found for alias in (b.prefix, called[b.prefix])}
         stack, bracket, index = (name or "").rpartition("[")  # `name[i]`: layer i of a stack
         whole = name is None or name in known

@@ -84,6 +84,11 @@ class Case:
         return self.causal or self.kind == "causal"
 
     @property
+    def is_self_attention(self) -> bool:
+        """True if a layer attends its own input: there is no other array of keys and values."""
+        return self.kind not in ("cross", "decode") and self.S == self.T
+
+    @property
     def value_features(self) -> int:
         """Features of a value head."""
         return self.h or self.H
@@ -173,7 +178,7 @@ class Case:
         if self.scope == "core" or self.kind == "decode":
             heads = (queries * self.N + keys * self.K) * each
         else:
-            heads = (queries * 2 + keys * (self.kind == "cross")) * self.E
+            heads = (queries * 2 + keys * (not self.is_self_attention)) * self.E
         weights = 2 * self.E * (self.N + self.K) * self.H * (self.scope == "layer")
         # The gradient reads all of them and a cotangent, and writes as many gradients.
         return float(size * (heads + weights) * (3 if self.direction == "backward" else 1)) + (

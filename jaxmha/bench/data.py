@@ -73,7 +73,7 @@ def make(case: Case) -> Data:
         out=Projection(draw(N, H, E, scale=E**-0.5), draw(E, scale=0.3)),
     )
     query = draw(B, T, E)
-    key = draw(B, S, E) if case.kind in ("cross", "decode") else query
+    key = query if case.is_self_attention else draw(B, S, E)
     if case.kind == "decode" and case.lengths is not None:  # the token is the last of them
         key[:, case.lengths[0] - 1] = query[:, 0]
     return Data(params, query, key, key, draw(B, T, E))

@@ -5,7 +5,6 @@
 
 import contextlib
 import re
-import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -54,7 +53,8 @@ def model_of(address: str) -> str:
 def fetch(address: str | Path) -> Fetched:
     """Fetches the safetensors files and the config.json of a model, unless they are in the cache.
 
-    A cached model needs no network. After an error, no incomplete file is left in the cache.
+    A cached model needs no network. After an error, complete files stay in the cache, for the next try
+    and for other processes; `huggingface_hub` removes what it downloaded in part, or continues it.
 
     Raises:
         MissingDependency: huggingface_hub is not installed.
@@ -73,7 +73,7 @@ def fetch(address: str | Path) -> Fetched:
         remedy = "pip install 'jaxmha[hub]'"
         raise MissingDependency(text, "huggingface_hub is not installed", remedy) from e
     model, revision = found["model"], found["revision"]
-    with _one_message(text, huggingface_hub.errors), _clean(model):
+    with _one_message(text, huggingface_hub.errors):
         commit, names = _listed(model, revision)
         wanted = [n for n in names if "/" not in n and n.endswith(_FETCHED)]
         if not wanted:
@@ -136,26 +136,6 @@ def _cached(model: str, revision: str | None) -> tuple[str, list[str]] | None:
 
 def _folder_name(model: str) -> str:
     return f"models--{model.replace('/', '--')}"
-
-
-@contextlib.contextmanager
-def _clean(model: str) -> Iterator[None]:
-    """After an error, removes incomplete files, and folders that are new, from the cache."""
-    from huggingface_hub import constants
-
-    cache = Path(constants.HF_HUB_CACHE)
-    places = [cache / _folder_name(model), cache / ".locks" / _folder_name(model)]
-    before = {path for place in places for path in (place, *place.rglob("*"))}
-    existed = [place.exists() for place in places]
-    try:
-        yield
-    except BaseException:
-        for place, was in zip(places, existed, strict=True):
-            if not was:
-                shutil.rmtree(place, ignore_errors=True)
-            for path in set(place.rglob("*.incomplete")) - before:
-                path.unlink(missing_ok=True)
-        raise
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """`jaxmha bench`: times attention of the user's own shapes on this machine, next to other libraries."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
@@ -13,9 +13,11 @@ from rich.table import Table
 from jaxmha.bench import run as bench
 from jaxmha.bench.case import Case
 from jaxmha.bench.case import Kind as CaseKind
-from jaxmha.checkpoint.atomic import check_target
+from jaxmha.bench.peers import IMPLEMENTATIONS, OURS
+from jaxmha.bench.plot import draw
 from jaxmha.cli.console import err, escape, one_message, out, print_json, print_line
 from jaxmha.cli.options import Json, option
+from jaxmha.cli.plot import check_picture
 from jaxmha.implementations import preferences
 
 EXAMPLES = (
@@ -35,8 +37,6 @@ Rows = Annotated[int, option("--rounds", "Rounds; every round times every librar
 PlotFile = Annotated[
     Path | None, option("--plot", "Draw the times into this file: .png, .svg or .pdf.")
 ]
-# Suffixes that --plot takes.
-PLOTS = (".png", ".svg", ".pdf")
 
 
 def command(
@@ -103,7 +103,9 @@ def command(
             raise ValueError(f"-N must be a multiple of -K, got {N} and {K}")
         _check_dtype(dtype, tf32, save)
         if plot is not None:
-            _check_plot(plot, force)
+            check_picture(plot, force)
+        if save:
+            _check_save(layer, peer or ())
         called = _kind_of_case(kind.value, sizes, causal, lengths or padding)
 
         def case(platform: str) -> Case:
@@ -119,14 +121,13 @@ def command(
 
         with _progress() as say:
             found = bench.run(case, peer or (), rounds=rounds, threads=threads, say=say)
-        order = bench.order(found)
-        if save:
-            _save(found, order)
-        if plot is not None:
-            from jaxmha.bench.plot import draw
-
-            draw(found, plot)
-        print_json(found) if as_json else _print(found)
+        try:  # files first, since a reader of the output may close it
+            if save:
+                _save(found, bench.order(found))
+            if plot is not None:
+                draw(found, plot)
+        finally:
+            print_json(found) if as_json else _print(found)
     ours = [row for row in found["rows"] if row["peer"].startswith("jaxmha")]
     raise typer.Exit(1 if ours and all("failed" in row for row in ours) else 0)
 
@@ -193,11 +194,14 @@ def _check_dtype(dtype: str | None, tf32: bool, save: bool) -> None:
         )
 
 
-def _check_plot(plot: Path, force: bool) -> None:
-    """Raises ValueError if no plot can be written there."""
-    if plot.suffix not in PLOTS:
-        raise ValueError(f"--plot must end in {', '.join(PLOTS)}, got {str(plot)!r}")
-    check_target(plot, force, [])
+def _check_save(layer: bool, peers: Sequence[str]) -> None:
+    """Raises ValueError if nothing that is timed may be saved."""
+    if layer:
+        raise ValueError("--save is for attention itself: leave out --layer or --save")
+    ours = [f"{OURS}:{name}" for name in IMPLEMENTATIONS]
+    if peers and not set(peers) & set(ours):
+        raise ValueError(f"--save needs a --peer of jaxmha: one of {', '.join(ours)}")
+    preferences.check()
 
 
 def _kind_of_case(kind: str, sizes: tuple[int, int], causal: bool, padded: bool) -> CaseKind:

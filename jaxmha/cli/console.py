@@ -48,7 +48,7 @@ def one_message() -> Iterator[None]:
     """
     try:
         yield
-    except (typer.Exit, BrokenPipeError):
+    except typer.Exit:
         raise
     except Exception as error:  # noqa: BLE001 (no traceback for users)
         if os.environ.get("JAXMHA_DEBUG"):
@@ -62,12 +62,17 @@ def one_message() -> Iterator[None]:
 
 def check_text(path: Path, force: bool, sources: Sequence[Path]) -> None:
     """Raises ValueError unless `put_text` can write this file; call it before long work."""
-    if not path.absolute().parent.is_dir():
-        raise ValueError(f"{path}: there is no such folder")
     if table.by_suffix(path) is not None:
         raise ValueError(
             f"{path}: refusing to write text to a file named as a checkpoint: choose another suffix"
         )
+    check_place(path, force, sources)
+
+
+def check_place(path: Path, force: bool, sources: Sequence[Path]) -> None:
+    """Raises ValueError unless a file may be written there."""
+    if not path.absolute().parent.is_dir():
+        raise ValueError(f"{path}: there is no such folder")
     with atomic.typed(path):
         atomic.check_target(path, force, sources)
 

@@ -146,7 +146,7 @@ def command(
         sources = comparison.read_both(a, b, num_heads)
         pairs, only_a, only_b, notes = comparison.pair(sources[0].blocks, sources[1].blocks)
         if block is not None:
-            pairs, only_a, only_b = [p for p in pairs if p[0].name == block], (), ()
+            pairs, only_a, only_b = [p for p in pairs if block in (p[0].name, p[0].path)], (), ()
         if not pairs and (block is not None or not sources[0].source.latents):
             named = ", ".join(one.name or "(top)" for one in sources[0].blocks[:5])
             raise ValueError(

@@ -18,6 +18,7 @@ from jaxmha.cli.console import (
 )
 from jaxmha.cli.layouts import print_layouts
 from jaxmha.cli.options import Json, NumHeads, option
+from jaxmha.converters.discovery import user_names
 from jaxmha.converters.migrate import inspection, pipeline
 
 EXAMPLES = (
@@ -50,7 +51,10 @@ def command(
 
 def _print(file: Path, info: inspection.FileInfo) -> None:
     title = f"{escape(str(file))} ({info.format})"
-    print_table(title, _BLOCK, [_escaped(_block_row(block)) for block in info.blocks])
+    named = {block.prefix: block.name for block in info.blocks if block.name}
+    called = user_names.distinct_names((block.prefix for block in info.blocks), named)
+    rows = [_escaped(_block_row(called[block.prefix], block)) for block in info.blocks]
+    print_table(title, _BLOCK, rows)
     for (layout, why), count in Counter((b.layout, b.why) for b in info.blocks).items():
         print_line(escape(f"{layout}, {count} times, for its {why}"))
     _print_layers(info.layers)
@@ -69,9 +73,9 @@ def _escaped(row: Sequence[str]) -> list[str]:
     return [escape(cell) for cell in row]
 
 
-def _block_row(block: inspection.BlockInfo) -> tuple[str, ...]:
+def _block_row(name: str, block: inspection.BlockInfo) -> tuple[str, ...]:
     return (
-        block.name or block.prefix or "(top)",
+        name or "(top)",
         block.layout,
         block.family or "keys alone",
         "?" if block.num_heads is None else str(block.num_heads),

@@ -92,9 +92,9 @@ def command(
             made = matching.match(given, model, packing="concatenated" if concatenated else "ask")
         else:
             made = loading.with_unused(matching.Plan.from_toml(toml_text.read(plan)), given)
-        print_plan(made, as_json)
         if save is not None:
             put_text(save, made.to_toml(), force, files)
+        print_plan(made, as_json)
         refuse_rest(made, unused)
         policy: Literal["keep", "refuse"] = "keep" if unused else "refuse"
         kind = None if dtype is None else dtype.value

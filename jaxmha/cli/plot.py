@@ -10,15 +10,15 @@ from rich.table import Table
 
 import jaxmha
 from jaxmha import checkpoint
-from jaxmha.checkpoint.atomic import check_target, replace_by
+from jaxmha.checkpoint.atomic import replace_by
 from jaxmha.cli import like
-from jaxmha.cli.console import escape, one_message, out, print_json, print_line
+from jaxmha.cli.console import check_place, escape, one_message, out, print_json, print_line
 from jaxmha.cli.options import Block, Json, NumHeads, option, parse_integers
 from jaxmha.converters.layout.arrays import NDArray, to_numpy
 from jaxmha.converters.verify import load_block
 from jaxmha.introspect import text_weights
 from jaxmha.introspect.head_statistics import HeadStatistics, as_weights, head_statistics
-from jaxmha.introspect.heatmaps import picture, plot_attention
+from jaxmha.introspect.heatmaps import PICTURES, import_matplotlib, picture, plot_attention
 
 EXAMPLES = (
     "Examples:\n\n  jaxmha plot weights.npz --tokens '[CLS] the cat sat [SEP]'\n\n"
@@ -82,7 +82,7 @@ def command(
     """Draw the attention of every head, and print to which keys it goes."""
     with one_message():
         sources = [] if text else [file]
-        check_target(output, force, sources)
+        check_picture(output, force, sources)
         rows, columns = _tokens(tokens, "--tokens"), _tokens(key_tokens, "--key-tokens")
         if text is not None:
             if array is not None or inputs is not None:
@@ -101,6 +101,14 @@ def command(
             return
         out.print(table({str(n): found[n] for n in drawn.heads}, special))
         print_line(f"drawn in {escape(str(output))}")
+
+
+def check_picture(path: Path, force: bool, sources: Sequence[Path] = ()) -> None:
+    """Raises an error unless a picture can be drawn into this file; call it before long work."""
+    if path.suffix.lower() not in PICTURES:
+        raise ValueError(f"pictures are {', '.join(PICTURES)}, got {str(path)!r}")
+    import_matplotlib()
+    check_place(path, force, sources)
 
 
 class _Drawn(NamedTuple):

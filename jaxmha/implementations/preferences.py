@@ -118,9 +118,9 @@ def save(call: str, entry: dict[str, Any]) -> Path:
     Raises:
       ValueError: the environment forbids files.
     """
+    check()
     where = path()
-    if where is None:
-        raise ValueError("JAXMHA_PREFERENCES=0 forbids saved benchmarks: unset it")
+    assert where is not None
     where.parent.mkdir(parents=True, exist_ok=True)
     entries = _parsed(where) | {call: entry}
     part = where.with_suffix(f".{os.getpid()}.part")
@@ -128,6 +128,12 @@ def save(call: str, entry: dict[str, Any]) -> Path:
     part.replace(where)
     forget()
     return where
+
+
+def check() -> None:
+    """Raises ValueError if nothing may be saved."""
+    if folder() is None:
+        raise ValueError("JAXMHA_PREFERENCES=0 forbids saved benchmarks: unset it")
 
 
 def forget() -> None:

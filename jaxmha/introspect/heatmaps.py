@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.image import AxesImage
 
 Labels = tuple[Sequence[str] | None, Sequence[str] | None]  # labels of queries, labels of keys
+PICTURES = (".png", ".svg", ".pdf")
 COLOURS = "cividis"  # perceptually uniform, also for colour-blind readers
 FONT = 8.0  # points: the smallest font size
 LINE = FONT * 1.25 / 72  # inches per label, across the direction of its text
@@ -73,7 +74,7 @@ def plot_attention(
     names = _titles(titles, chosen)
     if columns is not None and columns < 1:
         raise ValueError(f"columns must be at least 1, got {columns}")
-    matplotlib = _matplotlib()
+    matplotlib = import_matplotlib()
     with matplotlib.rc_context(_settings()):
         labels = tokens, key_tokens
         figure, grid, size = _grid(len(chosen), (T, S), labels, columns, bool(title))
@@ -126,7 +127,7 @@ def _grid(
 
 def _draw(grid: np.ndarray, maps: NDArray, names: Sequence[str]) -> "AxesImage":
     """Draws the maps with one colour scale; returns the last one."""
-    shades = _matplotlib().colormaps[COLOURS].with_extremes(bad=(0, 0, 0, 0))
+    shades = import_matplotlib().colormaps[COLOURS].with_extremes(bad=(0, 0, 0, 0))
     largest = float(np.nanmax(maps)) or 1.0
     for axes, map_, name in zip(grid.flat, maps, names, strict=False):
         axes.set_facecolor("none")
@@ -163,10 +164,9 @@ def picture(figure: "Figure", suffix: str) -> bytes:
     Raises:
       ValueError: another suffix.
     """
-    kinds = (".png", ".svg", ".pdf")
-    if suffix.lower() not in kinds:
-        raise ValueError(f"pictures are {', '.join(kinds)}, got {suffix!r}")
-    matplotlib = _matplotlib()
+    if suffix.lower() not in PICTURES:
+        raise ValueError(f"pictures are {', '.join(PICTURES)}, got {suffix!r}")
+    matplotlib = import_matplotlib()
     stream = io.BytesIO()
     plain = suffix.lower() != ".svg"
     with matplotlib.rc_context({**_settings(), "svg.fonttype": "none", "svg.hashsalt": "jaxmha"}):
@@ -181,7 +181,8 @@ def picture(figure: "Figure", suffix: str) -> bytes:
     return stream.getvalue() if plain else adaptive(stream.getvalue().decode()).encode()
 
 
-def _matplotlib() -> "ModuleType":
+def import_matplotlib() -> "ModuleType":
+    """Returns the package, or raises ImportError that says how to install it."""
     try:
         import matplotlib
     except ImportError:

@@ -155,7 +155,9 @@ def test_matplotlib_is_optional(monkeypatch: pytest.MonkeyPatch, folder: Path) -
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ImportError, match=r"pip install 'jaxmha\[plot\]'"):
         plot_attention(weights(T, S))
-    assert "jaxmha[plot]" in fails(folder, "plot", folder / "weights.npz", "-o", folder / "x.png")
+    bench = ("bench", "attention", "-T", 8, "-N", 2, "-H", 8, "--plot", folder / "x.png")
+    for command in (("plot", folder / "no.npz", "-o", folder / "x.png"), bench):
+        assert "jaxmha[plot]" in fails(folder, *command)  # before anything is read or timed
 
 
 def test_statistics_are_those_of_loops() -> None:
@@ -250,7 +252,8 @@ def test_command_draws_a_block(folder: Path) -> None:
         (("weights.npz", "--heads", "a"), "--heads"),
         (("weights.npz", "--heads", "7"), "from 0 to 4"),
         (("weights.npz", "--batch", "0"), "no batch"),
-        (("weights.npz", "--output", "{}/x.gif"), ".gif"),
+        (("no.npz", "--output", "{}/x.gif"), ".gif"),
+        (("no.npz", "--output", "{}/no/x.png"), "no such folder"),
         (("weights.npz", "--causal"), "--inputs"),
         (("batch.npz",), "a (2, 5, 7, 7), b (5, 7, 7)"),
         (("batch.npz", "--array", "a"), "2 batch rows by batch= (--batch)"),

@@ -77,16 +77,30 @@ def test_an_interrupt_while_starting() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
-def test_a_closed_pipe_is_quiet() -> None:
+def test_a_closed_pipe_is_quiet_and_files_are_written(tmp_path: Path) -> None:
+    """The exit code is what shells make of SIGPIPE; a closed pipe of anything else is an error."""
+    layout = attention_blocks.named("flax")
+    state = transform.export_params(layout, params_of(layout), layout.semantics, prefix="a")
+    checkpoint.write(tmp_path / "a.npz", state)
+    (tmp_path / "mine.py").write_text(
+        "import os\ndef build():\n    reader, writer = os.pipe()\n    os.close(reader)\n"
+        "    os.write(writer, b'x')\n"
+    )
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, "-m", "jaxmha.converters", "inspect", "--layouts"]
-    for flags in ([], ["--json"]):
+
+    def ended(command: str) -> tuple[int, str]:
         done = subprocess.run(
-            [*command, *flags], stdout=writer, stderr=subprocess.PIPE, text=True, check=False
-        )
-        assert done.stderr == ""
-        assert done.returncode == -signal.SIGPIPE  # 141 for a shell
+            [sys.executable, "-m", "jaxmha.converters", *command.split()],
+            cwd=tmp_path, env=os.environ | {"PYTHONPATH": os.getcwd()},
+            stdout=writer, stderr=subprocess.PIPE, text=True, check=False,
+        )  # fmt: skip
+        return done.returncode, done.stderr
+
+    convert = "convert a.npz b.npz --to flax --check weights --report report.json"
+    assert ended(convert) == (128 + signal.SIGPIPE, "")
+    assert json.loads((tmp_path / "report.json").read_text())["same"]
+    assert ended("match a.npz mine.py:build") == (2, "error: [Errno 32] Broken pipe\n")
     os.close(writer)
 
 

@@ -1,5 +1,7 @@
 """Live layers and models are compared by what they compute, also where they ignore masks or give NaN."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -7,8 +9,9 @@ import pytest
 import torch as framework
 
 from jaxmha.converters import flax, keras, torch
-from jaxmha.converters.verify import comparison
+from jaxmha.converters.verify import comparison, load_block, page_facts
 from tests.converters import layers
+from tests.converters.command_line import cli
 from tests.converters.layers import Config
 from tests.converters.test_verify import report, torch_config
 from tests.promotion import foreign
@@ -130,7 +133,9 @@ def test_a_mask_ignored_on_both_sides_is_noticed(layer: Any) -> None:
     assert found.explanation == "mask ignored"
 
 
-def test_blocks_of_one_name() -> None:
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+def test_blocks_of_one_name(tmp_path: Path) -> None:
+    """Their paths name them, in models and in files."""
     import keras as framework
 
     def model(count: int) -> Any:
@@ -143,10 +148,28 @@ def test_blocks_of_one_name() -> None:
 
     with foreign():
         two, three = model(2), model(3)
-    found = comparison.compare(two, two)
-    assert [(pair.a, pair.b) for pair in found.blocks] == [("same", "same")] * 2
+    a, b = (tmp_path / f"{name}.weights.h5" for name in "ab")
+    two.save_weights(a)
+    found = comparison.compare(two, a)
+    first, second = (pair.a for pair in found.blocks)
+    assert first != second
+    assert [pair.b for pair in found.blocks] == [first, second]
     assert found.same
-    assert not found.notes  # their paths pair them
-    more = comparison.compare(two, three)
+    assert not found.notes
+    more = comparison.compare(a, three)
     assert not more.same
     assert len(more.blocks) == 2
+    with foreign():
+        two.set_weights([x + (i == 0) for i, x in enumerate(two.get_weights())])
+    two.save_weights(b)
+    done = cli("diff", a, b, "--json")
+    blocks = json.loads(done.stdout)["blocks"]
+    assert (done.exit_code, {name: one["same"] for name, one in blocks.items()}) == (
+        1,
+        {first: False, second: True},
+    )
+    assert cli("diff", a, b, "--block", second).exit_code == 0
+    tensors = page_facts.read(a, comparison.compare(a, b)).tensors
+    assert [x.name.startswith(first) for x in tensors if x.result != page_facts.SAME] == [True]
+    assert load_block.read(a, first).name == first
+    assert all(name in cli("inspect", a).stdout for name in (first, second))

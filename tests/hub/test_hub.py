@@ -107,14 +107,16 @@ def test_a_model_without_safetensors_is_refused(hub: Hub, run: Run, tmp_path: Pa
 
 
 @pytest.mark.slow  # the library tries again after pauses
-def test_half_a_download_leaves_nothing(hub: Hub, run: Run, tmp_path: Path) -> None:
+def test_half_a_download_leaves_only_complete_files(hub: Hub, run: Run, tmp_path: Path) -> None:
     hub.broken = "model.safetensors"
     found = run("hf://org/model")[0]
     assert found["error"] == "UnreadableFile"
     assert "the download failed" in found["message"]
-    assert left(tmp_path) == []
+    kept = [path for path in left(tmp_path) if path.suffix != ".lock"]
+    assert {path.resolve().read_bytes() for path in kept} == {hub.files["config.json"]}
     hub.broken = ""
     assert run("hf://org/model")[0]["value"] == ARRAY.T.tolist()
+    assert sum(one.startswith("GET") and "config.json" in one for one in hub.requests) == 1
 
 
 def test_the_command_line_takes_addresses(hub: Hub, tmp_path: Path) -> None:
