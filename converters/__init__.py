@@ -1,7 +1,8 @@
 """Imports and exports weights and masks of other frameworks: one module per framework, one API.
 
 `import_params` and `export_params` work on flat dicts of arrays, `from_module` and `to_module` on
-layer objects. Importing a module of this package imports no framework; its functions do so when
+layer objects; those of `haiku`, whose layers exist only inside a transformed function, on their
+parameters. Importing a module of this package imports no framework; its functions do so when
 they are called.
 """
 

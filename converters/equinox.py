@@ -10,7 +10,7 @@ from jaxmha import MHAParams, Semantics
 from jaxmha.converters.layout.api import make_api
 from jaxmha.converters.layout.equinox import EQUINOX, LAYOUTS
 from jaxmha.converters.layout.validation import one_dtype
-from jaxmha.converters.masks import equinox as _masks
+from jaxmha.converters.masks.equinox import export_masks, import_masks
 from jaxmha.converters.matching.load_into import make_load_into
 from jaxmha.extras import needed
 from jaxmha.params import check
@@ -31,7 +31,6 @@ __all__ = [
 ]
 
 import_params, export_params = make_api(LAYOUTS, traced=True)
-import_masks, export_masks = _masks.import_masks, _masks.export_masks
 load_into = make_load_into(
     "into_tree",
     "an equinox module, or any tree of arrays or `jax.ShapeDtypeStruct`",

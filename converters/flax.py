@@ -12,11 +12,12 @@ import numpy as np
 
 from jaxmha import MHAParams, Semantics
 from jaxmha.converters.discovery import live_model
+from jaxmha.converters.discovery.live_model import flax as tensors_of
 from jaxmha.converters.layout.api import make_api
 from jaxmha.converters.layout.arrays import NDArray, to_numpy
 from jaxmha.converters.layout.flax import LAYOUTS, LINEN, LINEN_TIES, NNX_TIES
 from jaxmha.converters.layout.validation import leaf_shapes, refuse_sizes
-from jaxmha.converters.masks import flax as _masks
+from jaxmha.converters.masks.flax import export_masks, import_masks
 from jaxmha.converters.matching.load_into import make_load_into
 from jaxmha.extras import needed
 from jaxmha.params import check
@@ -36,7 +37,6 @@ __all__ = [
     "attention_layers",
     "export_masks",
     "export_params",
-    "forward",
     "from_module",
     "import_masks",
     "import_params",
@@ -51,8 +51,6 @@ load_into = make_load_into(
     "an nnx module, `(linen module, variables)`, or linen variables",
     "Fills an nnx module in place, or returns new linen variables.",
 )
-import_masks, export_masks = _masks.import_masks, _masks.export_masks
-tensors_of = live_model.flax
 
 
 def from_module(

@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxmha import MHAParams, Semantics
 from jaxmha.converters.discovery import live_model
+from jaxmha.converters.discovery.live_model import keras as tensors_of
 from jaxmha.converters.layout.api import make_api
 from jaxmha.converters.layout.arrays import NDArray, to_numpy
 from jaxmha.converters.layout.keras import (
@@ -22,8 +23,13 @@ from jaxmha.converters.layout.keras import (
     WEIGHTS_FILE,
 )
 from jaxmha.converters.layout.validation import one_dtype
-from jaxmha.converters.masks import keras as _masks
-from jaxmha.converters.masks.keras import attention_classes, attention_layers
+from jaxmha.converters.masks.keras import (
+    attention_classes,
+    attention_layers,
+    export_masks,
+    implicit_masks,
+    import_masks,
+)
 from jaxmha.converters.matching.load_into import make_load_into
 from jaxmha.extras import needed
 from jaxmha.params import check
@@ -41,7 +47,6 @@ __all__ = [
     "attention_layers",
     "export_masks",
     "export_params",
-    "forward",
     "from_module",
     "implicit_masks",
     "import_masks",
@@ -57,9 +62,6 @@ load_into = make_load_into(
     "a built Keras model or layer",
     "Assigns the variables of a Keras model.",
 )
-import_masks, export_masks = _masks.import_masks, _masks.export_masks
-implicit_masks = _masks.implicit_masks
-tensors_of = live_model.keras
 
 
 def from_module(layer: "keras.Layer", variables: None = None) -> tuple[MHAParams, Semantics]:

@@ -13,12 +13,13 @@ import numpy as np
 
 from jaxmha import MHAParams, Semantics
 from jaxmha.converters.discovery import live_model
+from jaxmha.converters.discovery.live_model import torch as tensors_of
 from jaxmha.converters.layout import shared, transform
 from jaxmha.converters.layout.api import make_api
 from jaxmha.converters.layout.arrays import NDArray, to_numpy, to_torch
 from jaxmha.converters.layout.torch import LAYOUTS, PACKED, SEPARATE
 from jaxmha.converters.layout.validation import one_dtype
-from jaxmha.converters.masks import torch as _masks
+from jaxmha.converters.masks.torch import export_masks, import_masks, path_of
 from jaxmha.converters.matching.load_into import make_load_into
 from jaxmha.extras import needed
 from jaxmha.params import check
@@ -34,7 +35,6 @@ __all__ = [
     "attention_layers",
     "export_masks",
     "export_params",
-    "forward",
     "from_module",
     "import_masks",
     "import_params",
@@ -42,7 +42,6 @@ __all__ = [
     "path_of",
     "tensors_of",
     "to_module",
-    "weights_of",
 ]
 
 _import_copies, export_params = make_api(LAYOUTS)
@@ -51,8 +50,6 @@ load_into = make_load_into(
     "a torch module",
     "Copies the arrays of the source into a torch module.",
 )
-tensors_of = live_model.torch
-import_masks, export_masks, path_of = _masks.import_masks, _masks.export_masks, _masks.path_of
 
 
 def import_params(

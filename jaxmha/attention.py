@@ -125,7 +125,8 @@ def dot_product_attention(
 
     It takes the arguments of `jax.nn.dot_product_attention` in the same order and layout, and more;
     see [the differences](../how_to/jax_nn.md). `fully_masked` defines the output of fully
-    masked rows. Unattended keys do not affect any result, even if they hold NaN.
+    masked rows. Unattended keys do not affect any result, even if they hold NaN, except under
+    `fully_masked="mean"`, which reads all values.
 
     Args:
       query: `(B, T, N, H)` or `(T, N, H)`.

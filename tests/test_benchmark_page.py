@@ -72,6 +72,8 @@ def test_numbers_of_the_page() -> None:
     assert stats.gap_to_torch(entry) == (0.5, 1.5, 0.5 / 1.5)
     assert stats.to_products(entry) == 4.0
     assert stats.swapped_relative(entry, stats.time_of) is None
+    for what, goal in report.HEADLINES.items():
+        assert ("attention_fn" in what) == ("attention_fn" in stats.GOALS[goal].what)
     entry["peers"]["flax-nnx+jaxmha"] = {"seconds": [2.0, 1.0, 3.0], "memory": 2**21}
     entry["peers"]["flax-linen+jaxmha"] = {"seconds": [9.0]}  # flax-linen itself has no time
     assert stats.swapped_relative(entry, stats.time_of) == 0.5
@@ -153,7 +155,16 @@ def test_another_processor_keeps_its_results(tmp_path: Path) -> None:
     assert part.endswith(", and [on Another(R) CPU Processor 7](a/another-7/quick.md).")
 
 
-def test_pages_say_whether_the_native_kernels_ran() -> None:
+def test_pages_say_what_was_measured() -> None:
+    """Which cases are still to come, and whether the native kernels ran."""
+    *others, last = select()
+    results = stored()
+    results |= {"selection": "full", "asked": len(others) + 1}
+    results["cases"] = [results["cases"][0] | {"name": case.name} for case in others]
+    short = f"{len(others)} of {len(others) + 1} cases so far (not 1 of T = {last.T}), "
+    assert short in report.readme_part(results, "full.md", "some.png")
+    assert f"Still to come: `{last.name}`." in report.page(results, "full.png")
+    assert report.missing(results | {"asked": len(others) + 2}) == []
     for native, text in (("used", "jaxmha with its"), ("not installed", "jaxmha without its")):
         results = stored() | {"native": native}
         assert f"{text} native kernels" in report.page(results, "quick.png")

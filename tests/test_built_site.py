@@ -47,8 +47,13 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_the_reference_is_built(site: Path) -> None:
     text = "".join(path.read_text() for path in (site / "reference").glob("*.html"))
-    for name in ("jaxmha.flax.attention_fn", "jaxmha.converters.torch.from_module"):
-        assert f'id="{name}"' in text
+    for name in (
+        "flax.attention_fn",
+        "converters.torch.path_of",
+        "converters.matching.Plan.to_toml",
+    ):
+        assert f'id="jaxmha.{name}"' in text
+    assert "checked where one does" in text  # an argument of every `import_params`
     assert "Flax linen, nnx" in text  # a generated table
     assert "&gt;&gt;&gt;" not in re.sub(r"<pre.*?</pre>", "", text, flags=re.DOTALL)
     assert "Unreleased" in (site / "changelog.html").read_text()

@@ -219,6 +219,9 @@ def test_the_command_lists_and_copies(tmp_path: Path) -> None:
     """A copy runs alone, and replaces nothing unless it is told to."""
     assert set(json.loads(run("--json").output)) == set(recipes.recipes())
     assert "llama" in run().output
+    known = recipes.recipes().items()
+    others = [name for name, path in known if "\ndef generate(" not in path.read_text()]
+    assert f"all but {' and '.join(others)} decode" in str(recipes.command.__doc__)
     done = run("copy", "llama", str(tmp_path))
     assert done.exit_code == 0
     subprocess.run([sys.executable, "-c", "import llama"], check=True, cwd=tmp_path)

@@ -5,15 +5,19 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from importlib import import_module
+from inspect import isclass, isfunction
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
-import jaxmha
-import jaxmha.flax
 from jaxmha import checkpoint
+from jaxmha.converters.layout import api
+from jaxmha.converters.matching import load_into
+from tests.test_imports import FACES
 
 ROOT = Path(__file__).parents[1]
 SETTINGS = ("JAXMHA_", "KERAS_", "OMP_", "XLA_")  # which the tests have, and readers have not
@@ -119,25 +123,45 @@ def test_commands_are_examples() -> None:
     assert others == []
 
 
+# Modules that users import, those of `test_imports` among them.
+MODULES = (*FACES, "matching", "migrate", "sharded", "verify")
+ROOMS = "checkpoint converters equinox flax haiku keras latent mods sharding"
+PUBLIC = (
+    "jaxmha",
+    *(f"jaxmha.{x}" for x in (*ROOMS.split(), *(f"converters.{y}" for y in MODULES))),
+)
+# One function makes these for all modules; their protocol has the text.
+MADE = {
+    "import_params": api.Import,
+    "export_params": api.Export,
+    "load_into": load_into.LoadInto,
+}
+ENTRY = re.compile(r"^::: ([\w.]+)\n(?:    options: .*members: \[(.*?)\])?", re.MULTILINE)
+
+
+def shown() -> Iterator[Any]:
+    """Objects of the reference: of a module the members that are named, or else all of `__all__`."""
+    for page, text in TEXTS.items():
+        for entry in ENTRY.finditer(text) if page.startswith("reference/") else ():
+            package, _, name = entry[1].rpartition(".")
+            one = getattr(import_module(package), name, None) or import_module(entry[1])
+            yield one
+            everything = getattr(one, "__all__", []) if entry[2] is None else entry[2].split(", ")
+            yield from (getattr(one, name) for name in filter(None, everything))
+
+
 def test_every_public_name_is_in_the_reference() -> None:
-    asked = {
-        name
-        for page, text in TEXTS.items()
-        if page.startswith("reference/")
-        for name in re.findall(r"^::: ([\w.]+)$", text, flags=re.MULTILINE)
+    names = {
+        f"{face}.{name}": getattr(import_module(face), name)
+        for face in PUBLIC
+        for name in import_module(face).__all__
     }
-    names = {f"jaxmha.{name}" for name in vars(jaxmha) if name in imported(jaxmha.__file__)}
-    names -= {name for name in names if name.startswith("jaxmha._")}
-    names |= {f"jaxmha.flax.{name}" for name in imported(jaxmha.flax.__file__)}
-    assert len(names) > 15
-    missing = {
-        name
-        for name in names
-        if not any(other == name or other.startswith(f"{name}.") for other in asked)
-    }
-    assert missing == set()
-
-
-def imported(path: str | None) -> list[str]:
-    """Names that a package offers: `from a import b as b`."""
-    return re.findall(r" as (\w+)$", Path(str(path)).read_text(), flags=re.MULTILINE)
+    asked = {name: x for name, x in names.items() if isfunction(x) or isclass(x)}
+    assert len(asked) > 100
+    known = set(map(id, shown()))
+    missing = [name for name, x in asked.items() if id(x) not in known]
+    assert [name for name in missing if "<locals>" not in asked[name].__qualname__] == []
+    assert {name.rpartition(".")[2] for name in missing} == MADE.keys()
+    for protocol in MADE.values():
+        assert id(protocol) in known
+        assert all(x in str(protocol.__call__.__doc__) for x in ("Args:", "Raises:"))

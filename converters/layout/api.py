@@ -20,7 +20,22 @@ class Import(Protocol):
         layout: str | None = None,
         num_heads: int | None = None,
         prefix: str = "",
-    ) -> tuple[MHAParams, Semantics]: ...
+    ) -> tuple[MHAParams, Semantics]:
+        """Parameters from a flat dict of arrays by one of the layouts of the module.
+
+        Args:
+          state: arrays or tensors by key, a prefix and `.` or `/` before each.
+          layout: its name; default the first whose required keys are all there.
+          num_heads: needed where no shape holds the head count, checked where one does.
+          prefix: takes only the keys below it.
+
+        Raises:
+          TypeError: the state is no dict, but a live layer, for example.
+          ValueError: a key, shape or head count does not fit; names the key and the axes.
+
+        In `flax`, `equinox` and `haiku`, arrays that jit, grad or vmap traces stay traced.
+        """
+        ...
 
 
 @runtime_checkable
@@ -36,36 +51,34 @@ class Export(Protocol):
         prefix: str = "",
         fold_scale: bool = False,
         fill_bias: str | None = None,
-    ) -> dict[str, NDArray]: ...
+    ) -> dict[str, NDArray]:
+        """A flat dict of NumPy arrays in one of the layouts of the module.
+
+        Args:
+          params, semantics: what to write.
+          layout: its name; default the first that can hold the parameters.
+          prefix: goes before every key.
+          fold_scale: where the layout has another scale, multiply the queries to make up for it.
+          fill_bias: "zeros" fills in biases of zeros that the layout requires and params lack.
+
+        Raises:
+          ValueError: no layout can hold the parameters or the behaviour, with the reason of each.
+
+        In `flax`, `equinox` and `haiku`, arrays that jit, grad or vmap traces stay traced.
+        """
+        ...
 
 
-_IMPORT = """Parameters from a flat dict of arrays by one of the layouts {names}.
+def described(text: str | None, terms: Mapping[str, str]) -> str:
+    """The docstring of a protocol, which the reference shows, with the terms of one module.
 
-    Args:
-      state: arrays or tensors by key, a prefix and `{separator}` before each.
-      layout: its name; default the first whose required keys are all there.
-      num_heads: needed where no shape holds the head count, checked where one does.
-      prefix: takes only the keys below it.
-
-    Raises:
-      TypeError: the state is no dict, but a live layer, for example.
-      ValueError: a key, shape or head count does not fit; names the key and the axes.
+    >>> described(Import.__call__.__doc__, {"of the module": "torch"}).partition(".")[0]
+    'Parameters from a flat dict of arrays by one of the layouts torch'
     """
-_EXPORT = """A flat dict of NumPy arrays in one of the layouts {names}.
-
-    Args:
-      params, semantics: what to write.
-      layout: its name; default the first that can hold the parameters.
-      prefix: goes before every key.
-      fold_scale: where the layout has another scale, multiply the queries to make up for it.
-      fill_bias: "zeros" fills in biases of zeros that the layout requires and params lack.
-
-    Raises:
-      ValueError: no layout can hold the parameters or the behaviour, with the reason of each.
-    """
-_TRACED = """
-    Arrays that jit, grad or vmap traces stay traced.
-    """
+    text = text or ""  # python -OO
+    for term, instead in terms.items():
+        text = text.replace(term, instead)
+    return text
 
 
 def make_api(
@@ -119,10 +132,9 @@ def make_api(
 
         return first_that_holds(layouts if layout is None else [choose(every, [], layout)], export)
 
-    importer.__doc__ = (
-        _IMPORT.format(names=names, separator=layouts[0].separator) + _TRACED * traced
-    )
-    exporter.__doc__ = _EXPORT.format(names=names) + _TRACED * traced
+    terms = {"of the module": names, "`.` or `/`": f"`{layouts[0].separator}`"}
+    importer.__doc__ = described(Import.__call__.__doc__, terms)
+    exporter.__doc__ = described(Export.__call__.__doc__, terms)
     importer.__name__, exporter.__name__ = "import_params", "export_params"
     return importer, exporter
 

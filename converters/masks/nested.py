@@ -35,16 +35,16 @@ def import_nested(
 ) -> tuple[NDArray, NDArray, NDArray, Mask]:
     """Converts nested tensors to dense arrays and the equivalent mask.
 
+    For causal attention within each sequence add `Mask.causal()`; with `packed=True` it requires
+    equal lengths of query and key. For nested tensors, torch's own layer ignores `is_causal` and
+    refuses masks.
+
     Args:
       query, key, value: nested tensors of either layout (strided, jagged), or sequences of
         arrays; key defaults to query, value to key.
       axes: `B T D` as `nn.MultiheadAttention` takes them, `B N T H` as SDPA does.
       packed: True packs all sequences into one row, and the mask has segments; False pads each
         sequence with zeros, and the mask has lengths.
-
-      For causal attention within each sequence add `Mask.causal()`; with `packed=True` it requires
-      equal lengths of query and key. For nested tensors, torch's own layer ignores `is_causal` and
-      refuses masks.
 
     Returns:
       query, key, value as `(B, T, ...)` or packed `(1, T, ...)`, the head axis after the length;

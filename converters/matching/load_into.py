@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
+from jaxmha.converters.layout.api import described
+
 if TYPE_CHECKING:
     from jaxmha.checkpoint import Lazy
     from jaxmha.converters.matching import Plan
@@ -23,28 +25,31 @@ class LoadInto(Protocol):
         unused: Literal["refuse", "keep"] = "refuse",
         missing: Literal["refuse", "keep"] = "refuse",
         packing: Literal["ask", "concatenated"] = "ask",
-    ) -> Any: ...
+    ) -> Any:
+        """Fills a model with the arrays of a source.
 
+        Args:
+          model: a model of the framework.
+          source: a file, a folder of `save_pretrained`, `hf://org/model[@revision]`, a dict of
+            arrays, or a model.
+          plan: the plan from `jaxmha.converters.matching.match`; None creates it.
+          dtype: the dtype of every floating array; None keeps the model's, which must hold all
+            values.
+          unused: "keep" leaves out source arrays that the plan does not use.
+          missing: "keep" leaves arrays of the model as they are if the plan has nothing for them.
+          packing: order of packed projections, as in `match`; used only without a plan.
 
-_DOC = """{effect}
+        Returns:
+          The model of torch, Keras or nnx, filled in place; for linen and equinox a new tree.
 
-    Args:
-      model: {model}.
-      source: a file, a folder of `save_pretrained`, `hf://org/model[@revision]`, a dict of arrays,
-        or a model.
-      plan: the plan from `jaxmha.converters.matching.match`; None creates it.
-      dtype: the dtype of every floating array; None keeps the model's, which must hold all values.
-      unused: "keep" leaves out source arrays that the plan does not use.
-      missing: "keep" leaves arrays of the model as they are if the plan has nothing for them.
-      packing: order of packed projections, as in `match`; used only without a plan.
-
-    Raises:
-      ValueError: the plan has an open question, arrays are unused or missing, or a shape or dtype
-        does not fit. All of this is checked before the first array is written.
-      TypeError: the model is of another framework, or a class.
-      CheckpointError: the source cannot be read. If this happens while arrays are read, those
-        written before it keep their new values in a model that is filled in place.
-    """
+        Raises:
+          ValueError: the plan has an open question, arrays are unused or missing, or a shape or
+            dtype does not fit. All of this is checked before the first array is written.
+          TypeError: the model is of another framework, or a class.
+          CheckpointError: the source cannot be read. If this happens while arrays are read, those
+            written before it keep their new values in a model that is filled in place.
+        """
+        ...
 
 
 def make_load_into(made_for: str, expected: str, effect: str) -> LoadInto:
@@ -75,7 +80,11 @@ def make_load_into(made_for: str, expected: str, effect: str) -> LoadInto:
         ) as ready:
             return write(model, ready)
 
-    load_into.__doc__ = _DOC.format(effect=effect, model=expected)
+    terms = {
+        "Fills a model with the arrays of a source.": effect,
+        "a model of the framework": expected,
+    }
+    load_into.__doc__ = described(LoadInto.__call__.__doc__, terms)
     return load_into
 
 

@@ -31,7 +31,8 @@ def command(
 ) -> None:
     """List complete flax.nnx models, or copy one: BERT, GPT-2, Llama, Gemma, ViT, T5, Whisper.
 
-    Each is one file that loads a folder of save_pretrained, trains, and decodes with a cache.
+    Each is one file that loads a folder of save_pretrained and trains; all but bert and vit decode
+    with a cache.
     """
     with one_message():
         known = recipes()

@@ -54,7 +54,8 @@ def attention_fn(
     `functools.partial(attention_fn, semantics=Semantics.flax())`), the softmax is at least in
     float32, float32 matmuls are float32 on every platform, dropout draws differ for the same key,
     integer inputs and masks that are Python scalars are rejected, and forward-mode differentiation
-    (`jax.jvp`, `jax.jacfwd`, `jax.linearize`) needs `implementation="reference"`.
+    (`jax.jvp`, `jax.jacfwd`, `jax.linearize`) needs `implementation="reference"`, or
+    `"few_queries"` where it supports the call.
 
     Args:
       query: `(*B, T, N, H)`.

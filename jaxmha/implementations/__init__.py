@@ -273,5 +273,5 @@ def forward_mode() -> Iterator[None]:
             raise
         raise TypeError(
             "forward-mode differentiation (jax.jvp, jax.jacfwd, jax.linearize) of attention needs "
-            f'implementation="reference": {error}'
+            f'implementation="reference", or "few_queries" where it supports the call: {error}'
         ) from error

@@ -70,8 +70,8 @@ def use() -> Switch:
     These are `keras.layers.MultiHeadAttention`, `GroupQueryAttention` and
     `keras.ops.dot_product_attention`, in models that exist and in new ones, with the same weights
     and the same meaning of every argument. Keras still computes calls that jaxmha cannot compute
-    alike: dropout in training, several attended axes, `flash_attention=True`, biases, masks that
-    are not Boolean, and `_compute_attention` of derived classes that returns scores.
+    alike: dropout in training, several attended axes, `flash_attention=True`, biases, soft caps,
+    masks that are not Boolean, and `_compute_attention` of derived classes that returns scores.
 
     As a context manager it ends with the block; otherwise call `off()` of the result. Blocks nest,
     and an exception ends them like any other way out. It holds for all threads of the process.

@@ -44,7 +44,7 @@ def _functions(name: str, functions: tuple[Function, ...]) -> tuple[Function, ..
 
 
 def causal(offset: Bound = 0) -> Function:
-    """Allows `j <= i + offset`. `Mask.causal` is faster: it does not evaluate pairs."""
+    """Allows `j <= i + offset`. For offsets but 0 `Mask.causal` is faster: it evaluates no pairs."""
     return with_arrays(_causal, _bound("offset", offset))
 
 
