@@ -38,14 +38,8 @@ NORM_FIELDS = (
     "qk_norm_offset",
     "qk_norm_learned",
 )
-_NUMBERS = (
-    "scale",
-    "logits_soft_cap",
-    "dropout_rate",
-    "qk_norm_epsilon",
-    "qk_norm_offset",
-    "clip_qkv",
-)
+_NUMBERS = ("dropout_rate", "qk_norm_epsilon", "qk_norm_offset")
+_OPTIONAL_NUMBERS = ("scale", "logits_soft_cap", "clip_qkv")
 
 # Measured with torch 2.13, keras 3.15, flax 0.12 and jax 0.10 on CPU.
 PATHS: dict[str, dict[str, Path]] = {
@@ -129,8 +123,8 @@ class Semantics:
         static_checks.one_of("qk_norm", self.qk_norm, (None, "layer", "rms"))
         static_checks.one_of("qk_norm_scope", self.qk_norm_scope, ("head", "heads"))
         static_checks.one_of("qk_norm_learned", self.qk_norm_learned, (True, False))
-        for name in _NUMBERS:
-            if getattr(self, name) is not None:
+        for name in (*_NUMBERS, *_OPTIONAL_NUMBERS):
+            if name in _NUMBERS or getattr(self, name) is not None:
                 object.__setattr__(self, name, static_checks.number(name, getattr(self, name)))
         object.__setattr__(
             self, "add_zero_attn", static_checks.flag("add_zero_attn", self.add_zero_attn)

@@ -25,6 +25,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from jaxmha.arrays import Array
 from jaxmha.checks import require_type
+from jaxmha.integers import require_sizes
 from jaxmha.params import CANONICAL, MHAParams, check, leaves
 
 __all__ = ["activations", "named", "specs", "unzigzag", "use", "zigzag", "zigzag_order"]
@@ -67,7 +68,7 @@ def use(
     data: Names = None,
     fsdp: Names = None,
     tensor: Names = None,
-    context: str | None = None,
+    context: Names = None,
     zigzag: bool = False,
 ) -> AbstractContextManager[None]:
     """In this context, attention runs on each device's own batch rows, heads and positions.
@@ -87,21 +88,25 @@ def use(
         to true positions.
 
     Raises:
-      ValueError: the mesh has no such axis, or one is named twice.
+      ValueError: the mesh has no such axis, one is named twice, or several are given as `context`.
 
     >>> import jax
     >>> with use(jax.make_mesh((1,), ("data",)), data="data"):
     ...     current().batch
     ('data',)
     """
-    axes = Axes(mesh, (*names_of(data), *names_of(fsdp)), names_of(tensor), context, zigzag)
-    named = (*axes.batch, *axes.heads, *names_of(context))
+    positions = names_of(context)
+    if len(positions) > 1:
+        raise ValueError(f"context must be one mesh axis, got {positions}")
+    batch, only = (*names_of(data), *names_of(fsdp)), positions[0] if positions else None
+    axes = Axes(mesh, batch, names_of(tensor), only, zigzag)
+    named = (*axes.batch, *axes.heads, *positions)
     for name in named:
         if name not in mesh.shape:
             raise ValueError(f"the mesh has axes {tuple(mesh.shape)}, not {name!r}")
     if len(set(named)) < len(named):
         raise ValueError(f"each mesh axis may be given once, got {named}")
-    if zigzag and context is None:
+    if zigzag and not positions:
         raise ValueError("zigzag needs context, the mesh axis of the positions")
     entered: AbstractContextManager[None] = AXES(axes)
     return entered
@@ -237,7 +242,7 @@ def zigzag(x: Array, devices: int, axis: int = 1) -> Array:
     (2024); Llama Team, "The Llama 3 Herd of Models" (2024), section 3.3.2.
 
     Raises:
-      ValueError: the axis is not a multiple of `2 * devices`.
+      ValueError: `devices` is below 1, or the axis is not a multiple of `2 * devices`.
 
     >>> zigzag(np.arange(8), 2, axis=0).tolist()
     [0, 1, 6, 7, 2, 3, 4, 5]
@@ -256,6 +261,7 @@ def unzigzag(x: Array, devices: int, axis: int = 1) -> Array:
 
 def zigzag_order(size: int, devices: int) -> np.ndarray[Any, np.dtype[Any]]:
     """The true position at each index of the zig-zag order."""
+    require_sizes(devices=devices)
     if size % (2 * devices):
         raise ValueError(
             f"zig-zag order over {devices} devices needs a multiple of {2 * devices} positions, "
@@ -301,7 +307,13 @@ def _mesh() -> Mesh | AbstractMesh | None:
 
 def names_of(names: Names) -> tuple[str, ...]:
     """The names of mesh axes as a tuple."""
-    return () if names is None else (names,) if isinstance(names, str) else tuple(names)
+    found = () if names is None else (names,) if isinstance(names, str) else names
+    if not isinstance(found, tuple | list):
+        raise TypeError(
+            f"mesh axes must be given by name, as a string, a tuple of strings or None, got "
+            f"{type(names).__name__}"
+        )
+    return tuple(found)
 
 
 def _devices(mesh: Mesh | AbstractMesh, names: tuple[str, ...]) -> int:

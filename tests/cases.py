@@ -224,7 +224,7 @@ SMALL = Case(
 POISONED: tuple[Case, ...] = (
     Case("poisoned_lengths", query_seq_lengths=(3, 5), key_value_seq_lengths=(7, 2), bias="BNTS"),
     Case("poisoned_causal", is_causal=True, key_value_seq_lengths=(0, 3)),
-    Case("poisoned_window", local_window_size=(1, 0), logits_soft_cap=1.1),
+    Case("poisoned_window", local_window_size=(1, 0), logits_soft_cap=1.1, fully_masked="mean"),
     Case("poisoned_mask", mask="BNTS", dead_keys=True, empty_rows=True),
     Case("poisoned_bias", bias="N1S", dead_keys=True),
     replace(EVERYTHING, name="poisoned_everything"),

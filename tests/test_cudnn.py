@@ -174,11 +174,11 @@ def test_cudnn_under_transformations(name: str) -> None:
         np.testing.assert_allclose(x, y, atol=0.03 * np.abs(y).max(), rtol=0)
 
 
-PACKED = {
-    "full": {"T": 13, "K": 2},
-    "causal": {"T": 13, "K": 2, "is_causal": True},
-    "one key head": {"T": 12, "K": 1, "is_causal": True},
-    "as many key heads": {"T": 12, "K": 4},
+PACKED: dict[str, dict[str, Any]] = {
+    "full": {"T": 13, "K": 2, "offset": None},
+    "causal": {"T": 13, "K": 2, "offset": 0},
+    "one key head": {"T": 12, "K": 1, "offset": 0},
+    "an offset that masks nothing": {"T": 12, "K": 4, "offset": 11},
 }
 
 
@@ -187,8 +187,7 @@ PACKED = {
 @pytest.mark.parametrize("name", PACKED)
 def test_cudnn_packed(cudnn: Any, name: str, mapped: bool) -> None:
     """Absent sequences, an uncovered rest, odd T; outputs and gradients, eager and under jit."""
-    options: dict[str, Any] = dict(PACKED[name])
-    T, K = options.pop("T"), options.pop("K")
+    T, K, offset = (PACKED[name][x] for x in ("T", "K", "offset"))
     rng = np.random.default_rng(0)
     lengths = np.array([[3, 0, 5, 0], [T, 0, 0, 0], [1, 2, 3, T]], np.int32)
     shapes = ((3, T, n, 8) for n in (4, K, K, 4))
@@ -198,9 +197,8 @@ def test_cudnn_packed(cudnn: Any, name: str, mapped: bool) -> None:
         def value(q: Any, k: Any, v: Any, lengths: Any) -> Any:
             run = partial(
                 jaxmha.dot_product_attention,
-                mask=mask(lengths),
+                mask=mask(lengths) & Mask(causal_offset=offset),
                 implementation=implementation,
-                **options,
             )
             out, pull = jax.vjp(run, q, k, v)
             return run(q, k, v), out, pull(d)
@@ -233,6 +231,7 @@ ALTERNATING = np.arange(16)[None] % 2
         ({"key_value_seq_lengths": np.array([3, 4])}, "without other masks"),
         ({"return_lse": True}, "log-sum-exp"),
         ({"local_window_size": (3, 0)}, "without a window"),
+        ({"mask": Mask.packed(np.array([[3, 4]]), size=16) & Mask.causal(np.array([4]))}, "Python integer"),
     ],
 )  # fmt: skip
 def test_cudnn_says_why_it_does_not_take_packed_sequences(

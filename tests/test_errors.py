@@ -236,6 +236,7 @@ ATTENTION: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
         ["logits_soft_cap", "finite", "inf"],
     ),
     "dropout as text": ({"dropout_rate": "0.1"}, TypeError, ["dropout_rate", "number", "str"]),
+    "no dropout rate": ({"dropout_rate": None}, TypeError, ["dropout_rate", "number", "None"]),
     "negative window": ({"local_window_size": (-1, 2)}, ValueError, ["window", "-1"]),
     "is_causal number": ({"is_causal": 1}, TypeError, ["is_causal", "bool", "int"]),
     "is_causal array": ({"is_causal": np.asarray(True)}, TypeError, ["is_causal", "bool"]),

@@ -24,16 +24,22 @@ def struct(array: Any, shape: Any) -> Any:
     return make(shape, array.dtype)
 
 
-@pytest.mark.parametrize("implementation", [None, "reference"])
-def test_attention_with_symbolic_sizes(implementation: str | None) -> None:
+@pytest.mark.parametrize(
+    ("implementation", "platform"), [(None, "cpu"), (None, "tpu"), ("reference", "cpu")]
+)
+def test_attention_with_symbolic_sizes(implementation: str | None, platform: Any) -> None:
     B, T, S = export.symbolic_shape("B, T, S")
     q, k, v = (cases.arrays(cases.Case("export"))[name] for name in ("query", "key", "value"))
     lengths = np.asarray([3, 7], np.int32)
 
     def attend(q: Any, k: Any, v: Any, lengths: Any) -> Any:
         return jaxmha.dot_product_attention(
-            q, k, v, mask=Mask.lengths(key_value=lengths), implementation=implementation
-        )
+            q, k, v,
+            mask=Mask.lengths(key_value=lengths),
+            score_mod=lambda score, b, n, i, j: score * (i - j).astype(score.dtype),
+            mask_mod=lambda b, n, i, j: i // 2 + 1 >= j // 2,
+            implementation=implementation,
+        )  # fmt: skip
 
     specs = (
         struct(q, (B, T, *q.shape[2:])),
@@ -41,7 +47,9 @@ def test_attention_with_symbolic_sizes(implementation: str | None) -> None:
         struct(v, (B, S, *v.shape[2:])),
         struct(lengths, (B,)),
     )
-    program: Any = export.deserialize(export.export(jax.jit(attend))(*specs).serialize())
+    with jaxmha.lowering_for(platform):
+        made = export.export(jax.jit(attend), platforms=["cpu", "tpu"])(*specs)
+    program: Any = export.deserialize(made.serialize())
     tolerance.assert_close(program.call(q, k, v, lengths), np.asarray(attend(q, k, v, lengths)))
 
 

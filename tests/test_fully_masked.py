@@ -14,7 +14,7 @@ from tests.cases import Case
 
 pytestmark = pytest.mark.usefixtures("every_size")
 
-CASE = Case("policies", mask="BNTS", empty_rows=True)
+CASE = Case("policies", mask="BNTS", empty_rows=True, dead_keys=True)
 VALUES = {"zero": 0.0, "nan": np.nan}
 
 
@@ -100,10 +100,17 @@ def test_policies(implementation: str, dtype: str) -> None:
                 assert np.isfinite(np.asarray(grad, np.float64)).all()
 
 
-@pytest.mark.slow_variants("*few_queries*", "reference-nan", "reference-mean")
+@pytest.mark.slow_variants("*few_queries*", "reference-nan", "reference-zero")
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("implementation", conformance.PLAIN)
 def test_eager(implementation: str, policy: FullyMasked) -> None:
     arrays = cases.arrays(CASE)
     for asked in (a for a in ASKED[::2] if supported(implementation, policy, a)):
         check(attend(arrays, implementation, policy, asked), arrays, policy, asked)
+    arrays["value"][conformance.dead_keys(CASE, arrays)] = np.nan  # which no other row reads
+    for asked in (a for a in ASKED[:2] if supported(implementation, policy, a)):
+
+        def others(query: Any, asked: Asked = asked) -> Any:
+            return attend(arrays | {"query": query}, implementation, policy, asked)[:, 1:].sum()
+
+        assert all(np.isfinite(x).all() for x in jax.value_and_grad(others)(arrays["query"]))

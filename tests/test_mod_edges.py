@@ -177,6 +177,7 @@ IDS = np.zeros(6, int)
             {"score_mod": mods.relative_bias(TABLE[:, :1], mods.t5())},
             "score_mod: table is for N=1",
         ),
+        ({"score_mod": mods.relative_bias(TABLE, mods.swin(2))}, "bucket is for T=4, .* has T=6"),
         ({"mask_mod": mods.document(IDS[:5])}, "mask_mod: query_ids is for T=5, the call has T=6"),
         ({"mask_mod": mods.document(IDS, IDS[:4])}, "key_ids is for S=4, the call has S=6"),
         ({"mask_mod": mods.document(np.stack([IDS] * 3))}, "query_ids is for B=3, .* B=2"),

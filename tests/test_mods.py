@@ -171,6 +171,29 @@ def test_nan_in_excluded_positions_has_no_influence(implementation: str) -> None
     assert relative_error(found[0], clean[0]) < 1e-6
 
 
+@pytest.mark.parametrize("lengths", [False, True])
+def test_rows_that_are_none_spoil_no_gradient(lengths: bool, monkeypatch: Any) -> None:
+    """The derivative of the score function is infinite at 0, the score of padded rows, and of those
+    beyond a length, whose bias is NaN. (The captured array reads their 0 in `reference` too.)"""
+    monkeypatch.setattr(attention, "SIZES", SMALL_TILES)
+    *heads, bias, temperature = operands(33, 41)
+    options: dict[str, Any] = {"mask_mod": lambda b, n, i, j: j >= 0}
+    if lengths:
+        bias = bias.at[:, :, 22:].set(jnp.nan)
+        options = {"query_seq_lengths": np.array([22, 14]), "bias": bias}
+
+    def total(heads: Any, t: jax.Array, implementation: str) -> Any:
+        return jaxmha.dot_product_attention(
+            *heads, **options, implementation=implementation,
+            score_mod=lambda score, b, n, i, j: jnp.sqrt(jnp.abs(score * t[n])),
+        ).sum()  # fmt: skip
+
+    places = (0,) if lengths else (0, 1)
+    want, got = (jax.grad(total, places)(heads, temperature, x) for x in IMPLEMENTATIONS)
+    for x, y in zip(*map(jax.tree.leaves, (got, want)), strict=True):
+        assert relative_error(x, y) < 1e-5  # NaN is not
+
+
 def test_a_few_queries_of_a_long_cache() -> None:
     """`few_queries`, the first choice for a single query."""
     query, key, value, _, temperature = operands(1, 96)

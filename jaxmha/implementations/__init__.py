@@ -134,8 +134,7 @@ def candidates(
         if request is not None:
             faster = [x for x in preferences.preferred(request).order if x in IMPLEMENTATIONS]
             order = (*faster, *(x for x in order if x not in faster))
-        if request is not None:
-            T = request.query.shape[1]
+        if request is not None and isinstance(T := request.query.shape[1], int):  # not symbolic
             order = tuple(x for x in order if LEAST_QUERIES.get(x, 0) <= T)
         axes = sharding.current()
         return (*CONTEXT, *order) if axes is not None and axes.context else order

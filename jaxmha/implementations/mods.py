@@ -324,7 +324,7 @@ def _indices(
         block = blocks.get(letter, 1)
         steps = jnp.arange(-(-size // block), dtype=np.int32)
         at = jnp.asarray(start, np.int32) + (steps if block == 1 else steps * np.int32(block))
-        at = at if most is None else jnp.minimum(at, np.int32(most))
+        at = at if most is None else jnp.minimum(at, jnp.asarray(most, np.int32))
         found[letter] = (at + jnp.asarray(before, np.int32), letter)
     return found
 

@@ -13,13 +13,13 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from jaxmha import dropout
-from jaxmha.implementations import mods
+from jaxmha.implementations import fully_masked, mods
 from jaxmha.implementations.base import Request, Result, accumulation_dtype, allowed_pairs
 from jaxmha.implementations.mods import Extent
 from jaxmha.implementations.online_softmax import cap_and_mask, rounded
 from jaxmha.mask import Mask
 from jaxmha.matmul import matmul, pairwise_sum
-from jaxmha.semantics import FullyMasked, Precision
+from jaxmha.semantics import Precision
 
 
 def unsupported_reason(request: Request) -> str | None:
@@ -76,7 +76,7 @@ def attend(
     bias = None if request.bias is None else request.bias.astype(accumulate)
     allowed = allowed_pairs(request.mask, bias, T, S, request.mask_mod, (B, N))
     if allowed is not None and not all_finite:
-        query, key, value = _zero_unattended(query, key, value, allowed, semantics.fully_masked)
+        query, key, value = _zero_unattended(query, key, value, allowed)
 
     logits = matmuls.query_key(query * request.scale, key, semantics.precision)
     if request.score_mod is None:
@@ -88,11 +88,14 @@ def attend(
     weights, lse, masked = _softmax(logits, accumulate)
     if request.mask.query_lengths is not None:  # rows beyond a length are 0 under every policy
         masked &= Mask(query_lengths=request.mask.query_lengths).to_array(T, 1)
-    if semantics.fully_masked == "mean" and S:
+    mean = semantics.fully_masked == "mean" and S
+    if mean:
         weights = jnp.where(masked, 1 / S, weights)
 
     kept = _drop(request, weights)
     out = matmuls.weights_value(kept, value, semantics.precision)
+    if mean and allowed is not None and not all_finite:
+        out = _with_means(request, matmuls, kept, masked, out)
     if semantics.fully_masked == "nan":  # last, so that no gradient passes through a NaN
         out = jnp.where(jnp.swapaxes(masked, 1, 2), jnp.nan, out)
         weights, kept = (jnp.where(masked, jnp.nan, w) for w in (weights, kept))
@@ -101,6 +104,22 @@ def attend(
     if shown is not None:
         shown = shown.astype(request.query.dtype)
     return Result(out.astype(request.query.dtype), shown, lse)
+
+
+def _with_means(
+    request: Request,
+    matmuls: Matmuls,
+    kept: Float[jax.Array, "B N T S"],
+    masked: Bool[jax.Array, "B N T 1"],
+    out: Float[jax.Array, "B T N h"],
+) -> Float[jax.Array, "B T N h"]:
+    """Replaces the fully masked rows by the means of all values. Other rows, whose product has 0 in
+    place of unattended values, are kept: a NaN there reaches fully masked rows alone."""
+    rows = jnp.swapaxes(masked, 1, 2)
+    if not request.drops:
+        return fully_masked.apply(request, out, rows[..., 0])
+    weights, value = jnp.where(masked, kept, 0.0), request.value.astype(out.dtype)
+    return jnp.where(rows, matmuls.weights_value(weights, value, request.semantics.precision), out)
 
 
 def _modified(
@@ -148,7 +167,6 @@ def _zero_unattended(
     key: Float[jax.Array, "B S K H"],
     value: Float[jax.Array, "B S K h"],
     allowed: Bool[jax.Array, "b n T S"],
-    policy: FullyMasked,
 ) -> tuple[Float[jax.Array, "B T N H"], Float[jax.Array, "B S K H"], Float[jax.Array, "B S K h"]]:
     """Zeroes queries, keys and values without any allowed pair: 0 * NaN would reach outputs and
     gradients."""
@@ -158,7 +176,5 @@ def _zero_unattended(
     attended_rows = jnp.moveaxis(allowed.any(-1), 1, 2)[..., None]
     attended_keys = jnp.moveaxis(groups.any((2, 3)), 1, 2)[..., None]
     query = jnp.where(attended_rows, query, 0.0)
-    key = jnp.where(attended_keys, key, 0.0)
-    if policy != "mean":  # the policy `mean` reads every value
-        value = jnp.where(attended_keys, value, 0.0)
+    key, value = (jnp.where(attended_keys, x, 0.0) for x in (key, value))
     return query, key, value

@@ -88,6 +88,11 @@ class _Swin:
         """The number of buckets."""
         return (2 * self.height - 1) * (2 * self.width - 1)
 
+    @property
+    def positions(self) -> int:
+        """The number of patches of the window, and thus of positions that have buckets."""
+        return self.height * self.width
+
     def __call__(self, i: jax.Array, j: jax.Array) -> jax.Array:
         down = i // self.width - j // self.width + self.height - 1
         across = i % self.width - j % self.width + self.width - 1
@@ -98,7 +103,8 @@ def swin(height: int, width: int | None = None) -> Bucket:
     """Swin's buckets: one per offset of rows and columns in a window of `height` x `width` patches.
 
     The table has `(2 * height - 1) * (2 * width - 1)` rows; position i is row `i // width`, column
-    `i % width` of the window. `width` defaults to `height`.
+    `i % width` of the window. `width` defaults to `height`. A call has at most `height * width`
+    queries and keys.
 
     Source: Liu et al., "Swin Transformer" (2021), section 3.2; `relative_position_index` of
     transformers' `SwinSelfAttention`.

@@ -81,8 +81,10 @@ class _RelativeBias:
     bucket: Bucket
 
     def limits(self, table: jax.Array) -> tuple[Limit, ...]:
-        """The number of heads that a call may have, given the table."""
-        return (Limit("table", "N", table.shape[1]),)
+        """The number of heads that a call may have, and of positions that the buckets are for."""
+        heads = Limit("table", "N", table.shape[1])
+        most = getattr(self.bucket, "positions", None)
+        return (heads, *(Limit("bucket", axis, most) for axis in "TS" if most is not None))
 
     def __call__(
         self, table: jax.Array, score: jax.Array, _: Any, n: Any, i: jax.Array, j: jax.Array

@@ -120,7 +120,7 @@ def test_values_and_gradients(variant: str) -> None:
     expected = jax.jit(gradients(**options))(*HEADS)
     devices = mesh(data=2, context=4)
     arrays = placed(4, zigzag, HEADS, devices, "data", "context")
-    with sharding.use(devices, data="data", context="context", zigzag=zigzag):
+    with sharding.use(devices, data="data", context=("context",), zigzag=zigzag):
         run = jax.jit(gradients(**options, implementation=implementation))
         got, again = run(*arrays), run(*arrays)
     chex.assert_trees_all_equal(got, again, strict=True)

@@ -310,11 +310,15 @@ def test_specs() -> None:
         ({"data": "rows"}, "the mesh has axes"),
         ({"data": "data", "tensor": "data"}, "may be given once"),
         ({"data": "data", "zigzag": True}, "zigzag needs context"),
+        ({"context": ("data", "tensor")}, "context must be one mesh axis, got"),
+        ({"data": 0}, "must be given by name, .* got int"),
     ],
 )
 def test_names_that_do_not_fit(names: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         sharding.use(mesh(data=2, tensor=4), **names)
+    with pytest.raises(ValueError, match="devices must be an integer of at least 1, got 0"):
+        sharding.zigzag(np.arange(8), 0, axis=0)
 
 
 @pytest.mark.slow_variants("other0")

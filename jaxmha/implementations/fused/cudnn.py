@@ -51,10 +51,10 @@ def unsupported_reason(request: Request) -> str | None:
         return "cuDNN has no soft cap"
     if max(H, h) > most:
         return f"heads must have at most {most} features on {platform.device}, got {H}, {h}"
-    if mask.query_segments is not None:
-        return _packed_reason(request)
     if mask.causal_offset is not None and not isinstance(mask.causal_offset, int):
         return "the causal offset must be a Python integer"
+    if mask.query_segments is not None:
+        return _packed_reason(request)
     if left is not None and above is None:
         return "a window must have a right side (or be causal)"
     if dense and request.query.dtype != jnp.bfloat16:
@@ -126,10 +126,10 @@ def attend(request: Request, *, leaks: Leaks = Leaks(), in_place: bool | None = 
     """
     ends = request.mask.packed_ends
     if ends is not None:
-        (B, T, _, _), causal = request.query.shape, request.mask.causal_offset is not None
-        causal = causal or adapter.diagonals(request.mask, T, T) == (None, 0)
+        B, T = request.query.shape[:2]
+        causal = adapter.diagonals(request.mask, T, T) == (None, 0)
         ends = jnp.broadcast_to(jnp.asarray(ends, np.int32), (B, ends.shape[-1]))
-        settings = Settings(request.scale, causal and T > 1, None)
+        settings = Settings(request.scale, causal, None)
         heads = request.query, request.key, request.value
         return Result(cudnn_packed.out(settings, *heads, ends), None, None)
     if in_place is None:

@@ -118,15 +118,12 @@ def slice_tile(
     return jax.lax.dynamic_slice(array, [jnp.asarray(x, jnp.int32) for x in first], size)
 
 
-def allowed(
-    conditions: Conditions, position: TilePosition, *, rows_too: bool = True
-) -> Bool[jax.Array, "_ _ _ _"] | None:
+def allowed(conditions: Conditions, position: TilePosition) -> Bool[jax.Array, "_ _ _ _"] | None:
     """Mask tile: the pairs that every condition allows, broadcastable to the tile; None: all.
 
     Args:
       conditions: padded by `pad`.
       position: position of the tile.
-      rows_too: whether to apply `conditions.rows`, which masks whole rows.
     """
     i, j = _indices(position)
     below, above = conditions.window
@@ -140,7 +137,7 @@ def allowed(
         found.append(j <= i + slice_tile(offset, position))
     if conditions.below is not None:
         found.append(j >= i - slice_tile(conditions.below.reshape(-1, 1, 1, 1), position))
-    if conditions.rows is not None and rows_too:
+    if conditions.rows is not None:
         found.append(slice_tile(conditions.rows[:, None, :, None], position))
     if conditions.keys is not None:
         found.append(slice_tile(conditions.keys[:, None, None, :], position))
@@ -183,7 +180,7 @@ def mask_or_bias(
     The rows of a key/value head are those of all G query heads of its group. The axes of heads and
     rows have size 1 where they broadcast.
     """
-    tile = mask = allowed(conditions, position, rows_too=bias is not None)
+    tile = mask = allowed(conditions, position)
     if bias is not None:
         tile = slice_tile(bias, position).astype(dtype)
         if mask is not None:

@@ -52,8 +52,11 @@ class Shared(NamedTuple):
         self, position: TilePosition, unmasked: bool, dtype: np.dtype[np.floating]
     ) -> tuple[jax.Array | None, jax.Array | None]:
         """Mask or bias tile, and dropout keep-mask: `[tile_heads] rows keys`."""
-        tiling, config = self.tiling, self.config
-        conditions = NO_CONDITIONS if unmasked else self.conditions
+        tiling, config, conditions = self.tiling, self.config, self.conditions
+        # Rows need no masking, since they are zeroed, unless what is added to a 0, or the derivative
+        # of the score function there, is not finite.
+        rows = None if self.bias is None and self.score_mod is None else conditions.rows
+        conditions = (NO_CONDITIONS if unmasked else conditions)._replace(rows=rows)
         mask = block_mask.mask_or_bias(conditions, self.bias, position, tiling.G, dtype)
         keep = keep_mask(
             tiling,

@@ -164,6 +164,27 @@ def _before_modifier(
     return jnp.where(allowed, logits + mask_or_bias, 0.0), tanh, allowed
 
 
+def _without_padding(
+    extent: Extent, logits: Float[jax.Array, "*c s r"], allowed: Bool[jax.Array, "..."] | None
+) -> tuple[Float[jax.Array, "*c s r"], Bool[jax.Array, "..."] | None]:
+    """Excludes the padded rows and keys of a tile, and gives them the scores of the last ones that are
+    not: where no pair has its score, a score function may have an infinite derivative, and times a
+    cotangent of 0 that is NaN."""
+    s, r = logits.shape[-2:]
+    apart = logits.reshape(*logits.shape[:-1], extent.G, r // extent.G)
+    for axis, size, start in ((-1, extent.T, extent.starts[2]), (-3, extent.S, extent.starts[3])):
+        count = apart.shape[axis]
+        if size % count:
+            last = jnp.minimum(size - 1 - start, count - 1)
+            shape = [count if n == axis % apart.ndim else 1 for n in range(apart.ndim)]
+            inside = (jnp.arange(count, dtype=np.int32) <= last).reshape(shape)
+            apart = jnp.where(inside, apart, jax.lax.dynamic_index_in_dim(apart, last, axis))
+            *c, _, _, _ = shape
+            inside = jnp.broadcast_to(inside, (*c, *apart.shape[-3:])).reshape(*c, s, r)
+            allowed = inside if allowed is None else allowed & inside
+    return apart.reshape(logits.shape), allowed
+
+
 def _matmul(
     config: Config, a: Float[jax.Array, "*c m k"], b: Float[jax.Array, "*c k n"]
 ) -> Float[jax.Array, "*c m n"]:
@@ -246,6 +267,7 @@ def backward(
         logits, tanh = _capped(config, keys, rows, _transpose(mask_or_bias))
     else:
         logits, tanh, allowed = _before_modifier(config, keys, rows, _transpose(mask_or_bias))
+        logits, allowed = _without_padding(modifier.extent, logits, allowed)
         scores = partial(modifier.scores, True)
         logits, pull = jax.vjp(scores, logits, modifier.mod.floats)
         logits = rounded(logits)
