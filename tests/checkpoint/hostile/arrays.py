@@ -2,13 +2,12 @@
 
 import struct
 import zlib
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jaxmha import checkpoint as ck
-from tests.checkpoint.hostile.cases import case
+from tests.checkpoint.hostile.cases import Bad, Big, Code, No, Two, case, raw_cases
 from tests.checkpoint.hostile.pickles import Runs
 from tests.checkpoint.hostile.torch_files import FLOATS, zip_file
 
@@ -38,122 +37,36 @@ def sound_npz() -> bytes:
     return npz()
 
 
-@case(".npz", ck.BudgetExceeded)
-def npz_shape_bomb() -> bytes:
-    return npz(descr="'<f8'", shape="(65536, 65536)")
-
-
-@case(".npz", ck.MalformedFile)
-def npz_shape_too_large() -> bytes:
-    return npz(shape="(3, 3)")
-
-
-@case(".npz", ck.MalformedFile)
-def npz_trailing() -> bytes:
-    return npz(data=FLOATS + b"\0")
-
-
-@case(".npz", ck.ForbiddenContent)
-def npz_objects(path: Path) -> None:
-    np.savez(path, w=np.array([Runs()], object))
-
-
-@case(".npz", ck.MalformedFile)
-def npz_negative_shape() -> bytes:
-    return npz(shape="(-2, -3)")
-
-
-@case(".npz", ck.MalformedFile)
-def npz_header_code() -> bytes:
-    return npz(shape="(__import__('os').getpid(),)")
-
-
-@case(".npz", ck.MalformedFile)
-def npz_header_deep() -> bytes:
-    return npz(shape="(" * 4000 + ")" * 4000)
-
-
-@case(".npz", ck.MalformedFile)
-def npz_header_not_dict() -> bytes:
-    return zip_file([("w.npy", npy_header("['descr']") + FLOATS)])
-
-
-@case(".npz", ck.MalformedFile)
-def npz_header_extra_key() -> bytes:
-    return npz(more="'x': (), ")
-
-
-@case(".npz", ck.MalformedFile)
-def npz_header_duplicate_key() -> bytes:
-    return npz(more="'shape': (6,), ")
-
-
-@case(".npz", ck.MalformedFile)
-def npz_header_long() -> bytes:
-    return npz(more=" " * 20_000)
-
-
-@case(".npz", ck.MalformedFile)
-def npz_header_huge_number() -> bytes:
-    return npz(shape=f"({'9' * 5000},)")
-
-
-@case(".npz", ck.UnsupportedDtype)
-def npz_structured() -> bytes:
-    return npz(descr="[('a', '<f4')]")
-
-
-@case(".npz", ck.UnsupportedDtype)
-def npz_void() -> bytes:
-    return npz(descr="'<V2'", shape="(12,)")
-
-
-@case(".npz", ck.UnsupportedDtype)
-def npz_text(path: Path) -> None:
-    np.savez(path, w=np.array(["abc"]))
-
-
-@case(".npz", ck.UnsupportedDtype)
-def npz_dates(path: Path) -> None:
-    np.savez(path, w=np.array(["2020-01-01"], "M8[D]"))
-
-
-@case(".npz", ck.UnsupportedFormat)
-def npz_version_9() -> bytes:
-    return npz(version=9)
-
-
-@case(".npz", ck.MalformedFile)
-def npz_not_npy() -> bytes:
-    return zip_file([("w.npy", b"hello, this is text")])
-
-
-@case(".npz", ck.AmbiguousFile)
-def npz_duplicate() -> bytes:
-    return zip_file([("w.npy", npy()), ("w.npy", npy())])
-
-
-@case(".npz", ck.UnsupportedFormat)
-def npz_single_npy() -> bytes:
-    return npy()
-
-
-@case(".npz", ck.MalformedFile)
-def npz_deflate_longer() -> bytes:
-    """The deflate stream holds more than is declared."""
-    declare = zlib.crc32(npy()), len(npy())
-    return zip_file([("w.npy", npy() + bytes(100))], method=8, declare=declare)
-
-
-_INFLATED = {
-    "more_than_the_watch": (60 << 20, False),  # read in 60 MiB
-    "turned_more_than_the_watch": (40 << 20, True),  # read in 80 MiB
-}
-for _name, (_size, _fortran) in _INFLATED.items():
-
-    def _register(path: Path, size: int = _size, fortran: bool = _fortran) -> None:
-        array = np.ones((size >> 20, 1 << 18), "f")
-        np.savez_compressed(path, w=np.asfortranarray(array) if fortran else array)
-
-    _register.__name__ = f"npz_inflates_to_{_name}"
-    case(".npz", ck.BudgetExceeded)(_register)
+raw_cases(
+    "npz_", ".npz",
+    ("shape_bomb", Big, npz(descr="'<f8'", shape="(65536, 65536)")),
+    ("shape_too_large", Bad, npz(shape="(3, 3)")),
+    ("trailing", Bad, npz(data=FLOATS + b"\0")),
+    ("objects", Code, lambda path: np.savez(path, w=np.array([Runs()], object))),
+    ("negative_shape", Bad, npz(shape="(-2, -3)")),
+    ("header_code", Bad, npz(shape="(__import__('os').getpid(),)")),
+    ("header_deep", Bad, npz(shape="(" * 4000 + ")" * 4000)),
+    ("header_not_dict", Bad, zip_file([("w.npy", npy_header("['descr']") + FLOATS)])),
+    ("header_extra_key", Bad, npz(more="'x': (), ")),
+    ("header_duplicate_key", Bad, npz(more="'shape': (6,), ")),
+    ("header_long", Bad, npz(more=" " * 20_000)),
+    ("header_huge_number", Bad, npz(shape=f"({'9' * 5000},)")),
+    ("structured", ck.UnsupportedDtype, npz(descr="[('a', '<f4')]")),
+    ("void", ck.UnsupportedDtype, npz(descr="'<V2'", shape="(12,)")),
+    ("text", ck.UnsupportedDtype, lambda path: np.savez(path, w=np.array(["abc"]))),
+    ("dates", ck.UnsupportedDtype,
+     lambda path: np.savez(path, w=np.array(["2020-01-01"], "M8[D]"))),
+    ("version_9", No, npz(version=9)),
+    ("not_npy", Bad, zip_file([("w.npy", b"hello, this is text")])),
+    ("duplicate", Two, zip_file([("w.npy", npy()), ("w.npy", npy())])),
+    ("single_npy", No, npy()),
+    # The deflate stream holds more than is declared.
+    ("deflate_longer", Bad, zip_file(
+        [("w.npy", npy() + bytes(100))], method=8, declare=(zlib.crc32(npy()), len(npy())))),
+    # Read in 60 MiB.
+    ("inflates_to_more_than_the_watch", Big, lambda path: np.savez_compressed(
+        path, w=np.ones((60, 1 << 18), "f"))),
+    # Read in 80 MiB.
+    ("inflates_to_turned_more_than_the_watch", Big, lambda path: np.savez_compressed(
+        path, w=np.asfortranarray(np.ones((40, 1 << 18), "f")))),
+)  # fmt: skip

@@ -7,9 +7,14 @@ SOUND: they must be accepted, or an error would prove nothing.
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from jaxmha import checkpoint as ck
 from jaxmha.checkpoint.errors import CheckpointError
+
+Bad, Two, No, Code = ck.MalformedFile, ck.AmbiguousFile, ck.UnsupportedFormat, ck.ForbiddenContent
+Big, Gone, Out = ck.BudgetExceeded, ck.IncompleteCheckpoint, ck.PathEscape
+Data = bytes | Callable[..., Any]
 
 
 class Case(NamedTuple):
@@ -23,7 +28,7 @@ SOUND: dict[str, Case] = {}
 
 
 def case(
-    suffix: str, error: type[CheckpointError] = CheckpointError
+    suffix: str, error: type[CheckpointError] = CheckpointError, name: str = ""
 ) -> Callable[[Callable[..., bytes | None]], Callable[..., bytes | None]]:
     """Registers a builder. One without parameters returns bytes, one with a path writes itself."""
 
@@ -36,12 +41,23 @@ def case(
                 assert data is not None
                 path.write_bytes(data)
 
-        table = SOUND if error is CheckpointError else CASES
-        assert function.__name__ not in table
-        table[function.__name__] = Case(suffix, build, error)
+        table, key = SOUND if error is CheckpointError else CASES, name or function.__name__
+        assert key not in table
+        table[key] = Case(suffix, build, error)
         return function
 
     return register
+
+
+def raw_case(name: str, suffix: str, error: type[CheckpointError], data: Data) -> None:
+    """A file of given bytes, or of what a function returns or writes; large data needs one."""
+    case(suffix, error, name)(data if callable(data) else lambda: data)
+
+
+def raw_cases(prefix: str, suffix: str, *rows: tuple[str, type[CheckpointError], Data]) -> None:
+    """Files like that of `raw_case`, whose names have a prefix in common."""
+    for name, error, data in rows:
+        raw_case(prefix + name, suffix, error, data)
 
 
 def files(path: Path) -> list[Path]:

@@ -2,29 +2,27 @@
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from jaxmha import checkpoint as ck
-from tests.checkpoint.hostile.cases import case
-from tests.checkpoint.hostile.headers import Big, Out
+from tests.checkpoint.hostile.cases import Bad, Big, Code, No, Out, Two, case, raw_cases
 from tests.checkpoint.hostile.indexes import W
-from tests.checkpoint.hostile.orbax_folders import orbax
+from tests.checkpoint.hostile.orbax_folders import folder, orbax
 from tests.checkpoint.hostile.zarr import zarr3
-from tests.checkpoint.hostile.zip_fields import Bad, Code, Two
 
 # --- documents of orbax ------------------------------------------------------------------------------------
 
 
-def documented(name: str, error: type[ck.CheckpointError], file: str, data: bytes) -> None:
+def documented(file: str, data: bytes) -> Callable[[Path], None]:
     """A sound folder with one file of other content."""
 
     def build(path: Path) -> None:
         orbax(path)
         (path / file).write_bytes(data)
 
-    build.__name__ = f"orbax_{name}"
-    case(".orbax", error)(build)
+    return build
 
 
 def tree_of(keys: Any, value: Any = None, **more: Any) -> bytes:
@@ -32,81 +30,73 @@ def tree_of(keys: Any, value: Any = None, **more: Any) -> bytes:
     return json.dumps({"tree_metadata": {"w": leaf}, **more}).encode()
 
 
+def of_zarr3(array: dict[str, Any]) -> Callable[[Path], None]:
+    return lambda path: zarr3(path, array, {"c/0/0": W.tobytes()})
+
+
 KEY = [{"key": "w", "key_type": 2}]
-_error: type[ck.CheckpointError]
-_array: dict[str, Any]
-for _name, _error, _file, _data in (
-    ("tree_key_is_a_number", Bad, "_METADATA", tree_of([{"key": 1, "key_type": 1}])),
-    ("tree_key_is_empty", Bad, "_METADATA", tree_of([{"key": "", "key_type": 2}])),
-    ("tree_key_is_absolute", Out, "_METADATA", tree_of([{"key": "/etc", "key_type": 2}])),
-    ("tree_key_of_dots", Out, "_METADATA", tree_of([{"key": ".", "key_type": 2}])),
-    ("tree_key_with_nul", Bad, "_METADATA", tree_of([{"key": "w\0", "key_type": 2}])),
-    ("tree_key_of_surrogates", Bad, "_METADATA", tree_of([{"key": "\ud800", "key_type": 2}])),
-    ("tree_of_no_keys", Bad, "_METADATA", tree_of([])),
-    ("tree_keys_are_an_object", Bad, "_METADATA", tree_of({"key": "w"})),
-    ("tree_keys_of_a_thousand_levels", Big, "_METADATA", tree_of(KEY * 1000)),
-    ("tree_value_is_a_list", Bad, "_METADATA", tree_of(KEY, ["np.ndarray"])),
-    ("tree_value_of_a_kind_of_object", ck.UnsupportedFormat, "_METADATA", tree_of(KEY, {"value_type": {"a": 1}})),
-    ("tree_value_of_a_program", ck.UnsupportedFormat, "_METADATA", tree_of(KEY, {"value_type": "os.system"})),
-    ("tree_zarr3_is_text", Bad, "_METADATA", tree_of(KEY, use_zarr3="no")),
-    ("tree_is_a_number", Bad, "_METADATA", b"1"),
-    ("tree_is_not_utf8", Bad, "_METADATA", b'{"tree_metadata":{"\xff":1}}'),
-    ("tree_has_a_nan", Bad, "_METADATA", b'{"tree_metadata":NaN}'),
-    ("tree_is_deep", Bad, "_METADATA", b'{"a":' * 50_000 + b"1" + b"}" * 50_000),
-    ("array_is_a_list", Bad, "w/.zarray", b"[]"),
-    ("array_is_empty", Bad, "w/.zarray", b""),
-    ("array_key_twice", Two, "w/.zarray", b'{"shape":[2,3],"shape":[2,3]}'),
-    ("array_of_nothing", ck.UnsupportedDtype, "w/.zarray", b"{}"),
-    ("array_of_two_megabytes", Big, "w/.zarray", b"{" + b" " * (2 << 20) + b"}"),
-    ("digests_are_a_list", Bad, "jaxmha.digests.json", b"[]"),
-    ("digests_of_text", ck.IntegrityError, "jaxmha.digests.json", b'{"all":"sha256:0","tensors":"w"}'),
-    ("digests_of_no_digest", ck.IntegrityError, "jaxmha.digests.json", b'{"all":"sha256:0","tensors":{}}'),
-    ("digests_are_deep", Bad, "jaxmha.digests.json", b'{"a":' * 50_000 + b"1" + b"}" * 50_000),
-    ("manifest_is_empty", Bad, "manifest.ocdbt", b""),
-    ("manifest_is_text", Bad, "manifest.ocdbt", b"manifest" * 20),
-    ("chunk_is_long", Bad, "w/0.0", W.tobytes() + b"\0"),
-):  # fmt: skip
-    documented(_name, _error, _file, _data)
-
-
-for _name, _array, _error in (
-    ("dtype_of_an_offset", {"dtype": "<f4 "}, ck.UnsupportedDtype),
-    ("dtype_is_a_list_of_text", {"dtype": ["<f4"]}, ck.UnsupportedDtype),
-    ("dtype_of_dates", {"dtype": "<M8[ns]"}, ck.UnsupportedDtype),
-    ("separator_is_a_list", {"dimension_separator": ["."]}, Bad),
-    ("separator_is_a_path", {"dimension_separator": "/../"}, Bad),
-    ("codec_is_a_list", {"compressor": ["zstd"]}, Code),
-    ("codec_of_blosc", {"compressor": {"id": "blosc", "cname": "lz4"}}, Code),
-    ("filters_are_text", {"filters": "delta"}, Code),
-    ("shape_of_40_axes", {"shape": [1] * 40, "chunks": [1] * 40}, Big),
-    ("shape_of_2_60", {"shape": [2**60], "chunks": [1]}, Big),
-    ("chunks_of_floats", {"chunks": [2.0, 3.0]}, Bad),
-    ("order_of_neither", {"order": "K"}, Bad),
-    ("format_of_1", {"zarr_format": 1}, Bad),
-):
-
-    def _orbax_array(path: Path, array: dict[str, Any] = _array) -> None:
-        orbax(path, array=array)
-
-    _orbax_array.__name__ = f"zarr_{_name}"
-    case(".orbax", _error)(_orbax_array)
-
-for _name, _array, _error in (
-    ("codecs_are_an_object", {"codecs": {"name": "bytes"}}, Code),
-    ("codecs_by_the_hundred", {"codecs": [{"name": "crc32c"}] * 100}, Code),
-    ("codec_of_numcodecs", {"codecs": [{"name": "numcodecs.pickle"}]}, Code),
-    ("grid_is_irregular", {"chunk_grid": {"name": "rectangular", "configuration": {"chunk_shape": [2, 3]}}}, Code),
-    ("transformers", {"storage_transformers": [{"name": "x"}]}, Code),
-    ("key_encoding_of_another", {"chunk_key_encoding": {"name": "../"}}, Bad),
-    ("is_a_group", {"node_type": "group"}, Code),
-    ("data_type_of_an_object", {"data_type": {"name": "float32"}}, ck.UnsupportedDtype),
-):  # fmt: skip
-
-    def _zarr3_array(path: Path, array: dict[str, Any] = _array) -> None:
-        zarr3(path, array, {"c/0/0": W.tobytes()})
-
-    _zarr3_array.__name__ = f"zarr3_{_name}"
-    case(".orbax", _error)(_zarr3_array)
+raw_cases(
+    "orbax_", ".orbax",
+    ("tree_key_is_a_number", Bad, documented("_METADATA", tree_of([{"key": 1, "key_type": 1}]))),
+    ("tree_key_is_empty", Bad, documented("_METADATA", tree_of([{"key": "", "key_type": 2}]))),
+    ("tree_key_is_absolute", Out,
+     documented("_METADATA", tree_of([{"key": "/etc", "key_type": 2}]))),
+    ("tree_key_of_dots", Out, documented("_METADATA", tree_of([{"key": ".", "key_type": 2}]))),
+    ("tree_key_with_nul", Bad, documented("_METADATA", tree_of([{"key": "w\0", "key_type": 2}]))),
+    ("tree_key_of_surrogates", Bad,
+     documented("_METADATA", tree_of([{"key": "\ud800", "key_type": 2}]))),
+    ("tree_of_no_keys", Bad, documented("_METADATA", tree_of([]))),
+    ("tree_keys_are_an_object", Bad, documented("_METADATA", tree_of({"key": "w"}))),
+    ("tree_keys_of_a_thousand_levels", Big, documented("_METADATA", tree_of(KEY * 1000))),
+    ("tree_value_is_a_list", Bad, documented("_METADATA", tree_of(KEY, ["np.ndarray"]))),
+    ("tree_value_of_a_kind_of_object", No, documented("_METADATA", tree_of(KEY, {"value_type": {"a": 1}}))),
+    ("tree_value_of_a_program", No, documented("_METADATA", tree_of(KEY, {"value_type": "os.system"}))),
+    ("tree_zarr3_is_text", Bad, documented("_METADATA", tree_of(KEY, use_zarr3="no"))),
+    ("tree_is_a_number", Bad, documented("_METADATA", b"1")),
+    ("tree_is_not_utf8", Bad, documented("_METADATA", b'{"tree_metadata":{"\xff":1}}')),
+    ("tree_has_a_nan", Bad, documented("_METADATA", b'{"tree_metadata":NaN}')),
+    ("tree_is_deep", Bad, documented("_METADATA", b'{"a":' * 50_000 + b"1" + b"}" * 50_000)),
+    ("array_is_a_list", Bad, documented("w/.zarray", b"[]")),
+    ("array_is_empty", Bad, documented("w/.zarray", b"")),
+    ("array_key_twice", Two, documented("w/.zarray", b'{"shape":[2,3],"shape":[2,3]}')),
+    ("array_of_nothing", ck.UnsupportedDtype, documented("w/.zarray", b"{}")),
+    ("array_of_two_megabytes", Big, documented("w/.zarray", b"{" + b" " * (2 << 20) + b"}")),
+    ("digests_are_a_list", Bad, documented("jaxmha.digests.json", b"[]")),
+    ("digests_of_text", ck.IntegrityError, documented("jaxmha.digests.json", b'{"all":"sha256:0","tensors":"w"}')),
+    ("digests_of_no_digest", ck.IntegrityError, documented("jaxmha.digests.json", b'{"all":"sha256:0","tensors":{}}')),
+    ("digests_are_deep", Bad,
+     documented("jaxmha.digests.json", b'{"a":' * 50_000 + b"1" + b"}" * 50_000)),
+    ("manifest_is_empty", Bad, documented("manifest.ocdbt", b"")),
+    ("manifest_is_text", Bad, documented("manifest.ocdbt", b"manifest" * 20)),
+    ("chunk_is_long", Bad, documented("w/0.0", W.tobytes() + b"\0")),
+)  # fmt: skip
+raw_cases(
+    "zarr_", ".orbax",
+    ("dtype_of_an_offset", ck.UnsupportedDtype, folder(array={"dtype": "<f4 "})),
+    ("dtype_is_a_list_of_text", ck.UnsupportedDtype, folder(array={"dtype": ["<f4"]})),
+    ("dtype_of_dates", ck.UnsupportedDtype, folder(array={"dtype": "<M8[ns]"})),
+    ("separator_is_a_list", Bad, folder(array={"dimension_separator": ["."]})),
+    ("separator_is_a_path", Bad, folder(array={"dimension_separator": "/../"})),
+    ("codec_is_a_list", Code, folder(array={"compressor": ["zstd"]})),
+    ("codec_of_blosc", Code, folder(array={"compressor": {"id": "blosc", "cname": "lz4"}})),
+    ("filters_are_text", Code, folder(array={"filters": "delta"})),
+    ("shape_of_40_axes", Big, folder(array={"shape": [1] * 40, "chunks": [1] * 40})),
+    ("shape_of_2_60", Big, folder(array={"shape": [2**60], "chunks": [1]})),
+    ("chunks_of_floats", Bad, folder(array={"chunks": [2.0, 3.0]})),
+    ("order_of_neither", Bad, folder(array={"order": "K"})),
+    ("format_of_1", Bad, folder(array={"zarr_format": 1})),
+)  # fmt: skip
+raw_cases(
+    "zarr3_", ".orbax",
+    ("codecs_are_an_object", Code, of_zarr3({"codecs": {"name": "bytes"}})),
+    ("codecs_by_the_hundred", Code, of_zarr3({"codecs": [{"name": "crc32c"}] * 100})),
+    ("codec_of_numcodecs", Code, of_zarr3({"codecs": [{"name": "numcodecs.pickle"}]})),
+    ("grid_is_irregular", Code, of_zarr3({"chunk_grid": {"name": "rectangular", "configuration": {"chunk_shape": [2, 3]}}})),
+    ("transformers", Code, of_zarr3({"storage_transformers": [{"name": "x"}]})),
+    ("key_encoding_of_another", Bad, of_zarr3({"chunk_key_encoding": {"name": "../"}})),
+    ("is_a_group", Code, of_zarr3({"node_type": "group"})),
+    ("data_type_of_an_object", ck.UnsupportedDtype, of_zarr3({"data_type": {"name": "float32"}})),
+)  # fmt: skip
 
 
 # --- folders ---------------------------------------------------------------------------------------------------

@@ -111,11 +111,9 @@ def keras_cache_image(path: Path) -> None:
 
 
 def _extension(kind: int, what: str, body: bytes) -> None:
+    @case(".weights.h5", ck.ForbiddenContent, f"h5_superblock_{what}")
     def build(path: Path) -> None:
         extended(path, kind, body)
-
-    build.__name__ = f"h5_superblock_{what}"
-    case(".weights.h5", ck.ForbiddenContent)(build)
 
 
 _extension(0x0F, "shared_messages", struct.pack("<BQB", 0, 48, 1))
@@ -136,15 +134,13 @@ def h5_driver_of_several_files(path: Path) -> None:
 
 
 def _superblock(name: str, error: type[ck.CheckpointError], at: int, code: str, value: int) -> None:
+    @case(".weights.h5", error, f"h5_superblock_{name}")
     def build(path: Path) -> None:
         def change(raw: bytearray) -> None:
             struct.pack_into(code, raw, at, value)
             seal(raw, 0, 48)
 
         changed(path, change)
-
-    build.__name__ = f"h5_superblock_{name}"
-    case(".weights.h5", error)(build)
 
 
 _superblock("open_for_writing", ck.MalformedFile, 11, "<B", 5)
@@ -187,15 +183,14 @@ def h5_dense_soft_link(path: Path) -> None:
 
 
 def _dense(name: str, signature: bytes, change: Callable[[bytearray, int], None]) -> None:
+    error = ck.AmbiguousFile if name == "one_object" else ck.MalformedFile
+
+    @case(".weights.h5", error, f"h5_dense_{name}")
     def build(path: Path) -> None:
         dense(path)
         raw = bytearray(path.read_bytes())
         change(raw, raw.index(signature))
         path.write_bytes(raw)
-
-    build.__name__ = f"h5_dense_{name}"
-    error = ck.AmbiguousFile if name == "one_object" else ck.MalformedFile
-    case(".weights.h5", error)(build)
 
 
 def _one_object(raw: bytearray, at: int) -> None:

@@ -144,6 +144,7 @@ def _patched(
 
 
 def _number(name: str, number: int) -> None:
+    @case(".weights.h5", ck.ForbiddenContent, f"h5_filter_{name}")
     def build(path: Path) -> None:
         def change(raw: bytearray) -> None:
             at = raw.index(struct.pack("<BBHHH", 2, 1, 1, 1, 1)) + 2
@@ -151,9 +152,6 @@ def _number(name: str, number: int) -> None:
             seal_header(raw, raw.rindex(b"OHDR", 0, at))
 
         changed(path, change, chunks=(7, 11), compression="gzip")
-
-    build.__name__ = f"h5_filter_{name}"
-    case(".weights.h5", ck.ForbiddenContent)(build)
 
 
 _number("szip", 4)
@@ -233,6 +231,7 @@ def h5_data_over_structure(path: Path) -> None:
 
 
 def _shape(name: str, error: type[ck.CheckpointError], *sizes: int) -> None:
+    @case(".weights.h5", error, f"h5_shape_{name}")
     def build(path: Path) -> None:
         with keras(path) as file:
             file["layers/dense/vars"].create_dataset("1", data=np.zeros((3, 5), "f4"))
@@ -240,9 +239,6 @@ def _shape(name: str, error: type[ck.CheckpointError], *sizes: int) -> None:
         old = struct.pack("<4Q", 3, 5, 3, 5)
         assert raw.count(old) == 1
         path.write_bytes(raw.replace(old, struct.pack("<4Q", *sizes, *sizes)))
-
-    build.__name__ = f"h5_shape_{name}"
-    case(".weights.h5", error)(build)
 
 
 _shape("whose_product_wraps", ck.BudgetExceeded, 2**33, 2**33)
@@ -253,15 +249,13 @@ _shape("of_one_less", ck.MalformedFile, 3, 4)
 
 
 def _array(name: str, signature: bytes, at: int, value: int, size: int, **settings: Any) -> None:
+    @case(".weights.h5", ck.MalformedFile, f"h5_chunk_{name}")
     def build(path: Path) -> None:
         def change(raw: bytearray, begin: int) -> None:
             raw[begin + at] = value
             seal(raw, begin, size)
 
         _patched(path, signature, change, chunks=(3, 7), **settings)
-
-    build.__name__ = f"h5_chunk_{name}"
-    case(".weights.h5", ck.MalformedFile)(build)
 
 
 _array("array_pages", b"FAHD", 7, 60, 28)
@@ -324,13 +318,11 @@ for _name, _chunk, _options in (
     ("shuffled_in_one_chunk", 5 << 20, {"compression": "gzip", "shuffle": True}),  # thrice 20 MiB
 ):
 
+    @case(".weights.h5", ck.BudgetExceeded, f"h5_inflates_{_name}")
     def _inflates(path: Path, chunk: int = _chunk, options: dict[str, Any] = _options) -> None:
         with h5py.File(path, "w") as file:
             count = 5 << 20 if chunk == 5 << 20 else 15 << 20
             file.create_dataset("vars/0", data=np.ones(count, "f"), chunks=(chunk,), **options)
-
-    _inflates.__name__ = f"h5_inflates_{_name}"
-    case(".weights.h5", ck.BudgetExceeded)(_inflates)
 
 
 def _many_names(

@@ -2,24 +2,19 @@
 
 import json
 import struct
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from jaxmha import checkpoint as ck
-from tests.checkpoint.hostile.cases import case
-from tests.checkpoint.hostile.indexes import INDEX, index, shard_of
+from tests.checkpoint.hostile.cases import Bad, Big, Gone, No, Out, Two, case, raw_cases
+from tests.checkpoint.hostile.indexes import INDEX, changed, index, listing, mapping, shard_of
 from tests.checkpoint.hostile.safetensors_files import entry, safetensors
 from tests.checkpoint.hostile.torch_files import FLOATS
-from tests.checkpoint.hostile.zip_fields import Bad, Two, raw_case
-
-Big, Gone, Out = ck.BudgetExceeded, ck.IncompleteCheckpoint, ck.PathEscape
 
 # --- safetensors ----------------------------------------------------------------------------------
 
 ONE = json.dumps(entry()).encode()
-_error: type[ck.CheckpointError]
-for _name, _error, _data in (
+raw_cases(
+    "st_", ".safetensors",
     ("header_of_no_byte", Bad, safetensors(b"")),
     ("header_is_a_list", Bad, safetensors(b"[" + ONE + b"]")),
     ("header_is_text", Bad, safetensors(b'{"w"')),
@@ -75,87 +70,51 @@ for _name, _error, _data in (
     ("name_is_a_dot", Out, safetensors({"./w": entry()})),
     ("name_of_windows", Out, safetensors({"..\\w": entry()})),
     ("name_begins_with_a_backslash", Out, safetensors({"\\w": entry()})),
-):  # fmt: skip
-    raw_case(f"st_{_name}", ".safetensors", _error, _data)
-
-
-@case(".safetensors", Big)
-def st_tensors_of_no_byte_by_the_hundred_thousand() -> bytes:
-    return safetensors({f"{i:06}": entry("U8", [0], [0, 0]) for i in range(120_000)}, b"")
+    ("tensors_of_no_byte_by_the_hundred_thousand", Big, lambda: safetensors(
+        {f"{i:06}": entry("U8", [0], [0, 0]) for i in range(120_000)}, b"")),
+)  # fmt: skip
 
 
 # --- indexes ------------------------------------------------------------------------------------------
 
 
-def indexed(
-    name: str, error: type[ck.CheckpointError], change: Callable[[dict[str, Any], str], Any]
-) -> None:
-    """An index with its shard, changed."""
-
-    def build(path: Path) -> None:
-        index(path, change)
-
-    build.__name__ = f"index_{name}"
-    case(INDEX, error)(build)
-
-
-def listing(name: str) -> Callable[[dict[str, Any], str], Any]:
-    return lambda document, _: document["weight_map"].update(w=name)
-
-
-indexed("shard_is_a_url", Out, listing("https://example.com/m.safetensors"))
-indexed("shard_is_a_file_url", Out, listing("file:///etc/m.safetensors"))
-indexed("shard_of_a_share", Out, listing("\\\\host\\m.safetensors"))
-indexed("shard_of_a_stream", Out, listing("m.safetensors:stream"))
-indexed("shard_of_a_home", Out, listing("~/m.safetensors"))
-indexed("shard_of_a_glob", Out, listing("*.safetensors"))
-indexed("shard_of_a_variable", Gone, listing("$HOME.safetensors"))
-indexed("shard_of_proc", Out, listing("/proc/self/mem.safetensors"))
-indexed("shard_of_dots", Out, listing("..safetensors"))
-indexed("shard_of_a_parent_alone", Out, listing(".."))
-indexed("shard_with_a_newline", Out, listing("m\n.safetensors"))
-indexed("shard_of_a_device_with_suffix", Out, listing("NUL.safetensors"))
-indexed("shard_of_surrogates", Out, listing("\ud800.safetensors"))
-indexed(
-    "shard_in_capitals",
-    Bad,
-    lambda document, shard: document["weight_map"].update(
-        w=shard.replace(".safetensors", ".SAFETENSORS")
-    ),
-)
-indexed("shard_of_torch", Bad, listing("m.bin"))
-indexed("shard_is_null", Bad, lambda document, _: document["weight_map"].update(w=None))
-indexed("shard_is_a_number", Bad, lambda document, _: document["weight_map"].update(w=1))
-indexed("map_is_a_list", Bad, lambda document, shard: document.update(weight_map=[["w", shard]]))
-indexed("map_is_null", Bad, lambda document, _: document.update(weight_map=None))
-indexed("metadata_is_a_list", Bad, lambda document, _: document.update(metadata=[]))
-indexed("total_is_true", Bad, lambda document, _: document["metadata"].update(total_size=True))
-indexed(
-    "total_is_a_fraction", Bad, lambda document, _: document["metadata"].update(total_size=24.5)
-)
-indexed("total_of_2_80", Bad, lambda document, _: document["metadata"].update(total_size=2**80))
-indexed("name_is_empty", Bad, lambda document, shard: document["weight_map"].update({"": shard}))
-indexed(
-    "name_with_an_escape_sequence",
-    Bad,
-    lambda document, shard: document["weight_map"].update({"\x1b[2J": shard}),
-)
-indexed(
-    "name_of_2_kilobytes",
-    Big,
-    lambda document, shard: document["weight_map"].update({"w" * 2048: shard}),
-)
-
-for _name, _error, _data in (
-    ("is_a_list", ck.UnsupportedFormat, b"[]"),
-    ("has_a_byte_order_mark", ck.UnsupportedFormat, b"\xef\xbb\xbf{}"),
+raw_cases(
+    "index_", INDEX,
+    ("shard_is_a_url", Out, listing(w="https://example.com/m.safetensors")),
+    ("shard_is_a_file_url", Out, listing(w="file:///etc/m.safetensors")),
+    ("shard_of_a_share", Out, listing(w="\\\\host\\m.safetensors")),
+    ("shard_of_a_stream", Out, listing(w="m.safetensors:stream")),
+    ("shard_of_a_home", Out, listing(w="~/m.safetensors")),
+    ("shard_of_a_glob", Out, listing(w="*.safetensors")),
+    ("shard_of_a_variable", Gone, listing(w="$HOME.safetensors")),
+    ("shard_of_proc", Out, listing(w="/proc/self/mem.safetensors")),
+    ("shard_of_dots", Out, listing(w="..safetensors")),
+    ("shard_of_a_parent_alone", Out, listing(w="..")),
+    ("shard_with_a_newline", Out, listing(w="m\n.safetensors")),
+    ("shard_of_a_device_with_suffix", Out, listing(w="NUL.safetensors")),
+    ("shard_of_surrogates", Out, listing(w="\ud800.safetensors")),
+    ("shard_in_capitals", Bad,
+     mapping(lambda shard: {"w": shard.replace(".safetensors", ".SAFETENSORS")})),
+    ("shard_of_torch", Bad, listing(w="m.bin")),
+    ("shard_is_null", Bad, listing(w=None)),
+    ("shard_is_a_number", Bad, listing(w=1)),
+    ("map_is_a_list", Bad, changed(lambda d, shard: d.update(weight_map=[["w", shard]]))),
+    ("map_is_null", Bad, changed(lambda d, _: d.update(weight_map=None))),
+    ("metadata_is_a_list", Bad, changed(lambda d, _: d.update(metadata=[]))),
+    ("total_is_true", Bad, changed(lambda d, _: d["metadata"].update(total_size=True))),
+    ("total_is_a_fraction", Bad, changed(lambda d, _: d["metadata"].update(total_size=24.5))),
+    ("total_of_2_80", Bad, changed(lambda d, _: d["metadata"].update(total_size=2**80))),
+    ("name_is_empty", Bad, mapping(lambda shard: {"": shard})),
+    ("name_with_an_escape_sequence", Bad, mapping(lambda shard: {"\x1b[2J": shard})),
+    ("name_of_2_kilobytes", Big, mapping(lambda shard: {"w" * 2048: shard})),
+    ("is_a_list", No, b"[]"),
+    ("has_a_byte_order_mark", No, b"\xef\xbb\xbf{}"),
     ("has_a_nan", Bad, b'{"metadata":{"total_size":NaN},"weight_map":{}}'),
     ("of_5000_digits", Bad, b'{"metadata":{"total_size":' + b"9" * 5000 + b'},"weight_map":{}}'),
     ("of_1e400", Bad, b'{"metadata":{"total_size":1e400},"weight_map":{"w":"m.safetensors"}}'),
     ("is_not_utf8", Bad, b'{"weight_map":{"\xff":"m.safetensors"}}'),
     ("is_cut_short", Bad, b'{"weight_map":{"w":"m.safe'),
-):  # fmt: skip
-    raw_case(f"index_{_name}", INDEX, _error, _data)
+)  # fmt: skip
 
 
 @case(INDEX, ck.PathEscape)

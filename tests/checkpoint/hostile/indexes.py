@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from jaxmha import checkpoint as ck
-from tests.checkpoint.hostile.cases import case
+from tests.checkpoint.hostile.cases import Bad, Gone, Out, Two, case, raw_cases
 from tests.checkpoint.hostile.safetensors_files import entry, safetensors
 from tests.checkpoint.hostile.torch_files import torch_file
 
@@ -32,11 +32,18 @@ def index(path: Path, change: Callable[[dict[str, Any], str], Any] | None = None
     return shard
 
 
-def listed_as(name: str) -> Callable[[Path], None]:
-    def build(path: Path) -> None:
-        index(path, lambda document, _: document["weight_map"].update(w=name))
+def changed(change: Callable[[dict[str, Any], str], Any]) -> Callable[[Path], Any]:
+    """An index with its shard, changed."""
+    return lambda path: index(path, change)
 
-    return build
+
+def mapping(change: Callable[[str], dict[str, Any]]) -> Callable[[Path], Any]:
+    """More tensors or others, made of the name of the shard."""
+    return changed(lambda document, shard: document["weight_map"].update(change(shard)))
+
+
+def listing(**names: Any) -> Callable[[Path], Any]:
+    return mapping(lambda _: names)
 
 
 @case(INDEX)
@@ -48,26 +55,33 @@ def sound_sharded(path: Path) -> None:
     ck.write(path, values, resume="the same name of the shard every time", digest="sha256")
 
 
-for _name, _listed in {
-    "absolute": "/etc/passwd.safetensors",
-    "outside": "../m.safetensors",
-    "separator": "a/m.safetensors",
-    "backslash": "..\\m.safetensors",
-    "drive": "C:m.safetensors",
-    "device": "con.safetensors",
-    "trailing_dot": "m.safetensors.",
-    "hidden": ".m.safetensors",
-    "nul": "m\0.safetensors",
-    "empty": "",
-    "long": "m" * 300 + ".safetensors",
-}.items():
-    _build = listed_as(_listed)
-
-    def _register(path: Path, build: Callable[[Path], None] = _build) -> None:
-        build(path)
-
-    _register.__name__ = f"index_{_name}"
-    case(INDEX, ck.PathEscape)(_register)
+raw_cases(
+    "index_", INDEX,
+    ("absolute", Out, listing(w="/etc/passwd.safetensors")),
+    ("outside", Out, listing(w="../m.safetensors")),
+    ("separator", Out, listing(w="a/m.safetensors")),
+    ("backslash", Out, listing(w="..\\m.safetensors")),
+    ("drive", Out, listing(w="C:m.safetensors")),
+    ("device", Out, listing(w="con.safetensors")),
+    ("trailing_dot", Out, listing(w="m.safetensors.")),
+    ("hidden", Out, listing(w=".m.safetensors")),
+    ("nul", Out, listing(w="m\0.safetensors")),
+    ("empty", Out, listing(w="")),
+    ("long", Out, listing(w="m" * 300 + ".safetensors")),
+    ("tensor_is_absent", Gone, mapping(lambda shard: {"v": shard})),
+    ("total_is_wrong", Bad, changed(lambda d, _: d["metadata"].update(total_size=25))),
+    ("total_is_negative", Bad, changed(lambda d, _: d["metadata"].update(total_size=-24))),
+    ("total_is_text", Bad, changed(lambda d, _: d["metadata"].update(total_size="24"))),
+    ("value_is_a_list", Bad, mapping(lambda shard: {"w": [shard]})),
+    ("shard_of_another_format", Bad, mapping(lambda shard: {"w": f"{shard}.bin"})),
+    ("tensor_name_is_a_path", Out, mapping(lambda shard: {"../w": shard})),
+    ("extra_key", Bad, changed(lambda d, _: d.update(extra=1))),
+    ("without_map", Bad, changed(lambda d, _: {"metadata": {}})),
+    ("name_twice", Two, b'{"weight_map": {"w": "a.safetensors", "w": "b.safetensors"}}'),
+    ("is_deep", Bad, lambda: b'{"weight_map": ' + b'{"a":' * 100_000 + b"1" + b"}" * 100_001),
+    ("shards_differ_in_case", Two,
+     mapping(lambda shard: {"v": shard[:-12].upper() + ".safetensors"})),
+)  # fmt: skip
 
 
 @case(INDEX, ck.PathEscape)
@@ -135,11 +149,6 @@ def index_tensor_in_two_shards(path: Path) -> None:
     other.write_bytes(safetensors({"w": entry()}))
 
 
-@case(INDEX, ck.IncompleteCheckpoint)
-def index_tensor_is_absent(path: Path) -> None:
-    index(path, lambda document, shard: document["weight_map"].update(v=shard))
-
-
 @case(INDEX, ck.AmbiguousFile)
 def index_tensor_is_not_listed(path: Path) -> None:
     shard = index(path, lambda document, shard: document["weight_map"].update(v=shard))
@@ -148,58 +157,8 @@ def index_tensor_is_not_listed(path: Path) -> None:
 
 
 @case(INDEX, ck.MalformedFile)
-def index_total_is_wrong(path: Path) -> None:
-    index(path, lambda document, _: document["metadata"].update(total_size=25))
-
-
-@case(INDEX, ck.MalformedFile)
-def index_total_is_negative(path: Path) -> None:
-    index(path, lambda document, _: document["metadata"].update(total_size=-24))
-
-
-@case(INDEX, ck.MalformedFile)
-def index_total_is_text(path: Path) -> None:
-    index(path, lambda document, _: document["metadata"].update(total_size="24"))
-
-
-@case(INDEX, ck.MalformedFile)
-def index_value_is_a_list(path: Path) -> None:
-    index(path, lambda document, shard: document["weight_map"].update(w=[shard]))
-
-
-@case(INDEX, ck.MalformedFile)
 def index_names_itself(path: Path) -> None:
     index(path, lambda document, _: document["weight_map"].update(w=path.name))
-
-
-@case(INDEX, ck.MalformedFile)
-def index_shard_of_another_format(path: Path) -> None:
-    index(path, lambda document, shard: document["weight_map"].update(w=f"{shard}.bin"))
-
-
-@case(INDEX, ck.PathEscape)
-def index_tensor_name_is_a_path(path: Path) -> None:
-    index(path, lambda document, shard: document["weight_map"].update({"../w": shard}))
-
-
-@case(INDEX, ck.MalformedFile)
-def index_extra_key(path: Path) -> None:
-    index(path, lambda document, _: document.update(extra=1))
-
-
-@case(INDEX, ck.MalformedFile)
-def index_without_map(path: Path) -> None:
-    index(path, lambda document, _: {"metadata": {}})
-
-
-@case(INDEX, ck.AmbiguousFile)
-def index_name_twice() -> bytes:
-    return b'{"weight_map": {"w": "a.safetensors", "w": "b.safetensors"}}'
-
-
-@case(INDEX, ck.MalformedFile)
-def index_is_deep() -> bytes:
-    return b'{"weight_map": ' + b'{"a":' * 100_000 + b"1" + b"}" * 100_001
 
 
 @case(INDEX, ck.BudgetExceeded)
@@ -212,16 +171,6 @@ def index_is_huge(path: Path) -> None:
 def index_of_many_shards(path: Path) -> None:
     shards = {f"w{i}": f"m-{i}.safetensors" for i in range(501)}
     path.write_text(json.dumps({"weight_map": shards}))
-
-
-@case(INDEX, ck.AmbiguousFile)
-def index_shards_differ_in_case(path: Path) -> None:
-    index(
-        path,
-        lambda document, shard: document["weight_map"].update(
-            v=shard.upper().lower()[:-12].upper() + ".safetensors"
-        ),
-    )
 
 
 @case(".safetensors", ck.AmbiguousFile)

@@ -58,8 +58,7 @@ def _register(shape: str) -> None:
         ("tree", ".orbax", tree),
         ("zarray", ".orbax", document),
     ):
-        build.__name__ = f"json_{shape}_in_{kind}"
-        case(suffix, ck.BudgetExceeded)(build)
+        case(suffix, ck.BudgetExceeded, f"json_{shape}_in_{kind}")(build)
 
 
 for _shape in (*SHAPES, "keys", "wide", "emoji"):

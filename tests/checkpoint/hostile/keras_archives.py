@@ -8,7 +8,7 @@ import h5py
 import numpy as np
 
 from jaxmha import checkpoint as ck
-from tests.checkpoint.hostile.cases import case
+from tests.checkpoint.hostile.cases import Bad, Code, Gone, No, Out, Two, case, raw_cases
 from tests.checkpoint.hostile.indexes import W
 from tests.checkpoint.hostile.keras_weights import keras
 from tests.checkpoint.hostile.torch_files import zip_file
@@ -32,59 +32,41 @@ def archive(
     path.write_bytes(zip_file([(n, b) for n, b in parts.items() if b is not None], **settings))
 
 
+def of(members: dict[str, bytes | None]) -> Callable[[Path], None]:
+    return lambda path: archive(path, members=members)
+
+
+def having(key: str, value: object) -> Callable[[Path], None]:
+    """With another entry in the group of the layer."""
+
+    def change(file: h5py.File) -> None:
+        file[f"layers/dense/vars/{key}"] = value
+
+    return lambda path: archive(path, change=change)
+
+
 @case(".keras")
 def sound_keras_archive(path: Path) -> None:
     archive(path)
 
 
-@case(".keras", ck.IncompleteCheckpoint)
-def keras_without_weights(path: Path) -> None:
-    archive(path, members={"model.weights.h5": None})
-
-
-@case(".keras", ck.IncompleteCheckpoint)
-def keras_without_config(path: Path) -> None:
-    archive(path, members={"config.json": None})
-
-
-@case(".keras", ck.MalformedFile)
-def keras_with_a_program(path: Path) -> None:
-    archive(path, members={"layer.py": b"import os"})
-
-
-@case(".keras", ck.MalformedFile)
-def keras_with_two_weights(path: Path) -> None:
-    archive(path, members={"other.weights.h5": b"\x89HDF\r\n\x1a\n"})
-
-
-@case(".keras", ck.PathEscape)
-def keras_member_is_a_path(path: Path) -> None:
-    archive(path, members={"assets/../../m": b""})
-
-
-@case(".keras", ck.MalformedFile)
-def keras_config_is_no_json(path: Path) -> None:
-    archive(path, members={"config.json": b"{'a': 1}"})
-
-
-@case(".keras", ck.AmbiguousFile)
-def keras_config_key_twice(path: Path) -> None:
-    archive(path, members={"config.json": b'{"class_name": "Dense", "class_name": "Lambda"}'})
-
-
-@case(".keras", ck.MalformedFile)
-def keras_config_is_deep(path: Path) -> None:
-    archive(path, members={"config.json": b'{"a":' * 100_000 + b"1" + b"}" * 100_000})
-
-
-@case(".keras", ck.UnsupportedFormat)
-def keras_weights_are_compressed(path: Path) -> None:
-    archive(path, method=8)
-
-
-@case(".keras", ck.MalformedFile)
-def keras_weights_are_no_hdf5(path: Path) -> None:
-    archive(path, members={"model.weights.h5": b"weights" * 100})
+raw_cases(
+    "keras_", ".keras",
+    ("without_weights", Gone, of({"model.weights.h5": None})),
+    ("without_config", Gone, of({"config.json": None})),
+    ("with_a_program", Bad, of({"layer.py": b"import os"})),
+    ("with_two_weights", Bad, of({"other.weights.h5": b"\x89HDF\r\n\x1a\n"})),
+    ("member_is_a_path", Out, of({"assets/../../m": b""})),
+    ("config_is_no_json", Bad, of({"config.json": b"{'a': 1}"})),
+    ("config_key_twice", Two,
+     of({"config.json": b'{"class_name": "Dense", "class_name": "Lambda"}'})),
+    ("config_is_deep", Bad, of({"config.json": b'{"a":' * 100_000 + b"1" + b"}" * 100_000})),
+    ("weights_are_compressed", No, lambda path: archive(path, method=8)),
+    ("weights_are_no_hdf5", Bad, of({"model.weights.h5": b"weights" * 100})),
+    ("weights_link_out", Code, having("1", h5py.ExternalLink("/etc/passwd", "/"))),
+    ("weights_soft_link", Code, having("1", h5py.SoftLink("/layers/dense/vars/0"))),
+    ("weights_with_a_gap", Gone, having("2", np.ones(2))),
+)  # fmt: skip
 
 
 @case(".keras", ck.IntegrityError)
@@ -92,27 +74,3 @@ def keras_weights_checksum(path: Path) -> None:
     archive(path)
     raw = path.read_bytes()
     path.write_bytes(raw.replace(W.tobytes(), W[::-1].tobytes()))
-
-
-@case(".keras", ck.ForbiddenContent)
-def keras_weights_link_out(path: Path) -> None:
-    def change(file: h5py.File) -> None:
-        file["layers/dense/vars/1"] = h5py.ExternalLink("/etc/passwd", "/")
-
-    archive(path, change=change)
-
-
-@case(".keras", ck.ForbiddenContent)
-def keras_weights_soft_link(path: Path) -> None:
-    def change(file: h5py.File) -> None:
-        file["layers/dense/vars/1"] = h5py.SoftLink("/layers/dense/vars/0")
-
-    archive(path, change=change)
-
-
-@case(".keras", ck.IncompleteCheckpoint)
-def keras_weights_with_a_gap(path: Path) -> None:
-    def change(file: h5py.File) -> None:
-        file["layers/dense/vars/2"] = np.ones(2)
-
-    archive(path, change=change)

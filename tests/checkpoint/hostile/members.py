@@ -1,10 +1,10 @@
 """Hostile files of torch and .keras archives whose zip is sound."""
 
+import gzip
 from pathlib import Path
 
-from jaxmha import checkpoint as ck
-from tests.checkpoint.hostile.cases import case
-from tests.checkpoint.hostile.keras_archives import archive
+from tests.checkpoint.hostile.cases import Bad, Big, Code, Gone, No, Two, case, raw_case, raw_cases
+from tests.checkpoint.hostile.keras_archives import of
 from tests.checkpoint.hostile.torch_files import (
     FLOATS,
     PROGRAM,
@@ -20,7 +20,6 @@ from tests.checkpoint.hostile.torch_files import (
     torch_members,
     zip_file,
 )
-from tests.checkpoint.hostile.zip_fields import Bad, Code, No, Two, raw_case
 
 # --- torch ---------------------------------------------------------------------------------------------
 
@@ -31,8 +30,8 @@ def rebuilt(arguments: bytes) -> bytes:
 
 
 FULL = storage() + number(0) + numbers(2, 3) + numbers(3, 1)
-_error: type[ck.CheckpointError]
-for _name, _error, _data in (
+raw_cases(
+    "torch_tensor_", ".pt",
     ("of_four_arguments", Code, rebuilt(FULL)),
     ("of_twenty_arguments", Code, rebuilt(FULL + b"\x89" + b"N" * 15)),
     ("of_no_storage", Code, rebuilt(b"N" + number(0) + numbers(2, 3) + numbers(3, 1) + b"\x89}")),
@@ -47,7 +46,7 @@ for _name, _error, _data in (
     ("of_a_key_with_a_sign", Bad, one_tensor(of=storage(key="+0"))),
     ("of_a_key_of_arabic_digits", Bad, one_tensor(of=storage(key="\u0660"))),
     ("of_an_empty_key", Bad, one_tensor(of=storage(key=""))),
-    ("of_a_key_with_a_zero_in_front", ck.IncompleteCheckpoint, one_tensor(of=storage(key="00"))),
+    ("of_a_key_with_a_zero_in_front", Gone, one_tensor(of=storage(key="00"))),
     ("of_an_unknown_storage", Code, one_tensor(of=storage("torch\nQUInt8Storage"))),
     ("of_a_storage_of_another_module", Code, one_tensor(of=storage("os\nFloatStorage"))),
     ("of_a_global_with_spaces", Code, one_tensor(of=storage("torch \nFloatStorage"))),
@@ -59,10 +58,10 @@ for _name, _error, _data in (
     ("as_a_device_tensor", Code, torch_file(state(text("w"), b"ctorch._utils\n_rebuild_device_tensor_from_numpy\n"))),
     ("as_a_wrapper", Code, torch_file(state(text("w"), b"ctorch._utils\n_rebuild_wrapper_subclass\n"))),
     ("of_a_lambda_module", Code, torch_file(state(text("w"), b"ctorch.nn\nModule\n)R"))),
-):  # fmt: skip
-    raw_case(f"torch_tensor_{_name}", ".pt", _error, _data)
+)  # fmt: skip
 
-for _name, _error, _data in (
+raw_cases(
+    "torch_file_", ".pt",
     ("in_three_folders", Two, zip_file([*torch_members(), ("n/a", b""), ("o/a", b"")])),
     ("without_a_folder", No, zip_file([("data.pkl", PROGRAM), ("data/0", FLOATS), ("version", b"3\n")])),
     ("version_is_text", Bad, zip_file([*torch_members()[:-1], ("m/version", b"three")])),
@@ -71,7 +70,7 @@ for _name, _error, _data in (
     ("byteorder_is_long", Bad, torch_file(byteorder=b"little" * 20)),
     ("byteorder_in_capitals", Bad, torch_file(byteorder=b"LITTLE")),
     ("program_is_empty", Bad, torch_file(b"")),
-    ("program_alone", ck.IncompleteCheckpoint, zip_file([("m/data.pkl", PROGRAM)])),
+    ("program_alone", Gone, zip_file([("m/data.pkl", PROGRAM)])),
     ("program_twice", Two, zip_file([*torch_members(), ("m/DATA.PKL", PROGRAM)])),
     ("storage_in_a_folder", Bad, zip_file([*torch_members(), ("m/data/0/0", b"")])),
     ("storage_with_a_suffix", Bad, zip_file([*torch_members(), ("m/data/0.npy", b"")])),
@@ -79,11 +78,10 @@ for _name, _error, _data in (
     ("code_of_python", No, zip_file([*torch_members(), ("m/code/__torch__.py", b"import os")])),
     ("package", No, zip_file([("m/.data/version", b"6"), ("m/.data/extern_modules", b"os")])),
     ("pickle_in_the_extra_program", Bad, torch_file(**{"extra.pkl": b"cos\nsystem\n."})),
-):  # fmt: skip
-    raw_case(f"torch_file_{_name}", ".pt", _error, _data)
+)  # fmt: skip
 
 
-@case(".pt", ck.UnsupportedFormat)
+@case(".pt", No)
 def torch_tar_with_links(path: Path) -> None:
     import tarfile
 
@@ -93,47 +91,31 @@ def torch_tar_with_links(path: Path) -> None:
         archive.addfile(link)
 
 
-@case(".pt", ck.UnsupportedFormat)
-def torch_in_gzip() -> bytes:
-    import gzip
-
-    return gzip.compress(torch_file(), mtime=0)
-
-
-@case(".bin", ck.UnsupportedFormat)
-def pointer_of_git_lfs() -> bytes:
-    return b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 24\n"
-
+raw_case("torch_in_gzip", ".pt", No, gzip.compress(torch_file(), mtime=0))
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:%s\nsize 24\n" % (b"0" * 64)
+raw_case("pointer_of_git_lfs", ".bin", No, LFS)
 
 # --- .keras ----------------------------------------------------------------------------------------------
 
 
-def _keras(name: str, error: type[ck.CheckpointError], **members: bytes | None) -> None:
-    def build(path: Path) -> None:
-        given = {key.replace("__", "/").replace("_dot_", "."): b for key, b in members.items()}
-        archive(path, members=given)
-
-    build.__name__ = f"keras_archive_{name}"
-    case(".keras", error)(build)
-
-
-_keras("without_metadata", ck.IncompleteCheckpoint, metadata_dot_json=None)
-_keras("metadata_is_a_list", Bad, metadata_dot_json=b"[]")
-_keras("metadata_is_empty", Bad, metadata_dot_json=b"")
-_keras("metadata_key_twice", Two, metadata_dot_json=b'{"a": 1, "a": 2}')
-_keras(
-    "metadata_is_a_bomb", ck.BudgetExceeded, metadata_dot_json=b'{"a":[' + b"[]," * 900_000 + b"0]}"
-)
-_keras("config_has_a_nan", Bad, config_dot_json=b'{"a": NaN}')
-_keras("config_has_a_number_beyond_all", Bad, config_dot_json=b'{"a": -1e999}')
-_keras("config_of_many_digits", Bad, config_dot_json=b'{"a": ' + b"9" * 5000 + b"}")
-_keras("config_is_not_utf8", Bad, config_dot_json=b'{"a": "\xff"}')
-_keras("config_is_utf16", Bad, config_dot_json='{"a": 1}'.encode("utf-16"))
-_keras("config_is_17_megabytes", ck.BudgetExceeded, config_dot_json=b"{" + b" " * (17 << 20) + b"}")
-_keras("program_in_its_folder", Bad, src__layer_dot_py=b"import os")
-_keras("weights_in_a_folder", Bad, x__model_dot_weights_dot_h5=b"\x89HDF\r\n\x1a\n")
-_keras("weights_are_empty", Bad, model_dot_weights_dot_h5=b"")
-_keras("weights_are_a_zip", Bad, model_dot_weights_dot_h5=torch_file())
-_keras("weights_are_text", Bad, model_dot_weights_dot_h5=b"HDF" * 400)
-_keras("weights_in_npz_too", Bad, model_dot_weights_dot_npz=b"PK")
-_keras("weights_index", Bad, model_dot_weights_dot_json=b"{}")
+raw_cases(
+    "keras_archive_", ".keras",
+    ("without_metadata", Gone, of({"metadata.json": None})),
+    ("metadata_is_a_list", Bad, of({"metadata.json": b"[]"})),
+    ("metadata_is_empty", Bad, of({"metadata.json": b""})),
+    ("metadata_key_twice", Two, of({"metadata.json": b'{"a": 1, "a": 2}'})),
+    ("metadata_is_a_bomb", Big, of({"metadata.json": b'{"a":[' + b"[]," * 900_000 + b"0]}"})),
+    ("config_has_a_nan", Bad, of({"config.json": b'{"a": NaN}'})),
+    ("config_has_a_number_beyond_all", Bad, of({"config.json": b'{"a": -1e999}'})),
+    ("config_of_many_digits", Bad, of({"config.json": b'{"a": ' + b"9" * 5000 + b"}"})),
+    ("config_is_not_utf8", Bad, of({"config.json": b'{"a": "\xff"}'})),
+    ("config_is_utf16", Bad, of({"config.json": '{"a": 1}'.encode("utf-16")})),
+    ("config_is_17_megabytes", Big, of({"config.json": b"{" + b" " * (17 << 20) + b"}"})),
+    ("program_in_its_folder", Bad, of({"src/layer.py": b"import os"})),
+    ("weights_in_a_folder", Bad, of({"x/model.weights.h5": b"\x89HDF\r\n\x1a\n"})),
+    ("weights_are_empty", Bad, of({"model.weights.h5": b""})),
+    ("weights_are_a_zip", Bad, of({"model.weights.h5": torch_file()})),
+    ("weights_are_text", Bad, of({"model.weights.h5": b"HDF" * 400})),
+    ("weights_in_npz_too", Bad, of({"model.weights.npz": b"PK"})),
+    ("weights_index", Bad, of({"model.weights.json": b"{}"})),
+)  # fmt: skip

@@ -285,12 +285,10 @@ def whole(inside: bytes, descriptor: str = "00", more: str = "58") -> bytes:
 
 
 def _zstd_case(name: str, inside: bytes) -> None:
+    @case(".orbax", ck.MalformedFile, f"ocdbt_zstd_{name}")
     def build(path: Path) -> None:
         node = frame(NODE, inside, 1)
         database(path, [node], manifest(0, len(node)))
-
-    build.__name__ = f"ocdbt_zstd_{name}"
-    case(".orbax", ck.MalformedFile)(build)
 
 
 SOUND = leaf(array())

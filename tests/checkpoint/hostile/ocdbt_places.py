@@ -40,14 +40,12 @@ def outside(pairs: dict[bytes, bytes], path: bytes, offset: int, size: int) -> b
 def _framed(name: str, change: dict[int, bytes], error: type[ck.CheckpointError]) -> None:
     """Bytes of the frame of a node changed, before its checksum is taken."""
 
+    @case(".orbax", error, f"ocdbt_frame_{name}")
     def build(path: Path) -> None:
         raw = bytearray(frame(NODE, leaf(array()))[:-4])
         for at, data in change.items():
             raw[at : at + len(data)] = data
         database(path, [bytes(raw) + checksum(bytes(raw))], manifest(0, len(raw) + 4))
-
-    build.__name__ = f"ocdbt_frame_{name}"
-    case(".orbax", error)(build)
 
 
 _framed("of_a_manifest", {0: MANIFEST}, ck.MalformedFile)
@@ -73,12 +71,10 @@ def ocdbt_frame_of_nothing(path: Path) -> None:
 def _placed(
     name: str, file: bytes, offset: int, size: int, error: type[ck.CheckpointError]
 ) -> None:
+    @case(".orbax", error, f"ocdbt_root_{name}")
     def build(path: Path) -> None:
         node = frame(NODE, leaf(array()))
         database(path, [node], manifest(offset, size or len(node), path=file))
-
-    build.__name__ = f"ocdbt_root_{name}"
-    case(".orbax", error)(build)
 
 
 _placed("in_a_folder_outside", b"../../etc/passwd", 0, 0, ck.MalformedFile)
@@ -101,13 +97,11 @@ def _valued(
 ) -> None:
     """The chunk lies in a file that the node names."""
 
+    @case(".orbax", error, f"ocdbt_value_{name}")
     def build(path: Path) -> None:
         node = frame(NODE, outside(array(), file, offset, size))
         database(path, [node], manifest(0, len(node)))
         path.with_name("secret").write_bytes(W.tobytes())
-
-    build.__name__ = f"ocdbt_value_{name}"
-    case(".orbax", error)(build)
 
 
 _valued("in_a_folder_outside", b"../secret", 0, 24, ck.MalformedFile)
@@ -123,12 +117,10 @@ _valued("of_one_byte_less", b"d/0", 0, 23, ck.MalformedFile)
 
 
 def _stored(name: str, pairs: dict[bytes, bytes], error: type[ck.CheckpointError]) -> None:
+    @case(".orbax", error, f"ocdbt_stored_{name}")
     def build(path: Path) -> None:
         node = frame(NODE, leaf(dict(sorted((array() | pairs).items()))))
         database(path, [node], manifest(0, len(node)))
-
-    build.__name__ = f"ocdbt_stored_{name}"
-    case(".orbax", error)(build)
 
 
 _stored("chunk_is_short", {b"w/0.0": W.tobytes()[:-1]}, ck.MalformedFile)

@@ -3,11 +3,12 @@
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from jaxmha import checkpoint as ck
-from tests.checkpoint.hostile.cases import case
+from tests.checkpoint.hostile.cases import Bad, Big, Code, Gone, No, Out, case, raw_cases
 from tests.checkpoint.hostile.indexes import W
 
 
@@ -52,45 +53,35 @@ def sound_orbax_of_files(path: Path) -> None:
     orbax(path)
 
 
-def _orbax_case(name: str, error: type[ck.CheckpointError], **changes: Any) -> None:
-    def build(path: Path) -> None:
-        orbax(path, **changes)
-
-    build.__name__ = f"orbax_{name}"
-    case(".orbax", error)(build)
+def folder(**changes: Any) -> Callable[[Path], None]:
+    return lambda path: orbax(path, **changes)
 
 
-_orbax_case("shape_bomb", ck.BudgetExceeded, array={"shape": [2**40, 2**20], "chunks": [2, 3]})
-_orbax_case("chunk_bomb", ck.BudgetExceeded, array={"chunks": [2**40, 3]})
-_orbax_case("many_chunks", ck.IncompleteCheckpoint, array={"shape": [2000, 3], "chunks": [1, 1]})
-_orbax_case("negative_shape", ck.MalformedFile, array={"shape": [-2, 3]})
-_orbax_case("shape_of_floats", ck.MalformedFile, array={"shape": [2.0, 3.0]})
-_orbax_case("shape_of_truth", ck.MalformedFile, array={"shape": [True, 3]})
-_orbax_case("chunk_of_zero", ck.MalformedFile, array={"chunks": [0, 3]})
-_orbax_case("ranks_differ", ck.MalformedFile, array={"chunks": [6]})
-_orbax_case("other_shape", ck.MalformedFile, array={"shape": [3, 3], "chunks": [3, 3]})
-_orbax_case("objects", ck.UnsupportedDtype, array={"dtype": "|O"})
-_orbax_case("records", ck.UnsupportedDtype, array={"dtype": [["a", "<f4"]]})
-_orbax_case("text_dtype", ck.UnsupportedDtype, array={"dtype": "<U4"})
-_orbax_case("filter", ck.ForbiddenContent, array={"filters": [{"id": "pickle"}]})
-_orbax_case("codec", ck.ForbiddenContent, array={"compressor": {"id": "pickle"}})
-_orbax_case("text_leaf", ck.UnsupportedFormat, kind="string")
-_orbax_case(
-    "name_is_a_path",
-    ck.PathEscape,
-    tree={
-        "tree_metadata": {
-            "w": {
-                "key_metadata": [{"key": "..", "key_type": 2}, {"key": "w", "key_type": 2}],
-                "value_metadata": {"value_type": "np.ndarray"},
-            }
-        }
-    },
-)
-_orbax_case("tree_is_a_list", ck.MalformedFile, tree={"tree_metadata": []})
-_orbax_case("tree_of_text", ck.MalformedFile, tree={"tree_metadata": {"w": "w"}})
-_orbax_case("tree_without_array", ck.IncompleteCheckpoint, tree={"tree_metadata": {}})
-_orbax_case("other_zarr", ck.IncompleteCheckpoint, tree={"use_zarr3": True})
+raw_cases(
+    "orbax_", ".orbax",
+    ("shape_bomb", Big, folder(array={"shape": [2**40, 2**20], "chunks": [2, 3]})),
+    ("chunk_bomb", Big, folder(array={"chunks": [2**40, 3]})),
+    ("many_chunks", Gone, folder(array={"shape": [2000, 3], "chunks": [1, 1]})),
+    ("negative_shape", Bad, folder(array={"shape": [-2, 3]})),
+    ("shape_of_floats", Bad, folder(array={"shape": [2.0, 3.0]})),
+    ("shape_of_truth", Bad, folder(array={"shape": [True, 3]})),
+    ("chunk_of_zero", Bad, folder(array={"chunks": [0, 3]})),
+    ("ranks_differ", Bad, folder(array={"chunks": [6]})),
+    ("other_shape", Bad, folder(array={"shape": [3, 3], "chunks": [3, 3]})),
+    ("objects", ck.UnsupportedDtype, folder(array={"dtype": "|O"})),
+    ("records", ck.UnsupportedDtype, folder(array={"dtype": [["a", "<f4"]]})),
+    ("text_dtype", ck.UnsupportedDtype, folder(array={"dtype": "<U4"})),
+    ("filter", Code, folder(array={"filters": [{"id": "pickle"}]})),
+    ("codec", Code, folder(array={"compressor": {"id": "pickle"}})),
+    ("text_leaf", No, folder(kind="string")),
+    ("name_is_a_path", Out, folder(tree={"tree_metadata": {"w": {
+        "key_metadata": [{"key": "..", "key_type": 2}, {"key": "w", "key_type": 2}],
+        "value_metadata": {"value_type": "np.ndarray"}}}})),
+    ("tree_is_a_list", Bad, folder(tree={"tree_metadata": []})),
+    ("tree_of_text", Bad, folder(tree={"tree_metadata": {"w": "w"}})),
+    ("tree_without_array", Gone, folder(tree={"tree_metadata": {}})),
+    ("other_zarr", Gone, folder(tree={"use_zarr3": True})),
+)  # fmt: skip
 
 
 @case(".orbax", ck.MalformedFile)

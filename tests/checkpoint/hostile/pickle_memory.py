@@ -26,12 +26,10 @@ SHAPES: dict[str, tuple[bytes, int, bytes, bytes]] = {
 def _register(shape: str) -> None:
     item, steps, before, after = SHAPES[shape]
 
+    @case(".pt", ck.BudgetExceeded, f"pickle_many_{shape}")
     def build() -> bytes:
         many = before + item * (OPCODES // steps) + after
         return torch_file(state(text("w"), tensor(), text("x"), many))
-
-    build.__name__ = f"pickle_many_{shape}"
-    case(".pt", ck.BudgetExceeded)(build)
 
 
 for _shape in SHAPES:

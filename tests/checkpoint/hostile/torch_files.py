@@ -104,9 +104,10 @@ def tensor(
     shape: tuple[int, ...] = (2, 3),
     strides: tuple[int, ...] = (3, 1),
     after: bytes = b"",
+    hooks: bytes = ORDERED,
 ) -> bytes:
     body = (storage() if of is None else of) + number(offset) + numbers(*shape)
-    return V2 + b"(" + body + numbers(*strides) + b"\x89" + ORDERED + after + b"tR"
+    return V2 + b"(" + body + numbers(*strides) + b"\x89" + hooks + after + b"tR"
 
 
 def state(*items: bytes, after: bytes = b"") -> bytes:

@@ -38,12 +38,10 @@ def _long(n: int) -> bytes:
 
 
 def _keys(name: str, keys: list[int]) -> None:
+    @case(".pt", ck.ForbiddenContent, f"pickle_keys_{name}")
     def build() -> bytes:
         items = b"".join(_long(key) + b"N" for key in keys)
         return torch_file(state(text("w"), tensor(), text("x"), b"}(" + items + b"u"))
-
-    build.__name__ = f"pickle_keys_{name}"
-    case(".pt", ck.ForbiddenContent)(build)
 
 
 _keys("of_one_hash", [_ONE_HASH * k for k in range(1, 30_000)])
@@ -59,6 +57,7 @@ def pickle_keys_of_one_hash_singly() -> bytes:
 
 
 def _sparse(name: str, count: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
+    @case(".pt", ck.BudgetExceeded, f"torch_sparse_views_{name}")
     def build() -> bytes:
         elements = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
         of = storage(count=elements) + b"q\x00" + number(0)
@@ -67,9 +66,6 @@ def _sparse(name: str, count: int, shape: tuple[int, ...], strides: tuple[int, .
         end = b"\x89" + ORDERED + b"tR"
         rest = b"".join(text(f"v{i}") + more + end for i in range(count))
         return torch_file(state(first + end, rest), bytes(4 * elements))
-
-    build.__name__ = f"torch_sparse_views_{name}"
-    case(".pt", ck.BudgetExceeded)(build)
 
 
 _sparse("of_two_elements", 3000, (2,), (100_000,))
@@ -83,6 +79,7 @@ def _zeros(elements: int) -> bytes:
 
 
 def _overhang(name: str, count: int, version: int) -> None:
+    @case(".orbax", ck.BudgetExceeded, f"zarr{version}_overhanging_chunks_{name}")
     def build(path: Path) -> None:
         data = _zeros(_CHUNK)
         if version == 2:
@@ -97,9 +94,6 @@ def _overhang(name: str, count: int, version: int) -> None:
         grid = {"name": "regular", "configuration": {"chunk_shape": [1, _CHUNK]}}
         array = {"shape": [count, 3], "chunk_grid": grid, "codecs": codecs}
         zarr3(path, array, {f"c/{i}/0": data for i in range(count)})
-
-    build.__name__ = f"zarr{version}_overhanging_chunks_{name}"
-    case(".orbax", ck.BudgetExceeded)(build)
 
 
 _overhang("of_zeros", 100, 2)
@@ -142,15 +136,13 @@ def gguf_many_empty_lists() -> bytes:
 def _linked(suffix: str, name: str) -> None:
     """A folder whose only checkpoint is a link to a file of the user."""
 
+    @case(suffix, ck.PathEscape, f"folder_with_link_to_{name.replace('.', '_')}")
     def build(path: Path) -> None:
         path.mkdir()
         outside = path / "home"  # in the scratch folder; a link may lead anywhere
         outside.mkdir()
         ck.write(outside / name, {"w": W})
         (path / name).symlink_to(outside / name)
-
-    build.__name__ = f"folder_with_link_to_{name.replace('.', '_')}"
-    case(suffix, ck.PathEscape)(build)
 
 
 _linked("", "model.safetensors")

@@ -28,11 +28,9 @@ def lost_chunk(path: Path, stray: str) -> None:
 
 
 def _register(name: str, stray: str) -> None:
+    @case(".orbax", ck.IncompleteCheckpoint, f"zarr_lost_chunk_and_{name}")
     def build(path: Path) -> None:
         lost_chunk(path, stray)
-
-    build.__name__ = f"zarr_lost_chunk_and_{name}"
-    case(".orbax", ck.IncompleteCheckpoint)(build)
 
 
 for _name, _stray in {

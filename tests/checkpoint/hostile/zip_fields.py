@@ -4,22 +4,11 @@ import struct
 import zipfile
 import zlib
 from io import BytesIO
-from pathlib import Path
 
 from jaxmha import checkpoint as ck
 from tests.checkpoint.hostile.arrays import npy, npy_header
-from tests.checkpoint.hostile.cases import case
+from tests.checkpoint.hostile.cases import Bad, Big, Code, No, Out, Two, case, raw_cases
 from tests.checkpoint.hostile.torch_files import FLOATS, zip_file
-
-
-def raw_case(name: str, suffix: str, error: type[ck.CheckpointError], data: bytes) -> None:
-    """A file of given bytes."""
-
-    def build(path: Path) -> None:
-        path.write_bytes(data)
-
-    build.__name__ = name
-    case(suffix, error)(build)
 
 
 def changed(
@@ -35,10 +24,8 @@ def changed(
 
 ONE = zip_file([("w.npy", npy())])
 LOCAL, CENTRAL, END = b"PK\3\4", b"PK\1\2", b"PK\5\6"
-Bad, Two, No, Code = ck.MalformedFile, ck.AmbiguousFile, ck.UnsupportedFormat, ck.ForbiddenContent
-
-_error: type[ck.CheckpointError]
-for _name, _error, _data in (
+raw_cases(
+    "zip_", ".npz",
     ("end_counts_one_more", Bad, changed(ONE, END, 8, "<2H", 2, 2)),
     ("end_counts_none", Bad, changed(ONE, END, 8, "<2H", 0, 0)),
     ("end_counts_differ", Bad, changed(ONE, END, 8, "<2H", 1, 2)),
@@ -62,7 +49,7 @@ for _name, _error, _data in (
     ("entry_is_a_device", Code, zip_file([("w.npy", npy())], central={"attributes": 0o060644 << 16})),
     ("entry_is_a_fifo", Code, zip_file([("w.npy", npy())], central={"attributes": 0o010644 << 16})),
     ("entry_is_a_socket", Code, zip_file([("w.npy", npy())], central={"attributes": 0o140644 << 16})),
-    ("entry_is_a_folder", ck.PathEscape, zip_file([("w.npy", npy()), ("v/", b"")])),
+    ("entry_is_a_folder", Out, zip_file([("w.npy", npy()), ("v/", b"")])),
     ("local_flags_differ", Two, changed(ONE, LOCAL, 6, "<H", 0)),
     ("local_method_differs", Two, changed(ONE, LOCAL, 8, "<H", 8)),
     ("local_checksum_differs", Two, changed(ONE, LOCAL, 14, "<L", 1)),
@@ -70,20 +57,19 @@ for _name, _error, _data in (
     ("local_extra_runs_into_the_data", Bad, changed(ONE, LOCAL, 28, "<H", 8)),
     ("local_signature", No, changed(ONE, LOCAL, 1, "<H", 0)),
     ("descriptor_is_missing", Two, changed(changed(ONE, LOCAL, 6, "<H", 0x808), CENTRAL, 8, "<H", 0x808)),
-    ("name_is_a_dot", ck.PathEscape, zip_file([("./w.npy", npy())])),
-    ("name_has_an_empty_part", ck.PathEscape, zip_file([("a//w.npy", npy())])),
-    ("name_is_empty", ck.PathEscape, zip_file([("", npy())])),
-    ("name_of_4_kilobytes", ck.BudgetExceeded, zip_file([("w" * 4096 + ".npy", npy())])),
+    ("name_is_a_dot", Out, zip_file([("./w.npy", npy())])),
+    ("name_has_an_empty_part", Out, zip_file([("a//w.npy", npy())])),
+    ("name_is_empty", Out, zip_file([("", npy())])),
+    ("name_of_4_kilobytes", Big, zip_file([("w" * 4096 + ".npy", npy())])),
     ("name_has_a_newline", Bad, zip_file([("a\nb.npy", npy())])),
     ("name_has_an_escape_sequence", Bad, zip_file([("a\x1b[31m.npy", npy())])),
     ("name_of_no_suffix", No, zip_file([("w", npy())])),
     ("name_is_the_suffix", Bad, zip_file([(".npy", npy())])),
     ("of_no_member", No, zip_file([("w.txt", b"")])),
     ("member_of_no_byte", Bad, zip_file([("w.npy", b"")])),
-):  # fmt: skip
-    raw_case(f"zip_{_name}", ".npz", _error, _data)
-raw_case("zip_name_is_not_utf8", ".npz", Bad, ONE.replace(b"w.npy", b"\xff.npy"))
-raw_case("zip_of_an_end_alone", ".npz", Two, zip_file([("w.npy", npy())])[-22:])
+    ("name_is_not_utf8", Bad, ONE.replace(b"w.npy", b"\xff.npy")),
+    ("of_an_end_alone", Two, ONE[-22:]),
+)  # fmt: skip
 
 
 def deflated(stream: bytes, size: int) -> bytes:
@@ -98,26 +84,27 @@ def squeeze(data: bytes) -> bytes:
     return out.compress(data) + out.flush()
 
 
-for _name, _data in {
-    "is_of_zlib": deflated(zlib.compress(npy()), len(npy())),
-    "is_cut_short": deflated(squeeze(npy())[:-4], len(npy())),
-    "has_bytes_behind": deflated(squeeze(npy()) + b"abcd", len(npy())),
-    "is_two_streams": deflated(squeeze(npy()) * 2, 2 * len(npy())),
-    "is_shorter_than_declared": deflated(squeeze(npy()), len(npy()) + 1),
-    "has_a_reserved_block": deflated(b"\x07" + bytes(40), len(npy())),
-    "reaches_before_its_start": deflated(bytes.fromhex("4b040200") + b"\xff" * 40, len(npy())),
-    "is_empty_blocks_without_end": deflated(b"\0\0\0\xff\xff" * 200_000, len(npy())),
-}.items():
-    raw_case(f"zip_deflate_{_name}", ".npz", ck.MalformedFile, _data)
+raw_cases(
+    "zip_deflate_", ".npz",
+    ("is_of_zlib", Bad, deflated(zlib.compress(npy()), len(npy()))),
+    ("is_cut_short", Bad, deflated(squeeze(npy())[:-4], len(npy()))),
+    ("has_bytes_behind", Bad, deflated(squeeze(npy()) + b"abcd", len(npy()))),
+    ("is_two_streams", Bad, deflated(squeeze(npy()) * 2, 2 * len(npy()))),
+    ("is_shorter_than_declared", Bad, deflated(squeeze(npy()), len(npy()) + 1)),
+    ("has_a_reserved_block", Bad, deflated(b"\x07" + bytes(40), len(npy()))),
+    ("reaches_before_its_start", Bad,
+     deflated(bytes.fromhex("4b040200") + b"\xff" * 40, len(npy()))),
+    ("is_empty_blocks_without_end", Bad, deflated(b"\0\0\0\xff\xff" * 200_000, len(npy()))),
+)  # fmt: skip
 
 
-@case(".npz", ck.MalformedFile)
+@case(".npz", Bad)
 def zip_deflate_that_grows_beyond_its_size() -> bytes:
     """A thousandfold: the member says 128 bytes and inflates to 64 MiB."""
     return deflated(squeeze(npy() + bytes(64 << 20)), len(npy()))
 
 
-@case(".npz", ck.BudgetExceeded)
+@case(".npz", Big)
 def zip_two_hundred_bombs() -> bytes:
     """Members of 16 MiB each, together beyond what the tensors of a file may take."""
     head = npy_header("{'descr': '<f4', 'fortran_order': False, 'shape': (4194304,), }")
@@ -134,7 +121,7 @@ def zip_two_hundred_bombs() -> bytes:
     return bytes(raw)
 
 
-@case(".npz", ck.BudgetExceeded)
+@case(".npz", Big)
 def zip_directory_larger_than_its_file_may_build() -> bytes:
     """90,000 members of no byte: their names alone."""
     out = BytesIO()
@@ -144,7 +131,7 @@ def zip_directory_larger_than_its_file_may_build() -> bytes:
     return out.getvalue()
 
 
-@case(".npz", ck.AmbiguousFile)
+@case(".npz", Two)
 def zip_unicode_path_names_another() -> bytes:
     """An extra field that some readers take for the name."""
     field = struct.pack("<HHBL", 0x7075, 5 + 5, 1, zlib.crc32(b"w.npy")) + b"v.npy"
@@ -163,7 +150,8 @@ def npy_of(header: str, data: bytes = FLOATS, version: int = 1) -> bytes:
 
 
 HEAD = "{'descr': '<f4', 'fortran_order': False, 'shape': (2, 3), }"
-for _name, _error, _data in (
+raw_cases(
+    "npy_", ".npz",
     ("fortran_is_one", Bad, npy_of(HEAD.replace("False", "1"))),
     ("fortran_is_text", Bad, npy_of(HEAD.replace("False", "'False'"))),
     ("fortran_is_missing", Bad, npy_of(HEAD.replace("'fortran_order': False, ", ""))),
@@ -176,10 +164,10 @@ for _name, _error, _data in (
     ("shape_of_hexadecimals", Bad, npy_of(HEAD.replace("(2, 3)", "(0x2, 3)"))),
     ("shape_of_arabic_digits", Bad, npy_of(HEAD.replace("(2, 3)", "(\u0662, 3)"), version=3)),
     ("shape_in_a_comment", Bad, npy_of(HEAD.replace("(2, 3)", "(2, #3)\n3)"))),
-    ("shape_of_64_axes", ck.BudgetExceeded, npy_of(HEAD.replace("(2, 3)", "(" + "1, " * 63 + "6)"))),
-    ("shape_overflows", ck.BudgetExceeded, npy_of(HEAD.replace("(2, 3)", f"({2**63}, {2**63}, 4)"))),
-    ("shape_wraps_to_24_bytes", ck.BudgetExceeded, npy_of(HEAD.replace("(2, 3)", f"({2**62 + 6},)"))),
-    ("shape_of_zeros_and_huge", ck.BudgetExceeded, npy_of(HEAD.replace("(2, 3)", f"(0, {2**62})"), b"")),
+    ("shape_of_64_axes", Big, npy_of(HEAD.replace("(2, 3)", "(" + "1, " * 63 + "6)"))),
+    ("shape_overflows", Big, npy_of(HEAD.replace("(2, 3)", f"({2**63}, {2**63}, 4)"))),
+    ("shape_wraps_to_24_bytes", Big, npy_of(HEAD.replace("(2, 3)", f"({2**62 + 6},)"))),
+    ("shape_of_zeros_and_huge", Big, npy_of(HEAD.replace("(2, 3)", f"(0, {2**62})"), b"")),
     ("keys_in_bytes", Bad, npy_of(HEAD.replace("'descr'", "b'descr'"))),
     ("key_is_a_number", Bad, npy_of(HEAD.replace("'descr'", "0"))),
     ("descr_is_a_tuple", Bad, npy_of(HEAD.replace("'<f4'", "('<f4', (2,))"))),
@@ -201,11 +189,10 @@ for _name, _error, _data in (
     ("longer_than_its_member", Bad, zip_file([("w.npy", npy()[:8] + b"\xff\x20" + npy()[10:])])),
     ("of_4_gibibytes", Bad, zip_file([("w.npy", b"\x93NUMPY\2\0" + b"\xff" * 4 + npy()[10:])])),
     ("is_not_utf8", Bad, zip_file([("w.npy", b"\x93NUMPY\3\0" + struct.pack("<L", 4) + b"\xff{}\n")])),
-):  # fmt: skip
-    raw_case(f"npy_{_name}", ".npz", _error, _data)
+)  # fmt: skip
 
 
-@case(".npz", ck.AmbiguousFile)
+@case(".npz", Two)
 def npz_names_differ_in_the_suffix() -> bytes:
     """numpy.load finds `w` and `w.npy` under one name."""
     return zip_file([("w.npy", npy()), ("w.npy.npy", npy()), ("w.npy", npy())])
