@@ -6,6 +6,7 @@ Sizes are different primes, so that no two axes can be confused.
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
 import ml_dtypes
 import numpy as np
 from numpy.typing import DTypeLike
@@ -88,6 +89,12 @@ class Case:
         }
 
 
+def shaped(*shape: int, dtype: DTypeLike = ml_dtypes.bfloat16) -> Any:
+    """An array of which only shape and dtype are known."""
+    make: Any = jax.ShapeDtypeStruct
+    return make(shape, dtype)
+
+
 def arrays(case: Case, dtype: DTypeLike = np.float32, seed: int = 0) -> dict[str, Any]:
     """The array arguments of a case, by name, drawn from the seed and rounded to `dtype`."""
     rng = np.random.default_rng([seed, *case.name.encode()])
@@ -167,19 +174,10 @@ CASES: tuple[Case, ...] = (
     Case("empty_zero", mask="B1TS", empty_rows=True),
     Case("empty_nan", mask="BNTS", empty_rows=True, fully_masked="nan"),
     Case("empty_mean", mask="BNTS", empty_rows=True, fully_masked="mean"),
-    Case(
-        "empty_nan_lengths",
-        query_seq_lengths=(3, 5),
-        mask="TS",
-        empty_rows=True,
-        fully_masked="nan",
-    ),
-    Case(
-        "empty_mean_lengths",
-        query_seq_lengths=(3, 5),
-        key_value_seq_lengths=(0, 5),
-        fully_masked="mean",
-    ),
+    Case("empty_nan_lengths", query_seq_lengths=(3, 5), mask="TS", empty_rows=True,
+        fully_masked="nan"),
+    Case("empty_mean_lengths", query_seq_lengths=(3, 5), key_value_seq_lengths=(0, 5),
+        fully_masked="mean"),
     Case("no_keys_left", key_value_seq_lengths=(0, 3), bias="BNTS"),
     Case("dropout", dropout_rate=0.3, mask="BNTS"),
     Case("dropout_shared", dropout_rate=0.6, dropout_broadcast=("B", "N")),
@@ -189,18 +187,10 @@ CASES: tuple[Case, ...] = (
     Case("one_key", S=1, bias="BNTS"),
     Case("sinks", sinks=True, is_causal=True),
     Case("sinks_empty_nan", sinks=True, mask="BNTS", empty_rows=True, fully_masked="nan"),
-    Case(
-        "sinks_everything",
-        sinks=True,
-        bias="BNTS",
-        mask="1NTS",
-        key_value_seq_lengths=(0, 5),
-        fully_masked="mean",
-        logits_soft_cap=1.3,
-        dropout_rate=0.3,
-    ),
+    Case("sinks_everything", sinks=True, bias="BNTS", mask="1NTS", key_value_seq_lengths=(0, 5),
+        fully_masked="mean", logits_soft_cap=1.3, dropout_rate=0.3),
     EVERYTHING,
-)
+)  # fmt: skip
 BY_NAME = {case.name: case for case in CASES}
 
 # Small enough to differentiate the loops entry by entry.

@@ -112,7 +112,7 @@ FIELDS: tuple[tuple[dict[str, Callable[[Any], Any]], tuple[Any, ...]], ...] = (
     (OPTIONAL, WRONG),
     (KEYS, (*WRONG, 3, np.ones((2, 2), np.uint32), np.ones(2, np.int32), 2**70)),
     ({"key": lambda x: init(key=x)}, (*WRONG, None, 3, np.ones(2, np.int32))),
-    (FLAGS, (0, 1, 1.0, "yes", None, np.ones(1), [True])),
+    (FLAGS, (0, 1, 1.0, "yes", None, np.ones(1), np.asarray(True), [True])),
     (LAYERS, (None, {}, PARAMS.query, tuple(PARAMS), "1", object())),
     (ARRAYS, (None, 1.0, "1", [1.0], {})),
     (CACHES, (None, PARAMS, X, {}, "1", object())),

@@ -21,7 +21,7 @@ from jaxmha.implementations.tiled import (
 )
 from jaxmha.implementations.tiled.tiling import Tiling
 from tests import cases, conformance, reference, tolerance
-from tests.cases import CASES, POISONED, SMALL, Case
+from tests.cases import CASES, POISONED, SMALL, Case, shaped
 
 BY_NAME = {case.name: case for case in CASES}
 # One row and one key of one head; three keys; and two of four heads with four keys of `several`. T
@@ -31,11 +31,6 @@ TINY = (
     conformance.TWO_ROWS,
     {"target": 2 * 4 * 2 * 2 * 4, "least_rows": 1, "side": 4},
 )
-
-
-def shape_of(shape: tuple[int, ...], dtype: str) -> Any:
-    make: Any = jax.ShapeDtypeStruct
-    return make(shape, dtype)
 
 
 @pytest.fixture(
@@ -141,7 +136,7 @@ def test_traced_offsets(batch: int) -> None:
 
 @pytest.mark.parametrize("gradient", [False, True])
 def test_scores_are_never_materialised(*, gradient: bool) -> None:
-    x = shape_of((1, 4096, 4, 16), "float32")
+    x = shaped(1, 4096, 4, 16, dtype="float32")
 
     def of(q: Any, k: Any, v: Any) -> Any:
         return jaxmha.dot_product_attention(q, k, v, is_causal=True, implementation="blocked").sum()
@@ -181,7 +176,7 @@ def test_forward_over_reverse_is_that_of_the_reference(tiny: str) -> None:
 
 
 def test_explain() -> None:
-    x = shape_of((1, 5, 2, 3), "float32")
+    x = shaped(1, 5, 2, 3, dtype="float32")
     both = ("blocked", "reference")
     found = jaxmha.explain(x, x, x, return_weights=True, implementation=both, platform="cpu")
     assert found.chosen == "reference"
@@ -190,7 +185,7 @@ def test_explain() -> None:
     assert jaxmha.explain(x, x, x, implementation=both).chosen == "blocked"
     none = jaxmha.explain(x, x, x, softmax_dtype="bfloat16", implementation="blocked")
     assert none.chosen is None
-    lengths = shape_of((1,), "int32")
+    lengths = shaped(1, dtype="int32")
     assert jaxmha.explain(x, x, x, key_value_seq_lengths=lengths).reasons
     with pytest.raises(ValueError, match=r"implementation must be among .*, got 'unknown'(\n|$)"):
         jaxmha.explain(x, x, x, implementation="unknown")

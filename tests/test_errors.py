@@ -53,225 +53,94 @@ def refused(
 
 
 ATTENTION: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
-    "query without heads": (
-        {"query": zeros(2, 11)},
-        ValueError,
-        ["query", "T, N, H", "(2, 11)"],
-    ),
-    "query of five axes": (
-        {"query": zeros(1, 2, 5, 6, 11)},
-        ValueError,
-        ["query", "B, T, N, H", "(1, 2, 5, 6, 11)"],
-    ),
-    "key of another head dim": (
-        {"key": zeros(2, 7, 3, 5)},
-        ValueError,
-        ["key", "B, S, K, H", "H=11", "(2, 7, 3, 5)"],
-    ),
-    "key of another batch": (
-        {"key": zeros(3, 7, 3, 11)},
-        ValueError,
-        ["key", "B, S, K, H", "B=2", "(3, 7, 3, 11)"],
-    ),
-    "key without batch": (
-        {"key": zeros(7, 3, 11)},
-        ValueError,
-        ["key", "B, S, K, H", "(7, 3, 11)"],
-    ),
-    "value of another length": (
-        {"value": zeros(2, 5, 3, 13)},
-        ValueError,
-        ["value", "B, S, K, h", "S=7", "(2, 5, 3, 13)"],
-    ),
-    "value of other heads": (
-        {"value": zeros(2, 7, 6, 13)},
-        ValueError,
-        ["value", "B, S, K, h", "K=3", "(2, 7, 6, 13)"],
-    ),
-    "heads that do not divide": (
-        {"key": zeros(2, 7, 4, 11), "value": zeros(2, 7, 4, 13)},
-        ValueError,
-        ["N=6", "K=4", "multiple", "(2, 5, 6, 11)", "(2, 7, 4, 11)"],
-    ),
-    "no heads": (
-        {"key": zeros(2, 7, 0, 11), "value": zeros(2, 7, 0, 13)},
-        ValueError,
-        ["K=0", "multiple"],
-    ),
+    "query without heads": ({"query": zeros(2, 11)}, ValueError, ["query", "T, N, H", "(2, 11)"]),
+    "query of five axes": ({"query": zeros(1, 2, 5, 6, 11)}, ValueError,
+        ["query", "B, T, N, H", "(1, 2, 5, 6, 11)"]),
+    "key of another head dim": ({"key": zeros(2, 7, 3, 5)}, ValueError,
+        ["key", "B, S, K, H", "H=11", "(2, 7, 3, 5)"]),
+    "key of another batch": ({"key": zeros(3, 7, 3, 11)}, ValueError,
+        ["key", "B, S, K, H", "B=2", "(3, 7, 3, 11)"]),
+    "key without batch": ({"key": zeros(7, 3, 11)}, ValueError,
+        ["key", "B, S, K, H", "(7, 3, 11)"]),
+    "value of another length": ({"value": zeros(2, 5, 3, 13)}, ValueError,
+        ["value", "B, S, K, h", "S=7", "(2, 5, 3, 13)"]),
+    "value of other heads": ({"value": zeros(2, 7, 6, 13)}, ValueError,
+        ["value", "B, S, K, h", "K=3", "(2, 7, 6, 13)"]),
+    "heads that do not divide": ({"key": zeros(2, 7, 4, 11), "value": zeros(2, 7, 4, 13)},
+        ValueError, ["N=6", "K=4", "multiple", "(2, 5, 6, 11)", "(2, 7, 4, 11)"]),
+    "no heads": ({"key": zeros(2, 7, 0, 11), "value": zeros(2, 7, 0, 13)}, ValueError,
+        ["K=0", "multiple"]),
     "integer query": ({"query": zeros(2, 5, 6, 11, dtype=np.int32)}, TypeError, ["query", "int32"]),
     "Boolean value": ({"value": zeros(2, 7, 3, 13, dtype=bool)}, TypeError, ["value", "bool"]),
-    "complex key": (
-        {"key": zeros(2, 7, 3, 11, dtype=np.complex64)},
-        TypeError,
-        ["key", "complex64"],
-    ),
-    "float64 without x64": (
-        {"value": zeros(2, 7, 3, 13, dtype=np.float64)},
-        TypeError,
-        ["value", "float64"],
-    ),
-    "float64 bias without x64": (
-        {"bias": zeros(5, 7, dtype=np.float64)},
-        TypeError,
-        ["bias", "float64"],
-    ),
+    "complex key": ({"key": zeros(2, 7, 3, 11, dtype=np.complex64)}, TypeError,
+        ["key", "complex64"]),
+    "float64 without x64": ({"value": zeros(2, 7, 3, 13, dtype=np.float64)}, TypeError,
+        ["value", "float64"]),
+    "float64 bias without x64": ({"bias": zeros(5, 7, dtype=np.float64)}, TypeError,
+        ["bias", "float64"]),
     "float mask": ({"mask": zeros(5, 7)}, TypeError, ["mask", "Boolean", "float32", "bias="]),
     "integer mask": ({"mask": zeros(5, 7, dtype=np.int32)}, TypeError, ["mask", "int32", "!= 0"]),
-    "transposed mask": (
-        {"mask": zeros(7, 5, dtype=bool)},
-        ValueError,
-        ["mask", "T", "S", "T=5", "S=7", "(7, 5)"],
-    ),
-    "mask of batch and length": (
-        {"mask": zeros(2, 7, dtype=bool)},
-        ValueError,
-        ["mask", "T=5", "S=7", "(2, 7)", "mask); True = attend"],
-    ),
-    "mask of five axes": (
-        {"mask": zeros(3, 2, 6, 5, 7, dtype=bool)},
-        ValueError,
-        ["mask", "(3, 2, 6, 5, 7)"],
-    ),
-    "mask of kv heads": (
-        {"mask": zeros(2, 3, 5, 7, dtype=bool)},
-        ValueError,
-        ["mask", "N=6", "(2, 3, 5, 7)"],
-    ),
-    "bias of another length": (
-        {"bias": zeros(2, 6, 5, 5)},
-        ValueError,
-        ["bias", "S=7", "(2, 6, 5, 5)"],
-    ),
+    "transposed mask": ({"mask": zeros(7, 5, dtype=bool)}, ValueError,
+        ["mask", "T", "S", "T=5", "S=7", "(7, 5)"]),
+    "mask of batch and length": ({"mask": zeros(2, 7, dtype=bool)}, ValueError,
+        ["mask", "T=5", "S=7", "(2, 7)", "mask); True = attend"]),
+    "mask of five axes": ({"mask": zeros(3, 2, 6, 5, 7, dtype=bool)}, ValueError,
+        ["mask", "(3, 2, 6, 5, 7)"]),
+    "mask of kv heads": ({"mask": zeros(2, 3, 5, 7, dtype=bool)}, ValueError,
+        ["mask", "N=6", "(2, 3, 5, 7)"]),
+    "bias of another length": ({"bias": zeros(2, 6, 5, 5)}, ValueError,
+        ["bias", "S=7", "(2, 6, 5, 5)"]),
     "Boolean bias": ({"bias": zeros(5, 7, dtype=bool)}, TypeError, ["bias", "bool"]),
     "integer bias": ({"bias": zeros(5, 7, dtype=np.int32)}, TypeError, ["bias", "int32"]),
-    "query lengths of another batch": (
-        {"query_seq_lengths": zeros(3, dtype=np.int32)},
-        ValueError,
-        ["query_seq_lengths", "B", "(3,)"],
-    ),
-    "key lengths per pair": (
-        {"key_value_seq_lengths": zeros(2, 5, dtype=np.int32)},
-        ValueError,
-        ["key_value_seq_lengths", "B", "(2, 5)"],
-    ),
-    "float lengths": (
-        {"key_value_seq_lengths": zeros(2)},
-        TypeError,
-        ["key_value_seq_lengths", "integer", "float32"],
-    ),
-    "Boolean lengths": (
-        {"query_seq_lengths": zeros(2, dtype=bool)},
-        TypeError,
-        ["query_seq_lengths", "integer", "bool"],
-    ),
-    "one array of segments for two lengths": (
-        {"segment_ids": zeros(2, 5, dtype=np.int32)},
-        ValueError,
-        ["segment_ids", "S=7", "(2, 5)"],
-    ),
-    "segments of another batch": (
-        {"segment_ids": (zeros(3, 5, dtype=np.int32), zeros(3, 7, dtype=np.int32))},
-        ValueError,
-        ["segment_ids", "T=5", "(3, 5)"],
-    ),
-    "float segments": (
-        {"segment_ids": (zeros(2, 5), zeros(2, 7))},
-        TypeError,
-        ["segment_ids", "integer", "float32"],
-    ),
-    "padding of another length": (
-        {"mask": Mask.padding(key_value=zeros(2, 5, dtype=bool))},
-        ValueError,
-        ["key_value_padding", "S=7", "(2, 5)"],
-    ),
-    "offsets of another batch": (
-        {"mask": Mask.causal(zeros(3, dtype=np.int32))},
-        ValueError,
-        ["causal_offset", "B", "(3,)"],
-    ),
+    "query lengths of another batch": ({"query_seq_lengths": zeros(3, dtype=np.int32)}, ValueError,
+        ["query_seq_lengths", "B", "(3,)"]),
+    "key lengths per pair": ({"key_value_seq_lengths": zeros(2, 5, dtype=np.int32)}, ValueError,
+        ["key_value_seq_lengths", "B", "(2, 5)"]),
+    "float lengths": ({"key_value_seq_lengths": zeros(2)}, TypeError,
+        ["key_value_seq_lengths", "integer", "float32"]),
+    "Boolean lengths": ({"query_seq_lengths": zeros(2, dtype=bool)}, TypeError,
+        ["query_seq_lengths", "integer", "bool"]),
+    "one array of segments for two lengths": ({"segment_ids": zeros(2, 5, dtype=np.int32)},
+        ValueError, ["segment_ids", "S=7", "(2, 5)"]),
+    "segments of another batch": ({"segment_ids": (zeros(3, 5, dtype=np.int32),
+        zeros(3, 7, dtype=np.int32))}, ValueError, ["segment_ids", "T=5", "(3, 5)"]),
+    "float segments": ({"segment_ids": (zeros(2, 5), zeros(2, 7))}, TypeError,
+        ["segment_ids", "integer", "float32"]),
+    "padding of another length": ({"mask": Mask.padding(key_value=zeros(2, 5, dtype=bool))},
+        ValueError, ["key_value_padding", "S=7", "(2, 5)"]),
+    "offsets of another batch": ({"mask": Mask.causal(zeros(3, dtype=np.int32))}, ValueError,
+        ["causal_offset", "B", "(3,)"]),
     "window of a bool": ({"local_window_size": True}, TypeError, ["window", "integers", "True"]),
-    "a window of a float array": (
-        {"local_window_size": np.array(1.0)},
-        TypeError,
-        ["window", "integers", "1.0"],
-    ),
-    "a window of a bool of JAX": (
-        {"local_window_size": jnp.array(True)},
-        TypeError,
-        ["window", "integers", "True"],
-    ),
-    "a window of three of JAX": (
-        {"local_window_size": jnp.ones(3, int)},
-        ValueError,
-        ["local_window_size", "left, right"],
-    ),
-    "a window of columns": (
-        {"local_window_size": np.ones((2, 1), int)},
-        ValueError,
-        ["local_window_size"],
-    ),
+    "a window of a float array": ({"local_window_size": np.array(1.0)}, TypeError,
+        ["window", "integers", "1.0"]),
+    "a window of a bool of JAX": ({"local_window_size": jnp.array(True)}, TypeError,
+        ["window", "integers", "True"]),
+    "a window of three of JAX": ({"local_window_size": jnp.ones(3, int)}, ValueError,
+        ["local_window_size", "left, right"]),
+    "a window of columns": ({"local_window_size": np.ones((2, 1), int)}, ValueError,
+        ["local_window_size"]),
     "half a window": ({"local_window_size": (1.5, 2)}, TypeError, ["window", "integers", "1.5"]),
-    "no head size": (
-        {"query": zeros(2, 5, 6, 0), "key": zeros(2, 7, 3, 0)},
-        ValueError,
-        ["H", "at least 1", "(2, 5, 6, 0)"],
-    ),
-    "query as a list": ({"query": [[[1.0]]]}, TypeError, ["query", "array", "list"]),
+    "no head size": ({"query": zeros(2, 5, 6, 0), "key": zeros(2, 7, 3, 0)}, ValueError,
+        ["H", "at least 1", "(2, 5, 6, 0)"]),
     "bias as a number": ({"bias": 1.0}, TypeError, ["bias", "array", "float"]),
     "mask as a list": ({"mask": [[True] * 7] * 5}, TypeError, ["mask", "array", "list"]),
-    "lengths as a list": (
-        {"key_value_seq_lengths": [1, 2]},
-        TypeError,
-        ["key_value_seq_lengths", "array", "list"],
-    ),
     "scale as text": ({"scale": "1"}, TypeError, ["scale", "number", "str"]),
     "scale of several numbers": ({"scale": jnp.ones(2)}, ValueError, ["scale", "one", "(2,)"]),
     "scale per head": ({"scale": zeros(6, 1)}, ValueError, ["scale", "one number", "(6, 1)"]),
     "complex scale": ({"scale": jnp.ones((), "complex64")}, TypeError, ["scale", "complex64"]),
     "Boolean scale": ({"scale": zeros(dtype=bool)}, TypeError, ["scale", "real", "bool"]),
     "scale that is not a number": ({"scale": float("nan")}, ValueError, ["scale", "finite", "nan"]),
-    "infinite soft cap": (
-        {"logits_soft_cap": float("inf")},
-        ValueError,
-        ["logits_soft_cap", "finite", "inf"],
-    ),
+    "infinite soft cap": ({"logits_soft_cap": float("inf")}, ValueError,
+        ["logits_soft_cap", "finite", "inf"]),
     "dropout as text": ({"dropout_rate": "0.1"}, TypeError, ["dropout_rate", "number", "str"]),
     "no dropout rate": ({"dropout_rate": None}, TypeError, ["dropout_rate", "number", "None"]),
     "negative window": ({"local_window_size": (-1, 2)}, ValueError, ["window", "-1"]),
-    "is_causal number": ({"is_causal": 1}, TypeError, ["is_causal", "bool", "int"]),
-    "is_causal array": ({"is_causal": np.asarray(True)}, TypeError, ["is_causal", "bool"]),
-    "unknown implementation": (
-        {"implementation": "fast"},
-        ValueError,
-        ["implementation", "reference", "'fast'"],
-    ),
-    "unknown among implementations": (
-        {"implementation": ("reference", "fast")},
-        ValueError,
-        ["implementation", "'fast'"],
-    ),
-    "unknown policy": (
-        {"fully_masked": "uniform"},
-        ValueError,
-        ["fully_masked", "zero", "nan", "mean", "'uniform'"],
-    ),
-    "unknown weights": (
-        {"return_weights": "averaged"},
-        ValueError,
-        ["return_weights", "before_dropout", "after_dropout", "'averaged'"],
-    ),
-    "weights by number": ({"return_weights": 2}, ValueError, ["return_weights"]),
     "dropout of everything": ({"dropout_rate": 1.0}, ValueError, ["dropout_rate", "1.0"]),
     "negative dropout": ({"dropout_rate": -0.1}, ValueError, ["dropout_rate", "-0.1"]),
     "NaN dropout": ({"dropout_rate": float("nan")}, ValueError, ["dropout_rate", "nan"]),
-    "dropout over another axis": (
-        {"dropout_broadcast": ("H",)},
-        ValueError,
-        ["dropout_broadcast", "B", "N", "T", "S", "H"],
-    ),
     "soft cap of zero": ({"logits_soft_cap": 0.0}, ValueError, ["logits_soft_cap", "0.0"]),
     "integer softmax": ({"softmax_dtype": np.int32}, ValueError, ["softmax_dtype", "int32"]),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("what", ATTENTION)
@@ -299,7 +168,9 @@ def test_semantics(field: str, value: Any) -> None:
         Semantics(**{field: value})
 
 
-@pytest.mark.parametrize("value", ["frob", 3, ["frob"], np.array([1, 2])], ids=repr)
+@pytest.mark.parametrize(
+    "value", ["frob", 3, ["frob"], ("reference", "frob"), np.array([1, 2])], ids=repr
+)
 @pytest.mark.usefixtures("no_shape_hook")
 def test_wrong_options_list_the_choices(value: Any) -> None:
     """For every kind of argument."""
@@ -307,13 +178,14 @@ def test_wrong_options_list_the_choices(value: Any) -> None:
     choices = {
         "fully_masked": r"\('zero', 'nan', 'mean'\)",
         "implementation": r"\['reference', 'blocked'",
-        "return_weights": "",
+        "return_weights": "(a bool|False, True, 'before_dropout', 'after_dropout')",
         "dropout_broadcast": "B, N, T, S",
         "precision": "'default', 'high', 'highest'",
     }
     for name, listed in choices.items():
         given: Any = {name: value}
-        with pytest.raises(ValueError, match=rf"{name} must be .*{listed}"):
+        text = rf"{name} must be .*{listed}.*, got .*('frob'|'reference'|3|int64)"
+        with pytest.raises(ValueError, match=text):
             jaxmha.dot_product_attention(x, x, x, **given)
     layer: Any = {"key": jax.random.key(0), "num_heads": 2, "features": 6}
     with pytest.raises(ValueError, match=r"scheme must be one of \('torch', 'keras', 'flax'\)"):

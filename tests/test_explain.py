@@ -11,6 +11,7 @@ import jaxmha
 from jaxmha import Mask, implementations
 from jaxmha.implementations import UnsupportedError, platforms
 from tests import conformance
+from tests.cases import shaped
 
 PADDED = Mask.padding(key_value=np.ones((2, 1024), bool))
 
@@ -18,12 +19,7 @@ PADDED = Mask.padding(key_value=np.ones((2, 1024), bool))
 WINDOW = Mask.window(3, None)
 
 
-def struct(*shape: int, dtype: Any = jnp.bfloat16) -> Any:
-    make: Any = jax.ShapeDtypeStruct
-    return make(shape, dtype)
-
-
-HALF = struct(2, 1024, 8, 128)
+HALF = shaped(2, 1024, 8, 128)
 
 
 def chosen(*, platform: str = "h200", like: Any = HALF, **options: Any) -> str | None:
@@ -39,7 +35,7 @@ def reason(name: str, *, platform: str = "h200", like: Any = HALF, **options: An
 @pytest.mark.parametrize("device", ["h200", "H100", "gpu", "cuda", "a100", "b200"])
 def test_gpus_run_cudnn_in_half_precision(device: str) -> None:
     assert chosen(platform=device) == "cudnn"
-    assert chosen(platform=device, like=struct(2, 1024, 8, 128, dtype=jnp.float32)) == "blocked"
+    assert chosen(platform=device, like=shaped(2, 1024, 8, 128, dtype=jnp.float32)) == "blocked"
 
 
 @pytest.mark.parametrize("device", ["rocm", "t4"])
@@ -57,15 +53,15 @@ def test_cpus_run_the_native_kernels_where_they_are_built() -> None:
     "options",
     [
         {"is_causal": True},
-        {"key_value_seq_lengths": struct(2, dtype=jnp.int32)},
+        {"key_value_seq_lengths": shaped(2, dtype=jnp.int32)},
         {"mask": PADDED},
         {"mask": PADDED, "is_causal": True},
         {"mask": PADDED, "is_causal": True, "scale": 1e-9},
-        {"mask": PADDED, "is_causal": True, "like": struct(2, 1024, 8, 256)},
-        {"mask": struct(2, 1, 1, 1024, dtype=jnp.bool_)},
+        {"mask": PADDED, "is_causal": True, "like": shaped(2, 1024, 8, 256)},
+        {"mask": shaped(2, 1, 1, 1024, dtype=jnp.bool_)},
         {"mask": Mask.causal(7)},
         {"local_window_size": (128, 0)},
-        {"bias": struct(1, 8, 1024, 1024)},
+        {"bias": shaped(1, 8, 1024, 1024)},
         {"fully_masked": "mean"},
         {"return_lse": True},
     ],
@@ -78,26 +74,26 @@ def test_cudnn_takes(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"like": struct(2, 64, 8, 128, dtype=jnp.float32)}, "got float32"),
-        ({"like": struct(2, 64, 8, 264)}, "at most 256"),
-        ({"like": struct(2, 64, 8, 136), "platform": "a100"}, "at most 128"),
-        ({"like": struct(2, 64, 8, 264), "platform": "b200"}, "at most 256"),
+        ({"like": shaped(2, 64, 8, 128, dtype=jnp.float32)}, "got float32"),
+        ({"like": shaped(2, 64, 8, 264)}, "at most 256"),
+        ({"like": shaped(2, 64, 8, 136), "platform": "a100"}, "at most 128"),
+        ({"like": shaped(2, 64, 8, 264), "platform": "b200"}, "at most 256"),
         ({"platform": "t4"}, "capability 8.0 or higher, got t4"),
         ({"platform": "tpu"}, "got tpu"),
         ({"logits_soft_cap": 3.0}, "soft cap"),
         ({"return_weights": True}, "never materialised"),
-        ({"dropout_rate": 0.1, "dropout_key": struct(2, dtype=jnp.uint32)}, "dropout"),
-        ({"segment_ids": struct(2, 1024, dtype=jnp.int32)}, "offsets"),
+        ({"dropout_rate": 0.1, "dropout_key": shaped(2, dtype=jnp.uint32)}, "dropout"),
+        ({"segment_ids": shaped(2, 1024, dtype=jnp.int32)}, "offsets"),
         ({"mask": Mask.causal(np.asarray([1, 2]))}, "Python integer"),
         ({"mask": WINDOW}, "right side"),
-        ({"bias": struct(1, 8, 1024, 1024), "return_lse": True}, "to a bias"),
+        ({"bias": shaped(1, 8, 1024, 1024), "return_lse": True}, "to a bias"),
         (
-            {"like": struct(2, 64, 8, 64, dtype=jnp.float16), "bias": struct(1, 8, 64, 64)},
+            {"like": shaped(2, 64, 8, 64, dtype=jnp.float16), "bias": shaped(1, 8, 64, 64)},
             "far below",
         ),
         (
             {
-                "like": struct(2, 1024, 8, 64, dtype=jnp.float16),
+                "like": shaped(2, 1024, 8, 64, dtype=jnp.float16),
                 "mask": PADDED,
                 "is_causal": True,
                 "scale": 1e-9,
@@ -105,7 +101,7 @@ def test_cudnn_takes(options: dict[str, Any]) -> None:
             "far below",
         ),
         ({"softmax_dtype": jnp.bfloat16}, "softmax_dtype"),
-        ({"like": struct(2, 0, 8, 64)}, "at least 1"),
+        ({"like": shaped(2, 0, 8, 64)}, "at least 1"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
@@ -123,15 +119,15 @@ def test_named_implementations_raise_the_reason() -> None:
 
 
 def test_tpus_run_splash_from_its_tile_on() -> None:
-    few = struct(2, 511, 8, 128, dtype=jnp.bfloat16)
+    few = shaped(2, 511, 8, 128, dtype=jnp.bfloat16)
     assert chosen(platform="tpu") == "splash"
     assert chosen(platform="tpu", like=few) == "blocked"
     assert chosen(platform="tpu", like=few, implementation=["splash", "blocked"]) == "splash"
-    assert chosen(platform="tpu", like=struct(2, 1024, 8, 128, dtype=jnp.float32)) == "blocked"
+    assert chosen(platform="tpu", like=shaped(2, 1024, 8, 128, dtype=jnp.float32)) == "blocked"
 
 
 def test_packed_sequences_run_on_fused_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    ids = struct(2, 1024, dtype=jnp.int32)
+    ids = shaped(2, 1024, dtype=jnp.int32)
     packed = Mask.packed(np.array([[5, 700]], np.int32), size=1024)
     assert chosen(mask=packed, is_causal=True) == "cudnn"
     assert chosen(mask=packed, platform="b200") == "cudnn"
@@ -141,14 +137,14 @@ def test_packed_sequences_run_on_fused_kernels(monkeypatch: pytest.MonkeyPatch) 
     with jax.numpy_dtype_promotion("standard"):
         assert chosen(segment_ids=ids) == "tokamax"
         assert "1073741824 pairs" in reason(
-            "tokamax", like=struct(1, 2**16, 8, 128, dtype=jnp.bfloat16),
-            segment_ids=struct(1, 2**16, dtype=jnp.int32),
+            "tokamax", like=shaped(1, 2**16, 8, 128, dtype=jnp.bfloat16),
+            segment_ids=shaped(1, 2**16, dtype=jnp.int32),
         )  # fmt: skip
 
 
 def test_biases_go_to_tokamax_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(implementations.tokamax, "find_spec", lambda name: object())
-    bias = struct(1, 8, 1024, 1024)
+    bias = shaped(1, 8, 1024, 1024)
     with jax.numpy_dtype_promotion("standard"):
         assert chosen(bias=bias) == "tokamax"
         assert chosen() == "cudnn"

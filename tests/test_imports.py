@@ -29,23 +29,9 @@ LIGHT = (
     "jaxmha.cli.app",
     "jaxmha.converters.discovery.attention_blocks",
     "jaxmha.converters.discovery.model_families",
-    *(
-        f"jaxmha.converters.masks.{name}"
-        for name in (
-            "torch",
-            "equinox",
-            "sdpa",
-            "nested",
-            "keras",
-            "flax",
-            "jax",
-            "huggingface",
-            "handwritten",
-            "lint",
-            "lint_rules",
-        )
-    ),
-)
+    *(f"jaxmha.converters.masks.{name}" for name in ("torch", "equinox", "sdpa", "nested", "keras",
+        "flax", "jax", "huggingface", "handwritten", "lint", "lint_rules")),
+)  # fmt: skip
 
 
 def loaded(*modules: str) -> list[str]:

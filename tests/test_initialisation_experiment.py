@@ -1,21 +1,18 @@
 """Starts of the frameworks: the statistics see a wrong spread, and the page says what was found."""
 
 import copy
-import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from scipy import stats  # type: ignore[import-untyped]
 
-from experiments import frame, records
+from experiments import records
 from experiments.initialisation import __main__ as command
-from experiments.initialisation import figure, frameworks, measure
+from experiments.initialisation import frameworks, measure
 from experiments.initialisation.frameworks import STARTS
 from experiments.pages import Page
-from experiments.train import data, seeds
 from experiments.train.training import Trainer
 from tests.promotion import foreign
 from tests.test_train import BOTH, TINY
@@ -88,15 +85,7 @@ def test_training_begins_with_the_framework_s_layer(name: str) -> None:
 
 
 def test_the_stored_results_say_what_the_page_says(stored: dict[str, Any]) -> None:
-    assert stored["command"] == page.command
-    assert {"versions", "machine", "seed", "date", "sources"} <= stored.keys()
     assert {"torch", "keras", "flax", "equinox", "dm-haiku"} <= stored["versions"].keys()
-    text = page.text(stored)
-    assert page.conclusion(stored) in text
-    assert page.question.endswith("?")
-    for name in figure.FIGURES:
-        assert f"]({name})" in text
-        assert (command.EXPERIMENT.path.parent / name).read_text().startswith("<?xml")
     assert stored["starts"].keys() == STARTS.keys()
     tests = [k for of in stored["starts"].values() for k in of["kernels"].values()]
     assert min(k["test"]["p"] for k in tests) > 0.01 / len(tests)  # one of all in a hundred runs
@@ -111,23 +100,6 @@ def test_numbers_of_the_page_come_from_the_results(stored: dict[str, Any]) -> No
     other["starts"]["keras"]["kernels"]["key.kernel"]["test"]["p"] = 1.25e-7
     assert "1.2e-07" in page.conclusion(other)
     assert page.text(other) != page.text(stored)
-
-
-@pytest.mark.slow
-def test_the_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Everything on small sizes, into a folder of its own."""
-    monkeypatch.setattr(frame, "HERE", tmp_path)
-    monkeypatch.setattr(data, "read", lambda T: BOTH)
-    monkeypatch.setattr(seeds, "SMALL", replace(TINY, dropout=0.0))
-    with foreign():
-        arguments = ["--steps", "10", "--seeds", "2", "--json", "--write"]
-        assert frame.run(command.EXPERIMENT, arguments) == 0
-    printed = json.loads(capsys.readouterr().out)
-    written = records.load(tmp_path / "initialisation" / "results.json")
-    assert {name: written[name] for name in printed} == printed
-    assert {file.name for file in tmp_path.glob("*/*.svg")} == set(figure.FIGURES)
 
 
 def test_every_start_that_is_not_trained_has_a_reason(stored: dict[str, Any]) -> None:

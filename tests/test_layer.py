@@ -7,7 +7,6 @@ from typing import Any
 import chex
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 from jax.test_util import check_grads
@@ -366,13 +365,6 @@ def test_mutants_fail(mutant: str) -> None:
     out = call(case)(change(leaves), inputs, others)
     with pytest.raises(AssertionError):
         tolerance.assert_close(out, expected(case, leaves, inputs, others)[0])
-
-
-def test_bfloat16_is_that_of_ml_dtypes() -> None:
-    assert (
-        layer_cases.layer_arrays(BY_NAME["plain"], "bfloat16")[1]["query"].dtype
-        == ml_dtypes.bfloat16
-    )
 
 
 @pytest.mark.parametrize("call", ["layer", "prefill", "decode_step"])

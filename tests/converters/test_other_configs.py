@@ -47,32 +47,17 @@ UNET = {
     [
         ({"_class_name": "UNet2DConditionModel", "attention_head_dim": 3}, (3, 3, 3, 3)),
         ({"_class_name": "UNet2DConditionModel", "attention_head_dim": [3, 6]}, (3, 6, 6, 3)),
-        (
-            {"_class_name": "UNet2DModel", "attention_head_dim": 4, "block_out_channels": [12, 24]},
-            (3, 6, 6, 3),
-        ),
-        (
-            {
-                "_class_name": "UNet3DConditionModel",
-                "attention_head_dim": 4,
-                "block_out_channels": [12, 24],
-            },
-            (3, 6, 6, 3),
-        ),
-        (
-            {
-                "_class_name": "I2VGenXLUNet",
-                "attention_head_dim": [4, 6],
-                "num_attention_heads": 2,
-                "block_out_channels": [12, 24],
-            },
-            (3, 4, 4, 3),
-        ),
+        ({"_class_name": "UNet2DModel", "attention_head_dim": 4, "block_out_channels": [12, 24]},
+            (3, 6, 6, 3)),
+        ({"_class_name": "UNet3DConditionModel", "attention_head_dim": 4,
+            "block_out_channels": [12, 24]}, (3, 6, 6, 3)),
+        ({"_class_name": "I2VGenXLUNet", "attention_head_dim": [4, 6], "num_attention_heads": 2,
+            "block_out_channels": [12, 24]}, (3, 4, 4, 3)),
         ({"_class_name": "UNetMotionModel", "num_attention_heads": [3, 6]}, (3, 6, 6, 3)),
         ({"_class_name": "UNetMotionModel", "attention_head_dim": 3}, (3, 3, 3, 3)),
         ({"_class_name": "AutoencoderKL", "block_out_channels": [12, 24]}, (1, 1, 1, 1)),
     ],
-)
+)  # fmt: skip
 def test_head_counts_of_diffusers(config: Any, expected: Any, tmp_path: Path) -> None:
     state: Any = {}
     for prefix, width in UNET.items():

@@ -150,45 +150,33 @@ BIAS, KERNEL = (f"encoder.layer.0.intermediate.dense.{x}" for x in ("bias", "wei
 WRONG: dict[str, tuple[Any, str]] = {
     "dropped": (lambda p: replace(p, steps=p.steps[:-1]), r"leaves out 1 tensors, .* is dropped"),
     "invented": (lambda p: edited(p, "other", tensors=("no",)), r"names 'no', which the source"),
-    "twice": (
-        lambda p: replace(p, steps=(*p.steps, Step("other", "", "x", "x", (BIAS,)))),
-        r"in 2 modules: leave it in one",
-    ),
-    "clash": (
-        lambda p: edited(p, "other", target="embeddings/word_embeddings/embedding"),
-        r"two tensors would be written as 'embeddings/word_embeddings/embedding'",
-    ),
+    "twice": (lambda p: replace(p, steps=(*p.steps, Step("other", "", "x", "x", (BIAS,)))),
+        r"in 2 modules: leave it in one"),
+    "clash": (lambda p: edited(p, "other", target="embeddings/word_embeddings/embedding"),
+        r"two tensors would be written as 'embeddings/word_embeddings/embedding'"),
     "from": (lambda p: edited(p, "other", source="x"), r"`from` must be the name of its tensor"),
-    "kind": (
-        lambda p: edited(p, "linear", kind="embedding"),
-        r"is no array of embedding in torch, which has weight",
-    ),
+    "kind": (lambda p: edited(p, "linear", kind="embedding"),
+        r"is no array of embedding in torch, which has weight"),
     "no kind": (lambda p: edited(p, "linear", kind="lstm"), r"torch has no lstm: it has linear"),
     "shape": (lambda p: edited(p, "linear", kind="conv1d"), r"expected axes \(Di Do\), Do=7"),
     "convention": (lambda p: edited(p, "linear", layout="jax"), r"unknown convention 'jax'"),
     "layout": (lambda p: edited(p, "attention", layout="vit"), r"no block of layout vit"),
     "unknown layout": (lambda p: edited(p, "attention", layout="x"), r"unknown layout 'x'"),
     "heads": (lambda p: edited(p, "attention", num_heads=7), r"N=7"),
-    "other heads": (
-        lambda p: edited(p, "attention", num_heads=2),
-        r"num_heads=2 is given, and config.json",
-    ),
+    "other heads": (lambda p: edited(p, "attention", num_heads=2),
+        r"num_heads=2 is given, and config.json"),
     "no heads": (lambda p: edited(p, "attention", num_heads=None), r"of the plan lacks num_heads"),
     "prefix": (lambda p: edited(p, "linear", source="x"), r"is not under x"),
     "becomes": (lambda p: edited(p, "linear", becomes="rnn"), r"flax has no rnn"),
-    "attention becomes": (
-        lambda p: edited(p, "attention", becomes="linear"),
-        r"'attention' and cannot become another kind, got as = 'linear'",
-    ),
+    "attention becomes": (lambda p: edited(p, "attention", becomes="linear"),
+        r"'attention' and cannot become another kind, got as = 'linear'"),
     "digest": (lambda p: replace(p, digest="sha256:0"), r"write a new plan"),
     "no digest": (lambda p: replace(p, digest="md5:0"), r"safetensors: no digest 'md5'"),
-    "refuse": (
-        lambda p: replace(p, others="refuse"),
-        r"the plan has others = .refuse., and a module of kind other",
-    ),
+    "refuse": (lambda p: replace(p, others="refuse"),
+        r"the plan has others = .refuse., and a module of kind other"),
     "to": (lambda p: replace(p, to="keras-file"), r"inside a .weights.h5 file"),
     "dtype": (lambda p: replace(p, dtype="int3"), r"unknown dtype 'int3'"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("what", WRONG)

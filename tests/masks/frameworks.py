@@ -86,52 +86,29 @@ def lengths(sizes: Sizes) -> Any:
 
 APIS = {
     "torch": MaskApi(torch_mha, ALL, bias=True, importing=heads),
-    "torch zero": MaskApi(
-        torch_mha,
-        ALL,
-        bias=True,
-        exporting={"add_zero_attn": True},
-        importing=lambda sizes: heads(sizes) | {"add_zero_attn": True},
-        refuses=extras,
-    ),
-    "sdpa": MaskApi(
-        sdpa, ALL, True, True, importing=lambda sizes: heads(sizes) | {"kernel": "math"}
-    ),
+    "torch zero": MaskApi(torch_mha, ALL, bias=True, exporting={"add_zero_attn": True},
+        importing=lambda sizes: heads(sizes) | {"add_zero_attn": True}, refuses=extras),
+    "sdpa": MaskApi(sdpa, ALL, True, True,
+        importing=lambda sizes: heads(sizes) | {"kernel": "math"}),
     "keras": MaskApi(keras, refuses=per_head),
     "keras heads": MaskApi(keras, exporting={"per_head": True}),
-    "gqa": MaskApi(
-        keras, exporting={"kind": "gqa", "per_head": True}, importing=lambda _: {"kind": "gqa"}
-    ),
+    "gqa": MaskApi(keras, exporting={"kind": "gqa", "per_head": True},
+        importing=lambda _: {"kind": "gqa"}),
     "linen": MaskApi(flax, exporting={"kind": "linen"}, importing=heads),
     "nnx": MaskApi(flax, importing=heads),
-    "flax function": MaskApi(
-        flax, bias=True, exporting={"function": True}, importing=rows, fills=True
-    ),
+    "flax function": MaskApi(flax, bias=True, exporting={"function": True}, importing=rows,
+        fills=True),
     "jax": MaskApi(jax_nn, NO_HEADS, bias=True, beyond=True, importing=rows, fills=True),
     "huggingface": MaskApi(huggingface, NO_HEADS, bias=True, importing=lengths),
-    "scores": MaskApi(
-        huggingface, NO_HEADS, bias=True, exporting={"form": "scores"}, importing=lengths
-    ),
-    "causal model": MaskApi(
-        huggingface,
-        NO_HEADS,
-        bias=True,
-        exporting={"is_causal": True},
-        importing=lambda sizes: lengths(sizes) | {"is_causal": True},
-    ),
-    "filled": MaskApi(
-        handwritten,
-        exporting={"style": "filled"},
-        importing=lambda _: {"style": "filled"},
-        refuses=two_axes,
-    ),
-    "added": MaskApi(
-        handwritten,
-        exporting={"style": "added"},
-        importing=lambda _: {"style": "added"},
-        refuses=partial(two_axes, style="added"),
-    ),
-}
+    "scores": MaskApi(huggingface, NO_HEADS, bias=True, exporting={"form": "scores"},
+        importing=lengths),
+    "causal model": MaskApi(huggingface, NO_HEADS, bias=True, exporting={"is_causal": True},
+        importing=lambda sizes: lengths(sizes) | {"is_causal": True}),
+    "filled": MaskApi(handwritten, exporting={"style": "filled"},
+        importing=lambda _: {"style": "filled"}, refuses=two_axes),
+    "added": MaskApi(handwritten, exporting={"style": "added"},
+        importing=lambda _: {"style": "added"}, refuses=partial(two_axes, style="added")),
+}  # fmt: skip
 
 
 class Live(NamedTuple):
@@ -271,49 +248,27 @@ def filled_live(sizes: Sizes, style: str = "filled") -> Call:
 
 _ZERO = partial(torch_live, zero_attn=True)
 LIVE = {
-    "torch weights": Live(
-        "torch",
-        partial(torch_live, need_weights=True),
-        Semantics.torch("weights"),
-        layer=True,
-        no_keys=False,
-    ),
-    "torch sdpa": Live(
-        "torch",
-        partial(torch_live, need_weights=False),
-        Semantics.torch("sdpa"),
-        layer=True,
-        no_keys=False,
-    ),
-    "torch zero": Live(
-        "torch zero",
-        partial(_ZERO, need_weights=True),
-        Semantics.torch("weights", add_zero_attn=True),
-        True,
-    ),
+    "torch weights": Live("torch", partial(torch_live, need_weights=True),
+        Semantics.torch("weights"), layer=True, no_keys=False),
+    "torch sdpa": Live("torch", partial(torch_live, need_weights=False), Semantics.torch("sdpa"),
+        layer=True, no_keys=False),
+    "torch zero": Live("torch zero", partial(_ZERO, need_weights=True),
+        Semantics.torch("weights", add_zero_attn=True), True),
     "sdpa": Live("sdpa", sdpa_live, Semantics.torch_sdpa()),
-    "keras fused": Live(
-        "keras heads", partial(keras_live, kind="mha", scores=False), Semantics.keras(), True
-    ),
-    "keras scores": Live(
-        "keras heads", partial(keras_live, kind="mha", scores=True), Semantics.keras("scores"), True
-    ),
-    "gqa fused": Live(
-        "gqa", partial(keras_live, kind="gqa", scores=False), Semantics.keras(), True, 1
-    ),
+    "keras fused": Live("keras heads", partial(keras_live, kind="mha", scores=False),
+        Semantics.keras(), True),
+    "keras scores": Live("keras heads", partial(keras_live, kind="mha", scores=True),
+        Semantics.keras("scores"), True),
+    "gqa fused": Live("gqa", partial(keras_live, kind="gqa", scores=False), Semantics.keras(),
+        True, 1),
     "linen": Live("linen", partial(flax_live, kind="linen"), Semantics.flax(), True),
     "nnx fast": Live("nnx", partial(flax_live, kind="nnx"), Semantics.flax("fused"), True),
     "nnx slow": Live("nnx", partial(flax_live, kind="nnx", sow=True), Semantics.flax(), True),
     "jax": Live("jax", jax_live, Semantics.jax()),
-    "bert eager": Live(
-        "scores", partial(bert_live, implementation="eager"), Semantics(fully_masked="mean")
-    ),
-    "bert sdpa": Live(
-        "scores",
-        partial(bert_live, implementation="sdpa"),
-        Semantics(fully_masked="mean"),
-        no_keys=False,
-    ),
+    "bert eager": Live("scores", partial(bert_live, implementation="eager"),
+        Semantics(fully_masked="mean")),
+    "bert sdpa": Live("scores", partial(bert_live, implementation="sdpa"),
+        Semantics(fully_masked="mean"), no_keys=False),
     "filled": Live("filled", filled_live, Semantics(fully_masked="mean")),
     "added": Live("added", partial(filled_live, style="added"), Semantics()),
-}
+}  # fmt: skip

@@ -13,61 +13,34 @@ from tests.masks.test_lint import CAUSAL, LEFT, SAME, SQUARE, TOKENS, B, N, S, T
 
 # Right, though each looks like something that is not: framework and arguments.
 SILENT: dict[str, tuple[str, dict[str, Any]]] = {
-    "the lowest float16": (
-        "huggingface",
-        {"attention_mask": np.where(CAUSAL, 0, -65504)[None, None].astype(np.float16)},
-    ),
-    "the lowest float16, in torch": (
-        "torch",
-        {
-            "attn_mask": np.where(CAUSAL, 0, -65504).astype(np.float16),
-            "dtype": torch.float16,
-        },
-    ),
-    "causal in a causal model": (
-        "huggingface",
-        {"attention_mask": np.where(CAUSAL, 0.0, -np.inf)[None, None], "is_causal": True},
-    ),
-    "distances": (
-        "sdpa",
-        {"attn_mask": -2000.0 * np.abs(np.arange(T)[:, None] - np.arange(S)).astype(np.float32)},
-    ),
-    "padding of queries in a Mask": (
-        "jaxmha",
-        {"mask": Mask.padding(query=TOKENS, key_value=TOKENS), "query_length": T},
-    ),
-    "causal and lengths in a Mask": (
-        "jaxmha",
-        {
-            "mask": Mask.causal() & Mask.lengths(key_value=np.array([3, 5])),
-            "query_length": T,
-            "key_length": S,
-        },
-    ),
+    "the lowest float16": ("huggingface",
+        {"attention_mask": np.where(CAUSAL, 0, -65504)[None, None].astype(np.float16)}),
+    "the lowest float16, in torch": ("torch",
+        {"attn_mask": np.where(CAUSAL, 0, -65504).astype(np.float16), "dtype": torch.float16}),
+    "causal in a causal model": ("huggingface",
+        {"attention_mask": np.where(CAUSAL, 0.0, -np.inf)[None, None], "is_causal": True}),
+    "distances": ("sdpa",
+        {"attn_mask": -2000.0 * np.abs(np.arange(T)[:, None] - np.arange(S)).astype(np.float32)}),
+    "padding of queries in a Mask": ("jaxmha",
+        {"mask": Mask.padding(query=TOKENS, key_value=TOKENS), "query_length": T}),
+    "causal and lengths in a Mask": ("jaxmha",
+        {"mask": Mask.causal() & Mask.lengths(key_value=np.array([3, 5])), "query_length": T,
+        "key_length": S}),
     "causal and left padding in a Mask": ("jaxmha", {"mask": Mask.causal() & LEFT}),
     "a window and left padding in a Mask": ("jaxmha", {"mask": Mask.window(2, 0) & LEFT}),
     "causal next to left padding in a Mask": ("jaxmha", {"mask": LEFT, "is_causal": True}),
-    "later queries and left padding in a Mask": (
-        "jaxmha",
-        {"mask": Mask.causal(S - 3) & LEFT, "query_length": 3},
-    ),
-    "left padding in a causal model": (
-        "huggingface",
-        {"attention_mask": TOKENS[:, ::-1].astype(int), "is_causal": True},
-    ),
+    "later queries and left padding in a Mask": ("jaxmha",
+        {"mask": Mask.causal(S - 3) & LEFT, "query_length": 3}),
+    "left padding in a causal model": ("huggingface",
+        {"attention_mask": TOKENS[:, ::-1].astype(int), "is_causal": True}),
     "later queries, each with one key more": ("jax", {"mask": np.tri(3, 5, 1, dtype=bool)}),
     "blocks of queries": ("sdpa", {"attn_mask": np.arange(4) < np.array([[2], [2], [4], [4]])}),
-    "few queries of a growing part of the keys": (
-        "flax",
-        {"mask": np.arange(9) < np.array([[2], [5], [8]]), "query_length": 3},
-    ),
+    "few queries of a growing part of the keys": ("flax",
+        {"mask": np.arange(9) < np.array([[2], [5], [8]]), "query_length": 3}),
     "as many queries as the batch has rows": ("jax", {"mask": SQUARE[[2, 0, 0, 1, 1]], **SAME}),
     "later tokens of a cache": ("flax", {"mask": np.tri(3, 5, 2, dtype=bool) & (np.arange(5) > 1)}),
-    "left padding of a cache": (
-        "flax",
-        {"mask": np.broadcast_to(np.arange(5) > 1, (1, 1, 3, 5))},
-    ),
-}
+    "left padding of a cache": ("flax", {"mask": np.broadcast_to(np.arange(5) > 1, (1, 1, 3, 5))}),
+}  # fmt: skip
 # Sizes of which one is 0: nothing is there to be suspicious about.
 NO_KEYS: dict[str, dict[str, Any]] = {
     "jaxmha": {"mask": Mask.padding(key_value=np.ones((B, 0), bool))},

@@ -83,11 +83,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "aria": {"vision_config": {"model_type": "idefics3_vision"}},
     "moonshine_streaming": {"num_key_value_heads": 8},
     "hunyuan_vl_text": {"head_dim": 8, "rope_parameters": _ROPE | {"mrope_section": [1, 1, 1, 1]}},
-    "dbrx": {
-        "attn_config": {"rope_theta": 500000.0, "kv_n_heads": 4, "clip_qkv": 8.0},
-        "n_heads": 8,
-        "d_model": 64,
-    },
+    "dbrx": {"attn_config": {"rope_theta": 500000.0, "kv_n_heads": 4, "clip_qkv": 8.0},
+        "n_heads": 8, "d_model": 64},
     "cohere_compass_text": _BOTH,
     "cohere_compass": {"text_config": _BOTH, "vision_config": _TOWER},
     **dict.fromkeys(("cohere_compass_vision", "qwen3_vl_vision", "qwen3_vl_moe_vision"), _TOWER),
@@ -104,34 +101,23 @@ SETTINGS: dict[str, dict[str, Any]] = {
         ),
         _FEW,
     ),
-    "omdet-turbo": _FEW
-    | {
-        "apply_layernorm_after_vision_backbone": False,
+    "omdet-turbo": _FEW | {"apply_layernorm_after_vision_backbone": False,
         "encoder_in_channels": [24, 32, 40],
-        "backbone_config": {"out_features": ["stage2", "stage3", "stage4"]},
-    },
+        "backbone_config": {"out_features": ["stage2", "stage3", "stage4"]}},
     "bailing_hybrid": {"num_expert_group": 1, "topk_group": 1, "num_experts_per_token": 2},
     "blt": {"encoder_hash_byte_group_vocab": 50, "num_hidden_layers": 2},
     "cvt": {"depth": [1, 2, 3]},
-    "diffusion_gemma": {
-        "text_config": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32}
-    },
+    "diffusion_gemma": {"text_config": {"num_experts": 4, "top_k_experts": 2,
+        "moe_intermediate_size": 32}},
     "dinov3_vit": {"hidden_size": 64, "num_attention_heads": 4, "rope_theta": 100.0},
     "dots3_note_text": _DOTS,
     "dots3_note": {"__factor__": 8, "text_config": {k: v for k, v in _DOTS.items() if k[0] != "_"}},
-    "efficientloftr": {
-        "hidden_size": 64,
-        "out_features": [16, 16, 32, 64],
-        "stage_num_blocks": [1, 1, 1, 1],
-        "fine_fusion_dims": [64, 32, 16],
-        "intermediate_size": 128,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 8,
-        "stage_in_channels": [1, 16, 16, 32],
-        "stage_block_stride": [[2], [1], [2], [2]],
+    "efficientloftr": {"hidden_size": 64, "out_features": [16, 16, 32, 64],
+        "stage_num_blocks": [1, 1, 1, 1], "fine_fusion_dims": [64, 32, 16],
+        "intermediate_size": 128, "num_attention_heads": 8, "num_key_value_heads": 8,
+        "stage_in_channels": [1, 16, 16, 32], "stage_block_stride": [[2], [1], [2], [2]],
         "stage_block_out_channels": [[16], [16], [32], [64]],
-        "stage_block_in_channels": [[1], [16], [16], [32]],
-    },
+        "stage_block_in_channels": [[1], [16], [16], [32]]},
     "granite_speech5_encoder": {"context_size": 16},
     "granite_speech5_ctc": {"encoder_config": {"context_size": 16}},
     "molmo2_text": {"additional_vocab_size": 160, "qk_norm_type": "olmo"},
@@ -148,17 +134,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
     ),
     "molmo2": {"adapter_config": {"vision_feature_layer": [1, 0]}},
     "muse_spark_audio": _SPARK,
-    "muse_spark": {
-        "__factor__": 16,
-        "audio_config": _SPARK | {"out_hidden_size": 512},
-        "vision_config": _TABLE | {"num_attention_heads": 4},
-    },
+    "muse_spark": {"__factor__": 16, "audio_config": _SPARK | {"out_hidden_size": 512},
+        "vision_config": _TABLE | {"num_attention_heads": 4}},
     **dict.fromkeys(("muse_spark_vision", "muse_glimmer_vision"), _TABLE),
     "muse_glimmer": {"vision_config": _TABLE},
     "kimi_k25_vision": {"pos_emb_width": 64, "hidden_size": 128, "num_attention_heads": 4},
-    "kimi_k25": {
-        "vision_config": {"pos_emb_width": 64, "hidden_size": 128, "num_attention_heads": 4}
-    },
+    "kimi_k25": {"vision_config": {"pos_emb_width": 64, "hidden_size": 128,
+        "num_attention_heads": 4}},
     "qwen4_exp_text": _INDEXER,
     "qwen4_exp": {"text_config": _INDEXER},
     "sam2_hiera_det_model": _HIERA,
@@ -173,7 +155,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "aya_vision": {"vision_config": {"num_attention_heads": 4}},
     "nemotron": {"num_key_value_heads": 8},
     "longcat_flash": {"n_routed_experts": 4, "zero_expert_num": 2, "moe_topk": 2},
-}
+}  # fmt: skip
 # Type -> why it cannot be built or run here.
 _LACKS = "its class needs {}, which is not installed"
 UNBUILT: dict[str, str] = {
