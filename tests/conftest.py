@@ -31,7 +31,7 @@ import pytest
 from jax._src import compiler
 from jax._src.interpreters import mlir
 
-from tests import variants
+from tests import jit_cache, variants
 from tests.promotion import foreign
 
 
@@ -70,19 +70,17 @@ jax.config.update("jax_numpy_rank_promotion", "raise")  # type: ignore[no-untype
 jax.config.update("jax_default_matmul_precision", "highest")  # type: ignore[no-untyped-call]
 # Arrays of modules are made while tests are collected, before `optimised` chooses for each module.
 jax.config.update("jax_disable_most_optimizations", True)  # type: ignore[no-untyped-call]
-# Programs that one worker or an earlier run compiled are not compiled again.
-PROGRAMS = ROOT / ".pytest_cache" / "programs"
-jax.config.update("jax_compilation_cache_dir", str(PROGRAMS))  # type: ignore[no-untyped-call]
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)  # type: ignore[no-untyped-call]
-jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)  # type: ignore[no-untyped-call]
 if not os.environ.get("JAXMHA_OPTIMISED"):
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # of processes that tests start
 
 
 # Without parts for the threads that compile it, a program compiles in 13 % less time, and is the
-# same; in less than half of it in XLA's older way to write loops.
+# same; in less than half of it in XLA's older way to write loops, and nothing computed in advance.
 WHOLE: dict[str, Any] = {"xla_cpu_parallel_codegen_split_count": 1}
-QUICK: dict[str, Any] = WHOLE | {"xla_cpu_use_fusion_emitters": False}
+QUICK: dict[str, Any] = WHOLE | {
+    "xla_cpu_use_fusion_emitters": False,
+    "xla_disable_hlo_passes": "constant_folding",  # XLA's interpreter takes seconds for large ones
+}
 
 
 @cache
@@ -98,7 +96,7 @@ def options_of(*, quick: bool) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True, scope="module")
 def optimised(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Compiling is most of the time of a run: in less than half of it where nothing is optimised.
+    """Programs are compiled in less than half of the time where nothing is optimised.
 
     Modules that measure rounding set OPTIMISED: they compile as users do. With JAXMHA_OPTIMISED=1
     every module does, as `make test-slow` has it.
@@ -106,8 +104,7 @@ def optimised(request: pytest.FixtureRequest) -> Iterator[None]:
     as_users = bool(os.environ.get("JAXMHA_OPTIMISED"))
     wanted = hasattr(request.module, "OPTIMISED") or as_users
     jax.config.update("jax_disable_most_optimizations", not wanted)  # type: ignore[no-untyped-call]
-    if hasattr(request.module, "OPTIMISED"):
-        jax.clear_caches()  # type: ignore[no-untyped-call]
+    jit_cache.share("optimised" if wanted else "quick")
     with pytest.MonkeyPatch.context() as patch:
         if not as_users:
             made = partial(quickly, compiler.get_compile_options, options_of(quick=not wanted))
@@ -146,6 +143,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def pytest_make_parametrize_id(val: object) -> str | None:
     name = variants.name_of(val)
     return name if isinstance(name, str) and name is not val else None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    jit_cache.restore()
 
 
 @pytest.hookimpl(tryfirst=True)

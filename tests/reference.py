@@ -161,10 +161,10 @@ def attend(
                 for j, weight in row.items():
                     weights[*b, n, i, j] = weight
                     kept[*b, n, i, j] = weight / (1 - dropout_rate) if keep[*b, n, i, j] else 0.0
+                attended = [*row]
+                row_weights, values = kept[*b, n, i, attended], value[*b, attended, k]
                 for c in range(h):
-                    out[*b, i, n, c] = dot(
-                        [kept[*b, n, i, j] for j in row], [value[*b, j, k, c] for j in row]
-                    )
+                    out[*b, i, n, c] = dot(row_weights, values[:, c])
                     if fully_masked == "nan" and not (logits or sink):
                         out[*b, i, n, c] = math.nan
     return Output(out, weights, kept, lse)
@@ -321,5 +321,7 @@ def within(lengths: Array | None, batch: Sequence[int], T: int) -> Array:
 
 def dot(x: Iterable[float], y: Iterable[float]) -> float:
     """A product summed without rounding in between, or plainly where something is not finite."""
-    products = [float(a) * float(b) for a, b in zip(x, y, strict=True)]
-    return math.fsum(products) if all(map(math.isfinite, products)) else sum(products)
+    with np.errstate(invalid="ignore"):
+        products = np.multiply(x, y, dtype=np.float64)
+        finite = np.isfinite(products).all()
+        return math.fsum(products.tolist()) if finite else float(products.sum())

@@ -3,14 +3,13 @@
 from collections.abc import Iterator
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxmha import implementations
 from jaxmha.implementations import KERNELS, cache_kernels, platforms, probe
-from tests import cudnn_contract
+from tests import cudnn_contract, jit_cache
 
 
 def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
@@ -22,10 +21,9 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     monkeypatch.setattr(cache_kernels, "on_kernels_platform", lambda kernel, _: kernel())
     monkeypatch.setenv("JAXMHA_PROBE_SECONDS", "600")  # the machine may be busy
     calls = cudnn_contract.install(monkeypatch)
-    jax.clear_caches()  # type: ignore[no-untyped-call]
+    jit_cache.forget()
     probe.forget()
     yield calls
-    jax.clear_caches()  # type: ignore[no-untyped-call]
     probe.forget()
 
 

@@ -21,6 +21,7 @@ from jaxmha.bench.case import Case
 from jaxmha.bench.program import UnsupportedError
 from jaxmha.cli.app import app
 from jaxmha.implementations import preferences
+from tests import jit_cache
 from tests.promotion import foreign
 
 PLAIN = Case("core", "forward", "plain", 2, 13, 13, 4, 2, 8)
@@ -155,7 +156,7 @@ def test_a_saved_benchmark_is_preferred_in_such_calls_only() -> None:
 
 def test_a_layer_asks_for_the_call_that_was_saved() -> None:
     """The layer's own call has the key of the case, so that what is saved is preferred."""
-    jax.clear_caches()  # type: ignore[no-untyped-call]
+    jit_cache.forget()
     case = Case("layer", "forward", "padded", 2, 13, 13, 4, 4, 8)
     preferences.save(choice.explain(case)["call"], {"order": ["ring-of-the-future", "reference"]})
     params = jaxmha.init_params(jax.random.key(0), num_heads=4, features=32)

@@ -11,7 +11,7 @@ import pytest
 import jaxmha
 from jaxmha import KVCache, Mask, MHAParams, Projection, Semantics, decoding
 from jaxmha.cached_attention import attend_cache
-from tests import tolerance
+from tests import jit_cache, tolerance
 
 B, T, D, N, K, H, h = 3, 11, 17, 6, 2, 5, 7
 LENGTHS = np.asarray([4, 1, 3], np.int32)  # of the prompts
@@ -207,13 +207,12 @@ def test_work_is_bounded_by_the_length(monkeypatch: pytest.MonkeyPatch) -> None:
         return query_key(rows, keys, *others)
 
     monkeypatch.setattr(module, "_query_key", spy)
-    jax.clear_caches()  # type: ignore[no-untyped-call]
+    jit_cache.forget()
     params, x = make()
     _, cache = jaxmha.prefill(params, x[:, :5], KVCache.empty(params, B, 2048))
     np.asarray(jaxmha.decode_step(params, x[:, 5:6], cache)[0])
     jax.effects_barrier()  # type: ignore[no-untyped-call]
     assert folded == [module.BLOCK]
-    jax.clear_caches()  # type: ignore[no-untyped-call]
 
 
 def test_scan_and_donation() -> None:

@@ -2,6 +2,7 @@
 
 import doctest
 import importlib
+import linecache
 import pkgutil
 
 import pytest
@@ -23,6 +24,7 @@ def modules() -> list[str]:
 @pytest.mark.parametrize("name", modules())
 def test_examples(name: str) -> None:
     module = importlib.import_module(name)
+    linecache.clearcache()  # doctest would look for changes of every file in it
     with foreign():
         result = doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE)
     assert result.failed == 0

@@ -19,6 +19,7 @@ from jaxmha import Mask
 from jaxmha.bench import limits, measure, peers, run
 from jaxmha.bench.case import Case
 from jaxmha.implementations.tiled import attention
+from tests import jit_cache
 from tests.h100 import on_device
 from tests.h100.on_device import CALLS, Call
 
@@ -84,11 +85,11 @@ def test_a_wrong_implementation_is_noticed(monkeypatch: pytest.MonkeyPatch) -> N
         return found._replace(out=found.out + 0 * request.value.sum())
 
     monkeypatch.setattr(attention, "attend", leaky)
-    jax.clear_caches()  # type: ignore[no-untyped-call]
+    jit_cache.forget()
     wrong = on_device.check(call, "blocked", "bfloat16")
     assert wrong["failed"] == "keys that nothing attends have an influence"
     monkeypatch.setattr(attention, "attend", lambda request: attend(request._replace(mask=Mask())))
-    jax.clear_caches()  # type: ignore[no-untyped-call]
+    jit_cache.forget()
     assert "; out " in on_device.check(call, "blocked", "bfloat16")["failed"]
 
 

@@ -13,7 +13,7 @@ from jax.test_util import check_grads
 
 import jaxmha
 from jaxmha import Mask, MHAParams, Projection, Semantics, dims, dropout
-from tests import layer_cases, reference, tolerance
+from tests import jit_cache, layer_cases, reference, tolerance
 from tests.layer_cases import LAYERS, LayerCase
 
 BY_NAME = {case.name: case for case in LAYERS}
@@ -381,7 +381,7 @@ def test_every_shape_is_checked_once(call: str, monkeypatch: pytest.MonkeyPatch)
     params = jaxmha.init_params(KEY, num_heads=2, features=6)
     cache, x = jaxmha.KVCache.empty(params, 1, 5), jnp.ones((1, 3, 6))
     checked.clear()
-    jax.clear_caches()  # type: ignore[no-untyped-call]
+    jit_cache.forget()
     if call == "layer":
         jax.eval_shape(jaxmha.multi_head_attention, params, x)
     else:

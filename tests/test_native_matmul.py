@@ -16,7 +16,7 @@ import jaxmha
 from jaxmha import latent
 from jaxmha.flax import nnx as ours
 from jaxmha.implementations.native import library, matmul
-from tests import conformance, tolerance
+from tests import conformance, jit_cache, tolerance
 
 pytestmark = conformance.native_built
 
@@ -210,8 +210,7 @@ def test_a_layer_runs_them_unless_they_are_switched_off(monkeypatch: pytest.Monk
     x = jnp.ones((2, 101, 128))
 
     def calls(**options: Any) -> int:
-        clear: Any = jax.clear_caches
-        clear()
+        jit_cache.forget()
         text = jax.jit(lambda x: jaxmha.multi_head_attention(params, x, **options)).lower(x)
         return text.as_text().count("@jaxmha_cpu_matmul(")
 
@@ -256,8 +255,7 @@ def test_other_layers_run_them_unless_another_implementation_is_named(
     layer: Callable[..., Any], matmuls: int
 ) -> None:
     def calls(implementation: str | None) -> int:
-        clear: Any = jax.clear_caches
-        clear()
+        jit_cache.forget()
         text = jax.jit(lambda x: layer(x, implementation)).lower(jnp.ones((2, 101, 128))).as_text()
         return text.count("@jaxmha_cpu_matmul(")
 
@@ -267,8 +265,7 @@ def test_other_layers_run_them_unless_another_implementation_is_named(
 
 def test_explain_layer_counts_the_calls_of_the_program() -> None:
     def program(T: int, **options: Any) -> tuple[int, int, Any]:
-        clear: Any = jax.clear_caches  # of programs without the kernels
-        clear()
+        jit_cache.forget()  # of programs without the kernels
         made = jaxmha.init_params(jax.random.key(0), num_heads=4, features=128)._replace(**options)
         x = jnp.ones((2, T, 128))
         text = jax.jit(lambda x: jaxmha.multi_head_attention(made, x)).lower(x).as_text()

@@ -10,7 +10,7 @@ import pytest
 import jaxmha
 from jaxmha.implementations.tiled import attention, loop, tiling
 from jaxmha.implementations.tiled.tiling import Tiling, choose_tiling
-from tests import cases, conformance, tolerance
+from tests import cases, conformance, jit_cache, tolerance
 from tests.cases import Case
 
 
@@ -92,7 +92,7 @@ def test_few_steps_are_no_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     want = np.asarray(conformance.call(case, "reference")(arrays))
     for bytes_, loops in ((2**24, False), (0, True)):
         conformance.tune(monkeypatch, unroll_bytes=bytes_)
-        jax.clear_caches()  # type: ignore[no-untyped-call]
+        jit_cache.forget()
         of = jax.jit(conformance.call(case, "blocked"))
         tolerance.assert_close(of(arrays), want)
         assert ("while" in of.lower(arrays).as_text()) == loops
@@ -108,7 +108,7 @@ def test_few_blocks_of_rows_are_no_loop(monkeypatch: pytest.MonkeyPatch) -> None
     loops = []
     for most in (5, 0):
         conformance.tune(monkeypatch, unroll_query_tiles=most)
-        jax.clear_caches()  # type: ignore[no-untyped-call]
+        jit_cache.forget()
         of = jax.jit(conformance.call(case, "blocked"))
         tolerance.assert_close(of(arrays), want)
         loops.append(of.lower(arrays).as_text().count("stablehlo.while"))

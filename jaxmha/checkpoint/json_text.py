@@ -20,9 +20,6 @@ from jaxmha.checkpoint.limits import Budget
 # Upper bounds of memory in CPython per punctuation mark, in bytes: comma: a list item with a small
 # value; colon: an entry of a dict and of the table of keys; bracket: an empty container.
 _SIGNS = ((b",", 64), (b":", 160), (b"[", 72), (b"{", 72))
-# An unclosed string matches to the end, or every escaped quote would start another attempt.
-_STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"?', re.DOTALL)
-_WHOLE = re.compile(rb'(?:[^"]|"(?:[^"\\]|\\.)*+")*+', re.DOTALL)
 _PART = 1 << 18
 
 
@@ -80,18 +77,18 @@ def _twice(pairs: list[tuple[str, Any]]) -> str:
 def _without_strings(raw: bytes) -> Iterator[bytes]:
     """Yields parts of the text with all strings emptied.
 
-    One `re.sub` over the whole text would hold a list of all its pieces in memory.
+    A list of all pieces between its quotes would take more memory than the text.
     """
-    at, most = 0, _PART
+    at, inside = 0, 0  # a string that the part before has begun
     while at < len(raw):
-        found = _WHOLE.match(raw, at, at + most)
-        end = found.end() if found else at
-        if end == at and at + most < len(raw):  # the part ends within a string
-            most *= 2
-            continue
-        end = len(raw) if at + most >= len(raw) else end
-        yield _STRING.sub(b'""', raw[at:end])
-        at, most = end, _PART
+        part = raw[at : at + _PART]
+        if (len(part) - len(part.rstrip(b"\\"))) % 2:  # an escape goes on in the next part
+            part = part[:-1] or raw[at:]
+        at += len(part)
+        # A valid text has escapes in strings alone.
+        pieces = part.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
+        yield b'""'.join(pieces[inside::2])
+        inside = (inside + len(pieces) - 1) % 2
 
 
 def width(raw: bytes) -> int:

@@ -13,6 +13,7 @@ from jaxmha import checkpoint
 from tests.checkpoint import hostile
 from tests.checkpoint.hostile import torch_files
 from tests.fuzz import commands
+from tests.rewrite import rewrite
 
 FLIPS = int(os.environ.get("JAXMHA_FUZZ", "300"))
 EXHAUSTIVE = "JAXMHA_FUZZ" in os.environ
@@ -41,7 +42,7 @@ def test_every_bit_flip_is_refused_or_harmless(name: str, tmp_path: Path) -> Non
         for bit in range(8) if EXHAUSTIVE else (at % 8,):
             flipped = bytearray(whole)
             flipped[at] ^= 1 << bit
-            path.write_bytes(flipped)
+            rewrite(path, flipped)
             assert _contents(path) in (None, sound), (at, bit)
 
 
@@ -72,9 +73,9 @@ def test_random_damage(name: str, tmp_path: Path) -> None:
                     del damaged[at : at + int(random.integers(1, 9))]
                 case 4:
                     damaged[at:at] = damaged[: int(random.integers(1, 30))]
-        files[chosen].write_bytes(damaged)
+        rewrite(files[chosen], damaged)
         _contents(path)
-        files[chosen].write_bytes(wholes[chosen])
+        rewrite(files[chosen], wholes[chosen])
 
 
 @pytest.mark.parametrize("seed", range(4))

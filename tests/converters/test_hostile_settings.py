@@ -25,6 +25,7 @@ from jaxmha.converters.discovery import (
 from jaxmha.converters.layout import transform
 from jaxmha.converters.migrate import pipeline, plan_toml
 from tests.converters.test_every_layout import params_of
+from tests.rewrite import rewrite
 
 KEYS = (
     *head_count.CONFIG_KEYS,
@@ -71,7 +72,7 @@ def test_values_of_a_configuration(key: str, source: Path) -> None:
     config = source.with_name("config.json")
     for value in NASTY.values():
         more = "" if key == "num_attention_heads" else '"num_attention_heads": 6, '
-        config.write_text(f'{{{more}"{key}": {value}}}')
+        rewrite(config, f'{{{more}"{key}": {value}}}')
         info = pipeline.inspect(source)
         assert len(str(info.blocks[0].num_heads_from)) < 2000
         with contextlib.suppress(ValueError):

@@ -14,6 +14,7 @@ import jaxmha
 from jaxmha import MHAParams
 from jaxmha.implementations import probe
 from jaxmha.implementations.base import EVERYTHING_LEAKS, Leaks
+from tests import jit_cache
 from tests.h100 import compiled, programs
 from tests.h100.compiled import MIB, Program
 from tests.h100.programs import ALONE, PROGRAMS, array
@@ -87,7 +88,7 @@ def test_tokamax_copies_what_leaks(leaks: Leaks, monkeypatch: pytest.MonkeyPatch
     """Where a mask selects logits, values alone are zeroed; what is added, a bias, keeps out neither."""
     compiled.install_tokamax(monkeypatch)
     monkeypatch.setattr(probe, "leaks", lambda *_: leaks)
-    jax.clear_caches()  # type: ignore[no-untyped-call]
+    jit_cache.forget()
     calls: list[tuple[Any, Any]] = [
         (programs.forward("mask"), array(2, 1, 2048, 2048, dtype=jnp.bool_)),
         (programs.forward("bias"), array(1, 16, 2048, 2048)),

@@ -13,6 +13,7 @@ import jaxmha
 from jaxmha import KVCache, Mask, MHAParams, Projection, Semantics, mods
 from jaxmha.implementations import small_query
 from jaxmha.implementations.tiled import attention
+from tests import jit_cache
 from tests.sharding.devices import assert_alike, mesh
 
 B, T, S, K, N, H = 2, 5, 13, 2, 6, 3
@@ -51,7 +52,7 @@ def test_outputs_and_gradients(
     monkeypatch.setattr(attention, "SIZES", {"target": 2**7, "least_rows": 1, "side": 4})
     monkeypatch.setattr(small_query, "LEAST_KEYS", 0)
     # Sizes are read while a program is traced.
-    jax.clear_caches()  # type: ignore[no-untyped-call]
+    jit_cache.forget()
     own = OWN[keys]
     arrays = [x if own else x[:1] for x in HEADS]
     arrays = [HEADS[0], *arrays[1:], *([BIAS] if bias else [])]

@@ -1,0 +1,30 @@
+"""Which compiled programs a test uses: those of other tests, or only its own.
+
+`jax.clear_caches` would also take the programs of all later tests, which then compile once more.
+"""
+
+import itertools
+from typing import Any
+
+import jax
+
+_CONTEXT: Any = jax.make_user_context(None)
+_NUMBERS = itertools.count()
+_shared = "collection"
+
+
+def share(kind: str) -> None:
+    """From here on tests share the programs of this kind."""
+    global _shared
+    _shared = kind
+    _CONTEXT.set_global(kind)
+
+
+def restore() -> None:
+    """Ends `forget`."""
+    _CONTEXT.set_global(_shared)
+
+
+def forget() -> None:
+    """Every call is traced again, to the end of the test."""
+    _CONTEXT.set_global(next(_NUMBERS))
