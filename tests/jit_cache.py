@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-_CONTEXT: Any = jax.make_user_context(None)
+_CONTEXT: Any = jax.make_user_context()  # type: ignore[no-untyped-call]
 _NUMBERS = itertools.count()
 _shared = "collection"
 

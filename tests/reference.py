@@ -319,7 +319,7 @@ def within(lengths: Array | None, batch: Sequence[int], T: int) -> Array:
     return np.arange(T) < np.broadcast_to(lengths, tuple(batch))[..., None]
 
 
-def dot(x: Iterable[float], y: Iterable[float]) -> float:
+def dot(x: Array, y: Array) -> float:
     """A product summed without rounding in between, or plainly where something is not finite."""
     with np.errstate(invalid="ignore"):
         products = np.multiply(x, y, dtype=np.float64)

@@ -191,14 +191,17 @@ def command(
         checked = None
         if check.value != "none" and part is None:
             checked = _compare(source, destination, done, check.value == "all", as_json)
-        if report_to is not None and checked is not None:
-            content = checked.to_json() | {"unchecked": list(done.unchecked)}
-            text = json.dumps(finite(content), indent=1) + "\n"
-            put_text(report_to, text, force, [*files_of(source), *map(Path, done.files)])
-        if as_json:
-            print_json(done.to_json() | {"report": None if checked is None else checked.to_json()})
-        else:
-            print_conversion(destination, done, checked)
+        try:
+            if report_to is not None and checked is not None:
+                content = checked.to_json() | {"unchecked": list(done.unchecked)}
+                text = json.dumps(finite(content), indent=1) + "\n"
+                put_text(report_to, text, force, [*files_of(source), *map(Path, done.files)])
+        finally:  # after the report, which a closed pipe would lose; even if the disk is full
+            if as_json:
+                found = None if checked is None else checked.to_json()
+                print_json(done.to_json() | {"report": found})
+            else:
+                print_conversion(destination, done, checked)
     if checked is not None and not checked.same:
         raise typer.Exit(1)
 
