@@ -28,9 +28,10 @@ from jaxmha.converters.layout import (
 from jaxmha.converters.layout.arrays import NDArray, to_torch
 from jaxmha.converters.layout.base import Layout
 from jaxmha.converters.linear import import_params
-from jaxmha.params import CANONICAL, field_of, from_leaves, leaves
+from jaxmha.params import CANONICAL, field_of, from_leaves
 from jaxmha.projections import combine
 from jaxmha.rotary import rope
+from tests.converters import layers
 from tests.converters.test_live_classes import randomised
 
 B, T, N, K, H = 2, 11, 6, 3, 4
@@ -41,7 +42,9 @@ TABLES: tuple[Any, ...] = (
 EVERY = pytest.mark.parametrize("layout", registry.LAYOUTS)
 
 
-def params_of(layout: Layout, lead: tuple[int, ...] = (), seed: int = 0) -> MHAParams:
+def params_of(
+    layout: Layout, lead: tuple[int, ...] = (), seed: int = 0, dtype: str = "float32"
+) -> MHAParams:
     """Random leaves of every kind that the layout has, of sizes that it can hold."""
     free = {"Dq": 13, "Dk": 17, "Dv": 19, "Do": 23, "N": N, "K": K, "H": H, "h": 5}
     for letter, (tied, _) in layout.ties.items():
@@ -55,24 +58,31 @@ def params_of(layout: Layout, lead: tuple[int, ...] = (), seed: int = 0) -> MHAP
         leaf: [free[a] for a in CANONICAL[leaf].split()] for leaf in CANONICAL if leaf in held
     }
     arrays: dict[str, Any] = {
-        leaf: rng.normal(size=(*lead, *shape)).astype(np.float32) for leaf, shape in shapes.items()
+        leaf: rng.normal(size=(*lead, *shape)).astype(layers.numpy_dtype(dtype))
+        for leaf, shape in shapes.items()
     }
     return from_leaves(arrays)
 
 
 @EVERY
-@pytest.mark.parametrize("lead", [(), (3,)], ids=["single", "stacked"])
-def test_round_trip(layout: Layout, lead: tuple[int, ...]) -> None:
-    params = params_of(layout, lead)
-    state = transform.export_params(layout, params, layout.semantics, prefix="a")
-    for prefix in ("a", f"a{layout.separator}"):
-        again, semantics = transform.import_params([layout], state, num_heads=N, prefix=prefix)
+@pytest.mark.parametrize(
+    ("lead", "dtype"),
+    [((), "float32"), ((), "float64"), ((3,), "bfloat16"), ((2, 3), "float16")],
+    ids=["single", "float64", "stacked", "twice stacked"],
+)
+def test_round_trip(layout: Layout, lead: tuple[int, ...], dtype: str) -> None:
+    params = params_of(layout, lead, dtype=dtype)
+    for prefix in ("", "a", f"a{layout.separator}", "a.b/c"):
+        state = transform.export_params(layout, params, layout.semantics, prefix=prefix)
+        assert all(key.startswith(prefix) for key in state)
+        others = {"another/model/kernel": np.ones(3)} if prefix else {}
+        again, semantics = transform.import_params(
+            [layout], state | others, num_heads=N, prefix=prefix
+        )
         assert semantics == layout.semantics
-        for (name, x), y in zip(leaves(params).items(), leaves(again).values(), strict=True):
-            np.testing.assert_array_equal(x, y, err_msg=name)
+        layers.assert_identical(params, again)
         back = transform.export_params(layout, again, layout.semantics, prefix=prefix)
-        assert back.keys() == state.keys()
-        assert all(back[key].tobytes() == array.tobytes() for key, array in state.items())
+        layers.assert_identical(state, back)
 
 
 # Layout -> a prefix by which it differs from others with the same keys, and an array next to it.

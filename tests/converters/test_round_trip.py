@@ -14,9 +14,10 @@ from jaxmha.converters.discovery import attention_blocks
 from jaxmha.converters.layout import transform
 from jaxmha.converters.layout.arrays import NDArray, to_numpy, to_torch
 from jaxmha.converters.layout.base import Entry
-from jaxmha.params import CANONICAL, from_leaves, leaves
+from jaxmha.params import from_leaves, leaves
 from tests.converters import layers
 from tests.converters.layers import Config, assert_identical
+from tests.converters.test_every_layout import N, params_of
 
 CONVERTERS: dict[str, Any] = {"torch": torch, "keras": keras, "linen": flax, "nnx": flax}
 KINDS: dict[str, Any] = {"linen": {"kind": "linen"}, "nnx": {"kind": "nnx"}}
@@ -90,7 +91,7 @@ def test_own_round_trip(config: Config, dtype: str) -> None:
     assert semantics_again == semantics
 
 
-@EVERY
+@pytest.mark.parametrize("config", [layers.configs(name)[0] for name in CONVERTERS], ids=str)
 def test_random_parameters_are_all_different_and_none_is_zero(config: Config) -> None:
     """The data can show a permutation: no value twice, none that hides a sum."""
     flat = np.concatenate([x.ravel() for x in layers.snapshot(layers.build(config)).values()])
@@ -137,54 +138,14 @@ def test_keras_through_flax_and_back(config: Config, dtype: str) -> None:
     )
 
 
-def params_for(name: str, dtype: str, lead: tuple[int, ...] = ()) -> MHAParams:
-    """Random canonical parameters with every leaf that the layout has, different primes."""
-    layout = attention_blocks.named(name)
-    sizes = {"N": 5, "K": 5, "H": 7, "h": 13, "Dq": 17, "Dk": 19, "Dv": 23, "Do": 29}
-    sizes |= {"K": 5} if "K" in layout.ties else {"N": 10}
-    for letter, (tied, _) in layout.ties.items():
-        sizes[letter] = int(np.prod([sizes[x] for x in tied.split()]))
-    for letter, (tied, _) in layout.ties.items():  # a tie may name a letter tied later
-        sizes[letter] = int(np.prod([sizes[x] for x in tied.split()]))
-    rng = np.random.default_rng(3)
-    held = [leaf for entry in layout.entries for leaf in entry.leaves]
-    return from_leaves(
-        {
-            leaf: rng.normal(size=(*lead, *(sizes[x] for x in CANONICAL[leaf].split()))).astype(
-                layers.numpy_dtype(dtype)
-            )
-            for leaf in held
-        }
-    )
-
-
 NAMES = ("torch", "torch-separate", "keras", "keras-file", "flax", "bert")
 LAYOUTS = pytest.mark.parametrize("name", NAMES)
 
 
 @LAYOUTS
-@pytest.mark.parametrize("lead", [(), (3,), (2, 3)], ids=["single", "stacked", "twice stacked"])
-@pytest.mark.parametrize("prefix", ["", "encoder", "a.b/c"])
-@pytest.mark.parametrize("dtype_name", layers.DTYPES)
-def test_flat_dicts_both_ways(
-    name: str, lead: tuple[int, ...], prefix: str, dtype_name: str
-) -> None:
-    layout = attention_blocks.named(name)
-    params = params_for(name, dtype_name, lead)
-    state = transform.export_params(layout, params, layout.semantics, prefix=prefix)
-    assert all(key.startswith(prefix) for key in state)
-    others = {"another/model/kernel": np.ones(3)} if prefix else {}
-    params_again, semantics = transform.import_params(
-        [layout], state | others, num_heads=params.query.kernel.shape[-2], prefix=prefix
-    )
-    assert_identical(params, params_again)
-    assert semantics == layout.semantics
-
-
-@LAYOUTS
 def test_a_stack_is_the_layers_one_by_one(name: str) -> None:
     layout = attention_blocks.named(name)
-    stacked = params_for(name, "float32", (3,))
+    stacked = params_of(layout, (3,))
     state = transform.export_params(layout, stacked, layout.semantics)
     for i in range(3):
         one = from_leaves({leaf: np.asarray(x)[i] for leaf, x in leaves(stacked).items()})
@@ -254,7 +215,8 @@ def out(params: MHAParams) -> NDArray:
 
 @LAYOUTS
 def test_layouts_follow_the_formulas(name: str) -> None:
-    layout, params = attention_blocks.named(name), params_for(name, "float32")
+    layout = attention_blocks.named(name)
+    params = params_of(layout)
     state = transform.export_params(layout, params, layout.semantics)
     for key, formula in FORMULAS[name].items():
         np.testing.assert_array_equal(state[key], formula(params))
@@ -287,7 +249,8 @@ def test_no_memory_is_shared_on_the_way_out(config: Config) -> None:
 
 @LAYOUTS
 def test_flat_dicts_share_no_memory_and_change_nothing(name: str) -> None:
-    layout, params = attention_blocks.named(name), params_for(name, "float32")
+    layout = attention_blocks.named(name)
+    params = params_of(layout)
     expected = {leaf: np.array(array) for leaf, array in leaves(params).items()}
     state = transform.export_params(layout, params, layout.semantics)
     kept = {key: array.copy() for key, array in state.items()}
@@ -342,11 +305,11 @@ def test_torch_tensors_keep_dtype_and_bits(name: str) -> None:
 
 
 def test_huggingface_bert_reads_its_other_layers_and_leaves_it() -> None:
-    params = params_for("bert", "float32")
+    params = params_of(attention_blocks.named("bert"))
     state = huggingface.export_params(params, prefix="encoder.layer.0.attention")
-    norm = {"encoder.layer.0.attention.output.LayerNorm.weight": np.ones(17)}
+    norm = {"encoder.layer.0.attention.output.LayerNorm.weight": np.ones(24)}
     again, _ = huggingface.import_params(
-        state | norm, num_heads=5, prefix="encoder.layer.0.attention"
+        state | norm, num_heads=N, prefix="encoder.layer.0.attention"
     )
     assert_identical(params, again)
 
@@ -372,7 +335,8 @@ def test_a_wrong_table_is_seen(key: str, changes: dict[str, Any]) -> None:
     """The formulas catch each of the known errors that every shape check lets through."""
     from dataclasses import replace
 
-    layout, params = attention_blocks.named("torch"), params_for("torch", "float32")
+    layout = attention_blocks.named("torch")
+    params = params_of(layout)
     wrong = replace(layout, entries=swap(layout.entries, key, **changes))
     state = transform.export_params(wrong, params, layout.semantics)
     formula = FORMULAS["torch"][key]
