@@ -187,7 +187,6 @@ def test_every_pair_of_layouts(a: str, held: list[tuple[Case, Case]]) -> None:
 @pytest.mark.parametrize("suffix", SUFFIXES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_format_and_dtype(suffix: str, dtype: str) -> None:
-    a = ("flax", ".safetensors")
+    a = ("bert", ".safetensors")  # both targets hold all of it
     b = ("keras-file", suffix) if suffix == ".weights.h5" else ("haiku", suffix)
-    state: Any = back_and_forth(a, b, dtype, 0)
-    assert state or (a, b)[0][0] == "flax"
+    assert back_and_forth(a, b, dtype, 0) == ((suffix, dtype) != (".npz", "bfloat16"))

@@ -144,10 +144,6 @@ def assert_exact(found: dict[str, list[Measured]]) -> None:
     assert good, "\n".join(lines)
 
 
-def test_enough_configurations() -> None:
-    assert len(layers.VARIANTS) * DRAWS * len(layers.masks(layers.S)) >= 200
-
-
 def test_the_bounds_fail_for_a_wrong_layer() -> None:
     """A key bias lost is not seen, a value bias lost is: the measure has teeth, and limits."""
     config = layers.configs("torch")[0]

@@ -1,16 +1,12 @@
 """The families that people convert most, each by name: right, and back bit by bit."""
 
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
 
 from tests.zoo import one, overrides
-
-EXPECTED: dict[str, str] = json.loads((Path(__file__).parent / "expected.json").read_text())
 
 
 class Named(NamedTuple):
@@ -89,11 +85,6 @@ FAMILIES = (
     Named("Conformer of wav2vec 2", "wav2vec2-conformer"),
     Named("Conformer of w2v-BERT", "wav2vec2-bert"),
 )
-
-
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-def test_the_table_has_every_named_family_right(family: Named) -> None:
-    assert EXPECTED[family.model_type] == "right"
 
 
 @pytest.mark.slow
