@@ -51,6 +51,7 @@ TYPES: list[tuple[str, str, bool]] = [
     ("qwen3_5", "rotary", False),
     ("glm4v", "rotary", False),
     ("roformer", "rotary", False),
+    ("stablelm", "rotary", False),
     ("bloom", "alibi", False),
     ("mistral", "window", False),
     ("t5", "relative", False),
@@ -94,7 +95,7 @@ def test_parts_of_a_model_type_are_named(
         assert note in notes(path)
 
 
-@pytest.mark.parametrize("model_type", ["bert", "vit", "clip", "whisper", "opt"])
+@pytest.mark.parametrize("model_type", ["bert", "vit", "clip", "whisper", "opt", "bart", "gpt2"])
 def test_a_model_that_has_nothing_more_is_not_noted(model_type: str, tmp_path: Path) -> None:
     assert notes(source(tmp_path, {"model_type": model_type})) == []
 
