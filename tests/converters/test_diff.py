@@ -6,18 +6,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 from jaxmha import checkpoint
-from jaxmha.cli.app import app
 from jaxmha.converters.verify import attribution
+from tests.converters.command_line import cli
 
 N, D = 3, 15
-runner = CliRunner()
 
 
-def cli(*arguments: Any) -> Any:
-    return runner.invoke(app, ["diff", *map(str, arguments)])
+def diff(*arguments: Any) -> Any:
+    return cli("diff", *arguments)
 
 
 @pytest.fixture(scope="module")
@@ -48,12 +46,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_parts_of_two_files(folder: Path) -> None:
-    result = cli(folder / "right.safetensors", folder / "wrong.safetensors", "--json")
+    result = diff(folder / "right.safetensors", folder / "wrong.safetensors", "--json")
     assert result.exit_code == 1, result.output
     block = json.loads(result.stdout)["blocks"]["attention"]
     assert [part["name"] for part in block["parts"]] == ["transposed kernel", "zero bias"]
     assert abs(sum(part["size"] for part in block["parts"]) - block["total"]) < 1e-12
-    shown = cli(folder / "right.safetensors", folder / "wrong.safetensors").stdout
+    shown = diff(folder / "right.safetensors", folder / "wrong.safetensors").stdout
     assert "transposed" in shown
     assert "█" in shown
     assert "different" in shown
@@ -66,17 +64,17 @@ def test_nan_in_weights_is_not_called_the_same(folder: Path) -> None:
     state["attention.self.query.weight"][0, 0] = np.nan
     state["attention.self.value.weight"][0] = np.nan
     checkpoint.write(broken, state)
-    result = cli(file, broken, "--json")
+    result = diff(file, broken, "--json")
     assert result.exit_code == 1, result.output
     block = json.loads(result.stdout)["blocks"]["attention"]
     assert (block["compared"], block["total"], block["relative"]) == (0, None, None)
-    shown = " ".join(cli(file, broken).stdout.split())
+    shown = " ".join(diff(file, broken).stdout.split())
     assert "nothing can be compared: every element is NaN or infinite" in shown
     assert "is rounding" not in shown
 
 
 def test_the_same_file_twice_is_the_same(folder: Path) -> None:
-    result = cli(folder / "right.safetensors", folder / "right.safetensors")
+    result = diff(folder / "right.safetensors", folder / "right.safetensors")
     assert (result.exit_code, "the same" in result.stdout) == (0, True)
 
 
@@ -92,7 +90,7 @@ def test_the_same_file_twice_is_the_same(folder: Path) -> None:
 def test_masks_and_behaviour(folder: Path, options: tuple[str, ...], named: str) -> None:
     file = folder / "right.safetensors"
     given = [folder / x if x.endswith(".npz") else x for x in options]
-    result = cli(file, file, *given, "--json")
+    result = diff(file, file, *given, "--json")
     assert result.exit_code == 1, result.output
     parts = json.loads(result.stdout)["blocks"]["attention"]["parts"]
     assert [part["name"] for part in parts] == [named]
@@ -100,10 +98,10 @@ def test_masks_and_behaviour(folder: Path, options: tuple[str, ...], named: str)
 
 def test_one_block_of_many(folder: Path) -> None:
     file = folder / "two.safetensors"
-    result = cli(file, file, "--block", "1.attention", "--json")
+    result = diff(file, file, "--block", "1.attention", "--json")
     assert result.exit_code == 0, result.output
     assert list(json.loads(result.stdout)["blocks"]) == ["1.attention"]
-    result = cli(file, folder / "right.safetensors")
+    result = diff(file, folder / "right.safetensors")
     assert result.exit_code == 2
     assert "no block in common: " in result.stderr
 
@@ -131,7 +129,7 @@ def test_one_block_of_many(folder: Path) -> None:
 )
 def test_bad_input_is_one_message(folder: Path, arguments: tuple[str, ...], message: str) -> None:
     given = [folder / x if x.endswith((".npz", ".safetensors")) else x for x in arguments]
-    result = cli(*given)
+    result = diff(*given)
     assert result.exit_code == 2
     assert result.stdout == ""
     assert "Traceback" not in result.stderr
@@ -161,11 +159,11 @@ def test_weights_that_are_kept_otherwise_are_not_the_same(
             )
     checkpoint.write(tmp_path / "b.safetensors", state)
     both = (folder / "right.safetensors", tmp_path / "b.safetensors")
-    result = cli(*both, "--num-heads", N)
+    result = diff(*both, "--num-heads", N)
     assert result.exit_code == 1, result.stdout
     assert text in " ".join(result.stdout.split())
     assert result.stdout.strip().endswith("different")
-    data = json.loads(cli(*both, "--num-heads", N, "--json").stdout)
+    data = json.loads(diff(*both, "--num-heads", N, "--json").stdout)
     assert (data["same"], data["blocks"]["attention"]["same"]) == (False, False)
     with checkpoint.open(both[0]) as file:
         found = attribution.attribute({n: file[n] for n in file}, state, num_heads=N)

@@ -3,26 +3,16 @@
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 from jaxmha import checkpoint
-from jaxmha.cli.app import app
 from jaxmha.converters.discovery.attention_blocks import named
 from jaxmha.converters.layout import transform
 from jaxmha.converters.migrate import pipeline
+from tests.converters.command_line import cli, printed
 from tests.converters.test_every_layout import N, params_of
-
-
-def run(*arguments: Any) -> Any:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-
-def printed(done: Any) -> str:
-    return " ".join((done.stdout + done.stderr).split())
 
 
 def source_of(folder: Path, extra: Mapping[str, tuple[int, ...]], name: str = "a.npz") -> Path:
@@ -34,7 +24,7 @@ def source_of(folder: Path, extra: Mapping[str, tuple[int, ...]], name: str = "a
 
 
 def planned(source: Path, to: str) -> str:
-    done = run("plan", source, "--to", to, "--num-heads", N, "-o", source.with_suffix(".toml"))
+    done = cli("plan", source, "--to", to, "--num-heads", N, "-o", source.with_suffix(".toml"))
     assert done.exit_code == 0, printed(done)
     return source.with_suffix(".toml").read_text()
 
@@ -57,7 +47,7 @@ def test_a_kind_that_the_comment_names_is_enough(kind: str, to: str, tmp_path: P
     plan.write_text(edited)
     in_file = to in ("keras-file", "keras")
     target = tmp_path / ("b.weights.h5" if in_file else "b.npz")
-    done = run("convert", source, target, "--plan", plan)
+    done = cli("convert", source, target, "--plan", plan)
     assert done.exit_code == 0, printed(done)
     assert "verified" in printed(done)
     group = "embedding" if kind == "embedding" else "dense"
@@ -83,7 +73,7 @@ def test_a_norm_without_a_bias_is_named(kind: str, group: str, to: str, tmp_path
     assert count == 1
     plan = tmp_path / "edited.toml"
     plan.write_text(text)
-    done = run("convert", source, tmp_path / "b.weights.h5", "--plan", plan)
+    done = cli("convert", source, tmp_path / "b.weights.h5", "--plan", plan)
     assert done.exit_code == 0, printed(done)
     assert "no tensor tells" not in printed(done)
     with checkpoint.open(source) as a, checkpoint.open(tmp_path / "b.weights.h5") as b:
@@ -109,7 +99,7 @@ def test_answered_notes_are_dropped(to: str, tmp_path: Path) -> None:
         )
         assert count == edits
         plan.write_text(edit)
-        done = run("convert", source, tmp_path / f"{edits}.{ending}", "--plan", plan)
+        done = cli("convert", source, tmp_path / f"{edits}.{ending}", "--plan", plan)
         assert done.exit_code == 0, printed(done)
         return printed(done)
 
@@ -135,7 +125,7 @@ def test_a_bias_goes_with_its_kernel(both: bool, tmp_path: Path) -> None:
     assert len(re.findall(pattern, text)) == 2
     plan = tmp_path / "edited.toml"
     plan.write_text(re.sub(pattern, r'\1kind = "convolution"', text, count=0 if both else 1))
-    done = run("convert", source, tmp_path / "b.npz", "--plan", plan)
+    done = cli("convert", source, tmp_path / "b.npz", "--plan", plan)
     assert done.exit_code == 0, printed(done)
     with checkpoint.open(tmp_path / "b.npz") as file:
         assert file.info["x/tr_deconv/kernel"].shape == (3, 3, 5, 7)
@@ -151,7 +141,7 @@ def test_a_kind_by_name_can_be_another(to: str, tmp_path: Path) -> None:
     plan = tmp_path / "edited.toml"
     plan.write_text(re.sub(pattern, r'\1kind = "embedding"', text))
     target = tmp_path / ("b.weights.h5" if to == "keras-file" else "b.npz")
-    done = run("convert", source, target, "--plan", plan)
+    done = cli("convert", source, target, "--plan", plan)
     assert done.exit_code == 0, printed(done)
     with checkpoint.open(target) as file:
         name = "layers/embedding/vars/0" if to == "keras-file" else "head/embedding"
@@ -163,7 +153,7 @@ def test_a_kind_that_the_arrays_are_not_is_refused(tmp_path: Path) -> None:
     text = planned(source, "flax").replace('kind = "other"', 'kind = "norm"')
     plan = tmp_path / "edited.toml"
     plan.write_text(text)
-    done = run("convert", source, tmp_path / "b.npz", "--plan", plan)
+    done = cli("convert", source, tmp_path / "b.npz", "--plan", plan)
     assert done.exit_code == 2
     assert "module 'tok.weight' of the plan is no norm: tok.weight: expected axes (D)" in printed(
         done
@@ -178,14 +168,14 @@ def test_a_plan_to_keras_is_one_for_its_files(tmp_path: Path) -> None:
     text = planned(source, "keras")
     plan = tmp_path / "edited.toml"
     plan.write_text(text)
-    done = run("convert", source, tmp_path / "a.weights.h5", "--plan", plan)
+    done = cli("convert", source, tmp_path / "a.weights.h5", "--plan", plan)
     assert done.exit_code == 0, printed(done)
     modules = text.split("[[module]]")
     first = next(i for i, one in enumerate(modules) if 'from = "fc1"' in one)
     second = next(i for i, one in enumerate(modules) if 'from = "fc2"' in one)
     modules[first], modules[second] = modules[second], modules[first]
     plan.write_text("[[module]]".join(modules))
-    done = run("convert", source, tmp_path / "b.weights.h5", "--plan", plan)
+    done = cli("convert", source, tmp_path / "b.weights.h5", "--plan", plan)
     assert done.exit_code == 0, printed(done)
     with (
         checkpoint.open(source) as state,

@@ -8,30 +8,21 @@ import flax.linen as nn
 import jax
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 import jaxmha
 from jaxmha import MHAParams, Projection, Semantics, checkpoint, init_params
-from jaxmha.cli.app import app
 from jaxmha.converters import flax, huggingface
 from jaxmha.converters.layout import fill, registry, transform
 from jaxmha.converters.layout.flax import LINEN
 from jaxmha.converters.migrate import pipeline, plan_toml
 from jaxmha.params import leaves
+from tests.converters.command_line import cli, printed
 from tests.tolerance import assert_close
 
 N, D = 3, 15
 PREFIX = "model.encoder.layers.0.self_attn"
 # Layout of a file -> the parts of its attention without a bias.
 LACKING = {"whisper": ("key",), "llama": ("out",)}
-
-
-def run(*arguments: Any) -> Any:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-
-def printed(done: Any) -> str:
-    return " ".join((done.stdout + done.stderr).split())
 
 
 def without(*lacking: str) -> MHAParams:
@@ -61,11 +52,11 @@ def saved(folder: Path, layout: str, dtype: str = "float32") -> Path:
 @pytest.mark.parametrize("layout", LACKING)
 def test_flax_computes_the_same_with_biases_of_zeros(layout: str, tmp_path: Path) -> None:
     source, made = saved(tmp_path, layout), tmp_path / "flax.safetensors"
-    refused = run("convert", source, made, "--to", "flax")
+    refused = cli("convert", source, made, "--to", "flax")
     assert refused.exit_code == 2
     assert "--fill-bias zeros" in printed(refused)
     assert not made.exists()
-    done = run("convert", source, made, "--to", "flax", "--fill-bias", "zeros")
+    done = cli("convert", source, made, "--to", "flax", "--fill-bias", "zeros")
     assert done.exit_code == 0, printed(done)
     assert "verified" in printed(done)
     filled = f"{LACKING[layout][0]}.bias"
@@ -84,14 +75,14 @@ def test_flax_computes_the_same_with_biases_of_zeros(layout: str, tmp_path: Path
 
 def test_a_plan_says_it_and_shows_zeros(tmp_path: Path) -> None:
     source, plan = saved(tmp_path, "whisper"), tmp_path / "plan.toml"
-    done = run("plan", source, "--to", "flax", "--fill-bias", "zeros", "-o", plan)
+    done = cli("plan", source, "--to", "flax", "--fill-bias", "zeros", "-o", plan)
     assert done.exit_code == 0, printed(done)
     assert "zeros -> model/encoder/layers/0/self_attn/key/bias (3, 5) zeros -> K H" in printed(done)
     assert plan_toml.read(plan).fill_bias == "zeros"
-    done = run("convert", source, tmp_path / "a.npz", "--plan", plan)
+    done = cli("convert", source, tmp_path / "a.npz", "--plan", plan)
     assert (done.exit_code, "verified" in printed(done)) == (0, True), printed(done)
     plan.write_text(plan.read_text().replace('fill_bias = "zeros"', 'fill_bias = "ones"'))
-    done = run("convert", source, tmp_path / "b.npz", "--plan", plan)
+    done = cli("convert", source, tmp_path / "b.npz", "--plan", plan)
     assert (done.exit_code, "fill_bias must be zeros" in printed(done)) == (2, True)
 
 
@@ -176,8 +167,8 @@ def test_an_extra_position_is_not_filled() -> None:
 def test_biases_of_zeros_are_dropped_on_the_way_back(tmp_path: Path) -> None:
     source, made = saved(tmp_path, "whisper"), tmp_path / "flax.safetensors"
     back = tmp_path / "back.safetensors"
-    run("convert", source, made, "--to", "flax", "--fill-bias", "zeros")
-    done = run("convert", made, back, "--to", "whisper")
+    cli("convert", source, made, "--to", "flax", "--fill-bias", "zeros")
+    done = cli("convert", made, back, "--to", "whisper")
     assert done.exit_code == 0, printed(done)
     assert "key.bias dropped: every number is zero" in printed(done)
     assert "verified" in printed(done)
@@ -189,6 +180,6 @@ def test_biases_of_zeros_are_dropped_on_the_way_back(tmp_path: Path) -> None:
     name = next(name for name in state if name.endswith("key/bias"))
     state[name][0, 0] = 1e-30
     checkpoint.write(made, state, force=True)
-    refused = run("convert", made, back, "--to", "whisper", "--force")
+    refused = cli("convert", made, back, "--to", "whisper", "--force")
     assert refused.exit_code == 2
     assert "key.bias" in printed(refused)

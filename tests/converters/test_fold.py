@@ -7,28 +7,19 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 import jaxmha
 from jaxmha import Semantics, checkpoint, init_params
-from jaxmha.cli.app import app
 from jaxmha.converters import linear
 from jaxmha.converters.discovery import attention_blocks
 from jaxmha.converters.layout import fold, transform
 from jaxmha.converters.migrate import pipeline, plan_toml
 from jaxmha.converters.verify import comparison, forward_check
+from tests.converters.command_line import cli, printed
 from tests.tolerance import assert_close
 
 D = 32
 PREFIX = "encoder.block.0.layer.0.SelfAttention"
-
-
-def run(*arguments: Any) -> Any:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-
-def printed(done: Any) -> str:
-    return " ".join((done.stdout + done.stderr).split())
 
 
 def t5(folder: Path, N: int, H: int, dtype: str = "float32") -> Path:
@@ -65,18 +56,18 @@ def test_t5_goes_everywhere_and_comes_back(to: str, tmp_path: Path) -> None:
         tmp_path / "a.safetensors",
         tmp_path / "b.safetensors",
     )
-    refused = run("convert", source, present, "--to", to)
+    refused = cli("convert", source, present, "--to", to)
     assert refused.exit_code == 2
     assert "--fold-scale" in printed(refused)
     assert "Semantics(scale=1.0)" in printed(refused)
-    done = run("convert", source, present, "--to", to, "--fold-scale")
+    done = cli("convert", source, present, "--to", to, "--fold-scale")
     assert done.exit_code == 0, printed(done)
     exact = H == 16
     assert ("a power of two, so that no digit changes" in printed(done)) is exact
     assert ("is rounded by up to 6e-08 of itself (float32)" in printed(done)) is not exact
     assert "verified" in printed(done)
     assert_close(output(present, to), output(source, "t5"), factor=8)
-    done = run("convert", present, back, "--to", "t5", "--fold-scale")
+    done = cli("convert", present, back, "--to", "t5", "--fold-scale")
     assert done.exit_code == 0, printed(done)
     with checkpoint.open(source) as a, checkpoint.open(back) as b:
         for name in a:
@@ -87,10 +78,10 @@ def test_t5_goes_everywhere_and_comes_back(to: str, tmp_path: Path) -> None:
 
 def test_a_plan_says_it(tmp_path: Path) -> None:
     source, plan = t5(tmp_path, 4, 16), tmp_path / "plan.toml"
-    assert run("plan", source, "--to", "flax", "--fold-scale", "-o", plan).exit_code == 0
+    assert cli("plan", source, "--to", "flax", "--fold-scale", "-o", plan).exit_code == 0
     assert plan_toml.read(plan).fold_scale
     assert "fold_scale = true" in plan.read_text()
-    done = run("convert", source, tmp_path / "a.npz", "--plan", plan)
+    done = cli("convert", source, tmp_path / "a.npz", "--plan", plan)
     assert (done.exit_code, "verified" in printed(done)) == (0, True), printed(done)
 
 

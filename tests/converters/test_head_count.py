@@ -7,15 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from jaxmha import checkpoint
-from jaxmha.cli import app
 from jaxmha.converters import huggingface
 from jaxmha.converters.discovery import attention_blocks, head_count, hf_config
 from jaxmha.converters.layout import transform
 from jaxmha.converters.migrate import pipeline
 from jaxmha.converters.verify import comparison
+from tests.converters.command_line import cli
 from tests.converters.test_blocks import shapes_of
 from tests.converters.test_every_layout import N, params_of
 
@@ -120,7 +119,7 @@ def test_a_head_count_that_does_not_divide_is_reported(tmp_path: Path) -> None:
     message = r"h\.0\.attn\.c_attn\.weight: expected axes .* N=5, got shape \(13, 72\)"
     with pytest.raises(ValueError, match=rf"a\.npz: {message}"):
         pipeline.inspect(tmp_path / "a.npz", num_heads=5)
-    done = CliRunner().invoke(app.app, ["inspect", str(tmp_path / "a.npz"), "--num-heads", "5"])
+    done = cli("inspect", tmp_path / "a.npz", "--num-heads", "5")
     assert (done.exit_code, done.stdout) == (2, "")
     assert re.search(message, done.stderr)
     (tmp_path / "config.json").write_text('{"n_head": 5}')

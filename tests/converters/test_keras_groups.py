@@ -5,20 +5,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
-from jaxmha.cli.app import app
 from jaxmha.converters.migrate import pipeline
 from jaxmha.converters.verify import comparison
+from tests.converters.command_line import cli
 from tests.promotion import foreign
 
 D, N = 8, 2
 X = np.random.default_rng(0).normal(size=(1, 3, D)).astype("f")
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
-
-
-def run(*arguments: Any) -> Any:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 def drawn(model: Any, by_name: bool) -> Any:
@@ -79,7 +74,7 @@ def test_names_in_other_groups_are_other_layers(norms: bool, tmp_path: Path) -> 
     pipeline.convert(tmp_path / "a.weights.h5", tmp_path / "a.safetensors", to="flax")
     for first in ("a.weights.h5", "a.safetensors"):
         for command in ("verify", "diff"):
-            done = run(command, tmp_path / first, tmp_path / "b.weights.h5")
+            done = cli(command, tmp_path / first, tmp_path / "b.weights.h5")
             assert done.exit_code == 1, done.output
             text = " ".join(done.stdout.split())
             assert "compared by group, as Keras loads them" in text
@@ -108,7 +103,7 @@ def test_a_template_fits_layers_that_keras_counted(model: Any, name: str, tmp_pa
     to = "torch" if name.endswith("pt") else "flax"
     pipeline.convert(source, tmp_path / name, to=to)
     like = ("--to", "keras", "--like", tmp_path / "like.weights.h5")
-    done = run("convert", tmp_path / name, back, *like, *(["--num-heads", N] * (to == "torch")))
+    done = cli("convert", tmp_path / name, back, *like, *(["--num-heads", N] * (to == "torch")))
     assert done.exit_code == 0, done.output
     text = " ".join(done.output.split())
     assert "verified: " in text
@@ -146,12 +141,12 @@ def test_a_class_of_torch_alone_fits_a_model_that_holds_the_class(how: str, tmp_
     model.save_weights(tmp_path / "like.weights.h5")
     target = tmp_path / "b.weights.h5"
     command = ("convert", tmp_path / "a.pt", target, "--to", "dense", "--num-heads", N)
-    done = run(*command)
+    done = cli(*command)
     assert done.exit_code == 0, done.output
     assert "a model that holds the class as a layer, name a file" in " ".join(done.stdout.split())
     with pytest.raises(ValueError, match="could not be loaded"), foreign():
         model.load_weights(target)
-    done = run(*command, "--force", "--like", tmp_path / "like.weights.h5")
+    done = cli(*command, "--force", "--like", tmp_path / "like.weights.h5")
     assert done.exit_code == 0, done.output
     assert "the top of the file" not in " ".join(done.stdout.split())
     with foreign():
@@ -164,6 +159,6 @@ def test_two_layers_without_a_counterpart_are_named(tmp_path: Path) -> None:
     functional("three", "four").save_weights(tmp_path / "like.weights.h5")
     like = ("--to", "keras", "--like", tmp_path / "like.weights.h5")
     pipeline.convert(tmp_path / "a.weights.h5", tmp_path / "a.npz", to="flax")
-    done = run("convert", tmp_path / "a.npz", tmp_path / "b.weights.h5", *like)
+    done = cli("convert", tmp_path / "a.npz", tmp_path / "b.weights.h5", *like)
     assert done.exit_code == 2
     assert "no layer named 'one'; its layers are attn, four, three:" in done.stderr

@@ -6,25 +6,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 from jaxmha import checkpoint
-from jaxmha.cli.app import app
 from jaxmha.converters.discovery import keras_groups
 from jaxmha.converters.layout.arrays import to_numpy
 from jaxmha.converters.migrate import keras_order, pipeline, plan_toml
 from jaxmha.converters.verify import comparands
+from tests.converters.command_line import cli, printed
 
 T, D, N = 5, 8, 2
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
-
-
-def run(*arguments: Any) -> Any:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-
-def printed(done: Any) -> str:
-    return " ".join((done.stdout + done.stderr).split())
 
 
 def model(order: str = "up down") -> Any:
@@ -87,7 +78,7 @@ def test_layers_come_back_as_they_were(
 ) -> None:
     path, made, expected = saved
     pipeline.convert(path.with_name(source), tmp_path / name, to=to)
-    done = run("convert", tmp_path / name, tmp_path / "b.weights.h5", "--to", "keras")
+    done = cli("convert", tmp_path / name, tmp_path / "b.weights.h5", "--to", "keras")
     assert done.exit_code == 0, printed(done)
     assert "verified: " in printed(done)
     assert "not verified" not in printed(done)
@@ -115,14 +106,14 @@ def test_where_the_order_is_not_kept_nothing_is_verified(
     with checkpoint.open(tmp_path / "with.npz") as file:
         checkpoint.write(tmp_path / name, file)  # without metadata, as other tools write it
     arguments = ("convert", tmp_path / name, tmp_path / "b.weights.h5", "--to", "keras")
-    done = run(*arguments, "--report", tmp_path / "report.json")
+    done = cli(*arguments, "--report", tmp_path / "report.json")
     assert done.exit_code == 0, printed(done)
     assert "not verified: " in printed(done)
     for layer in ("up_0", "up_1", "down_0", "down_1", "alpha_norm", "zeta_attention"):
         assert layer in printed(done)
     assert "more" not in printed(done).partition("here they are in the order")[2].partition(":")[0]
     assert '"unchecked": [\n  "the order' in (tmp_path / "report.json").read_text()
-    done = run(*arguments, "--force", "--like", path)
+    done = cli(*arguments, "--force", "--like", path)
     assert (done.exit_code, "not verified" in printed(done)) == (0, False), printed(done)
     np.testing.assert_array_equal(loaded(made, tmp_path / "b.weights.h5"), expected)
 
@@ -142,14 +133,14 @@ def test_a_guessed_order_is_never_the_same(
     source, target = without_groups(saved, tmp_path), tmp_path / "b.weights.h5"
     pipeline.convert(source, target, to="keras")
     for pair in ((source, target), (target, source)):
-        done = run(command, *pair)
+        done = cli(command, *pair)
         assert done.exit_code == 1, printed(done)
         assert "tensors by name: the same; the order of layers" in printed(done)
-        made = json.loads(run(command, *pair, "--json").stdout)
+        made = json.loads(cli(command, *pair, "--json").stdout)
         assert (made["same"], made["different"], len(made["unproven"])) == (False, False, 1)
     pipeline.convert(source, target, to="keras", like=saved[0], force=True)
-    assert run(command, source, target).exit_code == 0
-    assert run(command, source, saved[0]).exit_code == 0  # Keras wrote it
+    assert cli(command, source, target).exit_code == 0
+    assert cli(command, source, saved[0]).exit_code == 0  # Keras wrote it
 
 
 def test_a_guessed_order_stays_a_guess(saved: tuple[Path, Any, Any], tmp_path: Path) -> None:
@@ -163,7 +154,7 @@ def test_a_guessed_order_stays_a_guess(saved: tuple[Path, Any, Any], tmp_path: P
             tmp_path / between, tmp_path / "d.weights.h5", to="keras", force=True
         )
         assert done.unchecked
-    assert run("verify", target, saved[0]).exit_code == 1  # the norms are in the groups of others
+    assert cli("verify", target, saved[0]).exit_code == 1  # the norms are in the groups of others
 
 
 def test_a_template_decides_the_order(saved: tuple[Path, Any, Any], tmp_path: Path) -> None:
@@ -247,6 +238,6 @@ def test_a_plan_keeps_the_order(saved: tuple[Path, Any, Any], tmp_path: Path) ->
     plan = pipeline.plan(tmp_path / "a.safetensors", to="keras-file", in_file=True)[0]
     (tmp_path / "plan.toml").write_text(plan_toml.dumps(plan))
     target = tmp_path / "b.weights.h5"
-    done = run("convert", tmp_path / "a.safetensors", target, "--plan", tmp_path / "plan.toml")
+    done = cli("convert", tmp_path / "a.safetensors", target, "--plan", tmp_path / "plan.toml")
     assert done.exit_code == 0, printed(done)
     np.testing.assert_array_equal(loaded(made, target), expected)

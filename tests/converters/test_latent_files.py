@@ -6,15 +6,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 from jaxmha import checkpoint
-from jaxmha.cli.app import app
 from jaxmha.converters import huggingface, positions_of
 from jaxmha.converters.discovery import latent_blocks
 from jaxmha.converters.migrate import pipeline
 from jaxmha.converters.verify import report
 from jaxmha.latent.params import leaves
+from tests.converters.command_line import cli, printed
 
 N, H, R, h, L, P, D = 3, 5, 4, 7, 11, 13, 17
 CONFIG = {
@@ -33,14 +32,6 @@ DIRECT = {k: s for k, s in SHAPES.items() if not k.startswith("q_")} | {
 BIASED = SHAPES | {
     "q_a_proj.bias": (P,), "kv_a_proj_with_mqa.bias": (L + R,), "o_proj.bias": (D,)
 }  # fmt: skip
-
-
-def run(*arguments: Any) -> Any:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-
-def printed(done: Any) -> str:
-    return " ".join((done.stdout + done.stderr).split())
 
 
 def saved(folder: Path, shapes: dict[str, Any], dtype: str = "float32", **config: Any) -> Path:
@@ -65,11 +56,11 @@ def saved(folder: Path, shapes: dict[str, Any], dtype: str = "float32", **config
 def test_files_come_back_bit_by_bit(shapes: Any, dtype: str, tmp_path: Path) -> None:
     source = saved(tmp_path, shapes, dtype)
     target, back = tmp_path / "there.safetensors", tmp_path / "back.safetensors"
-    done = run("convert", source, target, "--to", "jaxmha")
+    done = cli("convert", source, target, "--to", "jaxmha")
     assert done.exit_code == 0, printed(done)
     assert "verified" in printed(done)
     assert "2 latent" in printed(done)
-    done = run("convert", target, back, "--to", "deepseek")
+    done = cli("convert", target, back, "--to", "deepseek")
     assert done.exit_code == 0, printed(done)
     assert "verified" in printed(done)
     with checkpoint.open(source) as a, checkpoint.open(back) as b, checkpoint.open(target) as c:
@@ -130,7 +121,7 @@ def test_other_targets_carry_it_over_and_say_the_way(tmp_path: Path) -> None:
 def test_other_attention_is_refused_by_name(tmp_path: Path) -> None:
     state = {f"a.{x}_proj.weight": np.ones((6, 6), np.float32) for x in ("q", "k", "v", "out")}
     checkpoint.write(tmp_path / "model.safetensors", state)
-    done = run("convert", tmp_path / "model.safetensors", tmp_path / "b.npz", "--to", "deepseek",
+    done = cli("convert", tmp_path / "model.safetensors", tmp_path / "b.npz", "--to", "deepseek",
                "--num-heads", "2")  # fmt: skip
     assert done.exit_code == 2
     assert "layout deepseek cannot hold query.kernel" in printed(done)
@@ -181,12 +172,12 @@ def test_blocks_at_the_top_and_many_of_them(
 
 def test_a_plan_is_carried_out_and_refuses_other_targets(tmp_path: Path) -> None:
     source, plan = saved(tmp_path, SHAPES), tmp_path / "plan.toml"
-    assert run("plan", source, "--to", "jaxmha", "-o", plan).exit_code == 0
+    assert cli("plan", source, "--to", "jaxmha", "-o", plan).exit_code == 0
     assert 'kind = "latent"' in plan.read_text()
-    done = run("convert", source, tmp_path / "a.safetensors", "--plan", plan)
+    done = cli("convert", source, tmp_path / "a.safetensors", "--plan", plan)
     assert (done.exit_code, "verified" in printed(done)) == (0, True), printed(done)
     plan.write_text(plan.read_text().replace('to = "jaxmha"', 'to = "flax"'))
-    done = run("convert", source, tmp_path / "b.safetensors", "--plan", plan)
+    done = cli("convert", source, tmp_path / "b.safetensors", "--plan", plan)
     assert done.exit_code == 2
     assert "layout flax cannot hold latent attention: name deepseek or jaxmha" in printed(done)
 
@@ -207,7 +198,7 @@ def test_commands_compare_it_whatever_the_form(tmp_path: Path) -> None:
     source, target = saved(tmp_path, SHAPES), tmp_path / "there.safetensors"
     pipeline.convert(source, target, to="jaxmha")
     for command in ("verify", "diff"):
-        done = run(command, source, target)
+        done = cli(command, source, target)
         assert done.exit_code == 0, printed(done)
         assert "latent attention, 2 blocks: weights compared" in printed(done)
     with checkpoint.open(target) as file:
@@ -217,7 +208,7 @@ def test_commands_compare_it_whatever_the_form(tmp_path: Path) -> None:
     state[name].flat[3] += 1
     checkpoint.write(target, state, metadata=metadata, force=True)
     for command in ("verify", "diff"):
-        done = run(command, source, target)
+        done = cli(command, source, target)
         assert done.exit_code == 1, printed(done)
         assert "key.kernel" in printed(done)
         assert "1 of" in printed(done)

@@ -12,26 +12,16 @@ import numpy as np
 import pytest
 import torch
 from rich.progress import Progress
-from typer.testing import CliRunner
 
 from jaxmha import __version__, checkpoint
 from jaxmha.checkpoint.formats import table
 from jaxmha.cli import console
-from jaxmha.cli.app import app
 from jaxmha.converters import torch as convert
 from jaxmha.converters.migrate import pipeline
 from jaxmha.converters.verify import comparands
+from tests.converters.command_line import cli, printed
 
 N, D = 3, 15
-
-
-def run(*arguments: Any) -> Any:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-
-def printed(done: Any) -> str:
-    """The message, whatever box it stands in."""
-    return " ".join(done.stderr.replace("│", " ").split())
 
 
 @pytest.mark.parametrize(
@@ -82,7 +72,7 @@ def test_a_live_module_is_no_state() -> None:
 
 
 def test_version() -> None:
-    done = run("--version")
+    done = cli("--version")
     assert (done.exit_code, done.stdout) == (0, f"jaxmha {__version__}\n")
 
 
@@ -91,7 +81,7 @@ def test_version() -> None:
 )
 def test_a_layout_is_guessed(given: str, meant: str) -> None:
     for command in (("convert", "a", "b"), ("plan", "a")):
-        done = run(*command, "--to", given)
+        done = cli(*command, "--to", given)
         assert (done.exit_code, f"did you mean {meant}?" in printed(done)) == (2, True), printed(
             done
         )
@@ -118,14 +108,14 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_destination_that_exists_names_the_option(tmp_path: Path) -> None:
     checkpoint.write(tmp_path / "a.npz", encoder())
-    done = run("convert", tmp_path / "a.npz", tmp_path / "a.npz", "--to", "flax", "--num-heads", N)
+    done = cli("convert", tmp_path / "a.npz", tmp_path / "a.npz", "--to", "flax", "--num-heads", N)
     assert done.exit_code == 2
     (tmp_path / "b.npz").touch()
-    done = run("convert", tmp_path / "a.npz", tmp_path / "b.npz", "--to", "flax", "--num-heads", N)
+    done = cli("convert", tmp_path / "a.npz", tmp_path / "b.npz", "--to", "flax", "--num-heads", N)
     assert "choose another name, or replace it with --force" in printed(done)
-    done = run("plan", tmp_path / "a.npz", "--to", "flax", "--num-heads", N, "-o", tmp_path / "b")
+    done = cli("plan", tmp_path / "a.npz", "--to", "flax", "--num-heads", N, "-o", tmp_path / "b")
     assert done.exit_code == 0
-    done = run("plan", tmp_path / "a.npz", "--to", "flax", "--num-heads", N, "-o", tmp_path / "b")
+    done = cli("plan", tmp_path / "a.npz", "--to", "flax", "--num-heads", N, "-o", tmp_path / "b")
     assert "--force" in printed(done)
 
 
@@ -139,7 +129,7 @@ def test_a_folder_of_hugging_face_is_an_input(bert: Path, tmp_path: Path) -> Non
         ("diff", bert, bert / "model.safetensors"),
         ("verify", bert, bert / "model.safetensors"),
     ):
-        done = run(*arguments)
+        done = cli(*arguments)
         assert done.exit_code == 0, (arguments, done.output)
     info = pipeline.inspect(bert).blocks[0]
     assert (info.num_heads, info.num_heads_from) == (N, "config.json: num_attention_heads")
@@ -223,7 +213,7 @@ def test_the_bar_counts_the_bytes_of_the_file_once(monkeypatch: pytest.MonkeyPat
 
 def test_a_wrong_layout_does_not_list_all_of_them() -> None:
     for given in ("flx", "zzz"):
-        text = printed(run("convert", "a", "b", "--to", given))
+        text = printed(cli("convert", "a", "b", "--to", given))
         assert "`jaxmha inspect --layouts` lists all" in text
         assert "dense-combine-file" not in text
     with pytest.raises(ValueError, match="inspect --layouts") as error:
@@ -236,7 +226,7 @@ def test_processes_are_for_shards(tmp_path: Path) -> None:
     checkpoint.write(tmp_path / "a.npz", encoder())
     for name in ("b.npz", "b.safetensors"):
         command = ("convert", tmp_path / "a.npz", tmp_path / name, "--to", "flax", "--num-heads", N)
-        done = run(*command, "--processes", 2)
+        done = cli(*command, "--processes", 2)
         assert done.exit_code == 2
         assert done.stderr.startswith("error: --processes writes shards")
         assert "give --shard-size, or name an index" in " ".join(done.stderr.split())
@@ -246,10 +236,10 @@ def test_processes_are_for_shards(tmp_path: Path) -> None:
 def test_an_unknown_kind_in_a_plan_is_named(old: str, tmp_path: Path) -> None:
     checkpoint.write(tmp_path / "a.npz", encoder())
     plan, out = tmp_path / "p.toml", tmp_path / "b.npz"
-    done = run("plan", tmp_path / "a.npz", "--to", "flax", "--num-heads", N, "-o", plan)
+    done = cli("plan", tmp_path / "a.npz", "--to", "flax", "--num-heads", N, "-o", plan)
     assert done.exit_code == 0, done.output
     plan.write_text(plan.read_text().replace(f'kind = "{old}"', 'kind = "frob"', 1))
-    done = run("convert", tmp_path / "a.npz", out, "--plan", plan)
+    done = cli("convert", tmp_path / "a.npz", out, "--plan", plan)
     text = printed(done)
     assert done.exit_code == 2
     assert "kind must be one of attention, latent, linear, conv1d, norm" in text

@@ -7,10 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from jaxmha import checkpoint
-from jaxmha.cli.app import app
 from jaxmha.converters import keras
 from jaxmha.converters.discovery import attention_blocks, head_count
 from jaxmha.converters.layout import by_hand, registry, transform
@@ -19,6 +17,7 @@ from jaxmha.converters.migrate import pipeline
 from jaxmha.converters.verify import comparands, comparison
 from jaxmha.params import from_leaves, leaves
 from tests.converters import layers
+from tests.converters.command_line import cli
 from tests.converters.test_every_layout import N, params_of
 
 State = dict[str, NDArray]
@@ -39,9 +38,7 @@ def refused(folder: Path, message: str, source: str, destination: str, **options
         pipeline.convert(folder / source, folder / destination, **options)
     flags = [f"--{key.strip('_')}={value}" for key, value in options.items()]
     flags = [flag.replace("num_heads", "num-heads") for flag in flags]
-    done = CliRunner().invoke(
-        app, ["convert", str(folder / source), str(folder / destination), *flags]
-    )
+    done = cli("convert", folder / source, folder / destination, *flags)
     assert done.exit_code == 2
     assert done.stderr.startswith("error:")
     assert done.stderr.count("\n") == 1
@@ -150,7 +147,7 @@ def test_damaged_and_unknown_are_refused_or_listed(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         comparison.compare(tmp_path / "broken.npz", tmp_path / "broken.npz", num_heads=N)
     assert pipeline.inspect(tmp_path / "broken.npz").damaged == (message,)
-    shown = CliRunner().invoke(app, ["inspect", str(tmp_path / "broken.npz")])
+    shown = cli("inspect", tmp_path / "broken.npz")
     assert f"damaged: {message}" in shown.stdout
     checkpoint.write(tmp_path / "whole.npz", whole)
     assert pipeline.inspect(tmp_path / "whole.npz").damaged == ()
@@ -230,18 +227,13 @@ def test_names_that_steer_a_terminal_are_escaped(tmp_path: Path) -> None:
     evil = "\u202e\x9b"
     state = block("gpt2", f"{evil}.attn")
     checkpoint.write(tmp_path / "a.safetensors", state)
-    run = CliRunner().invoke
-    path = str(tmp_path / "a.safetensors")
+    path = tmp_path / "a.safetensors"
     outputs = [
-        run(app, ["inspect", path]).output,
-        run(app, ["convert", path, str(tmp_path / "b.npz"), "--to", "linear"]).output,
-        run(
-            app, ["convert", path, str(tmp_path / "c.npz"), "--to", "torch", "--num-heads", "5"]
-        ).output,
-        run(
-            app, ["convert", path, str(tmp_path / "d.npz"), "--to", "linear", "--num-heads", str(N)]
-        ).output,
-        run(app, ["verify", path, path, "--num-heads", str(N)]).output,
+        cli("inspect", path).output,
+        cli("convert", path, tmp_path / "b.npz", "--to", "linear").output,
+        cli("convert", path, tmp_path / "c.npz", "--to", "torch", "--num-heads", 5).output,
+        cli("convert", path, tmp_path / "d.npz", "--to", "linear", "--num-heads", N).output,
+        cli("verify", path, path, "--num-heads", N).output,
     ]
     for output in outputs:
         assert "\u202e" not in output
@@ -261,7 +253,7 @@ def test_json_has_no_nan_and_no_infinity(tmp_path: Path) -> None:
     other["h.0.attn.c_proj.bias"][1] = -np.inf
     checkpoint.write(tmp_path / "b.npz", other)
     paths = [str(tmp_path / name) for name in ("a.npz", "b.npz")]
-    done = CliRunner().invoke(app, ["verify", *paths, "--json", "--num-heads", str(N)])
+    done = cli("verify", *paths, "--json", "--num-heads", N)
     assert done.exit_code == 1, done.output
 
     def never(constant: str) -> None:
@@ -279,7 +271,7 @@ def test_nan_is_carried_over_bit_by_bit(tmp_path: Path) -> None:
     checkpoint.write(tmp_path / "a.npz", state)
     command = ["convert", "a.npz", "b.npz", "--to", "flax", "--num-heads", str(N), "--json"]
     paths = [str(tmp_path / word) if word.endswith("npz") else word for word in command]
-    done = CliRunner().invoke(app, paths)
+    done = cli(*paths)
     assert done.exit_code == 0, done.output
     note = "h.0.attn: query.kernel holds NaN or infinity: no outputs were compared"
     unknown, found = json.loads(done.stdout)["report"]["notes"]
@@ -291,15 +283,14 @@ def test_inspect_says_why(tmp_path: Path) -> None:
     state = block("gpt2", "h.0.attn") | block("gpt2", "h.1.attn") | block("bert", "x")
     checkpoint.write(tmp_path / "a.npz", state)
     (tmp_path / "config.json").write_text(json.dumps({"n_head": N}))
-    run = CliRunner().invoke
-    found = json.loads(run(app, ["inspect", str(tmp_path / "a.npz"), "--json"]).stdout)["blocks"]
+    found = json.loads(cli("inspect", tmp_path / "a.npz", "--json").stdout)["blocks"]
     first, last = found[0], found[2]
     assert (first["family"], first["pattern"]) == ("GPT-2", "h.{i}.attn")
     assert first["why"] == "4 keys and the prefix of GPT-2: h.{i}.attn"
     assert list(first["shapes"]) == ["c_attn.weight", "c_attn.bias", "c_proj.weight", "c_proj.bias"]
     assert first["num_heads_from"] == "config.json: n_head"
     assert (last["family"], last["why"], last["also_fits"]) == (None, "8 keys alone", [])
-    printed = run(app, ["inspect", str(tmp_path / "a.npz")]).stdout
+    printed = cli("inspect", tmp_path / "a.npz").stdout
     assert "gpt2, 2 times, for its 4 keys and the prefix of GPT-2: h.{i}.attn" in printed
     assert "bert, 1 times, for its 8 keys alone" in printed
 

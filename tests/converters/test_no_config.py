@@ -5,10 +5,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 from jaxmha import checkpoint
-from jaxmha.cli.app import app
+from tests.converters.command_line import cli
 
 D = 6
 # Names of a tensor outside the blocks, as transformers writes them, and words on the model.
@@ -29,7 +28,7 @@ UNKNOWN = "put the model's own config.json next to the file"
 
 
 def run(*arguments: Any) -> Any:
-    done = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    done = cli(*arguments)
     return done, " ".join(done.output.split())
 
 

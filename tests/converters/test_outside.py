@@ -6,19 +6,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 from jaxmha import checkpoint
-from jaxmha.cli.app import app
 from jaxmha.converters.discovery import attention_blocks
 from jaxmha.converters.layout import transform
 from jaxmha.converters.migrate import pipeline
 from jaxmha.converters.verify import attribution, comparands, comparison, other_tensors
+from tests.converters.command_line import cli
 from tests.converters.test_every_layout import N as HEADS
 from tests.converters.test_every_layout import params_of
 
 N, D, V = 2, 8, 11
-runner = CliRunner()
 
 
 def bert() -> dict[str, np.ndarray]:
@@ -70,8 +68,8 @@ def spoiled(folder: Path, change: Any, name: str = "flax.safetensors") -> Path:
 
 def printed(*arguments: Any) -> tuple[int, dict[str, Any], str]:
     """Exit code, JSON, and the words of a command."""
-    data = runner.invoke(app, [*map(str, arguments), "--json"])
-    text = runner.invoke(app, [*map(str, arguments)])
+    data = cli(*arguments, "--json")
+    text = cli(*arguments)
     assert data.exit_code == text.exit_code, text.output
     return data.exit_code, json.loads(data.stdout), " ".join(text.stdout.split())
 
@@ -223,7 +221,7 @@ def test_attribute_names_differences_outside_its_block(folder: Path) -> None:
 def test_unchecked_conversions_are_not_called_verified(folder: Path, tmp_path: Path) -> None:
     source, target = folder / "bert.safetensors", tmp_path / "a.safetensors"
     arguments = ["convert", str(source), str(target), "--to", "flax", "--check", "none"]
-    result = runner.invoke(app, arguments)
+    result = cli(*arguments)
     assert result.exit_code == 0
     assert "verified" not in result.stdout
     assert "not compared with the source" in " ".join(result.stdout.split())

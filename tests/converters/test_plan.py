@@ -10,15 +10,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
 from jaxmha import checkpoint
-from jaxmha.cli.app import app
 from jaxmha.converters.discovery.attention_blocks import find, named
 from jaxmha.converters.layout import transform
 from jaxmha.converters.migrate import pipeline, plan_toml
 from jaxmha.converters.migrate.plans import Plan, Step, make
 from jaxmha.converters.migrate.resolved import resolve
+from tests.converters.command_line import cli
 from tests.converters.test_every_layout import N, params_of
 
 State = dict[str, Any]
@@ -52,10 +51,6 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def plan(source: Path) -> Plan:
     return pipeline.plan(source, to="flax")[0]
-
-
-def cli(*arguments: Any) -> Any:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 def test_every_tensor_is_in_it(plan: Plan) -> None:

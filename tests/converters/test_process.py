@@ -11,13 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 from jaxmha import checkpoint
-from jaxmha.cli import app
 from jaxmha.converters.discovery import attention_blocks
 from jaxmha.converters.layout import transform
 from jaxmha.converters.migrate import pipeline
+from tests.converters.command_line import cli
 from tests.converters.test_every_layout import params_of
 
 # Replaces an import by something that goes wrong, then starts the command line.
@@ -114,7 +113,7 @@ def test_an_unexpected_exception_is_one_message(
     monkeypatch.setattr(pipeline, "inspect", fails)
     path = tmp_path / "a.npz"
     checkpoint.write(path, {"a": np.ones(3)})
-    done = CliRunner().invoke(app.app, ["inspect", str(path)])
+    done = cli("inspect", path)
     assert done.exit_code == 2
     assert isinstance(done.exception, SystemExit)
     assert (done.stdout, done.stderr.count("\n")) == ("", 1)
@@ -123,7 +122,7 @@ def test_an_unexpected_exception_is_one_message(
         assert f"unexpected {type(error).__name__}" in done.stderr
         assert "JAXMHA_DEBUG=1 shows where" in done.stderr
     monkeypatch.setenv("JAXMHA_DEBUG", "1")
-    shown = CliRunner().invoke(app.app, ["inspect", str(path)])
+    shown = cli("inspect", path)
     assert shown.exit_code == 2
     assert "Traceback" in shown.stderr
 
@@ -133,7 +132,7 @@ def test_an_interrupt_is_130(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         raise KeyboardInterrupt
 
     monkeypatch.setattr(pipeline, "inspect", interrupted)
-    done = CliRunner().invoke(app.app, ["inspect", str(tmp_path / "a.npz")])
+    done = cli("inspect", tmp_path / "a.npz")
     assert done.exit_code == 130
     assert "Traceback" not in done.output
 
@@ -144,9 +143,7 @@ def test_a_bias_of_zeros_is_not_printed_as_a_difference(tmp_path: Path) -> None:
     for name, zero in (("plus.npz", 0.0), ("minus.npz", -0.0)):
         state["a/out/bias"] = np.full_like(state["a/out/bias"], zero)
         checkpoint.write(tmp_path / name, state)
-    done = CliRunner().invoke(
-        app.app, ["verify", str(tmp_path / "plus.npz"), str(tmp_path / "minus.npz")]
-    )
+    done = cli("verify", tmp_path / "plus.npz", tmp_path / "minus.npz")
     assert done.exit_code == 0, done.output
     table = done.stdout.split("error: RMS")[0]
     assert "zeros" in table
@@ -159,21 +156,14 @@ def test_several_dtypes_in_a_block_are_noted(tmp_path: Path) -> None:
     state = transform.export_params(layout, params_of(layout), prefix="a")
     state["a.k_proj.bias"] = state["a.k_proj.bias"].astype(np.float16)
     checkpoint.write(tmp_path / "mixed.npz", state)
-    arguments = [
-        "convert",
-        str(tmp_path / "mixed.npz"),
-        str(tmp_path / "x.safetensors"),
-        "--to",
-        "dense",
-        "--num-heads=6",
-    ]
+    files = tmp_path / "mixed.npz", tmp_path / "x.safetensors"
+    arguments = ("convert", *files, "--to", "dense", "--num-heads=6")
     note = "a keeps several dtypes: out.bias is float32, key.bias is float16"
-    run = CliRunner().invoke
-    unknown, *notes = json.loads(run(app.app, [*arguments, "--json"]).stdout)["notes"]
+    unknown, *notes = json.loads(cli(*arguments, "--json").stdout)["notes"]
     assert unknown.startswith("there is no config.json")
     assert notes == [note]
-    assert f"note: {note}\n" in run(app.app, [*arguments, "--force"]).stdout
-    cast = run(app.app, [*arguments, "--force", "--dtype", "float32", "--json"])
+    assert f"note: {note}\n" in cli(*arguments, "--force").stdout
+    cast = cli(*arguments, "--force", "--dtype", "float32", "--json")
     assert json.loads(cast.stdout)["notes"] == [unknown]
 
 
@@ -243,8 +233,6 @@ def test_parts_that_make_no_sense(tmp_path: Path) -> None:
     for phrase, message in ((["--part", "1/2"], "requires --resume"),
                            (["--resume", "--part", "1/2", "--report", "r"], "--part, which compares"),
                            (["--resume", "--part", "3/2"], "is no part")):  # fmt: skip
-        done = CliRunner().invoke(
-            app.app, ["convert", "a.npz", str(tmp_path / "b.npz"), "--to", "flax", *phrase]
-        )
+        done = cli("convert", "a.npz", tmp_path / "b.npz", "--to", "flax", *phrase)
         assert done.exit_code == 2
         assert message in done.output

@@ -9,14 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 from jaxmha import checkpoint, params
 from jaxmha.cli import convert
-from jaxmha.cli.app import app
 from jaxmha.converters.migrate import lazy_slices, pipeline
 from jaxmha.converters.verify import comparands, head_groups, report, streaming
 from jaxmha.params import CANONICAL
+from tests.converters.command_line import cli
 from tests.converters.test_every_layout import N
 from tests.converters.test_plan import model
 
@@ -307,7 +306,7 @@ def test_the_command_line_exits_with_1(
     ]
     command += ["--report", str(tmp_path / "report.json"), "--check", "weights"]
     monkeypatch.setattr(checkpoint, "write", careless)
-    done = CliRunner().invoke(app, command)
+    done = cli(*command)
     assert done.exit_code == 1, done.output
     assert "the files differ" in done.stdout
     assert "dense: linear.bias: 1 of 7 elements differ" in " ".join(done.stderr.split())
@@ -318,10 +317,10 @@ def test_the_command_line_exits_with_1(
 
     with monkeypatch.context() as patched:  # what was found is said all the same
         patched.setattr(convert, "put_text", full)
-        done = CliRunner().invoke(app, [*command, "--force"])
+        done = cli(*command, "--force")
         assert (done.exit_code, "the files differ" in done.stdout) == (2, True)
     monkeypatch.setattr(checkpoint, "write", write)
-    done = CliRunner().invoke(app, [*command, "--force"])
+    done = cli(*command, "--force")
     assert done.exit_code == 0, done.output
     assert "verified: 15 tensors identical" in done.stdout
     assert json.loads((tmp_path / "report.json").read_text())["same"]

@@ -7,13 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 from jaxmha import checkpoint
-from jaxmha.cli.app import app
 from jaxmha.converters.discovery import architectures, attention_blocks, signs, unconverted, unlike
 from jaxmha.converters.layout import transform
 from jaxmha.converters.migrate import pipeline
+from tests.converters.command_line import cli
 from tests.converters.test_every_layout import params_of
 
 N = 6
@@ -223,8 +222,8 @@ def test_text_and_json_of_every_command_name_it(tmp_path: Path) -> None:
         ["plan", str(path), "--to", "linear"],
         ["convert", str(path), target, "--to", "linear", "--force"],
     ):
-        text = CliRunner().invoke(app, command)
-        data = CliRunner().invoke(app, [*command, "--json"])
+        text = cli(*command)
+        data = cli(*command, "--json")
         assert (text.exit_code, data.exit_code) == (0, 0), text.output + data.output
         assert f"note: not converted: {message}" in " ".join(text.stdout.split())
         assert any(message in note for note in json.loads(data.stdout)["notes"])
@@ -236,7 +235,7 @@ def test_a_conversion_by_a_plan_names_it_too(tmp_path: Path) -> None:
         ["plan", str(path), "--to", "linear", "-o", str(plan)],
         ["convert", str(path), str(tmp_path / "b.npz"), "--plan", str(plan)],
     ):
-        done = CliRunner().invoke(app, command)
+        done = cli(*command)
         assert done.exit_code == 0, done.output
     assert signs.PARTS["alibi"][0] in " ".join(done.stdout.split())
     assert done.stdout.count("ALiBi") == 1

@@ -7,17 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 from jaxmha import checkpoint
-from jaxmha.cli.app import app
 from jaxmha.converters.discovery import hf_config
+from tests.converters.command_line import cli
 
 D = 4
-
-
-def run(*arguments: Any) -> Any:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 UNREADABLE: dict[str, Callable[[Path], Any]] = {
@@ -55,13 +50,13 @@ def test_every_command_refuses_it(kind: str, source: Path) -> None:
         ("diff", source, source, *heads),
         ("describe", source, *heads),
     ):
-        done = run(*command)
+        done = cli(*command)
         text = " ".join(done.stderr.split())
         assert done.exit_code == 2, (command, done.output)
         assert "config.json cannot be read as JSON" in text, command
         assert text.endswith("correct it, or move it away"), command
     assert not target.exists()
-    done = run("inspect", source, *heads)
+    done = cli("inspect", source, *heads)
     assert done.exit_code == 0
     assert "note: " in done.stdout
     assert "config.json cannot be read as JSON" in " ".join(done.stdout.split())
@@ -72,5 +67,5 @@ def test_a_file_that_stores_its_head_count_is_no_exception(tmp_path: Path) -> No
     state["out/kernel"] = np.ones((2, 2, D), np.float32)
     checkpoint.write(tmp_path / "a.npz", state)
     (tmp_path / hf_config.CONFIG).write_text("{")
-    done = run("convert", tmp_path / "a.npz", tmp_path / "b.npz", "--to", "linear")
+    done = cli("convert", tmp_path / "a.npz", tmp_path / "b.npz", "--to", "linear")
     assert (done.exit_code, "it may hold settings of attention" in done.stderr) == (2, True)

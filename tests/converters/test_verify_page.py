@@ -11,12 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 from jaxmha import checkpoint
-from jaxmha.cli.app import app
 from jaxmha.converters.layout.arrays import NDArray
 from jaxmha.converters.verify import comparison, page, page_facts
+from tests.converters.command_line import cli
 from tests.html_tags import parsed
 from tests.masks.draws import numbers
 
@@ -55,7 +54,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, tuple[Path, Pat
     folder = tmp_path_factory.mktemp("page")
     a, b = files(folder)
     options = ["--num-heads", "2", "--html", str(folder / "page.html")]
-    done = CliRunner().invoke(app, ["verify", str(a), str(b), *options])
+    done = cli("verify", a, b, *options)
     assert done.exit_code == 1, done.output
     return (folder / "page.html").read_text(), (a, b)
 
@@ -123,14 +122,14 @@ def test_nothing_is_overwritten_unasked(tmp_path: Path) -> None:
     target = tmp_path / "page.html"
     target.write_text("mine")
     command = ["verify", str(a), str(b), "--num-heads", "2", "--html"]
-    done = CliRunner().invoke(app, [*command, str(target)])
+    done = cli(*command, target)
     assert done.exit_code == 2
     assert "--force" in done.output
     assert target.read_text() == "mine"
-    assert CliRunner().invoke(app, [*command, str(target), "--force"]).exit_code == 1
+    assert cli(*command, target, "--force").exit_code == 1
     assert target.read_text().startswith("<!doctype html>")
     before = b.read_bytes()
-    assert CliRunner().invoke(app, [*command, str(b), "--force"]).exit_code == 2
+    assert cli(*command, b, "--force").exit_code == 2
     assert b.read_bytes() == before
     assert [
         path.name for path in tmp_path.iterdir() if path.suffix not in (".html", ".safetensors")

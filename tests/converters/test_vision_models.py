@@ -6,12 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 from jaxmha import checkpoint
-from jaxmha.cli.app import app
 from jaxmha.converters import linear
 from jaxmha.converters.migrate import pipeline
+from tests.converters.command_line import cli
 from tests.converters.test_families import state_of
 
 D, N = 12, 3
@@ -35,7 +34,7 @@ def saved(folder: Path, model: Any) -> Path:
 
 
 def run(*arguments: Any) -> str:
-    done = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    done = cli(*arguments)
     assert done.exit_code == 0, done.output
     return " ".join(done.stdout.split())
 
