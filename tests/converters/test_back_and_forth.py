@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from jaxmha import checkpoint
 from jaxmha.converters import keras
 from jaxmha.converters.discovery import attention_blocks, layer_layouts, places
-from jaxmha.converters.layout import meaning, registry, transform, validation
+from jaxmha.converters.layout import meaning, registry, validation
 from jaxmha.converters.layout.arrays import NDArray
 from jaxmha.converters.layout.base import Layout
 from jaxmha.converters.migrate import pipeline
-from tests.converters.test_every_layout import N, params_of
+from tests.converters.test_every_layout import N, exported, params_of
 
 INDEX = (".safetensors.index.json", ".bin.index.json")
 SUFFIXES = (".safetensors", ".pt", ".npz", ".weights.h5", ".orbax", *INDEX)
@@ -49,8 +49,7 @@ def source(layout: Layout, dtype: str, rng: np.random.Generator, lead: bool) -> 
         prefix = f"model{s}{i}{s}attn"
         if layout.name in groups:
             prefix = f"layers/{groups[layout.name]}{'_1' * i}"
-        params = params_of(layout, (2,) * lead, seed=i)
-        state |= transform.export_params(layout, params, layout.semantics, prefix=prefix)
+        state |= exported(layout.name, prefix, i, (2,) * lead)
         for kind, entries in (convention.kinds if convention else {}).items():
             if kind == "conv1d" or (kind == "convolution" and convention is layer_layouts.TORCH):
                 continue  # told by a family alone: `test_families`

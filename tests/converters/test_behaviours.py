@@ -1,6 +1,5 @@
 """The behaviour that a config.json names is carried: scale, soft cap, norms; unknown attention is named."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,9 @@ from jaxmha.converters.discovery import (
     stored_semantics,
 )
 from jaxmha.converters.discovery.positions import Rotary
-from jaxmha.converters.layout import transform
 from jaxmha.converters.layout.arrays import NDArray
 from jaxmha.converters.migrate import pipeline
-from tests.converters.test_every_layout import N, params_of
+from tests.converters.test_every_layout import N, exported, model_file
 
 PREFIX = "layers.0.self_attn"
 QWEN3 = {"model_type": "qwen3", "rms_norm_eps": 1e-5}
@@ -28,12 +26,9 @@ GRANITE = {"model_type": "granite", "attention_multiplier": 0.25}
 
 def source(folder: Path, layout: str, config: dict[str, Any]) -> Path:
     """One block with a configuration, and a norm under the name that torchtune gives it."""
-    chosen = attention_blocks.named(layout)
-    state = transform.export_params(chosen, params_of(chosen), chosen.semantics, prefix=PREFIX)
     norm = {"layers.0.sa_norm.scale": np.ones(5, np.float32)}
-    checkpoint.write(folder / "a.safetensors", {**state, **norm})
-    (folder / "config.json").write_text(json.dumps({"num_attention_heads": N} | config))
-    return folder / "a.safetensors"
+    config = {"num_attention_heads": N} | config
+    return model_file(folder / "a.safetensors", exported(layout, PREFIX) | norm, config)
 
 
 def same(one: Path, other: Path) -> bool:

@@ -9,7 +9,7 @@ from jaxmha.converters import huggingface, linear
 from jaxmha.converters.discovery import attention_blocks, damaged_blocks, model_families
 from jaxmha.converters.layout import registry, transform
 from jaxmha.converters.layout.base import Layout
-from tests.converters.test_every_layout import N, params_of
+from tests.converters.test_every_layout import N, exported, params_of
 
 Shapes = dict[str, tuple[int, ...]]
 ROWS = [
@@ -32,8 +32,7 @@ def shapes_of(layout: Layout, *prefixes: str) -> Shapes:
     """Shapes of a synthetic checkpoint: one block at each prefix."""
     found: Shapes = {"embedding": (7, 5)}
     for prefix in prefixes:
-        state = transform.export_params(layout, params_of(layout), layout.semantics, prefix=prefix)
-        found |= {key: array.shape for key, array in state.items()}
+        found |= {key: array.shape for key, array in exported(layout.name, prefix).items()}
     return found
 
 
@@ -134,8 +133,7 @@ def test_damaged_blocks_are_named() -> None:
 
 
 def test_unknown_keys_under_a_prefix() -> None:
-    layout = huggingface.GPT2
-    state = transform.export_params(layout, params_of(layout), prefix="h.0.attn")
+    state = exported("gpt2", "h.0.attn")
     state["h.0.attn.bias"] = np.ones((1, 1, 5, 5), np.float32)  # known next to attention
     state["h.0.attn.gate"] = np.ones(5, np.float32)
     (block,) = attention_blocks.find({key: array.shape for key, array in state.items()})

@@ -12,11 +12,10 @@ import numpy as np
 import pytest
 
 from jaxmha import checkpoint
-from jaxmha.converters.discovery import attention_blocks, head_count, hf_config, other_layers
-from jaxmha.converters.layout import transform
+from jaxmha.converters.discovery import head_count, hf_config, other_layers
 from jaxmha.converters.migrate import pipeline
 from tests.converters.command_line import cli, printed
-from tests.converters.test_every_layout import params_of
+from tests.converters.test_every_layout import exported, model_file
 from tests.converters.test_families import state_of
 
 D, TEXT, VISION = 15, 3, 5  # both counts divide the width
@@ -141,11 +140,8 @@ def test_a_plan_completes_what_a_config_says_of_one_part(clip: Path, tmp_path: P
 
 
 def test_a_count_that_is_none_of_several_is_refused(tmp_path: Path) -> None:
-    layout = attention_blocks.named("gpt2")
-    checkpoint.write(
-        tmp_path / "a.npz", transform.export_params(layout, params_of(layout), prefix="h.0.attn")
-    )
-    (tmp_path / "config.json").write_text('{"a": {"n_head": 3}, "num_heads": 6}')
+    config = {"a": {"n_head": 3}, "num_heads": 6}
+    model_file(tmp_path / "a.npz", exported("gpt2", "h.0.attn"), config)
     several = (
         r"has several head counts \(config.json: a: n_head is 3, config.json: num_heads is 6\)"
     )
@@ -159,12 +155,9 @@ def test_a_count_that_is_none_of_several_is_refused(tmp_path: Path) -> None:
 
 def llama(path: Path, config: dict[str, Any]) -> None:
     """Attention and a norm as Llama has them, next to a configuration."""
-    layout = attention_blocks.named("llama")
-    state = transform.export_params(
-        layout, params_of(layout), layout.semantics, prefix="model.layers.0.self_attn"
-    )
-    checkpoint.write(path, state | {"model.norm.weight": np.arange(13, dtype=np.float32)})
-    (path.parent / "config.json").write_text(json.dumps({"num_attention_heads": 6} | config))
+    state = exported("llama", "model.layers.0.self_attn")
+    state["model.norm.weight"] = np.arange(13, dtype=np.float32)
+    model_file(path, state, {"num_attention_heads": 6} | config)
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from jaxmha import checkpoint
 from jaxmha.converters.discovery import attention_blocks, contradictions, head_count
-from jaxmha.converters.layout import transform
 from jaxmha.converters.migrate import pipeline, plan_toml
 from jaxmha.converters.verify import comparands, load_block
 from tests.converters.command_line import cli, printed
-from tests.converters.test_every_layout import params_of
+from tests.converters.test_every_layout import exported, model_file
 
 N, D, LAYERS = 6, 24, 2
 OTHER = 4  # also divides the width
@@ -213,7 +211,7 @@ def test_towers_of_other_widths_keep_their_configurations() -> None:
         for which in ("q", "k", "v", "out")
         for kind in ("weight", "bias")
     }
-    from jaxmha.converters.discovery import attention_blocks, hf_config
+    from jaxmha.converters.discovery import hf_config
 
     found = [
         head_count._count("config.json", way, (x,))
@@ -290,11 +288,7 @@ def test_an_epsilon_that_was_not_read_is_not_stated(encoder: Path, tmp_path: Pat
 @pytest.mark.parametrize("model_type", ["vit", "deit", "ijepa", "dinov2"])
 def test_names_on_disk_are_of_the_type_too(model_type: str, tmp_path: Path) -> None:
     """transformers 5 renames these models' tensors in memory, and back when it saves them."""
-    chosen = attention_blocks.named("vit")
-    state = transform.export_params(
-        chosen, params_of(chosen), chosen.semantics, prefix="encoder.layer.0.attention"
-    )
-    checkpoint.write(tmp_path / "a.npz", state)
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, "num_heads": N}))
+    config = {"model_type": model_type, "num_heads": N}
+    model_file(tmp_path / "a.npz", exported("vit", "encoder.layer.0.attention"), config)
     assert pipeline.inspect(tmp_path / "a.npz").notes == ()
     pipeline.convert(tmp_path / "a.npz", tmp_path / "b.npz", to="flax")

@@ -13,14 +13,13 @@ import pytest
 from jaxmha import checkpoint
 from jaxmha.checkpoint import writer
 from jaxmha.converters.discovery import attention_blocks
-from jaxmha.converters.layout import transform
 from jaxmha.converters.layout.arrays import NDArray
 from jaxmha.converters.migrate import lazy_tensors, pipeline
 from jaxmha.converters.migrate.plans import make
 from jaxmha.converters.migrate.resolved import resolve
 from jaxmha.converters.verify import report
 from tests.converters.command_line import cli
-from tests.converters.test_every_layout import N, params_of
+from tests.converters.test_every_layout import N, exported
 from tests.converters.test_plan import model
 
 INDEX = "model.safetensors.index.json"
@@ -260,10 +259,9 @@ class Counting(dict[str, Any]):
 
 def test_every_tensor_is_read_once(tmp_path: Path) -> None:
     """Of packed arrays too, in the order of a safetensors file."""
-    layout = attention_blocks.named("torch")
     state: dict[str, NDArray] = {}
     for i in range(3):
-        drawn = transform.export_params(layout, params_of(layout, seed=i), prefix=f"layers.{i}.mha")
+        drawn = exported("torch", f"layers.{i}.mha", seed=i)
         state |= {name: array for name, array in drawn.items() if "bias_" not in name}
     file: Any = Counting(state)
     blocks = attention_blocks.find({name: array.shape for name, array in state.items()})

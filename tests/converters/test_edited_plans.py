@@ -8,19 +8,15 @@ import numpy as np
 import pytest
 
 from jaxmha import checkpoint
-from jaxmha.converters.discovery.attention_blocks import named
-from jaxmha.converters.layout import transform
 from jaxmha.converters.migrate import pipeline
 from tests.converters.command_line import cli, printed
-from tests.converters.test_every_layout import N, params_of
+from tests.converters.test_every_layout import N, exported, model_file
 
 
 def source_of(folder: Path, extra: Mapping[str, tuple[int, ...]], name: str = "a.npz") -> Path:
-    layout, rng = named("linear"), np.random.default_rng(0)
-    state = transform.export_params(layout, params_of(layout), prefix="layers.0.self_attn")
-    state |= {key: rng.normal(size=shape).astype(np.float32) for key, shape in extra.items()}
-    checkpoint.write(folder / name, state)
-    return folder / name
+    rng = np.random.default_rng(0)
+    drawn = {key: rng.normal(size=shape).astype(np.float32) for key, shape in extra.items()}
+    return model_file(folder / name, exported("linear", "layers.0.self_attn") | drawn)
 
 
 def planned(source: Path, to: str) -> str:

@@ -2,13 +2,16 @@
 
 import ast
 import inspect
+import json
 import re
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from jaxmha import MHAParams, project
+from jaxmha import MHAParams, checkpoint, project
 from jaxmha.attention import dot_product_attention
 from jaxmha.converters.discovery import attention_blocks
 from jaxmha.converters.layout import (
@@ -62,6 +65,23 @@ def params_of(
         for leaf, shape in shapes.items()
     }
     return from_leaves(arrays)
+
+
+def exported(
+    name: str, prefix: str, seed: int = 0, lead: tuple[int, ...] = ()
+) -> dict[str, NDArray]:
+    """Random arrays of a block in a layout."""
+    layout = attention_blocks.named(name)
+    params = params_of(layout, lead, seed)
+    return transform.export_params(layout, params, layout.semantics, prefix=prefix)
+
+
+def model_file(path: Path, state: Mapping[str, NDArray], config: Any = None) -> Path:
+    """A checkpoint, next to a configuration if there is one."""
+    checkpoint.write(path, state, force=True)
+    if config is not None:
+        path.with_name("config.json").write_text(json.dumps(config))
+    return path
 
 
 @EVERY

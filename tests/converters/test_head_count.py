@@ -11,12 +11,11 @@ import pytest
 from jaxmha import checkpoint
 from jaxmha.converters import huggingface
 from jaxmha.converters.discovery import attention_blocks, head_count, hf_config
-from jaxmha.converters.layout import transform
 from jaxmha.converters.migrate import pipeline
 from jaxmha.converters.verify import comparison
 from tests.converters.command_line import cli
 from tests.converters.test_blocks import shapes_of
-from tests.converters.test_every_layout import N, params_of
+from tests.converters.test_every_layout import N, exported, model_file
 
 
 def test_head_count_of_a_block_goes_before_that_of_the_file() -> None:
@@ -92,11 +91,7 @@ def test_a_config_that_is_no_plain_file_is_not_opened(tmp_path: Path) -> None:
 def test_an_unusable_config_is_reported(content: str, wrong: str, tmp_path: Path) -> None:
     """Where the head count is needed; a layout that stores it is read all the same."""
     for name in ("gpt2", "flax"):
-        layout = attention_blocks.named(name)
-        state = transform.export_params(
-            layout, params_of(layout), layout.semantics, prefix="h.0.attn"
-        )
-        checkpoint.write(tmp_path / f"{name}.npz", state)
+        checkpoint.write(tmp_path / f"{name}.npz", exported(name, "h.0.attn"))
     (tmp_path / "config.json").write_text(content, errors="surrogateescape")
     printed = re.escape(f"{tmp_path / 'config.json'} {wrong}")
     unread = "cannot be read" in wrong
@@ -113,9 +108,7 @@ def test_an_unusable_config_is_reported(content: str, wrong: str, tmp_path: Path
 
 
 def test_a_head_count_that_does_not_divide_is_reported(tmp_path: Path) -> None:
-    layout = attention_blocks.named("gpt2")
-    state = transform.export_params(layout, params_of(layout), prefix="h.0.attn")
-    checkpoint.write(tmp_path / "a.npz", state)
+    checkpoint.write(tmp_path / "a.npz", exported("gpt2", "h.0.attn"))
     message = r"h\.0\.attn\.c_attn\.weight: expected axes .* N=5, got shape \(13, 72\)"
     with pytest.raises(ValueError, match=rf"a\.npz: {message}"):
         pipeline.inspect(tmp_path / "a.npz", num_heads=5)
@@ -129,12 +122,10 @@ def test_a_head_count_that_does_not_divide_is_reported(tmp_path: Path) -> None:
 
 
 def test_config_is_read_once_per_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    layout = huggingface.GPT2
     state: dict[str, Any] = {}
     for i in range(3):
-        state |= transform.export_params(layout, params_of(layout, seed=i), prefix=f"h.{i}.attn")
-    checkpoint.write(tmp_path / "a.npz", state)
-    (tmp_path / "config.json").write_text(json.dumps({"n_head": N}))
+        state |= exported("gpt2", f"h.{i}.attn", seed=i)
+    model_file(tmp_path / "a.npz", state, {"n_head": N})
     calls = []
     real = head_count.in_config
 

@@ -8,12 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import jaxmha
 from jaxmha import checkpoint
 from jaxmha.converters.discovery import attention_blocks, head_count, keras_groups, stored_semantics
-from jaxmha.converters.layout import transform
 from jaxmha.converters.migrate import pipeline
-from tests.converters.test_every_layout import params_of
+from tests.converters.test_every_layout import exported
 
 NASTY = {
     "empty_object": "{}",
@@ -44,8 +42,7 @@ READERS: dict[str, Callable[[attention_blocks.Block, dict[str, str]], object]] =
 
 @pytest.fixture(scope="module")
 def tensors() -> dict[str, np.ndarray]:
-    layout = attention_blocks.named("jaxmha")
-    return transform.export_params(layout, params_of(layout), jaxmha.Semantics(), prefix="a")
+    return exported("jaxmha", "a")
 
 
 @pytest.mark.parametrize("name", NASTY)

@@ -17,14 +17,12 @@ from jaxmha import Semantics, checkpoint
 from jaxmha.converters.discovery import (
     all_positions,
     architectures,
-    attention_blocks,
     head_count,
     hf_config,
     positions,
 )
-from jaxmha.converters.layout import transform
 from jaxmha.converters.migrate import pipeline, plan_toml
-from tests.converters.test_every_layout import params_of
+from tests.converters.test_every_layout import exported, model_file
 from tests.rewrite import rewrite
 
 KEYS = (
@@ -58,13 +56,9 @@ NASTY = {
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Attention and a norm of Llama, whose head count and epsilon only a configuration says."""
-    layout = attention_blocks.named("llama")
-    path = tmp_path_factory.mktemp("model") / "a.npz"
-    state = transform.export_params(
-        layout, params_of(layout), layout.semantics, prefix="model.layers.0.self_attn"
-    )
-    checkpoint.write(path, state | {"model.norm.weight": np.ones(13, np.float32)})
-    return path
+    state = exported("llama", "model.layers.0.self_attn")
+    state["model.norm.weight"] = np.ones(13, np.float32)
+    return model_file(tmp_path_factory.mktemp("model") / "a.npz", state)
 
 
 @pytest.mark.parametrize("key", KEYS)

@@ -18,17 +18,10 @@ from jaxmha.converters.verify import comparands, comparison
 from jaxmha.params import from_leaves, leaves
 from tests.converters import layers
 from tests.converters.command_line import cli
-from tests.converters.test_every_layout import N, params_of
+from tests.converters.test_every_layout import N, exported, params_of
 
 State = dict[str, NDArray]
 BERT, FLAX = attention_blocks.named("bert"), attention_blocks.named("flax")
-
-
-def block(name: str, prefix: str, seed: int = 0, lead: tuple[int, ...] = ()) -> State:
-    """Random arrays of a block in a layout."""
-    layout = attention_blocks.named(name)
-    params = params_of(layout, lead, seed)
-    return transform.export_params(layout, params, layout.semantics, prefix=prefix)
 
 
 def refused(folder: Path, message: str, source: str, destination: str, **options: Any) -> None:
@@ -50,7 +43,7 @@ def test_twelve_layers_keep_their_order_in_keras_files(tmp_path: Path) -> None:
     names = [f"encoder.layer.{i}.attention" for i in range(12)]
     state: State = {}
     for i, name in enumerate(names):
-        state |= block("bert", name, seed=i)
+        state |= exported("bert", name, seed=i)
     checkpoint.write(tmp_path / "a.safetensors", state)
     target = tmp_path / "a.weights.h5"
     done = pipeline.convert(tmp_path / "a.safetensors", target, to="keras", num_heads=N)
@@ -112,10 +105,10 @@ def test_head_counts_that_differ_are_kept_per_block(tmp_path: Path) -> None:
 
 
 def test_one_head_count_serves_the_file_and_the_verifier(tmp_path: Path) -> None:
-    state = block("flax", "a") | block("flax", "b", seed=1)
+    state = exported("flax", "a") | exported("flax", "b", seed=1)
     state = {key: array for key, array in state.items() if "_ln" not in key}
     checkpoint.write(tmp_path / "a.safetensors", state)
-    bert = block("bert", "a") | block("bert", "b", seed=1)
+    bert = exported("bert", "a") | exported("bert", "b", seed=1)
     checkpoint.write(tmp_path / "bert.safetensors", bert, metadata={"mine": "kept"})
     target = tmp_path / "linear.safetensors"
     pipeline.convert(tmp_path / "bert.safetensors", target, to="linear", num_heads=N)
@@ -127,7 +120,7 @@ def test_one_head_count_serves_the_file_and_the_verifier(tmp_path: Path) -> None
 
 
 def test_blocks_that_are_carried_over_keep_their_head_count(tmp_path: Path) -> None:
-    state = block("bert", "a") | block("gpt2", "h.0.attn")
+    state = exported("bert", "a") | exported("gpt2", "h.0.attn")
     metadata = {head_count.METADATA: str(N)}
     checkpoint.write(tmp_path / "a.safetensors", state, metadata=metadata)
     target = tmp_path / "b.safetensors"
@@ -139,7 +132,7 @@ def test_blocks_that_are_carried_over_keep_their_head_count(tmp_path: Path) -> N
 
 
 def test_damaged_and_unknown_are_refused_or_listed(tmp_path: Path) -> None:
-    whole = block("gpt2", "h.0.attn") | block("gpt2", "h.1.attn", seed=1)
+    whole = exported("gpt2", "h.0.attn") | exported("gpt2", "h.1.attn", seed=1)
     broken = {key: array for key, array in whole.items() if key != "h.1.attn.c_proj.bias"}
     checkpoint.write(tmp_path / "broken.npz", broken)
     message = r"h.1.attn looks like layout gpt2 but lacks c_proj.bias"
@@ -158,7 +151,7 @@ def test_damaged_and_unknown_are_refused_or_listed(tmp_path: Path) -> None:
 
 def stacked(folder: Path) -> tuple[Path, list[Path]]:
     """A file of three stacked layers, and three of one layer each."""
-    state = block("bert", "layers.attention", lead=(3,))
+    state = exported("bert", "layers.attention", lead=(3,))
     checkpoint.write(folder / "stack.safetensors", state)
     singles = []
     for i in range(3):
@@ -208,7 +201,7 @@ NO_FILES = [x.name for x in registry.LAYOUTS if x.name.removesuffix("-file") not
 
 @pytest.mark.parametrize("to", NO_FILES)
 def test_keras_files_hold_keras_layouts_only(to: str, tmp_path: Path) -> None:
-    checkpoint.write(tmp_path / "a.npz", block("bert", "a"))
+    checkpoint.write(tmp_path / "a.npz", exported("bert", "a"))
     message = (
         rf"no Keras model could load layout {to} from a .weights.h5 file: name keras or keras-gqa"
     )
@@ -218,14 +211,14 @@ def test_keras_files_hold_keras_layouts_only(to: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("to", ["keras", "keras-gqa"])
 @pytest.mark.parametrize("suffix", ["npz", "safetensors", "pt"])
 def test_other_files_have_keras_variables(to: str, suffix: str, tmp_path: Path) -> None:
-    checkpoint.write(tmp_path / "a.npz", block("bert", "a"))
+    checkpoint.write(tmp_path / "a.npz", exported("bert", "a"))
     message = rf"layout {to}-file is how Keras names .* inside a .weights.h5 file: name {to} for"
     refused(tmp_path, message, "a.npz", f"x.{suffix}", to=f"{to}-file", num_heads=N)
 
 
 def test_names_that_steer_a_terminal_are_escaped(tmp_path: Path) -> None:
     evil = "\u202e\x9b"
-    state = block("gpt2", f"{evil}.attn")
+    state = exported("gpt2", f"{evil}.attn")
     checkpoint.write(tmp_path / "a.safetensors", state)
     path = tmp_path / "a.safetensors"
     outputs = [
@@ -245,7 +238,7 @@ def test_names_that_steer_a_terminal_are_escaped(tmp_path: Path) -> None:
 
 
 def test_json_has_no_nan_and_no_infinity(tmp_path: Path) -> None:
-    state = block("gpt2", "h.0.attn")
+    state = exported("gpt2", "h.0.attn")
     state["h.0.attn.c_attn.weight"][2, 3] = np.nan
     state["h.0.attn.c_proj.bias"][1] = np.inf
     checkpoint.write(tmp_path / "a.npz", state)
@@ -266,7 +259,7 @@ def test_json_has_no_nan_and_no_infinity(tmp_path: Path) -> None:
 
 def test_nan_is_carried_over_bit_by_bit(tmp_path: Path) -> None:
     """Nothing differs, and no output says more: a note, and not an error."""
-    state = block("gpt2", "h.0.attn")
+    state = exported("gpt2", "h.0.attn")
     state["h.0.attn.c_attn.weight"][2, 3] = np.nan
     checkpoint.write(tmp_path / "a.npz", state)
     command = ["convert", "a.npz", "b.npz", "--to", "flax", "--num-heads", str(N), "--json"]
@@ -280,7 +273,7 @@ def test_nan_is_carried_over_bit_by_bit(tmp_path: Path) -> None:
 
 
 def test_inspect_says_why(tmp_path: Path) -> None:
-    state = block("gpt2", "h.0.attn") | block("gpt2", "h.1.attn") | block("bert", "x")
+    state = exported("gpt2", "h.0.attn") | exported("gpt2", "h.1.attn") | exported("bert", "x")
     checkpoint.write(tmp_path / "a.npz", state)
     (tmp_path / "config.json").write_text(json.dumps({"n_head": N}))
     found = json.loads(cli("inspect", tmp_path / "a.npz", "--json").stdout)["blocks"]

@@ -14,7 +14,7 @@ from jaxmha.converters.migrate import pipeline
 from jaxmha.converters.verify import attribution, comparands, comparison, other_tensors
 from tests.converters.command_line import cli
 from tests.converters.test_every_layout import N as HEADS
-from tests.converters.test_every_layout import params_of
+from tests.converters.test_every_layout import exported, params_of
 
 N, D, V = 2, 8, 11
 
@@ -301,9 +301,8 @@ def test_what_is_no_array_of_numbers_is_not_compared(layer: Any) -> None:
 
 
 def test_names_pair_whatever_the_separator_outside_attention() -> None:
-    layout, plain = attention_blocks.named("dense"), np.arange(6.0)
-    exported = transform.export_params(layout, params_of(layout), layout.semantics, prefix="a")
-    state = exported | {"x/norm/scale": plain}
+    plain = np.arange(6.0)
+    state = exported("dense", "a") | {"x/norm/scale": plain}
     dotted: dict[str, Any] = {name.replace("/", "."): array for name, array in state.items()}
     assert comparison.compare(state, dotted, num_heads=HEADS).notes == ()
     dotted["x.norm.scale"] = plain + 1

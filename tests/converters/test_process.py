@@ -13,11 +13,9 @@ import numpy as np
 import pytest
 
 from jaxmha import checkpoint
-from jaxmha.converters.discovery import attention_blocks
-from jaxmha.converters.layout import transform
 from jaxmha.converters.migrate import pipeline
 from tests.converters.command_line import cli
-from tests.converters.test_every_layout import params_of
+from tests.converters.test_every_layout import exported
 
 # Replaces an import by something that goes wrong, then starts the command line.
 START = """
@@ -138,8 +136,7 @@ def test_an_interrupt_is_130(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_bias_of_zeros_is_not_printed_as_a_difference(tmp_path: Path) -> None:
-    layout = attention_blocks.named("flax")
-    state = transform.export_params(layout, params_of(layout), layout.semantics, prefix="a")
+    state = exported("flax", "a")
     for name, zero in (("plus.npz", 0.0), ("minus.npz", -0.0)):
         state["a/out/bias"] = np.full_like(state["a/out/bias"], zero)
         checkpoint.write(tmp_path / name, state)
@@ -152,8 +149,7 @@ def test_a_bias_of_zeros_is_not_printed_as_a_difference(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_several_dtypes_in_a_block_are_noted(tmp_path: Path) -> None:
-    layout = attention_blocks.named("linear")
-    state = transform.export_params(layout, params_of(layout), prefix="a")
+    state = exported("linear", "a")
     state["a.k_proj.bias"] = state["a.k_proj.bias"].astype(np.float16)
     checkpoint.write(tmp_path / "mixed.npz", state)
     files = tmp_path / "mixed.npz", tmp_path / "x.safetensors"

@@ -10,12 +10,12 @@ import torch as pytorch
 from jaxmha import checkpoint
 from jaxmha.converters import torch as convert
 from jaxmha.converters.discovery import attention_blocks, damaged_blocks, places
-from jaxmha.converters.layout import registry, transform
+from jaxmha.converters.layout import registry
 from jaxmha.converters.layout.base import Layout
 from jaxmha.converters.migrate import pipeline
 from jaxmha.converters.verify import comparison
 from jaxmha.params import CANONICAL
-from tests.converters.test_every_layout import params_of
+from tests.converters.test_every_layout import exported
 
 HEADS, WIDTH = 2, 6
 # The leaves of a BERT block: the projections with biases.
@@ -98,9 +98,7 @@ def test_other_layers_are_not_damaged_attention() -> None:
 
 
 def test_a_width_that_does_not_fit_names_both_arrays(tmp_path: Path) -> None:
-    layout = attention_blocks.named("gpt2")
-    state = transform.export_params(layout, params_of(layout), prefix="h.0.attn")
-    shapes = {name: array.shape for name, array in state.items()}
+    shapes = {name: array.shape for name, array in exported("gpt2", "h.0.attn").items()}
     shapes["h.0.attn.c_proj.bias"] = (shapes["h.0.attn.c_proj.bias"][0] + 1,)
     (reason,) = damaged_blocks.describe(shapes, attention_blocks.find(shapes))
     assert "c_proj.bias of shape" in reason

@@ -9,26 +9,16 @@ import numpy as np
 import pytest
 
 from jaxmha import checkpoint
-from jaxmha.converters.discovery import architectures, attention_blocks, signs, unconverted, unlike
-from jaxmha.converters.layout import transform
+from jaxmha.converters.discovery import architectures, signs, unconverted, unlike
 from jaxmha.converters.migrate import pipeline
 from tests.converters.command_line import cli
-from tests.converters.test_every_layout import params_of
-
-N = 6
+from tests.converters.test_every_layout import N, exported, model_file
 
 
 def source(folder: Path, config: Any, layout: str = "linear", **more: Any) -> Path:
     """One block, other tensors, and a configuration; None: without one."""
-    chosen = attention_blocks.named(layout)
-    state = transform.export_params(
-        chosen, params_of(chosen), chosen.semantics, prefix="body.0.mixer"
-    )
-    checkpoint.write(folder / "a.npz", state | more, force=True)
-    if config is not None:
-        text = json.dumps({"num_attention_heads": N} | config)
-        (folder / "config.json").write_text(text)
-    return folder / "a.npz"
+    config = config if config is None else {"num_attention_heads": N} | config
+    return model_file(folder / "a.npz", exported(layout, "body.0.mixer") | more, config)
 
 
 def notes(path: Path, to: str = "linear") -> list[str]:

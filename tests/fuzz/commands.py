@@ -15,10 +15,9 @@ from jaxmha import checkpoint
 from jaxmha.checkpoint import toml_text
 from jaxmha.cli.app import app
 from jaxmha.converters import matching
-from jaxmha.converters.discovery import attention_blocks, head_count, hf_config
-from jaxmha.converters.layout import transform
+from jaxmha.converters.discovery import head_count, hf_config
 from jaxmha.converters.migrate import pipeline, plan_toml
-from tests.converters.test_every_layout import params_of
+from tests.converters.test_every_layout import exported
 
 CONFIG = (
     '{"model_type": "llama", "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 4, '
@@ -44,10 +43,7 @@ class Unexpected(Exception):  # noqa: N818
 
 def model(folder: Path) -> Path:
     """Two shards of attention of Llama and a norm, with their index and a configuration."""
-    layout = attention_blocks.named("llama")
-    state = transform.export_params(
-        layout, params_of(layout), layout.semantics, prefix="model.layers.0.self_attn"
-    )
+    state = exported("llama", "model.layers.0.self_attn")
     path = folder / "model.safetensors.index.json"
     state |= {"model.norm.weight": np.ones(13, np.float32)}
     checkpoint.write(path, state, shard_size=2000, resume="the same names")
