@@ -171,25 +171,6 @@ def test_transposed_keys_of_grouped_queries_are_refused(place: Path) -> None:
     assert "(32, 16)" in message
 
 
-def test_config_of_two_head_counts_decides_none(place: Path) -> None:
-    content = {"encoder_attention_heads": N, "decoder_attention_heads": N + 1}
-    (place / "config.json").write_text(json.dumps(content))
-    message = fails(place, "convert", place / "encoder.pt", place / "x.npz", "--to", "flax")
-    assert "several head counts" in message
-
-
-def test_config_names_the_heads_or_is_ambiguous(place: Path) -> None:
-    arguments = ("convert", place / "encoder.pt", place / "x.npz", "--to", "flax")
-    (place / "config.json").write_text(json.dumps({"nhead": N, "vision": {"num_heads": 5}}))
-    assert "num" in fails(place, *arguments)
-    (place / "config.json").write_text("{")
-    fails(place, *arguments)
-    (place / "config.json").write_text(json.dumps({"model": {"nhead": N}}))
-    assert cli(*arguments).exit_code == 0
-    found = json.loads(cli("inspect", place / "encoder.pt", "--json").stdout)
-    assert found["blocks"][0]["num_heads_from"] == "config.json: model: nhead"
-
-
 def test_hostile_header(place: Path) -> None:
     (place / "bad.safetensors").write_bytes(struct.pack("<Q", 2**62) + b"{}")
     assert "bad.safetensors" in fails(place, "inspect", place / "bad.safetensors")

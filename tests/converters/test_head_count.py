@@ -1,7 +1,6 @@
 """The head count of a block: given, or of metadata, of a configuration or of a shape; and unusable ones."""
 
 import json
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ import pytest
 
 from jaxmha import checkpoint
 from jaxmha.converters import huggingface
-from jaxmha.converters.discovery import attention_blocks, head_count, hf_config
+from jaxmha.converters.discovery import attention_blocks, head_count
 from jaxmha.converters.migrate import pipeline
 from jaxmha.converters.verify import comparison
 from tests.converters.command_line import cli
@@ -40,6 +39,7 @@ def test_head_count_of_a_block_goes_before_that_of_the_file() -> None:
     ("content", "expected"),
     [
         ({"num_heads": 3}, (3, "config.json: num_heads")),
+        ({"model": {"nhead": 3}}, (3, "config.json: model: nhead")),
         ([{"num_heads": 3}, {"x": [{"n_head": 3}]}], (3, "config.json: num_heads")),
         ({"num_heads": None}, None),
         ([], None),
@@ -52,24 +52,6 @@ def test_config_next_to_the_file(content: Any, expected: Any, tmp_path: Path) ->
     found = head_count.in_config(tmp_path / "model.pt")
     assert (found and found.of("h.0.attn")) == expected
     assert head_count.in_config(tmp_path / "elsewhere" / "model.pt") is None
-
-
-def test_a_config_that_is_no_plain_file_is_not_opened(tmp_path: Path) -> None:
-    """A FIFO would block, a sparse file fill the memory."""
-    config, model = tmp_path / "config.json", tmp_path / "model.pt"
-    config.touch()
-    os.truncate(config, 2**40)
-    found = head_count.in_config(model)
-    assert found is not None
-    assert "1,099,511,627,776" in found.wrong
-    config.unlink()
-    os.mkfifo(config)
-    found = head_count.in_config(model)
-    assert found is not None
-    assert "a FIFO" in found.wrong
-    with pytest.raises(ValueError, match="a FIFO"):
-        hf_config.refuse_behaviour(model)
-    assert hf_config.epsilons(model) == {}
 
 
 @pytest.mark.parametrize(
