@@ -2,7 +2,6 @@
 
 import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,62 +12,6 @@ from jaxmha.converters.layout.arrays import to_numpy
 from jaxmha.converters.migrate import pipeline
 from jaxmha.converters.verify import comparison
 from tests.converters.test_blocks import Shapes
-
-SOME = {"hidden_size": 12, "num_attention_heads": 3, "num_hidden_layers": 2}
-TEXT = {**SOME, "intermediate_size": 8, "vocab_size": 11}
-IMAGE = {**SOME, "intermediate_size": 8, "image_size": 8, "patch_size": 4}
-IDS = {"bos_token_id": 0, "eos_token_id": 1}
-WHISPER = {"d_model": 12, "encoder_attention_heads": 3, "decoder_attention_heads": 3, **IDS,
-           "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8,
-           "vocab_size": 11, "pad_token_id": 0}  # fmt: skip
-T5 = {"d_model": 12, "num_heads": 3, "d_kv": 4, "num_layers": 2, "d_ff": 8, "vocab_size": 11}
-TOWER = "_model.encoder.layers.{i}.self_attn"
-# transformers' class, its configuration, and what is to be found: layout, family, pattern, count.
-LIVE: dict[str, tuple[str, str, dict[str, Any], list[tuple[str, str, str, int]]]] = {
-    "bert": ("BertModel", "BertConfig", TEXT, [("bert", "BERT", "encoder.layer.{i}.attention", 2)]),
-    "gpt2": ("GPT2LMHeadModel", "GPT2Config",
-             {"n_embd": 12, "n_head": 3, "n_layer": 2, "vocab_size": 11, **IDS},
-             [("gpt2", "GPT-2", "h.{i}.attn", 2)]),
-    "llama": ("LlamaForCausalLM", "LlamaConfig", {**TEXT, "num_key_value_heads": 3},
-              [("llama", "Llama", "layers.{i}.self_attn", 2)]),
-    "clip": ("CLIPModel", "CLIPConfig",
-             {"text_config": TEXT | IDS, "vision_config": IMAGE, "projection_dim": 8},
-             [("linear", "CLIP", f"{tower}{TOWER}", 2) for tower in ("text", "vision")]),
-    "t5": ("T5ForConditionalGeneration", "T5Config", T5,
-           [("t5", "T5", "block.{i}.layer.{i}.EncDecAttention", 2),
-            ("t5", "T5", "block.{i}.layer.{i}.SelfAttention", 4)]),
-    "gpt-neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", TEXT,
-                 [("gpt-neox", "GPT-NeoX", "layers.{i}.attention", 2)]),
-    "whisper": ("WhisperModel", "WhisperConfig", WHISPER,
-                [("whisper", "Whisper", "layers.{i}.encoder_attn", 2),
-                 ("whisper", "Whisper", "layers.{i}.self_attn", 4)]),
-    "falcon old": ("FalconModel", "FalconConfig", {**TEXT, "multi_query": False, "bias": True},
-                   [("gpt-neox", "BLOOM", "h.{i}.self_attention", 2)]),
-    "vit": ("ViTModel", "ViTConfig", IMAGE,
-            [("llama", "ViT (transformers 5)", "layers.{i}.attention", 2)]),
-}  # fmt: skip
-
-
-@pytest.mark.filterwarnings("default")  # transformers' own
-@pytest.mark.parametrize("name", LIVE)
-def test_live_models_of_transformers(name: str) -> None:
-    import transformers
-
-    model, config, options, expected = LIVE[name]
-    made = getattr(transformers, config)(**options)
-    state = getattr(transformers, model)(made).state_dict()
-    shapes = {key: tuple(tensor.shape) for key, tensor in state.items()}
-    found = attention_blocks.find(shapes)
-    seen: dict[tuple[str, ...], int] = {}
-    for block in found:
-        assert block.family is not None, block
-        assert not block.unknown
-        assert not block.also
-        block.read(state, 3)  # every array of it fits
-        row = (block.layout.name, *block.family)
-        seen[row] = seen.get(row, 0) + 1
-    assert sorted((*row, count) for row, count in seen.items()) == sorted(expected)
-    assert damaged_blocks.describe(shapes, found) == []
 
 
 @pytest.mark.filterwarnings("default")

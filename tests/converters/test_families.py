@@ -8,7 +8,12 @@ import numpy as np
 import pytest
 
 from jaxmha import checkpoint
-from jaxmha.converters.discovery import attention_blocks, family_keymaps, other_layers
+from jaxmha.converters.discovery import (
+    attention_blocks,
+    damaged_blocks,
+    family_keymaps,
+    other_layers,
+)
 from jaxmha.converters.discovery.model_families import FAMILIES
 from jaxmha.converters.layout.arrays import NDArray, to_numpy
 from jaxmha.converters.migrate import pipeline
@@ -66,6 +71,12 @@ def hugging_face(name: str) -> dict[str, NDArray]:
                 **text, ffn_dim=22, max_position_embeddings=10, word_embed_proj_dim=7, **special
             )
         ),
+        "T5": lambda: t.T5ForConditionalGeneration(
+            t.T5Config(d_model=D, num_heads=N, d_kv=5, num_layers=1, d_ff=22, vocab_size=31)
+        ),
+        "old Falcon": lambda: t.FalconModel(
+            t.FalconConfig(**text | {"hidden_size": 18}, multi_query=False, bias=True)
+        ),
         "BERT": lambda: t.BertForPreTraining(t.BertConfig(**text)),
         "RoBERTa": lambda: t.RobertaForMaskedLM(t.RobertaConfig(**text)),
         "GPT-2": lambda: t.GPT2LMHeadModel(t.GPT2Config(**gpt2, **tokens)),
@@ -101,51 +112,73 @@ def torch_model(name: str) -> dict[str, NDArray]:
     return state_of(models[name]())
 
 
-# Attention blocks, layers next to them by kind, and what keeps its name.
-MODELS: dict[str, tuple[Any, str, int, dict[str, int], set[str]]] = {
-    "BERT": (
-        hugging_face, "bert", 1, {"linear": 6, "norm": 4, "embedding": 3},
-        {"cls.predictions.bias"},
-    ),
-    "RoBERTa": (hugging_face, "bert", 1, {"linear": 4, "norm": 4, "embedding": 3}, {"lm_head.bias"}),
-    "GPT-2": (
-        hugging_face, "gpt2", 1, {"conv1d": 2, "linear": 1, "norm": 3, "embedding": 2}, set()
-    ),
-    "Llama": (hugging_face, "llama", 1, {"linear": 4, "rmsnorm": 3, "embedding": 1}, set()),
-    "ViT": (
-        hugging_face, "llama", 1, {"linear": 3, "norm": 3, "convolution": 1},
-        {"vit.embeddings.cls_token", "vit.embeddings.position_embeddings"},
-    ),
-    "CLIP": (
-        hugging_face, "linear", 2,
-        {"linear": 6, "norm": 7, "embedding": 3, "convolution": 1},
-        {"logit_scale", "vision_model.embeddings.class_embedding"},
-    ),
-    "GPT-NeoX": (hugging_face, "gpt-neox", 1, {"linear": 3, "norm": 3, "embedding": 1}, set()),
-    "BLOOM": (hugging_face, "gpt-neox", 1, {"linear": 3, "norm": 4, "embedding": 1}, set()),
-    "BART": (
-        hugging_face, "linear", 3, {"linear": 5, "norm": 7, "embedding": 5}, {"final_logits_bias"}
-    ),
-    "OPT": (hugging_face, "linear", 1, {"linear": 5, "norm": 3, "embedding": 2}, set()),
-    "TransformerEncoderLayer": (torch_model, "torch", 1, {"linear": 2, "norm": 2}, set()),
-    "TransformerDecoderLayer": (torch_model, "torch", 2, {"linear": 2, "norm": 3}, set()),
-    "TransformerEncoder": (torch_model, "torch", 2, {"linear": 4, "norm": 5}, set()),
-    "TransformerDecoder": (torch_model, "torch", 4, {"linear": 4, "norm": 6}, set()),
-    "Transformer": (torch_model, "torch", 3, {"linear": 4, "norm": 7}, set()),
+# Layout, family, blocks by pattern, layers next to them by kind, and what keeps its name.
+MODELS = {
+    "BERT": ("bert", "BERT", "1 encoder.layer.{i}.attention", "6 linear 4 norm 3 embedding",
+             "cls.predictions.bias"),
+    "RoBERTa": ("bert", "BERT", "1 encoder.layer.{i}.attention", "4 linear 4 norm 3 embedding",
+                "lm_head.bias"),
+    "GPT-2": ("gpt2", "GPT-2", "1 h.{i}.attn", "2 conv1d 1 linear 3 norm 2 embedding", ""),
+    "Llama": ("llama", "Llama", "1 layers.{i}.self_attn", "4 linear 3 rmsnorm 1 embedding", ""),
+    "ViT": ("llama", "ViT (transformers 5)", "1 layers.{i}.attention",
+            "3 linear 3 norm 1 convolution",
+            "vit.embeddings.cls_token vit.embeddings.position_embeddings"),
+    "CLIP": ("linear", "CLIP",
+             "1 text_model.encoder.layers.{i}.self_attn 1 vision_model.encoder.layers.{i}.self_attn",
+             "6 linear 7 norm 3 embedding 1 convolution",
+             "logit_scale vision_model.embeddings.class_embedding"),
+    "GPT-NeoX": ("gpt-neox", "GPT-NeoX", "1 layers.{i}.attention", "3 linear 3 norm 1 embedding", ""),
+    "BLOOM": ("gpt-neox", "BLOOM", "1 h.{i}.self_attention", "3 linear 4 norm 1 embedding", ""),
+    "old Falcon": ("gpt-neox", "BLOOM", "1 h.{i}.self_attention", "2 linear 2 norm 1 embedding", ""),
+    "BART": ("linear", "BART, OPT", "1 layers.{i}.encoder_attn 2 layers.{i}.self_attn",
+             "5 linear 7 norm 5 embedding", "final_logits_bias"),
+    "OPT": ("linear", "BART, OPT", "1 layers.{i}.self_attn", "5 linear 3 norm 2 embedding", ""),
+    "T5": ("t5", "T5", "1 block.{i}.layer.{i}.EncDecAttention 2 block.{i}.layer.{i}.SelfAttention",
+           "5 linear 7 rmsnorm 3 embedding",
+           ("encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight "
+            "decoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight")),
+    "Whisper": ("whisper", "Whisper", "1 layers.{i}.encoder_attn 2 layers.{i}.self_attn",
+                "5 linear 7 norm 3 embedding",  # convolutions over time are not known
+                ("model.encoder.conv1.weight model.encoder.conv1.bias "
+                 "model.encoder.conv2.weight model.encoder.conv2.bias")),
+    "TransformerEncoderLayer": ("torch", None, "1 None", "2 linear 2 norm", ""),
+    "TransformerDecoderLayer": ("torch", None, "2 None", "2 linear 3 norm", ""),
+    "TransformerEncoder": ("torch", "nn.Transformer", "2 layers.{i}.self_attn",
+                           "4 linear 5 norm", ""),
+    "TransformerDecoder": ("torch", "nn.Transformer",
+                           "2 layers.{i}.multihead_attn 2 layers.{i}.self_attn",
+                           "4 linear 6 norm", ""),
+    "Transformer": ("torch", "nn.Transformer",
+                    "1 layers.{i}.multihead_attn 2 layers.{i}.self_attn", "4 linear 7 norm", ""),
 }  # fmt: skip
+
+
+def counts(text: str) -> dict[str, int]:
+    """The number before each name."""
+    words = text.split()
+    return dict(zip(words[1::2], map(int, words[::2]), strict=True))
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_tensor_is_understood_and_comes_back(name: str) -> None:
-    maker, layout, attention, kinds, bare = MODELS[name]
-    state = maker(name)
-    found = attention_blocks.find({key: array.shape for key, array in state.items()})
-    assert [block.layout.name for block in found] == [layout] * attention
+    layout, family, patterns, kinds, left = MODELS[name]
+    state = (torch_model if layout == "torch" else hugging_face)(name)
+    shapes, bare = {key: array.shape for key, array in state.items()}, set(left.split())
+    found = attention_blocks.find(shapes)
+    assert {block.layout.name for block in found} == {layout}
+    assert {block.family and block.family[0] for block in found} == {family}
+    assert Counter(str(block.family and block.family[1]) for block in found) == counts(patterns)
+    assert not any(block.unknown or block.also for block in found)
+    assert damaged_blocks.describe(shapes, found) == []
     layers, others = other_layers.find(state, found)
-    assert Counter(module.kind for module in layers) == kinds
+    assert Counter(module.kind for module in layers) == counts(kinds)
     assert others.keys() == bare
-    if not name.endswith("Layer"):  # a layer alone has no place
+    if family is not None:  # a layer alone has no place
         assert {module.confidence for module in layers} == {"certain"}
+    if name in ("T5", "Whisper"):  # the targets hold neither that scale nor a key without a bias
+        for block in found:
+            block.read(state, N)
+        return
     heads: dict[str, Any] = {"num_heads": N}
     for to in ("flax", "keras", "haiku"):
         if (name, to) in (("Llama", "haiku"), ("Llama", "keras")):
@@ -177,16 +210,6 @@ def test_the_head_of_gpt_neox_is_no_embedding() -> None:
     state = {name.replace("lm_head", "embed_out"): array for name, array in state.items()}
     moved = pipeline.convert_state(state, to="flax", num_heads=N)
     np.testing.assert_array_equal(moved["embed_out/kernel"], state["embed_out.weight"].T)
-
-
-def test_all_of_whisper_but_its_convolutions_over_time() -> None:
-    state = hugging_face("Whisper")
-    found = attention_blocks.find({key: array.shape for key, array in state.items()})
-    layers, others = other_layers.find(state, found)
-    assert {module.confidence for module in layers} == {"certain"}
-    assert Counter(module.kind for module in layers) == {"linear": 5, "norm": 7, "embedding": 3}
-    convolutions = {f"model.encoder.conv{i}.{key}" for i in (1, 2) for key in ("weight", "bias")}
-    assert others.keys() == convolutions
 
 
 def test_every_map_is_of_a_known_family() -> None:
