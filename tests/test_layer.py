@@ -12,38 +12,14 @@ import pytest
 from jax.test_util import check_grads
 
 import jaxmha
-from jaxmha import Mask, MHAParams, Projection, Semantics, dims, dropout
+from jaxmha import Mask, Semantics, dims, dropout
+from jaxmha.params import from_leaves
 from tests import jit_cache, layer_cases, reference, tolerance
 from tests.layer_cases import LAYERS, LayerCase
 
 BY_NAME = {case.name: case for case in LAYERS}
 KEY = jax.random.key(5)
-
-
-def params_of(leaves: dict[str, Any]) -> MHAParams:
-    """Leaves by name as parameters."""
-    arrays = {name.replace("_heads", ""): x for name, x in leaves.items()}
-
-    def projection(name: str) -> Projection:
-        return Projection(arrays[f"{name}.kernel"], arrays.get(f"{name}.bias"))
-
-    names = (
-        "bias_k",
-        "bias_v",
-        "query_norm",
-        "key_norm",
-        "query_norm_bias",
-        "key_norm_bias",
-        "sinks",
-    )
-    return MHAParams(
-        projection("query"),
-        projection("key"),
-        projection("value"),
-        projection("out") if "out.kernel" in arrays else None,
-        **{name: arrays[name] for name in names if name in arrays},
-        gate=projection("gate") if "gate.kernel" in arrays else None,
-    )
+params_of = from_leaves
 
 
 def mask_of(others: dict[str, Any]) -> Mask | None:
