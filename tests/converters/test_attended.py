@@ -11,7 +11,6 @@ from jaxmha import checkpoint
 from jaxmha.converters import masks_of
 from jaxmha.converters.discovery.attended import Attended
 from jaxmha.converters.migrate import pipeline
-from tests.zoo import one
 from tests.zoo.masked import Given
 
 pytestmark = pytest.mark.filterwarnings("default")
@@ -126,11 +125,3 @@ def test_the_runner_sees_a_mask_that_is_read_wrongly() -> None:
         assert "the model has" in Given(wrong, [padding]).against(padded)[1]
     assert "the model has" in Given(Attended("causal")).against(padded)[1]
     assert Given(Attended("unknown", why="why")).against(padded)[1].startswith("not read: why")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "model_type", ["mistral", "gemma2", "modernbert", "llama4_text", "gpt_neo", "swin", "bart"]
-)
-def test_blocks_equal_the_model_with_the_mask_that_is_read(model_type: str) -> None:
-    assert one.check(model_type, whole=False)["class"] == "right"

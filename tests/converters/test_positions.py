@@ -15,30 +15,9 @@ from jaxmha.converters.discovery import added_terms, axial, query_scale, relativ
 from jaxmha.converters.discovery.positions import Rotary
 from jaxmha.converters.discovery.query_scale import QueryScale
 from jaxmha.converters.migrate import pipeline
-from tests.zoo import one
 
 pytestmark = pytest.mark.filterwarnings("default")
 BLOCK = "layers.0.self_attn"
-
-
-@pytest.mark.everyday(model_type=["parakeet_encoder", "dinov3_vit"])
-@pytest.mark.parametrize(
-    "model_type",
-    [
-        "swin",  # a table of differences of rows and columns
-        "sam_vision_model",  # products of queries with rows and columns
-        "parakeet_encoder",  # waves of distances
-        "wav2vec2-bert",  # vectors of distances
-        "sew-d",  # products of queries and keys with projected vectors of distances
-        "qwen3_vl_vision",  # rows, then columns, in squares
-        "pixtral",
-        "kimi_k25",  # columns and rows in turn; the file has pairs of neighbouring features
-        "beam",  # powers of the position, where nothing is rotated
-        "dinov3_vit",  # shares of the image, after tokens of the class
-    ],
-)
-def test_blocks_equal_the_model_with_its_positions(model_type: str) -> None:
-    assert one.check(model_type, whole=False)["class"] == "right"
 
 
 def test_a_folder_is_read_as_its_checkpoint_is(tmp_path: Path) -> None:
