@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxmha import MHAParams, checkpoint, project
-from jaxmha.attention import dot_product_attention
+from jaxmha import MHAParams, checkpoint
 from jaxmha.converters.discovery import attention_blocks
 from jaxmha.converters.layout import (
     by_hand,
@@ -28,17 +27,12 @@ from jaxmha.converters.layout import (
     torch,
     transform,
 )
-from jaxmha.converters.layout.arrays import NDArray, to_torch
+from jaxmha.converters.layout.arrays import NDArray
 from jaxmha.converters.layout.base import Layout
-from jaxmha.converters.linear import import_params
 from jaxmha.params import CANONICAL, field_of, from_leaves
-from jaxmha.projections import combine
-from jaxmha.rotary import rope
 from tests.converters import layers
-from tests.converters.test_live_classes import randomised
 
-B, T, N, K, H = 2, 11, 6, 3, 4
-D = N * H
+N, K, H = 6, 3, 4
 TABLES: tuple[Any, ...] = (
     torch, keras, flax, huggingface, linear, meaning, equinox, haiku, jaxmha
 )  # fmt: skip
@@ -154,39 +148,3 @@ def test_tables_are_small() -> None:
 def length(node: ast.stmt) -> int:
     """Lines of a statement in its file."""
     return (node.end_lineno or 0) - node.lineno + 1
-
-
-def inputs(width: int = D, seed: int = 0) -> NDArray:
-    return np.random.default_rng(seed).normal(size=(B, T, width)).astype(np.float32)
-
-
-CAUSAL = np.tri(T, dtype=bool)[None, None]
-ADDITIVE = np.where(CAUSAL, 0.0, -np.inf).astype(np.float32)
-
-
-@pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("base", [10000.0, 500000.0])
-def test_llama_with_rotary_embedding(base: float) -> None:
-    import torch
-    import transformers as t
-    from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
-
-    config = t.LlamaConfig(
-        hidden_size=D,
-        num_attention_heads=N,
-        num_key_value_heads=K,
-        head_dim=H,
-        attn_implementation="eager",
-        rope_parameters={"rope_type": "default", "rope_theta": base},
-    )
-    module, x = randomised(LlamaAttention(config, layer_idx=0), 0), inputs()
-    positions = np.broadcast_to(np.arange(T, dtype=np.int32) + 5, (B, T)).copy()
-    with torch.no_grad():
-        angles = LlamaRotaryEmbedding(config)(to_torch(x), to_torch(positions))
-        mask = to_torch(ADDITIVE)
-        theirs = module(to_torch(x), position_embeddings=angles, attention_mask=mask)[0].numpy()
-    params, _ = import_params(module.state_dict(), layout="llama", num_heads=N)
-    q, k, v = project(params, x)
-    q, k = (rope(heads, positions, base=base) for heads in (q, k))
-    ours = combine(params, dot_product_attention(q, k, v, is_causal=True))
-    np.testing.assert_allclose(ours, theirs, atol=3e-6 * np.abs(theirs).max())

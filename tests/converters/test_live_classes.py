@@ -68,49 +68,24 @@ def of_torch(module: Any, seed: int, mask: str = "", state: Any = None, **argume
     return Live(module.state_dict() if state is None else state(module), call)
 
 
-def before_the_norm(attention: Any) -> Any:
-    """BERT's attention without the layers after it: the residual connection and its norm."""
-    attention.output.forward = lambda heads, _: attention.output.dense(heads)
-    return attention
-
-
 def of_transformers(name: str, seed: int) -> Live:
     """A class of transformers with its own arguments."""
     import torch
     import transformers as t
-    from transformers.models.bert.modeling_bert import BertAttention
-    from transformers.models.clip.modeling_clip import CLIPAttention
     from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
     from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXAttention
     from transformers.models.llama.modeling_llama import LlamaAttention
-    from transformers.models.mgp_str.modeling_mgp_str import MgpstrAttention
-    from transformers.models.t5.modeling_t5 import T5LayerSelfAttention
-    from transformers.models.whisper.modeling_whisper import WhisperAttention
-    from transformers.models.yolos.modeling_yolos import YolosAttention
 
     some = {"hidden_size": D, "num_attention_heads": N, "attn_implementation": "eager"}
     unturned = torch.ones(B, T, H), torch.zeros(B, T, H)  # a rotation by nothing
     grouped = {"num_key_value_heads": K, "head_dim": H}
     made: dict[str, Callable[[], Live]] = {
-        "bert": lambda: of_torch(
-            before_the_norm(BertAttention(t.BertConfig(**some))), seed, "attention_mask"
-        ),
-        "linear": lambda: of_torch(
-            CLIPAttention(t.CLIPVisionConfig(**some)), seed, "attention_mask"
-        ),
         "gpt2": lambda: of_torch(
             GPT2Attention(
                 t.GPT2Config(n_embd=D, n_head=N, attn_implementation="eager"), layer_idx=0
             ),
             seed,
             "attention_mask",
-        ),
-        "t5": lambda: of_torch(
-            T5LayerSelfAttention(
-                t.T5Config(d_model=D, num_heads=N, d_kv=H, attn_implementation="eager")
-            ).SelfAttention,
-            seed,
-            "mask",
         ),
         "llama": lambda: of_torch(
             LlamaAttention(t.LlamaConfig(**some, **grouped), layer_idx=0),
@@ -123,13 +98,6 @@ def of_transformers(name: str, seed: int) -> Live:
             seed,
             "attention_mask",
             position_embeddings=unturned,
-        ),
-        "vit": lambda: of_torch(YolosAttention(t.YolosConfig(**some)), seed),
-        "timm": lambda: of_torch(MgpstrAttention(t.MgpstrConfig(**some)), seed),
-        "whisper": lambda: of_torch(
-            WhisperAttention(D, N, config=t.WhisperConfig(d_model=D, attn_implementation="eager")),
-            seed,
-            "attention_mask",
         ),
     }
     return made[name]()
@@ -315,8 +283,8 @@ def of_haiku(seed: int) -> Live:
     return Live(state, lambda x, mask: apply(tree, None, x, mask))
 
 
-TRANSFORMERS = ("bert", "linear", "gpt2", "t5", "llama", "gpt-neox", "vit", "timm", "whisper")
-UNMASKED = {"vit", "timm", "timm-keyless"}  # their classes take no mask
+TRANSFORMERS = ("gpt2", "llama", "gpt-neox")  # the zoo compares every model type
+UNMASKED = {"timm-keyless"}  # its class takes no mask
 # Name of the class -> its layout, and how it is made from a seed.
 LIVE: dict[str, tuple[str, Callable[[int], Live]]] = {
     **{f"transformers {x}": (x, partial(of_transformers, x)) for x in TRANSFORMERS},
