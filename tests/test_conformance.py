@@ -17,7 +17,15 @@ from tests.conformance import by_implementation
 
 pytestmark = pytest.mark.usefixtures("every_size")
 # float64 takes every case; other dtypes differ by their casts alone.
-SOME = ("plain", "multi_query", "bias_excludes", "soft_cap", "empty_mean", "everything")
+SOME = (
+    "plain",
+    "multi_query",
+    "bias_excludes",
+    "soft_cap",
+    "empty_nan",
+    "empty_mean",
+    "everything",
+)
 
 
 @pytest.mark.everyday(case=SOME)
@@ -167,10 +175,11 @@ def test_gradients_by_jax(implementation: str, policy: str) -> None:
     )
 
 
-@pytest.mark.slow_variants("*", "!blocked")
+@pytest.mark.slow_variants("*", "!*-blocked")
 @by_implementation
-def test_vmap(implementation: str) -> None:
-    case = replace(BY_NAME["everything"], dropout_rate=0.0)
+@pytest.mark.parametrize("name", ["everything", "empty_nan", "empty_mean"])
+def test_vmap(implementation: str, name: str) -> None:
+    case = BY_NAME[name]
     stack = [cases.arrays(case, "float32", seed) for seed in range(3)]
     shown = implementation not in conformance.WITHOUT_WEIGHTS
     run = conformance.call(case, implementation, return_weights=shown, return_lse=True)
