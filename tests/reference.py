@@ -160,7 +160,8 @@ def attend(
                     row = dict.fromkeys(range(S), math.nan)
                 for j, weight in row.items():
                     weights[*b, n, i, j] = weight
-                    kept[*b, n, i, j] = weight / (1 - dropout_rate) if keep[*b, n, i, j] else 0.0
+                    stays = keep[*b, n, i, j] or math.isnan(weight)  # a row of NaN stays one
+                    kept[*b, n, i, j] = weight / (1 - dropout_rate) if stays else 0.0
                 attended = [*row]
                 row_weights, values = kept[*b, n, i, attended], value[*b, attended, k]
                 for c in range(h):

@@ -155,8 +155,8 @@ MODELS = {
 
 def counts(text: str) -> dict[str, int]:
     """The number before each name."""
-    words = text.split()
-    return dict(zip(words[1::2], map(int, words[::2]), strict=True))
+    parts = text.split()
+    return dict(zip(parts[1::2], map(int, parts[::2]), strict=True))
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -150,8 +150,8 @@ def test_what_is_spoiled_above_was_good() -> None:
 
 
 P = params()
-# Every other refusal of an export is in `test_export_validation`, made from the layouts.
-EXPORTS = {
+# Every other error of an export is in `test_export_validation`, made from the layouts.
+EXPORTS: dict[str, tuple[MHAParams, dict[str, Any], str]] = {
     "unknown layout": (P, {"layout": "x"}, r"unknown layout 'x': known are"),
     "no layout holds it": (
         params(Dq=17, Dk=17, Dv=17, Do=17), {},
