@@ -5,7 +5,7 @@ H head dim of query and key, h head dim of value, D features. `*B`: any number o
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np

@@ -76,9 +76,7 @@ def test_an_interrupt_while_starting() -> None:
 
 def test_a_closed_pipe_is_quiet_and_files_are_written(tmp_path: Path) -> None:
     """The exit code is what shells make of SIGPIPE; a closed pipe of anything else is an error."""
-    layout = attention_blocks.named("flax")
-    state = transform.export_params(layout, params_of(layout), layout.semantics, prefix="a")
-    checkpoint.write(tmp_path / "a.npz", state)
+    checkpoint.write(tmp_path / "a.npz", exported("flax", "a"))
     (tmp_path / "mine.py").write_text(
         "import os\ndef build():\n    reader, writer = os.pipe()\n    os.close(reader)\n"
         "    os.write(writer, b'x')\n"
