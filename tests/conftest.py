@@ -179,6 +179,12 @@ def pytest_collection_finish() -> None:
         typer._get_command = cache(typer._get_command)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_unconfigure() -> None:
+    """pytest collects five times at the end: of objects that end with the process."""
+    gc.freeze()
+
+
 @pytest.fixture
 def implicit_promotion() -> Iterator[None]:
     """JAX as users have it: layers and models of others promote as they like."""

@@ -6,10 +6,8 @@ are examples of each; tests hold the rules to them.
 """
 
 import ast
-import io
 import re
 import sys
-import tokenize
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -23,6 +21,13 @@ COMPARED = ("tests/zoo/",)
 EXPERIMENTS = "experiments"
 GENERATED = ("docs/pages/experiments/",)
 EVERYWHERE = ("",)
+STRING_OR_COMMENT = re.compile(
+    r'"""(?:\\.|.)*?"""|'
+    r"'''(?:\\.|.)*?'''|"
+    r'"(?:\\.|[^"\\\n])*"|'
+    r"'(?:\\.|[^'\\\n])*'|#[^\n]*",
+    re.DOTALL,
+)
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 CORE = (
     "jaxmha/implementations/",
@@ -172,48 +177,60 @@ def written(text: str, path: str) -> Iterator[tuple[Text, re.Match[str]]]:
             yield rule, found
 
 
-def identifiers(tree: ast.AST) -> Iterator[tuple[int, str]]:
+@cache
+def fields_of(kind: type[ast.AST]) -> list[str]:
+    """The fields of a kind of node that hold a name."""
+    return [x for x in ("id", "arg", "attr", "name", "asname") if x in kind._fields]
+
+
+def identifiers(nodes: list[ast.AST]) -> Iterator[tuple[int, str]]:
     """Line and name of everything that code names or uses."""
-    for node in ast.walk(tree):
-        line = getattr(node, "lineno", 1)
-        for field in ("id", "arg", "attr", "name", "asname"):
-            if isinstance(name := getattr(node, field, None), str):
-                yield line, name.rpartition(".")[2]
+    for node in nodes:
+        for field in fields_of(type(node)):
+            if isinstance(name := getattr(node, field), str):
+                yield getattr(node, "lineno", 1), name.rpartition(".")[2]
 
 
-def prose(source: str, tree: ast.AST, *, messages: bool = True) -> Iterator[tuple[int, str]]:
+def comments(source: str) -> Iterator[tuple[int, str]]:
+    """Line and text of every comment.
+
+    >>> [*comments('x = "#1"  # one')]
+    [(1, 'one')]
+    """
+    for found in STRING_OR_COMMENT.finditer(source) if "#" in source else ():
+        if found[0].startswith("#"):
+            yield source.count("\n", 0, found.start()) + 1, found[0].lstrip("# ")
+
+
+def prose(source: str, nodes: list[ast.AST], *, messages: bool = True) -> Iterator[tuple[int, str]]:
     """Line and text of every comment and docstring, and of every string with a space, such as a
     message; these are left out without `messages`."""
-    comments: list[tuple[int, str]] = []
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT:
-            comments.append((token.start[0], token.string.lstrip("# ")))
-    yield from comments
-    documented = {id(statement.value) for node in ast.walk(tree) if isinstance(node, DOCUMENTED)
+    yield from comments(source)
+    documented = {id(statement.value) for node in nodes if isinstance(node, DOCUMENTED)
                   for statement in node.body[:1] if isinstance(statement, ast.Expr)}  # fmt: skip
-    for node in ast.walk(tree):
+    for node in nodes:
         text = node.value if isinstance(node, ast.Constant) else None
         if isinstance(text, str) and " " in text and (messages or id(node) in documented):
             yield getattr(node, "lineno", 1), text
 
 
-def names_of_tests(tree: ast.AST) -> Iterator[tuple[int, str]]:
+def names_of_tests(nodes: list[ast.AST]) -> Iterator[tuple[int, str]]:
     """Line and name of every test."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
             yield node.lineno, node.name
 
 
 def in_code(path: str, source: str) -> Iterator[Hit]:
     """Every hit in a Python file; `path` is relative to the repository."""
-    tree = ast.parse(source)
-    for line, name in (names_of_tests if path.startswith(COMPARED) else identifiers)(tree):
+    nodes = [*ast.walk(ast.parse(source))]
+    for line, name in (names_of_tests if path.startswith(COMPARED) else identifiers)(nodes):
         for rule in named(name, path):
             if (path, name) not in KEPT and name not in OF_OTHERS:
                 yield Hit(path, line, name, rule.use)
     if path.startswith(COMPARED):
         return
-    for line, text in prose(source, tree, messages=not path.startswith(f"{TESTS}/")):
+    for line, text in prose(source, nodes, messages=not path.startswith(f"{TESTS}/")):
         yield from in_text(path, text, line)
 
 

@@ -18,7 +18,7 @@ from jaxmha.implementations.probe_cases import Kind
 
 def attend(request: Any, *, leaks: Any) -> Any:
     ASKED.append(time.monotonic())
-    while time.monotonic() < ASKED[0] + 4:  # each is a program of its own
+    while time.monotonic() < ASKED[0] + 2:  # each is a program of its own
         jax.jit(lambda x: jax.numpy.tanh(x) @ x).lower(jax.numpy.ones((9, 9))).compile()
     return reference.attend(request)
 

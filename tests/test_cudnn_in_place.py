@@ -79,6 +79,7 @@ def test_a_step_reads_the_cache_as_it_lies(gpu: list[Any], name: str) -> None:
     assert all(call in asked for call in calls), asked
 
 
+@pytest.mark.slow_variants("leaks1")
 @pytest.mark.parametrize("leaks", [(), ("value",)])
 def test_a_step_reads_pages_where_they_lie(
     gpu: list[Any], monkeypatch: pytest.MonkeyPatch, leaks: tuple[str, ...]

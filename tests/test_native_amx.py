@@ -94,6 +94,7 @@ def test_values_and_gradients_of_large_cases(case: Case, dtype: str) -> None:
         tolerance.assert_close(found, want, name, factor=2)
 
 
+@pytest.mark.slow_variants("float32-mask")
 @pytest.mark.parametrize("name", ["bounds", "mask"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_dead_keys_change_no_bit(name: str, dtype: str) -> None:

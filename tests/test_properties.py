@@ -142,7 +142,7 @@ def same(clean: Any, spoiled: Any) -> None:
 
 @pytest.mark.everyday(implementation=["blocked"])
 @pytest.mark.slow_variants("*few_queries*")
-@pytest.mark.parametrize("count", [150, pytest.param(2500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [100, pytest.param(2500, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("check", [check_attention, check_layer])
 @conformance.by_implementation
 def test_poison_leaves_no_trace(

@@ -87,8 +87,8 @@ VALUES = (
 )
 
 
-@pytest.mark.everyday(count=[300])
-@pytest.mark.parametrize("count", [300, 6000])
+@pytest.mark.everyday(count=[150])
+@pytest.mark.parametrize("count", [150, 6000])
 def test_nonsense_in_the_settings_of_every_model_type(count: int, source: Path) -> None:
     """Several settings at once, of all that the readers of model types ask for."""
     chosen = random.Random(0)
