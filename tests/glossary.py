@@ -28,6 +28,7 @@ STRING_OR_COMMENT = re.compile(
     r"'(?:\\.|[^'\\\n])*'|#[^\n]*",
     re.DOTALL,
 )
+FIELDS = frozenset({"id", "arg", "attr", "name", "asname"})  # of a node that names something
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 CORE = (
     "jaxmha/implementations/",
@@ -177,16 +178,10 @@ def written(text: str, path: str) -> Iterator[tuple[Text, re.Match[str]]]:
             yield rule, found
 
 
-@cache
-def fields_of(kind: type[ast.AST]) -> list[str]:
-    """The fields of a kind of node that hold a name."""
-    return [x for x in ("id", "arg", "attr", "name", "asname") if x in kind._fields]
-
-
 def identifiers(nodes: list[ast.AST]) -> Iterator[tuple[int, str]]:
     """Line and name of everything that code names or uses."""
     for node in nodes:
-        for field in fields_of(type(node)):
+        for field in FIELDS.intersection(node._fields):
             if isinstance(name := getattr(node, field), str):
                 yield getattr(node, "lineno", 1), name.rpartition(".")[2]
 
