@@ -66,7 +66,7 @@ def values_of(layer: Layer, inputs: Inputs) -> Values:
         values[name] = array_of(Mask(**own), T, S)
     semantics, wide = layer.semantics, _at_least_float32(layer.dtype)
     softmax = semantics.softmax_dtype
-    return values | {
+    more: Values = {
         "scale": semantics.scale,
         "soft cap": semantics.logits_soft_cap,
         "norm": tuple(getattr(semantics, name) for name in NORM_FIELDS),
@@ -80,6 +80,7 @@ def values_of(layer: Layer, inputs: Inputs) -> Values:
         else None,
         "sum": wide if softmax is None else np.dtype(softmax),
     }
+    return values | more
 
 
 def find(a: Layer, b: Layer, inputs: Inputs) -> tuple[Values, Values, list[Factor]]:
