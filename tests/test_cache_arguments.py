@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
@@ -31,10 +30,6 @@ NO_STORAGE = (
 )
 
 
-def named(dtype: str) -> np.dtype[Any]:
-    return np.dtype(getattr(ml_dtypes, dtype, dtype))
-
-
 def hand_made(cache: KVCache, dtype: Any) -> KVCache:
     return cache._replace(key=cache.key.astype(dtype), value=cache.value.astype(dtype))
 
@@ -45,9 +40,9 @@ def test_dtypes_that_hold_no_keys(dtype: str) -> None:
     """Keys cut to integers would attend in silence."""
     params, x = make()
     with pytest.raises(TypeError, match=f"dtype.*{dtype}"):
-        KVCache.empty(params, B, T, named(dtype))
+        KVCache.empty(params, B, T, dtype)
     if dtype not in ("float8_e8m0fnu", "float6_e2m3fn"):
-        cache = hand_made(KVCache.empty(params, B, T), named(dtype))
+        cache = hand_made(KVCache.empty(params, B, T), dtype)
         for run in (jaxmha.prefill, jaxmha.decode_step):
             with pytest.raises(TypeError, match=rf"cache\.key.*{dtype}"):
                 run(params, x[:, :1], cache)
@@ -82,15 +77,15 @@ def test_float64_inputs_and_parameters_are_not_rounded(run: Any) -> None:
 def test_small_dtypes_are_rounded_once(dtype: str, new: int) -> None:
     """A step attends the rounded keys and values exactly."""
     params, x = make()
-    small = KVCache.empty(params, B, T, named(dtype))
+    small = KVCache.empty(params, B, T, dtype)
     _, cache = jaxmha.prefill(params, x[:, :5], small)
-    assert cache.key.dtype == cache.value.dtype == named(dtype)
+    assert cache.key.dtype == cache.value.dtype == dtype
     out, longer = jaxmha.decode_step(params, x[:, 5 : 5 + new], cache)
-    assert longer.key.dtype == named(dtype)
+    assert longer.key.dtype == dtype
     assert out.dtype == x.dtype
 
     query, key, value = jaxmha.project(params, x[:, : 5 + new])
-    key, value = (y.astype(named(dtype)).astype(y.dtype) for y in (key, value))
+    key, value = (y.astype(dtype).astype(y.dtype) for y in (key, value))
     heads = jaxmha.dot_product_attention(
         query[:, 5:], key, value, mask=Mask.causal(5), implementation="reference"
     )

@@ -4,7 +4,6 @@ import math
 import zlib
 from typing import Any, NamedTuple
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
@@ -41,18 +40,13 @@ class Data(NamedTuple):
         return tuple(arrays.values())
 
 
-def np_dtype(name: str) -> np.dtype[Any]:
-    """A dtype by its name, bfloat16 too."""
-    return np.dtype(getattr(ml_dtypes, name, name))
-
-
 def make(case: Case) -> Data:
     """Standard normal inputs; weights that keep their scale; biases that are not zero.
 
     All are float32 arrays of numbers that the dtype of the case holds.
     """
     rng = np.random.default_rng(zlib.crc32(case.name.encode()))
-    dtype = np_dtype(case.dtype)
+    dtype = np.dtype(case.dtype)
 
     def draw(*shape: int, scale: float = 1.0) -> Array:
         drawn = rng.standard_normal(min(math.prod(shape), DRAWN), np.float32)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmha import MHAParams, Semantics, bias_kv, init_params
-from jaxmha.arrays import Array, DTypeLike
+from jaxmha.arrays import Array, DTypeLike, as_dtype
 from jaxmha.converters.layout.arrays import NDArray
 from jaxmha.dims import bind
 from jaxmha.implementations.base import accumulation_dtype
@@ -63,29 +63,30 @@ def describe(
     for name, size in (("query_len", T), ("kv_len", S), ("batch", batch)):
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ValueError(f"{name} must be an integer of at least 1, got {size!r}")
+    given = None if dtype is None else as_dtype("dtype", dtype)
     if params is None:
-        params = _shapes(jnp.dtype(dtype or jnp.float32), sizes)
+        params = _shapes(given or np.dtype(np.float32), sizes)
     elif sizes:
         raise TypeError(f"params have their own sizes: leave out {', '.join(sizes)}")
     params = jax.tree.map(_placeholder, params)
     letters = {"B": batch, "T": T, "S": S, **check(params)}
     letters.setdefault("Do", letters["N"] * letters["h"])
-    compute = _compute_dtype(params, dtype)
+    compute = _compute_dtype(params, given)
     arrays, refused = stored(framework, params, semantics, letters)
     graph = _Graph(letters, framework, arrays, params, semantics, compute)
-    _build(graph, jnp.dtype(dtype) if dtype is not None else compute, is_causal, mask)
+    _build(graph, given or compute, is_causal, mask)
     pairs = sum(min(i + 1, S) for i in range(T)) + T * graph.extra if is_causal else None
     return DataFlow(letters, str(compute), framework, refused, tuple(graph.nodes.values()), pairs)
 
 
-def _compute_dtype(params: MHAParams, dtype: DTypeLike | None) -> np.dtype:
+def _compute_dtype(params: MHAParams, given: np.dtype | None) -> np.dtype:
     """The promoted dtype of parameters and inputs.
 
     Raises:
       TypeError: one of them is not floating.
     """
-    kinds = {jnp.dtype(x.dtype) for x in leaves(params).values()}
-    kinds |= {jnp.dtype(dtype)} if dtype is not None else set()
+    kinds: set[np.dtype] = {x.dtype for x in leaves(params).values()}
+    kinds |= set() if given is None else {given}
     if wrong := [str(kind) for kind in kinds if not jnp.issubdtype(kind, jnp.floating)]:
         raise TypeError(f"dtype must be floating, got {', '.join(wrong)}")
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):

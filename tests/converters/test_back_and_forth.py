@@ -8,7 +8,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, assume, given, seed, settings
@@ -62,7 +61,7 @@ def source(layout: Layout, dtype: str, rng: np.random.Generator, lead: bool) -> 
             for entry in entries:
                 shape = layer_layouts.shape(entry, sizes)
                 state[f"{at}{convention.separator}{entry.key}"] = rng.normal(size=shape)
-    state = {k: x.astype(np.dtype(getattr(ml_dtypes, dtype, dtype))) for k, x in state.items()}
+    state = {name: x.astype(dtype) for name, x in state.items()}
     state["a/buffer.of-integers"] = rng.integers(0, 9, (3, 2))
     state["step"] = np.array(17)
     names = list(state)

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
@@ -69,7 +68,7 @@ def _four_bits(weight: str, kind: str, name: str, contents: Contents, path: _Pat
         raise MalformedFile(path, "quant_state has no shape", AGAIN, name)
     if dtype not in _DTYPES:
         raise MalformedFile(path, f"quant_state has the dtype {str(dtype)[:20]}", AGAIN, name)
-    made = TensorInfo(tuple(shape), np.dtype(getattr(ml_dtypes, dtype, dtype)))
+    made = TensorInfo(tuple(shape), np.dtype(dtype))
     block, offset = state.get("blocksize"), state.get("nested_offset")
     if type(block) is not int or block < 1:
         raise MalformedFile(path, "quant_state has no blocksize", AGAIN, name)
