@@ -392,7 +392,15 @@ def attend(
 
 
 def hashable(implementation: str | Sequence[str] | None) -> str | tuple[str, ...] | None:
-    """Converts a list of names to a tuple, so that it can be a static argument of jit."""
-    if isinstance(implementation, str | implementations.SupportQuery):
+    """Converts a list of names to a tuple, so that it can be a static argument of jit; ValueError for
+    an unknown name."""
+    if implementation is None or isinstance(implementation, implementations.SupportQuery):
         return implementation
-    return tuple(implementation) if isinstance(implementation, Iterable) else implementation
+    names: str | tuple[str, ...] = (
+        implementation
+        if isinstance(implementation, str)
+        else tuple(implementation if isinstance(implementation, Iterable) else [implementation])
+    )
+    if names:
+        implementations.known(names)
+    return names

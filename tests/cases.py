@@ -181,6 +181,7 @@ CASES: tuple[Case, ...] = (
     Case("no_keys_left", key_value_seq_lengths=(0, 3), bias="BNTS"),
     Case("dropout", dropout_rate=0.3, mask="BNTS"),
     Case("empty_nan_dropout", mask="BNTS", empty_rows=True, fully_masked="nan", dropout_rate=0.5),
+    Case("empty_mean_dropout", mask="BNTS", empty_rows=True, fully_masked="mean", dropout_rate=0.5),
     Case("dropout_shared", dropout_rate=0.6, dropout_broadcast=("B", "N")),
     Case("no_keys", S=0),
     Case("no_keys_nan", S=0, fully_masked="nan"),

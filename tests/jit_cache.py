@@ -8,7 +8,8 @@ from typing import Any
 
 import jax
 
-_CONTEXT: Any = jax.make_user_context()  # type: ignore[no-untyped-call]
+# Its public value is that of one thread.
+_CONTEXT: Any = jax.make_user_context()._obj  # type: ignore[no-untyped-call]
 _NUMBERS = itertools.count()
 _shared = "collection"
 

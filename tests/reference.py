@@ -322,6 +322,7 @@ def within(lengths: Array | None, batch: Sequence[int], T: int) -> Array:
 
 def dot(x: Array, y: Array) -> float:
     """A product summed without rounding in between, or plainly where something is not finite."""
+    assert x.shape == y.shape
     with np.errstate(invalid="ignore"):
         products = np.multiply(x, y, dtype=np.float64)
         finite = np.isfinite(products).all()

@@ -74,6 +74,7 @@ FLAGS: dict[str, Callable[[Any], Any]] = {
     "use_bias_kv": lambda x: init(use_bias_kv=x),
     "add_zero_attn": lambda x: Semantics(add_zero_attn=x),
     "is_causal": lambda x: attention(is_causal=x),
+    "layer is_causal": lambda x: jaxmha.multi_head_attention(PARAMS, X, is_causal=x),
 }
 ARRAYS: dict[str, Callable[[Any], Any]] = {
     "query": lambda x: jaxmha.dot_product_attention(x, HEADS, HEADS),

@@ -175,6 +175,7 @@ def test_semantics(field: str, value: Any) -> None:
 def test_wrong_options_list_the_choices(value: Any) -> None:
     """For every kind of argument."""
     x = np.ones((1, 2, 1, 3), np.float32)
+    params = jaxmha.init_params(jax.random.key(0), num_heads=1, features=3)
     choices = {
         "fully_masked": r"\('zero', 'nan', 'mean'\)",
         "implementation": r"\['reference', 'blocked'",
@@ -187,6 +188,9 @@ def test_wrong_options_list_the_choices(value: Any) -> None:
         text = rf"{name} must be .*{listed}.*, got .*('frob'|'reference'|3|int64)"
         with pytest.raises(ValueError, match=text):
             jaxmha.dot_product_attention(x, x, x, **given)
+        if name in ("implementation", "return_weights"):
+            with pytest.raises(ValueError, match=text):
+                jaxmha.multi_head_attention(params, x[:, :, 0], **given)
     layer: Any = {"key": jax.random.key(0), "num_heads": 2, "features": 6}
     with pytest.raises(ValueError, match=r"scheme must be one of \('torch', 'keras', 'flax'\)"):
         jaxmha.init_params(**layer, scheme=value)

@@ -287,7 +287,7 @@ class MultiHeadAttention(Attributes):
 
     def init_cache(self, input_shape: tuple[int, ...], dtype: DTypeLike | None = None) -> None:
         """Makes an empty cache for the keys and values of inputs `(*B, S, Dq)`, replacing any
-        other; `dtype` defaults to float32, or float64 if the module computes in it.
+        other; `dtype` defaults to float32, or float64 if the module's `dtype` or parameters are.
 
         >>> layer = MultiHeadAttention(2, 6, decode=True, rngs=nnx.Rngs(0))
         >>> layer.init_cache((3, 5, 6))

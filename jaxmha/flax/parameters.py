@@ -125,7 +125,8 @@ def init_of_rank(init: Initializer, rank: int) -> Initializer:
 def _first(spec: Any, rank: int) -> Any:
     """The entries of the first `rank` axes."""
     if isinstance(spec, NamedSharding):
-        return NamedSharding(spec.mesh, _first(spec.spec, rank))
+        first = _first(spec.spec, rank)
+        return NamedSharding(spec.mesh, first, memory_kind=spec.memory_kind)
     if isinstance(spec, PartitionSpec):
         return PartitionSpec(*spec[:rank])  # type: ignore[no-untyped-call]
     return spec[:rank] if isinstance(spec, tuple) else spec

@@ -138,6 +138,11 @@ def candidates(
             order = tuple(x for x in order if LEAST_QUERIES.get(x, 0) <= T)
         axes = sharding.current()
         return (*CONTEXT, *order) if axes is not None and axes.context else order
+    return known(implementation)
+
+
+def known(implementation: str | Sequence[str]) -> tuple[str, ...]:
+    """The names of implementations, those of `jax.nn` translated; ValueError for an unknown one."""
     names = tuple(implementation) if isinstance(implementation, tuple | list) else (implementation,)
     names = tuple(OF_JAX.get(name, name) for name in names)
     for name in names:

@@ -26,7 +26,9 @@ def apply(
         masked &= sharding.in_order(within, 1)
     if policy == "mean" and request.value.shape[1]:
         values = request.value.astype(accumulation_dtype(request.value.dtype))
-        mean = jnp.repeat(values.mean(1, keepdims=True), N // values.shape[2], 2)
+        # Divided first: the sum of large values would be infinite.
+        mean = (values / values.shape[1]).sum(1, keepdims=True)
+        mean = jnp.repeat(mean, N // values.shape[2], 2)
         return jnp.where(masked[..., None], mean.astype(out.dtype), out)
     # Last, so that no gradient passes through a NaN.
     return jnp.where(masked[..., None], jnp.nan, out) if policy == "nan" else out

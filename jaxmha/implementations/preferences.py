@@ -6,6 +6,7 @@ a benchmark prefers what won there; other calls are not affected. Calls that no 
 are looked up in SHIPPED, whose files were written in the same way. Files are read once per process.
 """
 
+import errno
 import json
 import os
 import platform
@@ -121,7 +122,6 @@ def save(call: str, entry: dict[str, Any]) -> Path:
     check()
     where = path()
     assert where is not None
-    where.parent.mkdir(parents=True, exist_ok=True)
     entries = _parsed(where) | {call: entry}
     part = where.with_suffix(f".{os.getpid()}.part")
     part.write_text(json.dumps(entries, indent=1) + "\n")
@@ -131,9 +131,17 @@ def save(call: str, entry: dict[str, Any]) -> Path:
 
 
 def check() -> None:
-    """Raises ValueError if nothing may be saved."""
-    if folder() is None:
+    """Raises ValueError if nothing may be saved, or the file is damaged; OSError without the right to
+    write it."""
+    where = path()
+    if os.environ.get("JAXMHA_PREFERENCES") == "0":
         raise ValueError("JAXMHA_PREFERENCES=0 forbids saved benchmarks: unset it")
+    if where is None:
+        raise ValueError("you have no home: set JAXMHA_PREFERENCES to a folder for benchmarks")
+    where.parent.mkdir(parents=True, exist_ok=True)
+    if not os.access(where.parent, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(where.parent))
+    _parsed(where)
 
 
 def forget() -> None:

@@ -49,7 +49,8 @@ class LatentAttention(nn.Module):  # type: ignore[misc]
       use_bias: biases of the projections of features, and of the output.
       dtype: of the computation; None: the promoted dtype of inputs and parameters.
       param_dtype: of the parameters.
-      kernel_init, bias_init: as in flax; kernels are drawn as matrices.
+      kernel_init, bias_init: as in flax; kernels are drawn as matrices. One sharding for all of them
+        cannot fit: those of the latents and of the rotary key have no axis of heads.
       deterministic: no dropout; the argument of the call takes precedence.
       decode: appends to a cache of latents, in the collection `cache`.
       semantics: as in `jaxmha.latent_attention`, with the dropout rate.
