@@ -85,9 +85,13 @@ class Source:
         try:
             if self._again is not None:
                 own = system.open_regular(self._again)
-                if _identity(os.fstat(own)) != self._identity:
-                    raise self._changed()
-            yield self.fd if own < 0 else own
+                self._check(own)
+            fd = self.fd if own < 0 else own
+            if fd < 0:  # to the system, -1 may mean zeros instead of a file
+                raise UnreadableFile(
+                    self.path, "the checkpoint is closed", "read inside `with checkpoint.open(...)`"
+                )
+            yield fd
         except OSError as e:
             if isinstance(e, UnreadableFile):
                 raise
@@ -123,7 +127,11 @@ class Source:
         whole = self._map()
         if whole is None:
             with self._descriptor() as fd:
-                whole = mmap.mmap(fd, self.size, access=mmap.ACCESS_READ)
+                self._check(fd)
+                try:
+                    whole = mmap.mmap(fd, self.size, access=mmap.ACCESS_READ)
+                except ValueError as e:  # it shrank since the check
+                    raise self._changed() from e
             self._map = weakref.ref(whole)
         return whole
 
@@ -157,8 +165,11 @@ class Source:
     def check_unchanged(self) -> None:
         """Raises IntegrityError if size or modification time changed since opening."""
         with self._descriptor() as fd:
-            if _identity(os.fstat(fd)) != self._identity:
-                raise self._changed()
+            self._check(fd)
+
+    def _check(self, fd: int) -> None:
+        if _identity(os.fstat(fd)) != self._identity:
+            raise self._changed()
 
     def _changed(self) -> IntegrityError:
         return IntegrityError(

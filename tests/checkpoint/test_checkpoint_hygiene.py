@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jaxmha import checkpoint
+from jaxmha.checkpoint.source import Source
 from tests.checkpoint import hostile
 from tests.checkpoint.hostile import keras_archives, torch_files
 
@@ -164,6 +165,8 @@ def test_a_file_that_changes_is_noticed(name: str, tmp_path: Path) -> None:
         (key,) = file
         files = hostile.files(path)  # of a folder per array, one of the array that is read
         changed = ([one for one in files if one.parent.name == key] or files)[-1]
+        mapped, closed = (Source(changed, mapped=True) for _ in range(2))
+        closed.close()
         status = changed.stat()
         with changed.open("r+b") as other:
             other.seek(-1, os.SEEK_END)
@@ -171,6 +174,11 @@ def test_a_file_that_changes_is_noticed(name: str, tmp_path: Path) -> None:
         os.utime(changed, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
         with pytest.raises(checkpoint.IntegrityError, match="changed"):
             _ = file[key]
+        with pytest.raises(checkpoint.IntegrityError, match="changed"):
+            mapped.read_array(0, 1)
+        mapped.close()
+    with pytest.raises(checkpoint.UnreadableFile, match="is closed"):
+        closed.read_array(0, 1)
 
 
 @pytest.mark.parametrize("name", hostile.SOUND)
