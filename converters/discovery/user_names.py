@@ -1,6 +1,7 @@
 """Names of the layers of a Keras file: the path, or the name that the user gave the layer."""
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 
 SWAP = str.maketrans("./", "/.")
@@ -9,15 +10,21 @@ _NUMBERED = re.compile(r"(?:.*/)?layers/[^/]+")
 
 
 def distinct_names(prefixes: Iterable[str], names: Mapping[str, str]) -> dict[str, str]:
-    """Prefix -> name of each block; the prefixes themselves where two blocks have one name.
+    """Prefix -> name of each block; its prefix where the name is also that of another block.
 
     Every layer of a Keras model may name its attention alike.
 
-    >>> distinct_names(("a", "b"), {"a": "mine"}), distinct_names(("a", "b"), {"a": "x", "b": "x"})
-    ({'a': 'mine', 'b': 'b'}, {'a': 'a', 'b': 'b'})
+    >>> distinct_names(("a", "b", "c"), {"a": "mine", "b": "x", "c": "x"})
+    {'a': 'mine', 'b': 'b', 'c': 'c'}
+    >>> distinct_names(("a", "b"), {"a": "b", "b": "x"})  # `b` also means its block
+    {'a': 'a', 'b': 'x'}
     """
     called = {prefix: names.get(prefix, prefix) for prefix in prefixes}
-    return called if len(set(called.values())) == len(called) else {x: x for x in called}
+    count = Counter(called.values())
+    return {
+        prefix: name if count[name] == 1 and name not in called else prefix
+        for prefix, name in called.items()
+    }
 
 
 def of_layer(prefix: str, names: Mapping[str, str]) -> str:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxmha import checkpoint
-from jaxmha.converters.discovery import attention_blocks
+from jaxmha.converters.discovery import attention_blocks, user_names
 from jaxmha.converters.discovery.attention_blocks import Block
 from jaxmha.converters.verify.comparison import BlockReport, Report
 
@@ -47,8 +47,9 @@ def read(path: Path, report: Report, second: bool = False) -> Facts:
     with checkpoint.open(path, dequantise=True) as file:
         found = attention_blocks.find(attention_blocks.shapes(file))
         results = _results(report, second)
+        called = user_names.distinct_names((block.prefix for block in found), file.names)
         for block in found:
-            results |= _of_block(block, file.names.get(block.prefix, block.prefix), report, second)
+            results |= _of_block(block, called[block.prefix], report, second)
         tensors = tuple(
             TensorFacts(name, str(info.dtype), tuple(info.shape), results.get(name, SAME))
             for name, info in file.info.items()

@@ -135,14 +135,15 @@ def test_a_mask_ignored_on_both_sides_is_noticed(layer: Any) -> None:
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 def test_blocks_of_one_name(tmp_path: Path) -> None:
-    """Their paths name them, in models and in files."""
+    """Their paths name them, in models and in files; another block keeps its name."""
     import keras as framework
 
     def model(count: int) -> Any:
         whole = x = framework.Input((7, 15))
         for i in range(count):
             inner = framework.Input((7, 15))
-            out = framework.layers.MultiHeadAttention(3, 5, name="same")(inner, inner)
+            name = "own" if i == 2 else "same"
+            out = framework.layers.MultiHeadAttention(3, 5, name=name)(inner, inner)
             x = framework.Model(inner, out, name=f"part_{i}")(x)
         return framework.Model(whole, x)
 
@@ -159,6 +160,8 @@ def test_blocks_of_one_name(tmp_path: Path) -> None:
     more = comparison.compare(a, three)
     assert not more.same
     assert len(more.blocks) == 2
+    three.save_weights(tmp_path / "three.weights.h5")
+    assert load_block.read(tmp_path / "three.weights.h5", "own").name == "own"
     with foreign():
         two.set_weights([x + (i == 0) for i, x in enumerate(two.get_weights())])
     two.save_weights(b)
