@@ -4,17 +4,21 @@
 """
 
 import contextlib
+import json
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxmha.checkpoint import shards_read
 from jaxmha.checkpoint.errors import (
     CheckpointError,
     MissingDependency,
     UnreadableFile,
     UnsupportedFormat,
 )
+from jaxmha.checkpoint.limits import Limits
+from jaxmha.checkpoint.source import Source
 
 SCHEME = "hf://"
 _ADDRESS = re.compile(
@@ -75,15 +79,23 @@ def fetch(address: str | Path) -> Fetched:
     model, revision = found["model"], found["revision"]
     with _one_message(text, huggingface_hub.errors):
         commit, names = _listed(model, revision)
-        wanted = [n for n in names if "/" not in n and n.endswith(_FETCHED)]
+        wanted = _wanted(names)
         if not wanted:
             others = ", ".join(n for n in names if n.endswith((".bin", ".h5", ".gguf", ".msgpack")))
             problem = f"has no safetensors file (it has {others or 'no weights'})"
             raise UnsupportedFormat(text, problem, "download another file and name that")
-        wanted = _without_copies(wanted)
-        config = [name for name in names if name == _CONFIG]
-        paths = [_downloaded(model, name, commit) for name in (*config, *wanted)]
+        wanted = [*(name for name in names if name == _CONFIG), *wanted]
+        paths = [_downloaded(model, name, commit) for name in wanted]
+    with contextlib.suppress(OSError):  # only a cache that may not be written lacks this note
+        note = _note(paths[0].parent)
+        note.parent.mkdir(exist_ok=True)
+        note.write_text(json.dumps(wanted))
     return Fetched(paths[0].parent, f"{SCHEME}{model}@{commit}")
+
+
+def _note(folder: Path) -> Path:
+    """The file that lists what was fetched of one commit, outside its folder of files."""
+    return folder.parents[1] / ".jaxmha" / folder.name
 
 
 def _downloaded(model: str, name: str, commit: str) -> Path:
@@ -92,10 +104,11 @@ def _downloaded(model: str, name: str, commit: str) -> Path:
     return Path(huggingface_hub.hf_hub_download(model, name, revision=commit))
 
 
-def _without_copies(names: Sequence[str]) -> list[str]:
-    """Keeps only files that `save_pretrained` writes; keeps all if it writes none of them."""
-    shard = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
-    return [name for name in names if shard.fullmatch(name)] or list(names)
+def _wanted(names: Sequence[str]) -> list[str]:
+    """The safetensors files that `save_pretrained` writes; all if it writes none of them."""
+    known = [name for name in names if "/" not in name and name.endswith(_FETCHED)]
+    usual = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+    return [name for name in known if usual.fullmatch(name)] or known
 
 
 def _listed(model: str, revision: str | None) -> tuple[str, list[str]]:
@@ -117,7 +130,7 @@ def _listed(model: str, revision: str | None) -> tuple[str, list[str]]:
 
 
 def _cached(model: str, revision: str | None) -> tuple[str, list[str]] | None:
-    """Commit and cached files of a revision (default: main), or None.
+    """Commit and cached files of a revision (default: main), or None unless all are there.
 
     Without a revision, the only cached commit is used if main is not in the cache.
     """
@@ -130,8 +143,26 @@ def _cached(model: str, revision: str | None) -> tuple[str, list[str]] | None:
         commit = (cache / "refs" / commit).read_text().strip()
     if revision is None and commit not in commits and len(commits) == 1:
         (commit,) = commits
-    names = [path.name for path in commits[commit].iterdir()] if commit in commits else []
-    return (commit, names) if any(name.endswith(_FETCHED) for name in names) else None
+    if commit not in commits:
+        return None
+    names = [path.name for path in commits[commit].iterdir()]
+    return (commit, names) if _is_whole(commits[commit], names) else None
+
+
+def _is_whole(folder: Path, names: Sequence[str]) -> bool:
+    """True if a download was completed: by its note, or, if another program made it, by its files.
+
+    Those are an index and its shards, or the one file of `save_pretrained`. Other names do not tell.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        return set(json.loads(_note(folder).read_text())) <= set(names)
+    wanted = _wanted(names)
+    indexes = [name for name in wanted if name.endswith(shards_read.SUFFIX)]
+    for name in indexes:
+        with contextlib.closing(Source(folder / name)) as source:
+            if not set(shards_read.parse(source, Limits()).shards.values()) <= set(names):
+                return False
+    return bool(indexes) or wanted == ["model.safetensors"]
 
 
 def _folder_name(model: str) -> str:

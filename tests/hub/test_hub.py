@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from jaxmha import checkpoint
+from jaxmha.checkpoint.hub import _cached
 from tests.hub.server import COMMIT, Hub, serve
 
 Run = Callable[..., list[dict[str, Any]]]
@@ -40,7 +41,7 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
     checkpoint.write(tmp_path / "model.safetensors", {"fc.weight": ARRAY})
     files = {
         "config.json": b'{"model_type": "mine"}',
-        "model.safetensors": (tmp_path / "model.safetensors").read_bytes(),
+        "mine.safetensors": (tmp_path / "model.safetensors").read_bytes(),
         "pytorch_model.bin": bytes(100),
         "tokenizer.json": b"{}",
     }
@@ -85,11 +86,36 @@ def test_a_model_is_fetched_once_at_one_commit(hub: Hub, run: Run, tmp_path: Pat
     assert run("hf://org/model", f"hf://org/model@{COMMIT}") == [expected] * 2
     fetched = [one for one in hub.requests if one.startswith("GET /org/")]
     names = [one.rpartition("/")[2] for one in fetched]
-    assert sorted(names) == ["config.json", "model.safetensors"]
+    assert sorted(names) == ["config.json", "mine.safetensors"]
     no_network = "http://127.0.0.1:9"
     cached, unknown = run("hf://org/model", "hf://org/other", url=no_network)
     assert cached == expected
     assert "check the network" in unknown["message"]
+
+
+SHARDS = {f"model-0000{i}-of-00002.safetensors": "" for i in (1, 2)}
+INDEX = {"model.safetensors.index.json": json.dumps({"weight_map": {n: n for n in SHARDS}})}
+
+
+@pytest.mark.parametrize(
+    ("files", "whole"),
+    [
+        ({"model.safetensors": ""}, True),
+        (SHARDS | INDEX, True),
+        (SHARDS, False),
+        (dict([*SHARDS.items()][:1]) | INDEX, False),
+        ({"mine.safetensors": ""}, False),  # there may be others
+        ({"config.json": ""}, False),
+    ],
+)
+def test_half_a_download_of_another_program_is_not_used(
+    files: dict[str, str], whole: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    (folder := tmp_path / "models--org--model" / "snapshots" / COMMIT).mkdir(parents=True)
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    assert (_cached("org/model", None) is not None) == whole
 
 
 def test_errors_are_one_message_and_leave_nothing(hub: Hub, run: Run, tmp_path: Path) -> None:
@@ -101,14 +127,14 @@ def test_errors_are_one_message_and_leave_nothing(hub: Hub, run: Run, tmp_path: 
 
 
 def test_a_model_without_safetensors_is_refused(hub: Hub, run: Run, tmp_path: Path) -> None:
-    del hub.files["model.safetensors"]
+    del hub.files["mine.safetensors"]
     assert "it has pytorch_model.bin" in run("hf://org/model")[0]["message"]
     assert left(tmp_path) == []
 
 
 @pytest.mark.slow  # the library tries again after pauses
 def test_half_a_download_leaves_only_complete_files(hub: Hub, run: Run, tmp_path: Path) -> None:
-    hub.broken = "model.safetensors"
+    hub.broken = "mine.safetensors"
     found = run("hf://org/model")[0]
     assert found["error"] == "UnreadableFile"
     assert "the download failed" in found["message"]
