@@ -1,5 +1,6 @@
 """Entry point of the command line; if a library is missing, it prints what to install."""
 
+import errno
 import io
 import os
 import signal
@@ -8,33 +9,38 @@ import traceback
 from typing import Any, NoReturn, TextIO
 
 CLOSED_PIPE = 128 + 13  # the exit code of a Unix tool that SIGPIPE ends, as shells show it
+_CLOSED = (errno.EPIPE, errno.EINVAL) if os.name == "nt" else (errno.EPIPE,)
 
 
 class _Pipe(io.FileIO):
     """A standard stream; once its reader has closed it, the next write ends the command silently.
 
-    Unlike SIGPIPE, that removes temporary files, and leaves other pipes and sockets alone.
+    Unlike SIGPIPE, that removes temporary files, and leaves other pipes and sockets alone. Any other
+    failure, such as a full disk, is raised once: what is written later is lost silently.
     """
 
     def write(self, data: Any) -> int:
         try:
             return super().write(data)
-        except BrokenPipeError:
+        except OSError as error:
             with open(os.devnull, "wb") as nothing:  # takes what buffers still hold
                 os.dup2(nothing.fileno(), self.fileno())
-            sys.exit(CLOSED_PIPE)
+            if error.errno in _CLOSED:
+                sys.exit(CLOSED_PIPE)
+            raise
 
 
 def _piped(stream: TextIO) -> TextIO:
     """The stream as one whose reader may close it; a terminal, or no stream at all, as it is."""
-    if stream is None or stream.isatty():
+    if not isinstance(stream, io.TextIOWrapper) or stream.isatty():
         return stream
     raw = _Pipe(stream.fileno(), "w", closefd=False)
     return io.TextIOWrapper(
-        io.BufferedWriter(raw),
+        raw if stream.write_through else io.BufferedWriter(raw),
         stream.encoding,
         stream.errors,
-        line_buffering=bool(stream.line_buffering),
+        line_buffering=stream.line_buffering,
+        write_through=stream.write_through,
     )
 
 
@@ -61,10 +67,14 @@ def main() -> None:
         print(" ".join(text.split()), file=sys.stderr)
         sys.exit(2)
     try:
-        app()
-    finally:
-        for stream in filter(None, (sys.stdout, sys.stderr)):
-            stream.flush()  # at exit, Python would complain of a closed pipe
+        try:
+            app()
+        finally:
+            for stream in filter(None, (sys.stdout, sys.stderr)):
+                stream.flush()  # at exit, Python would complain of a closed pipe
+    except OSError as error:  # of a standard stream: the app reports all others
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 if __name__ == "__main__":

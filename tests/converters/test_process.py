@@ -1,5 +1,6 @@
 """The command as a process: one message, exit codes, and no traceback whatever goes wrong."""
 
+import io
 import json
 import os
 import signal
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 from jaxmha import checkpoint
+from jaxmha.cli.__main__ import _piped
 from jaxmha.converters.migrate import pipeline
 from tests.converters.command_line import cli
 from tests.converters.test_every_layout import exported
@@ -74,8 +76,11 @@ def test_an_interrupt_while_starting() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
-def test_a_closed_pipe_is_quiet_and_files_are_written(tmp_path: Path) -> None:
-    """The exit code is what shells make of SIGPIPE; a closed pipe of anything else is an error."""
+def test_output_that_cannot_be_written(tmp_path: Path) -> None:
+    """A closed pipe is quiet, with the exit code that shells make of SIGPIPE; the rest is an error.
+
+    Other files are written before.
+    """
     checkpoint.write(tmp_path / "a.npz", exported("flax", "a"))
     (tmp_path / "mine.py").write_text(
         "import os\ndef build():\n    reader, writer = os.pipe()\n    os.close(reader)\n"
@@ -84,11 +89,11 @@ def test_a_closed_pipe_is_quiet_and_files_are_written(tmp_path: Path) -> None:
     reader, writer = os.pipe()
     os.close(reader)
 
-    def ended(command: str) -> tuple[int, str]:
+    def ended(command: str, stdout: int = writer) -> tuple[int, str]:
         done = subprocess.run(
             [sys.executable, "-m", "jaxmha.converters", *command.split()],
             cwd=tmp_path, env=os.environ | {"PYTHONPATH": os.getcwd()},
-            stdout=writer, stderr=subprocess.PIPE, text=True, check=False,
+            stdout=stdout, stderr=subprocess.PIPE, text=True, check=False,
         )  # fmt: skip
         return done.returncode, done.stderr
 
@@ -97,6 +102,20 @@ def test_a_closed_pipe_is_quiet_and_files_are_written(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "report.json").read_text())["same"]
     assert ended("match a.npz mine.py:build") == (2, "error: [Errno 32] Broken pipe\n")
     os.close(writer)
+    full = os.open("/dev/full", os.O_WRONLY)
+    assert ended("inspect a.npz", full) == (2, "error: [Errno 28] No space left on device\n")
+    os.close(full)
+
+
+def test_a_stream_without_buffer_stays_so() -> None:
+    """`-u` and PYTHONUNBUFFERED promise that a crash loses nothing."""
+    reader, writer = os.pipe()
+    os.set_blocking(reader, False)
+    with io.TextIOWrapper(io.FileIO(writer, "w"), write_through=True) as stream:
+        piped = _piped(stream)
+        piped.write("x")
+        assert os.read(reader, 2) == b"x"
+    os.close(reader)
 
 
 @pytest.mark.parametrize("error", [KeyError("x"), MemoryError(), AssertionError("no"), OSError(5)])
