@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxmha.checkpoint import digests
-from jaxmha.checkpoint.casting import Loss, cast
+from jaxmha.checkpoint.casting import Loss, cast, is_float
 from jaxmha.checkpoint.errors import UnsupportedDtype
 from jaxmha.checkpoint.tensor import TensorInfo, contiguous, parts, to_bytes
 
@@ -47,9 +47,10 @@ def _encoded(part: np.ndarray, dtype: np.dtype) -> tuple[NDArray[np.uint8], Loss
     return to_bytes(block), loss
 
 
-def _finite(part: np.ndarray) -> NDArray[np.float64]:
-    wide = part.astype(np.float64)
-    return wide[np.isfinite(wide)]
+def _numbers(part: np.ndarray) -> np.ndarray:
+    """The numbers of a part in one axis; of complex ones, the real and the imaginary parts."""
+    flat = contiguous(part).reshape(-1)
+    return flat.view(flat.real.dtype) if flat.dtype.kind == "c" else flat
 
 
 def _nothing() -> None:
@@ -127,15 +128,21 @@ class WriteJob:
         self.digests[name] = f"{self.algorithm}:{state.hexdigest()}"
 
     def _beyond(self, name: str, array: np.ndarray) -> UnsupportedDtype:
-        largest = max(float(np.abs(_finite(part)).max(initial=0.0)) for part in parts(array))
-        dtype = self.info[name].dtype
-        lacks = dtype.kind in "iu" and any(_finite(part).size < part.size for part in parts(array))
-        return UnsupportedDtype(
-            self.path,
-            f"values up to {largest:.3g}{' and NaN or infinity' * lacks} do not fit into {dtype}",
-            "choose a wider dtype (bfloat16 has the range of float32)",
-            name,
-        )
+        dtype, low, high, beyond, lost = self.info[name].dtype, np.inf, -np.inf, False, False
+        for part in map(_numbers, parts(array)):
+            wide = part.astype(np.float64)
+            finite = np.isfinite(wide)
+            low, high = wide[finite].min(initial=low), wide[finite].max(initial=high)
+            beyond |= cast(part[finite], dtype)[1].overflowed > 0
+            lost |= cast(part[~finite], dtype)[1].overflowed > 0
+        what = [f"values from {low:.6g} to {high:.6g}"] * beyond + ["NaN or infinity"] * lost
+        remedy = "choose a wider dtype" + " or a signed one" * (dtype.kind == "u")
+        if is_float(dtype):
+            remedy += " (bfloat16 has the range of float32)"
+        elif lost:
+            remedy = "choose a floating-point dtype"
+        problem = f"{' and '.join(what)} do not fit into {dtype}"
+        return UnsupportedDtype(self.path, problem, remedy, name)
 
     def pieces(self, name: str) -> Iterator[memoryview]:
         """Yields each of the `blocks` as a memoryview for `writelines`.
