@@ -339,7 +339,8 @@ def _is_complete(
     found: dict[str, str] = {}
     with (
         contextlib.suppress(CheckpointError),
-        reader.read(Source(shard), format, UNLIMITED) as file,
+        contextlib.closing(Source(shard)) as source,  # of a damaged shard, nothing else closes it
+        reader.read(source, format, UNLIMITED) as file,
     ):
         if dict(file.info) != dict(piece.info) or dict(file.metadata) != piece.metadata:
             return False
@@ -374,11 +375,10 @@ def _write_index(
 
 
 def _compare(plan: WriteJob, index: Path) -> None:
-    with atomic.reading_back(plan.path, index):
-        source = Source(index, known_as=plan.path)
-        try:
-            with reader.read(source, table.SHARDED, UNLIMITED) as file:
-                if dict(file.info) != dict(plan.info):
-                    raise atomic.unlike(plan.path)
-        finally:
-            source.close()
+    with (
+        atomic.reading_back(plan.path, index),
+        contextlib.closing(Source(index, known_as=plan.path)) as source,
+        reader.read(source, table.SHARDED, UNLIMITED) as file,
+    ):
+        if dict(file.info) != dict(plan.info):
+            raise atomic.unlike(plan.path)

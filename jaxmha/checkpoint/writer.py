@@ -1,5 +1,6 @@
 """Writes a checkpoint: complete and verified, or not at all."""
 
+import contextlib
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -214,10 +215,12 @@ def _write_file(
         format.write(file, plan)
 
     def verify(temporary: Path) -> None:
-        with atomic.reading_back(plan.path, temporary):
-            source = Source(temporary, known_as=plan.path)
-            with reader.read(source, format, UNLIMITED) as written:
-                compare(plan, written)
+        with (
+            atomic.reading_back(plan.path, temporary),
+            contextlib.closing(Source(temporary, known_as=plan.path)) as source,
+            reader.read(source, format, UNLIMITED) as written,
+        ):
+            compare(plan, written)
 
     size = sum(info.nbytes for info in plan.info.values())
     left = atomic.replace(

@@ -203,6 +203,7 @@ def test_damaged_shards_are_not_kept(
     done = checkpoint.write(tmp_path / INDEX, TENSORS, shard_size=SHARD, resume="this")
     assert len(done.kept) == 1
     assert same(tmp_path / INDEX)
+    assert tmp_path not in [fd.resolve().parent for fd in Path("/proc/self/fd").glob("*")]
 
 
 def test_another_write_starts_afresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
