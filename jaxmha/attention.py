@@ -1,7 +1,7 @@
 """Scaled dot-product attention."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Literal, NamedTuple, Unpack, overload
@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Integer, PRNGKeyArray
 
 from jaxmha import checks, implementations, limits, sharding, traced_scale
 from jaxmha.arrays import Array, DTypeLike, require_arrays
-from jaxmha.attention_options import Options
+from jaxmha.attention_options import Options, hashable
 from jaxmha.dims import bind
 from jaxmha.explicit_sharding import by_types, sharding_of_heads
 from jaxmha.implementations.base import Request, Result, simplified
@@ -389,18 +389,3 @@ def attend(
     if lse is not None:
         lse = checkpoint_name(lse, "attention_lse")  # type: ignore[no-untyped-call]
     return Result(out, weights, lse)
-
-
-def hashable(implementation: str | Sequence[str] | None) -> str | tuple[str, ...] | None:
-    """Converts a list of names to a tuple, so that it can be a static argument of jit; ValueError for
-    an unknown name."""
-    if implementation is None or isinstance(implementation, implementations.SupportQuery):
-        return implementation
-    names: str | tuple[str, ...] = (
-        implementation
-        if isinstance(implementation, str)
-        else tuple(implementation if isinstance(implementation, Iterable) else [implementation])
-    )
-    if names:
-        implementations.known(names)
-    return names

@@ -1,11 +1,12 @@
 """Keyword arguments of `dot_product_attention`: their types, and the fields of `Semantics` among them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, TypedDict
 
 from jaxtyping import Float, Integer, PRNGKeyArray
 
+from jaxmha import implementations
 from jaxmha.arrays import Array, DTypeLike
 from jaxmha.checks import require_type
 from jaxmha.mod_arguments import MaskMod, ScoreMod
@@ -61,3 +62,18 @@ def of_semantics(semantics: Semantics, hint: str = "") -> dict[str, Any]:
             "use jaxmha.multi_head_attention, or a module of jaxmha.flax"
         )
     return found
+
+
+def hashable(implementation: str | Sequence[str] | None) -> str | tuple[str, ...] | None:
+    """Converts a list of names to a tuple, so that it can be a static argument of jit; ValueError for
+    an unknown name."""
+    if implementation is None or isinstance(implementation, implementations.SupportQuery):
+        return implementation
+    names: str | tuple[str, ...] = (
+        implementation
+        if isinstance(implementation, str)
+        else tuple(implementation if isinstance(implementation, Iterable) else [implementation])
+    )
+    if names:
+        implementations.known(names)
+    return names

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Float, PRNGKeyArray
 
 from jaxmha.arrays import Array, DTypeLike, require_arrays
-from jaxmha.attention import dot_product_attention, hashable
-from jaxmha.attention_options import of_semantics
+from jaxmha.attention import dot_product_attention
+from jaxmha.attention_options import hashable, of_semantics
 from jaxmha.checks import reject_rounding
 from jaxmha.extras import needed
 from jaxmha.integers import require_sizes

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jaxtyping import Float
 
 from jaxmha.arrays import Array, require_arrays
-from jaxmha.attention import dot_product_attention, hashable
-from jaxmha.attention_options import of_semantics
+from jaxmha.attention import dot_product_attention
+from jaxmha.attention_options import hashable, of_semantics
 from jaxmha.extras import needed
 from jaxmha.mask import Mask
 from jaxmha.semantics import Semantics

@@ -12,8 +12,9 @@ from jaxtyping import Bool, Float, PRNGKeyArray
 
 from jaxmha import bias_kv, checks, sharding
 from jaxmha.arrays import Array, require_arrays
-from jaxmha.attention import attend, hashable
+from jaxmha.attention import attend
 from jaxmha.attention_axes import axes_of
+from jaxmha.attention_options import hashable
 from jaxmha.explicit_sharding import by_types, sharding_of_features
 from jaxmha.implementations import forward_mode
 from jaxmha.implementations.mods import Mod

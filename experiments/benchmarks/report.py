@@ -46,20 +46,17 @@ def against(results: dict[str, Any], peers: Sequence[str]) -> str:
 def missing(results: dict[str, Any]) -> list[Case]:
     """The cases that are still to come; none where a part of all was asked for, or there are others now."""
     names = {entry["name"] for entry in results["cases"]}
-    found = [
-        case for case in select(quick=results["selection"] == "quick") if case.name not in names
-    ]
+    wanted = select(quick=results["selection"] == "quick")
+    found = [case for case in wanted if case.name not in names]
     return found if len(names) + len(found) == results.get("asked") else []
 
 
 def measured(results: dict[str, Any]) -> str:
     """How many cases; of how many, and how long those are, where some are still to come."""
     count, asked = len(results["cases"]), results.get("asked", 0)
-    if count >= asked:
-        return f"{count} cases"
-    lengths = Counter(case.T for case in missing(results))
-    short = ", ".join(f"{n} of T = {T}" for T, n in sorted(lengths.items(), reverse=True))
-    return f"{count} of {asked} cases so far" + f" (not {short})" * bool(short)
+    lengths = sorted(Counter(case.T for case in missing(results)).items(), reverse=True)
+    absent = f" (not {', '.join(f'{n} of T = {T}' for T, n in lengths)})" * bool(lengths)
+    return f"{count} of {asked} cases so far{absent}" if count < asked else f"{count} cases"
 
 
 def goals(results: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -95,8 +92,7 @@ def headlines(results: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yields the rows of the README's table: mean and worst ratio, and how often jaxmha is slower."""
     by_goal = {one["goal"]: one for one in goals(results)}
     for what, index in HEADLINES.items():
-        one = by_goal.get(stats.GOALS[index])
-        if one is not None:
+        if (one := by_goal.get(stats.GOALS[index])) is not None:
             ratios = one["ratios"]
             yield {
                 "what": what,
@@ -165,14 +161,12 @@ def processor(results: dict[str, Any]) -> str:
 
 def elsewhere(folder: Path = RESULTS) -> dict[str, str]:
     """Processor -> the page of its results, of those whose place a later run took."""
-    found = {
-        path: json.loads(path.read_text())
+    return {
+        processor(json.loads(path.read_text())): path.with_suffix(".md")
+        .relative_to(folder)
+        .as_posix()
         for path in sorted(folder.glob("*/*.json"))
         if path.parent.name != WITHOUT_NATIVE
-    }
-    return {
-        processor(results): path.with_suffix(".md").relative_to(folder).as_posix()
-        for path, results in found.items()
     }
 
 

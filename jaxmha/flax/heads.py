@@ -13,7 +13,8 @@ from jaxtyping import PRNGKeyArray
 
 from jaxmha import bias_kv, checks, sharding
 from jaxmha.arrays import Array, require_arrays
-from jaxmha.attention import attend, hashable
+from jaxmha.attention import attend
+from jaxmha.attention_options import hashable
 from jaxmha.explicit_sharding import by_types, sharding_of_features, sharding_of_heads
 from jaxmha.implementations import forward_mode
 from jaxmha.layer import attended_features, check_batch, multi_head_attention, policy_of

@@ -13,7 +13,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Float, Int, PRNGKeyArray
 
 from jaxmha.arrays import Array, DTypeLike
-from jaxmha.attention import hashable
+from jaxmha.attention_options import hashable
 from jaxmha.checks import promoted, reject_rounding
 from jaxmha.decoding import extend, prefill
 from jaxmha.decoding_checks import CacheT

@@ -11,7 +11,7 @@ from flax.nnx.nn import dtypes
 from jaxtyping import Float, Int
 
 from jaxmha.arrays import Array, DTypeLike
-from jaxmha.attention import hashable
+from jaxmha.attention_options import hashable
 from jaxmha.checks import floating_dtype, reject_rounding
 from jaxmha.decoding import extend, prefill
 from jaxmha.decoding_checks import CacheT

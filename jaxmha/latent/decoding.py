@@ -10,7 +10,8 @@ from jaxtyping import Bool, Float, Integer
 
 from jaxmha import checks
 from jaxmha.arrays import Array
-from jaxmha.attention import attend, hashable
+from jaxmha.attention import attend
+from jaxmha.attention_options import hashable
 from jaxmha.cache_arguments import PAGED, check_shapes, clipped_counts
 from jaxmha.cached_attention import attend_cache, nan_where, reject_structure
 from jaxmha.cached_step import BLOCK

@@ -11,7 +11,8 @@ from jaxtyping import Bool, Float, Integer, PRNGKeyArray
 
 from jaxmha import checks
 from jaxmha.arrays import Array
-from jaxmha.attention import attend, hashable
+from jaxmha.attention import attend
+from jaxmha.attention_options import hashable
 from jaxmha.explicit_sharding import by_types, sharding_of_features
 from jaxmha.implementations import forward_mode
 from jaxmha.latent.heads import Latent, check_arguments, check_inputs, flat_positions

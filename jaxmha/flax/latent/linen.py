@@ -12,7 +12,7 @@ from jaxtyping import Float, Integer, PRNGKeyArray
 
 from jaxmha import latent
 from jaxmha.arrays import Array, DTypeLike
-from jaxmha.attention import hashable
+from jaxmha.attention_options import hashable
 from jaxmha.checks import promoted, reject_rounding, require_type
 from jaxmha.flax.heads import Implementation
 from jaxmha.flax.latent.steps import (
