@@ -56,7 +56,7 @@ def make_load_into(made_for: str, expected: str, effect: str) -> LoadInto:
     """Makes the `load_into` function of one framework.
 
     Args:
-      made_for: name of the function in `matching.loading` that writes arrays into the model.
+      made_for: name of the function in `matching.filling` that writes arrays into the model.
       expected: the kinds of model that it accepts, for its docstring and its errors.
       effect: the first sentence of its docstring.
     """
@@ -71,10 +71,10 @@ def make_load_into(made_for: str, expected: str, effect: str) -> LoadInto:
         missing: Literal["refuse", "keep"] = "refuse",
         packing: Literal["ask", "concatenated"] = "ask",
     ) -> Any:
-        from jaxmha.converters.matching import loading
+        from jaxmha.converters.matching import filling, loading
 
         _check_model(made_for, expected, model)
-        write: Callable[[Any, Lazy], Any] = getattr(loading, made_for)
+        write: Callable[[Any, Lazy], Any] = getattr(filling, made_for)
         with loading.prepared(
             model, source, plan, dtype=dtype, unused=unused, missing=missing, packing=packing
         ) as ready:

@@ -150,9 +150,13 @@ def split(name: str) -> tuple[str, ...]:
 def _torch(module: Any) -> Tree:
     live = live_model.torch(module)
     arrays, seen, aliases = dict[str, Array](), dict[tuple[Any, ...], str](), dict[str, str]()
+    kept = live.state
+    if not all(tensor.data_ptr() for tensor in live.state.values()):
+        kept = module.state_dict(keep_vars=True)  # on the device meta a shared one is one object
     for name, tensor in live.state.items():
-        where = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride())
-        if tensor.numel() and tensor.data_ptr() and where in seen:
+        place = tensor.data_ptr() or id(kept[name])
+        where = (place, tuple(tensor.shape), tensor.stride())
+        if tensor.numel() and where in seen:
             aliases[name] = seen[where]
             continue
         seen[where] = name

@@ -18,7 +18,7 @@ from jaxmha.cli.console import (
 )
 from jaxmha.cli.options import DtypeName, Json, option
 from jaxmha.converters import matching
-from jaxmha.converters.matching import loading
+from jaxmha.converters.matching import filling, loading
 
 EXAMPLES = (
     "Examples:\n\n  jaxmha match bert/ my_model.py:build --save plan.toml\n\n"
@@ -105,7 +105,7 @@ def command(
             like.show(matching.prove(given, to, made, unused=policy), as_json)
         if inputs is not None:
             with like.prepared(model, given, made, unused=policy, dtype=kind) as ready:
-                model = loading.fill(model, ready)
+                model = filling.fill(model, ready)
             draw = like.found(inputs)
             proof = matching.prove(given, model, made, inputs=draw, unused=policy)
             like.show(proof, as_json)
