@@ -56,9 +56,13 @@ class Attended(NamedTuple):
         if self.scheme == "windows":
             raise ValueError("the mask of windows needs their rows and columns: use of_windows")
         found = Mask.causal(S - T) if self.scheme == "causal" else Mask()
-        if self.left is not None or self.right is not None:
-            left = None if self.left is None else self.left - (S - T)
-            right = None if self.right is None else self.right + S - T
+        left = None if self.left is None else self.left - (S - T)
+        right = None if self.right is None else self.right + S - T
+        if (left or 0) < 0 or (right or 0) < 0:
+            ahead = np.arange(S) - np.arange(T)[:, None]  # a window has no bound beyond the query
+            left, right = T if left is None else left, S if right is None else right
+            found &= Mask.dense((ahead >= -left) & (ahead <= right))
+        elif left is not None or right is not None:
             found &= Mask.window(left, right)
         if self.chunk is not None:
             keys = np.arange(S)[None] // self.chunk

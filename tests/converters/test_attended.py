@@ -93,8 +93,8 @@ def test_masks_are_those_of_their_definitions() -> None:
     apart = ids[2:, None] - ids  # 5 queries at the end of 7 keys
     window = Attended("causal", left=2).mask(5, 7).to_array(5, 7, np)
     assert np.array_equal(window[0, 0], (apart >= 0) & (apart <= 2))
-    both = Attended("full", 2, 2).mask(5, 7).to_array(5, 7, np)
-    assert np.array_equal(both[0, 0], abs(apart) <= 2)
+    both = Attended("full", 1, 2).mask(5, 7).to_array(5, 7, np)  # no query attends the first keys
+    assert np.array_equal(both[0, 0], (apart <= 1) & (apart >= -2))
     chunks = Attended("causal", chunk=3).mask(5, 7).to_array(5, 7, np)
     assert np.array_equal(chunks[0, 0], (apart >= 0) & (ids[2:, None] // 3 == ids // 3))
     with pytest.raises(ValueError, match="give it as mask="):

@@ -71,9 +71,12 @@ def test_torch_is_filled_from_nnx() -> None:
     )
     torch_face.load_into(module, model)
     np.testing.assert_array_equal(module.lin.weight.detach(), model.linear.kernel[...].T)
-    module.register_state_dict_post_hook(lambda _, d, *__: d.update({n: d[n].clone() for n in d}))
+    copies = module.register_state_dict_post_hook(
+        lambda _, state, *__: state.update({name: x.clone() for name, x in state.items()})
+    )
     with pytest.raises(ValueError, match=r"lin.bias of .* is a copy"):
         torch_face.load_into(module, model)
+    copies.remove()
     module.to("meta")["again"] = module.lin
     with pytest.raises(ValueError, match="is on the device meta"):
         torch_face.load_into(module, model)
