@@ -5,7 +5,7 @@ An entry describes one array of a framework: its key, its axes, and the canonica
 
 import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -143,9 +143,9 @@ def known(names: Sequence[str]) -> str:
 
 
 def choose(
-    layouts: Sequence[Layout], keys: Sequence[str], name: str | None = None, prefix: str = ""
+    layouts: Sequence[Layout], paths: Collection[str], name: str | None = None, prefix: str = ""
 ) -> Layout:
-    """The named layout, or the first whose required keys are all present.
+    """The named layout, or the first whose required keys are all among the paths under the prefix.
 
     Raises:
       ValueError: no layout fits; the message lists the keys missing from the closest ones.
@@ -156,7 +156,9 @@ def choose(
             raise ValueError(f"unknown layout {name!r}: {guess(name, names)}{known(names)}")
         return layouts[names.index(name)]
     missing = {
-        layout.name: [e.key for e in layout.entries if not e.group and e.key not in keys]
+        layout.name: [
+            e.key for e in layout.entries if not e.group and layout.path(prefix, e.key) not in paths
+        ]
         for layout in layouts
     }
     for layout in layouts:

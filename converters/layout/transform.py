@@ -50,9 +50,9 @@ def import_params(
       ValueError: an unknown layout; an unknown or missing key; a shape that does not fit, with the
         expected axes; a head count that is required, or that contradicts a shape.
     """
-    keys = {name: layouts[0].key(prefix, name) for name in state}
+    chosen = choose(layouts, state.keys(), layout, prefix)
+    keys = {name: chosen.key(prefix, name) for name in state}
     arrays = {key: state[name] for name, key in keys.items() if key is not None}
-    chosen = choose(layouts, list(arrays), layout, prefix)
     refuse_added(chosen, arrays, prefix)
     arrays = {key: array for key, array in arrays.items() if key not in chosen.other_keys}
     refuse_keys(chosen, arrays, prefix)

@@ -92,7 +92,7 @@ def test_round_trip(layout: Layout, lead: tuple[int, ...], dtype: str) -> None:
         others = {"another/model/kernel": np.ones(3)} if prefix else {}
         either = f"a{layout.separator}" if prefix == "a" else prefix  # with a separator or without
         again, semantics = transform.import_params(
-            [layout], state | others, num_heads=N, prefix=either
+            registry.LAYOUTS, state | others, layout=layout.name, num_heads=N, prefix=either
         )
         assert semantics == layout.semantics
         layers.assert_identical(params, again)
