@@ -154,7 +154,7 @@ def export_masks(
     mask = as_mask(
         cast("Mask | NDArray | None", mask)
     )  # at run time `Mask.dense` refuses other types
-    if extra and _is_triangle(mask, T, S + extra):
+    if bias is None and extra and _is_triangle(mask, T, S + extra):
         return {"attn_mask": ~np.tri(T, S, dtype=bool), "is_causal": True, "need_weights": False}
     if mask.array is not None:
         array = _without_extras("mask", to_numpy(mask.array), S, extra)

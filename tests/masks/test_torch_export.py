@@ -51,6 +51,8 @@ def test_hidden_extra_positions_come_from_the_triangle_alone() -> None:
     assert again.keys() == made.keys()
     np.testing.assert_array_equal(again["attn_mask"], blocked)
     assert (again["is_causal"], again["need_weights"]) == (True, False)
+    with pytest.raises(ValueError, match="mask decides about the 2 extra positions"):
+        layer_masks.export_masks(mask, np.ones((T, S), "f"), **flags, **SIZES)
     hidden = np.ones((T, S + 2), bool)
     visible = layer_masks.export_masks(Mask.dense(hidden), **flags, **SIZES)
     assert not visible["attn_mask"].any()
