@@ -110,9 +110,8 @@ def flax(module: Any, variables: Any = None) -> LiveModel:
     from flax.traverse_util import flatten_dict
 
     if variables is not None:
-        collections = (
-            meta.unbox(dict(variables)) if "params" in variables else {"params": variables}
-        )
+        unboxed = meta.unbox(dict(variables))
+        collections = unboxed if "params" in variables else {"params": unboxed}
         state = {}
         for collection, tree in collections.items():
             prefix = () if collection == "params" else (collection,)

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from jaxmha import checkpoint
 from jaxmha.checkpoint import hub
 from jaxmha.converters.discovery import live_model
@@ -94,8 +92,8 @@ def read(model: Any, argument: str = "source") -> Tree:
         return _keras(model)
     if isinstance(model, tuple) and len(model) == 2 and _of(model[0], "flax"):
         return _tree(model[1], "linen", argument)
-    if _of(model, "flax") and not isinstance(model, Mapping):
-        return _nnx(model)
+    if _of(model, "flax") and (not isinstance(model, Mapping) or hasattr(model, "flat_state")):
+        return _nnx(model)  # a module or its State, which is a mapping
     if isinstance(model, Mapping) and "params" in model:
         return _tree(model, "linen", argument)
     if isinstance(model, Mapping) and any(str(name).endswith(".weight") for name in model):
@@ -149,11 +147,14 @@ def split(name: str) -> tuple[str, ...]:
 
 def _torch(module: Any) -> Tree:
     live = live_model.torch(module)
+    state = {n: x for n, x in live.state.items() if hasattr(x, "data_ptr")}
+    left = [name for name in live.state if name not in state]  # of get_extra_state, or quantised
+    notes = (f"no tensors, left out: {', '.join(left)}",) * bool(left)
     arrays, seen, aliases = dict[str, Array](), dict[tuple[Any, ...], str](), dict[str, str]()
-    kept = live.state
-    if not all(tensor.data_ptr() for tensor in live.state.values()):
+    kept = state
+    if not all(tensor.data_ptr() for tensor in state.values()):
         kept = module.state_dict(keep_vars=True)  # on the device meta a shared one is one object
-    for name, tensor in live.state.items():
+    for name, tensor in state.items():
         place = tensor.data_ptr() or id(kept[name])
         where = (place, tuple(tensor.shape), tensor.stride())
         if tensor.numel() and where in seen:
@@ -161,12 +162,11 @@ def _torch(module: Any) -> Tree:
             continue
         seen[where] = name
         layer = live.layers.get(name.rpartition(".")[0])
-        dtype = str(tensor.dtype).removeprefix("torch.")
         form = _form(layer, "torch")
         if not form and _of(layer, "transformers") and type(layer).__name__ == "Conv1D":
             form = "io"  # GPT-2's layer has its weight as (in, out)
-        arrays[name] = Array(name, split(name), tuple(tensor.shape), dtype, form or "raw")
-    return Tree("torch", arrays, lambda name: to_numpy(live.state[name]), aliases)
+        arrays[name] = Array(name, split(name), tuple(tensor.shape), _dtype(tensor), form or "raw")
+    return Tree("torch", arrays, lambda name: to_numpy(state[name]), aliases, notes=notes)
 
 
 def _form(layer: Any, package: str) -> str:
@@ -246,20 +246,30 @@ def _tree(tree: Any, kind: str, argument: str) -> Tree:
             continue
         if kind == "linen" and len(parts) > 1:  # drops the linen collection
             parts = parts[1:]
-        arrays[name] = Array(name, parts, tuple(leaf.shape), str(np.dtype(leaf.dtype)), form)
+        arrays[name] = Array(name, parts, tuple(leaf.shape), _dtype(leaf), form)
         values[name] = leaf
     return Tree(kind, arrays, lambda name: to_numpy(values[name]))
 
 
 def tree_leaves(tree: Any) -> list[tuple[tuple[str, ...], Any]]:
-    """Path and value of every array of a tree."""
+    """Path and value of every array of a tree, in JAX's order; boxes of Flax have no key of their own."""
     import jax
 
     return [
         (tuple(map(_key, path)), leaf)
-        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
+        for path, one in jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_box)[0]
+        for leaf in jax.tree_util.tree_leaves(one)
         if hasattr(leaf, "shape") and hasattr(leaf, "dtype")
     ]
+
+
+def _is_box(leaf: Any) -> bool:
+    """True for an nnx variable, and for an array of linen with the names of its partitions."""
+    return _of(leaf, "flax") and any(hasattr(leaf, name) for name in ("get_value", "unbox"))
+
+
+def _dtype(array: Any) -> str:
+    return str(array.dtype).removeprefix("torch.")
 
 
 def _key(key: Any) -> str:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from flax import nnx
+from flax import linen, nnx
 
 from jaxmha import checkpoint
 from jaxmha.converters import equinox, flax, keras, match
@@ -39,6 +39,8 @@ def test_nnx_is_filled_in_place() -> None:
     model = Mine(nnx.Rngs(0))
     assert flax.load_into(model, SOURCE) is model
     check(model)
+    tensors = {name: torch.from_numpy(x) for name, x in SOURCE.items()}
+    check(flax.load_into(nnx.state(Mine(nnx.Rngs(0))), tensors))
 
 
 def test_an_abstract_model_is_filled() -> None:
@@ -54,6 +56,9 @@ def test_a_tree_of_shapes_is_filled() -> None:
     tree = {n: {k: struct(s, jnp.float32) for k, s in x.items()} for n, x in wanted.items()}
     made = equinox.load_into(tree, SOURCE)
     np.testing.assert_array_equal(made["dense"]["kernel"], SOURCE["first.weight"].T)
+    boxes = jax.tree.map(lambda x: linen.Partitioned(x, (None,) * x.ndim), tree)
+    state = flax.tensors_of(linen.Dense(3), flax.load_into(boxes, SOURCE)).state
+    np.testing.assert_array_equal(state["dense/kernel"], SOURCE["first.weight"].T)
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".npz"])
@@ -66,13 +71,17 @@ def test_files_are_read(suffix: str, tmp_path: Path) -> None:
 
 def test_torch_is_filled_from_nnx() -> None:
     model = Mine(nnx.Rngs(0))
-    module: Any = torch.nn.ModuleDict(
-        {"lin": torch.nn.Linear(5, 3), "emb": torch.nn.Embedding(7, 4)}
-    )
+
+    class Stateful(torch.nn.ModuleDict):
+        def get_extra_state(self) -> dict[str, int]:
+            return {"steps": 1}
+
+    module: Any = Stateful({"lin": torch.nn.Linear(5, 3), "emb": torch.nn.Embedding(7, 4)})
+    assert match(module, model).notes == ("no tensors, left out: _extra_state",)
     torch_face.load_into(module, model)
     np.testing.assert_array_equal(module.lin.weight.detach(), model.linear.kernel[...].T)
     copies = module.register_state_dict_post_hook(
-        lambda _, state, *__: state.update({name: x.clone() for name, x in state.items()})
+        lambda _, state, *__: state.update({n: x.clone() for n, x in state.items() if "." in n})
     )
     with pytest.raises(ValueError, match=r"lin.bias of .* is a copy"):
         torch_face.load_into(module, model)
@@ -128,9 +137,13 @@ def test_a_dtype_that_does_not_fit_changes_nothing() -> None:
     assert not np.any(model.linear.kernel[...])
     with pytest.raises(ValueError, match="jax_enable_x64"):
         equinox.load_into(tree, wide)
-    module: Any = torch.nn.ModuleDict(
-        {"lin": torch.nn.Linear(5, 3), "emb": torch.nn.Embedding(7, 4)}
-    )
+
+    class Stateful(torch.nn.ModuleDict):
+        def get_extra_state(self) -> dict[str, int]:
+            return {"steps": 1}
+
+    module: Any = Stateful({"lin": torch.nn.Linear(5, 3), "emb": torch.nn.Embedding(7, 4)})
+    assert match(module, model).notes == ("no tensors, left out: _extra_state",)
     before = module.lin.weight.detach().clone()
     with pytest.raises(ValueError, match="not float16"):
         torch_face.load_into(module, SOURCE, dtype="float16")
