@@ -136,8 +136,9 @@ def to_module(
     there are fewer key/value heads than query heads; otherwise it is a `MultiHeadAttention`.
 
     `like`: a layer from which other settings are copied: initialisers, regularisers, constraints, seed,
-    dtype policy, an `output_shape` of several axes if the weights fit it, and with
-    `semantics.attention_axes` the number of axes of inputs (otherwise as few as these need, from 4 on).
+    dtype policy if its variables have the dtype of the weights, an `output_shape` of several axes if
+    the weights fit it, and with `semantics.attention_axes` the number of axes of inputs (otherwise as
+    few as these need, from 4 on).
 
     Raises:
       ValueError: Keras' layer cannot hold the parameters or the behaviour (the message says why),
@@ -168,10 +169,10 @@ def to_module(
         "dropout": semantics.dropout_rate,
         "use_bias": params.query.bias is not None,
         "use_gate": gate is not None,
-        "dtype": state["query/kernel"].dtype.name,
     }
-    if like is not None:
-        settings = _settings_of(like, grouped, sizes["Do"]) | settings
+    dtype = state["query/kernel"].dtype.name
+    copied = {} if like is None else _settings_of(like, grouped, sizes["Do"], dtype)
+    settings = {"dtype": dtype} | copied | settings
     if grouped:
         layer = keras.layers.GroupQueryAttention(sizes["H"], sizes["N"], sizes["K"], **settings)
     else:
@@ -237,7 +238,7 @@ _DERIVED = frozenset(
 )
 
 
-def _settings_of(like: "keras.Layer", grouped: bool, Do: int) -> dict[str, Any]:
+def _settings_of(like: "keras.Layer", grouped: bool, Do: int, dtype: str) -> dict[str, Any]:
     """The settings that `to_module` copies from another layer."""
     if not isinstance(like, attention_classes()):
         raise TypeError(
@@ -250,8 +251,11 @@ def _settings_of(like: "keras.Layer", grouped: bool, Do: int) -> dict[str, Any]:
         config["output_shape"] = shape
     built = type(like).from_config(like.get_config()).get_config()  # with settings as objects
     config.pop("build_config", None)
-    config["dtype"] = like.dtype_policy
-    return {k: v for k, v in config.items() if k in built or k == "dtype"}
+    config.pop("dtype", None)
+    settings = {k: v for k, v in config.items() if k in built}
+    policy = like.dtype_policy
+    same = policy.variable_dtype == dtype and not getattr(policy, "quantization_mode", None)
+    return settings | {"dtype": policy} if same else settings
 
 
 def forward(

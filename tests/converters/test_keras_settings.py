@@ -226,10 +226,12 @@ def test_a_layer_like_another_is_of_its_class() -> None:
     """A group of one head does not make it a MultiHeadAttention, whose masks have other rules."""
     import keras as framework
 
-    layer = framework.layers.GroupQueryAttention(4, 2, 2)
+    layer = framework.layers.GroupQueryAttention(4, 2, 2, dtype="mixed_bfloat16")
     layer.build((None, None, 8), (None, None, 8))
     given = keras.from_module(layer)
-    assert type(keras.to_module(*given, like=layer)) is framework.layers.GroupQueryAttention
+    again = keras.to_module(*given, like=layer)
+    assert type(again) is framework.layers.GroupQueryAttention
+    assert again.compute_dtype == "bfloat16"
     assert type(keras.to_module(*given)) is framework.layers.MultiHeadAttention
 
 
