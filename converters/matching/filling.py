@@ -83,9 +83,7 @@ def _placed(value: NDArray, before: Any) -> Any:
 
 def into_keras(model: Any, ready: Lazy) -> Any:
     """Assigns the variables of a Keras model."""
-    variables = {
-        f"{path}/{v.name}".removeprefix("/"): v for path, _, v in trees.keras_variables(model)
-    }
+    variables = {name: variable for name, _, variable in trees.keras_variables(model)}
     for name in ready:
         variables[name].assign(ready[name])
     return model

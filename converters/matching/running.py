@@ -218,7 +218,7 @@ def _equinox(model: Any, arguments: Arguments) -> Run:
 
 def _keras(model: Any, arguments: Arguments) -> Run:
     paths: dict[tuple[str, ...], Any] = {(): model}
-    for path, layer, _ in keras_variables(model):
-        paths[tuple(path.split("/"))] = layer
+    for name, layer, _ in keras_variables(model):
+        paths[tuple(name.split("/")[:-1])] = layer
     output, found = _patched(paths, lambda: _called(model, arguments, np.asarray))
     return Run(_outputs(output), found)

@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -199,8 +200,7 @@ def _nnx(module: Any) -> Tree:
 
 def _keras(model: Any) -> Tree:
     arrays, values = {}, {}
-    for path, layer, variable in keras_variables(model):
-        name = f"{path}/{variable.name}".removeprefix("/")
+    for name, layer, variable in keras_variables(model):
         form = "no" if "Transpose" in type(layer).__name__ else ""
         form = "no" if "Depthwise" in type(layer).__name__ else form
         arrays[name] = Array(name, split(name), tuple(variable.shape), str(variable.dtype), form)
@@ -209,25 +209,30 @@ def _keras(model: Any) -> Tree:
 
 
 def keras_variables(model: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yields path, layer and variable of every weight of a Keras model, except random seeds.
+    """Yields name, layer and variable of every weight of a Keras model, except random seeds.
 
-    The path consists of attribute names; in a functional model, of the names of the layers.
+    The name consists of attribute names; in a functional model, of the names of the layers. Weights
+    of one layer may have one name in Keras: all but the first get a number.
     """
     from jaxmha.converters.discovery.user_names import dotted
 
     live = live_model.keras(model)
     seen: set[int] = set()
+    names: set[str] = set()
     for path, layer in live.layers.items():
         own = [
             *getattr(layer, "_trainable_variables", ()),
             *getattr(layer, "_non_trainable_variables", ()),
         ]
         for variable in own:
-            if id(variable) not in seen and "seed" not in variable.name:
+            if id(variable) not in seen and variable.name != "seed_generator_state":
                 seen.add(id(variable))
                 functional = path.split("/")[0] == "layers"
                 shown = dotted(path, "/", live.names).replace(".", "/") if functional else path
-                yield shown, layer, variable
+                name = f"{shown}/{variable.name}".removeprefix("/")
+                numbered = (f"{name}_{n}" if n else name for n in count())
+                names.add(free := next(one for one in numbered if one not in names))
+                yield free, layer, variable
 
 
 def _tree(tree: Any, kind: str, argument: str) -> Tree:

@@ -95,6 +95,12 @@ def test_keras_is_filled() -> None:
     from keras import layers
 
     layer = layers.Dense(3)
+    layer.add_weight((2,), name="seed_vectors")
+    layer.add_weight((4,), name="bias")  # the layer will have two of this name
+    layer.build((None, 5))
+    names = [question.target for question in match(SOURCE, layer).questions]
+    assert names == ["seed_vectors", "bias", "bias_1"]
+    layer = layers.Dense(3)
     layer.build((None, 5))
     keras.load_into(layer, {k: v for k, v in SOURCE.items() if "first" in k})
     np.testing.assert_array_equal(layer.kernel, SOURCE["first.weight"].T)
