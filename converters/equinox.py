@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from jaxmha import MHAParams, Semantics
+from jaxmha.converters.discovery.live_model import refuse_own_forward
 from jaxmha.converters.layout.api import make_api
 from jaxmha.converters.layout.equinox import EQUINOX, LAYOUTS
 from jaxmha.converters.layout.validation import one_dtype
@@ -50,6 +51,7 @@ def from_module(
 
     Raises:
       TypeError: the module is of another class.
+      ValueError: its class overrides how it computes.
 
     >>> import equinox, jax
     >>> module = equinox.nn.MultiheadAttention(2, 6, dropout_p=0.1, key=jax.random.key(0))
@@ -68,6 +70,13 @@ def from_module(
 
     if isinstance(module, MultiheadAttention):
         return module.to_params()
+    instead = "import_params of a dict of its arrays, with num_heads"
+    refuse_own_forward(module, "equinox", ("__call__", "_project"), instead)
+    return weights_of(module)
+
+
+def weights_of(module: "equinox.nn.MultiheadAttention") -> tuple[MHAParams, Semantics]:
+    """Parameters and semantics of a layer of equinox, even if it overrides its call."""
     state = {}
     for name in _PROJECTIONS:
         layer = getattr(module, f"{name}_proj")

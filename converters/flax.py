@@ -62,9 +62,23 @@ def from_module(
 
     Raises:
       TypeError: the module is neither of the two attention layers.
-      ValueError: a linen module without variables, weights that contradict `num_heads`, or a
-        custom `attention_fn`.
+      ValueError: a linen module without variables, weights that contradict `num_heads`, a
+        custom `attention_fn`, or a class that overrides `__call__`.
     """
+    with needed("flax"):
+        from flax import linen, nnx
+
+    if isinstance(module, nnx.MultiHeadAttention | linen.MultiHeadDotProductAttention):
+        given = "module" if variables is None else "module, variables"
+        instead = f"import_params(tensors_of({given}).state, num_heads=...)"
+        live_model.refuse_own_forward(module, "flax", ["__call__"], instead)
+    return weights_of(module, variables)
+
+
+def weights_of(
+    module: "Layer", variables: Mapping[str, Any] | None = None
+) -> tuple[MHAParams, Semantics]:
+    """Parameters and semantics of an attention layer, even if it overrides `__call__`."""
     with needed("flax"):
         from flax import linen, nnx
         from flax.core import meta

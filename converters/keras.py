@@ -70,7 +70,7 @@ def from_module(layer: "keras.Layer", variables: None = None) -> tuple[MHAParams
 
     Raises:
       TypeError: the layer is neither of the two.
-      ValueError: the layer is not built.
+      ValueError: the layer is not built, or its class overrides how it computes.
 
     `sliding_window` and `attention_axes` become fields of the semantics, which `multi_head_attention`
     honours for inputs of the same number of axes. Keras' masks of several attended axes are without
@@ -88,6 +88,24 @@ def from_module(layer: "keras.Layer", variables: None = None) -> tuple[MHAParams
             f"{type(layer).__name__}: "
             + (by_hand or "for a model take its layers, for a flat dict of arrays import_params")
         )
+    live_model.refuse_own_forward(
+        layer, "keras", _COMPUTING, "import_params(tensors_of(layer).state)"
+    )
+    return weights_of(layer)
+
+
+# Methods by which a class computes its output.
+_COMPUTING = (
+    "call",
+    "_compute_attention",
+    "_masked_softmax",
+    "_compute_attention_mask",
+    "_compute_causal_mask",
+)
+
+
+def weights_of(layer: "keras.Layer") -> tuple[MHAParams, Semantics]:
+    """Parameters and behaviour of a built layer, even if its class overrides how it computes."""
     if not layer.built:
         raise ValueError(
             f"layer {layer.name!r} has no weights yet: call it once, or "

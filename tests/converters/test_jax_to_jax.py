@@ -55,6 +55,9 @@ def test_layers_of_equinox_come_back() -> None:
         np.testing.assert_array_equal(mine, theirs)
     with pytest.raises(TypeError, match="expected an equinox"):
         equinox.from_module(layer.query_proj)
+    own = type("Own", (type(layer),), {"__call__": lambda self, *inputs: inputs[0]})
+    with pytest.raises(ValueError, match="has a __call__ of its own"):
+        equinox.from_module(own(2, 6, key=jax.random.key(0)))
 
 
 def of_haiku(settings: Any = None) -> Any:
