@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from jaxmha import MHAParams, Semantics
-from jaxmha.converters.layout.arrays import NDArray, to_numpy
+from jaxmha.converters.layout.arrays import NDArray, is_traced, to_numpy
 from jaxmha.converters.layout.base import Layout
 from jaxmha.params import NORMS, check, from_leaves, leaves
 
@@ -90,12 +90,20 @@ def times(array: NDArray, factor: float, name: str) -> NDArray:
 def fold(params: MHAParams, semantics: Semantics, target: Layout) -> tuple[MHAParams, Semantics]:
     """Returns parameters and semantics of the same function, with the scale of the target layout.
 
-    Raises ValueError if a multiplied leaf overflows or underflows its dtype.
+    Raises:
+      ValueError: a multiplied leaf overflows or underflows its dtype.
+      TypeError: JAX traces a leaf that is to be multiplied.
     """
     by = factor(semantics, target, check(params, np.ndim(params.query.kernel) - 3)["H"])
     found = dict(leaves(params))
+    folded = which(found) & found.keys() if by != 1.0 else frozenset()
+    if traced := sorted(name for name in folded if is_traced(found[name])):
+        raise TypeError(
+            f"fold_scale multiplies {' and '.join(traced)} by {by:g}, and checks their range, which "
+            "needs values, and jit, grad or vmap traces them: export outside of the traced function"
+        )
     changed = {
-        name: times(to_numpy(array), by, name) if name in which(found) else array
+        name: times(to_numpy(array), by, name) if name in folded else array
         for name, array in found.items()
     }
     return from_leaves(changed), replace(semantics, scale=target.semantics.scale)

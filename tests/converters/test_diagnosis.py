@@ -357,7 +357,7 @@ def test_inverted_masks_of_real_layers_are_named() -> None:
         keras_layer.build((None, None, 15), (None, None, 15), (None, None, 15))
         wrong = [keras_layer, Nnx(3, 15, decode=False, rngs=nnx.Rngs(0))]
     for layer, converter in zip(wrong, (keras, flax), strict=True):
-        with pytest.raises(ValueError, match="has a (__)?call(__)? of its own"):
+        with pytest.raises(ValueError, match=r"has a (__)?call(__)? of its own"):
             converter.from_module(layer)
         report = comparison.compare(layer, converter.weights_of(layer)).blocks[0]
         assert not report.same

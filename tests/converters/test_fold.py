@@ -1,6 +1,7 @@
 """The scale of a layout that has another one, folded into the query."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -129,8 +130,10 @@ def test_the_same_scale_changes_nothing() -> None:
     params = jaxmha.init_params(jaxmha_key(), num_heads=3, features=15)
     layout = attention_blocks.named("flax")
     for semantics in (Semantics(), Semantics(scale=5**-0.5)):
-        folded, _ = fold.fold(params, semantics, layout)
+        folded, _ = jax.jit(partial(fold.fold, semantics=semantics, target=layout))(params)
         np.testing.assert_array_equal(folded.query.kernel, params.query.kernel)
+    with pytest.raises(TypeError, match=r"fold_scale multiplies query.* needs values"):
+        jax.eval_shape(partial(fold.fold, semantics=Semantics(scale=1.0), target=layout), params)
     with pytest.raises(ValueError, match=r"--fold-scale.*Semantics\(scale=1.0\)"):
         transform.export_params(layout, params, Semantics(scale=1.0))
 
