@@ -7,6 +7,7 @@ jaxmha always has `(B, T, Dq)`. True in its Boolean masks means blocked. A state
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -176,8 +177,13 @@ def from_module(
 
 
 def weights_of(module: "torch.nn.MultiheadAttention", *, copy: bool = True) -> Imported:
-    """Parameters and semantics of a layer, even if it overrides forward or has hooks."""
-    state = module.state_dict(keep_vars=not copy)  # whether torch trains them is seen
+    """Parameters and semantics of a layer, even if it overrides forward or has hooks.
+
+    The weights are those that forward reads, which a parametrization computes from other tensors.
+    """
+    keys = {entry.key for layout in LAYOUTS for entry in layout.entries}
+    found = {key: attrgetter(key)(module) for key in sorted(keys)}
+    state = {key: tensor for key, tensor in found.items() if tensor is not None}
     params, semantics = import_params(state, num_heads=module.num_heads, copy=copy)
     semantics = replace(
         semantics, dropout_rate=float(module.dropout), add_zero_attn=bool(module.add_zero_attn)

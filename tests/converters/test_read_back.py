@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch as pytorch
+from torch.nn.utils import parametrize
 
 from jaxmha import checkpoint
 from jaxmha.converters import torch as convert
@@ -14,7 +15,7 @@ from jaxmha.converters.layout import registry
 from jaxmha.converters.layout.base import Layout
 from jaxmha.converters.migrate import pipeline
 from jaxmha.converters.verify import comparison
-from jaxmha.params import CANONICAL
+from jaxmha.params import CANONICAL, leaves
 from tests.converters.test_every_layout import exported
 
 HEADS, WIDTH = 2, 6
@@ -136,4 +137,6 @@ def test_layers_that_do_more_than_torch_are_refused() -> None:
     with pytest.raises(ValueError, match="forward hooks"):
         convert.from_module(layer)
     handle.remove()
-    convert.from_module(layer)
+    parametrize.register_parametrization(layer.out_proj, "bias", pytorch.nn.Softplus())
+    bias = leaves(convert.from_module(layer).params)["out.bias"]
+    np.testing.assert_array_equal(bias, layer.out_proj.bias.detach())
