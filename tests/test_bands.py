@@ -85,11 +85,7 @@ def shapes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 @pytest.mark.slow_variants("many", "few")
 @pytest.mark.parametrize(
     ("T", "S", "heads", "count", "tile_bytes"),
-    [
-        (523, 541, 6, 4, None),
-        (1031, 1063, 2, 5, None),
-        (307, 331, 4, 3, 2 * 4 * 2 * 103 * 331),
-    ],
+    [(523, 541, 6, 4, None), (1031, 1063, 2, 5, None), (307, 331, 4, 3, 2 * 4 * 2 * 103 * 331)],
     ids=["many", "few", "few of small tiles"],
 )
 def test_bands_of_rows_are_the_reference(

@@ -11,14 +11,7 @@ import pytest
 
 import jaxmha
 from jaxmha import Mask
-from jaxmha.implementations.tiled import (
-    attention,
-    block_mask,
-    dropout,
-    layout,
-    loop,
-    schedule,
-)
+from jaxmha.implementations.tiled import attention, block_mask, dropout, layout, loop, schedule
 from jaxmha.implementations.tiled.tiling import Tiling
 from tests import cases, conformance, reference, tolerance
 from tests.cases import CASES, POISONED, SMALL, Case, shaped

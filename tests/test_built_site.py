@@ -21,13 +21,7 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 TUTORIALS = sorted(path.stem for path in (DOCS / "pages" / "tutorials").glob("*.md"))
 PHONE, DESKTOP = 390, 1400
-SHOWN = (
-    "index",
-    "start",
-    "tutorials/migrate",
-    "how_to/flax",
-    "reference/families",
-)
+SHOWN = ("index", "start", "tutorials/migrate", "how_to/flax", "reference/families")
 
 
 @pytest.fixture(scope="module")

@@ -173,10 +173,7 @@ IDS = np.zeros(6, int)
     ("options", "message"),
     [
         ({"score_mod": mods.alibi(jnp.ones(1))}, "score_mod: slopes is for N=1, the call has N=2"),
-        (
-            {"score_mod": mods.relative_bias(TABLE[:, :1], mods.t5())},
-            "score_mod: table is for N=1",
-        ),
+        ({"score_mod": mods.relative_bias(TABLE[:, :1], mods.t5())}, "score_mod: table is for N=1"),
         ({"score_mod": mods.relative_bias(TABLE, mods.swin(2))}, "bucket is for T=4, .* has T=6"),
         ({"mask_mod": mods.document(IDS[:5])}, "mask_mod: query_ids is for T=5, the call has T=6"),
         ({"mask_mod": mods.document(IDS, IDS[:4])}, "key_ids is for S=4, the call has S=6"),
@@ -188,10 +185,7 @@ IDS = np.zeros(6, int)
             {"mask_mod": mods.any_of(mods.causal(), mods.all_of(mods.document(IDS[:5])))},
             "query_ids is for T=5",
         ),
-        (
-            {"mask_mod": mods.block_mask(mods.document(IDS[:5]), 6)},
-            "query_ids is for T=5",
-        ),
+        ({"mask_mod": mods.block_mask(mods.document(IDS[:5]), 6)}, "query_ids is for T=5"),
     ],
 )
 def test_arrays_of_other_sizes_are_refused(options: dict[str, Any], message: str) -> None:

@@ -131,11 +131,7 @@ PUBLIC = (
     *(f"jaxmha.{x}" for x in (*ROOMS.split(), *(f"converters.{y}" for y in MODULES))),
 )
 # One function makes these for all modules; their protocol has the text.
-MADE = {
-    "import_params": api.Import,
-    "export_params": api.Export,
-    "load_into": load_into.LoadInto,
-}
+MADE = {"import_params": api.Import, "export_params": api.Export, "load_into": load_into.LoadInto}
 ENTRY = re.compile(r"^::: ([\w.]+)\n(?:    options: .*members: \[(.*?)\])?", re.MULTILINE)
 
 

@@ -368,10 +368,7 @@ def test_folders_of_orbax_are_replaced_whole(tmp_path: Path) -> None:
 
 
 def test_what_orbax_cannot_hold(tmp_path: Path) -> None:
-    for tensors in (
-        {"a/b": np.ones(2), "a.b": np.ones(2)},
-        {"a": np.ones(2), "a/b": np.ones(2)},
-    ):
+    for tensors in ({"a/b": np.ones(2), "a.b": np.ones(2)}, {"a": np.ones(2), "a/b": np.ones(2)}):
         with pytest.raises(checkpoint.AmbiguousFile):
             checkpoint.write(tmp_path / "m.orbax", tensors)
     with pytest.raises(checkpoint.PathEscape):

@@ -200,8 +200,7 @@ def test_a_model_is_filled_and_the_plan_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "scheme",
-    ["bitsandbytes_4", "bitsandbytes_8", "compressed_tensors", "awq", "gptq", "gptq_v2"],
+    "scheme", ["bitsandbytes_4", "bitsandbytes_8", "compressed_tensors", "awq", "gptq", "gptq_v2"]
 )
 def test_files_of_other_libraries_are_read_as_they_read_them(scheme: str) -> None:
     with (

@@ -153,12 +153,7 @@ def test_back_and_forth(count: int, held: list[tuple[Case, Case]]) -> None:
         phases=[Phase.generate],  # a case is small as it is
         suppress_health_check=list(HealthCheck),
     )
-    @given(
-        st.sampled_from(held),
-        st.sampled_from(DTYPES),
-        st.integers(0, 2**32 - 1),
-        st.booleans(),
-    )
+    @given(st.sampled_from(held), st.sampled_from(DTYPES), st.integers(0, 2**32 - 1), st.booleans())
     def holds(pair: tuple[Case, Case], dtype: str, numbers: int, lead: bool) -> None:
         plain = any("-file" in layout for layout, _ in pair)  # Keras files have no stacked layers
         assume(back_and_forth(*pair, dtype, numbers, lead and not plain))

@@ -151,11 +151,7 @@ def test_a_megabyte_of_configuration_costs_little(text: str, source: Path) -> No
     source.with_name("config.json").write_text(text)
     start = time.process_time()
     head_count.in_config(source)
-    for read in (
-        hf_config.epsilons,
-        hf_config.offset_norms,
-        hf_config.refuse_behaviour,
-    ):
+    for read in (hf_config.epsilons, hf_config.offset_norms, hf_config.refuse_behaviour):
         with contextlib.suppress(checkpoint.CheckpointError):
             read(source)
     assert time.process_time() - start < 0.6

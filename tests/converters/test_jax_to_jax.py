@@ -27,11 +27,7 @@ def drawn() -> tuple[Any, Any, Any]:
     rng = np.random.default_rng(0)
     mask = rng.random((T, S)) < 0.6
     mask[2] = False  # a fully masked row
-    return (
-        rng.normal(size=(T, D)).astype("f"),
-        rng.normal(size=(S, DK)).astype("f"),
-        mask,
-    )
+    return (rng.normal(size=(T, D)).astype("f"), rng.normal(size=(S, DK)).astype("f"), mask)
 
 
 def of_equinox() -> eqx.nn.MultiheadAttention:

@@ -202,9 +202,7 @@ def test_how_a_torch_layer_is_called_is_reported(batch_first: bool) -> None:
 def test_the_bar_counts_the_bytes_of_the_file_once(monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[tuple[int, int]] = []
     monkeypatch.setattr(
-        Progress,
-        "update",
-        lambda self, task, completed, total: shown.append((completed, total)),
+        Progress, "update", lambda self, task, completed, total: shown.append((completed, total))
     )
     with console.byte_bar("writing", quiet=False, passes=2) as progress:
         progress(340, 340)

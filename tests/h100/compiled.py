@@ -84,8 +84,7 @@ def compiled(
     make: Any = jax.ShapeDtypeStruct
     with jaxmha.lowering_for(name):
         placed = jax.tree.map(
-            lambda x: make(x.shape, x.dtype, sharding=x.sharding or sharding),
-            arguments,
+            lambda x: make(x.shape, x.dtype, sharding=x.sharding or sharding), arguments
         )
         program = jax.jit(function, donate_argnums=donate).trace(*placed).lower().compile()
     return counted(program.as_text(), program.memory_analysis().temp_size_in_bytes)

@@ -86,8 +86,7 @@ def test_the_smallest_axes_that_hold_it_are_written(
     mask, _ = read(MaskArg("mask", (axes,), keep=False), written, dict(SIZES))
     assert mask is not None
     np.testing.assert_array_equal(
-        np.broadcast_to(np.asarray(mask.array), (B, N, T, S)),
-        np.broadcast_to(array, (B, N, T, S)),
+        np.broadcast_to(np.asarray(mask.array), (B, N, T, S)), np.broadcast_to(array, (B, N, T, S))
     )
 
 

@@ -59,10 +59,7 @@ def test_types_of_what_is_sent(layout: str) -> None:
 
 @pytest.mark.parametrize(
     "layout",
-    [
-        "tensor",
-        *(pytest.param(x, marks=pytest.mark.slow) for x in layer.LAYOUTS if x != "tensor"),
-    ],
+    ["tensor", *(pytest.param(x, marks=pytest.mark.slow) for x in layer.LAYOUTS if x != "tensor")],
 )
 def test_float16_stands_for_bfloat16(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs before any pass of a compiler differ in that name alone, where XLA multiplies both."""

@@ -151,10 +151,7 @@ def _spoken(config: Any) -> dict[str, Any]:
     import torch
 
     width = 4 * (config.subsampling_conv_channels[0] // 4)
-    return {
-        "input_features": torch.randn(2, 64, width),
-        "attention_mask": torch.ones(2, 64).bool(),
-    }
+    return {"input_features": torch.randn(2, 64, width), "attention_mask": torch.ones(2, 64).bool()}
 
 
 def _coded(config: Any) -> dict[str, Any]:

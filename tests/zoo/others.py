@@ -78,12 +78,9 @@ def _held(layer: Any) -> Any:
 def _torch(one: Other) -> Made:
     from torch import nn
 
-    settings = {
-        "d_model": 24,
-        "nhead": 3,
-        "dim_feedforward": 40,
-        "batch_first": True,
-    } | dict(one.settings)
+    settings = {"d_model": 24, "nhead": 3, "dim_feedforward": 40, "batch_first": True} | dict(
+        one.settings
+    )
     kind = one.name.partition(" ")[0]
     if kind == "MultiheadAttention":
         whole = {"embed_dim": 24, "num_heads": 3, "batch_first": True} | dict(one.settings)
@@ -192,12 +189,9 @@ def _whisper(one: Other) -> Made:
 def _litgpt(one: Other) -> Made:
     litgpt: Any = import_module("litgpt")
 
-    settings = {
-        "n_layer": 2,
-        "padded_vocab_size": 100,
-        "vocab_size": 100,
-        "block_size": 32,
-    } | dict(one.settings)
+    settings = {"n_layer": 2, "padded_vocab_size": 100, "vocab_size": 100, "block_size": 32} | dict(
+        one.settings
+    )
     return litgpt.GPT(litgpt.Config.from_name(one.name, **settings)), (ids(2, 12),), {}
 
 

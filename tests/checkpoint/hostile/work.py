@@ -104,10 +104,7 @@ _overhang("of_zeros", 100, 3)
 def h5_overhanging_chunks(path: Path) -> None:
     with keras(path) as file:
         made = file["layers/dense/vars"].create_dataset(
-            *("1", (100, 3), "f4"),
-            chunks=(1, _CHUNK),
-            maxshape=(None, None),
-            compression="gzip",
+            *("1", (100, 3), "f4"), chunks=(1, _CHUNK), maxshape=(None, None), compression="gzip"
         )
         for i in range(100):
             made.id.write_direct_chunk((i, 0), _zeros(_CHUNK))
