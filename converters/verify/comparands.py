@@ -273,8 +273,9 @@ def _by_hand(
 
 def _live_block(name: str, layer: object, package: str) -> ComparedBlock:
     framework = FRAMEWORKS[package]
-    # `weights_of` also accepts layers with a modified forward, which `from_module` refuses.
-    params, semantics = framework.weights_of(*(layer if isinstance(layer, tuple) else (layer,)))
+    # `weights_of`, where there is one, accepts layers with a modified forward too.
+    read = getattr(framework, "weights_of", framework.from_module)
+    params, semantics = read(*(layer if isinstance(layer, tuple) else (layer,)))
     if (lead := np.shape(params.query.kernel)[:-3]) != ():
         raise ValueError(
             f"{name or _shown(layer)} has stacked layers (leading axes {lead}), which one live "

@@ -60,22 +60,18 @@ def measured(results: dict[str, Any]) -> str:
 
 
 def goals(results: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yields the results of every goal that has cases.
-
-    These are the goal, its ratios, their mean, how many exceed the bound, and the worst entry.
-    """
+    """Yields, of every goal that has cases: the goal, its ratios, their mean, how many exceed the
+    bound, and the worst entry."""
     for goal in stats.GOALS:
         entries = [entry for entry in results["cases"] if goal.of(stats.case_of(entry))]
         found = [(ratio, e) for e in entries if (ratio := goal.ratio(e)) is not None]
         if found:
             ratios = [ratio for ratio, _ in found]
             yield {
-                "goal": goal,
-                "ratios": ratios,
-                "mean": geometric_mean(ratios),
+                "goal": goal, "ratios": ratios, "mean": geometric_mean(ratios),
                 "over": sum(ratio > (goal.worst or 0.0) for ratio in ratios),
                 "worst": found[ratios.index(max(ratios))][1],
-            }
+            }  # fmt: skip
 
 
 # The README's table: what the time is relative to, and the cases, by `GOALS`.
@@ -95,12 +91,9 @@ def headlines(results: dict[str, Any]) -> Iterator[dict[str, Any]]:
         if (one := by_goal.get(stats.GOALS[index])) is not None:
             ratios = one["ratios"]
             yield {
-                "what": what,
-                "mean": one["mean"],
-                "worst": max(ratios),
+                "what": what, "mean": one["mean"], "worst": max(ratios), "shapes": len(ratios),
                 "slower": sum(ratio > 1 for ratio in ratios),
-                "shapes": len(ratios),
-            }
+            }  # fmt: skip
 
 
 def named(entry: Entry) -> str:
@@ -245,8 +238,7 @@ def some(results: dict[str, Any]) -> dict[str, Any]:
 
 def present(results: dict[str, Any]) -> list[str]:
     """The installed peers, in the order of `PEERS`."""
-    found = results["peers"]
-    return [peer for peer in PEERS if peer in found and not found[peer]["absent"]]
+    return [x for x in PEERS if not results["peers"].get(x, {"absent": True})["absent"]]
 
 
 if __name__ == "__main__":
