@@ -110,7 +110,7 @@ class Looked(NamedTuple):
 
 
 def classed(table: NDArray, side: int) -> Looked:
-    """The bias of a square window after a class token, whose three rows are the last (BEiT)."""
+    """The bias of a class token and a square window; the token has the last 3 rows (BEiT)."""
     row, column = planes(side, side)
     index = np.pad((row + side - 1) * (2 * side - 1) + column + side - 1, ((1, 0), (1, 0)))
     index[0], index[:, 0], index[0, 0] = len(table) - 3, len(table) - 2, len(table) - 1

@@ -13,7 +13,7 @@ from jaxmha.converters.discovery.positions import Positions
 def positions_of(source: str | os.PathLike[str]) -> dict[str, Positions]:
     """The positional encoding of every attention block of a checkpoint, by block prefix.
 
-    The rotary positions of latent attention turn its rotary features alone.
+    The rotary positions of latent attention rotate only its rotary features.
 
     `source`: a checkpoint file, or a folder with one. config.json of the model is read from the
     same folder.
@@ -30,7 +30,7 @@ def positions_of(source: str | os.PathLike[str]) -> dict[str, Positions]:
 def masks_of(source: str | os.PathLike[str]) -> dict[str, Attended]:
     """The mask of every attention block of a checkpoint, by block prefix, without padding.
 
-    `source`, and what is raised: as for `positions_of`.
+    `source` and errors are as in `positions_of`.
     """
     with checkpoint.open(positions.in_folder(Path(source))) as file:
         found = attention_blocks.find(attention_blocks.shapes(file))

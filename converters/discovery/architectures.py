@@ -218,7 +218,7 @@ PARTS = {
         """,
     }.items()
 }
-# Parts that make attention a function that no other layout computes: conversion is refused.
+# Parts that make attention a function that no other layout computes: a conversion raises.
 FUNCTIONS = {
     part: frozenset(types.split())
     for part, types in {

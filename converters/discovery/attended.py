@@ -59,7 +59,7 @@ class Attended(NamedTuple):
         left = None if self.left is None else self.left - (S - T)
         right = None if self.right is None else self.right + S - T
         if (left or 0) < 0 or (right or 0) < 0:
-            ahead = np.arange(S) - np.arange(T)[:, None]  # a window has no bound beyond the query
+            ahead = np.arange(S) - np.arange(T)[:, None]  # `Mask.window` takes no negative bound
             left, right = T if left is None else left, S if right is None else right
             found &= Mask.dense((ahead >= -left) & (ahead <= right))
         elif left is not None or right is not None:
@@ -74,7 +74,7 @@ class Attended(NamedTuple):
 
         Tokens from opposite sides of the image do not attend each other.
         `rows` and `columns` count windows. An image of one row or column of windows is not rolled,
-        except `always` (backbones of detectors, whose `always_partition` is true).
+        unless `always` is true (backbones of detectors, which set `always_partition`).
 
         >>> mask = Attended("windows", shift=1).of_windows(2, 2, 2)
         >>> mask.array.sum((1, 2, 3)).tolist()
@@ -113,8 +113,8 @@ def of_prefixes(
 ) -> dict[str, Attended]:
     """The masks of blocks of an open checkpoint, by prefix.
 
-    `blocks`: the blocks of the checkpoint; `prefixes`: those of latent attention as well. `heads`:
-    the head counts of its configuration, if the caller has read them.
+    `blocks`: the blocks of the checkpoint. `prefixes`: prefixes of blocks, including latent
+    attention. `heads`: the head counts of its configuration, if the caller has read them.
     """
     content = hf_config.readable(file.path)
     if heads is None and positions.typed(file):
@@ -123,7 +123,7 @@ def of_prefixes(
 
 
 def notes(found: Mapping[str, Attended]) -> Iterator[str]:
-    """Yields a note on the masks of blocks that attend a part of what a full or causal mask allows."""
+    """Yields a note on every mask, except full, causal, windows, or of an unknown model type."""
     masks: dict[str, list[str]] = {}
     for prefix, one in found.items():
         if (
@@ -212,7 +212,7 @@ def _kind(own: Mapping[str, Any], model_type: str, layer: int | None) -> str:
 
 
 def _size(own: Mapping[str, Any], key: str, model_type: str = "") -> int:
-    """The size of a window or chunk; without the key, that of the class of the model type."""
+    """The size of a window or chunk; without the key, the default of the model type."""
     size = own.get(key, layer_kinds.SIZES.get(model_type))
     if type(size) is not int or size < 1:
         raise ValueError(f"{key} must be a positive integer, got {size!r}")

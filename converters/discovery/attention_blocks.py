@@ -1,4 +1,4 @@
-"""Finds attention blocks in a flat dict of tensors: layout, prefix, and the reason."""
+"""Finds attention blocks in a flat dict of tensors: layout, prefix, reason for the layout."""
 
 import re
 from bisect import bisect_left
@@ -21,7 +21,7 @@ def shapes(file: checkpoint.Checkpoint) -> dict[str, tuple[int, ...]]:
     return {name: info.shape for name, info in file.info.items()}
 
 
-# Layouts with which models compute different functions -> message if no configuration decides.
+# Layout whose arrays models use in different functions -> message if no configuration decides.
 _ASK = (
     "no tensor tells how {} (over each head or all, with an offset of 1, before or after the rotation; "
     "a gate by sigmoid or another function): put the model's config.json next to the file. Where it "
@@ -56,7 +56,7 @@ class Block(NamedTuple):
     family_match: tuple[Family, str] | None = None  # the model family, and its prefix pattern
     also: tuple[str, ...] = ()  # other layouts with the same keys, if no family decides
     configured: bool = False  # `behaviours` set the layout semantics from config.json or metadata
-    unlike: str = ""  # why the model type's blocks are not what they look like, see `unlike.why`
+    unlike: str = ""  # why the model type computes more than the layout, see `unlike.why`
     given: bool = False  # the user named the layout, so no configuration chooses another one
 
     @property
@@ -120,16 +120,16 @@ def named(name: str) -> Layout:
     return registry.named(name)
 
 
-# GroupViT assigns each token to one group; this is not a softmax over keys.
-# DaViT weighs channels in every second block, the MSA Transformer ties rows, and linear attention
-# has no softmax.
+# Prefixes of blocks that are not read as attention: GroupViT assigns each token to one group, DaViT
+# attends over channels in every second block, the MSA Transformer sums the logits of all rows, and
+# linear attention has no softmax.
 _ASSIGNS = (
     r"(^|[./])downsample[./]assign$|(^|[._/])(channel|linear)_?(block|attn|attention)([._/]|$)"
     r"|(^|[./])row_self_attention([./]|$)|(^|[./])stages[./]\d+[./]blocks[./]\d+[./]1[./]attn$"
 )
 
 
-# Key -> a tensor next to which it is another: Transformer-XL adds `bias_u` and `bias_v` to queries.
+# Key -> key that gives it another meaning: Transformer-XL adds `bias_u` and `bias_v` to queries.
 _NOT_NEXT_TO = {"bias_v": "bias_u"}
 
 
@@ -144,7 +144,7 @@ def find(shapes: Mapping[str, Sequence[int]], layouts: Iterable[Layout] = LAYOUT
     [('a', 'torch')]
     """
     found: dict[str, list[Block]] = {}
-    # Parameter trees are also saved with dots.
+    # Files may separate the names of parameter trees by dots instead of slashes.
     pairs = ((one, one.dotted) for one in layouts if one.entries)
     variants = [v for one, dotted in pairs for v in ((one,) if dotted is one else (one, dotted))]
     ends, names = name_ends(shapes, variants), sorted(shapes)
@@ -179,7 +179,7 @@ def find(shapes: Mapping[str, Sequence[int]], layouts: Iterable[Layout] = LAYOUT
 
 
 def _named(chosen: list[Block], shapes: _Shapes) -> Iterator[Block]:
-    """Yields blocks whose layouts are made of names; removes incomplete ones at their prefixes."""
+    """Yields blocks of `role_names.named_blocks`; removes others at their prefixes from `chosen`."""
     taken = {n for b in chosen if b.whole for n in b.keys.values()}
     taken |= {n for b in chosen for n in b.unknown}
     for one in role_names.named_blocks(shapes, taken, _other_keys()[0]):
@@ -189,7 +189,7 @@ def _named(chosen: list[Block], shapes: _Shapes) -> Iterator[Block]:
 
 
 def excluded(layout: Layout, prefix: str, shapes: _Shapes) -> bool:
-    """True if the arrays at a prefix fit a layout, and compute something else (`other_forms`)."""
+    """True if the arrays at a prefix fit a layout, but `other_forms` or `places` excludes it."""
     paths = {entry.key: layout.path(prefix, entry.key) for entry in layout.entries}
     keys = {key: name for key, name in paths.items() if name in shapes}
     if not _fits(layout, keys, shapes):
@@ -199,7 +199,7 @@ def excluded(layout: Layout, prefix: str, shapes: _Shapes) -> bool:
 
 
 def _decide(candidates: Sequence[Block], shapes: Mapping[str, Sequence[int]]) -> Block:
-    """Chooses among the candidate blocks at one prefix: that of a known family, or else the first.
+    """Returns the candidate block of a known family at one prefix, or else the first candidate.
 
     Complete blocks are preferred to incomplete ones, and blocks with more keys to those with fewer.
 
@@ -273,7 +273,7 @@ _OF_NORMS = {"weight", "bias", "scale", "gamma", "beta", "offset"}
 
 @cache
 def _other_keys() -> tuple[frozenset[str], frozenset[str]]:
-    """Keys that may accompany attention, and the modules of those that end in `.weight`.
+    """Returns the `other_keys` of all layouts, and the modules of the keys that end in `.weight`.
 
     A conversion copies `other_keys` unchanged, so a block may have the `other_keys` of any layout.
     """
@@ -296,7 +296,8 @@ def unknown_under(
     def known(key: str) -> bool:
         module, _, array = key.replace("/", ".").rpartition(".")
         before = placed and module in BEFORE and array in _OF_NORMS
-        if array == "inv_freq" or (module or array) in first:  # a buffer of rotary positions
+        # `inv_freq` holds rotary frequencies; `first` are layers outside the projections.
+        if array == "inv_freq" or (module or array) in first:
             return True
         return key in known_keys or (module in norms and array in _OF_NORMS) or before
 
@@ -316,7 +317,7 @@ Ends = Mapping[tuple[str, str], Sequence[str]]
 def name_ends(names: Iterable[str], layouts: Iterable[Layout]) -> Ends:
     """Maps (separator, rest of a name) to the prefixes before it; ("", name) has the prefix "".
 
-    Only rests that are keys of the layouts are kept: a name may have hundreds of others.
+    Only rests that are keys of the layouts are kept: a name may have hundreds of other rests.
     """
     found: dict[tuple[str, str], list[str]] = {}
     keys = frozenset[str]().union(*(layout.keys for layout in layouts))
@@ -331,7 +332,7 @@ def name_ends(names: Iterable[str], layouts: Iterable[Layout]) -> Ends:
 
 
 def prefixes_with(candidate: Layout, ends: Ends, key: str) -> Iterator[str]:
-    """The prefixes at which a key of the layout occurs."""
+    """Yields the prefixes at which a key of the layout occurs, except `_ASSIGNS`."""
     for separator in ("", candidate.separator):
         for prefix in ends.get((separator, key), ()):
             if not re.search(_ASSIGNS, prefix):
@@ -339,7 +340,7 @@ def prefixes_with(candidate: Layout, ends: Ends, key: str) -> Iterator[str]:
 
 
 def _fits(candidate: Layout, keys: Mapping[str, str], shapes: Mapping[str, Sequence[int]]) -> bool:
-    """True if every required array is present with its rank, and the sizes obey the ties."""
+    """True if every required array is present with its rank, and sizes that must agree do."""
     sizes: dict[str, int] = {}
     products: dict[tuple[str, ...], float] = {}
     leading: int | None = None
@@ -368,7 +369,7 @@ def _fits(candidate: Layout, keys: Mapping[str, str], shapes: Mapping[str, Seque
         if any(sizes.get(letter, n) != n for letter, n in own.items()):
             return False
         sizes |= own
-    # Even packings share these names, so the output width is checked too for uneven packings.
+    # Even packings have the same keys, so uneven packings must also fit the output width.
     checked = ["K", "h", *(["Do"] if any(map(uneven.letter, candidate.entries)) else [])]
     return all(
         sizes[letter] == sizes[tied]

@@ -33,9 +33,9 @@ FORMS: dict[str, str] = {
 # there are none.
 CLASSED = {"inkling2_vision": ""} | dict.fromkeys(("dinov3_vit", "sapiens2"), "num_register_tokens")
 CLASSED_LAST = ("llama4_vision_model",)  # their class token follows the patches
-# Model types whose key hidden_size is the width of their output alone.
+# Model type -> keys of its width, if hidden_size is the width of its output instead.
 FEATURES = {"qwen2_vl_vision": ("embed_dim",)}
-_MERGE = "spatial_merge_size"  # tokens of each square of this width, in patches, are contiguous
+_MERGE = "spatial_merge_size"  # key of `Axial.merge` in a configuration
 _IN_ROWS = (
     "paddleocr_vl_vision",
 )  # their patches are in rows; squares are merged after the blocks

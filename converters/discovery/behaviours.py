@@ -79,7 +79,7 @@ def _unlearned(own: Mapping[str, Any]) -> Values:
 
 
 def _unlearned_and_scaled(own: Mapping[str, Any]) -> Values:
-    """The same, with a factor of the queries in addition to the usual scale."""
+    """Norms as in `_unlearned`, and the usual scale multiplied by `qk_scale_factor`."""
     scale = float(own["qk_scale_factor"]) * float(own["head_dim"]) ** -0.5
     return _unlearned(own) | {"scale": scale}
 
@@ -89,7 +89,7 @@ def _normalised_if_set(own: Mapping[str, Any]) -> Values:
 
 
 def _unlearned_where_rotated(own: Mapping[str, Any]) -> Values:
-    """The same, in layers with rotary positions alone."""
+    """Norms as in `_unlearned`, but only in layers with rotary positions."""
     rotated = layer_kinds.rotated(own, "llama4_text", own[LAYER])
     if not own.get("use_qk_norm", True) or not rotated:
         return {"qk_norm": None}
@@ -119,7 +119,7 @@ def _of_half(own: Mapping[str, Any]) -> Values:
 
 
 def _disentangled(own: Mapping[str, Any]) -> Values:
-    """The scale of DeBERTa, which counts the terms of its logits."""
+    """The scale of DeBERTa: it divides by the root of head width times number of logit terms."""
     terms = 1 + len(disentangled.kinds(own))
     width = int(own["hidden_size"]) // int(own["num_attention_heads"])
     return {"scale": None if terms == 1 else (width * terms) ** -0.5}
@@ -183,7 +183,7 @@ _OF_SETTINGS = (
 )
 # Key under which readers find the index of the layer, next to the keys of a configuration.
 LAYER = "(layer)"
-# Model types, some of whose layers lack the parts that others have.
+# Model types in which only some layers have parts such as norms of queries and keys.
 _UNLIKE = ("llama4_text",)
 
 
@@ -197,8 +197,7 @@ def reader_of(model_type: str) -> _Reader | None:
 
 
 def blocks(file: Any, known: Iterable[Layout] = registry.LAYOUTS) -> list[Block]:
-    """The attention blocks of the layouts `known`, `configured`: all that reads blocks calls this.
-
+    """The attention blocks of the layouts `known`, with their semantics as `configured` sets them.
     `attention_blocks.find` alone gives the semantics that layouts have without a configuration.
     """
     return configured(attention_blocks.find(attention_blocks.shapes(file), known), file)
@@ -226,7 +225,7 @@ def configured(blocks: Sequence[Block], file: Any) -> list[Block]:
 
 
 def _without_heads(file: Any) -> str:
-    """Why blocks have no part of the configuration, if it states no head count."""
+    """Says that a configuration of a type in `READERS` has no head count; "" for all others."""
     content = hf_config.readable(file.path)
     readable = next((t for t in hf_config.types_in(content) if reader_of(t)), "")
     stated = any(hf_config.search(content, CONFIG_KEYS))
@@ -234,7 +233,10 @@ def _without_heads(file: Any) -> str:
 
 
 def _lacks(key: str, model_type: str) -> str:
-    """Why a block has no semantics, if a key is missing; files leave out defaults of a class."""
+    """Says that config.json lacks `key`; "" for an empty key.
+
+    Configurations omit values that equal the defaults of their class.
+    """
     return key and (
         f"{hf_config.CONFIG} has no {key} for model_type {model_type}: add it to that part of the "
         "file, where it has the default of its class"
@@ -244,8 +246,8 @@ def _lacks(key: str, model_type: str) -> str:
 def _parts(blocks: Sequence[Block], file: Any) -> Iterator[tuple[Block, Mapping[str, Any], str]]:
     """Yields every block, its part of the configuration, and the model type of that part.
 
-    The model type is "" if neither `READERS` nor `unlike` has any of the configuration, or if the
-    configuration has no part for the block.
+    The model type is "" if neither `READERS` nor `unlike` has a model type of the configuration, or
+    if the configuration has no part for the block.
     """
     content = hf_config.readable(file.path)
     readable = any(reader_of(t) or unlike.why(t) for t in hf_config.types_in(content))
@@ -267,7 +269,7 @@ def layer_of(prefix: str) -> int | None:
 
 
 def _values(read: _Reader, own: Mapping[str, Any]) -> tuple[Values, str]:
-    """The semantics that a reader finds, and the first key that it lacks ("": none)."""
+    """The semantics that a reader finds, and the first key missing from its input ("": none)."""
     try:
         return read(own), ""
     except KeyError as error:
@@ -289,10 +291,10 @@ def _with(block: Block, values: Values) -> Block:
 
 
 def part_of(content: Any, count: Count | None, prefix: str) -> tuple[dict[str, Any], str] | None:
-    """The part of a configuration with the head count of a block, and its model type.
+    """The part of a configuration that holds the head count of a block, and its model type.
 
-    Without a count, text_config if the prefix names such a part: files leave out a count that its
-    class has by default. None: it is not known.
+    Without a count, returns text_config if the prefix names a text or language model, because
+    configurations omit counts that equal the default of their class; otherwise None.
     """
     if count is not None:
         return part(content, count.way[:-1])
@@ -312,10 +314,10 @@ def part(content: Any, way: Sequence[str]) -> tuple[dict[str, Any], str]:
 
 
 def carried(blocks: Sequence[Block], file: Any) -> set[str]:
-    """The parts (`signs.PARTS`) that the converted blocks of a checkpoint express.
+    """Returns the keys of `signs.PARTS` that the semantics of the blocks express.
 
-    Sinks and gates count if any block has their arrays. Other parts count if the semantics of every
-    block whose model type has them set them.
+    Sinks and gates: if any block has their arrays. Others: if a block sets the field, and so does
+    every block whose model type has that computation.
     """
     parts = {
         "scale": "scale",
@@ -337,7 +339,7 @@ def carried(blocks: Sequence[Block], file: Any) -> set[str]:
 
 
 def _expresses(block: Block, model_type: str, field: str, part: str) -> bool:
-    """True if a block sets a field of its semantics, or has no part that the field expresses."""
+    """True if a block sets a field of its semantics, or its model type lacks the part `part`."""
     has = {*architectures.parts(model_type), *architectures.functions(model_type)}
     if model_type in architectures.KNOWN and part not in has:
         return True

@@ -18,7 +18,7 @@ class _Choice(NamedTuple):
     model_type: str
     key: str
     value: bool
-    found: str  # the layout that the arrays alone have
+    found: str  # the layout that the arrays have without a configuration
     layout: str
     place: str = ""
 
@@ -39,7 +39,7 @@ _CHOICES = (
 def made(blocks: Sequence[Block], file: Any) -> list[Block]:
     """The blocks of a checkpoint, with the layouts that its configuration chooses.
 
-    A layout that the user named stays, and a configuration of other tensors chooses none.
+    Layouts that the user named stay. A configuration that contradicts the tensors changes none.
     """
     content = hf_config.readable(file.path)
     own = content if isinstance(content, dict) else {}

@@ -138,7 +138,7 @@ def _layers(
         if found and found[1] in starts:
             stacks[found[1]] = max(stacks.get(found[1], 0), int(found[2]) + 1)
     stated = _sizes(content, _LAYER_LIKE)
-    stated |= {n - 1 for n in _sizes(content, "^decoder_layers$")}  # MaskFormer 2 builds one less
+    stated |= {n - 1 for n in _sizes(content, "^decoder_layers$")}  # of Mask2Former
     if named and stacks and not set(stacks.values()) & stated:
         shown = ", ".join(f"{stack}{{i}} has {count}" for stack, count in stacks.items())
         yield "layers", f"{named[0]} is {named[1]}, and {shown}"

@@ -14,7 +14,7 @@ from jaxmha.converters.layout.base import Entry, Layout
 from jaxmha.converters.layout.registry import LAYOUTS
 from jaxmha.dims import parse
 
-# Layers other than attention often have the names of these layouts, and of uneven ones.
+# Layouts that `find` skips, besides uneven ones: other layers often have arrays of these names.
 _ELSEWHERE = {
     *(layout.name for layout in by_hand.BY_HAND),
     *meaning.OPEN,

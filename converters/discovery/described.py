@@ -34,8 +34,9 @@ class Description:
 def of(file: checkpoint.Checkpoint, blocks: Sequence[Block]) -> Description:
     """The description of an open checkpoint; ignores a configuration that contradicts the blocks.
 
-    `hf_config` still refuses or carries over each setting that would change attention or a norm,
-    which is safe even if the configuration belongs to another model.
+    Settings that change attention still raise (`hf_config.refuse_behaviour`), and norms of another
+    function are still copied unchanged (`unlike`): this is safe even if the configuration belongs
+    to another model.
     """
     shapes = {name: tuple(info.shape) for name, info in file.info.items()}
     configured = head_count.in_config(file.path)

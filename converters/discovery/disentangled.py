@@ -16,17 +16,18 @@ from jaxmha.converters.layout.arrays import NDArray, to_numpy
 
 MODEL_TYPES = ("deberta", "deberta-v2", "sew-d")
 KINDS = ("c2p", "p2c")
-# Kind -> names of its own projection, of DeBERTa and of DeBERTa v2; else that of the contents.
+# Kind -> names of its projection of positions in DeBERTa and DeBERTa v2. `_SHARED`: kind -> name of
+# the projection of contents, which models with share_att_key also use for positions.
 _PROJECTIONS = {"c2p": ("pos_proj", "pos_key_proj"), "p2c": ("pos_q_proj", "pos_query_proj")}
 _SHARED = {"c2p": "key_proj", "p2c": "query_proj"}
 
 
 class Disentangled(NamedTuple):
-    """Products of queries with projected positions, and of keys with others, scaled as the logits.
+    """A bias: products of queries with `keys`, and of keys with `queries`, scaled as the logits.
 
-    `keys` and `queries` are projections of learned vectors, `2 span, N, H` each, of the distances from
-    `-span` to `span - 1`; None: the model has no such term. `buckets` > 0: distances beyond half of
-    them fall into logarithmic buckets, up to the distance `most`.
+    `keys` and `queries` are projections of learned vectors, `2 span, N, H` each, for the distances
+    from `-span` to `span - 1`; None: the model has no such term. `buckets` > 0: distances above
+    `buckets / 2` have logarithmic buckets, up to the distance `most`.
     """
 
     keys: NDArray | None
@@ -62,7 +63,7 @@ def _bucket(distance: NDArray, buckets: int, most: int) -> NDArray:
 
 
 def kinds(own: Mapping[str, Any]) -> list[str]:
-    """The terms by position of a configuration, whose text may separate them by `|`.
+    """The position terms in `pos_att_type` of a configuration: a list, or a string with `|`.
 
     >>> kinds({"pos_att_type": "p2c|c2p"})
     ['c2p', 'p2c']

@@ -85,7 +85,10 @@ class Configured(NamedTuple):
         return next((c for pattern, c in self.towers if towers.fits(pattern, prefix)), None)
 
     def _at(self, count: Count, prefix: str) -> Count | str:
-        """The count for a prefix; with several stages, its first number is the index of the stage."""
+        """The count for a prefix, or the reason why none applies.
+
+        If the model has stages, the first number in the prefix is the index of the stage.
+        """
         if not count.stages:
             return count
         numbers = [int(part) for part in re.split("[./]", prefix) if part.isdigit()]
@@ -137,7 +140,7 @@ class Configured(NamedTuple):
         return f"{self.path} has several head counts ({shown})"
 
     def part_of(self, prefix: str) -> Count | None:
-        """The head count for the part of the model that contains a prefix, or for all of it."""
+        """The count for the part with a prefix, or for the whole model; None if unknown."""
         path = re.split("[./]", prefix)[:-1]
         placed = [(position, c) for c in self.counts if (position := _positions(c.parts, path))]
         count = self._tower(prefix)

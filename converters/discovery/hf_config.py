@@ -19,7 +19,7 @@ else:
     Json = object  # runtime checkers do not know recursive types
 
 CONFIG = "config.json"
-# Files of settings that are read where there is no config.json: those of litgpt.
+# Configurations of litgpt, which are read if there is no config.json.
 OTHERS = ("model_config.yaml", "lit_config.json")
 _KINDS = {".json": "JSON", ".yaml": "YAML"}
 _LIMITS = Limits(memory=8 << 20)  # about 30,000 entries; searching them takes 0.1 s
@@ -89,7 +89,7 @@ def _parsed(path: Path, raw: bytes) -> Json:
 
 
 def file_of(path: Path) -> Path:
-    """The configuration next to a checkpoint: its config.json, or the first of `OTHERS` there."""
+    """The path of the config.json next to a checkpoint, or of the first file of `OTHERS` there."""
     files = (path.parent / name for name in (CONFIG, *OTHERS))
     return next((file for file in files if file.exists()), path.parent / CONFIG)
 

@@ -22,14 +22,15 @@ _INTERLEAVED: dict[str, bool | None] = {
     "mistral4": None,
     "youtu": None,
 }
-# Keys on the part of a head that is rotated.
+# Keys that limit the rotation to a part of a head.
 _PART = ("partial_rotary_factor", "head_dim")
 
 
 class LatentBehaviour(NamedTuple):
     """Semantics of latent attention, and the rotation of its queries and of its shared key.
 
-    `rotate` is `jaxmha.latent.ScaledQueries` if queries have factors of their positions as well.
+    `rotate` is `jaxmha.latent.ScaledQueries` if it also multiplies queries by factors that depend
+    on their positions.
     """
 
     semantics: Semantics
@@ -82,8 +83,8 @@ def latent_behaviour(config: Mapping[str, Any], *, length: int = 0) -> LatentBeh
 
 
 def rotary_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration without keys on a rotated part of a head: here, the rotary features are a
-    head of their own."""
+    """The configuration without `_PART`: latent attention keeps rotary features apart, and rotates
+    all of them."""
     kept = {k: v for k, v in config.items() if k not in _PART}
     for name in ("rope_parameters", "rope_scaling"):
         if isinstance(own := kept.get(name), Mapping):
@@ -92,8 +93,8 @@ def rotary_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _yarn(parameters: Mapping[str, Any]) -> float:
-    """The factor of queries and keys for a longer context. Source: `yarn_apply_mscale` of
-    `DeepseekV3Attention`."""
+    """The factor by which YaRN multiplies queries and keys for a longer context. Source:
+    `yarn_apply_mscale` of `DeepseekV3Attention`."""
     most, factor = parameters.get("mscale_all_dim"), parameters.get("factor")
     if parameters["rope_type"] == "default" or not most or factor is None:
         return 1.0

@@ -26,8 +26,8 @@ _REQUIRED = (
 class LatentBlock(NamedTuple):
     """A block of latent attention: its form (`latent_forms.FORMS`), and the names of its arrays.
 
-    `held` describes the array of every key; `facts` is metadata without the prefix: what the block
-    computes, and its positions. `place`: the positions, if a configuration gives them.
+    `held` describes the array of every key. `facts`: key of metadata, without the prefix -> text on
+    the semantics or positions of the block. `place`: the positions, if a configuration gives them.
     """
 
     prefix: str
@@ -46,18 +46,18 @@ class LatentBlock(NamedTuple):
 def find(file: Any, *, known: bool = True, at: str | None = None) -> list[LatentBlock]:
     """Every block of latent attention whose function is known, in the order of layers.
 
-    `known`: False also returns blocks whose function is unknown, to compare their numbers. `at`: only the
-    block with this prefix.
+    `known`: False also returns blocks whose function is unknown, to compare their numbers. `at`:
+    returns only the block with this prefix.
 
-    By DeepSeek's keys, a block is known if a config.json next to the file has one of the model types
-    of `latent_behaviour`: other models have the same keys and compute something else.
+    The function of a block with DeepSeek's keys is known if a config.json next to the file has one
+    of the model types of `latent_behaviour`: other models use the same keys for other functions.
     """
     found = [*_own(file, at), *_deepseek(file, known, at)]
     return sorted(found, key=lambda block: natural(block.prefix))
 
 
 def every(file: Any) -> list[LatentBlock]:
-    """Every block of latent attention, with its function where that is known."""
+    """Every block of latent attention; `facts` is empty if its function is unknown."""
     known = {block.prefix: block for block in find(file)}
     return [known.get(block.prefix, block) for block in find(file, known=False)]
 
@@ -106,7 +106,7 @@ def _has_folder(file: Any) -> bool:
 def _configured(
     content: Any, sizes: Mapping[str, int]
 ) -> tuple[dict[str, str], positions.Positions | None]:
-    """Metadata on semantics and positions, by the part of a configuration with these sizes."""
+    """Metadata and positions from the part of a configuration with these sizes; else ({}, None)."""
     for way, _ in hf_config.search(content, ["model_type"]):
         own, _ = behaviours.part(content, way[:-1])
         if (own.get("qk_nope_head_dim"), own.get("qk_rope_head_dim")) != (sizes["H"], sizes["R"]):
@@ -138,7 +138,7 @@ def _configured(
 
 
 def to_metadata(blocks: Mapping[str, LatentBlock]) -> dict[str, str]:
-    """Metadata of the destination, from its prefixes and the blocks of the source."""
+    """Metadata of the destination; `blocks`: prefix in the destination -> block of the source."""
     return {
         f"{name}.{prefix}": text
         for prefix, block in blocks.items()
@@ -149,13 +149,13 @@ def to_metadata(blocks: Mapping[str, LatentBlock]) -> dict[str, str]:
 def without(
     apart: Mapping[str, Sequence[str]], blocks: Sequence[LatentBlock]
 ) -> dict[str, Sequence[str]]:
-    """Unknown attention (`unknown_attention.find`) without tensors of these blocks."""
+    """Returns `apart` (of `unknown_attention.find`) without prefixes of tensors of `blocks`."""
     names = {name for block in blocks for name in block.keys.values()}
     return {prefix: of for prefix, of in apart.items() if not names.intersection(of)}
 
 
 def notes(blocks: Sequence[LatentBlock], converted: bool) -> Iterator[str]:
-    """Yields a note on every kind of block; `converted`: the target holds them."""
+    """Yields a note on every kind of block; `converted`: the target layout can hold the blocks."""
     kinds: dict[tuple[str, str], int] = {}
     for block in blocks:
         kind = block.form, block.facts.get(positions.METADATA, "unknown")

@@ -1,8 +1,8 @@
 """The kind of attention of each layer of a model, and whether the layer has rotary positions.
 
-Newer files list `layer_types`. Older ones, and parts of a model that keep only what differs from their
-class, have a setting of their own such as `sliding_window_pattern`, or none: then the rules here hold,
-which are those of the configuration classes of transformers 5.23.
+Newer configurations list `layer_types`. Older ones, and nested ones that omit the defaults of their
+class, have another setting such as `sliding_window_pattern`, or none. For them, this module has the
+rules of the configuration classes of transformers 5.23.
 """
 
 from collections.abc import Mapping
@@ -13,9 +13,10 @@ _PATTERN, _GLOBAL = "sliding_window_pattern", "global_attn_every_n_layers"
 
 
 class Every(NamedTuple):
-    """One layer of every `number` attends all tokens; `key`: the setting that replaces the number.
+    """One layer in each group of `number` layers attends all tokens: the last, or the `first`.
 
-    `first`: it is the first of them, and not the last. `end`: so does the last layer of the model.
+    `key`: the setting that replaces `number`. `end`: the last layer of the model attends all tokens
+    as well.
     """
 
     number: int
@@ -24,7 +25,7 @@ class Every(NamedTuple):
     end: bool = False
 
 
-# Model type -> its rule. The others of the layers have a window.
+# Model type -> its layers that attend all tokens; its other layers have a window.
 EVERY = {
     "afmoe": Every(4, _GLOBAL),
     "beam": Every(6, end=True),
@@ -47,7 +48,7 @@ EVERY = {
     "t5gemma2_text": Every(6, _PATTERN),
     "vaultgemma": Every(2),
 }
-# Model types of transformers 5 with other rules: their kinds are not guessed.
+# Model types of transformers 5 with rules that are not listed here: `by_rule` raises.
 UNLISTED = frozenset((
     "cohere2_moe", "diffusion_gemma_text", "dots3_note_text", "embedding_gemma2_text", "flint",
     "gemma4_text", "gemma4_unified_text", "inkling2_text", "inkling_text", "lfm3", "mimo_v2_flash",
@@ -68,7 +69,8 @@ _INTERVAL = frozenset(["llama4_text", "mistral_large4_text", "smollm3"])
 _LOCAL = frozenset(
     ["afmoe", "beam", "cohere2", "cohere2_moe", "exaone4", "exaone_moe", "flint", "kolibri1"]
 )
-# Model types that have no rotary positions where the base of a layer is 0, and no rule for it here.
+# Model types whose layers have no rotary positions if layer_rope_theta is 0 for them; without this
+# key, `rotated` raises.
 _LISTED_BASES = frozenset(["muse_glimmer_text", "muse_spark_text"])
 
 
@@ -85,14 +87,14 @@ def of(own: Mapping[str, Any], model_type: str, layer: int | None) -> str:
     """The kind of a layer, in the words of `layer_types`; "" if all layers are of one kind.
 
     Raises:
-      ValueError: the configuration does not tell it.
+      ValueError: the configuration does not determine the kind.
     """
     found = listed(own, layer)
     return by_rule(own, model_type, layer) if found is None else found
 
 
 def by_rule(own: Mapping[str, Any], model_type: str, layer: int | None) -> str:
-    """The kind of a layer by the rule of its model type; otherwise as `of`."""
+    """The kind of a layer by the rule of its model type; returns and raises as `of`."""
     if model_type in UNLISTED:
         raise ValueError("layer_types of the configuration are missing, or too few")
     if layer is None:
@@ -113,7 +115,7 @@ def by_rule(own: Mapping[str, Any], model_type: str, layer: int | None) -> str:
 
 
 def window(own: Mapping[str, Any], model_type: str) -> Any:
-    """`sliding_window` of a configuration, or that of its class; None: there is no window."""
+    """`sliding_window` of a configuration, or the default of its class; None: it has no window."""
     return own.get("sliding_window", SIZES.get(model_type))
 
 
@@ -121,7 +123,7 @@ def rotated(own: Mapping[str, Any], model_type: str, layer: int | None) -> bool:
     """False if the configuration excludes a layer from rotary positions.
 
     Raises:
-      ValueError: the configuration does not tell it.
+      ValueError: the configuration does not determine it.
     """
     if layer is None:
         return True

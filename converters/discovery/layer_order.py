@@ -1,4 +1,4 @@
-"""The order of layers in a file; Keras numbers layers by it."""
+"""The order of layers in a file, by which a conversion numbers the layers of a Keras file."""
 
 import re
 from collections.abc import Callable, Iterable

@@ -125,9 +125,10 @@ def flax(module: Any, variables: Any = None) -> LiveModel:
 
 
 def refuse_own_forward(layer: object, package: str, names: Collection[str], instead: str) -> None:
-    """Raises ValueError if a class outside the package defines one of the methods of a layer.
+    """Raises ValueError if a class outside the package defines one of the methods `names`.
 
-    Such a layer may compute anything from its parameters. `instead`: the call that takes them.
+    Such a layer may compute anything from its parameters. `instead`: the call that imports them,
+    for the message.
     """
     for name in names:
         owner = next(base for base in type(layer).__mro__ if name in vars(base))

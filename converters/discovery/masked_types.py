@@ -79,20 +79,22 @@ WINDOWS = {
     "modernbert-decoder": ("local_attention", 2),
     "recurrent_gemma": ("attention_window_size", 1),
 }
-# Model type -> from the size of its window, the numbers of keys before and after a query. In others, both
-# are the size.
+# Model type -> function from the size of its window to the numbers of keys before and after a
+# query. In other model types, both numbers are the size.
 BOTH_WAYS: dict[str, Callable[[int], tuple[int, int]]] = {
     "gemma3_text": lambda size: (size // 2, size // 2),  # EmbeddingGemma
     "t5gemma2_text": lambda size: ((size + 1) // 2 - 1, size // 2),
 }
-# Model types of segmentation, whose decoders attend the pixels of their own masks.
+# Segmentation models whose queries attend only pixels inside the masks that the previous layer
+# predicted.
 _PREDICTED = ("mask2former", "oneformer")
-# Model types whose words attend those of the same phrase, in blocks of these prefixes.
+# Model types in which words attend only words of the same phrase, in blocks with prefixes
+# `_OF_WORDS`.
 _PHRASES = ("grounding-dino", "mm-grounding-dino")
 _OF_WORDS = r"text_backbone|text_enhancer"
 # Model types whose input begins with tokens that attend each other.
 _PREFIXED = ("colpali", "paligemma", "pi0")
-# Model types whose blocks attend windows of an image, which every second block rolls.
+# Model types whose blocks attend windows of an image; every second block rolls the image first.
 ROLLED = frozenset(["clap_audio_model", "clap", "donut-swin", "maskformer-swin", "swin"])
 # Parts of a causal model that are not causal.
 _TOWERS = r"(^|[._/])(vision|visual|image|protein|perceiver|resampler)"
@@ -112,9 +114,9 @@ def is_causal(model_type: str, prefix: str, own: Mapping[str, Any]) -> bool:
 
 
 def why_unknown(content: Any, model_type: str, prefix: str) -> str | None:
-    """Why the mask of a block is not read; None: it is.
+    """The reason why the mask of a block is unknown; None if it can be read.
 
-    `content`: the whole configuration; `model_type`: that of the part with the block.
+    `content`: the whole configuration. `model_type`: the model type of the part with the block.
     """
     if model_type in _PREDICTED and re.search(r"decoder\b.*\bcross_attn", prefix):
         return f"{model_type}: queries attend the pixels of the masks that they predicted before"

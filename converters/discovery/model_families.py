@@ -46,9 +46,9 @@ def _grouped(prefix: str, shapes: Shapes) -> bool:
 
 
 def _without_planes(prefix: str, shapes: Shapes) -> bool:
-    """True if a block has relative positions of timm, and no table by rows and columns.
+    """True if a block of timm has a position table of two axes, or a network that computes it.
 
-    timm's MaxViT has such a table, of three axes, in models with TensorFlow's weights alone.
+    timm's MaxViT has a table of three axes only in models with TensorFlow's weights.
     """
     table = shapes.get(f"{prefix}.rel_pos.relative_position_bias_table", ())
     return len(table) == 2 or f"{prefix}.rel_pos.mlp.fc1.weight" in shapes

@@ -12,7 +12,7 @@ from jaxmha.converters.discovery.layer_layouts import Convention
 from jaxmha.converters.discovery.other_layers import OF_GROUPS, Module
 
 CREATES = "check that the model creates its layers so"
-# Layouts that a configuration alone tells from others -> what a file in one of them needs.
+# Layout that only a configuration distinguishes from another -> note on files in this layout.
 NEEDS = {
     "starcoder-heads": "layout starcoder-heads is read as starcoder, in another order, unless a "
     "config.json of gpt_bigcode with multi_query false is next to the file"

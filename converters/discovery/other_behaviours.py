@@ -8,7 +8,7 @@ Reader = Callable[[Mapping[str, Any]], Values]
 
 
 def of_litgpt(own: Mapping[str, Any]) -> Values:
-    """Settings of litgpt, with the keys of `other_configs`."""
+    """Reads the settings of litgpt, with the keys into which `other_configs` translates them."""
     scalar, cap = own["query_pre_attn_scalar"], own["attn_logit_softcapping"]
     found: Values = {"scale": None if scalar is None else float(scalar) ** -0.5}
     found["logits_soft_cap"] = None if cap is None else float(cap)
@@ -22,7 +22,7 @@ def of_litgpt(own: Mapping[str, Any]) -> Values:
     return found
 
 
-# Class of diffusers -> what its norms of queries and keys are; their arguments are in its code alone.
+# Class of diffusers -> its norms of queries and keys, which only the code of the class determines.
 _OF_CLASSES: dict[str, Values] = {
     "CogVideoXTransformer3DModel": {"qk_norm": "layer", "qk_norm_epsilon": 1e-6},
     "HunyuanDiT2DModel": {"qk_norm": "layer", "qk_norm_epsilon": 1e-6},

@@ -1,4 +1,4 @@
-"""Configurations of diffusers, litgpt and timm, with the keys that `hf_config` has for transformers.
+"""Translates configurations of diffusers, litgpt and timm into the keys of transformers.
 
 Sources: `UNet2DConditionModel.__init__` of diffusers 0.42; `Config`, `CausalSelfAttention` and
 `build_rope_cache` of litgpt 0.5.
@@ -49,7 +49,7 @@ _LITGPT = {
 
 
 def translated(content: Any) -> Any:
-    """The content with the keys of transformers, if another library wrote it.
+    """Returns the content of a configuration with the keys of transformers.
 
     >>> translated({"_class_name": "UNet2DConditionModel", "attention_head_dim": 8})["num_attention_heads"]
     8
@@ -68,7 +68,7 @@ def translated(content: Any) -> Any:
 
 
 def _diffusers(content: dict[str, Any]) -> dict[str, Any]:
-    """The class stands for the model type, and head counts have the key of transformers."""
+    """Sets the model type to the class, and moves head counts to the key of transformers."""
     kind = content["_class_name"]
     content.setdefault("model_type", kind)
     if kind in COUNTED:
@@ -117,7 +117,7 @@ def _litgpt(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rows(content: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, ...], Any]]:
-    """Prefix pattern, keys and head count of blocks, for models with several head counts."""
+    """Yields prefix pattern, keys and head count of blocks, for models with several counts."""
     kind = content.get("_class_name")
     if re.match(_POOLED, str(content.get("architecture"))):
         own = content.get("model_args")
@@ -156,7 +156,10 @@ def rows(content: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, ...], Any
 def _stages(
     counts: object, key: str, inside: str = ""
 ) -> Iterator[tuple[str, tuple[str, ...], Any]]:
-    """The rows of a head count, or of one for every stage; `inside` a stage, a pattern."""
+    """Yields the rows of one head count or of a list with one per stage.
+
+    `inside`: pattern of the blocks' prefixes inside a stage.
+    """
     if not isinstance(counts, list):
         yield rf"^{inside}", (key,), counts
         return

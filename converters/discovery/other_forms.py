@@ -1,12 +1,12 @@
 """Arrays next to projections that make attention a function other than softmax over keys.
 
-A block with such an array is no block of a layout: its tensors are carried over, and named.
+A block with such an array has no layout: a conversion copies its tensors, and a note names them.
 """
 
 import re
 from collections.abc import Iterable
 
-# Pattern of a key under the prefix of a block -> what the attention is.
+# Pattern of a key under the prefix of a block -> description of the attention.
 FORMS: tuple[tuple[str, str], ...] = (
     (r"(^|[./])temperature$", "it attends over channels, or divides by a learned temperature"),
     (
@@ -20,7 +20,7 @@ FORMS: tuple[tuple[str, str], ...] = (
     (r"(^|[./])per_dim_scale$", "a learned factor of every feature scales the queries"),
     (r"(^|[./])A_log$", "it is linear attention with a state that decays"),
 )
-# The same, of attention that has the arrays of no layout.
+# As `FORMS`, for attention whose arrays fit no layout.
 _UNKNOWN: tuple[tuple[str, str], ...] = (
     (r"(^|[./])sampling_offsets[./]", "it is deformable: queries give the places of their values"),
     (r"(^|[./])values_vision_proj[./]", "image and text attend each other by the same logits"),
@@ -40,7 +40,7 @@ _UNKNOWN: tuple[tuple[str, str], ...] = (
     (r"(^|[./])batch_norm[./]", "batch norms follow its projections"),
     (r"(^|[./])convolution_projection_\w+[./]", "convolutions come before its projections"),
 )
-# The same, where only the model type tells it.
+# Model type -> description of its attention, if no key reveals it.
 _TYPES = {
     "codegen": "rows of queries, values and keys are packed in four parts",
     "squeezebert": "its projections are convolutions of groups of features",
@@ -67,7 +67,7 @@ _TYPES = {
 
 
 def of(keys: Iterable[str]) -> str:
-    """The form of the attention of a block with these keys; "" if no key shows another one.
+    """The description in `FORMS` for a block with these keys; "" if no key matches.
 
     >>> of(["qkv.weight", "temperature"])
     'it attends over channels, or divides by a learned temperature'
@@ -76,7 +76,7 @@ def of(keys: Iterable[str]) -> str:
 
 
 def of_unknown(keys: Iterable[str], model_types: Iterable[str] = ()) -> str:
-    """The form of attention of no known layout: by its keys, else by the types of its model.
+    """The description of attention of no known layout, by its keys or else by its model types.
 
     >>> of_unknown(["sampling_offsets.weight"])
     'it is deformable: queries give the places of their values'

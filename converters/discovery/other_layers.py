@@ -143,7 +143,7 @@ _FOREIGN = "its separator is not that of the attention blocks in the same file"
 
 
 def _computes(module: Module) -> str:
-    """The kind of a module; a norm without a bias, which could be an rmsnorm, counts as one."""
+    """The kind of a module; "rmsnorm" for a norm without a bias, since it could be an RMSNorm."""
     biased = "norm.bias" in module.entries
     return "rmsnorm" if module.kind == "norm" and not biased else module.kind
 
@@ -203,7 +203,8 @@ def _decide(
 ) -> Module | str:
     """The layer at a prefix, or the reason why its kind is unknown.
 
-    `own`: the conventions of the attention blocks in the file; only these are decided by shapes.
+    `own`: the conventions of the attention blocks in the file. Shapes decide the kind only of
+    layers in these conventions.
     """
     candidates: dict[str, Module] = {}
     for convention in dict.fromkeys([*own, *CONVENTIONS]):

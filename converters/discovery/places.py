@@ -8,16 +8,19 @@ from jaxmha.converters.discovery import model_families
 from jaxmha.converters.layout.base import Layout
 
 Shapes = Mapping[str, Sequence[int]]
-# Layouts with the keys of others, for the prefixes of their families alone.
+# Layouts with the same keys as others, which only prefixes of their families have.
 OF_FAMILIES = ("timm-heads", "timm-heads-conv", "timm-nest", "x-transformers")
-# Layouts for the prefixes of their families, or if the user names them: elsewhere, their arrays may be
-# of another order.
+# Layouts that are found only at prefixes of their families, or if the user names them: elsewhere,
+# arrays with these keys may be in another order.
 NAMED = ("chatglm", "megatron")
 _ACROSS = r"cross|x_attn|encoder_attn|perceiver"  # prefixes of cross-attention
 
 
 def refuse_prefix(layout: Layout, prefix: str) -> None:
-    """Raises ValueError if no arrays at `prefix` are read as `layout`."""
+    """Raises ValueError for a layout that is limited to other prefixes, with the remedy.
+
+    Call it if no block of `layout` was found at `prefix`.
+    """
     if layout.name in OF_FAMILIES:
         other = "linear-to" if layout.cyclic else "timm"
         raise ValueError(
@@ -46,13 +49,14 @@ def allow(layout: Layout, prefix: str, keys: Mapping[str, str], shapes: Shapes) 
     if layout.name in OF_FAMILIES and model_families.match(layout.name, prefix, shapes) is None:
         return False
     if layout.name == "timm-grouped":
-        # GCViT packs keys and values alone next to the first, LeViT wider values next to the other.
+        # GCViT has the first table, and packs only keys and values; LeViT has the second, and packs
+        # values that are wider than keys.
         tables = ("rel_pos.relative_position_bias_table", "attention_biases")
         return all(layout.path(prefix, table) not in shapes for table in tables)
     if layout.name == "timm":
         rows, features = shapes[keys["qkv.weight"]][-2:]
         wide, width = shapes[keys["proj.weight"]][-2:]
-        # GCViT packs keys and values alone; Hiera pools the queries of a layer that widens.
+        # GCViT packs only keys and values; Hiera pools the queries of a layer that widens.
         biases = layout.path(prefix, "attention_biases") in shapes
         return rows != 2 * width and features == wide and (rows == 3 * width or not biases)
     if layout.name not in ("llama", "llama-across") or not re.search(_ACROSS, prefix):

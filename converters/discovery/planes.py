@@ -54,8 +54,8 @@ class Grid(NamedTuple):
     """The coordinates of the patches of an image or a video.
 
     `first` is the number of unrotated tokens before the patches. A coordinate is
-    `index * scale + offset`, times the size in `reference` by that of the image. `centred`:
-    coordinates run from -1 to 1 across the image.
+    `index * scale + offset`, multiplied by `reference` and divided by the size of the image if
+    `reference` is given. `centred`: coordinates run from -1 to 1 across the image.
     """
 
     first: int = 0
@@ -65,7 +65,7 @@ class Grid(NamedTuple):
     centred: bool = False
 
     def places(self, *sizes: int) -> NDArray:
-        """The coordinates of every token, `T A`, for a grid of A sizes; 0 for those before it.
+        """The coordinates, `T A`, of a grid of A sizes; the `first` tokens before it have zeros.
 
         >>> Grid(first=1).places(1, 2).tolist()
         [[0.0, 0.0], [0.0, 0.0], [0.0, 1.0]]
@@ -84,8 +84,8 @@ class Planes(NamedTuple):
 
     `inv_freq`, `A N P` or `A 1 P`, is the angle per coordinate, for every head and pair of
     features. `interleaved`: True if pairs are adjacent features; otherwise they are split into
-    halves. `grid.places` returns the coordinates. `single`: angles are computed in float32, as the
-    model does: large ones depend on the rounding.
+    halves. `grid.places` returns the coordinates. `single`: angles are computed in float32 as in
+    the model, because large angles depend on the rounding.
     """
 
     inv_freq: NDArray
@@ -157,7 +157,7 @@ class Square(NamedTuple):
 
 
 def evenly(rotary: Planes | Square, x: Float[Array, "*B T N H"]) -> Array:
-    """Rotates by the places of a square or cube of patches; ValueError for another number of them."""
+    """Rotates x by the coordinates of a square or cube of patches; ValueError if T does not fit."""
     axes = 2 if isinstance(rotary, Square) else len(rotary.inv_freq)
     T, first = x.shape[-3], rotary.grid.first
     side = round(max(T - first, 0) ** (1 / axes))
@@ -192,7 +192,7 @@ def _of_timm(
         raise ValueError(f"the rotary positions of architecture {name} are not known")
     if (place := _BLOCK.match(prefix)) is None:  # such as a pool
         return None
-    given = own.get("model_args", own)  # `own` is the whole configuration, or this part of it
+    given = own.get("model_args", own)  # `own` is the whole configuration, or its model_args
     rows = {**rows, **given}
     root, kind = place[1], rows.get("rope_type", "cat")
     first = sum(
@@ -236,8 +236,8 @@ def _of_axes(width: int) -> NDArray:
 def _across_heads(heads: int, width: int) -> NDArray:
     """Frequencies of LTX, `3 N P`: pairs of all heads rotate by frame, row and column in turn.
 
-    The model rounds exponents and powers to float32, so that its largest angles differ from exact
-    ones; a power of its own platform may differ in the last digit.
+    Exponents and powers are rounded to float32 as in the model, because this changes its largest
+    angles. The powers may differ in the last digit from powers computed on another platform.
     """
     every = heads * width
     count = every // 6

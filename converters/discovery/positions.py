@@ -75,7 +75,8 @@ BACKWARD = frozenset(["nanochat"])
 OPTIONAL = frozenset(["granitemoehybrid"])
 # Model types that ignore the key rotary_dim of their configurations.
 _IGNORES_DIMS = ("minimax_m3_vl_text",)
-# Arrays of a block with the angles of pairs of halves: fair-esm, and early files of Llama.
+# Arrays of a block with its rotary frequencies, for models that pair the two halves of a head:
+# fair-esm, and early files of Llama.
 _ANGLES = ("rot_emb.inv_freq", "rotary_emb.inv_freq")
 
 
@@ -152,7 +153,7 @@ def of_blocks(
 
 
 def notes(file: checkpoint.Checkpoint, found: Mapping[str, Positions]) -> Iterator[str]:
-    """Yields a note on every scheme of the blocks, if config.json or a tensor tells any."""
+    """Yields a note on every scheme that config.json or a tensor determines."""
     schemes: dict[str, list[str]] = {}
     for prefix, one in found.items():
         if one.scheme != "none" and not one.why.endswith(_NOT_KNOWN):
@@ -173,7 +174,7 @@ _GIVEN = "positions_of(folder) of jaxmha.converters gives what computes them"
 def to_metadata(file: checkpoint.Checkpoint, found: Mapping[str, Positions]) -> dict[str, str]:
     """Metadata that names the scheme of every block, by prefix in the destination.
 
-    It is empty if neither a configuration nor a tensor of the source tells a scheme.
+    It is empty if neither a configuration nor a tensor of the source determines a scheme.
     """
     known = typed(file) or any(one.scheme != "unknown" for one in found.values())
     return {f"{METADATA}.{prefix}": str(one) for prefix, one in found.items() if known}
@@ -322,7 +323,7 @@ def _rotary(
 
 
 def _by_tensor(block: Block, file: checkpoint.Checkpoint) -> Rotary | None:
-    """Rotary positions whose angles are a tensor of the block, where its name tells the pairs."""
+    """Rotary positions whose frequencies are a tensor of the block (`_ANGLES`); None without it."""
     names = [n for end in _ANGLES if (n := f"{block.prefix}.{end}") in file.info]
     if not names or len(file.info[names[0]].shape) != 1:
         return None
@@ -334,7 +335,7 @@ def turned(
 ) -> tuple[jax.Array | Array, jax.Array | Array]:
     """Rotates projected queries `*B T N H` and keys `*B S K H` by the positions 0, 1, 2, ...
 
-    For axial positions, the tokens are those of square images of one size, or those of a cube.
+    For axial positions, the tokens are the patches of square images of one size, or of a cube.
     Queries and keys are returned unchanged if the block has no rotary positions.
 
     Raises:
@@ -356,7 +357,7 @@ def turned(
 
 
 def squares(rotary: Axial, T: int) -> NDArray:
-    """Row and column of T tokens, those of square images of one size, `T 2`; ValueError if not."""
+    """Rows and columns, `T 2`, of the patches of square images; ValueError if T does not fit."""
     for images in range(1, T + 1):
         patches = T // images - rotary.first - rotary.last
         side = math.isqrt(max(patches, 0))

@@ -22,7 +22,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 class QueryScale(NamedTuple):
     """A factor of the queries that grows with the position: `1 + beta * log(1 + steps)`.
 
-    `steps` is the number of whole `floor` in `position + first`.
+    `steps` is `(position + first) // floor`.
     """
 
     beta: float
@@ -61,7 +61,7 @@ class QueryPower(NamedTuple):
 
 
 def of(own: Mapping[str, Any], layer: int | None) -> QueryScale | QueryPower | None:
-    """The factor of queries by position that a configuration gives to a layer.
+    """The factor of queries by position that a configuration gives to a layer; None: no factor.
 
     Raises:
       TypeError: a value is no number, or the RoPE parameters are no mapping.
@@ -83,7 +83,7 @@ def _rotated(own: Mapping[str, Any], layer: int) -> bool:
 def by_setting(own: Mapping[str, Any], layer: int | None) -> QueryScale | None:
     """The factor that the keys of a configuration give to a layer, of any model type.
 
-    Raises as `of`.
+    Returns and raises as `of`.
     """
     model_type = str(own.get("model_type"))
     own = _DEFAULTS.get(model_type, {}) | dict(own)
@@ -97,7 +97,7 @@ def by_setting(own: Mapping[str, Any], layer: int | None) -> QueryScale | None:
 
 
 def _scale(settings: Mapping[str, Any], beta: str, floor: str, first: int) -> QueryScale:
-    """The factor by the names of its settings."""
+    """The factor from the settings named `beta` and `floor`; ValueError if one is missing."""
     for name in (beta, floor):
         if settings.get(name) is None:
             raise ValueError(f"{name} is missing, on which factors of queries depend")

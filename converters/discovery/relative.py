@@ -29,13 +29,14 @@ _MLP = tuple(
     f"rel_pos.mlp.{layer}.{array}" for layer in ("fc1", "fc2") for array in ("weight", "bias")
 )
 _SHAW = "distance_embedding.weight"
-_SHAW_BACK = "rel_pos_emb.weight"  # lucidrains' conformer: by query minus key, as far both ways
+# lucidrains' conformer: rows by query minus key position, the same range in both directions.
+_SHAW_BACK = "rel_pos_emb.weight"
 _WAVES = (
     ("bias_u", "bias_v", "relative_k_proj.weight"),
     ("pos_bias_u", "pos_bias_v", "linear_pos.weight"),
 )
-# Keys of a learned bias for every pair of tokens: the table, and the index of its row. A table
-# without an index in the file is that of a square window.
+# Keys of a learned bias for every pair of tokens: the table, and the row of every pair. If the file
+# has only the table, it is read as the table of a square window.
 TABLES = (
     ("self.relative_position_bias_table", "self.relative_position_index"),
     ("relative_position_bias_table", "relative_position_index"),
@@ -68,7 +69,7 @@ def of(block: Block, own: Mapping[str, Any], file: checkpoint.Checkpoint) -> Ter
 
 
 def table(block: Block, file: checkpoint.Checkpoint) -> Term | None:
-    """The term of a block that its tensors alone define; None if they define none, or one of unknown form.
+    """The term that a block's tensors alone define; None if there is none or its form is unknown.
 
     It is a learned bias of pairs of tokens (`TABLES`), or a product of queries with learned rows
     and columns (SAM).
@@ -97,7 +98,7 @@ def table(block: Block, file: checkpoint.Checkpoint) -> Term | None:
 
 
 def _of_differences(values: NDArray) -> Term | None:
-    """The bias of a square image by the sizes of row and column differences: LeViT, by head."""
+    """The bias by absolute row and column differences in a square image (LeViT); else None."""
     side = math.isqrt(values.shape[-1])
     if values.ndim != 2 or side * side != values.shape[-1]:
         return None
@@ -106,7 +107,7 @@ def _of_differences(values: NDArray) -> Term | None:
 
 
 def square(values: NDArray) -> Term | None:
-    """The bias of a square window without an index: Swin, BEiT, MaxViT."""
+    """The bias of a square window from its table alone (Swin, BEiT, MaxViT); else None."""
     if values.ndim == 3 and values.shape[1] == values.shape[2]:  # by head, key minus query
         values = np.flip(values, (1, 2)).reshape(len(values), -1).T
     if values.ndim != 2:

@@ -1,7 +1,7 @@
 """Roles of linear layers in attention, from the names that models give them.
 
-`named_blocks` makes layouts of the names in a file, where they leave no doubt: every array under
-the prefix of a block is one of its projections.
+`named_blocks` makes a layout from the tensor names of a block if they are unambiguous: the role of
+every array under the block's prefix is known.
 """
 
 import re
@@ -51,7 +51,8 @@ _ORDERS = (
     ("query key", "value"),
     ("query key value",),
 )
-# Layers before the projections or after the output, and the pattern of prefixes where they are so.
+# Layers inside a block that come before its projections or after its output, and a regex of the
+# block prefixes that have them ("": any).
 _FIRST = (
     (frozenset(("sr", "norm")), ""),  # PVT reduces the tokens before keys and values
     (frozenset(("norm",)), r"(^|\.)layers\.\d+\.\d+(\.(fn|branch|fns\.\d+))?$"),  # vit_pytorch
@@ -63,22 +64,31 @@ _FIRST = (
     (frozenset(("pos_embed",)), ""),  # added to the tokens that ModifiedResNet of CLIP pools
     (frozenset(("positional_embedding",)), ""),
 )
-# Names of packed layers that hold all queries, then all keys, then all values, but for `_UNLIKE`.
+# Names of packed layers that hold all queries, then all keys, then all values, except `_UNLIKE`.
 _IN_ORDER = re.compile(
     r"(?:\w*_)?(?:w_?)?(?:qkv|kv|qk|in_proj)(?:_\w+)?|(?:emb_)?(?:to_)?key_value", re.IGNORECASE
 )
-# Names of layers that compute another function: torchvision's MaxViT divides its logits by the width
-# of all heads, CodeGen packs for several processors, and Megatron-Core for each key (layout megatron).
+# Names of the layers of blocks with another scale or packing: torchvision's MaxViT divides its
+# logits by the width of all heads, CodeGen packs for several processors, and Megatron-Core packs by
+# key head (layout megatron).
 _UNLIKE = {("to_qkv", "merge"), ("qkv_proj", "out_proj"), ("linear_qkv", "linear_proj")}
-# Places of layers with these names that pack queries, keys and values in order: DeepSeek-OCR.
+# Prefixes of blocks of DeepSeek-OCR: their names are in `_UNLIKE`, but they pack all queries, then
+# all keys, then all values.
 _LIKE = re.compile(r"(^|[./])vision_model[./]transformer[./]layers[./]\d+[./]self_attn$")
-_TIMM = ("linear:", ("qkv", "proj"))  # layout timm, whose exceptions hold for these names as well
+_TIMM = ("linear:", ("qkv", "proj"))  # left to layout timm, which knows exceptions
 _ATTENTION = re.compile(r"att|mha", re.IGNORECASE)
-_WRAPPERS = {"self", "attention", "attn", "mha", "inner", "fn"}  # parts of a block inside it
+_WRAPPERS = {
+    "self",
+    "attention",
+    "attn",
+    "mha",
+    "inner",
+    "fn",
+}  # in or after a block's prefix
 
 
 class Named(NamedTuple):
-    """An attention block whose layout is made of its names: key of the layout -> tensor."""
+    """An attention block with a layout made from its names; `keys`: key of the layout -> tensor."""
 
     prefix: str
     layout: Layout
@@ -100,7 +110,7 @@ def role_of(part: str) -> str | None:
 def named_blocks(
     shapes: Mapping[str, Sequence[int]], taken: set[str], alongside: frozenset[str] = frozenset()
 ) -> Iterator[Named]:
-    """Yields every block of linear layers whose names and shapes tell the role of each.
+    """Yields every block whose names and shapes determine the role of each of its linear layers.
 
     `taken`: names of tensors that belong to blocks of known layouts. `alongside`: keys of arrays that
     may stand next to the projections.
@@ -191,7 +201,7 @@ def _block(prefix: str, names: Sequence[str], shapes: Mapping[str, Sequence[int]
 def _norms(
     modules: Mapping[str, Mapping[str, str]], shapes: Mapping[str, Sequence[int]]
 ) -> tuple[str, ...] | None:
-    """The norm of queries and that of keys, by name; empty if there is none, None if one is unclear."""
+    """The names of the query norm and the key norm: empty if there are none, None if ambiguous."""
     found: dict[str, str] = {}
     for module, arrays in modules.items():
         part = module.rpartition(".")[2]
@@ -219,14 +229,14 @@ def outside(modules: Collection[str], prefix: str) -> frozenset[str]:
 
 
 def _in_order(role: str, module: str | None) -> bool:
-    """False for packed layers of which the name does not tell the order."""
+    """False for a packed layer whose name does not determine the order of its parts."""
     if " " not in role:
         return True
     return any(_IN_ORDER.fullmatch(part) for part in str(module).split("."))
 
 
 def _fits(order: Sequence[str], shapes: Sequence[Sequence[int]]) -> bool:
-    """True if the widths of the projections agree; `shapes` are (out, in), the output's last."""
+    """True if the widths agree; `shapes` are (out, in), and the output projection is last."""
     *projections, (_, width, *_) = shapes
     rows: dict[str, int] = {}
     for role, (out, *_) in zip(order, projections, strict=True):

@@ -28,13 +28,13 @@ class Bases(NamedTuple):
 
 _GEMMA = Bases("rope_theta", 1e6, "rope_local_base_freq", 1e4)
 _MODERN = Bases("global_rope_theta", 160000.0, "local_rope_theta", 1e4, scaled=True)
-# Model types whose kinds of layers have RoPE parameters of their own.
+# Model types whose sliding attention has other RoPE parameters than their full attention.
 BY_KIND = {
     **dict.fromkeys(("gemma3_text", "gemma3n_text", "t5gemma2_decoder", "t5gemma2_text"), _GEMMA),
     **dict.fromkeys(("modernbert", "modernbert-decoder"), _MODERN),
     "olmo3": Bases("rope_theta", 5e5, "rope_theta", 5e5),
 }
-# Base -> the model types whose class has it by default; that of all others is 10000.
+# Base -> the model types whose class has it by default; all others have 10000 by default.
 BASES = {
     100.0: "eomt_dinov3 gemma4_vision",
     1000.0: "nomic_bert",
@@ -69,7 +69,8 @@ SHARES = {
     0.8: "moonshine_streaming",
     0.9: "moonshine",
 }
-# Model types whose classes scale positions by default, or those of each kind of layer in another way.
+# Model types whose classes scale positions by default, all alike or by kind of layer: `of` raises
+# if their configuration has no RoPE parameters.
 NEEDED = frozenset((
     "apertus", "cwm", "diffusion_gemma_text", "dots3_note_text", "embedding_gemma2_text",
     "gemma4_text", "gemma4_unified_text", "gpt_oss", "higgs_audio_v2", "laguna", "lfm3", "mellum",
@@ -83,7 +84,8 @@ def of(own: Mapping[str, Any], model_type: str, layer: int | None) -> dict[str, 
     """The RoPE parameters of a layer of a model type.
 
     Raises:
-      TypeError: they are no object. ValueError: the configuration does not tell them.
+      TypeError: the configuration has them as another type than an object.
+      ValueError: the configuration does not determine them.
     """
     given = own.get("rope_parameters") or own.get("rope_scaling") or {}
     if not isinstance(given, dict):
@@ -102,7 +104,7 @@ def of(own: Mapping[str, Any], model_type: str, layer: int | None) -> dict[str, 
             if sliding and not nested and not rule.scaled:
                 given = {}
             base = own.get(rule.full) or rule.full_default
-            if sliding:  # null: that of the others
+            if sliding:  # None: the base of full attention
                 base = own.get(rule.sliding, rule.sliding_default) or base
     found = {"rope_theta": base} | {k: v for k, v in given.items() if v is not None}
     rows = own.get("layer_rope_theta") if model_type in _BASE_OF_LAYER else None
@@ -115,7 +117,7 @@ def of(own: Mapping[str, Any], model_type: str, layer: int | None) -> dict[str, 
 
 
 def _base(own: Mapping[str, Any], model_type: str) -> Any:
-    """The base of all layers; DBRX keeps it in a part of its own."""
+    """The base of all layers; DBRX has it in attn_config."""
     nested = own.get("attn_config")
     for part in (own, nested if isinstance(nested, Mapping) else {}):
         for key in _BASES:

@@ -1,4 +1,4 @@
-"""Table of config keys and tensor names that reveal parts of a model around its projections."""
+"""Table of config keys and tensor names that reveal computations around projections (`PARTS`)."""
 
 from typing import Any, NamedTuple
 

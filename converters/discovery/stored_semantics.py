@@ -1,4 +1,4 @@
-"""Semantics of attention blocks in the metadata of a file: what its layout cannot hold."""
+"""Writes semantics of attention blocks, which no array holds, to file metadata, and reads them."""
 
 import json
 from collections.abc import Mapping
@@ -52,10 +52,11 @@ def to_metadata(
 ) -> dict[str, str]:
     """Metadata of the destination for the semantics of blocks, by their prefix there.
 
-    A layout other than jaxmha defines them itself. Blocks that a configuration described still need
-    them: it may be absent there, or hold a scale that is already folded.
+    A layout other than jaxmha implies the semantics, so it has metadata only for blocks whose
+    semantics a configuration set: at the destination, the configuration may be absent, or have a
+    scale that is already folded into the arrays.
 
-    `to`: layout of the destination. `metadata`: that of the source.
+    `to`: layout of the destination. `metadata`: the metadata of the source.
     """
     found = {}
     for prefix, block in blocks.items():

@@ -1,4 +1,4 @@
-"""Finds parts that a model computes around its projections and that no conversion carries over.
+"""Finds parts (`signs.PARTS`) of a model's attention that its conversion would leave out.
 
 Sources: keys of config.json, tensors outside the blocks, the table of model types
 (`architectures`).
@@ -38,8 +38,8 @@ def notes(
     """Notes on the parts around the blocks of a checkpoint that are not converted.
 
     `names` are all tensors outside the blocks, `layouts` the layouts of the blocks; `path` is the
-    file, and its folder may hold a config.json. `carried`: parts that the semantics of all blocks
-    express.
+    file, and its folder may hold a config.json. `carried`: keys of `signs.PARTS` (such as a soft
+    cap) that the semantics of the blocks express; they have no note.
     """
     return tuple(printable(note) for note in _notes(path, names, layouts, carried))
 
@@ -50,8 +50,8 @@ def refuse(
     """Raises ValueError if a model's attention computes a function that its layouts cannot express.
 
     `path`: the checkpoint. `names`: all tensors outside the blocks. `layouts`: the layouts of the
-    blocks; without any, nothing is raised. `carried`: parts that the semantics of all blocks
-    express.
+    blocks; if it is empty, nothing raises. `carried`: keys of `signs.PARTS` (such as a soft cap)
+    that the semantics of the blocks express; they do not raise.
     """
     content = _content(path)
     evidence = _evidence(content)
@@ -226,7 +226,7 @@ def _empty(value: Json) -> bool:
 def _by_type(
     content: Json, evidence: Evidence, has: Callable[[str], Iterable[str]]
 ) -> dict[str, list[str]]:
-    """The parts of the model types in a configuration, without those that its keys switch off.
+    """The parts of the model types in a configuration, without parts that its keys switch off.
 
     `has` returns the parts of a model type.
     """

@@ -38,7 +38,7 @@ def find(
 ) -> dict[str, tuple[str, ...]]:
     """Prefixes that look like attention of an unknown layout, and the tensors under each.
 
-    `found`: the blocks of known layouts; `damaged`: prefixes that are refused.
+    `found`: the blocks of known layouts. `damaged`: prefixes of damaged blocks, which are left out.
 
     >>> shapes = {f"a.{x}_lin9.weight": (6, 6) for x in "qkv"} | {"a.out_lin9.weight": (6, 6)}
     >>> list(find(shapes, []))
@@ -56,7 +56,8 @@ def find(
                 break
     refused = {*filter(None, damaged)}
     near = {prefix for one in refused for prefix in (one, *_above(one)) if prefix in roles}
-    # With dots: a conversion writes what it renames with another separator than what it carries.
+    # Prefixes are compared with dots: a conversion may change the separator of the tensors that it
+    # renames, but not of the tensors that it copies.
     mamba = {p.replace("/", ".") for name in shapes if _MAMBA.search(name) for p in _above(name)}
     parallel = {name[: m.start()].replace("/", ".") for name in shapes if (m := _PART.search(name))}
     prefixes = {
@@ -107,13 +108,16 @@ def _called(
 
 
 def _squeezes(name: str, prefix: str, shape: Sequence[int]) -> bool:
-    """True for a numbered convolution of one pixel: a gate on channels that is called attention."""
+    """True for a 1x1 convolution in a numbered sublayer, such as a gate on channels."""
     after = re.split("[./]", name[len(prefix) :].lstrip("./"))[0]
     return after.isdigit() and len(shape) == 4 and {*shape[2:]} == {1}
 
 
 def _is_attention(prefix: str, own: Mapping[str, str], mamba: bool) -> bool:
-    """`mamba`: True if names under the prefix are of a state space model."""
+    """True if the roles `own` at a prefix form attention.
+
+    `mamba`: some names under the prefix are of a state space model.
+    """
     if {"key", "value"} <= own.keys() or {"query", "key value"} <= own.keys():
         return True
     if own.keys() == {"query key value"} and "in_proj" in own["query key value"]:
@@ -134,7 +138,7 @@ def _above(name: str) -> Iterator[str]:
 def notes(unknown: Mapping[str, Sequence[str]], model_types: Collection[str] = ()) -> Iterator[str]:
     """Yields a note on attention of an unknown layout, one for all layers of a stack.
 
-    `model_types`: those of the model's configuration.
+    `model_types`: the model types in the configuration.
     """
     kinds: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for prefix, names in unknown.items():

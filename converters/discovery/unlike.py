@@ -1,4 +1,4 @@
-"""Why blocks with the arrays of a known layout are not of it, by model type of transformers 5.23."""
+"""Model types of transformers 5.23 whose blocks have the arrays of a layout and compute more."""
 
 _AROUND = "read the other arrays by import_params, and compute the rest around"
 # The step that the layout lacks, the function around which a caller adds it, and the model types.
@@ -32,7 +32,7 @@ _REASONS: tuple[tuple[str, str, str], ...] = (
     ("adds the logits of text and layout to each other", "dot_product_attention", "lilt"),
     ("projects queries apart for every pair of words and entities", "dot_product_attention", "luke"),
 )  # fmt: skip
-# Functions that no attention around the projections of a layout computes, and the model types.
+# Functions that a caller cannot compute around the projections of a layout, and the model types.
 FORMS: tuple[tuple[str, str], ...] = (
     ("weighs delays of a series instead of keys", "autoformer"),
     ("attends blocks of keys, some of them drawn at random", "big_bird bigbird_pegasus"),
@@ -59,7 +59,7 @@ def form(model_type: str) -> str:
 
 
 def why(model_type: str) -> str:
-    """The reason why blocks of a model type are not what their arrays look like; "" if none is known.
+    """The step that a model type adds to the layout of its blocks, and the remedy; "" if unknown.
 
     >>> why("laguna").partition(":")[0]
     'laguna gates heads by a softplus'

@@ -10,9 +10,9 @@ _NUMBERED = re.compile(r"(?:.*/)?layers/[^/]+")
 
 
 def distinct_names(prefixes: Iterable[str], names: Mapping[str, str]) -> dict[str, str]:
-    """Prefix -> name of each block; its prefix where the name is also that of another block.
+    """Prefix -> name of each block, or the prefix if another block has that name or prefix.
 
-    Every layer of a Keras model may name its attention alike.
+    All layers of a Keras model may give their attention the same name.
 
     >>> distinct_names(("a", "b", "c"), {"a": "mine", "b": "x", "c": "x"})
     {'a': 'mine', 'b': 'b', 'c': 'c'}
@@ -28,8 +28,7 @@ def distinct_names(prefixes: Iterable[str], names: Mapping[str, str]) -> dict[st
 
 
 def of_layer(prefix: str, names: Mapping[str, str]) -> str:
-    """The user's name of the innermost layer that Keras only numbered, and the rest of the path.
-
+    """The prefix, with the user's name for the innermost layer that Keras only numbered.
     Other components are attributes of the model, which are better names than Keras' own counter
     (`attn/q_proj` is called `dense_8`).
 
