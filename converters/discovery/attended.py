@@ -31,8 +31,8 @@ class Attended(NamedTuple):
 
     `scheme` is "full", "causal", "windows" or "unknown". A query attends keys from `left` positions
     before it to `right` positions after it (None: all), in its own chunk of `chunk` tokens (None: no
-    chunks). "windows": the tokens are those of square windows of an image that was rolled by `shift`
-    pixels (Swin); see `of_windows`. `why` is the reason for "unknown".
+    chunks). "windows": the tokens are patches in square windows of an image that was rolled by
+    `shift` patches (Swin); see `of_windows`. `why` is the reason for "unknown".
     """
 
     scheme: str
@@ -43,7 +43,7 @@ class Attended(NamedTuple):
     why: str = ""
 
     def mask(self, T: int, S: int) -> Mask:
-        """The mask of T queries, the last of which is at the last of S keys.
+        """The mask of T queries and S keys; the last query has the position of the last key.
 
         >>> Attended("causal", left=1).mask(3, 3).to_array(3, 3).astype(int).tolist()
         [[[[1, 0, 0], [1, 1, 0], [0, 1, 1]]]]

@@ -135,7 +135,6 @@ _NOT_NEXT_TO = {"bias_v": "bias_u"}
 
 def find(shapes: Mapping[str, Sequence[int]], layouts: Iterable[Layout] = LAYOUTS) -> list[Block]:
     """Every attention block, sorted by prefix.
-
     Raises:
       ValueError: two layouts fit the same prefix.
 
@@ -179,7 +178,7 @@ def find(shapes: Mapping[str, Sequence[int]], layouts: Iterable[Layout] = LAYOUT
 
 
 def _named(chosen: list[Block], shapes: _Shapes) -> Iterator[Block]:
-    """Yields blocks of `role_names.named_blocks`; removes others at their prefixes from `chosen`."""
+    """Yields blocks of `role_names.named_blocks`; removes others at their prefix from `chosen`."""
     taken = {n for b in chosen if b.whole for n in b.keys.values()}
     taken |= {n for b in chosen for n in b.unknown}
     for one in role_names.named_blocks(shapes, taken, _other_keys()[0]):
@@ -201,7 +200,7 @@ def excluded(layout: Layout, prefix: str, shapes: _Shapes) -> bool:
 def _decide(candidates: Sequence[Block], shapes: Mapping[str, Sequence[int]]) -> Block:
     """Returns the candidate block of a known family at one prefix, or else the first candidate.
 
-    Complete blocks are preferred to incomplete ones, and blocks with more keys to those with fewer.
+    Complete blocks are preferred to incomplete ones, then blocks with more keys to all others.
 
     Raises:
       ValueError: two layouts use different arrays, and no family decides.

@@ -74,7 +74,7 @@ def _offset_and_scaled(own: Mapping[str, Any]) -> Values:
 
 
 def _unlearned(own: Mapping[str, Any]) -> Values:
-    """A norm without scales. It commutes with the rotation, so their order does not matter."""
+    """Norms without learned scales. They commute with the rotation, so their order is arbitrary."""
     return _normalised(own) | {"qk_norm_learned": False}
 
 
@@ -198,7 +198,7 @@ def reader_of(model_type: str) -> _Reader | None:
 
 def blocks(file: Any, known: Iterable[Layout] = registry.LAYOUTS) -> list[Block]:
     """The attention blocks of the layouts `known`, with their semantics as `configured` sets them.
-    `attention_blocks.find` alone gives the semantics that layouts have without a configuration.
+    `attention_blocks.find` returns blocks with the semantics of their layouts instead.
     """
     return configured(attention_blocks.find(attention_blocks.shapes(file), known), file)
 
@@ -339,7 +339,7 @@ def carried(blocks: Sequence[Block], file: Any) -> set[str]:
 
 
 def _expresses(block: Block, model_type: str, field: str, part: str) -> bool:
-    """True if a block sets a field of its semantics, or its model type lacks the part `part`."""
+    """True if a block sets a field of its semantics, or its model type is known to lack `part`."""
     has = {*architectures.parts(model_type), *architectures.functions(model_type)}
     if model_type in architectures.KNOWN and part not in has:
         return True

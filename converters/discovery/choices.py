@@ -1,4 +1,4 @@
-"""Layouts that a config.json chooses, where the arrays alone are read as another layout."""
+"""Layouts that a config.json chooses; without it, the arrays would be read as another layout."""
 
 import re
 from collections.abc import Sequence
@@ -11,8 +11,8 @@ from jaxmha.converters.discovery.attention_blocks import Block, named
 class _Choice(NamedTuple):
     """The layout of a model type whose configuration has `key` with `value`.
 
-    `place` is a pattern of the prefixes of these blocks: other parts of the model may have the same
-    arrays.
+    `place` is a pattern of the prefixes of its blocks, since other parts of the model may have the
+    same arrays.
     """
 
     model_type: str

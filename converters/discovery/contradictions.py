@@ -138,7 +138,7 @@ def _layers(
         if found and found[1] in starts:
             stacks[found[1]] = max(stacks.get(found[1], 0), int(found[2]) + 1)
     stated = _sizes(content, _LAYER_LIKE)
-    stated |= {n - 1 for n in _sizes(content, "^decoder_layers$")}  # of Mask2Former
+    stated |= {n - 1 for n in _sizes(content, "^decoder_layers$")}  # Mask2Former has n - 1 layers
     if named and stacks and not set(stacks.values()) & stated:
         shown = ", ".join(f"{stack}{{i}} has {count}" for stack, count in stacks.items())
         yield "layers", f"{named[0]} is {named[1]}, and {shown}"
@@ -192,7 +192,7 @@ def _model_type(
     other = sum(family_keymaps.kind_at(prefix, here) is not None for prefix in prefixes)
     placed = any(model_families.stands(theirs, block.prefix) for block in blocks)
     named = any(keymap.family in theirs for keymap in family_keymaps.KEYMAPS)
-    # Names are compared only where layers of that model type are known by name.
+    # Names of other layers are compared only if `KEYMAPS` has a family of the model type.
     if not placed or (named and mine < other):
         shown = ", ".join(sorted(here))
         yield (

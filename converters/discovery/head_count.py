@@ -301,7 +301,8 @@ def _part(key: str) -> str:
 def _positions(parts: Sequence[str], path: Sequence[str]) -> tuple[int, ...]:
     """Positions at which a path names the parts in order, then the length of the path.
 
-    The smallest tuple belongs to the outermost part, and among these to the one with most parts.
+    The smallest tuple belongs to the outermost part. Of tuples that start alike, the smallest has
+    the most parts.
     Empty if there are no parts, or if the path does not name all of them.
     """
     positions: list[int] = []

@@ -95,8 +95,9 @@ def file_of(path: Path) -> Path:
 
 
 def search(content: Json, keys: Container[str]) -> Iterable[tuple[tuple[str, ...], Json]]:
-    """Every value under one of the keys, with the path of keys that leads to it.
+    """Yields every value under one of the keys, with the path of keys that leads to it.
 
+    Raises BudgetExceeded after `_MOST_FOUND` values.
     >>> list(search({"a": [{"n": 3}], "n": 5}, ["n"]))
     [(('a', 'n'), 3), (('n',), 5)]
     """
@@ -128,8 +129,8 @@ def _keys(way: tuple[Any, ...]) -> tuple[str, ...]:
 def refuse_behaviour(path: Path) -> None:
     """Raises ValueError if the config.json next to a checkpoint changes the attention function.
 
-    The weights alone would be read as another function. An unreadable configuration is refused too,
-    since its settings would be ignored silently.
+    Without these settings, the weights would be read as another function. An unreadable
+    configuration raises as well, since its settings would be ignored silently.
 
     Raises BudgetExceeded if the file is too large.
     """

@@ -1,4 +1,4 @@
-"""Finds blocks of latent attention, and reads what they compute from the model's configuration."""
+"""Finds blocks of latent attention, and reads their semantics from the model's configuration."""
 
 import json
 from bisect import bisect_left
@@ -180,7 +180,7 @@ def _key(prefix: str, name: str) -> str:
 
 
 def _under(prefix: str, names: Sequence[str]) -> Sequence[str]:
-    """The names under a prefix, from sorted names; under "" only those without a prefix."""
+    """The names under a prefix, from sorted names; under "", the names with at most one dot."""
     if not prefix:
         return [name for name in names if name.count(".") < 2]
     return names[bisect_left(names, f"{prefix}.") : bisect_left(names, f"{prefix}/")]

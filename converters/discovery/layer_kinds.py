@@ -63,7 +63,8 @@ SIZES = {
     "mistral": 4096, "modernbert": 128, "modernbert-decoder": 128, "olmo3": 4096,
     "t5_gemma_module": 4096, "t5gemma2_decoder": 4096, "t5gemma2_text": 4096, "vaultgemma": 4096,
 }  # fmt: skip
-# Model types that have no rotary positions in one of four layers, unless they list such layers.
+# Model types in which one of no_rope_layer_interval layers (4 by default) has no rotary positions,
+# unless no_rope_layers is set.
 _INTERVAL = frozenset(["llama4_text", "mistral_large4_text", "smollm3"])
 # Model types whose layers of full attention have no rotary positions.
 _LOCAL = frozenset(

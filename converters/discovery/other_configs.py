@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-# Classes of diffusers whose `attention_head_dim` is a head count, for all blocks or for each.
+# Classes of diffusers whose `attention_head_dim` is a head count, or a list with one per stage.
 COUNTED = frozenset((
     "ControlNetModel", "UNet2DConditionModel", "UNetMotionModel", "UNetSpatioTemporalConditionModel",
 ))  # fmt: skip
@@ -19,7 +19,7 @@ _FIXED = {
     "UNet3DConditionModel": ((r"^transformer_in", 8),),
     "I2VGenXLUNet": ((r"^transformer_in", 8), (r"^image_latents_temporal_encoder", 2)),
 }
-_MOTION = "motion_num_attention_heads"  # of the layers over frames
+_MOTION = "motion_num_attention_heads"  # head count of layers over frames
 # Classes whose attention has one head, as wide as the block.
 _SINGLE = frozenset(["AutoencoderKL", "AutoencoderKLTemporalDecoder", "VQModel"])
 # Class -> pairs of a prefix pattern and the key of its head count.

@@ -286,7 +286,7 @@ _SHAPES = "its keys and shapes"
 
 
 def _of_features(module: Module, of_images: Collection[str]) -> Module | str:
-    """A norm known only by its shapes; refused near convolutions, where GroupNorm is common."""
+    """Returns a module known by its shapes; for a norm near convolutions, why it may be another."""
     parent, last = _parent(module.prefix)
     if module.kind != "norm" or re.search(_OF_FEATURES, last.lower()):
         return module

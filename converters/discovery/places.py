@@ -1,4 +1,4 @@
-"""Places of blocks, and arrays next to them, that exclude a layout with the same keys."""
+"""Prefixes of blocks, and arrays next to them, that exclude a layout although its keys fit."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -17,9 +17,9 @@ _ACROSS = r"cross|x_attn|encoder_attn|perceiver"  # prefixes of cross-attention
 
 
 def refuse_prefix(layout: Layout, prefix: str) -> None:
-    """Raises ValueError for a layout that is limited to other prefixes, with the remedy.
+    """Raises ValueError if a layout is limited to certain prefixes, with the remedy.
 
-    Call it if no block of `layout` was found at `prefix`.
+    Call it if blocks of `layout` are not read back at `prefix`.
     """
     if layout.name in OF_FAMILIES:
         other = "linear-to" if layout.cyclic else "timm"

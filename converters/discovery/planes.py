@@ -222,7 +222,7 @@ def _of_timm(
 
 
 def _of_axes(width: int) -> NDArray:
-    """Frequencies of Wan, `3 1 P`: frames, rows and columns each rotate pairs of their own."""
+    """Frequencies of Wan, `3 1 P`: frames, rows and columns rotate different pairs."""
     side = 2 * (width // 6)
     sizes = (width - 2 * side, side, side)
     rows = [10000.0 ** -(np.arange(0, size, 2) / size) for size in sizes]

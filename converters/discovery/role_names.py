@@ -77,14 +77,7 @@ _UNLIKE = {("to_qkv", "merge"), ("qkv_proj", "out_proj"), ("linear_qkv", "linear
 _LIKE = re.compile(r"(^|[./])vision_model[./]transformer[./]layers[./]\d+[./]self_attn$")
 _TIMM = ("linear:", ("qkv", "proj"))  # left to layout timm, which knows exceptions
 _ATTENTION = re.compile(r"att|mha", re.IGNORECASE)
-_WRAPPERS = {
-    "self",
-    "attention",
-    "attn",
-    "mha",
-    "inner",
-    "fn",
-}  # in or after a block's prefix
+_WRAPPERS = {"self", "attention", "attn", "mha", "inner", "fn"}  # in or after a block's prefix
 
 
 class Named(NamedTuple):

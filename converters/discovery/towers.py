@@ -1,4 +1,4 @@
-"""Head counts of models whose configurations do not relate them to block prefixes by name.
+"""Head counts of models whose configurations do not name the block prefixes that have them.
 
 A row is a pattern of block prefixes and the path of configuration keys to the head count of these
 blocks, such as "vision_config: num_heads". The first row whose pattern occurs in a prefix decides.

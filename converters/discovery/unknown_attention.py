@@ -1,4 +1,4 @@
-"""Finds tensors that look like attention by their names and form no block of a known layout.
+"""Finds tensors that look like attention by their names, but form no block of a known layout.
 
 A conversion copies these tensors unchanged and reports them: converted as linear layers, they would
 get other names and axes, and could be mistaken for a known layout.
