@@ -1,9 +1,9 @@
 """Imports and exports weights and masks of other frameworks: one module per framework, one API.
 
 `import_params` and `export_params` work on flat dicts of arrays, `from_module` and `to_module` on
-layer objects; those of `haiku`, whose layers exist only inside a transformed function, on their
-parameters. Importing a module of this package imports no framework; its functions do so when
-they are called.
+layer objects. Layers of haiku exist only inside a transformed function, so `haiku.from_module` and
+`haiku.to_module` work on their parameters. Importing a module of this package imports no framework;
+a call of its functions does.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -104,20 +104,19 @@ def lint_masks(
     dtype: object = None,
     **arguments: Any,
 ) -> "list[Finding]":
-    """Lists what is suspicious about the mask arguments of one call, each with a remedy.
+    """Lists the problems that mask arguments of one call seem to have, each with a remedy.
 
-    Correct masks give no finding, with three exceptions, which look like errors: left padding of
-    every row may be right padding the other way round, without `query_length` queries that see
-    a growing part of the keys, in steps of more than one, may be a batch, and a triangle of the
-    future may be a causal mask turned round. No finding proves nothing: `attribute` compares
-    outputs.
+    Three kinds of correct masks give a finding, because they look like errors: left padding of
+    every row (like inverted right padding); without `query_length`, queries that each see several
+    keys more than the query before (like padding of a batch); and a triangle of the future (like
+    a causal mask upside down). An empty list is no proof: `attribute` compares outputs.
 
     Args:
       framework: one of `jaxmha` (its functions and modules; a `mask` may be a `Mask`), `torch`
         (nn.MultiheadAttention), `sdpa`, `keras`, `flax`, `jax`, `huggingface`.
       batch_size, num_heads, query_length, key_length: B, N, T, S of the call; more known sizes
-        allow more checks. Without `query_length`, T is that of the arrays; a causal `Mask`
-        without such an array is taken for self-attention, `T = S`.
+        allow more checks. Without `query_length`, the arrays determine T; a causal `Mask`
+        without arrays of axis T counts as self-attention, `T = S`.
       dtype: compute dtype of the model, for any framework, if it differs from that of the mask.
       arguments: the framework's own, as `import_masks` takes them; other arguments of the call,
         such as `query` or `scale`, are accepted and ignored.

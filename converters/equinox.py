@@ -45,13 +45,13 @@ _PROJECTIONS = ("query", "key", "value", "output")
 def from_module(
     module: "equinox.nn.MultiheadAttention", variables: None = None
 ) -> tuple[MHAParams, Semantics]:
-    """Parameters and semantics of an `equinox.nn.MultiheadAttention`, or of jaxmha's own.
+    """Parameters and semantics of a `MultiheadAttention` of `equinox.nn` or `jaxmha.equinox`.
 
     Under jit, grad or vmap the parameters are traced; otherwise they are copies.
 
     Raises:
       TypeError: the module is of another class.
-      ValueError: its class overrides how it computes.
+      ValueError: its class overrides `__call__` or `_project`.
 
     >>> import equinox, jax
     >>> module = equinox.nn.MultiheadAttention(2, 6, dropout_p=0.1, key=jax.random.key(0))
@@ -76,7 +76,7 @@ def from_module(
 
 
 def weights_of(module: "equinox.nn.MultiheadAttention") -> tuple[MHAParams, Semantics]:
-    """Parameters and semantics of a layer of equinox, even if it overrides its call."""
+    """Parameters and semantics of an equinox layer, even if it overrides `__call__`."""
     state = {}
     for name in _PROJECTIONS:
         layer = getattr(module, f"{name}_proj")
@@ -96,7 +96,7 @@ def to_module(
 ) -> "equinox.nn.MultiheadAttention":
     """An `equinox.nn.MultiheadAttention` with these weights.
 
-    Dropout is off (`inference=True`) unless `like`, a layer of this class, differs.
+    `like`: a layer of this class whose dropout mode is copied; without it, dropout is off.
 
     Raises:
       ValueError: the layer cannot hold the parameters or the behaviour; the message says why.

@@ -150,8 +150,8 @@ def to_module(
     """A layer with these weights: an `nnx.MultiHeadAttention` (the default), or with
     `kind="linen"` the pair `(linen.MultiHeadDotProductAttention, {"params": ...})`.
 
-    Dropout is off (`deterministic=True`) unless `like` differs. `like`: a flax layer from which
-    compute dtype, precision, `deterministic` and `decode` are copied.
+    `like`: a flax layer from which compute dtype, precision, `deterministic` and `decode` are
+    copied. Without it, dropout is off (`deterministic=True`).
 
     Raises:
       ValueError: the layer cannot hold the parameters or the behaviour; the message says why.

@@ -44,13 +44,14 @@ def from_module(
     A module of haiku exists only while its function is transformed, so this takes the parameters.
 
     Args:
-      variables: what `init` of a transformed function returns: module -> name -> array. Traced
-        arrays stay traced.
-      num_heads: of the module; shapes do not show it.
+      variables: parameters, as `init` of a transformed function returns them: module -> name ->
+        array. Traced arrays stay traced.
+      num_heads: of the module; shapes do not determine it.
       path: of the module, such as `"encoder/~/multi_head_attention"`; None: the only one.
 
     Raises:
-      ValueError: no module, or several, are there; an array is missing or does not fit.
+      ValueError: no `path`, and `variables` has no module or several; an array is missing or
+        does not fit.
 
     >>> import numpy as np
     >>> arrays = {f"attn/{n}": {"w": np.zeros((6, 6))} for n in ("query", "key", "value", "linear")}

@@ -1,7 +1,7 @@
 """Imports and exports attention blocks of Hugging Face transformers and timm checkpoints.
 
-Layouts whose tensors do not say all that the layer computes (norms, sinks, gates) are read and written if
-they are named, `layout="llama-sinks"` for gpt-oss.
+Layouts with norms, sinks or gates, whose tensors do not determine the function of the layer, are
+used only if the caller names them: `layout="llama-sinks"` for gpt-oss.
 
 The checkpoint's config.json holds the head count (`num_attention_heads`, `n_head`, `num_heads`).
 """

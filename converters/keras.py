@@ -70,11 +70,11 @@ def from_module(layer: "keras.Layer", variables: None = None) -> tuple[MHAParams
 
     Raises:
       TypeError: the layer is neither of the two.
-      ValueError: the layer is not built, or its class overrides how it computes.
+      ValueError: the layer is not built, or its class overrides a method that computes outputs.
 
-    `sliding_window` and `attention_axes` become fields of the semantics, which `multi_head_attention`
-    honours for inputs of the same number of axes. Keras' masks of several attended axes are without
-    the axis of heads: insert it, `mask[:, None]`.
+    `sliding_window` and `attention_axes` become fields of the semantics; `multi_head_attention`
+    applies them to inputs with as many axes as those of the layer. Keras' masks for several
+    attended axes have no head axis: insert one, `mask[:, None]`.
 
     If `output_shape` has several axes, the parameters merge them into one: reshape the output of
     jaxmha to `output_shape`.
@@ -105,7 +105,7 @@ _COMPUTING = (
 
 
 def weights_of(layer: "keras.Layer") -> tuple[MHAParams, Semantics]:
-    """Parameters and behaviour of a built layer, even if its class overrides how it computes."""
+    """Parameters and behaviour of a built layer, even if its class overrides `call` etc."""
     if not layer.built:
         raise ValueError(
             f"layer {layer.name!r} has no weights yet: call it once, or "
@@ -153,10 +153,10 @@ def to_module(
     The layer is a `GroupQueryAttention` if `kind="gqa"`, or if `kind` is None and `like` is one, or
     there are fewer key/value heads than query heads; otherwise it is a `MultiHeadAttention`.
 
-    `like`: a layer from which other settings are copied: initialisers, regularisers, constraints, seed,
-    dtype policy if its variables have the dtype of the weights, an `output_shape` of several axes if
-    the weights fit it, and with `semantics.attention_axes` the number of axes of inputs (otherwise as
-    few as these need, from 4 on).
+    `like`: a layer from which other settings are copied: initialisers, regularisers, constraints,
+    seed, dtype policy if its variables have the dtype of the weights, and an `output_shape` of
+    several axes if the weights fit it. With `semantics.attention_axes`, inputs have as many axes as
+    those of `like`, if it is built; otherwise as few as the attended axes need, at least 4.
 
     Raises:
       ValueError: Keras' layer cannot hold the parameters or the behaviour (the message says why),
@@ -215,7 +215,8 @@ def to_module(
 
 
 def _rank_of(axes: tuple[int, ...] | None, like: "keras.Layer | None") -> int:
-    """The number of axes of inputs: 3, or with `attention_axes` that of `like`, or at least 4."""
+    """The number of input axes: 3 without attended `axes`, else that of a built `like`, else at
+    least 4."""
     if axes is None:
         return 3
     if like is not None and like.built:
@@ -224,7 +225,10 @@ def _rank_of(axes: tuple[int, ...] | None, like: "keras.Layer | None") -> int:
 
 
 def _sliding_window(semantics: Semantics) -> int | None:
-    """Keras' setting for a window, which has as many keys before a query as after it."""
+    """Keras' setting for a window; None without one.
+
+    Raises ValueError unless the window has as many keys before a query as after it.
+    """
     window = semantics.local_window_size
     if window is None:
         return None
@@ -237,7 +241,7 @@ def _sliding_window(semantics: Semantics) -> int | None:
     return left + 1
 
 
-# Settings that follow from weights and behaviour, and are never copied from `like`.
+# Settings that weights and semantics determine, and that are never copied from `like`.
 _DERIVED = frozenset(
     [
         "num_heads",
@@ -267,7 +271,7 @@ def _settings_of(like: "keras.Layer", grouped: bool, Do: int, dtype: str) -> dic
     shape = config.pop("output_shape", None)
     if not grouped and shape is not None and np.prod(shape) == Do:
         config["output_shape"] = shape
-    built = type(like).from_config(like.get_config()).get_config()  # with settings as objects
+    built = type(like).from_config(like.get_config()).get_config()  # of an unbuilt copy
     config.pop("build_config", None)
     config.pop("dtype", None)
     settings = {k: v for k, v in config.items() if k in built}
@@ -307,8 +311,8 @@ def _forward_along(
     value: NDArray,
     mask: NDArray | None,
 ) -> NDArray:
-    """`forward` of a layer for inputs of more axes: positions are along its first attended axis, and
-    all other axes have size 1."""
+    """`forward` of a layer whose inputs have more than three axes: T and S become the first
+    attended axis, and all other axes have size 1."""
     axes = layer.attention_axes
     placed = [
         x.reshape(
@@ -316,7 +320,7 @@ def _forward_along(
         )
         for x in (query, value, key)
     ]
-    if mask is not None:  # B, the other axes, N, queries, keys
+    if mask is not None:  # B, unattended axes, N, attended axes of queries, of keys
         B, N, T, S = mask.shape
         ones = (1,) * (len(axes) - 1)
         mask = mask.reshape(B, *(1,) * (rank - 2 - len(axes)), N, T, *ones, S, *ones)

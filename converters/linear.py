@@ -22,7 +22,8 @@ __all__ = [
     "import_params",
 ]
 
-# No key tells them from other packings, and there may be no prefix.
+# Other packings have the same keys, and only a prefix, which may be absent, tells them apart: these
+# layouts are used only if the caller names them.
 _NAMED = [layout for layout in LAYOUTS if layout.name in ("chatglm", "megatron")]
 _BY_KEYS = [layout for layout in LAYOUTS if layout not in _NAMED]
 import_params, export_params = make_api(_BY_KEYS, [*_NAMED, STARCODER_HEADS])

@@ -65,14 +65,14 @@ def import_params(
 
     Args:
       state: arrays or tensors by key, a prefix and `.` before each.
-      layout: its name; default the first whose required keys are all there.
+      layout: its name; default: the first whose required keys are all present.
       num_heads: needed, since no shape holds the head count.
       prefix: takes only the keys below it.
       copy: True: leaves are NumPy arrays of their own. False: leaves are arrays of JAX on the CPU,
         in the memory of the tensors, which JAX keeps alive. Nothing is copied, and any later change
         of a tensor in place (an optimiser's step, `load_state_dict`, `copy_`) changes the parameters
-        too, even while JAX computes with them: do this only with weights that stay as they are. The
-        tensors of a `state_dict()` hide whether torch trains them; `from_module` checks that.
+        too, even while JAX computes with them: do this only with frozen weights. The
+        tensors of a `state_dict()` do not show whether torch trains them; `from_module` checks it.
 
     Raises:
       TypeError: the state is no dict, but a live layer, for example; without a copy: a value is no
@@ -106,7 +106,7 @@ class _Pair(NamedTuple):
 
 
 class Imported(_Pair):
-    """`(params, semantics)` of a module, and the order of its axes.
+    """`(params, semantics)` of a module, with `batch_first`, the order of its input axes.
 
     Attributes:
       batch_first: False (torch's default) if the module takes and returns `(T, B, Dq)`. `params` do
@@ -118,7 +118,7 @@ class Imported(_Pair):
     def __new__(  # noqa: PYI034
         cls, params: MHAParams, semantics: Semantics, batch_first: bool
     ) -> "Imported":
-        """Creates a pair, so that the result unpacks into `params, semantics`."""
+        """Creates a tuple of two, which unpacks into `params, semantics`."""
         made = super().__new__(cls, params, semantics)
         made.batch_first = batch_first
         return made
@@ -179,7 +179,8 @@ def from_module(
 def weights_of(module: "torch.nn.MultiheadAttention", *, copy: bool = True) -> Imported:
     """Parameters and semantics of a layer, even if it overrides forward or has hooks.
 
-    The weights are those that forward reads, which a parametrization computes from other tensors.
+    The weights are those that forward reads: of a parametrized layer, the values that the
+    parametrization computes.
     """
     keys = {entry.key for layout in LAYOUTS for entry in layout.entries}
     found = {key: attrgetter(key)(module) for key in sorted(keys)}

@@ -25,13 +25,13 @@ class Import(Protocol):
 
         Args:
           state: arrays or tensors by key, a prefix and `.` or `/` before each.
-          layout: its name; default the first whose required keys are all there.
+          layout: its name; default: the first whose required keys are present.
           num_heads: needed where no shape holds the head count, checked where one does.
           prefix: takes only the keys below it.
 
         Raises:
           TypeError: the state is no dict, but a live layer, for example.
-          ValueError: a key, shape or head count does not fit; names the key and the axes.
+          ValueError: a key, shape or head count does not fit; the message names key and axes.
 
         In `flax`, `equinox` and `haiku`, arrays that jit, grad or vmap traces stay traced.
         """
@@ -55,14 +55,15 @@ class Export(Protocol):
         """A flat dict of NumPy arrays in one of the layouts of the module.
 
         Args:
-          params, semantics: what to write.
+          params, semantics: the layer to export.
           layout: its name; default the first that can hold the parameters.
           prefix: goes before every key.
-          fold_scale: where the layout has another scale, multiply the queries to make up for it.
+          fold_scale: True: if the layout has another scale, multiplies the queries by the quotient.
           fill_bias: "zeros" fills in biases of zeros that the layout requires and params lack.
 
         Raises:
-          ValueError: no layout can hold the parameters or the behaviour, with the reason of each.
+          ValueError: no layout can hold the parameters or the behaviour; the message gives the
+            reason for each.
 
         In `flax`, `equinox` and `haiku`, arrays that jit, grad or vmap traces stay traced.
         """
@@ -70,7 +71,9 @@ class Export(Protocol):
 
 
 def described(text: str | None, terms: Mapping[str, str]) -> str:
-    """The docstring of a protocol, which the reference shows, with the terms of one module.
+    """Replaces each key of `terms` in the docstring of a protocol by its value for one module.
+
+    The reference shows the result.
 
     >>> described(Import.__call__.__doc__, {"of the module": "torch"}).partition(".")[0]
     'Parameters from a flat dict of arrays by one of the layouts torch'
@@ -84,7 +87,7 @@ def described(text: str | None, terms: Mapping[str, str]) -> str:
 def make_api(
     layouts: Sequence[Layout], by_name: Sequence[Layout] = (), *, traced: bool = False
 ) -> tuple[Import, Export]:
-    """`import_params` and `export_params` for these layouts, and by their names for `by_name`.
+    """Returns `import_params` and `export_params` for `layouts` and, if the caller names one, `by_name`.
 
     If the caller names no layout, import uses the first whose required keys are all present, and
     export the first that can hold the parameters. `traced`: also take arrays that JAX traces, and
@@ -142,7 +145,7 @@ def make_api(
 def first_that_holds(
     layouts: Sequence[Layout], export: Callable[[Layout], dict[str, NDArray]]
 ) -> dict[str, NDArray]:
-    """Exports to the first layout that can hold it; raises ValueError with the reason of each."""
+    """Returns the first export that succeeds; raises ValueError with all reasons if none does."""
     errors = []
     for layout in layouts:
         try:

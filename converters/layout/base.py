@@ -37,14 +37,15 @@ class Layout:
       name: the name on the command line (`--to torch`).
       entries: one for each array.
       ties: sizes that the layer fixes: letter -> another letter or a product, and the reason.
-      apart: sizes that must not all be equal, since another layout holds that case.
+      apart: letters whose sizes must not all be equal, because another layout holds that case, and
+        the reason for messages.
       separator: joins a prefix and a key.
       semantics: behaviour of the layer that its weights do not determine.
       holds: further fields of `Semantics` for which the layer has a setting.
       cyclic: True if query head n attends key head n % K, and not n // (N // K) as in `MHAParams`.
       other_keys: keys under the same prefix that are not part of attention.
       convention: the convention of other layers in the same files (`layer_layouts`), or "".
-      about: the framework's class and the documentation of the layout.
+      about: a description: the class or the models, and typical prefixes.
     """
 
     name: str
@@ -70,7 +71,7 @@ class Layout:
 
     @cached_property
     def dotted(self) -> "Layout":
-        """The layout in parameter trees that were saved with dots; itself if it has dots."""
+        """The layout with dots instead of slashes in its keys, as some files have them."""
         if self.separator == ".":
             return self
         entries = tuple(e._replace(key=e.key.replace("/", ".")) for e in self.entries)

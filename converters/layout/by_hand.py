@@ -59,7 +59,7 @@ _STYLES = {
         "Keras Dense, keys as in a .weights.h5 file,",
     ),
 }
-# Start of a layout name -> a kernel's axes after the features of the input.
+# Start of a layout name -> axes of size 1 at the end of a kernel.
 KERNELS = {"linear:": "", "conv1d:": " 1", "conv:": " 1 1"}
 _GROUPED = {"h": ("H", "the head count splits queries alone, so values are as wide as queries")}
 _PACKED = {
@@ -72,8 +72,8 @@ _PACKED = {
 
 _QUERY_KEY = {"K": _PACKED["K"], "h": _PACKED["h"], "Dk": _PACKED["Dk"]}
 _KEY_VALUE = {"h": _PACKED["h"], "Dv": ("Dk", "one input is projected to key and value")}
-NAMED = "names"  # suffix of layouts whose names come from a file
-_OF_ALL = "(heads)"  # end of the name of a layout with norms of all heads
+NAMED = "names"  # suffix of layouts whose layer names are read from a file
+_OF_ALL = "(heads)"  # end of a layout name: one norm covers all heads
 _NUMBERS = {2: "two", 3: "three", 4: "four"}
 # Suffix of a layout name -> keys of its relative positions, which add terms to the logits. A
 # conversion copies these arrays unchanged.
@@ -88,8 +88,8 @@ _TERMS = {
 def _by_hand(style: str, names: tuple[str, ...], suffix: str) -> Layout:
     """A layout of linear layers with these names.
 
-    Four names are query, key, value and output; of three, the second packs key and value; of two,
-    the first packs query, key and value.
+    Four names are query, key, value and output. Of three names, the second packs key and value, or
+    the first query and key (`_packs_queries`); of two, the first packs query, key and value.
     """
     separator, kernel, bias, turned, convention, about = _STYLES[style]
     if len(names) == 3:
@@ -125,7 +125,7 @@ def _by_hand(style: str, names: tuple[str, ...], suffix: str) -> Layout:
     for name, _, outs, roles in rows:
         axes = f"({outs})" if " " in outs else outs
         group = "out bias" if roles == ("out",) else "qkv bias"
-        if suffix == NAMED:  # any of them may lack a bias
+        if suffix == NAMED:  # each layer may lack its bias
             group = f"{roles[0]} bias"
         leaves = tuple(f"{role}.bias" for role in roles)
         entries.append(Entry(f"{name}{separator}{bias}", axes, leaves, group))
@@ -165,7 +165,7 @@ BY_HAND = tuple(
         ("qkv-out", ("qkv", "out_proj")),
         ("qkv-projection", ("qkv", "projection")),  # BLIP
     )
-    if (style, suffix) != ("linear", "qkv")  # the layout timm has these names
+    if (style, suffix) != ("linear", "qkv")  # layout `timm` has these keys
 ) + tuple(_by_hand("linear", names, suffix) for suffix, names in PUBLISHED.items())
 X_TRANSFORMERS = replace(
     _by_hand("linear", NAMES["to"], "to"),
@@ -197,10 +197,10 @@ def norms(query: str, key: str, axes: str) -> tuple[Entry, ...]:
 
 
 def of_names(name: str) -> Layout | None:
-    """The layout of torch layers whose names its own name lists; None for other names.
+    """The layout of torch layers that `name` lists; None if `name` is no such list.
 
-    The names of two norms may follow those of the layers after `+`; `(heads)` at the end says that
-    a norm is that of all heads.
+    `+` and the names of two norms may follow the layers, and then `(heads)` if each norm covers all
+    heads.
 
     >>> of_names("linear:to_q,to_kv,to_out.0").about
     'three torch.nn.Linear to_q, to_kv, to_out.0'

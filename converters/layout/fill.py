@@ -29,7 +29,7 @@ def check(fill_bias: str | None) -> None:
 
 
 def missing(layout: Layout, present: Mapping[str, Any]) -> dict[str, NDArray]:
-    """Zeros, without memory, for every absent bias that the layout requires next to `present`.
+    """Zeros, as views of one number, for the biases that the layout requires and `present` lacks.
 
     `present`: leaf -> array or placeholder. A bias without its kernel is not filled, and neither is
     an extra position: its zeros would take part in the softmax.
@@ -55,7 +55,7 @@ def filled(
 ) -> tuple[MHAParams, Mapping[str, NDArray]]:
     """Parameters with every bias that the layout requires, and the biases that were added.
 
-    `fill_bias`: None adds nothing. Raises ValueError for a value that is unknown.
+    `fill_bias`: None adds nothing. Raises ValueError for a value other than None and `FILLS`.
     """
     check(fill_bias)
     present = leaves(params)
@@ -64,7 +64,7 @@ def filled(
 
 
 def unheld(layout: Layout, present: Mapping[str, Any]) -> list[str]:
-    """Biases of projections that the layout has no place for; zeros among them may be dropped.
+    """Projection biases that the layout cannot hold; the caller may drop those that are all zero.
 
     >>> from jaxmha.converters.layout.huggingface import WHISPER
     >>> unheld(WHISPER, {"query.bias": 0, "key.bias": 0})
@@ -92,7 +92,7 @@ def note(layout: Layout, added: Mapping[str, Any]) -> str:
 
 
 def _kernel_of(bias: str, present: Mapping[str, Any]) -> str:
-    """The kernel to which a bias belongs, in either form of a gate; "" if it is absent."""
+    """The kernel of a bias; "" if it is absent. `gate_heads.bias` may belong to `gate.kernel`."""
     name = bias.replace(".bias", ".kernel")
     forms = (name, field_of(name)) if name != bias else ()
     return next((form for form in forms if form in present), "")

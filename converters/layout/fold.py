@@ -2,8 +2,8 @@
 
 `scale * (q . k) == target_scale * (f q . k)` with f = scale / target_scale. Kernel and bias of the
 query are multiplied by f, or scale and bias of the query norm if there is one. A power of two is
-exact; any other factor rounds every number once. A query norm without scales or with an offset,
-or clipping of queries, comes after every array of the query, so that none can be multiplied.
+exact; any other factor rounds every number once. If queries are clipped, or their norm has no
+scales or an offset, no array can be multiplied: the query is not proportional to any.
 """
 
 import math
@@ -110,7 +110,7 @@ def fold(params: MHAParams, semantics: Semantics, target: Layout) -> tuple[MHAPa
 
 
 def note(semantics: Semantics, factor: float, dtype: DTypeLike, H: int) -> str:
-    """A sentence that says how queries of this dtype were multiplied."""
+    """A sentence that gives the factor of the queries, and the rounding error in this dtype."""
     scale = H**-0.5 if semantics.scale is None else semantics.scale
     done = f"the scale {scale:.6g} is folded into the query, which is multiplied by {factor:.6g}"
     if is_exact(factor):

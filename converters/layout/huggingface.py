@@ -148,7 +148,7 @@ VIDEO = Layout(
 
 
 def _with_axes(entries: tuple[Entry, ...], old: str, new: str) -> tuple[Entry, ...]:
-    """The entries with other axes in the place of some."""
+    """The entries, with `old` replaced by `new` in their axes."""
     return tuple(entry._replace(axes=entry.axes.replace(old, new)) for entry in entries)
 
 
@@ -189,7 +189,7 @@ TIMM_HEADS_CONV = replace(
         entry._replace(axes=f"{entry.axes} 1 1") if entry.key.endswith("weight") else entry
         for entry in TIMM_HEADS.entries
     ),
-    ties=_PACKED,  # the first layer of a stage widens, next to a shortcut that does
+    ties=_PACKED,  # the first block of a stage and its shortcut have Do > Dq
     about="CoAtNet of timm: convolutions of one position, packed head by head",
 )
 TIMM_NEST = replace(

@@ -14,8 +14,8 @@ from jaxmha.latent.params import CANONICAL, from_leaves, leaves, sizes
 
 
 class Linear(NamedTuple):
-    """A linear layer: its leaves follow each other along the output axis of its weight, head by head
-    where they have heads."""
+    """A linear layer, whose weight packs its leaves along the output axis: within each head, if
+    they have heads."""
 
     name: str
     leaves: tuple[str, ...]
@@ -31,12 +31,12 @@ _LOW_RANK = Linear("q_a_proj", ("query_latent",)), Linear("q_b_proj", ("query",)
 NORMS = {"kv_a_layernorm.weight": "latent_norm", "q_a_layernorm.weight": "query_latent_norm"}
 # Leaf of `LatentParams` -> its key in files of layout jaxmha.
 OWN = {leaf: f"mla_{leaf.replace('.', '_')}" for leaf in CANONICAL}
-# The key by which a block of latent attention is found.
+# A prefix that has this key is a block of latent attention.
 SIGN = "kv_a_proj_with_mqa.weight"
 
 
 def known_keys(keys: Collection[str]) -> set[str]:
-    """The keys that a block with these keys may have, for `import_latent_params` to read it."""
+    """Every key that `import_latent_params` accepts; `keys` show whether queries have latents."""
     linears = linears_of("q_a_proj.weight" in keys)
     return {f"{x.name}.{end}" for x in linears for end in ("weight", "bias")} | {*NORMS}
 
@@ -97,7 +97,10 @@ def import_latent_params(state: Mapping[str, Any], *, prefix: str = "") -> Laten
 
 
 def _of_own(arrays: Mapping[str, Any]) -> LatentParams:
-    """Latent attention by the keys of layout jaxmha; other keys are ignored, as they are not of it."""
+    """Latent attention by the keys of layout jaxmha; ignores other keys.
+
+    Raises ValueError if a required key is missing or a shape does not fit.
+    """
     found = {leaf: to_numpy(arrays[key]) for leaf, key in OWN.items() if key in arrays}
     required = ("query", "rotary_key", "key", "value")
     if missing := [OWN[f"{x}.kernel"] for x in required if f"{x}.kernel" not in found]:
@@ -147,8 +150,8 @@ def linears_of(low_rank: bool) -> tuple[Linear, ...]:
 def sizes_of(arrays: Mapping[str, NDArray]) -> dict[str, int]:
     """The sizes L, R, N, H and h from the shapes.
 
-    The weights of queries, keys and values, and outputs have N * (H + R), N * (H + h) and N * h
-    rows or columns, so that N * R is known.
+    `q_proj` (or `q_b_proj`) has N (H + R) rows, `kv_b_proj` has N (H + h) and `o_proj` N h columns,
+    which together give N R. Raises ValueError if the shapes do not fit.
     """
     query = arrays["q_b_proj.weight" if "q_b_proj.weight" in arrays else "q_proj.weight"]
     down, up, out = (arrays[f"{linear.name}.weight"] for linear in _SHARED)
@@ -170,12 +173,12 @@ def sizes_of(arrays: Mapping[str, NDArray]) -> dict[str, int]:
 
 
 def split(linear: Linear, end: str, array: NDArray, sizes: Mapping[str, int]) -> dict[str, NDArray]:
-    """The leaves of one array."""
+    """Splits an array, the "weight" or "bias" (`end`) of a layer, into its leaves."""
     leaf = "kernel" if end == "weight" else "bias"
     if linear.name == "o_proj":
         kernel = array.T.reshape(sizes["N"], sizes["h"], -1) if leaf == "kernel" else array
         return {f"out.{leaf}": kernel}
-    columns = array.T  # the kernel, or the bias, whose last axis are the outputs
+    columns = array.T  # kernel or bias; its last axis holds the outputs
     if linear.leaves in (("query",), ("key", "value")):
         columns = columns.reshape(*columns.shape[:-1], sizes["N"], -1)
     at = {"kv_a_proj_with_mqa": [sizes["L"]], "kv_b_proj": [sizes["H"]]}.get(linear.name, [])
@@ -184,7 +187,7 @@ def split(linear: Linear, end: str, array: NDArray, sizes: Mapping[str, int]) ->
 
 
 def joined(linear: Linear, end: str, parts: list[NDArray]) -> NDArray:
-    """One array from its leaves."""
+    """Joins leaves to an array: the inverse of `split`."""
     joined = np.concatenate(parts, axis=-1)
     if end == "bias":
         return joined.reshape(-1)

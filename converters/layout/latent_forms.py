@@ -14,7 +14,7 @@ from jaxmha.converters.layout import latent
 from jaxmha.converters.layout.arrays import NDArray
 from jaxmha.converters.layout.base import Layout
 
-# As a target this layout has no entry for blocks of `MHAParams`, and refuses them by name.
+# Without entries: converting a block of `MHAParams` to this layout raises an error that names it.
 DEEPSEEK = Layout(
     "deepseek",
     (),
@@ -28,7 +28,7 @@ Shapes = Mapping[str, Sequence[int]]
 
 
 class Held(NamedTuple):
-    """One array of a form: its leaves, and how they are taken out and put together."""
+    """One array of a form: its leaves, functions to split and join it, its shape from theirs."""
 
     leaves: tuple[str, ...]
     split: Callable[[NDArray], Mapping[str, NDArray]]

@@ -67,7 +67,7 @@ LINEAR_OUT_BIAS = replace(
         for entry in LINEAR.entries
         if not entry.group or entry.key == "out_proj.bias"
     ),
-    other_keys=("causal_mask", "attn_mask", "mask", "tril"),  # which calls have as their mask
+    other_keys=("causal_mask", "attn_mask", "mask", "tril"),  # buffers of masks
     about="GPT-Neo: q_proj, k_proj, v_proj without biases, out_proj with one",
 )
 _PACKED_TIES = {
@@ -77,7 +77,7 @@ _PACKED_TIES = {
     "Dv": ("Dq", "one input is projected to query, key and value"),
 }
 _ALL = ("query.kernel", "key.kernel", "value.kernel"), ("query.bias", "key.bias", "value.bias")
-# Layout name -> packed layer, output layer, axis letter for all heads (see `uneven`), and models.
+# Layout name -> packed layer, output layer, axis letter for all heads (see `uneven`), description.
 # `_uneven` lists the output kernel first: its input width and the head count give the head width.
 _UNEVEN = {
     "phi3": ("qkv_proj", "o_proj", "M", "Phi-3: all queries, then all keys, then all values"),
@@ -124,7 +124,7 @@ def _uneven(name: str, packed: str, out: str, heads: str, about: str) -> Layout:
 
 
 UNEVEN = tuple(_uneven(name, *row) for name, row in _UNEVEN.items())
-# The keys are those of `starcoder`, which fits nanoGPT as well, so a configuration alone tells.
+# `starcoder` has the same keys, and nanoGPT too: only a config tells that heads are packed so.
 STARCODER_HEADS = _uneven(
     "starcoder-heads", "c_attn", "c_proj", "U", "gpt_bigcode without multi_query: head by head"
 )

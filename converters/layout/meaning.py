@@ -1,6 +1,6 @@
 """Layouts of published models whose attention has norms, sinks or gates next to the projections.
 
-Most layouts are Llama's four projections and the arrays of some of these parts.
+Most layouts add arrays of these parts to Llama's four projections.
 """
 
 from dataclasses import replace
@@ -26,7 +26,7 @@ _RMS = Semantics(qk_norm="rms")
 _LAYER = Semantics(qk_norm="layer", qk_norm_epsilon=1e-5)
 _ALL_HEADS = Semantics(qk_norm="rms", qk_norm_scope="heads")
 _PLAIN = Semantics()
-# Layout -> entries in addition to Llama's, semantics without a configuration, and description.
+# Layout -> entries in addition to Llama's, semantics if there is no config, and description.
 _MEANING: dict[str, tuple[tuple[Entry, ...], Semantics, str]] = {
     "llama-norm-heads": (
         _OF_ALL,
@@ -183,7 +183,8 @@ LAYOUTS = (
     *MOLMO,
     W_QKV_NORM,
 )
-# Layout -> what its tensors leave open; "q_norm and k_norm normalise" for other layouts.
+# Layout -> the clause after "no tensor tells how" in its error. Other layouts get "q_norm and
+# k_norm normalise".
 OPEN = {
     **dict.fromkeys(("lfm", "persimmon"), "q_layernorm and k_layernorm normalise"),
     **dict.fromkeys(("cosmos", "litgpt-norm-heads", "litgpt-norm"), "norm_q and norm_k normalise"),

@@ -26,13 +26,13 @@ LAYOUTS: tuple[Layout, ...] = (
     *haiku.LAYOUTS,
     *jaxmha.LAYOUTS,
 )
-# Layouts that are not looked up by keys: of latent attention, which hold no block of `MHAParams`, and
-# of models that a configuration alone tells from others.
+# Layouts that keys never select: `deepseek` holds latent attention, no `MHAParams`, and only a
+# config tells `starcoder-heads` from `starcoder`.
 ALONE = {DEEPSEEK.name: DEEPSEEK, linear.STARCODER_HEADS.name: linear.STARCODER_HEADS}
 
 
 def named(name: str) -> Layout:
-    """The layout of this name, or one of linear layers whose names the name itself lists.
+    """The layout of this name, which may also be a list of layers that `by_hand.of_names` reads.
 
     An unknown name raises a ValueError that lists the known names.
 

@@ -16,11 +16,12 @@ _ELSE = "or import with copy=True"
 
 
 def source(tensor: Any) -> "torch.Tensor":
-    """The tensor without its history, if an array may share its memory.
+    """Returns the tensor, if a JAX array may share its memory.
 
     Raises:
       TypeError: it is no torch tensor.
-      ValueError: it is elsewhere, of another form, or trained; the message says what to do.
+      ValueError: it is not on the CPU, or not dense and contiguous; it requires a gradient; or JAX
+        would round its dtype. The message gives a remedy.
     """
     with needed("torch"):
         import torch
@@ -52,7 +53,7 @@ def leaf(part: "torch.Tensor") -> jax.Array:
     """The part of a tensor as an array of JAX in the same memory.
 
     Raises:
-      ValueError: JAX would copy it: it begins at an address that is no multiple of 64 bytes.
+      ValueError: JAX would copy the part, whose address is no multiple of 64 bytes.
     """
     made: jax.Array = jnp.from_dlpack(part)
     if part.numel() and made.unsafe_buffer_pointer() != part.data_ptr():

@@ -43,12 +43,12 @@ def import_params(
 ) -> tuple[MHAParams, Semantics]:
     """Imports the keys under `prefix` by the named layout, or by the first that fits.
 
-    `take` converts each source array, and `put`, by default `take` again, each leaf, which is a view
-    of it where one can be made.
+    `take` converts each source array. `put` (default: `take`) converts each leaf, which is a view
+    of the converted array where NumPy can make one.
 
     Raises:
       ValueError: an unknown layout; an unknown or missing key; a shape that does not fit, with the
-        expected axes; a head count that is required, or that contradicts a shape.
+        expected axes; a head count that is missing although required, or contradicts a shape.
     """
     chosen = choose(layouts, state.keys(), layout, prefix)
     keys = {name: chosen.key(prefix, name) for name in state}
@@ -67,7 +67,7 @@ def import_params(
 
 
 def behaviour(layout: Layout, found: Mapping[str, Any]) -> Semantics:
-    """The semantics of a layer with the leaves `found`; without norms if it has no scales."""
+    """The semantics of the layout, without its norms if the leaves `found` have no norm scales."""
     return with_norms(layout.semantics, bool(NORM_SCALES & found.keys()))
 
 
@@ -104,7 +104,7 @@ def bind_shapes(
     """The size of every axis letter, from the shapes by key; leading axes must be equal for all keys.
 
     Raises:
-      ValueError: a shape does not fit, or the head count is required.
+      ValueError: a shape does not fit, or `num_heads` is required and None.
     """
     refuse_heads(layout, num_heads)
     sizes = {} if num_heads is None else {"N": num_heads}

@@ -33,7 +33,7 @@ def _letter(axes: str) -> str:
 def completed(sizes: Mapping[str, int]) -> dict[str, int]:
     """The sizes, with K computed from N and the number of all heads if an array packs all heads.
 
-    Raises ValueError if the number of all heads leaves no K heads of keys and of values.
+    Raises ValueError unless the number of all heads is N + 2 K and N is a multiple of K.
 
     >>> completed({"N": 6, "M": 10})["K"]
     2
@@ -87,7 +87,7 @@ def pack(entry: Entry, leaf: Callable[[str], NDArray]) -> NDArray:
 
 
 def grouped(found: Mapping[str, NDArray], K: int) -> dict[str, NDArray]:
-    """Leaves whose query head n attended key head n % K, with the query heads of a key together.
+    """Reorders query heads, of which head n attends key head n % K, to the order of `MHAParams`.
 
     >>> grouped({"query.bias": np.array([[0], [1], [10], [11]])}, K=2)["query.bias"].tolist()
     [[0], [10], [1], [11]]
@@ -96,7 +96,7 @@ def grouped(found: Mapping[str, NDArray], K: int) -> dict[str, NDArray]:
 
 
 def in_cycle(name: str, leaf: NDArray, K: int) -> NDArray:
-    """The leaf of which `grouped` makes this one."""
+    """The inverse of `grouped` for one leaf: query head n attends key head n % K."""
     return _reordered(name, leaf, K, "(K g)", "(g K)")
 
 

@@ -14,7 +14,7 @@ def explain(a: NDArray | None, b: NDArray | None, part: str = "mask") -> tuple[s
 
     Args:
       a, b: Boolean, `(#B, #N, #T, #S)`, True = attend; None allows every pair.
-      part: a name for the part of a mask that both arrays are, such as `padding`.
+      part: the name, for the sentence, of the part of a mask that both arrays hold: `padding`.
 
     >>> padding = np.arange(5) < np.array([[[[3]]], [[[4]]]])
     >>> explain(padding, ~padding)[0], explain(padding, None)[0]

@@ -212,7 +212,9 @@ def narrowed(array: NDArray) -> NDArray:
 
 
 def padding_of(mask: Mask, role: str, length: int) -> NDArray | None:
-    """Lengths and padding of `query` or `key_value` of a checked mask, as one `(#B, length)` array.
+    """Joins padding and lengths of a mask for a role, `query` or `key_value`: `(#B, length)`.
+
+    Returns None if the mask has neither.
 
     >>> padding_of(Mask.lengths(key_value=np.array([1, 2])), "key_value", 2).astype(int).tolist()
     [[1, 0], [1, 1]]

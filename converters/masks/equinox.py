@@ -1,8 +1,8 @@
 """Masks of equinox.nn.MultiheadAttention: Boolean, True means attend.
 
-Source: equinox/nn/_attention.py. A layer is called for one batch row, and batches are under
-`jax.vmap`: a mask with three axes is (N, T, S), where Keras' is (B, T, S). No axis is broadcast. A
-row that the mask empties returns the mean of the values.
+Source: equinox/nn/_attention.py. A layer is called for one batch row, under `jax.vmap` for a
+batch: a mask with three axes is (N, T, S), where Keras' is (B, T, S). No axis is broadcast. A fully
+masked row returns the mean of the values.
 """
 
 from typing import Any

@@ -1,8 +1,8 @@
 """Masks of flax.linen and flax.nnx attention: True (or nonzero) means attend.
 
 Sources: flax/linen/attention.py, flax/nnx/nn/attention.py. Flax reads a mask with three axes as
-(N, T, S): it refuses a (B, T, S) mask, or, if B = N, silently reads it per head. A row that the
-mask empties returns the mean of the values. If a bias of -inf excludes every key that the mask
+(N, T, S): it refuses a (B, T, S) mask, or, if B = N, silently reads it per head. A fully masked
+row returns the mean of the values. If a bias of -inf excludes every key that the mask
 allows, the row returns the mean of the masked values, or NaN if the mask allows every key.
 """
 

@@ -18,8 +18,8 @@ from jaxmha.static_checks import one_of
 
 Style = Literal["filled", "added"]
 
-# How the layer reads two and three axes: it inserts one at position 1, which is T after two and N
-# after three.
+# The layer inserts an axis of size 1 at position 1, so that it reads two axes as (N, 1, S) and
+# three as (B, 1, T, S).
 _AXES = ("#N #S", "#B #T #S")
 FILLED = MaskArg("mask", _AXES, other="nonzero", empty=(("", "mean"),))
 ADDED = MaskArg(

@@ -35,7 +35,7 @@ SCORES = MaskArg(
 )
 ARGUMENTS = (PADDING, SCORES)
 
-# Values that block a pair: the smallest finite number of each dtype, also after a cast to another.
+# Values that block a pair: the smallest finite number of any dtype, since masks may have been cast.
 _CONSTANTS = tuple(
     float(ml_dtypes.finfo(dtype).min)  # type: ignore[no-untyped-call]
     for dtype in ("float16", "bfloat16", "float32", "float64")
@@ -68,7 +68,7 @@ def import_masks(
       the mask and the bias. A pair that holds the smallest number of its dtype, or -inf, is
       excluded; this is exact if the row has another key. A fully masked row is the mean of the
       values: evaluate with `fully_masked="mean"` to reproduce it. If such a row mixes constants,
-      transformers averages only over the largest, so everything stays bias.
+      transformers averages only over the largest; then the mask is None and all values are bias.
 
     Raises:
       ValueError: a shape is not allowed; a (B, S) mask holds numbers other than 0 and 1; or the
@@ -203,7 +203,7 @@ def _scores(allowed: NDArray | None, added: NDArray | None, dtype: np.dtype[Any]
 
 
 def _narrow(bias: NDArray, dtype: np.dtype[Any]) -> NDArray:
-    """The bias in the dtype of the model, -inf unchanged; ValueError outside its range."""
+    """Casts the bias to `dtype`, -inf unchanged; raises ValueError if a finite value overflows."""
     with np.errstate(over="ignore"):
         narrow: NDArray = bias.astype(dtype)
     lost = np.isfinite(bias) & ~np.isfinite(narrow)

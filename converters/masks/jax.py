@@ -1,6 +1,6 @@
 """Masks of jax.nn.dot_product_attention: Boolean, True means attend.
 
-Source: jax/_src/nn/functions.py. A row that masks empty returns the mean of the values, or 0 beyond
+Source: jax/_src/nn/functions.py. A fully masked row returns the mean of the values, or 0 beyond
 a query length. If a bias of -inf excludes every key that the masks allow, the row returns the mean
 of the masked values, or NaN if the masks allow every key.
 """

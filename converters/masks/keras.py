@@ -84,8 +84,8 @@ def import_masks(
       key_mask: `(B, S)`.
       sliding_window: the setting of the layer; w allows |i - j| < w.
       kind: `"mha"` for MultiHeadAttention, `"gqa"` for GroupedQueryAttention.
-      implicit: the query tensor carries the query's mask (`mask_zero`, `Masking`) and the caller
-        does not pass it: MultiHeadAttention ignores a query_mask that is passed.
+      implicit: True: the query tensor carries query_mask (`mask_zero`, `Masking`). False: the
+        caller passes query_mask; MultiHeadAttention ignores it then, so that `"mha"` raises.
       num_heads: N. If a four-axis mask is given together with `(B, S)` masks and B = N, Keras
         applies row b of the latter to head b, and so does the returned mask.
 
@@ -141,7 +141,10 @@ def _one_reading(mask: NDArray, kind: Kind) -> None:
 
 
 def _with_four_axes(row: MaskArg, values: dict[str, Any], num_heads: int | None) -> MaskArg:
-    """The argument of a (B, S) mask, with the axes that Keras applies if another mask has four."""
+    """The argument of padding with axis B read as N, as Keras does next to a mask of four axes.
+
+    Raises ValueError unless B = N or B = 1.
+    """
     value = values[row.name]
     if value is None or len(to_numpy(value)) == 1:
         return row
@@ -213,7 +216,7 @@ def export_masks(
         joined = array_of(whole, T, S)
         if (
             joined is not None and joined.shape[1] == 1
-        ):  # all heads are equal after joining the masks
+        ):  # all heads are equal once causality and padding are joined
             return {"attention_mask": write(_WRITTEN, joined, {})}
         if not per_head:
             raise ValueError(_PER_HEAD.format(rest.shape[1]))

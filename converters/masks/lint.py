@@ -74,20 +74,20 @@ def findings(
     found += _is_causal(framework, arguments)
     found += _row_to_head(framework, arguments, sizes)
     if made_of is not None:
-        # The conditions of a Mask say which queries are padding; an array does not.
+        # Only the Mask, not its array, shows which queries are padding.
         arguments.pop("mask", None)
     found += _whole(framework, arguments, made_of, sizes, {finding.name for finding in found})
     return found
 
 
 def _module(framework: str) -> ModuleType:
-    name = {"jaxmha": "jax"}.get(framework, framework)  # the same arguments, and True = attend
+    name = {"jaxmha": "jax"}.get(framework, framework)  # jaxmha has jax's arguments
     return import_module(f"jaxmha.converters.masks.{name}")
 
 
 def _array_of(mask: Mask, sizes: Mapping[str, int]) -> NDArray | None:
-    """The pairs of a mask, of as few axes as it has; None if its number of keys is not known."""
-    mask = replace(mask, query_padding=None, query_lengths=None)  # rows of no query may be empty
+    """The allowed pairs of a mask, without leading axes of size 1; None if S is not known."""
+    mask = replace(mask, query_padding=None, query_lengths=None)  # padded rows may be empty
     T, S = _lengths(mask, None, sizes)
     if S is None:
         return None
@@ -181,7 +181,10 @@ def _whole(
     sizes: Mapping[str, int],
     known: set[str],
 ) -> Iterator[Finding]:
-    """Findings about all arguments together: `import_masks` refuses them, or rows are empty."""
+    """Yields findings about the arguments as a whole: `import_masks` raises, or rows are empty.
+
+    `conditions`: the `Mask` of the call, if given. `known`: names of the findings so far.
+    """
     importer = _module(framework).import_masks
     taken = signature(importer).parameters
     named = {SIZES[letter]: n for letter, n in sizes.items() if framework != "sdpa"}
@@ -224,10 +227,10 @@ def _refused(argument: str, error: Exception) -> Finding:
 
 
 def _lengths(mask: Mask, bias: NDArray | None, sizes: Mapping[str, int]) -> tuple[int, int | None]:
-    """T and S of a call, as given or as the arrays have them; S is None if none has it.
+    """T and S of a call, from `sizes` or else from the arrays; S is None if neither has it.
 
-    If nothing has T, there are as many queries as keys in a mask that treats queries differently,
-    and any number in another: one stands for all.
+    If neither has T: a causal mask or a window counts as self-attention, T = S; any other mask is
+    the same for all queries, T = 1.
     """
     arrays = [np.shape(x) for x in (bias, mask.array) if x is not None]
     fields = {
@@ -246,9 +249,9 @@ def _lengths(mask: Mask, bias: NDArray | None, sizes: Mapping[str, int]) -> tupl
 
 
 def _tokens(mask: Mask, T: int, S: int) -> NDArray:
-    """True, broadcastable to `(B, 1, T)`, for each query that is no padding, as far as a mask tells.
+    """Boolean, broadcastable to `(B, 1, T)`: False for queries that the mask shows to be padding.
 
-    Query i of a causal mask has its own key at `i + offset`, which is padding if the query is.
+    With a causal mask or a window, query i is padding if the key at its position `i + offset` is.
     """
     queries = Mask(query_padding=mask.query_padding, query_lengths=mask.query_lengths)
     tokens: NDArray = np.asarray(queries.to_array(T, 1, np))[..., 0]

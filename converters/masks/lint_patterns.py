@@ -1,10 +1,10 @@
-"""Patterns of Boolean arrays, True = attend, by which the mask linter knows causal and padding masks."""
+"""Patterns of causal masks and padding in Boolean arrays (True = attend), for the mask linter."""
 
 import numpy as np
 
 from jaxmha.converters.layout.arrays import NDArray
 
-# How a causal triangle of axes (T, S) was turned -> what turns it back.
+# Fault of a transposed or reversed causal triangle `(T, S)` -> expression that restores it.
 TURNS = {
     "the keys of query t begin at t": "mask.swapaxes(-1, -2)",
     "its queries stand in reverse": "mask[..., ::-1, :]",
@@ -24,7 +24,7 @@ def products(slices: NDArray) -> tuple[NDArray, NDArray]:
 
 
 def paddings(slices: NDArray) -> NDArray | None:
-    """Padding `(B, S)` of a batch of `(T, S)` slices; None unless the slices differ only by it."""
+    """The padding `(B, S)` of a batch of `(T, S)` slices; None unless it is all that differs."""
     rows = np.asarray(slices.any(1))
     if not (slices == (slices.any(0, keepdims=True) & rows[:, None])).all():
         return None
@@ -34,10 +34,10 @@ def paddings(slices: NDArray) -> NDArray | None:
 
 
 def is_batch(rows: NDArray, T: int | None) -> bool:
-    """True if rows of `S` entries are padding of a batch, and cannot be what successive queries see.
+    """True if `rows`, `(n, S)`, are padding of a batch, and not the keys of n successive queries.
 
-    Each query sees as many keys as the one before or more: one more, or all up to its own key, or
-    any number where `T` says that there are as many queries as rows.
+    Successive queries see no fewer keys than the query before. If T is n, they may see any number
+    more; otherwise at most one more, or all keys up to their own.
     """
     known = len(rows) == T
     rows = rows[rows.any(1)]
@@ -45,15 +45,15 @@ def is_batch(rows: NDArray, T: int | None) -> bool:
         return False
     seen = rows.sum(1)
     if rows[:, -1].all():
-        seen = seen[::-1]  # left padding: queries that see the future see less and less
-    own = np.arange(len(rows)) + rows.shape[1] - len(rows) + 1  # the last queries of all keys
+        seen = seen[::-1]  # left padding: queries that see the future see ever fewer keys
+    own = np.arange(len(rows)) + rows.shape[1] - len(rows) + 1  # if they are the last queries
     steps = np.diff(seen)
     ordered = known or (steps <= 1).all() or (seen >= own).all()
     return not (ordered and (steps >= 0).all())
 
 
 def is_inverted_causal(slices: NDArray) -> bool:
-    """True if the hidden pairs form a causal triangle, at either corner, cropped by padding."""
+    """True if hidden pairs form a causal triangle, from either corner, perhaps cropped by padding."""
     T, S = slices.shape[1:]
     hidden = ~slices
     rows, columns = products(hidden)
@@ -77,7 +77,7 @@ def is_inverted_padding(hidden: NDArray, length: int) -> bool:
 
 
 def hides_longest(slices: NDArray) -> bool:
-    """True if slices are a causal triangle within padding that is inverted."""
+    """True if the slices combine a causal triangle with inverted padding."""
     T, S = slices.shape[1:]
     columns = np.asarray(slices.any(1))
     if not columns.any() or not is_inverted_padding(~columns, S):
@@ -87,9 +87,9 @@ def hides_longest(slices: NDArray) -> bool:
 
 
 def turned(slices: NDArray) -> str:
-    """The key of `TURNS` if all slices are a causal triangle turned so; else empty.
+    """The key of `TURNS` that describes all slices; "" if none does.
 
-    A triangle of two queries is as likely padding.
+    Fewer than three queries give "": such a triangle is as likely padding.
     """
     T, S = slices.shape[1:]
     if T != S or T < 3:
@@ -100,9 +100,10 @@ def turned(slices: NDArray) -> str:
 
 
 def is_inverted_batch(rows: NDArray) -> bool:
-    """True if rows of `S` entries show padding on the right, and cannot be what queries see.
+    """True if `rows`, `(T, S)`, are inverted right padding, and not the keys of T queries.
 
-    Queries see their own key alone next to left padding, or one key fewer than the query before.
+    They may be keys of queries if only the last query sees a key, if each query sees one key fewer
+    than the query before, or if all valid queries see the same valid keys.
     """
     T, S = rows.shape
     queries, keys = np.asarray(rows.any(1)), np.asarray(rows.any(0))

@@ -25,8 +25,8 @@ from jaxmha.converters.masks.spec import MaskArg, is_additive
 from jaxmha.dims import parse
 
 FLOAT16_LOWEST = -65504.0
-# Additive values of at most CONSTANT are meant to exclude a key. Those above SWALLOWS are too weak:
-# adding them does not round the logits away, so that a fully masked row attends as if unmasked.
+# Additive values <= CONSTANT are meant to exclude a key. A constant > SWALLOWS is too weak: adding
+# it does not round the logits away, so that a fully masked row attends as if unmasked.
 CONSTANT, SWALLOWS = -1e3, -1e8
 
 
@@ -46,8 +46,8 @@ class Given(NamedTuple):
     """A mask argument, the axes by which it is read, and the pairs that it allows.
 
     `keep` is True where a pair is allowed, and `letters` are its axes; the axis `(B N)` is split in
-    two if N is known. `sizes` are those of the call, as far as they are known, and `made_of` is the
-    `Mask` that the array was made of.
+    two if N is known. `sizes`: known sizes of the call. `dtype`: the compute dtype. `made_of`: the
+    `Mask` from which the array was made, if the caller gave one.
     """
 
     argument: MaskArg
@@ -68,7 +68,7 @@ def given(
 ) -> Given | None:
     """Reads a mask argument by its axes.
 
-    Returns None for lengths, and if no axes fit, which `import_masks` reports itself.
+    Returns None for lengths, and if no axes have the rank of the array; `import_masks` then raises.
 
     >>> given(MaskArg("mask", ("#S", "#T #S")), np.ones((2, 3), bool), {}, None).letters
     ('T', 'S')
@@ -79,7 +79,7 @@ def given(
     added = array.dtype != np.bool_ and argument.other == "added"
     keep = ~blocked_by(array) if added else (array != 0) == argument.keep
     if not added and is_additive(array):
-        keep = array == 0  # as it was meant: `_cast` reports what is read, or `import_masks`
+        keep = array == 0  # the intended pairs; `_cast` reports, or `import_masks` raises
     letters: list[str] = []
     shape: list[int] = []
     for group, size in zip(parse(axes.replace("#", "")), array.shape, strict=True):
@@ -92,7 +92,7 @@ def given(
 
 
 def blocked_by(added: NDArray) -> NDArray:
-    """True where an additive value is meant to exclude.
+    """True where an additive value is meant to exclude the key.
 
     >>> blocked_by(np.array([0.0, -1e4, -np.inf])).tolist(), blocked_by(np.array([-2e3, 1.0])).any()
     ([False, True, True], np.False_)
@@ -159,7 +159,7 @@ def _inverted(given: Given) -> Finding | None:
     if given.made_of is not None and given.made_of.key_value_padding is not None:
         rows = np.asarray(given.made_of.key_value_padding)
     elif not dense:
-        return None  # no Booleans were given, whose meaning could be another
+        return None  # only a Boolean array could be inverted
     if slices is not None and is_inverted_causal(slices):
         what = f"{causal} whose polarity is inverted, since {polarity}"
     elif rows is not None and is_inverted_padding(~rows, rows.shape[1]):
@@ -193,11 +193,11 @@ def _turned(given: Given) -> Finding | None:
 
 
 def _left_padding(given: Given) -> Finding | None:
-    """Finds masks of which every batch row keeps only its last keys, which either padding may mean."""
+    """Finds masks that keep only the last keys of every row: left or inverted right padding."""
     rows, slices = _rows(given), _slices(given)
-    chunk = slices is not None and slices.shape[1] != slices.shape[2]  # of a cache
+    chunk = slices is not None and slices.shape[1] != slices.shape[2]  # decoding with a cache
     if rows is None and slices is not None:
-        queries, tokens = products(~slices)  # padding of queries and keys, the wrong way round
+        queries, tokens = products(~slices)  # inverted padding of queries and keys
         outer = (~slices == (queries[:, :, None] & tokens[:, None])).all() and one_block(queries)
         rows = ~tokens if outer and queries[:, 0].all() else None
     if rows is None or chunk or not (rows[:, -1].all() and not rows[:, 0].any()):

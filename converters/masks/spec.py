@@ -52,7 +52,7 @@ class MaskArg(NamedTuple):
 
 
 def is_additive(array: NDArray) -> bool:
-    """True for numbers that look as if they were to be added to the logits: 0 keeps, others lower.
+    """True for numbers that look like an additive mask: some are 0, some negative, none positive.
 
     >>> is_additive(np.array([0.0, -np.inf])), is_additive(np.array([0, 1]))
     (True, False)

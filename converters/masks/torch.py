@@ -69,8 +69,8 @@ def import_masks(
     `static_k` and `static_v`. A mask that torch ignores is checked nevertheless.
 
     Returns:
-      `(mask, bias)`, each None if absent. Padding stays padding, a triangle announced by the hint
-      becomes causal, and floats of only 0 and -inf become a mask.
+      `(mask, bias)`, each None if absent. key_padding_mask becomes padding, an attn_mask that is a
+      triangle becomes causal if `is_causal`, and floats of only 0 and -inf become a mask.
 
     Raises:
       ValueError: a shape does not fit; torch refuses `is_causal` without attn_mask; or torch does
@@ -320,7 +320,7 @@ def _read(argument: MaskArg, value: AnyArray | None, sizes: dict[str, int]) -> M
 
 
 def _as_causal(mask: Mask | None, T: int, S: int) -> Mask | None:
-    """Replaces a mask that is a triangle, at either corner, by a causal `Mask`."""
+    """Replaces a triangle, from the top-left or bottom-right corner, by a causal `Mask`."""
     for offset in (0, S - T):
         if mask is not None and np.all(mask.array == np.tri(T, S, offset, dtype=bool)):
             return Mask.causal(offset)
@@ -347,7 +347,7 @@ def _sum(a: NDArray, b: NDArray) -> NDArray:
 
 
 def _without_extras(name: str, array: NDArray, S: int, extra: int) -> NDArray:
-    """Drops the extra key positions from a last axis of S plus extra positions."""
+    """Drops the last `extra` of S + `extra` keys; raises ValueError if the array changes them."""
     if not extra or array.ndim == 0 or array.shape[-1] != S + extra:
         return array
     untouched = array[..., S:] if array.dtype == np.bool_ else array[..., S:] == 0

@@ -60,8 +60,8 @@ def load_sharded(
 ) -> dict[str, jax.Array] | tuple[MHAParams, Semantics]:
     """Loads a checkpoint directly as arrays sharded over a mesh.
 
-    Each process reads only the parts for its own devices, each part once, because layouts are
-    converted by views of the file. Exceptions: tensors of compressed .npz files and of big-endian
+    Each process reads only the parts for its own devices, each part once: a conversion between
+    layouts makes views of the file. Exceptions: tensors of compressed .npz files and of big-endian
     files are read whole, and orbax folders and chunked HDF5 in whole chunks. Digests cover whole
     tensors and are not checked.
 
@@ -77,8 +77,8 @@ def load_sharded(
       prefix: prefix of the keys to convert.
 
     Returns:
-      With a layout `(MHAParams, Semantics)`, with the semantics in the metadata or the config.json
-      of the checkpoint; without one a dict of arrays by name.
+      With a layout `(MHAParams, Semantics)`; the metadata or the config.json of the checkpoint
+      determines the semantics. Without a layout a dict of arrays by name.
 
     Raises:
       CheckpointError: the file cannot be read.
@@ -111,7 +111,7 @@ def load_sharded(
         params, semantics = read(state)
         if slices.copied(
             map(np.asarray, leaves(params).values())
-        ):  # a packing of heads that no view can undo
+        ):  # no view can undo the packing of heads
             params, semantics = read({name: file[name] for name in state})
         return _placed_params(mesh, params, specs, slices), semantics
 
