@@ -64,15 +64,15 @@ def import_params(
     """Parameters from a flat dict of tensors by one of the layouts torch, torch-separate.
 
     Args:
-      state: arrays or tensors by key, a prefix and `.` before each.
+      state: arrays or tensors by key; `prefix` and `.` stand before each key.
       layout: its name; default: the first whose required keys are all present.
       num_heads: needed, since no shape holds the head count.
       prefix: takes only the keys below it.
       copy: True: leaves are NumPy arrays of their own. False: leaves are arrays of JAX on the CPU,
         in the memory of the tensors, which JAX keeps alive. Nothing is copied, and any later change
         of a tensor in place (an optimiser's step, `load_state_dict`, `copy_`) changes the parameters
-        too, even while JAX computes with them: do this only with frozen weights. The
-        tensors of a `state_dict()` do not show whether torch trains them; `from_module` checks it.
+        too, even while JAX computes with them: do this only with frozen weights. The tensors of a
+        `state_dict()` do not show whether torch trains them; `from_module` checks it.
 
     Raises:
       TypeError: the state is no dict, but a live layer, for example; without a copy: a value is no

@@ -24,7 +24,7 @@ class Import(Protocol):
         """Parameters from a flat dict of arrays by one of the layouts of the module.
 
         Args:
-          state: arrays or tensors by key, a prefix and `.` or `/` before each.
+          state: arrays or tensors by key; `prefix` and `.` or `/` stand before each key.
           layout: its name; default: the first whose required keys are present.
           num_heads: needed where no shape holds the head count, checked where one does.
           prefix: takes only the keys below it.
@@ -87,7 +87,7 @@ def described(text: str | None, terms: Mapping[str, str]) -> str:
 def make_api(
     layouts: Sequence[Layout], by_name: Sequence[Layout] = (), *, traced: bool = False
 ) -> tuple[Import, Export]:
-    """Returns `import_params` and `export_params` for `layouts` and, if the caller names one, `by_name`.
+    """Returns `import_params` and `export_params` for `layouts` and, only if named, `by_name`.
 
     If the caller names no layout, import uses the first whose required keys are all present, and
     export the first that can hold the parameters. `traced`: also take arrays that JAX traces, and

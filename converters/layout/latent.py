@@ -45,8 +45,8 @@ def import_latent_params(state: Mapping[str, Any], *, prefix: str = "") -> Laten
     """Latent attention from a flat dict of arrays by the keys of DeepSeek's models, or of a file
     that was converted to layout jaxmha.
 
-    All sizes, the head count too, are read from the shapes. Rotary features stay in the order of the
-    file: see `latent_behaviour`.
+    The shapes determine all sizes, also the head count. Rotary features keep the order of the file:
+    the rotation of `latent_behaviour` applies to that order.
 
     Args:
       state: arrays or tensors by key, such as `model.layers.0.self_attn.kv_b_proj.weight`.

@@ -53,7 +53,7 @@ def is_batch(rows: NDArray, T: int | None) -> bool:
 
 
 def is_inverted_causal(slices: NDArray) -> bool:
-    """True if hidden pairs form a causal triangle, from either corner, perhaps cropped by padding."""
+    """True if hidden pairs form a causal triangle from either corner; padding may crop it."""
     T, S = slices.shape[1:]
     hidden = ~slices
     rows, columns = products(hidden)

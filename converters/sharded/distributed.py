@@ -117,7 +117,7 @@ def load_sharded(
 
 
 def _configured(file: checkpoint.Checkpoint, layout: Layout, prefix: str) -> Layout:
-    """The layout with the semantics of the block under the prefix."""
+    """The layout, with the semantics of the block at `prefix` if the checkpoint determines them."""
     at = prefix.rstrip("./")
     found = [b.layout.semantics for b in behaviours.blocks(file, [layout]) if b.prefix == at]
     return replace(layout, semantics=found[0]) if found else layout
@@ -136,7 +136,8 @@ def save_sharded(path: str | os.PathLike[str], arrays: Mapping[str, Any]) -> Non
         names.
 
     Raises:
-      ValueError: the path exists, there are no arrays, an array is empty, or names form no tree.
+      ValueError: the path exists, there are no arrays, an array is empty, or names form no tree
+        (`a` and `a/b`).
       TypeError: an entry is not an array, or has a dtype that JAX would round (float64 without
         x64).
       ImportError: orbax is not installed: `pip install 'jaxmha[orbax]'`.
