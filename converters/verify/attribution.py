@@ -4,8 +4,8 @@ Possible factors: weights, heads, scale, masks, the values for masked pairs and 
 and the softmax dtype. A mixed layer takes some factors from b and the others from a; its output is
 computed in float64. Changing one factor from a to b changes the output by an amount that depends on
 the factors changed before, so the amounts are averaged over all orders (Shapley values; Shapley
-1953, "A value for n-person games"). If a layer has its own forward, the remainder is reported as
-rounding, as a narrower compute dtype, or as unexplained.
+1953, "A value for n-person games"). The remainder, which the forward of a layer object adds to the
+float64 outputs, is reported as rounding, as a narrower compute dtype, or as unexplained.
 """
 
 import math
@@ -38,7 +38,7 @@ __all__ = ["Attribution", "Part", "attribute", "between", "percent"]
 MOST = 8
 # A factor whose RMS effect is below this fraction of the output's RMS counts as float64 rounding.
 NOTHING = 1e-13
-# Errors up to ROUNDING times the expected rounding error count as rounding.
+# Errors of a layer's own output up to ROUNDING times the expected rounding error count as rounding.
 ROUNDING = 32.0
 
 
@@ -55,7 +55,7 @@ def attribute(
 ) -> Attribution:
     """Attributes the difference between two layers' outputs to differing factors.
 
-    It takes layers and their inputs; `jaxmha.converters.matching.prove` compares whole models.
+    Each source has one attention block; `jaxmha.converters.matching.prove` compares whole models.
 
     Args:
       a, b: a layer object of torch, Keras or flax (or a linen pair), a flat dict of arrays, a path,
@@ -136,7 +136,7 @@ def _read(
 def _guessed(found: Attribution, blocks: Sequence[Operand], seed: int) -> Attribution:
     """Appends to an unexplained part the known error that fits a layer object's output, if any.
 
-    Known errors are those of `forward_check.explain_forward`, such as an inverted mask.
+    `forward_check.explain_forward` knows errors such as an inverted mask.
     """
     if all(part.name != "unexplained" for part in found.parts):
         return found
@@ -185,8 +185,8 @@ def between(a: Layer, b: Layer, inputs: Inputs) -> Attribution:
     nothing = NOTHING * scale
     undone = _rms((ends[1] - ends[0])[compared]) <= nothing
     parts, idle = [], []
-    # Each part is subtracted from the difference itself: the parts then sum to the total exactly.
-    # A difference of both layers' errors would lose a small total to rounding.
+    # The remainder is the difference minus all parts, so that the parts sum to it exactly. As a
+    # difference of the errors of both layers it would lose a small total to rounding.
     left = difference[compared]
     for factor, vector, count in zip(found, vectors, not_finite, strict=True):
         part = _part(factor, vector[compared], difference[compared], total, count)
@@ -218,7 +218,10 @@ def between(a: Layer, b: Layer, inputs: Inputs) -> Attribution:
 def _remainder(
     layers: Sequence[Layer], exact: Sequence[NDArray], outputs: Sequence[NDArray], inputs: Inputs
 ) -> tuple[Factor, float]:
-    """Returns the remainder, and how many more elements are wrongly non-finite in b than in a."""
+    """Returns the difference that no factor explains, and its number of non-finite elements.
+
+    The number counts elements that only the layer's own output makes NaN or infinite: b minus a.
+    """
     if all(layer.output is None for layer in layers):
         return Factor("rounding", "less than the rounding of float64", ()), 0.0
     # Where the exact output is not finite, the factors already account for NaN or infinity.
@@ -253,8 +256,8 @@ def _shapley(
             inside = chosen >> i & 1
             before = size - inside  # number of factors changed before this one
             weight = math.factorial(before) * math.factorial(n - before - 1) / math.factorial(n)
-            # For each factor the Shapley weights sum to 0, so subtracting a's output has no effect
-            # on the sum but preserves the precision of small differences.
+            # For each factor the signed weights sum to 0, so subtracting a's output does not change
+            # the sum, but preserves the precision of small differences.
             vectors[i] = vectors[i] + (weight if inside else -weight) * (out - first)
             counts[i] += (weight if inside else -weight) * broken
     return vectors, counts, (first, last)
@@ -272,7 +275,7 @@ def _part(
 def _rest(
     layers: Sequence[Layer], exact: Sequence[NDArray], outputs: Sequence[NDArray], inputs: Inputs
 ) -> Factor:
-    """Classifies the remainder as unexplained, a narrower compute dtype, or rounding."""
+    """Returns the remainder as the factor "unexplained", "compute dtype" or "rounding"."""
     wrong = []
     for which, layer, right, out in zip("ab", layers, exact, outputs, strict=True):
         if layer.output is None:

@@ -20,7 +20,7 @@ from jaxmha.mask_arguments import as_mask
 from jaxmha.params import check
 
 Inputs = tuple[NDArray, NDArray, NDArray]
-# (code path of the framework, (mask, bias), output)
+# Result of a call: (code path of the framework, (mask, bias), output).
 Called = tuple[str, Masks, Any]
 # Kind of a block -> its package, where the names differ.
 _PACKAGES = {"linen": "flax", "nnx": "flax"}
@@ -32,9 +32,10 @@ class Blocked(NamedTuple):
     """How the layer excludes a masked pair.
 
     Attributes:
-      constant: number for the logit of a masked pair; -inf excludes the pair exactly.
+      constant: number added to, or filled into, the logit of a masked pair; -inf excludes the pair
+        exactly.
       added: True adds the constant to the logit, False replaces the logit. If it is added, the
-        softmax of a fully masked row depends on the rounding of these sums: -1e9 erases small
+        softmax of a fully masked row depends on the rounding of the sums: adding -1e9 erases small
         logits in float32, and keeps most of their digits in float64.
     """
 
@@ -53,11 +54,11 @@ class Layer:
 
     Attributes:
       params, semantics: weights and behaviour. `semantics.fully_masked` is the output for a fully
-        masked row, unless a constant is added. A `softmax_dtype` narrower than float32 (than
-        float64 for float64 weights) is simulated.
+        masked row, unless `blocked` adds a constant. The softmax is rounded to a `softmax_dtype`
+        narrower than float32 (narrower than float64 for float64 weights).
       mask: a `Mask`, a Boolean array broadcastable to `B N T S` (True = attend), or None.
-      bias: added to the logits. A bias of only 0 and one number below -100 is a mask with that
-        constant.
+      bias: added to the logits. Without a mask, a bias of only 0 and one number below -100 is a
+        mask that adds this number.
       blocked: how masked pairs are excluded.
       output: `B T Do`, the layer's own output; None uses the float64 output of the parameters.
       name: name of the layer in messages.
@@ -144,10 +145,10 @@ def as_inputs(inputs: Any, params: MHAParams) -> Inputs:
 def of_block(
     block: ComparedBlock, inputs: Inputs, mask: Any = None, name: str = "", bias: Any = None
 ) -> Layer:
-    """Applies a block of a file, state dict or model to inputs and a mask in jaxmha's form.
+    """Returns a block of a file, state dict or model as a `Layer` with a mask in jaxmha's form.
 
-    A layer object runs its own forward in inference mode; its code path determines the output of
-    fully masked rows. Parameters alone have no forward: the `Layer` then has no output.
+    A layer object runs its own forward on the inputs, in inference mode; its code path determines
+    the output of fully masked rows. The `Layer` of parameters alone has no output.
 
     Raises:
       ValueError: a bias was given for a layer object.
@@ -161,7 +162,7 @@ def of_block(
     (B, T), S = inputs[0].shape[:2], inputs[1].shape[1]
     sizes = {"B": B, "N": check(block.params)["N"], "T": T, "S": S}
     array = None if mask is None else array_of(checked(as_mask(mask), sizes), T, S)
-    if array is not None:  # with full B and S, torch takes (B, 1, 1, S) as key_padding_mask
+    if array is not None:  # torch passes (B, 1, 1, S) as key_padding_mask if B and S are full
         array = np.ascontiguousarray(np.broadcast_to(array, (B, *array.shape[1:3], S)))
     output = to_numpy(block.forward(*_own_dtype(block, inputs), array))
     widths = check(block.params)  # Keras computes explicit scores if h != H
@@ -170,7 +171,7 @@ def of_block(
 
 
 def _own_dtype(block: ComparedBlock, inputs: Inputs) -> Inputs:
-    """Casts inputs to the weights' dtype if torch requires it; shared arrays stay shared."""
+    """Casts the inputs of a torch layer to the weights' dtype; shared arrays stay shared."""
     if block.kind != "torch":
         return inputs
     dtype = np.asarray(block.params.query.kernel).dtype
@@ -180,12 +181,15 @@ def _own_dtype(block: ComparedBlock, inputs: Inputs) -> Inputs:
 
 
 def significand(dtype: DTypeLike) -> int:
-    """Bits of the significand that a floating dtype stores."""
+    """Returns the number of significand bits that a floating dtype stores."""
     return int(ml_dtypes.finfo(dtype).nmant)  # type: ignore[no-untyped-call]
 
 
 def _path(block: ComparedBlock, *, scores: bool = False) -> str:
-    """The code path of a layer object in inference, as the presets of `Semantics` name it."""
+    """Returns the code path of a layer object in inference, as presets of `Semantics` name it.
+
+    `scores`: True if a Keras layer returns, or has to compute, attention scores.
+    """
     dropout = block.semantics.dropout_rate > 0
     if block.kind == "torch":
         return "sdpa"
@@ -223,11 +227,11 @@ def _as(block: ComparedBlock, path: str, mask: Any, bias: Any, output: NDArray, 
 def of_call(module: Any, inputs: Inputs, arguments: Mapping[str, Any], name: str = "") -> Layer:
     """Calls a layer object of torch, Keras or flax with mask arguments of its own framework.
 
-    If query, key and value are the same array, they are passed as one tensor, because torch in eval
-    mode then takes another code path.
+    Equal arrays among query, key and value are passed to torch as one tensor, because it then takes
+    another code path in eval mode.
 
     Raises:
-      TypeError: `module` is not such a layer, or a model that contains one.
+      TypeError: `module` is no such layer, for example a model that contains one.
       ValueError: the arguments do not fit, or jaxmha cannot express their meaning.
     """
     found = comparands.read(module).blocks

@@ -34,7 +34,7 @@ from jaxmha.params import check, from_leaves, leaves
 from jaxmha.projections import check_norms
 
 # A path, a flat dict of arrays, `MHAParams` (alone or with `Semantics`), a layer or model object
-# of torch, Keras or flax, or a linen pair `(module, variables)`; `read` refuses other objects.
+# of torch, Keras or flax, or a linen pair `(module, variables)`; for others `read` raises.
 AnySource: TypeAlias = object
 Forward = Callable[[NDArray, NDArray, NDArray, NDArray | None], NDArray]
 
@@ -43,13 +43,14 @@ class ComparedBlock(NamedTuple):
     """One attention block of a source.
 
     Attributes:
-      name: prefix in the file or path in the model; "" for a single layer.
+      name: the user's name of the block, or its prefix or path; "" for a single layer. No two
+        blocks of a source share one.
       layout: name of the layout, or the class of a layer object.
       params, semantics: weights and behaviour as imported.
       forward: function that computes the output: by the layer object itself, or by jaxmha.
       is_live: True if a layer object computes the output.
       kind: framework of a layer object: "torch", "keras", "linen" or "nnx", also for subclasses.
-      path: prefix or path of the block; `name` may be chosen by the user, and is that of no other.
+      path: prefix in the file, or path in the model.
     """
 
     name: str
@@ -86,7 +87,7 @@ def read(given: AnySource, num_heads: int | None = None) -> Comparand:
 
     Raises:
       TypeError: the source is none of these.
-      ValueError: it has no attention block, or one that cannot be read.
+      ValueError: the source has no attention block, or a block cannot be read.
     """
     if isinstance(given, str | os.PathLike):
         path = Path(given)
@@ -165,7 +166,10 @@ def _shapes_of(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 def layers(
     name: str, layout: str, params: MHAParams, semantics: Semantics, path: str = ""
 ) -> Iterator[ComparedBlock]:
-    """Yields the block; or one block per stacked layer, if its parameters have leading axes."""
+    """Yields one block, or one block per stacked layer if `params` have leading axes.
+
+    Raises ValueError if shapes or norms do not fit.
+    """
     check_norms(params, semantics)
     arrays = {leaf: to_numpy(array) for leaf, array in leaves(params).items()}
     lead = arrays["query.kernel"].shape[:-3]
@@ -181,7 +185,7 @@ def layers(
 
 def of_params(name: str, layout: str, params: MHAParams, semantics: Semantics) -> ComparedBlock:
     """Makes a block whose forward runs jaxmha on the parameters of a single layer."""
-    single = replace(semantics, attention_axes=None)  # inputs of the forward have one such axis
+    single = replace(semantics, attention_axes=None)  # the forward has one sequence axis
 
     def forward(
         query: NDArray, key: NDArray, value: NDArray, mask: NDArray | None = None
@@ -200,7 +204,8 @@ def of_params(name: str, layout: str, params: MHAParams, semantics: Semantics) -
 def exact_dtypes(dtype: np.dtype[Any]) -> Iterator[None]:
     """Enables x64 for float64, and full float32 precision of matrix products on every device.
 
-    It also allows promotion of dtypes and ranks: layer objects rely on it, and tests may forbid it.
+    It also allows promotion of dtypes and ranks, on which layer objects rely: the settings of the
+    caller may forbid it.
     """
     with (
         jax.enable_x64(dtype == np.float64),
@@ -241,7 +246,10 @@ def _read_live(given: AnySource, num_heads: int | None) -> Comparand:
 def _by_hand(
     state: Mapping[str, Any], whole: live_model.LiveModel, num_heads: int | None
 ) -> tuple[list[ComparedBlock], list[Block], tuple[str, ...]]:
-    """Reads only the weights of hand-written attention: its call signature is unknown."""
+    """Reads the weights of hand-written attention; its forward has an unknown call signature.
+
+    Returns the blocks, their layouts and tensor names, and notes that no forward was run.
+    """
     all_shapes = {name: tuple(np.shape(x)) for name, x in state.items() if hasattr(x, "shape")}
     written: list[ComparedBlock] = []
     notes = []
@@ -273,7 +281,7 @@ def _by_hand(
 
 def _live_block(name: str, layer: object, package: str) -> ComparedBlock:
     framework = FRAMEWORKS[package]
-    # `weights_of`, where there is one, accepts layers with a modified forward too.
+    # Unlike `from_module`, `weights_of` accepts layers with a modified forward.
     read = getattr(framework, "weights_of", framework.from_module)
     params, semantics = read(*(layer if isinstance(layer, tuple) else (layer,)))
     if (lead := np.shape(params.query.kernel)[:-3]) != ():

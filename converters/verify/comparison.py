@@ -1,7 +1,7 @@
 """Compares two sources of attention: weights bit by bit, and outputs against float64.
 
 Outputs alone do not show every difference (a key bias cancels in the softmax), and equal weights
-do not prove that a layer applies its mask. Both are therefore always compared.
+do not prove that a layer applies its mask. `compare` therefore always compares both.
 """
 
 import math
@@ -44,11 +44,12 @@ class BlockReport:
       differences: weight leaves that differ; empty if all bits are identical.
       behaviour: fields of `Semantics` that differ.
       errors: mask -> RMS error of each source's forward against the float64 oracle on its own
-        weights, in rounding floors (`oracle.rounding_floor`) of the output.
+        weights, divided by the RMS error of rounding the exact output (`oracle.rounding_floor`).
       departs: the first stage of the computation that differs, or why no output can be compared;
         None if nothing differs.
-      explanation: the single known error that turns one block into the other, if there is one.
-      same: weights (except biases of zeros) and behaviour are identical, and both errors similar.
+      explanation: the single known conversion error that turns one block into the other, or None.
+      same: True if weights (except biases of zeros) and behaviour are identical, all weights are
+        finite, and the errors of both forwards are similar.
     """
 
     a: str
@@ -114,7 +115,7 @@ class Report:
 
     @property
     def same(self) -> bool:
-        """True if every tensor of both sources was compared and found the same, and that is all."""
+        """True if all tensors of both sources were compared and are the same; `unproven` is empty."""
         return not self.different and not self.not_compared and not self.unproven
 
     def __bool__(self) -> bool:
@@ -265,7 +266,7 @@ def _scale(block: ComparedBlock) -> float:
 
 
 def _other_scale(a: ComparedBlock, b: ComparedBlock, departs: str | None) -> str | None:
-    """Explains a differing scale: 1 / sqrt(H) is missing in one block, or folded into its query."""
+    """Explains a differing scale: one block lacks 1 / sqrt(H), or has it folded into its query."""
     low, high = sorted((_scale(a), _scale(b)))
     if departs is not None and departs.endswith(_UNSEEN):
         folded = not math.isclose(low, high, rel_tol=1e-12)
@@ -340,9 +341,10 @@ def pair(
 ) -> tuple[
     list[tuple[ComparedBlock, ComparedBlock]], tuple[str, ...], tuple[str, ...], tuple[str, ...]
 ]:
-    """Pairs blocks by name or path, with "/" equal to "."; or by order, if both have equally many.
+    """Pairs blocks by name or path ("/" equals "."), or by order if no pair is found this way.
 
-    Returns the pairs, the names of blocks only in a, those only in b, and notes.
+    Returns the pairs, the names of blocks only in a, the names of blocks only in b, and notes.
+    Raises ValueError if names repeat and the sources have different numbers of blocks.
     """
     sets = [_by(x, "name") for x in (a, b)], [_by(x, "path") for x in (a, b)]
     by_name = next((x for x in sets if _pairs(x, (a, b))), sets[0])

@@ -1,8 +1,9 @@
 """Diagnoses known conversion errors that no shape check detects.
 
 A square matrix has the same shape when it is transposed or split wrongly, so a wrong conversion
-loads without an error. Each known error is a function that rewrites the correct leaves. If it turns
-the weights of one source into those of the other, bit by bit, it is the explanation.
+loads without an error. Each known error is a function of two leaves, or one that rewrites correct
+leaves. An error that turns the weights of one source into the weights of the other, bit by bit, is
+the explanation.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -32,7 +33,7 @@ class LeafDiagnosis(NamedTuple):
 class SwapDiagnosis(NamedTuple):
     """A conversion error that mixes several leaves, and its remedy.
 
-    `rewrite` yields the leaves that the error may produce from correct ones.
+    `rewrite` yields every dict of leaves that the error may produce from correct leaves.
     """
 
     name: str
@@ -41,7 +42,7 @@ class SwapDiagnosis(NamedTuple):
 
 
 def explain(a: MHAParams, b: MHAParams) -> str | None:
-    """The single conversion error that turns the weights of a into those of b; None if none does.
+    """Returns the single conversion error that relates the weights of a and b, or None.
 
     The weights do not show which of the two is correct.
 
@@ -66,7 +67,7 @@ def explain(a: MHAParams, b: MHAParams) -> str | None:
 
 
 class Explained(NamedTuple):
-    """Leaves that one conversion error explains; `remedy` is None if no known error does."""
+    """Differing leaves and the error that explains them; `remedy` is None if no known one does."""
 
     name: str
     remedy: str | None
@@ -74,9 +75,7 @@ class Explained(NamedTuple):
 
 
 def explain_each(x: Leaves, y: Leaves) -> list[Explained]:
-    """Groups all differing leaves by the error that explains them.
-
-    Several errors may occur at once.
+    """Groups all differing leaves by the error that explains them; several errors may occur.
 
     Unexplained leaves are grouped by role, with all biases together.
 
@@ -116,7 +115,7 @@ def harmless(name: str, x: NDArray | None, y: NDArray | None) -> bool:
 
 
 def _of_one_dtype(x: Leaves, y: Leaves) -> Iterator[tuple[Leaves, Leaves]]:
-    """Yields both unchanged; then with one of them rounded to the dtype of the other, if unique."""
+    """Yields both unchanged, then each rounded to the dtype of the other, if that has only one."""
     yield x, y
     kinds = [{leaf.dtype for leaf in operand.values()} for operand in (x, y)]
     if kinds[0] != kinds[1]:
@@ -142,7 +141,7 @@ def _leaves_hit(known: LeafDiagnosis, x: Leaves, y: Leaves) -> list[str]:
 def _rewriting(
     rewrite: Callable[[str, NDArray], Iterator[NDArray]],
 ) -> Callable[[str, NDArray, NDArray], bool]:
-    """Makes a test of whether `rewrite` turns one leaf of a pair into the other."""
+    """Returns a predicate: `rewrite` turns one leaf of a pair into the other, either way."""
 
     def explains(name: str, x: NDArray, y: NDArray) -> bool:
         return any(
@@ -249,7 +248,10 @@ def _packing(wrote: str, read: str) -> Callable[[Leaves], Iterator[dict[str, NDA
 
 
 def _repacked(x: Leaves, part: str, wrote: str, read: str) -> dict[str, NDArray]:
-    """Packs kernels or biases of query, key and value by axes `wrote`; unpacks by `read`."""
+    """Packs kernels or biases of query, key and value in the order `wrote`; unpacks as `read`.
+
+    Returns {} if one of the three is missing, or their shapes differ.
+    """
     names = [f"{role}.{part}" for role in ("query", "key", "value") if f"{role}.{part}" in x]
     if len(names) < 3 or len({x[name].shape for name in names}) > 1:
         return {}

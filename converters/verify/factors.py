@@ -1,7 +1,7 @@
 """Finds the factors in which two layers differ, and computes mixtures of both layers.
 
-A layer is represented as a flat dict of values, and a factor is a set of names in that dict. The
-values with these names from b and all others from a give a with only that factor changed.
+A layer is represented as a flat dict of values, and a factor is a set of names in that dict. Taking
+the values of these names from b, and all others from a, changes only this factor of a.
 """
 
 import math
@@ -24,7 +24,7 @@ from jaxmha.semantics import NORM_FIELDS
 
 Values = dict[str, Any]
 
-# Part of a mask, compared separately -> the fields of `Mask` in that part.
+# Name of a part of a mask that is compared on its own -> its fields of `Mask`.
 MASKS = {
     "mask.causal": ("causal_offset",),
     "mask.window": ("window_size",),
@@ -113,7 +113,7 @@ def check_widths(a: MHAParams, b: MHAParams) -> None:
 
 
 def output(values: Mapping[str, Any], inputs: Inputs) -> NDArray:
-    """Computes the output `B T Do` in float64, except for stages that `values` rounds."""
+    """Computes the output `B T Do` in float64; the softmax rounds to the dtypes in `values`."""
     N, K = values["heads"]
     arrays: dict[str, Any] = {}
     for name in CANONICAL:
@@ -202,7 +202,7 @@ def _ungrouped(params: MHAParams) -> MHAParams:
     return from_leaves(found)
 
 
-# Factor -> prefixes of the names of leaves that one layer may have and the other may lack.
+# Factor -> prefixes of the leaves that make it up, which only one layer may have.
 _ALONE = {"learned key position": ("bias_k", "bias_v"), "sinks": ("sinks",), "gate": ("gate",)}
 _SHOWN = {
     "learned key position": "a learned key position to attend",
@@ -212,7 +212,7 @@ _SHOWN = {
 
 
 def _weights(a: Layer, b: Layer, x: Values, y: Values) -> list[Factor]:
-    """Finds factors of heads and weights; a single factor if the leaves differ in shape."""
+    """Returns the factors of heads and weights; a single factor if the leaves differ in shape."""
     names = [n for n in CANONICAL if n in x or n in y]
     shapes = [{n: v[n].shape for n in names if n in v} for v in (x, y)]
     common = [n for n in names if n in x and n in y and "norm" not in n]
@@ -245,7 +245,7 @@ def _weights(a: Layer, b: Layer, x: Values, y: Values) -> list[Factor]:
     if rounded:
         kinds = f"{a.dtype} in a, {b.dtype} in b"
         found.append(Factor("rounded weights", f"the same weights, {kinds}", tuple(rounded)))
-    # Some conversion errors are recognisable with only one of the two head counts: try both.
+    # Some conversion errors are recognisable only with the head count of one layer: try both.
     readings = [_explained(plain, x, y | {n: x[n] for n in rounded}, v["heads"]) for v in (y, x)]
     for error in min(readings, key=lambda errors: sum(e.remedy is None for e in errors)):
         of = ", ".join(error.leaves)
@@ -269,9 +269,10 @@ def _explained(
 
 
 def _masks(x: Values, y: Values) -> list[Factor]:
-    """Finds mask factors part by part.
+    """Returns a factor for each part of the mask (`MASKS`) that differs.
 
-    If each layer has a part that the other lacks, these parts are first merged into one array.
+    If each layer has a part that the other lacks, these parts are first merged into "mask.array",
+    also in `x` and `y`.
     """
     apart = [[n for n in MASKS if v[n] is not None and w[n] is None] for v, w in ((x, y), (y, x))]
     if all(apart):

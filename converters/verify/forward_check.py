@@ -1,8 +1,8 @@
 """Checks that a layer computes the output that its weights imply, against the float64 oracle.
 
 Errors are in rounding floors: multiples of the RMS error of rounding the exact output once. In half
-precision the error is larger, because a layer stores every intermediate in its dtype. The oracle
-with rounded stages measures this cost, and errors of that size are accepted.
+precision errors are larger, because a layer stores every intermediate in its dtype. `cost` computes
+the error of the oracle with such rounding, and errors of this size are accepted.
 """
 
 import math
@@ -26,14 +26,13 @@ LENGTHS = (23, 17, 11, 5, 1)
 # Two errors below SMALL rounding floors count as similar, whatever their ratio.
 SMALL = 4.0
 RATIO = 2.0
-# Errors that sum to this many rounding floors mean that the layers compute different functions.
+# Two errors whose sum is at least OTHER rounding floors mean that the functions differ.
 OTHER = 1e5
-# Errors up to COSTS times the cost of rounded stages count as rounding: if the two largest logits
-# of a row are nearly equal, rounding decides between them, so correct layers reach 4 times the
-# cost.
+# Errors up to COSTS times `cost` count as rounding: if the two largest logits of a row are nearly
+# equal, rounding decides between them, so correct layers reach 4 times the cost.
 COSTS = 6.0
-# A known error explains an output if its prediction is at least CLOSER times closer to the output
-# than the exact output is, and within CLOSE times the RMS of the prediction.
+# A known error explains an output if the output that it predicts is at least CLOSER times closer to
+# it than the exact output is, and their RMS difference is at most CLOSE times the RMS predicted.
 CLOSER = 10.0
 CLOSE = 0.1
 
@@ -66,7 +65,10 @@ def _alike(a: float, b: float, cost: float, half: bool) -> bool:
 
 
 def error(block: ComparedBlock, seed: int, mask: NDArray | None) -> float:
-    """Returns the RMS error of a block against the oracle on its weights, in rounding floors."""
+    """Returns the RMS error of a block against the float64 oracle on its weights.
+
+    It is divided by the RMS error of rounding the exact output once (`oracle.rounding_floor`).
+    """
     given = inputs(block, seed)
     exact = oracle.run(block.params, block.semantics, *given, mask=mask).output
     out = np.asarray(block.forward(*given, mask), np.float64)
@@ -119,10 +121,10 @@ def _stage_rounded(
 
 
 def explain_forward(block: ComparedBlock, seed: int) -> str | None:
-    """The known error, if any, that predicts the output of a layer object better than its weights.
+    """Returns the known error that predicts the output of a layer object, or None.
 
-    Rows that an error masks fully are left out, because frameworks differ in their output for such
-    rows.
+    The prediction must be much closer than the float64 output of the weights. Rows that are fully
+    masked by the error do not count, because frameworks differ in their outputs.
     """
     given, mask = inputs(block, seed), masks()["padding"]
     assert mask is not None
@@ -140,7 +142,7 @@ def explain_forward(block: ComparedBlock, seed: int) -> str | None:
 def _readings(
     block: ComparedBlock, given: tuple[NDArray, NDArray, NDArray], mask: NDArray
 ) -> Iterator[tuple[str, NDArray | None, NDArray]]:
-    """Yields each known forward error: its name, its mask, and the float64 output with it."""
+    """Yields each known forward error: its name, the mask it applies, and its float64 output."""
 
     def run(q: NDArray, k: NDArray, v: NDArray, mask: NDArray | None, **changed: Any) -> NDArray:
         semantics = replace(block.semantics, **changed)

@@ -1,4 +1,4 @@
-"""Compares outputs of blocks in files, a few heads at a time, to limit memory."""
+"""Compares outputs of blocks in files, one group of heads at a time, to limit memory."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from jaxmha.converters.verify.comparands import ComparedBlock
 from jaxmha.converters.verify.streaming import FileLayer, Views
 from jaxmha.params import CANONICAL, from_leaves
 
-MOST = 16 << 20  # most bytes of parameters in memory at once, unless one head is larger
+MOST = 16 << 20  # most bytes of parameters in one group of heads, unless one head is larger
 Errors = dict[str, tuple[float, float]]  # mask -> (error of a, error of b)
 Index = tuple[int, ...]
 Box = dict[str, slice]  # letter of an axis -> slice of it

@@ -1,7 +1,7 @@
 """Pairs layers of two Keras sources by HDF5 group instead of by name, as Keras loads weights.
 
-In a .weights.h5 file every layer has a group that is numbered by class. If two layers exchange
-their groups, Keras loads the weights of each into the other, whatever their names are.
+In a .weights.h5 file every layer has a group, named by its class and a number. If two layers
+exchange their groups, Keras loads the weights of each into the other, whatever their names are.
 """
 
 from collections.abc import Mapping
@@ -21,8 +21,8 @@ _ORDER = (
 def by_group(a: Comparand, b: Comparand) -> tuple[Comparand, Comparand]:
     """Renames the layers of both sources to their groups, if names would pair them differently.
 
-    The first source then gets a note about it. Both are returned unchanged if neither is a Keras
-    file, or if their groups are unknown, differ, or agree with the names.
+    The first source then gets a note. Both are returned unchanged if neither has Keras names, or if
+    their groups are unknown, differ, or agree with the names.
     """
     if not (a.source.names or b.source.names):
         return a, b
@@ -44,9 +44,9 @@ def by_group(a: Comparand, b: Comparand) -> tuple[Comparand, Comparand]:
 
 
 def unproven(a: Source, b: Source) -> tuple[str, ...]:
-    """Facts that a comparison by names leaves open: the order of layers in a Keras file.
+    """Says that the order of layers in a Keras file is a guess, which no name proves.
 
-    Groups of the other source, from Keras or kept in its metadata, give the order.
+    Returns () if no order is guessed, or the groups of the other source determine it.
     """
     for guess, other in ((a, b), (b, a)):
         if not guess.ordered and not other.groups:

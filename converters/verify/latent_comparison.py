@@ -1,4 +1,4 @@
-"""Compares blocks of latent attention of two sources, leaf by leaf, whatever their forms."""
+"""Compares latent attention of two sources leaf by leaf, even if their tensors are packed otherwise."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +14,7 @@ Load = Callable[[str], NDArray | None]
 def pairs(
     a: Sequence[LatentBlock], b: Sequence[LatentBlock]
 ) -> tuple[list[tuple[LatentBlock, LatentBlock]], list[LatentBlock], list[LatentBlock]]:
-    """Blocks with the same prefix, with "/" equal to "."; and those of one source alone."""
+    """Pairs blocks by prefix ("/" equals "."); returns pairs, blocks only in a, blocks only in b."""
     first, second = ({block.prefix.replace("/", "."): block for block in x} for x in (a, b))
     common = [prefix for prefix in first if prefix in second]
     return (
@@ -29,8 +29,9 @@ def differences(
     loads: tuple[Load, Load],
     describe: Callable[[NDArray, NDArray], str],
 ) -> Iterator[tuple[str, str]]:
-    """Yields name and description of every leaf that differs, and of facts that differ.
+    """Yields (name, description) of every leaf that differs, and of every fact that differs.
 
+    Facts are scale, dropout rate and positions; they are compared if both blocks know some.
     `describe` returns how two arrays differ, "" if they are the same.
     """
     ours, theirs = (_leaves(block, load) for block, load in zip(pair, loads, strict=True))
@@ -57,7 +58,7 @@ def _leaves(block: LatentBlock, load: Load) -> dict[str, NDArray]:
 
 
 def _facts(block: LatentBlock) -> Mapping[str, Any]:
-    """Scale, dropout rate and positions of a block, if they are known."""
+    """Returns scale, dropout rate and positions of a block, as far as its file states them."""
     facts = json.loads(block.facts.get(stored_semantics.METADATA, "{}"))
     found = {what: value for what, value in facts.items() if what != "from"}
     place = block.facts.get(positions.METADATA)

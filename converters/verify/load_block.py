@@ -19,7 +19,7 @@ _LATENT = (
 
 
 class OneBlock(NamedTuple):
-    """A block with its name (`prefix[i]` for a stacked layer), and the number of other blocks."""
+    """A block, its name (`name[i]` for layer i of a stack), and the number of other blocks."""
 
     name: str
     params: MHAParams
@@ -28,7 +28,9 @@ class OneBlock(NamedTuple):
 
 
 def read(path: Path, name: str | None = None, num_heads: int | None = None) -> OneBlock:
-    """Reads the block with this name or prefix; None reads the first block.
+    """Reads the block with this name or prefix (`name[i]`: layer i of a stack).
+
+    None reads the first block.
 
     Raises:
       CheckpointError: the file cannot be read.

@@ -57,8 +57,8 @@ def run(
 ) -> Stages:
     """Computes the layer on `(B, T, Dq)`, `(B, S, Dk)`, `(B, S, Dv)`, without dropout.
 
-    `mask` is Boolean, broadcastable to `B N T S`, True = attend. A fully masked row is zero, unless
-    `softmax` defines it otherwise; `softmax` also sees the extra positions.
+    `mask` is Boolean, broadcastable to `B N T S`, True = attend. `softmax` defines the
+    probabilities of fully masked rows, by default zeros; its S includes the extra positions.
 
     >>> from jaxmha import Projection
     >>> params = MHAParams(*[Projection(np.ones((6, 2, 3)))] * 3)
@@ -107,7 +107,9 @@ def run(
 
 
 def rounding_floor(exact: NDArray, dtype: np.dtype) -> float:
-    """RMS error of rounding exact values to a dtype, for errors uniform within half a spacing.
+    """Expected RMS error of rounding exact values to a dtype once, called a rounding floor.
+
+    Each error is uniform within half the spacing of the dtype at its value.
 
     >>> floor = rounding_floor(np.array([1.0, 1.5]), np.dtype(np.float32))
     >>> bool(np.isclose(floor, 2**-23 / 12**0.5))
@@ -136,9 +138,9 @@ def _normalise(
 def _with_sinks(
     probabilities: NDArray, logits: NDArray, allowed: NDArray, sinks: NDArray
 ) -> NDArray:
-    """Rescales probabilities for sinks: one more logit per head in every softmax, without a value.
+    """Rescales probabilities for `sinks` `N`: one more logit per head in each row, without a value.
 
-    `sinks` is `N`. Rows without an allowed key become 0.
+    Fully masked rows become 0.
     """
     logits = np.where(allowed, logits, -np.inf)
     sinks = np.broadcast_to(sinks[:, None, None], (*logits.shape[:-1], 1))
@@ -150,7 +152,7 @@ def _with_sinks(
 
 
 def _gate(query: NDArray, gate: Projection) -> NDArray:
-    """The sigmoid gates that multiply the outputs of heads, `B T N h` or `B T N 1`."""
+    """Returns the sigmoid gates that multiply the head outputs: `B T N h` or `B T N 1`."""
     kernel = to_numpy(gate.kernel).astype(np.float64)
     logits = np.tensordot(query, kernel.reshape(*kernel.shape[:2], -1), 1)
     if gate.bias is not None:

@@ -37,8 +37,8 @@ class Source(NamedTuple):
       info: name -> object with shape and dtype, for all tensors including attention.
       found: the attention blocks. taken: names of the tensors in these blocks.
       names: prefix -> name of a Keras layer. groups: prefix -> (group in a .weights.h5 file, name).
-      paths: prefix -> path under which a layer is compared, if that is not its own path.
-      latents: blocks of latent attention, whose tensors are taken as well.
+      paths: prefix -> path under which a layer is compared, if it differs from its own path.
+      latents: blocks of latent attention; `taken` includes their tensors.
       ordered: False for a Keras file in which the order of layers is a guess.
     """
 
@@ -86,7 +86,7 @@ NOTHING = Outside({}, (), ())
 
 
 class _Group(NamedTuple):
-    """The tensors of one layer: key -> name; and its `Module` if the kind of layer is known."""
+    """One layer: its tensors as key -> name, and its `Module` if the kind of layer is known."""
 
     names: dict[str, str]
     module: Module | None
@@ -101,9 +101,9 @@ class _Pair(NamedTuple):
 
 
 def compare(a: Source, b: Source) -> Outside:
-    """Compares all tensors outside attention.
+    """Compares all tensors outside attention, and the weights of latent attention.
 
-    Layers are paired by path, whatever the separator; their arrays are paired by leaf.
+    Layers are paired by path ("/" equals "."), and their arrays by leaf.
     """
     groups = _groups(a), _groups(b)
     conv1d = [any(block.layout.name == "gpt2" for block in source.found) for source in (a, b)]
@@ -213,7 +213,7 @@ def _groups(source: Source) -> dict[str, _Group]:
         if module is not None and name not in module.keys.values():
             module = None
         group = groups.setdefault(path, _Group({}, module))
-        if key in group.names:  # such as a/b.c and a.b.c, which have one path
+        if key in group.names:  # two names have the same path, such as a/b.c and a.b.c
             groups[name] = _Group({key: name}, None)
         else:
             group.names[key] = name
@@ -221,10 +221,10 @@ def _groups(source: Source) -> dict[str, _Group]:
 
 
 def _as_one_kind(x: _Group, y: _Group, a: Source, b: Source) -> tuple[Module, Module] | None:
-    """Reads both layers as the same kind; None if only their keys can be compared."""
+    """Reads both layers as one kind; None if their arrays must be paired by key, as stored."""
     if x.module and y.module and _alike(x.module, y.module):
         both = {x.module.kind, y.module.kind}
-        # Two sources of one framework store a path the same way, so Linear in one and Conv1D in
+        # Two sources of one framework store a layer the same way, so Linear in one and Conv1D in
         # the other means a wrongly transposed kernel: compare the arrays as stored.
         of_gpt2 = [any(block.layout.name == "gpt2" for block in source.found) for source in (a, b)]
         alike = x.module.convention == y.module.convention and of_gpt2[0] == of_gpt2[1]

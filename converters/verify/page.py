@@ -1,4 +1,4 @@
-"""A comparison as one page of HTML that shows itself: nothing is fetched, and no script runs."""
+"""Renders a comparison as one self-contained HTML page, without scripts or external resources."""
 
 from collections.abc import Iterable, Sequence
 from html import escape
@@ -10,7 +10,7 @@ from jaxmha.converters.verify.page_facts import DIFFERS, LEFT, SAME, Facts
 from jaxmha.converters.verify.page_pictures import text
 from jaxmha.converters.verify.report import versions
 
-ROWS = 200  # of a table
+ROWS = 200  # most rows of a table
 _STYLE = """
 :root{color-scheme:light dark;--paper:#fff;--ink:#1f2328;--soft:#6a737d;--line:#d8dee4;--good:#2f8f5b;
 --bad:#c0392b;--left:#b98a1d}
@@ -39,12 +39,12 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
 def of_files(report: Report, a: Path, b: Path, command: str) -> str:
-    """The page of a comparison of two checkpoints.
+    """Returns the HTML page of a comparison of two checkpoints.
 
     Args:
       report: the result of `compare(a, b)`.
-      a, b: the checkpoints, which are read once more, for the digests of their files.
-      command: the command that makes this page again.
+      a, b: paths of the checkpoints; they are read again for the digests of their files.
+      command: the shell command that makes this page again, shown on the page.
 
     Raises:
       CheckpointError, OSError: a file cannot be read.
@@ -201,7 +201,10 @@ def _table(columns: Sequence[str], rows: Sequence[str]) -> str:
 
 
 def _more(count: int, what: str, columns: int) -> list[str]:
-    """A row, or without columns a paragraph, for what a table leaves out."""
+    """Says how many entries beyond `ROWS` are not shown: a table row, or a paragraph without columns.
+
+    Returns [] if all are shown.
+    """
     if count <= ROWS:
         return []
     shown = f"and {count - ROWS:,} more {what}"

@@ -1,4 +1,4 @@
-"""Facts of a compared checkpoint for a page: its files with digests, and every tensor's result."""
+"""Collects the facts of a compared checkpoint for its page: digests of files, results of tensors."""
 
 import hashlib
 from pathlib import Path
@@ -13,7 +13,7 @@ SAME, DIFFERS, LEFT = "same", "differs", "not compared"
 
 
 class FileFacts(NamedTuple):
-    """One file of a checkpoint; `sha256` is that of its bytes, as `sha256sum` prints it."""
+    """One file of a checkpoint; `sha256` is the digest of its bytes, as `sha256sum` prints it."""
 
     name: str
     size: int
@@ -39,7 +39,7 @@ class Facts(NamedTuple):
 
 
 def read(path: Path, report: Report, second: bool = False) -> Facts:
-    """Reads the facts of the first or second source of a report.
+    """Reads the facts of the checkpoint at `path`, the first or second source of a report.
 
     Raises:
       CheckpointError, OSError: a file cannot be read.
@@ -59,9 +59,9 @@ def read(path: Path, report: Report, second: bool = False) -> Facts:
 
 
 def _results(report: Report, second: bool) -> dict[str, str]:
-    """The tensors outside attention that are not the same.
+    """Maps the tensors outside attention that are not the same to their results.
 
-    Names of differing tensors are those in the first source; the second may have others.
+    Differing tensors have their names in the first source, which may be unknown in the second.
     """
     found = dict.fromkeys(report.outside, DIFFERS)
     source = "second" if second else "first"
@@ -69,7 +69,7 @@ def _results(report: Report, second: bool) -> dict[str, str]:
 
 
 def _of_block(block: Block, name: str, report: Report, second: bool) -> dict[str, str]:
-    """The results of the tensors of one block, or of its stacked layers `name[i]`."""
+    """Maps the tensors of a block to their results; a stack differs if one layer `name[i]` does."""
     own = [one for one in report.blocks if _is_of(one.b if second else one.a, name, block.prefix)]
     if not own:
         return dict.fromkeys(block.keys.values(), LEFT)
@@ -92,5 +92,5 @@ def _file(path: Path) -> FileFacts:
 
 
 def shown_first(blocks: tuple[BlockReport, ...]) -> list[BlockReport]:
-    """The blocks that differ, and then those that do not, each in their order."""
+    """Sorts blocks: the differing blocks first, otherwise in their order."""
     return sorted(blocks, key=lambda block: block.same)

@@ -1,4 +1,4 @@
-"""Pictures of a comparison as SVG, which takes its colours from the page."""
+"""Draws a comparison as SVG; the style sheet of the page defines the colours."""
 
 import math
 from collections.abc import Sequence
@@ -17,7 +17,9 @@ _CLASSES = {DIFFERS: "bad", LEFT: "left"}
 
 
 def text(name: str, most: int = LONGEST) -> str:
-    """A name of a file as text of a page: escaped, visible, and of bounded length.
+    """Makes a name from a file safe for HTML: escaped, and cut to `most` characters.
+
+    Control characters become visible escapes.
 
     >>> text("<a>\\n")
     '&lt;a&gt;\\\\n'
@@ -26,7 +28,7 @@ def text(name: str, most: int = LONGEST) -> str:
 
 
 def tensors(found: Sequence[TensorFacts]) -> str:
-    """One square per tensor, in the order of the file; its name is its tooltip."""
+    """Draws one square per tensor, in the order of the file, with its facts as tooltip."""
     drawn = found[:CELLS]
     rows = math.ceil(len(drawn) / _COLUMNS)
     cells = []
@@ -43,10 +45,10 @@ def tensors(found: Sequence[TensorFacts]) -> str:
 
 
 def errors(blocks: Sequence[BlockReport], mask: str) -> str:
-    """The errors of both sources against float64 under one mask, a row per block.
+    """Draws the errors of both sources against float64 under one mask, a row per block.
 
-    A ring is the first source and a dot the second: where both are the same, the dot is in the
-    ring. The scale is linear, from 0 to the largest finite error, and at least to 8 floors.
+    A ring is the first source and a dot the second: if both are the same, the dot is in the ring.
+    The scale is linear, from 0 to the largest finite error or to 8 rounding floors.
     """
     drawn = [block for block in blocks if mask in block.errors][:BLOCKS]
     finite = [e for block in drawn for e in block.errors[mask] if math.isfinite(e)]
@@ -74,12 +76,12 @@ def errors(blocks: Sequence[BlockReport], mask: str) -> str:
 
 
 def _end(name: str, most: int = 24) -> str:
-    """The end of a name, by which blocks of one model differ."""
+    """Returns the end of a long name: blocks of one model differ there."""
     return name if len(name) <= most else f"…{name[1 - most :]}"
 
 
 def _place(error: float, largest: float, width: float) -> float:
-    """The x of an error; NaN and infinity are beyond the end of the scale."""
+    """Returns the x coordinate of an error; NaN and infinity lie beyond the end of the scale."""
     return (
         _LEFT
         + width * (error / largest if math.isfinite(error) else 1)
@@ -88,7 +90,7 @@ def _place(error: float, largest: float, width: float) -> float:
 
 
 def share(part: int, whole: int) -> str:
-    """A bar for the elements that differ."""
+    """Draws the fraction of elements that differ, `part` of `whole`, as a bar."""
     width = max(1.0, 118 * part / max(whole, 1))
     return _svg(
         120,

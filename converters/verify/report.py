@@ -33,11 +33,11 @@ class StepReport:
     """The result for one planned layer.
 
     Attributes:
-      kind, source, target: kind, source prefix and target prefix of the `plans.Step`.
+      kind, source, target: kind, source prefix and target prefix of its `plans.Step`.
       tensors: name in the destination -> names in the source.
       differences: descriptions of the differences; empty if every bit is the same.
-      errors: for attention, mask -> RMS error of the forward against float64, before and after, in
-        rounding floors of the output.
+      errors: mask -> RMS errors of an attention forward against float64, before and after the
+        conversion, in units of the error of rounding the output (`oracle.rounding_floor`).
     """
 
     kind: str
@@ -52,8 +52,8 @@ class StepReport:
 class ConversionReport:
     """A conversion, checked by reading both files again; `bool(report)` is `report.same`.
 
-    `source` and `target` hold path, format, number of tensors and digest of the contents. `digests`
-    holds the digest of every tensor of the target, `losses` the effect of a cast on each.
+    `source` and `target` hold path, format, number of tensors and digest of the contents.
+    `digests`: target tensor -> its digest. `losses`: target tensor -> effect of the cast to `dtype`.
     """
 
     same: bool
@@ -99,8 +99,8 @@ def check(
 ) -> ConversionReport:
     """Compares a converted file with its source by the plan that was carried out.
 
-    The destination is read without the plan, as any reader would. If the plan has a dtype, the
-    source is cast to it first.
+    The blocks of the destination are found from its own keys and metadata, not from the plan. If
+    the plan has a dtype, the source is cast to it before the comparison.
 
     Args:
       source, destination, done: the files and the plan.
@@ -169,9 +169,10 @@ def _compare(
     pair: tuple[Block | None, Block | None],
     forward: bool,
 ) -> Outputs:
-    """Compares one layer: weights, and for attention with equal weights also outputs.
+    """Compares one layer: weights, and outputs of attention if its weights are equal.
 
-    `pair`: the attention block in the source, and in the destination if present.
+    `made`: the tensors that the step makes. `pair`: the attention blocks in source and destination,
+    each None if absent. A destination that cannot be read is a difference.
     """
     here = [name for name in made if name in new.whole]
     block, target = pair

@@ -29,7 +29,7 @@ from jaxmha.params import leaves
 
 _AT_ONCE = 4 << 20  # bytes of a leaf compared at once
 
-# Function that maps a tensor to its leaves, as views if NumPy can make them.
+# Function that splits a tensor into leaves, as views where NumPy can make them.
 Unpack = Callable[[NDArray], Mapping[str, NDArray]]
 
 
@@ -59,7 +59,7 @@ class FileLayer(NamedTuple):
     """One layer in a file.
 
     Attributes:
-      tensors: name -> function that returns its leaves.
+      tensors: name -> function that splits this tensor into its leaves.
       dtype: dtype to which floating leaves are cast before the comparison.
       semantics: behaviour of an attention block.
       factors: leaf -> factor that multiplies it before the cast (`fold`).
@@ -84,9 +84,9 @@ def attention(
 ) -> tuple[FileLayer, int]:
     """Returns an attention block as a `FileLayer`, and its head count.
 
-    Tensors in `names` outside the block have no leaves. If `scaled_for` is given, the queries are
-    multiplied to compensate for the logit scale of that layout; with `filled_for` the biases that
-    it requires are zeros where no tensor holds them.
+    Tensors in `names` outside the block are read without leaves. `scaled_for`: a layout whose logit
+    scale is folded into the queries. `filled_for`: a layout whose required biases become zeros if
+    no tensor holds them.
     """
     params, semantics, sizes = lazy_tensors.meta(block, file.whole.info, num_heads)
     by = 1.0
@@ -117,7 +117,7 @@ def other_layer(file: File, module: Module) -> FileLayer:
 
 
 def latent(file: File, prefix: str) -> FileLayer:
-    """Returns a block of latent attention as a `FileLayer`; ValueError if none is there."""
+    """Returns the block of latent attention at `prefix` as a `FileLayer`; raises if none is."""
     blocks = latent_blocks.find(file.whole, known=False, at=prefix)
     if not blocks:
         raise ValueError(f"no latent attention is at {prefix or '(top)'}")
@@ -135,7 +135,7 @@ def whole(file: File, name: str) -> FileLayer:
 
 
 def unread(file: File, names: Iterable[str]) -> FileLayer:
-    """Returns tensors whose leaves are unknown as a `FileLayer` without leaves."""
+    """Returns tensors of unknown leaves as a `FileLayer` without leaves: only digests are made."""
     return FileLayer(file, dict.fromkeys(names, _nothing))
 
 
@@ -155,7 +155,7 @@ class Views:
         self.leaves: dict[str, NDArray] = {**layer.zeros}
         for name, unpack in layer.tensors.items():
             found = unpack(self._slices.views[name])
-            if self._slices.copied(found.values()):  # a packing of heads that no view can undo
+            if self._slices.copied(found.values()):  # no view can undo this packing of heads
                 found = unpack(layer.file.whole[name])
             self.leaves |= found
 
@@ -180,7 +180,7 @@ def differences(a: FileLayer, b: FileLayer) -> list[str]:
     for leaf in {**ours, **theirs}:
         x, y = ours.get(leaf), theirs.get(leaf)
         if x is not None and y is None and _is_zero_bias(leaf, x):
-            continue  # dropped, since the target has no place for it (`fill`)
+            continue  # `fill` drops biases of zeros that the target layout cannot store
         if x is None or y is None:
             found.append(f"{leaf} is only in the {'target' if x is None else 'source'}")
         elif x[:2] != y[:2]:
@@ -219,7 +219,7 @@ def _leaves_seen(layer: FileLayer, name: str) -> dict[str, _Seen]:
 
 
 def _differing(a: Views, b: Views, leaf: str, index: tuple[int | slice, ...]) -> int:
-    """Number of elements of a leaf that are not bit-identical; reads it piece by piece."""
+    """Counts elements of a leaf that are not bit-identical, reading it piece by piece."""
     view = a.leaves[leaf][(*index, ...)]
     if view.nbytes <= _AT_ONCE or not view.ndim:
         bits = (x.read(leaf, index).reshape(-1, 1).view(np.uint8) for x in (a, b))

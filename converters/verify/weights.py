@@ -14,9 +14,10 @@ SAME_VALUES = "the same values"
 
 @dataclass(frozen=True)
 class Difference:
-    """A leaf that differs: it is absent in one block, or `index` is its first differing element.
+    """A leaf that differs; `index` is the first differing element, None if shape or dtype differs.
 
-    `harmless`: True for a bias of zeros that the other block stores differently or not at all.
+    `index` is also None if only one block has the leaf. `harmless`: True for a bias whose elements
+    are zeros (of any sign) in each block that has it.
     """
 
     leaf: str
@@ -74,10 +75,10 @@ def differences_of(a: MHAParams, b: MHAParams) -> list[Difference]:
 
 
 def stored_differently(a: MHAParams, b: MHAParams, output_differs: bool) -> tuple[str, ...]:
-    """Describes the weights that differ in storage, except biases of zeros.
+    """Returns descriptions of the leaves that are not bit-identical, except biases of zeros.
 
-    If `output_differs`, only different dtypes of equal values are reported, because the factors
-    already name the values that change the output.
+    If `output_differs`, only equal values of different dtypes are reported, because the factors of
+    the attribution already name the values that change the output.
     """
     unequal = [one for one in differences_of(a, b) if not one.harmless]
     return tuple(
@@ -86,7 +87,7 @@ def stored_differently(a: MHAParams, b: MHAParams, output_differs: bool) -> tupl
 
 
 def rounding(x: NDArray, y: NDArray) -> str:
-    """Describes which array is the other one rounded to its dtype; "" if neither is.
+    """Says which array equals the other rounded to its dtype; "" if neither does.
 
     >>> rounding(np.ones(2, np.float32), np.ones(2)), rounding(np.ones(2, np.float32), np.ones(2) / 3)
     ('the same values', '')
