@@ -1,9 +1,9 @@
 """Matches the arrays of a source with those of a target model of the same architecture.
 
 Layers are compared by shape (in any framework's layout), by the terms in their names, and by the
-structure of both trees. Two layers are paired only if every other pair of the same shapes is
-excluded; all other layers become questions. `match` makes the plan, `loading` fills the
-target, `prove` compares the result with the source.
+structure of both trees. Two layers are paired only if every alternative of the same shapes is
+excluded; all other layers become questions. `match` makes the plan, `load_into` of a framework's
+module fills the target, `prove` compares the result with the source.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ __all__ = ["Line", "Plan", "Proof", "Question", "match", "prove"]
 
 
 def match(source: Any, target: Any, *, packing: Packing = "ask") -> Plan:
-    """The plan that fills a target from a source, with a question for each undecided array.
+    """Returns the plan that fills a target from a source, with a question per undecided layer.
 
     Args:
       source: a file, a folder of `save_pretrained`, `hf://org/model[@revision]`, a dict of arrays,
@@ -59,14 +59,15 @@ def prove(
     """Compares a filled model with its source: every array, and outputs if both can run.
 
     Args:
-      source: as in `match`; a live model if outputs are compared.
+      source: as in `match`; a model object if outputs are compared.
       model: the model that `load_into` filled.
-      plan: the plan by which it was filled; None makes it.
-      inputs: takes a NumPy generator and returns the arguments of both models: a tuple, a dict by
-        name, or `{"source": ..., "target": ...}` with either of them. Arguments are arrays, or
-        hold arrays, as a `Mask` does; others are given as they are. Both models run in float64.
-      packing: as in `match`. seed: of the generator.
-      unused: "keep" leaves out source arrays that the plan does not use, as in `load_into`.
+      plan: the plan by which it was filled; None makes it with `match`.
+      inputs: takes a NumPy generator and returns the arguments of both models, as a tuple or as a
+        dict by name; or `{"source": ..., "target": ...}` with one of these for each. Arguments are
+        arrays or pytrees of arrays, such as a `Mask`; other values are passed unchanged. Both
+        models run in float64. None compares only arrays.
+      packing: as in `match`. seed: seed of the generator.
+      unused: "keep" accepts source arrays that the plan does not use, as in `load_into`.
 
     Raises:
       ValueError: the plan has an open question, or does not fit the models.

@@ -1,4 +1,4 @@
-"""Finds the einops patterns that turn the arrays of a source layer into those of a target layer."""
+"""Finds the einops patterns that turn arrays of a source layer into arrays of a target layer."""
 
 import itertools
 import math
@@ -26,12 +26,12 @@ class Arrow(NamedTuple):
 
 @dataclass(frozen=True)
 class Fit:
-    """How the arrays of a source template fit those of a target template.
+    """How the arrays of a source template fill the arrays of a target template.
 
     Attributes:
       arrows: slot -> arrow.
-      stacked: indices of the source's "#" that are axes of the target's arrays.
-      split: index of the target's "#" that is an axis of the source's arrays; -1 for none.
+      stacked: indices of those "#" of the source that are axes of the target's arrays.
+      split: index of the "#" of the target that is an axis of the source's arrays; -1 for none.
     """
 
     arrows: dict[str, Arrow]
@@ -44,7 +44,7 @@ UNDECIDED = "its kernel is square, and nothing shows which axis is the output"
 
 
 def fit(source: Template, target: Template) -> Fit | str | None:
-    """Returns the fit; None if the arrays do not fit; a text with the reason if it is ambiguous."""
+    """Returns the fit, None if the arrays do not fit, or a text that says why it is ambiguous."""
     if source.first.slots.keys() != target.first.slots.keys():
         return None
     found = [x for stacked in _stackings(source, target) if (x := _fit(source, target, stacked))]
@@ -57,7 +57,7 @@ def fit(source: Template, target: Template) -> Fit | str | None:
 
 
 def _splits(source: Template, target: Template) -> Iterator[int]:
-    """Yields the indices of the target's "#" that may be an axis of the source's arrays."""
+    """Yields the index of each "#" of the target that may be an axis of the source's arrays."""
     if len(target.counts) != len(source.counts) + 1 or source.first.part or target.first.part:
         return
     if len(target.layers) == math.prod(target.counts):
@@ -93,7 +93,7 @@ def _taken_apart(source: Template, target: Template, column: int) -> Fit | str |
 
 
 def _stackings(source: Template, target: Template) -> Iterator[tuple[int, ...]]:
-    """Yields the indices of the source's "#" that may be axes of the target's arrays."""
+    """Yields each choice of "#" of the source (indices) that may be axes of the target's arrays."""
     mine, theirs = source.counts, target.counts
     extra = len(mine) - len(theirs)
     full = len(source.layers) == math.prod(mine)
@@ -137,7 +137,10 @@ def _fit(source: Template, target: Template, stacked: tuple[int, ...]) -> Fit | 
 def _without(
     shape: tuple[int, ...], sizes: Sequence[int]
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yields positions of the stacked axes, and the other axes; several stacked axes must lead."""
+    """Yields each choice of axes with the sizes of stacked layers, and the shape without them.
+
+    Several stacked axes must be the first axes.
+    """
     if not sizes:
         yield (), shape
     elif len(sizes) == 1:
@@ -149,7 +152,7 @@ def _without(
 
 
 def _stack(arrow: Arrow, axes: Sequence[int], source: Layer, target: Layer) -> Arrow:
-    """Adds axes for stacked layers to an arrow, after the axis of separate sources to pack."""
+    """Adds axes for stacked layers to an arrow; a leading `s` of the source stays first."""
     if not axes:
         return arrow
     letters = list("lm"[: len(axes)])
@@ -162,7 +165,7 @@ def _stack(arrow: Arrow, axes: Sequence[int], source: Layer, target: Layer) -> A
 
 
 def _meaning(arrow: Arrow) -> tuple[tuple[int, ...], ...]:
-    """The order of the axes as numbers, so that arrows with different letters compare equal."""
+    """Returns the axes as numbers, so that arrows that differ only in letters compare equal."""
     mine, theirs = (
         [x for x in axes.replace("(", " ").replace(")", " ").split() if x != "1"] for axes in arrow
     )
@@ -170,7 +173,7 @@ def _meaning(arrow: Arrow) -> tuple[tuple[int, ...], ...]:
 
 
 def _split(axes: str) -> list[str]:
-    """Splits one end of an arrow into axes; a group is one axis: `(s o) i` gives two."""
+    """Splits one end of an arrow into axes; a group is one axis: `(s o) i` has two."""
     found, inside = list[str](), ""
     for word in axes.split():
         inside = f"{inside} {word}".strip()
@@ -197,7 +200,10 @@ def _arrows(slot: str, source: Layer, target: Layer, shape: tuple[int, ...]) -> 
 
 
 def _may_be_table(source: Layer, target: Layer, shape: tuple[int, ...]) -> bool:
-    """True if a square array named `embed` may be a table that multiplies one-hot vectors."""
+    """True for a square `weight` named like an embedding, and a kernel with axes "io".
+
+    The weight may be a table of rows, which the kernel applies to one-hot vectors: no transpose.
+    """
     ends = {source.form: source, target.form: target}
     table = ends.get("weight")
     square = len(shape) == 2 and shape[0] == shape[1]
@@ -205,7 +211,7 @@ def _may_be_table(source: Layer, target: Layer, shape: tuple[int, ...]) -> bool:
 
 
 class Reading(NamedTuple):
-    """One way to read the axes of an array; for a packed array, the axes of one part."""
+    """One way to read the axes of an array, as (letter, size); of a packed array, of one part."""
 
     axes: tuple[tuple[str, int], ...]
     place: int = -1  # axis that holds the parts; -1: not packed
@@ -230,7 +236,7 @@ def _readings(slot: str, layer: Layer, shape: tuple[int, ...]) -> Iterator[Readi
 
 
 def _packed(arrow: Arrow, a: Reading, b: Reading) -> Arrow:
-    """Adds the letter s for the packed parts to an arrow."""
+    """Adds the axis `s` of packed parts to an arrow, unless both arrays pack them alike."""
     if a.place >= 0 and b.place >= 0 and not a.own and not b.own:
         return arrow
     both = []
@@ -253,9 +259,9 @@ def guesses(source: Template, target: Template, arrow: Arrow) -> bool:
 
 
 def _guessed(layer: Layer, axes: Sequence[str], other: Layer, others: Sequence[str]) -> bool:
-    """True if the parts packed along `axes` of a layer could also alternate head by head.
+    """True if the packed parts of a layer with these axes could also alternate head by head.
 
-    `other` and `others` are the layer at the other end of the arrow, and its axes.
+    `other` and `others`: the layer at the other end of the arrow, and its axes.
     """
     if not layer.guessed or layer.part is None:
         return False
@@ -266,8 +272,8 @@ def _guessed(layer: Layer, axes: Sequence[str], other: Layer, others: Sequence[s
     parts, shape = layer.part[1], layer.slots[MAIN].shape
     if "s" not in own or len(outs) != 1 or len(own) != len(shape) or shape[outs[0]] % parts:
         return False
-    # The axis of the parts could be one of as many heads, unless the other layer has another number
-    # of heads.
+    # The axis of the parts could be an axis of as many heads, unless the other layer has an axis of
+    # another number of heads.
     plain = [axis for axis in others if axis not in ("s", "l", "m")]
     heads = [n for n, axis in enumerate(plain) if axis.startswith("o")]
     sizes = other.slots[MAIN].shape[-len(plain) :]
@@ -302,7 +308,7 @@ def _vector(shape: tuple[int, ...]) -> Iterator[tuple[tuple[str, int], ...]]:
 
 
 def _match(a: Sequence[tuple[str, int]], b: Sequence[tuple[str, int]]) -> Arrow | None:
-    """The arrow between two readings; None if the total size of a letter differs."""
+    """Returns the arrow between two readings, or None if the total sizes of a letter differ."""
     rows = {x for x, _ in (*a, *b) if x[0] in "rvd"}
     if rows:
         return _rows(a, b)
@@ -349,7 +355,7 @@ def _written(
 
 
 def _rows(a: Sequence[tuple[str, int]], b: Sequence[tuple[str, int]]) -> Arrow | None:
-    """The arrow between two tables, whose axes keep their order; None if one array is a kernel."""
+    """Returns the arrow between two tables, without a transpose; None if one is a kernel."""
     for x, y in ((a, b), (b, a)):
         if {letter for letter, _ in x} & {"o", "i"} and {letter for letter, _ in y} & {"v"}:
             return None

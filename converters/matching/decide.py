@@ -1,4 +1,4 @@
-"""Decides which source layer fills each target layer, or why that is not decided."""
+"""Decides which source layer fills each target layer, or gives the reason why it cannot."""
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,8 @@ _STRONG = frozenset(word for group in APART for word in group)
 _ORDER, _TERMS = "the order of their numbers", "terms that only these have in common"
 _PARENTS = "the layers next to them"
 ALONE = "no layer of the source has its arrays and shapes"
-_MOST_PAIRS, _MOST_FITS = 10**6, 30_000  # of layers, and of those whose shapes fit
+# Most pairs of layers to try, and most pairs whose shapes may fit.
+_MOST_PAIRS, _MOST_FITS = 10**6, 30_000
 Edge = tuple[int, int]  # index of a source template, index of a target template
 
 
@@ -88,7 +89,7 @@ class _State:
         self.shapes = set(edges)  # pairs that shapes alone allow
 
     def irregular(self) -> None:
-        """Removes pairs of blocks whose numbers have gaps: numbers do not pair such blocks."""
+        """Removes pairs of templates with gaps in block numbers: ranks do not pair their blocks."""
         self.edges = {
             (s, t)
             for s, t in self.edges
@@ -96,7 +97,7 @@ class _State:
         }
 
     def contradictions(self) -> None:
-        """Removes pairs whose names exclude each other."""
+        """Removes pairs whose terms exclude each other (`terms.contradict`)."""
         self.edges = {
             (s, t)
             for s, t in self.edges
@@ -125,7 +126,8 @@ class _State:
     def by_words(self, sources: set[int], targets: set[int], strong: bool) -> None:
         """Splits a group by each term that equally many of its sources and targets have.
 
-        `strong`: True uses only mutually exclusive terms, such as query and key (`APART`).
+        Sources with the term then pair only with targets with the term. `strong`: True uses only
+        mutually exclusive terms, such as query and key (`APART`).
         """
         if len(sources) == len(targets) == 1:
             return
@@ -152,7 +154,7 @@ class _State:
         self._take(kept, sources, targets, _ORDER)
 
     def by_parents(self) -> None:
-        """Removes pairs whose parents are already paired with other parents."""
+        """Removes pairs whose parent modules are already paired with other modules."""
         of_sources = Counter(s for s, _ in self.edges)
         of_targets = Counter(t for _, t in self.edges)
         pairs = [(s, t) for s, t in self.edges if of_sources[s] == of_targets[t] == 1]
@@ -181,7 +183,10 @@ class _State:
         return {(s, t) for s, t in self.edges if s in sources and t in targets}
 
     def _take(self, kept: set[Edge], sources: set[int], targets: set[int], why: str) -> None:
-        """Reduces a group to these pairs, unless a target would then have no source."""
+        """Reduces a group to the pairs `kept`, unless a target would then lack a source.
+
+        `why` becomes the reason of targets that lose pairs.
+        """
         here = self._within(sources, targets)
         full = len(sources) >= len(targets)
         if (
@@ -196,7 +201,7 @@ class _State:
 
 
 def _covers(edges: set[Edge], targets: set[int], full: bool) -> bool:
-    """True if each target can have a different source; always True unless `full`."""
+    """True if each target can have a source of its own; not required, so True, unless `full`."""
     return not full or _matching(edges, targets) is not None
 
 
@@ -245,7 +250,7 @@ def _settled(
             taken |= {t: (s, *_reason(state, s, t)) for t, s in found.items()}
     everything = set(range(len(state.targets)))
     if _matching(state.edges, everything) is None:
-        # Some target has no source, so shapes alone no longer prove the other pairs.
+        # Some target has no source: the trees differ, so shapes alone prove no pair.
         taken = {t: x for t, x in taken.items() if _agree(state, x[0], t)}
     taken = {t: (s, reason, _NAMES[kind]) for t, (s, reason, kind) in taken.items()}
     opened = {}

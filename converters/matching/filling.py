@@ -23,7 +23,7 @@ def fill(model: Any, ready: Lazy) -> Any:
 
 
 def into_nnx(model: Any, ready: Lazy) -> Any:
-    """Updates an nnx module in place; each array gets the sharding of the one it replaces."""
+    """Updates an nnx module in place, keeping the sharding of every array; returns the module."""
     from flax import nnx
 
     _check_dtypes(ready)
@@ -57,7 +57,7 @@ def into_flax(model: Any, ready: Lazy) -> Any:
 
 
 def _check_dtypes(ready: Lazy) -> None:
-    """Raises ValueError if JAX would change a dtype; to be called before the model is changed."""
+    """Raises ValueError if JAX would change a dtype; called before the model is changed."""
     import jax
 
     for name, info in ready.info.items():
@@ -76,13 +76,13 @@ def _placed(value: NDArray, before: Any) -> Any:
     sharding = getattr(before, "sharding", None)
     if sharding is None:
         return jnp.asarray(value)
-    if not sharding.is_fully_addressable:  # each process places the parts of its own devices
+    if not sharding.is_fully_addressable:  # each process places the shards of its own devices
         return jax.make_array_from_callback(value.shape, sharding, value.__getitem__)
     return jax.device_put(value, sharding)
 
 
 def into_keras(model: Any, ready: Lazy) -> Any:
-    """Assigns the variables of a Keras model."""
+    """Assigns the arrays to the variables of a Keras model; returns the model."""
     variables = {name: variable for name, _, variable in trees.keras_variables(model)}
     for name in ready:
         variables[name].assign(ready[name])
@@ -90,7 +90,11 @@ def into_keras(model: Any, ready: Lazy) -> Any:
 
 
 def into_torch(model: Any, ready: Lazy) -> Any:
-    """Copies values into the parameters and buffers of a torch module; another dtype raises."""
+    """Copies the arrays into the parameters and buffers of a torch module; returns the module.
+
+    Raises ValueError, before the first copy, for a tensor of another dtype, on the meta device, or
+    outside the module's own memory.
+    """
     import torch
 
     state = model.state_dict()
@@ -119,8 +123,8 @@ def into_torch(model: Any, ready: Lazy) -> Any:
 
 
 def _memory(tensor: Any) -> int:
-    """The address of the memory that a tensor shares with its views; 0 for one of several devices."""
+    """Returns the address of the storage that a tensor shares with its views; 0 if it has none."""
     try:
         return int(tensor.untyped_storage().data_ptr())
-    except RuntimeError:  # a tensor made of others, such as a DTensor
+    except RuntimeError:  # a wrapper of other tensors, such as a DTensor
         return 0

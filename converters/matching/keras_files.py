@@ -1,4 +1,4 @@
-"""Paths of the arrays in a Keras file, made of the user's layer names and of weight names."""
+"""Makes paths of arrays in a Keras file, of the user's layer names and inferred weight names."""
 
 import re
 from collections import defaultdict
@@ -12,10 +12,10 @@ _NORM = ("gamma", "beta", "moving_mean", "moving_variance")
 
 
 def paths(file: Checkpoint) -> dict[str, tuple[tuple[str, ...], str]]:
-    """Array name -> path and form; "no" for layers that other frameworks store differently.
+    """Maps array names to (path, form); "no" is for layers that other frameworks store otherwise.
 
-    A file numbers the weights of a layer. Names are inferred from the number of weights and their
-    ranks.
+    The file only numbers the weights of a layer: their names are inferred from the group, and from
+    the number and ranks of the weights.
     """
     groups: dict[str, list[str]] = defaultdict(list)
     for name in file.info:
@@ -34,14 +34,14 @@ def paths(file: Checkpoint) -> dict[str, tuple[tuple[str, ...], str]]:
 
 
 def _shown(group: str, names: Mapping[str, str]) -> str:
-    """The group with the user's layer names; in a functional model without leading `layers`."""
+    """Returns the group with the user's layer names, without a leading `layers/`."""
     if not group.startswith(_LISTED):
         return group
     return dotted(group, "/", names).replace(".", "/").removeprefix(_LISTED)
 
 
 def _keys(group: str, shapes: Sequence[tuple[int, ...]]) -> list[str]:
-    """Names of the weights of one layer, inferred from its group and the shapes of the weights."""
+    """Infers the names of the weights of one layer from its group and their shapes."""
     ranks = [len(shape) for shape in shapes]
     last = group.rpartition("/")[2]
     if ranks[0] > 1 and len(ranks) == 1 and "embed" in last:

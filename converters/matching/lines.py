@@ -1,4 +1,4 @@
-"""Makes the lines and questions of a plan from the decided pairs."""
+"""Makes a plan: its lines from the pairs that `decide` decides, its questions from the others."""
 
 import math
 import os
@@ -47,7 +47,7 @@ def plan(source: Tree, target: Tree, packing: Packing = "ask") -> MatchPlan:
 
 
 def with_unused(plan: MatchPlan, source: Tree) -> MatchPlan:
-    """The plan with the arrays of the source that its lines do not use."""
+    """Returns the plan with `unused` and `ignored` set: the source arrays that no line reads."""
     taken = used(plan.lines, source.arrays, source.aliases)
     rest = [a for a in source.arrays.values() if a.name not in taken]
     ignored = tuple(a.name for a in rest if is_buffer(a))
@@ -57,9 +57,9 @@ def with_unused(plan: MatchPlan, source: Tree) -> MatchPlan:
 def _taken_apart(
     mine: Sequence[Template], theirs: Sequence[Template], decision: Decision
 ) -> tuple[list[Template], list[Template]] | None:
-    """Unrolls unpaired repeated templates, if source and target nest repetitions differently.
+    """Splits unpaired templates by their last "#", if source and target nest repetitions otherwise.
 
-    Returns the templates of source and target; None if there is nothing to unroll.
+    Returns the templates of source and target; None if there is nothing to split.
     """
     used = {s for s, _, _ in decision.taken.values()}
     loose = [s for s in range(len(mine)) if s not in used]
@@ -81,7 +81,10 @@ def _taken_apart(
 
 @dataclass(frozen=True)
 class _Piece:
-    """One array of a target template and the array of a source template that fills it."""
+    """One slot of a target template, and the slot of a source template that fills it.
+
+    `target` and `source` are patterns, "" if there is none; `targets` and `names` are the names.
+    """
 
     target: str
     source: str
@@ -98,7 +101,7 @@ class _Piece:
 def _guessed_pairs(
     mine: Sequence[Template], theirs: Sequence[Template], decision: Decision
 ) -> dict[object, list[int]]:
-    """Targets that are decided except for the order of their packed parts, grouped by attention."""
+    """Returns targets that are decided except for the order of packed parts, by attention layer."""
     found: dict[object, list[int]] = {}
     for t, (s, *_) in sorted(decision.taken.items()):
         if guesses(mine[s], theirs[t], decision.fits[s, t].arrows[MAIN]):
@@ -107,7 +110,7 @@ def _guessed_pairs(
 
 
 def _of_packing(rows: Sequence[Line]) -> list[Question]:
-    """The question whether packed parts follow one another, as these lines assume."""
+    """Makes the question whether packed parts follow one another, as the lines `rows` assume."""
     if not rows:
         return []
     reason = (
@@ -146,7 +149,7 @@ def _pieces(
 def _grouped(
     source: Template, target: Template, how: Fit
 ) -> tuple[list[list[tuple[int, ...]]], str, str]:
-    """Returns the source ranks for each target, the letters of the source's "#", and `take`."""
+    """Returns the source ranks for each target, the letter of each source "#", and `Line.take`."""
     if how.split >= 0:
         order = sorted(target.layers)
         ranks = [[r[: how.split] + r[how.split + 1 :]] for r in order]
@@ -184,7 +187,10 @@ def _lines(
 
 
 def _line(several: Sequence[_Piece], source: Tree, target: Tree) -> list[Line]:
-    """Makes the line of one target array; or one line per repetition if no exact pattern exists."""
+    """Makes one line with patterns, or one line per repetition if no pattern fits the names.
+
+    `several`: the pieces of one target array, in the order of its packed parts.
+    """
     first = several[0]
     whole = all(p.names == first.names for p in several)  # all parts of one packed array
     take = ""
@@ -209,7 +215,7 @@ def _line(several: Sequence[_Piece], source: Tree, target: Tree) -> list[Line]:
 
 
 def _exact(pieces: Sequence[_Piece], source: Tree, target: Tree) -> bool:
-    """True if the patterns match exactly the names of these pieces, targets in this order."""
+    """True if the patterns expand to exactly the names of these pieces, the targets in order."""
     first = pieces[0]
     if tuple(expand(first.target, target.arrays)) != first.targets:
         return False
@@ -244,7 +250,10 @@ def _questions(
 
 
 def _without_source(theirs: Sequence[Template], alone: Collection[int]) -> list[list[int]]:
-    """Groups the targets without candidates by the outermost module that has no other layer."""
+    """Groups targets without candidates by the outermost module with only such layers.
+
+    Returns groups of at least two.
+    """
     mixed = {t.path[:n] for i, t in enumerate(theirs) if i not in alone for n in range(len(t.path))}
     groups: dict[tuple[str, ...], list[int]] = {}
     for i in sorted(alone):
@@ -255,7 +264,7 @@ def _without_source(theirs: Sequence[Template], alone: Collection[int]) -> list[
 
 
 def _of_module(several: Sequence[Question]) -> Question:
-    """One question for a module of the target of which no layer has a source."""
+    """Merges questions into one for a target module in which no layer has a source."""
     mark = "/" if "/" in several[0].target else "."
     shared = os.path.commonprefix([q.target.split(mark) for q in several])  # noqa: RUF071
     return replace(
@@ -270,7 +279,10 @@ def _of_module(several: Sequence[Question]) -> Question:
 def _near(
     mine: Sequence[Template], target: Template, decision: Decision, reason: str
 ) -> tuple[list[int], str]:
-    """Finds sources that fit if arrays of only one of the two, such as a bias, are ignored."""
+    """Finds unused sources that fit without the slots of only one layer, such as a bias.
+
+    Returns their indices and the reason, or [] and `reason`.
+    """
     used = {s for s, _, _ in decision.taken.values()}
     near = []
     for s, source in enumerate(mine):
@@ -286,7 +298,7 @@ def _near(
 
 
 def _nearest(mine: Sequence[Template], target: Template, decision: Decision) -> str:
-    """Names the unused source array whose shape is nearest to the target's, as part of a reason."""
+    """Returns text for a reason: the unused source array with the nearest shape; or ""."""
     used = {s for s, _, _ in decision.taken.values()}
     wanted = target.first.slots[MAIN]
     found = []
@@ -316,7 +328,7 @@ def _pattern_of(template: Template, slot: str) -> str:
 
 
 def _layer_name(template: Template) -> str:
-    """A layer's name in its framework: the common prefix of the names of its arrays."""
+    """Returns the name of a layer: the common prefix of the names or patterns of its arrays."""
     names = [_pattern_of(template, slot) for slot in template.first.slots]
     if len(names) == 1:
         return names[0]
@@ -325,7 +337,7 @@ def _layer_name(template: Template) -> str:
 
 
 def _example(source: Template | None, target: Template, slot: str) -> Line:
-    """An example line, from a candidate, or zeros if the candidate lacks the array."""
+    """Returns a line that fills a slot from `source`, or with zeros if `source` lacks the slot."""
     name = _pattern_of(target, slot)
     if source is None or slot not in source.first.slots:
         return Line(name, fill="zeros")

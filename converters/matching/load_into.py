@@ -33,10 +33,10 @@ class LoadInto(Protocol):
           source: a file, a folder of `save_pretrained`, `hf://org/model[@revision]`, a dict of
             arrays, or a model.
           plan: the plan from `jaxmha.converters.matching.match`; None creates it.
-          dtype: the dtype of every floating array; None keeps the model's, which must hold all
-            values.
-          unused: "keep" leaves out source arrays that the plan does not use.
-          missing: "keep" leaves arrays of the model as they are if the plan has nothing for them.
+          dtype: the dtype of every floating array; None keeps the model's dtypes, and raises if one
+            cannot represent all values of the source's dtype.
+          unused: "keep" leaves out source arrays that the plan does not use; "refuse" raises.
+          missing: "keep" does not change model arrays without a line in the plan; "refuse" raises.
           packing: order of packed projections, as in `match`; used only without a plan.
 
         Returns:
@@ -44,10 +44,10 @@ class LoadInto(Protocol):
 
         Raises:
           ValueError: the plan has an open question, arrays are unused or missing, or a shape or
-            dtype does not fit. All of this is checked before the first array is written.
+            dtype does not fit. These checks precede the first write.
           TypeError: the model is of another framework, or a class.
-          CheckpointError: the source cannot be read. If this happens while arrays are read, those
-            written before it keep their new values in a model that is filled in place.
+          CheckpointError: the source cannot be read. If an array cannot be read, a model that is
+            filled in place keeps the arrays that were written before.
         """
         ...
 

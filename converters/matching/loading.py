@@ -1,4 +1,4 @@
-"""Computes the arrays of a model by a plan, one at a time."""
+"""Computes the arrays of a target model from a source by a plan, one at a time."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,15 +33,15 @@ def prepared(
     missing: str = "refuse",
     packing: Packing = "ask",
 ) -> Iterator[Lazy]:
-    """Yields the arrays to load into a model, each in its final dtype; each is read on access.
+    """Yields the arrays to load into a model, in their final dtypes; access reads one from source.
 
     Args:
       model, source: target and source, as in `match`.
       plan: None makes a plan with `match`. packing: as in `match`; used only without a plan.
-      dtype: dtype of every floating array; None keeps the model's dtypes, if they represent all
-        values of the source's dtypes.
+      dtype: dtype of every floating array; None uses the model's dtypes, and raises if one cannot
+        represent all values of the source's dtype.
       unused: "keep" leaves out source arrays that the plan does not use; "refuse" raises.
-      missing: "keep" leaves arrays of the model as they are if the plan has no line for them.
+      missing: "keep" does not change model arrays without a line in the plan; "refuse" raises.
 
     Raises:
       ValueError: a question is open, arrays are unused or missing, or a shape or dtype is wrong.
@@ -56,7 +56,7 @@ def prepared(
         todo = dict(jobs(own, mine, theirs))
         _refuse_rest(own, mine, theirs, todo, unused, missing)
         arrays = theirs.arrays
-        del theirs  # `theirs` references the values to be replaced: free their memory
+        del theirs  # its values will be replaced: frees their memory
         info = {}
         for name, (line, names) in todo.items():
             _bound(line, [mine.arrays[n].shape for n in names], arrays[name])
@@ -73,7 +73,7 @@ def prepared(
 
 
 def with_unused(plan: MatchPlan, source: Any) -> MatchPlan:
-    """A plan that was read from a file, with the arrays of the source that it does not use."""
+    """Sets `unused` and `ignored` of a plan: the arrays of the source that no line reads."""
     tree = trees.read(_pinned(source, plan))
     tree.close()
     return lines.with_unused(plan, tree)
@@ -85,9 +85,9 @@ def check_policy(name: str, policy: str) -> None:
 
 
 def _pinned(source: Any, plan: MatchPlan | None) -> Any:
-    """The plan's address with its commit, if the source is the same model without a revision.
+    """Returns the plan's address, which names a commit, if `source` is this model without revision.
 
-    Any other source is returned unchanged.
+    Returns any other source unchanged.
     """
     if (
         plan is not None
@@ -99,7 +99,7 @@ def _pinned(source: Any, plan: MatchPlan | None) -> Any:
 
 
 def refuse_questions(plan: MatchPlan, hint: str = "") -> None:
-    """Raises ValueError if a question is open; `hint`: a sentence that the message ends with."""
+    """Raises ValueError if the plan has questions; `hint` is appended to the message."""
     if plan.questions:
         first = plan.questions[0]
         more = f" (and {len(plan.questions) - 1} more)" * (len(plan.questions) > 1)
@@ -112,7 +112,10 @@ def refuse_questions(plan: MatchPlan, hint: str = "") -> None:
 def jobs(
     plan: MatchPlan, source: Tree, target: Tree
 ) -> Iterator[tuple[str, tuple[Line, list[str]]]]:
-    """Yields each target name with its line, and its source names in the order of stacking."""
+    """Yields (target name, (line, source names in the order of stacking)) for each target array.
+
+    Raises ValueError if a line names no array, or matches other numbers of arrays in both trees.
+    """
     for line in plan.lines:
         targets = expand(line.target, target.arrays)
         if not targets:
@@ -146,7 +149,7 @@ def jobs(
 
 
 def _real(name: str, source: Tree) -> str:
-    """The name under which the source stores an array that has several names."""
+    """Returns the name under which the source lists an array, for any of its names."""
     return source.aliases.get(name, name)
 
 
@@ -162,7 +165,7 @@ def _ranks(found: Mapping[str, Mapping[str, int]]) -> dict[str, dict[str, int]]:
 def _refuse_rest(
     plan: MatchPlan, source: Tree, target: Tree, jobs: Mapping[str, Any], unused: str, missing: str
 ) -> None:
-    """Raises RestError if an array of the source or the target is in no line."""
+    """Raises RestError if an array is in no line, unless the policy of its tree is "keep"."""
     used = {name for _, names in jobs.values() for name in names}
     left = [n for n, a in source.arrays.items() if n not in used and not is_buffer(a)]
     lacking = [n for n, a in target.arrays.items() if n not in jobs and not is_buffer(a)]
@@ -177,7 +180,7 @@ def _refuse_rest(
 
 
 class RestError(ValueError):
-    """Arrays that are in no line. `fact`: the message without the advice of the Python interface."""
+    """Arrays are in no line of the plan. `fact`: the message without the advice on Python calls."""
 
     def __init__(self, fact: str, advice: str) -> None:
         super().__init__(f"{fact}; {advice}")
@@ -190,7 +193,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 class _Bound(NamedTuple):
-    """The size of every letter, the axes of stacked sources, and the packed part to take."""
+    """A checked arrow: size of each letter, sizes of stacked axes, index of the part to take."""
 
     sizes: dict[str, int]
     stacked: tuple[int, ...]
@@ -198,7 +201,7 @@ class _Bound(NamedTuple):
 
 
 def _bound(line: Line, shapes: Sequence[tuple[int, ...]], target: Array) -> _Bound:
-    """Checks the arrow of a line against the shapes of source and target."""
+    """Checks the arrow of a line against the shapes of source and target; else ValueError."""
     if line.fill:
         return _Bound({}, (), None)
     shown = f"{target.name} <- {', '.join(line.sources)}"
@@ -270,7 +273,10 @@ def value(line: Line, names: Sequence[str], source: Tree, target: Array) -> NDAr
 
 
 def _dtype(source: str, target: Array, dtype: str | None) -> np.dtype[Any]:
-    """`dtype` for floating arrays; else the target's, if it holds all values of the source's."""
+    """Returns `dtype` for floating arrays if given, otherwise the dtype of the target.
+
+    Raises ValueError if the dtype of the target cannot represent all values of the source's.
+    """
     floating = "float" in source and "float" in target.dtype
     wanted = dtype if dtype and floating else target.dtype
     kind = _named(wanted)

@@ -1,4 +1,4 @@
-"""Names with letters in braces, each of which stands for the numbers of repeated layers."""
+"""Patterns: array names in which letters in braces stand for the numbers of repeated layers."""
 
 import re
 from collections.abc import Collection, Iterable, Mapping
@@ -9,7 +9,7 @@ _LETTER = re.compile(rf"(\{{[{LETTERS}]\}})")
 
 
 class Reads(Protocol):
-    """The part of a line that says which arrays it reads."""
+    """The fields of a line that name the arrays it reads."""
 
     @property
     def sources(self) -> tuple[str, ...]: ...
@@ -18,9 +18,9 @@ class Reads(Protocol):
 
 
 def pattern(names: Mapping[tuple[int, ...], str], letters: str = LETTERS) -> str:
-    """Replaces each number that follows a rank by a letter; "" if no pattern names these alone.
+    """Returns the pattern of names by ranks: each number that varies with one rank is a letter.
 
-    A number may follow no rank, or the names themselves may have a letter in braces.
+    Returns "" if names differ otherwise, or contain a letter in braces themselves.
 
     >>> pattern({(0,): "h.0.w", (1,): "h.1.w"}), pattern({(): "h.0.w"}), pattern({(0,): "a", (1,): "b"})
     ('h.{i}.w', 'h.0.w', '')
@@ -53,7 +53,7 @@ def pattern(names: Mapping[tuple[int, ...], str], letters: str = LETTERS) -> str
 def expand(name: str, names: Collection[str]) -> dict[str, dict[str, int]]:
     """Maps each name that a pattern matches to the number of each letter, in numeric order.
 
-    Of names that have braces themselves, it is the one that is written alike.
+    A name that equals the pattern is the only match, even if it contains braces.
 
     >>> expand("h.{i}.w", ["h.1.w", "h.0.w", "h.0.b"]), expand("h.{i}.w", ["h.{i}.w"])
     ({'h.0.w': {'i': 0}, 'h.1.w': {'i': 1}}, {'h.{i}.w': {}})
@@ -83,9 +83,9 @@ def expand(name: str, names: Collection[str]) -> dict[str, dict[str, int]]:
 def used(
     lines: Iterable[Reads], names: Collection[str], aliases: Mapping[str, str] | None = None
 ) -> set[str]:
-    """The names that the lines read; packed arrays only if all parts are taken.
+    """Returns which of `names` the lines read; a packed array only if lines take all its parts.
 
-    `aliases`: another name of an array -> the name among `names`.
+    `aliases`: another name of an array -> its name in `names`.
     """
     whole: set[str] = set()
     parts: dict[str, set[str]] = {}
@@ -100,6 +100,6 @@ def used(
 
 
 def _count(takes: Collection[str]) -> int:
-    """The number of parts that `0/3` and others name; 0 if it is no number."""
+    """Returns the number of parts in takes such as `0/3`; 0 if it is no number."""
     count = next(iter(takes)).partition("/")[2]
     return int(count) if count.isdigit() else 0

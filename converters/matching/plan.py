@@ -1,4 +1,4 @@
-"""Plans that say which source arrays fill each target array; as data, TOML, and a report."""
+"""Plans that give the source arrays of each target array, as data, TOML and a report."""
 
 import json
 from collections.abc import Collection, Mapping
@@ -16,13 +16,14 @@ Packing = Literal["ask", "concatenated"]
 
 @dataclass(frozen=True)
 class Line:
-    """The source of one target array, or of one array per value of `{i}` and `{j}` in a pattern.
+    """How one target array is filled, or one array per value of `{i}` and `{j}` in a pattern.
 
     Attributes:
       target: name of the target array, or a pattern. sources: names or patterns of the source
         arrays, which are stacked if there are several.
-      arrow: einops pattern. take: `0/3` takes the first of three packed parts.
-      fill: "zeros" fills the target with zeros instead of a source.
+      arrow: einops pattern from source to target; "" copies. take: `0/3` takes the first of three
+        packed parts.
+      fill: "zeros" fills the target with zeros; `sources` is then empty.
       reason: why this source was chosen. confidence: "certain" or "by name"; "" in an edited plan.
     """
 
@@ -47,9 +48,9 @@ class Question:
     """A target layer whose source is undecided.
 
     Attributes:
-      target: name or pattern of a layer. candidates: sources of the same shapes.
+      target: name or pattern of a layer. candidates: source layers with matching shapes.
       reason: why no source was chosen.
-      examples: lines that answer it: one tuple for each candidate, or a single one.
+      examples: lines that would answer it: one tuple per candidate, or a single tuple.
     """
 
     target: str
@@ -68,7 +69,10 @@ class Question:
         return tuple(line.target for line in self.examples[0])
 
     def without(self, names: Collection[str]) -> "Question":
-        """The question without the candidates that have one of these arrays; zeros if none is left."""
+        """Returns the question without the candidates whose arrays are in `names`.
+
+        If none is left, its example fills the target with zeros.
+        """
         if len(self.candidates) != len(self.examples):
             return self
         left = [
@@ -86,14 +90,14 @@ class Question:
         )
 
     def case(self) -> str:
-        """The case in which the first example decides the question."""
+        """Returns a phrase for the case in which the lines of the first example are right."""
         several = len(self.candidates) == len(self.examples)
         if not self.candidates and all(line.fill for line in self.examples[0]):
             return "to fill it with zeros"
         return "for example" + (f", if it is {self.candidates[0]}" if several else "")
 
     def advice(self) -> str:
-        """Advice with the first example, as Python and as TOML."""
+        """Returns text that tells how to answer by the first example, in Python and in TOML."""
         rows = "".join(f"    {_call(line)},\n" for line in self.examples[0])
         return (
             f"Add lines; {self.case()}:\nplan = plan.with_lines(\n{rows})\n"
@@ -106,11 +110,11 @@ class MatchPlan:
     """How the arrays of a source fill a target.
 
     Attributes:
-      lines: one for each target array or repeated array.
+      lines: one line per target array, or per pattern of repeated arrays.
       questions: targets that are not decided. A plan with questions loads nothing.
-      unused: source arrays that no line uses. ignored: unused buffers, which models recompute.
-      source: for a model from a hub, its address with the commit. Loading the same model without a
-        revision loads this commit.
+      unused: source arrays that no line reads. ignored: unread buffers, which models recompute.
+      source: for a model from a hub, its address with the commit. The plan loads this commit if the
+        same model is named without a revision.
       notes: remarks on the source, which TOML does not store.
     """
 
@@ -139,7 +143,7 @@ class MatchPlan:
         return notebook.table(caption, columns, [*asked, *rows])
 
     def to_toml(self) -> str:
-        """The plan as text that people can edit; `Plan.from_toml` reads it."""
+        """Returns the plan as TOML that people can edit; `Plan.from_toml` parses it."""
         text = ["# Edit, then pass it as plan= or --plan.", f"version = {VERSION}"]
         text += [f"source = {_quoted(self.source)}"] * bool(self.source) + [""]
         for question in self.questions:
@@ -154,7 +158,7 @@ class MatchPlan:
         return "\n".join(text) + "\n"
 
     def to_python(self) -> str:
-        """The lines of the plan as Python code that defines `PLAN`, for a program that loads.
+        """Returns Python code that defines `PLAN` with the lines of the plan, for use in a program.
 
         >>> print(MatchPlan((Line("a/kernel", ("a.weight",), "o i -> i o"),)).to_python())
         from jaxmha.converters.matching import Line, Plan
@@ -174,7 +178,7 @@ class MatchPlan:
     def from_toml(text: str) -> "MatchPlan":
         """Parses a plan; `checkpoint.toml_text.read` reads its text from a file.
 
-        Raises ValueError if a key or type does not belong to a plan.
+        Raises ValueError if the text is not TOML, or a key or type is not a plan's.
 
         >>> plan = MatchPlan((Line("a/kernel", ("a.weight",), "o i -> i o"),))
         >>> MatchPlan.from_toml(plan.to_toml()) == plan
@@ -193,7 +197,7 @@ class MatchPlan:
         return MatchPlan(tuple(found), source=source)
 
     def with_lines(self, *lines: Line) -> "MatchPlan":
-        """Replaces questions and lines for the same targets by these lines; returns a new plan."""
+        """Returns a plan in which these lines replace questions and lines for the same targets."""
         given = {line.target for line in lines}
         every = (*(x for x in self.lines if x.target not in given), *lines)
         used = patterns.used(every, self.unused)
@@ -228,7 +232,7 @@ def _why(line: Line) -> str:
 
 
 def _call(line: Line) -> str:
-    """The call that makes this line, without reason and confidence."""
+    """Returns Python code that makes this line, without reason and confidence."""
     more = "".join(
         f", {key}={x!r}" for key in ("arrow", "take", "fill") if (x := getattr(line, key))
     )

@@ -1,4 +1,4 @@
-"""The result of the comparison of a filled model with its source."""
+"""The result of comparing a filled model with its source."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -12,7 +12,7 @@ _NEXT = (
 
 
 class Departure(NamedTuple):
-    """A layer of both models, and the difference of its outputs relative to the largest."""
+    """A pair of layers, and the difference of their outputs relative to the largest value."""
 
     source: str
     target: str
@@ -24,15 +24,17 @@ class Proof:
     """The result of a comparison.
 
     Attributes:
-      equal: number of target arrays whose values are those of the source, bit by bit.
-      different: target arrays with other values. rounded: those that another dtype rounded.
-      unused: source arrays, or the part of one, that is in no target array. missing: target arrays
-        that the plan does not fill.
-      difference: of the outputs in float64, relative to the largest; None if nothing was run.
-      tolerance: for `difference`.
-      departure: if the outputs depart, the first layer whose outputs do; None if no layer's do, or
-        no layer is comparable.
-      compared: number of layers that were compared.
+      equal: number of target arrays with exactly the values of the source.
+      different: target arrays with other values. rounded: target arrays of another dtype, with the
+        values of the source rounded to it.
+      unused: source arrays that fill no target array, or only partly. missing: target arrays that
+        the plan does not fill.
+      difference: largest difference of the models' outputs, relative to the largest value; None if
+        the models were not run.
+      tolerance: largest `difference` that counts as the same.
+      departure: if `difference` is larger, the first pair of layers whose outputs differ by more
+        than `tolerance`; None if there is no such pair.
+      compared: number of pairs of layers whose outputs were compared.
     """
 
     equal: int
@@ -47,7 +49,7 @@ class Proof:
 
     @property
     def same(self) -> bool:
-        """True if all arrays are equal or rounded, none is left over, and outputs, if run, agree."""
+        """True if all arrays are equal or rounded, none is unused or missing, and outputs agree."""
         whole = not (self.different or self.unused or self.missing)
         return whole and (self.difference is None or self.difference <= self.tolerance)
 

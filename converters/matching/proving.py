@@ -15,10 +15,10 @@ from jaxmha.converters.matching.proof import Departure, Proof
 from jaxmha.converters.matching.templates import is_buffer
 from jaxmha.converters.matching.trees import Tree
 
-# Largest difference of outputs, relative to the largest output. Models in float64 compute some
-# parts, such as a softmax, in float32.
+# Tolerances of the difference of outputs, relative to the largest output. WIDE is for float64, in
+# which models still compute some parts, such as a softmax, in float32.
 WIDE = 1e-6
-NARROW = 1e-5  # if outputs of layers are float32
+NARROW = 1e-5  # if any output, also of a layer, has another dtype
 _LOADED = "\nIf the model was filled by a plan, pass the same: prove(source, model, plan)."
 Draw = Callable[[np.random.Generator], Any]
 
@@ -32,7 +32,7 @@ def prove(
     seed: int,
     unused: str,
 ) -> Proof:
-    """`jaxmha.converters.matching.prove`, which has no defaults here."""
+    """Implements `jaxmha.converters.matching.prove`, with the same arguments but no defaults."""
     loading.check_policy("unused", unused)
     mine, theirs = trees.read(source), trees.read(model, "model")
     try:
@@ -55,7 +55,7 @@ def prove(
 
 
 def _arrays(source: Tree, target: Tree, jobs: Mapping[str, tuple[Line, list[str]]]) -> Proof:
-    """Compares every target array with the arrays of the source that the plan names for it."""
+    """Compares every target array with its value computed from the source by the plan."""
     equal, different, rounded = 0, list[str](), list[str]()
     seen: dict[str, Array[np.bool_]] = {}
     for name, (line, names) in jobs.items():
@@ -93,7 +93,7 @@ def _mark(
     target: Tree,
     name: str,
 ) -> None:
-    """Marks the elements of packed source arrays that a target array takes."""
+    """Marks, in `seen`, the elements of packed source arrays that the target array `name` takes."""
     if not line.take:
         return
     sizes = {n: int(np.prod(source.arrays[n].shape)) for n in names}
@@ -119,10 +119,10 @@ def _paired(
     mine: running.Run,
     theirs: running.Run,
 ) -> dict[Path, Path]:
-    """Layers of the source -> layers of the target with the arrays that the plan made of theirs.
+    """Maps layers of the source to layers of the target that the plan fills from their arrays.
 
-    Of layers that ran with the same arrays only the innermost are paired: those around it may add
-    an activation, which the other model computes elsewhere.
+    Among nested layers with the same arrays only the innermost are paired, because an outer layer
+    may add an activation that the other model computes elsewhere.
     """
     fills: dict[str, set[str]] = defaultdict(set)
     for name, (_, names) in jobs.items():
@@ -179,9 +179,9 @@ def _outputs(
 
 
 def _distance(mine: NDArray, theirs: NDArray) -> float | None:
-    """The difference relative to the largest value, over the usual orders of axes; None if none fits.
+    """Returns the largest difference, relative to the largest value; None if the sizes differ.
 
-    The orders are the same order, channels last, and the length before the batch.
+    It is the minimum over orders of axes: unchanged, channels last, and length before batch.
     """
     if mine.size != theirs.size or not mine.size:
         return None

@@ -1,4 +1,4 @@
-"""Infers roles of layers from the structure of a tree: output projections, and norms of a block."""
+"""Infers roles of layers from the structure of a tree: output projections and norms of blocks."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from jaxmha.converters.matching.terms import IN_MLP, TOGETHER, terms
 _QKV = ("query", "key", "value")
 _PLACES = {"attn", "cross", "mlp", "self", "in", "out", "final"}
 _SANDWICH = (
-    4  # norms in a block: one before and one after attention and MLP, so no name is ambiguous
+    4  # norms in a block with one before and one after both attention and MLP: names are clear
 )
 _OUT = {"o", "wo", "out", "output"}
 
@@ -27,7 +27,7 @@ def _matrix(template: Template) -> bool:
 
 
 def _of_projection(template: Template) -> Template:
-    """Corrects terms: up and down of an MLP, and in or out in names of query, key and value."""
+    """Adds in or out to up and down of an MLP; removes in and out from query, key and value."""
     packed = template.terms.intersection(_QKV)
     if "mlp" in template.terms:
         named = {IN_MLP[w] for w in terms(template.path[-1]) if w in IN_MLP}
@@ -77,7 +77,10 @@ def _outputs(templates: Sequence[Template]) -> list[Template]:
 
 
 def _places(templates: Sequence[Template]) -> list[Template]:
-    """Adds to each norm of a block its part: attention, cross-attention or the MLP."""
+    """Adds to each norm of a block the term of its part: "attn", "cross" or "mlp".
+
+    Removes ambiguous terms, such as "post", from norms whose part is unknown.
+    """
     groups: dict[tuple[object, ...], list[Template]] = defaultdict(list)
     for template in templates:
         if len([n for n in template.first.slots[MAIN].shape if n > 1]) <= 1 and template.counts:
@@ -97,8 +100,8 @@ def _places(templates: Sequence[Template]) -> list[Template]:
         if t.path in found:
             t = replace(t, terms=t.terms - _PLACES | {found[t.path]})
         elif not _matrix(t) and _vectors_at_parent(t, templates) < _SANDWICH:
-            # "post" is ambiguous: before the MLP in Llama, after attention in OLMo 2, after a
-            # block elsewhere.
+            # A "post" norm is ambiguous: it precedes the MLP in Llama, and follows attention in
+            # OLMo 2 and whole blocks elsewhere.
             first = terms(t.path[-1])[:1]
             ambiguous = {"post", "pre"} | ({"in"} if first == ["input"] else set())
             if first == ["post"]:
@@ -109,7 +112,7 @@ def _places(templates: Sequence[Template]) -> list[Template]:
 
 
 def _vectors_at_parent(template: Template, templates: Sequence[Template]) -> int:
-    """The number of layers under the same parent whose main array is a vector, such as norms."""
+    """Counts layers under the same parent whose main array is a vector, such as norms."""
     return sum(t.path[:-1] == template.path[:-1] and not _matrix(t) for t in templates)
 
 
@@ -120,7 +123,7 @@ def _size(template: Template) -> int:
 def _ordered(
     several: Sequence[Template], order: Sequence[str], templates: Sequence[Template]
 ) -> Mapping[tuple[str, ...], str]:
-    """Maps the path of each norm to its role, by numbers or terms in the names; {} if in doubt."""
+    """Maps the path of each norm to its part in `order`, by numbers or terms; {} if in doubt."""
     numbers = [ordinal(t) for t in several]
     if all(numbers) and len({n[0] for n in numbers if n}) == 1:
         ranked = sorted(several, key=lambda t: (ordinal(t) or ((), 0))[1])

@@ -16,10 +16,10 @@ Arguments = tuple[Any, ...] | Mapping[str, Any]
 
 
 class Run(NamedTuple):
-    """The outputs of a model, and of its layers by path in the order in which they returned.
+    """The outputs of a model, and path -> output of its layers, in the order of their returns.
 
-    A path consists of the names of attributes; the model's is empty. Only the first output of the
-    first call of a layer is kept. A layer that returned traced arrays is left out.
+    A path consists of attribute names; the path of the model is empty. A layer has only the first
+    array of its first call. Layers that returned traced arrays, as under `jit`, are left out.
     """
 
     outputs: list[NDArray]
@@ -33,7 +33,7 @@ def run(model: Any, arguments: Arguments) -> Run:
       model: a torch, nnx, equinox or Keras model, or the pair of a linen module and its variables.
         A Keras model runs in its own dtype.
       arguments: positional arguments as a tuple, or keyword arguments as a dict, of NumPy arrays
-        and pytrees of them, such as a `Mask`. Other values are given as they are.
+        and pytrees of them, such as a `Mask`. Other values are passed unchanged.
 
     Raises:
       TypeError: the model is of another kind.
@@ -75,7 +75,7 @@ def _wide(array: Any) -> Any:
 
 
 def _first(output: Any) -> Any:
-    """The first array in the output of a layer; None if there is none or it is traced."""
+    """Returns the first array in the output of a layer; None if it has none, or it is traced."""
     import jax
 
     for value in _flat(output):
@@ -135,7 +135,10 @@ def _jax(value: Any) -> Any:
 def _patched(
     layers: Mapping[tuple[str, ...], Any], call: Callable[[], Any]
 ) -> tuple[Any, dict[tuple[str, ...], NDArray]]:
-    """Runs a function while the classes of these layers record what their `__call__` returns."""
+    """Calls `call` while the classes of these layers record the outputs of their `__call__`.
+
+    Returns the result, and path -> first recorded output.
+    """
     paths = {id(layer): path for path, layer in reversed(list(layers.items()))}
     found: dict[tuple[str, ...], NDArray] = {}
 

@@ -21,7 +21,7 @@ from jaxmha.converters.matching.terms import (
 from jaxmha.converters.matching.trees import Array, Tree
 
 MAIN, BIAS = "main", "bias"
-ONLY = "only "  # form of an array that only an array of the same name equals; the name follows
+ONLY = "only "  # + name: form of an array that is paired only with an array of the same name
 _ENTRIES = [e for c in CONVENTIONS for kind in c.kinds.values() for e in kind if "/" not in e.key]
 _SLOTS = {
     **{e.key: BIAS if e.leaves[0].endswith("bias") else MAIN for e in _ENTRIES},
@@ -33,7 +33,7 @@ _SLOTS = {
 _STEM = re.compile(
     r"(?P<stem>.+)_(?P<key>weight|kernel|bias|w|b)$|^(?P<first>W|w|b|kernel|weight|bias)_(?P<rest>.+)$"
 )
-# Names of buffers that models recompute, and of counters: not weights, so never matched.
+# Names of buffers that models recompute, and of counters. They are no weights: never matched.
 BUFFERS = re.compile(
     r"(^|[./])(num_batches_tracked|position_ids|masked_bias|relative_position_index|"
     r"relative_coords_table|causal_mask)$|^rope_freqs\.weight$"
@@ -41,16 +41,18 @@ BUFFERS = re.compile(
 _FREQUENCIES = re.compile(r"(^|[./])(original_)?inv_freq$")  # of rotary positions: one axis
 _CAUSAL = re.compile(r"(^|[./])attn\.bias$")  # GPT-2's causal mask, an array with four axes
 # Gates of recurrent layers, packed in an order that depends on the framework: torch has r z n where
-# Keras has z r h. Only arrays of one name are the same.
+# Keras has z r h. Only arrays of the same name are paired.
 _GATES = re.compile(r"weight_[ih]h(_l\d+)?(_reverse)?|recurrent_kernel")
 _TURNED = re.compile(r"transpose|deconv", re.IGNORECASE)
-SHARED = 0.6  # blocks are repetitions if they share this fraction of the smaller block's layers
+SHARED = 0.6  # blocks are repetitions if they share this fraction of layers of the smaller block
 
 
 class Layer(NamedTuple):
-    """One layer: path, slot -> array, axis order (form) of the main array, and the packed part.
+    """One layer, or one part of a packed layer.
 
-    `guessed`: True if the order of the packed parts in the main array is not determined.
+    `slots` maps "main" (the kernel, table or norm scale), "bias", "mean" and "var" to arrays;
+    `form` is the axis order of the main array, such as "oi" (output, input). `guessed`: True if
+    names do not determine how the parts are ordered in the main array.
     """
 
     path: tuple[str, ...]
@@ -62,12 +64,12 @@ class Layer(NamedTuple):
 
 @dataclass(frozen=True)
 class Template:
-    """Layers that differ only in the numbers of repeated blocks.
+    """Layers whose paths differ only in the numbers of repeated blocks.
 
     Attributes:
       path: the common path, with "#" for each number that differs.
-      layers: ranks of these numbers -> layer.
-      terms: canonical terms of the path, and of the roles that the structure shows.
+      layers: ranks of the numbers at each "#" -> layer.
+      terms: canonical terms of the path, and of the role of the layer in its block (`roles`).
       irregular: True if the numbers of the blocks have gaps.
     """
 
@@ -78,7 +80,7 @@ class Template:
 
     @property
     def first(self) -> Layer:
-        """The layer of the first block."""
+        """The layer with the lowest ranks."""
         return self.layers[min(self.layers)]
 
     @property
@@ -164,10 +166,10 @@ def layers(tree: Tree) -> list[Layer]:
 
 
 def _forms(groups: Iterable[Mapping[str, Array]], kind: str) -> dict[str, str]:
-    """Maps each main array to its axis order: known from its class, its key, or the bias size.
+    """Maps each main array to its axis order, from the class of its layer, its key or its bias.
 
-    The size of a bias shows the output axis of a kernel that is not square. Other kernels with the
-    same key get the same axis order if all these kernels agree.
+    The size of a bias shows the output axis of a kernel that is not square. If all such kernels
+    with a key agree, other kernels with this key get the same axis order. "": unknown.
     """
     groups = list(groups)
     by_stem: dict[str, set[str]] = defaultdict(set)
@@ -221,12 +223,12 @@ def _stem(array: Array) -> str:
 
 
 def _last(array: Array) -> str:
-    """The last two parts of the path with "#" for numbers, as a key for similar arrays."""
+    """Returns the last two parts of the path with "#" for numbers, equal for similar arrays."""
     return "/".join(re.sub(r"\d+", "#", part) for part in array.path[-2:]) + "/"
 
 
 def templates(tree: Tree) -> list[Template]:
-    """The templates of a tree, with the terms of each."""
+    """Groups the layers of a tree into templates."""
     found = _paths(layers(tree))
     marks, irregular = _repeated(found)
     groups: dict[tuple[tuple[str, ...], object], dict[tuple[int, ...], Layer]] = defaultdict(dict)
@@ -249,7 +251,7 @@ def _template(
     own: tuple[str, ...],
     gaps: bool,
 ) -> Template:
-    """Makes a template; a "#" with only one value is replaced by its number."""
+    """Makes a template of `members`; a "#" with one value gets its number from the path `own`."""
     keep = [len(set(column)) > 1 for column in zip(*members, strict=True)]
     flags, path = iter(keep), []
     for part, mine in zip(marked, own, strict=True):
@@ -288,7 +290,7 @@ def _numbered(part: str) -> tuple[str, int] | None:
 
 
 def _paths(found: Sequence[Layer]) -> dict[tuple[str, ...], Layer]:
-    """Maps paths to layers; `block0_norm` counts as two parts if `block1_norm` also exists."""
+    """Maps paths to layers; `block0_norm` counts as two parts if, say, `block1_mlp` exists."""
     within: dict[tuple[tuple[str, ...], str], set[str]] = defaultdict(set)
     for layer in found:
         for n, part in enumerate(layer.path):
@@ -314,7 +316,7 @@ def _paths(found: Sequence[Layer]) -> dict[tuple[str, ...], Layer]:
 
 
 def _literal(part: str) -> str:
-    """The part of a path without "#", which stands for numbers, though names may hold it too."""
+    """Escapes "#" in a part of a path, because templates use it for numbers."""
     return part.replace("\\", "\\\\").replace("#", "\\.")
 
 
@@ -322,7 +324,7 @@ _Marks = dict[tuple[str, ...], tuple[str, int]]
 
 
 def _repeated(found: Mapping[tuple[str, ...], Layer]) -> tuple[_Marks, set[tuple[str, ...]]]:
-    """Finds repeated blocks: path -> (part with "#", rank); and the paths in lists with gaps."""
+    """Finds repeated blocks: path -> (last part with "#", rank); and blocks in lists with gaps."""
     below: dict[tuple[str, ...], set[str]] = defaultdict(set)
     content: dict[tuple[str, ...], set[object]] = defaultdict(set)
     for path, layer in found.items():
@@ -354,13 +356,13 @@ def _repeated(found: Mapping[tuple[str, ...], Layer]) -> tuple[_Marks, set[tuple
 
 
 def _alike(mine: Collection[object], theirs: Collection[object]) -> bool:
-    """True if enough layers of the smaller block are in the other block as well (`SHARED`)."""
+    """True if the two blocks share at least the fraction `SHARED` of the smaller one's layers."""
     common = sum(layer in mine for layer in theirs)
     return common >= SHARED * min(len(mine), len(theirs))
 
 
 def unrolled(template: Template) -> list[Template]:
-    """Splits a template by the values of its last "#"."""
+    """Splits a template into one template per value of its last "#"."""
     place = max(n for n, part in enumerate(template.path) if "#" in part)
     made = []
     for value in sorted({ranks[-1] for ranks in template.layers}):
@@ -375,7 +377,7 @@ def unrolled(template: Template) -> list[Template]:
 
 
 def ordinal(template: Template) -> tuple[tuple[str, ...], int] | None:
-    """A path without its last number or ordinal such as "second", and that number; or None.
+    """Returns the path without its last number or ordinal ("second"), and the number; or None.
 
     >>> ordinal(Template(("a", "fc2"), {}))
     (('a', 'fc'), 2)

@@ -1,4 +1,4 @@
-"""Terms of layer names: synonyms, orders and packed projections, as tables."""
+"""Tables of the terms in layer names: synonyms, positions in a sequence, packed projections."""
 
 import re
 from collections.abc import Sequence
@@ -82,7 +82,7 @@ _NOISE = frozenset(
         "sub",
     ]
 )
-# Name of a list of repeated blocks -> one common name.
+# Name of a list of repeated blocks -> the common name "layer".
 LISTS = dict.fromkeys(("layer", "block", "h", "stack", "stage", "depth"), "layer")
 # Terms that give the position of a layer in a sequence -> that position.
 ORDER = {
@@ -104,9 +104,9 @@ PACKED = {
     **dict.fromkeys(("to_kv", "kv", "kv_proj", "wkv"), ("key", "value")),
     **dict.fromkeys(("gate_up_proj", "gate_up"), ("gate", "up")),
 }
-# Names and forms of packed layers that only one library writes, so that the order of their parts is
-# known: torch's MultiheadAttention and GPT-2's Conv1D. Layers of other names may alternate head by
-# head.
+# (name, axis order) of packed layers whose parts follow one another, because only one library
+# writes them: torch's MultiheadAttention and GPT-2's Conv1D. The parts of other layers may
+# alternate head by head.
 SURE = (("in_proj_weight", ""), ("c_attn", "io"))
 # Mutually exclusive terms: layers with different terms of one group never match.
 APART = (
@@ -121,8 +121,8 @@ APART = (
     ("norm", "embed"),
     ("mean", "logvar", "sigma"),
 )
-# Terms for the first and second matrix of an MLP; elsewhere, as in a U-Net, they differ in
-# meaning.
+# Terms that mean the first and second matrix in an MLP only; in a U-Net, for example, they mean
+# other things.
 IN_MLP = {"up": "in", "down": "out"}
 # Sibling names that have a role only if all of them exist -> the terms of each.
 TOGETHER = {
@@ -160,7 +160,7 @@ def terms(part: str) -> list[str]:
 
 
 def meaning(path: Sequence[str]) -> frozenset[str]:
-    """The canonical terms of a path, without numbers and terms that do not distinguish layers."""
+    """Returns the canonical terms of a path that distinguish layers; numbers are left out."""
     found: set[str] = set()
     for part in path:
         for word in terms(part):
@@ -173,7 +173,7 @@ def meaning(path: Sequence[str]) -> frozenset[str]:
 
 
 def contradict(a: frozenset[str], b: frozenset[str]) -> tuple[str, str] | None:
-    """Two mutually exclusive terms, one from each layer; None if no terms exclude each other."""
+    """Returns two terms, one of each set, that exclude each other (`APART`); None if none do."""
     for group in APART:
         mine, theirs = a.intersection(group), b.intersection(group)
         if mine and theirs and not mine & theirs:
@@ -182,7 +182,7 @@ def contradict(a: frozenset[str], b: frozenset[str]) -> tuple[str, str] | None:
 
 
 def packed(name: str) -> tuple[str, ...]:
-    """The projections in a layer of this name; empty if it is not known as packed.
+    """Returns the projections packed in a layer of this name, in order; () if it packs none.
 
     >>> packed("c_attn"), packed("Wqkv"), packed("dense")
     (('query', 'key', 'value'), ('query', 'key', 'value'), ())

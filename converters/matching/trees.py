@@ -1,4 +1,4 @@
-"""Reads a source or a target as named arrays with shapes, and the axis order of each array."""
+"""Reads a source or a target as named arrays with shapes and, if known, their axis orders."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -15,8 +15,8 @@ from jaxmha.converters.layout.arrays import NDArray, packages_of, to_numpy
 from jaxmha.converters.matching import keras_files
 
 # Class of a layer -> axes of its main array: o output, i input (convolutions also have window
-# axes), v rows and d features of a table; "no": a layer that other frameworks store differently,
-# which is never matched.
+# axes), v rows and d features of a table. "no" marks a layer that other frameworks store otherwise
+# and that is never matched.
 _FORMS = {
     "torch": {
         "Linear": "oi", "NonDynamicallyQuantizableLinear": "oi", "MultiheadAttention": "oi",
@@ -38,7 +38,7 @@ _NO_WEIGHTS = ("cache", "intermediates", "losses", "metrics")  # linen collectio
 
 
 class Array(NamedTuple):
-    """One array: its name in the framework, its path, and the axis order from its layer's class."""
+    """One array: `name` in the framework, `path`, and `form`, its axis order; "" if unknown."""
 
     name: str
     path: tuple[str, ...]
@@ -71,7 +71,7 @@ class Tree:
 def read(model: Any, argument: str = "source") -> Tree:
     """Lists the arrays of a file, a folder of `save_pretrained`, a state dict, tree or model.
 
-    `argument`: its name in the error.
+    `argument`: name of the argument `model` in error messages.
 
     Raises:
       TypeError: `model` is a class, or contains no array.
@@ -120,9 +120,9 @@ def _file(path: Path) -> Tree:
 
 
 def _training_state(tree: Tree) -> Tree:
-    """The weights in an orbax folder, with a note if the state of an optimizer is left out.
+    """Returns the weights in an orbax folder, with a note if an optimizer's state is left out.
 
-    Flax writes a variable as a tree with one leaf, `value`, which names here do not have.
+    Flax writes a variable as a tree with one leaf `value`; it is removed from names and paths.
     """
     weights = {n: a for n, a in tree.arrays.items() if not _OPTIMIZER & set(a.path)}
     left = len(tree.arrays) - len(weights)
@@ -149,12 +149,12 @@ def split(name: str) -> tuple[str, ...]:
 def _torch(module: Any) -> Tree:
     live = live_model.torch(module)
     state = {n: x for n, x in live.state.items() if hasattr(x, "data_ptr")}
-    left = [name for name in live.state if name not in state]  # of get_extra_state, or quantised
+    left = [name for name in live.state if name not in state]  # from get_extra_state, or quantised
     notes = (f"no tensors, left out: {', '.join(left)}",) * bool(left)
     arrays, seen, aliases = dict[str, Array](), dict[tuple[Any, ...], str](), dict[str, str]()
     kept = state
     if not all(tensor.data_ptr() for tensor in state.values()):
-        kept = module.state_dict(keep_vars=True)  # on the device meta a shared one is one object
+        kept = module.state_dict(keep_vars=True)  # on the meta device, only identity shows sharing
     for name, tensor in state.items():
         place = tensor.data_ptr() or id(kept[name])
         where = (place, tuple(tensor.shape), tensor.stride())
@@ -171,7 +171,7 @@ def _torch(module: Any) -> Tree:
 
 
 def _form(layer: Any, package: str) -> str:
-    """The axis order for the class of a layer, or for its first known base class."""
+    """Returns the axis order for the class of a layer or its first known base class, or ""."""
     for base in type(layer).__mro__:
         if base.__module__.split(".")[0] == package and base.__name__ in _FORMS[package]:
             return _FORMS[package][base.__name__]
@@ -211,8 +211,8 @@ def _keras(model: Any) -> Tree:
 def keras_variables(model: Any) -> Iterator[tuple[str, Any, Any]]:
     """Yields name, layer and variable of every weight of a Keras model, except random seeds.
 
-    The name consists of attribute names; in a functional model, of the names of the layers. Weights
-    of one layer may have one name in Keras: all but the first get a number.
+    A name consists of attribute names, or of layer names in a functional model. If weights of a
+    layer share a name, all but the first get a number.
     """
     from jaxmha.converters.discovery.user_names import dotted
 
@@ -257,7 +257,7 @@ def _tree(tree: Any, kind: str, argument: str) -> Tree:
 
 
 def tree_leaves(tree: Any) -> list[tuple[tuple[str, ...], Any]]:
-    """Path and value of every array of a tree, in JAX's order; boxes of Flax have no key of their own."""
+    """Returns path and value of every array of a tree, in JAX's order; unwraps boxes of Flax."""
     import jax
 
     return [
@@ -269,7 +269,7 @@ def tree_leaves(tree: Any) -> list[tuple[tuple[str, ...], Any]]:
 
 
 def _is_box(leaf: Any) -> bool:
-    """True for an nnx variable, and for an array of linen with the names of its partitions."""
+    """True for an nnx variable, and for a linen array boxed with its partition names."""
     return _of(leaf, "flax") and any(hasattr(leaf, name) for name in ("get_value", "unbox"))
 
 
@@ -285,7 +285,7 @@ def _key(key: Any) -> str:
 
 
 def node(tree: Any, keys: tuple[str, ...]) -> Any:
-    """The node of a tree at a path."""
+    """Returns the node of a tree at a path, or None."""
     for key in keys:
         if isinstance(tree, Mapping):
             tree = next((value for name, value in tree.items() if str(name) == key), None)

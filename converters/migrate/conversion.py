@@ -18,10 +18,10 @@ class Conversion:
       blocks: (source prefix, source layout, destination prefix, destination layout) of each block.
       other_layers: (kind, source prefix, destination prefix) of each other layer.
       carried: names of all other tensors, which are copied unchanged.
-      files: the files written. digests: tensor name -> digest of the data read back.
-      losses: tensor name -> effect of the cast to `dtype`, for every tensor that it changed.
-      heads: (source prefix, head count, where it is from) of every block.
-      unchecked: descriptions of facts that no comparison of the two files can show.
+      files: paths of the files written. digests: tensor name -> digest of the data read back.
+      losses: tensor name -> effect of the cast to the plan's dtype, if it changed the tensor.
+      heads: (source prefix, head count, where the count was found) of every block.
+      unchecked: descriptions of facts that a comparison of the two files cannot check.
       notes: remarks on single blocks and on norms. plan: the plan that was carried out.
     """
 

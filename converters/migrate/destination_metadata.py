@@ -1,4 +1,4 @@
-"""Metadata and names for the format of the destination, and notes on facts without a place there."""
+"""Makes the metadata of the destination, and notes on facts that its format cannot store."""
 
 import os
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ from jaxmha.converters.migrate import keras_order
 from jaxmha.converters.migrate.plans import Plan
 from jaxmha.converters.migrate.resolved import Resolved
 
-# Metadata keys with these prefixes need no note if they are lost: they are rewritten for the
+# Metadata keys with these prefixes are dropped without a note: they are made again for the
 # destination, or apply only to the source.
 _NO_NEWS = ("jaxmha.", "format", "total_size")
 
@@ -34,7 +34,7 @@ def settings(
     file: checkpoint.Checkpoint,
     groups: keras_order.Groups,
 ) -> tuple[dict[str, Any], list[str]]:
-    """Arguments of `checkpoint.write` for the format, and notes on facts that it cannot hold."""
+    """Returns arguments of `checkpoint.write`, and notes on facts that the format cannot store."""
     in_file = str(destination).endswith(".weights.h5")
     made: dict[str, Any] = {"names": found.names} if in_file else {}
     if table.for_writing(Path(destination)).holds_metadata:
@@ -45,7 +45,11 @@ def settings(
 def _of(
     plan: Plan, found: Resolved, file: checkpoint.Checkpoint, groups: keras_order.Groups
 ) -> dict[str, str]:
-    """The metadata of the source, with head counts and Keras groups for the destination."""
+    """Returns the metadata of the destination.
+
+    It is the metadata of the source, updated with the semantics, positions, latent blocks, head
+    counts and Keras groups of the converted layers.
+    """
     to, blocks = attention_blocks.named(plan.to), {s.target: b for s, b in found.blocks.items()}
     sources = [*(b.prefix for b in blocks.values()), *(b.prefix for b in found.latents.values())]
     left_out = {f"{stored_semantics.METADATA}.{prefix}" for prefix in sources}

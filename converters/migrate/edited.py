@@ -24,10 +24,10 @@ from jaxmha.converters.migrate.resolved import module_of
 
 
 def completed(plan: Plan, to: Layout, info: Mapping[str, Any]) -> Plan:
-    """Fills in every module for which the user gave only a kind, as the planner would.
+    """Completes every module for which the user gave only a kind, as the planner would write it.
 
-    If the user turns a tensor of kind "other" into a layer, the module gets the convention of the
-    file, loses the key at the end of `from` and `to`, and takes in the layer's other tensors.
+    A tensor of kind "other" that the user turns into a layer gets the convention of the file and
+    the layer's other tensors; `from` and `to` become the prefix, without the key at the end.
     """
     kinds = {kind for convention in CONVENTIONS for kind in convention.kinds}
     plan = replace(plan, steps=tuple(_reread(m, to, plan.steps) for m in plan.steps))
@@ -62,7 +62,7 @@ def completed(plan: Plan, to: Layout, info: Mapping[str, Any]) -> Plan:
 
 
 def _reread(step: Step, to: Layout, steps: Sequence[Step]) -> Step:
-    """Resets the target kind of a layer whose kind the user changed."""
+    """Removes the target kind of a layer if the user changed the kind to one with other leaves."""
     convention = layer_layouts.convention_of(to.name)
     if step.kind in ("attention", "other") or not step.becomes or convention is None:
         return step
@@ -75,7 +75,7 @@ def _reread(step: Step, to: Layout, steps: Sequence[Step]) -> Step:
 
 
 def _numbered(kind: str, convention: Convention, steps: Sequence[Step]) -> str:
-    """The next free Keras group for a kind in a .weights.h5 file; "" for other conventions."""
+    """Returns the next free Keras group for a kind; "" if the convention has no groups."""
     group = convention.group.get(
         layer_layouts.INSTEAD.get(kind, kind) if kind == "conv1d" else kind
     )
@@ -89,7 +89,8 @@ def _numbered(kind: str, convention: Convention, steps: Sequence[Step]) -> str:
 def in_file(plan: Plan) -> Plan:
     """Adapts a plan to a .weights.h5 destination: numbers Keras groups in the order of the plan.
 
-    Modules for which the user gave only a kind stay as they are, for `completed`.
+    Modules for which the user gave only a kind stay unchanged, because `completed` handles them.
+    Raises ValueError if Keras has no layer of a kind.
     """
     if plan.to not in keras.IN_FILE:
         return plan
@@ -119,10 +120,10 @@ def answered(
     found: Sequence[Block],
     description: described.Description,
 ) -> tuple[str, ...]:
-    """The notes of a plan after an edit: without those that the edit resolves, with what it leaves open.
+    """Returns the notes of an edited plan: without notes that the edit resolves, with new ones.
 
-    `edit`: the plan, completed. `found`: all attention blocks of the source. Notes that the planner
-    did not write stay.
+    `plan`: the plan as given. `edit`: the same plan, completed. `found`: all attention blocks of
+    the source. Notes that the planner did not write stay.
     """
     to = attention_blocks.named(plan.to)
     epsilon, unlike = description.epsilon, description.unlike
@@ -134,7 +135,7 @@ def answered(
     convention = layer_layouts.convention_of(to.name)
 
     def notes_of(steps: Sequence[Step]) -> tuple[str, ...]:
-        """The notes of the planner, if it had read the layers so."""
+        """Returns the notes that the planner would write about these steps."""
         modules, becomes = [], []
         carried = {x.source: why.get(x.source, "") for x in steps if x.kind == "other"}
         for step in steps:
@@ -165,7 +166,10 @@ def _of(layout: str) -> Convention | None:
 def _whole(
     step: Step, steps: Sequence[Step], own: Sequence[Convention], info: Mapping[str, Any]
 ) -> Step:
-    """Extends a module with other tensors of its prefix to a layer of the kind in the plan."""
+    """Adds the other tensors with its prefix to a module, so that it is a layer of its kind.
+
+    Raises ValueError if the tensors fit this kind in no convention.
+    """
     prefix = other_layers.split(step.tensors[0])[0]
     same_prefix = [
         name

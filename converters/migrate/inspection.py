@@ -34,13 +34,14 @@ class BlockInfo:
       prefix: prefix of the tensor names; `name` is the user's name for the block, if the format
         stores one.
       layout: name of the layout.
-      num_heads: head count, None if unknown; `num_heads_from` names its source.
-      shapes: key -> shape, for keys that were found. dtype: dtype of the query kernel.
+      num_heads: head count, None if unknown; `num_heads_from` says where it was found, or why not.
+      shapes: key -> shape, for keys that were found. dtype: dtype of the block's first tensor.
       family, pattern: models that have such blocks at such a prefix; None if only the keys decide.
       also_fits: other layouts with the same keys, if no family decides.
-      confidence: "certain": a known family has such blocks there, and tensors or a configuration
-        that names the family give the head count; "likely": only one layout has these keys;
-        "ambiguous": several layouts have them. why: the reason for the confidence.
+      confidence: "certain": a known family has such blocks at the prefix, and a head count from a
+        config is from a config of this family; "ambiguous": several layouts have these keys, and no
+        family decides; "likely": otherwise. why: the reason for the confidence.
+      positions: description of the positional encoding.
     """
 
     prefix: str
@@ -80,12 +81,12 @@ class FileInfo:
 
     Attributes:
       other_tensors: shapes of all tensors outside attention.
-      layers: the layers recognised among them. not_understood: name of another tensor -> the
-        reason; a conversion carries these over or refuses them.
+      layers: the layers recognised among these tensors. not_understood: name of another tensor ->
+        the reason; a conversion copies it unchanged, or raises.
       dtypes: dtype -> number of tensors.
-      damaged: prefixes that look like a block but lack arrays; `convert` and `verify` refuse these.
-      notes: why a configuration next to the file was ignored, and the parts that the model computes
-        around its projections, which no conversion carries over.
+      damaged: descriptions of blocks that lack arrays; `convert` and `verify` raise for them.
+      notes: remarks, such as why a config next to the file was ignored, and which computations
+        around the projections (positions, masks) no conversion copies.
     """
 
     path: str
@@ -180,9 +181,9 @@ def _block_info(
     configured: head_count.Configured | None,
     place: str,
 ) -> BlockInfo:
-    """The description of a block; `count` is its head count and the source of the count.
+    """Describes a block; `count`: its head count and where it was found.
 
-    `place`: its positional encoding in words.
+    `place`: description of its positional encoding.
     """
     family, pattern = block.family or (None, None)
     return BlockInfo(
@@ -208,7 +209,10 @@ def _heads(
     given: int | None,
     configured: head_count.Configured | None,
 ) -> tuple[int | None, str]:
-    """The head count of a block and its source; or None and an error text, if it does not fit."""
+    """Returns the head count of a block and where it was found, or None and the reason.
+
+    Raises ValueError if the count given by the caller does not fit.
+    """
     try:
         count, where = head_count.find(block, all_shapes, given, file.metadata, configured)
     except head_count.UnusableConfigError as error:

@@ -1,7 +1,7 @@
 """Assigns a group of a .weights.h5 file to each layer: from the source, or from a template file.
 
-Keras pairs groups with layers of the same class by the number at the end of the group, in the order
-in which the model creates its layers. Names in other formats do not give that order.
+Keras pairs the groups of a class, in the order of their numbers, with the layers of this class, in
+the order in which the model creates them. Names in other formats do not give this order.
 """
 
 import json
@@ -27,9 +27,9 @@ NOT_KNOWN = (
 
 
 def kept(file: Tensors, steps: Iterable[Step]) -> Groups:
-    """Maps source prefixes to (group, name), known from a .weights.h5 source or from metadata.
+    """Maps source prefixes to (group, name), from a .weights.h5 source or from metadata.
 
-    Empty unless the groups of all layers are known.
+    Returns {} unless the groups of all layers are known.
     """
     in_metadata = keras_groups.from_metadata(file.metadata)
     found: Groups = {}
@@ -46,7 +46,7 @@ def kept(file: Tensors, steps: Iterable[Step]) -> Groups:
 
 
 def to_metadata(groups: Groups, steps: Iterable[Step]) -> dict[str, str]:
-    """Formats the groups, by destination prefix, as metadata."""
+    """Returns metadata with the groups, keyed by destination prefix; {} without groups."""
     matching = {step.target: groups[step.source] for step in steps if step.source in groups}
     return {keras_groups.METADATA: json.dumps(matching, separators=(",", ":"))} if matching else {}
 
@@ -64,7 +64,8 @@ def placed(steps: Sequence[Step], groups: Groups) -> tuple[Step, ...]:
 def like(steps: Sequence[Step], source: Tensors, template: Tensors) -> tuple[Step, ...]:
     """Returns the planned layers with the groups of a template, matched by name or path.
 
-    The numbers that Keras appends to names are ignored: they continue from model to model.
+    The numbers that Keras appends to default names are ignored, because they depend on the models
+    created before.
 
     Raises:
       ValueError: a layer has no counterpart; the message lists the names in both files.
@@ -96,7 +97,7 @@ def like(steps: Sequence[Step], source: Tensors, template: Tensors) -> tuple[Ste
 
 
 def _called(group: str, names: Mapping[str, str]) -> str:
-    """The name that the user gave to a layer, or its path; with dots, as in other file formats."""
+    """Returns the user's name of a layer, or its path, with dots instead of slashes."""
     return dotted(group, "/", names).replace("/", ".")
 
 

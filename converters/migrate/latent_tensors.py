@@ -17,7 +17,10 @@ from jaxmha.converters.migrate.lazy_tensors import Made, Parts
 def made(
     block: LatentBlock, info: Mapping[str, Any], parts: Parts, to: str, prefix: str
 ) -> dict[str, Made]:
-    """The tensors of a block in the form `to`; ValueError if that form cannot hold it."""
+    """Returns the lazy tensors of a block in the form `to`.
+
+    Raises ValueError if this form cannot hold the block.
+    """
     if to not in FORMS:
         raise ValueError(
             f"layout {to} cannot hold latent attention: name {' or '.join(FORMS)}, or carry its "

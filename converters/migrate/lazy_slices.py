@@ -1,4 +1,4 @@
-"""Lazy views of the tensors of a checkpoint, which are read slice by slice."""
+"""Views of checkpoint tensors without data, whose slices are read on demand."""
 
 import math
 import mmap
@@ -12,7 +12,8 @@ from jaxmha.checkpoint import MalformedFile
 from jaxmha.converters.layout.arrays import NDArray
 
 SPAN = 16 << 20  # bytes of a mapped file in memory at once
-HELD = 64 << 20  # most bytes cached of tensors that cannot be read in parts, unless one is larger
+# Most bytes cached of tensors that cannot be read in parts; a larger tensor is cached alone.
+HELD = 64 << 20
 
 
 class _Stand(NamedTuple):
@@ -62,7 +63,7 @@ class Slices:
         return array
 
     def copied(self, parts: Iterable[NDArray]) -> bool:
-        """True if any part is a copy of addresses without data, and no view: it has to be read."""
+        """True if any part is not a view but a copy of reserved addresses, which has no data."""
         return bool(self._stands) and not all(
             any(np.may_share_memory(part, view) for view in self.views.values()) for part in parts
         )
@@ -76,8 +77,8 @@ class Slices:
         return next((x for x in self._stands if x.start <= at < x.stop), None)
 
     def read(self, part: NDArray) -> NDArray:
-        """Reads the data that a part of one of the `views` covers, as a new array."""
-        if not isinstance(part, np.ndarray):  # a scalar: a copy of memory without data
+        """Reads the data of `part`, a view of one of `views`, into a new array."""
+        if not isinstance(part, np.ndarray):  # NumPy scalars are copies of reserved addresses
             raise TypeError(f"expected a view of an array, got {type(part).__name__}")
         stand = self._stand_of(part)
         if stand is not None:
@@ -92,7 +93,7 @@ class Slices:
 
 
 def _cut(read: Callable[..., NDArray], stand: _Stand, part: NDArray) -> NDArray:
-    """Reads the bounding box of a view, and applies the strides of the view to the box."""
+    """Reads the bounding box of a view of reserved addresses, and returns its elements."""
     if not part.size:
         return np.empty(part.shape, part.dtype)
     whole = [math.prod(stand.shape[k + 1 :]) * part.itemsize for k in range(len(stand.shape))]

@@ -22,12 +22,12 @@ from jaxmha.converters.layout.validation import refuse_arrays, refuse_keys, refu
 from jaxmha.dims import parse
 from jaxmha.params import CANONICAL, from_leaves, leaves
 
-_EXTRA_ROOM = 64 << 20  # bytes kept in addition to the largest array
+_EXTRA_ROOM = 64 << 20  # bytes cached in addition to the size of the largest array
 
 
 @runtime_checkable
 class Arrays(Protocol):
-    """Tensors by name."""
+    """Anything that returns tensors by name."""
 
     def __getitem__(self, name: str) -> NDArray: ...
 
@@ -46,8 +46,9 @@ class Made(NamedTuple):
     """One lazy tensor of the destination.
 
     Attributes:
-      info: shape and dtype. load: computes the tensor.
-      sources: names of the source tensors. arrow: the einops pattern, in jaxmha's axis letters.
+      info: shape and dtype. load: function that computes the tensor.
+      sources: names of the source tensors. arrow: their axes -> the axes of this tensor, in
+        jaxmha's axis letters; "" if they are the same.
     """
 
     info: TensorInfo
@@ -57,16 +58,16 @@ class Made(NamedTuple):
 
 
 def lazy(made: Mapping[str, Made]) -> Lazy:
-    """Wraps the tensors for `checkpoint.write`: sizes in advance, data one tensor at a time."""
+    """Wraps tensors for `checkpoint.write`, which reads all sizes first, then tensor by tensor."""
     return Lazy({name: one.info for name, one in made.items()}, lambda name: made[name].load())
 
 
 class Parts:
-    """Arrays of a source, and the leaves of packed arrays as views.
+    """Reads the arrays of a source, and the leaves of packed arrays.
 
     Callers request the leaves of a packed array one by one, with other arrays in between. A packed
-    array is cached until its last leaf is requested, while all cached arrays fit into the size of
-    the largest array plus `_EXTRA_ROOM` bytes.
+    array is cached until its last leaf is requested, as long as all cached arrays fit into the size
+    of the largest array plus `_EXTRA_ROOM` bytes.
     """
 
     def __init__(self, file: Tensors) -> None:
@@ -75,7 +76,7 @@ class Parts:
         self._kept: OrderedDict[str, dict[str, NDArray]] = OrderedDict()
 
     def __getitem__(self, name: str) -> NDArray:
-        """Reads a whole array; to make room for it, the least recently used arrays are dropped."""
+        """Reads a whole array, after dropping least recently used arrays from the cache for it."""
         wanted = self._file.info[name].nbytes
         while self._kept and wanted + self._held() > self._room:
             self._kept.popitem(last=False)
@@ -87,7 +88,7 @@ class Parts:
     def leaf(
         self, name: str, leaf: str, unpack: Callable[[NDArray], dict[str, NDArray]]
     ) -> NDArray:
-        """One leaf of the array `name`."""
+        """Returns one leaf of the array `name`; `unpack` splits the array into its leaves."""
         if leaf not in self._kept.get(name, {}):
             self._kept.pop(name, None)
             self._kept[name] = unpack(self[name])
@@ -102,9 +103,9 @@ class Parts:
 def meta(
     block: Block, info: Mapping[str, Any], num_heads: int | None
 ) -> tuple[MHAParams, Semantics, dict[str, int]]:
-    """Returns what `block.read` returns, with placeholder arrays without memory; and the sizes.
+    """Returns parameters and semantics as `block.read` does, and the size of each axis letter.
 
-    Raises ValueError as `block.read` does.
+    The arrays are placeholders that use no memory. Raises ValueError as `block.read` does.
     """
     block.refuse()
     layout = block.layout
@@ -137,10 +138,9 @@ def attention(
 ) -> tuple[dict[str, Made], MHAParams, list[str]]:
     """Converts a block to another layout, as lazy tensors.
 
-    Returns the lazy tensors, the block's leaves as placeholders, and notes on how the scale was
-    folded into the query and which biases were filled with zeros.
-
-    Raises ValueError if the block cannot be read, or if the layout cannot hold it.
+    Returns the lazy tensors, placeholders of the block's leaves (as `meta`), and notes on a folded
+    scale and on biases of zeros that were added or dropped. Raises ValueError if the block cannot
+    be read, or if the layout cannot hold it.
     """
     params, semantics, sizes = meta(block, info, num_heads)
     params, zeros = fill.filled(params, target, fill_bias)
@@ -187,7 +187,7 @@ class _Source:
     """The leaves of a block, read from its file.
 
     Attributes:
-      entries: leaf -> the entry of the block's layout that holds it.
+      entries: leaf -> the entry of the block's layout with this leaf.
     """
 
     def __init__(self, block: Block, parts: Parts, sizes: dict[str, int]) -> None:
@@ -196,7 +196,7 @@ class _Source:
         self.entries = {leaf: entry for entry in held for leaf in entry.leaves}
 
     def key(self, leaf: str) -> str:
-        """The name of the tensor that holds the leaf."""
+        """Returns the name of the source tensor with this leaf."""
         return self.block.keys[self.entries[leaf].key]
 
     def leaf(self, name: str) -> NDArray:
@@ -210,7 +210,7 @@ class _Source:
 
 
 def _packed_shape(entry: Entry, held: list[NDArray], sizes: dict[str, int]) -> tuple[int, ...]:
-    """The shape of the tensor that packs the leaves of an entry; leading axes come first."""
+    """Returns the shape of the tensor that packs the leaves of an entry, stacked axes first."""
     letters = sizes | uneven.letters(sizes) | dict.fromkeys(uneven.PACKED, len(held))
     lead = held[0].shape[: held[0].ndim - len(CANONICAL[entry.leaves[0]].split())]
     groups = ([int(a) if a.isdigit() else letters[a] for a in group] for group in parse(entry.axes))
@@ -229,7 +229,10 @@ def _letters(params: MHAParams) -> dict[str, int]:
 def other_layer(
     module: Module, info: Mapping[str, Any], file: Arrays, to: Convention, kind: str, prefix: str
 ) -> dict[str, Made]:
-    """The lazy tensors of a layer other than attention, in the convention `to`."""
+    """Returns the lazy tensors of a layer other than attention, as a `kind` in the convention `to`.
+
+    Raises ValueError if the kind has no place for a leaf of the layer.
+    """
     made = {}
     present = module.entries
     for entry in to.kinds[kind]:
@@ -254,7 +257,7 @@ def _other_array(file: Arrays, name: str, source: Entry, target: Entry) -> NDArr
 
 
 def other(file: Arrays, info: Mapping[str, Any], name: str) -> Made:
-    """A tensor that is copied unchanged."""
+    """Returns the lazy tensor that copies the source tensor `name` unchanged."""
     one = info[name]
     return Made(
         TensorInfo(tuple(one.shape), np.dtype(one.dtype)), lambda: np.asarray(file[name]), (name,)

@@ -31,8 +31,8 @@ def convert(
 ) -> dict[int, int]:
     """Runs `count` processes of `jaxmha convert --part` and waits for all of them.
 
-    Returns the index and exit code of each process that failed. A conversion without --part
-    afterwards keeps the finished shards, writes the others, or reports the problem.
+    Returns index (from 1) -> exit code of each process that failed. The caller then resumes the
+    conversion without --part, which keeps finished shards, and writes the others or raises.
     """
     # -P: do not import modules from the working directory, which may belong to someone else.
     command = [sys.executable, "-P", "-m", "jaxmha.converters", "convert"]
@@ -67,8 +67,8 @@ def convert(
 def _ended_by_terminate(all_started: Callable[[], bool]) -> Iterator[Callable[[], None]]:
     """Makes SIGTERM raise SystemExit, so that the process ends its workers when it exits.
 
-    While workers are being started, the exception waits until the yielded function is called, so
-    that every started worker is known and can be ended.
+    Until `all_started` returns True, only the yielded function raises: an exception while a worker
+    is being started would leave it running.
     """
     asked = threading.Event()
 

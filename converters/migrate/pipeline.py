@@ -1,4 +1,4 @@
-"""Converts checkpoint files: finds attention blocks, plans, checks, writes."""
+"""Converts checkpoint files: finds attention blocks, makes and checks a plan, writes the result."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -45,7 +45,7 @@ from jaxmha.converters.migrate.resolved import Resolved, resolve
 __all__ = ["DTYPES", "Conversion", "FileInfo", "convert", "convert_state", "inspect", "plan"]
 
 _UNBOUND = "the plan has no digest: it may have been made for another source"
-DIGEST = "sha256"  # binds plans to sources; independent of whether xxhash is installed
+DIGEST = "sha256"  # of sources, in plans; unlike xxhash it is always installed
 
 
 def plan(
@@ -61,15 +61,16 @@ def plan(
     fold_scale: bool = False,
     fill_bias: str | None = None,
 ) -> tuple[Plan, Resolved]:
-    """Plans what `convert` would do to every tensor of a checkpoint; the plan holds its digest.
+    """Returns the plan by which `convert` would convert a checkpoint, and its lazy tensors.
 
-    `in_file`: True for a .weights.h5 destination. `convert` explains other arguments and errors.
+    The plan holds the digest of the source. `in_file`: True for a .weights.h5 destination. See
+    `convert` for the other arguments and the errors.
     """
     with checkpoint.open(source, dequantise=True) as file:
         made = _make(file, to, from_, num_heads, dtype, others, attention_only, in_file, draft=True)
         made = replace(made, fold_scale=fold_scale, fill_bias=fill_bias)
         with naming(file.path):
-            found = resolve(made, file)  # raises before every tensor is read
+            found = resolve(made, file)  # raises before `digest` reads all tensors
         named = replace(made, source=printable(str(source)), digest=file.digest(DIGEST))
         return named, found
 
@@ -126,9 +127,9 @@ def _make(
 
 
 def _around(plan: Plan, file: checkpoint.Checkpoint, blocks: Sequence[Block]) -> tuple[str, ...]:
-    """Describes the parts around the blocks of a plan that are not converted.
+    """Returns notes on computations of the model (positions, masks) that the plan does not convert.
 
-    Raises ValueError if such a part changes what the blocks compute from their projections.
+    Raises ValueError if such a computation changes the function of a block.
     """
     layouts = dict.fromkeys(step.layout for step in plan.steps if step.kind == "attention")
     taken = destination_metadata.taken(plan)
@@ -165,39 +166,40 @@ def convert(
 ) -> Conversion:
     """Converts a checkpoint: attention to another layout, other layers to its framework.
 
-    A tensor that is not understood is carried over under its name, or refused; nothing is dropped.
+    A tensor that is not understood is copied under its name, or raises; no tensor is dropped.
     Tensors are read and written one by one, so memory holds the largest tensor and a few blocks.
-    The destination is put in place last, in one atomic step: after an error no file is left, and an
-    old file is unchanged.
+    The destination appears in one atomic step at the end: an error leaves no new file, and an old
+    file unchanged.
 
     Args:
       source: a path that `checkpoint.open` reads; nothing in it is executed.
       destination: its suffix names the format; NAME.safetensors.index.json writes shards.
       to: name of the layout, as in `jaxmha inspect --layouts`.
-      from_: converts only blocks of this layout and carries everything else over.
+      from_: converts only blocks of this layout and copies all other tensors.
       num_heads: for layouts without the head count; default: the config.json next to the source.
       dtype: casts every floating tensor; one of `DTYPES`.
-      others: "pass" carries over tensors that are not understood, "refuse" raises for them.
-      attention_only: converts attention and carries everything else over.
-      plan: carries out this plan, instead of all arguments above; it must be for this source.
+      others: "pass" copies tensors that are not understood, "refuse" raises for them.
+      attention_only: converts attention and copies all other tensors.
+      plan: a plan for this source; the arguments `to` to `attention_only`, `fold_scale` and
+        `fill_bias` are then ignored.
       fold_scale: if the target layout has another logit scale than a block, such as T5's 1,
-        multiplies the queries to compensate; exact if the factor is a power of two, otherwise
-        noted.
+        multiplies the queries to compensate. This is exact if the factor is a power of two;
+        otherwise a note says so.
       fill_bias: "zeros" adds biases of zeros that the target layout requires and a block lacks.
-      like: for a .weights.h5 destination: a file that the Keras model itself saved. Each layer goes
-        to the group of the layer with its name, whatever the order in which the model creates them.
+      like: for a .weights.h5 destination: a file that the Keras model itself saved. Each layer is
+        written to the group that the layer of the same name has in this file.
       force: overwrites an existing destination.
       shard_size: bytes of tensors per shard, if the destination is an index.
-      resume: for shards: an interruption leaves the complete shards, and the same conversion
-        continues from there.
+      resume: for shards: keeps complete shards after an interruption, and continues with the shards
+        that an earlier run of the same conversion has left.
       part: `(i, n)`, with `resume`: writes only every n-th shard (see `checkpoint.write`).
-      digest: stored per tensor in the file: "fast", "xxh3_128", "sha256" or None.
+      digest: algorithm of the digest stored per tensor: "fast", "xxh3_128", "sha256" or None.
       progress: called as progress(done, total) with the bytes written and read back.
 
     Raises:
       CheckpointError: a file cannot be read or written.
-      ValueError: there is no block; the layout is unknown; a head count is missing; the layout
-        cannot hold a block (with the reason); or the plan is for another source.
+      ValueError: the source has no block; the layout is unknown or cannot hold a block; a head
+        count is missing; or the plan is for another source.
     """
     in_file, given = str(destination).endswith(".weights.h5"), plan is not None
     description: described.Description | None = None  # of a plan that was given
@@ -245,7 +247,10 @@ def convert(
 def _completed(
     plan: Plan, file: checkpoint.Checkpoint, in_file: bool
 ) -> tuple[Plan, described.Description]:
-    """Checks a plan that the caller gave, and completes its edited modules; describes the file."""
+    """Checks a plan that the caller gave; returns it with edited modules completed.
+
+    Also returns the description of the source.
+    """
     given, plan = plan, edited.in_file(plan) if in_file else plan
     every = attention_blocks.find(shapes(file))
     check_plan(plan, file, in_file, every)
@@ -295,10 +300,10 @@ def convert_state(
     fold_scale: bool = False,
     fill_bias: str | None = None,
 ) -> dict[str, NDArray]:
-    """Converts a flat dict of arrays as `convert` converts a file; for models in memory.
+    """Converts a flat dict of arrays (a model in memory) as `convert` converts a file.
 
-    Raises ValueError as `convert` does, and TypeError if `state` is not a dict, such as a module
-    object.
+    Raises ValueError as `convert` does, and TypeError if `state` is not a dict but, for example, a
+    module.
 
     >>> import torch
     >>> layer = torch.nn.TransformerEncoderLayer(6, 2, 5)
@@ -325,7 +330,7 @@ def convert_state(
 
 
 class _Memory(dict[str, NDArray]):
-    """A state dict in memory with the attributes of `Tensors`."""
+    """A state dict with the attributes of `lazy_tensors.Tensors`, which a checkpoint has too."""
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         super().__init__({name: to_numpy(array) for name, array in state.items()})
@@ -336,7 +341,7 @@ class _Memory(dict[str, NDArray]):
 
 
 def _what(plan: Plan) -> str:
-    """The effect of a plan as text, without file names, notes and confidence."""
+    """Returns a plan as text, without fields that do not affect the destination."""
     return repr(replace(plan, source="", digest="", notes=(), steps=tuple(map(_bare, plan.steps))))
 
 

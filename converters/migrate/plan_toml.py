@@ -3,7 +3,7 @@
 [plan]                            # settings of the whole plan
 version = 1
 source = "model.safetensors"
-digest = "sha256:..."             # of the source's contents; another source is refused
+digest = "sha256:..."             # of the source's contents; another source raises
 to = "flax"                       # layout of attention; other layers follow its framework
 others = "pass"                   # "refuse": raise for a tensor that is not understood
 fold_scale = true                 # multiply the queries if the layout has another logit scale
@@ -11,9 +11,9 @@ fill_bias = "zeros"               # add biases of zeros that the layout requires
 dtype = "bfloat16"                # cast every floating tensor; without this line none
 notes = ["..."]                   # facts that no tensor holds; printed when the plan is run
 
-[[module]]                        # one per layer; every tensor of the source is in one of them
+[[module]]                        # one per layer; every tensor of the source is in one module
 kind = "attention"                # or latent, linear, conv1d, norm, rmsnorm, embedding, convolution,
-                                  # or other: one tensor, carried over under the name in `to`
+                                  # or other: one tensor, copied under the name in `to`
 layout = "bert"                   # of attention; for other layers torch, keras, flax ...
 from = "encoder.layer.0.attention"
 to = "encoder/layer/0/attention"
@@ -56,7 +56,7 @@ _FIELDS = {"from": "source", "to": "target", "as": "becomes"}
 
 
 def dumps(plan: Plan, made: Mapping[Step, Mapping[str, Made]] | None = None) -> str:
-    """Writes a plan as TOML; comments show what each tensor becomes.
+    """Returns a plan as TOML text; comments list the destination tensors of each step in `made`.
 
     >>> text = dumps(Plan("flax", (Step("other", "", "a", "b", ("a",)),)))
     >>> loads(text) == Plan("flax", (Step("other", "", "a", "b", ("a",)),))
@@ -195,7 +195,7 @@ def _demand(fine: bool, message: str) -> None:
 
 
 def read(path: str | os.PathLike[str]) -> Plan:
-    """Reads a plan from a file. Raises ValueError as `loads` does, with the path."""
+    """Reads a plan from a file; raises as `loads` does, with the path, or CheckpointError."""
     try:
         return loads(toml_text.read(path))
     except CheckpointError:

@@ -1,4 +1,4 @@
-"""Conversion plans: data that states the destination of every tensor. `resolved` checks them."""
+"""Makes conversion plans, which give the destination of every tensor; `resolved` checks them."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -45,9 +45,9 @@ class Step:
       layout: layout of attention, or convention of another layer; "" for kind "other".
       source, target: prefixes in source and destination; for kind "other" the full names.
       tensors: names of all source tensors that belong to the layer.
-      becomes: the kind in the target.
-      num_heads: head count of attention; `heads_from` names its source. name: name of the layer in
-        a .weights.h5 file.
+      becomes: kind of the layer in the target.
+      num_heads: head count of attention; `heads_from` says where it was found. name: name of the
+        layer in a .weights.h5 file.
       confidence, why: certainty of the kind and layout, and the reason. Plan files do not store
         these two and `heads_from`.
     """
@@ -74,10 +74,10 @@ class Plan:
         framework.
       others: "pass" carries over tensors that are not understood, "refuse" raises for them.
       dtype: dtype to which every floating tensor is cast; None keeps dtypes.
-      source, digest: the file that the plan is for; SHA-256 of its contents, or "" if not computed.
+      source, digest: path of the source, and SHA-256 of its contents; "" if not computed.
       fold_scale: True multiplies the queries if the target layout has another logit scale (`fold`).
       fill_bias: "zeros" adds biases of zeros that the target layout requires (`fill`).
-      notes: facts that no tensor holds, such as the epsilon of norms.
+      notes: remarks for the user on facts that no tensor holds, such as the epsilon of norms.
     """
 
     to: str
@@ -116,10 +116,10 @@ def make(
 ) -> Plan:
     """Makes the plan for a source, with all blocks and layers found in it.
 
-    `found`: the attention blocks of the source, of the layouts `known`, which are all, or the one
-    that the caller named. The model's configuration gives `configured`, `epsilon`, `unlike` and `unbiased` (see
-    `described`). `draft`: the plan may be edited, so `num_heads` applies only to blocks whose head
-    count is otherwise unknown.
+    `found`: the attention blocks of the source in the layouts `known`: all layouts, or the one that
+    the caller named. `configured`, `epsilon`, `unlike` and `unbiased`: facts from the model's
+    config (see `described`). `draft`: True for a plan that the user may edit, in which `num_heads`
+    applies only to blocks of unknown head count.
 
     Raises:
       ValueError: a block is damaged; a head count is unknown; or, with `others="refuse"`, tensors
@@ -146,7 +146,7 @@ def make(
     carried = {name: why.get(name, "") for name in file.info if name not in taken}
     if others == "refuse":
         _refuse_rest(carried)
-    if in_file(to):  # numbers Keras groups in the order of the source
+    if in_file(to):  # Keras groups are numbered in the order of the source
         position = layer_order.of_source(file.info)
         found = sorted(found, key=lambda block: position(block.prefix))
         layers = sorted(layers, key=lambda layer: position(layer.prefix))
@@ -178,7 +178,7 @@ def make(
 
 
 def _refuse_rest(carried: Mapping[str, str]) -> None:
-    """Raises ValueError if there are tensors that are not understood, with the reason of each."""
+    """Raises ValueError if `carried` (tensor -> reason it is not understood) is not empty."""
     if carried:
         shown = [f"{name} ({reason or _UNCHANGED})" for name, reason in carried.items()]
         raise ValueError(
@@ -196,7 +196,7 @@ def notes_of_layers(
     epsilon: notes.Epsilons,
     unlike: Mapping[str, str],
 ) -> tuple[str, ...]:
-    """Notes on the layers other than attention, and on the tensors `carried`, with their reasons."""
+    """Returns notes on other layers, and on `carried`: tensor copied unchanged -> the reason."""
     mistakable = read_back.mistakable(file.info, list(carried), found, to)
     return (
         *notes.epsilons(layers, layer_layouts.convention_of(to.name), found, epsilon),
@@ -211,7 +211,7 @@ _UNCHANGED = "left as it is"
 
 
 def _returns(file: Tensors, found: Sequence[Block], to: Layout) -> bool:
-    """True if all blocks go back to the layout they came from; other layers are still of that."""
+    """True if all blocks return to their original layout, which the other layers never left."""
     back = [stored_semantics.origin(block, file.metadata) == to.name for block in found]
     return bool(back) and all(back) and not in_file(to)
 
@@ -221,7 +221,7 @@ def _shapes(file: Tensors) -> dict[str, tuple[int, ...]]:
 
 
 def _configured(file: Tensors, found: Sequence[Block], known: Sequence[Layout]) -> list[Block]:
-    """The blocks with what the configuration says of them; raises ValueError if one is damaged."""
+    """Returns the blocks with the model's config applied; raises ValueError if one is damaged."""
     found = behaviours.configured(found, file)
     if broken := damaged_blocks.describe(_shapes(file), found, known):
         raise ValueError(
@@ -240,10 +240,10 @@ def layers_of(
     apart: Mapping[str, Sequence[str]],
     all_kinds: bool,
 ) -> tuple[list[Module], dict[str, str]]:
-    """Returns the other layers to convert, and why other tensors are not understood.
+    """Returns the layers other than attention to convert; and tensor -> why it is not understood.
 
-    `apart`: attention of no known layout, which is copied unchanged. `all_kinds`: False copies
-    every layer except attention unchanged.
+    `apart`: prefix -> tensors of attention in no known layout, which are copied unchanged.
+    `all_kinds`: False returns no layers, so that all of them are copied unchanged.
     """
     convention = layer_layouts.convention_of(to.name)
     layers, why = other_layers.find(file.info, found, unlike, unbiased)
@@ -256,7 +256,7 @@ def layers_of(
         layers = [layer for layer in layers if layer.confidence != "ambiguous"]
     if not all_kinds or convention is None:
         return [], why
-    if not in_file(to):  # such groups have no names that look like attention
+    if not in_file(to):  # Keras groups have no names that look like attention
         steps = [_other_layer(x, to, convention, file.names, Counter()) for x in layers]
         targets = [(step.target, step.becomes) for step in steps]
         alike = read_back.like_attention(layers, targets, convention, file)
@@ -268,7 +268,7 @@ def layers_of(
 def steps_of(
     layers: Sequence[Module], to: Layout, convention: Convention | None, names: Mapping[str, str]
 ) -> list[Step]:
-    """Plans every other layer; Keras groups are numbered by class."""
+    """Returns the steps of layers other than attention; Keras groups are numbered by class."""
     numbers: Counter[str] = Counter()
     if convention is None:
         return []
@@ -283,7 +283,7 @@ def _attention(
     count: tuple[int | None, str],
     configured: head_count.Configured | None,
 ) -> Step:
-    """Plans the i-th block; `count` is its head count, and the source of the count."""
+    """Returns the step of the i-th block; `count`: its head count, and where it was found."""
     separator = block.layout.separator
     if group := in_file(to):
         target = f"layers/{group}{f'_{i}' * (i > 0)}"
@@ -323,9 +323,10 @@ def _renamed(planned: Sequence[Step], names: Mapping[str, str]) -> Iterator[tupl
 def confidence(
     block: Block, heads_from: str = "", configured: head_count.Configured | None = None
 ) -> str:
-    """How certain the layout of a block is: its prefix decides, only its keys do, or neither.
+    """Returns how certain the layout of a block is: "certain", "likely" or "ambiguous".
 
-    A head count from a configuration is certain only if the configuration names the block's family.
+    "certain": a known model family has such a prefix, and a head count from a config is from a
+    config of this family. "ambiguous": several layouts fit the keys, and no family decides.
 
     >>> from jaxmha.converters.discovery import attention_blocks
     >>> confidence(Block("h.0.attn", attention_blocks.named("gpt2"), {}))
@@ -370,7 +371,10 @@ def _other_layer(
 
 
 def kind_in_target(layer: Module, to: Layout, convention: Convention, prefix: str) -> str:
-    """The kind in the target: the one that its model family has at the prefix, or the usual one."""
+    """Returns the kind in the target: that of the model family at the prefix, or the usual one.
+
+    Raises ValueError if the convention has no kind with the leaves of the layer.
+    """
     leaves = set(layer.entries)
     target_families = {
         family.name for family in model_families.FAMILIES if family.layout == to.name
@@ -390,5 +394,5 @@ def kind_in_target(layer: Module, to: Layout, convention: Convention, prefix: st
 
 
 def in_file(to: Layout) -> str:
-    """The Keras group of a .weights.h5 layout; "" for other layouts."""
+    """Returns the name of attention groups in a .weights.h5 layout; "" for other layouts."""
     return {layout.name: group for layout, group in keras.IN_FILE.values()}.get(to.name, "")

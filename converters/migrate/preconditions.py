@@ -1,4 +1,4 @@
-"""Checks of plans, names, destinations and templates before anything is written."""
+"""Checks plans, layouts, destinations and Keras templates before anything is written."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,7 @@ from jaxmha.converters.migrate.resolved import Resolved, resolve
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Prefixes error messages with the file name."""
+    """Prefixes the messages of ValueErrors raised inside with the path."""
     try:
         yield
     except CheckpointError:
@@ -34,10 +34,10 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def refuse_another_checkpoint(source: Path, found: Path, destination: Path) -> None:
-    """Raises ValueError if the source folder would then lead to another checkpoint, or to several.
+    """Raises ValueError if, with the destination in it, the source folder means another checkpoint.
 
-    The comparison afterwards opens the source again: it would read the destination instead of
-    `found`, the file that was read from the folder.
+    `found`: the file read from the folder `source`. A comparison after the conversion opens the
+    folder again, and must not read the destination instead, nor find several checkpoints.
     """
     if source == found or destination.absolute().parent.resolve() != found.parent.resolve():
         return
@@ -55,7 +55,7 @@ def refuse_another_checkpoint(source: Path, found: Path, destination: Path) -> N
 def check_plan(
     plan: Plan, file: checkpoint.Checkpoint, in_file: bool, found: Sequence[Block]
 ) -> None:
-    """Raises ValueError if a plan is for another source or another kind of destination.
+    """Raises ValueError if a plan is inconsistent, or for another source or kind of destination.
 
     `found`: all attention blocks of the source.
     """
@@ -106,7 +106,10 @@ def check_heads(
 
 
 def target_layout(named: Layout, in_file: bool) -> Layout:
-    """The variant of the layout for the format of the destination."""
+    """Returns the variant of a layout for a .weights.h5 destination (`in_file`), or for others.
+
+    Raises ValueError if this destination cannot have the layout.
+    """
     in_files = {name: layout for name, (layout, _) in keras.IN_FILE.items()} | by_hand.IN_FILE
     plain = {layout.name: name for name, layout in in_files.items()}
     if in_file and named.name in in_files:
@@ -128,7 +131,10 @@ def target_layout(named: Layout, in_file: bool) -> Layout:
 def taken_from(
     plan: Plan, file: checkpoint.Checkpoint, like: str | os.PathLike[str], in_file: bool
 ) -> Plan:
-    """Returns the plan with the groups of another .weights.h5 file (`like`)."""
+    """Returns the plan with the groups of another .weights.h5 file (`like`) of the same model.
+
+    Raises ValueError if `like` is no such file, or its arrays differ in names or shapes.
+    """
     if not in_file:
         raise ValueError("like= (--like) is for a destination named .weights.h5")
     with checkpoint.open(like) as template:

@@ -1,4 +1,4 @@
-"""Checks, before a destination is written, that it would be read back as the same layers."""
+"""Checks, before a destination is written, that readers would find the same layers in it."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -30,8 +30,8 @@ def like_attention(
 ) -> dict[str, str]:
     """Finds tensors of other layers that a reader of the destination would take for attention.
 
-    Such tensors are attention projections in a form that no layout describes. `targets` are the
-    target prefix and kind of every layer. Returns tensor -> reason.
+    Such tensors are attention projections in a form that no layout describes. `targets`: prefix and
+    kind of each of `layers` in the destination. Returns source tensor -> reason.
     """
     target_blocks, owner = {}, {}
     for layer, (target, kind) in zip(layers, targets, strict=True):
@@ -54,7 +54,7 @@ def like_attention(
 def mistakable(
     info: Mapping[str, Any], names: Iterable[str], found: Sequence[Block], to: Layout
 ) -> list[str]:
-    """Names of carried-over tensors that a reader of the target would take for a layer.
+    """Returns which of `names`, tensors copied unchanged, a reader of the target takes for a layer.
 
     >>> import numpy as np
     >>> mistakable({"n/gamma": np.zeros(3)}, ["n/gamma"], [], attention_blocks.named("keras"))
@@ -90,11 +90,11 @@ def refuse(
     source: Mapping[str, Sequence[int]],
     configured: set[str] = frozenset(),  # type: ignore[assignment]
 ) -> None:
-    """Raises ValueError if a destination could not be read back as the same layers.
+    """Raises ValueError if a reader of the destination would not find the same attention blocks.
 
-    `prefixes` are the prefixes of its blocks. `configured` are the prefixes of blocks that need the
-    model's configuration, which the source had. `source` are the shapes of the source: blocks that
-    are already damaged in it are not reported.
+    `prefixes`: the prefixes of its blocks. `configured`: the prefixes of blocks whose semantics
+    came from the config or metadata of the source. `source`: the shapes of the source; blocks that
+    are already damaged in it do not raise.
     """
     shapes = {name: one.info.shape for name, one in made.items()}
     target_blocks = attention_blocks.find(shapes, [target])

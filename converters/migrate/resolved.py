@@ -31,9 +31,9 @@ from jaxmha.converters.migrate.plans import Plan, Step, in_file, kind_in_target
 class Resolved(NamedTuple):
     """A checked plan with every lazy tensor of the destination.
 
-    `made` maps names to tensors; `by_step` lists each step of the plan with its tensors; `blocks`
-    maps steps to blocks of the source. `latents` are blocks of latent attention, `counts` head counts
-    and `names` names of Keras layers, all by destination prefix.
+    `made` maps destination names to tensors; `by_step` lists each step with its part of `made`;
+    `blocks` maps attention steps to blocks of the source. By destination prefix, `latents` has the
+    blocks of latent attention, `counts` the head counts, and `names` the names of Keras layers.
     """
 
     made: dict[str, Made]
@@ -49,8 +49,8 @@ def resolve(plan: Plan, file: Tensors) -> Resolved:
     """Checks every layer of a plan, and returns the tensors of the destination.
 
     Raises:
-      ValueError: a source tensor is missing, in no planned layer or in two; arrays do not fit their
-        kind; a layout cannot hold them; or a name would be written twice.
+      ValueError: a planned tensor is not in the source; a source tensor is in no step, or in two;
+        arrays do not fit their kind; the layout cannot hold them; or two tensors get one name.
     """
     to = attention_blocks.named(plan.to)
     convention = layer_layouts.convention_of(to.name)
@@ -117,7 +117,7 @@ def _of_heads(found: Resolved, file: Tensors) -> Iterator[str]:
 
 
 def _blocks(plan: Plan, file: Tensors) -> dict[tuple[str, str, frozenset[str]], Block]:
-    """Finds every block of the layouts in a plan: (layout, prefix, tensors) -> block."""
+    """Finds the source blocks of the layouts in a plan: (layout, prefix, tensors) -> block."""
     layouts = dict.fromkeys(step.layout for step in plan.steps if step.kind == "attention")
     return {
         (name, block.prefix, frozenset(block.keys.values())): block
@@ -135,7 +135,7 @@ def _attention(
     found: Resolved,
     plan: Plan,
 ) -> dict[str, Made]:
-    """Returns the tensors of an attention block, and adds its head count and notes to `found`."""
+    """Returns the tensors of an attention block; adds block, head count and notes to `found`."""
     if block is None:
         raise ValueError(f"its tensors are no block of layout {step.layout} under that prefix")
     to = stored_semantics.target(to, block, file.metadata)
@@ -201,7 +201,10 @@ def _other_layer(
 
 
 def module_of(step: Step, info: Mapping[str, Any]) -> Module:
-    """Returns the `Module` of a planned layer, from the shapes in the source."""
+    """Returns the `Module` of a planned layer, with sizes from the shapes in `info`.
+
+    Raises ValueError if a tensor has another prefix, or does not fit the kind of layer.
+    """
     convention = layer_layouts.named(step.layout)
     keys = {}
     for name in step.tensors:

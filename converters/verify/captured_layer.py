@@ -227,8 +227,8 @@ def _as(block: ComparedBlock, path: str, mask: Any, bias: Any, output: NDArray, 
 def of_call(module: Any, inputs: Inputs, arguments: Mapping[str, Any], name: str = "") -> Layer:
     """Calls a layer object of torch, Keras or flax with mask arguments of its own framework.
 
-    Equal arrays among query, key and value are passed to torch as one tensor, because it then takes
-    another code path in eval mode.
+    If query, key and value share an array, torch gets one tensor, because it then takes another
+    code path in eval mode.
 
     Raises:
       TypeError: `module` is no such layer, for example a model that contains one.

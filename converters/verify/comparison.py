@@ -115,7 +115,7 @@ class Report:
 
     @property
     def same(self) -> bool:
-        """True if all tensors of both sources were compared and are the same; `unproven` is empty."""
+        """True if all tensors of both sources were compared and equal, and `unproven` is empty."""
         return not self.different and not self.not_compared and not self.unproven
 
     def __bool__(self) -> bool:
@@ -123,7 +123,7 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        """The result as text: "the same", "different", or what was not compared."""
+        """The result as text: "the same", "different", or the number of tensors not compared."""
         return verdict(self.same, self.different, len(self.not_compared), self.unproven)
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Compares latent attention of two sources leaf by leaf, even if their tensors are packed otherwise."""
+"""Compares latent attention of two sources leaf by leaf, however their tensors are packed."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +14,7 @@ Load = Callable[[str], NDArray | None]
 def pairs(
     a: Sequence[LatentBlock], b: Sequence[LatentBlock]
 ) -> tuple[list[tuple[LatentBlock, LatentBlock]], list[LatentBlock], list[LatentBlock]]:
-    """Pairs blocks by prefix ("/" equals "."); returns pairs, blocks only in a, blocks only in b."""
+    """Pairs blocks by prefix ("/" equals "."); returns the pairs, and the rest of a and of b."""
     first, second = ({block.prefix.replace("/", "."): block for block in x} for x in (a, b))
     common = [prefix for prefix in first if prefix in second]
     return (

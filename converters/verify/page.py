@@ -201,9 +201,9 @@ def _table(columns: Sequence[str], rows: Sequence[str]) -> str:
 
 
 def _more(count: int, what: str, columns: int) -> list[str]:
-    """Says how many entries beyond `ROWS` are not shown: a table row, or a paragraph without columns.
+    """Returns HTML for the number of entries beyond `ROWS`, which are not shown; [] if none is.
 
-    Returns [] if all are shown.
+    It is a table row, or a paragraph if `columns` is 0.
     """
     if count <= ROWS:
         return []

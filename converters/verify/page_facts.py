@@ -1,4 +1,4 @@
-"""Collects the facts of a compared checkpoint for its page: digests of files, results of tensors."""
+"""Collects facts of a compared checkpoint for a page: digests of files, results of tensors."""
 
 import hashlib
 from pathlib import Path

@@ -53,7 +53,7 @@ class ConversionReport:
     """A conversion, checked by reading both files again; `bool(report)` is `report.same`.
 
     `source` and `target` hold path, format, number of tensors and digest of the contents.
-    `digests`: target tensor -> its digest. `losses`: target tensor -> effect of the cast to `dtype`.
+    `digests`: target tensor -> its digest. `losses`: target tensor -> effect of the cast.
     """
 
     same: bool

@@ -84,9 +84,9 @@ def attention(
 ) -> tuple[FileLayer, int]:
     """Returns an attention block as a `FileLayer`, and its head count.
 
-    Tensors in `names` outside the block are read without leaves. `scaled_for`: a layout whose logit
-    scale is folded into the queries. `filled_for`: a layout whose required biases become zeros if
-    no tensor holds them.
+    Tensors in `names` outside the block are read without leaves. `scaled_for`: a layout for whose
+    logit scale the queries are multiplied. `filled_for`: a layout whose required biases become
+    zeros if no tensor holds them.
     """
     params, semantics, sizes = lazy_tensors.meta(block, file.whole.info, num_heads)
     by = 1.0
@@ -117,7 +117,7 @@ def other_layer(file: File, module: Module) -> FileLayer:
 
 
 def latent(file: File, prefix: str) -> FileLayer:
-    """Returns the block of latent attention at `prefix` as a `FileLayer`; raises if none is."""
+    """Returns the latent attention at `prefix` as a `FileLayer`; ValueError if there is none."""
     blocks = latent_blocks.find(file.whole, known=False, at=prefix)
     if not blocks:
         raise ValueError(f"no latent attention is at {prefix or '(top)'}")
