@@ -260,8 +260,8 @@ def check_target(
     """The status of the file or folder to replace; None if it does not exist.
 
     Raises:
-        DestinationExists: the target exists and `force` is False, is not of the kind that `folder`
-            demands, or overlaps one of `sources`.
+        DestinationExists: the target exists and `force` is False, is a dangling link, is not a
+            folder (with `folder`) or a regular file (without), or overlaps one of `sources`.
         WriteFailed: the target is not a valid path.
     """
     try:

@@ -19,8 +19,8 @@ class Loss(NamedTuple):
     Attributes:
         before, after: names of the dtypes before and after the cast.
         max_relative_error: largest relative error of the elements that stayed finite and nonzero.
-        overflowed: number of finite elements that became infinite or NaN, or that the integers of
-            the new dtype do not reach, plus infinite or NaN elements that changed.
+        overflowed: number of finite elements that became infinite or NaN, or are outside the range
+            of a new integer dtype, plus infinite or NaN elements that changed.
         underflowed: number of nonzero elements that became zero.
     """
 
@@ -59,7 +59,7 @@ def is_float(dtype: np.dtype) -> bool:
 
 
 def target(wanted: Wanted | Mapping[str, Wanted] | None, name: str, dtype: np.dtype) -> np.dtype:
-    """The dtype to write the tensor `name` of dtype `dtype` in.
+    """The dtype in which to write the tensor `name`, whose present dtype is `dtype`.
 
     `wanted` maps names to dtypes, or is one dtype, which applies to floating-point tensors only.
 
@@ -107,7 +107,7 @@ def _wraps(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """True for each element beyond the range of an integer dtype, where a cast wraps around."""
     if dtype.kind not in "iu":
         return np.zeros(array.shape, bool)
-    # Integers are compared as such, and floats with powers of two: both comparisons are exact.
+    # Comparing integers is exact, and so is comparing floats with limits that are powers of two.
     whole = array if array.dtype.kind in "iu" else np.trunc(_exactly(array).real)
     wraps: np.ndarray = (whole < np.iinfo(dtype).min) | (whole >= np.iinfo(dtype).max + 1)
     return wraps

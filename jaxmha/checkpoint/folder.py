@@ -39,7 +39,7 @@ class Folder:
         self._sorted = sorted(self._files)
 
     def _walk(self, part: str = "") -> dict[str, _State]:
-        """The states of all files, or of those in the folder `part`, by path inside this folder."""
+        """The states of all files, or of the files below `part`, by path inside this folder."""
         budget, found = Budget(self.path, 0, self._limits), dict[str, _State]()
         todo, seen = [(str(self.path / part), f"{part}/" if part else "", 1 if part else 0)], 0
         try:

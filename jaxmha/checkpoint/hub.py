@@ -57,8 +57,8 @@ def model_of(address: str) -> str:
 def fetch(address: str | Path) -> Fetched:
     """Fetches the safetensors files and the config.json of a model, unless they are in the cache.
 
-    A cached model needs no network. After an error, complete files stay in the cache, for the next try
-    and for other processes; `huggingface_hub` removes what it downloaded in part, or continues it.
+    A cached model needs no network. After an error, complete files stay in the cache for the next
+    try; `huggingface_hub` removes partial files, or continues them on the next try.
 
     Raises:
         MissingDependency: huggingface_hub is not installed.
@@ -86,7 +86,7 @@ def fetch(address: str | Path) -> Fetched:
             raise UnsupportedFormat(text, problem, "download another file and name that")
         wanted = [*(name for name in names if name == _CONFIG), *wanted]
         paths = [_downloaded(model, name, commit) for name in wanted]
-    with contextlib.suppress(OSError):  # only a cache that may not be written lacks this note
+    with contextlib.suppress(OSError):  # a read-only cache gets no note
         note = _note(paths[0].parent)
         note.parent.mkdir(exist_ok=True)
         note.write_text(json.dumps(wanted))
@@ -94,7 +94,7 @@ def fetch(address: str | Path) -> Fetched:
 
 
 def _note(folder: Path) -> Path:
-    """The file that lists what was fetched of one commit, outside its folder of files."""
+    """The path of a note that lists the fetched files of one commit; it is outside their folder."""
     return folder.parents[1] / ".jaxmha" / folder.name
 
 
@@ -105,7 +105,7 @@ def _downloaded(model: str, name: str, commit: str) -> Path:
 
 
 def _wanted(names: Sequence[str]) -> list[str]:
-    """The safetensors files that `save_pretrained` writes; all if it writes none of them."""
+    """The safetensors files named as by `save_pretrained`; if there are none, all at the top."""
     known = [name for name in names if "/" not in name and name.endswith(_FETCHED)]
     usual = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
     return [name for name in known if usual.fullmatch(name)] or known
@@ -130,7 +130,7 @@ def _listed(model: str, revision: str | None) -> tuple[str, list[str]]:
 
 
 def _cached(model: str, revision: str | None) -> tuple[str, list[str]] | None:
-    """Commit and cached files of a revision (default: main), or None unless all are there.
+    """Commit and cached files of a revision (default: main); None if any file is missing.
 
     Without a revision, the only cached commit is used if main is not in the cache.
     """
@@ -150,9 +150,10 @@ def _cached(model: str, revision: str | None) -> tuple[str, list[str]] | None:
 
 
 def _is_whole(folder: Path, names: Sequence[str]) -> bool:
-    """True if a download was completed: by its note, or, if another program made it, by its files.
+    """True if a cached folder holds all files of a download.
 
-    Those are an index and its shards, or the one file of `save_pretrained`. Other names do not tell.
+    The note of `fetch` lists them. Without a note, the folder must hold an index and all its
+    shards, or `model.safetensors`; other names do not show that all files are present.
     """
     with contextlib.suppress(OSError, ValueError):
         return set(json.loads(_note(folder).read_text())) <= set(names)
@@ -173,7 +174,7 @@ def _folder_name(model: str) -> str:
 def _one_message(address: str, errors: Any) -> Iterator[None]:
     """Converts errors of huggingface_hub and of its network library to an UnreadableFile error.
 
-    Its warnings about retries are hidden.
+    The warnings of huggingface_hub about retries are hidden.
     """
     login = "log in with `hf auth login`, and accept the terms on the page of the model"
     table: tuple[tuple[type[Exception], str, str], ...] = (

@@ -1,7 +1,7 @@
 """Opens files that jaxmha itself finds in a folder: shards, a config.json, the file of a model.
 
-Whoever made the folder could have put a link to any file of the user there, and a conversion would
-copy that file. So links are refused, except those of a Hugging Face cache to its own blobs. A path
+A link in a downloaded folder could lead to any file of the user, and a conversion would copy that
+file. Therefore links are refused, except links of a Hugging Face cache to its own blobs. A path
 that the user gives may be a link.
 """
 

@@ -1,6 +1,6 @@
 """The journal of a sharded write: a temporary file next to the index that lists the shards.
 
-After a killed run, the next run finds its shards in the journal and continues with them. A journal
+After a killed run, the next run reads from the journal which shards exist, and continues. A journal
 ends with a digest of its content and of the name of its target, and lists only names that
 `shard_name` can return for this target. Other journals are ignored; no name is used as a path.
 """
@@ -23,7 +23,7 @@ _MARK = b"\njaxmha journal "
 
 
 class Journal(NamedTuple):
-    """The shards; `losses` has the digest and loss of each cast tensor of finished parts."""
+    """The shards of a write; `losses`: cast tensor of a finished part -> its digest and `Loss`."""
 
     shards: list[Path]
     losses: dict[str, list[Any]]

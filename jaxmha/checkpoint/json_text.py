@@ -1,6 +1,7 @@
 """Parses JSON from a file; estimates its memory first, and refuses ambiguous texts.
 
-A text of repeated `[],` takes 25 times its size when parsed. Counting punctuation is fast.
+Parsing a text of repeated `[],` takes 25 times its size in memory. The estimate only counts
+punctuation, which is fast.
 
 Format: https://www.rfc-editor.org/rfc/rfc8259
 """
@@ -62,7 +63,7 @@ def load(raw: bytes, budget: Budget, compact: Compact | None = None, **hooks: An
 def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object as a dict: a hook for `load`.
 
-    Raises ValueError if a key is there twice.
+    Raises ValueError if a key occurs twice.
     """
     items = dict(pairs)
     if len(items) != len(pairs):
@@ -77,15 +78,16 @@ def _twice(pairs: list[tuple[str, Any]]) -> str:
 def _without_strings(raw: bytes) -> Iterator[bytes]:
     """Yields parts of the text with all strings emptied.
 
-    A list of all pieces between its quotes would take more memory than the text.
+    The text is split part by part: a list of all its pieces would take more memory than the text.
     """
-    at, inside = 0, 0  # a string that the part before has begun
+    at, inside = 0, 0  # inside: 1 if the previous part ended within a string
     while at < len(raw):
         part = raw[at : at + _PART]
-        if (len(part) - len(part.rstrip(b"\\"))) % 2:  # an escape goes on in the next part
+        # If the part ends within an escape, its backslash is left to the next part.
+        if (len(part) - len(part.rstrip(b"\\"))) % 2:
             part = part[:-1] or raw[at:]
         at += len(part)
-        # A valid text has escapes in strings alone.
+        # In a valid text, only strings have escapes.
         pieces = part.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
         yield b'""'.join(pieces[inside::2])
         inside = (inside + len(pieces) - 1) % 2

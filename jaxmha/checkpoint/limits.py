@@ -28,7 +28,8 @@ class Limits:
     """
 
     logical_bytes: int | None = None  # bytes of all tensors; None: max(4 * file size, 1 GiB)
-    # Bytes of objects from headers and pickles, and of the tensor being read, plus 2 * file size.
+    # Bytes of objects built from headers and pickles, and of the largest tensor; 2 * file size is
+    # added to this limit.
     memory: int = 48 << 20
     header_bytes: int = 100_000_000  # bytes of a safetensors header or zip directory
     pickle_bytes: int = 64 << 20
@@ -85,19 +86,19 @@ class Budget:
             BudgetExceeded: all charges together exceed `Limits.memory` plus twice the file size.
         """
         self._built += amount
-        if self._built + self._loaded > self._most_built:  # the message takes longer to build
+        if self._built + self._loaded > self._most_built:  # building a message takes longer
             taken = self._built + self._loaded
             self.spend(f"the memory to build with {what}", taken, self._most_built, member)
 
     def load(self, size: int, buffers: int, member: str) -> None:
         """Charges the memory to read one tensor, which may be far larger than its compressed bytes.
 
-        Tensors are read one at a time, so only the largest charge counts. Buffers are free up to the
-        size of the file: an honest tensor that is stored as one chunk is in memory twice. An empty
-        tensor reads no chunk.
+        Tensors are read one at a time, so only the largest charge counts. `buffers` are the bytes
+        in memory next to the tensor; up to the size of the file they are free, because a tensor
+        stored as one chunk is in memory twice. An empty tensor has no charge.
 
         Raises:
-            BudgetExceeded: with the objects built, it exceeds `Limits.memory` plus twice the file size.
+            BudgetExceeded: with `build`, more than `Limits.memory` plus twice the file size.
         """
         needed = size + max(0, buffers - self._file_bytes) if size else 0
         self._loaded = max(self._loaded, needed)
@@ -105,10 +106,10 @@ class Budget:
         self.spend("the memory to read it", taken, self._most_built, member, _DENSE)
 
     def read(self, extra: int, member: str) -> None:
-        """Charges bytes that reading a tensor takes beyond its own: gaps of a view, overhanging chunks.
+        """Charges bytes read in addition to a tensor: gaps of a view, chunks that exceed the shape.
 
         Raises:
-            BudgetExceeded: all tensors together read more extra bytes than they may have.
+            BudgetExceeded: the extra bytes of all tensors exceed `Limits.logical_bytes`.
         """
         self._extra += extra
         what = "the bytes to read beyond those of the tensors"
@@ -119,7 +120,7 @@ class Budget:
         self._built -= amount
 
     def grow(self, file_bytes: int) -> None:
-        """Allows the memory of one more file of the same checkpoint."""
+        """Raises the memory limit for one more file of the same checkpoint."""
         self._most_built += 2 * file_bytes
 
     def tensor(self, name: str, shape: tuple[int, ...], dtype: np.dtype) -> TensorInfo:

@@ -40,7 +40,7 @@ def _ahead(make: Callable[[In], Out], items: Iterable[In]) -> Iterator[Out]:
 
 
 def _encoded(part: np.ndarray, dtype: np.dtype) -> tuple[NDArray[np.uint8], Loss | None]:
-    """Casts a part of a tensor; returns its bytes, and the loss or None if the dtype is equal."""
+    """Casts a part of a tensor; returns its bytes, and the loss, or None without a cast."""
     block, loss = contiguous(part).reshape(-1), None
     if block.dtype.newbyteorder("=") != dtype:
         block, loss = cast(block, dtype)
@@ -48,7 +48,7 @@ def _encoded(part: np.ndarray, dtype: np.dtype) -> tuple[NDArray[np.uint8], Loss
 
 
 def _numbers(part: np.ndarray) -> np.ndarray:
-    """The numbers of a part in one axis; of complex ones, the real and the imaginary parts."""
+    """The part as a 1-D array; each complex number becomes two real ones."""
     flat = contiguous(part).reshape(-1)
     return flat.view(flat.real.dtype) if flat.dtype.kind == "c" else flat
 
@@ -65,10 +65,10 @@ class Contents:
     load: Callable[[str], np.ndarray]
     metadata: Mapping[str, str] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
-    ordered: bool = True  # False: the numbers of Keras groups are not known to be those of a model
+    ordered: bool = True  # False: the numbers of Keras groups may differ from those in the model
     digests: Mapping[str, str] = field(default_factory=dict)
     others: tuple[str, ...] = ()  # names of entries that are no tensors
-    config: Mapping[str, Any] = field(default_factory=dict)  # of .keras: its config.json
+    config: Mapping[str, Any] = field(default_factory=dict)  # .keras only: its config.json
     close: Callable[[], None] = _nothing
     files: tuple[Path, ...] = ()  # files read in addition to the opened one
     # Orbax folders only: name of a tensor -> the files and folders that hold it.
@@ -77,8 +77,8 @@ class Contents:
     stream: Callable[[str], Iterator[memoryview]] | None = None
     # Name of a tensor that the file holds quantised -> its kind; `load` returns it dequantised.
     quantised: Mapping[str, str] = field(default_factory=dict)
-    # A view of one tensor in a mapped file, not read or checked; None if its layout there differs
-    # from that in memory.
+    # A view of one tensor in a mapped file, not read or checked; None if the layout in the file
+    # differs from that in memory.
     view: Callable[[str], np.ndarray | None] | None = None
     # Reads a box of one tensor, and little more than the box.
     part: Callable[[str, tuple[slice, ...]], np.ndarray] | None = None
@@ -113,7 +113,10 @@ class WriteJob:
         return self.declared[name].dtype != self.info[name].dtype
 
     def blocks(self, name: str) -> Iterator[NDArray[np.uint8]]:
-        """Yields the bytes of a tensor, cast and in C order, and sets its digest at the end."""
+        """Yields the bytes of a tensor, cast and in C order, and sets its digest at the end.
+
+        Raises UnsupportedDtype if a value overflows and `refuses_overflow` is True.
+        """
         array, dtype = np.asarray(self.load(name)), self.info[name].dtype
         state = digests.hasher(self.algorithm, self.path)
         each = _ahead if array.nbytes > _LARGE else map

@@ -122,7 +122,7 @@ class Checkpoint(Lazy):
                 self.path, "there is not enough memory for it", "use a larger machine", name
             ) from e
         finally:
-            # Check even after an error: a changed file is its likely cause, and reported instead.
+            # Check even after an error: a changed file is its likely cause; raise that instead.
             self._check_unchanged(name)
         return array
 
@@ -160,13 +160,13 @@ class Checkpoint(Lazy):
         return self._part is not None
 
     def part(self, name: str, box: tuple[slice, ...]) -> np.ndarray:
-        """A box of one tensor, not checked against its digest.
+        """Reads a box of one tensor.
 
-        From orbax folders and HDF5 files only the chunks that overlap the box are read; from other
-        formats the whole tensor.
+        From orbax folders and HDF5 files only the chunks that overlap the box are read, without a
+        check of the digest; from other formats the whole tensor is read and checked.
 
         Raises:
-            IndexError: more slices than axes, or a step other than 1. Also the errors of indexing.
+            IndexError: more slices than axes, or a step other than 1. Also errors of `__getitem__`.
         """
         self._check_asked(name)
         shape = self.info[name].shape
@@ -209,7 +209,7 @@ class Checkpoint(Lazy):
     def recompute(
         self, name: str, algorithm: str, advance: Callable[[int], None] = lambda count: None
     ) -> str:
-        """Computes the digest of one tensor from the file."""
+        """Computes the digest of one tensor from the file; calls `advance(bytes)` for each piece."""
         self._check_asked(name)
         if self._stream is None:
             array = self[name]
@@ -238,7 +238,7 @@ class Checkpoint(Lazy):
     def __repr__(self) -> str:
         return f"Checkpoint({str(self.path)!r}, format={self.format!r}, {len(self)} tensors)"
 
-    def __enter__(self) -> "Checkpoint":  # noqa: PYI034 (Self is more than beartype takes here)
+    def __enter__(self) -> "Checkpoint":  # noqa: PYI034 (beartype does not support Self here)
         return self
 
     def __exit__(

@@ -33,8 +33,10 @@ from jaxmha.checkpoint.tensor import TensorInfo
 SUFFIX, TOTAL = ".index.json", "total_size"
 READERS = {".safetensors": safetensors.read, ".bin": zip.read}
 _AGAIN = "copy or download the whole checkpoint again"
-_HELD = 32  # most shards to keep open: a comparison opens each of two checkpoints twice
-_KEPT = 512  # bytes of memory for a tensor in the tables of its shard
+# Most shards to keep open: the system limits open files, and a comparison of two checkpoints opens
+# each of them twice.
+_HELD = 32
+_KEPT = 512  # bytes of memory per tensor for the tables of a shard
 _DEVICES = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.IGNORECASE)
 
 

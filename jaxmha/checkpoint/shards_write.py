@@ -28,7 +28,7 @@ from jaxmha.checkpoint.source import Source
 from jaxmha.checkpoint.temporaries import Identity
 
 _TAG = 12  # hexadecimal digits of the tag in shard names
-_PATIENCE = 5.0  # seconds; looking through the journal of a killed writer takes less
+_PATIENCE = 5.0  # seconds to wait for a lock; `_clean` locks a stale journal for less
 WriteFile = Callable[..., None]
 
 
@@ -43,8 +43,8 @@ def write(
 ) -> tuple[list[Path], list[Path]]:
     """Writes shards and index; returns all files, and the shards kept from an interrupted write.
 
-    With `part = (i, n)` it writes every n-th shard from the i-th on, and no index: other processes
-    write the other parts, and a call without `part` then keeps all shards and writes the index.
+    With `part = (i, n)` it writes only the shards i, i + n, i + 2n, ..., and no index. Other
+    processes write the other parts; a call without `part` then keeps them and writes the index.
 
     Raises:
         DestinationExists, WriteFailed, and the errors of writing a shard.
@@ -88,7 +88,7 @@ def write(
                     temporaries.remove(target.parent, [shard.name for shard in mine], read)
                 else:
                     atomic.release(list_of_own)
-                    os.replace(own, temporaries.fresh(target))  # keep the journal: the shards stay
+                    os.replace(own, temporaries.fresh(target))  # stays under another name
                 raise
     return [*shards, target], kept
 
@@ -115,7 +115,7 @@ def _shards(
     """The paths of the shards.
 
     Raises:
-        UnsupportedFormat: too many of them, or names that no reader accepts.
+        UnsupportedFormat: too many shards, or names that no reader accepts.
     """
     if len(parts) > (most := Limits().shards):
         problem = f"would have {len(parts)} shards, and at most {most} are read"
@@ -133,7 +133,7 @@ def _shards(
 
 
 def _split(plan: WriteJob, shard_size: int) -> list[list[str]]:
-    """The names of the tensors of each shard, in order; a tensor above `shard_size` has its own."""
+    """The tensor names of each shard, in order; a tensor above `shard_size` has its own shard."""
     parts: list[list[str]] = [[]]
     size = 0
     for name, info in plan.info.items():
@@ -146,7 +146,7 @@ def _split(plan: WriteJob, shard_size: int) -> list[list[str]]:
 
 
 def _replaced(target: Path, ending: str) -> list[Path]:
-    """The shards of the existing index that this module wrote for it, recognised by their names."""
+    """The shards in the existing index whose names show that this module wrote them for it."""
     with contextlib.suppress(CheckpointError):
         source = Source(target)
         try:
@@ -158,7 +158,7 @@ def _replaced(target: Path, ending: str) -> list[Path]:
 
 
 def _tag(plan: WriteJob, parts: list[list[str]], resume: str | None) -> str:
-    """The tag in the names of the shards: random, or with `resume` a hash of the data to write."""
+    """The tag in shard names: random; given `resume`, a hash of it, names, dtypes and shapes."""
     if resume is None:
         return secrets.token_hex(_TAG // 2)
     settings = [resume, parts, plan.keep_digests, plan.algorithm, sorted(plan.texts)]
@@ -210,20 +210,20 @@ def _fill(
 
 
 def _begin(target: Path, ending: str, own: Path, mine: list[Path]) -> dict[str, tuple[str, Loss]]:
-    """Checks that no other process writes these shards; returns digests and losses from journals.
+    """Checks that the shards `mine` can be written; returns digests and losses from the journals.
 
     Raises:
-        DestinationExists: another process writes some of these shards, or another file has the name
-            of one.
+        DestinationExists: another process writes some of these shards, or the path of one exists
+            and is not a plain file of this user.
     """
     end = time.monotonic() + _PATIENCE
-    # The journal of a killed writer is locked too while another part looks through it (`_clean`).
+    # `_clean` of another part locks the journal of a killed writer for a moment, so try again.
     while _is_written(target, ending, own, mine):
         if time.monotonic() >= end:
             problem = "the same tensors are being written there by another process"
             raise DestinationExists(target, problem, "wait for it")
         time.sleep(0.02)
-    for shard in mine:  # the name has a hash of the content: keep an existing file
+    for shard in mine:  # with `resume`, `_is_complete` checks an existing shard
         if os.path.lexists(shard):
             status = os.lstat(shard)
             if not stat.S_ISREG(status.st_mode) or not system.is_of_user(status):
@@ -260,7 +260,7 @@ def _refuse_others(target: Path, ending: str, own: Path, known: set[Path]) -> No
 def _noted(
     plan: WriteJob, names: Mapping[Path, list[str]], mine: Iterable[Path]
 ) -> dict[str, list[Any]]:
-    """The digest and loss of every tensor of the shards `mine` that was cast, by name."""
+    """The digest and loss of every tensor in the shards `mine` whose dtype was changed, by name."""
     held = [name for shard in mine for name in names[shard] if name in plan.losses]
     return {name: [plan.digests[name], *plan.losses[name]] for name in held}
 
@@ -275,8 +275,8 @@ def _clean(
 ) -> None:
     """Removes the files that killed writes of this target left, except `shards`.
 
-    The journals of other parts stay: the journal of this part lists `mine` only, and whoever
-    completes the whole reads the losses from theirs.
+    The journals of other parts stay: only they hold the losses of their shards, and the last call,
+    without `part`, reads them.
     """
 
     def before(path: Path) -> str | None:
@@ -333,13 +333,13 @@ def _tag_of(shard: Path) -> str:
 def _is_complete(
     piece: WriteJob, shard: Path, format: table.Format, known: Mapping[str, tuple[str, Loss]]
 ) -> bool:
-    """True if a shard of an interrupted write is valid; copies digests and losses to `piece`."""
+    """True if the shard holds the tensors of `piece`; adds digests and losses to `piece`."""
     if not shard.exists():
         return False
     found: dict[str, str] = {}
     with (
         contextlib.suppress(CheckpointError),
-        contextlib.closing(Source(shard)) as source,  # of a damaged shard, nothing else closes it
+        contextlib.closing(Source(shard)) as source,  # nothing else closes it if `read` fails
         reader.read(source, format, UNLIMITED) as file,
     ):
         if dict(file.info) != dict(piece.info) or dict(file.metadata) != piece.metadata:

@@ -20,8 +20,8 @@ _PIECE = 1 << 20
 
 
 class Source:
-    """An open file. All reads use the one descriptor that was checked when it was opened, or others
-    of the same unchanged file.
+    """An open file. All reads use the descriptor that was checked on opening. With `held=False`,
+    each read opens the file again, and checks that it is the same, unchanged file.
 
     Raises:
         UnreadableFile: missing, a directory, FIFO, socket or device, or no permission.
@@ -40,18 +40,18 @@ class Source:
 
         Args:
             path: the file.
-            mapped: arrays are views of the file in memory, where it stays while one of them exists.
+            mapped: arrays are views of the mapped file, which stays mapped while a view exists.
             within: an open folder and the name of the file in it, which may not be a link.
             known_as: the path for error messages, if the file is a temporary of that path.
-            held: False opens the file again for each read, because a process may have few files open
-                at once; a file that was replaced meanwhile has then changed.
+            held: False: close the file, and open it again for each read, because the system limits
+                the open files of a process. A read raises IntegrityError if the file was replaced.
         """
         opened = Path(path)
         self.path = known_as or opened
         self.mapped = mapped
         self.fd = -1
         self._map: Callable[[], mmap.mmap | None] = lambda: None
-        # Where to open it again, even from another working folder.
+        # The path to open again; absolute, because the working folder may change.
         self._again = None if held else os.path.abspath(opened)
         try:
             # Opening a device can change its state, and a FIFO blocks, so check the type first.
@@ -87,7 +87,7 @@ class Source:
                 own = system.open_regular(self._again)
                 self._check(own)
             fd = self.fd if own < 0 else own
-            if fd < 0:  # to the system, -1 may mean zeros instead of a file
+            if fd < 0:  # mmap takes -1 as anonymous memory, which is all zeros
                 raise UnreadableFile(
                     self.path, "the checkpoint is closed", "read inside `with checkpoint.open(...)`"
                 )
@@ -106,7 +106,7 @@ class Source:
         """Reads exactly count bytes.
 
         Raises:
-            MalformedFile: the range leaves the file.  IntegrityError: the file shrank.
+            MalformedFile: the range exceeds the file.  IntegrityError: the file shrank.
         """
         self._check_range(offset, count)
         raw = np.empty(count, np.uint8)
@@ -123,7 +123,7 @@ class Source:
         return raw
 
     def _mapping(self) -> mmap.mmap:
-        """The file in memory. Only the views keep it there, since Python holds a descriptor for it."""
+        """The memory map of the file. Only views keep it alive, since it holds a descriptor."""
         whole = self._map()
         if whole is None:
             with self._descriptor() as fd:
@@ -155,7 +155,7 @@ class Source:
                 done += got
 
     def stream(self, offset: int, count: int) -> Iterator[memoryview]:
-        """Yields a range in pieces, each valid until the next; raises the errors of `read`."""
+        """Yields a range in pieces, each valid until the next one; raises the errors of `read`."""
         buffer = np.empty(min(count, _PIECE), np.uint8)
         for at in range(0, count, _PIECE):
             piece = buffer[: min(_PIECE, count - at)]
@@ -184,7 +184,7 @@ class Source:
 
 
 class Section(Source):
-    """A byte range of another Source, with the same interface; closing it leaves that open."""
+    """A byte range of another Source, with the same interface; closing it closes no file."""
 
     def __init__(self, whole: Source, offset: int, size: int) -> None:
         self.whole, self.offset = whole, offset

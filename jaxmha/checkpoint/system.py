@@ -22,11 +22,11 @@ StrPath = str | os.PathLike[str]
 NO_LOCKS = "this system has no file locks, so its writer may still be running"
 _PIECE = 1 << 20
 _CWD, _NEW, _EXCHANGE = -100, 1, 2  # arguments of renameat2(2)
-_position = threading.Lock()  # held for seek and read where no read at an offset exists
+_position = threading.Lock()  # held during seek and read if the system has no `preadv`
 
 
 def _flags(*names: str) -> int:
-    """The flags of `os.open` that this system has; Windows alters bytes without O_BINARY."""
+    """The `os.open` flags that this system has, combined; Windows alters bytes without O_BINARY."""
     flags = 0
     for name in ("O_BINARY", "O_CLOEXEC", *names):
         flags |= getattr(os, name, 0)
@@ -181,7 +181,7 @@ def _of_libc(name: str) -> Callable[..., int] | None:
 def reserve(fd: int, size: int) -> None:
     """Reserves disk space for an empty file, so that a full disk is noticed before the work begins.
 
-    If the file system cannot reserve space, os.posix_fallocate writes zeros; this does nothing.
+    It does nothing if the file system cannot reserve space; os.posix_fallocate would write zeros.
 
     Raises:
         OSError: the disk, the quota or the limit of file sizes does not allow the size.
@@ -201,8 +201,8 @@ def flush_data(fd: int) -> None:
 def reread(fd: int, ranges: Sequence[tuple[int, int]]) -> None:
     """Asks the system to drop cached pages of a synced file, and to read them again from disk.
 
-    It reads in the background, while the caller computes. A range is an offset and a number of
-    bytes; 0 bytes mean up to the end of the file.
+    The system reads in the background, while the caller computes. A range is an offset and a number
+    of bytes; 0 bytes mean up to the end of the file.
     """
     if not hasattr(os, "posix_fadvise"):
         return

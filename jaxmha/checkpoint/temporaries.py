@@ -130,10 +130,10 @@ def clean(
         target: the file or folder that the temporaries were for.
         read: `identities` of the files and folders being read, which stay.
         notes: receives messages about unlocked files that look like temporaries and stay.
-        parts: if the target is a folder: returns, for a temporary folder, a predicate of the paths
-            in it to remove.
-        before: called with each locked temporary; returns a reason to keep it, or None. An empty
-            reason gives no message.
+        parts: None if the target is a file. For folders: called with each temporary folder, it
+            returns a predicate that is True for the paths inside that may be removed.
+        before: called with each temporary while it is locked here; returns a reason to keep it, or
+            None. An empty reason gives no message.
 
     Returns:
         the temporaries that were removed.

@@ -77,7 +77,7 @@ def from_bytes(
     path: str | os.PathLike[str],
     name: str,
 ) -> np.ndarray:
-    """A flat array over raw bytes; writable bytes are converted in place and shared with it.
+    """Returns a flat array over `raw`; swaps writable bytes in place, and copies others to swap them.
 
     Raises:
         MalformedFile: a Boolean byte that is neither 0 nor 1.

@@ -1,7 +1,7 @@
-"""Parses the TOML of plans, whose size and structure are counted first.
+"""Parses the TOML of conversion plans, after checks of its size and structure.
 
-The parser of Python takes quadratic time in the parts of a dotted key, and 1 kB of memory for a
-header of three bytes. Plans have neither long keys nor headers other than a few known ones.
+Python's parser takes time quadratic in the number of parts of a dotted key, and 1 kB of memory for
+a header of three bytes. Therefore long keys and unknown headers, which no plan has, are refused.
 """
 
 import os
@@ -14,13 +14,13 @@ from jaxmha.checkpoint.limits import Budget, Limits
 from jaxmha.checkpoint.source import Source
 
 _LIMITS = Limits()
-_MOST_DOTS = 8  # dots of a line outside of strings
+_MOST_DOTS = 8  # most dots in a line, outside of strings
 # Characters of a number or a bare key; the parser takes 128 bytes for each.
 _LONG = re.compile(r"[^\s,=\[\]{}\"]{1001}")
 # Upper bounds of memory in bytes per sign outside of strings: an item of a list, an entry and a part
 # of its key, a list, a table, and a string with its two quotes.
 _SIGNS = ((",", 64), ("=", 160), (".", 1000), ("[", 100), ("{", 400), ('"', 50))
-_TIMES = 8  # bytes of memory for a byte of text; a module of 250 bytes takes 1.6 kB
+_TIMES = 8  # bytes of memory per byte of text; a `[[module]]` of 250 bytes takes 1.6 kB
 # Strings and comments, in the order in which the parser tries them.
 _STRING = re.compile(
     r'"""(?:[^"\\]|\\.|"(?!""))*+"{3,5}|'

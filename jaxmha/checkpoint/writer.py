@@ -30,7 +30,7 @@ from jaxmha.checkpoint.source import Source
 from jaxmha.checkpoint.tensor import TensorInfo
 
 SHARD_SIZE = 5 * 10**9
-_LARGE = 64 << 20  # bytes from which two threads read back
+_LARGE = 64 << 20  # bytes of tensors above which two threads read back
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Written:
         info: name -> TensorInfo, as written.
         digests: name -> digest, as written and read back.
         losses: name -> Loss, for every tensor whose dtype was changed.
-        kept: complete files of an interrupted write that were kept.
+        kept: complete shards of an interrupted write, which were not written again.
         notes: messages about files that look like temporaries of the target and were not removed.
     """
 
@@ -87,8 +87,8 @@ def write(
         metadata: strings to keep with the tensors; not in .weights.h5. torch, NumPy and the library
             of safetensors ignore them; orbax has them as custom metadata.
         names: names of Keras layers by group path; .weights.h5 only.
-        ordered: False: the order of Keras layers of one class is a guess, which the file then says;
-            .weights.h5 only.
+        ordered: False: the order of Keras layers of one class is a guess, and the file records
+            this; .weights.h5 only.
         force: replace an existing target.
         source: files that the tensors came from, which are never replaced; the files of a
             Checkpoint are added automatically.
@@ -100,16 +100,18 @@ def write(
         resume: for an index: a text that identifies the tensors, such as the digest of the source
             and of the plan. The write continues an interrupted one with the same text: complete
             shards are checked and kept.
-        part: `(i, n)`, with `resume`: write every n-th shard from the i-th (from 0) on, and no index.
-            Other processes write the other parts; a call without it then completes the whole.
-        digest: "xxh3_128" or "sha256" per tensor, kept in the file and checked on reading; "fast":
-            the former if xxhash is installed; None: no digest.
+        part: `(i, n)`, with `resume`: write only the shards i, i + n, i + 2n, ... (counted from 0),
+            and no index. Other processes write the other parts; afterwards, a call without `part`
+            writes the index.
+        digest: algorithm of the digest per tensor, kept in the file and checked on reading:
+            "xxh3_128" or "sha256"; "fast": xxh3_128 if xxhash is installed, else sha256; None: no
+            digest is kept.
         progress: called as progress(done, total) in bytes; `total` counts writing and reading back.
 
     Raises:
         CheckpointError: DestinationExists, UnsupportedFormat, UnsupportedDtype, WriteFailed,
-            MissingDependency, and the errors of names: PathEscape, AmbiguousFile, MalformedFile,
-            BudgetExceeded.
+            MissingDependency, and for names and shapes that are not allowed: PathEscape,
+            AmbiguousFile, MalformedFile, BudgetExceeded.
     """
     target = Path(path)
     format = table.for_writing(target)
@@ -130,7 +132,7 @@ def check_destination(
     resume: str | None,
     part: tuple[int, int] | None,
 ) -> None:
-    """Raises what `write` would raise about the destination, for callers that first read much."""
+    """Raises the errors of `write` about the destination; call it before reading large sources."""
     target = Path(path)
     format = table.for_writing(target)
     _check_arguments(target, format, {}, {}, shard_size, resume)
@@ -260,7 +262,7 @@ def _refuse_other_files(path: Path) -> None:
 
 
 def compare(plan: WriteJob, written: reader.Checkpoint) -> None:
-    """Raises WriteFailed unless a written file has the tensors, texts and digests of the plan."""
+    """Raises WriteFailed unless `written` has the contents and the digests of `plan`."""
     same = dict(written.info) == dict(plan.info) and written.ordered == plan.ordered
     same = same and dict(written.metadata) == plan.metadata and dict(written.names) == plan.names
     if plan.keep_digests:
@@ -272,8 +274,8 @@ def compare(plan: WriteJob, written: reader.Checkpoint) -> None:
 def _has_digests(plan: WriteJob, written: reader.Checkpoint) -> bool:
     """True if all tensors of a written file have the digests of the plan.
 
-    Two threads read a large file: copying from the page cache takes longer than hashing. A format
-    that is not read in pieces has one thread, so that one tensor is in memory at a time.
+    Two threads read a large file, because copying from the page cache takes longer than hashing.
+    If tensors are not read in pieces, one thread reads, so that memory holds one tensor.
     """
     stopped, counting = threading.Event(), threading.Lock()
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import yaml
 
 _DEEPEST = 8
-_MOST = 1 << 16  # bytes; PyYAML scans a million in a second, and settings have thousands
+_MOST = 1 << 16  # most bytes; PyYAML scans a million per second, and settings have thousands
 _NODE_BYTES = 2000  # memory of a node and its marks in the text, at most
 # PyYAML follows YAML 1.1, in which 1e-5 is a string.
 _FLOAT = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+")
@@ -24,7 +24,7 @@ def load(raw: bytes, budget: Budget) -> dict[str, Any]:
 
     Raises:
       ValueError: the text is no mapping of distinct keys, or has an alias, a tag of an object, or
-        too many levels. BudgetExceeded: it is too long. MissingDependency: there is no PyYAML.
+        too many levels. BudgetExceeded: it is too long. MissingDependency: PyYAML is not installed.
     """
     try:
         import yaml
@@ -48,7 +48,7 @@ def _loader(text: str, budget: Budget) -> "yaml.SafeLoader":
     import yaml
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc]
-        """Counts nodes, and refuses what settings do not need."""
+        """Charges node memory; raises for anchors, aliases, deep nesting and duplicate keys."""
 
         depth = 0
 

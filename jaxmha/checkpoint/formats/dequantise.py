@@ -1,4 +1,4 @@
-"""Dequantises weights of which other tensors of the checkpoint hold scales, on reading."""
+"""On reading, dequantises weights whose scales are other tensors of the checkpoint."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -16,7 +16,7 @@ from jaxmha.checkpoint.tensor import TensorInfo
 
 Finder = Callable[[Contents, str | os.PathLike[str]], Iterator[tuple[str, Quantised]]]
 _FINDERS: tuple[Finder, ...] = (scaled.found, packed.found, bitsandbytes.found)
-# Suffix of tensor names -> the quantisation scheme, if no finder took the tensor.
+# Suffix of the name of a tensor that no finder used -> the unsupported scheme that has it.
 _OTHERS = {
     ".qweight": "packed integers without scales",
     ".weight_packed": "packed integers without scales",
@@ -31,12 +31,12 @@ _OTHERS = {
 def dequantised(
     contents: Contents, path: str | os.PathLike[str], size: int, limits: Limits
 ) -> Contents:
-    """The same contents with weights dequantised on loading, without the tensors of their scales.
+    """Returns contents that dequantise weights on loading, and lack the tensors of their scales.
 
     `size` is the number of bytes of the files.
 
     Raises:
-        UnsupportedFormat: weights are quantised in another way.
+        UnsupportedFormat: weights are quantised by an unsupported scheme.
         MalformedFile: the shapes of a weight and its scale do not fit.
         BudgetExceeded: the dequantised weights are larger than `limits` allow.
     """
@@ -45,7 +45,7 @@ def dequantised(
     _refuse_others(contents.info, used, path)
     if not found:
         return contents
-    if limits.logical_bytes is None:  # dequantising turns 4 bits into 4 bytes, 8 into up to 8
+    if limits.logical_bytes is None:  # 4 bits become 4 bytes; 8 bits, up to 8 bytes
         limits = replace(limits, logical_bytes=max(8 * size, 1 << 30))
     budget = Budget(path, size, limits)
     for name, one in found.items():

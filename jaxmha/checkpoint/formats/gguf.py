@@ -49,10 +49,10 @@ _NUMBERS = {
 _STRING, _ARRAY = 8, 9
 _KEPT = ("general.architecture", "general.alignment")
 _PERMUTED = ("llama",)  # architectures whose queries and keys llama.cpp permutes
-# Architecture -> layers whose kernels llama.cpp transposes: those that are Conv1D in GPT-2.
+# Architecture -> layers whose kernels llama.cpp transposes: the Conv1D layers of GPT-2.
 _TRANSPOSED = {"gpt2": ("attn_qkv", "attn_output", "ffn_up", "ffn_down")}
 # Architectures that llama.cpp writes without changing values. It adds 1 to the norms of Gemma, and
-# reorders BLOOM, so an architecture that is in neither table is refused.
+# reorders BLOOM, so an architecture that no table here lists is refused.
 _UNCHANGED = ("qwen2", "qwen2moe", "qwen3", "qwen3moe", "phi3", "starcoder2")
 _RANK, _NESTED, _PIECE = 4, 4, 1 << 22
 _AGAIN = "download it again"
@@ -94,7 +94,7 @@ class _Cursor:
             self._start, self._window = self.at, b""
 
     def skip_texts(self, count: int) -> None:
-        """Skips strings. Vocabularies have hundreds of thousands, so the loop does nothing else."""
+        """Skips strings without a call for each, since a vocabulary has hundreds of thousands."""
         self.steps += count
         for _ in range(count):
             at = self.at - self._start
@@ -127,7 +127,7 @@ class _Cursor:
             raise MalformedFile(self.source.path, "a name is not UTF-8", _AGAIN) from None
 
     def value(self, kind: int, *, keep: bool, depth: int = 0) -> Any:
-        """Reads one value. Lists are skipped and return None; strings without `keep` return ""."""
+        """Reads one value; returns None for a list, and "" for a string unless `keep` is True."""
         if kind in _NUMBERS:
             return self.number(_NUMBERS[kind])
         if kind == _STRING:
@@ -301,7 +301,7 @@ def _is_transposed(architecture: str, name: str) -> bool:
 
 
 def _unpermuted(array: np.ndarray, heads: int) -> np.ndarray:
-    """Reorders rows: llama.cpp rotates adjacent rows, Hugging Face the two halves of a head."""
+    """Reorders rows for RoPE: llama.cpp pairs adjacent rows; Hugging Face, the halves of a head."""
     pairs = array.reshape(heads, len(array) // heads // 2, 2, *array.shape[1:])
     return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(array.shape)
 

@@ -51,7 +51,7 @@ MAGIC = hdf5_file.MAGIC
 DTYPES = frozenset(NUMPY) | {BFLOAT16}
 VARIABLES = "vars"
 _DIGEST = "jaxmha.digest"  # attribute: digest of a dataset; at the root, the manifest digest
-_STEPS = 30  # at most to read an object that `write` wrote
+_STEPS = 30  # most steps to read an object that `write` wrote
 LEGACY = ("layer_names", "model_config", "model_weights", "keras_version")
 _CONVERT_LEGACY = "load it with keras and call model.save_weights('new.weights.h5')"
 
@@ -190,7 +190,7 @@ class _Walk:
         self.links = 0
 
     def all(self) -> str | None:
-        """Walks the file; returns its manifest digest, or None."""
+        """Walks the file; returns its manifest digest, or None if it has none."""
         file = self.file
         with file.damage("/"):
             if file.extension != UNDEFINED:
@@ -268,7 +268,7 @@ class _Walk:
             self.linked[address] = self.dataset(header, attributes, path)
         found, kept = self.linked[address]
         self.datasets[path] = found
-        # Each name of a dataset reads it again.
+        # A dataset with several names is read again for each of them.
         self.file.step(found.steps)
         self.budget.read(found.overhang, path)
         self.budget.load(found.info.nbytes, found.buffers, path)
@@ -288,7 +288,7 @@ class _Walk:
     def dataset(
         self, header: Header, attributes: Attributes, path: str
     ) -> tuple[Dataset, str | None]:
-        """Checks type, size and storage of a dataset; returns it and its digest, or None."""
+        """Checks type, size and storage of a dataset; returns it and its digest (None: none)."""
         file = self.file
         kind = datatype(file, header.one[DATATYPE])
         if kind.opaque and attributes.text("dtype") != "bfloat16":

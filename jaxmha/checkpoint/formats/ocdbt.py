@@ -65,7 +65,7 @@ def keys(
                     own = files if value in files else (*files, value)
                     stored += part.stop - part.start
                 held[node.prefix + entry["key"]] = own
-            if stored > folder.size:  # each would be read and inflated again
+            if stored > folder.size:  # bytes that values share are inflated once per value
                 problem = "two values share bytes: together they are larger than the folder"
                 raise MalformedFile(folder.path, problem, _AGAIN, node.location)
         found = tensorstore.KvStore.open(store).result().list().result()

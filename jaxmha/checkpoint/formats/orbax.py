@@ -186,7 +186,7 @@ def _names(plan: WriteJob) -> dict[str, tuple[str, ...]]:
 
 
 def check(plan: WriteJob) -> None:
-    """Raises unless names form a tree with distinct storage keys, and orbax has the dtypes.
+    """Raises unless names form a tree with distinct storage keys, and orbax supports all dtypes.
 
     Raises:
         MissingDependency, PathEscape, AmbiguousFile, UnsupportedDtype, UnsupportedFormat.
@@ -241,7 +241,7 @@ def _leaves(path: Path, tree: dict[str, Any], limits: Limits) -> dict[str, str]:
 
 
 def _metadata(folder: Folder, budget: Budget, limits: Limits) -> dict[str, str]:
-    """The texts in the custom metadata; other values in it, of other writers, are left out."""
+    """The strings in the custom metadata; values of other types, by other writers, are left out."""
     raw = folder.read(ABOUT, limits.index_bytes).strip()
     kept = json_text.parse(raw, budget, AGAIN, ABOUT, numbers=True).get("custom_metadata")
     items = kept.items() if isinstance(kept, dict) else ()

@@ -32,7 +32,7 @@ def tensorstore_for(path: Path) -> ModuleType:
     """Imports tensorstore to read or write the folder `path`.
 
     Raises:
-        MissingDependency.  UnsupportedFormat: tensorstore takes no path but UTF-8.
+        MissingDependency.  UnsupportedFormat: the path is not UTF-8, which tensorstore requires.
     """
     if not is_text(os.path.abspath(path)):
         remedy = "rename it, or choose another name"
@@ -47,7 +47,7 @@ def tensorstore_for(path: Path) -> ModuleType:
 
 def chunk_shape(info: TensorInfo) -> list[int]:
     """The chunk shape to write; for a large tensor, an eighth of each of the first two axes."""
-    if not info.size:  # other axes may be longer than any chunk that is read
+    if not info.size:  # the nonzero axes may exceed the largest chunk allowed
         return [1] * len(info.shape)
     shape, row = info.shape, max(1, math.prod(info.shape[1:]) * info.dtype.itemsize)
     first = [-(-n // _PARTS) for n in shape[:2]] if info.nbytes >= _LARGE else list(shape[:2])
@@ -167,7 +167,7 @@ def check_strays(inside: KeyStore, layout: Zarr, path: Path, keys: set[str]) -> 
 
 
 def _at_once(shape: tuple[int, ...], chunk: tuple[int, ...], dtype: np.dtype) -> tuple[int, int]:
-    """The rows to read at once, which are whole chunks, and their bytes in memory.
+    """The number of rows to read at once, a multiple of a chunk's, and their bytes in memory.
 
     tensorstore buffers all compressed chunks of a read, so few are read at once.
     """
@@ -218,7 +218,7 @@ class Arrays:
             first = view.domain[0].inclusive_min
             for at in range(0, view.shape[0], step):
                 end = min(at + step, view.shape[0])
-                # `read` would make an array of its own first.
+                # `view.read()` would allocate another array.
                 rows = self._library.array(found[at:end])
                 rows.write(view[first + at : first + end]).result()
         return found

@@ -26,7 +26,8 @@ _ARRAY = re.compile(
 def of(path: Path) -> Callable[[str], bool]:
     """A predicate of paths inside the folder `path`: True for files and folders of orbax."""
     arrays: dict[str, str] = {}
-    with contextlib.suppress(CheckpointError):  # without a readable tree, no array is known
+    # If the tree metadata is unreadable, only files that orbax always writes match.
+    with contextlib.suppress(CheckpointError):
         arrays = orbax.places(Folder(path, UNLIMITED), UNLIMITED)
 
     def is_part(inside: str) -> bool:

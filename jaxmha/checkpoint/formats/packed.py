@@ -25,7 +25,7 @@ from jaxmha.checkpoint.plan import Contents
 from jaxmha.checkpoint.tensor import BFLOAT16, TensorInfo
 
 _BITS = (2, 4, 8)
-_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # place of every fourth of a byte in a word
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # position of each 4-bit number in an integer
 _SETTINGS = ("config.json", "quantize_config.json")
 _MOST = 1 << 22  # bytes of a config.json
 # Models of transformers whose packed layers are Conv1D, with weights (in, out).
@@ -45,7 +45,7 @@ def found(contents: Contents, path: _Path) -> Iterator[tuple[str, Quantised]]:
 
 
 def _settings(path: _Path) -> Mapping[str, Any]:
-    """The settings of quantisation in its folder, and the model type; empty without a file."""
+    """The quantisation config next to the file `path`, with the model type; {} if there is none."""
     for name in _SETTINGS:
         near = Path(path).parent / name
         if near.is_file() and near.stat().st_size <= _MOST:
@@ -97,7 +97,10 @@ def _packed(
 
 
 def _stored_less(path: _Path, name: str, settings: Mapping[str, Any]) -> int:
-    """1 if zero points are stored less one, as version 1 of GPTQ does, else 0."""
+    """1 if zero points are stored minus 1, as version 1 of GPTQ does, else 0.
+
+    Raises UnsupportedFormat if the config is missing or has an unknown version.
+    """
     versions = {"gptq": 1, "gptq_v2": 0}
     version = settings.get("checkpoint_format", "gptq")
     if not settings or version not in versions:
@@ -109,7 +112,7 @@ def _stored_less(path: _Path, name: str, settings: Mapping[str, Any]) -> int:
 
 
 def _columns(packed: NDArray[Any], bits: int, order: tuple[int, ...] = ()) -> NDArray[np.uint8]:
-    """Unpacks integers, `rows columns`, into `rows numbers`."""
+    """Unpacks 32-bit integers, `rows columns`, into `rows numbers` of `bits` bits each."""
     shifts = np.array(order or range(32 // bits), np.uint32) * np.uint32(bits)
     mask = np.uint32((1 << bits) - 1)
     apart = (np.ascontiguousarray(packed).view(np.uint32)[:, :, None] >> shifts) & mask
@@ -129,7 +132,8 @@ def _from_gptq(
 ) -> NDArray[Any]:
     groups, columns = scales.shape
     rows = len(packed) * 32 // bits
-    # One is added to each integer as a whole, as in the library: subtracting it borrowed from them.
+    # Add the ones to whole 32-bit integers: the library subtracted them so, with borrows between
+    # the numbers.
     ones = np.uint32(sum(1 << at for at in range(0, 32, bits)) * shift)
     known = _columns(np.ascontiguousarray(zeros).view(np.uint32) + ones, bits)[:, :columns]
     group = np.arange(rows) // (rows // groups) if order is None else order
@@ -156,9 +160,9 @@ def _by_group(
     scales: NDArray[Any],
     turned: bool,
 ) -> NDArray[Any]:
-    """Dequantises pieces of `in out`, where each row of `in` has a group; returns `out in`.
+    """Dequantises pieces of `in out`; `group` is the group of each row of `in`.
 
-    With `turned` the result is `in out`.
+    Returns `out in`, or `in out` if `turned`.
     """
     out, at = np.empty((len(group), scales.shape[1]), scales.dtype), 0
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):

@@ -17,7 +17,8 @@ class Quantised(NamedTuple):
     Attributes:
         kind: name of the scheme, for the report.
         info: shape and dtype of the dequantised weight.
-        parts: names of the tensors that hold it. make: takes their arrays, returns the weight.
+        parts: names of the tensors that the file stores for it.
+        make: takes the arrays of `parts`, and returns the dequantised weight.
     """
 
     kind: str

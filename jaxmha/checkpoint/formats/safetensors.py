@@ -96,7 +96,7 @@ class _Entry(NamedTuple):
     end: int
 
 
-# A name and its entry after their strings were emptied: a string, and two lists of a few numbers.
+# Patterns of a name and its entry in JSON with emptied strings: a string, and two short lists.
 _CODE, _LIST = rb'"":\s?""', rb'"":\s?\[[0-9, ]{0,90}\]'
 _ORDERS = itertools.permutations((_CODE, _LIST, _LIST))
 _FORM = re.compile(

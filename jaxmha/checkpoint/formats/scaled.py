@@ -23,7 +23,7 @@ from jaxmha.checkpoint.formats.quantised import AGAIN, PIECE, Quantised
 from jaxmha.checkpoint.plan import Contents
 from jaxmha.checkpoint.tensor import BFLOAT16, FLOAT8, TensorInfo
 
-_BLOCK = 128  # of DeepSeek; the last block of an axis may be smaller
+_BLOCK = 128  # rows and columns of a block in DeepSeek; the last one of an axis may have fewer
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _TABLE = np.array([(_FP4[byte & 15], _FP4[byte >> 4]) for byte in range(256)], np.float32)
 
@@ -113,9 +113,9 @@ def _block(shape: tuple[int, ...], grid: tuple[int, int]) -> tuple[int, int]:
 def from_scaled(
     weight: np.ndarray, scale: np.ndarray, zeros: np.ndarray | None = None, *, info: TensorInfo
 ) -> np.ndarray:
-    """Subtracts zero points, multiplies in float32 or the scale's float64, and rounds once.
+    """Subtracts zero points, multiplies by the scale, and rounds once to the dtype in `info`.
 
-    The result has the dtype in `info`.
+    It computes in float64 if the scale is float64, else in float32.
     """
     wide: np.dtype[np.floating[Any]] = np.dtype(
         np.float64 if scale.dtype == np.float64 else np.float32

@@ -108,7 +108,7 @@ _BY_NAME = {format.name: format for format in FORMATS}
 BY_SUFFIX = {suffix: format for format in FORMATS for suffix in format.suffixes}
 SHARDED, ORBAX = _BY_NAME["sharded"], _BY_NAME["orbax"]
 
-_ITEMS = "_CHECKPOINT_METADATA"  # next to the items of an orbax checkpoint
+_ITEMS = "_CHECKPOINT_METADATA"  # a file next to the items of an orbax checkpoint
 # Unsupported folders: a file that identifies each, its description, and the remedy.
 _DIRECTORIES: tuple[tuple[str, str, str], ...] = (
     (
@@ -232,7 +232,7 @@ _USUAL = (
 )
 # Training state in such a folder: files in torch formats that are not models.
 _OF_TRAINING = re.compile(r"(training_args|optimizer|scheduler|scaler|rng_state\w*)\.(bin|pt|pth)")
-_LISTED, _SEARCHED = 10, 100  # most names in a message; most entries to look into for it
+_LISTED, _SEARCHED = 10, 100  # most names in a message; most folder entries to search
 _DEFAULT = Limits()
 
 
@@ -241,7 +241,7 @@ def file_in(path: Path, limits: Limits = _DEFAULT, added: str | None = None) -> 
 
     An index of shards or a usual Hugging Face name takes precedence over other names, and
     safetensors over torch. Otherwise the folder must hold exactly one checkpoint. `added`: the name
-    of a file that is yet to be written there, and counts as if it were.
+    of a file that the caller will write there; it counts as present.
 
     Raises:
         AmbiguousFile: several checkpoints; the message lists them.
@@ -287,7 +287,10 @@ def file_in(path: Path, limits: Limits = _DEFAULT, added: str | None = None) -> 
 
 
 def _holding(path: Path, name: str, limits: Limits) -> list[str]:
-    """The folder `name` if it holds a checkpoint, or its items, such as `100/default`."""
+    """The orbax items in the folder `name`, such as `100/default`.
+
+    Without items: [name] if the folder has a checkpoint file, else [].
+    """
     if items := _items(path / name, limits):
         return [f"{name}/{item}" for item in items]
     try:

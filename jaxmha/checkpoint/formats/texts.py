@@ -20,7 +20,7 @@ def packed(metadata: Mapping[str, str]) -> bytes:
 
 
 def check(plan: WriteJob) -> None:
-    """Raises UnsupportedFormat if the metadata does not fit."""
+    """Raises UnsupportedFormat if the metadata is too large, or no tensor exists to keep it."""
     if not plan.metadata:
         return
     if not plan.info:

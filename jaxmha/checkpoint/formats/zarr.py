@@ -31,7 +31,7 @@ def written(dtype: np.dtype) -> str:
 
 
 class Shard(NamedTuple):
-    """Sharding of each chunk: inner chunk shape, position of the index, and its checksum flag."""
+    """The inner chunks of each chunk: their shape; position and checksum flag of their index."""
 
     chunk: tuple[int, ...]
     at_end: bool
@@ -57,7 +57,7 @@ class Array(NamedTuple):
 
     def chunks(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yields the key and grid position of every chunk."""
-        # `product` stores the range of every axis, which may be long although another is empty.
+        # `product` stores the range of every axis; one may be long although the array is empty.
         axes = self.grid if all(self.grid) else (0,)
         for numbers in itertools.product(*map(range, axes)):
             key = self.separator.join([*self.first, *map(str, numbers)])
@@ -85,7 +85,7 @@ class Array(NamedTuple):
         places = self._places(index)
         stored = places[(places != _MISSING).all(-1)]
         first, count = stored[np.argsort(stored[:, 0], kind="stable")].T
-        return bool((count[:-1] > np.diff(first)).any())  # no sum of the two, which may overflow
+        return bool((count[:-1] > np.diff(first)).any())  # `first + count` may overflow
 
     def _places(self, index: bytes) -> NDArray[np.uint64]:
         """Offset and length of every inner chunk, in C order."""
@@ -181,7 +181,7 @@ def _check_codecs(path: Path, name: str, codecs: list[Any], key: str) -> None:
         if not isinstance(kind, str) or kind not in _CODECS:
             raise ForbiddenContent(path, f"the codec {str(kind)[:40]!r}", _AGAIN, name)
         compressors += kind in _COMPRESSORS
-    # Each may inflate what it is given a thousandfold, without a byte in the end.
+    # Each may inflate its input a thousandfold, and the last result may still be small.
     if compressors > 1:
         raise ForbiddenContent(path, "two compressors of one array", _AGAIN, name)
 

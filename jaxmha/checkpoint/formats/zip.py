@@ -44,7 +44,7 @@ _ENCRYPTED, _DESCRIPTOR, _UTF8 = 0x1 | 0x40 | 0x2000, 0x8, 0x800
 _HARMLESS_FLAGS = 0x6 | _DESCRIPTOR | _UTF8  # 0x6: compression level of deflate
 _ZIP64, _UNICODE_PATH = 1, 0x7075
 _DIGEST, _TEXTS = 0x6D6A, 0x746A  # IDs of extra fields, "jm" and "jt"; other readers skip them
-_MOST_FIELDS = 64  # extra fields of a header; writers add three
+_MOST_FIELDS = 64  # most extra fields of a header; writers add three
 _BLOCK = 1 << 20
 # Upper bounds of the memory in bytes per member, without names and digests: while the headers are
 # compared, and while the file is open.
@@ -209,10 +209,10 @@ def _fields(plan: WriteJob, name: str, digest: str) -> bytes:
 
 
 def metadata(source: Source, found: Mapping[str, Member], budget: Budget) -> dict[str, str]:
-    """The metadata in the headers of a member.
+    """Returns the metadata, which the headers of one member hold; {} if none does.
 
     Raises:
-        AmbiguousFile: several members have some.  IntegrityError: it is damaged.
+        AmbiguousFile: several members have metadata.  IntegrityError: the metadata is damaged.
     """
     several = [member for member in found.values() if member.texts is not None]
     if len(several) > 1:
@@ -327,7 +327,7 @@ def _local(source: Source, entry: _Entry) -> int:
 
 
 def _descriptor(source: Source, entry: _Entry, at: int, end: int) -> int:
-    """The length of the data descriptor: signature or none, sizes of 32 or 64 bits."""
+    """The length of the data descriptor, with or without signature, with 32-bit or 64-bit sizes."""
     raw = source.read(at, min(24, end - at))
     for signature in (b"PK\7\x08", b""):
         for sizes in ("<LQQ", "<LLL"):

@@ -15,7 +15,7 @@ _CHECKSUM = 4
 
 
 def fixed_array(file: File, address: int, filtered: bool) -> tuple[int, Iterator[Run]]:
-    """Reads a fixed array: the size of an entry in bytes, and all entries in order.
+    """Reads a fixed array; returns the size of an entry in bytes, and all entries in order.
 
     `filtered` is True if the chunks have filters.
     """
@@ -41,10 +41,10 @@ def fixed_array(file: File, address: int, filtered: bool) -> tuple[int, Iterator
 def growing_array(
     file: File, address: int, filtered: bool, parameters: bytes
 ) -> tuple[int, Iterator[Run]]:
-    """Reads an extensible array: the size of an entry in bytes, and all entries in order.
+    """Reads an extensible array; returns the size of an entry in bytes, and all entries in order.
 
-    `filtered` is True if the chunks have filters. `parameters` are the array's parameters in the
-    layout message; those in the array must be equal.
+    `filtered` is True if the chunks have filters. `parameters` are the parameters in the layout
+    message; it raises ValueError if the header of the array has others.
     """
     raw = file.checked(address, 72, b"EAHD")
     client, entry, *shape = struct.unpack_from("<7B", raw, 5)

@@ -44,7 +44,7 @@ class Dataset:
 
     @property
     def overhang(self) -> int:
-        """The bytes to read or to inflate beyond those of the dataset."""
+        """The bytes that are read or inflated in addition to the bytes of the dataset."""
         if not isinstance(self.stored, Chunks):
             return 0
         grid = self.stored.grid
@@ -111,7 +111,7 @@ class Dataset:
             scaled = [steps[i] for steps, i in zip(near, place, strict=True)]
             at = int(np.ravel_multi_index(scaled, counts))
             where, mask = (int(chunks.addresses[at]), int(chunks.sizes[at])), int(chunks.masks[at])
-            # No name here holds the compressed bytes, which `undo` frees when they are inflated.
+            # Assign the compressed bytes to no name here, so that `undo` can free them early.
             raw = undo(source.read_array(*where), self.filters, mask, chunks.grid.nbytes)
             origin = [i * n for i, n in zip(scaled, chunk, strict=True)]
             spans = [
@@ -211,7 +211,7 @@ def _bits(dtype: np.dtype) -> np.dtype:
 
 
 def _copy_box(source: Source, at: int, shape: tuple[int, ...], box: Box, out: np.ndarray) -> None:
-    """Copies a box of an array stored in C order at `at` to `out`; reads little more."""
+    """Copies a box of an array stored in C order at `at`; reads little more than the box."""
     row = math.prod(shape[1:]) * out.itemsize
     rows = max(1, _SLAB // max(1, row))
     start, stop = box[0].start, box[0].stop

@@ -29,7 +29,7 @@ from jaxmha.checkpoint.source import Source
 MAGIC = b"\x89HDF\r\n\x1a\n"
 UNDEFINED = 2**64 - 1  # the address of a missing structure
 AGAIN = "save it again with model.save_weights"
-_CHECKSUM_BYTES = 8  # bytes under a checksum that count as one step
+_CHECKSUM_BYTES = 8  # bytes to checksum that count as one step
 
 
 class File:
@@ -79,7 +79,7 @@ class File:
         """Claims a byte range for one structure.
 
         Raises:
-            ValueError: the range leaves the file, or all claims together exceed the file.
+            ValueError: the range exceeds the file, or all claims together are larger than the file.
         """
         if address + size > self.end:
             raise ValueError(f"bytes {address} to {address + size} of {self.end} are needed")

@@ -19,7 +19,7 @@ _KNOWN = _COMPRESSORS | {_SHUFFLE, _FLETCHER32}
 _NAMES = {4: " (szip)", 5: " (nbit)", 6: " (scale-offset)"}
 _CHECKSUM = 4
 _BLOCK = 1 << 20
-_STEP = 8  # bytes of LZF that are unpacked in the time of a step
+_STEP = 8  # stored bytes of LZF whose unpacking takes as long as a step
 _MOST_DEFLATED = 1032  # largest ratio of inflated to deflated bytes
 
 
@@ -62,12 +62,12 @@ def pipeline(file: File, body: bytes) -> tuple[Filter, ...]:
 
 
 def most(filters: tuple[Filter, ...], stored: int) -> int:
-    """Upper bound of the bytes that `stored` bytes have without these filters."""
+    """Upper bound of the size of `stored` bytes after undoing the filters."""
     return stored * (_MOST_DEFLATED if any(one.id in _COMPRESSORS for one in filters) else 1)
 
 
 def unpacking_steps(filters: tuple[Filter, ...], stored: int) -> int:
-    """Steps of work to unpack bytes of LZF, two of which are a copy; other filters take none."""
+    """Steps of work to unpack `stored` bytes of LZF; 0 for other filters."""
     return stored // _STEP if any(one.id == _LZF for one in filters) else 0
 
 
@@ -87,7 +87,7 @@ def undo(
     used = [one for i, one in enumerate(filters) if not mask >> i & 1]
     if mask >> len(filters):
         raise ValueError("a chunk leaves out filters that there are not")
-    sizes = [size]  # size before each filter; only the compressor uses its entry
+    sizes = [size]  # size of the input of each filter; only the compressor uses it
     for one in used:
         sizes.append(sizes[-1] + _CHECKSUM * (one.id == _FLETCHER32))
     for one, expected in zip(reversed(used), reversed(sizes[:-1]), strict=True):

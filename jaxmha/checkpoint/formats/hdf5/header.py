@@ -21,7 +21,7 @@ _REPEATED = frozenset({LINK, ATTRIBUTE})
 SHARED = 0x02
 _FREE_SPACE = 0x17
 _PREFIX = 64
-_STEPS = 10  # an object takes as much time as so many of the structures that it consists of
+_STEPS = 10  # steps charged per object, in addition to its structures
 
 
 class Header(NamedTuple):

@@ -1,6 +1,6 @@
 """The three heaps of HDF5: local (names), global (texts), and fractal (many links or attributes).
 
-Objects read from a heap may not exceed its size in total, so that overlapping objects are refused.
+The objects read from a heap may not exceed its size in total, which refuses overlapping objects.
 
 Format: https://support.hdfgroup.org/documentation/hdf5/latest/_f_m_t3.html#LocalHeap
 """
@@ -48,7 +48,10 @@ class Texts:
         self.collections: dict[int, dict[int, bytes | None]] = {}
 
     def take(self, address: int, index: int, size: int, most: int) -> bytes:
-        """The first `size` bytes of the object `index` in the collection at `address`."""
+        """The first `size` bytes of the object `index` in the collection at `address`.
+
+        Raises ValueError if the object is missing, too long, or taken a second time.
+        """
         if address not in self.collections:
             self.collections[address] = self._collection(address, most)
         objects = self.collections[address]

@@ -47,8 +47,8 @@ _AGAIN = "save it again with torch.save"
 _MARK: Final = object()
 _UNSET: Final = object()  # an index of the memo that was never set
 # Bytes of memory that opcodes allocate: a small number, a string without its characters, a tuple
-# without its items and a dict or list (each with the notes of `flatten`), a dict entry, an entry of
-# the memo, a slot on the stack or in a list, and the result of REDUCE or BINPERSID.
+# without its items and a dict or list (each with its entries in the tables of `flatten`), a dict
+# entry, an entry of the memo, a slot on the stack or in a list, the result of REDUCE or BINPERSID.
 _NUMBER, _TEXT, _TUPLE, _CONTAINER, _ENTRY, _MEMO, _PLACE, _RECORD = (
     32,
     64,
@@ -81,7 +81,7 @@ class _Ordered(dict[Any, Any]):
 
 
 class _Tuple(tuple[Any, ...]):
-    """A tuple whose subclass has its nesting depth, since a tuple cannot store attributes."""
+    """A tuple whose class holds its nesting depth, since a tuple cannot store attributes."""
 
     __slots__ = ()
     depth = 0

@@ -119,7 +119,7 @@ def _views(
         budget.spend("the names of one tensor", names[id(view)], budget.limits.aliases, name)
         info = budget.tensor(name, view.shape, view.dtype)
         _check_view(source, name, view, info)
-        # Loading reads all that a view spans; many sparse views of one storage would take minutes.
+        # Loading reads the whole span of a view: many sparse views of a storage would take minutes.
         extent = _extent(view) if info.size else 0
         budget.read(max(0, extent - info.size) * info.dtype.itemsize, name)
         budget.load(info.nbytes, extent * info.dtype.itemsize, name)
