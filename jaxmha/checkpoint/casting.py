@@ -104,7 +104,7 @@ def cast(array: np.ndarray, dtype: np.dtype) -> tuple[np.ndarray, Loss]:
 
 
 def _wraps(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """True for each element beyond the range of an integer dtype, where a cast wraps around."""
+    """True for each element outside the range of an integer dtype, which a cast wraps around."""
     if dtype.kind not in "iu":
         return np.zeros(array.shape, bool)
     # Comparing integers is exact, and so is comparing floats with limits that are powers of two.

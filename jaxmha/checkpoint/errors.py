@@ -1,4 +1,4 @@
-# ruff: noqa: N818 (the names say what is wrong, the base says that it is an error)
+# ruff: noqa: N818 (the names describe the problem; only the base is named Error)
 """Errors of reading and writing checkpoints, one class per kind.
 
 Every message names the file, the member or tensor, the problem and the remedy.

@@ -115,9 +115,9 @@ class Folder:
             if place in self._files:
                 return _state(os.lstat(self.path / place)) == self._files[place]
             return self._walk(place) == self._below(place)
-        except OSError:  # the file existed when the folder was opened
+        except OSError:  # removed since: it existed on opening
             return False
-        except UnreadableFile:  # the folder was readable when it was opened
+        except UnreadableFile:  # it was readable on opening
             return False
 
     def _below(self, place: str) -> dict[str, _State]:

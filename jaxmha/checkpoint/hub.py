@@ -37,7 +37,7 @@ class Fetched(NamedTuple):
 
 
 def is_address(source: Any) -> bool:
-    """True for text or paths such as hf://org/model.
+    """True if `source` is an address such as hf://org/model, as a str or Path.
 
     >>> is_address("hf://org/model@main"), is_address(Path("hf://org/model")), is_address("a.npz")
     (True, True, False)

@@ -47,7 +47,7 @@ class Limits:
     rank: int = 32
     dimension: int = 2**53
     steps: int = 2 * 10**6  # messages, nodes, entries of an HDF5 file; Keras takes 40 per tensor
-    chunk_bytes: int = 16 << 20  # bytes by which one chunk may exceed its tensor
+    chunk_bytes: int = 16 << 20  # bytes by which a chunk may exceed the size of its tensor
 
 
 UNLIMITED = Limits(logical_bytes=2**63 - 1, memory=2**63 - 1)
@@ -116,7 +116,7 @@ class Budget:
         self.spend(what, self._extra, self._allowed, member)
 
     def give_back(self, amount: int) -> None:
-        """Refunds the charge for objects that were freed."""
+        """Refunds a charge of `build` for objects that were freed."""
         self._built -= amount
 
     def grow(self, file_bytes: int) -> None:

@@ -78,10 +78,10 @@ class Checkpoint(Lazy):
         info: name -> TensorInfo(shape, dtype), known without reading data.
         metadata: the strings that the file keeps with its tensors; empty for Keras files.
         names: Keras only: group path -> the user's name of that layer; empty elsewhere.
-        ordered: False for a .weights.h5 file of jaxmha in which the order of layers of one class is a
-            guess: a Keras model may load the weights of one layer into another.
+        ordered: False if a .weights.h5 file says that the order of layers of one class is a guess:
+            a Keras model may then load the weights of one layer into another.
         digests: name -> digest that the writer stored; empty if it stored none.
-        others: torch only: names of numbers, strings and the like, which are not read.
+        others: torch only: names of values that are no tensors, such as numbers; not read.
         config: .keras only: the config.json in the archive, as data; empty elsewhere.
         quantised: name -> kind, such as "Q4_K", of tensors that the file holds quantised. They are
             dequantised on reading, so `info` and the arrays differ from the file.
@@ -209,7 +209,7 @@ class Checkpoint(Lazy):
     def recompute(
         self, name: str, algorithm: str, advance: Callable[[int], None] = lambda count: None
     ) -> str:
-        """Computes the digest of one tensor from the file; calls `advance(bytes)` for each piece."""
+        """Computes the digest of one tensor from the file; calls `advance(bytes)` per piece."""
         self._check_asked(name)
         if self._stream is None:
             array = self[name]
@@ -322,7 +322,7 @@ def read(
     verify: bool = True,
     dequantise: bool = False,
 ) -> Checkpoint:
-    """Reads a checkpoint of a known format."""
+    """Reads a checkpoint of a known format; after an error, the caller closes `source`."""
     try:
         contents = format.read(source, limits)
     except (MemoryError, RecursionError) as e:

@@ -34,7 +34,7 @@ def settle(fd: int) -> None:
 
 @contextlib.contextmanager
 def flushing(fd: int, size: int) -> Iterator[None]:
-    """Flushes a large file to the disk while it is written; raises errors of flushing at the end."""
+    """Flushes a large file to disk while the block writes it; raises its errors at the end."""
     if size <= _LARGE:
         yield
         return
@@ -45,7 +45,7 @@ def flushing(fd: int, size: int) -> Iterator[None]:
         while not done.wait(0.05):
             try:
                 system.flush_data(fd)
-            except OSError as e:  # the system reports an error only once
+            except OSError as e:  # the system reports it once, so keep it
                 errors.append(e)
                 return
 

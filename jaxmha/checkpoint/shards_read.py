@@ -96,7 +96,7 @@ def _register(budget: Budget, index: Index, file: str, contents: Contents) -> No
         AmbiguousFile: index and shard disagree.  BudgetExceeded.
     """
     path = budget.path
-    # The digests of a shard cover its own metadata; the copy in the index must equal it.
+    # The digests cover the metadata of the shard, so the metadata of the index must be equal.
     if contents.digests and dict(contents.metadata) != index.metadata:
         raise AmbiguousFile(path, "its metadata is not that of the index", _AGAIN, file)
     for name, info in contents.info.items():

@@ -1,8 +1,9 @@
 """Temporary files and folders next to their target: their names, locks and removal.
 
-A name is `.TARGET.<16 digits>.tmp`: eight random digits, and eight of a hash of these and of the
-name of the target. A file of another program has such a name by chance once in four billion. A
-writer locks its temporary until it ends, so an unlocked one was left by a killed writer.
+A name is `.TARGET.<16 digits>.tmp`: eight random digits, and eight digits of a hash of the
+first eight and the name of the target. A file of another program has such a name by chance once in
+four billion. A writer locks its temporary until it ends, so an unlocked one was left by a killed
+writer.
 
 A temporary is removed only if it has such a name, is a plain file (a folder, if the target is one)
 of this user, has no second hard link, and is neither being read nor locked. Others stay; unlocked
@@ -247,7 +248,7 @@ def others(path: Path, is_part: IsPart) -> list[str]:
 def remove_folder(path: Path, is_part: IsPart) -> bool:
     """Removes paths in a folder that `is_part` accepts, then the empty folder; True if it is gone.
 
-    No link is followed. Files whose names begin with "_" are removed last: they describe the others.
+    No link is followed. Files named "_..." are removed last, because they describe the others.
     """
     for folder, names, directory in system.walk_up(path):
         inside = os.path.relpath(folder, path)

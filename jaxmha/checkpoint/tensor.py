@@ -64,7 +64,7 @@ class TensorInfo(NamedTuple):
 
 
 def swapped(raw: NDArray[np.uint8], dtype: np.dtype, order: Literal["little", "big"]) -> None:
-    """Converts elements from the given byte order to that of this machine, in place."""
+    """Converts elements from the byte order `order` to the order of this machine, in place."""
     width = dtype.itemsize // (2 if dtype.kind == "c" else 1)
     if order != sys.byteorder and width > 1:
         raw.view(f"u{width}").byteswap(inplace=True)
@@ -77,7 +77,7 @@ def from_bytes(
     path: str | os.PathLike[str],
     name: str,
 ) -> np.ndarray:
-    """Returns a flat array over `raw`; swaps writable bytes in place, and copies others to swap them.
+    """Returns a flat array over `raw`; swaps writable bytes in place, and other bytes in a copy.
 
     Raises:
         MalformedFile: a Boolean byte that is neither 0 nor 1.

@@ -17,8 +17,8 @@ _LIMITS = Limits()
 _MOST_DOTS = 8  # most dots in a line, outside of strings
 # Characters of a number or a bare key; the parser takes 128 bytes for each.
 _LONG = re.compile(r"[^\s,=\[\]{}\"]{1001}")
-# Upper bounds of memory in bytes per sign outside of strings: an item of a list, an entry and a part
-# of its key, a list, a table, and a string with its two quotes.
+# Upper bounds of memory in bytes per sign outside of strings: comma: a list item; `=`: an entry;
+# dot: a part of a key; brackets: a list, a table; quote: half of a string.
 _SIGNS = ((",", 64), ("=", 160), (".", 1000), ("[", 100), ("{", 400), ('"', 50))
 _TIMES = 8  # bytes of memory per byte of text; a `[[module]]` of 250 bytes takes 1.6 kB
 # Strings and comments, in the order in which the parser tries them.

@@ -20,7 +20,7 @@ from jaxmha.checkpoint.tensor import TensorInfo
 
 _STATE = ".quant_state.bitsandbytes__"
 _INT8 = np.float32(7.874015718698502e-3)  # 1/127, as the library writes it
-_MOST = 1 << 12  # bytes of a quant_state
+_MOST = 1 << 12  # most bytes of a quant_state
 _DTYPES = ("float16", "bfloat16", "float32")
 _Path = str | os.PathLike[str]
 
@@ -100,7 +100,7 @@ def _from_four_bits(
     block: int,
     state: dict[str, Any],
 ) -> NDArray[Any]:
-    """Looks up both halves of a byte, the high one first, and multiplies by the block's scale."""
+    """Looks up the high and the low half of each byte, and multiplies by the scale of the block."""
     if len(nested) > 1:
         factors, values = nested[0].astype(np.float32), nested[1].astype(np.float32)
         within = np.arange(scales.size) // state["nested_blocksize"]

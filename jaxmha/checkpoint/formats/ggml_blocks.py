@@ -1,4 +1,4 @@
-"""Dequantises the blocks of GGML to float32; the results equal those of the `gguf` package bitwise.
+"""Dequantises the blocks of GGML to float32; the `gguf` package gives the same bits.
 
 Format: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h
 """

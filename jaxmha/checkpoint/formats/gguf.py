@@ -1,8 +1,8 @@
 """The .gguf format of llama.cpp: metadata, tensor descriptions, aligned data. Read only.
 
 Quantised tensors become float32. llama.cpp permutes the rows of queries and keys of Llama, and
-transposes the kernels of GPT-2, when it writes them. Both are undone, so that the arrays are those of
-the Hugging Face model.
+transposes the kernels of GPT-2, when it writes them. Reading undoes both, so that the arrays equal
+the arrays of the Hugging Face model.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """

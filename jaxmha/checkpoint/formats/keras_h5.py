@@ -208,7 +208,7 @@ class _Walk:
         return every
 
     def order(self, attributes: Attributes) -> bool:
-        """False if the file says that the order of its layers is unknown."""
+        """Returns False if the attribute `UNORDERED` marks the order of the layers as unknown."""
         found = attributes.text(UNORDERED[0])
         if found not in (None, UNORDERED[1]):
             raise ValueError(f"{UNORDERED[0]} is {shown(found)}, not {UNORDERED[1]}")

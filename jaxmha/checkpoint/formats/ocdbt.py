@@ -74,7 +74,7 @@ def keys(
 
 
 class _Node(NamedTuple):
-    """The location of a node, the common prefix of its keys, and the files read on the way to it."""
+    """The location of a node, the common prefix of its keys, and the files read to find it."""
 
     location: str
     prefix: bytes
@@ -142,5 +142,5 @@ def _inflated(raw: bytes) -> int | None:
             return None
         total += _BLOCK if kind == _COMPRESSED else length
         at += 3 + (1 if kind == _REPEATED else length)
-    # After the last block come the optional checksum of zstd and that of the OCDBT frame.
+    # The last block is followed by zstd's optional checksum and the checksum of the OCDBT frame.
     return total if last and at + 4 <= len(raw) <= at + 8 else None

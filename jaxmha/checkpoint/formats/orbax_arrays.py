@@ -87,7 +87,7 @@ class KeyStore:
     def document(self, key: str, name: str) -> dict[str, Any]:
         """Reads and parses the JSON document under a key; `name` goes into error messages."""
         most = self._budget.limits.document_bytes
-        # Read one byte more than allowed to notice larger documents. A database returns whole values.
+        # Read one byte more than allowed, to notice larger files; from a database, the whole value.
         raw = self._read(key, slice(0, most + 1) if self._store is None else None, name)
         self._budget.spend("its zarr document", len(raw), most, name)
         return json_text.parse(raw.strip(), self._budget, AGAIN, name, numbers=True)
@@ -95,10 +95,11 @@ class KeyStore:
     def check_chunks(
         self, key: str, document: str, name: str, array: zarr.Array
     ) -> tuple[str, ...]:
-        """Checks that every chunk of an array is stored; returns the files and folders of the chunks.
+        """Checks that every chunk of an array is stored; returns the files and folders of chunks.
 
-        Raises IncompleteCheckpoint for a missing chunk, which tensorstore would read as zeros, and
-        MalformedFile for inner chunks that overlap. orbax and this module store chunks of zeros too.
+        Raises IncompleteCheckpoint for a missing chunk, which tensorstore would read as zeros
+        (orbax and this module store chunks of zeros too), and MalformedFile for inner chunks that
+        overlap.
         """
         path, wanted = self._folder.path, math.prod(array.grid)
         problem = f"has not all of its {wanted:,} chunks"

@@ -27,7 +27,7 @@ from jaxmha.checkpoint.tensor import BFLOAT16, TensorInfo
 _BITS = (2, 4, 8)
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # position of each 4-bit number in an integer
 _SETTINGS = ("config.json", "quantize_config.json")
-_MOST = 1 << 22  # bytes of a config.json
+_MOST = 1 << 22  # most bytes of a config.json
 # Models of transformers whose packed layers are Conv1D, with weights (in, out).
 _CONV1D = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
 _Path = str | os.PathLike[str]

@@ -60,7 +60,7 @@ class Dataset:
 
     @property
     def buffers(self) -> int:
-        """The bytes in memory next to the dataset while it is read: a chunk, and its shuffled form."""
+        """The bytes in memory besides the dataset during a read: a chunk, and its shuffled form."""
         if not isinstance(self.stored, Chunks):
             return 0
         return self.stored.grid.nbytes * (2 if shuffled(self.filters) else 1)

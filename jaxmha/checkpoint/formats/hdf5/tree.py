@@ -1,4 +1,4 @@
-"""The two kinds of B-trees of HDF5. Every node claims its bytes, so no walk visits a node twice.
+"""The two kinds of B-trees of HDF5. Every node claims its bytes, so a walk visits no node twice.
 
 Format: https://support.hdfgroup.org/documentation/hdf5/latest/_f_m_t3.html#Btrees
 """

@@ -1,4 +1,4 @@
-"""The names that a torch pickle may use, and their results: storages, and tensors as views of them.
+"""The names that a torch pickle may use, and the objects that they make: storages and views.
 
 Format: torch/_utils.py and torch/storage.py of https://github.com/pytorch/pytorch
 """
