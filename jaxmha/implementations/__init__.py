@@ -72,8 +72,8 @@ ORDER: dict[str, tuple[str, ...]] = {
     "tpu": ("splash", "blocked", "reference"),
     "": ("blocked", "reference"),
 }
-# Numbers of queries from which an implementation is a candidate without being named: splash works on
-# tiles of 512, and smaller calls are padded.
+# Minimum number of queries for an implementation to be a candidate unless the caller names it:
+# splash works on tiles of 512, and smaller calls are padded.
 LEAST_QUERIES: dict[str, int] = {"splash": 512}
 # The order for biases and dense masks: tokamax streams them, cuDNN needs them materialised (timings
 # shipped with tokamax 0.0.17: 1.4 to 3.9 times as fast forward).
@@ -95,8 +95,8 @@ class SupportQuery(tuple[str, ...]):
     `attend` sets `reasons` to pairs of a name and the reason why that implementation cannot compute
     the request (None: it can), and then runs `reference`. Queries compare by identity, so that jit
     traces the call again for every query. `attend` also sets `call`, the key of the call in saved
-    benchmarks, and `preference`, what such a benchmark prefers. Projections add to `matmuls`
-    the reason why XLA and not the native kernels multiply (None: the native kernels do).
+    benchmarks, and `preference`, the implementations that such a benchmark prefers. Each projection
+    adds to `matmuls` the reason why XLA computes its matmul (None: a native kernel does).
     """
 
     reasons: list[tuple[str, str | None]]
@@ -142,7 +142,11 @@ def candidates(
 
 
 def known(implementation: str | Sequence[str]) -> tuple[str, ...]:
-    """The names of implementations, those of `jax.nn` translated; ValueError for an unknown one."""
+    """Returns the given names as a tuple, with names of `jax.nn` translated by `OF_JAX`.
+
+    Raises:
+      ValueError: an unknown name.
+    """
     names = tuple(implementation) if isinstance(implementation, tuple | list) else (implementation,)
     names = tuple(OF_JAX.get(name, name) for name in names)
     for name in names:
@@ -223,7 +227,7 @@ def attend(request: Request, implementation: str | Sequence[str] | None = None) 
 
 
 def _alone(request: Request, name: str) -> Result:
-    """Runs the implementation `name`; a kernel, with the zeroing that its probe found necessary."""
+    """Runs the implementation `name`. A kernel gets the `Leaks` that its probe found."""
     implementation = IMPLEMENTATIONS[name]
     if name not in KERNELS:
         found: Result = implementation.attend(request)
@@ -253,7 +257,8 @@ def _run(request: Request, name: str, portable: str | None) -> Result:
         found = _alone(these, name)
         return found if request.return_lse else found._replace(lse=None)
 
-    # A gradient keeps the residuals of both branches: under `checkpoint` this one has only its arguments.
+    # A gradient saves the residuals of both branches; under `checkpoint` this branch saves only its
+    # arguments.
     @jax.checkpoint
     def elsewhere(*arrays: Any) -> Result:  # unknown platform: assumes a CPU
         with platforms.lowering_for("cpu"):

@@ -86,7 +86,7 @@ class Leaks(NamedTuple):
 
     Attributes:
       output: 0: neither, 1: values, 2: keys and values affect the output.
-      gradients: the same of the gradients.
+      gradients: the same levels for the gradients.
     """
 
     output: int = 0
@@ -97,9 +97,10 @@ EVERYTHING_LEAKS = Leaks(2, 2)
 
 
 def mixed_dtypes(request: Request) -> str | None:
-    """The reason against a request whose query, key and value differ in dtype; None: they do not.
+    """Returns the reason why a request is unsupported if its query, key and value differ in dtype.
 
-    Kernels read all three by the dtype of the query, and would read beyond the end of a narrower one.
+    Returns None if they do not. Kernels read all three arrays with the dtype of the query, and
+    would read beyond the end of an array of a narrower dtype.
     """
     dtypes = [x.dtype.name for x in (request.query, request.key, request.value)]
     if len(set(dtypes)) == 1:

@@ -1,5 +1,7 @@
-"""Attention of a step over a cache by cuDNN, or by JAX's kernel for pages on a TPU: without a copy of
-the cache and without T x S scores."""
+"""Attention of one step over a cache by cuDNN, or on a TPU by JAX's kernel for paged caches.
+
+Neither kernel copies the cache or materialises T x S scores.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -28,8 +30,10 @@ def attend(
     lengths: Int[jax.Array, "B"],
     semantics: Semantics,
 ) -> Callable[[], Float[jax.Array, "B 1 N H"]] | None:
-    """Attention of one query over the first `lengths` tokens; None: a kernel would need a copy, or
-    cannot compute it."""
+    """Returns a function that computes attention of one query over the first `lengths` tokens.
+
+    Returns None if no kernel can compute it without a copy of the cache.
+    """
     request = _request(query, stored, lengths, semantics)
     if platforms.current().name == "tpu":
         same = request.query.dtype == request.key.dtype == request.value.dtype
@@ -49,9 +53,10 @@ def shared(
     lengths: Int[jax.Array, "B"],
     semantics: Semantics,
 ) -> Callable[[], State] | None:
-    """The softmax state of T queries that all attend the first `lengths` tokens; None as above.
+    """Returns a function that computes the softmax state of T queries over the same tokens.
 
-    It is rounded once to the dtype of the cache.
+    All queries attend the first `lengths` tokens. The output of the state is rounded to the dtype
+    of the cache. Returns None as `attend` does.
     """
     request = _request(query, stored, lengths, semantics)._replace(return_lse=True)
     if not _takes(request, stored):
@@ -65,7 +70,8 @@ def causal(
     counts: Int[jax.Array, "B"],
     semantics: Semantics,
 ) -> Callable[[], State] | None:
-    """The softmax state of T queries, causal over as many keys, the first `counts`; None as above."""
+    """Returns a function that computes the softmax state of T queries over their own T keys, with a
+    causal mask; the first `counts` keys are valid. Returns None as `attend` does."""
     key, value = (jnp.swapaxes(x, 1, 2) for x in own[:2])
     mask = Mask.causal() & Mask.lengths(key_value=counts)
     request = _request(query, own, counts, semantics)._replace(
@@ -87,7 +93,7 @@ def causal(
 def on_kernels_platform(
     kernel: Callable[[], jax.Array], otherwise: Callable[[], jax.Array]
 ) -> jax.Array:
-    """The kernel on its platform, and `otherwise` in programs lowered for others."""
+    """Runs `kernel` on the current platform, `otherwise` in programs lowered for another one."""
 
     def elsewhere() -> jax.Array:
         with platforms.lowering_for("cpu"):
@@ -104,7 +110,8 @@ def _struct(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
 
 
 def _request(query: jax.Array, stored: Stored, lengths: jax.Array, semantics: Semantics) -> Request:
-    """A request for queries that all attend the first `lengths` keys; keys and values are shapes alone."""
+    """A request for queries that all attend the first `lengths` keys; its key and value are
+    `ShapeDtypeStruct`s."""
     B, S = len(query), stored.slots
     key, value = (_struct((B, S, x.shape[1], x.shape[3]), x.dtype) for x in stored[:2])
     mask, zero = Mask.lengths(key_value=lengths), replace(semantics, fully_masked="zero")

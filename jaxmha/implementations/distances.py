@@ -1,4 +1,4 @@
-"""Score functions that add a bias which depends on the distance `j - i` alone, read off their jaxprs.
+"""Recognises score functions whose bias depends only on the distance `j - i`, by their jaxprs.
 
 ALiBi and T5's relative bias are such functions. A kernel that cannot call a function of JAX takes
 the bias of all distances, N (T + S) numbers, in its place.
@@ -35,7 +35,7 @@ def adds_bias(jaxpr: core.Jaxpr) -> bool:
 
 
 def _adds(eqn: Any, score: object, out: object) -> bool:
-    """True if an equation adds to the score, or subtracts from it, and gives the result."""
+    """True if an equation adds a term to `score` or subtracts one, and its result is `out`."""
     name, (first, *rest) = eqn.primitive.name, eqn.invars
     once = sum(x is score for x in eqn.invars) == 1 and eqn.outvars == [out]
     return (

@@ -16,9 +16,9 @@ from jaxmha.implementations import jaxpr_equality
 
 
 def grain(jaxpr: core.Jaxpr, argument: int) -> int:
-    """The largest g known for which the value is the same for all x in `[m * g, (m + 1) * g)`.
+    """The largest known g such that the value is constant for x in `[m * g, (m + 1) * g)`, any m.
 
-    x is the given argument, an integer of at least 0. 1: nothing is known.
+    x is the argument number `argument`, an integer of at least 0. Returns 1 if nothing is known.
 
     >>> made = jax.make_jaxpr(lambda i, j: (i // 12 == j) | (i // 8 == 2))
     >>> [grain(made(jnp.int32(0), jnp.int32(0)).jaxpr, argument) for argument in (0, 1)]
@@ -35,7 +35,7 @@ def grain(jaxpr: core.Jaxpr, argument: int) -> int:
 
 
 def _divisor(eqn: Any, x: object) -> int:
-    """The positive constant by which an equation divides x, rounding down; 1: it does something else."""
+    """The positive constant by which an equation divides x, rounding down; 1: no such division."""
     if len(eqn.invars) != 2 or eqn.invars[0] is not x:
         return 1
     by = eqn.invars[1]
@@ -51,7 +51,7 @@ def _divisor(eqn: Any, x: object) -> int:
 
 @cache
 def _floor_divisions() -> tuple[core.Jaxpr, ...]:
-    """The jaxprs that `x // y` calls, for a Python integer y and one of NumPy."""
+    """The jaxprs that `x // y` calls, for a Python integer y and for a NumPy integer y."""
     one = jax.ShapeDtypeStruct((), np.dtype(np.int32))  # type: ignore[no-untyped-call]
     found = []
     for by in (2, np.int32(2)):

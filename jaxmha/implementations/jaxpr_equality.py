@@ -9,7 +9,7 @@ from jax.extend import core
 
 # Variable of one jaxpr -> the corresponding variable of the other.
 Names = dict[object, object]
-# Parameters that hold the rules of custom derivatives: functions, and others in every trace.
+# Parameters that hold rules of custom derivatives: JAX makes new functions for them in every trace.
 DERIVATIVES = frozenset(("jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd", "out_trees"))
 
 
@@ -20,8 +20,8 @@ def outline(jaxpr: core.Jaxpr) -> tuple[object, ...]:
 
 
 def equal(a: core.Jaxpr, b: core.Jaxpr, skipped: frozenset[str] = frozenset()) -> bool:
-    """True if two jaxprs have the same structure, and inner ones the same constants; False if they
-    differ, or if a parameter, such as a function, cannot be compared.
+    """True if two jaxprs have the same structure, and their inner jaxprs the same constants. False
+    if they differ, or if a parameter, such as a function, cannot be compared.
 
     `skipped`: names of parameters that are not compared.
 

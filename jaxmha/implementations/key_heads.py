@@ -6,10 +6,10 @@ import numpy as np
 
 
 def of_query_heads(x: jax.Array, axis: int, first: jax.Array, some: int, N: int) -> jax.Array:
-    """The key/value heads of `x` that `some` query heads of N read, from `first` on, which `some` divides.
+    """Selects the key/value heads of `x` that `some` of the N query heads read, from `first` on.
 
-    Every key/value head of the result has as many of these query heads, as kernels need it. Where
-    their groups are cut unevenly, each query head has a key/value head of its own.
+    `first` is a multiple of `some`. Kernels need equally many query heads per key/value head: if
+    these query heads divide groups unevenly, the result has one key/value head per query head.
     """
     K = x.shape[axis]
     G = N // K

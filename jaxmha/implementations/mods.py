@@ -44,8 +44,8 @@ class Blocks(NamedTuple):
 
     Attributes:
       grid: sizes of blocks and arrays.
-      some: True for all blocks with an allowed pair in some head; may be True for others.
-      every: True only for blocks whose pairs are all allowed, in all heads; may miss some.
+      some: True for every block with an allowed pair in some head; may be True for other blocks.
+      every: True only for blocks whose pairs are all allowed in all heads; may be False for them.
       rows, keys: True for queries and keys with an allowed pair; exact.
     """
 
@@ -57,8 +57,8 @@ class Blocks(NamedTuple):
 
 
 class Limit(NamedTuple):
-    """The size that an axis of a call may have, given an array that the function indexes by it: at
-    most `size` queries or keys (T, S), `size` heads (N), or `size` batch rows (B; 1: any number)."""
+    """The size that an axis of a call may have, because the function indexes its array `argument`
+    by it: at most `size` for T and S, exactly `size` for N and B (B with `size` 1: any)."""
 
     argument: str
     axis: str
@@ -132,7 +132,7 @@ def trace(name: str, function: Function | None, dtype: np.dtype[np.floating] | N
         for x in arguments
     ]
     try:
-        # A new function each time: JAX remembers the first trace of a function, with the values that
+        # A new function each time: JAX caches the first trace of a function, with the values that
         # it captured then.
         fresh = wraps(function)(lambda *x: function(*x))
         closed, out = jax.make_jaxpr(fresh, return_shape=True)(*scalars)
@@ -150,13 +150,13 @@ def trace(name: str, function: Function | None, dtype: np.dtype[np.floating] | N
     return mod._replace(blocks=blocks) if isinstance(blocks, Blocks) else mod
 
 
-# Functions -> their last programs.
+# Function -> the program of its last trace.
 _PROGRAMS: WeakKeyDictionary[Function, Program] = WeakKeyDictionary()
 
 
 def _remembered(function: Function, program: Program) -> Program:
-    """The last program of a function, if only the rules of its derivatives may differ: JAX makes them
-    anew in every trace, so that they cannot be compared, and the call would compile every time."""
+    """The program of the last trace if `program` equals it apart from rules of custom derivatives,
+    else `program`. JAX regenerates these rules in every trace, so every call would compile."""
     try:
         last = _PROGRAMS.setdefault(function, program)
     except TypeError:  # a function that cannot be hashed, or not weakly referenced
@@ -245,7 +245,7 @@ def allowed(mod: Mod, extent: Extent) -> Bool[jax.Array, "_ _ _ _"]:
 
 def block_within(mod: Mod, extent: Extent, letter: str) -> int:
     """The size of the blocks of queries (i) or keys (j) of a tile within which a mask function is
-    constant; 1: it has no such blocks, or the position of the tile is not known to be aligned with them."""
+    constant; 1: it has no such blocks, or the tile may not start at the start of one."""
     start = extent.starts["bnij".index(letter)]
     if mod.starts is not None:
         return 1
@@ -255,7 +255,7 @@ def block_within(mod: Mod, extent: Extent, letter: str) -> int:
 
 
 def _repeated(x: jax.Array, axis: int, times: int, size: int) -> jax.Array:
-    """Each entry along an axis `times` times, the first `size` of them."""
+    """Repeats each entry along an axis `times` times and keeps the first `size` entries."""
     shape = x.shape
     wide = jnp.broadcast_to(
         jnp.expand_dims(x, axis + 1), (*shape[: axis + 1], times, *shape[axis + 1 :])
@@ -314,8 +314,8 @@ def bias_of_distances(
 def _indices(
     mod: Mod, extent: Extent, blocks: Mapping[str, int] = MappingProxyType({})
 ) -> dict[str, tuple[Int32[jax.Array, "..."], str]]:
-    """Letter `b`, `n`, `i` or `j` -> the absolute indices of a tile, and their axis; of the first
-    position of every block where `blocks` gives their size."""
+    """Letter `b`, `n`, `i` or `j` -> (absolute indices of a tile along this axis, the letter). If
+    `blocks` has the letter, its value is a block size: only the first index of each block."""
     first = (0, 0, 0, 0) if mod.starts is None else mod.starts
     last = (None, None, extent.T - 1, extent.S - 1)
     found = {}
@@ -336,7 +336,7 @@ def _vectorised(
     program = mod.program
     floating, others = iter(floats), iter(mod.others)
     arrays = [next(floating if is_float else others) for is_float in program.floating]
-    # The value does not depend on an input that has other axes: any entry of it will do.
+    # The value does not depend on an input with an axis outside `axes`: any entry of it will do.
     values = [
         (x, letters) if set(letters) <= set(axes) else (_any_entry(x), "") for x, letters in inputs
     ]
@@ -389,7 +389,10 @@ def _at_positions(
 
 
 def cotangent(mod: Mod | None, floats: Floats) -> Mod | None:
-    """The cotangent of a `Mod` for a custom VJP: `floats` for its floating arrays, else None."""
+    """The cotangent of a `Mod` for a custom VJP: `floats` are the gradients of its floating arrays.
+
+    Returns None if `mod` is None.
+    """
     if mod is None:
         return None
     found = tuple(x.astype(y.dtype) for x, y in zip(floats, mod.floats, strict=True))

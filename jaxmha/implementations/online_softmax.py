@@ -16,11 +16,11 @@ LOWEST = {name: float(np.finfo(name).min) for name in ("float32", "float64")}
 
 
 def rounded(product: jax.Array) -> jax.Array:
-    """Logits that are a product, rounded before the row max is subtracted.
+    """Keeps compilers from fusing a product (logits) with the later subtraction of the row max.
 
-    An FMA would round `a * b - row_max` in another way than the row max: huge logits would differ
-    from their own maximum by more than an exponential holds. A minimum, which changes infinity
-    alone, keeps compilers from fusing the two.
+    A fused multiply-add does not round the product, whereas the row max is rounded: huge logits
+    would differ so much from their own maximum that exp overflows. The minimum used here changes
+    only infinity, and makes compilers round the product.
     """
     return jnp.minimum(product, -LOWEST[product.dtype.name])
 
@@ -110,7 +110,7 @@ def fold(
 
 
 def joined(a: State, b: State) -> State:
-    """The state over the keys of both."""
+    """Joins the states over two sets of keys into the state over both sets."""
     row_max = jnp.maximum(a.row_max, b.row_max)
     alpha, beta = (jnp.exp(x.row_max - row_max) for x in (a, b))
     return State(a.out * alpha + b.out * beta, row_max, a.row_sum * alpha + b.row_sum * beta)
@@ -126,7 +126,7 @@ def divisor_of(row_sum: jax.Array) -> jax.Array:
 
 
 def normalize(state: State, keep_rate: float | None = None) -> Softmax:
-    """Divides the output by the row sum and, if there is dropout, by the rate of kept weights."""
+    """Divides the output by the row sum and, under dropout, by the keep probability."""
     divisor = divisor_of(state.row_sum)
     out = state.out / (divisor if keep_rate is None else divisor * keep_rate)
     return Softmax(out, state.row_max, state.row_sum)

@@ -1,8 +1,8 @@
 """Functions of batch rows and heads that XLA's partitioner splits over devices along these axes.
 
 A loop over tiles of heads is opaque to the partitioner, which would gather the operands on every
-device. Here each device runs the function on its own rows and heads instead. How operands are sharded
-is known only when the program is compiled, so that `shard_map` cannot express it.
+device. Here each device runs the function on its own rows and heads instead. `shard_map` cannot
+express this: the sharding of operands is known only when the program is compiled.
 """
 
 import math
@@ -21,14 +21,14 @@ from jaxmha import sharding
 from jaxmha.implementations import key_heads, platforms
 
 Tree = TypeVar("Tree")
-# A letter per axis: b (batch rows), n (query heads), k (key/value heads), a dot, or an upper case one
-# for an axis that `vmap` has added.
+# A letter per axis: b (batch rows), n (query heads), k (key/value heads), a dot (another axis), or
+# an upper-case letter (a mapped axis, which `vmap` has added).
 Letters: TypeAlias = str
 Function: TypeAlias = Callable[..., list[jax.Array]]
 
 
 class Placement(NamedTuple):
-    """Where batch rows, heads and mapped axes are.
+    """The sharding of batch rows, heads and mapped axes.
 
     Attributes:
       mesh: the mesh of the program.
@@ -60,8 +60,8 @@ def run(
     """`function(*operands)`, on each device's own batch rows and heads.
 
     Args:
-      function: takes operands of any B, N and K, where K divides N. It has no collectives, and
-        all its operands are given.
+      function: takes operands of any B, N and K, where K divides N. It uses no collectives, and
+        closes over no traced arrays.
       operands: pytrees of arrays.
       letters: the axes of operands, in the same structure.
       results: the axes of the results, in the structure of the results. An axis of size 1 in a
@@ -75,7 +75,7 @@ def run(
     of_operands: Any = tree
     closed, shapes = jax.make_jaxpr(function, return_shape=True)(*operands)
     structure: Any = jax.tree.structure(shapes)
-    # `custom_partitioning` takes no constants, so that they are operands too.
+    # `custom_partitioning` takes no constants, so they become operands.
     constants = [jnp.asarray(x) for x in closed.consts]
 
     def whole(*operands: object) -> list[jax.Array]:
@@ -119,7 +119,7 @@ def _primitive() -> Any:
     def batched(
         operands: Sequence[object], axes: Sequence[int | None], **static: Any
     ) -> tuple[list[jax.Array], list[int]]:
-        """The mapped axis has a letter of its own, and is the first of results."""
+        """The mapped axis gets a letter of its own, and is the first axis of every result."""
         whole, local = (jax.vmap(static[name], tuple(axes)) for name in ("whole", "local"))
         mapped = next(x for x in ascii_uppercase if not any(x in y for y in static["results"]))
         letters = [
@@ -210,7 +210,7 @@ def _partitioned(
     call.def_partition(
         partition,
         infer_sharding_from_operands=infer,
-        decode_shardings=False,  # raises if the partitioner has split an axis of the mesh
+        decode_shardings=False,  # True raises if the partitioner has split an axis of the mesh
         sharding_rule=rule,
     )
     found: list[jax.Array] = call(*operands)
@@ -218,10 +218,11 @@ def _partitioned(
 
 
 def _placement(mesh: Mesh, given: Sequence[Any], letters: Sequence[Letters]) -> Placement:
-    """The mesh axes of mapped axes, batch rows (b), query heads (n) and key/value heads (k).
+    """Chooses the mesh axes that shard mapped axes, batch rows (b), query heads (n) and key/value
+    heads (k).
 
-    They are those of the first operand that is sharded along that letter; none if they do not divide
-    its size. Key/value heads are replicated where devices share some.
+    Each letter gets the mesh axes of the first operand that is sharded along it, or none if their
+    devices do not divide its size. Key/value heads have the mesh axes of query heads, or none.
     """
     sizes = _sizes(given, letters)
     found: dict[str, tuple[str, ...]] = dict.fromkeys(sizes, ())
@@ -267,7 +268,7 @@ def _own(
 
 
 def _spec_of(placed: Any, mesh: Mesh) -> tuple[Any, ...]:
-    """Mesh axes by axis of an array; none where the partitioner has split an axis of the mesh."""
+    """The mesh axes of each axis of an array; () if the partitioner has split a mesh axis."""
     from jax._src.sharding_impls import parse_flatten_op_sharding
 
     try:
@@ -277,7 +278,7 @@ def _spec_of(placed: Any, mesh: Mesh) -> tuple[Any, ...]:
 
 
 def _sizes(arrays: Sequence[Any], letters: Sequence[Letters]) -> dict[str, int]:
-    """B, N, K and sizes of mapped axes: an array may have 1 in their place."""
+    """B, N, K and sizes of mapped axes by letter; arrays may have the size 1 instead."""
     found = {"b": 1, "n": 1, "k": 1}
     for x, axes in zip(arrays, letters, strict=True):
         for size, letter in zip(x.shape, axes, strict=True):
@@ -293,7 +294,7 @@ def _spec(shape: Sequence[int], axes: Letters, names: dict[str, Any]) -> Partiti
 
 
 def _summed(placement: Placement, x: jax.Array, whole: Sequence[int], axes: Letters) -> jax.Array:
-    """The result of all devices: sums along axes of size 1, and for key/value heads that are shared."""
+    """Sums a result over devices: along axes of size 1, and for key/value heads that they share."""
     names = placement.names | {"k": placement.names["n"]}
     over = {
         letter: names.get(letter, ()) for size, letter in zip(whole, axes, strict=True) if size == 1
@@ -315,9 +316,10 @@ def _rule(
     given: Sequence[Any],
     shapes: Sequence[Any],
 ) -> tuple[str, dict[str, int]]:
-    """The rule of Shardy: batch rows and heads of operands are those of results.
+    """Shardy's sharding rule, and the sizes of its factors: a letter is sharded alike in all
+    arrays.
 
-    Where devices may share a key/value head, key/value heads are sharded on their own.
+    If devices may share a key/value head, the sharding of k is independent of that of n.
     """
     sizes = _sizes([*given, *shapes], [*letters, *results])
     group = sizes["n"] // sizes["k"]

@@ -1,9 +1,10 @@
-"""Implementations that a benchmark on such a device found fastest: `jaxmha bench --save`.
+"""Implementations that a benchmark on the same kind of device found fastest: `jaxmha bench --save`.
 
-One JSON file per kind of device, in the folder that JAXMHA_PREFERENCES names (default
-`~/.config/jaxmha/preferences`; 0: none are read). A call whose shapes, dtype and arguments are those of
-a benchmark prefers what won there; other calls are not affected. Calls that no file of the user names
-are looked up in SHIPPED, whose files were written in the same way. Files are read once per process.
+JAXMHA_PREFERENCES names a folder with one JSON file per kind of device (default
+`~/.config/jaxmha/preferences`; 0: none are read). A call with the shapes, dtype and arguments of a
+benchmark prefers the implementations that were fastest in it; other calls are not affected. A call
+that is not in the user's file is looked up in SHIPPED, whose files have the same format. Files are
+read once per process.
 """
 
 import errno
@@ -91,7 +92,8 @@ def key(request: Request) -> str:
 
 
 class Preference(NamedTuple):
-    """Implementations that a benchmark of a call found, fastest first, and which benchmark it was."""
+    """The `order` of implementations, fastest first, in a benchmark of a call; `source` names
+    it."""
 
     order: tuple[str, ...] = ()
     source: str = ""
@@ -117,7 +119,7 @@ def save(call: str, entry: dict[str, Any]) -> Path:
     """Adds an entry `{"order": names, ...}` for the call `key(request)` to the file.
 
     Raises:
-      ValueError: the environment forbids files.
+      ValueError, OSError: as `check`.
     """
     check()
     where = path()
@@ -131,8 +133,8 @@ def save(call: str, entry: dict[str, Any]) -> Path:
 
 
 def check() -> None:
-    """Raises ValueError if nothing may be saved, or the file is damaged; OSError without the right to
-    write it."""
+    """Raises ValueError if nothing may be saved or the file is damaged, and OSError if its folder
+    is not writable."""
     where = path()
     if os.environ.get("JAXMHA_PREFERENCES") == "0":
         raise ValueError("JAXMHA_PREFERENCES=0 forbids saved benchmarks: unset it")
@@ -145,7 +147,7 @@ def check() -> None:
 
 
 def forget() -> None:
-    """Reads the files again when they are next needed."""
+    """Clears the cache of files: the next look-up reads them again."""
     _read.cache_clear()
 
 
@@ -159,7 +161,11 @@ def _read(where: Path) -> Entries:
 
 
 def _parsed(where: Path) -> Entries:
-    """Raises ValueError where a file is not what `save` writes."""
+    """Reads the entries of a file of `save`; {} if the file is missing.
+
+    Raises:
+      ValueError: the file is unreadable or has other contents.
+    """
     try:
         text = where.read_text()
     except FileNotFoundError:

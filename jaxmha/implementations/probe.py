@@ -2,8 +2,8 @@
 
 The environment variable JAXMHA_PROBE changes this: `0` uses no kernel, `trust` uses kernels without
 a probe, `strict` raises if a kernel fails. A probe that takes longer than JAXMHA_PROBE_SECONDS
-(default 60) has failed; it ends with the case that it is in. The processes of a multi-process program exchange the outcomes of their
-probes, and wait as long for each other to begin.
+(default 60) has failed, and stops after its current case. The processes of a multi-process program
+exchange the outcomes of their probes; each waits as long for the probes of others to begin.
 """
 
 import atexit
@@ -96,8 +96,8 @@ def failure(
 
 
 def leaks(name: str, kind: Kind) -> Leaks:
-    """The unattended keys and values that a probe found to affect the results of a kernel; none
-    without a probe."""
+    """The levels at which unattended keys and values affect the results of a kernel, by its probe;
+    `Leaks()` without a probe."""
     found = _FOUND.get(_key(name, kind))
     return Leaks() if found is None else found.leaks
 
@@ -142,14 +142,15 @@ def _key(name: str, kind: Kind) -> tuple[str, ...]:
 def _within_limit(attend: Attend, unsupported: Reason, kind: Kind) -> Finding:
     """Runs the probe in a daemon thread, with a time limit, on one device of each kind, or on the
     caller's default device. The caller's trace and contexts do not apply in the thread. A hanging
-    thread does not prevent the process from exiting, but one that compiles then would abort it."""
+    thread does not keep the process from exiting; one that compiles during the exit would abort it.
+    """
     devices = platforms.devices()
     found: list[Finding] = []
 
     def once() -> Finding:
         try:
             return _tried(attend, unsupported, kind)
-        except Exception as error:  # noqa: BLE001  making the arrays of a case raises any too
+        except Exception as error:  # noqa: BLE001  building a case may raise any error too
             return _of(error)
 
     def run() -> None:
@@ -179,7 +180,7 @@ def _within_limit(attend: Attend, unsupported: Reason, kind: Kind) -> Finding:
 _LATE: list[threading.Thread] = []
 
 
-@atexit.register  # after JAX's own, which therefore runs later
+@atexit.register  # registered after the handler of JAX, which therefore runs later
 def _linger() -> None:
     until = time.monotonic() + LINGER
     for thread in _LATE:
@@ -187,7 +188,7 @@ def _linger() -> None:
 
 
 def _in_time() -> None:
-    """Raises TimeoutError in the thread of a probe that nobody waits for any more."""
+    """Raises TimeoutError in the thread of a probe whose time limit has passed."""
     if threading.current_thread() in _LATE:
         raise TimeoutError
 
@@ -200,9 +201,10 @@ def _client() -> Any:
 
 
 def _turn(key: tuple[str, ...]) -> str | None:
-    """Where the processes exchange their outcomes now, and that this one has begun.
+    """Records that this process has begun its probe, and returns the prefix of the names under
+    which processes exchange their outcomes. Returns None if there is no store.
 
-    An outcome that may be temporary ends a turn, so that no process reads it again later.
+    A transient outcome ends the use of a prefix, so that no process reads this outcome again.
     """
     client = _client()
     if client is None:
@@ -214,8 +216,8 @@ def _turn(key: tuple[str, ...]) -> str | None:
 
 
 def _agreed(turn: str, found: Finding) -> Finding:
-    """The worst finding of all processes: all must run the same program, and therefore choose the same
-    implementation. A process that does not begin in time is ignored: it runs another program."""
+    """The worst finding of all processes: they must choose the same implementation, since all run
+    the same program. A process that does not begin in time is ignored: it runs another program."""
     client = _client()
     mine = f"{turn}/{jax.process_index()}"
     client.key_value_set(mine, json.dumps(found), allow_overwrite=True)
@@ -224,7 +226,7 @@ def _agreed(turn: str, found: Finding) -> Finding:
     for process in range(jax.process_count()):
         report = _get(client, f"{turn}/{process}", until - time.monotonic())
         if report is None and _get(client, f"{turn}/begun/{process}") is not None:
-            # It has at most its own time limit left; twice, because the machine may be busy.
+            # Its probe ends within its time limit; waits twice as long, as the machine may be busy.
             report = _get(client, f"{turn}/{process}", 2 * seconds())
         if report is None:
             continue
@@ -239,12 +241,12 @@ def _agreed(turn: str, found: Finding) -> Finding:
 
 
 def _get(client: Any, name: str, wait: float = 0) -> str | None:
-    """A value of the store, after at most `wait` seconds; None: there is none yet."""
+    """Reads a value of the store, after at most `wait` seconds; None: it is not set yet."""
     milliseconds = int(1000 * wait)
     try:
         if milliseconds > 0:
             found: str = client.blocking_key_value_get(name, milliseconds)
-        else:  # a short limit would miss what is there but far
+        else:  # a blocking call with a short limit could miss a value that is set
             found = client.key_value_try_get(name)
     except Exception as error:
         if not any(text in str(error) for text in ("NOT_FOUND", "DEADLINE_EXCEEDED")):
@@ -261,8 +263,8 @@ def _most(*leaks: Leaks) -> Leaks:
 
 
 def _tried(attend: Attend, unsupported: Reason, kind: Kind) -> Finding:
-    """Runs all cases of the kernel. Where unattended keys and values change the results of one, all run
-    again with more of them zeroed."""
+    """Runs all cases of a kernel. If unattended keys and values change the results of a case, runs
+    all cases again with more of these zeroed."""
     leaks: Leaks | None = Leaks()
     while leaks is not None:
         found, leaks = _once(attend, unsupported, kind, leaks)
@@ -272,7 +274,8 @@ def _tried(attend: Attend, unsupported: Reason, kind: Kind) -> Finding:
 def _once(
     attend: Attend, unsupported: Reason, kind: Kind, leaks: Leaks
 ) -> tuple[Finding, Leaks | None]:
-    """The finding where what leaks is zeroed, and what to zero next; None: the finding is final."""
+    """Runs all cases with unattended keys and values zeroed as `leaks` says. Returns the finding,
+    and the leaks to try next (None: the finding is final)."""
     for case in probe_cases.cases(kind):
         if unsupported(case.request) is not None:
             continue
@@ -298,7 +301,7 @@ def _more(leaks: Leaks, *, gradient: bool) -> Leaks:
 
 
 def _wrong(attend: Attend, case: probe_cases.Case, leaks: Leaks) -> str | None:
-    """The result of a case that is wrong, and by how much; None: all are right."""
+    """Says which result of a case is wrong, and by how much; None: no result is wrong."""
     request = case.request
 
     def run(*operands: jax.Array) -> tuple[Any, ...]:

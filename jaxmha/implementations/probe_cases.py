@@ -14,10 +14,11 @@ from jaxmha.semantics import Semantics
 Wide = np.ndarray[Any, np.dtype[np.float32]]
 
 
-# Features of a query and of a value head in most probes; wider or unequal heads are probed as they are.
+# Features (H, h) of the heads of most probes: USUAL stands for all equal heads up to WIDEST_USUAL.
+# Wider or unequal heads are probed with their own sizes.
 USUAL, WIDEST_USUAL = (64, 64), 128
-# Queries of a probe, which stand for as many and fewer, or for more than FEW: kernels for few queries are
-# others, and one query reads most keys for its work, so that copies of them cost most.
+# Numbers of queries of a probe: FEW stands for 2 to FEW queries, MANY for more. Few queries run
+# other kernels. One query has a probe of its own: copies of keys cost most relative to its work.
 FEW, MANY = 16, 128
 
 
@@ -29,8 +30,8 @@ class Kind(NamedTuple):
       dense: whether there is a bias or a dense mask.
       packed: whether sequences are packed, by their lengths.
       heads: features of a query and of a value head.
-      padded: whether a Boolean array tells the valid keys.
-      queries: 1, FEW or MANY, of calls that are not dense, packed or padded; MANY of those.
+      padded: whether a Boolean array gives the valid keys.
+      queries: 1, FEW or MANY; always MANY if the call is dense, packed or padded.
     """
 
     dtype: str
@@ -42,7 +43,7 @@ class Kind(NamedTuple):
 
     @property
     def text(self) -> str:
-        """For messages.
+        """The kind in words, for messages.
 
         >>> Kind("bfloat16", dense=True, heads=(192, 128)).text
         'bfloat16 with a bias, with heads of 192 and 128 features'
@@ -120,11 +121,12 @@ class Case(NamedTuple):
 def cases(kind: Kind) -> Iterator[Case]:
     """The cases of a probe.
 
-    If `dense`: calls with a bias and with a dense mask. If `packed`: full, causal and of odd size, some
-    sequences absent. If `padded`: many queries and one, keys absent anywhere. Otherwise: calls with
-    lengths and log-sum-exp, and of more than one query also causal ones, odd sizes and a window. Where
-    lengths are given, one sequence is full, one is shorter and one is empty. Keys and values that no query
-    attends are NaN, of the shorter sequence in the last tile that is read, and in others.
+    If `dense`: a call with a bias, and one with a dense mask. If `packed`: full, causal, and causal
+    of odd size, each with some empty sequences. If `padded`: many queries and one query, with
+    invalid keys at any positions. Otherwise: lengths with log-sum-exp; then lengths alone for one
+    query, or a causal mask, odd sizes and a window for more queries. Of sequences with lengths, one
+    is full, one is shorter and one is empty. Keys and values that no query attends are NaN; those
+    of the shorter sequence begin within a tile that kernels read.
     """
     T, S = kind.queries, 384
 

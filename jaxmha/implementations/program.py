@@ -94,8 +94,9 @@ def _run_alike(
 ) -> list[jax.Array]:
     """Evaluates a jaxpr in the `jax.shard_map` of a caller that checks varying mesh axes.
 
-    The jaxpr was traced with scalars that vary over no mesh axis; here, operands of a primitive are
-    cast to the axes of each other. A function with a custom JVP is differentiated by its formula.
+    The jaxpr was traced with scalars that vary over no mesh axis; here, the operands of each
+    primitive are cast to the union of their mesh axes. Custom JVP rules are ignored: JAX
+    differentiates the primitives of such a function instead.
     """
     from jax.extend import core
 

@@ -113,8 +113,9 @@ def _with_means(
     masked: Bool[jax.Array, "B N T 1"],
     out: Float[jax.Array, "B T N h"],
 ) -> Float[jax.Array, "B T N h"]:
-    """Replaces the fully masked rows by the means of all values. Other rows, whose product has 0 in
-    place of unattended values, are kept: a NaN there reaches fully masked rows alone."""
+    """Replaces fully masked rows by means over the original values: `out` was computed with
+    unattended values set to 0. Other rows keep `out`, so that a NaN in an unattended value does not
+    reach them."""
     rows = jnp.swapaxes(masked, 1, 2)
     if not request.drops:
         return fully_masked.apply(request, out, rows[..., 0])
@@ -125,8 +126,8 @@ def _with_means(
 def _modified(
     request: Request, logits: Float[jax.Array, "B N T S"], allowed: Bool[jax.Array, "..."] | None
 ) -> Float[jax.Array, "B N T S"]:
-    """Applies `score_mod` and masks the result. The function reads 0 for excluded pairs: NaN or
-    -inf there, times a cotangent of 0, would make gradients NaN."""
+    """Applies `score_mod` and masks the result. The function gets 0 for excluded pairs, since NaN
+    or -inf, times a cotangent of 0, would make gradients NaN."""
     mod = request.score_mod
     assert mod is not None
     B, N, T, S = logits.shape

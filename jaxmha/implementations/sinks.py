@@ -15,8 +15,8 @@ from jaxmha.implementations.base import Result
 def _sigmoid(x: jax.Array) -> jax.Array:
     """The sigmoid, with a derivative that keeps its digits where the sigmoid is near 1.
 
-    The derivative of `jax.nn.sigmoid` has the factor `1 - sigmoid(x)`, in which all digits but a few
-    cancel where many keys leave little weight to the sink.
+    The derivative of `jax.nn.sigmoid` has the factor `1 - sigmoid(x)`. Most of its digits cancel if
+    many keys leave little weight to the sink.
     """
     return jax.nn.sigmoid(x)
 
@@ -31,17 +31,16 @@ def _sigmoid_jvp(
 
 
 def share_of_keys(lse: Float[jax.Array, "*b"], sink: Float[jax.Array, "*#b"]) -> jax.Array:
-    """The part of the softmax that the keys keep when the logit `sink` joins them, `*b`.
+    """The factor of the weights of all keys when the softmax gets the further logit `sink`; `*b`.
 
-    A further logit s multiplies the other weights by `exp(lse) / (exp(lse) + exp(s))`; 0 where lse
-    is -inf, whatever s.
+    It is `exp(lse) / (exp(lse) + exp(sink))`, and 0 where lse is -inf.
     """
     masked = lse == -jnp.inf  # replaced, so that no gradient is NaN
     return jnp.where(masked, 0.0, _sigmoid(jnp.where(masked, 0.0, lse) - sink))
 
 
 def with_sinks(found: Result, lse: Float[jax.Array, "B N T"], sinks: Array) -> Result:
-    """Adds `sinks`, `(N,)`, to the softmax of a result."""
+    """The result `found`, whose lse is `lse`, with `sinks`, `(N,)`, as further logits."""
     logits = jnp.asarray(sinks).astype(lse.dtype).reshape(1, -1, 1)
     share = share_of_keys(lse, logits)[..., None]
     out = (found.out.astype(lse.dtype) * jnp.swapaxes(share, 1, 2)).astype(found.out.dtype)

@@ -1,7 +1,7 @@
-"""Mask functions that are structure: causal masks and documents become fields of a `Mask`.
+"""Recognises mask functions that a `Mask` can express: causal masks, and documents as segment ids.
 
-A `Mask` takes no memory of pairs and no evaluation, and more implementations take it. The jaxpr of a
-function is compared with those of the usual ways to write the same condition.
+A `Mask` needs no memory per pair and no evaluation, and more implementations support it. The jaxpr
+of a function is compared with the jaxprs of the usual ways to write such a condition.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,7 +21,8 @@ Pair = Callable[..., Any]
 class _Form(NamedTuple):
     """A way to write a condition: a function of captured arrays and of a pair.
 
-    `documents`: whether it compares the ids of documents; `causal`: whether it allows `j <= i` alone.
+    `documents`: whether it compares the ids of documents; `causal`: whether it allows `j <= i`
+    alone.
     """
 
     function: Pair
@@ -32,8 +33,9 @@ class _Form(NamedTuple):
 def as_structure(
     mask: Mask, mod: Mod | None, shape: tuple[int, ...], S: int
 ) -> tuple[Mask, Mod | None]:
-    """The mask of a call with the condition of a mask function, and None; or both as they are if the
-    function is not among the known ones, or `mask` has segment ids of its own.
+    """Returns `mask` with the condition of a mask function, and None in place of the function.
+    Returns both unchanged if the function is not recognised, or if `mask` has segment ids of its
+    own.
 
     `shape`: of the queries, `B T N H`.
     """
@@ -59,7 +61,7 @@ def as_structure(
 
 
 def _fits(ids: jax.Array, B: int, size: int) -> bool:
-    """True for ids of int32 or less, of every position: those of others would be clamped."""
+    """True for ids that fit int32 and cover all positions: JAX clamps indices beyond an array."""
     if ids.ndim not in (1, 2) or not jnp.issubdtype(ids.dtype, np.integer):
         return False
     rows = ids.shape[0] if ids.ndim == 2 else 1
@@ -107,7 +109,7 @@ def _forms(ranks: tuple[int, ...]) -> Iterator[_Form]:
 
 
 def _traced(function: Pair, arrays: tuple[jax.Array, ...]) -> Any:
-    """The jaxpr of a form, which captures the arrays."""
+    """The jaxpr of a form, with `arrays` as captured arrays."""
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]  # type: ignore[no-untyped-call]
     scalar = jax.ShapeDtypeStruct((), np.dtype(np.int32))  # type: ignore[no-untyped-call]
     found = jax.make_jaxpr(function)(*shapes, *[scalar] * len(MASK)).jaxpr

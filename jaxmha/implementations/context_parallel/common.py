@@ -154,7 +154,7 @@ def distributed_core(
 
 
 def _condition_specs(conditions: Conditions, split: shard_map.Split) -> Conditions:
-    """Partition specs of mask conditions, in their places."""
+    """Returns `conditions` with each array replaced by its partition spec."""
     # Axes by rank: 1: offsets; 2: row masks, key masks and segment ids; 4: the dense mask.
     letters = {1: "b", 2: "b?", 4: "bnc?"}
     arrays: Any = conditions._replace(mod=None)

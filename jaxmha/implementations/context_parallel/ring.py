@@ -220,7 +220,8 @@ def _part(
 
 
 def _barrier(x: Tree) -> Tree:
-    """Keeps XLA from recomputing the tiled rows in the loop over hops, as a second copy."""
+    """Materialises the tiled rows once: otherwise XLA recomputes them inside the loop over hops and
+    holds two copies."""
     held: Tree = jax.lax.optimization_barrier(x)  # type: ignore[no-untyped-call]
     return held
 

@@ -26,8 +26,8 @@ SEGMENTS = ("query_segments", "key_value_segments", "packed_ends")
 
 
 class KernelInputs(NamedTuple):
-    """A request as kernels take it: unattended keys and values that would affect results are zero, and so
-    are fully masked queries in a gradient.
+    """A request in the form that kernels take. Unattended keys and values that would affect results
+    are zero; so are fully masked queries if a gradient is computed.
 
     Attributes:
       query, key, value: of one dtype.
@@ -93,11 +93,11 @@ def attend(
 
     `run` may return any value in fully masked rows, but its gradient must not be NaN.
 
-    `leaks`: which unattended keys and values affect the results of the kernel, and are therefore
-    zeroed, where their gradients alone are affected in gradients alone.
+    `leaks`: the unattended keys and values that affect the results of the kernel. They are zeroed,
+    or zeroed only in gradients if they affect only these.
 
-    `beyond_lengths`: the same of masks that lengths express. Unless everything leaks there, `run`
-    returns 0 in fully masked rows.
+    `beyond_lengths`: the leaks if lengths (and static bounds) express the mask. If its `output` is
+    below 2, `run` must return 0 in fully masked rows of such a mask.
     """
     (B, T, N, _), (_, S, K, _) = request.query.shape, request.value.shape
     if is_dense(request):
@@ -147,7 +147,8 @@ def attend(
 def _zeroed(
     x: Float[jax.Array, "B S K _"], valid: Bool[jax.Array, "#B #S #K 1"], leaks: Leaks, least: int
 ) -> jax.Array:
-    """Keys or values with 0 at unattended positions where these leak, from the level `least` on."""
+    """Zeroes unattended keys or values if they leak, that is at levels from `least` on: always if
+    they affect the output, else only in gradients."""
     if leaks.output >= least:
         return jnp.where(valid, x, 0)
     return _zeroed_in_gradients(x, valid) if leaks.gradients >= least else x
@@ -157,8 +158,8 @@ def _zeroed(
 def _zeroed_in_gradients(
     x: Float[jax.Array, "B T N H"], valid: Bool[jax.Array, "#B #T #N 1"]
 ) -> jax.Array:
-    """The array; if a gradient is computed, 0 at positions outside `valid`: only in gradients would these
-    query rows affect other rows."""
+    """Returns `x`; if a gradient is computed, with 0 at positions outside `valid`, which affect
+    other rows only in gradients."""
     del valid
     return x
 

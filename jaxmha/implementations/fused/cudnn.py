@@ -21,11 +21,11 @@ from jaxmha.implementations.fused.adapter import (
 )
 from jaxmha.implementations.fused.cudnn_kernel import EXCLUDED, Settings
 
-# Features (H, h) of heads that cuDNN takes as they are, from Hopper on: latent attention.
+# Unequal features (H, h) that cuDNN takes without padding from Hopper on, as in latent attention.
 UNEQUAL = ((192, 128),)
-# Masked pairs get EXCLUDED, and finite entries of a bias are clipped to at least LOWEST: cuDNN computes
-# in base 2, so that float32 overflows in rows of the lowest bfloat16, whose output is then wrong (by 0.12
-# of the largest value on an H100, cuDNN 9.19).
+# Masked pairs get EXCLUDED, and finite entries of a bias are clipped to at least LOWEST. cuDNN
+# computes in base 2: in a row whose entries are all the lowest bfloat16, float32 overflows and the
+# output is wrong (by 0.12 of the largest value on an H100, cuDNN 9.19).
 LOWEST = -(2.0**40)
 # One more feature, +-BARRIER in queries and -BARRIER in masked keys, excludes masked keys: it adds
 # -abs(scale) * BARRIER**2 to their logits. BARRIER fits float16.
@@ -122,7 +122,7 @@ def attend(request: Request, *, leaks: Leaks = Leaks(), in_place: bool | None = 
     """Computes the request in its own dtype; softmax and sums are float32.
 
     `leaks`: which keys and values beyond the lengths affect the results in this release of cuDNN.
-    `in_place`: whether valid keys are read in place; None: if a probe finds that right.
+    `in_place`: whether valid keys are read in place; None: they are if a probe of that succeeds.
     """
     ends = request.mask.packed_ends
     if ends is not None:
@@ -139,12 +139,14 @@ def attend(request: Request, *, leaks: Leaks = Leaks(), in_place: bool | None = 
     if request.return_lse and leaks.gradients:  # the gradient of lse has keys in place of values
         leaks = leaks._replace(gradients=EVERYTHING_LEAKS.gradients)
     run = partial(_run, lse=request.return_lse, in_place=in_place)
-    # A bias cannot keep a NaN out: every kernel that adds one leaks, whatever it does beyond lengths.
+    # Adding a bias to NaN gives NaN: masks in the form of a bias always leak, so `leaks` holds for
+    # lengths alone.
     return adapter.attend(request, run, beyond_lengths=leaks)
 
 
 def _leaks_in_place(request: Request) -> Leaks | None:
-    """Leaks where valid keys are read as they lie; None: cuDNN needs copies of them on this machine."""
+    """The leaks of the kernel that reads valid keys in place; None: on this machine they must be
+    copied."""
     if cudnn_padding.unsupported_reason(request):
         return None
     kind = probe_cases.kind_of(request)._replace(padded=True, queries=probe_cases.MANY)

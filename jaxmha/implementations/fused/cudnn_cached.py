@@ -1,10 +1,10 @@
 """cuDNN's fused attention over a cache, which it reads in place; through JAX's private functions.
 
-Tokens of one step are causal among themselves, and cuDNN aligns its causal mask at the first key: what
-is computed here is attention of all queries over the same keys. JAX has `paged_attention` in the same
-private module; it accepts a pool of exactly B * M pages only, so the function under it is called here,
-with any pool. A probe decides whether the results are right on this machine. The calls fit the
-signatures of JAX 0.10 to 0.12.
+Tokens of one step are causal among themselves, but cuDNN aligns its causal mask at the first key.
+So this module only computes attention of queries that all attend the same keys. `paged_attention`
+in the same private module of JAX accepts only a pool of exactly B * M pages, so this module calls
+the function below it, which accepts any pool. A probe decides whether the results are right on this
+machine. The calls fit the signatures of JAX 0.10 to 0.12.
 """
 
 import inspect
@@ -42,9 +42,8 @@ class Stored(NamedTuple):
 
 
 def unsupported_reason(request: Request) -> str | None:
-    """Returns None if the kernel can compute a request without a copy of keys and values.
-
-    Keys and values of the request have the sizes of those of a sequence.
+    """Returns None if the kernel can compute a request without a copy of keys and values, else the
+    reason why not. Key and value of the request are `B S K _`, also if the cache is paged.
     """
     (_, T, _, H), h, mask = request.query.shape, request.value.shape[3], request.mask
     if mask.key_value_lengths is None or mask.query_lengths is not None:
@@ -78,7 +77,8 @@ def out(
     lengths: Int[jax.Array, "B"],
     scale: float,
 ) -> Float[jax.Array, "B 1 N H"]:
-    """One query per sequence over the first `lengths` tokens; pages of -1 are not read."""
+    """The output of one query per sequence over the first `lengths` tokens. Entries of -1 in the
+    table are not read."""
     queries, keys = jnp.ones(len(query), np.int32), lengths.clip(0, stored.slots).astype(np.int32)
     found, _ = _call(jnp.swapaxes(query, 1, 2), stored, (queries, keys), scale, lse=False)
     return jnp.swapaxes(found, 1, 2)
@@ -92,7 +92,7 @@ def rows(
 ) -> tuple[Float[jax.Array, "B K r H"], Float[jax.Array, "B K r"]]:
     """Output and log-sum-exp of T queries over the first `lengths` tokens, r = N / K * T.
 
-    The query heads of a group are rows of their key head, which is read once in this way, and not
+    The query heads of a group are rows of their key head, so that each key is read once instead of
     N / K times.
     """
     (B, T, N, H), K = query.shape, stored.keys.shape[1]
@@ -119,7 +119,7 @@ def _call(
         if lse:
             return cudnn_kernel.out_and_lse(settings, query, keys, values, None, counts)
         return cudnn_kernel.out(settings, query, keys, values, None, counts), None
-    # JAX's own rule would have queries and pages split along the same axes.
+    # JAX's own partitioning rule would shard queries and pages along the same axes.
     found: OutAndLse = partitioned.run(
         partial(_of_pages, scale=scale, lse=lse),
         (query, keys, values, table, *counts),
@@ -167,7 +167,7 @@ def _of_pages(
         "cudnn_version": version(),
         "return_residual": lse,
     }
-    # JAX 0.12 has parameters of a score_mod: none.
+    # JAX 0.12 also has parameters for a score_mod; they stay empty.
     names = inspect.signature(call).parameters
     found: OutAndLse = call(*(given.get(name, ()) for name in names))
     return found if lse else (found, None)  # type: ignore[return-value]
@@ -180,13 +180,13 @@ def attend(
     paged: bool = False,
     one: Callable[..., jax.Array] = out,
 ) -> Result:
-    """Computes a request of the probe over a cache of its keys and values; the gradient is that of the
-    reference. `one`: the kernel for one query per sequence."""
+    """Computes a request of the probe over a cache of its keys and values; the gradient is that of
+    the reference. `one`: the kernel for one query per sequence."""
     lengths = jnp.asarray(request.mask.key_value_lengths)
     (B, T, N, _), h = request.query.shape, request.value.shape[3]
 
     def stored(*heads: jax.Array) -> Stored:
-        if leaks.output:  # nothing can zero the dead slots of a cache: this only finds the reason
+        if leaks.output:  # only tells the probe that they leak: a real cache is never zeroed
             beyond = jnp.arange(heads[0].shape[1])[None] >= lengths[:, None]
             heads = tuple(jnp.where(beyond[..., None, None], 0, x) for x in heads)
         if paged:
@@ -225,7 +225,8 @@ def _with_gradient_of(
 
 
 def _table(B: int, S: int) -> jax.Array:
-    """The page table of the probe: sequences use the pages of the pool from the last to the second."""
+    """The page table of the probe: sequences use the pages of the pool from the last to the
+    second."""
     M = -(-S // PAGE)
     return jnp.arange(B * M, 0, -1, dtype=np.int32).reshape(B, M)
 

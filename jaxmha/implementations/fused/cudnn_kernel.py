@@ -27,8 +27,8 @@ BIAS_MULTIPLE = 128
 EVEN, SAFE = 2, 64
 # Excludes a pair. Far below any other entry of a bias: the module `cudnn` clips them to -2**40.
 EXCLUDED = -(2.0**41)
-# Where the largest bias of a row is this far from 0, float32 drops part of the log of the row's sum
-# from the log-sum-exp, with which the gradient computes the weights.
+# If the largest bias of a row is this far from 0, the log-sum-exp in float32 loses digits of the
+# log of the row sum. The gradient computes the weights from the log-sum-exp.
 FAR = 2.0**12
 
 
@@ -122,8 +122,8 @@ def _save(
 def _shift(
     settings: Settings, bias: Float[jax.Array, "b n T S"], lengths: Others
 ) -> Float[jax.Array, "b n T 1"]:
-    """The largest bias among the keys of each row, where that is FAR from 0, else 0: softmax is the same
-    without it. Sequences that share a bias share the shift."""
+    """The largest bias among the keys of each row if it is at least FAR from 0, else 0. Subtracting
+    it does not change the softmax. Sequences that share a bias share the shift."""
     T, S = bias.shape[2:]
     i, j = jnp.arange(T).reshape(1, 1, T, 1), jnp.arange(S).reshape(1, 1, 1, S)
     within = j >= 0
@@ -204,7 +204,7 @@ def _backward(settings: Settings, *operands: Any) -> Grads:
         names = [*inspect.signature(rule).parameters][
             :-2
         ]  # the last two are residuals and cotangent
-        score_mod = ((),) * ("score_mod" in names)  # JAX 0.12 has residuals of a score_mod: none
+        score_mod = ((),) * ("score_mod" in names)  # no residuals of a score_mod, in JAX 0.12
         given = (unused if bias is None else bias, *(lengths or (unused, unused)))
         saved = (query, key, value, *given, *(unused,) * 4, *score_mod, lse, out)
         found = rule(*(static.get(name) for name in names), saved, d_out)
@@ -218,8 +218,8 @@ def _backward(settings: Settings, *operands: Any) -> Grads:
 
 
 def _letters(settings: Settings, bias: Any, lengths: Others) -> tuple[Any, ...]:
-    """The axes of queries, keys, values, bias and lengths, by which XLA partitions a call. JAX's own
-    rule takes neither heads before positions nor keys and values that are placed unlike queries."""
+    """The axes of queries, keys, values, bias and lengths, by which XLA partitions a call. JAX's
+    own rule supports neither heads before positions nor keys and values sharded unlike queries."""
     query, key = ("b.n.", "b.k.") if settings.layout == "BTNH" else ("bn..", "bk..")
     added, counts = None if bias is None else "bn..", None if lengths is None else ("b", "b")
     return query, key, key, added, counts

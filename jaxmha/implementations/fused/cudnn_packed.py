@@ -1,8 +1,8 @@
 """cuDNN's fused attention of packed sequences: each batch row holds several, one after another.
 
-JAX's own function moves absent sequences to the end, in some ten small kernels, and counts the
-offsets of keys in heads of the queries; with grouped queries it would read other keys. So this module
-binds JAX's primitives directly, with lengths of 0 for absent sequences.
+JAX's own function moves empty sequences to the end, in some ten small kernels, and computes the
+offsets of keys with the number of query heads, so that grouped queries would read wrong keys. This
+module binds JAX's primitives directly, with lengths of 0 for empty sequences.
 """
 
 import inspect
@@ -52,7 +52,7 @@ def out(
     value: Float[jax.Array, "B T K H"],
     ends: Int32[jax.Array, "B M"],
 ) -> Float[jax.Array, "B T N H"]:
-    """The output. Positions after the last sequence form one more."""
+    """The output. Positions after the last sequence form a further sequence."""
     found: jax.Array = _forward(settings, False, query, key, value, ends)[0]
     return found
 
@@ -61,7 +61,7 @@ def _save(settings: Settings, *operands: jax.Array) -> tuple[jax.Array, Saved]:
     *heads, ends = operands
     T = heads[0].shape[1]
     rows = -(-T // EVEN) * EVEN
-    if rows > T:  # the positions that are added are a sequence of their own
+    if rows > T:  # the padded positions form a further sequence
         ends = _with_last(ends, T)
     padded, unpad = jax.vjp(lambda *x: tuple(fill(y, 1, rows) for y in x), *heads)
     found, lse = _forward(settings, True, *padded, ends)
@@ -88,9 +88,10 @@ def _operands(
 ) -> tuple[jax.Array, ...]:
     """The operands of the primitives, in the order of `OPERANDS`.
 
-    Offsets are the first positions of sequences in the whole batch, then its end, counted in numbers.
-    The primitive reads one more than there are, and needs one more than there are in every row. Lengths
-    have as many entries, whose last ones it does not read: one kernel then computes all of them.
+    The offset of a sequence is the number of entries before it in the flat array of the batch. The
+    primitive reads one offset more than there are sequences, the end of the batch, and needs an
+    array with one entry more per batch row. Lengths get as many entries, though the primitive does
+    not read the last ones, so that XLA computes all of these arrays in one kernel.
     """
     B, T = query.shape[:2]
     rows = np.int32(T) * jnp.arange(B, dtype=np.int32)[:, None]
@@ -124,7 +125,8 @@ def static(settings: Settings) -> dict[str, Any]:
 
 
 def _forward(settings: Settings, lse: bool, *operands: jax.Array) -> Any:
-    """Output, and the log-sum-exp as cuDNN's backward pass reads it; None instead if `lse` is False."""
+    """Output, and the log-sum-exp in the form that cuDNN's backward pass reads (None unless
+    `lse`)."""
 
     def call(query: Any, key: Any, value: Any, ends: Any) -> Any:
         from jax._src.cudnn import fused_attention_stablehlo as private

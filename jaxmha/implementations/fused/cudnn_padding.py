@@ -1,9 +1,9 @@
 """cuDNN's fused attention under key padding, which may leave any keys valid.
 
-Without a gradient, keys and values are read in place: cuDNN's paged attention runs with pages of one
-position each, and its table lists the valid positions. That kernel has no gradient and returns no
-log-sum-exp, so a call with a gradient copies the valid keys to the front. A probe decides whether the
-kernel is right on this machine.
+Without a gradient, keys and values are read in place: cuDNN's paged attention runs with pages of
+one position each, and its table lists the valid positions. That kernel has no gradient and returns
+no log-sum-exp, so a call with a gradient copies the valid keys to the front. A probe decides
+whether the kernel is right on this machine.
 """
 
 from collections.abc import Callable
@@ -22,9 +22,9 @@ from jaxmha.implementations.fused.cudnn_kernel import Settings, folding
 
 NAME = "cudnn, keys in place"
 
-# Queries per key head from which valid keys are copied: cuDNN's kernel for pages of one position does
-# not use Hopper's instructions. At this number both ways should take about as long, by cuDNN's list of
-# kernels and the bytes of the copies; not measured.
+# Queries per key head from which valid keys are copied: cuDNN's kernel for pages of one position
+# does not use Hopper's instructions. At this number both ways should take about as long, by cuDNN's
+# list of kernels and the bytes of the copies; not measured.
 MOST_QUERIES = 2048
 Pull: TypeAlias = Callable[[jax.Array], tuple[jax.Array, ...]]
 # Numbers of valid queries and keys.
@@ -32,7 +32,8 @@ Counts: TypeAlias = tuple[Int32[jax.Array, "B"], Int32[jax.Array, "B"]]
 
 
 def unsupported_reason(request: Request) -> str | None:
-    """The reason why a request, which cuDNN takes, needs copies of keys and values; None: it needs none."""
+    """Returns None if keys and values of a request that cuDNN supports can be read in place, else
+    the reason why they are copied."""
     (_, T, N, H), (_, S, K, h) = request.query.shape, request.value.shape
     if adapter.diagonals(request.mask, T, S) != (None, None):
         return "keys that are sorted are neither causal nor in a window"
@@ -48,7 +49,7 @@ def unsupported_reason(request: Request) -> str | None:
 
 
 def counts(valid: Bool[jax.Array, "B S"], queries: Int32[jax.Array, "B"] | None, T: int) -> Counts:
-    """Numbers of queries and keys: no query where no key is valid."""
+    """Numbers of valid queries and keys of each batch row; 0 queries if no key is valid."""
     some = jnp.where(valid, np.int32(T), np.int32(0)).max(1)
     some = some if queries is None else jnp.minimum(queries, some)
     return some, valid.sum(1, dtype=np.int32)
@@ -72,7 +73,8 @@ def in_place(
     valid: Bool[jax.Array, "B S"],
     counts: Counts,
 ) -> Float[jax.Array, "B T N H"]:
-    """The output over the valid keys; keys and values are copied only when a gradient is computed."""
+    """The output over the valid keys; keys and values are copied only when a gradient is
+    computed."""
 
     def call(
         query: jax.Array,
@@ -123,8 +125,8 @@ in_place.defvjp(_save, lambda settings, pull, d_out: (*pull(d_out), None, None))
 
 
 def _table(valid: Bool[jax.Array, "B S"]) -> Int32[jax.Array, "B S"]:
-    """The valid positions of each row, counted over the whole batch; the last one fills the rest, so
-    that a tile which reaches beyond it reads no other key."""
+    """The valid positions of each batch row, as indices into all positions of the batch. The last
+    one fills the remaining entries, so that a tile beyond the end reads no invalid key."""
     B, S = valid.shape
     positions = jnp.arange(S, dtype=np.int32)[None]
     last = jnp.where(valid, positions, np.int32(0)).max(1, keepdims=True)

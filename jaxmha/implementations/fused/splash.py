@@ -173,7 +173,8 @@ def _call(
 
 
 def _native() -> Any:
-    """Mosaic multiplies bfloat16 in no other precision: that of JAX's configuration must not reach it."""
+    """Sets the default matmul precision, the only one that Mosaic supports for bfloat16, whatever
+    JAX's configuration is."""
     return jax.default_matmul_precision("default")
 
 

@@ -21,9 +21,9 @@ from jaxmha.implementations.fused.adapter import SEGMENTS, KernelInputs
 BACKENDS: tuple[str, ...] = ("mosaic", "triton")
 # Before Hopper the gradient of Mosaic kernels is missing.
 BEFORE_HOPPER: tuple[str, ...] = ("triton",)
-# Booleans of a dense mask made of segments: 1 GiB.
+# Maximum number of pairs of a dense mask that is computed from segment ids: 1 GiB.
 MOST_PAIRS = 2**30
-# Replaces -inf in a bias, far below other entries: -inf gives NaN in fully masked rows.
+# Stands for -inf in a bias, because -inf gives NaN in fully masked rows; far below other entries.
 EXCLUDED = -(2.0**41)
 
 
@@ -62,13 +62,13 @@ def traceable() -> str | None:
 def attend(request: Request, *, leaks: Leaks = EVERYTHING_LEAKS) -> Result:
     """Computes the request in its own dtype; softmax and sums are float32.
 
-    `leaks`: which unattended keys and values affect the results in this release of tokamax, as they do
-    where it multiplies them by weights of 0: 0 * NaN is NaN. It holds for calls with lengths or a dense
-    mask alone; in other calls all keys and values are zeroed.
+    `leaks`: which unattended keys and values affect the results in this release of tokamax, because
+    it multiplies them by weights of 0, and 0 * NaN is NaN. It holds only for masks by lengths or a
+    dense mask; in other calls all unattended keys and values are zeroed.
     """
     cap, mask = request.semantics.logits_soft_cap, request.mask
-    # A bias is added to the logits, so NaN in them stays. Padding and segments become a dense mask below,
-    # and no probe has tried tokamax with that mask.
+    # A bias is added to the logits, so NaN in them stays. Padding and segments become a dense mask
+    # below, and no probe has tried tokamax with that mask.
     unknown = request.bias, mask.key_value_padding, mask.query_segments
     if any(x is not None for x in unknown):
         leaks = EVERYTHING_LEAKS

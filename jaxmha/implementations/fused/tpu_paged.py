@@ -1,9 +1,10 @@
-"""Attention of one query per sequence over pages, by the Pallas kernel for TPUs that comes with JAX.
+"""Attention of one query per sequence over pages, by the Pallas kernel for TPUs that comes with
+JAX.
 
 Keys and values are read in place. The kernel multiplies masked slots by weights of 0, so that
-NaN in them would reach the output: pages beyond a sequence are read as its first page, and the cache
-zeroes the slots after its last token. Tested by lowering and in interpret mode; on a TPU it is probed
-before its first use. Source: `jax.experimental.pallas.ops.tpu.paged_attention`.
+NaN in them would reach the output: pages beyond a sequence are read as its first page, and the
+cache zeroes the slots after its last token. Tested by lowering and in interpret mode; on a TPU it
+is probed before its first use. Source: `jax.experimental.pallas.ops.tpu.paged_attention`.
 """
 
 from functools import partial
@@ -27,7 +28,7 @@ FEATURES, TOKENS, KEYS = 128, 16, 512
 def unsupported_reason(request: Request) -> str | None:
     """Returns None if the kernel can compute a request, else the reason why not.
 
-    Keys and values of the request have the sizes of those of a sequence.
+    Key and value of the request are `B S K _`, although the cache is paged.
     """
     (_, T, _, H), h, mask = request.query.shape, request.value.shape[3], request.mask
     semantics = request.semantics
@@ -58,7 +59,7 @@ def failure(request: Request, page: int) -> str | None:
     if reason is not None or not platforms.current().present:
         return reason or probe.disabled()
     H = request.query.shape[3]
-    # A leak is expected: the cache zeroes the slots after the last token.
+    # The probe may find a leak: the cache zeroes the slots after the last token.
     attend = partial(cudnn_cached.attend, paged=True, one=out)
     return probe.failure(
         NAME, attend, unsupported_reason, Kind("bfloat16", heads=(H, H), queries=1)
@@ -71,7 +72,8 @@ def out(
     lengths: Int[jax.Array, "B"],
     scale: float,
 ) -> Float[jax.Array, "B 1 N H"]:
-    """One query per sequence over the first `lengths` tokens; pages of -1 are not read."""
+    """The output of one query per sequence over the first `lengths` tokens. Entries of -1 in the
+    table are not read."""
     from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention
 
     (B, _, N, H), (P, K, page, _) = query.shape, stored.keys.shape

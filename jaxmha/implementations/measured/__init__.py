@@ -1,1 +1,2 @@
-"""Tables that `jaxmha bench --save` wrote on other machines, for users who have none of their own."""
+"""Tables that `jaxmha bench --save` wrote on other machines, for users who have none of their
+own."""

@@ -1,4 +1,4 @@
-"""Rows of new tokens over a cache by a native kernel, which reads keys and values in place."""
+"""Attention of new tokens over a cache by a native kernel, which reads keys and values in place."""
 
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ class Settings(NamedTuple):
       left: left bound of the window; None: no bound.
       soft_cap: soft cap of the logits; None: no soft cap.
       in_xla: computes the results in plain XLA from these settings and the operands.
-      context: what else `in_xla` needs.
+      context: further static values that `in_xla` reads.
     """
 
     tokens: int
@@ -84,7 +84,7 @@ def unsupported_reason(rows: Array, key: Array, value: Array) -> str | None:
 
 
 def operands(rows: Any, key: Any, value: Any, lengths: Any, first: Any, **others: Any) -> Operands:
-    """Operands of a step; `others` are those that may be None."""
+    """The operands of a step. `others`: the operands that may be None, which are then absent."""
     dtypes: dict[str, Any] = dict.fromkeys(("key_scale", "value_scale"), np.float32)
     dtypes |= {"table": np.int32, "allowed": np.bool_}
     given = {
@@ -97,6 +97,6 @@ def operands(rows: Any, key: Any, value: Any, lengths: Any, first: Any, **others
 
 
 def attend(settings: Settings, operands: Operands) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The weighted values `B K r h` before the division, and row max and row sum `B K r`."""
+    """Output `B K r h` before its division by the row sum, and row max and row sum `B K r`."""
     out, row_max, row_sum = in_place_of_xla("attend_cache").bind(*operands, settings=settings)
     return out, row_max, row_sum

@@ -11,7 +11,7 @@ from jaxmha.implementations.native.replacing import in_place_of_xla, unavailable
 
 
 class Settings(NamedTuple):
-    """The static config of a write: `in_xla` computes the same in plain XLA."""
+    """The static config of a write: `in_xla` computes the write in plain XLA."""
 
     in_xla: Callable[["Settings", Sequence[Any]], Sequence[jax.Array]]
 
@@ -33,10 +33,11 @@ def write(
     sources: Any = None,
     targets: Any = None,
 ) -> jax.Array:
-    """`pool`, `P K page *H`, with `tokens`, `B T K *H`, at `pages` and `slots`, `B T`.
+    """Returns `pool`, `P K page *H`, with `tokens`, `B T K *H`, written at `pages` and `slots`, `B
+    T`.
 
-    Before that, page `sources[b]` is copied to page `targets[b]`, both `B`. Places outside of the
-    pool are ignored. In place if the pool is donated.
+    Before that, page `sources[b]` is copied to page `targets[b]`, both `B`. Writes outside the pool
+    are ignored. If the pool is donated, it is overwritten in place.
     """
     pool = jnp.asarray(pool)
     none = jnp.full(tokens.shape[0], pool.shape[0], np.int32)
@@ -50,7 +51,7 @@ def write(
 
 
 def in_xla(_: Settings, operands: Sequence[Any]) -> tuple[jax.Array]:
-    """The same in plain XLA."""
+    """Computes `write` in plain XLA."""
     pool, tokens, pages, slots, sources, targets = operands
     bits, tokens = as_bits(pool), as_bits(tokens)
     old = jnp.take(bits, sources, 0, mode="clip")
@@ -60,7 +61,8 @@ def in_xla(_: Settings, operands: Sequence[Any]) -> tuple[jax.Array]:
 
 
 def as_bits(x: jax.Array) -> jax.Array:
-    """float8 as uint8: XLA would convert a whole cache to float16, and back, to write one token."""
+    """Bitcasts float8 to uint8: to write one token, XLA would convert a whole cache to float16 and
+    back. Other dtypes are unchanged."""
     float8 = x.dtype.itemsize == 1 and jnp.issubdtype(x.dtype, np.floating)
     return jax.lax.bitcast_convert_type(x, np.uint8) if float8 else x
 

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import jax
 
-# The environment variable that switches the implementation off (0), or names the widest instructions
-# of x86-64 that it may use; none: as on a CPU that has none of them.
+# The environment variable that switches the implementation off (0), or names the widest
+# instructions of x86-64 that it may use; "none": it behaves as on a CPU without any of them.
 SWITCH = "JAXMHA_NATIVE"
 VALUES = ("0", "1", "amx", "avx512", "avx2", "none")
 # Version of the operands, results and attributes of the handlers. native/build_library.py has the
@@ -44,7 +44,7 @@ def unavailable() -> str | None:
     """Registers the library; returns the reason why this process cannot use it, or None.
 
     Raises:
-      ValueError: JAXMHA_NATIVE is set, and none of VALUES.
+      ValueError: JAXMHA_NATIVE is set to a value outside VALUES.
     """
     return _loaded().reason
 

@@ -23,14 +23,14 @@ from jaxmha.implementations.tiled.layout import Index
 
 Arrays: TypeAlias = tuple[jax.Array, ...]
 
-# The mask, one bit per pair, is evaluated as a whole if it takes at most MASK_BYTES, for which a loop
-# would not pay, or at most WHOLE times the bytes of the results. Otherwise a loop visits some queries
-# and keys at a time: their bits, and the copies of their operands and results, take at most PARTS
-# times the bytes of the results.
+# The mask, one bit per pair, is evaluated as a whole if it takes at most MASK_BYTES, for which a
+# loop would not pay, or at most WHOLE times the bytes of the results. Otherwise a loop visits some
+# queries and keys at a time: their bits, and the copies of their operands and results, take at most
+# PARTS times the bytes of the results.
 MASK_BYTES = 2**20
 WHOLE, PARTS = 1 / 4, 1 / 6
-# Fewest keys visited at a time. A kernel that gets at most ALL_KEYS (backward.cc) computes delta from
-# their tiles, and they must then be all keys of the rows.
+# Minimum number of keys visited at a time. A kernel that gets at most ALL_KEYS keys (backward.cc)
+# computes delta from their tiles, which is wrong unless they are all keys of the rows.
 LEAST_KEYS = 2048
 
 
@@ -38,9 +38,10 @@ class Config(NamedTuple):
     """Static config.
 
     Attributes:
-      settings: that of the kernels, without bounds.
+      settings: the settings of the kernels, without bounds.
       rows: number of queries that the forward pass visits at a time.
-      gradient_rows, gradient_keys: number of queries and keys that the backward pass visits at a time.
+      gradient_rows, gradient_keys: number of queries and keys that the backward pass visits at a
+        time.
       below: left bound of the window; None: no bound.
     """
 
@@ -52,8 +53,8 @@ class Config(NamedTuple):
 
 
 class Masks(NamedTuple):
-    """The conditions of which the kernel gets a dense mask: a mask function, and perhaps another
-    dense mask, each axis full or 1."""
+    """The conditions that the kernel gets as bits of pairs: a mask function, and a dense mask whose
+    axes are full or 1 (None: no dense mask)."""
 
     mod: Mod
     array: jax.Array | None
@@ -64,7 +65,7 @@ def attend(
 ) -> tuple[jax.Array, jax.Array]:
     """Output `B T N h` and lse `B N T`, which is -inf on fully masked rows. No size is 0.
 
-    `settings`: with the static bounds of `conditions`, one of which is a mask function.
+    `settings` has the static bounds of `conditions`; `conditions.mod` is not None.
     """
     assert conditions.mod is not None
     masks = Masks(conditions.mod, conditions.array)
@@ -82,8 +83,8 @@ def attend(
 
 
 def _sizes(problem: Problem, masks: Masks) -> tuple[int, int, int]:
-    """The number of queries of the forward pass, and of queries and keys of the backward pass, that
-    are visited at a time; all of them if the bits of the whole mask are few."""
+    """How many queries the forward pass visits at a time, and how many queries and keys the
+    backward pass: all of them if the whole mask takes few bytes."""
     (B, T, N, H), (S, K, h) = problem.query.shape, problem.value.shape[1:]
     uses = masks.mod.program.uses
     matrices = (B if "b" in uses else 1) * (N if "n" in uses else 1)
@@ -115,13 +116,14 @@ def _is_few(mask_bytes: float, results: int) -> bool:
 
 
 def _grain(masks: Masks, letter: str) -> int:
-    """A number of queries or keys that keeps a mask function constant within its blocks; 64 or more
-    also keep the kernels' rows whole."""
+    """The least common multiple of 64 and the size of the blocks within which a mask function is
+    constant: parts of multiples of it split no such block, and no row tile of the kernels."""
     return math.lcm(64, masks.mod.program.grain(letter))
 
 
 def _evenly(size: int, most: float, grain: int) -> int:
-    """The number of queries to visit at a time, about `most` or fewer, in parts of nearly one size."""
+    """The number of queries to visit at a time, about `most` or fewer, in parts of similar
+    sizes."""
     grain = grain if grain <= most else 64
     parts = -(-size // max(grain, int(most)))
     return min(size, -(-size // (parts * grain)) * grain)
@@ -155,7 +157,8 @@ core.defvjp(_forward, _backward)
 
 
 class _Span(NamedTuple):
-    """Queries or keys: a static number of them from `start` on, which is a multiple of `aligned`."""
+    """Queries or keys: a static number of them from `start` on, which is a multiple of
+    `aligned`."""
 
     start: Index
     size: int
@@ -168,7 +171,7 @@ class _Span(NamedTuple):
         return jax.lax.dynamic_slice_in_dim(x, self.start, self.size, axis)
 
     def put(self, whole: jax.Array, part: jax.Array, axis: int) -> jax.Array:
-        """`whole` with the span's part of an operand."""
+        """`whole` with the span overwritten by `part`."""
         if part.shape == whole.shape:
             return part
         return jax.lax.dynamic_update_slice_in_dim(whole, part, self.start, axis)
@@ -177,8 +180,8 @@ class _Span(NamedTuple):
 def _fold(
     size: int, each: int, visit: Callable[[_Span, Arrays], Arrays], carry: Arrays, *, least: int = 1
 ) -> Arrays:
-    """Folds `visit` over the spans of an axis, which are `each` long. The last one is shorter, or
-    longer where it would be shorter than `least`."""
+    """Folds `visit` over the spans of an axis, each `each` long. The last span has the rest; if the
+    rest is shorter than `least`, it has the span before it too."""
     whole, rest = divmod(size, each)
     if 0 < rest < least:
         whole, rest = whole - 1, rest + each
@@ -243,7 +246,8 @@ def _bits(
 def _shared_by_lines(
     mask: Bool[jax.Array, "b n T s"], lines: int, keys: int
 ) -> UInt8[jax.Array, "b n t8 s"]:
-    """The mask of lines of eight queries that always have the same keys, as 0 and 1."""
+    """The mask of lines of eight queries that attend the same keys: 0 or 1 for each line and
+    key."""
     b, n = mask.shape[:2]
     first = mask[:, :, ::8] if mask.shape[2] > 1 else mask
     return jnp.broadcast_to(first, (b, n, lines, keys)).astype(np.uint8)
@@ -274,7 +278,8 @@ def _zeros(like: jax.Array, shapes: Sequence[tuple[tuple[int, ...], Any]]) -> Ar
 def _in_parts(config: Config, problem: Problem) -> bool:
     """True if either pass visits some queries or keys at a time.
 
-    Gradients of parts are summed in float32; both passes have to sum logits alike.
+    Then operands are float32 in both passes: gradients of parts are summed in float32, and both
+    passes must sum logits alike.
     """
     T, S = problem.query.shape[1], problem.key.shape[1]
     return (config.rows, config.gradient_rows, config.gradient_keys) != (T, T, S)

@@ -20,12 +20,12 @@ from jaxmha.implementations.native import attention, library, operands
 from jaxmha.implementations.native.registration import register
 
 NAME = "native"
-# Below, XLA's matmul takes less: a call of the kernels costs microseconds, and few rows do not pay
-# for a copy of the kernel. A kernel with WIDE columns or more is large, so fewer rows pay for it.
+# Below these numbers, XLA's matmul takes less time: a call costs microseconds, and few rows do not
+# pay for a copy of the projection's kernel. With WIDE or more columns, fewer rows pay for it.
 LEAST_ROWS, LEAST_ROWS_OF_WIDE, LEAST_WORK = 48, 16, 2**20
 WIDE = 1024
-# In bfloat16 a copy of the kernel costs little, unless it has LARGE entries or more, which come from
-# memory: for few rows, both then take the time of reading it.
+# In bfloat16 a copy of the kernel costs little. A kernel with LARGE entries or more is read from
+# memory, which takes most of the time if rows are few: XLA's matmul then takes no longer.
 LEAST_ROWS_OF_BF16, LEAST_ROWS_OF_LARGE, LARGE = 16, 64, 2**21
 BF16: np.dtype[Any] = np.dtype(jnp.bfloat16)
 
@@ -97,7 +97,8 @@ def _bind(
 ) -> jax.Array:
     """`A B + bias` in `dtype`, of operands of one dtype that are stored as they are or transposed.
 
-    `kept`: of the first stored axis of a: rows of A, or, if a is transposed, depths of A and B.
+    `kept`: a mask of the first stored axis of `a`: of the rows of A or, if `a` is transposed, of
+    the axis of A and B that is summed.
     """
     if bias is None:
         bias = jnp.zeros((*[1] * (a.ndim - 2), 0), a.dtype)
@@ -179,7 +180,7 @@ def _transposed(
 
 
 def _cotangent(to: Any, kept: Any, a: Any, b: Any, ta: bool, tb: bool) -> jax.Array:
-    """`A B` in the shape and dtype of `to`, summed over batch axes that it has with size 1."""
+    """`A B` in the shape and dtype of `to`, summed over batch axes where `to` has size 1."""
     if a.dtype != b.dtype:  # the cotangent is float32 and the operand bfloat16
         a, b = a.astype(np.float32), b.astype(np.float32)
     lead = operands.batch((a, b, kept), (2, 2, 1))

@@ -22,8 +22,9 @@ class Settings(NamedTuple):
       below, above: `i - below <= j <= i + above`; FAR: no bound.
       out: dtype of the output.
       gradient: whether the backward pass reads row max and row sum.
-      in_parts: whether other calls visit the other queries or keys, and the backward pass other parts:
-        kernels that suit some sizes alone would sum logits in other orders.
+      in_parts: whether the call visits only a part of the queries or keys. The parts of the
+        backward pass may differ, so kernels that suit only some sizes, and sum logits in another
+        order, are not used.
     """
 
     scale: float
@@ -103,8 +104,8 @@ def absent(dtype: Any) -> jax.Array:
 
 
 def unit(settings: Settings, problem: Problem) -> float:
-    """The factor of the logits that the row max lacks: the second result of `split_scale`, or 1 if
-    there is a soft cap or a bias."""
+    """The factor by which the kernels' row max is to be multiplied to give that of the logits: the
+    second result of `split_scale`, or 1 if there is a soft cap or a bias."""
     whole = settings.soft_cap is not None or problem.bias.size
     return 1.0 if whole else split_scale(settings.scale)[1]
 

@@ -34,8 +34,11 @@ from jaxmha.semantics import Semantics
 
 
 def attend(settings: Settings, *operands: Any, by: ModuleType = blocked) -> list[Any]:
-    """Output, row max and row sum by the implementation `by`; the row max is the lse divided by
-    `unit`, and the row sum is 1 (0 in fully masked rows)."""
+    """Computes the output, row max and row sum of the native kernel by the implementation `by`.
+
+    `by` returns only the lse, so the row max is lse / `unit` and the row sum 1; the row sum of a
+    fully masked row is 0.
+    """
 
     def one(*operands: Any) -> tuple[Any, ...]:
         problem = Problem(*operands)

@@ -27,7 +27,8 @@ def register(
 ) -> Any:
     """A new primitive, which runs a kernel on CPUs.
 
-    A program contains `in_xla` if it is exported, lowered for another platform, or partitioned by XLA.
+    A program contains `in_xla` if it is exported, lowered for another platform, or partitioned by
+    XLA.
 
     Args:
       name: the kernel.

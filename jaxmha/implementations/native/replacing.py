@@ -1,4 +1,4 @@
-"""Native kernels that replace a function in plain XLA, whose operands keep their axes.
+"""Native kernels that replace a function in plain XLA; they take no additional batch axes.
 
 A program contains the function itself if it is exported, lowered for another platform, or
 partitioned by XLA, under `jax.vmap`, and in derivatives.

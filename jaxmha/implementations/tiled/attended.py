@@ -162,7 +162,8 @@ Attended: TypeAlias = tuple[Bool[jax.Array, "#B #N T"] | None, Bool[jax.Array, "
 def with_blocks(
     conditions: Conditions, bias: Float[jax.Array, "b n t s"] | None, tiling: Tiling
 ) -> tuple[Attended, Conditions]:
-    """Attended queries and keys, and the conditions; a mask function also gets its block mask."""
+    """Returns attended queries and keys, and the conditions with the block mask of their mask
+    function, if any."""
     if conditions.mod is None:
         N = tiling.K * tiling.G
         return attended(conditions, bias, tiling.B, N, tiling.T, tiling.S), conditions
@@ -174,7 +175,7 @@ def with_blocks(
 def blocks_of(
     conditions: Conditions, bias: Float[jax.Array, "b n t s"] | None, tiling: Tiling
 ) -> Blocks:
-    """The blocks of pairs that all conditions and the bias allow; one condition is a mask function.
+    """The blocks of pairs that all conditions and the bias allow; `conditions.mod` is not None.
 
     If the mask function is the only condition and its blocks are known, they are returned.
     Otherwise every pair is evaluated once, one tile of `tiling` (or a part of it) at a time.

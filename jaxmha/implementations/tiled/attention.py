@@ -125,7 +125,8 @@ def attend(request: Request, distributed: Core | None = None) -> Result:
 
 
 class _Operands(NamedTuple):
-    """Dtype of matmul operands, as in `Config`, and the factor of the logits that queries do not include."""
+    """`dtype`: of matmul operands, as in `Config`. `scale`: factor of the logits that is left after
+    the queries were scaled."""
 
     dtype: np.dtype[np.floating] | None
     scale: float
@@ -136,15 +137,15 @@ def _head_major(
 ) -> tuple[
     Float[jax.Array, "B N T H"], Float[jax.Array, "B K S H"], Float[jax.Array, "B K S h"], _Operands
 ]:
-    """Scaled queries, keys and values in the accumulation dtype."""
+    """Scaled queries, keys and values in the accumulation dtype, and the config of matmuls."""
     accumulate = accumulation_dtype(request.query.dtype)
     query, key, value = (jnp.moveaxis(x.astype(accumulate), 2, 1) for x in request[:3])
     semantics = request.semantics
     operands = operand_dtype(request.query.dtype, semantics.precision, platform)
     if has_float16_digits(request.query.dtype, semantics.precision, platform):
         operands = np.dtype(np.float16)
-    # A scale that is not a power of two rounds every query. In small matmuls, whose sums are
-    # pairwise, the error of that is smaller than the error of rounding the logits once more.
+    # Multiplying queries by a scale that is not a power of two rounds them. In small matmuls, whose
+    # sums are pairwise, this error is smaller than that of rounding the logits once more.
     small = math.prod((*query.shape, key.shape[2])) <= SMALL and operands is None
     scale, rest = (request.scale, 1.0) if small else split_scale(request.scale)
     query *= scale
@@ -155,7 +156,7 @@ def _config(request: Request, conditions: Conditions, platform: str, operands: _
     semantics = request.semantics
     return Config(
         semantics.logits_soft_cap,
-        resolved(semantics.precision),  # here: a device's own part may be traced elsewhere
+        resolved(semantics.precision),  # now: `per_device` may trace later, under another config
         conditions.window,
         conditions.above if isinstance(conditions.above, int) else None,
         semantics.dropout_rate if request.drops else 0.0,

@@ -33,9 +33,9 @@ def kind(
     conditions: Conditions,
     bias: Float[jax.Array, "b n t s"] | None,
 ) -> Literal["rows", "keys"] | None:
-    """`rows` if a static causal offset is the only condition, `keys` if key padding is.
+    """Returns `rows` if a static causal offset is the only condition, `keys` if key padding is.
 
-    None: neither is, or there is a soft cap with key padding, or row bands do not pay.
+    Returns None for other conditions, for key padding with a soft cap, or if row bands do not pay.
     """
     if bias is not None or config.window != (None, None):
         return None

@@ -1,8 +1,8 @@
 """The order in which the matmul of logits adds features.
 
-The matmul of XLA:CPU adds the terms of a sum one by one, and every partial sum rounds. Where one
-feature has far larger terms than all others, as in many trained models, each sum after that term
-rounds to the digits of the term. If the term comes last, one sum does.
+The matmul of XLA:CPU adds the terms of a sum one by one, and rounds every partial sum. In many
+trained models one feature has far larger terms than all others: each partial sum from that term on
+is as large as the term, and so is its rounding error. If the term comes last, only one sum is.
 """
 
 from typing import TypeVar
@@ -24,9 +24,9 @@ def largest_feature(
     key: Float[jax.Array, "B K S H"],
     platform: str,
 ) -> Int[jax.Array, "B K"] | None:
-    """The feature with the largest product of a query and a key, by key head; None: the order stays.
+    """The feature with the largest product of a query and a key, by key head; None: keep the order.
 
-    Logits of several KV tiles must round as in the forward pass, so that their order stays.
+    Returns None for several KV tiles, because their logits must round as in the forward pass.
     """
     if platform != "cpu" or tiling.kv_tiles > 1 or min(tiling.T, tiling.S) < LEAST:
         return None
@@ -35,9 +35,9 @@ def largest_feature(
 
 
 def exchanged(feature: Int[jax.Array, "B K"] | None, arrays: Arrays) -> Arrays:
-    """Exchanges a feature and the last one of arrays `B N T H` or `B K S H`; None: changes nothing.
+    """Exchanges `feature` with the last feature of arrays `B N T H` or `B K S H`.
 
-    To exchange them again restores the order.
+    If `feature` is None, returns the arrays unchanged. A second exchange restores the order.
     """
     if feature is None:
         return arrays

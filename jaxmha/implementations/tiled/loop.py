@@ -53,8 +53,8 @@ class Shared(NamedTuple):
     ) -> tuple[jax.Array | None, jax.Array | None]:
         """Mask or bias tile, and dropout keep-mask: `[tile_heads] rows keys`."""
         tiling, config, conditions = self.tiling, self.config, self.conditions
-        # Rows need no masking, since they are zeroed, unless what is added to a 0, or the derivative
-        # of the score function there, is not finite.
+        # Invalid rows are zeroed, so they need a mask only if a bias, or the derivative of a score
+        # function at 0, is not finite.
         rows = None if self.bias is None and self.score_mod is None else conditions.rows
         conditions = (NO_CONDITIONS if unmasked else conditions)._replace(rows=rows)
         mask = block_mask.mask_or_bias(conditions, self.bias, position, tiling.G, dtype)
@@ -195,7 +195,7 @@ def transpose_all(arrays: Tree) -> Tree:
 
 
 def normalize(config: Config, state: State, seed: Seed | None) -> Softmax:
-    """Divides the output by the row sum and by the keep rate of dropout."""
+    """Divides the output by the row sum and, under dropout, by the keep probability."""
     return online_softmax.normalize(state, None if seed is None else 1 - config.dropout_rate)
 
 
@@ -251,8 +251,8 @@ def backward(
     seed: Seed | None,
     score_mod: Mod | None = None,
 ) -> tuple[Additional, QKVGradients]:
-    """Gradients of the bias and of the arrays that `score_mod` captures; and those of query
-    (transposed), key and value, as tiles."""
+    """Returns the gradients of the bias and of the arrays that `score_mod` captures, and the
+    gradients of query (transposed), key and value as tiles."""
     shared = _shared(tiling, config, bias, traced, seed, score_mod)
     bias = shared.bias
     more = Additional(
@@ -305,8 +305,8 @@ def backward_into(
     score_mod: Mod | None = None,
     floats: Floats = (),
 ) -> tuple[QKVGradients, Floats]:
-    """Adds the gradients over further keys in place: those of query, key and value to `before`,
-    and those of the arrays that `score_mod` captures to `floats`.
+    """Adds in place, over further keys, the gradients of query, key and value to `before`, and the
+    gradients of the arrays that `score_mod` captures to `floats`.
 
     `decode`: casts a KV tile from its stored dtype when it is visited.
     """

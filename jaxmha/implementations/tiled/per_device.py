@@ -31,14 +31,15 @@ def run(
     others: Others,
     results: Callable[[Tree], Any] | None = None,
 ) -> Tree:
-    """`function(tiling, inputs, others)`, where `tiling` is that of the rows and heads of a device.
+    """Runs `function(tiling, inputs, others)` on each device, for its own batch rows and heads.
 
-    Dropout masks and functions of b and n depend on positions in the whole batch: with them, XLA
-    partitions the program itself.
+    Dropout masks, score functions and mask functions depend on positions in the whole batch: with
+    them, `function` gets the whole arrays, and XLA partitions the program itself.
 
     Args:
+      tiling: of the whole arrays; `function` gets a tiling of the arrays of one device.
       others: further arrays per query.
-      results: the axes of the results, in their structure; None: by their number.
+      results: maps the results to their axis letters, in the same structure; None: `by_number`.
     """
     query, key, value, bias, traced, seed, mod = inputs
     if seed is not None or mod is not None or traced.mod is not None:
@@ -56,7 +57,7 @@ def run(
 
 
 def by_number(arrays: Any) -> Any:
-    """The axes of arrays per query, by their number."""
+    """The axis letters of arrays per query, by the rank of each array."""
     return jax.tree.map(lambda x: LETTERS[x.ndim], arrays)
 
 

@@ -112,7 +112,8 @@ def _some_and_every(
 def _any_and_all(
     array: Bool[jax.Array, "b n t s"], tiling: Tiling
 ) -> tuple[Bool[jax.Array, "b #i #j"], Bool[jax.Array, "b #i #j"]]:
-    """True where a tile has an allowed pair in some head; True where all pairs are, in all heads."""
+    """True where a tile has an allowed pair in some head; True where all pairs are, in all
+    heads."""
     b, n, t, s = array.shape
     tiles_i, rows = (tiling.query_tiles, tiling.rows) if t > 1 else (1, 1)
     tiles_j, keys = (tiling.kv_tiles, tiling.keys) if s > 1 else (1, 1)

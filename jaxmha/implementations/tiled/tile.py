@@ -21,8 +21,8 @@ from jaxmha.semantics import Precision
 
 # Row sums of tiles with at most so many scores are added pairwise, as in small matmuls.
 SMALL_SUM = 2**14
-# Longest run of keys whose weighted values are added one by one, and the most multiplications of a
-# matmul that is split into such runs.
+# Longest run of keys whose weighted values are added one by one, and the maximum number of
+# multiplications of a matmul that is split into such runs.
 RUN, SPLIT = 128, 2**24
 
 
@@ -35,11 +35,11 @@ class Config(NamedTuple):
       platform: selects the tile sizes.
       whole: N and T of the larger request that the arrays are a part of; None: they are the whole.
       sizes: overrides of the tile sizes.
-      operands: dtype of matmul operands, which holds rows, keys and values exactly, by its digits if
-        it is float16 (`matmul_of_float16`); None: their own dtype.
-      scale: factor of the logits that the rows do not include yet.
-      transposed: whether the scores of the forward pass are `s r`, to round like those of the
-        backward pass. On CPU they always are: matmuls with the values on the left take the same
+      operands: dtype of matmul operands, which represents rows, keys and values exactly; float16:
+        digits of float16 in the range of float32 (`matmul_of_float16`); None: their own dtype.
+      scale: factor of the logits by which the rows are not multiplied yet.
+      transposed: whether the scores of the forward pass are `s r`, and so round like the scores of
+        the backward pass. Always True on CPU: matmuls with the values on the left take the same
         time, and their sums are shorter.
     """
 
@@ -167,9 +167,9 @@ def _before_modifier(
 def _without_padding(
     extent: Extent, logits: Float[jax.Array, "*c s r"], allowed: Bool[jax.Array, "..."] | None
 ) -> tuple[Float[jax.Array, "*c s r"], Bool[jax.Array, "..."] | None]:
-    """Excludes the padded rows and keys of a tile, and gives them the scores of the last ones that are
-    not: where no pair has its score, a score function may have an infinite derivative, and times a
-    cotangent of 0 that is NaN."""
+    """Excludes the padded rows and keys of a tile, and gives them the scores of the last valid row
+    or key. At other scores a score function may have an infinite derivative, and inf times the
+    cotangent 0 is NaN."""
     s, r = logits.shape[-2:]
     apart = logits.reshape(*logits.shape[:-1], extent.G, r // extent.G)
     for axis, size, start in ((-1, extent.T, extent.starts[2]), (-3, extent.S, extent.starts[3])):
@@ -202,10 +202,11 @@ def _weigh(
     b: Float[jax.Array, "*c s n"],
     most: int = SPLIT,
 ) -> Float[jax.Array, "*c m n"]:
-    """`a @ b` over keys or rows; one of the two holds weights or their gradients.
+    """`a @ b` over keys or rows; `a` or `b` holds weights or their gradients.
 
-    Weights have one sign, so errors of long sums do not cancel if the values have one sign too. The
-    matmul of XLA:CPU adds the terms of a sum one by one. In small tiles its time hides a split.
+    On a CPU, matmuls of at most `most` multiplications are split into runs of keys, whose results
+    are added pairwise: XLA:CPU adds the terms of a sum one by one, and rounding errors of a long
+    sum do not cancel if its terms have one sign. In small tiles a split costs little time.
     """
     keys, sizes = a.shape[-1], (*a.shape, b.shape[-1])
     split = config.platform == "cpu" and all(isinstance(size, int) for size in sizes)
@@ -291,9 +292,9 @@ def backward(
         dropped, d_weights = exps * factor, d_weights * factor
     d_values = product(dropped, d_out)
     minus_delta = jnp.swapaxes(minus_delta, -1, -2)
-    if whole:  # delta of these weights, so that gradients of a row's logits sum to 0
+    if whole:  # subtracts delta of these weights, so that gradients of a row's logits sum to 0
         d_weights -= sum_of_rows(exps * d_weights) / divisor
-        if exps.size <= SMALL_SUM:  # again, to remove the rounding error of delta
+        if exps.size <= SMALL_SUM:  # a second time, since the first leaves its rounding error
             d_weights -= sum_of_rows(exps * d_weights) / divisor
         minus_delta /= divisor
     d_bias = exps * (d_weights + minus_delta)

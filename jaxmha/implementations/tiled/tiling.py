@@ -81,7 +81,7 @@ def choose_tiling(
     least_rows: int | None = None,
     side: int | None = None,
 ) -> Tiling:
-    """Chooses a tiling in which a tile takes at most `target` bytes, or else `least_rows` rows.
+    """Chooses a tiling in which a tile has at most `target` bytes, but at least `least_rows` rows.
 
     Args:
       B, K, G, T, S: sizes, all at least 1.
@@ -94,7 +94,7 @@ def choose_tiling(
       platform: selects the tuning table for sizes that are None.
       target: bytes of scores per tile.
       least_rows: minimum rows per tile, even if they take more bytes.
-      side: rows, over all query heads of a group, and keys of a tile.
+      side: maximum rows (over all query heads of a group) and keys of a tile if `skips`.
 
     >>> tiling = choose_tiling(1, 8, 1, 4096, 4096, plain=True)
     >>> tiling.rows, choose_tiling(1, 8, 1, 4096, 4096, skips=True).keys
