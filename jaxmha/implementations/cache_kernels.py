@@ -119,7 +119,7 @@ def _request(query: jax.Array, stored: Stored, lengths: jax.Array, semantics: Se
 
 
 def _takes(request: Request, stored: Stored) -> bool:
-    """True if cuDNN can compute the request without a copy of keys or values."""
+    """True if cuDNN can compute the request over `stored` without a copy of keys or values."""
     if not request.query.dtype == request.key.dtype == request.value.dtype:
         return False
     page = stored.keys.shape[2]

@@ -208,9 +208,9 @@ def _split(
 
 
 class Extent(NamedTuple):
-    """A tile: its starts and static sizes along B, N, T and S; the sizes T and S of the arrays, to
-    which padded positions are clipped; G, query heads per key/value head; and numbers that divide
-    traced starts along T and S."""
+    """A tile: its starts and static sizes along B, N, T and S. Its padded positions are clipped to
+    the sizes `T` and `S` of the arrays. `G`: query heads per key/value head. `aligned`: numbers
+    that divide traced starts along T and S."""
 
     starts: tuple[Index, Index, Index, Index]
     sizes: tuple[int, int, int, int]
@@ -245,7 +245,7 @@ def allowed(mod: Mod, extent: Extent) -> Bool[jax.Array, "_ _ _ _"]:
 
 def block_within(mod: Mod, extent: Extent, letter: str) -> int:
     """The size of the blocks of queries (i) or keys (j) of a tile within which a mask function is
-    constant; 1: it has no such blocks, or the tile may not start at the start of one."""
+    constant; 1 if there are none, or if the tile may not start at a multiple of their size."""
     start = extent.starts["bnij".index(letter)]
     if mod.starts is not None:
         return 1
@@ -354,7 +354,7 @@ def _any_entry(x: jax.Array) -> jax.Array:
 
 
 def of_pair(mod: Mod, *scalars: jax.Array) -> jax.Array:
-    """The value of a function for one pair, given by the scalars that it takes."""
+    """The value of a function for one pair; `scalars` are its arguments."""
     pair = [
         (x if letter == "x" else jnp.asarray(x, np.int32), "")
         for letter, x in zip(mod.program.arguments, scalars, strict=True)

@@ -119,8 +119,8 @@ def joined(a: State, b: State) -> State:
 def divisor_of(row_sum: jax.Array) -> jax.Array:
     """The row sum, or 1 in fully masked rows, where it is 0.
 
-    In other rows it is at least about 1, but may be slightly less: compilers fuse the factor of
-    the logits with the subtraction of the rounded row max.
+    In other rows the row sum is at least about 1. It may be slightly less than 1 if a compiler
+    fuses the scaling of logits with the subtraction of the rounded row max.
     """
     return jnp.where(row_sum == 0, 1.0, row_sum)
 

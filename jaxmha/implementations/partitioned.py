@@ -316,10 +316,9 @@ def _rule(
     given: Sequence[Any],
     shapes: Sequence[Any],
 ) -> tuple[str, dict[str, int]]:
-    """Shardy's sharding rule, and the sizes of its factors: a letter is sharded alike in all
-    arrays.
+    """Returns Shardy's sharding rule and the sizes of its factors.
 
-    If devices may share a key/value head, the sharding of k is independent of that of n.
+    Equal factors are sharded alike. If devices may share a key/value head, n and k share no factor.
     """
     sizes = _sizes([*given, *shapes], [*letters, *results])
     group = sizes["n"] // sizes["k"]

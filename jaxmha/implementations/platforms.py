@@ -104,9 +104,9 @@ def _kinds(those: Callable[[], list[Any]]) -> list[Any]:
 
 
 def _default() -> Platform:
-    """The platform of the default device; of several kinds of GPUs, that of the least capability.
+    """The platform of the default device, or of the kind of GPU with the least capability.
 
-    GPUs of all processes count: they must choose the same implementation.
+    GPUs of all processes count, because all processes must choose the same implementation.
     """
     return min(map(_of, _kinds(jax.devices)), key=lambda platform: platform.capability or (0, 0))
 

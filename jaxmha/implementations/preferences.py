@@ -92,8 +92,7 @@ def key(request: Request) -> str:
 
 
 class Preference(NamedTuple):
-    """The `order` of implementations, fastest first, in a benchmark of a call; `source` names
-    it."""
+    """`order`: implementations, fastest first in a benchmark. `source`: the benchmark, in words."""
 
     order: tuple[str, ...] = ()
     source: str = ""

@@ -64,8 +64,7 @@ def failure(
 ) -> str | None:
     """The reason why a kernel does not work in this or another process, or None; warns once.
 
-    `agree`: whether all processes probe the kernel and exchange the outcomes; False: this process
-    alone.
+    `agree`: True if all processes probe the kernel and exchange the outcomes.
     """
     chosen = mode()
     if chosen in ("0", "trust"):
@@ -180,7 +179,7 @@ def _within_limit(attend: Attend, unsupported: Reason, kind: Kind) -> Finding:
 _LATE: list[threading.Thread] = []
 
 
-@atexit.register  # registered after the handler of JAX, which therefore runs later
+@atexit.register  # JAX's handler was registered before, so it runs after this one
 def _linger() -> None:
     until = time.monotonic() + LINGER
     for thread in _LATE:

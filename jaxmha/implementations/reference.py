@@ -66,8 +66,8 @@ def attend(
 ) -> Result:
     """Computes the request; intermediates are float32, or float64 for float64 inputs.
 
-    `all_finite`: all operands are finite, so unattended keys and values need no zeroing: their
-    weight of 0 suffices.
+    `all_finite`: True if all operands are finite: a weight of 0 then excludes unattended keys and
+    values, which need no zeroing.
     """
     semantics = request.semantics
     (B, T, N, _), S = request.query.shape, request.value.shape[1]

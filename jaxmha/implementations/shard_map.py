@@ -42,7 +42,8 @@ class Split(NamedTuple):
     N: int
 
     def spec(self, shape: tuple[int, ...], letters: str) -> PartitionSpec:
-        """The spec of an array, by a letter per axis: b, n, k or c (positions); else replicated."""
+        """The spec of an array with one letter per axis: b, n, k or c (positions) are sharded,
+        other letters replicated."""
         names = {"b": self.b, "n": self.n, "k": self.k}
         if self.axes.context is not None:
             names["c"] = (self.axes.context,)
@@ -116,7 +117,7 @@ def project(
 ) -> list[jax.Array]:
     """Computes `run(projections, inputs, others)` for each device's own query and key/value heads.
 
-    The gradient of an input is summed over its projections first, then over devices once.
+    The gradient of an input is summed over its projections first, and only then over devices.
     """
     N, K = (x.kernel.shape[1] for x in projections[:2])
     found = split(0, N, K)

@@ -98,8 +98,8 @@ def _masked(request: Request) -> Result:
 
 
 def _all_heads(request: Request) -> Result:
-    """Computes one matmul for all heads. If a non-finite key leaked into other heads (0 * inf makes
-    their lse NaN), computes the logits head by head instead."""
+    """Computes one matmul for all heads. If the lse has NaN, computes the logits head by head
+    instead: a non-finite key may have leaked into other heads, as 0 * inf."""
     result = reference.attend(request, ALL_HEADS)
     if request.key.shape[2] == 1:
         return result

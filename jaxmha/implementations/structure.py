@@ -21,8 +21,7 @@ Pair = Callable[..., Any]
 class _Form(NamedTuple):
     """A way to write a condition: a function of captured arrays and of a pair.
 
-    `documents`: whether it compares the ids of documents; `causal`: whether it allows `j <= i`
-    alone.
+    `documents`: whether it compares ids of documents. `causal`: whether it requires `j <= i`.
     """
 
     function: Pair
@@ -34,8 +33,7 @@ def as_structure(
     mask: Mask, mod: Mod | None, shape: tuple[int, ...], S: int
 ) -> tuple[Mask, Mod | None]:
     """Returns `mask` with the condition of a mask function, and None in place of the function.
-    Returns both unchanged if the function is not recognised, or if `mask` has segment ids of its
-    own.
+    Returns both unchanged if the function is not recognised, or if `mask` already has segment ids.
 
     `shape`: of the queries, `B T N H`.
     """

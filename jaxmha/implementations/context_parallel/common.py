@@ -1,5 +1,5 @@
-"""Code of both ring and all-gather: the positions that each device holds, and the mask conditions
-between a part of the queries and a part of the keys."""
+"""Code that ring and all-gather share: the positions that each device holds, and the mask
+conditions between a part of the queries and a part of the keys."""
 
 from collections.abc import Callable
 from functools import partial

@@ -233,7 +233,7 @@ def call(
     *,
     lse: bool,
 ) -> OutAndLse:
-    """Output and, if `lse` is set, a differentiable lse."""
+    """Returns the output and, if `lse` is set, a differentiable lse, else None."""
     if lse:
         return out_and_lse(kernel, query, key, value, bias, others)
     return kernel.out(kernel.settings, query, key, value, bias, others), None

@@ -145,8 +145,7 @@ def attend(request: Request, *, leaks: Leaks = Leaks(), in_place: bool | None = 
 
 
 def _leaks_in_place(request: Request) -> Leaks | None:
-    """The leaks of the kernel that reads valid keys in place; None: on this machine they must be
-    copied."""
+    """The leaks of the kernel that reads valid keys in place; None: it does not work here."""
     if cudnn_padding.unsupported_reason(request):
         return None
     kind = probe_cases.kind_of(request)._replace(padded=True, queries=probe_cases.MANY)

@@ -180,13 +180,13 @@ def attend(
     paged: bool = False,
     one: Callable[..., jax.Array] = out,
 ) -> Result:
-    """Computes a request of the probe over a cache of its keys and values; the gradient is that of
-    the reference. `one`: the kernel for one query per sequence."""
+    """Computes a request of the probe over a cache of its keys and values; `reference` computes the
+    gradient. `one`: the kernel for one query per sequence."""
     lengths = jnp.asarray(request.mask.key_value_lengths)
     (B, T, N, _), h = request.query.shape, request.value.shape[3]
 
     def stored(*heads: jax.Array) -> Stored:
-        if leaks.output:  # only tells the probe that they leak: a real cache is never zeroed
+        if leaks.output:  # only lets the probe name the leak: calls over a cache zero nothing
             beyond = jnp.arange(heads[0].shape[1])[None] >= lengths[:, None]
             heads = tuple(jnp.where(beyond[..., None, None], 0, x) for x in heads)
         if paged:
@@ -225,8 +225,7 @@ def _with_gradient_of(
 
 
 def _table(B: int, S: int) -> jax.Array:
-    """The page table of the probe: sequences use the pages of the pool from the last to the
-    second."""
+    """The page table of the probe: sequences use the pages in reverse order, but not page 0."""
     M = -(-S // PAGE)
     return jnp.arange(B * M, 0, -1, dtype=np.int32).reshape(B, M)
 

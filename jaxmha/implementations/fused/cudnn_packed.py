@@ -125,8 +125,7 @@ def static(settings: Settings) -> dict[str, Any]:
 
 
 def _forward(settings: Settings, lse: bool, *operands: jax.Array) -> Any:
-    """Output, and the log-sum-exp in the form that cuDNN's backward pass reads (None unless
-    `lse`)."""
+    """Output, and the log-sum-exp as cuDNN's backward pass reads it (None if `lse` is False)."""
 
     def call(query: Any, key: Any, value: Any, ends: Any) -> Any:
         from jax._src.cudnn import fused_attention_stablehlo as private

@@ -1,4 +1,4 @@
-"""cuDNN's fused attention under key padding, which may leave any keys valid.
+"""cuDNN's fused attention under key padding, whose valid keys may be at any positions.
 
 Without a gradient, keys and values are read in place: cuDNN's paged attention runs with pages of
 one position each, and its table lists the valid positions. That kernel has no gradient and returns
@@ -73,8 +73,7 @@ def in_place(
     valid: Bool[jax.Array, "B S"],
     counts: Counts,
 ) -> Float[jax.Array, "B T N H"]:
-    """The output over the valid keys; keys and values are copied only when a gradient is
-    computed."""
+    """The output over the valid keys; only a gradient copies keys and values."""
 
     def call(
         query: jax.Array,

@@ -77,7 +77,7 @@ def attend(request: Request, *, leaks: Leaks = EVERYTHING_LEAKS) -> Result:
 
 
 def _ids(mask: Mask, T: int, S: int) -> Others:
-    """Segment ids as ranks among the query ids; -1 marks keys whose id no query has."""
+    """Segment ids, replaced by their ranks among the query ids; -1 if no query has the id."""
     if mask.query_segments is None or mask.key_value_segments is None:
         return None
     queries, keys = (jnp.asarray(x) for x in (mask.query_segments, mask.key_value_segments))
@@ -110,7 +110,7 @@ def _run(inputs: KernelInputs, ids: Others, soft_cap: float | None, *, lse: bool
     query = fill(query, 1, rows)
     key, value = fill(inputs.key, 1, columns), fill(inputs.value, 1, columns)
     settings = Settings(inputs.left, inputs.above, soft_cap, INTERPRET)
-    # The scale is 1, since the queries are already multiplied by it, and JAX differentiates that.
+    # The scale is 1: queries are already scaled, and JAX differentiates that scaling.
     kernel = Kernel(_out, _out_and_lse, False, 1.0, settings)
     out, found = adapter.call(kernel, query, key, value, None, ids, lse=lse)
     return out[:, :T], None if found is None else found[:, :, :T]

@@ -1,5 +1,4 @@
-"""Attention of one query per sequence over pages, by the Pallas kernel for TPUs that comes with
-JAX.
+"""Attention of one query per sequence over a paged cache, by JAX's own Pallas kernel for TPUs.
 
 Keys and values are read in place. The kernel multiplies masked slots by weights of 0, so that
 NaN in them would reach the output: pages beyond a sequence are read as its first page, and the

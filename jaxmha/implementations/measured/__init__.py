@@ -1,2 +1,1 @@
-"""Tables that `jaxmha bench --save` wrote on other machines, for users who have none of their
-own."""
+"""Files that `jaxmha bench --save` wrote on other machines, for calls that users have not timed."""

@@ -111,8 +111,8 @@ def core(settings: Settings, reads_lse: bool, *problem: Any) -> tuple[jax.Array,
 
 
 def _forward(settings: Settings, reads_lse: bool, *problem: Any) -> Any:
-    # The backward pass computes delta from the output; rounding the output to half precision would
-    # cause an error in all gradients of the row.
+    # The backward pass computes delta from the output, so rounding the output to half precision
+    # would cause an error in all gradients of the row.
     wide = settings._replace(out=np.dtype(np.float32), gradient=True)
     out, *row = primitives.attend(wide, Problem(*problem))
     out = checkpoint_name(out, "attention_out")  # type: ignore[no-untyped-call]

@@ -58,7 +58,7 @@ class Operands(NamedTuple):
       table: `B M`, the pages of a batch row; absent in a dense cache.
       lengths: `B`, the number of tokens, with the new ones.
       first: `B`, the position of the first new token.
-      allowed: `b n t s`, pairs of new tokens and slots that no mask excludes.
+      allowed: `b n t s`, the dense mask of new tokens and slots.
     """
 
     rows: jax.Array

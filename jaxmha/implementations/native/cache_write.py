@@ -33,8 +33,7 @@ def write(
     sources: Any = None,
     targets: Any = None,
 ) -> jax.Array:
-    """Returns `pool`, `P K page *H`, with `tokens`, `B T K *H`, written at `pages` and `slots`, `B
-    T`.
+    """Returns `pool`, `P K page *H`, with `tokens`, `B T K *H`, at `pages` and `slots`, `B T`.
 
     Before that, page `sources[b]` is copied to page `targets[b]`, both `B`. Writes outside the pool
     are ignored. If the pool is donated, it is overwritten in place.

@@ -1,4 +1,4 @@
-"""Attention with a mask function by the native kernels, which skip empty blocks of pairs.
+"""Attention with a mask function by the native kernels, which skip fully masked blocks of pairs.
 
 XLA evaluates the function for many pairs at a time, and stores one bit per pair.
 """
@@ -40,8 +40,7 @@ class Config(NamedTuple):
     Attributes:
       settings: the settings of the kernels, without bounds.
       rows: number of queries that the forward pass visits at a time.
-      gradient_rows, gradient_keys: number of queries and keys that the backward pass visits at a
-        time.
+      gradient_rows, gradient_keys: the same for queries and keys of the backward pass.
       below: left bound of the window; None: no bound.
     """
 
@@ -117,13 +116,12 @@ def _is_few(mask_bytes: float, results: int) -> bool:
 
 def _grain(masks: Masks, letter: str) -> int:
     """The least common multiple of 64 and the size of the blocks within which a mask function is
-    constant: parts of multiples of it split no such block, and no row tile of the kernels."""
+    constant: parts of such sizes split neither these blocks nor tiles of the kernels."""
     return math.lcm(64, masks.mod.program.grain(letter))
 
 
 def _evenly(size: int, most: float, grain: int) -> int:
-    """The number of queries to visit at a time, about `most` or fewer, in parts of similar
-    sizes."""
+    """The number of queries to visit at a time: about `most` or fewer, in similar parts."""
     grain = grain if grain <= most else 64
     parts = -(-size // max(grain, int(most)))
     return min(size, -(-size // (parts * grain)) * grain)
@@ -157,8 +155,7 @@ core.defvjp(_forward, _backward)
 
 
 class _Span(NamedTuple):
-    """Queries or keys: a static number of them from `start` on, which is a multiple of
-    `aligned`."""
+    """A range of queries or keys, of a static size; `start` is a multiple of `aligned`."""
 
     start: Index
     size: int
@@ -180,8 +177,8 @@ class _Span(NamedTuple):
 def _fold(
     size: int, each: int, visit: Callable[[_Span, Arrays], Arrays], carry: Arrays, *, least: int = 1
 ) -> Arrays:
-    """Folds `visit` over the spans of an axis, each `each` long. The last span has the rest; if the
-    rest is shorter than `least`, it has the span before it too."""
+    """Folds `visit` over the spans of an axis, of `each` positions. A last span has the rest; a
+    rest shorter than `least` is joined to the span before it."""
     whole, rest = divmod(size, each)
     if 0 < rest < least:
         whole, rest = whole - 1, rest + each
@@ -246,8 +243,7 @@ def _bits(
 def _shared_by_lines(
     mask: Bool[jax.Array, "b n T s"], lines: int, keys: int
 ) -> UInt8[jax.Array, "b n t8 s"]:
-    """The mask of lines of eight queries that attend the same keys: 0 or 1 for each line and
-    key."""
+    """The mask of lines of eight queries that attend the same keys: 0 or 1 by line and key."""
     b, n = mask.shape[:2]
     first = mask[:, :, ::8] if mask.shape[2] > 1 else mask
     return jnp.broadcast_to(first, (b, n, lines, keys)).astype(np.uint8)

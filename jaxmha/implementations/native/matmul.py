@@ -162,9 +162,9 @@ def _transposed(
     a_transposed: bool,
     b_transposed: bool,
 ) -> list[Any]:
-    """Cotangents of the operand that is linear: `y = A B`, so `dA = dy B^T` and `dB = A^T dy`.
+    """The transpose rule for a linear `a` or `b`: `y = A B`, so `dA = dy B^T` and `dB = A^T dy`.
 
-    Each of them reads and writes an operand along the same axis, so `kept` passes on unchanged.
+    `kept` applies to the same axis in these matmuls, so they get it unchanged.
     """
     (dy,) = cotangents
     is_linear: Any = ad.is_undefined_primal

@@ -104,8 +104,8 @@ def absent(dtype: Any) -> jax.Array:
 
 
 def unit(settings: Settings, problem: Problem) -> float:
-    """The factor by which the kernels' row max is to be multiplied to give that of the logits: the
-    second result of `split_scale`, or 1 if there is a soft cap or a bias."""
+    """The row max of the logits divided by the row max that kernels return: the second result of
+    `split_scale`, or 1 if there is a soft cap or a bias."""
     whole = settings.soft_cap is not None or problem.bias.size
     return 1.0 if whole else split_scale(settings.scale)[1]
 

@@ -51,7 +51,7 @@ def attend(settings: Settings, *operands: Any, by: ModuleType = blocked) -> list
 
 
 def attend_backward(settings: Settings, *operands: Any, by: ModuleType = blocked) -> list[Any]:
-    """Gradients of query, key and value; and zeros for delta, which only native kernels read."""
+    """Gradients of query, key and value, and zeros for delta, which only native kernels read."""
 
     def one(*operands: Any) -> tuple[Any, ...]:
         problem, residuals = _split(operands)

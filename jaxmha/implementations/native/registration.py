@@ -25,10 +25,9 @@ def register(
     transpose: Callable[..., Any] | None = None,
     aliases: Mapping[int, int] | None = None,
 ) -> Any:
-    """A new primitive, which runs a kernel on CPUs.
+    """Returns a new primitive, which runs a kernel on CPUs.
 
-    A program contains `in_xla` if it is exported, lowered for another platform, or partitioned by
-    XLA.
+    Programs that are exported, lowered for another platform or partitioned by XLA contain `in_xla`.
 
     Args:
       name: the kernel.
@@ -37,7 +36,7 @@ def register(
       jvp: the rule of `jax.jvp`, for all tangents at once.
       attributes: `(**static)` -> attributes of the FFI call.
       batch: the rule of `jax.vmap`; None: the kernel takes leading axes, see `batched`.
-      transpose: the rule of linear operands, if there is one.
+      transpose: the transpose rule of linear operands; None: no operand is linear.
       aliases: operand -> the result that overwrites it.
     """
     from jax.extend.core import Primitive  # also imports Pallas, which few programs need
@@ -67,7 +66,7 @@ def register(
 
 
 def result_types(like: Any, shapes: Shapes) -> list[Any]:
-    """Types of results on the devices of the operand `like`."""
+    """The abstract values of results, replicated over the mesh of the operand `like`."""
     spec: Any = PartitionSpec
     return [
         like.update(

@@ -66,7 +66,7 @@ def from_mask(mask: Mask, T: int, S: int, mod: Mod | None = None) -> Conditions:
 def _valid(
     lengths: Integer[Array, "b"] | None, padding: Bool[Array, "#b size"] | None, size: int
 ) -> Bool[jax.Array, "#b size"] | None:
-    """Valid positions by length and by padding; None: all."""
+    """Positions that are valid by both length and padding; None: all."""
     valid = None if padding is None else jnp.asarray(padding)
     if lengths is None:
         return valid
@@ -76,8 +76,9 @@ def _valid(
 
 
 class TilePosition(NamedTuple):
-    """Position of a tile: starts (static or traced) and static sizes along B, N, T and S; the sizes
-    of the arrays; query heads per key/value head; and numbers that divide traced starts of T, S."""
+    """Position of a tile: starts (static or traced) and static sizes along B, N, T and S. `T`, `S`:
+    sizes of the arrays. `G`: query heads per key/value head. `aligned`: numbers that divide traced
+    starts along T and S."""
 
     b: Index
     batches: int

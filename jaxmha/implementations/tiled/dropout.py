@@ -50,7 +50,7 @@ def keep_mask(
     if seed is None:
         return None
     key = jax.random.wrap_key_data(seed[:KEY_SIZE], impl="threefry2x32")
-    # Positions of the tile on each axis; an axis that shares a draw has a single position.
+    # Positions of the tile on each axis; an axis over which the mask broadcasts has one position.
     first = seed[KEY_SIZE:] if seed.size > KEY_SIZE else (0, 0, 0, 0)
     at = [
         jnp.zeros(1, jnp.uint32)

@@ -78,7 +78,7 @@ def drop_single_head(
 
 
 def map_tiles(f: Callable[[Index, In], Out], count: int, xs: In, *, unroll: bool = False) -> Out:
-    """Stacks `f(i, tile)` of every tile of arrays `[count] ...`; `unroll` unrolls the loop."""
+    """Stacks the results `f(i, xs[i])` for arrays `[count] ...`; `unroll` unrolls the loop."""
     if count == 1:
         return f(0, xs)
 

@@ -19,7 +19,7 @@ Others = TypeVar("Others")
 CoreInputs: TypeAlias = tuple[
     jax.Array, jax.Array, jax.Array, jax.Array | None, Conditions, Seed | None, Mod | None
 ]
-# Axis letters of an array (see `partitioned`) by its rank; keys and values have KEYS.
+# Rank of an array -> its axis letters (see `partitioned.Letters`); keys and values have KEYS.
 LETTERS = {1: "b", 2: "b.", 3: "bn.", 4: "bn.."}
 KEYS = "bk.."
 

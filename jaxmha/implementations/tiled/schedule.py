@@ -33,9 +33,9 @@ class Schedule(NamedTuple):
 
 
 def make_schedule(conditions: Conditions, tiling: Tiling) -> Schedule | None:
-    """The schedule of conditions padded by `block_mask.pad`; NumPy arrays if they are static.
+    """The schedule of conditions padded by `block_mask.pad`; NumPy arrays if these are static.
 
-    None: every tile is unmasked.
+    Returns None if every tile is unmasked.
     """
     some, every = _some_and_every(conditions, tiling)
     if isinstance(every, np.ndarray) and every.all():
@@ -112,8 +112,7 @@ def _some_and_every(
 def _any_and_all(
     array: Bool[jax.Array, "b n t s"], tiling: Tiling
 ) -> tuple[Bool[jax.Array, "b #i #j"], Bool[jax.Array, "b #i #j"]]:
-    """True where a tile has an allowed pair in some head; True where all pairs are, in all
-    heads."""
+    """Two flags per tile: some pair is allowed in some head; all pairs are allowed in all heads."""
     b, n, t, s = array.shape
     tiles_i, rows = (tiling.query_tiles, tiling.rows) if t > 1 else (1, 1)
     tiles_j, keys = (tiling.kv_tiles, tiling.keys) if s > 1 else (1, 1)
@@ -141,7 +140,7 @@ def visit_all(
 ) -> Carry:
     """`carry = visit(j, unmasked, carry)` for every KV tile `j` that query tile `i` needs.
 
-    `step`: index of the heads of the tile. `unmasked`: the tile needs no masking.
+    `step`: index of a set of heads (`Tiling.steps`). `unmasked`: the tile needs no masking.
     """
     if tiling.kv_tiles == 1:
         return visit(0, schedule is None, carry)

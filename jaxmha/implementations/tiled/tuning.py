@@ -17,17 +17,18 @@ class Tuning:
         elsewhere enough to keep the device busy.
       kernel_bytes: the same for a kernel: larger kernels mean fewer kernel launches.
       heads_bytes: maximum size of a tile that holds several heads.
-      few_keys: number of keys up to which the next two entries apply to plain softmax tiles.
+      few_keys: maximum number of keys for which the next two entries apply, to tiles with only a
+        softmax between the matmuls.
       few_keys_gradient_bytes: `heads_bytes` in the backward pass.
       few_keys_factor: factor of `small_head_bytes` in the forward pass.
       small_head_bytes: size up to which a head is small: XLA fuses a tile of small heads into one
         kernel that computes one head at a time.
       small_heads_bytes: `heads_bytes` of small heads.
-      least_rows: minimum query rows per tile: with fewer, matmuls reuse no operand, even if the
-        tile fits in cache.
+      least_rows: minimum query rows per tile: with fewer, matmuls reuse too little of their
+        operands, even if the tile fits in cache.
       least_rows_kernel, least_rows_gradient: the same for a kernel, and in its backward pass, where
         reuse is worth more than the cache.
-      least_rows_bytes: size up to which these two apply.
+      least_rows_bytes: maximum size of a tile to which these two minima apply.
       side: rows and keys of a tile where whole tiles may be skipped: small enough to skip much,
         large enough for efficient matmuls.
       window_side: the same under a window of at most `window_tiles * window_side` keys.
@@ -39,8 +40,8 @@ class Tuning:
         over steps is unrolled, so that XLA runs some in parallel.
       unroll_query_tiles: maximum number of query tiles for which their loop is unrolled where keys
         are tiled too.
-      row_bands: (approximate rows per band, maximum number of bands); the entry that gives the most
-        bands applies.
+      row_bands: pairs (approximate rows per band, maximum number of bands); the pair that gives the
+        most bands applies.
       row_band_range: smallest and largest T with row bands. With fewer rows one kernel computes all
         heads together; with more, tiles skip as much and compile faster.
       key_bands: maximum number of key bands: more compute fewer masked scores, and compile longer.
