@@ -1,4 +1,4 @@
-"""One thing to compute, as data. Dimension letters are B T S N K H h; E = N * H."""
+"""A case: one computation to time. Dimension letters are B T S N K H h; E = N * H."""
 
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -15,20 +15,20 @@ ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 @dataclass(frozen=True)
 class Case:
-    """One thing to compute.
+    """One computation to time.
 
     `layer` is multi-head attention with its four projections, on features of width E; `core` is
     attention alone, on projected heads. `backward` is forward and backward together.
 
     Attributes:
       h: features of a value head; 0: H.
-      causal: as well as a `kind`, whose causal cases are causal without it.
-      window: queries attend keys at most so far away; None: any.
-      packed: sequences in a row that do not attend each other; 0: one.
+      causal: causal in addition to another `kind`; the kind `causal` does not need it.
+      window: queries attend keys at most this far away; None: any.
+      packed: number of sequences in a batch row, which do not attend each other; 0: one.
       bias: an additive bias `1 N T S`.
       boolean: lengths are given as Booleans, `B S`.
-      by_lengths: packed sequences are given by their lengths, where a peer takes them.
-      tf32: products of float32 may be rounded to TF32; else they are exact, where a peer has both.
+      by_lengths: packed sequences are given by their lengths, to peers that take them.
+      tf32: float32 products may be rounded to TF32; else peers that can choose do not round them.
     """
 
     scope: Scope
@@ -53,7 +53,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Unique.
+        """The unique name of the case.
 
         >>> Case("layer", "forward", "plain", 2, 512, 512).name
         'layer-forward-plain-B2-T512-E512'
@@ -126,7 +126,7 @@ class Case:
 
     @property
     def bounds(self) -> tuple[Bounds, Bounds]:
-        """First key that each query attends, and the end of them: `B T` or `1 T`."""
+        """First key that each query attends, and its last key plus 1: `B T` or `1 T`."""
         i = np.arange(self.T)[None]
         first, end = np.zeros_like(i), np.full_like(i, self.S)
         if self.is_causal:
@@ -150,7 +150,7 @@ class Case:
 
     @property
     def flop(self) -> float:
-        """Floating-point operations that are needed: what is masked counts nothing.
+        """Floating-point operations that are needed; masked pairs count 0.
 
         Attention: 2 products forward, 5 more backward (scores are computed again). Projections:
         1 forward, 2 more backward.
@@ -166,7 +166,7 @@ class Case:
 
     @property
     def nbytes(self) -> float:
-        """Bytes that must be read or written at least: every input and result once.
+        """Least number of bytes to read and write: every input and result once.
 
         >>> Case("core", "forward", "decode", 1, 1, 103, 2, 1, 64).nbytes  # 100 keys and values
         52224.0
@@ -180,14 +180,14 @@ class Case:
         else:
             heads = (queries * 2 + keys * (not self.is_self_attention)) * self.E
         weights = 2 * self.E * (self.N + self.K) * self.H * (self.scope == "layer")
-        # The gradient reads all of them and a cotangent, and writes as many gradients.
+        # The backward pass reads these arrays and a cotangent, and writes as many gradients.
         return float(size * (heads + weights) * (3 if self.direction == "backward" else 1)) + (
             size * bias
         )
 
     def bytes_with(self, stored: str | None) -> float:
-        """`nbytes`, where keys and values are stored in one byte per number, with a scale of 4 for
-        each token and head; None: in the dtype of the case.
+        """`nbytes` if keys and values have one byte per number, and each token and head has two
+        float32 scales (4 bytes each), of the key and of the value. `stored` None: `nbytes`.
 
         >>> Case("core", "forward", "decode", 1, 1, 103, 2, 1, 64).bytes_with("int8")
         14624.0
@@ -204,5 +204,5 @@ class Case:
         return max(self.T, self.S) >= 2048 and self.kind != "decode"
 
     def as_dict(self) -> dict[str, Any]:
-        """Fields, for JSON; `Case(**fields)` is the way back."""
+        """The fields, for JSON; `Case(**fields)` restores the case."""
         return asdict(self)

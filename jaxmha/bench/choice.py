@@ -15,7 +15,8 @@ SHAPE: Any = jax.ShapeDtypeStruct
 
 
 def explain(case: Case) -> dict[str, Any]:
-    """`chosen`, `supported` implementations, and the `call` by which a benchmark is saved."""
+    """Returns the `chosen` and the `supported` implementations, `reasons` why others do not support
+    the case, and the `call` under which a benchmark is saved."""
     asked, all_of_them = SupportQuery(), SupportQuery(IMPLEMENTATIONS)
     for query in (asked, all_of_them):
         jax.eval_shape(_program(case, query), *_arguments(case))

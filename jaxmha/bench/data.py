@@ -11,18 +11,18 @@ from jaxmha import MHAParams, Projection
 from jaxmha.bench.case import Case
 
 Array = NDArray[Any]  # float32
-# Rows that are compared with float64: of at most so many batch rows, so many queries each.
+# Largest numbers of batch rows, and of queries in each, that are compared with float64.
 BATCHES, ROWS = 2, 32
-# Larger arrays repeat so many numbers; a prime, so that no two heads of them are alike.
+# Larger arrays repeat this many drawn numbers; it is a prime, so that no two heads are equal.
 DRAWN = 4_194_301
 
 
 class Data(NamedTuple):
     """Inputs of one case.
 
-    Of a layer: `params`, and query `B T E`, key = value `B S E` (self-attention: the same object;
-    decoding: all tokens so far, the query's own the last of them).
-    Of the core: params is None, query `B T N H`, key and value `B S K H`. `cotangent` has the
+    For a layer: `params`, and query `B T E`, key = value `B S E` (self-attention: the same object;
+    decoding: all tokens so far, of which the last is the query's own).
+    For the core: params is None, query `B T N H`, key and value `B S K H`. `cotangent` has the
     shape of the output; `bias` is `1 N T S`.
     """
 
@@ -35,7 +35,7 @@ class Data(NamedTuple):
 
     @property
     def distinct(self) -> tuple[Array, ...]:
-        """The inputs, each once: what gradients are taken of."""
+        """Query, key and value without repeated arrays; gradients are with respect to these."""
         arrays: dict[int, Array] = {id(x): x for x in (self.query, self.key, self.value)}
         return tuple(arrays.values())
 
@@ -43,7 +43,7 @@ class Data(NamedTuple):
 def make(case: Case) -> Data:
     """Standard normal inputs; weights that keep their scale; biases that are not zero.
 
-    All are float32 arrays of numbers that the dtype of the case holds.
+    All are float32 arrays of numbers that the dtype of the case represents exactly.
     """
     rng = np.random.default_rng(zlib.crc32(case.name.encode()))
     dtype = np.dtype(case.dtype)
@@ -68,7 +68,7 @@ def make(case: Case) -> Data:
     )
     query = draw(B, T, E)
     key = query if case.is_self_attention else draw(B, S, E)
-    if case.kind == "decode" and case.lengths is not None:  # the token is the last of them
+    if case.kind == "decode" and case.lengths is not None:  # the query is the last token
         key[:, case.lengths[0] - 1] = query[:, 0]
     return Data(params, query, key, key, draw(B, T, E))
 
@@ -81,7 +81,7 @@ def compared(case: Case) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
 
 
 def only_compared(case: Case, cotangent: Array) -> Array:
-    """The cotangent with zeros wherever nothing is compared."""
+    """The cotangent, with zeros outside the compared rows."""
     where = np.ix_(*compared(case))
     kept = np.zeros_like(cotangent)
     kept[where] = cotangent[where]

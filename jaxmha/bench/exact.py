@@ -12,13 +12,13 @@ from jaxmha.bench.case import Case
 from jaxmha.bench.data import Data
 from jaxmha.converters.verify import oracle
 
-# Of central differences: curvature adds about STEP**2, rounding 1e-16 / STEP.
+# Step of central differences: their error is about STEP**2 by curvature, 1e-16 / STEP by rounding.
 STEP = 1e-5
-# A float32 output is within about 1e-6, on devices that multiply less exactly (TF32) within 1e-3; a
-# wrong mask, scale or head order is off by far more.
+# Largest allowed relative error. A float32 output is within about 1e-6, with TF32 products within
+# 1e-3; a wrong mask, scale or head order is off by far more.
 ALLOWED = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 3e-2}
-# Keys and values that are stored in one byte: a number is off by up to 1/254 of the largest of its
-# vector (int8), or 1/16 of its own size. Errors average as outputs do, to about 1% and 3% of the largest.
+# Keys and values in one byte are off by up to 1/254 of the largest entry of their vector (int8), or
+# 1/16 of their own size (float8). Averaged in outputs, that is about 1% and 3% of the largest.
 ALLOWED |= {"int8": 3e-2, "float8_e4m3fn": 1e-1}
 ROUNDED_PRODUCTS = 1e-2
 
@@ -32,7 +32,7 @@ def directions(case: Case, inputs: Data) -> list[NDArray[np.float32]]:
 
 
 def write(case: Case, path: Path) -> None:
-    """Stores the exact rows, and the derivative of the loss along `directions`.
+    """Stores the exact rows, and for a backward case the derivative of the loss along `directions`.
 
     The loss is the sum of output times `data.only_compared(cotangent)`.
     """
@@ -89,11 +89,12 @@ def errors(
     rounded_products: bool = False,
     stored: str | None = None,
 ) -> dict[str, float]:
-    """Largest error of the compared rows relative to the largest exact value, and of the derivative
-    relative to the length of the gradient. `stored`: the dtype of keys and values in a cache.
+    """Returns `error`, the largest error of the compared rows relative to the largest exact value,
+    and for gradients `gradient_error`, the error of the derivative along `directions` relative to
+    the norm of the gradient. `stored`: the dtype of keys and values in a cache.
 
     Raises:
-      ValueError: an error is beyond what the dtype explains, and TF32 if `rounded_products`.
+      ValueError: an error exceeds the bounds of the dtypes, and of TF32 if `rounded_products`.
     """
     with np.load(path) as written:
         exact = written["rows"]

@@ -13,7 +13,7 @@ from typing import Any, Self
 from jaxmha.bench import peers
 
 PATIENCE = 600.0
-# The line of a crash that says why; the last one is some frame of a stack.
+# Matches the line of a crash that names the cause; the last line is a stack frame.
 CAUSE = re.compile(r"^F\d{4}|terminate called|bad_alloc|[Oo]ut of memory|[Cc]annot allocate")
 
 
@@ -26,7 +26,7 @@ class Worker:
         self.messages = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed with the worker
 
     def ask(self, do: str, **request: Any) -> dict[str, Any]:
-        """The reply, `{"failed": reason}` also where the process dies or is too slow."""
+        """Returns the reply: `{"failed": reason}` also if the process dies or is too slow."""
         process = self._alive()
         assert process.stdin is not None
         assert process.stdout is not None
@@ -91,7 +91,7 @@ class Fleet:
         return self.workers[peer]
 
     def fresh(self, peer: str, do: str, **request: Any) -> dict[str, Any]:
-        """The reply of a process of its own."""
+        """Returns the reply of a new process, which then ends."""
         worker = Worker(peer, self.threads, self.platform)
         try:
             return worker.ask(do, **request)
@@ -114,9 +114,10 @@ class Fleet:
 
 
 def environment(peer: str, threads: int, platform: str | None = "cpu") -> dict[str, str]:
-    """As it is, with everybody's threads pinned, and everything on the CPU if `platform` says so.
+    """The environment of this process, with a fixed number of threads for libraries, and without a
+    visible GPU if `platform` is "cpu".
 
-    On an accelerator several processes share the memory, so that none may take all of it.
+    Otherwise JAX does not preallocate memory, since several processes share the device.
     """
     names = ("NPROC", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
     known = peer.partition(":")[0] in peers.PEERS

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-# Rows of a square product, and bytes of an array that is read.
+# Platform -> rows of a square product, and bytes of an array that is read; LARGE: other platforms.
 SIZES = {"cpu": (1024, 2**27)}
 LARGE = (8192, 2**30)
 REPEATS, CALLS = 7, 3
@@ -16,8 +16,8 @@ REPEATS, CALLS = 7, 3
 def measure(dtype: str) -> dict[str, Any]:
     """`tflops` of a product of the dtype, `gb_per_second` of a copy or a sum.
 
-    The faster of the two: on a CPU, a copy waits for fresh pages. The best of some: a limit is never
-    exceeded by noise.
+    The memory rate is the faster of the two, because on a CPU a copy waits for fresh pages. Each
+    rate is the best of several measurements, because noise only lowers it.
     """
     size, length = SIZES.get(jax.default_backend(), LARGE)
     left, right = (

@@ -24,7 +24,7 @@ def describe() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of every package that is installed."""
+    """Versions of Python and of the installed packages of `PACKAGES`."""
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -35,7 +35,7 @@ def versions() -> dict[str, str]:
 
 
 def settings() -> dict[str, str]:
-    """Variables of the environment that the speed of frameworks and the allocator depends on.
+    """Environment variables that affect the speed of the frameworks or the allocator.
 
     >>> "PATH" in settings()
     False

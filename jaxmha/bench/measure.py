@@ -1,5 +1,5 @@
-"""Rounds, interleaved: A B C, B C A, so that none always follows the same. One process works at a
-time."""
+"""Measures cases in interleaved rounds: A B C, B C A, so that each round begins with another peer.
+One process works at a time."""
 
 import json
 import tempfile
@@ -15,14 +15,14 @@ from jaxmha.bench.fleet import Fleet
 # A machine whose plain product is slower than its best by more than this was disturbed.
 DISTURBED = 1.3
 ATTEMPTS = 2
-# A peer that has used up its seconds on a case still gets so many rounds, and no more.
+# Rounds that a peer gets even if they take more than its seconds for a case.
 FEWEST = 3
 # A process that keeps more bytes of a device than this ends with the case: others need them.
 MOST_HELD = 2**31
 
 # Fields that are kept of the reply to `prepare`.
 KEPT = ("error", "gradient_error", "compile", "bytes")
-# The fields that hold the reply about memory.
+# Field of the reply to `memory` -> its field in the results.
 MEMORY = {"bytes": "memory", "failed": "memory_failed"}
 
 # Nothing measured yet.
@@ -32,8 +32,8 @@ Say = Callable[[str], None]
 
 
 class Probe:
-    """Plain products: `best` of any shape is the ceiling, `quiet` of the square the measure of
-    how undisturbed the machine is."""
+    """Rates of plain matrix products, by backend. `best`: the highest of any shape, a ceiling.
+    `quiet`: the highest of the square product; a slower one shows that the machine is disturbed."""
 
     def __init__(self, fleet: Fleet, backends: Sequence[str], known: dict[str, Any]) -> None:
         self.fleet, self.backends = fleet, backends
@@ -73,14 +73,14 @@ def measure(
     late: Callable[[], bool] = lambda: False,
     done: Callable[[dict[str, Any]], None] = lambda found: None,
 ) -> dict[str, Any]:
-    """Everything about every case, of some also the memory, in processes of their own.
+    """Measures every case, and the memory of some, with one process per peer.
 
-    `budget`: seconds after which a peer gets no more rounds of a case than it must.
-    `known`: what an earlier call found; only cases that it lacks, or that were disturbed, are
-    measured. `answered`: the cases of the results, if not `cases`. No
-    case is begun when it is `late`. `say` hears of every case, `step` of what is done for it, and
-    `done` is called after each case with all that was found. A case that was disturbed is measured
-    again, at most `attempts` times.
+    `budget`: seconds after which a peer gets no more than `FEWEST` rounds of a case.
+    `known`: results of an earlier call; only cases that it lacks, or that were disturbed, are
+    measured. `answered`: cases of the returned results, default `cases`. No case is begun once
+    `late()` is True. `say` receives the name of every case, `step` a description of each step, and
+    `done`, after each case, all results so far. A case that was disturbed is measured again, at
+    most `attempts` times.
     """
     measured = {entry["name"]: entry for entry in known["cases"]}
 
@@ -171,7 +171,8 @@ def _rounds(
     budget: float,
     step: Say,
 ) -> dict[str, Any]:
-    """All rounds of one case, between two probes; the layer's plain product is one of the peers."""
+    """All rounds of one case, between two probes; for a layer, a round also times the plain product
+    of its projections."""
     seconds: dict[str, list[float]] = {peer: [] for peer in live}
     failed: dict[str, str] = {}
     products: dict[str, list[float]] = {}
@@ -216,5 +217,5 @@ def _slowdown(probe: Probe, rates: dict[str, float]) -> float:
 
 
 def _rounded(value: Any) -> Any:
-    """Four digits are more than a clock is good for."""
+    """Rounds every float to four digits, more than a clock is good for."""
     return json.loads(json.dumps(value), parse_float=lambda text: float(f"{float(text):.4g}"))

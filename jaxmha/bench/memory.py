@@ -1,4 +1,4 @@
-"""Memory and cores of a process and of the machine; the module of benchmarks that names POSIX."""
+"""Memory and cores of a process and of the machine; no other benchmark module calls POSIX."""
 
 import contextlib
 import os
@@ -10,14 +10,14 @@ try:
 except ImportError:  # Windows
     resource = None  # type: ignore[assignment]
 
-# Of what is available: beyond it an allocation fails, before the machine begins to swap.
+# Share of the available memory beyond which an allocation fails, before the machine begins to swap.
 SHARE = 0.8
 
 
 def peak() -> int:
     """Largest resident size of this process so far, in bytes.
 
-    Where Linux offers it, its own count: that of getrusage starts at the size of the parent.
+    On Linux it is the kernel's `VmHWM`: the count of getrusage starts at the size of the parent.
     """
     with contextlib.suppress(OSError, ValueError):
         return counted("VmHWM") * 1024
@@ -28,13 +28,13 @@ def peak() -> int:
 
 
 def forget() -> None:
-    """Takes what is in use now as the peak, where Linux offers it."""
+    """Resets the peak to the memory in use now, where Linux offers it."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 
 
 def limit() -> None:
-    """Lets an allocation fail where it would take the machine down."""
+    """Limits the address space, so that allocations fail before the machine runs out of memory."""
     if resource is None:
         return
     with contextlib.suppress(OSError, ValueError):

@@ -57,13 +57,13 @@ CACHES: dict[str, str | None] = {
 
 
 def cache_of(name: str) -> str | None:
-    """The cache that the name of a peer names, one of `CACHES`; None: it names none."""
+    """The key of `CACHES` in the name of a peer (`paged` in `jaxmha:paged`), or None."""
     base, _, cache = name.partition(":")
     return cache if base == OURS and cache in CACHES else None
 
 
 def stored_by(name: str) -> str | None:
-    """The dtype of keys and values in the cache that a peer names; None: that of the case."""
+    """The dtype of keys and values in the cache of a peer; None: the dtype of the case."""
     return CACHES.get(cache_of(name) or "")
 
 

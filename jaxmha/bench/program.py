@@ -9,7 +9,7 @@ from jaxmha.bench.data import Array
 
 
 class UnsupportedError(Exception):
-    """The peer has nothing that computes the case; the message says why."""
+    """The peer cannot compute the case; the message says why."""
 
 
 class Program(NamedTuple):
@@ -17,11 +17,11 @@ class Program(NamedTuple):
 
     Attributes:
       compile: traces and compiles, where the peer does; to be called once, before the others.
-      run: computes everything, as often as its argument says (once), and waits for it.
-      outputs: from a cotangent to the output, in the shape of `Data.cotangent`, and the gradients
-        of `Data.distinct` (None where the case is forward only).
-      text: the compiled program, where there is one.
-      nbytes: of its temporaries and results, where that is known.
+      run: computes everything as many times as its argument says (default 1), and waits.
+      outputs: maps a cotangent to the output, in the shape of `Data.cotangent`, and the gradients
+        of `Data.distinct` (None if the case is forward only).
+      text: returns the text of the compiled program; None: the peer compiles none.
+      nbytes: returns the bytes of temporaries and results; None: unknown.
     """
 
     compile: Callable[[], None]

@@ -1,4 +1,4 @@
-"""From the name of a peer to its program; a peer's packages are imported when it is asked for."""
+"""Builds the program of a peer from its name, and only then imports the peer's packages."""
 
 from jaxmha.bench import peers
 from jaxmha.bench.case import Case
@@ -7,7 +7,7 @@ from jaxmha.bench.program import Program
 
 
 def small(peer: str) -> None:
-    """A program of a few numbers, so that the peer's framework, compiler and threads are there."""
+    """Runs a program of a few numbers, which starts the peer's framework, compiler and threads."""
     if peer.startswith("torch"):
         import torch
 
@@ -23,10 +23,10 @@ def small(peer: str) -> None:
 
 
 def program(peer: str, case: Case, data: Data) -> Program:
-    """The case as the peer computes it.
+    """The program with which the peer computes the case.
 
     Raises:
-      UnsupportedError: the peer has nothing that computes it.
+      UnsupportedError: the peer cannot compute it.
     """
     if case.kind == "decode" and (case.scope == "layer" or peers.cache_of(peer) is not None):
         from jaxmha.bench import decode_peers

@@ -12,9 +12,9 @@ from jaxmha.bench.case import Case
 from jaxmha.bench.fleet import Fleet
 from jaxmha.bench.peers import CACHES, IMPLEMENTATIONS, OURS, PEERS, stored_by
 
-# Seconds that the rounds of all peers may take, beyond the fewest; a person waits for them.
+# Seconds that the rounds of all peers may take, apart from `measure.FEWEST`; a person waits.
 BUDGET = 30.0
-# Peers on a GPU alone, by the peer that they are variants of.
+# Variants of peers that only run on a GPU.
 ON_GPU = ("jax-nn:cudnn", "torch-sdpa:cudnn", "torch-sdpa:flash", "torch-sdpa:efficient")
 Row = dict[str, Any]
 
@@ -27,7 +27,7 @@ def peers(case: Case, choice: dict[str, Any], platform: str) -> list[str]:
         ours += [f"{OURS}:{name}" for name in CACHES]
     others = [name for name, peer in PEERS.items() if name != OURS and not peer.absent]
     others = [name for name in others if PEERS[name].takes(case) and "+jaxmha" not in name]
-    if case.scope == "core":  # torch's function has one way, and its layer three
+    if case.scope == "core":  # torch's function is one peer, its layer has three paths
         others = [x for x in others if x not in ("torch-native", "torch-weights")]
     if platform == "gpu":
         others += [name for name in ON_GPU if name.partition(":")[0] in others]
@@ -52,9 +52,9 @@ def run(
     threads: int | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
-    """Measures the case of a platform: the device and its limits, and a row for every peer.
+    """Measures `case(platform)`; returns the device, its limits, and a row for every peer.
 
-    `say` hears of every step, the first within a second.
+    `say` receives a description of every step, the first within a second.
 
     Raises:
       ValueError: a peer is unknown or absent.
@@ -84,7 +84,7 @@ def run(
     )
     (entry,) = found["cases"]
     say("the device again")
-    again = _limits(threads, platform, this.dtype)  # the better one: others may use the machine
+    again = _limits(threads, platform, this.dtype)  # keep the better: others may use the machine
     limits = {name: max(rate, again[name]) for name, rate in limits.items()}
     return {
         "case": this.as_dict(),

@@ -1,4 +1,4 @@
-"""Plain matrix products in float32: the machine's ceiling, and a probe of its quiet."""
+"""Plain float32 matrix products: the machine's ceiling, and a probe of whether it is disturbed."""
 
 import os
 import time
@@ -19,7 +19,7 @@ REPEATS = 5
 
 
 def projection(case: Case) -> Shape:
-    """Rows, inner and columns of a layer's query, key and value projections as one product."""
+    """Sizes `(m, k, n)` of a layer's query, key and value projections as one product."""
     return (case.B * case.T, case.E, case.E + 2 * case.K * case.H)
 
 

@@ -14,11 +14,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# Nothing of the frameworks here: their threads are fixed first, and `sgemm` needs only one.
+# No framework is imported here: `pin` sets their threads first, and `sgemm` needs only one of them.
 from jaxmha.bench import memory
 from jaxmha.bench.case import Case
 
-# A round lasts about this long, at most so many calls; a first call is not timed where it is short.
+# Seconds that a round takes about, and its largest number of calls. If a call takes less than SHORT
+# seconds, an untimed call precedes each round.
 ROUND_SECONDS, MOST_CALLS, SHORT = 0.05, 200, 0.25
 
 
@@ -32,7 +33,8 @@ class State:
 
 
 def prepare(state: State, case: dict[str, Any], expected: str) -> dict[str, Any]:
-    """Loads, compiles, checks against float64 and estimates the time of a call."""
+    """Compiles the program of a case, and checks it against the float64 output in `expected`.
+    Returns its errors, the seconds of compilation and of a call, and the calls per round."""
     from jaxmha.bench import data, exact, peers, programs
 
     limit()
@@ -65,7 +67,7 @@ def round_(state: State) -> dict[str, Any]:
 
 
 def release(state: State) -> dict[str, Any]:
-    """Lets go of the case; the reply has the bytes of a device that the process keeps."""
+    """Frees the case; returns the bytes of the device that JAX still reserves."""
     state.run = None
     if "torch" in sys.modules:
         sys.modules["torch"].cuda.empty_cache()
@@ -77,8 +79,8 @@ def release(state: State) -> dict[str, Any]:
 
 
 def grown(state: State, case: dict[str, Any]) -> dict[str, Any]:
-    """Growth of the peak of memory over its value before the first call, compilation included; what
-    the framework takes for the first program of any kind is there before.
+    """Returns by how many bytes compiling and running the case raises the peak of memory, without
+    the memory that the framework takes for its first program of any kind.
     """
     from jaxmha.bench import data, programs
 
@@ -95,7 +97,8 @@ def grown(state: State, case: dict[str, Any]) -> dict[str, Any]:
 
 
 def limit() -> None:
-    """Limits memory on a CPU; with a GPU, addresses are reserved far beyond it."""
+    """Limits the address space of this process on a CPU. With a GPU it sets no limit: the driver
+    reserves more addresses than the machine has memory."""
     if os.environ.get("JAX_PLATFORMS") == "cpu":
         memory.limit()
 
@@ -158,7 +161,8 @@ def timed(run: Callable[[int], None], calls: int) -> float:
 
 
 def pin(peer: str, threads: int) -> None:
-    """As many threads as every other peer has; what the environment cannot say is said here."""
+    """Restricts the process to `threads` cores, and sets the threads of frameworks that do not read
+    them from the environment."""
     memory.keep_cores(threads)
     if "torch" in peer:
         import torch
@@ -172,15 +176,15 @@ def pin(peer: str, threads: int) -> None:
 
 
 def reason(error: Exception) -> str:
-    """The first line; with the type, unless it says no more."""
+    """The first line of an error, after its type unless that is `UnsupportedError`."""
     text = str(error).strip().splitlines() or ["no message"]
     known = type(error).__name__ == "UnsupportedError"
     return (text[0] if known else f"{type(error).__name__}: {text[0]}")[:200]
 
 
 def main() -> None:
-    """Answers until standard input ends."""
-    # Frameworks print: what they write to standard output goes to standard error.
+    """Replies to requests until standard input ends."""
+    # Frameworks print to standard output: their text is redirected to standard error.
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     state = State(sys.argv[1])

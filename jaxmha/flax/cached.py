@@ -86,9 +86,10 @@ def with_cache(
     force_fp32: bool = False,
     **more: object,
 ) -> tuple[jax.Array, CacheT]:
-    """Runs `step`, `prefill` or `extend` of `jaxmha.decoding`, for a linen or nnx module.
+    """Runs `step` (`prefill` or `extend` of `jaxmha.decoding`) for a linen or nnx module.
 
-    `force_fp32`: casts half precision to float32. `more`: further keyword arguments of `step`.
+    `force_fp32`: casts half-precision parameters and inputs to float32. `more`: further keyword
+    arguments of `step`.
     """
     require_features(inputs=inputs)
     params, semantics = module.to_params()
@@ -110,7 +111,7 @@ def with_cache(
 def _output_specs(
     params: MHAParams, inputs: tuple[jax.Array, ...], cached: Cache, *_: object, **__: object
 ) -> tuple[sharding.Axes, object] | None:
-    """Specs of the outputs: a cache keeps its sharding."""
+    """Mesh axes and partition specs of the outputs; None: unknown. The cache keeps its sharding."""
     found = sharding_of_features(inputs[0], params.query.kernel)
     specs = tuple(sharding.spec(*spec_of(x)) for x in cached)
     return found and (found.axes, (found.features, found.scores, specs))

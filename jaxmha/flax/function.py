@@ -141,7 +141,8 @@ def attention_fn(
 
 
 def _refuse_settings_of_layers(semantics: Semantics, dropout_rate: float) -> None:
-    """Raises ValueError for settings that have no effect in a function."""
+    """Raises ValueError for settings that only a layer applies, and for a dropout rate that only
+    `semantics` sets."""
     if semantics.add_zero_attn or semantics.qk_norm is not None:
         raise ValueError(
             "semantics: add_zero_attn and qk_norm belong to a layer; use "

@@ -183,8 +183,8 @@ def check_positions(
     *,
     features: int = 1,
 ) -> None:
-    """Checks positions against queries `*B T ...` and keys `*B S ...`; `features`: number of axes
-    after T or S. Checks `rotate` too."""
+    """Checks `rotate`, and that positions have the axes `*B T` of queries and the equal axes `*B S`
+    of keys. `features`: number of axes of queries and keys after T or S."""
     require_rotation(rotate)
     if positions is None:
         return
@@ -237,7 +237,8 @@ def widen(
     sizes: dict[str, int],
     semantics: Semantics,
 ) -> tuple[jax.Array | None, Mask]:
-    """Flattens bias and mask to one batch axis and extends them to the extra positions."""
+    """Flattens bias and mask to one batch axis and extends them to the extra key positions (of
+    `bias_k` and `add_zero_attn`)."""
     extra = 0 if params is None else bias_kv.count(params, semantics)
     return (
         bias_kv.widen_bias(bias, extra, batch, sizes),
@@ -253,7 +254,7 @@ def attend_projected(
     wide: tuple[jax.Array | None, Mask],
     settings: CallSettings,
 ) -> OutAndWeights:
-    """Attention over heads with any batch axes; appends the extra positions of `params`."""
+    """Attention over heads with any batch axes; with `params`, appends the extra key positions."""
     batch = query.shape[:-3]
     dtype = checks.promoted(query=query, key=key, value=value)
     query, key, value = (

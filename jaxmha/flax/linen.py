@@ -159,12 +159,12 @@ class MultiHeadDotProductAttention(nn.Module):  # type: ignore[misc]
           inputs_q: `(*B, T, Dq)`.
           inputs_k: `(*B, S, Dk)`, default `inputs_q`.
           inputs_v: `(*B, S, Dv)`, default `inputs_k`.
-          inputs_kv: both of them; flax's older name, with a DeprecationWarning.
+          inputs_kv: keys and values in one; flax's older argument, with a DeprecationWarning.
           mask: broadcastable to `(*B, N, T, S)`, nonzero entries attend; or a `jaxmha.Mask`.
           bias: added to the logits, broadcastable to `(*B, N, T, S)`.
           is_causal: query i attends keys j <= i.
           deterministic: no dropout.
-          dropout_rng: a PRNG key, default that of the collection `dropout`.
+          dropout_rng: a PRNG key, by default made from the rng collection `dropout`.
           sow_weights: sows the weights before dropout as `intermediates/attention_weights`.
           input_positions: `(*B, T)` of queries and keys for `rotate`, default their positions in
             the cache, or 0, 1, ...
@@ -358,7 +358,7 @@ class MultiHeadDotProductAttention(nn.Module):  # type: ignore[misc]
 
 
 class MultiHeadAttention(MultiHeadDotProductAttention):
-    """`MultiHeadDotProductAttention` under flax's second name, the default name of submodules.
+    """`MultiHeadDotProductAttention` by flax's other class name, which unnamed submodules take.
 
     >>> MultiHeadAttention(num_heads=2).init_with_output(
     ...     jax.random.key(0), jnp.ones((3, 5, 6)))[0].shape

@@ -88,10 +88,10 @@ def declare(module: Any, inputs: Inputs, semantics: Semantics) -> MHAParams:
 def _more(
     module: Any, sizes: Mapping[str, int], offset: float | None
 ) -> Callable[..., dict[str, jax.Array]]:
-    """Returns `more(name, **shapes)`, which declares the arrays of the layer `name`: those of the
-    given shapes, and those that `extra_params` adds to the layer.
+    """Returns `more(name, **shapes)`, which declares the layer `name` with arrays of `shapes`, and
+    the arrays that `extra_params` adds to it.
 
-    `offset`: added to the scales of norms; None: there are no scales.
+    `offset`: `Semantics.qk_norm_offset`; None: norms have no scales.
     """
     shapes = extra_shapes(module.extra_params, sizes, norms=offset is not None)
     extra = {name: dict(arrays) for name, arrays in shapes.items()}

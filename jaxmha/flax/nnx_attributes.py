@@ -11,7 +11,8 @@ from jaxmha.semantics import Precision, Semantics
 
 
 class Attributes(Views):
-    """Base class with attributes that read, and in part set, `semantics` and the projections."""
+    """Base class whose attributes read `semantics` and the projections; `dropout_rate`,
+    `broadcast_dropout` and `precision` also set `semantics`."""
 
     semantics: Semantics
 

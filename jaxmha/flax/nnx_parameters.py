@@ -36,12 +36,12 @@ def declare(
     use_bias_kv: bool,
     extra: Extra,
 ) -> dict[str, Any]:
-    """Attributes of a module by name, drawn in the order of flax; None for absent parameters.
+    """Returns layers and parameters by attribute name, drawn in flax's order; None for absent ones.
 
     Args:
       sizes: Dq, Dk, Dv, Do, N, K, H, h.
       heads: arguments of `nnx.LinearGeneral` for queries, keys and values.
-      out: arguments for the output projection; None: there is none.
+      out: arguments for the output projection; None: no output projection.
       norms: by name, arguments of `nnx.LayerNorm`.
       use_bias: as in `MultiHeadAttention`.
       use_bias_kv: as in `MultiHeadAttention`.
@@ -79,14 +79,15 @@ def declare(
 
 
 def _of_shape(settings: Settings, shape: tuple[int, ...]) -> dict[str, Any]:
-    """Arguments of `nnx.LayerNorm` for a scale of another shape than its features."""
+    """Returns `settings` with an initialiser that draws the scale in `shape`, which may differ from
+    the features of `nnx.LayerNorm`."""
     init = settings["scale_init"]
     return {**settings, "scale_init": lambda key, _, dtype: init(key, shape, dtype)}
 
 
 def _gate(shapes: Mapping[str, tuple[int, ...]], heads: Settings) -> nnx.LinearGeneral:
-    """The projection of gates, drawn and placed as those of heads; a gate per head lacks their
-    last axis."""
+    """The gate projection, with the initialisers and sharding of the head projections; arrays of a
+    gate per head lack their last axis."""
     Dq, *out = shapes["kernel"]
     kernel = {
         "kernel_init": init_of_rank(heads["kernel_init"], 1 + len(out)),
@@ -101,8 +102,8 @@ def _gate(shapes: Mapping[str, tuple[int, ...]], heads: Settings) -> nnx.LinearG
     return made
 
 
-# Settings that affect only a call of these layers, with the values that the module gives them. The
-# module's own dtype and precision apply to every matmul.
+# Settings of these layers that only a call of the layer would use, with their values after
+# `declare`: `variable` rejects others. The module's own dtype and precision apply to every matmul.
 UNTOUCHED: dict[str, Any] = {
     "dot_general": None,
     "dot_general_cls": None,
@@ -113,7 +114,8 @@ UNTOUCHED: dict[str, Any] = {
 
 
 def variable(module: nnx.Module, leaf: str) -> nnx.Variable | None:
-    """The variable of a module that holds a leaf of `MHAParams`, or None."""
+    """The variable of a module that holds a leaf of `MHAParams`, or None. Raises TypeError if its
+    layer was replaced by another type, ValueError if a setting in `UNTOUCHED` was changed."""
     name, *tail = PATHS[leaf]
     held = getattr(module, name)
     if not tail or held is None:

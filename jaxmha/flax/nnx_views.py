@@ -1,4 +1,4 @@
-"""Views of modules of nnx: what `nnx.view` sets, and the cache that it makes."""
+"""Base class of nnx modules that `nnx.view` can configure."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from flax import nnx
 
 
 class Views(nnx.Module):  # type: ignore[misc]
-    """Base class of modules with dropout and a cache, which `nnx.view` sets and makes."""
+    """Base class of modules with a cache: `nnx.view` sets dropout and decoding, and makes caches."""
 
     deterministic: bool | None
     decode: bool | None
@@ -45,8 +45,8 @@ class Views(nnx.Module):  # type: ignore[misc]
 
 
 def cache_dtype(module: nnx.Module) -> type[np.floating]:
-    """float64 for a module that computes in it, by `dtype` or its parameters; else float32, the
-    default of flax."""
+    """Returns float64 if the module's `dtype`, or without one any parameter, is float64; else
+    float32, the default of flax."""
     held = jax.tree.leaves(nnx.state(module, nnx.Param))
     dtypes = [x.dtype for x in held] if module.dtype is None else [module.dtype]
     wide = any(np.dtype(dtype) == np.float64 for dtype in dtypes)

@@ -47,7 +47,7 @@ def extra_shapes(
     `norms`: the module has learned norms of queries and keys.
 
     Raises:
-      ValueError: a name is not among `EXTRA`, its array is named before, or its layer is absent.
+      ValueError: a name is not in `EXTRA`, two names stand for one array, or a layer is absent.
       TypeError: `names` is not a tuple.
     """
     _check(names, norms)
@@ -79,7 +79,8 @@ def _check(names: Sequence[str], norms: bool) -> None:
 
 
 def flat_init(init: Initializer, contracted: int) -> Initializer:
-    """Draws a kernel, whose first `contracted` axes are inputs, as a matrix (as a vector if 0).
+    """Returns an initialiser that draws a matrix (a vector if `contracted` is 0), and reshapes it
+    to a kernel whose first `contracted` axes are inputs.
 
     flax draws its kernels in the same way; initialisers compute their fans from the matrix.
     """
@@ -101,7 +102,7 @@ _SHARDINGS = ("out_sharding", "sharding", "sharding_names")
 
 
 def metadata_of_rank(metadata: Mapping[str, Any], rank: int) -> dict[str, Any]:
-    """Metadata of a kernel or bias for an array that has its first `rank` axes only."""
+    """Cuts the sharding metadata of a kernel or bias to its first `rank` axes."""
     return {
         name: _first(value, rank) if name in _SHARDINGS else value
         for name, value in metadata.items()
@@ -109,7 +110,7 @@ def metadata_of_rank(metadata: Mapping[str, Any], rank: int) -> dict[str, Any]:
 
 
 def init_of_rank(init: Initializer, rank: int) -> Initializer:
-    """Draws as `init` does, with the metadata for an array that has its first `rank` axes only."""
+    """Draws as `init` does, and cuts its sharding metadata to the first `rank` axes."""
 
     def draw(*arguments: Any) -> PyTree:
         drawn = init(*arguments)

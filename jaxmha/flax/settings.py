@@ -117,8 +117,8 @@ def read_inputs(
 
 
 def require_features(**inputs: object) -> None:
-    """Raises TypeError for an input that is no array, or Boolean: a cast to the dtype of a module
-    would make 0 and 1 of what probably is a mask."""
+    """Raises TypeError for an input that is not an array or is Boolean. A Boolean input probably is
+    a mask, which a cast to the module's dtype would turn into zeros and ones."""
     require_arrays(optional=False, **inputs)
     for name, x in inputs.items():
         if getattr(x, "dtype", None) == bool:
@@ -163,7 +163,8 @@ def cast(tree: Tree, dtype: DTypeLike | None) -> Tree:
 
 
 def widened(tree: Tree) -> Tree:
-    """Casts half precision to float32, as flax does to weights by `force_fp32_for_softmax`."""
+    """Casts to float32 if no array is wider than half precision, as flax casts the weights with
+    `force_fp32_for_softmax`."""
     widest = max(x.dtype.itemsize for x in jax.tree.leaves(tree))
     return cast(tree, np.float32) if widest == 2 else tree
 
@@ -194,7 +195,8 @@ def input_sizes(
 def head_sizes(
     num_heads: int, qkv_features: int, num_kv_heads: int | None, value_head_dim: int | None
 ) -> tuple[int, int, int]:
-    """K, H and h of a module; ValueError for an invalid size, or if heads do not divide."""
+    """Returns K, H and h of a module. Raises ValueError for an invalid size, or unless N divides
+    `qkv_features` and K divides N."""
     require_sizes(num_heads=num_heads, qkv_features=qkv_features)
     require_sizes(optional=True, num_kv_heads=num_kv_heads, value_head_dim=value_head_dim)
     K = num_heads if num_kv_heads is None else num_kv_heads
@@ -233,8 +235,8 @@ def settings_of(
 def reject_others(
     made: Mapping[str, Any], given: Mapping[str, Any], defaults: Mapping[str, int]
 ) -> None:
-    """Raises ValueError for an argument in `given` with another value than that in `made`, which
-    the parameters say. `defaults`: what None means, for sizes."""
+    """Raises ValueError if an argument in `given` differs from `made`, the values that the
+    parameters determine. `defaults`: the sizes that None stands for."""
     for name in (x for x in given if x in made):
         value, own = as_tuple(given[name]), made[name]
         if value is None and own is not None:
@@ -255,7 +257,7 @@ def reject_others(
 
 
 def reject_known(given: Mapping[str, Any], *names: str) -> None:
-    """Raises ValueError for an argument among `names`, which the parameters alone say."""
+    """Raises ValueError if `given` has an argument in `names`: the parameters determine these."""
     for name in names:
         if name in given:
             raise ValueError(f"{name} is that of the parameters: leave it out")

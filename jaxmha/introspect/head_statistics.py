@@ -20,7 +20,7 @@ class HeadStatistics(NamedTuple):
       previous: the share of the position before, over the queries that have one.
       next: the share of the position after, likewise.
       first: the share of the first key.
-      named: the share of keys whose token is in `named`.
+      named: the share of keys whose token is in the argument `named`; None if that is empty.
       same: the share of other positions with the query's own token, over the queries that have one;
         None if no token occurs twice, or if there are no tokens.
     """
@@ -49,7 +49,7 @@ def head_statistics(
       key_tokens: S tokens of the keys; default `tokens` if T equals S.
       named: tokens such as `[CLS]` and `[SEP]`.
 
-    The shares of positions before, after and itself need self-attention: None unless T equals S.
+    `itself`, `previous` and `next` are None unless T equals S (self-attention).
 
     Raises:
       ValueError: a shape or a number of tokens does not fit, or tokens are missing.
@@ -96,7 +96,7 @@ def as_weights(weights: AnyArray, batch: int | None = None) -> NDArray:
     """Weights as `(N, T, S)`; for `(B, N, T, S)` the batch row with index `batch`.
 
     Raises:
-      ValueError: another shape, a batch row out of range, or values that are not weights.
+      ValueError: the shape is another, the batch row is out of range, or values are no weights.
     """
     array = to_numpy(weights)
     if array.dtype.kind not in "fiub" and "float" not in array.dtype.name:

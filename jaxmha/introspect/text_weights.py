@@ -45,7 +45,7 @@ def text_weights(model: object, tokenizer: Tokenizer, text: str, layer: int = 0)
 
     Raises:
       TypeError: the model is of another kind.
-      ValueError: the model called no such layer.
+      ValueError: the text has no tokens, or the model calls no such layer.
     """
     ids = np.asarray([tokenizer(text)["input_ids"]])
     if ids.size == 0:

@@ -1,6 +1,6 @@
-"""jaxmha inside Keras: its own attention layers compute with jaxmha, on the JAX backend.
+"""jaxmha inside Keras: Keras' own attention layers compute with jaxmha, on the JAX backend.
 
-`with jaxmha.keras.use():` for a part of a program, `jaxmha.keras.use()` for the rest of it.
+`with jaxmha.keras.use():` applies to its block, `jaxmha.keras.use()` to the rest of the program.
 """
 
 from jaxmha.keras.switch import VERSIONS as VERSIONS

@@ -1,4 +1,4 @@
-"""Keras' attention by jaxmha; a function returns None where Keras computes it itself.
+"""Keras' attention by jaxmha; each function returns None for calls that Keras computes itself.
 
 Sources: keras/src/backend/jax/nn.py (`dot_product_attention`), and `_compute_attention` of
 keras/src/layers/attention/multi_head_attention.py and grouped_query_attention.py. The layers call
@@ -32,8 +32,9 @@ def fused(
 ) -> jax.Array | None:
     """`keras.ops.dot_product_attention`.
 
-    Keras computes calls with a bias (a row that its -inf empty is NaN there), a soft cap, a mask
-    that is not Boolean with four axes, or `flash_attention=True`, which asks for Keras' own kernel.
+    Returns None for calls with a bias (rows whose biases are all -inf are NaN in Keras), a soft
+    cap, a mask that is not Boolean with four axes, or `flash_attention=True`, which asks for the
+    kernel of Keras.
     """
     from keras.src import backend
 
@@ -86,7 +87,7 @@ def of_multi_head(
     """`MultiHeadAttention._compute_attention`."""
     import keras
 
-    # A class of the user's may replace any part.
+    # A subclass may override any part of the computation.
     if type(layer) is not keras.layers.MultiHeadAttention:
         return None
     scale = layer._inverse_sqrt_key_dim
@@ -118,11 +119,11 @@ def of_grouped(
 
 
 def _with_scores(call: Call) -> tuple[jax.Array, jax.Array | None] | None:
-    """The path that materialises scores.
+    """Computes as Keras does where it materialises the scores.
 
-    Keras computes the path without scores and dropout rate, where it calls `fused`; dropout in
-    training, whose draws are those of its seed generator; several attended axes; masks that are
-    not Boolean; and scores of a layer with flash attention, which it refuses.
+    Returns None for calls that Keras computes: without scores and dropout rate, for which it calls
+    `fused`; with dropout in training, which Keras' seed generator draws; with several attended
+    axes; with masks that are not Boolean; and with scores and flash attention, which Keras refuses.
     """
     dropped = call.dropout > 0
     if not (dropped or call.scores) or (dropped and call.training) or (call.flash and call.scores):

@@ -1,4 +1,4 @@
-"""`use`: Keras' functions replaced while a switch is on."""
+"""`use` replaces functions of Keras while a switch is on."""
 
 import functools
 import threading
@@ -18,7 +18,7 @@ _replaced: list["_Replaced"] = []
 
 
 class _Replaced(NamedTuple):
-    """A function of Keras, the place that holds it, and the function that replaces it."""
+    """A function of Keras, the module or class that holds it, and the function that replaces it."""
 
     place: Any
     name: str
@@ -46,7 +46,7 @@ class Switch:
             if _switches:
                 return
             for place, name, own, instead in _replaced:
-                # Another function may have replaced ours, which is inert now.
+                # Other code may have replaced our function, which then only calls Keras' own.
                 if getattr(place, name) is instead:
                     setattr(place, name, own)
             _replaced.clear()
@@ -74,9 +74,9 @@ def use() -> Switch:
     masks that are not Boolean, and `_compute_attention` of derived classes that returns scores.
 
     As a context manager it ends with the block; otherwise call `off()` of the result. Blocks nest,
-    and an exception ends them like any other way out. It holds for all threads of the process.
-    Functions that were compiled before keep what they were compiled with, and those compiled in a
-    block keep jaxmha: call `model.make_predict_function(force=True)`, `make_train_function` or
+    and an exception ends a block too. The switch holds for all threads of the process.
+    Functions that were compiled before keep Keras' attention, and functions compiled in a block
+    keep jaxmha: call `model.make_predict_function(force=True)`, `make_train_function` or
     `make_test_function` to compile a model again.
 
     Raises:
@@ -108,7 +108,7 @@ def use() -> Switch:
 
 
 def _seams() -> list[tuple[Any, str, Callable[..., Any]]]:
-    """Place and name of every function that is replaced, and the function of jaxmha for it."""
+    """Every function to replace: its module or class, its name, and jaxmha's function for it."""
     import keras
     from keras.src.backend.jax import nn
 

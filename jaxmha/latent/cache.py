@@ -77,8 +77,8 @@ class LatentCache(NamedTuple):
     ) -> tuple["LatentCache", Bool[jax.Array, "B"]]:
         """Writes the first `counts` of T tokens to each row; token p is written to slot `p % S`.
 
-        Returns the cache, and True for rows that have too many tokens, as `KVCache.append`, with
-        the same errors.
+        Returns the cache, and True for rows that have too many tokens. Errors are those of
+        `KVCache.append`.
         """
         sizes: dict[str, int] = {}
         check_dtypes(self._asdict(), paged=False)
@@ -91,8 +91,8 @@ class LatentCache(NamedTuple):
         return LatentCache(written[:, 0], starts + more), full
 
     def as_heads(self) -> KVCache:
-        """The same cache with one key/value head: keys are latents and rotary keys, and so are the
-        values, of which the first L features count."""
+        """A `KVCache` with one head, whose keys and values both are the latents with rotary keys;
+        only the first L features of the values count."""
         latents = jnp.asarray(self.latents)[:, None]
         return KVCache(latents, latents, self.lengths)
 
@@ -109,7 +109,7 @@ def paged_cache(
     page_size: int = 64,
     dtype: DTypeLike | None = None,
 ) -> PagedKVCache:
-    """A `PagedKVCache` for latents: one head of keys with C = L + R features, and values without.
+    """A `PagedKVCache` for latents: one head, keys of C = L + R features, values of 0 features.
 
     `prefill`, `extend` and `decode_step` take it in the place of a `LatentCache`; a `PagePool`, and
     the methods of the cache, work as with keys and values.
@@ -147,7 +147,7 @@ def append(
 
 
 def as_heads(cache: LatentCache | PagedKVCache) -> KVCache | PagedKVCache:
-    """The cache with values: its keys, of which the first L features count."""
+    """A cache whose values are its keys; only the first L features of the values count."""
     if isinstance(cache, PagedKVCache):
         return cache._replace(value=cache.key, value_scale=cache.key_scale)
     return cache.as_heads()

@@ -91,11 +91,11 @@ def extend(
     score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None,
 ) -> tuple[Float[jax.Array, "B T Do"], LatentT]:
-    """Appends to each sequence its own number of tokens; each attends to all tokens before it and
-    to itself.
+    """Appends to each sequence its own number of tokens; each token attends to all tokens before it
+    and to itself.
 
-    Arguments and errors are those of `jaxmha.extend`. Queries attend the latents themselves, as
-    `absorb` makes them: the keys and values of the heads are never made.
+    Arguments and errors are those of `jaxmha.extend`. Queries attend the latents themselves, in the
+    form of `absorb`: the keys and values of the heads are never computed.
 
     >>> from jaxmha.latent import init_latent_params
     >>> params = init_latent_params(
@@ -134,7 +134,7 @@ def decode_step(
     score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None,
 ) -> tuple[Float[jax.Array, "B T Do"], LatentT]:
-    """Appends T tokens to every sequence: `extend` without lengths of its own.
+    """Appends T tokens to every sequence: `extend` without `q_lengths`.
 
     >>> from jaxmha.latent import init_latent_params
     >>> params = init_latent_params(
@@ -253,7 +253,8 @@ def _checked(params: LatentParams, x: Array, cache: LatentT, semantics: Semantic
 def _sizes(
     params: LatentParams, x: jax.Array, cache: LatentT
 ) -> tuple[dict[str, int], np.dtype[np.floating]]:
-    """Checks every shape of a call and returns the sizes by letter, S slots, and the dtype."""
+    """Checks every shape of a call; returns the sizes by letter (S: slots of the cache), and the
+    dtype of the computation."""
     found, dtype = check_inputs(params, x=x)
     bind("x", x.shape, "B T Dq", found)
     C = found["L"] + found["R"]

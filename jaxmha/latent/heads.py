@@ -44,7 +44,7 @@ def check_inputs(params: LatentParams, **inputs: Array) -> Checked:
     return Checked(found, dtype)
 
 
-# Fields of Semantics that latent attention has no place for, and their values without effect.
+# Fields of Semantics that latent attention does not support, and their neutral values.
 _WITHOUT = {"qk_norm": None, "clip_qkv": None, "add_zero_attn": False, "attention_axes": None}
 
 
@@ -54,7 +54,8 @@ def check_arguments(
     required: Mapping[str, Array],
     **optional: Array | None,
 ) -> None:
-    """Raises TypeError or ValueError for arguments of a wrong type, or that would be rounded."""
+    """Raises TypeError for an argument that has a wrong type or would be rounded, and ValueError
+    for semantics that latent attention does not support."""
     checks.require_type(LatentParams, params=params)
     checks.require_type(Semantics, semantics=semantics)
     require_arrays(optional=False, **required)
@@ -116,8 +117,8 @@ def absorb(
 ) -> tuple[Float[jax.Array, "*B T N C"], Float[jax.Array, "*B T C"]]:
     """Queries of every head for latents, and one key of C = L + R features per token, as for decoding.
 
-    The value of a token is the first L features of its key, its latent: give heads of latents to
-    `combine`, which projects them to values. Arguments are those of `project`.
+    The value of a token is the first L features of its key, its latent. `combine(absorbed=True)`
+    projects the weighted latents to values. Arguments are those of `project`.
 
     Returns:
       query and latents. The scale of their logits is `E ** -0.5`, not `C ** -0.5`.
@@ -185,9 +186,10 @@ class Latent(NamedTuple):
         positions: Integer[jax.Array, "B T"],
         attended: jax.Array | None = None,
     ) -> Float[jax.Array, "B T N E"]:
-        """Queries, with rotated last R features and the factors of their positions.
+        """Projects queries, rotates their last R features, and multiplies them by the factors of
+        `ScaledQueries`, if given.
 
-        `attended`: the positions to keep, `b T`.
+        `attended`: rows of x to read, `b T`; other rows count as zeros.
         """
         params = self.params
         if params.query_latent is not None:
@@ -207,7 +209,8 @@ class Latent(NamedTuple):
         positions: Integer[jax.Array, "B T"],
         attended: jax.Array | None = None,
     ) -> Float[jax.Array, "B T C"]:
-        """Latents, then the rotary key. `attended`: the positions to keep, `b T`."""
+        """Normalised latents, then the rotary key. `attended`: rows of x to read, `b T`; other rows
+        count as zeros."""
         latent = self._affine(x, self.params.latent, attended, rounded=False)
         latent = self._norm(latent, self.params.latent_norm)
         key = self._affine(x, self.params.rotary_key, attended).astype(self.dtype)
@@ -235,11 +238,11 @@ class Latent(NamedTuple):
         return jnp.concatenate([own, query[..., H:]], -1)
 
     def values(self, heads: Float[jax.Array, "B T N L"]) -> Float[jax.Array, "B T N h"]:
-        """Weighted latents as weighted values."""
+        """Projects weighted latents to weighted values."""
         return self._by_head(heads, jnp.moveaxis(jnp.asarray(self.params.value.kernel), 2, 0))
 
     def combined(self, heads: Float[jax.Array, "B T N h"]) -> Float[jax.Array, "B T Do"]:
-        """Heads as features."""
+        """Projects heads to output features, or concatenates them if `params.out` is None."""
         if self.params.out is None:
             return heads.reshape(*heads.shape[:-2], -1).astype(self.dtype)
         return self._affine(heads, self.params.out, contracted=2).astype(self.dtype)
@@ -252,7 +255,7 @@ class Latent(NamedTuple):
         contracted: int = 1,
         rounded: bool = True,
     ) -> jax.Array:
-        """`rounded`: the caller rounds the result to `self.dtype` at once."""
+        """Applies a projection. `rounded`: the caller rounds the result to `self.dtype` at once."""
         precision, names = self.semantics.precision, self.implementation
         return affine_map(
             x, contracted, projection, self.dtype, precision, names, attended, rounded

@@ -79,7 +79,7 @@ def latent_attention(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """A whole layer of multi-head latent attention (MLA) over one sequence, as for training.
 
-    It has a gradient, and attends with the keys and values of `jaxmha.latent.project`. For decoding
+    It is differentiable, and attends the keys and values of `jaxmha.latent.project`. For decoding
     with a cache of latents see `jaxmha.latent.prefill` and `jaxmha.latent.extend`.
 
     Args:
@@ -201,6 +201,7 @@ def _latent_attention(
 
 
 def with_scale(semantics: Semantics, sizes: dict[str, int]) -> Semantics:
-    """Semantics with an explicit scale, which holds for absorbed queries too."""
+    """Semantics with an explicit scale, by default `E ** -0.5`, also for absorbed queries, which
+    have C features."""
     scale = sizes["E"] ** -0.5 if semantics.scale is None else semantics.scale
     return replace(semantics, scale=scale)

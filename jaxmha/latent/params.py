@@ -18,8 +18,7 @@ class LatentParams(NamedTuple):
       query: kernel `P N E`, or `Dq N E` if `query_latent` is None; bias `N E`. The last R of the E
         features are rotated.
       latent: kernel `Dq L`, bias `L`.
-      rotary_key: kernel `Dq R`, bias `R`: the key features that all heads share and that are
-        rotated.
+      rotary_key: kernel `Dq R`, bias `R`: projects the rotated key features that all heads share.
       key: kernel `L N H`, without a bias.
       value: kernel `L N h`, without a bias.
       out: kernel `N h Do`, bias `Do`; None: the heads are concatenated.
@@ -101,7 +100,7 @@ def sizes(params: LatentParams) -> dict[str, int]:
 
     Raises:
       TypeError: params is no LatentParams, or a part of it is of a wrong type.
-      ValueError: names the leaf, the axes expected and the shape received.
+      ValueError: a shape does not fit; names the leaf, the axes expected and the shape received.
     """
     if not isinstance(params, LatentParams):
         raise TypeError(f"params must be a jaxmha.LatentParams, got {type(params).__name__}")

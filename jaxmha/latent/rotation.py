@@ -1,4 +1,4 @@
-"""Rotations of latent attention, with factors of the queries."""
+"""Rotations of latent attention, which may also multiply queries by factors."""
 
 from typing import NamedTuple, TypeAlias
 
@@ -11,7 +11,7 @@ from jaxmha.static_checks import number
 
 
 class ScaledQueries(NamedTuple):
-    """A rotation, and a factor of each query by its position: the `rotate` of latent attention.
+    """A `rotate` for latent attention that also multiplies each query by a factor of its position.
 
     The factor is `1 + beta * log(1 + n)`, where n is `(position + first) / floor`, rounded down. It
     multiplies all features of a query, rotated or not. The numbers are static.
@@ -23,8 +23,8 @@ class ScaledQueries(NamedTuple):
       first: added to positions, at least 0.
 
     Raises:
-      TypeError, ValueError: a number is of another type or out of its range; the call that is given
-        the rotation raises it.
+      TypeError, ValueError: a number is of another type or out of its range; not the constructor
+        raises, but the call that gets the rotation.
 
     Source: `get_llama_4_attn_scale` of `Mistral4Attention` in transformers.
 
@@ -50,7 +50,7 @@ LatentRotate: TypeAlias = Rotate | ScaledQueries
 
 
 def static_latent_rotation(rotate: LatentRotate | None) -> LatentRotate | None:
-    """`static_rotation`, also of `ScaledQueries`, whose numbers it checks."""
+    """Applies `static_rotation`, also inside `ScaledQueries`, and checks the numbers of these."""
     if not isinstance(rotate, ScaledQueries):
         return static_rotation(rotate)
     for name in ("beta", "floor", "first"):

@@ -1,4 +1,4 @@
-"""Multi-head latent attention (MLA) as modules of flax: `linen.LatentAttention`, `nnx.LatentAttention`."""
+"""Multi-head latent attention (MLA) in flax: `linen.LatentAttention`, `nnx.LatentAttention`."""
 
 from jaxmha.flax.latent import linen as linen
 from jaxmha.flax.latent import nnx as nnx

@@ -44,7 +44,7 @@ class LatentAttention(Views):
       num_heads: N.
       in_features: Dq.
       latent_dim: L, features of the latent of keys and values.
-      rotary_dim: R, features that are rotated: of queries, and of the key that all heads share.
+      rotary_dim: R, rotated features of a query, and of the rotary key that all heads share.
       head_dim: H, features of a key without positions.
       value_head_dim: h, default H.
       query_latent_dim: P; None: queries are projected from the features.
@@ -52,14 +52,15 @@ class LatentAttention(Views):
       use_bias: biases of the projections of features, and of the output.
       dtype: of the computation; None: the promoted dtype of inputs and parameters.
       param_dtype: of the parameters.
-      kernel_init, bias_init: as in flax; kernels are drawn as matrices. One sharding for all of them
-        cannot fit: those of the latents and of the rotary key have no axis of heads.
+      kernel_init, bias_init: as in flax; the fans are those of a matrix. Do not give them sharding
+        metadata: the kernels of the latents and of the rotary key have no head axis, so no single
+        spec fits all.
       deterministic: no dropout; the argument of the call takes precedence.
       decode: appends to a cache of latents (`init_cache`).
       semantics: as in `jaxmha.latent_attention`, with the dropout rate.
       rotate: `rotate(heads, positions)` of the rotary features, such as `jaxmha.rope`; or
         `jaxmha.latent.ScaledQueries`.
-      implementation: as in `jaxmha.latent_attention`; steps over a cache have one of their own.
+      implementation: as in `jaxmha.latent_attention`; decoding steps have their own implementation.
       rngs: streams for parameters and dropout.
 
     Raises:
@@ -131,7 +132,7 @@ class LatentAttention(Views):
         rngs: nnx.Rngs | nnx.RngStream | None = None,
         decode: bool | None = None,
     ) -> Float[jax.Array, "*B T Do"]:
-        """Attends from every token of `inputs` to every other.
+        """Self-attention over the tokens of `inputs`.
 
         Args:
           inputs: `(*B, T, Dq)`; `(B, T, Dq)` for decoding.
@@ -214,7 +215,7 @@ class LatentAttention(Views):
         *,
         mask: Array | Mask | None = None,
     ) -> tuple[Float[jax.Array, "B T Do"], LatentT]:
-        """`jaxmha.latent.decode_step`: appends tokens to the cache and attends to all in it."""
+        """`jaxmha.latent.decode_step`: appends tokens to the cache and attends to all tokens."""
         return self.extend(inputs, cache, mask=mask)
 
     def extend(
@@ -258,7 +259,7 @@ class LatentAttention(Views):
           settings: further arguments, such as `rotate`, `dtype`, `deterministic`.
 
         Raises:
-          ValueError: shapes do not fit each other, or a module has no such set of leaves.
+          ValueError: shapes do not fit each other, or no module has exactly these leaves.
           TypeError: float64 would be rounded because x64 is off.
         """
         reject_rounding(params=params)

@@ -79,7 +79,7 @@ def step(
     mask: Array | Mask | None,
     **more: object,
 ) -> tuple[jax.Array, LatentT]:
-    """`prefill` or `extend` of `jaxmha.latent`, with the settings of a module.
+    """Runs `function` (`prefill` or `extend` of `jaxmha.latent`) with the settings of a module.
 
     `more`: further keyword arguments of `function`.
     """
@@ -103,7 +103,7 @@ def settings_of(
     """Arguments of a module that holds these parameters.
 
     Raises:
-      ValueError: a module has no such set of leaves, or an argument in `given` contradicts them.
+      ValueError: no module has exactly these leaves, or an argument in `given` contradicts them.
     """
     found = sizes(params)
     made: dict[str, Any] = {
@@ -131,7 +131,7 @@ def settings_of(
 
 
 def reject_in_steps(dropout_key: PRNGKeyArray | None, **arrays: Array | None) -> None:
-    """Raises ValueError for what a step over a cache has no place for."""
+    """Raises ValueError for a dropout key or an array, which steps over a cache do not support."""
     given = [name for name, x in {"dropout": dropout_key, **arrays}.items() if x is not None]
     if given:
         raise ValueError(
