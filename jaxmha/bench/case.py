@@ -85,7 +85,7 @@ class Case:
 
     @property
     def is_self_attention(self) -> bool:
-        """True if a layer attends its own input: there is no other array of keys and values."""
+        """True if a layer attends its own input, without another array of keys and values."""
         return self.kind not in ("cross", "decode") and self.S == self.T
 
     @property

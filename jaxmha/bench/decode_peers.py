@@ -1,8 +1,8 @@
 """Decode steps over a cache.
 
-Steps of a whole layer need a peer that has a cache. A step writes it in place, and appends the same
-token after the same past in every call; the program learns the length of the past when it runs. Steps
-of the core only read the caches of jaxmha.
+Steps of a whole layer need a peer that has a cache. A step writes the cache in place, and appends
+the same token after the same past in every call; the length of the past is no constant of the
+program. Steps of the core only read the caches of jaxmha.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ from jaxmha.quantized import is_scaled, quantize, storage_dtype
 
 PAGE = 64  # tokens of a page
 
-# variables, cache, token -> output, cache
+# (variables, cache, token) -> (output, cache)
 Step = Callable[[Any, Any, Any], tuple[Any, Any]]
 
 
@@ -54,7 +54,8 @@ def _program(data: Data, step: Step, variables: Any, cache: Any) -> Program:
 
 
 def _past(case: Case, data: Data) -> tuple[jaxmha.MHAParams, int, Any, Any]:
-    """Parameters, how many tokens there are, and their keys and values in a cache, `B S K H`."""
+    """Parameters, the number of past tokens, and their keys and values, with room for S tokens:
+    `B S K H`."""
     assert case.lengths is not None
     assert data.params is not None
     past = case.lengths[0] - 1
@@ -67,7 +68,9 @@ def _past(case: Case, data: Data) -> tuple[jaxmha.MHAParams, int, Any, Any]:
 
 
 def _cache(name: str, keys: Any, values: Any, lengths: Any) -> Any:
-    """A cache of jaxmha with the keys `B S K H` and values `B S K h` of the first tokens."""
+    """A cache of jaxmha with the first `lengths` of keys `B S K H` and values `B S K h`.
+
+    `name`: one of `CACHES`; "": a `KVCache`."""
     if not name:
         keys, values = (jnp.copy(jnp.moveaxis(x, 2, 1)) for x in (keys, values))
         return jaxmha.KVCache(keys, values, lengths)
@@ -80,9 +83,9 @@ def _cache(name: str, keys: Any, values: Any, lengths: Any) -> Any:
 
 
 def _pages(x: Any, dtype: Any) -> tuple[Any, Any]:
-    """Tokens `B S K H` as pages `P K page H` of a dtype, in order, and their scales if it has any.
+    """Tokens `B S K H` as pages `P K page H` of a dtype, in order, and their scales, if it has any.
 
-    To append them would take seconds longer for a long cache, and nothing of it is timed.
+    Appending the tokens of a long cache instead would take seconds more; neither is timed.
     """
     B, S, K, H = x.shape
     room = -(-S // PAGE) * PAGE
@@ -96,7 +99,7 @@ def core_program(case: Case, data: Data, name: str) -> Program:
     assert case.lengths is not None
     lengths = jnp.asarray(case.lengths, jnp.int32)
     query, keys, values = (jnp.asarray(x, case.dtype) for x in (data.query, data.key, data.value))
-    # As in other peers, queries attend all keys: they come after them.
+    # Queries are at the end of the keys, so that they attend all keys, as in other peers.
     positions = (lengths - 1)[:, None] + jnp.arange(case.T, dtype=jnp.int32)
     held = query, _cache(name, keys, values, lengths)
     compiled = list[Any]()

@@ -76,7 +76,7 @@ class Worker:
 
 
 class Fleet:
-    """Workers by name, started when first asked, all ended with the block.
+    """Workers by name, started at their first request, and ended at the end of the `with` block.
 
     `platform` "cpu" keeps everything on the CPU; None leaves the choice to the libraries.
     """

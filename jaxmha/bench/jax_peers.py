@@ -1,7 +1,7 @@
 """Peers that are functions of JAX: jaxmha, jax.nn, Flax linen and nnx, Keras on JAX.
 
-Of each its attention on projected heads and its whole layer, as functions of arrays; and a case of
-the benchmark as a compiled program of one of them.
+Each peer has a function for attention on projected heads, and one that makes a whole layer;
+`program` builds a case of the benchmark from them.
 """
 
 from collections.abc import Callable
@@ -22,14 +22,15 @@ from jaxmha.converters import flax as flax_converter
 from jaxmha.converters import keras as keras_converter
 from jaxmha.implementations import SupportQuery
 
-# variables, query, key, value, which of them may be attended -> output
+# (variables, query, key, value, conditions of the call) -> output
 Layer = Callable[[Any, Any, Any, Any, "Attend"], Any]
 
 
 class Attend(NamedTuple):
-    """Which keys are attended: the first `lengths` (`B`), where `keep` is True (`B S`), or all; not
-    those to come if `causal`; only those of the same `segments` (`B T`), at most `window` away. `bias`
-    (`B|1 N|1 T|1 S`) is added to logits. `packed` (`B M`): lengths of the segments, for who takes them."""
+    """Conditions of a call. A query attends the first `lengths` (`B`) keys, or the keys where
+    `keep` (`B S`) is True, or all; no later keys if `causal`; only keys of the same entry in
+    `segments` (`B T`), and at most `window` away. `bias` (`B|1 N|1 T|1 S`) is added to the logits.
+    `packed` (`B M`): lengths of the segments, for peers that take them."""
 
     lengths: Any = None
     keep: Any = None
@@ -47,7 +48,8 @@ class Attend(NamedTuple):
         return self.window, 0 if self.causal else self.window
 
     def dense(self, T: int, S: int, *, causal: bool) -> jax.Array | None:
-        """Everything as one array `B|1 1 T|1 S`, causality only if `causal`; None: all attend."""
+        """The conditions as one Boolean array `B|1 1 T|1 S`, with causality only if the argument
+        `causal` is True; None: all keys are attended. The bias is not a part of it."""
         found = self.mask(S)
         i, j = jnp.arange(T)[:, None], jnp.arange(S)[None]
         parts = []
@@ -62,7 +64,7 @@ class Attend(NamedTuple):
         return found
 
     def mask(self, S: int) -> jax.Array | None:
-        """`B 1 1 S`, True = attend; None where all keys are."""
+        """`lengths` or `keep` as `B 1 1 S`, True = attend; None: all keys are attended."""
         keep: jax.Array | None = self.keep
         if self.lengths is not None:
             keep = jnp.arange(S) < self.lengths[:, None]
@@ -99,10 +101,10 @@ def of_jax_nn(
     implementation: Literal["xla", "cudnn"] | None = None,
 ) -> jax.Array:
     mask = None if to.keep is None else to.keep[:, None, None]
-    if to.segments is not None:  # the only condition that it has no argument for
+    if to.segments is not None:  # the only condition without an argument in jax.nn
         same = (to.segments[:, :, None] == to.segments[:, None])[:, None]
         mask = same if mask is None else mask & same
-    if mask is not None and implementation == "cudnn":  # it broadcasts neither T nor S
+    if mask is not None and implementation == "cudnn":  # cuDNN broadcasts neither T nor S
         mask = jnp.broadcast_to(mask, (len(q), 1, q.shape[1], k.shape[1]))
     out: jax.Array = jax.nn.dot_product_attention(
         *(q, k, v, to.bias, mask),
@@ -115,7 +117,7 @@ def of_jax_nn(
 
 
 def _linen_mask(q: jax.Array, k: jax.Array, to: Attend) -> jax.Array | None:
-    """It has no argument for causal attention."""
+    """Linen's mask with all conditions: linen has no argument for causal attention."""
     from flax import linen
 
     others = to.mask(1), to.window, to.segments
@@ -128,7 +130,7 @@ def _linen_mask(q: jax.Array, k: jax.Array, to: Attend) -> jax.Array | None:
 def of_linen(
     q: jax.Array, k: jax.Array, v: jax.Array, to: Attend, *, swapped: bool = False
 ) -> jax.Array:
-    """`swapped`: by jaxmha's `attention_fn`."""
+    """`swapped`: computes with jaxmha's `attention_fn`."""
     mask = _linen_mask(q, k, to)
     out: jax.Array = _flax_function("linen", swapped)(*_repeated(q, k, v, swapped), to.bias, mask)
     return out
@@ -137,7 +139,7 @@ def of_linen(
 def of_nnx(
     q: jax.Array, k: jax.Array, v: jax.Array, to: Attend, *, swapped: bool = False
 ) -> jax.Array:
-    """`swapped`: by jaxmha's `attention_fn`."""
+    """`swapped`: computes with jaxmha's `attention_fn`."""
     function = _flax_function("nnx", swapped)
     mask = to.dense(q.shape[1], k.shape[1], causal=False)
     q, k, v = _repeated(q, k, v, swapped)
@@ -148,7 +150,7 @@ def of_nnx(
 def _repeated(
     q: jax.Array, k: jax.Array, v: jax.Array, swapped: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Flax's functions have no grouped heads."""
+    """Repeats heads of keys and values for Flax's own functions, which have no grouped heads."""
     if swapped or q.shape[2] == k.shape[2]:
         return q, k, v
     k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], 2) for x in (k, v))
@@ -236,7 +238,7 @@ def nnx_layer(params: MHAParams, *, swapped: bool = False) -> tuple[Any, Layer]:
 
 
 def keras_layer(params: MHAParams, *, scores: bool = False) -> tuple[Any, Layer]:
-    """`scores`: with the attention scores asked for."""
+    """`scores`: calls also ask for the attention scores."""
     import keras
 
     if keras.backend.backend() != "jax":
@@ -264,7 +266,7 @@ def _no_bias(to: Attend) -> None:
         raise UnsupportedError("the layer takes no additive mask")
 
 
-# Of every peer its attention on heads, and its layer.
+# Peer -> its attention on heads, and the function that makes its layer from parameters.
 PEERS: dict[str, tuple[Callable[..., Any], Callable[[MHAParams], tuple[Any, Layer]]]] = {
     "jaxmha": (of_jaxmha, jaxmha_layer),
     "jax-nn": (of_jax_nn, jax_nn_layer),
@@ -277,7 +279,7 @@ PEERS: dict[str, tuple[Callable[..., Any], Callable[[MHAParams], tuple[Any, Laye
 
 
 def functions(peer: str) -> tuple[Callable[..., Any], Callable[[MHAParams], tuple[Any, Layer]]]:
-    """Attention and layer of a peer, whose name may end in `:` and an implementation of it."""
+    """The entry of `PEERS` for a peer, whose name may end in `:` and an implementation."""
     name, _, implementation = peer.partition(":")
     core, layer = PEERS[name]
     if not implementation:
@@ -287,7 +289,7 @@ def functions(peer: str) -> tuple[Callable[..., Any], Callable[[MHAParams], tupl
 
 
 def program(peer: str, case: Case, data: Data) -> Program:
-    """A case, compiled; weights, inputs and conditions are arguments."""
+    """The program of a case; weights, inputs and conditions are arguments, not constants."""
     core, make = functions(peer)
 
     def placed(x: Array | jax.Array) -> jax.Array:

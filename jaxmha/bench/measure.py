@@ -73,7 +73,7 @@ def measure(
     late: Callable[[], bool] = lambda: False,
     done: Callable[[dict[str, Any]], None] = lambda found: None,
 ) -> dict[str, Any]:
-    """Measures every case, and the memory of some, with one process per peer.
+    """Measures every case, with one process per peer, and the memory of some, in new processes.
 
     `budget`: seconds after which a peer gets no more than `FEWEST` rounds of a case.
     `known`: results of an earlier call; only cases that it lacks, or that were disturbed, are

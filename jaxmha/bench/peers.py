@@ -1,4 +1,4 @@
-"""The libraries that are compared. Nothing of theirs is imported here."""
+"""The libraries that are compared. This module imports none of them."""
 
 from importlib.util import find_spec
 from typing import NamedTuple
@@ -47,8 +47,8 @@ PEERS: dict[str, Peer] = {
 OURS = "jaxmha"
 # Implementations of jaxmha and of jax.nn that are timed by name: `jaxmha:blocked`.
 IMPLEMENTATIONS = ("native", "few_queries", "blocked", "reference", "cudnn", "tokamax", "splash")
-# Caches in pages that are timed by name, `jaxmha:paged`, and the dtype that they store; None: that of
-# the case.
+# Paged caches that are timed by name, such as `jaxmha:paged` -> the dtype that they store; None:
+# the dtype of the case.
 CACHES: dict[str, str | None] = {
     "paged": None,
     "paged-int8": "int8",
@@ -72,7 +72,7 @@ def peer(name: str) -> Peer:
     return PEERS[name.partition(":")[0]]
 
 
-# Flax's own layers -> the same layers with `attention_fn` replaced by that of jaxmha.
+# Flax's own layers -> the same layers with jaxmha's `attention_fn`.
 SWAPPED = {"flax-linen": "flax-linen+jaxmha", "flax-nnx": "flax-nnx+jaxmha"}
 # Implementations that JAX users have without jaxmha; the fastest of them is compared.
 ON_JAX = ("keras-jax", "flax-linen", "flax-nnx", "jax-nn")

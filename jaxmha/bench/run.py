@@ -1,4 +1,4 @@
-"""Measures one case on this machine: what `jaxmha bench` does."""
+"""Measures one case on this machine, for `jaxmha bench`."""
 
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime

@@ -11,7 +11,7 @@ from jaxmha.converters import keras as converter
 
 
 def program(case: Case, data: Data) -> Program:
-    """The layer, or `keras.ops.dot_product_attention`."""
+    """The program of a layer, or of `keras.ops.dot_product_attention`."""
     import keras
 
     if keras.backend.backend() != "tensorflow":
@@ -55,7 +55,7 @@ def program(case: Case, data: Data) -> Program:
         for _ in range(calls):
             for tensor in tf.nest.flatten(compute(inputs, lengths, cotangent)):
                 if tensor is not None:
-                    tensor.numpy()  # waits, and copies nothing
+                    tensor.numpy()  # waits for the result, without a copy
 
     def outputs(cotangent: Array) -> tuple[Any, Any]:
         out, gradients = compute(inputs, lengths, tf.constant(cotangent))

@@ -1,4 +1,4 @@
-"""torch, by each of the ways that `torch.nn.MultiheadAttention` goes."""
+"""torch, by each code path of `torch.nn.MultiheadAttention`."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -20,7 +20,7 @@ Path = Literal["sdpa", "native", "weights"]
 def program(case: Case, data: Data, *, path: Path, backend: str = "") -> Program:
     """The layer by `path`; the core by `scaled_dot_product_attention`, on contiguous B N T H.
 
-    `backend`: cudnn, flash or efficient, of a GPU; otherwise torch chooses."""
+    `backend`: cudnn, flash or efficient, on a GPU; "": torch chooses."""
     import torch
 
     torch.backends.mha.set_fastpath_enabled(path == "native")
@@ -76,14 +76,14 @@ def program(case: Case, data: Data, *, path: Path, backend: str = "") -> Program
 
 
 def _by(backend: str) -> Any:
-    """A context in which torch has one backend of attention alone."""
+    """A context in which torch uses only this backend of attention; "": any."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     return sdpa_kernel(SDPBackend[f"{backend.upper()}_ATTENTION"]) if backend else nullcontext()
 
 
 def _mask(case: Case, device: str) -> Any:
-    """All conditions but causality alone, as Booleans `B|1 1 T|1 S`; None: all attend."""
+    """The conditions as Booleans `B|1 1 T|1 S`; None: no condition, or only causality."""
     import torch
 
     lengths = None if case.lengths is None else torch.tensor(case.lengths, device=device)
@@ -162,7 +162,7 @@ def _grouped(
 
 
 def assert_native(run: Callable[[], None]) -> None:
-    """torch takes its fast path in silence, or does not."""
+    """Raises UnsupportedError unless torch takes its native fast path, which it does not report."""
     import torch
 
     native = torch._native_multi_head_attention

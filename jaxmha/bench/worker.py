@@ -2,8 +2,9 @@
 
     python -m jaxmha.bench.worker PEER THREADS
 
-PEER is a name of `peers.PEERS`, `sgemm-xla`, `sgemm-torch`, `limits` or `oracle`. A request is `{"do": ..., ...}`, see
-`REQUESTS`; its reply is an object, `{"failed": reason}` where something went wrong.
+PEER is a name of `peers.PEERS`, `sgemm-xla`, `sgemm-torch`, `limits` or `oracle`. A request is
+`{"do": ..., ...}` with a key of `REQUESTS`; the reply is an object, `{"failed": reason}` after an
+error.
 """
 
 import json
@@ -67,7 +68,7 @@ def round_(state: State) -> dict[str, Any]:
 
 
 def release(state: State) -> dict[str, Any]:
-    """Frees the case; returns the bytes of the device that JAX still reserves."""
+    """Frees the case; returns the bytes of the device that JAX still reserves ({} without JAX)."""
     state.run = None
     if "torch" in sys.modules:
         sys.modules["torch"].cuda.empty_cache()
@@ -154,7 +155,7 @@ REQUESTS: dict[str, Callable[..., dict[str, Any]]] = {
 
 
 def timed(run: Callable[[int], None], calls: int) -> float:
-    """Mean seconds of so many calls."""
+    """Mean seconds of `calls` calls."""
     start = time.perf_counter()
     run(calls)
     return (time.perf_counter() - start) / calls

@@ -15,15 +15,15 @@ _CLOSED = (errno.EPIPE, errno.EINVAL) if os.name == "nt" else (errno.EPIPE,)
 class _Pipe(io.FileIO):
     """A standard stream; once its reader has closed it, the next write ends the command silently.
 
-    Unlike SIGPIPE, that removes temporary files, and leaves other pipes and sockets alone. Any other
-    failure, such as a full disk, is raised once: what is written later is lost silently.
+    Unlike the default action of SIGPIPE, this removes temporary files, and does not affect other
+    pipes and sockets. Any other failure, such as a full disk, raises once; later writes are lost.
     """
 
     def write(self, data: Any) -> int:
         try:
             return super().write(data)
         except OSError as error:
-            with open(os.devnull, "wb") as nothing:  # takes what buffers still hold
+            with open(os.devnull, "wb") as nothing:  # receives the rest of the buffers
                 os.dup2(nothing.fileno(), self.fileno())
             if error.errno in _CLOSED:
                 sys.exit(CLOSED_PIPE)
@@ -31,7 +31,7 @@ class _Pipe(io.FileIO):
 
 
 def _piped(stream: TextIO) -> TextIO:
-    """The stream as one whose reader may close it; a terminal, or no stream at all, as it is."""
+    """Wraps a stream in `_Pipe`; returns a terminal, or an absent stream, unchanged."""
     if not isinstance(stream, io.TextIOWrapper) or stream.isatty():
         return stream
     raw = _Pipe(stream.fileno(), "w", closefd=False)
@@ -71,7 +71,7 @@ def main() -> None:
             app()
         finally:
             for stream in filter(None, (sys.stdout, sys.stderr)):
-                stream.flush()  # at exit, Python would complain of a closed pipe
+                stream.flush()  # else Python reports a closed pipe at exit
     except OSError as error:  # of a standard stream: the app reports all others
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -1,4 +1,4 @@
-"""`jaxmha bench`: times attention of the user's own shapes on this machine, next to other libraries."""
+"""`jaxmha bench`: times attention of the user's shapes on this machine, next to other libraries."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -134,7 +134,8 @@ def command(
 
 @contextmanager
 def _progress() -> Iterator[Callable[[str], None]]:
-    """A function that shows what is measured: in one line of a terminal, else a line for each."""
+    """Yields a function that shows the current measurement: a terminal keeps one line, other
+    streams get a line for each."""
     start = time.perf_counter()
     with err.status("measuring") as status:
 
@@ -166,7 +167,7 @@ def _sizes(kind: str, T: int | None, S: int | None, *, layer: bool, packed: int)
 def _check(
     kind: str, layer: bool, unequal: bool, lengths_or_backward: bool, options: dict[str, Any]
 ) -> None:
-    """Raises ValueError where options do not belong together."""
+    """Raises ValueError for options that `kind` or `layer` does not support."""
     if layer and kind != "decode":
         raise ValueError("--layer belongs to decode; `jaxmha bench layer` is the other")
     forbidden = {
@@ -195,7 +196,7 @@ def _check_dtype(dtype: str | None, tf32: bool, save: bool) -> None:
 
 
 def _check_save(layer: bool, peers: Sequence[str]) -> None:
-    """Raises ValueError if nothing that is timed may be saved."""
+    """Raises ValueError if no timing could be saved: of a layer, or without a peer of jaxmha."""
     if layer:
         raise ValueError("--save is for attention itself: leave out --layer or --save")
     ours = [f"{OURS}:{name}" for name in IMPLEMENTATIONS]
@@ -205,7 +206,7 @@ def _check_save(layer: bool, peers: Sequence[str]) -> None:
 
 
 def _kind_of_case(kind: str, sizes: tuple[int, int], causal: bool, padded: bool) -> CaseKind:
-    """The kind of the case that the options describe, of several the most particular."""
+    """The kind of case: the first that fits of decode, padded, cross, causal and plain."""
     if kind == "decode":
         return "decode"
     if padded:

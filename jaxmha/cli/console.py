@@ -30,7 +30,7 @@ from jaxmha.checkpoint.errors import printable
 from jaxmha.checkpoint.formats import table
 
 Item = TypeVar("Item")
-_NAMES = 60  # characters of the columns of names, of the 80 of a terminal
+_NAMES = 60  # characters of all columns of names, in a terminal of 80
 SHOWN = 10  # names listed before "and more"
 out, err = Console(emoji=False), Console(stderr=True, emoji=False)
 
@@ -70,7 +70,8 @@ def check_text(path: Path, force: bool, sources: Sequence[Path]) -> None:
 
 
 def check_place(path: Path, force: bool, sources: Sequence[Path]) -> None:
-    """Raises ValueError unless a file may be written there."""
+    """Raises an error if the folder of the path is missing, or the path exists (without `force`) or
+    overlaps one of `sources`."""
     if not path.absolute().parent.is_dir():
         raise ValueError(f"{path}: there is no such folder")
     with atomic.typed(path):
@@ -107,7 +108,8 @@ def items(what: str, quiet: bool) -> Callable[[Sequence[Item]], Iterable[Item]]:
 def byte_bar(what: str, quiet: bool, passes: int = 1) -> Iterator[Callable[[int, int], None]]:
     """A progress bar of bytes with their rate; silent if stderr is not a terminal.
 
-    Bytes that are counted in several passes, such as writing and reading back, are shown once.
+    Yields a function of the bytes done and in total. `passes`: how often these count each byte,
+    such as 2 for writing and reading back; the bar shows each byte once.
     """
     columns = (
         TextColumn("{task.description}"),
@@ -125,9 +127,10 @@ def byte_bar(what: str, quiet: bool, passes: int = 1) -> Iterator[Callable[[int,
 def print_table(
     title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, names: int = 1
 ) -> None:
-    """Prints rows of markup. A column with one value in all of them becomes a part of a line below.
+    """Prints rows of markup as a table. A column with the same value in all rows moves to a line
+    below the table.
 
-    `names`: so many columns at the left hold names, which are broken only where they are very long.
+    `names`: number of columns at the left that hold names; only very long names are broken.
     """
     shared = [n for n in range(names, len(columns)) if len({row[n] for row in rows}) == 1]
     shown = [n for n in range(len(columns)) if n not in shared]
@@ -145,7 +148,7 @@ def print_table(
 
 
 def print_line(text: str, console: Console = out) -> None:
-    """Prints one line of markup; a terminal gets it wrapped between words, so names stay whole."""
+    """Prints one line of markup, on a terminal wrapped between words, so that names stay whole."""
     if console.is_terminal:  # rich itself breaks words that are longer than a line
         text = "\n".join(
             textwrap.fill(line, console.width, break_long_words=False, break_on_hyphens=False)

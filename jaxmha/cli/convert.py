@@ -196,7 +196,7 @@ def command(
                 content = checked.to_json() | {"unchecked": list(done.unchecked)}
                 text = json.dumps(finite(content), indent=1) + "\n"
                 put_text(report_to, text, force, [*files_of(source), *map(Path, done.files)])
-        finally:  # after the report, which a closed pipe would lose; even if the disk is full
+        finally:  # after the report, since a closed pipe ends the command; even if it failed
             if as_json:
                 found = None if checked is None else checked.to_json()
                 print_json(done.to_json() | {"report": found})

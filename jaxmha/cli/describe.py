@@ -121,7 +121,7 @@ def command(
 
 
 class _Layer(NamedTuple):
-    """The layer to describe: the parameters of a block, or the sizes of a layer to make up."""
+    """The layer to describe: the parameters of a block, or the sizes of a layer without a file."""
 
     name: str
     params: MHAParams | None

@@ -78,7 +78,7 @@ class Difference:
         only_a, only_b: names of blocks that only the first, or only the second, source has.
         rest: comparison of the tensors outside attention.
         notes: remarks that are printed for the user.
-        unproven: facts that no tensor shows.
+        unproven: facts that no tensor shows, such as the order of layers in a Keras file.
     """
 
     blocks: Mapping[str, Attribution]

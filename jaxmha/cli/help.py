@@ -1,4 +1,4 @@
-"""Commands whose help shows no value for a flag, and breaks a list of choices between words."""
+"""Commands whose help shows no value after a flag, and breaks lines between choices."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ def _readable(command: TyperCommand | TyperGroup, ctx: "Context") -> Iterator[No
     options = [x for x in command.get_params(ctx) if isinstance(x, TyperOption)]
     kept = [option.metavar for option in options]
     for option in options:
-        shown = getattr(option, "display_type", None)  # older Typer has another name for it
+        shown = getattr(option, "display_type", None)  # older versions of Typer lack this method
         if option.is_flag:
             option.metavar = ""
         elif option.metavar is None and shown is not None and "|" in (text := str(shown(ctx))):

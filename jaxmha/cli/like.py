@@ -68,7 +68,7 @@ def show(proof: matching.Proof, quiet: bool) -> None:
 
 @contextmanager
 def template(model: Any, destination: Path) -> Iterator[Any]:
-    """Yields the target to fill: the model, or for a .weights.h5 destination a file by Keras.
+    """Yields the target to fill: the model, or for .weights.h5 a file that Keras saves from it.
 
     Only Keras knows the HDF5 groups from which it loads the weights of a layer.
     """
@@ -84,7 +84,8 @@ def template(model: Any, destination: Path) -> Iterator[Any]:
 def prepared(
     model: Any, source: Any, plan: matching.Plan, **options: Any
 ) -> Iterator[checkpoint.Lazy]:
-    """`loading.prepared`, whose advice on arrays in no line names what the command line has."""
+    """`loading.prepared`, but the error for arrays in no line of the plan advises an option of the
+    command line."""
     try:
         with loading.prepared(model, source, plan, **options) as ready:
             yield ready

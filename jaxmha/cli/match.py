@@ -1,4 +1,4 @@
-"""`jaxmha match`: the plan that fills a model from a checkpoint, and the filled arrays as a file."""
+"""`jaxmha match`: a plan that fills a model from a checkpoint, and the filled arrays as a file."""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal

@@ -59,7 +59,8 @@ Block = Annotated[
 
 
 def _local(source: Path) -> Path:
-    """The cache folder of a fetched address such as hf://org/model; other paths unchanged."""
+    """Fetches an address such as hf://org/model and returns its cache folder; returns other paths
+    unchanged."""
     try:
         return hub.fetch(source).folder if hub.is_address(source) else source
     except checkpoint.CheckpointError as error:

@@ -1,4 +1,4 @@
-"""`jaxmha plan`: prints or writes what `jaxmha convert` would do."""
+"""`jaxmha plan`: prints or writes the plan that `jaxmha convert` would execute."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -74,7 +74,7 @@ FillBias = Annotated[
 
 @dataclass(frozen=True)
 class Choices:
-    """The options that decide what happens to every tensor, common to `plan` and `convert`."""
+    """The options that determine the plan for every tensor, common to `plan` and `convert`."""
 
     to: str | None
     from_: str | None

@@ -143,7 +143,7 @@ def _of_file(
     num_heads: int | None,
     causal: bool,
 ) -> tuple[str, NDArray]:
-    """Title and weights: stored ones, or those of a block of a checkpoint."""
+    """Returns a title, and weights that are stored, or that a block computes from `inputs`."""
     if inputs is None and (block is not None or causal or num_heads is not None):
         raise ValueError("--block, --num-heads and --causal require --inputs")
     if inputs is not None and array is not None:
@@ -187,7 +187,7 @@ def table(found: dict[str, HeadStatistics], named: list[str]) -> Table:
 
 
 def _stored(path: Path, name: str | None) -> NDArray:
-    """The array with this name, or the only array whose shape may be that of weights."""
+    """The array with this name, or the only array with 2 to 4 axes, as weights have."""
     with checkpoint.open(path) as file:
         fitting = [key for key, info in file.info.items() if len(info.shape) in (2, 3, 4)]
         if name is not None and name not in file:

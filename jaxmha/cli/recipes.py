@@ -17,7 +17,7 @@ EXAMPLES = "Examples:\n\n  jaxmha recipes\n\n  jaxmha recipes copy llama ."
 
 
 class Action(StrEnum):
-    """A task of the command; without one it lists."""
+    """A task of the command, which without one lists the recipes."""
 
     copy = "copy"
 
@@ -49,7 +49,7 @@ def command(
 
 
 def recipes() -> dict[str, Path]:
-    """The files by name. A checkout has them among its experiments."""
+    """Name of a recipe -> its file; in a checkout, the files are in `experiments/recipes`."""
     package = Path(__file__).parents[1]
     inside = package / "recipes"
     folder = inside if inside.is_dir() else package.parent / "experiments" / "recipes"

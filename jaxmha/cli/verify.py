@@ -60,7 +60,7 @@ def command(
 
 
 def _again(a: Path, b: Path, num_heads: int | None) -> str:
-    """The command line of the comparison."""
+    """The command line that repeats the comparison."""
     heads = () if num_heads is None else ("--num-heads", str(num_heads))
     return shlex.join(("jaxmha", "verify", str(a), str(b), *heads))
 
@@ -72,7 +72,7 @@ def _print(report: comparison.Report) -> None:
         if not all(difference.harmless for difference in block.differences):
             weights = "[red]differ[/red]"
         errors = [" / ".join(f"{e:.3g}" for e in pair) for pair in block.errors.values()]
-        errors += [""] * (3 - len(errors))  # of masks with which it did not run
+        errors += [""] * (3 - len(errors))  # for masks with which the block did not run
         layouts = " / ".join(dict.fromkeys(block.layouts))
         name = escape(block.a or block.b or "(top)")
         rows.append((name, layouts, str(block.num_heads), weights, *errors))

@@ -86,7 +86,7 @@ class MultiHeadAttention(Attributes):
       use_out: False: heads are concatenated, and there is no output layer.
       use_bias_kv: a learned extra key position, in `bias_k` and `bias_v`.
       extra_params: names of further leaves of `MHAParams`, such as `sinks`, `gate.kernel`,
-        `gate_heads.kernel` (a gate per head) and `query_norm_heads` (see `jaxmha.params.CANONICAL`).
+        `gate_heads.kernel` (a gate per head), `query_norm_heads` (see `jaxmha.params.CANONICAL`).
       semantics: scale, soft cap, fully masked rows, `add_zero_attn` and the like; settings with an
         argument in flax may be given by that argument or here.
       local_window_size: w or (left, right): `i - left <= j <= i + right`.

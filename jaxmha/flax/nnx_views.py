@@ -8,7 +8,7 @@ from flax import nnx
 
 
 class Views(nnx.Module):  # type: ignore[misc]
-    """Base class of modules with a cache: `nnx.view` sets dropout and decoding, and makes caches."""
+    """Base class of modules whose dropout and decoding `nnx.view` can set, with a cache."""
 
     deterministic: bool | None
     decode: bool | None

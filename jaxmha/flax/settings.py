@@ -103,7 +103,8 @@ def reject_shardings(**shardings: object) -> None:
 def read_inputs(
     query: Array, key: Array | None, value: Array | None, dtype: DTypeLike | None
 ) -> tuple[Array, Array, Array]:
-    """Inputs of a flax call with defaults filled in, cast to the compute dtype if there is one."""
+    """Inputs of a flax call with defaults filled in, cast to `dtype` unless that is None. Raises
+    ValueError for values without keys, TypeError for an input that is no array of numbers."""
     if key is None and value is not None:
         raise ValueError("inputs_v without inputs_k: give inputs_k, which serves as both")
     named = {"inputs_q": query, "inputs_k": key, "inputs_v": value}
@@ -155,7 +156,7 @@ def as_tuple(several: object) -> Any:
 
 
 def cast(tree: Tree, dtype: DTypeLike | None) -> Tree:
-    """Casts every array of a tree to the compute dtype, if there is one."""
+    """Casts every array of a tree to `dtype`; None: returns the tree unchanged."""
     if dtype is None:
         return tree
     cast_tree: Tree = jax.tree.map(lambda x: jnp.asarray(x).astype(np.dtype(dtype)), tree)

@@ -16,7 +16,7 @@ Item = TypeVar("Item")
 
 
 class Tokenizer(Protocol):
-    """The methods of a tokenizer of transformers that are called."""
+    """The methods of a transformers tokenizer that this module calls."""
 
     def __call__(self, text: str) -> Mapping[str, list[int]]: ...
 
@@ -24,9 +24,11 @@ class Tokenizer(Protocol):
 
 
 class TextWeights(NamedTuple):
-    """Attributes:
-    weights: `(N, T, T)` of one layer.
-    tokens: T labels.
+    """The weights of one layer for a text.
+
+    Attributes:
+      weights: `(N, T, T)`.
+      tokens: T labels.
     """
 
     weights: NDArray

@@ -151,7 +151,7 @@ def _with_scores(call: Call) -> tuple[jax.Array, jax.Array | None] | None:
 
 
 def _supported(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array | None) -> bool:
-    """True for heads of one floating dtype that fit each other, and a Boolean mask that fits them."""
+    """True for heads of one floating dtype with matching shapes, and a Boolean mask that fits."""
     heads = (query, key, value)
     if any(jnp.ndim(x) != 4 or x.dtype != query.dtype for x in heads):
         return False

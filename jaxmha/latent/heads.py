@@ -115,7 +115,7 @@ def absorb(
     rotate: LatentRotate | None = None,
     semantics: Semantics = Semantics(),
 ) -> tuple[Float[jax.Array, "*B T N C"], Float[jax.Array, "*B T C"]]:
-    """Queries of every head for latents, and one key of C = L + R features per token, as for decoding.
+    """Queries of every head for latents, and one key of C = L + R features per token, for decoding.
 
     The value of a token is the first L features of its key, its latent. `combine(absorbed=True)`
     projects the weighted latents to values. Arguments are those of `project`.
@@ -171,8 +171,8 @@ def flat_positions(
 
 
 class Latent(NamedTuple):
-    """Checked parameters with the semantics, the promoted dtype, the rotation and the implementation
-    of a call."""
+    """Checked parameters, with the semantics, promoted dtype, rotation and implementation of a
+    call."""
 
     params: LatentParams
     semantics: Semantics
@@ -276,7 +276,7 @@ class Latent(NamedTuple):
         return found.astype(self.dtype)
 
     def _norm(self, x: jax.Array, scale: Array | None) -> jax.Array:
-        """The RMS norm. Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019)."""
+        """The RMS norm of Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019)."""
         if scale is None:
             return x.astype(self.dtype)
         x = x.astype(accumulation_dtype(self.dtype))

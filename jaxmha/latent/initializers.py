@@ -105,7 +105,7 @@ def leaf_shapes(
     out_features: int | None = None,
     use_bias: bool = False,
 ) -> dict[str, tuple[int, ...]]:
-    """The shape of every leaf of a layer, kernels first; the sizes are those of `init_latent_params`.
+    """The shape of every leaf of a layer, kernels first; arguments are as in `init_latent_params`.
 
     Raises:
       ValueError: a size is not a positive integer.

@@ -86,10 +86,11 @@ def latent_attention(
       params: the weights; all sizes are read from their shapes.
       x: features `(*B, T, Dq)` with any number of leading batch axes, including none.
       positions: positions of the tokens, for `rotate`; None: 0 to T - 1.
-      rotate: `rotate(heads, positions)`, such as `rope`, for the R rotary features of queries and of
-        the shared key; None: no rotation. It is a static argument: give the same function in every
-        call, or a `functools.partial` of the same function with equal arguments; what it captures
-        must not change. A `latent.ScaledQueries` also multiplies queries by factors of their positions.
+      rotate: `rotate(heads, positions)`, such as `rope`, for the R rotary features of queries and
+        of the shared key; None: no rotation. It is a static argument: give the same function in
+        every call, or a `functools.partial` of the same function with equal arguments; values that
+        it captures must not change. A `latent.ScaledQueries` also multiplies queries by factors of
+        their positions.
       bias: added to the logits, broadcastable to `(*B, N, T, T)`; -inf excludes the pair.
       mask: Boolean, broadcastable to `(*B, N, T, T)`, True = attend; or a `Mask`.
       is_causal: query i attends keys j <= i.

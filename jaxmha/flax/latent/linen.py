@@ -252,7 +252,7 @@ class LatentAttention(nn.Module):  # type: ignore[misc]
         """A module and its variables, with these parameters and semantics.
 
         Args:
-          params: of one layer, such as those of `converters.huggingface.import_latent_params`.
+          params: of one layer, such as `converters.huggingface.import_latent_params` returns.
           semantics: of that layer.
           settings: further attributes, such as `rotate`, `dtype`, `deterministic`.
 

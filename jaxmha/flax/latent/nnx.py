@@ -253,7 +253,7 @@ class LatentAttention(Views):
         """A module with these parameters and semantics.
 
         Args:
-          params: of one layer, such as those of `converters.huggingface.import_latent_params`.
+          params: of one layer, such as `converters.huggingface.import_latent_params` returns.
           semantics: of that layer.
           rngs: for dropout; without them, calls with dropout need rngs.
           settings: further arguments, such as `rotate`, `dtype`, `deterministic`.
