@@ -1,7 +1,7 @@
-"""Finds the rooms of a checkout that an installed package has inside `jaxmha`.
+"""Imports folders of a checkout that an installed package has inside `jaxmha`.
 
-`converters` has a symbolic link, which an archive, or a system without symbolic links, may replace by
-a text file. Recipes have none: they are experiments, which users copy.
+`jaxmha/converters` is a symbolic link, which an archive, or a system without symbolic links, may
+replace by a text file. `jaxmha/recipes` has no link: recipes are experiments, which users copy.
 """
 
 import importlib.util

@@ -65,19 +65,19 @@ def as_dtype(name: str, dtype: DTypeLike | None) -> np.dtype[Any]:
 
 
 def conversion_hint(name: str, value: object) -> str:
-    """The end of an error message: how to convert a list or tuple to an array; else empty."""
+    """The end of an error message: how to convert a list or tuple to an array; "" for others."""
     return f": make it one with np.asarray({name})" if isinstance(value, list | tuple) else ""
 
 
 def shown(value: object) -> str:
-    """A value for an error message, short also where it is an array or a long list."""
+    """A value for an error message: arrays by dtype and shape, long lists shortened."""
     if isinstance(value, jax.Array | np.ndarray) and value.ndim:
         return f"{value.dtype} of shape {value.shape}"
     return brief(value) if isinstance(value, list | tuple) else repr(value)
 
 
 def is_rounded(dtype: DTypeLike) -> bool:
-    """True if JAX silently converts the dtype to another, as it does to 64 bits without x64."""
+    """True if JAX silently converts the dtype to another, as it does float64 without x64."""
     return bool(jax.dtypes.canonicalize_dtype(dtype) != dtype)
 
 

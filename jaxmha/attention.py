@@ -161,8 +161,8 @@ def dot_product_attention(
       return_lse: also return the log-sum-exp of the logits `(B, N, T)` in float32 (float64 for
         float64 inputs), -inf on fully masked rows. It has a gradient.
       return_residual: also return the log-sum-exp as `jax.nn` does: `(B, T, N)`, in the dtype of
-        out, without a gradient, and -2.38e38 on fully masked rows (-inf in float16, where a bias
-        alone excludes, and without a mask where `mask_mod` or `score_mod` does).
+        out, without a gradient, and -2.38e38 on fully masked rows (-inf in float16, if a bias alone
+        excludes their keys, and in calls without a mask if `mask_mod` or `score_mod` does).
       implementation: name, or names in order of preference; None: the first that supports the call.
 
     Returns:

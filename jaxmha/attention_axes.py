@@ -15,10 +15,10 @@ from jaxmha.mask import Mask
 
 
 class Axes(NamedTuple):
-    """Attended axes of the features `*X D` of a call: `over` counts from 0.
+    """Attended axes and batch axes of the features of a call.
 
-    `batch`, `queries` and `keys` are the sizes of the other axes, in their order, and of the
-    attended axes of queries and of keys, in the order of `over`.
+    `over`: indices of the attended axes. `batch`: sizes of the batch axes. `queries`, `keys`: sizes
+    of the attended axes of queries and of keys, in the order of `over`.
     """
 
     over: tuple[int, ...]
@@ -27,7 +27,7 @@ class Axes(NamedTuple):
     keys: tuple[int, ...]
 
     def flat(self, x: Array) -> jax.Array:
-        """Features as `*B T D`."""
+        """Transposes features to `*B T D`: the attended axes become one axis T."""
         rank = x.ndim
         others = tuple(axis for axis in range(rank - 1) if axis not in self.over)
         moved = jnp.transpose(jnp.asarray(x), (*others, *self.over, rank - 1))
@@ -37,13 +37,13 @@ class Axes(NamedTuple):
     def flat_inputs(
         self, query: Array, key: Array, value: Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """The three inputs as `*B T D`; inputs that are one array stay one."""
+        """Returns `flat` of the three inputs; for inputs that are the same array, one array."""
         rows = self.flat(query)
         keys = rows if key is query else self.flat(key)
         return rows, keys, keys if value is key else self.flat(value)
 
     def restored(self, out: jax.Array) -> jax.Array:
-        """Features `*B T D` with all axes at their places."""
+        """Undoes `flat` for an output `*B T D`."""
         rank = len(self.batch) + len(self.over) + 1
         others = [axis for axis in range(rank - 1) if axis not in self.over]
         split = out.reshape(*self.batch, *self.queries, out.shape[-1])
@@ -51,7 +51,7 @@ class Axes(NamedTuple):
         return jnp.transpose(split, sorted(range(rank), key=order.__getitem__))
 
     def pairs(self, name: str, array: Array) -> Array:
-        """A mask or bias over attended axes `*B N *T *S` as `*B N T S`, by broadcasting."""
+        """Reshapes a mask or bias `*B N *T *S` to `*B N T S`; ValueError if a size does not fit."""
         n = len(self.over)
         given = array.shape
         if n == 1 or array.ndim == 0:
@@ -72,23 +72,23 @@ class Axes(NamedTuple):
         return whole.reshape(*lead, math.prod(sides[0]), math.prod(sides[1]))
 
     def mask(self, mask: Mask) -> Mask:
-        """A mask whose array is over attended axes."""
+        """Returns the mask with its array reshaped by `pairs`."""
         if mask.array is None:
             return mask
         return replace(mask, array=self.pairs("mask", mask.array))
 
     def split(self, weights: jax.Array) -> jax.Array:
-        """Weights `*B N T S` as `*B N *T *S`; keys with extra positions remain one axis."""
+        """Reshapes weights `*B N T S` to `*B N *T *S`; with extra positions, S stays one axis."""
         S = weights.shape[-1]
         keys = self.keys if math.prod(self.keys) == S else (S,)
         return weights.reshape(*weights.shape[:-2], *self.queries, *keys)
 
 
 def axes_of(axes: tuple[int, ...], query: Array, key: Array, value: Array) -> Axes:
-    """Checks the attended axes against the features of a call.
+    """Returns the axes of a call whose attended axes are `axes` (negative: from the end).
 
     Raises:
-      ValueError: an axis is missing or the last, or other axes of the features differ.
+      ValueError: an attended axis is missing, repeated or the last, or the batch axes differ.
     """
     rank = query.ndim
     over = tuple(axis + rank if axis < 0 else axis for axis in axes)

@@ -1,4 +1,4 @@
-"""Keyword arguments of `dot_product_attention`: their types, and the fields of `Semantics` among them."""
+"""Keyword arguments of `dot_product_attention`: their types, and their values from `Semantics`."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -50,9 +50,9 @@ _FIELDS = (
 
 
 def of_semantics(semantics: Semantics, hint: str = "") -> dict[str, Any]:
-    """The arguments that have these semantics, without dropout.
+    """Returns the arguments of `dot_product_attention` that express the semantics.
 
-    Raises ValueError if another field is set; the message has the hint.
+    Raises ValueError if a field outside `_FIELDS` is set; the message contains `hint`.
     """
     require_type(Semantics, semantics=semantics)
     found = {name: getattr(semantics, name) for name in _FIELDS}

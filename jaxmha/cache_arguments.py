@@ -35,16 +35,16 @@ def clipped_counts(lengths: ArrayT) -> ArrayT:
 
 
 def require_integers(name: str, array: Array) -> None:
-    """Raises TypeError, which names the array, for one of another dtype."""
+    """Raises TypeError unless the array has an integer dtype; the message has its name."""
     if not jnp.issubdtype(array.dtype, np.integer):
         raise TypeError(f"{name} must be an integer array, got {array.dtype}")
 
 
 def check_dtypes(parts: Mapping[str, Array | None], *, paged: bool) -> None:
-    """Raises TypeError for arrays of a cache with a wrong dtype, and ValueError for a dtype that
-    contradicts its scales, and for a cache that was donated."""
+    """Raises TypeError if an array of a cache has a wrong dtype. Raises ValueError if a dtype lacks
+    the scales that it needs or has scales without need, or if the cache was donated."""
     for name, part in parts.items():
-        # None unless the dtype of the cache needs scales.
+        # Scales are None unless the dtype of the cache needs them.
         require_arrays(optional=name.endswith("_scale"), **{f"cache.{name}": part})
         reject_donated(f"cache.{name}", part)
     stored = {f"cache.{name}": part for name, part in parts.items() if name not in COUNTED}
@@ -87,8 +87,9 @@ def check_shapes(
 def checked_tokens(
     sizes: dict[str, int], counts: Array, left: int | None, **new: tuple[Array, str]
 ) -> list[jax.Array]:
-    """Checks the arguments of `append`: arrays of `new` tokens and their axes, of which `sizes`
-    gives all but T.
+    """Checks the arguments of `append`, and adds T to `sizes`, which has all other sizes.
+
+    `new`: the arrays of new tokens, each with its axes.
 
     Returns:
       counts as int32, clipped to [0, T], and the arrays of tokens.
@@ -115,7 +116,10 @@ def checked_tokens(
 
 
 def reject_outside(name: str, values: Array, most: int | None, of: str) -> None:
-    """Raises ValueError for the first of known integers that is not in `[0, most]`."""
+    """Raises ValueError if a value is not in `[0, most]`; `most` None: no upper bound.
+
+    The values must not be traced. `of` describes them in the message.
+    """
     found = np.asarray(values)
     wrong = found < 0 if most is None else (found < 0) | (found > most)
     if wrong.any():

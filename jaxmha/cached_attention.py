@@ -55,9 +55,9 @@ def attend_cache(
     """Attention of queries over a cache and the extra positions.
 
     Args:
-      params: of the layer; only extra positions and sinks are read. None: it has none.
+      params: parameters of the layer, which give extra positions and sinks; None: there are none.
       query: projected queries.
-      cache: keys and values, including those of the query tokens, which its lengths count.
+      cache: keys and values, to which those of the query tokens are already appended.
       positions: positions of the queries.
       mask: window, key/value padding and array over slots, with one batch axis.
       semantics: as in `multi_head_attention`.
@@ -105,9 +105,9 @@ class Common(NamedTuple):
     """Keys that every query of a step attends.
 
     Attributes:
-      stored: keys and values, of which the first `lengths` are those.
-      lengths: their number.
-      others: positions of the keys that some queries attend; None: those of the step.
+      stored: keys and values; every query attends the first `lengths` of them.
+      lengths: the number of keys that every query attends.
+      others: positions of the keys that only some queries attend; None: the step's own tokens.
     """
 
     stored: Stored
@@ -118,7 +118,7 @@ class Common(NamedTuple):
 def _common(
     cache: Cache, positions: Int[jax.Array, "B T"], mask: Mask, mods: Mods
 ) -> Common | None:
-    """The keys that all queries attend; None: kernels cannot compute such a step, or read its cache."""
+    """The keys that all queries attend; None if kernels do not support the step or the cache."""
     T, past, lengths = positions.shape[1], positions[:, 0], jnp.asarray(cache.lengths)
     # A cache of at most left + 1 slots needs no window: it holds no token to the left of it.
     left, _ = mask.window_size or (None, None)
@@ -135,8 +135,9 @@ def _common(
     if not windowed or left is None:
         keys, values = jnp.asarray(cache.key), jnp.asarray(cache.value)
         return Common(Stored(keys, values, table), lengths if T == 1 else past, None)
-    # All attend the keys from where the window of the last query begins to where that of the first
-    # ends: a copy of these, in their order, also of a ring. T - 1 others lie on each side.
+    # Every query attends the keys from the start of the last query's window to the end of the first
+    # query's window. They are copied in order of position, also from a ring buffer. On each side,
+    # only some queries attend T - 1 further keys.
     size, others = left + 2 - T, 2 * (T - 1)
     if size <= others or (T > 1 and not copies_window(cache, left, T)):
         return None
@@ -154,7 +155,10 @@ def _by_kernel(
     common: Common,
     semantics: Semantics,
 ) -> Callable[[Step], State] | None:
-    """The softmax state by a kernel, and in plain XLA where windows differ; None: there is no kernel."""
+    """Returns a function that computes the softmax state by a kernel; None if no kernel can.
+
+    Keys that only some queries attend because of their windows are folded in by plain XLA.
+    """
     shared = cache_kernels.shared(query, common.stored, common.lengths, semantics)
     T, others = query.shape[1], common.others
     if shared is None:
@@ -169,7 +173,7 @@ def _by_kernel(
 
 
 def _natively(step: Step, block: int) -> State | None:
-    """The same by the native kernel; None: it cannot compute this step, or cannot run here."""
+    """The softmax state by the native kernel; None if it cannot compute this step."""
     cache, mask = step.cache, step.mask
     if step.mods.score is not None or step.mods.mask is not None:
         return None
@@ -197,7 +201,7 @@ def _natively(step: Step, block: int) -> State | None:
 def _in_xla(
     settings: cache_step.Settings, given_operands: Sequence[Any]
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The operands of the native kernel as a step in plain XLA."""
+    """Computes the output, row max and row sum of the native kernel in plain XLA."""
     context: Any = settings.context
     kind, matmul, block = context
     operands = cache_step.Operands(*given_operands)

@@ -183,17 +183,17 @@ def over_slots(step: Step, block: int) -> State:
 
 
 def copies_window(cache: Cache, left: int, T: int) -> bool:
-    """True if T queries with a window attend a copy of what it covers on a GPU; False: every slot.
+    """True if T queries on a GPU should attend a copy of the keys in their windows, not all slots.
 
-    Of a window, keys and values are copied. Of every slot, so are those of pages, and of whole arrays
-    the values alone, to zero dead ones.
+    A window needs a copy of keys and values. All slots need a copy of both if they are in pages,
+    and of the values if they are in whole arrays, to zero unattended values.
     """
     copies = 1 if cache.whole() is None else 2
     return copies * (left + T) < cache.slots
 
 
 def over_positions(step: Step, positions: Int[jax.Array, "B s"], state: State) -> State:
-    """Folds the keys of these positions into the state; negative ones have no key."""
+    """Folds the keys of these positions into the state; negative positions are excluded."""
     tokens = jnp.where(positions <= step.last, positions, -1)
     positions = positions.clip(0)
     allowed = _allowed_tokens(step, positions % step.cache.slots, tokens)
@@ -208,7 +208,7 @@ def _empty_state(step: Step) -> State:
 
 
 def over_extras(step: Step, params: MHAParams, semantics: Semantics, state: State) -> State:
-    """Folds in the extra positions (`bias_k`, `bias_v`, zeros), which every query attends."""
+    """Folds the extra positions (`bias_k`, `bias_v`, zeros) into the state, for every query."""
     (B, K, _, H), h = step.rows.shape, step.cache.value.shape[-1]
     empty = [jnp.zeros((B, 0, K, size), step.matmul.accumulate) for size in (H, h)]
     keys = jnp.moveaxis(bias_kv.append(empty[0], params.bias_k, semantics), 1, 2)
@@ -232,7 +232,8 @@ def _allowed(
 def _allowed_tokens(
     step: Step, slots: Int[jax.Array, "#B s"], tokens: Int[jax.Array, "B s"]
 ) -> Bool[jax.Array, "B #N T s"]:
-    """Mask tile: a slot's token is valid, causal, and within the window."""
+    """Mask tile: True where a slot's token is valid, causal, in the window, and allowed by the mask
+    and the mask function."""
     S = step.cache.slots
     i, j = step.positions[:, None, :, None], tokens[:, None, None]
     allowed = (j >= 0) & (j <= i)

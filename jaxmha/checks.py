@@ -27,7 +27,7 @@ def reject_rounding(**arguments: object) -> None:
     """Raises TypeError for a float64 leaf that JAX, without x64, would round to float32."""
     if not is_rounded(np.float64):
         return
-    # First without paths, which cost more than all other checks.
+    # A first pass computes no paths: they cost more than all other checks.
     if not any(getattr(leaf, "dtype", None) == np.float64 for leaf in jax.tree.leaves(arguments)):
         return
     for name, tree in arguments.items():
@@ -40,8 +40,8 @@ def reject_rounding(**arguments: object) -> None:
 
 
 def floating_dtype(dtype: DTypeLike, name: str = "dtype") -> np.dtype[np.floating]:
-    """Converts the argument `name` to a dtype for heads; TypeError unless it is floating, with a
-    sign and a zero, and JAX does not round it to another dtype."""
+    """Converts the argument `name` to a dtype for heads; TypeError unless it is floating, has at
+    least 8 bits, a sign and a zero, and JAX does not round it to another dtype."""
     dtype = as_dtype(name, dtype)
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"{name} must be floating, got {dtype}")

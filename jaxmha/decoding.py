@@ -59,12 +59,12 @@ def prefill(
       cache: a `KVCache` or `PagedKVCache`; its previous contents are discarded.
       semantics: as in `multi_head_attention`; its dropout has no effect.
       mask: combined with the causal mask; `Mask.lengths(key_value=lengths)` gives the lengths of
-        the prompts, in [0, T]. Lengths on the device are clipped: reading them would wait for it.
+        the prompts, in [0, T]. JAX arrays are clipped: a check would wait for the device.
       rotate: `rotate(heads, positions)` of projected queries and keys, such as `rope`; its result is
         cast to the dtype of the heads. It is a static argument: give the same function in every
         call, or a `functools.partial` of the same function with equal arguments. Every new lambda
-        triggers a compilation; what a function captures is read when it compiles, and must not
-        change afterwards.
+        triggers a compilation. The values that a function captures are read during compilation,
+        and must not change afterwards.
       score_mod, mask_mod: score and mask functions, as in `dot_product_attention`; i and j are
         positions in the sequence.
       implementation: as in `multi_head_attention`.
@@ -74,7 +74,7 @@ def prefill(
 
     Raises:
       ValueError: T exceeds the slots of the cache (allowed for a ring buffer), a shape does not
-        fit, lengths of prompts of NumPy are not in [0, T], or tokens are in zig-zag order.
+        fit, a NumPy array of prompt lengths is not in [0, T], or tokens are in zig-zag order.
       TypeError: keys or values of the cache are of a wrong dtype, its lengths are not integers, or
         rotate is not callable.
 
@@ -108,8 +108,8 @@ def _traced(
 ) -> Mods:
     """Traces `score_mod` and `mask_mod`.
 
-    If `semantics` is given, keys are those of x and the extra positions, to which neither function
-    applies.
+    If `semantics` is given, the keys are the T tokens of x and the extra positions; neither
+    function applies to extra positions.
     """
     if score_mod is None and mask_mod is None:
         return Mods()
@@ -176,11 +176,11 @@ def decode_step(
 ) -> tuple[Float[jax.Array, "B T Do"], CacheT]:
     """Appends tokens to the cache; each attends to all tokens before it and to itself.
 
-    The cost of a step grows with the longest sequence; on GPUs with the window, or without cuDNN's
-    kernel with the slots of the cache. Each sequence has its own length. If a sequence has no free
-    slots left, or more than 2**30 tokens, its outputs are NaN (and its cache is unusable), since a
-    compiled program cannot raise. Steps have no reverse-mode gradient: train with
-    `multi_head_attention` on whole sequences.
+    The cost of a step grows with the longest sequence. On GPUs, it grows with the window if there
+    is one, and with the slots of the cache if cuDNN's kernel does not support the step. Each
+    sequence has its own length. If a sequence has no free slots left, or more than 2**30 tokens,
+    its outputs are NaN (and its cache is unusable), since a compiled program cannot raise. Steps
+    have no reverse-mode gradient: train with `multi_head_attention` on whole sequences.
 
     Args:
       params: parameters of the layer; Dq = Dk = Dv.
@@ -188,10 +188,10 @@ def decode_step(
       cache: a `KVCache` or `PagedKVCache`; updated in place if donated
         (`jax.jit(..., donate_argnums=...)`).
       semantics: as in `multi_head_attention`; its dropout has no effect.
-      mask: combined with the causal mask: `Mask.window(left, ...)`, with which a `KVCache` of at
-        least left + T slots is a ring buffer, and a `PagedKVCache` frees pages to the left of the
-        window; `Mask.padding(key_value=...)`, `(B, S)`, the valid slots (for prompts padded on the
-        left); a Boolean array over slots, broadcastable to `(B, N, T, S)`.
+      mask: combined with the causal mask. With `Mask.window(left, ...)`, a `KVCache` of at least
+        left + T slots is a ring buffer, and a `PagedKVCache` frees pages to the left of the window.
+        `Mask.padding(key_value=...)`, `(B, S)`, gives the valid slots (for prompts padded on the
+        left). A Boolean array is over slots, broadcastable to `(B, N, T, S)`.
       rotate: as in `prefill`.
       score_mod, mask_mod: as in `prefill`.
 
@@ -243,8 +243,8 @@ def extend(
       params: parameters of the layer; Dq = Dk = Dv.
       x: new tokens, `(B, T, Dq)`, padded on the right.
       cache: as in `decode_step`.
-      q_lengths: `(B,)`, the number of tokens of each sequence, in [0, T]; None: all T. Those on the
-        device are clipped: reading them would wait for it.
+      q_lengths: `(B,)`, the number of tokens of each sequence, in [0, T]; None: all T. JAX arrays
+        are clipped: a check would wait for the device.
       semantics: as in `decode_step`.
       mask: as in `decode_step`.
       rotate: as in `prefill`.
@@ -254,7 +254,7 @@ def extend(
       `(out, cache)`; out is `(B, T, Do)`, 0 beyond the tokens of a sequence.
 
     Raises:
-      ValueError: as in `decode_step`, or q_lengths of NumPy are not in [0, T].
+      ValueError: as in `decode_step`, or a NumPy array of q_lengths is not in [0, T].
       TypeError: as in `prefill`, or q_lengths are not integers.
 
     >>> from jaxmha import PagedKVCache, init_params

@@ -49,8 +49,8 @@ def reject_overflow(cache: HasSlots, T: int, left: int | None) -> None:
 
 
 def reject_long_prompt(cache: HasSlots, T: int, left: int | None) -> None:
-    """Raises ValueError for prompts of T tokens that are more than the slots, unless a ring buffer
-    keeps the last of them."""
+    """Raises ValueError if prompts have more tokens T than the cache has slots, unless a ring
+    buffer keeps the last tokens."""
     S = cache.slots
     if T > S and (left is None or left >= S or isinstance(cache, PagedKVCache)):
         raise ValueError(
@@ -59,7 +59,7 @@ def reject_long_prompt(cache: HasSlots, T: int, left: int | None) -> None:
 
 
 def checked_cache(params: MHAParams, x: Array, cache: CacheT, semantics: Semantics) -> CacheT:
-    """Checks the arguments and returns the cache, as `checked_parts`."""
+    """Checks the types of the arguments; returns the cache with the arrays of `checked_parts`."""
     checks.require_type(MHAParams, params=params)
     if not isinstance(cache, KVCache | PagedKVCache):
         raise TypeError(
@@ -74,8 +74,8 @@ def checked_cache(params: MHAParams, x: Array, cache: CacheT, semantics: Semanti
 
 
 def checked_parts(parts: dict[str, Array | None], *, paged: bool) -> dict[str, Array]:
-    """Checks the dtypes of a cache; returns its lengths and its table, NumPy's as int32, since jit
-    would truncate them."""
+    """Checks the dtypes of a cache. Returns its lengths and its table if they are NumPy arrays,
+    clipped to int32: jit would truncate wider integers."""
     check_dtypes(parts, paged=paged)
     found = {name: x for name, x in parts.items() if name in COUNTED and isinstance(x, np.ndarray)}
     return {name: near(x) if name == "table" else clipped_counts(x) for name, x in found.items()}
@@ -91,8 +91,8 @@ def reject_mean(policy: FullyMasked) -> None:
 
 
 def checked_counts(q_lengths: Array | None, x: Array) -> Array | None:
-    """Checks that `q_lengths` is an array of integers, in [0, T] if it is NumPy's, which becomes
-    int32."""
+    """Raises TypeError unless `q_lengths` are integers, and ValueError for a NumPy array outside
+    [0, T]. Returns them; a NumPy array becomes int32."""
     require_arrays(optional=True, q_lengths=q_lengths)
     if q_lengths is not None:
         require_integers("q_lengths", q_lengths)
@@ -101,19 +101,19 @@ def checked_counts(q_lengths: Array | None, x: Array) -> Array | None:
 
 
 def checked_prompts(mask: Mask, x: Array) -> Mask:
-    """Checks that lengths of prompts are in [0, T] if they are NumPy's; returns the mask."""
+    """Raises ValueError for a NumPy array of prompt lengths outside [0, T]; returns the mask."""
     _reject_outside_rows("mask.key_value_lengths", mask.key_value_lengths, x)
     return mask
 
 
 def _reject_outside_rows(name: str, lengths: object, x: Array) -> None:
-    """Raises ValueError for NumPy lengths that are not in [0, T]; others are not known here."""
+    """Raises ValueError for a NumPy array of lengths outside [0, T]; JAX arrays are not read."""
     if isinstance(lengths, np.ndarray) and x.ndim == 3 and isinstance(x.shape[1], int):
         reject_outside(name, lengths, x.shape[1], "of the T tokens of a row of x")
 
 
 def prompt_lengths(mask: Mask, sizes: dict[str, int]) -> jax.Array:
-    """The number of tokens of each prompt, `(B,)`: those of the mask, T at most."""
+    """The number of tokens of each prompt, `(B,)`: the key/value lengths of the mask, else T."""
     lengths = jnp.full(sizes["B"], sizes["T"], np.int32)
     if mask.key_value_lengths is None:
         return lengths

@@ -36,8 +36,8 @@ _LEAVES = {f"{name}.{part}" for name in MHAParams._fields[:4] for part in Projec
 class MultiheadAttention(equinox.nn.MultiheadAttention):  # type: ignore[misc]
     """`equinox.nn.MultiheadAttention` by jaxmha: same arguments, attributes and weights.
 
-    It is a class derived from equinox's, so that `equinox.tree_at`, `inference_mode` and saved
-    leaves work unchanged. It computes what equinox computes, but for three differences: fully
+    It is a subclass of equinox's layer, so that `equinox.tree_at`, `inference_mode` and saved
+    leaves work unchanged. It computes the same function, with three differences: fully
     masked rows are 0 (the mean of the values, as in equinox, with `semantics=Semantics.equinox()`);
     half precision accumulates in float32; and dropout draws other weights from the same key.
 
@@ -46,7 +46,7 @@ class MultiheadAttention(equinox.nn.MultiheadAttention):  # type: ignore[misc]
       query_size: Dq.
       key_size, value_size, output_size: Dk, Dv and Do, default Dq.
       qk_size, vo_size: H and h, default Dq // N.
-      use_query_bias, use_key_bias, use_value_bias, use_output_bias: of each projection.
+      use_query_bias, use_key_bias, use_value_bias, use_output_bias: give a projection a bias.
       dropout_p: the probability that a weight is dropped.
       inference: no dropout; the argument of the call takes precedence.
       dtype: of the parameters.
@@ -151,10 +151,10 @@ class MultiheadAttention(equinox.nn.MultiheadAttention):  # type: ignore[misc]
           mask: Boolean `(T, S)` or `(N, T, S)`, True = attend, or shapes that broadcast to these;
             or a `jaxmha.Mask`.
           key: a PRNG key for dropout.
-          inference: no dropout; None: as the module has it.
-          deterministic: deprecated in equinox: `inference`.
-          process_heads: changes projected queries, keys and values, `(T, N, H)`, `(S, K, H)` and
-            `(S, K, h)`, to others of these shapes, such as rotated ones.
+          inference: no dropout; None: the attribute `dropout.inference` decides.
+          deterministic: the name of `inference` that equinox deprecates.
+          process_heads: maps projected queries, keys and values, `(T, N, H)`, `(S, K, H)` and
+            `(S, K, h)`, to heads of the same shapes, such as rotated heads.
           bias: added to the logits, broadcastable to `(N, T, S)`.
 
         Raises:
@@ -242,8 +242,8 @@ class MultiheadAttention(equinox.nn.MultiheadAttention):  # type: ignore[misc]
         `MultiheadAttention.from_params(*jaxmha.converters.torch.from_module(m))` imports a layer.
 
         Raises:
-          ValueError: shapes do not fit each other, or the module has no place for a parameter or a
-            behaviour.
+          ValueError: shapes do not fit each other, or the module does not support a parameter or a
+            field of `semantics`.
           TypeError: float64 would be rounded because x64 is off.
 
         >>> from jaxmha import init_params
@@ -311,7 +311,7 @@ _PROJECTIONS = ("query_proj", "key_proj", "value_proj", "output_proj")
 
 
 def _split(linear: Callable[..., jax.Array], x: Array, heads: int) -> jax.Array:
-    """Projected features, by heads; any layer may have taken the place of the linear one."""
+    """Projects features and splits them into heads; `linear` may be any layer of one vector."""
     return jax.vmap(linear)(x).reshape(len(x), heads, -1)
 
 

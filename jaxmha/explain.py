@@ -1,4 +1,4 @@
-"""`explain` and `explain_layer`: what computes a call, and the reasons against the others."""
+"""`explain` and `explain_layer`: the implementation of a call, and why others do not support it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -28,8 +28,8 @@ class Explanation:
       chosen: the implementation that computes the call; None: none can.
       reasons: every candidate in order of preference, and why it cannot compute the call; None: it
         can.
-      saved: candidates that a benchmark of this very call found fastest on such a device.
-      source: the benchmark: one of `jaxmha bench --save`, or one that is shipped with jaxmha.
+      saved: candidates that were fastest in a benchmark of the same call on such a device.
+      source: the benchmark: a file of `jaxmha bench --save`, or a table shipped with jaxmha.
     """
 
     platform: str
@@ -41,7 +41,7 @@ class Explanation:
     def rows(self) -> list[tuple[str, str]]:
         """Pairs of a candidate and `chosen`, `supported` (but not chosen), or its reason.
 
-        `chosen` says so where a benchmark decided.
+        If a benchmark decided, the text after `chosen` names it.
 
         >>> Explanation("cpu", "blocked", (("blocked", None), ("reference", None))).rows()
         [('blocked', 'chosen'), ('reference', 'supported')]
@@ -113,16 +113,16 @@ class LayerExplanation:
     """Result of `explain_layer`; `print` shows it as two tables.
 
     Attributes:
-      attention: what computes the attention of the heads.
-      projections: the names of the projections, and why XLA multiplies and not the native kernels of
-        jaxmha-cpu; None: the native kernels do.
+      attention: the explanation of the attention of the heads.
+      projections: the name of each projection, and why XLA computes it and not the native kernels
+        of jaxmha-cpu; None: the native kernels compute it.
     """
 
     attention: Explanation
     projections: tuple[tuple[str, str | None], ...]
 
     def rows(self) -> list[tuple[str, str]]:
-        """Pairs of a projection and what computes it.
+        """Pairs of a projection and `native`, or `XLA` with the reason.
 
         >>> attention = Explanation("gpu", "cudnn", (("cudnn", None),))
         >>> LayerExplanation(attention, (("out", "not on gpu"), ("query", None))).rows()
@@ -189,7 +189,7 @@ def explain_layer(
     attention = _asked(multi_head_attention, query_support, platform, arrays, options)
     gated = ["gate"] * (params.gate is not None)
     names = ["query", "key", "value", *gated, *["out"] * (params.out is not None)]
-    # Projections of sharded arrays ask for no native matmul.
+    # Projections of sharded arrays record no reason in `matmuls`.
     reasons = query_support.matmuls or ["the arrays are sharded"] * len(names)
     return LayerExplanation(attention, tuple(zip(names, reasons, strict=True)))
 
@@ -201,7 +201,7 @@ def _asked(
     arrays: Mapping[str, Any],
     options: Mapping[str, Any],
 ) -> Explanation:
-    """Traces a call that fills in `asked`."""
+    """Traces a call, which records its candidates in `asked`, and returns its explanation."""
     # Options that hold arrays or shapes are traced; the others are passed as static values.
     traced = {
         name: x

@@ -55,7 +55,7 @@ class HasQuery(Protocol):
 def step_specs(
     params: HasQuery, x: Array, cache: object, *_: object, **__: object
 ) -> tuple[Axes, object] | None:
-    """Specs of the output of a step and of its cache, which keeps its sharding: for `by_types`."""
+    """Specs for `by_types` of a decoding step: of its output, and of its cache as it is sharded."""
     found = sharding_of_features(x, params.query.kernel)
     kept = jax.tree.map(lambda part: spec(*spec_of(part)), cache)
     return found and (found.axes, (found.features, kept))
@@ -98,12 +98,13 @@ def _sharding(x: Array, rows: Sequence[Names], heads: Names) -> TypeSharding:
 def by_types(
     specs: Callable[..., tuple[Axes, object] | None],
 ) -> Callable[[Callable[P, Out]], Callable[P, Out]]:
-    """Decorator for a function of arrays: on explicit mesh axes, `jax.sharding.auto_axes` lets the
-    compiler shard the function, except for attention.
+    """Decorator for a function of arrays: on explicit mesh axes, the function runs in
+    `jax.sharding.auto_axes`, with the mesh axes of attention in `AXES`.
 
     Args:
-      specs: computes, from the same arguments, the axes and the partition specs of the outputs;
-        None: the mesh has no explicit axes. Keyword arguments are static.
+      specs: returns, from the arguments of the function, the mesh axes of attention and the
+        partition specs of the outputs; None if the mesh has no explicit axes. Keyword arguments are
+        static.
     """
 
     def decorate(function: Callable[P, Out]) -> Callable[P, Out]:

@@ -1,4 +1,4 @@
-"""Optional packages, and what pip installs to have each: an extra of jaxmha, or the package."""
+"""Optional packages: the extra of jaxmha, or the name on PyPI, that installs each of them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,9 +15,9 @@ _OTHERS = {"haiku": "dm-haiku", "transformers": "transformers"}
 
 @contextmanager
 def needed(package: str) -> Iterator[None]:
-    """Wraps an import: tells the user what to install if the package is missing.
+    """Wraps an import: if the package is missing, ModuleNotFoundError names the pip command.
 
-    Raises ModuleNotFoundError; the error of an installed package that lacks a module is unchanged.
+    The error of an installed package that lacks a module of its own is unchanged.
 
     >>> with needed("torch"):
     ...     import torch

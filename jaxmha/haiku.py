@@ -29,16 +29,16 @@ Initializer = Callable[[Sequence[int], object], jax.Array]
 class MultiHeadAttention(haiku.MultiHeadAttention):  # type: ignore[misc]
     """`haiku.MultiHeadAttention` by jaxmha: same arguments, parameters and names.
 
-    It is a class derived from haiku's. It computes what haiku computes, but for two differences:
-    fully masked rows are 0 (the mean of the values, as in haiku, with
+    It is a subclass of haiku's module. It computes the same function, with two differences: fully
+    masked rows are 0 (the mean of the values, as in haiku, with
     `semantics=Semantics.haiku()`), and half precision accumulates in float32.
 
     Args:
       num_heads: N.
       key_size: H.
-      w_init_scale: deprecated in haiku: `w_init`.
+      w_init_scale: deprecated in haiku; give `w_init`.
       w_init: draws the kernels.
-      with_bias: of all four projections.
+      with_bias: gives all four projections biases.
       b_init: draws the biases, which are 0 by default.
       value_size: h, default H.
       model_size: Do, default N * H.
@@ -104,9 +104,9 @@ class MultiHeadAttention(haiku.MultiHeadAttention):  # type: ignore[misc]
           query: `(*B, T, Dq)`.
           key: `(*B, S, Dk)`, whose batch axes may be 1 or, from the left, missing.
           value: `(*B, S, Dv)`, likewise.
-          mask: of as many axes as `(*B, N, T, S)`, to which it broadcasts, nonzero = attend; or a
-            `jaxmha.Mask`, whose batch rows are those of all batch axes in order.
-          bias: of as many axes as `(*B, N, T, S)`, added to the logits.
+          mask: nonzero = attend; has the axes `(*B, N, T, S)`, each of full size or 1. Or a
+            `jaxmha.Mask`, whose batch axis is all batch axes, flattened.
+          bias: added to the logits; has the axes `(*B, N, T, S)`, each of full size or 1.
 
         Raises:
           ValueError: a shape does not fit.
@@ -136,8 +136,8 @@ class MultiHeadAttention(haiku.MultiHeadAttention):  # type: ignore[misc]
 
 
 def _in_batch(name: str, array: jax.Array, batch: tuple[int, ...]) -> jax.Array:
-    """Broadcasts the axes before the last three to the batch axes of queries, and makes one of
-    them, or none of none; ValueError if they do not broadcast."""
+    """Broadcasts the axes before the last three to the batch axes of the query, and merges them
+    into one axis, if there are any. Raises ValueError if they do not broadcast."""
     lead, own = array.shape[:-3], array.shape[-3:]
     pairs = zip(reversed(lead), reversed(batch), strict=False)
     if len(lead) > len(batch) or any(size not in (1, full) for size, full in pairs):
@@ -150,7 +150,7 @@ def _in_batch(name: str, array: jax.Array, batch: tuple[int, ...]) -> jax.Array:
 
 
 def _by_batch(name: str, array: Array, batch: tuple[int, ...]) -> jax.Array:
-    """A mask or a bias with its batch axes as one; ValueError for another number of axes."""
+    """Merges the batch axes of a mask or a bias into one; ValueError for another number of axes."""
     require_arrays(optional=False, **{name: array})
     if array.ndim != len(batch) + 3:
         raise ValueError(

@@ -52,8 +52,9 @@ def init_params(
       dtype: of every leaf; values are drawn in it, at least in float32.
       scheme: framework of the distribution. `torch`: Xavier-uniform, with the fans of the packed
         `in_proj_weight` where torch packs (equal widths, K = N, H = h = Dq / N), else of each
-        kernel; output U(+-1/sqrt(fan in)). `keras`: Glorot-uniform, fans are the contracted and the
-        other axes. `flax`: LeCun-normal, truncated at two standard deviations.
+        kernel; the output kernel is U(+-1/sqrt(fan in)). `keras`: Glorot-uniform, with the sizes of
+        the contracted and of the other axes as fans. `flax`: LeCun-normal, truncated at two
+        standard deviations.
 
     Raises:
       ValueError: a size does not fit.
@@ -111,7 +112,7 @@ class Draw(NamedTuple):
 
     Attributes:
       dtype: of the leaves; values are drawn in it, at least in float32.
-      packed: kernels that torch packs into one, whose outputs count together.
+      packed: number of kernels that torch packs into one; it multiplies their fan out.
     """
 
     scheme: Literal["torch", "keras", "flax"]

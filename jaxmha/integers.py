@@ -60,10 +60,10 @@ def comparable(
 ) -> tuple[Array | None, Array | None]:
     """Converts segment ids of queries and keys to one dtype that JAX has; equal ids stay equal.
 
-    Ids that JAX would truncate are renumbered.
+    Ids that JAX would truncate are renumbered if their values are known.
 
     Raises:
-      TypeError: the ids are traced, and no integer dtype of the program holds both.
+      TypeError: ids are traced, and no integer dtype that JAX has holds both arrays.
     """
     if not (is_integers(query_ids) and is_integers(key_value_ids)):
         return query_ids, key_value_ids
@@ -136,7 +136,7 @@ def _fitting(ids: Array) -> Array:
 
 
 def is_known(x: Array) -> bool:
-    """True if the host can read the values: they are not traced, and lie on its devices."""
+    """True if the host can read the values: the array is not traced, and its shards are local."""
     return not isinstance(x, jax.core.Tracer) and getattr(x, "is_fully_addressable", True)
 
 
@@ -152,7 +152,7 @@ def on_host(name: str, array: object) -> np.ndarray[Any, np.dtype[Any]]:
 
 
 def reject_donated(name: str, array: object) -> None:
-    """Raises ValueError for an array that an earlier call has deleted."""
+    """Raises ValueError for a JAX array that was donated to an earlier call."""
     if isinstance(array, jax.Array) and is_known(array) and array.is_deleted():
         raise ValueError(
             f"{name} was donated to an earlier call, which deleted it: use the cache that it returned"

@@ -21,10 +21,10 @@ from jaxmha.params import MHAParams, check
 class KVCache(NamedTuple):
     """Keys and values of the tokens so far, in a ring buffer: slot `p % S` holds position p.
 
-    A plain pytree: donate it to the step that returns its successor. To roll back, reduce the
+    A plain pytree: donate it to the step that returns the next cache. To roll back, reduce the
     lengths, `cache._replace(lengths=earlier)`, as long as no token that is still attended has been
-    overwritten: with `Mask.window(left, ...)`, up to S - left tokens once a cache has wrapped
-    around.
+    overwritten: once a cache with `Mask.window(left, ...)` has wrapped around, by at most S - left
+    tokens.
 
     Attributes:
       key: `(B, K, S, H)`, S slots.
@@ -44,11 +44,11 @@ class KVCache(NamedTuple):
         """A cache with room for `length` tokens of each sequence.
 
         Args:
-          params: of the layer, for K, H and h.
+          params: parameters of the layer, which give K, H and h.
           batch_size: B.
           length: S, at most 2**30. With `Mask.window(left, ...)` in every step, left + 1 slots
             are enough for sequences of up to 2**30 tokens.
-          dtype: default that of the parameters. Keys and values are rounded to it once, when a
+          dtype: default the dtype of the parameters. Keys and values are rounded to it once, when a
             token is written, as by `astype`: values beyond its range become inf, or NaN if it has
             no inf. Steps compute in the dtype of their inputs. float8 takes a quarter of the bytes
             of float32.
@@ -149,7 +149,7 @@ class KVCache(NamedTuple):
         return Tile(jnp.asarray(self.key), jnp.asarray(self.value))
 
     def pages(self) -> None:
-        """None: no table gives the slots."""
+        """Returns None: the cache has no page table."""
         return
 
 
@@ -159,12 +159,14 @@ def with_tokens(
     starts: Int[jax.Array, "B"],
     counts: Int[jax.Array, "B"],
 ) -> list[jax.Array]:
-    """Arrays `B K S _` with the first `counts` of T tokens `B T K _` at positions from `starts`;
-    position p is written to slot `p % S`."""
+    """Writes the first `counts` of T tokens, `B T K _`, to the arrays `stored`, `B K S _`.
+
+    Positions count from `starts`; position p is written to slot `p % S`.
+    """
     S, (B, T) = stored[0].shape[2], new[0].shape[:2]
     if S == 0:
         return [jnp.asarray(x) for x in stored]
-    if T > S:  # only the last S tokens: earlier ones would be overwritten
+    if T > S:  # writes only the last S tokens, which would overwrite the earlier ones
         rows = jnp.maximum(counts - S, 0)[:, None] + jnp.arange(S, dtype=np.int32).reshape(1, S)
     else:
         rows = jnp.broadcast_to(jnp.arange(T, dtype=np.int32).reshape(1, T), (B, T))

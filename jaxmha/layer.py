@@ -107,7 +107,7 @@ def multi_head_attention(
       bias: added to the logits, broadcastable to `(*B, N, T, S)`; -inf excludes the pair.
       mask: Boolean, broadcastable to `(*B, N, T, S)`, True = attend; or a `Mask`.
       is_causal: query i attends keys j <= i.
-      semantics: scale, soft cap, policy of fully masked rows, dropout and the like.
+      semantics: scale, soft cap, output of fully masked rows, dropout rate and others.
       dropout_key: a PRNG key; None: no dropout.
       return_weights: also return the weights `(*B, N, T, S)`, `"before_dropout"` (= True) or
         `"after_dropout"`.
@@ -120,9 +120,9 @@ def multi_head_attention(
     number, `mask` or `bias` applies to them too. Returned weights include the extra positions, but
     not the sinks.
 
-    With `semantics.attention_axes`, query, key and value have the same axes, T and S are the products
-    of the attended ones, in the order given, and `mask`, `bias` and weights are `(*B, N, *T, *S)`,
-    with the attended axes of queries and of keys apart; *B are the other axes.
+    With `semantics.attention_axes`, inputs have any number of axes: *T and *S are the attended axes
+    of queries and of keys, in the order given, and *B the other axes. T and S are products of the
+    attended sizes; `mask`, `bias` and weights have the axes `(*B, N, *T, *S)`.
 
     Returns:
       `out` or `(out, weights)`; out is `(*B, T, Do)` in the promoted dtype of inputs and
@@ -272,13 +272,13 @@ def check_batch(query: jax.Array, key: jax.Array | None, value: jax.Array | None
 
 
 def policy_of(params: MHAParams, semantics: Semantics) -> FullyMasked:
-    """The output of fully masked rows: with sinks 0, since such a row attends its sink."""
+    """The output of fully masked rows: "zero" with sinks, since such a row attends its sink."""
     return semantics.fully_masked if params.sinks is None else "zero"
 
 
 class Attended(NamedTuple):
-    """Positions that can reach the output: `B T` of queries and of features that the gate reads,
-    `B S` of keys and values; None: all."""
+    """Masks of the positions that can affect the output: `B T` of queries and of the features that
+    the gate reads, `B S` of keys and values; None: all can."""
 
     queries: jax.Array | None
     keys: jax.Array | None
@@ -295,10 +295,10 @@ def attended_features(
     policy: FullyMasked,
     mask_mod: Mod | None = None,
 ) -> Attended:
-    """The positions of features that can reach the output.
+    """Returns the positions of features that can affect the output.
 
-    Other positions must be zeroed: 0 * NaN would reach the gradients of the kernels. Mask and bias
-    have one batch axis and cover S and the `extra` positions.
+    Other positions must be zeroed: if they hold NaN, gradients of the kernels would be 0 * NaN.
+    Mask and bias have one batch axis and cover S and the `extra` positions.
     """
     T, S, N = sizes["T"], sizes["S"], sizes["N"]
     checked(Mods(mask=mask_mod), {"B": B, "T": T, "N": N, "S": S + extra})
@@ -307,6 +307,6 @@ def attended_features(
         None if x is None else jnp.broadcast_to(x[:, :size], (B, size))
         for x, size in zip((sharding.in_order(x, 1) for x in attended), (T, S), strict=True)
     )
-    if policy == "mean":  # of every value, for rows whose gates count too
+    if policy == "mean":  # fully masked rows read every value, and their gates
         return Attended(rows, keys, None, None)
     return Attended(rows, keys, keys, rows)

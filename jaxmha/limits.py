@@ -13,10 +13,10 @@ LARGEST_CAP: dict[str, float] = {"float32": 1e30, "float64": 1e290}
 
 
 def check(semantics: Semantics, dtype: np.dtype[np.floating]) -> None:
-    """Checks that scale and soft cap are in the range of the logits of heads of `dtype`.
+    """Checks that scale and soft cap fit the accumulation dtype of heads of `dtype`.
 
     Raises:
-      ValueError: a number is too large for that dtype.
+      ValueError: the scale or the soft cap is too large.
       TypeError: softmax_dtype is float64, and x64 is off.
     """
     accumulate = accumulation_dtype(dtype)
@@ -36,7 +36,7 @@ def check(semantics: Semantics, dtype: np.dtype[np.floating]) -> None:
 
 
 def held(bias: jax.Array | None, dtype: np.dtype[np.floating]) -> jax.Array | None:
-    """Casts a bias to the accumulation dtype of heads of `dtype`, clipping finite entries."""
+    """Casts a float64 bias to the accumulation dtype of heads of `dtype`; clips finite entries."""
     accumulate = accumulation_dtype(dtype)
     if bias is None or bias.dtype != np.float64 or accumulate == np.float64:
         return bias

@@ -40,7 +40,7 @@ def _by_keyword(
 
 # Fields of integer arrays with a value per batch row or position.
 _INTEGERS = ("query_lengths", "key_value_lengths", "query_segments", "key_value_segments")
-# Fields that belong together.
+# Fields of one condition: equal segment ids.
 _SEGMENTS = ("query_segments", "key_value_segments", "packed_ends")
 
 
@@ -159,12 +159,12 @@ class Mask:
     ) -> "Mask":
         """Packed sequences: only pairs with equal ids attend.
 
-        Kernels for packed sequences need each id in one run of positions. Of NumPy arrays this is found
-        out here; for arrays of JAX, `max_segments` promises it.
+        Kernels for packed sequences need each id in one run of positions. This is checked for NumPy
+        arrays; for JAX arrays, `max_segments` promises it.
 
         Args:
-          query_ids: `(B, T)`, the sequence of each query. Without x64 JAX cuts ids of 64 bits to 32 where
-            they are arguments of a caller's `jit`, before this function sees them.
+          query_ids: `(B, T)`, the sequence of each query. Without x64, `jax.jit` truncates 64-bit
+            ids among its arguments to 32 bits, before this function receives them.
           key_value_ids: `(B, S)`, the sequence of each key; the same array where T is S.
           max_segments: promises that both arrays are the same, that each id fills one run, and that a
             row has at most this many. A broken promise gives wrong results.
@@ -179,13 +179,13 @@ class Mask:
 
     @classmethod
     def packed(cls, lengths: Integer[Array, "*B M"], *, size: int) -> "Mask":
-        """Packed sequences by their lengths: they follow one another, and do not attend each other.
+        """Packed sequences, given by their lengths in order; each attends only itself.
 
-        The same as `segments`, except that kernels for packed sequences need no more than this.
+        Allows the same pairs as `segments`; kernels for packed sequences need no `max_segments`.
 
         Args:
-          lengths: `(*B, M)`, the length of each sequence; 0: a row has fewer than M. Positions after the
-            last form one more sequence.
+          lengths: `(*B, M)`, the length of each sequence; 0 in rows with fewer than M. Positions
+            after the last sequence form one more sequence.
           size: T, which must be S.
 
         >>> Mask.packed(np.array([[2, 1]]), size=4).query_segments.tolist()

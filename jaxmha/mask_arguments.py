@@ -18,7 +18,7 @@ def as_mask(mask: Array | Mask | None) -> Mask:
 
 
 def with_window(mask: Mask, semantics: Semantics) -> Mask:
-    """The mask with the window that every call of a layer has."""
+    """Adds `semantics.local_window_size` to the mask, if it is set."""
     window = semantics.local_window_size
     return mask if window is None else mask & Mask.window(*window)
 

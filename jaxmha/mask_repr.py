@@ -17,7 +17,7 @@ ATTENDS, EXCLUDED = "■", "·"
 
 
 class Conditions(Protocol):
-    """The part of a `Mask` that a picture shows, next to its fields of arrays by name."""
+    """Interface of `Mask` for pictures: a dataclass whose fields are the conditions."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
@@ -72,7 +72,7 @@ class Corner(NamedTuple):
       T, S: all positions.
       panels: a name, "" for the only panel, and the Boolean array of each pair of a batch row and a
         head; at most `PANELS`.
-      left_out: the number of the others in words; "" if there are none.
+      left_out: a text with the number of further panels; "" if there are none.
     """
 
     T: int
@@ -98,7 +98,7 @@ def corner(mask: Conditions, T: int | None = None, S: int | None = None) -> Corn
 
 
 def _corner(mask: M) -> M:
-    """The mask of the positions to show, so that a long mask is never materialised."""
+    """Slices the arrays of the mask to the positions to show: a long mask is never materialised."""
     shown = {}
     for name in _POSITIONS:
         if getattr(mask, name) is not None:

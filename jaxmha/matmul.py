@@ -36,8 +36,8 @@ def matmul(
     """
     precision = resolved(precision)
     if a.shape[-1] == 1:
-        # A matmul over one term would be fused with what follows, as `a * b - row_max`, and an FMA
-        # would round its logits in another way than those of the row max.
+        # XLA would fuse a matmul over one term with later operations, such as `a * b - row_max`:
+        # an FMA would round these logits differently from the logits that gave the row max.
         a = jnp.pad(a, ((0, 0),) * (a.ndim - 1) + ((0, 1),))
         b = jnp.pad(b, ((0, 0),) * (b.ndim - 2) + ((0, 1), (0, 0)))
     *lead, m, k = a.shape
@@ -94,7 +94,7 @@ def operand_dtype(
 
 
 def has_float16_digits(dtype: DTypeLike, precision: Precision, platform: str) -> bool:
-    """True if matmuls of heads of `dtype` take operands of 11 binary digits, by `matmul_of_float16`.
+    """True if `matmul_of_float16` computes the matmuls of heads of `dtype`.
 
     >>> with jax.default_matmul_precision(None):
     ...     [has_float16_digits(jnp.float16, None, platform) for platform in ("cuda", "cpu")]

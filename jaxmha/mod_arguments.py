@@ -29,10 +29,10 @@ def traced_mods(score_mod: ScoreMod | None, mask_mod: MaskMod | None, dtype: DTy
 
 
 def checked(mods: Mods, sizes: Mapping[str, int]) -> Mods:
-    """Raises ValueError if an array or the blocks of a function do not fit a call of the sizes B, T,
-    N and S; returns the functions.
+    """Raises ValueError if an array or the block mask of a function does not fit a call of the
+    sizes B, T, N and S; returns the functions.
 
-    A step over a cache gives B and N alone: arrays of T or S positions serve the whole sequence.
+    A step over a cache gives only B and N: arrays over T or S cover the whole sequence.
     """
     for name, mod in (("score_mod", mods.score), ("mask_mod", mods.mask)):
         if mod is None:
@@ -49,7 +49,7 @@ def checked(mods: Mods, sizes: Mapping[str, int]) -> Mods:
 
 
 def _check_blocks(mod: Mod, sizes: Mapping[str, int]) -> None:
-    """Raises ValueError if the known blocks of a mask function do not fit a call of these sizes."""
+    """Raises ValueError if the block mask of a mask function does not fit a call of these sizes."""
     if mod.blocks is None:
         return
     b, n = mod.blocks.rows.shape[:2]
@@ -75,13 +75,13 @@ def _listed(sizes: Mapping[str, int], axes: str, omitted: Container[str] = ()) -
 
 
 def without_extras(mods: Mods, sizes: Mapping[str, int], extra: int, dtype: DTypeLike) -> Mods:
-    """The functions for a call with `extra` positions after the S given ones: those are visible to
-    every query, with unchanged scores.
+    """The functions for a call with `extra` positions after the S given ones: every query attends
+    the extra positions, with unchanged scores.
 
-    `sizes`: of the call without them, by which functions are checked; S with them fits no array.
+    `sizes`: the sizes of the call without extra positions, which the functions must fit.
 
     Raises:
-      ValueError: an array or the blocks of a function do not fit.
+      ValueError: an array or the block mask of a function does not fit.
     """
     if not extra:
         return mods

@@ -56,12 +56,12 @@ class PagePool:
         return [int(row) for row in np.flatnonzero(self.lengths == 0)]
 
     def extend(self, counts: Sequence[int], *, left: int | None = None) -> None:
-        """Reports a call of `extend` or `decode_step`; of `prefill`, after `free` of all rows.
+        """Reports a call of `extend` or `decode_step`; for `prefill`, free all rows first.
 
         Args:
           counts: number of tokens of each row, at most T: the `q_lengths` of the call, or the
-            lengths of the prompts. The pool does not know T, to which a compiled step clips:
-            `require_same` finds larger counts.
+            lengths of the prompts. A compiled step clips counts to T, which the pool does not know:
+            `require_same` finds the difference.
           left: left bound of the window of the call; None: no window.
 
         Raises:
@@ -132,7 +132,8 @@ class PagePool:
                 )
 
     def _integers(self, name: str, values: object) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
-        """One integer of at least 0 for each row, clipped to 2**30."""
+        """Converts values to one integer per row, clipped to 2**30; ValueError if they do not fit
+        or are negative."""
         given = on_host(name, values) if isinstance(values, jax.Array) else np.asarray(values)
         if given.shape != self.lengths.shape or (given.size and given.dtype.kind not in "iu"):
             raise ValueError(

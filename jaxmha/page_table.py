@@ -1,9 +1,9 @@
 """Page tables, `B M`: the pages of a pool that hold the tokens of each sequence.
 
 Entry m of row b is the page that starts at position `m * page_size`; -1: no page. The table is the
-only state: the number of rows that hold a page is counted from it whenever it is needed, so the two
-cannot disagree. Every function computes with NumPy on NumPy arrays and with JAX on JAX arrays, so
-that a host can predict which pages a compiled step will allocate.
+only state: the number of rows that hold a page is counted from it when it is needed, so that it
+cannot contradict the table. Every function computes with NumPy on NumPy arrays and with JAX on JAX
+arrays, so that a host can predict which pages a compiled step will allocate.
 
 Only pages that start below the length of a row may be shared with other rows. Source:
 Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention"
@@ -67,8 +67,8 @@ def truncated(table: Table, lengths: Counts, page_size: int) -> Table:
 def within_window(table: Table, lengths: Counts, left: int, page_size: int) -> Table:
     """The table without the pages to the left of the windows of all tokens from `lengths` on.
 
-    A row keeps the page of its last token, which a window of that token alone would free, so that
-    a row that lacks it is known to be wrong.
+    A row keeps the page of its last token even with `left` 0, so that a row without this page is
+    known to be broken.
     """
     ends = (np.arange(table.shape[1], dtype=np.int32)[None] + 1) * page_size
     return released(table, ends > lengths[:, None] - max(left, 1))
@@ -106,14 +106,14 @@ def extended(
 ) -> tuple[Growth, Bool[Array, "B"]]:
     """The table after a step that adds `counts` tokens, and the rows that lack a page.
 
-    A row that lacks a page loses the pages to the right of it too, and gets none, so that it lacks
-    that of its last token from then on: whatever a window frees, the row is known to be wrong.
+    A row that lacks a page gets no pages, and loses the pages after the missing one. It then lacks
+    the page of its last token, which no window frees, so that later steps find it broken.
 
     `left`: left bound of a window, to the left of which pages are freed; None: no window.
     """
     xp = library(table, lengths, counts)
     first = lengths * 0
-    # By hand, lengths may have been reduced, and pages named that the pool does not have.
+    # Users may have reduced lengths, or written page numbers that the pool does not have.
     table = released(truncated(table, lengths, page_size), table < pages)
     if left is not None:
         table = within_window(table, lengths, left, page_size)
@@ -158,9 +158,9 @@ def lacks(table: Table, first: Counts, end: Counts, page_size: int) -> Bool[Arra
 
 
 def problem(table: Table, lengths: Counts, page_size: int, pages: int) -> str | None:
-    """The first thing about NumPy arrays that no sequence of calls produces, or None.
+    """A message about the first entry that no sequence of calls produces, or None; NumPy arrays.
 
-    A window frees pages from the left, so that a row may lack its first ones only.
+    A row may lack only its first pages, which a window frees.
     """
     M = table.shape[1]
     for row, (entries, length) in enumerate(zip(table, lengths, strict=True)):

@@ -36,15 +36,15 @@ class PagedKVCache(NamedTuple):
     A compiled program cannot raise: if the pool has no free page, or the table has no entry left,
     the row is broken until it is freed, or rolled back to tokens whose pages it still holds. Its
     outputs are NaN, with a window too, it gets no more pages, and `validate` finds it. `PagePool`
-    predicts this on the host and raises. Row numbers, lengths and counts that are out of range are refused
-    where their values are known; each method says what traced ones do.
+    predicts this on the host and raises. Row numbers, lengths and counts out of range raise if
+    their values are known; each method describes the effect of traced ones.
 
     Attributes:
       key: `(P, K, page, H)`, P pages.
       value: `(P, K, page, h)`.
       table: `(B, M)` int32, M pages at most per sequence; -1: no page.
       lengths: `(B,)` int32, the number of tokens so far per sequence; a negative length counts as
-        0. Reduce them by `rollback`: a step frees pages beyond a length, which until then are held.
+        0. `rollback` reduces them and frees pages; otherwise the next step frees these pages.
       key_scale: `(P, K, page)`; None: keys are stored as they are.
       value_scale: `(P, K, page)`; None: values are stored as they are.
     """
@@ -75,12 +75,12 @@ class PagedKVCache(NamedTuple):
           length: maximum number of tokens of a sequence, which gives M.
           pages: P, the number of pages of the pool, which holds `P * page_size` tokens.
           page_size: number of tokens per page; cuDNN reads pages in place if it is a power of 2.
-          dtype: default that of the parameters; another floating dtype stores values rounded to
-            it. int8 and float8 store, per token and head, a vector x as q * scale with scale =
-            max |x| / max |dtype|. Of a number, int8 is off by at most max |x| / 254, and float8 by
-            its relative rounding, 2**-4 in e4m3 and 2**-3 in e5m2, plus 2**-18 max |x|; a scale is
-            at least 2**-126, so that neither bound holds for max |x| below 2**-126 max |dtype|. A
-            step casts q to a wider dtype when it reads the cache.
+          dtype: default the dtype of the parameters; another floating dtype stores values rounded
+            to it. int8 and float8 store, per token and head, a vector x as q * scale with scale =
+            max |x| / max |dtype|. The error of a number is at most max |x| / 254 in int8; in float8
+            it is at most its relative rounding, 2**-4 in e4m3 and 2**-3 in e5m2, plus 2**-18 max
+            |x|. A scale is at least 2**-126, so that neither bound holds for max |x| below
+            2**-126 max |dtype|. A step casts q to a wider dtype when it reads the cache.
 
         Raises:
           ValueError: a size is not an integer of at least 1 (0 for batch_size), or exceeds 2**30.
@@ -105,17 +105,18 @@ class PagedKVCache(NamedTuple):
 
     @property
     def slots(self) -> int:
-        """The maximum number of tokens of a sequence: those of M pages."""
+        """The maximum number of tokens of a sequence: M pages of `page_size` tokens."""
         return self.table.shape[1] * self.page_size
 
     def validate(self) -> None:
-        """Raises ValueError for a table and lengths that calls on one cache do not produce.
+        """Raises ValueError if no sequence of calls on a cache produces its table and lengths.
 
-        Also for shapes that do not fit each other, and TypeError for a wrong dtype. It reads table
-        and lengths from the device, and cannot run under jit. A compiled step does not check them:
-        rows that lack pages, or name pages outside of the pool, have outputs NaN, and a table of
-        another batch makes outputs wrong or NaN. A row without its first pages passes, since a window
-        frees them: if its tokens need them, a step breaks the row, and it is found from then on.
+        Raises ValueError also if shapes do not fit each other, and TypeError for a wrong dtype. It
+        reads table and lengths from the device, and cannot run under jit. A compiled step does not
+        check them: rows that lack pages, or name pages outside of the pool, have outputs NaN, and a
+        table of another batch makes outputs wrong or NaN. A row without its first pages passes,
+        since a window frees them; if a step needs these pages, the row is broken and no longer
+        passes.
         """
         _checked(self)
         table, lengths = (on_host(f"cache.{x}", getattr(self, x)) for x in ("table", "lengths"))
@@ -172,8 +173,8 @@ class PagedKVCache(NamedTuple):
         """Reduces the lengths to `lengths`, `(B,)`, and frees the pages beyond them.
 
         A row with a larger length does not change; a negative traced length counts as 0. With
-        `Mask.window`, a step frees the pages to the left of the window of its first token: a
-        rollback to a length below the one before the last step may lack pages.
+        `Mask.window`, a step frees the pages to the left of the window of its first token: a row
+        that is rolled back below its length before the last step may lack pages.
 
         Raises:
           ValueError: lengths are not integers of shape `(B,)`, or one is known and negative.
@@ -218,7 +219,7 @@ class PagedKVCache(NamedTuple):
         growth, lacking = page_table.extended(table, lengths, more, near(left), page, pages)
         ends = lengths + more
         if platforms.current().name == "tpu":
-            # Its kernel multiplies all slots of a page: those after the last token become 0.
+            # The TPU's kernel multiplies all slots of a page: slots after the last token become 0.
             new = [_with_zeros(x, more, page - 1) for x in new]
             ends = jnp.where(more > 0, -(-ends // page) * page, ends)
         positions = lengths[:, None] + jnp.arange(new[0].shape[1], dtype=np.int32)[None]
@@ -262,7 +263,7 @@ class PagedKVCache(NamedTuple):
         )
 
     def _gathered(self, gather: Callable[[jax.Array], jax.Array]) -> Tile:
-        """The tile that `gather` takes from the bits of each pool; absent scales stay so."""
+        """Applies `gather` to the bits of keys, values and scales; absent scales stay None."""
 
         def of(pool: Array) -> jax.Array:
             return from_bits(gather(as_bits(jnp.asarray(pool))), pool.dtype)
@@ -300,7 +301,7 @@ def _checked(cache: PagedKVCache) -> _Checked:
 def _with_zeros(
     x: Float[jax.Array, "B T K H"], counts: Int[jax.Array, "B"], more: int
 ) -> Float[jax.Array, "B T2 K H"]:
-    """The first `counts` of T tokens, zeros in the place of the others, and `more` zeros."""
+    """Replaces all but the first `counts` of T tokens by zeros, and appends `more` tokens of 0."""
     tokens = jnp.arange(x.shape[1], dtype=np.int32)[None]
     x = jnp.where((tokens < counts[:, None])[..., None, None], x, 0.0)
     return jnp.pad(x, ((0, 0), (0, more), (0, 0), (0, 0)))
@@ -314,7 +315,7 @@ def empty_pages(
     page_size: int,
     dtype: DTypeLike,
 ) -> PagedKVCache:
-    """A pool of free pages for `heads`, K of H and h features; arguments as in
+    """A pool of free pages. `heads`: the sizes (K, H, h); other arguments as in
     `PagedKVCache.empty`."""
     require_sizes(least=0, batch_size=batch_size)
     require_sizes(most=FAR, length=length, pages=pages, page_size=page_size)
@@ -331,7 +332,7 @@ def empty_pages(
 
 
 def _row(name: str, row: int | Array, batch_size: int) -> int | Array:
-    """Raises for a row that is not an integer, or is known not to be one of the batch."""
+    """Returns the row; TypeError unless it is an integer, ValueError if it is not in [0, B)."""
     if isinstance(row, bool) or not (isinstance(row, int) or (is_integers(row) and row.ndim == 0)):
         raise TypeError(f"{name} must be an integer, the number of a row, got {shown(row)}")
     if isinstance(row, jax.core.Tracer):

@@ -98,7 +98,7 @@ CANONICAL: dict[str, str] = {
     "gate.bias": "N h",
     "gate_heads.bias": "N",
 }
-# Leaf -> the leaf of the same array of MHAParams in its other shape.
+# Leaf -> the leaf name that the same array has in its other shape.
 FORMS: dict[str, str] = {
     "query_norm": "query_norm_heads",
     "key_norm": "key_norm_heads",
@@ -122,7 +122,7 @@ def field_of(leaf: str) -> str:
     return _FIELDS.get(leaf, leaf)
 
 
-# Every leaf, its field, and the two names of the field: `query`, `kernel`.
+# Every leaf, its field, and the two parts of the field's name, such as `query` and `kernel`.
 _PLACES = tuple(
     (leaf, field, *field.partition(".")[::2]) for leaf in CANONICAL for field in [field_of(leaf)]
 )

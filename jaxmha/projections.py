@@ -125,7 +125,7 @@ def project_checked(
 ) -> Three:
     """Projects inputs that `check_inputs` accepted, and zeroes unattended positions first.
 
-    A key or value of None stands for the input before it, as `distinct` returns them.
+    A key of None stands for the query, and a value of None for the key, as `distinct` returns them.
     `attended`: masks of the query, key and value positions to keep, `b T`, `b S` and `b S`; None
     keeps all.
     """
@@ -273,8 +273,8 @@ def affine_map(
 ) -> jax.Array:
     """Contracts the last `contracted` axes of x with the first of the kernel, in one matmul.
 
-    `attended`: the rows of x to read, of its other axes; others count as zeros. None: all.
-    `rounded`: the caller rounds the result to `dtype` at once, so a kernel may do it.
+    `attended`: a mask of the rows of x to read; other rows count as zeros. None: all rows.
+    `rounded`: the caller rounds the result to `dtype` at once, so that a kernel may round it.
 
     On CPU, product and bias are in the accumulation dtype, so that their sum is rounded once. On
     GPUs and TPUs, the product is rounded to `dtype` before the bias is added: a product in the
@@ -310,8 +310,8 @@ def affine_map(
     if written == accumulate:
         y = matmul(rows, columns, precision=precision, dtype=accumulate)
     else:
-        # XLA:GPU multiplies one row elementwise and writes all products, as large as the kernel. Of
-        # two rows it makes a matmul.
+        # XLA:GPU multiplies one row elementwise and writes all products, as many as the kernel has
+        # entries. Two rows give a matmul.
         alone = isinstance(m, int) and m == 1 and platforms.current().name in ("cuda", "rocm")
         rows = jnp.broadcast_to(rows, (2, k)) if alone else rows
         y = jnp.matmul(rows, columns, precision=resolved(precision), preferred_element_type=written)
@@ -330,7 +330,7 @@ def _plus(
 
 
 def check_norms(params: MHAParams, semantics: Semantics) -> None:
-    """Raises ValueError if parameters and semantics disagree about the norms of queries and keys."""
+    """Raises ValueError unless params have scales of norms if and only if semantics needs them."""
     learned = semantics.qk_norm is not None and semantics.qk_norm_learned
     if learned != (params.query_norm is not None):
         raise ValueError(
@@ -373,8 +373,8 @@ def _normalise(
 def inverse_rms(x: jax.Array, axes: int | tuple[int, ...], epsilon: float) -> jax.Array:
     """The reciprocal root of the mean square plus epsilon; for zeros 1 if epsilon is tiny."""
     square = jnp.square(x).mean(axes, keepdims=True)
-    # Positions that nothing attends are zeroed, and where epsilon ** -1.5 overflows, as for 0, their
-    # gradients would be 0 * inf, NaN in every kernel.
+    # Unattended positions are zeroed. If epsilon ** -1.5 overflows, as for epsilon 0, gradients of
+    # these positions would be 0 * inf, and gradients of kernels NaN.
     if epsilon < 64 * float(np.finfo(x.dtype).max) ** (-2 / 3):
         return jax.lax.rsqrt(square + jnp.where((x == 0).all(axes, keepdims=True), 1.0, epsilon))
     return jax.lax.rsqrt(square + epsilon)

@@ -30,9 +30,9 @@ def quantize(
 ) -> tuple[jax.Array, Float[jax.Array, "*B"]]:
     """Rounds each vector x of H numbers to `q * scale`, where scale = max |x| / max |dtype|.
 
-    int8: q is the nearest integer, ties to even, so that `|x - q * scale| <= max |x| / 254`, unless
-    max |x| is below 127 * 2**-126: a float32 scale is at least 2**-126. float8: q is the nearest
-    float8. A vector with NaN or an infinity has a NaN scale. All-zero vectors have scale 1.
+    A float32 scale is at least 2**-126. int8: q is the nearest integer, ties to even, so that
+    `|x - q * scale| <= max |x| / 254` unless max |x| is below 127 * 2**-126. float8: q is the
+    nearest float8. A vector with NaN or an infinity has a NaN scale; a vector of zeros, scale 1.
 
     Returns:
       q and the scale, in float32 (float64 for float64 inputs).

@@ -45,9 +45,9 @@ def rope(
       inv_freq: `(P,)`, the angle per position of each of P pairs, instead of `base`: the first 2 P
         features are rotated, and the others are left as they are.
       rotary_dim: rotates the first `rotary_dim` features as if they were the whole head.
-      frequencies: from `rope_frequencies`, instead of `base`: the frequencies of a scaled RoPE, and
-        the factor of cosine and sine.
-      sections: number of successive pairs that rotate by each kind of position: `(t, h, w)` with
+      frequencies: result of `rope_frequencies`, instead of `base`: the frequencies of a scaled
+        RoPE, and a factor that multiplies cosine and sine.
+      sections: the number of pairs that each kind of position rotates, in order: `(t, h, w)` for
         positions `(3, *B, T)` of time, row and column (multimodal rotary positions, Qwen2-VL).
 
     Returns:
@@ -209,10 +209,10 @@ def require_rotation(rotate: object) -> None:
 
 
 def apply_rotation(rotate: Rotate, heads: jax.Array, positions: jax.Array) -> jax.Array:
-    """The rotated heads, in the dtype of `heads`: many rotations return float32 for half precision,
-    and queries, keys and values have one dtype.
+    """Returns the rotated heads, cast to the dtype of `heads`: many rotations return float32 for
+    half precision, and queries, keys and values must have one dtype.
 
-    Raises ValueError if `rotate` returns another shape, and TypeError if no floating array.
+    Raises ValueError if `rotate` changes the shape, and TypeError if it returns no floating array.
     """
     found = rotate(heads, positions)
     shape = getattr(found, "shape", None)

@@ -2,9 +2,10 @@
 
 Sources: Su et al., "RoFormer" (2021); Chen et al., "Position Interpolation" (2023); bloc97, "NTK-aware
 scaled RoPE" (2023); Peng et al., "YaRN" (2023); Ding et al., "LongRoPE" (2024); the Llama 3 report
-(2024); `transformers/modeling_rope_utils.py` of version 5.23, with whose operations in float32, in
-their order, frequencies agree bit by bit, but for powers: here they are rounded correctly, while those of
-torch depend on the vector instructions of the machine, and a few are the next float32.
+(2024); `transformers/modeling_rope_utils.py` of version 5.23. Its float32 operations are computed
+in the same order, so that frequencies agree bit by bit, except for powers: here powers are rounded
+correctly; in torch they depend on the vector instructions of the machine, and a few are off by one
+unit in the last place.
 """
 
 import math
@@ -41,7 +42,7 @@ def rope_frequencies(config: Mapping[str, Any], head_dim: int, *, length: int = 
         `rope_scaling`. If a model has parameters per kind of layer, give `rope_parameters[kind]`.
       head_dim: H.
       length: the longest sequence. Frequencies of the kinds `dynamic` and `longrope` depend on it:
-        rotate all keys of a cache with those of the longest sequence that it will hold.
+        rotate all keys of a cache with the frequencies of the longest sequence that it will hold.
 
     Returns:
       Frequencies of the first `partial_rotary_factor * H` features. The kind is `rope_type`:
@@ -143,7 +144,8 @@ def of(rope: Mapping[str, Any], dims: int, most: float, length: int = 0) -> Freq
     sequence.
 
     Raises:
-      ValueError: an unknown rope type, or a parameter out of its range. KeyError: a parameter of the type is missing.
+      ValueError: an unknown rope type, or a parameter out of its range.
+      KeyError: a parameter of the type is missing.
 
     >>> of({"rope_type": "default", "rope_theta": 100.0}, 4, 64.0).values
     (1.0, 0.10000000149011612)

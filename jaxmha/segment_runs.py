@@ -1,7 +1,7 @@
 """Ends of packed sequences from segment ids, where each id fills one run of positions.
 
-Kernels for packed sequences read offsets. Ids may be in any order, so ends replace them only where
-the host can read the ids, or where the caller promises this order.
+Kernels for packed sequences read offsets. An id may have several runs, so ends are computed only if
+the host can read the ids, or if the caller promises one run for each id.
 """
 
 from typing import Any
@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from jaxmha.arrays import Array
 from jaxmha.integers import require_sizes
 
-# Most runs in a row of ids that the host reads. The number of ends is then a power of two of at
-# least LEAST, so that batches of different content share few programs.
+# If the host reads the ids, a row has at most MOST runs, and the number of ends is a power of two
+# of at least LEAST, so that batches of different content share few programs.
 LEAST, MOST = 8, 128
 
 
@@ -24,7 +24,7 @@ def ends_of_runs(
     key_value_ids: Integer[Array, "*B S"],
     max_segments: int | None = None,
 ) -> Int32[Array, "*B M"] | None:
-    """The position after each run of ids, T for absent ones; None: the ids may be in any order.
+    """The position after each run of ids, padded with T; None if an id may have several runs.
 
     `max_segments`: promises that queries and keys have the same ids, that each id fills one run, and
     that a row has at most this many.
@@ -61,8 +61,8 @@ def ends_of_runs(
 
 
 def _read(ids: NDArray[np.integer[Any]], most: int) -> NDArray[np.int32] | None:
-    """The ends, as many as the longest row has runs; None: an id has two runs, or a row more than
-    `most`."""
+    """The ends of runs, padded to the longest row; None if an id has two runs, or a row has more
+    than `most` runs."""
     *batch, T = ids.shape
     if ids.size == 0:
         return None
@@ -86,7 +86,7 @@ def _read(ids: NDArray[np.integer[Any]], most: int) -> NDArray[np.int32] | None:
 
 
 def _traced(ids: Integer[Array, "*B T"], max_segments: int) -> Int32[Array, "*B M"]:
-    """By the first positions of runs: a sort is one kernel, and sums over all positions are several."""
+    """The ends of runs, by a sort, which is one kernel; a sum over all positions is several."""
     *batch, T = ids.shape
     positions = jnp.arange(1, T, dtype=np.int32)
     first = jnp.sort(jnp.where(ids[..., 1:] != ids[..., :-1], positions, np.int32(T)), stable=False)

@@ -83,16 +83,16 @@ class Semantics:
       qk_norm: normalisation of projected queries and keys, scaled by `MHAParams.query_norm` and
         `.key_norm`: `layer` (subtracts the mean) or `rms`.
       qk_norm_epsilon: added to the variance.
-      qk_norm_scope: mean and variance are those of each `head`, over H, or of all `heads`
-        together, over N and H (K and H for keys).
+      qk_norm_scope: `head` takes mean and variance over H, in each head; `heads` takes them over N
+        and H (K and H for keys).
       qk_norm_offset: added to the scales: 1.0 where a model stores `scale - 1` (Gemma 3).
-      qk_norm_learned: False: queries and keys are normalised, and there are no scales.
+      qk_norm_learned: False: queries and keys are normalised without learned scales.
       clip_qkv: c > 0 clips projected queries, keys and values to [-c, c], after the norms.
-      local_window_size: (left, right): `i - left <= j <= i + right`, in every call of a layer, next
-        to its masks; None for one side, or for both: no bound.
-      attention_axes: the axes of features over which a layer attends, as one sequence in which the
-        last of them varies fastest: Keras' `attention_axes`. Other axes are batch axes. None: the
-        axis before the features.
+      local_window_size: (left, right): `i - left <= j <= i + right`, in every call of a layer, in
+        addition to its masks; None for one side, or for both: no bound.
+      attention_axes: the axes of the inputs over which a layer attends (Keras' `attention_axes`),
+        merged to one sequence, in which the last given axis varies fastest. Other axes are batch
+        axes. None: the axis before the features.
 
     Raises:
       ValueError: a field is outside its range.
@@ -175,8 +175,8 @@ class Semantics:
         """A code path of `torch.nn.MultiheadAttention`; `jaxmha.converters.torch.path_of` names it.
 
         Args:
-          path: `weights`: `need_weights=True`, the default in training; `sdpa`:
-            `need_weights=False`; `native`: either in eval, where torch takes its fast path.
+          path: `weights`: `need_weights=True`, the default, in training; `sdpa`:
+            `need_weights=False`; `native`: both in eval mode, if torch takes its fast path.
           dtype: dtype of the inputs, and of the softmax except for `sdpa`, so that half precision
             overflows as in torch. Other roundings of torch are not reproduced.
           fields: further fields, such as `dropout_rate` and `add_zero_attn`.
@@ -210,7 +210,7 @@ class Semantics:
         Args:
           path: `fused`: without dropout and scores; `scores`: with a dropout rate above 0, even
             at inference, or `return_attention_scores`, or inputs of a rank other than 3.
-          dtype: compute dtype; the softmax of `scores` is in it.
+          dtype: compute dtype, in which `scores` computes its softmax.
           fields: further fields, such as `dropout_rate`.
 
         The softmax of `fused` is that of Keras on JAX: float32, for float64 too (Keras on
@@ -237,7 +237,7 @@ class Semantics:
         Args:
           path: `weights`: linen always, nnx with dropout or `sow_weights`; `fused`: nnx otherwise,
             which is `jax.nn.dot_product_attention`.
-          dtype: compute dtype; the softmax of `weights` is in it.
+          dtype: compute dtype, in which `weights` computes its softmax.
           fields: further fields; `dropout_broadcast=()` is `broadcast_dropout=False`.
 
         flax returns the weights before dropout.

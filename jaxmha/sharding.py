@@ -57,8 +57,8 @@ class Axes:
         return _devices(self.mesh, names)
 
 
-# The axes of `use`. User contexts are part of JAX's cache keys, so that other axes have their own
-# program.
+# The axes of `use`. User contexts are part of the keys of JAX's compilation cache, so that each set
+# of axes has its own program.
 AXES: Any = jax.make_user_context(None)  # type: ignore[no-untyped-call]
 
 
@@ -73,8 +73,8 @@ def use(
 ) -> AbstractContextManager[None]:
     """In this context, attention runs on each device's own batch rows, heads and positions.
 
-    Results are the same without it. With it, devices exchange no scores, heads or batch rows, and
-    kernels see one device's arrays instead of being replicated.
+    The context does not change results. In it, devices exchange no scores, heads or batch rows, and
+    kernels compute the part of one device instead of the whole on every device.
 
     Args:
       mesh: mesh of the arrays; the same as that of `jax.set_mesh`, if one is set.

@@ -16,7 +16,8 @@ _ARRAYS = (
 
 
 def number(name: str, value: object) -> float:
-    """Returns `value` as a Python float; TypeError unless it is a finite static number."""
+    """Returns `value` as a Python float; TypeError unless it is a real number and not traced,
+    ValueError unless it is finite."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(
             f"{name} must be a Python number, since it is static, got {type(value).__name__}"
@@ -43,7 +44,7 @@ def flag(name: str, value: object) -> bool:
 
 
 def names_of_axes(names: object) -> tuple[str, ...]:
-    """Returns `dropout_broadcast` as a tuple."""
+    """Returns `dropout_broadcast` as a tuple; ValueError unless it has only B, N, T and S."""
     if isinstance(names, Collection) and all(name in ("B", "N", "T", "S") for name in names):
         return tuple(names)
     raise ValueError(

@@ -1,4 +1,4 @@
-"""Complete models in flax.nnx on jaxmha's modules; `jaxmha recipes copy llama .` gives one away."""
+"""Complete models in flax.nnx on jaxmha's modules; `jaxmha recipes copy llama .` copies one."""
 
 try:
     import flax as _flax  # noqa: F401

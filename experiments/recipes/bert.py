@@ -45,7 +45,7 @@ class Config:
 
 
 class Embeddings(nnx.Module):
-    """Words, positions and kinds of segments, summed and normalised."""
+    """Sums the embeddings of words, positions and token types, and normalises the sum."""
 
     def __init__(self, config: Config, rngs: nnx.Rngs) -> None:
         size = config.hidden_size
@@ -101,7 +101,7 @@ class BERT(nnx.Module):
 
 
 class Classifier(nnx.Module):
-    """A head on the first token, to be trained: `nnx.Optimizer` updates both."""
+    """A classifier on the encoder's first token; `nnx.Optimizer` trains encoder and head."""
 
     def __init__(self, encoder: BERT, classes: int, rngs: nnx.Rngs) -> None:
         self.encoder = encoder

@@ -56,7 +56,7 @@ class Config:
 
 
 class Norm(nnx.Module):
-    """An RMS norm whose scale is stored without its 1."""
+    """An RMS norm whose parameter is the scale minus 1."""
 
     def __init__(self, size: int, epsilon: float) -> None:
         self.scale, self.epsilon = nnx.Param(jnp.zeros(size)), epsilon
@@ -107,7 +107,7 @@ class Block(nnx.Module):
     def extend(
         self, x: Float[Array, "B T D"], cache: KVCache
     ) -> tuple[Float[Array, "B T D"], KVCache]:
-        """The same for new tokens after those in the cache."""
+        """Applies the block to new tokens, and appends their keys and values to the cache."""
         attended, cache = self.attention.extend(self.pre_attention_norm(x), cache)
         x += self.post_attention_norm(attended)
         return x + self.mlp(x), cache

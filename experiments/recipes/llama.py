@@ -95,7 +95,7 @@ class Block(nnx.Module):
     def extend(
         self, x: Float[Array, "B T D"], cache: KVCache
     ) -> tuple[Float[Array, "B T D"], KVCache]:
-        """The same for new tokens after those in the cache."""
+        """Applies the block to new tokens, and appends their keys and values to the cache."""
         attended, cache = self.attention.extend(self.attention_norm(x), cache)
         x += attended
         return x + self.mlp(self.mlp_norm(x)), cache

@@ -59,7 +59,7 @@ class Config:
 
 
 class MLP(nnx.Module):
-    """ReLU, or a gated GELU as of version 1.1."""
+    """An MLP with ReLU, or with a gated GELU as in T5 1.1."""
 
     def __init__(self, config: Config, rngs: nnx.Rngs) -> None:
         linear = partial(nnx.Linear, use_bias=False, rngs=rngs)
@@ -76,7 +76,7 @@ class MLP(nnx.Module):
 
 
 class Block(nnx.Module):
-    """Attention, in the decoder cross-attention, and an MLP, each behind an RMS norm."""
+    """Self-attention, cross-attention (only in the decoder) and an MLP, each behind an RMS norm."""
 
     def __init__(self, config: Config, decoder: bool, rngs: nnx.Rngs) -> None:
         norm = partial(nnx.RMSNorm, config.d_model, epsilon=config.layer_norm_epsilon, rngs=rngs)
@@ -102,7 +102,7 @@ class Block(nnx.Module):
 
 
 class Stack(nnx.Module):
-    """The encoder or the decoder; its relative bias is that of every block."""
+    """The encoder or the decoder; all its blocks share one table of relative biases."""
 
     def __init__(self, config: Config, decoder: bool, rngs: nnx.Rngs) -> None:
         self.decoder, self.config = decoder, config
@@ -113,7 +113,7 @@ class Stack(nnx.Module):
         self.norm = nnx.RMSNorm(config.d_model, epsilon=config.layer_norm_epsilon, rngs=rngs)
 
     def score_mod(self) -> Any:
-        """The bias of a score by the distance of its key, from the table."""
+        """The score function that adds the relative bias of query and key."""
         bucket = t5(
             bidirectional=not self.decoder,
             num_buckets=self.config.relative_attention_num_buckets,
@@ -134,7 +134,7 @@ class Stack(nnx.Module):
     def extend(
         self, x: Float[Array, "B T D"], caches: list[KVCache], source: Any, source_mask: Mask
     ) -> tuple[Float[Array, "B T D"], list[KVCache]]:
-        """The same for new tokens after those in the caches."""
+        """Applies the decoder to new tokens, and appends their keys and values to the caches."""
         kept = []
         for block, cache in zip(self.blocks, caches, strict=True):
             params, semantics = block.attention.to_params()

@@ -47,13 +47,13 @@ class Config:
 
 
 class Block(nnx.Module):
-    """Attention, in the decoder cross-attention, and an MLP, each behind a LayerNorm."""
+    """Self-attention, cross-attention (only in the decoder) and an MLP, each behind a LayerNorm."""
 
     def __init__(
         self, size: int, heads: int, inner: int, rngs: nnx.Rngs, *, decoder: bool = False
     ) -> None:
         norm = partial(nnx.LayerNorm, size, epsilon=1e-5, rngs=rngs)
-        biases = ("query", "value", "out")  # a bias of keys would change no weight
+        biases = ("query", "value", "out")  # softmax weights do not depend on a bias of keys
         attention = partial(MultiHeadAttention, heads, size, use_bias=biases, rngs=rngs)
         self.attention, self.attention_norm = attention(), norm()
         self.cross: MultiHeadAttention | None = attention() if decoder else None
@@ -80,13 +80,13 @@ class Block(nnx.Module):
     def extend(
         self, x: Float[Array, "B T D"], cache: KVCache, source: Float[Array, "B S D"]
     ) -> tuple[Float[Array, "B T D"], KVCache]:
-        """The same for new tokens after those in the cache."""
+        """Applies the block to new tokens, and appends their keys and values to the cache."""
         attended, cache = self.attention.extend(self.attention_norm(x), cache)
         return self.rest(x + attended, source), cache
 
 
 class Encoder(nnx.Module):
-    """Two convolutions over time, of which the second halves it, then attention."""
+    """Two convolutions over time, of which the second halves the number of frames, then blocks."""
 
     def __init__(self, config: Config, rngs: nnx.Rngs) -> None:
         size = config.d_model
@@ -108,7 +108,7 @@ class Encoder(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """Tokens that attend each other causally, and all of the sound."""
+    """A decoder of tokens: causal self-attention, and cross-attention to the encoded sound."""
 
     def __init__(self, config: Config, rngs: nnx.Rngs) -> None:
         size = config.d_model

@@ -16,12 +16,15 @@ from jaxmha.integers import comparable, is_integers, near, require_sizes
 from jaxmha.mods.bound import Function, limited, with_arrays
 
 Index: TypeAlias = jax.Array | int
-# An integer; NumPy and JAX have their own.
+# An integer of Python, NumPy or JAX.
 Bound: TypeAlias = int | np.integer[Any] | jax.Array
 
 
 def _bound(name: str, value: Any, axes: str = "") -> Any:
-    """An integer that fits int32 with every position, or an array of such; TypeError for others."""
+    """Clips an integer, or an array of integers, so that its sum with a position fits int32.
+
+    Raises TypeError for other values, and ValueError for a shape that `axes` does not allow.
+    """
     reject_foreign(name, value)
     if isinstance(value, bool) or not (isinstance(value, int) or is_integers(value)):
         found = getattr(value, "dtype", type(value).__name__)
@@ -34,7 +37,7 @@ def _bound(name: str, value: Any, axes: str = "") -> Any:
 
 
 def _functions(name: str, functions: tuple[Function, ...]) -> tuple[Function, ...]:
-    """Raises TypeError unless mask functions are given."""
+    """Returns the functions; TypeError if there are none, or one is not callable."""
     if not functions:
         raise TypeError(f"{name} takes at least one mask function, got none")
     for function in functions:
@@ -44,7 +47,7 @@ def _functions(name: str, functions: tuple[Function, ...]) -> tuple[Function, ..
 
 
 def causal(offset: Bound = 0) -> Function:
-    """Allows `j <= i + offset`. For offsets but 0 `Mask.causal` is faster: it evaluates no pairs."""
+    """Allows `j <= i + offset`. Unless offset is 0, `Mask.causal` is faster: no pair is evaluated."""
     return with_arrays(_causal, _bound("offset", offset))
 
 
@@ -53,7 +56,7 @@ def _causal(offset: Any, b: Any, n: Any, i: Index, j: Index) -> jax.Array:
 
 
 def window(left: Bound, right: Bound) -> Function:
-    """Allows `i - left <= j <= i + right`. `Mask.window` is faster: it does not evaluate pairs."""
+    """Allows `i - left <= j <= i + right`. `Mask.window` is faster: no pair is evaluated."""
     return with_arrays(_window, _bound("left", left), _bound("right", right))
 
 

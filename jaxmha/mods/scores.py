@@ -81,7 +81,7 @@ class _RelativeBias:
     bucket: Bucket
 
     def limits(self, table: jax.Array) -> tuple[Limit, ...]:
-        """The number of heads that a call may have, and of positions that the buckets are for."""
+        """The number of heads of a call, and the largest T and S for which `bucket` has buckets."""
         heads = Limit("table", "N", table.shape[1])
         most = getattr(self.bucket, "positions", None)
         return (heads, *(Limit("bucket", axis, most) for axis in "TS" if most is not None))
