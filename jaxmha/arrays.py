@@ -48,7 +48,7 @@ def _is_fine(leaf: object) -> bool:
 
 
 def in_jax(dtype: np.dtype[Any]) -> bool:
-    """True if JAX has the dtype. Integers may have another byte order: they are cast to int32."""
+    """True if JAX has the dtype. Integers may have any byte order, since callers cast them."""
     widest = 16 if dtype.kind == "c" else 8  # NumPy's long double is wider
     ordinary = dtype.kind in "biufc" and dtype.itemsize <= widest
     return dtype.isbuiltin == 2 or (ordinary and (dtype.isnative or dtype.kind in "iu"))

@@ -65,8 +65,8 @@ def of_semantics(semantics: Semantics, hint: str = "") -> dict[str, Any]:
 
 
 def hashable(implementation: str | Sequence[str] | None) -> str | tuple[str, ...] | None:
-    """Converts a list of names to a tuple, so that it can be a static argument of jit; ValueError for
-    an unknown name."""
+    """Converts a list of names to a tuple, so that it can be a static argument of jit. Raises
+    ValueError for an unknown name."""
     if implementation is None or isinstance(implementation, implementations.SupportQuery):
         return implementation
     names: str | tuple[str, ...] = (

@@ -57,7 +57,7 @@ def attend_cache(
     Args:
       params: parameters of the layer, which give extra positions and sinks; None: there are none.
       query: projected queries.
-      cache: keys and values, to which those of the query tokens are already appended.
+      cache: keys and values, including the keys and values of the query tokens.
       positions: positions of the queries.
       mask: window, key/value padding and array over slots, with one batch axis.
       semantics: as in `multi_head_attention`.

@@ -60,8 +60,8 @@ def prefill(
       semantics: as in `multi_head_attention`; its dropout has no effect.
       mask: combined with the causal mask; `Mask.lengths(key_value=lengths)` gives the lengths of
         the prompts, in [0, T]. JAX arrays are clipped: a check would wait for the device.
-      rotate: `rotate(heads, positions)` of projected queries and keys, such as `rope`; its result is
-        cast to the dtype of the heads. It is a static argument: give the same function in every
+      rotate: `rotate(heads, positions)` for projected queries and keys, such as `rope`; the result
+        is cast to the dtype of the heads. It is a static argument: give the same function in every
         call, or a `functools.partial` of the same function with equal arguments. Every new lambda
         triggers a compilation. The values that a function captures are read during compilation,
         and must not change afterwards.

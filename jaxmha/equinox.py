@@ -152,7 +152,7 @@ class MultiheadAttention(equinox.nn.MultiheadAttention):  # type: ignore[misc]
             or a `jaxmha.Mask`.
           key: a PRNG key for dropout.
           inference: no dropout; None: the attribute `dropout.inference` decides.
-          deterministic: the name of `inference` that equinox deprecates.
+          deterministic: deprecated in equinox; give `inference`.
           process_heads: maps projected queries, keys and values, `(T, N, H)`, `(S, K, H)` and
             `(S, K, h)`, to heads of the same shapes, such as rotated heads.
           bias: added to the logits, broadcastable to `(N, T, S)`.

@@ -155,7 +155,7 @@ def explain_layer(
 ) -> LayerExplanation:
     """Explains what computes the attention and the projections of `multi_head_attention`.
 
-    The call is not computed, so every array may be a `jax.ShapeDtypeStruct`, those of `params` too.
+    The call is not computed, so every array, also in `params`, may be a `jax.ShapeDtypeStruct`.
 
     Args:
       params: the parameters of the layer.

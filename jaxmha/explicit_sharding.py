@@ -46,7 +46,7 @@ def sharding_of_features(x: Array, kernel: Array) -> TypeSharding | None:
 
 
 class HasQuery(Protocol):
-    """Parameters of a layer."""
+    """Parameters of any layer with a query projection."""
 
     @property
     def query(self) -> Projection: ...

@@ -166,8 +166,8 @@ class Mask:
           query_ids: `(B, T)`, the sequence of each query. Without x64, `jax.jit` truncates 64-bit
             ids among its arguments to 32 bits, before this function receives them.
           key_value_ids: `(B, S)`, the sequence of each key; the same array where T is S.
-          max_segments: promises that both arrays are the same, that each id fills one run, and that a
-            row has at most this many. A broken promise gives wrong results.
+          max_segments: promises that both arrays are the same, that each id fills one run, and that
+            a row has at most `max_segments` runs. A broken promise gives wrong results.
 
         >>> ids = np.array([[0, 0, 1]])
         >>> Mask.segments(query_ids=ids, key_value_ids=ids).to_array(3, 3, np).astype(int).tolist()

@@ -28,7 +28,8 @@ def matmul(
 ) -> Float[jax.Array, "*b m n"]:
     """`a @ b` over `(..., m, k)` and `(..., k, n)` with equal leading axes, accumulated in `dtype`.
 
-    The precision defaults to that of JAX's configuration, else to `highest`: float32 stays float32.
+    If `precision` is None, JAX's configuration determines it, else it is `highest`: float32 stays
+    float32.
 
     >>> import jax.numpy as jnp
     >>> matmul(jnp.ones((2, 3, 5)), jnp.ones((2, 5, 7))).shape
@@ -126,7 +127,7 @@ def split_scale(scale: float) -> tuple[float, float]:
 
 
 def resolved(precision: Precision) -> Precision:
-    """The given precision, else that of JAX's configuration, else the highest."""
+    """The given precision, else `jax_default_matmul_precision`, else `highest`."""
     return _chosen(precision) or "highest"
 
 

@@ -26,7 +26,7 @@ def text(value: object, most: int = _LONGEST) -> str:
 
 
 def table(caption: object, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A table with at most `ROWS` rows, and the number of those left out.
+    """An HTML table with at most `ROWS` rows, and the number of further rows.
 
     >>> table("few", ("a",), [["<x>"]]).count("&lt;x&gt;")
     1

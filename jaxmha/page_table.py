@@ -106,8 +106,9 @@ def extended(
 ) -> tuple[Growth, Bool[Array, "B"]]:
     """The table after a step that adds `counts` tokens, and the rows that lack a page.
 
-    A row that lacks a page gets no pages, and loses the pages after the missing one. It then lacks
-    the page of its last token, which no window frees, so that later steps find it broken.
+    A row that lacks a page before the step gets no pages. A row loses the pages after a missing
+    one: it then lacks the page of its last token, which no window frees, and later steps find it
+    broken.
 
     `left`: left bound of a window, to the left of which pages are freed; None: no window.
     """
@@ -158,7 +159,8 @@ def lacks(table: Table, first: Counts, end: Counts, page_size: int) -> Bool[Arra
 
 
 def problem(table: Table, lengths: Counts, page_size: int, pages: int) -> str | None:
-    """A message about the first entry that no sequence of calls produces, or None; NumPy arrays.
+    """Returns a message about the first entry that no sequence of calls produces, or None. The
+    arrays must be NumPy arrays.
 
     A row may lack only its first pages, which a window frees.
     """

@@ -203,13 +203,13 @@ class PagedKVCache(NamedTuple):
         """Writes the first `counts` of T tokens to each row, in pages taken from the pool.
 
         `left`: left bound of a window, to the left of which pages are freed; None: no window.
-        Returns the cache, and True for rows that lack a page. Tokens are rounded to the dtype of the
-        cache. Traced counts are clipped to [0, T], which `PagePool.require_same` finds.
+        Returns the cache, and True for rows that lack a page. Tokens are rounded to the dtype of
+        the cache. Traced counts are clipped to [0, T], which `PagePool.require_same` finds.
 
         Raises:
           ValueError: a shape does not fit, a count is known and not in [0, T], or left is not an
             integer of at least 0.
-          TypeError: tokens are not floating, counts are not integers, or an array of the cache is of
+          TypeError: tokens are not floating, counts are not integers, or an array of the cache has
             a wrong dtype.
         """
         table, lengths, sizes = _checked(self)
@@ -282,7 +282,7 @@ class PagedKVCache(NamedTuple):
 
 
 class _Checked(NamedTuple):
-    """Table and lengths as int32 of JAX, lengths of at least 0, and the sizes of a cache by letter."""
+    """Table and lengths as JAX arrays of int32, with lengths >= 0, and the sizes by letter."""
 
     table: jax.Array
     lengths: jax.Array
@@ -290,7 +290,7 @@ class _Checked(NamedTuple):
 
 
 def _checked(cache: PagedKVCache) -> _Checked:
-    """Checks dtypes and shapes of a cache."""
+    """Checks dtypes and shapes of a cache; TypeError or ValueError if they do not fit."""
     sizes: dict[str, int] = {}
     check_dtypes(cache._asdict(), paged=True)
     check_shapes(cache._asdict(), PAGED, sizes)

@@ -76,7 +76,7 @@ class Checked(NamedTuple):
 def check_inputs(
     params: MHAParams, query: jax.Array, key: jax.Array | None, value: jax.Array | None
 ) -> Checked:
-    """Checks every shape and dtype of parameters and deduplicated inputs, once per call."""
+    """Checks shapes and dtypes of parameters and of inputs that `distinct` returned."""
     sizes = check(params)
     inputs = dict(zip(("query", "key", "value"), all_three(query, key, value), strict=True))
     for (name, x), axes in zip(inputs.items(), ("T Dq", "S Dk", "S Dv"), strict=True):
@@ -221,8 +221,8 @@ def combine_checked(
 ) -> jax.Array:
     """Combines heads whose shape and dtype are already checked.
 
-    `query`: the query features, input of `params.gate`. `attended`: the query positions to keep,
-    `b T`, before the gate is computed; None keeps all.
+    `query`: the query features, input of `params.gate`. `attended`: a mask `b T` of the query
+    positions that the gate reads; other positions count as zeros. None: all positions.
     """
     if params.gate is not None:
         assert query is not None

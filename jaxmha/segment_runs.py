@@ -26,8 +26,8 @@ def ends_of_runs(
 ) -> Int32[Array, "*B M"] | None:
     """The position after each run of ids, padded with T; None if an id may have several runs.
 
-    `max_segments`: promises that queries and keys have the same ids, that each id fills one run, and
-    that a row has at most this many.
+    `max_segments`: promises that queries and keys have the same ids, that each id fills one run,
+    and that a row has at most `max_segments` runs.
 
     Raises:
       ValueError: the promise is broken by ids that the host can read.

@@ -213,7 +213,7 @@ class Semantics:
           dtype: compute dtype, in which `scores` computes its softmax.
           fields: further fields, such as `dropout_rate`.
 
-        The softmax of `fused` is that of Keras on JAX: float32, for float64 too (Keras on
+        The softmax of `fused` is float32, for float64 too, as in Keras on JAX (Keras on
         TensorFlow and torch stays in float64: give `softmax_dtype=None`).
 
         Keras returns the scores before dropout. Its finite mask constants are not reproduced: they
@@ -269,7 +269,7 @@ class Semantics:
 
     @classmethod
     def haiku(cls, *, dtype: DTypeLike | None = None, **fields: Any) -> "Semantics":
-        """`haiku.MultiHeadAttention`: softmax in `dtype`, that of the inputs.
+        """`haiku.MultiHeadAttention`: softmax in `dtype`, the dtype of the inputs.
 
         Its constant for masked logits, -1e30, is -inf in float16, where a fully masked row is NaN:
         give `fully_masked="nan"`.

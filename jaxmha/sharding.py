@@ -77,7 +77,7 @@ def use(
     kernels compute the part of one device instead of the whole on every device.
 
     Args:
-      mesh: mesh of the arrays; the same as that of `jax.set_mesh`, if one is set.
+      mesh: mesh of the arrays; must equal the mesh of `jax.set_mesh`, if one is set.
       data: mesh axes of the batch.
       fsdp: mesh axes of the batch that shard the features of parameters too.
       tensor: mesh axes of the heads.
@@ -152,13 +152,13 @@ def specs(
 
     `tensor` shards heads, `fsdp` shards features (Dq, Dk, Dv, Do of kernels). `data` has no effect,
     since parameters are replicated along it; it is accepted so that the arguments of `use` fit. An
-    axis of an array that the mesh axes do not divide is replicated: grouped and multi-query keys
-    and values if K is not a multiple of `tensor`, and odd features.
+    axis whose size the devices do not divide is replicated, such as K of grouped or multi-query
+    attention if it is not a multiple of the devices along `tensor`.
 
     Args:
       params: arrays, or anything with shapes; leading axes (stacked layers) are replicated.
       data, fsdp, tensor: names of mesh axes, as in `use`.
-      mesh: mesh that gives the axis sizes; default that of `use` or `jax.set_mesh`. Without a
+      mesh: mesh that gives the axis sizes; default the mesh of `use` or `jax.set_mesh`. Without a
         mesh, every size above 1 is assumed to be divisible.
 
     Raises:

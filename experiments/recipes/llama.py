@@ -3,8 +3,8 @@
     model = load("llama-folder")  # a folder that save_pretrained wrote, or hf://org/model
     tokens = generate(model, prompt, steps=20)
 
-Sources: Grattafiori et al., "The Llama 3 Herd of Models" (2024); Qwen Team, "Qwen3 Technical Report"
-(2025); Jiang et al., "Mistral 7B" (2023).
+Sources: Grattafiori et al., "The Llama 3 Herd of Models" (2024); Qwen Team, "Qwen3 Technical
+Report" (2025); Jiang et al., "Mistral 7B" (2023).
 """
 
 import json

@@ -47,7 +47,7 @@ def _functions(name: str, functions: tuple[Function, ...]) -> tuple[Function, ..
 
 
 def causal(offset: Bound = 0) -> Function:
-    """Allows `j <= i + offset`. Unless offset is 0, `Mask.causal` is faster: no pair is evaluated."""
+    """Allows `j <= i + offset`. If offset is not 0, `Mask.causal` is faster: it tests no pairs."""
     return with_arrays(_causal, _bound("offset", offset))
 
 
@@ -56,7 +56,7 @@ def _causal(offset: Any, b: Any, n: Any, i: Index, j: Index) -> jax.Array:
 
 
 def window(left: Bound, right: Bound) -> Function:
-    """Allows `i - left <= j <= i + right`. `Mask.window` is faster: no pair is evaluated."""
+    """Allows `i - left <= j <= i + right`. `Mask.window` is faster: it evaluates no pair."""
     return with_arrays(_window, _bound("left", left), _bound("right", right))
 
 
