@@ -4,12 +4,12 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
-from jaxmha.converters.layout.toy import LAYOUTS
 
 from jaxmha import MHAParams, Semantics
 from jaxmha.converters.discovery.live_model import LiveModel
 from jaxmha.converters.layout.api import make_api
 from jaxmha.converters.layout.arrays import NDArray
+from jaxmha.converters.layout.toy import LAYOUTS
 from jaxmha.converters.masks import toy as _masks
 from jaxmha.extras import needed
 
