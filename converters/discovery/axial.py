@@ -110,7 +110,7 @@ def grid(height: int, width: int, merge: int = 1) -> NDArray:
 
 
 def form_of(model_type: str) -> str:
-    """The form of a model type; "" if it is not known.
+    """How the vision model rotates by rows and columns, a key of `FORMS`; "" if it is not known.
 
     >>> form_of("pixtral")
     'even and odd'

@@ -184,7 +184,7 @@ def _by_value(
 def _by_sign(
     sign: signs.Sign, value: Json, shown: str, settings: Mapping[str, Json], evidence: Evidence
 ) -> None:
-    """Adds the evidence of a key whose name implies the part."""
+    """Adds the evidence of a key whose name implies `sign.part`; its value may switch that off."""
     off = value in sign.off if sign.off else _empty(value)
     if off or value is None:
         if sign.decides:

@@ -355,7 +355,7 @@ def _written(
 
 
 def _rows(a: Sequence[tuple[str, int]], b: Sequence[tuple[str, int]]) -> Arrow | None:
-    """Returns the arrow between two tables, without a transpose; None if one is a kernel."""
+    """The arrow between two tables, in the order of axes; None for other sizes or a kernel."""
     for x, y in ((a, b), (b, a)):
         if {letter for letter, _ in x} & {"o", "i"} and {letter for letter, _ in y} & {"v"}:
             return None

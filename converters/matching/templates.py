@@ -95,7 +95,7 @@ class Template:
 
     @property
     def lists(self) -> list[frozenset[str]]:
-        """The terms of each repeated list, such as layer or expert."""
+        """For each "#" in the path: the terms of the list that it numbers, such as {"layer"}."""
         found = []
         for n, part in enumerate(self.path):
             if "#" in part:

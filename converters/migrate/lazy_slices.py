@@ -1,4 +1,4 @@
-"""Views of checkpoint tensors without data, whose slices are read on demand."""
+"""Views of checkpoint tensors, whose data is read slice by slice on demand."""
 
 import math
 import mmap

@@ -34,7 +34,7 @@ def settle(fd: int) -> None:
 
 @contextlib.contextmanager
 def flushing(fd: int, size: int) -> Iterator[None]:
-    """Flushes a large file to disk while the block writes it; raises its errors at the end."""
+    """Flushes a large file to disk while the body of `with` writes it; raises errors at the end."""
     if size <= _LARGE:
         yield
         return

@@ -138,7 +138,7 @@ def parts(array: np.ndarray, most: int = 1 << 20) -> Iterator[np.ndarray]:
             yield from parts(array[at : at + rows], most)
 
 
-_ROWS, _SLAB = 128, 3 << 17  # rows and bytes of a slab that stays in the cache
+_ROWS, _SLAB = 128, 3 << 17  # a slab in the CPU's cache: rows of the source, bytes of its buffer
 
 
 def contiguous(array: np.ndarray) -> np.ndarray:

@@ -63,7 +63,7 @@ def run(
       function: takes operands of any B, N and K, where K divides N. It uses no collectives, and
         closes over no traced arrays.
       operands: pytrees of arrays.
-      letters: the axes of operands, in the same structure.
+      letters: `Letters` of each operand, such as "b.n.", in the same structure.
       results: the axes of the results, in the structure of the results. An axis of size 1 in a
         result is a sum over its rows or heads.
     """
