@@ -32,8 +32,14 @@ SIZES = {
 GROUPED = SIZES | {"num_key_value_heads": 2, "head_dim": 16}
 # Decoders of text: recipe, class of transformers, and its config.
 DECODERS: dict[str, tuple[ModuleType, str, dict[str, Any]]] = {
-    "llama": (llama, "Llama", GROUPED),
-    "qwen3": (llama, "Qwen3", GROUPED | {"tie_word_embeddings": True}),
+    "llama": (llama, "Llama", GROUPED | {"sliding_window": 7}),  # which Llama ignores
+    "qwen3": (
+        llama,
+        "Qwen3",
+        GROUPED
+        | {"tie_word_embeddings": True, "sliding_window": 7}
+        | {"use_sliding_window": True, "max_window_layers": 1},
+    ),
     "mistral": (llama, "Mistral", GROUPED | {"sliding_window": 7}),
     "gpt2": (gpt2, "GPT2", {"vocab_size": 101, "n_embd": 32, "n_layer": 2, "n_head": 4}),
     "gemma": (

@@ -8,6 +8,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from jaxmha.converters.discovery import architectures, layer_kinds
+
 # Prefixes of blocks that attend another sequence.
 ACROSS = (
     r"(encoder_attn|cross_attn|cross_attention|crossattention|x_attn|EncDecAttention|second_sub_layer"
@@ -67,7 +69,7 @@ TYPES = {
         """,
         # Model types all of whose layers have a window if their key sliding_window is set.
         "sliding": """
-            blt_patcher mimi mimi_decoder mimi_encoder minimax ministral ministral3 mistral mixtral openai_privacy_filter phi3
+            blt_patcher doge mimi mimi_decoder mimi_encoder minimax ministral ministral3 mistral mixtral openai_privacy_filter phi3
             phi4_multimodal phimoe pocket_tts_audio_tokenizer pocket_tts_audio_tokenizer_decoder pocket_tts_audio_tokenizer_encoder qwen3_moe starcoder2
             voxtral_realtime_encoder voxtral_realtime_text
         """,
@@ -111,6 +113,32 @@ def is_causal(model_type: str, prefix: str, own: Mapping[str, Any]) -> bool:
     if model_type in ("xlm", "flaubert"):
         return own.get("causal") is True
     return model_type in TYPES["is_decoder"] and own.get("is_decoder") is True
+
+
+def ignores_window(own: Mapping[str, Any]) -> bool:
+    """True if no layer of a model with these settings has a window by the key sliding_window.
+
+    False for settings of several parts: the key may be that of another model type.
+    """
+    model_type = own.get("model_type")
+    if not isinstance(model_type, str) or model_type not in architectures.KNOWN:
+        return False
+    if own.get("use_sliding_window") is True or _PER_LAYER & own.keys():
+        return False
+    if any(key.endswith("_config") and isinstance(x, dict) for key, x in own.items()):
+        return False
+    by_rule = (
+        TYPES["sliding"],
+        layer_kinds.EVERY,
+        layer_kinds.UNLISTED,
+        layer_kinds.SIZES,
+        WINDOWS,
+    )
+    windowed = "window" in architectures.parts(model_type)
+    return not (windowed or any(model_type in types for types in by_rule))
+
+
+_PER_LAYER = {"layer_types", "attention_layers", "max_window_layers"}
 
 
 def why_unknown(content: Any, model_type: str, prefix: str) -> str | None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxmha.checkpoint.errors import printable
-from jaxmha.converters.discovery import architectures, hf_config, signs, unlike
+from jaxmha.converters.discovery import architectures, hf_config, masked_types, signs, unlike
 from jaxmha.converters.discovery.hf_config import Json
 from jaxmha.converters.discovery.notes import listed
 
@@ -138,7 +138,8 @@ def _evidence(content: Json) -> Evidence:
     for way, settings in _settings(content):
         within = any(_sign(step) is _ROTARY for step in way)
         for key, value in settings.items():
-            if len(key) > _LONGEST_KEY:
+            stray = key == "sliding_window" and masked_types.ignores_window(settings)
+            if stray or len(key) > _LONGEST_KEY:
                 continue
             shown = f"{': '.join((*way, key))} = {_SHORT.repr(value)}"
             tables = [text for keys, text in signs.VALUE_SIGNS.items() if re.fullmatch(keys, key)]

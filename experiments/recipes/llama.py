@@ -11,6 +11,7 @@ import json
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,8 +36,8 @@ class Config:
     num_key_value_heads: int
     head_dim: int
     rotary: Frequencies
+    windows: tuple[int | None, ...]  # of the layers; None: the layer attends all earlier tokens
     rms_norm_eps: float = 1e-6
-    sliding_window: int | None = None
     attention_bias: bool = False
     normalised_heads: bool = False  # Qwen 3: RMS norms of queries and keys
     tie_word_embeddings: bool = False
@@ -49,25 +50,36 @@ class Config:
             raise ValueError(
                 f"model_type of the folder is {kind}, expected llama, mistral or qwen3"
             )
+        windows = _windows(found)
         heads = found["num_attention_heads"]
         defaults = {"head_dim": found["hidden_size"] // heads, "num_key_value_heads": heads}
         found = defaults | {name: x for name, x in found.items() if x is not None}
         known = {name: x for name, x in found.items() if name in cls.__dataclass_fields__}
-        if not found.get("use_sliding_window", True):
-            known.pop("sliding_window", None)
         rotary = rope_frequencies(found, found["head_dim"])
-        return cls(**known, normalised_heads=found["model_type"] == "qwen3", rotary=rotary)
+        normalised = found["model_type"] == "qwen3"
+        return cls(**known, normalised_heads=normalised, rotary=rotary, windows=windows)
+
+
+def _windows(found: dict[str, Any]) -> tuple[int | None, ...]:
+    """The windows of the layers: Llama has none, and ignores the key of the others."""
+    layers, size = found["num_hidden_layers"], found.get("sliding_window", 4096)
+    if found["model_type"] == "mistral":
+        return (size,) * layers
+    if found["model_type"] == "llama" or not found.get("use_sliding_window"):
+        return (None,) * layers
+    first = found.get("max_window_layers", 28)
+    local = [kind == "sliding_attention" for kind in found.get("layer_types") or ()]
+    return tuple(size if x else None for x in local or [i >= first for i in range(layers)])
 
 
 class Block(nnx.Module):
     """Attention and a gated MLP, each behind an RMS norm and with a residual."""
 
-    def __init__(self, config: Config, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: Config, window: int | None, rngs: nnx.Rngs) -> None:
         size, inner = config.hidden_size, config.intermediate_size
         norm = partial(nnx.RMSNorm, size, epsilon=config.rms_norm_eps, rngs=rngs)
         linear = partial(nnx.Linear, use_bias=False, rngs=rngs)
         self.attention_norm, self.mlp_norm = norm(), norm()
-        window = config.sliding_window
         self.attention = MultiHeadAttention(
             config.num_attention_heads,
             size,
@@ -107,7 +119,7 @@ class Llama(nnx.Module):
     def __init__(self, config: Config, rngs: nnx.Rngs) -> None:
         self.config = config
         self.embedding = nnx.Embed(config.vocab_size, config.hidden_size, rngs=rngs)
-        self.blocks = nnx.List([Block(config, rngs) for _ in range(config.num_hidden_layers)])
+        self.blocks = nnx.List([Block(config, window, rngs) for window in config.windows])
         self.norm = nnx.RMSNorm(config.hidden_size, epsilon=config.rms_norm_eps, rngs=rngs)
         tied = config.tie_word_embeddings
         size = config.hidden_size, config.vocab_size

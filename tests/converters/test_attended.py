@@ -32,7 +32,8 @@ def _saved(folder: Path, prefix: str = "model.layers.{}.self_attn", **config: An
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        ({"model_type": "llama"}, ["causal"] * 3),
+        ({"model_type": "llama", "sliding_window": 4}, ["causal"] * 3),
+        ({"model_type": "doge", "sliding_window": 4}, ["causal 3"] * 3),
         ({"model_type": "llama", "is_causal": False}, ["full"] * 3),
         ({"model_type": "mistral", "sliding_window": 4}, ["causal 3"] * 3),
         ({"model_type": "mistral", "sliding_window": None}, ["causal"] * 3),

@@ -98,7 +98,8 @@ KEYS: list[tuple[dict[str, Any], str, str]] = [
     ({"position_embedding_type": "relative_key"}, "relative", "= 'relative_key'"),
     ({"self_attention_type": "alibi"}, "alibi", "= 'alibi'"),
     ({"attn_config": {"alibi": True}}, "alibi", "attn_config: alibi = True"),
-    ({"sliding_window": 4096}, "window", "sliding_window = 4096"),
+    ({"model_type": "doge", "sliding_window": 4096}, "window", "sliding_window = 4096"),
+    ({"text_config": {"sliding_window": 64}}, "window", "text_config: sliding_window = 64"),
     ({"layer_types": ["full_attention", "sliding_attention"]}, "window", "layer_types"),
     ({"attention_types": [[["global", "local"], 12]]}, "window", "attention_types"),
     ({"layer_types": ["linear_attention"]}, "layers", "layer_types"),
@@ -123,6 +124,7 @@ def test_keys_of_a_configuration_are_named(
     [
         {"model_type": "mistral", "sliding_window": None, "rope_theta": None},
         {"model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": False},
+        {"model_type": "llama", "sliding_window": 16},
         {"model_type": "bert", "layer_types": ["full_attention"], "label2id": {"window": 3}},
         {"model_type": "bert", "layer_norm_eps": 1e-6, "scale_embedding": True},
         {"model_type": "big_bird", "attention_type": "original_full"},
