@@ -36,8 +36,8 @@ def paddings(slices: NDArray) -> NDArray | None:
 def is_batch(rows: NDArray, T: int | None) -> bool:
     """True if `rows`, `(n, S)`, are padding of a batch, and not the keys of n successive queries.
 
-    Successive queries see no fewer keys than the query before (no more, if all see the last key). If
-    T is n, the counts may differ by any number; otherwise by one, or queries see all keys up to
+    Successive queries see no fewer keys than the query before (no more, if all see the last key).
+    If T is n, the counts may differ by any number; otherwise by one, or queries see all keys up to
     their own.
     """
     known = len(rows) == T
