@@ -27,11 +27,14 @@ class _Pipe(io.FileIO):
                 os.dup2(nothing.fileno(), self.fileno())
             if error.errno in _CLOSED:
                 sys.exit(CLOSED_PIPE)
-            raise
+            # of standard error too, where nobody would read it
+            raise OSError(f"standard output: {error.strerror}") from error
 
 
-def _piped(stream: TextIO) -> TextIO:
-    """Wraps a stream in `_Pipe`; returns a terminal, or an absent stream, unchanged."""
+def _piped(stream: TextIO | None) -> TextIO:
+    """Wraps a stream in `_Pipe`; a terminal stays as it is, and a closed stream becomes /dev/null."""
+    if stream is None:
+        return open(os.devnull, "w", encoding="utf-8")
     if not isinstance(stream, io.TextIOWrapper) or stream.isatty():
         return stream
     raw = _Pipe(stream.fileno(), "w", closefd=False)
@@ -70,7 +73,7 @@ def main() -> None:
         try:
             app()
         finally:
-            for stream in filter(None, (sys.stdout, sys.stderr)):
+            for stream in (sys.stdout, sys.stderr):
                 stream.flush()  # else Python reports a closed pipe at exit
     except OSError as error:  # of a standard stream: the app reports all others
         print(f"error: {error}", file=sys.stderr)

@@ -89,9 +89,10 @@ def test_output_that_cannot_be_written(tmp_path: Path) -> None:
     reader, writer = os.pipe()
     os.close(reader)
 
-    def ended(command: str, stdout: int = writer) -> tuple[int, str]:
+    def ended(command: str, stdout: int | None = writer) -> tuple[int, str]:
+        shell = ["sh", "-c", 'exec "$@" >&-', "sh"] * (stdout is None)
         done = subprocess.run(
-            [sys.executable, "-m", "jaxmha.converters", *command.split()],
+            [*shell, sys.executable, "-m", "jaxmha.converters", *command.split()],
             cwd=tmp_path, env=os.environ | {"PYTHONPATH": os.getcwd()},
             stdout=stdout, stderr=subprocess.PIPE, text=True, check=False,
         )  # fmt: skip
@@ -103,8 +104,10 @@ def test_output_that_cannot_be_written(tmp_path: Path) -> None:
     assert ended("match a.npz mine.py:build") == (2, "error: [Errno 32] Broken pipe\n")
     os.close(writer)
     full = os.open("/dev/full", os.O_WRONLY)
-    assert ended("inspect a.npz", full) == (2, "error: [Errno 28] No space left on device\n")
+    expected = "error: standard output: No space left on device\n"
+    assert ended("inspect a.npz", full) == (2, expected)
     os.close(full)
+    assert ended("inspect a.npz --json", None) == (0, "")
 
 
 def test_a_stream_without_buffer_stays_so() -> None:
