@@ -255,7 +255,10 @@ def _check_combination(
 ) -> None:
     """Raises ValueError if options contradict each other."""
     if (choices.to is None) == (by_plan is None):
-        raise ValueError("name a layout with --to, or a plan with --plan: one of them, not both")
+        raise ValueError(
+            "name a layout with --to, a plan with --plan, or a target model with --like; --to and "
+            "--plan exclude each other"
+        )
     if by_plan is not None and choices.beyond_layout:
         raise ValueError("a plan says it all: edit it instead of passing other options")
     if report_to is not None and check.value == "none":

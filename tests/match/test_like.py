@@ -103,14 +103,18 @@ def test_questions_write_nothing(here: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (None, "or a target model with --like"),
         (("--report", "r.json"), "cannot be combined with --like without --to"),
         (("--fold-scale",), "cannot be combined"),
         ((), "expected a file, or MODULE:FUNCTION"),
     ],
 )
-def test_wrong_options_exit_with_two(here: Path, options: tuple[str, ...], message: str) -> None:
+def test_wrong_options_exit_with_two(
+    here: Path, options: tuple[str, ...] | None, message: str
+) -> None:
     like = "mlp.safetensors" if options else "nothing.npz"
-    done = run("mlp.safetensors", "mine.npz", "--like", like, *options)
+    given = () if options is None else ("--like", like, *options)
+    done = run("mlp.safetensors", "mine.npz", *given)
     assert done.exit_code == 2
     assert message in " ".join(done.output.split())
     assert not (here / "mine.npz").exists()
