@@ -156,7 +156,9 @@ def to_module(
     `like`: a layer from which other settings are copied: initialisers, regularisers, constraints,
     seed, dtype policy if its variables have the dtype of the weights, and an `output_shape` of
     several axes if the weights fit it. With `semantics.attention_axes`, inputs have as many axes as
-    those of `like`, if it is built; otherwise as few as the attended axes need, at least 4.
+    those of `like`, if it is built; otherwise as few as the attended axes need, at least 4. Without
+    `like`, a mixed dtype policy such as `mixed_bfloat16` is lost, because `semantics` does not hold
+    it: the layer computes in the dtype of the weights.
 
     Raises:
       ValueError: Keras' layer cannot hold the parameters or the behaviour (the message says why),

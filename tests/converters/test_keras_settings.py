@@ -232,7 +232,9 @@ def test_a_layer_like_another_is_of_its_class() -> None:
     again = keras.to_module(*given, like=layer)
     assert type(again) is framework.layers.GroupQueryAttention
     assert again.compute_dtype == "bfloat16"
-    assert type(keras.to_module(*given)) is framework.layers.MultiHeadAttention
+    plain = keras.to_module(*given)
+    assert type(plain) is framework.layers.MultiHeadAttention
+    assert plain.compute_dtype == "float32"
 
 
 @pytest.mark.parametrize("name", ["Attention", "AdditiveAttention"])
