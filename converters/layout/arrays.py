@@ -24,11 +24,11 @@ else:
     AnyArray = object  # at run time `to_numpy` checks the type
 
 
-def to_numpy(array: AnyArray) -> NDArray:
+def to_numpy(array: AnyArray, name: str = "") -> NDArray:
     """A fresh C-contiguous NumPy copy with the dtype unchanged (bfloat16 through ml_dtypes).
 
     Accepts NumPy and JAX arrays, torch tensors, Keras and TensorFlow variables, and anything else
-    that NumPy can convert.
+    that NumPy can convert. `name` is shown if a tensor has no values.
 
     >>> to_numpy([1.0, 2.0])
     array([1., 2.])
@@ -41,7 +41,7 @@ def to_numpy(array: AnyArray) -> NDArray:
             "traced arrays; call others outside of the traced function"
         )
     if "torch" in packages_of(found):
-        return _from_torch(found)
+        return _from_torch(found, name)
     if "keras" in packages_of(found) or "flax" in packages_of(found):
         found = getattr(found, "value", found)
         found = found() if callable(found) else found
@@ -82,12 +82,18 @@ def to_torch(array: NDArray) -> "torch.Tensor":
         return torch.from_numpy(copy.view(f"i{copy.dtype.itemsize}")).view(dtype)
 
 
-def _from_torch(tensor: "torch.Tensor") -> NDArray:
-    if tensor.is_meta:
+def refuse_meta(tensor: Any, name: str = "") -> None:
+    """Raises ValueError, with the name, for a torch tensor on the meta device."""
+    if getattr(tensor, "is_meta", False):
         raise ValueError(
-            f"a torch tensor of shape {tuple(tensor.shape)} on the meta device has no values: "
-            "move the module with to_empty(device='cpu') and load its weights first"
+            f"{name}{': ' * bool(name)}a torch tensor of shape {tuple(tensor.shape)} on the meta "
+            "device has no values: move the module with to_empty(device='cpu') and load its weights "
+            "first"
         )
+
+
+def _from_torch(tensor: "torch.Tensor", name: str) -> NDArray:
+    refuse_meta(tensor, name)
     tensor = tensor.detach().cpu().contiguous()
     try:
         return np.array(tensor.numpy(), copy=True)

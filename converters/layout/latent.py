@@ -84,7 +84,7 @@ def import_latent_params(state: Mapping[str, Any], *, prefix: str = "") -> Laten
             f"latent attention{where}: {'; '.join(parts)} (expected the keys of DeepSeek-V3, "
             f"{', '.join(sorted(known))})"
         )
-    taken = {key: to_numpy(x) for key, x in arrays.items()}
+    taken = {key: to_numpy(x, start + key) for key, x in arrays.items()}
     shapes = sizes_of(taken)
     found: dict[str, Any] = {NORMS[key]: x for key, x in taken.items() if key in NORMS}
     for linear in linears:
@@ -101,7 +101,7 @@ def _of_own(arrays: Mapping[str, Any]) -> LatentParams:
 
     Raises ValueError if a required key is missing or a shape does not fit.
     """
-    found = {leaf: to_numpy(arrays[key]) for leaf, key in OWN.items() if key in arrays}
+    found = {leaf: to_numpy(arrays[key], key) for leaf, key in OWN.items() if key in arrays}
     required = ("query", "rotary_key", "key", "value")
     if missing := [OWN[f"{x}.kernel"] for x in required if f"{x}.kernel" not in found]:
         raise ValueError(f"latent attention of layout jaxmha: {' and '.join(missing)} missing")

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxmha import MHAParams, Semantics
 from jaxmha.converters.layout import fill
-from jaxmha.converters.layout.arrays import NDArray
+from jaxmha.converters.layout.arrays import NDArray, refuse_meta
 from jaxmha.converters.layout.base import Entry, Layout
 from jaxmha.dims import parse
 from jaxmha.params import CANONICAL, check, leaves
@@ -84,11 +84,12 @@ def refuse_leading(named: Sequence[Named], split: int) -> None:
 
 
 def refuse_arrays(layout: Layout, arrays: Mapping[str, Any], prefix: str) -> None:
-    """Raises ValueError for an entry that is not a floating-point array."""
+    """Raises ValueError for an entry that is not a floating-point array, or has no values."""
     for key, array in arrays.items():
+        name = layout.path(prefix, key)
+        refuse_meta(array, name)
         if not hasattr(array, "shape") or "float" not in str(array.dtype):
             kind = getattr(array, "dtype", type(array).__name__)
-            name = layout.path(prefix, key)
             raise ValueError(f"{name}: expected a floating array, got {kind}")
 
 

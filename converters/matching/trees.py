@@ -150,7 +150,7 @@ def _torch(module: Any) -> Tree:
     live = live_model.torch(module)
     state = {n: x for n, x in live.state.items() if hasattr(x, "data_ptr")}
     left = [name for name in live.state if name not in state]  # from get_extra_state, or quantised
-    notes = (f"no tensors, left out: {', '.join(left)}",) * bool(left)
+    notes = (f"left out: entries that are not tensors: {', '.join(left)}",) * bool(left)
     arrays, seen, aliases = dict[str, Array](), dict[tuple[Any, ...], str](), dict[str, str]()
     kept = state
     if not all(tensor.data_ptr() for tensor in state.values()):
@@ -167,7 +167,7 @@ def _torch(module: Any) -> Tree:
         if not form and _of(layer, "transformers") and type(layer).__name__ == "Conv1D":
             form = "io"  # GPT-2's layer has its weight as (in, out)
         arrays[name] = Array(name, split(name), tuple(tensor.shape), _dtype(tensor), form or "raw")
-    return Tree("torch", arrays, lambda name: to_numpy(state[name]), aliases, notes=notes)
+    return Tree("torch", arrays, lambda name: to_numpy(state[name], name), aliases, notes=notes)
 
 
 def _form(layer: Any, package: str) -> str:
@@ -195,7 +195,7 @@ def _nnx(module: Any) -> Tree:
         form = _form(layers.get(parts[:-1]), "flax")
         arrays[name] = Array(name, parts, tuple(value.shape), str(value.dtype), form)
         values[name] = value
-    return Tree("nnx", arrays, lambda name: to_numpy(values[name]))
+    return Tree("nnx", arrays, lambda name: to_numpy(values[name], name))
 
 
 def _keras(model: Any) -> Tree:
@@ -205,7 +205,7 @@ def _keras(model: Any) -> Tree:
         form = "no" if "Depthwise" in type(layer).__name__ else form
         arrays[name] = Array(name, split(name), tuple(variable.shape), str(variable.dtype), form)
         values[name] = variable
-    return Tree("keras", arrays, lambda name: to_numpy(values[name]))
+    return Tree("keras", arrays, lambda name: to_numpy(values[name], name))
 
 
 def keras_variables(model: Any) -> Iterator[tuple[str, Any, Any]]:
@@ -253,7 +253,7 @@ def _tree(tree: Any, kind: str, argument: str) -> Tree:
             parts = parts[1:]
         arrays[name] = Array(name, parts, tuple(leaf.shape), _dtype(leaf), form)
         values[name] = leaf
-    return Tree(kind, arrays, lambda name: to_numpy(values[name]))
+    return Tree(kind, arrays, lambda name: to_numpy(values[name], name))
 
 
 def tree_leaves(tree: Any) -> list[tuple[tuple[str, ...], Any]]:

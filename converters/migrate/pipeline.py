@@ -333,7 +333,7 @@ class _Memory(dict[str, NDArray]):
     """A state dict with the attributes of `lazy_tensors.Tensors`, which a checkpoint has too."""
 
     def __init__(self, state: Mapping[str, Any]) -> None:
-        super().__init__({name: to_numpy(array) for name, array in state.items()})
+        super().__init__({name: to_numpy(array, name) for name, array in state.items()})
         self.info: Mapping[str, Any] = self
         self.metadata: Mapping[str, str] = {}
         self.names: Mapping[str, str] = {}

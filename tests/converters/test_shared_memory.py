@@ -10,6 +10,7 @@ import torch
 
 import jaxmha
 from jaxmha.converters import torch as converter
+from jaxmha.converters.layout.shared import source
 from jaxmha.params import leaves
 from tests.masks.draws import numbers
 from tests.tolerance import assert_close, assert_same
@@ -74,7 +75,7 @@ REFUSED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "aligned": (unaligned, r"shape \(32,\) begins 4 bytes after a multiple of 64"),
     "device": (
         lambda s: s.update({"out_proj.bias": s["out_proj.bias"].to("meta")}),
-        "is on meta, not on the CPU: move it, or import with copy=True",
+        r"^out_proj.bias: .* of shape \(32,\) on the meta device has no values",
     ),
     "float64": (
         lambda s: s.update({"out_proj.bias": s["out_proj.bias"].double()}),
@@ -99,6 +100,10 @@ def test_refused(case: str) -> None:
 def test_trained_modules_and_other_arrays_are_refused() -> None:
     with pytest.raises(ValueError, match="requires a gradient"):
         converter.from_module(torch.nn.MultiheadAttention(E, N), copy=False)
+    with pytest.raises(
+        ValueError, match="is on meta, not on the CPU: move it, or import with copy"
+    ):
+        source(torch.zeros(3, device="meta"))  # as a tensor of a GPU
     state = {name: x.numpy() for name, x in module().state_dict().items()}
     with pytest.raises(
         TypeError, match="copy=False shares torch tensors, got ndarray: import with"

@@ -77,7 +77,7 @@ def test_torch_is_filled_from_nnx() -> None:
             return {"steps": 1}
 
     module: Any = Stateful({"lin": torch.nn.Linear(5, 3), "emb": torch.nn.Embedding(7, 4)})
-    assert match(module, model).notes == ("no tensors, left out: _extra_state",)
+    assert match(module, model).notes == ("left out: entries that are not tensors: _extra_state",)
     torch_face.load_into(module, model)
     np.testing.assert_array_equal(module.lin.weight.detach(), model.linear.kernel[...].T)
     copies = module.register_state_dict_post_hook(
@@ -149,7 +149,7 @@ def test_a_dtype_that_does_not_fit_changes_nothing() -> None:
             return {"steps": 1}
 
     module: Any = Stateful({"lin": torch.nn.Linear(5, 3), "emb": torch.nn.Embedding(7, 4)})
-    assert match(module, model).notes == ("no tensors, left out: _extra_state",)
+    assert match(module, model).notes == ("left out: entries that are not tensors: _extra_state",)
     before = module.lin.weight.detach().clone()
     with pytest.raises(ValueError, match="not float16"):
         torch_face.load_into(module, SOURCE, dtype="float16")
