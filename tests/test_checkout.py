@@ -37,6 +37,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return without_link(tmp_path_factory.mktemp("without-link"))
 
 
+@pytest.mark.slow_variants("*torch", "*checkpoint")  # which `make wheel` imports too
 @pytest.mark.parametrize(
     "module",
     [

@@ -104,7 +104,7 @@ def trains(model: nnx.Module, loss: Callable[..., Any], *batch: Any) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.slow_variants("*", "!llama", "!gemma")
+@pytest.mark.slow_variants("*", "!llama")
 @pytest.mark.parametrize("name", DECODERS)
 def test_decoders(name: str, tmp_path: Path) -> None:
     recipe, kind, sizes = DECODERS[name]

@@ -340,6 +340,7 @@ def seen(html: str, folder: Path, *options: str) -> dict[str, Any]:
 
 
 @needs_browser
+@pytest.mark.slow_variants("1400*")
 @pytest.mark.parametrize(
     ("width", "options"), [(1400, ()), (400, ("--blink-settings=preferredColorScheme=0",))]
 )

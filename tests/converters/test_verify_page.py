@@ -164,6 +164,7 @@ addEventListener("load", () => {
 
 
 @pytest.mark.skipif(not CHROMIUM, reason="no Chromium on this machine")
+@pytest.mark.slow_variants("light")
 @pytest.mark.parametrize(("width", "scheme"), [(1200, "1"), (360, "0")], ids=["light", "dark"])
 def test_a_browser_shows_it(
     made: tuple[str, tuple[Path, Path]], tmp_path: Path, width: int, scheme: str
