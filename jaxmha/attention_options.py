@@ -69,11 +69,11 @@ def hashable(implementation: str | Sequence[str] | None) -> str | tuple[str, ...
     ValueError for an unknown name."""
     if implementation is None or isinstance(implementation, implementations.SupportQuery):
         return implementation
-    names: str | tuple[str, ...] = (
-        implementation
-        if isinstance(implementation, str)
-        else tuple(implementation if isinstance(implementation, Iterable) else [implementation])
-    )
+    names: str | tuple[str, ...]
+    if isinstance(implementation, str):
+        names = implementation
+    else:
+        names = tuple(implementation if isinstance(implementation, Iterable) else [implementation])
     if names:
         implementations.known(names)
     return names

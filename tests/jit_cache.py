@@ -1,4 +1,4 @@
-"""Which compiled programs a test uses: those of other tests, or only its own.
+"""Chooses the compiled programs that a test may use: all of this process, or only its own.
 
 `jax.clear_caches` would also take the programs of all later tests, which then compile once more.
 """

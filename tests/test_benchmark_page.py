@@ -156,7 +156,7 @@ def test_another_processor_keeps_its_results(tmp_path: Path) -> None:
 
 
 def test_pages_say_what_was_measured() -> None:
-    """Which cases are still to come, and whether the native kernels ran."""
+    """Pages name the cases without results, and say if the native kernels ran."""
     *others, last = select()
     results = stored()
     results |= {"selection": "full", "asked": len(others) + 1}

@@ -115,6 +115,10 @@ def is_causal(model_type: str, prefix: str, own: Mapping[str, Any]) -> bool:
     return model_type in TYPES["is_decoder"] and own.get("is_decoder") is True
 
 
+# Keys that say which layers have a window.
+_PER_LAYER = {"layer_types", "attention_layers", "max_window_layers"}
+
+
 def ignores_window(own: Mapping[str, Any]) -> bool:
     """True if no layer of a model with these settings has a window by the key sliding_window.
 
@@ -136,9 +140,6 @@ def ignores_window(own: Mapping[str, Any]) -> bool:
     )
     windowed = "window" in architectures.parts(model_type)
     return not (windowed or any(model_type in types for types in by_rule))
-
-
-_PER_LAYER = {"layer_types", "attention_layers", "max_window_layers"}
 
 
 def why_unknown(content: Any, model_type: str, prefix: str) -> str | None:

@@ -279,16 +279,10 @@ def _dtype(source: str, target: Array, dtype: str | None) -> np.dtype[Any]:
     """
     floating = "float" in source and "float" in target.dtype
     wanted = dtype if dtype and floating else target.dtype
-    kind = _named(wanted)
-    if (dtype is None or not floating) and not np.can_cast(_named(source), kind):
+    kind = np.dtype(wanted)
+    if (dtype is None or not floating) and not np.can_cast(np.dtype(source), kind):
         raise ValueError(
             f"{target.name}: {wanted}, the dtype of the model, does not hold all values of {source}: "
             f"pass dtype={wanted!r} (--dtype {wanted}) to round them"
         )
     return kind
-
-
-def _named(dtype: str) -> np.dtype[Any]:
-    import ml_dtypes
-
-    return np.dtype(getattr(ml_dtypes, dtype, None) or dtype)

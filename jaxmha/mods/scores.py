@@ -54,8 +54,8 @@ def alibi_slopes(num_heads: int, kind: Literal["bloom", "mpt"] = "bloom") -> jax
     """The ALiBi slopes of the paper, `2 ** (-8 * n / N)` for n = 1 to N, in float32.
 
     The models differ if N is not a power of two. With P the largest power of two below N, `bloom`
-    takes the ALiBi slopes of P heads, then the ALiBi slopes of 2 * P heads with odd n. `mpt` takes
-    the ALiBi slopes of 2 * P heads, with even n first, and keeps N of them.
+    takes the P values for P heads, and then every other value for 2 * P heads, from the first on.
+    `mpt` takes the values for 2 * P heads, first those with even n, and keeps N of them.
 
     Source: `build_alibi_tensor` of BLOOM and `build_mpt_alibi_tensor` of MPT, in transformers.
 

@@ -19,9 +19,14 @@ def cli(*arguments: Any) -> Any:
     return runner.invoke(app, [str(argument) for argument in arguments])
 
 
+def message(done: Any) -> str:
+    """All words on stderr, without the box around them."""
+    return " ".join(done.stderr.replace("│", " ").split())
+
+
 def printed(done: Any) -> str:
-    """All words of a command, whatever box they stand in."""
-    return " ".join((done.stdout + done.stderr).replace("│", " ").split())
+    """All words of a command, on stdout and stderr."""
+    return " ".join((done.stdout + done.stderr).split())
 
 
 def fails(folder: Path, *arguments: Any) -> str:

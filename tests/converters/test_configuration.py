@@ -14,7 +14,7 @@ import pytest
 from jaxmha import checkpoint
 from jaxmha.converters.discovery import head_count, hf_config, other_layers
 from jaxmha.converters.migrate import pipeline
-from tests.converters.command_line import cli, printed
+from tests.converters.command_line import cli, message
 from tests.converters.test_every_layout import exported, model_file
 from tests.converters.test_families import state_of
 
@@ -56,9 +56,9 @@ def test_one_head_count_is_not_that_of_two_towers(clip: Path, tmp_path: Path) ->
     for N, tower, own in ((TEXT, "vision", VISION), (VISION, "text", TEXT), (1, "text", TEXT)):
         done = cli("convert", clip, tmp_path / "a.npz", "--to", "flax", "--num-heads", N)
         assert done.exit_code == 2
-        assert f"num_heads={N} is given" in printed(done)
-        assert f"{tower}_config: num_attention_heads says {own}" in printed(done)
-        assert "write a plan and set num_heads for each module" in printed(done)
+        assert f"num_heads={N} is given" in message(done)
+        assert f"{tower}_config: num_attention_heads says {own}" in message(done)
+        assert "write a plan and set num_heads for each module" in message(done)
     made = pipeline.plan(clip, to="flax")[0]
     wrong = [replace(m, num_heads=TEXT) if m.source.startswith("vision") else m for m in made.steps]
     with pytest.raises(ValueError, match=r"block vision_model.*num_heads=3 is given"):
@@ -87,8 +87,8 @@ def test_a_plan_gives_each_block_its_count(clip: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     done = cli("convert", source, tmp_path / "a.npz", "--to", "flax")
     assert done.exit_code == 2
-    assert "none of them belongs to left.encoder.layers.0.self_attn" in printed(done)
-    assert "write a plan and set num_heads for each module" in printed(done)
+    assert "none of them belongs to left.encoder.layers.0.self_attn" in message(done)
+    assert "write a plan and set num_heads for each module" in message(done)
     refused = cli("plan", source, "--to", "flax", "--num-heads", 1, "-o", plan)
     assert refused.exit_code == 2
     assert_planned(source, tmp_path, {"left": TEXT, "vision_model": VISION})
@@ -135,7 +135,7 @@ def test_a_plan_completes_what_a_config_says_of_one_part(clip: Path, tmp_path: P
     config = {"vision_config": {"num_attention_heads": VISION}, "text_config": {}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     done = cli("convert", source, tmp_path / "a.npz", "--to", "flax")
-    assert (done.exit_code, "write a plan" in printed(done)) == (2, True)
+    assert (done.exit_code, "write a plan" in message(done)) == (2, True)
     assert_planned(source, tmp_path, {"text_model": TEXT, "vision_model": VISION})
 
 

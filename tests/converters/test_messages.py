@@ -19,7 +19,7 @@ from jaxmha.cli import console
 from jaxmha.converters import torch as convert
 from jaxmha.converters.migrate import pipeline
 from jaxmha.converters.verify import comparands
-from tests.converters.command_line import cli, printed
+from tests.converters.command_line import cli, message
 
 N, D = 3, 15
 
@@ -82,7 +82,7 @@ def test_version() -> None:
 def test_a_layout_is_guessed(given: str, meant: str) -> None:
     for command in (("convert", "a", "b"), ("plan", "a")):
         done = cli(*command, "--to", given)
-        assert (done.exit_code, f"did you mean {meant}?" in printed(done)) == (2, True), printed(
+        assert (done.exit_code, f"did you mean {meant}?" in message(done)) == (2, True), message(
             done
         )
     with pytest.raises(ValueError, match=rf"unknown layout '{given}': did you mean {meant}\?"):
@@ -112,11 +112,11 @@ def test_a_destination_that_exists_names_the_option(tmp_path: Path) -> None:
     assert done.exit_code == 2
     (tmp_path / "b.npz").touch()
     done = cli("convert", tmp_path / "a.npz", tmp_path / "b.npz", "--to", "flax", "--num-heads", N)
-    assert "choose another name, or replace it with --force" in printed(done)
+    assert "choose another name, or replace it with --force" in message(done)
     done = cli("plan", tmp_path / "a.npz", "--to", "flax", "--num-heads", N, "-o", tmp_path / "b")
     assert done.exit_code == 0
     done = cli("plan", tmp_path / "a.npz", "--to", "flax", "--num-heads", N, "-o", tmp_path / "b")
-    assert "--force" in printed(done)
+    assert "--force" in message(done)
 
 
 def test_a_folder_of_hugging_face_is_an_input(bert: Path, tmp_path: Path) -> None:
@@ -211,7 +211,7 @@ def test_the_bar_counts_the_bytes_of_the_file_once(monkeypatch: pytest.MonkeyPat
 
 def test_a_wrong_layout_does_not_list_all_of_them() -> None:
     for given in ("flx", "zzz"):
-        text = printed(cli("convert", "a", "b", "--to", given))
+        text = message(cli("convert", "a", "b", "--to", given))
         assert "`jaxmha inspect --layouts` lists all" in text
         assert "dense-combine-file" not in text
     with pytest.raises(ValueError, match="inspect --layouts") as error:
@@ -238,7 +238,7 @@ def test_an_unknown_kind_in_a_plan_is_named(old: str, tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     plan.write_text(plan.read_text().replace(f'kind = "{old}"', 'kind = "frob"', 1))
     done = cli("convert", tmp_path / "a.npz", out, "--plan", plan)
-    text = printed(done)
+    text = message(done)
     assert done.exit_code == 2
     assert "kind must be one of attention, latent, linear, conv1d, norm" in text
     assert "got 'frob'" in text
