@@ -6,7 +6,7 @@ Sources: keys of config.json, tensors outside the blocks, the table of model typ
 
 import re
 import reprlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -135,10 +135,10 @@ def _content(path: Path) -> Json:
 def _evidence(content: Json) -> Evidence:
     """Collects the evidence for parts in all keys of a configuration."""
     evidence = Evidence({}, set(), [])
-    for way, settings in _settings(content):
+    for way, own in settings(content):
         within = any(_sign(step) is _ROTARY for step in way)
-        for key, value in settings.items():
-            stray = key == "sliding_window" and masked_types.ignores_window(settings)
+        for key, value in own.items():
+            stray = key == "sliding_window" and masked_types.ignores_window(own)
             if stray or len(key) > _LONGEST_KEY:
                 continue
             shown = f"{': '.join((*way, key))} = {_SHORT.repr(value)}"
@@ -149,7 +149,7 @@ def _evidence(content: Json) -> Evidence:
                 continue
             if (sign := _sign(key)) is not None:
                 if not (within and sign is _ROTARY):
-                    _by_sign(sign, value, shown, settings, evidence)
+                    _by_sign(sign, value, shown, own, evidence)
             elif not (within or _empty(value) or isinstance(value, dict)) and _suspect(key):
                 evidence.unknown.append(shown)
     return evidence
@@ -164,6 +164,17 @@ _SHORT.maxdict = _SHORT.maxlist = 3
 @lru_cache(4096)
 def _sign(key: str) -> signs.Sign | None:
     return next((sign for sign in signs.SIGNS if re.fullmatch(sign.keys, key)), None)
+
+
+def concerns_attention(way: Sequence[str]) -> bool:
+    """True if the keys that lead to a setting show that it may change attention.
+
+    >>> concerns_attention(["text_config", "rope_theta"]), concerns_attention(["hidden_act"])
+    (True, False)
+    """
+    keys = [key for key in way if len(key) <= _LONGEST_KEY]
+    by_value = any(re.fullmatch(pattern, key) for pattern in signs.VALUE_SIGNS for key in keys)
+    return by_value or any(_sign(key) is not None or _suspect(key) for key in keys)
 
 
 def _suspect(key: str) -> bool:
@@ -194,7 +205,7 @@ def _by_sign(
         evidence.present.setdefault(sign.part, []).append(f"config.json: {shown}")
 
 
-def _settings(content: Json) -> Iterator[tuple[tuple[str, ...], dict[str, Json]]]:
+def settings(content: Json) -> Iterator[tuple[tuple[str, ...], dict[str, Json]]]:
     """Every dictionary of a configuration that describes a model, with the keys that lead to it."""
     todo: list[tuple[tuple[str, ...], Json]] = [((), content)]
     while todo:

@@ -9,7 +9,9 @@ from jaxmha import checkpoint
 from jaxmha.checkpoint.formats import table
 from jaxmha.converters.discovery import (
     attention_blocks,
+    described,
     head_count,
+    hf_config,
     keras_groups,
     latent_blocks,
     positions,
@@ -37,9 +39,11 @@ def settings(
     """Returns arguments of `checkpoint.write`, and notes on facts that the format cannot store."""
     in_file = str(destination).endswith(".weights.h5")
     made: dict[str, Any] = {"names": found.names} if in_file else {}
-    if table.for_writing(Path(destination)).holds_metadata:
-        return made | {"metadata": _of(plan, found, file, groups)}, []
-    return made, list(_lost(file, found, attention_blocks.named(plan.to)))
+    holds_metadata = table.for_writing(Path(destination)).holds_metadata
+    notes = list(_config(Path(destination), plan, found, file, holds_metadata))
+    if holds_metadata:
+        return made | {"metadata": _of(plan, found, file, groups)}, notes
+    return made, [*_lost(file, found, attention_blocks.named(plan.to)), *notes]
 
 
 def _of(
@@ -66,6 +70,30 @@ def _of(
     if not to.stores_num_heads:
         metadata |= head_count.to_metadata(found.counts, whole=whole)
     return metadata
+
+
+def _config(
+    destination: Path, plan: Plan, found: Resolved, file: checkpoint.Checkpoint, named: bool
+) -> Iterator[str]:
+    """Yields a note if the configuration of the source is not next to the destination as well.
+
+    `named`: True if the metadata of the destination names the positions of its blocks.
+    """
+    heads = described.of(file, list(found.blocks.values())).heads
+    if not positions.typed(file) or (heads and heads.wrong):
+        return
+    name, facts = hf_config.file_of(file.path).name, "masks and epsilons of norms"
+    stored = "; the metadata names the positions in words" if named else ""
+    facts = facts if named else f"positions, {facts}"
+    present = hf_config.file_of(destination.absolute())
+    if not present.exists():
+        if named or not plan.fold_scale:  # its scale would be applied to the folded weights again
+            yield f"no tensor holds {facts}: copy {name} next to the destination{stored}"
+    elif hf_config.readable(present) != hf_config.readable(file.path):
+        yield (
+            f"{present} differs from the {name} of the source, and would be read as that of the "
+            f"destination: replace it, or choose another folder{stored}"
+        )
 
 
 def _lost(file: checkpoint.Checkpoint, found: Resolved, target: Layout) -> Iterator[str]:

@@ -22,6 +22,7 @@ from jaxmha.converters.verify import (
     comparison,
     factors,
     forward_check,
+    model_facts,
     oracle,
     other_tensors,
 )
@@ -117,7 +118,7 @@ Operand = ComparedBlock | Layer
 def _read(
     a: AnySource, b: AnySource, num_heads: int | None
 ) -> tuple[tuple[Operand, Operand], tuple[str, ...]]:
-    """Returns the only block of each source, and describes other tensors that differ."""
+    """Returns the only block of each source, and describes other tensors and facts that differ."""
     if isinstance(a, Layer) and isinstance(b, Layer):
         return (a, b), ()
     if isinstance(a, Layer):
@@ -130,7 +131,8 @@ def _read(
         *(f"{name} differs: {how}" for name, how in found.differing.items()),
         *(f"not compared: {left}" for left in found.left),
     )
-    return (_only(x, a), _only(y, b)), outside
+    blocks = _only(x, a), _only(y, b)
+    return blocks, (*outside, *model_facts.compare(x.source, y.source, [blocks]).differing)
 
 
 def _guessed(found: Attribution, blocks: Sequence[Operand], seed: int) -> Attribution:

@@ -21,6 +21,7 @@ from jaxmha.converters.verify import (
     diagnosis,
     forward_check,
     keras_pairs,
+    model_facts,
     oracle,
     other_tensors,
 )
@@ -97,6 +98,7 @@ class Report:
       outside: tensors outside attention that differ: name in the first source -> the difference.
       not_compared: tensors that have no counterpart, or are not numeric.
       unproven: facts that no tensor shows, such as the order of layers in a Keras file.
+      facts: facts of the models in no tensor that differ: positions, masks, norms (`model_facts`).
     """
 
     blocks: tuple[BlockReport, ...]
@@ -106,11 +108,12 @@ class Report:
     outside: Mapping[str, str] = field(default_factory=dict)
     not_compared: tuple[Left, ...] = ()
     unproven: tuple[str, ...] = ()
+    facts: tuple[str, ...] = ()
 
     @property
     def different(self) -> bool:
-        """True if a compared tensor differs, or an attention block is in one source only."""
-        alike = not self.only_a and not self.only_b and not self.outside
+        """True if a compared tensor or fact differs, or a block is in one source only."""
+        alike = not (self.only_a or self.only_b or self.outside or self.facts)
         return not (alike and all(block.same for block in self.blocks))
 
     @property
@@ -134,6 +137,7 @@ class Report:
             printable(f"{name}: differs, outside attention: {how}")
             for name, how in self.outside.items()
         ]
+        lines += [f"differs, in no tensor: {fact}" for fact in self.facts]
         lines += [printable(f"not compared: {left}") for left in self.not_compared]
         return "\n".join([*lines, *self.notes, *self.unproven])
 
@@ -148,7 +152,8 @@ def compare(a: AnySource, b: AnySource, *, num_heads: int | None = None, seed: i
     A source is a path, a flat dict of arrays, `MHAParams` (alone or with `Semantics`), a torch,
     keras or flax layer or model, or a linen pair `(module, variables)`. Blocks are paired by
     name, or by order if names differ and the numbers of blocks agree; other layers are paired by
-    name. Tensors of only one source are in `not_compared`, and make the report falsy.
+    name. Tensors of only one source are in `not_compared`, and make the report falsy. Of two files,
+    the positions, masks and norms that their configurations give are compared as well.
 
     Args:
       a, b: the sources.
@@ -168,9 +173,13 @@ def compare(a: AnySource, b: AnySource, *, num_heads: int | None = None, seed: i
     pairs, only_a, only_b, notes = pair(first_source.blocks, second_source.blocks)
     reports = tuple(compare_blocks(x, y, seed) for x, y in pairs)
     rest = other_tensors.compare(first_source.source, second_source.source)
+    facts = model_facts.compare(first_source.source, second_source.source, pairs)
     notes += (*rest.notes, *dict.fromkeys((*first_source.notes, *second_source.notes)))
+    notes += facts.notes
     unproven = keras_pairs.unproven(first_source.source, second_source.source)
-    return Report(reports, only_a, only_b, notes, rest.differing, rest.left, unproven)
+    return Report(
+        reports, only_a, only_b, notes, rest.differing, rest.left, unproven, facts.differing
+    )
 
 
 def verdict(same: bool, different: bool, left: int, unproven: Sequence[str] = ()) -> str:

@@ -9,6 +9,7 @@ from jaxmha.converters.discovery import behaviours, described, head_count, user_
 from jaxmha.converters.discovery.attention_blocks import shapes
 from jaxmha.converters.layout.latent import SIGN as LATENT_SIGN
 from jaxmha.converters.migrate.preconditions import naming
+from jaxmha.converters.verify import model_facts
 from jaxmha.converters.verify.comparands import layers
 
 SHOWN = 10  # names listed before "and more"
@@ -19,12 +20,22 @@ _LATENT = (
 
 
 class OneBlock(NamedTuple):
-    """A block, its name (`name[i]` for layer i of a stack), and the number of other blocks."""
+    """A block, its name (`name[i]` for layer i of a stack), and the number of other blocks.
+
+    `positions` and `mask`: those that its model applies around it, in words; "" for none or unknown.
+    """
 
     name: str
     params: MHAParams
     semantics: Semantics
     others: int
+    positions: str
+    mask: str
+
+    def not_applied(self, *, mask: str = "") -> str:
+        """The positions and the mask, except the mask `mask`, which the caller applies."""
+        found = {"positions": self.positions, "mask": self.mask if self.mask != mask else ""}
+        return "; ".join(f"{what}: {text}" for what, text in found.items() if text)
 
 
 def read(path: Path, name: str | None = None, num_heads: int | None = None) -> OneBlock:
@@ -55,6 +66,7 @@ def read(path: Path, name: str | None = None, num_heads: int | None = None) -> O
         block = found[0] if name is None else known[name if whole else stack]
         own, configured = called[block.prefix], described.of(file, found).heads
         count, _ = head_count.find(block, all_shapes, num_heads, file.metadata, configured)
+        around = model_facts.around(file, block, configured)
         try:
             candidates = list(layers(own, block.layout.name, *block.read(file, count)))
         except ValueError as error:
@@ -65,4 +77,5 @@ def read(path: Path, name: str | None = None, num_heads: int | None = None) -> O
         names = f"{candidates[0].name} to {candidates[-1].name}"
         raise ValueError(printable(f"{path} has no block {name!r}; there are {names}"))
     first = chosen[0]
-    return OneBlock(first.name, first.params, first.semantics, len(found) + len(candidates) - 2)
+    others = len(found) + len(candidates) - 2
+    return OneBlock(first.name, first.params, first.semantics, others, *around)

@@ -74,7 +74,7 @@ def _verdict(report: Report, sources: Sequence[Facts]) -> Iterable[str]:
     kind = "good" if report.same else "bad" if report.different else "left"
     says = {
         "good": "Every tensor of both was compared and is the same.",
-        "bad": "At least one compared tensor, block or behaviour differs: see below.",
+        "bad": "At least one compared tensor, block, behaviour or fact differs: see below.",
         "left": "Nothing that was compared differs, but not everything was compared.",
     }
     yield f"<h1>{names}</h1>"
@@ -174,6 +174,9 @@ def _outside(report: Report) -> Iterable[str]:
             for name, how in [*report.outside.items()][:ROWS]
         ]
         yield _table(("tensor", "difference"), rows + _more(len(report.outside), "tensors", 2))
+    if report.facts:
+        yield "<h2>Facts in no tensor that differ</h2>"
+        yield from (f"<p>{text(fact, 2000)}</p>" for fact in report.facts[:ROWS])
     if report.not_compared:
         yield "<h2>Tensors that were not compared</h2>"
         rows = [

@@ -163,8 +163,11 @@ def print_notes(notes: Sequence[str], console: Console = out) -> None:
         print_line(f"note: {escape(note)}", console)
 
 
-def print_outside(differing: Mapping[str, str], left: Sequence[object]) -> None:
-    """Prints tensors outside attention that differ, and those that were not compared."""
+def print_outside(
+    differing: Mapping[str, str], left: Sequence[object], facts: Sequence[str]
+) -> None:
+    """Prints tensors outside attention and facts that differ, and tensors that were not compared."""
+    print_some([f"[red]differs, in no tensor:[/red] {escape(fact)}" for fact in facts])
     lines = [
         (f"[red]differs, outside attention:[/red] {escape(n)}: {escape(how)}")
         for n, how in differing.items()

@@ -85,7 +85,10 @@ def command(
     force: Annotated[bool, option("--force", "Overwrite the drawing.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Print every step of attention: formula, shape, cost, and how frameworks differ."""
+    """Print every step of attention: formula, shape, cost, and how frameworks differ.
+
+    A line names the positions and the mask of the model, which it applies around these steps.
+    """
     with one_message():
         if svg is not None and svg.suffix != ".svg":
             raise ValueError(f"--svg: the output must end in .svg, got {svg}")
@@ -98,7 +101,7 @@ def command(
         )
         # fmt: on
         semantics = _semantics(dropout, soft_cap, zero_attn)
-        layer = _layer(file, block, sizes, semantics)
+        layer = _layer(file, block, sizes, semantics, causal)
         flow = describe(
             layer.params,
             layer.semantics,
@@ -114,10 +117,11 @@ def command(
         if svg is not None:
             _draw(flow, svg, force, file)
         if as_json:
-            print_json({**flow.to_json(), **({"block": layer.name} if file else {})})
+            own = {"block": layer.name, "not_applied": layer.not_applied}
+            print_json({**flow.to_json(), **(own if file else {})})
         else:
             _print(flow, f"{file}: {layer.name or '(top)'}" if file else "multi-head attention")
-            _print_end(layer.others, svg)
+            _print_end(layer, svg)
 
 
 class _Layer(NamedTuple):
@@ -128,6 +132,7 @@ class _Layer(NamedTuple):
     semantics: Semantics
     sizes: Mapping[str, int]
     others: int  # further blocks in the checkpoint
+    not_applied: str = ""  # positions and mask of the model, which no node has
 
 
 def _semantics(dropout: float, soft_cap: float | None, zero_attn: bool) -> Semantics:
@@ -139,7 +144,11 @@ def _given(**sizes: int | None) -> dict[str, int]:
 
 
 def _layer(
-    file: Path | None, block: str | None, sizes: Mapping[str, int], semantics: Semantics
+    file: Path | None,
+    block: str | None,
+    sizes: Mapping[str, int],
+    semantics: Semantics,
+    causal: bool,
 ) -> _Layer:
     """Reads the block of a checkpoint, or takes the sizes.
 
@@ -158,9 +167,10 @@ def _layer(
     if given:
         options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
         raise ValueError(f"a checkpoint has its own sizes and behaviour: leave out {options}")
-    name, params, own, others = load_block.read(file, block, sizes.get("num_heads"))
-    own = dataclasses.replace(own, dropout_rate=semantics.dropout_rate)
-    return _Layer(name, params, own, {}, others)
+    found = load_block.read(file, block, sizes.get("num_heads"))
+    own = dataclasses.replace(found.semantics, dropout_rate=semantics.dropout_rate)
+    not_applied = found.not_applied(mask="causal" if causal else "")
+    return _Layer(found.name, found.params, own, {}, found.others, not_applied)
 
 
 def _print(flow: DataFlow, title: str) -> None:
@@ -182,9 +192,11 @@ def _draw(flow: DataFlow, svg: Path, force: bool, file: Path | None) -> None:
     put_text(svg, flow.svg(), force, sources)
 
 
-def _print_end(others: int, svg: Path | None) -> None:
-    if others:
-        print_line(f"one of {others + 1} blocks; --block names another")
+def _print_end(layer: _Layer, svg: Path | None) -> None:
+    if layer.not_applied:
+        print_line(f"not in this table: {escape(layer.not_applied)}")
+    if layer.others:
+        print_line(f"one of {layer.others + 1} blocks; --block names another")
     if svg is not None:
         print_line(f"drawn in {escape(str(svg))}")
 

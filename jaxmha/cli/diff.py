@@ -29,6 +29,7 @@ from jaxmha.converters.verify import (
     comparison,
     forward_check,
     keras_pairs,
+    model_facts,
     other_tensors,
 )
 from jaxmha.converters.verify.attribution import Attribution, percent
@@ -79,6 +80,7 @@ class Difference:
         rest: comparison of the tensors outside attention.
         notes: remarks that are printed for the user.
         unproven: facts that no tensor shows, such as the order of layers in a Keras file.
+        facts: facts of the models in no tensor that differ: positions, masks, norms.
     """
 
     blocks: Mapping[str, Attribution]
@@ -87,11 +89,12 @@ class Difference:
     rest: other_tensors.Outside
     notes: tuple[str, ...]
     unproven: tuple[str, ...] = ()
+    facts: tuple[str, ...] = ()
 
     @property
     def different(self) -> bool:
         """True if anything but rounding differs."""
-        missing = self.only_a or self.only_b or self.rest.differing
+        missing = self.only_a or self.only_b or self.rest.differing or self.facts
         return bool(missing) or not all(one.same for one in self.blocks.values())
 
     @property
@@ -111,6 +114,7 @@ class Difference:
             "outside": self.rest.differing,
             "not_compared": [asdict(left) for left in self.rest.left],
             "unproven": self.unproven,
+            "facts": self.facts,
         }
 
 
@@ -136,6 +140,7 @@ def command(
 
     The parts sum to the difference. Weights that are stored differently without effect, such as in
     another dtype, count too. Tensors outside attention are compared bit by bit, except with --block.
+    Outputs are computed without positions; those of the two config.json are compared, with masks.
     Exit code 1 if anything but rounding differs, or was not compared.
     """
     with one_message():
@@ -158,7 +163,11 @@ def command(
             found[x.name or y.name] = _attribute((x, y), drawn, masks, (as_a, as_b))
         rest, more = _rest(sources, block)
         unproven = () if block else keras_pairs.unproven(*(one.source for one in sources))
-        result = Difference(found, only_a, only_b, rest, (*notes, *more), unproven)
+        facts = model_facts.compare(
+            sources[0].source, sources[1].source, pairs, only_blocks=block is not None
+        )
+        every_note = (*notes, *more, *facts.notes)
+        result = Difference(found, only_a, only_b, rest, every_note, unproven, facts.differing)
         if as_json:
             print_json(result.to_json())
         else:
@@ -198,7 +207,7 @@ def _print(result: Difference) -> None:
         show(name, one)
     for name in (*result.only_a, *result.only_b):
         print_line(f"only in one source: {escape(name)}")
-    print_outside(result.rest.differing, result.rest.left)
+    print_outside(result.rest.differing, result.rest.left, result.facts)
     for note in result.notes:
         print_line(escape(note))
     left = len(result.rest.left)

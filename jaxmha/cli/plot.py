@@ -79,10 +79,14 @@ def command(
     force: Annotated[bool, option("--force", "Overwrite the output.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Draw the attention of every head, and print to which keys it goes."""
+    """Draw the attention of every head, and print to which keys it goes.
+
+    With --inputs, a line names the positions and the mask of the model that were not applied.
+    """
     with one_message():
         sources = [] if text else [file]
         check_picture(output, force, sources)
+        not_applied = ""
         rows, columns = _tokens(tokens, "--tokens"), _tokens(key_tokens, "--key-tokens")
         if text is not None:
             if array is not None or inputs is not None:
@@ -90,16 +94,18 @@ def command(
             title, weights, labels = _of_text(file, tokenizer, text, layer)
             rows = rows or labels
         else:
-            title, weights = _of_file(file, array, inputs, block, num_heads, causal)
+            title, weights, not_applied = _of_file(file, array, inputs, block, num_heads, causal)
         drawn = _draw(weights, rows, columns, heads, batch, title)
         replace_by(output, picture(drawn.figure, output.suffix), force=force, sources=sources)
         special = [token for token in named.split(",") if token in drawn.labels]
         found = head_statistics(drawn.maps, rows, columns, named=special)
         if as_json:
             data = {str(n): found[n]._asdict() for n in drawn.heads}
-            print_json({"output": str(output), "heads": data})
+            print_json({"output": str(output), "heads": data, "not_applied": not_applied})
             return
         out.print(table({str(n): found[n] for n in drawn.heads}, special))
+        if not_applied:
+            print_line(f"not applied to these weights: {escape(not_applied)}")
         print_line(f"drawn in {escape(str(output))}")
 
 
@@ -142,14 +148,17 @@ def _of_file(
     block: str | None,
     num_heads: int | None,
     causal: bool,
-) -> tuple[str, NDArray]:
-    """Returns a title, and weights that are stored, or that a block computes from `inputs`."""
+) -> tuple[str, NDArray, str]:
+    """Returns a title, and weights that are stored, or that a block computes from `inputs`.
+
+    Also returns the positions and the mask of the model that these weights lack.
+    """
     if inputs is None and (block is not None or causal or num_heads is not None):
         raise ValueError("--block, --num-heads and --causal require --inputs")
     if inputs is not None and array is not None:
         raise ValueError("--array names weights, --inputs computes them: give one")
     if inputs is None:
-        return "", _stored(file, array)
+        return "", _stored(file, array), ""
     return _computed(file, block, num_heads, inputs, causal)
 
 
@@ -203,8 +212,8 @@ def _stored(path: Path, name: str | None) -> NDArray:
 
 def _computed(
     path: Path, name: str | None, num_heads: int | None, inputs: Path, causal: bool
-) -> tuple[str, NDArray]:
-    """Computes the weights of a block for the inputs; also returns the name of the block."""
+) -> tuple[str, NDArray, str]:
+    """Computes the weights of a block for the inputs, as `_of_file` returns them."""
     with checkpoint.open(inputs) as file:
         unknown = [key for key in file if key not in INPUTS]
         if unknown or "query" not in file:
@@ -221,7 +230,9 @@ def _computed(
         semantics=changed(block.semantics, dropout_rate=0.0),
         return_weights=True,
     )
-    return f"{path.name}: {block.name or '(top)'}", to_numpy(weights)
+    mask = block.mask if "mask" in given else "causal" if causal else ""
+    title = f"{path.name}: {block.name or '(top)'}"
+    return title, to_numpy(weights), block.not_applied(mask=mask)
 
 
 def _tokens(text: str | None, option: str) -> list[str] | None:

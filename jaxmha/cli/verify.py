@@ -42,8 +42,9 @@ def command(
 ) -> None:
     """Compare two checkpoints: every tensor bit by bit, outputs of attention against float64.
 
-    Other layers are read by the conventions of their frameworks. Exit code 1 if anything differs,
-    or if a tensor has no counterpart and was not compared.
+    Other layers are read by the conventions of their frameworks. Positions, masks, kinds and
+    epsilons of norms are compared if a config.json of its model is next to each file. Exit code 1 if
+    anything differs, or if a tensor has no counterpart and was not compared.
     """
     with one_message():
         if html is not None:
@@ -86,6 +87,6 @@ def _print(report: comparison.Report) -> None:
         print_line(f"only in the first: {escape(name)}")
     for name in report.only_b:
         print_line(f"only in the second: {escape(name)}")
-    print_outside(report.outside, report.not_compared)
+    print_outside(report.outside, report.not_compared, report.facts)
     print_notes(report.notes)
     print_verdict(report.same, report.verdict)

@@ -1,0 +1,293 @@
+"""Compares facts of two models that no tensor holds: positions, masks, norms and their epsilons.
+
+The configuration next to a file gives them. A converted file also names the positions of its blocks
+in its metadata.
+"""
+
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxmha import checkpoint
+from jaxmha.checkpoint.errors import printable, shown
+from jaxmha.converters.discovery import (
+    attended,
+    described,
+    hf_config,
+    other_layers,
+    positions,
+    signs,
+    unconverted,
+)
+from jaxmha.converters.discovery.attended import Attended
+from jaxmha.converters.discovery.attention_blocks import Block
+from jaxmha.converters.discovery.described import Description
+from jaxmha.converters.discovery.head_count import Configured
+from jaxmha.converters.discovery.notes import listed
+from jaxmha.converters.discovery.positions import Positions
+from jaxmha.converters.verify import latent_comparison
+from jaxmha.converters.verify.comparands import ComparedBlock
+from jaxmha.converters.verify.other_tensors import Source
+
+Pairs = Sequence[tuple[ComparedBlock, ComparedBlock]]
+Prefixes = list[tuple[str, str]]
+_UNLIKE = "the {} multiply by 1 + weight, or only multiply and add, in the {} only"
+
+
+class Compared(NamedTuple):
+    """The facts that differ, and notes on facts that were not compared."""
+
+    differing: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+class _Facts(NamedTuple):
+    """The facts of one file.
+
+    `content`: its configuration; {} without a model type, or if it does not fit the tensors.
+    `places` and `masks`: block prefix -> positions and mask. `stated`: block prefix -> positions by
+    the metadata. `norms`: path of a norm -> its kind.
+    """
+
+    content: Any
+    places: Mapping[str, Positions]
+    masks: Mapping[str, Attended]
+    stated: Mapping[str, str]
+    norms: Mapping[str, str]
+    description: Description
+
+
+def compare(a: Source, b: Source, pairs: Pairs, *, only_blocks: bool = False) -> Compared:
+    """Compares the facts of two files; sources that are no files have none.
+
+    Two equal configurations give equal facts. `pairs`: pairs of attention blocks. `only_blocks`:
+    True compares only these blocks.
+
+    Raises CheckpointError if a file cannot be read.
+    """
+    if not all(isinstance(one.source, str | os.PathLike) for one in (a, b)):
+        return Compared()
+    with (
+        checkpoint.open(a.source, dequantise=True) as first,
+        checkpoint.open(b.source, dequantise=True) as second,
+    ):
+        contents = [hf_config.readable(file.path) for file in (first, second)]
+        if contents[0] == contents[1] != {} and first.config == second.config:
+            return Compared()
+        x, y = _read(first, a), _read(second, b)
+    blocks = [(_prefix(one, a), _prefix(other, b)) for one, other in pairs]
+    latents = latent_comparison.pairs(a.latents, b.latents)[0]
+    masked = blocks + [(one.prefix, other.prefix) for one, other in latents] * (not only_blocks)
+    differing = [
+        *_differing("positions", blocks, lambda p, q: _places(x, y, p, q)),
+        *_differing("mask", masked, lambda p, q: _masks(x.masks.get(p), y.masks.get(q))),
+    ]
+    notes: list[str] = []
+    if not only_blocks:
+        differing += [*_norms(x, y), *_epsilons(x.description, y.description)]
+        settings = _settings(x, y, all(_known(x, y, *pair) for pair in blocks))
+        differing += settings.differing
+        notes += [*settings.notes, *_one_sided(x, y, blocks)]
+    return Compared(tuple(map(printable, differing)), tuple(map(printable, notes)))
+
+
+def _read(file: checkpoint.Checkpoint, source: Source) -> _Facts:
+    description = described.of(file, source.found)
+    aside = bool(description.heads and description.heads.wrong)
+    typed = positions.typed(file) and not aside
+    prefixes = [block.prefix for block in source.found]
+    prefixes += [block.prefix for block in source.latents]
+    places, masks = dict[str, Positions](), dict[str, Attended]()
+    if typed:
+        places = positions.of_blocks(file, source.found, description.heads)
+        masks = attended.of_prefixes(file, source.found, prefixes, description.heads)
+    layers, _ = other_layers.find(file.info, source.found, description.unlike, description.unbiased)
+    return _Facts(
+        hf_config.readable(file.path) if typed else {},
+        places,
+        masks,
+        stated_positions(file),
+        {
+            x.prefix.replace("/", "."): x.kind
+            for x in layers
+            if x.kind in ("norm", "rmsnorm") and x.confidence != "ambiguous"
+        },
+        description,
+    )
+
+
+def stated_positions(file: checkpoint.Checkpoint) -> dict[str, str]:
+    """The positions of blocks in words, by prefix, as the metadata of a converted file has them."""
+    key = f"{positions.METADATA}."
+    return {k.removeprefix(key): v for k, v in file.metadata.items() if k.startswith(key)}
+
+
+def around(file: checkpoint.Checkpoint, block: Block, heads: Configured | None) -> tuple[str, str]:
+    """Positions and mask in words that a model applies around a block; "" for none or not known.
+
+    `heads`: the head counts of the configuration next to the file.
+    """
+    place, mask = "", ""
+    if positions.typed(file) and not (heads and heads.wrong):
+        place = str(positions.of_blocks(file, [block], heads)[block.prefix])
+        mask = str(attended.of_prefixes(file, [block], [block.prefix], heads)[block.prefix])
+    else:
+        place = stated_positions(file).get(block.prefix, "")
+    if not place and block.layout.name in signs.IMPLIED:
+        place = f"mostly {signs.IMPLIED[block.layout.name]}: no config.json says which"
+    none = ("none", "unknown")
+    return "" if place.startswith(none) else place, "" if mask.startswith((*none, "full")) else mask
+
+
+def _prefix(block: ComparedBlock, source: Source) -> str:
+    """The prefix in the file of a block, or of the stack that holds it."""
+    path = re.sub(r"\[[\d, ]+\]$", "", block.path)
+    of_group = {group: prefix for prefix, (group, _) in source.groups.items()}  # `keras_pairs`
+    return path if path in {one.prefix for one in source.found} else of_group.get(path, path)
+
+
+def _differing(
+    what: str, pairs: Prefixes, differ: Callable[[str, str], tuple[str, str] | None]
+) -> Iterator[str]:
+    """Describes the pairs of blocks that differ, one line for all with the same difference."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for pair in dict.fromkeys(pairs):
+        if (both := differ(*pair)) is not None:
+            found.setdefault(both, []).append(re.sub(r"\d+", "{i}", pair[0]) or "(top)")
+    for (first, second), places in found.items():
+        where = listed(list(dict.fromkeys(places)), 3)
+        yield f"{what} of {len(places)} x {where}: first {first}; second {second}"
+
+
+def _places(x: _Facts, y: _Facts, p: str, q: str) -> tuple[str, str] | None:
+    """The positions of a pair of blocks in words if they are known and differ."""
+    one, other = x.places.get(p), y.places.get(q)
+    if one and other and "unknown" not in (one.scheme, other.scheme):
+        if _alike(one, other):
+            return None
+        first, second = str(one), str(other)
+        return (first, second) if first != second else (first, f"{second}, of other numbers")
+    both = _as_text(x, p), _as_text(y, q)
+    return None if "" in both or both[0] == both[1] else both
+
+
+def _as_text(facts: _Facts, prefix: str) -> str:
+    """The positions of a block in words, from its configuration or metadata; "" if unknown."""
+    place = facts.places.get(prefix)
+    text = facts.stated.get(prefix, "") if place is None else str(place)
+    return "" if text.startswith("unknown") else text
+
+
+def _alike(x: Any, y: Any) -> bool:
+    """True if two parameters are equal, except arrays: these are tensors, compared on their own."""
+    if isinstance(x, Positions):
+        x, y = x._replace(why=""), y._replace(why="")
+    if isinstance(x, tuple):
+        return type(x) is type(y) and len(x) == len(y) and all(map(_alike, x, y))
+    return isinstance(x, np.ndarray) or isinstance(y, np.ndarray) or bool(x == y)
+
+
+def _masks(one: Attended | None, other: Attended | None) -> tuple[str, str] | None:
+    if not (one and other) or "unknown" in (one.scheme, other.scheme) or one == other:
+        return None
+    return str(one), str(other)
+
+
+def _known(x: _Facts, y: _Facts, p: str, q: str) -> bool:
+    """True if both configurations give the positions and the mask of a pair of blocks."""
+    found = (x.places.get(p), y.places.get(q), x.masks.get(p), y.masks.get(q))
+    return all(one is not None and one.scheme != "unknown" for one in found)
+
+
+def _norms(x: _Facts, y: _Facts) -> Iterator[str]:
+    """Describes norms of two configured files that compute different functions."""
+    if not (x.content and y.content):
+        return
+    for kind in sorted(x.description.unlike.keys() ^ y.description.unlike.keys()):
+        yield _UNLIKE.format(f"{kind}s", "first" if kind in x.description.unlike else "second")
+    kinds: dict[tuple[str, str], list[str]] = {}
+    for path in (path for path in x.norms if path in y.norms):
+        if x.norms[path] != y.norms[path]:
+            kinds.setdefault((x.norms[path], y.norms[path]), []).append(path)
+    for (first, second), paths in kinds.items():
+        yield f"kind of {len(paths)} x {listed(paths, 3)}: first {first}; second {second}"
+
+
+def _epsilons(a: Description, b: Description) -> Iterator[str]:
+    """Describes epsilons of norms that differ: by key or layer, or else as sets of values."""
+    of_one: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {}
+    if (x := a.epsilon.by_prefix) and (y := b.epsilon.by_prefix):
+        both = {name: (x[name], y[name]) for name in x if name in y}
+        of_one = {f"epsilon of {n}": ((p,), (q,)) for n, (p, q) in both.items()}
+    else:
+        of_one = {
+            key: (tuple(a.epsilon.by_key[key]), tuple(b.epsilon.by_key[key]))
+            for key in a.epsilon.by_key
+            if key in b.epsilon.by_key
+        }
+    values = [_values(one) for one in (a, b)]
+    if not of_one and all(values):
+        of_one = {"epsilon of norms": (tuple(values[0]), tuple(values[1]))}
+    for what, pair in of_one.items():
+        if set(pair[0]) != set(pair[1]):
+            first, second = (" or ".join(f"{x:.3g}" for x in each) for each in pair)
+            yield f"{what}: first {first}; second {second}"
+
+
+def _values(one: Description) -> list[float]:
+    epsilon = one.epsilon
+    by_key = [value for values in epsilon.by_key.values() for value in values]
+    return list(dict.fromkeys([*epsilon.by_prefix.values(), *by_key]))
+
+
+def _settings(x: _Facts, y: _Facts, known: bool) -> Compared:
+    """Compares the settings that both configurations state.
+
+    `known`: True if positions and masks of all blocks are known; otherwise, settings of attention
+    that differ count as a difference. All other settings are named in a note.
+    """
+    if not (x.content and y.content):
+        return Compared()
+    of_attention, others = [], []
+    stated = _stated(x.content), _stated(y.content)
+    for way in (way for way in stated[0] if way in stated[1]):
+        one, other = stated[0][way], stated[1][way]
+        if one == other:
+            continue
+        text = f"{': '.join(way)} ({shown(one)} and {shown(other)})"
+        if not unconverted.concerns_attention(way):
+            others.append(text)
+        elif not known:
+            of_attention.append(f"settings of attention: {text}")
+    note = f"their configurations also differ in {listed(others)}: compare what it means"
+    return Compared(tuple(of_attention), (note,) if others else ())
+
+
+# Settings of how a model is run or saved, and those that `_epsilons` compares.
+_NOT_COMPARED = {*signs.OF_TRANSFORMERS, *hf_config.EPSILONS, "use_cache"}
+
+
+def _stated(content: Any) -> dict[tuple[str, ...], Any]:
+    """The settings of a configuration, by the keys that lead to them."""
+    return {
+        (*way, key): value
+        for way, settings in unconverted.settings(content)
+        for key, value in settings.items()
+        if not (isinstance(value, dict) or key.startswith("_") or key in _NOT_COMPARED)
+    }
+
+
+def _one_sided(x: _Facts, y: _Facts, blocks: Iterable[tuple[str, str]]) -> Iterator[str]:
+    """Yields a note if only one of the files has a configuration."""
+    if bool(x.content) == bool(y.content):
+        return
+    named = all(_as_text(x, p) and _as_text(y, q) for p, q in blocks)
+    what = "masks" if named else "positions, masks"
+    which = "first" if x.content else "second"
+    yield (
+        f"only the {which} has a config.json of its model next to it: {what} and epsilons of norms "
+        "were not compared; put the model's own next to the other"
+    )
