@@ -19,10 +19,10 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# The public names of Python 3.11 to 3.13 on Windows, from the stubs of typeshed.
+# The public names of Python 3.11 to 3.13 on Windows, from the stubs of typeshed, and `_exit`.
 OS = _names(
     """
-    DirEntry EX_OK F_OK O_APPEND O_BINARY O_CREAT O_EXCL O_NOINHERIT O_RANDOM O_RDONLY O_RDWR
+    _exit DirEntry EX_OK F_OK O_APPEND O_BINARY O_CREAT O_EXCL O_NOINHERIT O_RANDOM O_RDONLY O_RDWR
     O_SEQUENTIAL O_SHORT_LIVED O_TEMPORARY O_TEXT O_TRUNC O_WRONLY P_DETACH P_NOWAIT P_NOWAITO
     P_OVERLAY P_WAIT PathLike R_OK SEEK_CUR SEEK_END SEEK_SET TMP_MAX W_OK X_OK abort access
     add_dll_directory altsep chdir chmod close closerange cpu_count curdir defpath

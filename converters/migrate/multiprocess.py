@@ -1,14 +1,42 @@
 """Runs one conversion in several local processes, each of which writes a part of the shards."""
 
+import _thread
 import contextlib
+import os
 import re
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+# The program of a worker: `jaxmha`, which ends with the process that started it.
+_WORKER = (
+    "from jaxmha.converters.migrate import multiprocess; multiprocess.end_with_parent(); "
+    "from jaxmha.converters.__main__ import main; main()"
+)
+_GRACE = 5.0  # seconds in which a worker may remove its temporary files
+
+
+def end_with_parent() -> None:
+    """Ends this process once the process that started it has ended, even if that was killed.
+
+    Standard input must be a pipe to which only the starting process can write, and never does: the
+    system closes it when that process ends. The main thread is then interrupted as by SIGTERM.
+    """
+
+    def watch() -> None:
+        # No buffered read: the interpreter could not shut down while a thread holds its lock.
+        while os.read(0, 1):
+            pass
+        _thread.interrupt_main(signal.SIGTERM)
+        time.sleep(_GRACE)  # the main thread may be in a long call that no signal interrupts
+        os._exit(128 + signal.SIGTERM)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def parsed(text: str) -> tuple[int, int]:
@@ -35,8 +63,7 @@ def convert(
     conversion without --part, which keeps finished shards, and writes the others or raises.
     """
     # -P: do not import modules from the working directory, which may belong to someone else.
-    command = [sys.executable, "-P", "-m", "jaxmha.converters", "convert"]
-    command += [str(source), str(destination)]
+    command = [sys.executable, "-P", "-c", _WORKER, "convert", str(source), str(destination)]
     for name, value in options.items():
         if value is True:
             command.append(name)
@@ -49,7 +76,7 @@ def convert(
                 workers.append(
                     subprocess.Popen(
                         [*command, "--resume", "--json", "--part", f"{i}/{count}"],
-                        stdin=subprocess.DEVNULL,
+                        stdin=subprocess.PIPE,  # see `end_with_parent`
                         stdout=subprocess.DEVNULL,
                         stderr=subprocess.DEVNULL,
                     )
@@ -61,6 +88,8 @@ def convert(
             for worker in workers:
                 worker.kill()
                 worker.wait()
+                if worker.stdin is not None:
+                    worker.stdin.close()
 
 
 @contextlib.contextmanager

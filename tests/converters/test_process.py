@@ -15,7 +15,7 @@ import pytest
 
 from jaxmha import checkpoint
 from jaxmha.cli.__main__ import _piped
-from jaxmha.converters.migrate import pipeline
+from jaxmha.converters.migrate import multiprocess, pipeline
 from tests.converters.command_line import cli
 from tests.converters.test_every_layout import exported
 
@@ -243,6 +243,54 @@ def test_workers_end_with_what_started_them(tmp_path: Path) -> None:
     started.terminate()
     assert started.wait(30) == 128 + signal.SIGTERM
     assert not [worker for worker in workers if Path(f"/proc/{worker}").exists()]
+
+
+# Worker processes stop where they import typer, after they began to watch the process above them.
+HOLD = """
+import sys, time
+class Hold:
+    def find_spec(self, name, path=None, target=None):
+        if name == "typer" and "--part" in sys.orig_argv:
+            open("held" + sys.orig_argv[-1][0], "w").close()
+            while True:
+                time.sleep(0.01)
+sys.meta_path.insert(0, Hold())
+"""
+
+
+def is_running(process: str) -> bool:
+    """True unless a process has ended, also if nothing has asked for its exit code yet."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2][0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.slow
+def test_workers_end_if_what_started_them_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(HOLD)
+    code = (
+        "from pathlib import Path; from jaxmha.converters.migrate import multiprocess;"
+        "multiprocess.convert(2, Path('no.npz'), Path('x'), {'--to': 'flax'})"
+    )
+    paths = os.pathsep.join([str(tmp_path), os.getcwd()])
+    started = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=tmp_path, env=os.environ | {"PYTHONPATH": paths}
+    )
+    end = time.monotonic() + 120
+    while not all((tmp_path / f"held{i}").exists() for i in (1, 2)):
+        assert started.poll() is None
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    children = Path(f"/proc/{started.pid}/task/{started.pid}/children")
+    workers = children.read_text().split()
+    assert len(workers) == 2
+    started.kill()
+    started.wait()
+    end = time.monotonic() + multiprocess._GRACE + 5
+    while any(is_running(worker) for worker in workers):
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 def test_parts_that_make_no_sense(tmp_path: Path) -> None:
