@@ -189,7 +189,7 @@ def convert(
       like: for a .weights.h5 destination: a file that the Keras model itself saved. Each layer is
         written to the group that the layer of the same name has in this file.
       force: overwrites an existing destination.
-      shard_size: bytes of tensors per shard, if the destination is an index.
+      shard_size: most bytes of each shard file, if the destination is an index.
       resume: for shards: keeps complete shards after an interruption, and continues with the shards
         that an earlier run of the same conversion has left.
       part: `(i, n)`, with `resume`: writes only every n-th shard (see `checkpoint.write`).

@@ -6,7 +6,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -84,6 +84,16 @@ class Contents:
     part: Callable[[str, tuple[slice, ...]], np.ndarray] | None = None
 
 
+class Overhead(NamedTuple):
+    """Upper bounds on the bytes of a file besides its data.
+
+    `base` counts those that do not depend on the tensors; `each` returns those of one tensor.
+    """
+
+    base: int
+    each: Callable[[str], int]
+
+
 @dataclass(frozen=True)
 class WriteJob:
     """Tensors to write to `path`; `info` has their shapes and dtypes before any data is loaded."""
@@ -101,7 +111,7 @@ class WriteJob:
     advance: Callable[[int], None] = lambda count: None
     digests: dict[str, str] = field(default_factory=dict)  # of the tensors written so far
     losses: dict[str, Loss] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)  # messages about files that were not removed
+    notes: list[str] = field(default_factory=list)  # for the user, as in `writer.Written`
 
     @property
     def texts(self) -> list[tuple[str, str]]:

@@ -53,7 +53,7 @@ def write(
         mode = atomic.mode_of(atomic.check_target(plan.path, force, sources))
         target = Path(os.path.realpath(plan.path))
         ending = shards_read.suffix(target)
-        parts = _split(plan, shard_size)
+        parts = _split(plan, shard_size, table.BY_SUFFIX[ending])
         shards = _shards(plan, target, ending, parts, resume)
         names = dict(zip(shards, parts, strict=True))
         _check_index(plan, names)
@@ -132,16 +132,28 @@ def _shards(
     return made
 
 
-def _split(plan: WriteJob, shard_size: int) -> list[list[str]]:
-    """The tensor names of each shard, in order; a tensor above `shard_size` has its own shard."""
+def _split(plan: WriteJob, shard_size: int, format: table.Format) -> list[list[str]]:
+    """The tensor names of each shard, in order, so that no file has more bytes than `shard_size`.
+
+    A tensor whose file would be larger has a shard of its own; a note says so.
+    """
+    assert format.overhead is not None
+    base, each = format.overhead(plan)
     parts: list[list[str]] = [[]]
-    size = 0
+    size, larger = base, list[str]()
     for name, info in plan.info.items():
-        if parts[-1] and size + info.nbytes > shard_size:
+        own = info.nbytes + each(name)
+        if parts[-1] and size + own > shard_size:
             parts.append([])
-            size = 0
+            size = base
         parts[-1].append(name)
-        size += info.nbytes
+        size += own
+        larger += [name] * (base + own > shard_size)
+    if larger:
+        plan.notes.append(
+            f"{len(larger)} shards may be larger than {shard_size} bytes, each for one tensor, such "
+            f"as {shown(larger[0])}"
+        )
     return parts
 
 

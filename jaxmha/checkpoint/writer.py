@@ -44,7 +44,8 @@ class Written:
         digests: name -> digest, as written and read back.
         losses: name -> Loss, for every tensor whose dtype was changed.
         kept: complete shards of an interrupted write, which were not written again.
-        notes: messages about files that look like temporaries of the target and were not removed.
+        notes: messages about files that look like temporaries of the target and were not removed,
+            and about shards that are larger than `shard_size`.
     """
 
     path: Path
@@ -96,7 +97,8 @@ def write(
             dtypes.
         overflow: for values beyond the range of their new dtype: "count" them in `Written.losses`,
             or "refuse" to write, with UnsupportedDtype.
-        shard_size: bytes of tensors per shard of an index (default: 5 * 10**9).
+        shard_size: most bytes of each shard file of an index (default: 5 * 10**9). A tensor that
+            does not fit has a shard of its own, and `Written.notes` says so.
         resume: for an index: a text that identifies the tensors, such as the digest of the source
             and of the plan. The write continues an interrupted one with the same text: complete
             shards are checked and kept.

@@ -79,7 +79,8 @@ ShardSize = Annotated[
     typer.Option(
         "--shard-size",
         metavar="BYTES",
-        help="Write shards of at most this size, such as 5GB or 500MiB, and their index.",
+        help="Write shards of at most this size, headers included, such as 5GB or 500MiB, and their "
+        "index. A tensor that does not fit has a shard of its own.",
     ),
 ]
 Resume = Annotated[

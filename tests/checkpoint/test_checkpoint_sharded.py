@@ -14,8 +14,9 @@ from jaxmha import checkpoint
 from jaxmha.checkpoint import atomic, shards_write, system, writer
 
 INDEX = "m.safetensors.index.json"
-TENSORS = {f"layers.{i}.w": np.full((7, 11), i, np.float32) for i in range(5)}
-SHARD = 2 * 7 * 11 * 4
+SIZE = 37 * 61
+TENSORS = {f"layers.{i}.w": np.full((37, 61), i, np.float32) for i in range(5)}
+SHARD = 5 * SIZE * 2  # of files with two tensors, or four that are cast to float16
 
 
 def same(path: Path, expected: dict[str, np.ndarray] = TENSORS) -> bool:
@@ -35,7 +36,32 @@ def test_shards_are_filled_in_order(name: str, tmp_path: Path) -> None:
         assert file.format == "sharded"
         assert file.digests == done.digests
     index = json.loads((tmp_path / name).read_text())
-    assert index["metadata"]["total_size"] == 5 * 7 * 11 * 4
+    assert index["metadata"]["total_size"] == 5 * SIZE * 4
+
+
+@pytest.mark.parametrize("name", [INDEX, "m.bin.index.json"])
+@pytest.mark.parametrize("digest", ["sha256", None])
+def test_no_file_is_larger_than_its_limit(name: str, digest: str | None, tmp_path: Path) -> None:
+    """Headers count too: their names, digests and metadata. One tensor alone may be larger."""
+    rng = np.random.default_rng(0)
+    tensors = {
+        f'lä"{i}' + "x" * int(rng.integers(40)): np.zeros(rng.integers(1, 23, 2), dtype)
+        for i, dtype in enumerate(("float32", "float16", "int64", "uint8") * 5)
+    }
+    for size in (2003, 5003, 9001):
+        done = checkpoint.write(
+            tmp_path / name, tensors, shard_size=size, digest=digest, force=True,
+            metadata={'"é': "y" * 211},
+        )  # fmt: skip
+        held = {file: len(checkpoint.open(file)) for file in done.files[:-1]}
+        over = [file for file in held if file.stat().st_size > size]
+        assert all(held[file] == 1 for file in over)
+        assert bool(done.notes) >= bool(over)
+    assert max(held.values()) > 1
+    note = checkpoint.write(tmp_path / name, TENSORS, shard_size=SIZE, force=True).notes
+    assert note == (
+        f"5 shards may be larger than {SIZE} bytes, each for one tensor, such as 'layers.0.w'",
+    )
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="lists open files")

@@ -71,7 +71,7 @@ def resplit(source: Path, folder: Path, shard_size: int, **settings: Any) -> int
 
 
 def test_shards_are_converted_as_the_whole(source: Path, tmp_path: Path) -> None:
-    assert resplit(source / "a.safetensors", tmp_path, 3000, num_heads=N) == 3
+    assert resplit(source / "a.safetensors", tmp_path, 5000, num_heads=N) == 3
 
 
 @pytest.mark.slow
@@ -159,7 +159,7 @@ def test_shards_are_written_and_continued(
         real(plan, *rest)
         written.append(plan.path)
 
-    command = (source / "a.safetensors", tmp_path / "b.safetensors", "--shard-size", "3kB")
+    command = (source / "a.safetensors", tmp_path / "b.safetensors", "--shard-size", "5kB")
     monkeypatch.setattr(writer, "_write_file", stops)
     done = convert(*command, "--resume")
     assert done.exit_code == 2

@@ -8,6 +8,7 @@ import json
 import re
 import struct
 from collections.abc import Iterator
+from dataclasses import replace as changed
 from typing import Any, BinaryIO, NamedTuple, NoReturn
 
 import ml_dtypes
@@ -22,7 +23,7 @@ from jaxmha.checkpoint.errors import (
     UnsupportedFormat,
 )
 from jaxmha.checkpoint.limits import Budget, Limits
-from jaxmha.checkpoint.plan import Contents, WriteJob
+from jaxmha.checkpoint.plan import Contents, Overhead, WriteJob
 from jaxmha.checkpoint.source import Source
 from jaxmha.checkpoint.tensor import from_bytes, over
 
@@ -54,6 +55,7 @@ CODES = {dtype: code for code, dtype in DTYPES.items()}
 # Dtypes of the format that are narrower than a byte and have no NumPy layout.
 _SUB_BYTE = ("F4", "F6_E2M3", "F6_E3M2")
 _AGAIN = "write it again with the safetensors library"
+_ALIGNMENT = 8  # bytes, of the header
 
 
 def read(source: Source, limits: Limits) -> Contents:
@@ -196,6 +198,24 @@ def write(file: BinaryIO, plan: WriteJob) -> None:
         file.write(_header(plan, names))  # the header again, with digests and the same length
 
 
+def overhead(plan: WriteJob) -> Overhead:
+    """Bounds on the bytes of the header of a file with some of the tensors."""
+    end = sum(info.nbytes for info in plan.info.values())
+    digest = digests.blank(plan.algorithm)
+
+    def each(name: str) -> int:
+        info = plan.info[name]
+        offsets = {"data_offsets": [end, end]}
+        entry = {name: {"dtype": CODES[info.dtype], "shape": list(info.shape), **offsets}}
+        size = len(json.dumps(entry, ensure_ascii=False).encode())
+        if plan.keep_digests:  # JSON within a string of JSON
+            size += len(json.dumps(json.dumps({name: digest})))
+        return size
+
+    empty = changed(plan, info={}, digests={})
+    return Overhead(len(_header(empty, [])) + _ALIGNMENT, each)
+
+
 def _header(plan: WriteJob, names: list[str]) -> bytes:
     metadata = dict(plan.metadata)
     if plan.keep_digests:
@@ -215,7 +235,7 @@ def _header(plan: WriteJob, names: list[str]) -> bytes:
         }
         position = end
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-len(text) % _ALIGNMENT)
     return struct.pack("<Q", len(text)) + text
 
 

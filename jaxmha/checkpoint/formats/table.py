@@ -20,7 +20,7 @@ from jaxmha.checkpoint.formats import gguf, keras_archive, keras_h5, npz, orbax,
 from jaxmha.checkpoint.formats import zip as zip_directory
 from jaxmha.checkpoint.formats.torch import zip as torch_zip
 from jaxmha.checkpoint.limits import Budget, Limits
-from jaxmha.checkpoint.plan import Contents, WriteJob
+from jaxmha.checkpoint.plan import Contents, Overhead, WriteJob
 from jaxmha.checkpoint.source import Source
 
 
@@ -39,6 +39,7 @@ class Format:
     holds_names: bool = False
     sharded: bool = False
     folder: bool = False
+    overhead: Callable[[WriteJob], Overhead] | None = None  # of formats that shards have
 
 
 def _check_shards(plan: WriteJob) -> None:
@@ -65,6 +66,7 @@ FORMATS: tuple[Format, ...] = (
         safetensors.write,
         safetensors.check,
         holds_metadata=True,
+        overhead=safetensors.overhead,
     ),
     Format(
         "torch",
@@ -73,6 +75,7 @@ FORMATS: tuple[Format, ...] = (
         torch_zip.write,
         torch_zip.check,
         holds_metadata=True,
+        overhead=torch_zip.overhead,
     ),
     Format(
         "keras_h5",

@@ -193,6 +193,20 @@ def writing(
         member.extra = _fields(plan, name, plan.digests[name]) + rest
 
 
+# The records after the members of a zip file.
+END_BYTES = _END.size + _END64.size + _LOCATOR64.size
+
+
+def header_bytes(name: str, extra: int) -> int:
+    """A bound on the bytes of both headers of a member with an ASCII name and extra fields."""
+    return _LOCAL.size + _CENTRAL.size + 2 * (len(name) + extra) + 20 + 28  # the last two: ZIP64
+
+
+def text_bytes(plan: WriteJob) -> int:
+    """The bytes that the metadata adds to each header of the first member."""
+    return 4 + len(texts.packed(plan.metadata)) if plan.metadata else 0
+
+
 def field_bytes(plan: WriteJob, name: str) -> int:
     """The bytes that digest and metadata add to each header of the member of a tensor."""
     return len(_fields(plan, name, digests.blank(plan.algorithm)))

@@ -10,6 +10,7 @@ import zipfile
 import zlib
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace as changed
 from typing import BinaryIO, Literal
 
 import numpy as np
@@ -26,7 +27,7 @@ from jaxmha.checkpoint.formats import texts
 from jaxmha.checkpoint.formats import zip as zip_directory
 from jaxmha.checkpoint.formats.torch import pickle, records
 from jaxmha.checkpoint.limits import Budget, Limits
-from jaxmha.checkpoint.plan import Contents, WriteJob
+from jaxmha.checkpoint.plan import Contents, Overhead, WriteJob
 from jaxmha.checkpoint.source import Source
 from jaxmha.checkpoint.tensor import TensorInfo, from_bytes, over
 
@@ -157,6 +158,22 @@ def write(file: BinaryIO, plan: WriteJob) -> None:
         _put(file, archive, "version", b"3\n")
 
 
+def overhead(plan: WriteJob) -> Overhead:
+    """Bounds on the bytes of the archive and the pickle program of a file with some tensors."""
+    empty, count = changed(plan, info={}), len(str(len(plan.info)))
+    program = len(_program(empty))
+    bare = changed(plan, metadata={})
+
+    def each(name: str) -> int:
+        one = changed(plan, info={name: plan.info[name]})
+        own = len(_program(one)) - program + count
+        return own + _member_bytes(f"data/{'0' * count}", zip_directory.field_bytes(bare, name))
+
+    base = program + zip_directory.END_BYTES + 2 * zip_directory.text_bytes(plan)
+    base += sum(_member_bytes(name) for name in (PROGRAM, "byteorder", "version"))
+    return Overhead(base + len("little") + len("3\n"), each)
+
+
 def _members(
     source: Source, found: Mapping[str, zip_directory.Member]
 ) -> dict[str, zip_directory.Member]:
@@ -270,6 +287,11 @@ def _verify(source: Source, member: zip_directory.Member) -> None:
 def _put(file: BinaryIO, archive: zipfile.ZipFile, name: str, data: bytes) -> None:
     with archive.open(_member(file, name, len(data)), "w", force_zip64=True) as out:
         out.write(data)
+
+
+def _member_bytes(name: str, extra: int = 0) -> int:
+    """A bound on the bytes of both headers of a member, with the longest padding before its data."""
+    return zip_directory.header_bytes(f"archive/{name}", extra + 4 + _ALIGNMENT)
 
 
 def _member(file: BinaryIO, name: str, size: int, extra: int = 0) -> zipfile.ZipInfo:
