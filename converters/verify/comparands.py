@@ -95,7 +95,7 @@ def read(given: AnySource, num_heads: int | None = None) -> Comparand:
             found = _read_state(file, shapes(file), num_heads, file)
             source = found.source._replace(source=path, info=dict(file.info))
             none = f"{path.name}: no tensors, and not read: {listed(file.others)}"
-            found = Comparand(found.blocks, source, (none,) * bool(file.others))
+            found = Comparand(found.blocks, source, (*[none] * bool(file.others), *file.notes))
     elif isinstance(given, MHAParams):
         found = Comparand(list(layers("", "jaxmha", given, Semantics())))
     elif isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], MHAParams):

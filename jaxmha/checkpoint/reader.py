@@ -29,6 +29,7 @@ from jaxmha.checkpoint.source import Source
 from jaxmha.checkpoint.tensor import TensorInfo
 
 _DEFAULT = Limits()
+_LISTED = 5  # most names of unused files in a note
 
 
 class Lazy(Mapping[str, np.ndarray]):
@@ -85,6 +86,7 @@ class Checkpoint(Lazy):
         config: .keras only: the config.json in the archive, as data; empty elsewhere.
         quantised: name -> kind, such as "Q4_K", of tensors that the file holds quantised. They are
             dequantised on reading, so `info` and the arrays differ from the file.
+        unused: names of other checkpoint files in the folder that was opened; empty for a file.
     """
 
     def __init__(
@@ -104,6 +106,7 @@ class Checkpoint(Lazy):
         self._source, self._load, self._verify = source, contents.load, verify
         self._stream, self._view, self._part = contents.stream, contents.view, contents.part
         self._places = contents.places
+        self.unused: tuple[str, ...] = ()
         self._close = weakref.finalize(self, _close, contents, source)
 
     def __getitem__(self, name: str) -> np.ndarray:
@@ -229,11 +232,15 @@ class Checkpoint(Lazy):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """A remark with the number of dequantised tensors of each kind; empty if there are none."""
+        """Remarks on dequantised tensors, and on files of the folder that are not used."""
         kinds = Counter(self.quantised.values())
         listed = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
         note = "quantised tensors are dequantised on reading, and are never written as quantised"
-        return (f"{note}: {listed}",) if kinds else ()
+        names = ", ".join(map(shown, self.unused[:_LISTED]))
+        more = len(self.unused) - _LISTED
+        names += f" and {more} more" * (more > 0)
+        other = f"of its folder, {self.path.name} alone was read, and not used: {names}"
+        return (f"{note}: {listed}",) * bool(kinds) + (other,) * bool(self.unused)
 
     def __repr__(self) -> str:
         return f"Checkpoint({str(self.path)!r}, format={self.format!r}, {len(self)} tensors)"
@@ -309,7 +316,10 @@ def open(
             source = open_inside(folder, found_at.name, mapped=mmap)
     try:
         found = table.recognise(source, limits)
-        return read(source, found, limits, verify, dequantise)
+        opened = read(source, found, limits, verify, dequantise)
+        if found_at != given:
+            opened.unused = table.unused(given, {file.name for file in opened.files}, limits)
+        return opened
     except BaseException:
         source.close()
         raise

@@ -12,8 +12,10 @@ import pytest
 
 from jaxmha import checkpoint
 from jaxmha.converters import flax, keras, torch
+from jaxmha.converters.verify import comparands
 from tests.converters import layers
-from tests.converters.command_line import LAYERS, D, N, cli, torch_encoder
+from tests.converters.command_line import LAYERS, D, N, cli, printed, torch_encoder
+from tests.converters.test_every_layout import exported
 from tests.promotion import foreign
 
 # Keras' variables have an __array__ of before NumPy 2.
@@ -95,6 +97,22 @@ def test_inspect_does_not_guess_heads(folder: Path) -> None:
 def test_keras_layers_keep_their_names(folder: Path) -> None:
     found = json.loads(cli("inspect", folder / "model.weights.h5", "--json").stdout)
     assert [block["name"] for block in found["blocks"]] == ["block_0", "block_1"]
+
+
+def test_unused_files_of_a_folder_are_noted(tmp_path: Path) -> None:
+    state = exported("flax", "a")
+    for name in ("model.safetensors.index.json", "other.safetensors", "model.npz", "optimizer.pt"):
+        checkpoint.write(tmp_path / name, state)
+    note = (
+        "of its folder, model.safetensors.index.json alone was read, and not used: 'model.npz', "
+        "'other.safetensors'"
+    )
+    assert json.loads(cli("inspect", tmp_path, "--json").stdout)["notes"][-1] == note
+    assert note in comparands.read(tmp_path).notes
+    done = cli("convert", tmp_path, tmp_path / "out.npz", "--to", "flax", "--check", "none")
+    assert note in printed(done)
+    alone = json.loads(cli("inspect", tmp_path / "other.safetensors", "--json").stdout)
+    assert not [one for one in alone["notes"] if "not used" in one]
 
 
 def test_layouts_are_listed() -> None:

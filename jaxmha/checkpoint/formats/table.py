@@ -3,7 +3,7 @@
 import os
 import re
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -286,6 +286,18 @@ def file_in(path: Path, limits: Limits = _DEFAULT, added: str | None = None) -> 
         path,
         f"is a directory without a checkpoint: it holds {holding}",
         f"name one of them, such as {path / inside[0]}" if inside else "name one checkpoint file",
+    )
+
+
+def unused(path: Path, used: Collection[str], limits: Limits) -> tuple[str, ...]:
+    """Names of the checkpoint files in a folder that are not among the files `used`, sorted."""
+    return tuple(
+        name
+        for name in _names(path, limits)
+        if by_suffix(path / name) is not None
+        and name not in used
+        and not name.startswith(".")
+        and not _OF_TRAINING.fullmatch(name)
     )
 
 
