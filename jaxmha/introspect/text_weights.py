@@ -1,9 +1,10 @@
 """Attention weights of a live model for a text, with the text's tokens as labels."""
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 from inspect import signature
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 from unittest import mock
 
@@ -13,6 +14,8 @@ from jaxmha.converters.layout.arrays import NDArray, packages_of, to_numpy
 from jaxmha.extras import needed
 
 Item = TypeVar("Item")
+_SHOWN = 8  # most files in a message
+_LONGEST = 300  # most characters of a message of transformers
 
 
 class Tokenizer(Protocol):
@@ -62,21 +65,47 @@ def text_weights(model: object, tokenizer: Tokenizer, text: str, layer: int = 0)
 
 
 def folder_model(folder: str) -> object:
-    """The model of a folder that `save_pretrained` wrote, from its safetensors alone."""
+    """The model of a folder that `save_pretrained` wrote, from its safetensors alone.
+
+    Raises ValueError if transformers does not load a model from it.
+    """
     with needed("transformers"):
         import transformers
-    made: object = transformers.AutoModel.from_pretrained(
-        folder, local_files_only=True, use_safetensors=True
-    )
+    with _loading("model", folder, "config.json, model.safetensors", "name the folder of a model"):
+        made: object = transformers.AutoModel.from_pretrained(
+            folder, local_files_only=True, use_safetensors=True
+        )
     return made
 
 
 def folder_tokenizer(folder: str) -> Tokenizer:
-    """The tokenizer that `save_pretrained` wrote into a folder."""
+    """The tokenizer that `save_pretrained` wrote into a folder.
+
+    Raises ValueError if transformers does not load a tokenizer from it.
+    """
     with needed("transformers"):
         import transformers
-    made: Tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    files, remedy = "tokenizer.json, tokenizer_config.json", "give its folder by --tokenizer FOLDER"
+    with _loading("tokenizer", folder, files, remedy):
+        made: Tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
     return made
+
+
+@contextmanager
+def _loading(what: str, folder: str, files: str, remedy: str) -> Iterator[None]:
+    """Turns an error of transformers into a ValueError that says what the folder lacks."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        held = "there is no such folder"
+        if Path(folder).is_dir():
+            names = sorted(path.name for path in Path(folder).iterdir())
+            held = f"it has {', '.join(names[:_SHOWN]) or 'no file'}"
+        reason = " ".join(str(error).split())[:_LONGEST]
+        raise ValueError(
+            f"{folder}: transformers loads no {what} from it: expected files of save_pretrained such "
+            f"as {files}, and {held}; {remedy} ({reason})"
+        ) from error
 
 
 def _transformers(given: object, ids: NDArray, layer: int) -> NDArray:

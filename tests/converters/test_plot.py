@@ -355,6 +355,24 @@ def test_command_with_a_live_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_folder_without_tokenizer_or_model(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "empty").mkdir()
+    text = ("--text", "cat", "--output", tmp_path / "a.svg")
+    for folder, held in ((tmp_path / "empty", "it has no file"), (tmp_path, "it has config.json")):
+        shown = fails(tmp_path, "plot", folder, *text)
+        assert "transformers loads no tokenizer from it: expected files of save_pretrained" in shown
+        assert held in shown
+        assert "give its folder by --tokenizer FOLDER" in shown
+    shown = fails(tmp_path, "plot", tmp_path, *text, "--tokenizer", tmp_path / "none")
+    assert "none: transformers loads no tokenizer" in shown
+    assert "there is no such folder" in shown
+    vocabulary = tokenizer(tmp_path / "vocabulary")
+    shown = fails(tmp_path, "plot", tmp_path / "empty", *text, "--tokenizer", vocabulary)
+    assert "transformers loads no model from it" in shown
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["Bert", "GPT2", "T5"])
 def test_command_with_a_folder_of_transformers(kind: str, tmp_path: Path) -> None:
     import torch as pytorch
