@@ -19,6 +19,7 @@ class Conversion:
       other_layers: (kind, source prefix, destination prefix) of each other layer.
       carried: names of all other tensors, which are copied unchanged.
       files: paths of the files written. digests: tensor name -> digest of the data read back.
+      kept: those of `files` that an earlier run had written, and this run has checked.
       losses: tensor name -> effect of the cast to the plan's dtype, if it changed the tensor.
       heads: (source prefix, head count, where the count was found) of every block.
       unchecked: descriptions of facts that a comparison of the two files cannot check.
@@ -37,6 +38,7 @@ class Conversion:
     plan: Plan | None = None
     heads: tuple[tuple[str, int, str], ...] = ()
     unchecked: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """The fields as JSON-compatible data."""
@@ -72,6 +74,7 @@ def of(
             (step.source, found.counts[step.target], step.heads_from or _heads_from(step, given))
             for step in found.blocks
         ),
+        kept=tuple(map(str, written.kept)),
     )
 
 

@@ -17,13 +17,20 @@ from dataclasses import replace as changed
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from jaxmha.checkpoint import atomic, journal, reader, shards_read, system, temporaries
+from jaxmha.checkpoint import (
+    atomic,
+    journal,
+    reader,
+    shards_index,
+    shards_read,
+    system,
+    temporaries,
+)
 from jaxmha.checkpoint.casting import Loss
 from jaxmha.checkpoint.errors import CheckpointError, DestinationExists, UnsupportedFormat, shown
 from jaxmha.checkpoint.formats import table
 from jaxmha.checkpoint.limits import UNLIMITED, Limits
 from jaxmha.checkpoint.plan import WriteJob
-from jaxmha.checkpoint.settling import settle
 from jaxmha.checkpoint.source import Source
 from jaxmha.checkpoint.temporaries import Identity
 
@@ -50,13 +57,16 @@ def write(
         DestinationExists, WriteFailed, and the errors of writing a shard.
     """
     with atomic.typed(plan.path):
-        mode = atomic.mode_of(atomic.check_target(plan.path, force, sources))
+        present = atomic.check_target(plan.path, force or resume is not None, sources)
+        mode = atomic.mode_of(present)
         target = Path(os.path.realpath(plan.path))
         ending = shards_read.suffix(target)
         parts = _split(plan, shard_size, table.BY_SUFFIX[ending])
         shards = _shards(plan, target, ending, parts, resume)
         names = dict(zip(shards, parts, strict=True))
-        _check_index(plan, names)
+        shards_index.check(plan, names)
+        if finished := present is not None and not force:
+            shards_index.refuse_other(target, shards_index.content(plan, names))
         mine = shards if part is None else shards[part[0] :: part[1]]
         read = temporaries.identities(sources)
         with _journal(target, mine) as (list_of_own, own):
@@ -64,7 +74,7 @@ def write(
             if resume is not None and not force:
                 _refuse_others(target, ending, own, set(shards))
             _clean(target, ending, shards, mine, read, plan.notes)
-            kept, placed = list[Path](), False
+            kept, placed = list[Path](), finished
             try:
                 for shard in mine:
                     piece = changed(plan, path=shard, info={n: plan.info[n] for n in names[shard]})
@@ -72,18 +82,20 @@ def write(
                         kept.append(shard)
                     else:
                         write_file(piece, table.BY_SUFFIX[ending], True, sources, mode)
+                if finished:
+                    return [*mine, *[target] * (part is None)], kept
                 if part is not None:
                     _leave(target, mine, _noted(plan, names, mine))
                     return mine, kept
                 with atomic.temporary(target, mode) as (file, path):
-                    _write_index(file, path, plan, names)
+                    shards_index.write(file, path, plan, names)
                     try:
                         _put((file, path), target, ending, shards, force, read)
                     finally:
                         placed = atomic.is_placed(path, target)
             except BaseException:
                 if placed:
-                    pass  # the new index refers to the shards, so they stay
+                    pass  # an index refers to the shards, so they stay
                 elif resume is None:
                     temporaries.remove(target.parent, [shard.name for shard in mine], read)
                 else:
@@ -176,23 +188,6 @@ def _tag(plan: WriteJob, parts: list[list[str]], resume: str | None) -> str:
     settings = [resume, parts, plan.keep_digests, plan.algorithm, sorted(plan.texts)]
     settings.append([[name, str(info.dtype), info.shape] for name, info in plan.info.items()])
     return hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:_TAG]
-
-
-def _check_index(plan: WriteJob, names: Mapping[Path, list[str]]) -> None:
-    """Raises UnsupportedFormat if the index would be larger than readers allow."""
-    size, most = len(_index(plan, names)), Limits().index_bytes
-    if size > most:
-        problem = f"the index would have {size:,} bytes, and at most {most:,} are read"
-        raise UnsupportedFormat(plan.path, problem, "shorten the names of the tensors")
-
-
-def _index(plan: WriteJob, names: Mapping[Path, list[str]]) -> bytes:
-    total = sum(info.nbytes for info in plan.info.values())
-    index = {
-        "metadata": {**plan.metadata, shards_read.TOTAL: total},
-        "weight_map": {name: shard.name for shard, inside in names.items() for name in inside},
-    }
-    return json.dumps(index, indent=1, ensure_ascii=False).encode()
 
 
 @contextlib.contextmanager
@@ -374,23 +369,3 @@ def _is_complete(
         piece.digests.update(found)
         return True
     return False
-
-
-def _write_index(
-    file: BinaryIO, path: Path, plan: WriteJob, names: Mapping[Path, list[str]]
-) -> None:
-    """Writes the index to a temporary file, and reads it back."""
-    file.write(_index(plan, names))
-    file.flush()
-    settle(file.fileno())
-    _compare(plan, path)
-
-
-def _compare(plan: WriteJob, index: Path) -> None:
-    with (
-        atomic.reading_back(plan.path, index),
-        contextlib.closing(Source(index, known_as=plan.path)) as source,
-        reader.read(source, table.SHARDED, UNLIMITED) as file,
-    ):
-        if dict(file.info) != dict(plan.info):
-            raise atomic.unlike(plan.path)

@@ -101,7 +101,7 @@ def write(
             does not fit has a shard of its own, and `Written.notes` says so.
         resume: for an index: a text that identifies the tensors, such as the digest of the source
             and of the plan. The write continues an interrupted one with the same text: complete
-            shards are checked and kept.
+            shards are checked and kept. After a finished one, it checks all and writes nothing.
         part: `(i, n)`, with `resume`: write only the shards i, i + n, i + 2n, ... (counted from 0),
             and no index. Other processes write the other parts; afterwards, a call without `part`
             writes the index.
@@ -140,7 +140,8 @@ def check_destination(
     _check_arguments(target, format, {}, {}, shard_size, resume)
     _check_choices(target, "count", resume, part)
     with atomic.typed(target):
-        atomic.check_target(target, force, sources, format.folder)
+        # With `resume`, `shards_write` decides whether an existing index is that of this write.
+        atomic.check_target(target, force or resume is not None, sources, format.folder)
         os.scandir(Path(os.path.realpath(target)).parent).close()
 
 

@@ -72,7 +72,10 @@ Check = Annotated[
 ]
 ReportTo = Annotated[
     Path | None,
-    option("--report", "Write the comparison as JSON; --force replaces the file."),
+    option(
+        "--report",
+        "Write the comparison as JSON; --force replaces the file, and --resume an earlier report.",
+    ),
 ]
 ShardSize = Annotated[
     str | None,
@@ -87,7 +90,8 @@ Resume = Annotated[
     bool,
     option(
         "--resume",
-        "For shards: keep the complete ones if interrupted; the same command continues there.",
+        "For shards: keep the complete ones if interrupted; the same command continues there, and if "
+        "all is done, checks it and writes nothing.",
     ),
 ]
 Part = Annotated[
@@ -176,9 +180,10 @@ def command(
         _check_combination(choices, by_plan, report_to, check, part, resume, processes)
         share = None if part is None else multiprocess.parsed(part)
         size = None if shard_size is None else parse_bytes(shard_size)
-        destination = _index_of_shards(destination, size, processes)
+        destination, again = _index_of_shards(destination, size, processes), False
         if report_to is not None:
-            check_text(report_to, force, [*files_of(source), destination, *filter(None, [by_plan])])
+            again = force or ((resume or processes > 1) and _is_report(report_to))
+            check_text(report_to, again, [*files_of(source), destination, *filter(None, [by_plan])])
         writing: dict[str, Any] = {"shard_size": size, "part": share, "force": force}
         writing["like"] = None if like is None else Path(like)
         writing["digest"] = None if digest.value == "none" else digest.value
@@ -196,7 +201,7 @@ def command(
             if report_to is not None and checked is not None:
                 content = checked.to_json() | {"unchecked": list(done.unchecked)}
                 text = json.dumps(finite(content), indent=1) + "\n"
-                put_text(report_to, text, force, [*files_of(source), *map(Path, done.files)])
+                put_text(report_to, text, again, [*files_of(source), *map(Path, done.files)])
         finally:  # after the report, since a closed pipe ends the command; even if it failed
             if as_json:
                 found = None if checked is None else checked.to_json()
@@ -205,6 +210,16 @@ def command(
                 print_conversion(destination, done, checked)
     if checked is not None and not checked.same:
         raise typer.Exit(1)
+
+
+def _is_report(path: Path) -> bool:
+    """True if a file begins as the reports of this command do, so that --resume may replace it."""
+    start = f"{{\n {json.dumps('same')}: ".encode()
+    try:
+        with path.open("rb") as file:
+            return file.read(len(start)) == start
+    except OSError:
+        return False
 
 
 def _refuse_other_modes(options: Mapping[str, object]) -> None:

@@ -36,6 +36,8 @@ def print_conversion(
         print_line(f"{len(done.files)} shards of this part, no index yet")
     elif len(done.files) > 1:
         print_line(f"{len(done.files) - 1} shards and their index")
+    if done.kept:
+        print_line(f"kept from an earlier run, and checked: {len(done.kept)} shards")
     _print_losses(done.losses)
     for name in done.carried[:SHOWN]:
         print_line(f"carried over: {escape(name)}")

@@ -232,6 +232,27 @@ def test_damaged_shards_are_not_kept(
     assert tmp_path not in [fd.resolve().parent for fd in Path("/proc/self/fd").glob("*")]
 
 
+@pytest.mark.parametrize("dtype", [None, "float16"])
+def test_a_finished_write_is_checked_and_left_as_it_is(dtype: Any, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"shard_size": SHARD, "resume": "this", "dtype": dtype}
+    first = checkpoint.write(tmp_path / INDEX, TENSORS, **settings)
+    before = {path: path.stat().st_ino for path in tmp_path.iterdir()}
+    again = checkpoint.write(tmp_path / INDEX, TENSORS, **settings)
+    assert again.files == first.files
+    assert again.kept == first.files[:-1]
+    assert (again.digests, again.losses) == (first.digests, first.losses)
+    part = checkpoint.write(tmp_path / INDEX, TENSORS, part=(0, 2), **settings)
+    assert part.kept == part.files == first.files[:-1][::2]
+    assert {path: path.stat().st_ino for path in tmp_path.iterdir()} == before
+    first.files[0].write_bytes(b"damaged")  # is written again
+    assert len(checkpoint.write(tmp_path / INDEX, TENSORS, **settings).kept) == len(first.files) - 2
+    assert checkpoint.open(tmp_path / INDEX).digest() == checkpoint.open(first.path).digest()
+    for other in ({"resume": "that"}, {"shard_size": SHARD + 1, "digest": None}, {"resume": None}):
+        with pytest.raises(checkpoint.DestinationExists, match="already there"):
+            checkpoint.write(tmp_path / INDEX, TENSORS, **settings | other)
+    assert before.keys() == {*tmp_path.iterdir()}
+
+
 def test_another_write_starts_afresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _interrupted(tmp_path / INDEX, monkeypatch, 2, resume="this")
     before = sorted(tmp_path.iterdir())

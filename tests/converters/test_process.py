@@ -16,7 +16,7 @@ import pytest
 from jaxmha import checkpoint
 from jaxmha.cli.__main__ import _piped
 from jaxmha.converters.migrate import multiprocess, pipeline
-from tests.converters.command_line import cli
+from tests.converters.command_line import cli, message
 from tests.converters.test_every_layout import exported
 
 # Replaces an import by something that goes wrong, then starts the command line.
@@ -245,6 +245,24 @@ def test_workers_end_with_what_started_them(tmp_path: Path) -> None:
     assert not [worker for worker in workers if Path(f"/proc/{worker}").exists()]
 
 
+def test_a_finished_conversion_is_checked_again(tmp_path: Path) -> None:
+    checkpoint.write(tmp_path / "a.npz", exported("flax", "a"))
+    target, report = tmp_path / "b.safetensors", tmp_path / "report.json"
+    command = ("convert", tmp_path / "a.npz", target, "--to", "flax", "--check", "weights",
+               "--report", report, "--shard-size", "3kB")  # fmt: skip
+    assert cli(*command, "--resume").exit_code == 0
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    report.write_bytes(before[report].replace(b"true", b"false"))
+    done = cli(*command, "--resume")
+    assert (done.exit_code, "kept from an earlier run" in done.stdout) == (0, True), done.output
+    assert "verified" in done.stdout
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+    assert "already there" in message(cli(*command))
+    report.write_text("notes of mine")
+    assert "report.json: is already there" in message(cli(*command, "--resume"))
+    assert report.read_text() == "notes of mine"
+
+
 # Worker processes stop where they import typer, after they began to watch the process above them.
 HOLD = """
 import sys, time
@@ -294,9 +312,9 @@ def test_workers_end_if_what_started_them_is_killed(tmp_path: Path) -> None:
 
 
 def test_parts_that_make_no_sense(tmp_path: Path) -> None:
-    for phrase, message in ((["--part", "1/2"], "requires --resume"),
-                           (["--resume", "--part", "1/2", "--report", "r"], "--part, which compares"),
-                           (["--resume", "--part", "3/2"], "is no part")):  # fmt: skip
+    for phrase, expected in ((["--part", "1/2"], "requires --resume"),
+                            (["--resume", "--part", "1/2", "--report", "r"], "--part, which compares"),
+                            (["--resume", "--part", "3/2"], "is no part")):  # fmt: skip
         done = cli("convert", "a.npz", tmp_path / "b.npz", "--to", "flax", *phrase)
         assert done.exit_code == 2
-        assert message in done.output
+        assert expected in done.output
