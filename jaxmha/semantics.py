@@ -148,6 +148,10 @@ class Semantics:
             dtype = as_dtype("softmax_dtype", self.softmax_dtype)
             if not jax.numpy.issubdtype(dtype, jax.numpy.floating):
                 raise ValueError(f"softmax_dtype must be a floating dtype, got {dtype}")
+            if not np.isneginf(np.array(-np.inf).astype(dtype).astype(np.float64)):
+                raise ValueError(
+                    f"softmax_dtype must hold -inf, the logit of an excluded key, got {dtype}"
+                )
             object.__setattr__(self, "softmax_dtype", dtype)
 
     def _compared(self) -> tuple[object, ...]:

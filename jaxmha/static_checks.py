@@ -20,7 +20,7 @@ def number(name: str, value: object) -> float:
     ValueError unless it is finite."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(
-            f"{name} must be a Python number, since it is static, got {type(value).__name__}"
+            f"{name} must be a Python number, since it is static, got {_kind(value)}"
             f"{_ARRAYS if name == 'scale' else ''}"
         )
     try:
@@ -38,9 +38,14 @@ def flag(name: str, value: object) -> bool:
         return bool(value)
     traced = isinstance(value, jax.core.Tracer)
     raise TypeError(
-        f"{name} must be a bool, True or False, got {type(value).__name__}"
+        f"{name} must be a bool, True or False, got {_kind(value)}"
         f"{': it shapes the program and cannot be traced' if traced else ''}"
     )
+
+
+def _kind(value: object) -> str:
+    """The type of a wrong value, for a message; JAX's own types of arrays are private."""
+    return "a JAX array" if isinstance(value, jax.Array) else type(value).__name__
 
 
 def names_of_axes(names: object) -> tuple[str, ...]:

@@ -140,6 +140,9 @@ ATTENTION: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "NaN dropout": ({"dropout_rate": float("nan")}, ValueError, ["dropout_rate", "nan"]),
     "soft cap of zero": ({"logits_soft_cap": 0.0}, ValueError, ["logits_soft_cap", "0.0"]),
     "integer softmax": ({"softmax_dtype": np.int32}, ValueError, ["softmax_dtype", "int32"]),
+    "softmax without -inf": ({"softmax_dtype": jnp.float8_e4m3fn}, ValueError, ["softmax_dtype", "-inf", "e4m3fn"]),
+    "array as soft cap": ({"logits_soft_cap": jnp.float32(2)}, TypeError, ["logits_soft_cap", "a JAX array"]),
+    "array as a flag": ({"is_causal": jnp.array(True)}, TypeError, ["is_causal", "a JAX array"]),
 }  # fmt: skip
 
 
@@ -160,6 +163,9 @@ def test_attention(what: str) -> None:
         ("qk_norm_epsilon", -1e-6),
         ("scale", float("inf")),
         ("softmax_dtype", np.int32),
+        ("softmax_dtype", jnp.float8_e4m3fnuz),
+        ("softmax_dtype", jnp.float8_e8m0fnu),
+        ("softmax_dtype", jnp.float4_e2m1fn),
         ("precision", "highst"),
     ],
 )

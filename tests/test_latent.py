@@ -115,6 +115,22 @@ def test_prefill_and_steps(dtype: str) -> None:
     assert bool(jnp.isnan(out).all())  # no slot is left
 
 
+@pytest.mark.parametrize("out", [True, False])
+@pytest.mark.parametrize(("batch", "tokens"), [(2, 0), (0, 3)])
+def test_no_tokens_and_no_rows(batch: int, tokens: int, out: bool) -> None:
+    params = made() if out else made()._replace(out=None)
+    x = jnp.zeros((batch, tokens, inputs().shape[-1]))
+    whole = latent.latent_attention(params, x, is_causal=True)
+    assert whole.shape[:2] == (batch, tokens)
+    cache = latent.LatentCache.empty(params, batch, T)
+    for step in (latent.prefill, latent.decode_step):
+        assert step(params, x, cache)[0].shape == whole.shape
+    query, key, value = latent.project(params, x)
+    assert latent.combine(params, value).shape == whole.shape
+    heads = latent.absorb(params, x)[0][..., : params.key.kernel.shape[0]]
+    assert latent.combine(params, heads, absorbed=True).shape == whole.shape
+
+
 def test_ragged_sequences_and_rings() -> None:
     params, x = made(), inputs()
     window = np.tri(T, dtype=bool) & ~np.tri(T, k=-4, dtype=bool)

@@ -5,6 +5,7 @@ key kernel instead, so that all heads attend one key per token, its latent and i
 cache need not hold more.
 """
 
+import math
 from collections.abc import Mapping
 from functools import partial
 from typing import NamedTuple
@@ -149,7 +150,7 @@ def _jitted(
 ) -> tuple[jax.Array, ...]:
     sizes, dtype = check_inputs(params, x=x)
     batch = x.shape[:-2]
-    rows = x.reshape(-1, *x.shape[-2:])
+    rows = x.reshape(math.prod(batch), *x.shape[-2:])
     at = flat_positions(positions, batch, rows.shape[0], sizes["T"])
     latent = Latent(params, semantics, dtype, rotate)
     queries, keys = latent.queries(rows, at), latent.keys(rows, at)
@@ -244,7 +245,7 @@ class Latent(NamedTuple):
     def combined(self, heads: Float[jax.Array, "B T N h"]) -> Float[jax.Array, "B T Do"]:
         """Projects heads to output features, or concatenates them if `params.out` is None."""
         if self.params.out is None:
-            return heads.reshape(*heads.shape[:-2], -1).astype(self.dtype)
+            return heads.reshape(*heads.shape[:-2], math.prod(heads.shape[-2:])).astype(self.dtype)
         return self._affine(heads, self.params.out, contracted=2).astype(self.dtype)
 
     def _affine(
@@ -320,6 +321,6 @@ def _combine(
     bind("heads", heads.shape, f"*B T N {'L' if absorbed else 'h'}", found)
     named = {f"params.{name}": x for name, x in leaves(params).items()}
     latent = Latent(params, semantics, checks.promoted(heads=heads, **named), None)
-    rows = heads.reshape(-1, *heads.shape[-3:])
+    rows = heads.reshape(math.prod(heads.shape[:-3]), *heads.shape[-3:])
     out = latent.combined(latent.values(rows) if absorbed else rows)
     return out.reshape(*heads.shape[:-2], out.shape[-1])
