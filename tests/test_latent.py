@@ -125,7 +125,7 @@ def test_no_tokens_and_no_rows(batch: int, tokens: int, out: bool) -> None:
     cache = latent.LatentCache.empty(params, batch, T)
     for step in (latent.prefill, latent.decode_step):
         assert step(params, x, cache)[0].shape == whole.shape
-    query, key, value = latent.project(params, x)
+    value = latent.project(params, x)[2]
     assert latent.combine(params, value).shape == whole.shape
     heads = latent.absorb(params, x)[0][..., : params.key.kernel.shape[0]]
     assert latent.combine(params, heads, absorbed=True).shape == whole.shape
