@@ -11,6 +11,11 @@ import numpy as np
 
 from jaxmha import MHAParams, Semantics
 from jaxmha.converters.discovery import live_model
+from jaxmha.converters.discovery.keras_layers import (
+    attention_classes,
+    attention_layers,
+    implicit_masks,
+)
 from jaxmha.converters.discovery.live_model import keras as tensors_of
 from jaxmha.converters.layout.api import make_api
 from jaxmha.converters.layout.arrays import NDArray, to_numpy
@@ -23,13 +28,7 @@ from jaxmha.converters.layout.keras import (
     WEIGHTS_FILE,
 )
 from jaxmha.converters.layout.validation import one_dtype
-from jaxmha.converters.masks.keras import (
-    attention_classes,
-    attention_layers,
-    export_masks,
-    implicit_masks,
-    import_masks,
-)
+from jaxmha.converters.masks.keras import export_masks, import_masks
 from jaxmha.converters.matching.load_into import make_load_into
 from jaxmha.extras import needed
 from jaxmha.params import check

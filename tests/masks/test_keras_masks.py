@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from jaxmha import Mask, MHAParams, Semantics
-from jaxmha.converters.keras import import_params
+from jaxmha.converters.keras import attention_layers, implicit_masks, import_params
 from jaxmha.converters.layout.arrays import NDArray, to_numpy
-from jaxmha.converters.masks.keras import Kind, export_masks, implicit_masks, import_masks
+from jaxmha.converters.masks.keras import Kind, export_masks, import_masks
 from tests.masks import ours
 from tests.masks.draws import B, N, S, Sizes, T, numbers, pairs, stacked
 from tests.promotion import foreign
@@ -378,3 +378,21 @@ def test_on_tensorflow(marks: str, least: int) -> None:
 
 def test_the_backend_is_the_one_asked_for() -> None:
     assert keras.backend.backend() == os.environ["KERAS_BACKEND"]
+
+
+@foreign()
+def test_layers_of_one_name_are_called_by_their_paths() -> None:
+    def block(name: str) -> Any:
+        x = keras.Input((T, D))
+        return keras.Model(x, keras.layers.MultiHeadAttention(N, H, name=name)(x, x))
+
+    inputs = keras.Input((T, D))
+    model = keras.Model(inputs, block("other")(block("mine")(block("mine")(inputs))))
+    names = dict(attention_layers(model))
+    assert list(names) == [
+        "layers/functional/layers/multi_head_attention",
+        "layers/functional_1/layers/multi_head_attention",
+        "other",
+    ]
+    arrived = implicit_masks(model, QUERY)
+    assert [one.layer for one in arrived] == list(names)
