@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxmha.converters.matching.arrows import Fit, fit
 from jaxmha.converters.matching.plan import SEVERAL
-from jaxmha.converters.matching.templates import Template, ordinal
+from jaxmha.converters.matching.templates import Template, by_number
 from jaxmha.converters.matching.terms import APART, contradict
 
 _STRONG = frozenset(word for group in APART for word in group)
@@ -89,7 +89,7 @@ class _State:
         self.shapes = set(edges)  # pairs that shapes alone allow
 
     def irregular(self) -> None:
-        """Removes pairs of templates with gaps in block numbers: ranks do not pair their blocks."""
+        """Removes pairs of templates of blocks that ranks do not pair: of branches, or with gaps."""
         self.edges = {
             (s, t)
             for s, t in self.edges
@@ -226,13 +226,9 @@ def _matching(edges: set[Edge], targets: set[int]) -> dict[int, int] | None:
 
 def _ranked(numbers: set[int], templates: Sequence[Template]) -> list[int] | None:
     """Sorts templates by the one number in which their names differ; None if there is none."""
-    keys = {n: ordinal(templates[n]) for n in numbers}
-    values = [key[1] for key in keys.values() if key]
-    if len(values) != len(numbers) or len(set(values)) != len(values):
-        return None
-    if len({key[0] for key in keys.values() if key}) != 1:
-        return None
-    return sorted(numbers, key=lambda n: (keys[n] or ((), 0))[1])
+    several = sorted(numbers)
+    order = by_number([templates[n] for n in several])
+    return None if order is None else [several[n] for n in order]
 
 
 def _settled(
@@ -285,7 +281,7 @@ def _open(
     left = tuple(sorted(s for s, other in state.edges if other == t))
     by_shape = tuple(sorted(s for s, other in state.shapes if other == t))
     if state.targets[t].irregular or any(state.sources[s].irregular for s in by_shape):
-        return by_shape, "the numbers of the blocks have gaps"
+        return by_shape, "the numbers of the blocks have gaps, or count parallel branches"
     if left:
         return left, SEVERAL if len(left) > 1 else "no name shows that these belong together"
     if t in why:

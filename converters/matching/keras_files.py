@@ -2,7 +2,7 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from jaxmha.checkpoint import Checkpoint
 from jaxmha.converters.discovery.user_names import dotted
@@ -31,6 +31,16 @@ def paths(file: Checkpoint) -> dict[str, tuple[tuple[str, ...], str]]:
         for name, key in zip(names, keys, strict=True):
             made[name] = (*(part for part in shown.split("/") if part), key), form
     return made
+
+
+def counted(found: Mapping[str, tuple[tuple[str, ...], str]]) -> Iterator[tuple[str, ...]]:
+    """Yields the paths of the layers that a model has numbered itself, from the `paths` of a file.
+
+    The numbers of other layers are those of a list.
+    """
+    for name, (path, _) in found.items():
+        if name.rpartition(_GROUP)[0].split("/")[-2:-1] == ["layers"]:
+            yield path[:-1]
 
 
 def _shown(group: str, names: Mapping[str, str]) -> str:

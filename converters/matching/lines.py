@@ -10,13 +10,13 @@ from jaxmha.converters.matching.arrows import Arrow, Fit, fit, guesses
 from jaxmha.converters.matching.decide import ALONE, Decision, decide
 from jaxmha.converters.matching.patterns import LETTERS, expand, pattern, used
 from jaxmha.converters.matching.plan import Line, MatchPlan, Packing, Question
+from jaxmha.converters.matching.rolling import rolled, unrolled
 from jaxmha.converters.matching.templates import (
     MAIN,
     Layer,
     Template,
     is_buffer,
     templates,
-    unrolled,
 )
 from jaxmha.converters.matching.trees import Array, Tree
 
@@ -27,13 +27,7 @@ def plan(source: Tree, target: Tree, packing: Packing = "ask") -> MatchPlan:
     """Makes the plan that fills the target tree from the source tree; `packing` as in `match`."""
     if packing not in ("ask", "concatenated"):
         raise ValueError(f"packing must be ask or concatenated, got {packing!r}")
-    mine, theirs = roles.assigned(templates(source)), roles.assigned(templates(target))
-    decision = decide(mine, theirs)
-    if decision.open:
-        again = _taken_apart(mine, theirs, decision)
-        if again is not None:
-            mine, theirs = again
-            decision = decide(mine, theirs)
+    mine, theirs, decision = _decided(source, target)
     packed = _guessed_pairs(mine, theirs, decision) if packing == "ask" else {}
     open_ = {t for several in packed.values() for t in several}
     found = _pieces(mine, theirs, decision, decision.taken.keys() - open_)
@@ -44,6 +38,41 @@ def plan(source: Tree, target: Tree, packing: Packing = "ask") -> MatchPlan:
         questions += [*_of_packing(rows), *refused]
     made = MatchPlan(tuple(lines), tuple(_merged(questions)), (), (), source.origin, source.notes)
     return with_unused(made, source)
+
+
+_Decided = tuple[list[Template], list[Template], Decision]
+
+
+def _decided(source: Tree, target: Tree) -> _Decided:
+    """Decides between the templates of both trees, or of trees in which lists are cut alike."""
+    plain = templates(source), templates(target)
+    found = _decided_apart(*map(roles.assigned, plain))
+    if not found[2].open:
+        return found
+    mine, of_theirs = rolled(plain[0], plain[1], source.before)
+    theirs, of_mine = rolled(plain[1], plain[0], target.before)
+    mine, theirs = _cut(mine, of_mine), _cut(theirs, of_theirs)
+    again = _decided_apart(roles.assigned(mine), roles.assigned(theirs))
+    return min(found, again, key=_undecided)
+
+
+def _cut(all_: Sequence[Template], lists: Sequence[Template]) -> list[Template]:
+    """Splits the lists among the templates into their layers."""
+    chosen = {id(one.layers) for one in lists}
+    return [x for t in all_ for x in (unrolled(t) if id(t.layers) in chosen else [t])]
+
+
+def _decided_apart(mine: list[Template], theirs: list[Template]) -> _Decided:
+    decision = decide(mine, theirs)
+    if decision.open and (again := _taken_apart(mine, theirs, decision)):
+        return *again, decide(*again)
+    return mine, theirs, decision
+
+
+def _undecided(decided: _Decided) -> int:
+    """The number of target layers without a source."""
+    _, theirs, decision = decided
+    return sum(len(theirs[t].layers) for t in decision.open)
 
 
 def with_unused(plan: MatchPlan, source: Tree) -> MatchPlan:
@@ -61,8 +90,8 @@ def _taken_apart(
 
     Returns the templates of source and target; None if there is nothing to split.
     """
-    used = {s for s, _, _ in decision.taken.values()}
-    loose = [s for s in range(len(mine)) if s not in used]
+    fitting = {s for s, _ in decision.fits}
+    loose = [s for s in range(len(mine)) if s not in fitting]
     alone = [t for t, (candidates, _) in decision.open.items() if not candidates]
     depths = {len(mine[s].counts) for s in loose}, {len(theirs[t].counts) for t in alone}
     if not all(depths) or depths[0] == depths[1]:

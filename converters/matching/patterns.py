@@ -1,11 +1,13 @@
 """Patterns: array names in which letters in braces stand for the numbers of repeated layers."""
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
 LETTERS = "ijkl"
-_LETTER = re.compile(rf"(\{{[{LETTERS}]\}})")
+# `{i}` stands for a number. `{_i}` stands for `_` and a number, or for nothing: Keras calls the
+# layers of a class `dense`, `dense_1`, `dense_2`.
+_LETTER = re.compile(rf"(\{{_?[{LETTERS}]\}})")
 
 
 class Reads(Protocol):
@@ -20,34 +22,53 @@ class Reads(Protocol):
 def pattern(names: Mapping[tuple[int, ...], str], letters: str = LETTERS) -> str:
     """Returns the pattern of names by ranks: each number that varies with one rank is a letter.
 
-    Returns "" if names differ otherwise, or contain a letter in braces themselves.
+    `{_i}` stands for nothing or `_` and a number. Returns "" if names differ otherwise, or contain
+    a letter in braces themselves.
 
     >>> pattern({(0,): "h.0.w", (1,): "h.1.w"}), pattern({(): "h.0.w"}), pattern({(0,): "a", (1,): "b"})
     ('h.{i}.w', 'h.0.w', '')
+    >>> pattern({(0,): "h/w", (1,): "h_1/w"})
+    'h{_i}/w'
     """
     if len(names) == 1:
         return next(iter(names.values()))
     if any(map(_LETTER.search, names.values())):
         return ""
-    parts = [re.split(r"(\d+)", name) for name in names.values()]
+    parts = [re.split(r"([./])", name) for name in names.values()]
     if len({len(one) for one in parts}) > 1:
         return ""
+    made = [_joined(column, list(names), letters) for column in zip(*parts, strict=True)]
+    return "" if None in made else "".join(filter(None, made))
+
+
+def _joined(column: Sequence[str], ranks: Sequence[tuple[int, ...]], letters: str) -> str | None:
+    """Returns the pattern of the same part of several names; None if there is none."""
+    bare = min(column, key=len)
+    if len(set(column)) > 1 and all(re.fullmatch(rf"{re.escape(bare)}(_\d+)?", x) for x in column):
+        letter = _letter([x[len(bare) :] for x in column], ranks, letters)
+        return f"{bare}{{_{letter}}}" if letter else None
+    parts = [re.split(r"(\d+)", part) for part in column]
+    if len({len(one) for one in parts}) > 1:
+        return None
     made = []
-    for column in zip(*parts, strict=True):
-        if len(set(column)) == 1:
-            made.append(column[0])
+    for texts in zip(*parts, strict=True):
+        if len(set(texts)) == 1:
+            made.append(texts[0])
             continue
-        follows = [
-            letter
-            for n, letter in zip(range(len(next(iter(names)))), letters, strict=False)
-            if all(x.isdigit() for x in column)
-            and len(set(zip(column, (r[n] for r in names), strict=True))) == len(set(column))
-            and len({r[n] for r in names}) == len(set(column))
-        ]
-        if not follows:
-            return ""
-        made.append(f"{{{follows[0]}}}")
+        letter = _letter(texts, ranks, letters) if all(x.isdigit() for x in texts) else ""
+        if not letter:
+            return None
+        made.append(f"{{{letter}}}")
     return "".join(made)
+
+
+def _letter(texts: Sequence[str], ranks: Sequence[tuple[int, ...]], letters: str) -> str:
+    """Returns the letter of the first rank that varies exactly with the texts; "" if none does."""
+    for n, letter in zip(range(len(ranks[0])), letters, strict=False):
+        pairs = set(zip(texts, (r[n] for r in ranks), strict=True))
+        if len(pairs) == len(set(texts)) == len({r[n] for r in ranks}):
+            return letter
+    return ""
 
 
 def expand(name: str, names: Collection[str]) -> dict[str, dict[str, int]]:
@@ -57,27 +78,29 @@ def expand(name: str, names: Collection[str]) -> dict[str, dict[str, int]]:
 
     >>> expand("h.{i}.w", ["h.1.w", "h.0.w", "h.0.b"]), expand("h.{i}.w", ["h.{i}.w"])
     ({'h.0.w': {'i': 0}, 'h.1.w': {'i': 1}}, {'h.{i}.w': {}})
+    >>> expand("h{_i}.w", ["h_1.w", "h.w"])
+    {'h.w': {'i': 0}, 'h_1.w': {'i': 1}}
     """
     if name in names:
         return {name: {}}
     if not _LETTER.search(name):
         return {}
-    seen: list[str] = []
-    made = ""
-    for part in _LETTER.split(name):
-        letter = part[1:2]
-        if _LETTER.fullmatch(part):
-            made += f"(?P={letter})" if letter in seen else rf"(?P<{letter}>\d+)"
-            seen.append(letter)
-        else:
-            made += re.escape(part)
-    regex = re.compile(made)
-    found = [
-        (one, {x: int(match[x]) for x in sorted(set(seen))})
-        for one in names
-        if (match := regex.fullmatch(one))
-    ]
+    parts = _LETTER.split(name)
+    regex = re.compile("".join(map(_regex, parts)))
+    seen = [part.strip("{_}") for part in parts if _LETTER.fullmatch(part)]
+    found = []
+    for one in names:
+        if match := regex.fullmatch(one):
+            numbers = set(zip(seen, (int(x or 0) for x in match.groups()), strict=True))
+            if len(numbers) == len(set(seen)):
+                found.append((one, dict(sorted(numbers))))
     return dict(sorted(found, key=lambda row: tuple(row[1].values())))
+
+
+def _regex(part: str) -> str:
+    if not _LETTER.fullmatch(part):
+        return re.escape(part)
+    return r"(?:_(\d+))?" if part.startswith("{_") else r"(\d+)"
 
 
 def used(

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from jaxmha.converters.matching.templates import MAIN, Template, ordinal
+from jaxmha.converters.matching.templates import MAIN, Template, by_number
 from jaxmha.converters.matching.terms import IN_MLP, TOGETHER, terms
 
 _QKV = ("query", "key", "value")
@@ -124,10 +124,9 @@ def _ordered(
     several: Sequence[Template], order: Sequence[str], templates: Sequence[Template]
 ) -> Mapping[tuple[str, ...], str]:
     """Maps the path of each norm to its part in `order`, by numbers or terms; {} if in doubt."""
-    numbers = [ordinal(t) for t in several]
-    if all(numbers) and len({n[0] for n in numbers if n}) == 1:
-        ranked = sorted(several, key=lambda t: (ordinal(t) or ((), 0))[1])
-        return {t.path: name for t, name in zip(ranked, order, strict=True)}
+    ranked = by_number(several)
+    if ranked is not None:
+        return {several[n].path: name for n, name in zip(ranked, order, strict=True)}
     given: dict[tuple[str, ...], str] = {}
     for template in several:
         if named := _place(template, several, templates):

@@ -2,13 +2,15 @@
 
 import itertools
 import re
-from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from jaxmha.converters.discovery.layer_layouts import CONVENTIONS
+from jaxmha.converters.matching import repeats
 from jaxmha.converters.matching.terms import (
+    AUTOMATIC,
     CANONICAL,
     IN_MLP,
     LISTS,
@@ -16,6 +18,7 @@ from jaxmha.converters.matching.terms import (
     SURE,
     meaning,
     packed,
+    snake,
     terms,
 )
 from jaxmha.converters.matching.trees import Array, Tree
@@ -44,7 +47,6 @@ _CAUSAL = re.compile(r"(^|[./])attn\.bias$")  # GPT-2's causal mask, an array wi
 # Keras has z r h. Only arrays of the same name are paired.
 _GATES = re.compile(r"weight_[ih]h(_l\d+)?(_reverse)?|recurrent_kernel")
 _TURNED = re.compile(r"transpose|deconv", re.IGNORECASE)
-SHARED = 0.6  # blocks are repetitions if they share this fraction of layers of the smaller block
 
 
 class Layer(NamedTuple):
@@ -70,13 +72,15 @@ class Template:
       path: the common path, with "#" for each number that differs.
       layers: ranks of the numbers at each "#" -> layer.
       terms: canonical terms of the path, and of the role of the layer in its block (`roles`).
-      irregular: True if the numbers of the blocks have gaps.
+      irregular: True if the numbers of the blocks have gaps, or the blocks are parallel branches.
+      parallel: True if the last number of the path counts layers in parallel branches.
     """
 
     path: tuple[str, ...]
     layers: Mapping[tuple[int, ...], Layer]
     terms: frozenset[str] = frozenset()
     irregular: bool = False
+    parallel: bool = False
 
     @property
     def first(self) -> Layer:
@@ -229,20 +233,56 @@ def _last(array: Array) -> str:
 
 def templates(tree: Tree) -> list[Template]:
     """Groups the layers of a tree into templates."""
-    found = _paths(layers(tree))
-    marks, irregular = _repeated(found)
+    every = layers(tree)
+    shapes = [layer.slots[MAIN].shape for layer in every]
+    renamed = repeats.paths([(layer.path, x) for layer, x in zip(every, shapes, strict=True)])
+    found = dict(zip(renamed, every, strict=True))
+    marks, irregular = repeats.repeated({p: x.slots[MAIN].shape for p, x in found.items()})
+    lists: dict[tuple[repeats.Path, str], list[tuple[int, repeats.Path]]] = defaultdict(list)
+    for path, (mark, rank) in marks.items():
+        lists[path[:-1], mark].append((rank, path))
+    for several in lists.values():
+        if _branches(blocks := [path for _, path in sorted(several)], tree):
+            irregular.update(blocks)
     groups: dict[tuple[tuple[str, ...], object], dict[tuple[int, ...], Layer]] = defaultdict(dict)
     for path, layer in found.items():
         marked = tuple(marks.get(path[: n + 1], (part, 0))[0] for n, part in enumerate(path))
         ranks = tuple(marks[path[: n + 1]][1] for n in range(len(path)) if path[: n + 1] in marks)
-        groups[(marked, _signature(layer))][ranks] = layer
+        groups[(marked, signature(layer))][ranks] = layer
     where = {id(layer): path for path, layer in found.items()}
     made = []
     for (marked, _), members in groups.items():
         paths = [where[id(layer)] for layer in members.values()]
         gaps = any(p[: n + 1] in irregular for p in paths for n in range(len(p)))
         made.append(_template(marked, members, where[id(members[min(members)])], gaps))
-    return made
+    parallel = _parallel(made, tree)
+    return [replace(t, parallel=i in parallel) for i, t in enumerate(made)]
+
+
+def _parallel(templates: Sequence[Template], tree: Tree) -> set[int]:
+    """Indices of the layers of a class and shape that are numbered through parallel branches."""
+    classes: dict[object, list[tuple[int, int]]] = defaultdict(list)
+    for i, template in enumerate(templates):
+        if template.first.path in tree.before:
+            stem, number = repeats.counted(template.path[-1])
+            key = (template.path[:-1], stem, signature(template.first))
+            classes[key].append((number, i))
+    found: set[int] = set()
+    for members in classes.values():
+        if _branches([templates[i].first.path for _, i in sorted(members)], tree):
+            found |= {i for _, i in members}
+    return found
+
+
+def _branches(paths: Sequence[repeats.Path], tree: Tree) -> bool:
+    """True unless, by `Tree.before`, each of the layers needs the one before it."""
+    if not all(path in tree.before for path in paths):
+        return False
+    sets = [tree.before[path] for path in paths]
+    return (None in sets and len(sets) > 1) or any(
+        a not in (sets[n + 1] or ()) or b in (sets[n] or ())
+        for n, (a, b) in enumerate(itertools.pairwise(paths))
+    )
 
 
 def _template(
@@ -262,118 +302,13 @@ def _template(
     return Template(tuple(path), kept, meaning(path), gaps and any(keep))
 
 
-def _signature(layer: Layer) -> tuple[object, ...]:
+def signature(layer: Layer) -> tuple[object, ...]:
+    """Shapes and axis order of the arrays, equal for repetitions of a layer."""
     return (
         tuple(sorted((slot, a.shape) for slot, a in layer.slots.items())),
         layer.form,
         layer.part,
     )
-
-
-_NUMBERED = re.compile(r"^(?P<stem>.*?)(?P<number>\d+)$")
-_WITHIN = re.compile(r"^(?P<block>[A-Za-z_]*\d+)_(?P<rest>.+)$")
-_ORDINALS = {word: n for word, n in ORDER.items() if n and word not in ("in", "out")}
-
-
-def _numbered(part: str) -> tuple[str, int] | None:
-    """Stem and number of a part, such as ("block_", 3).
-
-    >>> _numbered("block_3"), _numbered("ff_second"), _numbered("norm")
-    (('block_', 3), ('ff_', 2), None)
-    """
-    if match := _NUMBERED.match(part):
-        return match["stem"], int(match["number"])
-    stem, _, last = part.rpartition("_")
-    if stem and last in _ORDINALS:
-        return f"{stem}_", _ORDINALS[last]
-    return None
-
-
-def _paths(found: Sequence[Layer]) -> dict[tuple[str, ...], Layer]:
-    """Maps paths to layers; `block0_norm` counts as two parts if, say, `block1_mlp` exists."""
-    within: dict[tuple[tuple[str, ...], str], set[str]] = defaultdict(set)
-    for layer in found:
-        for n, part in enumerate(layer.path):
-            if match := _WITHIN.match(part):
-                stem = re.sub(r"\d+$", "", match["block"])
-                within[layer.path[:n], stem].add(f"{match['block']} {match['rest']}")
-    split_at = {
-        key
-        for key, names in within.items()
-        if len({x.split()[0] for x in names}) > 1 and len({x.split()[1] for x in names}) > 1
-    }
-    made: dict[tuple[str, ...], Layer] = {}
-    for layer in found:
-        path: list[str] = []
-        for n, part in enumerate(layer.path):
-            match = _WITHIN.match(part)
-            if match and (layer.path[:n], re.sub(r"\d+$", "", match["block"])) in split_at:
-                path += [match["block"], match["rest"]]
-            else:
-                path.append(part)
-        made[tuple(map(_literal, path))] = layer
-    return made
-
-
-def _literal(part: str) -> str:
-    """Escapes "#" in a part of a path, because templates use it for numbers."""
-    return part.replace("\\", "\\\\").replace("#", "\\.")
-
-
-_Marks = dict[tuple[str, ...], tuple[str, int]]
-
-
-def _repeated(found: Mapping[tuple[str, ...], Layer]) -> tuple[_Marks, set[tuple[str, ...]]]:
-    """Finds repeated blocks: path -> (last part with "#", rank); and blocks in lists with gaps."""
-    below: dict[tuple[str, ...], set[str]] = defaultdict(set)
-    content: dict[tuple[str, ...], set[object]] = defaultdict(set)
-    for path, layer in found.items():
-        for n in range(len(path)):
-            below[path[:n]].add(path[n])
-            content[path[: n + 1]].add((path[n + 1 :], layer.slots[MAIN].shape))
-    marks: _Marks = {}
-    irregular: set[tuple[str, ...]] = set()
-    for parent, parts in below.items():
-        lists: dict[str, list[tuple[int, str]]] = defaultdict(list)
-        for part in parts:
-            if (*parent, part) not in found and (numbered := _numbered(part)):
-                lists[numbered[0]].append((numbered[1], part))
-        for stem, several in lists.items():
-            several.sort()
-            kinds = Counter(frozenset(content[(*parent, part)]) for _, part in several)
-            if len(several) < 2:
-                continue
-            chief = kinds.most_common(1)[0][0]
-            members = [(n, p) for n, p in several if _alike(chief, content[(*parent, p)])]
-            if len(members) < 2:
-                continue
-            steps = {b[0] - a[0] for a, b in itertools.pairwise(members)}
-            for rank, (_, part) in enumerate(members):
-                marks[(*parent, part)] = (f"{stem}#" if stem else "#", rank)
-                if len(steps) > 1:
-                    irregular.add((*parent, part))
-    return marks, irregular
-
-
-def _alike(mine: Collection[object], theirs: Collection[object]) -> bool:
-    """True if the two blocks share at least the fraction `SHARED` of the smaller one's layers."""
-    common = sum(layer in mine for layer in theirs)
-    return common >= SHARED * min(len(mine), len(theirs))
-
-
-def unrolled(template: Template) -> list[Template]:
-    """Splits a template into one template per value of its last "#"."""
-    place = max(n for n, part in enumerate(template.path) if "#" in part)
-    made = []
-    for value in sorted({ranks[-1] for ranks in template.layers}):
-        members = {r[:-1]: x for r, x in template.layers.items() if r[-1] == value}
-        path = (
-            *template.path[:place],
-            template.path[place].replace("#", str(value)),
-            *template.path[place + 1 :],
-        )
-        made.append(replace(template, path=path, layers=members))
-    return made
 
 
 def ordinal(template: Template) -> tuple[tuple[str, ...], int] | None:
@@ -398,3 +333,32 @@ def ordinal(template: Template) -> tuple[tuple[str, ...], int] | None:
             rest = "_".join(w for i, w in enumerate(parts) if i != known[0][0])
             return (*path[:n], rest, *path[n + 1 :]), known[0][1]
     return None
+
+
+def by_number(several: Sequence[Template]) -> list[int] | None:
+    """Indices of templates by the one number in which their names differ; None if there is none.
+
+    A class without a number comes before those of the same class with one: `dense`, `dense_1`.
+
+    >>> by_number([Template((name,), {}) for name in ("dense_9", "dense_10", "dense")])
+    [2, 0, 1]
+    """
+    if any(t.parallel for t in several):
+        return None
+    keys = [ordinal(t) for t in several]
+    for common in dict.fromkeys(key[0] for key in keys if key):
+        numbers = [
+            key[1] if key and key[0] == common else 0 if _unnumbered(t.path, common) else -1
+            for key, t in zip(keys, several, strict=True)
+        ]
+        if -1 not in numbers and len(set(numbers)) == len(numbers):
+            return sorted(range(len(several)), key=numbers.__getitem__)
+    return None
+
+
+def _unnumbered(path: tuple[str, ...], common: tuple[str, ...]) -> bool:
+    """True if a path differs from `common` only in how it writes the name of a class."""
+    return any(
+        snake(part) in AUTOMATIC and (*path[:n], "_".join(terms(part)), *path[n + 1 :]) == common
+        for n, part in enumerate(path)
+    )

@@ -131,6 +131,35 @@ TOGETHER = {
     ("gate_proj", "up_proj", "down_proj"): ({"gate"}, {"in"}, {"out"}),
     ("gate", "up", "down"): ({"gate"}, {"in"}, {"out"}),
 }
+# Classes of layers, in the form in which Keras, Haiku and linen count them: `dense_1`, `linear_1`,
+# `LayerNorm_1`.
+AUTOMATIC = frozenset(
+    [
+        "dense",
+        "einsum_dense",
+        "embedding",
+        "layer_normalization",
+        "batch_normalization",
+        "group_normalization",
+        "rms_normalization",
+        "conv1d",
+        "conv2d",
+        "conv3d",
+        "depthwise_conv1d",
+        "depthwise_conv2d",
+        "linear",
+        "embed",
+        "layer_norm",
+        "batch_norm",
+        "group_norm",
+        "rms_norm",
+        "conv1_d",
+        "conv2_d",
+        "conv3_d",
+        "dense_general",
+        "conv",
+    ]
+)
 _PHRASES = (
     (
         r"enc(oder)?_?dec(oder)?_?att(entio)?n\w*|(encoder|src|multihead)_attn|crossattention",
@@ -146,13 +175,22 @@ _PHRASES = (
 )
 
 
+def snake(name: str) -> str:
+    """The name of a class in snake case.
+
+    >>> snake("LayerNorm"), snake("RMSNorm"), snake("conv2d")
+    ('layer_norm', 'rms_norm', 'conv2d')
+    """
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
+
+
 def terms(part: str) -> list[str]:
     """Splits one part of a path into lower-case terms; numbers are separate terms.
 
     >>> terms("encoder_attn"), terms("LayerNorm"), terms("fc1")
     (['cross', 'attn'], ['layer', 'norm'], ['fc', '1'])
     """
-    text = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", part).lower()
+    text = snake(part)
     for pattern, name in _PHRASES:
         text = re.sub(rf"(?<![a-z0-9])({pattern})(?![a-z0-9])", name, text)
     found = re.findall(r"\d+|[a-z]+", text)

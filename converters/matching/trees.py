@@ -12,7 +12,7 @@ from jaxmha import checkpoint
 from jaxmha.checkpoint import hub
 from jaxmha.converters.discovery import live_model
 from jaxmha.converters.layout.arrays import NDArray, packages_of, to_numpy
-from jaxmha.converters.matching import keras_files
+from jaxmha.converters.matching import keras_files, keras_graph
 
 # Class of a layer -> axes of its main array: o output, i input (convolutions also have window
 # axes), v rows and d features of a table. "no" marks a layer that other frameworks store otherwise
@@ -57,6 +57,8 @@ class Tree:
       aliases: second name of a shared array -> the name under which `arrays` has it.
       origin: for a model from a hub, its address with the commit.
       notes: remarks on reading, such as that tensors are dequantised.
+      before: path of a layer that its Keras model has numbered -> paths of the layers that it
+        depends on; None if they are unknown.
     """
 
     kind: str
@@ -66,6 +68,9 @@ class Tree:
     close: Callable[[], None] = lambda: None
     origin: str = ""
     notes: tuple[str, ...] = ()
+    before: Mapping[tuple[str, ...], frozenset[tuple[str, ...]] | None] = field(
+        default_factory=dict
+    )
 
 
 def read(model: Any, argument: str = "source") -> Tree:
@@ -116,7 +121,10 @@ def _file(path: Path) -> Tree:
         arrays[name] = Array(name, parts, tuple(info.shape), info.dtype.name, form)
     if file.format == "orbax":
         return _training_state(Tree("file", arrays, file.__getitem__, close=stack.close))
-    return Tree("file", arrays, file.__getitem__, close=stack.close, notes=file.notes)
+    before = dict.fromkeys(keras_files.counted(keras))
+    return Tree(
+        "file", arrays, file.__getitem__, close=stack.close, notes=file.notes, before=before
+    )
 
 
 def _training_state(tree: Tree) -> Tree:
@@ -205,7 +213,9 @@ def _keras(model: Any) -> Tree:
         form = "no" if "Depthwise" in type(layer).__name__ else form
         arrays[name] = Array(name, split(name), tuple(variable.shape), str(variable.dtype), form)
         values[name] = variable
-    return Tree("keras", arrays, lambda name: to_numpy(values[name], name))
+    graph = keras_graph.dependencies(live_model.keras(model))
+    before = {split(name): frozenset(map(split, names)) for name, names in graph.items()}
+    return Tree("keras", arrays, lambda name: to_numpy(values[name], name), before=before)
 
 
 def keras_variables(model: Any) -> Iterator[tuple[str, Any, Any]]:

@@ -1,0 +1,131 @@
+"""Splits lists of layers, or rolls up numbered siblings to lists, as the other tree has them."""
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+
+from jaxmha.converters.matching.arrows import fit
+from jaxmha.converters.matching.repeats import COUNTER, Path, counted
+from jaxmha.converters.matching.templates import MAIN, Layer, Template, signature
+from jaxmha.converters.matching.terms import AUTOMATIC, meaning, snake, terms
+
+_Sizes = tuple[frozenset[str], tuple[int, ...]]
+
+
+def unrolled(template: Template) -> list[Template]:
+    """Splits a template into one template per value of its last "#"."""
+    place = max(n for n, part in enumerate(template.path) if "#" in part)
+    made = []
+    for value in sorted({ranks[-1] for ranks in template.layers}):
+        members = {r[:-1]: x for r, x in template.layers.items() if r[-1] == value}
+        path = (
+            *template.path[:place],
+            template.path[place].replace("#", str(value)),
+            *template.path[place + 1 :],
+        )
+        made.append(replace(template, path=path, layers=members))
+    return made
+
+
+def rolled(
+    flat: Sequence[Template],
+    other: Sequence[Template],
+    before: Mapping[Path, Collection[Path] | None],
+) -> tuple[list[Template], list[Template]]:
+    """Rolls siblings with automatic names up to lists, as the blocks of another tree have them.
+
+    A functional Keras model of 3 blocks has `dense`, ..., `dense_5`. If the other tree has a list
+    of 3 layers with the sizes of `dense`, `dense_2` and `dense_4`, these become a list.
+
+    Several layers with the same sizes in each block, or one before or after all blocks, are told
+    apart by their numbers if each depends on the one before it (`before`, as in `Tree`).
+
+    Returns the templates, and the lists of the other tree that have layers for such siblings, but
+    in an unknown order.
+    """
+    families: dict[tuple[Path, str, object], list[tuple[int, int]]] = defaultdict(list)
+    for i, template in enumerate(flat):
+        stem, number = counted(template.path[-1])
+        if not template.counts and snake(stem) in AUTOMATIC:
+            key = (template.path[:-1], stem, signature(template.first))
+            families[key].append((number, i))
+    made: dict[int, list[Template]] = {}
+    unordered: list[Template] = []
+    lengths: dict[Path, int] = {}
+    places: Counter[tuple[Path, str]] = Counter()
+    for (parent, stem, _), members in sorted(families.items(), key=lambda x: min(x[1])):
+        near = [t for t in other if len(t.counts) < 2 and _fits(t, flat[members[0][1]])]
+        lists, singles = [t for t in near if t.counts], [t for t in near if not t.counts]
+        length = lists[0].counts[0] if lists else 0
+        several_lists = len({(t.path[: _place(t) + 1], t.counts) for t in lists}) != 1
+        if several_lists or len(members) != length * len(lists) + len(singles):
+            continue
+        ordered = [flat[i] for _, i in sorted(members)]
+        known = all(before.get(t.first.path) is not None for t in ordered)
+        in_series = not ordered[0].parallel if known else len(near) == 1
+        ends = _ends(singles)
+        if not in_series or ends is None or lengths.setdefault(parent, length) != length:
+            unordered += lists
+            continue
+        first, last = ends
+        inside = ordered[first : len(ordered) - last]
+        here = [replace(t, terms=t.terms | {"embed"}) for t in ordered[:first]]
+        here += [replace(t, terms=t.terms | {"final"}) for t in ordered[len(ordered) - last :]]
+        for n in range(len(lists)):
+            places[parent, stem] += 1
+            path = (*parent, "#", f"{stem}{COUNTER}{places[parent, stem]}")
+            layers: Mapping[tuple[int, ...], Layer] = {
+                (rank,): t.first for rank, t in enumerate(inside[n :: len(lists)])
+            }
+            here.append(Template(path, layers, meaning(path)))
+        made |= {i: [] for _, i in members} | {members[0][1]: here}
+    every = [x for i, t in enumerate(flat) for x in made.get(i, [_in_block(t, lengths)])]
+    return every, unordered
+
+
+def _in_block(template: Template, lengths: Mapping[Path, int]) -> Template:
+    """Moves a list such as `attention_#` into the blocks to which its siblings were rolled up."""
+    if len(template.counts) != 1:
+        return template
+    place = _place(template)
+    parent, part = template.path[:place], template.path[place]
+    if lengths.get(parent) != template.counts[0] or part == "#":
+        return template
+    name = part.replace("#", "").removesuffix(COUNTER)
+    return replace(template, path=(*parent, "#", name, *template.path[place + 1 :]))
+
+
+def _place(template: Template) -> int:
+    """Index of the first "#" in the path."""
+    return next(n for n, part in enumerate(template.path) if "#" in part)
+
+
+def _ends(singles: Sequence[Template]) -> tuple[int, int] | None:
+    """How many of the layers stand before all blocks and behind them; None if no name shows it."""
+    first = [t for t in singles if "embed" in t.terms]
+    last = [t for t in singles if "embed" not in t.terms and _is_last(t)]
+    known = len(first) < 2 and len(last) < 2 and len(first) + len(last) == len(singles)
+    return (len(first), len(last)) if known else None
+
+
+def _is_last(template: Template) -> bool:
+    """True for `norm`, `ln_f` or `final_norm`. The names of classes say nothing of a place."""
+    last = template.path[-1]
+    named = set(terms(last)) - {"f"}
+    return snake(counted(last)[0]) not in AUTOMATIC and (
+        "final" in template.terms or meaning([*named]) == {"norm"}
+    )
+
+
+def _fits(one: Template, other: Template) -> bool:
+    """True if the arrays of the first layers may be the same, perhaps transposed."""
+    if _sizes(one) != _sizes(other):
+        return False
+    first, second = (replace(t, layers={(): t.first}) for t in (one, other))
+    return fit(first, second) is not None
+
+
+def _sizes(template: Template) -> _Sizes:
+    """Names of the arrays, and the sizes of the main array in any order."""
+    slots = template.first.slots
+    return frozenset(slots), tuple(sorted(n for n in slots[MAIN].shape if n > 1))
