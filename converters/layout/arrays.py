@@ -9,7 +9,7 @@ from jaxmha.extras import needed
 NDArray = np.ndarray[Any, np.dtype[Any]]
 if TYPE_CHECKING:
     import torch
-    from numpy.typing import ArrayLike
+    from numpy.typing import ArrayLike, DTypeLike
 
     class Tensor(Protocol):
         """An array of any framework."""
@@ -104,6 +104,22 @@ def _from_torch(tensor: "torch.Tensor", name: str) -> NDArray:
         width = {1: torch.int8, 2: torch.int16}[tensor.element_size()]
         dtype = np.dtype(getattr(ml_dtypes, str(tensor.dtype).removeprefix("torch.")))
         return np.array(tensor.view(width).numpy().view(dtype), copy=True)
+
+
+def narrower(one: "DTypeLike", other: "DTypeLike") -> np.dtype[Any]:
+    """Returns the floating dtype that stores fewer significand bits; the first if both are equal.
+
+    >>> narrower(np.float32, np.float16), narrower(np.float32, np.float64)
+    (dtype('float16'), dtype('float32'))
+    """
+    return min(np.dtype(one), np.dtype(other), key=_significand)
+
+
+def _significand(dtype: np.dtype[Any]) -> int:
+    """Returns the number of significand bits that a floating dtype stores."""
+    import ml_dtypes
+
+    return int(ml_dtypes.finfo(dtype).nmant)  # type: ignore[no-untyped-call]
 
 
 def packages_of(value: object) -> tuple[str, ...]:

@@ -305,14 +305,14 @@ def _rest(
         for which, layer in zip("ab", layers, strict=True)
         if layer.dtype != np.asarray(layer.params.query.kernel).dtype
     ]
-    if narrow:
+    if narrow and layers[0].dtype != layers[1].dtype:
         return Factor("compute dtype", "; ".join(narrow), ())
     return Factor("rounding", "the order of floating-point operations", ())
 
 
 def _cost(layer: Layer, inputs: Inputs) -> float:
-    """Returns the RMS error from rounding every stage to the weights' dtype, in rounding floors."""
-    return forward_check.cost(layer.params, layer.semantics, inputs, None)
+    """Returns the RMS error from rounding every stage to the layer's dtype, in rounding floors."""
+    return forward_check.cost(layer.params, layer.semantics, inputs, None, layer.dtype)
 
 
 def _weights_at_once(found: list[Factor]) -> list[Factor]:

@@ -4,12 +4,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-import ml_dtypes
 import numpy as np
-from numpy.typing import DTypeLike
 
 from jaxmha import Mask, MHAParams, Semantics
-from jaxmha.converters.layout.arrays import NDArray, to_numpy, to_torch
+from jaxmha.converters.layout.arrays import NDArray, narrower, to_numpy, to_torch
 from jaxmha.converters.masks.compose import array_of, checked
 from jaxmha.converters.masks.spec import Masks, canonical_bias
 from jaxmha.converters.verify import comparands
@@ -81,7 +79,7 @@ class Layer:
     def dtype(self) -> np.dtype[Any]:
         """The dtype of the weights, or of the output if that is narrower."""
         own = np.asarray(self.params.query.kernel).dtype
-        return own if self.output is None else min(self.output.dtype, own, key=significand)
+        return own if self.output is None else narrower(own, self.output.dtype)
 
     def conditions(self, sizes: Mapping[str, int]) -> "tuple[Mask, NDArray | None, Blocked]":
         """Returns the mask, the bias and how masked pairs are excluded, checked against `sizes`.
@@ -180,11 +178,6 @@ def _own_dtype(block: ComparedBlock, inputs: Inputs) -> Inputs:
     return query, key, value
 
 
-def significand(dtype: DTypeLike) -> int:
-    """Returns the number of significand bits that a floating dtype stores."""
-    return int(ml_dtypes.finfo(dtype).nmant)  # type: ignore[no-untyped-call]
-
-
 def _path(block: ComparedBlock, *, scores: bool = False) -> str:
     """Returns the code path of a layer object in inference, as presets of `Semantics` name it.
 
@@ -209,9 +202,10 @@ _PRESETS: dict[str, Any] = {
 
 def _as(block: ComparedBlock, path: str, mask: Any, bias: Any, output: NDArray, name: str) -> Layer:
     """Returns a `Layer` with the semantics of one code path of the block's framework."""
-    dtype = np.asarray(block.params.query.kernel).dtype
+    layer = Layer(block.params, block.semantics, mask, bias, Blocked(), output, name)
     if block.kind not in _PRESETS:  # a framework whose layers have no preset
-        return Layer(block.params, block.semantics, mask, bias, Blocked(), output, name)
+        return layer
+    dtype = layer.dtype  # a layer may compute in a narrower dtype than that of its weights
     like = _PRESETS[block.kind](path, dtype=dtype)
     softmax = like.softmax_dtype
     if (block.kind, path) == ("keras", "fused"):
@@ -221,7 +215,7 @@ def _as(block: ComparedBlock, path: str, mask: Any, bias: Any, output: NDArray, 
     semantics = replace(block.semantics, fully_masked=like.fully_masked, softmax_dtype=softmax)
     filled = Blocked(-3e4 if dtype == np.float16 else -1e9)
     blocked = filled if (block.kind, path) == ("keras", "scores") else Blocked()
-    return Layer(block.params, semantics, mask, bias, blocked, output, name)
+    return replace(layer, semantics=semantics, blocked=blocked)
 
 
 def of_call(module: Any, inputs: Inputs, arguments: Mapping[str, Any], name: str = "") -> Layer:

@@ -42,10 +42,13 @@ class BlockReport:
     Attributes:
       a, b: name of the block in each source ("" for a single layer); `layouts` holds their layouts.
       num_heads: head count N.
+      dtypes: dtype of each source's weights. compute_dtypes: the same, or the dtype of the outputs
+        of a layer object where that is narrower.
       differences: weight leaves that differ; empty if all bits are identical.
       behaviour: fields of `Semantics` that differ.
       errors: mask -> RMS error of each source's forward against the float64 oracle on its own
-        weights, divided by the RMS error of rounding the exact output (`oracle.rounding_floor`).
+        weights, divided by the RMS error of rounding the exact output to the source's compute dtype
+        (`oracle.rounding_floor`).
       departs: the first stage of the computation that differs, or why no output can be compared;
         None if nothing differs.
       explanation: the single known conversion error that turns one block into the other, or None.
@@ -58,6 +61,7 @@ class BlockReport:
     layouts: tuple[str, str]
     num_heads: int
     dtypes: tuple[str, str]
+    compute_dtypes: tuple[str, str]
     differences: tuple[Difference, ...]
     behaviour: tuple[str, ...]
     errors: dict[str, tuple[float, float]]
@@ -78,6 +82,7 @@ class BlockReport:
         lines.append(f"  weights{weights}")
         lines += [f"    {difference}" for difference in self.differences]
         lines += [f"  behaviour: {text}" for text in self.behaviour]
+        lines += [f"  {text}" for text in self._narrow()]
         lines += [
             f"  forward, {mask}: error {a:.3g} and {b:.3g} rounding floors of the output"
             for mask, (a, b) in self.errors.items()
@@ -87,6 +92,13 @@ class BlockReport:
         if self.explanation is not None:
             lines.append(f"  explained by: {self.explanation}")
         return "\n".join(lines)
+
+    def _narrow(self) -> Iterator[str]:
+        """Describes each source that computes in a narrower dtype than that of its weights."""
+        sources = zip(("first", "second"), self.dtypes, self.compute_dtypes, strict=True)
+        for which, weights, compute in sources:
+            if weights != compute:
+                yield f"the {which} computes in {compute}, narrower than its weights in {weights}"
 
 
 @dataclass(frozen=True)
@@ -214,12 +226,13 @@ def compare_blocks(a: ComparedBlock, b: ComparedBlock, seed: int = 0) -> BlockRe
     differences = tuple(differences_of(a.params, b.params))
     held = tuple(dict.fromkeys([*not_finite(a.params), *not_finite(b.params)]))
     behaviour = tuple(_behaviour(a, b))
-    errors: dict[str, tuple[float, float]] = {}
+    dtypes = forward_check.dtype_of(a), forward_check.dtype_of(b)
+    x, y = (forward_check.Measured(dtype, {}) for dtype in dtypes)
     if comparable := _sizes(a) == _sizes(b):
         with np.errstate(invalid="ignore"):  # inf - inf is NaN; `departs` reports it
-            errors = forward_check.errors(a, b, seed)
+            x, y = forward_check.measure_both(a, b, seed)
     counted = [difference for difference in differences if not difference.harmless]
-    alike = forward_check.alike(a, b, seed, errors) if errors and not counted else True
+    alike = forward_check.alike((a, b), (x, y), seed) if comparable and not counted else True
     departs, explanation = None, diagnosis.explain(a.params, b.params)
     if not comparable:
         departs = "shapes"
@@ -230,18 +243,18 @@ def compare_blocks(a: ComparedBlock, b: ComparedBlock, seed: int = 0) -> BlockRe
         explanation = explanation or _other_scale(a, b, departs)
     elif not alike:
         departs = "output: the weights agree, so a live layer computes something else"
-        explanation = forward_check.explain_forward(a, seed) or forward_check.explain_forward(
-            b, seed
-        )
+        readings = (forward_check.explain_forward(block, seed, x.factor) for block in (a, b))
+        explanation = next(filter(None, readings), None)
     return BlockReport(
         a.name,
         b.name,
         (a.layout, b.layout),
         check(a.params)["N"],
-        (forward_check.dtype_of(a).name, forward_check.dtype_of(b).name),
+        (dtypes[0].name, dtypes[1].name),
+        (x.dtype.name, y.dtype.name),
         differences,
         behaviour,
-        errors,
+        {mask: (error, y.errors[mask]) for mask, error in x.errors.items()},
         departs,
         explanation,
         same=comparable and not counted and not behaviour and alike and not held,

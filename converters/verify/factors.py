@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxmha import Mask, MHAParams, Semantics
-from jaxmha.converters.layout.arrays import NDArray, to_numpy
+from jaxmha.converters.layout.arrays import NDArray, narrower, to_numpy
 from jaxmha.converters.masks import compare
 from jaxmha.converters.masks.compose import array_of
 from jaxmha.converters.verify import diagnosis, oracle
-from jaxmha.converters.verify.captured_layer import Blocked, Inputs, Layer, significand
+from jaxmha.converters.verify.captured_layer import Blocked, Inputs, Layer
 from jaxmha.mask_arguments import with_window
 from jaxmha.params import CANONICAL, NORMS, check, from_leaves, leaves
 from jaxmha.semantics import NORM_FIELDS
@@ -75,9 +75,7 @@ def values_of(layer: Layer, inputs: Inputs) -> Values:
         "bias": bias,
         "blocked": blocked,
         "empty": blocked.constant if blocked.added else semantics.fully_masked,
-        "softmax": softmax
-        if softmax is not None and significand(softmax) < significand(wide)
-        else None,
+        "softmax": softmax if softmax is not None and narrower(wide, softmax) != wide else None,
         "sum": wide if softmax is None else np.dtype(softmax),
     }
     return values | more

@@ -2,22 +2,23 @@
 
 Errors are in rounding floors: multiples of the RMS error of rounding the exact output once. In half
 precision errors are larger, because a layer stores every intermediate in its dtype. `cost` computes
-the error of the oracle with such rounding, and errors of this size are accepted.
+the error of the oracle with such rounding, and errors of this size are accepted. The dtype is that
+in which a layer computes: its outputs show where it is narrower than the weights.
 """
 
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxmha import MHAParams, Semantics
-from jaxmha.converters.layout.arrays import NDArray, to_numpy
-from jaxmha.converters.verify import oracle
+from jaxmha.converters.layout.arrays import NDArray, narrower, to_numpy
+from jaxmha.converters.verify import comparands, oracle
 from jaxmha.converters.verify.comparands import ComparedBlock
 from jaxmha.converters.verify.oracle import Stages
-from jaxmha.params import check, leaves
+from jaxmha.params import check, from_leaves, leaves
 
 # Sizes of the test inputs. Distinct primes reveal exchanged axes; LENGTHS are the numbers of valid
 # keys per batch row.
@@ -31,28 +32,103 @@ OTHER = 1e5
 # Errors up to COSTS times `cost` count as rounding: if the two largest logits of a row are nearly
 # equal, rounding decides between them, so correct layers reach 4 times the cost.
 COSTS = 6.0
+# Standard deviation of the logits in a row for which an error of a layer in half precision is clear,
+# and the powers of 2 by which inputs may be multiplied for it.
+DEVIATION = 3.0
+FACTORS = (-4, 4)
 # A known error explains an output if the output that it predicts is at least CLOSER times closer to
 # it than the exact output is, and their RMS difference is at most CLOSE times the RMS predicted.
 CLOSER = 10.0
 CLOSE = 0.1
 
 
-def errors(a: ComparedBlock, b: ComparedBlock, seed: int) -> dict[str, tuple[float, float]]:
-    """Returns the RMS errors of both blocks for each mask, in rounding floors of the output."""
-    return {name: (error(a, seed, mask), error(b, seed, mask)) for name, mask in masks().items()}
+class Measured(NamedTuple):
+    """The errors of a block's forward against the float64 oracle on its weights.
+
+    Attributes:
+      dtype: the narrower of the weights' dtype and the dtypes of the outputs. A layer with float32
+        weights that returns bfloat16 rounds to bfloat16, whatever its weights.
+      errors: mask -> RMS error, in rounding floors of this dtype.
+      factor: the number that multiplied the inputs.
+    """
+
+    dtype: np.dtype[Any]
+    errors: dict[str, float]
+    factor: float = 1.0
+
+    @property
+    def half(self) -> bool:
+        """True for half precision."""
+        return self.dtype.itemsize == 2
+
+
+def measure_both(a: ComparedBlock, b: ComparedBlock, seed: int) -> tuple[Measured, Measured]:
+    """Runs both blocks with each mask, and measures their errors.
+
+    For a layer object in half precision the inputs are scaled. Else its rounding errors may be larger
+    than the effect of a missing scale: where logits are tiny or huge, the softmax hardly changes.
+    """
+    found = measure(a, seed), measure(b, seed)
+    if any(block.is_live and one.half for block, one in zip((a, b), found, strict=True)):
+        factor = _moderate(a, seed)
+        found = measure(a, seed, factor), measure(b, seed, factor)
+    return found
+
+
+def measure(block: ComparedBlock, seed: int, factor: float = 1.0) -> Measured:
+    """Runs a block with each mask on inputs times `factor`, and measures its errors."""
+    given, dtype, found = inputs(block, seed, factor), dtype_of(block), {}
+    for name, mask in masks().items():
+        exact = oracle.run(block.params, block.semantics, *given, mask=mask).output
+        out = np.asarray(block.forward(*given, mask))
+        dtype, found[name] = narrower(dtype, out.dtype), (out.astype(np.float64), exact)
+    errors = {
+        name: _rms(out - exact) / oracle.rounding_floor(exact, dtype)
+        for name, (out, exact) in found.items()
+    }
+    return Measured(dtype, errors, factor)
+
+
+def _moderate(block: ComparedBlock, seed: int) -> float:
+    """Returns the power of 2 that, times the inputs, gives the logits of a row the standard deviation
+    `DEVIATION`.
+
+    It is within `FACTORS`: biases dominate tiny inputs, and huge inputs overflow.
+    """
+    power = 0
+    for _ in range(3):  # logits grow with the square of the inputs, or with biases like the inputs
+        given = inputs(block, seed, 2.0**power)
+        deviation = float(oracle.run(block.params, block.semantics, *given).logits.std(-1).mean())
+        if deviation > 0 and math.isfinite(deviation):
+            power = int(np.clip(power + round(math.log2(DEVIATION / deviation) / 2), *FACTORS))
+    return 2.0**power
 
 
 def alike(
-    a: ComparedBlock, b: ComparedBlock, seed: int, found: dict[str, tuple[float, float]]
+    blocks: tuple[ComparedBlock, ComparedBlock], found: tuple[Measured, Measured], seed: int
 ) -> bool:
     """True if both blocks make only rounding errors of similar size; False if an error is NaN.
 
-    `found`: the RMS errors of both blocks for each mask, as `errors` returns them.
+    Errors in different dtypes have no similar size, so each block is then compared with jaxmha's
+    forward in the same dtype. `found`: the errors of both blocks, as `measure_both` returns them.
     """
-    given = inputs(a, seed)
-    costs = [cost(a.params, a.semantics, given, mask) for mask in masks().values()]
-    half = dtype_of(a).itemsize == 2
-    return all(_alike(*pair, cost=max(costs), half=half) for pair in found.values())
+    if found[0].dtype == found[1].dtype:
+        return _similar(blocks[0], *found, seed)
+    return all(
+        _similar(block, own, measure(_cast(block, own.dtype), seed, own.factor), seed)
+        for block, own in zip(blocks, found, strict=True)
+    )
+
+
+def _similar(block: ComparedBlock, one: Measured, other: Measured, seed: int) -> bool:
+    """`alike` of two errors in one dtype; the expected rounding error is that of `block`."""
+    given = inputs(block, seed, one.factor)
+    largest = max(
+        cost(block.params, block.semantics, given, mask, one.dtype) for mask in masks().values()
+    )
+    return all(
+        _alike(error, other.errors[mask], largest, one.half) for mask, error in one.errors.items()
+    )
 
 
 def _alike(a: float, b: float, cost: float, half: bool) -> bool:
@@ -64,15 +140,23 @@ def _alike(a: float, b: float, cost: float, half: bool) -> bool:
     return a + b < OTHER and high <= max(RATIO * max(low, SMALL), COSTS * cost)
 
 
-def error(block: ComparedBlock, seed: int, mask: NDArray | None) -> float:
-    """Returns the RMS error of a block against the float64 oracle on its weights.
+def _cast(block: ComparedBlock, dtype: np.dtype[Any]) -> ComparedBlock:
+    """A block whose forward runs jaxmha on the weights and inputs rounded to a dtype.
 
-    It is divided by the RMS error of rounding the exact output once (`oracle.rounding_floor`).
+    Its errors are those against the weights before the rounding.
     """
-    given = inputs(block, seed)
-    exact = oracle.run(block.params, block.semantics, *given, mask=mask).output
-    out = np.asarray(block.forward(*given, mask), np.float64)
-    return _rms(out - exact) / oracle.rounding_floor(exact, dtype_of(block))
+    rounded = comparands.of_params("", "", _rounded(block.params, dtype), block.semantics)
+
+    def forward(
+        query: NDArray, key: NDArray, value: NDArray, mask: NDArray | None = None
+    ) -> NDArray:
+        return rounded.forward(query.astype(dtype), key.astype(dtype), value.astype(dtype), mask)
+
+    return block._replace(forward=forward)
+
+
+def _rounded(params: MHAParams, dtype: np.dtype[Any]) -> MHAParams:
+    return from_leaves({name: to_numpy(x).astype(dtype) for name, x in leaves(params).items()})
 
 
 def cost(
@@ -80,16 +164,19 @@ def cost(
     semantics: Semantics,
     given: tuple[NDArray, NDArray, NDArray],
     mask: NDArray | None,
+    dtype: np.dtype[Any],
 ) -> float:
-    """Returns the RMS error of the oracle with every stage rounded to the weights' dtype.
+    """Returns the RMS error of the oracle with weights, inputs and every stage rounded to `dtype`.
 
     It is in rounding floors, and 0 if the rounded stages overflow.
     """
-    exact = oracle.run(params, semantics, *given, mask=mask)
-    dtype = np.asarray(params.query.kernel).dtype
+    exact = oracle.run(params, semantics, *given, mask=mask).output
     with np.errstate(over="ignore", invalid="ignore"):
-        error = _rms(_stage_rounded(params, semantics, exact, dtype) - exact.output)
-    return error / oracle.rounding_floor(exact.output, dtype) if error < math.inf else 0.0
+        query, key, value = (x.astype(dtype) for x in given)
+        own = _rounded(params, dtype)
+        stages = oracle.run(own, semantics, query, key, value, mask=mask)
+        error = _rms(_stage_rounded(own, semantics, stages, dtype) - exact)
+    return error / oracle.rounding_floor(exact, dtype) if error < math.inf else 0.0
 
 
 def _stage_rounded(
@@ -120,13 +207,13 @@ def _stage_rounded(
     return rounded(out + weights.get("out.bias", 0.0))
 
 
-def explain_forward(block: ComparedBlock, seed: int) -> str | None:
+def explain_forward(block: ComparedBlock, seed: int, factor: float = 1.0) -> str | None:
     """Returns the known error that predicts the output of a layer object, or None.
 
     The prediction must be much closer than the float64 output of the weights. Rows that are fully
     masked by the error do not count, because frameworks differ in their outputs.
     """
-    given, mask = inputs(block, seed), masks()["padding"]
+    given, mask = inputs(block, seed, factor), masks()["padding"]
     assert mask is not None
     out = np.asarray(block.forward(*given, mask), np.float64)
     own = oracle.run(block.params, block.semantics, *given, mask=mask).output
@@ -171,11 +258,13 @@ def masks() -> dict[str, NDArray | None]:
     }
 
 
-def inputs(block: ComparedBlock, seed: int) -> tuple[NDArray, NDArray, NDArray]:
-    """Draws random query, key and value with the widths and dtype of the block."""
+def inputs(
+    block: ComparedBlock, seed: int, factor: float = 1.0
+) -> tuple[NDArray, NDArray, NDArray]:
+    """Draws random query, key and value, times `factor`, with the widths and dtype of the block."""
     rng, sizes = np.random.default_rng(seed), check(block.params)
     query, key, value = (
-        rng.normal(size=(B, length, sizes[width])).astype(dtype_of(block))
+        (factor * rng.normal(size=(B, length, sizes[width]))).astype(dtype_of(block))
         for length, width in ((T, "Dq"), (S, "Dk"), (S, "Dv"))
     )
     return query, key, value
