@@ -65,7 +65,7 @@ def prove(
       inputs: takes a NumPy generator and returns the arguments of both models, as a tuple or as a
         dict by name; or `{"source": ..., "target": ...}` with one of these for each. Arguments are
         arrays or pytrees of arrays, such as a `Mask`; other values are passed unchanged. Both
-        models run in float64. None compares only arrays.
+        models run in float64, a Keras model in float32. None compares only arrays.
       packing: as in `match`. seed: seed of the generator.
       unused: "keep" accepts source arrays that the plan does not use, as in `load_into`.
 

@@ -10,6 +10,8 @@ _NEXT = (
     "and jaxmha.converters.lint_masks finds masks with another meaning"
 )
 
+_WIDER = "let the layers that cast to it compute in float32, and compare again"
+
 
 class Departure(NamedTuple):
     """A pair of layers, and the difference of their outputs relative to the largest value."""
@@ -35,6 +37,8 @@ class Proof:
       departure: if `difference` is larger, the first pair of layers whose outputs differ by more
         than `tolerance`; None if there is no such pair.
       compared: number of pairs of layers whose outputs were compared.
+      dtype: narrowest dtype that a model or layer returned. narrow: the first layer that returned
+        it; None if all returned float64.
     """
 
     equal: int
@@ -46,6 +50,8 @@ class Proof:
     tolerance: float = 0.0
     departure: Departure | None = None
     compared: int = 0
+    dtype: str = "float64"
+    narrow: str | None = None
 
     @property
     def same(self) -> bool:
@@ -65,8 +71,9 @@ class Proof:
             )
         if self.difference is not None:
             verdict = "agree" if self.difference <= self.tolerance else "depart"
+            narrow = "" if self.narrow is None else f", which {self.narrow} returns,"
             rows.append(
-                f"outputs in float64 {verdict}: {self.difference:.1e} of the largest "
+                f"outputs in {self.dtype}{narrow} {verdict}: {self.difference:.1e} of the largest "
                 f"(at most {self.tolerance:.0e}); {self.compared} layers compared"
             )
         if self.departure is not None:
@@ -76,5 +83,7 @@ class Proof:
                 f"by {difference:.1e}"
             )
         if self.difference is not None and self.difference > self.tolerance:
+            if self.dtype in ("float16", "bfloat16"):
+                rows.append(f"{self.dtype} rounds by more than that: {_WIDER}")
             rows.append(_NEXT)
         return "\n".join(map(printable, rows))

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray as Array
 
-from jaxmha.converters.layout.arrays import NDArray
+from jaxmha.converters.layout.arrays import NDArray, narrower
 from jaxmha.converters.matching import lines, loading, running, trees
 from jaxmha.converters.matching.plan import Line, MatchPlan, Packing
 from jaxmha.converters.matching.proof import Departure, Proof
@@ -18,7 +18,7 @@ from jaxmha.converters.matching.trees import Tree
 # Tolerances of the difference of outputs, relative to the largest output. WIDE is for float64, in
 # which models still compute some parts, such as a softmax, in float32.
 WIDE = 1e-6
-NARROW = 1e-5  # if any output, also of a layer, has another dtype
+NARROW = 1e-5  # if any output, also of a layer, is float32 or narrower
 _LOADED = "\nIf the model was filled by a plan, pass the same: prove(source, model, plan)."
 Draw = Callable[[np.random.Generator], Any]
 
@@ -161,9 +161,8 @@ def _outputs(
         )
         raise ValueError(f"the models return arrays of other sizes: {shapes}")
     whole = min(known)
-    floats = [x for x in (*mine.outputs, *theirs.outputs) if x.dtype.kind == "f"]
-    wide = all(x.dtype == np.float64 for x in (*floats, *theirs.layers.values()))
-    tolerance = WIDE if wide else NARROW
+    dtype, narrow = _narrowest({"source": mine, "model": theirs})
+    tolerance = WIDE if narrow is None else NARROW
     departure, compared = None, 0
     for path, output in mine.layers.items():
         other = theirs.layers.get(pairs.get(path, ("?",)))
@@ -174,8 +173,28 @@ def _outputs(
         if departure is None and whole > tolerance and distance > tolerance:
             departure = Departure(".".join(path), "/".join(pairs[path]), distance)
     return replace(
-        proof, difference=whole, tolerance=tolerance, departure=departure, compared=compared
+        proof,
+        difference=whole,
+        tolerance=tolerance,
+        departure=departure,
+        compared=compared,
+        dtype=dtype.name,
+        narrow=narrow,
     )
+
+
+def _narrowest(runs: Mapping[str, running.Run]) -> tuple[np.dtype[Any], str | None]:
+    """Returns the narrowest floating dtype in the runs, and the first layer that returned it.
+
+    The layer is None for float64.
+    """
+    found, first = np.dtype(np.float64), None
+    for which, run in runs.items():
+        layers = [(f"{'.'.join(path)} of the {which}", x) for path, x in run.layers.items()]
+        for name, array in (*layers, *((f"the {which}", x) for x in run.outputs)):
+            if running.is_float(array.dtype) and narrower(found, array.dtype) != found:
+                found, first = array.dtype, name.removeprefix(" of ")
+    return found, first
 
 
 def _distance(mine: NDArray, theirs: NDArray) -> float | None:

@@ -3,7 +3,7 @@
 import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -31,7 +31,8 @@ def run(model: Any, arguments: Arguments) -> Run:
 
     Args:
       model: a torch, nnx, equinox or Keras model, or the pair of a linen module and its variables.
-        A Keras model runs in its own dtype.
+        A Keras model is not copied, and runs in its own dtype; during the call, layers that compute in
+        half precision have the dtype policy float32, unless they are quantised.
       arguments: positional arguments as a tuple, or keyword arguments as a dict, of NumPy arrays
         and pytrees of them, such as a `Mask`. Other values are passed unchanged.
 
@@ -41,13 +42,14 @@ def run(model: Any, arguments: Arguments) -> Run:
     packages = packages_of(model)
     if "torch" in packages:
         return _torch(model, arguments)
-    if "keras" in packages:
-        return _keras(model, arguments)
     import jax
 
-    with jax.enable_x64(True), ExitStack() as stack:
+    with ExitStack() as stack:
         stack.enter_context(jax.numpy_dtype_promotion("standard"))
         stack.enter_context(jax.numpy_rank_promotion("allow"))
+        if "keras" in packages:
+            return _keras(model, arguments)
+        stack.enter_context(jax.enable_x64(True))
         if isinstance(model, tuple) and len(model) == 2:
             return _linen(*model, arguments)
         if "flax" in packages:
@@ -71,7 +73,14 @@ def _called(model: Callable[..., Any], arguments: Arguments, convert: Callable[[
 
 
 def _wide(array: Any) -> Any:
-    return array.astype(np.float64) if np.issubdtype(array.dtype, np.floating) else array
+    return array.astype(np.float64) if is_float(array.dtype) else array
+
+
+def is_float(dtype: Any) -> bool:
+    """True for a floating dtype, also for those that NumPy does not know, such as bfloat16."""
+    import jax.numpy as jnp
+
+    return bool(jnp.issubdtype(dtype, jnp.floating))
 
 
 def _first(output: Any) -> Any:
@@ -141,20 +150,28 @@ def _patched(
     """
     paths = {id(layer): path for path, layer in reversed(list(layers.items()))}
     found: dict[tuple[str, ...], NDArray] = {}
+    active: set[int] = set()
 
     def recording(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def record(self: Any, *args: Any, **kwargs: Any) -> Any:
-            output = original(self, *args, **kwargs)
             path = paths.get(id(self))
-            if path is not None and path not in found and (value := _first(output)) is not None:
+            if path is None or id(self) in active:  # a `__call__` that calls that of its base
+                return original(self, *args, **kwargs)
+            active.add(id(self))
+            try:
+                output = original(self, *args, **kwargs)
+            finally:
+                active.discard(id(self))
+            if path not in found and (value := _first(output)) is not None:
                 found[path] = value
             return output
 
         return record
 
+    called = {base for layer in layers.values() for base in type(layer).__mro__}
     with ExitStack() as stack:
-        for kind in {type(layer) for layer in layers.values()}:
+        for kind in called - {object}:
             if "__call__" in vars(kind):
                 patch = mock.patch.object(kind, "__call__", recording(vars(kind)["__call__"]))
                 stack.enter_context(patch)
@@ -171,15 +188,21 @@ def _nnx(model: Any, arguments: Arguments) -> Run:
     floats = [
         (path, leaf.replace(_jax(leaf.get_value())))
         for path, leaf in nnx.to_flat_state(state)
-        if np.issubdtype(leaf.get_value().dtype, np.floating)
+        if is_float(leaf.get_value().dtype)
     ]
     nnx.update(module, nnx.from_flat_state(floats))
     layers = {tuple(map(str, path)): one for path, one in nnx.iter_modules(module)}
     for layer in layers.values():
-        if getattr(layer, "dtype", None) is not None:
+        if _computes_in_float(layer):
             layer.dtype = np.dtype(np.float64)
     output, found = _patched(layers, lambda: _called(module, arguments, _jax))
     return Run(_outputs(output), found)
+
+
+def _computes_in_float(layer: Any) -> bool:
+    """True if a layer of Flax has a floating compute dtype."""
+    dtype = getattr(layer, "dtype", None)
+    return dtype is not None and is_float(dtype)
 
 
 def _linen(module: Any, variables: Any, arguments: Arguments) -> Run:
@@ -189,6 +212,8 @@ def _linen(module: Any, variables: Any, arguments: Arguments) -> Run:
     found: dict[tuple[str, ...], NDArray] = {}
 
     def record(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        if _computes_in_float(context.module):  # `apply` calls a clone: the user's stays as it is
+            object.__setattr__(context.module, "dtype", np.dtype(np.float64))
         output = call(*args, **kwargs)
         path = tuple(map(str, context.module.path))
         fresh = context.method_name == "__call__" and path not in found
@@ -220,8 +245,38 @@ def _equinox(model: Any, arguments: Arguments) -> Run:
 
 
 def _keras(model: Any, arguments: Arguments) -> Run:
+    import keras
+
     paths: dict[tuple[str, ...], Any] = {(): model}
     for name, layer, _ in keras_variables(model):
-        paths[tuple(name.split("/")[:-1])] = layer
-    output, found = _patched(paths, lambda: _called(model, arguments, np.asarray))
-    return Run(_outputs(output), found)
+        # The output of a layer with an activation is that of two layers elsewhere.
+        if getattr(layer, "activation", None) in (None, keras.activations.linear):
+            paths[tuple(name.split("/")[:-1])] = layer
+    with _keras_in_float32(model):
+        output, found = _patched(paths, lambda: _called(model, arguments, np.asarray))
+        return Run(_outputs(output), found)
+
+
+@contextmanager
+def _keras_in_float32(model: Any) -> Iterator[None]:
+    """Lets the layers of a Keras model that compute in half precision compute in float32.
+
+    Layers cast their inputs and variables to the compute dtype of their policy, and functional
+    models cast inputs to the dtype of their symbolic inputs. Float64 would not be kept: on JAX and
+    torch, operations of Keras round it to float32.
+    """
+    import keras
+
+    half, single = ("float16", "bfloat16"), keras.DTypePolicy("float32")
+    whole = model._flatten_layers()
+    inner = (getattr(layer, "_functional", None) for layer in whole)  # of a Sequential
+    layers = {id(layer): layer for layer in (*whole, *filter(None, inner))}
+    with ExitStack() as stack:
+        for layer in layers.values():
+            quantised = getattr(layer.dtype_policy, "quantization_mode", None) is not None
+            if layer.compute_dtype in half and not quantised:
+                stack.enter_context(mock.patch.object(layer, "_dtype_policy", single))
+            for tensor in getattr(layer, "_inputs", None) or ():
+                if tensor.dtype in half:
+                    stack.enter_context(mock.patch.object(tensor, "_dtype", "float32"))
+        yield

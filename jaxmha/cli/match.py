@@ -68,7 +68,8 @@ def command(
         option(
             "--inputs",
             "MODULE:FUNCTION that draws the arguments of both models from a NumPy generator: the "
-            "model is filled, both run in float64, and the first layer that departs is named.",
+            "model is filled, both run in float64 (Keras: float32), and the first layer that departs is "
+            "named.",
         ),
     ] = None,
     dtype: Annotated[

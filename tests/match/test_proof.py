@@ -15,8 +15,9 @@ from typer.testing import CliRunner
 
 from jaxmha import Mask
 from jaxmha.cli.app import app
-from jaxmha.converters import equinox, flax, match
+from jaxmha.converters import equinox, flax, keras, match
 from jaxmha.converters.matching import Line, Plan, prove
+from tests.promotion import foreign
 
 
 class Theirs(torch.nn.Module):
@@ -56,6 +57,7 @@ def test_equal_models_agree(source: Theirs) -> None:
     assert (proof.equal, proof.compared, proof.departure) == (6, 4, None)
     assert proof.difference is not None
     assert proof.difference < 1e-14
+    assert (proof.dtype, proof.narrow) == ("float64", None)
 
 
 @pytest.mark.parametrize("epsilon", [1e-6, 1e-3])
@@ -114,6 +116,78 @@ def test_linen_and_equinox_are_run(source: Theirs) -> None:
     one = prove(source, equinox.load_into(made, source), inputs=lambda rng: (rng.normal(size=5),))
     assert one.same
     assert one.compared == 4
+
+
+@pytest.mark.slow_variants("float16")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_layers_of_half_precision_are_run_wide(source: Theirs, dtype: str) -> None:
+    """Also where linen names the dtype in the call, in `setup` or in a layer that it is given."""
+
+    class Compact(nn.Module):
+        dtype: Any
+
+        @nn.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            x = nn.LayerNorm(1e-5, name="ln", dtype=dtype)(nn.relu(nn.Dense(7, name="up")(x)))
+            return nn.Dense(3, name="down", dtype=self.dtype)(x)
+
+    class SetUp(nn.Module):
+        up: nn.Module
+
+        def setup(self) -> None:
+            self.ln, self.down = nn.LayerNorm(1e-5, dtype=dtype), nn.Dense(3, dtype=dtype)
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return self.down(self.ln(nn.relu(self.up(x))))
+
+    inner = nn.Dense(7, dtype=dtype)
+    for model in (Compact(dtype), SetUp(inner)):
+        with foreign():
+            pair = model, model.init(jax.random.key(0), np.zeros((1, 5), np.float32))
+        proof = prove(source, flax.load_into(pair, source), inputs=inputs)
+        assert proof.same, str(proof)
+        assert (proof.dtype, proof.narrow, proof.compared) == ("float64", None, 4)
+        assert "outputs in float64 agree" in str(proof)
+    assert inner.dtype == dtype
+
+
+def test_a_layer_that_casts_to_half_precision_is_named(source: Theirs) -> None:
+    class Casts(Mine):
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return super().__call__(x).astype("bfloat16")
+
+    proof = prove(source, flax.load_into(Casts(), source), inputs=inputs)
+    assert not proof.same
+    assert (proof.dtype, proof.narrow) == ("bfloat16", "the model")
+    assert "outputs in bfloat16, which the model returns, depart" in str(proof)
+    assert "bfloat16 rounds by more than that" in str(proof)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16", "float32"])
+def test_keras_models_of_a_mixed_policy_are_run_in_float32(source: Theirs, policy: str) -> None:
+    from keras import Input, Model, Sequential, layers
+
+    with foreign():
+        made = [
+            layers.Dense(7, dtype=policy, name="up", activation="relu"),
+            layers.LayerNormalization(epsilon=1e-5, dtype=policy, name="ln"),
+            layers.Dense(3, dtype=policy, name="down"),
+        ]
+        entry = Input((5,), dtype=made[0].compute_dtype)
+        functional = Model(entry, made[2](made[1](made[0](entry))))
+        for model in (functional, Sequential([Input((5,)), *made])):
+            proof = prove(source, keras.load_into(model, source), inputs=inputs)
+            assert proof.same, str(proof)
+            assert (proof.dtype, proof.narrow) == ("float32", "ln of the model")
+            assert "outputs in float32, which ln of the model returns, agree" in str(proof)
+            assert proof.compared == 3  # not `up`, whose activation the source has apart
+            assert {layer.dtype_policy.name for layer in made} == {policy}
+            assert model(np.ones((2, 5), np.float32)).dtype == made[2].compute_dtype
+            made[1].gamma.assign(made[1].gamma + 0.01)
+            wrong = prove(source, model, inputs=inputs)
+            assert wrong.departure is not None
+            assert wrong.departure[:2] == ("norm", "ln")
 
 
 def test_wrong_and_rounded_values_are_listed(source: Theirs) -> None:
