@@ -106,6 +106,20 @@ def _from_torch(tensor: "torch.Tensor", name: str) -> NDArray:
         return np.array(tensor.view(width).numpy().view(dtype), copy=True)
 
 
+def cast(array: NDArray, dtype: str | None) -> NDArray:
+    """Casts a floating array to another dtype; returns other arrays, or for None all, unchanged.
+
+    >>> cast(np.ones(2), "float32").dtype, cast(np.arange(2), "float32").dtype.kind
+    (dtype('float32'), 'i')
+    """
+    import jax.numpy as jnp
+
+    if dtype is None or not jnp.issubdtype(array.dtype, jnp.floating):
+        return array
+    with np.errstate(over="ignore"):
+        return array.astype(jnp.dtype(dtype))
+
+
 def narrower(one: "DTypeLike", other: "DTypeLike") -> np.dtype[Any]:
     """Returns the floating dtype that stores fewer significand bits; the first if both are equal.
 

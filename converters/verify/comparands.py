@@ -27,7 +27,8 @@ from jaxmha.converters.discovery import (
 )
 from jaxmha.converters.discovery.attention_blocks import Block, shapes
 from jaxmha.converters.discovery.notes import listed
-from jaxmha.converters.layout.arrays import NDArray, packages_of, to_numpy
+from jaxmha.converters.layout.arrays import NDArray, cast, packages_of, to_numpy
+from jaxmha.converters.migrate.plans import DTYPES
 from jaxmha.converters.migrate.preconditions import naming
 from jaxmha.converters.verify.other_tensors import EMPTY, Source
 from jaxmha.params import check, from_leaves, leaves
@@ -181,6 +182,30 @@ def layers(
         one = from_leaves({leaf: array[index].copy() for leaf, array in arrays.items()})
         block = of_params(f"{name}{list(index)}", layout, one, semantics)
         yield block._replace(path=f"{path}{list(index)}")
+
+
+def rounded(given: Comparand, dtype: str) -> Comparand:
+    """Returns a source whose floating tensors are rounded to a dtype, as `convert --dtype` does.
+
+    Raises ValueError for an unknown dtype, or a layer object, which computes with its own weights.
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"unknown dtype {dtype!r}: known are {', '.join(DTYPES)}")
+    if live := next((block for block in given.blocks if block.is_live), None):
+        raise ValueError(
+            f"dtype={dtype!r} rounds files, arrays and parameters, and {live.name or live.layout} is "
+            "a live layer: give its weights, such as its state dict"
+        )
+    blocks = [
+        of_params(
+            block.name,
+            block.layout,
+            from_leaves({n: cast(to_numpy(x), dtype) for n, x in leaves(block.params).items()}),
+            block.semantics,
+        )._replace(path=block.path)
+        for block in given.blocks
+    ]
+    return given._replace(blocks=blocks, source=given.source._replace(dtype=dtype))
 
 
 def of_params(name: str, layout: str, params: MHAParams, semantics: Semantics) -> ComparedBlock:

@@ -19,14 +19,14 @@ from jaxmha.converters.discovery.attention_blocks import Block
 from jaxmha.converters.discovery.latent_blocks import LatentBlock
 from jaxmha.converters.discovery.other_layers import Module
 from jaxmha.converters.discovery.user_names import dotted
-from jaxmha.converters.layout.arrays import NDArray, to_numpy
+from jaxmha.converters.layout.arrays import NDArray, cast, to_numpy
 from jaxmha.converters.layout.base import Entry
 from jaxmha.converters.verify import latent_comparison
 from jaxmha.converters.verify.weights import rounding
 
 _ROWS = 4 << 20  # bytes of each tensor compared at once
 
-Load = Callable[[str], Any]
+Load = Callable[[str], NDArray | None]
 
 
 class Source(NamedTuple):
@@ -40,6 +40,7 @@ class Source(NamedTuple):
       paths: prefix -> path under which a layer is compared, if it differs from its own path.
       latents: blocks of latent attention; `taken` includes their tensors.
       ordered: False for a Keras file in which the order of layers is a guess.
+      dtype: dtype to which floating tensors are rounded before a comparison; None: none.
     """
 
     source: Any
@@ -51,6 +52,7 @@ class Source(NamedTuple):
     paths: Mapping[str, str] = {}
     latents: tuple[LatentBlock, ...] = ()
     ordered: bool = True
+    dtype: str | None = None
 
 
 EMPTY = Source({}, {})
@@ -152,20 +154,19 @@ def _compared(
     turned: list[str] = []
     zero: list[str] = []
     order = {name: i for source in operands for i, name in enumerate(source.info)}
-    with _opened(operands[0].source) as load_a, _opened(operands[1].source) as load_b:
+    with _opened(operands[0]) as load_a, _opened(operands[1]) as load_b:
         loads = load_a, load_b
         latents = latent_comparison.pairs(operands[0].latents, operands[1].latents)[0]
-        dense = partial(_dense, load_a), partial(_dense, load_b)
         for one in latents:
-            differing |= latent_comparison.differences(one, dense, _whole_difference)
+            differing |= latent_comparison.differences(one, loads, _whole_difference)
         for number, name in harmless:
-            array = _dense(loads[number], name)
+            array = loads[number](name)
             if array is not None and not array.any():
                 zero.append(name)
             else:
                 alone[number][name] = "bias"
         for pair in sorted(pairs, key=lambda pair: order[pair.names[0]]):
-            arrays = [_dense(load, n) for load, n in zip(loads, pair.names, strict=True)]
+            arrays = [load(name) for load, name in zip(loads, pair.names, strict=True)]
             if arrays[0] is None or arrays[1] is None:
                 which = ("first", "second")
                 left += [
@@ -258,17 +259,22 @@ def _both_certain(x: _Group, y: _Group) -> bool:
 
 
 @contextmanager
-def _opened(source: Any) -> Iterator[Load]:
-    if isinstance(source, str | os.PathLike):
-        with checkpoint.open(source, dequantise=True) as file:
-            yield file.__getitem__
+def _opened(given: Source) -> Iterator[Load]:
+    """Yields a function that reads a tensor and rounds it, or returns None as `_dense` does."""
+
+    def load(tensors: Mapping[str, Any], name: str) -> NDArray | None:
+        array = _dense(tensors[name])
+        return array if array is None else cast(array, given.dtype)
+
+    if isinstance(given.source, str | os.PathLike):
+        with checkpoint.open(given.source, dequantise=True) as file:
+            yield partial(load, file)
     else:
-        yield source.__getitem__
+        yield partial(load, given.source)
 
 
-def _dense(load: Load, name: str) -> NDArray | None:
+def _dense(value: Any) -> NDArray | None:
     """The tensor; None if it is not a dense array of numbers."""
-    value = load(name)
     if isinstance(value, np.ndarray):
         return None if value.dtype == object else value
     try:

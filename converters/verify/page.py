@@ -5,7 +5,7 @@ from html import escape
 from pathlib import Path
 
 from jaxmha.converters.verify import page_facts, page_pictures
-from jaxmha.converters.verify.comparison import BlockReport, Report
+from jaxmha.converters.verify.comparison_report import BlockReport, Report
 from jaxmha.converters.verify.page_facts import DIFFERS, LEFT, SAME, Facts
 from jaxmha.converters.verify.page_pictures import text
 from jaxmha.converters.verify.report import versions
@@ -107,8 +107,9 @@ def _tensors(report: Report, first: Facts) -> Iterable[str]:
     only = sum(left.source == "second" for left in report.not_compared)
     yield "<h2>Tensors</h2>"
     yield "<p>One square per tensor of the first source, in the order of the file.</p>"
+    rounded = "" if report.dtype is None else f", once rounded to {escape(report.dtype)}"
     yield (
-        f"<p class=key><span class=good>■</span> {counts[SAME]:,} the same, bit by bit "
+        f"<p class=key><span class=good>■</span> {counts[SAME]:,} the same, bit by bit{rounded} "
         f"<span class=bad>■</span> {counts[DIFFERS]:,} differ <span class=left>■</span> "
         f"{counts[LEFT]:,} not compared</p>"
     )

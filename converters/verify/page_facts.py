@@ -7,7 +7,7 @@ from typing import NamedTuple
 from jaxmha import checkpoint
 from jaxmha.converters.discovery import attention_blocks, user_names
 from jaxmha.converters.discovery.attention_blocks import Block
-from jaxmha.converters.verify.comparison import BlockReport, Report
+from jaxmha.converters.verify.comparison_report import BlockReport, Report
 
 SAME, DIFFERS, LEFT = "same", "differs", "not compared"
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from html import escape
 
 from jaxmha import notebook
-from jaxmha.converters.verify.comparison import BlockReport
+from jaxmha.converters.verify.comparison_report import BlockReport
 from jaxmha.converters.verify.page_facts import DIFFERS, LEFT, TensorFacts
 
 LONGEST = 100  # characters of a name

@@ -9,7 +9,6 @@ from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
 
-import jax
 import numpy as np
 
 from jaxmha import Semantics, checkpoint
@@ -20,7 +19,7 @@ from jaxmha.converters.discovery import latent_blocks, layer_layouts
 from jaxmha.converters.discovery.attention_blocks import Block
 from jaxmha.converters.discovery.other_layers import Module
 from jaxmha.converters.layout import fill, fold, transform
-from jaxmha.converters.layout.arrays import NDArray
+from jaxmha.converters.layout.arrays import NDArray, cast
 from jaxmha.converters.layout.base import Entry, Layout
 from jaxmha.converters.migrate import lazy_tensors
 from jaxmha.converters.migrate.lazy_slices import Slices
@@ -235,10 +234,3 @@ def digest(array: NDArray, dtype: str | None = None) -> str:
     for block in blocks_of(array):
         state.update(to_bytes(cast(block, dtype)).data)
     return f"{DIGEST}:{state.hexdigest()}"
-
-
-def cast(array: NDArray, dtype: str | None) -> NDArray:
-    """Casts a floating array to another dtype; returns other arrays unchanged."""
-    if dtype is None or not jax.numpy.issubdtype(array.dtype, np.floating):
-        return array
-    return array.astype(jax.numpy.dtype(dtype))

@@ -10,6 +10,7 @@ from jaxmha.converters.verify import diagnosis
 from jaxmha.params import leaves
 
 SAME_VALUES = "the same values"
+ROUNDED = "the second is the first, rounded"
 
 
 @dataclass(frozen=True)
@@ -98,5 +99,5 @@ def rounding(x: NDArray, y: NDArray) -> str:
     if first and second:
         return SAME_VALUES
     if second:
-        return "the second is the first, rounded"
+        return ROUNDED
     return "the first is the second, rounded" if first else ""

@@ -27,6 +27,7 @@ from jaxmha.converters.layout.arrays import NDArray
 from jaxmha.converters.verify import (
     attribution,
     comparison,
+    comparison_report,
     forward_check,
     keras_pairs,
     model_facts,
@@ -141,7 +142,8 @@ def command(
     The parts sum to the difference. Weights that are stored differently without effect, such as in
     another dtype, count too. Tensors outside attention are compared bit by bit, except with --block.
     Outputs are computed without positions; those of the two config.json are compared, with masks.
-    Exit code 1 if anything but rounding differs, or was not compared.
+    Exit code 1 if anything differs but the rounding of the computation, or was not compared: weights
+    that were rounded to another dtype differ (`jaxmha verify --dtype` accepts them).
     """
     with one_message():
         file = None if inputs is None else _read(inputs)
@@ -211,7 +213,7 @@ def _print(result: Difference) -> None:
     for note in result.notes:
         print_line(escape(note))
     left = len(result.rest.left)
-    verdict = comparison.verdict(result.same, result.different, left, result.unproven)
+    verdict = comparison_report.verdict(result.same, result.different, left, result.unproven)
     print_verdict(result.same, verdict)
 
 

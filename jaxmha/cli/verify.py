@@ -18,14 +18,15 @@ from jaxmha.cli.console import (
     print_verdict,
     put_text,
 )
-from jaxmha.cli.options import Json, NumHeads, option
+from jaxmha.cli.options import DtypeName, Json, NumHeads, option
 from jaxmha.cli.plan import files_of
-from jaxmha.converters.verify import comparison, page
+from jaxmha.converters.verify import comparison, comparison_report, page
 
 EXAMPLES = (
     "Examples:\n\n  jaxmha verify model.safetensors flax.safetensors\n\n"
     "  jaxmha verify encoder.pt encoder.weights.h5 --num-heads 8 --json\n\n"
-    "  jaxmha verify model.safetensors flax.safetensors --html report.html"
+    "  jaxmha verify model.safetensors flax.safetensors --html report.html\n\n"
+    "  jaxmha verify model.safetensors bfloat16.safetensors --dtype bfloat16"
 )
 
 
@@ -33,6 +34,14 @@ def command(
     a: Annotated[Path, typer.Argument(help="One checkpoint.", show_default=False)],
     b: Annotated[Path, typer.Argument(help="The other.", show_default=False)],
     num_heads: NumHeads = None,
+    dtype: Annotated[
+        DtypeName | None,
+        option(
+            "--dtype",
+            "Round every floating tensor of the first to this dtype before the comparison, as "
+            "`convert --dtype` does.",
+        ),
+    ] = None,
     as_json: Json = False,
     html: Annotated[
         Path | None,
@@ -44,29 +53,40 @@ def command(
 
     Other layers are read by the conventions of their frameworks. Positions, masks, kinds and
     epsilons of norms are compared if a config.json of its model is next to each file. Exit code 1 if
-    anything differs, or if a tensor has no counterpart and was not compared.
+    anything differs, or if a tensor has no counterpart and was not compared. Another dtype is a
+    difference, even of the same values: --dtype rounds the first before the comparison.
     """
+    cast = None if dtype is None else dtype.value
     with one_message():
         if html is not None:
             check_text(html, force, [*files_of(a), *files_of(b)])
-        report = comparison.compare(a, b, num_heads=num_heads)
+        report = comparison.compare(a, b, num_heads=num_heads, dtype=cast)
         if html is not None:
-            made = page.of_files(report, a, b, _again(a, b, num_heads))
+            made = page.of_files(report, a, b, _again(a, b, num_heads, cast))
             put_text(html, made, force, [*files_of(a), *files_of(b)])
         if as_json:
             print_json(report.to_json())
         else:
             _print(report)
+            if to := _rounded_to(report):
+                print_line(f"next: {escape(_again(a, b, num_heads, to))}")
     raise typer.Exit(0 if report.same else 1)
 
 
-def _again(a: Path, b: Path, num_heads: int | None) -> str:
+def _again(a: Path, b: Path, num_heads: int | None, dtype: str | None) -> str:
     """The command line that repeats the comparison."""
     heads = () if num_heads is None else ("--num-heads", str(num_heads))
-    return shlex.join(("jaxmha", "verify", str(a), str(b), *heads))
+    cast = () if dtype is None else ("--dtype", dtype)
+    return shlex.join(("jaxmha", "verify", str(a), str(b), *heads, *cast))
 
 
-def _print(report: comparison.Report) -> None:
+def _rounded_to(report: comparison_report.Report) -> str | None:
+    """The dtype with which the comparison may succeed: the second source is the first, rounded."""
+    found = {block.dtypes[1] for block in report.blocks if not block.same}
+    return found.pop() if report.only_rounded and len(found) == 1 else None
+
+
+def _print(report: comparison_report.Report) -> None:
     rows = []
     for block in report.blocks:
         weights = "identical (0 ULP)" if not block.differences else "equal but for zeros"

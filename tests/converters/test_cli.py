@@ -12,7 +12,7 @@ import pytest
 
 from jaxmha import checkpoint
 from jaxmha.converters import flax, keras, torch
-from jaxmha.converters.verify import comparands
+from jaxmha.converters.verify import comparands, comparison
 from tests.converters import layers
 from tests.converters.command_line import LAYERS, D, N, cli, printed, torch_encoder
 from tests.converters.test_every_layout import exported
@@ -200,6 +200,51 @@ def test_cast_says_what_it_cost(folder: Path, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "largest relative error" in " ".join(result.stdout.split())
     assert cli("verify", folder / "flax.safetensors", target).exit_code == 1
+
+
+def test_a_checkpoint_is_verified_against_the_one_it_was_rounded_to(
+    folder: Path, tmp_path: Path
+) -> None:
+    """Attention and other layers; a wrong element, or another dtype, still differs."""
+    source, target = folder / "encoder.pt", tmp_path / "half.safetensors"
+    heads = ("--num-heads", N)
+    made = cli("convert", source, target, "--to", "flax", *heads, "--dtype", "bfloat16")
+    assert made.exit_code == 0, made.output
+    strict = cli("verify", source, target, *heads)
+    assert strict.exit_code == 1
+    command = f"next: jaxmha verify {source} {target} --num-heads {N} --dtype bfloat16"
+    assert command in "".join(strict.stdout.split("\n")).replace("  ", " ")
+    page = tmp_path / "report.html"
+    rounded = cli("verify", source, target, *heads, "--dtype", "bfloat16", "--html", page)
+    assert rounded.exit_code == 0, rounded.output
+    assert rounded.stdout.strip().endswith("the first rounded to bfloat16: the same")
+    assert "next:" not in rounded.stdout
+    assert "the same, bit by bit, once rounded to bfloat16" in page.read_text()
+    assert "--dtype bfloat16" in page.read_text()
+    found = json.loads(
+        cli("verify", source, target, *heads, "--dtype", "bfloat16", "--json").stdout
+    )
+    assert (found["same"], found["dtype"]) == (True, "bfloat16")
+    assert {*found["blocks"][0]["dtypes"]} == {"bfloat16"}
+    assert cli("verify", source, target, *heads, "--dtype", "float16").exit_code == 1
+    assert cli("diff", source, target, *heads).exit_code == 1
+    with checkpoint.open(target) as file:
+        arrays = {name: np.array(file[name]) for name in file}
+    for name in ("layers/0/linear1/kernel", "layers/1/self_attn/key/bias"):
+        changed = arrays | {name: arrays[name] + arrays[name].dtype.type(1)}
+        checkpoint.write(tmp_path / "wrong.safetensors", changed, force=True)
+        wrong = cli("verify", source, tmp_path / "wrong.safetensors", *heads, "--dtype", "bfloat16")
+        assert wrong.exit_code == 1
+        strict = cli("verify", source, tmp_path / "wrong.safetensors", *heads)
+        assert "next:" not in strict.stdout
+
+
+def test_a_live_layer_or_an_unknown_dtype_is_not_rounded() -> None:
+    layer = torch_encoder().layers[0].self_attn
+    with pytest.raises(ValueError, match="MultiheadAttention is a live layer: give its weights"):
+        comparison.compare(layer, layer, dtype="bfloat16")
+    with pytest.raises(ValueError, match="unknown dtype 'half'"):
+        comparison.compare(torch.from_module(layer), layer, dtype="half")
 
 
 def process(*arguments: Any) -> subprocess.CompletedProcess[str]:

@@ -10,7 +10,7 @@ import pytest
 
 from jaxmha import checkpoint
 from jaxmha.converters.migrate import pipeline
-from jaxmha.converters.verify import comparands, comparison, model_facts
+from jaxmha.converters.verify import comparands, comparison, comparison_report, model_facts
 from tests.converters.command_line import cli, printed
 
 LAYERS, HEADS, D = 2, 3, 13
@@ -150,7 +150,7 @@ def test_diff_and_describe_name_them(tensors: dict[str, Any], tmp_path: Path) ->
     (a.parent / "config.json").write_text(json.dumps(MISTRAL | {"sliding_window": None}))
     described = json.loads(cli("describe", a, "--causal", "--json").stdout)
     assert described["not_applied"] == AROUND.rpartition("; mask")[0]
-    report = comparison.Report((), facts=("rms_norm_eps: first 1; second 2",))
+    report = comparison_report.Report((), facts=("rms_norm_eps: first 1; second 2",))
     assert (report.verdict, str(report)) == (
         "different",
         "differs, in no tensor: " + report.facts[0],

@@ -9,7 +9,7 @@ import pytest
 
 from jaxmha import MHAParams, Semantics, checkpoint
 from jaxmha.converters import flax, keras, torch
-from jaxmha.converters.verify import comparison
+from jaxmha.converters.verify import comparison, comparison_report
 from jaxmha.params import leaves
 from tests.converters import layers
 
@@ -22,7 +22,7 @@ def params(layer: Any) -> MHAParams:
     return torch.from_module(layer)[0]
 
 
-def report(a: Any, b: Any, **options: Any) -> comparison.BlockReport:
+def report(a: Any, b: Any, **options: Any) -> comparison_report.BlockReport:
     """The only block of a comparison."""
     (block,) = comparison.compare(a, b, **options).blocks
     return block

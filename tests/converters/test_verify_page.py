@@ -14,7 +14,7 @@ import pytest
 
 from jaxmha import checkpoint
 from jaxmha.converters.layout.arrays import NDArray
-from jaxmha.converters.verify import comparison, page, page_facts
+from jaxmha.converters.verify import comparison, comparison_report, page, page_facts
 from tests.converters.command_line import cli
 from tests.html_tags import parsed
 from tests.masks.draws import numbers
@@ -137,11 +137,13 @@ def test_nothing_is_overwritten_unasked(tmp_path: Path) -> None:
 
 
 def test_many_blocks_and_tensors_stay_a_page() -> None:
-    block = comparison.BlockReport(
-        LONG, LONG, ("torch", "flax"), 2, ("float32",) * 2, (), (), {"no mask": (1.0, np.inf)},
+    block = comparison_report.BlockReport(
+        LONG, LONG, ("torch", "flax"), 2, ("float32",) * 2, ("float32",) * 2, (), (), {"no mask": (1.0, np.inf)},
         None, None, same=False,
     )  # fmt: skip
-    report = comparison.Report((block,) * 3000, outside={f"t{i}": "how" for i in range(3000)})
+    report = comparison_report.Report(
+        (block,) * 3000, outside={f"t{i}": "how" for i in range(3000)}
+    )
     tensors = tuple(page_facts.TensorFacts(LONG, "float32", (3,), "same") for _ in range(9000))
     facts = page_facts.Facts("a", "npz", (), tensors)
     parts = [*page._tensors(report, facts), *page._blocks(report), *page._outside(report)]
