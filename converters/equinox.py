@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from jaxmha import MHAParams, Semantics
-from jaxmha.converters.discovery.live_model import refuse_own_forward
+from jaxmha.converters.discovery.own_forward import refuse_own_forward
 from jaxmha.converters.layout.api import make_api
 from jaxmha.converters.layout.equinox import EQUINOX, LAYOUTS
 from jaxmha.converters.layout.validation import one_dtype
@@ -40,6 +40,7 @@ load_into = make_load_into(
 
 
 _PROJECTIONS = ("query", "key", "value", "output")
+_INSTEAD = "import_params of a dict of its arrays, with num_heads"
 
 
 def from_module(
@@ -51,7 +52,7 @@ def from_module(
 
     Raises:
       TypeError: the module is of another class.
-      ValueError: its class overrides `__call__` or `_project`.
+      ValueError: its class overrides `__call__` or `_project`, or a sublayer is not equinox's own.
 
     >>> import equinox, jax
     >>> module = equinox.nn.MultiheadAttention(2, 6, dropout_p=0.1, key=jax.random.key(0))
@@ -68,18 +69,29 @@ def from_module(
         )
     from jaxmha.equinox import MultiheadAttention
 
-    if isinstance(module, MultiheadAttention):
-        return module.to_params()
-    instead = "import_params of a dict of its arrays, with num_heads"
-    refuse_own_forward(module, "equinox", ("__call__", "_project"), instead)
-    return weights_of(module)
+    kinds = (MultiheadAttention, equinox.nn.MultiheadAttention)
+    refuse_own_forward(module, kinds, ("__call__", "_project"), _INSTEAD)
+    for name in _PROJECTIONS:
+        path = f"{name}_proj"
+        linear = (equinox.nn.Linear,)
+        refuse_own_forward(getattr(module, path), linear, ("__call__",), _INSTEAD, path)
+    refuse_own_forward(module.dropout, (equinox.nn.Dropout,), ("__call__",), _INSTEAD, "dropout")
+    return module.to_params() if isinstance(module, MultiheadAttention) else weights_of(module)
 
 
 def weights_of(module: "equinox.nn.MultiheadAttention") -> tuple[MHAParams, Semantics]:
-    """Parameters and semantics of an equinox layer, even if it overrides `__call__`."""
+    """Parameters and semantics of an equinox layer, even if it overrides `__call__`.
+
+    Raises:
+      ValueError: a projection is not an `equinox.nn.Linear`.
+    """
+    with needed("equinox"):
+        import equinox
+
     state = {}
     for name in _PROJECTIONS:
         layer = getattr(module, f"{name}_proj")
+        refuse_own_forward(layer, (equinox.nn.Linear,), (), _INSTEAD, f"{name}_proj")
         state[f"{name}_proj.weight"] = layer.weight
         if layer.bias is not None:
             state[f"{name}_proj.bias"] = layer.bias

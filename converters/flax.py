@@ -5,6 +5,7 @@ The layers are called as (query, key, value). True in their masks means attend.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from inspect import signature
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 
 import jax
@@ -13,6 +14,7 @@ import numpy as np
 from jaxmha import MHAParams, Semantics
 from jaxmha.converters.discovery import live_model
 from jaxmha.converters.discovery.live_model import flax as tensors_of
+from jaxmha.converters.discovery.own_forward import Settings, refuse_own_forward, refuse_settings
 from jaxmha.converters.layout.api import make_api
 from jaxmha.converters.layout.arrays import NDArray, to_numpy
 from jaxmha.converters.layout.flax import LAYOUTS, LINEN, LINEN_TIES, NNX_TIES
@@ -63,15 +65,20 @@ def from_module(
     Raises:
       TypeError: the module is neither of the two attention layers.
       ValueError: a linen module without variables, weights that contradict `num_heads`, a
-        custom `attention_fn`, or a class that overrides `__call__`.
+        function of the user's own in place of one of flax (`attention_fn`, `qkv_dot_general`, ...),
+        a class that overrides `__call__`, or a sublayer of another class.
     """
     with needed("flax"):
         from flax import linen, nnx
 
-    if isinstance(module, nnx.MultiHeadAttention | linen.MultiHeadDotProductAttention):
-        given = "module" if variables is None else "module, variables"
-        instead = f"import_params(tensors_of({given}).state, num_heads=...)"
-        live_model.refuse_own_forward(module, "flax", ["__call__"], instead)
+    kinds = (nnx.MultiHeadAttention, linen.SelfAttention, linen.MultiHeadDotProductAttention)
+    if isinstance(module, kinds):
+        instead = _instead(variables)
+        refuse_own_forward(module, kinds, ["__call__"], instead)
+        if isinstance(module, nnx.MultiHeadAttention):
+            for name, own, _ in _sublayers(module):
+                path = f"module.{name}"
+                refuse_own_forward(getattr(module, name), own, ["__call__"], instead, path)
     return weights_of(module, variables)
 
 
@@ -84,13 +91,15 @@ def weights_of(
         from flax.core import meta
         from flax.traverse_util import flatten_dict
 
+    norm: dict[str, Any] = {}
     if isinstance(module, nnx.MultiHeadAttention):
-        known: Any = nnx.dot_product_attention
+        settings: Settings = {"attention_fn": (nnx.dot_product_attention,)}
+        norm = _check_sublayers(module)
         tree = nnx.to_pure_dict(nnx.state(module, nnx.Param))
     elif isinstance(module, linen.MultiHeadDotProductAttention):
         if variables is None:
             raise ValueError("a linen module holds no weights: pass variables= as well")
-        known = linen.dot_product_attention
+        settings = {"attention_fn": (linen.dot_product_attention,), **_of_functions()}
         tree = meta.unbox(variables.get("params", variables))
     else:
         instead = ""
@@ -102,12 +111,7 @@ def weights_of(
             "expected a flax linen.MultiHeadDotProductAttention or nnx.MultiHeadAttention, got "
             f"{type(module).__name__}: {instead or 'for a model take its layers, for a tree of arrays import_params'}"
         )
-    if module.attention_fn is not known:
-        name = getattr(module.attention_fn, "__qualname__", repr(module.attention_fn))
-        raise ValueError(
-            f"module.attention_fn={name} is not flax's own dot_product_attention, and may compute "
-            "anything; for the weights alone pass their tree to import_params"
-        )
+    refuse_settings(module, settings, _instead(variables), "module")
     flat = {"/".join(map(str, path)): leaf for path, leaf in flatten_dict(dict(tree)).items()}
     params, semantics = import_params(flat, num_heads=module.num_heads)
     if module.normalize_qk != (params.query_norm is not None):
@@ -117,7 +121,71 @@ def weights_of(
         )
     shared = ("B", "N") if module.broadcast_dropout and module.dropout_rate else ()
     rate = float(module.dropout_rate)
-    return params, replace(semantics, dropout_rate=rate, dropout_broadcast=shared)
+    return params, replace(semantics, dropout_rate=rate, dropout_broadcast=shared, **norm)
+
+
+def _instead(variables: Mapping[str, Any] | None) -> str:
+    """The call that takes the weights of a module alone, for messages."""
+    given = "module" if variables is None else "module, variables"
+    return f"import_params(tensors_of({given}).state, num_heads=...)"
+
+
+def _of_functions() -> Settings:
+    """The arguments of linen that replace a function in the computation, with flax's own values."""
+    product = (None, jax.lax.dot_general)
+    return {
+        "qkv_dot_general": product,
+        "out_dot_general": product,
+        "qkv_dot_general_cls": (None,),
+        "out_dot_general_cls": (None,),
+        "qk_attn_weights_einsum_cls": (None,),
+        "attn_weights_value_einsum_cls": (None,),
+    }
+
+
+def _sublayers(module: "nnx.MultiHeadAttention") -> Iterator[tuple[str, tuple[Any, ...], Settings]]:
+    """Name, expected classes and settings of each sublayer of an nnx module.
+
+    The constructor makes sublayers of these classes; an assignment may put any other in their place.
+    """
+    from flax import nnx
+
+    linear = {"dot_general": (None, jax.lax.dot_general), "dot_general_cls": (None,)}
+    for name in ("query", "key", "value", "out"):
+        axis = (-2, -1) if name == "out" else (-1,)
+        yield name, (nnx.LinearGeneral,), {**linear, "axis": (axis,)}
+    last = (-1, (-1,))
+    across = {"axis_name": (None,), "axis_index_groups": (None,)}
+    for name in ("query_ln", "key_ln") if module.normalize_qk else ():
+        axes = {"reduction_axes": last, "feature_axes": last}
+        yield name, (nnx.LayerNorm, nnx.RMSNorm), {**axes, **across}
+
+
+def _check_sublayers(module: "nnx.MultiHeadAttention") -> dict[str, Any]:
+    """The semantics of the norms of an nnx module.
+
+    Raises:
+      ValueError: a sublayer is of another class, or a setting changes what it computes.
+    """
+    from flax import nnx
+
+    norms = {}
+    for name, kinds, settings in _sublayers(module):
+        layer, path = getattr(module, name), f"module.{name}"
+        refuse_own_forward(layer, kinds, (), _instead(None), path)
+        promote = signature(kinds[0].__init__).parameters.get("promote_dtype")
+        promoting: Settings = {} if promote is None else {"promote_dtype": (promote.default,)}
+        refuse_settings(layer, {**settings, **promoting}, _instead(None), path)
+        if name.endswith("_ln"):
+            kind = "rms" if isinstance(layer, nnx.RMSNorm) else "layer"
+            norms[name] = {"qk_norm": kind, "qk_norm_epsilon": float(layer.epsilon)}
+    first, *others = norms.values() or [{}]
+    if any(other != first for other in others):
+        raise ValueError(
+            f"module.query_ln and module.key_ln differ, {norms}: jaxmha has one kind of norm and one "
+            "epsilon for both"
+        )
+    return first
 
 
 @overload

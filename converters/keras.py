@@ -4,6 +4,8 @@ Keras layers are called as (query, value, key). True in their masks means attend
 are variable paths (`query/kernel`), or paths in a `.weights.h5` file (`query_dense/vars/0`).
 """
 
+import math
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,6 +19,7 @@ from jaxmha.converters.discovery.keras_layers import (
     implicit_masks,
 )
 from jaxmha.converters.discovery.live_model import keras as tensors_of
+from jaxmha.converters.discovery.own_forward import Settings, refuse_own_forward, refuse_settings
 from jaxmha.converters.layout.api import make_api
 from jaxmha.converters.layout.arrays import NDArray, to_numpy
 from jaxmha.converters.layout.keras import (
@@ -69,7 +72,8 @@ def from_module(layer: "keras.Layer", variables: None = None) -> tuple[MHAParams
 
     Raises:
       TypeError: the layer is neither of the two.
-      ValueError: the layer is not built, or its class overrides a method that computes outputs.
+      ValueError: the layer is not built; or its class, the layer itself or a sublayer overrides a
+        method that computes outputs.
 
     `sliding_window` and `attention_axes` become fields of the semantics; `multi_head_attention`
     applies them to inputs with as many axes as those of the layer. Keras' masks for several
@@ -87,20 +91,36 @@ def from_module(layer: "keras.Layer", variables: None = None) -> tuple[MHAParams
             f"{type(layer).__name__}: "
             + (by_hand or "for a model take its layers, for a flat dict of arrays import_params")
         )
-    live_model.refuse_own_forward(
-        layer, "keras", _COMPUTING, "import_params(tensors_of(layer).state)"
-    )
+    instead = "import_params(tensors_of(layer).state)"
+    refuse_own_forward(layer, attention_classes(), _COMPUTING, instead)
+    for name, kind, activation in _sublayers():
+        if (sublayer := getattr(layer, name, None)) is not None:
+            refuse_own_forward(sublayer, (kind,), ("call", "__call__"), instead, name)
+            refuse_settings(sublayer, activation, instead, name)
     return weights_of(layer)
 
 
 # Methods by which a class computes its output.
 _COMPUTING = (
     "call",
+    "__call__",
     "_compute_attention",
     "_masked_softmax",
     "_compute_attention_mask",
     "_compute_causal_mask",
+    "_compute_sliding_window_mask",
 )
+
+
+def _sublayers() -> Iterator[tuple[str, Any, Settings]]:
+    """Attribute, class and activation of the sublayers that `build` makes."""
+    import keras
+
+    for name in ("_query_dense", "_key_dense", "_value_dense", "_output_dense", "_gate_dense"):
+        own = keras.activations.sigmoid if name == "_gate_dense" else keras.activations.linear
+        yield name, keras.layers.EinsumDense, {"activation": (own,)}
+    yield "_softmax", keras.layers.Softmax, {}
+    yield "_dropout_layer", keras.layers.Dropout, {}
 
 
 def weights_of(layer: "keras.Layer") -> tuple[MHAParams, Semantics]:
@@ -119,8 +139,11 @@ def weights_of(layer: "keras.Layer") -> tuple[MHAParams, Semantics]:
     grouped = "num_key_value_heads" in config
     params, semantics = import_params(state, layout=(GROUPED if grouped else VARIABLES).name)
     window = config.get("sliding_window")
+    H = params.query.kernel.shape[-1]
+    factor = getattr(layer, f"_inverse_sqrt_{'head' if grouped else 'key'}_dim", None)
     semantics = replace(
         semantics,
+        scale=None if factor in (None, 1 / math.sqrt(H)) else float(factor),
         dropout_rate=float(config["dropout"]),
         local_window_size=None if window is None else (window - 1, window - 1),
         attention_axes=_attended(layer),

@@ -15,6 +15,7 @@ import numpy as np
 from jaxmha import MHAParams, Semantics
 from jaxmha.converters.discovery import live_model
 from jaxmha.converters.discovery.live_model import torch as tensors_of
+from jaxmha.converters.discovery.own_forward import refuse_own_forward
 from jaxmha.converters.layout import shared, transform
 from jaxmha.converters.layout.api import make_api
 from jaxmha.converters.layout.arrays import NDArray, to_numpy, to_torch
@@ -137,7 +138,7 @@ def from_module(
 
     Raises:
       TypeError: the module is of another class.
-      ValueError: its parameters do not determine its output: it overrides forward, or has hooks;
+      ValueError: its parameters do not determine its output: it has a forward of its own, or hooks;
         without a copy: a parameter requires a gradient, or its memory cannot be shared.
 
     >>> import torch
@@ -164,16 +165,23 @@ def from_module(
                 "import_params"
             )
         )
-    if type(module).forward is not torch.nn.MultiheadAttention.forward:
-        raise ValueError(
-            f"{type(module).__name__} has a forward of its own, so its parameters do not determine its "
-            "output: take them by import_params(module.state_dict(), num_heads=...)"
-        )
+    instead = "import_params(module.state_dict(), num_heads=...)"
+    refuse_own_forward(module, (torch.nn.MultiheadAttention,), _COMPUTING, instead)
     if module._forward_hooks or module._forward_pre_hooks:
         raise ValueError(
             "the module has forward hooks, whose effect is not known: remove them first"
         )
+    everywhere = torch.nn.modules.module
+    if everywhere._global_forward_hooks or everywhere._global_forward_pre_hooks:
+        raise ValueError(
+            "all modules of torch have forward hooks (register_module_forward_hook or "
+            "register_module_forward_pre_hook), whose effect is not known: remove them first"
+        )
     return weights_of(module, copy=copy)
+
+
+# Methods by which a module computes its output.
+_COMPUTING = ("forward", "merge_masks", "__call__", "_wrapped_call_impl", "_call_impl")
 
 
 def weights_of(module: "torch.nn.MultiheadAttention", *, copy: bool = True) -> Imported:

@@ -214,11 +214,16 @@ class MultiheadAttention(equinox.nn.MultiheadAttention):  # type: ignore[misc]
         """Parameters and semantics, as `jaxmha.multi_head_attention`, `prefill` and exporters take
         them.
 
+        Raises:
+          TypeError: a projection is not an `equinox.nn.Linear`, or overrides its `__call__`.
+
         >>> params, _ = MultiheadAttention(2, 6, key=jax.random.key(0)).to_params()
         >>> params.query.kernel.shape
         (6, 2, 3)
         """
         N, K = self.num_heads, self.num_kv_heads
+        for name in _PROJECTIONS:
+            _require_linear(getattr(self, name), name)
         out = self.output_proj
         params = MHAParams(
             _projection(self.query_proj, N),
@@ -313,6 +318,16 @@ _PROJECTIONS = ("query_proj", "key_proj", "value_proj", "output_proj")
 def _split(linear: Callable[..., jax.Array], x: Array, heads: int) -> jax.Array:
     """Projects features and splits them into heads; `linear` may be any layer of one vector."""
     return jax.vmap(linear)(x).reshape(len(x), heads, -1)
+
+
+def _require_linear(layer: object, name: str) -> None:
+    """Raises TypeError for a layer that may compute something else than its weight and bias say."""
+    linear = equinox.nn.Linear
+    if not isinstance(layer, linear) or type(layer).__call__ is not linear.__call__:
+        raise TypeError(
+            f"{name} must be an equinox.nn.Linear, got {type(layer).__name__}, whose weights do not "
+            "determine its output: merge it into an equinox.nn.Linear first"
+        )
 
 
 def _projection(linear: "equinox.nn.Linear", heads: int) -> Projection:

@@ -1,6 +1,6 @@
 """Collects the tensors of a model in memory, under the names by which its framework saves them."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -122,21 +122,6 @@ def flax(module: Any, variables: Any = None) -> LiveModel:
     state = {"/".join(map(str, path)): leaf.get_value() for path, leaf in nnx.to_flat_state(kept)}
     layers = {"/".join(map(str, path)): one for path, one in nnx.iter_modules(module)}
     return LiveModel(state, layers)
-
-
-def refuse_own_forward(layer: object, package: str, names: Collection[str], instead: str) -> None:
-    """Raises ValueError if a class outside the package defines one of the methods `names`.
-
-    Such a layer may compute anything from its parameters. `instead`: the call that imports them,
-    for the message.
-    """
-    for name in names:
-        owner = next(base for base in type(layer).__mro__ if name in vars(base))
-        if owner.__module__.split(".")[0] not in (package, "jaxmha"):
-            raise ValueError(
-                f"{owner.__name__} has a {name} of its own, so its parameters do not determine its "
-                f"output: take them by {instead}"
-            )
 
 
 def under(whole: LiveModel, layer: object) -> set[str]:

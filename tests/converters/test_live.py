@@ -45,7 +45,7 @@ def my_attention(query: Any, key: Any, value: Any, **_: Any) -> Any:
 def test_an_attention_function_of_the_user_s_own_is_refused(kind: str) -> None:
     layer: Any = layers.build(config_of(kind))
     arguments: tuple[Any, ...] = (layer,)
-    message = r"module.attention_fn=my_attention is not flax's own dot_product_attention"
+    message = r"module.attention_fn=my_attention is not the default dot_product_attention"
     if kind == "linen":
         layer = (layer[0].clone(attention_fn=my_attention), layer[1])
         arguments = layer
