@@ -104,6 +104,8 @@ def reject_foreign(name: str, tree: object) -> None:
         if framework in FOREIGN and hasattr(leaf, "dtype"):
             called = f"{name}{jax.tree_util.keystr(path)}"
             wide = ".float()" if framework == "torch" and "bfloat16" in str(leaf.dtype) else ""
+            if hasattr(leaf, "_materialize"):  # a CausalBias of torch, whose memory has no values
+                wide = "._materialize()"
             raise TypeError(
                 f"{called} must be an array of NumPy or JAX, got {framework}."
                 f"{type(leaf).__name__}: give {called}{wide}{FOREIGN[framework]}"

@@ -208,9 +208,11 @@ class Mask:
         """A Boolean array broadcastable to BNTS, True = attend."""
         reject_foreign("mask", array)
         if getattr(array, "dtype", None) is None:
+            remedy = "make it an array with np.asarray(mask, bool)"
+            if hasattr(array, "mask_mod"):  # a BlockMask of torch's flex_attention
+                remedy = "it holds a function, to be given as mask_mod=block_mask.mask_mod"
             raise TypeError(
-                f"mask must be a Boolean array or a Mask, got {type(array).__name__}: make it an "
-                "array with np.asarray(mask, bool)"
+                f"mask must be a Boolean array or a Mask, got {type(array).__name__}: {remedy}"
             )
         if array.dtype != np.bool_:
             raise TypeError(

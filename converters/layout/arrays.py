@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 
+from jaxmha.converters.layout.torch_arrays import from_torch
 from jaxmha.extras import needed
 
 NDArray = np.ndarray[Any, np.dtype[Any]]
@@ -28,7 +29,7 @@ def to_numpy(array: AnyArray, name: str = "") -> NDArray:
     """A fresh C-contiguous NumPy copy with the dtype unchanged (bfloat16 through ml_dtypes).
 
     Accepts NumPy and JAX arrays, torch tensors, Keras and TensorFlow variables, and anything else
-    that NumPy can convert. `name` is shown if a tensor has no values.
+    that NumPy can convert. `name` is shown for a tensor of torch that cannot be read.
 
     >>> to_numpy([1.0, 2.0])
     array([1., 2.])
@@ -41,7 +42,7 @@ def to_numpy(array: AnyArray, name: str = "") -> NDArray:
             "traced arrays; call others outside of the traced function"
         )
     if "torch" in packages_of(found):
-        return _from_torch(found, name)
+        return from_torch(found, name)
     if "keras" in packages_of(found) or "flax" in packages_of(found):
         found = getattr(found, "value", found)
         found = found() if callable(found) else found
@@ -80,30 +81,6 @@ def to_torch(array: NDArray) -> "torch.Tensor":
     except TypeError:  # torch.from_numpy rejects bfloat16 and float8 of ml_dtypes
         dtype = getattr(torch, copy.dtype.name)
         return torch.from_numpy(copy.view(f"i{copy.dtype.itemsize}")).view(dtype)
-
-
-def refuse_meta(tensor: Any, name: str = "") -> None:
-    """Raises ValueError, with the name, for a torch tensor on the meta device."""
-    if getattr(tensor, "is_meta", False):
-        raise ValueError(
-            f"{name}{': ' * bool(name)}a torch tensor of shape {tuple(tensor.shape)} on the meta "
-            "device has no values: move the module with to_empty(device='cpu') and load its weights "
-            "first"
-        )
-
-
-def _from_torch(tensor: "torch.Tensor", name: str) -> NDArray:
-    refuse_meta(tensor, name)
-    tensor = tensor.detach().cpu().contiguous()
-    try:
-        return np.array(tensor.numpy(), copy=True)
-    except TypeError:
-        import ml_dtypes
-        import torch
-
-        width = {1: torch.int8, 2: torch.int16}[tensor.element_size()]
-        dtype = np.dtype(getattr(ml_dtypes, str(tensor.dtype).removeprefix("torch.")))
-        return np.array(tensor.view(width).numpy().view(dtype), copy=True)
 
 
 def cast(array: NDArray, dtype: str | None) -> NDArray:

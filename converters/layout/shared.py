@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmha.arrays import is_rounded
+from jaxmha.converters.layout.torch_arrays import refuse_unreadable
 from jaxmha.extras import needed
 
 if TYPE_CHECKING:
@@ -33,8 +34,7 @@ def source(tensor: Any) -> "torch.Tensor":
     shown = f"copy=False: a tensor {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
     if tensor.device.type != "cpu":
         raise ValueError(f"{shown} is on {tensor.device}, not on the CPU: move it, {_ELSE}")
-    if tensor.layout != torch.strided or tensor.is_quantized:
-        raise ValueError(f"{shown} is not dense: {_ELSE[3:]}")
+    refuse_unreadable(tensor)
     if tensor.requires_grad:
         raise ValueError(
             f"{shown} requires a gradient, so training in torch would change the arrays of JAX, which "

@@ -10,8 +10,9 @@ import numpy as np
 
 from jaxmha import MHAParams, Semantics
 from jaxmha.converters.layout import fill
-from jaxmha.converters.layout.arrays import NDArray, refuse_meta
+from jaxmha.converters.layout.arrays import NDArray
 from jaxmha.converters.layout.base import Entry, Layout
+from jaxmha.converters.layout.torch_arrays import refuse_unreadable
 from jaxmha.dims import parse
 from jaxmha.params import CANONICAL, check, leaves
 from jaxmha.semantics import NORM_FIELDS
@@ -87,7 +88,7 @@ def refuse_arrays(layout: Layout, arrays: Mapping[str, Any], prefix: str) -> Non
     """Raises ValueError for an entry that is not a floating-point array, or has no values."""
     for key, array in arrays.items():
         name = layout.path(prefix, key)
-        refuse_meta(array, name)
+        refuse_unreadable(array, name)
         if not hasattr(array, "shape") or "float" not in str(array.dtype):
             kind = getattr(array, "dtype", type(array).__name__)
             raise ValueError(f"{name}: expected a floating array, got {kind}")

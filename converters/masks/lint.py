@@ -14,6 +14,7 @@ from jaxmha.converters.layout.arrays import NDArray, to_numpy
 from jaxmha.converters.layout.base import guess
 from jaxmha.converters.masks.compose import checked
 from jaxmha.converters.masks.lint_rules import CHECKS, Finding, blocked_by, given
+from jaxmha.converters.masks.sdpa import causal_bias
 from jaxmha.converters.masks.spec import MaskArg
 
 FRAMEWORKS = ("jaxmha", "torch", "sdpa", "keras", "flax", "jax", "huggingface")
@@ -54,6 +55,8 @@ def findings(
             f"framework must be one of {FRAMEWORKS}, got {framework!r}{': ' * bool(meant)}{meant}"
         )
     arguments = _of_masks(framework, arguments)
+    if framework == "sdpa" and (causal := causal_bias(arguments.get("attn_mask"))) is not None:
+        arguments["attn_mask"] = causal[1]
     table: tuple[MaskArg, ...] = _module(framework).ARGUMENTS
     mask, made_of = arguments.pop("mask", None), None
     if isinstance(mask, Mask):
@@ -69,7 +72,9 @@ def findings(
         source = made_of if argument.name == "mask" else None
         if value is None:
             continue
-        if (read := given(argument, to_numpy(value), sizes, dtype, source)) is not None:
+        if (
+            read := given(argument, to_numpy(value, argument.name), sizes, dtype, source)
+        ) is not None:
             found += [finding for check in CHECKS if (finding := check(read)) is not None]
     found += _is_causal(framework, arguments)
     found += _row_to_head(framework, arguments, sizes)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxmha import Mask
-from jaxmha.converters.layout.arrays import AnyArray, to_numpy
+from jaxmha.converters.layout.arrays import AnyArray, NDArray, to_numpy
 from jaxmha.converters.masks.compose import checked, is_top_left
 from jaxmha.converters.masks.spec import MaskArg, Masks, canonical_bias, exclusions, read, write
 from jaxmha.static_checks import one_of
@@ -34,7 +34,7 @@ def import_masks(
 
     Args:
       attn_mask: Boolean (True = attend) or added to the logits; `(T, S)`, `(N, T, S)` or
-        `(B, N, T, S)`, each axis of full size or 1.
+        `(B, N, T, S)`, each axis of full size or 1; or a `CausalBias` of torch.
       is_causal: query i attends keys j <= i (top-left).
       num_heads: N, to check the shape.
       kernel: torch's backend. The documentation forbids attn_mask together with `is_causal`.
@@ -54,8 +54,12 @@ def import_masks(
     """
     one_of("kernel", kernel, ("flash", "math"))
     mask = bias = None
+    if (causal := causal_bias(attn_mask)) is not None:
+        if is_causal:
+            raise ValueError("torch refuses a CausalBias with is_causal=True: leave is_causal out")
+        return Mask.causal(causal[0]), None
     if attn_mask is not None:
-        attn_mask = to_numpy(attn_mask)
+        attn_mask = to_numpy(attn_mask, "attn_mask")
         if is_causal and (kernel == "math" or attn_mask.ndim == 3):
             raise ValueError(
                 "torch's math kernel, which alone takes a mask of 3 axes, refuses attn_mask with "
@@ -69,6 +73,22 @@ def import_masks(
     if is_causal:
         mask = Mask.causal() if mask is None else mask & Mask.causal()
     return mask, bias
+
+
+def causal_bias(attn_mask: object) -> tuple[int, NDArray] | None:
+    """Offset and array of a `torch.nn.attention.bias.CausalBias`, Boolean `(T, S)`, True = attend;
+    None for anything else.
+
+    A `CausalBias` is a tensor whose memory is never written. `scaled_dot_product_attention` reads
+    its sizes and its variant instead.
+    """
+    module = "torch.nn.attention.bias"
+    if not any(base.__module__ == module for base in type(attn_mask).__mro__):
+        return None
+    bias: Any = attn_mask
+    T, S = bias.seq_len_q, bias.seq_len_kv
+    offset = S - T if bias.variant.name == "LOWER_RIGHT" else 0
+    return offset, np.tri(T, S, offset, dtype=bool)
 
 
 def export_masks(

@@ -78,7 +78,7 @@ def read(argument: MaskArg, value: AnyArray, sizes: dict[str, int]) -> Masks:
     >>> mask.array.astype(int).tolist(), bias, sizes
     ([[[[0, 1], [1, 0]]]], None, {'N': 3, 'T': 2, 'S': 2})
     """
-    array = to_numpy(value)
+    array = to_numpy(value, argument.name)
     boolean = array.dtype == np.bool_
     added = argument.other == "added" and jnp.issubdtype(array.dtype, jnp.floating)
     if not (boolean or added or argument.other == "nonzero"):
@@ -139,7 +139,7 @@ def canonical_bias(bias: AnyArray, sizes: Mapping[str, int]) -> NDArray:
     >>> canonical_bias(np.ones((3, 1, 5)), {"B": 2, "N": 3, "T": 4, "S": 5}).shape
     (1, 3, 1, 5)
     """
-    array = to_numpy(bias)
+    array = to_numpy(bias, "bias")
     if not jnp.issubdtype(array.dtype, jnp.floating):
         raise TypeError(f"bias must be floating, got {array.dtype}: a Boolean belongs in mask")
     shape = (1,) * (4 - array.ndim) + array.shape

@@ -83,7 +83,7 @@ REFUSED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     ),
     "sparse": (
         lambda s: s.update({"out_proj.weight": s["out_proj.weight"].to_sparse()}),
-        r"float32\[32, 32\] is not dense: import with copy=True",
+        r"^out_proj.weight: .* float32 and shape \(32, 32\) is not dense .*: call to_dense\(\)",
     ),
 }
 
