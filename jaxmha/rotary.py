@@ -1,9 +1,8 @@
 """Rotary position embedding, for use between `project` and `combine`."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -78,6 +77,11 @@ def rope(
         found = type(frequencies).__name__
         raise TypeError(
             f"frequencies must be those of rope_frequencies, got {found}: inv_freq= takes an array"
+        )
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(frequencies)):
+        raise TypeError(
+            "frequencies must be static, got traced ones: make them no argument of jit, but let the "
+            "function close over them, or pass their values as inv_freq="
         )
     require_sizes(least=0, optional=True, rotary_dim=rotary_dim)
     if sections is not None:
@@ -187,17 +191,17 @@ def _angles(
 Rotate: TypeAlias = Callable[[jax.Array, jax.Array], jax.Array]
 
 
-@dataclass(frozen=True)
-class _Rotation:
+class _Rotation(partial[jax.Array]):
     """A `functools.partial` that compares by function and arguments, as jit requires."""
 
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    keywords: tuple[tuple[str, Any], ...]
+    def _compared(self) -> tuple[object, ...]:
+        return self.func, self.args, tuple(sorted(self.keywords.items()))
 
-    def __call__(self, heads: jax.Array, positions: jax.Array) -> jax.Array:
-        rotated: jax.Array = self.function(*self.args, heads, positions, **dict(self.keywords))
-        return rotated
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Rotation) and self._compared() == other._compared()
+
+    def __hash__(self) -> int:
+        return hash(self._compared())
 
 
 def require_rotation(rotate: object) -> None:
@@ -228,12 +232,12 @@ def apply_rotation(rotate: Rotate, heads: jax.Array, positions: jax.Array) -> ja
 
 
 def static_rotation(rotate: Rotate | None) -> Rotate | None:
-    """Makes `rotate` a static argument of jit: equal partials become equal `_Rotation`s. Raises
-    TypeError unless it is None or callable."""
+    """Makes `rotate` a static argument of jit, and a setting of a module: equal partials become
+    equal `_Rotation`s. Raises TypeError unless it is None or callable."""
     require_rotation(rotate)
     if type(rotate) is not partial:
         return rotate
-    found = _Rotation(rotate.func, rotate.args, tuple(sorted(rotate.keywords.items())))
+    found = _Rotation(rotate.func, *rotate.args, **rotate.keywords)
     try:
         hash(found)
     except TypeError:  # an argument is an array

@@ -161,12 +161,11 @@ def test_known_lengths_of_prompts_are_refused(row: int, length: int) -> None:
 def test_a_rotation_that_is_no_function() -> None:
     params, x = make()
     rotate: Any = "rope"
-    layer = jaxmha.flax.nnx.MultiHeadAttention(2, 6, rotate=rotate, rngs=nnx.Rngs(0))
     cache = KVCache.empty(params, B, T)
     for run in (
         lambda: jaxmha.prefill(params, x, cache, rotate=rotate),
         lambda: jaxmha.decode_step(params, x[:, :1], cache, rotate=rotate),
-        lambda: layer(np.ones((2, 3, 6), np.float32)),
+        lambda: jaxmha.flax.nnx.MultiHeadAttention(2, 6, rotate=rotate, rngs=nnx.Rngs(0)),
     ):
         with pytest.raises(TypeError, match=r"^rotate must be a function .*, got 'rope'"):
             run()

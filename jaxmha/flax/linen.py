@@ -37,7 +37,7 @@ from jaxmha.flax.settings import (
 )
 from jaxmha.mask import Mask
 from jaxmha.params import MHAParams, from_leaves, leaves
-from jaxmha.rotary import Rotate
+from jaxmha.rotary import Rotate, static_rotation
 from jaxmha.semantics import Precision, Semantics
 
 
@@ -135,6 +135,7 @@ class MultiHeadDotProductAttention(nn.Module):  # type: ignore[misc]
         self.use_bias = as_tuple(self.use_bias)
         self.extra_params = as_tuple(self.extra_params)
         self.local_window_size = as_tuple(self.local_window_size)
+        self.rotate = static_rotation(self.rotate)
         super().__post_init__()
 
     @nn.compact  # type: ignore[untyped-decorator]

@@ -6,12 +6,18 @@ import jax
 import numpy as np
 from flax import nnx
 
+from jaxmha.latent.rotation import static_latent_rotation
+
 
 class Views(nnx.Module):  # type: ignore[misc]
     """Base class of modules whose dropout and decoding `nnx.view` can set, with a cache."""
 
     deterministic: bool | None
     decode: bool | None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Modules made alike have equal graph definitions, so that one compiled program serves all.
+        super().__setattr__(name, static_latent_rotation(value) if name == "rotate" else value)
 
     def set_view(
         self,

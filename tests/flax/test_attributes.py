@@ -1,6 +1,7 @@
 """A change of a module after its construction is honoured, or refused by name."""
 
 import inspect
+import pickle
 import re
 from functools import partial
 from typing import Any
@@ -11,12 +12,14 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxmha import KVCache, Semantics
+from jaxmha import KVCache, Semantics, rope
 from jaxmha.flax import attention_fn, linen
+from jaxmha.flax.latent import linen as linen_latent
 from jaxmha.flax.latent.nnx import LatentAttention
 from jaxmha.flax.nnx import MultiHeadAttention
 from jaxmha.flax.settings import read_inputs
-from jaxmha.latent import LatentCache
+from jaxmha.latent import LatentCache, ScaledQueries
+from jaxmha.rotary import static_rotation
 from tests.flax.common import N, normal, randomise, theirs
 from tests.tolerance import assert_same
 
@@ -357,3 +360,45 @@ def test_the_precision_is_that_of_every_product(precision: Any) -> None:
         name = f"Precision.{(precision or 'highest').upper()}"
         assert found
         assert {each.count(name) for each in found} == {2}, found
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda rotate: nnx.graphdef(layer(rotate=rotate)),
+        lambda rotate: nnx.graphdef(
+            LatentAttention(N, FEATURES, **LATENT, rotate=rotate, rngs=nnx.Rngs(0))
+        ),
+        lambda rotate: linen.MultiHeadDotProductAttention(N, rotate=rotate),
+        lambda rotate: linen_latent.LatentAttention(N, **LATENT, rotate=rotate),
+    ],
+    ids=["nnx", "nnx_latent", "linen", "linen_latent"],
+)
+def test_modules_made_alike_are_equal(make: Any, no_shape_hook: None) -> None:
+    """So that one compiled program serves them all; partials compare by identity."""
+
+    def rotation(base: float) -> Any:
+        return partial(rope, base=base, frequencies=None)
+
+    assert make(rotation(50.0)) == make(rotation(50.0))
+    assert hash(make(rotation(50.0))) == hash(make(rotation(50.0)))
+    assert make(rotation(50.0)) != make(rotation(60.0))
+    again = pickle.loads(pickle.dumps(static_rotation(rotation(50.0))))
+    assert make(again) == make(rotation(50.0))
+    with pytest.raises(TypeError, match="rotate must be a function rotate"):
+        make("rope")
+
+
+def test_equal_rotations_of_latent_modules() -> None:
+    def rotation() -> Any:
+        return ScaledQueries(partial(rope, base=50.0), 0.7, 3.0)
+
+    made = [linen_latent.LatentAttention(N, **LATENT, rotate=rotation()) for _ in range(2)]
+    assert made[0] == made[1]
+
+
+def test_a_rotation_that_is_set_is_equal_too() -> None:
+    module, fresh = layer(), layer(rotate=partial(rope, base=50.0))
+    module.rotate = partial(rope, base=50.0)
+    assert nnx.graphdef(module) == nnx.graphdef(fresh)
+    assert module.rotate.keywords == {"base": 50.0}

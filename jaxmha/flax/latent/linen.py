@@ -30,7 +30,7 @@ from jaxmha.flax.settings import require_features
 from jaxmha.latent import LatentCache, LatentParams
 from jaxmha.latent.cache import LatentT
 from jaxmha.latent.params import from_leaves, leaves
-from jaxmha.latent.rotation import LatentRotate
+from jaxmha.latent.rotation import LatentRotate, static_latent_rotation
 from jaxmha.mask import Mask
 from jaxmha.semantics import Semantics
 
@@ -92,6 +92,7 @@ class LatentAttention(nn.Module):  # type: ignore[misc]
     def __post_init__(self) -> None:
         require_type(Semantics, semantics=self.semantics)
         self.implementation = hashable(self.implementation)  # required by flax's transformations
+        self.rotate = static_latent_rotation(self.rotate)
         super().__post_init__()
 
     @nn.compact  # type: ignore[untyped-decorator]
