@@ -15,6 +15,7 @@ __all__ = [
     "Array",
     "DTypeLike",
     "as_dtype",
+    "brief_array",
     "conversion_hint",
     "in_jax",
     "is_rounded",
@@ -74,6 +75,17 @@ def shown(value: object) -> str:
     if isinstance(value, jax.Array | np.ndarray) and value.ndim:
         return f"{value.dtype} of shape {value.shape}"
     return brief(value) if isinstance(value, list | tuple) else repr(value)
+
+
+def brief_array(value: object) -> str:
+    """An array or a `ShapeDtypeStruct` by dtype and shape; any other value as it prints.
+
+    >>> brief_array(jax.ShapeDtypeStruct((2, 3), "float32"))
+    'float32[2, 3]'
+    """
+    if isinstance(value, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
+        return f"{value.dtype}[{', '.join(map(str, value.shape))}]"
+    return str(value)
 
 
 def is_rounded(dtype: DTypeLike) -> bool:

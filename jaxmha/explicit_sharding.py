@@ -31,16 +31,17 @@ class TypeSharding(NamedTuple):
     scores: PartitionSpec
 
 
-def sharding_of_features(x: Array, kernel: Array) -> TypeSharding | None:
-    """The sharding of features `(*B, T, D)` and of their heads by a kernel `(D, N, H)`.
+def sharding_of_features(x: Array, projection: Projection) -> TypeSharding | None:
+    """The sharding of features `(*B, T, D)` and of their heads by a projection `(D, N, H)`.
 
     None: the mesh has no explicit axes.
 
     Raises:
       ValueError: a mesh axis shards both the heads and another axis.
     """
-    if not _is_explicit(x) or x.ndim < 2 or kernel.ndim != 3:
-        return None  # wrong shapes are reported by the shape checks
+    kernel = getattr(projection, "kernel", None)
+    if not _is_explicit(x) or x.ndim < 2 or kernel is None or kernel.ndim != 3:
+        return None  # wrong shapes and types are reported by the checks of parameters
     *rows, _ = spec_of(x)
     return _sharding(x, rows, spec_of(kernel)[1])
 
@@ -56,7 +57,7 @@ def step_specs(
     params: HasQuery, x: Array, cache: object, *_: object, **__: object
 ) -> tuple[Axes, object] | None:
     """Specs for `by_types` of a decoding step: of its output, and of its cache as it is sharded."""
-    found = sharding_of_features(x, params.query.kernel)
+    found = sharding_of_features(x, params.query)
     kept = jax.tree.map(lambda part: spec(*spec_of(part)), cache)
     return found and (found.axes, (found.features, kept))
 

@@ -140,20 +140,34 @@ def is_known(x: Array) -> bool:
     return not isinstance(x, jax.core.Tracer) and getattr(x, "is_fully_addressable", True)
 
 
+def has_values(x: object) -> bool:
+    """True if the host can read `x`: an array, or number of NumPy, that is known and not donated."""
+    if isinstance(x, jax.Array):
+        return is_known(x) and not is_donated(x)
+    return isinstance(x, np.ndarray | np.generic)
+
+
+def is_donated(x: object) -> bool:
+    """True for a JAX array that was donated to an earlier call, which deleted it."""
+    return isinstance(x, jax.Array) and is_known(x) and x.is_deleted()
+
+
 def on_host(name: str, array: object) -> np.ndarray[Any, np.dtype[Any]]:
-    """The values of an array; TypeError if it is traced, and ValueError if it was donated."""
+    """The values of an array; TypeError if it has none or is traced, ValueError if it was donated."""
     reject_donated(name, array)
     if isinstance(array, jax.core.Tracer):
         raise TypeError(
             f"{name} is traced, and its values are needed on the host: make this call outside of the "
             "compiled function"
         )
+    if not hasattr(array, "__array__"):
+        raise TypeError(f"{name} must be an array with values, got {type(array).__name__}")
     return np.asarray(jax.device_get(array))
 
 
 def reject_donated(name: str, array: object) -> None:
     """Raises ValueError for a JAX array that was donated to an earlier call."""
-    if isinstance(array, jax.Array) and is_known(array) and array.is_deleted():
+    if is_donated(array):
         raise ValueError(
             f"{name} was donated to an earlier call, which deleted it: use the cache that it returned"
         )

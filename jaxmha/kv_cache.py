@@ -16,6 +16,7 @@ from jaxmha.implementations.native.cache_write import as_bits, from_bits, write
 from jaxmha.implementations.native.replacing import unavailable
 from jaxmha.integers import FAR, require_sizes
 from jaxmha.params import MHAParams, check
+from jaxmha.record_repr import record_repr
 
 
 class KVCache(NamedTuple):
@@ -36,6 +37,9 @@ class KVCache(NamedTuple):
     key: Array
     value: Array
     lengths: Array
+
+    def __repr__(self) -> str:
+        return record_repr(self)
 
     @classmethod
     def empty(

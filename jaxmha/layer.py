@@ -197,7 +197,7 @@ def _output_specs(
     return_weights: ReturnWeights,
     **__: object,
 ) -> tuple[sharding.Axes, object] | None:
-    found = sharding_of_features(query, params.query.kernel)
+    found = sharding_of_features(query, params.query)
     if found is None:
         return None
     return found.axes, (found.features, found.scores) if return_weights else found.features

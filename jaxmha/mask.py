@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields, replace
 from functools import wraps
 from operator import index
 from types import ModuleType
-from typing import Any, Concatenate, NoReturn, ParamSpec
+from typing import Any, ClassVar, Concatenate, NoReturn, ParamSpec
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from jaxtyping import Bool, Integer
 from jaxmha import mask_repr, notebook, segment_runs
 from jaxmha.arrays import Array, reject_foreign, require_arrays
 from jaxmha.integers import comparable, library, narrow, near, require_integers, require_sizes
+from jaxmha.mask_intersection import INTERSECTION
 
 P = ParamSpec("P")
 
@@ -44,7 +45,7 @@ _INTEGERS = ("query_lengths", "key_value_lengths", "query_segments", "key_value_
 _SEGMENTS = ("query_segments", "key_value_segments", "packed_ends")
 
 
-@jax.tree_util.register_pytree_node_class
+@jax.tree_util.register_pytree_with_keys_class
 @dataclass(frozen=True, eq=False)
 class Mask:
     """Pairs (query i, key j) that may attend: a record of conditions, all of which must hold.
@@ -68,6 +69,9 @@ class Mask:
     key_value_segments: Array | None = None
     packed_ends: Array | None = None
     array: Array | None = None
+
+    # True in a tree whose leaf, in the place of an array of offsets, is a Python integer.
+    _offset_is_leaf: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         """Checks types; clips offsets and lengths to int32, since JAX would truncate int64."""
@@ -233,7 +237,7 @@ class Mask:
             other = replace(other, **dict.fromkeys(_SEGMENTS)) & Mask(array=same)
         return Mask(
             *(
-                b if a is None else a if b is None else _INTERSECTION[field.name](a, b)
+                b if a is None else a if b is None else INTERSECTION[field.name](a, b)
                 for field in fields(Mask)
                 for a, b in [(getattr(self, field.name), getattr(other, field.name))]
             )
@@ -292,24 +296,49 @@ class Mask:
             allowed = allowed & array.reshape((1,) * (4 - array.ndim) + array.shape)
         return allowed
 
+    def __eq__(self, other: object) -> bool:
+        """Compares integers by value and arrays by identity, so that masks can be static."""
+        return isinstance(other, Mask) and self._compared() == other._compared()
+
+    def __hash__(self) -> int:
+        return hash(self._compared())
+
+    def _compared(self) -> tuple[object, ...]:
+        traced, static = self.tree_flatten()
+        return static, tuple(map(id, traced))
+
     def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """Python integers determine the program, so they are static; arrays are traced."""
-        offset, window, *arrays = (getattr(self, name) for name in _FIELDS)
-        static = type(offset) is int
-        return (None if static else offset, *arrays), (offset if static else None, window)
+        offset, window, *arrays = (getattr(self, name) for name in FIELDS)
+        if type(offset) is int and not self._offset_is_leaf:
+            return tuple(arrays), (offset, window)
+        return (offset, *arrays), (None, window)
+
+    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], tuple[Any, ...]]:
+        """`tree_flatten` with the name of each field, as paths of leaves show it."""
+        traced, static = self.tree_flatten()
+        keys = map(jax.tree_util.GetAttrKey, traced_fields(static))
+        return tuple(zip(keys, traced, strict=True)), static
 
     @classmethod
     def tree_unflatten(cls, static: tuple[Any, ...], traced: tuple[Any, ...]) -> "Mask":
         """Skips the checks of the constructor: leaves need not be arrays."""
-        (static_offset, window), (offset, *arrays) = static, traced
         mask = object.__new__(cls)
-        values = (offset if static_offset is None else static_offset, window, *arrays)
-        for name, value in zip(_FIELDS, values, strict=True):
+        values = {"causal_offset": static[0], "window_size": static[1]}
+        values |= zip(traced_fields(static), traced, strict=True)
+        for name, value in values.items():
             object.__setattr__(mask, name, value)
+        if static[0] is None and type(mask.causal_offset) is int:
+            object.__setattr__(mask, "_offset_is_leaf", True)
         return mask
 
 
-_FIELDS = tuple(field.name for field in fields(Mask))  # fields that may be static come first
+FIELDS = tuple(field.name for field in fields(Mask))  # fields that may be static come first
+
+
+def traced_fields(static: tuple[Any, ...]) -> tuple[str, ...]:
+    """The fields that are children of the pytree node: all but the window and a static offset."""
+    return FIELDS[2:] if static[0] is not None else (FIELDS[0], *FIELDS[2:])
 
 
 def _require_booleans(**arguments: object) -> None:
@@ -351,37 +380,3 @@ def _same_segment(query_ids: Array | None, key_value_ids: Array | None, xp: Modu
     rows = xp.asarray(query_ids)[..., None, :, None]
     same: Array = rows == xp.asarray(key_value_ids)[..., None, None, :]
     return same
-
-
-def _smaller(a: int | Array, b: int | Array) -> int | Array:
-    if isinstance(a, int) and isinstance(b, int):
-        return min(a, b)
-    xp = library(a, b)
-    smaller: Array = xp.minimum(xp.asarray(a, np.int32), xp.asarray(b, np.int32))
-    return smaller
-
-
-def _narrower(a: tuple[Any, Any], b: tuple[Any, Any]) -> tuple[Any, Any]:
-    left, right = (
-        y if x is None else x if y is None else min(x, y) for x, y in zip(a, b, strict=True)
-    )
-    return left, right
-
-
-def _both(a: Array, b: Array) -> Array:
-    rank, xp = max(a.ndim, b.ndim), library(a, b)
-    a, b = (x.reshape((1,) * (rank - x.ndim) + x.shape) for x in (a, b))
-    both: Array = xp.logical_and(a, b)
-    return both
-
-
-# By field: the function that intersects two conditions of that field.
-_INTERSECTION: dict[str, Any] = {
-    "causal_offset": _smaller,
-    "window_size": _narrower,
-    "query_lengths": _smaller,
-    "key_value_lengths": _smaller,
-    "query_padding": _both,
-    "key_value_padding": _both,
-    "array": _both,
-}

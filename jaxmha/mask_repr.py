@@ -7,7 +7,8 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 import jax
 import numpy as np
 
-from jaxmha.arrays import Array
+from jaxmha.arrays import Array, brief_array
+from jaxmha.integers import has_values
 
 SIDE = 8  # positions shown where no array of the mask fixes T or S
 LARGEST = 32  # rows and columns shown
@@ -37,7 +38,7 @@ def describe(mask: Conditions) -> str:
     'Mask(causal_offset=2, window_size=(3, None))'
     """
     values = {field.name: getattr(mask, field.name) for field in fields(mask)}
-    shown = ", ".join(f"{k}={_short(v)}" for k, v in values.items() if v is not None)
+    shown = ", ".join(f"{k}={brief_array(v)}" for k, v in values.items() if v is not None)
     return f"Mask({shown})"
 
 
@@ -56,7 +57,7 @@ def picture(mask: Conditions, T: int | None = None, S: int | None = None) -> str
     """
     shown = corner(mask, T, S)
     if shown is None:
-        return describe(mask)  # a traced mask has no values yet
+        return describe(mask)
     panels = []
     for name, allowed in shown.panels:
         rows = [_row(row, shown.S) for row in allowed]
@@ -82,13 +83,17 @@ class Corner(NamedTuple):
 
 
 def corner(mask: Conditions, T: int | None = None, S: int | None = None) -> Corner | None:
-    """The first positions of a mask; None if it is traced."""
-    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(mask)):
+    """The first positions of a mask. None if the host cannot read its arrays, or if they do not fit
+    each other: a mask prints whatever it holds, as in a debugger."""
+    if not all(map(has_values, jax.tree.leaves(mask))):
         return None
-    T = _length(mask, "query", -2) if T is None else T
-    S = _length(mask, "key_value", -1) if S is None else S
-    allowed = np.asarray(_corner(mask).to_array(min(T, LARGEST), min(S, LARGEST), np))
-    B, N = allowed.shape[:2]
+    try:
+        T = _length(mask, "query", -2) if T is None else T
+        S = _length(mask, "key_value", -1) if S is None else S
+        allowed = np.asarray(_corner(mask).to_array(min(T, LARGEST), min(S, LARGEST), np))
+        B, N, _, _ = allowed.shape
+    except (IndexError, TypeError, ValueError):
+        return None
     panels = []
     for b, n in list(np.ndindex(B, N))[:PANELS]:
         name = ", ".join(f"{a} {i}" for a, i, size in (("B", b, B), ("N", n, N)) if size > 1)
@@ -127,9 +132,3 @@ def _length(mask: Conditions, side: str, axis: int) -> int:
         return int(mask.array.shape[axis])
     lengths = getattr(mask, f"{side}_lengths")
     return max(SIDE, 0 if lengths is None else int(np.max(lengths, initial=0)))
-
-
-def _short(value: object) -> str:
-    if not isinstance(value, jax.Array | np.ndarray):
-        return str(value)
-    return f"{value.dtype}[{', '.join(map(str, value.shape))}]"

@@ -48,7 +48,7 @@ def of_mask(mask: Conditions) -> str:
     """
     parts = [f"<div>{text(describe(mask))}</div>"]
     shown = corner(mask)
-    if shown is None:  # a traced mask has no values yet
+    if shown is None:
         return parts[0]
     for name, allowed in shown.panels:
         parts.append(f"<figure style='display:inline-block;margin:4px 12px 4px 0'>{_grid(allowed)}")

@@ -24,6 +24,7 @@ from jaxmha.implementations.native.cache_write import as_bits, from_bits, write
 from jaxmha.integers import FAR, is_integers, is_known, near, on_host, require_sizes
 from jaxmha.params import MHAParams, check
 from jaxmha.quantized import is_scaled, quantize, storage_dtype
+from jaxmha.record_repr import record_repr
 
 
 class PagedKVCache(NamedTuple):
@@ -55,6 +56,9 @@ class PagedKVCache(NamedTuple):
     lengths: Array
     key_scale: Array | None = None
     value_scale: Array | None = None
+
+    def __repr__(self) -> str:
+        return record_repr(self)
 
     @classmethod
     def empty(
@@ -118,8 +122,8 @@ class PagedKVCache(NamedTuple):
         since a window frees them; if a step needs these pages, the row is broken and no longer
         passes.
         """
-        _checked(self)
         table, lengths = (on_host(f"cache.{x}", getattr(self, x)) for x in ("table", "lengths"))
+        _checked(self)
         found = page_table.problem(table, lengths, self.page_size, self.key.shape[0])
         if found is not None:
             raise ValueError(f"{found}: the table or the lengths are not those of this cache")

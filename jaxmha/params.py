@@ -1,13 +1,13 @@
 """The parameters of one attention layer: a plain pytree of arrays."""
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
-
-import numpy as np
 
 from jaxmha import notebook
 from jaxmha.arrays import Array
 from jaxmha.dims import bind
+from jaxmha.record_repr import record_repr
 
 
 class Projection(NamedTuple):
@@ -19,6 +19,9 @@ class Projection(NamedTuple):
 
     kernel: Array
     bias: Array | None = None
+
+    def __repr__(self) -> str:
+        return record_repr(self)
 
 
 class MHAParams(NamedTuple):
@@ -60,12 +63,16 @@ class MHAParams(NamedTuple):
     sinks: Array | None = None
     gate: Projection | None = None
 
+    def __repr__(self) -> str:
+        return record_repr(self)
+
     def _repr_html_(self) -> str:
+        # The leaves of a tree of partition specs or of strings have no shape.
         rows = [
-            (name, CANONICAL[name], tuple(np.shape(array)), getattr(array, "dtype", ""))
+            (name, CANONICAL[name], getattr(array, "shape", array), getattr(array, "dtype", ""))
             for name, array in leaves(self).items()
         ]
-        count = sum(math.prod(shape) for _, _, shape, _ in rows)
+        count = sum(math.prod(x.shape) for x in leaves(self).values() if hasattr(x, "shape"))
         return notebook.table(f"MHAParams: {count:,} parameters", _COLUMNS, rows)
 
 
@@ -173,6 +180,19 @@ def from_leaves(arrays: dict[str, Array]) -> MHAParams:
     )
 
 
+def check_projections(params: object, names: Sequence[str], optional: Sequence[str]) -> None:
+    """Raises TypeError unless the fields `names` of params are projections with a kernel, as those
+    of a partitioned or masked tree may not be; `optional`: the fields that may be None."""
+    for name in names:
+        part = getattr(params, name)
+        if part is None and name in optional:
+            continue
+        if not isinstance(part, Projection):
+            raise TypeError(f"params.{name} must be a Projection, got {type(part).__name__}")
+        if part.kernel is None:
+            raise TypeError(f"params.{name}.kernel must be an array, got None")
+
+
 def check(params: MHAParams, leading: int = 0) -> dict[str, int]:
     """Checks every shape against the others and returns the sizes by letter.
 
@@ -184,10 +204,7 @@ def check(params: MHAParams, leading: int = 0) -> dict[str, int]:
     """
     if not isinstance(params, MHAParams):
         raise TypeError(f"params must be a jaxmha.MHAParams, got {type(params).__name__}")
-    for name in ("query", "key", "value", "out", "gate"):
-        part = getattr(params, name)
-        if part is not None and not isinstance(part, Projection):
-            raise TypeError(f"params.{name} must be a Projection, got {type(part).__name__}")
+    check_projections(params, ("query", "key", "value", "out", "gate"), ("out", "gate"))
     sizes: dict[str, int] = {}
     found = leaves(params)
     for name, array in found.items():

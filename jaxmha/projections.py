@@ -92,7 +92,7 @@ def _specs_of_heads(
     *_: object,
 ) -> tuple[sharding.Axes, object] | None:
     found = [
-        sharding_of_features(x, projection.kernel)
+        sharding_of_features(x, projection)
         for projection, x in zip(params[:3], all_three(query, key, value), strict=True)
     ]
     if found[0] is None:

@@ -112,7 +112,7 @@ def _output_specs(
     params: MHAParams, inputs: tuple[jax.Array, ...], cached: Cache, *_: object, **__: object
 ) -> tuple[sharding.Axes, object] | None:
     """Mesh axes and partition specs of the outputs; None: unknown. The cache keeps its sharding."""
-    found = sharding_of_features(inputs[0], params.query.kernel)
+    found = sharding_of_features(inputs[0], params.query)
     specs = tuple(sharding.spec(*spec_of(x)) for x in cached)
     return found and (found.axes, (found.features, found.scores, specs))
 

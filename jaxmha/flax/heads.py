@@ -137,7 +137,7 @@ def _attend_heads(
 def _output_specs(
     params: MHAParams, inputs: tuple[jax.Array, ...], *_: object, **__: object
 ) -> tuple[sharding.Axes, object] | None:
-    found = sharding_of_features(inputs[0], params.query.kernel)
+    found = sharding_of_features(inputs[0], params.query)
     return found and (found.axes, (found.features, found.scores))
 
 

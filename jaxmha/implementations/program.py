@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,15 @@ class Program:
     arguments: str
     uses: str
     floating: tuple[bool, ...]
+
+    def __deepcopy__(self, _: object) -> "Program":
+        return self  # immutable, and compared by identity
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a traced function, such as that of a BlockMask, cannot be pickled: pickle the arrays "
+            "that it was made of, and call jaxmha.mods.block_mask again"
+        )
 
     @classmethod
     def of(cls, closed: Closed, arguments: str, floating: tuple[bool, ...]) -> "Program":

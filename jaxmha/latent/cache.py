@@ -14,6 +14,7 @@ from jaxmha.integers import FAR, require_sizes
 from jaxmha.kv_cache import KVCache, with_tokens
 from jaxmha.latent.params import LatentParams, leaves, sizes
 from jaxmha.paged_cache import PagedKVCache, empty_pages
+from jaxmha.record_repr import record_repr
 
 # Array of a cache -> its axes.
 LATENTS = {"latents": "B S C", "lengths": "B"}
@@ -33,6 +34,9 @@ class LatentCache(NamedTuple):
 
     latents: Array
     lengths: Array
+
+    def __repr__(self) -> str:
+        return record_repr(self)
 
     @classmethod
     def empty(

@@ -148,7 +148,7 @@ def latent_attention(
 def _output_specs(
     params: LatentParams, x: jax.Array, *_: object, return_weights: ReturnWeights, **__: object
 ) -> tuple[Axes, object] | None:
-    found = sharding_of_features(x, params.query.kernel)
+    found = sharding_of_features(x, params.query)
     if found is None:
         return None
     return found.axes, (found.features, found.scores) if return_weights else found.features

@@ -4,7 +4,8 @@ from typing import NamedTuple
 
 from jaxmha.arrays import Array
 from jaxmha.dims import bind
-from jaxmha.params import Projection
+from jaxmha.params import Projection, check_projections
+from jaxmha.record_repr import record_repr
 
 
 class LatentParams(NamedTuple):
@@ -45,6 +46,9 @@ class LatentParams(NamedTuple):
     query_latent: Projection | None = None
     query_latent_norm: Array | None = None
 
+    def __repr__(self) -> str:
+        return record_repr(self)
+
 
 # Leaf of LatentParams -> its axes, for checks, converters and messages.
 CANONICAL: dict[str, str] = {
@@ -64,6 +68,7 @@ CANONICAL: dict[str, str] = {
     "out.bias": "Do",
 }
 _PROJECTIONS = ("query", "latent", "rotary_key", "key", "value", "out", "query_latent")
+_OPTIONAL = ("out", "query_latent")
 
 
 def leaves(params: LatentParams) -> dict[str, Array]:
@@ -85,11 +90,10 @@ def from_leaves(arrays: dict[str, Array]) -> LatentParams:
     def projection(name: str) -> Projection:
         return Projection(arrays[f"{name}.kernel"], arrays.get(f"{name}.bias"))
 
-    optional = ("out", "query_latent")
     found = {
         name: projection(name)
         for name in _PROJECTIONS
-        if name not in optional or f"{name}.kernel" in arrays
+        if name not in _OPTIONAL or f"{name}.kernel" in arrays
     }
     norms = {name: arrays.get(name) for name in ("latent_norm", "query_latent_norm")}
     return LatentParams(**found, **norms)  # type: ignore[arg-type]
@@ -104,10 +108,7 @@ def sizes(params: LatentParams) -> dict[str, int]:
     """
     if not isinstance(params, LatentParams):
         raise TypeError(f"params must be a jaxmha.LatentParams, got {type(params).__name__}")
-    for name in _PROJECTIONS:
-        part = getattr(params, name)
-        if part is not None and not isinstance(part, Projection):
-            raise TypeError(f"params.{name} must be a Projection, got {type(part).__name__}")
+    check_projections(params, _PROJECTIONS, _OPTIONAL)
     for name in ("key", "value"):
         if getattr(params, name).bias is not None:
             raise ValueError(

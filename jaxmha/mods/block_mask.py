@@ -14,7 +14,7 @@ from jaxmha.implementations.mods import Blocks, Mod
 from jaxmha.implementations.tiled import attended
 from jaxmha.implementations.tiled.block_mask import NO_CONDITIONS
 from jaxmha.implementations.tiled.tiling import Tiling
-from jaxmha.integers import require_sizes
+from jaxmha.integers import has_values, require_sizes
 from jaxmha.mask_repr import ATTENDS, EXCLUDED, LARGEST
 
 PARTIAL = "▪"
@@ -47,13 +47,17 @@ class BlockMask:
         """The fraction of blocks with an allowed pair."""
         return float(np.asarray(self.blocks.some).mean())
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         grid = self.blocks.grid
-        title = f"BlockMask(T={grid.T}, S={grid.S}, blocks of {grid.rows} x {grid.keys}"
-        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(self)):
-            return f"{title})"
+        return f"BlockMask(T={grid.T}, S={grid.S}, blocks of {grid.rows} x {grid.keys})"
+
+    def __str__(self) -> str:
+        if not (has_values(self.blocks.some) and has_values(self.blocks.every)):
+            return repr(self)
         some, every = np.asarray(self.blocks.some), np.asarray(self.blocks.every)
-        panels = [f"{title}, {self.attended_share:.1%} of blocks attended)"]
+        if not some.ndim == every.ndim == 3:  # several in one tree
+            return repr(self)
+        panels = [f"{repr(self)[:-1]}, {self.attended_share:.1%} of blocks attended)"]
         for b in range(len(some)):
             panels += [f"B {b}:"] * (len(some) > 1)
             panels += [_row(*x) for x in zip(some[b][:LARGEST], every[b][:LARGEST], strict=True)]

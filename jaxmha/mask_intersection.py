@@ -1,0 +1,45 @@
+"""Intersects two conditions of a mask that stand in the same field."""
+
+from typing import Any
+
+import numpy as np
+
+from jaxmha.arrays import Array
+from jaxmha.integers import library
+
+
+def smaller(a: int | Array, b: int | Array) -> int | Array:
+    """The smaller of two bounds, in each batch row."""
+    if isinstance(a, int) and isinstance(b, int):
+        return min(a, b)
+    xp = library(a, b)
+    found: Array = xp.minimum(xp.asarray(a, np.int32), xp.asarray(b, np.int32))
+    return found
+
+
+def narrower(a: tuple[Any, Any], b: tuple[Any, Any]) -> tuple[Any, Any]:
+    """The window that lies in both; None: no bound on that side."""
+    left, right = (
+        y if x is None else x if y is None else min(x, y) for x, y in zip(a, b, strict=True)
+    )
+    return left, right
+
+
+def both(a: Array, b: Array) -> Array:
+    """True where both Boolean arrays are; missing leading axes are added."""
+    rank, xp = max(a.ndim, b.ndim), library(a, b)
+    a, b = (x.reshape((1,) * (rank - x.ndim) + x.shape) for x in (a, b))
+    found: Array = xp.logical_and(a, b)
+    return found
+
+
+# By field of `Mask`: the function that intersects two conditions of that field.
+INTERSECTION: dict[str, Any] = {
+    "causal_offset": smaller,
+    "window_size": narrower,
+    "query_lengths": smaller,
+    "key_value_lengths": smaller,
+    "query_padding": both,
+    "key_value_padding": both,
+    "array": both,
+}

@@ -1,0 +1,22 @@
+"""The text of a NamedTuple of arrays, also of one that was donated."""
+
+from typing import Protocol
+
+from jaxmha.arrays import brief_array
+from jaxmha.integers import is_donated
+
+
+class Record(Protocol):
+    """Interface of a NamedTuple."""
+
+    def _asdict(self) -> dict[str, object]: ...
+
+
+def record_repr(record: Record) -> str:
+    """The `repr` of a NamedTuple; arrays without values, since they were donated, by dtype and
+    shape. JAX raises for these, so that a debugger could not show a cache after its step."""
+    shown = (
+        f"{name}={f'<donated {brief_array(x)}>' if is_donated(x) else repr(x)}"
+        for name, x in record._asdict().items()
+    )
+    return f"{type(record).__name__}({', '.join(shown)})"
