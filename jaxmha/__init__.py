@@ -10,6 +10,7 @@ from jaxmha.decoding import extend as extend
 from jaxmha.decoding import prefill as prefill
 from jaxmha.explain import explain as explain
 from jaxmha.explain import explain_layer as explain_layer
+from jaxmha.exported import register as _register
 from jaxmha.implementations.platforms import lowering_for as lowering_for
 from jaxmha.initializers import init_params as init_params
 from jaxmha.kv_cache import KVCache as KVCache
@@ -59,3 +60,4 @@ __all__ = [
 ]
 
 _find_rooms()
+_register()
