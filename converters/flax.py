@@ -5,6 +5,7 @@ The layers are called as (query, key, value). True in their masks means attend.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import cache
 from inspect import signature
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 
@@ -161,6 +162,13 @@ def _sublayers(module: "nnx.MultiHeadAttention") -> Iterator[tuple[str, tuple[An
         yield name, (nnx.LayerNorm, nnx.RMSNorm), {**axes, **across}
 
 
+@cache
+def _promoting(kind: Any) -> Settings:
+    """The default of `promote_dtype`, an argument of newer releases of flax."""
+    argument = signature(kind.__init__).parameters.get("promote_dtype")
+    return {} if argument is None else {"promote_dtype": (argument.default,)}
+
+
 def _check_sublayers(module: "nnx.MultiHeadAttention") -> dict[str, Any]:
     """The semantics of the norms of an nnx module.
 
@@ -173,9 +181,7 @@ def _check_sublayers(module: "nnx.MultiHeadAttention") -> dict[str, Any]:
     for name, kinds, settings in _sublayers(module):
         layer, path = getattr(module, name), f"module.{name}"
         refuse_own_forward(layer, kinds, (), _instead(None), path)
-        promote = signature(kinds[0].__init__).parameters.get("promote_dtype")
-        promoting: Settings = {} if promote is None else {"promote_dtype": (promote.default,)}
-        refuse_settings(layer, {**settings, **promoting}, _instead(None), path)
+        refuse_settings(layer, {**settings, **_promoting(kinds[0])}, _instead(None), path)
         if name.endswith("_ln"):
             kind = "rms" if isinstance(layer, nnx.RMSNorm) else "layer"
             norms[name] = {"qk_norm": kind, "qk_norm_epsilon": float(layer.epsilon)}

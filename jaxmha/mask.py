@@ -215,6 +215,8 @@ class Mask:
             remedy = "make it an array with np.asarray(mask, bool)"
             if hasattr(array, "mask_mod"):  # a BlockMask of torch's flex_attention
                 remedy = "it holds a function, to be given as mask_mod=block_mask.mask_mod"
+            elif callable(array):
+                remedy = "give a function of positions as mask_mod="
             raise TypeError(
                 f"mask must be a Boolean array or a Mask, got {type(array).__name__}: {remedy}"
             )

@@ -148,6 +148,8 @@ def test_block_masks() -> None:
         huggingface.import_masks(attention_mask=made)
     with pytest.raises(TypeError, match=r"got BlockMask: .* mask_mod=block_mask.mask_mod"):
         Mask.dense(made)
+    with pytest.raises(TypeError, match=r"got function: give a function of positions as mask_mod="):
+        Mask.dense(made.mask_mod)
     q = np.random.default_rng(0).normal(size=(1, 3, N, D)).astype(np.float32)
     k = np.random.default_rng(1).normal(size=(1, 5, N, D)).astype(np.float32)
     assert_close(
