@@ -96,7 +96,7 @@ def weights_of(
     if isinstance(module, nnx.MultiHeadAttention):
         settings: Settings = {"attention_fn": (nnx.dot_product_attention,)}
         norm = _check_sublayers(module)
-        tree = nnx.to_pure_dict(nnx.state(module, nnx.Param))
+        tree = _tree_of(module)
     elif isinstance(module, linen.MultiHeadDotProductAttention):
         if variables is None:
             raise ValueError("a linen module holds no weights: pass variables= as well")
@@ -123,6 +123,21 @@ def weights_of(
     shared = ("B", "N") if module.broadcast_dropout and module.dropout_rate else ()
     rate = float(module.dropout_rate)
     return params, replace(semantics, dropout_rate=rate, dropout_broadcast=shared, **norm)
+
+
+def _tree_of(module: "nnx.MultiHeadAttention") -> dict[str, Any]:
+    """The weights of an nnx module, each sublayer on its own.
+
+    `nnx.state` of the whole module lists a sublayer that two names share once, and a frozen weight
+    may be of any class of `nnx.Variable`.
+    """
+    from flax import nnx
+
+    tree = nnx.to_pure_dict(nnx.state(module, nnx.Param))
+    for name, *_ in _sublayers(module):
+        held = nnx.state(getattr(module, name), nnx.Not(nnx.RngState))
+        tree[name] = nnx.to_pure_dict(held)
+    return tree
 
 
 def _instead(variables: Mapping[str, Any] | None) -> str:

@@ -7,12 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmha import MHAParams
+from jaxmha import MHAParams, multi_head_attention
 from jaxmha.converters import flax, keras, torch
 from jaxmha.converters.layout.arrays import to_numpy, to_torch
 from jaxmha.converters.verify import comparison
 from tests.converters import layers
 from tests.converters.layers import Config
+from tests.tolerance import assert_close
 
 
 def config_of(framework: str) -> Config:
@@ -34,6 +35,34 @@ def test_partitioned_boxes_are_opened() -> None:
         assert semantics == plain[1]
     assert isinstance(boxed["params"]["query"]["kernel"], meta.Partitioned)
     assert comparison.compare((module, variables), flax.from_module(module, boxed)).same
+
+
+def share_a_layer(module: Any) -> None:
+    module.key = module.query
+
+
+def share_a_kernel(module: Any) -> None:
+    module.key.kernel = module.query.kernel
+
+
+def freeze(module: Any) -> None:
+    from flax import nnx
+
+    module.query.kernel = nnx.Variable(module.query.kernel.get_value())
+    module.out.bias = nnx.BatchStat(jnp.ones(11))
+
+
+@pytest.mark.parametrize("change", [share_a_layer, share_a_kernel, freeze])
+def test_shared_and_frozen_weights_of_nnx_are_read(change: Any) -> None:
+    from flax import nnx
+
+    module = nnx.MultiHeadAttention(3, 15, out_features=11, decode=False, rngs=nnx.Rngs(0))
+    change(module)
+    params, semantics = flax.from_module(module)
+    x = jax.random.normal(jax.random.key(1), (2, 7, 15))
+    assert_close(multi_head_attention(params, x, semantics=semantics), module(x))
+    again, _ = flax.from_module(flax.to_module(params, semantics))
+    layers.assert_identical(again, params)
 
 
 def my_attention(query: Any, key: Any, value: Any, **_: Any) -> Any:
