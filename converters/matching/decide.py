@@ -14,6 +14,7 @@ from jaxmha.converters.matching.terms import APART, contradict
 _STRONG = frozenset(word for group in APART for word in group)
 _ORDER, _TERMS = "the order of their numbers", "terms that only these have in common"
 _PARENTS = "the layers next to them"
+_NUMBERED = "only these are in numbered blocks"
 ALONE = "no layer of the source has its arrays and shapes"
 # Most pairs of layers to try, and most pairs whose shapes may fit.
 _MOST_PAIRS, _MOST_FITS = 10**6, 30_000
@@ -60,6 +61,8 @@ def decide(sources: Sequence[Template], targets: Sequence[Template]) -> Decision
         for strong in (True, False):
             for group in state.groups():
                 state.by_words(*group, strong)
+        for group in state.groups():
+            state.by_blocks(*group)
         for group in state.groups():
             state.by_order(*group)
         state.by_parents()
@@ -142,6 +145,18 @@ class _State:
                 kept &= {(s, t) for s, t in allowed if (s in mine) == (t in theirs)}
         self._take(kept, sources, targets, _TERMS)
 
+    def by_blocks(self, sources: set[int], targets: set[int]) -> None:
+        """Splits a group into layers of numbered blocks and all others, if the counts are equal.
+
+        Numbers of several blocks are ranks, which already pair; a model of one block has none.
+        """
+        mine = {s for s in sources if _numbered(self.sources[s])}
+        theirs = {t for t in targets if _numbered(self.targets[t])}
+        if 0 < len(mine) == len(theirs):
+            allowed = self._within(sources, targets)
+            kept = {(s, t) for s, t in allowed if (s in mine) == (t in theirs)}
+            self._take(kept, sources, targets, _NUMBERED)
+
     def by_order(self, sources: set[int], targets: set[int]) -> None:
         """Pairs sources and targets by rank, if the names of each differ only in one number."""
         if len(sources) != len(targets) or len(sources) < 2:
@@ -198,6 +213,11 @@ class _State:
         self.edges = self.edges - here | kept
         for t in {t for s, t in here - kept}:
             self.reasons[t] = why
+
+
+def _numbered(template: Template) -> bool:
+    """True if a path has a number as a part of its own, such as `blocks/0/norm`."""
+    return any(part.isdigit() or "#" in part for part in template.path)
 
 
 def _covers(edges: set[Edge], targets: set[int], full: bool) -> bool:

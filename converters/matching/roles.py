@@ -83,17 +83,16 @@ def _places(templates: Sequence[Template]) -> list[Template]:
     """
     groups: dict[tuple[object, ...], list[Template]] = defaultdict(list)
     for template in templates:
-        if len([n for n in template.first.slots[MAIN].shape if n > 1]) <= 1 and template.counts:
-            place = max(n for n, part in enumerate(template.path) if "#" in part)
-            key = (template.path[: place + 1], frozenset(template.first.slots), _size(template))
-            groups[key].append(template)
+        block = _block(template)
+        if len([n for n in template.first.slots[MAIN].shape if n > 1]) <= 1 and block:
+            groups[block, frozenset(template.first.slots), _size(template)].append(template)
     crossed = {t.path[:n] for t in templates if "cross" in t.terms for n in range(len(t.path))}
     attended = {t.path[:n] for t in templates if "attn" in t.terms for n in range(len(t.path))}
     found: dict[tuple[str, ...], str] = {}
-    for (block, _, _), several in groups.items():
+    for (place, _, _), several in groups.items():
         several = [t for t in several if not t.terms.intersection(_QKV)]
-        order = ("attn", "cross", "mlp") if block in crossed else ("attn", "mlp")
-        if len(several) == len(order) and block in attended:
+        order = ("attn", "cross", "mlp") if place in crossed else ("attn", "mlp")
+        if len(several) == len(order) and place in attended:
             found |= _ordered(several, order, templates)
     made = []
     for t in templates:
@@ -109,6 +108,17 @@ def _places(templates: Sequence[Template]) -> list[Template]:
             t = replace(t, terms=t.terms - ambiguous)
         made.append(t)
     return made
+
+
+def _block(template: Template) -> tuple[str, ...]:
+    """The path of the block of a template; () outside of blocks.
+
+    Without repetitions, which have "#", the first number is that of the only block of its list.
+    """
+    path = template.path
+    ends = [n for n, part in enumerate(path) if "#" in part][-1:]
+    ends = ends or [n for n, part in enumerate(path) if part.isdigit()]
+    return path[: ends[0] + 1] if ends else ()
 
 
 def _vectors_at_parent(template: Template, templates: Sequence[Template]) -> int:
@@ -167,4 +177,5 @@ def _place(template: Template, several: Sequence[Template], templates: Sequence[
 def _within(other: Template, template: Template) -> bool:
     """True if `other` is inside the parent of `template`, and that parent is not a whole block."""
     parent = template.path[:-1]
-    return not parent[-1].endswith("#") and other.path[: len(parent)] == parent
+    whole = parent[-1].endswith("#") or parent == _block(template)
+    return not whole and other.path[: len(parent)] == parent

@@ -36,15 +36,15 @@ _SLOTS = {
 _STEM = re.compile(
     r"(?P<stem>.+)_(?P<key>weight|kernel|bias|w|b)$|^(?P<first>W|w|b|kernel|weight|bias)_(?P<rest>.+)$"
 )
-# Names of buffers that models recompute, and of counters. They are no weights: never matched.
+# Names of buffers that models recompute, of counters, and of biases that T5's cross-attention never
+# adds. They are no weights: never matched.
 BUFFERS = re.compile(
-    r"(^|[./])(num_batches_tracked|position_ids|masked_bias|relative_position_index|"
-    r"relative_coords_table|causal_mask)$|^rope_freqs\.weight$"
+    r"(^|[./])(num_batches_tracked|position_ids|masked_bias|relative_(position_index|coords_table)|"
+    r"causal_mask|EncDecAttention\.relative_attention_bias\.weight)$|^rope_freqs\.weight$"
 )
 _FREQUENCIES = re.compile(r"(^|[./])(original_)?inv_freq$")  # of rotary positions: one axis
 _CAUSAL = re.compile(r"(^|[./])attn\.bias$")  # GPT-2's causal mask, an array with four axes
-# Gates of recurrent layers, packed in an order that depends on the framework: torch has r z n where
-# Keras has z r h. Only arrays of the same name are paired.
+# Gates of recurrent layers: torch packs r z n where Keras packs z r h. Only equal names are paired.
 _GATES = re.compile(r"weight_[ih]h(_l\d+)?(_reverse)?|recurrent_kernel")
 _TURNED = re.compile(r"transpose|deconv", re.IGNORECASE)
 

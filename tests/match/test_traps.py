@@ -87,3 +87,21 @@ def test_an_axis_of_three_is_parts_or_heads() -> None:
     assert match(source, target(3, 4)).questions
     assert match(source, target(12)).questions
     assert not match(source, target(2, 6)).questions
+
+
+def test_the_only_block_of_a_model_is_matched_as_blocks_are() -> None:
+    """Norms in a block and after all blocks have one shape; numbers tell repeated blocks apart."""
+    names = {
+        "layers.0.input_layernorm.weight": "blocks/0/attention_norm/scale",
+        "layers.0.self_attn.q_proj.weight": "blocks/0/attention/query/kernel",
+        "layers.0.self_attn.o_proj.weight": "blocks/0/attention/out/kernel",
+        "layers.0.post_attention_layernorm.weight": "blocks/0/mlp_norm/scale",
+        "layers.0.mlp.up_proj.weight": "blocks/0/up/kernel",
+        "norm.weight": "norm/scale",
+    }
+    shapes = [(5,), (7, 5), (5, 7), (5,), (11, 5), (5,)]
+    source = {name: np.zeros(shape) for name, shape in zip(names, shapes, strict=True)}
+    target = {new: np.zeros(source[name].shape[::-1]) for name, new in names.items()}
+    plan = match(source, target)
+    assert not plan.questions
+    assert {line.target: line.sources[0] for line in plan.lines} == {b: a for a, b in names.items()}
