@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Mapping, Sequence
 
     from matplotlib.figure import Figure
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "attribute",
+    "config_of",
     "describe",
     "layouts",
     "lint_masks",
@@ -75,6 +77,34 @@ def masks_of(source: "str | os.PathLike[str]") -> "dict[str, Attended]":
     from jaxmha.converters.discovery.all_positions import masks_of
 
     return masks_of(source)
+
+
+def config_of(
+    source: "str | os.PathLike[str]",
+    *model_types: str,
+    accepted: "Mapping[str, Sequence[Any]] | None" = None,
+) -> dict[str, Any]:
+    """The content of a model's config.json, if code that computes only some settings can use it.
+
+    Args:
+      source: the folder of the model, or `hf://org/model[@revision]`.
+      model_types: the values of `model_type` that the code computes.
+      accepted: key -> the values of it that the code computes, wherever the key is in the file. A
+        key that is missing or null is accepted: it has the default of its class.
+
+    Raises:
+      ValueError: another model type, or a value that is not accepted.
+      CheckpointError: the file cannot be read.
+
+    >>> config_of("missing", "bert")
+    Traceback (most recent call last):
+    ValueError: model_type of the folder is None, expected bert: missing/config.json
+    """
+    from pathlib import Path
+
+    from jaxmha.converters.discovery import hf_config
+
+    return hf_config.accepted(Path(source), model_types, accepted or {})
 
 
 def attribute(a: Any, b: Any, inputs: Any = None, **options: Any) -> "Attribution":

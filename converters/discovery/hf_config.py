@@ -6,8 +6,14 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
-from jaxmha.checkpoint import json_text, yaml_text
-from jaxmha.checkpoint.errors import BudgetExceeded, MissingDependency, UnreadableFile, shown
+from jaxmha.checkpoint import hub, json_text, yaml_text
+from jaxmha.checkpoint.errors import (
+    BudgetExceeded,
+    MissingDependency,
+    UnreadableFile,
+    printable,
+    shown,
+)
 from jaxmha.checkpoint.inside import open_inside
 from jaxmha.checkpoint.limits import Budget, Limits
 from jaxmha.checkpoint.system import Directory
@@ -74,6 +80,29 @@ def read(path: Path) -> Json:
         return _parsed(source.path, source.read(0, source.size))
     finally:
         source.close()
+
+
+def accepted(
+    source: Path, model_types: Sequence[str], values: Mapping[str, Sequence[Any]]
+) -> dict[str, Any]:
+    """The configuration of a model, as `jaxmha.converters.config_of`."""
+    folder = hub.fetch(source).folder if hub.is_address(source) else source
+    content = read(folder / CONFIG)
+    found = dict(content) if isinstance(content, Mapping) else {}
+    if found.get("model_type") not in model_types:
+        kind = printable(str(found.get("model_type")))
+        raise ValueError(
+            f"model_type of the folder is {kind}, expected {' or '.join(model_types)}: "
+            f"{folder / CONFIG}"
+        )
+    for way, value in search(found, values):
+        known = values[way[-1]]
+        if value is not None and value not in known:
+            raise ValueError(
+                f"{'.'.join(way)} of the folder is {printable(str(value))}, expected "
+                f"{' or '.join(map(str, known))}: {folder / CONFIG}"
+            )
+    return found
 
 
 @lru_cache(maxsize=1)

@@ -6,7 +6,6 @@
 Source: Devlin et al., "BERT: Pre-training of Deep Bidirectional Transformers" (2019).
 """
 
-import json
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,8 +15,16 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxmha import Mask
+from jaxmha.converters import config_of
 from jaxmha.converters import flax as convert
 from jaxmha.flax.nnx import MultiHeadAttention
+
+# Key of config.json -> the values of it that this file computes; all others are refused.
+ACCEPTED = {
+    "hidden_act": ("gelu",),
+    "is_decoder": (False,),
+    "position_embedding_type": ("absolute",),
+}
 
 
 @dataclass(frozen=True)
@@ -36,11 +43,7 @@ class Config:
     @classmethod
     def read(cls, folder: str | Path) -> "Config":
         """The config of a folder that `save_pretrained` wrote."""
-        found = json.loads((Path(folder) / "config.json").read_text())
-        if (kind := found.get("model_type")) != "bert":
-            raise ValueError(f"model_type of the folder is {kind}, expected bert")
-        if found.get("hidden_act", "gelu") != "gelu":
-            raise ValueError(f"the MLP is gelu, got {found['hidden_act']}")
+        found = config_of(folder, "bert", accepted=ACCEPTED)
         return cls(**{name: x for name, x in found.items() if name in cls.__dataclass_fields__})
 
 
@@ -57,7 +60,10 @@ class Embeddings(nnx.Module):
     def __call__(
         self, tokens: Int[Array, "B T"], token_types: Int[Array, "B T"]
     ) -> Float[Array, "B T D"]:
-        at = jnp.arange(tokens.shape[1])[None]
+        count, length = self.positions.num_embeddings, tokens.shape[1]
+        if length > count:  # nnx.Embed would return NaN
+            raise ValueError(f"the model has {count} positions, and the tokens need {length}")
+        at = jnp.arange(length)[None]
         return self.norm(self.words(tokens) + self.positions(at) + self.token_types(token_types))
 
 

@@ -6,10 +6,10 @@
 Source: Gemma Team, "Gemma 3 Technical Report" (2025).
 """
 
-import json
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +17,19 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxmha import KVCache, Mask, Semantics, rope, rope_frequencies
+from jaxmha.converters import config_of
 from jaxmha.converters import flax as convert
+from jaxmha.converters.discovery import layer_kinds, rotary_settings
 from jaxmha.flax.nnx import MultiHeadAttention
 from jaxmha.rotary_frequencies import Frequencies
+
+# Key of config.json -> the values of it that this file computes; all others are refused.
+ACCEPTED = {
+    "hidden_activation": ("gelu_pytorch_tanh", "gelu_new"),
+    "partial_rotary_factor": (1.0,),
+    "tie_word_embeddings": (True,),
+    "use_bidirectional_attention": (False,),
+}
 
 
 @dataclass(frozen=True)
@@ -38,21 +48,27 @@ class Config:
     sliding_window: int
     layer_types: tuple[str, ...]
     rotary: tuple[tuple[str, Frequencies], ...]  # by kind of layer
+    attention_bias: bool = False
+    final_logit_softcapping: float | None = None
 
     @classmethod
     def read(cls, folder: str | Path) -> "Config":
         """The config of a folder that `save_pretrained` wrote."""
-        found = json.loads((Path(folder) / "config.json").read_text())
-        if (kind := found.get("model_type")) != "gemma3_text":
-            raise ValueError(f"model_type of the folder is {kind}, expected gemma3_text")
+        found = config_of(folder, "gemma3_text", accepted=ACCEPTED)
         known = {name: x for name, x in found.items() if name in cls.__dataclass_fields__}
-        by_kind = found["rope_parameters"]
-        known["rotary"] = tuple(
-            (kind, rope_frequencies(by_kind[kind], found["head_dim"]))
-            for kind in sorted(set(found["layer_types"]))
-        )
-        known["layer_types"] = tuple(found["layer_types"])
-        return cls(**known)
+        layers = range(found["num_hidden_layers"])
+        kinds = tuple(layer_kinds.of(found, "gemma3_text", i) for i in layers)
+        rotary = tuple((kind, _rotary(found, kinds.index(kind))) for kind in sorted(set(kinds)))
+        return cls(**known | {"layer_types": kinds, "rotary": rotary})
+
+
+def _rotary(found: dict[str, Any], layer: int) -> Frequencies:
+    """The frequencies of a layer, from the keys of any version of transformers."""
+    rope = rotary_settings.of(found, "gemma3_text", layer)
+    frequencies = rope_frequencies(rope, found["head_dim"])
+    if frequencies != rope_frequencies(rope, found["head_dim"], length=2**30):
+        raise ValueError(f"frequencies that depend on the length are not computed here: {rope}")
+    return frequencies
 
 
 class Norm(nnx.Module):
@@ -81,7 +97,7 @@ class Block(nnx.Module):
             size,
             qkv_features=config.num_attention_heads * config.head_dim,
             num_kv_heads=config.num_key_value_heads,
-            use_bias=False,
+            use_bias=config.attention_bias,
             semantics=Semantics(
                 scale=config.query_pre_attn_scalar**-0.5,
                 qk_norm="rms",
@@ -104,6 +120,12 @@ class Block(nnx.Module):
         x += self.post_attention_norm(attended)
         return x + self.mlp(x)
 
+    def cache(self, batch: int, length: int) -> KVCache:
+        """An empty cache; one shorter than the tokens holds its window and all new tokens."""
+        left, _ = self.attention.local_window_size or (length, 0)
+        room = length + left if left < length else length
+        return KVCache.empty(self.attention.to_params()[0], batch, room)
+
     def extend(
         self, x: Float[Array, "B T D"], cache: KVCache
     ) -> tuple[Float[Array, "B T D"], KVCache]:
@@ -120,6 +142,7 @@ class Gemma(nnx.Module):
         self.embedding = nnx.Embed(config.vocab_size, config.hidden_size, rngs=rngs)
         self.blocks = nnx.List([Block(config, kind, rngs) for kind in config.layer_types])
         self.norm = Norm(config.hidden_size, config.rms_norm_eps)
+        self.logit_cap = config.final_logit_softcapping
 
     def embedded(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         return self.embedding(tokens) * self.embedding.features**0.5
@@ -128,13 +151,15 @@ class Gemma(nnx.Module):
         x = self.embedded(tokens)
         for block in self.blocks:
             x = block(x)
-        return self.embedding.attend(self.norm(x))
+        return self.logits(x)
+
+    def logits(self, x: Float[Array, "*B D"]) -> Float[Array, "*B vocab"]:
+        x = self.embedding.attend(self.norm(x))
+        return x if self.logit_cap is None else self.logit_cap * jnp.tanh(x / self.logit_cap)
 
     def caches(self, batch: int, length: int) -> list[KVCache]:
         """Empty caches of every layer for up to `length` tokens."""
-        return [
-            KVCache.empty(block.attention.to_params()[0], batch, length) for block in self.blocks
-        ]
+        return [block.cache(batch, length) for block in self.blocks]
 
     def extend(
         self, tokens: Int[Array, "B T"], caches: list[KVCache]
@@ -144,7 +169,7 @@ class Gemma(nnx.Module):
         for block, cache in zip(self.blocks, caches, strict=True):
             x, cache = block.extend(x, cache)
             kept.append(cache)
-        return self.embedding.attend(self.norm(x[:, -1])), kept
+        return self.logits(x[:, -1]), kept
 
 
 def load(folder: str | Path) -> Gemma:
@@ -161,17 +186,17 @@ def loss(model: Gemma, tokens: Int[Array, "B T"]) -> Float[Array, ""]:
 @nnx.jit
 def _extend(
     model: Gemma, tokens: Int[Array, "B T"], caches: list[KVCache]
-) -> tuple[Int[Array, "B"], list[KVCache]]:
+) -> tuple[Int[Array, "B 1"], list[KVCache]]:
     logits, caches = model.extend(tokens, caches)
-    return logits.argmax(-1).astype(tokens.dtype), caches
+    return logits.argmax(-1, keepdims=True).astype(tokens.dtype), caches
 
 
 def generate(model: Gemma, prompt: Int[Array, "B T"], steps: int) -> Int[Array, "B steps"]:
     """Greedy decoding: the most probable next tokens after the prompts, which have one length."""
     batch, length = prompt.shape
-    token, caches = _extend(model, prompt, model.caches(batch, length + steps))
-    found = [token]
-    for _ in range(steps - 1):
-        token, caches = _extend(model, token[:, None], caches)
-        found.append(token)
-    return jnp.stack(found, 1)
+    caches = model.caches(batch, length + steps - 1)  # the last token is never a query
+    tokens, found = prompt, [prompt[:, :0]]
+    for _ in range(steps):
+        tokens, caches = _extend(model, tokens, caches)
+        found.append(tokens)
+    return jnp.concatenate(found, 1)

@@ -6,7 +6,6 @@
 Source: Radford et al., "Language Models are Unsupervised Multitask Learners" (2019).
 """
 
-import json
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,8 +16,18 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxmha import KVCache, Mask
+from jaxmha.converters import config_of
 from jaxmha.converters import flax as convert
 from jaxmha.flax.nnx import MultiHeadAttention
+
+# Key of config.json -> the values of it that this file computes; all others are refused.
+ACCEPTED = {
+    "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+    "add_cross_attention": (False,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "scale_attn_weights": (True,),
+    "tie_word_embeddings": (True,),
+}
 
 
 @dataclass(frozen=True)
@@ -36,12 +45,15 @@ class Config:
     @classmethod
     def read(cls, folder: str | Path) -> "Config":
         """The config of a folder that `save_pretrained` wrote."""
-        found = json.loads((Path(folder) / "config.json").read_text())
-        if (kind := found.get("model_type")) != "gpt2":
-            raise ValueError(f"model_type of the folder is {kind}, expected gpt2")
-        if found.get("activation_function", "gelu_new") != "gelu_new":
-            raise ValueError(f"the MLP is gelu_new, got {found['activation_function']}")
+        found = config_of(folder, "gpt2", accepted=ACCEPTED)
         return cls(**{name: x for name, x in found.items() if name in cls.__dataclass_fields__})
+
+
+def check_length(positions: nnx.Embed, length: int) -> None:
+    """Raises ValueError for positions beyond the table, of which nnx.Embed would return NaN."""
+    count = positions.num_embeddings
+    if length > count:
+        raise ValueError(f"the model has {count} positions, and the tokens need {length}")
 
 
 class Block(nnx.Module):
@@ -80,6 +92,7 @@ class GPT2(nnx.Module):
         self.norm = nnx.LayerNorm(config.n_embd, epsilon=config.layer_norm_epsilon, rngs=rngs)
 
     def __call__(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T vocab"]:
+        check_length(self.positions, tokens.shape[1])
         x = self.embedding(tokens) + self.positions(jnp.arange(tokens.shape[1]))[None]
         for block in self.blocks:
             x = block(x)
@@ -95,6 +108,7 @@ class GPT2(nnx.Module):
         self, tokens: Int[Array, "B T"], caches: list[KVCache]
     ) -> tuple[Float[Array, "B vocab"], list[KVCache]]:
         """Logits after the last of the new tokens, and the caches that hold them."""
+        check_length(self.positions, caches[0].slots)
         at = caches[0].lengths[:, None] + jnp.arange(tokens.shape[1])
         x, kept = self.embedding(tokens) + self.positions(at), []
         for block, cache in zip(self.blocks, caches, strict=True):
@@ -117,17 +131,17 @@ def loss(model: GPT2, tokens: Int[Array, "B T"]) -> Float[Array, ""]:
 @nnx.jit
 def _extend(
     model: GPT2, tokens: Int[Array, "B T"], caches: list[KVCache]
-) -> tuple[Int[Array, "B"], list[KVCache]]:
+) -> tuple[Int[Array, "B 1"], list[KVCache]]:
     logits, caches = model.extend(tokens, caches)
-    return logits.argmax(-1).astype(tokens.dtype), caches
+    return logits.argmax(-1, keepdims=True).astype(tokens.dtype), caches
 
 
 def generate(model: GPT2, prompt: Int[Array, "B T"], steps: int) -> Int[Array, "B steps"]:
     """Greedy decoding: the most probable next tokens after the prompts, which have one length."""
     batch, length = prompt.shape
-    token, caches = _extend(model, prompt, model.caches(batch, length + steps))
-    found = [token]
-    for _ in range(steps - 1):
-        token, caches = _extend(model, token[:, None], caches)
-        found.append(token)
-    return jnp.stack(found, 1)
+    caches = model.caches(batch, length + steps - 1)  # the last token is never a query
+    tokens, found = prompt, [prompt[:, :0]]
+    for _ in range(steps):
+        tokens, caches = _extend(model, tokens, caches)
+        found.append(tokens)
+    return jnp.concatenate(found, 1)

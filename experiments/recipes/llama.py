@@ -7,7 +7,6 @@ Sources: Grattafiori et al., "The Llama 3 Herd of Models" (2024); Qwen Team, "Qw
 Report" (2025); Jiang et al., "Mistral 7B" (2023).
 """
 
-import json
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,9 +18,18 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxmha import KVCache, Mask, Semantics, rope, rope_frequencies
+from jaxmha.converters import config_of
 from jaxmha.converters import flax as convert
 from jaxmha.flax.nnx import MultiHeadAttention
 from jaxmha.rotary_frequencies import Frequencies
+
+# Key of config.json -> the values of it that this file computes; all others are refused.
+ACCEPTED = {
+    "hidden_act": ("silu", "swish"),
+    "partial_rotary_factor": (1.0,),
+}
+# Model type -> its keys of biases; it ignores the others.
+BIASES = {"llama": ("attention_bias", "mlp_bias"), "qwen3": ("attention_bias",), "mistral": ()}
 
 
 @dataclass(frozen=True)
@@ -39,25 +47,24 @@ class Config:
     windows: tuple[int | None, ...]  # of the layers; None: the layer attends all earlier tokens
     rms_norm_eps: float = 1e-6
     attention_bias: bool = False
+    mlp_bias: bool = False
     normalised_heads: bool = False  # Qwen 3: RMS norms of queries and keys
     tie_word_embeddings: bool = False
 
     @classmethod
     def read(cls, folder: str | Path) -> "Config":
         """The config of a folder that `save_pretrained` wrote."""
-        found = json.loads((Path(folder) / "config.json").read_text())
-        if (kind := found.get("model_type")) not in ("llama", "mistral", "qwen3"):
-            raise ValueError(
-                f"model_type of the folder is {kind}, expected llama, mistral or qwen3"
-            )
+        found = config_of(folder, *BIASES, accepted=ACCEPTED)
         windows = _windows(found)
         heads = found["num_attention_heads"]
         defaults = {"head_dim": found["hidden_size"] // heads, "num_key_value_heads": heads}
         found = defaults | {name: x for name, x in found.items() if x is not None}
         known = {name: x for name, x in found.items() if name in cls.__dataclass_fields__}
-        rotary = rope_frequencies(found, found["head_dim"])
-        normalised = found["model_type"] == "qwen3"
-        return cls(**known, normalised_heads=normalised, rotary=rotary, windows=windows)
+        kind, rotary = found["model_type"], rope_frequencies(found, found["head_dim"])
+        if rotary != rope_frequencies(found, found["head_dim"], length=2**30):
+            raise ValueError("rotary frequencies that depend on the length are not computed here")
+        known |= {key: False for key in BIASES["llama"] if key not in BIASES[kind]}
+        return cls(**known, normalised_heads=kind == "qwen3", rotary=rotary, windows=windows)
 
 
 def _windows(found: dict[str, Any]) -> tuple[int | None, ...]:
@@ -78,14 +85,14 @@ class Block(nnx.Module):
     def __init__(self, config: Config, window: int | None, rngs: nnx.Rngs) -> None:
         size, inner = config.hidden_size, config.intermediate_size
         norm = partial(nnx.RMSNorm, size, epsilon=config.rms_norm_eps, rngs=rngs)
-        linear = partial(nnx.Linear, use_bias=False, rngs=rngs)
+        linear = partial(nnx.Linear, use_bias=config.mlp_bias, rngs=rngs)
         self.attention_norm, self.mlp_norm = norm(), norm()
         self.attention = MultiHeadAttention(
             config.num_attention_heads,
             size,
             qkv_features=config.num_attention_heads * config.head_dim,
             num_kv_heads=config.num_key_value_heads,
-            use_bias=("query", "key", "value") if config.attention_bias else False,
+            use_bias=config.attention_bias,
             semantics=Semantics(
                 qk_norm="rms" if config.normalised_heads else None,
                 qk_norm_epsilon=config.rms_norm_eps,
@@ -103,6 +110,12 @@ class Block(nnx.Module):
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         x += self.attention(self.attention_norm(x), mask=Mask.causal())
         return x + self.mlp(self.mlp_norm(x))
+
+    def cache(self, batch: int, length: int) -> KVCache:
+        """An empty cache; one shorter than the tokens holds its window and all new tokens."""
+        left, _ = self.attention.local_window_size or (length, 0)
+        room = length + left if left < length else length
+        return KVCache.empty(self.attention.to_params()[0], batch, room)
 
     def extend(
         self, x: Float[Array, "B T D"], cache: KVCache
@@ -137,9 +150,7 @@ class Llama(nnx.Module):
 
     def caches(self, batch: int, length: int) -> list[KVCache]:
         """Empty caches of every layer for up to `length` tokens."""
-        return [
-            KVCache.empty(block.attention.to_params()[0], batch, length) for block in self.blocks
-        ]
+        return [block.cache(batch, length) for block in self.blocks]
 
     def extend(
         self, tokens: Int[Array, "B T"], caches: list[KVCache]
@@ -167,18 +178,17 @@ def loss(model: Llama, tokens: Int[Array, "B T"]) -> Float[Array, ""]:
 @nnx.jit
 def _extend(
     model: Llama, tokens: Int[Array, "B T"], caches: list[KVCache]
-) -> tuple[Int[Array, "B"], list[KVCache]]:
+) -> tuple[Int[Array, "B 1"], list[KVCache]]:
     logits, caches = model.extend(tokens, caches)
-    return logits.argmax(-1).astype(tokens.dtype), caches
+    return logits.argmax(-1, keepdims=True).astype(tokens.dtype), caches
 
 
 def generate(model: Llama, prompt: Int[Array, "B T"], steps: int) -> Int[Array, "B steps"]:
     """Greedy decoding: the most probable next tokens after the prompts, which have one length."""
     batch, length = prompt.shape
-    caches = model.caches(batch, length + steps)
-    token, caches = _extend(model, prompt, caches)
-    found = [token]
-    for _ in range(steps - 1):
-        token, caches = _extend(model, token[:, None], caches)
-        found.append(token)
-    return jnp.stack(found, 1)
+    caches = model.caches(batch, length + steps - 1)  # the last token is never a query
+    tokens, found = prompt, [prompt[:, :0]]
+    for _ in range(steps):
+        tokens, caches = _extend(model, tokens, caches)
+        found.append(tokens)
+    return jnp.concatenate(found, 1)

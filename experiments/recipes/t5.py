@@ -7,21 +7,25 @@ Sources: Raffel et al., "Exploring the Limits of Transfer Learning with a Unifie
 Transformer" (2020); Shazeer, "GLU Variants Improve Transformer" (2020).
 """
 
-import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxmha import KVCache, Mask, Semantics, extend, multi_head_attention
+from jaxmha import KVCache, Mask, Semantics, checkpoint, extend, multi_head_attention
+from jaxmha.converters import config_of
 from jaxmha.converters import flax as convert
 from jaxmha.flax.nnx import MultiHeadAttention
 from jaxmha.mods import relative_bias, t5
+
+# Key of config.json -> the values of it that this file computes; all others are refused.
+ACCEPTED = {"feed_forward_proj": ("relu", "gated-gelu")}
 
 
 @dataclass(frozen=True)
@@ -46,12 +50,9 @@ class Config:
     @classmethod
     def read(cls, folder: str | Path) -> "Config":
         """The config of a folder that `save_pretrained` wrote."""
-        found = json.loads((Path(folder) / "config.json").read_text())
-        if (kind := found.get("model_type")) not in ("t5", "mt5"):
-            raise ValueError(f"model_type of the folder is {kind}, expected t5 or mt5")
+        found = config_of(folder, "t5", "mt5", accepted=ACCEPTED)
+        found, kind = {k: x for k, x in found.items() if x is not None}, found["model_type"]
         mlp = found.get("feed_forward_proj", "relu" if kind == "t5" else "gated-gelu")
-        if mlp not in ("relu", "gated-gelu"):
-            raise ValueError(f"feed_forward_proj is {mlp}, expected relu or gated-gelu")
         scaled = kind == "t5" and found.get("tie_word_embeddings", True)
         found = {"num_decoder_layers": found["num_layers"], "scale_decoder_outputs": scaled} | found
         found["is_gated_act"] = mlp == "gated-gelu"
@@ -179,7 +180,11 @@ class T5(nnx.Module):
 
 def load(folder: str | Path) -> T5:
     """The model of a folder that `save_pretrained` wrote."""
-    return convert.load_into(T5(Config.read(folder), nnx.Rngs(0)), folder)
+    config, head, table = Config.read(folder), "lm_head.weight", "shared.weight"
+    with checkpoint.open(folder) as file:  # transformers 5 writes that every T5 has them tied
+        own = head in file.info and not np.array_equal(file[head], file[table])
+    config = replace(config, tie_word_embeddings=not own)
+    return convert.load_into(T5(config, nnx.Rngs(0)), folder)
 
 
 def loss(
@@ -194,10 +199,10 @@ def loss(
 @nnx.jit
 def _extend(
     model: T5, tokens: Int[Array, "B 1"], caches: list[KVCache], source: Any, lengths: Any
-) -> tuple[Int[Array, "B"], list[KVCache]]:
+) -> tuple[Int[Array, "B 1"], list[KVCache]]:
     mask = Mask.lengths(key_value=lengths)
     x, caches = model.decoder.extend(model.embedding(tokens), caches, source, mask)
-    return model.logits(x)[:, 0].argmax(-1).astype(tokens.dtype), caches
+    return model.logits(x).argmax(-1).astype(tokens.dtype), caches
 
 
 def generate(
@@ -210,9 +215,9 @@ def generate(
         KVCache.empty(block.attention.to_params()[0], batch, steps)
         for block in model.decoder.blocks
     ]
-    token = jnp.full(batch, model.config.decoder_start_token_id, source.dtype)
-    found = []
+    tokens = jnp.full((batch, 1), model.config.decoder_start_token_id, source.dtype)
+    found = [source[:, :0]]
     for _ in range(steps):
-        token, caches = _extend(model, token[:, None], caches, encoded, lengths)
-        found.append(token)
-    return jnp.stack(found, 1)
+        tokens, caches = _extend(model, tokens, caches, encoded, lengths)
+        found.append(tokens)
+    return jnp.concatenate(found, 1)

@@ -6,7 +6,6 @@
 Source: Dosovitskiy et al., "An Image is Worth 16x16 Words" (2021).
 """
 
-import json
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,8 +14,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from jaxmha.converters import config_of
 from jaxmha.converters import flax as convert
 from jaxmha.flax.nnx import MultiHeadAttention
+
+# Key of config.json -> the values of it that this file computes; all others are refused.
+ACCEPTED = {"hidden_act": ("gelu",)}
 
 
 @dataclass(frozen=True)
@@ -27,8 +30,8 @@ class Config:
     intermediate_size: int
     num_hidden_layers: int
     num_attention_heads: int
-    image_size: int
-    patch_size: int
+    image_size: tuple[int, int]
+    patch_size: tuple[int, int]
     num_channels: int = 3
     qkv_bias: bool = True
     layer_norm_eps: float = 1e-12
@@ -37,10 +40,11 @@ class Config:
     @classmethod
     def read(cls, folder: str | Path) -> "Config":
         """The config of a folder that `save_pretrained` wrote."""
-        found = json.loads((Path(folder) / "config.json").read_text())
-        if (kind := found.get("model_type")) != "vit":
-            raise ValueError(f"model_type of the folder is {kind}, expected vit")
+        found = config_of(folder, "vit", accepted=ACCEPTED)
         found = {"num_labels": len(found.get("id2label", "ab")), **found}
+        for name in ("image_size", "patch_size"):
+            side = found[name]
+            found[name] = (side, side) if isinstance(side, int) else tuple(side)
         return cls(**{name: x for name, x in found.items() if name in cls.__dataclass_fields__})
 
 
@@ -66,11 +70,11 @@ class ViT(nnx.Module):
     """An image classifier. `model(images)` gives the logits of the classes."""
 
     def __init__(self, config: Config, rngs: nnx.Rngs) -> None:
-        size, patch = config.hidden_size, (config.patch_size,) * 2
+        size, patch = config.hidden_size, config.patch_size
         self.patches = nnx.Conv(
             config.num_channels, size, patch, strides=patch, padding="VALID", rngs=rngs
         )
-        count = (config.image_size // config.patch_size) ** 2
+        count = (config.image_size[0] // patch[0]) * (config.image_size[1] // patch[1])
         self.class_token = nnx.Param(jnp.zeros((1, 1, size)))
         self.positions = nnx.Param(jnp.zeros((1, count + 1, size)))
         self.blocks = nnx.List([Block(config, rngs) for _ in range(config.num_hidden_layers)])

@@ -6,7 +6,6 @@
 Source: Radford et al., "Robust Speech Recognition via Large-Scale Weak Supervision" (2022).
 """
 
-import json
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,8 +16,12 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxmha import KVCache, Mask
+from jaxmha.converters import config_of
 from jaxmha.converters import flax as convert
 from jaxmha.flax.nnx import MultiHeadAttention
+
+# Key of config.json -> the values of it that this file computes; all others are refused.
+ACCEPTED = {"activation_function": ("gelu",), "tie_word_embeddings": (True,)}
 
 
 @dataclass(frozen=True)
@@ -40,10 +43,15 @@ class Config:
     @classmethod
     def read(cls, folder: str | Path) -> "Config":
         """The config of a folder that `save_pretrained` wrote."""
-        found = json.loads((Path(folder) / "config.json").read_text())
-        if (kind := found.get("model_type")) != "whisper":
-            raise ValueError(f"model_type of the folder is {kind}, expected whisper")
+        found = config_of(folder, "whisper", accepted=ACCEPTED)
         return cls(**{name: x for name, x in found.items() if name in cls.__dataclass_fields__})
+
+
+def check_length(positions: nnx.Embed, length: int) -> None:
+    """Raises ValueError for positions beyond the table, of which nnx.Embed would return NaN."""
+    count = positions.num_embeddings
+    if length > count:
+        raise ValueError(f"the model has {count} positions, and the tokens need {length}")
 
 
 class Block(nnx.Module):
@@ -101,6 +109,7 @@ class Encoder(nnx.Module):
     def __call__(self, mel: Float[Array, "B frames bins"]) -> Float[Array, "B S D"]:
         x = nnx.gelu(self.conv1(mel), approximate=False)
         x = nnx.gelu(self.conv2(x), approximate=False)
+        check_length(self.positions, x.shape[1])
         x += self.positions(jnp.arange(x.shape[1]))[None]
         for block in self.blocks:
             x = block(x, Mask())
@@ -123,6 +132,7 @@ class Decoder(nnx.Module):
     def __call__(
         self, tokens: Int[Array, "B T"], source: Float[Array, "B S D"]
     ) -> Float[Array, "B T vocab"]:
+        check_length(self.positions, tokens.shape[1])
         x = self.embedding(tokens) + self.positions(jnp.arange(tokens.shape[1]))[None]
         for block in self.blocks:
             x = block(x, Mask.causal(), source)
@@ -132,6 +142,7 @@ class Decoder(nnx.Module):
         self, tokens: Int[Array, "B T"], caches: list[KVCache], source: Float[Array, "B S D"]
     ) -> tuple[Float[Array, "B vocab"], list[KVCache]]:
         """Logits after the last of the new tokens, and the caches that hold them."""
+        check_length(self.positions, caches[0].slots)
         at = caches[0].lengths[:, None] + jnp.arange(tokens.shape[1])
         x, kept = self.embedding(tokens) + self.positions(at), []
         for block, cache in zip(self.blocks, caches, strict=True):
@@ -171,9 +182,9 @@ def _extend(
     tokens: Int[Array, "B T"],
     caches: list[KVCache],
     source: Float[Array, "B S D"],
-) -> tuple[Int[Array, "B"], list[KVCache]]:
+) -> tuple[Int[Array, "B 1"], list[KVCache]]:
     logits, caches = model.decoder.extend(tokens, caches, source)
-    return logits.argmax(-1).astype(tokens.dtype), caches
+    return logits.argmax(-1, keepdims=True).astype(tokens.dtype), caches
 
 
 def generate(
@@ -183,12 +194,11 @@ def generate(
     batch, length = prompt.shape
     source = model.encoder(mel)
     caches = [
-        KVCache.empty(block.attention.to_params()[0], batch, length + steps)
+        KVCache.empty(block.attention.to_params()[0], batch, length + steps - 1)
         for block in model.decoder.blocks
     ]
-    token, caches = _extend(model, prompt, caches, source)
-    found = [token]
-    for _ in range(steps - 1):
-        token, caches = _extend(model, token[:, None], caches, source)
-        found.append(token)
-    return jnp.stack(found, 1)
+    tokens, found = prompt, [prompt[:, :0]]
+    for _ in range(steps):
+        tokens, caches = _extend(model, tokens, caches, source)
+        found.append(tokens)
+    return jnp.concatenate(found, 1)
