@@ -133,7 +133,7 @@ def _tree_of(module: "nnx.MultiHeadAttention") -> dict[str, Any]:
     """
     from flax import nnx
 
-    tree = nnx.to_pure_dict(nnx.state(module, nnx.Param))
+    tree: dict[str, Any] = nnx.to_pure_dict(nnx.state(module, nnx.Param))
     for name, *_ in _sublayers(module):
         held = nnx.state(getattr(module, name), nnx.Not(nnx.RngState))
         tree[name] = nnx.to_pure_dict(held)
