@@ -139,4 +139,4 @@ def variable(module: nnx.Module, leaf: str) -> nnx.Variable | None:
 def params_of(module: nnx.Module) -> MHAParams:
     """Reads the parameters from the variables of a module."""
     variables = {leaf: variable(module, leaf) for leaf in PATHS}
-    return from_leaves({leaf: x[...] for leaf, x in variables.items() if x is not None})
+    return from_leaves({leaf: x.get_value() for leaf, x in variables.items() if x is not None})

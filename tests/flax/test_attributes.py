@@ -402,3 +402,18 @@ def test_a_rotation_that_is_set_is_equal_too() -> None:
     module.rotate = partial(rope, base=50.0)
     assert nnx.graphdef(module) == nnx.graphdef(fresh)
     assert module.rotate.keywords == {"base": 50.0}
+
+
+@pytest.mark.parametrize("kind", ["heads", "latent"])
+def test_parameters_of_an_abstract_module(kind: str) -> None:
+    """`nnx.eval_shape` has a module of shapes, from which shardings and explanations are made."""
+
+    def make() -> Any:
+        if kind == "heads":
+            return layer()
+        return LatentAttention(N, FEATURES, **LATENT, rngs=nnx.Rngs(0))
+
+    shapes, _ = nnx.eval_shape(make).to_params()
+    params, _ = make().to_params()
+    assert jax.tree.map(jnp.shape, shapes) == jax.tree.map(jnp.shape, params)
+    assert isinstance(shapes.query.kernel, jax.ShapeDtypeStruct)

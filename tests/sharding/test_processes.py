@@ -10,7 +10,7 @@ import pytest
 
 from experiments.scaling import workers
 from jaxmha import checkpoint
-from tests.sharding import loading
+from tests.sharding import loading, printing
 from tests.sharding.saving import saved
 
 ROOT = Path(__file__).parents[2]
@@ -55,6 +55,13 @@ def test_killed_while_saving(tmp_path: Path, files: int) -> None:
         assert file["block/bias"].tolist() == list(range(0, 2**21, 64))
     assert workers.together(saved, 2, tmp_path / "step2", 1.0) == [True, True]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step1", "step2"]
+
+
+@pytest.mark.slow
+def test_arrays_of_other_processes_print() -> None:
+    for texts in workers.together(printing.texts, 2):
+        assert texts[:2] == ["Mask(causal_offset=0, key_value_padding=bool[2, 5])"] * 2
+        assert all("shape=(6, 3, 7)" in x or "Mask" in x or "6, 3, 7" in x for x in texts)
 
 
 def test_bad_input() -> None:

@@ -238,7 +238,7 @@ class LatentAttention(Views):
             held = getattr(self, name, None)
             held = getattr(held, tail[0], None) if tail else held
             if held is not None:
-                found[leaf] = held[...]
+                found[leaf] = held.get_value()
         return from_leaves(found), self.semantics
 
     @classmethod
