@@ -217,8 +217,8 @@ class Semantics:
           dtype: compute dtype, in which `scores` computes its softmax.
           fields: further fields, such as `dropout_rate`.
 
-        The softmax of `fused` is float32, for float64 too, as in Keras on JAX (Keras on
-        TensorFlow and torch stays in float64: give `softmax_dtype=None`).
+        The softmax of `fused` is float32, for float64 too (Keras on TensorFlow stays in float64:
+        give `softmax_dtype=None`).
 
         Keras returns the scores before dropout. Its finite mask constants are not reproduced: they
         differ from exclusion only where logits are as low as the constants (-3e4 in float16).

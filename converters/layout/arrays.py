@@ -41,12 +41,16 @@ def to_numpy(array: AnyArray, name: str = "") -> NDArray:
             "import_params and export_params of jaxmha.converters.flax, .equinox and .haiku take "
             "traced arrays; call others outside of the traced function"
         )
-    if "torch" in packages_of(found):
+    packages = packages_of(found)
+    # Before torch and tensorflow: they may be bases of Keras' variables, or hold their values.
+    if "keras" in packages or "flax" in packages:
+        inner = getattr(found, "value", found)
+        inner = inner() if callable(inner) else inner
+        if inner is not found:
+            return to_numpy(inner, name)
+    if "torch" in packages:
         return from_torch(found, name)
-    if "keras" in packages_of(found) or "flax" in packages_of(found):
-        found = getattr(found, "value", found)
-        found = found() if callable(found) else found
-    if "tensorflow" in packages_of(found):
+    if "tensorflow" in packages:
         found = found.numpy()
     return np.array(found, order="C", copy=True)
 
@@ -120,3 +124,15 @@ def packages_of(value: object) -> tuple[str, ...]:
     ('numpy', 'builtins')
     """
     return tuple(dict.fromkeys(base.__module__.split(".")[0] for base in type(value).__mro__))
+
+
+def framework_of(model: object) -> str:
+    """The framework of a model or layer: torch, keras, flax or equinox; else "".
+
+    The most derived class decides: a Keras layer on the torch backend is a `torch.nn.Module` too.
+
+    >>> framework_of(np.zeros(3))
+    ''
+    """
+    known = ("torch", "keras", "flax", "equinox")
+    return next((package for package in packages_of(model) if package in known), "")

@@ -5,11 +5,12 @@ A mask of any dtype but Boolean means "nonzero attends", so an additive mask (0 
 means its opposite. A fully masked row is the mean of the values on the fused path. It is 0 if
 scores are returned or the dropout rate is not 0.
 
-The fused path sets masked logits to -2.4e38. The path that returns scores sets them to -1e9 (-3e4
-in float16), and zeroes the masked weights after the softmax. This excludes the keys as long as
-other logits are above the constant. If all of them are below it, masked keys take the whole softmax
-sum, and the row becomes 0. The presets of `Semantics` exclude masked keys instead, so that the
-weights of such a row still sum to 1.
+The fused path sets masked logits to -2.4e38. On torch in float16 it adds -45856 to them: a fully
+masked row is then the softmax of its logits, as without a mask. The path that returns scores sets
+them to -1e9 (-3e4 in float16), and zeroes the masked weights after the softmax. This excludes the
+keys as long as other logits are above the constant. If all of them are below it, masked keys take
+the whole softmax sum, and the row becomes 0. The presets of `Semantics` exclude masked keys
+instead, so that the weights of such a row still sum to 1.
 """
 
 from dataclasses import replace

@@ -4,20 +4,21 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxmha.checkpoint import Lazy
-from jaxmha.converters.layout.arrays import NDArray, packages_of, to_torch
+from jaxmha.converters.discovery import live_model
+from jaxmha.converters.layout.arrays import NDArray, framework_of, to_torch
 from jaxmha.converters.matching import trees
 
 
 def fill(model: Any, ready: Lazy) -> Any:
     """Fills a model of any framework; returns it, or a new tree for linen, equinox and trees."""
-    packages = packages_of(model)
-    if "torch" in packages:
+    framework = framework_of(model)
+    if framework == "torch":
         return into_torch(model, ready)
-    if "keras" in packages:
+    if framework == "keras":
         return into_keras(model, ready)
     return (
         into_flax(model, ready)
-        if "flax" in packages or isinstance(model, tuple)
+        if framework == "flax" or isinstance(model, tuple)
         else into_tree(model, ready)
     )
 
@@ -83,7 +84,8 @@ def _placed(value: NDArray, before: Any) -> Any:
 
 def into_keras(model: Any, ready: Lazy) -> Any:
     """Assigns the arrays to the variables of a Keras model; returns the model."""
-    variables = {name: variable for name, _, variable in trees.keras_variables(model)}
+    live = live_model.keras(model)
+    variables = {name: variable for name, _, variable in trees.keras_variables(live)}
     for name in ready:
         variables[name].assign(ready[name])
     return model

@@ -1,33 +1,44 @@
-"""Makes paths of arrays in a Keras file, of the user's layer names and inferred weight names."""
+"""Makes paths of arrays with the names of a Keras file, of the user's layer names and inferred
+weight names."""
 
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
-from jaxmha.checkpoint import Checkpoint
 from jaxmha.converters.discovery.user_names import dotted
 
-_GROUP, _LISTED = "/vars/", "layers/"
+_LISTED = "layers/"
+_VARIABLE = re.compile(r"(?:(?P<group>.+)/)?vars/\d+")
 _NORM = ("gamma", "beta", "moving_mean", "moving_variance")
 
 
-def paths(file: Checkpoint) -> dict[str, tuple[tuple[str, ...], str]]:
+def has_names(state: Mapping[str, object]) -> bool:
+    """True if a flat dict has an array named as in a Keras file.
+
+    >>> has_names({"layers/dense/vars/0": 1}), has_names({"vars/0": 1}), has_names({"vars": 1})
+    (True, True, False)
+    """
+    return any(_VARIABLE.fullmatch(str(name)) for name in state)
+
+
+def paths(
+    shapes: Mapping[str, tuple[int, ...]], layers: Mapping[str, str]
+) -> dict[str, tuple[tuple[str, ...], str]]:
     """Maps array names to (path, form); "no" is for layers that other frameworks store otherwise.
 
     The file only numbers the weights of a layer: their names are inferred from the group, and from
-    the number and ranks of the weights.
+    the number and ranks of the weights. `layers`: group -> the user's name of the layer.
     """
     groups: dict[str, list[str]] = defaultdict(list)
-    for name in file.info:
-        group, found, number = name.rpartition(_GROUP)
-        if found and number.isdigit():
-            groups[group].append(name)
+    for name in shapes:
+        if found := _VARIABLE.fullmatch(name):
+            groups[found["group"] or ""].append(name)
     made = {}
     for group, names in groups.items():
         names.sort(key=lambda name: int(name.rpartition("/")[2]))
-        keys = _keys(group, [file.info[name].shape for name in names])
+        keys = _keys(group, [shapes[name] for name in names])
         form = "no" if re.search(r"transpose|depthwise|separable|gru|lstm|rnn", group) else ""
-        shown = _shown(group, file.names)
+        shown = _shown(group, layers)
         for name, key in zip(names, keys, strict=True):
             made[name] = (*(part for part in shown.split("/") if part), key), form
     return made
@@ -39,7 +50,7 @@ def counted(found: Mapping[str, tuple[tuple[str, ...], str]]) -> Iterator[tuple[
     The numbers of other layers are those of a list.
     """
     for name, (path, _) in found.items():
-        if name.rpartition(_GROUP)[0].split("/")[-2:-1] == ["layers"]:
+        if name.rpartition("/vars/")[0].split("/")[-2:-1] == ["layers"]:
             yield path[:-1]
 
 

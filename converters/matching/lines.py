@@ -18,7 +18,7 @@ from jaxmha.converters.matching.templates import (
     is_buffer,
     templates,
 )
-from jaxmha.converters.matching.trees import Array, Tree
+from jaxmha.converters.matching.trees import Array, Tree, named_alike
 
 _MOST = 64  # most repetitions to unroll into separate templates
 
@@ -27,7 +27,7 @@ def plan(source: Tree, target: Tree, packing: Packing = "ask") -> MatchPlan:
     """Makes the plan that fills the target tree from the source tree; `packing` as in `match`."""
     if packing not in ("ask", "concatenated"):
         raise ValueError(f"packing must be ask or concatenated, got {packing!r}")
-    mine, theirs, decision = _decided(source, target)
+    mine, theirs, decision = _decided(named_alike(source, target), target)
     packed = _guessed_pairs(mine, theirs, decision) if packing == "ask" else {}
     open_ = {t for several in packed.values() for t in several}
     found = _pieces(mine, theirs, decision, decision.taken.keys() - open_)

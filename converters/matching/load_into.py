@@ -94,17 +94,16 @@ def _check_model(made_for: str, expected: str, model: object) -> None:
         raise TypeError(
             f"model must be {expected}, got the class {model.__name__}: pass an instance of it"
         )
-    from jaxmha.converters.layout.arrays import packages_of
+    from jaxmha.converters.layout.arrays import framework_of
 
-    packages = packages_of(model)
-    package = next((x for x in ("torch", "keras", "flax") if x in packages), "")
-    tree = package in ("", "flax") and not isinstance(model, str | Path)
+    framework = framework_of(model)
+    tree = framework not in ("torch", "keras") and not isinstance(model, str | Path)
     fits = {
-        "into_torch": package == "torch",
-        "into_keras": "keras" in packages,
-        "into_flax": package == "flax" or isinstance(model, tuple | Mapping),
+        "into_torch": framework == "torch",
+        "into_keras": framework == "keras",
+        "into_flax": framework == "flax" or isinstance(model, tuple | Mapping),
         "into_tree": tree,
     }
     if not fits[made_for]:
-        kind = f"{package}'s " * bool(package) + type(model).__name__
+        kind = f"{framework}'s " * bool(framework) + type(model).__name__
         raise TypeError(f"model must be {expected}, got {kind}: are model and source swapped?")

@@ -9,7 +9,8 @@ from unittest import mock
 
 import numpy as np
 
-from jaxmha.converters.layout.arrays import NDArray, packages_of, to_numpy
+from jaxmha.converters.discovery import live_model
+from jaxmha.converters.layout.arrays import NDArray, framework_of, to_numpy
 from jaxmha.converters.matching.trees import keras_variables, node, tree_leaves
 
 Arguments = tuple[Any, ...] | Mapping[str, Any]
@@ -39,22 +40,22 @@ def run(model: Any, arguments: Arguments) -> Run:
     Raises:
       TypeError: the model is of another kind.
     """
-    packages = packages_of(model)
-    if "torch" in packages:
+    framework = framework_of(model)
+    if framework == "torch":
         return _torch(model, arguments)
     import jax
 
     with ExitStack() as stack:
         stack.enter_context(jax.numpy_dtype_promotion("standard"))
         stack.enter_context(jax.numpy_rank_promotion("allow"))
-        if "keras" in packages:
+        if framework == "keras":
             return _keras(model, arguments)
         stack.enter_context(jax.enable_x64(True))
         if isinstance(model, tuple) and len(model) == 2:
             return _linen(*model, arguments)
-        if "flax" in packages:
+        if framework == "flax":
             return _nnx(model, arguments)
-        if "equinox" in packages:
+        if framework == "equinox":
             return _equinox(model, arguments)
     raise TypeError(
         f"only a torch, nnx, linen, equinox or Keras model can be run, not {type(model).__name__}"
@@ -248,7 +249,7 @@ def _keras(model: Any, arguments: Arguments) -> Run:
     import keras
 
     paths: dict[tuple[str, ...], Any] = {(): model}
-    for name, layer, _ in keras_variables(model):
+    for name, layer, _ in keras_variables(live_model.keras(model)):
         # The output of a layer with an activation is that of two layers elsewhere.
         if getattr(layer, "activation", None) in (None, keras.activations.linear):
             paths[tuple(name.split("/")[:-1])] = layer

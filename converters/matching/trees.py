@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from jaxmha import checkpoint
 from jaxmha.checkpoint import hub
 from jaxmha.converters.discovery import live_model
-from jaxmha.converters.layout.arrays import NDArray, packages_of, to_numpy
+from jaxmha.converters.layout.arrays import NDArray, framework_of, packages_of, to_numpy
 from jaxmha.converters.matching import keras_files, keras_graph
 
 # Class of a layer -> axes of its main array: o output, i input (convolutions also have window
@@ -52,13 +52,14 @@ class Tree:
     """The arrays of a source or target.
 
     Attributes:
-      kind: "torch", "nnx", "linen", "equinox", "keras", "file" or "tree".
+      kind: "torch", "nnx", "linen", "equinox", "keras", "keras state", "file" or "tree".
       load: reads one array by name; it is never called for a target.
       aliases: second name of a shared array -> the name under which `arrays` has it.
       origin: for a model from a hub, its address with the commit.
       notes: remarks on reading, such as that tensors are dequantised.
       before: path of a layer that its Keras model has numbered -> paths of the layers that it
         depends on; None if they are unknown.
+      saved: only for a Keras model: name of an array in its weights file -> name in `arrays`.
     """
 
     kind: str
@@ -71,6 +72,7 @@ class Tree:
     before: Mapping[tuple[str, ...], frozenset[tuple[str, ...]] | None] = field(
         default_factory=dict
     )
+    saved: Mapping[str, str] = field(default_factory=dict)
 
 
 def read(model: Any, argument: str = "source") -> Tree:
@@ -92,19 +94,22 @@ def read(model: Any, argument: str = "source") -> Tree:
         return replace(_file(found.folder), origin=found.address)
     if isinstance(model, str | Path):
         return _file(Path(model))
-    if _of(model, "torch"):
+    framework = framework_of(model)
+    if framework == "torch":
         return _torch(model)
-    if _of(model, "keras"):
+    if framework == "keras":
         return _keras(model)
-    if isinstance(model, tuple) and len(model) == 2 and _of(model[0], "flax"):
+    if isinstance(model, tuple) and len(model) == 2 and framework_of(model[0]) == "flax":
         return _tree(model[1], "linen", argument)
-    if _of(model, "flax") and (not isinstance(model, Mapping) or hasattr(model, "flat_state")):
+    if framework == "flax" and (not isinstance(model, Mapping) or hasattr(model, "flat_state")):
         return _nnx(model)  # a module or its State, which is a mapping
     if isinstance(model, Mapping) and "params" in model:
         return _tree(model, "linen", argument)
+    if isinstance(model, Mapping) and keras_files.has_names(model):
+        return _keras_state(model)
     if isinstance(model, Mapping) and any(str(name).endswith(".weight") for name in model):
         return _tree(model, "file", argument)  # a torch state dict
-    return _tree(model, "equinox" if _of(model, "equinox") else "tree", argument)
+    return _tree(model, framework if framework == "equinox" else "tree", argument)
 
 
 def _of(model: Any, package: str) -> bool:
@@ -114,7 +119,9 @@ def _of(model: Any, package: str) -> bool:
 def _file(path: Path) -> Tree:
     stack = ExitStack()
     file = stack.enter_context(checkpoint.open(path, dequantise=True))
-    keras = keras_files.paths(file) if file.format in ("keras_h5", "keras") else {}
+    shapes = {name: info.shape for name, info in file.info.items()}
+    by_keras = file.format in ("keras_h5", "keras")
+    keras = keras_files.paths(shapes, file.names) if by_keras else {}
     arrays = {}
     for name, info in file.info.items():
         parts, form = keras.get(name) or (split(name), "")
@@ -207,18 +214,46 @@ def _nnx(module: Any) -> Tree:
 
 
 def _keras(model: Any) -> Tree:
-    arrays, values = {}, {}
-    for name, layer, variable in keras_variables(model):
+    arrays, values, live = {}, {}, live_model.keras(model)
+    for name, layer, variable in keras_variables(live):
         form = "no" if "Transpose" in type(layer).__name__ else ""
         form = "no" if "Depthwise" in type(layer).__name__ else form
         arrays[name] = Array(name, split(name), tuple(variable.shape), str(variable.dtype), form)
         values[name] = variable
-    graph = keras_graph.dependencies(live_model.keras(model))
+    graph = keras_graph.dependencies(live)
     before = {split(name): frozenset(map(split, names)) for name, names in graph.items()}
-    return Tree("keras", arrays, lambda name: to_numpy(values[name], name), before=before)
+    names = {id(variable): name for name, variable in values.items()}
+    saved = {key: names.get(id(x), "") for key, x in live.state.items()}
+    return Tree(
+        "keras", arrays, lambda name: to_numpy(values[name], name), before=before, saved=saved
+    )
 
 
-def keras_variables(model: Any) -> Iterator[tuple[str, Any, Any]]:
+def _keras_state(state: Mapping[str, Any]) -> Tree:
+    """The arrays of a flat dict with the names of a Keras file, which gives no names of layers."""
+    state = {n: x for n, x in state.items() if hasattr(x, "shape") and hasattr(x, "dtype")}
+    found = keras_files.paths({name: tuple(x.shape) for name, x in state.items()}, {})
+    arrays = {}
+    for name, x in state.items():
+        path, form = found.get(name) or (split(name), "")
+        arrays[name] = Array(name, path, tuple(x.shape), _dtype(x), form)
+    before = dict.fromkeys(keras_files.counted(found))
+    return Tree("keras state", arrays, lambda name: to_numpy(state[name], name), before=before)
+
+
+def named_alike(source: Tree, target: Tree) -> Tree:
+    """Returns a source that is a flat dict of a Keras file with the paths of the Keras model whose
+    weights file has the same names and shapes, as Keras loads it; any other source unchanged."""
+    if source.kind != "keras state" or source.arrays.keys() != target.saved.keys():
+        return source
+    pairs = [(a, target.arrays.get(target.saved[name])) for name, a in source.arrays.items()]
+    if any(b is not None and a.shape != b.shape for a, b in pairs):
+        return source
+    arrays = {a.name: a if b is None else a._replace(path=b.path) for a, b in pairs}
+    return replace(source, arrays=arrays, before=target.before)
+
+
+def keras_variables(live: live_model.LiveModel) -> Iterator[tuple[str, Any, Any]]:
     """Yields name, layer and variable of every weight of a Keras model, except random seeds.
 
     A name consists of attribute names, or of layer names in a functional model. If weights of a
@@ -226,7 +261,6 @@ def keras_variables(model: Any) -> Iterator[tuple[str, Any, Any]]:
     """
     from jaxmha.converters.discovery.user_names import dotted
 
-    live = live_model.keras(model)
     seen: set[int] = set()
     names: set[str] = set()
     for path, layer in live.layers.items():
@@ -284,7 +318,7 @@ def _is_box(leaf: Any) -> bool:
 
 
 def _dtype(array: Any) -> str:
-    return str(array.dtype).removeprefix("torch.")
+    return str(getattr(array.dtype, "name", array.dtype)).removeprefix("torch.")
 
 
 def _key(key: Any) -> str:

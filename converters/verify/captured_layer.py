@@ -208,14 +208,26 @@ def _as(block: ComparedBlock, path: str, mask: Any, bias: Any, output: NDArray, 
     dtype = layer.dtype  # a layer may compute in a narrower dtype than that of its weights
     like = _PRESETS[block.kind](path, dtype=dtype)
     softmax = like.softmax_dtype
-    if (block.kind, path) == ("keras", "fused"):
-        import keras
-
-        softmax = softmax if keras.backend.backend() == "jax" else None
+    blocked = Blocked()
+    if block.kind == "keras":
+        softmax, blocked = _of_backend(path, dtype, softmax)
     semantics = replace(block.semantics, fully_masked=like.fully_masked, softmax_dtype=softmax)
-    filled = Blocked(-3e4 if dtype == np.float16 else -1e9)
-    blocked = filled if (block.kind, path) == ("keras", "scores") else Blocked()
     return replace(layer, semantics=semantics, blocked=blocked)
+
+
+def _of_backend(path: str, dtype: np.dtype[Any], softmax: Any) -> tuple[Any, Blocked]:
+    """Returns the softmax dtype of a code path on the backend of Keras, and how it excludes pairs.
+
+    Source: `dot_product_attention` in keras/src/backend/*/nn.py.
+    """
+    import keras
+
+    backend, half = keras.backend.backend(), dtype == np.float16
+    if path == "scores":
+        return softmax, Blocked(-3e4 if half else -1e9)
+    if backend == "torch" and half:  # added in float32: a fully masked row keeps its logits
+        return softmax, Blocked(float(np.float16(-45850.0)), added=True)
+    return None if backend == "tensorflow" else softmax, Blocked()
 
 
 def of_call(module: Any, inputs: Inputs, arguments: Mapping[str, Any], name: str = "") -> Layer:

@@ -15,6 +15,7 @@ from jaxmha import checkpoint
 from jaxmha.checkpoint import hub
 from jaxmha.cli.console import byte_bar, err, escape, out
 from jaxmha.converters import matching
+from jaxmha.converters.layout.arrays import framework_of
 from jaxmha.converters.matching import loading, trees
 
 _KERAS = ".weights.h5"
@@ -138,8 +139,7 @@ def _as_restored(model: Any, destination: Path, ready: checkpoint.Lazy) -> check
 
     Orbax restores `nnx.state(model)` from trees whose leaves are named `value`.
     """
-    nnx = any(base.__module__.startswith("flax.nnx") for base in type(model).__mro__)
-    if not nnx or destination.suffix != ".orbax":
+    if framework_of(model) != "flax" or destination.suffix != ".orbax":
         return ready
     info = {f"{name}{trees.VALUE}": one for name, one in ready.info.items()}
     return checkpoint.Lazy(info, lambda name: ready[name.removesuffix(trees.VALUE)])
@@ -153,7 +153,6 @@ def _about(model: Any, destination: Path) -> Mapping[str, Any]:
     if isinstance(model, Path) and destination.name.endswith(_KERAS):
         with checkpoint.open(model) as file:
             return {"names": dict(file.names)} if file.names else {}
-    torch = any(base.__module__.startswith("torch.") for base in type(model).__mro__)
-    if torch and ".safetensors" in destination.name:
+    if framework_of(model) == "torch" and ".safetensors" in destination.name:
         return {"metadata": {"format": "pt"}}  # transformers requires it
     return {}

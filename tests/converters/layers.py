@@ -259,10 +259,10 @@ def snapshot(layer: Any) -> dict[str, NDArray]:
     if isinstance(layer, tuple):
         flat = jax.tree_util.tree_leaves_with_path(layer[1])
         return {jax.tree_util.keystr(path): to_numpy(leaf) for path, leaf in flat}
+    if hasattr(layer, "weights"):  # Keras, whose layers on torch have a state dict too
+        return {weight.path: to_numpy(weight) for weight in layer.weights}
     if hasattr(layer, "state_dict"):
         return {name: to_numpy(tensor) for name, tensor in layer.state_dict().items()}
-    if hasattr(layer, "weights"):
-        return {weight.path: to_numpy(weight) for weight in layer.weights}
     from flax import nnx
 
     flat_state = nnx.to_flat_state(nnx.state(layer, nnx.Param))

@@ -142,7 +142,7 @@ def flax_gradients(
 def keras_gradients(
     layer: Any, inputs: Inputs, cotangent: NDArray, mask: NDArray | None
 ) -> Gradients:
-    """By jax.grad through stateless_call, or by GradientTape. Keras takes (query, value, key)."""
+    """By jax.grad through stateless_call, GradientTape or autograd. Keras takes (query, value, key)."""
     import keras as framework
 
     q, k, v = inputs
@@ -159,6 +159,13 @@ def keras_gradients(
             loss = tf.reduce_sum(layer(*tensors, **options)[0] * cotangent)
         wanted = [w.value for w in layer.trainable_variables]
         weights, (dq, dv, dk) = tape.gradient(loss, (wanted, tensors))
+    elif framework.backend.backend() == "torch":
+        import torch as framework_torch
+
+        tensors = [to_torch(x).requires_grad_() for x in (q, v, k)]
+        loss = (layer(*tensors, **options)[0] * to_torch(cotangent)).sum()
+        wanted = [w.value for w in layer.trainable_variables]
+        *weights, dq, dv, dk = framework_torch.autograd.grad(loss, [*wanted, *tensors])
     else:
         rest = layer.non_trainable_variables
 

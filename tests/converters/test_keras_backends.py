@@ -1,4 +1,4 @@
-"""Keras on TensorFlow: what is tested on JAX, in one process of its own.
+"""Keras on other backends: what is tested on JAX, in one process of its own.
 
 Keras chooses its backend once per process.
 """
@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from tests.converters import on_backend
 
 HERE = Path(__file__).parent
 FILES = (
@@ -37,14 +39,33 @@ def run(backend: str, choice: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_keras_on_tensorflow() -> None:
-    pytest.importorskip("tensorflow")
+@pytest.mark.parametrize("backend", ["tensorflow", "torch"])
+def test_keras_on(backend: str) -> None:
+    pytest.importorskip(backend)
     # Bits of other dtypes do not depend on the backend.
-    done = run("tensorflow", "keras and not middle and not float16 and not float64")
+    done = run(backend, "keras and not middle and not float16 and not float64")
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
     passed = re.search(r"(\d+) passed", done.stdout)
     assert passed is not None
     assert int(passed[1]) >= 20, done.stdout
+
+
+@pytest.mark.parametrize(
+    "backend",
+    ["torch", *(pytest.param(x, marks=pytest.mark.slow) for x in ("jax", "numpy", "tensorflow"))],
+)
+def test_every_function_works_on(backend: str) -> None:
+    pytest.importorskip(backend)
+    done = subprocess.run(
+        [sys.executable, "-m", on_backend.__name__],
+        env=os.environ | {"KERAS_BACKEND": backend},
+        cwd=HERE.parent.parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-5000:]
+    assert done.stdout.split("\n")[:-1] == [f"{backend} {x.__name__}" for x in on_backend.CHECKS]
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from jaxmha import MHAParams, Projection, Semantics
 from jaxmha.converters import flax, huggingface, keras, torch
 from jaxmha.converters.discovery import attention_blocks
 from jaxmha.converters.layout import transform
-from jaxmha.converters.layout.arrays import NDArray, to_numpy, to_torch
+from jaxmha.converters.layout.arrays import NDArray, framework_of, to_numpy, to_torch
 from jaxmha.converters.layout.base import Entry
 from jaxmha.params import from_leaves, leaves
 from tests.converters import layers
@@ -38,8 +38,9 @@ def holds(config: Config, framework: str) -> bool:
 def read(layer: Any) -> tuple[MHAParams, Semantics]:
     """Imports a live layer of any framework; linen is a pair."""
     pair = layer if isinstance(layer, tuple) else (layer,)
-    package = next(p for p in ("torch", "keras", "flax") if p in str(type(pair[0]).__mro__))
-    result: tuple[MHAParams, Semantics] = CONVERTERS.get(package, flax).from_module(*pair)
+    result: tuple[MHAParams, Semantics] = CONVERTERS.get(framework_of(pair[0]), flax).from_module(
+        *pair
+    )
     return result
 
 
