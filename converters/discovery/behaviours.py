@@ -39,12 +39,13 @@ def _multiplied(own: Mapping[str, Any]) -> Values:
     return {"scale": float(own["attention_multiplier"])}
 
 
+def _scaled(own: Mapping[str, Any]) -> Values:
+    return {"scale": float(own["query_pre_attn_scalar"]) ** -0.5}
+
+
 def _capped(own: Mapping[str, Any]) -> Values:
     cap = own.get("attn_logit_softcapping", 50.0)  # the default of these classes
-    return {
-        "scale": float(own["query_pre_attn_scalar"]) ** -0.5,
-        "logits_soft_cap": None if cap is None else float(cap),
-    }
+    return _scaled(own) | {"logits_soft_cap": None if cap is None else float(cap)}
 
 
 def _normalised(own: Mapping[str, Any]) -> Values:
@@ -70,7 +71,8 @@ def _offset(own: Mapping[str, Any]) -> Values:
 
 
 def _offset_and_scaled(own: Mapping[str, Any]) -> Values:
-    return _capped({"attn_logit_softcapping": None, **own}) | _offset(own)
+    """These classes have `attn_logit_softcapping` among their settings, but never apply it."""
+    return _scaled(own) | _offset(own)
 
 
 def _unlearned(own: Mapping[str, Any]) -> Values:

@@ -21,6 +21,9 @@ from tests.converters.test_every_layout import N, exported, model_file
 PREFIX = "layers.0.self_attn"
 QWEN3 = {"model_type": "qwen3", "rms_norm_eps": 1e-5}
 GEMMA2 = {"model_type": "gemma2", "query_pre_attn_scalar": 64, "attn_logit_softcapping": 50.0}
+# Gemma 3 of transformers 5.23 has the cap of Gemma 2 among its settings, and never applies it.
+GEMMA3 = GEMMA2 | {"model_type": "gemma3_text", "rms_norm_eps": 1e-5}
+OFFSET = {"scale": 0.125, "qk_norm": "rms", "qk_norm_epsilon": 1e-5, "qk_norm_offset": 1.0}
 GRANITE = {"model_type": "granite", "attention_multiplier": 0.25}
 
 
@@ -43,6 +46,7 @@ def same(one: Path, other: Path) -> bool:
     [
         ("llama-norm", QWEN3, {"qk_norm": "rms", "qk_norm_epsilon": 1e-5}),
         ("llama", GEMMA2, {"scale": 0.125, "logits_soft_cap": 50.0}),
+        ("llama-norm", GEMMA3, OFFSET),
         ("llama", GRANITE, {"scale": 0.25}),
     ],
 )
