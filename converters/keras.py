@@ -321,10 +321,15 @@ def forward(
     if mask is not None and mask.shape[1] == 1:
         mask = mask[:, 0]
     options = {"attention_mask": mask, "training": False}
-    wide = getattr(layer, "value_dim", None) != getattr(layer, "key_dim", None)
-    if wide:  # for unequal head widths, Keras on JAX needs the path that returns scores
+    if needs_scores(layer):
         return to_numpy(layer(query, value, key, return_attention_scores=True, **options)[0])
     return to_numpy(layer(query, value, key, **options))
+
+
+def needs_scores(layer: "keras.Layer") -> bool:
+    """True if the head widths of keys and values differ: Keras on JAX can then only run the path
+    that returns scores."""
+    return getattr(layer, "value_dim", None) != getattr(layer, "key_dim", None)
 
 
 def _forward_along(

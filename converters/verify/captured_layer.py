@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxmha import Mask, MHAParams, Semantics
+from jaxmha.converters.keras import needs_scores
 from jaxmha.converters.layout.arrays import NDArray, narrower, to_numpy, to_torch
 from jaxmha.converters.masks.compose import array_of, checked
 from jaxmha.converters.masks.spec import Masks, canonical_bias
@@ -305,7 +306,8 @@ def _keras_call(
     from jaxmha.converters.masks import keras as masks
 
     query, key, value = inputs
-    scores = bool(arguments.pop("return_attention_scores", False))
+    asked = bool(arguments.pop("return_attention_scores", False))
+    scores = asked or needs_scores(layer)
     out = layer(query, value, key, training=False, return_attention_scores=scores, **arguments)
     grouped = "num_key_value_heads" in layer.get_config()
     meaning = masks.import_masks(

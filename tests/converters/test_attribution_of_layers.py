@@ -261,3 +261,21 @@ def test_torch_against_keras_by_their_own_arguments(scores: bool) -> None:
     # torch's fast path in eval: NaN.
     assert [part.name for part in found.parts] == ["fully masked rows", "rounding"], found
     assert found.parts[0].sentence.endswith("0 in b" if scores else "the mean of the values in b")
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+def test_a_keras_layer_of_unequal_head_widths_is_called_with_its_own_masks() -> None:
+    """Keras on JAX can run it only by the path that returns scores."""
+    framework = pytest.importorskip("keras")
+
+    from jaxmha.converters import attribute, keras
+
+    layer = framework.layers.MultiHeadAttention(2, 5, value_dim=3)
+    layer.build((None, 7, 11), (None, 7, 11))
+    x = np.random.default_rng(0).normal(size=(3, 7, 11)).astype(np.float32)
+    valid = np.arange(7) < np.array([[7], [3], [0]])
+    masks = {"attention_mask": valid[:, None]}
+    own = {"mask": valid[:, None, None]}
+    found = attribute(layer, keras.from_module(layer), x, masks_a=masks, masks_b=own)
+    assert [part.name for part in found.parts] == ["rounding"], found
+    assert found.idle == ("a fills with -1e+09 masked pairs, b excludes",)  # the path with scores
