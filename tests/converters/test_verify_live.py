@@ -1,13 +1,17 @@
 """Live layers and models are compared by what they compute, also where they ignore masks or give NaN."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 import torch as framework
 
+import jaxmha
+from jaxmha import Semantics
 from jaxmha.converters import flax, keras, torch
 from jaxmha.converters.verify import comparison, load_block, page_facts
 from tests.converters import layers
@@ -89,6 +93,29 @@ def test_keras_functional_model() -> None:
     assert found.same, str(found)
     b.get_layer("second").value_dense.bias.assign(np.full((3, 5), 0.5, np.float32))
     assert [block.same for block in comparison.compare(a, b).blocks] == [True, False]
+
+
+def test_rows_whose_window_leaves_no_valid_key_are_not_compared() -> None:
+    """Frameworks differ in their outputs for these rows."""
+    params = jaxmha.init_params(jax.random.key(0), num_heads=3, features=15)
+    given = params, Semantics(fully_masked="mean", local_window_size=(2, 0))
+    assert report(given, given).same
+    found = report(given, (params, replace(given[1], local_window_size=(3, 0))))
+    assert not found.same
+    assert found.departs is not None
+    assert "probabilities" in found.departs
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+def test_a_keras_layer_with_a_window_is_the_same_as_itself() -> None:
+    """Its rows without a key are not zeros."""
+    import keras as framework
+
+    layer = framework.layers.GroupQueryAttention(5, 6, 3, sliding_window=3)
+    layer.build((None, 7, 11), (None, 7, 11))
+    assert report(layer, layer).same
+    assert report(layer, keras.from_module(layer)).same
 
 
 @pytest.mark.slow
