@@ -1,5 +1,7 @@
 """Imports and exports Flax linen.MultiHeadDotProductAttention and nnx.MultiHeadAttention.
 
+Layers of `jaxmha.flax` are imported too.
+
 The layers are called as (query, key, value). True in their masks means attend.
 """
 
@@ -7,13 +9,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cache
 from inspect import signature
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import jax
 import numpy as np
 
 from jaxmha import MHAParams, Semantics
-from jaxmha.converters.discovery import live_model
+from jaxmha.converters.discovery import flax_layers, live_model
+from jaxmha.converters.discovery.flax_layers import attention_layers, beyond_semantics
 from jaxmha.converters.discovery.live_model import flax as tensors_of
 from jaxmha.converters.discovery.own_forward import Settings, refuse_own_forward, refuse_settings
 from jaxmha.converters.layout.api import make_api
@@ -28,9 +31,7 @@ from jaxmha.params import check
 if TYPE_CHECKING:
     from flax import linen, nnx
 
-    Layer: TypeAlias = nnx.Module | linen.Module
-    # A linen module holds no weights, so its variables are passed with it.
-    LayerOrPair: TypeAlias = nnx.Module | tuple[linen.Module, Mapping[str, Any]]
+    from jaxmha.converters.discovery.flax_layers import Layer, LayerOrPair
 
 __all__ = [
     "LAYOUTS",
@@ -59,20 +60,21 @@ load_into = make_load_into(
 def from_module(
     module: "Layer", variables: Mapping[str, Any] | None = None
 ) -> tuple[MHAParams, Semantics]:
-    """Parameters and semantics of a Flax attention layer, as copies.
+    """Parameters and semantics of an attention layer of flax, as copies, or of `jaxmha.flax`.
 
     `variables` is the tree of a linen module (`{"params": ...}`); an nnx module holds its own.
 
     Raises:
-      TypeError: the module is neither of the two attention layers.
+      TypeError: the module is no attention layer.
       ValueError: a linen module without variables, weights that contradict `num_heads`, a
         function of the user's own in place of one of flax (`attention_fn`, `qkv_dot_general`, ...),
-        a class that overrides `__call__`, or a sublayer of another class.
+        a class that overrides `__call__`, a sublayer of another class, or a `rotate`.
     """
     with needed("flax"):
         from flax import linen, nnx
 
-    kinds = (nnx.MultiHeadAttention, linen.SelfAttention, linen.MultiHeadDotProductAttention)
+    of_flax = (nnx.MultiHeadAttention, linen.SelfAttention, linen.MultiHeadDotProductAttention)
+    kinds = (*of_flax, *flax_layers.own_classes())
     if isinstance(module, kinds):
         instead = _instead(variables)
         refuse_own_forward(module, kinds, ["__call__"], instead)
@@ -80,6 +82,11 @@ def from_module(
             for name, own, _ in _sublayers(module):
                 path = f"module.{name}"
                 refuse_own_forward(getattr(module, name), own, ["__call__"], instead, path)
+    if more := beyond_semantics(module):
+        raise ValueError(
+            f"the {type(module).__name__} {more}, which semantics cannot hold: its weights and "
+            "semantics alone are those of module.to_params"
+        )
     return weights_of(module, variables)
 
 
@@ -92,6 +99,8 @@ def weights_of(
         from flax.core import meta
         from flax.traverse_util import flatten_dict
 
+    if isinstance(module, flax_layers.own_classes()):
+        return flax_layers.read_own(module, variables)
     norm: dict[str, Any] = {}
     if isinstance(module, nnx.MultiHeadAttention):
         settings: Settings = {"attention_fn": (nnx.dot_product_attention,)}
@@ -319,30 +328,19 @@ def _exact(key: str, array: NDArray) -> jax.Array:
     return moved
 
 
-def attention_layers(model: "LayerOrPair") -> Iterator[tuple[str, "LayerOrPair"]]:
-    """Path and layer of every nnx.MultiHeadAttention in a model; a linen pair has path ""."""
-    with needed("flax"):
-        from flax import linen, nnx
-
-    if isinstance(model, tuple):
-        if isinstance(model[0], linen.MultiHeadDotProductAttention):
-            yield "", model
-        return
-    for path, module in nnx.iter_modules(model):
-        if isinstance(module, nnx.MultiHeadAttention):
-            yield "/".join(map(str, path)), module
-
-
 def forward(
     module: "LayerOrPair", query: NDArray, key: NDArray, value: NDArray, mask: NDArray | None = None
 ) -> NDArray:
     """Runs a layer (nnx, or a linen pair) on `(B, T, Dq)`, `(B, S, Dk)`, `(B, S, Dv)`.
 
-    `mask` is canonical: Boolean `(B, N or 1, T or 1, S)`, True = attend. Dropout is off.
+    `mask` is canonical: Boolean `(B, N or 1, T or 1, S)`, True = attend. Dropout and the cache are
+    off.
     """
     if isinstance(module, tuple):
         layer, variables = module
+        layer = layer.clone(decode=False) if layer.decode else layer
         out = layer.apply(variables, query, key, value, mask=mask, deterministic=True)
     else:
-        out = module(query, key, value, mask=mask, deterministic=True)
+        without_cache = {} if module.decode is False else {"decode": False}
+        out = module(query, key, value, mask=mask, deterministic=True, **without_cache)
     return to_numpy(np.asarray(out))

@@ -59,8 +59,9 @@ def attribute(
     Each source has one attention block; `jaxmha.converters.matching.prove` compares whole models.
 
     Args:
-      a, b: a layer object of torch, Keras or flax (or a linen pair), a flat dict of arrays, a path,
-        or `MHAParams` (alone or with `Semantics`), each with one attention block; or a `Layer`.
+      a, b: a layer object of torch, Keras, flax or `jaxmha.flax` (or a linen pair), a flat dict of
+        arrays, a path, or `MHAParams` (alone or with `Semantics`), each with one attention block;
+        or a `Layer`.
       inputs: query `B T Dq`, key `B S Dk`, value `B S Dv`, all finite: in this order, as a mapping
         of these names (key defaults to query, value to key), or one array for all three; None draws
         random inputs.
@@ -325,7 +326,13 @@ def _weights_at_once(found: list[Factor]) -> list[Factor]:
 
 def _only(comparand: comparands.Comparand, given: AnySource) -> ComparedBlock:
     if len(comparand.blocks) == 1:
-        return comparand.blocks[0]
+        (block,) = comparand.blocks
+        if block.kind and not block.is_live:
+            raise ValueError(
+                f"no outputs to attribute: {'; '.join(comparand.notes)}; for the weights alone "
+                "give its parameters"
+            )
+        return block
     names = ", ".join(block.name for block in comparand.blocks[:5])
     raise ValueError(
         f"{len(comparand.blocks)} attention blocks in a {type(given).__name__} ({names} ...): give one, "

@@ -22,7 +22,7 @@ Inputs = tuple[NDArray, NDArray, NDArray]
 # Result of a call: (code path of the framework, (mask, bias), output).
 Called = tuple[str, Masks, Any]
 # Kind of a block -> its package, where the names differ.
-_PACKAGES = {"linen": "flax", "nnx": "flax"}
+_PACKAGES = {"linen": "flax", "nnx": "flax", "jaxmha.flax": "flax"}
 # A bias with only zeros and one number below this value is treated as a mask that adds the number.
 BLOCKS = -100.0
 
@@ -330,10 +330,23 @@ def _flax_call(
     return _path(block), meaning, out
 
 
+def _own_call(
+    module: Any, block: ComparedBlock, inputs: Inputs, arguments: dict[str, Any]
+) -> Called:
+    from jaxmha.flax.settings import read_mask
+
+    layer, variables = module if isinstance(module, tuple) else (module, None)
+    own = {"deterministic": True, **arguments}
+    out = layer.apply(variables, *inputs, **own) if variables else layer(*inputs, **own)
+    mask = read_mask(arguments.get("mask"), None, arguments.get("is_causal", False))
+    return _path(block), (None if mask.empty else mask, arguments.get("bias")), out
+
+
 # Framework -> function that calls a layer object with the framework's own mask arguments.
 _CALLS: dict[str, Callable[[Any, ComparedBlock, Inputs, dict[str, Any]], Called]] = {
     "torch": _torch_call,
     "keras": _keras_call,
     "linen": _flax_call,
     "nnx": _flax_call,
+    "jaxmha.flax": _own_call,
 }

@@ -50,7 +50,8 @@ class ComparedBlock(NamedTuple):
       params, semantics: weights and behaviour as imported.
       forward: function that computes the output: by the layer object itself, or by jaxmha.
       is_live: True if a layer object computes the output.
-      kind: framework of a layer object: "torch", "keras", "linen" or "nnx", also for subclasses.
+      kind: framework of a layer object: "torch", "keras", "linen" or "nnx", also for subclasses;
+        "jaxmha.flax" for layers of `jaxmha.flax`.
       path: prefix in the file, or path in the model.
     """
 
@@ -254,18 +255,23 @@ def _read_live(given: AnySource, num_heads: int | None) -> Comparand:
     whole = framework.tensors_of(*(given if isinstance(given, tuple) else (given,)))
     found: list[ComparedBlock] = []
     taken: set[str] = set()
+    notes: tuple[str, ...] = ()
     for name, layer in framework.attention_layers(given):
         module = layer[0] if isinstance(layer, tuple) else layer
         path = next((path for path, one in whole.layers.items() if one is module), name)
-        found.append(_live_block(name, layer, package)._replace(path=path))
+        block = _live_block(name, layer, package)
+        if not block.is_live:
+            why = f"{name or block.layout} {_beyond(framework, module)}"
+            notes += (f"{why}: its weights were compared, and its forward was not run",)
+        found.append(block._replace(path=path))
         taken |= live_model.under(whole, module)
     rest = {name: x for name, x in whole.state.items() if name not in taken}
-    written, more, notes = _by_hand(rest, whole, num_heads)
+    written, more, by_hand = _by_hand(rest, whole, num_heads)
     taken |= {name for block in more for name in block.keys.values()}
     source = Source(whole.state, whole.state, tuple(more), frozenset(taken), whole.names)
     blocks = [*found, *written]
     called = user_names.distinct_names((x.path for x in blocks), {x.path: x.name for x in blocks})
-    return Comparand([x._replace(name=called[x.path]) for x in blocks], source, notes)
+    return Comparand([x._replace(name=called[x.path]) for x in blocks], source, (*notes, *by_hand))
 
 
 def _by_hand(
@@ -325,11 +331,22 @@ def _live_block(name: str, layer: object, package: str) -> ComparedBlock:
             result: NDArray = framework.forward(layer, query, key, value, mask)
             return result
 
-    shown = type(layer[0] if isinstance(layer, tuple) else layer)
+    module = layer[0] if isinstance(layer, tuple) else layer
+    shown = type(module)
     label = f"{shown.__module__.split('.')[0]} {shown.__name__}"
     flavour = "linen" if isinstance(layer, tuple) else "nnx"
     kind = flavour if package == "flax" else package
+    kind = f"jaxmha.{package}" if "jaxmha" in packages_of(module) else kind
+    if _beyond(framework, module):
+        return of_params(name, label, params, semantics)._replace(kind=kind)
     return ComparedBlock(name, label, params, semantics, forward, is_live=True, kind=kind)
+
+
+def _beyond(framework: ModuleType, module: object) -> str | None:
+    """Describes the computation of a layer that neither parameters nor semantics hold, if any."""
+    describe: Callable[[object], str | None] | None
+    describe = getattr(framework, "beyond_semantics", None)
+    return None if describe is None else describe(module)
 
 
 def _frameworks() -> str:

@@ -95,8 +95,7 @@ def _attending(stages: Stages) -> NDArray:
 
     Frameworks differ in their outputs for the other rows, so these are not compared.
     """
-    attended: NDArray = ~np.isneginf(stages.logits).all(axis=(1, 3))
-    return attended
+    return np.asarray(~np.isneginf(stages.logits).all(axis=(1, 3)))
 
 
 def _moderate(block: ComparedBlock, seed: int) -> float:

@@ -1,0 +1,60 @@
+"""Attention layers of a flax model: those of flax, and those of `jaxmha.flax`."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from jaxmha import MHAParams, Semantics
+from jaxmha.extras import needed
+
+if TYPE_CHECKING:
+    from flax import linen, nnx
+
+    Layer: TypeAlias = nnx.Module | linen.Module
+    # A linen module holds no weights, so its variables are passed with it.
+    LayerOrPair: TypeAlias = nnx.Module | tuple[linen.Module, Mapping[str, Any]]
+
+
+def attention_layers(model: "LayerOrPair") -> Iterator[tuple[str, "LayerOrPair"]]:
+    """Path and layer of every attention layer of nnx in a model; a linen pair has path ""."""
+    with needed("flax"):
+        from flax import linen, nnx
+    of_linen, of_nnx = own_classes()
+
+    if isinstance(model, tuple):
+        if isinstance(model[0], linen.MultiHeadDotProductAttention | of_linen):
+            yield "", model
+        return
+    for path, module in nnx.iter_modules(model):
+        if isinstance(module, nnx.MultiHeadAttention | of_nnx):
+            yield "/".join(map(str, path)), module
+
+
+def own_classes() -> tuple[Any, Any]:
+    """The classes of `jaxmha.flax.linen` and `jaxmha.flax.nnx`, of which the others are subclasses."""
+    from jaxmha.flax.linen import MultiHeadDotProductAttention
+    from jaxmha.flax.nnx import MultiHeadAttention
+
+    return MultiHeadDotProductAttention, MultiHeadAttention
+
+
+def read_own(module: Any, variables: Mapping[str, Any] | None) -> tuple[MHAParams, Semantics]:
+    """Parameters and semantics of a layer of `jaxmha.flax`, with its window, without its `rotate`."""
+    from jaxmha.flax.settings import read_mask
+
+    if isinstance(module, own_classes()[1]):
+        params, semantics = module.to_params()
+    elif variables is None:
+        raise ValueError("a linen module holds no weights: pass variables= as well")
+    else:
+        tree = variables.get("params", variables)
+        params, semantics = module.to_params({"params": tree})
+    window = read_mask(None, module.local_window_size, semantics=semantics).window_size
+    return params, replace(semantics, local_window_size=window)
+
+
+def beyond_semantics(module: Any) -> str | None:
+    """Describes the computation of a layer that neither parameters nor semantics hold, if any."""
+    if not isinstance(module, own_classes()) or module.rotate is None:
+        return None
+    return "rotates its queries and keys (rotate)"
