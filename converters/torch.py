@@ -18,7 +18,7 @@ from jaxmha.converters.discovery.live_model import torch as tensors_of
 from jaxmha.converters.discovery.own_forward import refuse_own_forward
 from jaxmha.converters.layout import shared, transform
 from jaxmha.converters.layout.api import make_api
-from jaxmha.converters.layout.arrays import NDArray, to_numpy, to_torch
+from jaxmha.converters.layout.arrays import NDArray, framework_of, to_numpy, to_torch
 from jaxmha.converters.layout.torch import LAYOUTS, PACKED, SEPARATE
 from jaxmha.converters.layout.validation import one_dtype
 from jaxmha.converters.masks.torch import export_masks, import_masks, path_of
@@ -152,11 +152,11 @@ def from_module(
         import torch
 
     if not isinstance(module, torch.nn.MultiheadAttention):
-        instead = (
-            live_model.by_hand(lambda: tensors_of(module), "module.state_dict()")
-            if isinstance(module, torch.nn.Module)
-            else ""
-        )
+        instead = ""
+        if framework_of(module) == "keras":
+            instead = "for a layer of Keras call from_module of jaxmha.converters.keras"
+        elif isinstance(module, torch.nn.Module):
+            instead = live_model.by_hand(lambda: tensors_of(module), "module.state_dict()")
         raise TypeError(
             f"expected a torch.nn.MultiheadAttention, got {type(module).__name__}: "
             + (

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import keras
 import numpy as np
+import pytest
 import torch
 from keras.src.utils import module_utils
 
@@ -19,6 +20,7 @@ import jaxmha
 from jaxmha.cli import like
 from jaxmha.converters import attribute, lint_masks
 from jaxmha.converters import keras as converter
+from jaxmha.converters import torch as of_torch
 from jaxmha.converters.layout.arrays import NDArray, framework_of, to_numpy
 from jaxmha.converters.matching import match, prove
 from jaxmha.converters.verify import compare
@@ -192,15 +194,13 @@ def layers_and_models_are_of_keras() -> None:
     assert found.same, str(found)
 
 
-def an_adapter_is_refused() -> None:
+def other_layers_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"from_module of jaxmha\.converters\.keras"):
+        of_torch.from_module(attention())
     layer = attention()
     layer._query_dense.enable_lora(2)
-    try:
+    with pytest.raises(ValueError, match="lora_kernel_a"):
         converter.from_module(layer)
-    except ValueError as error:
-        assert "lora_kernel_a" in str(error)  # noqa: PT017
-    else:
-        raise AssertionError("LoRA was not refused")
 
 
 CHECKS = (
@@ -212,7 +212,7 @@ CHECKS = (
     a_model_is_filled_from_each_source,
     a_proof_names_the_layer_that_departs,
     layers_and_models_are_of_keras,
-    an_adapter_is_refused,
+    other_layers_are_refused,
 )
 
 if __name__ == "__main__":
