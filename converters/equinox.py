@@ -3,12 +3,17 @@
 The layer is called as (query, key, value) without a batch axis. True in its masks means attend.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from jaxmha import MHAParams, Semantics
+from jaxmha.converters.discovery.live_model import equinox as tensors_of
 from jaxmha.converters.discovery.own_forward import refuse_own_forward
 from jaxmha.converters.layout.api import make_api
+from jaxmha.converters.layout.arrays import NDArray, to_numpy
 from jaxmha.converters.layout.equinox import EQUINOX, LAYOUTS
 from jaxmha.converters.layout.validation import one_dtype
 from jaxmha.converters.masks.equinox import export_masks, import_masks
@@ -22,12 +27,14 @@ if TYPE_CHECKING:
 __all__ = [
     "EQUINOX",
     "LAYOUTS",
+    "attention_layers",
     "export_masks",
     "export_params",
     "from_module",
     "import_masks",
     "import_params",
     "load_into",
+    "tensors_of",
     "to_module",
 ]
 
@@ -76,18 +83,21 @@ def from_module(
         linear = (equinox.nn.Linear,)
         refuse_own_forward(getattr(module, path), linear, ("__call__",), _INSTEAD, path)
     refuse_own_forward(module.dropout, (equinox.nn.Dropout,), ("__call__",), _INSTEAD, "dropout")
-    return module.to_params() if isinstance(module, MultiheadAttention) else weights_of(module)
+    return weights_of(module)
 
 
 def weights_of(module: "equinox.nn.MultiheadAttention") -> tuple[MHAParams, Semantics]:
-    """Parameters and semantics of an equinox layer, even if it overrides `__call__`.
+    """Parameters and semantics of a layer, even if it overrides `__call__`.
 
     Raises:
       ValueError: a projection is not an `equinox.nn.Linear`.
     """
     with needed("equinox"):
         import equinox
+    from jaxmha.equinox import MultiheadAttention
 
+    if isinstance(module, MultiheadAttention):
+        return module.to_params()
     state = {}
     for name in _PROJECTIONS:
         layer = getattr(module, f"{name}_proj")
@@ -140,3 +150,37 @@ def to_module(
 
     module: equinox.nn.MultiheadAttention = equinox.filter_eval_shape(build)
     return with_arrays(module, state)
+
+
+def attention_layers(
+    model: "equinox.Module",
+) -> "Iterator[tuple[str, equinox.nn.MultiheadAttention]]":
+    """Path and layer of every `MultiheadAttention` in a model, of equinox or jaxmha."""
+    with needed("equinox"):
+        import equinox
+
+    for path, layer in tensors_of(model).layers.items():
+        if isinstance(layer, equinox.nn.MultiheadAttention):
+            yield path, layer
+
+
+def forward(
+    module: "equinox.nn.MultiheadAttention",
+    query: NDArray,
+    key: NDArray,
+    value: NDArray,
+    mask: NDArray | None = None,
+) -> NDArray:
+    """Runs the layer on `(B, T, Dq)`, `(B, S, Dk)`, `(B, S, Dv)`, without dropout.
+
+    `mask` is canonical: Boolean `(B, N or 1, T or 1, S)`, True = attend.
+    """
+    import jax
+
+    def of_row(query: Any, key: Any, value: Any, mask: Any) -> Any:
+        return module(query, key, value, mask=mask, inference=True)
+
+    if mask is not None:  # equinox broadcasts no axis
+        (B, T), S = query.shape[:2], key.shape[1]
+        mask = np.broadcast_to(mask, (B, module.num_heads, T, S))
+    return to_numpy(jax.vmap(of_row)(query, key, value, mask))

@@ -37,8 +37,8 @@ TASKS = {
         {"converters/masks/toy.py": "masks.py", "converters/toy.py": "face.py"},
         {
             "converters/verify/comparands.py": {
-                "import flax, keras, torch\n": "import flax, keras, torch, toy\n",
-                '"torch": torch, "keras": keras,': '"torch": torch, "toy": toy, "keras": keras,',
+                "import equinox, flax, keras, torch\n": "import equinox, flax, keras, torch, toy\n",
+                '    "torch": torch,\n': '    "torch": torch,\n    "toy": toy,\n',
             }
         },
     ),

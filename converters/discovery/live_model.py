@@ -124,6 +124,39 @@ def flax(module: Any, variables: Any = None) -> LiveModel:
     return LiveModel(state, layers)
 
 
+def equinox(module: Any) -> LiveModel:
+    """The arrays of an equinox module by the paths of their attributes, and its modules by path.
+
+    >>> from equinox import nn
+    >>> import jax
+    >>> sorted(equinox(nn.Linear(3, 2, key=jax.random.key(0))).state)
+    ['bias', 'weight']
+    """
+    found = LiveModel({}, {})
+    _visit_tree(module, "", found)
+    return found
+
+
+def _visit_tree(node: Any, path: str, found: Any) -> None:
+    import jax
+    from equinox import Module
+
+    found.layers[path] = node
+    inner = jax.tree_util.tree_flatten_with_path(
+        node, is_leaf=lambda x: x is not node and isinstance(x, Module)
+    )[0]
+    for keys, one in inner:
+        parts = (
+            str(next(getattr(key, a) for a in ("name", "key", "idx") if hasattr(key, a)))
+            for key in keys
+        )
+        where = ".".join(part for part in (path, *parts) if part)
+        if isinstance(one, Module):
+            _visit_tree(one, where, found)
+        elif hasattr(one, "dtype") and not jax.numpy.issubdtype(one.dtype, jax.dtypes.prng_key):
+            found.state[where] = one
+
+
 def under(whole: LiveModel, layer: object) -> set[str]:
     """Names of the tensors that belong to a layer of the model."""
     paths = [path for path, one in whole.layers.items() if one is layer]

@@ -59,7 +59,7 @@ def attribute(
     Each source has one attention block; `jaxmha.converters.matching.prove` compares whole models.
 
     Args:
-      a, b: a layer object of torch, Keras, flax or `jaxmha.flax` (or a linen pair), a flat dict of
+      a, b: a layer object of torch, Keras, flax, equinox or jaxmha (or a linen pair), a flat dict of
         arrays, a path, or `MHAParams` (alone or with `Semantics`), each with one attention block;
         or a `Layer`.
       inputs: query `B T Dq`, key `B S Dk`, value `B S Dv`, all finite: in this order, as a mapping

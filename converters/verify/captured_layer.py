@@ -198,6 +198,7 @@ _PRESETS: dict[str, Any] = {
     "keras": Semantics.keras,
     "linen": Semantics.flax,
     "nnx": Semantics.flax,
+    "equinox": lambda path, dtype: Semantics.equinox(),  # one path, and a softmax in float32
 }
 
 

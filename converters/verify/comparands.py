@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxmha import MHAParams, Semantics, checkpoint, multi_head_attention
 from jaxmha.checkpoint.errors import printable
-from jaxmha.converters import flax, keras, torch
+from jaxmha.converters import equinox, flax, keras, torch
 from jaxmha.converters.discovery import (
     attention_blocks,
     behaviours,
@@ -35,7 +35,7 @@ from jaxmha.params import check, from_leaves, leaves
 from jaxmha.projections import check_norms
 
 # A path, a flat dict of arrays, `MHAParams` (alone or with `Semantics`), a layer or model object
-# of torch, Keras or flax, or a linen pair `(module, variables)`; for others `read` raises.
+# of torch, Keras, flax or equinox, or a linen pair `(module, variables)`; for others `read` raises.
 AnySource: TypeAlias = object
 Forward = Callable[[NDArray, NDArray, NDArray, NDArray | None], NDArray]
 
@@ -50,8 +50,8 @@ class ComparedBlock(NamedTuple):
       params, semantics: weights and behaviour as imported.
       forward: function that computes the output: by the layer object itself, or by jaxmha.
       is_live: True if a layer object computes the output.
-      kind: framework of a layer object: "torch", "keras", "linen" or "nnx", also for subclasses;
-        "jaxmha.flax" for layers of `jaxmha.flax`.
+      kind: framework of a layer object: "torch", "keras", "linen", "nnx" or "equinox", also for
+        subclasses; "jaxmha.flax" and "jaxmha.equinox" for layers of jaxmha.
       path: prefix in the file, or path in the model.
     """
 
@@ -78,7 +78,12 @@ class Comparand(NamedTuple):
 
 OF_MODELS = "models are compared by `jaxmha.converters.matching.prove`"
 # Package name -> the converter module for that framework.
-FRAMEWORKS: dict[str, ModuleType] = {"torch": torch, "keras": keras, "flax": flax}
+FRAMEWORKS: dict[str, ModuleType] = {
+    "torch": torch,
+    "keras": keras,
+    "flax": flax,
+    "equinox": equinox,
+}
 
 
 def read(given: AnySource, num_heads: int | None = None) -> Comparand:

@@ -43,9 +43,9 @@ def compare(
     """Compares every tensor of two sources: attention blocks, and all tensors outside them.
 
     A source is a path, a flat dict of arrays, `MHAParams` (alone or with `Semantics`), a torch,
-    keras or flax layer or model, or a linen pair `(module, variables)`. Layers of `jaxmha.flax` are
-    run like those of flax, except with `rotate`, as a note says. Blocks are paired by name,
-    or by order if names differ and the numbers of blocks agree; other layers are paired by name.
+    keras, flax or equinox layer or model, or a linen pair `(module, variables)`. Layers of jaxmha are
+    run like those of flax and equinox, except with `rotate`, as a note says. Blocks are paired by
+    name, or by order if names differ and the numbers of blocks agree; other layers by name.
     Tensors of only one source are in `not_compared`, and make the report falsy. Of two files, the
     positions, masks and norms that their configurations give are compared as well.
 
