@@ -212,10 +212,22 @@ def epsilons(path: Path) -> dict[str, tuple[float, ...]]:
     numbers are left out.
     """
     found: dict[str, dict[float, None]] = {}
-    for way, value in search(readable(path), EPSILONS):
-        if _is_positive(value):
-            found.setdefault(way[-1], {})[float(value)] = None
+    for way, values in epsilons_by_way(readable(path)).items():
+        found.setdefault(way[-1], {}).update(dict.fromkeys(values))
     return {key: tuple(values) for key, values in found.items()}
+
+
+def epsilons_by_way(content: Json) -> dict[tuple[str, ...], tuple[float, ...]]:
+    """The epsilons of norms in a configuration, by the path of keys that leads to them.
+
+    >>> epsilons_by_way({"text_config": {"rms_norm_eps": 1e-6}, "layer_norm_eps": None})
+    {('text_config', 'rms_norm_eps'): (1e-06,)}
+    """
+    found: dict[tuple[str, ...], dict[float, None]] = {}
+    for way, value in search(content, EPSILONS):
+        if _is_positive(value):
+            found.setdefault(way, {})[float(value)] = None
+    return {way: tuple(values) for way, values in found.items()}
 
 
 def _is_positive(value: Json) -> TypeGuard[float]:

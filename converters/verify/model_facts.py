@@ -6,13 +6,13 @@ in its metadata.
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxmha import checkpoint
-from jaxmha.checkpoint.errors import printable, shown
+from jaxmha.checkpoint.errors import printable
 from jaxmha.converters.discovery import (
     attended,
     described,
@@ -20,7 +20,6 @@ from jaxmha.converters.discovery import (
     other_layers,
     positions,
     signs,
-    unconverted,
 )
 from jaxmha.converters.discovery.attended import Attended
 from jaxmha.converters.discovery.attention_blocks import Block
@@ -28,7 +27,7 @@ from jaxmha.converters.discovery.described import Description
 from jaxmha.converters.discovery.head_count import Configured
 from jaxmha.converters.discovery.notes import listed
 from jaxmha.converters.discovery.positions import Positions
-from jaxmha.converters.verify import latent_comparison
+from jaxmha.converters.verify import config_settings, latent_comparison
 from jaxmha.converters.verify.comparands import ComparedBlock
 from jaxmha.converters.verify.other_tensors import Source
 
@@ -47,17 +46,24 @@ class Compared(NamedTuple):
 class _Facts(NamedTuple):
     """The facts of one file.
 
-    `content`: its configuration; {} without a model type, or if it does not fit the tensors.
+    `config`: its configuration; {} if it is absent, unreadable, or does not fit the tensors.
+    `unused`: says why it gives neither positions nor masks; "" if it does, or is absent.
     `places` and `masks`: block prefix -> positions and mask. `stated`: block prefix -> positions by
     the metadata. `norms`: path of a norm -> its kind.
     """
 
-    content: Any
+    config: Any
+    unused: str
     places: Mapping[str, Positions]
     masks: Mapping[str, Attended]
     stated: Mapping[str, str]
     norms: Mapping[str, str]
     description: Description
+
+    @property
+    def typed(self) -> bool:
+        """True if the configuration names a model type, and describes the tensors."""
+        return bool(self.config) and not self.unused
 
 
 def compare(a: Source, b: Source, pairs: Pairs, *, only_blocks: bool = False) -> Compared:
@@ -85,19 +91,30 @@ def compare(a: Source, b: Source, pairs: Pairs, *, only_blocks: bool = False) ->
         *_differing("positions", blocks, lambda p, q: _places(x, y, p, q)),
         *_differing("mask", masked, lambda p, q: _masks(x.masks.get(p), y.masks.get(q))),
     ]
-    notes: list[str] = []
+    notes = [
+        *_not_known("positions", blocks, x.places, y.places),
+        *_not_known("mask", masked, x.masks, y.masks),
+    ]
     if not only_blocks:
-        differing += [*_norms(x, y), *_epsilons(x.description, y.description)]
-        settings = _settings(x, y, all(_known(x, y, *pair) for pair in blocks))
-        differing += settings.differing
-        notes += [*settings.notes, *_one_sided(x, y, blocks)]
+        differing += _norms(x, y)
+        found, epsilons = list[config_settings.Found](), (_epsilons(x), _epsilons(y))
+        if all(epsilons) or (x.config and y.config):
+            found.append(config_settings.epsilons(*epsilons))
+        if x.config and y.config:
+            known = all(_known(x, y, *pair) for pair in blocks)
+            found.append(config_settings.compare(x.config, y.config, known))
+        for differences, more in found:
+            differing += differences
+            notes += more
+        notes += _unused(x, y, blocks)
     return Compared(tuple(map(printable, differing)), tuple(map(printable, notes)))
 
 
 def _read(file: checkpoint.Checkpoint, source: Source) -> _Facts:
     description = described.of(file, source.found)
-    aside = bool(description.heads and description.heads.wrong)
+    aside = description.heads.wrong if description.heads else ""
     typed = positions.typed(file) and not aside
+    content = hf_config.readable(file.path)
     prefixes = [block.prefix for block in source.found]
     prefixes += [block.prefix for block in source.latents]
     places, masks = dict[str, Positions](), dict[str, Attended]()
@@ -106,7 +123,8 @@ def _read(file: checkpoint.Checkpoint, source: Source) -> _Facts:
         masks = attended.of_prefixes(file, source.found, prefixes, description.heads)
     layers, _ = other_layers.find(file.info, source.found, description.unlike, description.unbiased)
     return _Facts(
-        hf_config.readable(file.path) if typed else {},
+        {} if aside else content,
+        "" if typed else _why_unused(file, aside),
         places,
         masks,
         stated_positions(file),
@@ -117,6 +135,16 @@ def _read(file: checkpoint.Checkpoint, source: Source) -> _Facts:
         },
         description,
     )
+
+
+_UNTYPED = "names no model_type"
+
+
+def _why_unused(file: checkpoint.Checkpoint, aside: str) -> str:
+    """Says why a configuration gives neither positions nor masks; "" if it is absent."""
+    if aside:
+        return f"was set aside ({aside})"
+    return _UNTYPED if hf_config.file_of(file.path).exists() else ""
 
 
 def stated_positions(file: checkpoint.Checkpoint) -> dict[str, str]:
@@ -196,6 +224,29 @@ def _masks(one: Attended | None, other: Attended | None) -> tuple[str, str] | No
     return str(one), str(other)
 
 
+def _not_known(
+    what: str,
+    pairs: Prefixes,
+    x: Mapping[str, Positions] | Mapping[str, Attended],
+    y: Mapping[str, Positions] | Mapping[str, Attended],
+) -> Iterator[str]:
+    """Yields notes on pairs of blocks of which one alone is unknown, or both for other reasons."""
+    found: dict[str, list[str]] = {}
+    for p, q in dict.fromkeys(pairs):
+        one, other = x.get(p), y.get(q)
+        if one is None or other is None:
+            continue
+        whys = [each.why if each.scheme == "unknown" else "" for each in (one, other)]
+        if whys[0] != whys[1]:
+            for which, why in zip(("first", "second"), whys, strict=True):
+                if why:
+                    place = re.sub(r"\d+", "{i}", p) or "(top)"
+                    found.setdefault(f"unknown in the {which} ({why})", []).append(place)
+    for why, places in found.items():
+        where = listed(list(dict.fromkeys(places)), 3)
+        yield f"not compared: {what} of {len(places)} x {where}, {why}"
+
+
 def _known(x: _Facts, y: _Facts, p: str, q: str) -> bool:
     """True if both configurations give the positions and the mask of a pair of blocks."""
     found = (x.places.get(p), y.places.get(q), x.masks.get(p), y.masks.get(q))
@@ -204,7 +255,7 @@ def _known(x: _Facts, y: _Facts, p: str, q: str) -> bool:
 
 def _norms(x: _Facts, y: _Facts) -> Iterator[str]:
     """Describes norms of two configured files that compute different functions."""
-    if not (x.content and y.content):
+    if not (x.typed and y.typed):
         return
     for kind in sorted(x.description.unlike.keys() ^ y.description.unlike.keys()):
         yield _UNLIKE.format(f"{kind}s", "first" if kind in x.description.unlike else "second")
@@ -216,78 +267,36 @@ def _norms(x: _Facts, y: _Facts) -> Iterator[str]:
         yield f"kind of {len(paths)} x {listed(paths, 3)}: first {first}; second {second}"
 
 
-def _epsilons(a: Description, b: Description) -> Iterator[str]:
-    """Describes epsilons of norms that differ: by key or layer, or else as sets of values."""
-    of_one: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {}
-    if (x := a.epsilon.by_prefix) and (y := b.epsilon.by_prefix):
-        both = {name: (x[name], y[name]) for name in x if name in y}
-        of_one = {f"epsilon of {n}": ((p,), (q,)) for n, (p, q) in both.items()}
-    else:
-        of_one = {
-            key: (tuple(a.epsilon.by_key[key]), tuple(b.epsilon.by_key[key]))
-            for key in a.epsilon.by_key
-            if key in b.epsilon.by_key
-        }
-    values = [_values(one) for one in (a, b)]
-    if not of_one and all(values):
-        of_one = {"epsilon of norms": (tuple(values[0]), tuple(values[1]))}
-    for what, pair in of_one.items():
-        if set(pair[0]) != set(pair[1]):
-            first, second = (" or ".join(f"{x:.3g}" for x in each) for each in pair)
-            yield f"{what}: first {first}; second {second}"
+def _epsilons(facts: _Facts) -> dict[str, tuple[float, ...]]:
+    """The epsilons of one file, by the keys that lead to them or by layer."""
+    if of_layers := facts.description.epsilon.by_prefix:
+        return {f"epsilon of {prefix}": (value,) for prefix, value in of_layers.items()}
+    by_way = hf_config.epsilons_by_way(facts.config)
+    return {config_settings.named(way): values for way, values in by_way.items()}
 
 
-def _values(one: Description) -> list[float]:
-    epsilon = one.epsilon
-    by_key = [value for values in epsilon.by_key.values() for value in values]
-    return list(dict.fromkeys([*epsilon.by_prefix.values(), *by_key]))
-
-
-def _settings(x: _Facts, y: _Facts, known: bool) -> Compared:
-    """Compares the settings that both configurations state.
-
-    `known`: True if positions and masks of all blocks are known; otherwise, settings of attention
-    that differ count as a difference. All other settings are named in a note.
-    """
-    if not (x.content and y.content):
-        return Compared()
-    of_attention, others = [], []
-    stated = _stated(x.content), _stated(y.content)
-    for way in (way for way in stated[0] if way in stated[1]):
-        one, other = stated[0][way], stated[1][way]
-        if one == other:
-            continue
-        text = f"{': '.join(way)} ({shown(one)} and {shown(other)})"
-        if not unconverted.concerns_attention(way):
-            others.append(text)
-        elif not known:
-            of_attention.append(f"settings of attention: {text}")
-    note = f"their configurations also differ in {listed(others)}: compare what it means"
-    return Compared(tuple(of_attention), (note,) if others else ())
-
-
-# Settings of how a model is run or saved, and those that `_epsilons` compares.
-_NOT_COMPARED = {*signs.OF_TRANSFORMERS, *hf_config.EPSILONS, "use_cache"}
-
-
-def _stated(content: Any) -> dict[tuple[str, ...], Any]:
-    """The settings of a configuration, by the keys that lead to them."""
-    return {
-        (*way, key): value
-        for way, settings in unconverted.settings(content)
-        for key, value in settings.items()
-        if not (isinstance(value, dict) or key.startswith("_") or key in _NOT_COMPARED)
-    }
-
-
-def _one_sided(x: _Facts, y: _Facts, blocks: Iterable[tuple[str, str]]) -> Iterator[str]:
-    """Yields a note if only one of the files has a configuration."""
-    if bool(x.content) == bool(y.content):
+def _unused(x: _Facts, y: _Facts, blocks: Prefixes) -> Iterator[str]:
+    """Yields a note if a configuration is absent or was not used, and the other has facts."""
+    if x.typed and y.typed:
         return
+    reasons = x.unused, y.unused
+    if not (x.typed or y.typed) and not all(reasons) and {*reasons} <= {"", _UNTYPED}:
+        return  # no file has facts to lose
     named = all(_as_text(x, p) and _as_text(y, q) for p, q in blocks)
-    what = "masks" if named else "positions, masks"
-    which = "first" if x.content else "second"
+    kinds = ["positions"] * (not named) + ["masks"]
+    kinds += ["epsilons of norms"] * (not (x.config and y.config))
+    what = f"{', '.join(kinds)} were not compared"
+    what = " and ".join(what.rsplit(", ", 1))
+    aside = [
+        f"the config.json next to the {which} {why}"
+        for which, why in zip(("first", "second"), reasons, strict=True)
+        if why
+    ]
+    if aside:
+        yield f"{', and '.join(aside)}: {what}; put the model's own next to the file"
+        return
+    which = "first" if x.typed else "second"
     yield (
-        f"only the {which} has a config.json of its model next to it: {what} and epsilons of norms "
-        "were not compared; put the model's own next to the other"
+        f"only the {which} has a config.json of its model next to it: {what}; put the model's own "
+        "next to the other"
     )

@@ -47,7 +47,7 @@ def tensors() -> dict[str, Any]:
     return found
 
 
-def saved(folder: Path, tensors: dict[str, Any], config: dict[str, Any] | None = None) -> Path:
+def saved(folder: Path, tensors: dict[str, Any], config: Any = None) -> Path:
     folder.mkdir()
     checkpoint.write(folder / "model.safetensors", tensors)
     if config is not None:
@@ -116,6 +116,156 @@ def test_settings_that_are_not_judged(tensors: dict[str, Any], tmp_path: Path) -
     c, d = saved(tmp_path / "c", tensors, unknown), saved(tmp_path / "d", tensors, unknown | theta)
     expected = "settings of attention: rope_parameters: rope_theta (10000.0 and 7.0)"
     assert compared(c, d).differing == (expected,)
+
+
+UNKNOWN = {k: v for k, v in MISTRAL.items() if k not in ("rope_parameters", "sliding_window")} | {
+    "model_type": "nobody", "rope_theta": 1e4, "rope_scaling": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({"rope_scaling": {"type": "linear", "factor": 4.0}},
+         ["rope_parameters: rope_type ('default' and 'linear')",
+          "rope_parameters: factor (absent and 4.0)"]),
+        ({"sliding_window": 4}, ["sliding_window (absent and 4)"]),
+        ({"layer_types": ["sliding_attention", "full_attention"]},
+         ["layer_types (absent and ['sliding_attention', 'full_attention'])"]),
+        ({"rope_theta": None}, ["rope_parameters: rope_theta (10000.0 and None)"]),
+        ({"rope_theta": ...}, ["rope_parameters: rope_theta (10000.0 and absent)"]),
+        ({"rope_theta": ..., "rope_scaling": ..., "layer_types": ["full_attention"] * LAYERS,
+          "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, []),
+    ],
+    ids=["scaling", "window", "types", "null", "absent", "newer"],
+)  # fmt: skip
+@pytest.mark.parametrize("model_type", ["nobody", ...], ids=["unknown", "untyped"])
+def test_settings_of_attention_that_one_configuration_states(
+    model_type: Any,
+    changed: dict[str, Any],
+    expected: list[str],
+    tensors: dict[str, Any],
+    tmp_path: Path,
+) -> None:
+    """They differ if no model type tells what they do; newer files state the same otherwise."""
+    content = UNKNOWN | {"model_type": model_type}
+    a = saved(tmp_path / "a", tensors, without_dots(content))
+    b = saved(tmp_path / "b", tensors, without_dots(content | changed))
+    for first, second in ((a, b), (b, a)):
+        found = compared(first, second)
+        assert len(found.differing) == len(expected)
+    found = compared(a, b)
+    assert list(found.differing) == [f"settings of attention: {text}" for text in expected]
+    untyped = [note for note in found.notes if "names no model_type" in note]
+    assert len(untyped) == (model_type is ...)
+    assert all("positions and masks were not compared" in note for note in untyped)
+
+
+def without_dots(content: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in content.items() if value is not ...}
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({"rope_parameters": {"rope_type": "foo", "rope_theta": 1e4}},
+         [("not compared: positions of 2 x model.layers.{i}.self_attn, unknown in the second "
+          "(mistral: rope type 'foo' is not known here")]),
+        ({"partial_rotary_factor": 1.5},
+         [("not compared: positions of 2 x model.layers.{i}.self_attn, unknown in the second "
+          "(mistral: 3 of 2 features cannot be rotary)"),
+          "only the configuration of the second states rope_parameters: partial_rotary_factor (1.5)"]),
+        ({"sliding_window": 0},
+         [("not compared: mask of 2 x model.layers.{i}.self_attn, unknown in the second "
+          "(mistral: sliding_window must be a positive integer, got 0)")]),
+        ({"rms_norm_eps": ...},
+         ["only the first states rms_norm_eps (1e-06): these epsilons of norms were not compared"]),
+        ({"hidden_act": ..., "residual_multiplier": 0.2},
+         ["only the configuration of the first states hidden_act ('silu'), which was not compared",
+          "only the configuration of the second states residual_multiplier (0.2), which was not"]),
+        ({"initializer_range": 0.1, "attention_dropout": 0.1, "eos_token_id": 7, "use_cache": True,
+          "pretraining_tp": 2, "do_sample": False, "attention_bias": False, "rope_scaling": None}, []),
+    ],
+    ids=["rope-type", "share", "window", "epsilon", "others", "not-of-the-function"],
+)  # fmt: skip
+def test_facts_that_were_not_compared(
+    changed: dict[str, Any], expected: list[str], tensors: dict[str, Any], tmp_path: Path
+) -> None:
+    a = saved(tmp_path / "a", tensors, MISTRAL)
+    b = saved(tmp_path / "b", tensors, without_dots(MISTRAL | changed))
+    notes = compared(a, b).notes
+    assert len(notes) == len(expected)
+    for note, start in zip(notes, expected, strict=True):
+        assert note.startswith(start)
+
+
+@pytest.mark.slow
+def test_a_configuration_as_two_versions_of_transformers_save_it(
+    tensors: dict[str, Any], tmp_path: Path
+) -> None:
+    """Version 4 has base and scaling at the top, and lacks settings that version 5 writes."""
+    from transformers import MistralConfig
+
+    settings = {
+        key: MISTRAL[key]
+        for key in ("num_attention_heads", "num_key_value_heads", "hidden_size", "head_dim")
+    } | {"num_hidden_layers": LAYERS, "sliding_window": 5, "hidden_act": "silu", "vocab_size": 7}
+    newer = json.loads(MistralConfig(**settings).to_json_string())
+    older = settings | {
+        "architectures": ["MistralForCausalLM"], "bos_token_id": 1, "eos_token_id": 2,
+        "initializer_range": 0.02, "intermediate_size": newer["intermediate_size"],
+        "max_position_embeddings": newer["max_position_embeddings"], "model_type": "mistral",
+        "rms_norm_eps": newer["rms_norm_eps"], "rope_theta": 1e4, "rope_scaling": None,
+        "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_cache": True,
+        "transformers_version": "4.34.0",
+    }  # fmt: skip
+    a, b = saved(tmp_path / "a", tensors, older), saved(tmp_path / "b", tensors, newer)
+    assert compared(a, b) == ((), ())
+
+
+def test_epsilons_of_two_towers(tensors: dict[str, Any], tmp_path: Path) -> None:
+    def towers(*epsilons: float | None) -> dict[str, Any]:
+        names = ("text_config", "vision_config")
+        parts = zip(names, epsilons, strict=True)
+        return {"model_type": "clip"} | {n: {"layer_norm_eps": e} for n, e in parts if e}
+
+    a, b, c = (
+        saved(tmp_path / name, tensors, towers(*epsilons))
+        for name, epsilons in (("a", (1e-6, 1e-5)), ("b", (1e-5, 1e-6)), ("c", (1e-6, None)))
+    )
+    assert compared(a, b).differing == (
+        "text_config: layer_norm_eps: first 1e-06; second 1e-05",
+        "vision_config: layer_norm_eps: first 1e-05; second 1e-06",
+    )
+    found = compared(a, c)
+    assert found.differing == ()
+    (note,) = (note for note in found.notes if "epsilons" in note)
+    assert note.startswith("only the first states vision_config: layer_norm_eps (1e-05): these")
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        (MISTRAL | {"num_attention_heads": True}, "was set aside ("),
+        (MISTRAL | {"hidden_size": D + 4}, "was set aside ("),
+        ([], "names no model_type"),
+        (MISTRAL | {"model_type": {}}, "names no model_type"),
+        ({k: v for k, v in MISTRAL.items() if k != "model_type"}, "names no model_type"),
+    ],
+    ids=["heads", "sizes", "list", "no-name", "untyped"],
+)
+def test_a_configuration_that_was_set_aside(
+    config: Any, why: str, tensors: dict[str, Any], tmp_path: Path
+) -> None:
+    a, b = saved(tmp_path / "a", tensors, MISTRAL), saved(tmp_path / "b", tensors, config)
+    (note,) = (note for note in compared(a, b).notes if "next to" in note)
+    assert note.startswith(f"the config.json next to the second {why}")
+    assert "positions" in note
+    assert "masks" in note
+    c = saved(tmp_path / "c", tensors, [*config, 1] if config == [] else config | {"more": 1})
+    both = [note for note in compared(b, c).notes if "next to" in note]
+    assert "next to the first" in both[0]
+    assert "next to the second" in both[0]
 
 
 def test_a_file_without_configuration(tensors: dict[str, Any], tmp_path: Path) -> None:
