@@ -300,10 +300,14 @@ def _open(
 ) -> tuple[tuple[int, ...], str]:
     left = tuple(sorted(s for s, other in state.edges if other == t))
     by_shape = tuple(sorted(s for s, other in state.shapes if other == t))
-    if state.targets[t].irregular or any(state.sources[s].irregular for s in by_shape):
-        return by_shape, "the numbers of the blocks have gaps, or count parallel branches"
+    near = [state.targets[t], *(state.sources[s] for s in by_shape)]
+    if irregular := next((one.irregular for one in near if one.irregular), ""):
+        return by_shape, irregular
+    if len(left) > 1:
+        near = [state.targets[t], *(state.sources[s] for s in left)]
+        return left, next((one.unordered for one in near if one.unordered), SEVERAL)
     if left:
-        return left, SEVERAL if len(left) > 1 else "no name shows that these belong together"
+        return left, "no name shows that these belong together"
     if t in why:
         return tuple(why[t][0]), why[t][1]
     if by_shape:

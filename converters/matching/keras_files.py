@@ -3,7 +3,7 @@ weight names."""
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from jaxmha.converters.discovery.user_names import dotted
 
@@ -44,14 +44,16 @@ def paths(
     return made
 
 
-def counted(found: Mapping[str, tuple[tuple[str, ...], str]]) -> Iterator[tuple[str, ...]]:
-    """Yields the paths of the layers that a model has numbered itself, from the `paths` of a file.
-
-    The numbers of other layers are those of a list.
-    """
+def numbered_by_keras(found: Mapping[str, tuple[tuple[str, ...], str]]) -> set[tuple[str, ...]]:
+    """Returns the paths of the layers that a model has numbered, from the `paths` of a file."""
+    made = set()
     for name, (path, _) in found.items():
-        if name.rpartition("/vars/")[0].split("/")[-2:-1] == ["layers"]:
-            yield path[:-1]
+        group, layer = name.rpartition("/vars/")[0].split("/"), path[:-1]
+        for n, part in enumerate(group):
+            left = len(layer) - (len(group) - n - 1)  # the path of this part ends here
+            if n and group[n - 1] == "layers" and left > 0 and layer[left - 1] == part:
+                made.add(layer[:left])
+    return made
 
 
 def _shown(group: str, names: Mapping[str, str]) -> str:

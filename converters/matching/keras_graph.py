@@ -1,4 +1,4 @@
-"""Reads from the graphs of functional Keras models which layers depend on which."""
+"""Reads from live Keras models which layers with automatic names depend on which."""
 
 from collections import defaultdict
 from typing import Any
@@ -6,36 +6,48 @@ from typing import Any
 from jaxmha.converters.discovery.live_model import LiveModel
 
 
-def dependencies(live: LiveModel) -> dict[str, set[str]]:
-    """Maps the path of each layer of a functional model to those of the layers it depends on.
+def dependencies(live: LiveModel) -> dict[str, set[str] | None]:
+    """Maps the path of each layer that Keras has numbered to those of the layers it depends on.
 
-    Keras numbers the layers of such a model by their distance from its outputs: this is the order
-    of computation, except in parallel branches.
+    Keras numbers the layers of a functional model by their distance from its outputs: this is the
+    order of computation, except in parallel branches. A layer in a list depends on those before it.
+    None: the layers of a subclassed model are numbered as they were made, those of a dict as they
+    were put into it.
     """
-    found: dict[str, set[str]] = {}
-    for path, model in live.layers.items():
-        kinds = {base.__name__ for base in type(model).__mro__}
-        if not kinds & {"Functional", "Sequential"}:
-            continue
-        start = f"{path}/layers/".removeprefix("/")
-        inside = {
-            id(layer): name
-            for name, layer in live.layers.items()
-            if name.startswith(start) and "/" not in name.removeprefix(start)
-        }
-        before = _earlier(model) if "Sequential" in kinds else _before(model)
-        for layer, name in inside.items():
-            found[name] = {inside[one] for one in before[layer] if one in inside}
+    groups: dict[str, dict[str, Any]] = defaultdict(dict)
+    for path, layer in live.layers.items():
+        parent = path.rpartition("/")[0]
+        if parent and (parent not in live.layers or parent.rpartition("/")[2] == "layers"):
+            groups[parent][path] = layer
+    found: dict[str, set[str] | None] = {}
+    for parent, inside in groups.items():
+        above, _, attribute = parent.rpartition("/")
+        needs = _needs(live.layers.get(above), attribute)
+        names = {id(layer): path for path, layer in inside.items()}
+        for layer, path in names.items():
+            known = None if needs is None else needs[layer]
+            found[path] = None if known is None else {names[n] for n in known if n in names}
     return found
 
 
-def _earlier(model: Any) -> dict[int, set[int]]:
-    """Maps the id of each layer of a sequential model to the ids of the layers before it."""
-    every = [id(layer) for layer in model.layers]
+def _needs(holder: Any, attribute: str) -> dict[int, set[int]] | None:
+    """Maps the id of each layer in a container to the ids of those it needs; None if unknown."""
+    kinds = {base.__name__ for base in type(holder).__mro__}
+    several = getattr(holder, attribute, None)
+    if attribute == "layers" and "Functional" in kinds:
+        return _of_graph(holder)
+    if attribute == "layers" and "Model" in kinds and "Sequential" not in kinds:
+        return None
+    return _of_list(several) if isinstance(several, list | tuple) else None
+
+
+def _of_list(layers: Any) -> dict[int, set[int]]:
+    """Maps the id of each layer of a list to the ids of the layers before it."""
+    every = [id(layer) for layer in layers]
     return defaultdict(set, {one: set(every[:n]) for n, one in enumerate(every)})
 
 
-def _before(model: Any) -> dict[int, set[int]]:
+def _of_graph(model: Any) -> dict[int, set[int]]:
     """Maps the id of each layer or operation to the ids of those that it depends on."""
     found: dict[int, set[int]] = defaultdict(set)
     for depth in sorted(model._nodes_by_depth, reverse=True):

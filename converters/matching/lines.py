@@ -49,8 +49,8 @@ def _decided(source: Tree, target: Tree) -> _Decided:
     found = _decided_apart(*map(roles.assigned, plain))
     if not found[2].open:
         return found
-    mine, of_theirs = rolled(plain[0], plain[1], source.before)
-    theirs, of_mine = rolled(plain[1], plain[0], target.before)
+    mine, of_theirs = rolled(plain[0], plain[1], source.depends_on)
+    theirs, of_mine = rolled(plain[1], plain[0], target.depends_on)
     mine, theirs = _cut(mine, of_mine), _cut(theirs, of_theirs)
     again = _decided_apart(roles.assigned(mine), roles.assigned(theirs))
     return min(found, again, key=_undecided)

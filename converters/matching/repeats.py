@@ -5,7 +5,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from jaxmha.converters.matching.terms import ORDER
+from jaxmha.converters.matching.terms import AUTOMATIC, ORDER
 
 Path = tuple[str, ...]
 Marks = dict[Path, tuple[str, int]]
@@ -15,6 +15,7 @@ _WITHIN = re.compile(r"^(?P<block>[A-Za-z_]*\d+)_(?P<rest>.+)$")
 _ORDINALS = {word: n for word, n in ORDER.items() if n and word not in ("in", "out")}
 # Keras and Haiku count the layers of a class as `dense`, `dense_1`, `dense_2`.
 COUNTER = "_"
+_KEYS = ("kernel", "bias", "gamma", "beta", "moving_mean", "moving_variance", "embeddings")
 
 
 def numbered(part: str) -> tuple[str, int] | None:
@@ -31,22 +32,62 @@ def numbered(part: str) -> tuple[str, int] | None:
     return None
 
 
-def counted(part: str) -> tuple[str, int]:
+def class_and_number(part: str) -> tuple[str, int]:
     """The class and number of an automatic name.
 
-    >>> counted("dense"), counted("LayerNorm_2")
+    >>> class_and_number("dense"), class_and_number("LayerNorm_2")
     (('dense', 0), ('LayerNorm', 2))
     """
     stem, _, number = part.rpartition(COUNTER)
     return (stem, int(number)) if stem and number.isdecimal() else (part, 0)
 
 
-def siblings(parts: Collection[str]) -> dict[str, list[tuple[int, str]]]:
+def counted_by_keras(paths: Collection[Path]) -> set[Path]:
+    """Paths in a dict or file that Keras or Haiku may have numbered; their order is unknown.
+
+    In the paths of variables, Keras numbers the layers of a class as they were made. A class of
+    which one layer is number 0 has been numbered by the user, or by linen.
+
+    >>> names = "norm", "norm_1", "block_0", "block_1", "head"
+    >>> sorted(counted_by_keras([(name, "scale") for name in names]))
+    [('norm',), ('norm_1',)]
+    """
+    families: dict[tuple[Path, str], set[Path]] = defaultdict(set)
+    for path in paths:
+        for n, part in enumerate(path[:-1]):
+            families[path[:n], class_and_number(part)[0]].add(path[: n + 1])
+    numbered_otherwise = {
+        (parent, stem)
+        for (parent, stem), several in families.items()
+        if (*parent, f"{stem}{COUNTER}0") in several or stem[-1:].isdigit()
+    }
+    of_class = {
+        path
+        for path in paths
+        for n, part in enumerate(path[:-1])
+        if (name := class_and_number(part))[1] > 0
+        and name[0] in AUTOMATIC
+        and (path[:n], name[0]) not in numbered_otherwise
+    }
+    of_keras = any(path[-1] in _KEYS for path in of_class)
+    found = set()
+    for (parent, stem), several in families.items():
+        bare = len(several) > 1 and (*parent, stem) in several
+        if (of_keras or bare) and (parent, stem) not in numbered_otherwise:
+            found |= several
+    return found
+
+
+def siblings(
+    parts: Collection[str], automatic: Collection[str]
+) -> dict[str, list[tuple[int, str]]]:
     """Maps each stem to its (number, part), sorted by number.
 
-    A part without a number is the first of the siblings `<part>_<number>`.
+    A part without a number is the first of the siblings `<part>_<number>` if it is `automatic`:
+    in names that a user has given, it may be the last.
 
-    >>> siblings({"dense", "dense_2", "dense_10", "dense_1", "norm"})
+    >>> names = {"dense", "dense_2", "dense_10", "dense_1", "norm"}
+    >>> siblings(names, names)
     {'dense_': [(0, 'dense'), (1, 'dense_1'), (2, 'dense_2'), (10, 'dense_10')]}
     """
     lists: dict[str, list[tuple[int, str]]] = defaultdict(list)
@@ -55,13 +96,15 @@ def siblings(parts: Collection[str]) -> dict[str, list[tuple[int, str]]]:
             lists[found[0]].append((found[1], part))
     for stem, several in lists.items():
         bare, lowest = stem.removesuffix(COUNTER), min(several)[0]
-        if bare != stem and bare in parts and lowest > 0:
-            several.append((1 if lowest == 2 else 0, bare))  # `norm`, `norm_2` counts from 1
+        if bare != stem and bare in parts and bare in automatic and lowest > 0:
+            several.append((0, bare))
         several.sort()
     return dict(lists)
 
 
-def paths(shapes: Sequence[tuple[Path, object]]) -> list[Path]:
+def comparable_paths(
+    shapes: Sequence[tuple[Path, object]], automatic: Collection[Path]
+) -> list[Path]:
     """Returns the paths, in the same order, in the form in which repeated blocks are found.
 
     `block0_norm` counts as two parts if, say, `block1_mlp` exists. In blocks whose layers are
@@ -70,7 +113,8 @@ def paths(shapes: Sequence[tuple[Path, object]]) -> list[Path]:
     given = [path for path, _ in shapes]
     cut = _split(given)
     made = [tuple(map(_literal, path)) for path in cut]
-    return _counted_anew(dict(zip(made, (shape for _, shape in shapes), strict=True)), made)
+    new = dict(zip(made, (shape for _, shape in shapes), strict=True))
+    return _counted_anew(new, made, automatic)
 
 
 def _split(given: Sequence[Path]) -> list[Path]:
@@ -103,7 +147,9 @@ def _literal(part: str) -> str:
     return part.replace("\\", "\\\\").replace("#", "\\.")
 
 
-def _counted_anew(shapes: Mapping[Path, object], given: Sequence[Path]) -> list[Path]:
+def _counted_anew(
+    shapes: Mapping[Path, object], given: Sequence[Path], automatic: Collection[Path]
+) -> list[Path]:
     """Replaces the numbers of a class in each block by ranks, if only then the blocks are alike.
 
     In variable paths of Keras, the second encoder has `encoder_1/dense_2` and `encoder_1/dense_3`.
@@ -112,16 +158,22 @@ def _counted_anew(shapes: Mapping[Path, object], given: Sequence[Path]) -> list[
     renamed: dict[Path, Path] = {}  # path of a layer -> path with ranks
     for parent in sorted(children, key=len, reverse=True):  # the outermost blocks last
         inner = [part for part in children[parent] if (*parent, part) not in shapes]
-        for several in siblings(inner).values():
+        for several in siblings(inner, {p for p in inner if (*parent, p) in automatic}).values():
             blocks = [(*parent, part) for _, part in several]
             raw = [content[block] for block in blocks]
-            if (count := _count_alike(raw)) == len(blocks):
+            if (count := _repetitions(raw)) == len(blocks):
                 continue
-            names = [_anew([path for path, _ in one]) for one in raw]
-            ranked = [{(new[p], x) for p, x in one} for new, one in zip(names, raw, strict=True)]
-            if _count_alike(ranked) > count:
+            names = [
+                _anew([path for path, _ in one], block, automatic)
+                for block, one in zip(blocks, raw, strict=True)
+            ]
+            ranked = [
+                {(new[path], shape) for path, shape in one}
+                for new, one in zip(names, raw, strict=True)
+            ]
+            if _repetitions(ranked) > count:
                 for block, new in zip(blocks, names, strict=True):
-                    renamed |= {(*block, *p): (*block, *q) for p, q in new.items()}
+                    renamed |= {(*block, *old): (*block, *now) for old, now in new.items()}
     return [renamed.get(path, path) for path in given]
 
 
@@ -142,28 +194,31 @@ def _children(found: Iterable[Path]) -> dict[Path, set[str]]:
     return below
 
 
-def _anew(inside: Collection[Path]) -> dict[Path, Path]:
-    """Maps the paths in a block to paths in which every class is counted from 0."""
+def _anew(inside: Collection[Path], block: Path, automatic: Collection[Path]) -> dict[Path, Path]:
+    """Maps the paths in a block to paths in which every automatic name is counted from 0."""
     ranks: dict[Path, str] = {}
     for parent, parts in _children(inside).items():
         classes: dict[str, list[tuple[int, str]]] = defaultdict(list)
         for part in parts:
-            stem, number = counted(part)
-            classes[stem].append((number, part))
+            stem, number = class_and_number(part)
+            if (*block, *parent, part) in automatic:
+                classes[stem].append((number, part))
+            else:
+                ranks[*parent, part] = part
         for stem, several in classes.items():
             for rank, (_, part) in enumerate(sorted(several)):
                 ranks[*parent, part] = f"{stem}{COUNTER}{rank}"
     return {path: tuple(ranks[path[: n + 1]] for n in range(len(path))) for path in inside}
 
 
-def _count_alike(contents: Sequence[Collection[object]]) -> int:
+def _repetitions(contents: Sequence[Collection[object]]) -> int:
     """The number of blocks that are like the most frequent one; 0 if only one is."""
     chief = Counter(map(frozenset, contents)).most_common(1)[0][0]
     count = sum(_alike(chief, one) for one in contents)
     return count if count > 1 else 0
 
 
-def repeated(shapes: Mapping[Path, object]) -> tuple[Marks, set[Path]]:
+def repeated(shapes: Mapping[Path, object], automatic: Collection[Path]) -> tuple[Marks, set[Path]]:
     """Finds repeated blocks: path -> (last part with "#", rank); and blocks in lists with gaps.
 
     `shapes`: path of a layer -> shape of its main array.
@@ -173,7 +228,9 @@ def repeated(shapes: Mapping[Path, object]) -> tuple[Marks, set[Path]]:
     irregular: set[Path] = set()
     for parent, parts in _children(shapes).items():
         inner = [part for part in parts if (*parent, part) not in shapes]
-        for stem, several in siblings(inner).items():
+        for stem, several in siblings(
+            inner, {p for p in inner if (*parent, p) in automatic}
+        ).items():
             if len(several) < 2:
                 continue
             kinds = Counter(frozenset(content[(*parent, part)]) for _, part in several)

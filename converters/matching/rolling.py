@@ -1,13 +1,14 @@
 """Splits lists of layers, or rolls up numbered siblings to lists, as the other tree has them."""
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from jaxmha.converters.matching.arrows import fit
-from jaxmha.converters.matching.repeats import COUNTER, Path, counted
+from jaxmha.converters.matching.repeats import COUNTER, Path, class_and_number
 from jaxmha.converters.matching.templates import MAIN, Layer, Template, signature
 from jaxmha.converters.matching.terms import AUTOMATIC, meaning, snake, terms
+from jaxmha.converters.matching.trees import DependsOn
 
 _Sizes = tuple[frozenset[str], tuple[int, ...]]
 
@@ -30,7 +31,7 @@ def unrolled(template: Template) -> list[Template]:
 def rolled(
     flat: Sequence[Template],
     other: Sequence[Template],
-    before: Mapping[Path, Collection[Path] | None],
+    depends_on: DependsOn,
 ) -> tuple[list[Template], list[Template]]:
     """Rolls siblings with automatic names up to lists, as the blocks of another tree have them.
 
@@ -38,15 +39,17 @@ def rolled(
     of 3 layers with the sizes of `dense`, `dense_2` and `dense_4`, these become a list.
 
     Several layers with the same sizes in each block, or one before or after all blocks, are told
-    apart by their numbers if each depends on the one before it (`before`, as in `Tree`).
+    apart by their numbers if each depends on the one before it (`depends_on`, as in `Tree`).
 
     Returns the templates, and the lists of the other tree that have layers for such siblings, but
     in an unknown order.
     """
     families: dict[tuple[Path, str, object], list[tuple[int, int]]] = defaultdict(list)
     for i, template in enumerate(flat):
-        stem, number = counted(template.path[-1])
-        if not template.counts and snake(stem) in AUTOMATIC:
+        stem, number = class_and_number(template.path[-1])
+        # A user's name without a number may be that of the last layer.
+        sure = template.path[-1] != stem or template.first.path in depends_on
+        if sure and not template.counts and snake(stem) in AUTOMATIC:
             key = (template.path[:-1], stem, signature(template.first))
             families[key].append((number, i))
     made: dict[int, list[Template]] = {}
@@ -61,8 +64,8 @@ def rolled(
         if several_lists or len(members) != length * len(lists) + len(singles):
             continue
         ordered = [flat[i] for _, i in sorted(members)]
-        known = all(before.get(t.first.path) is not None for t in ordered)
-        in_series = not ordered[0].parallel if known else len(near) == 1
+        known = all(depends_on.get(t.first.path) is not None for t in ordered)
+        in_series = not any(t.unordered for t in ordered) and (known or len(near) == 1)
         ends = _ends(singles)
         if not in_series or ends is None or lengths.setdefault(parent, length) != length:
             unordered += lists
@@ -112,7 +115,7 @@ def _is_last(template: Template) -> bool:
     """True for `norm`, `ln_f` or `final_norm`. The names of classes say nothing of a place."""
     last = template.path[-1]
     named = set(terms(last)) - {"f"}
-    return snake(counted(last)[0]) not in AUTOMATIC and (
+    return snake(class_and_number(last)[0]) not in AUTOMATIC and (
         "final" in template.terms or meaning([*named]) == {"norm"}
     )
 

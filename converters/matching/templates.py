@@ -24,6 +24,13 @@ from jaxmha.converters.matching.terms import (
 from jaxmha.converters.matching.trees import Array, Tree
 
 MAIN, BIAS = "main", "bias"
+GAPS = "the numbers of the blocks have gaps"
+BRANCHES = "their numbers count parallel branches"
+AS_MADE = "Keras has numbered them as they were made, which may not be the order of the calls"
+NO_GRAPH = (
+    "their numbers may not be the order of the calls, and a file or dict has no graph: match the "
+    "live model"
+)
 ONLY = "only "  # + name: form of an array that is paired only with an array of the same name
 _ENTRIES = [e for c in CONVENTIONS for kind in c.kinds.values() for e in kind if "/" not in e.key]
 _SLOTS = {
@@ -72,15 +79,17 @@ class Template:
       path: the common path, with "#" for each number that differs.
       layers: ranks of the numbers at each "#" -> layer.
       terms: canonical terms of the path, and of the role of the layer in its block (`roles`).
-      irregular: True if the numbers of the blocks have gaps, or the blocks are parallel branches.
-      parallel: True if the last number of the path counts layers in parallel branches.
+      irregular: why the numbers of its blocks do not pair them, such as gaps; "" if they do.
+      automatic: True if Keras or Haiku has given the last part of its name.
+      unordered: why the last number of its path does not tell its place; "" if it may.
     """
 
     path: tuple[str, ...]
     layers: Mapping[tuple[int, ...], Layer]
     terms: frozenset[str] = frozenset()
-    irregular: bool = False
-    parallel: bool = False
+    irregular: str = ""
+    unordered: str = ""
+    automatic: bool = False
 
     @property
     def first(self) -> Layer:
@@ -235,15 +244,23 @@ def templates(tree: Tree) -> list[Template]:
     """Groups the layers of a tree into templates."""
     every = layers(tree)
     shapes = [layer.slots[MAIN].shape for layer in every]
-    renamed = repeats.paths([(layer.path, x) for layer, x in zip(every, shapes, strict=True)])
-    found = dict(zip(renamed, every, strict=True))
-    marks, irregular = repeats.repeated({p: x.slots[MAIN].shape for p, x in found.items()})
+    known = [(layer.path, shape) for layer, shape in zip(every, shapes, strict=True)]
+    found = dict(zip(repeats.comparable_paths(known, tree.depends_on), every, strict=True))
+    of_shape = {path: layer.slots[MAIN].shape for path, layer in found.items()}
+    given = {  # path of a block or layer -> the path in the tree
+        path[: len(path) - n]: layer.path[: len(layer.path) - n]
+        for path, layer in found.items()
+        for n in range(len(path))
+    }
+    marks, gaps = repeats.repeated(of_shape, tree.depends_on)
+    irregular = dict.fromkeys(gaps, GAPS)
     lists: dict[tuple[repeats.Path, str], list[tuple[int, repeats.Path]]] = defaultdict(list)
     for path, (mark, rank) in marks.items():
         lists[path[:-1], mark].append((rank, path))
     for several in lists.values():
-        if _branches(blocks := [path for _, path in sorted(several)], tree):
-            irregular.update(blocks)
+        blocks = [path for _, path in sorted(several)]
+        if why := _order_unknown([given[path] for path in blocks], tree):
+            irregular |= dict.fromkeys(blocks, why)
     groups: dict[tuple[tuple[str, ...], object], dict[tuple[int, ...], Layer]] = defaultdict(dict)
     for path, layer in found.items():
         marked = tuple(marks.get(path[: n + 1], (part, 0))[0] for n, part in enumerate(path))
@@ -253,43 +270,55 @@ def templates(tree: Tree) -> list[Template]:
     made = []
     for (marked, _), members in groups.items():
         paths = [where[id(layer)] for layer in members.values()]
-        gaps = any(p[: n + 1] in irregular for p in paths for n in range(len(p)))
-        made.append(_template(marked, members, where[id(members[min(members)])], gaps))
-    parallel = _parallel(made, tree)
-    return [replace(t, parallel=i in parallel) for i, t in enumerate(made)]
+        starts = (path[: n + 1] for path in paths for n in range(len(path)))
+        reason = next((irregular[start] for start in starts if start in irregular), "")
+        made.append(_template(marked, members, where[id(members[min(members)])], reason))
+    unordered = _unordered(made, tree)
+    return [
+        replace(t, unordered=unordered.get(i, ""), automatic=t.first.path in tree.depends_on)
+        for i, t in enumerate(made)
+    ]
 
 
-def _parallel(templates: Sequence[Template], tree: Tree) -> set[int]:
-    """Indices of the layers of a class and shape that are numbered through parallel branches."""
+def _unordered(templates: Sequence[Template], tree: Tree) -> dict[int, str]:
+    """Maps the index of each layer whose number does not tell its place to the reason."""
     classes: dict[object, list[tuple[int, int]]] = defaultdict(list)
     for i, template in enumerate(templates):
-        if template.first.path in tree.before:
-            stem, number = repeats.counted(template.path[-1])
+        if template.first.path in tree.depends_on:
+            stem, number = repeats.class_and_number(template.path[-1])
             key = (template.path[:-1], stem, signature(template.first))
             classes[key].append((number, i))
-    found: set[int] = set()
+    found: dict[int, str] = {}
     for members in classes.values():
-        if _branches([templates[i].first.path for _, i in sorted(members)], tree):
-            found |= {i for _, i in members}
+        if why := _order_unknown([templates[i].first.path for _, i in sorted(members)], tree):
+            found |= {i: why for _, i in members}
     return found
 
 
-def _branches(paths: Sequence[repeats.Path], tree: Tree) -> bool:
-    """True unless, by `Tree.before`, each of the layers needs the one before it."""
-    if not all(path in tree.before for path in paths):
-        return False
-    sets = [tree.before[path] for path in paths]
-    return (None in sets and len(sets) > 1) or any(
-        a not in (sets[n + 1] or ()) or b in (sets[n] or ())
+def _order_unknown(paths: Sequence[repeats.Path], tree: Tree) -> str:
+    """Why the numbers of these layers may not be their order; "" if each needs the one before it.
+
+    Names that a user has given, which are not in `Tree.depends_on`, are trusted.
+    """
+    sets = [tree.depends_on[path] for path in paths if path in tree.depends_on]
+    if len(paths) < 2 or not sets:
+        return ""
+    if None in sets:
+        return AS_MADE if tree.kind == "keras" else NO_GRAPH
+    if len(sets) < len(paths):
+        return ""
+    in_series = all(
+        a in (sets[n + 1] or ()) and b not in (sets[n] or ())
         for n, (a, b) in enumerate(itertools.pairwise(paths))
     )
+    return "" if in_series else BRANCHES
 
 
 def _template(
     marked: tuple[str, ...],
     members: Mapping[tuple[int, ...], Layer],
     own: tuple[str, ...],
-    gaps: bool,
+    irregular: str,
 ) -> Template:
     """Makes a template of `members`; a "#" with one value gets its number from the path `own`."""
     keep = [len(set(column)) > 1 for column in zip(*members, strict=True)]
@@ -299,7 +328,7 @@ def _template(
     kept = {
         tuple(r for r, k in zip(ranks, keep, strict=True) if k): x for ranks, x in members.items()
     }
-    return Template(tuple(path), kept, meaning(path), gaps and any(keep))
+    return Template(tuple(path), kept, meaning(path), irregular if any(keep) else "")
 
 
 def signature(layer: Layer) -> tuple[object, ...]:
@@ -338,17 +367,22 @@ def ordinal(template: Template) -> tuple[tuple[str, ...], int] | None:
 def by_number(several: Sequence[Template]) -> list[int] | None:
     """Indices of templates by the one number in which their names differ; None if there is none.
 
-    A class without a number comes before those of the same class with one: `dense`, `dense_1`.
+    An automatic name without a number is the first: `dense`, `dense_1`.
 
-    >>> by_number([Template((name,), {}) for name in ("dense_9", "dense_10", "dense")])
+    >>> names = "dense_9", "dense_10", "dense"
+    >>> by_number([Template((name,), {}, automatic=True) for name in names])
     [2, 0, 1]
     """
-    if any(t.parallel for t in several):
+    if any(t.unordered for t in several):
         return None
     keys = [ordinal(t) for t in several]
     for common in dict.fromkeys(key[0] for key in keys if key):
         numbers = [
-            key[1] if key and key[0] == common else 0 if _unnumbered(t.path, common) else -1
+            key[1]
+            if key and key[0] == common
+            else 0
+            if t.automatic and _unnumbered(t.path, common)
+            else -1
             for key, t in zip(keys, several, strict=True)
         ]
         if -1 not in numbers and len(set(numbers)) == len(numbers):

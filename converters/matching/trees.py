@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 from jaxmha import checkpoint
 from jaxmha.checkpoint import hub
 from jaxmha.converters.discovery import live_model
+from jaxmha.converters.discovery.user_names import dotted
 from jaxmha.converters.layout.arrays import NDArray, framework_of, packages_of, to_numpy
-from jaxmha.converters.matching import keras_files, keras_graph
+from jaxmha.converters.matching import keras_files, keras_graph, repeats
 
 # Class of a layer -> axes of its main array: o output, i input (convolutions also have window
 # axes), v rows and d features of a table. "no" marks a layer that other frameworks store otherwise
@@ -37,6 +38,9 @@ _OPTIMIZER = {"opt_state", "optimizer_state"}  # subtrees of a training state wi
 _NO_WEIGHTS = ("cache", "intermediates", "losses", "metrics")  # linen collections without weights
 
 
+DependsOn = Mapping[tuple[str, ...], frozenset[tuple[str, ...]] | None]
+
+
 class Array(NamedTuple):
     """One array: `name` in the framework, `path`, and `form`, its axis order; "" if unknown."""
 
@@ -57,8 +61,8 @@ class Tree:
       aliases: second name of a shared array -> the name under which `arrays` has it.
       origin: for a model from a hub, its address with the commit.
       notes: remarks on reading, such as that tensors are dequantised.
-      before: path of a layer that its Keras model has numbered -> paths of the layers that it
-        depends on; None if they are unknown.
+      depends_on: path of each layer with an automatic name -> paths of the layers whose output it
+        needs; None: the graph is unknown, so its number may say nothing of its place.
       saved: only for a Keras model: name of an array in its weights file -> name in `arrays`.
     """
 
@@ -69,9 +73,7 @@ class Tree:
     close: Callable[[], None] = lambda: None
     origin: str = ""
     notes: tuple[str, ...] = ()
-    before: Mapping[tuple[str, ...], frozenset[tuple[str, ...]] | None] = field(
-        default_factory=dict
-    )
+    depends_on: DependsOn = field(default_factory=dict)
     saved: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -128,9 +130,15 @@ def _file(path: Path) -> Tree:
         arrays[name] = Array(name, parts, tuple(info.shape), info.dtype.name, form)
     if file.format == "orbax":
         return _training_state(Tree("file", arrays, file.__getitem__, close=stack.close))
-    before = dict.fromkeys(keras_files.counted(keras))
+    automatic = _counted(arrays)
+    automatic |= keras_files.numbered_by_keras(keras)
     return Tree(
-        "file", arrays, file.__getitem__, close=stack.close, notes=file.notes, before=before
+        "file",
+        arrays,
+        file.__getitem__,
+        close=stack.close,
+        notes=file.notes,
+        depends_on=dict.fromkeys(automatic),
     )
 
 
@@ -220,12 +228,21 @@ def _keras(model: Any) -> Tree:
         form = "no" if "Depthwise" in type(layer).__name__ else form
         arrays[name] = Array(name, split(name), tuple(variable.shape), str(variable.dtype), form)
         values[name] = variable
-    graph = keras_graph.dependencies(live)
-    before = {split(name): frozenset(map(split, names)) for name, names in graph.items()}
+    depends_on = {
+        split(_shown(path, live)): needs
+        if needs is None
+        else frozenset(split(_shown(n, live)) for n in needs)
+        for path, needs in keras_graph.dependencies(live).items()
+        if split(_shown(path, live))[-1:] == split(path)[-1:]  # not a name of the user
+    }
     names = {id(variable): name for name, variable in values.items()}
     saved = {key: names.get(id(x), "") for key, x in live.state.items()}
     return Tree(
-        "keras", arrays, lambda name: to_numpy(values[name], name), before=before, saved=saved
+        "keras",
+        arrays,
+        lambda name: to_numpy(values[name], name),
+        depends_on=depends_on,
+        saved=saved,
     )
 
 
@@ -237,8 +254,17 @@ def _keras_state(state: Mapping[str, Any]) -> Tree:
     for name, x in state.items():
         path, form = found.get(name) or (split(name), "")
         arrays[name] = Array(name, path, tuple(x.shape), _dtype(x), form)
-    before = dict.fromkeys(keras_files.counted(found))
-    return Tree("keras state", arrays, lambda name: to_numpy(state[name], name), before=before)
+    automatic = _counted(arrays) | keras_files.numbered_by_keras(found)
+    return Tree(
+        "keras state",
+        arrays,
+        lambda name: to_numpy(state[name], name),
+        depends_on=dict.fromkeys(automatic),
+    )
+
+
+def _counted(arrays: Mapping[str, Array]) -> set[tuple[str, ...]]:
+    return repeats.counted_by_keras([array.path for array in arrays.values()])
 
 
 def named_alike(source: Tree, target: Tree) -> Tree:
@@ -250,7 +276,7 @@ def named_alike(source: Tree, target: Tree) -> Tree:
     if any(b is not None and a.shape != b.shape for a, b in pairs):
         return source
     arrays = {a.name: a if b is None else a._replace(path=b.path) for a, b in pairs}
-    return replace(source, arrays=arrays, before=target.before)
+    return replace(source, arrays=arrays, depends_on=target.depends_on)
 
 
 def keras_variables(live: live_model.LiveModel) -> Iterator[tuple[str, Any, Any]]:
@@ -259,8 +285,6 @@ def keras_variables(live: live_model.LiveModel) -> Iterator[tuple[str, Any, Any]
     A name consists of attribute names, or of layer names in a functional model. If weights of a
     layer share a name, all but the first get a number.
     """
-    from jaxmha.converters.discovery.user_names import dotted
-
     seen: set[int] = set()
     names: set[str] = set()
     for path, layer in live.layers.items():
@@ -271,12 +295,17 @@ def keras_variables(live: live_model.LiveModel) -> Iterator[tuple[str, Any, Any]
         for variable in own:
             if id(variable) not in seen and variable.name != "seed_generator_state":
                 seen.add(id(variable))
-                functional = path.split("/")[0] == "layers"
-                shown = dotted(path, "/", live.names).replace(".", "/") if functional else path
-                name = f"{shown}/{variable.name}".removeprefix("/")
+                name = f"{_shown(path, live)}/{variable.name}".removeprefix("/")
                 numbered = (f"{name}_{n}" if n else name for n in count())
                 names.add(free := next(one for one in numbered if one not in names))
                 yield free, layer, variable
+
+
+def _shown(path: str, live: live_model.LiveModel) -> str:
+    """Returns the path of a Keras layer, with the user's name of a layer of a functional model."""
+    if path.split("/")[0] != "layers":
+        return path
+    return dotted(path, "/", live.names).replace(".", "/")
 
 
 def _tree(tree: Any, kind: str, argument: str) -> Tree:
@@ -297,7 +326,15 @@ def _tree(tree: Any, kind: str, argument: str) -> Tree:
             parts = parts[1:]
         arrays[name] = Array(name, parts, tuple(leaf.shape), _dtype(leaf), form)
         values[name] = leaf
-    return Tree(kind, arrays, lambda name: to_numpy(values[name], name))
+    automatic: set[tuple[str, ...]] = set()
+    if kind in ("tree", "file"):
+        automatic = _counted(arrays)
+    return Tree(
+        kind,
+        arrays,
+        lambda name: to_numpy(values[name], name),
+        depends_on=dict.fromkeys(automatic),
+    )
 
 
 def tree_leaves(tree: Any) -> list[tuple[tuple[str, ...], Any]]:
