@@ -287,11 +287,12 @@ def _agree(state: _State, s: int, t: int) -> bool:
 
 def _reason(state: _State, s: int, t: int) -> tuple[str, str]:
     rivals = [e for e in state.shapes if (e[0] == s) != (e[1] == t)]
-    if not rivals:
+    placed = state.sources[s].placed or state.targets[t].placed
+    if not rivals and not placed:
         return "the only layers of these shapes", "shape"
     common = sorted(state.sources[s].terms & state.targets[t].terms)
     shown = f"both are {', '.join(common)}" if common else ""
-    reason = "; ".join(x for x in (shown, state.reasons[t]) if x)
+    reason = "; ".join(x for x in (shown, placed or state.reasons[t]) if x)
     return reason or "every other pair contradicts a name", "name"
 
 

@@ -72,15 +72,19 @@ def rolled(
             continue
         first, last = ends
         inside = ordered[first : len(ordered) - last]
-        here = [replace(t, terms=t.terms | {"embed"}) for t in ordered[:first]]
-        here += [replace(t, terms=t.terms | {"final"}) for t in ordered[len(ordered) - last :]]
+        why = _placed(singles)
+        here = [replace(t, terms=t.terms | {"embed"}, placed=why) for t in ordered[:first]]
+        here += [
+            replace(t, terms=t.terms | {"final"}, placed=why)
+            for t in ordered[len(ordered) - last :]
+        ]
         for n in range(len(lists)):
             places[parent, stem] += 1
             path = (*parent, "#", f"{stem}{COUNTER}{places[parent, stem]}")
             layers: Mapping[tuple[int, ...], Layer] = {
                 (rank,): t.first for rank, t in enumerate(inside[n :: len(lists)])
             }
-            here.append(Template(path, layers, meaning(path)))
+            here.append(Template(path, layers, meaning(path), placed=why))
         made |= {i: [] for _, i in members} | {members[0][1]: here}
     every = [x for i, t in enumerate(flat) for x in made.get(i, [_in_block(t, lengths)])]
     return every, unordered
@@ -109,6 +113,15 @@ def _ends(singles: Sequence[Template]) -> tuple[int, int] | None:
     last = [t for t in singles if "embed" not in t.terms and _is_last(t)]
     known = len(first) < 2 and len(last) < 2 and len(first) + len(last) == len(singles)
     return (len(first), len(last)) if known else None
+
+
+def _placed(singles: Sequence[Template]) -> str:
+    """Says how siblings are paired with lists, and with the layers outside all blocks."""
+    ends = [
+        f"`{'/'.join(t.path)}` is taken as the {'first' if 'embed' in t.terms else 'last'}"
+        for t in singles
+    ]
+    return "; ".join(["the order of their numbers", *ends])
 
 
 def _is_last(template: Template) -> bool:

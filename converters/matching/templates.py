@@ -27,10 +27,7 @@ MAIN, BIAS = "main", "bias"
 GAPS = "the numbers of the blocks have gaps"
 BRANCHES = "their numbers count parallel branches"
 AS_MADE = "Keras has numbered them as they were made, which may not be the order of the calls"
-NO_GRAPH = (
-    "their numbers may not be the order of the calls, and a file or dict has no graph: match the "
-    "live model"
-)
+NO_GRAPH = "a file or dict does not show whether their numbers are an order: match the live model"
 ONLY = "only "  # + name: form of an array that is paired only with an array of the same name
 _ENTRIES = [e for c in CONVENTIONS for kind in c.kinds.values() for e in kind if "/" not in e.key]
 _SLOTS = {
@@ -80,6 +77,7 @@ class Template:
       layers: ranks of the numbers at each "#" -> layer.
       terms: canonical terms of the path, and of the role of the layer in its block (`roles`).
       irregular: why the numbers of its blocks do not pair them, such as gaps; "" if they do.
+      placed: how the order of its layers was inferred if they are siblings, not a list (`rolled`).
       automatic: True if Keras or Haiku has given the last part of its name.
       unordered: why the last number of its path does not tell its place; "" if it may.
     """
@@ -89,6 +87,7 @@ class Template:
     terms: frozenset[str] = frozenset()
     irregular: str = ""
     unordered: str = ""
+    placed: str = ""
     automatic: bool = False
 
     @property

@@ -268,9 +268,9 @@ def _counted(arrays: Mapping[str, Array]) -> set[tuple[str, ...]]:
 
 
 def named_alike(source: Tree, target: Tree) -> Tree:
-    """Returns a source that is a flat dict of a Keras file with the paths of the Keras model whose
-    weights file has the same names and shapes, as Keras loads it; any other source unchanged."""
-    if source.kind != "keras state" or source.arrays.keys() != target.saved.keys():
+    """Returns a Keras file, or a flat dict of one, with the paths of the Keras model whose weights
+    file has the same names and shapes, as Keras loads it; any other source unchanged."""
+    if source.kind not in ("keras state", "file") or source.arrays.keys() != target.saved.keys():
         return source
     pairs = [(a, target.arrays.get(target.saved[name])) for name, a in source.arrays.items()]
     if any(b is not None and a.shape != b.shape for a, b in pairs):

@@ -179,6 +179,29 @@ def test_a_file_has_no_graph(tmp_path: Path) -> None:
 
 
 @foreign()
+def test_a_file_of_the_same_model_is_matched(tmp_path: Path) -> None:
+    """The names of all arrays are those of the file that the target would write."""
+    chain = [keras.Sequential([keras.Input((D,)), kl.Dense(D), kl.Dense(D)]) for _ in range(2)]
+    assert match(as_file(chain[0], tmp_path), chain[1]).questions == ()
+
+
+@foreign()
+def test_a_line_says_that_numbers_are_taken_as_the_order() -> None:
+    """Which norm is the last is no matter of shapes."""
+    x = start = keras.Input((D,))
+    for _ in range(2):
+        x = kl.Dense(D)(kl.LayerNormalization()(x))
+    model = keras.Model(start, kl.LayerNormalization()(x))
+    layers = several(2, lambda: of_torch(norm=torch.nn.LayerNorm(D), fc=torch.nn.Linear(D, D)))
+    layers["norm"] = torch.nn.LayerNorm(D)
+    lines = match(model, layers).lines
+    assert {line.confidence for line in lines} == {"by name"}
+    for line in lines:
+        assert "the order of their numbers" in line.reason
+        assert ("`norm` is taken as the last" in line.reason) == ("norm" in line.target)
+
+
+@foreign()
 def test_the_order_of_a_list_is_known() -> None:
     model = called(InList())
     plan = match(model, linears("fc1", "fc2", "fc3"))
