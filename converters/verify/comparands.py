@@ -27,9 +27,10 @@ from jaxmha.converters.discovery import (
 )
 from jaxmha.converters.discovery.attention_blocks import Block, shapes
 from jaxmha.converters.discovery.notes import listed
-from jaxmha.converters.layout.arrays import NDArray, cast, packages_of, to_numpy
+from jaxmha.converters.layout.arrays import NDArray, packages_of, to_numpy
 from jaxmha.converters.migrate.plans import DTYPES
 from jaxmha.converters.migrate.preconditions import naming
+from jaxmha.converters.verify import other_tensors
 from jaxmha.converters.verify.other_tensors import EMPTY, Source
 from jaxmha.params import check, from_leaves, leaves
 from jaxmha.projections import check_norms
@@ -193,7 +194,8 @@ def layers(
 def rounded(given: Comparand, dtype: str) -> Comparand:
     """Returns a source whose floating tensors are rounded to a dtype, as `convert --dtype` does.
 
-    Raises ValueError for an unknown dtype, or a layer object, which computes with its own weights.
+    Raises ValueError for an unknown dtype, values that do not fit into it, or a layer object, which
+    computes with its own weights.
     """
     if dtype not in DTYPES:
         raise ValueError(f"unknown dtype {dtype!r}: known are {', '.join(DTYPES)}")
@@ -206,7 +208,12 @@ def rounded(given: Comparand, dtype: str) -> Comparand:
         of_params(
             block.name,
             block.layout,
-            from_leaves({n: cast(to_numpy(x), dtype) for n, x in leaves(block.params).items()}),
+            from_leaves(
+                {
+                    leaf: other_tensors.rounded(f"{block.name} {leaf}".strip(), to_numpy(x), dtype)
+                    for leaf, x in leaves(block.params).items()
+                }
+            ),
             block.semantics,
         )._replace(path=block.path)
         for block in given.blocks

@@ -104,10 +104,13 @@ def _moderate(block: ComparedBlock, seed: int) -> float:
 
     It is within `FACTORS`: biases dominate tiny inputs, and huge inputs overflow.
     """
+    if block.semantics.qk_norm is not None:  # normalised logits do not follow the inputs
+        return 1.0
     power = 0
     for _ in range(3):  # logits grow with the square of the inputs, or with biases like the inputs
         given = inputs(block, seed, 2.0**power)
-        deviation = float(oracle.run(block.params, block.semantics, *given).logits.std(-1).mean())
+        logits = oracle.run(block.params, block.semantics, *given).logits
+        deviation = float(np.ma.masked_invalid(logits).std(-1).mean())  # a window excludes keys
         if deviation > 0 and math.isfinite(deviation):
             power = int(np.clip(power + round(math.log2(DEVIATION / deviation) / 2), *FACTORS))
     return 2.0**power
@@ -184,12 +187,16 @@ def cost(
         query, key, value = (x.astype(dtype) for x in given)
         own = _rounded(params, dtype)
         stages = oracle.run(own, semantics, query, key, value, mask=mask)
-        error = _rms(_stage_rounded(own, semantics, stages, dtype) - exact)
+        error = _rms(_stage_rounded(own, semantics, query, stages, dtype) - exact)
     return error / oracle.rounding_floor(exact, dtype) if error < math.inf else 0.0
 
 
 def _stage_rounded(
-    params: MHAParams, semantics: Semantics, exact: Stages, dtype: np.dtype[Any]
+    params: MHAParams,
+    semantics: Semantics,
+    query: NDArray,
+    exact: Stages,
+    dtype: np.dtype[Any],
 ) -> NDArray:
     """Computes the output from exact heads, rounding the heads and every later stage to `dtype`."""
 
@@ -208,8 +215,13 @@ def _stage_rounded(
     row_max = logits.max(-1, keepdims=True)
     exps = np.exp(logits - np.where(np.isfinite(row_max), row_max, 0.0))
     row_sum = exps.sum(-1, keepdims=True)
-    probabilities = rounded(exps / np.where(row_sum == 0, 1.0, row_sum))
-    context = rounded(np.einsum("bnts,bsnh->btnh", probabilities, v))
+    probabilities = exps / np.where(row_sum == 0, 1.0, row_sum)
+    if "sinks" in weights:
+        allowed = ~np.isneginf(logits)
+        probabilities = oracle.with_sinks(probabilities, logits, allowed, weights["sinks"])
+    context = rounded(np.einsum("bnts,bsnh->btnh", rounded(probabilities), v))
+    if params.gate is not None:
+        context = rounded(context * rounded(oracle.gates(query.astype(np.float64), params.gate)))
     if params.out is None:
         return context.reshape(exact.output.shape)
     out = np.einsum("btnh,nhd->btd", context, weights["out.kernel"])

@@ -93,12 +93,12 @@ def run(
         allowed[..., : key.shape[1]] &= window.to_array(T, key.shape[1], np)
     probabilities = softmax(logits, allowed)
     if "sinks" in weights:
-        probabilities = _with_sinks(probabilities, logits, allowed, weights["sinks"])
+        probabilities = with_sinks(probabilities, logits, allowed, weights["sinks"])
     logits = np.where(allowed, logits, -np.inf)
     rows = probabilities.reshape(B, K, N // K, T, S)
     context = np.einsum("bkgts,bskh->btkgh", rows, v).reshape(B, T, N, -1)
     if params.gate is not None:
-        context = context * _gate(np.asarray(query, np.float64), params.gate)
+        context = context * gates(np.asarray(query, np.float64), params.gate)
     output = context.reshape(B, T, -1)
     if params.out is not None:
         output = np.einsum("btnh,nhd->btd", context, weights["out.kernel"], optimize=True)
@@ -135,7 +135,7 @@ def _normalise(
     return normalised + held.get(f"{name}_norm_bias", 0.0)
 
 
-def _with_sinks(
+def with_sinks(
     probabilities: NDArray, logits: NDArray, allowed: NDArray, sinks: NDArray
 ) -> NDArray:
     """Rescales probabilities for `sinks` `N`: one more logit per head in each row, without a value.
@@ -151,7 +151,7 @@ def _with_sinks(
     return found
 
 
-def _gate(query: NDArray, gate: Projection) -> NDArray:
+def gates(query: NDArray, gate: Projection) -> NDArray:
     """Returns the sigmoid gates that multiply the head outputs: `B T N h` or `B T N 1`."""
     kernel = to_numpy(gate.kernel).astype(np.float64)
     logits = np.tensordot(query, kernel.reshape(*kernel.shape[:2], -1), 1)

@@ -264,13 +264,27 @@ def _opened(given: Source) -> Iterator[Load]:
 
     def load(tensors: Mapping[str, Any], name: str) -> NDArray | None:
         array = _dense(tensors[name])
-        return array if array is None else cast(array, given.dtype)
+        return array if array is None else rounded(name, array, given.dtype)
 
     if isinstance(given.source, str | os.PathLike):
         with checkpoint.open(given.source, dequantise=True) as file:
             yield partial(load, file)
     else:
         yield partial(load, given.source)
+
+
+def rounded(name: str, array: NDArray, dtype: str | None) -> NDArray:
+    """A floating tensor in another dtype, as `convert --dtype` casts it.
+
+    Raises ValueError if a finite value does not fit: a conversion refuses it.
+    """
+    found = cast(array, dtype)
+    if found is not array and (np.isfinite(array) & ~np.isfinite(found)).any():
+        raise ValueError(
+            f"values of {name} do not fit into {dtype}, and a conversion refuses them: choose a "
+            "dtype with a wider range, such as bfloat16"
+        )
+    return found
 
 
 def _dense(value: Any) -> NDArray | None:

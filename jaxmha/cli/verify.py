@@ -20,6 +20,7 @@ from jaxmha.cli.console import (
 )
 from jaxmha.cli.options import DtypeName, Json, NumHeads, option
 from jaxmha.cli.plan import files_of
+from jaxmha.converters.migrate.plans import DTYPES
 from jaxmha.converters.verify import comparison, comparison_report, page
 
 EXAMPLES = (
@@ -83,7 +84,9 @@ def _again(a: Path, b: Path, num_heads: int | None, dtype: str | None) -> str:
 def _rounded_to(report: comparison_report.Report) -> str | None:
     """The dtype with which the comparison may succeed: the second source is the first, rounded."""
     found = {block.dtypes[1] for block in report.blocks if not block.same}
-    return found.pop() if report.only_rounded and len(found) == 1 else None
+    if not report.only_rounded or len(found) != 1:
+        return None
+    return next((dtype for dtype in found if dtype in DTYPES), None)
 
 
 def _print(report: comparison_report.Report) -> None:

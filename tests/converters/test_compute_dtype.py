@@ -235,3 +235,51 @@ def test_keras_fills_masked_pairs_by_its_compute_dtype() -> None:
     assert math.isclose(sum(part.share for part in found.parts), 1)
     assert "a fills with -30000" in str(found)
     assert "softmax is in float16 in a" in str(found)
+
+
+def _drawn(deviation: float, **extra: tuple[int, ...]) -> MHAParams:
+    """Random parameters of float32, with further leaves of the shapes `extra`."""
+    rng = np.random.default_rng(3)
+    shapes: dict[str, tuple[int, ...]] = {
+        f"{x}.kernel": (D, N, H) for x in ("query", "key", "value")
+    }
+    shapes |= {"out.kernel": (N, H, D)} | {k.replace("_", "."): v for k, v in extra.items()}
+    return from_leaves(
+        {name: (deviation * rng.normal(size=s)).astype(np.float32) for name, s in shapes.items()}
+    )
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("extra", [{}, {"sinks": (N,)}, {"gate_kernel": (D, N, H)}], ids=str)
+def test_rounding_costs_no_more_with_sinks_and_gates(extra: Any, dtype: str) -> None:
+    params = _drawn(0.35, **extra)
+    block = comparands.of_params("", "", params, Semantics())
+    given = forward_check.inputs(block, 0, 1.0)
+    for mask in forward_check.masks().values():
+        cost = forward_check.cost(params, Semantics(), given, mask, np.dtype(HALF[dtype]))
+        assert 0 < cost < 12
+
+
+@pytest.mark.parametrize("deviation", [0.02, 2.0])
+def test_inputs_are_scaled_where_a_window_excludes_keys(deviation: float) -> None:
+    def factor(semantics: Semantics) -> float:
+        block = comparands.of_params("", "", _drawn(deviation), semantics)
+        return forward_check._moderate(block, 0)
+
+    assert factor(Semantics(local_window_size=(4, 0))) == factor(Semantics()) != 1.0
+    assert factor(Semantics(qk_norm="rms", qk_norm_learned=False)) == 1.0
+
+
+@pytest.mark.parametrize("name", ["mlp.weight", "out_proj.weight"])
+def test_a_dtype_that_does_not_hold_the_values_is_refused(name: str) -> None:
+    state = {
+        k: x.detach().numpy()
+        for k, x in framework.nn.MultiheadAttention(15, 3).state_dict().items()
+    }
+    state |= {"mlp.weight": np.ones((7, 5), np.float32)}
+    state[name] = np.full(state[name].shape, 7e4, np.float32)
+    with np.errstate(over="ignore"):
+        narrow = {k: x.astype(np.float16) for k, x in state.items()}
+    leaf = "mlp.weight" if name == "mlp.weight" else "out.kernel"
+    with pytest.raises(ValueError, match=rf"values of {leaf} do not fit into float16"):
+        comparison.compare(state, narrow, num_heads=3, dtype="float16")
