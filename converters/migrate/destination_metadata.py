@@ -79,8 +79,10 @@ def _config(
 
     `named`: True if the metadata of the destination names the positions of its blocks.
     """
+    if not positions.typed(file):
+        return
     heads = described.of(file, list(found.blocks.values())).heads
-    if not positions.typed(file) or (heads and heads.wrong):
+    if heads and heads.wrong:
         return
     name, facts = hf_config.file_of(file.path).name, "masks and epsilons of norms"
     stored = "; the metadata names the positions in words" if named else ""
