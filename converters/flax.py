@@ -144,8 +144,10 @@ def _tree_of(module: "nnx.MultiHeadAttention") -> dict[str, Any]:
 
     tree: dict[str, Any] = nnx.to_pure_dict(nnx.state(module, nnx.Param))
     for name, *_ in _sublayers(module):
-        held = nnx.state(getattr(module, name), nnx.Not(nnx.RngState))
-        tree[name] = nnx.to_pure_dict(held)
+        layer = getattr(module, name)
+        held = {leaf: getattr(layer, leaf, None) for leaf in ("kernel", "bias", "scale")}
+        known = {leaf: x.get_value() for leaf, x in held.items() if x is not None}
+        tree[name] = {**nnx.to_pure_dict(nnx.state(layer, nnx.Param)), **known}
     return tree
 
 

@@ -5,7 +5,7 @@ each change what a layer computes, and none of them shows in its arrays.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from inspect import getattr_static
+from inspect import getattr_static, getclosurevars
 from typing import Any
 
 Settings = Mapping[str, Sequence[object]]
@@ -43,7 +43,7 @@ def refuse_own_forward(
 def _replaced_by(layer: object, kind: type, name: str) -> str:
     """Names the class or object whose method `name` replaces that of `kind`; "" if none does."""
     standard = getattr_static(kind, name, None)
-    if getattr_static(type(layer), name, None) is not standard:
+    if _unlifted(getattr_static(type(layer), name, None)) is not standard:
         return next(base for base in type(layer).__mro__ if name in vars(base)).__name__
     packages = {"jaxmha", *map(_package, kind.__mro__)}
     if standard is not None and _package(standard) not in packages:
@@ -53,6 +53,21 @@ def _replaced_by(layer: object, kind: type, name: str) -> str:
         return ""
     bound = getattr(own, "__func__", None) is standard and getattr(own, "__self__", None) is layer
     return "" if bound else f"this {type(layer).__name__} object"
+
+
+def _unlifted(method: Any) -> Any:
+    """The method that `linen.remat` or `linen.jit` lifted, which computes the same; any other itself.
+
+    linen makes a subclass, whose methods close over the lifted ones.
+    """
+    while getattr(method, "__globals__", {}).get("__name__") == "flax.linen.transforms":
+        from flax.core import lift
+
+        held = getclosurevars(method).nonlocals
+        if held.get("transform") not in (lift.checkpoint, lift.jit):
+            return method
+        method = held["fn"]
+    return method
 
 
 def _package(defined: Any) -> str:

@@ -130,7 +130,7 @@ def _dtype_of(dtype: "torch.dtype") -> np.dtype[Any] | None:
     import torch
 
     try:
-        torch.empty(0, dtype=dtype).numpy()
+        torch.empty(0, dtype=dtype, device="cpu").numpy()
         return None
     except (TypeError, RuntimeError):
         kind = getattr(ml_dtypes, str(dtype).removeprefix("torch."), None)

@@ -16,6 +16,7 @@ from flax import linen, nnx
 import jaxmha.equinox
 from jaxmha import multi_head_attention
 from jaxmha.converters import equinox, flax, keras, torch
+from jaxmha.converters.layout import torch_arrays
 from tests.promotion import foreign
 from tests.tolerance import assert_close
 
@@ -307,12 +308,27 @@ class SameName(linen.SelfAttention):  # type: ignore[misc]
     """A subclass that computes the same."""
 
 
+def recorded() -> Any:
+    layer = of_nnx()
+    layer.query.seen = nnx.Intermediate(X)
+    return layer
+
+
+def lifted(*transforms: Any) -> tuple[Any, Any]:
+    kind = linen.MultiHeadDotProductAttention
+    for transform in transforms:
+        kind = transform(kind)
+    return kind(N), of_linen()[1]
+
+
 STANDARD: dict[str, tuple[Any, Callable[[], Any]]] = {
     "torch restored": (torch, restored),
     "torch compiled": (torch, compiled),
     "keras": (keras, of_keras),
     "nnx": (flax, lambda: of_nnx(normalize_qk=True, qkv_dot_general=DOT)),
     "linen": (flax, lambda: of_linen(qkv_dot_general=DOT, out_dot_general=DOT)),
+    "nnx recorded": (flax, recorded),
+    "linen remat and jit": (flax, lambda: lifted(linen.remat, linen.jit)),
     "linen subclass": (flax, lambda: (SameName(N), of_linen()[1])),
     "equinox": (equinox, of_equinox),
     "equinox of jaxmha": (equinox, lambda: of_equinox(jaxmha.equinox.MultiheadAttention)),
@@ -327,6 +343,24 @@ def test_standard_layers_are_taken(case: str) -> None:
     converter, make = STANDARD[case]
     layer = make()
     params, _ = converter.from_module(*(layer if isinstance(layer, tuple) else (layer,)))
+    assert params.query.kernel.shape == (D, N, H)
+
+
+def test_lifted_methods_of_one_s_own_are_refused() -> None:
+    class Own(linen.MultiHeadDotProductAttention):  # type: ignore[misc]
+        __call__ = twice(linen.MultiHeadDotProductAttention.__call__)
+
+    mapped = linen.map_variables(linen.MultiHeadDotProductAttention, "params", lambda x: x)
+    for kind in (linen.remat(Own), mapped):
+        with pytest.raises(ValueError, match=OWN):
+            flax.from_module(kind(N), of_linen()[1])
+
+
+def test_dtypes_of_torch_under_another_default_device() -> None:
+    layer = of_torch()
+    torch_arrays._dtype_of.cache_clear()
+    with torch_library.device("meta"):
+        params, _ = torch.from_module(layer)
     assert params.query.kernel.shape == (D, N, H)
 
 
