@@ -57,7 +57,6 @@ class Block(NamedTuple):
     also: tuple[str, ...] = ()  # other layouts with the same keys, if no family decides
     configured: bool = False  # `behaviours` set the layout semantics from config.json or metadata
     unlike: str = ""  # why the model type computes more than the layout, see `unlike.why`
-    lacks: str = ""  # a setting that the configuration omits, without which the function is unknown
     given: bool = False  # the user named the layout, so no configuration chooses another one
 
     @property
@@ -70,8 +69,6 @@ class Block(NamedTuple):
         """Reason why the block must not be read without a configuration; "" if it may be read."""
         if self.configured:
             return ""
-        if self.lacks:
-            return f"{self.prefix}: {self.lacks}"
         if asked := _asks(self.layout):
             return f"{self.prefix}: {self.unlike or asked}"
         if self.family_match is None or not self.family_match[0].refused:

@@ -216,13 +216,13 @@ def configured(blocks: Sequence[Block], file: Any) -> list[Block]:
     found, without_heads = [], _without_heads(file)
     for block, own, model_type in _parts(blocks, file):
         block = stored_semantics.described(block, file.metadata)
-        read, why, lacks = reader_of(model_type), unlike.why(model_type), ""
+        read, why = reader_of(model_type), unlike.why(model_type)
         if read is not None and not block.configured:
             values, lacking = _values(read, {**own, LAYER: layer_of(block.prefix)})
-            block, lacks = _with(block, values), _lacks(lacking, model_type)
+            block, why = _with(block, values), why or _lacks(lacking, model_type)
         elif not model_type:
             why = without_heads
-        found.append(block if block.configured else block._replace(unlike=why, lacks=lacks))
+        found.append(block if block.configured else block._replace(unlike=why))
     return found
 
 
@@ -349,11 +349,8 @@ def _expresses(block: Block, model_type: str, field: str, part: str) -> bool:
     return block.configured and named
 
 
-def refuse_unread(file: Any, blocks: Sequence[Block], *, to_compare: bool = False) -> None:
-    """Raises ValueError for settings of attention in config.json that `READERS` do not read.
-
-    `to_compare`: words the reason and the remedy for a comparison instead of a conversion.
-    """
+def refuse_unread(file: Any, blocks: Sequence[Block]) -> None:
+    """Raises ValueError for settings of attention in config.json that `READERS` do not read."""
     content = hf_config.readable(file.path)
     settings = [
         part(content, way[:-1])[1]
@@ -366,4 +363,4 @@ def refuse_unread(file: Any, blocks: Sequence[Block], *, to_compare: bool = Fals
         for (_, _, model_type), block in pairs
     )
     if not (settings and read and all(reader_of(t) in _OF_SETTINGS for t in settings)):
-        hf_config.refuse_behaviour(file.path, to_compare=to_compare)
+        hf_config.refuse_behaviour(file.path)

@@ -155,12 +155,11 @@ def _keys(way: tuple[Any, ...]) -> tuple[str, ...]:
     return tuple(reversed(keys))
 
 
-def refuse_behaviour(path: Path, *, to_compare: bool = False) -> None:
+def refuse_behaviour(path: Path) -> None:
     """Raises ValueError if the config.json next to a checkpoint changes the attention function.
 
     Without these settings, the weights would be read as another function. An unreadable
-    configuration raises as well, since its settings would be ignored silently. `to_compare`: words
-    the reason and the remedy for a comparison instead of a conversion.
+    configuration raises as well, since its settings would be ignored silently.
 
     Raises BudgetExceeded if the file is too large.
     """
@@ -184,17 +183,10 @@ def refuse_behaviour(path: Path, *, to_compare: bool = False) -> None:
                 if key in _STEPS
                 else "set Semantics(scale=..., logits_soft_cap=..., clip_qkv=...)"
             )
-            reason = "a file of another layout would lose it; read the blocks by import_params"
-            if to_compare:
-                reason = (
-                    "its blocks would be compared as another function; read the blocks of both files "
-                    "by import_params"
-                )
-                if key not in _STEPS:
-                    remedy += ", and compare (params, semantics) of each block"
             raise ValueError(
                 f"{file_of(path)} has {key}={shown(value)}: it changes attention and is in "
-                f"no tensor, so that {reason} and {remedy}"
+                "no tensor, so that a file of another layout would lose it; read the blocks by "
+                f"import_params and {remedy}"
             )
 
 

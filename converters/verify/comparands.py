@@ -137,7 +137,7 @@ def _read_state(
         path, names, metadata = file.path, file.names, file.metadata
         with naming(path):
             found = behaviours.blocks(file)
-        behaviours.refuse_unread(file, found, to_compare=True)
+        behaviours.refuse_unread(file, found)
         configured = described.of(file, found).heads
     if broken := damaged_blocks.describe(all_shapes, found):
         where = f"{path}: " if path is not None else ""

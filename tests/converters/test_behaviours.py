@@ -16,7 +16,6 @@ from jaxmha.converters.discovery import (
 from jaxmha.converters.discovery.positions import Rotary
 from jaxmha.converters.layout.arrays import NDArray
 from jaxmha.converters.migrate import pipeline
-from jaxmha.converters.verify import comparands
 from tests.converters.test_every_layout import N, exported, model_file
 
 PREFIX = "layers.0.self_attn"
@@ -64,34 +63,6 @@ def test_the_configuration_tells_semantics_and_the_file_keeps_them(
     assert (params.query_norm is not None) == ("qk_norm" in fields)
     pipeline.convert(converted, tmp_path / "c.safetensors", to=layout)
     assert same(path, tmp_path / "c.safetensors")
-
-
-@pytest.mark.parametrize(
-    ("config", "key"),
-    [
-        ({"model_type": "granite"}, "attention_multiplier"),
-        ({"model_type": "gemma2"}, "query_pre_attn_scalar"),
-        ({"model_type": "llama4_text", "no_rope_layers": [1]}, "rms_norm_eps"),
-    ],
-)
-def test_a_setting_that_the_configuration_omits(
-    config: dict[str, Any], key: str, tmp_path: Path
-) -> None:
-    """The default of its class holds, which may be another function than that of the layout."""
-    path = source(tmp_path, "llama", config)
-    with pytest.raises(ValueError, match=f"has no {key} for model_type {config['model_type']}"):
-        comparands.read(path)
-    with pytest.raises(ValueError, match=f"has no {key} for model_type"):
-        pipeline.convert(path, tmp_path / "b.safetensors", to="jaxmha")
-
-
-def test_a_comparison_names_a_setting_that_it_cannot_apply(tmp_path: Path) -> None:
-    config = {"model_type": "gpt2", "scale_attn_weights": False}
-    path = source(tmp_path, "gpt2", config)
-    with pytest.raises(ValueError, match=r"compare \(params, semantics\) of each block"):
-        comparands.read(path)
-    with pytest.raises(ValueError, match="a file of another layout would lose it"):
-        pipeline.convert(path, tmp_path / "b.safetensors", to="flax")
 
 
 def test_semantics_go_nowhere_else_unsaid(tmp_path: Path) -> None:
