@@ -100,7 +100,7 @@ def test_copies(name: str) -> None:
 
 @pytest.mark.parametrize("name", TREES)
 def test_maps_keep_the_structure(name: str) -> None:
-    """Of trees of integers, such as `in_axes`, and of those in which None is a leaf."""
+    """Maps to integers, such as `in_axes`, and to None keep the type and its fields."""
     tree = TREES[name]
     assert structure(jax.tree.map(lambda _: 0, tree)) == structure(tree)
 

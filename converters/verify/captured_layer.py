@@ -317,14 +317,19 @@ def _keras_call(
     return _path(block, scores=scores), meaning, out[0] if scores else out
 
 
+def _flax_output(module: Any, inputs: Inputs, arguments: Mapping[str, Any]) -> Any:
+    """Runs an nnx module, or a pair of a linen module and its variables, without dropout."""
+    layer, variables = module if isinstance(module, tuple) else (module, None)
+    own = {"deterministic": True, **arguments}
+    return layer.apply(variables, *inputs, **own) if variables else layer(*inputs, **own)
+
+
 def _flax_call(
     module: Any, block: ComparedBlock, inputs: Inputs, arguments: dict[str, Any]
 ) -> Called:
     from jaxmha.converters.masks import flax as masks
 
-    layer, variables = module if isinstance(module, tuple) else (module, None)
-    own = {"deterministic": True, **arguments}
-    out = layer.apply(variables, *inputs, **own) if variables else layer(*inputs, **own)
+    out = _flax_output(module, inputs, arguments)
     meaning = masks.import_masks(
         num_heads=check(block.params)["N"], query_length=inputs[0].shape[1], **arguments
     )
@@ -336,9 +341,7 @@ def _own_call(
 ) -> Called:
     from jaxmha.flax.settings import read_mask
 
-    layer, variables = module if isinstance(module, tuple) else (module, None)
-    own = {"deterministic": True, **arguments}
-    out = layer.apply(variables, *inputs, **own) if variables else layer(*inputs, **own)
+    out = _flax_output(module, inputs, arguments)
     mask = read_mask(arguments.get("mask"), None, arguments.get("is_causal", False))
     return _path(block), (None if mask.empty else mask, arguments.get("bias")), out
 

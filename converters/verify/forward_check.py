@@ -211,13 +211,9 @@ def _stage_rounded(
     logits = np.einsum("btnh,bsnh->bnts", rounded(q * (H**-0.5 if scale is None else scale)), k)
     if cap is not None:
         logits = cap * np.tanh(rounded(logits) / cap)
-    logits = np.where(np.isneginf(exact.logits), -np.inf, rounded(logits))
-    row_max = logits.max(-1, keepdims=True)
-    exps = np.exp(logits - np.where(np.isfinite(row_max), row_max, 0.0))
-    row_sum = exps.sum(-1, keepdims=True)
-    probabilities = exps / np.where(row_sum == 0, 1.0, row_sum)
+    logits, allowed = rounded(logits), ~np.isneginf(exact.logits)
+    probabilities = oracle.exclude(logits, allowed)
     if "sinks" in weights:
-        allowed = ~np.isneginf(logits)
         probabilities = oracle.with_sinks(probabilities, logits, allowed, weights["sinks"])
     context = rounded(np.einsum("bnts,bsnh->btnh", rounded(probabilities), v))
     if params.gate is not None:

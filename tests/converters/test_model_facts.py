@@ -104,7 +104,7 @@ def test_numbers_that_the_words_leave_out(tensors: dict[str, Any], tmp_path: Pat
 
 
 def test_settings_that_are_not_judged(tensors: dict[str, Any], tmp_path: Path) -> None:
-    """Of a known model they are named; those of attention count if the model is unknown."""
+    """A note names such a setting; one of attention is a difference if the model type is unknown."""
     a = saved(tmp_path / "a", tensors, MISTRAL)
     b = saved(tmp_path / "b", tensors, MISTRAL | {"hidden_act": "gelu"})
     found = compared(a, b)

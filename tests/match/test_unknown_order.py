@@ -187,7 +187,7 @@ def test_a_file_of_the_same_model_is_matched(tmp_path: Path) -> None:
 
 @foreign()
 def test_a_line_says_that_numbers_are_taken_as_the_order() -> None:
-    """Which norm is the last is no matter of shapes."""
+    """All norms have one shape: only a name shows the last."""
     x = start = keras.Input((D,))
     for _ in range(2):
         x = kl.Dense(D)(kl.LayerNormalization()(x))
