@@ -60,6 +60,7 @@ def masks(*batch: int) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow_variants("(3,)-*")
 @pytest.mark.parametrize("form", ["none", "full", "TS", "floats", "one"])
 @pytest.mark.parametrize(
     ("batch", "others"), [((), ()), ((3,), ()), ((3, 2), ((2,), (3, 1)))], ids=str

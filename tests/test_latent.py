@@ -99,6 +99,7 @@ def test_batch_axes_and_positions() -> None:
     assert_close(wide[:, 0], np.asarray(want))  # only differences of positions count
 
 
+@pytest.mark.slow_variants("bfloat16")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_prefill_and_steps(dtype: str) -> None:
     params, x = made(dtype=dtype), inputs(dtype)

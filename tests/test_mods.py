@@ -82,6 +82,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 EVERYDAY = ("causal", "dropout")
 
 
+@pytest.mark.slow_variants("causal")
 @pytest.mark.parametrize(
     "name", [x if x in EVERYDAY else pytest.param(x, marks=pytest.mark.slow) for x in OPTIONS]
 )
@@ -126,6 +127,7 @@ def test_values_are_those_of_a_materialised_oracle(implementation: str) -> None:
     assert relative_error(np.asarray(lse)[finite], want[1][finite]) < 1e-6
 
 
+@pytest.mark.slow_variants("reference")
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_gradients_are_finite_differences_in_float64(implementation: str) -> None:
     with jax.enable_x64(True):
@@ -148,6 +150,7 @@ def loss64(*arrays: jax.Array, **options: Any) -> jax.Array:
     return (out**2).sum() + jnp.where(jnp.isfinite(lse), lse, 0.0).sum()
 
 
+@pytest.mark.slow_variants("reference")
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_nan_in_excluded_positions_has_no_influence(implementation: str) -> None:
     query, key, value, bias, temperature = operands(33, 41)
@@ -171,6 +174,7 @@ def test_nan_in_excluded_positions_has_no_influence(implementation: str) -> None
     assert relative_error(found[0], clean[0]) < 1e-6
 
 
+@pytest.mark.slow_variants("False")
 @pytest.mark.parametrize("lengths", [False, True])
 def test_rows_that_are_none_spoil_no_gradient(lengths: bool, monkeypatch: Any) -> None:
     """The derivative of the score function is infinite at 0, the score of padded rows, and of those
@@ -360,6 +364,7 @@ def test_functions_with_custom_gradients_and_inner_jit() -> None:
     assert relative_error(got, want) < 1e-6
 
 
+@pytest.mark.slow_variants("False")
 @pytest.mark.parametrize("paged", [False, True])
 def test_decoding_is_a_causal_layer(paged: bool) -> None:
     params = jaxmha.init_params(jax.random.key(1), num_heads=N, num_kv_heads=K, features=8)

@@ -124,6 +124,7 @@ MASKS: dict[str, tuple[Any, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow_variants("prefix*", "shuffled*", "any-*", "dilated-*")
 @pytest.mark.everyday(implementation=["blocked"])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", MASKS)
@@ -133,6 +134,7 @@ def test_masks(name: str, implementation: str, monkeypatch: pytest.MonkeyPatch) 
     check(0.0, allowed, mask_mod=mask_mod, implementations=(implementation,))
 
 
+@pytest.mark.slow_variants("*-4-block-sparse")
 @pytest.mark.everyday(implementation=["blocked"])
 @pytest.mark.slow_variants(
     "*causal-4-*",

@@ -207,6 +207,7 @@ def windows_and_masks() -> list[Any]:
     return [np.asarray(x, np.float32) for x in found]
 
 
+@pytest.mark.slow_variants("1")
 @built
 @pytest.mark.parametrize("threads", ["1", "64"])
 def test_outputs_do_not_depend_on_the_number_of_threads(threads: str, tmp_path: Path) -> None:
@@ -370,6 +371,7 @@ def test_items_for_many_threads(backward: bool, threads: int) -> None:
         assert busy >= 0.75, (B, T, N, K, items)
 
 
+@pytest.mark.slow_variants("dtypes0-40")
 @pytest.mark.parametrize("T", [3, 40])
 @pytest.mark.parametrize("dtypes", [("float32", "float32", "bfloat16"), ("bfloat16", "float32")])
 def test_heads_of_several_dtypes(T: int, dtypes: tuple[str, ...]) -> None:

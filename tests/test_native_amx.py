@@ -78,7 +78,7 @@ def compared(case: Case, arrays: dict[str, Any]) -> Iterator[tuple[str, Any, Any
         yield f"gradient of {name}", grad, exact[name]
 
 
-@pytest.mark.slow_variants("plain", "narrow")
+@pytest.mark.slow_variants("plain", "narrow", "chunks", "panels", "bias")
 @pytest.mark.parametrize("case", CASES, ids=BY_NAME)
 def test_values_and_gradients(case: Case) -> None:
     conformance.values(case, "native", "bfloat16", jit=False)

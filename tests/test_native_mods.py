@@ -67,6 +67,7 @@ def by_parts(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(masked, name, 0)
 
 
+@pytest.mark.slow_variants("heads-window and soft cap-True")
 @pytest.mark.parametrize("parts", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize(
     ("name", "option"),

@@ -17,6 +17,7 @@ from tests.paged import ENTRIES, LONGEST, PAGE, PAGES, ROWS, empty, run
 from tests.test_cache import make
 
 
+@pytest.mark.slow_variants("float8_e4m3fn")
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "float8_e5m2"])
 def test_what_is_stored_is_what_is_attended(dtype: str) -> None:
     """Exactly: the output is that of a float32 cache that holds the rounded numbers."""
@@ -69,6 +70,7 @@ def test_prefill_and_steps_are_those_of_the_dense_cache() -> None:
     tolerance.assert_close(found[1], found[0].astype(np.float64), factor=tolerance.LAYER)
 
 
+@pytest.mark.slow_variants("pages")
 @pytest.mark.parametrize("kind", ["ring", "pages", "int8"])
 def test_a_copy_of_the_window_keeps_what_masks_say(kind: str) -> None:
     """Masks count slots or positions: GPUs attend a copy of the window, CPUs the slots in place."""
@@ -134,6 +136,7 @@ def test_a_lost_page_stays_lost() -> None:
         pool.extend([1, 0, 0], left=2)
 
 
+@pytest.mark.slow_variants("0-*")
 @pytest.mark.parametrize("cause", ["full pool", "lost page"])
 @pytest.mark.parametrize("left", [None, 0, 2])
 def test_a_row_that_lacks_a_page_is_broken_until_it_is_freed(left: int | None, cause: str) -> None:
@@ -221,6 +224,7 @@ def test_no_page_of_a_table_is_truncated(page: int) -> None:
         np.testing.assert_array_equal(before, after)
 
 
+@pytest.mark.slow_variants("float8*")
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "float8_e5m2", None])
 def test_functions_of_scores_sinks_and_caps_over_pages(dtype: str | None) -> None:
     """Ragged chunks over pages give what full attention over the same tokens gives."""

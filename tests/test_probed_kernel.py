@@ -140,6 +140,7 @@ def test_one_query_is_probed_apart(gpu: list[Any], monkeypatch: pytest.MonkeyPat
     assert {call["S"] for call in calls} == {384, 6}
 
 
+@pytest.mark.slow_variants("leaks1")
 @pytest.mark.parametrize("leaks", [("value",), cudnn_contract.ALL])
 def test_a_kernel_that_leaks_gets_zeroed_arrays(
     gpu: list[Any], monkeypatch: pytest.MonkeyPatch, leaks: tuple[str, ...]

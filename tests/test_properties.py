@@ -140,6 +140,7 @@ def same(clean: Any, spoiled: Any) -> None:
     chex.assert_trees_all_equal(clean, spoiled, strict=True)
 
 
+@pytest.mark.slow_variants("*check_layer*")
 @pytest.mark.everyday(implementation=["blocked"])
 @pytest.mark.slow_variants("*few_queries*")
 @pytest.mark.parametrize("count", [100, pytest.param(2500, marks=pytest.mark.slow)])

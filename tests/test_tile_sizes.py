@@ -64,6 +64,7 @@ def test_gradients_of_long_rows_are_those_of_the_reference(changes: dict[str, An
         tolerance.assert_close(grad, np.asarray(grads["reference"][name]), name, factor=2.0)
 
 
+@pytest.mark.slow_variants("61")
 @pytest.mark.parametrize("S", [5, 61])
 def test_more_than_33_thousand_rows(S: int) -> None:
     """Programs of a product and a sum over very many rows have been compiled wrongly before."""

@@ -71,6 +71,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.slow_variants("model.keras-a.safetensors*", "model.keras-a.pt*")
 @pytest.mark.parametrize(("name", "to"), WAYS)
 @pytest.mark.parametrize("source", ["model.weights.h5", "model.keras"])
 def test_layers_come_back_as_they_were(

@@ -48,6 +48,7 @@ def function(x: Any) -> Any:
     return attention_fn(x, keys, keys, rotate=ROTATE, is_causal=True)
 
 
+@pytest.mark.slow_variants("by hand")
 @pytest.mark.parametrize(
     ("run", "x"),
     [(linen, X), (nnx, X), (function, Q), (by_hand, X)],

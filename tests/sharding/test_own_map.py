@@ -39,6 +39,7 @@ CASES: dict[str, dict[str, Any]] = {
 OWN = {"own keys": "x", "shared keys": None}
 
 
+@pytest.mark.slow_variants("blocked-functions-shared bias-own keys")
 @pytest.mark.everyday(
     keys=["own keys"], bias=[True], name=["functions"], implementation=["blocked"]
 )
@@ -96,8 +97,7 @@ DECODING: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.everyday(name=["window"])
-@pytest.mark.slow_variants("*-heads-read in blocks", "*-rows-read whole", "*cache-read in blocks")
+@pytest.mark.everyday(name=["window"], split=["rows, shared cache"], length=[S])
 @pytest.mark.parametrize("length", [S, 2048], ids=["read whole", "read in blocks"])
 @pytest.mark.parametrize("split", ["rows", "rows, shared cache", "heads"])
 @pytest.mark.parametrize("name", DECODING)

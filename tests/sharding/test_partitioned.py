@@ -68,6 +68,7 @@ def test_each_device_attends_its_own(name: str, spec: tuple[Any, Any]) -> None:
     assert_alike(program(*sharded), jax.jit(partial(run, "reference"))(*arrays))
 
 
+@pytest.mark.slow_variants("20-*")
 @pytest.mark.parametrize(("N", "K"), [(12, 3), (12, 6), (20, 2), (20, 10)])
 def test_sizes_that_devices_do_not_divide(N: int, K: int) -> None:
     """B = 3 on two devices; K on four, where each cuts groups of query heads: only sums move."""
@@ -85,6 +86,7 @@ def test_sizes_that_devices_do_not_divide(N: int, K: int) -> None:
     assert_alike(program(*sharded), jax.jit(partial(run, "reference"))(*arrays))
 
 
+@pytest.mark.slow_variants("spec0")
 @pytest.mark.parametrize("spec", [("data", None, None, "tensor"), (None, "data", None, "tensor")])
 def test_mapped_attention_is_split_too(spec: tuple[Any, ...]) -> None:
     """`vmap` of a gradient, over an axis that devices split, and over one that each has whole."""

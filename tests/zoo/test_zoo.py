@@ -56,6 +56,16 @@ def test_a_reason_tells_the_form_and_every_place() -> None:
     assert told.endswith("(a.{i}.attn, b.{i}.attn)")
 
 
+@pytest.mark.slow_variants(
+    "mimi",
+    "sam3_tracker_video",
+    "oneformer",
+    "vibevoice",
+    "grounding-dino",
+    "deimv2",
+    "mobilevitv2",
+    "pp_ocrv6_tiny_rec",
+)
 @pytest.mark.long
 @pytest.mark.parametrize("model_type", some())
 @pytest.mark.filterwarnings("default")
