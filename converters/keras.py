@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from jaxmha import MHAParams, Semantics
-from jaxmha.converters.discovery import live_model
+from jaxmha.converters.discovery import live_model, torch_hooks
+from jaxmha.converters.discovery.keras_equations import refuse_equations
 from jaxmha.converters.discovery.keras_layers import (
     attention_classes,
     attention_layers,
@@ -92,18 +93,25 @@ def from_module(layer: "keras.Layer", variables: None = None) -> tuple[MHAParams
             + (by_hand or "for a model take its layers, for a flat dict of arrays import_params")
         )
     instead = "import_params(tensors_of(layer).state)"
-    refuse_own_forward(layer, attention_classes(), _COMPUTING, instead)
+    of_torch = hasattr(layer, "_forward_hooks")  # with Keras' torch backend
+    inherited = torch_hooks.COMPUTING if of_torch else ("__call__",)
+    refuse_own_forward(layer, attention_classes(), (*_COMPUTING, *inherited), instead)
+    if of_torch:
+        torch_hooks.refuse_hooks(layer, "layer")
     for name, kind, activation in _sublayers():
         if (sublayer := getattr(layer, name, None)) is not None:
-            refuse_own_forward(sublayer, (kind,), ("call", "__call__"), instead, name)
+            refuse_own_forward(sublayer, (kind,), ("call", *inherited), instead, name)
             refuse_settings(sublayer, activation, instead, name)
+            if of_torch:
+                torch_hooks.refuse_hooks(sublayer, f"layer.{name}")
+    if layer.built:
+        refuse_equations(layer, instead)
     return weights_of(layer)
 
 
 # Methods by which a class computes its output.
 _COMPUTING = (
     "call",
-    "__call__",
     "_compute_attention",
     "_masked_softmax",
     "_compute_attention_mask",

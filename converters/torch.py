@@ -16,6 +16,7 @@ from jaxmha import MHAParams, Semantics
 from jaxmha.converters.discovery import live_model
 from jaxmha.converters.discovery.live_model import torch as tensors_of
 from jaxmha.converters.discovery.own_forward import refuse_own_forward
+from jaxmha.converters.discovery.torch_hooks import COMPUTING, refuse_hooks
 from jaxmha.converters.layout import shared, transform
 from jaxmha.converters.layout.api import make_api
 from jaxmha.converters.layout.arrays import NDArray, framework_of, to_numpy, to_torch
@@ -166,22 +167,9 @@ def from_module(
             )
         )
     instead = "import_params(module.state_dict(), num_heads=...)"
-    refuse_own_forward(module, (torch.nn.MultiheadAttention,), _COMPUTING, instead)
-    if module._forward_hooks or module._forward_pre_hooks:
-        raise ValueError(
-            "the module has forward hooks, whose effect is not known: remove them first"
-        )
-    everywhere = torch.nn.modules.module
-    if everywhere._global_forward_hooks or everywhere._global_forward_pre_hooks:
-        raise ValueError(
-            "all modules of torch have forward hooks (register_module_forward_hook or "
-            "register_module_forward_pre_hook), whose effect is not known: remove them first"
-        )
+    refuse_own_forward(module, (torch.nn.MultiheadAttention,), ("merge_masks", *COMPUTING), instead)
+    refuse_hooks(module, "module")
     return weights_of(module, copy=copy)
-
-
-# Methods by which a module computes its output.
-_COMPUTING = ("forward", "merge_masks", "__call__", "_wrapped_call_impl", "_call_impl")
 
 
 def weights_of(module: "torch.nn.MultiheadAttention", *, copy: bool = True) -> Imported:

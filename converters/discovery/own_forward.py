@@ -5,8 +5,12 @@ each change what a layer computes, and none of them shows in its arrays.
 """
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from inspect import getattr_static, getclosurevars
+from types import MethodType
 from typing import Any
+
+import jax
 
 Settings = Mapping[str, Sequence[object]]
 
@@ -34,6 +38,12 @@ def refuse_own_forward(
         )
     for name in names:
         if owner := _replaced_by(layer, kind, name):
+            if _is_jitted(layer, name):
+                raise ValueError(
+                    f"{where}jax.jit compiled the {name} of this object, and keeps the weights of "
+                    f"its first call as constants, even if they change: undo it by delattr(layer, "
+                    f"{name!r}), or take the weights by {instead}"
+                )
             raise ValueError(
                 f"{where}{owner} has a {name} of its own, so its parameters do not determine its "
                 f"output: take them by {instead}"
@@ -45,14 +55,18 @@ def _replaced_by(layer: object, kind: type, name: str) -> str:
     standard = getattr_static(kind, name, None)
     if _unlifted(getattr_static(type(layer), name, None)) is not standard:
         return next(base for base in type(layer).__mro__ if name in vars(base)).__name__
-    packages = {"jaxmha", *map(_package, kind.__mro__)}
-    if standard is not None and _package(standard) not in packages:
+    if standard is not None and not _is_of(standard, kind):
         return kind.__name__  # an assignment to the class
-    own = None if name.startswith("__") else _uncompiled(vars(layer).get(name))
+    own = None if name.startswith("__") else vars(layer).get(name)
     if own is None or own is standard:
         return ""
-    bound = getattr(own, "__func__", None) is standard and getattr(own, "__self__", None) is layer
-    return "" if bound else f"this {type(layer).__name__} object"
+    bound = _uncompiled(own)
+    if isinstance(bound, MethodType) and bound.__self__ is layer:
+        # torch.nn.Module.compile sets _compiled_call_impl to the compiled _call_impl.
+        names = {"_compiled_call_impl": "_call_impl"}
+        if bound.__func__ is getattr_static(kind, names.get(name, name)):
+            return ""
+    return f"this {type(layer).__name__} object"
 
 
 def _unlifted(method: Any) -> Any:
@@ -60,7 +74,7 @@ def _unlifted(method: Any) -> Any:
 
     linen makes a subclass, whose methods close over the lifted ones.
     """
-    while getattr(method, "__globals__", {}).get("__name__") == "flax.linen.transforms":
+    while _module_of(method) == "flax.linen.transforms":
         from flax.core import lift
 
         held = getclosurevars(method).nonlocals
@@ -70,16 +84,54 @@ def _unlifted(method: Any) -> Any:
     return method
 
 
-def _package(defined: Any) -> str:
-    return str(defined.__module__).partition(".")[0]
+# Modules of frameworks whose wrappers compute as the function that they wrap.
+_SAME = (
+    "contextlib",
+    "jax._src.source_info_util",
+    "jaxtyping",
+    "tensorflow.python.eager",
+    "torch.",
+)
+
+
+def _is_of(method: Any, kind: type) -> bool:
+    """True if a class of the framework that `kind` is of defines the method, wrapped or not.
+
+    `functools.wraps` copies `__module__` and `__name__` of a function, but not its globals.
+    """
+    classes = {base.__module__ for base in kind.__mro__}
+    packages = {name.partition(".")[0] for name in classes}
+    while (wrapped := getattr(method, "__wrapped__", None)) is not None:
+        module = _module_of(method)
+        if not module.startswith(_SAME) and module.partition(".")[0] not in packages:
+            return False
+        method = wrapped
+    module = _module_of(method)
+    return module in classes or module.startswith("jaxmha.")
+
+
+def _module_of(function: Any) -> str:
+    """The module whose code a function runs, or that has the class of another callable."""
+    if hasattr(function, "__globals__"):
+        return str(function.__globals__.get("__name__"))
+    return type(function).__module__
 
 
 def _uncompiled(function: Any) -> Any:
     """The function that `torch.compile` or `tf.function` compiled; any other function itself."""
-    function = getattr(function, "_torchdynamo_orig_callable", function)
-    if str(getattr(function, "__globals__", {}).get("__name__")).startswith("torch._dynamo"):
-        function = function.__wrapped__  # torch wraps functions of its own once more
-    return getattr(function, "python_function", function)
+    while _module_of(function).startswith("torch._dynamo"):
+        function = function.__wrapped__
+    if _module_of(function).startswith("tensorflow."):
+        function = function.python_function
+    return function
+
+
+def _is_jitted(layer: Any, name: str) -> bool:
+    """True if an attribute of the layer is its own method, compiled by `jax.jit`."""
+    own = vars(layer).get(name)
+    wrapped = getattr(own, "__wrapped__", None)
+    method = getattr_static(type(layer), name, None)
+    return isinstance(own, type(jax.jit(len))) and getattr(wrapped, "__func__", None) is method
 
 
 def refuse_settings(layer: object, settings: Settings, instead: str, path: str) -> None:
@@ -88,15 +140,25 @@ def refuse_settings(layer: object, settings: Settings, instead: str, path: str) 
     An attribute that the layer lacks, as in an older release of the framework, is not changed.
     """
     for name, values in settings.items():
-        value = getattr(layer, name, values[0])
+        given = getattr(layer, name, values[0])
+        value = _but_for_rounding(given)
         if any(value is one or (type(value) is type(one) and value == one) for one in values):
             continue
         functions = [one for one in values if callable(one)]
         expected = functions[0] if functions else values[0]
         raise ValueError(
-            f"{path}.{name}={_shown(value)} is not the default {_shown(expected)}, and may compute "
+            f"{path}.{name}={_shown(given)} is not the default {_shown(expected)}, and may compute "
             f"anything: take the weights alone by {instead}"
         )
+
+
+def _but_for_rounding(value: object) -> object:
+    """The function of a partial that only sets how its products are rounded; any other value itself."""
+    if not isinstance(value, partial) or value.args:
+        return value
+    others = value.keywords.keys() - {"precision", "preferred_element_type"}
+    dtype = value.keywords.get("preferred_element_type") or "float32"
+    return value if others or jax.numpy.dtype(dtype) not in ("float32", "float64") else value.func
 
 
 def _shown(value: object) -> str:

@@ -201,6 +201,18 @@ def other_layers_are_refused() -> None:
     layer._query_dense.enable_lora(2)
     with pytest.raises(ValueError, match="lora_kernel_a"):
         converter.from_module(layer)
+    if keras.backend.backend() == "torch":  # a layer is a module of torch
+        hooked, below, replaced = (attention() for _ in range(3))
+        hooked.register_forward_pre_hook(lambda *_: None)
+        below._softmax.register_forward_hook(lambda *_: None)
+        replaced.forward = lambda *x, **named: 2 * type(replaced).forward(replaced, *x, **named)
+        for one, message in (
+            (hooked, "layer has forward hooks"),
+            (below, "layer._softmax has forward hooks"),
+            (replaced, "object has a forward of its own"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                converter.from_module(one)
 
 
 CHECKS = (
