@@ -1,8 +1,9 @@
 """Splits lists of layers, or rolls up numbered siblings to lists, as the other tree has them."""
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from jaxmha.converters.matching.arrows import fit
 from jaxmha.converters.matching.repeats import COUNTER, Path, class_and_number
@@ -28,6 +29,33 @@ def unrolled(template: Template) -> list[Template]:
     return made
 
 
+class _Family(NamedTuple):
+    """Siblings of one class and size.
+
+    Attributes:
+      indices: of their templates, in the order of their numbers.
+      lists, singles: templates of the other tree that have their sizes, in blocks and outside.
+    """
+
+    parent: Path
+    stem: str
+    indices: Sequence[int]
+    lists: Sequence[Template]
+    singles: Sequence[Template]
+
+    @property
+    def length(self) -> int:
+        """The number of blocks; 0 without lists."""
+        return self.lists[0].counts[0] if self.lists else 0
+
+    @property
+    def fits(self) -> bool:
+        """True if there are as many siblings as layers in the blocks of one list and outside."""
+        blocks = {(t.path[: _place(t) + 1], t.counts) for t in self.lists}
+        expected = self.length * len(self.lists) + len(self.singles)
+        return len(blocks) == 1 and len(self.indices) == expected
+
+
 def rolled(
     flat: Sequence[Template],
     other: Sequence[Template],
@@ -44,50 +72,78 @@ def rolled(
     Returns the templates, and the lists of the other tree that have layers for such siblings, but
     in an unknown order.
     """
-    families: dict[tuple[Path, str, object], list[tuple[int, int]]] = defaultdict(list)
+    made: dict[int, list[Template]] = {}
+    unordered: list[Template] = []
+    lengths: dict[Path, int] = {}
+    places: Counter[tuple[Path, str]] = Counter()
+    for family in _families(flat, other, depends_on):
+        ordered = [flat[i] for i in family.indices]
+        ends = _ends(family.singles)
+        if (
+            ends is None
+            or not _in_series(ordered, family, depends_on)
+            or lengths.setdefault(family.parent, family.length) != family.length
+        ):
+            unordered += family.lists
+            continue
+        lists = _lists(ordered[ends[0] : len(ordered) - ends[1]], family, places)
+        made |= {i: [] for i in family.indices}
+        made[min(family.indices)] = [*_outside(ordered, ends, family), *lists]
+    every = [x for i, t in enumerate(flat) for x in made.get(i, [_in_block(t, lengths)])]
+    return every, unordered
+
+
+def _families(
+    flat: Sequence[Template], other: Sequence[Template], depends_on: DependsOn
+) -> Iterator[_Family]:
+    """Siblings with automatic names that fill lists of the other tree, by their first number."""
+    found: dict[tuple[Path, str, object], list[tuple[int, int]]] = defaultdict(list)
     for i, template in enumerate(flat):
         stem, number = class_and_number(template.path[-1])
         # A user's name without a number may be that of the last layer.
         sure = template.path[-1] != stem or template.first.path in depends_on
         if sure and not template.counts and snake(stem) in AUTOMATIC:
             key = (template.path[:-1], stem, signature(template.first))
-            families[key].append((number, i))
-    made: dict[int, list[Template]] = {}
-    unordered: list[Template] = []
-    lengths: dict[Path, int] = {}
-    places: Counter[tuple[Path, str]] = Counter()
-    for (parent, stem, _), members in sorted(families.items(), key=lambda x: min(x[1])):
+            found[key].append((number, i))
+    for (parent, stem, _), members in sorted(found.items(), key=lambda x: min(x[1])):
         near = [t for t in other if len(t.counts) < 2 and _fits(t, flat[members[0][1]])]
         lists, singles = [t for t in near if t.counts], [t for t in near if not t.counts]
-        length = lists[0].counts[0] if lists else 0
-        several_lists = len({(t.path[: _place(t) + 1], t.counts) for t in lists}) != 1
-        if several_lists or len(members) != length * len(lists) + len(singles):
-            continue
-        ordered = [flat[i] for _, i in sorted(members)]
-        known = all(depends_on.get(t.first.path) is not None for t in ordered)
-        in_series = not any(t.unordered for t in ordered) and (known or len(near) == 1)
-        ends = _ends(singles)
-        if not in_series or ends is None or lengths.setdefault(parent, length) != length:
-            unordered += lists
-            continue
-        first, last = ends
-        inside = ordered[first : len(ordered) - last]
-        why = _placed(singles)
-        here = [replace(t, terms=t.terms | {"embed"}, placed=why) for t in ordered[:first]]
-        here += [
-            replace(t, terms=t.terms | {"final"}, placed=why)
-            for t in ordered[len(ordered) - last :]
-        ]
-        for n in range(len(lists)):
-            places[parent, stem] += 1
-            path = (*parent, "#", f"{stem}{COUNTER}{places[parent, stem]}")
-            layers: Mapping[tuple[int, ...], Layer] = {
-                (rank,): t.first for rank, t in enumerate(inside[n :: len(lists)])
-            }
-            here.append(Template(path, layers, meaning(path), placed=why))
-        made |= {i: [] for _, i in members} | {members[0][1]: here}
-    every = [x for i, t in enumerate(flat) for x in made.get(i, [_in_block(t, lengths)])]
-    return every, unordered
+        family = _Family(parent, stem, [i for _, i in sorted(members)], lists, singles)
+        if family.fits:
+            yield family
+
+
+def _in_series(ordered: Sequence[Template], family: _Family, depends_on: DependsOn) -> bool:
+    """True if the numbers of siblings tell which of them belongs to which layer."""
+    known = all(depends_on.get(t.first.path) is not None for t in ordered)
+    alone = len(family.lists) + len(family.singles) == 1
+    return not any(t.unordered for t in ordered) and (known or alone)
+
+
+def _outside(
+    ordered: Sequence[Template], ends: tuple[int, int], family: _Family
+) -> Iterator[Template]:
+    """The siblings before all blocks and after them."""
+    why, (first, last) = _placed(family.singles), ends
+    for t in ordered[:first]:
+        yield replace(t, terms=t.terms | {"embed"}, placed=why)
+    for t in ordered[len(ordered) - last :]:
+        yield replace(t, terms=t.terms | {"final"}, placed=why)
+
+
+def _lists(
+    inside: Sequence[Template], family: _Family, places: Counter[tuple[Path, str]]
+) -> Iterator[Template]:
+    """The siblings in the blocks, as lists; `places` counts the lists of each parent and class."""
+    why, each = _placed(family.singles), len(family.lists)
+    for n in range(each):
+        places[family.parent, family.stem] += 1
+        name = f"{family.stem}{COUNTER}{places[family.parent, family.stem]}"
+        path = (*family.parent, "#", name)
+        layers: Mapping[tuple[int, ...], Layer] = {
+            (rank,): t.first for rank, t in enumerate(inside[n::each])
+        }
+        yield Template(path, layers, meaning(path), placed=why)
 
 
 def _in_block(template: Template, lengths: Mapping[Path, int]) -> Template:
