@@ -138,9 +138,13 @@ def notes(found: Mapping[str, Attended]) -> Iterator[str]:
         yield printable(f"mask of {len(places)} x {where}: {mask}{given}")
 
 
-def notes_with_positions(file: checkpoint.Checkpoint, blocks: Sequence[Block]) -> Iterator[str]:
-    """Yields the notes on the positions and on the masks of blocks of an open checkpoint."""
-    heads = described.of(file, blocks).heads if positions.typed(file) else None
+def notes_with_positions(
+    file: checkpoint.Checkpoint, blocks: Sequence[Block], heads: Configured | None
+) -> Iterator[str]:
+    """Yields the notes on the positions and on the masks of blocks of an open checkpoint.
+
+    `heads`: the head counts of its configuration.
+    """
     yield from positions.notes(file, positions.of_blocks(file, blocks, heads))
     yield from notes(of_prefixes(file, blocks, [block.prefix for block in blocks], heads))
 

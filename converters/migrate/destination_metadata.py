@@ -9,7 +9,6 @@ from jaxmha import checkpoint
 from jaxmha.checkpoint.formats import table
 from jaxmha.converters.discovery import (
     attention_blocks,
-    described,
     head_count,
     hf_config,
     keras_groups,
@@ -18,6 +17,7 @@ from jaxmha.converters.discovery import (
     stored_semantics,
 )
 from jaxmha.converters.discovery.attention_blocks import shapes
+from jaxmha.converters.discovery.head_count import Configured
 from jaxmha.converters.discovery.notes import listed
 from jaxmha.converters.layout.base import Layout
 from jaxmha.converters.migrate import keras_order
@@ -35,19 +35,27 @@ def settings(
     found: Resolved,
     file: checkpoint.Checkpoint,
     groups: keras_order.Groups,
+    heads: Configured | None,
 ) -> tuple[dict[str, Any], list[str]]:
-    """Returns arguments of `checkpoint.write`, and notes on facts that the format cannot store."""
+    """Returns arguments of `checkpoint.write`, and notes on facts that the format cannot store.
+
+    `heads`: the head counts of the configuration of the source.
+    """
     in_file = str(destination).endswith(".weights.h5")
     made: dict[str, Any] = {"names": found.names} if in_file else {}
     holds_metadata = table.for_writing(Path(destination)).holds_metadata
-    notes = list(_config(Path(destination), plan, found, file, holds_metadata))
+    notes = list(_config(Path(destination), plan, file, heads, holds_metadata))
     if holds_metadata:
-        return made | {"metadata": _of(plan, found, file, groups)}, notes
+        return made | {"metadata": _of(plan, found, file, groups, heads)}, notes
     return made, [*_lost(file, found, attention_blocks.named(plan.to)), *notes]
 
 
 def _of(
-    plan: Plan, found: Resolved, file: checkpoint.Checkpoint, groups: keras_order.Groups
+    plan: Plan,
+    found: Resolved,
+    file: checkpoint.Checkpoint,
+    groups: keras_order.Groups,
+    heads: Configured | None,
 ) -> dict[str, str]:
     """Returns the metadata of the destination.
 
@@ -62,7 +70,7 @@ def _of(
     metadata |= keras_order.to_metadata(groups, plan.steps) if file.ordered else {}
     metadata |= stored_semantics.to_metadata(blocks, to, file.metadata)
     metadata |= latent_blocks.to_metadata(found.latents) if to.name == "jaxmha" else {}
-    places = positions.of_blocks(file, list(blocks.values()))
+    places = positions.of_blocks(file, list(blocks.values()), heads)
     metadata |= positions.to_metadata(file, {x: places[b.prefix] for x, b in blocks.items()})
     whole = _attention_names(file) <= taken(plan)
     if whole:  # every block is converted
@@ -73,16 +81,17 @@ def _of(
 
 
 def _config(
-    destination: Path, plan: Plan, found: Resolved, file: checkpoint.Checkpoint, named: bool
+    destination: Path,
+    plan: Plan,
+    file: checkpoint.Checkpoint,
+    heads: Configured | None,
+    named: bool,
 ) -> Iterator[str]:
     """Yields a note if the configuration of the source is not next to the destination as well.
 
     `named`: True if the metadata of the destination names the positions of its blocks.
     """
-    if not positions.typed(file):
-        return
-    heads = described.of(file, list(found.blocks.values())).heads
-    if heads and heads.wrong:
+    if not positions.typed(file) or (heads and heads.wrong):
         return
     name, facts = hf_config.file_of(file.path).name, "masks and epsilons of norms"
     stored = "; the metadata names the positions in words" if named else ""

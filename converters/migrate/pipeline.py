@@ -18,6 +18,7 @@ from jaxmha.converters.discovery import (
     unconverted,
 )
 from jaxmha.converters.discovery.attention_blocks import Block, shapes
+from jaxmha.converters.discovery.head_count import Configured
 from jaxmha.converters.layout import registry
 from jaxmha.converters.layout.arrays import NDArray, to_numpy
 from jaxmha.converters.migrate import (
@@ -67,7 +68,7 @@ def plan(
     `convert` for the other arguments and the errors.
     """
     with checkpoint.open(source, dequantise=True) as file:
-        made = _make(file, to, from_, num_heads, dtype, others, attention_only, in_file, draft=True)
+        made, _ = _make(file, to, from_, num_heads, dtype, others, attention_only, in_file, True)
         made = replace(made, fold_scale=fold_scale, fill_bias=fill_bias)
         with naming(file.path):
             found = resolve(made, file)  # raises before `digest` reads all tensors
@@ -85,7 +86,8 @@ def _make(
     attention_only: bool,
     in_file: bool,
     draft: bool = False,
-) -> Plan:
+) -> tuple[Plan, described.Description]:
+    """Returns a plan, and the description of its source."""
     target = target_layout(attention_blocks.named(to), in_file)
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"unknown dtype {dtype!r}: known are {', '.join(DTYPES)}")
@@ -119,15 +121,17 @@ def _make(
     if target.name != attention_blocks.named(to).name or target.name.endswith("-file"):
         groups = keras_order.kept(file, made.steps)
         made = replace(made, steps=keras_order.placed(made.steps, groups))
-    return replace(
-        made,
-        dtype=dtype,
-        notes=(*description.notes, *made.notes, *_around(made, file, every), *file.notes),
-    )
+    around = _around(made, file, every, description.heads)
+    all_notes = (*description.notes, *made.notes, *around, *file.notes)
+    return replace(made, dtype=dtype, notes=all_notes), description
 
 
-def _around(plan: Plan, file: checkpoint.Checkpoint, blocks: Sequence[Block]) -> tuple[str, ...]:
+def _around(
+    plan: Plan, file: checkpoint.Checkpoint, blocks: Sequence[Block], heads: Configured | None
+) -> tuple[str, ...]:
     """Returns notes on computations of the model (positions, masks) that the plan does not convert.
+
+    `heads`: the head counts of its configuration.
 
     Raises ValueError if such a computation changes the function of a block.
     """
@@ -140,7 +144,7 @@ def _around(plan: Plan, file: checkpoint.Checkpoint, blocks: Sequence[Block]) ->
     sources = {step.source for step in plan.steps if step.kind == "attention"}
     chosen = [block for block in blocks if block.prefix in sources]
     around = unconverted.notes(file.path, names, layouts, carried)
-    return (*around, *attended.notes_with_positions(file, chosen))
+    return (*around, *attended.notes_with_positions(file, chosen, heads))
 
 
 def convert(
@@ -202,7 +206,6 @@ def convert(
         count is missing; or the plan is for another source.
     """
     in_file, given = str(destination).endswith(".weights.h5"), plan is not None
-    description: described.Description | None = None  # of a plan that was given
     with checkpoint.open(source, dequantise=True) as file:
         refuse_another_checkpoint(Path(source), file.path, Path(destination))
         read = file.files if like is None else (*file.files, Path(like))
@@ -211,17 +214,22 @@ def convert(
         if plan is not None:
             plan, description = _completed(plan, file, in_file)
         elif to is not None:
-            plan = _make(file, to, from_, num_heads, dtype, others, attention_only, in_file)
-            plan = replace(plan, fold_scale=fold_scale, fill_bias=fill_bias)
+            made_plan, description = _make(
+                file, to, from_, num_heads, dtype, others, attention_only, in_file
+            )
+            plan = replace(made_plan, fold_scale=fold_scale, fill_bias=fill_bias)
         else:
             raise ValueError("name a layout (to=), or give a plan")
         if like is not None:
             plan = taken_from(plan, file, like, in_file)
         groups = keras_order.kept(file, plan.steps)
-        found = _resolved(plan, file, in_file, description, like is not None, bool(groups))
+        of_given = description if given else None
+        found = _resolved(plan, file, in_file, of_given, like is not None, bool(groups))
         ordered = like is not None or given or (bool(groups) and file.ordered)
         ordered = ordered or not in_file or keras_order.order_is_evident(plan.steps, file.info)
-        settings, lost = destination_metadata.settings(destination, plan, found, file, groups)
+        settings, lost = destination_metadata.settings(
+            destination, plan, found, file, groups, description.heads
+        )
         settings |= {"ordered": ordered} if in_file else {}
         if resume:
             settings["part"] = part
@@ -258,7 +266,7 @@ def _completed(
         description = described.of(file, every)
         plan = edited.completed(plan, attention_blocks.named(plan.to), file.info)
         plan = replace(plan, notes=edited.answered(given, plan, file, every, description))
-    around = _around(plan, file, every)
+    around = _around(plan, file, every, description.heads)
     notes = (*plan.notes, *(x for x in around if x not in plan.notes))
     return replace(plan, notes=notes), description
 

@@ -4,11 +4,13 @@ import json
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
 from jaxmha import checkpoint
+from jaxmha.converters.discovery import described
 from jaxmha.converters.migrate import pipeline
 from jaxmha.converters.verify import comparands, comparison, comparison_report, model_facts
 from tests.converters.command_line import cli, printed
@@ -341,3 +343,15 @@ def test_the_configuration_stays_with_the_file(tensors: dict[str, Any], tmp_path
     assert not compared(a, other / "x.safetensors").notes
     (other / "config.json").write_text(json.dumps(MISTRAL | {"sliding_window": 7}))
     assert "differs from the config.json of the source" in last(other / "x.safetensors")
+
+
+def test_a_conversion_describes_the_source_once(
+    tensors: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, once = saved(tmp_path / "a", tensors, MISTRAL), Mock(wraps=described.of)
+    monkeypatch.setattr(described, "of", once)
+    plan, _ = pipeline.plan(a, to="flax")
+    for given in ({"plan": plan}, {"to": "flax"}):
+        once.reset_mock()
+        pipeline.convert(a, tmp_path / "x.safetensors", force=True, **given)
+        once.assert_called_once()
