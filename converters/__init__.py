@@ -87,18 +87,18 @@ def config_of(
     """The content of a model's config.json, if code that computes only some settings can use it.
 
     Args:
-      source: the folder of the model, or `hf://org/model[@revision]`.
+      source: the folder of the model, a checkpoint in it, or `hf://org/model[@revision]`.
       model_types: the values of `model_type` that the code computes.
       accepted: key -> the values of it that the code computes, wherever the key is in the file. A
         key that is missing or null is accepted: it has the default of its class.
 
     Raises:
       ValueError: another model type, or a value that is not accepted.
-      CheckpointError: the file cannot be read.
+      CheckpointError: the file is missing or cannot be read.
 
-    >>> config_of("missing", "bert")
+    >>> config_of("missing", "bert")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    ValueError: model_type of the folder is None, expected bert: missing/config.json
+    jaxmha.checkpoint.errors.UnreadableFile: missing/config.json: there is no such file; ...
     """
     from pathlib import Path
 

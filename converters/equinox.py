@@ -94,14 +94,16 @@ def weights_of(module: "equinox.nn.MultiheadAttention") -> tuple[MHAParams, Sema
     """
     with needed("equinox"):
         import equinox
-    from jaxmha.equinox import MultiheadAttention
+    from jaxmha import equinox as ours
 
-    if isinstance(module, MultiheadAttention):
-        return module.to_params()
+    for name in _PROJECTIONS:
+        layer, path = getattr(module, f"{name}_proj"), f"{name}_proj"
+        refuse_own_forward(layer, (equinox.nn.Linear,), (), _INSTEAD, path)
+    if isinstance(module, ours.MultiheadAttention):
+        return ours.weights_of(module)
     state = {}
     for name in _PROJECTIONS:
         layer = getattr(module, f"{name}_proj")
-        refuse_own_forward(layer, (equinox.nn.Linear,), (), _INSTEAD, f"{name}_proj")
         state[f"{name}_proj.weight"] = layer.weight
         if layer.bias is not None:
             state[f"{name}_proj.bias"] = layer.bias

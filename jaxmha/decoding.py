@@ -59,7 +59,9 @@ def prefill(
       cache: a `KVCache` or `PagedKVCache`; its previous contents are discarded.
       semantics: as in `multi_head_attention`; its dropout has no effect.
       mask: combined with the causal mask; `Mask.lengths(key_value=lengths)` gives the lengths of
-        the prompts, in [0, T]. JAX arrays are clipped: a check would wait for the device.
+        the prompts, in [0, T]. JAX arrays are clipped: a check would wait for the device. The cache
+        keeps lengths alone: repeat key/value padding, such as that of prompts that are padded on
+        the left, over all slots in every step.
       rotate: `rotate(heads, positions)` for projected queries and keys, such as `rope`; the result
         is cast to the dtype of the heads. It is a static argument: give the same function in every
         call, or a `functools.partial` of the same function with equal arguments. Every new lambda
@@ -74,7 +76,8 @@ def prefill(
 
     Raises:
       ValueError: T exceeds the slots of the cache (allowed for a ring buffer), a shape does not
-        fit, a NumPy array of prompt lengths is not in [0, T], or tokens are in zig-zag order.
+        fit, a NumPy array of prompt lengths is not in [0, T], the mask has segments, a negative
+        causal offset or query lengths alone, or tokens are in zig-zag order.
       TypeError: keys or values of the cache are of a wrong dtype, its lengths are not integers, or
         rotate is not callable.
 

@@ -101,9 +101,30 @@ def checked_counts(q_lengths: Array | None, x: Array) -> Array | None:
 
 
 def checked_prompts(mask: Mask, x: Array) -> Mask:
-    """Raises ValueError for a NumPy array of prompt lengths outside [0, T]; returns the mask."""
+    """Raises ValueError for a NumPy array of prompt lengths outside [0, T], and for a condition that
+    the steps after the prompts would not keep; returns the mask."""
+    _reject_forgotten(mask)
     _reject_outside_rows("mask.key_value_lengths", mask.key_value_lengths, x)
     return mask
+
+
+def _reject_forgotten(mask: Mask) -> None:
+    """Raises ValueError for conditions that a cache does not keep: later steps would attend keys that
+    the prompt did not."""
+    offset, forgotten = mask.causal_offset, []
+    if not (offset is None or (isinstance(offset, int) and offset >= 0)):
+        forgotten += ["causal_offset"]
+    if mask.query_segments is not None:
+        forgotten += ["segments"]
+    if mask.key_value_lengths is None and mask.key_value_padding is None:
+        names = ("query_lengths", "query_padding")
+        forgotten += [name for name in names if getattr(mask, name) is not None]
+    if forgotten:
+        raise ValueError(
+            f"mask: a cache keeps the lengths of prompts, and not {', '.join(forgotten)}, so that "
+            "later steps would attend other keys: give Mask.lengths(key_value=lengths), with one "
+            "prompt per row"
+        )
 
 
 def _reject_outside_rows(name: str, lengths: object, x: Array) -> None:

@@ -221,17 +221,9 @@ class MultiheadAttention(equinox.nn.MultiheadAttention):  # type: ignore[misc]
         >>> params.query.kernel.shape
         (6, 2, 3)
         """
-        N, K = self.num_heads, self.num_kv_heads
         for name in _PROJECTIONS:
             _require_linear(getattr(self, name), name)
-        out = self.output_proj
-        params = MHAParams(
-            _projection(self.query_proj, N),
-            _projection(self.key_proj, K),
-            _projection(self.value_proj, K),
-            Projection(out.weight.T.reshape(N, self.vo_size, -1), out.bias),
-        )
-        return params, replace(self.semantics, dropout_rate=self.dropout.p)
+        return weights_of(self)
 
     @classmethod
     def from_params(
@@ -295,6 +287,18 @@ class MultiheadAttention(equinox.nn.MultiheadAttention):  # type: ignore[misc]
             if bias is not None:
                 arrays[f"{name}.bias"] = jnp.asarray(bias).reshape(-1)
         return with_arrays(made, arrays)
+
+
+def weights_of(module: MultiheadAttention) -> tuple[MHAParams, Semantics]:
+    """Parameters and semantics, even if the module or a projection overrides `__call__`."""
+    N, K, out = module.num_heads, module.num_kv_heads, module.output_proj
+    params = MHAParams(
+        _projection(module.query_proj, N),
+        _projection(module.key_proj, K),
+        _projection(module.value_proj, K),
+        Projection(out.weight.T.reshape(N, module.vo_size, -1), out.bias),
+    )
+    return params, replace(module.semantics, dropout_rate=module.dropout.p)
 
 
 M = TypeVar("M")

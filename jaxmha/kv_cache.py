@@ -16,6 +16,7 @@ from jaxmha.implementations.native.cache_write import as_bits, from_bits, write
 from jaxmha.implementations.native.replacing import unavailable
 from jaxmha.integers import FAR, require_sizes
 from jaxmha.params import MHAParams, check
+from jaxmha.quantized import unscaled_dtype
 from jaxmha.record_repr import record_repr
 
 
@@ -80,7 +81,7 @@ class KVCache(NamedTuple):
             if dtype is None
             else dtype
         )
-        dtype = checks.floating_dtype(dtype)
+        dtype = unscaled_dtype(dtype)
         shape = (batch_size, sizes["K"], length)
         return cls(
             jnp.zeros((*shape, sizes["H"]), dtype),

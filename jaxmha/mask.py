@@ -143,7 +143,8 @@ class Mask:
         Args:
           query: `(B, T)`, valid queries.
           key_value: `(B, S)`, valid keys and values; from a tokenizer's `attention_mask`, give
-            `attention_mask != 0`.
+            `attention_mask != 0`. A cache does not keep it: `prefill` of prompts that are padded on
+            the right takes `Mask.lengths`.
 
         >>> attention_mask = np.array([[1, 1, 0]])
         >>> Mask.padding(key_value=attention_mask != 0).to_array(1, 3, np).astype(int).tolist()

@@ -20,6 +20,15 @@ def storage_dtype(dtype: DTypeLike, name: str = "dtype") -> np.dtype[np.generic]
     return checks.floating_dtype(found, name)
 
 
+def unscaled_dtype(dtype: DTypeLike) -> np.dtype[np.floating]:
+    """Converts the `dtype` of a cache without scales; raises TypeError unless it is floating."""
+    if as_dtype("dtype", dtype) == np.int8:
+        raise TypeError(
+            "dtype must be floating, got int8, which needs a scale per token: use a paged cache"
+        )
+    return checks.floating_dtype(dtype)
+
+
 def is_scaled(dtype: np.dtype[np.generic]) -> bool:
     """True if vectors of this dtype are stored with a scale: int8 and float8."""
     return dtype.itemsize == 1

@@ -34,6 +34,47 @@ def hand_made(cache: KVCache, dtype: Any) -> KVCache:
     return cache._replace(key=cache.key.astype(dtype), value=cache.value.astype(dtype))
 
 
+FORGOTTEN = {
+    "query lengths": Mask.lengths(query=np.array([4, 2])),
+    "query padding": Mask.padding(query=np.arange(4) < np.array([[4], [2]])),
+    "segments": Mask.segments(query_ids=np.zeros((2, 4), int), key_value_ids=np.zeros((2, 4), int)),
+    "packed": Mask.packed(np.array([[2, 2], [4, 0]]), size=4),
+    "an offset": Mask.causal(-1),
+}
+
+
+@pytest.mark.parametrize("name", FORGOTTEN)
+@pytest.mark.parametrize("kind", ["heads", "latent"])
+def test_conditions_that_a_cache_does_not_keep(name: str, kind: str) -> None:
+    """The next step would attend the padding, or another segment."""
+    x = jnp.zeros((2, 4, 6))
+    if kind == "heads":
+        params: Any = jaxmha.init_params(jax.random.key(0), num_heads=2, features=6)
+        cache: Any = KVCache.empty(params, 2, 7)
+        prefill: Any = jaxmha.prefill
+    else:
+        sizes: Any = {
+            "num_heads": 2,
+            "features": 6,
+            "latent_dim": 5,
+            "rotary_dim": 4,
+            "head_dim": 3,
+        }
+        params = latent.init_latent_params(jax.random.key(0), **sizes)
+        cache, prefill = latent.LatentCache.empty(params, 2, 7), latent.prefill
+    with pytest.raises(ValueError, match=r"mask: a cache keeps the lengths of prompts, and not "):
+        prefill(params, x, cache, mask=FORGOTTEN[name])
+    kept = (Mask.lengths(key_value=np.array([4, 2])), Mask.causal())
+    for mask in kept:
+        prefill(params, x, cache, mask=mask)
+
+
+def test_integers_need_the_scales_of_a_paged_cache() -> None:
+    params, _ = make()
+    with pytest.raises(TypeError, match="use a paged cache"):
+        KVCache.empty(params, 2, 7, "int8")
+
+
 @pytest.mark.everyday(dtype=["int8", "float8_e8m0fnu", "float6_e2m3fn"])
 @pytest.mark.parametrize("dtype", NO_STORAGE)
 def test_dtypes_that_hold_no_keys(dtype: str) -> None:

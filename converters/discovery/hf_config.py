@@ -87,20 +87,22 @@ def accepted(
 ) -> dict[str, Any]:
     """The configuration of a model, as `jaxmha.converters.config_of`."""
     folder = hub.fetch(source).folder if hub.is_address(source) else source
-    content = read(folder / CONFIG)
+    path = file_of(folder if folder.is_file() else folder / CONFIG)
+    if not path.exists():
+        raise UnreadableFile(path, "there is no such file", "give the folder of a model")
+    content = read(path)
     found = dict(content) if isinstance(content, Mapping) else {}
     if found.get("model_type") not in model_types:
         kind = printable(str(found.get("model_type")))
         raise ValueError(
-            f"model_type of the folder is {kind}, expected {' or '.join(model_types)}: "
-            f"{folder / CONFIG}"
+            f"model_type of the folder is {kind}, expected {' or '.join(model_types)}: {path}"
         )
     for way, value in search(found, values):
         known = values[way[-1]]
         if value is not None and value not in known:
             raise ValueError(
                 f"{'.'.join(way)} of the folder is {printable(str(value))}, expected "
-                f"{' or '.join(map(str, known))}: {folder / CONFIG}"
+                f"{' or '.join(map(str, known))}: {path}"
             )
     return found
 

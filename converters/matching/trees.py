@@ -103,8 +103,8 @@ def read(model: Any, argument: str = "source") -> Tree:
         return _keras(model)
     if isinstance(model, tuple) and len(model) == 2 and framework_of(model[0]) == "flax":
         return _tree(model[1], "linen", argument)
-    if framework == "flax" and (not isinstance(model, Mapping) or hasattr(model, "flat_state")):
-        return _nnx(model)  # a module or its State, which is a mapping
+    if is_nnx(model):
+        return _nnx(model)
     if isinstance(model, Mapping) and "params" in model:
         return _tree(model, "linen", argument)
     if isinstance(model, Mapping) and keras_files.has_names(model):
@@ -112,6 +112,12 @@ def read(model: Any, argument: str = "source") -> Tree:
     if isinstance(model, Mapping) and any(str(name).endswith(".weight") for name in model):
         return _tree(model, "file", argument)  # a torch state dict
     return _tree(model, framework if framework == "equinox" else "tree", argument)
+
+
+def is_nnx(model: object) -> bool:
+    """True for an nnx module and for its State, which is a mapping as linen's variables are."""
+    mapping = isinstance(model, Mapping) and not hasattr(model, "flat_state")
+    return framework_of(model) == "flax" and not mapping
 
 
 def _of(model: Any, package: str) -> bool:

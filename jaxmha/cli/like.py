@@ -139,7 +139,7 @@ def _as_restored(model: Any, destination: Path, ready: checkpoint.Lazy) -> check
 
     Orbax restores `nnx.state(model)` from trees whose leaves are named `value`.
     """
-    if framework_of(model) != "flax" or destination.suffix != ".orbax":
+    if not trees.is_nnx(model) or destination.suffix != ".orbax":
         return ready
     info = {f"{name}{trees.VALUE}": one for name, one in ready.info.items()}
     return checkpoint.Lazy(info, lambda name: ready[name.removesuffix(trees.VALUE)])

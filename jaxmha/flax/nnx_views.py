@@ -6,7 +6,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from jaxmha.latent.rotation import static_latent_rotation
+from jaxmha.rotary import static_rotation
 
 
 class Views(nnx.Module):  # type: ignore[misc]
@@ -17,7 +17,11 @@ class Views(nnx.Module):  # type: ignore[misc]
 
     def __setattr__(self, name: str, value: Any) -> None:
         # Modules made alike have equal graph definitions, so that one compiled program serves all.
-        super().__setattr__(name, static_latent_rotation(value) if name == "rotate" else value)
+        super().__setattr__(name, self._checked_rotation(value) if name == "rotate" else value)
+
+    def _checked_rotation(self, rotate: Any) -> Any:
+        """Raises TypeError for what the module cannot call."""
+        return static_rotation(rotate)
 
     def set_view(
         self,

@@ -14,6 +14,7 @@ from jaxmha.integers import FAR, require_sizes
 from jaxmha.kv_cache import KVCache, with_tokens
 from jaxmha.latent.params import LatentParams, leaves, sizes
 from jaxmha.paged_cache import PagedKVCache, empty_pages
+from jaxmha.quantized import unscaled_dtype
 from jaxmha.record_repr import record_repr
 
 # Array of a cache -> its axes.
@@ -65,7 +66,7 @@ class LatentCache(NamedTuple):
         require_sizes(least=0, batch_size=batch_size)
         require_sizes(least=0, most=FAR, length=length)
         shape = (batch_size, length, C)
-        return cls(jnp.zeros(shape, checks.floating_dtype(dtype)), jnp.zeros(batch_size, np.int32))
+        return cls(jnp.zeros(shape, unscaled_dtype(dtype)), jnp.zeros(batch_size, np.int32))
 
     @property
     def slots(self) -> int:

@@ -390,3 +390,14 @@ def test_parameters_of_an_equinox_module_with_another_layer() -> None:
     layer = equinox_own(jaxmha.equinox.MultiheadAttention)
     with pytest.raises(TypeError, match=r"query_proj must be an equinox.nn.Linear, got Own"):
         layer.to_params()
+
+
+@pytest.mark.parametrize("kind", [eqx.nn.MultiheadAttention, jaxmha.equinox.MultiheadAttention])
+def test_a_comparison_reads_the_weights_of_a_changed_projection(kind: Any) -> None:
+    """It runs the layer, so that the arrays need not determine the output."""
+    own, plain = equinox_own(kind), of_equinox(kind)
+    params, _ = equinox.weights_of(own)
+    np.testing.assert_array_equal(
+        np.asarray(params.query.kernel).reshape(D, -1), np.asarray(own.query_proj.weight).T
+    )
+    np.testing.assert_array_equal(params.key.kernel, equinox.weights_of(plain)[0].key.kernel)

@@ -404,6 +404,12 @@ def test_a_rotation_that_is_set_is_equal_too() -> None:
     assert module.rotate.keywords == {"base": 50.0}
 
 
+def test_a_rotation_of_latents_is_none_of_heads() -> None:
+    """It scales queries of latent attention; linen refuses it too."""
+    with pytest.raises(TypeError, match="rotate must be a function rotate"):
+        layer(rotate=ScaledQueries(rope, 0.7, 3.0))
+
+
 @pytest.mark.parametrize("kind", ["heads", "latent"])
 def test_parameters_of_an_abstract_module(kind: str) -> None:
     """`nnx.eval_shape` has a module of shapes, from which shardings and explanations are made."""

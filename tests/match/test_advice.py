@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from experiments.recipes import bert, gemma, gpt2, llama, t5, vit, whisper
 from jaxmha import checkpoint
 from jaxmha.cli.app import app
-from jaxmha.converters import equinox, flax, keras, match
+from jaxmha.converters import config_of, equinox, flax, keras, match
 from jaxmha.converters import torch as convert_torch
 from jaxmha.converters.matching import Line, prove
 
@@ -173,6 +173,15 @@ def test_a_recipe_refuses_folders_of_other_models(recipe: Any, tmp_path: Path) -
     (tmp_path / "config.json").write_text('{"model_type": "clip"}')
     with pytest.raises(ValueError, match="model_type of the folder is clip, expected"):
         recipe.load(tmp_path)
+
+
+def test_the_configuration_of_a_folder_or_of_a_checkpoint_in_it(tmp_path: Path) -> None:
+    with pytest.raises(checkpoint.CheckpointError, match=r"config.json: there is no such file"):
+        config_of(tmp_path, "bert")
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    (tmp_path / "model.safetensors").touch()
+    for source in (tmp_path, tmp_path / "model.safetensors"):
+        assert config_of(source, "bert") == {"model_type": "bert"}
 
 
 @pytest.mark.parametrize(

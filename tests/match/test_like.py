@@ -28,6 +28,19 @@ def bert():
         vocab_size=31, hidden_size=12, num_hidden_layers=2, num_attention_heads=3, intermediate_size=20,
         max_position_embeddings=17,
     ))
+
+
+def of_nnx():
+    from flax import nnx
+
+    return nnx.state(nnx.Dict(d=nnx.Linear(5, 3, use_bias=False, rngs=nnx.Rngs(0))))
+
+
+def of_linen():
+    from flax.core import FrozenDict
+    import numpy
+
+    return FrozenDict(params={"d": {"kernel": numpy.zeros((5, 3), "f")}})
 """
 
 
@@ -118,3 +131,13 @@ def test_wrong_options_exit_with_two(
     assert done.exit_code == 2
     assert message in " ".join(done.output.split())
     assert not (here / "mine.npz").exists()
+
+
+@pytest.mark.parametrize(("target", "ending"), [("of_nnx", "/value"), ("of_linen", "")])
+def test_names_in_an_orbax_folder(here: Path, target: str, ending: str) -> None:
+    """Orbax restores nnx states from leaves named `value`, and variables of linen as they are."""
+    checkpoint.write("one.npz", {"d/kernel": np.ones((5, 3), "f")})
+    done = run("one.npz", f"{target}.orbax", "--like", f"builders_for_like.py:{target}")
+    assert done.exit_code == 0, done.output
+    with checkpoint.open(here / f"{target}.orbax") as file:
+        assert [*file.info] == [f"d/kernel{ending}" if ending else "params/d/kernel"]

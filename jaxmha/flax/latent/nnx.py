@@ -28,7 +28,7 @@ from jaxmha.flax.settings import reject_known
 from jaxmha.latent import LatentCache, LatentParams
 from jaxmha.latent.cache import LatentT
 from jaxmha.latent.params import from_leaves, leaves
-from jaxmha.latent.rotation import LatentRotate
+from jaxmha.latent.rotation import LatentRotate, static_latent_rotation
 from jaxmha.mask import Mask
 from jaxmha.semantics import Semantics
 
@@ -163,6 +163,9 @@ class LatentAttention(Views):
         out, cache = self.decode_step(inputs, cache, mask=mask)
         self.cached_latents[...], self.cache_lengths[...] = cache
         return out
+
+    def _checked_rotation(self, rotate: Any) -> Any:
+        return static_latent_rotation(rotate)
 
     def init_cache(self, batch_size: int, length: int, dtype: DTypeLike | None = None) -> None:
         """Makes an empty cache for `length` tokens of each sequence, replacing any other; `dtype`
