@@ -291,3 +291,17 @@ def test_the_command_measures_saves_and_draws(tmp_path: Path) -> None:
     preferences.forget()
     x = SHAPE((1, 64, 2, 16), jnp.float32)
     assert jaxmha.explain(x, x, x).chosen == run.order(found)[0]
+
+
+@pytest.mark.parametrize("backend", ["cudnn", "flash", "efficient"])
+def test_backends_of_torch_are_chosen_by_name(backend: str) -> None:
+    import torch.backends.cuda
+
+    from jaxmha.bench import torch_peers
+
+    cuda: Any = torch.backends.cuda
+    enabled = {"cudnn": cuda.cudnn_sdp_enabled, "flash": cuda.flash_sdp_enabled}
+    with torch_peers._by(backend):
+        assert enabled.get(backend, cuda.mem_efficient_sdp_enabled)()
+        assert not cuda.math_sdp_enabled()
+    assert cuda.math_sdp_enabled()

@@ -79,7 +79,9 @@ def _by(backend: str) -> Any:
     """A context in which torch uses only this backend of attention; "": any."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    return sdpa_kernel(SDPBackend[f"{backend.upper()}_ATTENTION"]) if backend else nullcontext()
+    if not backend:
+        return nullcontext()
+    return sdpa_kernel(getattr(SDPBackend, f"{backend.upper()}_ATTENTION"))  # no Python enum
 
 
 def _mask(case: Case, device: str) -> Any:
