@@ -96,17 +96,16 @@ def weights_of(module: "equinox.nn.MultiheadAttention") -> tuple[MHAParams, Sema
         import equinox
     from jaxmha import equinox as ours
 
-    for name in _PROJECTIONS:
-        layer, path = getattr(module, f"{name}_proj"), f"{name}_proj"
-        refuse_own_forward(layer, (equinox.nn.Linear,), (), _INSTEAD, path)
-    if isinstance(module, ours.MultiheadAttention):
-        return ours.weights_of(module)
     state = {}
     for name in _PROJECTIONS:
-        layer = getattr(module, f"{name}_proj")
-        state[f"{name}_proj.weight"] = layer.weight
+        path = f"{name}_proj"
+        layer = getattr(module, path)
+        refuse_own_forward(layer, (equinox.nn.Linear,), (), _INSTEAD, path)
+        state[f"{path}.weight"] = layer.weight
         if layer.bias is not None:
-            state[f"{name}_proj.bias"] = layer.bias
+            state[f"{path}.bias"] = layer.bias
+    if isinstance(module, ours.MultiheadAttention):
+        return ours.weights_of(module)
     params, semantics = import_params(state, num_heads=module.num_heads)
     return params, replace(semantics, dropout_rate=float(module.dropout.p))
 

@@ -76,8 +76,8 @@ def prefill(
 
     Raises:
       ValueError: T exceeds the slots of the cache (allowed for a ring buffer), a shape does not
-        fit, a NumPy array of prompt lengths is not in [0, T], the mask has segments, a negative
-        causal offset or query lengths alone, or tokens are in zig-zag order.
+        fit, a NumPy array of prompt lengths is not in [0, T], the mask has segments, query
+        lengths alone, or a causal offset that is negative or a JAX array; or tokens are in zig-zag order.
       TypeError: keys or values of the cache are of a wrong dtype, its lengths are not integers, or
         rotate is not callable.
 

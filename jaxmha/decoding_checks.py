@@ -112,7 +112,8 @@ def _reject_forgotten(mask: Mask) -> None:
     """Raises ValueError for conditions that a cache does not keep: later steps would attend keys that
     the prompt did not."""
     offset, forgotten = mask.causal_offset, []
-    if not (offset is None or (isinstance(offset, int) and offset >= 0)):
+    # The value of a JAX array is not read, as with lengths.
+    if isinstance(offset, jax.Array) or (offset is not None and np.less(offset, 0).any()):
         forgotten += ["causal_offset"]
     if mask.query_segments is not None:
         forgotten += ["segments"]

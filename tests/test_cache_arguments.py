@@ -65,7 +65,7 @@ def test_conditions_that_a_cache_does_not_keep(name: str, kind: str) -> None:
     with pytest.raises(ValueError, match=r"mask: a cache keeps the lengths of prompts, and not "):
         prefill(params, x, cache, mask=FORGOTTEN[name])
     kept = (Mask.lengths(key_value=np.array([4, 2])), Mask.causal())
-    for mask in kept:
+    for mask in (*kept, Mask.causal(np.int64(0))):
         prefill(params, x, cache, mask=mask)
 
 

@@ -134,7 +134,6 @@ def test_masks(name: str, implementation: str, monkeypatch: pytest.MonkeyPatch) 
     check(0.0, allowed, mask_mod=mask_mod, implementations=(implementation,))
 
 
-@pytest.mark.slow_variants("*-4-block-sparse")
 @pytest.mark.everyday(implementation=["blocked"])
 @pytest.mark.slow_variants(
     "*causal-4-*",
@@ -143,6 +142,7 @@ def test_masks(name: str, implementation: str, monkeypatch: pytest.MonkeyPatch) 
     "!*causal-10-document",
     "*-dilated",
     "!*alone-10-dilated",
+    "*-4-block-sparse",
 )
 @pytest.mark.parametrize("name", ["document", "block-sparse", "dilated"])
 @pytest.mark.parametrize("block", [4, 10])  # no multiples of tiles of 9 keys

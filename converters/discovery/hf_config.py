@@ -88,9 +88,9 @@ def accepted(
     """The configuration of a model, as `jaxmha.converters.config_of`."""
     folder = hub.fetch(source).folder if hub.is_address(source) else source
     path = file_of(folder if folder.is_file() else folder / CONFIG)
+    content = read(path)  # raises for a link that leads nowhere, which does not exist either
     if not path.exists():
         raise UnreadableFile(path, "there is no such file", "give the folder of a model")
-    content = read(path)
     found = dict(content) if isinstance(content, Mapping) else {}
     if found.get("model_type") not in model_types:
         kind = printable(str(found.get("model_type")))

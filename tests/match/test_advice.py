@@ -178,6 +178,10 @@ def test_a_recipe_refuses_folders_of_other_models(recipe: Any, tmp_path: Path) -
 def test_the_configuration_of_a_folder_or_of_a_checkpoint_in_it(tmp_path: Path) -> None:
     with pytest.raises(checkpoint.CheckpointError, match=r"config.json: there is no such file"):
         config_of(tmp_path, "bert")
+    (tmp_path / "config.json").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(checkpoint.CheckpointError, match="the file is a link"):
+        config_of(tmp_path, "bert")
+    (tmp_path / "config.json").unlink()
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
     (tmp_path / "model.safetensors").touch()
     for source in (tmp_path, tmp_path / "model.safetensors"):
