@@ -74,7 +74,7 @@ ReportTo = Annotated[
     Path | None,
     option(
         "--report",
-        "Write the comparison as JSON; --force replaces the file, and --resume an earlier report.",
+        "Write the comparison as JSON. Replaces an earlier report on the destination; others by --force.",
     ),
 ]
 ShardSize = Annotated[
@@ -182,7 +182,7 @@ def command(
         size = None if shard_size is None else parse_bytes(shard_size)
         destination, again = _index_of_shards(destination, size, processes), False
         if report_to is not None:
-            again = force or ((resume or processes > 1) and _is_report(report_to))
+            again = force or _is_report(report_to, destination)
             check_text(report_to, again, [*files_of(source), destination, *filter(None, [by_plan])])
         writing: dict[str, Any] = {"shard_size": size, "part": share, "force": force}
         writing["like"] = None if like is None else Path(like)
@@ -212,14 +212,17 @@ def command(
         raise typer.Exit(1)
 
 
-def _is_report(path: Path) -> bool:
-    """True if a file begins as the reports of this command do, so that --resume may replace it."""
+def _is_report(path: Path, destination: Path) -> bool:
+    """True if a file is a report of this command on the destination, which a new one replaces."""
     start = f"{{\n {json.dumps('same')}: ".encode()
     try:
         with path.open("rb") as file:
-            return file.read(len(start)) == start
-    except OSError:
+            if file.read(len(start)) != start:
+                return False
+        target = Path(json.loads(path.read_bytes())["target"]["path"])
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return False
+    return target.absolute() == destination.absolute()
 
 
 def _refuse_other_modes(options: Mapping[str, object]) -> None:

@@ -18,7 +18,7 @@ from jaxmha.converters.migrate import lazy_tensors, pipeline
 from jaxmha.converters.migrate.plans import make
 from jaxmha.converters.migrate.resolved import resolve
 from jaxmha.converters.verify import report
-from tests.converters.command_line import cli
+from tests.converters.command_line import cli, message
 from tests.converters.test_every_layout import N, exported
 from tests.converters.test_plan import model
 
@@ -202,6 +202,30 @@ def test_what_makes_no_sense_is_one_line(
     assert message in " ".join(done.stderr.split())
     assert "Traceback" not in done.stderr
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["b.npz", "b.safetensors.index.json"])
+def test_a_report_on_the_destination_is_replaced(name: str, tmp_path: Path) -> None:
+    a, report = tmp_path / "a.safetensors", tmp_path / "r.json"
+    checkpoint.write(a, model())
+
+    def again(destination: str) -> Any:
+        options = ("--check", "weights", "--report", report)
+        return convert(a, tmp_path / destination, *options)
+
+    assert again(name).exit_code == 0
+    written = report.read_bytes()
+    assert f"{name}: is already there" in message(again(name))
+    (tmp_path / name).unlink()
+    report.write_bytes(written.replace(b"true", b"false", 1))
+    assert again(name).exit_code == 0
+    assert report.read_bytes() == written
+    for content in (written[:99], written.replace(b"/b.", b"/other.")):
+        (tmp_path / name).unlink()
+        report.write_bytes(content)
+        assert "r.json: is already there" in message(again(name))
+        assert report.read_bytes() == content
+        (tmp_path / name).touch()
 
 
 @pytest.mark.parametrize("name", ["a.safetensors", "b.npz", "c.toml", "none/r.json"])
