@@ -80,8 +80,9 @@ def from_module(
         refuse_own_forward(module, kinds, ["__call__"], instead)
         if isinstance(module, nnx.MultiHeadAttention):
             for name, own, _ in _sublayers(module):
-                path = f"module.{name}"
-                refuse_own_forward(getattr(module, name), own, ["__call__"], instead, path)
+                layer, path = getattr(module, name), f"module.{name}"
+                flax_layers.refuse_adapter(layer, path)
+                refuse_own_forward(layer, own, ["__call__"], instead, path)
     if more := beyond_semantics(module):
         raise ValueError(
             f"the {type(module).__name__} {more}, which semantics cannot hold: its weights and "
@@ -206,9 +207,11 @@ def _check_sublayers(module: "nnx.MultiHeadAttention") -> dict[str, Any]:
     norms = {}
     for name, kinds, settings in _sublayers(module):
         layer, path = getattr(module, name), f"module.{name}"
+        flax_layers.refuse_adapter(layer, path)
         refuse_own_forward(layer, kinds, (), _instead(None), path)
         refuse_settings(layer, {**settings, **_promoting(kinds[0])}, _instead(None), path)
         if name.endswith("_ln"):
+            flax_layers.refuse_norm(layer, path)
             kind = "rms" if isinstance(layer, nnx.RMSNorm) else "layer"
             norms[name] = {"qk_norm": kind, "qk_norm_epsilon": float(layer.epsilon)}
     first, *others = norms.values() or [{}]

@@ -1,6 +1,6 @@
 """Finds prefixes that have most arrays of a layout but form no readable attention block."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from jaxmha.converters.discovery import attention_blocks, places
 from jaxmha.converters.discovery.attention_blocks import (
@@ -9,7 +9,7 @@ from jaxmha.converters.discovery.attention_blocks import (
     prefixes_with,
     unknown_under,
 )
-from jaxmha.converters.layout import by_hand, meaning, uneven
+from jaxmha.converters.layout import by_hand, meaning, parametrized, uneven
 from jaxmha.converters.layout.base import Entry, Layout
 from jaxmha.converters.layout.registry import LAYOUTS
 from jaxmha.dims import parse
@@ -42,6 +42,7 @@ def find(
     layouts = list(layouts)
     ends, names = name_ends(left, layouts), sorted(shapes)
     reasons = {block.prefix: block.refused for block in found if block.refused}
+    reasons |= {prefix: why for prefix, why in _computed(shapes, layouts) if prefix not in whole}
     for candidate in layouts:
         if candidate.name in _ELSEWHERE or any(map(uneven.letter, candidate.entries)):
             continue
@@ -76,6 +77,22 @@ def find(
                 prefix, f"{prefix or '(top)'} looks like layout {candidate.name} but {what}"
             )
     return reasons
+
+
+def _computed(shapes: Shapes, layouts: Sequence[Layout]) -> Iterator[tuple[str, str]]:
+    """Yields the prefixes whose blocks lack only arrays that torch computes, and the reason."""
+    if not (computed := parametrized.computed(shapes)):
+        return
+    ends = name_ends(computed, layouts)
+    for candidate in layouts:
+        required = [entry.key for entry in candidate.entries if not entry.group]
+        for key in required:
+            for prefix in prefixes_with(candidate, ends, key):
+                paths = [candidate.path(prefix, one) for one in required]
+                if all(path in shapes or path in computed for path in paths):
+                    why = "; ".join(computed[path] for path in paths if path in computed)
+                    looks = f"{prefix or '(top)'} looks like layout {candidate.name}"
+                    yield prefix, f"{looks}, but {why}"
 
 
 def _is_convolution(entry: Entry, layout: Layout, prefix: str, shapes: Shapes) -> bool:

@@ -58,3 +58,32 @@ def beyond_semantics(module: Any) -> str | None:
     if not isinstance(module, own_classes()) or module.rotate is None:
         return None
     return "rotates its queries and keys (rotate)"
+
+
+def refuse_adapter(layer: object, path: str) -> None:
+    """Raises ValueError, with the remedy, for a sublayer of nnx with a low-rank adapter."""
+    from flax import nnx
+
+    if not isinstance(layer, nnx.LoRALinear | nnx.LoRA):
+        return
+    base, lora = ("", ".lora") if isinstance(layer, nnx.LoRALinear) else (".base_module", "")
+    raise ValueError(
+        f"{path} is a {type(layer).__name__}, whose adapter no layout holds: put an "
+        f"nnx.LinearGeneral in its place, with the bias of {path}{base} and the kernel "
+        f"{path}{base}.kernel + ({path}{lora}.lora_a @ {path}{lora}.lora_b).reshape("
+        f"{path}{base}.kernel.shape), both in the shapes of a LinearGeneral"
+    )
+
+
+def refuse_norm(layer: Any, path: str) -> None:
+    """Raises ValueError, with the remedy, for a norm of nnx that has no scale, or a bias."""
+    if getattr(layer, "scale", None) is None:
+        raise ValueError(
+            f"{path} has no scale (use_scale=False), and the norms of jaxmha have one: ones compute "
+            f"the same, {path}.scale = nnx.Param(jnp.ones({layer.num_features}))"
+        )
+    if getattr(layer, "bias", None) is not None:
+        raise ValueError(
+            f"{path} has a bias (use_bias=True), and the norms of jaxmha have none: only if it is "
+            f"zero, leave it out, {path}.bias = None"
+        )

@@ -44,6 +44,12 @@ def refuse_own_forward(
                     f"its first call as constants, even if they change: undo it by delattr(layer, "
                     f"{name!r}), or take the weights by {instead}"
                 )
+            if lifted := _stacked(layer, name):
+                raise ValueError(
+                    f"{where}linen.{lifted} runs the layers of a stack, and semantics are of one: "
+                    f"take the stack by {instead}, and one layer of it by "
+                    "jax.tree.map(lambda x: x[0], params)"
+                )
             raise ValueError(
                 f"{where}{owner} has a {name} of its own, so its parameters do not determine its "
                 f"output: take them by {instead}"
@@ -82,6 +88,17 @@ def _unlifted(method: Any) -> Any:
             return method
         method = held["fn"]
     return method
+
+
+def _stacked(layer: object, name: str) -> str:
+    """`vmap` or `scan` if that transform of linen lifted a method of the layer; otherwise ""."""
+    method = getattr_static(type(layer), name, None)
+    if _module_of(method) != "flax.linen.transforms":
+        return ""
+    from flax.core import lift
+
+    transform = getclosurevars(method).nonlocals.get("transform")
+    return {lift.vmap: "vmap", lift.scan: "scan"}.get(transform, "")
 
 
 # Modules of frameworks whose wrappers compute as the function that they wrap.

@@ -52,7 +52,19 @@ def to_numpy(array: AnyArray, name: str = "") -> NDArray:
         return from_torch(found, name)
     if "tensorflow" in packages:
         found = found.numpy()
+    refuse_abstract(found, name)
     return np.array(found, order="C", copy=True)
+
+
+def refuse_abstract(array: object, name: str = "") -> None:
+    """Raises ValueError, with the name, for a `jax.ShapeDtypeStruct`, which has no values."""
+    if "jax" not in packages_of(array) or type(array).__name__ != "ShapeDtypeStruct":
+        return
+    found: Any = array
+    raise ValueError(
+        f"{name or 'an array'}: a ShapeDtypeStruct of {found.dtype}{list(found.shape)} is abstract "
+        "and has no values (eval_shape makes such): load the weights into the layer first"
+    )
 
 
 def is_traced(array: object) -> bool:

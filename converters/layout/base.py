@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from jaxmha import Semantics
+from jaxmha.converters.layout.parametrized import remedies
 from jaxmha.dims import parse
 from jaxmha.params import CANONICAL
 
@@ -170,4 +171,6 @@ def choose(
     near = sorted(missing, key=lambda name: share[name])[:_SHOWN]
     lacks = "; ".join(f"{name} lacks {', '.join(missing[name])}" for name in near)
     more = f"; {len(missing) - len(near)} more lack no fewer" * (len(missing) > len(near))
-    raise ValueError(f"no known layout has all its keys{where}: {lacks}{more}")
+    paths_of = {x.name: [x.path(prefix, key) for key in missing[x.name]] for x in layouts}
+    computed = remedies(dict.fromkeys(path for name in near for path in paths_of[name]), paths)
+    raise ValueError(f"no known layout has all its keys{where}: {lacks}{more}{computed}")

@@ -10,8 +10,9 @@ import numpy as np
 
 from jaxmha import MHAParams, Semantics
 from jaxmha.converters.layout import fill
-from jaxmha.converters.layout.arrays import NDArray
+from jaxmha.converters.layout.arrays import NDArray, refuse_abstract
 from jaxmha.converters.layout.base import Entry, Layout
+from jaxmha.converters.layout.parametrized import remedies
 from jaxmha.converters.layout.torch_arrays import refuse_unreadable
 from jaxmha.dims import parse
 from jaxmha.params import CANONICAL, check, leaves
@@ -89,6 +90,7 @@ def refuse_arrays(layout: Layout, arrays: Mapping[str, Any], prefix: str) -> Non
     for key, array in arrays.items():
         name = layout.path(prefix, key)
         refuse_unreadable(array, name)
+        refuse_abstract(array, name)
         if not hasattr(array, "shape") or "float" not in str(array.dtype):
             kind = getattr(array, "dtype", type(array).__name__)
             raise ValueError(f"{name}: expected a floating array, got {kind}")
@@ -228,7 +230,7 @@ def refuse_keys(layout: Layout, arrays: Mapping[str, Any], prefix: str) -> None:
     if unknown := [key for key in arrays if key not in keys]:
         raise ValueError(
             f"unknown key {', '.join(map(repr, unknown))}{where}: layout {layout.name} has "
-            f"{', '.join(keys)}"
+            f"{', '.join(keys)}{remedies([key for key in keys if key not in arrays], arrays)}"
         )
     for group in dict.fromkeys(entry.group for entry in layout.entries):
         wanted = [entry.key for entry in layout.entries if entry.group == group]
