@@ -23,7 +23,7 @@ from jaxmha.converters.discovery import (
 )
 from jaxmha.converters.discovery.attention_blocks import Block
 from jaxmha.converters.discovery.head_count import Configured
-from jaxmha.converters.discovery.notes import listed
+from jaxmha.converters.discovery.notes import counted
 
 
 class Attended(NamedTuple):
@@ -131,11 +131,10 @@ def notes(found: Mapping[str, Attended]) -> Iterator[str]:
             and one.scheme != "windows"
             and not one.why.endswith(_NOT_KNOWN)
         ):
-            masks.setdefault(str(one), []).append(re.sub(r"\d+", "{i}", prefix) or "(top)")
-    for mask, places in masks.items():
+            masks.setdefault(str(one), []).append(prefix)
+    for mask, prefixes in masks.items():
         given = "; masks_of(folder) of jaxmha.converters gives it" * ("unknown" not in mask)
-        where = listed(list(dict.fromkeys(places)), 3)
-        yield printable(f"mask of {len(places)} x {where}: {mask}{given}")
+        yield printable(f"mask of {counted(prefixes)}: {mask}{given}")
 
 
 def notes_with_positions(

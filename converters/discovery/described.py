@@ -5,12 +5,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from jaxmha import checkpoint
-from jaxmha.checkpoint.errors import printable
+from jaxmha.checkpoint.errors import listed, printable
 from jaxmha.converters.discovery import contradictions, head_count, hf_config, keras_config, notes
 from jaxmha.converters.discovery.attention_blocks import Block
 from jaxmha.converters.discovery.head_count import Configured
-
-_SHOWN = 3
 
 
 @dataclass(frozen=True)
@@ -46,11 +44,11 @@ def of(file: checkpoint.Checkpoint, blocks: Sequence[Block]) -> Description:
     if wrong := contradictions.find(content, configured, blocks, shapes):
         path = file.path.parent / hf_config.CONFIG
         configured, by_key, unbiased = _aside(path, wrong, configured), {}, ""
-        found_notes.append(f"{path} was set aside, epsilon and all: {_listed(wrong)}")
+        found_notes.append(f"{path} was set aside, epsilon and all: {listed(wrong, 3, '; ')}")
     by_prefix = keras_config.epsilons(file.config, file.names)
     if wrong := list(keras_config.contradictions(file.config, file.names, shapes)):
         by_prefix = {}
-        found_notes.append(f"{keras_config.WHERE} was set aside: {_listed(wrong)}")
+        found_notes.append(f"{keras_config.WHERE} was set aside: {listed(wrong, 3, '; ')}")
     return Description(
         configured,
         notes.Epsilons(by_key, by_prefix),
@@ -74,8 +72,6 @@ def _unread(path: Path) -> Iterator[str]:
 def _aside(path: Path, wrong: Sequence[str], configured: Configured | None) -> Configured | None:
     if configured is None or configured.wrong:
         return configured
-    return Configured(path, (), f"{path} does not describe these tensors ({_listed(wrong)})")
-
-
-def _listed(wrong: Sequence[str]) -> str:
-    return "; ".join(wrong[:_SHOWN]) + f" and {len(wrong) - _SHOWN} more" * (len(wrong) > _SHOWN)
+    return Configured(
+        path, (), f"{path} does not describe these tensors ({listed(wrong, 3, '; ')})"
+    )

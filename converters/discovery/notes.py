@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
+from jaxmha.checkpoint.errors import listed
 from jaxmha.converters.discovery import family_keymaps
 from jaxmha.converters.discovery.attention_blocks import Block, natural
 from jaxmha.converters.discovery.layer_layouts import Convention
@@ -20,14 +21,14 @@ NEEDS = {
 NO_ATTENTION = "no attention block was found: only other layers are converted"
 
 
-def listed(names: Sequence[str], most: int = 5, separator: str = ", ") -> str:
-    """The first names, and the number of the others.
+def counted(prefixes: Sequence[str]) -> str:
+    """The number of prefixes, and the first of them with one `{i}` for all numbers.
 
-    >>> listed(["a", "b", "c"], 2)
-    'a, b and 1 more'
+    >>> counted(["encoder.0.attn", "encoder.1.attn", ""])
+    '3 x encoder.{i}.attn, (top)'
     """
-    more = f" and {len(names) - most} more" * (len(names) > most)
-    return separator.join(names[:most]) + more
+    places = dict.fromkeys(re.sub(r"\d+", "{i}", prefix) or "(top)" for prefix in prefixes)
+    return f"{len(prefixes)} x {listed(list(places), 3)}"
 
 
 class Epsilons(NamedTuple):

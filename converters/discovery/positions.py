@@ -36,13 +36,14 @@ from jaxmha.converters.discovery.attention_blocks import Block
 from jaxmha.converters.discovery.axial import Axial
 from jaxmha.converters.discovery.disentangled import Disentangled
 from jaxmha.converters.discovery.head_count import Configured
-from jaxmha.converters.discovery.notes import listed
+from jaxmha.converters.discovery.notes import counted
 from jaxmha.converters.discovery.planes import Planes, Square
 from jaxmha.converters.discovery.query_scale import QueryPower, QueryScale
 from jaxmha.converters.layout.arrays import NDArray, to_numpy
 
 # Key of safetensors metadata, followed by `.PREFIX`: the scheme of a block in words.
 METADATA = "jaxmha.positions"
+SCALED = "queries multiplied by factors of positions"
 # Model types whose rotary positions rotate pairs of neighbouring features.
 INTERLEAVED = frozenset((
     "blt_global_transformer", "blt_local_decoder", "blt_local_encoder", "blt_patcher", "codegen",
@@ -120,10 +121,15 @@ class Positions(NamedTuple):
     why: str = ""
     query_scale: QueryScale | QueryPower | None = None
 
+    @property
+    def applied(self) -> bool:
+        """True if the model applies known positions to queries, keys or logits."""
+        return self.scheme not in ("none", "unknown") or self.query_scale is not None
+
     def __str__(self) -> str:
         """The scheme in words."""
         if self.query_scale is not None:
-            return f"{self._replace(query_scale=None)}, queries multiplied by factors of positions"
+            return f"{self._replace(query_scale=None)}, {SCALED}"
         if isinstance(self.rotary, Rotary):
             kind = "" if self.rotary.kind == "default" else f", scaling {self.rotary.kind}"
             pairs = "neighbouring features" if self.rotary.interleaved else "halves"
@@ -154,20 +160,15 @@ def of_blocks(
 
 def notes(file: checkpoint.Checkpoint, found: Mapping[str, Positions]) -> Iterator[str]:
     """Yields a note on every scheme that config.json or a tensor determines."""
-    schemes: dict[str, list[str]] = {}
+    schemes: dict[tuple[str, bool], list[str]] = {}
     for prefix, one in found.items():
-        if one.scheme != "none" and not one.why.endswith(_NOT_KNOWN):
-            schemes.setdefault(str(one), []).append(prefix)
-    for scheme, prefixes in schemes.items():
-        places = list(dict.fromkeys(re.sub(r"\d+", "{i}", x) or "(top)" for x in prefixes))
-        yield printable(
-            f"positions of {len(prefixes)} x {listed(places, 3)}: {scheme}"
-            + f"; {_GIVEN}" * (scheme.split(",")[0].split(" ")[0] in _COMPUTED)
-        )
+        if one.applied or (one.scheme == "unknown" and not one.why.endswith(_NOT_KNOWN)):
+            schemes.setdefault((str(one), one.applied), []).append(prefix)
+    for (scheme, applied), prefixes in schemes.items():
+        yield printable(f"positions of {counted(prefixes)}: {scheme}" + f"; {_GIVEN}" * applied)
 
 
 _NOT_KNOWN = "is not known here"
-_COMPUTED = ("rotary", "alibi", "relative")
 _GIVEN = "positions_of(folder) of jaxmha.converters gives what computes them"
 
 
@@ -180,8 +181,19 @@ def to_metadata(file: checkpoint.Checkpoint, found: Mapping[str, Positions]) -> 
     return {f"{METADATA}.{prefix}": str(one) for prefix, one in found.items() if known}
 
 
-def typed(file: checkpoint.Checkpoint) -> bool:
-    """True if the configuration next to a checkpoint names a model type."""
+def stated(file: checkpoint.Checkpoint) -> dict[str, str]:
+    """The positions of blocks in words, by prefix, as the metadata of a converted file has them."""
+    key = f"{METADATA}."
+    return {k.removeprefix(key): v for k, v in file.metadata.items() if k.startswith(key)}
+
+
+def typed(file: checkpoint.Checkpoint, heads: Configured | None = None) -> bool:
+    """True if the configuration next to a checkpoint names a model type.
+
+    `heads`: its head counts; if they are wrong, it describes other tensors, and the result is False.
+    """
+    if heads and heads.wrong:
+        return False
     content = hf_config.readable(file.path)
     return any(t for _, t in hf_config.search(content, ["model_type"]))
 
@@ -279,7 +291,7 @@ def _rotary(
         raise ValueError("its rotary positions count rows and columns")
     layer = behaviours.layer_of(block.prefix)
     if not layer_kinds.rotated(own, model_type, layer):
-        return Positions("none", why=f"layer {layer} has no rotary positions")
+        return Positions("none", why="the layer has no rotary positions")
     if own.get("use_mem_rope") is False:
         return Positions("none", why="use_mem_rope is false")
     if model_type in OPTIONAL and own.get("position_embedding_type") != "rope":

@@ -11,10 +11,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
-from jaxmha.checkpoint.errors import printable
+from jaxmha.checkpoint.errors import listed, printable
 from jaxmha.converters.discovery import architectures, hf_config, masked_types, signs, unlike
 from jaxmha.converters.discovery.hf_config import Json
-from jaxmha.converters.discovery.notes import listed
 
 
 class Evidence(NamedTuple):

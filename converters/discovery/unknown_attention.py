@@ -7,9 +7,9 @@ get other names and axes, and could be mistaken for a known layout.
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
+from jaxmha.checkpoint.errors import listed
 from jaxmha.converters.discovery import other_forms
 from jaxmha.converters.discovery.attention_blocks import Block, natural
-from jaxmha.converters.discovery.notes import listed
 from jaxmha.converters.discovery.role_names import role_of
 from jaxmha.converters.layout import latent
 

@@ -1,5 +1,6 @@
 """Converts arrays of any framework to NumPy; imports a framework only if an array is from it."""
 
+from collections.abc import Container
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     AnyArray: TypeAlias = Tensor | ArrayLike
 else:
     AnyArray = object  # at run time `to_numpy` checks the type
+
+# Frameworks whose models `jaxmha.converters.matching` reads and fills.
+FRAMEWORKS = ("torch", "keras", "flax", "equinox")
 
 
 def to_numpy(array: AnyArray, name: str = "") -> NDArray:
@@ -107,10 +111,17 @@ def cast(array: NDArray, dtype: str | None) -> NDArray:
     """
     import jax.numpy as jnp
 
-    if dtype is None or not jnp.issubdtype(array.dtype, jnp.floating):
+    if dtype is None or not is_float(array.dtype):
         return array
     with np.errstate(over="ignore"):
         return array.astype(jnp.dtype(dtype))
+
+
+def is_float(dtype: Any) -> bool:
+    """True for a floating dtype, also for those that NumPy does not know, such as bfloat16."""
+    import jax.numpy as jnp
+
+    return bool(jnp.issubdtype(dtype, jnp.floating))
 
 
 def narrower(one: "DTypeLike", other: "DTypeLike") -> np.dtype[Any]:
@@ -138,13 +149,12 @@ def packages_of(value: object) -> tuple[str, ...]:
     return tuple(dict.fromkeys(base.__module__.split(".")[0] for base in type(value).__mro__))
 
 
-def framework_of(model: object) -> str:
-    """The framework of a model or layer: torch, keras, flax or equinox; else "".
+def framework_of(model: object, known: Container[str] = FRAMEWORKS) -> str:
+    """The framework of a model or layer, of those `known`; else "".
 
     The most derived class decides: a Keras layer on the torch backend is a `torch.nn.Module` too.
 
     >>> framework_of(np.zeros(3))
     ''
     """
-    known = ("torch", "keras", "flax", "equinox")
     return next((package for package in packages_of(model) if package in known), "")

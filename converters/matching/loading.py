@@ -10,6 +10,7 @@ import numpy as np
 from einops import rearrange
 
 from jaxmha.checkpoint import Lazy, TensorInfo, hub
+from jaxmha.checkpoint.errors import listed
 from jaxmha.converters.layout.arrays import NDArray
 from jaxmha.converters.matching import lines, trees
 from jaxmha.converters.matching.patterns import expand
@@ -18,7 +19,6 @@ from jaxmha.converters.matching.templates import is_buffer
 from jaxmha.converters.matching.trees import Array, Tree
 from jaxmha.dims import bind, parse
 
-_SHOWN = 5
 POLICIES = ("refuse", "keep")
 
 
@@ -171,11 +171,11 @@ def _refuse_rest(
     lacking = [n for n, a in target.arrays.items() if n not in jobs and not is_buffer(a)]
     if left and unused == "refuse":
         raise RestError(
-            f"the model has no place for {_listed(left)}", "unused='keep' leaves them out"
+            f"the model has no place for {listed(left)}", "unused='keep' leaves them out"
         )
     if lacking and missing == "refuse":
         raise RestError(
-            f"the plan has nothing for {_listed(lacking)}", "missing='keep' leaves them as they are"
+            f"the plan has nothing for {listed(lacking)}", "missing='keep' leaves them as they are"
         )
 
 
@@ -185,11 +185,6 @@ class RestError(ValueError):
     def __init__(self, fact: str, advice: str) -> None:
         super().__init__(f"{fact}; {advice}")
         self.fact = fact
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" * (len(names) > _SHOWN)
-    return ", ".join(names[:_SHOWN]) + more
 
 
 class _Bound(NamedTuple):

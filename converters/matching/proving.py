@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray as Array
 
-from jaxmha.converters.layout.arrays import NDArray, narrower
+from jaxmha.converters.layout.arrays import NDArray, is_float, narrower
 from jaxmha.converters.matching import lines, loading, running, trees
 from jaxmha.converters.matching.plan import Line, MatchPlan, Packing
 from jaxmha.converters.matching.proof import Departure, Proof
@@ -192,7 +192,7 @@ def _narrowest(runs: Mapping[str, running.Run]) -> tuple[np.dtype[Any], str | No
     for which, run in runs.items():
         layers = [(f"{'.'.join(path)} of the {which}", x) for path, x in run.layers.items()]
         for name, array in (*layers, *((f"the {which}", x) for x in run.outputs)):
-            if running.is_float(array.dtype) and narrower(found, array.dtype) != found:
+            if is_float(array.dtype) and narrower(found, array.dtype) != found:
                 found, first = array.dtype, name.removeprefix(" of ")
     return found, first
 

@@ -10,7 +10,7 @@ from unittest import mock
 import numpy as np
 
 from jaxmha.converters.discovery import live_model
-from jaxmha.converters.layout.arrays import NDArray, framework_of, to_numpy
+from jaxmha.converters.layout.arrays import NDArray, framework_of, is_float, to_numpy
 from jaxmha.converters.matching.trees import keras_variables, node, tree_leaves
 
 Arguments = tuple[Any, ...] | Mapping[str, Any]
@@ -75,13 +75,6 @@ def _called(model: Callable[..., Any], arguments: Arguments, convert: Callable[[
 
 def _wide(array: Any) -> Any:
     return array.astype(np.float64) if is_float(array.dtype) else array
-
-
-def is_float(dtype: Any) -> bool:
-    """True for a floating dtype, also for those that NumPy does not know, such as bfloat16."""
-    import jax.numpy as jnp
-
-    return bool(jnp.issubdtype(dtype, jnp.floating))
 
 
 def _first(output: Any) -> Any:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxmha import checkpoint
+from jaxmha.checkpoint.errors import listed
 from jaxmha.checkpoint.formats import table
 from jaxmha.converters.discovery import (
     attention_blocks,
@@ -18,7 +19,6 @@ from jaxmha.converters.discovery import (
 )
 from jaxmha.converters.discovery.attention_blocks import shapes
 from jaxmha.converters.discovery.head_count import Configured
-from jaxmha.converters.discovery.notes import listed
 from jaxmha.converters.layout.base import Layout
 from jaxmha.converters.migrate import keras_order
 from jaxmha.converters.migrate.plans import Plan
@@ -91,7 +91,7 @@ def _config(
 
     `named`: True if the metadata of the destination names the positions of its blocks.
     """
-    if not positions.typed(file) or (heads and heads.wrong):
+    if not positions.typed(file, heads):
         return
     name, facts = hf_config.file_of(file.path).name, "masks and epsilons of norms"
     stored = "; the metadata names the positions in words" if named else ""

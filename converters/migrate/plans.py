@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from jaxmha import notebook
+from jaxmha.checkpoint.errors import listed
 from jaxmha.converters import keras
 from jaxmha.converters.discovery import (
     behaviours,
@@ -25,7 +26,6 @@ from jaxmha.converters.discovery import (
 from jaxmha.converters.discovery.attention_blocks import Block
 from jaxmha.converters.discovery.latent_blocks import LatentBlock
 from jaxmha.converters.discovery.layer_layouts import Convention
-from jaxmha.converters.discovery.notes import listed
 from jaxmha.converters.discovery.other_layers import Module
 from jaxmha.converters.layout import latent_forms, registry
 from jaxmha.converters.layout.base import Layout

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxmha.checkpoint.errors import printable
+from jaxmha.checkpoint.errors import listed, printable
 from jaxmha.converters.discovery import (
     attention_blocks,
     behaviours,
@@ -19,7 +19,6 @@ from jaxmha.converters.discovery import (
 from jaxmha.converters.discovery.attention_blocks import Block
 from jaxmha.converters.discovery.latent_blocks import LatentBlock
 from jaxmha.converters.discovery.layer_layouts import Convention
-from jaxmha.converters.discovery.notes import listed
 from jaxmha.converters.discovery.other_layers import Module
 from jaxmha.converters.layout.base import Layout
 from jaxmha.converters.layout.validation import several_dtypes

@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxmha import MHAParams, Semantics, checkpoint
+from jaxmha.checkpoint.errors import listed
 from jaxmha.converters.discovery import behaviours
 from jaxmha.converters.layout import registry, transform
 from jaxmha.converters.layout.arrays import NDArray
@@ -22,7 +23,6 @@ from jaxmha.params import leaves
 # Partition specs, or a function that returns them for given arrays.
 Specs = Callable[[Any], Any] | MHAParams | Mapping[str, Any]
 PIECE = 32 << 20  # bytes transferred to a device at once
-SHOWN = 8  # names listed in a message
 
 
 @overload
@@ -193,8 +193,7 @@ def _refuse_rounded(name: str, dtype: np.dtype[Any], otherwise: str) -> None:
 def _starts(names: Iterable[str]) -> str:
     """Describes the first keys of the names, so that the user can choose a prefix."""
     starts = sorted({name.replace("/", ".").split(".")[0] for name in names})
-    more = f" and {len(starts) - SHOWN} more" if len(starts) > SHOWN else ""
-    return f"they start with {', '.join(starts[:SHOWN])}{more}" if starts else "there are none"
+    return f"they start with {listed(starts, 8)}" if starts else "there are none"
 
 
 def _placed(

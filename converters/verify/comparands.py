@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from jaxmha import MHAParams, Semantics, checkpoint, multi_head_attention
-from jaxmha.checkpoint.errors import printable
+from jaxmha.checkpoint.errors import listed, printable
 from jaxmha.converters import equinox, flax, keras, torch
 from jaxmha.converters.discovery import (
     attention_blocks,
@@ -26,8 +26,7 @@ from jaxmha.converters.discovery import (
     user_names,
 )
 from jaxmha.converters.discovery.attention_blocks import Block, shapes
-from jaxmha.converters.discovery.notes import listed
-from jaxmha.converters.layout.arrays import NDArray, packages_of, to_numpy
+from jaxmha.converters.layout.arrays import NDArray, framework_of, packages_of, to_numpy
 from jaxmha.converters.migrate.plans import DTYPES
 from jaxmha.converters.migrate.preconditions import naming
 from jaxmha.converters.verify import other_tensors
@@ -257,8 +256,8 @@ def exact_dtypes(dtype: np.dtype[Any]) -> Iterator[None]:
 def _read_live(given: AnySource, num_heads: int | None) -> Comparand:
     """Reads the attention layers (also hand-written ones) and other tensors of a model object."""
     module = given[0] if isinstance(given, tuple) and given else given
-    package = next((p for p in packages_of(module) if p in FRAMEWORKS), None)
-    if package is None:
+    package = framework_of(module, FRAMEWORKS)
+    if not package:
         raise TypeError(
             f"cannot compare {_shown(given)}: give a path, a flat dict of arrays, MHAParams, a live "
             f"layer or model of {_frameworks()}, or a linen pair (module, variables)"

@@ -7,10 +7,9 @@ write the same setting under several keys.
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from jaxmha.checkpoint.errors import shown
+from jaxmha.checkpoint.errors import listed, shown
 from jaxmha.converters.discovery import architectures, hf_config, signs, unconverted
 from jaxmha.converters.discovery.hf_config import Json
-from jaxmha.converters.discovery.notes import listed
 
 Way = tuple[str, ...]
 # Differences, and notes on values that were not compared.

@@ -6,8 +6,8 @@ exchange their groups, Keras loads the weights of each into the other, whatever 
 
 from collections.abc import Mapping
 
+from jaxmha.checkpoint.errors import listed
 from jaxmha.converters.discovery import other_layers
-from jaxmha.converters.discovery.notes import listed
 from jaxmha.converters.discovery.user_names import dotted
 from jaxmha.converters.verify.comparands import Comparand
 from jaxmha.converters.verify.other_tensors import Source

@@ -4,15 +4,23 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxmha import MHAParams, Semantics, checkpoint
-from jaxmha.checkpoint.errors import printable
-from jaxmha.converters.discovery import behaviours, described, head_count, user_names
-from jaxmha.converters.discovery.attention_blocks import shapes
+from jaxmha.checkpoint.errors import listed, printable
+from jaxmha.converters.discovery import (
+    attended,
+    behaviours,
+    described,
+    head_count,
+    positions,
+    signs,
+    user_names,
+)
+from jaxmha.converters.discovery.attended import Attended
+from jaxmha.converters.discovery.attention_blocks import Block, shapes
+from jaxmha.converters.discovery.head_count import Configured
 from jaxmha.converters.layout.latent import SIGN as LATENT_SIGN
 from jaxmha.converters.migrate.preconditions import naming
-from jaxmha.converters.verify import model_facts
 from jaxmha.converters.verify.comparands import layers
 
-SHOWN = 10  # names listed before "and more"
 _LATENT = (
     ", and latent attention, which jaxmha.converters.huggingface.import_latent_params reads, is not "
     "a block of MHAParams"
@@ -60,13 +68,12 @@ def read(path: Path, name: str | None = None, num_heads: int | None = None) -> O
         stack, bracket, index = (name or "").rpartition("[")  # `name[i]`: layer i of a stack
         whole = name is None or name in known
         if not whole and not (bracket and stack in known):
-            names = ", ".join(called[block.prefix] or "(top)" for block in found[:SHOWN])
-            more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-            raise ValueError(printable(f"{path} has no block {name!r}; there are {names}{more}"))
+            names = listed([called[block.prefix] or "(top)" for block in found], 10)
+            raise ValueError(printable(f"{path} has no block {name!r}; there are {names}"))
         block = found[0] if name is None else known[name if whole else stack]
         own, configured = called[block.prefix], described.of(file, found).heads
         count, _ = head_count.find(block, all_shapes, num_heads, file.metadata, configured)
-        around = model_facts.around(file, block, configured)
+        around = _around(file, block, configured)
         try:
             candidates = list(layers(own, block.layout.name, *block.read(file, count)))
         except ValueError as error:
@@ -79,3 +86,20 @@ def read(path: Path, name: str | None = None, num_heads: int | None = None) -> O
     first = chosen[0]
     others = len(found) + len(candidates) - 2
     return OneBlock(first.name, first.params, first.semantics, others, *around)
+
+
+def _around(file: checkpoint.Checkpoint, block: Block, heads: Configured | None) -> tuple[str, str]:
+    """Positions and mask in words that a model applies around a block; "" for none or not known.
+
+    `heads`: the head counts of the configuration next to the file.
+    """
+    if positions.typed(file, heads):
+        place = positions.of_blocks(file, [block], heads)[block.prefix]
+        mask = attended.of_prefixes(file, [block], [block.prefix], heads)[block.prefix]
+        no_mask = mask.scheme == "unknown" or mask == Attended("full")
+        return str(place) if place.applied else "", "" if no_mask else str(mask)
+    stated = positions.stated(file).get(block.prefix, "")
+    if not stated and block.layout.name in signs.IMPLIED:
+        stated = f"mostly {signs.IMPLIED[block.layout.name]}: no config.json says which"
+    nothing = stated.startswith(("none", "unknown")) and not stated.endswith(positions.SCALED)
+    return "" if nothing else stated, ""

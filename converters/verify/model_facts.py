@@ -12,20 +12,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxmha import checkpoint
-from jaxmha.checkpoint.errors import printable
+from jaxmha.checkpoint.errors import listed, printable
 from jaxmha.converters.discovery import (
     attended,
     described,
     hf_config,
     other_layers,
     positions,
-    signs,
 )
 from jaxmha.converters.discovery.attended import Attended
-from jaxmha.converters.discovery.attention_blocks import Block
 from jaxmha.converters.discovery.described import Description
-from jaxmha.converters.discovery.head_count import Configured
-from jaxmha.converters.discovery.notes import listed
+from jaxmha.converters.discovery.notes import counted
 from jaxmha.converters.discovery.positions import Positions
 from jaxmha.converters.verify import config_settings, latent_comparison
 from jaxmha.converters.verify.comparands import ComparedBlock
@@ -113,7 +110,7 @@ def compare(a: Source, b: Source, pairs: Pairs, *, only_blocks: bool = False) ->
 def _read(file: checkpoint.Checkpoint, source: Source) -> _Facts:
     description = described.of(file, source.found)
     aside = description.heads.wrong if description.heads else ""
-    typed = positions.typed(file) and not aside
+    typed = positions.typed(file, description.heads)
     content = hf_config.readable(file.path)
     prefixes = [block.prefix for block in source.found]
     prefixes += [block.prefix for block in source.latents]
@@ -127,7 +124,7 @@ def _read(file: checkpoint.Checkpoint, source: Source) -> _Facts:
         "" if typed else _why_unused(file, aside),
         places,
         masks,
-        stated_positions(file),
+        positions.stated(file),
         {
             x.prefix.replace("/", "."): x.kind
             for x in layers
@@ -147,29 +144,6 @@ def _why_unused(file: checkpoint.Checkpoint, aside: str) -> str:
     return _UNTYPED if hf_config.file_of(file.path).exists() else ""
 
 
-def stated_positions(file: checkpoint.Checkpoint) -> dict[str, str]:
-    """The positions of blocks in words, by prefix, as the metadata of a converted file has them."""
-    key = f"{positions.METADATA}."
-    return {k.removeprefix(key): v for k, v in file.metadata.items() if k.startswith(key)}
-
-
-def around(file: checkpoint.Checkpoint, block: Block, heads: Configured | None) -> tuple[str, str]:
-    """Positions and mask in words that a model applies around a block; "" for none or not known.
-
-    `heads`: the head counts of the configuration next to the file.
-    """
-    place, mask = "", ""
-    if positions.typed(file) and not (heads and heads.wrong):
-        place = str(positions.of_blocks(file, [block], heads)[block.prefix])
-        mask = str(attended.of_prefixes(file, [block], [block.prefix], heads)[block.prefix])
-    else:
-        place = stated_positions(file).get(block.prefix, "")
-    if not place and block.layout.name in signs.IMPLIED:
-        place = f"mostly {signs.IMPLIED[block.layout.name]}: no config.json says which"
-    none = ("none", "unknown")
-    return "" if place.startswith(none) else place, "" if mask.startswith((*none, "full")) else mask
-
-
 def _prefix(block: ComparedBlock, source: Source) -> str:
     """The prefix in the file of a block, or of the stack that holds it."""
     path = re.sub(r"\[[\d, ]+\]$", "", block.path)
@@ -184,10 +158,9 @@ def _differing(
     found: dict[tuple[str, str], list[str]] = {}
     for pair in dict.fromkeys(pairs):
         if (both := differ(*pair)) is not None:
-            found.setdefault(both, []).append(re.sub(r"\d+", "{i}", pair[0]) or "(top)")
-    for (first, second), places in found.items():
-        where = listed(list(dict.fromkeys(places)), 3)
-        yield f"{what} of {len(places)} x {where}: first {first}; second {second}"
+            found.setdefault(both, []).append(pair[0])
+    for (first, second), prefixes in found.items():
+        yield f"{what} of {counted(prefixes)}: first {first}; second {second}"
 
 
 def _places(x: _Facts, y: _Facts, p: str, q: str) -> tuple[str, str] | None:
@@ -240,11 +213,9 @@ def _not_known(
         if whys[0] != whys[1]:
             for which, why in zip(("first", "second"), whys, strict=True):
                 if why:
-                    place = re.sub(r"\d+", "{i}", p) or "(top)"
-                    found.setdefault(f"unknown in the {which} ({why})", []).append(place)
-    for why, places in found.items():
-        where = listed(list(dict.fromkeys(places)), 3)
-        yield f"not compared: {what} of {len(places)} x {where}, {why}"
+                    found.setdefault(f"unknown in the {which} ({why})", []).append(p)
+    for why, prefixes in found.items():
+        yield f"not compared: {what} of {counted(prefixes)}, {why}"
 
 
 def _known(x: _Facts, y: _Facts, p: str, q: str) -> bool:

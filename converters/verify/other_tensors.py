@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxmha import checkpoint
+from jaxmha.checkpoint.errors import listed
 from jaxmha.converters.discovery import layer_layouts, other_layers
 from jaxmha.converters.discovery.attention_blocks import Block
 from jaxmha.converters.discovery.latent_blocks import LatentBlock
@@ -189,9 +190,9 @@ def _compared(
         count = len(latents)
         notes.append(f"latent attention, {count} blocks: weights compared, no output computed")
     if turned:
-        notes.append(f"stored transposed, and otherwise the same: {_listed(turned)}")
+        notes.append(f"stored transposed, and otherwise the same: {listed(turned)}")
     if zero:
-        notes.append(f"biases of zeros in only one source, which change nothing: {_listed(zero)}")
+        notes.append(f"biases of zeros in only one source, which change nothing: {listed(zero)}")
     return Outside(differing, tuple(left), tuple(notes))
 
 
@@ -324,8 +325,3 @@ def _differing(x: NDArray, y: NDArray) -> int:
         return int(np.count_nonzero(x.view(bits) != y.view(bits)))
     parts = (np.ascontiguousarray(z).reshape(-1, 1).view(np.uint64) for z in (x, y))
     return int(np.not_equal(*parts).any(axis=-1).sum())
-
-
-def _listed(names: list[str], most: int = 5) -> str:
-    more = f" and {len(names) - most} more" * (len(names) > most)
-    return ", ".join(names[:most]) + more

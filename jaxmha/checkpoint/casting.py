@@ -48,16 +48,6 @@ class Loss(NamedTuple):
         )
 
 
-def is_float(dtype: np.dtype) -> bool:
-    """True if a dtype is a real floating-point one, of NumPy or ml_dtypes.
-
-    Example:
-        >>> is_float(BFLOAT16), is_float(np.dtype(int))
-        (True, False)
-    """
-    return dtype in FLOATS
-
-
 def target(wanted: Wanted | Mapping[str, Wanted] | None, name: str, dtype: np.dtype) -> np.dtype:
     """The dtype in which to write the tensor `name`, whose present dtype is `dtype`.
 
@@ -72,7 +62,7 @@ def target(wanted: Wanted | Mapping[str, Wanted] | None, name: str, dtype: np.dt
     """
     if isinstance(wanted, Mapping):
         return _dtype(wanted[name]) if name in wanted else dtype
-    return dtype if wanted is None or not is_float(dtype) else _dtype(wanted)
+    return dtype if wanted is None or dtype not in FLOATS else _dtype(wanted)
 
 
 def _dtype(wanted: Wanted) -> np.dtype:

@@ -6,7 +6,7 @@ Every message names the file, the member or tensor, the problem and the remedy.
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 _LONGEST_SHOWN = 120
@@ -116,6 +116,17 @@ def shown(name: Any) -> str:
     """A name from a file, escaped and shortened for printing."""
     text = ascii(name[: _LONGEST_SHOWN + 1] if isinstance(name, str) else name)
     return text if len(text) <= _LONGEST_SHOWN else text[:_LONGEST_SHOWN] + "...'"
+
+
+def listed(names: Sequence[str], most: int = 5, separator: str = ", ") -> str:
+    """The first names, and the number of the others.
+
+    Example:
+        >>> listed(["a", "b", "c"], 2)
+        'a, b and 1 more'
+    """
+    more = f" and {len(names) - most} more" * (len(names) > most)
+    return separator.join(names[:most]) + more
 
 
 def printable(text: str, keep: str = "") -> str:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxmha.checkpoint import digests
-from jaxmha.checkpoint.casting import Loss, cast, is_float
+from jaxmha.checkpoint.casting import FLOATS, Loss, cast
 from jaxmha.checkpoint.errors import UnsupportedDtype
 from jaxmha.checkpoint.tensor import TensorInfo, contiguous, parts, to_bytes
 
@@ -150,7 +150,7 @@ class WriteJob:
             lost |= cast(part[~finite], dtype)[1].overflowed > 0
         what = [f"values from {low:.6g} to {high:.6g}"] * beyond + ["NaN or infinity"] * lost
         remedy = "choose a wider dtype" + " or a signed one" * (dtype.kind == "u")
-        if is_float(dtype):
+        if dtype in FLOATS:
             remedy += " (bfloat16 has the range of float32)"
         elif lost:
             remedy = "choose a floating-point dtype"

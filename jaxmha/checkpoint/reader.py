@@ -17,6 +17,7 @@ from jaxmha.checkpoint.errors import (
     CheckpointError,
     UnknownTensor,
     UnreadableFile,
+    listed,
     shown,
 )
 from jaxmha.checkpoint.folder import Folder
@@ -29,7 +30,6 @@ from jaxmha.checkpoint.source import Source
 from jaxmha.checkpoint.tensor import TensorInfo
 
 _DEFAULT = Limits()
-_LISTED = 5  # most names of unused files in a note
 
 
 class Lazy(Mapping[str, np.ndarray]):
@@ -234,13 +234,11 @@ class Checkpoint(Lazy):
     def notes(self) -> tuple[str, ...]:
         """Remarks on dequantised tensors, and on files of the folder that are not used."""
         kinds = Counter(self.quantised.values())
-        listed = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+        counts = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
         note = "quantised tensors are dequantised on reading, and are never written as quantised"
-        names = ", ".join(map(shown, self.unused[:_LISTED]))
-        more = len(self.unused) - _LISTED
-        names += f" and {more} more" * (more > 0)
+        names = listed([shown(name) for name in self.unused])
         other = f"of its folder, {self.path.name} alone was read, and not used: {names}"
-        return (f"{note}: {listed}",) * bool(kinds) + (other,) * bool(self.unused)
+        return (f"{note}: {counts}",) * bool(kinds) + (other,) * bool(self.unused)
 
     def __repr__(self) -> str:
         return f"Checkpoint({str(self.path)!r}, format={self.format!r}, {len(self)} tensors)"

@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.table import Table
 
 from jaxmha import checkpoint
-from jaxmha.cli.console import SHOWN, err, escape, out, print_line, print_table
+from jaxmha.cli.console import SHOWN, err, escape, out, print_line, print_some, print_table
 from jaxmha.converters.migrate.pipeline import Conversion
 from jaxmha.converters.verify import report
 
@@ -39,10 +39,7 @@ def print_conversion(
     if done.kept:
         print_line(f"kept from an earlier run, and checked: {len(done.kept)} shards")
     _print_losses(done.losses)
-    for name in done.carried[:SHOWN]:
-        print_line(f"carried over: {escape(name)}")
-    if (more := len(done.carried) - SHOWN) > 0:
-        print_line(f"and {more} more (--json lists all)")
+    print_some([f"carried over: {escape(name)}" for name in done.carried])
     for note in done.notes if checked is None else checked.notes:
         print_line(f"note: {escape(note)}")
     if checked is None:

@@ -8,12 +8,12 @@ from typing import Annotated
 import typer
 
 from jaxmha.cli.console import (
-    SHOWN,
     escape,
     one_message,
     print_json,
     print_line,
     print_notes,
+    print_some,
     print_table,
 )
 from jaxmha.cli.layouts import print_layouts
@@ -101,8 +101,8 @@ def _print_layers(layers: Sequence[inspection.LayerInfo]) -> None:
 
 
 def _print_not_understood(info: inspection.FileInfo) -> None:
-    for name, why in list(info.not_understood.items())[:SHOWN]:
+    lines = []
+    for name, why in info.not_understood.items():
         shape = "x".join(map(str, info.other_tensors[name])) or "scalar"
-        print_line(escape(f"not understood: {name} ({shape}): {why}"))
-    if (more := len(info.not_understood) - SHOWN) > 0:
-        print_line(f"and {more} more (--json lists all)")
+        lines.append(escape(f"not understood: {name} ({shape}): {why}"))
+    print_some(lines)

@@ -12,8 +12,15 @@ import pytest
 
 from jaxmha import checkpoint
 from jaxmha.converters import masks_of, positions_of
-from jaxmha.converters.discovery import attention_blocks, behaviours, layer_kinds, rotary_settings
+from jaxmha.converters.discovery import (
+    attention_blocks,
+    behaviours,
+    layer_kinds,
+    positions,
+    rotary_settings,
+)
 from jaxmha.converters.discovery.positions import Rotary
+from jaxmha.converters.verify import load_block
 
 pytestmark = pytest.mark.filterwarnings("default")
 LAYERS, HEADS, H = 13, 2, 8
@@ -189,6 +196,18 @@ def test_semantics_and_factors_follow_the_layers_of_llama_4(tmp_path: Path) -> N
         prefix = f"model.layers.{i}.self_attn"
         assert norms[prefix] == (None if whole else "rms")
         assert (places[prefix].query_scale is not None) == whole
+    with checkpoint.open(folder / "model.safetensors") as file:
+        (noted,) = (note for note in positions.notes(file, places) if ": none" in note)
+    assert noted.startswith(f"positions of {LAYERS // 4} x model.layers.{{i}}.self_attn: none")
+    assert "positions_of" in noted
+    prefix = "model.layers.3.self_attn"
+    assert load_block.read(folder / "model.safetensors", prefix).positions == str(places[prefix])
+
+
+def test_a_window_without_a_direction_is_a_mask_of_the_model(tmp_path: Path) -> None:
+    file = _saved(tmp_path, RAW["modernbert"]) / "model.safetensors"
+    masks = [load_block.read(file, f"model.layers.{i}.self_attn").mask for i in (0, 1)]
+    assert masks == ["", "full, a query and 64 keys before and 64 after"]
 
 
 @pytest.mark.parametrize(

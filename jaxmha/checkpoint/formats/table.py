@@ -15,6 +15,7 @@ from jaxmha.checkpoint.errors import (
     IncompleteCheckpoint,
     MalformedFile,
     UnsupportedFormat,
+    listed,
 )
 from jaxmha.checkpoint.formats import gguf, keras_archive, keras_h5, npz, orbax, safetensors
 from jaxmha.checkpoint.formats import zip as zip_directory
@@ -274,14 +275,12 @@ def file_in(path: Path, limits: Limits = _DEFAULT, added: str | None = None) -> 
     if len(found) == 1:
         return path / found[0]
     if found:
-        shown = ", ".join(found[:_LISTED]) + f" and {len(found) - _LISTED} more" * (
-            len(found) > _LISTED
-        )
-        raise AmbiguousFile(path, f"holds several checkpoints ({shown})", "name one of them")
+        problem = f"holds several checkpoints ({listed(found, _LISTED)})"
+        raise AmbiguousFile(path, problem, "name one of them")
     folders = [name for name in names[:_SEARCHED] if os.path.isdir(path / name)]
     inside = [one for name in folders for one in _holding(path, name, limits)]
-    listed = ", ".join(inside[:_LISTED] or names[:_LISTED])
-    holding = "its folders " + listed if inside else (f"only {listed}" if names else "nothing")
+    first = ", ".join(inside[:_LISTED] or names[:_LISTED])
+    holding = "its folders " + first if inside else (f"only {first}" if names else "nothing")
     raise IncompleteCheckpoint(
         path,
         f"is a directory without a checkpoint: it holds {holding}",
