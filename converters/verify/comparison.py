@@ -85,6 +85,7 @@ def compare(
         unproven,
         facts.differing,
         dtype,
+        rest.relations,
     )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxmha.checkpoint.errors import printable
 from jaxmha.converters.verify.other_tensors import Left
-from jaxmha.converters.verify.weights import ROUNDED, SAME_VALUES, Difference
+from jaxmha.converters.verify.weights import Difference, Relation
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,7 @@ class Report:
       unproven: facts that no tensor shows, such as the order of layers in a Keras file.
       facts: facts of the models in no tensor that differ: positions, masks, norms (`model_facts`).
       dtype: dtype to which the first source was rounded before the comparison; None: it was not.
+      relations: names in `outside` -> how two tensors of different dtypes are related.
     """
 
     blocks: tuple[BlockReport, ...]
@@ -97,6 +98,7 @@ class Report:
     unproven: tuple[str, ...] = ()
     facts: tuple[str, ...] = ()
     dtype: str | None = None
+    relations: Mapping[str, Relation] = field(default_factory=dict)
 
     @property
     def different(self) -> bool:
@@ -125,10 +127,9 @@ class Report:
             return False
         if any(not block.differences or block.behaviour for block in self.blocks if not block.same):
             return False
-        weights = [str(one) for block in self.blocks for one in block.differences]
-        found = [*weights, *self.outside.values()]
-        alike = all(text.endswith((ROUNDED, SAME_VALUES)) for text in found)
-        return alike and any(text.endswith(ROUNDED) for text in found)
+        weights = [x.relation for b in self.blocks for x in b.differences if not x.harmless]
+        found = {*weights, *map(self.relations.get, self.outside)}
+        return Relation.ROUNDED in found and found <= {Relation.ROUNDED, Relation.SAME_VALUES}
 
     def __str__(self) -> str:
         lines = [] if self.dtype is None else [f"the first source was rounded to {self.dtype}"]

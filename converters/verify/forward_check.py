@@ -182,46 +182,17 @@ def cost(
 
     It is in rounding floors, and 0 if the rounded stages overflow.
     """
-    exact = oracle.run(params, semantics, *given, mask=mask).output
-    with np.errstate(over="ignore", invalid="ignore"):
-        query, key, value = (x.astype(dtype) for x in given)
-        own = _rounded(params, dtype)
-        stages = oracle.run(own, semantics, query, key, value, mask=mask)
-        error = _rms(_stage_rounded(own, semantics, query, stages, dtype) - exact)
-    return error / oracle.rounding_floor(exact, dtype) if error < math.inf else 0.0
-
-
-def _stage_rounded(
-    params: MHAParams,
-    semantics: Semantics,
-    query: NDArray,
-    exact: Stages,
-    dtype: np.dtype[Any],
-) -> NDArray:
-    """Computes the output from exact heads, rounding the heads and every later stage to `dtype`."""
 
     def rounded(x: NDArray) -> NDArray:
         return x.astype(dtype).astype(np.float64)
 
-    weights = {name: to_numpy(leaf).astype(np.float64) for name, leaf in leaves(params).items()}
-    N, H = exact.query.shape[2:]
-    q, k, v = (rounded(x) for x in (exact.query, exact.key, exact.value))
-    k, v = (np.repeat(x, N // x.shape[2], axis=2) for x in (k, v))
-    scale, cap = semantics.scale, semantics.logits_soft_cap
-    logits = np.einsum("btnh,bsnh->bnts", rounded(q * (H**-0.5 if scale is None else scale)), k)
-    if cap is not None:
-        logits = cap * np.tanh(rounded(logits) / cap)
-    logits, allowed = rounded(logits), ~np.isneginf(exact.logits)
-    probabilities = oracle.exclude(logits, allowed)
-    if "sinks" in weights:
-        probabilities = oracle.with_sinks(probabilities, logits, allowed, weights["sinks"])
-    context = rounded(np.einsum("bnts,bsnh->btnh", rounded(probabilities), v))
-    if params.gate is not None:
-        context = rounded(context * rounded(oracle.gates(query.astype(np.float64), params.gate)))
-    if params.out is None:
-        return context.reshape(exact.output.shape)
-    out = np.einsum("btnh,nhd->btd", context, weights["out.kernel"])
-    return rounded(out + weights.get("out.bias", 0.0))
+    exact = oracle.run(params, semantics, *given, mask=mask).output
+    with np.errstate(over="ignore", invalid="ignore"):
+        query, key, value = (rounded(x) for x in given)
+        own = _rounded(params, dtype)
+        stages = oracle.run(own, semantics, query, key, value, mask, rounded=rounded)
+        error = _rms(stages.output - exact)
+    return error / oracle.rounding_floor(exact, dtype) if error < math.inf else 0.0
 
 
 def explain_forward(block: ComparedBlock, seed: int, factor: float = 1.0) -> str | None:

@@ -7,6 +7,7 @@ from typing import Any
 from jaxmha.converters.discovery import positions, stored_semantics
 from jaxmha.converters.discovery.latent_blocks import LatentBlock
 from jaxmha.converters.layout.arrays import NDArray
+from jaxmha.converters.verify.weights import How
 
 Load = Callable[[str], NDArray | None]
 
@@ -27,26 +28,27 @@ def pairs(
 def differences(
     pair: tuple[LatentBlock, LatentBlock],
     loads: tuple[Load, Load],
-    describe: Callable[[NDArray, NDArray], str],
-) -> Iterator[tuple[str, str]]:
-    """Yields (name, description) of every leaf that differs, and of every fact that differs.
+    describe: Callable[[NDArray, NDArray], How | None],
+) -> Iterator[tuple[str, How]]:
+    """Yields (name, how it differs) of every leaf that differs, and of every fact that differs.
 
     Facts are scale, dropout rate and positions; they are compared if both blocks know some.
-    `describe` returns how two arrays differ, "" if they are the same.
+    `describe` returns how two arrays differ, None if they are the same.
     """
     ours, theirs = (_leaves(block, load) for block, load in zip(pair, loads, strict=True))
     for leaf in dict.fromkeys([*pair[0].leaves, *pair[1].leaves]):
         name = f"{pair[0].prefix}, {leaf}"
         x, y = ours.get(leaf), theirs.get(leaf)
         if x is None or y is None:
-            yield name, f"only in the {'second' if x is None else 'first'}"
-        elif text := describe(x, y):
-            yield name, text
+            yield name, How(f"only in the {'second' if x is None else 'first'}")
+        elif how := describe(x, y):
+            yield name, how
     facts = [_facts(block) for block in pair]
     if all(facts):
         for what in {**facts[0], **facts[1]}:
             if facts[0].get(what) != facts[1].get(what):
-                yield f"{pair[0].prefix}, {what}", f"{facts[0].get(what)} and {facts[1].get(what)}"
+                text = f"{facts[0].get(what)} and {facts[1].get(what)}"
+                yield f"{pair[0].prefix}, {what}", How(text)
 
 
 def _leaves(block: LatentBlock, load: Load) -> dict[str, NDArray]:

@@ -12,6 +12,7 @@ from jaxmha.params import field_of, leaves
 
 # (logits `B N T S`, allowed pairs of the same shape) -> probabilities.
 Softmax = Callable[[NDArray, NDArray], NDArray]
+Rounded = Callable[[NDArray], NDArray]
 
 
 class Stages(NamedTuple):
@@ -54,11 +55,13 @@ def run(
     mask: NDArray | None = None,
     *,
     softmax: Softmax = exclude,
+    rounded: Rounded = lambda x: x,
 ) -> Stages:
     """Computes the layer on `(B, T, Dq)`, `(B, S, Dk)`, `(B, S, Dv)`, without dropout.
 
     `mask` is Boolean, broadcastable to `B N T S`, True = attend. `softmax` defines the
     probabilities of fully masked rows, by default zeros; its S includes the extra positions.
+    `rounded` is applied to every intermediate array from the heads on, by default not at all.
 
     >>> from jaxmha import Projection
     >>> params = MHAParams(*[Projection(np.ones((6, 2, 3)))] * 3)
@@ -78,13 +81,14 @@ def run(
         q, k, v = (np.clip(x, -semantics.clip_qkv, semantics.clip_qkv) for x in (q, k, v))
     k = _append(k, weights.get("bias_k"), semantics)
     v = _append(v, weights.get("bias_v"), semantics)
+    q, k, v = (rounded(x) for x in (q, k, v))
 
     (B, T, N, H), (S, K) = q.shape, k.shape[1:3]
     scale = H**-0.5 if semantics.scale is None else semantics.scale
-    grouped = q.reshape(B, T, K, N // K, H)
-    logits = scale * np.einsum("btkgh,bskh->bkgts", grouped, k).reshape(B, N, T, S)
+    grouped = rounded(scale * q).reshape(B, T, K, N // K, H)
+    logits = rounded(np.einsum("btkgh,bskh->bkgts", grouped, k).reshape(B, N, T, S))
     if semantics.logits_soft_cap is not None:
-        logits = semantics.logits_soft_cap * np.tanh(logits / semantics.logits_soft_cap)
+        logits = rounded(semantics.logits_soft_cap * np.tanh(logits / semantics.logits_soft_cap))
     allowed = np.ones(logits.shape, bool)
     if mask is not None:
         allowed[..., : key.shape[1]] = mask
@@ -95,14 +99,15 @@ def run(
     if "sinks" in weights:
         probabilities = with_sinks(probabilities, logits, allowed, weights["sinks"])
     logits = np.where(allowed, logits, -np.inf)
+    probabilities = rounded(probabilities)
     rows = probabilities.reshape(B, K, N // K, T, S)
-    context = np.einsum("bkgts,bskh->btkgh", rows, v).reshape(B, T, N, -1)
+    context = rounded(np.einsum("bkgts,bskh->btkgh", rows, v).reshape(B, T, N, -1))
     if params.gate is not None:
-        context = context * gates(np.asarray(query, np.float64), params.gate)
+        context = rounded(context * rounded(gates(np.asarray(query, np.float64), params.gate)))
     output = context.reshape(B, T, -1)
     if params.out is not None:
         output = np.einsum("btnh,nhd->btd", context, weights["out.kernel"], optimize=True)
-        output = output + weights.get("out.bias", 0.0)
+        output = rounded(output + weights.get("out.bias", 0.0))
     return Stages(q, k, v, logits, probabilities, context, output)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,7 +24,7 @@ from jaxmha.converters.discovery.user_names import dotted
 from jaxmha.converters.layout.arrays import NDArray, cast, to_numpy
 from jaxmha.converters.layout.base import Entry
 from jaxmha.converters.verify import latent_comparison
-from jaxmha.converters.verify.weights import rounding
+from jaxmha.converters.verify.weights import How, Relation, of_types
 
 _ROWS = 4 << 20  # bytes of each tensor compared at once
 
@@ -78,11 +79,13 @@ class Outside(NamedTuple):
       differing: name in the first source -> description of the difference.
       left: tensors that could not be compared.
       notes: remarks on tensors that count as the same.
+      relations: name -> how two tensors of different dtypes are related, if that is known.
     """
 
     differing: dict[str, str]
     left: tuple[Left, ...]
     notes: tuple[str, ...]
+    relations: Mapping[str, Relation] = MappingProxyType({})
 
 
 NOTHING = Outside({}, (), ())
@@ -150,7 +153,7 @@ def _compared(
     alone: list[dict[str, str]],
     harmless: list[tuple[int, str]],
 ) -> Outside:
-    differing: dict[str, str] = {}
+    differing: dict[str, How] = {}
     left: list[Left] = []
     turned: list[str] = []
     zero: list[str] = []
@@ -159,7 +162,7 @@ def _compared(
         loads = load_a, load_b
         latents = latent_comparison.pairs(operands[0].latents, operands[1].latents)[0]
         for one in latents:
-            differing |= latent_comparison.differences(one, loads, _whole_difference)
+            differing |= latent_comparison.differences(one, loads, _difference)
         for number, name in harmless:
             array = loads[number](name)
             if array is not None and not array.any():
@@ -176,11 +179,11 @@ def _compared(
                     if x is None
                 ]
                 continue
-            text = _difference(arrays[0], arrays[1], pair.entries)
-            if text and pair.transposed and not _difference(arrays[0].T, arrays[1], None):
+            how = _difference(arrays[0], arrays[1], pair.entries)
+            if how and pair.transposed and not _difference(arrays[0].T, arrays[1]):
                 turned.append(pair.names[0])
-            elif text:
-                differing[pair.names[0]] = text
+            elif how:
+                differing[pair.names[0]] = how
     for number, own in enumerate(("first", "second")):
         for name in sorted(alone[number], key=order.__getitem__):
             other = ("second", "first")[number]
@@ -193,7 +196,9 @@ def _compared(
         notes.append(f"stored transposed, and otherwise the same: {listed(turned)}")
     if zero:
         notes.append(f"biases of zeros in only one source, which change nothing: {listed(zero)}")
-    return Outside(differing, tuple(left), tuple(notes))
+    relations = {name: how.relation for name, how in differing.items() if how.relation}
+    texts = {name: how.text for name, how in differing.items()}
+    return Outside(texts, tuple(left), tuple(notes), relations)
 
 
 def _groups(source: Source) -> dict[str, _Group]:
@@ -299,20 +304,14 @@ def _dense(value: Any) -> NDArray | None:
     return None if array.dtype == object else array
 
 
-def _difference(x: NDArray, y: NDArray, entries: tuple[Entry, Entry] | None) -> str:
-    """Describes how two tensors differ; empty if every bit is the same."""
+def _difference(x: NDArray, y: NDArray, entries: tuple[Entry, Entry] | None = None) -> How | None:
+    """Describes how two tensors differ; None if every bit is the same."""
     if entries is not None:
         x, y = (layer_layouts.unpack(e, z) for e, z in zip(entries, (x, y), strict=True))
     if x.dtype != y.dtype or x.shape != y.shape:
-        text = f"{x.dtype} {x.shape} and {y.dtype} {y.shape}"
-        relation = rounding(x, y) if x.shape == y.shape else ""
-        return f"{text}; {relation}" if relation else text
+        return of_types(x, y)
     count = _differing(x, y)
-    return f"{count} of {x.size} elements differ" if count else ""
-
-
-def _whole_difference(x: NDArray, y: NDArray) -> str:
-    return _difference(x, y, None)
+    return How(f"{count} of {x.size} elements differ") if count else None
 
 
 def _differing(x: NDArray, y: NDArray) -> int:

@@ -1,6 +1,8 @@
 """Bitwise differences between the weights of two blocks, leaf by leaf."""
 
 from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
 
 import numpy as np
 
@@ -9,8 +11,20 @@ from jaxmha.converters.layout.arrays import NDArray, to_numpy
 from jaxmha.converters.verify import diagnosis
 from jaxmha.params import leaves
 
-SAME_VALUES = "the same values"
-ROUNDED = "the second is the first, rounded"
+
+class Relation(StrEnum):
+    """How two arrays of different dtypes are related."""
+
+    SAME_VALUES = "the same values"
+    ROUNDED = "the second is the first, rounded"
+    ROUNDED_BACK = "the first is the second, rounded"
+
+
+class How(NamedTuple):
+    """How two arrays differ, in words, and their relation if one is known."""
+
+    text: str
+    relation: Relation | None = None
 
 
 @dataclass(frozen=True)
@@ -18,7 +32,8 @@ class Difference:
     """A leaf that differs; `index` is the first differing element, None if shape or dtype differs.
 
     `index` is also None if only one block has the leaf. `harmless`: True for a bias whose elements
-    are zeros (of any sign) in each block that has it.
+    are zeros (of any sign) in each block that has it. `relation`: how the leaves of two dtypes are
+    related, if that is known.
     """
 
     leaf: str
@@ -29,6 +44,7 @@ class Difference:
     count: int = 0
     size: int = 0
     harmless: bool = False
+    relation: Relation | None = None
 
     def __str__(self) -> str:
         if self.index is None:
@@ -56,10 +72,8 @@ def differences_of(a: MHAParams, b: MHAParams) -> list[Difference]:
             continue
         x, y = ours[leaf], theirs[leaf]
         if x.shape != y.shape or x.dtype != y.dtype:
-            what = f"{x.dtype} {x.shape} and {y.dtype} {y.shape}"
-            if x.shape == y.shape and (relation := rounding(x, y)):
-                what += f"; {relation}"
-            found.append(Difference(leaf, what))
+            how = of_types(x, y)
+            found.append(Difference(leaf, how.text, relation=how.relation))
             continue
         bits = f"u{x.dtype.itemsize}"
         where_differs = np.argwhere(
@@ -83,21 +97,27 @@ def stored_differently(a: MHAParams, b: MHAParams, output_differs: bool) -> tupl
     """
     unequal = [one for one in differences_of(a, b) if not one.harmless]
     return tuple(
-        str(one) for one in unequal if not output_differs or one.what.endswith(SAME_VALUES)
+        str(one) for one in unequal if not output_differs or one.relation == Relation.SAME_VALUES
     )
 
 
-def rounding(x: NDArray, y: NDArray) -> str:
-    """Says which array equals the other rounded to its dtype; "" if neither does.
+def of_types(x: NDArray, y: NDArray) -> How:
+    """Describes two arrays whose dtypes or shapes differ.
 
-    >>> rounding(np.ones(2, np.float32), np.ones(2)), rounding(np.ones(2, np.float32), np.ones(2) / 3)
-    ('the same values', '')
+    >>> of_types(np.ones(2, np.float32), np.ones(2)).text
+    'float32 (2,) and float64 (2,); the same values'
     """
+    text = f"{x.dtype} {x.shape} and {y.dtype} {y.shape}"
+    relation = _relation(x, y) if x.shape == y.shape else None
+    return How(f"{text}; {relation}" if relation else text, relation)
+
+
+def _relation(x: NDArray, y: NDArray) -> Relation | None:
     with np.errstate(over="ignore", invalid="ignore"):
         narrowed, widened = x.astype(y.dtype), y.astype(x.dtype)
         second, first = np.array_equal(narrowed, y), np.array_equal(widened, x)
     if first and second:
-        return SAME_VALUES
+        return Relation.SAME_VALUES
     if second:
-        return ROUNDED
-    return "the first is the second, rounded" if first else ""
+        return Relation.ROUNDED
+    return Relation.ROUNDED_BACK if first else None

@@ -340,3 +340,19 @@ def test_what_has_one_name_outside_attention_is_compared(
     found = comparison.compare(*sides, num_heads=layer.num_heads)
     assert (found.same, set(found.outside), found.notes) == (False, {"norm"}, ())
     assert "norm: differs, outside attention" in str(found)
+
+
+@pytest.mark.parametrize("wrong", ["", "pooler.dense.weight", "pooler.dense.bias"])
+def test_tensors_that_are_only_rounded_are_recognised(wrong: str) -> None:
+    """A bias of zeros in one source alone changes nothing, rounded or not."""
+    state = {name: array.astype(np.float32) for name, array in bert().items()}
+    other = {name: array.astype(np.float16) for name, array in state.items()}
+    zero = "encoder.layer.0.attention.self.key.bias"
+    state[zero] = np.zeros_like(state[zero])
+    del other[zero]
+    if wrong:
+        other[wrong] = other[wrong] * np.float16(2)
+    report = comparison.compare(state, other, num_heads=N)
+    assert report.only_rounded == (not wrong)
+    assert not report.same
+    json.dumps(report.to_json())
