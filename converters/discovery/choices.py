@@ -53,6 +53,11 @@ def made(blocks: Sequence[Block], file: Any) -> list[Block]:
     return [_chosen(block, choices) for block in blocks]
 
 
+def chooses(found: str, layout: str) -> bool:
+    """True if a configuration can choose a layout where the arrays alone are read as `found`."""
+    return any((one.found, one.layout) == (found, layout) for one in _CHOICES)
+
+
 def _chosen(block: Block, choices: Sequence[_Choice]) -> Block:
     for one in choices:
         alike = block.layout.name == one.found and not block.given

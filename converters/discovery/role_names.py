@@ -70,8 +70,13 @@ _IN_ORDER = re.compile(
 )
 # Names of the layers of blocks with another scale or packing: torchvision's MaxViT divides its
 # logits by the width of all heads, CodeGen packs for several processors, and Megatron-Core packs by
-# key head (layout megatron).
-_UNLIKE = {("to_qkv", "merge"), ("qkv_proj", "out_proj"), ("linear_qkv", "linear_proj")}
+# key head (layout megatron; keys and values of its attention across by head).
+_UNLIKE = {
+    ("to_qkv", "merge"),
+    ("qkv_proj", "out_proj"),
+    ("linear_qkv", "linear_proj"),
+    ("linear_q", "linear_kv", "linear_proj"),
+}
 # Prefixes of blocks of DeepSeek-OCR: their names are in `_UNLIKE`, but they pack all queries, then
 # all keys, then all values.
 _LIKE = re.compile(r"(^|[./])vision_model[./]transformer[./]layers[./]\d+[./]self_attn$")

@@ -7,6 +7,7 @@ from typing import Any
 from jaxmha.checkpoint.errors import printable
 from jaxmha.converters.discovery import (
     attention_blocks,
+    choices,
     damaged_blocks,
     family_keymaps,
     layer_layouts,
@@ -121,6 +122,7 @@ def refuse(
     elsewhere = [b.prefix for b in target_blocks if b.prefix in prefixes and not b.family]
     if elsewhere and target.name in places.NAMED:
         places.refuse_prefix(target, elsewhere[0])
+    _refuse_other_families(target, prefixes, attention_blocks.find(shapes))
     known = [b._replace(configured=b.prefix in configured) for b in attention_blocks.find(shapes)]
     if not (broken := damaged_blocks.find(shapes, known)):
         return
@@ -129,3 +131,21 @@ def refuse(
             f"could not be read back: {printable(broken[min(new)])}, since other layers would get "
             'the names of its arrays: carry them over in a plan (kind = "other")'
         )
+
+
+def _refuse_other_families(target: Layout, prefixes: set[str], found: Sequence[Block]) -> None:
+    """Raises ValueError if the prefix of a block is of a family that stores its arrays otherwise."""
+    meant = {entry.key: (entry.axes, entry.leaves) for entry in target.entries}
+    for block in found:
+        own = {entry.key: (entry.axes, entry.leaves) for entry in block.layout.entries}
+        if block.prefix not in prefixes or not block.family:
+            continue
+        if choices.chooses(block.layout.name, target.name):
+            continue
+        if any(meant.get(key, own[key]) != own[key] for key in block.keys):
+            raise ValueError(
+                f"block {printable(block.prefix)} could not be read back: it has a prefix of "
+                f"{block.family[0]}, where its rows are those of layout {block.layout.name}, not "
+                f"{target.name}: name layout {block.layout.name}, or give the block another prefix "
+                "in a plan"
+            )

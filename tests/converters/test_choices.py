@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -180,3 +181,24 @@ def test_names_of_t5_are_read_without_a_configuration(tmp_path: Path) -> None:
     pipeline.convert_state(state, to="jaxmha", num_heads=N)
     with checkpoint.open(tmp_path / "c.safetensors") as file:
         assert file.info.keys() == state.keys()
+
+
+def test_rows_are_not_written_where_a_family_has_them_in_another_order(tmp_path: Path) -> None:
+    params = jaxmha.init_params(jax.random.key(0), num_heads=N, num_kv_heads=2, features=E)
+    written(tmp_path, linear.export_params(params, layout="llama", prefix=CHATGLM))
+    with pytest.raises(ValueError, match=r"prefix of ChatGLM, where .* chatglm, not falcon: name"):
+        pipeline.convert(tmp_path / "a.safetensors", tmp_path / "b.npz", to="falcon", num_heads=N)
+    pipeline.convert(tmp_path / "a.safetensors", tmp_path / "b.npz", to="chatglm", num_heads=N)
+
+
+def test_attention_across_of_megatron_core_is_carried_over(tmp_path: Path) -> None:
+    """Its rows are key and value of each head in turn, and no layout packs so."""
+    prefix = "decoder.layers.0.cross_attention"
+    shapes = {"linear_q": (E, E), "linear_kv": (2 * E, E), "linear_proj": (E, E)}
+    state = {f"{prefix}.{name}.weight": np.ones(shape) for name, shape in shapes.items()}
+    own = packed("decoder.layers.0.self_attention", N, "linear_qkv", "linear_proj")
+    path = written(tmp_path, own | state)
+    done = pipeline.convert(path, tmp_path / "b.npz", to="jaxmha", num_heads=N)
+    assert any(f"attention of no known layout, 1 x {prefix[:15]}" in note for note in done.notes)
+    with pytest.raises(ValueError, match="no known layout"):
+        linear.import_params(state, prefix=prefix, num_heads=N)
