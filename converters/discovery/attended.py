@@ -196,7 +196,7 @@ def _each(size: int) -> tuple[int, int]:
 
 def _kind(own: Mapping[str, Any], model_type: str, layer: int | None) -> str:
     """The kind of attention of a layer, in the words of `layer_types`."""
-    if (found := layer_kinds.listed(own, layer)) is not None:
+    if (found := layer_kinds.listed(own, model_type, layer)) is not None:
         return found
     if model_type == "recurrent_gemma":
         return "sliding_attention"

@@ -57,6 +57,7 @@ class Block(NamedTuple):
     also: tuple[str, ...] = ()  # other layouts with the same keys, if no family decides
     configured: bool = False  # `behaviours` set the layout semantics from config.json or metadata
     unlike: str = ""  # why the model type computes more than the layout, see `unlike.why`
+    unread: str = ""  # why `behaviours` could not read the settings of the model type
     given: bool = False  # the user named the layout, so no configuration chooses another one
 
     @property
@@ -69,6 +70,8 @@ class Block(NamedTuple):
         """Reason why the block must not be read without a configuration; "" if it may be read."""
         if self.configured:
             return ""
+        if self.unread:
+            return f"{self.prefix or '(top)'}: {self.unread}"
         if asked := _asks(self.layout):
             return f"{self.prefix}: {self.unlike or asked}"
         if self.family_match is None or not self.family_match[0].refused:

@@ -19,6 +19,7 @@ class Description:
       heads: the head counts. epsilon: the epsilons of norms.
       unlike: kinds of norms that compute another function (`hf_config.offset_norms`).
       unbiased: the kind of norms without a bias (`hf_config.unbiased_norms`).
+      aside: True if config.json contradicts the blocks, and was ignored.
       notes: why a configuration was ignored, or could not be read.
     """
 
@@ -26,6 +27,7 @@ class Description:
     epsilon: notes.Epsilons = notes.Epsilons()  # noqa: RUF009 (immutable)
     unlike: Mapping[str, str] = field(default_factory=dict)
     unbiased: str = ""
+    aside: bool = False
     notes: tuple[str, ...] = ()
 
 
@@ -41,7 +43,7 @@ def of(file: checkpoint.Checkpoint, blocks: Sequence[Block]) -> Description:
     content = hf_config.readable(file.path)
     by_key, unbiased = hf_config.epsilons(file.path), hf_config.unbiased_norms(file.path)
     found_notes = list(_unread(file.path))
-    if wrong := contradictions.find(content, configured, blocks, shapes):
+    if wrong := (of_others := contradictions.find(content, configured, blocks, shapes)):
         path = file.path.parent / hf_config.CONFIG
         configured, by_key, unbiased = _aside(path, wrong, configured), {}, ""
         found_notes.append(f"{path} was set aside, epsilon and all: {listed(wrong, 3, '; ')}")
@@ -54,6 +56,7 @@ def of(file: checkpoint.Checkpoint, blocks: Sequence[Block]) -> Description:
         notes.Epsilons(by_key, by_prefix),
         hf_config.offset_norms(file.path),
         unbiased,
+        bool(of_others),
         tuple(map(printable, found_notes)),
     )
 

@@ -8,6 +8,8 @@ rules of the configuration classes of transformers 5.23.
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from jaxmha.converters.discovery import architectures
+
 SLIDING, FULL, CHUNKED = "sliding_attention", "full_attention", "chunked_attention"
 _PATTERN, _GLOBAL = "sliding_window_pattern", "global_attn_every_n_layers"
 
@@ -52,17 +54,42 @@ EVERY = {
 UNLISTED = frozenset((
     "cohere2_moe", "diffusion_gemma_text", "dots3_note_text", "embedding_gemma2_text", "flint",
     "gemma4_text", "gemma4_unified_text", "inkling2_text", "inkling_text", "lfm3", "mimo_v2_flash",
-    "muse_glimmer_text", "muse_spark_text", "neomme", "ultrabert", "unlimited_ocr_text",
+    "muse_glimmer_assistant", "muse_glimmer_text", "muse_spark_text", "neomme", "ultrabert", "unlimited_ocr_text",
 ))  # fmt: skip
 # Model type -> the size of its window, or of its chunks, where the configuration has no such key.
 SIZES = {
-    "afmoe": 1024, "beam": 512, "blt_patcher": 512, "cohere2": 4096, "cwm": 8192, "dots1": 4096,
-    "exaone4": 4096, "exaone_moe": 4096, "gemma2": 4096, "gemma3_text": 4096, "gemma3n_text": 512,
-    "gpt_oss": 128, "granite_swa": 128, "granitemoe_swa": 128, "kolibri1": 513,
-    "llama4_text": 8192, "mimi": 250, "mimi_decoder": 250, "mimi_encoder": 250, "ministral": 4096,
-    "mistral": 4096, "modernbert": 128, "modernbert-decoder": 128, "olmo3": 4096,
-    "t5_gemma_module": 4096, "t5gemma2_decoder": 4096, "t5gemma2_text": 4096, "vaultgemma": 4096,
+    "afmoe": 1024, "beam": 512, "blt_patcher": 512, "cohere2": 4096, "cohere2_moe": 4096,
+    "cwm": 8192, "diffusion_gemma_text": 512, "dots1": 4096, "dots3_note_text": 512,
+    "embedding_gemma2_text": 512, "exaone4": 4096, "exaone_moe": 4096, "flint": 513, "gemma2": 4096,
+    "gemma3_text": 4096, "gemma3n_text": 512, "gemma4_text": 512, "gemma4_unified_text": 1024,
+    "gpt_oss": 128, "granite_swa": 128, "granitemoe_swa": 128, "kolibri1": 513, "lfm3": 256,
+    "llama4_text": 8192, "mimi": 250, "mimi_decoder": 250, "mimi_encoder": 250,
+    "mimo_v2_flash": 129, "ministral": 4096, "mistral": 4096, "modernbert": 128,
+    "modernbert-decoder": 128, "muse_glimmer_assistant": 2048, "muse_glimmer_text": 2048,
+    "muse_spark_text": 2048, "neomme": 256, "olmo3": 4096, "openai_privacy_filter": 128,
+    "pocket_tts_audio_tokenizer": 250, "pocket_tts_audio_tokenizer_decoder": 250,
+    "pocket_tts_audio_tokenizer_encoder": 250, "t5_gemma_module": 4096, "t5gemma2_decoder": 4096,
+    "t5gemma2_text": 4096, "ultrabert": 128, "vaultgemma": 4096, "voxtral_realtime_encoder": 750,
+    "voxtral_realtime_text": 4096,
 }  # fmt: skip
+# Model types whose masks or rotations follow `layer_types`; all others ignore this key.
+LISTING = frozenset((
+    "afmoe", "axk2", "bailing_hybrid", "beam", "cohere2", "cohere2_moe", "cohere_compass_text",
+    "cwm", "deepseek_ocr2_encoder", "deepseek_v32", "deepseek_v4", "diffusion_gemma_text", "dots1",
+    "dots3_note_text", "embedding_gemma2_text", "exaone4", "exaone_moe", "flint", "gemma2",
+    "gemma3_text", "gemma3n_text", "gemma4_text", "gemma4_unified_text", "glm5_next_text",
+    "glm_moe_dsa", "gpt_oss", "granite_swa", "granitemoe_swa", "granitemoehybrid", "hy_v4",
+    "inkling2_text", "inkling_text", "kimi_linear", "kolibri1", "laguna", "lfm2", "lfm2_moe",
+    "lfm3", "lfm3_vl_vision", "llama4_text", "mellum", "mimo_v2_flash", "minimax_m3_vl_text",
+    "ministral", "mistral_large4_text", "modernbert", "modernbert-decoder",
+    "muse_glimmer_assistant", "muse_glimmer_text", "muse_glimmer_vision", "muse_spark_text",
+    "muse_spark_vision", "neomme", "olmo3", "olmo_hybrid", "pp_doclayout_v2", "pp_doclayout_v3",
+    "qwen2", "qwen2_5_omni_talker", "qwen2_5_omni_text", "qwen2_5_vl_text", "qwen2_moe",
+    "qwen2_vl_text", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next",
+    "qwen3_omni_moe_talker_code_predictor", "qwen4_exp_text", "smollm3", "step3p5",
+    "t5_gemma_module", "t5gemma2_decoder", "t5gemma2_text", "ultrabert", "unlimited_ocr_text",
+    "vaultgemma", "zaya",
+))  # fmt: skip
 # Model types in which one of no_rope_layer_interval layers (4 by default) has no rotary positions,
 # unless no_rope_layers is set.
 _INTERVAL = frozenset(["llama4_text", "mistral_large4_text", "smollm3"])
@@ -75,13 +102,25 @@ _LOCAL = frozenset(
 _LISTED_BASES = frozenset(["muse_glimmer_text", "muse_spark_text"])
 
 
-def listed(own: Mapping[str, Any], layer: int | None) -> str | None:
+def listed(own: Mapping[str, Any], model_type: str, layer: int | None) -> str | None:
     """The kind of a layer that a configuration lists; None if it lists none."""
-    for key in ("layer_types", "attention_layers"):
-        kinds = own.get(key)
-        if isinstance(kinds, list) and layer is not None and layer < len(kinds):
-            return str(kinds[layer])
+    kinds = _of_gpt_neo(own) if model_type == "gpt_neo" else own.get("layer_types")
+    if ignores_list(model_type) and model_type != "gpt_neo":
+        return None
+    if isinstance(kinds, list) and layer is not None and layer < len(kinds):
+        return str(kinds[layer])
     return None
+
+
+def ignores_list(model_type: object) -> bool:
+    """True if the class of a model type is known to ignore the key layer_types."""
+    return model_type in architectures.KNOWN and model_type not in LISTING
+
+
+def _of_gpt_neo(own: Mapping[str, Any]) -> list[str]:
+    """The kinds of the layers of GPT-Neo: `attention_types` lists pairs of kinds and their number."""
+    given = own.get("attention_types") or [[["global", "local"], 12]]
+    return [kind for kinds, number in given for kind in kinds * number]
 
 
 def of(own: Mapping[str, Any], model_type: str, layer: int | None) -> str:
@@ -90,7 +129,7 @@ def of(own: Mapping[str, Any], model_type: str, layer: int | None) -> str:
     Raises:
       ValueError: the configuration does not determine the kind.
     """
-    found = listed(own, layer)
+    found = listed(own, model_type, layer)
     return by_rule(own, model_type, layer) if found is None else found
 
 

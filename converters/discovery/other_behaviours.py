@@ -45,7 +45,7 @@ def _of_wan(own: Mapping[str, Any]) -> Values:
     return {"qk_norm": "rms", "qk_norm_scope": "heads", "qk_norm_epsilon": float(own["eps"])}
 
 
-# Model types, or classes of diffusers, and their readers; see `behaviours.READERS`.
+# Model types, or classes of diffusers, and their readers; see `behaviour_readers.READERS`.
 READERS: tuple[tuple[str, Reader], ...] = (
     ("litgpt", of_litgpt),
     (" ".join(_OF_CLASSES), _of_diffusers),

@@ -13,10 +13,6 @@ from jaxmha.static_checks import number
 
 # Model type -> length and exponent of `QueryPower`, which no configuration has.
 _POWERS = {"beam": (2048.0, 0.1)}
-# Model type -> settings of its class that a configuration need not repeat.
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama4_text": {"attn_temperature_tuning": True, "attn_scale": 0.1, "floor_scale": 8192}
-}
 
 
 class QueryScale(NamedTuple):
@@ -86,7 +82,6 @@ def by_setting(own: Mapping[str, Any], layer: int | None) -> QueryScale | None:
     Returns and raises as `of`.
     """
     model_type = str(own.get("model_type"))
-    own = _DEFAULTS.get(model_type, {}) | dict(own)
     if own.get("attn_temperature_tuning"):
         rotated = layer_kinds.rotated(own, model_type, layer)
         return None if rotated else _scale(own, "attn_scale", "floor_scale", 1)

@@ -36,7 +36,7 @@ BY_KIND = {
 }
 # Base -> the model types whose class has it by default; all others have 10000 by default.
 BASES = {
-    100.0: "eomt_dinov3 gemma4_vision",
+    100.0: "eomt_dinov3",
     1000.0: "nomic_bert",
     20000.0: "jina_embeddings_v3 pe_audio_encoder pe_audio_video_encoder pe_video_encoder",
     100000.0: "helium",
@@ -62,7 +62,7 @@ BASES = {
 SHARES = {
     0.25: "gpt_neox qwen3_5_moe_text qwen3_5_text qwen3_next stablelm",
     0.5: (
-        "bamba glm glm4 glm4_moe glm4v_moe_text glmasr_encoder nemotron "
+        "bamba dots3_note_audio_encoder glm glm4 glm4_moe glm4v_moe_text glmasr_encoder nemotron "
         "nemotron3_5_transcribe_asr_audio nemotron3_5_transcribe_word_timestamp persimmon phi "
         "recurrent_gemma"
     ),
@@ -73,8 +73,10 @@ SHARES = {
 # if their configuration has no RoPE parameters.
 NEEDED = frozenset((
     "apertus", "cwm", "diffusion_gemma_text", "dots3_note_text", "embedding_gemma2_text",
-    "gemma4_text", "gemma4_unified_text", "gpt_oss", "higgs_audio_v2", "laguna", "lfm3", "mellum",
-    "mimo_v2_flash", "ministral3", "neomme", "openai_privacy_filter", "step3p5", "ultrabert", "zaya",
+    "gemma4_text", "gemma4_unified_text", "gemma4_vision", "gpt_oss", "higgs_audio_v2", "laguna",
+    "lfm3", "mellum", "mimo_v2_flash", "minimax_m3_vl_vision", "ministral3", "mistral4",
+    "mistral_large4_text", "mlcd_vision_model", "musicflamingo", "neomme", "openai_privacy_filter",
+    "step3p5", "step3p5_vision", "ultrabert", "zaya",
 ))  # fmt: skip
 # Model types whose list layer_rope_theta holds the base of each layer.
 _BASE_OF_LAYER = ("granite_swa", "granitemoe_swa")
@@ -87,7 +89,7 @@ def of(own: Mapping[str, Any], model_type: str, layer: int | None) -> dict[str, 
       TypeError: the configuration has them as another type than an object.
       ValueError: the configuration does not determine them.
     """
-    given = own.get("rope_parameters") or own.get("rope_scaling") or {}
+    given: Any = own.get("rope_parameters") or own.get("rope_scaling") or {}
     if not isinstance(given, dict):
         raise TypeError(f"rope_parameters or rope_scaling is no object: {str(given)[:40]}")
     if not given and model_type in NEEDED:
@@ -97,8 +99,7 @@ def of(own: Mapping[str, Any], model_type: str, layer: int | None) -> dict[str, 
     if rule is not None or nested:
         kind = layer_kinds.of(own, model_type, layer)
         if nested:
-            of_kind = given.get(kind, given)
-            given = of_kind if isinstance(of_kind, dict) else {}
+            given = _of_kind(given, kind)
         if rule is not None:
             sliding = kind == layer_kinds.SLIDING
             if sliding and not nested and not rule.scaled:
@@ -114,6 +115,16 @@ def of(own: Mapping[str, Any], model_type: str, layer: int | None) -> dict[str, 
         before = own.get("original_max_position_embeddings") or own.get("max_position_embeddings")
         found["original_max_position_embeddings"] = before
     return found
+
+
+def _of_kind(given: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
+    """The parameters of a kind of layer; of a model that lists no kinds, those of full attention."""
+    if not kind and layer_kinds.FULL not in given and len(given) > 1:
+        raise ValueError("layer_types of the configuration are missing")
+    found = given.get(
+        kind or (layer_kinds.FULL if layer_kinds.FULL in given else next(iter(given)))
+    )
+    return found if isinstance(found, Mapping) else {}
 
 
 def _base(own: Mapping[str, Any], model_type: str) -> Any:

@@ -40,6 +40,10 @@ FAMILIES: dict[str, tuple[dict[str, Any], float]] = {
                   "max_position_embeddings": 16},
         8**-0.5,
     ),
+    "GPT2Config": (
+        {"vocab_size": 11, "n_embd": 12, "n_head": 3, "n_layer": 1, "scale_attn_weights": False},
+        1.0,
+    ),
     "Qwen3Config": (_DECODER | {"head_dim": 4, "rms_norm_eps": 1e-5}, 0.5),
 }  # fmt: skip
 

@@ -21,6 +21,7 @@ from jaxmha.converters.discovery import (
 )
 from jaxmha.converters.discovery.positions import Rotary
 from jaxmha.converters.verify import load_block
+from tests.converters.configuration_classes import classes_of
 
 pytestmark = pytest.mark.filterwarnings("default")
 LAYERS, HEADS, H = 13, 2, 8
@@ -113,33 +114,13 @@ def test_layers_are_those_of_the_configuration_class(name: str, tmp_path: Path) 
         np.testing.assert_allclose(place.rotary.inv_freq, values, rtol=1e-6)
 
 
-def _classes() -> dict[str, Any]:
-    """Model type -> its configuration class, of all types in the tables."""
-    import sys
-
-    from transformers import CONFIG_MAPPING
-
-    outer = {
-        "gemma3_text": "gemma3", "gemma3n_text": "gemma3n", "t5_gemma_module": "t5gemma",
-        "t5gemma2_decoder": "t5gemma2", "t5gemma2_text": "t5gemma2", "llama4_text": "llama4",
-        "mimi_decoder": "mimi", "mimi_encoder": "mimi", "blt_patcher": "blt",
-    }  # fmt: skip
-    found = {}
-    for name in {*layer_kinds.EVERY, *layer_kinds.SIZES}:
-        module = sys.modules[CONFIG_MAPPING[outer.get(name, name)].__module__]
-        found[name] = next(
-            x for x in vars(module).values() if getattr(x, "model_type", None) == name
-        )
-    return found
-
-
 def test_the_tables_are_those_of_the_classes() -> None:
     pytest.importorskip("transformers")
-    for name, kind in _classes().items():
+    for name, kind in classes_of({*layer_kinds.EVERY, *layer_kinds.SIZES}).items():
         config = kind()
         key = {"llama4_text": "attention_chunk_size"}.get(name, "sliding_window")
         key = "local_attention" if name.startswith("modernbert") else key
-        assert getattr(config, key) == layer_kinds.SIZES.get(name), name
+        assert config.to_dict()[key] == layer_kinds.SIZES.get(name), name
         if name in layer_kinds.EVERY:
             count = {"num_hidden_layers": config.num_hidden_layers}
             ours = [layer_kinds.of(count, name, i) for i in range(config.num_hidden_layers)]
@@ -212,7 +193,7 @@ def test_a_window_without_a_direction_is_a_mask_of_the_model(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     ("left_out", "named"),
-    [("rms_norm_eps", "no rms_norm_eps"), ("num_attention_heads", "no num_attention_heads")],
+    [("num_attention_heads", "no num_attention_heads")],
 )
 def test_a_missing_setting_is_named(left_out: str, named: str, tmp_path: Path) -> None:
     kernels = {f"model.layers.0.self_attn.{x}_proj.weight": np.ones((16, 16)) for x in "qkvo"}
@@ -243,5 +224,5 @@ def test_a_part_without_a_head_count_is_the_one_that_a_prefix_names(tmp_path: Pa
     assert masks_of(tmp_path)[prefix].left == 63
     with checkpoint.open(tmp_path / "a.safetensors") as file:
         (block,) = behaviours.configured(attention_blocks.find(attention_blocks.shapes(file)), file)
-    with pytest.raises(ValueError, match=r"no query_pre_attn_scalar for model_type gemma3_text"):
-        block.refuse()
+    semantics = block.layout.semantics
+    assert (semantics.scale, semantics.qk_norm_epsilon) == (256**-0.5, 1e-6)
