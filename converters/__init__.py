@@ -104,7 +104,7 @@ def config_of(
 
     from jaxmha.converters.discovery import hf_config
 
-    return hf_config.accepted(Path(source), model_types, accepted or {})
+    return hf_config.checked_config(Path(source), model_types, accepted or {})
 
 
 def attribute(a: Any, b: Any, inputs: Any = None, **options: Any) -> "Attribution":

@@ -74,7 +74,7 @@ def from_module(
         from flax import linen, nnx
 
     of_flax = (nnx.MultiHeadAttention, linen.SelfAttention, linen.MultiHeadDotProductAttention)
-    kinds = (*of_flax, *flax_layers.own_classes())
+    kinds = (*of_flax, *flax_layers.jaxmha_classes())
     if isinstance(module, kinds):
         instead = _instead(variables)
         refuse_own_forward(module, kinds, ["__call__"], instead)
@@ -100,8 +100,8 @@ def weights_of(
         from flax.core import meta
         from flax.traverse_util import flatten_dict
 
-    if isinstance(module, flax_layers.own_classes()):
-        return flax_layers.read_own(module, variables)
+    if isinstance(module, flax_layers.jaxmha_classes()):
+        return flax_layers.read_jaxmha(module, variables)
     norm: dict[str, Any] = {}
     if isinstance(module, nnx.MultiHeadAttention):
         settings: Settings = {"attention_fn": (nnx.dot_product_attention,)}

@@ -33,9 +33,9 @@ Static: TypeAlias = Mapping[str, Any]
 def register() -> None:
     """Registers the types; without an effect on those that a process registered before."""
     for record in RECORDS:
-        _register(record, partial(_of_record, record), partial(_record, record))
-    _register(Mask, _of_mask, _mask)
-    _register(Semantics, _of_semantics, _semantics)
+        _register(record, partial(_write_record, record), partial(_build_record, record))
+    _register(Mask, _write_mask, _build_mask)
+    _register(Semantics, _write_semantics, _build_semantics)
     _register(Program, _no_program, _no_program)
 
 
@@ -66,23 +66,23 @@ def _known(kind: type[Any], given: Mapping[str, Any], known: Iterable[str]) -> d
     return {name: value for name, value in given.items() if name in known}
 
 
-def _of_record(kind: type[Any], _: None) -> bytes:
+def _write_record(kind: type[Any], _: None) -> bytes:
     return json.dumps({"fields": kind._fields}).encode()
 
 
-def _record(kind: type[Any], static: Static, children: Sequence[Any]) -> Any:
+def _build_record(kind: type[Any], static: Static, children: Sequence[Any]) -> Any:
     given = dict(zip(static["fields"], children, strict=True))
     return kind(**_known(kind, given, kind._fields))
 
 
-def _of_mask(static: tuple[int | None, tuple[int | None, int | None] | None]) -> bytes:
+def _write_mask(static: tuple[int | None, tuple[int | None, int | None] | None]) -> bytes:
     offset, window = static
     return json.dumps(
         {"fields": traced_fields(static), "causal_offset": offset, "window_size": window}
     ).encode()
 
 
-def _mask(static: Static, children: Sequence[Any]) -> Mask:
+def _build_mask(static: Static, children: Sequence[Any]) -> Mask:
     given = dict(zip(static["fields"], children, strict=True))
     values = _known(Mask, given, FIELDS)
     window = static["window_size"]
@@ -90,35 +90,35 @@ def _mask(static: Static, children: Sequence[Any]) -> Mask:
     return Mask.tree_unflatten(own, tuple(values.get(name) for name in traced_fields(own)))
 
 
-def _of_semantics(semantics: Semantics) -> bytes:
+def _write_semantics(semantics: Semantics) -> bytes:
     own = {field.name: getattr(semantics, field.name) for field in fields(Semantics)}
     dtype = semantics.softmax_dtype
     own["softmax_dtype"] = None if dtype is None else np.dtype(dtype).name
-    own["precision"] = _of_precision(semantics.precision)
+    own["precision"] = _write_precision(semantics.precision)
     return json.dumps(own).encode()
 
 
-def _semantics(static: Static, _: Sequence[Any]) -> Semantics:
+def _build_semantics(static: Static, _: Sequence[Any]) -> Semantics:
     own = _known(Semantics, static, [field.name for field in fields(Semantics)])
-    return Semantics(**{**own, "precision": _precision(own["precision"])})
+    return Semantics(**{**own, "precision": _build_precision(own["precision"])})
 
 
-def _of_precision(precision: Any) -> object:
+def _write_precision(precision: Any) -> object:
     if isinstance(precision, jax.lax.DotAlgorithmPreset):
         return {"preset": precision.name}
     if isinstance(precision, jax.lax.DotAlgorithm):
         names = [np.dtype(dtype).name for dtype in precision[:3]]
         return {"algorithm": [*names, *precision[3:]]}
-    return [_of_precision(x) for x in precision] if isinstance(precision, tuple) else precision
+    return [_write_precision(x) for x in precision] if isinstance(precision, tuple) else precision
 
 
-def _precision(stored: Any) -> Any:
+def _build_precision(stored: Any) -> Any:
     if isinstance(stored, dict) and "preset" in stored:
         return jax.lax.DotAlgorithmPreset[stored["preset"]]
     if isinstance(stored, dict):
         lhs, rhs, total, *counts = stored["algorithm"]
         return jax.lax.DotAlgorithm(np.dtype(lhs), np.dtype(rhs), np.dtype(total), *counts)
-    return tuple(map(_precision, stored)) if isinstance(stored, list) else stored
+    return tuple(map(_build_precision, stored)) if isinstance(stored, list) else stored
 
 
 def _no_program(*_: object) -> NoReturn:

@@ -19,7 +19,7 @@ def attention_layers(model: "LayerOrPair") -> Iterator[tuple[str, "LayerOrPair"]
     """Path and layer of every attention layer of nnx in a model; a linen pair has path ""."""
     with needed("flax"):
         from flax import linen, nnx
-    of_linen, of_nnx = own_classes()
+    of_linen, of_nnx = jaxmha_classes()
 
     if isinstance(model, tuple):
         if isinstance(model[0], linen.MultiHeadDotProductAttention | of_linen):
@@ -30,7 +30,7 @@ def attention_layers(model: "LayerOrPair") -> Iterator[tuple[str, "LayerOrPair"]
             yield "/".join(map(str, path)), module
 
 
-def own_classes() -> tuple[Any, Any]:
+def jaxmha_classes() -> tuple[Any, Any]:
     """The classes of `jaxmha.flax.linen` and `jaxmha.flax.nnx`, of which the others are subclasses."""
     from jaxmha.flax.linen import MultiHeadDotProductAttention
     from jaxmha.flax.nnx import MultiHeadAttention
@@ -38,11 +38,11 @@ def own_classes() -> tuple[Any, Any]:
     return MultiHeadDotProductAttention, MultiHeadAttention
 
 
-def read_own(module: Any, variables: Mapping[str, Any] | None) -> tuple[MHAParams, Semantics]:
+def read_jaxmha(module: Any, variables: Mapping[str, Any] | None) -> tuple[MHAParams, Semantics]:
     """Parameters and semantics of a layer of `jaxmha.flax`, with its window, without its `rotate`."""
     from jaxmha.flax.settings import read_mask
 
-    if isinstance(module, own_classes()[1]):
+    if isinstance(module, jaxmha_classes()[1]):
         params, semantics = module.to_params()
     elif variables is None:
         raise ValueError("a linen module holds no weights: pass variables= as well")
@@ -55,7 +55,7 @@ def read_own(module: Any, variables: Mapping[str, Any] | None) -> tuple[MHAParam
 
 def beyond_semantics(module: Any) -> str | None:
     """Describes the computation of a layer that neither parameters nor semantics hold, if any."""
-    if not isinstance(module, own_classes()) or module.rotate is None:
+    if not isinstance(module, jaxmha_classes()) or module.rotate is None:
         return None
     return "rotates its queries and keys (rotate)"
 

@@ -82,7 +82,7 @@ def read(path: Path) -> Json:
         source.close()
 
 
-def accepted(
+def checked_config(
     source: Path, model_types: Sequence[str], values: Mapping[str, Sequence[Any]]
 ) -> dict[str, Any]:
     """The configuration of a model, as `jaxmha.converters.config_of`."""

@@ -108,13 +108,12 @@ def _shape(tensor: "torch.Tensor") -> tuple[Any, ...]:
         return ()
 
 
-@cache
 def _has_own_functions(kind: type) -> bool:
     """True for a subclass of `torch.Tensor` that replaces the functions of torch."""
     import torch
 
     plain = (torch.Tensor, torch.nn.Parameter)
-    return any(
+    return kind not in plain and any(
         all(getattr_static(kind, name) is not getattr_static(one, name) for one in plain)
         for name in ("__torch_function__", "__torch_dispatch__")
     )

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from jaxmha.converters.matching.templates import MAIN, ONLY, Layer, Template
+from jaxmha.converters.matching.layers import MAIN, ONLY, Layer
+from jaxmha.converters.matching.templates import Template
 
 _WINDOW = "yxz"
 

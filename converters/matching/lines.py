@@ -8,16 +8,11 @@ from dataclasses import dataclass, replace
 from jaxmha.converters.matching import roles
 from jaxmha.converters.matching.arrows import Arrow, Fit, fit, guesses
 from jaxmha.converters.matching.decide import ALONE, Decision, decide
+from jaxmha.converters.matching.layers import MAIN, Layer, is_buffer
 from jaxmha.converters.matching.patterns import LETTERS, expand, pattern, used
 from jaxmha.converters.matching.plan import Line, MatchPlan, Packing, Question
 from jaxmha.converters.matching.rolling import rolled, unrolled
-from jaxmha.converters.matching.templates import (
-    MAIN,
-    Layer,
-    Template,
-    is_buffer,
-    templates,
-)
+from jaxmha.converters.matching.templates import Template, templates
 from jaxmha.converters.matching.trees import Array, Tree, named_alike
 
 _MOST = 64  # most repetitions to unroll into separate templates

@@ -13,9 +13,9 @@ from jaxmha.checkpoint import Lazy, TensorInfo, hub
 from jaxmha.checkpoint.errors import listed
 from jaxmha.converters.layout.arrays import NDArray
 from jaxmha.converters.matching import lines, trees
+from jaxmha.converters.matching.layers import is_buffer
 from jaxmha.converters.matching.patterns import expand
 from jaxmha.converters.matching.plan import Line, MatchPlan, Packing
-from jaxmha.converters.matching.templates import is_buffer
 from jaxmha.converters.matching.trees import Array, Tree
 from jaxmha.dims import bind, parse
 

@@ -10,9 +10,9 @@ from numpy.typing import NDArray as Array
 
 from jaxmha.converters.layout.arrays import NDArray, is_float, narrower
 from jaxmha.converters.matching import lines, loading, running, trees
+from jaxmha.converters.matching.layers import is_buffer
 from jaxmha.converters.matching.plan import Line, MatchPlan, Packing
 from jaxmha.converters.matching.proof import Departure, Proof
-from jaxmha.converters.matching.templates import is_buffer
 from jaxmha.converters.matching.trees import Tree
 
 # Tolerances of the difference of outputs, relative to the largest output. WIDE is for float64, in

@@ -3,7 +3,7 @@
 import itertools
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from jaxmha.converters.matching.terms import AUTOMATIC, ORDER
 
@@ -154,27 +154,39 @@ def _counted_anew(
 
     In variable paths of Keras, the second encoder has `encoder_1/dense_2` and `encoder_1/dense_3`.
     """
-    content, children = _contents(shapes), _children(shapes)
+    content = _contents(shapes)
     renamed: dict[Path, Path] = {}  # path of a layer -> path with ranks
-    for parent in sorted(children, key=len, reverse=True):  # the outermost blocks last
-        inner = [part for part in children[parent] if (*parent, part) not in shapes]
-        for several in siblings(inner, {p for p in inner if (*parent, p) in automatic}).values():
-            blocks = [(*parent, part) for _, part in several]
-            raw = [content[block] for block in blocks]
-            if (count := _repetitions(raw)) == len(blocks):
-                continue
-            names = [
-                _anew([path for path, _ in one], block, automatic)
-                for block, one in zip(blocks, raw, strict=True)
-            ]
-            ranked = [
-                {(new[path], shape) for path, shape in one}
-                for new, one in zip(names, raw, strict=True)
-            ]
-            if _repetitions(ranked) > count:
-                for block, new in zip(blocks, names, strict=True):
-                    renamed |= {(*block, *old): (*block, *now) for old, now in new.items()}
+    for _, numbered_blocks in _lists_of_blocks(shapes, automatic):
+        blocks = [block for _, block in numbered_blocks]
+        raw = [content[block] for block in blocks]
+        if (count := _repetitions(raw)) == len(blocks):
+            continue
+        names = [
+            _anew([path for path, _ in one], block, automatic)
+            for block, one in zip(blocks, raw, strict=True)
+        ]
+        ranked = [
+            {(new[path], shape) for path, shape in one} for new, one in zip(names, raw, strict=True)
+        ]
+        if _repetitions(ranked) > count:
+            for block, new in zip(blocks, names, strict=True):
+                renamed |= {(*block, *old): (*block, *now) for old, now in new.items()}
     return [renamed.get(path, path) for path in given]
+
+
+def _lists_of_blocks(
+    shapes: Mapping[Path, object], automatic: Collection[Path]
+) -> Iterator[tuple[str, list[tuple[int, Path]]]]:
+    """Yields the stem of each list of numbered blocks, and their numbers and paths in order.
+
+    A list in a block comes before the list of that block.
+    """
+    children = _children(shapes)
+    for parent in sorted(children, key=len, reverse=True):
+        inner = [part for part in children[parent] if (*parent, part) not in shapes]
+        lists = siblings(inner, {part for part in inner if (*parent, part) in automatic})
+        for stem, several in lists.items():
+            yield stem, [(number, (*parent, part)) for number, part in several]
 
 
 def _contents(shapes: Mapping[Path, object]) -> dict[Path, set[tuple[Path, object]]]:
@@ -213,9 +225,14 @@ def _anew(inside: Collection[Path], block: Path, automatic: Collection[Path]) ->
 
 def _repetitions(contents: Sequence[Collection[object]]) -> int:
     """The number of blocks that are like the most frequent one; 0 if only one is."""
-    chief = Counter(map(frozenset, contents)).most_common(1)[0][0]
+    chief = _chief(contents)
     count = sum(_alike(chief, one) for one in contents)
     return count if count > 1 else 0
+
+
+def _chief(contents: Sequence[Collection[object]]) -> frozenset[object]:
+    """The most frequent content, the first of several."""
+    return Counter(map(frozenset, contents)).most_common(1)[0][0]
 
 
 def repeated(shapes: Mapping[Path, object], automatic: Collection[Path]) -> tuple[Marks, set[Path]]:
@@ -226,23 +243,16 @@ def repeated(shapes: Mapping[Path, object], automatic: Collection[Path]) -> tupl
     content = _contents(shapes)
     marks: Marks = {}
     irregular: set[Path] = set()
-    for parent, parts in _children(shapes).items():
-        inner = [part for part in parts if (*parent, part) not in shapes]
-        for stem, several in siblings(
-            inner, {p for p in inner if (*parent, p) in automatic}
-        ).items():
-            if len(several) < 2:
-                continue
-            kinds = Counter(frozenset(content[(*parent, part)]) for _, part in several)
-            chief = kinds.most_common(1)[0][0]
-            members = [(n, p) for n, p in several if _alike(chief, content[(*parent, p)])]
-            if len(members) < 2:
-                continue
-            steps = {b[0] - a[0] for a, b in itertools.pairwise(members)}
-            for rank, (_, part) in enumerate(members):
-                marks[(*parent, part)] = (f"{stem}#" if stem else "#", rank)
-                if len(steps) > 1:
-                    irregular.add((*parent, part))
+    for stem, several in _lists_of_blocks(shapes, automatic):
+        chief = _chief([content[block] for _, block in several])
+        members = [(number, block) for number, block in several if _alike(chief, content[block])]
+        if len(members) < 2:
+            continue
+        steps = {b[0] - a[0] for a, b in itertools.pairwise(members)}
+        for rank, (_, block) in enumerate(members):
+            marks[block] = (f"{stem}#", rank)
+            if len(steps) > 1:
+                irregular.add(block)
     return marks, irregular
 
 

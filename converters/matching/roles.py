@@ -4,7 +4,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from jaxmha.converters.matching.templates import MAIN, Template, by_number
+from jaxmha.converters.matching.layers import MAIN
+from jaxmha.converters.matching.templates import Template, by_number
 from jaxmha.converters.matching.terms import IN_MLP, TOGETHER, terms
 
 _QKV = ("query", "key", "value")

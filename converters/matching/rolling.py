@@ -6,8 +6,9 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from jaxmha.converters.matching.arrows import fit
+from jaxmha.converters.matching.layers import MAIN, Layer, signature
 from jaxmha.converters.matching.repeats import COUNTER, Path, class_and_number
-from jaxmha.converters.matching.templates import MAIN, Layer, Template, signature
+from jaxmha.converters.matching.templates import Template
 from jaxmha.converters.matching.terms import AUTOMATIC, meaning, snake, terms
 from jaxmha.converters.matching.trees import DependsOn
 

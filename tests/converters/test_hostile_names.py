@@ -7,7 +7,8 @@ import pytest
 
 from jaxmha.converters.discovery import attention_blocks, damaged_blocks, unknown_attention
 from jaxmha.converters.matching import decide
-from jaxmha.converters.matching.templates import Layer, Template
+from jaxmha.converters.matching.layers import Layer
+from jaxmha.converters.matching.templates import Template
 from jaxmha.converters.matching.trees import Array
 
 PARTS = ("q", "k", "v", "out")

@@ -1,0 +1,180 @@
+"""Groups the arrays of a tree into layers, and finds the axis orders of their main arrays."""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from jaxmha.converters.discovery.layer_layouts import CONVENTIONS
+from jaxmha.converters.matching.terms import SURE, packed
+from jaxmha.converters.matching.trees import Array, Tree
+
+MAIN, BIAS = "main", "bias"
+ONLY = "only "  # + name: form of an array that is paired only with an array of the same name
+_ENTRIES = [e for c in CONVENTIONS for kind in c.kinds.values() for e in kind if "/" not in e.key]
+_SLOTS = {
+    **{e.key: BIAS if e.leaves[0].endswith("bias") else MAIN for e in _ENTRIES},
+    **dict.fromkeys(("W", "table", "g", "a_2"), MAIN),
+    "b_2": BIAS,
+    **dict.fromkeys(("running_mean", "moving_mean", "mean"), "mean"),
+    **dict.fromkeys(("running_var", "moving_variance", "moving_var", "var"), "var"),
+}
+_STEM = re.compile(
+    r"(?P<stem>.+)_(?P<key>weight|kernel|bias|w|b)$|^(?P<first>W|w|b|kernel|weight|bias)_(?P<rest>.+)$"
+)
+# Names of buffers that models recompute, of counters, and of biases that T5's cross-attention never
+# adds. They are no weights: never matched.
+BUFFERS = re.compile(
+    r"(^|[./])(num_batches_tracked|position_ids|masked_bias|relative_(position_index|coords_table)|"
+    r"causal_mask|EncDecAttention\.relative_attention_bias\.weight)$|^rope_freqs\.weight$"
+)
+_FREQUENCIES = re.compile(r"(^|[./])(original_)?inv_freq$")  # of rotary positions: one axis
+_CAUSAL = re.compile(r"(^|[./])attn\.bias$")  # GPT-2's causal mask, an array with four axes
+# Gates of recurrent layers: torch packs r z n where Keras packs z r h. Only equal names are paired.
+_GATES = re.compile(r"weight_[ih]h(_l\d+)?(_reverse)?|recurrent_kernel")
+_TURNED = re.compile(r"transpose|deconv", re.IGNORECASE)
+
+
+class Layer(NamedTuple):
+    """One layer, or one part of a packed layer.
+
+    `slots` maps "main" (the kernel, table or norm scale), "bias", "mean" and "var" to arrays;
+    `form` is the axis order of the main array, such as "oi" (output, input). `guessed`: True if
+    names do not determine how the parts are ordered in the main array.
+    """
+
+    path: tuple[str, ...]
+    slots: Mapping[str, Array]
+    form: str
+    part: tuple[int, int] | None = None  # (index, count) of the layer in a packed array
+    guessed: bool = False
+
+
+def signature(layer: Layer) -> tuple[object, ...]:
+    """Shapes and axis order of the arrays, equal for repetitions of a layer."""
+    return (
+        tuple(sorted((slot, a.shape) for slot, a in layer.slots.items())),
+        layer.form,
+        layer.part,
+    )
+
+
+def is_buffer(array: Array) -> bool:
+    """True for buffers and counters, which are not weights.
+
+    >>> is_buffer(Array("bn.num_batches_tracked", ("bn", "num_batches_tracked"), (), "int64"))
+    True
+    """
+    shape = array.shape
+    mask = _CAUSAL.search(array.name) and shape[:-2] == (1, 1) and shape[2] == shape[3]
+    frequencies = _FREQUENCIES.search(array.name) and len(shape) == 1
+    whole = array.dtype.startswith(("int", "uint", "bool"))
+    return bool(BUFFERS.search(array.name) or frequencies or mask or whole)
+
+
+def layers(tree: Tree) -> list[Layer]:
+    """Returns the layers of a tree; a packed projection gives one layer per part."""
+    parents = {array.path[:-1] for array in tree.arrays.values()}
+    inner = {path[:n] for path in parents for n in range(len(path))}
+    groups: dict[tuple[str, ...], dict[str, Array]] = defaultdict(dict)
+    for array in tree.arrays.values():
+        if is_buffer(array):
+            continue
+        *parent, key = array.path
+        stem = _STEM.match(key)
+        if stem and key not in _SLOTS:
+            path = (*parent, stem["stem"] or stem["rest"])
+            slot = _SLOTS[stem["key"] or stem["first"]]
+        elif key in _SLOTS and tuple(parent) not in inner:
+            path, slot = tuple(parent) or ("",), _SLOTS[key]
+        else:
+            path, slot = array.path, MAIN
+        if slot in groups[path]:
+            path, slot = array.path, MAIN
+        groups[path][slot] = array
+    found = []
+    gates = {a.path[:-1] for a in tree.arrays.values() if _GATES.fullmatch(a.path[-1])}
+    forms = _forms(groups.values(), tree.kind)
+    forms |= {
+        main.name: f"{ONLY}{main.path[-1]}"
+        for slots in groups.values()
+        if (main := slots.get(MAIN)) and main.path[:-1] in gates
+    }
+    for path, slots in groups.items():
+        if MAIN not in slots:  # arrays with a name like bias or mean, but without a main array
+            found += [Layer(a.path, {MAIN: a}, "raw") for a in slots.values()]
+            continue
+        layer = Layer(path, slots, forms[slots[MAIN].name])
+        key = slots[MAIN].path[-1]
+        names = packed(key if key == "in_proj_weight" else path[-1])
+        if names and len(slots[MAIN].shape) > 1:
+            sure = any(name in (key, path[-1]) and form in ("", layer.form) for name, form in SURE)
+            found += [
+                layer._replace(path=(*path[:-1], name), part=(i, len(names)), guessed=not sure)
+                for i, name in enumerate(names)
+            ]
+        else:
+            found.append(layer)
+    return found
+
+
+def _forms(groups: Iterable[Mapping[str, Array]], kind: str) -> dict[str, str]:
+    """Maps each main array to its axis order, from the class of its layer, its key or its bias.
+
+    The size of a bias shows the output axis of a kernel that is not square. If all such kernels
+    with a key agree, other kernels with this key get the same axis order. "": unknown.
+    """
+    groups = list(groups)
+    by_stem: dict[str, set[str]] = defaultdict(set)
+    proved: dict[str, str] = {}
+    for slots in groups:
+        main, bias = slots.get(MAIN), slots.get(BIAS)
+        if main is None or bias is None or len(main.shape) != 2 or main.shape[0] == main.shape[1]:
+            continue
+        sizes = tuple(n for n in bias.shape if n != 1)
+        for place, form in enumerate(("oi", "io")):
+            if sizes == (main.shape[place],):
+                proved[main.name] = form
+                by_stem[_stem(main)].add(form)
+                by_stem[_last(main)].add(form)
+    found = {}
+    for slots in groups:
+        main = slots.get(MAIN)
+        if main is None:
+            continue
+        form = "" if main.form == "raw" else main.form
+        key = main.path[-1]
+        if not form and main.form != "raw" and key in ("embedding", "embeddings", "table"):
+            form = "vd"
+        by_key = by_stem[_stem(main)]
+        if not form and main.form != "raw" and key in ("kernel", "vars/0"):
+            form = "io"
+        if not form and len(main.shape) > 2 and key in ("weight", "w"):
+            form = "oi" if key == "weight" else "io"
+        if not form and len(main.shape) == 2:
+            own = by_stem[_last(main)]
+            form = proved.get(main.name) or _agreed(own) or _agreed(by_key)
+            if kind == "file" and key == "weight" and not by_key:
+                form = "oi"
+            if form == "oi" and BIAS not in slots and key == "weight" and kind in ("file", "tree"):
+                form = "weight"  # without a bias it may also be an embedding table
+            if form == "io" and BIAS not in slots and key == "weight" and not _agreed(own):
+                form = ""
+        if len(main.shape) > 2 and _TURNED.search("/".join(main.path)):
+            form = "no"
+        found[main.name] = form
+    return found
+
+
+def _agreed(forms: set[str]) -> str:
+    return next(iter(forms)) if len(forms) == 1 else ""
+
+
+def _stem(array: Array) -> str:
+    match = _STEM.match(array.path[-1])
+    return (match["key"] or match["first"]) if match else array.path[-1]
+
+
+def _last(array: Array) -> str:
+    """Returns the last two parts of the path with "#" for numbers, equal for similar arrays."""
+    return "/".join(re.sub(r"\d+", "#", part) for part in array.path[-2:]) + "/"
