@@ -18,7 +18,7 @@ from jaxmha.mask import Mask
 from jaxmha.matmul import operand_dtype, resolved, split_scale
 from jaxmha.mod_arguments import Mods
 from jaxmha.params import MHAParams
-from jaxmha.semantics import Precision, Semantics
+from jaxmha.semantics import Precision, Semantics, logit_scale
 
 BLOCK = 512  # keys per tile; a step computes only the tiles that hold tokens
 WORTH_A_COPY = 4  # copying a key costs about as much as attending this many keys
@@ -117,7 +117,7 @@ def make_step(
 ) -> Step:
     (B, T, N, H), K = query.shape, cache.key.shape[1]
     accumulate = accumulation_dtype(query.dtype)
-    scale = H**-0.5 if semantics.scale is None else semantics.scale
+    scale = logit_scale(semantics, H)
     # A bfloat16 cache is multiplied directly: a copy in float32 takes longer than the matmuls.
     common = _common_dtype(query.dtype, cache.key.dtype, cache.value.dtype)
     platform = platforms.current().name

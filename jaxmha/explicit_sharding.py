@@ -53,6 +53,16 @@ class HasQuery(Protocol):
     def query(self) -> Projection: ...
 
 
+def layer_specs(
+    params: HasQuery, x: Array, *_: object, return_weights: object, **__: object
+) -> tuple[Axes, object] | None:
+    """Specs for `by_types` of a layer: of its output, and of its weights if it returns them."""
+    found = sharding_of_features(x, params.query)
+    if found is None:
+        return None
+    return found.axes, (found.features, found.scores) if return_weights else found.features
+
+
 def step_specs(
     params: HasQuery, x: Array, cache: object, *_: object, **__: object
 ) -> tuple[Axes, object] | None:

@@ -15,7 +15,7 @@ from jaxmha.arrays import Array, require_arrays
 from jaxmha.attention import attend
 from jaxmha.attention_axes import axes_of
 from jaxmha.attention_options import hashable
-from jaxmha.explicit_sharding import by_types, sharding_of_features
+from jaxmha.explicit_sharding import by_types, layer_specs
 from jaxmha.implementations import forward_mode
 from jaxmha.implementations.mods import Mod
 from jaxmha.implementations.tiled.attended import attended_positions
@@ -190,21 +190,8 @@ def multi_head_attention(
     return found
 
 
-def _output_specs(
-    params: MHAParams,
-    query: jax.Array,
-    *_: object,
-    return_weights: ReturnWeights,
-    **__: object,
-) -> tuple[sharding.Axes, object] | None:
-    found = sharding_of_features(query, params.query)
-    if found is None:
-        return None
-    return found.axes, (found.features, found.scores) if return_weights else found.features
-
-
 @partial(jax.jit, static_argnames=("is_causal", "return_weights", "implementation"))
-@by_types(_output_specs)
+@by_types(layer_specs)
 def _multi_head_attention(
     params: MHAParams,
     query: jax.Array,

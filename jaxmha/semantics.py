@@ -300,6 +300,11 @@ class Semantics:
         )
 
 
+def logit_scale(semantics: Semantics, features: int) -> float:
+    """The factor of the logits, by default 1 over the square root of a head's features."""
+    return features**-0.5 if semantics.scale is None else semantics.scale
+
+
 def reject_axes(semantics: Semantics) -> None:
     """Raises ValueError for `attention_axes`, which only `multi_head_attention` reads."""
     if semantics.attention_axes is not None:

@@ -19,6 +19,7 @@ from jaxmha import MHAParams, Semantics
 from jaxmha.converters.layout.arrays import NDArray, is_traced, to_numpy
 from jaxmha.converters.layout.base import Layout
 from jaxmha.params import NORMS, check, from_leaves, leaves
+from jaxmha.semantics import logit_scale
 
 
 def factor(semantics: Semantics, target: Layout, H: int) -> float:
@@ -26,10 +27,8 @@ def factor(semantics: Semantics, target: Layout, H: int) -> float:
 
     Raises ValueError if no array of the layer can be multiplied by a factor other than 1.
     """
-    ours, theirs = (
-        H**-0.5 if scale is None else scale for scale in (semantics.scale, target.semantics.scale)
-    )
-    found = ours / theirs
+    ours = logit_scale(semantics, H)
+    found = ours / logit_scale(target.semantics, H)
     if math.isclose(found, 1.0, rel_tol=1e-12):
         return 1.0
     after = {
@@ -111,8 +110,7 @@ def fold(params: MHAParams, semantics: Semantics, target: Layout) -> tuple[MHAPa
 
 def note(semantics: Semantics, factor: float, dtype: DTypeLike, H: int) -> str:
     """A sentence that gives the factor of the queries, and the rounding error in this dtype."""
-    scale = H**-0.5 if semantics.scale is None else semantics.scale
-    done = f"the scale {scale:.6g} is folded into the query, which is multiplied by {factor:.6g}"
+    done = f"the scale {logit_scale(semantics, H):.6g} is folded into the query, which is multiplied by {factor:.6g}"
     if is_exact(factor):
         return f"{done}: a power of two, so that no digit changes"
     half = float(ml_dtypes.finfo(dtype).eps) / 2  # type: ignore[no-untyped-call]

@@ -26,6 +26,26 @@ _AXES = {
 }
 
 
+def read_call(
+    arguments: Iterable[MaskArg],
+    values: Mapping[str, Any],
+    structure: Mask,
+    sizes: Mapping[str, int | None],
+    emptied_by_bias: str,
+) -> Masks:
+    """Joins mask arguments, as `read_all`, with the structure that others of the same call give.
+
+    `sizes`: the known sizes; None: unknown. `emptied_by_bias`: "refused" raises ValueError for rows
+    of which the bias excludes all keys.
+    """
+    known = {letter: size for letter, size in sizes.items() if size is not None}
+    read, added = read_all(arguments, values, known)
+    joined = structure if read is None else structure & read
+    if emptied_by_bias == "refused":
+        refuse_emptied(joined, added, known)
+    return (None if joined.empty else joined), added
+
+
 def read_all(
     arguments: Iterable[MaskArg], values: Mapping[str, Any], sizes: dict[str, int]
 ) -> Masks:

@@ -19,8 +19,7 @@ from jaxmha.converters.masks.compose import (
     floating,
     is_top_left,
     only_mask,
-    read_all,
-    refuse_emptied,
+    read_call,
     without_query_lengths,
 )
 from jaxmha.converters.masks.spec import MaskArg, Masks, canonical_bias, write
@@ -73,14 +72,9 @@ def import_masks(
         )
     one_of("emptied_by_bias", emptied_by_bias, ("refused", "empty"))
     bias = floating("bias", bias)
-    known = {"N": num_heads, "T": query_length}
-    sizes = {letter: size for letter, size in known.items() if size is not None}
-    read, added = read_all(ARGUMENTS, {"mask": mask, "bias": bias}, sizes)
     structure = Mask.causal() if is_causal else Mask()
-    joined = structure if read is None else structure & read
-    if emptied_by_bias == "refused":
-        refuse_emptied(joined, added, sizes)
-    return (None if joined.empty else joined), added
+    values, sizes = {"mask": mask, "bias": bias}, {"N": num_heads, "T": query_length}
+    return read_call(ARGUMENTS, values, structure, sizes, emptied_by_bias)
 
 
 def export_masks(

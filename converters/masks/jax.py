@@ -17,8 +17,7 @@ from jaxmha.converters.masks.compose import (
     checked,
     floating,
     is_top_left,
-    read_all,
-    refuse_emptied,
+    read_call,
 )
 from jaxmha.converters.masks.spec import MaskArg, Masks, canonical_bias, write
 from jaxmha.static_checks import one_of
@@ -78,13 +77,8 @@ def import_masks(
     if local_window_size is not None:
         window = local_window_size
         structure &= Mask.window(*(window if isinstance(window, tuple) else (window, window)))
-    known = {"N": num_heads, "T": query_length}
-    sizes = {letter: size for letter, size in known.items() if size is not None}
-    read, added = read_all(ARGUMENTS, values, sizes)
-    joined = structure if read is None else structure & read
-    if emptied_by_bias == "refused":
-        refuse_emptied(joined, added, sizes)
-    return (None if joined.empty else joined), added
+    sizes = {"N": num_heads, "T": query_length}
+    return read_call(ARGUMENTS, values, structure, sizes, emptied_by_bias)
 
 
 def export_masks(

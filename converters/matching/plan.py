@@ -1,6 +1,5 @@
 """Plans that give the source arrays of each target array, as data, TOML and a report."""
 
-import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -145,7 +144,7 @@ class MatchPlan:
     def to_toml(self) -> str:
         """Returns the plan as TOML that people can edit; `Plan.from_toml` parses it."""
         text = ["# Edit, then pass it as plan= or --plan.", f"version = {VERSION}"]
-        text += [f"source = {_quoted(self.source)}"] * bool(self.source) + [""]
+        text += [f"source = {toml_text.quoted(self.source)}"] * bool(self.source) + [""]
         for question in self.questions:
             text += [f"# ? {printable(question.target)}: {printable(question.reason)}"]
             text += [f"#   candidates: {', '.join(map(printable, question.candidates))}"]
@@ -245,19 +244,15 @@ def shown(line: Line) -> str:
 
 
 def _toml(line: Line) -> list[str]:
-    text = ["[[array]]", f"to = {_quoted(line.target)}"]
+    text = ["[[array]]", f"to = {toml_text.quoted(line.target)}"]
     if len(line.sources) == 1:
-        text.append(f"from = {_quoted(line.sources[0])}")
+        text.append(f"from = {toml_text.quoted(line.sources[0])}")
     elif line.sources:
-        text.append(f"from = [{', '.join(map(_quoted, line.sources))}]")
+        text.append(f"from = [{', '.join(map(toml_text.quoted, line.sources))}]")
     for key in ("arrow", "take", "fill", "reason", "confidence"):
         if value := getattr(line, key):
-            text.append(f"{key} = {_quoted(value)}")
+            text.append(f"{key} = {toml_text.quoted(value)}")
     return text
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _line(number: int, table: Mapping[str, Any]) -> Line:

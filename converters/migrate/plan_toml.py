@@ -23,7 +23,6 @@ name = "attention_0"              # of the layer, in .weights.h5 files
 tensors = ["encoder.layer.0.attention.self.query.weight", ...]
 """
 
-import json
 import os
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -71,14 +70,14 @@ def _lines(plan: Plan, made: Mapping[Step, Mapping[str, Made]]) -> Iterator[str]
     yield f"version = {VERSION}"
     for key in ("source", "digest", "to", "others", "dtype"):
         if value := getattr(plan, key):
-            yield f"{key} = {_quoted(value)}"
+            yield f"{key} = {toml_text.quoted(value)}"
     if plan.fold_scale:
         yield "fold_scale = true"
     if plan.fill_bias:
-        yield f"fill_bias = {_quoted(plan.fill_bias)}"
+        yield f"fill_bias = {toml_text.quoted(plan.fill_bias)}"
     if plan.notes:
         yield "notes = ["
-        yield from (f"  {_quoted(note)}," for note in plan.notes)
+        yield from (f"  {toml_text.quoted(note)}," for note in plan.notes)
         yield "]"
     for step in plan.steps:
         yield ""
@@ -91,10 +90,10 @@ def _lines(plan: Plan, made: Mapping[Step, Mapping[str, Made]]) -> Iterator[str]
         for key, kind in _KEYS.items():
             value = getattr(step, _FIELDS.get(key, key))
             if kind is list:
-                listed = ",\n  ".join(_quoted(name) for name in value)
+                listed = ",\n  ".join(toml_text.quoted(name) for name in value)
                 yield f"{key} = [{listed}]" if len(value) == 1 else f"{key} = [\n  {listed},\n]"
             elif value not in ("", None) or key in ("from", "to"):
-                yield f"{key} = {value if kind is int else _quoted(value)}"
+                yield f"{key} = {value if kind is int else toml_text.quoted(value)}"
         for name, one in made.get(step, {}).items():
             arrow = f" ({one.arrow})" if one.arrow else ""
             yield f"# -> {printable(name)} {one.info.shape}{arrow}"
@@ -202,8 +201,3 @@ def read(path: str | os.PathLike[str]) -> Plan:
         raise
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-
-
-def _quoted(text: str) -> str:
-    """Quotes a text as a TOML basic string."""
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -26,7 +26,7 @@ from jaxmha.converters.verify.comparands import AnySource, ComparedBlock
 from jaxmha.converters.verify.comparison_report import BlockReport, Report
 from jaxmha.converters.verify.weights import differences_of
 from jaxmha.params import check, leaves
-from jaxmha.semantics import NORM_FIELDS
+from jaxmha.semantics import NORM_FIELDS, logit_scale
 
 # Two errors count as similar up to this ratio; exported for readers of reports.
 RATIO = forward_check.RATIO
@@ -161,8 +161,7 @@ def _behaviour(a: ComparedBlock, b: ComparedBlock) -> Iterator[str]:
 
 
 def _scale(block: ComparedBlock) -> float:
-    scale, H = block.semantics.scale, check(block.params)["H"]
-    return float(H**-0.5 if scale is None else scale)
+    return float(logit_scale(block.semantics, check(block.params)["H"]))
 
 
 def _other_scale(a: ComparedBlock, b: ComparedBlock, departs: str | None) -> str | None:

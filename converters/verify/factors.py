@@ -20,7 +20,7 @@ from jaxmha.converters.verify import diagnosis, oracle
 from jaxmha.converters.verify.captured_layer import Blocked, Inputs, Layer
 from jaxmha.mask_arguments import with_window
 from jaxmha.params import CANONICAL, NORMS, check, from_leaves, leaves
-from jaxmha.semantics import NORM_FIELDS
+from jaxmha.semantics import NORM_FIELDS, logit_scale
 
 Values = dict[str, Any]
 
@@ -337,8 +337,7 @@ def _empty_rows(values: Values) -> str:
 
 
 def _scale(layer: Layer) -> float:
-    scale, H = layer.semantics.scale, check(layer.params)["H"]
-    return float(H**-0.5 if scale is None else scale)
+    return float(logit_scale(layer.semantics, check(layer.params)["H"]))
 
 
 def _differs(a: NDArray | None, b: NDArray | None) -> bool:

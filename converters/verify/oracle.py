@@ -9,6 +9,7 @@ import numpy as np
 from jaxmha import Mask, MHAParams, Projection, Semantics
 from jaxmha.converters.layout.arrays import NDArray, to_numpy
 from jaxmha.params import field_of, leaves
+from jaxmha.semantics import logit_scale
 
 # (logits `B N T S`, allowed pairs of the same shape) -> probabilities.
 Softmax = Callable[[NDArray, NDArray], NDArray]
@@ -84,8 +85,7 @@ def run(
     q, k, v = (rounded(x) for x in (q, k, v))
 
     (B, T, N, H), (S, K) = q.shape, k.shape[1:3]
-    scale = H**-0.5 if semantics.scale is None else semantics.scale
-    grouped = rounded(scale * q).reshape(B, T, K, N // K, H)
+    grouped = rounded(logit_scale(semantics, H) * q).reshape(B, T, K, N // K, H)
     logits = rounded(np.einsum("btkgh,bskh->bkgts", grouped, k).reshape(B, N, T, S))
     if semantics.logits_soft_cap is not None:
         logits = rounded(semantics.logits_soft_cap * np.tanh(logits / semantics.logits_soft_cap))

@@ -4,6 +4,7 @@ Python's parser takes time quadratic in the number of parts of a dotted key, and
 a header of three bytes. Therefore long keys and unknown headers, which no plan has, are refused.
 """
 
+import json
 import os
 import re
 import tomllib
@@ -30,6 +31,16 @@ _STRING = re.compile(
     re.DOTALL,
 )
 _HEADER = re.compile(r"^[ \t]*(\[.*\])[ \t\r]*$", re.MULTILINE)
+
+
+def quoted(text: str) -> str:
+    """A text as a TOML basic string.
+
+    Example:
+        >>> print(quoted('a"'))
+        "a\\""
+    """
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def read(path: str | os.PathLike[str]) -> str:

@@ -12,7 +12,7 @@ from numpy.typing import DTypeLike
 from jaxmha.implementations import mods
 from jaxmha.implementations.mods import Extent, Mod
 from jaxmha.mask import Mask
-from jaxmha.semantics import ReturnWeights, Semantics
+from jaxmha.semantics import ReturnWeights, Semantics, logit_scale
 
 
 class Part(NamedTuple):
@@ -63,8 +63,7 @@ class Request(NamedTuple):
     @property
     def scale(self) -> float:
         """Factor of the logits."""
-        scale = self.semantics.scale
-        return self.query.shape[3] ** -0.5 if scale is None else scale
+        return logit_scale(self.semantics, self.query.shape[3])
 
     @property
     def drops(self) -> bool:

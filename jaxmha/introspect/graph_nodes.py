@@ -18,6 +18,7 @@ from jaxmha.introspect.framework_differences import Arrays, differences, stored
 from jaxmha.introspect.graph import DataFlow
 from jaxmha.introspect.node import Kind, Node, Stored
 from jaxmha.params import CANONICAL, check, field_of, leaves
+from jaxmha.semantics import logit_scale
 
 
 def describe(
@@ -271,7 +272,7 @@ def _extend(graph: _Graph, query: str, key: str, value: str) -> tuple[str, str, 
 def _logits(graph: _Graph, query: str, key: str) -> str:
     """Adds the scaled query, the logits, and their soft cap if there is one."""
     semantics, pairs = graph.semantics, graph.pairs
-    scale = graph.sizes["H"] ** -0.5 if semantics.scale is None else semantics.scale
+    scale = logit_scale(semantics, graph.sizes["H"])
     root = " = 1/√H" if semantics.scale is None else ""
     formula = f"{query} × {scale:.4g}{root}"
     axes = "B T N H"

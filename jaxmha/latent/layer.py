@@ -13,7 +13,7 @@ from jaxmha import checks
 from jaxmha.arrays import Array
 from jaxmha.attention import attend
 from jaxmha.attention_options import hashable
-from jaxmha.explicit_sharding import by_types, sharding_of_features
+from jaxmha.explicit_sharding import by_types, layer_specs
 from jaxmha.implementations import forward_mode
 from jaxmha.latent.heads import Latent, check_arguments, check_inputs, flat_positions
 from jaxmha.latent.params import LatentParams
@@ -22,8 +22,7 @@ from jaxmha.layer import attended_features
 from jaxmha.mask import Mask
 from jaxmha.mask_arguments import as_mask, with_window
 from jaxmha.mod_arguments import MaskMod, Mods, ScoreMod, traced_mods
-from jaxmha.semantics import ReturnWeights, Semantics
-from jaxmha.sharding import Axes
+from jaxmha.semantics import ReturnWeights, Semantics, logit_scale
 from jaxmha.static_checks import flag
 
 
@@ -145,17 +144,8 @@ def latent_attention(
     return found
 
 
-def _output_specs(
-    params: LatentParams, x: jax.Array, *_: object, return_weights: ReturnWeights, **__: object
-) -> tuple[Axes, object] | None:
-    found = sharding_of_features(x, params.query)
-    if found is None:
-        return None
-    return found.axes, (found.features, found.scores) if return_weights else found.features
-
-
 @partial(jax.jit, static_argnames=("rotate", "is_causal", "return_weights", "implementation"))
-@by_types(_output_specs)
+@by_types(layer_specs)
 def _latent_attention(
     params: LatentParams,
     x: jax.Array,
@@ -204,5 +194,4 @@ def _latent_attention(
 def with_scale(semantics: Semantics, sizes: dict[str, int]) -> Semantics:
     """Semantics with an explicit scale, by default `E ** -0.5`, also for absorbed queries, which
     have C features."""
-    scale = sizes["E"] ** -0.5 if semantics.scale is None else semantics.scale
-    return replace(semantics, scale=scale)
+    return replace(semantics, scale=logit_scale(semantics, sizes["E"]))

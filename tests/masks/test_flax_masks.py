@@ -15,6 +15,7 @@ from jaxmha.converters.masks.flax import export_masks, import_masks
 from jaxmha.converters.masks.spec import Masks
 from tests.masks import ours
 from tests.masks.draws import B, N, S, T, emptied, numbers, pairs, stacked
+from tests.masks.frameworks import arrays
 from tests.masks.ours import otherwise_answered
 from tests.promotion import foreign
 from tests.tolerance import assert_close
@@ -96,10 +97,6 @@ def function(path: str) -> Any:
         return library.dot_product_attention(*heads, bias=bias, mask=mask, module=own, **options)
 
     return call
-
-
-def arrays(arguments: dict[str, Any]) -> dict[str, Any]:
-    return {k: jnp.asarray(v) if isinstance(v, np.ndarray) else v for k, v in arguments.items()}
 
 
 def compare(path: str, made: list[Masks], expected: list[Any], what: list[str]) -> None:

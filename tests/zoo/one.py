@@ -100,7 +100,7 @@ def _run_one(part: Any, model_type: str, run: Any) -> str:
             dtype = next(part.parameters()).dtype
             try:
                 with torch.no_grad():
-                    part(**{k: _cast(v, dtype) for k, v in feed.items()})
+                    part(**{k: cast(v, dtype) for k, v in feed.items()})
                 run.paddings += [
                     np.asarray(v) != 0
                     for k, v in feed.items()
@@ -117,7 +117,8 @@ def _run_one(part: Any, model_type: str, run: Any) -> str:
     return errors[0] if errors else "no arguments known"
 
 
-def _cast(value: Any, dtype: Any) -> Any:
+def cast(value: Any, dtype: Any) -> Any:
+    """A floating tensor in another dtype; any other value unchanged."""
     import torch
 
     return value.to(dtype) if torch.is_tensor(value) and value.is_floating_point() else value

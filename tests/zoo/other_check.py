@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxmha.converters.discovery.live_model import HEADS
 from tests.zoo import capture, drawn, others
-from tests.zoo.one import CannotBuildError, judged_run
+from tests.zoo.one import CannotBuildError, cast, judged_run
 
 
 def check(title: str, seed: int = 0, whole: bool = True) -> dict[str, Any]:
@@ -67,19 +67,13 @@ def _recorded(
             try:
                 with torch.no_grad():
                     model(
-                        *(_cast(x, dtype) for x in args),
-                        **{k: _cast(x, dtype) for k, x in kwargs.items()},
+                        *(cast(x, dtype) for x in args),
+                        **{k: cast(x, dtype) for k, x in kwargs.items()},
                     )
                 return run
             except RuntimeError as error:
                 problem = problem or error
     raise CannotBuildError(f"{type(problem).__name__}: {str(problem)[:200]}")
-
-
-def _cast(value: Any, dtype: Any) -> Any:
-    import torch
-
-    return value.to(dtype) if torch.is_tensor(value) and value.is_floating_point() else value
 
 
 def save(model: Any, folder: Path) -> None:

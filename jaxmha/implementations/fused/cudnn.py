@@ -42,11 +42,10 @@ def unsupported_reason(request: Request) -> str | None:
         return f"cuDNN's fused attention needs a GPU of compute capability 8.0 or higher, got {platform.device}"
     mask, semantics = request.mask, request.semantics
     (_, T, _, H), (_, S, _, h) = request.query.shape, request.value.shape
-    scale = H**-0.5 if semantics.scale is None else semantics.scale
     most = _most_features()
     left, above = adapter.diagonals(mask, T, S)
     barrier = mask.key_value_padding is not None and (left, above) != (None, None)
-    dense = adapter.is_dense(request) or (barrier and not _has_barrier(H, scale))
+    dense = adapter.is_dense(request) or (barrier and not _has_barrier(H, request.scale))
     if semantics.logits_soft_cap is not None:
         return "cuDNN has no soft cap"
     if max(H, h) > most:

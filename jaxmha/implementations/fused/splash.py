@@ -48,8 +48,7 @@ def unsupported_reason(request: Request) -> str | None:
         return "the causal offset must be a Python integer"
     if request.return_lse and request.semantics.logits_soft_cap is not None:
         return "the log-sum-exp has no gradient under a soft cap"
-    scale = request.semantics.scale
-    scale = request.query.shape[3] ** -0.5 if scale is None else scale
+    scale = request.scale
     if (
         request.return_lse
         and scale

@@ -84,7 +84,7 @@ def attend(request: Request) -> Result:
     else:
         conditions = block_mask.from_mask(request.mask, T, S, request.mask_mod)
         settings = Settings(
-            H**-0.5 if semantics.scale is None else semantics.scale,
+            request.scale,
             semantics.logits_soft_cap,
             *operands.bounds(conditions),
             np.dtype(query.dtype),
