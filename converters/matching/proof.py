@@ -10,6 +10,12 @@ _NEXT = (
     "and jaxmha.converters.lint_masks finds masks with another meaning"
 )
 
+# Differences up to HALF of the largest value may come from bfloat16, which a layer casts to inside.
+HALF = 0.05
+_INSIDE = (
+    "a layer that casts to float32 or narrower inside, and back, returns float64 all the same: let it "
+    "compute in float64, and compare again"
+)
 _WIDER = "let the layers that cast to it compute in float32, and compare again"
 
 
@@ -71,9 +77,9 @@ class Proof:
             )
         if self.difference is not None:
             verdict = "agree" if self.difference <= self.tolerance else "depart"
-            narrow = "" if self.narrow is None else f", which {self.narrow} returns,"
+            narrow = "" if self.narrow is None else f" by {self.narrow}"
             rows.append(
-                f"outputs in {self.dtype}{narrow} {verdict}: {self.difference:.1e} of the largest "
+                f"outputs returned in {self.dtype}{narrow} {verdict}: {self.difference:.1e} of the largest "
                 f"(at most {self.tolerance:.0e}); {self.compared} layers compared"
             )
         if self.departure is not None:
@@ -85,5 +91,7 @@ class Proof:
         if self.difference is not None and self.difference > self.tolerance:
             if self.dtype in ("float16", "bfloat16"):
                 rows.append(f"{self.dtype} rounds by more than that: {_WIDER}")
+            elif self.narrow is None and self.difference <= HALF:
+                rows.append(_INSIDE)
             rows.append(_NEXT)
         return "\n".join(map(printable, rows))

@@ -147,7 +147,7 @@ def test_layers_of_half_precision_are_run_wide(source: Theirs, dtype: str) -> No
         proof = prove(source, flax.load_into(pair, source), inputs=inputs)
         assert proof.same, str(proof)
         assert (proof.dtype, proof.narrow, proof.compared) == ("float64", None, 4)
-        assert "outputs in float64 agree" in str(proof)
+        assert "outputs returned in float64 agree" in str(proof)
     assert inner.dtype == dtype
 
 
@@ -159,8 +159,21 @@ def test_a_layer_that_casts_to_half_precision_is_named(source: Theirs) -> None:
     proof = prove(source, flax.load_into(Casts(), source), inputs=inputs)
     assert not proof.same
     assert (proof.dtype, proof.narrow) == ("bfloat16", "the model")
-    assert "outputs in bfloat16, which the model returns, depart" in str(proof)
+    assert "outputs returned in bfloat16 by the model depart" in str(proof)
     assert "bfloat16 rounds by more than that" in str(proof)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", None])
+def test_a_cast_inside_a_layer_is_a_possible_cause(source: Theirs, dtype: str | None) -> None:
+    class Casts(Mine):
+        def __call__(self, x: jax.Array) -> jax.Array:
+            out = super().__call__(x)
+            return out.astype(dtype).astype(x.dtype) if dtype else 2 * out
+
+    proof = prove(source, flax.load_into(Casts(), source), inputs=inputs)
+    assert not proof.same
+    assert (proof.dtype, proof.narrow) == ("float64", None)
+    assert ("casts to float32 or narrower inside" in str(proof)) == (dtype is not None)
 
 
 @pytest.mark.slow
@@ -180,7 +193,7 @@ def test_keras_models_of_a_mixed_policy_are_run_in_float32(source: Theirs, polic
             proof = prove(source, keras.load_into(model, source), inputs=inputs)
             assert proof.same, str(proof)
             assert (proof.dtype, proof.narrow) == ("float32", "ln of the model")
-            assert "outputs in float32, which ln of the model returns, agree" in str(proof)
+            assert "outputs returned in float32 by ln of the model agree" in str(proof)
             assert proof.compared == 3  # not `up`, whose activation the source has apart
             assert {layer.dtype_policy.name for layer in made} == {policy}
             assert model(np.ones((2, 5), np.float32)).dtype == made[2].compute_dtype
