@@ -87,7 +87,7 @@ def attention_fn(
 
     Raises:
       ValueError: a shape does not fit, a hook is given, dropout has no key, or semantics have a
-        setting of layers (`add_zero_attn`, `qk_norm`).
+        setting of layers (`add_zero_attn`, `qk_norm`, `clip_qkv`).
       TypeError: a dtype does not fit, or arguments after `module` are given by position.
 
     Source: flax/linen/attention.py and flax/nnx/nn/attention.py of flax 0.12.
@@ -143,9 +143,9 @@ def attention_fn(
 def _refuse_settings_of_layers(semantics: Semantics, dropout_rate: float) -> None:
     """Raises ValueError for settings that only a layer applies, and for a dropout rate that only
     `semantics` sets."""
-    if semantics.add_zero_attn or semantics.qk_norm is not None:
+    if semantics.add_zero_attn or semantics.qk_norm is not None or semantics.clip_qkv is not None:
         raise ValueError(
-            "semantics: add_zero_attn and qk_norm belong to a layer; use "
+            "semantics: add_zero_attn, qk_norm and clip_qkv belong to a layer; use "
             "jaxmha.flax.linen.MultiHeadDotProductAttention or jaxmha.flax.nnx.MultiHeadAttention"
         )
     if semantics.dropout_rate > 0 and not dropout_rate:

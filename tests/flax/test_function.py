@@ -164,6 +164,7 @@ def test_float64(x64: None) -> None:
         ({"dropout_rate": 0.5}, "needs a dropout_rng"),
         ({"semantics": Semantics(add_zero_attn=True)}, "belong to a layer"),
         ({"semantics": Semantics(qk_norm="rms")}, "belong to a layer"),
+        ({"semantics": Semantics(clip_qkv=2.0)}, "belong to a layer"),
         ({"semantics": Semantics(dropout_rate=0.2), "dropout_rate": 0.5}, "differ"),
         ({"semantics": Semantics(dropout_rate=0.2), "deterministic": True}, "alone has no effect"),
         ({"semantics": Semantics(precision="high"), "precision": "highest"}, "differ"),
