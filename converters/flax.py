@@ -16,7 +16,11 @@ import numpy as np
 
 from jaxmha import MHAParams, Semantics
 from jaxmha.converters.discovery import flax_layers, live_model
-from jaxmha.converters.discovery.flax_layers import attention_layers, beyond_semantics
+from jaxmha.converters.discovery.flax_layers import (
+    attention_layers,
+    beyond_semantics,
+    semantics_of,
+)
 from jaxmha.converters.discovery.live_model import flax as tensors_of
 from jaxmha.converters.discovery.own_forward import Settings, refuse_own_forward, refuse_settings
 from jaxmha.converters.layout.api import make_api
@@ -27,6 +31,7 @@ from jaxmha.converters.masks.flax import export_masks, import_masks
 from jaxmha.converters.matching.load_into import make_load_into
 from jaxmha.extras import needed
 from jaxmha.params import check
+from jaxmha.semantics import NORM_FIELDS
 
 if TYPE_CHECKING:
     from flax import linen, nnx
@@ -122,6 +127,8 @@ def weights_of(
             "expected a flax linen.MultiHeadDotProductAttention or nnx.MultiHeadAttention, got "
             f"{type(module).__name__}: {instead or 'for a model take its layers, for a tree of arrays import_params'}"
         )
+    if (own := semantics_of(module.attention_fn)) is not None:
+        settings = {name: x for name, x in settings.items() if name != "attention_fn"}
     refuse_settings(module, settings, _instead(variables), "module")
     flat = {"/".join(map(str, path)): leaf for path, leaf in flatten_dict(dict(tree)).items()}
     params, semantics = import_params(flat, num_heads=module.num_heads)
@@ -131,6 +138,8 @@ def weights_of(
             f"{'no ' if params.query_norm is None else ''}query_ln and key_ln"
         )
     shared = ("B", "N") if module.broadcast_dropout and module.dropout_rate else ()
+    if own is not None:
+        semantics = replace(own, **{name: getattr(semantics, name) for name in NORM_FIELDS})
     rate = float(module.dropout_rate)
     return params, replace(semantics, dropout_rate=rate, dropout_broadcast=shared, **norm)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from jaxmha import MHAParams, Semantics
@@ -58,6 +59,42 @@ def beyond_semantics(module: Any) -> str | None:
     if not isinstance(module, jaxmha_classes()) or module.rotate is None:
         return None
     return "rotates its queries and keys (rotate)"
+
+
+# Arguments of `jaxmha.flax.attention_fn` that semantics hold, or that change no output.
+_HELD = {"semantics", "implementation"}
+
+
+def semantics_of(function: object) -> Semantics | None:
+    """The semantics of `jaxmha.flax.attention_fn`, also of a partial that sets them.
+
+    None for any other function, and for arguments that semantics cannot hold.
+    """
+    from jaxmha.flax import attention_fn
+
+    if function is attention_fn:
+        return Semantics()
+    if not isinstance(function, partial) or function.func is not attention_fn or function.args:
+        return None
+    given = function.keywords
+    return given.get("semantics", Semantics()) if given.keys() <= _HELD else None
+
+
+def by_jaxmha(module: Any) -> bool:
+    """True if jaxmha computes the attention of a layer."""
+    own = isinstance(module, jaxmha_classes())
+    return own or semantics_of(getattr(module, "attention_fn", None)) is not None
+
+
+def refuse_latent(module: object) -> None:
+    """Raises TypeError, with the remedy, for a layer of latent attention."""
+    from jaxmha.flax.latent import linen, nnx
+
+    if isinstance(module, linen.LatentAttention | nnx.LatentAttention):
+        raise TypeError(
+            "latent attention has no MHAParams: jaxmha.converters.matching.prove(source, model, "
+            "inputs=...) compares the arrays of two such layers, and runs both"
+        )
 
 
 def refuse_adapter(layer: object, path: str) -> None:

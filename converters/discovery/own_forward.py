@@ -44,9 +44,9 @@ def refuse_own_forward(
                     f"its first call as constants, even if they change: undo it by delattr(layer, "
                     f"{name!r}), or take the weights by {instead}"
                 )
-            if lifted := _stacked(layer, name):
+            if _is_stack(layer, name):
                 raise ValueError(
-                    f"{where}linen.{lifted} runs the layers of a stack, and semantics are of one: "
+                    f"{where}linen.vmap runs the layers of a stack, and semantics are of one: "
                     f"take the stack by {instead}, and one layer of it by "
                     "jax.tree.map(lambda x: x[0], params)"
                 )
@@ -90,15 +90,16 @@ def _unlifted(method: Any) -> Any:
     return method
 
 
-def _stacked(layer: object, name: str) -> str:
-    """`vmap` or `scan` if that transform of linen lifted a method of the layer; otherwise ""."""
+def _is_stack(layer: object, name: str) -> bool:
+    """True if `linen.vmap` lifted a method of the layer, with parameters stacked on their first axis."""
     method = getattr_static(type(layer), name, None)
     if _module_of(method) != "flax.linen.transforms":
-        return ""
+        return False
     from flax.core import lift
 
-    transform = getclosurevars(method).nonlocals.get("transform")
-    return {lift.vmap: "vmap", lift.scan: "scan"}.get(transform, "")
+    held = getclosurevars(method).nonlocals
+    axes = held["trafo_args"][0] if held.get("transform") is lift.vmap else {}
+    return isinstance(axes, Mapping) and axes.get("params", axes.get(True)) == 0
 
 
 # Modules of frameworks whose wrappers compute as the function that they wrap.

@@ -19,6 +19,7 @@ from jaxmha.converters.discovery import (
     behaviours,
     damaged_blocks,
     described,
+    flax_layers,
     head_count,
     keras_groups,
     latent_blocks,
@@ -34,8 +35,9 @@ from jaxmha.converters.verify.other_tensors import EMPTY, Source
 from jaxmha.params import check, from_leaves, leaves
 from jaxmha.projections import check_norms
 
-# A path, a flat dict of arrays, `MHAParams` (alone or with `Semantics`), a layer or model object
-# of torch, Keras, flax or equinox, or a linen pair `(module, variables)`; for others `read` raises.
+# A path, a dict of arrays (flat or nested), `MHAParams` (alone or with `Semantics`), a layer or model
+# object of torch, Keras, flax or equinox, or a linen pair `(module, variables)`; for others `read`
+# raises.
 AnySource: TypeAlias = object
 Forward = Callable[[NDArray, NDArray, NDArray, NDArray | None], NDArray]
 
@@ -89,7 +91,7 @@ FRAMEWORKS: dict[str, ModuleType] = {
 def read(given: AnySource, num_heads: int | None = None) -> Comparand:
     """Reads every attention block of a source.
 
-    The source is a path, a flat dict of arrays, `MHAParams` (alone or with `Semantics`), a layer or
+    The source is a path, a dict of arrays, `MHAParams` (alone or with `Semantics`), a layer or
     model object, or a linen pair `(module, variables)`.
 
     Raises:
@@ -107,9 +109,11 @@ def read(given: AnySource, num_heads: int | None = None) -> Comparand:
         found = Comparand(list(layers("", "jaxmha", given, Semantics())))
     elif isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], MHAParams):
         found = Comparand(list(layers("", "jaxmha", *given)))
+    elif isinstance(given, checkpoint.Checkpoint):
+        found = _read_state(given, _shapes_of(given), num_heads, given)
     elif isinstance(given, Mapping):
-        opened = given if isinstance(given, checkpoint.Checkpoint) else None
-        found = _read_state(given, _shapes_of(given), num_heads, opened)
+        state = _flat(given)
+        found = _read_state(state, _shapes_of(state), num_heads)
     else:
         found = _read_live(given, num_heads)
     if not found.blocks and not found.source.latents:
@@ -163,6 +167,17 @@ def _read_state(
         state, state, tuple(found), taken, names, groups, latents=latents, ordered=ordered
     )
     return Comparand(compared, source)
+
+
+def _flat(given: Mapping[str, Any], start: str = "") -> dict[str, Any]:
+    """The arrays of nested dicts, such as the variables of haiku; keys are joined by "/"."""
+    found: dict[str, Any] = {}
+    for name, one in given.items():
+        if isinstance(one, Mapping):
+            found.update(_flat(one, f"{start}{name}/"))
+        else:
+            found[f"{start}{name}"] = one
+    return found
 
 
 def _shapes_of(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -257,12 +272,19 @@ def _read_live(given: AnySource, num_heads: int | None) -> Comparand:
     """Reads the attention layers (also hand-written ones) and other tensors of a model object."""
     module = given[0] if isinstance(given, tuple) and given else given
     package = framework_of(module, FRAMEWORKS)
+    if "haiku" in (*packages_of(given), *packages_of(module)):
+        raise TypeError(
+            "a module of haiku holds no weights: give the parameters that init returns, with "
+            "num_heads"
+        )
     if not package:
         raise TypeError(
             f"cannot compare {_shown(given)}: give a path, a flat dict of arrays, MHAParams, a live "
             f"layer or model of {_frameworks()}, or a linen pair (module, variables)"
         )
     framework = FRAMEWORKS[package]
+    if package == "flax":
+        flax_layers.refuse_latent(module)
     whole = framework.tensors_of(*(given if isinstance(given, tuple) else (given,)))
     found: list[ComparedBlock] = []
     taken: set[str] = set()
@@ -347,7 +369,8 @@ def _live_block(name: str, layer: object, package: str) -> ComparedBlock:
     label = f"{shown.__module__.split('.')[0]} {shown.__name__}"
     flavour = "linen" if isinstance(layer, tuple) else "nnx"
     kind = flavour if package == "flax" else package
-    kind = f"jaxmha.{package}" if "jaxmha" in packages_of(module) else kind
+    if "jaxmha" in packages_of(module) or (package == "flax" and flax_layers.by_jaxmha(module)):
+        kind = f"jaxmha.{package}"
     if _beyond(framework, module):
         return of_params(name, label, params, semantics)._replace(kind=kind)
     return ComparedBlock(name, label, params, semantics, forward, is_live=True, kind=kind)

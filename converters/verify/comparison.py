@@ -42,7 +42,7 @@ def compare(
 ) -> Report:
     """Compares every tensor of two sources: attention blocks, and all tensors outside them.
 
-    A source is a path, a flat dict of arrays, `MHAParams` (alone or with `Semantics`), a torch,
+    A source is a path, a dict of arrays, `MHAParams` (alone or with `Semantics`), a torch,
     keras, flax or equinox layer or model, or a linen pair `(module, variables)`. Layers of jaxmha are
     run like those of flax and equinox, except with `rotate`, as a note says. Blocks are paired by
     name, or by order if names differ and the numbers of blocks agree; other layers by name.

@@ -1,19 +1,21 @@
 """Layers of `jaxmha.flax` are read, run and compared like those of flax."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as their_linen
 from flax import nnx
 
 import jaxmha
 from jaxmha import Semantics
-from jaxmha.converters import flax
+from jaxmha.converters import flax, haiku, matching
 from jaxmha.converters.verify import attribution, comparands, comparison
-from jaxmha.flax import linen
+from jaxmha.flax import attention_fn, latent, linen
 from jaxmha.flax.nnx import MultiHeadAttention
 
 N, H, D = 3, 5, 13
@@ -153,3 +155,74 @@ def test_masks_of_the_layer_itself_are_read() -> None:
     same = {"mask": jaxmha.Mask.window(1, 2), "bias": bias[None]}
     found = attribution.attribute(layer, imported(layer), x, masks_a=masks, masks_b=same)
     assert [part.name for part in found.parts] == ["rounding"], found
+
+
+def theirs(kind: str, function: Any) -> Any:
+    """A layer of flax that attends by a function."""
+    if kind == "nnx":
+        fixed = {"decode": False, "rngs": nnx.Rngs(0)}
+        return nnx.MultiHeadAttention(
+            N, D, N * H, attention_fn=function, normalize_qk=True, **fixed
+        )
+    module = their_linen.MultiHeadDotProductAttention(N, qkv_features=N * H, attention_fn=function)
+    return module, module.init(jax.random.key(0), jnp.ones((2, 3, D)))
+
+
+SET = Semantics(scale=0.3, logits_soft_cap=3.0, fully_masked="mean", local_window_size=(2, 1))
+
+
+@pytest.mark.slow_variants("*-plain")
+@pytest.mark.parametrize("semantics", [None, SET], ids=["plain", "set"])
+@pytest.mark.parametrize("kind", ["nnx", "linen"])
+def test_a_layer_of_flax_that_attends_by_jaxmha(kind: str, semantics: Semantics | None) -> None:
+    function = attention_fn if semantics is None else partial(attention_fn, semantics=semantics)
+    layer = theirs(kind, function)
+    params, read = imported(layer)
+    assert (read.scale, read.fully_masked) == ((0.3, "mean") if semantics else (None, "zero"))
+    assert read.qk_norm == ("layer" if kind == "nnx" else None)
+    found = comparison.compare(layer, (params, read))
+    assert found.same, str(found)
+    (block,) = comparands.read(layer).blocks
+    assert (block.is_live, block.kind) == (True, "jaxmha.flax")
+
+
+def test_functions_that_no_semantics_hold_are_refused() -> None:
+    for function in (partial(attention_fn, deterministic=True), lambda *x, **_: x[2]):
+        with pytest.raises(ValueError, match=r"module.attention_fn=.* is not the default"):
+            imported(theirs("linen", function))
+
+
+def _latent() -> Any:
+    sizes: dict[str, Any] = {"latent_dim": 5, "rotary_dim": 2, "head_dim": 3}
+    return latent.nnx.LatentAttention(2, 7, **sizes, rngs=nnx.Rngs(0))
+
+
+def test_latent_attention_is_not_compared_as_a_layer() -> None:
+    layer = nnx.eval_shape(_latent)
+    with pytest.raises(
+        TypeError, match=r"jaxmha.converters.matching.prove\(source, model, inputs="
+    ):
+        comparison.compare(layer, layer)
+
+
+@pytest.mark.slow
+def test_latent_attention_is_compared_by_prove() -> None:
+    layer = _latent()
+    proof = matching.prove(layer, layer, inputs=lambda rng: (rng.normal(size=(1, 5, 7)),))
+    assert proof.same
+    assert proof.difference == 0
+
+
+def test_variables_of_haiku_are_compared() -> None:
+    import haiku as library
+
+    params, semantics = imported(_nnx())
+    variables = haiku.to_module(params, semantics).variables
+    transformed = library.transform(lambda x: library.MultiHeadAttention(N, H, w_init_scale=1.0)(x))
+    for given in (transformed, (transformed, variables)):
+        with pytest.raises(
+            TypeError, match="give the parameters that init returns, with num_heads"
+        ):
+            comparison.compare(given, given)
+    found = comparison.compare(variables, (params, semantics), num_heads=N)
+    assert found.same, str(found)

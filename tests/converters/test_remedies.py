@@ -19,6 +19,7 @@ import jaxmha
 from jaxmha.converters import equinox, flax, keras, torch
 from jaxmha.converters.layout import parametrized
 from jaxmha.converters.migrate import pipeline
+from jaxmha.converters.verify.comparison import compare
 from tests.converters.test_own_forward import D, N, of_equinox, of_linen, of_nnx, of_torch
 from tests.tolerance import assert_close
 
@@ -149,3 +150,9 @@ def test_a_stack_of_layers_of_linen() -> None:
     params = eval(first, {"jax": jax, "params": stack})
     expected = flax.from_module(of_linen()[0], one)
     jax.tree.map(np.testing.assert_array_equal, params, expected[0])
+    with pytest.raises(ValueError, match="compare its weights as a flat dict of arrays"):
+        compare((module, variables), variables)
+    assert compare(flax.tensors_of(module, variables).state, variables, num_heads=N)
+    shared = linen.vmap(linen.MultiHeadDotProductAttention, **axes | {"variable_axes": {}})(N)
+    with pytest.raises(ValueError, match="has a __call__ of its own"):
+        flax.from_module(shared, one)
