@@ -21,7 +21,8 @@ from jaxmha import dropout
 from jaxmha.implementations import CONTEXT, IMPLEMENTATIONS, KERNELS, UnsupportedError
 from jaxmha.implementations.base import accumulation_dtype
 from jaxmha.implementations.native import library
-from jaxmha.implementations.tiled import attention
+from jaxmha.implementations.tiled import attention, loop
+from jaxmha.implementations.tiled.tiling import Tiling
 from jaxmha.implementations.tiled.tuning import TUNING
 from tests import cases, reference, tolerance
 from tests.cases import Case
@@ -66,6 +67,18 @@ def computed(case: Case, arrays: dict[str, Any]) -> reference.Output:
 def tune(monkeypatch: pytest.MonkeyPatch, **sizes: Any) -> None:
     """Changes the tuning table of CPUs."""
     monkeypatch.setitem(TUNING, "cpu", replace(TUNING["cpu"], **sizes))
+
+
+def tilings_of_gradients(monkeypatch: pytest.MonkeyPatch) -> list[Tiling]:
+    """A list to which every gradient of the tiled implementation appends its tiling."""
+    tilings: list[Tiling] = []
+
+    def seen(tiling: Tiling, *rest: Any) -> Any:
+        tilings.append(tiling)
+        return loop.backward(tiling, *rest)
+
+    monkeypatch.setattr(attention, "backward", seen)
+    return tilings
 
 
 # Two rows and three keys of one head: T and S of the cases are no multiples of them.

@@ -12,7 +12,6 @@ import pytest
 import jaxmha
 from jaxmha import Mask
 from jaxmha.implementations.tiled import attention, block_mask, dropout, layout, loop, schedule
-from jaxmha.implementations.tiled.tiling import Tiling
 from tests import cases, conformance, reference, tolerance
 from tests.cases import CASES, POISONED, SMALL, Case, shaped
 
@@ -91,13 +90,7 @@ def test_every_gradient_over_several_tiles(
     case: Case, tiny: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of every entry, not of a few, against those of the reference in float64."""
-    plans = []
-
-    def seen(plan: Tiling, *rest: Any) -> Any:
-        plans.append(plan)
-        return loop.backward(plan, *rest)
-
-    monkeypatch.setattr(attention, "backward", seen)
+    plans = conformance.tilings_of_gradients(monkeypatch)
     conformance.kernel(case, tiny, "float32", lse=case.fully_masked == "zero")
     (plan,) = plans
     assert plan.query_tiles > 1

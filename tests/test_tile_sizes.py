@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jaxmha
-from jaxmha.implementations.tiled import attention, loop, tiling
+from jaxmha.implementations.tiled import attention, tiling
 from jaxmha.implementations.tiled.tiling import Tiling, choose_tiling
 from tests import cases, conformance, jit_cache, tolerance
 from tests.cases import Case
@@ -16,13 +16,7 @@ from tests.cases import Case
 
 def test_sizes_of_one_call_are_those_of_its_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     """They may have changed when the gradient is traced."""
-    plans = []
-
-    def seen(plan: Tiling, *rest: Any) -> Any:
-        plans.append(plan)
-        return loop.backward(plan, *rest)
-
-    monkeypatch.setattr(attention, "backward", seen)
+    plans = conformance.tilings_of_gradients(monkeypatch)
     query, key = jnp.ones((1, 5, 3, 2)), jnp.ones((1, 11, 3, 2))
 
     def of(query: Any) -> Any:

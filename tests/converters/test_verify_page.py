@@ -3,7 +3,6 @@
 import hashlib
 import json
 import re
-import shutil
 import subprocess
 from html import escape
 from pathlib import Path
@@ -15,13 +14,11 @@ import pytest
 from jaxmha import checkpoint
 from jaxmha.converters.layout.arrays import NDArray
 from jaxmha.converters.verify import comparison, comparison_report, page, page_facts
+from tests.browser import CHROMIUM, needs_browser
 from tests.converters.command_line import cli
 from tests.html_tags import parsed
 from tests.masks.draws import numbers
 
-CHROMIUM = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), ""
-)
 HOSTILE = '"><script>alert(1)</script><img src=x onerror=alert(2)>\u202e&amp;'
 LONG = "n" * 1000
 
@@ -165,7 +162,7 @@ addEventListener("load", () => {
 });</script>"""
 
 
-@pytest.mark.skipif(not CHROMIUM, reason="no Chromium on this machine")
+@needs_browser
 @pytest.mark.slow_variants("light")
 @pytest.mark.parametrize(("width", "scheme"), [(1200, "1"), (360, "0")], ids=["light", "dark"])
 def test_a_browser_shows_it(

@@ -23,6 +23,16 @@ SOURCE = {
 }
 
 
+class Stateful(torch.nn.ModuleDict):
+    """Two layers, and an entry of the state dict that is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__({"lin": torch.nn.Linear(5, 3), "emb": torch.nn.Embedding(7, 4)})
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"steps": 1}
+
+
 class Mine(nnx.Module):  # type: ignore[misc]
     def __init__(self, rngs: Any, dtype: Any = jnp.float32) -> None:
         self.linear = nnx.Linear(5, 3, param_dtype=dtype, rngs=rngs)
@@ -72,11 +82,7 @@ def test_files_are_read(suffix: str, tmp_path: Path) -> None:
 def test_torch_is_filled_from_nnx() -> None:
     model = Mine(nnx.Rngs(0))
 
-    class Stateful(torch.nn.ModuleDict):
-        def get_extra_state(self) -> dict[str, int]:
-            return {"steps": 1}
-
-    module: Any = Stateful({"lin": torch.nn.Linear(5, 3), "emb": torch.nn.Embedding(7, 4)})
+    module: Any = Stateful()
     assert match(module, model).notes == ("left out: entries that are not tensors: _extra_state",)
     torch_face.load_into(module, model)
     np.testing.assert_array_equal(module.lin.weight.detach(), model.linear.kernel[...].T)
@@ -166,11 +172,7 @@ def test_a_dtype_that_does_not_fit_changes_nothing() -> None:
     with pytest.raises(ValueError, match="jax_enable_x64"):
         equinox.load_into(tree, wide)
 
-    class Stateful(torch.nn.ModuleDict):
-        def get_extra_state(self) -> dict[str, int]:
-            return {"steps": 1}
-
-    module: Any = Stateful({"lin": torch.nn.Linear(5, 3), "emb": torch.nn.Embedding(7, 4)})
+    module: Any = Stateful()
     assert match(module, model).notes == ("left out: entries that are not tensors: _extra_state",)
     before = module.lin.weight.detach().clone()
     with pytest.raises(ValueError, match="not float16"):

@@ -12,7 +12,6 @@ from jax.sharding import AxisType
 
 import jaxmha
 from jaxmha import Mask, Semantics, sharding
-from jaxmha.implementations.tiled import attention, loop
 from tests import conformance
 from tests.sharding.devices import assert_alike, mesh, put
 from tests.sharding.hlo import collectives
@@ -206,13 +205,7 @@ def test_live_logits_of_any_size_beat_masked_ones(variant: str) -> None:
 
 
 def test_blocks_of_the_gradient_are_those_across_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    plans = []
-
-    def seen(plan: Any, *rest: Any) -> Any:
-        plans.append(plan)
-        return loop.backward(plan, *rest)
-
-    monkeypatch.setattr(attention, "backward", seen)
+    plans = conformance.tilings_of_gradients(monkeypatch)
     conformance.tune(monkeypatch, shard_side=16, shard_tile_bytes=None)
     devices = mesh(data=2, context=4)
     arrays = [jnp.ones((2, T, heads, 3)) for heads in (N, K, K, N)]

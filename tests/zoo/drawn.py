@@ -98,7 +98,7 @@ def _texts(config: Any, name: str) -> Iterator[dict[str, Any]]:
 def _images(config: Any, name: str) -> Iterator[dict[str, Any]]:
     for frames in (0, *{_first(config, "num_frames", 4), 2}):
         yield {name: pixels(config, frames)}
-    yield {name: patches(config, 32)}
+    yield from _patches(config, name)
 
 
 def _patches(config: Any, name: str) -> Iterator[dict[str, Any]]:

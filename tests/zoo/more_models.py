@@ -7,7 +7,7 @@ arguments of a call.
 from importlib import import_module
 from typing import Any
 
-from tests.zoo.others import ids, rand
+from tests.zoo.others import ids, rand, time_step
 
 _SMALL = {"embed_dim": 64, "depth": 2, "num_heads": 4}
 TIMM: dict[str, dict[str, Any]] = {
@@ -24,7 +24,7 @@ TIMM: dict[str, dict[str, Any]] = {
     "maxxvit_rmlp_nano_rw_256": {},
     "swin_s3_tiny_224": {},
 }
-_FORM = {
+VIT_SIZES = {
     "dim": 48,
     "depth": 2,
     "heads": 3,
@@ -39,7 +39,7 @@ VIT_PYTORCH: dict[str, dict[str, Any]] = {
                    "depth": 2, "heads": 3, "mlp_dim": 64, "shape": (3, 4, 32, 32)},
     "simple_vit_1d.SimpleViT": {"seq_len": 64, "patch_size": 8, "num_classes": 5, "dim": 48, "depth": 2, "heads": 3, "mlp_dim": 64,
                                 "shape": (3, 64)},
-    **dict.fromkeys(("simple_flash_attn_vit.SimpleViT", "vit_with_patch_dropout.ViT", "simple_vit_with_register_tokens.SimpleViT", "rvt.RvT", "normalized_vit.nViT", "simple_uvit.SimpleUViT"), _FORM),
+    **dict.fromkeys(("simple_flash_attn_vit.SimpleViT", "vit_with_patch_dropout.ViT", "simple_vit_with_register_tokens.SimpleViT", "rvt.RvT", "normalized_vit.nViT", "simple_uvit.SimpleUViT"), VIT_SIZES),
     "max_vit_with_registers.MaxViT": {"num_classes": 5, "dim": 32, "depth": (1, 1), "dim_head": 16, "window_size": 4, "shape": (3, 64, 64)},
     "t2t.T2TViT": {"dim": 48, "image_size": 64, "depth": 2, "heads": 3, "mlp_dim": 64, "num_classes": 5, "t2t_layers": ((7, 4), (3, 2))},
 }  # fmt: skip
@@ -60,12 +60,6 @@ _PIX = {"num_attention_heads": 3, "attention_head_dim": 16, "num_layers": 2}
 _BLOCKS = {"block_out_channels": (32, 64), "layers_per_block": 1, "norm_num_groups": 8}
 
 
-def _time() -> Any:
-    import torch
-
-    return torch.tensor([3])
-
-
 DIFFUSERS: dict[str, dict[str, Any]] = {
     "Transformer2DModel": {
         **_PIX, "in_channels": 32, "cross_attention_dim": 24, "norm_num_groups": 8,
@@ -74,7 +68,7 @@ DIFFUSERS: dict[str, dict[str, Any]] = {
     "UNet3DConditionModel": {
         **_BLOCKS, "cross_attention_dim": 24, "attention_head_dim": 16,
         "down_block_types": ("CrossAttnDownBlock3D", "DownBlock3D"), "up_block_types": ("UpBlock3D", "CrossAttnUpBlock3D"),
-        "inputs": lambda: ((rand(1, 4, 3, 16, 16), _time(), rand(1, 9, 24)), {}),
+        "inputs": lambda: ((rand(1, 4, 3, 16, 16), time_step(), rand(1, 9, 24)), {}),
     },
     "VQModel": {
         **_BLOCKS, "down_block_types": ("DownEncoderBlock2D", "AttnDownEncoderBlock2D"), "latent_channels": 4,
@@ -88,7 +82,7 @@ DIFFUSERS: dict[str, dict[str, Any]] = {
     "LatteTransformer3DModel": {
         **_PIX, "in_channels": 4, "out_channels": 8, "sample_size": 8, "patch_size": 2, "cross_attention_dim": 48,
         "caption_channels": 24, "norm_type": "ada_norm_single", "video_length": 3,
-        "inputs": lambda: ((rand(1, 4, 3, 8, 8), _time(), rand(1, 9, 24)), {}),
+        "inputs": lambda: ((rand(1, 4, 3, 8, 8), time_step(), rand(1, 9, 24)), {}),
     },
     "LuminaNextDiT2DModel": {
         "sample_size": 8, "patch_size": 2, "in_channels": 4, "hidden_size": 48, "num_layers": 2, "num_attention_heads": 3,
@@ -97,7 +91,7 @@ DIFFUSERS: dict[str, dict[str, Any]] = {
     "CogView3PlusTransformer2DModel": {
         **_PIX, "patch_size": 2, "in_channels": 4, "out_channels": 4, "text_embed_dim": 24, "time_embed_dim": 12,
         "condition_dim": 4, "pos_embed_max_size": 16, "sample_size": 8,
-        "inputs": lambda: ((rand(1, 4, 8, 8), rand(1, 9, 24), _time(), _pair(), _pair(), _pair()), {}),
+        "inputs": lambda: ((rand(1, 4, 8, 8), rand(1, 9, 24), time_step(), _pair(), _pair(), _pair()), {}),
     },
     "UVit2DModel": {
         "hidden_size": 48, "cond_embed_dim": 24, "micro_cond_encode_dim": 8, "micro_cond_embed_dim": 40,
@@ -120,7 +114,7 @@ def _lumina() -> tuple[tuple[Any, ...], dict[str, Any]]:
     from diffusers.models.embeddings import get_2d_rotary_pos_embed_lumina
 
     turned = get_2d_rotary_pos_embed_lumina(16, 8, 8)
-    return (rand(1, 4, 8, 8), _time() / 1.0, rand(1, 9, 24), torch.ones(1, 9), turned), {
+    return (rand(1, 4, 8, 8), time_step() / 1.0, rand(1, 9, 24), torch.ones(1, 9), turned), {
         "cross_attention_kwargs": {}
     }
 
@@ -175,7 +169,7 @@ MONAI: dict[str, dict[str, Any]] = {
     "networks.nets.DiffusionModelUNet": {
         "spatial_dims": 2, "in_channels": 1, "out_channels": 1, "channels": (32, 64), "attention_levels": (False, True),
         "num_res_blocks": 1, "num_head_channels": 16, "norm_num_groups": 8,
-        "inputs": lambda: ((rand(1, 1, 16, 16), _time()), {}),
+        "inputs": lambda: ((rand(1, 1, 16, 16), time_step()), {}),
     },
     "networks.nets.AutoencoderKL": {
         "spatial_dims": 2, "in_channels": 1, "out_channels": 1, "channels": (32, 64), "attention_levels": (False, True),
@@ -280,7 +274,7 @@ CURATED_TRANSFORMERS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 _NET = {"dim": 16, "dim_mults": (1, 2), "attn_heads": 3, "attn_dim_head": 8}
 DENOISING_DIFFUSION_PYTORCH: dict[str, dict[str, Any]] = {
-    "Unet": {**_NET, "inputs": lambda: ((rand(1, 3, 16, 16), _time()), {})},
+    "Unet": {**_NET, "inputs": lambda: ((rand(1, 3, 16, 16), time_step()), {})},
 }  # fmt: skip
 # Libraries whose classes are built from their paths.
 BY_PATH: dict[str, dict[str, dict[str, Any]]] = {

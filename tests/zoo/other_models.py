@@ -3,7 +3,7 @@
 from typing import Any
 
 from tests.zoo import more_models as more
-from tests.zoo.others import Other, rand
+from tests.zoo.others import Other, rand, time_step
 
 _VIT = {"embed_dim": 48, "depth": 2, "num_heads": 3}
 _SMALL = {"depth": 2, "embed_dim": 64, "num_heads": 4}
@@ -133,23 +133,17 @@ def _image(size: int, channels: int = 4, **more: Any) -> Any:
     return lambda: ((rand(1, channels, size, size),), {k: v() for k, v in more.items()})
 
 
-def _time() -> Any:
-    import torch
-
-    return torch.tensor([3])
-
-
 DIFFUSERS: dict[str, dict[str, Any]] = {
     "UNet2DConditionModel": {
         "block_out_channels": (32, 64), "layers_per_block": 1, "cross_attention_dim": 24, "norm_num_groups": 8,
         "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"), "attention_head_dim": 4,
         "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
-        "inputs": _image(16, timestep=_time, encoder_hidden_states=lambda: rand(1, 9, 24)),
+        "inputs": _image(16, timestep=time_step, encoder_hidden_states=lambda: rand(1, 9, 24)),
     },
     "UNet2DModel": {
         "block_out_channels": (32, 64), "layers_per_block": 1, "norm_num_groups": 8,
         "attention_head_dim": 8, "down_block_types": ("DownBlock2D", "AttnDownBlock2D"),
-        "up_block_types": ("AttnUpBlock2D", "UpBlock2D"), "inputs": _image(16, 3, timestep=_time),
+        "up_block_types": ("AttnUpBlock2D", "UpBlock2D"), "inputs": _image(16, 3, timestep=time_step),
     },
     "AutoencoderKL": {
         "block_out_channels": (32, 64), "norm_num_groups": 8, "latent_channels": 4,
@@ -158,24 +152,24 @@ DIFFUSERS: dict[str, dict[str, Any]] = {
     },
     "DiTTransformer2DModel": {
         **_PIX, "in_channels": 4, "sample_size": 16, "num_embeds_ada_norm": 10, "norm_num_groups": 4,
-        "inputs": _image(16, timestep=_time, class_labels=_time),
+        "inputs": _image(16, timestep=time_step, class_labels=time_step),
     },
     "PixArtTransformer2DModel": {
         **_PIX, "in_channels": 4, "sample_size": 16, "cross_attention_dim": 48, "caption_channels": 24,
         "norm_num_groups": 4,
-        "inputs": _image(16, timestep=_time, encoder_hidden_states=lambda: rand(1, 9, 24),
+        "inputs": _image(16, timestep=time_step, encoder_hidden_states=lambda: rand(1, 9, 24),
                          added_cond_kwargs=lambda: {"resolution": None, "aspect_ratio": None}),
     },
     "SD3Transformer2DModel": {
         **_PIX, "in_channels": 4, "sample_size": 16, "joint_attention_dim": 24, "caption_projection_dim": 48,
         "pooled_projection_dim": 20, "out_channels": 4, "pos_embed_max_size": 16,
-        "inputs": _image(16, timestep=_time, encoder_hidden_states=lambda: rand(1, 9, 24),
+        "inputs": _image(16, timestep=time_step, encoder_hidden_states=lambda: rand(1, 9, 24),
                          pooled_projections=lambda: rand(1, 20)),
     },
     "FluxTransformer2DModel": {
         **_PIX, "num_single_layers": 1, "in_channels": 4, "joint_attention_dim": 24,
         "pooled_projection_dim": 20, "axes_dims_rope": (4, 4, 8),
-        "inputs": lambda: ((), {"hidden_states": rand(1, 16, 4), "timestep": _time() / 1.0,
+        "inputs": lambda: ((), {"hidden_states": rand(1, 16, 4), "timestep": time_step() / 1.0,
                                 "encoder_hidden_states": rand(1, 9, 24), "pooled_projections": rand(1, 20),
                                 "img_ids": rand(16, 3), "txt_ids": rand(9, 3)}),
     },
@@ -187,54 +181,45 @@ DIFFUSERS: dict[str, dict[str, Any]] = {
         "num_attention_heads": 3, "attention_head_dim": 16, "num_mmdit_layers": 1, "num_single_dit_layers": 1,
         "in_channels": 4, "sample_size": 16, "joint_attention_dim": 24, "caption_projection_dim": 48,
         "pos_embed_max_size": 64, "out_channels": 4,
-        "inputs": _image(16, timestep=_time, encoder_hidden_states=lambda: rand(1, 9, 24)),
+        "inputs": _image(16, timestep=time_step, encoder_hidden_states=lambda: rand(1, 9, 24)),
     },
     "CogVideoXTransformer3DModel": {
         "num_attention_heads": 3, "attention_head_dim": 16, "num_layers": 2, "in_channels": 4,
         "out_channels": 4, "text_embed_dim": 24, "time_embed_dim": 12, "sample_width": 8,
         "sample_height": 8, "sample_frames": 5, "max_text_seq_length": 9, "patch_size": 2,
-        "inputs": lambda: ((rand(1, 2, 4, 8, 8), rand(1, 9, 24), _time()), {}),
+        "inputs": lambda: ((rand(1, 2, 4, 8, 8), rand(1, 9, 24), time_step()), {}),
     },
     "LTXVideoTransformer3DModel": {
         "num_attention_heads": 3, "attention_head_dim": 16, "num_layers": 2, "in_channels": 4,
         "out_channels": 4, "cross_attention_dim": 48, "caption_channels": 24,
-        "inputs": lambda: ((rand(1, 27, 4), rand(1, 9, 24), _time(), rand(1, 9).abs().gt(-1)),
+        "inputs": lambda: ((rand(1, 27, 4), rand(1, 9, 24), time_step(), rand(1, 9).abs().gt(-1)),
                            {"num_frames": 3, "height": 3, "width": 3}),
     },
     "WanTransformer3DModel": {
         "num_attention_heads": 3, "attention_head_dim": 16, "num_layers": 2, "in_channels": 4,
         "out_channels": 4, "text_dim": 24, "freq_dim": 16, "ffn_dim": 64,
-        "inputs": lambda: ((rand(1, 4, 3, 6, 6), _time(), rand(1, 9, 24)), {}),
+        "inputs": lambda: ((rand(1, 4, 3, 6, 6), time_step(), rand(1, 9, 24)), {}),
     },
     "StableAudioDiTModel": {
         "num_attention_heads": 4, "num_key_value_attention_heads": 2, "attention_head_dim": 12, "num_layers": 2,
         "in_channels": 4, "out_channels": 4, "cross_attention_dim": 24, "global_states_input_dim": 24,
         "time_proj_dim": 16, "cross_attention_input_dim": 24,
-        "inputs": lambda: ((rand(1, 4, 12), _time(), rand(1, 9, 24), rand(1, 1, 24)), {}),
+        "inputs": lambda: ((rand(1, 4, 12), time_step(), rand(1, 9, 24), rand(1, 1, 24)), {}),
     },
     "SanaTransformer2DModel": {
         "num_attention_heads": 3, "attention_head_dim": 16, "num_cross_attention_heads": 3, "num_layers": 2,
         "cross_attention_head_dim": 16, "cross_attention_dim": 48, "caption_channels": 24, "in_channels": 4,
         "out_channels": 4, "sample_size": 8,
-        "inputs": _image(8, encoder_hidden_states=lambda: rand(1, 9, 24), timestep=_time),
+        "inputs": _image(8, encoder_hidden_states=lambda: rand(1, 9, 24), timestep=time_step),
     },
 }  # fmt: skip
-_VP = {
-    "dim": 48,
-    "depth": 2,
-    "heads": 3,
-    "mlp_dim": 64,
-    "num_classes": 5,
-    "image_size": 64,
-    "patch_size": 16,
-}
 _FORMS = {"num_classes": 5}
 VIT_PYTORCH: dict[str, dict[str, Any]] = {
-    "vit.ViT": _VP,
-    "simple_vit.SimpleViT": _VP,
-    "simple_vit_with_qk_norm.SimpleViT": _VP,
-    "deepvit.DeepViT": _VP,
-    "cait.CaiT": {**_VP, "cls_depth": 1},
+    "vit.ViT": more.VIT_SIZES,
+    "simple_vit.SimpleViT": more.VIT_SIZES,
+    "simple_vit_with_qk_norm.SimpleViT": more.VIT_SIZES,
+    "deepvit.DeepViT": more.VIT_SIZES,
+    "cait.CaiT": {**more.VIT_SIZES, "cls_depth": 1},
     "cct.CCT": {"img_size": (64, 64), "embedding_dim": 48, "num_layers": 2, "num_heads": 3, "num_classes": 5},
     "cross_vit.CrossViT": {**_FORMS, "image_size": 64, "depth": 1, "sm_dim": 48, "lg_dim": 48, "sm_enc_heads": 3, "lg_enc_heads": 3,
                            "sm_patch_size": 16, "lg_patch_size": 32, "sm_enc_depth": 1, "lg_enc_depth": 1},
@@ -254,8 +239,8 @@ VIT_PYTORCH: dict[str, dict[str, Any]] = {
     "regionvit.RegionViT": {"num_classes": 5, "dim": (32, 32, 64, 64), "depth": (1, 1, 1, 1), "window_size": 7, "shape": (3, 224, 224)},
     "vivit.ViViT": {"image_size": 32, "image_patch_size": 16, "frames": 4, "frame_patch_size": 2, "num_classes": 5, "dim": 48,
                   "spatial_depth": 1, "temporal_depth": 1, "heads": 3, "mlp_dim": 64, "shape": (3, 4, 32, 32)},
-    "vit_for_small_dataset.ViT": _VP,
-    "parallel_vit.ViT": {**_VP, "num_parallel_branches": 2},
+    "vit_for_small_dataset.ViT": more.VIT_SIZES,
+    "parallel_vit.ViT": {**more.VIT_SIZES, "num_parallel_branches": 2},
 }  # fmt: skip
 ESM: dict[str, dict[str, Any]] = {"ESM2": {}, "ProteinBertModel": {}, "MSATransformer": {}}
 _GPT = {"n_embd": 64, "n_head": 4, "intermediate_size": 96}

@@ -75,7 +75,7 @@ def attend(request: Request) -> Result:
     """Computes the request; sums are float32."""
     query, key, value = request[:3]
     semantics = request.semantics
-    (B, T, N, H), (_, S, _, h) = query.shape, value.shape
+    (B, T, N, _), (_, S, _, h) = query.shape, value.shape
     reads_lse = request.return_lse or semantics.fully_masked != "zero"
     out: jax.Array
     lse: jax.Array | None
