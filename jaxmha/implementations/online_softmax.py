@@ -117,12 +117,13 @@ def joined(a: State, b: State) -> State:
 
 
 def divisor_of(row_sum: jax.Array) -> jax.Array:
-    """The row sum, or 1 in fully masked rows, where it is 0.
+    """The row sum, or 1/2 in fully masked rows, where it is 0.
 
     In other rows the row sum is at least about 1. It may be slightly less than 1 if a compiler
-    fuses the scaling of logits with the subtraction of the rounded row max.
+    fuses the scaling of logits with the subtraction of the rounded row max. After a `where`
+    instead of this maximum, XLA:CPU takes up to 1.4 times as long for a tile.
     """
-    return jnp.where(row_sum == 0, 1.0, row_sum)
+    return jnp.maximum(row_sum, 0.5)
 
 
 def normalize(state: State, keep_rate: float | None = None) -> Softmax:

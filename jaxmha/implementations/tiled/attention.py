@@ -167,7 +167,6 @@ def _config(request: Request, conditions: Conditions, platform: str, operands: _
         _sizes(),
         operands.dtype,
         operands.scale,
-        transposed=platform == "cpu",
     )
 
 
