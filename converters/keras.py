@@ -65,6 +65,15 @@ load_into = make_load_into(
     "a built Keras model or layer",
     "Assigns the variables of a Keras model.",
 )
+# Methods by which a class computes its output.
+_COMPUTING = (
+    "call",
+    "_compute_attention",
+    "_masked_softmax",
+    "_compute_attention_mask",
+    "_compute_causal_mask",
+    "_compute_sliding_window_mask",
+)
 
 
 def from_module(layer: "keras.Layer", variables: None = None) -> tuple[MHAParams, Semantics]:
@@ -107,17 +116,6 @@ def from_module(layer: "keras.Layer", variables: None = None) -> tuple[MHAParams
     if layer.built:
         refuse_equations(layer, instead)
     return weights_of(layer)
-
-
-# Methods by which a class computes its output.
-_COMPUTING = (
-    "call",
-    "_compute_attention",
-    "_masked_softmax",
-    "_compute_attention_mask",
-    "_compute_causal_mask",
-    "_compute_sliding_window_mask",
-)
 
 
 def _sublayers() -> Iterator[tuple[str, Any, Settings]]:

@@ -31,6 +31,7 @@ _Heads: TypeAlias = tuple[
     Float[jax.Array, "T N H"], Float[jax.Array, "S K H"], Float[jax.Array, "S K h"]
 ]
 _LEAVES = {f"{name}.{part}" for name in MHAParams._fields[:4] for part in Projection._fields}
+_PROJECTIONS = ("query_proj", "key_proj", "value_proj", "output_proj")
 
 
 class MultiheadAttention(equinox.nn.MultiheadAttention):  # type: ignore[misc]
@@ -314,9 +315,6 @@ def with_arrays(module: M, arrays: Mapping[str, Array]) -> M:
             jnp.asarray(array),
         )
     return module
-
-
-_PROJECTIONS = ("query_proj", "key_proj", "value_proj", "output_proj")
 
 
 def _split(linear: Callable[..., jax.Array], x: Array, heads: int) -> jax.Array:

@@ -25,6 +25,8 @@ from jaxmha.converters.discovery.attention_blocks import Block
 from jaxmha.converters.discovery.head_count import Configured
 from jaxmha.converters.discovery.notes import counted
 
+_NOT_KNOWN = "is not known here"
+
 
 class Attended(NamedTuple):
     """The pairs of query and key that a block attends, without padding.
@@ -146,9 +148,6 @@ def notes_with_positions(
     """
     yield from positions.notes(file, positions.of_blocks(file, blocks, heads))
     yield from notes(of_prefixes(file, blocks, [block.prefix for block in blocks], heads))
-
-
-_NOT_KNOWN = "is not known here"
 
 
 def _of_block(prefix: str, content: Any, configured: Configured | None) -> Attended:

@@ -50,6 +50,9 @@ UNSURE = (
 # Reason for reading a norm with a bias as LayerNorm if its name does not exclude other norms.
 OF_GROUPS = "its keys and shapes (GroupNorm and InstanceNorm have the same)"
 _OF_FEATURES = r"layer_?norm|(^|_)ln(_|\d|$)"
+_FOREIGN = "its separator is not that of the attention blocks in the same file"
+_LAYER_NORM = "layer_norm_eps"
+_SHAPES = "its keys and shapes"
 
 
 class Module(NamedTuple):
@@ -137,9 +140,6 @@ def _parallel(prefixes: Iterable[str]) -> bool:
     return any(
         p.replace("input_layernorm", "post_attention_layernorm") not in present for p in first
     )
-
-
-_FOREIGN = "its separator is not that of the attention blocks in the same file"
 
 
 def _computes(module: Module) -> str:
@@ -279,10 +279,6 @@ def _by_shape(
             why = f"its name {last!r} (shapes alone allow {', '.join(sorted(kinds))})"
             return candidates[kind]._replace(confidence="by name", why=why)
     return f"could be {' or '.join(sorted(kinds))}: name the kind in a plan"
-
-
-_LAYER_NORM = "layer_norm_eps"
-_SHAPES = "its keys and shapes"
 
 
 def _of_features(module: Module, of_images: Collection[str]) -> Module | str:

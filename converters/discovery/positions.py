@@ -79,6 +79,8 @@ _IGNORES_DIMS = ("minimax_m3_vl_text",)
 # Arrays of a block with its rotary frequencies, for models that pair the two halves of a head:
 # fair-esm, and early files of Llama.
 _ANGLES = ("rot_emb.inv_freq", "rotary_emb.inv_freq")
+_NOT_KNOWN = "is not known here"
+_GIVEN = "positions_of(folder) of jaxmha.converters gives what computes them"
 
 
 class Rotary(NamedTuple):
@@ -166,10 +168,6 @@ def notes(file: checkpoint.Checkpoint, found: Mapping[str, Positions]) -> Iterat
             schemes.setdefault((str(one), one.applied), []).append(prefix)
     for (scheme, applied), prefixes in schemes.items():
         yield printable(f"positions of {counted(prefixes)}: {scheme}" + f"; {_GIVEN}" * applied)
-
-
-_NOT_KNOWN = "is not known here"
-_GIVEN = "positions_of(folder) of jaxmha.converters gives what computes them"
 
 
 def to_metadata(file: checkpoint.Checkpoint, found: Mapping[str, Positions]) -> dict[str, str]:

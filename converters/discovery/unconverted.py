@@ -15,6 +15,11 @@ from jaxmha.checkpoint.errors import listed, printable
 from jaxmha.converters.discovery import architectures, hf_config, masked_types, signs, unlike
 from jaxmha.converters.discovery.hf_config import Json
 
+_ROTARY = signs.SIGNS[0]
+_LONGEST_KEY = 100  # no real setting has a longer name
+_SHORT = reprlib.Repr()
+_SHORT.maxdict = _SHORT.maxlist = 3
+
 
 class Evidence(NamedTuple):
     """Evidence from keys of config.json.
@@ -152,12 +157,6 @@ def _evidence(content: Json) -> Evidence:
             elif not (within or _empty(value) or isinstance(value, dict)) and _suspect(key):
                 evidence.unknown.append(shown)
     return evidence
-
-
-_ROTARY = signs.SIGNS[0]
-_LONGEST_KEY = 100  # no real setting has a longer name
-_SHORT = reprlib.Repr()
-_SHORT.maxdict = _SHORT.maxlist = 3
 
 
 @lru_cache(4096)

@@ -31,6 +31,7 @@ _PART = re.compile(
     r"[./](attn|attention)_(out|proj)\w*[./]"
 )  # next to a packed layer: parallel blocks
 _MAMBA = re.compile(r"A_log|conv1d|dt_bias|x_proj|dt_proj")
+_LATENT = "; it is latent attention: jaxmha.converters.huggingface.import_latent_params reads each"
 
 
 def find(
@@ -155,6 +156,3 @@ def notes(unknown: Mapping[str, Sequence[str]], model_types: Collection[str] = (
 def _is_latent(ends: Collection[str]) -> bool:
     """True if `import_latent_params` reads a block with these keys, and all of them."""
     return latent.SIGN in ends and latent.known_keys(ends).issuperset(ends)
-
-
-_LATENT = "; it is latent attention: jaxmha.converters.huggingface.import_latent_params reads each"

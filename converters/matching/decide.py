@@ -19,6 +19,7 @@ ALONE = "no layer of the source has its arrays and shapes"
 # Most pairs of layers to try, and most pairs whose shapes may fit.
 _MOST_PAIRS, _MOST_FITS = 10**6, 30_000
 Edge = tuple[int, int]  # index of a source template, index of a target template
+_NAMES = {"shape": "certain", "name": "by name"}
 
 
 @dataclass
@@ -274,9 +275,6 @@ def _settled(
         if t not in taken:
             opened[t] = _open(state, t, why)
     return Decision(taken, opened, fits)
-
-
-_NAMES = {"shape": "certain", "name": "by name"}
 
 
 def _agree(state: _State, s: int, t: int) -> bool:

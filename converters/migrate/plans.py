@@ -34,6 +34,7 @@ from jaxmha.converters.migrate.lazy_tensors import Tensors
 
 OTHERS = ("pass", "refuse")
 DTYPES = ("float16", "bfloat16", "float32", "float64")
+_UNCHANGED = "left as it is"
 
 
 @dataclass(frozen=True)
@@ -205,9 +206,6 @@ def notes_of_layers(
         *notes.not_back(layers, becomes, mistakable, to.name),
         *notes.carried_norms(carried, [*unlike.values(), other_layers.UNSURE]),
     )
-
-
-_UNCHANGED = "left as it is"
 
 
 def _returns(file: Tensors, found: Sequence[Block], to: Layout) -> bool:
@@ -383,8 +381,7 @@ def kind_in_target(layer: Module, to: Layout, convention: Convention, prefix: st
     wanted = [named[0]] if named else []
     # A conv1d of a known family or plan becomes a linear layer, unless gpt2 is the target: only
     # GPT-2 uses Conv1D.
-    own = layer.why.startswith(("the prefix of", "named"))
-    if layer.kind != "conv1d" or to.name == "gpt2" or not own:
+    if layer.kind != "conv1d" or to.name == "gpt2" or layer.confidence != "certain":
         wanted.append(layer.kind)
     wanted.append(layer_layouts.INSTEAD.get(layer.kind, layer.kind))
     for kind in wanted:

@@ -7,6 +7,7 @@ do not prove that a layer applies its mask. `compare` therefore always compares 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
+from typing import NamedTuple
 
 import numpy as np
 
@@ -96,7 +97,11 @@ def assert_same(a: AnySource, b: AnySource, *, num_heads: int | None = None, see
         raise AssertionError(f"the two sources are not the same\n{report}")
 
 
-_UNSEEN = "the output does not show it"
+class Departure(NamedTuple):
+    """The first stage that differs, in words; `in_output`: False if the outputs are the same."""
+
+    text: str
+    in_output: bool = True
 
 
 def compare_blocks(a: ComparedBlock, b: ComparedBlock, seed: int = 0) -> BlockReport:
@@ -117,8 +122,9 @@ def compare_blocks(a: ComparedBlock, b: ComparedBlock, seed: int = 0) -> BlockRe
     elif held:
         departs = f"no output can be compared: {', '.join(held)} holds NaN or infinity"
     elif counted or behaviour:
-        departs = first_departure(a, b, seed)
-        explanation = explanation or _other_scale(a, b, departs)
+        departure = first_departure(a, b, seed)
+        departs = None if departure is None else departure.text
+        explanation = explanation or _other_scale(a, b, departure)
     elif not alike:
         departs = "output: the weights agree, so a live layer computes something else"
         readings = (forward_check.explain_forward(block, seed, x.factor) for block in (a, b))
@@ -164,17 +170,17 @@ def _scale(block: ComparedBlock) -> float:
     return float(logit_scale(block.semantics, check(block.params)["H"]))
 
 
-def _other_scale(a: ComparedBlock, b: ComparedBlock, departs: str | None) -> str | None:
+def _other_scale(a: ComparedBlock, b: ComparedBlock, departure: Departure | None) -> str | None:
     """Explains a differing scale: one block lacks 1 / sqrt(H), or has it folded into its query."""
     low, high = sorted((_scale(a), _scale(b)))
-    if departs is not None and departs.endswith(_UNSEEN):
+    if departure is not None and not departure.in_output:
         folded = not math.isclose(low, high, rel_tol=1e-12)
         return "the scale is folded into the query: outputs are the same" if folded else None
     usual = math.isclose(low, check(a.params)["H"] ** -0.5, rel_tol=1e-12)
     return forward_check.MISSING_SCALE if usual and low < high == 1 else None
 
 
-def first_departure(a: ComparedBlock, b: ComparedBlock, seed: int) -> str | None:
+def first_departure(a: ComparedBlock, b: ComparedBlock, seed: int) -> Departure | None:
     """The first stage at which the float64 computations of the two blocks differ.
 
     Returns None if no stage differs by more than float64 rounding.
@@ -184,16 +190,16 @@ def first_departure(a: ComparedBlock, b: ComparedBlock, seed: int) -> str | None
     first = None
     for name, x, y in zip(oracle.Stages._fields, *stages, strict=True):
         if x.shape != y.shape:
-            return f"{name}: shapes {x.shape} and {y.shape}"
+            return Departure(f"{name}: shapes {x.shape} and {y.shape}")
         finite = np.isfinite(x)
         scale = np.abs(x[finite]).max(initial=0.0)
         departure = np.abs(x[finite] - y[finite]).max(initial=0.0)
         if departure > 1e-12 * max(scale, 1e-300):
             shown = f"{name} ({departure / max(scale, 1e-300):.2g} of its largest value)"
             if first is None:
-                first = shown
+                first = Departure(shown)
         elif name == "output" and first is not None:
-            return f"{first}; {_UNSEEN}"
+            return Departure(f"{first.text}; the output does not show it", in_output=False)
     return first
 
 

@@ -49,6 +49,8 @@ _OF_ROPE = {
 }
 # Keys without which every class of transformers takes the value given here.
 _DEFAULTS = {"rope_type": "default"}
+_REMEDY = "compare what it means"
+_LONGEST = 200
 
 
 class _Alone(NamedTuple):
@@ -82,9 +84,6 @@ def compare(x: Json, y: Json, known: bool) -> Found:
     notes = [f"their configurations also differ in {listed(others)}: {_REMEDY}"] if others else []
     more = _of_one(alone, judged=not _types_known(x, y))
     return [*differing, *more[0]], [*notes, *more[1]]
-
-
-_REMEDY = "compare what it means"
 
 
 def _of_one(alone: Sequence[_Alone], judged: bool) -> Found:
@@ -121,9 +120,6 @@ def named(way: Way) -> str:
     """
     text = ": ".join(way)
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
-
-
-_LONGEST = 200
 
 
 def _differs(way: Way, first: str, second: str) -> str:

@@ -17,6 +17,10 @@ from jaxmha.converters.layout.arrays import NDArray, to_numpy
 from jaxmha.params import CANONICAL, leaves
 
 Leaves = Mapping[str, NDArray]
+_ROLES = (
+    "query.kernel", "key.kernel", "value.kernel", "out.kernel",
+    "query.bias", "key.bias", "value.bias",
+)  # fmt: skip
 
 
 class LeafDiagnosis(NamedTuple):
@@ -169,12 +173,6 @@ def _heads_last(name: str, array: NDArray) -> NDArray | None:
     if name == "out.kernel":
         return rearrange(array, "N h D -> D N h")
     return array if array.ndim == 3 else array[None]
-
-
-_ROLES = (
-    "query.kernel", "key.kernel", "value.kernel", "out.kernel",
-    "query.bias", "key.bias", "value.bias",
-)  # fmt: skip
 
 
 def _restored(name: str, array: NDArray, like: NDArray) -> NDArray:

@@ -40,6 +40,7 @@ FACTORS = (-4, 4)
 # it than the exact output is, and their RMS difference is at most CLOSE times the RMS predicted.
 CLOSER = 10.0
 CLOSE = 0.1
+MISSING_SCALE = "missing scale: logits are not divided by the square root of H"
 
 
 class Measured(NamedTuple):
@@ -230,9 +231,6 @@ def _readings(
     if key.shape == value.shape:
         exchanged = "key and value exchanged: Keras is called as (query, value, key)"
         yield exchanged, run(query, value, key, mask=mask)
-
-
-MISSING_SCALE = "missing scale: logits are not divided by the square root of H"
 
 
 def masks() -> dict[str, NDArray | None]:

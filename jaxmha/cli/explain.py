@@ -133,5 +133,5 @@ def _print(found: Explanation, title: str, as_json: bool) -> None:
     table.add_column("", overflow="fold")
     for name, what in found.rows():
         text = escape(what)
-        table.add_row(name, f"[green]{text}[/green]" if what.startswith("chosen") else text)
+        table.add_row(name, f"[green]{text}[/green]" if name == found.chosen else text)
     out.print(table)

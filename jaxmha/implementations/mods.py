@@ -26,6 +26,7 @@ Floats: TypeAlias = tuple[jax.Array, ...]
 Function: TypeAlias = Callable[..., jax.Array]
 # One letter per argument of a mask function and of a score function; x is the score.
 MASK, SCORE = "bnij", "xbnij"
+_NAMES = {"x": "score", "b": "b", "n": "n", "i": "i", "j": "j"}
 
 
 @jax.tree_util.register_static
@@ -164,9 +165,6 @@ def _remembered(function: Function, program: Program) -> Program:
     if last.arguments != program.arguments or not last.alike(program):
         _PROGRAMS[function] = last = program
     return last
-
-
-_NAMES = {"x": "score", "b": "b", "n": "n", "i": "i", "j": "j"}
 
 
 def _check(name: str, out: object, dtype: np.dtype[np.floating] | None) -> None:

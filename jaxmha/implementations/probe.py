@@ -34,6 +34,8 @@ TRANSIENT = ("RESOURCE_EXHAUSTED", "out of memory", "OUT_OF_MEMORY", "ALLOC_FAIL
 MODES = ("", "0", "trust", "strict")
 # Seconds that the end of the process waits for probes that did not finish in time.
 LINGER = 30.0
+_LATE: list[threading.Thread] = []
+_WAITED: set[str] = set()
 
 
 class Finding(NamedTuple):
@@ -176,9 +178,6 @@ def _within_limit(attend: Attend, unsupported: Reason, kind: Kind) -> Finding:
     return Finding(f"it did not finish within {seconds():g} s (JAXMHA_PROBE_SECONDS)")
 
 
-_LATE: list[threading.Thread] = []
-
-
 @atexit.register  # JAX's handler was registered before, so it runs after this one
 def _linger() -> None:
     until = time.monotonic() + LINGER
@@ -252,9 +251,6 @@ def _get(client: Any, name: str, wait: float = 0) -> str | None:
             raise
         return None
     return found
-
-
-_WAITED: set[str] = set()
 
 
 def _most(*leaks: Leaks) -> Leaks:

@@ -48,6 +48,15 @@ TREE, MARK, MANIFEST = "_METADATA", "commit_success.txt", ocdbt.MANIFEST
 SIDECAR = f"{digests.KEY}.json"
 ABOUT = "_CHECKPOINT_METADATA"
 _ARRAYS, _EMPTY = ("np.ndarray", "jax.Array", "scalar"), ("None", "Dict", "List", "Tuple")
+_ABOUT: dict[str, Any] = {
+    "item_handlers": "orbax.checkpoint._src.handlers.pytree_checkpoint_handler."
+    "PyTreeCheckpointHandler",
+    "metrics": {},
+    "performance_metrics": {},
+    "init_timestamp_nsecs": None,
+    "commit_timestamp_nsecs": None,
+    "custom_metadata": {},
+}
 
 
 def places(folder: Folder, limits: Limits) -> dict[str, str]:
@@ -135,17 +144,6 @@ def write(path: Path, plan: WriteJob) -> None:
     for file, document in documents.items():
         (path / file).write_text(json.dumps(document))
     (path / MARK).write_text("written by jaxmha\n")
-
-
-_ABOUT: dict[str, Any] = {
-    "item_handlers": "orbax.checkpoint._src.handlers.pytree_checkpoint_handler."
-    "PyTreeCheckpointHandler",
-    "metrics": {},
-    "performance_metrics": {},
-    "init_timestamp_nsecs": None,
-    "commit_timestamp_nsecs": None,
-    "custom_metadata": {},
-}
 
 
 def _tree(names: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:

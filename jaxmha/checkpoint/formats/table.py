@@ -24,6 +24,9 @@ from jaxmha.checkpoint.limits import Budget, Limits
 from jaxmha.checkpoint.plan import Contents, Overhead, WriteJob
 from jaxmha.checkpoint.source import Source
 
+_LISTED, _SEARCHED = 10, 100  # most names in a message; most folder entries to search
+_DEFAULT = Limits()
+
 
 @dataclass(frozen=True)
 class Format:
@@ -236,8 +239,6 @@ _USUAL = (
 )
 # Training state in such a folder: files in torch formats that are not models.
 _OF_TRAINING = re.compile(r"(training_args|optimizer|scheduler|scaler|rng_state\w*)\.(bin|pt|pth)")
-_LISTED, _SEARCHED = 10, 100  # most names in a message; most folder entries to search
-_DEFAULT = Limits()
 
 
 def file_in(path: Path, limits: Limits = _DEFAULT, added: str | None = None) -> Path:
