@@ -39,8 +39,8 @@ def _by_keyword(
     return made
 
 
-# Fields of integer arrays with a value per batch row or position.
-_INTEGERS = ("query_lengths", "key_value_lengths", "query_segments", "key_value_segments")
+_LENGTHS = ("query_lengths", "key_value_lengths")
+_BOOLEANS = ("query_padding", "key_value_padding", "array")
 # Fields of one condition: equal segment ids.
 _SEGMENTS = ("query_segments", "key_value_segments", "packed_ends")
 
@@ -79,22 +79,25 @@ class Mask:
         if isinstance(offset, bool) or not isinstance(offset, int):
             kind = "an integer or an integer array"
             require_integers(kind, optional=True, causal_offset=offset)
-        for name in (*_INTEGERS, "packed_ends"):
-            require_integers("an integer array", optional=True, **{name: getattr(self, name)})
-        for name in ("query_padding", "key_value_padding", "array"):
-            _require_booleans(**{name: getattr(self, name)})
+        # Most fields are None in most masks, and an eager call makes several masks.
+        given = {name: x for name in FIELDS[2:] if (x := getattr(self, name)) is not None}
+        for name, x in given.items():
+            if name in _BOOLEANS:
+                _require_booleans(**{name: x})
+            else:
+                require_integers("an integer array", **{name: x})
         changed: dict[str, Any] = {
-            "causal_offset": near(offset) if isinstance(offset, int) else narrow(offset),
-            "query_lengths": narrow(self.query_lengths),
-            "key_value_lengths": narrow(self.key_value_lengths),
+            "causal_offset": near(offset) if isinstance(offset, int) else narrow(offset)
         }
+        changed |= {name: narrow(given[name]) for name in _LENGTHS if name in given}
         if window is not None:
             if not isinstance(window, tuple) or len(window) != 2:
                 raise TypeError(f"window_size must be a pair (left, right), got {window!r}")
             left, right = (near(_side(x, window)) for x in window)
             changed["window_size"] = left, right
-        ids = comparable(self.query_segments, self.key_value_segments)
-        changed["query_segments"], changed["key_value_segments"] = ids
+        if "query_segments" in given:
+            ids = comparable(self.query_segments, self.key_value_segments)
+            changed["query_segments"], changed["key_value_segments"] = ids
         for name, value in changed.items():
             object.__setattr__(self, name, value)
 

@@ -1,6 +1,6 @@
 """`Semantics`: the behaviour of a layer apart from its weights, and presets of the frameworks."""
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import jax
@@ -160,7 +160,7 @@ class Semantics:
         NumPy's `np.dtype("float64") == None` is True, and jit would use one program for both.
         """
         dtype = None if self.softmax_dtype is None else np.dtype(self.softmax_dtype).name
-        return (*(getattr(self, x.name) for x in fields(self) if x.name != "softmax_dtype"), dtype)
+        return tuple((vars(self) | {"softmax_dtype": dtype}).values())
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Semantics) and self._compared() == other._compared()
