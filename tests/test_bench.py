@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 import jaxmha
 from jaxmha import implementations
 from jaxmha.bench import case as case_module
-from jaxmha.bench import choice, data, exact, peers, programs, run
+from jaxmha.bench import choice, data, decode_peers, exact, jax_peers, peers, programs, run
 from jaxmha.bench.case import Case
-from jaxmha.bench.program import UnsupportedError
+from jaxmha.bench.program import Program, UnsupportedError
 from jaxmha.cli.app import app
 from jaxmha.implementations import preferences
 from tests import jit_cache
@@ -36,6 +36,7 @@ CASES = {
     "bias": replace(PLAIN, bias=True, direction="backward"),
     "causal bias": replace(PLAIN, bias=True, kind="causal"),
     "Booleans": replace(PLAIN, kind="padded", boolean=True),
+    "causal, more keys": replace(PLAIN, T=7, causal=True),
     "causal lengths": replace(PLAIN, kind="padded", causal=True),
     "lengths of other keys": Case("layer", "backward", "padded", 2, 5, 9, 2, 2, 8, boolean=True),
     "h": replace(PLAIN, h=5, direction="backward"),
@@ -89,6 +90,7 @@ def test_pairs_are_those_that_attend(name: str) -> None:
         mask &= jaxmha.Mask.lengths(key_value=np.array(case.lengths, np.int32))
     allowed = np.broadcast_to(mask.to_array(case.T, case.S, np), (case.B, 1, case.T, case.S))
     assert case.pairs == allowed.sum()
+    assert case.keys == allowed.any((1, 2)).sum()
 
 
 @pytest.mark.everyday(peer=["jaxmha:reference", "torch-sdpa"])
@@ -213,6 +215,42 @@ def test_damaged_files_are_ignored_with_a_warning(text: str) -> None:
 
 
 # Results and the command.
+
+
+def test_arrays_are_read_and_written_once() -> None:
+    """Keys that no query attends are not read; a gradient adds a cotangent and as many results."""
+    case = Case("core", "forward", "causal", 2, 5, 97, 3, 3, 8)
+    heads = 4 * 2 * (5 + 5) * 3 * (8 + 8)
+    assert case.nbytes == heads
+    assert replace(case, direction="backward").nbytes == 2 * heads
+    assert replace(case, kind="plain", window=2).keys == 2 * (5 + 2)
+
+
+@pytest.mark.parametrize(
+    ("case", "precision"),
+    [
+        (PLAIN, "highest"),
+        (replace(PLAIN, tf32=True), "tensorfloat32"),
+        (replace(PLAIN, dtype="bfloat16"), None),
+        (CASES["step"], "highest"),
+    ],
+)
+def test_all_peers_multiply_in_one_precision(
+    case: Case, precision: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By default, XLA rounds float32 to TF32 on a GPU, which torch and jaxmha do not."""
+    seen = []
+
+    def build() -> None:
+        seen.append(jax.config.jax_default_matmul_precision)  # type: ignore[attr-defined]
+
+    for module in (jax_peers, decode_peers):
+        monkeypatch.setattr(
+            module, "program", lambda *_: Program(build, build, lambda x: (x, None))
+        )
+    with jax.default_matmul_precision(None):
+        programs.program("jax-nn", case, data.make(case)).compile()
+    assert seen == [precision]
 
 
 def test_rates_are_shares_of_the_limits() -> None:

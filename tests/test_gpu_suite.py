@@ -153,7 +153,7 @@ def harness(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     monkeypatch.setattr(measure, "measure", measured)
     rates = {"tflops": 1.0, "gb_per_second": 2.0}
-    monkeypatch.setattr(limits, "measure", lambda dtype: rates)
+    monkeypatch.setattr(limits, "measure", lambda products: rates)
     return asked
 
 

@@ -121,8 +121,8 @@ def collect(
         save()
 
     def ceilings() -> None:
-        for dtype in sorted({case.dtype for case in chosen.cases}):
-            found, best = limits.measure(dtype), results["limits"].setdefault(dtype, {})
+        for products in sorted({case.products for case in chosen.cases}):
+            found, best = limits.measure(products), results["limits"].setdefault(products, {})
             best |= {key: max(rate, best.get(key, 0.0)) for key, rate in found.items()}
         say(f"limits: {results['limits']}")
 

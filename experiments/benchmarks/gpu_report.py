@@ -26,7 +26,7 @@ def page(results: Row) -> str:
 def rows(results: Row, entry: Entry) -> dict[str, Row]:
     """Peer -> its row, with the rates and the share that `jaxmha bench` shows."""
     case, chosen = stats.case_of(entry), {"chosen": results["chosen"].get(entry["name"])}
-    limits = results["limits"][case.dtype]
+    limits = results["limits"][case.products]
     return {peer: run.row(case, peer, x, limits, chosen) for peer, x in entry["peers"].items()}
 
 

@@ -28,7 +28,7 @@ class Case:
       bias: an additive bias `1 N T S`.
       boolean: lengths are given as Booleans, `B S`.
       by_lengths: packed sequences are given by their lengths, to peers that take them.
-      tf32: float32 products may be rounded to TF32; else peers that can choose do not round them.
+      tf32: float32 products are rounded to TF32 by peers that can; else by none.
     """
 
     scope: Scope
@@ -165,14 +165,30 @@ class Case:
         return total
 
     @property
+    def products(self) -> str:
+        """The numbers that matrix units multiply: the dtype, or `tf32`."""
+        return "tf32" if self.tf32 else self.dtype
+
+    @property
+    def keys(self) -> int:
+        """Keys that some query attends, over the batch.
+
+        >>> Case("core", "forward", "causal", 2, 3, 100).keys
+        6
+        """
+        first, end = self.bounds
+        allowed = end > first
+        low, high = np.where(allowed, first, self.S).min(1), np.where(allowed, end, 0).max(1)
+        return int(np.maximum(high - low, 0).sum()) * (1 if len(end) == self.B else self.B)
+
+    @property
     def nbytes(self) -> float:
         """Least number of bytes to read and write: every input and result once.
 
         >>> Case("core", "forward", "decode", 1, 1, 103, 2, 1, 64).nbytes  # 100 keys and values
         52224.0
         """
-        keys = sum(self.lengths) if self.lengths else self.B * self.S
-        queries = self.B * self.T
+        keys, queries = self.keys, self.B * self.T
         each, size = self.H + self.value_features, ITEMSIZE[self.dtype]
         bias = self.N * self.T * self.S * self.bias
         if self.scope == "core" or self.kind == "decode":
@@ -180,10 +196,10 @@ class Case:
         else:
             heads = (queries * 2 + keys * (not self.is_self_attention)) * self.E
         weights = 2 * self.E * (self.N + self.K) * self.H * (self.scope == "layer")
-        # The backward pass reads these arrays and a cotangent, and writes as many gradients.
-        return float(size * (heads + weights) * (3 if self.direction == "backward" else 1)) + (
-            size * bias
-        )
+        # With a gradient there are also a cotangent, as large as the output, and gradients, as
+        # large as the inputs.
+        passes = 2 if self.direction == "backward" else 1
+        return float(size * ((heads + weights) * passes + bias))
 
     def bytes_with(self, stored: str | None) -> float:
         """`nbytes` if keys and values have one byte per number, and each token and head has two
@@ -194,7 +210,7 @@ class Case:
         """
         if stored is None:
             return self.nbytes
-        keys = self.K * (sum(self.lengths) if self.lengths else self.B * self.S)
+        keys = self.K * self.keys
         each = self.H + self.value_features
         return self.nbytes - keys * (each * (ITEMSIZE[self.dtype] - 1) - 2 * 4)
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from jaxmha.bench.case import Case
 from jaxmha.bench.jax_peers import Attend, of_jaxmha
+from jaxmha.bench.limits import precision_of
 from jaxmha.bench.peers import IMPLEMENTATIONS
 from jaxmha.implementations import SupportQuery
 
@@ -18,8 +19,9 @@ def explain(case: Case) -> dict[str, Any]:
     """Returns the `chosen` and the `supported` implementations, `reasons` why others do not support
     the case, and the `call` under which a benchmark is saved."""
     asked, all_of_them = SupportQuery(), SupportQuery(IMPLEMENTATIONS)
-    for query in (asked, all_of_them):
-        jax.eval_shape(_program(case, query), *_arguments(case))
+    with precision_of(case.products):
+        for query in (asked, all_of_them):
+            jax.eval_shape(_program(case, query), *_arguments(case))
     reasons = dict(asked.reasons)
     return {
         "chosen": next((name for name, reason in reasons.items() if reason is None), None),

@@ -5,7 +5,6 @@ Each peer has a function for attention on projected heads, and one that makes a 
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -121,7 +120,8 @@ def _linen_mask(q: jax.Array, k: jax.Array, to: Attend) -> jax.Array | None:
     from flax import linen
 
     others = to.mask(1), to.window, to.segments
-    if to.causal and all(condition is None for condition in others):
+    square = q.shape[1] == k.shape[1]
+    if to.causal and square and all(condition is None for condition in others):
         causal: jax.Array = linen.make_causal_mask(jnp.ones((len(q), q.shape[1])))
         return causal
     return to.dense(q.shape[1], k.shape[1], causal=True)
@@ -321,9 +321,7 @@ def program(peer: str, case: Case, data: Data) -> Program:
     compiled: list[Any] = []
 
     def build() -> None:
-        rounded = jax.default_matmul_precision("tensorfloat32") if case.tf32 else nullcontext()
-        with rounded:
-            compiled.append(jax.jit(both if backward else output).lower(*arguments).compile())
+        compiled.append(jax.jit(both if backward else output).lower(*arguments).compile())
 
     def run(calls: int = 1) -> None:
         repeat(lambda: compiled[0](*arguments), calls)

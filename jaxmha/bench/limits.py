@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
@@ -13,17 +14,17 @@ LARGE = (8192, 2**30)
 REPEATS, CALLS = 7, 3
 
 
-def measure(dtype: str) -> dict[str, Any]:
-    """`tflops` of a product of the dtype, `gb_per_second` of a copy or a sum.
+def measure(products: str) -> dict[str, Any]:
+    """`tflops` of a product (`Case.products`), `gb_per_second` of a copy or a sum.
 
     The memory rate is the faster of the two, because on a CPU a copy waits for fresh pages. Each
     rate is the best of several measurements, because noise only lowers it.
     """
     size, length = SIZES.get(jax.default_backend(), LARGE)
-    left, right = (
-        jax.random.normal(jax.random.key(i), (size, size), jnp.dtype(dtype)) for i in range(2)
-    )
-    product = _seconds(jax.jit(lambda a, b: a @ b), left, right)
+    dtype = jnp.dtype("float32" if products == "tf32" else products)
+    left, right = (jax.random.normal(jax.random.key(i), (size, size), dtype) for i in range(2))
+    with precision_of(products):
+        product = _seconds(jax.jit(lambda a, b: a @ b), left, right)
     array = jnp.zeros(length // 4, jnp.float32)
     copy = 2 * array.nbytes / _seconds(jax.jit(lambda x: x + 1), array)
     read = array.nbytes / _seconds(jax.jit(jnp.sum), array)
@@ -31,6 +32,15 @@ def measure(dtype: str) -> dict[str, Any]:
         "tflops": 2e-12 * size**3 / product,
         "gb_per_second": 1e-9 * max(copy, read),
     }
+
+
+def precision_of(products: str) -> AbstractContextManager[object]:
+    """The precision of matrix products (`Case.products`) of every program of JAX.
+
+    By default, XLA rounds float32 to TF32 on GPUs and to bfloat16 on TPUs.
+    """
+    named = {"float32": "highest", "tf32": "tensorfloat32"}
+    return jax.default_matmul_precision(named[products]) if products in named else nullcontext()
 
 
 def _seconds(function: Callable[..., Any], *arguments: Any) -> float:

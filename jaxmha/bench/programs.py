@@ -31,7 +31,7 @@ def program(peer: str, case: Case, data: Data) -> Program:
     if case.kind == "decode" and (case.scope == "layer" or peers.cache_of(peer) is not None):
         from jaxmha.bench import decode_peers
 
-        return decode_peers.program(peer, case, data)
+        return _precise(decode_peers.program(peer, case, data), case)
     if peer.startswith("torch"):
         from jaxmha.bench import torch_peers
 
@@ -43,4 +43,15 @@ def program(peer: str, case: Case, data: Data) -> Program:
         return tensorflow_peers.program(case, data)
     from jaxmha.bench import jax_peers
 
-    return jax_peers.program(peer, case, data)
+    return _precise(jax_peers.program(peer, case, data), case)
+
+
+def _precise(program: Program, case: Case) -> Program:
+    """The program of JAX, compiled with the products of the case."""
+    from jaxmha.bench.limits import precision_of
+
+    def build() -> None:
+        with precision_of(case.products):
+            program.compile()
+
+    return program._replace(compile=build)

@@ -68,7 +68,7 @@ def run(
         platform = device["platform"]
         this = case(platform)
         choice = _checked(fleet["limits"].ask("explain", case=this.as_dict()))
-    limits = _limits(threads, platform, this.dtype)
+    limits = _limits(threads, platform, this.products)
     names = list(only) or peers(this, choice, platform)
     found = measure.measure(
         [this],
@@ -84,7 +84,7 @@ def run(
     )
     (entry,) = found["cases"]
     say("the device again")
-    again = _limits(threads, platform, this.dtype)  # keep the better: others may use the machine
+    again = _limits(threads, platform, this.products)  # keep the better: others may use the machine
     limits = {name: max(rate, again[name]) for name, rate in limits.items()}
     return {
         "case": this.as_dict(),
@@ -131,9 +131,9 @@ def order(found: dict[str, Any]) -> list[str]:
     return [name for _, name in sorted(ours) if name in IMPLEMENTATIONS]
 
 
-def _limits(threads: int, platform: str, dtype: str) -> dict[str, float]:
+def _limits(threads: int, platform: str, products: str) -> dict[str, float]:
     with Fleet(threads, _held(platform)) as fleet:
-        return _checked(fleet["limits"].ask("limits", dtype=dtype))
+        return _checked(fleet["limits"].ask("limits", products=products))
 
 
 def _held(platform: str) -> str | None:

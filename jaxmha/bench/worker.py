@@ -120,11 +120,11 @@ def sgemm(state: State, shape: list[int]) -> dict[str, Any]:
     return {"rate": rate(state.peer.removeprefix("sgemm-"), (m, k, n))}
 
 
-def limits(state: State, dtype: str) -> dict[str, Any]:
+def limits(state: State, products: str) -> dict[str, Any]:
     """The device of JAX, TFLOP/s of a product of matrices on it, and GB/s of its memory."""
     from jaxmha.bench.limits import measure
 
-    return measure(dtype)
+    return measure(products)
 
 
 def device(state: State) -> dict[str, Any]:
