@@ -37,7 +37,7 @@ class Experiment(NamedTuple):
     Attributes:
       name: of its folder.
       about: what `--help` says, and examples of command lines.
-      measure: from the options to the results, for JSON. A ValueError or OSError ends with 2 and its message.
+      measure: from the options to the results, for JSON. A ValueError, an OSError or a missing package ends with 2 and its message.
       options: flag -> arguments of `add_argument`, next to --json and --write.
       figures: drawn from the results.
       seed: that the draws start from, if it is no option; None where nothing is drawn.
@@ -128,8 +128,10 @@ def run(experiment: Experiment, arguments: list[str] | None = None) -> int:
         if chosen.write:
             writable(experiment.path.parent, [experiment.path.name])
         found = experiment.measure(chosen)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ModuleNotFoundError) as error:
         made.exit(2, f"{error}\n")
+    except KeyboardInterrupt:
+        made.exit(130, "stopped" + "; --resume goes on" * hasattr(chosen, "resume") + "\n")
     sources = found.pop("worker_sources", {}) | records.loaded()  # before the page is loaded
     page = Page(f"{experiment.name}/page.md")
     if chosen.write:

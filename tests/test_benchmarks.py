@@ -6,7 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -280,6 +280,20 @@ def test_a_peer_that_is_not_installed_is_listed(monkeypatch: pytest.MonkeyPatch)
     assert "torch-sdpa" not in asked["peers"]
     assert asked["backends"] == ["xla"]
     assert (results["selection"], results["rounds"]) == ("full", 7)
+
+
+def test_an_interrupted_run_says_how_to_go_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object, **options: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(measure, "measure", interrupted)
+    monkeypatch.setattr(sys, "argv", ["benchmarks"])
+    with pytest.raises(SystemExit) as stopped:
+        command.main()
+    assert stopped.value.code == 130
+    assert capsys.readouterr().err.endswith("stopped; --resume goes on\n")
 
 
 def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -29,6 +30,25 @@ def test_bad_arguments_end_with_a_message(
         frame.run(experiment, [wrong])
     assert ended.value.code == 2
     assert wrong.split("=")[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "message"),
+    [
+        (KeyboardInterrupt(), 130, "stopped\n"),
+        (ModuleNotFoundError("No module named 'optax'"), 2, "No module named 'optax'\n"),
+    ],
+)
+def test_other_ends_have_one_message(
+    raised: BaseException, code: int, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measured(chosen: object) -> NoReturn:
+        raise raised
+
+    with pytest.raises(SystemExit) as ended:
+        frame.run(heads.EXPERIMENT._replace(measure=measured), [])
+    assert ended.value.code == code
+    assert capsys.readouterr().err == message
 
 
 @each

@@ -151,7 +151,7 @@ def test_a_batch_depends_on_its_step_alone() -> None:
     assert (data.batch(examples, 3, 1, 0).labels != epochs[0][0]).any()
 
 
-@pytest.mark.parametrize("wrong", ["--steps=0", "--seed=-1", "--dropout=1", "--attention=torch"])
+@pytest.mark.parametrize("wrong", ["--steps=1", "--seed=-1", "--dropout=1", "--attention=torch"])
 def test_bad_arguments_end_with_a_message(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         frame.run(command.EXPERIMENT, [wrong])

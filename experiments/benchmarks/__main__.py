@@ -190,7 +190,11 @@ def main() -> None:
     if chosen.list:
         print("\n".join(map(described, chosen.cases)))
         return
-    results = collect(chosen)
+    try:
+        results = collect(chosen)
+    except KeyboardInterrupt:
+        print("stopped; --resume goes on", file=sys.stderr)
+        sys.exit(130)
     if chosen.json:
         print(json.dumps(results, indent=1))
     else:

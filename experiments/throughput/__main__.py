@@ -125,7 +125,7 @@ EXPERIMENT = frame.of(
     measure,
     "examples:\n  python -m experiments.throughput --size 2147483648 --rounds 5 --write",
     options={
-        "--size": {"type": int, "default": 2 << 30, "help": "bytes (default: 2 GiB)"},
+        "--size": frame.number(2 << 30, "bytes, 2 GiB", least=BLOCK),
         "--rounds": frame.number(5, least=1),
         "--folder": {"type": Path, "help": "where; default: the system's folder"},
     },

@@ -4,7 +4,6 @@ A small transformer (flax.nnx, optax) reads the first bytes of functions of the 
 library and says which package each is from. Their lengths differ, so that padding masks matter.
 """
 
-import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable
@@ -37,19 +36,15 @@ def measure(chosen: Namespace) -> dict[str, Any]:
     settings = Settings(chosen.attention, chosen.seed, chosen.steps, chosen.dropout)
     start, examples = time.perf_counter(), data.read(settings.T)
     totals = {"side by side": chosen.side_by_side} if chosen.side_by_side else {}
-    try:
-        with frame.bars(**totals, training=settings.steps) as tick:
-            compared = compare(settings, examples, chosen.side_by_side, tick)
-            trainer = train(
-                settings,
-                examples,
-                chosen.checkpoints,
-                resume=chosen.resume,
-                progress=lambda trainer: tick("training", evaluated(trainer)),
-            )
-    except KeyboardInterrupt:
-        print("stopped; --resume goes on from the last checkpoint", file=sys.stderr)
-        sys.exit(130)
+    with frame.bars(**totals, training=settings.steps) as tick:
+        compared = compare(settings, examples, chosen.side_by_side, tick)
+        trainer = train(
+            settings,
+            examples,
+            chosen.checkpoints,
+            resume=chosen.resume,
+            progress=lambda trainer: tick("training", evaluated(trainer)),
+        )
     return {
         "seconds": round(time.perf_counter() - start),
         "settings": asdict(settings),
@@ -88,7 +83,7 @@ EXPERIMENT = frame.of(
     EXAMPLES,
     options={
         "--attention": {"choices": ATTENTION, "default": "jaxmha", "help": "default jaxmha"},
-        "--steps": frame.number(DEFAULT.steps, "of the optimiser", least=1),
+        "--steps": frame.number(DEFAULT.steps, "of the optimiser", least=2),
         "--seed": frame.number(DEFAULT.seed, "of weights, batches and dropout"),
         "--dropout": frame.number(DEFAULT.dropout, "rate of attention weights and of residuals"),
         "--side-by-side": frame.number(
