@@ -19,6 +19,7 @@ from jaxmha.converters.layout import fill, fold, transform, uneven, validation
 from jaxmha.converters.layout.arrays import NDArray
 from jaxmha.converters.layout.base import Entry, Layout
 from jaxmha.converters.layout.validation import refuse_arrays, refuse_keys, refuse_mixed
+from jaxmha.converters.migrate import of_optimizers
 from jaxmha.dims import parse
 from jaxmha.params import CANONICAL, from_leaves, leaves
 
@@ -153,6 +154,7 @@ def attention(
     if fold_scale:
         by = fold.factor(semantics, target, sizes["H"])
         if by != 1.0:
+            of_optimizers.refuse_scaling(info)
             dtype = np.asarray(params.query.kernel).dtype
             notes.append(fold.note(semantics, by, dtype, sizes["H"]))
         semantics = replace(semantics, scale=target.semantics.scale)

@@ -22,7 +22,7 @@ from jaxmha.converters.discovery.layer_layouts import Convention
 from jaxmha.converters.discovery.other_layers import Module
 from jaxmha.converters.layout.base import Layout
 from jaxmha.converters.layout.validation import several_dtypes
-from jaxmha.converters.migrate import latent_tensors, lazy_tensors
+from jaxmha.converters.migrate import latent_tensors, lazy_tensors, of_optimizers
 from jaxmha.converters.migrate.lazy_tensors import Made, Tensors
 from jaxmha.converters.migrate.plans import Plan, Step, in_file, kind_in_target
 
@@ -49,7 +49,8 @@ def resolve(plan: Plan, file: Tensors) -> Resolved:
 
     Raises:
       ValueError: a planned tensor is not in the source; a source tensor is in no step, or in two;
-        arrays do not fit their kind; the layout cannot hold them; or two tensors get one name.
+        arrays do not fit their kind; the layout cannot hold them; two tensors get one name; or the
+        state of an optimizer would no longer fit the weights.
     """
     to = attention_blocks.named(plan.to)
     convention = layer_layouts.convention_of(to.name)
@@ -63,6 +64,7 @@ def resolve(plan: Plan, file: Tensors) -> Resolved:
             f"the plan leaves out {len(dropped)} tensors, {dropped[0]!r} the first: nothing is "
             'dropped; carry them over in a module of kind = "other"'
         )
+    of_optimizers.refuse_rounding(file.info, plan.dtype)
     source_blocks = _blocks(plan, file)
     is_latent = any(step.kind == "latent" for step in plan.steps)
     latents = {x.prefix: x for x in latent_blocks.find(file)} if is_latent else {}
