@@ -107,20 +107,25 @@ class Departure(NamedTuple):
 def compare_blocks(a: ComparedBlock, b: ComparedBlock, seed: int = 0) -> BlockReport:
     """Compares two blocks: weights, behaviour, forward, and the first stage that differs."""
     differences = tuple(differences_of(a.params, b.params))
-    held = tuple(dict.fromkeys([*not_finite(a.params), *not_finite(b.params)]))
+    held = ", ".join(dict.fromkeys([*not_finite(a.params), *not_finite(b.params)]))
     behaviour = tuple(_behaviour(a, b))
     dtypes = forward_check.dtype_of(a), forward_check.dtype_of(b)
     x, y = (forward_check.Measured(dtype, {}) for dtype in dtypes)
-    if comparable := _sizes(a) == _sizes(b):
-        with np.errstate(invalid="ignore"):  # inf - inf is NaN; `departs` reports it
-            x, y = forward_check.measure_both(a, b, seed)
     counted = [difference for difference in differences if not difference.harmless]
-    alike = forward_check.alike((a, b), (x, y), seed) if comparable and not counted else True
+    alike = True
+    if (comparable := _sizes(a) == _sizes(b)) and (counted or not held):
+        with np.errstate(invalid="ignore"):  # inf - inf is NaN, which is not alike
+            x, y = forward_check.measure_both(a, b, seed)
+        alike = bool(counted) or forward_check.alike((a, b), (x, y), seed)
+    elif comparable:
+        # Outputs of NaN show nothing: equal bits decide, unless a layer object has its own code.
+        alike = not (a.is_live or b.is_live)
     departs, explanation = None, diagnosis.explain(a.params, b.params)
     if not comparable:
         departs = "shapes"
     elif held:
-        departs = f"no output can be compared: {', '.join(held)} holds NaN or infinity"
+        same = alike and not counted and not behaviour
+        departs = None if same else f"no output can be compared: {held} holds NaN or infinity"
     elif counted or behaviour:
         departure = first_departure(a, b, seed)
         departs = None if departure is None else departure.text
@@ -141,7 +146,8 @@ def compare_blocks(a: ComparedBlock, b: ComparedBlock, seed: int = 0) -> BlockRe
         {mask: (error, y.errors[mask]) for mask, error in x.errors.items()},
         departs,
         explanation,
-        same=comparable and not counted and not behaviour and alike and not held,
+        same=comparable and not counted and not behaviour and alike,
+        not_finite=held,
     )
 
 

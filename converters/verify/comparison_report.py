@@ -26,8 +26,10 @@ class BlockReport:
       departs: the first stage of the computation that differs, or why no output can be compared;
         None if nothing differs.
       explanation: the single known conversion error that turns one block into the other, or None.
-      same: True if weights (except biases of zeros) and behaviour are identical, all weights are
-        finite, and the errors of both forwards are similar.
+      same: True if weights (except biases of zeros) and behaviour are identical, and the errors of
+        both forwards are similar.
+      not_finite: names of the leaves with NaN or infinity; if there are any, no output is compared,
+        and a layer object is not the same as another source.
     """
 
     a: str
@@ -42,6 +44,7 @@ class BlockReport:
     departs: str | None
     explanation: str | None
     same: bool
+    not_finite: str = ""
 
     def __str__(self) -> str:
         name = (
@@ -57,6 +60,9 @@ class BlockReport:
         lines += [f"    {difference}" for difference in self.differences]
         lines += [f"  behaviour: {text}" for text in self.behaviour]
         lines += [f"  {text}" for text in self._narrow()]
+        if self.not_finite and self.departs is None:
+            bad = f"{self.not_finite} holds NaN or infinity"
+            lines.append(f"  {bad}: bits were compared, outputs were not")
         lines += [
             f"  forward, {mask}: error {a:.3g} and {b:.3g} rounding floors of the output"
             for mask, (a, b) in self.errors.items()

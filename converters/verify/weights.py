@@ -115,7 +115,8 @@ def of_types(x: NDArray, y: NDArray) -> How:
 def _relation(x: NDArray, y: NDArray) -> Relation | None:
     with np.errstate(over="ignore", invalid="ignore"):
         narrowed, widened = x.astype(y.dtype), y.astype(x.dtype)
-        second, first = np.array_equal(narrowed, y), np.array_equal(widened, x)
+        second = np.array_equal(narrowed, y, equal_nan=True)
+        first = np.array_equal(widened, x, equal_nan=True)
     if first and second:
         return Relation.SAME_VALUES
     if second:
