@@ -22,7 +22,7 @@ def positions_of(source: str | os.PathLike[str]) -> dict[str, Positions]:
       CheckpointError: the file cannot be read.
       ValueError: the folder has no checkpoint, or several.
     """
-    with checkpoint.open(positions.in_folder(Path(source))) as file:
+    with checkpoint.open(positions.in_folder(Path(source)), unbox=True) as file:
         found = positions.of_blocks(file, attention_blocks.find(attention_blocks.shapes(file)))
         return found | {b.prefix: _of_latent(b) for b in latent_blocks.every(file)}
 
@@ -32,7 +32,7 @@ def masks_of(source: str | os.PathLike[str]) -> dict[str, Attended]:
 
     `source` and errors are as in `positions_of`.
     """
-    with checkpoint.open(positions.in_folder(Path(source))) as file:
+    with checkpoint.open(positions.in_folder(Path(source)), unbox=True) as file:
         found = attention_blocks.find(attention_blocks.shapes(file))
         prefixes = [block.prefix for block in found]
         prefixes += [block.prefix for block in latent_blocks.every(file)]

@@ -31,7 +31,8 @@ def plan(source: Tree, target: Tree, packing: Packing = "ask") -> MatchPlan:
     for several in packed.values():
         rows, refused = _lines(_pieces(mine, theirs, decision, several), source, target)
         questions += [*_of_packing(rows), *refused]
-    made = MatchPlan(tuple(lines), tuple(_merged(questions)), (), (), source.origin, source.notes)
+    notes = (*source.notes, *(f"target: {note}" for note in target.notes))
+    made = MatchPlan(tuple(lines), tuple(_merged(questions)), (), (), source.origin, notes)
     return with_unused(made, source)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxmha import checkpoint
-from jaxmha.checkpoint import hub
+from jaxmha.checkpoint import hub, optimizer_state
 from jaxmha.converters.discovery import live_model
 from jaxmha.converters.discovery.user_names import dotted
 from jaxmha.converters.layout.arrays import NDArray, framework_of, packages_of, to_numpy
@@ -33,8 +33,7 @@ _FORMS = {
         "Conv3d": "oi", "ConvTranspose": "no", "ConvTranspose1d": "no", "ConvTranspose2d": "no",
     },
 }  # fmt: skip
-VALUE = "/value"
-_OPTIMIZER = {"opt_state", "optimizer_state"}  # subtrees of a training state without weights
+_STATES = ("file", "tree", "linen", "nnx")  # kinds of trees that may be training states
 _NO_WEIGHTS = ("cache", "intermediates", "losses", "metrics")  # linen collections without weights
 
 
@@ -80,12 +79,17 @@ class Tree:
 def read(model: Any, argument: str = "source") -> Tree:
     """Lists the arrays of a file, a folder of `save_pretrained`, a state dict, tree or model.
 
+    The state of an optimizer next to them is left out.
     `argument`: name of the argument `model` in error messages.
 
     Raises:
       TypeError: `model` is a class, or contains no array.
       CheckpointError: the file cannot be read.
     """
+    return _without_optimizer(_read(model, argument))
+
+
+def _read(model: Any, argument: str) -> Tree:
     if isinstance(model, type):
         raise TypeError(
             f"{argument} must be a model or a tree of arrays, got the class {model.__name__}: "
@@ -126,7 +130,7 @@ def _of(model: Any, package: str) -> bool:
 
 def _file(path: Path) -> Tree:
     stack = ExitStack()
-    file = stack.enter_context(checkpoint.open(path, dequantise=True))
+    file = stack.enter_context(checkpoint.open(path, dequantise=True, unbox=True))
     shapes = {name: info.shape for name, info in file.info.items()}
     by_keras = file.format in ("keras_h5", "keras")
     keras = keras_files.paths(shapes, file.names) if by_keras else {}
@@ -134,8 +138,6 @@ def _file(path: Path) -> Tree:
     for name, info in file.info.items():
         parts, form = keras.get(name) or (split(name), "")
         arrays[name] = Array(name, parts, tuple(info.shape), info.dtype.name, form)
-    if file.format == "orbax":
-        return _training_state(Tree("file", arrays, file.__getitem__, close=stack.close))
     automatic = _counted(arrays)
     automatic |= keras_files.numbered_by_keras(keras)
     return Tree(
@@ -148,22 +150,14 @@ def _file(path: Path) -> Tree:
     )
 
 
-def _training_state(tree: Tree) -> Tree:
-    """Returns the weights in an orbax folder, with a note if an optimizer's state is left out.
-
-    Flax writes a variable as a tree with one leaf `value`; it is removed from names and paths.
-    """
-    weights = {n: a for n, a in tree.arrays.items() if not _OPTIMIZER & set(a.path)}
-    left = len(tree.arrays) - len(weights)
-    notes = (f"{left} arrays of an optimizer are left out",) * bool(left)
-    if not all(len(a.path) > 1 and a.path[-1] == "value" for a in weights.values()):
-        return replace(tree, arrays=weights, notes=notes)
-    stored = {n.removesuffix(VALUE): n for n in weights}
-    named = {
-        short: weights[n]._replace(name=short, path=weights[n].path[:-1])
-        for short, n in stored.items()
-    }
-    return replace(tree, arrays=named, load=lambda n: tree.load(stored[n]), notes=notes)
+def _without_optimizer(tree: Tree) -> Tree:
+    """Returns a tree without the state of an optimizer, which a note mentions."""
+    left = set(optimizer_state.find(tree.arrays))
+    if tree.kind not in _STATES or not left or len(left) == len(tree.arrays):
+        return tree
+    weights = {name: array for name, array in tree.arrays.items() if name not in left}
+    note = f"{len(left)} arrays of an optimizer are left out"
+    return replace(tree, arrays=weights, notes=(*tree.notes, note))
 
 
 def split(name: str) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from typing import Any
 from jaxmha import __version__, checkpoint
 from jaxmha.checkpoint import writer
 from jaxmha.checkpoint.errors import printable
+from jaxmha.checkpoint.formats import nnx_values, orbax
 from jaxmha.converters.discovery import (
     attended,
     attention_blocks,
@@ -67,7 +68,7 @@ def plan(
     The plan holds the digest of the source. `in_file`: True for a .weights.h5 destination. See
     `convert` for the other arguments and the errors.
     """
-    with checkpoint.open(source, dequantise=True) as file:
+    with checkpoint.open(source, dequantise=True, unbox=True) as file:
         made, _ = _make(file, to, from_, num_heads, dtype, others, attention_only, in_file, True)
         made = replace(made, fold_scale=fold_scale, fill_bias=fill_bias)
         with naming(file.path):
@@ -206,7 +207,7 @@ def convert(
         count is missing; or the plan is for another source.
     """
     in_file, given = str(destination).endswith(".weights.h5"), plan is not None
-    with checkpoint.open(source, dequantise=True) as file:
+    with checkpoint.open(source, dequantise=True, unbox=True) as file:
         refuse_another_checkpoint(Path(source), file.path, Path(destination))
         read = file.files if like is None else (*file.files, Path(like))
         text = "" if resume else None
@@ -234,9 +235,14 @@ def convert(
         if resume:
             settings["part"] = part
             settings["resume"] = f"{__version__} {file.digest()} {_what(plan)}"
+        made = found.made
+        if (
+            file.unboxed and Path(destination).suffix == orbax.SUFFIX
+        ):  # Flax restores a state from leaves with this key
+            made = {f"{name}{nnx_values.ENDING}": one for name, one in made.items()}
         written = checkpoint.write(
             destination,
-            lazy_tensors.lazy(found.made),
+            lazy_tensors.lazy(made),
             source=read,
             force=force,
             dtype=plan.dtype,
@@ -248,8 +254,8 @@ def convert(
         )
     unbound = [_UNBOUND] * (given and not plan.digest)
     all_notes = (*plan.notes, *unbound, *found.notes, *lost, *written.notes)
-    made = conversion.of(source, destination, plan, found, written, given)
-    return replace(made, notes=all_notes, unchecked=() if ordered else (keras_order.NOT_KNOWN,))
+    done = conversion.of(source, destination, plan, found, written, given)
+    return replace(done, notes=all_notes, unchecked=() if ordered else (keras_order.NOT_KNOWN,))
 
 
 def _completed(

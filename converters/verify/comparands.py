@@ -100,7 +100,7 @@ def read(given: AnySource, num_heads: int | None = None) -> Comparand:
     """
     if isinstance(given, str | os.PathLike):
         path = Path(given)
-        with checkpoint.open(path, dequantise=True) as file:
+        with checkpoint.open(path, dequantise=True, unbox=True) as file:
             found = _read_state(file, shapes(file), num_heads, file)
             source = found.source._replace(source=path, info=dict(file.info))
             none = f"{path.name}: no tensors, and not read: {listed(file.others)}"

@@ -55,7 +55,7 @@ def read(path: Path, name: str | None = None, num_heads: int | None = None) -> O
       CheckpointError: the file cannot be read.
       ValueError: no block has this name (the message lists the names), or the block cannot be read.
     """
-    with checkpoint.open(path, dequantise=True) as file:
+    with checkpoint.open(path, dequantise=True, unbox=True) as file:
         all_shapes = shapes(file)
         with naming(path):
             found = behaviours.blocks(file)

@@ -74,8 +74,8 @@ def compare(a: Source, b: Source, pairs: Pairs, *, only_blocks: bool = False) ->
     if not all(isinstance(one.source, str | os.PathLike) for one in (a, b)):
         return Compared()
     with (
-        checkpoint.open(a.source, dequantise=True) as first,
-        checkpoint.open(b.source, dequantise=True) as second,
+        checkpoint.open(a.source, dequantise=True, unbox=True) as first,
+        checkpoint.open(b.source, dequantise=True, unbox=True) as second,
     ):
         contents = [hf_config.readable(file.path) for file in (first, second)]
         if contents[0] == contents[1] != {} and first.config == second.config:

@@ -273,7 +273,7 @@ def _opened(given: Source) -> Iterator[Load]:
         return array if array is None else rounded(name, array, given.dtype)
 
     if isinstance(given.source, str | os.PathLike):
-        with checkpoint.open(given.source, dequantise=True) as file:
+        with checkpoint.open(given.source, dequantise=True, unbox=True) as file:
             yield partial(load, file)
     else:
         yield partial(load, given.source)

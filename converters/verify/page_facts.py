@@ -44,7 +44,7 @@ def read(path: Path, report: Report, second: bool = False) -> Facts:
     Raises:
       CheckpointError, OSError: a file cannot be read.
     """
-    with checkpoint.open(path, dequantise=True) as file:
+    with checkpoint.open(path, dequantise=True, unbox=True) as file:
         found = attention_blocks.find(attention_blocks.shapes(file))
         results = _results(report, second)
         called = user_names.distinct_names((block.prefix for block in found), file.names)

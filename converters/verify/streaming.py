@@ -48,8 +48,8 @@ class File(NamedTuple):
 def opened(path: str | os.PathLike[str]) -> Iterator[File]:
     """Opens a checkpoint as a `File`; raises as `checkpoint.open` does."""
     with (
-        checkpoint.open(path, dequantise=True) as whole,
-        checkpoint.open(path, mmap=True, dequantise=True) as mapped,
+        checkpoint.open(path, dequantise=True, unbox=True) as whole,
+        checkpoint.open(path, mmap=True, dequantise=True, unbox=True) as mapped,
     ):
         yield File(whole, mapped, {})
 

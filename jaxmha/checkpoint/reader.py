@@ -22,7 +22,7 @@ from jaxmha.checkpoint.errors import (
 )
 from jaxmha.checkpoint.folder import Folder
 from jaxmha.checkpoint.formats import dequantise as dequantising
-from jaxmha.checkpoint.formats import table
+from jaxmha.checkpoint.formats import nnx_values, table
 from jaxmha.checkpoint.inside import open_folder, open_inside, refuse_link
 from jaxmha.checkpoint.limits import Limits
 from jaxmha.checkpoint.plan import Contents, Progress
@@ -86,6 +86,7 @@ class Checkpoint(Lazy):
         config: .keras only: the config.json in the archive, as data; empty elsewhere.
         quantised: name -> kind, such as "Q4_K", of tensors that the file holds quantised. They are
             dequantised on reading, so `info` and the arrays differ from the file.
+        unboxed: True if names lack the key `value` that they have in the folder (`open(unbox=True)`).
         unused: names of other checkpoint files in the folder that was opened; empty for a file.
     """
 
@@ -105,7 +106,7 @@ class Checkpoint(Lazy):
         self.quantised: Mapping[str, str] = MappingProxyType(dict(contents.quantised))
         self._source, self._load, self._verify = source, contents.load, verify
         self._stream, self._view, self._part = contents.stream, contents.view, contents.part
-        self._places = contents.places
+        self._places, self.unboxed = contents.places, contents.unboxed
         self.unused: tuple[str, ...] = ()
         self._close = weakref.finalize(self, _close, contents, source)
 
@@ -270,6 +271,7 @@ def open(
     mmap: bool = False,
     verify: bool = True,
     dequantise: bool = False,
+    unbox: bool = False,
 ) -> Checkpoint:
     """Opens a checkpoint and checks everything that it declares, without reading a tensor.
 
@@ -286,6 +288,7 @@ def open(
         dequantise: dequantise weights whose scales are other tensors (FP8, MXFP4, bitsandbytes,
             GPTQ, AWQ, compressed-tensors), and leave out the scales. Tensors of .gguf files are
             always dequantised.
+        unbox: for an orbax folder of `nnx.State`: leave out the last key of each name, `value`.
 
     Raises:
         CheckpointError: always one of the classes in `jaxmha.checkpoint.errors`.
@@ -306,7 +309,7 @@ def open(
     if table.is_folder(found_at):
         if found_at != given:
             refuse_link(found_at)
-        return read(Folder(found_at, limits), table.ORBAX, limits, verify, dequantise)
+        return read(Folder(found_at, limits), table.ORBAX, limits, verify, dequantise, unbox)
     if found_at == given:
         source = Source(found_at, mapped=mmap)
     else:
@@ -329,6 +332,7 @@ def read(
     limits: Limits = _DEFAULT,
     verify: bool = True,
     dequantise: bool = False,
+    unbox: bool = False,
 ) -> Checkpoint:
     """Reads a checkpoint of a known format; after an error, the caller closes `source`."""
     try:
@@ -339,6 +343,8 @@ def read(
         ) from e
     try:
         source.check_unchanged()
+        if unbox and format is table.ORBAX:
+            contents = nnx_values.unboxed(contents)
         if dequantise:
             size = source.size + sum(file.stat().st_size for file in contents.files)
             contents = dequantising.dequantised(contents, source.path, size, limits)

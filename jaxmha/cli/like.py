@@ -13,6 +13,7 @@ import typer
 
 from jaxmha import checkpoint
 from jaxmha.checkpoint import hub
+from jaxmha.checkpoint.formats import nnx_values
 from jaxmha.cli.console import byte_bar, err, escape, out
 from jaxmha.converters import matching
 from jaxmha.converters.layout.arrays import framework_of
@@ -141,8 +142,8 @@ def _as_restored(model: Any, destination: Path, ready: checkpoint.Lazy) -> check
     """
     if not trees.is_nnx(model) or destination.suffix != ".orbax":
         return ready
-    info = {f"{name}{trees.VALUE}": one for name, one in ready.info.items()}
-    return checkpoint.Lazy(info, lambda name: ready[name.removesuffix(trees.VALUE)])
+    info = {f"{name}{nnx_values.ENDING}": one for name, one in ready.info.items()}
+    return checkpoint.Lazy(info, lambda name: ready[name.removesuffix(nnx_values.ENDING)])
 
 
 def _about(model: Any, destination: Path) -> Mapping[str, Any]:

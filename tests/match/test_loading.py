@@ -332,3 +332,20 @@ def test_braces_in_names_are_no_letters(name: str, many: int) -> None:
     for n in range(many):
         np.testing.assert_array_equal(made[f"{name}{n}"]["kernel"], weights[f"{name}.{n}.weight"].T)
     np.testing.assert_array_equal(made["x"]["{i}"]["embedding"], other["h.{i}.weight"])
+
+
+def test_the_optimizer_of_a_torch_file_is_left_out(tmp_path: Path) -> None:
+    layer = torch.nn.Linear(5, 3)
+    model = torch.nn.ModuleDict({"fc": layer})
+    optimizer = torch.optim.AdamW(model.parameters())
+    layer(torch.ones(2, 5)).sum().backward()
+    optimizer.step()
+    torch.save(
+        {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "a.pt"
+    )
+    template = {"fc": {"kernel": np.zeros((5, 3), "f"), "bias": np.zeros(3, "f")}}
+    plan = match(tmp_path / "a.pt", template)
+    assert not plan.unused
+    assert plan.notes == ("6 arrays of an optimizer are left out",)
+    found = flax.load_into(template, tmp_path / "a.pt")
+    np.testing.assert_array_equal(found["fc"]["kernel"].T, layer.weight.detach().numpy())
