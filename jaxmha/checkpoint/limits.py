@@ -33,7 +33,7 @@ class Limits:
     memory: int = 48 << 20
     header_bytes: int = 100_000_000  # bytes of a safetensors header or zip directory
     pickle_bytes: int = 64 << 20
-    opcodes: int = 500_000  # opcodes of a pickle; torch.save writes about 40 per tensor
+    opcodes: int = 500_000  # opcodes of a pickle, for up to 8,000 storages; more have as many each
     tensors: int = 10**6
     aliases: int = 1000  # names of one tensor of a torch file (tied weights)
     index_bytes: int = 64 << 20
@@ -52,6 +52,8 @@ class Limits:
 
 UNLIMITED = Limits(logical_bytes=2**63 - 1, memory=2**63 - 1)
 _TENSOR = 512  # bytes of Python objects per tensor
+_STORAGE = 4096  # bytes of Python objects per tensor in a pickle
+_MOST_STORAGES = 100_000
 
 
 class Budget:
@@ -118,6 +120,10 @@ class Budget:
     def give_back(self, amount: int) -> None:
         """Refunds a charge of `build` for objects that were freed."""
         self._built -= amount
+
+    def grow_for_storages(self, count: int) -> None:
+        """Raises the memory limit for the objects of `count` tensors in a pickle, up to 400 MB."""
+        self._most_built += _STORAGE * min(count, _MOST_STORAGES)
 
     def grow(self, file_bytes: int) -> None:
         """Raises the memory limit for one more file of the same checkpoint."""

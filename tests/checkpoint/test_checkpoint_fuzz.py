@@ -82,7 +82,7 @@ def test_random_damage(name: str, tmp_path: Path) -> None:
 def test_random_programs(seed: int) -> None:
     """Pickles of random opcodes and arguments."""
     from jaxmha.checkpoint.formats.torch import pickle, records
-    from jaxmha.checkpoint.limits import Limits
+    from jaxmha.checkpoint.limits import Budget, Limits
 
     random = np.random.default_rng(seed)
     pieces = [bytes([c]) for c in b")(.Rbst\x85\x86\x87uQ\x88\x89N]}aeq\x00h\x00K\x01M"]
@@ -106,7 +106,9 @@ def test_random_programs(seed: int) -> None:
             pieces[i] for i in random.integers(len(pieces), size=random.integers(1, 40))
         )
         try:
-            root, _storages = pickle.run(b"\x80\x02" + body + b".", "m.pt", limits)
+            program = b"\x80\x02" + body + b"."
+            budget = Budget("m.pt", len(program), limits)
+            root, _storages = pickle.run(program, "m.pt", limits, budget, 0)
             list(records.flatten(root, "m.pt", limits, []))
             finished += 1
         except checkpoint.CheckpointError:

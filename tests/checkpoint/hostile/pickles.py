@@ -82,3 +82,20 @@ def pickle_shared_dict_tower() -> bytes:
         item = b"h" + bytes([i])
         tower += b"}(" + text("a") + item + text("b") + item + b"uq" + bytes([i + 1])
     return torch_file(b"\x80\x02(" + tower + b"t.").replace(b"(}", b"(}", 1)
+
+
+@case(".pt", Big)
+def pickle_shared_dict_tower_in_a_dict() -> bytes:
+    tower = b"}" + text("w") + tensor() + b"sq\x00"
+    for i in range(30):
+        item = b"h" + bytes([i])
+        tower += b"}(" + text("a") + item + text("b") + item + b"uq" + bytes([i + 1])
+    return torch_file(state(text("t"), b"](" + tower + b"e"))
+
+
+@case(".pt", Big)
+def pickle_shared_dict_of_many_numbers() -> bytes:
+    """Each of its 900 names would be found among 100,000 numbers."""
+    numbers = b"".join(b"J" + i.to_bytes(4, "little") + b"N" for i in range(100_000))
+    shared = b"}(" + text("w") + tensor() + numbers + b"uq\x00"
+    return torch_file(state(text("t"), b"](" + shared + b"h\x00" * 900 + b"e"))

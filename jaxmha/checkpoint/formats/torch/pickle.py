@@ -22,7 +22,7 @@ from jaxmha.checkpoint.errors import (
     ForbiddenContent,
     MalformedFile,
 )
-from jaxmha.checkpoint.formats.torch.records import GLOBALS, SAVE, Call, Storage, Type, View
+from jaxmha.checkpoint.formats.torch.records import GLOBALS, SAVE, Call, Storage, Type, Value, View
 from jaxmha.checkpoint.limits import Budget, Limits
 
 _NO_ARGUMENT = b"().Rbst\x85\x86\x87uQ\x88\x89N]}ae"
@@ -42,6 +42,7 @@ _ARGUMENT: dict[int, struct.Struct] = {
 }
 _NAMES = {opcode.code: opcode.name for opcode in pickletools.opcodes}
 _LONGEST_GLOBAL = 200
+_STORAGES = 8000  # a file with more may have more opcodes; torch.save writes about 40 per tensor
 _MOST_KEY = 2**31  # Python hashes larger integers modulo 2**61 - 1: many could share one hash
 _AGAIN = "save it again with torch.save"
 _MARK: Final = object()
@@ -93,19 +94,22 @@ def _nested(depth: int) -> type[_Tuple]:
 
 
 def run(
-    program: bytes, path: str | os.PathLike[str], limits: Limits, budget: Budget | None = None
+    program: bytes, path: str | os.PathLike[str], limits: Limits, budget: Budget, storages: int
 ) -> tuple[Any, dict[str, Storage]]:
     """Runs a program; returns the object (dict, list, tuple, str, numbers, View) and storages.
 
-    The memory is charged to `budget`; None: to a new budget for the size of the program.
+    The memory is charged to `budget`. `storages`: the number of storages in the file, by which the
+    limits of opcodes and memory grow.
 
     Raises:
         ForbiddenContent, MalformedFile, AmbiguousFile, BudgetExceeded.
     """
-    machine = _Machine(path, limits, budget or Budget(path, len(program), limits))
+    machine = _Machine(path, limits, budget)
+    budget.grow_for_storages(storages)
     machine.charge(len(program))
+    most = limits.opcodes * max(_STORAGES, storages) // _STORAGES
     for count, (code, argument) in enumerate(_opcodes(program, machine)):
-        if count >= limits.opcodes:
+        if count >= most:
             machine.fail(BudgetExceeded, "too many pickle opcodes", "raise Limits.opcodes")
         if (count == 0) != (code == 0x80):
             machine.fail(MalformedFile, "PROTO is not the first opcode, or not only that")
@@ -301,6 +305,8 @@ class _Machine:
         return made
 
     def call(self, call: Any, given: Any) -> Any:
+        if isinstance(call, Value) and isinstance(given, _Tuple):
+            return call
         if not isinstance(call, Call) or not isinstance(given, _Tuple):
             self.fail(ForbiddenContent, "the pickle calls something that is not a function", SAVE)
         match call, tuple(given):
@@ -308,6 +314,27 @@ class _Machine:
                 return _Ordered()
             case Call.PARAMETER, (View() as view, bool(), _Ordered() as hooks) if not hooks:
                 return view
+            # Attributes that users gave to a parameter are dropped; a tensor among them would leave
+            # a storage that no tensor uses, which raises.
+            case Call.PARAMETER_WITH_STATE, (View() as view, bool(), _Ordered() as hooks, _) if (
+                not hooks
+            ):
+                return view
+            case Call.FROM_TYPE, (
+                Call.TENSOR_V2 | Call.TENSOR_V3 | Call.PARAMETER as make,
+                Value.TENSOR | Value.TENSOR_CLASS | Value.BUFFER | Value.PARAMETER_CLASS,
+                _Tuple() as arguments,
+                _,
+            ):
+                return self.call(make, arguments)
+            case (Call.COUNTER, (dict() as items,)):
+                return items
+            case Call.DEFAULT_DICT, () | (Value(),):
+                return {}
+            case (Call.SET | Call.FROZEN_SET, (list() as items,)):
+                return items  # as a list: no item is hashed
+            case (Call.SIZE, (_Tuple() as items,)):
+                return items
             case (
                 Call.TENSOR_V2,
                 (Storage() as storage, offset, shape, strides, bool(), _Ordered() as hooks, *rest),

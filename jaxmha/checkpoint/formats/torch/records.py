@@ -49,6 +49,26 @@ UNTYPED: dict[str, np.dtype] = {
 }
 
 
+_MOST_REPEATED = 200_000
+# Dtypes that an object of a pickle may be, but that no tensor is read with.
+_OTHER_DTYPES = ["complex32", "quint8", "qint8", "qint32", "quint4x2", "quint2x4"]
+_DTYPES = [
+    "float32",
+    "float64",
+    "float16",
+    "bfloat16",
+    "int64",
+    "int32",
+    "int16",
+    "int8",
+    "uint8",
+    "bool",
+    "complex64",
+    "complex128",
+]
+NUMPY_DTYPES = {name: np.dtype(getattr(ml_dtypes, name, name)) for name in _DTYPES}
+
+
 class Call(Enum):
     """The functions that REDUCE may call."""
 
@@ -56,6 +76,32 @@ class Call(Enum):
     TENSOR_V2 = "torch._utils _rebuild_tensor_v2"
     TENSOR_V3 = "torch._utils _rebuild_tensor_v3"
     PARAMETER = "torch._utils _rebuild_parameter"
+    PARAMETER_WITH_STATE = "torch._utils _rebuild_parameter_with_state"
+    FROM_TYPE = "torch._tensor _rebuild_from_type_v2"
+    COUNTER = "collections Counter"
+    DEFAULT_DICT = "collections defaultdict"
+    SET = "__builtin__ set"
+    FROZEN_SET = "__builtin__ frozenset"
+    SIZE = "torch Size"
+
+
+class Value(Enum):
+    """Types of values that are no tensors: a call yields the type itself, and drops the arguments."""
+
+    ENCODE = "_codecs encode"  # of bytes
+    BYTES = "__builtin__ bytes"
+    BYTEARRAY = "__builtin__ bytearray"
+    COMPLEX = "__builtin__ complex"
+    RANGE = "__builtin__ xrange"
+    SLICE = "__builtin__ slice"
+    LIST = "__builtin__ list"
+    DICT = "__builtin__ dict"
+    INT = "__builtin__ int"
+    FLOAT = "__builtin__ float"
+    TENSOR = "torch Tensor"
+    TENSOR_CLASS = "torch._tensor Tensor"
+    BUFFER = "torch.nn.parameter Buffer"
+    PARAMETER_CLASS = "torch.nn.parameter Parameter"
 
 
 class Type(NamedTuple):
@@ -83,10 +129,12 @@ class View(NamedTuple):
     strides: tuple[int, ...]
 
 
-GLOBALS: dict[str, Call | Type] = (
+GLOBALS: dict[str, Call | Value | Type] = (
     {call.value: call for call in Call}
+    | {value.value: value for value in Value}
     | {f"torch {name}": Type(dtype, True) for name, dtype in STORAGES.items()}
-    | {f"torch {name}": Type(dtype, False) for name, dtype in UNTYPED.items()}
+    | {f"torch {name}": Type(x, False) for name, x in (UNTYPED | NUMPY_DTYPES).items()}
+    | {f"torch {name}": Type(None, False) for name in _OTHER_DTYPES}
     | {"torch.storage UntypedStorage": Type(None, True)}
 )
 
@@ -99,21 +147,23 @@ def flatten(
     The names of the first thousand other values, such as numbers, are appended to `others`.
 
     Raises:
-        ForbiddenContent: `root` is no dict, or a container with tensors occurs twice or in itself.
-        BudgetExceeded: nested too deeply.
+        ForbiddenContent: `root` is no dict, or a container with tensors occurs in itself.
+        BudgetExceeded: nested too deeply, or containers that occur often hold too much.
     """
     if not isinstance(root, dict):
         raise ForbiddenContent(path, "the file holds no dict of tensors", SAVE)
     visiting: set[int] = set()
     with_tensors: dict[int, bool] = {}
+    repeated = 0  # entries of containers that were visited before, such as shared state dicts
 
     def visit(prefix: str, value: Any, depth: int) -> Iterator[tuple[str, View]]:
         if isinstance(value, View):
             yield prefix, value
             return
-        if isinstance(value, Storage | Type | Call):
+        nonlocal repeated
+        if isinstance(value, Storage | Call) or (isinstance(value, Type) and value.storage):
             raise ForbiddenContent(path, "a storage or type without a tensor", SAVE, prefix[:200])
-        if not isinstance(value, dict | list | tuple):
+        if not isinstance(value, dict | list | tuple) or isinstance(value, Type):
             if len(others) < 1000:
                 others.append(prefix)
             return
@@ -121,10 +171,16 @@ def flatten(
             return
         if len(prefix) > limits.name_bytes:
             raise BudgetExceeded(path, "a name is too long", SAVE, prefix[:200])
-        if id(value) in visiting or id(value) in with_tensors:
+        if id(value) in visiting:
             raise ForbiddenContent(
-                path, "a container with tensors appears twice or in itself", SAVE, prefix[:200]
+                path, "a container with tensors is in itself", SAVE, prefix[:200]
             )
+        if id(value) in with_tensors:
+            repeated += 1 + len(value)
+            if repeated > _MOST_REPEATED:
+                raise BudgetExceeded(
+                    path, "containers with tensors appear too often", SAVE, prefix[:200]
+                )
         if depth > limits.depth:
             raise BudgetExceeded(path, "containers are nested too deeply", SAVE, prefix[:200])
         visiting.add(id(value))

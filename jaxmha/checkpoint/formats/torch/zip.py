@@ -56,7 +56,8 @@ def read(source: Source, limits: Limits) -> Contents:
     order = _byte_order(source, members)
     budget.spend("the pickle", members[PROGRAM].size, limits.pickle_bytes, PROGRAM)
     program = zip_directory.read_member(source, members[PROGRAM]).tobytes()
-    root, storages = pickle.run(program, path, limits, budget)
+    count = sum(name.startswith("data/") for name in members)
+    root, storages = pickle.run(program, path, limits, budget, count)
     for storage in storages.values():
         _check_storage(source, members, storage)
     others: list[str] = []
@@ -137,9 +138,10 @@ def check(plan: WriteJob) -> None:
     texts.check(plan)
     limits, program = Limits(), _program(plan)
     try:
-        budget = Budget(plan.path, 0, limits)
+        size = len(program) + sum(info.nbytes for info in plan.info.values())
+        budget = Budget(plan.path, size, limits)
         budget.spend("the size of the pickle", len(program), limits.pickle_bytes)
-        pickle.run(program, plan.path, limits)
+        pickle.run(program, plan.path, limits, budget, len(plan.info))
     except BudgetExceeded as e:
         problem = f"{len(plan.info)} tensors are more than a torch file is read with ({e.problem})"
         raise UnsupportedFormat(plan.path, problem, "write .safetensors") from e
