@@ -96,7 +96,7 @@ class Value(Enum):
     SLICE = "__builtin__ slice"
     LIST = "__builtin__ list"
     DICT = "__builtin__ dict"
-    INT = "__builtin__ int"
+    INT = "__builtin__ long"  # of Python 3
     FLOAT = "__builtin__ float"
     TENSOR = "torch Tensor"
     TENSOR_CLASS = "torch._tensor Tensor"
