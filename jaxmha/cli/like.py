@@ -6,13 +6,14 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import typer
 
 from jaxmha import checkpoint
-from jaxmha.checkpoint import hub
 from jaxmha.checkpoint.formats import nnx_values
 from jaxmha.cli.console import byte_bar, err, escape, out
 from jaxmha.converters import matching
@@ -32,12 +33,15 @@ def built(target: str) -> Any:
 
 
 def found(target: str) -> Any:
-    """The function that MODULE:FUNCTION names; the module may be a file of the working folder."""
+    """The function that MODULE:FUNCTION names; the module may be a file, in any folder."""
     module, _, function = target.rpartition(":")
+    module = os.path.normpath(module)
+    outside = os.path.isabs(module) or module.startswith(os.pardir)
     name = module.removesuffix(".py").replace(os.sep, ".")
-    sys.path.insert(0, os.getcwd())
+    sys.path.insert(0, os.path.dirname(os.path.abspath(module)) if outside else os.getcwd())
     try:
-        made = getattr(importlib.import_module(name), function, None)
+        loaded = _of_file(module) if outside else importlib.import_module(name)
+        made = getattr(loaded, function, None)
     except ModuleNotFoundError as error:
         if error.name != name.partition(".")[0] and error.name != name:
             raise
@@ -49,10 +53,24 @@ def found(target: str) -> Any:
     return made
 
 
+def _of_file(module: str) -> ModuleType:
+    """Imports a file by its path; two files of the same name are two modules."""
+    path = Path(os.path.abspath(f"{module.removesuffix('.py')}.py"))
+    if not path.is_file():
+        raise ValueError(f"{path}: there is no such file")
+    name = str(path.with_suffix("")).replace(os.sep, "_")
+    spec = spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    sys.modules[name] = made = module_from_spec(spec)  # dataclasses look their module up
+    spec.loader.exec_module(made)
+    return made
+
+
 def source_of(text: str) -> Any:
     """The checkpoint as a path, or for MODULE:FUNCTION the model that the function builds."""
     module, colon, _ = text.rpartition(":")
-    if not colon or hub.is_address(text) or Path(text).exists() or not module:
+    if not colon or "://" in text or Path(text).exists() or not module:
         return Path(text)
     return built(text)
 

@@ -1,5 +1,6 @@
 """`jaxmha match` prints the plan, writes it and the model's arrays, and asks by its exit code."""
 
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -68,3 +69,22 @@ def test_arrays_left_over_exit_with_one(here: Path) -> None:
 def test_bad_targets_exit_with_two(here: Path, target: str) -> None:
     assert here
     assert CliRunner().invoke(app, ["match", "one.safetensors", target]).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    "form", ["{folder}/builders.py", "../builders.py", "./builders.py", "../builders"]
+)
+def test_the_module_may_be_any_file(form: str, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two files of one name are two modules."""
+    folder = here / "inner"
+    folder.mkdir()
+    wrong = "def build():\n    return {}\n"
+    of_folder = form.startswith("./")
+    (here / "builders.py").write_text(wrong if of_folder else BUILD)
+    (folder / "builders.py").write_text(BUILD if of_folder else wrong)
+    monkeypatch.chdir(folder)
+    monkeypatch.delitem(sys.modules, "builders", raising=False)
+    target = f"{form.format(folder=here)}:build"
+    done = CliRunner().invoke(app, ["match", "../one.safetensors", target])
+    assert done.exit_code == 0, done.output
+    monkeypatch.delitem(sys.modules, "builders", raising=False)
