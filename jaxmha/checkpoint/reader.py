@@ -1,6 +1,7 @@
 """An open checkpoint: a lazy mapping from names to arrays."""
 
 import os
+import re
 import sys
 import weakref
 from collections import Counter
@@ -18,6 +19,7 @@ from jaxmha.checkpoint.errors import (
     UnknownTensor,
     UnreadableFile,
     listed,
+    printable,
     shown,
 )
 from jaxmha.checkpoint.folder import Folder
@@ -233,13 +235,21 @@ class Checkpoint(Lazy):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Remarks on dequantised tensors, and on files of the folder that are not used."""
+        """Remarks on dequantised and tied tensors, and on files of the folder that are not used."""
         kinds = Counter(self.quantised.values())
         counts = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
         note = "quantised tensors are dequantised on reading, and are never written as quantised"
         names = listed([shown(name) for name in self.unused])
         other = f"of its folder, {self.path.name} alone was read, and not used: {names}"
-        return (f"{note}: {counts}",) * bool(kinds) + (other,) * bool(self.unused)
+        tied = [f"{x} is {y}" for x, y in self.metadata.items() if x not in self and y in self]
+        once = (
+            f"the file has one name for tied tensors; its metadata gives the others: {listed(tied)}"
+        )
+        return (
+            *(f"{note}: {counts}",) * bool(kinds),
+            *(other,) * bool(self.unused),
+            *(printable(once),) * bool(tied),
+        )
 
     def __repr__(self) -> str:
         return f"Checkpoint({str(self.path)!r}, format={self.format!r}, {len(self)} tensors)"
@@ -302,6 +312,7 @@ def open(
         ...         print(file.format, file.info["weight"].shape, file["weight"].sum())
         torch (2, 3) 6.0
     """
+    _refuse_no_path(os.fspath(path))
     found_at = hub.fetch(os.fspath(path)).folder if hub.is_address(path) else Path(path)
     given = found_at
     if not table.is_folder(given):
@@ -324,6 +335,16 @@ def open(
     except BaseException:
         source.close()
         raise
+
+
+def _refuse_no_path(path: str) -> None:
+    """Raises UnreadableFile for an empty path, which would be the working folder, and for URLs."""
+    if not path:
+        raise UnreadableFile(path, "the path is empty", 'name a file or folder; "." is this folder')
+    scheme = re.match(r"(\w[\w+.-]+):/", path)  # a Path has one slash
+    if scheme and not hub.is_address(path) and not os.path.lexists(path):
+        remedy = "download it, or give hf://ORGANISATION/MODEL for a model of Hugging Face"
+        raise UnreadableFile(path, f"an address of {scheme[1]} is no path", remedy)
 
 
 def read(

@@ -261,3 +261,9 @@ def test_two_threads_read_back_every_tensor(
     with pytest.raises(checkpoint.WriteFailed, match="does not read back"):
         checkpoint.write(tmp_path / f"bad{suffix}", tensors)
     assert [path.name for path in tmp_path.iterdir()] == [f"good{suffix}"]
+
+
+@pytest.mark.parametrize("path", ["", "https://example.org/model.npz", "s3://a/b"])
+def test_paths_that_are_none_are_refused(path: str) -> None:
+    with pytest.raises(checkpoint.UnreadableFile, match=r"is empty|hf://ORGANISATION/MODEL"):
+        checkpoint.open(path)

@@ -201,3 +201,14 @@ def test_torch_objects_are_refused(make: Any, tmp_path: Path) -> None:
     torch.save(make(), tmp_path / "m.pt")
     with pytest.raises(checkpoint.ForbiddenContent, match=r"m\.pt"):
         checkpoint.open(tmp_path / "m.pt")
+
+
+def test_a_note_names_tied_tensors(tmp_path: Path) -> None:
+    save_model = pytest.importorskip("safetensors.torch").save_model
+    embed, head = torch.nn.Embedding(7, 5), torch.nn.Linear(5, 7)
+    head.weight = embed.weight
+    save_model(torch.nn.ModuleDict({"embed": embed, "head": head}), str(tmp_path / "m.safetensors"))
+    with checkpoint.open(tmp_path / "m.safetensors") as file:
+        assert len(file) == 2
+        (note,) = file.notes
+        assert note.endswith("its metadata gives the others: head.weight is embed.weight")
