@@ -1,5 +1,6 @@
 """Files of torch are exchanged with torch itself."""
 
+import re
 from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
@@ -182,6 +183,23 @@ def test_torch_legacy_is_refused_with_the_line_that_converts_it(tmp_path: Path) 
     code = str(caught.value).split('python -c "')[1].rstrip('"')
     exec(code.replace("OLD", str(old)).replace("NEW.pt", str(new)))  # noqa: S102
     _assert_equal(new, {"w": torch.ones(2)})
+
+
+REMEDIES: dict[str, Any] = {
+    ".to_dense()": lambda: torch.eye(2).to_sparse(),
+    "no values": lambda: torch.empty(2, device="meta"),
+    "torch.from_numpy": lambda: np.ones(2),
+    ".to(torch.complex64)": lambda: torch.ones(2, dtype=torch.complex32),
+    ".dequantize()": lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("remedy", REMEDIES)
+def test_errors_name_the_remedy(remedy: str, tmp_path: Path) -> None:
+    torch.save({"w": REMEDIES[remedy]()}, tmp_path / "m.pt")
+    with pytest.raises(checkpoint.ForbiddenContent, match=re.escape(remedy)):
+        checkpoint.open(tmp_path / "m.pt")
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,7 @@ _SHAPE = re.compile(r"\(\s*\)|\((?:\s*\d{1,19}L?\s*,)+(?:\s*\d{1,19}L?)?\s*\)", 
 _DESCR = re.compile(r"[<>=|]?[biufc]\d{1,2}", re.ASCII)
 _DATE = (1980, 1, 1, 0, 0, 0)
 _AGAIN = "write it again with numpy.savez"
+_NUMBERS = "convert it to numbers, such as array.astype(float), before numpy.savez"
 
 
 def read(source: Source, limits: Limits) -> Contents:
@@ -170,7 +171,7 @@ def _header(
 def _dtype(source: Source, descr: str, name: str) -> np.dtype:
     if descr.strip("<>=|").startswith("O"):
         raise ForbiddenContent(
-            source.path, "an array of Python objects, which are pickled code", _AGAIN, name
+            source.path, "an array of Python objects, which are pickled code", _NUMBERS, name
         )
     try:
         dtype = np.dtype(descr) if _DESCR.fullmatch(descr) else None

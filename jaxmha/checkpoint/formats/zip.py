@@ -172,8 +172,11 @@ def is_member_name(name: str) -> bool:
 def check_crc(source: Source, member: Member, crc: int) -> None:
     """Raises IntegrityError unless `crc` is the CRC-32 that the zip file records."""
     if crc != member.crc:
+        remedy = "copy the file again"
+        if not member.name.endswith(".npy"):
+            remedy += ", or save it after torch.serialization.set_crc32_options(True)"
         raise IntegrityError(
-            source.path, "CRC-32 mismatch: the data is damaged", "copy the file again", member.name
+            source.path, "CRC-32 mismatch: the data is damaged", remedy, member.name
         )
 
 

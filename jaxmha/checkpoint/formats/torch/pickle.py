@@ -22,7 +22,16 @@ from jaxmha.checkpoint.errors import (
     ForbiddenContent,
     MalformedFile,
 )
-from jaxmha.checkpoint.formats.torch.records import GLOBALS, SAVE, Call, Storage, Type, Value, View
+from jaxmha.checkpoint.formats.torch.records import (
+    GLOBALS,
+    REMEDIES,
+    SAVE,
+    Call,
+    Storage,
+    Type,
+    Value,
+    View,
+)
 from jaxmha.checkpoint.limits import Budget, Limits
 
 _NO_ARGUMENT = b"().Rbst\x85\x86\x87uQ\x88\x89N]}ae"
@@ -235,7 +244,8 @@ class _Machine:
                 self.extend(self.pop_to_mark())
             case "c":
                 if argument not in GLOBALS:
-                    self.fail(ForbiddenContent, f"the file would run {argument!r}", SAVE)
+                    remedy = REMEDIES.get(argument, SAVE)
+                    self.fail(ForbiddenContent, f"the file would run {argument!r}", remedy)
                 self.stack.append(GLOBALS[argument])
             case "R":
                 arguments, call = self.pop(), self.pop()
@@ -301,7 +311,8 @@ class _Machine:
             self.fail(MalformedFile, "a storage is not described as torch does")
         made = Storage(given[2], given[1].dtype, given[4])
         if self.storages.setdefault(made.key, made) != made:
-            self.fail(AmbiguousFile, f"storage {made.key} has two dtypes or sizes")
+            remedy = "call .clone() on tensors that share memory before torch.save"
+            self.fail(AmbiguousFile, f"storage {made.key} has two dtypes or sizes", remedy)
         return made
 
     def call(self, call: Any, given: Any) -> Any:
@@ -354,6 +365,11 @@ class _Machine:
                 ),
             ) if not hooks and len(rest) <= 1:
                 return self.view(storage, dtype, offset, shape, strides, rest)
+        if call is Call.TENSOR_V3 and Type(None, False) in given:
+            problem = "a tensor has a dtype that NumPy has not, such as complex32"
+            self.fail(
+                ForbiddenContent, problem, "call .to(torch.complex64) on it before torch.save"
+            )
         self.fail(ForbiddenContent, f"unusual arguments for {call.value!r}", SAVE)
 
     def view(

@@ -15,6 +15,15 @@ from jaxmha.checkpoint.errors import BudgetExceeded, ForbiddenContent
 from jaxmha.checkpoint.limits import Limits
 
 SAVE = "save only the weights: torch.save(model.state_dict(), path)"
+# Functions that are refused -> the remedy.
+REMEDIES = {
+    "torch._utils _rebuild_sparse_tensor": "call .to_dense() on the sparse tensor before torch.save",
+    "torch._utils _rebuild_qtensor": "call .dequantize() on the quantised tensor before torch.save",
+    "torch._utils _rebuild_meta_tensor_no_storage": "load the weights before torch.save: a tensor on "
+    "the meta device has no values",
+    "numpy._core.multiarray _reconstruct": "call torch.from_numpy on the array before torch.save",
+    "numpy.core.multiarray _reconstruct": "call torch.from_numpy on the array before torch.save",
+}
 # Dtypes of torch's typed storage classes, which are older than untyped storages.
 STORAGES: dict[str, np.dtype] = {
     name: np.dtype(dtype)
