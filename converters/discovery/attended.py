@@ -26,6 +26,13 @@ from jaxmha.converters.discovery.head_count import Configured
 from jaxmha.converters.discovery.notes import counted
 
 _NOT_KNOWN = "is not known here"
+# Kinds of layers, in the words of `layer_types` and of GPT-Neo's `attention_types`. A hybrid layer has
+# a state next to its attention. A layer of window_attention gets the windows of an image as sequences
+# of their own. All other kinds are unknown: their masks follow from more than positions, as of an
+# indexer, or they have no softmax.
+_WHOLE = frozenset(["full_attention", "attention", "global", "hybrid", "window_attention"])
+_SLIDING = frozenset(["sliding_attention", "sliding", "local", "hybrid_sliding"])
+_CHUNKED = frozenset(["chunked_attention", "chunked"])
 
 
 class Attended(NamedTuple):
@@ -173,19 +180,19 @@ def _windowed(own: Mapping[str, Any], model_type: str, layer: int | None, causal
     """The mask of a layer by the settings of its windows and chunks."""
     scheme = "causal" if causal else "full"
     kind = _kind(own, model_type, layer)
-    if kind in ("chunked_attention", "chunked"):
+    if kind in _WHOLE:
+        return Attended(scheme)
+    if kind in _CHUNKED:
         return Attended(scheme, chunk=_size(own, "attention_chunk_size", model_type))
-    if kind == "local" and model_type == "gpt_neo":
-        return Attended(scheme, _size(own, "window_size") - 1)
-    if kind in ("sliding_attention", "sliding"):
-        key, divisor = ("sliding_window", 1)
-        if model_type in masked_types.WINDOWS and own.get("sliding_window") is None:
-            key, divisor = masked_types.WINDOWS[model_type]
-        size = _size(own, key, model_type) // divisor
-        if causal:
-            return Attended(scheme, size - 1)
-        return Attended(scheme, *masked_types.BOTH_WAYS.get(model_type, _each)(size))
-    return Attended(scheme)
+    if kind not in _SLIDING:
+        raise ValueError(masked_types.OF_KINDS.get(kind, f"no mask is read for layers of {kind}"))
+    key, divisor = ("sliding_window", 1)
+    if model_type in masked_types.WINDOWS and own.get("sliding_window") is None:
+        key, divisor = masked_types.WINDOWS[model_type]
+    size = _size(own, key, model_type) // divisor
+    if causal:
+        return Attended(scheme, size - 1)
+    return Attended(scheme, *masked_types.BOTH_WAYS.get(model_type, _each)(size))
 
 
 def _each(size: int) -> tuple[int, int]:

@@ -77,6 +77,9 @@ TYPES = {
 }
 # Model type -> the key of its window, and the divisor of the value.
 WINDOWS = {
+    "gpt_neo": ("window_size", 1),
+    "inkling2_text": ("sliding_window_size", 1),
+    "inkling_text": ("sliding_window_size", 1),
     "modernbert": ("local_attention", 2),
     "modernbert-decoder": ("local_attention", 2),
     "recurrent_gemma": ("attention_window_size", 1),
@@ -86,6 +89,15 @@ WINDOWS = {
 BOTH_WAYS: dict[str, Callable[[int], tuple[int, int]]] = {
     "gemma3_text": lambda size: (size // 2, size // 2),  # EmbeddingGemma
     "t5gemma2_text": lambda size: ((size + 1) // 2 - 1, size // 2),
+}
+# Kind of layers -> why their mask does not follow from a configuration.
+OF_KINDS = {
+    "reference_sliding_attention": "generated tokens attend the prompt and a window, the prompt is causal",
+    "indexed_attention": "an indexer chooses the keys of each query",
+    "minimax_m3_sparse": "an indexer chooses the keys of each query",
+    "compressed_sparse_attention": "queries attend compressed keys",
+    "heavily_compressed_attention": "queries attend compressed keys",
+    "linear_attention": "layers of linear_attention have no softmax",
 }
 # Segmentation models whose queries attend only pixels inside the masks that the previous layer
 # predicted.

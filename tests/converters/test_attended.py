@@ -9,6 +9,7 @@ import pytest
 
 from jaxmha import checkpoint
 from jaxmha.converters import masks_of
+from jaxmha.converters.discovery import attended, attention_blocks
 from jaxmha.converters.discovery.attended import Attended
 from jaxmha.converters.migrate import pipeline
 from tests.zoo.masked import Given
@@ -80,6 +81,68 @@ def test_windows_and_causality_are_read(
         chunk = [] if one_.chunk is None else ["chunks", str(one_.chunk)]
         kinds.append(" ".join([one_.scheme, *sides, *chunk]))
     assert kinds == expected
+
+
+# Model type -> its class, and the key of its window.
+HYBRIDS = {
+    "zaya": ("ZayaConfig", "sliding_window"),
+    "inkling_text": ("InklingTextConfig", "sliding_window_size"),
+    "inkling2_text": ("Inkling2TextConfig", "sliding_window_size"),
+}
+
+
+@pytest.mark.parametrize("model_type", HYBRIDS)
+def test_windows_of_hybrid_layers_are_those_of_transformers(
+    model_type: str, tmp_path: Path
+) -> None:
+    import torch
+    import transformers
+    from transformers.masking_utils import create_sliding_window_causal_mask
+
+    name, key = HYBRIDS[model_type]
+    kinds = ["hybrid", "hybrid_sliding", "hybrid_sliding"]
+    settings: dict[str, Any] = {key: 5, "layer_types": kinds}
+    config = getattr(transformers, name)(num_hidden_layers=LAYERS, **settings)
+    config._attn_implementation = "eager"
+    T = 7
+    seen = create_sliding_window_causal_mask(config, torch.zeros(1, T, 8), None, None)
+    whole, *windows = masks_of(_saved(tmp_path, model_type=model_type, **settings)).values()
+    assert whole == Attended("causal")
+    for window in windows:
+        np.testing.assert_array_equal(window.mask(T, T).to_array(T, T, np), seen.numpy() == 0)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "kind", "why"),
+    [
+        ("unlimited_ocr_text", "reference_sliding_attention", "attend the prompt and a window"),
+        ("zaya", "hybrid_sliding", "sliding_window must be a positive integer"),
+        ("qwen3", "linear_attention", "have no softmax"),
+        ("qwen3", "of_tomorrow", "no mask is read for layers of of_tomorrow"),
+    ],
+)
+def test_unknown_masks_of_other_kinds_have_notes(
+    model_type: str, kind: str, why: str, tmp_path: Path
+) -> None:
+    settings: dict[str, Any] = {"model_type": model_type, "layer_types": [kind] * 3}
+    if model_type != "zaya":
+        settings["sliding_window"] = 5
+    file = checkpoint.open(_saved(tmp_path, **settings) / "model.safetensors")
+    with file:
+        found = attended.of_prefixes(file, *_blocks(file))
+    assert {one.scheme for one in found.values()} == {"unknown"}
+    assert why in " ".join(attended.notes(found))
+
+
+def _blocks(file: Any) -> tuple[list[attention_blocks.Block], list[str]]:
+    blocks = attention_blocks.find(attention_blocks.shapes(file))
+    return blocks, [block.prefix for block in blocks]
+
+
+def test_older_words_for_full_attention(tmp_path: Path) -> None:
+    kinds = ["attention", "full_attention", "attention"]
+    found = masks_of(_saved(tmp_path, model_type="olmo_hybrid", layer_types=kinds))
+    assert {str(one) for one in found.values()} == {"causal"}
 
 
 def test_a_note_says_which_layers_have_a_window(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from jaxmha.converters.discovery import (
     attention_blocks,
     behaviours,
     layer_kinds,
+    masked_types,
     positions,
     rotary_settings,
 )
@@ -119,7 +120,7 @@ def test_the_tables_are_those_of_the_classes() -> None:
     for name, kind in classes_of({*layer_kinds.EVERY, *layer_kinds.SIZES}).items():
         config = kind()
         key = {"llama4_text": "attention_chunk_size"}.get(name, "sliding_window")
-        key = "local_attention" if name.startswith("modernbert") else key
+        key = masked_types.WINDOWS.get(name, (key,))[0]
         assert config.to_dict()[key] == layer_kinds.SIZES.get(name), name
         if name in layer_kinds.EVERY:
             count = {"num_hidden_layers": config.num_hidden_layers}
