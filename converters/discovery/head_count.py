@@ -8,7 +8,7 @@ from typing import NamedTuple
 from jaxmha.checkpoint import errors as checkpoint_errors
 from jaxmha.checkpoint.errors import printable
 from jaxmha.checkpoint.limits import Limits
-from jaxmha.converters.discovery import hf_config, towers
+from jaxmha.converters.discovery import head_defaults, hf_config, towers
 from jaxmha.converters.discovery.attention_blocks import Block
 from jaxmha.converters.discovery.hf_config import Json
 from jaxmha.converters.discovery.model_types import MODEL_TYPES
@@ -242,7 +242,9 @@ def in_config(path: Path) -> Configured | None:
     """The head counts in the config.json next to a checkpoint; None if it is absent or has none."""
     config = hf_config.file_of(path)
     try:
-        content = hf_config.read(path)
+        own = hf_config.read(path)
+        stated = {way for way, _ in hf_config.search(own, CONFIG_KEYS)}
+        content = head_defaults.filled(own, CONFIG_KEYS)
         found = [x for x in hf_config.search(content, CONFIG_KEYS) if x[1] is not None]
     except (ValueError, RecursionError) as error:
         return Configured(config, (), hf_config.unreadable(path, error))
@@ -254,7 +256,7 @@ def in_config(path: Path) -> Configured | None:
         )
         wrong = f"{config} has an impossible head count ({shown})"
         return Configured(config, (), wrong)
-    counts = tuple(_count(config.name, way, heads) for way, heads in stages)
+    counts = tuple(_count(config.name, way, heads, way in stated) for way, heads in stages)
     types = {*hf_config.types_in(content)}
     named = tuple(f for f, known in MODEL_TYPES.items() if types & set(known.split()))
     placed = tuple(_tower(config.name, *row) for row in towers.rows(content) if _positive(row[2]))
@@ -274,12 +276,13 @@ def _positive(value: Json) -> tuple[int, ...]:
     return tuple(counts) if len(counts) == len(values) else ()
 
 
-def _count(file: str, way: Sequence[str], heads: tuple[int, ...]) -> Count:
+def _count(file: str, way: Sequence[str], heads: tuple[int, ...], stated: bool = True) -> Count:
     own = CONFIG_KEYS[way[-1]]
     parts = (*map(_part, way[:-1]), *own)
     alone = bool(own) or any(key != _part(key) or key in _PARTS for key in way[:-1])
     stages = heads if len(heads) > 1 else ()
-    return Count(heads[0], ": ".join((file, *way)), parts, alone, tuple(way), stages)
+    where = ": ".join((file, *way)) + ", the default of its class," * (not stated)
+    return Count(heads[0], where, parts, alone, tuple(way), stages)
 
 
 def in_shapes(block: Block, shapes: Mapping[str, Sequence[int]]) -> int | None:

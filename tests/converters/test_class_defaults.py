@@ -1,6 +1,7 @@
 """A configuration without a key means what the class of transformers has by default."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from jaxmha.converters.discovery import (
     behaviour_readers,
     behaviours,
     class_defaults,
+    head_count,
+    head_defaults,
     layer_kinds,
     other_behaviours,
     rotary_settings,
@@ -145,6 +148,60 @@ def settings_of(config: Any) -> dict[str, Any]:
     """The settings of a configuration, and those of its text model where it has none of its own."""
     found: dict[str, Any] = config.get_text_config().to_dict() | config.to_dict()
     return found
+
+
+# As gemma-3-4b-it, llava-1.5-7b and idefics2 have them: class, settings, and a block of each part.
+NESTED: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
+    "gemma3": (
+        "Gemma3Config",
+        {"text_config": {"model_type": "gemma3_text", "hidden_size": 2560, "sliding_window": 1024},
+         "vision_config": {"model_type": "siglip_vision_model", "num_attention_heads": 16}},
+        {"text_config": "language_model.model.layers.1.self_attn",
+         "vision_config": "vision_tower.vision_model.encoder.layers.1.self_attn"},
+    ),
+    "llava": (
+        "LlavaConfig",
+        {"text_config": {"model_type": "llama", "rms_norm_eps": 1e-5},
+         "vision_config": {"model_type": "clip_vision_model"}},
+        {"text_config": "language_model.model.layers.1.self_attn",
+         "vision_config": "vision_tower.vision_model.encoder.layers.1.self_attn"},
+    ),
+    "stated": (
+        "LlavaConfig",
+        {"text_config": {"model_type": "gpt2", "n_head": 6},
+         "vision_config": {"model_type": "clip_vision_model", "num_attention_heads": 8}},
+        {"text_config": "language_model.transformer.h.1.attn"},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_head_counts_of_nested_configurations(name: str, tmp_path: Path) -> None:
+    import transformers
+
+    kind, settings, prefixes = NESTED[name]
+    config = getattr(transformers, kind)(**settings)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": config.model_type} | settings))
+    found = head_count.in_config(tmp_path / "model.safetensors")
+    assert found is not None
+    for part, prefix in prefixes.items():
+        count, where = found.of(prefix)
+        assert count == getattr(config, part).num_attention_heads
+        stated = {*settings[part]} & {*head_count.CONFIG_KEYS}
+        assert ("the default of its class" in where) == (not stated)
+
+
+@pytest.mark.slow
+def test_head_counts_are_those_of_the_classes() -> None:
+    from transformers import CONFIG_MAPPING
+
+    modules = {sys.modules[kind.__module__] for kind in CONFIG_MAPPING.values()}
+    kinds = {getattr(x, "model_type", ""): x for one in modules for x in vars(one).values()}
+    for name, kind in ((name, kinds[name]) for name in head_defaults.OF_TYPES):
+        key, count = head_defaults.OF_TYPES[name]
+        assert kind().to_dict()[key] == count, name
+        aliases = {alias for alias, own in kind.attribute_map.items() if own == key}
+        assert {key, *aliases} - {"num_key_value_heads"} <= {*head_count.CONFIG_KEYS}, name
 
 
 @pytest.mark.slow
