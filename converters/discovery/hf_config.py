@@ -187,8 +187,8 @@ def refuse_behaviour(path: Path) -> None:
             )
             raise ValueError(
                 f"{file_of(path)} has {key}={shown(value)}: it changes attention and is in "
-                "no tensor, so that a file of another layout would lose it; read the blocks by "
-                f"import_params and {remedy}"
+                "no tensor, and is not read for this model_type, so that the blocks alone would "
+                f"compute another function; read them by import_params and {remedy}"
             )
 
 
