@@ -24,6 +24,7 @@ SCHEME = "hf://"
 _ADDRESS = re.compile(
     r"hf:/{1,2}(?P<model>[\w.-]+(/[\w.-]+)?)(@(?P<revision>(?!.*\.\.)\w[\w./-]*))?", re.ASCII
 )  # Path turns two slashes into one
+_URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+:/{1,2}[^/]*", re.ASCII)  # C:/ is no URL
 _FETCHED = (".safetensors", ".safetensors.index.json")
 _CONFIG = "config.json"
 _FORM = "write hf://ORGANISATION/MODEL, or hf://ORGANISATION/MODEL@REVISION"
@@ -43,6 +44,18 @@ def is_address(source: Any) -> bool:
     (True, True, False)
     """
     return isinstance(source, str | Path) and str(source).startswith(("hf:/", SCHEME))
+
+
+def refuse_url(path: str | Path, remedy: str) -> None:
+    """Raises UnsupportedFormat if a path is a URL, such as s3://bucket/model.safetensors.
+
+    >>> refuse_url("gs://bucket/a.npz", "write a local file")
+    Traceback (most recent call last):
+    ...
+    jaxmha.checkpoint.errors.UnsupportedFormat: gs://bucket/a.npz: is a URL; write a local file
+    """
+    if _URL.match(str(path)) and not Path(path).exists():
+        raise UnsupportedFormat(str(path), "is a URL", remedy)
 
 
 def model_of(address: str) -> str:

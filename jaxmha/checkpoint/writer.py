@@ -312,19 +312,16 @@ def _check_arguments(
     shard_size: int | None,
     resume: str | None,
 ) -> None:
+    if (shard_size is not None or resume is not None) and not format.sharded:
+        remedy = "write it as one file, or name an index, such as NAME.safetensors.index.json"
+        raise UnsupportedFormat(target, f"{format.name} has no place for shards", remedy)
     for given, held, what in (
         (metadata, format.holds_metadata, "metadata"),
         (names, format.holds_names, "layer names"),
-        (
-            {"": ""} if shard_size is not None or resume is not None else {},
-            format.sharded,
-            "shards",
-        ),
     ):
         if given and not held:
-            raise UnsupportedFormat(
-                target, f"{format.name} has no place for {what}", "leave it out"
-            )
+            problem = f"{format.name} has no place for {what}"
+            raise UnsupportedFormat(target, problem, "leave it out")
         if any(type(text) is not str for pair in given.items() for text in pair):
             raise UnsupportedFormat(target, f"{what} must be strings", "convert them with str()")
         if any(not is_text(text) for pair in given.items() for text in pair):

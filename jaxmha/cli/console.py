@@ -66,6 +66,11 @@ def check_text(path: Path, force: bool, sources: Sequence[Path]) -> None:
         raise ValueError(
             f"{path}: refusing to write text to a file named as a checkpoint: choose another suffix"
         )
+    if path.exists() and not path.is_file():
+        raise ValueError(
+            f"{path}: expected the path of a file to write, and this is a folder, device or pipe: "
+            "choose another name (--json prints on standard output)"
+        )
     check_place(path, force, sources)
 
 

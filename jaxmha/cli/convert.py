@@ -214,6 +214,8 @@ def command(
 
 def _is_report(path: Path, destination: Path) -> bool:
     """True if a file is a report of this command on the destination, which a new one replaces."""
+    if not path.is_file():  # reading a pipe would wait forever
+        return False
     start = f"{{\n {json.dumps('same')}: ".encode()
     try:
         with path.open("rb") as file:

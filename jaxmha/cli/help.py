@@ -1,10 +1,14 @@
-"""Commands whose help shows no value after a flag, and breaks lines between choices."""
+"""Commands that refuse empty paths; their help shows no value after a flag, and breaks lines between
+choices."""
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, get_args, get_type_hints
 
-from typer.core import TyperCommand, TyperGroup, TyperOption
+from typer import BadParameter
+from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 
 if TYPE_CHECKING:
     from typer import Context
@@ -30,6 +34,19 @@ def _readable(command: TyperCommand | TyperGroup, ctx: "Context") -> Iterator[No
 
 class Command(TyperCommand):
     """One command."""
+
+    def parse_args(self, ctx: "Context", args: list[str]) -> list[str]:  # type: ignore[override]
+        """Refuses an empty path, which `Path` would turn into the working folder."""
+        assert self.callback is not None
+        hints = get_type_hints(inspect.unwrap(self.callback))
+        given, _, _ = self.make_parser(ctx).parse_args(args=list(args))
+        for one in self.params:
+            kind = hints.get(str(one.name))
+            is_path = kind is Path or Path in get_args(kind) or isinstance(one, TyperArgument)
+            if is_path and given.get(str(one.name)) == "":
+                problem = "it is empty: expected a path or name (is a variable of the shell unset?)"
+                raise BadParameter(problem, param_hint=repr(one.opts[0]))
+        return super().parse_args(ctx, args)
 
     def format_help(self, ctx: "Context", formatter: object) -> None:  # type: ignore[override]
         with _readable(self, ctx):

@@ -14,6 +14,7 @@ from typing import Any
 import typer
 
 from jaxmha import checkpoint
+from jaxmha.checkpoint import hub
 from jaxmha.checkpoint.formats import nnx_values
 from jaxmha.cli.console import byte_bar, err, escape, out
 from jaxmha.converters import matching
@@ -34,6 +35,7 @@ def built(target: str) -> Any:
 
 def found(target: str) -> Any:
     """The function that MODULE:FUNCTION names; the module may be a file, in any folder."""
+    hub.refuse_url(target, "name a local file, or MODULE:FUNCTION that builds the model")
     module, _, function = target.rpartition(":")
     module = os.path.normpath(module)
     outside = os.path.isabs(module) or module.startswith(os.pardir)

@@ -332,6 +332,15 @@ def test_we_read_orbax(kind: str, tmp_path: Path) -> None:
             assert file[name].tobytes() == expected.tobytes()
 
 
+def test_orbax_dtypes_without_a_layout_are_refused_with_the_remedy(tmp_path: Path) -> None:
+    import jax.numpy as jnp
+    import orbax.checkpoint as ocp
+
+    ocp.PyTreeCheckpointer().save(tmp_path / "step", {"w": jnp.ones((5, 3), jnp.int4)})
+    with pytest.raises(checkpoint.UnsupportedDtype, match="'int4'; convert the array to another"):
+        checkpoint.open(tmp_path / "step")
+
+
 def test_orbax_reads_ours(tmp_path: Path) -> None:
     import orbax.checkpoint as ocp
 

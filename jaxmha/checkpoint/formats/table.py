@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from jaxmha.checkpoint import shards_read
+from jaxmha.checkpoint import hub, shards_read
 from jaxmha.checkpoint.errors import (
     AmbiguousFile,
     BudgetExceeded,
@@ -170,6 +170,7 @@ def by_suffix(path: Path) -> Format | None:
 
 def for_writing(path: Path) -> Format:
     """The format with the suffix of a path; raises UnsupportedFormat if it cannot be written."""
+    hub.refuse_url(path, "write a file on this machine, and copy that")
     found = by_suffix(path)
     if found is None:
         known = ", ".join(suffix for one in FORMATS if _is_written(one) for suffix in one.suffixes)

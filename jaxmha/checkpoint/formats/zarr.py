@@ -192,7 +192,8 @@ def _dtype(path: Path, name: str, text: Any) -> np.dtype:
         with contextlib.suppress(TypeError, ValueError):
             named = np.dtype(text).newbyteorder("=")
     if named not in NAMES or named is None:
-        raise UnsupportedDtype(path, f"the dtype {str(text)[:40]!r}", _AGAIN, name)
+        remedy = "convert the array to another dtype, such as int8 or float32, before saving it"
+        raise UnsupportedDtype(path, f"the dtype {str(text)[:40]!r}", remedy, name)
     return named
 
 
