@@ -212,7 +212,8 @@ def _kind(own: Mapping[str, Any], model_type: str, layer: int | None) -> str:
     )
     if found := layer_kinds.by_rule(own, model_type, layer):
         return found if window or found != "sliding_attention" else "full_attention"
-    last = own.get("max_window_layers")
+    # Layer types follow from this key; a class without them, as of Qwen 3 MoE, ignores it.
+    last = None if layer_kinds.ignores_list(model_type) else own.get("max_window_layers")
     some = own.get("use_sliding_window") is True or model_type == "dots1"
     if some and type(last) is int and layer is not None:
         return "sliding_attention" if layer >= last and window else "full_attention"
@@ -222,7 +223,7 @@ def _kind(own: Mapping[str, Any], model_type: str, layer: int | None) -> str:
 
 def _size(own: Mapping[str, Any], key: str, model_type: str = "") -> int:
     """The size of a window or chunk; without the key, the default of the model type."""
-    size = own.get(key, layer_kinds.SIZES.get(model_type))
+    size = own.get(key, layer_kinds.default_window(own, model_type))
     if type(size) is not int or size < 1:
         raise ValueError(f"{key} must be a positive integer, got {size!r}")
     return size

@@ -73,6 +73,12 @@ SIZES = {
     "t5gemma2_text": 4096, "ultrabert": 128, "vaultgemma": 4096, "voxtral_realtime_encoder": 750,
     "voxtral_realtime_text": 4096,
 }  # fmt: skip
+# The same for model types that have windows only if use_sliding_window is true.
+SWITCHED = {
+    "deepseek_ocr2_encoder": 4096, "qwen2": 4096, "qwen2_5_omni_talker": 32768,
+    "qwen2_5_omni_text": 32768, "qwen2_5_vl_text": 4096, "qwen2_moe": 4096, "qwen2_vl_text": 4096,
+    "qwen3": 4096, "qwen3_moe": 4096,
+}  # fmt: skip
 # Model types whose masks or rotations follow `layer_types`; all others ignore this key.
 LISTING = frozenset((
     "afmoe", "axk2", "bailing_hybrid", "beam", "cohere2", "cohere2_moe", "cohere_compass_text",
@@ -157,7 +163,14 @@ def by_rule(own: Mapping[str, Any], model_type: str, layer: int | None) -> str:
 
 def window(own: Mapping[str, Any], model_type: str) -> Any:
     """`sliding_window` of a configuration, or the default of its class; None: it has no window."""
-    return own.get("sliding_window", SIZES.get(model_type))
+    return own.get("sliding_window", default_window(own, model_type))
+
+
+def default_window(own: Mapping[str, Any], model_type: str) -> int | None:
+    """The size of windows, or of chunks, by the class of a configuration; None: it has none."""
+    if own.get("use_sliding_window") is True and model_type in SWITCHED:
+        return SWITCHED[model_type]
+    return SIZES.get(model_type)
 
 
 def rotated(own: Mapping[str, Any], model_type: str, layer: int | None) -> bool:

@@ -44,6 +44,14 @@ def _saved(folder: Path, prefix: str = "model.layers.{}.self_attn", **config: An
             ["causal", "causal", "causal 3"],
         ),
         ({"model_type": "qwen2", "sliding_window": 4, "use_sliding_window": False}, ["causal"] * 3),
+        (
+            {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 2},
+            ["causal", "causal", "causal 4095"],
+        ),
+        (
+            {"model_type": "qwen3_moe", "use_sliding_window": True, "max_window_layers": 2},
+            ["causal 4095"] * 3,
+        ),
         ({"model_type": "gemma2", "sliding_window": 4}, ["causal 3", "causal", "causal 3"]),
         *[
             (

@@ -126,6 +126,9 @@ def test_the_tables_are_those_of_the_classes() -> None:
             count = {"num_hidden_layers": config.num_hidden_layers}
             ours = [layer_kinds.of(count, name, i) for i in range(config.num_hidden_layers)]
             assert ours == config.layer_types, name
+    for name, kind in classes_of(layer_kinds.SWITCHED).items():
+        own = {"use_sliding_window": True}
+        assert kind(**own).sliding_window == layer_kinds.window(own, name), name
 
 
 def test_defaults_of_rotation_are_those_of_the_classes() -> None:
