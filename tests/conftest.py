@@ -5,6 +5,7 @@ import os
 import random
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, get_args
@@ -68,8 +69,6 @@ jaxtyping.install_import_hook(SHAPED, "beartype.beartype")
 jax.config.update("jax_numpy_dtype_promotion", "strict")  # type: ignore[no-untyped-call]
 jax.config.update("jax_numpy_rank_promotion", "raise")  # type: ignore[no-untyped-call]
 jax.config.update("jax_default_matmul_precision", "highest")  # type: ignore[no-untyped-call]
-# Arrays of modules are made while tests are collected, before `optimised` chooses for each module.
-jax.config.update("jax_disable_most_optimizations", True)  # type: ignore[no-untyped-call]
 if not os.environ.get("JAXMHA_OPTIMISED"):
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # of processes that tests start
 
@@ -94,24 +93,37 @@ def options_of(*, quick: bool) -> dict[str, Any]:
     return options
 
 
-@pytest.fixture(autouse=True, scope="module")
-def optimised(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Programs are compiled in less than half of the time where nothing is optimised.
-
-    Modules that measure rounding set OPTIMISED: they compile as users do. With JAXMHA_OPTIMISED=1
-    every module does, as `make test-slow` has it.
-    """
+@contextmanager
+def compiling(*, optimised: bool) -> Iterator[None]:
+    """As users do if `optimised`, else in less than half of the time; tests of a kind share programs."""
     as_users = bool(os.environ.get("JAXMHA_OPTIMISED"))
-    wanted = hasattr(request.module, "OPTIMISED") or as_users
-    jax.config.update("jax_disable_most_optimizations", not wanted)  # type: ignore[no-untyped-call]
-    jit_cache.share("optimised" if wanted else "quick")
+    optimised = optimised or as_users
+    jax.config.update("jax_disable_most_optimizations", not optimised)  # type: ignore[no-untyped-call]
+    jit_cache.share("optimised" if optimised else "quick")
     with pytest.MonkeyPatch.context() as patch:
         if not as_users:
-            made = partial(quickly, compiler.get_compile_options, options_of(quick=not wanted))
+            made = partial(quickly, compiler.get_compile_options, options_of(quick=not optimised))
             patch.setattr(compiler, "get_compile_options", made)
             # One for the programs of a module: making one takes as long as lowering a small program.
             context = mlir.make_ir_context()
             patch.setattr(mlir, "make_ir_context", lambda: context)
+        yield
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Modules make arrays while they are collected."""
+    with compiling(optimised=False):
+        return (yield)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def optimised(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Modules that measure rounding set OPTIMISED: they compile as users do.
+
+    With JAXMHA_OPTIMISED=1 every module does, as `make test-slow` has it.
+    """
+    with compiling(optimised=hasattr(request.module, "OPTIMISED")):
         yield
 
 

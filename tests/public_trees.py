@@ -8,17 +8,16 @@ import numpy as np
 
 import jaxmha
 from jaxmha import Mask, Semantics, latent, mods
+from tests import drawn
 
 B, T, S = 2, 3, 5
 PARAMS: Any = jax.tree.map(
     np.asarray,
-    jaxmha.init_params(jax.random.key(0), num_heads=2, features=6, num_kv_heads=1),
+    drawn.params(num_heads=2, features=6, num_kv_heads=1),
 )
 LATENT: Any = jax.tree.map(
     np.asarray,
-    latent.init_latent_params(
-        jax.random.key(0), num_heads=3, features=7, latent_dim=5, rotary_dim=2, head_dim=4
-    ),
+    drawn.latent_params(num_heads=3, features=7, latent_dim=5, rotary_dim=2, head_dim=4),
 )
 IDS = np.asarray([[0, 0, 1], [0, 1, 1]], np.int32)
 LENGTHS = np.asarray([3, 1], np.int32)

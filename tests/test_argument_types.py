@@ -10,15 +10,14 @@ import pytest
 import jaxmha
 from jaxmha import KVCache, Mask, PagedKVCache, Semantics, latent, sharding
 from jaxmha.converters import flax, keras, torch
+from tests import drawn
 
-PARAMS = jaxmha.init_params(jax.random.key(0), num_heads=2, features=8)
+PARAMS = drawn.params(num_heads=2, features=8)
 CACHE = KVCache.empty(PARAMS, 1, 8)
 HEADS = np.ones((1, 3, 2, 4), np.float32)
 X = np.ones((1, 3, 8), np.float32)
 AT = np.arange(3)
-LATENT = latent.init_latent_params(
-    jax.random.key(0), num_heads=2, features=8, latent_dim=4, rotary_dim=2, head_dim=3
-)
+LATENT = drawn.latent_params(num_heads=2, features=8, latent_dim=4, rotary_dim=2, head_dim=3)
 LATENTS = latent.LatentCache.empty(LATENT, 1, 8)
 
 

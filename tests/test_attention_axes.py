@@ -11,11 +11,10 @@ import pytest
 import jaxmha
 from jaxmha import KVCache, Mask, Semantics, multi_head_attention
 from jaxmha.flax import linen, nnx
+from tests import drawn
 from tests.tolerance import assert_close
 
-PARAMS = jaxmha.init_params(
-    jax.random.key(0), num_heads=3, features=5, head_dim=2, value_head_dim=4, out_features=11
-)
+PARAMS = drawn.params(num_heads=3, features=5, head_dim=2, value_head_dim=4, out_features=11)
 RNG = np.random.default_rng(0)
 X = jnp.asarray(RNG.standard_normal((2, 7, 3, 13, 5)), "float32")
 
@@ -72,7 +71,7 @@ def test_a_window_of_the_layer() -> None:
 
 
 def test_a_window_of_the_layer_in_steps() -> None:
-    params = jaxmha.init_params(jax.random.key(0), num_heads=3, features=5, head_dim=2)
+    params = drawn.params(num_heads=3, features=5, head_dim=2)
     x = X[:, :, 0, 0]
     want = np.asarray(multi_head_attention(params, x, semantics=WINDOW, is_causal=True))
     out, cache = jaxmha.prefill(params, x[:, :4], KVCache.empty(params, 2, 5), semantics=WINDOW)
@@ -85,7 +84,7 @@ def test_a_window_of_the_layer_in_steps() -> None:
 
 @pytest.mark.parametrize("module", [linen, nnx])
 def test_modules_have_the_window(module: Any) -> None:
-    params = jaxmha.init_params(jax.random.key(0), num_heads=3, features=6)
+    params = drawn.params(num_heads=3, features=6)
     x = jnp.asarray(RNG.standard_normal((2, 7, 6)), "float32")
     want = np.asarray(multi_head_attention(params, x, semantics=WINDOW))
     if module is linen:
@@ -97,7 +96,7 @@ def test_modules_have_the_window(module: Any) -> None:
 
 
 def test_only_whole_calls_have_attention_axes() -> None:
-    params = jaxmha.init_params(jax.random.key(0), num_heads=3, features=6)
+    params = drawn.params(num_heads=3, features=6)
     semantics = Semantics(attention_axes=(1,))
     cache = KVCache.empty(params, 2, 7)
     x = jnp.zeros((2, 7, 6))

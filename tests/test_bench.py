@@ -21,7 +21,7 @@ from jaxmha.bench.case import Case
 from jaxmha.bench.program import Program, UnsupportedError
 from jaxmha.cli.app import app
 from jaxmha.implementations import preferences
-from tests import jit_cache
+from tests import drawn, jit_cache
 from tests.promotion import foreign
 
 PLAIN = Case("core", "forward", "plain", 2, 13, 13, 4, 2, 8)
@@ -161,7 +161,7 @@ def test_a_layer_asks_for_the_call_that_was_saved() -> None:
     jit_cache.forget()
     case = Case("layer", "forward", "padded", 2, 13, 13, 4, 4, 8)
     preferences.save(choice.explain(case)["call"], {"order": ["ring-of-the-future", "reference"]})
-    params = jaxmha.init_params(jax.random.key(0), num_heads=4, features=32)
+    params = drawn.params(num_heads=4, features=32)
     mask = jaxmha.Mask.lengths(key_value=jnp.array([13, 4], jnp.int32))
     x = jnp.ones((2, 13, 32))
     text = str(jax.make_jaxpr(lambda x: jaxmha.multi_head_attention(params, x, mask=mask))(x))

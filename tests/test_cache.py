@@ -11,7 +11,7 @@ import pytest
 import jaxmha
 from jaxmha import KVCache, Mask, MHAParams, Projection, Semantics, decoding
 from jaxmha.cached_attention import attend_cache
-from tests import jit_cache, tolerance
+from tests import drawn, jit_cache, tolerance
 
 B, T, D, N, K, H, h = 3, 11, 17, 6, 2, 5, 7
 LENGTHS = np.asarray([4, 1, 3], np.int32)  # of the prompts
@@ -297,7 +297,7 @@ def test_nothing_left(policy: Any) -> None:
 def test_rotary_model() -> None:
     params, x = make()
     H = 6
-    params = jaxmha.init_params(jax.random.key(5), num_heads=N, head_dim=H, features=D)
+    params = drawn.params(num_heads=N, head_dim=H, features=D)
     rotate = partial(jaxmha.rope, base=100.0)
     q, k, v = jaxmha.project(params, x)
     places = jnp.arange(T)
@@ -344,7 +344,7 @@ def test_wrong_shapes() -> None:
     other = cache._replace(key=jnp.swapaxes(cache.key, 1, 2))
     with pytest.raises(ValueError, match=r"cache.key: expected axes \(B, K, S, H\) with B=3, K=2"):
         jaxmha.prefill(params, x, other)
-    cross = jaxmha.init_params(jax.random.key(0), num_heads=2, features=6, key_features=5)
+    cross = drawn.params(num_heads=2, features=6, key_features=5)
     with pytest.raises(ValueError, match="Dq=6, Dk=5"):
         jaxmha.prefill(cross, jnp.ones((B, 2, 6)), KVCache.empty(cross, B, 7))
 

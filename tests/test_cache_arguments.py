@@ -13,7 +13,7 @@ from jax import export
 import jaxmha
 import jaxmha.flax.nnx
 from jaxmha import KVCache, Mask, Semantics, latent
-from tests import tolerance
+from tests import drawn, tolerance
 from tests.test_cache import B, D, T, make
 
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e3m4")
@@ -49,7 +49,7 @@ def test_conditions_that_a_cache_does_not_keep(name: str, kind: str) -> None:
     """The next step would attend the padding, or another segment."""
     x = jnp.zeros((2, 4, 6))
     if kind == "heads":
-        params: Any = jaxmha.init_params(jax.random.key(0), num_heads=2, features=6)
+        params: Any = drawn.params(num_heads=2, features=6)
         cache: Any = KVCache.empty(params, 2, 7)
         prefill: Any = jaxmha.prefill
     else:
@@ -60,7 +60,7 @@ def test_conditions_that_a_cache_does_not_keep(name: str, kind: str) -> None:
             "rotary_dim": 4,
             "head_dim": 3,
         }
-        params = latent.init_latent_params(jax.random.key(0), **sizes)
+        params = drawn.latent_params(**sizes)
         cache, prefill = latent.LatentCache.empty(params, 2, 7), latent.prefill
     with pytest.raises(ValueError, match=r"mask: a cache keeps the lengths of prompts, and not "):
         prefill(params, x, cache, mask=FORGOTTEN[name])
@@ -182,9 +182,7 @@ def test_lengths_of_any_size(huge: int) -> None:
 def test_known_lengths_of_prompts_are_refused(row: int, length: int) -> None:
     """Lengths that lie on the device are clipped instead, as `extend` clips its counts."""
     params, x = make()
-    latents = latent.init_latent_params(
-        jax.random.key(0), num_heads=3, features=D, latent_dim=5, rotary_dim=2, head_dim=3
-    )
+    latents = drawn.latent_params(num_heads=3, features=D, latent_dim=5, rotary_dim=2, head_dim=3)
     lengths = np.where(np.arange(B) == row, length, 2)
     for run in (
         lambda mask: jaxmha.prefill(params, x[:, :3], KVCache.empty(params, B, T), mask=mask),
@@ -330,7 +328,7 @@ def test_empty_sizes(b: int, t: int, s: int, window: bool) -> None:
 
 def test_equal_rotations_are_one_program() -> None:
     """`partial(rope, ...)` written in the call is a new object in every step."""
-    params = jaxmha.init_params(jax.random.key(0), num_heads=2, head_dim=6, features=D)
+    params = drawn.params(num_heads=2, head_dim=6, features=D)
     cache, x = KVCache.empty(params, 1, 7), jnp.ones((1, 1, D))
     traced = []
 

@@ -15,6 +15,7 @@ import pytest
 import jaxmha
 from jaxmha import Mask
 from jaxmha.implementations import small_query
+from tests import drawn
 
 PAGE = Path(__file__).parent.parent / "docs" / "pages" / "how_to" / "jax_nn.md"
 B, T, N, H = 2, 5, 4, 3
@@ -218,7 +219,7 @@ def test_implementations() -> None:
     same(found[0], theirs(implementation="xla"))
     same(ours(implementation=("blocked", "xla"), return_weights=True), found, 0.0)
     assert jaxmha.explain(Q, K, V, implementation="xla").chosen == "reference"
-    params = jaxmha.init_params(jax.random.key(0), num_heads=N, features=8)
+    params = drawn.params(num_heads=N, features=8)
     x = np.ones((B, T, 8), np.float32)
     run = functools.partial(jaxmha.multi_head_attention, params, x)
     same(run(implementation="xla"), run(implementation="reference"), 0.0)
@@ -297,7 +298,7 @@ def test_bias_that_is_no_float(dtype: Any) -> None:
     calls: list[Callable[[Any], Any]] = [
         lambda x: ours(bias=x),
         lambda x: jaxmha.multi_head_attention(
-            jaxmha.init_params(jax.random.key(0), num_heads=N, features=8),
+            drawn.params(num_heads=N, features=8),
             np.ones((B, T, 8), np.float32),
             bias=x,
         ),

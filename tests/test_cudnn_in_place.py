@@ -16,7 +16,7 @@ from jaxmha.implementations import probe
 from jaxmha.implementations.base import Leaks
 from jaxmha.implementations.fused import cudnn_cached
 from jaxmha.implementations.probe_cases import Kind
-from tests import cudnn_contract
+from tests import cudnn_contract, drawn
 from tests.simulated_gpu import small
 
 
@@ -36,9 +36,7 @@ def by_steps(params: Any, cache: Any, sizes: Sequence[int], **options: Any) -> t
 
 
 def cached_params() -> Any:
-    return jaxmha.init_params(
-        jax.random.key(0), num_heads=4, num_kv_heads=2, features=32, dtype=jnp.bfloat16
-    )
+    return drawn.params(num_heads=4, num_kv_heads=2, features=32, dtype=jnp.bfloat16)
 
 
 ALONE = {"T": 1, "S": 12, "lse": False}

@@ -11,11 +11,12 @@ import pytest
 import jaxmha
 from jaxmha import KVCache, Mask, Projection
 from jaxmha.flax import attention_fn
+from tests import drawn
 
 pytestmark = pytest.mark.usefixtures("no_shape_hook")
 X = np.ones((2, 3, 2, 3), np.float32)
 FEATURES = np.ones((2, 3, 6), np.float32)
-PARAMS = jaxmha.init_params(jax.random.key(0), num_heads=2, features=6)
+PARAMS = drawn.params(num_heads=2, features=6)
 
 
 def _attention(**arguments: Any) -> Any:

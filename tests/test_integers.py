@@ -11,11 +11,12 @@ import pytest
 
 import jaxmha
 from jaxmha import KVCache, Mask, Semantics, integers
+from tests import drawn
 
 B, T = 2, 5
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal((B, T, 2, 3)).astype(np.float32)
-PARAMS = jaxmha.init_params(jax.random.key(0), num_heads=2, features=6)
+PARAMS = drawn.params(num_heads=2, features=6)
 FEATURES = RNG.standard_normal((B, T, 6)).astype(np.float32)
 x64 = pytest.mark.parametrize("x64", [False, True], ids=["x32", "x64"])
 

@@ -11,6 +11,7 @@ import pytest
 import jaxmha
 from jaxmha import Mask, Semantics, latent, mods, rope
 from jaxmha.latent.params import leaves
+from tests import drawn
 from tests.tolerance import assert_close
 
 B, T, N, D, L, R, H, h, P = 2, 13, 3, 7, 11, 4, 5, 2, 6
@@ -23,8 +24,8 @@ SIZES: dict[str, Any] = {
 
 
 def made(low_rank: bool = True, dtype: Any = "float32", use_bias: bool = True) -> Any:
-    params = latent.init_latent_params(
-        jax.random.key(0), query_latent_dim=P if low_rank else None, use_bias=use_bias, **SIZES
+    params = drawn.latent_params(
+        query_latent_dim=P if low_rank else None, use_bias=use_bias, **SIZES
     )
     rng = np.random.default_rng(0)
     return jax.tree.map(

@@ -11,6 +11,7 @@ from jax._src.cudnn import fused_attention_stablehlo as private
 
 import jaxmha
 from jaxmha import Mask
+from tests import drawn
 from tests.cases import shaped
 
 # No axis of anything else is of these sizes.
@@ -98,7 +99,7 @@ def test_cudnn_log_sum_exp_has_its_gradient() -> None:
 
 @pytest.mark.usefixtures("cudnn")
 def test_layer() -> None:
-    params = jaxmha.init_params(jax.random.key(0), num_heads=N, features=N * H, dtype=jnp.bfloat16)
+    params = drawn.params(num_heads=N, features=N * H, dtype=jnp.bfloat16)
 
     def layer(x: Any, counts: Any) -> Any:
         mask = Mask.lengths(key_value=counts)
@@ -188,7 +189,7 @@ def test_a_cache_of_bfloat16_is_read_as_it_lies(
     dtype: str, widened: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("JAXMHA_PROBE", "0")  # by XLA: cuDNN takes both as they lie
-    params = jaxmha.init_params(jax.random.key(0), num_heads=N, features=N * H, dtype=dtype)
+    params = drawn.params(num_heads=N, features=N * H, dtype=dtype)
     cache = jax.eval_shape(lambda: jaxmha.KVCache.empty(params, B, S))
 
     with jaxmha.lowering_for("cuda"), jax.default_matmul_precision(None):
@@ -201,7 +202,7 @@ def test_a_cache_of_bfloat16_is_read_as_it_lies(
 
 def test_one_row_is_multiplied_as_two() -> None:
     """XLA:GPU would write every product of a row and a kernel of weights."""
-    params = jaxmha.init_params(jax.random.key(0), num_heads=3, features=21, dtype=jnp.bfloat16)
+    params = drawn.params(num_heads=3, features=21, dtype=jnp.bfloat16)
     x = jax.random.normal(jax.random.key(1), (1, 1, 21), jnp.bfloat16)
     with jaxmha.lowering_for("cuda"):
         assert "tensor<2x21xbf16>" in lowered(jaxmha.project, params, x, platform="cuda")

@@ -10,6 +10,7 @@ import pytest
 
 import jaxmha
 from jaxmha import latent, mods
+from tests import drawn
 
 MANY = 2**31 - 1
 
@@ -214,7 +215,7 @@ LATENT: dict[str, Any] = {
 
 def layer(N: int = 2, **options: Any) -> tuple[Any, jax.Array]:
     x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 6, 8)), "float32")
-    return jaxmha.init_params(jax.random.key(0), num_heads=N, features=8, **options), x
+    return drawn.params(num_heads=N, features=8, **options), x
 
 
 PER_SEQUENCE: list[tuple[dict[str, Any], str]] = [
@@ -231,7 +232,7 @@ PER_SEQUENCE: list[tuple[dict[str, Any], str]] = [
 def test_steps_refuse_arrays_of_other_rows_and_heads(options: dict[str, Any], message: str) -> None:
     params, x = layer()
     cache = jaxmha.KVCache.empty(params, 2, 8)
-    latents = latent.init_latent_params(jax.random.key(0), **LATENT)
+    latents = drawn.latent_params(**LATENT)
     steps: list[Any] = [jaxmha.prefill, jaxmha.extend, jaxmha.decode_step]
     calls = [partial(step, params, x, cache) for step in steps]
     calls.append(partial(latent.extend, latents, x, latent.LatentCache.empty(latents, 2, 8)))
@@ -287,6 +288,6 @@ def test_block_masks_of_other_sizes_are_named(T: int) -> None:
     params, x = layer()
     with pytest.raises(ValueError, match=message):
         jaxmha.multi_head_attention(params, x, mask_mod=made)
-    latents = latent.init_latent_params(jax.random.key(0), **LATENT)
+    latents = drawn.latent_params(**LATENT)
     with pytest.raises(ValueError, match=message):
         latent.latent_attention(latents, x, mask_mod=made)

@@ -11,6 +11,7 @@ import pytest
 import jaxmha
 from jaxmha import attention as attention_arguments
 from jaxmha.implementations.tiled import attention
+from tests import drawn
 
 Arrays: TypeAlias = tuple[jax.Array, ...]
 # Tiles smaller than T and S, which are no multiples of them.
@@ -277,7 +278,7 @@ def test_half_precision_scores_are_float32() -> None:
 
 
 def test_a_layer_with_extra_positions() -> None:
-    params = jaxmha.init_params(jax.random.key(0), num_heads=N, features=8, use_bias_kv=True)
+    params = drawn.params(num_heads=N, features=8, use_bias_kv=True)
     x = jnp.asarray(np.random.default_rng(0).standard_normal((B, 7, 8)), "float32")
     rates = jnp.arange(1.0, N + 1)
     i, j = np.ogrid[:7, :7]
@@ -367,7 +368,7 @@ def test_functions_with_custom_gradients_and_inner_jit() -> None:
 @pytest.mark.slow_variants("False")
 @pytest.mark.parametrize("paged", [False, True])
 def test_decoding_is_a_causal_layer(paged: bool) -> None:
-    params = jaxmha.init_params(jax.random.key(1), num_heads=N, num_kv_heads=K, features=8)
+    params = drawn.params(num_heads=N, num_kv_heads=K, features=8)
     x = jnp.asarray(np.random.default_rng(0).standard_normal((B, 9, 8)), "float32")
     rates = jnp.arange(1.0, N + 1)
 

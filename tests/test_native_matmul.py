@@ -16,7 +16,7 @@ import jaxmha
 from jaxmha import latent
 from jaxmha.flax import nnx as ours
 from jaxmha.implementations.native import library, matmul
-from tests import conformance, jit_cache, tolerance
+from tests import conformance, drawn, jit_cache, tolerance
 
 pytestmark = conformance.native_built
 
@@ -206,7 +206,7 @@ def test_vmap_of_one_operand_along_any_axis(around: bool) -> None:
 
 
 def test_a_layer_runs_them_unless_they_are_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    params = jaxmha.init_params(jax.random.key(0), num_heads=4, features=128)
+    params = drawn.params(num_heads=4, features=128)
     x = jnp.ones((2, 101, 128))
 
     def calls(**options: Any) -> int:
@@ -221,7 +221,7 @@ def test_a_layer_runs_them_unless_they_are_switched_off(monkeypatch: pytest.Monk
 
 
 def prefilled(x: Any, implementation: str | None) -> Any:
-    params = jaxmha.init_params(jax.random.key(0), num_heads=4, features=128)
+    params = drawn.params(num_heads=4, features=128)
     cache = jaxmha.KVCache.empty(params, len(x), x.shape[1])
     return jaxmha.prefill(params, x, cache, implementation=implementation)
 
@@ -244,7 +244,7 @@ def over_cache_of_flax(x: Any, implementation: str | None) -> Any:
 
 def latent_params() -> Any:
     sizes: Any = {"latent_dim": 64, "rotary_dim": 64, "head_dim": 32}
-    return latent.init_latent_params(jax.random.key(0), num_heads=4, features=128, **sizes)
+    return drawn.latent_params(num_heads=4, features=128, **sizes)
 
 
 @pytest.mark.parametrize(
@@ -266,7 +266,7 @@ def test_other_layers_run_them_unless_another_implementation_is_named(
 def test_explain_layer_counts_the_calls_of_the_program() -> None:
     def program(T: int, **options: Any) -> tuple[int, int, Any]:
         jit_cache.forget()  # of programs without the kernels
-        made = jaxmha.init_params(jax.random.key(0), num_heads=4, features=128)._replace(**options)
+        made = drawn.params(num_heads=4, features=128)._replace(**options)
         x = jnp.ones((2, T, 128))
         text = jax.jit(lambda x: jaxmha.multi_head_attention(made, x)).lower(x).as_text()
         explained = jaxmha.explain_layer(made, x)

@@ -18,7 +18,7 @@ from jax import export
 
 import jaxmha
 from jaxmha.implementations.native import library, matmul
-from tests import conformance, tolerance
+from tests import conformance, drawn, tolerance
 from tests.test_native_matmul import KEPT, exact, mapped_gradients, wide
 from tests.test_native_matmul import arrays as arrays_of_float32
 
@@ -239,7 +239,7 @@ def test_a_layer_runs_them_with_amx(options: dict[str, Any], of_bfloat16: int) -
     """Queries and keys that are normalised stay float32 till then."""
     if library.isa() != "amx":
         pytest.skip("this CPU has no AMX")
-    made = jaxmha.init_params(jax.random.key(0), num_heads=4, features=256)
+    made = drawn.params(num_heads=4, features=256)
     if options:
         made = made._replace(query_norm=jnp.ones(64), key_norm=jnp.ones(64))
     params = jax.tree.map(lambda y: y.astype(jnp.bfloat16), made)

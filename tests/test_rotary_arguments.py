@@ -12,13 +12,13 @@ from jaxmha import (
     KVCache,
     decode_step,
     extend,
-    init_params,
     latent,
     prefill,
     rope,
     rope_frequencies,
 )
 from jaxmha.flax import attention_fn, linen
+from tests import drawn
 from tests.tolerance import assert_same
 
 pytestmark = pytest.mark.usefixtures("no_shape_hook")
@@ -151,10 +151,10 @@ def test_of_what_a_rotation_returns(returned: Callable[[jax.Array], Any], messag
     def rotate(heads: jax.Array, positions: jax.Array) -> Any:
         return returned(heads)
 
-    key, x, heads = jax.random.key(0), jnp.ones((2, 5, 6)), jnp.ones((2, 5, 3, 4))
-    params = init_params(key, num_heads=3, features=6)
-    of_latents = latent.init_latent_params(
-        key, num_heads=3, features=6, latent_dim=7, rotary_dim=2, head_dim=4
+    x, heads = jnp.ones((2, 5, 6)), jnp.ones((2, 5, 3, 4))
+    params = drawn.params(num_heads=3, features=6)
+    of_latents = drawn.latent_params(
+        num_heads=3, features=6, latent_dim=7, rotary_dim=2, head_dim=4
     )
     layer, variables = linen.MultiHeadAttention.from_params(params, rotate=rotate)
     calls: tuple[Callable[[], object], ...] = (
@@ -180,7 +180,7 @@ def casting(heads: jax.Array, positions: jax.Array) -> jax.Array:
 @pytest.mark.parametrize("T", [1, 5])
 def test_a_rotation_that_widens_half_precision(T: int) -> None:
     half: Any = jnp.bfloat16
-    params = init_params(jax.random.key(0), num_heads=3, features=6, dtype=half)
+    params = drawn.params(num_heads=3, features=6, dtype=half)
     x = jnp.asarray(np.random.default_rng(0).standard_normal((2, T, 6)), half)
     cache = KVCache.empty(params, 2, 7)._replace(lengths=np.asarray([1, 0]))
 

@@ -13,14 +13,13 @@ from jaxmha.implementations import cache_kernels, probe
 from jaxmha.implementations.base import Leaks
 from jaxmha.implementations.fused import cudnn_cached, tpu_paged
 from jaxmha.implementations.probe_cases import Kind
+from tests import drawn
 from tests.paged import poisoned
 from tests.tolerance import assert_close
 
 B, N, K, H, D, PAGE, PAGES = 3, 4, 2, 128, 7, 16, 11
 COUNTS = np.asarray([19, 3, 16])
-PARAMS = jaxmha.init_params(
-    jax.random.key(0), num_heads=N, num_kv_heads=K, head_dim=H, features=D, dtype="bfloat16"
-)
+PARAMS = drawn.params(num_heads=N, num_kv_heads=K, head_dim=H, features=D, dtype="bfloat16")
 X = jnp.asarray(np.random.default_rng(0).standard_normal((B, 20, D)), "bfloat16")
 
 

@@ -5,7 +5,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 
@@ -16,6 +15,7 @@ from jaxmha.converters.discovery import all_positions, attention_blocks, behavio
 from jaxmha.converters.layout.arrays import NDArray, to_numpy
 from jaxmha.converters.migrate import pipeline
 from jaxmha.converters.verify import comparison
+from tests import drawn
 
 N, H, E = 4, 6, 24
 CHATGLM = "transformer.encoder.layers.0.self_attention"
@@ -184,7 +184,7 @@ def test_names_of_t5_are_read_without_a_configuration(tmp_path: Path) -> None:
 
 
 def test_rows_are_not_written_where_a_family_has_them_in_another_order(tmp_path: Path) -> None:
-    params = jaxmha.init_params(jax.random.key(0), num_heads=N, num_kv_heads=2, features=E)
+    params = drawn.params(num_heads=N, num_kv_heads=2, features=E)
     written(tmp_path, linear.export_params(params, layout="llama", prefix=CHATGLM))
     with pytest.raises(ValueError, match=r"prefix of ChatGLM, where .* chatglm, not falcon: name"):
         pipeline.convert(tmp_path / "a.safetensors", tmp_path / "b.npz", to="falcon", num_heads=N)

@@ -4,15 +4,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 
-import jaxmha
 from jaxmha import Semantics, checkpoint
 from jaxmha.converters import describe, flax, keras, torch
 from jaxmha.converters.verify import load_block
 from jaxmha.params import leaves
+from tests import drawn
 from tests.converters.command_line import cli, fails
 from tests.converters.test_describe import SQUARE
 
@@ -60,10 +59,10 @@ def folder(tmp_path: Path) -> Path:
     """Two torch layers of different sizes, and stacked Flax layers."""
     state: dict[str, Any] = {}
     for name, D in (("first", 20), ("second", 12)):
-        params = jaxmha.init_params(jax.random.key(0), num_heads=4, features=D)
+        params = drawn.params(num_heads=4, features=D)
         state |= torch.export_params(params, prefix=name)
     checkpoint.write(tmp_path / "two.safetensors", state)
-    params = jaxmha.init_params(jax.random.key(0), num_heads=2, features=6)
+    params = drawn.params(num_heads=2, features=6)
     stacked = {key: np.stack([x, x + 1, x + 2]) for key, x in flax.export_params(params).items()}
     checkpoint.write(tmp_path / "stacked.safetensors", {f"a/{k}": x for k, x in stacked.items()})
     return tmp_path
@@ -102,7 +101,7 @@ def test_stacked_layers_have_numbers(folder: Path) -> None:
 
 def test_a_block_has_the_name_that_its_user_gave(tmp_path: Path) -> None:
     """Files of Keras keep that name."""
-    params = jaxmha.init_params(jax.random.key(0), num_heads=2, features=6)
+    params = drawn.params(num_heads=2, features=6)
     path, prefix = tmp_path / "m.weights.h5", "layers/multi_head_attention"
     arrays = keras.export_params(params, layout="keras-file", prefix=prefix)
     checkpoint.write(path, arrays, names={prefix: "mine"})

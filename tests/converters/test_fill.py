@@ -5,17 +5,17 @@ from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
-import jax
 import numpy as np
 import pytest
 
 import jaxmha
-from jaxmha import MHAParams, Projection, Semantics, checkpoint, init_params
+from jaxmha import MHAParams, Projection, Semantics, checkpoint
 from jaxmha.converters import flax, huggingface
 from jaxmha.converters.layout import fill, registry, transform
 from jaxmha.converters.layout.flax import LINEN
 from jaxmha.converters.migrate import pipeline, plan_toml
 from jaxmha.params import leaves
+from tests import drawn
 from tests.converters.command_line import cli, printed
 from tests.tolerance import assert_close
 
@@ -27,7 +27,7 @@ LACKING = {"whisper": ("key",), "llama": ("out",)}
 
 def without(*lacking: str) -> MHAParams:
     """Parameters with a random bias of every part, except some."""
-    params = init_params(jax.random.key(0), num_heads=N, features=D)
+    params = drawn.params(num_heads=N, features=D)
     rng = np.random.default_rng(0)
 
     def biased(name: str, axes: tuple[int, ...]) -> Projection:

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 import jaxmha
-from jaxmha import Semantics, checkpoint, init_params
+from jaxmha import Semantics, checkpoint
 from jaxmha.converters import linear
 from jaxmha.converters.discovery import attention_blocks
 from jaxmha.converters.layout import fold, transform
 from jaxmha.converters.migrate import pipeline, plan_toml
 from jaxmha.converters.verify import comparison, forward_check
+from tests import drawn
 from tests.converters.command_line import cli, printed
 from tests.tolerance import assert_close
 
@@ -87,7 +88,7 @@ def test_a_plan_says_it(tmp_path: Path) -> None:
 
 
 def test_biases_are_multiplied_too() -> None:
-    params = jaxmha.init_params(jaxmha_key(), num_heads=4, features=16, head_dim=16)
+    params = drawn.params(num_heads=4, features=16, head_dim=16)
     rng = np.random.default_rng(0)
     bias = rng.normal(size=(4, 16)).astype(np.float32)
     params = params._replace(query=params.query._replace(bias=bias))
@@ -106,7 +107,7 @@ def test_biases_are_multiplied_too() -> None:
 def test_where_queries_are_normalised_their_norm_is_multiplied() -> None:
     """A kernel before the norm would change nothing."""
     rng = np.random.default_rng(0)
-    params = jaxmha.init_params(jaxmha_key(), num_heads=2, features=8)
+    params = drawn.params(num_heads=2, features=8)
     norm = rng.uniform(0.5, 2, size=4).astype(np.float32)
     params = params._replace(query_norm=norm, key_norm=norm[::-1].copy())
     semantics = Semantics(scale=2.0, qk_norm="layer")
@@ -127,7 +128,7 @@ def test_a_dtype_without_the_range_is_refused() -> None:
 
 
 def test_the_same_scale_changes_nothing() -> None:
-    params = jaxmha.init_params(jaxmha_key(), num_heads=3, features=15)
+    params = drawn.params(num_heads=3, features=15)
     layout = attention_blocks.named("flax")
     for semantics in (Semantics(), Semantics(scale=5**-0.5)):
         folded, _ = jax.jit(partial(fold.fold, semantics=semantics, target=layout))(params)
@@ -149,19 +150,13 @@ def test_states_in_memory(tmp_path: Path) -> None:
     np.testing.assert_array_equal(made[name], expected)
 
 
-def jaxmha_key() -> Any:
-    import jax
-
-    return jax.random.key(0)
-
-
 def oracle_of(params: Any, x: Any, semantics: Semantics) -> Any:
     return np.asarray(jaxmha.multi_head_attention(params, x, semantics=semantics))
 
 
 def test_verify_does_not_call_a_folded_scale_missing() -> None:
     """Outputs are the same, so that nothing is missing."""
-    params = init_params(jax.random.key(0), num_heads=2, features=8)
+    params = drawn.params(num_heads=2, features=8)
     ours = params, Semantics(scale=1.0)
     (block,) = comparison.compare(ours, fold.fold(*ours, attention_blocks.named("flax"))).blocks
     assert not block.same

@@ -14,6 +14,7 @@ from jaxmha import checkpoint, latent
 from jaxmha.converters import huggingface
 from jaxmha.converters.discovery import unknown_attention
 from jaxmha.converters.verify import load_block
+from tests import drawn
 from tests.test_rotary_arguments import ODD
 
 B, T, FEATURES = 2, 29, 48
@@ -171,8 +172,7 @@ def test_the_rotation_is_static() -> None:
 
 
 def state(**change: Any) -> dict[str, Any]:
-    params = latent.init_latent_params(
-        jax.random.key(0), num_heads=3, features=8, latent_dim=6, rotary_dim=4, head_dim=5,
+    params = drawn.latent_params(num_heads=3, features=8, latent_dim=6, rotary_dim=4, head_dim=5,
         value_head_dim=7, query_latent_dim=9,
     )  # fmt: skip
     found = huggingface.export_latent_params(params) | change

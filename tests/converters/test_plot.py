@@ -18,6 +18,7 @@ from jaxmha.converters import plot_attention, torch
 from jaxmha.introspect.head_statistics import head_statistics
 from jaxmha.introspect.heatmaps import picture
 from jaxmha.introspect.text_weights import text_weights
+from tests import drawn
 from tests.converters import live_model
 from tests.converters.command_line import cli, fails
 from tests.promotion import foreign
@@ -187,7 +188,7 @@ def folder(tmp_path: Path) -> Path:
     """Weights alone, several arrays, a torch layer and inputs for it."""
     np.savez(tmp_path / "weights.npz", w=weights(N, T, S))
     np.savez(tmp_path / "batch.npz", a=weights(B, N, S, S), b=weights(N, S, S))
-    params = jaxmha.init_params(jax.random.key(0), num_heads=4, features=20)
+    params = drawn.params(num_heads=4, features=20)
     checkpoint.write(tmp_path / "layer.safetensors", torch.export_params(params, prefix="a"))
     rng = np.random.default_rng(1)
     mask = np.ones((T, S), bool)

@@ -5,15 +5,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 import torch as framework
 
-import jaxmha
 from jaxmha import Semantics
 from jaxmha.converters import flax, keras, torch
 from jaxmha.converters.verify import comparison, load_block, page_facts
+from tests import drawn
 from tests.converters import layers
 from tests.converters.command_line import cli
 from tests.converters.layers import Config
@@ -97,7 +96,7 @@ def test_keras_functional_model() -> None:
 
 def test_rows_whose_window_leaves_no_valid_key_are_not_compared() -> None:
     """Frameworks differ in their outputs for these rows."""
-    params = jaxmha.init_params(jax.random.key(0), num_heads=3, features=15)
+    params = drawn.params(num_heads=3, features=15)
     given = params, Semantics(fully_masked="mean", local_window_size=(2, 0))
     assert report(given, given).same
     found = report(given, (params, replace(given[1], local_window_size=(3, 0))))

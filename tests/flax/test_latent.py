@@ -13,6 +13,7 @@ from jaxmha import Semantics, latent, rope
 from jaxmha.converters import huggingface
 from jaxmha.flax.latent import linen, nnx
 from jaxmha.latent.params import leaves
+from tests import drawn
 from tests.converters.test_latent import T as TOKENS
 from tests.converters.test_latent import layer, layer_in_float64
 from tests.tolerance import assert_close
@@ -33,7 +34,7 @@ class Made:
     def __init__(self, kind: str, given: Any = None, semantics: Any = Semantics(), **settings: Any):
         settings = {"rotate": ROTATE, **settings}
         if given is None:
-            given = latent.init_latent_params(jax.random.key(0), num_heads=N, features=D, **SIZES)
+            given = drawn.latent_params(num_heads=N, features=D, **SIZES)
         self.variables: Any = None
         if kind == "linen":
             self.module, self.variables = linen.LatentAttention.from_params(

@@ -9,15 +9,16 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxmha import Mask, combine, dot_product_attention, init_params, project, rope
+from jaxmha import Mask, combine, dot_product_attention, project, rope
 from jaxmha.flax import attention_fn, cached, heads, linen
 from jaxmha.flax import nnx as modules
+from tests import drawn
 from tests.flax.common import normal, theirs
 from tests.tolerance import assert_close, assert_same
 
 B, T, D, N = 2, 5, 12, 3
 ROTATE = partial(rope, base=50.0)
-PARAMS = init_params(jax.random.key(0), num_heads=N, num_kv_heads=1, features=D)
+PARAMS = drawn.params(num_heads=N, num_kv_heads=1, features=D)
 X = normal("x", (B, T, D))
 # A sequence that starts later, and one with a gap.
 POSITIONS = jnp.array([[3, 4, 5, 6, 7], [0, 1, 5, 6, 7]])

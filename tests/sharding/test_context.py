@@ -12,7 +12,7 @@ from jax.sharding import AxisType
 
 import jaxmha
 from jaxmha import Mask, Semantics, sharding
-from tests import conformance
+from tests import conformance, drawn
 from tests.sharding.devices import assert_alike, mesh, put
 from tests.sharding.hlo import collectives
 
@@ -248,7 +248,7 @@ def test_mixed(implementation: str, explicit: bool) -> None:
     D = 16
     names: dict[str, Any] = {"data": "data", "tensor": "tensor"}
     devices = mesh(explicit, data=2, tensor=2, context=2)
-    weights = jaxmha.init_params(jax.random.key(0), num_heads=4, num_kv_heads=2, features=D)
+    weights = drawn.params(num_heads=4, num_kv_heads=2, features=D)
     x, grad = (jnp.asarray(RNG.standard_normal((B, T, D)), jnp.float32) for _ in range(2))
 
     def run(params: Any, x: Any, grad: Any, implementation: Any = None) -> Any:
@@ -301,9 +301,7 @@ def test_explain() -> None:
 
 @pytest.mark.parametrize("kind", ["learned", "zero"])
 def test_extra_positions_have_no_place_in_zigzag_order(kind: str) -> None:
-    params = jaxmha.init_params(
-        jax.random.key(0), num_heads=2, features=6, use_bias_kv=kind == "learned"
-    )
+    params = drawn.params(num_heads=2, features=6, use_bias_kv=kind == "learned")
     semantics = Semantics(add_zero_attn=kind == "zero")
     with (
         sharding.use(mesh(context=2), context="context", zigzag=True),

@@ -14,6 +14,7 @@ from jaxmha import sharding
 from jaxmha.flax import attention_fn
 from jaxmha.flax import linen as own_linen
 from jaxmha.flax import nnx as own_nnx
+from tests import drawn
 from tests.sharding.devices import assert_alike, mesh, put
 
 B, T, D, N, K, H = 2, 12, 20, 4, 2, 6
@@ -21,7 +22,7 @@ RNG = np.random.default_rng(2)
 X = jnp.asarray(RNG.standard_normal((B, T, D)), jnp.float32)
 Q, KEYS = (jnp.asarray(RNG.standard_normal((B, T, n, H)), jnp.float32) for n in (N, K))
 ROTATE = partial(jaxmha.rope, base=50.0)
-PARAMS = jaxmha.init_params(jax.random.key(0), num_heads=N, num_kv_heads=K, features=D, head_dim=H)
+PARAMS = drawn.params(num_heads=N, num_kv_heads=K, features=D, head_dim=H)
 
 
 def linen(x: Any) -> Any:

@@ -15,7 +15,7 @@ from jaxmha import checkpoint, sharding
 from jaxmha.converters import linear, torch
 from jaxmha.converters.migrate.lazy_slices import Slices
 from jaxmha.converters.sharded import distributed
-from tests import tolerance
+from tests import drawn, tolerance
 from tests.sharding.devices import mesh, put
 
 N, H = 4, 5
@@ -23,7 +23,7 @@ P: Any = PartitionSpec
 
 
 def layer() -> jaxmha.MHAParams:
-    return jaxmha.init_params(jax.random.key(0), num_heads=N, features=N * H)
+    return drawn.params(num_heads=N, features=N * H)
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "npz", "pt"])
@@ -48,9 +48,7 @@ def test_layers(tmp_path: Path, suffix: str) -> None:
 @pytest.mark.parametrize("layout", ["falcon", "x-transformers"])
 @pytest.mark.parametrize("compressed", [False, True])
 def test_heads_that_no_view_can_order(tmp_path: Path, layout: str, compressed: bool) -> None:
-    params = jaxmha.init_params(
-        jax.random.key(0), num_heads=N, num_kv_heads=2, features=N * H, use_bias=False
-    )
+    params = drawn.params(num_heads=N, num_kv_heads=2, features=N * H, use_bias=False)
     state = linear.export_params(params, layout=layout, prefix="a")
     save = np.savez_compressed if compressed else np.savez
     save(tmp_path / "a.npz", allow_pickle=False, **state)

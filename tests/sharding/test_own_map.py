@@ -13,7 +13,7 @@ import jaxmha
 from jaxmha import KVCache, Mask, MHAParams, Projection, Semantics, mods
 from jaxmha.implementations import small_query
 from jaxmha.implementations.tiled import attention
-from tests import jit_cache
+from tests import drawn, jit_cache
 from tests.sharding.devices import assert_alike, mesh
 
 B, T, S, K, N, H = 2, 5, 13, 2, 6, 3
@@ -107,7 +107,7 @@ def test_decoding(name: str, split: str, length: int) -> None:
     if name == "padding":
         visible = np.arange(length)[None] != 1
         options["mask"] = Mask.padding(key_value=visible)
-    params = jaxmha.init_params(jax.random.key(0), num_heads=4, num_kv_heads=2, features=8)
+    params = drawn.params(num_heads=4, num_kv_heads=2, features=8)
     x = RNG.standard_normal((2, 4, 8)).astype(np.float32)
     spec: Any = PartitionSpec
     rows, head = spec("x"), spec(None, "x")

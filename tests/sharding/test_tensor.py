@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 import jaxmha
 from jaxmha import Mask, MHAParams, Semantics, sharding
-from tests import tolerance
+from tests import drawn, tolerance
 from tests.sharding.devices import BOTH, assert_alike, mesh, put
 from tests.sharding.hlo import Collective, collectives
 
@@ -23,14 +23,7 @@ NAMES: dict[str, Any] = {"data": "data", "tensor": "tensor"}
 
 
 def params(N: int = 8, K: int = 4) -> MHAParams:
-    drawn = jaxmha.init_params(
-        jax.random.key(0), num_heads=N, num_kv_heads=K, features=D, head_dim=H
-    )
-    leaves = jaxmha.params.leaves(drawn)
-    random: dict[str, Any] = {
-        n: jnp.asarray(RNG.standard_normal(x.shape) / 3, x.dtype) for n, x in leaves.items()
-    }
-    return jaxmha.params.from_leaves(random)
+    return drawn.params(num_heads=N, num_kv_heads=K, features=D, head_dim=H)
 
 
 def layer(**options: Any) -> Any:
