@@ -56,7 +56,7 @@ def register(
 
     primitive.def_impl(partial(xla.apply_primitive, primitive))
     primitive.def_abstract_eval(abstract)
-    batching.primitive_batchers[primitive] = batch or partial(batched, primitive)
+    batching.primitive_batchers[primitive] = batch or partial(batched, primitive, shapes)
     ad.primitive_jvps[primitive] = jvp
     if transpose is not None:
         ad.primitive_transposes[primitive] = transpose
@@ -79,13 +79,25 @@ def result_types(like: Any, shapes: Shapes) -> list[Any]:
     ]
 
 
-def batched(primitive: Any, operands: Any, axes: Any, **static: Any) -> Any:
-    """Moves the mapped axis to the front; operands that are not mapped get one of size 1."""
+def batched(
+    primitive: Any, shapes: Callable[..., Shapes], operands: Any, axes: Any, **static: Any
+) -> Any:
+    """Moves the mapped axis to the front; operands that are not mapped get one of size 1.
+
+    No kernel runs over an axis of size 0: it would take mapped operands for absent ones.
+    """
     moved = [
         x.reshape(1, *x.shape) if axis is None else jax.numpy.moveaxis(x, axis, 0)
         for x, axis in zip(operands, axes, strict=True)
     ]
-    found = primitive.bind(*moved, **static)
+    mapped = next(x for x, axis in zip(moved, axes, strict=True) if axis is not None)
+    if mapped.shape[0]:
+        found = primitive.bind(*moved, **static)
+    else:
+        struct: Any = jax.ShapeDtypeStruct
+        one = [struct(x.shape[1:], x.dtype) for x in moved]
+        results = shapes(*one, **static)
+        found = [jax.numpy.zeros_like(mapped, d, shape=(0, *shape)) for shape, d in results]
     return found, [0] * len(found)
 
 
