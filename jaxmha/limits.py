@@ -16,7 +16,7 @@ def check(semantics: Semantics, dtype: np.dtype[np.floating]) -> None:
     """Checks that scale and soft cap fit the accumulation dtype of heads of `dtype`.
 
     Raises:
-      ValueError: the scale or the soft cap is too large.
+      ValueError: the scale or the soft cap is too large, or so small that it counts as 0.
       TypeError: softmax_dtype is float64, and x64 is off.
     """
     accumulate = accumulation_dtype(dtype)
@@ -28,6 +28,10 @@ def check(semantics: Semantics, dtype: np.dtype[np.floating]) -> None:
             raise ValueError(
                 f"{name} of {accumulate} logits must be at most {most:.3g}, got {given}"
             )
+        least = float(np.finfo(accumulate).tiny)  # a smaller one counts as 0 on CPUs
+        if given and abs(given) < least:
+            expected = f"{'0 or ' * (name == 'scale')}at least {least:.3g} in size"
+            raise ValueError(f"{name} of {accumulate} logits must be {expected}, got {given}")
     if semantics.softmax_dtype is not None and is_rounded(semantics.softmax_dtype):
         raise TypeError(
             "softmax_dtype is float64, which JAX would round to float32: call "

@@ -242,6 +242,12 @@ def test_numbers_that_float32_does_not_hold_are_refused() -> None:
         with pytest.raises(ValueError, match=rf"{name} of float32 logits must be at most"):
             attend(None, X, **{name: value})
     np.testing.assert_allclose(attend(logits_soft_cap=1e30), attend(), atol=1e-6)
+    for name, value, zero in (("scale", -1e-38, "0 or "), ("logits_soft_cap", 1e-39, "")):
+        with pytest.raises(ValueError, match=rf"{name} of float32 logits must be {zero}at least"):
+            attend(None, X, **{name: value})
+    equal = np.broadcast_to(X.mean(1, keepdims=True), X.shape)
+    for name, value in (("scale", 0.0), ("scale", 1.2e-38), ("logits_soft_cap", 1.2e-38)):
+        np.testing.assert_allclose(attend(None, X, **{name: value}), equal, atol=1e-6)
 
 
 @pytest.mark.parametrize("window", [None, 2], ids=["", "window"])
