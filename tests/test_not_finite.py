@@ -2,6 +2,7 @@
 
 import types
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import chex
@@ -80,6 +81,72 @@ def test_heads_stay_apart(implementation: str, name: str, array: str, poison: fl
     }.items():
         tolerance.assert_close(x, y, kept)
     assert poison == np.inf or np.isnan(spoiled_out[0]).any()
+
+
+def poisoned_operands(array: str) -> tuple[dict[str, Any], Any, Any]:
+    """Heads and a cotangent of which a live entry is NaN, a mask, and the same as a bias.
+
+    Masked pairs, rows that attend nothing and keys that nothing attends lie among the others.
+    """
+    rng, (T, S) = np.random.default_rng(7), (11, 19)
+    shapes = {
+        "query": (1, T, 2, 5),
+        "key": (1, S, 1, 5),
+        "value": (1, S, 1, 3),
+        "d_out": (1, T, 2, 3),
+    }
+    arrays = {name: rng.normal(size=shape).astype("f") for name, shape in shapes.items()}
+    mask = rng.random((1, 1, T, S)) < 0.6
+    mask[..., [4, 9, 18]], mask[:, :, [2, 7]], mask[..., 3, 6] = False, False, True
+    arrays[array][0, 3 if shapes[array][1] == T else 6, 0, 1] = np.nan
+    bias = np.where(mask, rng.normal(size=mask.shape), -np.inf).astype("f")
+    return arrays, mask, bias
+
+
+def poisoned_gradients(implementation: str, array: str, kind: str) -> dict[str, Any]:
+    """The output and gradients of `poisoned_operands`."""
+    arrays, mask, bias = poisoned_operands(array)
+    d_out = arrays.pop("d_out")
+    arrays |= {"bias": bias} if kind == "bias" else {}
+
+    @jax.jit
+    def of(arrays: Any) -> Any:
+        options = {"mask": mask} if kind == "mask" else {}
+        run = partial(
+            jaxmha.dot_product_attention, implementation=implementation, return_lse=False, **options
+        )
+        out, pull = jax.vjp(lambda arrays: run(**arrays), arrays)
+        return {"out": out, **pull(d_out)[0]}
+
+    found: dict[str, Any] = of(arrays)
+    return found
+
+
+@pytest.mark.slow_variants("*", "!*-mask-native", "!d_out-mask-blocked")
+@by_implementation
+@pytest.mark.parametrize("kind", ["mask", "bias"])
+@pytest.mark.parametrize("array", ["query", "key", "value", "d_out"])
+def test_gradients_of_masked_rows_and_keys_stay_zero(
+    implementation: str, kind: str, array: str
+) -> None:
+    """Rows that attend, and keys that are attended, may hold NaN."""
+    found = poisoned_gradients(implementation, array, kind)
+    assert not np.any(found["query"][:, [2, 7]])
+    assert not np.any(found["key"][:, [4, 9, 18]])
+    assert not np.any(found["value"][:, [4, 9, 18]])
+    assert np.isnan(found["out" if array != "d_out" else "value"]).any()
+
+
+@conformance.native_built
+@pytest.mark.slow_variants("*", "!query-*", "!key-mask")
+@pytest.mark.parametrize("kind", ["mask", "bias"])
+@pytest.mark.parametrize("array", ["query", "key", "value", "d_out"])
+def test_native_nan_reaches_no_more_than_that_of_the_reference(array: str, kind: str) -> None:
+    """A NaN reaches what attends it, and products with it, but nothing by way of masked pairs."""
+    found = poisoned_gradients("native", array, kind)
+    for name, expected in poisoned_gradients("reference", array, kind).items():
+        finite = np.isfinite(expected)
+        tolerance.assert_close(found[name][finite], expected[finite], name)
 
 
 @pytest.mark.everyday(kind=["lengths"])

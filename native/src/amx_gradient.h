@@ -115,6 +115,11 @@ struct Operands {
       const bool alive = r < panel.rows && view.valid_row(panel.r0 + r) && g.row_sum.of(b)[at] != 0.f;
       panel.row_max[r] = alive ? g.row_max.of(b)[at] : -LOWEST;
       panel.inverse[r] = alive ? 1.f / g.row_sum.of(b)[at] : 0.f;
+      if (!std::isnan(panel.inverse[r])) continue;
+      // Keys are finite, so the query is not, nor are logits of its allowed pairs. Weights of masked
+      // ones have to be 0.
+      if (!(panel.row_max[r] >= LOWEST)) panel.row_max[r] = 0.f;
+      panel.inverse[r] = 1.f;
     }
   }
 

@@ -172,6 +172,8 @@ void write_rows(Item& w, long n) {
   const Problem& p = w.p;
   for (long r = 0; r < w.panel.rows; r++) {
     float* const row = w.d_query + r * w.sizes.H;
+    // A row that attends nothing has gradient 0: its weights of 0 would not keep NaN out of it.
+    if (w.panel.alive[r] == 0.f) std::fill(row, row + p.H, 0.f);
     for (long x = 0; x < p.H; x++) row[x] *= p.scale * p.rest;
     write_row(row, w.g.d_query.type, p.H, w.g.d_query.at(w.b, w.panel.r0 + r, n));
     w.g.delta[(w.b * p.N + n) * p.T + w.panel.r0 + r] = w.first[r] + w.delta[r];
@@ -233,6 +235,10 @@ void write_keys(const Backward& g, const Sizes& s, long head, long k0, long coun
       for (long x = 0; x < p.H; x++) key[x] += key[part * step + x];
       for (long x = 0; x < p.h; x++) value[x] += value[part * step + x];
     }
+    // The same of a key that no query attends.
+    const bool finite = all_finite(key, p.H) && all_finite(value, p.h);
+    if (!finite && !attended_by_group(p, head / p.K, head % p.K, j))
+      std::fill(key, key + p.H, 0.f), std::fill(value, value + p.h, 0.f);
     for (long x = 0; x < p.H; x++) key[x] *= p.rest;
     write_row(key, g.d_key.type, p.H, g.d_key.at(head / p.K, j, head % p.K));
     write_row(value, g.d_value.type, p.h, g.d_value.at(head / p.K, j, head % p.K));

@@ -46,6 +46,16 @@ void Panel::load_rows(const Cotangents& g, const View& view, long b, long n, lon
   transpose(d_out_rows, h, ROWS, p.h, d_out);
 }
 
+// The row max of a row that attends a NaN may be NaN or -inf, and then exponentials of masked pairs are
+// NaN: they become 0.
+static void clear_masked(const Panel& panel, long count, const uint8_t* allowed, float* exps) {
+  for (long r = 0; r < panel.rows; r++) {
+    if (panel.row_sum[r] == panel.row_sum[r]) continue;
+    for (long i = r; i < count * ROWS; i += ROWS)
+      if (!allowed[i]) exps[i] = 0.f;
+  }
+}
+
 bool exponentials(const Problem& p, const View& view, const Panel& panel, long k0, long count,
                   const float* keys, long key_width, const TileMemory& memory, float* exps,
                   float* cap_gradient) {
@@ -67,6 +77,7 @@ bool exponentials(const Problem& p, const View& view, const Panel& panel, long k
       store(at, select(dead, zero, exp(sub(load(at), m), exponent)));
     }
   }
+  if (kind == Tile::mixed) clear_masked(panel, count, memory.allowed, exps);
   return true;
 }
 

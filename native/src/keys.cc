@@ -8,13 +8,13 @@ namespace {
 
 constexpr long AHEAD = 8;  // rows fetched before they are read: they are far apart in memory
 
+}  // namespace
+
 bool attended_by_group(const Problem& p, long b, long kv, long j) {
   for (long n = kv * p.group(); n < (kv + 1) * p.group(); n++)
     if (View(p, b, n).attended(j)) return true;
   return false;
 }
-
-}  // namespace
 
 void copy_keys(const Problem& p, long b, long kv, long k0, long count, long key_width,
                long value_width, float* keys, float* values, Usable usable) {

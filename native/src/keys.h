@@ -9,6 +9,9 @@ namespace JAXMHA_ISA {
 
 using Usable = bool (*)(const float* numbers, long n);
 
+// True if any query of a key head attends key j; by a loop, for the few keys that need it.
+bool attended_by_group(const Problem& problem, long b, long kv, long j);
+
 // Copies keys [k0, k0 + count) of batch row b and head kv to rows of `key_width` and
 // `value_width`, both padded by 0. A key that is not usable and that no query attends becomes 0:
 // its weight of 0 would not keep NaN out of sums.
