@@ -76,10 +76,13 @@ def include_dir() -> str:
 
 
 def digest() -> str:
-    """Of everything that a library is built from."""
+    """Of everything that a library is built from: sources, headers of XLA, and the compiler."""
     found = hashlib.sha256(Path(__file__).read_bytes())
-    for file in sorted(SOURCES.iterdir()):
+    headers = sorted((Path(include_dir()) / "xla" / "ffi" / "api").iterdir())
+    for file in (*sorted(SOURCES.iterdir()), *headers):
         found.update(file.read_bytes())
+    done = subprocess.run([str(compiler()), "--version"], check=True, capture_output=True)
+    found.update(done.stdout)
     return found.hexdigest()
 
 
@@ -131,10 +134,19 @@ def build(output: Path = LIBRARY, *, sanitize: bool = False) -> None:
         os.replace(f"{output}.new", output)  # a process may have the old one open
 
 
+def is_whole(library: Path) -> bool:
+    """True if the library is there as it was built."""
+    seal = library.with_suffix(".sha256")
+    if not library.exists() or not seal.exists():
+        return False
+    return seal.read_bytes() == hashlib.sha256(library.read_bytes()).hexdigest().encode()
+
+
 def up_to_date(output: Path = LIBRARY, *, sanitize: bool = False) -> None:
-    """Builds, unless the library is there already, of the same sources."""
-    stamp, now = output.with_suffix(".digest"), f"{digest()} {machine()}" + " sanitized" * sanitize
-    if output.exists() and stamp.exists() and stamp.read_text() == now:
+    """Builds, unless the library is there already, whole and of the same sources."""
+    target = machine()  # SystemExit without a compiler
+    stamp, now = output.with_suffix(".digest"), f"{digest()} {target}" + " sanitized" * sanitize
+    if is_whole(output) and stamp.exists() and stamp.read_bytes() == now.encode():
         return
     build(output, sanitize=sanitize)
     stamp.write_text(now)
