@@ -187,10 +187,18 @@ def accuracy() -> str:
     return f"{Page('numerics/page.md').conclusion(found)} [Every number]({page})."
 
 
+def declined() -> str:
+    """The requests that the native kernels decline, by the reasons that `explain` gives."""
+    from jaxmha.implementations.native.attention import DECLINED
+
+    return "\n".join("- " + reason.format("...") for reason in DECLINED.values())
+
+
 PAGES = ROOT / "docs" / "pages" / "reference"
 PARTS = (
     (PAGES.parent / "explanation" / "accuracy.md", "demo", demo),
     (PAGES.parent / "how_to" / "native.md", "pure", pure),
+    (PAGES.parent / "how_to" / "native.md", "declined", declined),
     (PAGES / "layouts.md", "layouts", layouts),
     (PAGES / "masks.md", "masks", masks),
     (PAGES / "commands.md", "commands", commands),

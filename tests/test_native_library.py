@@ -2,7 +2,11 @@
 
 import ctypes
 import hashlib
+import inspect
 import os
+import pickle
+import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -11,11 +15,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax import export
+from jax.experimental import serialize_executable
 
 import jaxmha
 from jaxmha import implementations
-from jaxmha.implementations.native import library
+from jaxmha.implementations.native import attention, library
 from tests import conformance
 
 ROOT = Path(__file__).parents[1]
@@ -58,7 +65,7 @@ def seal(file: Path) -> None:
 
 def test_without_the_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "find_spec", lambda _: None)
-    assert explained() == ("blocked", "jaxmha-cpu is not installed: pip install 'jaxmha[cpu]'")
+    assert explained() == ("blocked", f"jaxmha-cpu is not installed: {library.INSTALL}")
 
 
 def test_without_the_library(installed: Path) -> None:
@@ -76,7 +83,7 @@ def test_what_is_no_library(installed: Path) -> None:
 
 
 @built
-@pytest.mark.parametrize("damage", ["cut", "flipped"])
+@pytest.mark.parametrize("damage", ["cut", "flipped", "seal"])
 def test_a_damaged_library(installed: Path, damage: str) -> None:
     """Half of a file may end the process that loads it."""
     file = ROOT / "native" / "jaxmha_cpu" / installed.name
@@ -84,6 +91,9 @@ def test_a_damaged_library(installed: Path, damage: str) -> None:
     data[len(data) // 2] ^= 255
     installed.write_bytes(data[: len(data) // 2] if damage == "cut" else data)
     shutil.copy(file.with_suffix(".sha256"), installed.with_suffix(".sha256"))
+    if damage == "seal":
+        shutil.copy(file, installed)
+        installed.with_suffix(".sha256").write_bytes(b"\xff" * 64)
     chosen, reason = explained()
     assert chosen == "blocked"
     assert "is damaged" in str(reason)
@@ -96,9 +106,10 @@ def test_a_damaged_library(installed: Path, damage: str) -> None:
         ("", "of another version"),
         ("int jaxmha_cpu_interface() { return 0; }", "of another version"),
         ("int jaxmha_cpu_interface() { return 0; }" + "EVERYTHING", "has interface 0"),
+        ("int jaxmha_cpu_interface() { return 99; }" + "EVERYTHING", library.UPGRADE),
     ],
 )
-def test_an_old_library(installed: Path, source: str, why: str) -> None:
+def test_a_library_of_another_version(installed: Path, source: str, why: str) -> None:
     names = [*library.HANDLERS.values(), *(f"jaxmha_cpu_{x}" for x in ("ffi_major", "ffi_minor"))]
     everything = "".join(f"int {name}() {{ return 0; }}" for name in (*names, "jaxmha_cpu_isa"))
     compiler = next(x for x in ("c++", "g++", "clang++") if shutil.which(x))
@@ -109,6 +120,20 @@ def test_an_old_library(installed: Path, source: str, why: str) -> None:
     chosen, reason = explained()
     assert chosen == "blocked"
     assert why in str(reason)
+
+
+@built
+def test_a_second_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """XLA keeps the kernels of the first, which may differ."""
+    assert explained() == ("native", None)
+    folder = tmp_path / "jaxmha_cpu"
+    shutil.copytree(ROOT / "native" / "jaxmha_cpu", folder)
+    with monkeypatch.context() as patch:
+        patch.setattr(library, "find_spec", lambda _: _spec(folder))
+        chosen, reason = explained()
+    assert chosen == "blocked"
+    assert f"of another jaxmha-cpu than {folder}: restart Python" in str(reason)
+    assert explained() == ("native", None)
 
 
 @built
@@ -164,19 +189,82 @@ def test_kernels_of_narrower_sets(isa: str) -> None:
     assert done.returncode == 0, done.stdout[-3000:]
 
 
+def declined_request(name: str) -> tuple[Any, dict[str, Any]]:
+    """Heads and options of a request that native kernels decline for the reason `name`."""
+    struct: Any = jax.ShapeDtypeStruct
+    (T,) = export.symbolic_shape("T")
+    heads = {"sizes": struct((1, T, 8, 64), "float32"), "dtype": struct(X.shape, "float64")}
+    ids = jnp.arange(1024).reshape(1, -1) * 2**40
+    options: dict[str, dict[str, Any]] = {
+        "platform": {"platform": "h200"},
+        "return_weights": {"return_weights": True},
+        "dropout": {"dropout_rate": 0.1, "dropout_key": jax.random.key(0)},
+        "score_mod": {"score_mod": lambda score, b, n, i, j: score * 2.0},
+        "several": {
+            "score_mod": lambda score, b, n, i, j: score + (j - i).astype("f"),
+            "bias": np.zeros((1, 1, 1024, 1024), np.float32),
+        },
+        "softmax_dtype": {"softmax_dtype": jnp.bfloat16},
+        "segments": {"mask": jaxmha.Mask.segments(query_ids=ids, key_value_ids=ids)},
+    }
+    return heads.get(name, X), options.get(name, {})
+
+
 @built
-@pytest.mark.parametrize(
-    ("options", "why"),
-    [
-        ({"dropout_rate": 0.1, "dropout_key": jax.random.key(0)}, "no dropout"),
-        ({"return_weights": True}, "never materialised"),
-        ({"softmax_dtype": jnp.bfloat16}, "softmax_dtype"),
-    ],
-)
-def test_declined(options: dict[str, Any], why: str) -> None:
-    found = jaxmha.explain(X, X, X, implementation=["native", "reference"], **options)
-    assert found.chosen == "reference"
-    assert why in str(dict(found.reasons)["native"])
+@pytest.mark.usefixtures("no_shape_hook")
+@pytest.mark.parametrize("name", attention.DECLINED)
+def test_declined(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each reason that the documents list is given."""
+    if name in ("processes", "devices"):
+        monkeypatch.setattr(jax, f"{name[: -2 if name == 'processes' else -1]}_count", lambda: 2)
+    found: list[Any] = []
+    with jax.enable_x64(True):
+        heads, options = declined_request(name)
+
+        def of(x: jax.Array) -> None:
+            names = ["native", "reference"]
+            found.append(jaxmha.explain(x, x, x, implementation=names, **options))
+
+        jax.eval_shape(of, heads)
+    assert found[0].chosen != "native"
+    start = attention.DECLINED[name].partition("{}")[0]
+    assert str(dict(found[0].reasons)["native"]).startswith(start)
+
+
+def test_every_reason_stands_in_the_table() -> None:
+    text = inspect.getsource(attention._declined) + inspect.getsource(attention.unavailable)
+    given = re.findall(r"return (.*)", text)
+    named = [re.match(r'DECLINED\["(\w+)"\]', x) for x in given]
+    others = [x for x, match in zip(given, named, strict=True) if match is None]
+    assert others == ["None", "library.unavailable()"]
+    assert {x[1] for x in named if x} == set(attention.DECLINED)
+
+
+@built
+def test_importing_the_package_registers_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    file = str(ROOT / "native" / "jaxmha_cpu" / "__init__.py")
+    runpy.run_path(file)
+    monkeypatch.setenv("JAXMHA_NATIVE", "0")
+    with pytest.raises(ImportError, match="JAXMHA_NATIVE=0 switches it off"):
+        runpy.run_path(file)
+
+
+@built
+@pytest.mark.slow
+def test_a_compiled_program_of_another_process(tmp_path: Path) -> None:
+    """It calls the kernels by name, and nothing else in the process registers them."""
+    x = np.ones((1, 67, 2, 8), np.float32)
+    of = jax.jit(lambda x: jaxmha.dot_product_attention(x, x, x, implementation="native"))
+    stored = serialize_executable.serialize(of.lower(x).compile())
+    (tmp_path / "program").write_bytes(pickle.dumps(stored))
+    code = f"""if True:
+        import pickle, sys, numpy as np, jaxmha_cpu
+        from jax.experimental import serialize_executable
+        stored = pickle.load(open({str(tmp_path / "program")!r}, "rb"))
+        out = serialize_executable.deserialize_and_load(*stored)(np.ones({x.shape}, np.float32))
+        assert (np.asarray(out) == 1).all()"""
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/native"}
+    subprocess.run([sys.executable, "-c", code], env=environment, cwd=ROOT, check=True)
 
 
 @built

@@ -22,6 +22,21 @@ from jaxmha.implementations.native.operands import Problem, Residuals, Settings,
 from jaxmha.implementations.tiled import block_mask
 
 DTYPES = ("float32", "bfloat16", "float16")
+# Requests that these kernels decline, and why: `{}` is the value that came. docs/pages/how_to/native.md
+# lists the reasons.
+DECLINED: dict[str, str] = {
+    "platform": "it runs on CPU, not on {}",
+    "processes": "jaxmha-cpu may be missing in another process of this program",
+    "devices": "XLA may partition the call: name the mesh axes with jaxmha.sharding.use",
+    "sizes": "sizes must be known",
+    "dtype": f"it takes {', '.join(DTYPES)}, got {{}}",
+    "return_weights": "weights are never materialised: return_weights must be False",
+    "dropout": "it has no dropout",
+    "score_mod": "of functions of scores, it takes those that add a function of n and j - i",
+    "several": "it takes one of a bias, a score_mod and a mask_mod",
+    "softmax_dtype": "softmax is in float32: softmax_dtype must be None or float32",
+    "segments": "segment ids must fit int32, got {}",
+}
 
 
 def unsupported_reason(request: Request) -> str | None:
@@ -33,11 +48,11 @@ def unavailable() -> str | None:
     """Returns None if native kernels can run here, else the reason why not."""
     platform = platforms.current()
     if platform.name != "cpu":
-        return f"it runs on CPU, not on {platform.device}"
+        return DECLINED["platform"].format(platform.device)
     if jax.process_count() > 1:
-        return "jaxmha-cpu may be missing in another process of this program"
+        return DECLINED["processes"]
     if jax.device_count() > 1 and not on_one_device():
-        return "XLA may partition the call: name the mesh axes with jaxmha.sharding.use"
+        return DECLINED["devices"]
     return library.unavailable()
 
 
@@ -51,23 +66,23 @@ def _declined(request: Request) -> str | None:
     semantics, dtype = request.semantics, request.query.dtype
     shapes = (*request.query.shape, *request.key.shape, *request.value.shape)
     if not all(isinstance(size, int) for size in shapes):
-        return "sizes must be known"
+        return DECLINED["sizes"]
     if dtype.name not in DTYPES:
-        return f"it takes {', '.join(DTYPES)}, got {dtype.name}"
+        return DECLINED["dtype"].format(dtype.name)
     if request.return_weights:
-        return "weights are never materialised: return_weights must be False"
+        return DECLINED["return_weights"]
     if request.drops:
-        return "it has no dropout"
+        return DECLINED["dropout"]
     if request.score_mod is not None and not request.score_mod.program.adds_bias:
-        return "of functions of scores, it takes those that add a function of n and j - i"
+        return DECLINED["score_mod"]
     biases = [request.bias, request.score_mod]
     if sum(x is not None for x in [*biases, request.mask_mod]) > 1:
-        return "it takes one of a bias, a score_mod and a mask_mod"
+        return DECLINED["several"]
     if semantics.softmax_dtype not in (None, np.dtype(np.float32)):
-        return "softmax is in float32: softmax_dtype must be None"
+        return DECLINED["softmax_dtype"]
     ids = request.mask.query_segments
     if ids is not None and ids.dtype != np.int32:
-        return f"segment ids must fit int32, got {ids.dtype}"
+        return DECLINED["segments"].format(ids.dtype)
     return None
 
 

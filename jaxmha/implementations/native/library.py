@@ -30,7 +30,9 @@ HANDLERS: dict[str, str] = {
     "attend_cache": "jaxmha_cpu_attend_cache",
     "write_cache": "jaxmha_cpu_write_cache",
 }
-UPGRADE = "pip install --upgrade jaxmha-cpu"
+# No registry has jaxmha-cpu: it is built from a checkout.
+INSTALL = "pip install ./native in a checkout of jaxmha"
+UPGRADE = "pip install . ./native in one checkout of jaxmha"
 
 
 class Loaded(NamedTuple):
@@ -66,7 +68,7 @@ def _loaded() -> Loaded:
         found = None
     folders = [] if found is None else list(found.submodule_search_locations or ())
     if not folders:
-        return Loaded("jaxmha-cpu is not installed: pip install 'jaxmha[cpu]'")
+        return Loaded(f"jaxmha-cpu is not installed: {INSTALL}")
     return _registered(Path(folders[0]))
 
 
@@ -83,9 +85,12 @@ def _registered(folder: Path) -> Loaded:
     reason = _mismatch(library)
     if reason:
         return Loaded(reason)
-    for name in HANDLERS.values():
-        capsule = jax.ffi.pycapsule(getattr(library, name))  # type: ignore[no-untyped-call]
-        jax.ffi.register_ffi_target(name, capsule, platform="cpu")
+    try:
+        for name in HANDLERS.values():
+            capsule = jax.ffi.pycapsule(getattr(library, name))  # type: ignore[no-untyped-call]
+            jax.ffi.register_ffi_target(name, capsule, platform="cpu")
+    except jax.errors.JaxRuntimeError:  # those of a library elsewhere, which XLA keeps
+        return Loaded(f"XLA has the kernels of another jaxmha-cpu than {folder}: restart Python")
     return Loaded(None, library.jaxmha_cpu_isa().decode())
 
 
@@ -93,12 +98,12 @@ def _damaged(file: Path) -> str | None:
     """The reason why the library does not match the digest of its build, or None: loading a
     truncated library may crash the process."""
     try:
-        expected = file.with_suffix(".sha256").read_text().strip()
+        expected = file.with_suffix(".sha256").read_text(errors="replace").strip()
         digest = hashlib.sha256(file.read_bytes()).hexdigest()
     except OSError as error:
         return f"jaxmha-cpu lacks its library: {error.strerror} ({error.filename})"
     if digest != expected:
-        return f"jaxmha-cpu is damaged, its library has another digest: {UPGRADE}"
+        return f"jaxmha-cpu is damaged, its library has another digest: {INSTALL}"
     return None
 
 
@@ -120,7 +125,7 @@ def _mismatch(library: ctypes.CDLL) -> str | None:
     if given[0] != held[0] or given[1] > held[1]:
         return (
             f"jaxmha-cpu is compiled for FFI version {given[0]}.{given[1]} of XLA, and jaxlib has "
-            f"{held[0]}.{held[1]}: {UPGRADE} jaxlib"
+            f"{held[0]}.{held[1]}: pip install --no-build-isolation ./native compiles it for that"
         )
     return None if calls["isa"]() else "this CPU has neither AVX2 with FMA and F16C nor NEON"
 
