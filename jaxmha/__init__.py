@@ -11,6 +11,7 @@ from jaxmha.decoding import prefill as prefill
 from jaxmha.explain import explain as explain
 from jaxmha.explain import explain_layer as explain_layer
 from jaxmha.exported import register as _register
+from jaxmha.extend_heads import extend_heads as extend_heads
 from jaxmha.implementations.platforms import lowering_for as lowering_for
 from jaxmha.initializers import init_params as init_params
 from jaxmha.kv_cache import KVCache as KVCache
@@ -46,6 +47,7 @@ __all__ = [
     "explain",
     "explain_layer",
     "extend",
+    "extend_heads",
     "init_params",
     "latent",
     "latent_attention",

@@ -351,12 +351,8 @@ def attend(
     `sinks`: `(N,)`, one logit per head that takes part in the softmax of every query and has no
     value.
     """
-    N, K = query.shape[2], key.shape[2]
-    if K == 0 or N % K:
-        raise ValueError(
-            f"query heads N={N} must be a multiple of key/value heads K={K}: query is "
-            f"(B, T, N, H) = {query.shape}, key is (B, S, K, H) = {key.shape}"
-        )
+    N = query.shape[2]
+    checks.check_groups(query, key)
     if query.shape[3] == 0:
         raise ValueError(f"head size H must be at least 1: query is (B, T, N, H) = {query.shape}")
     limits.check(semantics, query.dtype)

@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from jaxmha import bias_kv
+from jaxmha.arrays import Array
 from jaxmha.cached_step import (
     Cache,
     Step,
@@ -51,11 +52,14 @@ def attend_cache(
     semantics: Semantics,
     block: int,
     mods: Mods = Mods(),
+    *,
+    sinks: Array | None = None,
 ) -> Float[jax.Array, "B T N h"]:
     """Attention of queries over a cache and the extra positions.
 
     Args:
-      params: parameters of the layer, which give extra positions and sinks; None: there are none.
+      params: parameters of the layer, which give extra positions and sinks; None: there are no
+        extra positions.
       query: projected queries.
       cache: keys and values, including the keys and values of the query tokens.
       positions: positions of the queries.
@@ -63,10 +67,11 @@ def attend_cache(
       semantics: as in `multi_head_attention`.
       block: keys per tile.
       mods: traced score and mask functions; i and j are positions in the sequence, not slots.
+      sinks: `(N,)`, if params are None.
     """
     (B, T, N, _), h = query.shape, cache.value.shape[-1]
     checked(mods, {"B": B, "N": N})
-    learned = None if params is None else params.sinks
+    learned = sinks if params is None else params.sinks
     if 0 in (B, T, cache.slots):
         return jnp.zeros((B, T, N, h), query.dtype)
 
@@ -78,8 +83,8 @@ def attend_cache(
         softmax = online_softmax.normalize(state)
         out = softmax.out
         if learned is not None:  # a row without keys has output 0: sinks have no value
-            sinks = jnp.repeat(jnp.asarray(learned).astype(out.dtype), T)
-            share = share_of_keys(softmax.lse, sinks.reshape(1, *out.shape[1:3]))
+            logits = jnp.repeat(jnp.asarray(learned).astype(out.dtype), T)
+            share = share_of_keys(softmax.lse, logits.reshape(1, *out.shape[1:3]))
             out *= share[..., None]
         elif semantics.fully_masked == "nan":
             out = jnp.where(softmax.row_sum == 0, jnp.nan, out)

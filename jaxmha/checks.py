@@ -111,6 +111,16 @@ def promoted(**arrays: Array | None) -> np.dtype[np.floating]:
         raise TypeError(f"no common dtype: {dtypes}; cast them to one") from None
 
 
+def check_groups(query: Array, key: Array) -> None:
+    """Raises ValueError unless the number of query heads is a multiple of that of key/value heads."""
+    N, K = query.shape[2], key.shape[2]
+    if K == 0 or N % K:
+        raise ValueError(
+            f"query heads N={N} must be a multiple of key/value heads K={K}: query is "
+            f"(B, T, N, H) = {query.shape}, key is (B, S, K, H) = {key.shape}"
+        )
+
+
 def weights_kind(return_weights: ReturnWeights) -> ReturnWeights:
     """Normalises `True` to "before_dropout"; ValueError for an unknown value."""
     if isinstance(return_weights, np.bool_):

@@ -2,32 +2,34 @@
 
 from collections.abc import Sequence
 from functools import partial
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Integer
 
-from jaxmha import bias_kv, checks
+from jaxmha import bias_kv
 from jaxmha.arrays import Array
 from jaxmha.attention import attend
 from jaxmha.attention_options import hashable
 from jaxmha.cache_arguments import clipped_counts
-from jaxmha.cached_attention import attend_cache, nan_where, reject_structure
+from jaxmha.cached_attention import nan_where, reject_structure
 from jaxmha.cached_step import BLOCK
 from jaxmha.decoding_checks import (
     CacheT,
     checked_cache,
     checked_counts,
+    checked_positions,
     checked_prompts,
     counts_of,
     prompt_lengths,
     reject_long_prompt,
     reject_mean,
-    reject_overflow,
     sizes_of,
 )
 from jaxmha.explicit_sharding import by_types, step_specs
+from jaxmha.extend_heads import append_and_attend
 from jaxmha.layer import policy_of
 from jaxmha.mask import Mask
 from jaxmha.mask_arguments import as_mask, with_window
@@ -38,6 +40,9 @@ from jaxmha.projections import combine_checked, compute_dtype, project_checked
 from jaxmha.rotary import Rotate, apply_rotation, static_rotation
 from jaxmha.semantics import Semantics
 
+# Positions that `rotate` gets: of every row, or of all rows alike.
+Positions: TypeAlias = Integer[Array, "T"] | Integer[Array, "*n #B T"]
+
 
 def prefill(
     params: MHAParams,
@@ -47,6 +52,7 @@ def prefill(
     semantics: Semantics = Semantics(),
     mask: Bool[Array, "..."] | Mask | None = None,
     rotate: Rotate | None = None,
+    positions: Positions | None = None,
     score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None,
     implementation: str | Sequence[str] | None = None,
@@ -67,6 +73,9 @@ def prefill(
         call, or a `functools.partial` of the same function with equal arguments. Every new lambda
         triggers a compilation. The values that a function captures are read during compilation,
         and must not change afterwards.
+      positions: the second argument of `rotate`, `(T,)`, `(B, T)` or `(n, B, T)` (`rope` with
+        `sections`); None: positions in the sequence, 0 to T - 1. Causality, windows and slots do
+        not depend on them.
       score_mod, mask_mod: score and mask functions, as in `dot_product_attention`; i and j are
         positions in the sequence.
       implementation: as in `multi_head_attention`.
@@ -95,6 +104,7 @@ def prefill(
         checked_prompts(with_window(as_mask(mask), semantics), x),
         semantics,
         _traced(score_mod, mask_mod, params, x, cache, semantics),
+        checked_positions(positions, rotate, x),
         rotate=static_rotation(rotate),
         implementation=hashable(implementation),
     )
@@ -134,6 +144,7 @@ def _prefill(
     mask: Mask,
     semantics: Semantics,
     mods: Mods,
+    positions: jax.Array | None,
     *,
     rotate: Rotate | None,
     implementation: str | tuple[str, ...] | None,
@@ -142,7 +153,8 @@ def _prefill(
     B, T = sizes["B"], sizes["T"]
     left, _ = mask.window_size or (None, None)
     reject_long_prompt(cache, T, left)
-    positions = jnp.broadcast_to(jnp.arange(T, dtype=np.int32).reshape(1, T), (B, T))
+    if positions is None:
+        positions = jnp.broadcast_to(jnp.arange(T, dtype=np.int32).reshape(1, T), (B, T))
     query, key, value = _heads(params, x, semantics, positions, rotate, implementation)
     extra = bias_kv.count(params, semantics)
     wide = bias_kv.widen_mask(mask & Mask.causal(), extra, (B,), {**sizes, "S": T})
@@ -174,6 +186,7 @@ def decode_step(
     semantics: Semantics = Semantics(),
     mask: Bool[Array, "..."] | Mask | None = None,
     rotate: Rotate | None = None,
+    positions: Positions | None = None,
     score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None,
 ) -> tuple[Float[jax.Array, "B T Do"], CacheT]:
@@ -191,11 +204,14 @@ def decode_step(
       cache: a `KVCache` or `PagedKVCache`; updated in place if donated
         (`jax.jit(..., donate_argnums=...)`).
       semantics: as in `multi_head_attention`; its dropout has no effect.
-      mask: combined with the causal mask. With `Mask.window(left, ...)`, a `KVCache` of at least
-        left + T slots is a ring buffer, and a `PagedKVCache` frees pages to the left of the window.
+      mask: combined with the causal mask. With `Mask.window(left, ...)`, a `KVCache` of more
+        than left slots is a ring buffer, and a `PagedKVCache` frees pages to the left of the window.
+        A step with T > 1 copies the window of a ring buffer of fewer than left + T slots.
         `Mask.padding(key_value=...)`, `(B, S)`, gives the valid slots (for prompts padded on the
         left). A Boolean array is over slots, broadcastable to `(B, N, T, S)`.
       rotate: as in `prefill`.
+      positions: as in `prefill`, of the new tokens; None: they go on from `cache.lengths`. Give
+        other ones in every step where these differ, as for prompts that are padded on the left.
       score_mod, mask_mod: as in `prefill`.
 
     Returns:
@@ -220,6 +236,7 @@ def decode_step(
         semantics=semantics,
         mask=mask,
         rotate=rotate,
+        positions=positions,
         score_mod=score_mod,
         mask_mod=mask_mod,
     )
@@ -234,6 +251,7 @@ def extend(
     semantics: Semantics = Semantics(),
     mask: Bool[Array, "..."] | Mask | None = None,
     rotate: Rotate | None = None,
+    positions: Positions | None = None,
     score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None,
 ) -> tuple[Float[jax.Array, "B T Do"], CacheT]:
@@ -251,6 +269,7 @@ def extend(
       semantics: as in `decode_step`.
       mask: as in `decode_step`.
       rotate: as in `prefill`.
+      positions: as in `decode_step`.
       score_mod, mask_mod: as in `prefill`.
 
     Returns:
@@ -280,6 +299,7 @@ def extend(
         mask,
         semantics,
         _traced(score_mod, mask_mod, params, x, cache, None),
+        checked_positions(positions, rotate, x),
         rotate=static_rotation(rotate),
         block=BLOCK,
     )
@@ -296,23 +316,21 @@ def _extend(
     mask: Mask,
     semantics: Semantics,
     mods: Mods,
+    positions: jax.Array | None,
     *,
     rotate: Rotate | None,
     block: int,
 ) -> tuple[jax.Array, CacheT]:
     sizes = sizes_of(params, x, cache)
-    B, T = sizes["B"], sizes["T"]
-    left, _ = mask.window_size or (None, None)
-    reject_overflow(cache, T, left)
-    lengths = clipped_counts(jnp.asarray(cache.lengths))
-    tokens = jnp.arange(T, dtype=np.int32).reshape(1, T)
-    positions = lengths[:, None] + tokens
-    query, key, value = _heads(params, x, semantics, positions, rotate)
+    tokens = jnp.arange(sizes["T"], dtype=np.int32)[None]
+    if positions is None:
+        positions = clipped_counts(jnp.asarray(cache.lengths))[:, None] + tokens
+    heads = _heads(params, x, semantics, positions, rotate)
     counts = counts_of(q_lengths, sizes)
-    cache, full = cache._replace(lengths=lengths).append(key, value, counts, left)
-    mask = checks.flatten_mask(mask, (B,), sizes)
-    out = attend_cache(params, query, cache, positions, mask, semantics, block, mods)
-    out = _combine(params, nan_where(full.reshape(B, 1, 1, 1), out), semantics, x)
+    out, cache = append_and_attend(
+        *heads, cache, counts, mask, semantics, mods, sizes, params=params, block=block
+    )
+    out = _combine(params, out, semantics, x)
     if q_lengths is not None:
         out = jnp.where((tokens < counts[:, None])[..., None], out, 0.0)
     return out, cache

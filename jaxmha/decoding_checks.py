@@ -37,34 +37,51 @@ class HasSlots(Protocol):
 
 
 def reject_overflow(cache: HasSlots, T: int, left: int | None) -> None:
-    """Raises ValueError if T new tokens cannot fit into the slots, whatever the lengths are."""
+    """Raises ValueError if T new tokens cannot fit into the slots, whatever the lengths are.
+
+    A ring buffer holds any number of tokens.
+    """
     S = cache.slots
-    ring = not isinstance(cache, PagedKVCache) and left is not None
-    if T > S or (ring and left is not None and left < S < left + T):
+    if T > S and not _is_ring(cache, left):
         raise ValueError(
-            f"x: T={T} new tokens do not fit into the S={S} slots of the cache"
-            f"{f' with a window of {left}' if ring else ''}: it needs "
-            f"{left + T if ring and left is not None else T}"
+            f"x: T={T} new tokens do not fit into the S={S} slots of the cache: it needs {T}"
         )
+
+
+def _is_ring(cache: HasSlots, left: int | None) -> bool:
+    """True if new tokens overwrite those to the left of the window."""
+    return left is not None and left < cache.slots and not isinstance(cache, PagedKVCache)
 
 
 def reject_long_prompt(cache: HasSlots, T: int, left: int | None) -> None:
     """Raises ValueError if prompts have more tokens T than the cache has slots, unless a ring
     buffer keeps the last tokens."""
     S = cache.slots
-    if T > S and (left is None or left >= S or isinstance(cache, PagedKVCache)):
+    if T > S and not _is_ring(cache, left):
         raise ValueError(
             f"x: T={T} tokens are more than the S={S} slots of the cache: make a longer one"
         )
 
 
+def require_cache(cache: object) -> None:
+    """Raises TypeError unless the cache holds keys and values."""
+    if not isinstance(cache, KVCache | PagedKVCache):
+        found = type(cache).__name__
+        hint = ": it is a cache of jaxmha.latent.extend" if found == "LatentCache" else ""
+        raise TypeError(
+            f"cache must be a jaxmha.KVCache or a jaxmha.PagedKVCache, got {found}{hint}"
+        )
+
+
 def checked_cache(params: MHAParams, x: Array, cache: CacheT, semantics: Semantics) -> CacheT:
     """Checks the types of the arguments; returns the cache with the arrays of `checked_parts`."""
-    checks.require_type(MHAParams, params=params)
-    if not isinstance(cache, KVCache | PagedKVCache):
+    if type(params).__name__ == "LatentParams":  # its module imports this one
         raise TypeError(
-            f"cache must be a jaxmha.KVCache or a jaxmha.PagedKVCache, got {type(cache).__name__}"
+            "params must be a jaxmha.MHAParams, got LatentParams: call the function of the same name "
+            "in jaxmha.latent, such as jaxmha.latent.extend"
         )
+    checks.require_type(MHAParams, params=params)
+    require_cache(cache)
     checks.require_type(Semantics, semantics=semantics)
     reject_axes(semantics)
     require_arrays(x=x)
@@ -100,6 +117,21 @@ def checked_counts(q_lengths: Array | None, x: Array) -> Array | None:
     return clipped_counts(q_lengths) if isinstance(q_lengths, np.ndarray) else q_lengths
 
 
+def checked_positions(positions: Array | None, rotate: object, x: Array) -> Array | None:
+    """Raises TypeError unless `positions` are integers, and ValueError if nothing rotates or their
+    axes do not fit. Returns them; a NumPy array becomes int32."""
+    if positions is None:
+        return None
+    require_arrays(positions=positions)
+    require_integers("positions", positions)
+    if rotate is None:
+        raise ValueError("positions: nothing is rotated; give rotate, such as jaxmha.rope, as well")
+    if x.ndim == 3:
+        axes = "T" if positions.ndim == 1 else "*n #B T"
+        bind("positions", positions.shape, axes, {"B": x.shape[0], "T": x.shape[1]})
+    return near(positions) if isinstance(positions, np.ndarray) else positions
+
+
 def checked_prompts(mask: Mask, x: Array) -> Mask:
     """Raises ValueError for a NumPy array of prompt lengths outside [0, T], and for a condition that
     the steps after the prompts would not keep; returns the mask."""
@@ -130,7 +162,7 @@ def _reject_forgotten(mask: Mask) -> None:
 
 def _reject_outside_rows(name: str, lengths: object, x: Array) -> None:
     """Raises ValueError for a NumPy array of lengths outside [0, T]; JAX arrays are not read."""
-    if isinstance(lengths, np.ndarray) and x.ndim == 3 and isinstance(x.shape[1], int):
+    if isinstance(lengths, np.ndarray) and x.ndim >= 3 and isinstance(x.shape[1], int):
         reject_outside(name, lengths, x.shape[1], "of the T tokens of a row of x")
 
 

@@ -68,8 +68,12 @@ def step_specs(
 ) -> tuple[Axes, object] | None:
     """Specs for `by_types` of a decoding step: of its output, and of its cache as it is sharded."""
     found = sharding_of_features(x, params.query)
-    kept = jax.tree.map(lambda part: spec(*spec_of(part)), cache)
-    return found and (found.axes, (found.features, kept))
+    return found and (found.axes, (found.features, specs_of_leaves(cache)))
+
+
+def specs_of_leaves(tree: object) -> object:
+    """The explicit partition spec of every array of a pytree."""
+    return jax.tree.map(lambda part: spec(*spec_of(part)), tree)
 
 
 def sharding_of_heads(x: Array) -> TypeSharding | None:

@@ -18,6 +18,7 @@ from jaxmha.cached_step import BLOCK
 from jaxmha.decoding_checks import (
     checked_counts,
     checked_parts,
+    checked_positions,
     checked_prompts,
     counts_of,
     prompt_lengths,
@@ -38,6 +39,7 @@ from jaxmha.mask_arguments import as_mask, with_window
 from jaxmha.mod_arguments import MaskMod, Mods, ScoreMod, traced_mods
 from jaxmha.paged_cache import PagedKVCache
 from jaxmha.semantics import Semantics
+from jaxmha.window_copy import with_window_copy
 
 
 def prefill(
@@ -48,6 +50,7 @@ def prefill(
     semantics: Semantics = Semantics(),
     mask: Bool[Array, "..."] | Mask | None = None,
     rotate: LatentRotate | None = None,
+    positions: Integer[Array, "*#B T"] | None = None,
     score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None,
     implementation: str | Sequence[str] | None = None,
@@ -73,6 +76,7 @@ def prefill(
         checked_prompts(with_window(as_mask(mask), semantics), x),
         semantics,
         _traced(score_mod, mask_mod, params, x),
+        checked_positions(positions, rotate, x),
         rotate=static_latent_rotation(rotate),
         implementation=hashable(implementation),
     )
@@ -88,6 +92,7 @@ def extend(
     semantics: Semantics = Semantics(),
     mask: Bool[Array, "..."] | Mask | None = None,
     rotate: LatentRotate | None = None,
+    positions: Integer[Array, "*#B T"] | None = None,
     score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None,
 ) -> tuple[Float[jax.Array, "B T Do"], LatentT]:
@@ -118,6 +123,7 @@ def extend(
         mask,
         semantics,
         _traced(score_mod, mask_mod, params, x),
+        checked_positions(positions, rotate, x),
         rotate=static_latent_rotation(rotate),
     )
     return found
@@ -131,6 +137,7 @@ def decode_step(
     semantics: Semantics = Semantics(),
     mask: Bool[Array, "..."] | Mask | None = None,
     rotate: LatentRotate | None = None,
+    positions: Integer[Array, "*#B T"] | None = None,
     score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None,
 ) -> tuple[Float[jax.Array, "B T Do"], LatentT]:
@@ -151,6 +158,7 @@ def decode_step(
         semantics=semantics,
         mask=mask,
         rotate=rotate,
+        positions=positions,
         score_mod=score_mod,
         mask_mod=mask_mod,
     )
@@ -165,6 +173,7 @@ def _prefill(
     mask: Mask,
     semantics: Semantics,
     mods: Mods,
+    positions: jax.Array | None,
     *,
     rotate: LatentRotate | None,
     implementation: str | tuple[str, ...] | None,
@@ -174,7 +183,7 @@ def _prefill(
     left, _ = mask.window_size or (None, None)
     reject_long_prompt(cache, T, left)
     latent = Latent(params, semantics, dtype, rotate, implementation)
-    positions = flat_positions(None, (B,), B, T)
+    positions = flat_positions(positions, (B,), B, T)
     keys = latent.keys(x, positions)
     result = attend(
         *latent.expanded(latent.queries(x, positions), keys),
@@ -203,6 +212,7 @@ def _extend(
     mask: Mask,
     semantics: Semantics,
     mods: Mods,
+    positions: jax.Array | None,
     *,
     rotate: LatentRotate | None,
 ) -> tuple[jax.Array, LatentT]:
@@ -210,23 +220,26 @@ def _extend(
     B, T = found["B"], found["T"]
     left, _ = mask.window_size or (None, None)
     reject_overflow(cache, T, left)
-    lengths = jnp.asarray(clipped_counts(cache.lengths))
+    cache = cache._replace(lengths=jnp.asarray(clipped_counts(cache.lengths)))
     tokens = jnp.arange(T, dtype=np.int32).reshape(1, T)
-    positions = lengths[:, None] + tokens
+    places = jnp.asarray(cache.lengths)[:, None] + tokens
+    turned = places if positions is None else flat_positions(positions, (B,), B, T)
     latent = Latent(params, semantics, dtype, rotate)
-    queries = latent.absorbed(latent.queries(x, positions))
+    queries = latent.absorbed(latent.queries(x, turned))
     counts = counts_of(q_lengths, found)
-    new = latent.keys(x, positions)
-    cache, full = append(cache._replace(lengths=lengths), new, counts, left)
+    keys = latent.keys(x, turned)
+    longer, full = append(cache, keys, counts, left)
+    pair = keys[:, :, None], keys[:, :, None]
     mask = checks.flatten_mask(mask, (B,), found)
+    attended, mask = with_window_copy(as_heads(cache), as_heads(longer), *pair, counts, mask)
     heads = attend_cache(
-        None, queries, as_heads(cache), positions, mask, with_scale(semantics, found), BLOCK, mods
+        None, queries, attended, places, mask, with_scale(semantics, found), BLOCK, mods
     )
     heads = latent.values(heads[..., : found["L"]])
     out = latent.combined(nan_where(full.reshape(B, 1, 1, 1), heads))
     if q_lengths is not None:
         out = jnp.where((tokens < counts[:, None])[..., None], out, 0.0)
-    return out, cache
+    return out, longer
 
 
 def _traced(
