@@ -1,9 +1,8 @@
-"""Decoding in flax modules: projects new tokens and attends over flax's or jaxmha's cache."""
+"""Decoding in flax modules: projects new tokens and attends over flax's cache."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +10,6 @@ import jax.numpy as jnp
 from jaxmha import checks, sharding
 from jaxmha.arrays import Array
 from jaxmha.cached_attention import nan_where, reject_structure
-from jaxmha.decoding_checks import CacheT
 from jaxmha.explicit_sharding import by_types, sharding_of_features, spec_of
 from jaxmha.flax.heads import (
     CallSettings,
@@ -23,7 +21,6 @@ from jaxmha.flax.heads import (
     sizes_of,
     widen,
 )
-from jaxmha.flax.settings import cast, read_mask, require_features, widened
 from jaxmha.implementations import forward_mode
 from jaxmha.layer import check_batch
 from jaxmha.mask import Mask
@@ -75,37 +72,6 @@ def attend_cached(
             rotate=static_rotation(rotate),
         )
     return out, weights, cached
-
-
-def with_cache(
-    module: Any,
-    step: Callable[..., tuple[jax.Array, CacheT]],
-    inputs: Array,
-    cache: CacheT,
-    mask: Array | Mask | None,
-    force_fp32: bool = False,
-    **more: object,
-) -> tuple[jax.Array, CacheT]:
-    """Runs `step` (`prefill` or `extend` of `jaxmha.decoding`) for a linen or nnx module.
-
-    `force_fp32`: casts half-precision parameters and inputs to float32. `more`: further keyword
-    arguments of `step`.
-    """
-    require_features(inputs=inputs)
-    params, semantics = module.to_params()
-    params, inputs = cast((params, inputs), module.dtype)
-    if force_fp32:
-        params, inputs = widened((params, inputs))
-    out, longer = step(
-        params,
-        inputs,
-        cache,
-        semantics=semantics,
-        mask=read_mask(mask, module.local_window_size),
-        rotate=module.rotate,
-        **more,
-    )
-    return cast(out, module.dtype), longer
 
 
 def _output_specs(

@@ -15,9 +15,8 @@ from jaxtyping import Float, Int, PRNGKeyArray
 from jaxmha.arrays import Array, DTypeLike
 from jaxmha.attention_options import hashable
 from jaxmha.checks import promoted, reject_rounding
-from jaxmha.decoding import extend, prefill
-from jaxmha.decoding_checks import CacheT
-from jaxmha.flax.cached import attend_cached, with_cache
+from jaxmha.flax.cached import attend_cached
+from jaxmha.flax.cached_steps import CachedSteps
 from jaxmha.flax.function import attention_fn as own_attention_fn
 from jaxmha.flax.function import sow
 from jaxmha.flax.heads import CallSettings, Implementation, Inputs, OutAndWeights, attend_layer
@@ -41,7 +40,7 @@ from jaxmha.rotary import Rotate, static_rotation
 from jaxmha.semantics import Precision, Semantics
 
 
-class MultiHeadDotProductAttention(nn.Module):  # type: ignore[misc]
+class MultiHeadDotProductAttention(CachedSteps, nn.Module):  # type: ignore[misc]
     """`flax.linen.MultiHeadDotProductAttention` by jaxmha: same arguments, names and shapes.
 
     Its variables equal flax's, so that checkpoints load unchanged, both ways. It computes what flax
@@ -256,48 +255,6 @@ class MultiHeadDotProductAttention(nn.Module):  # type: ignore[misc]
         out, weights, cached = attend_cached(params, inputs, cached, *arguments)
         keys.value, values.value, index.value = cached
         return out, weights
-
-    def prefill(
-        self, inputs: Float[Array, "B T Dq"], cache: CacheT, *, mask: Array | Mask | None = None
-    ) -> tuple[Float[jax.Array, "B T Do"], CacheT]:
-        """`jaxmha.prefill`: `layer.apply(variables, x, cache, method="prefill")`, without dropout.
-
-        Initialise the layer without `method`: `layer.init(key, x)`.
-
-        >>> from jaxmha import KVCache
-        >>> layer, x = MultiHeadDotProductAttention(num_heads=2), jnp.ones((3, 5, 6))
-        >>> variables = layer.init(jax.random.key(0), x)
-        >>> cache = KVCache.empty(layer.to_params(variables)[0], 3, 8)
-        >>> out, cache = layer.apply(variables, x, cache, method="prefill")
-        >>> out, cache = layer.apply(variables, x[:, :1], cache, method="decode_step")
-        >>> out.shape, cache.lengths.tolist()
-        ((3, 1, 6), [6, 6, 6])
-        """
-        chosen = self.implementation
-        forced = self.force_fp32_for_softmax
-        return with_cache(self, prefill, inputs, cache, mask, forced, implementation=chosen)
-
-    def decode_step(
-        self, inputs: Float[Array, "B T Dq"], cache: CacheT, *, mask: Array | Mask | None = None
-    ) -> tuple[Float[jax.Array, "B T Do"], CacheT]:
-        """`jaxmha.decode_step`: `layer.apply(variables, x, cache, method="decode_step")`.
-
-        Neither dropout nor `implementation` applies: a step has an implementation of its own.
-        """
-        return self.extend(inputs, cache, mask=mask)
-
-    def extend(
-        self,
-        inputs: Float[Array, "B T Dq"],
-        cache: CacheT,
-        *,
-        q_lengths: Array | None = None,
-        mask: Array | Mask | None = None,
-    ) -> tuple[Float[jax.Array, "B T Do"], CacheT]:
-        """`jaxmha.extend`: appends the first `q_lengths`, `(B,)`, tokens of each row."""
-        return with_cache(
-            self, extend, inputs, cache, mask, self.force_fp32_for_softmax, q_lengths=q_lengths
-        )
 
     def to_params(self, variables: Mapping[str, Any] | None = None) -> tuple[MHAParams, Semantics]:
         """Parameters and semantics, as `jaxmha.multi_head_attention` and the exporters take them.

@@ -13,9 +13,8 @@ from jaxtyping import Float, Int
 from jaxmha.arrays import Array, DTypeLike
 from jaxmha.attention_options import hashable
 from jaxmha.checks import floating_dtype, reject_rounding
-from jaxmha.decoding import extend, prefill
-from jaxmha.decoding_checks import CacheT
-from jaxmha.flax.cached import attend_cached, with_cache
+from jaxmha.flax.cached import attend_cached
+from jaxmha.flax.cached_steps import CachedSteps
 from jaxmha.flax.function import attention_fn as own_attention_fn
 from jaxmha.flax.function import sow
 from jaxmha.flax.heads import CallSettings, Implementation, attend_layer
@@ -48,7 +47,7 @@ Metadata = Mapping[str, Any]
 _NONE: Metadata = MappingProxyType({})
 
 
-class MultiHeadAttention(Attributes):
+class MultiHeadAttention(CachedSteps, Attributes):
     """`flax.nnx.MultiHeadAttention` by jaxmha: same arguments, names and shapes.
 
     Its state equals flax's, so that checkpoints load unchanged, both ways. It computes what flax
@@ -299,43 +298,6 @@ class MultiHeadAttention(Attributes):
         self.cached_key = nnx.Cache(jnp.zeros((*shape, self.head_dim), held))
         self.cached_value = nnx.Cache(jnp.zeros((*shape, self.value_head_dim), held))
         self.cache_index = nnx.Cache(jnp.array(0, dtype=jnp.int32))
-
-    def prefill(
-        self, inputs: Float[Array, "B T Dq"], cache: CacheT, *, mask: Array | Mask | None = None
-    ) -> tuple[Float[jax.Array, "B T Do"], CacheT]:
-        """`jaxmha.prefill`: causal self-attention over prompts, and a cache that holds them.
-
-        There is no dropout, even if `deterministic` is False.
-
-        >>> from jaxmha import KVCache
-        >>> layer, x = MultiHeadAttention(2, 6, rngs=nnx.Rngs(0)), jnp.ones((3, 5, 6))
-        >>> out, cache = layer.prefill(x, KVCache.empty(layer.to_params()[0], 3, 8))
-        >>> out, cache = layer.decode_step(x[:, :1], cache)
-        >>> out.shape, cache.lengths.tolist()
-        ((3, 1, 6), [6, 6, 6])
-        """
-        chosen = self.implementation
-        return with_cache(self, prefill, inputs, cache, mask, implementation=chosen)
-
-    def decode_step(
-        self, inputs: Float[Array, "B T Dq"], cache: CacheT, *, mask: Array | Mask | None = None
-    ) -> tuple[Float[jax.Array, "B T Do"], CacheT]:
-        """`jaxmha.decode_step`: appends tokens to the cache and attends to all tokens in it.
-
-        Neither dropout nor `implementation` applies: a step has an implementation of its own.
-        """
-        return self.extend(inputs, cache, mask=mask)
-
-    def extend(
-        self,
-        inputs: Float[Array, "B T Dq"],
-        cache: CacheT,
-        *,
-        q_lengths: Array | None = None,
-        mask: Array | Mask | None = None,
-    ) -> tuple[Float[jax.Array, "B T Do"], CacheT]:
-        """`jaxmha.extend`: appends the first `q_lengths`, `(B,)`, tokens of each row."""
-        return with_cache(self, extend, inputs, cache, mask, q_lengths=q_lengths)
 
     def to_params(self) -> tuple[MHAParams, Semantics]:
         """Parameters and semantics, as `jaxmha.multi_head_attention` and the exporters take them.

@@ -10,10 +10,10 @@ from flax.core import meta
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Float, Integer, PRNGKeyArray
 
-from jaxmha import latent
 from jaxmha.arrays import Array, DTypeLike
 from jaxmha.attention_options import hashable
 from jaxmha.checks import promoted, reject_rounding, require_type
+from jaxmha.flax.cached_steps import CachedSteps, with_cache
 from jaxmha.flax.heads import Implementation
 from jaxmha.flax.latent.steps import (
     PATHS,
@@ -22,20 +22,18 @@ from jaxmha.flax.latent.steps import (
     reject_in_steps,
     settings_of,
     shapes_of,
-    step,
 )
 from jaxmha.flax.linen_parameters import Parameters
 from jaxmha.flax.parameters import Initializer
 from jaxmha.flax.settings import require_features
 from jaxmha.latent import LatentCache, LatentParams
-from jaxmha.latent.cache import LatentT
 from jaxmha.latent.params import from_leaves, leaves
 from jaxmha.latent.rotation import LatentRotate, static_latent_rotation
 from jaxmha.mask import Mask
 from jaxmha.semantics import Semantics
 
 
-class LatentAttention(nn.Module):  # type: ignore[misc]
+class LatentAttention(CachedSteps, nn.Module):  # type: ignore[misc]
     """Multi-head latent attention (MLA) of DeepSeek-V2 and V3 by `jaxmha.latent`.
 
     Attributes:
@@ -157,7 +155,7 @@ class LatentAttention(nn.Module):  # type: ignore[misc]
             )
         reject_in_steps(key, bias=bias, positions=positions)
         cache = LatentCache(*(x.value for x in cached))
-        out, longer = step(self, params, latent.extend, inputs, cache, mask)
+        out, longer = with_cache(self, params, self.semantics, "extend", inputs, cache, mask)
         for x, value in zip(cached, longer, strict=True):
             x.value = value
         return out
@@ -177,53 +175,6 @@ class LatentAttention(nn.Module):  # type: ignore[misc]
             held = Parameters(tuple(rows), self.param_dtype, name=name).declare()
             found |= {f"{name}.{tail}": array for tail, array in held.items()}
         return from_leaves(found)
-
-    def prefill(
-        self,
-        inputs: Float[Array, "B T Dq"],
-        cache: LatentT,
-        *,
-        mask: Array | Mask | None = None,
-    ) -> tuple[Float[jax.Array, "B T Do"], LatentT]:
-        """`jaxmha.latent.prefill`: causal attention over prompts, and a cache that holds them.
-
-        Call it by `layer.apply(variables, x, cache, method="prefill")`.
-
-        >>> layer, x = LatentAttention(2, 8, 4, 5), jnp.ones((3, 5, 6))
-        >>> variables = layer.init(jax.random.key(0), x)
-        >>> cache = LatentCache.empty(layer.to_params(variables)[0], 3, 8)
-        >>> out, cache = layer.apply(variables, x, cache, method="prefill")
-        >>> out, cache = layer.apply(variables, x[:, :1], cache, method="decode_step")
-        >>> out.shape, cache.lengths.tolist()
-        ((3, 1, 6), [6, 6, 6])
-        """
-        chosen = self.implementation
-        return step(
-            self, self.to_params()[0], latent.prefill, inputs, cache, mask, implementation=chosen
-        )
-
-    def decode_step(
-        self,
-        inputs: Float[Array, "B T Dq"],
-        cache: LatentT,
-        *,
-        mask: Array | Mask | None = None,
-    ) -> tuple[Float[jax.Array, "B T Do"], LatentT]:
-        """`jaxmha.latent.decode_step`: appends tokens to the cache and attends to all tokens."""
-        return self.extend(inputs, cache, mask=mask)
-
-    def extend(
-        self,
-        inputs: Float[Array, "B T Dq"],
-        cache: LatentT,
-        *,
-        q_lengths: Array | None = None,
-        mask: Array | Mask | None = None,
-    ) -> tuple[Float[jax.Array, "B T Do"], LatentT]:
-        """`jaxmha.latent.extend`: appends the first `q_lengths`, `(B,)`, tokens of each row."""
-        return step(
-            self, self.to_params()[0], latent.extend, inputs, cache, mask, q_lengths=q_lengths
-        )
 
     def to_params(
         self, variables: Mapping[str, Any] | None = None

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Float, Integer
 
-from jaxmha import latent
 from jaxmha.arrays import Array, DTypeLike
 from jaxmha.attention_options import hashable
 from jaxmha.checks import reject_rounding, require_type
+from jaxmha.flax.cached_steps import CachedSteps
 from jaxmha.flax.heads import Implementation
 from jaxmha.flax.latent.steps import (
     PATHS,
@@ -19,14 +19,12 @@ from jaxmha.flax.latent.steps import (
     reject_in_steps,
     settings_of,
     shapes_of,
-    step,
 )
 from jaxmha.flax.nnx_dropout import dropout_key
 from jaxmha.flax.nnx_views import Views
 from jaxmha.flax.parameters import Initializer
 from jaxmha.flax.settings import reject_known
 from jaxmha.latent import LatentCache, LatentParams
-from jaxmha.latent.cache import LatentT
 from jaxmha.latent.params import from_leaves, leaves
 from jaxmha.latent.rotation import LatentRotate, static_latent_rotation
 from jaxmha.mask import Mask
@@ -37,7 +35,7 @@ class Parameters(nnx.Module):  # type: ignore[misc]
     """The arrays of a projection, by name."""
 
 
-class LatentAttention(Views):
+class LatentAttention(CachedSteps, Views):
     """Multi-head latent attention (MLA) of DeepSeek-V2 and V3 by `jaxmha.latent`.
 
     Args:
@@ -188,51 +186,6 @@ class LatentAttention(Views):
         if len(batch) != 1:
             raise ValueError(f"batch_size: a cache of latents has one batch axis, got {batch}")
         self.init_cache(*batch, length)
-
-    def prefill(
-        self,
-        inputs: Float[Array, "B T Dq"],
-        cache: LatentT,
-        *,
-        mask: Array | Mask | None = None,
-    ) -> tuple[Float[jax.Array, "B T Do"], LatentT]:
-        """`jaxmha.latent.prefill`: causal attention over prompts, and a cache that holds them.
-
-        >>> sizes = {"latent_dim": 8, "rotary_dim": 4, "head_dim": 5}
-        >>> layer, x = LatentAttention(2, 6, **sizes, rngs=nnx.Rngs(0)), jnp.ones((3, 5, 6))
-        >>> cache = LatentCache.empty(layer.to_params()[0], 3, 8)
-        >>> out, cache = layer.prefill(x, cache)
-        >>> out, cache = layer.decode_step(x[:, :1], cache)
-        >>> out.shape, cache.lengths.tolist()
-        ((3, 1, 6), [6, 6, 6])
-        """
-        chosen = self.implementation
-        return step(
-            self, self.to_params()[0], latent.prefill, inputs, cache, mask, implementation=chosen
-        )
-
-    def decode_step(
-        self,
-        inputs: Float[Array, "B T Dq"],
-        cache: LatentT,
-        *,
-        mask: Array | Mask | None = None,
-    ) -> tuple[Float[jax.Array, "B T Do"], LatentT]:
-        """`jaxmha.latent.decode_step`: appends tokens to the cache and attends to all tokens."""
-        return self.extend(inputs, cache, mask=mask)
-
-    def extend(
-        self,
-        inputs: Float[Array, "B T Dq"],
-        cache: LatentT,
-        *,
-        q_lengths: Array | None = None,
-        mask: Array | Mask | None = None,
-    ) -> tuple[Float[jax.Array, "B T Do"], LatentT]:
-        """`jaxmha.latent.extend`: appends the first `q_lengths`, `(B,)`, tokens of each row."""
-        return step(
-            self, self.to_params()[0], latent.extend, inputs, cache, mask, q_lengths=q_lengths
-        )
 
     def to_params(self) -> tuple[LatentParams, Semantics]:
         """Parameters and semantics, as `jaxmha.latent_attention` takes them, without `rotate`."""

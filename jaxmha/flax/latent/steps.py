@@ -1,6 +1,6 @@
 """Paths of parameters, and calls of `jaxmha.latent`: shared by the modules of linen and nnx."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -13,7 +13,6 @@ from jaxmha.arrays import Array
 from jaxmha.flax.parameters import Initializer, flat_init
 from jaxmha.flax.settings import cast, read_mask, reject_others, require_features
 from jaxmha.latent import LatentParams
-from jaxmha.latent.cache import LatentT
 from jaxmha.latent.initializers import contracted, leaf_shapes
 from jaxmha.latent.params import CANONICAL, leaves, sizes
 from jaxmha.mask import Mask
@@ -68,33 +67,6 @@ def attend(
     )
     found: jax.Array = cast(out, module.dtype)
     return found
-
-
-def step(
-    module: Any,
-    params: LatentParams,
-    function: Callable[..., tuple[jax.Array, LatentT]],
-    inputs: Array,
-    cache: LatentT,
-    mask: Array | Mask | None,
-    **more: object,
-) -> tuple[jax.Array, LatentT]:
-    """Runs `function` (`prefill` or `extend` of `jaxmha.latent`) with the settings of a module.
-
-    `more`: further keyword arguments of `function`.
-    """
-    require_features(inputs=inputs)
-    params, inputs = cast((params, inputs), module.dtype)
-    out, longer = function(
-        params,
-        inputs,
-        cache,
-        semantics=module.semantics,
-        mask=read_mask(mask),
-        rotate=module.rotate,
-        **more,
-    )
-    return cast(out, module.dtype), longer
 
 
 def settings_of(
