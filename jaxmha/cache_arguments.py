@@ -6,11 +6,12 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Int
 
 from jaxmha import checks
 from jaxmha.arrays import Array, require_arrays
 from jaxmha.dims import bind
-from jaxmha.integers import is_known, near, reject_donated, require_sizes
+from jaxmha.integers import FAR, is_known, near, on_host, reject_donated, require_sizes
 from jaxmha.quantized import is_scaled, storage_dtype
 
 ArrayT = TypeVar("ArrayT", bound=Array)
@@ -82,6 +83,39 @@ def check_shapes(
         part = parts[name]
         if part is not None:
             bind(f"cache.{name}", part.shape, letters, sizes)
+
+
+def check_lengths(
+    parts: Mapping[str, Array | None], axes: Mapping[str, str], slots: int, left: int | None
+) -> None:
+    """The method `validate` of a cache that is a ring buffer: see `KVCache.validate`."""
+    lengths = on_host("cache.lengths", parts["lengths"])
+    check_dtypes(parts, paged=False)
+    check_shapes(parts, axes, {})
+    require_sizes(least=0, optional=True, left=left)
+    window = left is not None and left < slots
+    of = "positions of a window" if window else f"the S={slots} slots of a row"
+    reject_outside("cache.lengths", lengths, FAR if window else slots, of)
+
+
+def checked_rows(rows: Array, batch_size: int) -> jax.Array:
+    """Row numbers of a cache, `(C,)`, as int32; traced ones outside [0, B) become B.
+
+    Raises ValueError if they are not of one axis, or one is known and outside [0, B), and TypeError
+    unless they are integers.
+    """
+    require_arrays(rows=rows)
+    require_integers("rows", rows)
+    bind("rows", rows.shape, "C", {})
+    if is_known(rows):
+        reject_outside("rows", rows, batch_size - 1, f"of the B={batch_size} rows of the cache")
+    near_rows = jnp.asarray(near(rows))
+    return jnp.where(near_rows < 0, batch_size, near_rows)
+
+
+def taken(x: Array, rows: Int[jax.Array, "C"], empty: int = 0) -> jax.Array:
+    """The rows of an array of a cache; `empty` where the number of a row is too large."""
+    return jnp.take(jnp.asarray(x), rows, 0, mode="fill", fill_value=empty)
 
 
 def checked_tokens(

@@ -10,7 +10,16 @@ from jaxtyping import Bool, Float, Int, Integer
 
 from jaxmha import checks
 from jaxmha.arrays import Array, DTypeLike
-from jaxmha.cache_arguments import DENSE, check_dtypes, check_shapes, checked_tokens, clipped_counts
+from jaxmha.cache_arguments import (
+    DENSE,
+    check_dtypes,
+    check_lengths,
+    check_shapes,
+    checked_rows,
+    checked_tokens,
+    clipped_counts,
+    taken,
+)
 from jaxmha.cached_step import Tile
 from jaxmha.implementations.native.cache_write import as_bits, from_bits, write
 from jaxmha.implementations.native.replacing import unavailable
@@ -97,6 +106,31 @@ class KVCache(NamedTuple):
     def emptied(self) -> "KVCache":
         """The cache with lengths 0."""
         return self._replace(lengths=jnp.zeros(self.key.shape[0], np.int32))
+
+    def take(self, rows: Integer[Array, "C"]) -> "KVCache":
+        """The cache with copies of these rows, in this order: it has C rows.
+
+        Keeps, permutes or repeats rows, for beam search: `cache.take(parents)`. A traced number of
+        a row outside [0, B) gives an empty row.
+
+        Raises:
+          ValueError: rows do not have one axis, or one is known and outside [0, B).
+          TypeError: rows are not integers.
+        """
+        check_shapes(self._asdict(), DENSE, {})
+        at = checked_rows(rows, self.key.shape[0])
+        key, value = (from_bits(taken(as_bits(jnp.asarray(x)), at), x.dtype) for x in self[:2])
+        return KVCache(key, value, taken(clipped_counts(self.lengths), at))
+
+    def validate(self, left: int | None = None) -> None:
+        """Raises ValueError if a row has a negative length, or more tokens than it can hold.
+
+        `left`: left bound of the window of the steps; with one below S, the cache is a ring buffer,
+        and lengths have no bound but 2**30. Raises ValueError also if shapes do not fit each other,
+        and TypeError for a wrong dtype. It reads lengths from the device, and cannot run under jit;
+        a compiled step does not check them, and its outputs are NaN.
+        """
+        check_lengths(self._asdict(), DENSE, self.slots, left)
 
     def append(
         self,

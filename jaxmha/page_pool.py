@@ -1,12 +1,13 @@
 """`PagePool`: predicts on the host how compiled steps change the pages of a cache."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
 
 from jaxmha import checks, page_table
-from jaxmha.arrays import shown
+from jaxmha.arrays import Array, shown
 from jaxmha.cache_arguments import reject_outside
 from jaxmha.dims import bind
 from jaxmha.integers import near, on_host, require_sizes
@@ -80,14 +81,20 @@ class PagePool:
                 f"row {row} has {self.lengths[row]} tokens and would have {would}: a row of "
                 f"the table holds {self.table.shape[1]} pages of {self.page_size} tokens"
             )
+        first = self.lengths * 0 if left is None else (self.lengths - max(left, 1)).clip(0)
+        freed = page_table.lacks(self.table, first, self.lengths, self.page_size)
+        if freed.any():
+            raise ValueError(
+                f"rows {_rows_in(freed)} attend tokens whose pages a window has freed: give the "
+                "left bound of that window, or free these rows and read their tokens again"
+            )
         growth, lacking = page_table.extended(
             self.table, self.lengths, given, near(left), self.page_size, self.pages
         )
         if lacking.any():
             raise ValueError(
                 f"the pool has {self.free_pages} free pages of {self.pages}, too few for rows "
-                f"{shown(np.flatnonzero(lacking).tolist())}, or a page that they attend was freed: free a "
-                "row, or give them fewer tokens"
+                f"{_rows_in(lacking)}: free a row, or give them fewer tokens"
             )
         self.table, self.lengths = np.asarray(growth.table), lengths.astype(np.int32)
 
@@ -98,12 +105,28 @@ class PagePool:
         shared = page_table.truncated(self.table, self.lengths, self.page_size)
         self.table[target], self.lengths[target] = shared[source], self.lengths[source]
 
-    def free(self, *rows: int) -> None:
-        """Reports a call of `cache.free` for these rows; ValueError for a row out of range."""
-        for row in rows:
+    def take(self, rows: Sequence[int] | Array) -> None:
+        """Reports a call of `cache.take(rows)`; ValueError for a row out of range."""
+        given = on_host("rows", rows) if isinstance(rows, jax.Array) else rows
+        for row in given:
             self._require_row(row)
+        at = np.asarray(given, np.int32)
+        held = page_table.truncated(self.table, self.lengths, self.page_size)
+        self.table, self.lengths = np.asarray(held)[at], self.lengths[at]
+
+    def free(self, *rows: int | Array) -> None:
+        """Reports a call of `cache.free`.
+
+        Args:
+          rows: the Boolean array of that call, `(B,)`, or the numbers of the rows that it frees.
+
+        Raises:
+          ValueError: a row is out of range, or an array is not of shape `(B,)`.
+          TypeError: a row is neither an integer nor a Boolean array.
+        """
         lengths = self.lengths.copy()
-        lengths[list(rows)] = 0
+        for row in rows:
+            lengths[self._freed(row)] = 0
         self.rollback(lengths)
 
     def rollback(self, lengths: Sequence[int] | np.ndarray[tuple[int], np.dtype[np.int32]]) -> None:
@@ -143,10 +166,24 @@ class PagePool:
         clipped: np.ndarray[tuple[int], np.dtype[np.int32]] = near(given)
         return clipped
 
-    def _require_row(self, row: int) -> None:
+    def _freed(self, row: Any) -> Any:
+        """The number of a row, or a Boolean array of all rows, as an index of `lengths`."""
+        if getattr(row, "dtype", None) == np.bool_ and row.shape != ():
+            freed = on_host("rows", row)
+            bind("rows", freed.shape, "B", {"B": self.lengths.size})
+            return freed
+        self._require_row(row)
+        return row
+
+    def _require_row(self, row: object) -> None:
         if isinstance(row, jax.Array):
             on_host("row", row)
         if isinstance(row, bool) or not isinstance(row, int | np.integer):
             raise TypeError(f"row must be an integer, got {shown(row)}")
         if not 0 <= row < self.lengths.size:
             raise ValueError(f"row must be in [0, {self.lengths.size}), got {row}")
+
+
+def _rows_in(found: Array) -> str:
+    """The numbers of the rows where `found` is True, for a message."""
+    return shown(np.flatnonzero(found).tolist())

@@ -14,9 +14,11 @@ from jaxmha.cache_arguments import (
     PAGED,
     check_dtypes,
     check_shapes,
+    checked_rows,
     checked_tokens,
     clipped_counts,
     reject_outside,
+    taken,
 )
 from jaxmha.cached_step import Tile
 from jaxmha.implementations import platforms
@@ -33,6 +35,8 @@ class PagedKVCache(NamedTuple):
     Position p of row b is slot `p % page` of page `table[b, p // page]`. A plain pytree with static
     shapes: every method can run under jit, and the cache can be donated. Rows may share pages
     (`fork`); before a row writes to a page that another row keeps, it gets a copy of the page.
+    `take` keeps and permutes rows: indexing every array by rows would mix up the pages, which have
+    no axis B.
 
     A compiled program cannot raise: if the pool has no free page, or the table has no entry left,
     the row is broken until it is freed, or rolled back to tokens whose pages it still holds. Its
@@ -153,6 +157,22 @@ class PagedKVCache(NamedTuple):
             table=table.at[at].set(shared[start], mode="drop"),
             lengths=lengths.at[at].set(lengths[start], mode="drop"),
         )
+
+    def take(self, rows: Integer[Array, "C"]) -> "PagedKVCache":
+        """The cache with these rows, in this order: it has C rows, which share their pages.
+
+        Keeps, permutes or repeats rows, for beam search: `cache.take(parents)`. Pages of rows that
+        are left out become free. A page is copied only when a row writes to it. A traced number of
+        a row outside [0, B) gives an empty row, which `PagePool.require_same` finds.
+
+        Raises:
+          ValueError: rows do not have one axis, or one is known and outside [0, B).
+          TypeError: rows are not integers, or an array of the cache is of a wrong dtype.
+        """
+        table, lengths, sizes = _checked(self)
+        at = checked_rows(rows, sizes["B"])
+        held = page_table.truncated(table, lengths, self.page_size)
+        return self._replace(table=taken(held, at, -1), lengths=taken(lengths, at))
 
     def emptied(self) -> "PagedKVCache":
         """The cache without its tokens; all pages are free."""

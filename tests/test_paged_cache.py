@@ -132,7 +132,7 @@ def test_a_lost_page_stays_lost() -> None:
     pool.rollback([4, 0, 0])
     out, _ = run(params, cache, x[:, :1], q_lengths=np.asarray([1, 0, 0]), mask=mask)
     assert np.isnan(out[0, 0]).all()
-    with pytest.raises(ValueError, match="or a page that they attend was freed"):
+    with pytest.raises(ValueError, match=r"rows \[0\] attend tokens whose pages a window"):
         pool.extend([1, 0, 0], left=2)
 
 

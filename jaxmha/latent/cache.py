@@ -9,7 +9,16 @@ from jaxtyping import Bool, Float, Int, Integer
 
 from jaxmha import checks
 from jaxmha.arrays import Array, DTypeLike
-from jaxmha.cache_arguments import check_dtypes, check_shapes, checked_tokens, clipped_counts
+from jaxmha.cache_arguments import (
+    check_dtypes,
+    check_lengths,
+    check_shapes,
+    checked_rows,
+    checked_tokens,
+    clipped_counts,
+    taken,
+)
+from jaxmha.implementations.native.cache_write import as_bits, from_bits
 from jaxmha.integers import FAR, require_sizes
 from jaxmha.kv_cache import KVCache, with_tokens
 from jaxmha.latent.params import LatentParams, leaves, sizes
@@ -76,6 +85,18 @@ class LatentCache(NamedTuple):
     def emptied(self) -> "LatentCache":
         """The cache with lengths 0."""
         return self._replace(lengths=jnp.zeros(self.latents.shape[0], np.int32))
+
+    def take(self, rows: Integer[Array, "C"]) -> "LatentCache":
+        """The cache with copies of these rows, in this order, as `KVCache.take`."""
+        check_shapes(self._asdict(), LATENTS, {})
+        at = checked_rows(rows, self.latents.shape[0])
+        latents = from_bits(taken(as_bits(jnp.asarray(self.latents)), at), self.latents.dtype)
+        return LatentCache(latents, taken(clipped_counts(self.lengths), at))
+
+    def validate(self, left: int | None = None) -> None:
+        """Raises ValueError if a row has a negative length, or more tokens than it can hold, as
+        `KVCache.validate`."""
+        check_lengths(self._asdict(), LATENTS, self.slots, left)
 
     def append(
         self, keys: Float[Array, "B T C"], counts: Integer[Array, "B"], left: int | None = None
