@@ -23,7 +23,7 @@ def of_kind(kind: str, params: Any) -> Any:
     return KVCache.empty(params, ROWS, LONGEST, "float8_e4m3fn" if kind == "float8" else None)
 
 
-@pytest.mark.slow_variants("*", "!pages")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["whole", "float8", "pages"])
 def test_rows_go_on_from_the_tokens_of_their_parents(kind: str) -> None:
     params, x = make()

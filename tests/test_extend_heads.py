@@ -28,7 +28,23 @@ def rotary_params() -> Any:
     )
 
 
-@pytest.mark.slow_variants("whole")
+def test_one_step_with_positions_of_its_own() -> None:
+    """Of the layer, and of its heads."""
+    params, x = rotary_params(), make()[1][:, :1]
+    rng, empty = np.random.default_rng(0), KVCache.empty(params, B, 7)
+    old = [jnp.asarray(rng.standard_normal(a.shape), np.float32) for a in empty[:2]]
+    cache, at = KVCache(*old, jnp.asarray([4, 0, 6])), np.asarray([[9], [2], [0]])
+    want, longer = jaxmha.decode_step(params, x, cache, rotate=ROTATE, positions=at)
+    query, key, value = jaxmha.project(params, x)
+    out, own = extend_heads(ROTATE(query, at), ROTATE(key, at), value, cache)
+    tolerance.assert_close(jaxmha.combine(params, out), np.asarray(want, np.float64), factor=2)
+    tolerance.assert_close(own.key, np.asarray(longer.key, np.float64))
+    assert own.lengths.tolist() == longer.lengths.tolist() == [5, 1, 7]
+    turned = jaxmha.decode_step(params, x, cache, rotate=ROTATE)[0]
+    assert tolerance.error(turned, np.asarray(want)) > 1000
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["whole", "pages"])
 def test_heads_are_those_of_the_layer(kind: str) -> None:
     params, x = make()
@@ -83,6 +99,7 @@ def test_wrong_heads() -> None:
             call()
 
 
+@pytest.mark.slow
 def test_prompts_padded_on_the_left_have_positions_of_their_own() -> None:
     """Every row is the row without its padding, which starts at position 0."""
     params, x = rotary_params(), make()[1]
@@ -155,9 +172,10 @@ def test_wrong_positions() -> None:
                 step(params, x[:, :2], cache, rotate=rotate, positions=positions)
 
 
-@pytest.mark.slow_variants("linen")
+@pytest.mark.slow_variants("*", "!nnx-extend")
+@pytest.mark.parametrize("name", ["prefill", "extend", "decode_step"])
 @pytest.mark.parametrize("kind", ["linen", "nnx"])
-def test_layers_take_functions_and_positions(kind: str) -> None:
+def test_layers_take_functions_and_positions(kind: str, name: str) -> None:
     params, x = rotary_params(), make()[1]
     cache = KVCache.empty(params, ROWS, T)
     more: dict[str, Any] = {
@@ -165,16 +183,15 @@ def test_layers_take_functions_and_positions(kind: str) -> None:
         "score_mod": lambda s, b, n, i, j: s + (j * (n + 1) % 5).astype(s.dtype) / 10,
         "mask_mod": lambda b, n, i, j: (j + n) % 4 != 1,
     }
-    counted = {**more, "q_lengths": np.asarray([2, 1, 0])}
-    steps = (("prefill", more), ("extend", counted), ("decode_step", more))
+    if name == "extend":
+        more["q_lengths"] = np.asarray([2, 1, 0])
     if kind == "linen":
         module, variables = linen.MultiHeadAttention.from_params(params, rotate=ROTATE)
-        own: Any = lambda name: partial(module.apply, variables, method=name)
+        step: Any = partial(module.apply, variables, method=name)
     else:
         layer = MultiHeadAttention.from_params(params, rotate=ROTATE, rngs=nnx.Rngs(0))
-        own = partial(getattr, layer)
-    for name, given in steps:
-        out, found = own(name)(x[:, :2], cache, **given)
-        want, cache = getattr(jaxmha, name)(params, x[:, :2], cache, rotate=ROTATE, **given)
-        tolerance.assert_close(out, np.asarray(want, np.float64), name, factor=2)
-        assert found.lengths.tolist() == cache.lengths.tolist()
+        step = getattr(layer, name)
+    out, found = step(x[:, :2], cache, **more)
+    want, longer = getattr(jaxmha, name)(params, x[:, :2], cache, rotate=ROTATE, **more)
+    tolerance.assert_close(out, np.asarray(want, np.float64), factor=2)
+    assert found.lengths.tolist() == longer.lengths.tolist()
