@@ -32,11 +32,11 @@ def test_one_step_with_positions_of_its_own() -> None:
     """Of the layer, and of its heads."""
     params, x = rotary_params(), make()[1][:, :1]
     rng, empty = np.random.default_rng(0), KVCache.empty(params, B, 7)
-    old = [jnp.asarray(rng.standard_normal(a.shape), np.float32) for a in empty[:2]]
-    cache, at = KVCache(*old, jnp.asarray([4, 0, 6])), np.asarray([[9], [2], [0]])
+    key, value = (jnp.asarray(rng.standard_normal(a.shape), np.float32) for a in empty[:2])
+    cache, at = KVCache(key, value, jnp.asarray([4, 0, 6])), np.asarray([[9], [2], [0]])
     want, longer = jaxmha.decode_step(params, x, cache, rotate=ROTATE, positions=at)
-    query, key, value = jaxmha.project(params, x)
-    out, own = extend_heads(ROTATE(query, at), ROTATE(key, at), value, cache)
+    q, k, v = jaxmha.project(params, x)
+    out, own = extend_heads(ROTATE(q, at), ROTATE(k, at), v, cache)
     tolerance.assert_close(jaxmha.combine(params, out), np.asarray(want, np.float64), factor=2)
     tolerance.assert_close(own.key, np.asarray(longer.key, np.float64))
     assert own.lengths.tolist() == longer.lengths.tolist() == [5, 1, 7]
