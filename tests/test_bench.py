@@ -285,13 +285,26 @@ def test_rates_are_shares_of_the_limits() -> None:
         ("attention -T 8 -N 2 -H 8 --plot no/a.png", "no/a.png: there is no such folder"),
         ("attention -T 8 -N 2 -H 8 --save --peer torch-sdpa", "--save needs a --peer of jaxmha"),
         ("decode -S 8 -N 2 -H 8 --save --layer", "leave out --layer or --save"),
+        ("attention -T 8 -N 2 -H 8 --plot /proc/a.png", "/proc/a.png: no file can be written"),
         ("attention -T 8 -N 2 -H 8 --peer torhc", "'torhc' is unknown"),
+        ("attention -T 8 -N 2 -H 8 --peer jaxmha:natvie", "'jaxmha:natvie' is unknown: it may be"),
+        ("attention -T 8 -N 2 -H 8 --peer torch-sdpa:", "'torch-sdpa:' is unknown: it may be"),
+        ("attention -T 8 -N 2 -H 8 --peer keras-jax:x", "it may be keras-jax alone"),
+        ("attention -T 8 -N 2 -H 8 --threads 9999", "--threads must be between 1 and "),
     ],
 )
 def test_wrong_arguments_are_one_message(arguments: str, message: str) -> None:
     done = CliRunner().invoke(app, ["bench", *arguments.split()])
     assert done.exit_code == 2
     assert message in " ".join(done.output.split())
+
+
+@pytest.mark.parametrize("peer", CACHES)
+def test_caches_are_timed_in_decode_only(peer: str) -> None:
+    run.check([peer], 1)
+    run.check_caches([peer], CASES["step"])
+    with pytest.raises(ValueError, match=f"--peer {peer} is a cache, which only decode"):
+        run.check_caches([peer], PLAIN)
 
 
 def test_saving_is_refused_before_timing_or_after_printing(

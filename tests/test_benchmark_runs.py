@@ -211,9 +211,15 @@ def test_a_later_run_measures_what_is_missing_or_was_disturbed(
     assert len(turns) == 2
     assert second["cases"][0] == first["cases"][0]
     assert second["sgemm"] == {"xla": 100.0}
-    # Worse than what is there already: what is there stays.
-    worse = run([50.0], known=first)[1]
-    assert worse["cases"][1] == first["cases"][1]
+    # Worse than what is there already: what is there stays, with its date, marked, and in the end
+    # it is not measured any more.
+    found, known = first, first["cases"][1]
+    found["cases"][1]["date"] = "2026-01-02"
+    for attempts in (4, 6, 6):
+        found = run([100.0, 50.0], known=found)[1]
+        assert found["cases"][1] == known | {"attempts": attempts}
+        assert found["cases"][1]["noisy"]
+    assert run([100.0, 50.0], known=found)[0] == ["round"] * 0
 
 
 def test_runs_of_other_machines_or_sources_are_not_mixed(tmp_path: Path) -> None:
@@ -287,6 +293,38 @@ def test_some_cases_are_measured_again(
     with pytest.raises(SystemExit, match="2"):
         command.parsed(["--again"])
     assert "quick.json: leave --again out" in capsys.readouterr().err
+
+
+def test_a_run_has_the_date_of_its_last_measurement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not that of the command which found nothing to measure."""
+    monkeypatch.setattr(unfinished, "BUILD", tmp_path)
+    name = "--case=layer-forward-plain-B8-T128-E512"
+    days = ["2026-01-02", "2026-01-01"]
+
+    def measured(*_: Any, **__: Any) -> Any:
+        return {"cases": [{"name": day, "date": day} for day in days], "sgemm": {}, "quiet": {}}
+
+    monkeypatch.setattr(measure, "measure", measured)
+    found = command.collect(command.parsed([name, "--resume"]))
+    assert found["date"] == days[0]
+    assert [entry["date"] for entry in found["cases"]] == days
+
+
+def test_a_measurement_has_its_date(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "today", lambda: "2026-01-02")
+    _, entry = run_script(monkeypatch, ["a"], [100.0], replace(TINY["plain"], scope="core"))
+    assert entry["date"] == "2026-01-02"
+
+
+def test_figures_are_not_begun_without_matplotlib(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match="2"):
+        command.parsed(["--write"])
+    assert capsys.readouterr().err == "--write draws figures: matplotlib is not installed\n"
 
 
 def stored(**other: Any) -> str:

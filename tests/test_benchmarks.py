@@ -104,7 +104,7 @@ def test_work_is_counted_pair_by_pair(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("module", "count"), [(case_module, 6), (cases, 2), (pages, 1), (frame, 2)]
+    ("module", "count"), [(case_module, 6), (measure, 1), (cases, 2), (pages, 1), (frame, 2)]
 )
 def test_examples(module: Any, count: int) -> None:
     assert doctest.testmod(module) == (0, count)

@@ -145,7 +145,7 @@ def harness(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     def measured(cases: Any, names: Any, **options: Any) -> Any:
         asked.update(options, cases=cases)
-        made = [{"name": case.name, "case": case.as_dict(), "noisy": False, "gflop": 1.0,
+        made = [{"name": case.name, "case": case.as_dict(), "noisy": False, "gflop": 1.0, "date": "2026-01-02",
                  "peers": {"jaxmha": {"seconds": [1.0]}}} for case in cases]  # fmt: skip
         found = {"sgemm": {"xla": 3.0}, "quiet": {}, "cases": [*options["known"]["cases"], *made]}
         options["done"](found)
@@ -167,16 +167,19 @@ def test_parts_are_added_to_stored_results(
     assert stored["limits"] == {"bfloat16": {"tflops": 1.0, "gb_per_second": 2.0}}
     assert gpu.main([*first[:-1], "layers", "--resume"]) == 0
     assert harness["known"]["cases"] == stored["cases"]
+    assert stored["date"] == "2026-01-02"  # of its measurement
     assert harness["known"]["sgemm"] == {"xla": 3.0}
     assert [case.scope for case in harness["cases"]] == ["layer"]
     assert len(harness["answered"]) == len(gpu.CHECKED) == stored["asked"]
     both = json.loads((tmp_path / "gpu.json").read_text())
     assert [entry["case"]["scope"] for entry in both["cases"]] == ["core", "layer"]
     assert "2 of 4 cases" in (tmp_path / "gpu.md").read_text()
-    (tmp_path / "gpu.json").write_text(json.dumps(both | {"device": "another"}))
-    capsys.readouterr()
-    assert gpu.main([*first, "--resume"]) == 2
-    assert "gpu.json was measured with other device: leave --resume out" in capsys.readouterr().err
+    for name in ("device", "probe"):
+        (tmp_path / "gpu.json").write_text(json.dumps(both | {name: "another"}))
+        capsys.readouterr()
+        assert gpu.main([*first, "--resume"]) == 2
+        message = f"gpu.json was measured with other {name}: leave --resume out"
+        assert message in capsys.readouterr().err
 
 
 def results(**timed: dict[str, Any]) -> dict[str, Any]:

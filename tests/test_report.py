@@ -2,10 +2,13 @@
 
 import doctest
 import json
+import os
 import re
 import shutil
 import subprocess
+import sys
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,11 +16,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from experiments import pages, records
+import experiments
+from experiments import frame, pages, records
+from experiments.fuzz import __main__ as fuzz
 from experiments.pages import Page
 from experiments.report import __main__ as command
 from experiments.report import build, markup, refresh, registry
 from experiments.report.registry import EXPERIMENTS, Entry
+from experiments.throughput import __main__ as throughput
 from tests.browser import CHROMIUM, brightness, needs_browser
 
 FILE = Path(str(records.__file__))
@@ -220,6 +226,74 @@ def test_the_command_line(
         assert exit.value.code == 2
     assert command.main(["--keep", "--output", str(tmp_path / "new" / "page.html")]) == 0
     assert "<h1>" in (tmp_path / "new" / "page.html").read_text()
+
+
+def test_where_no_page_can_be_written_nothing_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "make", None)
+    with pytest.raises(SystemExit, match="2"):
+        command.main(["--output", "/proc/page.html"])
+    assert (
+        capsys.readouterr().err
+        == "/proc: results cannot be stored there: No such file or directory\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (ModuleNotFoundError("no", name="optax"), 2, "optax is not installed\n"),
+        (PackageNotFoundError("atheris"), 2, "atheris is not installed\n"),
+        (KeyboardInterrupt(), 130, "stopped\n"),
+    ],
+)
+def test_a_command_ends_with_a_message(
+    error: BaseException, code: int, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match=str(code)):
+        experiments._end(type(error), error, None)
+    assert capsys.readouterr().err == message
+    assert sys.excepthook is not experiments._end  # of a program that imports them
+
+
+ENDS = {
+    "missing": ("raise ModuleNotFoundError(name='optax')", 2, "optax is not installed\n"),
+    "stopped": ("import os, signal; os.kill(os.getpid(), signal.SIGINT)", 130, "stopped\n"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ENDS)
+def test_python_ends_a_command_with_that_message(name: str, tmp_path: Path) -> None:
+    source, code, message = ENDS[name]
+    (tmp_path / "optax.py").write_text(source)
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-m", "experiments.train"], cwd=records.ROOT, check=False,
+        capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path},
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (code, message)
+
+
+def test_libraries_are_asked_for_before_the_work(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def absent(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(fuzz, "version", absent)
+    monkeypatch.setattr(fuzz, "soak", None)
+    with pytest.raises(SystemExit, match="2"):
+        frame.run(fuzz.EXPERIMENT, ["--reader", "npz"])
+    assert capsys.readouterr().err == "No package metadata was found for atheris\n"
+
+
+@pytest.mark.parametrize("wrong", ["--size=0", "--size=-1", "--size=67141631"])
+def test_throughput_needs_a_whole_block(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        frame.run(throughput.EXPERIMENT, [wrong])
+    assert f"--size: must be at least {throughput.BLOCK}, got" in capsys.readouterr().err
 
 
 class Moved(Entry):

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -60,6 +61,22 @@ def test_a_run_that_was_interrupted_ends_as_if_it_was_not(tmp_path: Path) -> Non
     parts = train(TINY, BOTH, tmp_path / "parts", resume=True)
     assert parts.curve == whole.curve  # floats, so bit for bit
     chex.assert_trees_all_equal(parts.state, whole.state, strict=True)
+
+
+def test_seconds_of_all_sessions_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Trainer, "step", lambda self: self.curve.loss.append(1.0))
+    monkeypatch.setattr(Trainer, "evaluate", lambda self: None)
+    clock = iter(range(0, 10_000, 7))
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
+    settings = replace(TINY, steps=3, every=1)
+
+    def stop(trainer: Trainer) -> None:
+        if len(trainer.curve.loss) == 2:
+            raise PluggedOutError
+
+    with pytest.raises(PluggedOutError):
+        train(settings, BOTH, tmp_path / "parts", progress=stop)
+    assert train(settings, BOTH, tmp_path / "parts", resume=True).earlier == 14
 
 
 KILLED = """

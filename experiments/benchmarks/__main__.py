@@ -8,14 +8,14 @@ import json
 import sys
 import time
 from argparse import Namespace
-from datetime import UTC, datetime
+from importlib.util import find_spec
 from typing import Any
 
 from experiments import frame
 from experiments.benchmarks import report, unfinished
 from experiments.benchmarks import statistics as stats
 from experiments.benchmarks.cases import select
-from jaxmha.bench import measure, memory, sgemm
+from jaxmha.bench import measure, memory, run, sgemm
 from jaxmha.bench.case import Case
 from jaxmha.bench.peers import PEERS
 
@@ -35,20 +35,13 @@ def parsed(arguments: list[str] | None = None) -> Namespace:
     """The command line; exits with 2 and one message where it is wrong."""
     parser = frame.parser("benchmarks", __doc__, EXAMPLES)
     parser.add_argument("--full", action="store_true", help="every case")
-    parser.add_argument(
-        "--case", action="append", default=[], help="part of a name; * is a wildcard"
-    )
+    parser.add_argument("--case", action="append", default=[], help="part of a name, with *")
     parser.add_argument("--peer", action="append", default=[], help=f"of {', '.join(PEERS)}")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"default {ROUNDS}")
     parser.add_argument("--threads", type=int, help="of every peer, default all cores")
-    parser.add_argument(
-        "--resume", action="store_true", help="measure only what is missing or was disturbed"
-    )
-    parser.add_argument(
-        "--again",
-        action="store_true",
-        help="measure the --case, or all marked ~, again; in the end put them among those stored",
-    )
+    again = "measure the --case, or all marked ~, again; in the end put them among those stored"
+    parser.add_argument("--resume", action="store_true", help="what is missing or was disturbed")
+    parser.add_argument("--again", action="store_true", help=again)
     parser.add_argument("--minutes", type=float, help="begin no case after so long")
     parser.add_argument("--list", action="store_true", help="print the names of the cases")
     chosen = parser.parse_args(arguments)
@@ -66,12 +59,9 @@ def check(chosen: Namespace) -> None:
     for peer in chosen.peer:
         if peer not in PEERS:
             raise ValueError(f"--peer {peer!r} is unknown: it may be {', '.join(PEERS)}")
-        if PEERS[peer].absent:
-            raise ValueError(f"--peer {peer}: {PEERS[peer].absent}")
-    for name, most in (("rounds", 1000), ("threads", memory.cores())):
-        value = getattr(chosen, name)
-        if value is not None and not 1 <= value <= most:
-            raise ValueError(f"--{name} must be between 1 and {most}, got {value}")
+    run.check(chosen.peer, chosen.threads)
+    if not 1 <= chosen.rounds <= 1000:
+        raise ValueError(f"--rounds must be between 1 and 1000, got {chosen.rounds}")
     if chosen.minutes is not None and not chosen.minutes > 0:
         raise ValueError(f"--minutes must be more than 0, got {chosen.minutes:g}")
     if chosen.again and (chosen.peer or chosen.resume or chosen.minutes):
@@ -100,7 +90,7 @@ def settle(chosen: Namespace) -> None:
         cases=[case.name for case in chosen.cases],
     )
     chosen.known, chosen.spent = measure.NOTHING, 0.0
-    chosen.answered, chosen.date = chosen.cases, _today()
+    chosen.answered, chosen.date = chosen.cases, measure.today()
     chosen.digest = chosen.identity["sources"]
     chosen.command = " ".join(["python -m experiments.benchmarks", *sys.argv[1:]])
     if chosen.resume:
@@ -111,6 +101,8 @@ def settle(chosen: Namespace) -> None:
         frame.writable(chosen.kept.parent, [chosen.kept.name])
         if chosen.write:
             frame.writable(report.RESULTS, report.files(chosen.selection))
+            if find_spec("matplotlib") is None:
+                raise ValueError("--write draws figures: matplotlib is not installed")
 
 
 def replace_some(chosen: Namespace) -> None:
@@ -163,12 +155,12 @@ def collect(chosen: Namespace) -> dict[str, Any]:
     again = {case.name for case in chosen.cases} if chosen.again else ()
     for entry in results["cases"]:
         if entry["name"] in again:
-            entry |= {"again": _today(), "digest": chosen.identity["sources"]}
+            entry |= {"again": measure.today(), "digest": chosen.identity["sources"]}
     return {
         "command": chosen.command,
         "selection": chosen.selection,
         "seed": "crc32 of the name of the case",
-        "date": chosen.date,
+        "date": chosen.date if chosen.again else measure.last_date(results["cases"], chosen.date),
         "digest": chosen.digest,
         "seconds": round(chosen.spent + passed()),
         "asked": len(chosen.answered),
@@ -178,10 +170,6 @@ def collect(chosen: Namespace) -> dict[str, Any]:
         "peers": {p: {"about": PEERS[p].about, "absent": PEERS[p].absent} for p in chosen.peers},
         **results,
     }
-
-
-def _today() -> str:
-    return datetime.now(UTC).date().isoformat()
 
 
 def main() -> None:

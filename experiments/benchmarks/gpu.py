@@ -3,10 +3,8 @@
     python -m experiments.benchmarks.gpu --write
 
 The harness of `jaxmha bench` with a list of cases: half an hour and more on an H200; results are
-written after every case, and the table comes last. Where a command may not take so long, go on part
-by part:
+written after every case, and the table comes last. Part by part it goes on in shorter commands:
 
-    python -m experiments.benchmarks.gpu --write --resume --seconds 500 --only decode layers shapes
     python -m experiments.benchmarks.gpu --write --resume --seconds 500 --only conformance
 
 Needs jax with CUDA; peers are measured where they are installed.
@@ -24,7 +22,6 @@ from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -33,7 +30,7 @@ import jax
 
 from experiments.benchmarks import gpu_cases, gpu_report, unfinished
 from experiments.benchmarks.gpu_cases import CASES, part, takes
-from jaxmha.bench import choice, limits, machine, measure, memory
+from jaxmha.bench import choice, limits, machine, measure, memory, sgemm
 from jaxmha.bench.case import Case
 from jaxmha.bench.peers import OURS, peer
 from tests.h100 import on_device
@@ -60,9 +57,7 @@ def parsed(arguments: Sequence[str] | None = None) -> Namespace:
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
     parser.add_argument("--write", type=Path, nargs="?", const=RESULTS, help="folder of results")
     parser.add_argument("--resume", action="store_true", help="measure what is missing there")
-    parser.add_argument(
-        "--check", action="store_true", help="everything on tiny shapes, on any device"
-    )
+    parser.add_argument("--check", action="store_true", help="tiny shapes, on any device")
     chosen = parser.parse_args(arguments)
     if chosen.resume and chosen.write is None:
         parser.error("--resume goes on with what --write has written: give both")
@@ -85,11 +80,12 @@ def begun(chosen: Namespace) -> Row:
     """
     fresh: Row = {
         "command": " ".join(["python -m experiments.benchmarks.gpu", *sys.argv[1:]]),
-        "date": datetime.now(UTC).date().isoformat(),
+        "date": measure.today(),
         "device": jax.devices()[0].device_kind,
         "machine": machine.describe(),
         "versions": versions(),
         "settings": machine.settings(),
+        "probe": [sgemm.LARGE, "float32"],
         "rounds": ROUNDS,
         "asked": len(chosen.cases),
         "peers": {name: {"about": peer(name).about, "absent": None} for name in chosen.peers},
@@ -102,7 +98,7 @@ def begun(chosen: Namespace) -> Row:
     path = None if chosen.write is None else chosen.write / "gpu.json"
     if not chosen.resume or path is None or not path.exists():
         return fresh
-    same = {name: fresh[name] for name in ("device", "versions")}
+    same = {name: fresh[name] for name in ("device", "versions", "probe")}
     return fresh | unfinished.same("--resume", path, json.loads(path.read_text()), same)
 
 
@@ -118,6 +114,7 @@ def collect(
 
     def done(found: Row = measure.NOTHING) -> None:
         results.update(found, seconds=round(before + perf_counter() - start))
+        results["date"] = measure.last_date(results["cases"], results["date"])
         save()
 
     def ceilings() -> None:

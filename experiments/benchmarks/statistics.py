@@ -142,4 +142,5 @@ GOALS: tuple[Goal, ...] = (
     Goal("growth of memory, layer of Flax with attention_fn / without, T >= 2048", lambda c: c.scope == "layer" and c.T >= 2048, lambda e: swapped_relative(e, memory_of), None, 1 / 2),
     Goal("growth of memory, T >= 2048 / smallest on JAX", lambda c: c.T >= 2048, lambda e: memory_relative(e, ON_JAX), None, 0.5),
     Goal("layer, T < 512 / fastest of torch", lambda c: c.scope == "layer" and c.T < 512, _to(TORCH)),
+    Goal("core, one query over a cache / fastest of torch", lambda c: c.scope == "core" and c.kind == "decode", _to(TORCH), None, 1.0),
 )  # fmt: skip

@@ -12,8 +12,6 @@ from jaxmha.implementations.native import library
 ROOT = Path(__file__).parents[2]
 BUILD = ROOT / "build" / "benchmarks"
 MEASURED: dict[str, Any] = {name: type(empty) for name, empty in NOTHING.items()}
-
-
 # Sources that affect the measured times.
 TIMED = "jaxmha/**/*.py"
 
@@ -89,9 +87,7 @@ def _loaded(option: str, path: Path, /, **kinds: Any) -> dict[str, Any]:
 def _whole(option: str, path: Path, found: Any, /, **kinds: Any) -> None:
     """Raises ValueError where something is not there, or of another kind."""
     has = found if isinstance(found, dict) else {}
-    wrong = [
-        name for name, kind in kinds.items() if name not in has or not isinstance(has[name], kind)
-    ]
+    wrong = [x for x, kind in kinds.items() if x not in has or not isinstance(has[x], kind)]
     if wrong:
         raise ValueError(
             f"{option}: {path} has no {', '.join(wrong)} as a run stores them: leave {option} out"

@@ -42,10 +42,8 @@ def measured(variables: dict[str, str]) -> dict[str, dict[str, float]]:
     """
     command = [sys.executable, "-m", "experiments.benchmarks", "--json", "--peer", "jaxmha"]
     command += ["--rounds", "3", *(part for case in CASES for part in ("--case", case))]
-    alone = {name: x for name, x in os.environ.items() if name not in machine.settings()}
-    ran = subprocess.run(
-        command, env=alone | variables, capture_output=True, text=True, check=False
-    )
+    own = {name: x for name, x in os.environ.items() if name not in machine.settings()}
+    ran = subprocess.run(command, env=own | variables, capture_output=True, text=True, check=False)
     shown = " ".join(f"{name}={value}" for name, value in variables.items())
     if ran.returncode:
         raise ValueError(f"{shown}: {ran.stderr.strip().splitlines()[-1]}")

@@ -56,6 +56,7 @@ def kept() -> dict[str, dict[str, int]]:
 
 def measure(chosen: Namespace) -> dict[str, Any]:
     """Every reader, or those that are asked for."""
+    libraries = {name: version(name) for name in LIBRARIES}
     with tempfile.TemporaryDirectory() as scratch:
         folder = chosen.artifacts or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
@@ -67,7 +68,7 @@ def measure(chosen: Namespace) -> dict[str, Any]:
                 results[reader] = result
                 print(f"{reader}: {result}", file=sys.stderr, flush=True)
     return {
-        "libraries": {name: version(name) for name in LIBRARIES},
+        "libraries": libraries,
         "jobs": chosen.jobs,
         "readers": kept() | results if chosen.write else results,
     }
@@ -82,9 +83,9 @@ EXPERIMENT = frame.of(
     measure,
     EXAMPLES,
     options={
-        "--seconds": {"type": int, "default": 600, "help": "for each reader (default: 600)"},
+        "--seconds": frame.number(600, "for each reader", least=1),
         "--reader": {"choices": READERS, "action": "append", "help": "only this one"},
-        "--jobs": {"type": int, "default": 1, "help": "readers at a time (default: 1)"},
+        "--jobs": frame.number(1, "readers at a time", least=1),
         "--artifacts": {"type": Path, "help": "keep what crashed in this folder"},
     },
     result="results/fuzz.json",

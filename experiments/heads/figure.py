@@ -106,7 +106,7 @@ def ranks(found: dict[str, Any]) -> Any:
         panel.set_xlabel("index")
         panel.grid()
     axes[0].set_ylabel("singular value, relative to the largest")
-    axes[0].legend(fontsize=8)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", fontsize=8)
     return figure
 
 

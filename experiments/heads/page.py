@@ -47,9 +47,7 @@ def kinds(found: dict[str, Any]) -> list[dict[str, Any]]:
 def of_layers(found: dict[str, Any], h: int) -> dict[str, Any]:
     """Medians over draws; ranks: smallest and largest."""
     records = [r for seed in found["layers"] for r in seed if r["heads"] == h]
-    medians = {
-        name: float(np.median([r[name] for r in records])) for name in ("output", "same_key")
-    }
+    medians = {x: float(np.median([r[x] for r in records])) for x in ("output", "same_key")}
     ranks = {
         name: (min(r[name][0] for r in records), max(r[name][1] for r in records))
         for name in ("logits_rank", "weights_rank")

@@ -36,9 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--remake", action="append", default=[], choices=[*remade, "all"])
     parser.add_argument("--check", action="store_true", help="say what is stale, write nothing")
     parser.add_argument("--json", action="store_true", help="list experiments, write nothing")
-    parser.add_argument(
-        "--output", type=Path, default=TARGET, help="default build/report/index.html"
-    )
+    parser.add_argument("--output", type=Path, default=TARGET, help=f"default {TARGET.name}")
     options = parser.parse_args(arguments)
     if options.keep and options.remake:
         parser.error("--keep runs nothing: leave it or --remake out")
@@ -47,6 +45,10 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     if options.check:
         return check()
+    try:
+        frame.writable(options.output.absolute().parent, [options.output.name])
+    except ValueError as error:
+        parser.exit(2, f"{error}\n")
     chosen = set(remade if "all" in options.remake else options.remake)
     return make(options.output, chosen, keep=options.keep)
 

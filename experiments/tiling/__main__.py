@@ -97,9 +97,7 @@ def collect(chosen: Namespace) -> dict[str, Any]:
             for B, T in question.sizes:
                 tick("cases", f"{question.what}, B={B} T={T}")
                 cases.append({"B": B, "T": T, "ways": measure(question, B, T, chosen.rounds)})
-            kept = {
-                name: getattr(question, name) for name in ("what", "kind", "gradient", "chosen")
-            }
+            kept = {x: getattr(question, x) for x in ("what", "kind", "gradient", "chosen")}
             entries.append({**kept, "cases": cases})
     return {"rounds": chosen.rounds, "N": Case.N, "H": Case.H, "questions": entries}
 

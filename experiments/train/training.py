@@ -33,7 +33,7 @@ class Trainer:
     """Model and optimiser of some settings, before the first step."""
 
     def __init__(self, settings: Settings, examples: tuple[Examples, Examples]) -> None:
-        self.settings, self.curve = settings, Curve()
+        self.settings, self.curve, self.earlier = settings, Curve(), 0.0  # seconds before this run
         self.examples, self.held_out = examples
         self.model = Classifier(settings, len(data.PACKAGES))
         rule = optimiser(settings.rate, settings.steps)
@@ -104,7 +104,7 @@ def train(
       OSError: the folder cannot be made.
       ValueError: the checkpoint is one of other settings.
     """
-    trainer = Trainer(settings, examples)
+    trainer, start = Trainer(settings, examples), time.perf_counter()
     options = ocp.CheckpointManagerOptions(
         max_to_keep=2, create=not resume, enable_async_checkpointing=False
     )
@@ -123,11 +123,13 @@ def train(
             done = len(trainer.curve.loss)
             if done % settings.every == 0 or done == settings.steps:
                 trainer.evaluate()
+                seconds = trainer.earlier + time.perf_counter() - start
                 notes = {"settings": asdict(settings), "curve": asdict(trainer.curve)}
                 manager.save(
                     done,
                     args=ocp.args.Composite(
-                        state=ocp.args.StandardSave(trainer.state), notes=ocp.args.JsonSave(notes)
+                        state=ocp.args.StandardSave(trainer.state),
+                        notes=ocp.args.JsonSave(notes | {"seconds": seconds}),
                     ),
                 )
             progress(trainer)
@@ -142,7 +144,7 @@ def _restore(manager: Any, step: int, trainer: Trainer) -> None:
         raise ValueError(f"the checkpoint has other settings: {'; '.join(different)}")
     args = ocp.args.Composite(state=ocp.args.StandardRestore(trainer.state))
     trainer.load(manager.restore(step, args=args).state)
-    trainer.curve = Curve(**notes["curve"])
+    trainer.curve, trainer.earlier = Curve(**notes["curve"]), notes.get("seconds", 0.0)
 
 
 def side_by_side(

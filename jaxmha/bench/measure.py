@@ -4,6 +4,7 @@ One process works at a time."""
 import json
 import tempfile
 from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -15,6 +16,8 @@ from jaxmha.bench.fleet import Fleet
 # A machine whose plain product is slower than its best by more than this was disturbed.
 DISTURBED = 1.3
 ATTEMPTS = 2
+# Attempts of a case over all runs that resume one another; then it keeps its best, marked.
+MOST_ATTEMPTS = 6
 # Rounds that a peer gets even if they take more than its seconds for a case.
 FEWEST = 3
 # A process that keeps more bytes of a device than this ends with the case: others need them.
@@ -77,8 +80,8 @@ def measure(
 
     `budget`: seconds after which a peer gets no more than `FEWEST` rounds of a case.
     `known`: results of an earlier call; only cases that it lacks, or that were disturbed, are
-    measured. `answered`: cases of the returned results, default `cases`. No case is begun once
-    `late()` is True. `say` receives the name of every case, `step` a description of each step, and
+    measured, at most `MOST_ATTEMPTS` times in all. `answered`: cases of the returned results,
+    default `cases`. No case is begun once `late()` is True. `say` receives the name of every case, `step` a description of each step, and
     `done`, after each case, all results so far. A case that was disturbed is measured again, at
     most `attempts` times.
     """
@@ -96,7 +99,7 @@ def measure(
         probe.rates(sgemm.SQUARE)
         for case in cases:
             before = measured.get(case.name)
-            if late() or (before and _worst(probe, before) <= DISTURBED):
+            if late() or (before and _finished(probe, before)):
                 done(found())
                 continue
             say(case.name)
@@ -108,8 +111,10 @@ def measure(
             for peer in live if memory(case) else ():
                 grown = fleet.fresh(peer, "memory", case=case.as_dict())
                 entry["peers"][peer] |= {MEMORY[key]: value for key, value in grown.items()}
+            tried = entry["attempts"] + (before or {}).get("attempts", 0)
             if before is None or _worst(probe, entry) < _worst(probe, before):
                 measured[case.name] = entry
+            measured[case.name] |= {"attempts": tried}
             done(found())
         return found()
 
@@ -157,6 +162,7 @@ def _case(
         "sgemm": {backend: median(rates) for backend, rates in chosen["sgemm"].items()},
         "probes": chosen["probes"],
         "attempts": len(attempts),
+        "date": today(),
         "peers": {peer: _rounded(results[peer]) for peer in peers},
     }
     return entry, list(live)
@@ -206,6 +212,25 @@ def _rounds(
 def _turned(peers: list[str], number: int) -> list[str]:
     start = number % max(len(peers), 1)
     return peers[start:] + peers[:start]
+
+
+def today() -> str:
+    """The day, in UTC."""
+    return datetime.now(UTC).date().isoformat()
+
+
+def last_date(entries: Sequence[dict[str, Any]], otherwise: str) -> str:
+    """The day of the last of some measurements; `otherwise`: where none has a date.
+
+    >>> last_date([{"date": "2026-01-03"}, {"date": "2026-01-02"}, {}], "2026-02-01")
+    '2026-01-03'
+    """
+    return max((entry["date"] for entry in entries if "date" in entry), default=otherwise)
+
+
+def _finished(probe: Probe, entry: dict[str, Any]) -> bool:
+    """True if a case was not disturbed, or so often that it is measured no more."""
+    return _worst(probe, entry) <= DISTURBED or entry.get("attempts", 0) >= MOST_ATTEMPTS
 
 
 def _worst(probe: Probe, attempt: dict[str, Any]) -> float:

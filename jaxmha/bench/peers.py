@@ -54,6 +54,12 @@ CACHES: dict[str, str | None] = {
     "paged-int8": "int8",
     "paged-float8": "float8_e4m3fn",
 }
+# Peers whose name may end in `:` and one of these.
+VARIANTS: dict[str, tuple[str, ...]] = {
+    OURS: (*IMPLEMENTATIONS, *CACHES),
+    "jax-nn": ("xla", "cudnn"),
+    "torch-sdpa": ("cudnn", "flash", "efficient"),
+}
 
 
 def cache_of(name: str) -> str | None:

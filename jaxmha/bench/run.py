@@ -1,7 +1,6 @@
 """Measures one case on this machine, for `jaxmha bench`."""
 
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
 from statistics import median
 from typing import Any
 
@@ -10,7 +9,7 @@ import numpy as np
 from jaxmha.bench import machine, measure, memory
 from jaxmha.bench.case import Case
 from jaxmha.bench.fleet import Fleet
-from jaxmha.bench.peers import CACHES, IMPLEMENTATIONS, OURS, PEERS, stored_by
+from jaxmha.bench.peers import CACHES, IMPLEMENTATIONS, OURS, PEERS, VARIANTS, cache_of, stored_by
 
 # Seconds that the rounds of all peers may take, apart from `measure.FEWEST`; a person waits.
 BUDGET = 30.0
@@ -34,14 +33,27 @@ def peers(case: Case, choice: dict[str, Any], platform: str) -> list[str]:
     return ours + others
 
 
-def check(names: Sequence[str]) -> None:
-    """Raises ValueError that names an unknown or absent peer."""
+def check(names: Sequence[str], threads: int | None = None) -> None:
+    """Raises ValueError that names an unknown or absent peer, or more threads than cores."""
     for name in names:
-        base = name.partition(":")[0]
+        base, colon, variant = name.partition(":")
         if base not in PEERS:
             raise ValueError(f"--peer {name!r} is unknown: it may be {', '.join(PEERS)}")
         if PEERS[base].absent:
             raise ValueError(f"--peer {name}: {PEERS[base].absent}")
+        known = VARIANTS.get(base, ())
+        if colon and variant not in known:
+            may = f"{base}:NAME, NAME of {', '.join(known)}" if known else f"{base} alone"
+            raise ValueError(f"--peer {name!r} is unknown: it may be {may}")
+    if threads is not None and not 1 <= threads <= memory.cores():
+        raise ValueError(f"--threads must be between 1 and {memory.cores()}, got {threads}")
+
+
+def check_caches(names: Sequence[str], case: Case) -> None:
+    """Raises ValueError that names a cache which a case has no use for."""
+    for name in names:
+        if cache_of(name) is not None and case.kind != "decode":
+            raise ValueError(f"--peer {name} is a cache, which only decode is timed with")
 
 
 def run(
@@ -57,16 +69,17 @@ def run(
     `say` receives a description of every step, the first within a second.
 
     Raises:
-      ValueError: a peer is unknown or absent.
+      ValueError: a peer is unknown, absent or no peer of the case, or there are fewer cores.
       RuntimeError: the device cannot be used.
     """
-    check(only)
+    check(only, threads)
     threads = threads or memory.cores()
     say("the device")
     with Fleet(threads, None) as fleet:
         device = _checked(fleet["limits"].ask("device"))
         platform = device["platform"]
         this = case(platform)
+        check_caches(only, this)
         choice = _checked(fleet["limits"].ask("explain", case=this.as_dict()))
     limits = _limits(threads, platform, this.products)
     names = list(only) or peers(this, choice, platform)
@@ -91,7 +104,7 @@ def run(
         "name": this.name,
         "call": choice["call"],
         "chosen": choice["chosen"],
-        "date": datetime.now(UTC).date().isoformat(),
+        "date": measure.today(),
         "device": device["device"] if platform != "cpu" else machine.describe()["processor"],
         "platform": platform,
         "threads": threads,

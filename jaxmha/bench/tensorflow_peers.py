@@ -20,6 +20,7 @@ def program(case: Case, data: Data) -> Program:
         raise UnsupportedError("Keras on TensorFlow is timed in float32, without bias and windows")
     import tensorflow as tf
 
+    tf.config.experimental.enable_tensor_float_32_execution(case.tf32)
     backward, causal = case.direction == "backward", case.is_causal
     loaded = {id(x): tf.constant(x) for x in data.distinct}
     lengths = None if case.lengths is None else tf.constant(case.lengths)

@@ -46,7 +46,7 @@ def prepare(state: State, case: dict[str, Any], expected: str) -> dict[str, Any]
     program.compile()
     compiled = time.perf_counter() - start
     reply = program.outputs(data.only_compared(this, inputs.cotangent))
-    rounded = os.environ.get("JAX_PLATFORMS") != "cpu"
+    rounded = this.tf32 and os.environ.get("JAX_PLATFORMS") != "cpu"
     stored, kept = peers.stored_by(state.peer), Path(expected)
     found = exact.errors(this, inputs, kept, *reply, rounded_products=rounded, stored=stored)
     state.run, state.seconds = program.run, timed(program.run, 1)

@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TypeVar
 
 import typer
@@ -75,10 +76,17 @@ def check_text(path: Path, force: bool, sources: Sequence[Path]) -> None:
 
 
 def check_place(path: Path, force: bool, sources: Sequence[Path]) -> None:
-    """Raises an error if the folder of the path is missing, or the path exists (without `force`) or
-    overlaps one of `sources`."""
-    if not path.absolute().parent.is_dir():
+    """Raises an error if the folder of the path is missing or takes no file, or if the path exists
+    (without `force`) or overlaps one of `sources`."""
+    folder = path.absolute().parent
+    if not folder.is_dir():
         raise ValueError(f"{path}: there is no such folder")
+    if path.is_file() or not path.exists():  # else a device or a pipe, whose folder takes no files
+        try:
+            with TemporaryFile(dir=folder):
+                pass
+        except OSError as error:
+            raise ValueError(f"{path}: no file can be written there: {error.strerror}") from error
     with atomic.typed(path):
         atomic.check_target(path, force, sources)
 

@@ -152,6 +152,11 @@ def expected(call: Call, heads: Arrays, cotangents: Arrays, *, lse: bool) -> Arr
         return {name: np.asarray(x) for name, x in found.items()}
 
 
+def bound(name: str) -> float:
+    """The error that is allowed of an array: `out`, `lse`, or a gradient."""
+    return {"out": OUTPUT, "lse": LSE}.get(name, GRADIENT)
+
+
 def check(call: Call, implementation: str, dtype: str) -> Row:
     """Errors by name; `declined` or `failed` with the reason where there are none."""
     found: Row = {"case": call.name, "implementation": implementation, "dtype": dtype}
@@ -181,8 +186,7 @@ def _errors(call: Call, implementation: str, dtype: str) -> Row:
     with DEVICE:
         found = run(heads, given)
         errors = {name: tolerance.error(x, want[name]) for name, x in found.items()}
-        limits = {"out": OUTPUT, "lse": LSE}
-        wrong = [f"{n} {e:.2g}" for n, e in errors.items() if not e <= limits.get(n, GRADIENT)]
+        wrong = [f"{n} {e:.2g}" for n, e in errors.items() if not e <= bound(n)]
         if np.asarray(found["out"], np.float32)[want["out"] == 0].any():
             wrong.append("an empty row is not 0")
         wrong += _poisoned(call, run, heads, given, found, dtype)
