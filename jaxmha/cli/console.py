@@ -9,8 +9,8 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import TypeVar
+from uuid import uuid4
 
 import typer
 from rich import markup
@@ -82,9 +82,10 @@ def check_place(path: Path, force: bool, sources: Sequence[Path]) -> None:
     if not folder.is_dir():
         raise ValueError(f"{path}: there is no such folder")
     if path.is_file() or not path.exists():  # else a device or a pipe, whose folder takes no files
+        empty = folder / f".{uuid4().hex}"
         try:
-            with TemporaryFile(dir=folder):
-                pass
+            empty.open("xb").close()
+            empty.unlink()
         except OSError as error:
             raise ValueError(f"{path}: no file can be written there: {error.strerror}") from error
     with atomic.typed(path):
