@@ -32,7 +32,7 @@ import pytest
 from jax._src import compiler
 from jax._src.interpreters import mlir
 
-from tests import jit_cache, programs, variants
+from tests import jit_cache, variants
 from tests.promotion import foreign
 
 
@@ -70,7 +70,6 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")  # type: ignore[no-unty
 jax.config.update("jax_numpy_rank_promotion", "raise")  # type: ignore[no-untyped-call]
 jax.config.update("jax_default_matmul_precision", "highest")  # type: ignore[no-untyped-call]
 if not os.environ.get("JAXMHA_OPTIMISED"):
-    programs.keep()
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # of processes that tests start
 
 
@@ -109,11 +108,6 @@ def compiling(*, optimised: bool) -> Iterator[None]:
             context = mlir.make_ir_context()
             patch.setattr(mlir, "make_ir_context", lambda: context)
         yield
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    if not hasattr(config, "workerinput"):  # before workers start
-        programs.drop()
 
 
 @pytest.hookimpl(wrapper=True)
