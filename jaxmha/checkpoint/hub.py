@@ -5,6 +5,7 @@
 
 import contextlib
 import json
+import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -24,7 +25,7 @@ SCHEME = "hf://"
 _ADDRESS = re.compile(
     r"hf:/{1,2}(?P<model>[\w.-]+(/[\w.-]+)?)(@(?P<revision>(?!.*\.\.)\w[\w./-]*))?", re.ASCII
 )  # Path turns two slashes into one
-_URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+:/{1,2}[^/]*", re.ASCII)  # C:/ is no URL
+_URL = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+):/")  # C:/ is no URL, and a Path has one slash
 _FETCHED = (".safetensors", ".safetensors.index.json")
 _CONFIG = "config.json"
 _FORM = "write hf://ORGANISATION/MODEL, or hf://ORGANISATION/MODEL@REVISION"
@@ -46,6 +47,16 @@ def is_address(source: Any) -> bool:
     return isinstance(source, str | Path) and str(source).startswith(("hf:/", SCHEME))
 
 
+def scheme_of(path: str | Path) -> str:
+    """The scheme of a path that is a URL, and "" of others, such as those that exist.
+
+    >>> scheme_of("s3://bucket/model.safetensors"), scheme_of("C:/a.npz")
+    ('s3', '')
+    """
+    found = _URL.match(str(path))
+    return found[1] if found and not os.path.lexists(path) else ""
+
+
 def refuse_url(path: str | Path, remedy: str) -> None:
     """Raises UnsupportedFormat if a path is a URL, such as s3://bucket/model.safetensors.
 
@@ -54,7 +65,7 @@ def refuse_url(path: str | Path, remedy: str) -> None:
     ...
     jaxmha.checkpoint.errors.UnsupportedFormat: gs://bucket/a.npz: is a URL; write a local file
     """
-    if _URL.match(str(path)) and not Path(path).exists():
+    if scheme_of(path):
         raise UnsupportedFormat(str(path), "is a URL", remedy)
 
 

@@ -1,7 +1,6 @@
 """An open checkpoint: a lazy mapping from names to arrays."""
 
 import os
-import re
 import sys
 import weakref
 from collections import Counter
@@ -341,10 +340,9 @@ def _refuse_no_path(path: str) -> None:
     """Raises UnreadableFile for an empty path, which would be the working folder, and for URLs."""
     if not path:
         raise UnreadableFile(path, "the path is empty", 'name a file or folder; "." is this folder')
-    scheme = re.match(r"(\w[\w+.-]+):/", path)  # a Path has one slash
-    if scheme and not hub.is_address(path) and not os.path.lexists(path):
+    if (scheme := hub.scheme_of(path)) and not hub.is_address(path):
         remedy = "download it, or give hf://ORGANISATION/MODEL for a model of Hugging Face"
-        raise UnreadableFile(path, f"an address of {scheme[1]} is no path", remedy)
+        raise UnreadableFile(path, f"an address of {scheme} is no path", remedy)
 
 
 def read(
