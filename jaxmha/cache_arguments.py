@@ -11,6 +11,7 @@ from jaxtyping import Int
 from jaxmha import checks
 from jaxmha.arrays import Array, require_arrays
 from jaxmha.dims import bind
+from jaxmha.implementations.native.cache_write import as_bits, from_bits
 from jaxmha.integers import FAR, is_known, near, on_host, reject_donated, require_sizes
 from jaxmha.quantized import is_scaled, storage_dtype
 
@@ -115,7 +116,8 @@ def checked_rows(rows: Array, batch_size: int) -> jax.Array:
 
 def taken(x: Array, rows: Int[jax.Array, "C"], empty: int = 0) -> jax.Array:
     """The rows of an array of a cache; `empty` where the number of a row is too large."""
-    return jnp.take(jnp.asarray(x), rows, 0, mode="fill", fill_value=empty)
+    found = jnp.take(as_bits(jnp.asarray(x)), rows, 0, mode="fill", fill_value=empty)
+    return from_bits(found, x.dtype)
 
 
 def checked_tokens(

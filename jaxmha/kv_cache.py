@@ -119,8 +119,8 @@ class KVCache(NamedTuple):
         """
         check_shapes(self._asdict(), DENSE, {})
         at = checked_rows(rows, self.key.shape[0])
-        key, value = (from_bits(taken(as_bits(jnp.asarray(x)), at), x.dtype) for x in self[:2])
-        return KVCache(key, value, taken(clipped_counts(self.lengths), at))
+        lengths = clipped_counts(self.lengths)
+        return KVCache(taken(self.key, at), taken(self.value, at), taken(lengths, at))
 
     def validate(self, left: int | None = None) -> None:
         """Raises ValueError if a row has a negative length, or more tokens than it can hold.

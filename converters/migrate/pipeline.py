@@ -235,11 +235,8 @@ def convert(
         if resume:
             settings["part"] = part
             settings["resume"] = f"{__version__} {file.digest()} {_what(plan)}"
-        made = found.made
-        if (
-            file.unboxed and Path(destination).suffix == orbax.SUFFIX
-        ):  # Flax restores a state from leaves with this key
-            made = {f"{name}{nnx_values.ENDING}": one for name, one in made.items()}
+        is_state = file.unboxed and Path(destination).suffix == orbax.SUFFIX
+        made = nnx_values.boxed(found.made) if is_state else found.made
         written = checkpoint.write(
             destination,
             lazy_tensors.lazy(made),

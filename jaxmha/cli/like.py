@@ -162,7 +162,7 @@ def _as_restored(model: Any, destination: Path, ready: checkpoint.Lazy) -> check
     """
     if not trees.is_nnx(model) or destination.suffix != ".orbax":
         return ready
-    info = {f"{name}{nnx_values.ENDING}": one for name, one in ready.info.items()}
+    info = nnx_values.boxed(ready.info)
     return checkpoint.Lazy(info, lambda name: ready[name.removesuffix(nnx_values.ENDING)])
 
 

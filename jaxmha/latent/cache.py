@@ -18,7 +18,6 @@ from jaxmha.cache_arguments import (
     clipped_counts,
     taken,
 )
-from jaxmha.implementations.native.cache_write import as_bits, from_bits
 from jaxmha.integers import FAR, require_sizes
 from jaxmha.kv_cache import KVCache, with_tokens
 from jaxmha.latent.params import LatentParams, leaves, sizes
@@ -90,8 +89,7 @@ class LatentCache(NamedTuple):
         """The cache with copies of these rows, in this order, as `KVCache.take`."""
         check_shapes(self._asdict(), LATENTS, {})
         at = checked_rows(rows, self.latents.shape[0])
-        latents = from_bits(taken(as_bits(jnp.asarray(self.latents)), at), self.latents.dtype)
-        return LatentCache(latents, taken(clipped_counts(self.lengths), at))
+        return LatentCache(taken(self.latents, at), taken(clipped_counts(self.lengths), at))
 
     def validate(self, left: int | None = None) -> None:
         """Raises ValueError if a row has a negative length, or more tokens than it can hold, as

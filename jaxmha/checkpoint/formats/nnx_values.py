@@ -5,6 +5,7 @@ Flax saves a variable as a tree with one leaf `value`, so that names end in `/va
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import TypeVar
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from jaxmha.checkpoint.plan import Contents
 from jaxmha.checkpoint.tensor import TensorInfo
 
 ENDING = "/value"
+Value = TypeVar("Value")
 
 
 def are_in(info: Mapping[str, TensorInfo]) -> bool:
@@ -27,6 +29,11 @@ def are_in(info: Mapping[str, TensorInfo]) -> bool:
         if name not in apart and one.shape and one.dtype != np.dtype(np.uint32)
     ]
     return bool(weights) and all(name.endswith(ENDING) for name in weights)
+
+
+def boxed(arrays: Mapping[str, Value]) -> dict[str, Value]:
+    """Arrays, or facts about them, by the names with the ending, from which Flax restores a state."""
+    return {f"{name}{ENDING}": one for name, one in arrays.items()}
 
 
 def unboxed(contents: Contents) -> Contents:
