@@ -76,7 +76,7 @@ def include_dir() -> str:
 
 
 def digest() -> str:
-    """Of everything that a library is built from: sources, headers of XLA, and the compiler."""
+    """A digest of all that determines a library: its sources, XLA's headers and the compiler."""
     found = hashlib.sha256(Path(__file__).read_bytes())
     headers = sorted((Path(include_dir()) / "xla" / "ffi" / "api").iterdir())
     for file in (*sorted(SOURCES.iterdir()), *headers):

@@ -29,7 +29,7 @@ def rotary_params() -> Any:
 
 
 def test_one_step_with_positions_of_its_own() -> None:
-    """Of the layer, and of its heads."""
+    """A step of the layer, and a step of its projected heads, at the same positions."""
     params, x = rotary_params(), make()[1][:, :1]
     rng, empty = np.random.default_rng(0), KVCache.empty(params, B, 7)
     key, value = (jnp.asarray(rng.standard_normal(a.shape), np.float32) for a in empty[:2])

@@ -111,9 +111,10 @@ _LISTED_BASES = frozenset(["muse_glimmer_text", "muse_spark_text"])
 
 def listed(own: Mapping[str, Any], model_type: str, layer: int | None) -> str | None:
     """The kind of a layer that a configuration lists; None if it lists none."""
-    kinds = _of_gpt_neo(own) if model_type == "gpt_neo" else own.get("layer_types")
-    if ignores_list(model_type) and model_type != "gpt_neo":
-        return None
+    if model_type == "gpt_neo":
+        kinds: Any = _of_gpt_neo(own)
+    else:
+        kinds = None if ignores_list(model_type) else own.get("layer_types")
     if isinstance(kinds, list) and layer is not None and layer < len(kinds):
         return str(kinds[layer])
     return None

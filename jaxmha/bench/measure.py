@@ -81,9 +81,9 @@ def measure(
     `budget`: seconds after which a peer gets no more than `FEWEST` rounds of a case.
     `known`: results of an earlier call; only cases that it lacks, or that were disturbed, are
     measured, at most `MOST_ATTEMPTS` times in all. `answered`: cases of the returned results,
-    default `cases`. No case is begun once `late()` is True. `say` receives the name of every case, `step` a description of each step, and
-    `done`, after each case, all results so far. A case that was disturbed is measured again, at
-    most `attempts` times.
+    default `cases`. No case is begun once `late()` is True. `say` receives the name of every case,
+    `step` a description of each step, and `done`, after each case, all results so far. A case that
+    was disturbed is measured again, at most `attempts` times.
     """
     measured = {entry["name"]: entry for entry in known["cases"]}
 

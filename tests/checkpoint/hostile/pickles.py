@@ -74,23 +74,23 @@ raw_cases(
 )  # fmt: skip
 
 
-@case(".pt", Code)
-def pickle_shared_dict_tower() -> bytes:
+def shared_dict_tower() -> bytes:
     """Thirty dicts that each hold the one before twice: 2**30 names for one tensor."""
     tower = b"}" + text("w") + tensor() + b"sq\x00"
     for i in range(30):
         item = b"h" + bytes([i])
         tower += b"}(" + text("a") + item + text("b") + item + b"uq" + bytes([i + 1])
-    return torch_file(b"\x80\x02(" + tower + b"t.").replace(b"(}", b"(}", 1)
+    return tower
+
+
+@case(".pt", Code)
+def pickle_shared_dict_tower() -> bytes:
+    return torch_file(b"\x80\x02(" + shared_dict_tower() + b"t.")
 
 
 @case(".pt", Big)
 def pickle_shared_dict_tower_in_a_dict() -> bytes:
-    tower = b"}" + text("w") + tensor() + b"sq\x00"
-    for i in range(30):
-        item = b"h" + bytes([i])
-        tower += b"}(" + text("a") + item + text("b") + item + b"uq" + bytes([i + 1])
-    return torch_file(state(text("t"), b"](" + tower + b"e"))
+    return torch_file(state(text("t"), b"](" + shared_dict_tower() + b"e"))
 
 
 @case(".pt", Big)
