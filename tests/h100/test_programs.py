@@ -103,6 +103,22 @@ def test_tokamax_copies_what_leaks(leaks: Leaks, monkeypatch: pytest.MonkeyPatch
         assert found.kernels <= 7
 
 
+@pytest.mark.parametrize("name", ["mask", "bias"])
+@pytest.mark.parametrize("T", [7, 197])
+def test_tokamax_takes_dense_arrays_of_odd_sizes(
+    name: str, T: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mosaic loads whole tiles of a bias or mask, and refuses other sizes, in gradients too."""
+    compiled.install_tokamax(monkeypatch)
+    dtype = jnp.bool_ if name == "mask" else jnp.bfloat16
+    query, key = (array(2, size, 4, 64) for size in (T, 131))
+    build = programs.gradient(name, is_causal=True)
+    attend = partial(programs.ours, implementation="tokamax")
+    dense = array(1, 4, T, 131, dtype=dtype)
+    found = compiled.compiled(build(attend), query, key, key, query, dense)
+    assert set(found.calls) == {"mosaic_gpu_v2"}
+
+
 def step_of(cache: Any, E: int, *shape: int, **options: Any) -> Program:
     """A decoding step of 16 query and 4 key/value heads; `cache` makes the cache of parameters."""
     params = jax.eval_shape(

@@ -6,6 +6,7 @@ Source: `tokamax.dot_product_attention` 0.0.17, whose public function returns no
 
 from dataclasses import replace
 from importlib.util import find_spec
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,8 @@ BACKENDS: tuple[str, ...] = ("mosaic", "triton")
 BEFORE_HOPPER: tuple[str, ...] = ("triton",)
 # Maximum number of pairs of a dense mask that is computed from segment ids: 1 GiB.
 MOST_PAIRS = 2**30
+# Mosaic kernels load tiles of this many rows and columns of a bias or mask, and nothing smaller.
+TILE = 64
 # Stands for -inf in a bias, because -inf gives NaN in fully masked rows; far below other entries.
 EXCLUDED = -(2.0**41)
 
@@ -87,29 +90,48 @@ def _backends() -> tuple[str, ...]:
 def _run(inputs: KernelInputs, soft_cap: float | None) -> jax.Array:
     import tokamax  # type: ignore[import-not-found,unused-ignore]
 
-    (_, T, _, _), (_, S, _, _) = inputs.query.shape, inputs.key.shape
+    (B, T, _, _), (_, S, _, _) = inputs.query.shape, inputs.key.shape
     left, above = inputs.left, inputs.above
-    window = None
-    if left is not None or above not in (None, 0):
-        window = (T if left is None else left, S if above is None else above)
     mask = inputs.conditions.array
     if inputs.conditions.keys is not None:
         keys = inputs.conditions.keys[:, None, None]
         mask = keys if mask is None else mask & keys
+    # Next to a mask, causality is given as a window: in a row that both exclude, the gradient of
+    # `is_causal` is NaN, because it subtracts row max from logits of -inf before it masks.
+    is_causal = above == 0 and left is None and mask is None
+    window = None
+    if not is_causal and (left, above) != (None, None):
+        window = (T if left is None else left, S if above is None else above)
+    bias, lengths = None if inputs.bias is None else _finite(inputs.bias), inputs.key_lengths
+    query, key, value = inputs.query, inputs.key, inputs.value
+    if any(x is not None and x.shape[2] > 1 and x.shape[3] > 1 for x in (bias, mask)):
+        query, bias, mask = (_whole(query, 1), _whole(bias, 2), _whole(mask, 2))
+        key, value, bias, mask = (
+            _whole(x, a) for x, a in ((key, 1), (value, 1), (bias, 3), (mask, 3))
+        )
+        if key.shape[1] > S and lengths is None:
+            lengths = jnp.full(B, S, np.int32)
     out: jax.Array = tokamax.dot_product_attention(
-        inputs.query,
-        inputs.key,
-        inputs.value,
-        None if inputs.bias is None else _finite(inputs.bias),
+        query,
+        key,
+        value,
+        bias,
         mask,
         scale=inputs.scale,
-        is_causal=above == 0 and left is None,
-        key_value_seq_lengths=inputs.key_lengths,
+        is_causal=is_causal,
+        key_value_seq_lengths=lengths,
         local_window_size=window,
         logits_soft_cap=soft_cap,
         implementation=_backends(),
     )
-    return out
+    return out[:, :T]
+
+
+def _whole(x: jax.Array | None, axis: int) -> Any:
+    """Pads an axis with zeros to a multiple of TILE, unless it broadcasts."""
+    if x is None or x.shape[axis] == 1:
+        return x
+    return adapter.fill(x, axis, -(-x.shape[axis] // TILE) * TILE)
 
 
 def _finite(bias: Float[jax.Array, "b n t s"]) -> Float[jax.Array, "b n t s"]:
