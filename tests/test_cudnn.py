@@ -17,9 +17,10 @@ from jaxmha.implementations import probe
 from jaxmha.implementations.base import Leaks
 from jaxmha.implementations.fused import adapter
 from jaxmha.implementations.fused import cudnn as fused_cudnn
-from tests import cases, conformance, cudnn_contract
+from tests import cases, conformance, cudnn_contract, jit_cache, tolerance
 from tests.cases import POISONED, Case
 from tests.cudnn_contract import MaskType
+from tests.h100 import on_device
 from tests.kernel_cases import ALL, check
 from tests.simulated_gpu import small
 
@@ -49,6 +50,52 @@ def test_cudnn(case: Case) -> None:
 @pytest.mark.parametrize(("dtype", "lse"), [("bfloat16", False), ("float16", True)])
 def test_cudnn_otherwise(case: Case, dtype: str, lse: bool) -> None:
     check(case, "cudnn", dtype, lse=lse and case.bias is None)
+
+
+@pytest.mark.parametrize("lse", [False, True])
+def test_heads_of_a_group_are_rows_of_few_queries(cudnn: Any, lse: bool) -> None:
+    """Each key head is read once; lengths count the rows of all heads of a group."""
+    case = Case("few", T=5, S=13, G=3, K=2, H=8, h=8,
+                key_value_seq_lengths=(11, 3), query_seq_lengths=(5, 2))  # fmt: skip
+    check(case, "cudnn", "bfloat16", lse=lse)
+    assert {call["T"] for call in cudnn} <= {15, 16}  # even where a gradient is taken
+    cudnn.clear()
+    check(replace(case, is_causal=True), "cudnn", "bfloat16", lse=lse)
+    assert {call["T"] for call in cudnn} <= {5, 6}
+
+
+@pytest.mark.parametrize("lengths", [None, (20, 3), (17, 18)])
+def test_a_chunk_is_two_calls_without_a_gradient(
+    cudnn: Any, lengths: tuple[int, int] | None
+) -> None:
+    """One over the 18 keys before all queries, and a causal one over the 5 of the queries."""
+    jit_cache.forget()  # the same call with other lengths is not traced again
+    rng = np.random.default_rng(1)
+    query, key, value = (
+        jnp.asarray(rng.standard_normal((2, size, heads, 8)), jnp.bfloat16)
+        for size, heads in ((5, 6), (23, 2), (23, 2))
+    )
+    mask = Mask.causal(18)
+    if lengths is not None:
+        counts = jnp.asarray(lengths)
+        mask = mask & Mask.lengths(key_value=counts, query=jnp.asarray([5, 4]))
+
+    def attend(implementation: str, *heads: jax.Array) -> jax.Array:
+        call: Any = jaxmha.dot_product_attention
+        found: jax.Array = call(*heads, mask=mask, implementation=implementation)
+        return found
+
+    def total(implementation: str, *heads: jax.Array) -> jax.Array:
+        return jnp.sum(attend(implementation, *heads).astype(np.float32) ** 2)
+
+    wide = [x.astype(np.float32) for x in (query, key, value)]
+    found = jax.jit(partial(attend, "cudnn"))(query, key, value)
+    assert [(call["T"], call["S"]) for call in cudnn] == [(15, 18), (5, 5)]
+    assert tolerance.error(found, np.asarray(attend("reference", *wide))) <= on_device.OUTPUT
+    gradients = jax.grad(partial(total, "cudnn"), (0, 1, 2))(query, key, value)
+    exact = jax.grad(partial(total, "reference"), (0, 1, 2))(*wide)
+    for x, y in zip(gradients, exact, strict=True):
+        assert tolerance.error(x, np.asarray(y)) <= on_device.GRADIENT
 
 
 # Operands that leak in the contract, and what its probe finds.

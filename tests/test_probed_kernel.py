@@ -27,7 +27,7 @@ def test_a_kernel_is_tried_once_and_used(gpu: list[Any]) -> None:
     run = jax.jit(lambda x: jaxmha.dot_product_attention(x, x, x))
     run(x)
     trials = [call["T"] for call in gpu][:-1]
-    assert {16, 9, 10} == set(trials)  # 10: where a gradient is taken
+    assert {16, 32, 18} == set(trials)  # the two heads of a group are rows where they can be
     assert gpu[-1]["T"] == 6
     run(x[:, :4])
     assert [call["T"] for call in gpu] == [*trials, 6, 4]

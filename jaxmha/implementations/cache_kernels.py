@@ -131,8 +131,4 @@ def _takes(request: Request, stored: Stored) -> bool:
 
 
 def _as_state(out: Float[jax.Array, "B K r H"], lse: Float[jax.Array, "B K r"]) -> State:
-    """The softmax state of a normalised output: its row sum is 1, or 0 in fully masked rows."""
-    some = (lse > -jnp.inf)[..., None]
-    lowest = online_softmax.LOWEST["float32"]
-    wide = jnp.where(some, out.astype(np.float32), 0.0)
-    return State(wide, jnp.where(some, lse[..., None], lowest), some.astype(np.float32))
+    return online_softmax.of_output(out, lse, lse > -jnp.inf)

@@ -76,6 +76,17 @@ def empty_state(out: jax.Array, per_row: jax.Array) -> State:
     return State(out, jnp.full_like(per_row, LOWEST[per_row.dtype.name]), per_row)
 
 
+def of_output(
+    out: Float[jax.Array, "*b r h"], lse: Float[jax.Array, "*b r"], valid: Bool[jax.Array, "*#b #r"]
+) -> State:
+    """The state of a normalized output: its row sum is 1, or 0 where `valid` is False, where output
+    and lse may be anything."""
+    some = valid[..., None]
+    wide = jnp.where(some, out.astype(np.float32), 0.0)
+    row_max = jnp.where(some, lse[..., None], LOWEST["float32"])
+    return State(wide, row_max, jnp.broadcast_to(some, row_max.shape).astype(np.float32))
+
+
 def row_sum(exps: Float[jax.Array, "*b r s"]) -> Float[jax.Array, "*b r 1"]:
     """Sum over the keys."""
     return exps.sum(-1, keepdims=True)
