@@ -39,7 +39,7 @@ class Explanation:
     source: str = ""
 
     def rows(self) -> list[tuple[str, str]]:
-        """Pairs of a candidate and `chosen`, `supported` (but not chosen), or its reason.
+        """Pairs of a candidate and `chosen`, `supported` (after the chosen one), or its reason.
 
         If a benchmark decided, the text after `chosen` names it.
 
@@ -77,8 +77,8 @@ def explain(
     """Explains which implementation `dot_product_attention` selects for the same arguments.
 
     The call is not computed, so every array may be a `jax.ShapeDtypeStruct`. On the current
-    platform, kernels are probed as in the call itself; on a named platform, their libraries are
-    assumed to work.
+    platform, kernels are probed as in the call itself, up to the chosen one; others, and all on a
+    named platform, are assumed to work.
 
     Args:
       query: `(B, T, N, H)` or `(T, N, H)`.

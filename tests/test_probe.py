@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from jaxmha.implementations import platforms, probe, probe_cases, reference
+from jaxmha.implementations.base import Leaks
 from jaxmha.implementations.probe_cases import Kind
 
 KIND = Kind("float32", dense=True)
@@ -51,6 +52,19 @@ def test_threads_that_ask_at_once_share_one_probe() -> None:
         assert list(pool.map(lambda _: shared.failure(), range(8))) == [None] * 8
     assert len(shared.asked) == len(alone.asked) > 0
     assert set(shared.asked) == {"jaxmha-probe"}
+
+
+def test_likely_leaks_are_tried_first() -> None:
+    """Each try compiles all cases anew, and a kernel that zeroes nothing itself takes several."""
+    tried: list[Any] = []
+
+    def attend(request: Any, *, leaks: Any) -> Any:
+        tried.append(leaks)
+        return reference.attend(request)
+
+    likely = Leaks(1, 2)
+    known = probe.failure("stub", attend, reference.unsupported_reason, KIND, likely=likely)
+    assert (known, set(tried), probe.leaks("stub", KIND)) == (None, {likely}, likely)
 
 
 def test_a_probe_under_abstract_traces_computes() -> None:

@@ -24,7 +24,7 @@ from jaxmha.implementations import (
     shard_map,
     small_query,
 )
-from jaxmha.implementations.base import Request, Result, mixed_dtypes
+from jaxmha.implementations.base import Leaks, Request, Result, mixed_dtypes
 from jaxmha.implementations.context_parallel import all_gather, ring
 from jaxmha.implementations.fused import adapter, cudnn, splash, tokamax
 from jaxmha.implementations.native import attention as native
@@ -63,6 +63,9 @@ CONTEXT: tuple[str, ...] = ("ring", "allgather")
 # Implementations that are probed before their first use, and the platform of their kernels.
 # "native" is absent: it checks its library, and lowers to plain XLA on other platforms.
 KERNELS: dict[str, str] = {"cudnn": "cuda", "tokamax": "cuda", "splash": "tpu"}
+# Kernel -> the leaks that a probe found on an H100 in the release that its module names. A probe
+# tries these first; other kernels change with cuDNN, and have none.
+LIKELY_LEAKS: dict[str, Leaks] = {"tokamax": Leaks(1, 2)}
 # True: the native kernels are the first choice on CPU; False: they run only by name.
 NATIVE_FIRST = True
 # Order of preference by platform; "" is every other platform.
@@ -159,12 +162,14 @@ def known(implementation: str | Sequence[str]) -> tuple[str, ...]:
     return names
 
 
-def unsupported(request: Request, name: str, *, traced: bool = True) -> str | None:
+def unsupported(
+    request: Request, name: str, *, traced: bool = True, probed: bool = True
+) -> str | None:
     """The reason why an implementation cannot compute a request; None: it can.
 
     `traced`: True if the request will be traced. Kernels that this machine cannot trace for the
     platform of `lowering_for` are then rejected too, and all processes share the outcomes of
-    their probes.
+    their probes. `probed`: False to assume that kernels work.
     """
     implementation = IMPLEMENTATIONS[name]
     axes = sharding.current()
@@ -175,15 +180,28 @@ def unsupported(request: Request, name: str, *, traced: bool = True) -> str | No
     reason: str | None = implementation.unsupported_reason(request)
     if reason or name not in KERNELS:
         return reason
-    if platforms.current().present:
+    if platforms.current().present and probed:
         return probe.failure(
             name,
             implementation.attend,
             implementation.unsupported_reason,
             probe_cases.kind_of(request),
+            likely=LIKELY_LEAKS.get(name, Leaks()),
             agree=traced,
         )
     return probe.disabled() or (implementation.traceable() if traced else None)
+
+
+def _reasons(request: Request, names: Sequence[str]) -> list[tuple[str, str | None]]:
+    """Pairs of each name and why that implementation cannot compute the request (None: it can).
+
+    Kernels after the first that can are not probed: no call runs them, and it takes seconds.
+    """
+    found: list[tuple[str, str | None]] = []
+    for name in names:
+        probed = all(reason is not None for _, reason in found)
+        found.append((name, unsupported(request, name, traced=False, probed=probed)))
+    return found
 
 
 def select(request: Request, implementation: str | Sequence[str] | None = None) -> str:
@@ -209,7 +227,7 @@ def attend(request: Request, implementation: str | Sequence[str] | None = None) 
         implementation.preference = (
             preferences.Preference() if implementation else preferences.preferred(request)
         )
-        implementation.reasons[:] = [(n, unsupported(request, n, traced=False)) for n in names]
+        implementation.reasons[:] = _reasons(request, names)
         implementation = "reference"
     name = select(request, implementation)
     if name in CONTEXT:

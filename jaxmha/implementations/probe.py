@@ -62,10 +62,17 @@ def forget() -> None:
 
 
 def failure(
-    name: str, attend: Attend, unsupported: Reason, kind: Kind, *, agree: bool = True
+    name: str,
+    attend: Attend,
+    unsupported: Reason,
+    kind: Kind,
+    *,
+    likely: Leaks = Leaks(),
+    agree: bool = True,
 ) -> str | None:
     """The reason why a kernel does not work in this or another process, or None; warns once.
 
+    `likely`: the leaks that are tried first, since each try compiles the cases anew.
     `agree`: True if all processes probe the kernel and exchange the outcomes.
     """
     chosen = mode()
@@ -76,7 +83,7 @@ def failure(
     with _LOCK:
         found = _FOUND.get(key)
         if found is None:
-            found = _within_limit(attend, unsupported, kind)
+            found = _within_limit(attend, unsupported, kind, likely)
             if not found.transient:
                 _FOUND[key] = found
             if found.reason is not None and chosen != "strict":
@@ -140,7 +147,7 @@ def _key(name: str, kind: Kind) -> tuple[str, ...]:
     return name, kind.text, platforms.current().device
 
 
-def _within_limit(attend: Attend, unsupported: Reason, kind: Kind) -> Finding:
+def _within_limit(attend: Attend, unsupported: Reason, kind: Kind, likely: Leaks) -> Finding:
     """Runs the probe in a daemon thread, with a time limit, on one device of each kind, or on the
     caller's default device. The caller's trace and contexts do not apply in the thread. A hanging
     thread does not keep the process from exiting; one that compiles during the exit would abort it.
@@ -150,7 +157,7 @@ def _within_limit(attend: Attend, unsupported: Reason, kind: Kind) -> Finding:
 
     def once() -> Finding:
         try:
-            return _tried(attend, unsupported, kind)
+            return _tried(attend, unsupported, kind, likely)
         except Exception as error:  # noqa: BLE001  building a case may raise any error too
             return _of(error)
 
@@ -257,10 +264,10 @@ def _most(*leaks: Leaks) -> Leaks:
     return Leaks(*map(max, zip(*leaks, strict=True)))
 
 
-def _tried(attend: Attend, unsupported: Reason, kind: Kind) -> Finding:
+def _tried(attend: Attend, unsupported: Reason, kind: Kind, likely: Leaks = Leaks()) -> Finding:
     """Runs all cases of a kernel. If unattended keys and values change the results of a case, runs
     all cases again with more of these zeroed."""
-    leaks: Leaks | None = Leaks()
+    leaks: Leaks | None = likely
     while leaks is not None:
         found, leaks = _once(attend, unsupported, kind, leaks)
     return found

@@ -136,9 +136,9 @@ def cases(kind: Kind) -> Iterator[Case]:
     causal = Mask.causal() & lengths(T)
     if kind.dense:
         yield _case("causal, with a bias and lengths", kind, causal, bias=True)
-        mask_array = np.random.default_rng(1).random((3, 1, 128, 128)) < 0.5
-        mask_array[..., 17:99:3] = False
-        yield _case("a dense mask", kind, Mask.dense(mask_array))
+        mask_array = np.random.default_rng(1).random((3, 1, 77, 93)) < 0.5
+        mask_array[..., 17:79:3] = False
+        yield _case("a dense mask of odd sizes", kind, Mask.dense(mask_array), T=77, S=93)
         return
     if kind.packed:
         several = np.asarray([[50, 0, 61], [128, 0, 0], [1, 2, 3]], np.int32)

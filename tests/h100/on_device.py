@@ -61,6 +61,7 @@ CAUSAL = Mask.causal()
 LEFT = Mask.padding(key_value=np.arange(128) >= np.asarray([[42], [1]]))
 HOLES = Mask.padding(key_value=_drawn(B, 128) < 0.6)
 DENSE = Mask.dense((_drawn(B, 1, 128, 128) < 0.5) & (np.arange(128) > 0)[:, None])
+ODD = Mask.dense(_drawn(B, 1, 77, 93) < 0.5)
 IDS = np.sort((4 * _drawn(2, B, 128)).astype(np.int32), -1)
 
 CALLS: tuple[Call, ...] = (
@@ -83,9 +84,12 @@ CALLS: tuple[Call, ...] = (
     Call("dense mask, empty rows", DENSE),
     Call("segments", Mask.segments(query_ids=IDS[0], key_value_ids=IDS[1])),
     Call("packed, causal", CAUSAL & Mask.packed(np.asarray([[50, 0, 61], [128, 0, 0]]), size=128)),
+    Call("dense mask, causal", CAUSAL & DENSE),
+    Call("dense mask, odd sizes", ODD, T=77, S=93),
     Call("bias", bias="BNTS"),
     Call("bias of heads", bias="1NTS"),
     Call("bias of keys", bias="111S"),
+    Call("bias of odd sizes, causal", CAUSAL, T=77, S=93, bias="1NTS"),
     Call("bias with -inf", bias="B1TS", excludes=True),
     Call("bias at 64 modulo 128", CAUSAL, T=192, S=192, bias="1NTS"),
     Call("lse far below 0", T=192, S=192, bias="1NTS", shift=-200.0),
@@ -100,6 +104,7 @@ CALLS: tuple[Call, ...] = (
     Call("T 197, causal", CAUSAL, T=197, S=197),
     Call("T 333, S 1023", T=333, S=1023),
     Call("one query", _lengths(111, 333), T=1, S=333),
+    Call("few queries of groups", _lengths(111, 333, query=(7, 3)), T=7, S=333),
     Call("one key", S=1),
 )  # fmt: skip
 
