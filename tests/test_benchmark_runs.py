@@ -37,6 +37,8 @@ class Script:
     def __exit__(self, *_: object) -> None:
         pass
 
+    platform = "cpu"
+
     def __getitem__(self, peer: str) -> Any:
         return _Actor(self, peer)
 

@@ -19,6 +19,7 @@ import faulthandler
 import json
 import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -89,7 +90,7 @@ def begun(chosen: Namespace) -> Row:
         "rounds": ROUNDS,
         "asked": len(chosen.cases),
         "peers": {name: {"about": peer(name).about, "absent": None} for name in chosen.peers},
-        "chosen": {case.name: choice.explain(case)["chosen"] for case in chosen.cases},
+        "chosen": {case.name: choice.explain(case)["chosen"] for case in asked(chosen)},
         "limits": {},
         "seconds": 0,
         **measure.NOTHING,
@@ -99,14 +100,24 @@ def begun(chosen: Namespace) -> Row:
     if not chosen.resume or path is None or not path.exists():
         return fresh
     same = {name: fresh[name] for name in ("device", "versions", "probe")}
-    return fresh | unfinished.same("--resume", path, json.loads(path.read_text()), same)
+    stored = unfinished.same("--resume", path, json.loads(path.read_text()), same)
+    return fresh | stored | {"chosen": fresh["chosen"] | stored["chosen"]}
+
+
+def asked(chosen: Namespace) -> list[Case]:
+    """The cases of the parts that are asked for."""
+    return [case for case in chosen.cases if part(case) in chosen.only]
 
 
 def collect(
-    chosen: Namespace, results: Row, say: Callable[[str], None], save: Callable[[], None]
+    chosen: Namespace,
+    results: Row,
+    start: float,
+    say: Callable[[str], None],
+    save: Callable[[], None],
 ) -> None:
-    """Adds part by part, as far as the time reaches."""
-    start, before = perf_counter(), results["seconds"]
+    """Adds part by part, as far as the time reaches, which began at `start`."""
+    before = results["seconds"]
     on_cpu = jax.default_backend() == "cpu"
 
     def late() -> bool:
@@ -124,7 +135,7 @@ def collect(
         say(f"limits: {results['limits']}")
 
     ceilings()
-    if cases := [case for case in chosen.cases if part(case) in chosen.only]:
+    if cases := asked(chosen):
         found = measure.measure(
             cases, chosen.peers, rounds=ROUNDS, budget=BUDGET, threads=memory.cores(),
             platform="cpu" if on_cpu else None, backends=["xla"], takes=takes, say=say,
@@ -183,7 +194,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    collect(chosen, results, say, save)
+    say(f"chosen: {Counter(results['chosen'].values())}")
+    collect(chosen, results, start, say, save)
     faulthandler.cancel_dump_traceback_later()
     page = gpu_report.page(results)
     if chosen.write is not None:

@@ -29,8 +29,17 @@ class State:
 
     def __init__(self, peer: str) -> None:
         self.peer = peer
+        self.drawn: Any = None
         self.run: Callable[..., None] | None = None
         self.calls, self.seconds = 1, 0.0
+
+
+def draw(state: State, case: dict[str, Any]) -> dict[str, Any]:
+    """Draws the inputs of the case that is prepared next, and opens the device."""
+    from jaxmha.bench import data
+
+    state.drawn = data.make(Case(**case))
+    return device(state) if "torch" not in state.peer else {}
 
 
 def prepare(state: State, case: dict[str, Any], expected: str) -> dict[str, Any]:
@@ -40,7 +49,7 @@ def prepare(state: State, case: dict[str, Any], expected: str) -> dict[str, Any]
 
     limit()
     this = Case(**case)
-    inputs = data.make(this)
+    inputs, state.drawn = state.drawn or data.make(this), None
     program = programs.program(state.peer, this, inputs)
     start = time.perf_counter()
     program.compile()
@@ -142,6 +151,7 @@ def explain(state: State, case: dict[str, Any]) -> dict[str, Any]:
 
 
 REQUESTS: dict[str, Callable[..., dict[str, Any]]] = {
+    "draw": draw,
     "prepare": prepare,
     "round": round_,
     "release": release,
