@@ -19,7 +19,6 @@ import faulthandler
 import json
 import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -62,7 +61,9 @@ def parsed(arguments: Sequence[str] | None = None) -> Namespace:
     chosen = parser.parse_args(arguments)
     if chosen.resume and chosen.write is None:
         parser.error("--resume goes on with what --write has written: give both")
+    chosen.start = perf_counter()
     chosen.cases = [tiny(case) for case in CHECKED] if chosen.check else CASES
+    chosen.asked = [case for case in chosen.cases if part(case) in chosen.only]
     chosen.peers = [name for name in gpu_cases.installed() if name in FEW or not chosen.check]
     return chosen
 
@@ -90,7 +91,7 @@ def begun(chosen: Namespace) -> Row:
         "rounds": ROUNDS,
         "asked": len(chosen.cases),
         "peers": {name: {"about": peer(name).about, "absent": None} for name in chosen.peers},
-        "chosen": {case.name: choice.explain(case)["chosen"] for case in asked(chosen)},
+        "chosen": {case.name: choice.explain(case)["chosen"] for case in chosen.asked},
         "limits": {},
         "seconds": 0,
         **measure.NOTHING,
@@ -104,21 +105,11 @@ def begun(chosen: Namespace) -> Row:
     return fresh | stored | {"chosen": fresh["chosen"] | stored["chosen"]}
 
 
-def asked(chosen: Namespace) -> list[Case]:
-    """The cases of the parts that are asked for."""
-    return [case for case in chosen.cases if part(case) in chosen.only]
-
-
 def collect(
-    chosen: Namespace,
-    results: Row,
-    start: float,
-    say: Callable[[str], None],
-    save: Callable[[], None],
+    chosen: Namespace, results: Row, say: Callable[[str], None], save: Callable[[], None]
 ) -> None:
-    """Adds part by part, as far as the time reaches, which began at `start`."""
-    before = results["seconds"]
-    on_cpu = jax.default_backend() == "cpu"
+    """Adds part by part, as far as the time reaches."""
+    start, before = chosen.start, results["seconds"]
 
     def late() -> bool:
         return perf_counter() - start > float(chosen.seconds)
@@ -135,14 +126,13 @@ def collect(
         say(f"limits: {results['limits']}")
 
     ceilings()
-    if cases := asked(chosen):
-        found = measure.measure(
-            cases, chosen.peers, rounds=ROUNDS, budget=BUDGET, threads=memory.cores(),
-            platform="cpu" if on_cpu else None, backends=["xla"], takes=takes, say=say,
+    if chosen.asked:
+        measure.measure(
+            chosen.asked, chosen.peers, rounds=ROUNDS, budget=BUDGET, threads=memory.cores(),
+            platform="cpu" if jax.default_backend() == "cpu" else None, backends=["xla"],
             known={key: results[key] for key in measure.NOTHING}, answered=chosen.cases,
-            late=late, done=done,
+            takes=takes, late=late, say=say, step=say, done=done,
         )  # fmt: skip
-        done(found)
         ceilings()  # at the clocks of a device that has worked
     if "conformance" in chosen.only:
         on_device.run(
@@ -178,12 +168,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         text = f"no GPU: JAX runs on {jax.default_backend()} (--check runs anywhere)"
         print(text, file=sys.stderr)
         return 2
-    start = perf_counter()
     if not chosen.check:
         faulthandler.dump_traceback_later(chosen.seconds + GRACE, exit=True)
 
     def say(text: str) -> None:
-        print(f"{perf_counter() - start:5.0f} s  {text}", file=sys.stderr, flush=True)
+        print(f"{perf_counter() - chosen.start:5.0f} s  {text}", file=sys.stderr, flush=True)
 
     def save() -> None:
         if chosen.write is not None:
@@ -194,8 +183,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    say(f"chosen: {Counter(results['chosen'].values())}")
-    collect(chosen, results, start, say, save)
+    collect(chosen, results, say, save)
     faulthandler.cancel_dump_traceback_later()
     page = gpu_report.page(results)
     if chosen.write is not None:
