@@ -104,6 +104,32 @@ def test_poison(tiny: str) -> None:
     conformance.poisoned_padding(POISONED[-1], tiny, "float32")
 
 
+@pytest.mark.parametrize("implementation", ["reference", "blocked", "native"])
+@pytest.mark.parametrize("excludes", ["causality", "-inf"])
+def test_a_bias_keeps_keys_out_of_rows_that_exclude_them(
+    excludes: str, implementation: str
+) -> None:
+    """NaN of a key reaches the rows that attend it alone: its logit is not added to -inf."""
+    case = replace(BY_NAME["bias_per_head"], is_causal=excludes == "causality")
+    arrays = cases.arrays(case, "float32")
+    T, S, key = case.T, case.S, 3
+    attends = np.arange(T) >= key
+    if excludes == "-inf":
+        bias = np.broadcast_to(np.asarray(arrays["bias"]), (1, case.N, T, S)).copy()
+        bias[..., ~attends, key] = -np.inf
+        arrays["bias"] = bias
+    spoiled = {**arrays, "key": np.array(arrays["key"])}
+    spoiled["key"][:, key] = np.nan
+    call: Any = partial(jaxmha.dot_product_attention, **case.options, implementation=implementation)
+    if dict(jaxmha.explain(**arrays, **case.options, implementation=implementation).reasons)[
+        implementation
+    ]:
+        pytest.skip(f"{implementation} does not take the call here")
+    clean, found = (np.asarray(call(**given)) for given in (arrays, spoiled))
+    np.testing.assert_array_equal(np.isnan(found).any((0, 2, 3)), attends)
+    tolerance.assert_close(found[:, ~attends], clean[:, ~attends])
+
+
 @pytest.mark.parametrize("batch", [0, 1, 2])
 def test_traced_offsets(batch: int) -> None:
     """Beside keys of one or of every batch row; 0: all of them."""

@@ -112,7 +112,7 @@ def collect(
     start, before = chosen.start, results["seconds"]
 
     def late() -> bool:
-        return perf_counter() - start > float(chosen.seconds)
+        return bool(perf_counter() - start > chosen.seconds)
 
     def done(found: Row = measure.NOTHING) -> None:
         results.update(found, seconds=round(before + perf_counter() - start))

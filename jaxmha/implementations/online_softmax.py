@@ -37,9 +37,12 @@ def cap_and_mask(
         tanh = jnp.tanh(logits / soft_cap)
         logits = rounded(soft_cap * tanh)
     for x in masks_or_biases:
-        if x is not None:
-            # `where` is faster than adding: XLA would first materialise an additive mask.
-            logits = jnp.where(x, logits, -jnp.inf) if x.dtype == bool else logits + x
+        if x is None:
+            continue
+        if x.dtype == bool:  # faster than adding: XLA would first materialise an additive mask
+            logits = jnp.where(x, logits, -jnp.inf)
+        else:  # not a sum where the bias excludes a pair: the logit may be NaN or infinite
+            logits = jnp.where(x == -jnp.inf, -jnp.inf, logits + x)
     return logits, tanh
 
 
