@@ -87,12 +87,13 @@ def check_shapes(
 
 
 def check_lengths(
-    parts: Mapping[str, Array | None], axes: Mapping[str, str], slots: int, left: int | None
+    parts: Mapping[str, Array | None], axes: Mapping[str, str], left: int | None
 ) -> None:
     """The method `validate` of a cache that is a ring buffer: see `KVCache.validate`."""
-    lengths = on_host("cache.lengths", parts["lengths"])
+    sizes: dict[str, int] = {}
     check_dtypes(parts, paged=False)
-    check_shapes(parts, axes, {})
+    check_shapes(parts, axes, sizes)
+    lengths, slots = on_host("cache.lengths", parts["lengths"]), sizes["S"]
     require_sizes(least=0, optional=True, left=left)
     window = left is not None and left < slots
     of = "positions of a window" if window else f"the S={slots} slots of a row"
@@ -116,6 +117,8 @@ def checked_rows(rows: Array, batch_size: int) -> jax.Array:
 
 def taken(x: Array, rows: Int[jax.Array, "C"], empty: int = 0) -> jax.Array:
     """The rows of an array of a cache; `empty` where the number of a row is too large."""
+    if not x.shape[0]:  # all numbers are too large
+        return jnp.full((*rows.shape, *x.shape[1:]), empty, x.dtype)
     found = jnp.take(as_bits(jnp.asarray(x)), rows, 0, mode="fill", fill_value=empty)
     return from_bits(found, x.dtype)
 

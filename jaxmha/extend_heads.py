@@ -70,7 +70,7 @@ def extend_heads(
     Raises:
       ValueError: a shape does not fit, N is not a multiple of K, `semantics` adds positions, or as
         in `extend`.
-      TypeError: heads are not floating or of different dtypes, or as in `extend`.
+      TypeError: heads are not floating, or JAX does not promote their dtypes, or as in `extend`.
 
     >>> from jaxmha import KVCache, combine, init_params, project, rope
     >>> params = init_params(jax.random.key(0), num_heads=3, features=12)

@@ -115,8 +115,9 @@ class KVCache(NamedTuple):
 
         Raises:
           ValueError: rows do not have one axis, or one is known and outside [0, B).
-          TypeError: rows are not integers.
+          TypeError: rows are not integers, or an array of the cache has a wrong dtype.
         """
+        check_dtypes(self._asdict(), paged=False)
         check_shapes(self._asdict(), DENSE, {})
         at = checked_rows(rows, self.key.shape[0])
         lengths = clipped_counts(self.lengths)
@@ -128,9 +129,9 @@ class KVCache(NamedTuple):
         `left`: left bound of the window of the steps; with one below S, the cache is a ring buffer,
         and lengths have no bound but 2**30. Raises ValueError also if shapes do not fit each other,
         and TypeError for a wrong dtype. It reads lengths from the device, and cannot run under jit;
-        a compiled step does not check them, and its outputs are NaN.
+        a compiled step counts negative lengths as 0, and returns NaN for rows that are too long.
         """
-        check_lengths(self._asdict(), DENSE, self.slots, left)
+        check_lengths(self._asdict(), DENSE, left)
 
     def append(
         self,

@@ -135,13 +135,56 @@ def test_lengths_that_a_ring_cannot_have() -> None:
             cache._replace(lengths=cache.lengths.astype(np.float32)),
             "cache.lengths must be an integer",
         ),
-        (cache._replace(key=cache.key.astype(int)), "dtype of cache.key"),
     ]
     for given, problem in wrong:
         with pytest.raises((ValueError, TypeError), match=problem):
             given.validate()
     with pytest.raises(TypeError, match=r"cache.lengths is traced"):
         jax.make_jaxpr(lambda cache: (cache.validate(), 0)[1])(cache)
+
+
+@pytest.mark.usefixtures("no_shape_hook")
+@pytest.mark.parametrize("kind", ["heads", "latents"])
+def test_take_and_validate_refuse_what_is_no_cache(kind: str) -> None:
+    """A float64 array is not rounded, and a wrong rank, dtype or type is named."""
+    whole: Any = KVCache.empty(make()[0], 2, 7)
+    if kind == "latents":
+        whole = latent.LatentCache.empty(test_latent.made(), 2, 7)
+    name = whole._fields[0]
+    wrong: list[tuple[str, Any, str]] = [
+        (name, np.full(whole[0].shape, 1 / 3), f"cache.{name} is float64, which JAX would round"),
+        (name, whole[0].astype(np.int8), f"dtype of cache.{name} must be floating"),
+        (name, whole[0][0, 0], f"cache.{name}: expected axes"),
+        (name, [1.0], f"cache.{name} must be an array"),
+        ("lengths", None, "cache.lengths must be an array"),
+    ]
+    for field, given, problem in wrong:
+        cache = whole._replace(**{field: given})
+        for call in (cache.validate, lambda cache=cache: cache.take(np.asarray([0]))):
+            with jax.enable_x64(False), pytest.raises((ValueError, TypeError), match=problem):
+                call()
+
+
+def test_rows_of_an_empty_cache_are_empty() -> None:
+    cache = KVCache.empty(make()[0], 0, 7)
+    taken = jax.jit(cache.take)(jnp.asarray([0, 3, 1]))
+    assert taken.key.shape[0] == 3
+    assert taken.lengths.tolist() == [0, 0, 0]
+
+
+@pytest.mark.usefixtures("no_shape_hook")
+def test_a_step_is_exported_for_any_batch() -> None:
+    params, x = make()
+    (b,) = jax.export.symbolic_shape("b")
+    cache = jax.eval_shape(lambda: KVCache.empty(params, 1, 7))
+    struct: Any = jax.ShapeDtypeStruct
+    of_any = jax.tree.map(lambda a: struct((b, *a.shape[1:]), a.dtype), cache)
+    step: Any = jax.export.export(jax.jit(jaxmha.extend))
+    found = step(params, struct((b, 1, x.shape[2]), x.dtype), of_any)
+    empty = KVCache.empty(params, ROWS, 7)
+    out, longer = found.call(params, x[:, :1], empty)
+    tolerance.assert_close(out, np.asarray(jaxmha.extend(params, x[:, :1], empty)[0]))
+    assert longer.lengths.tolist() == [1] * ROWS
 
 
 @pytest.mark.usefixtures("no_shape_hook")

@@ -112,7 +112,7 @@ def _struct(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
 def _request(query: jax.Array, stored: Stored, lengths: jax.Array, semantics: Semantics) -> Request:
     """A request for queries that all attend the first `lengths` keys; its key and value are
     `ShapeDtypeStruct`s."""
-    B, S = len(query), stored.slots
+    B, S = query.shape[0], stored.slots
     key, value = (_struct((B, S, x.shape[1], x.shape[3]), x.dtype) for x in stored[:2])
     mask, zero = Mask.lengths(key_value=lengths), replace(semantics, fully_masked="zero")
     return Request(query, key, value, None, mask, zero, None, False)

@@ -136,7 +136,9 @@ def trace(name: str, function: Function | None, dtype: np.dtype[np.floating] | N
         # A new function each time: JAX caches the first trace of a function, with the values that
         # it captured then.
         fresh = wraps(function)(lambda *x: function(*x))
-        closed, out = jax.make_jaxpr(fresh, return_shape=True)(*scalars)
+        # The program runs on the arrays of one device, which have no explicit axes.
+        with jax.sharding.use_abstract_mesh(NO_MESH):
+            closed, out = jax.make_jaxpr(fresh, return_shape=True)(*scalars)
     except Exception as error:
         shown = ", ".join(_NAMES[x] for x in arguments)
         error.add_note(
@@ -151,6 +153,7 @@ def trace(name: str, function: Function | None, dtype: np.dtype[np.floating] | N
     return mod._replace(blocks=blocks) if isinstance(blocks, Blocks) else mod
 
 
+NO_MESH = jax.sharding.AbstractMesh((), ())
 # Function -> the program of its last trace.
 _PROGRAMS: WeakKeyDictionary[Function, Program] = WeakKeyDictionary()
 

@@ -87,6 +87,7 @@ class LatentCache(NamedTuple):
 
     def take(self, rows: Integer[Array, "C"]) -> "LatentCache":
         """The cache with copies of these rows, in this order, as `KVCache.take`."""
+        check_dtypes(self._asdict(), paged=False)
         check_shapes(self._asdict(), LATENTS, {})
         at = checked_rows(rows, self.latents.shape[0])
         return LatentCache(taken(self.latents, at), taken(clipped_counts(self.lengths), at))
@@ -94,7 +95,7 @@ class LatentCache(NamedTuple):
     def validate(self, left: int | None = None) -> None:
         """Raises ValueError if a row has a negative length, or more tokens than it can hold, as
         `KVCache.validate`."""
-        check_lengths(self._asdict(), LATENTS, self.slots, left)
+        check_lengths(self._asdict(), LATENTS, left)
 
     def append(
         self, keys: Float[Array, "B T C"], counts: Integer[Array, "B"], left: int | None = None

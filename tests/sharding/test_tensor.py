@@ -363,3 +363,22 @@ def test_inside_shard_map() -> None:
     with sharding.use(devices, **NAMES):
         mapped = jax.shard_map(run, mesh=devices, in_specs=(spec,) * 3, out_specs=spec)
         assert_alike(jax.jit(mapped)(*HEADS[:3]), run(*HEADS[:3]))
+
+
+@pytest.mark.parametrize("kind", ["score_mod", "mask_mod"])
+def test_functions_are_traced_without_the_explicit_mesh(kind: str) -> None:
+    """They run on the arrays of one device: their own types have no explicit axes."""
+    heads = X.reshape(B, T, 8, 3)[:, :7]
+    functions: dict[str, Any] = {
+        "score_mod": lambda x, b, n, i, j: x - (n * (i - j)).astype(x.dtype),
+        "mask_mod": lambda b, n, i, j: i - j < 2,
+    }
+
+    def attend(x: Any, function: Any) -> Any:
+        call: Any = jaxmha.dot_product_attention
+        return call(x, x, x, **{kind: function})
+
+    explicit = mesh(explicit=True, data=2)
+    with jax.set_mesh(explicit):  # first: the trace of a function is kept
+        found = attend(put(explicit, heads, "data"), functions[kind])
+    assert_alike(np.asarray(found), attend(heads, functions[kind]))

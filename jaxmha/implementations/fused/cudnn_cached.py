@@ -79,7 +79,10 @@ def out(
 ) -> Float[jax.Array, "B 1 N H"]:
     """The output of one query per sequence over the first `lengths` tokens. Entries of -1 in the
     table are not read."""
-    queries, keys = jnp.ones(len(query), np.int32), lengths.clip(0, stored.slots).astype(np.int32)
+    queries, keys = (
+        jnp.ones(query.shape[0], np.int32),
+        lengths.clip(0, stored.slots).astype(np.int32),
+    )
     found, _ = _call(jnp.swapaxes(query, 1, 2), stored, (queries, keys), scale, lse=False)
     return jnp.swapaxes(found, 1, 2)
 
