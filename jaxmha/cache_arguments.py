@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
-from jaxmha import checks
+from jaxmha import checks, explicit_sharding
 from jaxmha.arrays import Array, require_arrays
 from jaxmha.dims import bind
 from jaxmha.implementations.native.cache_write import as_bits, from_bits
@@ -119,7 +119,10 @@ def taken(x: Array, rows: Int[jax.Array, "C"], empty: int = 0) -> jax.Array:
     """The rows of an array of a cache; `empty` where the number of a row is too large."""
     if not x.shape[0]:  # all numbers are too large
         return jnp.full((*rows.shape, *x.shape[1:]), empty, x.dtype)
-    found = jnp.take(as_bits(jnp.asarray(x)), rows, 0, mode="fill", fill_value=empty)
+    bits = as_bits(jnp.asarray(x))
+    # On explicit mesh axes, rows are sharded as before if their number allows it.
+    whole = explicit_sharding.like(bits, rows.shape[0])
+    found = bits.at[rows].get(mode="fill", fill_value=empty, out_sharding=whole)
     return from_bits(found, x.dtype)
 
 

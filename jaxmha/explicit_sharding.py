@@ -1,5 +1,6 @@
 """Reads shardings from the types of arrays on a mesh of explicit axes (`AxisType.Explicit`)."""
 
+import math
 from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
@@ -148,6 +149,16 @@ def spec_of(x: Array) -> tuple[Names, ...]:
     """The explicit partition spec of an array, one entry per axis; None: the axis is replicated."""
     spec = tuple(jax.typeof(x).sharding.spec) if _is_explicit(x) else ()
     return (*spec, *(None,) * (x.ndim - len(spec)))
+
+
+def like(x: Array, rows: int) -> jax.sharding.NamedSharding | None:
+    """The sharding of an array like `x` with another number of rows, which are replicated if the
+    mesh does not divide them; None: `x` has no explicit axes."""
+    if not _is_explicit(x):
+        return None
+    mesh, (first, *others) = jax.typeof(x).sharding.mesh, spec_of(x)
+    parts = math.prod(mesh.shape[name] for name in names_of(first))
+    return named(mesh, spec(None if rows % parts else first, *others))  # type: ignore[return-value]
 
 
 def _is_explicit(x: object) -> bool:

@@ -382,3 +382,18 @@ def test_functions_are_traced_without_the_explicit_mesh(kind: str) -> None:
     with jax.set_mesh(explicit):  # first: the trace of a function is kept
         found = attend(put(explicit, heads, "data"), functions[kind])
     assert_alike(np.asarray(found), attend(heads, functions[kind]))
+
+
+@pytest.mark.parametrize("rows", [[0, 0, 3, 1], [2, 1, 3]])
+def test_rows_of_a_cache_on_an_explicit_mesh(rows: list[int]) -> None:
+    """They stay sharded if the mesh divides their number."""
+    drawn_keys = np.asarray(RNG.standard_normal((4, 2, 7, 3)), np.float32)
+    lengths, explicit = np.asarray([3, 1, 7, 5], np.int32), mesh(explicit=True, data=2)
+    with jax.set_mesh(explicit):
+        keys, counts = put(explicit, drawn_keys, "data"), put(explicit, lengths, "data")
+        cache = jaxmha.KVCache(keys, keys, counts)
+        for taken in (cache.take(np.asarray(rows)), jax.jit(cache.take)(jnp.asarray(rows))):
+            np.testing.assert_array_equal(taken.value, drawn_keys[rows])
+            np.testing.assert_array_equal(taken.lengths, lengths[rows])
+            sharded = jax.typeof(taken.key).sharding.spec[0]
+            assert sharded == ("data" if len(rows) % 2 == 0 else None)
