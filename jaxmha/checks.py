@@ -18,6 +18,7 @@ from jaxmha.arrays import (
     require_arrays,
     shown,
 )
+from jaxmha.integers import has_values, on_host
 from jaxmha.mask import Mask
 from jaxmha.semantics import ReturnWeights
 from jaxmha.static_checks import one_of
@@ -79,6 +80,27 @@ def require_type(kind: type, **arguments: object) -> None:
         if not isinstance(value, kind):
             raise TypeError(f"{name} must be a jaxmha.{kind.__name__}, got {type(value).__name__}")
         reject_foreign(name, value)
+
+
+def is_flags(values: np.ndarray[Any, np.dtype[Any]]) -> bool:
+    """True for numbers that modules read as Booleans: floats of 0 and 1, integers of at least 0."""
+    if jnp.issubdtype(values.dtype, np.floating):
+        return bool(((values == 0) | (values == 1)).all())
+    return bool((values >= 0).all())
+
+
+def reject_additive(mask: object) -> None:
+    """Raises ValueError for a mask of known numbers that are no flags: nonzero = attend would invert
+    an additive mask, in which 0 keeps."""
+    if not has_values(mask) or getattr(mask, "dtype", bool) == bool:
+        return
+    values = on_host("mask", mask)
+    if not is_flags(values):
+        raise ValueError(
+            f"mask has {values.dtype} values from {values.min()} to {values.max()}, and numbers here "
+            "mean False (0) or True (1), so that an additive mask would be inverted: give a Boolean "
+            "mask, True = attend (of an additive mask, pass `mask == 0`), or the values as bias="
+        )
 
 
 def window(sides: int | Sequence[int | None] | Array | None) -> Mask:

@@ -14,6 +14,7 @@ from jaxtyping import Float
 from jaxmha.arrays import Array, require_arrays
 from jaxmha.attention import dot_product_attention
 from jaxmha.attention_options import hashable, of_semantics
+from jaxmha.checks import reject_additive
 from jaxmha.extras import needed
 from jaxmha.mask import Mask
 from jaxmha.semantics import Semantics
@@ -29,9 +30,10 @@ Initializer = Callable[[Sequence[int], object], jax.Array]
 class MultiHeadAttention(haiku.MultiHeadAttention):  # type: ignore[misc]
     """`haiku.MultiHeadAttention` by jaxmha: same arguments, parameters and names.
 
-    It is a subclass of haiku's module. It computes the same function, with two differences: fully
+    It is a subclass of haiku's module. It computes the same function, with three differences: fully
     masked rows are 0 (the mean of the values, as in haiku, with
-    `semantics=Semantics.haiku()`), and half precision accumulates in float32.
+    `semantics=Semantics.haiku()`), half precision accumulates in float32, and known additive masks,
+    which haiku inverts, are refused.
 
     Args:
       num_heads: N.
@@ -109,7 +111,7 @@ class MultiHeadAttention(haiku.MultiHeadAttention):  # type: ignore[misc]
           bias: added to the logits; has the axes `(*B, N, T, S)`, each of full size or 1.
 
         Raises:
-          ValueError: a shape does not fit.
+          ValueError: a shape does not fit, or a mask looks additive.
         """
         require_arrays(query=query, key=key, value=value)
         batch = query.shape[:-2]
@@ -120,6 +122,7 @@ class MultiHeadAttention(haiku.MultiHeadAttention):  # type: ignore[misc]
             projected = projected.reshape(*x.shape[:-1], self.num_heads, size)
             heads[name] = _in_batch(name, projected, batch)
         if mask is not None and not isinstance(mask, Mask):
+            reject_additive(mask)
             mask = _by_batch("mask", mask, batch).astype(bool)
         if bias is not None:
             bias = _by_batch("bias", bias, batch)

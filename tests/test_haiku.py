@@ -55,7 +55,7 @@ def masks(*batch: int) -> dict[str, Any]:
     full = numbers(*batch, N, T, S) < 0.3
     full[..., 2, :] = False
     ones = (1,) * len(batch)
-    return {"none": None, "full": full, "TS": full[..., :1, :, :], "floats": 3.0 * full} | {
+    return {"none": None, "full": full, "TS": full[..., :1, :, :], "floats": 1.0 * full} | {
         "one": full.reshape(-1, N, T, S)[:1].reshape(*ones, N, T, S)
     }
 
@@ -108,6 +108,18 @@ def test_masks_biases_and_semantics_that_haiku_lacks() -> None:
     )
     assert_close(found.reshape(6, T, -1), np.asarray(expected))
     assert_same(found[1, 0, 0], jnp.asarray(params["multi_head_attention/linear"]["b"]))
+
+
+def test_additive_masks_are_refused() -> None:
+    own, _ = pair()
+    arrays = inputs(3)
+    added = np.where(numbers(3, N, T, S) < 0.3, 0.0, -1e9).astype(np.float32)
+    params = own.init(jax.random.key(0), *arrays)
+    for call in (own.apply, jax.jit(lambda params, *x: own.apply(params, *x[:3], added))):
+        with pytest.raises(
+            ValueError, match=r"float32 values from -1000000000.0 to 0.0.*mask == 0"
+        ):
+            call(params, *arrays, added)
 
 
 @pytest.mark.usefixtures("no_shape_hook")

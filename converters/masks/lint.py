@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from jaxmha import Mask, dot_product_attention, multi_head_attention
+from jaxmha.checks import is_flags
 from jaxmha.converters.layout.arrays import NDArray, to_numpy
 from jaxmha.converters.layout.base import guess
 from jaxmha.converters.masks.compose import checked
@@ -78,6 +79,9 @@ def findings(
             found += [finding for check in CHECKS if (finding := check(read)) is not None]
     found += _is_causal(framework, arguments)
     found += _row_to_head(framework, arguments, sizes)
+    if framework == "jaxmha" and (numbers := _numbers(arguments.get("mask"))) is not None:
+        found.append(numbers)
+        arguments.pop("mask")
     if made_of is not None:
         # Only the Mask, not its array, shows which queries are padding.
         arguments.pop("mask", None)
@@ -157,6 +161,24 @@ def _is_causal(framework: str, arguments: Mapping[str, Any]) -> Iterator[Finding
             what = "torch ignores it, since an attn_mask that is not the triangle is given"
     if what:
         yield Finding(name, name, what, fix)
+
+
+def _numbers(mask: Any) -> Finding | None:
+    """A mask of numbers: functions of jaxmha refuse it, and modules accept 0 and 1."""
+    array = None if mask is None else to_numpy(mask)
+    if array is None or array.dtype == np.bool_:
+        return None
+    if is_flags(array):
+        what = "modules of Flax and Haiku, and attention_fn, take it: there nonzero attends"
+        fix = "Pass `mask != 0`, which both take"
+    else:
+        what = (
+            "modules of Flax and Haiku, and attention_fn, refuse it too where its values are known, "
+            "since they would invert an additive mask"
+        )
+        fix = "Pass `mask == 0` if 0 keeps, or pass its values as `bias`"
+    what = f"functions of jaxmha take Booleans and refuse {array.dtype}; {what}"
+    return Finding("refused", "mask", what, fix)
 
 
 def _row_to_head(

@@ -132,7 +132,9 @@ def read_mask(
     is_causal: bool = False,
     semantics: Semantics = Semantics(),
 ) -> Mask:
-    """Combines mask, windows and causality of a flax call; nonzero entries of an array attend."""
+    """Combines mask, windows and causality of a flax call; nonzero entries of an array attend.
+
+    Raises ValueError for a mask of known numbers that looks additive."""
     if isinstance(mask, Mask):
         read = mask
     elif mask is None:
@@ -141,6 +143,7 @@ def read_mask(
         raise TypeError(f"mask must be an array or a jaxmha.Mask, got {type(mask).__name__}")
     else:
         reject_foreign("mask", mask)
+        checks.reject_additive(mask)  # before a conversion, which may be traced
         # A NumPy array is compared in NumPy: JAX might round 64-bit values to zero.
         array = mask if isinstance(mask, np.ndarray) else jnp.asarray(mask)
         read = Mask(array=array if array.dtype == np.bool_ else array != 0)

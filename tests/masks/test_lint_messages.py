@@ -5,9 +5,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxmha import Mask
+from jaxmha import Mask, dot_product_attention
 from jaxmha.converters import lint_masks
 from jaxmha.converters.masks import jax
+from jaxmha.flax import attention_fn
 
 CAUSAL = np.tri(5, dtype=bool)
 ADDITIVE = np.where(CAUSAL, 0.0, -np.inf).astype(np.float32)
@@ -36,6 +37,28 @@ def test_an_additive_mask_has_one_remedy(framework: str, name: str) -> None:
     arguments: dict[str, Any] = {name: ADDITIVE}
     (found,) = lint_masks(framework, **arguments)
     assert "ass `mask == 0`" in str(found) or "pass mask == 0, " in str(found)
+
+
+@pytest.mark.usefixtures("no_shape_hook")
+@pytest.mark.parametrize(
+    ("mask", "taken"),
+    [(CAUSAL.astype(int), True), (CAUSAL.astype(np.float32), True), (ADDITIVE, False)],
+)
+def test_numbers_are_refused_by_functions_and_read_by_modules(mask: Any, taken: bool) -> None:
+    """The linter says of each call what it does."""
+    (found,) = lint_masks("jaxmha", mask=mask)
+    assert (found.name, found.argument) == ("refused", "mask")
+    x = np.ones((5, 2, 3), np.float32)
+    with pytest.raises(TypeError, match="mask must be Boolean"):
+        dot_product_attention(x, x, x, mask=mask)
+    if taken:
+        assert "attention_fn, take it" in found.what
+        assert lint_masks("jaxmha", mask=mask != 0) == []
+        attention_fn(x, x, x, mask=mask)
+        return
+    assert "attention_fn, refuse it too" in found.what
+    with pytest.raises(ValueError, match="additive"):
+        attention_fn(x, x, x, mask=mask)
 
 
 def test_numbers_of_0_and_1_have_the_other() -> None:
