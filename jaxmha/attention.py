@@ -138,7 +138,8 @@ def dot_product_attention(
         temperature, may be traced and has a gradient; half precision is then computed in float32.
       is_causal: query i attends keys j <= i (aligned top-left; `Mask.causal(offset)` otherwise).
       query_seq_lengths: `(B,)`, number of valid queries; output rows beyond it are 0.
-      key_value_seq_lengths: `(B,)`, number of valid keys; keys beyond it are excluded.
+      key_value_seq_lengths: `(B,)`, number of valid keys; keys beyond it are excluded. Lengths are
+        clipped to `[0, S]`, those of queries to `[0, T]`.
       local_window_size: w or (left, right): `i - left <= j <= i + right`.
       segment_ids: `(B, T)` for all positions, or a pair `(B, T)`, `(B, S)`; only equal ids attend.
       logits_soft_cap: c: scaled logits x become `c * tanh(x / c)`, before the bias.

@@ -79,6 +79,7 @@ def findings(
             found += [finding for check in CHECKS if (finding := check(read)) is not None]
     found += _is_causal(framework, arguments)
     found += _row_to_head(framework, arguments, sizes)
+    found += _outside(arguments, made_of, sizes)
     if framework == "jaxmha" and (numbers := _numbers(arguments.get("mask"))) is not None:
         found.append(numbers)
         arguments.pop("mask")
@@ -161,6 +162,31 @@ def _is_causal(framework: str, arguments: Mapping[str, Any]) -> Iterator[Finding
             what = "torch ignores it, since an attn_mask that is not the triangle is given"
     if what:
         yield Finding(name, name, what, fix)
+
+
+def _outside(
+    arguments: Mapping[str, Any], conditions: Mask | None, sizes: Mapping[str, int]
+) -> Iterator[Finding]:
+    """Finds lengths below 0 or beyond the axis, in arguments of jax.nn and in a `Mask`."""
+    for letter, role in (("T", "query"), ("S", "key_value")):
+        values = {
+            f"{role}_seq_lengths": arguments.get(f"{role}_seq_lengths"),
+            "mask": getattr(conditions, f"{role}_lengths", None),
+        }
+        for name, value in values.items():
+            if value is None:
+                continue
+            lengths = np.atleast_1d(to_numpy(value, name))
+            rows = np.argwhere((lengths < 0) | (lengths > sizes.get(letter, np.inf)))
+            if len(rows):
+                limit = f"{letter}={sizes[letter]}" if letter in sizes else letter
+                yield Finding(
+                    "lengths",
+                    name,
+                    f"{len(rows)} of {lengths.size} lengths are outside [0, {limit}], the first "
+                    f"{lengths[tuple(rows[0])]} in batch row {rows[0][0]}: it counts as the nearer end",
+                    "Count valid positions of this call's arrays, within the length of their axis",
+                )
 
 
 def _numbers(mask: Any) -> Finding | None:

@@ -143,6 +143,11 @@ FOUND: dict[str, tuple[str, dict[str, Any], str, list[str]]] = {
         "is_causal", ["another refuses the call"]),
     "a Mask of other sizes": ("jaxmha", {"mask": LEFT, "key_length": S + 1}, "refused",
         ["mask.key_value_padding", "S=6"]),
+    "lengths beyond S": ("jaxmha",
+        {"mask": Mask.lengths(key_value=np.array([3, 12])), "key_length": 10}, "lengths",
+        ["mask: 1 of 2 lengths", "[0, S=10]", "12 in batch row 1"]),
+    "lengths below 0": ("jax", {"query_seq_lengths": np.array([-1, 3])}, "lengths",
+        ["query_seq_lengths: 1 of 2", "[0, T]", "-1 in batch row 0"]),
     "refused by torch": ("torch", {"attn_mask": np.ones((1, 1, T, S), bool)}, "refused",
         ["attn_mask", "(1, 1, 5, 5)"]),
 }  # fmt: skip
@@ -204,7 +209,7 @@ def test_every_check_has_a_case() -> None:
     named = {name for _, _, name, _ in FOUND.values()}
     assert named == {
         "inverted", "0/1 added", "additive cast", "float16", "constant", "empty rows", "head order",
-        "wrong axis", "is_causal", "refused", "left padding", "turned",
+        "wrong axis", "is_causal", "refused", "left padding", "turned", "lengths",
     }  # fmt: skip
 
 
