@@ -19,6 +19,7 @@ __all__ = [
     "conversion_hint",
     "in_jax",
     "is_rounded",
+    "mask_hint",
     "reject_foreign",
     "require_arrays",
     "shown",
@@ -68,6 +69,21 @@ def as_dtype(name: str, dtype: DTypeLike | None) -> np.dtype[Any]:
 def conversion_hint(name: str, value: object) -> str:
     """The end of an error message: how to convert a list or tuple to an array; "" for others."""
     return f": make it one with np.asarray({name})" if isinstance(value, list | tuple) else ""
+
+
+def mask_hint(mask: object) -> str:
+    """The end of an error message: how to give a mask that is neither an array nor a `Mask`."""
+    if hasattr(mask, "mask_mod"):  # a BlockMask of torch's flex_attention
+        return ": it holds a function, to be given as mask_mod=block_mask.mask_mod"
+    if callable(mask):
+        return ": give a function of positions as mask_mod="
+    if isinstance(mask, list | tuple):
+        return ": make it an array with np.asarray(mask, bool)"
+    if isinstance(mask, str | bool):  # an array of it would hold one True
+        return (
+            f" {mask!r}: for a causal mask give Mask.causal() or is_causal=True; None masks nothing"
+        )
+    return ""
 
 
 def shown(value: object) -> str:

@@ -78,7 +78,12 @@ def require_type(kind: type, **arguments: object) -> None:
     framework."""
     for name, value in arguments.items():
         if not isinstance(value, kind):
-            raise TypeError(f"{name} must be a jaxmha.{kind.__name__}, got {type(value).__name__}")
+            remedy = ""
+            if isinstance(value, tuple) and any(isinstance(x, kind) for x in value):
+                remedy = ", a tuple that holds one: unpack it first, as in params, semantics = ..."
+            raise TypeError(
+                f"{name} must be a jaxmha.{kind.__name__}, got {type(value).__name__}{remedy}"
+            )
         reject_foreign(name, value)
 
 
@@ -257,6 +262,7 @@ def _missing_axes(
     if batch and shape == keys:
         padding = f", or Mask.padding(key_value={name}); True = attend" * (name == "mask")
         return f": of (*B, S) make (*B, 1, 1, S), {name}[..., None, None, :]{padding}"
-    if batch and shape == scores:
-        return f": of (*B, T, S) make (*B, 1, T, S), {name}[..., None, :, :]"
+    if batch and shape in {(*batch, 1, sizes["S"]), scores}:
+        T = "T" if shape == scores else "1"
+        return f": of (*B, {T}, S) make (*B, 1, {T}, S), {name}[..., None, :, :]"
     return ""

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Bool, Integer
 
 from jaxmha import mask_repr, notebook, segment_runs
-from jaxmha.arrays import Array, reject_foreign, require_arrays
+from jaxmha.arrays import Array, mask_hint, reject_foreign, require_arrays
 from jaxmha.integers import comparable, library, narrow, near, require_integers, require_sizes
 from jaxmha.mask_intersection import INTERSECTION
 
@@ -123,6 +123,9 @@ class Mask:
     ) -> "Mask":
         """Valid positions of each batch row: the first `query` queries and `key_value` keys.
 
+        Lengths below 0 mean 0, and lengths beyond the axis mean all of it: they are clipped to
+        `[0, T]` and `[0, S]`. `jaxmha.converters.lint_masks` reports them.
+
         Args:
           query: `(B,)`, number of valid queries; outputs beyond are 0.
           key_value: `(B,)`, number of valid keys and values, as of a padded batch.
@@ -130,7 +133,7 @@ class Mask:
         >>> Mask.lengths(key_value=np.array([3, 1])).to_array(1, 4, np).astype(int).tolist()
         [[[[1, 1, 1, 0]]], [[[1, 0, 0, 0]]]]
         """
-        require_integers("an integer array", optional=True, query=query, key_value=key_value)
+        require_lengths(query=query, key_value=key_value)
         return cls(query_lengths=query, key_value_lengths=key_value)
 
     @classmethod
@@ -216,13 +219,9 @@ class Mask:
         """A Boolean array broadcastable to BNTS, True = attend."""
         reject_foreign("mask", array)
         if getattr(array, "dtype", None) is None:
-            remedy = "make it an array with np.asarray(mask, bool)"
-            if hasattr(array, "mask_mod"):  # a BlockMask of torch's flex_attention
-                remedy = "it holds a function, to be given as mask_mod=block_mask.mask_mod"
-            elif callable(array):
-                remedy = "give a function of positions as mask_mod="
             raise TypeError(
-                f"mask must be a Boolean array or a Mask, got {type(array).__name__}: {remedy}"
+                f"mask must be a Boolean array or a Mask, got {type(array).__name__}"
+                f"{mask_hint(array)}"
             )
         if array.dtype != np.bool_:
             raise TypeError(
@@ -345,6 +344,17 @@ FIELDS = tuple(field.name for field in fields(Mask))  # fields that may be stati
 def traced_fields(static: tuple[Any, ...]) -> tuple[str, ...]:
     """The fields that are children of the pytree node: all but the window and a static offset."""
     return FIELDS[2:] if static[0] is not None else (FIELDS[0], *FIELDS[2:])
+
+
+def require_lengths(**arguments: object) -> None:
+    for name, lengths in arguments.items():
+        if getattr(lengths, "dtype", None) == np.bool_:
+            role = "query" if name.startswith("query") else "key_value"
+            raise TypeError(
+                f"{name} must be an integer array of lengths, got bool: give valid positions (True) "
+                f"by Mask.padding({role}=...)"
+            )
+    require_integers("an integer array", optional=True, **arguments)
 
 
 def _require_booleans(**arguments: object) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 from jaxmha import checks, segment_runs
 from jaxmha.arrays import Array
 from jaxmha.integers import require_integers
-from jaxmha.mask import Mask
+from jaxmha.mask import Mask, require_lengths
 from jaxmha.semantics import Semantics
 
 
@@ -39,7 +39,7 @@ def mask_of_keywords(
             f"(B, S), got {len(ids)}"
         )
     arrays = {"query_seq_lengths": query_lengths, "key_value_seq_lengths": key_value_lengths}
-    require_integers("an integer array", optional=True, **arrays)
+    require_lengths(**arrays)
     for x in ids if several or segment_ids is not None else ():
         require_integers("an integer array", segment_ids=x)
     ends = None if segment_ids is None else segment_runs.ends_of_runs(*ids)

@@ -84,6 +84,13 @@ ATTENTION: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
         ["mask", "T", "S", "T=5", "S=7", "(7, 5)"]),
     "mask of batch and length": ({"mask": zeros(2, 7, dtype=bool)}, ValueError,
         ["mask", "T=5", "S=7", "(2, 7)", "mask); True = attend"]),
+    "mask of batch, 1 and length": ({"mask": zeros(2, 1, 7, dtype=bool)}, ValueError,
+        ["mask", "(2, 1, 7)", "(*B, 1, S) make (*B, 1, 1, S)", "mask[..., None, :, :]"]),
+    "name of a mask": ({"mask": "causal"}, TypeError, ["str 'causal': ", "Mask.causal()",
+        "is_causal=True"]),
+    "bool as a mask": ({"mask": True}, TypeError, ["bool True: ", "is_causal=True"]),
+    "padding as lengths": ({"key_value_seq_lengths": zeros(2, 7, dtype=bool)}, TypeError,
+        ["key_value_seq_lengths", "Mask.padding(key_value=...)"]),
     "mask of five axes": ({"mask": zeros(3, 2, 6, 5, 7, dtype=bool)}, ValueError,
         ["mask", "(3, 2, 6, 5, 7)"]),
     "mask of kv heads": ({"mask": zeros(2, 3, 5, 7, dtype=bool)}, ValueError,
@@ -206,6 +213,12 @@ def test_wrong_options_list_the_choices(value: Any) -> None:
         jaxmha.explain(x, x, x, platform=value)
 
 
+def test_flash_is_not_taken_for_splash() -> None:
+    """Splash is a kernel for TPUs."""
+    with pytest.raises(ValueError, match=r"got 'flash'(\n|$)"):
+        jaxmha.dot_product_attention(**ARRAYS, implementation="flash")
+
+
 def test_mask_constructors() -> None:
     with pytest.raises(TypeError, match="bias="):
         Mask.dense(zeros(5, 7))
@@ -215,6 +228,8 @@ def test_mask_constructors() -> None:
         Mask.window(1, -1)
     with pytest.raises(TypeError, match=r"key_value must be an array, got list: .*np\.asarray"):
         Mask.padding(key_value=[[True] * 7] * 2)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"got bool: .* Mask\.padding\(query="):
+        Mask.lengths(query=zeros(2, 7, dtype=bool))
     with pytest.raises(TypeError, match="key_value_padding must be an array, got list"):
         Mask(key_value_padding=[[True] * 7] * 2)  # type: ignore[arg-type]
 

@@ -8,9 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 
 import jaxmha
 from jaxmha import MHAParams, Semantics
+from jaxmha.converters import torch as convert
 from tests import layer_cases
 from tests.layer_cases import LAYERS
 from tests.test_errors import refused, zeros
@@ -94,11 +96,14 @@ def test_layer(what: str) -> None:
 def test_things_of_another_kind_are_named() -> None:
     query, params = INPUTS["query"], params_of(LEAVES)
     other: Any = {"a": 1}
+    imported: Any = convert.from_module(torch.nn.MultiheadAttention(6, 2))
     layers: Any = (jaxmha.multi_head_attention, jaxmha.project, jaxmha.combine)
     for call in layers:
         for run in (call, jax.jit(call)):
             with pytest.raises(TypeError, match=r"params must be a jaxmha\.MHAParams, got dict"):
                 run(other, query)
+        with pytest.raises(TypeError, match=r"got Imported, a tuple that holds one: unpack it"):
+            call(imported, query)
         with pytest.raises(TypeError, match=r"semantics must be a jaxmha\.Semantics, got dict"):
             call(params, query, semantics=other)
     for call in (jaxmha.prefill, jaxmha.decode_step):

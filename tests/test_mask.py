@@ -364,3 +364,11 @@ def test_dense_masks_of_keys_or_of_rows_alone_are_padding(
     (mask,) = seen
     arrays = ("array", "query_padding", "key_value_padding")
     assert [name for name in arrays if getattr(mask, name) is not None] == [field]
+
+
+def test_lengths_outside_the_axis_are_clipped() -> None:
+    for given, meant in ((np.array([9, -3]), [S, 0]), (np.array([8, 3]), [S, 3])):
+        mask = Mask.lengths(key_value=given)
+        np.testing.assert_array_equal(
+            mask.to_array(T, S), Mask.lengths(key_value=np.array(meant)).to_array(T, S)
+        )

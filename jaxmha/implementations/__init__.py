@@ -154,7 +154,7 @@ def known(implementation: str | Sequence[str]) -> tuple[str, ...]:
     names = tuple(OF_JAX.get(name, name) for name in names)
     for name in names:
         if name not in IMPLEMENTATIONS:
-            near = get_close_matches(str(name).lower(), IMPLEMENTATIONS, 1)
+            near = get_close_matches(str(name).lower(), IMPLEMENTATIONS, 1, cutoff=0.8)
             raise ValueError(
                 f"implementation must be among {list(IMPLEMENTATIONS)}, got {name!r}"
                 f"{f': did you mean {near[0]!r}?' if near else ''}"
