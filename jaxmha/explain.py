@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import jax
 
-from jaxmha import notebook
+from jaxmha import checks, notebook
 from jaxmha.arrays import Array
 from jaxmha.attention import dot_product_attention
 from jaxmha.implementations import SupportQuery, platforms
@@ -209,6 +209,7 @@ def _asked(
         if any(isinstance(leaf, jax.ShapeDtypeStruct | jax.Array) for leaf in jax.tree.leaves(x))
     }
     static = {name: x for name, x in options.items() if name not in traced}
+    checks.reject_rounding(**arrays, **traced)  # eval_shape rounds before the call can refuse
     with platforms.lowering_for(platform) if platform is not None else nullcontext():
         jax.eval_shape(partial(function, **static, implementation=asked), **arrays, **traced)
         device = platforms.current().device

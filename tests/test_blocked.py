@@ -130,6 +130,26 @@ def test_a_bias_keeps_keys_out_of_rows_that_exclude_them(
     tolerance.assert_close(found[:, ~attends], clean[:, ~attends])
 
 
+@pytest.mark.parametrize("bias", [None, "1NTS"])
+def test_a_cotangent_reaches_the_keys_of_its_row_alone(bias: str | None) -> None:
+    """NaN in the cotangent of row 2 of a causal call leaves the gradients of later keys as they are."""
+    case = Case("causal", T=7, S=7, K=2, bias=bias, is_causal=True)
+    arrays = {name: jnp.asarray(x) for name, x in cases.arrays(case, "float32").items()}
+
+    def key_gradient(implementation: str) -> np.ndarray[Any, Any]:
+        def attend(key: jax.Array) -> jax.Array:
+            call: Any = partial(jaxmha.dot_product_attention, is_causal=True)
+            found: jax.Array = call(**arrays | {"key": key}, implementation=implementation)
+            return found
+
+        out, pull = jax.vjp(attend, arrays["key"])
+        return np.asarray(pull(jnp.ones_like(out).at[:, 2].set(jnp.nan))[0])
+
+    found, want = key_gradient("blocked"), key_gradient("reference")
+    assert np.isnan(found).any((0, 2, 3)).tolist() == [True] * 3 + [False] * 4
+    tolerance.assert_close(found[:, 3:], want[:, 3:])
+
+
 @pytest.mark.parametrize("batch", [0, 1, 2])
 def test_traced_offsets(batch: int) -> None:
     """Beside keys of one or of every batch row; 0: all of them."""

@@ -173,3 +173,9 @@ def test_a_host_without_cudnn_lowers_plain_xla() -> None:
 def test_default_device_counts() -> None:
     with jax.default_device(jax.devices("cpu")[0]):
         assert platforms.current() == platforms.Platform("cpu", "cpu", present=True)
+
+
+def test_a_float64_array_is_refused_as_in_the_call() -> None:
+    wide = np.ones((1, 5, 2, 3))
+    with jax.enable_x64(False), pytest.raises(TypeError, match="query is float64, which JAX would"):
+        jaxmha.explain(wide, wide, wide)
