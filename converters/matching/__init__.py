@@ -31,17 +31,23 @@ def match(source: Any, target: Any, *, packing: Packing = "ask") -> Plan:
         and shapes do not determine it. "concatenated": one after another, as `(qkv N H)`. "ask":
         the plan has a question, because some models alternate head by head, as `(N qkv H)`.
 
+    Raises:
+      ValueError: source and target state different head counts, so the same arrays mean others.
+
     >>> import numpy as np
     >>> source = {"fc.weight": np.zeros((3, 5)), "fc.bias": np.zeros(3)}
     >>> print(match(source, {"dense": {"kernel": np.zeros((5, 3)), "bias": np.zeros(3)}}))
     dense/bias <- fc.bias  [o0 -> o0]  certain: the only layers of these shapes
     dense/kernel <- fc.weight  [o0 i0 -> i0 o0]  certain: the only layers of these shapes
     """
-    from jaxmha.converters.matching import lines, trees
+    from jaxmha.converters.matching import lines, loading, trees
 
     mine = trees.read(source)
     try:
-        return lines.plan(mine, trees.read(target, "target"), packing)
+        theirs = trees.read(target, "target")
+        made = lines.plan(mine, theirs, packing)
+        loading.checked_jobs(made, mine, theirs)
+        return made
     finally:
         mine.close()
 
@@ -70,7 +76,7 @@ def prove(
       unused: "keep" accepts source arrays that the plan does not use, as in `load_into`.
 
     Raises:
-      ValueError: the plan has an open question, or does not fit the models.
+      ValueError: the plan has an open question, or does not fit the models, or head counts differ.
 
     >>> import torch
     >>> module = torch.nn.Linear(3, 5)

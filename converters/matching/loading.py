@@ -12,7 +12,7 @@ from einops import rearrange
 from jaxmha.checkpoint import Lazy, TensorInfo, hub
 from jaxmha.checkpoint.errors import listed
 from jaxmha.converters.layout.arrays import NDArray
-from jaxmha.converters.matching import lines, trees
+from jaxmha.converters.matching import head_counts, lines, trees
 from jaxmha.converters.matching.layers import is_buffer
 from jaxmha.converters.matching.patterns import expand
 from jaxmha.converters.matching.plan import Line, MatchPlan, Packing
@@ -44,7 +44,8 @@ def prepared(
       missing: "keep" does not change model arrays without a line in the plan; "refuse" raises.
 
     Raises:
-      ValueError: a question is open, arrays are unused or missing, or a shape or dtype is wrong.
+      ValueError: a question is open, arrays are unused or missing, or a shape, head count or dtype
+        is wrong.
     """
     check_policy("unused", unused)
     check_policy("missing", missing)
@@ -53,7 +54,7 @@ def prepared(
         theirs = trees.read(model, "model")
         own = lines.plan(mine, theirs, packing) if plan is None else plan
         refuse_questions(own)
-        todo = dict(jobs(own, mine, theirs))
+        todo = checked_jobs(own, mine, theirs)
         _refuse_rest(own, mine, theirs, todo, unused, missing)
         arrays = theirs.arrays
         del theirs  # its values will be replaced: frees their memory
@@ -107,6 +108,17 @@ def refuse_questions(plan: MatchPlan, hint: str = "") -> None:
             f"the plan has an open question{more}: {first.target}: {first.reason}; candidates: "
             f"{', '.join(first.candidates) or 'none'}. {first.advice()}{hint}"
         )
+
+
+def checked_jobs(plan: MatchPlan, source: Tree, target: Tree) -> dict[str, tuple[Line, list[str]]]:
+    """Returns the `jobs` as a dict; raises ValueError also if head counts differ."""
+    todo = dict(jobs(plan, source, target))
+    head_counts.refuse(todo, _side(source), _side(target))
+    return todo
+
+
+def _side(tree: Tree) -> head_counts.Side:
+    return head_counts.Side(tree.heads(), {name: a.shape for name, a in tree.arrays.items()})
 
 
 def jobs(

@@ -39,7 +39,7 @@ def prove(
         hint = _LOADED * (plan is None)
         plan = lines.plan(mine, theirs, packing) if plan is None else plan
         loading.refuse_questions(plan, hint)
-        jobs = dict(loading.jobs(plan, mine, theirs))
+        jobs = loading.checked_jobs(plan, mine, theirs)
         proof = _arrays(mine, theirs, jobs)
     finally:
         mine.close()

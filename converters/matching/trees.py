@@ -13,7 +13,7 @@ from jaxmha.checkpoint import hub, optimizer_state
 from jaxmha.converters.discovery import live_model
 from jaxmha.converters.discovery.user_names import dotted
 from jaxmha.converters.layout.arrays import NDArray, framework_of, packages_of, to_numpy
-from jaxmha.converters.matching import keras_files, keras_graph, repeats
+from jaxmha.converters.matching import head_counts, keras_files, keras_graph, repeats
 
 # Class of a layer -> axes of its main array: o output, i input (convolutions also have window
 # axes), v rows and d features of a table. "no" marks a layer that other frameworks store otherwise
@@ -63,6 +63,7 @@ class Tree:
       depends_on: path of each layer with an automatic name -> paths of the layers whose output it
         needs; None: the graph is unknown, so its number may say nothing of its place.
       saved: only for a Keras model: name of an array in its weights file -> name in `arrays`.
+      heads: reads the head count that the attention layer of each array states.
     """
 
     kind: str
@@ -74,6 +75,7 @@ class Tree:
     notes: tuple[str, ...] = ()
     depends_on: DependsOn = field(default_factory=dict)
     saved: Mapping[str, str] = field(default_factory=dict)
+    heads: Callable[[], Mapping[str, head_counts.Stated]] = dict
 
 
 def read(model: Any, argument: str = "source") -> Tree:
@@ -147,6 +149,7 @@ def _file(path: Path) -> Tree:
         close=stack.close,
         notes=file.notes,
         depends_on=dict.fromkeys(automatic),
+        heads=lambda: head_counts.of_file(file),
     )
 
 
@@ -190,7 +193,21 @@ def _torch(module: Any) -> Tree:
         if not form and _of(layer, "transformers") and type(layer).__name__ == "Conv1D":
             form = "io"  # GPT-2's layer has its weight as (in, out)
         arrays[name] = Array(name, split(name), tuple(tensor.shape), _dtype(tensor), form or "raw")
-    return Tree("torch", arrays, lambda name: to_numpy(state[name], name), aliases, notes=notes)
+    return Tree(
+        "torch",
+        arrays,
+        lambda name: to_numpy(state[name], name),
+        aliases,
+        notes=notes,
+        heads=_heads(arrays, lambda path: live.layers.get(".".join(path))),
+    )
+
+
+def _heads(
+    arrays: Mapping[str, Array], layer_at: Callable[[tuple[str, ...]], object]
+) -> Callable[[], Mapping[str, head_counts.Stated]]:
+    paths = {name: array.path for name, array in arrays.items()}
+    return lambda: head_counts.of_layers(paths, layer_at)
 
 
 def _form(layer: Any, package: str) -> str:
@@ -218,7 +235,8 @@ def _nnx(module: Any) -> Tree:
         form = _form(layers.get(parts[:-1]), "flax")
         arrays[name] = Array(name, parts, tuple(value.shape), str(value.dtype), form)
         values[name] = value
-    return Tree("nnx", arrays, lambda name: to_numpy(values[name], name))
+    heads = _heads(arrays, layers.get)
+    return Tree("nnx", arrays, lambda name: to_numpy(values[name], name), heads=heads)
 
 
 def _keras(model: Any) -> Tree:
@@ -243,6 +261,7 @@ def _keras(model: Any) -> Tree:
         lambda name: to_numpy(values[name], name),
         depends_on=depends_on,
         saved=saved,
+        heads=_heads(arrays, {split(_shown(path, live)): x for path, x in live.layers.items()}.get),
     )
 
 
@@ -334,6 +353,7 @@ def _tree(tree: Any, kind: str, argument: str) -> Tree:
         arrays,
         lambda name: to_numpy(values[name], name),
         depends_on=dict.fromkeys(automatic),
+        heads=_heads(arrays, lambda path: node(tree, path) if kind == "equinox" else None),
     )
 
 
