@@ -323,20 +323,32 @@ def _near(
 
 
 def _nearest(mine: Sequence[Template], target: Template, decision: Decision) -> str:
-    """Returns text for a reason: the unused source array with the nearest shape; or ""."""
+    """Returns text for a reason: the shape expected, and that of the nearest unused source array.
+
+    An array with more of the target's terms is nearer, then one of more similar sizes.
+    """
     used = {s for s, _, _ in decision.taken.values()}
     wanted = target.first.slots[MAIN]
     found = []
     for s, source in enumerate(mine):
         array = source.first.slots[MAIN]
-        if s not in used and len(array.shape) == len(wanted.shape):
-            sizes = zip(sorted(array.shape), sorted(wanted.shape), strict=True)
-            apart = sum(abs(math.log((a + 1) / (b + 1))) for a, b in sizes)
-            found.append((apart, array.name, array.shape))
+        if s not in used:
+            common = len(source.terms & target.terms)
+            found.append((-common, _apart(array.shape, wanted.shape), array.name, array.shape))
     if not found:
-        return ""
-    _, name, shape = min(found)
+        return f"; {wanted.name} is {wanted.shape}"
+    *_, name, shape = min(found)
     return f"; the nearest is {name} {shape}, which does not fit {wanted.name} {wanted.shape}"
+
+
+def _apart(a: Sequence[int], b: Sequence[int]) -> float:
+    """How much the sizes of two shapes differ; of the products, if they have other axes."""
+    sizes = (
+        zip(sorted(a), sorted(b), strict=True)
+        if len(a) == len(b)
+        else [(math.prod(a), math.prod(b))]
+    )
+    return sum(abs(math.log((x + 1) / (y + 1))) for x, y in sizes)
 
 
 def _only(template: Template, slots: Iterable[str]) -> Template:

@@ -222,3 +222,11 @@ def test_the_nearest_array_is_named_before_zeros_are() -> None:
     text = str(caught.value)
     nearest = "the nearest is weight (4, 2), which does not fit kernel (2, 3)"
     assert 0 < text.find(nearest) < text.find("to fill it with zeros:")
+
+
+def test_another_width_shows_the_shapes_expected_and_found() -> None:
+    target = nnx.MultiHeadAttention(2, 6, decode=False, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="open question") as caught:
+        flax.load_into(target, torch.nn.MultiheadAttention(10, 2))
+    nearest = "the nearest is in_proj_weight (30, 10), which does not fit key/kernel (6, 2, 3)"
+    assert 0 < str(caught.value).find(nearest) < str(caught.value).find("to fill it with zeros:")
