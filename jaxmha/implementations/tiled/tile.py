@@ -273,7 +273,7 @@ def backward(
         logits, pull = jax.vjp(scores, logits, modifier.mod.floats)
         logits = rounded(logits)
         logits = logits if allowed is None else jnp.where(allowed, logits, -jnp.inf)
-    whole, excluded = row_max is None, logits == -jnp.inf
+    whole = row_max is None
     if row_max is None:  # computed here: logits of the forward pass may round differently
         row_max = jnp.maximum(logits.max(-2, keepdims=True), LOWEST[rows.dtype.name])
     else:  # recomputed logits may round above row_max; clipping keeps exps <= 1
@@ -299,7 +299,7 @@ def backward(
         minus_delta /= divisor
     d_bias = exps * (d_weights + minus_delta)
     if mask_or_bias is not None:  # 0 times a cotangent that may be NaN or infinite
-        d_bias = jnp.where(excluded, 0.0, d_bias)
+        d_bias = jnp.where(exps == 0.0, 0.0, d_bias)
     floats: Floats = ()
     if pull is not None:
         d_bias, floats = pull(d_bias)
