@@ -88,15 +88,13 @@ def require_type(kind: type, **arguments: object) -> None:
 
 
 def is_flags(values: np.ndarray[Any, np.dtype[Any]]) -> bool:
-    """True for numbers that modules read as Booleans: floats of 0 and 1, integers of at least 0."""
-    if jnp.issubdtype(values.dtype, np.floating):
-        return bool(((values == 0) | (values == 1)).all())
-    return bool((values >= 0).all())
+    """True for numbers that modules read as Booleans: those of at least 0, and NaN."""
+    return not bool((values < 0).any())
 
 
 def reject_additive(mask: object) -> None:
-    """Raises ValueError for a mask of known numbers that are no flags: nonzero = attend would invert
-    an additive mask, in which 0 keeps."""
+    """Raises ValueError for a mask that holds known negative numbers: nonzero = attend would invert an
+    additive mask, in which 0 keeps."""
     if not has_values(mask) or getattr(mask, "dtype", bool) == bool:
         return
     values = on_host("mask", mask)

@@ -67,11 +67,11 @@ def _function(mask: Any) -> Any:
 
 @pytest.mark.parametrize("call", [_linen, _nnx, _function])
 def test_additive_masks_are_refused(call: Any) -> None:
-    """Flax inverts them. Floats of 0 and 1, and integers, are Booleans as in Flax."""
+    """Flax inverts them. Numbers of at least 0 are Booleans as in Flax."""
     expected = call(CAUSAL)
     for read in (CAUSAL.astype(np.float32), jnp.asarray(CAUSAL, jnp.bfloat16), CAUSAL * 3):
         assert_close(call(read), expected)
-    for low in (-np.inf, -1e9, 0.5):
+    for low in (-np.inf, -1e9, -0.5):
         added = np.where(CAUSAL, 0.0, low)
         for mask in (added, jnp.asarray(added, jnp.float32), jnp.asarray(added, jnp.bfloat16)):
             with pytest.raises(ValueError, match=r"mask has b?float\d+ values .*pass `mask == 0`"):
