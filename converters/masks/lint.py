@@ -190,7 +190,7 @@ def _outside(
 
 
 def _numbers(mask: Any) -> Finding | None:
-    """A mask of numbers: functions of jaxmha refuse it, and modules accept 0 and 1."""
+    """A mask of numbers: functions of jaxmha refuse it, and modules take those of at least 0."""
     array = None if mask is None else to_numpy(mask)
     if array is None or array.dtype == np.bool_:
         return None

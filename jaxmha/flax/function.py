@@ -53,10 +53,9 @@ def attention_fn(
     computes, with these differences: fully masked rows are 0 (in flax the mean of the values:
     `functools.partial(attention_fn, semantics=Semantics.flax())`), the softmax is at least in
     float32, float32 matmuls are float32 on every platform, dropout draws differ for the same key,
-    integer inputs, masks that are Python scalars and known floats in a mask other than 0 and 1 are
-    rejected, and forward-mode differentiation
-    (`jax.jvp`, `jax.jacfwd`, `jax.linearize`) needs `implementation="reference"`, or
-    `"few_queries"` where it supports the call.
+    integer inputs, masks that are Python scalars and known negative numbers in a mask are rejected,
+    and forward-mode differentiation (`jax.jvp`, `jax.jacfwd`, `jax.linearize`) needs
+    `implementation="reference"`, or `"few_queries"` where it supports the call.
 
     Args:
       query: `(*B, T, N, H)`.
