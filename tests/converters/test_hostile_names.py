@@ -10,6 +10,7 @@ from jaxmha.converters.matching import decide
 from jaxmha.converters.matching.layers import Layer
 from jaxmha.converters.matching.templates import Template
 from jaxmha.converters.matching.trees import Array
+from tests import pace
 
 PARTS = ("q", "k", "v", "out")
 
@@ -58,4 +59,4 @@ def test_too_many_layers_of_one_shape_are_not_matched() -> None:
         decide.decide(layers, layers)
     with pytest.raises(ValueError, match="write a plan yourself"):
         decide.decide(layers * 100, layers[:60])
-    assert time.process_time() - start < 3
+    assert pace.within(time.process_time() - start, 3)

@@ -22,6 +22,7 @@ from jaxmha.converters.discovery import (
     positions,
 )
 from jaxmha.converters.migrate import pipeline, plan_toml
+from tests import pace
 from tests.converters.test_every_layout import exported, model_file
 from tests.rewrite import rewrite
 
@@ -154,7 +155,7 @@ def test_a_megabyte_of_configuration_costs_little(text: str, source: Path) -> No
     for read in (hf_config.epsilons, hf_config.offset_norms, hf_config.refuse_behaviour):
         with contextlib.suppress(checkpoint.CheckpointError):
             read(source)
-    assert time.process_time() - start < 0.6
+    assert pace.within(time.process_time() - start, 0.6)
 
 
 def test_a_configuration_of_more_than_a_megabyte_is_not_read(source: Path) -> None:
@@ -195,7 +196,7 @@ def test_plans_of_nonsense(text: str) -> None:
     with pytest.raises(ValueError, match=r"plan|module") as caught:
         plan_toml.loads(text)
     assert len(str(caught.value)) < 1000
-    assert time.process_time() - start < 1
+    assert pace.within(time.process_time() - start, 1)
 
 
 def _fifo(path: Path) -> None:
@@ -232,7 +233,7 @@ def test_side_files_that_are_no_text(
     else:
         with pytest.raises(ValueError, match=r"plan\.toml"):
             plan_toml.read(tmp_path / name)
-    assert time.process_time() - start < 1
+    assert pace.within(time.process_time() - start, 1)
 
 
 def test_a_configuration_that_is_a_link_is_not_read(source: Path, tmp_path: Path) -> None:
