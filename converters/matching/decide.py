@@ -15,6 +15,7 @@ _STRONG = frozenset(word for group in APART for word in group)
 _ORDER, _TERMS = "the order of their numbers", "terms that only these have in common"
 _PARENTS = "the layers next to them"
 _NUMBERED = "only these are in numbered blocks"
+_CONTRADICTED = "layers of these shapes contradict its name"
 ALONE = "no layer of the source has its arrays and shapes"
 # Most pairs of layers to try, and most pairs whose shapes may fit.
 _MOST_PAIRS, _MOST_FITS = 10**6, 30_000
@@ -298,7 +299,8 @@ def _open(
     state: _State, t: int, why: Mapping[int, tuple[list[int], str]]
 ) -> tuple[tuple[int, ...], str]:
     left = tuple(sorted(s for s, other in state.edges if other == t))
-    by_shape = tuple(sorted(s for s, other in state.shapes if other == t))
+    fitting = sorted(s for s, other in state.shapes if other == t)
+    by_shape = tuple(s for s in fitting if _contradiction(state, s, t) is None)
     near = [state.targets[t], *(state.sources[s] for s in by_shape)]
     if irregular := next((one.irregular for one in near if one.irregular), ""):
         return by_shape, irregular
@@ -307,10 +309,14 @@ def _open(
         return left, next((one.unordered for one in near if one.unordered), SEVERAL)
     if left:
         return left, "no name shows that these belong together"
-    if t in why:
-        return tuple(why[t][0]), why[t][1]
+    if named := tuple(s for s in why.get(t, ([], ""))[0] if _contradiction(state, s, t) is None):
+        return named, why[t][1]
     if by_shape:
-        pair = contradict(state.sources[by_shape[0]].terms, state.targets[t].terms)
-        reason = f"{pair[0]} is not {pair[1]}" if pair else "another target has it"
-        return by_shape, f"layers of these shapes contradict its name: {reason}"
+        return by_shape, f"{_CONTRADICTED}: another target has it"
+    if fitting and (pair := _contradiction(state, fitting[0], t)):
+        return (), f"{_CONTRADICTED}: {pair[0]} is not {pair[1]}"
     return (), ALONE
+
+
+def _contradiction(state: _State, s: int, t: int) -> tuple[str, str] | None:
+    return contradict(state.sources[s].terms, state.targets[t].terms)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from jaxmha.converters.discovery.layer_layouts import CONVENTIONS
-from jaxmha.converters.matching.terms import SURE, packed
+from jaxmha.converters.matching.terms import SURE, meaning, packed
 from jaxmha.converters.matching.trees import Array, Tree
 
 MAIN, BIAS = "main", "bias"
@@ -106,7 +106,7 @@ def layers(tree: Tree) -> list[Layer]:
             continue
         layer = Layer(path, slots, forms[slots[MAIN].name])
         key = slots[MAIN].path[-1]
-        names = packed(key if key == "in_proj_weight" else path[-1])
+        names = packed(_packed_name(path, slots[MAIN]))
         if names and len(slots[MAIN].shape) > 1:
             sure = any(name in (key, path[-1]) and form in ("", layer.form) for name, form in SURE)
             found += [
@@ -116,6 +116,15 @@ def layers(tree: Tree) -> list[Layer]:
         else:
             found.append(layer)
     return found
+
+
+def _packed_name(path: tuple[str, ...], main: Array) -> str:
+    """Returns the name by which a layer may be packed; Mamba too has an `in_proj`, of other sizes."""
+    sizes = sorted(main.shape)
+    attends = path[-1] == "in_proj" and "attn" in meaning(path[:-1])
+    if main.path[-1] == "in_proj_weight" or (attends and sizes[-1:] == [3 * sizes[0]]):
+        return "in_proj_weight"
+    return path[-1]
 
 
 def _forms(groups: Iterable[Mapping[str, Array]], kind: str) -> dict[str, str]:

@@ -13,6 +13,7 @@ from jaxmha.converters.matching.patterns import LETTERS, expand, pattern, used
 from jaxmha.converters.matching.plan import Line, MatchPlan, Packing, Question
 from jaxmha.converters.matching.rolling import rolled, unrolled
 from jaxmha.converters.matching.templates import Template, templates
+from jaxmha.converters.matching.terms import contradict
 from jaxmha.converters.matching.trees import Array, Tree, named_alike
 
 _MOST = 64  # most repetitions to unroll into separate templates
@@ -140,7 +141,8 @@ def _of_packing(rows: Sequence[Line]) -> list[Question]:
         return []
     reason = (
         "nothing shows whether the packed projections follow one another or alternate head by head; "
-        "if they follow one another, add these lines or pass packing='concatenated' (--concatenated)"
+        "if they follow one another, add these lines or pass packing='concatenated' (--concatenated); "
+        "if they alternate in 8 heads, edit the arrows: (s o0) becomes (8 s o0), and o0 (8 o0)"
     )
     sources = dict.fromkeys(name for row in rows for name in row.sources)
     return [Question(rows[0].target, tuple(sources), reason, (tuple(rows),))]
@@ -259,7 +261,7 @@ def _questions(
         near = list(candidates)
         if not near:
             near, reason = _near(mine, target, decision, reason)
-        if not near:
+        if not near and reason == ALONE:
             alone.add(t)
             reason += _nearest(mine, target, decision)
         names = tuple(_layer_name(mine[s]) for s in near)
@@ -313,7 +315,7 @@ def _near(
     for s, source in enumerate(mine):
         both = source.first.slots.keys() & target.first.slots.keys()
         other = source.first.slots.keys() != target.first.slots.keys()
-        if s in used or not both or not other:
+        if s in used or not both or not other or contradict(source.terms, target.terms):
             continue
         if not isinstance(fit(_only(source, both), _only(target, both)), str | None):
             near.append(s)

@@ -1,6 +1,7 @@
 """Computes the arrays of a target model from a source by a plan, one at a time."""
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -199,6 +200,9 @@ class RestError(ValueError):
         self.fact = fact
 
 
+_NUMBER = re.compile(r"\b(?!1\b)\d+\b")
+
+
 class _Bound(NamedTuple):
     """A checked arrow: size of each letter, sizes of stacked axes, index of the part to take."""
 
@@ -227,7 +231,7 @@ def _letters(line: Line, shapes: Sequence[tuple[int, ...]], shape: tuple[int, ..
                 f"expected one array of shape {shape}, got {', '.join(map(str, shapes))}"
             )
         return _Bound({}, (), None)
-    taken, arrow, filled = (x.strip() for x in line.arrow.partition("->"))
+    taken, arrow, filled = (x.strip() for x in _numbered(line.arrow).partition("->"))
     if not arrow:
         raise ValueError("expected axes before and after ->")
     index, parts = _take(line)
@@ -240,6 +244,7 @@ def _letters(line: Line, shapes: Sequence[tuple[int, ...]], shape: tuple[int, ..
         only = ", ".join(sorted(letters[0] ^ letters[1]))
         raise ValueError(f"{only} is on one end of the arrow alone")
     sizes = {parse(filled)[0][0]: parts} if parts else {}
+    sizes |= {x: int(x[4:]) for x in letters[0] if re.fullmatch(r"axis\d+", x)}
     for axes, known in ((parse(taken)[lead:], shapes[0]), (parse(filled), whole)):
         if len(axes) == len(known):
             alone = {g[0]: n for g, n in zip(axes, known, strict=True) if len(g) == 1}
@@ -253,6 +258,11 @@ def _letters(line: Line, shapes: Sequence[tuple[int, ...]], shape: tuple[int, ..
         raise ValueError(f"{len(shapes)} arrays do not fill axes of {stacked}")
     bind("the source", (*stacked, *shapes[0]), taken, sizes)
     return _Bound(sizes, stacked, index if parts else None)
+
+
+def _numbered(arrow: str) -> str:
+    """Returns an arrow with a letter for each number that is the size of an axis, such as 8."""
+    return _NUMBER.sub(r"axis\g<0>", arrow)
 
 
 def _take(line: Line) -> tuple[int, int]:
@@ -275,7 +285,7 @@ def value(line: Line, names: Sequence[str], source: Tree, target: Array) -> NDAr
     array = (
         np.stack(arrays).reshape(*found.stacked, *arrays[0].shape) if found.stacked else arrays[0]
     )
-    made: NDArray = rearrange(array, line.arrow, **found.sizes)
+    made: NDArray = rearrange(array, _numbered(line.arrow), **found.sizes)
     return made if found.part is None else made[found.part]
 
 

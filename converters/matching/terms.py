@@ -98,10 +98,15 @@ ORDER = {
 # Name of a packed layer -> the projections in it, in order.
 PACKED = {
     **dict.fromkeys(
-        ("in_proj_weight", "qkv", "c_attn", "to_qkv", "wqkv", "qkv_proj", "w_qkv"),
+        (
+            *("in_proj_weight", "qkv", "c_attn", "to_qkv", "wqkv", "qkv_proj", "w_qkv"),
+            *("query_key_value", "queries_keys_values", "w_pack", "att_proj"),
+        ),
         ("query", "key", "value"),
     ),
-    **dict.fromkeys(("to_kv", "kv", "kv_proj", "wkv"), ("key", "value")),
+    **dict.fromkeys(
+        ("to_kv", "kv", "kv_proj", "wkv", "key_value", "keys_values"), ("key", "value")
+    ),
     **dict.fromkeys(("gate_up_proj", "gate_up"), ("gate", "up")),
 }
 # (name, axis order) of packed layers whose parts follow one another, because only one library
