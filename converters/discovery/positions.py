@@ -170,13 +170,23 @@ def notes(file: checkpoint.Checkpoint, found: Mapping[str, Positions]) -> Iterat
         yield printable(f"positions of {counted(prefixes)}: {scheme}" + f"; {_GIVEN}" * applied)
 
 
-def to_metadata(file: checkpoint.Checkpoint, found: Mapping[str, Positions]) -> dict[str, str]:
+def to_metadata(
+    file: checkpoint.Checkpoint, found: Mapping[str, Positions], sources: Mapping[str, str]
+) -> dict[str, str]:
     """Metadata that names the scheme of every block, by prefix in the destination.
 
-    It is empty if neither a configuration nor a tensor of the source determines a scheme.
+    A scheme that neither a configuration nor a tensor determines has the words of the source's own
+    metadata. The result is empty if no scheme is known.
+
+    `found`: the schemes by prefix in the source. `sources`: that prefix by prefix in the destination.
     """
     known = typed(file) or any(one.scheme != "unknown" for one in found.values())
-    return {f"{METADATA}.{prefix}": str(one) for prefix, one in found.items() if known}
+    before = stated(file)
+    texts = dict[str, str]()
+    for target, source in sources.items():
+        text = str(found[source]) if known else ""
+        texts[target] = before.get(source, text) if found[source].scheme == "unknown" else text
+    return {f"{METADATA}.{target}": text for target, text in texts.items() if text}
 
 
 def stated(file: checkpoint.Checkpoint) -> dict[str, str]:

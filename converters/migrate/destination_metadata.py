@@ -27,6 +27,8 @@ from jaxmha.converters.migrate.resolved import Resolved
 # Metadata keys with these prefixes are dropped without a note: they are made again for the
 # destination, or apply only to the source.
 _NO_NEWS = ("jaxmha.", "format", "total_size")
+# Metadata keys that `.PREFIX` of a block follows.
+_OF_BLOCKS = (stored_semantics.METADATA, positions.METADATA, head_count.METADATA)
 
 
 def settings(
@@ -64,14 +66,15 @@ def _of(
     """
     to, blocks = attention_blocks.named(plan.to), {s.target: b for s, b in found.blocks.items()}
     sources = [*(b.prefix for b in blocks.values()), *(b.prefix for b in found.latents.values())]
-    left_out = {f"{stored_semantics.METADATA}.{prefix}" for prefix in sources}
+    # Blocks get new prefixes: under the old ones, nothing would read these facts.
+    left_out = {f"{key}.{prefix}" for key in _OF_BLOCKS for prefix in sources}
     kept = file.metadata.keys() - left_out - {keras_groups.METADATA}
     metadata = {k: v for k, v in file.metadata.items() if k in kept}
     metadata |= keras_order.to_metadata(groups, plan.steps) if file.ordered else {}
     metadata |= stored_semantics.to_metadata(blocks, to, file.metadata)
     metadata |= latent_blocks.to_metadata(found.latents) if to.name == "jaxmha" else {}
     places = positions.of_blocks(file, list(blocks.values()), heads)
-    metadata |= positions.to_metadata(file, {x: places[b.prefix] for x, b in blocks.items()})
+    metadata |= positions.to_metadata(file, places, {x: b.prefix for x, b in blocks.items()})
     whole = _attention_names(file) <= taken(plan)
     if whole:  # every block is converted
         metadata = {k: v for k, v in metadata.items() if not k.startswith(head_count.METADATA)}
@@ -109,6 +112,12 @@ def _config(
 
 def _lost(file: checkpoint.Checkpoint, found: Resolved, target: Layout) -> Iterator[str]:
     """Describes facts of the source that a format without metadata cannot hold."""
+    known = {text for text in positions.stated(file).values() if not text.startswith("unknown")}
+    if known and not positions.typed(file):  # else the note on config.json names them
+        yield (
+            f"the positions ({listed(sorted(known), 3)}) are in no tensor, and the format has no place "
+            "for them: keep the source, or a config.json next to the file"
+        )
     if own := [key for key in file.metadata if not key.startswith(_NO_NEWS)]:
         yield f"metadata not carried over, for which the format has no place: {listed(own)}"
     if not target.stores_num_heads and found.counts:
