@@ -82,7 +82,7 @@ def shapes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     return found
 
 
-@pytest.mark.slow_variants("many", "few")
+@pytest.mark.slow_variants("few of small tiles", "many", "few")
 @pytest.mark.parametrize(
     ("T", "S", "heads", "count", "tile_bytes"),
     [(523, 541, 6, 4, None), (1031, 1063, 2, 5, None), (307, 331, 4, 3, 2 * 4 * 2 * 103 * 331)],
@@ -112,7 +112,7 @@ def test_bands_of_rows_are_the_reference(
     assert (len(rows), sum(rows)) == (count, T)
 
 
-@pytest.mark.slow_variants("307-*-False")
+@pytest.mark.slow_variants("307-401-94-True", "307-*-False")
 @pytest.mark.parametrize(
     ("T", "S", "offset", "banded"),
     [

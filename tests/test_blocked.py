@@ -33,7 +33,14 @@ def tiny(request: Any, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.mark.slow_variants(
-    "*multi_query", "*causal_long", "*mask_rows", "*dropout", "two_rows-bias_per_head"
+    "two_rows-empty_mean_lengths",
+    "two_rows-dropout_shared",
+    "two_rows-window_sides",
+    "*multi_query",
+    "*causal_long",
+    "*mask_rows",
+    "*dropout",
+    "two_rows-bias_per_head",
 )
 @pytest.mark.parametrize(
     "name",
@@ -188,6 +195,7 @@ def test_forward_mode_names_the_remedy() -> None:
         jax.jvp(of, (x,), (x,))
 
 
+@pytest.mark.slow_variants("two_rows")
 @pytest.mark.parametrize("tiny", TINY[1:2], indirect=True, ids=["two_rows"])
 def test_forward_over_reverse_is_that_of_the_reference(tiny: str) -> None:
     keys = jax.random.split(jax.random.key(0), 3)

@@ -37,7 +37,9 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return without_link(tmp_path_factory.mktemp("without-link"))
 
 
-@pytest.mark.slow_variants("*torch", "*checkpoint")  # which `make wheel` imports too
+@pytest.mark.slow_variants(
+    "jaxmha.cli.app", "*torch", "*checkpoint"
+)  # which `make wheel` imports too
 @pytest.mark.parametrize(
     "module",
     [

@@ -45,6 +45,7 @@ def test_values_in_half_precision(implementation: str, case: Case, dtype: str) -
     conformance.values(case, implementation, dtype, jit=False)
 
 
+@pytest.mark.slow_variants("bfloat16-soft_cap")
 @pytest.mark.everyday(case=["soft_cap", "everything"], dtype=["bfloat16"])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -128,6 +129,7 @@ def test_gradients_float64(implementation: str) -> None:
 
 @pytest.mark.everyday(name=("unbatched", "empty_mean_lengths", "everything"))
 @pytest.mark.slow_variants(
+    "everything-reference",
     "*reference",
     "!everything-reference",
     "*few_queries*",

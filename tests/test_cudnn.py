@@ -52,6 +52,7 @@ def test_cudnn_otherwise(case: Case, dtype: str, lse: bool) -> None:
     check(case, "cudnn", dtype, lse=lse and case.bias is None)
 
 
+@pytest.mark.slow_variants("False")
 @pytest.mark.parametrize("lse", [False, True])
 def test_heads_of_a_group_are_rows_of_few_queries(cudnn: Any, lse: bool) -> None:
     """Each key head is read once; lengths count the rows of all heads of a group."""
@@ -64,6 +65,7 @@ def test_heads_of_a_group_are_rows_of_few_queries(cudnn: Any, lse: bool) -> None
     assert {call["T"] for call in cudnn} <= {5, 6}
 
 
+@pytest.mark.slow_variants("lengths*")
 @pytest.mark.parametrize("lengths", [None, (20, 3), (17, 18)])
 def test_a_chunk_is_two_calls_without_a_gradient(
     cudnn: Any, lengths: tuple[int, int] | None

@@ -62,7 +62,7 @@ STEPS: dict[str, tuple[dict[str, Any], int, Any, tuple[int, ...], list[dict[str,
 }  # fmt: skip
 
 
-@pytest.mark.everyday(name=["window of a ring", "several"])
+@pytest.mark.everyday(name=["window of a ring"])
 @pytest.mark.usefixtures("trusted")
 @pytest.mark.parametrize("name", STEPS)
 def test_a_step_reads_the_cache_as_it_lies(gpu: list[Any], name: str) -> None:
@@ -77,7 +77,7 @@ def test_a_step_reads_the_cache_as_it_lies(gpu: list[Any], name: str) -> None:
     assert all(call in asked for call in calls), asked
 
 
-@pytest.mark.slow_variants("leaks1")
+@pytest.mark.slow
 @pytest.mark.parametrize("leaks", [(), ("value",)])
 def test_a_step_reads_pages_where_they_lie(
     gpu: list[Any], monkeypatch: pytest.MonkeyPatch, leaks: tuple[str, ...]

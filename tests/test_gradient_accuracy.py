@@ -171,6 +171,7 @@ def ratios(ours: str, grid: list[Case], kinds: tuple[str, ...] = KINDS) -> dict[
     }
 
 
+@pytest.mark.slow_variants("blocked")
 @pytest.mark.parametrize("ours", OURS)
 def test_large_logits_and_offsets(ours: str) -> None:
     """Weights computed again from the lse, or from logits that round differently, lose digits."""
@@ -190,6 +191,7 @@ WORST = [
 ]
 
 
+@pytest.mark.slow_variants("blocked")
 @pytest.mark.parametrize("ours", OURS)
 def test_the_worst_of_small_and_odd_sizes(ours: str) -> None:
     """Rounding of logits, scaled queries and delta, and long sums, cost up to 4 times the error."""
@@ -245,6 +247,7 @@ def test_the_grid(ours: str) -> None:
         assert found.max() <= 2.0, (name, GRID[int(found.argmax())])
 
 
+@pytest.mark.slow
 def test_gradients_that_are_zero() -> None:
     """A saturated softmax: uniform inputs and weights, one head of 512 features."""
     rng = np.random.default_rng(1)

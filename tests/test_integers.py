@@ -40,6 +40,7 @@ def attend(mask: Mask | None = None, x: Any = X, **options: Any) -> Any:
     )
 
 
+@pytest.mark.slow_variants("int8-x32")
 @x64
 @pytest.mark.parametrize("name", LARGE)
 def test_bounds_beyond_every_position(name: str, x64: bool) -> None:

@@ -74,6 +74,7 @@ def oracle(params: Any, x: Any, allowed: Any, rotate: Any = ROTATE) -> Any:
 CAUSAL = np.tri(T, dtype=bool)
 
 
+@pytest.mark.slow_variants("False-rotate1")
 @pytest.mark.parametrize(("low_rank", "rotate"), [(True, ROTATE), (False, SCALED)])
 def test_both_forms_are_the_oracle(low_rank: bool, rotate: Any) -> None:
     params, x = made(low_rank), inputs()
@@ -242,6 +243,7 @@ def test_poison_in_dead_places() -> None:
         assert_close(a, np.asarray(b))
 
 
+@pytest.mark.slow
 def test_functions_masks_and_weights() -> None:
     params, x = made(), inputs()
     ids = np.sort(np.random.default_rng(4).integers(0, 3, (B, T)), 1)

@@ -102,7 +102,7 @@ EVERYDAY = ("relative by head", "causal by score", "document", "another window p
 NAMES = [*SCORES, *MASKS]
 
 
-@pytest.mark.slow_variants("relative by head")
+@pytest.mark.slow_variants("document", "relative by head")
 @pytest.mark.parametrize(
     "name", [x if x in EVERYDAY else pytest.param(x, marks=pytest.mark.slow) for x in NAMES]
 )

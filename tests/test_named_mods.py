@@ -124,7 +124,9 @@ MASKS: dict[str, tuple[Any, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.slow_variants("prefix*", "shuffled*", "any-*", "dilated-*")
+@pytest.mark.slow_variants(
+    "document-blocked", "window-blocked", "prefix*", "shuffled*", "any-*", "dilated-*"
+)
 @pytest.mark.everyday(implementation=["blocked"])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", MASKS)
@@ -136,6 +138,8 @@ def test_masks(name: str, implementation: str, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.everyday(implementation=["blocked"])
 @pytest.mark.slow_variants(
+    "blocked-alone-10-dilated",
+    "blocked-causal-10-document",
     "*causal-4-*",
     "*traced-10-*",
     "*-document",

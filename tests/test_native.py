@@ -45,6 +45,7 @@ def named_calls(program: Any) -> int:
     return int(program.as_text().count("@jaxmha_cpu_"))
 
 
+@pytest.mark.slow_variants("query", "key", "mask")
 @built
 @pytest.mark.parametrize("mapped", ["query", "key", "bias", "mask", "key_value_seq_lengths"])
 def test_vmap_of_one_operand_along_any_axis(mapped: str) -> None:
@@ -92,6 +93,7 @@ def test_nested_vmap_of_unlike_axes_and_of_gradients(inner: int) -> None:
         np.testing.assert_allclose(x, y, rtol=2e-5, atol=3e-5)
 
 
+@pytest.mark.slow
 @built
 def test_second_derivatives() -> None:
     """In reverse and in forward mode over the gradient, of every array."""
@@ -281,6 +283,7 @@ def test_the_handler_refuses_what_does_not_fit() -> None:
             call(SHAPES, out, rows, **{name: np.int8})
 
 
+@pytest.mark.slow
 @built
 def test_long_rows_with_masks() -> None:
     """Several blocks of keys, and panels of rows of which some are full."""
@@ -371,7 +374,7 @@ def test_items_for_many_threads(backward: bool, threads: int) -> None:
         assert busy >= 0.75, (B, T, N, K, items)
 
 
-@pytest.mark.slow_variants("dtypes0-40")
+@pytest.mark.slow_variants("dtypes0-3", "dtypes0-40")
 @pytest.mark.parametrize("T", [3, 40])
 @pytest.mark.parametrize("dtypes", [("float32", "float32", "bfloat16"), ("bfloat16", "float32")])
 def test_heads_of_several_dtypes(T: int, dtypes: tuple[str, ...]) -> None:

@@ -78,13 +78,16 @@ def compared(case: Case, arrays: dict[str, Any]) -> Iterator[tuple[str, Any, Any
         yield f"gradient of {name}", grad, exact[name]
 
 
-@pytest.mark.slow_variants("plain", "narrow", "chunks", "panels", "bias")
+@pytest.mark.slow_variants(
+    "causal", "wide", "bounds", "plain", "narrow", "chunks", "panels", "bias"
+)
 @pytest.mark.parametrize("case", CASES, ids=BY_NAME)
 def test_values_and_gradients(case: Case) -> None:
     conformance.values(case, "native", "bfloat16", jit=False)
     conformance.kernel(case, "native", "bfloat16", lse=True)
 
 
+@pytest.mark.slow_variants("bias-*", "wide-*", "bounds-*", "chunks-*", "narrow-*")
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("case", LARGE, ids=LARGE_BY_NAME)
 @pytest.mark.everyday(dtype=["float32"])

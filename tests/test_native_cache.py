@@ -149,6 +149,7 @@ def test_writes_are_in_place() -> None:
         assert not [line for line in whole if " copy(" in line or " fusion(" in line]
 
 
+@pytest.mark.slow
 @built
 def test_exported_mapped_and_differentiated() -> None:
     params, x = make()

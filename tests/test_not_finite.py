@@ -22,7 +22,13 @@ pytestmark = pytest.mark.usefixtures("every_size")
 
 
 @pytest.mark.everyday(case=["poisoned_lengths", "poisoned_bias", "poisoned_everything"])
-@pytest.mark.slow_variants("*reference", "*few_queries*", "!poisoned_everything-few_queries")
+@pytest.mark.slow_variants(
+    "poisoned_everything-blocked",
+    "poisoned_bias-blocked",
+    "*reference",
+    "*few_queries*",
+    "!poisoned_everything-few_queries",
+)
 @by_implementation
 @pytest.mark.parametrize("case", POISONED)
 def test_poisoned_padding(implementation: str, case: Case) -> None:

@@ -70,7 +70,7 @@ def test_prefill_and_steps_are_those_of_the_dense_cache() -> None:
     tolerance.assert_close(found[1], found[0].astype(np.float64), factor=tolerance.LAYER)
 
 
-@pytest.mark.slow_variants("pages")
+@pytest.mark.slow_variants("int8", "pages")
 @pytest.mark.parametrize("kind", ["ring", "pages", "int8"])
 def test_a_copy_of_the_window_keeps_what_masks_say(kind: str) -> None:
     """Masks count slots or positions: GPUs attend a copy of the window, CPUs the slots in place."""
@@ -136,7 +136,7 @@ def test_a_lost_page_stays_lost() -> None:
         pool.extend([1, 0, 0], left=2)
 
 
-@pytest.mark.slow_variants("0-*")
+@pytest.mark.slow_variants("2-full pool", "None-lost page", "0-*")
 @pytest.mark.parametrize("cause", ["full pool", "lost page"])
 @pytest.mark.parametrize("left", [None, 0, 2])
 def test_a_row_that_lacks_a_page_is_broken_until_it_is_freed(left: int | None, cause: str) -> None:

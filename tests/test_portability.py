@@ -77,6 +77,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow_variants("jaxmha.introspect", "jaxmha.cli.app")
 @pytest.mark.parametrize(
     "imported",
     [

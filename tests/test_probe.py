@@ -152,6 +152,7 @@ def test_arrays_of_a_case_that_cannot_be_made(
     assert len(asked) == (1 if isinstance(error, TypeError) else 4)
 
 
+@pytest.mark.slow
 def test_a_probe_that_is_late_does_not_abort_the_process() -> None:
     """It still compiles when the process ends: XLA's threads do not survive the interpreter."""
     done = subprocess.run(

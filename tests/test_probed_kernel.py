@@ -124,6 +124,7 @@ def test_the_trial_of_a_cache(
     assert calls
 
 
+@pytest.mark.slow
 def test_one_query_is_probed_apart(gpu: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Its kernel skips dead keys, and that of its gradient does not: a step of decoding copies nothing."""
     calls = cudnn_contract.install(monkeypatch, leaks=cudnn_contract.ALL, clean=1)

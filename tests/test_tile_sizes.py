@@ -38,7 +38,7 @@ def long_case(**changes: Any) -> tuple[Case, dict[str, Any]]:
     return case, cases.arrays(case, "float32")
 
 
-@pytest.mark.slow_variants("window")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes", [{"is_causal": True, "bias": "N1S"}, {"local_window_size": (37, 11)}],
     ids=["causal and bias", "window"],
@@ -58,7 +58,7 @@ def test_gradients_of_long_rows_are_those_of_the_reference(changes: dict[str, An
         tolerance.assert_close(grad, np.asarray(grads["reference"][name]), name, factor=2.0)
 
 
-@pytest.mark.slow_variants("61")
+@pytest.mark.slow
 @pytest.mark.parametrize("S", [5, 61])
 def test_more_than_33_thousand_rows(S: int) -> None:
     """Programs of a product and a sum over very many rows have been compiled wrongly before."""
@@ -95,6 +95,7 @@ def test_few_steps_are_no_loop(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "while" in grad.lower(arrays).as_text()
 
 
+@pytest.mark.slow
 def test_few_blocks_of_rows_are_no_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case("rows", B=2, T=5, S=7, K=3, G=2, H=7, h=11, is_causal=True, mask="BNTS")
     arrays = cases.arrays(case, "float32")

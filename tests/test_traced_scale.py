@@ -72,7 +72,7 @@ def check(case: Case, implementation: str, dtype: str) -> None:
 
 
 @pytest.mark.everyday(case=("empty_nan_lengths", "dropout", "everything"))
-@pytest.mark.slow_variants("*few_queries*", "empty_nan*", "*reference")
+@pytest.mark.slow_variants("dropout-blocked", "*few_queries*", "empty_nan*", "*reference")
 @by_implementation
 @pytest.mark.parametrize("case", [*CASES, SMALL])
 @pytest.mark.usefixtures("x64")

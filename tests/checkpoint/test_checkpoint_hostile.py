@@ -37,6 +37,11 @@ def test_sound_file_is_accepted(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow_variants(
+    "pickle_shared_dict_of_many_numbers",
+    "st_tensors_of_no_byte_by_the_hundred_thousand",
+    "h5_empty_blocks_of_many_names",
+    "json_texts_in_header",
+    "json_keys_in_header",
     "folder_of_100_000_files",
     "zip_directory_larger_than_its_file_may_build",
     "pickle_many_*",

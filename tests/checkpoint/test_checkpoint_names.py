@@ -200,6 +200,7 @@ def test_a_disk_that_lies_is_named_with_the_target(
     assert suffix == ".orbax" or tmp_path not in left
 
 
+@pytest.mark.slow
 def test_an_index_larger_than_readers_allow_is_refused_before_the_first_shard(
     tmp_path: Path,
 ) -> None:

@@ -43,7 +43,9 @@ TEXTS = {
 }
 
 
-@pytest.mark.slow_variants("match-many_*", "!match-many_tables")  # both parse them by `toml_text`
+@pytest.mark.slow_variants(
+    "plan-many_texts", "match-many_*", "!match-many_tables"
+)  # both parse them by `toml_text`
 @pytest.mark.parametrize("name", TEXTS)
 @pytest.mark.parametrize("parser", PARSERS)
 def test_text_is_refused_at_once(name: str, parser: str) -> None:

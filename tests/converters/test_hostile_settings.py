@@ -62,6 +62,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return model_file(tmp_path_factory.mktemp("model") / "a.npz", state)
 
 
+@pytest.mark.slow_variants("*_attention_heads", "!speech_*")
 @pytest.mark.parametrize("key", KEYS)
 def test_values_of_a_configuration(key: str, source: Path) -> None:
     config = source.with_name("config.json")

@@ -50,6 +50,7 @@ def test_keras_on(backend: str) -> None:
     assert int(passed[1]) >= 20, done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "backend",
     ["torch", *(pytest.param(x, marks=pytest.mark.slow) for x in ("jax", "numpy", "tensorflow"))],

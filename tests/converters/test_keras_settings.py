@@ -94,6 +94,7 @@ SHAPES: dict[str, tuple[Any, Any, Any, Any]] = {
 }
 
 
+@pytest.mark.slow_variants("the first axis", "two axes*", "mask of one axis")
 @pytest.mark.parametrize(
     "name",
     [x if x != "two of three axes" else pytest.param(x, marks=pytest.mark.slow) for x in SHAPES],
@@ -172,6 +173,7 @@ def test_a_gate_is_carried(kind: Literal["mha", "gqa"], use_bias: bool) -> None:
             keras.to_module(lacking, semantics, kind=kind)
 
 
+@pytest.mark.slow_variants("*settings[02]*")
 @pytest.mark.parametrize(
     ("kind", "settings", "axes"),
     [

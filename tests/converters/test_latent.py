@@ -63,6 +63,7 @@ def layer(kind: str, **settings: Any) -> tuple[Any, Any, Any]:
     return attention, config, (x.numpy(), out.numpy())
 
 
+@pytest.mark.slow_variants("deepseek_v2-settings1")
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [
@@ -141,6 +142,7 @@ def layer_in_float64(
     return module, config, (x, want.numpy())
 
 
+@pytest.mark.slow_variants("False-deepseek_v2", "True-deepseek_v3")
 @pytest.mark.parametrize("kind", EVERYDAY)
 @pytest.mark.parametrize("low_rank", [True, False])
 def test_in_float64(kind: str, low_rank: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,6 +54,16 @@ def bert(folder: Path, count: int = 2) -> Path:
     return folder / "model.safetensors"
 
 
+@pytest.mark.slow_variants(
+    "linear-*",
+    "dense-*",
+    "!linear-packed",
+    "!linear-q-proj",
+    "!linear-conformer",
+    "!dense-query",
+    "!dense-qkv",
+    "!linear-moshi",
+)
 @pytest.mark.parametrize("layout", FILES)
 def test_every_layout_is_read_back(layout: str, tmp_path: Path) -> None:
     source, present, back = bert(tmp_path), tmp_path / "x.safetensors", tmp_path / "y.safetensors"

@@ -67,6 +67,7 @@ def test_modules_are_the_function(kind: str) -> None:
     assert made(X, is_causal=True).shape == (B, T, 17)
 
 
+@pytest.mark.slow_variants("False-linen", "True-nnx")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("paged", [False, True])
 def test_steps(kind: str, paged: bool) -> None:

@@ -105,7 +105,7 @@ def correct(rng: np.random.Generator, sizes: tuple[int, int, int, int]) -> Mask:
     return kinds[str(rng.choice(list(kinds)))]
 
 
-@pytest.mark.slow_variants("keras", "huggingface")
+@pytest.mark.slow_variants("flax", "jax", "sdpa", "keras", "huggingface")
 @pytest.mark.parametrize("framework", lint.FRAMEWORKS)
 def test_silent_on_correct_masks(framework: str) -> None:
     """Written by `export_masks`, whose round trip is proved elsewhere; sizes often coincide."""

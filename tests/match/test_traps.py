@@ -16,6 +16,7 @@ def filled(target: traps.Arrays, source: traps.Arrays) -> traps.Arrays:
         return dict(ready)
 
 
+@pytest.mark.slow_variants("[013]")
 @pytest.mark.parametrize("part", range(4))
 def test_traps_are_refused_or_asked(part: int) -> None:
     accepted = []
