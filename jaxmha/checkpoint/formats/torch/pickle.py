@@ -56,6 +56,9 @@ _MOST_KEY = 2**31  # Python hashes larger integers modulo 2**61 - 1: many could 
 _AGAIN = "save it again with torch.save"
 _MARK: Final = object()
 _UNSET: Final = object()  # an index of the memo that was never set
+_PUSHED = frozenset(b"XJKMG\x8a")  # opcodes of their argument
+_CONSTANTS = {ord("("): _MARK, ord("N"): None, 0x88: True, 0x89: False}
+_TUPLES = {ord(")"): 0, 0x85: 1, 0x86: 2, 0x87: 3}  # of so many objects
 # Bytes of memory that opcodes allocate: a small number, a string without its characters, a tuple
 # without its items and a dict or list (each with its entries in the tables of `flatten`), a dict
 # entry, an entry of the memo, a slot on the stack or in a list, the result of REDUCE or BINPERSID.
@@ -198,6 +201,15 @@ class _Machine:
             self.fail(MalformedFile, "the pickle takes from an empty stack")
         return self.stack.pop()
 
+    def pop_many(self, count: int) -> list[Any]:
+        """Takes the last `count` objects in the order in which they came."""
+        start = len(self.stack) - count
+        items = self.stack[start:] if start >= 0 else []
+        if len(items) < count or _MARK in items:
+            self.fail(MalformedFile, "the pickle takes from an empty stack")
+        del self.stack[start:]
+        return items
+
     def pop_to_mark(self) -> list[Any]:
         for at in range(len(self.stack) - 1, -1, -1):
             if self.stack[at] is _MARK:
@@ -208,12 +220,20 @@ class _Machine:
 
     def step(self, code: int, argument: Any, count: int) -> None:
         self.charge(_COSTS.get(code, _PLACE))
+        # Most opcodes of a hostile file are of these three kinds: tables find them at once.
+        if code in _PUSHED:
+            self.stack.append(argument)
+            return
+        if code in _CONSTANTS:
+            self.stack.append(_CONSTANTS[code])
+            return
+        if code in _TUPLES:
+            self.stack.append(self.make_tuple(self.pop_many(_TUPLES[code])))
+            return
         match chr(code):
             case "\x80":
                 if argument != 2:
                     self.fail(ForbiddenContent, f"pickle protocol {argument}, not 2")
-            case "X" | "J" | "K" | "M" | "G" | "\x8a":
-                self.stack.append(argument)
             case "q" | "r":
                 if argument > count:
                     self.fail(MalformedFile, "a memo index larger than any before it")
@@ -225,14 +245,10 @@ class _Machine:
                 if argument >= len(self.memo) or self.memo[argument] is _UNSET:
                     self.fail(MalformedFile, "the memo index was never stored")
                 self.stack.append(self.memo[argument])
-            case "(":
-                self.stack.append(_MARK)
-            case "N" | "\x88" | "\x89":
-                self.stack.append({"N": None, "\x88": True, "\x89": False}[chr(code)])
             case "}" | "]":
                 self.stack.append({} if code == ord("}") else [])
-            case ")" | "t" | "\x85" | "\x86" | "\x87":
-                self.stack.append(self.make_tuple(code))
+            case "t":
+                self.stack.append(self.make_tuple(self.pop_to_mark()))
             case "s":
                 value = self.pop()
                 self.set_items([self.pop(), value])
@@ -255,13 +271,9 @@ class _Machine:
             case "Q":
                 self.stack.append(self.storage(self.pop()))
 
-    def make_tuple(self, code: int) -> _Tuple:
-        if code == ord("t"):
-            items = self.pop_to_mark()
-        else:
-            items = [self.pop() for _ in range(b")\x85\x86\x87".index(code))][::-1]
+    def make_tuple(self, items: list[Any]) -> _Tuple:
         self.charge(8 * len(items))
-        depth = 1 + max((x.depth for x in items if isinstance(x, _Tuple)), default=0)
+        depth = 1 + max([x.depth for x in items if isinstance(x, _Tuple)], default=0)
         if depth > self.limits.tuple_depth:
             self.fail(BudgetExceeded, "tuples are nested too deeply", SAVE)
         return _nested(depth)(items)
