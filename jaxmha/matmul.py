@@ -83,7 +83,7 @@ def operand_dtype(
 
     bfloat16 operands stay bfloat16, except if a precision is set, and except on CPUs, which would
     cast them to float32 repeatedly. float16 operands are cast: their range is too small for
-    gradients of logits (see `has_float16_digits`).
+    gradients of logits (see `has_float16_significand`).
 
     >>> with jax.default_matmul_precision(None):
     ...     [operand_dtype(jnp.bfloat16, None, platform) for platform in ("cuda", "cpu")]
@@ -94,11 +94,11 @@ def operand_dtype(
     return operands if native else None
 
 
-def has_float16_digits(dtype: DTypeLike, precision: Precision, platform: str) -> bool:
+def has_float16_significand(dtype: DTypeLike, precision: Precision, platform: str) -> bool:
     """True if `matmul_of_float16` computes the matmuls of heads of `dtype`.
 
     >>> with jax.default_matmul_precision(None):
-    ...     [has_float16_digits(jnp.float16, None, platform) for platform in ("cuda", "cpu")]
+    ...     [has_float16_significand(jnp.float16, None, platform) for platform in ("cuda", "cpu")]
     [True, False]
     """
     return dtype == jnp.float16 and _chosen(precision) is None and platform != "cpu"
@@ -107,7 +107,7 @@ def has_float16_digits(dtype: DTypeLike, precision: Precision, platform: str) ->
 def matmul_of_float16(
     a: Float[jax.Array, "*b m k"], b: Float[jax.Array, "*b k n"]
 ) -> Float[jax.Array, "*b m n"]:
-    """`a @ b` of float32 arrays, each rounded to the 11 digits of float16 in the range of float32.
+    """`a @ b` of float32 arrays, each rounded to the 11 significand bits of float16 in the range of float32.
 
     Tensor cores multiply such numbers exactly as TF32, and sum in float32. float16 itself has too
     small a range for gradients of logits.

@@ -155,7 +155,7 @@ def _is_jitted(layer: Any, name: str) -> bool:
 def refuse_settings(layer: object, settings: Settings, instead: str, path: str) -> None:
     """Raises ValueError if an attribute of a layer has none of the values that `settings` lists.
 
-    An attribute that the layer lacks, as in an older release of the framework, is not changed.
+    An attribute that the layer lacks, as in an older release of the framework, has its default.
     """
     for name, values in settings.items():
         given = getattr(layer, name, values[0])

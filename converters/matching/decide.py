@@ -218,7 +218,7 @@ class _State:
 
 
 def _numbered(template: Template) -> bool:
-    """True if a path has a number as a part of its own, such as `blocks/0/norm`."""
+    """True if a path has the number of a block: a part such as `0`, or a "#" (see `Template`)."""
     return any(part.isdigit() or "#" in part for part in template.path)
 
 

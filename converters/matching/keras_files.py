@@ -45,7 +45,7 @@ def paths(
 
 
 def numbered_by_keras(found: Mapping[str, tuple[tuple[str, ...], str]]) -> set[tuple[str, ...]]:
-    """Returns the paths of the layers that a model has numbered, from the `paths` of a file."""
+    """Returns paths of layers that only Keras named (`dense_1`); `found`: as `paths` returns it."""
     made = set()
     for name, (path, _) in found.items():
         group, layer = name.rpartition("/vars/")[0].split("/"), path[:-1]

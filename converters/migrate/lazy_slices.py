@@ -13,10 +13,10 @@ from jaxmha.converters.layout.arrays import NDArray
 
 SPAN = 16 << 20  # bytes of a mapped file in memory at once
 # Most bytes cached of tensors that cannot be read in parts; a larger tensor is cached alone.
-HELD = 64 << 20
+MOST_CACHED = 64 << 20
 
 
-class _Stand(NamedTuple):
+class _Placeholder(NamedTuple):
     """A reserved address range in place of a tensor; its memory is never accessed."""
 
     name: str
@@ -36,53 +36,55 @@ class Slices:
     def __init__(self, file: checkpoint.Checkpoint, names: list[str]) -> None:
         self.views: dict[str, NDArray] = {}
         self._file = file
-        self._stands: list[_Stand] = []
+        self._placeholders: list[_Placeholder] = []
         self._whole: dict[str, NDArray] = {}  # tensors that cannot be read in parts
         for name in names:
             view = file.view(name)
-            self.views[name] = self._stand(name) if view is None else view
+            self.views[name] = self._placeholder(name) if view is None else view
 
     def _part(self, name: str, box: tuple[slice, ...]) -> NDArray:
         if self._file.reads_parts:
             return self._file.part(name, box)
         if name not in self._whole:
             held = sum(array.nbytes for array in self._whole.values())
-            if held + self._file.info[name].nbytes > HELD:
+            if held + self._file.info[name].nbytes > MOST_CACHED:
                 self._whole.clear()  # frees the kept tensors before this one is read
             self._whole[name] = self._file[name]
         return np.asarray(self._whole[name][box])
 
-    def _stand(self, name: str) -> NDArray:
+    def _placeholder(self, name: str) -> NDArray:
         info = self._file.info[name]
         # Anonymous pages that are never accessed take no memory.
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
         room = np.frombuffer(mmap.mmap(-1, max(info.nbytes, 1), flags=flags), np.uint8)
         array = room[: info.nbytes].view(info.dtype).reshape(info.shape)
         start = _address(array)
-        self._stands.append(_Stand(name, start, start + max(info.nbytes, 1), info.shape))
+        self._placeholders.append(
+            _Placeholder(name, start, start + max(info.nbytes, 1), info.shape)
+        )
         return array
 
     def copied(self, parts: Iterable[NDArray]) -> bool:
         """True if any part is not a view but a copy of reserved addresses, which has no data."""
-        return bool(self._stands) and not all(
+        return bool(self._placeholders) and not all(
             any(np.may_share_memory(part, view) for view in self.views.values()) for part in parts
         )
 
     def is_mapped(self, part: NDArray) -> bool:
         """True if a view covers mapped memory of the file."""
-        return self._stand_of(part) is None
+        return self._placeholder_of(part) is None
 
-    def _stand_of(self, part: NDArray) -> _Stand | None:
+    def _placeholder_of(self, part: NDArray) -> _Placeholder | None:
         at = _address(part)
-        return next((x for x in self._stands if x.start <= at < x.stop), None)
+        return next((x for x in self._placeholders if x.start <= at < x.stop), None)
 
     def read(self, part: NDArray) -> NDArray:
         """Reads the data of `part`, a view of one of `views`, into a new array."""
         if not isinstance(part, np.ndarray):  # NumPy scalars are copies of reserved addresses
             raise TypeError(f"expected a view of an array, got {type(part).__name__}")
-        stand = self._stand_of(part)
-        if stand is not None:
-            return _cut(self._part, stand, part)
+        placeholder = self._placeholder_of(part)
+        if placeholder is not None:
+            return _cut(self._part, placeholder, part)
         out = np.empty(part.shape, part.dtype)
         bits = f"u{part.itemsize}"  # integer views: NumPy cannot copy strided arrays of all dtypes
         _copy(*(x.view(bits) if x.itemsize in (1, 2, 4, 8) else x for x in (out, part)))
@@ -92,27 +94,37 @@ class Slices:
         return out
 
 
-def _cut(read: Callable[..., NDArray], stand: _Stand, part: NDArray) -> NDArray:
-    """Reads the bounding box of a view of reserved addresses, and returns its elements."""
+def _cut(read: Callable[..., NDArray], placeholder: _Placeholder, part: NDArray) -> NDArray:
+    """Reads the elements of a tensor that a view of its reserved addresses covers."""
     if not part.size:
         return np.empty(part.shape, part.dtype)
-    whole = [math.prod(stand.shape[k + 1 :]) * part.itemsize for k in range(len(stand.shape))]
-    first = np.unravel_index((_address(part) - stand.start) // part.itemsize, stand.shape)
-    counts = [1] * len(stand.shape)
+    whole = [
+        math.prod(placeholder.shape[k + 1 :]) * part.itemsize for k in range(len(placeholder.shape))
+    ]
+    first = np.unravel_index(
+        (_address(part) - placeholder.start) // part.itemsize, placeholder.shape
+    )
+    counts = [1] * len(placeholder.shape)
     along: list[tuple[int, int]] = []  # for each axis of the view: axis of the tensor, step
     for size, stride in zip(part.shape, part.strides, strict=True):
         if size == 1:
             along.append((0, 0))
             continue
-        axis = next(k for k, step in enumerate(whole) if step <= stride and stand.shape[k] > 1)
+        axis = next(
+            k for k, step in enumerate(whole) if step <= stride and placeholder.shape[k] > 1
+        )
         along.append((axis, stride // whole[axis]))
         counts[axis] += (size - 1) * (stride // whole[axis])
     stop = [int(a) + n for a, n in zip(first, counts, strict=True)]
-    if any(n > size for n, size in zip(stop, stand.shape, strict=True)):  # spans rows
-        box = read(stand.name, ()).reshape(-1)[(_address(part) - stand.start) // part.itemsize :]
+    if any(n > size for n, size in zip(stop, placeholder.shape, strict=True)):  # spans rows
+        box = read(placeholder.name, ()).reshape(-1)[
+            (_address(part) - placeholder.start) // part.itemsize :
+        ]
         strides = list(part.strides)
     else:
-        box = read(stand.name, tuple(slice(int(a), b) for a, b in zip(first, stop, strict=True)))
+        box = read(
+            placeholder.name, tuple(slice(int(a), b) for a, b in zip(first, stop, strict=True))
+        )
         strides = [steps * box.strides[axis] if steps else 0 for axis, steps in along]
     found: NDArray = np.lib.stride_tricks.as_strided(box, part.shape, strides).copy(order="C")
     return found

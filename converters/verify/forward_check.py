@@ -32,10 +32,10 @@ OTHER = 1e5
 # Errors up to COSTS times `cost` count as rounding: if the two largest logits of a row are nearly
 # equal, rounding decides between them, so correct layers reach 4 times the cost.
 COSTS = 6.0
-# Standard deviation of the logits in a row for which an error of a layer in half precision is clear,
-# and the powers of 2 by which inputs may be multiplied for it.
+# Inputs are multiplied by a power of 2 that gives the logits of a row about this standard deviation:
+# errors in half precision are clear there. EXPONENTS: its least and largest exponent.
 DEVIATION = 3.0
-FACTORS = (-4, 4)
+EXPONENTS = (-4, 4)
 # A known error explains an output if the output that it predicts is at least CLOSER times closer to
 # it than the exact output is, and their RMS difference is at most CLOSE times the RMS predicted.
 CLOSER = 10.0
@@ -103,7 +103,7 @@ def _moderate(block: ComparedBlock, seed: int) -> float:
     """Returns the power of 2 that, times the inputs, gives the logits of a row the standard deviation
     `DEVIATION`.
 
-    It is within `FACTORS`: biases dominate tiny inputs, and huge inputs overflow.
+    It is within `EXPONENTS`: biases dominate tiny inputs, and huge inputs overflow.
     """
     if block.semantics.qk_norm is not None:  # normalised logits do not follow the inputs
         return 1.0
@@ -113,7 +113,7 @@ def _moderate(block: ComparedBlock, seed: int) -> float:
         logits = oracle.run(block.params, block.semantics, *given).logits
         deviation = float(np.ma.masked_invalid(logits).std(-1).mean())  # a window excludes keys
         if deviation > 0 and math.isfinite(deviation):
-            power = int(np.clip(power + round(math.log2(DEVIATION / deviation) / 2), *FACTORS))
+            power = int(np.clip(power + round(math.log2(DEVIATION / deviation) / 2), *EXPONENTS))
     return 2.0**power
 
 

@@ -11,7 +11,7 @@ from jaxmha.bench.case import Case
 from jaxmha.bench.fleet import Fleet
 from jaxmha.bench.peers import CACHES, IMPLEMENTATIONS, OURS, PEERS, VARIANTS, cache_of, stored_by
 
-# Seconds that the rounds of all peers may take, apart from `measure.FEWEST`; a person waits.
+# Seconds for the rounds of all peers, since a person waits; `measure.FEWEST` rounds always run.
 BUDGET = 30.0
 # Variants of peers that only run on a GPU.
 ON_GPU = ("jax-nn:cudnn", "torch-sdpa:cudnn", "torch-sdpa:flash", "torch-sdpa:efficient")

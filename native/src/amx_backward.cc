@@ -19,7 +19,7 @@ constexpr long KEYS = 64;  // of a block
 constexpr long KEY_STEPS = KEYS / STEP, KEY_BLOCKS = KEYS / SIDE;
 constexpr long MOST_PANELS = (2l << 20) / 4;  // floats of the panels that are in memory at a time
 
-// Parts of weights and of gradients of logits, where operands are IN parts.
+// Parts (bfloat16) of each weight and gradient of a logit, if each operand has IN parts.
 template <int IN>
 constexpr int PARTS = IN == 1 ? 2 : 3;
 

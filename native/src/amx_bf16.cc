@@ -235,7 +235,7 @@ void multiply(const Word* a, const Word* b, long steps, bool added, float* sums,
 // The sums of an item of some blocks, and the block of y that is still to be written.
 class Sums {
  public:
-  // Those of one panel are kept, beside those that are still to be written; of one part, not even those.
+  // Floats for the sums of two panels; with one part, of two blocks; 0 if `every` has all.
   static long floats(const Product& x, long blocks) {
     return x.every ? 0 : (x.parts > 1 ? 2 * blocks : 2) * BLOCK_SUMS;
   }

@@ -6,7 +6,7 @@
 // before. Source of the idea: Shah et al., "FlashAttention-3" (2024).
 //
 // Queries, keys and values of bfloat16 are multiplied as they are, of other types as sums of three
-// bfloat16. So are exponentials, or as sums of two, of 16 digits, where operands are bfloat16 and no
+// bfloat16. So are exponentials, or as sums of two, of 16 significand bits, where operands are bfloat16 and no
 // gradient follows: those of one would be rounded as coarsely as the output. The second may be 0, and 0
 // times an infinite value is NaN: heads with keys or values out of range are computed on AVX-512. A
 // query of any size changes only its own row, whose logits lose no digit that exp would see.
@@ -167,7 +167,7 @@ class Exponentials {
  private:
   void end_lane(const Block& block, long r, Vector m) {
     const Vector factor = exp(sub(load(block.max_before + r), m), exponent_);
-    // Then further zeros, of keys that other rows of the panel attend, change nothing.
+    // A first 0 applies the pending correction: zeros of keys of other rows then change nothing.
     low_.add_next(set1(0.f)), high_.add_next(set1(0.f));
     store(block.alpha + r, factor);
     store(row_sum_ + r, fma(load(row_sum_ + r), factor, low_.with(high_)));

@@ -1,5 +1,5 @@
 // The operands of gradients on AMX, as blocks: panels of query rows of a key head, and chunks of its
-// keys, which stay in the second-level cache while the panels of an item pass.
+// keys, which stay in the L2 cache while the panels of an item pass.
 #pragma once
 #include <cmath>
 
@@ -75,7 +75,8 @@ struct Operands {
   }
 
   // Divides rows that were read by a power of two, if the larger of `least` and their largest finite
-  // entry is far from 1, so that it lies in [1, 2). Returns the exponent. One part has no low digits.
+  // entry is far from 1, so that it lies in [1, 2). Returns the exponent, or 0 if
+  // IN is 1: one part has no lower parts to lose.
   float divide(long width, float least = 0.f) const {
     constexpr int FAR_FROM_1 = 60;
     if (IN == 1) return 0.f;
@@ -116,8 +117,8 @@ struct Operands {
       panel.row_max[r] = alive ? g.row_max.of(b)[at] : -LOWEST;
       panel.inverse[r] = alive ? 1.f / g.row_sum.of(b)[at] : 0.f;
       if (!std::isnan(panel.inverse[r])) continue;
-      // Keys are finite, so the query is not, nor are logits of its allowed pairs. Weights of masked
-      // ones have to be 0.
+      // The row sum is NaN: keys are finite, so the query is not. Weights of masked pairs still have
+      // to be 0.
       if (!(panel.row_max[r] >= LOWEST)) panel.row_max[r] = 0.f;
       panel.inverse[r] = 1.f;
     }

@@ -139,7 +139,7 @@ void copy_rows(const Part& x, long r0, float* to) {
   }
 }
 
-// Rows that are not kept, and those beyond the last, count as 0.
+// Splits SIDE rows of a from r0 on into bfloat16 parts. Rows that are not kept or lie past the end are 0.
 void split_a(const Part& x, const Blocks& to, long block, long r0, float* copied) {
   const Matmul& m = x.m;
   const long stride = m.a_transposed ? STRIDE : m.depth;
@@ -253,7 +253,7 @@ void multiply_many(const Part& x, Pool& pool) {
   });
 }
 
-// The product of one batch row, as that of its own.
+// The matmul of one batch row, as a matmul without batch axes.
 Matmul alone(const Matmul& m, long batch) {
   Matmul one = m;
   const auto take = [&](auto& operand) {

@@ -2,7 +2,7 @@
 //
 // A float32 is the sum of three bfloat16: 24 bits are 3 times 8. Of the nine products of two such sums
 // the three smallest are left out, each of at most 2^-25 of the whole where parts are rounded, and of
-// 2^-22 where those of both are cut off. Source: Henry, Tang and
+// 2^-22 where those of both are truncated. Source: Henry, Tang and
 // Heinecke, "Leveraging the bfloat16 Artificial Intelligence Datatype For Higher-Precision
 // Computations" (2019). An instruction sums 32 products before it adds them to the tile, so that fewer
 // sums are rounded than where each product is added.
@@ -99,14 +99,14 @@ inline __m512i high_words(Vector low, Vector high) {
   return _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(bits(low), 16), bits(high));
 }
 
-// The highest 8 digits of a number, cut off.
+// Truncates each float32 to bfloat16, its 8 highest significand bits.
 inline Vector high_part(Vector x) {
   return _mm512_castsi512_ps(_mm512_and_si512(bits(x), _mm512_set1_epi32(0xffff0000)));
 }
 
-// The same of parts that are cut off, which takes less, and keeps NaN and large numbers, which rounding
-// could carry into another exponent. Products of two parts that are left out are of the sign of the
-// whole where both numbers are cut off, and of any where one is rounded.
+// As `split`, but parts are truncated: it is faster, and NaN and large numbers keep their exponent,
+// which rounding could change. Products of parts that are left out have the sign of the whole product
+// if both numbers are truncated, and either sign if one is rounded.
 template <int PARTS>
 inline void split_truncated(Vector low, Vector high, Word* to) {
   for (int part = 0; part + 1 < PARTS; part++, to += PART_WORDS) {
@@ -128,7 +128,7 @@ inline void pack_rows(const float* rows, long stride, long count, long depth, lo
   }
 }
 
-// SIDE columns of `depth` rows become a block of columns, of parts that are cut off.
+// SIDE columns of `depth` rows become a block of columns, of truncated parts.
 template <int PARTS>
 inline void pack_columns(const float* from, long stride, long depth, Word* to) {
   const auto row = [&](long p, long tile) {
@@ -154,7 +154,7 @@ inline void pack_columns(const float* from, long stride, long depth, Word* to) {
   _tile_dpbf16ps(2, 5, 6); \
   _tile_dpbf16ps(3, 5, 7)
 
-// Of a step of a product of so many parts.
+// Products of tiles per step, for operands of `a` and `b` parts.
 constexpr long products_of(int a, int b) { return a == 3 && b == 3 ? 6 : a * b; }
 
 // Pieces of work that are done between products, evenly: tiles leave the vectors idle.
@@ -234,7 +234,7 @@ struct __attribute__((packed)) Configuration {
 struct Tiles {
   Tiles() {
     const Configuration configuration;
-    asm volatile("" ::"m"(configuration));  // the intrinsic says that it reads a part
+    asm volatile("" ::"m"(configuration));  // `_tile_loadconfig` declares a read of only a part of it
     _tile_loadconfig(&configuration);
   }
   ~Tiles() { _tile_release(); }

@@ -1,7 +1,7 @@
 // Gradients of query, key and value. An item is a key head, or some panels of its query rows where
 // there are fewer heads than threads; then gradients of keys are sums over the items of a head.
 //
-// Where the tiles of all keys of a panel fit in the second-level cache, delta is the sum of the
+// Where the tiles of all keys of a panel fit in the L2 cache, delta is the sum of the
 // same products that it is subtracted from, so that gradients of a row's logits cancel exactly.
 // Else it is the row sum of out * d_out, and they cancel up to the rounding of both.
 #include "backward.h"

@@ -14,7 +14,7 @@ namespace JAXMHA_ISA {
 constexpr long KEYS = 64;  // of a block
 
 // Memory that is fetched while something else is computed, `each` bytes per step of a tile: into
-// the second cache, since the first one holds what is computed with.
+// the L2 cache, since the L1 cache holds what is computed with.
 struct Ahead {
   const char* at;
   long each;

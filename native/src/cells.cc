@@ -18,7 +18,7 @@ struct Mask {
   uint8_t valid(long i) const { return 0xff >> (8 - std::min(packed, T - i * packed)); }
 };
 
-// Vectors of any ISA.
+// GCC's vectors of 16 bytes, which compile for every instruction set.
 using Bytes __attribute__((vector_size(16))) = uint8_t;
 using Words __attribute__((vector_size(16))) = uint64_t;
 

@@ -85,7 +85,7 @@ bool View::attended(long j) const {
   return false;
 }
 
-// The parts of a tile return whether they may mask a pair of it.
+// Each function below applies one condition; it returns true if it may mask a pair.
 
 bool View::diagonal(long r0, long rows, long k0, long keys, uint8_t* allowed) const {
   const bool right = k0 + keys - 1 > r0 + above_, left = k0 < r0 + rows - 1 - below_;

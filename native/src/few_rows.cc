@@ -77,7 +77,7 @@ void multiply_exactly(const Item& w, const Block& block) {
     }
 }
 
-// Fetches keys some rows before they are read, and their values: rows are far apart in memory.
+// Prefetches keys AHEAD rows ahead, and the values of the four keys in use: rows are far apart.
 void fetch_ahead(const Item& w, const Block& block, long key) {
   for (long i = key; i < key + 4; i++) {
     fetch(block.values + i * block.value_stride, w.h * 4);

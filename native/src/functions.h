@@ -5,8 +5,8 @@
 namespace jaxmha {
 namespace JAXMHA_ISA {
 
-// A sum whose rounding errors are added up as well, and taken off at the end. Source: Kahan,
-// "Further remarks on reducing truncation errors" (1965).
+// A compensated sum: the rounding error of each addition is subtracted from the next term. Source:
+// Kahan, "Further remarks on reducing truncation errors" (1965).
 struct Sum {
   Vector total = set1(0.f), error = set1(0.f);
   inline __attribute__((always_inline)) void add_next(Vector x) {
@@ -14,7 +14,7 @@ struct Sum {
     error = sub(sub(next, total), y);
     total = next;
   }
-  // Of this sum and another.
+  // The sum of both.
   Vector with(const Sum& other) const {
     Sum both = *this;
     both.add_next(other.total);

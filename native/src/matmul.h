@@ -62,7 +62,7 @@ struct Items {
   long rows, panels;
 };
 
-// The panels of an item stay in the second-level cache while the items of other rows pass.
+// The panels of an item stay in the L2 cache while the items of other rows pass.
 inline Items items_of(long rows, long columns, long depth, long threads) {
   constexpr long ROWS_OF_ITEM = 96, ITEMS_OF_THREAD = 16, MOST = (512l << 10) / sizeof(float);
   const long chunks = (rows + ROWS_OF_ITEM - 1) / ROWS_OF_ITEM;

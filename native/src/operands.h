@@ -1,5 +1,5 @@
-// Buffers of XLA as operands of kernels. Every shape is checked: the compiler of a program calls
-// a handler with whatever it was given.
+// Buffers of XLA as operands of kernels. Every shape is checked: a compiled program may pass any
+// buffers to a handler.
 //
 // Axes are counted from the last. All axes before those of an operand are batch axes; each has its
 // full size or 1, so that vmap is one more of them.
@@ -37,7 +37,7 @@ class Reader {
  public:
   // `out`: the buffer whose batch axes are all full: `... T N x`.
   explicit Reader(const ffi::AnyBuffer& out);
-  // The batch axes that operands of so many other axes have together.
+  // Broadcasts the batch axes of operands; `axes`: each operand's number of other axes.
   Reader(const std::vector<ffi::AnyBuffer>& operands, const Sizes& axes);
 
   Problem problem(const ffi::AnyBuffer& query, const ffi::AnyBuffer& key,
@@ -52,13 +52,13 @@ class Reader {
   template <class E>
   Pairs<E> pairs(const char* name, const ffi::AnyBuffer& x, const Sizes& sizes,
                  ffi::DataType type = type_of<E>());
-  // The same, or diagonals, if there are several rows.
+  // `pairs`, or the diagonals `b n 1 (T + S - 1)` if there are several rows.
   Pairs<const float> bias(const ffi::AnyBuffer& x, const Sizes& sizes);
   // A float32 result with all batch axes.
   float* result(const char* name, const ffi::AnyBuffer& x, Sizes sizes);
   // The same of float32 or bfloat16, and which.
   char* result(const char* name, const ffi::AnyBuffer& x, Sizes sizes, Float& type);
-  // Batch rows by part of a result, whose batch axes may have size 1.
+  // For each entry of a result's batch axes (full size or 1): the batch rows that it sums.
   std::vector<std::vector<long>> parts(const char* name, const ffi::AnyBuffer& x, size_t axes);
 
   long batches() const { return batches_; }

@@ -57,7 +57,7 @@ struct Problem {
   // The scale of the logits is scale * rest: queries are multiplied by a power of two, exactly, and
   // the exponent by a rest in [1, 2).
   float scale, rest, soft_cap;  // soft_cap 0: none
-  bool in_parts;  // calls visit some queries or keys each, and others of the backward pass
+  bool in_parts;  // the call has some of the queries or keys; its backward pass may have others
   Heads query, key, value;
   Pairs<const float> bias;
   Conditions conditions;

@@ -5,7 +5,7 @@
 namespace jaxmha {
 namespace JAXMHA_ISA {
 
-// Sums of float64 of the same.
+// `short_products` with sums of float64.
 static void exact_products(long count, long depth, const float* rows, long stride,
                            const float* columns, float* to) {
   for (long i = 0; i < count; i++) {
@@ -86,7 +86,7 @@ void exponentials(long keys, long lanes, const Exponent& exponent, float* scores
       store(at, x);
       even.add_next(x);
     }
-    // Then further zeros, of keys that other rows of the panel attend, change nothing.
+    // A first 0 applies the pending correction: zeros of keys of other rows then change nothing.
     even.add_next(set1(0.f)), odd.add_next(set1(0.f));
     store(alpha + j * W, factor);
     store(row_sum + j * W, fma(load(row_sum + j * W), factor, even.with(odd)));

@@ -49,7 +49,7 @@ inline void store_sums(float* to, Vector a, Vector b, Vector c, Vector d) {
   _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(y), _mm256_extractf128_ps(y, 1)));
 }
 
-// W half-precision numbers in float32.
+// W 16-bit numbers, and their conversions to float32.
 using Halves = __m128i;
 inline Halves load_halves(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
 inline Halves bytes_to_halves(const void* p) {

@@ -43,7 +43,7 @@ inline void store_sums(float* to, Vector a, Vector b, Vector c, Vector d) {
   _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(y), _mm256_extractf128_ps(y, 1)));
 }
 
-// W half-precision numbers in float32.
+// W 16-bit numbers, and their conversions to float32.
 using Halves = __m256i;
 inline Halves load_halves(const void* p) {
   return _mm256_loadu_si256(static_cast<const __m256i*>(p));

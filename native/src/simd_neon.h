@@ -48,7 +48,7 @@ inline Lanes nonzero(const uint8_t* p) {
   return vtstq_u32(wide, wide);
 }
 
-// W half-precision numbers in float32.
+// W 16-bit numbers, and their conversions to float32.
 using Halves = uint16x4_t;
 inline Halves load_halves(const void* p) {
   uint64_t bits;

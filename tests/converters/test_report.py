@@ -133,7 +133,7 @@ def test_groups_of_heads_of_a_compressed_file(
     done = pipeline.convert(source, target, to="flax", num_heads=N)
     assert done.plan is not None
     monkeypatch.setattr(head_groups, "MOST", 1)
-    monkeypatch.setattr(lazy_slices, "HELD", held)
+    monkeypatch.setattr(lazy_slices, "MOST_CACHED", held)
     found = report.check(source, target, done.plan)
     assert found
     assert any(one.errors for one in found.modules)

@@ -23,7 +23,7 @@ from jaxmha.implementations.fused import cudnn, cudnn_kernel
 from jaxmha.implementations.fused.cudnn_kernel import Settings
 
 NAME, PAGED = "cudnn, cache", "cudnn, paged"
-PAGE = 16  # of the probe
+PROBE_PAGE = 16
 OutAndLse: TypeAlias = tuple[jax.Array, jax.Array | None]
 
 
@@ -229,14 +229,14 @@ def _with_gradient_of(
 
 def _table(B: int, S: int) -> jax.Array:
     """The page table of the probe: sequences use the pages in reverse order, but not page 0."""
-    M = -(-S // PAGE)
+    M = -(-S // PROBE_PAGE)
     return jnp.arange(B * M, 0, -1, dtype=np.int32).reshape(B, M)
 
 
 def _in_pages(x: Float[jax.Array, "B S K H"]) -> Float[jax.Array, "P K page H"]:
     """The pool of the probe, whose first page belongs to no sequence and holds NaN."""
     B, S, K, H = x.shape
-    M = -(-S // PAGE)
-    whole = jnp.pad(x, ((0, 0), (0, M * PAGE - S), (0, 0), (0, 0)))
-    pages = jnp.swapaxes(whole.reshape(B * M, PAGE, K, H), 1, 2)[::-1]
+    M = -(-S // PROBE_PAGE)
+    whole = jnp.pad(x, ((0, 0), (0, M * PROBE_PAGE - S), (0, 0), (0, 0)))
+    pages = jnp.swapaxes(whole.reshape(B * M, PROBE_PAGE, K, H), 1, 2)[::-1]
     return jnp.concatenate([jnp.full_like(pages[:1], jnp.nan), pages])

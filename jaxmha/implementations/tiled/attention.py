@@ -38,7 +38,7 @@ from jaxmha.implementations.tiled.loop import backward, backward_inputs, forward
 from jaxmha.implementations.tiled.per_device import KEYS, CoreInputs
 from jaxmha.implementations.tiled.tile import Config
 from jaxmha.implementations.tiled.tiling import Tiling, tiling_for
-from jaxmha.matmul import SMALL, has_float16_digits, operand_dtype, resolved, split_scale
+from jaxmha.matmul import SMALL, has_float16_significand, operand_dtype, resolved, split_scale
 
 # Overrides of the tile sizes that `choose_tiling` takes from the tuning table: `target`,
 # `least_rows`, `side`. Read once, when a program is traced; its gradient uses the same sizes.
@@ -81,7 +81,7 @@ def _sizes() -> tuple[tuple[str, int], ...]:
 
 def attend(request: Request, distributed: Core | None = None) -> Result:
     """Computes the request; sums are float32, or float64 for float64 inputs, and matmul operands
-    have the dtype of `operand_dtype`, or the digits of float16.
+    have the dtype of `operand_dtype`, or the significand bits of float16.
 
     `distributed`: computes `core` on many devices (context parallelism); None: on one.
     """
@@ -142,7 +142,7 @@ def _head_major(
     query, key, value = (jnp.moveaxis(x.astype(accumulate), 2, 1) for x in request[:3])
     semantics = request.semantics
     operands = operand_dtype(request.query.dtype, semantics.precision, platform)
-    if has_float16_digits(request.query.dtype, semantics.precision, platform):
+    if has_float16_significand(request.query.dtype, semantics.precision, platform):
         operands = np.dtype(np.float16)
     # Multiplying queries by a scale that is not a power of two rounds them. In small matmuls, whose
     # sums are pairwise, this error is smaller than that of rounding the logits once more.

@@ -36,7 +36,7 @@ class Config(NamedTuple):
       whole: N and T of the larger request that the arrays are a part of; None: they are the whole.
       sizes: overrides of the tile sizes.
       operands: dtype of matmul operands, which represents rows, keys and values exactly; float16:
-        digits of float16 in the range of float32 (`matmul_of_float16`); None: their own dtype.
+        significand bits of float16 in the range of float32 (`matmul_of_float16`); None: their own dtype.
       scale: factor of the logits by which the rows are not multiplied yet.
       transposed: whether the scores of the forward pass are `s r`, and so round like the scores of
         the backward pass. Without a gradient they are `r s`: XLA:CPU takes up to 1.9 times as long

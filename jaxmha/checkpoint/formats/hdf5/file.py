@@ -29,7 +29,7 @@ from jaxmha.checkpoint.source import Source
 MAGIC = b"\x89HDF\r\n\x1a\n"
 UNDEFINED = 2**64 - 1  # the address of a missing structure
 AGAIN = "save it again with model.save_weights"
-_CHECKSUM_BYTES = 8  # bytes to checksum that count as one step
+_BYTES_PER_STEP = 8  # checksumming this many is one step of `Limits.steps`
 
 
 class File:
@@ -123,7 +123,7 @@ class File:
 
     def verify(self, raw: bytes) -> None:
         """Raises ValueError unless the last bytes of `raw` are the checksum of the others."""
-        self.step(len(raw) // _CHECKSUM_BYTES)
+        self.step(len(raw) // _BYTES_PER_STEP)
         if len(raw) < 4 or lookup3(raw[:-4]) != int.from_bytes(raw[-4:], "little"):
             raise ValueError(f"the checksum of {raw[:4]!r} does not match")
 
