@@ -19,6 +19,7 @@ from jaxmha.checks import reject_rounding
 from jaxmha.extras import needed
 from jaxmha.integers import require_sizes
 from jaxmha.mask import Mask
+from jaxmha.mod_arguments import MaskMod, ScoreMod
 from jaxmha.params import MHAParams, Projection, check, leaves
 from jaxmha.semantics import Semantics
 
@@ -142,6 +143,8 @@ class MultiheadAttention(equinox.nn.MultiheadAttention):  # type: ignore[misc]
         deterministic: bool | None = None,
         process_heads: Callable[..., _Heads] | None = None,
         bias: Float[Array, "..."] | None = None,
+        score_mod: ScoreMod | None = None,
+        mask_mod: MaskMod | None = None,
     ) -> Float[jax.Array, "T Do"]:
         """Attends from `query` to `key_` and `value`; for a batch, `jax.vmap` it.
 
@@ -157,6 +160,8 @@ class MultiheadAttention(equinox.nn.MultiheadAttention):  # type: ignore[misc]
           process_heads: maps projected queries, keys and values, `(T, N, H)`, `(S, K, H)` and
             `(S, K, h)`, to heads of the same shapes, such as rotated heads.
           bias: added to the logits, broadcastable to `(N, T, S)`.
+          score_mod, mask_mod: score and mask functions, as in `jaxmha.dot_product_attention`; b is
+            0, under `jax.vmap` too.
 
         Raises:
           ValueError: a shape does not fit.
@@ -196,6 +201,8 @@ class MultiheadAttention(equinox.nn.MultiheadAttention):  # type: ignore[misc]
             **of_semantics(self.semantics),
             dropout_rate=rate,
             dropout_key=key if rate else None,
+            score_mod=score_mod,
+            mask_mod=mask_mod,
             implementation=self.implementation,
         )
         return jax.vmap(self.output_proj)(out.reshape(len(query), -1))  # type: ignore[no-any-return]

@@ -17,6 +17,7 @@ from jaxmha.attention_options import hashable, of_semantics
 from jaxmha.checks import reject_additive
 from jaxmha.extras import needed
 from jaxmha.mask import Mask
+from jaxmha.mod_arguments import MaskMod, ScoreMod
 from jaxmha.semantics import Semantics
 
 with needed("haiku"):
@@ -99,6 +100,8 @@ class MultiHeadAttention(haiku.MultiHeadAttention):  # type: ignore[misc]
         mask: Array | Mask | None = None,
         *,
         bias: Float[Array, "..."] | None = None,
+        score_mod: ScoreMod | None = None,
+        mask_mod: MaskMod | None = None,
     ) -> Float[jax.Array, "*B T Do"]:
         """Attends from `query` to `key` and `value`, which may have any number of batch axes.
 
@@ -109,6 +112,8 @@ class MultiHeadAttention(haiku.MultiHeadAttention):  # type: ignore[misc]
           mask: nonzero = attend; has the axes `(*B, N, T, S)`, each of full size or 1. Or a
             `jaxmha.Mask`, whose batch axis is all batch axes, flattened.
           bias: added to the logits; has the axes `(*B, N, T, S)`, each of full size or 1.
+          score_mod, mask_mod: score and mask functions, as in `jaxmha.dot_product_attention`; b is
+            the index into all batch axes, flattened.
 
         Raises:
           ValueError: a shape does not fit, or a mask looks additive.
@@ -127,7 +132,13 @@ class MultiHeadAttention(haiku.MultiHeadAttention):  # type: ignore[misc]
         if bias is not None:
             bias = _by_batch("bias", bias, batch)
         out = dot_product_attention(
-            **heads, bias=bias, mask=mask, implementation=self.implementation, **self._options
+            **heads,
+            bias=bias,
+            mask=mask,
+            score_mod=score_mod,
+            mask_mod=mask_mod,
+            implementation=self.implementation,
+            **self._options,
         )
         return self._linear(self.model_size)(out.reshape(*query.shape[:-1], -1))  # type: ignore[no-any-return]
 

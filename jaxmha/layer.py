@@ -21,7 +21,15 @@ from jaxmha.implementations.mods import Mod
 from jaxmha.implementations.tiled.attended import attended_positions
 from jaxmha.mask import Mask
 from jaxmha.mask_arguments import as_mask, with_window
-from jaxmha.mod_arguments import MaskMod, Mods, ScoreMod, checked, traced_mods, without_extras
+from jaxmha.mod_arguments import (
+    MaskMod,
+    ModFunctions,
+    Mods,
+    ScoreMod,
+    checked,
+    traced_mods,
+    without_extras,
+)
 from jaxmha.params import MHAParams
 from jaxmha.projections import check_inputs, combine_checked, distinct, project_checked
 from jaxmha.semantics import FullyMasked, ReturnWeights, Semantics
@@ -168,12 +176,7 @@ def multi_head_attention(
         if isinstance(flat, tuple):
             return axes.restored(flat[0]), axes.split(flat[1])
         return axes.restored(flat)
-    mods = Mods()
-    if score_mod is not None or mask_mod is not None:
-        sizes, dtype = check_inputs(params, *map(jnp.asarray, (query, key, value)))
-        sizes["B"] = math.prod(query.shape[:-2])
-        mods = traced_mods(score_mod, mask_mod, dtype)
-        mods = without_extras(mods, sizes, bias_kv.count(params, semantics), dtype)
+    mods = layer_mods(params, (query, key, value), semantics, ModFunctions(score_mod, mask_mod))
     with forward_mode():
         found: jax.Array | tuple[jax.Array, jax.Array] = _multi_head_attention(
             params,
@@ -188,6 +191,22 @@ def multi_head_attention(
             implementation=hashable(implementation),
         )
     return found
+
+
+def layer_mods(
+    params: MHAParams,
+    inputs: tuple[Array, Array, Array],
+    semantics: Semantics,
+    functions: ModFunctions,
+) -> Mods:
+    """Traces score and mask functions for query, key and value features; neither function applies
+    to extra positions."""
+    if not functions.given:
+        return Mods()
+    sizes, dtype = check_inputs(params, *map(jnp.asarray, inputs))
+    sizes["B"] = math.prod(inputs[0].shape[:-2])
+    mods = traced_mods(*functions, dtype)
+    return without_extras(mods, sizes, bias_kv.count(params, semantics), dtype)
 
 
 @partial(jax.jit, static_argnames=("is_causal", "return_weights", "implementation"))

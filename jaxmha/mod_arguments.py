@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jaxmha.arrays import DTypeLike
 from jaxmha.implementations.base import accumulation_dtype
-from jaxmha.implementations.mods import Mod, of_pair, trace
+from jaxmha.implementations.mods import Limits, Mod, of_pair, trace
 
 # `score_mod(score, b, n, i, j)` and `mask_mod(b, n, i, j)`.
 ScoreMod: TypeAlias = Callable[..., jax.Array]
@@ -20,6 +20,18 @@ class Mods(NamedTuple):
 
     score: Mod | None = None
     mask: Mod | None = None
+
+
+class ModFunctions(NamedTuple):
+    """The arguments `score_mod` and `mask_mod` of a layer, which knows its dtype and sizes later."""
+
+    score_mod: ScoreMod | None = None
+    mask_mod: MaskMod | None = None
+
+    @property
+    def given(self) -> bool:
+        """True if there is a function."""
+        return self.score_mod is not None or self.mask_mod is not None
 
 
 def traced_mods(score_mod: ScoreMod | None, mask_mod: MaskMod | None, dtype: DTypeLike) -> Mods:
@@ -46,6 +58,26 @@ def checked(mods: Mods, sizes: Mapping[str, int]) -> Mods:
                 )
         _check_blocks(mod, sizes)
     return mods
+
+
+def of_cached(mods: Mods, sizes: Mapping[str, int]) -> Mods:
+    """The functions for steps over a cache, whose queries and slots are parts of the sequence: they
+    fit any T and S, and have no block mask.
+
+    Raises:
+      ValueError: an array or the block mask of a function does not fit the sizes B and N.
+    """
+    given = checked(mods, {x: sizes[x] for x in "BN"})
+    score, mask = (
+        x and x._replace(blocks=None, limits=Limits()) for x in (given.score, given.mask)
+    )
+    return Mods(score, mask)
+
+
+def after(mods: Mods, tokens: jax.Array) -> Mods:
+    """The functions for queries whose first one follows `tokens` others in the sequence."""
+    score, mask = (x and x.shift(0, 0, tokens, 0) for x in (mods.score, mods.mask))
+    return Mods(score, mask)
 
 
 def _check_blocks(mod: Mod, sizes: Mapping[str, int]) -> None:

@@ -1,5 +1,6 @@
 """`jaxmha.equinox` in the place of equinox's own layer."""
 
+from functools import partial
 from typing import Any
 
 import equinox as eqx
@@ -129,6 +130,30 @@ def test_grouped_heads_masks_and_biases() -> None:
     mask = Mask.causal() & Mask.window(2, None)
     expected = jaxmha.multi_head_attention(params, x, bias=bias, mask=mask, semantics=semantics)
     assert_close(layer(x, x, x, mask, bias=bias), np.asarray(expected))
+
+
+def test_score_and_mask_functions() -> None:
+    """As `multi_head_attention` applies them; under vmap b is 0."""
+    own = MultiheadAttention(N, 11, vo_size=13, key=jax.random.key(0))
+    params, _ = own.to_params()
+    x, rates = jnp.asarray(numbers(3, T, 11), jnp.float32), jnp.asarray([0.3, -0.7])
+
+    def output(call: Any, rates: Any) -> Any:
+        return call(
+            score_mod=lambda score, b, n, i, j: (
+                score - rates[n] * (i - 2 * j + 5 * b).astype("float32")
+            ),
+            mask_mod=lambda b, n, i, j: (i + 2 * j + n) % 3 != b,
+        )
+
+    def expected(rates: Any) -> Any:
+        calls = [partial(jaxmha.multi_head_attention, params, row[None]) for row in x]
+        return jnp.concatenate([output(call, rates) for call in calls])
+
+    def actual(rates: Any) -> Any:
+        return jax.vmap(lambda row: output(partial(own, row, row, row), rates))(x)
+
+    assert_close(actual(rates), np.asarray(expected(rates)))
 
 
 def test_params_and_back() -> None:

@@ -110,6 +110,25 @@ def test_masks_biases_and_semantics_that_haiku_lacks() -> None:
     assert_same(found[1, 0, 0], jnp.asarray(params["multi_head_attention/linear"]["b"]))
 
 
+def test_score_and_mask_functions() -> None:
+    """b is the index into all batch axes, flattened."""
+    own = model(MultiHeadAttention, with_bias=False)
+    arguments, rates = inputs(3, 2), jnp.asarray(numbers(6, N), jnp.float32)
+    allowed = (np.arange(T)[:, None] + np.arange(S)) % 3 != 0
+    bias = rates.reshape(3, 2, N, 1, 1) * jnp.arange(float(S)).reshape(1, 1, 1, 1, S)
+    params = own.init(jax.random.key(0), *arguments)
+    expected = own.apply(
+        params, *arguments, bias=jnp.where(allowed[None, None, None], bias, -jnp.inf)
+    )
+    actual = own.apply(
+        params,
+        *arguments,
+        score_mod=lambda score, b, n, i, j: score + rates[b, n] * j.astype("float32"),
+        mask_mod=lambda b, n, i, j: (i + j) % 3 != 0,
+    )
+    assert_close(actual, np.asarray(expected))
+
+
 def test_additive_masks_are_refused() -> None:
     own, _ = pair()
     arrays = inputs(3)

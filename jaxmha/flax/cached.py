@@ -1,5 +1,6 @@
 """Decoding in flax modules: projects new tokens and attends over flax's cache."""
 
+import math
 from dataclasses import replace
 from functools import partial
 from typing import TypeAlias
@@ -7,7 +8,7 @@ from typing import TypeAlias
 import jax
 import jax.numpy as jnp
 
-from jaxmha import checks, sharding
+from jaxmha import bias_kv, checks, sharding
 from jaxmha.arrays import Array
 from jaxmha.cached_attention import nan_where, reject_structure
 from jaxmha.explicit_sharding import by_types, sharding_of_features, spec_of
@@ -24,6 +25,7 @@ from jaxmha.flax.heads import (
 from jaxmha.implementations import forward_mode
 from jaxmha.layer import check_batch
 from jaxmha.mask import Mask
+from jaxmha.mod_arguments import ModFunctions, Mods, after, of_cached, traced_mods, without_extras
 from jaxmha.params import MHAParams
 from jaxmha.projections import check_inputs, combine_checked, compute_dtype, project_checked
 from jaxmha.rotary import Rotate, apply_rotation, static_rotation
@@ -41,12 +43,13 @@ def attend_cached(
     rotate: Rotate | None,
     settings: CallSettings,
     positions: Array | None = None,
+    functions: ModFunctions = ModFunctions(),
 ) -> tuple[jax.Array, jax.Array | None, Cache]:
     """Appends T tokens to flax's cache and attends to all tokens in it.
 
     `mask` and `bias` cover the S slots; a window counts tokens. Outputs are NaN if no slots are
     left, since a compiled program cannot raise. `positions`: positions of the new tokens for
-    `rotate`, default their slots.
+    `rotate`, default their slots. `functions`: of queries and keys in their slots.
 
     Returns:
       out `*B T Do`, weights, and the updated cache.
@@ -60,6 +63,7 @@ def attend_cached(
     checks.reject_rounding(**heads)
     for name, x in heads.items():
         checks.floating_dtype(x.dtype, f"the dtype of {name}")
+    settings = replace(settings, mods=_mods(params, inputs, cached, settings, functions))
     with forward_mode():
         out, weights, cached = _attend_cached(
             params,
@@ -72,6 +76,22 @@ def attend_cached(
             rotate=static_rotation(rotate),
         )
     return out, weights, cached
+
+
+def _mods(
+    params: MHAParams,
+    inputs: Inputs,
+    cached: Cache,
+    settings: CallSettings,
+    functions: ModFunctions,
+) -> Mods:
+    """Traces score and mask functions of slots; neither applies to extra positions."""
+    if not functions.given:
+        return Mods()
+    sizes, dtype = check_inputs(params, *map(jnp.asarray, inputs))
+    sizes["B"], sizes["S"] = math.prod(inputs[0].shape[:-2]), cached[0].shape[-3]
+    mods = of_cached(traced_mods(*functions, dtype), sizes)
+    return without_extras(mods, sizes, bias_kv.count(params, settings.semantics), dtype)
 
 
 def _output_specs(
@@ -132,6 +152,7 @@ def _attend_cached(
     mask = replace(mask, window_size=None) & Mask(array=visible)
     wide = widen(params, bias, mask, batch, sizes_of(query, keys), semantics)
     heads = keys.astype(query.dtype), values.astype(query.dtype)
+    settings = replace(settings, mods=after(settings.mods, index))
     out, weights = attend_projected(params, query, *heads, wide, settings)
     out = nan_where(index > S - T, out)  # index + T > S may overflow
     dtype = compute_dtype(params, heads=out)

@@ -17,9 +17,15 @@ from jaxmha.attention import attend
 from jaxmha.attention_options import hashable
 from jaxmha.explicit_sharding import by_types, sharding_of_features, sharding_of_heads
 from jaxmha.implementations import forward_mode
-from jaxmha.layer import attended_features, check_batch, multi_head_attention, policy_of
+from jaxmha.layer import (
+    attended_features,
+    check_batch,
+    layer_mods,
+    multi_head_attention,
+    policy_of,
+)
 from jaxmha.mask import Mask
-from jaxmha.mod_arguments import Mods
+from jaxmha.mod_arguments import ModFunctions, Mods
 from jaxmha.params import MHAParams
 from jaxmha.projections import check_inputs, combine_checked, compute_dtype, project_checked
 from jaxmha.rotary import Rotate, apply_rotation, require_rotation, static_rotation
@@ -69,6 +75,7 @@ def attend_layer(
     rotate: Rotate | None,
     settings: CallSettings,
     positions: Array | None = None,
+    functions: ModFunctions = ModFunctions(),
 ) -> OutAndWeights:
     """A layer over query, key and value features, with `rotate(heads, positions)` before attention.
 
@@ -84,17 +91,20 @@ def attend_layer(
             semantics=settings.semantics,
             dropout_key=settings.dropout_key,
             return_weights=settings.return_weights,
+            score_mod=functions.score_mod,
+            mask_mod=functions.mask_mod,
             implementation=settings.implementation,
         )
         return result if isinstance(result, tuple) else (result, None)
     check_arrays(params, inputs, bias)
+    mods = layer_mods(params, inputs, settings.semantics, functions)
     with forward_mode():
         out, weights = _attend_layer(
             params,
             inputs,
             bias,
             mask,
-            hashable_settings(settings),
+            hashable_settings(replace(settings, mods=mods)),
             positions,
             rotate=static_rotation(rotate),
         )
@@ -161,7 +171,7 @@ def _attend_layer(
     wide = widen(params, bias, mask, batch, sizes, semantics)
     extra = bias_kv.count(params, semantics)
     policy = policy_of(params, semantics)
-    attended = attended_features(math.prod(batch), *wide, sizes, extra, policy)
+    attended = attended_features(math.prod(batch), *wide, sizes, extra, policy, settings.mods.mask)
     query, key, value = project_checked(
         params, *inputs, semantics, dtype, attended[:3], settings.implementation
     )

@@ -35,6 +35,7 @@ from jaxmha.flax.settings import (
     widened,
 )
 from jaxmha.mask import Mask
+from jaxmha.mod_arguments import MaskMod, ModFunctions, ScoreMod
 from jaxmha.params import MHAParams, from_leaves, leaves
 from jaxmha.rotary import Rotate, static_rotation
 from jaxmha.semantics import Precision, Semantics
@@ -152,6 +153,8 @@ class MultiHeadDotProductAttention(CachedSteps, nn.Module):  # type: ignore[misc
         dropout_rng: PRNGKeyArray | None = None,
         sow_weights: bool = False,
         input_positions: Int[Array, "..."] | None = None,
+        score_mod: ScoreMod | None = None,
+        mask_mod: MaskMod | None = None,
     ) -> Float[jax.Array, "*B T Do"]:
         """Attends from `inputs_q` to `inputs_k`.
 
@@ -168,6 +171,8 @@ class MultiHeadDotProductAttention(CachedSteps, nn.Module):  # type: ignore[misc
           sow_weights: sows the weights before dropout as `intermediates/attention_weights`.
           input_positions: `(*B, T)` of queries and keys for `rotate`, default their positions in
             the cache, or 0, 1, ...
+          score_mod, mask_mod: score and mask functions, as in `jaxmha.multi_head_attention`; with
+            decode, i and j are the slots of the cache.
 
         Returns:
           `(*B, T, Do)`, in `dtype` if it is given.
@@ -202,7 +207,8 @@ class MultiHeadDotProductAttention(CachedSteps, nn.Module):  # type: ignore[misc
         settings = CallSettings(
             semantics, dropout_rng if drops else None, sow_weights, self.implementation
         )
-        arguments = bias, mask, self.rotate, settings, input_positions
+        functions = ModFunctions(score_mod, mask_mod)
+        arguments = bias, mask, self.rotate, settings, input_positions, functions
         if self.decode:
             out, weights = self._decode(params, inputs, dtype, *arguments)
         else:

@@ -39,6 +39,7 @@ from jaxmha.flax.settings import (
     settings_of,
 )
 from jaxmha.mask import Mask
+from jaxmha.mod_arguments import MaskMod, ModFunctions, ScoreMod
 from jaxmha.params import MHAParams, check, leaves
 from jaxmha.rotary import Rotate
 from jaxmha.semantics import Precision, Semantics
@@ -240,6 +241,8 @@ class MultiHeadAttention(CachedSteps, Attributes):
         out_sharding: Any = None,
         qkv_sharding: Any = None,
         input_positions: Int[Array, "..."] | None = None,
+        score_mod: ScoreMod | None = None,
+        mask_mod: MaskMod | None = None,
     ) -> Float[jax.Array, "*B T Do"]:
         """Attends from `inputs_q` to `inputs_k`.
 
@@ -257,6 +260,8 @@ class MultiHeadAttention(CachedSteps, Attributes):
           out_sharding, qkv_sharding: must be left out.
           input_positions: `(*B, T)` of queries and keys for `rotate`, default their positions in
             the cache, or 0, 1, ...
+          score_mod, mask_mod: score and mask functions, as in `jaxmha.multi_head_attention`; with
+            decode, i and j are the slots of the cache.
 
         Returns:
           `(*B, T, Do)`, in `dtype` if it is given.
@@ -271,7 +276,8 @@ class MultiHeadAttention(CachedSteps, Attributes):
         mask = read_mask(mask, self.local_window_size, is_causal, self.semantics)
         key = dropout_key(self, deterministic, rngs)
         settings = CallSettings(self.semantics, key, sow_weights, self.implementation)
-        arguments = bias, mask, self.rotate, settings, input_positions
+        functions = ModFunctions(score_mod, mask_mod)
+        arguments = bias, mask, self.rotate, settings, input_positions, functions
         if self.decode if decode is None else decode:
             if self.cached_key is None:
                 raise ValueError("there is no cache to decode with: call init_cache first")

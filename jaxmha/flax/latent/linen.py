@@ -30,6 +30,7 @@ from jaxmha.latent import LatentCache, LatentParams
 from jaxmha.latent.params import from_leaves, leaves
 from jaxmha.latent.rotation import LatentRotate, static_latent_rotation
 from jaxmha.mask import Mask
+from jaxmha.mod_arguments import MaskMod, ModFunctions, ScoreMod
 from jaxmha.semantics import Semantics
 
 
@@ -104,6 +105,8 @@ class LatentAttention(CachedSteps, nn.Module):  # type: ignore[misc]
         positions: Integer[Array, "*#B T"] | None = None,
         deterministic: bool | None = None,
         dropout_rng: PRNGKeyArray | None = None,
+        score_mod: ScoreMod | None = None,
+        mask_mod: MaskMod | None = None,
     ) -> Float[jax.Array, "*B T Do"]:
         """Self-attention over the tokens of `inputs`.
 
@@ -115,6 +118,8 @@ class LatentAttention(CachedSteps, nn.Module):  # type: ignore[misc]
           positions: `(*B, T)` of the tokens, for `rotate`; default 0, 1, ...
           deterministic: no dropout.
           dropout_rng: a PRNG key, by default made from the rng collection `dropout`.
+          score_mod, mask_mod: score and mask functions, as in `jaxmha.latent_attention`; with
+            decode, i and j are positions in the sequence.
 
         Returns:
           `(*B, T, Do)`, in `dtype` if it is given.
@@ -135,6 +140,7 @@ class LatentAttention(CachedSteps, nn.Module):  # type: ignore[misc]
         if drops and dropout_rng is None:
             dropout_rng = self.make_rng("dropout")
         key = dropout_rng if drops else None
+        functions = ModFunctions(score_mod, mask_mod)
         cached = None
         if self.decode:
             # The call that initialises the cache does not decode.
@@ -151,11 +157,28 @@ class LatentAttention(CachedSteps, nn.Module):  # type: ignore[misc]
             cached = cached if initialised else None
         if cached is None:
             return attend(
-                self, params, inputs, mask, bias, key, is_causal=is_causal, positions=positions
+                self,
+                params,
+                inputs,
+                mask,
+                bias,
+                key,
+                functions,
+                is_causal=is_causal,
+                positions=positions,
             )
         reject_in_steps(key, bias=bias, positions=positions)
         cache = LatentCache(*(x.value for x in cached))
-        out, longer = with_cache(self, params, self.semantics, "extend", inputs, cache, mask)
+        out, longer = with_cache(
+            self,
+            params,
+            self.semantics,
+            "extend",
+            inputs,
+            cache,
+            mask,
+            **functions._asdict(),
+        )
         for x, value in zip(cached, longer, strict=True):
             x.value = value
         return out

@@ -28,6 +28,7 @@ from jaxmha.latent import LatentCache, LatentParams
 from jaxmha.latent.params import from_leaves, leaves
 from jaxmha.latent.rotation import LatentRotate, static_latent_rotation
 from jaxmha.mask import Mask
+from jaxmha.mod_arguments import MaskMod, ModFunctions, ScoreMod
 from jaxmha.semantics import Semantics
 
 
@@ -129,6 +130,8 @@ class LatentAttention(CachedSteps, Views):
         deterministic: bool | None = None,
         rngs: nnx.Rngs | nnx.RngStream | None = None,
         decode: bool | None = None,
+        score_mod: ScoreMod | None = None,
+        mask_mod: MaskMod | None = None,
     ) -> Float[jax.Array, "*B T Do"]:
         """Self-attention over the tokens of `inputs`.
 
@@ -141,6 +144,8 @@ class LatentAttention(CachedSteps, Views):
           deterministic: no dropout.
           rngs: `Rngs` or a stream for dropout, instead of the module's own.
           decode: appends to the cache of `init_cache`, and attends to all tokens in it.
+          score_mod, mask_mod: score and mask functions, as in `jaxmha.latent_attention`; with
+            decode, i and j are positions in the sequence.
 
         Returns:
           `(*B, T, Do)`, in `dtype` if it is given.
@@ -148,17 +153,28 @@ class LatentAttention(CachedSteps, Views):
         Raises:
           ValueError: a shape does not fit, dropout has no rngs, or decoding has no cache.
         """
+        functions = ModFunctions(score_mod, mask_mod)
         key = dropout_key(self, deterministic, rngs)
         params, _ = self.to_params()
         if not (self.decode if decode is None else decode):
             return attend(
-                self, params, inputs, mask, bias, key, is_causal=is_causal, positions=positions
+                self,
+                params,
+                inputs,
+                mask,
+                bias,
+                key,
+                functions,
+                is_causal=is_causal,
+                positions=positions,
             )
         if self.cached_latents is None:
             raise ValueError("there is no cache to decode with: call init_cache first")
         reject_in_steps(key, bias=bias, positions=positions)
         cache = LatentCache(self.cached_latents[...], self.cache_lengths[...])
-        out, cache = self.decode_step(inputs, cache, mask=mask)
+        out, cache = self.decode_step(
+            inputs, cache, mask=mask, score_mod=score_mod, mask_mod=mask_mod
+        )
         self.cached_latents[...], self.cache_lengths[...] = cache
         return out
 

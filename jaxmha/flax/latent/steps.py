@@ -16,6 +16,7 @@ from jaxmha.latent import LatentParams
 from jaxmha.latent.initializers import contracted, leaf_shapes
 from jaxmha.latent.params import CANONICAL, leaves, sizes
 from jaxmha.mask import Mask
+from jaxmha.mod_arguments import ModFunctions
 from jaxmha.semantics import Semantics
 
 # Leaf of LatentParams -> its path in the parameter tree of a module.
@@ -47,6 +48,7 @@ def attend(
     mask: Array | Mask | None,
     bias: Array | None,
     dropout_key: PRNGKeyArray | None,
+    functions: ModFunctions,
     *,
     is_causal: bool,
     positions: Array | None,
@@ -64,6 +66,8 @@ def attend(
         semantics=module.semantics,
         dropout_key=dropout_key,
         implementation=module.implementation,
+        score_mod=functions.score_mod,
+        mask_mod=functions.mask_mod,
     )
     found: jax.Array = cast(out, module.dtype)
     return found
