@@ -33,7 +33,21 @@ from jaxmha.checkpoint.formats import table
 Item = TypeVar("Item")
 _NAMES = 60  # characters of all columns of names, in a terminal of 80
 SHOWN = 10  # names listed before "and more"
-out, err = Console(emoji=False), Console(stderr=True, emoji=False)
+_PIPED = 100_000  # columns of a pipe or file: every line is shorter
+
+
+def _console(*, stderr: bool = False) -> Console:
+    """A console that breaks no line in a pipe or file, where scripts look for whole names.
+
+    COLUMNS in the environment sets another width.
+    """
+    console = Console(stderr=stderr, emoji=False)
+    if not console.file.isatty() and "COLUMNS" not in os.environ:
+        console.width = _PIPED
+    return console
+
+
+out, err = _console(), _console(stderr=True)
 
 
 def escape(text: str, keep: str = "") -> str:

@@ -1,5 +1,7 @@
-"""Tables of commands fit into 80 columns, and misspelt names get a suggestion."""
+"""Tables of commands fit into 80 columns or stay whole in a pipe, and misspelt names get a suggestion."""
 
+import io
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -65,6 +67,21 @@ def test_what_differs_stays_in_the_table(capsys: pytest.CaptureFixture[str]) -> 
     with console.out.capture() as captured:
         console.print_table("", ("name", "same"), [(long, "1"), ("b", "2")])
     assert captured.get().count("n") == 91
+
+
+@pytest.mark.parametrize("columns", [None, "80"])
+def test_a_pipe_gets_whole_lines_unless_columns_says_otherwise(
+    columns: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # colours in a pipe do not make it a terminal
+    monkeypatch.delenv("COLUMNS", raising=False)
+    if columns:
+        monkeypatch.setenv("COLUMNS", columns)
+    monkeypatch.setattr(sys, "stdout", shown := io.StringIO())
+    monkeypatch.setattr(console, "out", console._console())
+    names = ["n" * 90, "of.a.layer." * 9]
+    console.print_table("", ("name", "why"), [(name, f"why {name}") for name in names])
+    assert all((f"why {name} " in shown.getvalue()) == (columns is None) for name in names)
 
 
 @pytest.mark.parametrize(
