@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from numpy.typing import DTypeLike
@@ -22,14 +23,19 @@ from jaxmha.params import NORMS, check, from_leaves, leaves
 from jaxmha.semantics import logit_scale
 
 
+def ratio(semantics: Semantics, other: Semantics, H: int) -> float:
+    """The scale of the first divided by that of the second; 1.0 if they differ by rounding only."""
+    found = logit_scale(semantics, H) / logit_scale(other, H)
+    return 1.0 if math.isclose(found, 1.0, rel_tol=1e-12) else _power(found)
+
+
 def factor(semantics: Semantics, target: Layout, H: int) -> float:
     """The factor for the queries; 1.0 if the target layout has the same scale.
 
     Raises ValueError if no array of the layer can be multiplied by a factor other than 1.
     """
-    ours = logit_scale(semantics, H)
-    found = ours / logit_scale(target.semantics, H)
-    if math.isclose(found, 1.0, rel_tol=1e-12):
+    ours, found = logit_scale(semantics, H), ratio(semantics, target.semantics, H)
+    if found == 1.0:
         return 1.0
     after = {
         "qk_norm_learned=False": semantics.qk_norm is not None and not semantics.qk_norm_learned,
@@ -41,7 +47,7 @@ def factor(semantics: Semantics, target: Layout, H: int) -> float:
             f"the scale cannot be folded into the query of a layer with {' and '.join(reasons)}, "
             f"which follows every array of the query: keep Semantics(scale={ours!r})"
         )
-    return _power(found)
+    return found
 
 
 def _power(found: float) -> float:
@@ -106,6 +112,30 @@ def fold(params: MHAParams, semantics: Semantics, target: Layout) -> tuple[MHAPa
         for name, array in found.items()
     }
     return from_leaves(changed), replace(semantics, scale=target.semantics.scale)
+
+
+def is_folded(x: Mapping[str, NDArray], y: Mapping[str, NDArray], factor: float) -> bool:
+    """True if the leaves `y` are `x` with the query multiplied by the factor, up to rounding.
+
+    The product is rounded once, and once more where a cast preceded or followed it.
+    """
+    queries = which(x)
+    if x.keys() != y.keys() or not queries & x.keys():
+        return False
+    for name, array in x.items():
+        other = y[name]
+        if array.shape != other.shape or array.dtype != other.dtype:
+            return False
+        if name not in queries or not jnp.issubdtype(array.dtype, jnp.floating):
+            if array.tobytes() != other.tobytes():
+                return False
+            continue
+        limits = ml_dtypes.finfo(array.dtype)  # type: ignore[no-untyped-call]
+        product = array.astype(np.float64) * factor
+        allowed = float(limits.eps) * np.abs(product) + float(limits.smallest_subnormal)
+        if not (np.abs(other.astype(np.float64) - product) <= allowed).all():
+            return False
+    return True
 
 
 def note(semantics: Semantics, factor: float, dtype: DTypeLike, H: int) -> str:

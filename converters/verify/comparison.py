@@ -6,6 +6,7 @@ do not prove that a layer applies its mask. `compare` therefore always compares 
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import zip_longest
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ import numpy as np
 
 from jaxmha import MHAParams
 from jaxmha.checkpoint import CheckpointError
+from jaxmha.converters.layout import fold
 from jaxmha.converters.layout.arrays import to_numpy
 from jaxmha.converters.verify import (
     comparands,
@@ -31,6 +33,11 @@ from jaxmha.semantics import NORM_FIELDS, logit_scale
 
 # Two errors count as similar up to this ratio; exported for readers of reports.
 RATIO = forward_check.RATIO
+FOLDED = "the scale is folded into the query"  # the start of an explanation
+_FOLDED_NOTE = (
+    f"in every block that differs, {FOLDED}, as `jaxmha convert --fold-scale` does: bits and scale "
+    "differ, and the outputs are those of the other source"
+)
 
 
 def compare(
@@ -75,6 +82,9 @@ def compare(
     facts = model_facts.compare(first_source.source, second_source.source, pairs)
     notes += (*rest.notes, *dict.fromkeys((*first_source.notes, *second_source.notes)))
     notes += facts.notes
+    apart = [block.explanation or "" for block in reports if not block.same]
+    if apart and all(why.startswith(FOLDED) for why in apart):
+        notes += (_FOLDED_NOTE,)
     unproven = keras_pairs.unproven(first_source.source, second_source.source)
     return Report(
         reports,
@@ -179,11 +189,28 @@ def _scale(block: ComparedBlock) -> float:
 def _other_scale(a: ComparedBlock, b: ComparedBlock, departure: Departure | None) -> str | None:
     """Explains a differing scale: one block lacks 1 / sqrt(H), or has it folded into its query."""
     low, high = sorted((_scale(a), _scale(b)))
+    if math.isclose(low, high, rel_tol=1e-12):
+        return None
     if departure is not None and not departure.in_output:
-        folded = not math.isclose(low, high, rel_tol=1e-12)
-        return "the scale is folded into the query: outputs are the same" if folded else None
+        return f"{FOLDED}: outputs are the same"
+    if by := _folded(a, b):
+        return f"{FOLDED}, times {by:.6g}: outputs are the same but for the rounding of it"
     usual = math.isclose(low, check(a.params)["H"] ** -0.5, rel_tol=1e-12)
     return forward_check.MISSING_SCALE if usual and low < high == 1 else None
+
+
+def _folded(a: ComparedBlock, b: ComparedBlock) -> float | None:
+    """The factor by which the queries of one block are those of the other, if nothing else differs."""
+    alike = replace(a.semantics, scale=None) == replace(b.semantics, scale=None)
+    if not alike or not _scale(a) or not _scale(b):
+        return None
+    by = fold.ratio(a.semantics, b.semantics, check(a.params)["H"])
+    for x, y in diagnosis.of_one_dtype(a.params, b.params):
+        if fold.is_folded(x, y, by):
+            return by
+        if fold.is_folded(y, x, 1 / by):
+            return 1 / by
+    return None
 
 
 def first_departure(a: ComparedBlock, b: ComparedBlock, seed: int) -> Departure | None:

@@ -55,10 +55,7 @@ def explain(a: MHAParams, b: MHAParams) -> str | None:
     >>> print(explain(MHAParams(q, k, v), MHAParams(k, q, v)))
     query and key exchanged: call or pack them as (query, key, value)
     """
-    x, y = ({n: to_numpy(leaf) for n, leaf in leaves(operand).items()} for operand in (a, b))
-    zero = [n for n in {**x, **y} if harmless(n, x.get(n), y.get(n))]
-    x, y = ({n: leaf for n, leaf in operand.items() if n not in zero} for operand in (x, y))
-    for one, other in _of_one_dtype(x, y):
+    for one, other in of_one_dtype(a, b):
         if _equal(one, other):
             return None
         for swap in SWAP_DIAGNOSES:
@@ -118,8 +115,14 @@ def harmless(name: str, x: NDArray | None, y: NDArray | None) -> bool:
     )
 
 
-def _of_one_dtype(x: Leaves, y: Leaves) -> Iterator[tuple[Leaves, Leaves]]:
-    """Yields both unchanged, then each rounded to the dtype of the other, if that has only one."""
+def of_one_dtype(a: MHAParams, b: MHAParams) -> Iterator[tuple[Leaves, Leaves]]:
+    """Yields the leaves of both, then each rounded to the dtype of the other, if that has only one.
+
+    Biases that are absent or all zeros in both are left out.
+    """
+    x, y = ({n: to_numpy(leaf) for n, leaf in leaves(operand).items()} for operand in (a, b))
+    zero = [n for n in {**x, **y} if harmless(n, x.get(n), y.get(n))]
+    x, y = ({n: leaf for n, leaf in operand.items() if n not in zero} for operand in (x, y))
     yield x, y
     kinds = [{leaf.dtype for leaf in operand.values()} for operand in (x, y)]
     if kinds[0] != kinds[1]:

@@ -161,5 +161,36 @@ def test_verify_does_not_call_a_folded_scale_missing() -> None:
     (block,) = comparison.compare(ours, fold.fold(*ours, attention_blocks.named("flax"))).blocks
     assert not block.same
     assert block.explanation == "the scale is folded into the query: outputs are the same"
+    swapped = comparison.compare(fold.fold(*ours, attention_blocks.named("flax")), ours)
+    assert swapped.blocks[0].explanation == block.explanation
     (block,) = comparison.compare(ours, (params, Semantics())).blocks
     assert block.explanation == forward_check.MISSING_SCALE
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_verify_recognises_a_factor_that_rounds(dtype: str | None, tmp_path: Path) -> None:
+    """The square root of 8 rounds every number of the query, and outputs with them."""
+    source, present = t5(tmp_path, 4, 8), tmp_path / "a.safetensors"
+    pipeline.convert(source, present, to="flax", fold_scale=True, dtype=dtype)
+    found = comparison.compare(source, present, dtype=dtype)
+    (block,) = found.blocks
+    assert not found.same
+    assert block.explanation is not None
+    assert "the scale is folded into the query, times 2.82843: " in block.explanation
+    assert "rounding" in block.explanation
+    assert "jaxmha convert --fold-scale" in found.notes[-1]
+    (block,) = comparison.compare(present, source).blocks
+    assert "times 0.353553" in str(block)
+
+
+def test_verify_names_no_folded_scale_where_more_differs() -> None:
+    params = drawn.params(num_heads=2, features=6)
+    ours = params, Semantics(scale=1.0)
+    folded, own = fold.fold(*ours, attention_blocks.named("flax"))
+    kernel = np.array(folded.value.kernel)
+    kernel[0, 0, 0] += 1e-3
+    other = folded._replace(value=folded.value._replace(kernel=kernel))
+    found = comparison.compare(ours, (other, own))
+    assert "folded" not in str(found)
+    assert "folded" in str(comparison.compare(ours, (folded, own)))
+    assert "folded" not in str(comparison.compare(ours, (folded, Semantics(scale=0.0))))
