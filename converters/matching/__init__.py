@@ -76,7 +76,9 @@ def prove(
       unused: "keep" accepts source arrays that the plan does not use, as in `load_into`.
 
     Raises:
-      ValueError: the plan has an open question, or does not fit the models, or head counts differ.
+      ValueError: the plan has an open question, or does not fit the models, or head counts differ,
+        or a model raises an error on the drawn arguments.
+      TypeError: `inputs` has another form, or the source or the model cannot be run on them.
 
     >>> import torch
     >>> module = torch.nn.Linear(3, 5)

@@ -1,7 +1,7 @@
 """Compares a filled model with its source: arrays bit by bit, and outputs where both models run."""
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray as Array
 
 from jaxmha.converters.layout.arrays import NDArray, is_float, narrower
-from jaxmha.converters.matching import lines, loading, running, trees
+from jaxmha.converters.matching import lines, loading, model_inputs, running, trees
 from jaxmha.converters.matching.layers import is_buffer
 from jaxmha.converters.matching.plan import Line, MatchPlan, Packing
 from jaxmha.converters.matching.proof import Departure, Proof
@@ -20,20 +20,21 @@ from jaxmha.converters.matching.trees import Tree
 WIDE = 1e-6
 NARROW = 1e-5  # if any output, also of a layer, is float32 or narrower
 _LOADED = "\nIf the model was filled by a plan, pass the same: prove(source, model, plan)."
-Draw = Callable[[np.random.Generator], Any]
 
 
 def prove(
     source: Any,
     model: Any,
     plan: MatchPlan | None,
-    inputs: Draw | None,
+    inputs: model_inputs.Draw | None,
     packing: Packing,
     seed: int,
     unused: str,
 ) -> Proof:
     """Implements `jaxmha.converters.matching.prove`, with the same arguments but no defaults."""
     loading.check_policy("unused", unused)
+    if inputs is not None:
+        model_inputs.check(inputs, {"source": source, "model": model})
     mine, theirs = trees.read(source), trees.read(model, "model")
     try:
         hint = _LOADED * (plan is None)
@@ -47,10 +48,9 @@ def prove(
         proof = replace(proof, unused=())
     if inputs is None:
         return proof
-    drawn = inputs(np.random.default_rng(seed))
-    apart = isinstance(drawn, Mapping) and drawn.keys() == {"source", "target"}
-    ours = running.run(source, drawn["source"] if apart else drawn)
-    other = running.run(model, drawn["target"] if apart else drawn)
+    for_source, for_target = model_inputs.draw(inputs, seed)
+    ours = model_inputs.run(source, "source", for_source)
+    other = model_inputs.run(model, "model", for_target)
     return _outputs(proof, ours, other, _paired(mine, theirs, jobs, ours, other))
 
 

@@ -57,9 +57,19 @@ def run(model: Any, arguments: Arguments) -> Run:
             return _nnx(model, arguments)
         if framework == "equinox":
             return _equinox(model, arguments)
-    raise TypeError(
-        f"only a torch, nnx, linen, equinox or Keras model can be run, not {type(model).__name__}"
-    )
+    raise TypeError(f"no model that can be run: {type(model).__name__}")
+
+
+def check(model: Any, which: str) -> None:
+    """Raises TypeError, with the model's role, unless `run` knows its kind."""
+    pair = isinstance(model, tuple) and len(model) == 2
+    if not pair and framework_of(model) not in ("torch", "keras", "flax", "equinox"):
+        raise TypeError(
+            "only a torch, nnx, linen, equinox or Keras model can be run, and the "
+            f"{which} is {type(model).__name__}: pass the model object (for linen, the pair of module "
+            "and variables; on the command line MODULE:FUNCTION that builds it), or leave out inputs, "
+            "so that only arrays are compared"
+        )
 
 
 def _called(model: Callable[..., Any], arguments: Arguments, convert: Callable[[Any], Any]) -> Any:

@@ -18,7 +18,7 @@ from jaxmha.cli.console import (
 )
 from jaxmha.cli.options import DtypeName, Json, option
 from jaxmha.converters import matching
-from jaxmha.converters.matching import filling, loading
+from jaxmha.converters.matching import filling, loading, model_inputs
 
 EXAMPLES = (
     "Examples:\n\n  jaxmha match bert/ my_model.py:build --save plan.toml\n\n"
@@ -27,6 +27,17 @@ EXAMPLES = (
     "  jaxmha match hf://org/model my_model.py:build --to mine.safetensors\n\n"
     "  jaxmha match theirs.py:build mine.py:build --inputs mine.py:inputs"
 )
+
+KeepUnused = Annotated[
+    bool, option("--keep-unused", "Leave out arrays that the model does not have.")
+]
+Concatenated = Annotated[
+    bool,
+    option(
+        "--concatenated",
+        "Packed projections follow one another: all of query, then key, then value.",
+    ),
+]
 
 
 def command(
@@ -53,16 +64,8 @@ def command(
         Path | None,
         option("--to", "Write the model's arrays here."),
     ] = None,
-    unused: Annotated[
-        bool, option("--keep-unused", "Leave out arrays that the model does not have.")
-    ] = False,
-    concatenated: Annotated[
-        bool,
-        option(
-            "--concatenated",
-            "Packed projections follow one another: all of query, then key, then value.",
-        ),
-    ] = False,
+    unused: KeepUnused = False,
+    concatenated: Concatenated = False,
     inputs: Annotated[
         str | None,
         option(
@@ -84,11 +87,16 @@ def command(
     Exit code 1: something is asked, arrays of the checkpoint are left over, or a comparison failed.
     """
     with one_message():
+        if plan is not None and concatenated:
+            raise ValueError("--concatenated is for a new plan: edit the arrows of the given one")
         given = like.source_of(source)
         files = [given] if isinstance(given, Path) else []
         if save is not None:
             check_text(save, force, files)
+        draw = None if inputs is None else like.found(inputs)
         model = like.built(target)
+        if draw is not None:
+            model_inputs.check(draw, {"source": given, "target": model})
         if plan is None:
             made = matching.match(given, model, packing="concatenated" if concatenated else "ask")
         else:
@@ -104,10 +112,9 @@ def command(
                 given, to, model, made, quiet=as_json, unused=unused, dtype=kind, force=force
             )
             like.show(matching.prove(given, to, made, unused=policy), as_json)
-        if inputs is not None:
+        if draw is not None:
             with like.prepared(model, given, made, unused=policy, dtype=kind) as ready:
                 model = filling.fill(model, ready)
-            draw = like.found(inputs)
             proof = matching.prove(given, model, made, inputs=draw, unused=policy)
             like.show(proof, as_json)
 
@@ -126,8 +133,8 @@ def refuse_rest(plan: matching.Plan, unused: bool) -> None:
     """
     if plan.questions or (plan.unused and not unused):
         asked = f"{len(plan.questions)} questions, {len(plan.unused)} arrays left over"
-        edit = "answer the questions in the plan (jaxmha match --save) and pass it with --plan"
-        leave = "jaxmha match --keep-unused leaves out arrays that no line uses"
+        edit = "answer the questions in the plan (jaxmha match --save) and pass it to jaxmha match --plan"
+        leave = "--keep-unused leaves out arrays that no line uses"
         advice = [edit] * bool(plan.questions) + [leave] * bool(plan.unused and not unused)
         err.print(f"{asked}: {'; '.join(advice)}", soft_wrap=True)
         raise typer.Exit(1)

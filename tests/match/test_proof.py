@@ -266,3 +266,50 @@ def test_models_that_cannot_run_are_refused(source: Theirs) -> None:
     with pytest.raises(TypeError, match="can be run"):
         prove(linear, equinox.load_into(tree, linear), inputs=inputs)
     assert match(linear, tree).questions == ()
+
+
+X = np.ones((2, 5), "f")
+WRONG_INPUTS: dict[str, tuple[Any, str]] = {
+    "a tuple": ((X,), "inputs is a function of a numpy.random.Generator .* got tuple"),
+    "no parameter": (lambda: (X,), "and this one takes other arguments: too many positional"),
+    "an array": (lambda _: X, r"inputs returned float32 \(2, 5\): return a tuple .* \(x,\)"),
+    "an array for one": (lambda _: {"source": X, "target": (X,)}, "as 'source': return a tuple"),
+    "one model": (lambda _: {"source": (X,)}, "a dict of 'source': .* need 'source' and 'target'"),
+    "more than both": (
+        lambda _: {"source": (X,), "target": (X,), "z": X},
+        "'target', 'z': .* nothing else",
+    ),
+    "a wrong shape": (
+        lambda _: (X[:, :3],),
+        r"source .* does not run .*\(float32 \(2, 3\)\).*takes \(input",
+    ),
+    "a wrong name": (
+        lambda _: {"ids": X},
+        r"\(ids=float32 \(2, 5\)\), and takes \(input.*unexpected",
+    ),
+    "nothing": (lambda _: (), r"returned, \(\), and takes \(input.*TypeError: .*missing"),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG_INPUTS)
+def test_wrong_inputs_get_a_message(kind: str, source: Theirs) -> None:
+    draw, expected = WRONG_INPUTS[kind]
+    linear = source.first
+    filled = flax.load_into(nnx.Linear(5, 7, rngs=nnx.Rngs(0)), linear)
+    assert prove(linear, filled, inputs=lambda _: [X]).same  # a list is as good as a tuple
+    with pytest.raises((TypeError, ValueError), match=f"(?s){expected}"):
+        prove(linear, filled, inputs=draw)
+
+
+def test_the_command_refuses_inputs_for_files_before_it_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "models_of_files.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    np.savez("a.npz", x=X)
+    names = [f"models_of_files.py:{name}" for name in ("mine", "inputs")]
+    given = ["match", "a.npz", names[0], "--inputs", names[1], "--to", "m.npz", "--save", "p.toml"]
+    done = CliRunner().invoke(app, given)
+    assert done.exit_code == 2, done.output
+    assert "source is PosixPath: pass the model object" in done.output.replace("Windows", "Posix")
+    assert sorted(path.name for path in tmp_path.glob("*.*")) == ["a.npz", "models_of_files.py"]

@@ -1,0 +1,106 @@
+"""The arguments that a user draws for two models, and messages where they do not fit."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxmha.converters.matching import running
+from jaxmha.converters.matching.running import Arguments
+
+Draw = Callable[[np.random.Generator], Any]
+_TAKES = (
+    "inputs is a function of a numpy.random.Generator that returns the arguments of both models"
+)
+_APART = ("source", "target")
+_RETURNS = (
+    'return a tuple of positional arguments, such as (x,), a dict by name, such as {"x": x}, or '
+    '{"source": ..., "target": ...} with one of these for each'
+)
+
+
+def check(inputs: object, models: Mapping[str, Any]) -> None:
+    """Raises TypeError unless `inputs` can be called with a generator, and the models can run."""
+    if not callable(inputs):
+        raise TypeError(
+            f"{_TAKES}, got {type(inputs).__name__}: pass lambda rng: ..., even if it draws nothing"
+        )
+    try:
+        inspect.signature(inputs).bind(None)
+    except TypeError as error:
+        raise TypeError(f"{_TAKES}, and this one takes other arguments: {error}") from error
+    except ValueError:  # a builtin without a signature
+        pass
+    for which, model in models.items():
+        running.check(model, which)
+
+
+def draw(inputs: Draw, seed: int) -> tuple[Arguments, Arguments]:
+    """Calls `inputs`; returns the arguments of the source and those of the target.
+
+    Raises:
+      TypeError, ValueError: the returned value is of another form.
+    """
+    drawn = inputs(np.random.default_rng(seed))
+    if not isinstance(drawn, Mapping) or not any(map(_is_arguments, map(drawn.get, _APART))):
+        return _checked(drawn, ""), _checked(drawn, "")
+    if drawn.keys() != set(_APART):
+        raise ValueError(
+            f"inputs returned a dict of {', '.join(map(repr, drawn))}: arguments for each model need "
+            "'source' and 'target', and nothing else"
+        )
+    return _checked(drawn["source"], "source"), _checked(drawn["target"], "target")
+
+
+def _is_arguments(value: object) -> bool:
+    return isinstance(value, tuple | list | Mapping)
+
+
+def _checked(drawn: Any, which: str) -> Arguments:
+    if isinstance(drawn, Mapping):
+        return drawn
+    if isinstance(drawn, tuple | list):
+        return tuple(drawn)
+    where = f" as {which!r}" if which else ""
+    raise TypeError(f"inputs returned {_shown(drawn)}{where}: {_RETURNS}")
+
+
+def run(model: Any, which: str, arguments: Arguments) -> running.Run:
+    """Runs a model; ValueError with the arguments and its signature if it raises an error."""
+    try:
+        return running.run(model, arguments)
+    except Exception as error:
+        takes = _signature(model)
+        raise ValueError(
+            f"the {which} {type(_module(model)).__name__} does not run on the arguments that inputs "
+            f"returned, {_listed(arguments)}{takes and f', and takes {takes}'}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def _module(model: Any) -> Any:
+    """The module of a linen pair, or the model itself."""
+    return model[0] if isinstance(model, tuple) else model
+
+
+def _signature(model: Any) -> str:
+    """The parameters of the model's forward method; "" if they are unknown."""
+    methods = (getattr(_module(model), name, None) for name in ("forward", "call", "__call__"))
+    try:
+        return str(inspect.signature(next(filter(callable, methods))))
+    except (StopIteration, TypeError, ValueError):
+        return ""
+
+
+def _listed(arguments: Arguments) -> str:
+    if isinstance(arguments, Mapping):
+        return f"({', '.join(f'{name}={_shown(x)}' for name, x in arguments.items())})"
+    return f"({', '.join(map(_shown, arguments))})"
+
+
+def _shown(value: Any) -> str:
+    """The dtype and shape of an array, the type of any other value."""
+    if not hasattr(value, "dtype") or not hasattr(value, "shape"):
+        return type(value).__name__
+    return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
