@@ -15,7 +15,7 @@ from jaxmha.converters.discovery import layer_layouts
 from jaxmha.converters.discovery.attention_blocks import Block
 from jaxmha.converters.discovery.layer_layouts import Convention
 from jaxmha.converters.discovery.other_layers import Module
-from jaxmha.converters.layout import fill, fold, transform, uneven, validation
+from jaxmha.converters.layout import alternatives, fill, fold, transform, uneven, validation
 from jaxmha.converters.layout.arrays import NDArray
 from jaxmha.converters.layout.base import Entry, Layout
 from jaxmha.converters.layout.validation import refuse_arrays, refuse_keys, refuse_mixed
@@ -158,7 +158,10 @@ def attention(
             dtype = np.asarray(params.query.kernel).dtype
             notes.append(fold.note(semantics, by, dtype, sizes["H"]))
         semantics = replace(semantics, scale=target.semantics.scale)
-    validation.refuse_export(target, params, semantics)
+    try:
+        validation.refuse_export(target, params, semantics)
+    except ValueError as error:
+        raise ValueError(f"{error}{alternatives.remedy(target, params, semantics)}") from error
     present, sizes = leaves(params), sizes | _letters(params)
     folded = fold.which(present)
 
