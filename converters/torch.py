@@ -17,7 +17,7 @@ from jaxmha.converters.discovery import live_model
 from jaxmha.converters.discovery.live_model import torch as tensors_of
 from jaxmha.converters.discovery.own_forward import refuse_own_forward
 from jaxmha.converters.discovery.torch_hooks import COMPUTING, refuse_hooks
-from jaxmha.converters.layout import shared, transform
+from jaxmha.converters.layout import shared, states, transform
 from jaxmha.converters.layout.api import make_api
 from jaxmha.converters.layout.arrays import NDArray, framework_of, to_numpy, to_torch
 from jaxmha.converters.layout.torch import LAYOUTS, PACKED, SEPARATE
@@ -63,10 +63,11 @@ def import_params(
     prefix: str = "",
     copy: bool = True,
 ) -> tuple[MHAParams, Semantics]:
-    """Parameters from a flat dict of tensors by one of the layouts torch, torch-separate.
+    """Parameters from a dict of tensors by one of the layouts torch, torch-separate.
 
     Args:
-      state: arrays or tensors by key; `prefix` and `.` stand before each key.
+      state: arrays or tensors by key; `prefix` and `.` stand before each key. In a nested dict, the
+        names on the way to a tensor make its key.
       layout: its name; default: the first whose required keys are all present.
       num_heads: needed, since no shape holds the head count.
       prefix: takes only the keys below it.
@@ -93,7 +94,7 @@ def import_params(
         return _import_copies(state, layout=layout, num_heads=num_heads, prefix=prefix)
     return transform.import_params(
         LAYOUTS,
-        state,
+        states.flat(state, "."),
         layout=layout,
         num_heads=num_heads,
         prefix=prefix,

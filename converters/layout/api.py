@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from jaxmha import MHAParams, Semantics
-from jaxmha.converters.layout import fill, fold, transform
+from jaxmha.converters.layout import fill, fold, states, transform
 from jaxmha.converters.layout.arrays import NDArray, kept, to_numpy
 from jaxmha.converters.layout.base import Layout, choose
 
@@ -21,16 +21,17 @@ class Import(Protocol):
         num_heads: int | None = None,
         prefix: str = "",
     ) -> tuple[MHAParams, Semantics]:
-        """Parameters from a flat dict of arrays by one of the layouts of the module.
+        """Parameters from a dict of arrays by one of the layouts of the module.
 
         Args:
-          state: arrays or tensors by key; `prefix` and `.` or `/` stand before each key.
+          state: arrays or tensors by key; `prefix` and `.` or `/` stand before each key. In a nested
+            dict, the names on the way to an array make its key.
           layout: its name; default: the first whose required keys are present.
           num_heads: needed where no shape holds the head count, checked where one does.
           prefix: takes only the keys below it.
 
         Raises:
-          TypeError: the state is no dict, but a live layer, for example.
+          TypeError: the state is no dict, but a live layer or a path, for example.
           ValueError: a key, shape or head count does not fit; the message names key and axes.
 
         In `flax`, `equinox` and `haiku`, arrays that jit, grad or vmap traces stay traced.
@@ -76,7 +77,7 @@ def described(text: str | None, terms: Mapping[str, str]) -> str:
     The reference shows the result.
 
     >>> described(Import.__call__.__doc__, {"of the module": "torch"}).partition(".")[0]
-    'Parameters from a flat dict of arrays by one of the layouts torch'
+    'Parameters from a dict of arrays by one of the layouts torch'
     """
     text = text or ""  # python -OO
     for term, instead in terms.items():
@@ -105,14 +106,11 @@ def make_api(
         num_heads: int | None = None,
         prefix: str = "",
     ) -> tuple[MHAParams, Semantics]:
-        if not isinstance(state, Mapping):
-            raise TypeError(
-                f"state: expected a flat dict of arrays by key, got {type(state).__name__}: for a "
-                "live layer call from_module(layer) of jaxmha.converters.torch, .keras or .flax"
-            )
+        if not isinstance(prefix or "", str):
+            raise TypeError(f"prefix: expected a string, got {type(prefix).__name__}")
         return transform.import_params(
             layouts if layout is None else every,
-            state,
+            states.flat(state, layouts[0].separator),
             layout=layout,
             num_heads=num_heads,
             prefix=prefix,

@@ -48,7 +48,8 @@ def to_numpy(array: AnyArray, name: str = "") -> NDArray:
     packages = packages_of(found)
     # Before torch and tensorflow: they may be bases of Keras' variables, or hold their values.
     if "keras" in packages or "flax" in packages:
-        inner = getattr(found, "value", found)
+        get = getattr(found, "get_value", None)  # of nnx, whose `value` is deprecated
+        inner = getattr(found, "value", found) if get is None else get()
         inner = inner() if callable(inner) else inner
         if inner is not found:
             return to_numpy(inner, name)

@@ -106,6 +106,7 @@ class Layout:
 
 
 _SHOWN = 4  # closest layouts described in a message
+_PREFIXES = 3  # prefixes named in a message
 _NAMED = 8  # names listed in an error message
 # Common names of frameworks and models -> the layout that the user probably meant.
 _MEANT = {
@@ -173,4 +174,37 @@ def choose(
     more = f"; {len(missing) - len(near)} more lack no fewer" * (len(missing) > len(near))
     paths_of = {x.name: [x.path(prefix, key) for key in missing[x.name]] for x in layouts}
     computed = remedies(dict.fromkeys(path for name in near for path in paths_of[name]), paths)
-    raise ValueError(f"no known layout has all its keys{where}: {lacks}{more}{computed}")
+    found = computed or _elsewhere(layouts, paths)
+    raise ValueError(f"no known layout has all its keys{where}: {lacks}{more}{found}")
+
+
+def _elsewhere(layouts: Sequence[Layout], paths: Collection[str]) -> str:
+    """Says under which prefixes the paths have all required keys of a layout, or "" if nowhere."""
+    for layout in layouts:
+        if found := _prefixes(layout, set(paths)):
+            more = f" and {len(found) - _PREFIXES} more" * (len(found) > _PREFIXES)
+            shown = ", ".join(map(repr, found[:_PREFIXES])) + more
+            return f"; layout {layout.name} has them under {shown}: pass prefix={found[0]!r}"
+        other = "." if layout.separator == "/" else "/"
+        renamed = {path.replace(other, layout.separator) for path in paths}
+        if _prefixes(layout, renamed) or _required(layout) <= renamed:
+            return (
+                f"; layout {layout.name} joins names by {layout.separator!r}, and these are joined by "
+                f"{other!r}: pass {{key.replace({other!r}, {layout.separator!r}): array for key, array "
+                "in state.items()}"
+            )
+    return ""
+
+
+def _required(layout: Layout) -> set[str]:
+    return {entry.key for entry in layout.entries if not entry.group}
+
+
+def _prefixes(layout: Layout, paths: Collection[str]) -> list[str]:
+    """The prefixes, other than none, under which all required keys of the layout are."""
+    required = _required(layout)
+    end = layout.separator + min(required)
+    starts = [path.removesuffix(end) for path in paths if path.endswith(end)]
+    return sorted(
+        start for start in starts if all(layout.path(start, key) in paths for key in required)
+    )

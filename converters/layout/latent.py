@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxmha.converters.layout import states
 from jaxmha.converters.layout.arrays import NDArray, to_numpy
 from jaxmha.latent import LatentParams
 from jaxmha.latent.params import CANONICAL, from_leaves, leaves, sizes
@@ -42,7 +43,7 @@ def known_keys(keys: Collection[str]) -> set[str]:
 
 
 def import_latent_params(state: Mapping[str, Any], *, prefix: str = "") -> LatentParams:
-    """Latent attention from a flat dict of arrays by the keys of DeepSeek's models, or of a file
+    """Latent attention from a dict of arrays by the keys of DeepSeek's models, or of a file
     that was converted to layout jaxmha.
 
     The shapes determine all sizes, also the head count. Rotary features keep the order of the file:
@@ -66,8 +67,7 @@ def import_latent_params(state: Mapping[str, Any], *, prefix: str = "") -> Laten
     >>> import_latent_params(export_latent_params(params)).key.kernel.shape
     (6, 3, 5)
     """
-    if not isinstance(state, Mapping):
-        raise TypeError(f"state: expected a flat dict of arrays, got {type(state).__name__}")
+    state = states.flat(state, ".")
     start = f"{prefix.removesuffix('.')}." if prefix else ""
     arrays = {key.removeprefix(start): x for key, x in state.items() if key.startswith(start)}
     if OWN["latent.kernel"] in arrays:

@@ -20,7 +20,7 @@ from jaxmha.converters.discovery import (
 )
 from jaxmha.converters.discovery.attention_blocks import Block, shapes
 from jaxmha.converters.discovery.head_count import Configured
-from jaxmha.converters.layout import registry
+from jaxmha.converters.layout import registry, states
 from jaxmha.converters.layout.arrays import NDArray, to_numpy
 from jaxmha.converters.migrate import (
     conversion,
@@ -311,7 +311,7 @@ def convert_state(
     fold_scale: bool = False,
     fill_bias: str | None = None,
 ) -> dict[str, NDArray]:
-    """Converts a flat dict of arrays (a model in memory) as `convert` converts a file.
+    """Converts a dict of arrays (a model in memory) as `convert` converts a file.
 
     Raises ValueError as `convert` does, and TypeError if `state` is not a dict but, for example, a
     module.
@@ -327,7 +327,7 @@ def convert_state(
             "torch module pass module.state_dict(); of other models flatten the tree of "
             "parameters, its keys joined with '/'"
         )
-    memory = _Memory(state)
+    memory = _Memory(states.flat(state, "/"))
     made = planning.make(
         memory,
         target_layout(attention_blocks.named(to), in_file=False),

@@ -17,7 +17,7 @@ from tests.converters.test_validation import Dk, Dv, H, N, P, h, params
 def test_a_live_layer_is_no_state(framework: str) -> None:
     layer = layers.build(layers.configs(framework)[0])
     converter = {"torch": torch, "keras": keras, "nnx": flax}[framework]
-    message = rf"state: expected a flat dict .*got {type(layer).__name__}: .* from_module\(layer\)"
+    message = rf"state: expected a dict .*got {type(layer).__name__}: .* from_module\(layer\)"
     with pytest.raises(TypeError, match=message):
         converter.import_params(layer, num_heads=N)
 
