@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, NamedTuple
 
 import typer
 
@@ -22,7 +22,7 @@ from jaxmha.cli.console import (
     put_text,
 )
 from jaxmha.cli.convert_output import print_conversion
-from jaxmha.cli.match import print_plan, refuse_rest
+from jaxmha.cli.match import Concatenated, KeepUnused, print_plan, refuse_rest
 from jaxmha.cli.options import Json, NumHeads, Source, option, parse_bytes, suffixes
 from jaxmha.cli.plan import (
     AttentionOnly,
@@ -155,6 +155,8 @@ def command(
     processes: Processes = 1,
     digest: Digest = DigestName("fast"),
     like: Like = None,
+    unused: KeepUnused = False,
+    concatenated: Concatenated = False,
     force: Annotated[bool, option("--force", "Overwrite the destination and the report.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -174,9 +176,14 @@ def command(
             other_modes |= {"--attention-only": attention_only, "--fold-scale": fold_scale}
             other_modes |= {"--fill-bias": fill_bias}
             _refuse_other_modes(other_modes)
-            cast = None if dtype is None else dtype.value
-            _fill(source, destination, like, cast, shard_size, digest, check, force, as_json)
+            writing: dict[str, Any] = {"dtype": dtype and dtype.value, "force": force}
+            writing["digest"] = None if digest.value == "none" else digest.value
+            writing["shard_size"] = None if shard_size is None else parse_bytes(shard_size)
+            target = _Target(like, unused, "concatenated" if concatenated else "ask")
+            _fill(source, destination, target, writing, check.value != "none", as_json)
             return
+        if unused or concatenated:
+            raise ValueError("--keep-unused and --concatenated are for --like without --to")
         _check_combination(choices, by_plan, report_to, check, part, resume, processes)
         share = None if part is None else multiprocess.parsed(part)
         size = None if shard_size is None else parse_bytes(shard_size)
@@ -184,7 +191,7 @@ def command(
         if report_to is not None:
             again = force or _is_report(report_to, destination)
             check_text(report_to, again, [*files_of(source), destination, *filter(None, [by_plan])])
-        writing: dict[str, Any] = {"shard_size": size, "part": share, "force": force}
+        writing = {"shard_size": size, "part": share, "force": force}
         writing["like"] = None if like is None else Path(like)
         writing["digest"] = None if digest.value == "none" else digest.value
         writing["resume"] = resume or processes > 1
@@ -236,29 +243,35 @@ def _refuse_other_modes(options: Mapping[str, object]) -> None:
         raise ValueError(f"{', '.join(wrong)} cannot be combined with --like without --to")
 
 
+class _Target(NamedTuple):
+    """The target model of --like, and how its arrays are matched with those of the source."""
+
+    name: str
+    unused: bool
+    packing: Literal["ask", "concatenated"]
+
+
 def _fill(
     source: Path,
     destination: Path,
-    like: str,
-    dtype: str | None,
-    shard_size: str | None,
-    digest: DigestName,
-    check: CheckName,
-    force: bool,
+    target: _Target,
+    writing: Mapping[str, Any],
+    check: bool,
     as_json: bool,
 ) -> None:
-    """Fills the arrays of the target model `like` from the source, and writes them as a file."""
-    size = None if shard_size is None else parse_bytes(shard_size)
-    destination = _index_of_shards(destination, size, 1)
-    writing: dict[str, Any] = {"shard_size": size, "force": force, "dtype": dtype}
-    writing["digest"] = None if digest.value == "none" else digest.value
-    with like_target.template(like_target.built(like), destination) as model:
-        plan = matching.match(source, model)
+    """Fills the arrays of the target model from the source, and writes them as a file."""
+    destination = _index_of_shards(destination, writing["shard_size"], 1)
+    policy: Literal["keep", "refuse"] = "keep" if target.unused else "refuse"
+    with like_target.template(like_target.built(target.name), destination) as model:
+        plan = matching.match(source, model, packing=target.packing)
         print_plan(plan, as_json)
-        refuse_rest(plan, unused=False)
-        done = like_target.write(source, destination, model, plan, quiet=as_json, **writing)
-        if check.value != "none":
-            like_target.show(matching.prove(source, destination, plan), as_json)
+        refuse_rest(plan, target.unused)
+        done = like_target.write(
+            source, destination, model, plan, quiet=as_json, unused=target.unused, **writing
+        )
+        if check:
+            proof = matching.prove(source, destination, plan, unused=policy)
+            like_target.show(proof, as_json)
     if not as_json:
         for name, loss in done.losses.items():
             if not loss.exact:

@@ -141,3 +141,43 @@ def test_names_in_an_orbax_folder(here: Path, target: str, ending: str) -> None:
     assert done.exit_code == 0, done.output
     with checkpoint.open(here / f"{target}.orbax") as file:
         assert [*file.info] == [f"d/kernel{ending}" if ending else "params/d/kernel"]
+
+
+def test_unused_arrays_and_packed_projections_as_in_match(here: Path) -> None:
+    more = {"d.weight": np.ones((3, 5), "f"), "e.weight": np.ones((11, 2), "f")}
+    checkpoint.write(here / "more.npz", more)
+    given = ["convert", "more.npz", "one.npz", "--like", "builders_for_like.py:of_linen"]
+    run = CliRunner().invoke
+    done = run(app, given)
+    assert done.exit_code == 1
+    assert "1 arrays left over: --keep-unused leaves out arrays that no line uses" in done.output
+    assert not (here / "one.npz").exists()
+    done = run(app, [*given, "--keep-unused"])
+    assert done.exit_code == 0, done.output
+    assert "are those of the source, bit by bit" in done.output
+
+
+def test_packed_projections_are_split_as_in_match(here: Path) -> None:
+    rng = np.random.default_rng(0)
+    packed = rng.normal(size=(15, 5)).astype("f")
+    checkpoint.write(here / "packed.npz", {"attn.qkv.weight": packed})
+    parts = {f"attn.{x}.kernel": np.zeros((5, 5), "f") for x in ("query", "key", "value")}
+    checkpoint.write(here / "parts.npz", parts)
+    given = ["convert", "packed.npz", "split.npz", "--like", "parts.npz"]
+    run = CliRunner().invoke
+    assert run(app, given).exit_code == 1
+    done = run(app, [*given, "--concatenated"])
+    assert done.exit_code == 0, done.output
+    with checkpoint.open(here / "split.npz") as file:
+        np.testing.assert_array_equal(file["attn.key.kernel"], packed[5:10].T)
+
+
+@pytest.mark.parametrize("flag", ["--keep-unused", "--concatenated"])
+def test_options_of_a_match_are_refused_elsewhere(flag: str, here: Path) -> None:
+    done = CliRunner().invoke(app, ["convert", "mlp.safetensors", "a.npz", "--to", "flax", flag])
+    assert done.exit_code == 2
+    assert "--keep-unused and --concatenated are for --like without --to" in done.output
+    given = ["match", "mlp.safetensors", "mlp.safetensors", "--plan", "p.toml", "--concatenated"]
+    done = CliRunner().invoke(app, given)
+    assert done.exit_code == 2
+    assert "--concatenated is for a new plan: edit the arrows" in done.output
