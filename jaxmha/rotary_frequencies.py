@@ -87,7 +87,7 @@ def parameters_of(config: Mapping[str, Any]) -> dict[str, Any]:
     >>> parameters_of({"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}})
     {'rope_theta': 500000.0, 'type': 'linear', 'factor': 2.0, 'rope_type': 'linear'}
     """
-    own = config.get("rope_parameters") or config.get("rope_scaling")
+    own = config.get("rope_scaling") or config.get("rope_parameters")
     if own is None:
         own = config if "rope_type" in config or "type" in config else {}
     _require_mapping("rope_parameters", own)
@@ -99,9 +99,12 @@ def parameters_of(config: Mapping[str, Any]) -> dict[str, Any]:
         found["partial_rotary_factor"] = config["rotary_pct"]
     found |= {key: value for key, value in own.items() if value is not None}
     found["rope_type"] = found.get("rope_type") or found.get("type") or "default"
-    before = config.get("max_position_embeddings")
+    # The key of the configuration replaces that of its parameters.
+    before = config.get("original_max_position_embeddings")
     if before is not None:
-        found.setdefault("original_max_position_embeddings", before)
+        found["original_max_position_embeddings"] = before
+    elif config.get("max_position_embeddings") is not None:
+        found.setdefault("original_max_position_embeddings", config["max_position_embeddings"])
     return found
 
 
@@ -112,7 +115,7 @@ def _require_mapping(name: str, value: object) -> None:
 
 def _kinds_of_layers(config: Mapping[str, Any]) -> list[str]:
     """The kinds of layers with rope parameters of their own; empty if all layers share theirs."""
-    own = config.get("rope_parameters") or config.get("rope_scaling")
+    own = config.get("rope_scaling") or config.get("rope_parameters")
     if own is None and all(isinstance(x, Mapping) for x in config.values()):
         return list(config)
     return [key for key, value in (own or {}).items() if isinstance(value, Mapping)]

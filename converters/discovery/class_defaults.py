@@ -75,6 +75,7 @@ _DEFAULTS: dict[str, tuple[tuple[Any, str], ...]] = {
     "share_att_key": ((True, "sew-d"),),
     "norm_rel_ebd": (("layer_norm", "sew-d"),),
     "max_position_embeddings": ((512, "deberta deberta-v2 sew-d"),),
+    "original_max_position_embeddings": ((4096, "phi3 phi4_multimodal"),),
     "attention_window_size": ((2048, "recurrent_gemma"),),
     "window_size": ((256, "gpt_neo"), (24, "sam3_vit_model")),
     "image_size": ((1008, "sam3_vit_model"),),

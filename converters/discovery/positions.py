@@ -74,8 +74,6 @@ _IN_BLOCKS = ("seamless_m4t", "seamless_m4t_v2", "mask2former", "oneformer")
 BACKWARD = frozenset(["nanochat"])
 # Model types that have rotary positions only where position_embedding_type is "rope".
 OPTIONAL = frozenset(["granitemoehybrid"])
-# Model types that ignore the key rotary_dim of their configurations.
-_IGNORES_DIMS = ("minimax_m3_vl_text",)
 # Arrays of a block with its rotary frequencies, for models that pair the two halves of a head:
 # fair-esm, and early files of Llama.
 _ANGLES = ("rot_emb.inv_freq", "rotary_emb.inv_freq")
@@ -322,21 +320,14 @@ def _rotary(
         if (block.layout.name, model_type) in _PERMUTED:
             found = found._replace(interleaved=True)
         return Positions("axial", found)
-    dims = None if model_type in _IGNORES_DIMS else own.get("rotary_dim")
-    dims = dims if isinstance(dims, int) else None
-    if rope_.get("rope_type") == "proportional":
-        dims = width  # pairs cover the whole head; the last ones have frequency 0
-    dims = int(width * rotary_settings.share(own, rope_, model_type)) if dims is None else dims
-    if not 0 < dims <= width:
-        raise ValueError(f"{dims} of {width} features cannot be rotary")
-    frequencies = rotary_frequencies.of(rope_, dims, float(own.get("max_position_embeddings") or 0))
+    frequencies = rotary_settings.frequencies(own, rope_, model_type, width)
     return Positions(
         "rotary",
         Rotary(
             tuple(-x for x in frequencies.values) if model_type in BACKWARD else frequencies.values,
             model_type in INTERLEAVED or (model_type == "litgpt" and own["rope_interleave"]),
             frequencies.factor,
-            str(rope_.get("rope_type", "default")),
+            str(rope_["rope_type"]),
             float(rope_["rope_theta"]),
         ),
     )

@@ -1,85 +1,32 @@
 """RoPE parameters of a layer, from a configuration of any version of transformers.
 
-Where a key is missing, the defaults of the configuration classes of transformers 5.23 hold.
+The configuration classes of transformers 5.23 decide which keys hold, and have the defaults of
+missing ones (`rotary_defaults`).
 """
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
+from jaxmha import rotary_frequencies
 from jaxmha.converters.discovery import layer_kinds
+from jaxmha.converters.discovery.rotary_defaults import (
+    BASE_KEYS,
+    BASE_OF_LAYER,
+    BASES,
+    BY_KIND,
+    FILLED,
+    NEEDED,
+    OF_KINDS,
+    PARTIAL,
+    RENAMED,
+    SHARE_KEYS,
+    SHARES,
+    UNSCALED,
+    WITH_DIMS,
+    Bases,
+)
 
-# Keys of a configuration that hold the share of rotated features in a head.
-_SHARES = ("partial_rotary_factor", "rotary_pct")
-_BASES = ("rope_theta", "rotary_emb_base", "default_theta")
-
-
-class Bases(NamedTuple):
-    """The keys and defaults of the bases of full and of sliding attention.
-
-    `scaled`: `rope_scaling` applies to sliding attention as well.
-    """
-
-    full: str
-    full_default: float
-    sliding: str
-    sliding_default: float
-    scaled: bool = False
-
-
-_GEMMA = Bases("rope_theta", 1e6, "rope_local_base_freq", 1e4)
-_MODERN = Bases("global_rope_theta", 160000.0, "local_rope_theta", 1e4, scaled=True)
-# Model types whose sliding attention has other RoPE parameters than their full attention.
-BY_KIND = {
-    **dict.fromkeys(("gemma3_text", "gemma3n_text", "t5gemma2_decoder", "t5gemma2_text"), _GEMMA),
-    **dict.fromkeys(("modernbert", "modernbert-decoder"), _MODERN),
-    "olmo3": Bases("rope_theta", 5e5, "rope_theta", 5e5),
-}
-# Base -> the model types whose class has it by default; all others have 10000 by default.
-BASES = {
-    100.0: "eomt_dinov3",
-    1000.0: "nomic_bert",
-    20000.0: "jina_embeddings_v3 pe_audio_encoder pe_audio_video_encoder pe_video_encoder",
-    100000.0: "helium",
-    160000.0: "gte",
-    500000.0: (
-        "bitnet blt blt_global_transformer blt_local_decoder blt_local_encoder cohere csm "
-        "csm_depth_decoder_model ernie4_5 ernie4_5_moe ernie4_5_vl_moe_text evolla flex_olmo "
-        "llama4_text mllama_text_model muse_glimmer_assistant muse_spark_text paddleocr_vl_text "
-        "qwen3_vl_moe_text qwen3_vl_text"
-    ),
-    1000000.0: (
-        "emu3_text_model lfm2 lfm2_moe lfm3_vl_vision minimax mixtral phimoe qwen2_5_omni_talker "
-        "qwen2_5_omni_text qwen2_5_vl_text qwen2_vl_text qwen3_omni_moe_text solar_open"
-    ),
-    2000000.0: "smollm3",
-    5000000.0: "minimax_m2 minimax_m3_vl_text",
-    6000000.0: "bailing_hybrid",
-    10000000.0: "longcat_flash",
-    11158840.0: "hy_v3",
-    100000000.0: "cosmos3_edge_text",
-}
-# Share -> the model types whose class rotates that share of a head by default; others rotate all of it.
-SHARES = {
-    0.25: "gpt_neox qwen3_5_moe_text qwen3_5_text qwen3_next stablelm",
-    0.5: (
-        "bamba dots3_note_audio_encoder glm glm4 glm4_moe glm4v_moe_text glmasr_encoder nemotron "
-        "nemotron3_5_transcribe_asr_audio nemotron3_5_transcribe_word_timestamp persimmon phi "
-        "recurrent_gemma"
-    ),
-    0.8: "moonshine_streaming",
-    0.9: "moonshine",
-}
-# Model types whose classes scale positions by default, all alike or by kind of layer: `of` raises
-# if their configuration has no RoPE parameters.
-NEEDED = frozenset((
-    "apertus", "cwm", "diffusion_gemma_text", "dots3_note_text", "embedding_gemma2_text",
-    "gemma4_text", "gemma4_unified_text", "gemma4_vision", "gpt_oss", "higgs_audio_v2", "laguna",
-    "lfm3", "mellum", "mimo_v2_flash", "minimax_m3_vl_vision", "ministral3", "mistral4",
-    "mistral_large4_text", "mlcd_vision_model", "musicflamingo", "neomme", "openai_privacy_filter",
-    "step3p5", "step3p5_vision", "ultrabert", "zaya",
-))  # fmt: skip
-# Model types whose list layer_rope_theta holds the base of each layer.
-_BASE_OF_LAYER = ("granite_swa", "granitemoe_swa")
+_SHARE, _BEFORE = "partial_rotary_factor", "original_max_position_embeddings"
 
 
 def of(own: Mapping[str, Any], model_type: str, layer: int | None) -> dict[str, Any]:
@@ -89,58 +36,113 @@ def of(own: Mapping[str, Any], model_type: str, layer: int | None) -> dict[str, 
       TypeError: the configuration has them as another type than an object.
       ValueError: the configuration does not determine them.
     """
-    given: Any = own.get("rope_parameters") or own.get("rope_scaling") or {}
-    if not isinstance(given, dict):
-        raise TypeError(f"rope_parameters or rope_scaling is no object: {str(given)[:40]}")
-    if not given and model_type in NEEDED:
-        raise ValueError("rope_parameters of the configuration are missing")
-    nested, base = any(isinstance(x, Mapping) for x in given.values()), _base(own, model_type)
     rule = BY_KIND.get(model_type)
-    if rule is not None or nested:
-        kind = layer_kinds.of(own, model_type, layer)
-        if nested:
-            given = _of_kind(given, kind)
-        if rule is not None:
-            sliding = kind == layer_kinds.SLIDING
-            if sliding and not nested and not rule.scaled:
-                given = {}
-            base = own.get(rule.full) or rule.full_default
-            if sliding:  # None: the base of full attention
-                base = own.get(rule.sliding, rule.sliding_default) or base
-    found = {"rope_theta": base} | {k: v for k, v in given.items() if v is not None}
-    rows = own.get("layer_rope_theta") if model_type in _BASE_OF_LAYER else None
+    given = (
+        _given(own, model_type, layer)
+        if rule is None
+        else _by_rule(own, rule, layer_kinds.of(own, model_type, layer))
+    )
+    found = {key: value for key, value in given.items() if value is not None}
+    found.setdefault("rope_theta", _base(own, model_type))
+    rows = own.get("layer_rope_theta") if model_type in BASE_OF_LAYER else None
     if isinstance(rows, list) and layer is not None and layer < len(rows):
         found["rope_theta"] = rows[layer]
-    if "original_max_position_embeddings" not in found:
-        before = own.get("original_max_position_embeddings") or own.get("max_position_embeddings")
-        found["original_max_position_embeddings"] = before
+    if found.get(_SHARE) is None and (share := _share(own, model_type)) is not None:
+        found[_SHARE] = share
+    kind = found.get("rope_type") or found.get("type") or "default"
+    found["rope_type"] = RENAMED.get(model_type, {}).get(kind, kind)
+    before = own.get(_BEFORE)
+    if before is not None and rule is None and model_type not in OF_KINDS:
+        found[_BEFORE] = before  # replaces that of the parameters
+    else:
+        found.setdefault(_BEFORE, own.get("max_position_embeddings"))
     return found
 
 
-def _of_kind(given: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
-    """The parameters of a kind of layer; of a model that lists no kinds, those of full attention."""
+def frequencies(
+    own: Mapping[str, Any], rope: Mapping[str, Any], model_type: str, width: int
+) -> rotary_frequencies.Frequencies:
+    """The frequencies of heads of a width, given the RoPE parameters of their layer.
+
+    Raises:
+      ValueError: no model of this type rotates heads in this way, or a parameter is out of its range.
+      KeyError: a parameter is missing.
+    """
+    kind, share = rope["rope_type"], rope.get(_SHARE)
+    dims = own.get("rotary_dim") if model_type in WITH_DIMS and share is None else None
+    if kind == "proportional":
+        dims = width  # pairs cover the whole head; the last ones have frequency 0
+    elif type(dims) is not int:
+        dims = int(width * float(1 if share is None else share))
+        if model_type not in PARTIAL and dims != width:
+            if kind != "default":
+                raise ValueError(f"{_SHARE} is {share}, and its heads are rotated as a whole")
+            dims = width
+    if not 0 < dims <= width:
+        raise ValueError(f"{dims} of {width} features cannot be rotary")
+    most = float(own.get("max_position_embeddings") or 0)
+    return rotary_frequencies.of(rope, dims, most)
+
+
+def _object(own: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """The parameters under a key; empty if there are none."""
+    found = own.get(key) or {}
+    if not isinstance(found, Mapping):
+        raise TypeError(f"{key} is no object: {str(found)[:40]}")
+    return found
+
+
+def _given(own: Mapping[str, Any], model_type: str, layer: int | None) -> Mapping[str, Any]:
+    """The parameters that a configuration or the class gives; those of a layer if kinds have theirs."""
+    scaling = {} if model_type in UNSCALED else _object(own, "rope_scaling")
+    given = scaling or _object(own, "rope_parameters")
+    if not given and model_type in NEEDED:
+        raise ValueError("rope_parameters of the configuration are missing")
+    given = given or FILLED.get(model_type, {})
+    by_kind = any(isinstance(x, Mapping) for x in given.values())
+    if not by_kind and model_type in OF_KINDS:
+        raise ValueError("rope_parameters of the configuration are not those of kinds of layers")
+    if by_kind and model_type not in OF_KINDS:
+        raise ValueError(
+            "rope_parameters are those of kinds of layers, and its layers share theirs"
+        )
+    if not by_kind:
+        return given
+    kind = layer_kinds.of(own, model_type, layer)
     if not kind and layer_kinds.FULL not in given and len(given) > 1:
         raise ValueError("layer_types of the configuration are missing")
-    found = given.get(
-        kind or (layer_kinds.FULL if layer_kinds.FULL in given else next(iter(given)))
-    )
-    return found if isinstance(found, Mapping) else {}
+    kind = kind or (layer_kinds.FULL if layer_kinds.FULL in given else next(iter(given)))
+    found = _object(given, kind)
+    if not found:
+        raise ValueError(f"rope_parameters of {kind} are missing")
+    return found
+
+
+def _by_rule(own: Mapping[str, Any], rule: Bases, kind: str) -> dict[str, Any]:
+    """The parameters of a kind of layer, of a class whose kinds have keys of their own."""
+    sliding = kind == layer_kinds.SLIDING
+    every = _object(own, "rope_parameters")
+    found: dict[str, Any] = {"rope_type": "default"}
+    if every:
+        found = dict(_object(every, layer_kinds.SLIDING if sliding else layer_kinds.FULL)) or found
+    if rule.scaled or not sliding:
+        found |= _object(own, "rope_scaling")
+    base = own.get(rule.full) or rule.full_default
+    if sliding:  # None: the base of full attention
+        base = own.get(rule.sliding, rule.sliding_default) or base
+    return {"rope_theta": base} | found
 
 
 def _base(own: Mapping[str, Any], model_type: str) -> Any:
     """The base of all layers; DBRX has it in attn_config."""
     nested = own.get("attn_config")
     for part in (own, nested if isinstance(nested, Mapping) else {}):
-        for key in _BASES:
-            if part.get(key):
-                return part[key]
+        if part.get(key := BASE_KEYS.get(model_type, "rope_theta")):
+            return part[key]
     return next((base for base, types in BASES.items() if model_type in types.split()), 10000.0)
 
 
-def share(own: Mapping[str, Any], rope: Mapping[str, Any], model_type: str) -> float:
-    """The share of the features of a head that is rotated, given the RoPE parameters of its layer."""
-    for part in (rope, own):
-        for key in _SHARES:
-            if part.get(key) is not None:
-                return float(part[key])
-    return next((part for part, types in SHARES.items() if model_type in types.split()), 1.0)
+def _share(own: Mapping[str, Any], model_type: str) -> Any:
+    """The share of the features of a head that is rotated, by the top of a configuration."""
+    default = next((part for part, types in SHARES.items() if model_type in types.split()), None)
+    return own.get(SHARE_KEYS.get(model_type, _SHARE), default)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -122,12 +123,18 @@ def test_nonsense_in_the_settings_of_every_model_type(count: int, source: Path) 
     ("setting", "why"),
     [
         ({"head_dim": 2**53}, "heads of 9007199254740992 features do not fit"),
-        ({"head_dim": 4, "partial_rotary_factor": 1e15}, "of 4 features cannot be rotary"),
-        ({"head_dim": 4, "rotary_dim": 2**40}, "of 4 features cannot be rotary"),
+        (
+            {"model_type": "glm", "head_dim": 4, "partial_rotary_factor": 1e15},
+            "of 4 features cannot be rotary",
+        ),
+        (
+            {"model_type": "gptj", "head_dim": 4, "rotary_dim": 2**40},
+            "of 4 features cannot be rotary",
+        ),
     ],
 )
 def test_sizes_of_rotary_positions_fit_the_tensors(
-    setting: dict[str, float], why: str, source: Path
+    setting: dict[str, Any], why: str, source: Path
 ) -> None:
     """No array is made for a size that a configuration alone says."""
     config = {"model_type": "llama", "num_attention_heads": 6, **setting}

@@ -131,21 +131,6 @@ def test_the_tables_are_those_of_the_classes() -> None:
         assert kind(**own).sliding_window == layer_kinds.window(own, name), name
 
 
-def test_defaults_of_rotation_are_those_of_the_classes() -> None:
-    transformers = pytest.importorskip("transformers")
-    names = {x for types in rotary_settings.BASES.values() for x in types.split()}
-    names |= {x for types in rotary_settings.SHARES.values() for x in types.split()}
-    checked = 0
-    for name in names & {*transformers.CONFIG_MAPPING}:
-        given = transformers.CONFIG_MAPPING[name]().rope_parameters
-        ours = rotary_settings.of({}, name, 0)
-        assert ours["rope_theta"] == given["rope_theta"], name
-        share = rotary_settings.share({}, {}, name)
-        assert share == given.get("partial_rotary_factor", 1.0), name
-        checked += 1
-    assert checked > 30
-
-
 def test_dbrx_keeps_its_base_in_a_part_of_its_own(tmp_path: Path) -> None:
     """The class of transformers 5 does not read it; that of version 4, of the file, did."""
     nested = {"clip_qkv": 8, "kv_n_heads": HEADS, "rope_theta": 500000}

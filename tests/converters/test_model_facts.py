@@ -173,10 +173,10 @@ def without_dots(content: dict[str, Any]) -> dict[str, Any]:
         ({"rope_parameters": {"rope_type": "foo", "rope_theta": 1e4}},
          [("not compared: positions of 2 x model.layers.{i}.self_attn, unknown in the second "
           "(mistral: rope type 'foo' is not known here")]),
-        ({"partial_rotary_factor": 1.5},
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 1.5}},
          [("not compared: positions of 2 x model.layers.{i}.self_attn, unknown in the second "
-          "(mistral: 3 of 2 features cannot be rotary)"),
-          "only the configuration of the second states rope_parameters: partial_rotary_factor (1.5)"]),
+          "(mistral: partial_rotary_factor is 1.5, and its heads are rotated as a whole)"),
+          "only the configuration of the second states rope_"]),
         ({"sliding_window": 0},
          [("not compared: mask of 2 x model.layers.{i}.self_attn, unknown in the second "
           "(mistral: sliding_window must be a positive integer, got 0)")]),
