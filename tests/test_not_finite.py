@@ -203,6 +203,28 @@ def test_bias_of_excluded_pairs(implementation: str) -> None:
         chex.assert_trees_all_equal(of(*conformance.split(spoiled)), clean, strict=True)
 
 
+@pytest.mark.slow_variants("*", "!few_queries-nan-all")
+@pytest.mark.parametrize("mask", [Mask(), Mask.causal(offset=50)], ids=["all", "causal"])
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+@pytest.mark.parametrize("implementation", ["few_queries", "blocked"])
+def test_a_score_function_that_swallows_nan_keeps_heads_apart(
+    implementation: str, poison: float, mask: Mask
+) -> None:
+    """It would hide that 0 * inf came from the key of another head."""
+    rng = np.random.default_rng(0)
+    shapes = (2, 3, 3, 5), (2, 67, 3, 5), (2, 67, 3, 7)
+    query, key, value = (rng.normal(size=shape).astype(np.float32) for shape in shapes)
+    key[0, 11, 1, 2] = poison
+
+    def of(implementation: str) -> Any:
+        return jaxmha.dot_product_attention(
+            query, key, value, mask=mask, implementation=implementation,
+            score_mod=lambda score, b, n, i, j: jnp.nan_to_num(score, posinf=9.0, neginf=-9.0),
+        )  # fmt: skip
+
+    tolerance.assert_close(of(implementation), of("reference"))
+
+
 def test_poison_reaches_a_naive_implementation(monkeypatch: pytest.MonkeyPatch) -> None:
     """0 * NaN is NaN: masking the logits alone does not pass."""
 

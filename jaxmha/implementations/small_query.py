@@ -99,13 +99,25 @@ def _masked(request: Request) -> Result:
 
 def _all_heads(request: Request) -> Result:
     """Computes one matmul for all heads. If the lse has NaN, computes the logits head by head
-    instead: a non-finite key may have leaked into other heads, as 0 * inf."""
-    result = reference.attend(request, ALL_HEADS)
+    instead: a non-finite key may have leaked into other heads, as 0 * inf. A score function may
+    turn NaN into a number, so the logits before it are looked at too."""
+    leaked: list[jax.Array] = []
+
+    def query_key(query: jax.Array, key: jax.Array, precision: Precision) -> jax.Array:
+        logits = _query_key(query, key, precision)
+        if request.score_mod is not None:
+            leaked.append(jnp.isnan(logits).any())
+        return logits
+
+    result = reference.attend(request, reference.Matmuls(query_key, _weights_value))
     if request.key.shape[2] == 1:
         return result
     assert result.lse is not None
+    none = ~jnp.isnan(result.lse).any()
+    for x in leaked:
+        none &= ~x
     found: Result = jax.lax.cond(
-        _all(~jnp.isnan(result.lse).any()),
+        _all(none),
         lambda: result,
         lambda: reference.attend(request, EACH_HEAD),
     )
@@ -163,5 +175,4 @@ def _weights_value(
     return jnp.stack(own, 2)
 
 
-ALL_HEADS = reference.Matmuls(_query_key, _weights_value)
 EACH_HEAD = reference.Matmuls(_query_key_by_head, _weights_value)
