@@ -1,8 +1,10 @@
 """Array types of the public signatures, and checks that reject other types."""
 
+from collections.abc import Callable
 from contextlib import suppress
+from functools import wraps
 from reprlib import repr as brief
-from typing import Any, TypeAlias
+from typing import Any, ParamSpec, TypeAlias, TypeVar, cast
 
 import jax
 import numpy as np
@@ -10,6 +12,8 @@ from numpy.typing import DTypeLike
 
 # Not NDArray: since NumPy 2.5 it is an alias that jaxtyping cannot resolve.
 Array: TypeAlias = jax.Array | np.ndarray[tuple[Any, ...], np.dtype[Any]]
+P = ParamSpec("P")
+Tree = TypeVar("Tree")
 
 __all__ = [
     "Array",
@@ -19,9 +23,11 @@ __all__ = [
     "conversion_hint",
     "in_jax",
     "is_rounded",
+    "lacks_values",
     "mask_hint",
     "reject_foreign",
     "require_arrays",
+    "shapes_too",
     "shown",
 ]
 
@@ -107,6 +113,24 @@ def brief_array(value: object) -> str:
 def is_rounded(dtype: DTypeLike) -> bool:
     """True if JAX silently converts the dtype to another, as it does float64 without x64."""
     return bool(jax.dtypes.canonicalize_dtype(dtype) != dtype)
+
+
+def lacks_values(tree: object) -> bool:
+    """True if a leaf is a `jax.ShapeDtypeStruct`, which has no values."""
+    return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(tree))
+
+
+def shapes_too(function: Callable[P, Tree]) -> Callable[P, Tree]:
+    """Lets a function of arrays take a `jax.ShapeDtypeStruct`, as `explain` does; the function then
+    returns such structures in the place of arrays."""
+
+    @wraps(function)
+    def run(*arrays: P.args, **named: P.kwargs) -> Tree:
+        if lacks_values(arrays):
+            return cast(Tree, jax.eval_shape(function, *arrays, **named))
+        return function(*arrays, **named)
+
+    return run
 
 
 def reject_foreign(name: str, tree: object) -> None:

@@ -2,8 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from functools import wraps
-from operator import index
+from functools import partial, wraps
 from types import ModuleType
 from typing import Any, ClassVar, Concatenate, NoReturn, ParamSpec
 
@@ -13,8 +12,9 @@ import numpy as np
 from jaxtyping import Bool, Integer
 
 from jaxmha import mask_repr, notebook, segment_runs
-from jaxmha.arrays import Array, mask_hint, reject_foreign, require_arrays
+from jaxmha.arrays import Array, lacks_values, mask_hint, reject_foreign, shapes_too
 from jaxmha.integers import comparable, library, narrow, near, require_integers, require_sizes
+from jaxmha.mask_checks import require_axes, require_booleans, require_lengths, side
 from jaxmha.mask_intersection import INTERSECTION
 
 P = ParamSpec("P")
@@ -83,7 +83,7 @@ class Mask:
         given = {name: x for name in FIELDS[2:] if (x := getattr(self, name)) is not None}
         for name, x in given.items():
             if name in _BOOLEANS:
-                _require_booleans(**{name: x})
+                require_booleans(**{name: x})
             else:
                 require_integers("an integer array", **{name: x})
         changed: dict[str, Any] = {
@@ -93,7 +93,7 @@ class Mask:
         if window is not None:
             if not isinstance(window, tuple) or len(window) != 2:
                 raise TypeError(f"window_size must be a pair (left, right), got {window!r}")
-            left, right = (near(_side(x, window)) for x in window)
+            left, right = (near(side(x, window)) for x in window)
             changed["window_size"] = left, right
         if "query_segments" in given:
             ids = comparable(self.query_segments, self.key_value_segments)
@@ -156,7 +156,9 @@ class Mask:
         >>> Mask.padding(key_value=attention_mask != 0).to_array(1, 3, np).astype(int).tolist()
         [[[[1, 1, 0]]]]
         """
-        _require_booleans(query=query, key_value=key_value)
+        require_booleans(query=query, key_value=key_value)
+        require_axes("(*B, T)", query=query)
+        require_axes("(*B, S)", key_value=key_value)
         return cls(query_padding=query, key_value_padding=key_value)
 
     @classmethod
@@ -185,6 +187,8 @@ class Mask:
         [[[[1, 1, 0], [1, 1, 0], [0, 0, 1]]]]
         """
         require_integers("an integer array", query_ids=query_ids, key_value_ids=key_value_ids)
+        require_axes("(*B, T)", query_ids=query_ids)
+        require_axes("(*B, S)", key_value_ids=key_value_ids)
         ends = segment_runs.ends_of_runs(query_ids, key_value_ids, max_segments)
         return cls(query_segments=query_ids, key_value_segments=key_value_ids, packed_ends=ends)
 
@@ -204,14 +208,8 @@ class Mask:
         """
         require_integers("an integer array", lengths=lengths)
         require_sizes(least=0, size=size)
-        if lengths.ndim == 0:
-            raise ValueError("lengths must have axes (*B, M), got one number")
-        xp = library(lengths)
-        lengths = xp.clip(narrow(lengths), 0, size)
-        ends = xp.minimum(xp.cumsum(lengths, axis=-1, dtype=np.int32), np.int32(size))
-        positions = xp.arange(size, dtype=np.int32).reshape(*(1,) * (lengths.ndim - 1), size, 1)
-        after = positions >= ends[..., None, :]
-        ids = after.sum(-1, dtype=np.int32)
+        require_axes("(*B, M)", lengths=lengths)
+        ids, ends = shapes_too(partial(_packed, size=size))(lengths)
         return cls(query_segments=ids, key_value_segments=ids, packed_ends=ends)
 
     @classmethod
@@ -237,8 +235,7 @@ class Mask:
             other = Mask.dense(other)
         # A mask holds one pair of segment ids: the second pair becomes a dense array.
         if self.query_segments is not None and other.query_segments is not None:
-            xp = library(other.query_segments, other.key_value_segments)
-            same = _same_segment(other.query_segments, other.key_value_segments, xp)
+            same = _equal_ids(other.query_segments, other.key_value_segments)
             other = replace(other, **dict.fromkeys(_SEGMENTS)) & Mask(array=same)
         return Mask(
             *(
@@ -277,6 +274,8 @@ class Mask:
     def to_array(self, T: int, S: int, xp: ModuleType = jnp) -> Bool[Array, "#B #N T S"]:
         """Materialises the mask, broadcastable to BNTS, by `jax.numpy` or by `numpy`."""
         require_sizes(least=0, T=T, S=S)
+        if lacks_values(self):
+            raise TypeError("to_array needs a mask of arrays, got jax.ShapeDtypeStruct in it")
         i, j = (xp.arange(size, dtype=np.int32) for size in (T, S))
         i, j = i.reshape(1, 1, T, 1), j.reshape(1, 1, 1, S)
         allowed: Array = xp.ones((1, 1, T, S), bool)
@@ -295,7 +294,7 @@ class Mask:
         if self.key_value_padding is not None:
             allowed = allowed & xp.asarray(self.key_value_padding)[..., None, None, :]
         if self.query_segments is not None:
-            allowed = allowed & _same_segment(self.query_segments, self.key_value_segments, xp)
+            allowed = allowed & _same_segment(xp, self.query_segments, self.key_value_segments)
         if self.array is not None:
             array = xp.asarray(self.array)
             allowed = allowed & array.reshape((1,) * (4 - array.ndim) + array.shape)
@@ -346,53 +345,27 @@ def traced_fields(static: tuple[Any, ...]) -> tuple[str, ...]:
     return FIELDS[2:] if static[0] is not None else (FIELDS[0], *FIELDS[2:])
 
 
-def require_lengths(**arguments: object) -> None:
-    for name, lengths in arguments.items():
-        if getattr(lengths, "dtype", None) == np.bool_:
-            role = "query" if name.startswith("query") else "key_value"
-            raise TypeError(
-                f"{name} must be an integer array of lengths, got bool: give valid positions (True) "
-                f"by Mask.padding({role}=...)"
-            )
-    require_integers("an integer array", optional=True, **arguments)
-
-
-def _require_booleans(**arguments: object) -> None:
-    require_arrays(optional=True, **arguments)
-    for name, value in arguments.items():
-        dtype = getattr(value, "dtype", np.bool_)
-        if dtype != np.bool_:
-            raise TypeError(
-                f"{name} must be a Boolean array (True = valid), got {dtype}: pass x != 0"
-            )
-
-
-def _side(side: int | None, window: tuple[object, object]) -> int | None:
-    if side is None:
-        return None
-    shown = f"({window[0]}, {window[1]})"
-    if isinstance(side, jax.core.Tracer):
-        raise TypeError(
-            f"window sides shape the program and cannot be traced, got {shown}: make them static "
-            "(static_argnames of jax.jit); a traced right side alone is Mask.causal(offset)"
-        )
-    try:
-        if isinstance(side, bool | np.bool_):
-            raise TypeError
-        found = index(side)
-    except TypeError:  # raised also for an array that is not a single integer
-        raise TypeError(f"window sides must be integers or None, got {shown}") from None
-    if found < 0:
-        raise ValueError(f"window sides must be >= 0 or None, got {shown}")
-    return found
-
-
 def _over_rows(per_batch: int | np.integer[Any] | Array, xp: ModuleType) -> Array:
     column: Array = xp.reshape(xp.asarray(per_batch, np.int32), (-1, 1, 1, 1))
     return column
 
 
-def _same_segment(query_ids: Array | None, key_value_ids: Array | None, xp: ModuleType) -> Array:
+def _same_segment(xp: ModuleType, query_ids: Array | None, key_value_ids: Array | None) -> Array:
     rows = xp.asarray(query_ids)[..., None, :, None]
     same: Array = rows == xp.asarray(key_value_ids)[..., None, None, :]
     return same
+
+
+@shapes_too
+def _equal_ids(query_ids: Array | None, key_value_ids: Array | None) -> Array:
+    return _same_segment(library(query_ids, key_value_ids), query_ids, key_value_ids)
+
+
+def _packed(lengths: Array, size: int) -> tuple[Array, Array]:
+    """Segment ids and ends of packed sequences."""
+    xp = library(lengths)
+    lengths = xp.clip(narrow(lengths), 0, size)
+    ends = xp.minimum(xp.cumsum(lengths, axis=-1, dtype=np.int32), np.int32(size))
+    positions = xp.arange(size, dtype=np.int32).reshape(*(1,) * (lengths.ndim - 1), size, 1)
+    after = positions >= ends[..., None, :]
+    return after.sum(-1, dtype=np.int32), ends

@@ -6,7 +6,8 @@ from typing import Any
 from jaxmha import checks, segment_runs
 from jaxmha.arrays import Array
 from jaxmha.integers import require_integers
-from jaxmha.mask import Mask, require_lengths
+from jaxmha.mask import Mask
+from jaxmha.mask_checks import require_lengths
 from jaxmha.semantics import Semantics
 
 

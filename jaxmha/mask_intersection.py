@@ -4,10 +4,11 @@ from typing import Any
 
 import numpy as np
 
-from jaxmha.arrays import Array
+from jaxmha.arrays import Array, shapes_too
 from jaxmha.integers import library
 
 
+@shapes_too
 def smaller(a: int | Array, b: int | Array) -> int | Array:
     """The smaller of two bounds, in each batch row."""
     if isinstance(a, int) and isinstance(b, int):
@@ -25,6 +26,7 @@ def narrower(a: tuple[Any, Any], b: tuple[Any, Any]) -> tuple[Any, Any]:
     return left, right
 
 
+@shapes_too
 def both(a: Array, b: Array) -> Array:
     """True where both Boolean arrays are; missing leading axes are added."""
     rank, xp = max(a.ndim, b.ndim), library(a, b)

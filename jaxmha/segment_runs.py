@@ -4,6 +4,7 @@ Kernels for packed sequences read offsets. An id may have several runs, so ends 
 the host can read the ids, or if the caller promises one run for each id.
 """
 
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ import numpy as np
 from jaxtyping import Int32, Integer
 from numpy.typing import NDArray
 
-from jaxmha.arrays import Array
+from jaxmha.arrays import Array, shapes_too
 from jaxmha.integers import require_sizes
 
 # If the host reads the ids, a row has at most MOST runs, and the number of ends is a power of two
@@ -57,7 +58,7 @@ def ends_of_runs(
         raise ValueError(
             "max_segments promises the same ids for queries and keys: give one array as both"
         )
-    return _traced(query_ids, max_segments)
+    return shapes_too(partial(_traced, max_segments=max_segments))(query_ids)
 
 
 def _read(ids: NDArray[np.integer[Any]], most: int) -> NDArray[np.int32] | None:

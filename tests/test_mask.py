@@ -372,3 +372,38 @@ def test_lengths_outside_the_axis_are_clipped() -> None:
         np.testing.assert_array_equal(
             mask.to_array(T, S), Mask.lengths(key_value=np.array(meant)).to_array(T, S)
         )
+
+
+BY_SHAPE: dict[str, Callable[[Any, Any], Mask]] = {
+    "causal": lambda ids, _: Mask.causal(ids),
+    "lengths": lambda ids, _: Mask.lengths(key_value=ids),
+    "padding": lambda _, some: Mask.padding(query=some),
+    "segments": lambda ids, _: Mask.segments(query_ids=ids, key_value_ids=ids),
+    "promised": lambda ids, _: Mask.segments(query_ids=ids, key_value_ids=ids, max_segments=2),
+    "packed": lambda ids, _: Mask.packed(ids, size=7),
+    "dense": lambda _, some: Mask.dense(some),
+}
+
+
+@pytest.mark.usefixtures("no_shape_hook")
+@pytest.mark.parametrize("name", BY_SHAPE)
+def test_masks_of_shapes(name: str) -> None:
+    """`explain` takes a `jax.ShapeDtypeStruct` for any array, and so do the constructors and `&`."""
+    make = BY_SHAPE[name]
+    arrays = jnp.ones((2, 3), np.int32), jnp.ones((2, 3), bool)
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]  # type: ignore[no-untyped-call]
+    want: Any = jax.eval_shape(lambda *x: (make(*x), make(*x) & make(*x)), *arrays)
+    made = make(*shapes)
+    found = made, made & make(*shapes)
+    chex.assert_trees_all_equal_shapes_and_dtypes(found, want)
+    for mask in (made, made & make(*arrays)):
+        with pytest.raises(TypeError, match="to_array needs a mask of arrays"):
+            mask.to_array(3, 3)
+
+
+@pytest.mark.usefixtures("no_shape_hook")
+@pytest.mark.parametrize("make", [BY_SHAPE["padding"], BY_SHAPE["segments"], BY_SHAPE["packed"]])
+def test_one_number_has_no_positions(make: Callable[[Any, Any], Mask]) -> None:
+    for xp in (np, jnp):
+        with pytest.raises(ValueError, match=r"must have axes \(\*B, .\), got one number"):
+            make(xp.ones((), np.int32), xp.ones((), bool))
