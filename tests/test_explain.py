@@ -179,3 +179,23 @@ def test_a_float64_array_is_refused_as_in_the_call() -> None:
     wide = np.ones((1, 5, 2, 3))
     with jax.enable_x64(False), pytest.raises(TypeError, match="query is float64, which JAX would"):
         jaxmha.explain(wide, wide, wide)
+
+
+@pytest.mark.parametrize("name", ["JAXMHA_PROBE", "JAXMHA_PROBE_SECONDS", "JAXMHA_NATIVE"])
+def test_a_wrong_environment_variable_is_named_on_every_platform(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where it has no effect: the program may move to a machine where it has one."""
+    monkeypatch.setenv(name, "nonsense")
+    for platform in ("cpu", "h200", "tpu"):
+        with pytest.raises(ValueError, match=f"{name} must be .*'nonsense'"):
+            chosen(platform=platform)
+        with pytest.raises(ValueError, match=f"{name} must be .*'nonsense'"):
+            chosen(platform=platform, implementation="reference")
+
+
+@pytest.mark.parametrize("name", ["blocked", "cudnn"])
+def test_the_dtype_of_softmax_that_a_reason_names_is_taken(name: str) -> None:
+    why = reason(name, softmax_dtype="bfloat16")
+    assert why == "softmax is in float32: softmax_dtype must be None or float32"
+    assert chosen(softmax_dtype="float32", implementation=name) == name

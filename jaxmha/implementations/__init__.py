@@ -28,6 +28,7 @@ from jaxmha.implementations.base import Leaks, Request, Result, mixed_dtypes
 from jaxmha.implementations.context_parallel import all_gather, ring
 from jaxmha.implementations.fused import adapter, cudnn, splash, tokamax
 from jaxmha.implementations.native import attention as native
+from jaxmha.implementations.native import library
 from jaxmha.implementations.tiled import attention as blocked
 from jaxmha.mask import Mask
 
@@ -127,8 +128,10 @@ def candidates(
     """Names in order of preference: `implementation` if it is given, else those of the platform.
 
     Raises:
-      ValueError: an unknown name.
+      ValueError: an unknown name, or an environment variable has an unknown value.
     """
+    probe.check_environment()
+    library.switch()
     if not implementation:
         platform = platforms.current().name
         order = ORDER.get(platform, ORDER[""])

@@ -127,6 +127,13 @@ def mode() -> str:
     return chosen
 
 
+def check_environment() -> None:
+    """Raises ValueError for an unknown value of JAXMHA_PROBE or JAXMHA_PROBE_SECONDS, also where no
+    kernel would be probed: a typo is found before the program moves to a GPU."""
+    mode()
+    seconds()
+
+
 def seconds() -> float:
     """The time limit of a probe, from JAXMHA_PROBE_SECONDS.
 

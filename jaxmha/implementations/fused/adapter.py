@@ -70,7 +70,7 @@ def unsupported(request: Request, *, name: str, dtypes: tuple[str, ...]) -> str 
         kind = "score_mod" if request.score_mod is not None else "mask_mod"
         return f"{name} takes no function, got a {kind}"
     if request.semantics.softmax_dtype not in (None, np.dtype(np.float32)):
-        return "softmax is in float32: softmax_dtype must be None"
+        return "softmax is in float32: softmax_dtype must be None or float32"
     return None
 
 

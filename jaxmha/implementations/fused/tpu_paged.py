@@ -30,7 +30,7 @@ def unsupported_reason(request: Request) -> str | None:
     Key and value of the request are `B S K _`, although the cache is paged.
     """
     (_, T, _, H), h, mask = request.query.shape, request.value.shape[3], request.mask
-    semantics = request.semantics
+    semantics, softmax_dtype = request.semantics, request.semantics.softmax_dtype
     if platforms.current().name != "tpu":
         return f"it runs on TPU, not on {platforms.current().device}"
     if request.query.dtype != jnp.bfloat16:
@@ -41,7 +41,7 @@ def unsupported_reason(request: Request) -> str | None:
         return "it takes lengths of keys"
     if mask.causal_offset is not None or mask.window_size is not None:
         return "it takes neither a causal offset nor a window"
-    if semantics.logits_soft_cap is not None or semantics.softmax_dtype is not None:
+    if semantics.logits_soft_cap is not None or softmax_dtype not in (None, np.dtype(np.float32)):
         return "softmax is in float32, without a soft cap"
     if h != H or H % FEATURES:
         return (

@@ -56,11 +56,20 @@ def isa() -> str:
     return _loaded().isa
 
 
-def _loaded() -> Loaded:
+def switch() -> str:
+    """The value of JAXMHA_NATIVE.
+
+    Raises:
+      ValueError: the value is unknown.
+    """
     chosen = os.environ.get(SWITCH, "")
     if chosen not in ("", *VALUES):
         raise ValueError(f"{SWITCH} must be among {VALUES} or unset, got {chosen!r}")
-    if chosen == "0":
+    return chosen
+
+
+def _loaded() -> Loaded:
+    if switch() == "0":
         return Loaded(f"{SWITCH}=0 switches it off")
     try:
         found = find_spec("jaxmha_cpu")

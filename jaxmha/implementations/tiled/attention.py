@@ -62,7 +62,7 @@ def unsupported_reason(request: Request) -> str | None:
         return "weights are never materialised: return_weights must be False"
     accumulate = accumulation_dtype(request.query.dtype)
     if (semantics.softmax_dtype or accumulate) != accumulate:
-        return f"softmax is in {accumulate}: softmax_dtype must be None"
+        return f"softmax is in {accumulate}: softmax_dtype must be None or {accumulate}"
     if semantics.fully_masked == "mean" and request.drops:
         return "the mean of fully masked rows has no dropout"
     return None
