@@ -185,14 +185,28 @@ def test_scores_are_never_materialised(*, gradient: bool) -> None:
     assert memory.temp_size_in_bytes < 4 * 4096 * 4096 * 4 / 2
 
 
-def test_forward_mode_names_the_remedy() -> None:
-    x = jnp.ones((1, 5, 2, 3))
+@pytest.mark.slow_variants("*", "!key-*", "!*-jvp-True")
+@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize("mode", ["jvp", "jacfwd", "linearize"])
+@pytest.mark.parametrize("argument", ["key", "bias", "captured"])
+def test_forward_mode_names_the_remedy(argument: str, mode: str, *, jitted: bool) -> None:
+    query, key = jnp.ones((1, 5, 2, 3)), jnp.ones((1, 7, 2, 3))
+    given = {"key": key, "bias": jnp.ones((5, 7)), "captured": jnp.ones(2)}[argument]
 
-    def of(q: Any) -> Any:
-        return jaxmha.dot_product_attention(q, x, x, implementation="blocked")
+    def of(x: Any) -> Any:
+        return jaxmha.dot_product_attention(
+            query, x if argument == "key" else key, key, x if argument == "bias" else None,
+            score_mod=(lambda score, b, n, i, j: score * x[n]) if argument == "captured" else None,
+            implementation="blocked",
+        )  # fmt: skip
+
+    def run(x: Any) -> Any:
+        if mode == "jvp":
+            return jax.jvp(of, (x,), (x,))
+        return jax.jacfwd(of)(x) if mode == "jacfwd" else jax.linearize(of, x)[1](x)
 
     with pytest.raises(TypeError, match='implementation="reference", or "few_queries" where'):
-        jax.jvp(of, (x,), (x,))
+        (jax.jit(run) if jitted else run)(given)
 
 
 @pytest.mark.slow_variants("two_rows")

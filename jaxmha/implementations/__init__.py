@@ -5,8 +5,7 @@ implementation in `KERNELS` is probed on this machine before it is first chosen.
 portable: lowered for another platform, they contain an implementation in plain XLA.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from difflib import get_close_matches
 from types import ModuleType
 from typing import Any
@@ -21,6 +20,7 @@ from jaxmha.implementations import (
     probe,
     probe_cases,
     reference,
+    reverse_mode,
     shard_map,
     small_query,
 )
@@ -29,6 +29,7 @@ from jaxmha.implementations.context_parallel import all_gather, ring
 from jaxmha.implementations.fused import adapter, cudnn, splash, tokamax
 from jaxmha.implementations.native import attention as native
 from jaxmha.implementations.native import library
+from jaxmha.implementations.reverse_mode import forward_mode
 from jaxmha.implementations.tiled import attention as blocked
 from jaxmha.mask import Mask
 
@@ -67,6 +68,8 @@ KERNELS: dict[str, str] = {"cudnn": "cuda", "tokamax": "cuda", "splash": "tpu"}
 # Kernel -> the leaks that a probe found on an H100 in the release that its module names. A probe
 # tries these first; other kernels change with cuDNN, and have none.
 LIKELY_LEAKS: dict[str, Leaks] = {"tokamax": Leaks(1, 2)}
+# Implementations with custom gradients, which `jax.jvp` cannot differentiate.
+REVERSE_MODE: tuple[str, ...] = ("blocked", "native", *KERNELS, *CONTEXT)
 # True: the native kernels are the first choice on CPU; False: they run only by name.
 NATIVE_FIRST = True
 # Order of preference by platform; "" is every other platform.
@@ -233,6 +236,8 @@ def attend(request: Request, implementation: str | Sequence[str] | None = None) 
         implementation.reasons[:] = _reasons(request, names)
         implementation = "reference"
     name = select(request, implementation)
+    if name in REVERSE_MODE:
+        request = reverse_mode.only(request)
     if name in CONTEXT:
         found: Result = IMPLEMENTATIONS[name].attend(request)
         return found
@@ -291,17 +296,3 @@ def _run(request: Request, name: str, portable: str | None) -> Result:
         **{KERNELS[name]: lambda *arrays: run(name, *arrays)},
     )
     return result
-
-
-@contextmanager
-def forward_mode() -> Iterator[None]:
-    """Adds a remedy to the TypeError of forward-mode differentiation through a `custom_vjp`."""
-    try:
-        yield
-    except TypeError as error:
-        if "forward-mode" not in str(error):
-            raise
-        raise TypeError(
-            "forward-mode differentiation (jax.jvp, jax.jacfwd, jax.linearize) of attention needs "
-            f'implementation="reference", or "few_queries" where it supports the call: {error}'
-        ) from error
