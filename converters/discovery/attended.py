@@ -202,21 +202,21 @@ def _each(size: int) -> tuple[int, int]:
 
 def _kind(own: Mapping[str, Any], model_type: str, layer: int | None) -> str:
     """The kind of attention of a layer, in the words of `layer_types`."""
+    off = layer_kinds.switched_off(own, model_type)
     if (found := layer_kinds.listed(own, model_type, layer)) is not None:
+        if found in _SLIDING and off:
+            raise ValueError(f"layer_types has {found}, and use_sliding_window is not true")
         return found
     if model_type == "recurrent_gemma":
         return "sliding_attention"
-    window = (
-        own.get("use_sliding_window") is not False
-        and layer_kinds.window(own, model_type) is not None
-    )
+    window = not off and layer_kinds.window(own, model_type) is not None
     if found := layer_kinds.by_rule(own, model_type, layer):
         return found if window or found != "sliding_attention" else "full_attention"
-    # Layer types follow from this key; a class without them, as of Qwen 3 MoE, ignores it.
-    last = None if layer_kinds.ignores_list(model_type) else own.get("max_window_layers")
-    some = own.get("use_sliding_window") is True or model_type == "dots1"
-    if some and type(last) is int and layer is not None:
-        return "sliding_attention" if layer >= last and window else "full_attention"
+    if model_type in layer_kinds.AFTER and window and layer is not None:
+        last = own.get("max_window_layers")
+        if type(last) is not int:
+            raise ValueError(f"max_window_layers must be an integer, got {last!r}")
+        return "sliding_attention" if layer >= last else "full_attention"
     sliding = window and model_type in masked_types.TYPES["sliding"]
     return "sliding_attention" if sliding else "full_attention"
 

@@ -35,7 +35,7 @@ EVERY = {
     "cwm": Every(4, first=True),
     "exaone4": Every(4, _PATTERN),
     "exaone_moe": Every(4, _PATTERN),
-    "gemma2": Every(2, _PATTERN),
+    "gemma2": Every(2),
     "gemma3_text": Every(6, _PATTERN),
     "gemma3n_text": Every(5),
     "gpt_oss": Every(2),
@@ -50,8 +50,11 @@ EVERY = {
     "t5gemma2_text": Every(6, _PATTERN),
     "vaultgemma": Every(2),
 }
-# Model types of transformers 5 with rules that are not listed here: `by_rule` raises.
+# Model types of transformers 5 with rules that are not listed here: `by_rule` raises. In some of them,
+# an indexer chooses keys.
 UNLISTED = frozenset((
+    "axk2", "deepseek_v32", "deepseek_v4", "glm5_next_text", "glm_moe_dsa", "hy_v4",
+    "mistral_large4_text", "qwen4_exp_text",
     "cohere2_moe", "diffusion_gemma_text", "dots3_note_text", "embedding_gemma2_text", "flint",
     "gemma4_text", "gemma4_unified_text", "inkling2_text", "inkling_text", "lfm3", "mimo_v2_flash",
     "muse_glimmer_assistant", "muse_glimmer_text", "muse_spark_text", "neomme", "ultrabert", "unlimited_ocr_text",
@@ -73,12 +76,18 @@ SIZES = {
     "t5gemma2_text": 4096, "ultrabert": 128, "vaultgemma": 4096, "voxtral_realtime_encoder": 750,
     "voxtral_realtime_text": 4096,
 }  # fmt: skip
-# The same for model types that have windows only if use_sliding_window is true.
+# The same for model types that have windows only if use_sliding_window is true. All others, apart from
+# SmolLM3, ignore that key.
 SWITCHED = {
     "deepseek_ocr2_encoder": 4096, "qwen2": 4096, "qwen2_5_omni_talker": 32768,
     "qwen2_5_omni_text": 32768, "qwen2_5_vl_text": 4096, "qwen2_moe": 4096, "qwen2_vl_text": 4096,
     "qwen3": 4096, "qwen3_moe": 4096,
 }  # fmt: skip
+# Model types whose layers have a window from layer max_window_layers on; all others ignore this key.
+AFTER = frozenset((
+    "deepseek_ocr2_encoder", "dots1", "qwen2", "qwen2_5_omni_talker", "qwen2_5_omni_text",
+    "qwen2_5_vl_text", "qwen2_vl_text", "qwen3", "qwen3_omni_moe_talker_code_predictor",
+))  # fmt: skip
 # Model types whose masks or rotations follow `layer_types`; all others ignore this key.
 LISTING = frozenset((
     "afmoe", "axk2", "bailing_hybrid", "beam", "cohere2", "cohere2_moe", "cohere_compass_text",
@@ -97,6 +106,8 @@ LISTING = frozenset((
     "t5_gemma_module", "t5gemma2_decoder", "t5gemma2_text", "ultrabert", "unlimited_ocr_text",
     "vaultgemma", "zaya",
 ))  # fmt: skip
+# Model types whose classes call full attention in older lists what it is: an indexer chooses keys.
+_INDEXED = frozenset(["dots3_note_text", "glm5_next_text"])
 # Model types in which one of no_rope_layer_interval layers (4 by default) has no rotary positions,
 # unless no_rope_layers is set.
 _INTERVAL = frozenset(["llama4_text", "mistral_large4_text", "smollm3"])
@@ -116,7 +127,8 @@ def listed(own: Mapping[str, Any], model_type: str, layer: int | None) -> str | 
     else:
         kinds = None if ignores_list(model_type) else own.get("layer_types")
     if isinstance(kinds, list) and layer is not None and layer < len(kinds):
-        return str(kinds[layer])
+        kind = str(kinds[layer])
+        return "indexed_attention" if model_type in _INDEXED and kind == FULL else kind
     return None
 
 
@@ -162,6 +174,11 @@ def by_rule(own: Mapping[str, Any], model_type: str, layer: int | None) -> str:
     return FULL if whole or (every.end and layer + 1 == own.get("num_hidden_layers")) else SLIDING
 
 
+def switched_off(own: Mapping[str, Any], model_type: str) -> bool:
+    """True if a configuration switches the windows of its model type off, or not on."""
+    return model_type in SWITCHED and not own.get("use_sliding_window")
+
+
 def window(own: Mapping[str, Any], model_type: str) -> Any:
     """`sliding_window` of a configuration, or the default of its class; None: it has no window."""
     return own.get("sliding_window", default_window(own, model_type))
@@ -169,7 +186,7 @@ def window(own: Mapping[str, Any], model_type: str) -> Any:
 
 def default_window(own: Mapping[str, Any], model_type: str) -> int | None:
     """The size of windows, or of chunks, by the class of a configuration; None: it has none."""
-    if own.get("use_sliding_window") is True and model_type in SWITCHED:
+    if model_type in SWITCHED and not switched_off(own, model_type):
         return SWITCHED[model_type]
     return SIZES.get(model_type)
 

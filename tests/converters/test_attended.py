@@ -6,12 +6,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from huggingface_hub.errors import StrictDataclassFieldValidationError
 
 from jaxmha import checkpoint
 from jaxmha.converters import masks_of
-from jaxmha.converters.discovery import attended, attention_blocks
+from jaxmha.converters.discovery import attended, attention_blocks, behaviours, layer_kinds
 from jaxmha.converters.discovery.attended import Attended
 from jaxmha.converters.migrate import pipeline
+from tests.converters.configuration_classes import classes_of
 from tests.zoo.masked import Given
 
 pytestmark = pytest.mark.filterwarnings("default")
@@ -53,17 +55,25 @@ def _saved(folder: Path, prefix: str = "model.layers.{}.self_attn", **config: An
             ["causal 4095"] * 3,
         ),
         ({"model_type": "gemma2", "sliding_window": 4}, ["causal 3", "causal", "causal 3"]),
-        *[
-            (
-                {"model_type": "gemma2", "sliding_window": 4, "sliding_window_pattern": wrong},
-                ["causal 3", "causal", "causal 3"],
-            )
-            for wrong in ("2", -1, [2], 0)
-        ],
         (
             {"model_type": "gemma2", "sliding_window": 4, "sliding_window_pattern": 3},
-            ["causal 3", "causal 3", "causal"],
+            ["causal 3", "causal", "causal 3"],
         ),
+        *[
+            (
+                {"model_type": "cohere2", "sliding_window": 4, "sliding_window_pattern": pattern},
+                ["causal 3", "causal 3", "causal" if pattern == 3 else "causal 3"],
+            )
+            for pattern in (3, "2", -1, [2], 0)
+        ],
+        ({"model_type": "qwen3_next", "sliding_window": 4, "use_sliding_window": True,
+          "max_window_layers": 0}, ["causal"] * 3),
+        ({"model_type": "qwen2", "sliding_window": 4, "layer_types": ["sliding_attention"] * 3},
+         ["unknown"] * 3),
+        ({"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": None},
+         ["unknown"] * 3),
+        ({"model_type": "glm_moe_dsa"}, ["unknown"] * 3),
+        ({"model_type": "glm5_next_text", "layer_types": ["full_attention"] * 3}, ["unknown"] * 3),
         (
             {"model_type": "modernbert", "local_attention": 4,
              "layer_types": ["full_attention", "sliding_attention", "sliding_attention"]},
@@ -89,6 +99,46 @@ def test_windows_and_causality_are_read(
         chunk = [] if one_.chunk is None else ["chunks", str(one_.chunk)]
         kinds.append(" ".join([one_.scheme, *sides, *chunk]))
     assert kinds == expected
+
+
+# Name -> settings of windows.
+SWITCHES: dict[str, dict[str, Any]] = {
+    "none": {},
+    "window": {"sliding_window": 5},
+    "switch": {"use_sliding_window": True},
+    "both": {"use_sliding_window": True, "sliding_window": 5},
+    "off": {"use_sliding_window": False, "sliding_window": 5},
+    "null": {"use_sliding_window": None, "sliding_window": 5},
+    "last": {"sliding_window": 5, "max_window_layers": 2},
+    "both, last": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2},
+    "no window": {"use_sliding_window": True, "sliding_window": None, "max_window_layers": 2},
+    "list": {"use_sliding_window": True, "sliding_window": 5, "layer_types":
+             ["full_attention", "sliding_attention", "sliding_attention"]},
+}  # fmt: skip
+_SWITCHED = {*layer_kinds.SWITCHED, *layer_kinds.AFTER, "mistral", "phi3", "smollm3", "starcoder2"}
+
+
+@pytest.mark.parametrize("model_type", sorted(_SWITCHED))
+def test_windows_are_those_of_the_class(model_type: str) -> None:
+    """The class decides without a switch, and where a model type does not have the switch."""
+    (kind,) = classes_of([model_type]).values()
+    for name, given in SWITCHES.items():
+        settings = {"num_hidden_layers": LAYERS, **given}
+        try:
+            config = kind(**settings)
+        except StrictDataclassFieldValidationError:  # null
+            continue
+        size = config.sliding_window
+        kinds = getattr(config, "layer_types", None)
+        if kinds is None or layer_kinds.ignores_list(model_type):
+            kinds = ["sliding_attention" if size else "full_attention"] * LAYERS
+        own, _ = behaviours.part(settings | {"model_type": model_type}, ())
+        for i, expected in enumerate(kinds):
+            if expected == "sliding_attention" and not size:
+                continue  # the model raises
+            found = attended._windowed(own, model_type, i, True)
+            left = size - 1 if expected == "sliding_attention" else None
+            assert found == Attended("causal", left), (name, i)
 
 
 # Model type -> its class, and the key of its window.
