@@ -1,7 +1,9 @@
 """Finds prefixes that have most arrays of a layout but form no readable attention block."""
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from jaxmha.checkpoint import optimizer_state
 from jaxmha.converters.discovery import attention_blocks, places
 from jaxmha.converters.discovery.attention_blocks import (
     Block,
@@ -35,7 +37,10 @@ def describe(
 def find(
     shapes: Mapping[str, Sequence[int]], found: Sequence[Block], layouts: Iterable[Layout] = LAYOUTS
 ) -> dict[str, str]:
-    """Maps prefixes that have most arrays of a layout but form no readable block to the reason."""
+    """Maps prefixes that have most arrays of a layout but form no readable block to the reason.
+
+    Prefixes in the state of an optimizer are left out.
+    """
     whole = {block.prefix for block in found}
     taken = {name for block in found for name in block.keys.values()}
     left = dict.fromkeys(name for name in shapes if name not in taken)
@@ -76,7 +81,14 @@ def find(
             reasons.setdefault(
                 prefix, f"{prefix or '(top)'} looks like layout {candidate.name} but {what}"
             )
-    return reasons
+    return _of_weights(reasons, shapes)
+
+
+def _of_weights(reasons: dict[str, str], shapes: Shapes) -> dict[str, str]:
+    """Leaves out prefixes in the state of an optimizer: Adafactor's has other shapes."""
+    states = optimizer_state.find(shapes) if reasons else []
+    inside = {name[: end.start()] for name in states for end in re.finditer("[./]", name)}
+    return {prefix: why for prefix, why in reasons.items() if prefix not in inside}
 
 
 def _computed(shapes: Shapes, layouts: Sequence[Layout]) -> Iterator[tuple[str, str]]:

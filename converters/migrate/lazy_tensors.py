@@ -72,19 +72,19 @@ class Parts:
     """
 
     def __init__(self, file: Tensors) -> None:
-        self._file = file
+        self.file = file
         self._room = max((one.nbytes for one in file.info.values()), default=0) + _EXTRA_ROOM
         self._kept: OrderedDict[str, dict[str, NDArray]] = OrderedDict()
 
     def __getitem__(self, name: str) -> NDArray:
         """Reads a whole array, after dropping least recently used arrays from the cache for it."""
-        wanted = self._file.info[name].nbytes
+        wanted = self.file.info[name].nbytes
         while self._kept and wanted + self._held() > self._room:
             self._kept.popitem(last=False)
-        return np.asarray(self._file[name])
+        return np.asarray(self.file[name])
 
     def _held(self) -> int:
-        return sum(self._file.info[name].nbytes for name in self._kept)
+        return sum(self.file.info[name].nbytes for name in self._kept)
 
     def leaf(
         self, name: str, leaf: str, unpack: Callable[[NDArray], dict[str, NDArray]]
@@ -154,7 +154,7 @@ def attention(
     if fold_scale:
         by = fold.factor(semantics, target, sizes["H"])
         if by != 1.0:
-            of_optimizers.refuse_scaling(info)
+            of_optimizers.refuse_scaling(parts.file)
             dtype = np.asarray(params.query.kernel).dtype
             notes.append(fold.note(semantics, by, dtype, sizes["H"]))
         semantics = replace(semantics, scale=target.semantics.scale)

@@ -29,7 +29,7 @@ from jaxmha.converters.discovery.layer_layouts import Convention
 from jaxmha.converters.discovery.other_layers import Module
 from jaxmha.converters.layout import latent_forms, registry
 from jaxmha.converters.layout.base import Layout
-from jaxmha.converters.migrate import read_back
+from jaxmha.converters.migrate import of_optimizers, read_back
 from jaxmha.converters.migrate.lazy_tensors import Tensors
 
 OTHERS = ("pass", "refuse")
@@ -220,7 +220,7 @@ def _shapes(file: Tensors) -> dict[str, tuple[int, ...]]:
 
 def _configured(file: Tensors, found: Sequence[Block], known: Sequence[Layout]) -> list[Block]:
     """Returns the blocks with the model's config applied; raises ValueError if one is damaged."""
-    found = behaviours.configured(found, file)
+    found = of_optimizers.without_parts(file, behaviours.configured(found, file))
     if broken := damaged_blocks.describe(_shapes(file), found, known):
         raise ValueError(
             f"{broken[0]}; with --from it is carried over as it is, where another layout is named"

@@ -64,7 +64,7 @@ def resolve(plan: Plan, file: Tensors) -> Resolved:
             f"the plan leaves out {len(dropped)} tensors, {dropped[0]!r} the first: nothing is "
             'dropped; carry them over in a module of kind = "other"'
         )
-    of_optimizers.refuse_rounding(file.info, plan.dtype)
+    of_optimizers.refuse_rounding(file, plan.dtype)
     source_blocks = _blocks(plan, file)
     is_latent = any(step.kind == "latent" for step in plan.steps)
     latents = {x.prefix: x for x in latent_blocks.find(file)} if is_latent else {}
@@ -92,6 +92,8 @@ def resolve(plan: Plan, file: Tensors) -> Resolved:
         if step.name:
             found.names[step.target] = step.name
     found.notes.extend(_of_heads(found, file))
+    copied = [step.source for step in plan.steps if step.kind == "other"]
+    found.notes.extend(of_optimizers.left_behind(file, copied))
     if in_file(to):
         layers = [(step.source, step.target) for step in plan.steps if step.kind != "other"]
         found.notes.extend(notes.order_of_creation(layers))
