@@ -131,7 +131,8 @@ def dot_product_attention(
     Args:
       query: `(B, T, N, H)` or `(T, N, H)`.
       key: `(B, S, K, H)`; query head n reads key/value head `n // (N // K)`.
-      value: `(B, S, K, h)`.
+      value: `(B, S, K, h)`; sums of S values must fit float32 (float64 for float64 inputs), except
+        in `reference` and `few_queries`.
       bias: added to the logits, broadcastable to `(B, N, T, S)`; -inf excludes the pair.
       mask: Boolean, broadcastable to `(B, N, T, S)`, True = attend; or a `Mask`.
       scale: factor of the logits, default `H ** -0.5`. An array of shape (), such as a learned

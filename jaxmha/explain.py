@@ -78,7 +78,8 @@ def explain(
 
     The call is not computed, so every array may be a `jax.ShapeDtypeStruct`. On the current
     platform, kernels are probed as in the call itself, up to the chosen one; others, and all on a
-    named platform, are assumed to work.
+    named platform, are assumed to work. No reason depends on the contents of arrays: values beyond
+    3.4e38 / S overflow in all implementations but `reference` and `few_queries`.
 
     Args:
       query: `(B, T, N, H)` or `(T, N, H)`.

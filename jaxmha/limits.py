@@ -1,4 +1,10 @@
-"""Range checks near the limits of float32: finite numbers stay finite, or are rejected."""
+"""Range checks of scale, soft cap and bias near the limits of float32: they stay finite, or are
+rejected.
+
+Values are not checked. All implementations but `reference` and `few_queries` add the values of all
+keys before they divide by the row sum, so values beyond the largest number of the accumulation
+dtype by S (3.4e38 / S in float32) may give an infinite output and gradients that are not finite.
+"""
 
 import jax
 import jax.numpy as jnp

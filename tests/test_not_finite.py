@@ -225,6 +225,36 @@ def test_a_score_function_that_swallows_nan_keeps_heads_apart(
     tolerance.assert_close(of(implementation), of("reference"))
 
 
+@pytest.mark.slow_variants("*", "!native-float32")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@by_implementation
+def test_values_up_to_the_limit_of_float32_by_the_number_of_keys(
+    implementation: str, dtype: str
+) -> None:
+    """Sums of values before the normalisation fit; a power of two then scales all results exactly."""
+    S, limit = 61, 2.0**122  # S * limit is just below the largest float32
+    rng = np.random.default_rng(0)
+    query, key = (rng.normal(size=(2, T, 3, 5)).astype(dtype) for T in (7, S))
+    signs = np.where(rng.random((2, S, 3, 11)) < 0.5, -1.0, 1.0)
+    signs[0] = 1.0
+    d_out = rng.normal(size=(2, 7, 3, 11)) / 2**10
+
+    @jax.jit
+    def of(*heads: jax.Array) -> Any:
+        out, pull = jax.vjp(
+            lambda *x: jaxmha.dot_product_attention(*x, implementation=implementation), *heads
+        )
+        return out, *pull(jnp.asarray(d_out, dtype))
+
+    large = of(query, key, (signs * limit).astype(dtype))
+    small = of(query, key, signs.astype(dtype))
+    for x, y, scale in zip(large, small, (limit, limit, limit, 1.0), strict=True):
+        tolerance.assert_same(x, y * jnp.asarray(scale, dtype))
+    if implementation in ("reference", "few_queries"):  # their weights are normalised first
+        most = of(0 * query, key, (signs * 2**127).astype(dtype))[0]
+        tolerance.assert_same(most, of(0 * query, key, signs.astype(dtype))[0] * 2.0**127)
+
+
 def test_poison_reaches_a_naive_implementation(monkeypatch: pytest.MonkeyPatch) -> None:
     """0 * NaN is NaN: masking the logits alone does not pass."""
 
