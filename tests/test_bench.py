@@ -218,12 +218,26 @@ def test_damaged_files_are_ignored_with_a_warning(text: str) -> None:
 
 
 def test_arrays_are_read_and_written_once() -> None:
-    """Keys that no query attends are not read; a gradient adds a cotangent and as many results."""
+    """Keys that no query attends are not read; a gradient adds a cotangent and gradients of all keys."""
     case = Case("core", "forward", "causal", 2, 5, 97, 3, 3, 8)
     heads = 4 * 2 * (5 + 5) * 3 * (8 + 8)
     assert case.nbytes == heads
-    assert replace(case, direction="backward").nbytes == 2 * heads
+    gradients = 4 * 2 * (5 + 97) * 3 * (8 + 8)
+    assert replace(case, direction="backward").nbytes == heads + gradients
     assert replace(case, kind="plain", window=2).keys == 2 * (5 + 2)
+
+
+def test_a_layer_projects_attended_keys_and_values_of_their_own_width() -> None:
+    case = Case("layer", "forward", "causal", 2, 5, 97, 3, 1, 8, h=11)
+    E, pairs = 3 * 8, 2 * (1 + 2 + 3 + 4 + 5)
+    query, key, value, out = 3 * 8, 8, 11, 3 * 11
+    projections = 2 * (5 * 2) * E * (query + key + value + out)  # 5 of 97 keys, in 2 rows
+    assert case.flop == projections + 2 * 3 * pairs * (8 + 11)
+    weights = E * (query + key + value + out)
+    assert case.nbytes == 4 * (weights + 2 * (5 + 5 + 5) * E)
+    assert replace(case, direction="backward").nbytes == 4 * (
+        2 * weights + 2 * (5 + 5 + 5) * E + 2 * (5 + 5 + 97) * E
+    )
 
 
 @pytest.mark.parametrize(

@@ -96,8 +96,9 @@ def test_work_is_counted_pair_by_pair(kind: str) -> None:
     core = 4 * case.N * case.H * pairs
     assert replace(case, scope="core").flop == core
     assert replace(case, scope="core", direction="backward").flop == 3.5 * core
-    new = case.T if kind == "decode" else case.S  # what is in a cache is not projected again
-    rows = case.B * (case.T * 2 * case.N + new * 2 * case.K)  # through four kernels
+    lengths = [case.S] * case.B if case.lengths is None else list(case.lengths)
+    new = case.B * case.T if kind == "decode" else sum(min(n, case.S) for n in lengths)
+    rows = case.B * case.T * 2 * case.N + new * 2 * case.K  # through four kernels
     layer = replace(case, scope="layer")
     assert layer.flop == core + 2 * rows * case.E * case.H
     assert replace(layer, direction="backward").flop == 3.5 * core + 6 * rows * case.E * case.H

@@ -150,16 +150,16 @@ class Case:
 
     @property
     def flop(self) -> float:
-        """Floating-point operations that are needed; masked pairs count 0.
+        """Floating-point operations that are needed; masked pairs, and keys and values that no
+        query attends, count 0.
 
         Attention: 2 products forward, 5 more backward (scores are computed again). Projections:
         1 forward, 2 more backward.
         """
         H, h, backward = self.H, self.value_features, self.direction == "backward"
         total = 2.0 * self.N * self.pairs * (H + h + (3 * H + 2 * h) * backward)
-        new = self.T if self.kind == "decode" else self.S  # keys of the past are in the cache
-        queries, keys = self.B * self.T * self.E, self.B * new * self.E
-        projections = 4.0 * (queries * self.E + keys * self.K * self.H)
+        new = self.B * self.T if self.kind == "decode" else self.keys  # a cache holds those before
+        projections = 2.0 * self.E * (H + h) * (self.B * self.T * self.N + new * self.K)
         if self.scope == "layer":
             total += projections * (3.0 if backward else 1.0)
         return total
@@ -188,18 +188,22 @@ class Case:
         >>> Case("core", "forward", "decode", 1, 1, 103, 2, 1, 64).nbytes  # 100 keys and values
         52224.0
         """
-        keys, queries = self.keys, self.B * self.T
         each, size = self.H + self.value_features, ITEMSIZE[self.dtype]
         bias = self.N * self.T * self.S * self.bias
-        if self.scope == "core" or self.kind == "decode":
-            heads = (queries * self.N + keys * self.K) * each
-        else:
-            heads = (queries * 2 + keys * (not self.is_self_attention)) * self.E
-        weights = 2 * self.E * (self.N + self.K) * self.H * (self.scope == "layer")
-        # With a gradient there are also a cotangent, as large as the output, and gradients, as
-        # large as the inputs.
-        passes = 2 if self.direction == "backward" else 1
-        return float(size * ((heads + weights) * passes + bias))
+        weights = self.E * (self.N + self.K) * each * (self.scope == "layer")
+
+        def features(keys: int) -> int:
+            queries = self.B * self.T
+            if self.scope == "core" or self.kind == "decode":
+                return (queries * self.N + keys * self.K) * each
+            return (queries * 2 + keys * (not self.is_self_attention)) * self.E
+
+        total = features(self.keys) + weights + bias
+        if self.direction == "backward":
+            # A cotangent, as large as the output, and gradients, as large as the inputs: also of
+            # keys that no query attends, which are 0.
+            total += features(self.B * self.S) + weights
+        return float(size * total)
 
     def bytes_with(self, stored: str | None) -> float:
         """`nbytes` if keys and values have one byte per number, and each token and head has two
