@@ -191,6 +191,13 @@ REMEDIES: dict[str, Any] = {
     "torch.from_numpy": lambda: np.ones(2),
     ".to(torch.complex64)": lambda: torch.ones(2, dtype=torch.complex32),
     ".dequantize()": lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
+    ".view(torch.uint8)": lambda: torch.ones(2, dtype=torch.uint8).view(torch.float4_e2m1fn_x2),
+    "call .view(torch.uint8)": lambda: torch.ones(2, dtype=torch.uint8).view(torch.bits8),
+    ".to_padded_tensor(0.0)": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "call .to_padded_tensor(0.0)": lambda: torch.nested.nested_tensor(
+        [torch.ones(2), torch.ones(3)], layout=torch.jagged
+    ),
+    ".item()": lambda: np.float64(3),
 }
 
 

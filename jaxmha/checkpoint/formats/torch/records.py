@@ -15,14 +15,27 @@ from jaxmha.checkpoint.errors import BudgetExceeded, ForbiddenContent
 from jaxmha.checkpoint.limits import Limits
 
 SAVE = "save only the weights: torch.save(model.state_dict(), path)"
-# Functions that are refused -> the remedy.
+_PAD = "call .to_padded_tensor(0.0) on the nested tensor before torch.save"
+# Functions and dtypes that are refused -> the remedy.
 REMEDIES = {
     "torch._utils _rebuild_sparse_tensor": "call .to_dense() on the sparse tensor before torch.save",
     "torch._utils _rebuild_qtensor": "call .dequantize() on the quantised tensor before torch.save",
     "torch._utils _rebuild_meta_tensor_no_storage": "load the weights before torch.save: a tensor on "
     "the meta device has no values",
-    "numpy._core.multiarray _reconstruct": "call torch.from_numpy on the array before torch.save",
-    "numpy.core.multiarray _reconstruct": "call torch.from_numpy on the array before torch.save",
+    "torch._utils _rebuild_nested_tensor": _PAD,
+    "torch.nested._internal.nested_tensor _rebuild_njt": _PAD,
+}
+REMEDIES |= {
+    f"{module}.multiarray {name}": remedy
+    for module in ("numpy._core", "numpy.core")
+    for name, remedy in {
+        "_reconstruct": "call torch.from_numpy on the array before torch.save",
+        "scalar": "call .item() on the NumPy number before torch.save",
+    }.items()
+}
+REMEDIES |= {  # dtypes of bits, of which NumPy has no numbers
+    f"torch {name}": "call .view(torch.uint8) on the tensor before torch.save"
+    for name in ("float4_e2m1fn_x2", "bits8", "bits16", "bits1x8", "bits2x4", "bits4x2")
 }
 # Dtypes of torch's typed storage classes, which are older than untyped storages.
 STORAGES: dict[str, np.dtype] = {
