@@ -235,8 +235,10 @@ def convert(
         if resume:
             settings["part"] = part
             settings["resume"] = f"{__version__} {file.digest()} {_what(plan)}"
-        is_state = file.unboxed and Path(destination).suffix == orbax.SUFFIX
-        made = nnx_values.boxed(found.made) if is_state else found.made
+        made = found.made
+        if file.unboxed and Path(destination).suffix == orbax.SUFFIX:
+            plain = {n for n, one in made.items() if not file.unboxed.issuperset(one.sources)}
+            made = nnx_values.boxed(made, but=plain)
         written = checkpoint.write(
             destination,
             lazy_tensors.lazy(made),

@@ -77,7 +77,7 @@ class Contents:
     stream: Callable[[str], Iterator[memoryview]] | None = None
     # Name of a tensor that the file holds quantised -> its kind; `load` returns it dequantised.
     quantised: Mapping[str, str] = field(default_factory=dict)
-    unboxed: bool = False  # True: the names lack the key `value` of `nnx.State`
+    unboxed: frozenset[str] = frozenset()  # names that lack the key `value` of `nnx.State`
     # A view of one tensor in a mapped file, not read or checked; None if the layout in the file
     # differs from that in memory.
     view: Callable[[str], np.ndarray | None] | None = None

@@ -87,7 +87,7 @@ class Checkpoint(Lazy):
         config: .keras only: the config.json in the archive, as data; empty elsewhere.
         quantised: name -> kind, such as "Q4_K", of tensors that the file holds quantised. They are
             dequantised on reading, so `info` and the arrays differ from the file.
-        unboxed: True if names lack the key `value` that they have in the folder (`open(unbox=True)`).
+        unboxed: names that lack the key `value` that they have in the folder (`open(unbox=True)`).
         unused: names of other checkpoint files in the folder that was opened; empty for a file.
     """
 
@@ -297,7 +297,7 @@ def open(
         dequantise: dequantise weights whose scales are other tensors (FP8, MXFP4, bitsandbytes,
             GPTQ, AWQ, compressed-tensors), and leave out the scales. Tensors of .gguf files are
             always dequantised.
-        unbox: for an orbax folder of `nnx.State`: leave out the last key of each name, `value`.
+        unbox: for an orbax folder of `nnx.State`: leave out the last key of its names, `value`.
 
     Raises:
         CheckpointError: always one of the classes in `jaxmha.checkpoint.errors`.

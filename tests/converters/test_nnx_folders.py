@@ -57,6 +57,28 @@ def test_nnx_restores_a_converted_folder(folder: Path, tmp_path: Path) -> None:
         np.testing.assert_array_equal(a["head/kernel/value"], b["head/kernel/value"])
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_arrays_next_to_a_state_keep_their_names(tmp_path: Path) -> None:
+    state, plain = nnx.state(Model(nnx.Rngs(1))), np.arange(5, dtype="float32")
+    ema = nnx.to_pure_dict(nnx.state(Model(nnx.Rngs(2)), nnx.Param))
+    with ocp.StandardCheckpointer() as writer:
+        writer.save(tmp_path / "a", {"model": state, "ema": ema, "sizes": plain})
+    blocks = {block.prefix for block in migrate.inspect(tmp_path / "a").blocks}
+    assert blocks == {"model/attention", "ema/attention"}
+    migrate.convert(tmp_path / "a", tmp_path / "b.orbax", to="flax", dtype="float64")
+    with checkpoint.open(tmp_path / "a") as a, checkpoint.open(tmp_path / "b.orbax") as b:
+        assert set(a) == set(b)
+        assert {"sizes", "model/head/kernel/value", "ema/head/kernel"} < set(b)
+
+
+@pytest.mark.parametrize("weights", [["query", "key", "value"], ["key/kernel", "value"]])
+def test_a_parameter_named_value_keeps_its_name(weights: list[str], tmp_path: Path) -> None:
+    arrays = {f"a/{name}": np.ones((5, 3), "float32") for name in weights}
+    checkpoint.write(tmp_path / "a.orbax", arrays | {"b/value": np.ones(7, "float32")})
+    with checkpoint.open(tmp_path / "a.orbax", unbox=True) as file:
+        assert set(file) == {*arrays, "b/value"}
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_training_states_are_read(tmp_path: Path) -> None:

@@ -3,7 +3,9 @@
 Flax saves a variable as a tree with one leaf `value`, so that names end in `/value`.
 """
 
-from collections.abc import Mapping
+import re
+from collections import Counter
+from collections.abc import Container, Mapping
 from dataclasses import replace
 from typing import TypeVar
 
@@ -17,35 +19,43 @@ ENDING = "/value"
 Value = TypeVar("Value")
 
 
-def are_in(info: Mapping[str, TensorInfo]) -> bool:
-    """True if all weights are the values of variables.
+def find(info: Mapping[str, TensorInfo]) -> frozenset[str]:
+    """The values of variables: names with the ending and nothing else at their level or below.
 
-    An optimizer, counters and raw PRNG keys next to them may be stored otherwise.
+    One value among other weights is a parameter `value` of another tree, and is not returned.
     """
     apart = {*optimizer_state.find(info)}
-    weights = [
+    weights = {
         name
         for name, one in info.items()
         if name not in apart and one.shape and one.dtype != np.dtype(np.uint32)
-    ]
-    return bool(weights) and all(name.endswith(ENDING) for name in weights)
+    }
+    inside = Counter(name[: at.start()] for name in info for at in re.finditer("/", name))
+    ended = {name for name in info if name.endswith(ENDING)}
+    alone = frozenset(name for name in ended if inside[name.removesuffix(ENDING)] == 1)
+    others = weights - alone
+    return alone if alone & weights and (len(alone & weights) > 1 or not others) else frozenset()
 
 
-def boxed(arrays: Mapping[str, Value]) -> dict[str, Value]:
-    """Arrays, or facts about them, by the names with the ending, from which Flax restores a state."""
-    return {f"{name}{ENDING}": one for name, one in arrays.items()}
+def boxed(arrays: Mapping[str, Value], but: Container[str] = ()) -> dict[str, Value]:
+    """Arrays, or facts about them, by the names with the ending, from which Flax restores a state.
+
+    `but`: names of arrays that are no values of variables, and keep their names.
+    """
+    return {name if name in but else f"{name}{ENDING}": one for name, one in arrays.items()}
 
 
 def unboxed(contents: Contents) -> Contents:
-    """Returns contents whose names lack the ending, if `are_in` says so; else unchanged."""
-    shorter = {name: name.removesuffix(ENDING) for name in contents.info}
-    if not are_in(contents.info) or len({*shorter.values()}) < len(shorter):
+    """Returns contents whose values of variables have names without the ending."""
+    values = find(contents.info)
+    shorter = {n: n.removesuffix(ENDING) if n in values else n for n in contents.info}
+    if not values or len({*shorter.values()}) < len(shorter):
         return contents
     stored = {short: name for name, short in shorter.items()}
     part, stream = contents.part, contents.stream
     return replace(
         contents,
-        unboxed=True,
+        unboxed=frozenset(shorter[name] for name in values),
         info={short: contents.info[name] for short, name in stored.items()},
         load=lambda name: contents.load(stored[name]),
         digests={shorter[name]: digest for name, digest in contents.digests.items()},
