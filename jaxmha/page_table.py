@@ -136,11 +136,12 @@ def _held_by_others(table: Table, first: Counts, writes: Bool[Array, "B"]) -> Bo
     B, M = table.shape
     at = xp.clip(first, 0, max(M - 1, 0))
     theirs = table[:, at].T if xp is np else jnp.take(table, at, 1).T  # [b, c]: table[c, first[b]]
-    own = xp.take_along_axis(theirs, np.arange(B, dtype=np.int32)[:, None], 1)
-    same = (theirs == own) & (own >= 0) & ~np.eye(B, dtype=bool)
+    rows = xp.arange(B, dtype=np.int32)  # B may be symbolic, which NumPy does not know
+    b, c = rows[:, None], rows[None]
+    own = xp.take_along_axis(theirs, b, 1)
+    same = (theirs == own) & (own >= 0) & (b != c)
     leaves = writes[None] & (first[None] == first[:, None])
-    earlier = np.tri(B, k=-1, dtype=bool)  # [b, c]: c < b
-    found: Array = (same & (~leaves | earlier)).any(1)
+    found: Array = (same & (~leaves | (c < b))).any(1)
     return found
 
 

@@ -187,6 +187,26 @@ def test_a_step_is_exported_for_any_batch() -> None:
     assert longer.lengths.tolist() == [1] * ROWS
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("no_shape_hook")
+def test_a_step_over_pages_is_exported_for_any_batch() -> None:
+    """The pool has a number of pages that is known; rows that share a page get copies."""
+    params, x = make()
+    pages = PagedKVCache.empty(params, ROWS, 12, pages=11, page_size=4)
+    prompt = jaxmha.extend(params, x[:, :3], pages)[1].fork(0, 1)
+    (b,) = jax.export.symbolic_shape("b")
+    struct: Any = jax.ShapeDtypeStruct
+    of_any = jax.tree.map(lambda a: struct(a.shape, a.dtype), prompt)._replace(
+        table=struct((b, 3), np.int32), lengths=struct((b,), np.int32)
+    )
+    step: Any = jax.export.export(jax.jit(jaxmha.extend))
+    found = step(params, struct((b, 1, x.shape[2]), x.dtype), of_any)
+    expected, kept = jaxmha.extend(params, x[:, 3:4], prompt)
+    out, longer = found.call(params, x[:, 3:4], prompt)
+    tolerance.assert_close(out, np.asarray(expected))
+    np.testing.assert_array_equal(longer.table, kept.table)
+
+
 @pytest.mark.usefixtures("no_shape_hook")
 def test_caches_of_the_other_attention_name_its_functions() -> None:
     params: Any = test_latent.made()
