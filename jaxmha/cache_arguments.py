@@ -9,10 +9,18 @@ import numpy as np
 from jaxtyping import Int
 
 from jaxmha import checks, explicit_sharding
-from jaxmha.arrays import Array, require_arrays
+from jaxmha.arrays import Array, require_arrays, shown
 from jaxmha.dims import bind
 from jaxmha.implementations.native.cache_write import as_bits, from_bits
-from jaxmha.integers import FAR, is_known, near, on_host, reject_donated, require_sizes
+from jaxmha.integers import (
+    FAR,
+    is_integers,
+    is_known,
+    near,
+    on_host,
+    reject_donated,
+    require_sizes,
+)
 from jaxmha.quantized import is_scaled, storage_dtype
 
 ArrayT = TypeVar("ArrayT", bound=Array)
@@ -113,6 +121,29 @@ def checked_rows(rows: Array, batch_size: int) -> jax.Array:
         reject_outside("rows", rows, batch_size - 1, f"of the B={batch_size} rows of the cache")
     near_rows = jnp.asarray(near(rows))
     return jnp.where(near_rows < 0, batch_size, near_rows)
+
+
+def checked_row(name: str, row: int | Array, batch_size: int) -> int | Array:
+    """Returns the row; TypeError unless it is an integer, ValueError if it is not in [0, B)."""
+    if isinstance(row, bool) or not (isinstance(row, int) or (is_integers(row) and row.ndim == 0)):
+        raise TypeError(f"{name} must be an integer, the number of a row, got {shown(row)}")
+    if isinstance(row, jax.core.Tracer):
+        return row
+    if not 0 <= int(row) < batch_size:
+        raise ValueError(f"{name} must be in [0, {batch_size}), the rows of the cache, got {row}")
+    return int(row)
+
+
+def checked_flags(rows: Array, batch_size: int) -> jax.Array:
+    """Returns rows, a Boolean `(B,)`; ValueError if they are no such array."""
+    require_arrays(rows=rows)
+    rows = jnp.asarray(rows)
+    if rows.dtype != np.bool_ or rows.shape != (batch_size,):
+        raise ValueError(
+            f"rows: expected a Boolean array of axes (B) ({batch_size},), True = free, got "
+            f"{rows.dtype} of shape {rows.shape}"
+        )
+    return rows
 
 
 def taken(x: Array, rows: Int[jax.Array, "C"], empty: int = 0) -> jax.Array:

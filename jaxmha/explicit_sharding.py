@@ -6,6 +6,8 @@ from functools import wraps
 from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 
 from jaxmha.arrays import Array
@@ -145,10 +147,37 @@ def by_types(
     return decorate
 
 
+def in_auto_axes(function: Callable[..., Out], specs: object, *arrays: object) -> Out:
+    """`function(*arrays)`, in `jax.sharding.auto_axes` if an array has explicit mesh axes: JAX
+    cannot infer the sharding of every gather and scatter.
+
+    Args:
+      function: a function of pytrees.
+      specs: partition specs of its outputs.
+      arrays: its arguments. All checks of known values come first: inside, values are traced.
+    """
+    leaves, tree = jax.tree.flatten(arrays)
+    meshes = [jax.typeof(x).sharding.mesh for x in leaves if _is_explicit(x)]
+    if not meshes:
+        return function(*arrays)
+
+    def inside(*leaves: jax.Array) -> Out:
+        return function(*jax.tree.unflatten(tree, leaves))
+
+    auto: Any = jax.sharding.auto_axes
+    out: Out = auto(inside, out_sharding=named(meshes[0], specs))(*leaves)
+    return out
+
+
 def spec_of(x: Array) -> tuple[Names, ...]:
     """The explicit partition spec of an array, one entry per axis; None: the axis is replicated."""
     spec = tuple(jax.typeof(x).sharding.spec) if _is_explicit(x) else ()
     return (*spec, *(None,) * (x.ndim - len(spec)))
+
+
+def full_like(x: Array, value: int) -> jax.Array:
+    """int32 numbers `value` in the shape of `x`, sharded as `x` on explicit mesh axes."""
+    return jnp.full_like(x, value, np.int32)
 
 
 def like(x: Array, rows: int) -> jax.sharding.NamedSharding | None:

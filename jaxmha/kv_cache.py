@@ -21,6 +21,7 @@ from jaxmha.cache_arguments import (
     taken,
 )
 from jaxmha.cached_step import Tile
+from jaxmha.explicit_sharding import full_like, in_auto_axes, specs_of_leaves
 from jaxmha.implementations.native.cache_write import as_bits, from_bits, write
 from jaxmha.implementations.native.replacing import unavailable
 from jaxmha.integers import FAR, require_sizes
@@ -105,7 +106,7 @@ class KVCache(NamedTuple):
 
     def emptied(self) -> "KVCache":
         """The cache with lengths 0."""
-        return self._replace(lengths=jnp.zeros(self.key.shape[0], np.int32))
+        return self._replace(lengths=full_like(self.lengths, 0))
 
     def take(self, rows: Integer[Array, "C"]) -> "KVCache":
         """The cache with copies of these rows, in this order: it has C rows.
@@ -159,9 +160,15 @@ class KVCache(NamedTuple):
         starts = jnp.asarray(clipped_counts(self.lengths))
         # A ring buffer never fills, but positions are limited to FAR.
         rings = left is not None and left < self.slots
-        full = starts + more > (FAR if rings else self.slots)
-        keys, values = with_tokens([self.key, self.value], [keys, values], starts, more)
-        return KVCache(keys, values, starts + more), full
+        most = FAR if rings else self.slots
+
+        def written(*arrays: jax.Array) -> tuple[KVCache, jax.Array]:
+            *stored, keys, values, starts, more = arrays
+            keys, values = with_tokens(stored, [keys, values], starts, more)
+            return KVCache(keys, values, starts + more), starts + more > most
+
+        specs = specs_of_leaves((self, self.lengths))
+        return in_auto_axes(written, specs, self.key, self.value, keys, values, starts, more)
 
     def tile_size(self, block: int) -> int:
         """The number of slots per tile: at most `block`."""

@@ -1,6 +1,7 @@
 """`PagedKVCache`: keys and values of a ragged batch in pages of one pool."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -9,11 +10,13 @@ import numpy as np
 from jaxtyping import Bool, Float, Int, Integer
 
 from jaxmha import checks, page_table
-from jaxmha.arrays import Array, DTypeLike, require_arrays, shown
+from jaxmha.arrays import Array, DTypeLike, require_arrays
 from jaxmha.cache_arguments import (
     PAGED,
     check_dtypes,
     check_shapes,
+    checked_flags,
+    checked_row,
     checked_rows,
     checked_tokens,
     clipped_counts,
@@ -21,12 +24,14 @@ from jaxmha.cache_arguments import (
     taken,
 )
 from jaxmha.cached_step import Tile
+from jaxmha.explicit_sharding import full_like, in_auto_axes, specs_of_leaves
 from jaxmha.implementations import platforms
 from jaxmha.implementations.native.cache_write import as_bits, from_bits, write
 from jaxmha.integers import FAR, is_integers, is_known, near, on_host, require_sizes
 from jaxmha.params import MHAParams, check
 from jaxmha.quantized import is_scaled, quantize, storage_dtype
 from jaxmha.record_repr import record_repr
+from jaxmha.sharding import spec
 
 
 class PagedKVCache(NamedTuple):
@@ -134,8 +139,10 @@ class PagedKVCache(NamedTuple):
 
     def free_pages(self) -> Int[Array, ""]:
         """The number of pages that no sequence holds."""
-        found: Array = (page_table.holders(_checked(self).table, self.key.shape[0]) == 0).sum()
-        return found
+        P = self.key.shape[0]
+        return in_auto_axes(
+            lambda table: (page_table.holders(table, P) == 0).sum(), spec(), _checked(self).table
+        )
 
     def fork(self, source: int | Int[Array, ""], target: int | Int[Array, ""]) -> "PagedKVCache":
         """The row `target` becomes a copy of the row `source`, with which it shares all pages.
@@ -148,15 +155,20 @@ class PagedKVCache(NamedTuple):
           TypeError: a row is not an integer.
         """
         B = self.table.shape[0]
-        rows = [_row("source", source, B), _row("target", target, B)]
+        rows = [checked_row("source", source, B), checked_row("target", target, B)]
+        at = [jnp.asarray(near(row)) for row in rows]
         table, lengths, _ = _checked(self)
-        start, end = (jnp.asarray(near(row)) for row in rows)
-        at = jnp.where((start >= 0) & (start < B) & (end >= 0), end, B)  # B: dropped
         shared = page_table.truncated(table, lengths, self.page_size)
-        return self._replace(
-            table=table.at[at].set(shared[start], mode="drop"),
-            lengths=lengths.at[at].set(lengths[start], mode="drop"),
+
+        def copied(old: jax.Array, new: jax.Array, start: jax.Array, end: jax.Array) -> jax.Array:
+            at = jnp.where((start >= 0) & (start < B) & (end >= 0), end, B)  # B: dropped
+            return old.at[at].set(new[start], mode="drop")
+
+        table, lengths = (
+            in_auto_axes(copied, specs_of_leaves(old), old, new, *at)
+            for old, new in ((table, shared), (lengths, lengths))
         )
+        return self._replace(table=table, lengths=lengths)
 
     def take(self, rows: Integer[Array, "C"]) -> "PagedKVCache":
         """The cache with these rows, in this order: it has C rows, which share their pages.
@@ -176,8 +188,7 @@ class PagedKVCache(NamedTuple):
 
     def emptied(self) -> "PagedKVCache":
         """The cache without its tokens; all pages are free."""
-        none = jnp.full(self.table.shape, -1, np.int32)
-        return self._replace(table=none, lengths=jnp.zeros(self.table.shape[0], np.int32))
+        return self._replace(table=full_like(self.table, -1), lengths=full_like(self.lengths, 0))
 
     def free(self, rows: Array) -> "PagedKVCache":
         """Empties the rows where `rows`, a Boolean `(B,)`, is True.
@@ -189,7 +200,7 @@ class PagedKVCache(NamedTuple):
           TypeError: rows are not an array, or an array of the cache is of a wrong dtype.
         """
         table, lengths, sizes = _checked(self)
-        kept = jnp.where(_rows(rows, sizes["B"]), 0, lengths)
+        kept = jnp.where(checked_flags(rows, sizes["B"]), 0, lengths)
         kept_pages = page_table.truncated(table, kept, self.page_size)
         return self._replace(table=kept_pages, lengths=kept)
 
@@ -239,27 +250,13 @@ class PagedKVCache(NamedTuple):
         table, lengths, sizes = _checked(self)
         tokens = {"key": (key, "B T K H"), "value": (value, "B T K h")}
         more, *new = checked_tokens(sizes, counts, left, **tokens)
-        pages, page = self.key.shape[0], self.page_size
-        growth, lacking = page_table.extended(table, lengths, more, near(left), page, pages)
-        ends = lengths + more
-        if platforms.current().name == "tpu":
-            # The TPU's kernel multiplies all slots of a page: slots after the last token become 0.
-            new = [_with_zeros(x, more, page - 1) for x in new]
-            ends = jnp.where(more > 0, -(-ends // page) * page, ends)
-        positions = lengths[:, None] + jnp.arange(new[0].shape[1], dtype=np.int32)[None]
-        entries = positions // page
-        held = jnp.take_along_axis(growth.table, entries, 1, mode="fill", fill_value=-1)
-        written = (positions < ends[:, None]) & (held >= 0)
-        at = jnp.where(written, held, pages), positions % page
-        found = {"table": growth.table, "lengths": lengths + more}
-        for name, x in zip(tokens, new, strict=True):
-            pool = getattr(self, name)
-            if is_scaled(pool.dtype):
-                x, scale = quantize(x, pool.dtype)
-                scales = getattr(self, f"{name}_scale")
-                found[f"{name}_scale"] = write(scales, scale, *at, growth.sources, growth.targets)
-            found[name] = write(pool, x, *at, growth.sources, growth.targets)
-        return self._replace(**found), jnp.asarray(lacking)
+        return in_auto_axes(
+            partial(_appended, left=near(left)),
+            specs_of_leaves((self, self.lengths)),
+            self._replace(table=table, lengths=lengths),
+            more,
+            *new,
+        )
 
     def tile_size(self, block: int) -> int:
         """The number of slots per tile, a multiple of the page size: about `block`."""
@@ -322,6 +319,34 @@ def _checked(cache: PagedKVCache) -> _Checked:
     return _Checked(jnp.asarray(table), jnp.asarray(lengths), sizes)
 
 
+def _appended(
+    cache: PagedKVCache, more: Int[jax.Array, "B"], *new: jax.Array, left: int | None
+) -> tuple[PagedKVCache, Bool[jax.Array, "B"]]:
+    """`PagedKVCache.append` on checked arrays: writes the first `more` tokens of each row."""
+    tokens, lengths = list(new), jnp.asarray(cache.lengths)
+    pages, page = cache.key.shape[0], cache.page_size
+    growth, lacking = page_table.extended(cache.table, lengths, more, left, page, pages)
+    ends = lengths + more
+    if platforms.current().name == "tpu":
+        # The TPU's kernel multiplies all slots of a page: slots after the last token become 0.
+        tokens = [_with_zeros(x, more, page - 1) for x in tokens]
+        ends = jnp.where(more > 0, -(-ends // page) * page, ends)
+    positions = lengths[:, None] + jnp.arange(tokens[0].shape[1], dtype=np.int32)[None]
+    entries = positions // page
+    held = jnp.take_along_axis(growth.table, entries, 1, mode="fill", fill_value=-1)
+    written = (positions < ends[:, None]) & (held >= 0)
+    at = jnp.where(written, held, pages), positions % page
+    found = {"table": growth.table, "lengths": lengths + more}
+    for name, x in zip(("key", "value"), tokens, strict=True):
+        pool = getattr(cache, name)
+        if is_scaled(pool.dtype):
+            x, scale = quantize(x, pool.dtype)
+            scales = getattr(cache, f"{name}_scale")
+            found[f"{name}_scale"] = write(scales, scale, *at, growth.sources, growth.targets)
+        found[name] = write(pool, x, *at, growth.sources, growth.targets)
+    return cache._replace(**found), jnp.asarray(lacking)
+
+
 def _with_zeros(
     x: Float[jax.Array, "B T K H"], counts: Int[jax.Array, "B"], more: int
 ) -> Float[jax.Array, "B T2 K H"]:
@@ -353,25 +378,3 @@ def empty_pages(
         jnp.zeros(batch_size, np.int32),
         *scales,
     )
-
-
-def _row(name: str, row: int | Array, batch_size: int) -> int | Array:
-    """Returns the row; TypeError unless it is an integer, ValueError if it is not in [0, B)."""
-    if isinstance(row, bool) or not (isinstance(row, int) or (is_integers(row) and row.ndim == 0)):
-        raise TypeError(f"{name} must be an integer, the number of a row, got {shown(row)}")
-    if isinstance(row, jax.core.Tracer):
-        return row
-    if not 0 <= int(row) < batch_size:
-        raise ValueError(f"{name} must be in [0, {batch_size}), the rows of the cache, got {row}")
-    return int(row)
-
-
-def _rows(rows: Array, batch_size: int) -> jax.Array:
-    require_arrays(rows=rows)
-    rows = jnp.asarray(rows)
-    if rows.dtype != np.bool_ or rows.shape != (batch_size,):
-        raise ValueError(
-            f"rows: expected a Boolean array of axes (B) ({batch_size},), True = free, got "
-            f"{rows.dtype} of shape {rows.shape}"
-        )
-    return rows

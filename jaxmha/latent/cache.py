@@ -18,6 +18,7 @@ from jaxmha.cache_arguments import (
     clipped_counts,
     taken,
 )
+from jaxmha.explicit_sharding import full_like, in_auto_axes, specs_of_leaves
 from jaxmha.integers import FAR, require_sizes
 from jaxmha.kv_cache import KVCache, with_tokens
 from jaxmha.latent.params import LatentParams, leaves, sizes
@@ -83,7 +84,7 @@ class LatentCache(NamedTuple):
 
     def emptied(self) -> "LatentCache":
         """The cache with lengths 0."""
-        return self._replace(lengths=jnp.zeros(self.latents.shape[0], np.int32))
+        return self._replace(lengths=full_like(self.lengths, 0))
 
     def take(self, rows: Integer[Array, "C"]) -> "LatentCache":
         """The cache with copies of these rows, in this order, as `KVCache.take`."""
@@ -111,9 +112,15 @@ class LatentCache(NamedTuple):
         more, tokens = checked_tokens(sizes, counts, left, keys=(keys, "B T C"))
         starts = jnp.asarray(clipped_counts(self.lengths))
         rings = left is not None and left < self.slots
-        full = starts + more > (FAR if rings else self.slots)
-        (written,) = with_tokens([self.latents[:, None]], [tokens[:, :, None]], starts, more)
-        return LatentCache(written[:, 0], starts + more), full
+        most = FAR if rings else self.slots
+
+        def written(*arrays: jax.Array) -> tuple[LatentCache, jax.Array]:
+            latents, tokens, starts, more = arrays
+            (found,) = with_tokens([latents[:, None]], [tokens[:, :, None]], starts, more)
+            return LatentCache(found[:, 0], starts + more), starts + more > most
+
+        specs = specs_of_leaves((self, self.lengths))
+        return in_auto_axes(written, specs, self.latents, tokens, starts, more)
 
     def as_heads(self) -> KVCache:
         """A `KVCache` with one head, whose keys and values both are the latents with rotary keys;
