@@ -19,6 +19,7 @@ from jaxmha.converters.discovery import (
     class_defaults,
     described,
     hf_config,
+    part_types,
     stored_semantics,
     unlike,
 )
@@ -30,8 +31,8 @@ from jaxmha.converters.layout import registry
 from jaxmha.converters.layout.base import Layout
 from jaxmha.params import NORM_SCALES
 
-# Prefixes of blocks of the part that text_config describes.
-_TEXT = r"(^|[./_])(text|language)_model\b"
+# Prefixes of blocks of the part that text_config describes; the last is that of older files.
+_TEXT = r"(^|[./_])(text|language)_model\b|^model[./]layers[./]"
 
 # Model types in which only some layers have parts such as norms of queries and keys.
 _UNLIKE = ("llama4_text",)
@@ -159,7 +160,7 @@ def part(content: Any, way: Sequence[str]) -> tuple[dict[str, Any], str]:
 
     Absent keys have the defaults of the class of that model type.
     """
-    model_type = content.get("model_type", "") if isinstance(content, dict) else ""
+    model_type = part_types.of_top(content) if isinstance(content, dict) else ""
     for key in way:
         content = content.get(key) if isinstance(content, dict) else None
         if isinstance(content, dict):

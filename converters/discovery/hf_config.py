@@ -17,7 +17,7 @@ from jaxmha.checkpoint.errors import (
 from jaxmha.checkpoint.inside import open_inside
 from jaxmha.checkpoint.limits import Budget, Limits
 from jaxmha.checkpoint.system import Directory
-from jaxmha.converters.discovery import other_configs
+from jaxmha.converters.discovery import other_configs, part_types
 
 if TYPE_CHECKING:
     Json: TypeAlias = Mapping[str, "Json"] | Sequence["Json"] | str | int | float | None
@@ -116,7 +116,7 @@ def _parsed(path: Path, raw: bytes) -> Json:
     else:
         found = json_text.load(raw, budget, object_pairs_hook=json_text.unique)
     content: Json = other_configs.translated(found)
-    return content
+    return part_types.filled(content) if isinstance(content, Mapping) else content
 
 
 def file_of(path: Path) -> Path:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxmha.converters.discovery import other_configs
+from jaxmha.converters.discovery import other_configs, part_types
 
 _LANGUAGE = r"^(model\.)?(language_model\.)?(model\.)?layers\."
 _SWIN = (
@@ -183,6 +183,9 @@ def rows(content: Any) -> Iterator[tuple[str, tuple[str, ...], Any]]:
     if not isinstance(content, Mapping):
         return
     yield from other_configs.rows(content)
+    heads = content.get("num_attention_heads")
+    if part_types.of_top(content) != content.get("model_type") and heads is not None:
+        yield _LANGUAGE, ("num_attention_heads",), heads
     for pattern, path in TOWERS.get(str(content.get("model_type")), ()):
         keys, _, width = path.partition(" / ")
         way = tuple(keys.split(": "))

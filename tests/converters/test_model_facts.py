@@ -229,7 +229,8 @@ def test_epsilons_of_two_towers(tensors: dict[str, Any], tmp_path: Path) -> None
     def towers(*epsilons: float | None) -> dict[str, Any]:
         names = ("text_config", "vision_config")
         parts = zip(names, epsilons, strict=True)
-        return {"model_type": "clip"} | {n: {"layer_norm_eps": e} for n, e in parts if e}
+        heads = {"num_attention_heads": MISTRAL["num_attention_heads"]}
+        return {"model_type": "llava"} | {n: {"layer_norm_eps": e} | heads for n, e in parts if e}
 
     a, b, c = (
         saved(tmp_path / name, tensors, towers(*epsilons))
