@@ -29,16 +29,16 @@ TYPES = {
             decision_transformer deepseek_ocr2_text deepseek_v2 deepseek_v3 deepseek_v32
             deepseek_v4 diffllama doge dots1 dots3_note_text emu3_text_model ernie4_5
             ernie4_5_moe ernie4_5_vl_moe_text evolla exaone4 exaone_moe falcon falcon_h1
-            flex_olmo flint gemma gemma2 gemma3_text gemma3n_text git glm glm4 glm4_moe
+            flex_olmo flint gemma gemma2 gemma3_text gemma3n_text gemma4_text gemma4_unified_text git glm glm4 glm4_moe
             glm4_moe_lite glm4v_moe_text glm4v_text glm_image_text glm_moe_dsa glm_ocr_text gpt2
             gpt_bigcode gpt_neo gpt_neox gpt_neox_japanese gpt_oss gptj gradium_phonon_tts
             granite granite4_vision_text granite_docling_text granite_swa granitemoe
             granitemoe_swa granitemoehybrid granitemoeshared groupvit_text_model helium
-            higgs_audio_v2 hunyuan_v1_dense hunyuan_v1_moe hunyuan_vl_text hy_v3 hy_v4
+            higgs_audio_v2 hrm_text hunyuan_v1_dense hunyuan_v1_moe hunyuan_vl_text hy_v3 hy_v4
             hyperclovax idefics imagegpt inkling2_text inkling_mm_model inkling_text internlm3
             iquestcoder jais2 jamba jetmoe kimi_linear kolibri1 kosmos_2_5_text_model kosmos_2_text_model
             kyutai_speech_to_text laguna lfm2 lfm2_moe lfm3 llama llama4_text longcat_flash
-            mellum metaclip_2_text_model mimi mimi_decoder mimi_encoder minicpm3 minimax minimax_m2 minimax_m3_vl_text
+            mellum metaclip_2_text_model mimi mimi_decoder mimi_encoder mimo_v2_flash minicpm3 minimax minimax_m2 minimax_m3_vl_text
             ministral ministral3 mistral mistral4 mistral_large4_text mixtral mllama_text_model
             modernbert-decoder molmo2_text moshi moshi_depth mpt muse_glimmer_text
             muse_spark_text nanochat nemotron nemotron_h olmo olmo2 olmo3 olmo_hybrid olmoe
@@ -88,6 +88,8 @@ WINDOWS = {
 # query. In other model types, both numbers are the size.
 BOTH_WAYS: dict[str, Callable[[int], tuple[int, int]]] = {
     "gemma3_text": lambda size: (size // 2, size // 2),  # EmbeddingGemma
+    "gemma4_text": lambda size: (size // 2 + 1, size // 2 + 1),
+    "gemma4_unified_text": lambda size: (size // 2 + 1, size // 2 + 1),
     "t5gemma2_text": lambda size: ((size + 1) // 2 - 1, size // 2),
 }
 # Kind of layers -> why their mask does not follow from a configuration.

@@ -1,5 +1,6 @@
 """Masks of published models: what `masks_of` returns is what the models attend."""
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,7 @@ def _saved(folder: Path, prefix: str = "model.layers.{}.self_attn", **config: An
         ({"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": None},
          ["unknown"] * 3),
         ({"model_type": "glm_moe_dsa"}, ["unknown"] * 3),
+        ({"model_type": "hrm_text"}, ["causal"] * 3),
         ({"model_type": "glm5_next_text", "layer_types": ["full_attention"] * 3}, ["unknown"] * 3),
         (
             {"model_type": "modernbert", "local_attention": 4,
@@ -139,6 +141,46 @@ def test_windows_are_those_of_the_class(model_type: str) -> None:
             found = attended._windowed(own, model_type, i, True)
             left = size - 1 if expected == "sliding_attention" else None
             assert found == Attended("causal", left), (name, i)
+
+
+_GEMMA4 = {"global_head_dim": 8, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 11}
+# Model type -> settings of its class.
+CAUSAL: dict[str, dict[str, Any]] = {
+    "gemma4_text": _GEMMA4,
+    "gemma4_unified_text": {"global_head_dim": 8},
+    "mimo_v2_flash": {"v_head_dim": 8, "mlp_layer_types": ["dense"] * LAYERS},
+}
+
+
+@pytest.mark.parametrize("all_ways", [None, "all"])
+@pytest.mark.parametrize("model_type", CAUSAL)
+def test_masks_are_those_that_the_model_gives_its_layers(
+    model_type: str, all_ways: str | None, tmp_path: Path
+) -> None:
+    import torch
+    import transformers
+
+    kinds = ["sliding_attention", "sliding_attention", "full_attention"]
+    given: dict[str, Any] = {"sliding_window": 4, "layer_types": kinds, "head_dim": 8}
+    if model_type != "mimo_v2_flash":
+        given["use_bidirectional_attention"] = all_ways
+    sizes = {"vocab_size": 11, "hidden_size": 16, "intermediate_size": 8, "pad_token_id": 0,
+             "num_hidden_layers": LAYERS, "num_attention_heads": 2, "num_key_value_heads": 2}  # fmt: skip
+    config = transformers.CONFIG_MAPPING[model_type](**sizes, **given, **CAUSAL[model_type])
+    model = transformers.AutoModel.from_config(config, attn_implementation="eager").eval()
+    seen: list[Any] = []
+    for layer in model.layers:
+        layer.self_attn.register_forward_pre_hook(
+            lambda _, args, named: seen.append(named["attention_mask"]), with_kwargs=True
+        )
+    T = 7
+    with contextlib.suppress(RuntimeError), torch.no_grad():  # of the first layer: sizes of heads
+        model(input_ids=torch.arange(1, T + 1)[None])
+    ours = [*masks_of(_saved(tmp_path, model_type=model_type, **given)).values()]
+    assert seen
+    for theirs, mask in zip(seen, ours, strict=False):
+        expected = np.ones((1, 1, T, T), bool) if theirs is None else theirs.numpy() == 0
+        np.testing.assert_array_equal(mask.mask(T, T).to_array(T, T, np), expected)
 
 
 # Model type -> its class, and the key of its window.
