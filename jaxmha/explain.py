@@ -1,6 +1,6 @@
 """`explain` and `explain_layer`: the implementation of a call, and why others do not support it."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -199,20 +199,26 @@ def _asked(
     function: Callable[..., object],
     asked: SupportQuery,
     platform: str | None,
-    arrays: Mapping[str, Any],
-    options: Mapping[str, Any],
+    arrays: dict[str, Any],
+    options: dict[str, Any],
 ) -> Explanation:
     """Traces a call, which records its candidates in `asked`, and returns its explanation."""
-    # Options that hold arrays or shapes are traced; the others are passed as static values.
-    traced = {
-        name: x
-        for name, x in options.items()
-        if any(isinstance(leaf, jax.ShapeDtypeStruct | jax.Array) for leaf in jax.tree.leaves(x))
-    }
-    static = {name: x for name, x in options.items() if name not in traced}
-    checks.reject_rounding(**arrays, **traced)  # eval_shape rounds before the call can refuse
+    # Options that hold arrays or shapes are traced, and so are `arrays`; others are passed as static
+    # values, so that the call refuses what is no array.
+    traced = {name: x for name, x in arrays.items() if _all(x, lambda leaf: hasattr(leaf, "dtype"))}
+    traced |= {name: x for name, x in options.items() if not _all(x, _is_static)}
+    static = {name: x for name, x in (arrays | options).items() if name not in traced}
+    checks.reject_rounding(**traced)  # eval_shape rounds before the call can refuse
     with platforms.lowering_for(platform) if platform is not None else nullcontext():
-        jax.eval_shape(partial(function, **static, implementation=asked), **arrays, **traced)
+        jax.eval_shape(partial(function, **static, implementation=asked), **traced)
         device = platforms.current().device
     chosen = next((name for name, reason in asked.reasons if reason is None), None)
     return Explanation(device, chosen, tuple(asked.reasons), *asked.preference)
+
+
+def _all(tree: object, holds: Callable[[object], bool]) -> bool:
+    return all(map(holds, jax.tree.leaves(tree)))
+
+
+def _is_static(leaf: object) -> bool:
+    return not isinstance(leaf, jax.ShapeDtypeStruct | jax.Array)

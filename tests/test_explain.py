@@ -199,3 +199,30 @@ def test_the_dtype_of_softmax_that_a_reason_names_is_taken(name: str) -> None:
     why = reason(name, softmax_dtype="bfloat16")
     assert why == "softmax is in float32: softmax_dtype must be None or float32"
     assert chosen(softmax_dtype="float32", implementation=name) == name
+
+
+WRONG: dict[str, Any] = {
+    "query": "a",
+    "key": [[1.0]],
+    "bias": 1.0,
+    "mask": "causal",
+    "segment_ids": [[0, 1]],
+    "sinks": [1.0, 2.0],
+    "implementation": 3,
+}
+
+
+@pytest.mark.usefixtures("no_shape_hook")
+@pytest.mark.parametrize("name", [*WRONG, "implementation-empty"])
+def test_explain_refuses_what_the_call_refuses(name: str) -> None:
+    """With the same message: `explain` traces arrays alone, and JAX's message names no argument."""
+    x = np.ones((1, 5, 2, 3), np.float32)
+    argument = name.partition("-")[0]
+    given: Any = {"query": x, "key": x, "value": x} | {argument: WRONG.get(name, "")}
+    with pytest.raises((TypeError, ValueError), match=argument) as called:
+        jaxmha.dot_product_attention(**given)
+    with pytest.raises(type(called.value)) as explained:
+        jaxmha.explain(**given)
+    assert str(explained.value).splitlines()[0] == str(called.value).splitlines()[0]
+    several: Any = {"blocked"}  # any iterable of names
+    assert jaxmha.explain(x, x, x, implementation=several).chosen == "blocked"

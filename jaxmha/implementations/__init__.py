@@ -5,7 +5,7 @@ implementation in `KERNELS` is probed on this machine before it is first chosen.
 portable: lowered for another platform, they contain an implementation in plain XLA.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from types import ModuleType
 from typing import Any
@@ -112,7 +112,9 @@ class SupportQuery(tuple[str, ...]):
     matmuls: list[str | None]
 
     def __new__(cls, implementation: str | Sequence[str] | None = None) -> "SupportQuery":  # noqa: PYI034
-        names = (implementation,) if isinstance(implementation, str) else implementation or ()
+        one = isinstance(implementation, str) or not isinstance(implementation, Iterable)
+        names: Any = (implementation,) if one else implementation
+        names = () if implementation is None else names
         query = super().__new__(cls, names)
         query.reasons, query.call, query.matmuls = [], "", []
         query.preference = preferences.Preference()
@@ -135,7 +137,7 @@ def candidates(
     """
     probe.check_environment()
     library.switch()
-    if not implementation:
+    if implementation is None or (isinstance(implementation, tuple | list) and not implementation):
         platform = platforms.current().name
         order = ORDER.get(platform, ORDER[""])
         dense = request is not None and adapter.is_dense(request)
@@ -157,9 +159,9 @@ def known(implementation: str | Sequence[str]) -> tuple[str, ...]:
       ValueError: an unknown name.
     """
     names = tuple(implementation) if isinstance(implementation, tuple | list) else (implementation,)
-    names = tuple(OF_JAX.get(name, name) for name in names)
+    names = tuple(OF_JAX.get(name, name) if isinstance(name, str) else name for name in names)
     for name in names:
-        if name not in IMPLEMENTATIONS:
+        if not isinstance(name, str) or name not in IMPLEMENTATIONS:
             near = get_close_matches(str(name).lower(), IMPLEMENTATIONS, 1, cutoff=0.8)
             raise ValueError(
                 f"implementation must be among {list(IMPLEMENTATIONS)}, got {name!r}"
