@@ -8,9 +8,7 @@ Format: https://docs.python.org/3/library/pickletools.html and torch/_utils.py
 
 import functools
 import os
-import pickletools
-import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Final, NoReturn
 
 import numpy as np
@@ -22,6 +20,7 @@ from jaxmha.checkpoint.errors import (
     ForbiddenContent,
     MalformedFile,
 )
+from jaxmha.checkpoint.formats.torch.opcodes import opcodes
 from jaxmha.checkpoint.formats.torch.records import (
     GLOBALS,
     REMEDIES,
@@ -34,23 +33,6 @@ from jaxmha.checkpoint.formats.torch.records import (
 )
 from jaxmha.checkpoint.limits import Budget, Limits
 
-_NO_ARGUMENT = b"().Rbst\x85\x86\x87uQ\x88\x89N]}ae"
-_ARGUMENT: dict[int, struct.Struct] = {
-    code[0]: struct.Struct(layout)
-    for code, layout in {
-        b"\x80": "<B",  # PROTO
-        b"q": "<B",  # BINPUT
-        b"r": "<L",  # LONG_BINPUT
-        b"h": "<B",  # BINGET
-        b"j": "<L",  # LONG_BINGET
-        b"J": "<i",  # BININT
-        b"K": "<B",  # BININT1
-        b"M": "<H",  # BININT2
-        b"G": ">d",  # BINFLOAT
-    }.items()
-}
-_NAMES = {opcode.code: opcode.name for opcode in pickletools.opcodes}
-_LONGEST_GLOBAL = 200
 _STORAGES = 8000  # a file with more may have more opcodes; torch.save writes about 40 per tensor
 _MOST_KEY = 2**31  # Python hashes larger integers modulo 2**61 - 1: many could share one hash
 _AGAIN = "save it again with torch.save"
@@ -59,21 +41,10 @@ _UNSET: Final = object()  # an index of the memo that was never set
 _PUSHED = frozenset(b"XJKMG\x8a")  # opcodes of their argument
 _CONSTANTS = {ord("("): _MARK, ord("N"): None, 0x88: True, 0x89: False}
 _TUPLES = {ord(")"): 0, 0x85: 1, 0x86: 2, 0x87: 3}  # of so many objects
-# Bytes of memory that opcodes allocate: a small number, a string without its characters, a tuple
-# without its items and a dict or list (each with its entries in the tables of `flatten`), a dict
-# entry, an entry of the memo, a slot on the stack or in a list, the result of REDUCE or BINPERSID.
-_NUMBER, _TEXT, _TUPLE, _CONTAINER, _ENTRY, _MEMO, _PLACE, _RECORD = (
-    32,
-    64,
-    180,
-    200,
-    100,
-    20,
-    16,
-    200,
-)
-
-
+# Bytes of memory that opcodes allocate: a small number, a tuple without its items and a dict or list
+# (each with its entries in the tables of `flatten`), a dict entry, an entry of the memo, a slot on
+# the stack or in a list, the result of REDUCE or BINPERSID.
+_NUMBER, _TUPLE, _CONTAINER, _ENTRY, _MEMO, _PLACE, _RECORD = 32, 180, 200, 100, 20, 16, 200
 _COSTS = {
     ord(sign): _PLACE + cost
     for signs, cost in {
@@ -120,7 +91,7 @@ def run(
     budget.grow_for_storages(storages)
     machine.charge(len(program))
     most = limits.opcodes * max(_STORAGES, storages) // _STORAGES
-    for count, (code, argument) in enumerate(_opcodes(program, machine)):
+    for count, (code, argument) in enumerate(opcodes(program, machine.charge, machine.fail)):
         if count >= most:
             machine.fail(BudgetExceeded, "too many pickle opcodes", "raise Limits.opcodes")
         if (count == 0) != (code == 0x80):
@@ -129,55 +100,6 @@ def run(
     if len(machine.stack) != 1:
         machine.fail(MalformedFile, "the pickle ends with other than one object")
     return machine.stack[0], machine.storages
-
-
-def _opcodes(program: bytes, machine: "_Machine") -> Iterator[tuple[int, Any]]:
-    """Yields each opcode before STOP with its argument, which must lie inside the program."""
-    at, end = 0, len(program)
-    while at < end:
-        code = program[at]
-        at += 1
-        if code in _NO_ARGUMENT:
-            if code == 0x2E:  # STOP
-                if at != end:
-                    machine.fail(MalformedFile, "bytes follow the pickle")
-                return
-            yield code, None
-        elif code in _ARGUMENT:
-            layout = _ARGUMENT[code]
-            if at + layout.size > end:
-                break
-            yield code, layout.unpack_from(program, at)[0]
-            at += layout.size
-        elif code == 0x58 and at + 4 <= end:  # BINUNICODE
-            length = int.from_bytes(program[at : at + 4], "little")
-            at += 4
-            if at + length > end:
-                break
-            raw = program[at : at + length]
-            machine.charge(_TEXT + (2 if raw.isascii() else 5) * length)
-            try:
-                yield code, raw.decode()
-            except UnicodeDecodeError:
-                machine.fail(MalformedFile, "a string is not UTF-8")
-            at += length
-        elif code == 0x8A and at < end:  # LONG1
-            length = program[at]
-            at += 1 + length
-            if at > end:
-                break
-            yield code, int.from_bytes(program[at - length : at], "little", signed=True)
-        elif code == 0x63:  # GLOBAL
-            stop = program.find(b"\n", program.find(b"\n", at, at + _LONGEST_GLOBAL) + 1, at + 400)
-            lines = program[at:stop].split(b"\n") if stop > at else []
-            if len(lines) != 2:
-                break
-            at = stop + 1
-            yield code, b" ".join(lines).decode("ascii", "backslashreplace")
-        else:
-            what = _NAMES.get(chr(code), f"0x{code:02x}")
-            machine.fail(ForbiddenContent, f"the pickle opcode {what} is not allowed here", SAVE)
-    machine.fail(MalformedFile, "the pickle is cut short")
 
 
 class _Machine:
