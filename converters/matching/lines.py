@@ -75,7 +75,8 @@ def _undecided(decided: _Decided) -> int:
 def with_unused(plan: MatchPlan, source: Tree) -> MatchPlan:
     """Returns the plan with `unused` and `ignored` set: the source arrays that no line reads."""
     taken = used(plan.lines, source.arrays, source.aliases)
-    rest = [a for a in source.arrays.values() if a.name not in taken]
+    taken = {source.aliases.get(name, name) for name in taken}
+    rest = [a for n, a in source.arrays.items() if source.aliases.get(n, n) not in taken]
     ignored = tuple(a.name for a in rest if is_buffer(a))
     return replace(plan, unused=tuple(a.name for a in rest if not is_buffer(a)), ignored=ignored)
 

@@ -179,8 +179,9 @@ def _refuse_rest(
     plan: MatchPlan, source: Tree, target: Tree, jobs: Mapping[str, Any], unused: str, missing: str
 ) -> None:
     """Raises RestError if an array is in no line, unless the policy of its tree is "keep"."""
-    used = {name for _, names in jobs.values() for name in names}
-    left = [n for n, a in source.arrays.items() if n not in used and not is_buffer(a)]
+    used = {_real(name, source) for _, names in jobs.values() for name in names}
+    rest = [n for n, a in source.arrays.items() if _real(n, source) not in used]
+    left = [n for n in rest if not is_buffer(source.arrays[n]) and not _is_tied(n, source, target)]
     lacking = [n for n, a in target.arrays.items() if n not in jobs and not is_buffer(a)]
     if left and unused == "refuse":
         raise RestError(
@@ -190,6 +191,17 @@ def _refuse_rest(
         raise RestError(
             f"the plan has nothing for {listed(lacking)}", "missing='keep' leaves them as they are"
         )
+
+
+def _is_tied(name: str, source: Tree, target: Tree) -> bool:
+    """True if the model ties this array to another of the source, which has the same values."""
+    first = target.aliases.get(name)
+    return (
+        first is not None
+        and first in source.arrays
+        and source.arrays[name].shape == source.arrays[first].shape
+        and np.array_equal(source.load(name), source.load(first))
+    )
 
 
 class RestError(ValueError):

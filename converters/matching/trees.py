@@ -57,7 +57,7 @@ class Tree:
     Attributes:
       kind: "torch", "nnx", "linen", "equinox", "keras", "keras state", "file" or "tree".
       load: reads one array by name; it is never called for a target.
-      aliases: second name of a shared array -> the name under which `arrays` has it.
+      aliases: second name of a shared array -> its first; only of a file are both in `arrays`.
       origin: for a model from a hub, its address with the commit.
       notes: remarks on reading, such as that tensors are dequantised.
       depends_on: path of each layer with an automatic name -> paths of the layers whose output it
@@ -137,7 +137,8 @@ def _file(path: Path) -> Tree:
     by_keras = file.format in ("keras_h5", "keras")
     keras = keras_files.paths(shapes, file.names) if by_keras else {}
     arrays = {}
-    for name, info in file.info.items():
+    tied = {name: file.info[first] for name, first in file.tied.items()}
+    for name, info in (*file.info.items(), *tied.items()):
         parts, form = keras.get(name) or (split(name), "")
         arrays[name] = Array(name, parts, tuple(info.shape), info.dtype.name, form)
     automatic = _counted(arrays)
@@ -145,7 +146,8 @@ def _file(path: Path) -> Tree:
     return Tree(
         "file",
         arrays,
-        file.__getitem__,
+        lambda name: file[file.tied.get(name, name)],
+        file.tied,
         close=stack.close,
         notes=file.notes,
         depends_on=dict.fromkeys(automatic),

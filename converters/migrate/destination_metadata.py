@@ -47,6 +47,12 @@ def settings(
     made: dict[str, Any] = {"names": found.names} if in_file else {}
     holds_metadata = table.for_writing(Path(destination)).holds_metadata
     notes = list(_config(Path(destination), plan, file, heads, holds_metadata))
+    as_torch_does = ".safetensors" in Path(destination).suffixes  # its loader knows of the metadata
+    if lacking := sorted(_untied(found, file) if as_torch_does else file.tied):
+        notes.append(
+            f"the result has each tied tensor under one name, and lacks {listed(lacking)}: tie the "
+            "parameters in the model that loads it"
+        )
     if holds_metadata:
         return made | {"metadata": _of(plan, found, file, groups, heads)}, notes
     return made, [*_lost(file, found, attention_blocks.named(plan.to)), *notes]
@@ -68,7 +74,7 @@ def _of(
     sources = [*(b.prefix for b in blocks.values()), *(b.prefix for b in found.latents.values())]
     # Blocks get new prefixes: under the old ones, nothing would read these facts.
     left_out = {f"{key}.{prefix}" for key in _OF_BLOCKS for prefix in sources}
-    kept = file.metadata.keys() - left_out - {keras_groups.METADATA}
+    kept = file.metadata.keys() - left_out - {keras_groups.METADATA} - _untied(found, file)
     metadata = {k: v for k, v in file.metadata.items() if k in kept}
     metadata |= keras_order.to_metadata(groups, plan.steps) if file.ordered else {}
     metadata |= stored_semantics.to_metadata(blocks, to, file.metadata)
@@ -81,6 +87,15 @@ def _of(
     if not to.stores_num_heads:
         metadata |= head_count.to_metadata(found.counts, whole=whole)
     return metadata
+
+
+def _untied(found: Resolved, file: checkpoint.Checkpoint) -> set[str]:
+    """The other names of tied tensors whose own names are not in the destination."""
+    return {
+        name
+        for name, own in file.tied.items()
+        if own not in found.made or found.made[own].sources != (own,)
+    }
 
 
 def _config(
@@ -118,7 +133,9 @@ def _lost(file: checkpoint.Checkpoint, found: Resolved, target: Layout) -> Itera
             f"the positions ({listed(sorted(known), 3)}) are in no tensor, and the format has no place "
             "for them: keep the source, or a config.json next to the file"
         )
-    if own := [key for key in file.metadata if not key.startswith(_NO_NEWS)]:
+    if own := [
+        key for key in file.metadata if not key.startswith(_NO_NEWS) and key not in file.tied
+    ]:
         yield f"metadata not carried over, for which the format has no place: {listed(own)}"
     if not target.stores_num_heads and found.counts:
         counts = ", ".join(map(str, sorted(set(found.counts.values()))))

@@ -166,6 +166,8 @@ def _read_state(
     source = Source(
         state, state, tuple(found), taken, names, groups, latents=latents, ordered=ordered
     )
+    if file is not None:
+        source = source._replace(tied=file.tied)
     return Comparand(compared, source)
 
 

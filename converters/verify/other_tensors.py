@@ -43,6 +43,7 @@ class Source(NamedTuple):
       latents: blocks of latent attention; `taken` includes their tensors.
       ordered: False for a Keras file in which the order of layers is a guess.
       dtype: dtype to which floating tensors are rounded before a comparison; None: none.
+      tied: another name of a tensor -> its name in `info`.
     """
 
     source: Any
@@ -55,6 +56,7 @@ class Source(NamedTuple):
     latents: tuple[LatentBlock, ...] = ()
     ordered: bool = True
     dtype: str | None = None
+    tied: Mapping[str, str] = {}
 
 
 EMPTY = Source({}, {})
@@ -144,6 +146,11 @@ def compare(a: Source, b: Source) -> Outside:
             alone[number] |= {name: key for key, name in groups[number][path].names.items()}
     for number, blocks in enumerate(latent_comparison.pairs(a.latents, b.latents)[1:]):
         alone[number] |= {name: key for block in blocks for key, name in block.keys.items()}
+    for number, other in enumerate((b, a)):
+        for name in [name for name in alone[number] if name in other.tied]:
+            names = (name, other.tied[name])[:: 1 - 2 * number]
+            pairs.append(_Pair((names[0], names[1]), None, False))
+            del alone[number][name]
     return _compared((a, b), pairs, alone, harmless)
 
 

@@ -233,6 +233,11 @@ class Checkpoint(Lazy):
         return self._stream is not None
 
     @property
+    def tied(self) -> dict[str, str]:
+        """Other name of a tied tensor, as `safetensors.torch.save_model` keeps it -> its name."""
+        return {x: y for x, y in self.metadata.items() if x not in self and y in self}
+
+    @property
     def notes(self) -> tuple[str, ...]:
         """Remarks on dequantised and tied tensors, and on files of the folder that are not used."""
         kinds = Counter(self.quantised.values())
@@ -240,7 +245,7 @@ class Checkpoint(Lazy):
         note = "quantised tensors are dequantised on reading, and are never written as quantised"
         names = listed([shown(name) for name in self.unused])
         other = f"of its folder, {self.path.name} alone was read, and not used: {names}"
-        tied = [f"{x} is {y}" for x, y in self.metadata.items() if x not in self and y in self]
+        tied = [f"{x} is {y}" for x, y in self.tied.items()]
         once = (
             f"the file has one name for tied tensors; its metadata gives the others: {listed(tied)}"
         )
