@@ -1,6 +1,6 @@
 """Array types of the public signatures, and checks that reject other types."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import wraps
 from reprlib import repr as brief
@@ -81,6 +81,8 @@ def mask_hint(mask: object) -> str:
     """The end of an error message: how to give a mask that is neither an array nor a `Mask`."""
     if hasattr(mask, "mask_mod"):  # a BlockMask of torch's flex_attention
         return ": it holds a function, to be given as mask_mod=block_mask.mask_mod"
+    if isinstance(mask, type):
+        return " itself: call a constructor, such as Mask.causal()"
     if callable(mask):
         return ": give a function of positions as mask_mod="
     if isinstance(mask, list | tuple):
@@ -89,6 +91,25 @@ def mask_hint(mask: object) -> str:
         return (
             f" {mask!r}: for a causal mask give Mask.causal() or is_causal=True; None masks nothing"
         )
+    if isinstance(mask, int | float):
+        return f" {mask!r}: a number of keys goes to key_value_seq_lengths=, of each sequence"
+    if isinstance(mask, Mapping):
+        return f" of {', '.join(map(repr, mask))}: give the array in it"
+    return ""
+
+
+def params_hint(value: object) -> str:
+    """The end of an error message: how to make `MHAParams` of what was given instead."""
+    if type(value).__name__ == "LatentParams":
+        return ": latent attention has functions of the same names in jaxmha.latent"
+    if isinstance(value, Mapping):
+        return (
+            ": params, semantics = import_params(...) of jaxmha.converters.flax, .torch or .keras"
+        )
+    packages = {base.__module__.partition(".")[0] for base in type(value).__mro__}
+    for framework in ("keras", "torch", "flax", "equinox"):  # a Keras layer may be torch's too
+        if framework in packages:
+            return f": params, semantics = jaxmha.converters.{framework}.from_module(...)"
     return ""
 
 

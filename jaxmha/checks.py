@@ -14,6 +14,7 @@ from jaxmha.arrays import (
     DTypeLike,
     as_dtype,
     is_rounded,
+    params_hint,
     reject_foreign,
     require_arrays,
     shown,
@@ -78,7 +79,7 @@ def require_type(kind: type, **arguments: object) -> None:
     framework."""
     for name, value in arguments.items():
         if not isinstance(value, kind):
-            remedy = ""
+            remedy = params_hint(value) if kind.__name__ == "MHAParams" else ""
             if isinstance(value, tuple) and any(isinstance(x, kind) for x in value):
                 remedy = ", a tuple that holds one: unpack it first, as in params, semantics = ..."
             raise TypeError(

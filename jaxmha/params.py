@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from jaxmha import notebook
-from jaxmha.arrays import Array
+from jaxmha.arrays import Array, params_hint
 from jaxmha.dims import bind
 from jaxmha.record_repr import record_repr
 
@@ -203,7 +203,9 @@ def check(params: MHAParams, leading: int = 0) -> dict[str, int]:
       ValueError: names the leaf, the axes expected and the shape received.
     """
     if not isinstance(params, MHAParams):
-        raise TypeError(f"params must be a jaxmha.MHAParams, got {type(params).__name__}")
+        raise TypeError(
+            f"params must be a jaxmha.MHAParams, got {type(params).__name__}{params_hint(params)}"
+        )
     check_projections(params, ("query", "key", "value", "out", "gate"), ("out", "gate"))
     sizes: dict[str, int] = {}
     found = leaves(params)

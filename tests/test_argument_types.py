@@ -6,9 +6,13 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from flax import nnx
+from keras import layers as keras_layers
+from torch import nn
 
 import jaxmha
-from jaxmha import KVCache, Mask, PagedKVCache, Semantics, latent, sharding
+from jaxmha import KVCache, Mask, PagedKVCache, Semantics, checks, latent, sharding
+from jaxmha.arrays import mask_hint, params_hint
 from jaxmha.converters import flax, keras, torch
 from tests import drawn
 
@@ -145,3 +149,35 @@ def test_right_types_are_taken() -> None:
     jaxmha.rope(HEADS, np.uint8([0, 1, 2]), base=np.float32(7), interleaved=np.True_)  # type: ignore[arg-type]
     Mask(causal_offset=np.int8(1), window_size=(np.int64(2), None))  # type: ignore[arg-type]
     assert Mask(window_size=(2, None)).window_size == (2, None)
+
+
+INSTEAD: dict[str, Callable[[], Any]] = {
+    "flax.from_module": lambda: nnx.MultiHeadAttention(2, 8, decode=False, rngs=nnx.Rngs(0)),
+    "torch.from_module": lambda: nn.MultiheadAttention(8, 2),
+    "keras.from_module": lambda: keras_layers.MultiHeadAttention(2, 4),
+    "import_params": lambda: {"query": {"kernel": X}},
+    "jaxmha.latent": lambda: LATENT,
+}
+
+
+@pytest.mark.parametrize("remedy", INSTEAD)
+def test_a_layer_in_the_place_of_params_gets_its_converter(remedy: str) -> None:
+    """Directly, because the tests check the types of public signatures before the functions do."""
+    layer = INSTEAD[remedy]()
+    with pytest.raises(TypeError, match=f"MHAParams, got {type(layer).__name__}: .*{remedy}"):
+        checks.require_type(jaxmha.MHAParams, params=layer)
+    assert remedy in params_hint(layer)
+
+
+@pytest.mark.parametrize(
+    ("mask", "remedy"),
+    [
+        (3, " 3: a number of keys goes to key_value_seq_lengths="),
+        (0.5, " 0.5: a number"),
+        ({"attention_mask": X}, " of 'attention_mask': give the array in it"),
+        (Mask, " itself: call a constructor, such as Mask.causal()"),
+        (lambda *_: True, ": give a function of positions as mask_mod="),
+    ],
+)
+def test_wrong_masks_get_a_remedy(mask: Any, remedy: str) -> None:
+    assert mask_hint(mask).startswith(remedy)
