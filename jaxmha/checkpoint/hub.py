@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import re
+import urllib.parse
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -66,7 +67,19 @@ def refuse_url(path: str | Path, remedy: str) -> None:
     jaxmha.checkpoint.errors.UnsupportedFormat: gs://bucket/a.npz: is a URL; write a local file
     """
     if scheme_of(path):
-        raise UnsupportedFormat(str(path), "is a URL", remedy)
+        raise UnsupportedFormat(str(path), "is a URL", local_remedy(path) or remedy)
+
+
+def local_remedy(path: str | Path) -> str:
+    """The remedy for a URL of a local file, or "" for any other.
+
+    >>> local_remedy("file:///home/my%20model"), local_remedy("s3://bucket/a.npz")
+    ('give the path alone: /home/my model', '')
+    """
+    if scheme_of(path) != "file":
+        return ""
+    rest = str(path).partition(":")[2].removeprefix("//localhost").lstrip("/")
+    return f"give the path alone: /{urllib.parse.unquote(rest)}"
 
 
 def model_of(address: str) -> str:

@@ -346,7 +346,10 @@ def _refuse_no_path(path: str) -> None:
     if not path:
         raise UnreadableFile(path, "the path is empty", 'name a file or folder; "." is this folder')
     if (scheme := hub.scheme_of(path)) and not hub.is_address(path):
-        remedy = "download it, or give hf://ORGANISATION/MODEL for a model of Hugging Face"
+        remedy = (
+            hub.local_remedy(path)
+            or "download it, or give hf://ORGANISATION/MODEL for a model of Hugging Face"
+        )
         raise UnreadableFile(path, f"an address of {scheme} is no path", remedy)
 
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import typer
 
 from jaxmha import checkpoint
+from jaxmha.cli import functions
 from jaxmha.cli import like as like_target
 from jaxmha.cli.console import (
     byte_bar,
@@ -262,7 +263,7 @@ def _fill(
     """Fills the arrays of the target model from the source, and writes them as a file."""
     destination = _index_of_shards(destination, writing["shard_size"], 1)
     policy: Literal["keep", "refuse"] = "keep" if target.unused else "refuse"
-    with like_target.template(like_target.built(target.name), destination) as model:
+    with like_target.template(functions.built(target.name), destination) as model:
         plan = matching.match(source, model, packing=target.packing)
         print_plan(plan, as_json)
         refuse_rest(plan, target.unused)

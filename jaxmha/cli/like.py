@@ -1,20 +1,14 @@
 """Fills the arrays of a target model from a checkpoint, and writes them as a file."""
 
-import importlib
-import os
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import typer
 
 from jaxmha import checkpoint
-from jaxmha.checkpoint import hub
 from jaxmha.checkpoint.formats import nnx_values
 from jaxmha.cli.console import byte_bar, err, escape, out
 from jaxmha.converters import matching
@@ -22,59 +16,6 @@ from jaxmha.converters.layout.arrays import framework_of
 from jaxmha.converters.matching import loading, trees
 
 _KERAS = ".weights.h5"
-
-
-def built(target: str) -> Any:
-    """The path of TARGET, or the return value of FUNCTION if TARGET is `MODULE:FUNCTION`."""
-    if ":" not in target or Path(target).exists():
-        if not Path(target).exists():
-            raise ValueError(f"{target}: expected a file, or MODULE:FUNCTION that builds the model")
-        return Path(target)
-    return found(target)()
-
-
-def found(target: str) -> Any:
-    """The function that MODULE:FUNCTION names; the module may be a file, in any folder."""
-    hub.refuse_url(target, "name a local file, or MODULE:FUNCTION that builds the model")
-    module, _, function = target.rpartition(":")
-    module = os.path.normpath(module)
-    outside = os.path.isabs(module) or module.startswith(os.pardir)
-    name = module.removesuffix(".py").replace(os.sep, ".")
-    sys.path.insert(0, os.path.dirname(os.path.abspath(module)) if outside else os.getcwd())
-    try:
-        loaded = _of_file(module) if outside else importlib.import_module(name)
-        made = getattr(loaded, function, None)
-    except ModuleNotFoundError as error:
-        if error.name != name.partition(".")[0] and error.name != name:
-            raise
-        raise ValueError(f"{target}: there is no module {name}") from error
-    finally:
-        sys.path.pop(0)
-    if made is None:
-        raise ValueError(f"{target}: {name} has no function {function}")
-    return made
-
-
-def _of_file(module: str) -> ModuleType:
-    """Imports a file by its path; two files of the same name are two modules."""
-    path = Path(os.path.abspath(f"{module.removesuffix('.py')}.py"))
-    if not path.is_file():
-        raise ValueError(f"{path}: there is no such file")
-    name = str(path.with_suffix("")).replace(os.sep, "_")
-    spec = spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    sys.modules[name] = made = module_from_spec(spec)  # dataclasses look their module up
-    spec.loader.exec_module(made)
-    return made
-
-
-def source_of(text: str) -> Any:
-    """The checkpoint as a path, or for MODULE:FUNCTION the model that the function builds."""
-    module, colon, _ = text.rpartition(":")
-    if not colon or "://" in text or Path(text).exists() or not module:
-        return Path(text)
-    return built(text)
 
 
 def show(proof: matching.Proof, quiet: bool) -> None:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from jaxmha.checkpoint import toml_text
-from jaxmha.cli import like
+from jaxmha.cli import functions, like
 from jaxmha.cli.console import (
     check_text,
     err,
@@ -89,12 +89,12 @@ def command(
     with one_message():
         if plan is not None and concatenated:
             raise ValueError("--concatenated is for a new plan: edit the arrows of the given one")
-        given = like.source_of(source)
+        given = functions.source_of(source)
         files = [given] if isinstance(given, Path) else []
         if save is not None:
             check_text(save, force, files)
-        draw = None if inputs is None else like.found(inputs)
-        model = like.built(target)
+        draw = None if inputs is None else functions.found(inputs)
+        model = functions.built(target)
         if draw is not None:
             model_inputs.check(draw, {"source": given, "target": model})
         if plan is None:

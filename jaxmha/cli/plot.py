@@ -11,7 +11,7 @@ from rich.table import Table
 import jaxmha
 from jaxmha import checkpoint
 from jaxmha.checkpoint.atomic import replace_by
-from jaxmha.cli import like
+from jaxmha.cli import functions
 from jaxmha.cli.console import check_place, escape, one_message, out, print_json, print_line
 from jaxmha.cli.options import Block, Json, NumHeads, option, parse_integers
 from jaxmha.converters.layout.arrays import NDArray, to_numpy
@@ -166,7 +166,7 @@ def _of_text(
     model: Path, tokenizer: Path | None, text: str, layer: int
 ) -> tuple[str, NDArray, list[str]]:
     """Title, weights and tokens of a model that runs on a text."""
-    made = like.source_of(str(model))
+    made = functions.source_of(str(model))
     is_folder = isinstance(made, Path)
     if is_folder and not made.is_dir():
         raise ValueError(f"{model}: expected a folder of save_pretrained, or MODULE:FUNCTION")
