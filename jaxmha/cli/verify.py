@@ -96,15 +96,16 @@ def _print(report: comparison_report.Report) -> None:
         if not all(difference.harmless for difference in block.differences):
             weights = "[red]differ[/red]"
         errors = [" / ".join(f"{e:.3g}" for e in pair) for pair in block.errors.values()]
-        errors += [""] * (3 - len(errors))  # for masks with which the block did not run
+        errors += ["not run"] * (3 - len(errors))  # for masks with which the block did not run
         layouts = " / ".join(dict.fromkeys(block.layouts))
         name = escape(block.a or block.b or "(top)")
         rows.append((name, layouts, str(block.num_heads), weights, *errors))
     columns = ("block", "layouts", "heads", "weights", "error, no mask", "padding", "causal")
     print_table("", columns, rows)
-    print_line("errors: RMS against float64, in rounding floors of the output")
+    if any(block.errors for block in report.blocks):
+        print_line("errors: RMS against float64, in rounding floors of the output")
     for block in report.blocks:
-        if not block.same:
+        if not block.same or block.not_finite:
             print_line(escape(str(block), keep="\n"))
     for name in report.only_a:
         print_line(f"only in the first: {escape(name)}")

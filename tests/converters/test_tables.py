@@ -109,3 +109,14 @@ def test_match_rounds_to_a_dtype_that_is_asked_for(model: Path, tmp_path: Path) 
     with checkpoint.open(made) as file:
         for name, x in state.items():
             np.testing.assert_array_equal(file[name], x.astype(np.float16))
+
+
+def test_a_block_with_nan_says_why_no_output_was_run(model: Path) -> None:
+    with checkpoint.open(model) as file:
+        state = {name: np.array(file[name]) for name in file}
+    state[f"{NAMES[0]}.self.query.weight"][0, 0] = np.nan
+    checkpoint.write(model, state, force=True)
+    done = cli("verify", model, model, "--num-heads", "2")
+    assert done.exit_code == 0
+    assert "│ not run" in done.stdout
+    assert "query.kernel holds NaN or infinity: bits were compared, outputs were not" in done.stdout
