@@ -80,6 +80,8 @@ def require_type(kind: type, **arguments: object) -> None:
     for name, value in arguments.items():
         if not isinstance(value, kind):
             remedy = params_hint(value) if kind.__name__ == "MHAParams" else ""
+            if (kind.__name__, type(value).__name__) == ("LatentParams", "MHAParams"):
+                remedy = ": call the function of the same name in jaxmha, such as jaxmha.extend"
             if isinstance(value, tuple) and any(isinstance(x, kind) for x in value):
                 remedy = ", a tuple that holds one: unpack it first, as in params, semantics = ..."
             raise TypeError(

@@ -1,5 +1,6 @@
 """Checks of the arguments of `prefill` and `extend`."""
 
+from collections.abc import Callable
 from typing import Protocol, TypeVar
 
 import jax
@@ -36,7 +37,7 @@ class HasSlots(Protocol):
     def slots(self) -> int: ...
 
 
-def reject_overflow(cache: HasSlots, T: int, left: int | None) -> None:
+def reject_overflow(cache: HasSlots, T: int, left: int | None, name: str = "x") -> None:
     """Raises ValueError if T new tokens cannot fit into the slots, whatever the lengths are.
 
     A ring buffer holds any number of tokens.
@@ -44,7 +45,7 @@ def reject_overflow(cache: HasSlots, T: int, left: int | None) -> None:
     S = cache.slots
     if T > S and not _is_ring(cache, left):
         raise ValueError(
-            f"x: T={T} new tokens do not fit into the S={S} slots of the cache: it needs {T}"
+            f"{name}: T={T} new tokens do not fit into the S={S} slots of the cache: it needs {T}"
         )
 
 
@@ -73,6 +74,17 @@ def require_cache(cache: object) -> None:
         )
 
 
+def reject_latent_pages(cache: object, features: Callable[[], int]) -> None:
+    """Raises ValueError for pages of latents, whose values have no features, if the values of a call
+    have some. `features` counts them."""
+    if isinstance(cache, PagedKVCache) and cache.value.shape[-1:] == (0,) and features():
+        raise ValueError(
+            f"cache.value: expected axes (P, K, page, h) with h={features()}, got shape "
+            f"{cache.value.shape}: it is a cache of jaxmha.latent.paged_cache, for "
+            "jaxmha.latent.extend; make one by PagedKVCache.empty"
+        )
+
+
 def checked_cache(params: MHAParams, x: Array, cache: CacheT, semantics: Semantics) -> CacheT:
     """Checks the types of the arguments; returns the cache with the arrays of `checked_parts`."""
     if type(params).__name__ == "LatentParams":  # its module imports this one
@@ -87,7 +99,9 @@ def checked_cache(params: MHAParams, x: Array, cache: CacheT, semantics: Semanti
     require_arrays(x=x)
     checks.reject_rounding(params=params, x=x)
     paged = isinstance(cache, PagedKVCache)
-    return cache._replace(**checked_parts(cache._asdict(), paged=paged))
+    checked = checked_parts(cache._asdict(), paged=paged)
+    reject_latent_pages(cache, lambda: check(params)["h"])
+    return cache._replace(**checked)
 
 
 def checked_parts(parts: dict[str, Array | None], *, paged: bool) -> dict[str, Array]:
@@ -107,13 +121,13 @@ def reject_mean(policy: FullyMasked) -> None:
         )
 
 
-def checked_counts(q_lengths: Array | None, x: Array) -> Array | None:
+def checked_counts(q_lengths: Array | None, x: Array, name: str = "x") -> Array | None:
     """Raises TypeError unless `q_lengths` are integers, and ValueError for a NumPy array outside
     [0, T]. Returns them; a NumPy array becomes int32."""
     require_arrays(optional=True, q_lengths=q_lengths)
     if q_lengths is not None:
         require_integers("q_lengths", q_lengths)
-    _reject_outside_rows("q_lengths", q_lengths, x)
+    _reject_outside_rows("q_lengths", q_lengths, x, name)
     return clipped_counts(q_lengths) if isinstance(q_lengths, np.ndarray) else q_lengths
 
 
@@ -160,10 +174,10 @@ def _reject_forgotten(mask: Mask) -> None:
         )
 
 
-def _reject_outside_rows(name: str, lengths: object, x: Array) -> None:
+def _reject_outside_rows(name: str, lengths: object, x: Array, tokens: str = "x") -> None:
     """Raises ValueError for a NumPy array of lengths outside [0, T]; JAX arrays are not read."""
     if isinstance(lengths, np.ndarray) and x.ndim >= 3 and isinstance(x.shape[1], int):
-        reject_outside(name, lengths, x.shape[1], "of the T tokens of a row of x")
+        reject_outside(name, lengths, x.shape[1], f"of the T tokens of a row of {tokens}")
 
 
 def prompt_lengths(mask: Mask, sizes: dict[str, int]) -> jax.Array:
@@ -182,12 +196,12 @@ def counts_of(q_lengths: jax.Array | None, sizes: dict[str, int]) -> jax.Array:
     return jnp.minimum(clipped_counts(q_lengths), sizes["T"])
 
 
-def reject_zigzag(T: int) -> None:
+def reject_zigzag(T: int, name: str = "x") -> None:
     """Raises ValueError for several tokens in zig-zag order."""
     mesh_axes = sharding.current()
     if T > 1 and mesh_axes is not None and mesh_axes.zigzag:
         raise ValueError(
-            f"x: T={T} tokens in zig-zag order, and a cache holds them by true position: "
+            f"{name}: T={T} tokens in zig-zag order, and a cache holds them by true position: "
             "leave zigzag out of jaxmha.sharding.use here, and give them in their natural order"
         )
 

@@ -15,6 +15,7 @@ from jaxmha.decoding_checks import (
     checked_counts,
     checked_parts,
     counts_of,
+    reject_latent_pages,
     reject_mean,
     reject_overflow,
     reject_zigzag,
@@ -97,11 +98,13 @@ def extend_heads(
     reject_structure(mask)
     reject_mean("zero" if sinks is not None else semantics.fully_masked)
     paged = isinstance(cache, PagedKVCache)
+    parts = checked_parts(cache._asdict(), paged=paged)
+    reject_latent_pages(cache, lambda: value.shape[-1] if value.ndim else 0)
     found: tuple[jax.Array, CacheT] = _extend_heads(
         query,
         (key, value),
-        cache._replace(**checked_parts(cache._asdict(), paged=paged)),
-        checked_counts(q_lengths, query),
+        cache._replace(**parts),
+        checked_counts(q_lengths, query, "query"),
         mask,
         semantics,
         traced_mods(score_mod, mask_mod, checks.promoted(**heads)),
@@ -136,7 +139,7 @@ def _extend_heads(
     check_shapes(cache._asdict(), PAGED if isinstance(cache, PagedKVCache) else DENSE, sizes)
     if sinks is not None:
         bind("sinks", sinks.shape, "N", sizes)
-    reject_zigzag(sizes["T"])
+    reject_zigzag(sizes["T"], "query, key, value")
     sizes["S"] = cache.slots
     dtype = checks.promoted(**heads)
     new = (heads["key"].astype(dtype), heads["value"].astype(dtype))
@@ -175,7 +178,7 @@ def append_and_attend(
       the output, NaN in rows without room, and the longer cache.
     """
     (B, T), (left, _) = query.shape[:2], mask.window_size or (None, None)
-    reject_overflow(cache, T, left)
+    reject_overflow(cache, T, left, "query, key, value" if params is None else "x")
     cache = cache._replace(lengths=jnp.asarray(clipped_counts(cache.lengths)))
     longer, full = cache.append(key, value, counts, left)
     mask = checks.flatten_mask(mask, (B,), sizes)

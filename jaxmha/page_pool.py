@@ -10,7 +10,7 @@ from jaxmha import checks, page_table
 from jaxmha.arrays import Array, shown
 from jaxmha.cache_arguments import reject_outside
 from jaxmha.dims import bind
-from jaxmha.integers import near, on_host, require_sizes
+from jaxmha.integers import is_integers, near, on_host, require_sizes
 from jaxmha.paged_cache import PagedKVCache
 
 
@@ -98,19 +98,22 @@ class PagePool:
             )
         self.table, self.lengths = np.asarray(growth.table), lengths.astype(np.int32)
 
-    def fork(self, source: int, target: int) -> None:
-        """Reports a call of `cache.fork(source, target)`; ValueError for a row out of range."""
-        for row in (source, target):
-            self._require_row(row)
+    def fork(self, source: int | Array, target: int | Array) -> None:
+        """Reports a call of `cache.fork(source, target)`; ValueError for a row out of range, and
+        TypeError unless both are integers."""
+        start, end = self._row("source", source), self._row("target", target)
         shared = page_table.truncated(self.table, self.lengths, self.page_size)
-        self.table[target], self.lengths[target] = shared[source], self.lengths[source]
+        self.table[end], self.lengths[end] = shared[start], self.lengths[start]
 
     def take(self, rows: Sequence[int] | Array) -> None:
-        """Reports a call of `cache.take(rows)`; ValueError for a row out of range."""
+        """Reports a call of `cache.take(rows)`; ValueError for a row out of range, and TypeError
+        unless rows are a sequence of integers."""
         given = on_host("rows", rows) if isinstance(rows, jax.Array) else rows
-        for row in given:
-            self._require_row(row)
-        at = np.asarray(given, np.int32)
+        if not isinstance(given, Sequence | np.ndarray) or np.ndim(given) != 1:
+            raise TypeError(
+                f"rows must be a sequence of row numbers, those of cache.take(rows), got {shown(rows)}"
+            )
+        at = np.asarray([self._row("rows", row) for row in given], np.int32)
         held = page_table.truncated(self.table, self.lengths, self.page_size)
         self.table, self.lengths = np.asarray(held)[at], self.lengths[at]
 
@@ -172,16 +175,20 @@ class PagePool:
             freed = on_host("rows", row)
             bind("rows", freed.shape, "B", {"B": self.lengths.size})
             return freed
-        self._require_row(row)
-        return row
+        return self._row("row", row)
 
-    def _require_row(self, row: object) -> None:
+    def _row(self, name: str, row: object) -> int:
+        """The number of a row, which may be an array without axes that the host can read."""
         if isinstance(row, jax.Array):
-            on_host("row", row)
-        if isinstance(row, bool) or not isinstance(row, int | np.integer):
-            raise TypeError(f"row must be an integer, got {shown(row)}")
-        if not 0 <= row < self.lengths.size:
-            raise ValueError(f"row must be in [0, {self.lengths.size}), got {row}")
+            row = on_host(name, row)
+        flag = isinstance(row, bool)
+        if flag or not (isinstance(row, int) or (is_integers(row) and row.ndim == 0)):
+            raise TypeError(
+                f"{name} must be an integer, got {shown(row)}: give the number of a row"
+            )
+        if not 0 <= int(row) < self.lengths.size:
+            raise ValueError(f"{name} must be in [0, {self.lengths.size}), got {row}")
+        return int(row)
 
 
 def _rows_in(found: Array) -> str:

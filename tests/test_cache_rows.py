@@ -1,5 +1,6 @@
 """Rows of a cache are kept, permuted and repeated by `take`; `validate` finds impossible lengths."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -216,3 +217,52 @@ def test_caches_of_the_other_attention_name_its_functions() -> None:
         jaxmha.extend(params, test_latent.inputs(), pages)
     with pytest.raises(TypeError, match=r"got LatentCache: it is a cache of jaxmha.latent.extend"):
         jaxmha.extend(make()[0], make()[1], whole)
+    plain, x = make()
+    query, key, value = jaxmha.project(plain, x)
+    calls: list[Callable[[], object]] = [
+        lambda: jaxmha.extend(plain, x, pages),
+        lambda: jaxmha.prefill(plain, x, pages),
+        lambda: jaxmha.extend_heads(query, key, value, pages),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match=r"got shape .* a cache of jaxmha.latent.paged_cache"):
+            call()
+    other: Any = plain
+    with pytest.raises(TypeError, match=r"got MHAParams: call .* such as jaxmha.extend"):
+        latent.extend(other, x, whole)
+    kept = PagedKVCache.empty(plain, 2, 8, pages=3, page_size=4)
+    with pytest.raises(ValueError, match=r"with h=0, .* make the cache by .*paged_cache"):
+        latent.extend(params, test_latent.inputs(), kept)
+
+
+def test_messages_of_extend_heads_name_its_arguments() -> None:
+    params, x = make()
+    cache = KVCache.empty(params, ROWS, 3)
+    query, key, value = jaxmha.project(params, x)
+    T = x.shape[1]
+    with pytest.raises(ValueError, match=f"^query, key, value: T={T} new tokens do not fit"):
+        jaxmha.extend_heads(query, key, value, cache)
+    with pytest.raises(ValueError, match=r"of the T tokens of a row of query$"):
+        jaxmha.extend_heads(query, key, value, cache, q_lengths=np.full(ROWS, T + 1))
+
+
+def test_a_pool_takes_the_rows_of_the_cache() -> None:
+    """Numbers on the device too, as the methods of the cache; others are refused by name."""
+    pool = PagePool(empty(make()[0]))
+    pool.extend([5, 2, 4])
+    pool.fork(jnp.asarray(0), np.asarray(1))
+    pool.free(jnp.asarray(2))
+    assert pool.lengths.tolist() == [5, 5, 0]
+    pool.take(jnp.asarray([1, 2]))
+    assert pool.lengths.tolist() == [5, 0]
+    wrong: Any
+    for wrong in (3, None, "01", {0: 1}, np.asarray(0), np.asarray([[0, 1]]), iter([0])):
+        with pytest.raises(TypeError, match="rows must be a sequence of row numbers"):
+            pool.take(wrong)
+    for wrong in ([True, False], np.asarray([True]), [1.0], ["0"], [None]):
+        with pytest.raises(TypeError, match=r"rows must be an integer, got .*: give the number"):
+            pool.take(wrong)
+    for wrong in (jnp.asarray(1.5), jnp.asarray(True), np.asarray([0, 1]), None):
+        with pytest.raises(TypeError, match=r"row must be an integer, got .*: give the number"):
+            pool.free(wrong)
+    assert pool.lengths.tolist() == [5, 0]

@@ -42,7 +42,7 @@ def test_wrong_arguments() -> None:
         (lambda: PagePool(cache).extend([16, 0, 0]), "row 0 has 0 tokens and would have 16"),
         (lambda: PagePool(cache).extend([15, 9, 0]), "has 7 free pages of 7, too few for rows"),
         (lambda: PagePool(cache).free(3), r"row must be in \[0, 3\)"),
-        (lambda: PagePool(cache).fork(0.5, 1), "row must be an integer"),  # type: ignore[arg-type]
+        (lambda: PagePool(cache).fork(0.5, 1), "source must be an integer"),  # type: ignore[arg-type]
         (lambda: PagePool(cache).extend([2**40, 0, 0]), "a row of the table holds 5 pages"),
         (
             lambda: PagePool(cache).extend([1, 0, 0], left=-1),

@@ -260,7 +260,13 @@ def _checked(params: LatentParams, x: Array, cache: LatentT, semantics: Semantic
         )
     check_arguments(params, semantics, {"x": x})
     paged = isinstance(cache, PagedKVCache)
-    return cache._replace(**checked_parts(cache._asdict(), paged=paged))
+    parts = checked_parts(cache._asdict(), paged=paged)
+    if isinstance(cache, PagedKVCache) and cache.value.shape[-1:] not in ((0,), ()):
+        raise ValueError(
+            f"cache.value: expected axes (P, K, page, h) with h=0, got shape {cache.value.shape}: "
+            "pages of latents store keys alone; make the cache by jaxmha.latent.paged_cache"
+        )
+    return cache._replace(**parts)
 
 
 def _sizes(
