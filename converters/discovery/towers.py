@@ -184,7 +184,7 @@ def rows(content: Any) -> Iterator[tuple[str, tuple[str, ...], Any]]:
         return
     yield from other_configs.rows(content)
     heads = content.get("num_attention_heads")
-    if part_types.of_top(content) != content.get("model_type") and heads is not None:
+    if part_types.of_top(content) != str(content.get("model_type") or "") and heads is not None:
         yield _LANGUAGE, ("num_attention_heads",), heads
     for pattern, path in TOWERS.get(str(content.get("model_type")), ()):
         keys, _, width = path.partition(" / ")
