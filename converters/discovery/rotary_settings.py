@@ -69,7 +69,9 @@ def frequencies(
       KeyError: a parameter is missing.
     """
     kind, share = rope["rope_type"], rope.get(_SHARE)
-    dims = own.get("rotary_dim") if model_type in WITH_DIMS and share is None else None
+    # Of the types with `rotary_dim`, those that rotate a share take the share first.
+    first = model_type in WITH_DIMS and (share is None or model_type not in PARTIAL)
+    dims = own.get("rotary_dim") if first else None
     if kind == "proportional":
         dims = width  # pairs cover the whole head; the last ones have frequency 0
     elif type(dims) is not int:

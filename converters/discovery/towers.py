@@ -12,6 +12,8 @@ from typing import Any
 from jaxmha.converters.discovery import other_configs, part_types
 
 _LANGUAGE = r"^(model\.)?(language_model\.)?(model\.)?layers\."
+# The same inside a wrapper, as of DDP or PEFT, next to vision blocks alone.
+_NOT_VISION = r"^(?!.*(vision|visual)).*\blayers\."
 _SWIN = (
     (r"pixel_level_module\.encoder", "backbone_config: num_heads"),
     (r"transformer_module", "num_attention_heads"),
@@ -152,6 +154,10 @@ TOWERS: dict[str, Rows] = {
         (r"vision|projector", "vision_config: num_attention_heads"),
         (r"layers\.", "text_config: num_attention_heads"),
     ),
+    "git": (
+        (r"image_encoder|vision", "vision_config: num_attention_heads"),
+        (r"encoder\.layer\.", "num_attention_heads"),
+    ),
     "gpt_neo": ((r"", "num_heads"),),
     "dbrx": ((r"", "n_heads"),),
     "bridgetower": (
@@ -184,8 +190,9 @@ def rows(content: Any) -> Iterator[tuple[str, tuple[str, ...], Any]]:
         return
     yield from other_configs.rows(content)
     heads = content.get("num_attention_heads")
-    if part_types.of_top(content) != str(content.get("model_type") or "") and heads is not None:
-        yield _LANGUAGE, ("num_attention_heads",), heads
+    is_flat = part_types.of_top(content) != str(content.get("model_type") or "")
+    if is_flat and heads is not None and isinstance(content.get("vision_config"), Mapping):
+        yield _NOT_VISION, ("num_attention_heads",), heads
     for pattern, path in TOWERS.get(str(content.get("model_type")), ()):
         keys, _, width = path.partition(" / ")
         way = tuple(keys.split(": "))

@@ -10,7 +10,7 @@ import pytest
 
 from jaxmha import checkpoint
 from jaxmha.converters import masks_of, positions_of
-from jaxmha.converters.discovery import architectures, hf_config, part_types
+from jaxmha.converters.discovery import architectures, head_count, hf_config, part_types
 from jaxmha.converters.verify import load_block
 from tests.converters.configuration_classes import classes_of
 
@@ -77,6 +77,37 @@ def test_older_files_have_the_text_model_at_their_top(model_type: str, tmp_path:
     assert {one.rotary.base for one in positions} == {7.0}
     found: Any = hf_config.read(tmp_path / "0" / "a.safetensors")
     assert found["vision_config"]["model_type"] == f"{model_type}_vision"
+
+
+VISION = {"num_heads": 4}
+
+
+@pytest.mark.parametrize("model_type", ["fuyu", "qwen2_vl"])
+@pytest.mark.parametrize("vision", [{}, {"vision_config": VISION}], ids=["text", "vision"])
+@pytest.mark.parametrize("outer", ["module.language_model.model", "base_model.model.model"])
+def test_a_wrapped_text_model_has_the_head_count_of_the_top(
+    model_type: str, vision: dict[str, Any], outer: str, tmp_path: Path
+) -> None:
+    """As DistributedDataParallel and PEFT save it."""
+    config = {"model_type": model_type, "num_attention_heads": 2} | _SIZES | vision
+    _compare_heads({f"{outer}.layers.0.self_attn": 2}, config, tmp_path)
+
+
+@pytest.mark.parametrize("named", [{}, {"model_type": "git_vision_model"}])
+@pytest.mark.parametrize(("stated", "heads"), [({}, 12), ({"num_attention_heads": 8}, 8)])
+def test_towers_of_git(
+    named: dict[str, str], stated: dict[str, int], heads: int, tmp_path: Path
+) -> None:
+    config = {"model_type": "git", "num_attention_heads": 2, "vision_config": named | stated}
+    vision = "git.image_encoder.vision_model.encoder.layers.0.self_attn"
+    _compare_heads({"git.encoder.layer.0.attention": 2, vision: heads}, config, tmp_path)
+
+
+def _compare_heads(expected: dict[str, int], config: dict[str, Any], folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps(config))
+    found = head_count.in_config(folder / "model.safetensors")
+    assert found is not None
+    assert {prefix: found.of(prefix)[0] for prefix in expected} == expected
 
 
 def _default(kind: Any, key: str) -> str | None:

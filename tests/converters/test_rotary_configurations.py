@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jaxmha import rope, rope_frequencies
+from jaxmha.converters.discovery import rotary_settings
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -162,3 +163,12 @@ def test_wrong_configurations_are_refused() -> None:
         rope_frequencies({"rope_type": "axial"}, 12)
     with pytest.raises(ValueError, match=r"parameters of the kind 'llama3' lack 'low_freq_factor'"):
         rope_frequencies({"rope_type": "llama3"}, 12)
+
+
+@pytest.mark.parametrize("model_type", ["gptj", "codegen", "minimax_m2"])
+def test_a_number_of_features_precedes_a_share_where_the_class_has_no_share(
+    model_type: str,
+) -> None:
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
+    found = rotary_settings.frequencies({"rotary_dim": 6}, rope, model_type, 16)
+    assert len(found.values) == (2 if model_type == "minimax_m2" else 3)
