@@ -60,6 +60,9 @@ _NESTED = _set_of(
     "inner_state inner_states inner_opt_state base_optimizer_state fast_state adv_state "
     "hessian_fn_state hyperparams hyperparams_states skip_state info"
 )
+_STATES = {"opt", "optim", "optimizer", "optimiser", "state", "states", *_NESTED}
+# Names of the arrays of any layer: a field directly above them may be a layer.
+_LEAVES = {"weight", "bias", "kernel", "scale", "embedding"}
 _NUMBERS = _set_of(
     "count count_m2 t r b1 step step_count micro_step mini_step gradient_step steps_since_sync "
     "ready weight_sum max_lr lr learning_rate value weights_memory estim_lr numerator_weighted "
@@ -174,8 +177,13 @@ def _has_fields(node: Path, own: Sequence[Path]) -> bool:
     children = {path[len(node)] for path in own}
     if not node:
         return bool(_trees(node, children))
-    chained = node[-1].isdigit() or node[-1] in _NESTED | _FOLDERS or "state" in node[-1]
-    return children <= _FIELDS and (chained or len(children) > 1)
+    if not children <= _FIELDS:
+        return False
+    named = any(part in _STATES or part.endswith("_state") for part in node)
+    if not named and not (len(node) == 1 and node[0].isdigit()):
+        return children >= _SHORT  # many a layer has a field's name, but not those of both
+    chained = node[-1].isdigit() or node[-1] in _STATES or node[-1].endswith("_state")
+    return chained or len(children) > 1
 
 
 def _trees(node: Path, children: set[str]) -> set[str]:
@@ -194,11 +202,14 @@ def _in_state(node: Path, own: Sequence[Path], weights: set[Path]) -> Iterator[P
     for path in own:
         if path[start - 1] in trees and len(path) > start:
             fields[path[start:]].add(path[start - 1])
-    named = [rest for rest in fields if rest in weights or _unnumbered(rest) in weights]
-    twice = [rest for rest, found in fields.items() if node and len(found) > 1]
+    keys = [rest for rest in fields if len(_unnumbered(rest)) > 1 or rest[0] not in _LEAVES]
+    named = [rest for rest in keys if rest in weights or _unnumbered(rest) in weights]
+    twice = [rest for rest in keys if node and len(fields[rest]) > 1]
     if named or twice:
-        known = trees | (_NUMBERS if node else set())
-        yield from (path for path in own if path[start - 1] in known)
+        numbers = _NUMBERS if node else set()
+        for path in own:
+            if path[start - 1] in trees or (path[start - 1] in numbers and len(path) == start):
+                yield path
 
 
 def _unnumbered(rest: Path) -> Path:

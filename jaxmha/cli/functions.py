@@ -2,9 +2,10 @@
 
 import importlib
 import os
+import re
 import sys
 from collections.abc import Callable
-from importlib.util import module_from_spec, spec_from_file_location
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -79,24 +80,37 @@ class _MissingError(ValueError):
 
 def _imported(target: str, module: str) -> ModuleType:
     module = os.path.normpath(module)
-    path = Path(f"{module.removesuffix('.py')}.py").absolute()
+    path = Path(os.path.abspath(f"{module.removesuffix('.py')}.py"))
     is_file = module.endswith(".py") or os.sep in module
     if is_file and not path.is_file():
         raise _MissingError(f"{target}: there is no file {path}")
-    outside = os.path.isabs(module) or module.startswith(os.pardir)
-    if not outside:
-        _put_on_path(os.getcwd())
-    if path.is_file() and not (path.parent / "__init__.py").exists():
-        _put_on_path(str(path.parent))  # a package imports its own modules by its name
-    if outside:
-        return _of_file(path)
-    name = module.removesuffix(".py").replace(os.sep, ".")
+    _put_on_path(os.getcwd())
+    name = module
+    if path.is_file():
+        folder, name = path.parent, path.stem
+        while (folder / "__init__.py").exists():  # a package imports its own modules by its name
+            folder, name = folder.parent, f"{folder.name}.{name}"
+        _put_on_path(str(folder))
+        from_here = os.path.relpath(path.with_suffix("")).replace(os.sep, ".")
+        known = [one for one in (from_here, name) if _origin(one) == str(path)]
+        if not known:  # other modules have these names, or they are none
+            return _of_file(path)
+        name = known[0]
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise
         raise _MissingError(f"{target}: there is no module {name}") from error
+
+
+def _origin(name: str) -> str | None:
+    """The file of the module that a name imports, or None."""
+    try:
+        spec = find_spec(name)
+    except (ImportError, ValueError):
+        return None
+    return spec.origin if spec else None
 
 
 def _put_on_path(folder: str) -> None:
@@ -118,7 +132,7 @@ def _put_on_path(folder: str) -> None:
 
 def _of_file(path: Path) -> ModuleType:
     """Imports a file by its path; two files of the same name are two modules."""
-    name = str(path.with_suffix("")).replace(os.sep, "_")
+    name = re.sub(r"\W", "_", str(path.with_suffix("")))
     spec = spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None

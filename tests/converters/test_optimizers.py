@@ -254,6 +254,13 @@ def test_names_of_optimizers() -> None:
     "names",
     [
         "enc/mu/kernel enc/logvar/kernel enc/in/kernel dec/out/kernel",  # a VAE
+        "encoder.0.attn.in_proj_weight reward.weight reward.bias",  # a reward model
+        "encoder.weight head.mu.weight head.mu.bias head.value.weight",  # an actor and a critic
+        "enc.weight heads.0.mu.weight heads.0.value.weight state_encoder.mu.weight",
+        "out.weight state.mu.weight state.value.weight layers.0.ema.weight layers.0.ema.bias",
+        "x.weight trace.weight mu.weight nu.weight m1.weight m2.weight m1.bias m2.bias",
+        "b.weight a.m.weight a.n.weight attn.v.weight attn.g h.0.v.weight h.0.key.weight h.0.g",
+        "layers.0.m1.q_proj.weight layers.0.m2.q_proj.weight layers.1.attn.q_proj.weight",
         "mu/fc/kernel logvar/fc/kernel dec/fc/kernel",
         "layers/0/q/kernel layers/0/k/kernel layers/0/v/kernel layers/1/v/kernel",
         "params/a/v/kernel params/a/m/kernel params/b/v/kernel",

@@ -26,6 +26,11 @@ def leaves(): raise SystemExit(1)
     "sub/layers_of_functions.py": "made = 'sub'",
     "other/near_functions.py": "from layers_of_functions import made\ndef build(): return made",
     "other/layers_of_functions.py": "made = 'other'",
+    "model_of_functions/model_of_functions.py": "def build(): return 'its folder has its name'",
+    "exp.1/model.py": "def build(): return 'a dot in the folder'",
+    "code/model.py": "def build(): return 'a folder named as a module of Python'",
+    "loose/near.py": "from .next import made\ndef build(): return made",
+    "loose/next.py": "made = 'no package'",
     "pack/__init__.py": "",
     "pack/near.py": "from .torch import made\nimport torch\ndef build(): return made, torch.Tensor",
     "pack/torch.py": "made = 'pack'",
@@ -61,6 +66,24 @@ def test_a_module_of_a_package_hides_no_library() -> None:
     made, tensor = functions.built("pack/near.py:build")
     assert made == "pack"
     assert tensor.__module__ == "torch"
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("model_of_functions/model_of_functions.py", "its folder has its name"),
+        ("exp.1/model.py", "a dot in the folder"),
+        ("code/model.py", "a folder named as a module of Python"),
+        ("loose/near.py", "no package"),
+    ],
+)
+def test_a_file_is_found_whatever_its_folder_is_called(path: str, expected: str) -> None:
+    assert functions.built(f"{path}:build") == expected
+
+
+@pytest.mark.parametrize("start", ["{here}/", "../{here.name}/"])
+def test_a_package_imports_its_own_modules_from_anywhere(start: str, here: Path) -> None:
+    assert functions.built(f"{start.format(here=here)}pack/near.py:build")[0] == "pack"
 
 
 WRONG = {
