@@ -69,7 +69,7 @@ def frequencies(
       KeyError: a parameter is missing.
     """
     kind, share = rope["rope_type"], rope.get(_SHARE)
-    # Of the types with `rotary_dim`, those that rotate a share take the share first.
+    # A share, where the class rotates one, precedes `rotary_dim`.
     first = model_type in WITH_DIMS and (share is None or model_type not in PARTIAL)
     dims = own.get("rotary_dim") if first else None
     if kind == "proportional":

@@ -20,7 +20,6 @@ _SUBTREES = {
     "optimizer_state_dict", "optim_state", "optim_state_dict",
 }  # fmt: skip
 _FIRST = {"optimizer", "optimizers"}  # keys at the top: Keras, nnx and PyTorch by convention
-_FOLDERS = {"opt", "optim"}  # the same, but `opt` is also a model
 
 # Entries that `torch.optim` stores per parameter, under `state.NUMBER` or `state.NAME`. Weak ones
 # are also names of weights: they need a number, or `step` next to them.
@@ -179,11 +178,14 @@ def _has_fields(node: Path, own: Sequence[Path]) -> bool:
         return bool(_trees(node, children))
     if not children <= _FIELDS:
         return False
-    named = any(part in _STATES or part.endswith("_state") for part in node)
-    if not named and not (len(node) == 1 and node[0].isdigit()):
-        return children >= _SHORT  # many a layer has a field's name, but not those of both
-    chained = node[-1].isdigit() or node[-1] in _STATES or node[-1].endswith("_state")
-    return chained or len(children) > 1
+    chained = node[-1].isdigit()
+    if not any(map(_is_state, node)) and not (chained and len(node) == 1):
+        return children >= _SHORT  # layers have the name of one field, but rarely of both
+    return chained or _is_state(node[-1]) or len(children) > 1
+
+
+def _is_state(part: str) -> bool:
+    return part in _STATES or part.endswith("_state")
 
 
 def _trees(node: Path, children: set[str]) -> set[str]:
