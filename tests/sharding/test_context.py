@@ -64,7 +64,7 @@ CASES: dict[str, dict[str, Any]] = {
 DENSE = ("bias", "dense")
 GATHERED = (*DENSE, "bias of keys", "bias of heads", "mask of heads")
 ORDERS = {"natural": False, "zigzag": True}
-EVERYDAY = ("ring-zigzag-mask BS", "allgather-natural-padded", "allgather-zigzag-mask 1T")
+EVERYDAY = ("ring-zigzag-mask BS", "allgather-natural-padded")
 VARIANTS = [
     f"{implementation}-{order}-{case}"
     for implementation in ("ring", "allgather")

@@ -49,7 +49,7 @@ def function(x: Any) -> Any:
     return attention_fn(x, keys, keys, rotate=ROTATE, is_causal=True)
 
 
-@pytest.mark.slow_variants("by hand")
+@pytest.mark.slow_variants("linen", "by hand")
 @pytest.mark.parametrize(
     ("run", "x"),
     [(linen, X), (nnx, X), (function, Q), (by_hand, X)],
@@ -127,7 +127,7 @@ EXPLICIT: dict[str, tuple[Callable[[Any], Any], Any]] = {
 }
 
 
-@pytest.mark.everyday(name=["linen", "attention_fn", "nnx decode"])
+@pytest.mark.everyday(name=["linen", "nnx decode"])
 @pytest.mark.parametrize("name", EXPLICIT)
 def test_explicit_types(name: str) -> None:
     """The sharding of the features is enough, and the output has it too."""
