@@ -169,7 +169,7 @@ def _check_checkout(folder: Path) -> None:
         (site / "libraries.pth").write_text(sysconfig.get_path("purelib"))
         python = str(home / "bin" / "python")
         pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet"]
-        pip += ["--no-deps", *mode, str(tree)]
+        pip += ["--no-deps", "--no-build-isolation", *mode, str(tree)]
         subprocess.run(pip, check=True)
         for place in (folder, tree):
             subprocess.run([python, "-c", code], check=True, cwd=place)
