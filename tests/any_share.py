@@ -24,14 +24,22 @@ def is_bare(annotation: ast.expr | None) -> bool:
     return isinstance(annotation, ast.Name) and annotation.id == "Any"
 
 
+def defined(node: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Functions within a node; no expression has one, and most nodes are expressions."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield child
+        if not isinstance(child, ast.expr):
+            yield from defined(child)
+
+
 def in_source(source: str) -> Iterator[tuple[str, bool]]:
     """Line and name of every function, and True if its signature has a bare `Any`."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            own = node.args
-            given = [*own.posonlyargs, *own.args, *own.kwonlyargs, own.vararg, own.kwarg]
-            annotations = [arg.annotation for arg in given if arg is not None]
-            yield f"{node.lineno} {node.name}", any(map(is_bare, [*annotations, node.returns]))
+    for node in defined(ast.parse(source)):
+        own = node.args
+        given = [*own.posonlyargs, *own.args, *own.kwonlyargs, own.vararg, own.kwarg]
+        annotations = [arg.annotation for arg in given if arg is not None]
+        yield f"{node.lineno} {node.name}", any(map(is_bare, [*annotations, node.returns]))
 
 
 def functions(folder: Path) -> Iterator[tuple[str, bool]]:

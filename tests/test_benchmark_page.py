@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from experiments.benchmarks import report
+from experiments.benchmarks import figure, report
 from experiments.benchmarks import statistics as stats
 from experiments.benchmarks.cases import select
 from jaxmha.bench.case import Case
@@ -122,7 +122,12 @@ def test_wide_spreads_and_later_measurements_are_marked(peer: str) -> None:
     assert "`layer-forward-plain-B1-T2048-E512` ~ ^ |" in report.page(results, "quick.png")
 
 
-def test_writing_makes_five_things(tmp_path: Path) -> None:
+def blank(results: dict[str, Any], path: Path) -> None:
+    """A figure that takes no time to draw."""
+    path.write_bytes(b"")
+
+
+def test_writing_makes_five_things(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     readme = tmp_path / "README.md"
     readme.write_text(f"before\n{report.MARKS[0]}old\n{report.MARKS[1]}\nafter\n")
     report.write(stored(), tmp_path / "results", readme)
@@ -133,13 +138,17 @@ def test_writing_makes_five_things(tmp_path: Path) -> None:
     assert text.startswith("before\n<!-- benchmarks -->\n![")
     assert "| time on this CPU (below 1: jaxmha is faster) relative to | mean |" in text
     assert text.endswith("(results/quick.md).\n<!-- /benchmarks -->\nafter\n")
+    monkeypatch.setattr(figure, "draw", blank)
     report.write(stored() | {"selection": "full"}, tmp_path / "results", readme)
     assert "(results/full.md)" in readme.read_text()
     report.write(stored(), tmp_path / "results", readme)
     assert "(results/full.md)" in readme.read_text(), "few cases in the place of all"
 
 
-def test_another_processor_keeps_its_results(tmp_path: Path) -> None:
+def test_another_processor_keeps_its_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(figure, "draw", blank)
     first = stored()
     machine = first["machine"]
     other = first | {"machine": machine | {"processor": "Another(R) CPU Processor 7"}}

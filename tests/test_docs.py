@@ -1,15 +1,23 @@
 """The examples in docstrings run, with JAX's defaults instead of the tests' strict promotion."""
 
 import doctest
-import importlib
+import importlib.util
 import linecache
 import pkgutil
+from pathlib import Path
 
 import pytest
 
 import jaxmha
 from jaxmha import converters
 from tests.promotion import foreign
+
+# Their examples compile steps and layers, which tests of their own compile too.
+DEAR = (
+    "jaxmha.decoding", "jaxmha.extend_heads", "jaxmha.flax.cached_steps", "jaxmha.flax.latent.*",
+    "jaxmha.flax.linen", "jaxmha.latent.*", "jaxmha.converters.discovery.live_model",
+    "jaxmha.converters.layout.latent", "jaxmha.keras.switch", "jaxmha.matmul",
+)  # fmt: skip
 
 
 def modules() -> list[str]:
@@ -21,7 +29,13 @@ def modules() -> list[str]:
     return sorted({*packages, *(name for name in found if not name.endswith("__main__"))})
 
 
-@pytest.mark.parametrize("name", modules())
+def has_examples(name: str) -> bool:
+    spec = importlib.util.find_spec(name)
+    return spec is not None and ">>> " in Path(str(spec.origin)).read_text()
+
+
+@pytest.mark.slow_variants(*DEAR)
+@pytest.mark.parametrize("name", [*filter(has_examples, modules())])
 def test_examples(name: str) -> None:
     module = importlib.import_module(name)
     linecache.clearcache()  # doctest would look for changes of every file in it

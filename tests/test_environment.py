@@ -15,6 +15,7 @@ def test_examples() -> None:
     assert doctest.testmod(page) == (0, 2)
 
 
+@pytest.mark.slow
 def test_calls_are_timed_eager_and_under_jit() -> None:
     found = environment.calls(3)
     assert len(found) == 3
@@ -29,6 +30,7 @@ def test_a_setting_reaches_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["layer-forward-plain-B1-T64-E256"]["seconds"] > 0
 
 
+@pytest.mark.slow
 def test_a_flag_that_xla_does_not_know_is_one_message() -> None:
     with pytest.raises(ValueError, match="XLA_FLAGS=--xla_frob"):
         environment.measured({"XLA_FLAGS": "--xla_frob"})

@@ -125,6 +125,7 @@ def test_tensorflow_tensors(what: str) -> None:
         call(tensorflow.constant(array))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", CALLS)
 def test_arrays_are_taken(what: str) -> None:
     call, array = CALLS[what]

@@ -2,6 +2,7 @@
 
 import json
 import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable
@@ -9,15 +10,29 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 from jaxmha import checkpoint
+from jaxmha.cli.app import app
 from tests.generated import PARTS, ROOT, commands, filled, notebooks, versions
 
 TEXT = (ROOT / "README.md").read_text()
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("block", re.findall(r"```python\n(.*?)```", TEXT, flags=re.DOTALL))
+BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, flags=re.DOTALL)
+
+
+@pytest.mark.usefixtures("implicit_promotion")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+@pytest.mark.parametrize("block", BLOCKS)
+def test_python_examples_run(block: str, tmp_path: Path) -> None:
+    """With its own names alone; `test_site` has an everyday one in a process of its own."""
+    (tmp_path / "example.py").write_text(block)
+    runpy.run_path(str(tmp_path / "example.py"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", BLOCKS)
 def test_python_examples_run_alone(block: str) -> None:
     """In a process of its own, with JAX's defaults: a reader copies one of them."""
     done = subprocess.run(
@@ -26,7 +41,8 @@ def test_python_examples_run_alone(block: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_console_examples_run(tmp_path: Path) -> None:
+def test_console_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     rng = np.random.default_rng(0)
     layers = {f"attention.self.{name}" for name in ("query", "key", "value")}
     state = {}
@@ -38,10 +54,8 @@ def test_console_examples_run(tmp_path: Path) -> None:
     lines = re.findall(r"^\$ (jaxmha .*?)(?:  #.*)?$", TEXT, flags=re.MULTILINE)
     assert len(lines) >= 2
     for line in lines:
-        done = subprocess.run(
-            line.split(), check=False, cwd=tmp_path, capture_output=True, text=True
-        )
-        assert done.returncode == 0, (line, done.stderr)
+        done = CliRunner().invoke(app, line.split()[1:])
+        assert done.exit_code == 0, (line, done.output)
     assert (tmp_path / "flax.safetensors").exists()
 
 

@@ -49,7 +49,7 @@ def examples(language: str, pages: str = "") -> list[Example]:
     ]
 
 
-@pytest.mark.everyday(example=["index-0", "start-1"])
+@pytest.mark.everyday(example=["start-1"])
 @pytest.mark.parametrize("example", examples("python"))
 def test_python_examples_run_alone(example: Example, tmp_path: Path) -> None:
     """As a reader copies it: a new interpreter, an empty folder, no settings, and no TensorFlow."""
