@@ -19,8 +19,8 @@ RNG = np.random.default_rng(0)
 X = jnp.asarray(RNG.standard_normal((2, 7, 3, 13, 5)), "float32")
 
 
-@pytest.mark.slow_variants("axes[036]")
-@pytest.mark.parametrize("axes", [(1,), (3,), (-2,), (1, 3), (3, 1), (2, 1, 3), (0, 3)])
+@pytest.mark.slow_variants("*", "!axes5")
+@pytest.mark.parametrize("axes", [(1,), (3,), (-2,), (1, 3), (3, 1), (2, 1, -2), (0, 3)])
 def test_axes_are_moved_and_flattened(axes: tuple[int, ...]) -> None:
     over = tuple(axis % 5 for axis in axes)
     others = [axis for axis in range(4) if axis not in over]
@@ -28,14 +28,18 @@ def test_axes_are_moved_and_flattened(axes: tuple[int, ...]) -> None:
     flat = jnp.asarray(moved.reshape(*moved.shape[: len(others)], -1, 5))
     want, weights = multi_head_attention(PARAMS, flat, is_causal=True, return_weights=True)
     semantics = Semantics(attention_axes=axes)
-    got, split = multi_head_attention(
-        PARAMS, X, is_causal=True, semantics=semantics, return_weights=True
-    )
+
+    def run(x: Any) -> Any:
+        return multi_head_attention(
+            PARAMS, x, is_causal=True, semantics=semantics, return_weights=True
+        )
+
+    (got, split), pull = jax.vjp(run, X)
     assert got.shape == (*X.shape[:-1], 11)
     back = np.transpose(got, (*others, *over, 4)).reshape(want.shape)
     assert_close(back, np.asarray(want))
     assert_close(split.reshape(weights.shape), np.asarray(weights))
-    grad = jax.grad(lambda x: multi_head_attention(PARAMS, x, semantics=semantics).sum())(X)
+    (grad,) = pull((jnp.ones_like(got), jnp.zeros_like(split)))
     assert np.isfinite(np.asarray(grad)).all()
 
 

@@ -196,6 +196,7 @@ def _layer(wq: Any, wk: Any, wv: Any, wo: Any, heads: int) -> jaxmha.MHAParams:
     return params._replace(out=jaxmha.Projection(wo.reshape(heads, -1, wo.shape[1])))
 
 
+@pytest.mark.slow_variants("*", "!3-True")
 @pytest.mark.parametrize(("heads", "projected"), [(1, True), (h, True), (h, False)])
 def test_the_derived_gradients_are_those_of_jax(heads: int, projected: bool) -> None:
     """With the shared output projection, and with none, which is the identity."""

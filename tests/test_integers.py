@@ -34,13 +34,19 @@ LARGE: dict[str, Any] = {
 }
 
 
+@jax.jit
+def compiled(mask: Mask) -> Any:
+    """One program for the masks of a dtype."""
+    return mask.to_array(T, T)
+
+
 def attend(mask: Mask | None = None, x: Any = X, **options: Any) -> Any:
     return np.asarray(
         jaxmha.dot_product_attention(x, x, x, mask=mask, **options, implementation="reference")
     )
 
 
-@pytest.mark.slow_variants("int8-x32")
+@pytest.mark.slow_variants("*-x64", "!uint64-x64", "!int64 1099511627776-x64", "!int8 of JAX-x64")
 @x64
 @pytest.mark.parametrize("name", LARGE)
 def test_bounds_beyond_every_position(name: str, x64: bool) -> None:
@@ -50,7 +56,7 @@ def test_bounds_beyond_every_position(name: str, x64: bool) -> None:
         for mask in (Mask.lengths(query=large, key_value=large), Mask.causal(large)):
             assert np.asarray(mask.to_array(T, T)).all()
             assert np.asarray(mask.to_array(T, T, np)).all()
-            assert np.asarray(jax.jit(lambda mask: mask.to_array(T, T))(mask)).all()
+            assert np.asarray(compiled(mask)).all()
             np.testing.assert_array_equal(attend(mask), full)
         keywords = {"query_seq_lengths": large, "key_value_seq_lengths": large}
         np.testing.assert_array_equal(attend(**keywords), full)
@@ -76,6 +82,7 @@ def test_negative_bounds_leave_nothing(x64: bool) -> None:
             assert not attend(mask).any()
 
 
+@pytest.mark.slow_variants("x64")
 @x64
 def test_bounds_in_layers_and_caches(x64: bool) -> None:
     from flax import nnx
@@ -128,6 +135,7 @@ IDS: dict[str, tuple[Any, Any]] = {
 }
 
 
+@pytest.mark.slow_variants("*-x64", "!unsigned and signed-x64", "!JAX's and NumPy's-x64")
 @x64
 @pytest.mark.parametrize("name", IDS)
 def test_ids_are_equal_where_they_were(name: str, x64: bool) -> None:
@@ -136,11 +144,7 @@ def test_ids_are_equal_where_they_were(name: str, x64: bool) -> None:
         query, key = ([int(x) for x in np.asarray(ids)[0]] for ids in pair)
         want = np.array([[q == k for k in key] for q in query])
         mask = Mask.segments(query_ids=pair[0], key_value_ids=pair[1])
-        for found in (
-            mask.to_array(T, T, np),
-            mask.to_array(T, T),
-            jax.jit(lambda mask: mask.to_array(T, T))(mask),
-        ):
+        for found in (mask.to_array(T, T, np), mask.to_array(T, T), compiled(mask)):
             np.testing.assert_array_equal(np.asarray(found)[0, 0], want)
         x = X[:1]
         found = attend(x=x, segment_ids=pair)

@@ -76,13 +76,8 @@ def _program(name: str) -> tuple[Any, tuple[Any, ...]]:
 
 
 @pytest.mark.slow_variants(
-    "x64, strict-mean",
-    "x64, strict-window",
-    "x64, strict-offsets",
     "*",
     "!x64, strict-window",
-    "!x64, strict-segments",
-    "!x64, strict-offsets",
     "!x64, strict-mean",
     "!x64, strict-dropout and segments",
     "!x64, strict-everything",

@@ -32,26 +32,25 @@ def operands(shape: Any, dtype: Any) -> tuple[Any, Any]:
     )
 
 
-@pytest.mark.everyday(dtype=["float32", "bfloat16"])
-@pytest.mark.slow_variants("bfloat16*")
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_product_accumulates_in_float32(shape: Any, dtype: str) -> None:
-    a, b = operands(shape, jnp.dtype(dtype))
-    want = np.matmul(a.astype(np.float64), b.astype(np.float64))
-    for run in (matmul.matmul, jax.jit(matmul.matmul, static_argnames="dtype")):
-        out = np.asarray(
-            run(*map(jnp.asarray, (a, b)), dtype=np.dtype(np.float32))
-        )  # not on its way: it is fetched
-        assert out.dtype == np.float32
+def products(dtype: Any, accumulated: Any) -> None:
+    """Every shape, in one program: compiling one for each takes far longer."""
+    pairs = [operands(shape, jnp.dtype(dtype)) for shape in SHAPES]
+    run = jax.jit(lambda pairs: [matmul.matmul(a, b, dtype=accumulated) for a, b in pairs])
+    for shape, (a, b), out in zip(SHAPES, pairs, run(pairs), strict=True):
+        assert out.dtype == accumulated
+        want = np.matmul(a.astype(np.float64), b.astype(np.float64))
         tolerance.assert_close(out, want, f"{shape} {dtype}")
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.everyday(dtype=["bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_product_accumulates_in_float32(dtype: str) -> None:
+    products(dtype, np.dtype(np.float32))
+
+
 @pytest.mark.usefixtures("x64")
-def test_product_in_float64(shape: Any) -> None:
-    a, b = operands(shape, np.float64)
-    tolerance.assert_close(matmul.matmul(jnp.asarray(a), jnp.asarray(b)), a @ b, str(shape))
+def test_product_in_float64() -> None:
+    products("float64", np.dtype(np.float64))
 
 
 def test_float32_stays_float32_on_every_platform() -> None:
@@ -70,15 +69,16 @@ def test_float32_stays_float32_on_every_platform() -> None:
         assert precisions() == {"DEFAULT"}
 
 
-@pytest.mark.parametrize("size", [0, 1, 2, 3, 7, 1000])
-def test_pairwise_sum(size: int) -> None:
-    x = np.random.default_rng(size).standard_normal((3, size)).astype(np.float32)
-    want = x.astype(np.float64).sum(-1, keepdims=True)
-    tolerance.assert_close(matmul.pairwise_sum(jnp.asarray(x)), want)
+def test_pairwise_sum() -> None:
+    rng = np.random.default_rng(0)
+    terms = [rng.standard_normal((3, size)).astype(np.float32) for size in (0, 1, 2, 3, 7, 1000)]
+    found = jax.jit(lambda terms: [matmul.pairwise_sum(x) for x in terms])(terms)
+    for x, out in zip(terms, found, strict=True):
+        tolerance.assert_close(out, x.astype(np.float64).sum(-1, keepdims=True), str(x.shape))
 
 
 def test_small_products_are_more_exact_than_a_plain_loop() -> None:
-    ours, loop = [], []
+    ours, loop, run = [], [], jax.jit(matmul.matmul)
     for seed in range(20):
         rng = np.random.default_rng(seed)
         a, b = (rng.standard_normal(s).astype(np.float32) for s in ((17, 509), (509, 13)))
@@ -86,6 +86,6 @@ def test_small_products_are_more_exact_than_a_plain_loop() -> None:
         plain = np.zeros((17, 13), np.float32)
         for term in range(509):
             plain += a[:, term, None] * b[None, term]
-        ours.append(np.square(np.asarray(matmul.matmul(*map(jnp.asarray, (a, b)))) - want).mean())
+        ours.append(np.square(np.asarray(run(a, b)) - want).mean())
         loop.append(np.square(plain - want).mean())
     assert np.sqrt(np.mean(ours)) < np.sqrt(np.mean(loop)) / 2

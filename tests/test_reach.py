@@ -39,6 +39,7 @@ def conditions_of(kind: str, T: int, S: int) -> Mask:
     "1-97-31-8-left window",
     "1-97-31-8-padding",
     "1-97-31-8-array",
+    "1-97-31-8-causal",  # offsets are causal too
     "!1-1-1-2-causal",
 )
 @pytest.mark.parametrize(
