@@ -15,7 +15,7 @@ from tests.checkpoint.hostile import torch_files
 from tests.fuzz import commands
 from tests.rewrite import rewrite
 
-FLIPS = int(os.environ.get("JAXMHA_FUZZ", "300"))
+FLIPS = int(os.environ.get("JAXMHA_FUZZ", "120"))
 EXHAUSTIVE = "JAXMHA_FUZZ" in os.environ
 CHECKED = ("sound_torch", "sound_npz")
 

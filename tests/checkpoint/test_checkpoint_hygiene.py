@@ -278,8 +278,7 @@ def test_errors_survive_pickling() -> None:
 def test_sigterm_ends_the_command_line_as_an_exception_does() -> None:
     """Its cleaning up runs, a second signal does not end that, and the code is 128 + 15."""
     code = """
-import os, signal, sys
-from jaxmha.cli import __main__, app as cli
+import os, runpy, signal, sys, types
 def app():
     try:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -287,8 +286,8 @@ def app():
     finally:
         os.kill(os.getpid(), signal.SIGTERM)
         print("cleaned")
-cli.app = app
-__main__.main()
+sys.modules["jaxmha.cli.app"] = types.SimpleNamespace(app=app)
+runpy.run_path(sys.argv[1], run_name="__main__")
 """
-    done = _python(code)
+    done = _python(code, str(ROOT / "jaxmha/cli/__main__.py"))
     assert (done.returncode, done.stdout) == (143, "cleaned\n"), done.stderr

@@ -133,7 +133,7 @@ def shared(path: Path, groups: int, free: int) -> None:
 
 @case(".weights.h5", ck.MalformedFile)
 def h5_many_heaps(path: Path) -> None:
-    shared(path, 3000, 65_000)
+    shared(path, 3000, 6_500)
 
 
 @case(".weights.h5", ck.MalformedFile)
@@ -159,7 +159,7 @@ def texts(path: Path, groups: int, objects: int) -> None:
 
 @case(".weights.h5", ck.MalformedFile)
 def h5_gcol_chain(path: Path) -> None:
-    texts(path, 400, 65_500)
+    texts(path, 400, 6_500)
 
 
 @case(".weights.h5", ck.MalformedFile)
