@@ -1,7 +1,8 @@
 """Random masks in canonical form, and many of them evaluated by one program."""
 
+import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -67,6 +68,11 @@ def property_test(check: Callable[..., None], examples: int, **more: Any) -> Non
         check(random_mask(number, kinds, excluded, sizes), number, sizes, **drawn)
 
     run()
+
+
+def spaced(stride: int, *axes: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Every so many of all combinations; all values of an axis, if its size is no multiple of it."""
+    return list(itertools.product(*axes))[::stride]
 
 
 def random_mask(number: int, kinds: set[str], excluded: float, sizes: Sizes = USUAL) -> Mask:

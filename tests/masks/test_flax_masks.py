@@ -1,6 +1,5 @@
 """Masks of flax linen and nnx against live layers and functions, on every path."""
 
-import itertools
 from functools import partial
 from typing import Any
 
@@ -14,7 +13,7 @@ from jaxmha.converters.layout.arrays import NDArray
 from jaxmha.converters.masks.flax import export_masks, import_masks
 from jaxmha.converters.masks.spec import Masks
 from tests.masks import ours
-from tests.masks.draws import B, N, S, T, emptied, numbers, pairs, stacked
+from tests.masks.draws import B, N, S, T, emptied, numbers, pairs, spaced, stacked
 from tests.masks.frameworks import arrays
 from tests.masks.ours import otherwise_answered
 from tests.promotion import foreign
@@ -119,13 +118,13 @@ def slow_path_fails(path: str, mask: NDArray | None, causal: bool) -> bool:
     return path == "nnx slow" and causal and not full
 
 
-@pytest.mark.slow_variants("*", "!linen")
-@pytest.mark.parametrize("path", PATHS)
-def test_every_combination_of_layers(path: str) -> None:
+@pytest.mark.everyday(stride=[3])
+@pytest.mark.parametrize(("path", "stride"), [("linen", 3), *((path, 1) for path in PATHS)])
+def test_every_combination_of_layers(path: str, stride: int) -> None:
     """mask 33 x is_causal 2 (nnx)."""
     call, made, expected, what = layer(path), [], [], []
     failed = 0
-    for form, causal in itertools.product(MASKS, BOTH if path != "linen" else (False,)):
+    for form, causal in spaced(stride, MASKS, BOTH if path != "linen" else (False,)):
         mask = mask_of(form)
         arguments = {"mask": mask} | ({"is_causal": causal} if path != "linen" else {})
         read = import_masks(is_causal=causal, mask=mask, num_heads=N)
@@ -138,20 +137,22 @@ def test_every_combination_of_layers(path: str) -> None:
             expected.append(call(**arrays(arguments)))
         made.append(read)
         what.append(f"{form=} {causal=}")
-    assert len(made) + failed == 33 * (1 if path == "linen" else 2)
+    assert len(made) + failed == 33 * (1 if path == "linen" else 2) // stride
     assert failed == (12 if path == "nnx slow" else 0)
     compare(path, made, expected, what)
 
 
-@pytest.mark.slow_variants("nnx slow")
-@pytest.mark.parametrize("path", PATHS)
-def test_every_combination_of_functions(path: str) -> None:
+@pytest.mark.everyday(stride=[4, 7])
+@pytest.mark.parametrize(
+    ("path", "stride"), [("linen", 4), ("nnx fast", 7), *((path, 1) for path in PATHS)]
+)
+def test_every_combination_of_functions(path: str, stride: int) -> None:
     """mask 9 x bias 5 x is_causal 2 (nnx), of which some bias leaves a row no key of the mask's."""
     call, made, expected, what = function(path), [], [], []
     failed = refused = 0
     forms = (None, *(f"{name} bool" for name in SHAPES))
     causals = BOTH if path != "linen" else (False,)
-    for form, bias, causal in itertools.product(forms, BIASES, causals):
+    for form, bias, causal in spaced(stride, forms, BIASES, causals):
         arguments: dict[str, Any] = {"mask": mask_of(form), "bias": bias_of(bias)}
         options: Any = {"is_causal": causal, "num_heads": N, "query_length": T}
         read = import_masks(emptied_by_bias="empty", **options, **arguments)
@@ -168,7 +169,7 @@ def test_every_combination_of_functions(path: str) -> None:
             expected.append(call(is_causal=causal, **arrays(arguments)))
         made.append(read)
         what.append(f"{form=} {bias=} {causal=}")
-    assert len(made) + failed == 9 * 5 * len(causals)
+    assert len(made) + failed == -(-9 * 5 * len(causals) // stride)
     assert refused
     compare(path, made, expected, what)
 
@@ -190,6 +191,7 @@ def test_helpers(library: Any) -> None:
     np.testing.assert_array_equal(mask.to_array(T, T), expected.to_array(T, T))
 
 
+@pytest.mark.everyday(path=["nnx fast", "nnx slow"])
 @pytest.mark.parametrize("path", PATHS)
 def test_three_axes_are_heads(path: str) -> None:
     """Where B = N a (B, T, S) mask is silently (N, T, S), here as there."""

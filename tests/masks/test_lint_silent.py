@@ -105,13 +105,16 @@ def correct(rng: np.random.Generator, sizes: tuple[int, int, int, int]) -> Mask:
     return kinds[str(rng.choice(list(kinds)))]
 
 
-@pytest.mark.slow_variants("flax", "jax", "sdpa", "keras", "huggingface")
-@pytest.mark.parametrize("framework", lint.FRAMEWORKS)
-def test_silent_on_correct_masks(framework: str) -> None:
+@pytest.mark.everyday(count=[130])
+@pytest.mark.parametrize(
+    ("framework", "count"),
+    [("jaxmha", 130), ("torch", 130), *((name, 400) for name in lint.FRAMEWORKS)],
+)
+def test_silent_on_correct_masks(framework: str, count: int) -> None:
     """Written by `export_masks`, whose round trip is proved elsewhere; sizes often coincide."""
     api = lint._module(framework)
     silent = 0
-    for seed in range(400):
+    for seed in range(count):
         rng = np.random.default_rng(seed)
         B, N, T, S = (int(x) for x in rng.integers(3, 6, 4))
         sizes = B, N, T, S
@@ -125,7 +128,7 @@ def test_silent_on_correct_masks(framework: str) -> None:
         found = lint_masks(framework, **known, **arguments)
         assert not found, f"seed {seed}, {mask!r}: {[str(x) for x in found]}"
         silent += 1
-    assert silent >= 200
+    assert silent >= count // 2
 
 
 def _parameters(function: Any) -> Any:

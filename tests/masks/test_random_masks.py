@@ -90,7 +90,7 @@ def many_round_trips(name: str, examples: int) -> None:
 
 @pytest.mark.parametrize("name", APIS)
 def test_export_then_import(name: str) -> None:
-    many_round_trips(name, 20)
+    many_round_trips(name, 12)
 
 
 @pytest.mark.slow
@@ -130,11 +130,11 @@ def live(name: str, sizes: Sizes, count: int) -> None:
         assert_close(actual[c], theirs, f"{name} {sizes} {made[c][0]!r}", factor=FACTOR)
 
 
-@pytest.mark.slow_variants("gqa*", "keras scores*", "nnx*", "bert*", "linen*")
+@pytest.mark.slow_variants("gqa*", "keras scores*", "nnx*", "bert*", "linen*", "torch [ws]*")
 @pytest.mark.parametrize("sizes", FEW, ids=str)
 @pytest.mark.parametrize("name", LIVE)
 def test_live_frameworks_agree(name: str, sizes: Sizes) -> None:
-    live(name, sizes, 8)
+    live(name, sizes, 5)
 
 
 @pytest.mark.slow

@@ -61,6 +61,7 @@ def arrays(made: list[Any], T: int, S: int) -> dict[str, NDArray]:
     return {"mask": masks, "bias": biases}
 
 
+@pytest.mark.slow_variants("*", "!5-7-False-flash", "!7-5-True-math")
 @pytest.mark.parametrize("kernel", ["flash", "math"])
 @pytest.mark.parametrize("gqa", [False, True])
 @pytest.mark.parametrize(("T", "S"), [(5, 7), (7, 5)])

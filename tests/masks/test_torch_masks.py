@@ -41,9 +41,7 @@ BOTH = (False, True)
 SETTINGS = list(itertools.product(BOTH, BOTH, BOTH))  # bias_kv, zero_attn, need_weights
 
 
-@pytest.mark.slow_variants(
-    "True-True-False", "False-True-True", "False-False-True", "True-False-False"
-)
+@pytest.mark.slow_variants("*", "!True-True-True", "!False-False-False")
 @pytest.mark.parametrize(("bias_kv", "zero_attn", "need_weights"), SETTINGS)
 def test_every_combination(bias_kv: bool, zero_attn: bool, need_weights: bool) -> None:
     """attn_mask 7 x key_padding_mask 3 x is_causal 2 x batch_first 2 x batched 2, per setting."""
@@ -83,7 +81,7 @@ def test_every_combination(bias_kv: bool, zero_attn: bool, need_weights: bool) -
     assert np.isnan(out).any() == (need_weights and not bias_kv and not zero_attn)
 
 
-@pytest.mark.slow_variants("False-*", "True-True-False", "True-False-False")
+@pytest.mark.slow_variants("*", "!False-False-True")  # native, and with weights
 @pytest.mark.parametrize(("bias_kv", "zero_attn", "need_weights"), SETTINGS)
 def test_every_combination_in_eval(
     bias_kv: bool, zero_attn: bool, need_weights: bool, monkeypatch: pytest.MonkeyPatch
@@ -132,6 +130,7 @@ def test_every_combination_in_eval(
             check((out[c], weights[c]), expected, rows, what)
 
 
+@pytest.mark.slow_variants("True-True", "False-False")
 @pytest.mark.parametrize("need_weights", BOTH)
 @pytest.mark.parametrize("batched", BOTH)
 def test_structure_is_kept_and_means_the_same(batched: bool, need_weights: bool) -> None:
@@ -202,6 +201,7 @@ def test_finite_constants_add_up_as_in_torch() -> None:
         check(actual, call(layer, *inputs, **arguments), slice(None), f"{constant=}")
 
 
+@pytest.mark.everyday(need_weights=[True])
 @pytest.mark.parametrize("need_weights", BOTH)
 def test_separate_widths_and_averaged_weights(need_weights: bool) -> None:
     """`use_separate_proj_weight`; the average over heads is the caller's."""
@@ -226,6 +226,7 @@ def test_separate_widths_and_averaged_weights(need_weights: bool) -> None:
         assert_close(weights.mean(1), to_numpy(averaged), "weights", factor=FACTOR)
 
 
+@pytest.mark.slow_variants("True-True", "False-False")
 @pytest.mark.parametrize(("zero_attn", "need_weights"), list(itertools.product(BOTH, BOTH)))
 def test_static_keys_and_values(zero_attn: bool, need_weights: bool) -> None:
     """`F.multi_head_attention_forward` with keys and values that are projected already."""
