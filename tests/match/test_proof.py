@@ -105,13 +105,15 @@ def test_linen_and_equinox_are_run(source: Theirs) -> None:
             return self.down(self.ln(jax.nn.relu(self.up(x))))
 
     model = Linen()
-    pair = model, model.init(jax.random.key(0), np.zeros((1, 5), np.float32))
+    pair = model, jax.eval_shape(model.init, jax.random.key(0), np.zeros((1, 5), np.float32))
     proof = prove(source, flax.load_into(pair, source), inputs=inputs)
     assert proof.departure is not None
     assert proof.departure[:2] == ("norm", "ln")
-    keys = jax.random.split(jax.random.key(0))
-    made = Equinox(
-        eqx.nn.Linear(5, 7, key=keys[0]), eqx.nn.LayerNorm(7), eqx.nn.Linear(7, 3, key=keys[1])
+    made = eqx.filter_eval_shape(
+        lambda key: Equinox(
+            eqx.nn.Linear(5, 7, key=key), eqx.nn.LayerNorm(7), eqx.nn.Linear(7, 3, key=key)
+        ),
+        jax.random.key(0),
     )
     one = prove(source, equinox.load_into(made, source), inputs=lambda rng: (rng.normal(size=5),))
     assert one.same
@@ -143,7 +145,7 @@ def test_layers_of_half_precision_are_run_wide(source: Theirs, dtype: str) -> No
     inner = nn.Dense(7, dtype=dtype)
     for model in (Compact(dtype), SetUp(inner)):
         with foreign():
-            pair = model, model.init(jax.random.key(0), np.zeros((1, 5), np.float32))
+            pair = model, jax.eval_shape(model.init, jax.random.key(0), np.zeros((1, 5), "f"))
         proof = prove(source, flax.load_into(pair, source), inputs=inputs)
         assert proof.same, str(proof)
         assert (proof.dtype, proof.narrow, proof.compared) == ("float64", None, 4)

@@ -16,11 +16,11 @@ def filled(target: traps.Arrays, source: traps.Arrays) -> traps.Arrays:
         return dict(ready)
 
 
-@pytest.mark.slow_variants("[013]")
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.everyday(part=[2])
+@pytest.mark.parametrize("part", range(8))
 def test_traps_are_refused_or_asked(part: int) -> None:
     accepted = []
-    for seed in range(part, COUNT, 4):
+    for seed in range(part, COUNT, 8):
         rng, kind = np.random.default_rng(seed), KINDS[seed % len(KINDS)]
         drawn = traps.draw(rng)
         traps.TRAPS[kind](drawn, rng)
@@ -32,6 +32,7 @@ def test_traps_are_refused_or_asked(part: int) -> None:
     assert accepted == []
 
 
+@pytest.mark.everyday(part=[0])
 @pytest.mark.parametrize("part", range(2))
 def test_the_same_models_without_traps_are_matched(part: int) -> None:
     for seed in range(part, 40, 2):
@@ -43,10 +44,10 @@ def test_the_same_models_without_traps_are_matched(part: int) -> None:
 
 
 @pytest.mark.everyday(part=[0])
-@pytest.mark.parametrize("part", range(40))
+@pytest.mark.parametrize("part", range(80))
 def test_names_that_tell_nothing_are_asked_or_matched_rightly(part: int) -> None:
     outcomes = {"right": 0, "asked": 0}
-    for seed in range(part, 1900, 40):
+    for seed in range(part, 1900, 80):
         rng = np.random.default_rng(seed)
         drawn = traps.draw(rng)
         traps.without_names(drawn, rng)

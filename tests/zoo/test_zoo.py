@@ -21,7 +21,7 @@ EXPECTED: dict[str, str] = json.loads((Path(__file__).parent / "expected.json").
 def some() -> list[str]:
     """A thirtieth of all types, one of each family of blocks, and one with positions of an image."""
     built = sorted(t for t, label in EXPECTED.items() if label != "cannot be built")
-    chosen = {*built[1::30], "dinov3_vit"}
+    chosen = {*built[1::30], "dinov3_vit", "dpt", "clip"}  # the last two are small
     for types in MODEL_TYPES.values():
         family = [t for t in built if t in types.split()]
         if chosen.isdisjoint(family):
@@ -57,6 +57,14 @@ def test_a_reason_tells_the_form_and_every_place() -> None:
 
 
 @pytest.mark.slow_variants(
+    "instructblip",
+    "altclip",
+    "glm_ocr_text",
+    "qwen3_vl_moe_text",
+    "nemotron3_5_asr",
+    "parakeet_encoder",
+    "lfm3_vl_vision",
+    "swiftformer",
     "mimi",
     "sam3_tracker_video",
     "oneformer",

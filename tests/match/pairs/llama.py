@@ -74,4 +74,8 @@ def run_source(model, ids):
         return model.eval()(torch.as_tensor(ids)).logits.numpy()
 
 
-PAIR = Pair(source, lambda: Llama(nnx.Rngs(0)), tokens(67, 2, 9), run_source)
+def target():
+    return nnx.eval_shape(lambda: Llama(nnx.Rngs(0)))
+
+
+PAIR = Pair(source, target, tokens(67, 2, 9), run_source)

@@ -74,7 +74,11 @@ class Decoder(nn.Module):
 
 def target():
     model = Decoder()
-    return model, model.init(jax.random.key(0), jnp.zeros((1, T), int))
+    return model, jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, T), int))
 
 
-PAIR = Pair(NanoGPT, target, tokens(V, 2, T), run_target=lambda m, i: m[0].apply(m[1], i))
+def run_target(model, ids):
+    return jax.jit(model[0].apply)(model[1], ids)
+
+
+PAIR = Pair(NanoGPT, target, tokens(V, 2, T), run_target=run_target)
