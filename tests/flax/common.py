@@ -35,6 +35,11 @@ def normal(name: str, shape: tuple[int, ...], dtype: Any = np.float32, scale: fl
     return jnp.asarray((rng.standard_normal(shape) * scale).astype(dtype))
 
 
+def by_numpy(key: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+    """An initializer without a program for every shape."""
+    return normal(f"kernel {shape}", shape, dtype, 0.4)
+
+
 def randomise(tree: Any) -> Any:
     """Every leaf drawn anew, biases and scales of norms too; leaves may be shapes alone."""
 

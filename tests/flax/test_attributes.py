@@ -20,12 +20,15 @@ from jaxmha.flax.nnx import MultiHeadAttention
 from jaxmha.flax.settings import read_inputs
 from jaxmha.latent import LatentCache, ScaledQueries
 from jaxmha.rotary import static_rotation
-from tests.flax.common import N, normal, randomise, theirs
+from tests.flax.common import N, by_numpy, normal, randomise, theirs
 from tests.tolerance import assert_same
 
 FEATURES = 17
-SIZES: dict[str, Any] = {"num_heads": N, "in_features": FEATURES, "qkv_features": 5 * N}
-LATENT: dict[str, Any] = {"latent_dim": 5, "rotary_dim": 4, "head_dim": 6}
+DRAWN = {"kernel_init": by_numpy}
+SIZES: dict[str, Any] = {
+    "num_heads": N, "in_features": FEATURES, "qkv_features": 5 * N, **DRAWN,
+}  # fmt: skip
+LATENT: dict[str, Any] = {"latent_dim": 5, "rotary_dim": 4, "head_dim": 6, **DRAWN}
 
 
 def layer(**more: Any) -> Any:
@@ -339,9 +342,8 @@ def test_flax_names_its_default_product() -> None:
     x, product = normal("x", (2, 5, FEATURES)), jax.lax.dot_general
     named = layer(qkv_dot_general=product, out_dot_general=product)
     assert_same(named(x), layer()(x))
-    linen.MultiHeadAttention(N, qkv_features=5 * N, qkv_dot_general=product).init(
-        jax.random.key(0), x
-    )
+    module = linen.MultiHeadAttention(N, qkv_features=5 * N, qkv_dot_general=product)
+    jax.eval_shape(module.init, jax.random.key(0), x)
 
 
 @pytest.mark.parametrize("precision", ["default", "high", None])
@@ -349,7 +351,7 @@ def test_the_precision_is_that_of_every_product(precision: Any) -> None:
     x, heads = jnp.ones((2, 5, FEATURES)), jnp.ones((2, 5, N, 7))
     given: dict[str, Any] = {"precision": precision, "implementation": "blocked"}
     module = linen.MultiHeadAttention(N, qkv_features=5 * N, **given)
-    variables = module.init(jax.random.key(0), x)
+    variables = jax.eval_shape(module.init, jax.random.key(0), x)
     calls = (
         jax.make_jaxpr(module.apply)(variables, x),
         jax.make_jaxpr(layer(**given))(x),

@@ -15,10 +15,24 @@ from jaxmha import KVCache, Mask, MHAParams, Semantics, rope
 from jaxmha.flax import linen as ours_linen
 from jaxmha.flax import nnx as ours_nnx
 from jaxmha.flax.latent.linen import LatentAttention
-from tests.flax.common import DQ, B, H, N, T, normal, plain, randomise, shapes, state_of, theirs
+from tests.flax.common import (
+    DQ,
+    B,
+    H,
+    N,
+    T,
+    by_numpy,
+    normal,
+    plain,
+    randomise,
+    shapes,
+    state_of,
+    theirs,
+)
 from tests.flax.test_extras import SMALL, replace_widths
 from tests.tolerance import assert_close, assert_same
 
+DRAWN: dict[str, Any] = {"kernel_init": by_numpy}
 X = normal("decoded", (B, T, DQ))
 WIDE: dict[str, Any] = {"num_heads": N, "qkv_features": N * H}
 # Over slots; the second one leaves row 0 nothing at first, and the mean of all slots in flax.
@@ -68,14 +82,15 @@ def test_nnx() -> None:
         nnx.update(module, state)
         module.init_cache(X.shape)
     assert shapes(nnx.state(ours)) == shapes(nnx.state(flax))
+    step, whole = (nnx.jit(lambda module, x, d=d: module(x, decode=d)) for d in (None, False))
     for t in range(3):
-        out = theirs(flax, X[:, t : t + 1])
+        out = theirs(step, flax, X[:, t : t + 1])
         assert_close(ours(X[:, t : t + 1]), out, f"step {t}")
     for name, array in state_of(flax, nnx.Cache).items():
         mine = state_of(ours, nnx.Cache)[name]
         assert_close(mine, array, name) if mine.dtype == np.float32 else assert_same(mine, array)
     before = ours(X[:, 3:4], decode=False)
-    assert_close(before, theirs(flax, X[:, 3:4], decode=False))
+    assert_close(before, theirs(whole, flax, X[:, 3:4]))
     # Unlike flax's, a causal step sees what came before it.
     again = nnx.clone(ours)
     assert_same(again(X[:, 3:4], is_causal=True), ours(X[:, 3:4]))
@@ -187,7 +202,7 @@ def test_a_cache_has_the_dtype_that_is_given_or_none() -> None:
     x, latent = np.ones((B, 3, 21)), {"latent_dim": 5, "rotary_dim": 4, "head_dim": 6}
     with jax.enable_x64(True):
         for settings in wide:
-            layer = ours_nnx.MultiHeadAttention(N, 21, rngs=nnx.Rngs(0), **settings)
+            layer = ours_nnx.MultiHeadAttention(N, 21, rngs=nnx.Rngs(0), **DRAWN, **settings)
             view = nnx.view(layer, decode=True, batch_size=B, max_length=3)
             layer.init_cache(x.shape)
             assert layer.cached_key[...].dtype == view.cached_key[...].dtype == np.float64
@@ -198,7 +213,9 @@ def test_a_cache_has_the_dtype_that_is_given_or_none() -> None:
 
 @pytest.mark.parametrize("decodes", [False, True])
 def test_view_makes_a_cache(decodes: bool, no_shape_hook: None) -> None:
-    layer = ours_nnx.MultiHeadAttention(N, 21, rngs=nnx.Rngs(0), dropout_rate=0.1, decode=decodes)
+    layer = ours_nnx.MultiHeadAttention(
+        N, 21, rngs=nnx.Rngs(0), **DRAWN, dropout_rate=0.1, decode=decodes
+    )
     more = {} if decodes else {"decode": True}
     view = nnx.view(layer, **more, deterministic=True, batch_size=np.int64(B), max_length=3)
     x = normal("view", (B, 1, 21))
@@ -207,11 +224,18 @@ def test_view_makes_a_cache(decodes: bool, no_shape_hook: None) -> None:
     assert layer.cached_key is None
 
 
+def decoding() -> tuple[Any, Any]:
+    """A module of linen, and its variables."""
+    layer = ours_linen.MultiHeadDotProductAttention(**WIDE, decode=True)
+    made = jax.eval_shape(layer.init, jax.random.key(0), X)
+    cache = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), made["cache"])
+    return layer, {"params": randomise(made["params"]), "cache": cache}
+
+
 @pytest.mark.parametrize("index", [T, 2**31 - 1])
 def test_an_index_beyond_the_slots(index: int) -> None:
     """Its sum with the new tokens may wrap below 0, where there would be room."""
-    layer = ours_linen.MultiHeadDotProductAttention(**WIDE, decode=True)
-    variables = layer.init(jax.random.key(0), X)
+    layer, variables = decoding()
     cache = {**variables["cache"], "cache_index": jnp.asarray(index, np.int32)}
     step = partial(layer.apply, {**variables, "cache": cache}, mutable=["cache"])
     for given in (X[:, :1], X[:, :2]):
@@ -222,8 +246,7 @@ def test_an_index_beyond_the_slots(index: int) -> None:
 @pytest.mark.parametrize("dtype", ["int8", "float64"])
 def test_caches_that_hold_no_keys(dtype: str) -> None:
     """Keys cut to integers would attend in silence."""
-    layer = ours_linen.MultiHeadDotProductAttention(**WIDE, decode=True)
-    variables = layer.init(jax.random.key(0), X)
+    layer, variables = decoding()
     cached = np.asarray(variables["cache"]["cached_key"]).astype(dtype)
     cache = {**variables["cache"], "cached_key": cached}
     with pytest.raises(TypeError, match=f"cached_key.*{dtype}"):

@@ -1,9 +1,11 @@
 """Wrong names in `extra_params` are refused by both modules."""
 
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
@@ -11,6 +13,7 @@ from jaxmha import Semantics
 from jaxmha.flax import linen
 from jaxmha.flax import nnx as modules
 from jaxmha.params import leaves
+from tests.flax.common import by_numpy
 
 NORMED = Semantics(qk_norm="rms")
 BIASES = ("query_norm_bias", "key_norm_bias")
@@ -46,7 +49,11 @@ def test_are_refused(names: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=f"extra_params.*{message}"):
         modules.MultiHeadAttention(2, 8, extra_params=names, rngs=nnx.Rngs(0), **options)
     with pytest.raises((TypeError, ValueError), match=f"extra_params.*{message}"):
-        linen.MultiHeadAttention(2, extra_params=names, **options).init(jax.random.key(0), x)
+        jax.eval_shape(partial(made, names, options), x)
+
+
+def made(names: Any, options: dict[str, Any], x: jax.Array) -> Any:
+    return linen.MultiHeadAttention(2, extra_params=names, **options).init(jax.random.key(0), x)
 
 
 def test_are_drawn_alike_in_any_order() -> None:
@@ -55,12 +62,14 @@ def test_are_drawn_alike_in_any_order() -> None:
         "extra_params": ("gate.bias", "sinks", "gate.kernel", "query_norm_heads", *BIASES),
         "semantics": Semantics(qk_norm="rms", qk_norm_offset=0.75),
         "bias_init": jax.nn.initializers.ones,
+        "kernel_init": by_numpy,
     }
     x = jnp.ones((1, 2, 8))
     module = modules.MultiHeadAttention(2, 8, rngs=nnx.Rngs(0), **settings)
-    assert module(x).shape == (1, 2, 8)
+    assert jax.eval_shape(module, x).shape == (1, 2, 8)
     other = linen.MultiHeadAttention(2, **settings)
-    for params in (module.to_params()[0], other.to_params(other.init(jax.random.key(0), x))[0]):
-        drawn = {name: jnp.unique(array).tolist() for name, array in leaves(params).items()}
+    variables = jax.jit(other.init)(jax.random.key(0), x)
+    for params in (module.to_params()[0], other.to_params(variables)[0]):
+        drawn = {name: np.unique(array).tolist() for name, array in leaves(params).items()}
         assert drawn["query_norm_heads"] == drawn["key_norm"] == [0.25]
         assert [drawn[name] for name in ("gate.bias", "sinks", *BIASES)] == [[1], [0], [0], [0]]

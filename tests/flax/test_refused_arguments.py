@@ -11,7 +11,7 @@ from flax import linen, nnx
 from jaxmha.flax import attention_fn
 from jaxmha.flax import linen as ours_linen
 from jaxmha.flax import nnx as ours_nnx
-from tests.flax.common import N, T
+from tests.flax.common import N, T, by_numpy
 from tests.tolerance import assert_close
 
 HOOK = {"match": "computes this itself"}
@@ -52,12 +52,14 @@ CAUSAL = np.tri(T, dtype=bool)
 
 
 def _linen(mask: Any) -> Any:
-    layer = ours_linen.MultiHeadAttention(N)
+    layer = ours_linen.MultiHeadAttention(N, kernel_init=by_numpy)
     return layer.init_with_output(jax.random.key(0), X, mask=mask)[0]
 
 
 def _nnx(mask: Any) -> Any:
-    return ours_nnx.MultiHeadAttention(N, 2 * N, decode=False, rngs=nnx.Rngs(0))(X, mask=mask)
+    return ours_nnx.MultiHeadAttention(
+        N, 2 * N, decode=False, kernel_init=by_numpy, rngs=nnx.Rngs(0)
+    )(X, mask=mask)
 
 
 def _function(mask: Any) -> Any:

@@ -18,6 +18,7 @@ from tests.flax.common import (
     N,
     Row,
     T,
+    by_numpy,
     inputs,
     normal,
     pairs,
@@ -70,11 +71,12 @@ def test_nnx(row: Row) -> None:
     x = inputs(row, widths(row))
     heads = 2 if row.name == "num_kv_heads" else 1
     mask = np.repeat(pairs(x[-1].shape[1]), heads, axis=1)
-    out = theirs(flax, *x, mask=mask)
+    out = theirs(nnx.jit(lambda module, *x: module(*x, mask=mask)), flax, *x)
     actual = ours(*x, mask=mask)
     agree(actual, out, row)
 
 
+QUICK = jax.random.key(3, impl="unsafe_rbg")  # draws in small programs
 DRAWN = (
     Row("every initialiser", {**WIDE, **INITS, **NORM}, 2),
     Row("defaults", {**WIDE, "dropout_rate": 0.1}, 2),
@@ -89,7 +91,7 @@ def test_initial_values_of_linen(row: Row) -> None:
     x = inputs(row)
     settings = {**row.settings, "deterministic": True}
     expected, actual = (
-        plain(theirs(jax.jit(module.MultiHeadAttention(**settings).init), jax.random.key(3), *x))
+        plain(theirs(jax.jit(module.MultiHeadAttention(**settings).init), QUICK, *x))
         for module in (nn, ours_linen)
     )
     assert list(actual) == list(expected)
@@ -106,7 +108,7 @@ GROUPED = Row("grouped", {**INITS, "num_heads": 2 * N, "qkv_features": 2 * N * H
 def test_initial_values_of_nnx(row: Row) -> None:
     settings = {**row.settings, "in_features": DQ, "in_kv_features": (DQ, DK)[row.inputs - 1]}
     expected, actual = (
-        state_of(theirs(module.MultiHeadAttention, rngs=nnx.Rngs(3), **settings))
+        state_of(theirs(module.MultiHeadAttention, rngs=nnx.Rngs(QUICK), **settings))
         for module in (nnx, ours_nnx)
     )
     assert list(actual) == list(expected)
@@ -169,7 +171,8 @@ def test_fully_masked_rows() -> None:
     flax = nn.MultiHeadAttention(**WIDE)
     variables = randomise(theirs(jax.eval_shape, flax.init, jax.random.key(0), *x))
     mask = pairs(x[1].shape[1], empty=True)
-    expected = theirs(flax.apply, variables, *x, mask=mask)
+    run = jax.jit(flax.apply)
+    expected = theirs(run, variables, *x, mask=mask)
     preset = ours_linen.MultiHeadAttention(**WIDE, semantics=Semantics.flax())
     assert_close(preset.apply(variables, *x, mask=mask), expected)
 
@@ -177,14 +180,16 @@ def test_fully_masked_rows() -> None:
     own = ours_linen.MultiHeadAttention(**WIDE)
     out = jax.jit(own.apply)(variables, *x, mask=one_head)
     assert_same(out[0, 2], variables["params"]["out"]["bias"])
-    assert_close(out[1], theirs(flax.apply, variables, *x, mask=one_head)[1])
+    assert_close(out[1], theirs(run, variables, *x, mask=one_head)[1])
 
     settings = {**WIDE, "in_features": DQ, "in_kv_features": DK, "decode": False}
+    settings["kernel_init"] = by_numpy
     theirs_nnx = theirs(nnx.MultiHeadAttention, rngs=nnx.Rngs(3), **settings)
     preset_nnx = ours_nnx.MultiHeadAttention(
         rngs=nnx.Rngs(3), semantics=Semantics.flax("fused"), **settings
     )
-    assert_close(preset_nnx(*x, mask=mask), theirs(theirs_nnx, *x, mask=mask))
+    called = nnx.jit(lambda module, *x: module(*x, mask=mask))
+    assert_close(preset_nnx(*x, mask=mask), theirs(called, theirs_nnx, *x))
 
 
 def test_sown_weights() -> None:
@@ -200,7 +205,7 @@ def test_sown_weights() -> None:
     for actual, expected in zip(*(jax.tree.leaves(y) for y in reversed(sown)), strict=True):
         assert_close(actual, expected)
 
-    settings = {**WIDE, "in_features": DQ, "decode": False}
+    settings = {**WIDE, "in_features": DQ, "decode": False, "kernel_init": by_numpy}
     layers = [
         theirs(module.MultiHeadAttention, rngs=nnx.Rngs(3), **settings)
         for module in (nnx, ours_nnx)
