@@ -46,6 +46,7 @@ def ours(dtype: str, implementation: str) -> Any:
     return jaxmha.dot_product_attention(q, k, v, implementation=implementation), exact
 
 
+@pytest.mark.everyday(dtype=["bfloat16"])
 @pytest.mark.slow_variants("*reference", "*few_queries*")
 @pytest.mark.parametrize("implementation", conformance.PLAIN)
 @pytest.mark.parametrize(("dtype", "allowed"), [("bfloat16", 1.05), ("float16", 1.2)])
@@ -55,6 +56,7 @@ def test_half_precision(implementation: str, dtype: str, allowed: float) -> None
     assert floors(out, exact, dtype) <= allowed
 
 
+@pytest.mark.slow_variants("reference", "few_queries")
 @pytest.mark.parametrize("implementation", conformance.PLAIN)
 def test_float32_is_no_worse_than_torch(implementation: str) -> None:
     out, exact = ours("float32", implementation)

@@ -66,7 +66,7 @@ def test_conditions_that_a_cache_does_not_keep(name: str, kind: str) -> None:
         prefill(params, x, cache, mask=FORGOTTEN[name])
     kept = (Mask.lengths(key_value=np.array([4, 2])), Mask.causal())
     for mask in (*kept, Mask.causal(np.int64(0))):
-        prefill(params, x, cache, mask=mask)
+        jax.eval_shape(partial(prefill, params, mask=mask), x, cache)
 
 
 def test_integers_need_the_scales_of_a_paged_cache() -> None:
@@ -314,6 +314,7 @@ def test_lengths_that_are_none() -> None:
             run(params, x[:, :1], cache._replace(lengths=np.ones(B, np.float32)))
 
 
+@pytest.mark.slow_variants("*", "!0-1-7-True", "!2-0-7-False", "!2-0-0-True")
 @pytest.mark.parametrize("window", [False, True])
 @pytest.mark.parametrize(("b", "t", "s"), [(0, 1, 7), (2, 0, 7), (0, 0, 7), (2, 0, 0), (0, 0, 0)])
 def test_empty_sizes(b: int, t: int, s: int, window: bool) -> None:
@@ -355,6 +356,7 @@ def test_a_rotation_with_an_array_is_no_key_of_a_program() -> None:
     tolerance.assert_same(out, want)
 
 
+@pytest.mark.slow  # every operation is a program
 def test_no_nan_is_made_to_be_thrown_away() -> None:
     """`jax_debug_nans` finds NaN of the user's."""
     params, x = make()

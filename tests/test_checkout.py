@@ -24,8 +24,7 @@ def without_link(folder: Path) -> Path:
     """A copy of what the package is built from, with the link as a text file."""
     tree = folder / "checkout"
     for name in ("jaxmha", "converters", "experiments/recipes"):
-        ignored = shutil.ignore_patterns("__pycache__", "converters")
-        shutil.copytree(ROOT / name, tree / name, ignore=ignored)
+        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("converters"))
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "MANIFEST.in"):
         shutil.copy(ROOT / name, tree)
     (tree / "jaxmha" / "converters").write_text("../converters")
@@ -37,9 +36,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return without_link(tmp_path_factory.mktemp("without-link"))
 
 
-@pytest.mark.slow_variants(
-    "jaxmha.cli.app", "*torch", "*checkpoint"
-)  # which `make wheel` imports too
+@pytest.mark.slow  # `test_one_of_everything` converts in such a checkout, with `site`
 @pytest.mark.parametrize(
     "module",
     [

@@ -5,8 +5,6 @@ import pytest
 from tests import glossary
 from tests.glossary import KEPT, NAMES, ROOT, TEXTS, Name, Text
 
-CLEAN = ("converters", "CONTRIBUTING.md", "docs")
-
 
 def place(rule: Name | Text) -> str:
     """A file in which the rule holds."""
@@ -67,7 +65,3 @@ def test_a_word_in_a_document_is_found() -> None:
 def test_kept_names_are_in_use() -> None:
     for path, name in KEPT:
         assert name in (ROOT / path).read_text()
-
-
-def test_converters_and_documents_use_the_words_of_the_field() -> None:
-    assert list(glossary.hits(CLEAN)) == []

@@ -53,5 +53,5 @@ def test_a_tile_is_that_of_every_pair(name: str) -> None:
         np.testing.assert_array_equal(one, other)
     places: list[Any] = [np.arange(size, dtype="int32") for size in (1, 3, 48, 53)]
     places[2] = places[2].clip(0, 46)
-    pairs = jnp.vectorize(function)(*np.ix_(*places))
+    pairs = jax.jit(jnp.vectorize(function))(*np.ix_(*places))
     np.testing.assert_array_equal(np.broadcast_to(got[0], (1, 3, 48, 53)), pairs)

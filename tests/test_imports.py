@@ -5,12 +5,14 @@ import graphlib
 import subprocess
 import sys
 from collections.abc import Collection, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
 FRAMEWORKS = ("torch", "tensorflow", "keras", "flax", "equinox")
+DRAWING = "matplotlib"
 # Parts of JAX that `import jax` leaves out, since they take long to load.
 OPTIONAL_PARTS = ("jax.extend", "jax._src.pallas", "jax.experimental.pallas")
 LIGHT = (
@@ -27,6 +29,8 @@ LIGHT = (
     "jaxmha.converters.migrate",
     "jaxmha.checkpoint",
     "jaxmha.cli.app",
+    # Its children inherit the size of this parent, and its threads would disturb them.
+    "experiments.benchmarks.__main__",
     "jaxmha.converters.discovery.attention_blocks",
     "jaxmha.converters.discovery.model_families",
     *(f"jaxmha.converters.masks.{name}" for name in ("torch", "equinox", "sdpa", "nested", "keras",
@@ -35,10 +39,13 @@ LIGHT = (
 
 
 def loaded(*modules: str) -> list[str]:
-    """The frameworks and optional parts of JAX that a fresh process holds after importing the
-    modules."""
-    watched = FRAMEWORKS + OPTIONAL_PARTS
-    code = f"import sys, {', '.join(modules)}\nprint(*set({watched}) & set(sys.modules))"
+    """Frameworks, optional parts of JAX and its devices that a fresh process holds after importing
+    the modules."""
+    watched = (*FRAMEWORKS, *OPTIONAL_PARTS, DRAWING)
+    code = (
+        f"import sys, {', '.join(modules)}\nfrom jax._src import xla_bridge\n"
+        f"print(*set({watched}) & set(sys.modules), *xla_bridge._backends)"
+    )
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
     return done.stdout.split()
@@ -57,13 +64,13 @@ def is_lazy(node: ast.AST) -> bool:
     """True for code that does not run when the module is imported."""
     if isinstance(node, ast.If):
         return isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
-    return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+    return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
 
 
 def imports(tree: ast.AST, *, inside_functions: bool) -> Iterator[str]:
     """Full names of the modules that a file imports."""
     for node in ast.iter_child_nodes(tree):
-        if is_lazy(node) and not inside_functions:
+        if isinstance(node, ast.expr) or (is_lazy(node) and not inside_functions):
             continue
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -120,9 +127,14 @@ def floor(name: str) -> int:
     return max(found)[1]
 
 
+@cache
+def parsed(source: str) -> ast.Module:
+    return ast.parse(source)
+
+
 def violations(path: str, source: str) -> list[str]:
     """Imports of a file of the repository that its room may not have."""
-    tree = ast.parse(source)
+    tree = parsed(source)
     everywhere = list(imports(tree, inside_functions=True))
     top = list(imports(tree, inside_functions=False))
     own, above = module(path), floor(module(path))
@@ -198,7 +210,7 @@ def test_right_direction_is_not(path: str, source: str) -> None:
 
 def imported_modules(source: str, known: Collection[str]) -> set[str]:
     """The modules that a file imports, in functions too; a submodule does not count as its package."""
-    names = [*imports(ast.parse(source), inside_functions=True)]
+    names = [*imports(parsed(source), inside_functions=True)]
     inner = {name.rpartition(".")[0] for name in names if name in known}
     return {name for name in names if name in known and name not in inner}
 

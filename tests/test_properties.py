@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("every_size")
 SEED = int(os.environ["JAXMHA_PROPERTY_SEED"])  # conftest draws and prints it
 B, K, G, H, D = 2, 1, 2, 3, 5
 N = K * G
-SIZES = ((4, 5), (1, 1), (3, 0), (0, 5), (5, 1))  # T, S
+SIZES = ((4, 5), (5, 1), (1, 1), (3, 0), (0, 5))  # T, S; every run draws the first two
 POISON = (np.nan, np.inf, -np.inf)
 SHAPES = (((D, N, H), (N, H)), ((D, K, H), (K, H)), ((D, K, H), (K, H)), ((N, H, D), (D,)))
 PARAMS = MHAParams(
@@ -30,13 +30,12 @@ PARAMS = MHAParams(
         for i, pair in enumerate(SHAPES)
     ]
 )
-draws = given(
-    sizes=st.sampled_from(SIZES),
-    number=st.integers(0, 2**32 - 1),
-    density=st.sampled_from((0.0, 0.3, 0.7, 1.0)),
-    excluded=st.sampled_from((0.0, 0.4, 1.0)),
-    structure=st.lists(st.sampled_from(("causal", "lengths", "padding", "segments"))),
-)
+DRAWS: dict[str, st.SearchStrategy[Any]] = {
+    "number": st.integers(0, 2**32 - 1),
+    "density": st.sampled_from((0.0, 0.3, 0.7, 1.0)),
+    "excluded": st.sampled_from((0.0, 0.4, 1.0)),
+    "structure": st.lists(st.sampled_from(("causal", "lengths", "padding", "segments"))),
+}
 
 
 class Draw:
@@ -72,7 +71,7 @@ class Draw:
             )
             & Mask.dense(rng.random((B, N, T, S)) < density)
         )
-        allowed = np.array(self.mask.to_array(T, S)) & (bias != -np.inf)
+        allowed = self.mask.to_array(T, S, np) & (bias != -np.inf)
         self.dead: Any = ~np.broadcast_to(allowed, (B, N, T, S)).any((1, 2))  # B S
 
     def normal(self, *shape: int) -> Any:
@@ -143,7 +142,7 @@ def same(clean: Any, spoiled: Any) -> None:
 @pytest.mark.slow_variants("*check_layer*")
 @pytest.mark.everyday(implementation=["blocked"])
 @pytest.mark.slow_variants("*few_queries*")
-@pytest.mark.parametrize("count", [100, pytest.param(2500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [40, pytest.param(2500, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("check", [check_attention, check_layer])
 @conformance.by_implementation
 def test_poison_leaves_no_trace(
@@ -151,7 +150,7 @@ def test_poison_leaves_no_trace(
 ) -> None:
     @seed(SEED)
     @settings(max_examples=count, deadline=None, database=None)
-    @draws
+    @given(sizes=st.sampled_from(SIZES[:2] if count == 40 else SIZES), **DRAWS)
     def holds(**drawn: Any) -> None:
         check(implementation, **drawn)
 
@@ -168,6 +167,6 @@ def test_poison_where_it_is_attended_is_seen() -> None:
     draw.dead[:, 2] = True
     key = draw.poisoned(draw.normal(B, 5, K, H))
     arrays = {"query": draw.normal(B, 4, N, H), "key": key, "value": key, "bias": draw.bias}
-    output = attention("reference")(arrays, draw.mask, draw.normal(B, 4, N, H))
+    output = attention("blocked")(arrays, draw.mask, draw.normal(B, 4, N, H))
     with pytest.raises(AssertionError):
         same(output, output)

@@ -21,6 +21,7 @@ def rotated(x: np.ndarray, positions: np.ndarray, base: float, interleaved: bool
     return out
 
 
+@pytest.mark.slow_variants("*-500000.0-True", "*-10000.0-False", "!float64*")
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("base", [10000.0, 500000.0])
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])

@@ -177,6 +177,7 @@ def casting(heads: jax.Array, positions: jax.Array) -> jax.Array:
     return widening(heads, positions).astype(heads.dtype)
 
 
+@pytest.mark.slow_variants("1")
 @pytest.mark.parametrize("T", [1, 5])
 def test_a_rotation_that_widens_half_precision(T: int) -> None:
     half: Any = jnp.bfloat16

@@ -1,5 +1,8 @@
 """Gradients of sinks keep their digits where sinks weigh little."""
 
+from functools import partial
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +16,7 @@ B, T, N, K, H = 2, 67, 4, 2, 8
 
 def test_a_gradient_of_a_faint_sink() -> None:
     lse = np.array([3.0, 9.0, 12.0, 17.0], "float32")
-    found = jax.vmap(jax.grad(sinks.share_of_keys, 1), (0, None))(lse, jnp.float32(0.0))
+    found = jax.jit(jax.vmap(jax.grad(sinks.share_of_keys, 1), (0, None)))(lse, jnp.float32(0.0))
     exact = 1 / (1 + np.exp(-lse.astype(np.float64)))
     want = -exact / (1 + np.exp(lse.astype(np.float64)))
     np.testing.assert_allclose(found, want, rtol=3e-7)
@@ -38,10 +41,12 @@ def test_gradients_of_sinks_and_heads(implementation: str) -> None:
         weights = jax.nn.softmax(jnp.concatenate([scores, wide], -1), -1)[..., :T]
         return jnp.einsum("bnts,bsnh->btnh", weights, value)
 
-    out, pull = jax.vjp(attend, *map(jnp.asarray, given))
-    found = out, *pull(jnp.asarray(d_out))
+    def both(call: Any, *arrays: Any) -> Any:
+        out, pull = jax.vjp(call, *arrays[:-1])
+        return out, *pull(arrays[-1])
+
+    found = jax.jit(partial(both, attend))(*given, d_out)
     with jax.enable_x64(True):
-        out, pull = jax.vjp(oracle, *(jnp.asarray(x, "float64") for x in given))
-        want = out, *pull(jnp.asarray(d_out, "float64"))
+        want = jax.jit(partial(both, oracle))(*(x.astype("d") for x in (*given, d_out)))
     for x, y in zip(found, map(np.asarray, want), strict=True):
         assert np.abs(np.asarray(x, np.float64) - y).max() <= 1e-6 * np.abs(y).max()

@@ -3,6 +3,7 @@
 from typing import Any
 from unittest import mock
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -47,8 +48,8 @@ def test_functions_are_recognised(name: str) -> None:
     assert (rest is None) == (documents or causal)
     if rest is None:
         pairs = np.ix_(*(np.arange(size, dtype="int32") for size in (B, 1, T, S)))
-        want = np.broadcast_to(jnp.vectorize(function)(*pairs), (B, 1, T, S))
-        np.testing.assert_array_equal(np.broadcast_to(mask.to_array(T, S), want.shape), want)
+        want = np.broadcast_to(jax.jit(jnp.vectorize(function))(*pairs), (B, 1, T, S))
+        np.testing.assert_array_equal(np.broadcast_to(mask.to_array(T, S, np), want.shape), want)
 
 
 def test_segments_of_the_call_stay() -> None:
@@ -62,7 +63,7 @@ def test_a_call(name: str) -> None:
     function, known, _ = FUNCTIONS[name]
     query, key = (jnp.asarray(RNG.standard_normal((B, x, 2, 8)), "float32") for x in (T, S))
     pairs = np.ix_(*(np.arange(size, dtype="int32") for size in (B, 1, T, S)))
-    allowed = np.broadcast_to(jnp.vectorize(function)(*pairs), (B, 1, T, S))
+    allowed = np.broadcast_to(jax.jit(jnp.vectorize(function))(*pairs), (B, 1, T, S))
     want = jaxmha.dot_product_attention(query, key, key, mask=allowed, implementation="reference")
     own = implementations.attend
     with mock.patch.object(implementations, "attend", wraps=own) as called:
