@@ -64,6 +64,7 @@ def glm(K: int) -> dict[str, Any]:
             "multi_query_attention": K < N, "multi_query_group_num": K if K < N else 1}  # fmt: skip
 
 
+@pytest.mark.slow_variants("configuration", "elsewhere")
 @pytest.mark.parametrize(
     ("prefix", "K", "config"),
     [
@@ -92,6 +93,7 @@ def test_the_rows_of_chatglm(prefix: str, K: int, config: dict[str, Any], tmp_pa
         assert any("does not know what chatglm" in note for note in pipeline.inspect(path).notes)
 
 
+@pytest.mark.everyday(multi_query=[True])
 @pytest.mark.parametrize("multi_query", [False, True])
 @pytest.mark.filterwarnings("default")
 def test_gpt_bigcode_computes_what_its_class_does(multi_query: bool, tmp_path: Path) -> None:

@@ -63,6 +63,7 @@ def outputs(model: Any, x: Any) -> Any:
         return attention(x, **given)[0].numpy()
 
 
+@pytest.mark.slow_variants("granite", "gpt2", "gpt2 unscaled")
 @pytest.mark.parametrize("name", MODELS)
 def test_a_block_computes_as_the_model_without_the_key(name: str, tmp_path: Path) -> None:
     import torch

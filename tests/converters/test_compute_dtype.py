@@ -160,8 +160,8 @@ def test_errors_are_found_in_half_precision(dtype: str, deviation: float, wrong:
         ),
     )
     nnx.update(layer, nnx.state(filled, nnx.Param))
-    pairs: list[tuple[Any, Any]] = [(layer, layer), (layer, params), (params, layer)]
-    assert all(comparison.compare(*pair).same for pair in pairs[:2])
+    pairs: list[tuple[Any, Any]] = [(layer, params), (params, layer)]
+    assert comparison.compare(*pairs[0]).same
     layer.wrong = wrong
     for pair in pairs:
         (found,) = comparison.compare(*pair).blocks

@@ -83,6 +83,7 @@ def changed(path: Path, **changes: Any) -> Path:
     return path.with_name("changed.safetensors")
 
 
+@pytest.mark.everyday(name=["T5Config", "Gemma2Config", "DebertaV2Config"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_conversion_computes_by_the_configuration(name: str, tmp_path: Path) -> None:
     folder, made = save(name, tmp_path / "model"), tmp_path / "o.safetensors"
@@ -116,6 +117,7 @@ def test_norms_are_known_where_no_configuration_lies(
         assert again.exit_code == 0, again.output
 
 
+@pytest.mark.slow_variants("changes0")
 @pytest.mark.parametrize("changes", [{"scale": 0.3}, {"logits_soft_cap": 20.0}])
 def test_equal_tensors_of_another_function_differ(changes: dict[str, Any], tmp_path: Path) -> None:
     path, made = source(tmp_path, "llama", GRANITE), tmp_path / "o.safetensors"

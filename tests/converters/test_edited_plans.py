@@ -30,6 +30,7 @@ FLAX = {"conv1d": "tok/kernel", "linear": "tok/kernel", "embedding": "tok/embedd
 FIRST = {"flax": FLAX, "linear": dict.fromkeys(KINDS, "tok.weight")}
 
 
+@pytest.mark.slow_variants("*", "!*-flax", "!embedding-linear", "!linear-keras*")
 @pytest.mark.parametrize("to", ["flax", "linear", "keras-file", "keras"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_kind_that_the_comment_names_is_enough(kind: str, to: str, tmp_path: Path) -> None:
@@ -54,6 +55,7 @@ def test_a_kind_that_the_comment_names_is_enough(kind: str, to: str, tmp_path: P
         np.testing.assert_array_equal(b[expected], array)
 
 
+@pytest.mark.slow_variants("rmsnorm-*-keras-file", "norm-*-keras")
 @pytest.mark.parametrize("to", ["keras-file", "keras"])
 @pytest.mark.parametrize(
     ("kind", "group"), [("rmsnorm", "rms_normalization"), ("norm", "layer_normalization")]
@@ -76,6 +78,7 @@ def test_a_norm_without_a_bias_is_named(kind: str, group: str, to: str, tmp_path
         np.testing.assert_array_equal(b[f"layers/{group}/vars/0"], a["norm.weight"])
 
 
+@pytest.mark.everyday(to=["flax"])
 @pytest.mark.parametrize("to", ["flax", "keras-file"])
 def test_answered_notes_are_dropped(to: str, tmp_path: Path) -> None:
     """One of three norms without a bias is named: the note counts two, and other notes stay."""

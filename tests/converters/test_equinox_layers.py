@@ -60,6 +60,7 @@ class Careless(MultiheadAttention):
         return super().__call__(*inputs, **options)
 
 
+@pytest.mark.slow  # like that of nnx in test_own_flax_layers
 def test_a_forward_of_its_own_is_caught() -> None:
     layer = Careless(**SIZES, key=jax.random.key(0))
     found = comparison.compare(layer, layer.to_params()).blocks[0]

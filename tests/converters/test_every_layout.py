@@ -78,6 +78,7 @@ def model_file(path: Path, state: Mapping[str, NDArray], config: Any = None) -> 
     return path
 
 
+@pytest.mark.slow_variants("float64*", "*-float64")
 @EVERY
 @pytest.mark.parametrize(
     ("lead", "dtype"),
@@ -86,7 +87,7 @@ def model_file(path: Path, state: Mapping[str, NDArray], config: Any = None) -> 
 )
 def test_round_trip(layout: Layout, lead: tuple[int, ...], dtype: str) -> None:
     params = params_of(layout, lead, dtype=dtype)
-    for prefix in ("", "a", f"a{layout.separator}", "a.b/c"):
+    for prefix in ("", "a", f"a{layout.separator}") if dtype == "float32" else ("a.b/c",):
         state = transform.export_params(layout, params, layout.semantics, prefix=prefix)
         assert all(key.startswith(prefix) for key in state)
         others = {"another/model/kernel": np.ones(3)} if prefix else {}

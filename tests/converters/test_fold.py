@@ -50,6 +50,7 @@ def output(path: Path, layout: str) -> Any:
 TARGETS = ["flax", "keras", "torch", "linear", "llama", "dense", "equinox", "haiku", "gpt-neox"]
 
 
+@pytest.mark.everyday(to=["flax", "torch", "gpt-neox"])
 @pytest.mark.parametrize("to", TARGETS)
 def test_t5_goes_everywhere_and_comes_back(to: str, tmp_path: Path) -> None:
     N, H = (4, 8) if to in ("torch", "equinox", "gpt-neox") else (4, 16)  # some tie the width
@@ -167,6 +168,7 @@ def test_verify_does_not_call_a_folded_scale_missing() -> None:
     assert block.explanation == forward_check.MISSING_SCALE
 
 
+@pytest.mark.everyday(dtype=["bfloat16"])
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
 def test_verify_recognises_a_factor_that_rounds(dtype: str | None, tmp_path: Path) -> None:
     """The square root of 8 rounds every number of the query, and outputs with them."""

@@ -48,11 +48,17 @@ def test_unknown_attention_inside_another_or_a_damaged_block_is_left_out() -> No
     assert len(found["a"]) == 8
 
 
-def test_too_many_layers_of_one_shape_are_not_matched() -> None:
+@pytest.mark.everyday(most=[3_000])
+@pytest.mark.parametrize("most", [3_000, 30_000])  # the latter is the limit, which takes seconds
+def test_too_many_layers_of_one_shape_are_not_matched(
+    most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def template(i: int) -> Template:
         array = Array(f"l{i}.weight", (f"l{i}", "weight"), (2, 2), "float32")
         return Template((f"l{i}",), {(): Layer((f"l{i}",), {"main": array}, "oi")})
 
+    assert decide._MOST_FITS == 30_000
+    monkeypatch.setattr(decide, "_MOST_FITS", most)
     layers = [template(i) for i in range(200)]
     start = time.process_time()
     with pytest.raises(ValueError, match="write a plan yourself"):

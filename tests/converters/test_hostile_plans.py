@@ -43,9 +43,18 @@ TEXTS = {
 }
 
 
+# Both parse them by `toml_text`.
 @pytest.mark.slow_variants(
-    "plan-many_texts", "match-many_*", "!match-many_tables"
-)  # both parse them by `toml_text`
+    "plan-many_*",
+    "plan-*_lines",
+    "plan-*_16",
+    "!plan-many_tables",
+    "!plan-many_parts",
+    "!plan-many_lists",
+    "match-*",
+    "!match-dotted_key",
+    "!match-many_tables",
+)
 @pytest.mark.parametrize("name", TEXTS)
 @pytest.mark.parametrize("parser", PARSERS)
 def test_text_is_refused_at_once(name: str, parser: str) -> None:

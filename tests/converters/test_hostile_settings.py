@@ -36,6 +36,8 @@ KEYS = (
     "model_type",
     "text_config",
 )
+# One of each reader: counts of heads, behaviour, norms, the type, and a part of the model.
+EVERYDAY = ["n_head", "attn_logit_softcapping", "rms_norm_eps", "model_type", "text_config"]
 NASTY = {
     "digits": "9" * 4000,
     "too_many_digits": "9" * 5000,
@@ -63,7 +65,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return model_file(tmp_path_factory.mktemp("model") / "a.npz", state)
 
 
-@pytest.mark.slow_variants("*_attention_heads", "!speech_*")
+@pytest.mark.everyday(key=EVERYDAY)
 @pytest.mark.parametrize("key", KEYS)
 def test_values_of_a_configuration(key: str, source: Path) -> None:
     config = source.with_name("config.json")
@@ -90,8 +92,8 @@ VALUES = (
 )
 
 
-@pytest.mark.everyday(count=[150])
-@pytest.mark.parametrize("count", [150, 6000])
+@pytest.mark.everyday(count=[40])
+@pytest.mark.parametrize("count", [40, 6000])
 def test_nonsense_in_the_settings_of_every_model_type(count: int, source: Path) -> None:
     """Several settings at once, of all that the readers of model types ask for."""
     chosen = random.Random(0)

@@ -59,6 +59,7 @@ def subclassed() -> Any:
         return drawn(model, by_name=False)
 
 
+@pytest.mark.everyday(norms=[False])
 @pytest.mark.parametrize("norms", [False, True])
 def test_names_in_other_groups_are_other_layers(norms: bool, tmp_path: Path) -> None:
     """The same values by name, and other outputs of a model that loads both files."""
@@ -92,6 +93,7 @@ def test_names_alone_may_differ(tmp_path: Path) -> None:
     assert "layers/dense is one and first" in str(report)
 
 
+@pytest.mark.slow_variants("*", "!subclassed-a.npz", "!functional-a.pt")
 @pytest.mark.parametrize("name", ["a.npz", "a.pt", "a.orbax"])
 @pytest.mark.parametrize("model", [functional, subclassed])
 def test_a_template_fits_layers_that_keras_counted(model: Any, name: str, tmp_path: Path) -> None:
@@ -115,6 +117,7 @@ def test_a_template_fits_layers_that_keras_counted(model: Any, name: str, tmp_pa
         np.testing.assert_array_equal(np.asarray(made(X)), expected)
 
 
+@pytest.mark.everyday(how=["attribute"])
 @pytest.mark.parametrize("how", ["functional", "attribute"])
 def test_a_class_of_torch_alone_fits_a_model_that_holds_the_class(how: str, tmp_path: Path) -> None:
     """Its names begin at the top, and no model of Keras but the class itself has them there."""

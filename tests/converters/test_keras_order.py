@@ -71,7 +71,9 @@ WAYS = [
 ]
 
 
-@pytest.mark.slow_variants("model.keras-a.safetensors*", "model.keras-a.pt*")
+@pytest.mark.slow_variants(
+    "*", "!*h5-*.safetensors-flax", "!*h5-*.pt-*", "!*h5-*.orbax-*", "!*.keras-*.index.json-*"
+)
 @pytest.mark.parametrize(("name", "to"), WAYS)
 @pytest.mark.parametrize("source", ["model.weights.h5", "model.keras"])
 def test_layers_come_back_as_they_were(
@@ -98,6 +100,7 @@ def test_the_order_survives_several_conversions(
     np.testing.assert_array_equal(loaded(made, tmp_path / "d.weights.h5"), expected)
 
 
+@pytest.mark.everyday(name=["a.npz"])
 @pytest.mark.parametrize("name", ["a.npz", "a.pt", "a.orbax"])
 def test_where_the_order_is_not_kept_nothing_is_verified(
     name: str, saved: tuple[Path, Any, Any], tmp_path: Path
@@ -127,6 +130,7 @@ def without_groups(saved: tuple[Path, Any, Any], folder: Path) -> Path:
     return folder / "a.npz"
 
 
+@pytest.mark.everyday(command=["verify"])
 @pytest.mark.parametrize("command", ["verify", "diff"])
 def test_a_guessed_order_is_never_the_same(
     command: str, saved: tuple[Path, Any, Any], tmp_path: Path

@@ -66,7 +66,8 @@ def test_a_window_is_carried(kind: Literal["mha", "gqa"]) -> None:
     rng = np.random.default_rng(0)
     x = rng.normal(size=(2, 7, 8)).astype(np.float32)
     with foreign():
-        plain, causal = (np.asarray(layer(x, x, use_causal_mask=c)) for c in (False, True))
+        layer.build(x.shape, x.shape)
+        plain, causal = (computed(layer, x, x, use_causal_mask=c) for c in (False, True))
     params, semantics = keras.from_module(layer)
     assert (semantics.local_window_size, semantics.attention_axes) == ((2, 2), None)
     for expected, is_causal in ((plain, False), (causal, True)):
@@ -94,11 +95,8 @@ SHAPES: dict[str, tuple[Any, Any, Any, Any]] = {
 }
 
 
-@pytest.mark.slow_variants("the first axis", "two axes*", "mask of one axis")
-@pytest.mark.parametrize(
-    "name",
-    [x if x != "two of three axes" else pytest.param(x, marks=pytest.mark.slow) for x in SHAPES],
-)
+@pytest.mark.everyday(name=["axes apart"])
+@pytest.mark.parametrize("name", SHAPES)
 def test_attention_axes_are_carried(name: str) -> None:
     import keras as framework
 
@@ -142,6 +140,7 @@ def test_attention_axes_are_carried(name: str) -> None:
         keras.export_params(params, semantics, layout="keras")
 
 
+@pytest.mark.slow_variants("True-mha", "False-gqa")
 @pytest.mark.parametrize("kind", ["mha", "gqa"])
 @pytest.mark.parametrize("use_bias", [True, False])
 def test_a_gate_is_carried(kind: Literal["mha", "gqa"], use_bias: bool) -> None:
@@ -260,7 +259,7 @@ def test_an_output_of_several_axes_is_their_product() -> None:
     )
     x = np.random.default_rng(0).normal(size=(2, 3, 8)).astype("f")
     with foreign():
-        out, again, flat = (np.asarray(made(x, x)) for made in (source, same, plain))
+        out, again, flat = (np.asarray(computed(made, x, x)) for made in (source, same, plain))
     assert out.shape == (2, 3, 3, 5)
     np.testing.assert_array_equal(again, out)
     np.testing.assert_array_equal(flat.reshape(out.shape), out)

@@ -160,14 +160,14 @@ def test_blocks_at_the_top_and_many_of_them(
 
     monkeypatch.setattr(latent_blocks, "_key", counted)
     state = {name: np.ones(shape, np.float16) for name, shape in SHAPES.items()}
-    many = {f"layers.{i}.{name}": array for i in range(2000) for name, array in state.items()}
+    many = {f"layers.{i}.{name}": array for i in range(300) for name, array in state.items()}
     checkpoint.write(tmp_path / "model.safetensors", state | many, digest=None)
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     with checkpoint.open(tmp_path / "model.safetensors") as file:
         found = latent_blocks.find(file)
         assert len(read) < 3 * len(file.info)
     assert [block.prefix for block in found[:3]] == ["", "layers.0", "layers.1"]
-    assert len(found) == 2001
+    assert len(found) == 301
 
 
 def test_a_plan_is_carried_out_and_refuses_other_targets(tmp_path: Path) -> None:

@@ -52,6 +52,7 @@ def freeze(module: Any) -> None:
     module.out.bias = nnx.BatchStat(jnp.ones(11))
 
 
+@pytest.mark.slow_variants("share_a_layer")
 @pytest.mark.parametrize("change", [share_a_layer, share_a_kernel, freeze])
 def test_shared_and_frozen_weights_of_nnx_are_read(change: Any) -> None:
     from flax import nnx

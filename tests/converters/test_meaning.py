@@ -128,6 +128,7 @@ def test_a_scale_is_folded_into_scale_and_bias_of_a_norm() -> None:
     np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.everyday(name=["sinks", "gate"])
 @pytest.mark.parametrize("name", ["sinks", "gate", "gate_heads", "norm_all_heads"])
 def test_a_cache_decodes_what_the_whole_layer_computes(name: str) -> None:
     case = replace(BY_NAME[name], inputs=1, batch=(2,), T=7)

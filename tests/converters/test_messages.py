@@ -47,6 +47,7 @@ def test_a_missing_package_is_named_with_its_extra(
         call(found)
 
 
+@pytest.mark.everyday(name=["jaxmha.recipes"])
 @pytest.mark.parametrize(
     ("module", "name"),
     [("jaxmha.flax.nnx", "jaxmha.flax"), ("experiments.recipes", "jaxmha.recipes")],

@@ -199,6 +199,7 @@ IN_FILES = {*keras.IN_FILE, *by_hand.IN_FILE}
 NO_FILES = [x.name for x in registry.LAYOUTS if x.name.removesuffix("-file") not in IN_FILES]
 
 
+@pytest.mark.everyday(to=["torch", "flax", "llama"])
 @pytest.mark.parametrize("to", NO_FILES)
 def test_keras_files_hold_keras_layouts_only(to: str, tmp_path: Path) -> None:
     checkpoint.write(tmp_path / "a.npz", exported("bert", "a"))

@@ -125,6 +125,7 @@ UNKNOWN = {k: v for k, v in MISTRAL.items() if k not in ("rope_parameters", "sli
 }  # fmt: skip
 
 
+@pytest.mark.slow_variants("untyped-*", "!untyped-scaling")
 @pytest.mark.parametrize(
     ("changed", "expected"),
     [

@@ -74,6 +74,7 @@ def printed(*arguments: Any) -> tuple[int, dict[str, Any], str]:
     return data.exit_code, json.loads(data.stdout), " ".join(text.stdout.split())
 
 
+@pytest.mark.slow_variants("flax*-diff", "keras*-verify")
 @pytest.mark.parametrize("command", ["verify", "diff"])
 @pytest.mark.parametrize("name", ["flax.safetensors", "keras.weights.h5"])
 def test_whole_models_are_the_same_in_every_framework(
@@ -117,7 +118,9 @@ def reshaped(state: dict[str, Any]) -> None:
     state["pooler/dense/bias"] = state["pooler/dense/bias"][:-1].copy()
 
 
-@pytest.mark.slow_variants("*-diff", "!zeroed-*-diff")
+@pytest.mark.slow_variants(
+    "*-diff", "!zeroed-*-diff", "transposed-*", "rounded-*", "zeroed-*-verify"
+)
 @pytest.mark.parametrize("command", ["verify", "diff"])
 @pytest.mark.parametrize(
     ("change", "named"),
@@ -150,6 +153,7 @@ def test_a_file_of_keras_is_read_by_its_own_convention(folder: Path) -> None:
     assert (code, list(data["outside"])) == (1, ["embeddings.LayerNorm.bias"])
 
 
+@pytest.mark.slow_variants("False-diff", "True-verify")
 @pytest.mark.parametrize("command", ["verify", "diff"])
 @pytest.mark.parametrize("swap", [False, True])
 def test_a_tensor_of_one_side_alone_is_never_passed(folder: Path, command: str, swap: bool) -> None:
@@ -323,6 +327,7 @@ def test_a_transpose_is_the_same_only_between_layouts() -> None:
     assert "stored transposed, and otherwise the same: mlp.weight" in found.notes
 
 
+@pytest.mark.slow_variants("False-shape", "True-value")
 @pytest.mark.parametrize("change", ["value", "shape", "dtype"])
 @pytest.mark.parametrize("as_file", [False, True])
 def test_what_has_one_name_outside_attention_is_compared(

@@ -364,6 +364,7 @@ def test_dtypes_of_torch_under_another_default_device() -> None:
     assert params.query.kernel.shape == (D, N, H)
 
 
+@pytest.mark.slow_variants("LayerNorm")
 @pytest.mark.parametrize("kind", [nnx.LayerNorm, nnx.RMSNorm])
 def test_norms_of_nnx_are_those_of_its_sublayers(kind: Any) -> None:
     layer = of_nnx(normalize_qk=True)

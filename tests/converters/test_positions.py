@@ -136,6 +136,7 @@ def test_places_are_in_the_order_of_the_tokens() -> None:
     assert last.places(1, 2).tolist() == [[1, 1], [1, 2], [0, 0]]
 
 
+@pytest.mark.slow_variants("*", "!False-float64-True", "!True-float32-False", "!True-bfloat16-True")
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
 @pytest.mark.parametrize("centred", [False, True])

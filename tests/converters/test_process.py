@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from jaxmha import checkpoint
-from jaxmha.cli.__main__ import _piped
+from jaxmha.cli.__main__ import _piped, main
 from jaxmha.converters.migrate import multiprocess, pipeline
 from tests.converters.command_line import cli, message
 from tests.converters.test_every_layout import exported
@@ -52,6 +52,7 @@ def test_a_missing_library_is_one_line(library: str) -> None:
     assert done.stderr == f"the command line needs {library}: pip install 'jaxmha[cli]'\n"
 
 
+@pytest.mark.slow
 def test_nothing_is_missing() -> None:
     done = start("nothing_of_this_name", "AssertionError()")
     assert (done.returncode, done.stderr) == (0, "")
@@ -82,36 +83,54 @@ def test_output_that_cannot_be_written(tmp_path: Path) -> None:
     Other files are written before.
     """
     checkpoint.write(tmp_path / "a.npz", exported("flax", "a"))
+    reader, writer = os.pipe()
+    os.close(reader)
+    convert = "convert a.npz b.npz --to flax --check weights --report report.json"
+    assert ended(tmp_path, convert, writer) == (128 + signal.SIGPIPE, "")
+    assert json.loads((tmp_path / "report.json").read_text())["same"]
+    os.close(writer)
+
+
+def test_output_to_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint.write(tmp_path / "a.npz", exported("flax", "a"))
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(sys, "argv", ["jaxmha", "inspect", str(tmp_path / "a.npz")])
+    with open("/dev/full", "w") as full, open(tmp_path / "errors", "w") as errors:
+        monkeypatch.setattr(sys, "stdout", full)
+        monkeypatch.setattr(sys, "stderr", errors)
+        with pytest.raises(SystemExit) as ended:
+            main()
+        sys.stderr.flush()
+    assert ended.value.code == 2
+    expected = "error: standard output: No space left on device\n"
+    assert (tmp_path / "errors").read_text() == expected
+
+
+def ended(folder: Path, command: str, stdout: int | None) -> tuple[int, str]:
+    """Exit code and stderr of a process that writes there, or has its output closed."""
+    shell = ["sh", "-c", 'exec "$@" >&-', "sh"] * (stdout is None)
+    done = subprocess.run(
+        [*shell, sys.executable, "-m", "jaxmha.converters", *command.split()],
+        cwd=folder, env=os.environ | {"PYTHONPATH": os.getcwd()},
+        stdout=stdout, stderr=subprocess.PIPE, text=True, check=False,
+    )  # fmt: skip
+    return done.returncode, done.stderr
+
+
+@pytest.mark.slow
+def test_other_pipes_and_no_output(tmp_path: Path) -> None:
+    """A function of the user that breaks a pipe of its own is an error."""
+    checkpoint.write(tmp_path / "a.npz", exported("flax", "a"))
     (tmp_path / "mine.py").write_text(
         "import os\ndef build():\n    reader, writer = os.pipe()\n    os.close(reader)\n"
         "    os.write(writer, b'x')\n"
     )
-    reader, writer = os.pipe()
-    os.close(reader)
-
-    def ended(command: str, stdout: int | None = writer) -> tuple[int, str]:
-        shell = ["sh", "-c", 'exec "$@" >&-', "sh"] * (stdout is None)
-        done = subprocess.run(
-            [*shell, sys.executable, "-m", "jaxmha.converters", *command.split()],
-            cwd=tmp_path, env=os.environ | {"PYTHONPATH": os.getcwd()},
-            stdout=stdout, stderr=subprocess.PIPE, text=True, check=False,
-        )  # fmt: skip
-        return done.returncode, done.stderr
-
-    convert = "convert a.npz b.npz --to flax --check weights --report report.json"
-    assert ended(convert) == (128 + signal.SIGPIPE, "")
-    assert json.loads((tmp_path / "report.json").read_text())["same"]
     by_function = "mine.py:build: the function, called without arguments, raised BrokenPipeError"
-    assert ended("match a.npz mine.py:build") == (
+    assert ended(tmp_path, "match a.npz mine.py:build", subprocess.DEVNULL) == (
         2,
         f"error: {by_function}: [Errno 32] Broken pipe\n",
     )
-    os.close(writer)
-    full = os.open("/dev/full", os.O_WRONLY)
-    expected = "error: standard output: No space left on device\n"
-    assert ended("inspect a.npz", full) == (2, expected)
-    os.close(full)
-    assert ended("inspect a.npz --json", None) == (0, "")
+    assert ended(tmp_path, "inspect a.npz --json", None) == (0, "")
 
 
 def test_a_stream_without_buffer_stays_so() -> None:

@@ -54,16 +54,23 @@ def bert(folder: Path, count: int = 2) -> Path:
     return folder / "model.safetensors"
 
 
-@pytest.mark.slow_variants(
-    "linear-*",
-    "dense-*",
-    "!linear-packed",
-    "!linear-q-proj",
-    "!linear-conformer",
-    "!dense-query",
-    "!dense-qkv",
-    "!linear-moshi",
-)
+# One of each way to name and pack arrays, and two that cannot hold the block.
+EVERYDAY = [
+    "torch",
+    "keras",
+    "flax",
+    "vit",
+    "gpt2",
+    "gpt-neox",
+    "llama",
+    "timm",
+    "equinox",
+    "haiku",
+]
+EVERYDAY += ["jaxmha", "linear-packed", "dense-qkv", "t5", "megatron"]
+
+
+@pytest.mark.everyday(layout=EVERYDAY)
 @pytest.mark.parametrize("layout", FILES)
 def test_every_layout_is_read_back(layout: str, tmp_path: Path) -> None:
     source, present, back = bert(tmp_path), tmp_path / "x.safetensors", tmp_path / "y.safetensors"

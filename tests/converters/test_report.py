@@ -124,6 +124,7 @@ def only(leaf: str, array: Any) -> dict[str, Any]:
     return {leaf: array}
 
 
+@pytest.mark.slow_variants("one*")
 @pytest.mark.parametrize("held", [0, 1 << 20], ids=["one tensor held", "all held"])
 def test_groups_of_heads_of_a_compressed_file(
     held: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -139,6 +140,7 @@ def test_groups_of_heads_of_a_compressed_file(
     assert any(one.errors for one in found.modules)
 
 
+@pytest.mark.slow_variants("1-*", "3-6-*", "12-1-*", "!1-1-.npz", "3-1-.pt", "12-6-.npz")
 @pytest.mark.parametrize("suffix", [".safetensors", ".npz", ".pt", ".orbax"])
 @pytest.mark.parametrize("K", [1, 6])
 @pytest.mark.parametrize("count", [1, 3, 12])
@@ -185,7 +187,7 @@ def test_both_sides_of_a_cast_run_in_the_same_groups(
     source, target = files[0], tmp_path / "half.npz"
     done = pipeline.convert(source, target, to="flax", num_heads=N, dtype="float16")
     assert done.plan is not None
-    for most in (1, 500, 1000, 2000, 4000):
+    for most in (1, 1000):
         monkeypatch.setattr(head_groups, "MOST", most)
         assert report.check(source, target, done.plan)
 

@@ -106,6 +106,7 @@ def test_frequencies(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert hash(found) == hash(rope_frequencies(config, head_dim, length=length))
 
 
+@pytest.mark.everyday(name=["gpt-oss 20B", "StableLM 2"])
 @pytest.mark.parametrize("name", ["Llama 3.1 8B", "gpt-oss 20B", "StableLM 2", "Phi-4 mini"])
 def test_rotation(name: str) -> None:
     head_dim, most, parameters, length = MODELS[name]

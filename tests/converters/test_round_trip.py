@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import jax
@@ -44,6 +45,12 @@ def read(layer: Any) -> tuple[MHAParams, Semantics]:
     return result
 
 
+@cache
+def block_of(config: Config) -> tuple[MHAParams, Semantics]:
+    """A block that tests read, and change nowhere."""
+    return read(layers.build(config))
+
+
 def write(framework: str, params: MHAParams, semantics: Semantics) -> Any:
     """A live layer of a framework."""
     return CONVERTERS[framework].to_module(params, semantics, **KINDS.get(framework, {}))
@@ -65,7 +72,14 @@ def test_keras_runs_on_the_backend_asked_for() -> None:
     assert framework.backend.backend() == os.environ["KERAS_BACKEND"]
 
 
-@pytest.mark.slow_variants("nnx*16", "nnx*float64")
+@pytest.mark.slow_variants(
+    "keras-*",
+    "linen-*",
+    "nnx-*",
+    "!*-everything*-float32",
+    "!keras-*-bfloat16",
+    "!linen-*-bfloat16",
+)
 @pytest.mark.parametrize(
     ("config", "dtype"),
     [
@@ -100,10 +114,11 @@ def test_random_parameters_are_all_different_and_none_is_zero(config: Config) ->
     assert not np.isin(flat, (0.0, 1.0)).any()
 
 
+@pytest.mark.slow_variants("*-keras-*", "*-linen-*", "*-nnx-*", "!*-everything", "!*-num_kv_heads")
 @EVERY
 @pytest.mark.parametrize("target", ["torch", "keras", "linen", "nnx"])
 def test_every_layer_holds_the_block_or_refuses_it(config: Config, target: str) -> None:
-    params, semantics = read(layers.build(config))
+    params, semantics = block_of(config)
     if holds(config, target):
         params_again, semantics_again = read(write(target, params, semantics))
         assert_identical(params, params_again)
@@ -113,6 +128,7 @@ def test_every_layer_holds_the_block_or_refuses_it(config: Config, target: str) 
             write(target, params, semantics)
 
 
+@pytest.mark.slow_variants("float16-*", "float64-*", "bfloat16-*packed*", "*-nnx")
 @pytest.mark.parametrize("middle", ["linen", "nnx"])
 @pytest.mark.parametrize(
     "config", [c for c in layers.configs("torch") if holds(c, "keras")], ids=str
@@ -128,6 +144,7 @@ def test_torch_through_flax_and_keras_and_back(config: Config, middle: str, dtyp
     assert_identical(layers.snapshot(source), layers.snapshot(layer))
 
 
+@pytest.mark.slow_variants("*16-*", "float64-*", "!bfloat16-*-widths")
 @pytest.mark.parametrize(
     "config", [c for c in layers.configs("keras") if c.name in ("output_shape", "widths")], ids=str
 )
@@ -223,6 +240,7 @@ def test_layouts_follow_the_formulas(name: str) -> None:
         np.testing.assert_array_equal(state[key], formula(params))
 
 
+@pytest.mark.slow_variants("*", "!torch-*", "!*-everything")
 @EVERY
 def test_no_memory_is_shared_on_the_way_in(config: Config) -> None:
     layer = layers.build(config)
@@ -235,7 +253,7 @@ def test_no_memory_is_shared_on_the_way_in(config: Config) -> None:
     assert_identical(layers.snapshot(layer), before)
 
 
-@pytest.mark.slow_variants("keras-everything*")
+@pytest.mark.slow_variants("*", "!torch-*", "!*-output_shape", "!l*-everything", "!nnx-everything")
 @EVERY
 def test_no_memory_is_shared_on_the_way_out(config: Config) -> None:
     params, semantics = read(layers.build(config))

@@ -62,6 +62,23 @@ TYPES: list[tuple[str, str, bool]] = [
 ]
 
 
+@pytest.mark.slow_variants(
+    "gptj*",
+    "gpt_neox*",
+    "qwen*",
+    "glm4v*",
+    "roformer*",
+    "stablelm*",
+    "bros*",
+    "wav2*",
+    "gemma4*",
+    "bigbird*",
+    "yoso*",
+    "nys*",
+    "mra*",
+    "autoformer*",
+    "pegasus*",
+)
 @pytest.mark.parametrize(("model_type", "part", "refused"), TYPES)
 def test_parts_of_a_model_type_are_named(
     model_type: str, part: str, refused: bool, tmp_path: Path
@@ -109,6 +126,7 @@ KEYS: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 
+@pytest.mark.slow_variants("config[0267]-*", "config1[034]-*")
 @pytest.mark.parametrize(("config", "part", "shown"), KEYS)
 def test_keys_of_a_configuration_are_named(
     config: dict[str, Any], part: str, shown: str, tmp_path: Path
