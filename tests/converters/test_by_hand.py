@@ -112,7 +112,7 @@ FILES = {
 }
 
 
-@pytest.mark.slow_variants("functional.weights.h5")
+@pytest.mark.slow_variants("functional*")
 @pytest.mark.parametrize("name", FILES)
 def test_every_command_takes_the_file(folder: Path, name: str, tmp_path: Path) -> None:
     source, heads = folder / name, ("--num-heads", N)
@@ -131,6 +131,7 @@ def test_every_command_takes_the_file(folder: Path, name: str, tmp_path: Path) -
     succeeds("describe", source, *heads)
 
 
+@pytest.mark.everyday(name=["subclassed"])
 @pytest.mark.parametrize("name", ["subclassed", "functional"])
 def test_files_of_keras_come_back_as_they_were(folder: Path, name: str, tmp_path: Path) -> None:
     """Under the paths that its model loads."""

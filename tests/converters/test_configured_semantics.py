@@ -103,6 +103,7 @@ def test_a_conversion_computes_by_the_configuration(name: str, tmp_path: Path) -
         made.with_name("changed.safetensors").unlink()
 
 
+@pytest.mark.slow_variants("same")
 @pytest.mark.parametrize("dtype", [(), ("--dtype", "bfloat16")], ids=["same", "bfloat16"])
 def test_norms_are_known_where_no_configuration_lies(
     dtype: tuple[str, ...], tmp_path: Path

@@ -78,7 +78,7 @@ def model_file(path: Path, state: Mapping[str, NDArray], config: Any = None) -> 
     return path
 
 
-@pytest.mark.slow_variants("float64*", "*-float64")
+@pytest.mark.slow_variants("float64*")
 @EVERY
 @pytest.mark.parametrize(
     ("lead", "dtype"),

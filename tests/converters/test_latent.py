@@ -35,7 +35,6 @@ MODELS = {
 }
 _BETA, _FLOOR = "llama_4_scaling_beta", "original_max_position_embeddings"
 _MISTRAL = {"model_type": "mistral4", "qk_nope_head_dim": 4, "qk_rope_head_dim": 8}
-EVERYDAY = ("deepseek_v2", "deepseek_v3")
 
 
 def layer(kind: str, **settings: Any) -> tuple[Any, Any, Any]:
@@ -63,11 +62,11 @@ def layer(kind: str, **settings: Any) -> tuple[Any, Any, Any]:
     return attention, config, (x.numpy(), out.numpy())
 
 
-@pytest.mark.slow_variants("deepseek_v2-settings1", "deepseek_v3-settings2")
+@pytest.mark.slow_variants("*", "!deepseek_v2-settings0")
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [
-        pytest.param(kind, settings, marks=() if kind in EVERYDAY else pytest.mark.slow)
+        (kind, settings)
         for kind in MODELS
         for settings in ({}, {"rope_parameters": YARN, "attention_bias": True})
     ],
@@ -143,7 +142,7 @@ def layer_in_float64(
 
 
 @pytest.mark.slow_variants("*", "!False-deepseek_v3")
-@pytest.mark.parametrize("kind", EVERYDAY)
+@pytest.mark.parametrize("kind", ["deepseek_v2", "deepseek_v3"])
 @pytest.mark.parametrize("low_rank", [True, False])
 def test_in_float64(kind: str, low_rank: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     module, config, (x, want) = layer_in_float64(kind, monkeypatch, low_rank=low_rank)

@@ -51,6 +51,7 @@ def saved(folder: Path, shapes: dict[str, Any], dtype: str = "float32", **config
     return path
 
 
+@pytest.mark.slow_variants("float16-*", "!float16-direct", "float32-direct")
 @pytest.mark.parametrize("shapes", [SHAPES, DIRECT, BIASED], ids=["latent", "direct", "biased"])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_files_come_back_bit_by_bit(shapes: Any, dtype: str, tmp_path: Path) -> None:

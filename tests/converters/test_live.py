@@ -52,8 +52,15 @@ def freeze(module: Any) -> None:
     module.out.bias = nnx.BatchStat(jnp.ones(11))
 
 
-@pytest.mark.slow_variants("share_a_layer")
-@pytest.mark.parametrize("change", [share_a_layer, share_a_kernel, freeze])
+def freeze_and_share(module: Any) -> None:
+    freeze(module)
+    share_a_kernel(module)
+
+
+@pytest.mark.slow_variants("*", "!freeze_and_share")
+@pytest.mark.parametrize(
+    "change", [share_a_layer, share_a_kernel, freeze, freeze_and_share], ids=lambda f: f.__name__
+)
 def test_shared_and_frozen_weights_of_nnx_are_read(change: Any) -> None:
     from flax import nnx
 

@@ -63,11 +63,11 @@ EVERYDAY = [
     "gpt2",
     "gpt-neox",
     "llama",
-    "timm",
     "equinox",
     "haiku",
+    "linear-packed",
+    "t5",
 ]
-EVERYDAY += ["jaxmha", "linear-packed", "dense-qkv", "t5", "megatron"]
 
 
 @pytest.mark.everyday(layout=EVERYDAY)
