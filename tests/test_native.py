@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from jaxmha import Mask, implementations
 from jaxmha.implementations import Request, SupportQuery
 from jaxmha.implementations.native import library, operands, primitives
 from jaxmha.implementations.tiled.block_mask import NO_CONDITIONS
-from tests import cases, conformance, tolerance
+from tests import cases, conformance, native_outputs, tolerance
 from tests.cases import Case
 
 ROOT = Path(__file__).parents[1]
@@ -29,6 +30,8 @@ built = conformance.native_built
 # Every kind of operand, each with a batch axis of its own size.
 CASE = Case("native", T=5, S=7, K=2, G=2, H=11, h=3, bias="B1TS", mask="1NTS", is_causal=True,
             key_value_seq_lengths=(6, 5), segments="pair", logits_soft_cap=1.3)  # fmt: skip
+
+FEW = replace(CASE, segments=None, key_value_seq_lengths=None)
 
 
 def attend(arrays: dict[str, Any], implementation: str = "native") -> Any:
@@ -61,7 +64,7 @@ def test_vmap_of_one_operand_along_any_axis(mapped: str) -> None:
 
     alone = jax.jit(partial(of, implementation="reference"))
     want = jax.tree.map(lambda *xs: np.stack(xs), *map(alone, each))
-    for axis in range(each.ndim):
+    for axis in (0, each.ndim - 1):
         moved = np.moveaxis(each, 0, axis)
         found = jax.jit(jax.vmap(partial(of, implementation="native"), axis))(moved)
         for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
@@ -69,13 +72,14 @@ def test_vmap_of_one_operand_along_any_axis(mapped: str) -> None:
 
 
 @built
-@pytest.mark.slow_variants("0")
+@pytest.mark.slow_variants("*", "!plain-1")
 @pytest.mark.parametrize("inner", [0, 1])
-def test_nested_vmap_of_unlike_axes_and_of_gradients(inner: int) -> None:
+@pytest.mark.parametrize("case", [FEW, CASE], ids=["plain", "everything"])
+def test_nested_vmap_of_unlike_axes_and_of_gradients(case: Case, inner: int) -> None:
     """Gradients inside and outside of both maps."""
-    arrays = cases.arrays(CASE)
-    queries = np.stack([cases.arrays(CASE, seed=seed)["query"] for seed in range(3)], inner + 1)
-    values = np.stack([cases.arrays(CASE, seed=seed)["value"] for seed in (5, 6)])
+    arrays = cases.arrays(case)
+    queries = np.stack([cases.arrays(case, seed=seed)["query"] for seed in range(3)], inner + 1)
+    values = np.stack([cases.arrays(case, seed=seed)["value"] for seed in (5, 6)])
 
     def one(query: Any, value: Any, implementation: str) -> Any:
         inside, others = conformance.split(arrays | {"query": query, "value": value})
@@ -118,8 +122,10 @@ def test_second_derivatives() -> None:
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow_variants("every one")
 @built
-def test_every_shape_of_bias_has_its_gradient() -> None:
+@pytest.mark.parametrize("full", [(0, 3, 4), range(5)], ids=["few", "every one"])
+def test_every_shape_of_bias_has_its_gradient(full: Any) -> None:
     """Sums over the axes of size 1, under vmap as well."""
     arrays = cases.arrays(Case("biases"))
     sizes = (2, 6, 5, 7)
@@ -127,6 +133,7 @@ def test_every_shape_of_bias_has_its_gradient() -> None:
     biases = [
         rng.standard_normal([n if full else 1 for n, full in zip(sizes, kept, strict=True)])
         for kept in itertools.product((False, True), repeat=4)
+        if sum(kept) in full
     ]
     biases = [bias.astype(np.float32) for bias in biases]
 
@@ -163,23 +170,23 @@ def test_exported_programs_run_anywhere() -> None:
     inside, others = conformance.split(cases.arrays(CASE))
     run = jax.jit(jax.value_and_grad(lambda x: loss(x, others)))
     assert named_calls(run.lower(inside)) == 3
-    for platforms in (["cpu"], ["cpu", "cuda", "tpu"]):
-        made: Any = export.export(run, platforms=platforms)(inside)
-        assert "@jaxmha_cpu_" not in made.mlir_module()
-        program: Any = export.deserialize(made.serialize())
-        for x, y in zip(*map(jax.tree.leaves, (program.call(inside), run(inside))), strict=True):
-            np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5)
+    made: Any = export.export(run, platforms=["cpu", "cuda", "tpu"])(inside)
+    assert "@jaxmha_cpu_" not in made.mlir_module()
+    program: Any = export.deserialize(made.serialize())
+    for x, y in zip(*map(jax.tree.leaves, (program.call(inside), run(inside))), strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5)
 
 
 @built
 def test_exported_programs_of_vmap() -> None:
     """The portable kernels map over every batch axis."""
-    stack = [conformance.split(cases.arrays(CASE, seed=seed))[0] for seed in range(2)]
-    others = conformance.split(cases.arrays(CASE))[1]
+    stack = [conformance.split(cases.arrays(FEW, seed=seed))[0] for seed in range(2)]
+    others = conformance.split(cases.arrays(FEW))[1]
     inside = jax.tree.map(lambda *x: np.stack(x), *stack) | {"bias": stack[0]["bias"]}
     axes = {"query": 0, "key": 0, "value": 0, "bias": None}
     run = jax.jit(jax.vmap(jax.grad(lambda x: loss(x, others)), (axes,)))
     program: Any = export.export(run)(inside)
+    assert "@jaxmha_cpu_" not in program.mlir_module()
     for x, y in zip(*map(jax.tree.leaves, (program.call(inside), run(inside))), strict=True):
         np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5)
 
@@ -196,28 +203,16 @@ def test_threads_of_python_share_the_kernels() -> None:
         tolerance.assert_same(out, want)
 
 
-def windows_and_masks() -> list[Any]:
-    """Outputs where rows of one item attend other keys."""
-    rng = np.random.default_rng(0)
-    mask = rng.random((1, 1, 523, 523)) < 0.01
-    mask[..., :100, 200:] = False
-    found = []
-    for dtype in ("float32", "bfloat16"):
-        q, k, v = (jnp.asarray(rng.standard_normal((1, 523, 1, 24)), dtype) for _ in range(3))
-        attend = partial(jaxmha.dot_product_attention, q, k, v, implementation="native")
-        found += [attend(mask=mask), attend(local_window_size=(37, 5)), attend(is_causal=True)]
-    return [np.asarray(x, np.float32) for x in found]
-
-
 @pytest.mark.slow_variants("1")
 @built
 @pytest.mark.parametrize("threads", ["1", "64"])
 def test_outputs_do_not_depend_on_the_number_of_threads(threads: str, tmp_path: Path) -> None:
-    code = f"import numpy, tests.test_native as t; numpy.savez({str(tmp_path / 'x')!r}, *t.windows_and_masks())"
+    path = str(tmp_path / "x")
+    code = f"import numpy, tests.native_outputs as t; numpy.savez({path!r}, *t.windows_and_masks())"
     environment = {**os.environ, "NPROC": threads, "PYTHONPATH": f"{ROOT}:{ROOT}/native"}
     subprocess.run([sys.executable, "-c", code], env=environment, cwd=ROOT, check=True)
     with np.load(tmp_path / "x.npz") as stored:
-        for x, y in zip(stored.values(), windows_and_masks(), strict=True):
+        for x, y in zip(stored.values(), native_outputs.windows_and_masks(), strict=True):
             np.testing.assert_array_equal(x, y)
 
 
@@ -272,15 +267,13 @@ def test_the_handler_refuses_what_does_not_fit() -> None:
     wrong += [(name, shape[1:]) for name, shape in SHAPES.items()]
     wrong += [(name, (1, 1, *shape)) for name, shape in SHAPES.items()]
     wrong += [("query_ids", (0,)), ("query", (0,)), ("key", (2, 0, 2, 8))]
-    for name, shape in wrong:
+    results = [((2, 5, 4, 4), rows), (out, (2, 5, 4)), ((2, 6, 4, 3), rows), ((5,), rows)]
+    calls = [partial(call, SHAPES | {name: shape}, out, rows) for name, shape in wrong]
+    calls += [partial(call, SHAPES, *shapes) for shapes in results]
+    calls += [partial(call, SHAPES, out, rows, **{name: np.int8}) for name in SHAPES]
+    for refused in calls:
         with pytest.raises(Exception, match="INVALID_ARGUMENT: jaxmha_cpu: "):
-            call(SHAPES | {name: shape}, out, rows)
-    for results in [((2, 5, 4, 4), rows), (out, (2, 5, 4)), ((2, 6, 4, 3), rows), ((5,), rows)]:
-        with pytest.raises(Exception, match="INVALID_ARGUMENT: jaxmha_cpu: "):
-            call(SHAPES, *results)
-    for name in SHAPES:
-        with pytest.raises(Exception, match="INVALID_ARGUMENT: jaxmha_cpu: "):
-            call(SHAPES, out, rows, **{name: np.int8})
+            refused()
 
 
 @pytest.mark.slow
@@ -343,6 +336,7 @@ def test_few_queries_over_many_keys(H: int, dtype: str) -> None:
 
 
 @built
+@pytest.mark.slow_variants("types[1347]-1", "types[0256]-131")
 @pytest.mark.parametrize("T", [1, 131])
 @pytest.mark.parametrize("types", list(itertools.product(("float32", "bfloat16"), repeat=3)))
 def test_types_of_operands_may_differ(types: tuple[str, ...], T: int) -> None:
@@ -374,7 +368,7 @@ def test_items_for_many_threads(backward: bool, threads: int) -> None:
         assert busy >= 0.75, (B, T, N, K, items)
 
 
-@pytest.mark.slow_variants("dtypes0-3", "dtypes0-40")
+@pytest.mark.slow_variants("*", "!dtypes1-40")
 @pytest.mark.parametrize("T", [3, 40])
 @pytest.mark.parametrize("dtypes", [("float32", "float32", "bfloat16"), ("bfloat16", "float32")])
 def test_heads_of_several_dtypes(T: int, dtypes: tuple[str, ...]) -> None:

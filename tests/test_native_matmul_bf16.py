@@ -18,8 +18,16 @@ from jax import export
 
 import jaxmha
 from jaxmha.implementations.native import library, matmul
-from tests import conformance, drawn, tolerance
-from tests.test_native_matmul import KEPT, exact, mapped_gradients, wide
+from tests import conformance, drawn, native_outputs, tolerance
+from tests.test_native_matmul import (
+    KEPT,
+    both_orders,
+    bound,
+    exact,
+    kept_affine,
+    mapped_gradients,
+    wide,
+)
 from tests.test_native_matmul import arrays as arrays_of_float32
 
 pytestmark = conformance.native_built
@@ -52,17 +60,24 @@ def cotangent(out: Any) -> Any:
 
 
 @DTYPES
+@pytest.mark.slow_variants("*-float32", "!shape[246]-*", "shape5-*")
 @pytest.mark.parametrize("shape", SHAPES)
 def test_values_and_gradients(shape: tuple[int, int, int], rounded: bool) -> None:
     """The error of a float32 is that of sums of exact products."""
     x, kernel, bias = arrays(*shape)
     affine = partial(matmul.affine, rounded=rounded)
-    tolerance.assert_close(affine(x, kernel, None), exact(x, kernel, 0))
-    out, pull = jax.vjp(affine, x, kernel, bias)
-    assert out.dtype == (jnp.bfloat16 if rounded else np.float32)
+    drawn = np.cos(exact(x, kernel, bias)).astype(jnp.bfloat16 if rounded else np.float32)
+
+    @jax.jit
+    def run(dy: Any, *operands: Any) -> Any:
+        out, pull = jax.vjp(affine, *operands)
+        return affine(x, kernel, None), out, *pull(dy)
+
+    plain, out, dx, dkernel, dbias = run(drawn, x, kernel, bias)
+    tolerance.assert_close(plain, exact(x, kernel, 0))
+    assert out.dtype == drawn.dtype
     tolerance.assert_close(out, exact(x, kernel, bias))
-    dy = wide(cotangent(out))
-    dx, dkernel, dbias = pull(cotangent(out))
+    dy = wide(drawn)
     assert dx.dtype == dkernel.dtype == dbias.dtype == jnp.bfloat16
     tolerance.assert_close(dx, dy @ wide(kernel).T)
     tolerance.assert_close(dkernel, wide(x).T @ dy)
@@ -97,39 +112,34 @@ def test_a_cotangent_in_float32_keeps_its_digits() -> None:
 
 
 @DTYPES
-@pytest.mark.parametrize("kind", KEPT)
+@pytest.mark.slow_variants("shape[02]-float32", "shape0-bfloat16")
 @pytest.mark.parametrize("shape", [(7, 5, 3), (149, 211, 67), (1061, 523, 67)])
-def test_rows_that_are_not_kept_count_as_zeros(
-    shape: tuple[int, int, int], kind: str, rounded: bool
-) -> None:
+def test_rows_that_are_not_kept_count_as_zeros(shape: tuple[int, int, int], rounded: bool) -> None:
     """NaN in them reaches neither the output nor a gradient, of the first order or the second, nor
     does an infinite column reach their output."""
-    x, kernel, bias = arrays(*shape)
-    kept = KEPT[kind](shape[0])[:, None]
-    zeroed = np.where(kept, wide(x), 0)
-    x = jnp.where(kept, x, np.nan)
+    given, kernel, bias = map(np.asarray, arrays(*shape))
+    half = np.dtype(jnp.bfloat16)
+    u, infinite = np.cos(wide(kernel)).astype(half), kernel.copy()
+    infinite[0, 1] = np.inf
+    for of_rows in KEPT.values():
+        kept = of_rows(shape[0])[:, None]
+        x, zeroed = np.where(kept, given, half.type(np.nan)), np.where(kept, given, half.type(0))
+        z = np.sin(wide(zeroed)).astype(half)
+        drawn = np.cos(exact(zeroed, kernel, bias)).astype(half if rounded else np.float32)
+        affine = bound(kept_rounded if rounded else kept_affine, jnp.asarray(kept[:, 0]), bias)
+        out, dx, dkernel, ddx, ddkernel = both_orders(affine, x, kernel, drawn, z, u)
+        tolerance.assert_close(out, exact(zeroed, kernel, bias))
+        dy = wide(drawn)
+        tolerance.assert_close(dx, np.where(kept, dy @ wide(kernel).T, 0))
+        tolerance.assert_close(dkernel, wide(zeroed).T @ dy)
+        tolerance.assert_close(ddx, np.where(kept, dy @ wide(u).T, 0))
+        tolerance.assert_close(ddkernel, np.where(kept, wide(z), 0).T @ dy)
+        spoiled = both_orders(affine, x, infinite, drawn, z, u)[0]
+        np.testing.assert_array_equal(wide(spoiled)[~kept[:, 0], 1], wide(bias)[1])
 
-    def affine(x: Any, kernel: Any) -> Any:
-        return matmul.affine(x, kernel, bias, jnp.asarray(kept[:, 0]), rounded)
 
-    out, pull = jax.vjp(affine, x, kernel)
-    tolerance.assert_close(out, exact(zeroed, kernel, bias))
-    infinite = np.asarray(affine(x, kernel.at[0, 1].set(np.inf)))
-    np.testing.assert_array_equal(wide(infinite[~kept[:, 0], 1]), wide(bias)[1])
-    weights = cotangent(out)
-    dy = wide(weights)
-    dx, dkernel = pull(weights)
-    tolerance.assert_close(dx, np.where(kept, dy @ wide(kernel).T, 0))
-    tolerance.assert_close(dkernel, zeroed.T @ dy)
-    z, u = jnp.sin(jnp.asarray(zeroed)).astype(jnp.bfloat16), cotangent(kernel)
-
-    def products(x: Any, kernel: Any) -> Any:
-        dx, dkernel = jax.vjp(affine, x, kernel)[1](weights)
-        return (dx * z).sum() + (dkernel * u).sum()
-
-    ddx, ddkernel = jax.grad(products, (0, 1))(x, kernel)
-    tolerance.assert_close(ddx, np.where(kept, dy @ wide(u).T, 0))
-    tolerance.assert_close(ddkernel, np.where(kept, wide(z), 0).T @ dy)
+def kept_rounded(kept: Any, bias: Any, x: Any, kernel: Any) -> Any:
+    return matmul.affine(x, kernel, bias, kept, rounded=True)
 
 
 @DTYPES
@@ -171,6 +181,7 @@ def test_what_is_not_finite_stays_in_its_row_and_column(shape: tuple[int, int, i
 
 
 @DTYPES
+@pytest.mark.slow_variants("grad of vmap-float32", "vmap of grad-bfloat16")
 @pytest.mark.parametrize("around", [False, True], ids=["grad of vmap", "vmap of grad"])
 def test_vmap_of_one_operand_along_any_axis(around: bool, rounded: bool) -> None:
     """The cotangent of an operand that lacks the axis is a sum over it, which is rounded once."""
@@ -208,16 +219,8 @@ def test_other_platforms_and_exported_programs_multiply_in_xla(rounded: bool) ->
     tolerance.assert_close(found, exact(x, kernel, bias), factor=0.5)  # rounded once
 
 
-def values() -> tuple[str, list[list[float]], str]:
-    """Returns this process's instruction set, a rounded output, and why XLA multiplies bfloat16."""
-    reason = matmul.unsupported_reason(512, 512, 512, np.dtype(jnp.bfloat16))
-    x, kernel, bias = arrays(31, 67, 5)
-    out = matmul.affine(x, kernel, bias, jnp.arange(31) % 3 > 0, rounded=True)
-    return library.isa(), wide(out).tolist(), str(reason)
-
-
 def test_a_program_of_a_cpu_with_amx_runs_on_one_without() -> None:
-    code = "import json, tests.test_native_matmul_bf16 as t; print(json.dumps(t.values()))"
+    code = "import json, tests.native_outputs as t; print(json.dumps(t.rounded_matmul()))"
     if library.isa() not in ("amx", "avx512"):
         pytest.skip("the tests above ran on the kernels of float32")
     environment = {**os.environ, "JAXMHA_NATIVE": "avx2", "PYTHONPATH": f"{ROOT}:{ROOT}/native"}
@@ -228,7 +231,7 @@ def test_a_program_of_a_cpu_with_amx_runs_on_one_without() -> None:
     isa, out, reason = json.loads(done.stdout.splitlines()[-1])
     assert isa == "avx2"
     assert reason == "native matmuls take bfloat16 with AMX, not with avx2"
-    own = np.asarray(values()[1])
+    own = np.asarray(native_outputs.rounded_matmul()[1])
     # Sums of another order may be rounded to the next number.
     tolerance.assert_close(np.asarray(out).astype(jnp.bfloat16), own)
     assert (np.asarray(out) == own).mean() > 0.98
