@@ -113,6 +113,7 @@ def test_functions_on_empty_axes(sizes: dict[str, int], implementation: Any) -> 
         assert found.size == 0
 
 
+@pytest.mark.slow_variants("*-reference", "!False-reference")
 @pytest.mark.parametrize("implementation", ["reference", "blocked"])
 @pytest.mark.parametrize("constant", [True, False, jnp.array(True), np.True_])
 def test_constant_functions(implementation: Any, constant: Any) -> None:

@@ -98,14 +98,11 @@ MASKS: dict[str, Any] = {
     "first tokens and a window": lambda b, n, i, j: (j < 2) | ((i >= j) & (i - j < 6)),  # Xiao
     "chunks": lambda b, n, i, j: (i // 8 == j // 8) & (i >= j),  # Llama 4
 }
-EVERYDAY = ("relative by head", "causal by score", "document", "another window per head")
-NAMES = [*SCORES, *MASKS]
+NAMES = (*SCORES, *MASKS)
 
 
-@pytest.mark.slow_variants("document", "relative by head")
-@pytest.mark.parametrize(
-    "name", [x if x in EVERYDAY else pytest.param(x, marks=pytest.mark.slow) for x in NAMES]
-)
+@pytest.mark.everyday(name=["causal by score"])
+@pytest.mark.parametrize("name", NAMES)
 def test_an_example_is_its_oracle(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "SIZES", SMALL_TILES)
     score_mod, mask_mod = SCORES.get(name), MASKS.get(name)

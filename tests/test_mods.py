@@ -72,25 +72,20 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "full": {},
     "causal": {"is_causal": True},
     "lengths": {
-        "key_value_seq_lengths": np.array([41, 20], np.int32),
-        "query_seq_lengths": np.array([33, 12], np.int32),
+        "key_value_seq_lengths": np.array([19, 11], np.int32),
+        "query_seq_lengths": np.array([17, 5], np.int32),
     },
     "window and soft cap": {"local_window_size": (7, 3), "logits_soft_cap": 2.0},
     "dropout": {"dropout_rate": 0.3, "dropout_key": jnp.asarray([0, 7], "uint32")},
 }
 
 
-EVERYDAY = ("causal", "dropout")
-
-
-@pytest.mark.slow_variants("causal")
-@pytest.mark.parametrize(
-    "name", [x if x in EVERYDAY else pytest.param(x, marks=pytest.mark.slow) for x in OPTIONS]
-)
+@pytest.mark.everyday(name=["causal"])
+@pytest.mark.parametrize("name", OPTIONS)
 def test_blocked_is_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     options = OPTIONS[name]
     monkeypatch.setattr(attention, "SIZES", SMALL_TILES)
-    arrays = operands(33, 41)
+    arrays = operands(17, 19)
     every = tuple(range(len(arrays)))
     want, got = (
         jax.jit(jax.value_and_grad(partial(loss, **options, implementation=x), every))(*arrays)
@@ -132,14 +127,15 @@ def test_values_are_those_of_a_materialised_oracle(implementation: str) -> None:
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_gradients_are_finite_differences_in_float64(implementation: str) -> None:
     with jax.enable_x64(True):
-        arrays = operands(9, 11, "float64")
-        function = jax.jit(partial(loss64, implementation=implementation))
-        gradients = jax.jit(jax.grad(function, tuple(range(5))))(*arrays)
+        arrays = tuple(np.asarray(x) for x in operands(9, 11, "float64"))
+        function: Any = partial(loss64, implementation=implementation)
+        run = jax.jit(jax.value_and_grad(function, tuple(range(5))))
+        gradients = map(np.asarray, run(*arrays)[1])
         for place, gradient in enumerate(gradients):
-            direction = jnp.asarray(np.random.default_rng(place).standard_normal(gradient.shape))
+            direction = np.random.default_rng(place).standard_normal(gradient.shape)
             step = 1e-6
             plus, minus = (
-                function(*(x + s * direction if n == place else x for n, x in enumerate(arrays)))
+                run(*(x + s * direction if n == place else x for n, x in enumerate(arrays)))[0]
                 for s in (step, -step)
             )
             got, want = float((gradient * direction).sum()), float(plus - minus) / (2 * step)
@@ -154,10 +150,11 @@ def loss64(*arrays: jax.Array, **options: Any) -> jax.Array:
 @pytest.mark.slow_variants("reference")
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_nan_in_excluded_positions_has_no_influence(implementation: str) -> None:
-    query, key, value, bias, temperature = operands(33, 41)
-    dead = jnp.arange(41) % 7 == 3
-    nan = partial(jnp.where, dead.reshape(1, 41, 1, 1), jnp.nan)
-    bias = jnp.where(dead, jnp.nan, bias)
+    query, key, value, bias, temperature = operands(17, 19)
+    dead = np.arange(19) % 7 == 3
+    nan = partial(np.where, dead.reshape(1, 19, 1, 1), np.float32(np.nan))
+    bias = jnp.asarray(np.where(dead, np.float32(np.nan), bias))
+    dead = jnp.asarray(dead)
 
     def total(query: jax.Array, key: jax.Array, value: jax.Array, t: jax.Array) -> jax.Array:
         out = jaxmha.dot_product_attention(
@@ -175,17 +172,18 @@ def test_nan_in_excluded_positions_has_no_influence(implementation: str) -> None
     assert relative_error(found[0], clean[0]) < 1e-6
 
 
+@pytest.mark.usefixtures("x64")  # the derivative is large near 0
 @pytest.mark.slow_variants("False")
 @pytest.mark.parametrize("lengths", [False, True])
 def test_rows_that_are_none_spoil_no_gradient(lengths: bool, monkeypatch: Any) -> None:
     """The derivative of the score function is infinite at 0, the score of padded rows, and of those
     beyond a length, whose bias is NaN. (The captured array reads their 0 in `reference` too.)"""
     monkeypatch.setattr(attention, "SIZES", SMALL_TILES)
-    *heads, bias, temperature = operands(33, 41)
+    *heads, bias, temperature = operands(17, 19, "float64")
     options: dict[str, Any] = {"mask_mod": lambda b, n, i, j: j >= 0}
     if lengths:
-        bias = bias.at[:, :, 22:].set(jnp.nan)
-        options = {"query_seq_lengths": np.array([22, 14]), "bias": bias}
+        bias = bias.at[:, :, 13:].set(jnp.nan)
+        options = {"query_seq_lengths": np.array([13, 8]), "bias": bias}
 
     def total(heads: Any, t: jax.Array, implementation: str) -> Any:
         return jaxmha.dot_product_attention(
@@ -253,16 +251,16 @@ def test_batched_and_traced_captured_arrays() -> None:
 @pytest.mark.parametrize("policy", ["zero", "nan", "mean"])
 def test_fully_masked_rows(policy: Any) -> None:
     query, key, value, *_ = operands(9, 11)
-    want, got = (
-        jaxmha.dot_product_attention(
-            query, key, value, mask_mod=lambda b, n, i, j: i % 3 != 0,
-            fully_masked=policy, implementation=name,
-        )
-        for name in IMPLEMENTATIONS
+    got = jaxmha.dot_product_attention(
+        query, key, value, mask_mod=lambda b, n, i, j: i % 3 != 0, fully_masked=policy,
+        implementation="blocked",
     )  # fmt: skip
+    q, k, v = (np.asarray(x, np.float64) for x in (query, key, value))
+    k, v = (np.repeat(x, N // K, 2) for x in (k, v))
+    exps = np.exp(np.einsum("btnh,bsnh->bnts", q, k) * H**-0.5)
+    want = np.einsum("bnts,bsnh->btnh", exps / exps.sum(-1, keepdims=True), v)
+    want[:, ::3] = {"zero": 0, "nan": np.nan, "mean": v.mean(1, keepdims=True)}[policy]
     np.testing.assert_allclose(got, want, atol=1e-6)
-    rows = np.asarray(got[:, ::3])
-    assert {"zero": (rows == 0).all(), "nan": np.isnan(rows).all(), "mean": True}[policy]
 
 
 def test_half_precision_scores_are_float32() -> None:
@@ -284,13 +282,12 @@ def test_a_layer_with_extra_positions() -> None:
     i, j = np.ogrid[:7, :7]
     bias = -rates[:, None, None] * jnp.asarray(np.abs(i - j), "float32")[None]
     want = jaxmha.multi_head_attention(params, x, bias=bias, mask=jnp.asarray(j % 3 != 1))
-    for implementation in IMPLEMENTATIONS:
-        got = jaxmha.multi_head_attention(
-            params, x, implementation=implementation,
-            score_mod=lambda score, b, n, i, j: score - rates[n] * jnp.abs(i - j).astype("float32"),
-            mask_mod=lambda b, n, i, j: j % 3 != 1,
-        )  # fmt: skip
-        assert relative_error(got, want) < 1e-6
+    got = jaxmha.multi_head_attention(
+        params, x, implementation="blocked",
+        score_mod=lambda score, b, n, i, j: score - rates[n] * jnp.abs(i - j).astype("float32"),
+        mask_mod=lambda b, n, i, j: j % 3 != 1,
+    )  # fmt: skip
+    assert relative_error(got, want) < 1e-6
 
 
 def test_a_traced_scale_and_poisoned_queries() -> None:
@@ -387,7 +384,7 @@ def test_decoding_is_a_causal_layer(paged: bool) -> None:
         cache = jaxmha.PagedKVCache.empty(params, B, 16, pages=8, page_size=4)
     out, cache = jaxmha.prefill(params, x[:, :5], cache, **functions)
     assert relative_error(out, want[:, :5]) < 2e-6
-    for start, stop in ((5, 6), (6, 9)):
+    for start, stop in ((5, 6), (6, 7)):
         out, cache = jaxmha.decode_step(params, x[:, start:stop], cache, **functions)
         assert relative_error(out, want[:, start:stop]) < 2e-6
 
