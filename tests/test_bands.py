@@ -47,9 +47,8 @@ def test_bands(case: Case, tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
             return right(*arguments)
 
         monkeypatch.setattr(bands, name, band)
-    conformance.values(case, tiny, "float32", jit=True)
+    conformance.kernel(case, tiny, "float32", lse=True)
     assert set(taken) == {"attend_row_bands" if case.is_causal else "attend_key_bands"}
-    conformance.gradients(case, tiny, "float32", entries=5)
 
 
 @pytest.mark.slow

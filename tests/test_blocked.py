@@ -32,16 +32,7 @@ def tiny(request: Any, monkeypatch: pytest.MonkeyPatch) -> str:
     return conformance.tiled(request.node.name, request.param, monkeypatch)
 
 
-@pytest.mark.slow_variants(
-    "two_rows-empty_mean_lengths",
-    "two_rows-dropout_shared",
-    "two_rows-window_sides",
-    "*multi_query",
-    "*causal_long",
-    "*mask_rows",
-    "*dropout",
-    "two_rows-bias_per_head",
-)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
@@ -60,7 +51,7 @@ def test_values(name: str, tiny: str) -> None:
     conformance.values(BY_NAME[name], tiny, "float32", jit=True)
 
 
-@pytest.mark.slow_variants("*dropout_shared", "*window_sides")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["window_sides", "dropout_shared", "everything"])
 def test_gradients(name: str, tiny: str) -> None:
     conformance.gradients(BY_NAME[name], tiny, "float32", entries=5)
@@ -90,7 +81,7 @@ SEVERAL = (
 )  # fmt: skip
 
 
-@pytest.mark.everyday(case=["window"])
+@pytest.mark.everyday(case=["all"])
 @pytest.mark.parametrize("tiny", TINY[2:], indirect=True, ids=["two_heads"])
 @pytest.mark.parametrize("case", SEVERAL)
 def test_every_gradient_over_several_tiles(
@@ -137,7 +128,7 @@ def test_a_bias_keeps_keys_out_of_rows_that_exclude_them(
     tolerance.assert_close(found[:, ~attends], clean[:, ~attends])
 
 
-@pytest.mark.parametrize("bias", [None, "1NTS"])
+@pytest.mark.parametrize("bias", [pytest.param(None, marks=pytest.mark.slow), "1NTS"])
 def test_a_cotangent_reaches_the_keys_of_its_row_alone(bias: str | None) -> None:
     """NaN in the cotangent of row 2 of a causal call leaves the gradients of later keys as they are."""
     case = Case("causal", T=7, S=7, K=2, bias=bias, is_causal=True)
@@ -173,7 +164,7 @@ def test_traced_offsets(batch: int) -> None:
     tolerance.assert_close(out, want.out)
 
 
-@pytest.mark.parametrize("gradient", [False, True])
+@pytest.mark.parametrize("gradient", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_scores_are_never_materialised(*, gradient: bool) -> None:
     x = shaped(1, 4096, 4, 16, dtype="float32")
 
@@ -185,7 +176,7 @@ def test_scores_are_never_materialised(*, gradient: bool) -> None:
     assert memory.temp_size_in_bytes < 4 * 4096 * 4096 * 4 / 2
 
 
-@pytest.mark.slow_variants("*", "!key-*", "!*-jvp-True")
+@pytest.mark.slow_variants("*", "!key-*-False", "!*-jvp-True")
 @pytest.mark.parametrize("jitted", [False, True])
 @pytest.mark.parametrize("mode", ["jvp", "jacfwd", "linearize"])
 @pytest.mark.parametrize("argument", ["key", "bias", "captured"])
@@ -322,7 +313,7 @@ def _groups_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_mask, "mask_or_bias", swapped)
 
 
-@pytest.mark.slow_variants("dropout-two_rows", "*again-two_rows", "first rows-two_rows")
+@pytest.mark.slow_variants("*", "!chunks-two_rows")
 @pytest.mark.parametrize("tiny", TINY[1:2], indirect=True, ids=["two_rows"])
 @pytest.mark.parametrize(
     ("mutate", "name", "grads"),

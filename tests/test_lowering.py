@@ -71,7 +71,7 @@ def gradient(call: Any, **options: Any) -> Any:
     return of
 
 
-@pytest.mark.everyday(name=["lengths", "padding causal"])
+@pytest.mark.everyday(name=["padding causal"])
 @pytest.mark.usefixtures("cudnn")
 @pytest.mark.parametrize("name", CALLS)
 def test_cudnn(name: str) -> None:
@@ -277,7 +277,7 @@ TRANSFORMED: dict[str, tuple[Any, tuple[Any, ...]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.everyday(name=["vmap(grad), one bias", "jacobian"])
+@pytest.mark.everyday(name=["vmap(grad), one bias"])
 @pytest.mark.usefixtures("cudnn")
 @pytest.mark.parametrize("name", TRANSFORMED)
 def test_cudnn_under_transformations(name: str) -> None:

@@ -200,13 +200,11 @@ class Coarse(Schedule):
 
 
 MACHINES = Schedule, Windows, Bytes, Float8, Coarse
-TestSchedule, TestWindows, TestBytes, TestFloat8, TestCoarse = (x.TestCase for x in MACHINES)
-for case in (TestSchedule, TestWindows, TestBytes, TestFloat8, TestCoarse):
-    case.settings = settings(max_examples=10, stateful_step_count=12, deadline=None)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("machine", MACHINES)
-def test_a_thousand_schedules(machine: type[Schedule]) -> None:
-    many = settings(max_examples=1000, stateful_step_count=15, deadline=None)
-    run_state_machine_as_test(machine, settings=many)
+@pytest.mark.slow_variants("1000-*", "5-Bytes", "5-Coarse")
+@pytest.mark.parametrize("machine", MACHINES, ids=[machine.__name__ for machine in MACHINES])
+@pytest.mark.parametrize("examples", [5, 1000])
+def test_random_schedules(examples: int, machine: type[Schedule]) -> None:
+    given = settings(max_examples=examples, stateful_step_count=15, deadline=None)
+    run_state_machine_as_test(machine, settings=given)

@@ -93,13 +93,12 @@ def test_validate_names_what_is_wrong() -> None:
     cache.validate()
     cache.fork(0, 1).validate()
     table, lengths = np.asarray(cache.table), np.asarray(cache.lengths)
-    _, window = run(
-        params, cache, x[:, :4], mask=Mask.window(2, 0), q_lengths=np.asarray([4, 0, 0])
-    )
+    x = x[:, :5]
+    _, window = run(params, cache, x, mask=Mask.window(2, 0), q_lengths=np.asarray([4, 0, 0]))
     window.validate()  # it lacks its first page
     alone = Mask.window(0, None)
-    _, idle = run(params, empty(params), x[:, :3], mask=alone)
-    _, idle = run(params, idle, x[:, :1], mask=alone, q_lengths=np.asarray([1, 0, 0]))
+    _, idle = run(params, empty(params), x, mask=alone, q_lengths=np.asarray([3, 3, 3]))
+    _, idle = run(params, idle, x, mask=alone, q_lengths=np.asarray([1, 0, 0]))
     idle.validate()
 
     def changed(row: int, entry: int, page: int) -> np.ndarray:
@@ -107,7 +106,7 @@ def test_validate_names_what_is_wrong() -> None:
         found[row, entry] = page
         return found
 
-    full = run(params, cache, x[:, :9])[1]
+    full = run(params, cache, x, q_lengths=np.asarray([5, 5, 5]))[1]
     wrong: list[tuple[PagedKVCache, str]] = [
         (cache._replace(table=changed(0, 1, PAGES)), r"table\[0, 1\] is 7: expected -1, or a page"),
         (cache._replace(table=changed(2, 0, -5)), r"table\[2, 0\] is -5"),

@@ -135,6 +135,7 @@ def test_sizes_are_checked(sizes: dict[str, Any], monkeypatch: pytest.MonkeyPatc
         jaxmha.dot_product_attention(x, x, x, is_causal=True, implementation="blocked", scale=0.7)
 
 
+@pytest.mark.slow_variants("implementation1-cpu")
 @pytest.mark.parametrize(
     ("implementation", "platform"), [("blocked", "tpu"), (("splash", "blocked"), "cpu")]
 )
