@@ -1,5 +1,6 @@
 """The blocked implementation with blocks so small that bands, tiles and carries are exercised."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -198,6 +199,52 @@ def test_forward_mode_names_the_remedy(argument: str, mode: str, *, jitted: bool
 
     with pytest.raises(TypeError, match='implementation="reference", or "few_queries" where'):
         (jax.jit(run) if jitted else run)(given)
+
+
+@pytest.mark.slow_variants("*", "!grad of jvp-query", "!grad of jvp-key", "!vmap-key")
+@pytest.mark.parametrize("argument", ["query", "key", "bias", "lengths", "dropout_key"])
+@pytest.mark.parametrize("how", ["grad of jvp", "grad of hvp", "vmap", "scan"])
+def test_compositions_with_forward_mode_name_the_remedy(how: str, argument: str) -> None:
+    """Also where they differentiate or batch another argument than the one of `jax.jvp`."""
+    query, key = jnp.ones((1, 5, 2, 3)), jnp.ones((1, 7, 2, 3))
+    given = {
+        "query": query,
+        "key": key,
+        "bias": jnp.ones((1, 1, 5, 7)),
+        "lengths": jnp.ones(1, np.int32),
+        "dropout_key": jax.random.key(0),
+    }[argument]
+    if how != "vmap" and argument in ("lengths", "dropout_key"):
+        pytest.skip("has no gradient")
+
+    def product(other: Any) -> jax.Array:
+        def of(query: Any) -> jax.Array:
+            out: jax.Array = jaxmha.dot_product_attention(
+                other if argument == "query" else query,
+                other if argument == "key" else key,
+                key + query[:, :1],
+                bias=other if argument == "bias" else None,
+                key_value_seq_lengths=other if argument == "lengths" else None,
+                dropout_rate=0.5 if argument == "dropout_key" else 0.0,
+                dropout_key=other if argument == "dropout_key" else None,
+                implementation="blocked",
+            )
+            return out.sum()
+
+        tangent: jax.Array = jax.jvp(of, (query,), (query,))[1]
+        return tangent
+
+    def scanned(other: Any) -> Any:
+        return jax.lax.map(lambda factor: factor * product(other), jnp.ones(2)).sum()
+
+    run: Callable[[Any], Any] = {
+        "grad of jvp": jax.grad(product),
+        "grad of hvp": jax.grad(lambda x: jax.grad(product)(x).sum()),
+        "vmap": lambda x: jax.vmap(jax.jit(product))(x[None]),
+        "scan": jax.grad(scanned),
+    }[how]
+    with pytest.raises(TypeError, match='implementation="reference", or "few_queries" where'):
+        run(given)
 
 
 @pytest.mark.slow_variants("two_rows")

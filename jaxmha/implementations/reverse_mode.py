@@ -1,16 +1,17 @@
 """Names the remedy where forward-mode differentiation meets a custom gradient.
 
-JAX raises when it batches the program of the tangents, inside our call, or when it lowers it: under
-`jax.jit` no code of ours runs then. So the tangents carry a mark, whose lowering raises first. In
-reverse mode its transpose is the identity: the mark is gone before the program is lowered.
+JAX raises when it lowers the program of the tangents, or batches or differentiates it: under
+`jax.jit` no code of ours runs then. So the tangents carry a mark, which raises first. In reverse mode
+the mark is transposed, to the identity, before any of these.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, NoReturn
 
 import jax
+import jax.numpy as jnp
 from jax.interpreters import ad, batching, mlir
 
 from jaxmha.implementations.base import Request
@@ -34,37 +35,72 @@ def forward_mode() -> Iterator[None]:
 
 def only(request: Request) -> Request:
     """Returns the request, with arrays that raise TypeError in forward mode."""
-    query, key, value = (_marked(x) for x in request[:3])
-    bias = None if request.bias is None else _marked(request.bias)
     mod = request.score_mod
+    operands = (*request[:3], request.bias, None if mod is None else mod.floats)
+    unmarked = (request.mask, request.dropout_key, request.score_mod, request.mask_mod)
+    arrays, structure = jax.tree.flatten(operands)
+    others = [x for x in jax.tree.leaves(unmarked) if isinstance(x, jax.Array)]
+    marked = _identity().bind(*arrays, *others, results=len(arrays))
+    query, key, value, bias, floats = jax.tree.unflatten(structure, marked)
     if mod is not None:
-        mod = mod._replace(floats=tuple(_marked(x) for x in mod.floats))
+        mod = mod._replace(floats=floats)
     return request._replace(query=query, key=key, value=value, bias=bias, score_mod=mod)
-
-
-@jax.custom_jvp
-def _marked(x: jax.Array) -> jax.Array:
-    return x
-
-
-@_marked.defjvp
-def _jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
-    return primals[0], _mark().bind(tangents[0])
 
 
 def _raise(*_: Any, **__: Any) -> NoReturn:
     raise TypeError(REMEDY)
 
 
+def _jvp(
+    primals: Sequence[Any], tangents: Sequence[Any], *, results: int
+) -> tuple[list[Any], list[Any]]:
+    # Without elements, so that no gradient saves them: the tangents depend on these arrays, and a
+    # program that batches or differentiates one of them raises.
+    sources = [jax.lax.slice_in_dim(jnp.expand_dims(x, -1), 0, 0, axis=-1) for x in primals]
+    marked = [
+        x if type(x) is ad.Zero or x.dtype == jax.dtypes.float0 else _mark().bind(x, *sources)
+        for x in tangents[:results]
+    ]
+    return list(primals[:results]), marked
+
+
+@cache
+def _identity() -> Any:
+    """The primitive whose results are its first arrays, with marked tangents.
+
+    Under `jax.vmap`, a `jax.custom_jvp` would batch the mark, also in reverse mode.
+    """
+    from jax.extend.core import Primitive  # also imports Pallas, which few programs need
+
+    def first(*arrays: Any, results: int) -> list[Any]:
+        return list(arrays[:results])
+
+    identity: Any = Primitive("attention_operands")
+    identity.multiple_results = True
+    identity.def_impl(first)
+    identity.def_abstract_eval(first)
+    mlir.register_lowering(identity, lambda _, *arrays, results: first(*arrays, results=results))
+    batching.primitive_batchers[identity] = lambda arrays, axes, results: (
+        identity.bind(*arrays, results=results),
+        axes[:results],
+    )
+    ad.primitive_jvps[identity] = _jvp
+    return identity
+
+
 @cache
 def _mark() -> Any:
-    """The primitive of marked tangents."""
-    from jax.extend.core import Primitive  # also imports Pallas, which few programs need
+    """The primitive of marked tangents, which are differentiated and batched in forward mode only."""
+    from jax.extend.core import Primitive
 
     mark: Any = Primitive("attention_in_reverse_mode_only")
     mark.def_impl(_raise)
-    mark.def_abstract_eval(lambda x: x)
+    mark.def_abstract_eval(lambda x, *_: x)
     mlir.register_lowering(mark, _raise)
-    batching.primitive_batchers[mark] = lambda x, axes: (mark.bind(*x), axes[0])
-    ad.deflinear2(mark, lambda cotangent, _: [cotangent])  # type: ignore[no-untyped-call]
+    batching.primitive_batchers[mark] = _raise
+    ad.primitive_jvps[mark] = _raise
+    ad.primitive_transposes[mark] = lambda cotangent, _, *sources: (
+        cotangent,
+        *[None] * len(sources),
+    )
     return mark
