@@ -1,6 +1,8 @@
 """One step over a cache in plain XLA: the softmax state over slots and extra positions."""
 
-from typing import NamedTuple, Protocol, runtime_checkable
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -107,6 +109,10 @@ class Step(NamedTuple):
         return None if self.mask.window_size is None else self.mask.window_size[0]
 
 
+# The arrays of a step: all but `matmul` and `soft_cap`.
+_Arrays: TypeAlias = tuple[jax.Array, Cache, jax.Array, jax.Array, Mask, Mods]
+
+
 def make_step(
     query: Float[jax.Array, "B T N H"],
     cache: Cache,
@@ -135,7 +141,43 @@ def make_step(
 
 
 def over_slots(step: Step, block: int) -> State:
-    """The softmax state over all valid slots, from the whole cache or only from tiles in use."""
+    """The softmax state over all valid slots, from the whole cache or only from tiles in use.
+
+    Derivatives read all slots: reverse mode cannot transpose a loop over as many tiles as are used.
+    """
+
+    def of(arrays: _Arrays, find: Callable[[Step], State]) -> State:
+        rows, cache, last, positions, mask, mods = arrays
+        own = step._replace(rows=rows, cache=cache, last=last, positions=positions)
+        return find(own._replace(mask=mask, mods=mods))
+
+    @jax.custom_jvp
+    def state(arrays: _Arrays) -> State:
+        return of(arrays, partial(_over_tiles, block=block))
+
+    @state.defjvp
+    def _(primals: tuple[_Arrays], tangents: tuple[_Arrays]) -> tuple[State, State]:
+        found: tuple[State, State] = jax.jvp(partial(of, find=_over_all), primals, tangents)
+        return found
+
+    found: State = state((*step[:5], step.mods))
+    return found
+
+
+def _over_all(step: Step) -> State:
+    """The softmax state over all slots; those that no query attends have zero derivatives."""
+    S = step.cache.slots
+    allowed, tokens = _allowed(step, jnp.arange(S, dtype=np.int32))
+    attended = allowed.any((1, 2))[:, None]
+    every = step.cache.whole() or step.cache.tile(0, S)
+    keys = jnp.where(attended[..., None], every.keys, jnp.zeros((), every.keys.dtype))
+    scale = every.key_scale
+    scale = None if scale is None else jnp.where(attended, scale, jnp.zeros((), scale.dtype))
+    tile = every._replace(keys=keys, key_scale=scale)
+    return _fold(step, _empty_state(step), tile, allowed, tokens)
+
+
+def _over_tiles(step: Step, block: int) -> State:
     S = step.cache.slots
     size = step.cache.tile_size(block)
     start = _empty_state(step)

@@ -194,6 +194,25 @@ def test_what_is_beyond_the_length_says_nothing(length: int) -> None:
     tolerance.assert_close(outs[1], np.asarray(outs[0]))
 
 
+@pytest.mark.slow_variants("read in blocks")
+@pytest.mark.parametrize("length", [T, 4096], ids=["read whole", "read in blocks"])
+def test_steps_have_gradients(length: int) -> None:
+    """The gradients of full attention; slots that no query attends have none, even if they hold NaN."""
+    params, x = make()
+    empty = KVCache.empty(params, B, length)
+    spoiled = [jnp.full_like(a, np.nan) for a in (empty.key, empty.value)]
+    cache = empty._replace(key=spoiled[0], value=spoiled[1])
+
+    def steps(x: jax.Array) -> jax.Array:
+        return (jaxmha.extend(params, x, cache)[0] ** 2).sum()
+
+    def whole(x: jax.Array) -> jax.Array:
+        return jnp.asarray(full(params, x, implementation="reference") ** 2).sum()
+
+    found, want = (jax.jit(jax.grad(f))(x[:, :5]) for f in (steps, whole))
+    tolerance.assert_close(found, np.asarray(want), factor=2)
+
+
 def test_work_is_bounded_by_the_length(monkeypatch: pytest.MonkeyPatch) -> None:
     """Long caches with little in them are never read whole."""
     from jaxmha import cached_step as module
