@@ -78,7 +78,7 @@ class Outside(NamedTuple):
     """The result of comparing all tensors outside attention.
 
     Attributes:
-      differing: name in the first source -> description of the difference.
+      differing: name in the first source, or the name that differs in a tie -> the difference.
       left: tensors that could not be compared.
       notes: remarks on tensors that count as the same.
       relations: name -> how two tensors of different dtypes are related, if that is known.
@@ -101,11 +101,19 @@ class _Group(NamedTuple):
 
 
 class _Pair(NamedTuple):
-    """The names of two tensors to compare, and their layout entries if both layers are known."""
+    """The names of two tensors to compare, and their layout entries if both layers are known.
+
+    `reported`: the name of both if a tie gives it, else that of the first is reported.
+    """
 
     names: tuple[str, str]
     entries: tuple[Entry, Entry] | None
     transposed: bool  # True if one tensor may be the transpose of the other
+    reported: str | None = None
+
+    @property
+    def name(self) -> str:
+        return self.reported or self.names[0]
 
 
 def compare(a: Source, b: Source) -> Outside:
@@ -146,12 +154,24 @@ def compare(a: Source, b: Source) -> Outside:
             alone[number] |= {name: key for key, name in groups[number][path].names.items()}
     for number, blocks in enumerate(latent_comparison.pairs(a.latents, b.latents)[1:]):
         alone[number] |= {name: key for block in blocks for key, name in block.keys.items()}
-    for number, other in enumerate((b, a)):
-        for name in [name for name in alone[number] if name in other.tied]:
-            names = (name, other.tied[name])[:: 1 - 2 * number]
-            pairs.append(_Pair((names[0], names[1]), None, False))
-            del alone[number][name]
+    pairs += _of_ties((a, b), alone)
     return _compared((a, b), pairs, alone, harmless)
+
+
+def _of_ties(operands: tuple[Source, Source], alone: list[dict[str, str]]) -> Iterator[_Pair]:
+    """Pairs, and takes out of `alone`, the tensors that the other source has under another name."""
+    for number in (0, 1):
+        own, other = operands[number], operands[1 - number]
+        for name in list(alone[number]):
+            aliases = [alias for alias, kept in own.tied.items() if kept == name]
+            kept_as = {x: x for x in aliases if x in other.info} | {
+                x: other.tied[x] for x in (name, *aliases) if x in other.tied
+            }
+            for alias, found in list(kept_as.items())[:1]:
+                del alone[number][name]
+                alone[1 - number].pop(found, None)
+                names = (name, found)[:: 1 - 2 * number]
+                yield _Pair((names[0], names[1]), None, False, alias)
 
 
 def _compared(
@@ -188,9 +208,9 @@ def _compared(
                 continue
             how = _difference(arrays[0], arrays[1], pair.entries)
             if how and pair.transposed and not _difference(arrays[0].T, arrays[1]):
-                turned.append(pair.names[0])
+                turned.append(pair.name)
             elif how:
-                differing[pair.names[0]] = how
+                differing[pair.name] = how
     for number, own in enumerate(("first", "second")):
         for name in sorted(alone[number], key=order.__getitem__):
             other = ("second", "first")[number]

@@ -63,6 +63,24 @@ def test_verify_compares_both_names(order: int, saved: Path, tmp_path: Path) -> 
     shown = cli("verify", *files, "--num-heads", 2)
     assert shown.exit_code == 1
     assert "head.weight" in printed(shown)
+    found = verify.compare(files[0], files[1], num_heads=2)
+    assert [*found.outside] == ["head.weight"]
+    assert not found.not_compared
+
+
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize("value", [0.0, None], ids=["different", "same"])
+def test_a_tensor_under_only_the_other_name_is_compared(
+    value: float | None, order: int, saved: Path
+) -> None:
+    state = torch.load(saved.with_suffix(".pt"))
+    head = state.pop("emb.weight")
+    state["head.weight"] = head if value is None else head * value
+    torch.save(state, saved.with_suffix(".pt"))
+    files = [saved, saved.with_suffix(".pt")][::order]
+    found = verify.compare(files[0], files[1], num_heads=2)
+    assert [*found.outside] == ["head.weight"] * (value is not None)
+    assert not found.not_compared
 
 
 @pytest.mark.parametrize("ending", [".safetensors", ".pt"])
