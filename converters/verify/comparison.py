@@ -193,10 +193,20 @@ def _other_scale(a: ComparedBlock, b: ComparedBlock, departure: Departure | None
         return None
     if departure is not None and not departure.in_output:
         return f"{FOLDED}: outputs are the same"
-    if by := _folded(a, b):
-        return f"{FOLDED}, times {by:.6g}: outputs are the same but for the rounding of it"
+    if found := folding(a, b):
+        return found
     usual = math.isclose(low, check(a.params)["H"] ** -0.5, rel_tol=1e-12)
     return forward_check.MISSING_SCALE if usual and low < high == 1 else None
+
+
+def folding(a: ComparedBlock, b: ComparedBlock) -> str | None:
+    """Says that one block has the scale of the other folded into its query, if nothing else differs."""
+    if _sizes(a) != _sizes(b) or math.isclose(_scale(a), _scale(b), rel_tol=1e-12):
+        return None
+    by = _folded(a, b)
+    if by is None:
+        return None
+    return f"{FOLDED}, times {by:.6g}: outputs are the same but for the rounding of it"
 
 
 def _folded(a: ComparedBlock, b: ComparedBlock) -> float | None:

@@ -1,6 +1,6 @@
 """`jaxmha diff`: attributes the difference between two checkpoints' attention to its causes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from pathlib import Path
@@ -11,6 +11,7 @@ import typer
 from rich.table import Table
 
 from jaxmha import Mask, Semantics, checkpoint
+from jaxmha.checkpoint.errors import listed
 from jaxmha.cli.console import (
     escape,
     items,
@@ -168,7 +169,7 @@ def command(
         facts = model_facts.compare(
             sources[0].source, sources[1].source, pairs, only_blocks=block is not None
         )
-        every_note = (*notes, *more, *facts.notes)
+        every_note = (*notes, *more, *facts.notes, *_foldings(pairs))
         result = Difference(found, only_a, only_b, rest, every_note, unproven, facts.differing)
         if as_json:
             print_json(result.to_json())
@@ -191,6 +192,15 @@ def _attribute(
     return replace(
         found, idle_weights=stored_differently(pair[0].params, pair[1].params, found.changes_output)
     )
+
+
+def _foldings(pairs: Sequence[tuple[ComparedBlock, ComparedBlock]]) -> Iterator[str]:
+    """Notes on scales that are folded into queries: parts of weights and scale cancel."""
+    names: dict[str, list[str]] = {}
+    for x, y in pairs:
+        if found := comparison.folding(x, y):
+            names.setdefault(found, []).append(x.name or y.name or "(top)")
+    yield from (f"{listed(blocks)}: {found}" for found, blocks in names.items())
 
 
 def _rest(

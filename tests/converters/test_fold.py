@@ -183,6 +183,9 @@ def test_verify_recognises_a_factor_that_rounds(dtype: str | None, tmp_path: Pat
     assert "jaxmha convert --fold-scale" in found.notes[-1]
     (block,) = comparison.compare(present, source).blocks
     assert "times 0.353553" in str(block)
+    assert "the scale is folded into the query, times 2.82843: " in printed(
+        cli("diff", source, present)
+    )
 
 
 def test_verify_names_no_folded_scale_where_more_differs() -> None:
