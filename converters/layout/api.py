@@ -25,7 +25,7 @@ class Import(Protocol):
 
         Args:
           state: arrays or tensors by key; `prefix` and `.` or `/` stand before each key. In a nested
-            dict, the names on the way to an array make its key.
+            tree, the names and indices on the way to an array make its key.
           layout: its name; default: the first whose required keys are present.
           num_heads: needed where no shape holds the head count, checked where one does.
           prefix: takes only the keys below it.

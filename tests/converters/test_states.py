@@ -126,3 +126,17 @@ def test_wrong_states_and_prefixes_are_refused() -> None:
                 import_params(state, num_heads=N)
     with pytest.raises(TypeError, match="prefix: expected a string, got tuple"):
         flax.import_params({}, prefix=("a", "b"))  # type: ignore[arg-type]
+
+
+def test_lists_within_trees_have_indices_as_keys(tree: dict[str, Any]) -> None:
+    other = jax.tree.map(np.zeros_like, tree)
+    for layers in ([other, tree], (other, tree)):
+        state = {"model": {"layers": layers}}
+        assert same(flax.import_params(state, prefix="model/layers/1")[0], tree)
+
+
+@pytest.mark.parametrize("box", [linen.Partitioned, linen.LogicallyPartitioned])
+def test_boxes_of_linen_are_unboxed(box: Any, tree: dict[str, Any]) -> None:
+    boxed = jax.tree.map(lambda x: box(x, (None,) * x.ndim), tree)
+    for state in (boxed, traverse_util.flatten_dict(boxed, sep="/")):
+        assert same(flax.import_params(state)[0], tree)
