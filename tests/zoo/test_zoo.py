@@ -58,7 +58,6 @@ def test_a_reason_tells_the_form_and_every_place() -> None:
 
 @pytest.mark.slow_variants(
     "instructblip",
-    "altclip",
     "glm_ocr_text",
     "qwen3_vl_moe_text",
     "nemotron3_5_asr",
