@@ -370,7 +370,7 @@ def attend(
         query,
         key,
         value,
-        limits.held(bias, query.dtype),
+        limits.clipped(bias, query.dtype),
         simplified(mask),
         semantics,
         dropout_key,

@@ -45,7 +45,7 @@ def check(semantics: Semantics, dtype: np.dtype[np.floating]) -> None:
         )
 
 
-def held(bias: jax.Array | None, dtype: np.dtype[np.floating]) -> jax.Array | None:
+def clipped(bias: jax.Array | None, dtype: np.dtype[np.floating]) -> jax.Array | None:
     """Casts a float64 bias to the accumulation dtype of heads of `dtype`; clips finite entries."""
     accumulate = accumulation_dtype(dtype)
     if bias is None or bias.dtype != np.float64 or accumulate == np.float64:

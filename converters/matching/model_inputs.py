@@ -41,8 +41,12 @@ def draw(inputs: Draw, seed: int) -> tuple[Arguments, Arguments]:
 
     Raises:
       TypeError, ValueError: the returned value is of another form.
+      ValueError: `inputs` raised another error.
     """
-    drawn = inputs(np.random.default_rng(seed))
+    try:
+        drawn = inputs(np.random.default_rng(seed))
+    except Exception as error:
+        raise ValueError(f"inputs raised {type(error).__name__}: {error}") from error
     if not isinstance(drawn, Mapping) or not any(map(_is_arguments, map(drawn.get, _APART))):
         return _checked(drawn, ""), _checked(drawn, "")
     if drawn.keys() != set(_APART):

@@ -49,7 +49,7 @@ def _program(data: Data, step: Step, variables: Any, cache: Any) -> Program:
     def outputs(cotangent: Array) -> tuple[Any, None]:
         return np.asarray(call(), np.float32), None
 
-    text, nbytes = lambda: str(compiled[0].as_text()), lambda: jax_peers.held(compiled[0])
+    text, nbytes = lambda: str(compiled[0].as_text()), lambda: jax_peers.bytes_of(compiled[0])
     return Program(build, run, outputs, text, nbytes)
 
 
@@ -117,7 +117,7 @@ def core_program(case: Case, data: Data, name: str) -> Program:
     def outputs(cotangent: Array) -> tuple[Any, None]:
         return np.asarray(compiled[0](*held), np.float32), None
 
-    text, nbytes = lambda: str(compiled[0].as_text()), lambda: jax_peers.held(compiled[0])
+    text, nbytes = lambda: str(compiled[0].as_text()), lambda: jax_peers.bytes_of(compiled[0])
     return Program(build, run, outputs, text, nbytes)
 
 

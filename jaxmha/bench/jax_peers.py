@@ -332,11 +332,11 @@ def program(peer: str, case: Case, data: Data) -> Program:
         out, (_, gradients) = compiled[0](*arguments[:3], placed(cotangent))
         return np.asarray(out, np.float32), [np.asarray(g, np.float32) for g in gradients]
 
-    text, nbytes = lambda: str(compiled[0].as_text()), lambda: held(compiled[0])
+    text, nbytes = lambda: str(compiled[0].as_text()), lambda: bytes_of(compiled[0])
     return Program(build, run, outputs, text, nbytes)
 
 
-def held(compiled: Any) -> int:
+def bytes_of(compiled: Any) -> int:
     """Bytes of temporaries and results of a compiled program; 0 if XLA does not tell."""
     memory = compiled.memory_analysis()
     if memory is None:

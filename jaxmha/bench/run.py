@@ -89,7 +89,7 @@ def run(
         rounds=rounds,
         budget=BUDGET / len(names),
         threads=threads,
-        platform=_held(platform),
+        platform=_platform_of_fleet(platform),
         backends=["xla"],
         say=say,
         step=say,
@@ -145,11 +145,12 @@ def order(found: dict[str, Any]) -> list[str]:
 
 
 def _limits(threads: int, platform: str, products: str) -> dict[str, float]:
-    with Fleet(threads, _held(platform)) as fleet:
+    with Fleet(threads, _platform_of_fleet(platform)) as fleet:
         return _checked(fleet["limits"].ask("limits", products=products))
 
 
-def _held(platform: str) -> str | None:
+def _platform_of_fleet(platform: str) -> str | None:
+    """The `platform` of a Fleet: only the CPU has to be named."""
     return "cpu" if platform == "cpu" else None
 
 

@@ -289,6 +289,7 @@ WRONG_INPUTS: dict[str, tuple[Any, str]] = {
         lambda _: {"ids": X},
         r"\(ids=float32 \(2, 5\)\), and takes \(input.*unexpected",
     ),
+    "an error": (lambda _: WRONG_INPUTS["x"], "inputs raised KeyError: 'x'"),
     "nothing": (lambda _: (), r"returned, \(\), and takes \(input.*TypeError: .*missing"),
 }
 
