@@ -20,7 +20,7 @@ X = jnp.asarray(RNG.standard_normal((2, 7, 3, 13, 5)), "float32")
 
 
 @pytest.mark.slow_variants("*", "!axes5")
-@pytest.mark.parametrize("axes", [(1,), (3,), (-2,), (1, 3), (3, 1), (2, 1, -2), (0, 3)])
+@pytest.mark.parametrize("axes", [(1,), (3,), (-2,), (1, 3), (3, 1), (3, 1, -3), (0, 3)])
 def test_axes_are_moved_and_flattened(axes: tuple[int, ...]) -> None:
     over = tuple(axis % 5 for axis in axes)
     others = [axis for axis in range(4) if axis not in over]

@@ -24,6 +24,7 @@ SOME = (
     "soft_cap",
     "empty_nan",
     "empty_mean",
+    "empty_mean_dropout",
     "everything",
 )
 

@@ -247,7 +247,7 @@ def test_poisoned_padding(how: str, name: str) -> None:
     assert_unmoved(case, leaves, inputs, spoiled, others)
 
 
-@pytest.mark.slow
+@pytest.mark.slow_variants("norm_rms")
 @pytest.mark.parametrize("name", ["self_unbatched", "norm_rms"])
 def test_poisoned_self_attention(name: str) -> None:
     """One array as query, key and value, padded at its end."""

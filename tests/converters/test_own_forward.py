@@ -258,9 +258,7 @@ def flax_fp8() -> Any:
     return linen.Fp8DotGeneralOp
 
 
-@pytest.mark.slow_variants(
-    "linen out*", "linen qk_*", "linen attn*", "linen fp8", "nnx out product"
-)
+@pytest.mark.slow_variants("linen fp8")
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused(case: str) -> None:
     converter, make, message = REFUSED[case]

@@ -142,6 +142,8 @@ def test_a_stream_without_buffer_stays_so() -> None:
         piped.write("x")
         assert os.read(reader, 2) == b"x"
     os.close(reader)
+    with _piped(None) as closed:
+        assert closed.write("x") == 1  # nothing reads it
 
 
 @pytest.mark.parametrize("error", [KeyError("x"), MemoryError(), AssertionError("no"), OSError(5)])

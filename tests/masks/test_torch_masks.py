@@ -41,7 +41,7 @@ BOTH = (False, True)
 SETTINGS = list(itertools.product(BOTH, BOTH, BOTH))  # bias_kv, zero_attn, need_weights
 
 
-@pytest.mark.slow_variants("*", "!True-True-True", "!False-False-False")
+@pytest.mark.slow_variants("*", "!True-True-True", "!False-True-False", "!False-False-False")
 @pytest.mark.parametrize(("bias_kv", "zero_attn", "need_weights"), SETTINGS)
 def test_every_combination(bias_kv: bool, zero_attn: bool, need_weights: bool) -> None:
     """attn_mask 7 x key_padding_mask 3 x is_causal 2 x batch_first 2 x batched 2, per setting."""
