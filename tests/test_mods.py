@@ -173,7 +173,6 @@ def test_nan_in_excluded_positions_has_no_influence(implementation: str) -> None
 
 
 @pytest.mark.usefixtures("x64")  # the derivative is large near 0
-@pytest.mark.slow_variants("False")
 @pytest.mark.parametrize("lengths", [False, True])
 def test_rows_that_are_none_spoil_no_gradient(lengths: bool, monkeypatch: Any) -> None:
     """The derivative of the score function is infinite at 0, the score of padded rows, and of those
