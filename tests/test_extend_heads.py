@@ -40,6 +40,8 @@ def test_one_step_with_positions_of_its_own() -> None:
     tolerance.assert_close(jaxmha.combine(params, out), np.asarray(want, np.float64), factor=2)
     tolerance.assert_close(own.key, np.asarray(longer.key, np.float64))
     assert own.lengths.tolist() == longer.lengths.tolist() == [5, 1, 7]
+    turned = jaxmha.decode_step(params, x, cache, rotate=ROTATE)[0]
+    assert tolerance.error(turned, np.asarray(want)) > 1000
 
 
 @pytest.mark.slow
