@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -81,6 +82,27 @@ def test_gates_of_rows_that_attend_nothing() -> None:
     want = jaxmha.combine(params, heads, semantics=semantics, query=x)
     found = jaxmha.multi_head_attention(params, x, mask=mask, semantics=semantics)
     tolerance.assert_close(found, np.asarray(want, np.float64), factor=tolerance.LAYER)
+
+
+@pytest.mark.parametrize("policy", ["zero", "nan"])
+def test_gates_of_rows_that_attend_nothing_are_not_read(policy: Any) -> None:
+    """Their features may hold NaN, which reaches no other row and no gradient."""
+    params, x = cases_params(np.random.default_rng(0))
+    mask = np.ones((4, 4), bool)
+    mask[:, 3] = mask[3] = False
+    semantics = jaxmha.Semantics(fully_masked=policy)
+
+    @jax.jit
+    def gradients(params: Any, x: Any) -> Any:
+        def loss(params: Any) -> Any:
+            out = jaxmha.multi_head_attention(params, x, mask=mask, semantics=semantics)
+            return (out[:, :3] ** 2).sum()
+
+        return jax.value_and_grad(loss)(params)
+
+    spoiled = x.copy()
+    spoiled[0, 3] = np.nan
+    chex.assert_trees_all_equal(gradients(params, spoiled), gradients(params, x), strict=True)
 
 
 def test_sinks_override_the_policy() -> None:

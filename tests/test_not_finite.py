@@ -95,6 +95,22 @@ def test_heads_stay_apart(implementation: str, name: str, array: str, poison: fl
     assert poison == np.inf or np.isnan(spoiled_out[0]).any()
 
 
+@pytest.mark.slow_variants("*few_queries*")
+@by_implementation
+def test_keys_that_only_heads_of_another_group_attend(implementation: str) -> None:
+    """A key and its value may hold NaN in a group of heads that does not attend them."""
+    rng, (T, S, N, K, H) = np.random.default_rng(3), (7, 11, 6, 3, 5)
+    shapes = {"query": (1, T, N, H), "key": (1, S, K, H), "value": (1, S, K, H)}
+    arrays = {name: rng.normal(size=shape).astype("f") for name, shape in shapes.items()}
+    mask = np.ones((1, N, T, S), bool)
+    mask[:, :2, :, 4] = False
+    run = partial(jaxmha.dot_product_attention, mask=mask, implementation=implementation)
+    of = jax.jit(jax.value_and_grad(lambda arrays: (run(**arrays) ** 2).sum()))
+    spoiled = {name: x.copy() for name, x in arrays.items()}
+    spoiled["key"][0, 4, 0] = spoiled["value"][0, 4, 0] = np.nan
+    chex.assert_trees_all_equal(of(spoiled), of(arrays), strict=True)
+
+
 def poisoned_operands(array: str) -> tuple[dict[str, Any], Any, Any]:
     """Heads and a cotangent of which a live entry is NaN, a mask, and the same as a bias.
 

@@ -68,6 +68,19 @@ def test_a_forward_of_its_own_is_caught() -> None:
     assert found.explanation == "mask ignored"
 
 
+class Projecting(eqx.nn.MultiheadAttention):  # type: ignore[misc]
+    """The call of equinox, with projections of its own."""
+
+    def _project(self, linear: Any, x: Any) -> Any:
+        return 2 * super()._project(linear, x)
+
+
+def test_projections_of_its_own_are_refused() -> None:
+    layer = Projecting(2, 6, key=jax.random.key(0))
+    with pytest.raises(ValueError, match="Projecting has a _project of its own"):
+        equinox.from_module(layer)
+
+
 class Model(eqx.Module):  # type: ignore[misc]
     """Two kinds of attention, other layers, and a key that is no weight."""
 

@@ -19,27 +19,31 @@ PARSERS: dict[str, Callable[[str], object]] = {
     "match": matching.Plan.from_toml,
 }
 LONG = ".".join("x" * 30_000)
+# The check that refuses a text: another, which would see it later, does not show that this one does.
+PARTS, DIGITS = "a key of more than 8 parts", "a number or a key of more than 1,000 characters"
+TABLES, DEEP, MEMORY = "no tables but", "nested too deeply", "memory to build with its TOML"
+LISTS = r"tables \[\[(array|module)\]\]"
 # The hidden keys follow what looks like a comment or a string to a reader of single lines.
 TEXTS = {
-    "dotted_key": f"{LONG} = 1",
-    "dotted_header": f"[{LONG}]",
-    "dotted_key_after_a_string_of_lines": f'a = {{b = """\n# """, {LONG} = 1}}',
-    "dotted_key_after_literal_lines": f"a = {{b = '''\n\" ''', {LONG} = \"1\"}}",
-    "dotted_key_after_four_quotes": f'a = {{b = """\n\\""" """", {LONG} = 1}} # """',
-    "deep_lists": "a = " + "[" * 100_000,
-    "deep_tables": "a = " + "{a = " * 100_000,
-    "digits": "version = " + "9" * 5000,
-    "digits_of_a_fraction": "version = 1." + "9" * 900_000,
-    "digits_of_base_16": "version = 0x" + "f" * 900_000,
-    "many_tables": "".join(f"[a{i}]\n" for i in range(100_000)),
-    "many_lists_of_tables": "".join(f"[[a{i}]]\n" for i in range(100_000)),
-    "many_quoted_tables": "".join(f'["{i}"]\n' for i in range(100_000)),
-    "many_parts": "".join(f"a{i}.b = 1\n" for i in range(100_000)),
-    "many_lists": "a = [" + "[]," * 600_000 + "]",
-    "many_inline_tables": "a = [" + "{}," * 200_000 + "]",
-    "many_texts": "a = [" + '"",' * 800_000 + "]",
-    "not_a_list": "version = 1\narray = 3\nmodule = 3",
-    "carriage_returns": "[a]\r\n" * 100_000,
+    "dotted_key": (PARTS, f"{LONG} = 1"),
+    "dotted_header": (PARTS, f"[{LONG}]"),
+    "dotted_key_after_a_string_of_lines": (PARTS, f'a = {{b = """\n# """, {LONG} = 1}}'),
+    "dotted_key_after_literal_lines": (PARTS, f"a = {{b = '''\n\" ''', {LONG} = \"1\"}}"),
+    "dotted_key_after_four_quotes": (PARTS, f'a = {{b = """\n\\""" """", {LONG} = 1}} # """'),
+    "deep_lists": (DEEP, "a = " + "[" * 100_000),
+    "deep_tables": (MEMORY, "a = " + "{a = " * 100_000),
+    "digits": (DIGITS, "version = " + "9" * 5000),
+    "digits_of_a_fraction": (DIGITS, "version = 1." + "9" * 900_000),
+    "digits_of_base_16": (DIGITS, "version = 0x" + "f" * 900_000),
+    "many_tables": (TABLES, "".join(f"[a{i}]\n" for i in range(100_000))),
+    "many_lists_of_tables": (TABLES, "".join(f"[[a{i}]]\n" for i in range(100_000))),
+    "many_quoted_tables": (TABLES, "".join(f'["{i}"]\n' for i in range(100_000))),
+    "many_parts": (MEMORY, "".join(f"a{i}.b = 1\n" for i in range(100_000))),
+    "many_lists": (MEMORY, "a = [" + "[]," * 600_000 + "]"),
+    "many_inline_tables": (MEMORY, "a = [" + "{}," * 200_000 + "]"),
+    "many_texts": (MEMORY, "a = [" + '"",' * 800_000 + "]"),
+    "not_a_list": (LISTS, "version = 1\narray = 3\nmodule = 3"),
+    "carriage_returns": (TABLES, "".join(f"[a{i}]\r\n" for i in range(10_000))),
 }
 
 
@@ -47,11 +51,14 @@ TEXTS = {
 EVERYDAY = (
     "dotted_key",
     "dotted_key_after_a_string_of_lines",
+    "dotted_key_after_literal_lines",
+    "dotted_key_after_four_quotes",
     "deep_tables",
     "digits",
     "many_tables",
     "many_parts",
     "many_lists",
+    "carriage_returns",
 )
 
 
@@ -61,15 +68,16 @@ EVERYDAY = (
 @pytest.mark.parametrize("name", TEXTS)
 @pytest.mark.parametrize("parser", PARSERS)
 def test_text_is_refused_at_once(name: str, parser: str) -> None:
+    check, text = TEXTS[name]
     start = time.process_time()
-    with pytest.raises(ValueError, match=r"plan|arrays|modules|\[plan\]"):
-        PARSERS[parser](TEXTS[name])
+    with pytest.raises(ValueError, match=check):
+        PARSERS[parser](text)
     assert pace.within(time.process_time() - start, 2)
     tracemalloc.start()
     try:
-        with pytest.raises(ValueError, match=r"plan|arrays|modules|\[plan\]"):
-            PARSERS[parser](TEXTS[name])
-        assert tracemalloc.get_traced_memory()[1] < (64 << 20) + 2 * len(TEXTS[name])
+        with pytest.raises(ValueError, match=check):
+            PARSERS[parser](text)
+        assert tracemalloc.get_traced_memory()[1] < (64 << 20) + 2 * len(text)
     finally:
         tracemalloc.stop()
 
