@@ -34,6 +34,9 @@ ISAS: dict[str, dict[str, list[str]]] = {
     },
     "aarch64": {"neon": []},
 }  # fmt: skip
+# What kernels include, parsed once for each ISA: it takes longer than what is their own.
+HEADERS = ["algorithm", "cmath", "cstring", "functional", "memory", "vector"]
+HEADERS_OF = {"x86_64": ["immintrin.h"], "aarch64": ["arm_neon.h"]}
 # Beside the flags of AVX-512, where the compiler takes them: GCC from 11 and Clang from 12 on.
 AMX = ["-mamx-tile", "-mamx-bf16", "-mavx512bf16"]
 KERNELS = ["conditions", "keys", "scores", "forward", "few_rows"]
@@ -105,7 +108,8 @@ def objects(folder: str, *, sanitize: bool = False) -> list[str]:
     flags += ["-DJAXMHA_AMX"] * amx
     jobs = [(name, flags, f"{folder}/{name}.o") for name in GENERIC]
     for isa, more in isas.items():
-        jobs += [(name, [*flags, *more], f"{folder}/{name}.{isa}.o") for name in KERNELS]
+        own = [*flags, *more, "-include", f"{folder}/{isa}.h"]
+        jobs += [(name, own, f"{folder}/{name}.{isa}.o") for name in KERNELS]
     if amx:
         own = [*flags, *isas["avx512"], *AMX]
         jobs += [(name, own, f"{folder}/{name}.o") for name in AMX_KERNELS]
@@ -115,7 +119,15 @@ def objects(folder: str, *, sanitize: bool = False) -> list[str]:
         subprocess.run([cxx, *flags, "-c", f"{SOURCES}/{name}.cc", "-o", to], check=True)
         return to
 
+    def precompiled(isa: str) -> None:
+        header = Path(folder, f"{isa}.h")
+        names = [*HEADERS, *HEADERS_OF[machine()]]
+        header.write_text("".join(f"#include <{name}>\n" for name in names))
+        command = [cxx, *flags, *isas[isa], "-x", "c++-header", str(header), "-o", f"{header}.gch"]
+        subprocess.run(command, check=True)
+
     with ThreadPoolExecutor(os.cpu_count()) as threads:
+        list(threads.map(precompiled, isas))
         return list(threads.map(compiled, jobs))
 
 
