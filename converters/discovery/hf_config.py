@@ -1,7 +1,9 @@
 """Reads facts that no tensor holds from the config.json next to a checkpoint."""
 
 import math
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
@@ -30,6 +32,8 @@ OTHERS = ("model_config.yaml", "lit_config.json")
 _KINDS = {".json": "JSON", ".yaml": "YAML"}
 _LIMITS = Limits(memory=8 << 20)  # about 30,000 entries; searching them takes 0.1 s
 _MOST_FOUND = 1000
+# Contents by folder, during `read_once`.
+_contents: ContextVar[dict[Path, Json] | None] = ContextVar("_contents", default=None)
 
 # Settings that change attention, and the value of each that leaves attention unchanged.
 BEHAVIOUR: dict[str, Any] = {
@@ -54,6 +58,19 @@ OFFSET_RMSNORMS = (
 OFFSET_NORMS = "nemotron moonshine_streaming moonshine_streaming_encoder"
 
 
+@contextmanager
+def read_once() -> Iterator[None]:
+    """Within it, `read` opens every configuration once: a conversion asks for its own 25 times.
+
+    Afterwards the contents are dropped, so that no later call misses a change of the file.
+    """
+    token = _contents.set({})
+    try:
+        yield
+    finally:
+        _contents.reset(token)
+
+
 def read(path: Path) -> Json:
     """The content of the config.json next to a checkpoint; an empty dict if there is no file.
 
@@ -63,6 +80,15 @@ def read(path: Path) -> Json:
     link, except of a Hugging Face cache. A broken link of such a cache also raises: an interrupted
     download leaves such links.
     """
+    contents = _contents.get()
+    if contents is None:
+        return _read(path)
+    if path.parent not in contents:
+        contents[path.parent] = _read(path)
+    return contents[path.parent]
+
+
+def _read(path: Path) -> Json:
     for name in (CONFIG, *OTHERS):
         try:
             with Directory(path.parent) as folder:

@@ -111,7 +111,7 @@ def inspect(path: str | os.PathLike[str], *, num_heads: int | None = None) -> Fi
       CheckpointError: the file cannot be read.
       ValueError: two layouts fit a block, or the given head count does not fit.
     """
-    with checkpoint.open(path, unbox=True) as file:
+    with hf_config.read_once(), checkpoint.open(path, unbox=True) as file:
         all_shapes = shapes(file)
         found = behaviours.blocks(file)
         description = described.of(file, found)

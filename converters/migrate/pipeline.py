@@ -15,6 +15,7 @@ from jaxmha.converters.discovery import (
     attention_blocks,
     behaviours,
     described,
+    hf_config,
     notes,
     unconverted,
 )
@@ -68,7 +69,7 @@ def plan(
     The plan holds the digest of the source. `in_file`: True for a .weights.h5 destination. See
     `convert` for the other arguments and the errors.
     """
-    with checkpoint.open(source, dequantise=True, unbox=True) as file:
+    with hf_config.read_once(), checkpoint.open(source, dequantise=True, unbox=True) as file:
         made, _ = _make(file, to, from_, num_heads, dtype, others, attention_only, in_file, True)
         made = replace(made, fold_scale=fold_scale, fill_bias=fill_bias)
         with naming(file.path):
@@ -207,7 +208,7 @@ def convert(
         count is missing; or the plan is for another source.
     """
     in_file, given = str(destination).endswith(".weights.h5"), plan is not None
-    with checkpoint.open(source, dequantise=True, unbox=True) as file:
+    with hf_config.read_once(), checkpoint.open(source, dequantise=True, unbox=True) as file:
         refuse_another_checkpoint(Path(source), file.path, Path(destination))
         read = file.files if like is None else (*file.files, Path(like))
         text = "" if resume else None

@@ -53,6 +53,28 @@ def test_towers_have_their_own_head_counts(clip: Path, tmp_path: Path) -> None:
     assert [info.num_heads for info in pipeline.inspect(clip).blocks] == [TEXT, VISION]
 
 
+def test_a_conversion_reads_the_configuration_once(
+    clip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A change of the file is seen by the next call."""
+    seen: list[Path] = []
+
+    def read(path: Path, of: Any = hf_config._read) -> Any:
+        seen.append(path)
+        return of(path)
+
+    monkeypatch.setattr(hf_config, "_read", read)
+    source = shutil.copytree(clip.parent, tmp_path / "a") / clip.name
+    pipeline.convert(source, tmp_path / "made.safetensors", to="flax")
+    pipeline.plan(source, to="flax")
+    assert len(seen) == 2
+    config = json.loads((source.parent / "config.json").read_text())
+    config["vision_config"]["num_attention_heads"] = TEXT
+    (source.parent / "config.json").write_text(json.dumps(config))
+    assert [info.num_heads for info in pipeline.inspect(source).blocks] == [TEXT, TEXT]
+    assert len(seen) == 3
+
+
 def test_one_head_count_is_not_that_of_two_towers(clip: Path, tmp_path: Path) -> None:
     for N, tower, own in ((TEXT, "vision", VISION), (VISION, "text", TEXT), (1, "text", TEXT)):
         done = cli("convert", clip, tmp_path / "a.npz", "--to", "flax", "--num-heads", N)
