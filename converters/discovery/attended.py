@@ -211,7 +211,9 @@ def _kind(own: Mapping[str, Any], model_type: str, layer: int | None) -> str:
         return "sliding_attention"
     window = not off and layer_kinds.window(own, model_type) is not None
     if found := layer_kinds.by_rule(own, model_type, layer):
-        return found if window or found != "sliding_attention" else "full_attention"
+        every = layer_kinds.EVERY.get(model_type)
+        unset = not window and (every is None or every.optional)
+        return "full_attention" if unset and found == "sliding_attention" else found
     if model_type in layer_kinds.AFTER and window and layer is not None:
         last = own.get("max_window_layers")
         if type(last) is not int:

@@ -40,6 +40,8 @@ def of(file: checkpoint.Checkpoint, blocks: Sequence[Block]) -> Description:
     """
     shapes = {name: tuple(info.shape) for name, info in file.info.items()}
     configured = head_count.in_config(file.path)
+    if configured is not None:
+        configured = configured.over([block.prefix for block in blocks])
     content = hf_config.readable(file.path)
     by_key, unbiased = hf_config.epsilons(file.path), hf_config.unbiased_norms(file.path)
     found_notes = list(_unread(file.path))

@@ -1,14 +1,15 @@
 """Determines the head count of a block from shapes, metadata, arguments or configurations."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
 from jaxmha.checkpoint import errors as checkpoint_errors
 from jaxmha.checkpoint.errors import printable
 from jaxmha.checkpoint.limits import Limits
-from jaxmha.converters.discovery import head_defaults, hf_config, towers
+from jaxmha.converters.discovery import architectures, head_defaults, hf_config, part_types, towers
 from jaxmha.converters.discovery.attention_blocks import Block
 from jaxmha.converters.discovery.hf_config import Json
 from jaxmha.converters.discovery.model_types import MODEL_TYPES
@@ -31,6 +32,7 @@ CONFIG_KEYS = {
 }
 _DIGITS = 15  # of a head count in metadata
 _SHOWN = 8  # values listed in a message
+_MOST_PARTS, _DEEPEST = 100, 3  # parts without a count that are read, and how deep they are nested
 # Keys of nested configurations that do not end in `_config`.
 _PARTS = ("encoder", "decoder")
 # Part of a configuration -> the names of that part in tensor names.
@@ -72,7 +74,9 @@ class Configured(NamedTuple):
     """Head counts of a configuration; `wrong` is the reason if none of them is usable.
 
     `families`: names of the model families of its model_type (see `model_types`). `towers`: pairs
-    of a prefix pattern and the count of the blocks that match it (see `towers`).
+    of a prefix pattern and the count of the blocks that match it (see `towers`). `silent`: parts
+    without a count. `known`: its model type is in `architectures`. `rest`: the count of the blocks
+    of no part (see `over`).
     """
 
     path: Path
@@ -80,6 +84,22 @@ class Configured(NamedTuple):
     wrong: str = ""
     families: tuple[str, ...] = ()
     towers: tuple[tuple[str, Count], ...] = ()
+    silent: tuple[tuple[str, ...], ...] = ()
+    known: bool = False
+    rest: Count | None = None
+
+    def over(self, prefixes: Sequence[str]) -> "Configured":
+        """Adds `rest`, if it is certain, for the blocks at these prefixes.
+
+        A model of known type has the count at the top in all blocks that are of no part. A prefix
+        that names no part is of none if every part with a count is named by another prefix.
+        """
+        top = [count for count in self.counts if len(count.way) == 1 and not count.parts]
+        parts = {count.parts for count in self.counts if len(count.way) > 1}
+        paths = [_path(prefix) for prefix in prefixes]
+        named = all(any(_positions(part, path) for path in paths) for part in parts)
+        certain = self.known and parts and named and len(top) == 1
+        return self._replace(rest=top[0] if certain else None)
 
     def _tower(self, prefix: str) -> Count | None:
         return next((c for pattern, c in self.towers if towers.fits(pattern, prefix)), None)
@@ -126,26 +146,46 @@ class Configured(NamedTuple):
             return self.wrong
         if (tower := self._tower(prefix)) is not None:
             return self._at(tower, prefix)
-        path = re.split("[./]", prefix)[:-1]
+        path = _path(prefix)
+        placed = self._placed(path)
+        if silent := self._silent(path, placed):
+            return f"{self.path} has no head count for {': '.join(silent)}"
         if not self.several:
             count = self.counts[0]
             if self.in_parts and not _positions(count.parts, path):
                 return f"{count.where} is of its part of the model"
             return self._at(count, prefix)
-        placed = [(position, c) for c in self.counts if (position := _positions(c.parts, path))]
-        best = [c for position, c in placed if position == min(position for position, _ in placed)]
+        if not placed and self.rest is not None:
+            return self._at(self.rest, prefix)
+        best = [c for position, c in placed if position == min(at for at, _ in placed)]
         if len({(c.heads, c.stages) for c in best}) == 1:
             return self._at(best[0], prefix)
         shown = ", ".join(f"{count.where} is {count.heads}" for count in self.counts[:_SHOWN])
         return f"{self.path} has several head counts ({shown})"
 
+    def _placed(self, path: Sequence[str]) -> list[tuple[tuple[int, ...], Count]]:
+        """The counts of parts that a path names, each with the positions of its names."""
+        return [(at, count) for count in self.counts if (at := _positions(count.parts, path))]
+
+    def _silent(
+        self, path: Sequence[str], placed: Sequence[tuple[tuple[int, ...], Count]]
+    ) -> tuple[str, ...]:
+        """The part without a count that a path names before any part with one; or empty."""
+        first = min((at for at, _ in placed), default=None)
+        found = [(at, parts) for parts in self.silent if (at := _positions(parts, path))]
+        return next((parts for at, parts in found if first is None or at < first), ())
+
     def part_of(self, prefix: str) -> Count | None:
         """The count for the part with a prefix, or for the whole model; None if unknown."""
-        path = re.split("[./]", prefix)[:-1]
-        placed = [(position, c) for c in self.counts if (position := _positions(c.parts, path))]
+        path = _path(prefix)
+        placed = self._placed(path)
         count = self._tower(prefix)
+        if count is None and self._silent(path, placed):
+            return None
         if count is None and placed:
             count = min(placed, key=lambda one: one[0])[1]
+        elif count is None and self.rest is not None:
+            count = self.rest
         elif count is None and self.counts and not self.in_parts:
             count = next((c for c in self.counts if not c.parts), self.counts[0])
         found = None if count is None else self._at(count, prefix)
@@ -260,7 +300,23 @@ def in_config(path: Path) -> Configured | None:
     types = {*hf_config.types_in(content)}
     named = tuple(f for f, known in MODEL_TYPES.items() if types & set(known.split()))
     placed = tuple(_tower(config.name, *row) for row in towers.rows(content) if _positive(row[2]))
-    return Configured(config, counts, "", named, placed) if counts or placed else None
+    if not counts and not placed:
+        return None
+    known = isinstance(content, dict) and part_types.of_top(content) in architectures.KNOWN
+    return Configured(
+        config, counts, "", named, placed, (*islice(_silent(content), _MOST_PARTS),), known
+    )
+
+
+def _silent(content: Json, outer: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Yields the innermost parts of a configuration that have no head count."""
+    for key, part in content.items() if isinstance(content, dict) else ():
+        if isinstance(part, dict) and _is_part(key):
+            parts = (*outer, _part(key))
+            if not any(True for _ in hf_config.search(part, CONFIG_KEYS)):
+                yield parts
+            elif len(parts) < _DEEPEST:
+                yield from _silent(part, parts)
 
 
 def _tower(file: str, pattern: str, way: tuple[str, ...], value: Json) -> tuple[str, Count]:
@@ -279,7 +335,7 @@ def _positive(value: Json) -> tuple[int, ...]:
 def _count(file: str, way: Sequence[str], heads: tuple[int, ...], stated: bool = True) -> Count:
     own = CONFIG_KEYS[way[-1]]
     parts = (*map(_part, way[:-1]), *own)
-    alone = bool(own) or any(key != _part(key) or key in _PARTS for key in way[:-1])
+    alone = bool(own) or any(map(_is_part, way[:-1]))
     stages = heads if len(heads) > 1 else ()
     where = ": ".join((file, *way)) + ", the default of its class," * (not stated)
     return Count(heads[0], where, parts, alone, tuple(way), stages)
@@ -297,8 +353,20 @@ def in_shapes(block: Block, shapes: Mapping[str, Sequence[int]]) -> int | None:
 
 
 def _part(key: str) -> str:
-    """The part of a model that a nested configuration describes, from its key."""
-    return key.removesuffix("_config").removesuffix("_cfg")
+    """The part of a model that a nested configuration describes, from its key.
+
+    The tensors of a `semantic_model_config` are those of a `semantic_encoder`.
+    """
+    return key.removesuffix("_config").removesuffix("_cfg").removesuffix("_model")
+
+
+def _is_part(key: str) -> bool:
+    return key.endswith(("_config", "_cfg")) or key in _PARTS
+
+
+def _path(prefix: str) -> list[str]:
+    """The components of a prefix, without the name of the block itself."""
+    return re.split("[./]", prefix)[:-1]
 
 
 def _positions(parts: Sequence[str], path: Sequence[str]) -> tuple[int, ...]:

@@ -18,13 +18,14 @@ class Every(NamedTuple):
     """One layer in each group of `number` layers attends all tokens: the last, or the `first`.
 
     `key`: the setting that replaces `number`. `end`: the last layer of the model attends all tokens
-    as well.
+    as well. `optional`: so do all layers if the window is null; other models cannot run then.
     """
 
     number: int
     key: str = ""
     first: bool = False
     end: bool = False
+    optional: bool = False
 
 
 # Model type -> its layers that attend all tokens; its other layers have a window.
@@ -33,7 +34,7 @@ EVERY = {
     "beam": Every(6, end=True),
     "cohere2": Every(4, _PATTERN),
     "cwm": Every(4, first=True),
-    "exaone4": Every(4, _PATTERN),
+    "exaone4": Every(4, _PATTERN, optional=True),
     "exaone_moe": Every(4, _PATTERN),
     "gemma2": Every(2),
     "gemma3_text": Every(6, _PATTERN),

@@ -2,7 +2,8 @@
 
 A row is a pattern of block prefixes and the path of configuration keys to the head count of these
 blocks, such as "vision_config: num_heads". The first row whose pattern occurs in a prefix decides.
-A path that ends in " / 64" leads to a width, and every 64 features are a head.
+A path that ends in " / 64" leads to a width, and every 64 features are a head; one that ends in
+" / 2" leads to twice the count.
 """
 
 import re
@@ -32,8 +33,8 @@ _AUDIO = (
 )
 _OMNI = ((r"visual", "vision_config: num_heads"), *_AUDIO)
 _SAM_FIRST = (
-    (r"qwen2_model", "vision_config: encoder_config: num_attention_heads"),
-    (r"sam_model", "vision_config: sam_config: num_attention_heads"),
+    (r"qwen2_model|vision_encoder", "vision_config: encoder_config: num_attention_heads"),
+    (r"sam_(model|encoder)", "vision_config: sam_config: num_attention_heads"),
     (r"(^|\.)layers\.", "text_config: num_attention_heads"),
 )
 Rows = Sequence[tuple[str, str]]
@@ -163,15 +164,20 @@ TOWERS: dict[str, Rows] = {
     "bridgetower": (
         (r"vision_model", "vision_config: hidden_size / 64"),
         (r"text_model", "text_config: num_attention_heads"),
-        (r"cross_modal", "num_attention_heads"),
+        (r"cross_modal", "text_config: num_attention_heads"),
     ),
     "videoprism": (
         (r"text_model", "text_config: num_attention_heads"),
         (r"video_model|vision_model", "vision_config: num_attention_heads"),
     ),
+    "dia": ((r"decoder.*cross_attention", "decoder_config: cross_num_attention_heads"),),
+    **dict.fromkeys(
+        ("grounding-dino", "mm-grounding-dino"),
+        ((r"text_enhancer_layer", "encoder_attention_heads / 2"),),
+    ),
     "edgetam_video": ((r"spatial_perceiver", "perceiver_resampler_num_attention_heads"),),
     "unlimited_ocr": (
-        (r"vision_model", "vision_config: encoder_config: num_attention_heads"),
+        (r"vision_(model|encoder)", "vision_config: encoder_config: num_attention_heads"),
         *_SAM_FIRST[1:],
     ),
 }

@@ -77,6 +77,7 @@ def of_file(file: "Checkpoint") -> Mapping[str, Stated]:
         blocks = attention_blocks.find(shapes)
     except ValueError:  # two layouts fit
         return {}
+    configured = configured and configured.over([block.prefix for block in blocks])
     for block in blocks:
         try:
             heads, _ = head_count.find(block, shapes, None, file.metadata, configured)

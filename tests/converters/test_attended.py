@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from huggingface_hub.errors import StrictDataclassFieldValidationError
+from huggingface_hub.errors import StrictDataclassError, StrictDataclassFieldValidationError
 
 from jaxmha import checkpoint
 from jaxmha.converters import masks_of
@@ -60,6 +60,9 @@ def _saved(folder: Path, prefix: str = "model.layers.{}.self_attn", **config: An
             {"model_type": "gemma2", "sliding_window": 4, "sliding_window_pattern": 3},
             ["causal 3", "causal", "causal 3"],
         ),
+        ({"model_type": "gemma2", "sliding_window": None}, ["unknown", "causal", "unknown"]),
+        ({"model_type": "gpt_oss", "sliding_window": None}, ["unknown", "causal", "unknown"]),
+        ({"model_type": "exaone4", "sliding_window": None}, ["causal"] * 3),
         *[
             (
                 {"model_type": "cohere2", "sliding_window": 4, "sliding_window_pattern": pattern},
@@ -141,6 +144,23 @@ def test_windows_are_those_of_the_class(model_type: str) -> None:
             found = attended._windowed(own, model_type, i, True)
             left = size - 1 if expected == "sliding_attention" else None
             assert found == Attended("causal", left), (name, i)
+
+
+def test_layers_that_slide_without_a_window_are_those_of_the_class() -> None:
+    """Models cannot run then, and `masks_of` does not say that their layers attend all tokens."""
+    checked = 0
+    for model_type, every in layer_kinds.EVERY.items():
+        (kind,) = classes_of([model_type]).values()
+        settings = {"num_hidden_layers": 7, "sliding_window": None}
+        try:
+            config = kind(**settings)
+        except (ArithmeticError, TypeError, StrictDataclassError):  # exaone4, modernbert, cwm
+            continue
+        own, _ = behaviours.part(settings | {"model_type": model_type}, ())
+        assert not every.optional
+        assert [attended._kind(own, model_type, i) for i in range(7)] == config.layer_types
+        checked += 1
+    assert checked > 10
 
 
 _GEMMA4 = {"global_head_dim": 8, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 11}

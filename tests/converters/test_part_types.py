@@ -10,7 +10,13 @@ import pytest
 
 from jaxmha import checkpoint
 from jaxmha.converters import masks_of, positions_of
-from jaxmha.converters.discovery import architectures, head_count, hf_config, part_types
+from jaxmha.converters.discovery import (
+    architectures,
+    attention_blocks,
+    head_count,
+    hf_config,
+    part_types,
+)
 from jaxmha.converters.verify import load_block
 from tests.converters.configuration_classes import classes_of
 
@@ -101,6 +107,73 @@ def test_towers_of_git(
     config = {"model_type": "git", "num_attention_heads": 2, "vision_config": named | stated}
     vision = "git.image_encoder.vision_model.encoder.layers.0.self_attn"
     _compare_heads({"git.encoder.layer.0.attention": 2, vision: heads}, config, tmp_path)
+
+
+# Model type -> settings of its parts with head counts of their own, and of its top.
+_COUNTED: dict[str, dict[str, Any]] = {
+    "cohere_asr": {"num_attention_heads": 4, "num_hidden_layers": 1,
+                   "encoder_config": {"num_attention_heads": 2, "num_hidden_layers": 1}},
+    "neucodec": {"num_attention_heads": 4, "num_hidden_layers": 1,
+                 "semantic_model_config": {"num_attention_heads": 2, "num_hidden_layers": 1}},
+    "grounding-dino": {"encoder_attention_heads": 4, "decoder_attention_heads": 8,
+                       "encoder_layers": 1, "decoder_layers": 1,
+                       "text_config": {"num_attention_heads": 6, "num_hidden_layers": 1},
+                       "backbone_config": {"model_type": "swin", "depths": [1, 1, 1, 1],
+                                           "out_indices": [2, 3, 4]}},
+    "bridgetower": {"num_attention_heads": 4, "num_hidden_layers": 2,
+                    "text_config": {"num_attention_heads": 6, "num_hidden_layers": 1},
+                    "vision_config": {"num_hidden_layers": 1}},
+    "unlimited_ocr": {"text_config": {"num_hidden_layers": 1},
+                      "vision_config": {"encoder_config": {"num_hidden_layers": 1},
+                                        "sam_config": {"num_hidden_layers": 1}}},
+    "depth_pro": {f"{part}_model_config": {"num_attention_heads": heads, "num_hidden_layers": 1}
+                  for part, heads in (("image", 2), ("patch", 3), ("fov", 4))},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model_type", _COUNTED)
+def test_head_counts_of_parts_are_those_of_the_modules(model_type: str, tmp_path: Path) -> None:
+    """The count at the top is that of all blocks of no part, and each part has its own."""
+    import torch
+    from transformers import CONFIG_MAPPING, AutoModel
+
+    config = CONFIG_MAPPING[model_type](**_COUNTED[model_type])
+    with torch.device("meta"):
+        model = AutoModel.from_config(config)
+    (tmp_path / "config.json").write_text(config.to_json_string(use_diff=False))
+    shapes = {name: tuple(x.shape) for name, x in model.state_dict().items()}
+    blocks = [block.prefix for block in attention_blocks.find(shapes)]
+    found = head_count.in_config(tmp_path / "model.safetensors")
+    assert found is not None
+    counts = {name: found.over(blocks).of(name)[0] for name in blocks}
+    assert counts == {name: _heads(model.get_submodule(name)) for name in blocks}
+
+
+def _heads(block: Any) -> int | None:
+    """The head count that a module of attention, or its first child with one, computes with."""
+    keys = ("num_heads", "num_attention_heads", "n_heads")
+    inside = [getattr(x, key, None) for x in (block, *block.children()) for key in keys]
+    stated = block.config.num_attention_heads if hasattr(block, "config") else None
+    return next((heads for heads in inside if heads), stated)
+
+
+def test_a_part_without_a_count_has_not_that_of_another(tmp_path: Path) -> None:
+    config = {"model_type": "grounding-dino", "encoder_attention_heads": 8, "backbone_config": {}}
+    prefix = "backbone.conv_encoder.model.swin.encoder.layers.0.blocks.0.attention"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = head_count.in_config(tmp_path / "model.safetensors")
+    assert found is not None
+    assert found.part_of(prefix) is None
+    assert "no head count for backbone" in found.of(prefix)[1]
+
+
+def test_a_model_of_unknown_type_has_no_count_for_the_rest(tmp_path: Path) -> None:
+    """As MiniCPM-V has a resampler, whose count is neither that of the text nor of the vision."""
+    config = {"model_type": "new", "num_attention_heads": 8, "vision_config": {"num_heads": 4}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = head_count.in_config(tmp_path / "model.safetensors")
+    assert found is not None
+    assert found.over(["vision.layers.0.attn", "resampler.attn"]).of("resampler.attn")[0] is None
 
 
 def _compare_heads(expected: dict[str, int], config: dict[str, Any], folder: Path) -> None:
