@@ -12,7 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from jaxmha.converters.discovery import attention_blocks, contradictions, head_count
+from jaxmha.converters.discovery import (
+    attention_blocks,
+    contradictions,
+    head_count,
+    hf_config,
+)
 from jaxmha.converters.migrate import pipeline, plan_toml
 from jaxmha.converters.verify import comparands, load_block
 from tests.converters.command_line import cli, printed
@@ -207,9 +212,19 @@ def test_a_file_that_was_converted_keeps_its_configuration(bert: Path, tmp_path:
     assert not any("set aside" in note for note in done.notes)
 
 
+def contradicted(config: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> list[str]:
+    """The contradictions between a configuration and tensors of these shapes."""
+    counts = [
+        head_count._count("config.json", way, (x,))
+        for way, x in hf_config.search(config, head_count.CONFIG_KEYS)
+        if isinstance(x, int)
+    ]
+    configured = head_count.Configured(Path("config.json"), tuple(counts))
+    return contradictions.find(config, configured, attention_blocks.find(shapes), shapes)
+
+
 def test_towers_of_other_widths_keep_their_configurations() -> None:
     """A part that is not said of is not judged by the other's sizes."""
-    blocks_of = head_count.Configured
     config = {
         "text_config": {"hidden_size": 24, "num_attention_heads": 6, "head_dim": 4},
         "vision_config": {"hidden_size": 16, "num_heads": 4},
@@ -220,25 +235,55 @@ def test_towers_of_other_widths_keep_their_configurations() -> None:
         for which in ("q", "k", "v", "out")
         for kind in ("weight", "bias")
     }
-    from jaxmha.converters.discovery import hf_config
-
-    found = [
-        head_count._count("config.json", way, (x,))
-        for way, x in hf_config.search(config, head_count.CONFIG_KEYS)
-        if isinstance(x, int)
-    ]
-    configured = blocks_of(Path("config.json"), tuple(found))
-    present = attention_blocks.find(shapes)
-    assert len(present) == 2
-    assert contradictions.find(config, configured, present, shapes) == []
+    assert len(attention_blocks.find(shapes)) == 2
+    assert contradicted(config, shapes) == []
     wrong = config | {"vision_config": {"hidden_size": 24, "num_heads": 4}}
-    found = [
-        head_count._count("config.json", way, (x,))
-        for way, x in hf_config.search(wrong, head_count.CONFIG_KEYS)
-        if isinstance(x, int)
-    ]
-    (reported,) = contradictions.find(wrong, blocks_of(Path("c"), tuple(found)), present, shapes)
+    (reported,) = contradicted(wrong, shapes)
     assert "visual.layers.0.self_attn has 16 features" in reported
+
+
+TWO_LAYERS = {
+    f"layers.{i}.self_attn.{x}_proj.weight": (D, D) for i in range(2) for x in ("q", "k", "v", "o")
+}
+PACKED = {
+    "h.0.self_attention.query_key_value.weight": (3 * D, D),
+    "h.0.self_attention.dense.weight": (D, D),
+}
+FALCON = {"model_type": "falcon", "new_decoder_architecture": False, "num_kv_heads": 3}
+ONE_KEY_HEAD = PACKED | {"h.0.self_attention.query_key_value.weight": (D + 2 * D // N, D)}
+AGREEING: dict[str, tuple[dict[str, Any], dict[str, tuple[int, ...]]]] = {
+    "a row for padding": ({"vocab_size": 31}, {"embed_tokens.weight": (32, D)}),
+    "a row for each of two vocabularies": (
+        {"vocab_size": 31, "audio_vocab_size": 11},
+        {"embed_tokens.weight": (42, D)},
+    ),
+    "a packed gate": ({"intermediate_size": 32}, {"layers.0.mlp.fc1.weight": (64, D)}),
+    "one layer less": ({"num_hidden_layers": 6, "decoder_layers": 3}, {}),
+    "Falcon 40B's key heads in 7B": (FALCON | {"multi_query": False}, PACKED),
+    "one key head": (
+        {"model_type": "falcon", "multi_query": True, "num_kv_heads": 3},
+        ONE_KEY_HEAD,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", AGREEING)
+def test_sizes_that_only_seem_to_differ(name: str) -> None:
+    config, more = AGREEING[name]
+    shapes = more if config.get("model_type") else TWO_LAYERS | more
+    assert contradicted({"hidden_size": D, "num_attention_heads": N} | config, shapes) == []
+
+
+def test_rows_of_one_projection_are_counted() -> None:
+    """Not all rows of the packed three, which 3 heads would divide."""
+    packed = "gpt_neox.layers.0.attention."
+    shapes = {f"{packed}query_key_value.weight": (48, 16), f"{packed}dense.weight": (16, 16)}
+    config = {"model_type": "gpt_neox", "hidden_size": 16, "num_attention_heads": 3}
+    (reported,) = contradicted(config, shapes)
+    assert (
+        reported
+        == "num_attention_heads is 3, and gpt_neox.layers.0.attention has 16 rows of queries"
+    )
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")

@@ -119,6 +119,22 @@ def test_other_targets_carry_it_over_and_say_the_way(tmp_path: Path) -> None:
             assert a[name].tobytes() == b[name].tobytes()
 
 
+def test_what_the_other_form_cannot_hold_is_refused(tmp_path: Path) -> None:
+    source, made = saved(tmp_path, SHAPES), tmp_path / "there.safetensors"
+    pipeline.convert(source, made, to="jaxmha")
+    with checkpoint.open(made) as file:
+        state, metadata = {name: np.array(file[name]) for name in file}, dict(file.metadata)
+    kernel, bias = (f"model.layers.0.self_attn.mla_{x}" for x in ("key_kernel", "query_bias"))
+    for change, message in (
+        ({bias: np.ones((N, H + R), np.float32)}, "cannot hold query.bias"),
+        ({kernel: state[kernel].astype(np.float16)}, "kv_b_proj.weight packs arrays of one dtype"),
+    ):
+        checkpoint.write(made, state | change, metadata=metadata, force=True)
+        with pytest.raises(ValueError, match=message):
+            pipeline.convert(made, tmp_path / "back.safetensors", to="deepseek")
+    assert not (tmp_path / "back.safetensors").exists()
+
+
 def test_other_attention_is_refused_by_name(tmp_path: Path) -> None:
     state = {f"a.{x}_proj.weight": np.ones((6, 6), np.float32) for x in ("q", "k", "v", "out")}
     checkpoint.write(tmp_path / "model.safetensors", state)

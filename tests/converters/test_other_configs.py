@@ -144,6 +144,10 @@ def test_settings_of_litgpt(tmp_path: Path) -> None:
     assert (semantics.qk_norm, semantics.qk_norm_epsilon) == ("rms", 1e-5)
     place = positions_of(path)["transformer.h.0.attn"]
     assert str(place) == "rotary, base 500000, 4 features in pairs of halves"
+    path.unlink()
+    path = litgpt(tmp_path, LITGPT + "rope_local_base_freq: 10000\n")
+    place = positions_of(path)["transformer.h.0.attn"]
+    assert str(place) == "unknown, litgpt: its layers have two bases"
 
 
 def test_older_settings_of_litgpt(tmp_path: Path) -> None:

@@ -293,6 +293,14 @@ def test_what_is_not_compared_is_counted(layer: Any) -> None:
     assert "not compared: a0, of the first: no tensor of the second has this name" in str(found)
 
 
+def test_every_part_of_a_large_tensor_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(other_tensors, "_ROWS", 64)  # bytes: two rows of the embeddings
+    one, other = bert(), bert()
+    other["embeddings.word_embeddings.weight"][[0, 5, V - 1], 3] += 1
+    (found,) = comparison.compare(one, other, num_heads=N).outside.values()
+    assert found == f"3 of {V * D} elements differ"
+
+
 def test_what_is_no_array_of_numbers_is_not_compared(layer: Any) -> None:
     import torch as framework
 

@@ -38,6 +38,40 @@ def test_a_folder_is_read_as_its_checkpoint_is(tmp_path: Path) -> None:
         positions_of(tmp_path)
 
 
+PROJECTED = {f"{BLOCK}.{x}_proj.weight": (8, 8) for x in "qkvo"}
+PACKED = {
+    "h.0.self_attention.query_key_value.weight": (24, 8),
+    "h.0.self_attention.dense.weight": (8, 8),
+}
+FALCON = {"model_type": "falcon", "multi_query": False, "new_decoder_architecture": False}
+
+
+@pytest.mark.parametrize(
+    ("config", "shapes", "scheme"),
+    [
+        ({"model_type": "granitemoehybrid"}, PROJECTED, "none, position_embedding_type is not"),
+        (
+            {"model_type": "granitemoehybrid", "position_embedding_type": "rope"},
+            PROJECTED,
+            "rotary, base 10000",
+        ),
+        ({"model_type": "zamba2", "use_mem_rope": False}, PROJECTED, "none, use_mem_rope is false"),
+        ({"model_type": "zamba2", "use_mem_rope": True}, PROJECTED, "rotary, base 10000"),
+        (FALCON | {"alibi": True}, PACKED, "alibi (Alibi, added to the logits)"),
+        (FALCON | {"alibi": False}, PACKED, "rotary, base 10000"),
+    ],
+)
+def test_a_setting_turns_the_scheme_off(
+    config: dict[str, Any], shapes: dict[str, Any], scheme: str, tmp_path: Path
+) -> None:
+    state = {name: np.ones(shape, np.float32) for name, shape in shapes.items()}
+    checkpoint.write(tmp_path / "model.safetensors", state)
+    sizes = {"num_attention_heads": 2, "hidden_size": 8}
+    (tmp_path / "config.json").write_text(json.dumps(sizes | config))
+    (found,) = positions_of(tmp_path).values()
+    assert str(found).startswith(scheme)
+
+
 def test_terms_ask_for_what_they_need() -> None:
     grid = added_terms.Grid(np.zeros((5, 4)), np.zeros((3, 4)))
     assert grid.bias(6, 6, np.zeros((1, 6, 2, 4))).shape == (1, 2, 6, 6)
@@ -100,6 +134,11 @@ def test_queries_grow_with_their_positions() -> None:
     settings: dict[str, Any] = {"attn_temperature_tuning": True, "no_rope_layers": [1, 0]}
     settings |= {"attn_scale": 0.5, "floor_scale": 4}
     assert [query_scale.of(settings, layer) for layer in (0, 1)] == [None, QueryScale(0.5, 4.0, 1)]
+    kinds = {"layer_types": ["sliding_attention", "full_attention"]}
+    given = {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}
+    for beam, rotated in ((kinds, (True, False)), (kinds | given, (False, True))):
+        found = [query_scale.of({"model_type": "beam", **beam}, layer) for layer in (0, 1)]
+        assert [one is None for one in found] == list(rotated)
     for change, layer, message in (
         ({"attn_scale": None}, 1, "attn_scale is missing"),
         ({"floor_scale": 0}, 1, "floor_scale must be above 0"),

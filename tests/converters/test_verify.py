@@ -151,8 +151,17 @@ def transposed(kernel: np.ndarray) -> np.ndarray:
 
 
 def test_behaviour_is_named(params: MHAParams) -> None:
-    found = report((params, Semantics(add_zero_attn=True)), (params, Semantics()))
-    assert found.behaviour == ("add_zero_attn is True and False",)
+    other = Semantics(
+        scale=0.3, logits_soft_cap=2.0, add_zero_attn=True, clip_qkv=3.0, local_window_size=(2, 1)
+    )
+    found = report((params, other), (params, Semantics()))
+    assert found.behaviour == (
+        "scale is 0.3 and None",
+        "logits_soft_cap is 2.0 and None",
+        "add_zero_attn is True and False",
+        "clip_qkv is 3.0 and None",
+        "local_window_size is (2, 1) and None",
+    )
     assert not found.same
 
 

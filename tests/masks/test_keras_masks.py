@@ -238,6 +238,15 @@ def test_structure_is_kept() -> None:
     assert (read.causal_offset, read.window_size, read.array) == (0, (2, 2), None)
 
 
+def test_a_mask_per_head_holds_the_padding_too() -> None:
+    rng = np.random.default_rng(0)
+    heads, padding = rng.random((B, N, T, S)) < 0.6, rng.random((B, S)) < 0.6
+    mask = Mask.causal() & Mask.dense(heads) & Mask.padding(key_value=padding)
+    found = export_masks(mask, query_length=T, key_length=S, per_head=True)
+    assert found.keys() == {"attention_mask", "use_causal_mask"}
+    np.testing.assert_array_equal(found["attention_mask"], heads & padding[:, None, None])
+
+
 def test_additive_values_are_refused() -> None:
     sizes: Any = {"query_length": T, "key_length": S}
     with pytest.raises(ValueError, match="keras cannot hold additive values"):

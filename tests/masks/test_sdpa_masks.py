@@ -114,6 +114,14 @@ def test_structure_is_kept() -> None:
     np.testing.assert_array_equal(mask.array, keep)
 
 
+def test_a_causal_bias_has_its_own_corner() -> None:
+    from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+
+    for make, offset in ((causal_upper_left, 0), (causal_lower_right, 4)):
+        mask, bias = import_masks(attn_mask=make(3, 7))
+        assert (mask, bias) == (Mask.causal(offset), None)
+
+
 def test_other_widths_of_values_are_the_math_kernel() -> None:
     T, S = 5, 7
     inputs = heads(N, T), heads(N, S, 1), heads(N, S, 2, width=13)
