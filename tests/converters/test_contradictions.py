@@ -242,16 +242,21 @@ def test_towers_of_other_widths_keep_their_configurations() -> None:
     assert "visual.layers.0.self_attn has 16 features" in reported
 
 
-TWO_LAYERS = {
+Shapes = dict[str, tuple[int, ...]]
+TWO_LAYERS: Shapes = {
     f"layers.{i}.self_attn.{x}_proj.weight": (D, D) for i in range(2) for x in ("q", "k", "v", "o")
 }
-PACKED = {
+PACKED: Shapes = {
     "h.0.self_attention.query_key_value.weight": (3 * D, D),
     "h.0.self_attention.dense.weight": (D, D),
 }
-FALCON = {"model_type": "falcon", "new_decoder_architecture": False, "num_kv_heads": 3}
+FALCON: dict[str, Any] = {
+    "model_type": "falcon",
+    "new_decoder_architecture": False,
+    "num_kv_heads": 3,
+}
 ONE_KEY_HEAD = PACKED | {"h.0.self_attention.query_key_value.weight": (D + 2 * D // N, D)}
-AGREEING: dict[str, tuple[dict[str, Any], dict[str, tuple[int, ...]]]] = {
+AGREEING: dict[str, tuple[dict[str, Any], Shapes]] = {
     "a row for padding": ({"vocab_size": 31}, {"embed_tokens.weight": (32, D)}),
     "a row for each of two vocabularies": (
         {"vocab_size": 31, "audio_vocab_size": 11},
@@ -277,7 +282,10 @@ def test_sizes_that_only_seem_to_differ(name: str) -> None:
 def test_rows_of_one_projection_are_counted() -> None:
     """Not all rows of the packed three, which 3 heads would divide."""
     packed = "gpt_neox.layers.0.attention."
-    shapes = {f"{packed}query_key_value.weight": (48, 16), f"{packed}dense.weight": (16, 16)}
+    shapes: Shapes = {
+        f"{packed}query_key_value.weight": (48, 16),
+        f"{packed}dense.weight": (16, 16),
+    }
     config = {"model_type": "gpt_neox", "hidden_size": 16, "num_attention_heads": 3}
     (reported,) = contradicted(config, shapes)
     assert (

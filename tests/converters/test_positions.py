@@ -137,8 +137,8 @@ def test_queries_grow_with_their_positions() -> None:
     kinds = {"layer_types": ["sliding_attention", "full_attention"]}
     given = {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}
     for beam, rotated in ((kinds, (True, False)), (kinds | given, (False, True))):
-        found = [query_scale.of({"model_type": "beam", **beam}, layer) for layer in (0, 1)]
-        assert [one is None for one in found] == list(rotated)
+        read = [query_scale.of({"model_type": "beam", **beam}, layer) for layer in (0, 1)]
+        assert [one is None for one in read] == list(rotated)
     for change, layer, message in (
         ({"attn_scale": None}, 1, "attn_scale is missing"),
         ({"floor_scale": 0}, 1, "floor_scale must be above 0"),
