@@ -1,14 +1,21 @@
 """Commands that refuse empty paths; their help shows no value after a flag, and breaks lines between
-choices."""
+choices. Errors of usage are whole in a pipe or file."""
 
 import inspect
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from typer import BadParameter
-from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
+from typer.core import (
+    DEFAULT_MARKUP_MODE,
+    TyperArgument,
+    TyperCommand,
+    TyperGroup,
+    TyperOption,
+)
 
 if TYPE_CHECKING:
     from typer import Context
@@ -56,6 +63,20 @@ class Command(TyperCommand):
 class Group(TyperGroup):
     """The table of commands."""
 
+    def main(self, *args: Any, **options: Any) -> Any:
+        """Runs a command. Only a terminal gets errors of usage in a box, which breaks words."""
+        boxes = self.rich_markup_mode
+        if not sys.stderr.isatty():
+            self.rich_markup_mode = None
+        try:
+            return super().main(*args, **options)
+        finally:
+            self.rich_markup_mode = boxes
+
     def format_help(self, ctx: "Context", formatter: object) -> None:  # type: ignore[override]
-        with _readable(self, ctx):
-            super().format_help(ctx, formatter)  # type: ignore[arg-type]
+        plain, self.rich_markup_mode = self.rich_markup_mode, DEFAULT_MARKUP_MODE
+        try:
+            with _readable(self, ctx):
+                super().format_help(ctx, formatter)  # type: ignore[arg-type]
+        finally:
+            self.rich_markup_mode = plain

@@ -20,8 +20,8 @@ def cli(*arguments: Any) -> Any:
 
 
 def message(done: Any) -> str:
-    """All words on stderr, without the box around them."""
-    return " ".join(done.stderr.replace("│", " ").split())
+    """All words on stderr."""
+    return " ".join(done.stderr.split())
 
 
 def printed(done: Any) -> str:

@@ -51,3 +51,19 @@ def test_a_terminal_gets_lines_between_words_and_a_file_whole_ones() -> None:
         assert any(path in line for line in lines)
         assert (len(lines) > 1) == terminal
         assert not terminal or all(len(line.rstrip()) <= 80 or path in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["convert", f"--{'x' * 90}", "a", "b"], f"No such option: --{'x' * 90}"),
+        (["x" * 90], f"No such command '{'x' * 90}'."),
+        (["convert", "", "b"], "expected a path or name (is a variable of the shell unset?)"),
+    ],
+)
+def test_errors_of_usage_are_whole_in_a_file(arguments: list[str], problem: str) -> None:
+    done = cli(*arguments)
+    assert done.exit_code == 2
+    assert done.stderr.splitlines()[-1].startswith("Error: ")
+    assert problem in done.stderr.splitlines()[-1]
+    assert "│" in cli("--help").stdout
