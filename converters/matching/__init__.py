@@ -61,6 +61,7 @@ def prove(
     packing: Packing = "ask",
     seed: int = 0,
     unused: Literal["refuse", "keep"] = "refuse",
+    missing: Literal["refuse", "keep"] = "refuse",
 ) -> Proof:
     """Compares a filled model with its source: every array, and outputs if both can run.
 
@@ -73,7 +74,8 @@ def prove(
         arrays or pytrees of arrays, such as a `Mask`; other values are passed unchanged. Both
         models run in float64, a Keras model in float32. None compares only arrays.
       packing: as in `match`. seed: seed of the generator.
-      unused: "keep" accepts source arrays that the plan does not use, as in `load_into`.
+      unused, missing: "keep" accepts source arrays that the plan does not use, or model arrays that
+        it does not fill, as in `load_into`.
 
     Raises:
       ValueError: the plan has an open question, or does not fit the models, or head counts differ,
@@ -88,4 +90,4 @@ def prove(
     """
     from jaxmha.converters.matching import proving
 
-    return proving.prove(source, model, plan, inputs, packing, seed, unused)
+    return proving.prove(source, model, plan, inputs, packing, seed, unused, missing)

@@ -184,13 +184,12 @@ def _refuse_rest(
     left = [n for n in rest if not is_buffer(source.arrays[n]) and not _is_tied(n, source, target)]
     lacking = [n for n, a in target.arrays.items() if n not in jobs and not is_buffer(a)]
     if left and unused == "refuse":
-        raise RestError(
-            f"the model has no place for {listed(left)}", "unused='keep' leaves them out"
-        )
+        fact = f"the model has no place for {listed(left)}"
+        raise RestError(fact, "unused='keep' leaves them out", "--keep-unused leaves them out")
     if lacking and missing == "refuse":
-        raise RestError(
-            f"the plan has nothing for {listed(lacking)}", "missing='keep' leaves them as they are"
-        )
+        fact = f"the plan has nothing for {listed(lacking)}"
+        kept = "leaves them as they are"
+        raise RestError(fact, f"missing='keep' {kept}", f"--keep-missing {kept}")
 
 
 def _is_tied(name: str, source: Tree, target: Tree) -> bool:
@@ -205,11 +204,11 @@ def _is_tied(name: str, source: Tree, target: Tree) -> bool:
 
 
 class RestError(ValueError):
-    """Arrays are in no line of the plan. `fact`: the message without the advice on Python calls."""
+    """Arrays are in no line of the plan. `for_command`: the message with the advice on commands."""
 
-    def __init__(self, fact: str, advice: str) -> None:
+    def __init__(self, fact: str, advice: str, option: str) -> None:
         super().__init__(f"{fact}; {advice}")
-        self.fact = fact
+        self.for_command = f"{fact}: add lines to the plan (jaxmha match --save); {option}"
 
 
 _NUMBER = re.compile(r"\b(?!1\b)\d+\b")

@@ -30,9 +30,11 @@ def prove(
     packing: Packing,
     seed: int,
     unused: str,
+    missing: str,
 ) -> Proof:
     """Implements `jaxmha.converters.matching.prove`, with the same arguments but no defaults."""
     loading.check_policy("unused", unused)
+    loading.check_policy("missing", missing)
     if inputs is not None:
         model_inputs.check(inputs, {"source": source, "model": model})
     mine, theirs = trees.read(source), trees.read(model, "model")
@@ -46,6 +48,8 @@ def prove(
         mine.close()
     if unused == "keep":
         proof = replace(proof, unused=())
+    if missing == "keep":
+        proof = replace(proof, missing=())
     if inputs is None:
         return proof
     for_source, for_target = model_inputs.draw(inputs, seed)

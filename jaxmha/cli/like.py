@@ -2,18 +2,20 @@
 
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import typer
 
 from jaxmha import checkpoint
 from jaxmha.checkpoint.formats import nnx_values
 from jaxmha.cli.console import byte_bar, err, escape, out
 from jaxmha.converters import matching
-from jaxmha.converters.layout.arrays import framework_of
+from jaxmha.converters.layout.arrays import NDArray, framework_of, is_float
 from jaxmha.converters.matching import loading, trees
+from jaxmha.converters.matching.layers import is_buffer
 
 _KERAS = ".weights.h5"
 
@@ -27,6 +29,11 @@ def show(proof: matching.Proof, quiet: bool) -> None:
         (out if proof.same else err).print(escape(str(proof), keep="\n"), highlight=False)
     if not proof.same:
         raise typer.Exit(1)
+
+
+def policies(unused: bool, missing: bool) -> dict[str, Any]:
+    """The arguments `unused` and `missing` of `load_into` and `prove`."""
+    return {"unused": "keep" if unused else "refuse", "missing": "keep" if missing else "refuse"}
 
 
 @contextmanager
@@ -53,7 +60,31 @@ def prepared(
         with loading.prepared(model, source, plan, **options) as ready:
             yield ready
     except loading.RestError as error:
-        raise ValueError(f"{error.fact}: add lines to the plan (jaxmha match --save)") from error
+        raise ValueError(error.for_command) from error
+
+
+@contextmanager
+def _with_own(model: Any, ready: checkpoint.Lazy, dtype: str | None) -> Iterator[checkpoint.Lazy]:
+    """Yields the arrays to load, and the model's own ones for parameters that are not among them.
+
+    Raises ValueError if the model has only shapes.
+    """
+    own = trees.read(model, "model")
+    try:
+        info = dict(ready.info)
+        for name, array in own.arrays.items():
+            if name not in info and not is_buffer(array):
+                kind = (
+                    dtype if dtype is not None and is_float(np.dtype(array.dtype)) else array.dtype
+                )
+                info[name] = checkpoint.TensorInfo(array.shape, np.dtype(kind))
+
+        def load(name: str) -> NDArray:
+            return ready[name] if name in ready.info else own.load(name).astype(info[name].dtype)
+
+        yield checkpoint.Lazy(info, load)
+    finally:
+        own.close()
 
 
 def write(
@@ -65,6 +96,7 @@ def write(
     quiet: bool,
     dtype: str | None = None,
     unused: bool = False,
+    missing: bool = False,
     **options: Any,
 ) -> checkpoint.Written:
     """Fills and writes the arrays of the model; for a transformers model also config.json.
@@ -73,11 +105,13 @@ def write(
       model: the target that `template` yields.
       quiet: True shows no progress bar.
       unused: True leaves out source arrays that the plan does not use.
+      missing: True writes the model's own values of arrays that the plan does not fill.
       options: keyword arguments of `checkpoint.write`.
     """
-    policy = "keep" if unused else "refuse"
+    rest = policies(unused, missing)
     with (
-        prepared(model, source, plan, dtype=dtype, unused=policy) as ready,
+        prepared(model, source, plan, dtype=dtype, **rest) as filled,
+        _with_own(model, filled, dtype) if missing else nullcontext(filled) as ready,
         byte_bar("writing and reading back", quiet, passes=2) as progress,
     ):
         about = _about(model, destination)

@@ -1,7 +1,7 @@
 """`jaxmha match`: a plan that fills a model from a checkpoint, and the filled arrays as a file."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
@@ -65,6 +65,13 @@ def command(
         option("--to", "Write the model's arrays here."),
     ] = None,
     unused: KeepUnused = False,
+    missing: Annotated[
+        bool,
+        option(
+            "--keep-missing",
+            "Where the plan has no line for an array of the model, keep the model's own values.",
+        ),
+    ] = False,
     concatenated: Concatenated = False,
     inputs: Annotated[
         str | None,
@@ -105,17 +112,16 @@ def command(
             put_text(save, made.to_toml(), force, files)
         print_plan(made, as_json)
         refuse_rest(made, unused)
-        policy: Literal["keep", "refuse"] = "keep" if unused else "refuse"
+        rest = like.policies(unused, missing)
         kind = None if dtype is None else dtype.value
         if to is not None:
-            like.write(
-                given, to, model, made, quiet=as_json, unused=unused, dtype=kind, force=force
-            )
-            like.show(matching.prove(given, to, made, unused=policy), as_json)
+            kept = {"unused": unused, "missing": missing}
+            like.write(given, to, model, made, quiet=as_json, dtype=kind, force=force, **kept)
+            like.show(matching.prove(given, to, made, **rest), as_json)
         if draw is not None:
-            with like.prepared(model, given, made, unused=policy, dtype=kind) as ready:
+            with like.prepared(model, given, made, dtype=kind, **rest) as ready:
                 model = filling.fill(model, ready)
-            proof = matching.prove(given, model, made, inputs=draw, unused=policy)
+            proof = matching.prove(given, model, made, inputs=draw, **rest)
             like.show(proof, as_json)
 
 

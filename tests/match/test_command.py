@@ -63,6 +63,40 @@ def test_arrays_left_over_exit_with_one(here: Path) -> None:
     assert done.exit_code == 1, done.output
 
 
+MORE = """
+import jax
+import numpy as np
+
+
+def build():
+    return {"dense": {"kernel": np.zeros((5, 3), "f")}, "head": np.full((7,), 2, np.float32)}
+
+
+def shapes():
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), build())
+"""
+
+
+def test_own_values_are_written_where_the_plan_has_no_line(here: Path) -> None:
+    (here / "more_for_match.py").write_text(MORE)
+    run = CliRunner().invoke
+    run(app, ["match", "one.safetensors", "builders_for_match:build", "--save", "plan.toml"])
+    command = ["match", "one.safetensors", "more_for_match:build", "--plan", "plan.toml"]
+    done = run(app, [*command, "--to", "mine.npz"])
+    assert (done.exit_code, (here / "mine.npz").exists()) == (2, False)
+    assert "--keep-missing leaves them as they are" in done.output
+    done = run(app, [*command, "--to", "mine.npz", "--keep-missing", "--dtype", "float16"])
+    assert done.exit_code == 0, done.output
+    with checkpoint.open(here / "mine.npz") as mine:
+        assert set(mine) == {"dense/kernel", "head"}
+        np.testing.assert_array_equal(mine["head"], np.full(7, 2, np.float16), strict=True)
+        assert mine["dense/kernel"].any()
+    command[2] = "more_for_match:shapes"
+    done = run(app, [*command, "--to", "none.npz", "--keep-missing"])
+    assert (done.exit_code, (here / "none.npz").exists()) == (2, False)
+    assert "head" in done.output
+
+
 @pytest.mark.parametrize(
     "target", ["nothing.npz", "builders_for_match:nothing", "no_such_module:build"]
 )
