@@ -58,13 +58,13 @@ def behaviour(
     merged: dict[str, Any] = {}
     for name in ("dropout_rate", "dropout_broadcast", "precision", "qk_norm", "softmax_dtype"):
         own, other = getattr(from_arguments, name), getattr(given, name)
-        if own and other and own != other:
+        stated = own or (name == "dropout_broadcast" and broadcast_dropout is False)
+        if stated and other and own != other:
             raise ValueError(
                 f"{name}={own!r} by flax's arguments and {name}={other!r} of semantics differ: "
                 "give one"
             )
         merged[name] = own or other
-    merged["dropout_broadcast"] = from_arguments.dropout_broadcast
     return replace(given, **merged)
 
 

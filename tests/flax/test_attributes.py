@@ -127,6 +127,7 @@ def test_a_sequence_of_implementations_is_hashable() -> None:
     ("arguments", "semantics"),
     [
         ({"broadcast_dropout": True}, Semantics(dropout_broadcast=("B",))),
+        ({"broadcast_dropout": False}, Semantics(dropout_broadcast=("B", "N"))),
         ({"normalize_qk": True}, Semantics(qk_norm="rms")),
         ({"dropout_rate": 0.2}, Semantics(dropout_rate=0.1)),
         ({"precision": "high"}, Semantics(precision="highest")),

@@ -13,6 +13,7 @@ from flax import nnx
 
 from jaxmha import Mask, Semantics, dot_product_attention
 from jaxmha.flax import attention_fn
+from jaxmha.flax.settings import widened
 from tests.flax.common import CAUSAL, DQ, B, H, N, S, T, normal, pairs, plain, randomise, theirs
 from tests.flax.rows import WIDE, ZEROS
 from tests.tolerance import LAYER, assert_close, assert_same
@@ -192,3 +193,9 @@ def test_wrong_shapes(no_shape_hook: None) -> None:
             attention_fn(*wrong)
     with pytest.raises(ValueError, match="multiple of key/value heads"):
         attention_fn(q, k[:, :, :2], v[:, :, :2])
+
+
+def test_half_precision_is_widened_where_nothing_is_wider() -> None:
+    half, single = np.ones(3, jnp.bfloat16), np.ones(3, np.float32)
+    assert widened([half, half])[0].dtype == np.float32
+    assert [x.dtype for x in widened([half, single])] == [half.dtype, single.dtype]

@@ -142,6 +142,15 @@ def test_initialisation_gradients_and_dropout() -> None:
     assert len(jax.tree.leaves(gradients)) == len(shapes)
 
 
+def test_a_module_of_parameters_has_no_random_streams_and_its_own_dtype() -> None:
+    module = Made("nnx", semantics=Semantics(dropout_rate=0.5), dtype=jnp.bfloat16).module
+    with pytest.raises(ValueError, match="rngs"):
+        module(X, deterministic=False)
+    for asked, dtype in ((None, "bfloat16"), ("float32", "float32")):
+        module.init_cache(B, T, asked)
+        assert module.cached_latents[...].dtype == dtype
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_wrong_parameters(kind: str) -> None:
     params = Made(kind).params()
