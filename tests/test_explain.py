@@ -100,6 +100,14 @@ def test_cudnn_takes(options: dict[str, Any]) -> None:
             },
             "far below",
         ),
+        (
+            {
+                "like": shaped(2, 1024, 8, 256, dtype=jnp.float16),  # no feature is left
+                "mask": PADDED,
+                "is_causal": True,
+            },
+            "far below",
+        ),
         ({"softmax_dtype": jnp.bfloat16}, "softmax_dtype"),
         ({"like": shaped(2, 0, 8, 64)}, "at least 1"),
     ],
@@ -107,6 +115,12 @@ def test_cudnn_takes(options: dict[str, Any]) -> None:
 )
 def test_cudnn_says_why_not(options: dict[str, Any], why: str) -> None:
     assert why in reason("cudnn", **options)
+
+
+def test_cudnn_counts_the_features_of_values() -> None:
+    query, value = shaped(2, 64, 8, 128), shaped(2, 64, 8, 264)
+    found = jaxmha.explain(query, query, value, platform="h200", implementation="cudnn")
+    assert "at most 256 features on h200, got 128, 264" in str(found.reasons[0][1])
 
 
 def test_named_implementations_raise_the_reason() -> None:
