@@ -209,6 +209,18 @@ def test_a_template_of_another_model_is_refused(
         checkpoint.write(tmp_path / "y.weights.h5", wider, names=dict(file.names))
     with pytest.raises(ValueError, match=r"layers/dense/vars/0 is \(3, 8\) in that file"):
         pipeline.convert(tmp_path / "a.npz", target, to="keras", like=tmp_path / "y.weights.h5")
+    with checkpoint.open(path) as file:
+        state, names = {name: file[name] for name in file}, dict(file.names)
+    less = {name: x for name, x in state.items() if name != "layers/dense/vars/1"}
+    several = state | {f"layers/dense_7/vars/{i}": state[f"layers/dense/vars/{i}"] for i in (0, 1)}
+    renamed = names | {"layers/dense": "one", "layers/dense_7": "two"}
+    for arrays, called, message in (
+        (less, names, r"layers/dense/vars/1 is not there in that file"),
+        (several, renamed, "the file has no layer named"),
+    ):
+        checkpoint.write(tmp_path / "z.weights.h5", arrays, names=called, force=True)
+        with pytest.raises(ValueError, match=message):
+            pipeline.convert(tmp_path / "a.npz", target, to="keras", like=tmp_path / "z.weights.h5")
     assert not target.exists()
 
 

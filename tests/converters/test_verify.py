@@ -1,15 +1,17 @@
 """Two sides are the same, or the findings name the leaf, the element and the stage."""
 
 import itertools
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from torch import no_grad
 
 from jaxmha import MHAParams, Semantics, checkpoint
 from jaxmha.converters import flax, keras, torch
-from jaxmha.converters.verify import comparison, comparison_report
+from jaxmha.converters.verify import comparands, comparison, comparison_report
 from jaxmha.params import leaves
 from tests.converters import layers
 
@@ -241,6 +243,25 @@ def test_comparing_changes_nothing(layer: Any, params: MHAParams) -> None:
     comparison.compare(layer, params)
     layers.assert_identical(layers.snapshot(layer), before)
     layers.assert_identical(params, expected)
+
+
+def test_a_live_layer_without_numbers_is_not_the_same(params: MHAParams, layer: Any) -> None:
+    """Equal bits do not show what code of its own computes."""
+    layer = deepcopy(layer)
+    with no_grad():
+        layer.out_proj.bias[1] = np.nan
+    found = report(layer, torch.from_module(layer))
+    assert (found.same, found.differences) == (False, ())
+    assert found.departs is not None
+    assert found.departs.startswith("no output can be compared: out.bias holds NaN")
+
+
+def test_blocks_of_one_name_are_not_paired_with_fewer(params: MHAParams) -> None:
+    named = comparands.ComparedBlock(
+        "a", "torch", params, Semantics(), lambda *_: np.ones(1), False
+    )
+    with pytest.raises(ValueError, match="two blocks of one source have the same name"):
+        comparison.pair([named, named], [named])
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])

@@ -38,6 +38,8 @@ SILENT: dict[str, tuple[str, dict[str, Any]]] = {
     "few queries of a growing part of the keys": ("flax",
         {"mask": np.arange(9) < np.array([[2], [5], [8]]), "query_length": 3}),
     "as many queries as the batch has rows": ("jax", {"mask": SQUARE[[2, 0, 0, 1, 1]], **SAME}),
+    "a mask per head, every second alike": ("torch",
+        {"num_heads": 4, "attn_mask": np.tile(np.stack([~CAUSAL, CAUSAL & False]), (4, 1, 1))}),
     "later tokens of a cache": ("flax", {"mask": np.tri(3, 5, 2, dtype=bool) & (np.arange(5) > 1)}),
     "left padding of a cache": ("flax", {"mask": np.broadcast_to(np.arange(5) > 1, (1, 1, 3, 5))}),
 }  # fmt: skip
