@@ -98,6 +98,16 @@ def mask_hint(mask: object) -> str:
     return ""
 
 
+def latent_hint(value: object) -> str:
+    """The end of an error message: what to call with what was given instead of `LatentParams`."""
+    if type(value).__name__ == "MHAParams":
+        return (
+            ": call the function of the same name in jaxmha, such as jaxmha.extend, with a cache from "
+            "jaxmha.KVCache.empty"
+        )
+    return ""
+
+
 def params_hint(value: object) -> str:
     """The end of an error message: how to make `MHAParams` of what was given instead."""
     if type(value).__name__ == "LatentParams":

@@ -14,6 +14,7 @@ from jaxmha.arrays import (
     DTypeLike,
     as_dtype,
     is_rounded,
+    latent_hint,
     params_hint,
     reject_foreign,
     require_arrays,
@@ -21,6 +22,7 @@ from jaxmha.arrays import (
 )
 from jaxmha.integers import has_values, on_host
 from jaxmha.mask import Mask
+from jaxmha.mask_checks import side
 from jaxmha.semantics import ReturnWeights
 from jaxmha.static_checks import one_of
 
@@ -79,9 +81,8 @@ def require_type(kind: type, **arguments: object) -> None:
     framework."""
     for name, value in arguments.items():
         if not isinstance(value, kind):
-            remedy = params_hint(value) if kind.__name__ == "MHAParams" else ""
-            if (kind.__name__, type(value).__name__) == ("LatentParams", "MHAParams"):
-                remedy = ": call the function of the same name in jaxmha, such as jaxmha.extend"
+            hints = {"MHAParams": params_hint, "LatentParams": latent_hint}
+            remedy = hints[kind.__name__](value) if kind.__name__ in hints else ""
             if isinstance(value, tuple) and any(isinstance(x, kind) for x in value):
                 remedy = ", a tuple that holds one: unpack it first, as in params, semantics = ..."
             raise TypeError(
@@ -122,7 +123,7 @@ def window(sides: int | Sequence[int | None] | Array | None) -> Mask:
         both = (both, both)
     if len(both) != 2:
         raise ValueError(f"local_window_size must be w or (left, right), got {shown(both)}")
-    return Mask.window(*both)
+    return Mask.window(*(side(x, both, "sides of local_window_size") for x in both))
 
 
 def promoted(**arrays: Array | None) -> np.dtype[np.floating]:

@@ -39,14 +39,17 @@ def require_axes(expected: str, **arguments: object) -> None:
             raise ValueError(f"{name} must have axes {expected}, got one number")
 
 
-def side(side: int | None, window: tuple[object, object]) -> int | None:
-    """One side of the window as an integer; raises TypeError or ValueError."""
+def side(side: int | None, window: tuple[object, object], name: str = "window sides") -> int | None:
+    """One side of the window as an integer; raises TypeError or ValueError.
+
+    `name`: the argument of the caller, for messages.
+    """
     if side is None:
         return None
     shown = f"({window[0]}, {window[1]})"
     if isinstance(side, jax.core.Tracer):
         raise TypeError(
-            f"window sides shape the program and cannot be traced, got {shown}: make them static "
+            f"{name} shape the program and cannot be traced, got {shown}: make them static "
             "(static_argnames of jax.jit); a traced right side alone is Mask.causal(offset)"
         )
     try:
@@ -54,7 +57,7 @@ def side(side: int | None, window: tuple[object, object]) -> int | None:
             raise TypeError
         found = index(side)
     except TypeError:  # raised also for an array that is not a single integer
-        raise TypeError(f"window sides must be integers or None, got {shown}") from None
+        raise TypeError(f"{name} must be integers or None, got {shown}") from None
     if found < 0:
-        raise ValueError(f"window sides must be >= 0 or None, got {shown}")
+        raise ValueError(f"{name} must be >= 0 or None, got {shown}")
     return found

@@ -85,6 +85,8 @@ def window(value: object) -> tuple[int | None, int | None] | None:
     for side in sides:
         if side is not None and (isinstance(side, bool) or not isinstance(side, Integral)):
             raise TypeError(f"local_window_size must hold integers or None, got {shown(value)}")
+        if side is not None and side < 0:
+            raise ValueError(f"sides of local_window_size must be >= 0 or None, got {shown(value)}")
     left, right = (None if side is None else int(side) for side in sides)
     return None if left is None and right is None else (left, right)
 

@@ -59,7 +59,7 @@ OPTIONAL: dict[str, Callable[[Any], Any]] = {
     "window_size": lambda x: Mask(window_size=x),
     "left window": lambda x: Mask(window_size=(x, None)),
     "right window": lambda x: Mask.window(1, x),
-    "local window": lambda x: attention(local_window_size=(1, x)),
+    "local_window_size": lambda x: attention(local_window_size=(1, x)),
     "query_seq_lengths": lambda x: attention(query_seq_lengths=x),
     "segment_ids": lambda x: attention(segment_ids=x),
     "num_kv_heads": lambda x: init(num_kv_heads=x),

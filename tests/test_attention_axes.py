@@ -120,6 +120,7 @@ def test_only_whole_calls_have_attention_axes() -> None:
         ({"attention_axes": (1.0,)}, TypeError, r"must be integers"),
         ({"local_window_size": (1, 2, 3)}, ValueError, r"w or \(left, right\)"),
         ({"local_window_size": (True, 2)}, TypeError, r"integers or None"),
+        ({"local_window_size": (-1, 2)}, ValueError, r"sides of local_window_size must be >= 0"),
     ],
 )
 def test_wrong_fields(fields: dict[str, Any], error: type[Exception], printed: str) -> None:

@@ -333,7 +333,7 @@ def test_causality_is_top_left_in_both() -> None:
 def test_windows_that_are_traced() -> None:
     assert jax.jit(lambda w: theirs(local_window_size=(w, w)))(1).shape == Q.shape
     for window in (lambda w: w, lambda w: (w, 1), lambda w: [1, w]):
-        with pytest.raises(TypeError, match=r"window sides .*cannot be traced"):
+        with pytest.raises(TypeError, match=r"sides of local_window_size .*cannot be traced"):
             jax.jit(lambda w, window=window: ours(local_window_size=window(w)))(1)
     with pytest.raises(TypeError, match=r"is_causal must be a bool.*cannot be traced"):
         jax.jit(lambda c: ours(is_causal=c))(True)
@@ -341,7 +341,7 @@ def test_windows_that_are_traced() -> None:
 
 def test_negative_windows() -> None:
     assert theirs(local_window_size=(-1, 2)).shape == Q.shape
-    with pytest.raises(ValueError, match="window sides must be >= 0"):
+    with pytest.raises(ValueError, match="sides of local_window_size must be >= 0"):
         ours(local_window_size=(-1, 2))
 
 

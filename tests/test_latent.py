@@ -358,3 +358,6 @@ def test_wrong_caches() -> None:
         latent.decode_step(params, x[:, :1], pages._replace(value=pages.key))
     with pytest.raises(TypeError, match=r"cache must be a jaxmha\.LatentCache"):
         latent.decode_step(params, x[:, :1], jaxmha.KVCache(x, x, x))  # type: ignore[type-var]
+    other: Any = jaxmha.init_params(jax.random.key(0), num_heads=2, features=6)
+    with pytest.raises(TypeError, match=r"got MHAParams: .*a cache from jaxmha\.KVCache\.empty"):
+        latent.LatentCache.empty(other, B, 4)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jaxmha import Mask
+from jaxmha import Mask, checks
 from jaxmha.converters.layout.arrays import AnyArray, to_numpy
 from jaxmha.converters.masks.compose import (
     array_of,
@@ -75,8 +75,7 @@ def import_masks(
     }
     structure = Mask.causal() if is_causal else Mask()
     if local_window_size is not None:
-        window = local_window_size
-        structure &= Mask.window(*(window if isinstance(window, tuple) else (window, window)))
+        structure &= checks.window(local_window_size)
     sizes = {"N": num_heads, "T": query_length}
     return read_call(ARGUMENTS, values, structure, sizes, emptied_by_bias)
 

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from jaxmha.arrays import Array
+from jaxmha.arrays import Array, latent_hint
 from jaxmha.dims import bind
 from jaxmha.params import Projection, check_projections
 from jaxmha.record_repr import record_repr
@@ -107,7 +107,9 @@ def sizes(params: LatentParams) -> dict[str, int]:
       ValueError: a shape does not fit; names the leaf, the axes expected and the shape received.
     """
     if not isinstance(params, LatentParams):
-        raise TypeError(f"params must be a jaxmha.LatentParams, got {type(params).__name__}")
+        raise TypeError(
+            f"params must be a jaxmha.LatentParams, got {type(params).__name__}{latent_hint(params)}"
+        )
     check_projections(params, _PROJECTIONS, _OPTIONAL)
     for name in ("key", "value"):
         if getattr(params, name).bias is not None:

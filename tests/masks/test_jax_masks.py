@@ -145,7 +145,8 @@ def test_unbatched_and_jit() -> None:
         ({"mask": np.ones((1, B, N, T, S), bool)}, ValueError, "mask: expected axes"),
         ({"mask": np.ones((N + 1, T, S), bool)}, ValueError, "N=2"),
         ({"mask": np.ones((T, S), bool), "bias": np.ones((T, T))}, ValueError, "S=5"),
-        ({"local_window_size": -1}, ValueError, "window sides"),
+        ({"local_window_size": (1.5, 2)}, TypeError, "sides of local_window_size must be integers"),
+        ({"local_window_size": -1}, ValueError, "sides of local_window_size"),
     ],
 )
 def test_errors(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
