@@ -1,7 +1,7 @@
 """Reads a source or a target as named arrays with shapes and, if known, their axis orders."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -141,9 +141,8 @@ def _file(path: Path) -> Tree:
     for name, info in (*file.info.items(), *tied.items()):
         parts, form = keras.get(name) or (split(name), "")
         arrays[name] = Array(name, parts, tuple(info.shape), info.dtype.name, form)
-    automatic = _counted(arrays)
-    automatic |= keras_files.numbered_by_keras(keras)
-    return Tree(
+    automatic = _counted(arrays) | keras_files.numbered_by_keras(keras)
+    tree = Tree(
         "file",
         arrays,
         lambda name: file[file.tied.get(name, name)],
@@ -153,16 +152,17 @@ def _file(path: Path) -> Tree:
         depends_on=dict.fromkeys(automatic),
         heads=lambda: head_counts.of_file(file),
     )
+    return _without_optimizer(tree, file.others)
 
 
-def _without_optimizer(tree: Tree) -> Tree:
+def _without_optimizer(tree: Tree, others: Sequence[str] = ()) -> Tree:
     """Returns a tree without the state of an optimizer, which a note mentions."""
-    left = set(optimizer_state.find(tree.arrays))
-    if tree.kind not in _STATES or not left or len(left) == len(tree.arrays):
+    left = set(optimizer_state.find(tree.arrays, others))
+    found = optimizer_state.described(len(left), others)
+    if tree.kind not in _STATES or not found or len(left) == len(tree.arrays):
         return tree
     weights = {name: array for name, array in tree.arrays.items() if name not in left}
-    note = f"{len(left)} arrays of an optimizer are left out"
-    return replace(tree, arrays=weights, notes=(*tree.notes, note))
+    return replace(tree, arrays=weights, notes=(*tree.notes, f"{found} are left out"))
 
 
 def split(name: str) -> tuple[str, ...]:

@@ -23,6 +23,7 @@ from jaxmha.converters.discovery import (
 )
 from jaxmha.converters.discovery.attention_blocks import Block, shapes
 from jaxmha.converters.layout.transform import bind_shapes
+from jaxmha.converters.migrate import of_optimizers
 from jaxmha.converters.migrate import plans as planning
 
 
@@ -154,7 +155,8 @@ def inspect(path: str | os.PathLike[str], *, num_heads: int | None = None) -> Fi
                 *positions.notes(file, places),
                 *attended.notes(masks),
                 *unknown_attention.notes(
-                    latent_blocks.without(apart, latents), hf_config.model_types(file)
+                    of_optimizers.weights_of(file, latent_blocks.without(apart, latents)),
+                    hf_config.model_types(file),
                 ),
                 *latent_blocks.notes(latents, converted=False),
                 *file.notes,

@@ -73,6 +73,15 @@ def left_behind(file: Source, copied: Sequence[str]) -> Iterator[str]:
         )
 
 
+def weights_of(file: Source, apart: Mapping[str, Sequence[str]]) -> dict[str, Sequence[str]]:
+    """Leaves out prefixes whose tensors all belong to the state of an optimizer, as FSDP names it.
+
+    `left_behind` has a note on them. `apart`: the tensors at each prefix.
+    """
+    states = set(optimizer_state.find(file.info, file.others)) if apart else set[str]()
+    return {prefix: names for prefix, names in apart.items() if not states.issuperset(names)}
+
+
 def without_parts(file: Source, found: list[Block]) -> list[Block]:
     """Leaves out blocks in the state of an optimizer that lack arrays, such as those of Muon.
 

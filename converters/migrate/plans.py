@@ -171,7 +171,8 @@ def make(
         *notes_of_layers(file, to, found, layers, becomes, carried, epsilon, unlike or {}),
         *notes.renamed(_renamed(steps, file.names) if not in_file(to) else ()),
         *unknown_attention.notes(
-            latent_blocks.without(apart, converted), hf_config.model_types(file)
+            of_optimizers.weights_of(file, latent_blocks.without(apart, converted)),
+            hf_config.model_types(file),
         ),
         *latent_blocks.notes(latents, held),
     )

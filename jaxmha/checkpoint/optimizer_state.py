@@ -7,6 +7,8 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
+from jaxmha.checkpoint.errors import listed
+
 Path = tuple[str, ...]  # a name, split at "." and "/"
 
 
@@ -88,6 +90,21 @@ def find(names: Iterable[str], others: Iterable[str] = ()) -> list[str]:
     found |= {path for path in every.values() if any(p in roots for p in _prefixes(path))}
     found |= _of_optax([path for path in every.values() if path not in found])
     return [name for name, path in every.items() if path in found]
+
+
+def described(count: int, others: Iterable[str]) -> str:
+    """What a file has of an optimizer: `count` arrays, and settings such as learning rates; or "".
+
+    `others`: as in `find`.
+
+    >>> described(6, ["epoch", "optimizer.param_groups.0.lr", "optimizer.param_groups.0.eps"])
+    '6 arrays and the settings (optimizer.param_groups) of an optimizer'
+    """
+    found = _with_groups(map(_split, others))
+    groups = dict.fromkeys(".".join(path) for path in found if path[-1] == _GROUPS)
+    parts = [f"{count} array{'s' * (count > 1)}"] * bool(count)
+    parts += [f"the settings ({listed(list(groups))})"] * bool(groups)
+    return f"{' and '.join(parts)} of an optimizer" if parts else ""
 
 
 def key(name: str) -> Path | None:

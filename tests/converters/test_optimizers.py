@@ -224,6 +224,23 @@ def test_states_of_torch_are_found(name: str, tmp_path: Path) -> None:
             assert {*optimizer_state.find(file.info)} == {*own}
 
 
+@pytest.mark.parametrize("entries", [("step", "exp_avg", "exp_avg_sq"), ("momentum_buffer",)])
+def test_moments_by_the_names_of_attention_are_no_other_layout(
+    entries: tuple[str, ...], tmp_path: Path
+) -> None:
+    """As FSDP stores the state of Adam or of Muon, which has no moments of biases here."""
+    weights = torch.nn.MultiheadAttention(6, 2).state_dict()
+    moments = {name: x for name, x in weights.items() if x.ndim > 1 or "step" in entries}
+    state = {f"attn.{n}": dict.fromkeys(entries, torch.ones_like(x)) for n, x in moments.items()}
+    weights = {f"attn.{name}": x for name, x in weights.items()}
+    saved = {"model": weights, "optimizer": {"state": state, "param_groups": [{"lr": 0.1}]}}
+    torch.save(saved, tmp_path / "saved.pt")
+    done = migrate.convert(tmp_path / "saved.pt", tmp_path / "a.npz", to="flax", num_heads=2)
+    notes = [*done.notes, *migrate.inspect(tmp_path / "saved.pt").notes]
+    assert not [note for note in notes if "no known layout" in note]
+    assert [note for note in notes if "the state of an optimizer is carried over" in note]
+
+
 def test_unknown_optimizers_are_found_by_their_groups(tmp_path: Path) -> None:
     """Each optimizer of PyTorch, also of other packages, has `param_groups` in its state."""
     model, state = stepped("SGD")

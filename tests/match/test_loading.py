@@ -346,6 +346,13 @@ def test_the_optimizer_of_a_torch_file_is_left_out(tmp_path: Path) -> None:
     template = {"fc": {"kernel": np.zeros((5, 3), "f"), "bias": np.zeros(3, "f")}}
     plan = match(tmp_path / "a.pt", template)
     assert not plan.unused
-    assert plan.notes == ("6 arrays of an optimizer are left out",)
+    settings = "the settings (optimizer.param_groups) of an optimizer are left out"
+    assert plan.notes == (f"6 arrays and {settings}",)
     found = flax.load_into(template, tmp_path / "a.pt")
     np.testing.assert_array_equal(found["fc"]["kernel"].T, layer.weight.detach().numpy())
+    state = {0: {"of_its_own": torch.ones(3, 5)}}
+    own = {"train": {"state": state, "param_groups": [{"lr": 0.1, "params": [0]}]}}
+    torch.save({"model": model.state_dict(), **own}, tmp_path / "b.pt")
+    plan = match(tmp_path / "b.pt", template)
+    assert not plan.unused
+    assert plan.notes == (f"1 array and {settings.replace('optimizer.', 'train.')}",)
