@@ -139,12 +139,14 @@ def attend(
                 if not valid[*b, i]:
                     continue
                 logits = {}
-                for j in range(S):
-                    if allowed[*b, n, i, j] and bias[*b, n, i, j] != -math.inf:
-                        logit = scale * dot(query[*b, i, n], key[*b, j, k])
-                        if logits_soft_cap is not None:
-                            logit = logits_soft_cap * math.tanh(logit / logits_soft_cap)
-                        logits[j] = logit + bias[*b, n, i, j]
+                attends = allowed[*b, n, i] & (bias[*b, n, i] != -math.inf)
+                places = np.flatnonzero(attends).tolist()
+                products = dots(query[*b, i, n], key[*b, places, k])
+                for j, product in zip(places, products, strict=True):
+                    logit = scale * product
+                    if logits_soft_cap is not None:
+                        logit = logits_soft_cap * math.tanh(logit / logits_soft_cap)
+                    logits[j] = logit + bias[*b, n, i, j]
                 sink = [] if sinks is None else [float(sinks[n])]
                 if logits or sink:
                     highest = max([*logits.values(), *sink])
@@ -163,11 +165,9 @@ def attend(
                     stays = keep[*b, n, i, j] or math.isnan(weight)  # a row of NaN stays one
                     kept[*b, n, i, j] = weight / (1 - dropout_rate) if stays else 0.0
                 attended = [*row]
-                row_weights, values = kept[*b, n, i, attended], value[*b, attended, k]
-                for c in range(h):
-                    out[*b, i, n, c] = dot(row_weights, values[:, c])
-                    if fully_masked == "nan" and not (logits or sink):
-                        out[*b, i, n, c] = math.nan
+                out[*b, i, n] = dots(kept[*b, n, i, attended], value[*b, attended, k].T)
+                if fully_masked == "nan" and not (logits or sink):
+                    out[*b, i, n] = math.nan
     return Output(out, weights, kept, lse)
 
 
@@ -323,7 +323,15 @@ def within(lengths: Array | None, batch: Sequence[int], T: int) -> Array:
 def dot(x: Array, y: Array) -> float:
     """A product summed without rounding in between, or plainly where something is not finite."""
     assert x.shape == y.shape
+    return dots(x, y[None])[0]
+
+
+def dots(x: Array, rows: Array) -> list[float]:
+    """The product of `x` with every row."""
+    assert x.shape == rows.shape[1:]
     with np.errstate(invalid="ignore"):
-        products = np.multiply(x, y, dtype=np.float64)
-        finite = np.isfinite(products).all()
-        return math.fsum(products.tolist()) if finite else float(products.sum())
+        products = np.multiply(x, rows, dtype=np.float64).tolist()
+        return [
+            math.fsum(row) if all(map(math.isfinite, row)) else float(np.sum(row))
+            for row in products
+        ]

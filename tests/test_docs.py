@@ -14,8 +14,9 @@ from tests.promotion import foreign
 
 # Their examples compile steps and layers, which tests of their own compile too.
 DEAR = (
-    "jaxmha.decoding", "jaxmha.extend_heads", "jaxmha.flax.cached_steps", "jaxmha.flax.latent.*",
-    "jaxmha.flax.linen", "jaxmha.latent.*", "jaxmha.converters.discovery.live_model",
+    "jaxmha.decoding", "jaxmha.equinox", "jaxmha.extend_heads", "jaxmha.flax.*", "!jaxmha.flax.settings",
+    "jaxmha.haiku", "jaxmha.latent.*", "jaxmha.converters.discovery.axial",
+    "jaxmha.converters.discovery.live_model", "jaxmha.converters.equinox",
     "jaxmha.converters.layout.latent", "jaxmha.keras.switch", "jaxmha.matmul",
 )  # fmt: skip
 

@@ -83,7 +83,11 @@ def test_flax_modules_with_symbolic_sizes(swapped: bool) -> None:
     if swapped:
         module = flax_linen.MultiHeadDotProductAttention(num_heads=3, attention_fn=attention_fn)
     x = np.random.default_rng(0).standard_normal((2, 5, 6)).astype(np.float32)
-    variables = jax.jit(module.init)(jax.random.key(0), x)
+    rng = np.random.default_rng(1)
+    variables = jax.tree.map(
+        lambda leaf: rng.standard_normal(leaf.shape).astype(leaf.dtype),
+        jax.eval_shape(module.init, jax.random.key(0), x),
+    )
     program: Any = export.export(jax.jit(module.apply))(
         jax.tree.map(lambda x: struct(x, x.shape), variables),
         struct(x, (*export.symbolic_shape("B, T"), 6)),

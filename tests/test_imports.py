@@ -67,19 +67,23 @@ def is_lazy(node: ast.AST) -> bool:
     return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
 
 
-def imports(tree: ast.AST, *, inside_functions: bool) -> Iterator[str]:
-    """Full names of the modules that a file imports."""
+def found_in(tree: ast.AST, *, lazy: bool = False) -> Iterator[tuple[str, bool]]:
+    """Full names of the modules that a file imports, and whether that runs later."""
     for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.expr) or (is_lazy(node) and not inside_functions):
-            continue
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            yield from ((alias.name, lazy) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "relative import"
             module = node.module or ""
-            yield module
-            yield from (f"{module}.{alias.name}" for alias in node.names)
-        yield from imports(node, inside_functions=inside_functions)
+            yield module, lazy
+            yield from ((f"{module}.{alias.name}", lazy) for alias in node.names)
+        elif not isinstance(node, ast.expr):
+            yield from found_in(node, lazy=lazy or is_lazy(node))
+
+
+@cache
+def imports(source: str) -> list[tuple[str, bool]]:
+    return [*found_in(ast.parse(source))]
 
 
 def under(name: str, *packages: str) -> bool:
@@ -127,16 +131,10 @@ def floor(name: str) -> int:
     return max(found)[1]
 
 
-@cache
-def parsed(source: str) -> ast.Module:
-    return ast.parse(source)
-
-
 def violations(path: str, source: str) -> list[str]:
     """Imports of a file of the repository that its room may not have."""
-    tree = parsed(source)
-    everywhere = list(imports(tree, inside_functions=True))
-    top = list(imports(tree, inside_functions=False))
+    everywhere = [name for name, _ in imports(source)]
+    top = [name for name, lazy in imports(source) if not lazy]
     own, above = module(path), floor(module(path))
     forbidden = ["tests", "experiments", "converters"]
     found = [name for name in everywhere if under(name, *forbidden)]
@@ -210,7 +208,7 @@ def test_right_direction_is_not(path: str, source: str) -> None:
 
 def imported_modules(source: str, known: Collection[str]) -> set[str]:
     """The modules that a file imports, in functions too; a submodule does not count as its package."""
-    names = [*imports(parsed(source), inside_functions=True)]
+    names = [name for name, _ in imports(source)]
     inner = {name.rpartition(".")[0] for name in names if name in known}
     return {name for name in names if name in known and name not in inner}
 

@@ -133,9 +133,7 @@ def test_distribution_equals_the_framework_s(scheme: str, case: str) -> None:
 
 def test_projections_are_independent() -> None:
     for scheme in ("torch", "keras", "flax"):
-        params = init_params(
-            jax.random.key(0), scheme=scheme, use_bias_kv=True, num_heads=8, features=256
-        )
+        params = init_params(jax.random.key(0), scheme=scheme, use_bias_kv=True, **SIZES["packed"])
         rows = [np.asarray(x).ravel() for k, x in leaves(params).items() if "kernel" in k]
         correlation = np.corrcoef(rows) - np.eye(4)
         assert np.abs(correlation).max() < SIGMAS * rows[0].size ** -0.5

@@ -5,6 +5,7 @@ import itertools
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -43,6 +44,10 @@ def loss(arrays: dict[str, Any], others: dict[str, Any], implementation: str = "
     return (out**2).sum() + jnp.sin(jnp.where(jnp.isfinite(lse), lse, 0.0)).sum()
 
 
+def stacked(trees: Iterable[Any]) -> Any:
+    return jax.tree.map(lambda *x: np.stack(x), *trees)
+
+
 def named_calls(program: Any) -> int:
     """Calls of the library in a lowered program."""
     return int(program.as_text().count("@jaxmha_cpu_"))
@@ -63,7 +68,7 @@ def test_vmap_of_one_operand_along_any_axis(mapped: str) -> None:
         return attend(one, implementation), gradient
 
     alone = jax.jit(partial(of, implementation="reference"))
-    want = jax.tree.map(lambda *xs: np.stack(xs), *map(alone, each))
+    want = stacked(map(alone, each))
     for axis in (0, each.ndim - 1):
         moved = np.moveaxis(each, 0, axis)
         found = jax.jit(jax.vmap(partial(of, implementation="native"), axis))(moved)
@@ -85,15 +90,20 @@ def test_nested_vmap_of_unlike_axes_and_of_gradients(case: Case, inner: int) -> 
         inside, others = conformance.split(arrays | {"query": query, "value": value})
         return jax.value_and_grad(loss)(inside, others, implementation)
 
-    def both(queries: Any, values: Any, implementation: str) -> Any:
-        each: Any = jax.vmap(lambda q, v: one(q, v, implementation), (inner + 1, None))
+    @jax.jit
+    def both(queries: Any, values: Any) -> Any:
+        each: Any = jax.vmap(lambda q, v: one(q, v, "native"), (inner + 1, None))
         per_value: Any = jax.vmap(each, (None, 0))
         outside = jax.grad(lambda q, v: per_value(q, v)[0].sum(), (0, 1))(queries, values)
         return per_value(queries, values), outside
 
-    found, want = (jax.jit(partial(both, implementation=i))(queries, values)
-                   for i in ("native", "reference"))  # fmt: skip
-    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+    # One pair after the other; the gradient of their sum is the sum of theirs.
+    alone = jax.jit(partial(one, implementation="reference"))
+    each_query = np.moveaxis(queries, inner + 1, 0)
+    want = stacked(stacked(alone(q, v) for q in each_query) for v in values)
+    outside = np.moveaxis(want[1]["query"].sum(0), 0, inner + 1), want[1]["value"].sum(1)
+    found = jax.tree.leaves(both(queries, values))
+    for x, y in zip(found, jax.tree.leaves((want, outside)), strict=True):
         np.testing.assert_allclose(x, y, rtol=2e-5, atol=3e-5)
 
 
@@ -182,7 +192,7 @@ def test_exported_programs_of_vmap() -> None:
     """The portable kernels map over every batch axis."""
     stack = [conformance.split(cases.arrays(FEW, seed=seed))[0] for seed in range(2)]
     others = conformance.split(cases.arrays(FEW))[1]
-    inside = jax.tree.map(lambda *x: np.stack(x), *stack) | {"bias": stack[0]["bias"]}
+    inside = stacked(stack) | {"bias": stack[0]["bias"]}
     axes = {"query": 0, "key": 0, "value": 0, "bias": None}
     run = jax.jit(jax.vmap(jax.grad(lambda x: loss(x, others)), (axes,)))
     program: Any = export.export(run)(inside)
@@ -311,6 +321,7 @@ def test_long_rows_with_masks() -> None:
 
 
 @built
+@pytest.mark.slow_variants("32-float32")
 @pytest.mark.parametrize(("H", "dtype"), [(32, "float32"), (40, "float32"), (32, "bfloat16")])
 def test_few_queries_over_many_keys(H: int, dtype: str) -> None:
     """Threads share key heads and ranges of keys, of which each head may attend others."""
@@ -380,10 +391,13 @@ def test_heads_of_several_dtypes(T: int, dtypes: tuple[str, ...]) -> None:
     if not conformance.ABSENT:
         found = jaxmha.dot_product_attention(*heads, implementation="native")
         tolerance.assert_close(found, np.asarray(want, np.float64))
-    query, key, value = heads
-    request = Request(query, key, value, None, Mask(), jaxmha.Semantics(), None, False)
     asked = SupportQuery()
-    implementations.attend(request, asked)
+
+    def unpromoted(query: Any, key: Any, value: Any) -> Any:
+        request = Request(query, key, value, None, Mask(), jaxmha.Semantics(), None, False)
+        return implementations.attend(request, asked).out
+
+    jax.eval_shape(unpromoted, *heads)
     reasons = dict(asked.reasons)
     assert "must have one dtype, got" in (reasons["native"] or "")
     assert reasons["reference"] is None

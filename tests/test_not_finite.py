@@ -23,8 +23,7 @@ pytestmark = pytest.mark.usefixtures("every_size")
 
 @pytest.mark.everyday(case=["poisoned_lengths", "poisoned_bias", "poisoned_everything"])
 @pytest.mark.slow_variants(
-    "poisoned_everything-blocked",
-    "poisoned_bias-blocked",
+    "*-blocked",  # `test_blocked.test_poison` takes everything, over several tiles
     "*reference",
     "*few_queries*",
     "!poisoned_everything-few_queries",
@@ -60,7 +59,6 @@ def test_poisoned_queries(implementation: str) -> None:
 @pytest.mark.slow_variants(
     "*",
     "!nan-key-causal-blocked",
-    "!nan-key-plain-native",
     "!inf-key-causal-native",
     "!nan-key-plain-few_queries",
 )
@@ -131,22 +129,20 @@ def poisoned_operands(array: str) -> tuple[dict[str, Any], Any, Any]:
     return arrays, mask, bias
 
 
+@partial(jax.jit, static_argnames="implementation")
+def pulled(arrays: Any, d_out: Any, mask: Any, implementation: str) -> Any:
+    """One program for the arrays that hold a NaN."""
+    run = partial(jaxmha.dot_product_attention, mask=mask, implementation=implementation)
+    out, pull = jax.vjp(lambda arrays: run(**arrays), arrays)
+    return {"out": out, **pull(d_out)[0]}
+
+
 def poisoned_gradients(implementation: str, array: str, kind: str) -> dict[str, Any]:
     """The output and gradients of `poisoned_operands`."""
     arrays, mask, bias = poisoned_operands(array)
     d_out = arrays.pop("d_out")
     arrays |= {"bias": bias} if kind == "bias" else {}
-
-    @jax.jit
-    def of(arrays: Any) -> Any:
-        options = {"mask": mask} if kind == "mask" else {}
-        run = partial(
-            jaxmha.dot_product_attention, implementation=implementation, return_lse=False, **options
-        )
-        out, pull = jax.vjp(lambda arrays: run(**arrays), arrays)
-        return {"out": out, **pull(d_out)[0]}
-
-    found: dict[str, Any] = of(arrays)
+    found: dict[str, Any] = pulled(arrays, d_out, mask if kind == "mask" else None, implementation)
     return found
 
 

@@ -133,7 +133,7 @@ def test_validate_names_what_is_wrong() -> None:
 def test_what_is_out_of_range_and_traced() -> None:
     """Forks change nothing, negative lengths are 0, and counts are clipped to [0, T]."""
     params, x = make()
-    _, cache = run(params, empty(params), x[:, :4], q_lengths=np.asarray([4, 2, 1]))
+    _, cache = run(params, empty(params), x[:, :5], q_lengths=np.asarray([4, 2, 1]))
     pool, fork = PagePool(cache), jax.jit(PagedKVCache.fork)
     for rows in ((99, 0), (0, 99), (-1, 0), (0, -1), (3, 1)):
         pool.require_same(fork(cache, *rows))
@@ -142,9 +142,9 @@ def test_what_is_out_of_range_and_traced() -> None:
     shorter.validate()
     pool.rollback([3, 0, 0])
     pool.require_same(shorter)
-    _, longer = run(params, cache, x[:, 4:6], q_lengths=jnp.asarray([3, 1, -1]))
+    _, longer = run(params, cache, x[:, 4:9], q_lengths=jnp.asarray([6, 1, -1]))
     longer.validate()
-    assert longer.lengths.tolist() == [6, 3, 1]
+    assert longer.lengths.tolist() == [9, 3, 1]
 
 
 @pytest.mark.parametrize("dtype", [np.uint32, np.uint64, np.int64])
@@ -155,7 +155,7 @@ def test_lengths_of_any_size_are_all_tokens(dtype: Any) -> None:
     pool = PagePool(cache)
     counts = np.asarray([3, 1, 0])
     pool.extend([3, 1, 0])
-    _, cache = run(params, cache, x[:, :4], q_lengths=counts)
+    _, cache = run(params, cache, x[:, :5], q_lengths=counts)
     lengths = np.full(ROWS, np.iinfo(dtype).max, dtype)
     pool.rollback(lengths)
     pool.require_same(cache.rollback(lengths))

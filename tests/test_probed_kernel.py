@@ -4,6 +4,7 @@ import threading
 import time
 import warnings
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ import pytest
 from jax._src.cudnn import fused_attention_stablehlo as private
 
 import jaxmha
-from jaxmha.implementations import probe
+from jaxmha.implementations import probe, probe_cases
 from jaxmha.implementations.base import Leaks
 from jaxmha.implementations.fused import cudnn, cudnn_cached
 from jaxmha.implementations.probe_cases import FEW, Kind
@@ -145,6 +146,8 @@ def test_a_kernel_that_leaks_gets_zeroed_arrays(
         return jaxmha.dot_product_attention(x, key, key, key_value_seq_lengths=lengths)
 
     found = jax.jit(out)(spoiled)
+    # Of every case; the two heads of a group are rows where they can be.
+    assert {call["T"] for call in gpu[:-1]} == {16, 32, 18}
     assert probe.leaks("cudnn", Kind("bfloat16", queries=FEW)) == Leaks(1, min(len(leaks), 2))
     assert gpu[-1]["T"] == 6
     np.testing.assert_array_equal(
@@ -157,6 +160,8 @@ def test_a_busy_device_is_asked_again_and_a_kernel_tried_once(
 ) -> None:
     """A probe that lacks memory is not remembered; one that passes is, and the kernel is used."""
     right, failing = cudnn_contract.dot_product_attention, [2]
+    every = probe_cases.cases
+    monkeypatch.setattr(probe_cases, "cases", lambda kind: islice(every(kind), 1))
 
     def busy(*args: Any, **options: Any) -> Any:
         failing[0] -= 1
@@ -173,7 +178,7 @@ def test_a_busy_device_is_asked_again_and_a_kernel_tried_once(
     run = jax.jit(lambda x: jaxmha.dot_product_attention(x, x, x))
     run(x[:, :4])
     trials = [call["T"] for call in gpu][:-1]
-    assert {16, 32, 18} == set(trials)  # the two heads of a group are rows where they can be
+    assert set(trials) == {32}
     assert gpu[-1]["T"] == 4
     run(x[:, :5])
     assert [call["T"] for call in gpu] == [*trials, 4, 5]

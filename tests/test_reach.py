@@ -2,12 +2,13 @@
 
 from dataclasses import replace
 
+import jax
 import numpy as np
 import pytest
 
 from jaxmha import Mask
 from jaxmha.implementations.tiled import block_mask, schedule
-from jaxmha.implementations.tiled.tiling import choose_tiling
+from jaxmha.implementations.tiled.tiling import Tiling, choose_tiling
 
 PACKED = np.repeat(np.arange(8, dtype=np.int32), 512)[None]
 
@@ -29,6 +30,17 @@ def conditions_of(kind: str, T: int, S: int) -> Mask:
         "array": Mask.dense(rng.random((B, 3, T, S)) < 0.5) & Mask.causal(),
         "keys": Mask.dense(np.arange(S) % 40 < 30),
     }[kind]
+
+
+def schedule_of(mask: Mask, T: int, S: int, tiling: Tiling) -> schedule.Schedule | None:
+    """By one program."""
+
+    def made() -> schedule.Schedule | None:
+        conditions, _ = block_mask.pad(block_mask.from_mask(mask, T, S), None, tiling)
+        return schedule.make_schedule(conditions, tiling)
+
+    found: schedule.Schedule | None = jax.jit(made)()
+    return found
 
 
 @pytest.mark.slow_variants(
@@ -54,8 +66,7 @@ def test_every_pair_is_visited_once(kind: str, T: int, S: int, side: int, batche
     tiling = choose_tiling(2, 3, 1, T, S, skips=True, target=1, least_rows=side, side=side)
     tiling = replace(tiling, batches=batches)
     tiling = replace(tiling, heads=3 if batches > 1 else 1)
-    conditions, _ = block_mask.pad(block_mask.from_mask(mask, T, S), None, tiling)
-    found = schedule.make_schedule(conditions, tiling)
+    found = schedule_of(mask, T, S, tiling)
     allowed = np.broadcast_to(mask.to_array(T, S), (2, 3, T, S))
     if found is None:
         assert allowed.all()
@@ -89,8 +100,7 @@ def test_every_pair_is_visited_once(kind: str, T: int, S: int, side: int, batche
 )
 def test_what_conditions_rule_out_is_not_computed(mask: Mask, most: float) -> None:
     tiling = choose_tiling(2, 1, 1, 4096, 4096, skips=True, side=256)
-    conditions, _ = block_mask.pad(block_mask.from_mask(mask, 4096, 4096), None, tiling)
-    found = schedule.make_schedule(conditions, tiling)
+    found = schedule_of(mask, 4096, 4096, tiling)
     assert found is not None
     assert np.mean(found.needed) / tiling.kv_tiles < most
     assert np.mean(np.asarray(found.needed) - found.unmasked) / tiling.kv_tiles < 0.13

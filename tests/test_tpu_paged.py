@@ -32,8 +32,11 @@ def filled() -> tuple[jaxmha.PagedKVCache, jaxmha.PagedKVCache]:
 
 def test_slots_after_the_last_token_become_0() -> None:
     """In rows that get tokens, and in pages of their own: rows 0 and 2 share a page before."""
-    _, cache = filled()
-    cache = cache.fork(0, 2)
+    empty = jaxmha.PagedKVCache.empty(PARAMS, B, 64, pages=PAGES, page_size=PAGE)
+    rng = np.random.default_rng(0)
+    pools = [jnp.asarray(rng.standard_normal(empty.key.shape), "bfloat16") for _ in range(2)]
+    table = np.array([[0, 1, -1, -1], [2, -1, -1, -1], [3, -1, -1, -1]], np.int32)
+    cache = empty._replace(key=pools[0], value=pools[1], table=table, lengths=COUNTS).fork(0, 2)
     new = np.ones((B, 1, K, H), "bfloat16")
 
     def appended() -> Any:

@@ -2,21 +2,22 @@
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jaxmha
-from jaxmha import KVCache, Mask, latent
-from tests import test_latent, tolerance
-from tests.test_cache import B, N, T, full, make
+from jaxmha import KVCache, Mask, Semantics, latent
+from tests import reference, test_latent, tolerance
+from tests.test_cache import B, N, T, make
 
 
 def exact(mask: Mask) -> Any:
-    with jax.enable_x64(True):
-        params, x = jax.tree.map(lambda a: np.asarray(a, np.float64), make())
-        return np.asarray(full(params, x, mask=mask))
+    params, x = make()
+    pairs: Any = mask.to_array(T, T, np)
+    return reference.multi_head_attention(
+        params, x, semantics=Semantics(), mask=pairs, is_causal=True
+    )[0]
 
 
 @pytest.mark.slow_variants("*", "!3-4-*1")

@@ -347,6 +347,7 @@ def test_flax_names_its_default_product() -> None:
     jax.eval_shape(module.init, jax.random.key(0), x)
 
 
+@pytest.mark.everyday(precision=["high", None])
 @pytest.mark.parametrize("precision", ["default", "high", None])
 def test_the_precision_is_that_of_every_product(precision: Any) -> None:
     x, heads = jnp.ones((2, 5, FEATURES)), jnp.ones((2, 5, N, 7))
