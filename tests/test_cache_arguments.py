@@ -258,7 +258,7 @@ def test_append_refuses_before_it_writes(kind: str) -> None:
             append(cache, x, fine, left)
     with pytest.raises(TypeError, match=r"cache\.lengths must be an integer array"):
         append(cache._replace(lengths=np.ones(B)), x, fine)
-    longer, lacking = append(cache, x, fine, 2**31 - 1)
+    longer, lacking = jax.jit(lambda cache, x: append(cache, x, fine, 2**31 - 1))(cache, x)
     assert longer.lengths.tolist() == [3, 0, 1]
     assert not np.asarray(lacking).any()
 
@@ -266,11 +266,12 @@ def test_append_refuses_before_it_writes(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["dense", "paged", "int8", "latent"])
 def test_append_clips_traced_counts_and_negative_lengths(kind: str) -> None:
     cache, x, append = of_each_kind(kind)
-    counts = jnp.asarray([7, -1, 2])
-    longer, _ = jax.jit(append)(cache, x, counts)
-    want, _ = append(cache, x, counts.clip(0, 3))
+    run, counts = jax.jit(append), np.asarray([7, -1, 2])
+    longer, _ = run(cache, x, counts)
+    want, _ = run(cache, x, counts.clip(0, 3))
+    assert want.lengths.tolist() == [3, 0, 2]
     jax.tree.map(tolerance.assert_same, longer, want)
-    negative, _ = append(cache._replace(lengths=np.asarray([-5, 0, -1])), x, counts.clip(0, 3))
+    negative, _ = run(cache._replace(lengths=np.asarray([-5, 0, -1])), x, counts.clip(0, 3))
     jax.tree.map(tolerance.assert_same, negative, want)
 
 

@@ -33,7 +33,7 @@ def test_picture_shows_what_the_mask_says(name: str) -> None:
         for panel in "\n".join(mask_repr.picture(mask, T, S).splitlines()[1:]).split(":\n")
         if (lines := [x for x in panel.splitlines() if x and x[0] in "■·"])
     ]
-    small = mask.to_array(T, S).shape[:2]
+    small = mask.to_array(T, S, np).shape[:2]
     want = loops(conditions)[: small[0], : small[1]].reshape(-1, T, S)[: mask_repr.PANELS]
     tolerance.assert_same(np.asarray(panels), want)
     assert str(mask).startswith(repr(mask))

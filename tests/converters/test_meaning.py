@@ -1,10 +1,10 @@
 """Norms, sinks, gates and clipping: in the float64 oracle, in descriptions, and from transformers."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -66,6 +66,20 @@ def test_description_names_every_array(name: str) -> None:
     assert len(clipped) == 3 * (semantics.clip_qkv is not None)
 
 
+@partial(jax.jit, static_argnames=("semantics", "frequencies"))
+def pulled(params: Any, x: Any, d_out: Any, semantics: Semantics, frequencies: Any) -> Any:
+    """The output of rotated causal attention, and the gradient of the parameters."""
+
+    def run(params: Any) -> Any:
+        q, k, v = project(params, x, semantics=semantics)
+        q, k = (rope(heads, np.arange(x.shape[1]), frequencies=frequencies) for heads in (q, k))
+        heads = dot_product_attention(q, k, v, is_causal=True, sinks=params.sinks)
+        return combine(params, heads, semantics=semantics)
+
+    out, pull = jax.vjp(run, params)
+    return out, pull(d_out)[0]
+
+
 @pytest.mark.parametrize("std", [0.1, 0.5])
 def test_gpt_oss_is_equal_to_transformers(std: float) -> None:
     """Sinks, yarn frequencies and grouped heads of a random layer, and its state back bit by bit."""
@@ -91,21 +105,13 @@ def test_gpt_oss_is_equal_to_transformers(std: float) -> None:
     expected.backward(d_out.double())
     params, semantics = transform.import_params([layout], state, num_heads=6)
     frequencies = rope_frequencies(config.to_dict(), 8)
-
-    def run(params: Any) -> Any:
-        q, k, v = project(params, x.numpy(), semantics=semantics)
-        q, k = (rope(heads, np.arange(T), frequencies=frequencies) for heads in (q, k))
-        heads = dot_product_attention(q, k, v, is_causal=True, sinks=params.sinks)
-        return combine(params, heads, semantics=semantics)
-
-    found, pull = jax.vjp(run, jax.tree.map(jnp.asarray, params))
+    arrays = params, x.numpy(), d_out.numpy()
+    found, grads = pulled(*arrays, semantics=semantics, frequencies=frequencies)
     want = expected.detach().numpy()
     assert np.abs(np.asarray(found) - want).max() <= 1e-6 * np.abs(want).max()
     back = transform.export_params(layout, params, semantics)
     assert all(back[name].tobytes() == array.tobytes() for name, array in state.items())
-    gradients = transform.export_params(
-        layout, jax.tree.map(np.asarray, pull(jnp.asarray(d_out.numpy()))[0]), semantics
-    )
+    gradients = transform.export_params(layout, jax.tree.map(np.asarray, grads), semantics)
     # With std = 0.5, logits have a spread of 12, which multiplies the rounding of queries and keys.
     most = 1e-6 if std == 0.1 else 5e-6
     for name, parameter in module.named_parameters():
