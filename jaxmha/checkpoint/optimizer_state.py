@@ -93,7 +93,7 @@ def find(names: Iterable[str], others: Iterable[str] = ()) -> list[str]:
 
 
 def described(count: int, others: Iterable[str]) -> str:
-    """What a file has of an optimizer: `count` arrays, and settings such as learning rates; or "".
+    """The parts of an optimizer in a file: `count` arrays, and settings such as learning rates; or "".
 
     `others`: as in `find`.
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import jaxmha
 from jaxmha.flax import linen as ours_linen
 from tests.flax.common import N, Row, inputs, normal, pairs, randomise, theirs
 from tests.flax.rows import LINEN, NNX, agree_in_gradients, both, widths
@@ -44,3 +45,29 @@ def test_gradients_of_nnx(row: Row) -> None:
 
     step = nnx.jit(nnx.grad(loss, argnums=(0, 1)))
     agree_in_gradients(theirs(step, flax, x), step(ours, x), row)
+
+
+@pytest.mark.slow
+def test_gradients_of_gradients() -> None:
+    for is_causal, implementation in ((False, "blocked"), (True, "reference")):
+        assert gradient_of_gradient(is_causal, implementation).shape == (1, 1031, 1, 2)
+
+
+@pytest.mark.slow
+def test_gradients_of_gradients_over_blocks_of_a_mask_have_no_rule() -> None:
+    """As how_to/flax.md says; the error is JAX's own."""
+    with pytest.raises(ValueError, match=r"Reverse-mode differentiation .* lax\.while_loop"):
+        gradient_of_gradient(True, "blocked")
+
+
+def gradient_of_gradient(is_causal: bool, implementation: str) -> Any:
+    """Traced alone, since the rules of differentiation do not depend on values."""
+    x = jnp.zeros((1, 1031, 1, 2))
+
+    def norm(x: jax.Array) -> jax.Array:
+        out = jaxmha.dot_product_attention(
+            x, x, x, is_causal=is_causal, implementation=implementation
+        )
+        return (out**2).sum()
+
+    return jax.eval_shape(jax.grad(lambda x: (jax.grad(norm)(x) ** 2).sum()), x)
