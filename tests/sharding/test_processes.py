@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.scaling import workers
+from experiments.scaling import processes, workers
 from jaxmha import checkpoint
 from tests.sharding import loading, printing
 from tests.sharding.saving import saved
@@ -64,8 +64,8 @@ def test_arrays_of_other_processes_print() -> None:
         assert all("shape=(6, 3, 7)" in x or "Mask" in x or "6, 3, 7" in x for x in texts)
 
 
-def test_bad_input() -> None:
-    command = [sys.executable, "-m", "experiments.scaling.processes", "--processes", "3"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert "choose from 2, 4, 8" in done.stderr
+def test_bad_input(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        processes.main(["--processes", "3"])
+    assert ended.value.code == 2
+    assert "choose from 2, 4, 8" in capsys.readouterr().err
