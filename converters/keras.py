@@ -86,8 +86,10 @@ def from_module(layer: "keras.Layer", variables: None = None) -> tuple[MHAParams
         method that computes outputs.
 
     `sliding_window` and `attention_axes` become fields of the semantics; `multi_head_attention`
-    applies them to inputs with as many axes as those of the layer. Keras' masks for several
-    attended axes have no head axis: insert one, `mask[:, None]`.
+    applies them to inputs with as many axes as those of the layer. For inputs of more than three
+    axes give both to `import_masks`, `attention_axes=semantics.attention_axes, input_axes=x.ndim`:
+    Keras' masks lack axes that jaxmha has. Keras applies `sliding_window` along axis 1 of the
+    inputs, whichever axes are attended, and jaxmha along the attended axis.
 
     If `output_shape` has several axes, the parameters merge them into one: reshape the output of
     jaxmha to `output_shape`.

@@ -13,6 +13,7 @@ the whole softmax sum, and the row becomes 0. The presets of `Semantics` exclude
 instead, so that the weights of such a row still sum to 1.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -29,6 +30,7 @@ from jaxmha.converters.masks.compose import (
     read_all,
     without_query_lengths,
 )
+from jaxmha.converters.masks.keras_axes import import_along
 from jaxmha.converters.masks.spec import MaskArg, Masks, write
 from jaxmha.static_checks import one_of
 
@@ -66,6 +68,8 @@ def import_masks(
     kind: Kind = "mha",
     implicit: bool = False,
     num_heads: int | None = None,
+    attention_axes: Sequence[int] | None = None,
+    input_axes: int = 3,
 ) -> Masks:
     """Imports the mask arguments of a Keras attention layer.
 
@@ -82,6 +86,9 @@ def import_masks(
         caller passes query_mask; MultiHeadAttention ignores it then, so that `"mha"` raises.
       num_heads: N. If a four-axis mask is given together with `(B, S)` masks and B = N, Keras
         applies row b of the latter to head b, and so does the returned mask.
+      attention_axes: `Semantics.attention_axes` of the layer, and input_axes: the number of axes of
+        its inputs, if they are more than three. A mask then begins with B and ends with the
+        attended axes, `(B, *T, *S)`; axes in between may be missing: `(B, X, *T, *S)`.
 
     Returns:
       the mask (None: no condition) and None, since Keras adds nothing to the logits.
@@ -102,6 +109,10 @@ def import_masks(
     if sliding_window is not None:
         structure &= Mask.window(sliding_window - 1, sliding_window - 1)
     alone = structure.empty and all(value is None for value in values.values())
+    if attention_axes is not None and input_axes > 3:
+        given = {**values, "attention_mask": attention_mask}
+        along = import_along(tuple(attention_axes), input_axes, given, structure)
+        return (None if along.empty else along), None
     sizes: dict[str, int] = {} if num_heads is None else {"N": num_heads}
     positions = _POSITIONS
     if attention_mask is not None:

@@ -312,7 +312,11 @@ def _keras_call(
     out = layer(query, value, key, training=False, return_attention_scores=scores, **arguments)
     grouped = "num_key_value_heads" in layer.get_config()
     meaning = masks.import_masks(
-        num_heads=check(block.params)["N"], kind="gqa" if grouped else "mha", **arguments
+        num_heads=check(block.params)["N"],
+        kind="gqa" if grouped else "mha",
+        attention_axes=block.semantics.attention_axes,
+        input_axes=np.ndim(query),
+        **arguments,
     )
     return _path(block, scores=scores), meaning, out[0] if scores else out
 
