@@ -80,7 +80,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.everyday(name=["causal"])
+@pytest.mark.slow  # in every run: finite differences here, float32 in `test_named_mods`
 @pytest.mark.parametrize("name", OPTIONS)
 def test_blocked_is_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     options = OPTIONS[name]
@@ -125,10 +125,13 @@ def test_values_are_those_of_a_materialised_oracle(implementation: str) -> None:
 
 @pytest.mark.slow_variants("reference")
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_gradients_are_finite_differences_in_float64(implementation: str) -> None:
+def test_gradients_are_finite_differences_in_float64(
+    implementation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "SIZES", SMALL_TILES)
     with jax.enable_x64(True):
-        arrays = tuple(np.asarray(x) for x in operands(9, 11, "float64"))
-        function: Any = partial(loss64, implementation=implementation)
+        arrays = tuple(np.asarray(x) for x in operands(17, 19, "float64"))
+        function: Any = partial(loss64, is_causal=True, implementation=implementation)
         run = jax.jit(jax.value_and_grad(function, tuple(range(5))))
         gradients = map(np.asarray, run(*arrays)[1])
         for place, gradient in enumerate(gradients):
@@ -191,7 +194,8 @@ def test_rows_that_are_none_spoil_no_gradient(lengths: bool, monkeypatch: Any) -
         ).sum()  # fmt: skip
 
     places = (0,) if lengths else (0, 1)
-    want, got = (jax.grad(total, places)(heads, temperature, x) for x in IMPLEMENTATIONS)
+    gradients = jax.jit(jax.grad(total, places), static_argnums=2)
+    want, got = (gradients(heads, temperature, x) for x in IMPLEMENTATIONS)
     for x, y in zip(*map(jax.tree.leaves, (got, want)), strict=True):
         assert relative_error(x, y) < 1e-5  # NaN is not
 
@@ -210,7 +214,8 @@ def test_a_few_queries_of_a_long_cache() -> None:
 
     chosen = jaxmha.explain(query, key, value, score_mod=lambda score, *_: score).chosen
     assert chosen == "few_queries"
-    want, got = (jax.value_and_grad(partial(total, x))(temperature) for x in ("reference", None))
+    both = (jax.jit(jax.value_and_grad(partial(total, x))) for x in ("reference", None))
+    want, got = (run(temperature) for run in both)
     for x, y in zip(got, want, strict=True):
         assert relative_error(x, y) < 1e-6
 
@@ -357,7 +362,7 @@ def test_functions_with_custom_gradients_and_inner_jit() -> None:
             ** 2
         ).sum()
 
-    want, got = (jax.grad(partial(total, name))(query) for name in IMPLEMENTATIONS)
+    want, got = (jax.jit(jax.grad(partial(total, name)))(query) for name in IMPLEMENTATIONS)
     assert relative_error(got, want) < 1e-6
 
 

@@ -147,7 +147,7 @@ def test_derivatives_forward_and_of_derivatives(rounded: bool) -> None:
     x, kernel, bias = arrays(149, 211, 67)
     z, u, w = (cotangent(3 * y) for y in (x, kernel, bias))
     affine = partial(matmul.affine, rounded=rounded)
-    out, tangent = jax.jvp(affine, (x, kernel, bias), (z, u, w))
+    out, tangent = jax.jit(partial(jax.jvp, affine))((x, kernel, bias), (z, u, w))
     # Each of the three tangents is rounded, and so are their sums.
     expected = exact(z, kernel, w) + wide(x) @ wide(u)
     tolerance.assert_close(tangent, expected, factor=2)
@@ -156,7 +156,7 @@ def test_derivatives_forward_and_of_derivatives(rounded: bool) -> None:
     def gradients(x: Any, kernel: Any) -> Any:
         return jax.vjp(affine, x, kernel, bias)[1](dy)[:2]
 
-    _, (ddx, ddkernel) = jax.jvp(gradients, (x, kernel), (z, u))
+    _, (ddx, ddkernel) = jax.jit(partial(jax.jvp, gradients))((x, kernel), (z, u))
     tolerance.assert_close(ddx, wide(dy) @ wide(u).T)
     tolerance.assert_close(ddkernel, wide(z).T @ wide(dy))
 

@@ -29,10 +29,12 @@ def test_what_is_stored_is_what_is_attended(dtype: str) -> None:
         wide = wide._replace(**{name: pool.astype(np.float32) * scale[..., None]})
     positions = jnp.full((ROWS, 1), 6, np.int32)
     query = jaxmha.project(params, x[:, 6:7])[0]
-    found, want = (
-        attend_cache(params, query, cache, positions, Mask(), Semantics(), block=PAGE)
-        for cache in (small, wide)
-    )
+
+    @jax.jit
+    def attend(cache: PagedKVCache) -> Any:
+        return attend_cache(params, query, cache, positions, Mask(), Semantics(), block=PAGE)
+
+    found, want = map(attend, (small, wide))
     tolerance.assert_close(found, np.asarray(want, np.float64))
 
 

@@ -8,12 +8,14 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jinja2
 import pytest
 from rich.console import Console
 
@@ -47,6 +49,14 @@ addEventListener("load", () => {
   document.getElementById("found").textContent = JSON.stringify(found);
 });
 </script>"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_once() -> Iterator[None]:
+    """Templates, of which a page is rendered once as a row and once as a whole."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jinja2.Environment, "from_string", cache(jinja2.Environment.from_string))
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -1,9 +1,6 @@
 """Models from a hub: fetched at one commit, and one message for everything that can go wrong."""
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +12,7 @@ from huggingface_hub import constants
 from jaxmha import checkpoint
 from jaxmha.checkpoint.hub import _cached
 from jaxmha.converters import equinox, match
+from tests.converters.command_line import cli
 from tests.hub.server import COMMIT, Hub, serve
 
 ARRAY = np.arange(15, dtype=np.float32).reshape(3, 5)
@@ -137,16 +135,10 @@ def test_half_a_download_leaves_only_complete_files(hub: Hub, tmp_path: Path) ->
     assert sum(one.startswith("GET") and "config.json" in one for one in hub.requests) == 1
 
 
-def test_the_command_line_takes_addresses(hub: Hub, tmp_path: Path) -> None:
-    """In a process, whose environment the library reads."""
-    done = subprocess.run(
-        [sys.executable, "-m", "jaxmha", "inspect", "hf://org/nothing"],
-        env=os.environ | {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home")},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 2
+@pytest.mark.usefixtures("hub")
+def test_the_command_line_takes_addresses() -> None:
+    done = cli("inspect", "hf://org/nothing")
+    assert done.exit_code == 2
     assert "no such model" in " ".join(done.stderr.replace("│", "").split())
 
 
