@@ -10,6 +10,7 @@ import pytest
 
 import jaxmha
 from jaxmha import Mask, Semantics, latent, mods, rope
+from jaxmha.latent.cache import as_heads
 from jaxmha.latent.params import leaves
 from tests import drawn
 from tests.tolerance import assert_close
@@ -165,7 +166,10 @@ def test_ragged_sequences_and_rings() -> None:
 @pytest.mark.slow_variants("int8")
 @pytest.mark.parametrize("dtype", [None, "int8"])
 def test_pages(dtype: str | None) -> None:
-    """Ragged steps, a shared prefix and a rollback over pages, whose free slots hold poison."""
+    """Ragged steps, a shared prefix and a rollback over pages, whose free slots hold poison.
+
+    Rotations count positions from 5: only their differences matter, and no later token is attended.
+    """
     params, x = made(), inputs()
     want = oracle(params, x, CAUSAL)
     cache: Any = latent.paged_cache(params, 3, 16, pages=11, page_size=4, dtype=dtype)
@@ -179,9 +183,10 @@ def test_pages(dtype: str | None) -> None:
     factor = 1.0 if dtype is None else 4 * 2**24 / 254 / 32
 
     def step(cache: Any, counts: list[int], tokens: Any) -> tuple[Any, Any]:
+        at = np.asarray(pool.lengths)[:, None] + np.arange(5, 10)
         pool.extend(counts)
         out, cache = latent.extend(
-            params, tokens, cache, q_lengths=np.asarray(counts), rotate=ROTATE
+            params, tokens, cache, q_lengths=np.asarray(counts), rotate=ROTATE, positions=at
         )
         pool.require_same(cache)
         return out, cache
@@ -203,6 +208,14 @@ def test_pages(dtype: str | None) -> None:
     out, cache = latent.prefill(params, rows, cache, rotate=ROTATE)
     assert bool(jnp.isnan(out[2]).all())  # 3 rows of 13 tokens need 12 pages
     assert_close(out[:2], want, factor=1.0)
+
+
+@pytest.mark.parametrize("dtype", [None, "int8"])
+def test_values_of_pages_are_their_keys(dtype: str | None) -> None:
+    cache: Any = latent.paged_cache(made(), 3, 16, pages=11, page_size=4, dtype=dtype)
+    heads: Any = as_heads(cache)
+    assert heads.value is heads.key is cache.key
+    assert heads.value_scale is heads.key_scale is cache.key_scale
 
 
 def test_gradients_of_every_leaf() -> None:
@@ -345,6 +358,8 @@ def test_wrong_parameters() -> None:
 def test_wrong_caches() -> None:
     params, x = made(), inputs()
     cache = latent.LatentCache.empty(params, B, 4)
+    with pytest.raises(ValueError, match="'mean' is the mean over all keys"):
+        latent.extend(params, x[:, :1], cache, semantics=Semantics(fully_masked="mean"))
     with pytest.raises(ValueError, match=r"T=13 tokens are more than the S=4 slots"):
         latent.prefill(params, x, cache)
     with pytest.raises(ValueError, match=r"T=13 new tokens do not fit into the S=4"):

@@ -13,7 +13,7 @@ from jaxmha import Mask, PagedKVCache, PagePool, Semantics
 from jaxmha.cached_attention import attend_cache
 from jaxmha.quantized import quantize
 from tests import tolerance
-from tests.paged import ENTRIES, LONGEST, PAGE, PAGES, ROWS, empty, run
+from tests.paged import ENTRIES, LONGEST, PAGE, PAGES, ROWS, empty, poisoned, run
 from tests.test_cache import make
 
 
@@ -35,6 +35,32 @@ def test_what_is_stored_is_what_is_attended(dtype: str) -> None:
         return attend_cache(params, query, cache, positions, Mask(), Semantics(), block=PAGE)
 
     found, want = map(attend, (small, wide))
+    tolerance.assert_close(found, np.asarray(want, np.float64))
+
+
+def test_scales_of_free_slots_reach_no_gradient() -> None:
+    """They are NaN; the gradient of a query is that over a float32 cache of the rounded numbers."""
+    rng, params = np.random.default_rng(4), make()[0]
+    query, grad = (jnp.asarray(rng.standard_normal((ROWS, 1, 6, n)), "f") for n in (5, 7))
+    small = empty(params, dtype="int8")._replace(
+        table=np.asarray([[0, 3, -1, -1, -1], [5, -1, -1, -1, -1], [1, 2, -1, -1, -1]]),
+        lengths=np.asarray([5, 2, 6]),
+    )
+    pools = {x: rng.integers(-127, 128, getattr(small, x).shape, np.int8) for x in ("key", "value")}
+    scales = {f"{x}_scale": jnp.full(small.key.shape[:3], 0.01) for x in pools}
+    small = poisoned(small._replace(**pools, **scales))
+    floats = {x: jnp.asarray(y * np.float32(0.01)) for x, y in pools.items()}
+    wide = small._replace(**floats, key_scale=None, value_scale=None)
+
+    @jax.jit
+    def gradients(query: Any, caches: Any) -> Any:
+        def step(query: Any, cache: Any) -> Any:
+            at = jnp.asarray(cache.lengths)[:, None] - 1
+            return attend_cache(params, query, cache, at, Mask(), Semantics(), block=PAGE)
+
+        return [jax.vjp(lambda query, own=own: step(query, own), query)[1](grad) for own in caches]
+
+    (found,), (want,) = gradients(query, (small, wide))
     tolerance.assert_close(found, np.asarray(want, np.float64))
 
 
@@ -114,6 +140,13 @@ def test_no_room_is_nan_and_no_other_row_suffers() -> None:
     assert np.isfinite(out).all()
 
 
+def test_no_room_for_prompts_is_nan() -> None:
+    params, x = make()
+    out, cache = jaxmha.prefill(params, x[:, :4], empty(params, pages=3))
+    assert np.isnan(out).all((1, 2)).tolist() == [False, True, True]
+    assert cache.table[0, :2].tolist() == [0, 1]
+
+
 def test_a_lost_page_stays_lost() -> None:
     """A begun page without tokens, of a full pool or before a window, is not replaced by another."""
     params, x = make()
@@ -121,15 +154,18 @@ def test_a_lost_page_stays_lost() -> None:
     _, cache = run(params, cache, x[:, :4], q_lengths=np.asarray([3, 3, 3]))
     out, cache = run(params, cache, x[:, :4], q_lengths=np.asarray([2, 0, 0]))
     assert np.isnan(out[0, :2]).all()
-    cache = cache.free(np.asarray([False, True, True]))
-    out, _ = run(params, cache, x[:, :4], q_lengths=np.asarray([1, 0, 0]))
-    assert np.isnan(out[0, 0]).all()
+    cache = cache.free(np.asarray([False, False, True]))
+    out, _ = run(params, cache, x[:, :4], q_lengths=np.asarray([2, 1, 0]))
+    assert np.isnan(out[0, :2]).all()
+    assert np.isfinite(out[1]).all()  # the lost row leaves the only free page to it
 
     mask, cache = Mask.window(2, 0), empty(params)
     pool = PagePool(cache)
-    for count in (4, 4, 1):
+    for count in (4, 4, 2):
         pool.extend([count, 0, 0], left=2)
         _, cache = run(params, cache, x[:, :4], q_lengths=np.asarray([count, 0, 0]), mask=mask)
+    out, _ = run(params, cache, x[:, :4], q_lengths=np.asarray([1, 0, 0]))
+    assert np.isnan(out[0, 0]).all()  # without the window it attends pages that are freed
     cache = cache.rollback(np.asarray([4, 0, 0]))
     pool.rollback([4, 0, 0])
     out, _ = run(params, cache, x[:, :4], q_lengths=np.asarray([1, 0, 0]), mask=mask)
@@ -212,6 +248,10 @@ def test_lengths_reduced_by_hand() -> None:
     PagePool(shorter.rollback(np.asarray([3, 2, 0]))).require_same(
         cache.rollback(np.asarray([3, 2, 0]))
     )
+    # Row 0 writes to a page that row 1, which writes to a later one, keeps.
+    earlier = cache.rollback(np.asarray([2, 4, 0]))
+    found, _ = run(params, earlier, x[:, 4:8], q_lengths=np.asarray([2, 2, 2]))
+    tolerance.assert_same(found[1], want[1])
 
 
 @pytest.mark.parametrize("page", [PAGES, 2**32, -(2**32), 2**63 - 1])
