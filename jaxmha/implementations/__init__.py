@@ -236,8 +236,9 @@ def attend(request: Request, implementation: str | Sequence[str] | None = None) 
             preferences.Preference() if implementation else preferences.preferred(request)
         )
         implementation.reasons[:] = _reasons(request, names)
-        implementation = "reference"
-    name = select(request, implementation)
+        name = implementation = "reference"  # in zig-zag order too: nothing computes its numbers
+    else:
+        name = select(request, implementation)
     if name in REVERSE_MODE:
         request = reverse_mode.only(request)
     if name in CONTEXT:

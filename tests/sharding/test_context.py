@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AxisType
 
 import jaxmha
-from jaxmha import Mask, Semantics, sharding
+from jaxmha import Mask, Semantics, mods, sharding
 from tests import conformance, drawn
 from tests.sharding.devices import assert_alike, mesh, put
 from tests.sharding.hlo import collectives
@@ -60,11 +60,20 @@ CASES: dict[str, dict[str, Any]] = {
     "mask of heads": {"mask": jnp.asarray(RNG.random((B, N, 1, T)) < 0.6)},
     "bias": {"bias": jnp.asarray(RNG.standard_normal((1, N, T, T)), jnp.float32)},
     "dense": {"mask": jnp.asarray(RNG.random((B, 1, T, T)) < 0.6)},
+    "everything": {
+        "key_value_seq_lengths": jnp.asarray([37, T]),
+        "query_seq_lengths": jnp.asarray([T, 50]),
+        "local_window_size": (30, 9),
+        "dropout_rate": 0.3,
+        "dropout_key": jax.random.key(3),
+        "bias": jnp.asarray(RNG.standard_normal((B, 1, 1, T)), jnp.float32),
+        "rates": jnp.asarray(RNG.random(N), jnp.float32),
+    },
 }
 DENSE = ("bias", "dense")
-GATHERED = (*DENSE, "bias of keys", "bias of heads", "mask of heads")
+GATHERED = (*DENSE, "bias of keys", "bias of heads", "mask of heads", "everything")
 ORDERS = {"natural": False, "zigzag": True}
-EVERYDAY = ("ring-zigzag-mask BS", "allgather-natural-padded")
+EVERYDAY = ("ring-zigzag-mask BS", "allgather-zigzag-everything")
 VARIANTS = [
     f"{implementation}-{order}-{case}"
     for implementation in ("ring", "allgather")
@@ -76,19 +85,21 @@ VARIANTS = [
 
 
 def gradients(**options: Any) -> Any:
-    """Output, everything else that is returned, and gradients of heads (and a bias)."""
-    bias = options.pop("bias", None)
+    """Output, everything else that is returned, and gradients of heads, a bias and rates of ALiBi."""
+    learned = {name: options.pop(name) for name in ("bias", "rates") if name in options}
 
     def run(q: Any, k: Any, v: Any, grad: Any) -> Any:
-        def of(*arrays: Any) -> Any:
-            found = jaxmha.dot_product_attention(*arrays, **options)
+        def of(heads: Any, learned: Any) -> Any:
+            given = options | learned
+            if "rates" in given:
+                given["score_mod"] = mods.alibi(given.pop("rates"))
+            found = jaxmha.dot_product_attention(*heads, **given)
             out, *lse = found if isinstance(found, tuple) else (found,)
             # Gradients of results other than the output are those of the first feature.
             more = [(x * jnp.moveaxis(grad[..., 0], 1, 2)).sum() for x in lse]
             return (out * grad).sum() + sum(more), found
 
-        arrays = (q, k, v) if bias is None else (q, k, v, bias)
-        grads, found = jax.grad(of, tuple(range(len(arrays))), has_aux=True)(*arrays)
+        grads, found = jax.grad(of, (0, 1), has_aux=True)((q, k, v), learned)
         return found, grads
 
     return run
@@ -101,14 +112,14 @@ def placed(devices: int, zigzag: bool, arrays: Any, m: Any, *names: Any) -> list
 
 def true_order(devices: int, got: Any) -> Any:
     """Every array with an axis of positions, by true position, in which that of a bias is."""
-    found, (dq, dk, dv, *d_bias) = got
+    found, (grads, learned) = got
 
     def turned(x: Any) -> Any:
         axis = x.shape.index(T) if T in x.shape else None
         return x if axis is None else sharding.unzigzag(x, devices, axis)
 
-    found, grads = jax.tree.map(turned, (found, (dq, dk, dv)))
-    return found, (*grads, *d_bias)
+    found, grads = jax.tree.map(turned, (found, grads))
+    return found, (grads, learned)
 
 
 @pytest.mark.everyday(variant=EVERYDAY)
@@ -292,11 +303,16 @@ def test_explain() -> None:
         )
         assert odd.chosen == "blocked"
         assert "T=55" in str(odd)
-    with (
-        sharding.use(mesh(data=2, context=4), data="data", context="context", zigzag=True),
-        pytest.raises(ValueError, match="zig-zag order"),
-    ):
-        jaxmha.dot_product_attention(q, k, v, return_weights=True)
+        none = jaxmha.explain(q[:, :0], k, v, implementation=("ring", "blocked"))
+        assert "T=0 and S=56 must be positive multiples of 4" in str(none)
+    with sharding.use(mesh(data=2, context=4), data="data", context="context", zigzag=True):
+        for case in DENSE:
+            rows = jaxmha.explain(q, k, v, **CASES[case])
+            assert rows.chosen is None
+            assert "rows of biases and dense masks are not in zig-zag order" in str(rows)
+        assert jaxmha.explain(q, k, v, is_causal=True).chosen == "ring"
+        with pytest.raises(ValueError, match="zig-zag order"):
+            jaxmha.dot_product_attention(q, k, v, return_weights=True)
 
 
 @pytest.mark.parametrize("kind", ["learned", "zero"])
