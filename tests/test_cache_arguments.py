@@ -334,14 +334,15 @@ def test_equal_rotations_are_one_program() -> None:
     cache, x = KVCache.empty(params, 1, 7), jnp.ones((1, 1, D))
     traced = []
 
-    def turn(x: Any, positions: Any, base: float) -> Any:
+    def turn(x: Any, positions: Any, base: float, dims: int) -> Any:
         traced.append(base)
-        return jaxmha.rope(x, positions, base=base)
+        return jaxmha.rope(x, positions, base=base, rotary_dim=dims)
 
-    for _ in range(3):
-        _, cache = jaxmha.decode_step(params, x, cache, rotate=partial(turn, base=9.0))
+    for options in ({"base": 9.0, "dims": 4}, {"base": 9.0, "dims": 4}, {"dims": 4, "base": 9.0}):
+        given: Any = options
+        _, cache = jaxmha.decode_step(params, x, cache, rotate=partial(turn, **given))
     assert traced == [9.0, 9.0]  # queries and keys, once
-    jaxmha.decode_step(params, x, cache, rotate=partial(turn, base=8.0))
+    jaxmha.decode_step(params, x, cache, rotate=partial(turn, base=8.0, dims=4))
     assert traced[2:] == [8.0, 8.0]
 
 

@@ -65,8 +65,8 @@ def test_of_a_long_prompt_a_ring_keeps_the_last_tokens() -> None:
     """Those before its length, not before the end of a longer prompt."""
     key, value = (RNG.standard_normal((B, T, K, size)).astype("f") for size in (H, h))
     counts = np.asarray([7, 11, 3])
-    ring, _ = jax.jit(lambda *new: KVCache.empty(make()[0], B, 5).append(*new, left=4))(
-        key, value, counts
+    ring, _ = jax.jit(KVCache.append, static_argnames="left")(
+        KVCache.empty(make()[0], B, 5), key, value, counts, left=4
     )
     for row, count in enumerate(counts):
         kept = np.arange(max(count - 5, 0), count)

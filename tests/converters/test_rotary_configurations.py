@@ -1,5 +1,6 @@
 """Frequencies read from configurations of published models equal those of transformers."""
 
+import math
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,18 @@ MODELS: dict[str, tuple[int, int, dict[str, Any], int]] = {
         9001),
     "proportional": (128, 4096,
         {"rope_theta": 1e6, "rope_type": "proportional", "partial_rotary_factor": 0.5}, 0),
+    "proportional, factor": (16, 64,
+        {"rope_theta": 1e4, "rope_type": "proportional", "partial_rotary_factor": 0.5, "factor": 3.0},
+        0),
+    "longrope, at its length": (96, 131072, {"rope_theta": 1e4, **LONGROPE}, 4096),
+    "YaRN, all pairs": (64, 2**21, {"rope_theta": 1e4, "factor": 2.0, **YARN,
+        "original_max_position_embeddings": 2**20}, 0),
+    "YaRN, one mscale": (64, 8192, {"rope_theta": 1e4, "factor": 2.0, "mscale_all_dim": 0.7, **YARN}, 0),
+    "YaRN, betas of 0": (64, 8192,
+        {"rope_theta": 1e4, "factor": 2.0, "beta_fast": 0, "beta_slow": 0, **YARN}, 0),
+    "YaRN, no length before": (64, 8192, {"rope_theta": 1e4, "rope_type": "yarn", "factor": 2.0}, 0),
+    "Llama 3, edges": (16, 8192, {"rope_theta": 16.0, "factor": 8.0, **LLAMA3,
+        "original_max_position_embeddings": 8 * math.pi, "high_freq_factor": 4.0}, 0),
 }  # fmt: skip
 
 
@@ -75,7 +88,7 @@ def theirs(head_dim: int, most: int, rope_parameters: dict[str, Any], length: in
 # between the vector instructions that torch finds, and is rounded correctly by none of them.
 NEXT = {
     "Qwen2.5 7B", "Qwen2.5 1M, YaRN", "gpt-oss 20B", "Phi-3 mini 128k", "Phi-3 mini 128k, long",
-    "Gemma 3 4B, full", "Phi-4 mini",
+    "Gemma 3 4B, full", "Phi-4 mini", "longrope, at its length",
 }  # fmt: skip
 
 
@@ -143,6 +156,15 @@ def test_sections_are_those_of_qwen2_vl() -> None:
     np.testing.assert_allclose(found, expected.transpose(1, 2), rtol=1e-5, atol=1e-5)
     with pytest.raises(ValueError, match=r"expected P=16 pairs in all"):
         rope(x, positions, sections=(4, 6, 5))
+
+
+def test_names_of_gpt_neox() -> None:
+    from transformers import GPTNeoXConfig
+
+    config = {"rotary_emb_base": 500.0, "rotary_pct": 0.25}
+    of_theirs = {"rope_parameters": GPTNeoXConfig(**config).rope_parameters}
+    assert rope_frequencies(config, 16) == rope_frequencies(of_theirs, 16)
+    assert rope_frequencies(config, 16).values == (1.0, float(np.float32(1 / 500**0.5)))
 
 
 def test_a_part_of_the_head_is_rotated_alone() -> None:
