@@ -102,8 +102,7 @@ class PagePool:
         """Reports a call of `cache.fork(source, target)`; ValueError for a row out of range, and
         TypeError unless both are integers."""
         start, end = self._row("source", source), self._row("target", target)
-        shared = page_table.truncated(self.table, self.lengths, self.page_size)
-        self.table[end], self.lengths[end] = shared[start], self.lengths[start]
+        self.table[end], self.lengths[end] = self.table[start], self.lengths[start]
 
     def take(self, rows: Sequence[int] | Array) -> None:
         """Reports a call of `cache.take(rows)`; ValueError for a row out of range, and TypeError
@@ -114,8 +113,7 @@ class PagePool:
                 f"rows must be a sequence of row numbers, those of cache.take(rows), got {shown(rows)}"
             )
         at = np.asarray([self._row("rows", row) for row in given], np.int32)
-        held = page_table.truncated(self.table, self.lengths, self.page_size)
-        self.table, self.lengths = np.asarray(held)[at], self.lengths[at]
+        self.table, self.lengths = self.table[at], self.lengths[at]
 
     def free(self, *rows: int | Array) -> None:
         """Reports a call of `cache.free`.

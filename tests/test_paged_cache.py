@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jaxmha
-from jaxmha import Mask, PagedKVCache, PagePool, Semantics
+from jaxmha import Mask, PagedKVCache, PagePool, Semantics, page_table
 from jaxmha.cached_attention import attend_cache
 from jaxmha.quantized import quantize
 from tests import tolerance
@@ -252,6 +252,29 @@ def test_lengths_reduced_by_hand() -> None:
     earlier = cache.rollback(np.asarray([2, 4, 0]))
     found, _ = run(params, earlier, x[:, 4:8], q_lengths=np.asarray([2, 2, 2]))
     tolerance.assert_same(found[1], want[1])
+
+
+def test_rows_get_no_pages_beyond_lengths_reduced_by_hand() -> None:
+    """`fork` and `take` share the pages of tokens alone; those beyond become free."""
+    table = np.asarray([[0, 3, -1, -1, -1], [5, 1, -1, -1, -1], [-1] * 5], np.int32)
+    cache = empty(make()[0])._replace(table=table, lengths=np.asarray([3, 2, 0]))
+    rows = np.asarray([1, 0, 1])
+    forked, taken = jax.jit(lambda cache: (cache.fork(0, 2).table, cache.take(rows).table))(cache)
+    assert forked[2].tolist() == [0, -1, -1, -1, -1]
+    assert taken[:, :2].tolist() == [[5, -1], [0, -1], [5, -1]]
+
+
+def test_pages_that_a_window_or_a_hole_frees() -> None:
+    """A page goes once no later token attends it; after a missing page, all go."""
+    whole = np.asarray([[4, 1, 2, -1]])
+    for length, left, held in ((8, 2, [-1, -1, 2]), (7, 2, [-1, 1, 2]), (8, 5, [-1, 1, 2])):
+        kept = page_table.within_window(whole, np.asarray([length]), left, PAGE)
+        assert kept.tolist() == [[*held, -1]]
+    holed, lengths, more = np.asarray([[4, PAGES, 2, -1]]), np.asarray([7]), np.asarray([1])
+    growth, lacking = page_table.extended(holed, lengths, more, None, PAGE, PAGES)
+    assert growth.table.tolist() == [[4, -1, -1, -1]]
+    _, later = page_table.extended(growth.table, lengths + 1, more, 1, PAGE, PAGES)
+    assert [*lacking, *later] == [True, True]
 
 
 @pytest.mark.parametrize("page", [PAGES, 2**32, -(2**32), 2**63 - 1])
