@@ -151,10 +151,9 @@ class Configured(NamedTuple):
         if silent := self._silent(path, placed):
             return f"{self.path} has no head count for {': '.join(silent)}"
         if not self.several:
-            count = self.counts[0]
-            if self.in_parts and not _positions(count.parts, path):
-                return f"{count.where} is of its part of the model"
-            return self._at(count, prefix)
+            if self.in_parts and not placed:
+                return f"{self.counts[0].where} is of its part of the model"
+            return self._at(placed[0][1] if placed else self.counts[0], prefix)
         if not placed and self.rest is not None:
             return self._at(self.rest, prefix)
         best = [c for position, c in placed if position == min(at for at, _ in placed)]

@@ -123,6 +123,7 @@ _COUNTED: dict[str, dict[str, Any]] = {
     "bridgetower": {"num_attention_heads": 4, "num_hidden_layers": 2,
                     "text_config": {"num_attention_heads": 6, "num_hidden_layers": 1},
                     "vision_config": {"num_hidden_layers": 1}},
+    "dia": {f"{part}_config": {"num_hidden_layers": 1} for part in ("encoder", "decoder")},
     "unlimited_ocr": {"text_config": {"num_hidden_layers": 1},
                       "vision_config": {"encoder_config": {"num_hidden_layers": 1},
                                         "sam_config": {"num_hidden_layers": 1}}},
