@@ -21,6 +21,12 @@ def _distances(T: int, S: int) -> NDArray:
     return np.arange(T)[:, None] + S - T - np.arange(S)
 
 
+def _rounded(bias: NDArray, query: Array | None) -> NDArray:
+    """A bias that was computed in float64: in float32 unless the queries are float64."""
+    wide = query is not None and query.dtype == np.float64
+    return bias if wide else bias.astype(np.float32)
+
+
 class Alibi(NamedTuple):
     """ALiBi: a bias of `-rates[n] * distance`."""
 
@@ -29,7 +35,7 @@ class Alibi(NamedTuple):
     def bias(self, T: int, S: int, query: Array | None = None, key: Array | None = None) -> NDArray:
         """The bias, `N T S`."""
         found: NDArray = -np.asarray(self.rates)[:, None, None] * _distances(T, S)
-        return found
+        return _rounded(found, query)
 
 
 def alibi(heads: int, model_type: str, own: Mapping[str, Any]) -> Alibi:
@@ -164,7 +170,8 @@ class Computed(NamedTuple):
         near = np.stack(planes(side, side), -1).astype(np.float64)
         hidden = np.sign(near) * np.log1p(abs(near)) @ self.inner.T + self.inner_bias
         found = np.maximum(hidden, 0) @ self.outer.T + self.outer_bias
-        return np.pad(np.moveaxis(found, -1, 0), ((0, 0), (first, 0), (first, 0)))
+        padded = np.pad(np.moveaxis(found, -1, 0), ((0, 0), (first, 0), (first, 0)))
+        return _rounded(padded, query)
 
 
 class Distances(NamedTuple):
@@ -209,7 +216,7 @@ class Waves(NamedTuple):
         relative = np.einsum("rd,dnh->rnh", waves, self.kernel)[_distances(T, S) + S]
         found = np.einsum("nh,bsnh->bns", self.u, np.asarray(key))[:, :, None]
         found = found + np.einsum("btnh,tsnh->bnts", np.asarray(query) + self.v, relative)
-        return np.asarray(found * self.u.shape[-1] ** -0.5)
+        return _rounded(found * self.u.shape[-1] ** -0.5, query)
 
 
 Term = Alibi | Buckets | Window | Looked | Computed | Grid | Distances | Waves

@@ -240,6 +240,7 @@ def rounded(given: Comparand, dtype: str) -> Comparand:
 def of_params(name: str, layout: str, params: MHAParams, semantics: Semantics) -> ComparedBlock:
     """Makes a block whose forward runs jaxmha on the parameters of a single layer."""
     single = replace(semantics, attention_axes=None)  # the forward has one sequence axis
+    held, wide = {np.dtype(x.dtype) for x in leaves(params).values()}, np.dtype(np.float64)
 
     def forward(
         query: NDArray, key: NDArray, value: NDArray, mask: NDArray | None = None
@@ -247,7 +248,8 @@ def of_params(name: str, layout: str, params: MHAParams, semantics: Semantics) -
         (B, T), S = query.shape[:2], key.shape[1]
         full = np.ones((B, 1, T, S), bool) if mask is None else mask
         full = np.ascontiguousarray(np.broadcast_to(full, (B, full.shape[1], T, S)))
-        with exact_dtypes(query.dtype):  # `full` has one shape for all masks: JAX compiles once
+        # `full` has one shape for all masks: JAX compiles once.
+        with exact_dtypes(wide if wide in held else query.dtype):
             out = multi_head_attention(params, query, key, value, mask=full, semantics=single)
             return to_numpy(out)
 

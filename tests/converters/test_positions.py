@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmha import checkpoint
+from jaxmha import checkpoint, dot_product_attention
 from jaxmha.converters import positions_of
 from jaxmha.converters.discovery import added_terms, axial, query_scale, relative, towers
 from jaxmha.converters.discovery.positions import Rotary
@@ -82,6 +82,22 @@ def test_terms_ask_for_what_they_need() -> None:
     waves = added_terms.Waves(np.zeros((2, 4)), np.zeros((2, 4)), np.zeros((8, 2, 4)))
     with pytest.raises(ValueError, match="query and key are needed"):
         waves.bias(3, 3)
+
+
+def test_terms_have_the_dtype_of_the_queries() -> None:
+    """A bias of float64 is refused next to queries of float32."""
+    heads = np.ones((1, 4, 2, 6), np.float32)
+    table = np.zeros((2, 6), np.float32)
+    for term in (
+        added_terms.alibi(2, "bloom", {}),
+        added_terms.Computed(np.ones((3, 2)), np.ones(3), np.ones((2, 3)), np.ones(2)),
+        added_terms.Waves(table, table, np.zeros((6, 2, 6), np.float32)),
+    ):
+        wide = heads.astype(np.float64)
+        found = [term.bias(4, 4, q, q).dtype for q in (heads, jnp.asarray(heads), wide)]
+        assert found == [np.float32, np.float32, np.float64], term
+    bias = added_terms.alibi(2, "bloom", {}).bias(4, 4)
+    assert dot_product_attention(heads, heads, heads, bias=bias).dtype == np.float32
 
 
 def test_a_term_by_pair_is_looked_up() -> None:

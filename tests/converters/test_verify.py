@@ -256,6 +256,13 @@ def test_a_live_layer_without_numbers_is_not_the_same(params: MHAParams, layer: 
     assert found.departs.startswith("no output can be compared: out.bias holds NaN")
 
 
+def test_a_block_of_several_dtypes_is_compared(params: MHAParams) -> None:
+    mixed = spoiled(params, "key.kernel", lambda x: x.astype(np.float64))
+    found = report(mixed, mixed)
+    assert (found.same, found.differences) == (True, ())
+    assert not report(mixed, spoiled(mixed, "key.kernel", lambda x: 2 * x)).same
+
+
 def test_blocks_of_one_name_are_not_paired_with_fewer(params: MHAParams) -> None:
     named = comparands.ComparedBlock(
         "a", "torch", params, Semantics(), lambda *_: np.ones(1), False
