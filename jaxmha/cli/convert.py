@@ -183,6 +183,8 @@ def command(
             target = _Target(like, unused, "concatenated" if concatenated else "ask")
             _fill(source, destination, target, writing, check.value != "none", as_json)
             return
+        if like is not None and by_plan is not None and (unused or concatenated):
+            raise ValueError("--plan says where all tensors go: leave out --plan or --like")
         if unused or concatenated:
             raise ValueError("--keep-unused and --concatenated are for --like without --to")
         _check_combination(choices, by_plan, report_to, check, part, resume, processes)

@@ -276,3 +276,11 @@ def test_two_long_names_have_temporaries_of_their_own(tmp_path: Path) -> None:
     assert other.exists()
     with checkpoint.open(done.path) as file:
         assert list(file) == list(TENSORS)
+
+
+def test_a_file_cut_within_its_header_is_to_be_copied_again(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    checkpoint.write(path, {"a": np.ones(3, np.float32)})
+    path.write_bytes(path.read_bytes()[:40])
+    with pytest.raises(checkpoint.MalformedFile, match="leaves the file.*cut short: copy it again"):
+        checkpoint.open(path)

@@ -177,6 +177,10 @@ def test_options_of_a_match_are_refused_elsewhere(flag: str, here: Path) -> None
     done = CliRunner().invoke(app, ["convert", "mlp.safetensors", "a.npz", "--to", "flax", flag])
     assert done.exit_code == 2
     assert "--keep-unused and --concatenated are for --like without --to" in done.output
+    given = ["convert", "mlp.safetensors", "a.npz", "--like", "b.npz", "--plan", "p.toml", flag]
+    done = CliRunner().invoke(app, given)
+    assert done.exit_code == 2
+    assert "leave out --plan or --like" in done.output
     given = ["match", "mlp.safetensors", "mlp.safetensors", "--plan", "p.toml", "--concatenated"]
     done = CliRunner().invoke(app, given)
     assert done.exit_code == 2

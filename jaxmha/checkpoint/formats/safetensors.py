@@ -67,7 +67,11 @@ def read(source: Source, limits: Limits) -> Contents:
     path, budget = source.path, Budget(source.path, source.size, limits)
     (length,) = struct.unpack("<Q", source.read(0, 8))
     if length > source.size - 8:
-        raise MalformedFile(path, f"the header length {length} leaves the file", _AGAIN)
+        raise MalformedFile(
+            path,
+            f"the header length {length} leaves the file",
+            "the file is cut short: copy it again",
+        )
     budget.spend("the header length", length, limits.header_bytes)
     header = json_text.parse(source.read(8, length), budget, _AGAIN, compact=_compact(source))
     metadata = _metadata(source, header.pop("__metadata__", {}))
