@@ -282,5 +282,7 @@ def test_a_file_cut_within_its_header_is_to_be_copied_again(tmp_path: Path) -> N
     path = tmp_path / "a.safetensors"
     checkpoint.write(path, {"a": np.ones(3, np.float32)})
     path.write_bytes(path.read_bytes()[:40])
-    with pytest.raises(checkpoint.MalformedFile, match="leaves the file.*cut short: copy it again"):
+    with pytest.raises(
+        checkpoint.MalformedFile, match=r"leaves the file.*cut short: copy it again"
+    ):
         checkpoint.open(path)
