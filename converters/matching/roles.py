@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from jaxmha.converters.matching.layers import MAIN
 from jaxmha.converters.matching.templates import Template, by_number
-from jaxmha.converters.matching.terms import IN_MLP, TOGETHER, terms
+from jaxmha.converters.matching.terms import GATE_IN_OUT, IN_MLP, TOGETHER, W123, terms
 
 _QKV = ("query", "key", "value")
 _PLACES = {"attn", "cross", "mlp", "self", "in", "out", "final"}
@@ -40,15 +40,24 @@ def _of_projection(template: Template) -> Template:
 
 def _together(templates: Sequence[Template]) -> list[Template]:
     """Adds the terms of names that have a role only together, such as w1, w2 and w3."""
-    paths = {t.path for t in templates}
+    shapes = {t.path: t.first.slots[MAIN].shape[-2:] for t in templates}
     made = []
     for template in templates:
         for names, roles in TOGETHER.items():
-            if template.path[-1] in names and all((*template.path[:-1], n) in paths for n in names):
-                own = roles[names.index(template.path[-1])]
+            siblings = [(*template.path[:-1], name) for name in names]
+            if template.path in siblings and all(path in shapes for path in siblings):
+                if names == W123 and _last_is_output([shapes[path] for path in siblings]):
+                    roles = GATE_IN_OUT
+                own = roles[siblings.index(template.path)]
                 template = replace(template, terms=template.terms - {"in", "out"} | own)
         made.append(template)
     return made
+
+
+def _last_is_output(shapes: Sequence[Sequence[int]]) -> bool:
+    """True if the first two matrices have one shape, and the third the transposed one."""
+    first, second, third = map(tuple, shapes)
+    return first == second != third == first[::-1]
 
 
 def _outputs(templates: Sequence[Template]) -> list[Template]:

@@ -130,11 +130,14 @@ APART = (
 # other things.
 IN_MLP = {"up": "in", "down": "out"}
 # Sibling names that have a role only if all of them exist -> the terms of each.
+GATE_IN_OUT = {"gate"}, {"in"}, {"out"}
+W123 = "w1", "w2", "w3"
 TOGETHER = {
-    ("w1", "w2", "w3"): ({"gate"}, {"out"}, {"in"}),
-    ("wi_0", "wi_1", "wo"): ({"gate"}, {"in"}, {"out"}),
-    ("gate_proj", "up_proj", "down_proj"): ({"gate"}, {"in"}, {"out"}),
-    ("gate", "up", "down"): ({"gate"}, {"in"}, {"out"}),
+    W123: ({"gate"}, {"out"}, {"in"}),  # Llama's; in DINOv2, as shapes say, w3 is the output
+    ("w1", "v1", "w2"): GATE_IN_OUT,  # DBRX
+    ("wi_0", "wi_1", "wo"): GATE_IN_OUT,
+    ("gate_proj", "up_proj", "down_proj"): GATE_IN_OUT,
+    ("gate", "up", "down"): GATE_IN_OUT,
 }
 # Classes of layers, in the form in which Keras, Haiku and linen count them: `dense_1`, `linear_1`,
 # `LayerNorm_1`.
