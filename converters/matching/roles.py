@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from jaxmha.converters.matching.layers import MAIN
 from jaxmha.converters.matching.templates import Template, by_number
-from jaxmha.converters.matching.terms import GATE_IN_OUT, IN_MLP, TOGETHER, W123, terms
+from jaxmha.converters.matching.terms import IN_MLP, TOGETHER, terms
 
 _QKV = ("query", "key", "value")
 _PLACES = {"attn", "cross", "mlp", "self", "in", "out", "final"}
@@ -18,7 +18,7 @@ _OUT = {"o", "wo", "out", "output"}
 
 def assigned(templates: Sequence[Template]) -> list[Template]:
     """Returns the templates with the terms of their roles added."""
-    named = _together([_of_projection(t) for t in templates])
+    named = [_of_projection(t) for t in _together(templates)]
     with_out = _outputs(named)
     return _places(with_out)
 
@@ -40,24 +40,28 @@ def _of_projection(template: Template) -> Template:
 
 def _together(templates: Sequence[Template]) -> list[Template]:
     """Adds the terms of names that have a role only together, such as w1, w2 and w3."""
-    shapes = {t.path: t.first.slots[MAIN].shape[-2:] for t in templates}
-    made = []
+    siblings: dict[tuple[str, ...], dict[str, Template]] = defaultdict(dict)
     for template in templates:
-        for names, roles in TOGETHER.items():
-            siblings = [(*template.path[:-1], name) for name in names]
-            if template.path in siblings and all(path in shapes for path in siblings):
-                if names == W123 and _last_is_output([shapes[path] for path in siblings]):
-                    roles = GATE_IN_OUT
-                own = roles[siblings.index(template.path)]
-                template = replace(template, terms=template.terms - {"in", "out"} | own)
-        made.append(template)
-    return made
+        siblings[template.path[:-1]][template.path[-1]] = template
+    found: dict[tuple[str, ...], str] = {}
+    for parent, named in siblings.items():
+        for names, rows in TOGETHER.items():
+            if named.keys() >= {*names}:
+                parts = [named[name] for name in names]
+                fitting = [own for own in rows if len(rows) == 1 or _gated(own, parts)]
+                if len(fitting) == 1:
+                    found |= {(*parent, n): r for n, r in zip(names, fitting[0], strict=True)}
+    return [
+        replace(t, terms=t.terms - {"in", "out", *_QKV} | {found[t.path]}) if t.path in found else t
+        for t in templates
+    ]
 
 
-def _last_is_output(shapes: Sequence[Sequence[int]]) -> bool:
-    """True if the first two matrices have one shape, and the third the transposed one."""
-    first, second, third = map(tuple, shapes)
-    return first == second != third == first[::-1]
+def _gated(roles: Sequence[str], parts: Sequence[Template]) -> bool:
+    """True if shapes allow these roles: the gate multiplies "in", and "out" is their transpose."""
+    shapes = {r: t.first.slots[MAIN].shape for r, t in zip(roles, parts, strict=True)}
+    gate = shapes["gate"]
+    return gate == shapes["in"] and sorted(gate) == sorted(shapes["out"])
 
 
 def _outputs(templates: Sequence[Template]) -> list[Template]:

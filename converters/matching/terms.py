@@ -129,15 +129,19 @@ APART = (
 # Terms that mean the first and second matrix in an MLP only; in a U-Net, for example, they mean
 # other things.
 IN_MLP = {"up": "in", "down": "out"}
-# Sibling names that have a role only if all of them exist -> the terms of each.
-GATE_IN_OUT = {"gate"}, {"in"}, {"out"}
-W123 = "w1", "w2", "w3"
+# Sibling names that have a role only if all of them exist -> the roles of each. Names with more than
+# one row of roles have the row that their shapes allow (`roles.assigned`).
+_GATE_UP_DOWN = (("gate", "in", "out"),)
 TOGETHER = {
-    W123: ({"gate"}, {"out"}, {"in"}),  # Llama's; in DINOv2, as shapes say, w3 is the output
-    ("w1", "v1", "w2"): GATE_IN_OUT,  # DBRX
-    ("wi_0", "wi_1", "wo"): GATE_IN_OUT,
-    ("gate_proj", "up_proj", "down_proj"): GATE_IN_OUT,
-    ("gate", "up", "down"): GATE_IN_OUT,
+    ("w1", "w2", "w3"): (("gate", "out", "in"), ("gate", "in", "out")),  # Llama; xformers, DINOv2
+    ("w1", "v1", "w2"): _GATE_UP_DOWN,  # DBRX
+    ("w", "v", "w2"): _GATE_UP_DOWN,  # Shazeer 2020, "GLU variants improve transformer"
+    ("linear_1", "linear_v", "linear_2"): _GATE_UP_DOWN,
+    ("linear1", "linear_v", "linear2"): _GATE_UP_DOWN,
+    ("fc1_g", "fc1_x", "fc2"): _GATE_UP_DOWN,  # timm
+    ("wi_0", "wi_1", "wo"): _GATE_UP_DOWN,
+    ("gate_proj", "up_proj", "down_proj"): _GATE_UP_DOWN,
+    ("gate", "up", "down"): _GATE_UP_DOWN,
 }
 # Classes of layers, in the form in which Keras, Haiku and linen count them: `dense_1`, `linear_1`,
 # `LayerNorm_1`.
