@@ -48,12 +48,13 @@ def layouts() -> "dict[str, Layout]":
     return {layout.name: layout for layout in LAYOUTS}
 
 
-def positions_of(source: "str | os.PathLike[str]") -> "dict[str, Positions]":
+def positions_of(source: "str | os.PathLike[str]", *, length: int = 0) -> "dict[str, Positions]":
     """The positional encoding of every attention block of a published model, by block prefix.
 
     `source`: the folder of the model, with config.json, or a checkpoint in it. Apply `rotary` to
     the projected queries and keys, and pass `added.bias(T, S, query, key)` as the bias; see
-    `jaxmha.converters.discovery.positions`.
+    `jaxmha.converters.discovery.positions`. `length`: the longest sequence, on which the rope types
+    `dynamic` and `longrope` depend, as in `rope_frequencies`; 0: up to the trained length.
 
     >>> positions_of("missing.safetensors")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
@@ -61,7 +62,7 @@ def positions_of(source: "str | os.PathLike[str]") -> "dict[str, Positions]":
     """
     from jaxmha.converters.discovery.all_positions import positions_of
 
-    return positions_of(source)
+    return positions_of(source, length=length)
 
 
 def masks_of(source: "str | os.PathLike[str]") -> "dict[str, Attended]":

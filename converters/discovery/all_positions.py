@@ -8,22 +8,25 @@ from jaxmha.converters.discovery import attended, attention_blocks, latent_block
 from jaxmha.converters.discovery.attended import Attended
 from jaxmha.converters.discovery.latent_blocks import LatentBlock
 from jaxmha.converters.discovery.positions import Positions
+from jaxmha.integers import require_sizes
 
 
-def positions_of(source: str | os.PathLike[str]) -> dict[str, Positions]:
+def positions_of(source: str | os.PathLike[str], *, length: int = 0) -> dict[str, Positions]:
     """The positional encoding of every attention block of a checkpoint, by block prefix.
 
     The rotary positions of latent attention rotate only its rotary features.
 
     `source`: a checkpoint file, or a folder with one. config.json of the model is read from the
-    same folder.
+    same folder. `length`: the longest sequence, see `rope_frequencies`; 0: up to the trained length.
 
     Raises:
       CheckpointError: the file cannot be read.
       ValueError: the folder has no checkpoint, or several.
     """
+    require_sizes(least=0, length=length)
     with checkpoint.open(positions.in_folder(Path(source)), unbox=True) as file:
-        found = positions.of_blocks(file, attention_blocks.find(attention_blocks.shapes(file)))
+        blocks = attention_blocks.find(attention_blocks.shapes(file))
+        found = positions.of_blocks(file, blocks, length=length)
         return found | {b.prefix: _of_latent(b) for b in latent_blocks.every(file)}
 
 

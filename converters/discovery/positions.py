@@ -85,7 +85,8 @@ class Rotary(NamedTuple):
     """Rotary positions: the angle per position of every pair of features.
 
     `kind` is the rope type of the configuration, and `base` its theta. Features after the pairs are
-    not rotated. `factor` multiplies cosine and sine.
+    not rotated. `factor` multiplies cosine and sine. `length` is the longest sequence with these
+    frequencies if longer ones have others; None: all have these, or a length was given.
     """
 
     inv_freq: tuple[float, ...]
@@ -93,6 +94,7 @@ class Rotary(NamedTuple):
     factor: float = 1.0
     kind: str = "default"
     base: float = 10000.0
+    length: int | None = None
 
     def __call__(
         self, x: Float[Array, "*B T N H"], positions: Int[Array, "*#B T"]
@@ -133,7 +135,10 @@ class Positions(NamedTuple):
         if isinstance(self.rotary, Rotary):
             kind = "" if self.rotary.kind == "default" else f", scaling {self.rotary.kind}"
             pairs = "neighbouring features" if self.rotary.interleaved else "halves"
-            width = 2 * len(self.rotary.inv_freq)
+            width, most = 2 * len(self.rotary.inv_freq), self.rotary.length
+            kind += (
+                "" if most is None else f", up to {most} tokens (beyond, by positions_of length=)"
+            )
             return f"rotary, base {self.rotary.base:g}, {width} features in pairs of {pairs}{kind}"
         if isinstance(self.rotary, Axial):
             return f"rotary by row and column, {2 * len(self.rotary.inv_freq)} features"
@@ -145,17 +150,21 @@ class Positions(NamedTuple):
 
 
 def of_blocks(
-    file: checkpoint.Checkpoint, blocks: Sequence[Block], heads: Configured | None = None
+    file: checkpoint.Checkpoint,
+    blocks: Sequence[Block],
+    heads: Configured | None = None,
+    length: int = 0,
 ) -> dict[str, Positions]:
     """The positional encoding of blocks of an open checkpoint, by prefix.
 
-    `heads`: the head counts of its configuration, if the caller has read them.
+    `heads`: the head counts of its configuration, if the caller has read them. `length`: the longest
+    sequence, on which frequencies of some rope types depend; 0: the trained length.
     """
     configured = heads
     if heads is None and typed(file):  # without a model type, no scheme needs the head count
         configured = described.of(file, blocks).heads
     content = hf_config.readable(file.path)
-    return {block.prefix: _of_block(block, content, configured, file) for block in blocks}
+    return {block.prefix: _of_block(block, content, configured, file, length) for block in blocks}
 
 
 def notes(file: checkpoint.Checkpoint, found: Mapping[str, Positions]) -> Iterator[str]:
@@ -226,7 +235,11 @@ def in_folder(path: Path) -> Path:
 
 
 def _of_block(
-    block: Block, content: Any, configured: Configured | None, file: checkpoint.Checkpoint
+    block: Block,
+    content: Any,
+    configured: Configured | None,
+    file: checkpoint.Checkpoint,
+    length: int,
 ) -> Positions:
     count = configured.part_of(block.prefix) if configured else None
     found_part = behaviours.part_of(content, count, block.prefix)
@@ -241,7 +254,7 @@ def _of_block(
     try:
         has_scale = "query_scale" in architectures.parts(model_type)
         scaled = query_scale.of(own, behaviours.layer_of(block.prefix)) if has_scale else None
-        found = _of_parts(block, own, model_type, heads, file)
+        found = _of_parts(block, own, model_type, heads, file, length)
         return found if scaled is None else found._replace(query_scale=scaled)
     except (ArithmeticError, KeyError, TypeError, ValueError) as error:
         return Positions("unknown", why=f"{model_type}: {error}")
@@ -253,6 +266,7 @@ def _of_parts(
     model_type: str,
     heads: int | None,
     file: checkpoint.Checkpoint,
+    length: int,
 ) -> Positions:
     """The positions of a block whose model type is known."""
     parts = architectures.parts(model_type)
@@ -278,7 +292,7 @@ def _of_parts(
     if "rotary" in parts and re.search(masked_types.ACROSS, block.prefix):
         return Positions("none", why="attention across has none")
     if "rotary" in parts and model_type not in _NOWHERE:
-        return _rotary(block, own, model_type, heads, file)
+        return _rotary(block, own, model_type, heads, file, length)
     return Positions("none")
 
 
@@ -288,6 +302,7 @@ def _rotary(
     model_type: str,
     heads: int | None,
     file: checkpoint.Checkpoint,
+    length: int,
 ) -> Positions:
     if model_type in planes.MODEL_TYPES:
         placed = planes.of(block.prefix, model_type, own, file)
@@ -320,7 +335,7 @@ def _rotary(
         if (block.layout.name, model_type) in _PERMUTED:
             found = found._replace(interleaved=True)
         return Positions("axial", found)
-    frequencies = rotary_settings.frequencies(own, rope_, model_type, width)
+    frequencies = rotary_settings.frequencies(own, rope_, model_type, width, length)
     return Positions(
         "rotary",
         Rotary(
@@ -329,6 +344,7 @@ def _rotary(
             frequencies.factor,
             str(rope_["rope_type"]),
             float(rope_["rope_theta"]),
+            None if length else rotary_settings.trained_length(own, rope_),
         ),
     )
 

@@ -60,9 +60,11 @@ def of(own: Mapping[str, Any], model_type: str, layer: int | None) -> dict[str, 
 
 
 def frequencies(
-    own: Mapping[str, Any], rope: Mapping[str, Any], model_type: str, width: int
+    own: Mapping[str, Any], rope: Mapping[str, Any], model_type: str, width: int, length: int = 0
 ) -> rotary_frequencies.Frequencies:
     """The frequencies of heads of a width, given the RoPE parameters of their layer.
+
+    `length`: the longest sequence, on which those of `dynamic` and `longrope` depend.
 
     Raises:
       ValueError: no model of this type rotates heads in this way, or a parameter is out of its range.
@@ -83,7 +85,19 @@ def frequencies(
     if not 0 < dims <= width:
         raise ValueError(f"{dims} of {width} features cannot be rotary")
     most = float(own.get("max_position_embeddings") or 0)
-    return rotary_frequencies.of(rope, dims, most)
+    return rotary_frequencies.of(rope, dims, most, length)
+
+
+def trained_length(own: Mapping[str, Any], rope: Mapping[str, Any]) -> int | None:
+    """The longest sequence that the frequencies of length 0 are for; None: they are for all."""
+    if rope["rope_type"] not in ("dynamic", "longrope"):
+        return None
+    original = rope.get("original_max_position_embeddings") or own.get(
+        "original_max_position_embeddings"
+    )
+    most = own.get("max_position_embeddings")
+    found = original if original and rope["rope_type"] == "longrope" else most
+    return int(found) if found else None
 
 
 def _object(own: Mapping[str, Any], key: str) -> Mapping[str, Any]:
