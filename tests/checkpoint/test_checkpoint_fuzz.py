@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from huggingface_hub import constants
 
 from jaxmha import checkpoint
 from tests.checkpoint import hostile
@@ -118,8 +119,10 @@ def test_random_programs(seed: int) -> None:
 
 @pytest.mark.slow_variants("commands")
 @pytest.mark.parametrize("name", commands.TARGETS)
-def test_targets_of_the_fuzzer(name: str, tmp_path: Path) -> None:
+def test_targets_of_the_fuzzer(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every file of a target cut short, doubled and overwritten."""
+    for setting in ("HF_HUB_CACHE", "HF_HUB_OFFLINE"):  # the hub's target sets them for its process
+        monkeypatch.setattr(constants, setting, getattr(constants, setting))
     (tmp_path / "model").mkdir()
     target = commands.TARGETS[name](tmp_path / "model")
     for _, run in target.pairs:

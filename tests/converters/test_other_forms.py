@@ -129,7 +129,7 @@ def test_a_network_gives_the_bias(first: int) -> None:
         rng.normal(size=s) for s in ((7, 2), (7,), (N, 7), (N,))
     )
     T = 9 + first
-    found = Computed(inner, inner_bias, outer, outer_bias).bias(T, T)
+    found = Computed(inner, inner_bias, outer, outer_bias).bias(T, T, np.zeros((1, T, N, 1)))
     assert found.shape == (N, T, T)
     row, column = 2, -1  # from the token in row 2, column 0 to that in row 0, column 1
     near = np.sign([row, column]) * np.log1p(np.abs([row, column]))
