@@ -196,7 +196,7 @@ def decode_step(
     is one, and with the slots of the cache if cuDNN's kernel does not support the step. Each
     sequence has its own length. If a sequence has no free slots left, or more than 2**30 tokens,
     its outputs are NaN (and its cache is unusable), since a compiled program cannot raise. The
-    derivatives of a step read all slots, and none passes the rounding of stored integers: train
+    derivatives of a step read all slots, and none passes tokens that are stored in 8 bits: train
     with `multi_head_attention` on whole sequences.
 
     Args:

@@ -213,6 +213,8 @@ def with_tokens(
     S, (B, T) = stored[0].shape[2], new[0].shape[:2]
     if S == 0:
         return [jnp.asarray(x) for x in stored]
+    if stored[0].dtype.itemsize == 1:  # bitcasts have no derivative, and cotangents need more bits
+        stored, new = jax.lax.stop_gradient((list(stored), list(new)))
     if T > S:  # writes only the last S tokens, which would overwrite the earlier ones
         rows = jnp.maximum(counts - S, 0)[:, None] + jnp.arange(S, dtype=np.int32).reshape(1, S)
     else:

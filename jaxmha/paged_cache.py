@@ -340,7 +340,7 @@ def _appended(
     for name, x in zip(("key", "value"), tokens, strict=True):
         pool = getattr(cache, name)
         if is_scaled(pool.dtype):
-            x, scale = quantize(x, pool.dtype)
+            x, scale = quantize(jax.lax.stop_gradient(x), pool.dtype)  # as `with_tokens` has it
             scales = getattr(cache, f"{name}_scale")
             found[f"{name}_scale"] = write(scales, scale, *at, growth.sources, growth.targets)
         found[name] = write(pool, x, *at, growth.sources, growth.targets)

@@ -213,6 +213,30 @@ def test_steps_have_gradients(length: int) -> None:
     tolerance.assert_close(found, np.asarray(want), factor=2)
 
 
+@pytest.mark.parametrize("native", ["0", "1"])
+@pytest.mark.parametrize("kind", ["float8_e4m3fn", "int8 pages"])
+def test_no_gradient_passes_tokens_in_8_bits(
+    kind: str, native: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One rule for native kernels, plain XLA and pages, whose scales would pass a part of it."""
+    monkeypatch.setenv("JAXMHA_NATIVE", native)
+    jit_cache.forget()
+    params, x = make()
+    cache: Any = KVCache.empty(params, B, 5, dtype=jnp.float8_e4m3fn)
+    if kind == "int8 pages":
+        cache = jaxmha.PagedKVCache.empty(params, B, 5, pages=2 * B, page_size=4, dtype=jnp.int8)
+
+    @jax.jit
+    def gradients(params: Any) -> Any:
+        return jax.grad(lambda p: (jaxmha.decode_step(p, x[:, :3], cache)[0] ** 2).sum())(params)
+
+    found = gradients(params)
+    assert not np.any(found.key.kernel)
+    assert not np.any(found.value.kernel)
+    assert np.any(found.query.kernel)
+    assert np.any(found.out.kernel)
+
+
 def test_work_is_bounded_by_the_length(monkeypatch: pytest.MonkeyPatch) -> None:
     """Long caches with little in them are never read whole."""
     from jaxmha import cached_step as module
