@@ -34,7 +34,7 @@ ISAS: dict[str, dict[str, list[str]]] = {
     },
     "aarch64": {"neon": []},
 }  # fmt: skip
-# What kernels include, parsed once for each ISA: it takes longer than what is their own.
+# Kernels include these headers, whose parsing takes longer than that of a kernel: once for each ISA.
 HEADERS = ["algorithm", "cmath", "cstring", "functional", "memory", "vector"]
 HEADERS_OF = {"x86_64": ["immintrin.h"], "aarch64": ["arm_neon.h"]}
 # Beside the flags of AVX-512, where the compiler takes them: GCC from 11 and Clang from 12 on.

@@ -146,7 +146,7 @@ def test_a_kernel_that_leaks_gets_zeroed_arrays(
         return jaxmha.dot_product_attention(x, key, key, key_value_seq_lengths=lengths)
 
     found = jax.jit(out)(spoiled)
-    # Of every case; the two heads of a group are rows where they can be.
+    # The probe tried every case; T counts both heads of a group where they are rows of one call.
     assert {call["T"] for call in gpu[:-1]} == {16, 32, 18}
     assert probe.leaks("cudnn", Kind("bfloat16", queries=FEW)) == Leaks(1, min(len(leaks), 2))
     assert gpu[-1]["T"] == 6

@@ -62,7 +62,7 @@ def test_ragged_chunks_and_masks_over_slots() -> None:
 
 
 def test_of_a_long_prompt_a_ring_keeps_the_last_tokens() -> None:
-    """Those before its length, not before the end of a longer prompt."""
+    """The ring keeps the tokens up to the length of its row; the prompt of another row is longer."""
     key, value = (RNG.standard_normal((B, T, K, size)).astype("f") for size in (H, h))
     counts = np.asarray([7, 11, 3])
     ring, _ = jax.jit(KVCache.append, static_argnames="left")(

@@ -90,14 +90,10 @@ def frequencies(
 
 def trained_length(own: Mapping[str, Any], rope: Mapping[str, Any]) -> int | None:
     """The longest sequence that the frequencies of length 0 are for; None: they are for all."""
-    if rope["rope_type"] not in ("dynamic", "longrope"):
-        return None
-    original = rope.get("original_max_position_embeddings") or own.get(
-        "original_max_position_embeddings"
-    )
-    most = own.get("max_position_embeddings")
-    found = original if original and rope["rope_type"] == "longrope" else most
-    return int(found) if found else None
+    if rope["rope_type"] == "longrope":
+        return int(rope["original_max_position_embeddings"])
+    most = own.get("max_position_embeddings") if rope["rope_type"] == "dynamic" else None
+    return int(most) if most else None
 
 
 def _object(own: Mapping[str, Any], key: str) -> Mapping[str, Any]:
