@@ -27,7 +27,7 @@ def positions_of(source: str | os.PathLike[str], *, length: int = 0) -> dict[str
     with checkpoint.open(positions.in_folder(Path(source)), unbox=True) as file:
         blocks = attention_blocks.find(attention_blocks.shapes(file))
         found = positions.of_blocks(file, blocks, length=length)
-        return found | {b.prefix: _of_latent(b) for b in latent_blocks.every(file)}
+        return found | {b.prefix: _of_latent(b) for b in latent_blocks.every(file, length)}
 
 
 def masks_of(source: str | os.PathLike[str]) -> dict[str, Attended]:

@@ -6,8 +6,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxmha import rope_frequencies
-from jaxmha.converters.discovery import behaviours, hf_config, latent, positions, stored_semantics
+from jaxmha.converters.discovery import (
+    behaviours,
+    hf_config,
+    latent,
+    positions,
+    rotary_settings,
+    stored_semantics,
+)
 from jaxmha.converters.discovery.attention_blocks import natural
 from jaxmha.converters.discovery.query_scale import QueryScale
 from jaxmha.converters.layout import latent_forms
@@ -43,22 +49,28 @@ class LatentBlock(NamedTuple):
         return {leaf: key for key in self.keys for leaf in self.held[key].leaves}
 
 
-def find(file: Any, *, known: bool = True, at: str | None = None) -> list[LatentBlock]:
+def find(
+    file: Any, *, known: bool = True, at: str | None = None, length: int = 0
+) -> list[LatentBlock]:
     """Every block of latent attention whose function is known, in the order of layers.
 
     `known`: False also returns blocks whose function is unknown, to compare their numbers. `at`:
-    returns only the block with this prefix.
+    returns only the block with this prefix. `length`: the longest sequence, on which frequencies of
+    some rope types depend; 0: the trained length.
 
     The function of a block with DeepSeek's keys is known if a config.json next to the file has one
     of the model types of `latent_behaviour`: other models use the same keys for other functions.
     """
-    found = [*_own(file, at), *_deepseek(file, known, at)]
+    found = [*_own(file, at), *_deepseek(file, known, at, length)]
     return sorted(found, key=lambda block: natural(block.prefix))
 
 
-def every(file: Any) -> list[LatentBlock]:
-    """Every block of latent attention; `facts` is empty if its function is unknown."""
-    known = {block.prefix: block for block in find(file)}
+def every(file: Any, length: int = 0) -> list[LatentBlock]:
+    """Every block of latent attention; `facts` is empty if its function is unknown.
+
+    `length`: as in `find`.
+    """
+    known = {block.prefix: block for block in find(file, length=length)}
     return [known.get(block.prefix, block) for block in find(file, known=False)]
 
 
@@ -76,7 +88,7 @@ def _own(file: Any, at: str | None) -> Iterator[LatentBlock]:
             yield LatentBlock(prefix, "jaxmha", keys, held, facts)
 
 
-def _deepseek(file: Any, known: bool, at: str | None) -> Iterator[LatentBlock]:
+def _deepseek(file: Any, known: bool, at: str | None, length: int) -> Iterator[LatentBlock]:
     prefixes = list(_prefixes(file.info, SIGN, at))
     content = hf_config.readable(file.path) if _has_folder(file) and prefixes and known else {}
     names = sorted(file.info) if prefixes else []
@@ -92,7 +104,7 @@ def _deepseek(file: Any, known: bool, at: str | None) -> Iterator[LatentBlock]:
         held = latent_forms.deepseek_keys(sizes, "q_a_proj.weight" in own)
         leaves = {leaf for key in own if key in held for leaf in held[key].leaves}
         if (size := tuple(sizes.values())) not in computed:
-            computed[size] = _configured(content, sizes)
+            computed[size] = _configured(content, sizes, length)
         facts, place = computed[size]
         whole = own.keys() <= held.keys() and {*_REQUIRED} <= leaves <= OWN.keys()
         if whole and (facts or not known):
@@ -104,7 +116,7 @@ def _has_folder(file: Any) -> bool:
 
 
 def _configured(
-    content: Any, sizes: Mapping[str, int]
+    content: Any, sizes: Mapping[str, int], length: int
 ) -> tuple[dict[str, str], positions.Positions | None]:
     """Metadata and positions from the part of a configuration with these sizes; else ({}, None)."""
     for way, _ in hf_config.search(content, ["model_type"]):
@@ -112,18 +124,19 @@ def _configured(
         if (own.get("qk_nope_head_dim"), own.get("qk_rope_head_dim")) != (sizes["H"], sizes["R"]):
             continue
         try:
-            semantics, rotation = latent.latent_behaviour(own)
-            frequencies = rope_frequencies(latent.rotary_settings(own), sizes["R"])
+            semantics, rotation = latent.latent_behaviour(own, length=length)
             parameters = parameters_of(own)
             scaled = rotation if isinstance(rotation, ScaledQueries) else None
             factors = QueryScale(scaled.beta, scaled.floor, scaled.first) if scaled else None
             rotate = scaled.rotate if scaled else rotation
+            frequencies = rotate.keywords["frequencies"]  # type: ignore[union-attr]
             rotary = positions.Rotary(
                 frequencies.values,
                 bool(rotate.keywords["interleaved"]),  # type: ignore[union-attr]
                 frequencies.factor,
                 str(parameters["rope_type"]),
                 float(parameters["rope_theta"]),
+                None if length else rotary_settings.trained_length(own, parameters),
             )
         except (KeyError, TypeError, ValueError):
             continue
