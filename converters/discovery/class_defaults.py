@@ -69,7 +69,7 @@ _DEFAULTS: dict[str, tuple[tuple[Any, str], ...]] = {
     "position_embedding_type": (("absolute", "esm"),),
     "use_mem_rope": ((False, "zamba2"),),
     "embed_dim": ((1280, "qwen2_vl_vision"),),
-    "relative_attention": ((True, "sew-d"),),
+    "relative_attention": ((True, "sew-d"), (False, "deberta deberta-v2")),
     "pos_att_type": (("p2c|c2p", "sew-d"),),
     "position_buckets": ((256, "sew-d"),),
     "share_att_key": ((True, "sew-d"),),

@@ -96,6 +96,8 @@ SIGNS = (
     Sign("multiplier", r"attention_(in|out)_multiplier", (1,)),
     Sign("clip", r"clip_qkv"),
 )  # fmt: skip
+# Part -> a key that, if it is False, switches off all other keys of the part.
+SWITCHES = {"window": "use_sliding_window", "relative": "relative_attention"}
 # Key pattern -> pairs of a part and the pattern in the value of the key that implies this part.
 VALUE_SIGNS = {
     r"layer_types|\w*attention_types?|attention_layers|attn_layers|attn_type|layer_block_types?": (

@@ -6,13 +6,20 @@ Sources: keys of config.json, tensors outside the blocks, the table of model typ
 
 import re
 import reprlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
 from jaxmha.checkpoint.errors import listed, printable
-from jaxmha.converters.discovery import architectures, hf_config, masked_types, signs, unlike
+from jaxmha.converters.discovery import (
+    architectures,
+    class_defaults,
+    hf_config,
+    masked_types,
+    signs,
+    unlike,
+)
 from jaxmha.converters.discovery.hf_config import Json
 
 _ROTARY = signs.SIGNS[0]
@@ -141,6 +148,9 @@ def _evidence(content: Json) -> Evidence:
     evidence = Evidence({}, set(), [])
     for way, own in settings(content):
         within = any(_sign(step) is _ROTARY for step in way)
+        whole = class_defaults.filled(own, str(own.get("model_type")))
+        switched = {part for part, key in signs.SWITCHES.items() if whole.get(key) is False}
+        evidence.off.update(switched)
         for key, value in own.items():
             stray = key == "sliding_window" and masked_types.ignores_window(own)
             if stray or len(key) > _LONGEST_KEY:
@@ -152,8 +162,8 @@ def _evidence(content: Json) -> Evidence:
             if tables:
                 continue
             if (sign := _sign(key)) is not None:
-                if not (within and sign is _ROTARY):
-                    _by_sign(sign, value, shown, own, evidence)
+                if not (within and sign is _ROTARY) and sign.part not in switched:
+                    _by_sign(sign, value, shown, evidence)
             elif not (within or _empty(value) or isinstance(value, dict)) and _suspect(key):
                 evidence.unknown.append(shown)
     return evidence
@@ -191,15 +201,13 @@ def _by_value(
             evidence.off.add(part)
 
 
-def _by_sign(
-    sign: signs.Sign, value: Json, shown: str, settings: Mapping[str, Json], evidence: Evidence
-) -> None:
+def _by_sign(sign: signs.Sign, value: Json, shown: str, evidence: Evidence) -> None:
     """Adds the evidence of a key whose name implies `sign.part`; its value may switch that off."""
     off = value in sign.off if sign.off else _empty(value)
     if off or value is None:
         if sign.decides:
             evidence.off.add(sign.part)
-    elif not (sign.part == "window" and settings.get("use_sliding_window") is False):
+    else:
         evidence.present.setdefault(sign.part, []).append(f"config.json: {shown}")
 
 
