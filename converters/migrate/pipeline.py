@@ -37,6 +37,7 @@ from jaxmha.converters.migrate.inspection import FileInfo, inspect
 from jaxmha.converters.migrate.plans import DTYPES, OTHERS, Plan, Step
 from jaxmha.converters.migrate.preconditions import (
     check_heads,
+    check_like,
     check_plan,
     naming,
     refuse_another_checkpoint,
@@ -208,6 +209,8 @@ def convert(
         count is missing; or the plan is for another source.
     """
     in_file, given = str(destination).endswith(".weights.h5"), plan is not None
+    if like is not None:
+        check_like(destination, given)
     with hf_config.read_once(), checkpoint.open(source, dequantise=True, unbox=True) as file:
         refuse_another_checkpoint(Path(source), file.path, Path(destination))
         read = file.files if like is None else (*file.files, Path(like))
@@ -223,7 +226,7 @@ def convert(
         else:
             raise ValueError("name a layout (to=), or give a plan")
         if like is not None:
-            plan = taken_from(plan, file, like, in_file)
+            plan = taken_from(plan, file, like)
         groups = keras_order.kept(file, plan.steps)
         of_given = description if given else None
         found = _resolved(plan, file, in_file, of_given, like is not None, bool(groups))

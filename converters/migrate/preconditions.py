@@ -128,15 +128,22 @@ def target_layout(named: Layout, in_file: bool) -> Layout:
     return named
 
 
-def taken_from(
-    plan: Plan, file: checkpoint.Checkpoint, like: str | os.PathLike[str], in_file: bool
-) -> Plan:
+def check_like(destination: str | os.PathLike[str], given: bool) -> None:
+    """Raises ValueError if no groups of `like` can be taken; `given`: the caller gave a plan."""
+    if not str(destination).endswith(".weights.h5"):
+        option = "--plan" if given else "--to"
+        raise ValueError(
+            f"like= (--like) with {option} takes the groups of a .weights.h5 file, and is for a "
+            f"destination named .weights.h5, got {destination}: leave out {option} to fill the arrays of "
+            "the target, each matched by name and shape (in Python: jaxmha.converters.match)"
+        )
+
+
+def taken_from(plan: Plan, file: checkpoint.Checkpoint, like: str | os.PathLike[str]) -> Plan:
     """Returns the plan with the groups of another .weights.h5 file (`like`) of the same model.
 
     Raises ValueError if `like` is no such file, or its arrays differ in names or shapes.
     """
-    if not in_file:
-        raise ValueError("like= (--like) is for a destination named .weights.h5")
     with checkpoint.open(like) as template:
         if template.format not in ("keras_h5", "keras"):
             raise ValueError(f"--like: {like} is no .weights.h5 file but {template.format}")

@@ -119,6 +119,7 @@ def test_questions_write_nothing(here: Path) -> None:
         (None, "or a target model with --like"),
         (("--report", "r.json"), "cannot be combined with --like without --to"),
         (("--fold-scale",), "cannot be combined"),
+        (("--to", "flax"), "named .weights.h5, got mine.npz: leave out --to to fill the arrays"),
         ((), "expected a file, or MODULE:FUNCTION"),
     ],
 )
