@@ -11,6 +11,7 @@ from jaxmha.converters.discovery import family_keymaps
 from jaxmha.converters.discovery.attention_blocks import Block, natural
 from jaxmha.converters.discovery.layer_layouts import Convention
 from jaxmha.converters.discovery.other_layers import OF_GROUPS, Module
+from jaxmha.converters.layout import parametrized
 
 CREATES = "check that the model creates its layers so"
 # Layout that only a configuration distinguishes from another -> note on files in this layout.
@@ -173,6 +174,15 @@ def carried_norms(why: Mapping[str, str], unlike: Iterable[str]) -> Iterator[str
     counts = Counter(reason for reason in why.values() if reason in set(unlike))
     for reason, count in counts.items():
         yield f"{count} x a tensor of a norm, carried over as it is: {reason}"
+
+
+def in_parts(why: Mapping[str, str]) -> Iterator[str]:
+    """Yields a note on weights whose parts (`parametrized`) are copied; `why`: as in
+    `carried_norms`."""
+    found = list(dict.fromkeys(x for x in why.values() if x.startswith(parametrized.COMPUTES)))
+    if found:
+        more = f" (and {len(found) - 1} more)" * (len(found) > 1)
+        yield f"carried over in parts, of which no other framework computes a weight: {found[0]}{more}"
 
 
 def renamed(layers: Iterable[tuple[str, str]]) -> Iterator[str]:

@@ -9,9 +9,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from jaxmha.converters.discovery import family_keymaps, layer_layouts
+from jaxmha.converters.discovery import adapters, family_keymaps, layer_layouts
 from jaxmha.converters.discovery.attention_blocks import Block, natural
 from jaxmha.converters.discovery.layer_layouts import CONVENTIONS, KERAS_FILE, Convention
+from jaxmha.converters.layout import parametrized
 from jaxmha.converters.layout.base import Entry
 from jaxmha.dims import parse
 
@@ -50,6 +51,7 @@ UNSURE = (
 # Reason for reading a norm with a bias as LayerNorm if its name does not exclude other norms.
 OF_GROUPS = "its keys and shapes (GroupNorm and InstanceNorm have the same)"
 _OF_FEATURES = r"layer_?norm|(^|_)ln(_|\d|$)"
+_ADAPTER = "of an adapter, such as LoRA: merge it into its base model first"
 _FOREIGN = "its separator is not that of the attention blocks in the same file"
 _LAYER_NORM = "layer_norm_eps"
 _SHAPES = "its keys and shapes"
@@ -114,6 +116,7 @@ def find(
     if not unbiased and _parallel(prefix for prefix, _ in groups):
         unbiased = ASKED
     of_images = _with_convolutions(groups, info)
+    of_parts = _of_parts(info)
     found: list[Module] = []
     others: dict[str, str] = {}
     for (prefix, separator), keys in groups.items():
@@ -122,6 +125,8 @@ def find(
             others |= dict.fromkeys(keys.values(), _FOREIGN)
             continue
         module = _decide(prefix, keys, info, families, own, unbiased)
+        if adapters.find(keys.values()):
+            module = _ADAPTER
         if isinstance(module, Module):
             module = unlike.get(_computes(module), module)
         if isinstance(module, Module) and module.why == _SHAPES:
@@ -129,8 +134,14 @@ def find(
         if isinstance(module, Module):
             found.append(module)
         else:
-            others |= dict.fromkeys(keys.values(), module)
+            others |= {name: of_parts.get(name, module) for name in keys.values()}
     return sorted(found, key=lambda module: natural(module.prefix)), others
+
+
+def _of_parts(info: Mapping[str, Any]) -> dict[str, str]:
+    """Maps tensors from which torch computes a parameter to the remedy."""
+    found = parametrized.stored({name: tuple(one.shape) for name, one in info.items()})
+    return {n: parametrized.remedy(key, parts) for key, parts in found.items() for n in parts.names}
 
 
 def _parallel(prefixes: Iterable[str]) -> bool:

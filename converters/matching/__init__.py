@@ -32,7 +32,8 @@ def match(source: Any, target: Any, *, packing: Packing = "ask") -> Plan:
         the plan has a question, because some models alternate head by head, as `(N qkv H)`.
 
     Raises:
-      ValueError: source and target state different head counts, so the same arrays mean others.
+      ValueError: source and target state different head counts, so the same arrays mean others; or
+        the source is an adapter, such as LoRA, or has weights in parts that do not determine them.
 
     >>> import numpy as np
     >>> source = {"fc.weight": np.zeros((3, 5)), "fc.bias": np.zeros(3)}
@@ -40,11 +41,10 @@ def match(source: Any, target: Any, *, packing: Packing = "ask") -> Plan:
     dense/bias <- fc.bias  [o0 -> o0]  certain: the only layers of these shapes
     dense/kernel <- fc.weight  [o0 i0 -> i0 o0]  certain: the only layers of these shapes
     """
-    from jaxmha.converters.matching import lines, loading, trees
+    from jaxmha.converters.matching import lines, loading, stored
 
-    mine = trees.read(source)
+    mine, theirs = stored.read(source, target)
     try:
-        theirs = trees.read(target, "target")
         made = lines.plan(mine, theirs, packing)
         loading.checked_jobs(made, mine, theirs)
         return made

@@ -13,7 +13,7 @@ from einops import rearrange
 from jaxmha.checkpoint import Lazy, TensorInfo, hub
 from jaxmha.checkpoint.errors import listed
 from jaxmha.converters.layout.arrays import NDArray
-from jaxmha.converters.matching import head_counts, lines, trees
+from jaxmha.converters.matching import head_counts, lines, stored
 from jaxmha.converters.matching.layers import is_buffer
 from jaxmha.converters.matching.patterns import expand
 from jaxmha.converters.matching.plan import Line, MatchPlan, Packing
@@ -50,9 +50,8 @@ def prepared(
     """
     check_policy("unused", unused)
     check_policy("missing", missing)
-    mine = trees.read(_pinned(source, plan))
+    mine, theirs = stored.read(_pinned(source, plan), model, "model")
     try:
-        theirs = trees.read(model, "model")
         own = lines.plan(mine, theirs, packing) if plan is None else plan
         refuse_questions(own)
         todo = checked_jobs(own, mine, theirs)
@@ -74,9 +73,9 @@ def prepared(
         mine.close()
 
 
-def with_unused(plan: MatchPlan, source: Any) -> MatchPlan:
+def with_unused(plan: MatchPlan, source: Any, model: Any) -> MatchPlan:
     """Sets `unused` and `ignored` of a plan: the arrays of the source that no line reads."""
-    tree = trees.read(_pinned(source, plan))
+    tree, _ = stored.read(_pinned(source, plan), model)
     tree.close()
     return lines.with_unused(plan, tree)
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray as Array
 
 from jaxmha.converters.layout.arrays import NDArray, is_float, narrower
-from jaxmha.converters.matching import lines, loading, model_inputs, running, trees
+from jaxmha.converters.matching import lines, loading, model_inputs, running, stored
 from jaxmha.converters.matching.layers import is_buffer
 from jaxmha.converters.matching.plan import Line, MatchPlan, Packing
 from jaxmha.converters.matching.proof import Departure, Proof
@@ -37,7 +37,7 @@ def prove(
     loading.check_policy("missing", missing)
     if inputs is not None:
         model_inputs.check(inputs, {"source": source, "model": model})
-    mine, theirs = trees.read(source), trees.read(model, "model")
+    mine, theirs = stored.read(source, model, "model")
     try:
         hint = _LOADED * (plan is None)
         plan = lines.plan(mine, theirs, packing) if plan is None else plan

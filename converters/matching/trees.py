@@ -191,7 +191,7 @@ def _torch(module: Any) -> Tree:
             continue
         seen[where] = name
         layer = live.layers.get(name.rpartition(".")[0])
-        form = _form(layer, "torch")
+        form = form_of(layer, "torch")
         if not form and _of(layer, "transformers") and type(layer).__name__ == "Conv1D":
             form = "io"  # GPT-2's layer has its weight as (in, out)
         arrays[name] = Array(name, split(name), tuple(tensor.shape), _dtype(tensor), form or "raw")
@@ -212,7 +212,7 @@ def _heads(
     return lambda: head_counts.of_layers(paths, layer_at)
 
 
-def _form(layer: Any, package: str) -> str:
+def form_of(layer: Any, package: str) -> str:
     """Returns the axis order for the class of a layer or its first known base class, or ""."""
     for base in type(layer).__mro__:
         if base.__module__.split(".")[0] == package and base.__name__ in _FORMS[package]:
@@ -234,7 +234,7 @@ def _nnx(module: Any) -> Tree:
         parts = tuple(map(str, path))
         value = leaf.get_value() if hasattr(leaf, "get_value") else leaf
         name = "/".join(parts)
-        form = _form(layers.get(parts[:-1]), "flax")
+        form = form_of(layers.get(parts[:-1]), "flax")
         arrays[name] = Array(name, parts, tuple(value.shape), str(value.dtype), form)
         values[name] = value
     heads = _heads(arrays, layers.get)
@@ -339,7 +339,7 @@ def _tree(tree: Any, kind: str, argument: str) -> Tree:
     arrays, values = {}, {}
     for keys, leaf in flat:
         parts = tuple(part for key in keys for part in split(key))
-        form = _form(node(tree, keys[:-1]), "equinox") if kind == "equinox" else ""
+        form = form_of(node(tree, keys[:-1]), "equinox") if kind == "equinox" else ""
         name = "/".join(keys)
         if kind == "linen" and parts[0] in _NO_WEIGHTS:
             continue

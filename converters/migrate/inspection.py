@@ -9,6 +9,7 @@ from typing import Any
 from jaxmha import checkpoint
 from jaxmha.checkpoint.errors import printable
 from jaxmha.converters.discovery import (
+    adapters,
     attended,
     behaviours,
     damaged_blocks,
@@ -159,6 +160,7 @@ def inspect(path: str | os.PathLike[str], *, num_heads: int | None = None) -> Fi
                     hf_config.model_types(file),
                 ),
                 *latent_blocks.notes(latents, converted=False),
+                *filter(None, [adapters.describe(file.info)]),
                 *file.notes,
             ),
         )

@@ -8,6 +8,7 @@ from jaxmha import notebook
 from jaxmha.checkpoint.errors import listed
 from jaxmha.converters import keras
 from jaxmha.converters.discovery import (
+    adapters,
     behaviours,
     damaged_blocks,
     family_keymaps,
@@ -123,9 +124,10 @@ def make(
     applies only to blocks of unknown head count.
 
     Raises:
-      ValueError: a block is damaged; a head count is unknown; or, with `others="refuse"`, tensors
+      ValueError: there are adapters, such as LoRA; a block is damaged; a head count is unknown; or, with `others="refuse"`, tensors
         are not understood.
     """
+    adapters.refuse(file.info)
     every = known is registry.LAYOUTS
     found = _configured(file, found, known)
     convention = layer_layouts.convention_of(to.name)
@@ -205,6 +207,7 @@ def notes_of_layers(
         *notes.known_by_name(layers),
         *notes.of_features(layers),
         *notes.not_back(layers, becomes, mistakable, to.name),
+        *notes.in_parts(carried),
         *notes.carried_norms(carried, [*unlike.values(), other_layers.UNSURE]),
     )
 

@@ -107,7 +107,8 @@ def command(
         if plan is None:
             made = matching.match(given, model, packing="concatenated" if concatenated else "ask")
         else:
-            made = loading.with_unused(matching.Plan.from_toml(toml_text.read(plan)), given)
+            given_plan = matching.Plan.from_toml(toml_text.read(plan))
+            made = loading.with_unused(given_plan, given, model)
         if save is not None:
             put_text(save, made.to_toml(), force, files)
         print_plan(made, as_json)

@@ -1,0 +1,108 @@
+"""Reads the trees of a plan; weights that a source stores in parts become those of its layers."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from jaxmha.checkpoint.errors import listed
+from jaxmha.converters.discovery import adapters
+from jaxmha.converters.layout import parametrized
+from jaxmha.converters.layout.arrays import NDArray
+from jaxmha.converters.layout.parametrized import Parts
+from jaxmha.converters.matching import trees
+from jaxmha.converters.matching.trees import Array, Tree
+
+
+def read(source: Any, target: Any, argument: str = "target") -> tuple[Tree, Tree]:
+    """Reads source and target; `argument`: name of the argument `target` in error messages.
+
+    Where the source has the parts of torch's weight norm or of pruning, and the target has none, the
+    tree of the source has the weights that torch computes from them.
+
+    Adapters fill no layer of a target that has none.
+
+    Raises:
+      ValueError: the source is nothing but adapters, or has a weight in parts that do not determine
+        it, and the target has none of these.
+    """
+    mine = trees.read(source)
+    try:
+        theirs = trees.read(target, argument)
+        if not adapters.find(theirs.arrays):
+            mine = _without_adapters(mine)
+        if not parametrized.stored(_shapes(theirs)):
+            mine = _computed(mine, source)
+    except BaseException:
+        mine.close()
+        raise
+    return mine, theirs
+
+
+def _without_adapters(tree: Tree) -> Tree:
+    """Returns a tree in which no array of an adapter fits a layer."""
+    if not (found := adapters.find(tree.arrays)):
+        return tree
+    if len(found) == len(tree.arrays):
+        adapters.refuse(found)
+    left = {name: tree.arrays[name]._replace(form="no") for name in found}
+    note = adapters.describe(found)
+    return replace(tree, arrays={**tree.arrays, **left}, notes=(*tree.notes, note))
+
+
+def _computed(tree: Tree, model: Any) -> Tree:
+    """Returns a tree of which weights that are stored in parts are computed from them."""
+    if not (found := parametrized.stored(_shapes(tree))):
+        return tree
+    for key, parts in found.items():
+        if not _is_exact(key, parts, tree, model):
+            raise ValueError(parametrized.remedy(key, parts))
+    key_of = {name: key for key, parts in found.items() for name in parts.names}
+    arrays: dict[str, Array] = {}
+    for name, array in tree.arrays.items():
+        key = key_of.get(name, name)
+        if key not in arrays:
+            arrays[key] = array if key == name else _array(key, found[key], tree, model)
+
+    def load(name: str) -> NDArray:
+        return _value(found[name], tree) if name in found else tree.load(name)
+
+    note = f"computed from the parts that torch stores, as its layers do: {listed([*found])}"
+    return replace(tree, arrays=arrays, load=load, notes=(*tree.notes, note))
+
+
+def _shapes(tree: Tree) -> dict[str, tuple[int, ...]]:
+    return {name: array.shape for name, array in tree.arrays.items()}
+
+
+def _is_exact(key: str, parts: Parts, tree: Tree, model: Any) -> bool:
+    """True if the parts determine the weight: those of pruning or of a weight norm alone."""
+    if parts.remove != parametrized.PARAMETRIZE:
+        return len(parts.names) == 2
+    if [name.rpartition(".")[2] for name in parts.names] != ["original0", "original1"]:
+        return False
+    if tree.kind != "torch":
+        norm, direction = (tree.arrays[name].shape for name in parts.names)
+        return parametrized.norms(norm, direction)
+    layer, _, leaf = key.rpartition(".")
+    steps = model.get_submodule(layer).parametrizations[leaf]
+    return [type(step).__name__ for step in steps] == ["_WeightNorm"]
+
+
+def _array(key: str, parts: Parts, tree: Tree, model: Any) -> Array:
+    last = tree.arrays[parts.names[-1]]
+    form = last.form
+    if tree.kind == "torch":
+        form = trees.form_of(model.get_submodule(key.rpartition(".")[0]), "torch") or "raw"
+    return last._replace(name=key, path=trees.split(key), form=form)
+
+
+def _value(parts: Parts, tree: Tree) -> NDArray:
+    """Computes a weight, in float64; rounded to the dtype of its last part."""
+    first, last = (tree.load(name) for name in parts.names)
+    a, b = first.astype(np.float64), last.astype(np.float64)
+    if parts.remove == "prune.remove":
+        return (a * b).astype(first.dtype)
+    axes = tuple(n for n in range(b.ndim) if a.ndim == 0 or a.shape[n] == 1)
+    made: NDArray = (a * b / np.sqrt(np.square(b).sum(axes, keepdims=True))).astype(last.dtype)
+    return made

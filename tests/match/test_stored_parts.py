@@ -1,0 +1,119 @@
+"""Weights that torch stores in parts are computed or refused, and adapters are no layers."""
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import save_file
+from torch.nn import utils
+from torch.nn.utils import parametrizations, parametrize, prune
+
+from jaxmha.converters import equinox, match
+from jaxmha.converters.matching import prove
+from jaxmha.converters.migrate import pipeline
+from tests.converters.test_every_layout import N, exported
+
+I, O = 5, 7
+TARGET = {"mine": {"kernel": np.zeros((I, O), "float32"), "bias": np.zeros(O, "float32")}}
+STORE: dict[str, Any] = {
+    "weight_norm": utils.weight_norm,
+    "weight_norm of all": lambda layer: utils.weight_norm(layer, dim=None),  # type: ignore[arg-type]
+    "parametrization": parametrizations.weight_norm,
+    "parametrization of columns": lambda layer: parametrizations.weight_norm(layer, dim=1),
+    "prune": lambda layer: prune.l1_unstructured(layer, "weight", amount=0.5),  # type: ignore[no-untyped-call]
+    "spectral_norm": utils.spectral_norm,
+    "spectral parametrization": parametrizations.spectral_norm,
+    "orthogonal": parametrizations.orthogonal,
+    "two": lambda layer: parametrize.register_parametrization(
+        parametrizations.weight_norm(layer), "weight", torch.nn.Tanh()
+    ),
+}
+
+
+def stored(kind: str) -> Any:
+    model = torch.nn.Sequential(torch.nn.Linear(I, O)).double()
+    with warnings.catch_warnings(category=FutureWarning, action="ignore"):
+        STORE[kind](model[0])
+    return model.eval()
+
+
+@pytest.mark.parametrize("of", ["module", "state"])
+@pytest.mark.parametrize("kind", [*STORE][:5])
+def test_a_weight_is_computed_from_its_parts(kind: str, of: str) -> None:
+    model = stored(kind)
+    x = torch.arange(float(I), dtype=torch.double)
+    expected = model(x).detach().numpy()  # computes the weight
+    source = model if of == "module" else model.state_dict()
+    plan = match(source, TARGET)
+    assert "computed from the parts that torch stores, as its layers do: 0.weight" in plan.notes
+    filled = equinox.load_into(TARGET, source, plan, dtype="float32")["mine"]
+    np.testing.assert_allclose(x.numpy() @ filled["kernel"] + filled["bias"], expected, 1e-5, 1e-5)
+    assert prove(source, {"mine": {k: np.asarray(v) for k, v in filled.items()}}, plan).same
+    assert not match(model, stored(kind)).notes  # which has the same parts
+
+
+@pytest.mark.parametrize("kind", [*STORE][5:])
+def test_parts_that_do_not_determine_the_weight_are_refused(kind: str) -> None:
+    model = stored(kind)
+    with pytest.raises(ValueError, match=r"computes 0\.weight from .* first by") as refused:
+        match(model, TARGET)
+    eval(str(refused.value).partition("first by ")[2], {"torch": torch, "module": model})
+    assert match(model, TARGET).questions == ()
+
+
+def test_names_of_parts_with_other_shapes_are_no_parts() -> None:
+    source = {"a.w_g": np.zeros((3, 5), "float32"), "a.w_v": np.ones((3, 5), "float32")}
+    target = {name: np.zeros_like(x) for name, x in source.items()}
+    assert not match(source, target).notes
+    assert equinox.load_into(target, source)["a.w_v"].all()
+
+
+LORA = {
+    f"base_model.model.model.layers.0.self_attn.{name}_proj.lora_{end}.weight": np.ones(shape, "float32")
+    for name in "qkvo"
+    for end, shape in (("A", (2, 8)), ("B", (8, 2)))
+}  # fmt: skip
+
+
+def test_adapters_are_no_layers(tmp_path: Path) -> None:
+    save_file(LORA, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}))
+    advice = "are parts of an adapter .*merge_and_unload"
+    for source in (tmp_path, LORA):
+        with pytest.raises(ValueError, match=advice):
+            match(source, TARGET)
+    plan = match(
+        {"a.weight": np.ones((O, I), "float32"), "a.bias": np.ones(O, "float32")} | LORA, TARGET
+    )
+    assert not plan.questions
+    assert set(plan.unused) == set(LORA)
+    assert "merge_and_unload" in plan.notes[0]
+    with pytest.raises(ValueError, match=advice):
+        pipeline.plan(tmp_path, to="flax")
+    with pytest.raises(ValueError, match=advice):
+        pipeline.convert_state(exported("torch", "a") | LORA, to="jaxmha", num_heads=N)
+    info = pipeline.inspect(tmp_path)
+    assert not info.layers
+    assert all("of an adapter" in why for why in info.not_understood.values())
+    assert any("merge_and_unload" in note for note in info.notes)
+
+
+def test_an_adapter_fills_an_adapter() -> None:
+    target = {name: np.zeros_like(x) for name, x in LORA.items()}
+    assert all(x.all() for x in equinox.load_into(target, LORA).values())
+
+
+def test_parts_that_a_file_keeps_are_named(tmp_path: Path) -> None:
+    state = {k: x.numpy() for k, x in stored("parametrization").state_dict().items()}
+    save_file(exported("torch", "a") | state, tmp_path / "a.safetensors")
+    named = "torch computes 0.weight from 0.parametrizations.weight.original0 and others: store"
+    info = pipeline.inspect(tmp_path / "a.safetensors")
+    assert [why.startswith(named) for why in info.not_understood.values()] == [False, True, True]
+    done = pipeline.convert(
+        tmp_path / "a.safetensors", tmp_path / "b.npz", to="jaxmha", num_heads=N
+    )
+    assert any("carried over in parts" in note and named in note for note in done.notes)
