@@ -1,4 +1,4 @@
-"""Parameters drawn by NumPy: JAX would compile a program for every shape."""
+"""Arrays and parameters from NumPy: JAX would compile a program for every shape."""
 
 import math
 from collections.abc import Callable
@@ -6,11 +6,16 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 import jaxmha
 from jaxmha import MHAParams, latent
+
+
+def to_jax(x: Any, dtype: Any = None) -> jax.Array:
+    """Numbers of the host as an array: `jnp.asarray` compiles a program for every shape."""
+    array: jax.Array = jax.device_put(np.asarray(x, dtype))
+    return array
 
 
 def _drawn(init: Callable[..., Any], seed: int, sizes: dict[str, Any]) -> Any:
@@ -18,7 +23,7 @@ def _drawn(init: Callable[..., Any], seed: int, sizes: dict[str, Any]) -> Any:
 
     def draw(leaf: jax.ShapeDtypeStruct) -> jax.Array:
         summed = math.prod(leaf.shape[:-1])  # or more: products of kernels stay near 1
-        return jnp.asarray((rng.standard_normal(leaf.shape) * summed**-0.5).astype(leaf.dtype))
+        return to_jax((rng.standard_normal(leaf.shape) * summed**-0.5).astype(leaf.dtype))
 
     return jax.tree.map(draw, jax.eval_shape(partial(init, **sizes), jax.random.key(0)))
 

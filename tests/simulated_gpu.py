@@ -10,6 +10,7 @@ import pytest
 from jaxmha import implementations
 from jaxmha.implementations import KERNELS, cache_kernels, platforms, probe
 from tests import cudnn_contract, jit_cache
+from tests.drawn import to_jax
 
 
 def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
@@ -30,4 +31,4 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 def small() -> Any:
     """One array for query, key and value, in the dtype of the kernel."""
     rng = np.random.default_rng(0)
-    return jnp.asarray(rng.standard_normal((1, 6, 2, 8)), jnp.bfloat16)
+    return to_jax(rng.standard_normal((1, 6, 2, 8)), jnp.bfloat16)

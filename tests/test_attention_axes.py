@@ -13,11 +13,12 @@ import jaxmha
 from jaxmha import KVCache, Mask, Semantics, multi_head_attention
 from jaxmha.flax import linen, nnx
 from tests import drawn
+from tests.drawn import to_jax
 from tests.tolerance import assert_close
 
 PARAMS = drawn.params(num_heads=3, features=5, head_dim=2, value_head_dim=4, out_features=11)
 RNG = np.random.default_rng(0)
-X = jnp.asarray(RNG.standard_normal((2, 7, 3, 13, 5)), "float32")
+X = to_jax(RNG.standard_normal((2, 7, 3, 13, 5)), "float32")
 
 
 @pytest.mark.slow_variants("*", "!axes5")
@@ -26,7 +27,7 @@ def test_axes_are_moved_and_flattened(axes: tuple[int, ...]) -> None:
     over = tuple(axis % 5 for axis in axes)
     others = [axis for axis in range(4) if axis not in over]
     moved = np.transpose(X, (*others, *over, 4))
-    flat = jnp.asarray(moved.reshape(*moved.shape[: len(others)], -1, 5))
+    flat = to_jax(moved.reshape(*moved.shape[: len(others)], -1, 5))
     want, weights = multi_head_attention(PARAMS, flat, is_causal=True, return_weights=True)
     semantics = Semantics(attention_axes=axes)
 
@@ -47,7 +48,7 @@ def test_axes_are_moved_and_flattened(axes: tuple[int, ...]) -> None:
 def test_masks_and_biases_of_several_axes() -> None:
     semantics = Semantics(attention_axes=(1, 3))
     keys = X[:, :2]
-    bias = jnp.asarray(RNG.standard_normal((3, 1, 1, 1, 2, 13)), "float32")
+    bias = to_jax(RNG.standard_normal((3, 1, 1, 1, 2, 13)), "float32")
     allowed = RNG.random((2, 1, 1, 7, 1, 1, 13)) < 0.6
     moved, moved_keys = (jnp.moveaxis(x, 1, 2) for x in (X, keys))
     whole = np.broadcast_to(allowed, (2, 1, 1, 7, 13, 2, 13)).reshape(2, 1, 1, 91, 26)
@@ -57,7 +58,7 @@ def test_masks_and_biases_of_several_axes() -> None:
         moved.reshape(2, 3, 91, 5),
         moved_keys.reshape(2, 3, 26, 5),
         mask=whole,
-        bias=jnp.asarray(added.reshape(1, 3, 1, 91, 26)[0][:, :]),
+        bias=to_jax(added.reshape(1, 3, 1, 91, 26)[0][:, :]),
     )
     got = multi_head_attention(PARAMS, X, keys, mask=allowed, bias=bias, semantics=semantics)
     back = np.moveaxis(np.asarray(got), 1, 2).reshape(2, 3, 91, 11)
@@ -91,7 +92,7 @@ def test_a_window_of_the_layer_in_steps() -> None:
 @pytest.mark.parametrize("module", [linen, nnx])
 def test_modules_have_the_window(module: Any) -> None:
     params = drawn.params(num_heads=3, features=6)
-    x = jnp.asarray(RNG.standard_normal((2, 7, 6)), "float32")
+    x = to_jax(RNG.standard_normal((2, 7, 6)), "float32")
     want = np.asarray(multi_head_attention(params, x, semantics=WINDOW))
     if module is linen:
         layer, variables = linen.MultiHeadDotProductAttention.from_params(params, WINDOW)

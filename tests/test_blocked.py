@@ -15,6 +15,7 @@ from jaxmha import Mask
 from jaxmha.implementations.tiled import attention, block_mask, dropout, layout, loop, schedule
 from tests import cases, conformance, reference, tolerance
 from tests.cases import CASES, POISONED, SMALL, Case, shaped
+from tests.drawn import to_jax
 
 BY_NAME = {case.name: case for case in CASES}
 # One row and one key of one head; three keys; and two of four heads with four keys of `several`. T
@@ -133,7 +134,7 @@ def test_a_bias_keeps_keys_out_of_rows_that_exclude_them(
 def test_a_cotangent_reaches_the_keys_of_its_row_alone(bias: str | None) -> None:
     """NaN in the cotangent of row 2 of a causal call leaves the gradients of later keys as they are."""
     case = Case("causal", T=7, S=7, K=2, bias=bias, is_causal=True)
-    arrays = {name: jnp.asarray(x) for name, x in cases.arrays(case, "float32").items()}
+    arrays = {name: to_jax(x) for name, x in cases.arrays(case, "float32").items()}
 
     def attend(key: jax.Array) -> jax.Array:
         call: Any = partial(jaxmha.dot_product_attention, is_causal=True)

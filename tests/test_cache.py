@@ -12,6 +12,7 @@ import jaxmha
 from jaxmha import KVCache, Mask, MHAParams, Projection, Semantics, decoding
 from jaxmha.cached_attention import attend_cache
 from tests import drawn, jit_cache, tolerance
+from tests.drawn import to_jax
 
 B, T, D, N, K, H, h = 3, 11, 17, 6, 2, 5, 7
 LENGTHS = np.asarray([4, 1, 3], np.int32)  # of the prompts
@@ -23,7 +24,7 @@ def make(dtype: str = "float32", *, use_bias_kv: bool = False) -> tuple[MHAParam
     rng = np.random.default_rng(0)
 
     def normal(*shape: int) -> Any:
-        return jnp.asarray(rng.standard_normal(shape).astype(jnp.dtype(dtype)) / 2)
+        return to_jax(rng.standard_normal(shape).astype(jnp.dtype(dtype)) / 2)
 
     def projection(*kernel: int, bias: tuple[int, ...]) -> Projection:
         return Projection(normal(*kernel), normal(*bias))
@@ -91,9 +92,9 @@ def test_products_of_bfloat16(semantics: Semantics, new: int) -> None:
     params, _ = make("bfloat16", use_bias_kv=True)
     rng = np.random.default_rng(5)
     shapes = (B, new, N, H), (B, K, T, H), (B, K, T, h)
-    arrays: Any = params, *(jnp.asarray(rng.standard_normal(s), jnp.bfloat16) for s in shapes)
-    lengths = jnp.asarray(LENGTHS + new, jnp.int32)
-    positions = jnp.asarray(LENGTHS[:, None] + np.arange(new, dtype=np.int32))
+    arrays: Any = params, *(to_jax(rng.standard_normal(s), jnp.bfloat16) for s in shapes)
+    lengths = to_jax(LENGTHS + new, jnp.int32)
+    positions = to_jax(LENGTHS[:, None] + np.arange(new, dtype=np.int32))
 
     def attend(params: MHAParams, query: Any, key: Any, value: Any) -> Any:
         cache = KVCache(key, value, lengths)
@@ -123,11 +124,11 @@ def test_live_logits_of_any_size_beat_masked_ones(logit: float, new: int) -> Non
     live = np.arange(slots) == 0
     cache = KVCache.empty(params, 1, slots)
     cache = cache._replace(
-        key=jnp.asarray(np.where(live, logit, -logit).reshape(cache.key.shape), jnp.float32),
-        value=jnp.asarray(np.where(live, 1.0, 7.0).reshape(cache.value.shape), jnp.float32),
+        key=to_jax(np.where(live, logit, -logit).reshape(cache.key.shape), jnp.float32),
+        value=to_jax(np.where(live, 1.0, 7.0).reshape(cache.value.shape), jnp.float32),
         lengths=jnp.asarray([2], np.int32),
     )
-    mask = Mask.padding(key_value=jnp.asarray(np.arange(slots) != 1).reshape(1, slots))
+    mask = Mask.padding(key_value=to_jax(np.arange(slots) != 1).reshape(1, slots))
     out, _ = jaxmha.decode_step(
         params, jnp.ones((1, new, 1)), cache, mask=mask, semantics=Semantics(scale=1.0)
     )
@@ -188,7 +189,7 @@ def test_what_is_beyond_the_length_says_nothing(length: int) -> None:
     params, x = make()
     _, cache = jaxmha.prefill(params, x[:, :5], KVCache.empty(params, B, length))
     step = jax.jit(jaxmha.decode_step)
-    key, value = jnp.asarray(cache.key), jnp.asarray(cache.value)
+    key, value = to_jax(cache.key), to_jax(cache.value)
     spoiled = cache._replace(key=key.at[:, :, 6:].set(np.nan), value=value.at[:, :, 6:].set(np.inf))
     outs = [step(params, x[:, 5:6], c)[0] for c in (cache, spoiled)]
     tolerance.assert_close(outs[1], np.asarray(outs[0]))

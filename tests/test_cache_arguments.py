@@ -14,6 +14,7 @@ import jaxmha
 import jaxmha.flax.nnx
 from jaxmha import KVCache, Mask, Semantics, latent
 from tests import drawn, tolerance
+from tests.drawn import to_jax
 from tests.test_cache import B, D, T, make
 
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e3m4")
@@ -146,7 +147,7 @@ def test_keys_and_values_of_two_dtypes() -> None:
 def test_negative_lengths_are_empty() -> None:
     params, x = make()
     lengths = np.asarray([-2, 3, 0], np.int32)
-    mask = Mask.lengths(key_value=jnp.asarray(lengths))
+    mask = Mask.lengths(key_value=to_jax(lengths))
     _, cache = jaxmha.prefill(params, x[:, :4], KVCache.empty(params, B, T), mask=mask)
     assert cache.lengths.tolist() == [0, 3, 0]
     taken_back = cache._replace(lengths=cache.lengths - 2)
@@ -192,7 +193,7 @@ def test_known_lengths_of_prompts_are_refused(row: int, length: int) -> None:
     ):
         with pytest.raises(ValueError, match=rf"lengths\[{row}\] is .*: expected 0 to 3, of the T"):
             run(Mask.lengths(key_value=lengths))
-        _, cache = run(Mask.lengths(key_value=jnp.asarray(lengths.clip(-9, 9))))
+        _, cache = run(Mask.lengths(key_value=to_jax(lengths.clip(-9, 9))))
         assert cache.lengths[row] == (0 if length < 0 else 3)
 
 

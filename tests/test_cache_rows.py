@@ -11,6 +11,7 @@ import pytest
 import jaxmha
 from jaxmha import KVCache, Mask, PagedKVCache, PagePool, latent
 from tests import test_latent, tolerance
+from tests.drawn import to_jax
 from tests.paged import LONGEST, PAGE, PAGES, ROWS, empty, run
 from tests.test_cache import make
 
@@ -49,7 +50,7 @@ def test_pages_are_shared_freed_and_predicted() -> None:
     _, cache = run(params, empty(params), x[:, :5], q_lengths=COUNTS)
     pool = PagePool(cache)
     for rows in (jnp.asarray([2, 0, 2]), np.asarray([1, 1, 0]), [2, 1, 1], []):
-        cache = jax.jit(PagedKVCache.take)(cache, jnp.asarray(rows, int))
+        cache = jax.jit(PagedKVCache.take)(cache, to_jax(rows, int))
         cache.validate()
         pool.take(rows)
         pool.require_same(cache)
@@ -58,7 +59,7 @@ def test_pages_are_shared_freed_and_predicted() -> None:
 
 def test_latents() -> None:
     latents = np.random.default_rng(0).standard_normal((2, 7, 5)).astype(np.float32)
-    cache = latent.LatentCache(jnp.asarray(latents), jnp.full(2, 5, np.int32))
+    cache = latent.LatentCache(to_jax(latents), jnp.full(2, 5, np.int32))
     taken = cache.take(np.asarray([1, 1, 0]))
     tolerance.assert_same(taken.latents, latents[[1, 1, 0]])
     assert taken.lengths.tolist() == [5, 5, 5]
@@ -92,7 +93,7 @@ def test_a_pool_frees_the_rows_of_a_cache() -> None:
     _, cache = run(params, empty(params), x[:, :5], q_lengths=COUNTS)
     ended = np.asarray([True, False, True])
     freed = cache.free(ended)
-    calls: list[tuple[Any, ...]] = [(ended,), (jnp.asarray(ended),), (0, 2), (ended, 0), (0, ended)]
+    calls: list[tuple[Any, ...]] = [(ended,), (to_jax(ended),), (0, 2), (ended, 0), (0, ended)]
     for rows in calls:
         pool = PagePool(cache)
         pool.free(*rows)

@@ -20,6 +20,7 @@ from jaxmha.implementations.fused import cudnn as fused_cudnn
 from tests import cases, conformance, cudnn_contract, jit_cache, tolerance
 from tests.cases import POISONED, Case
 from tests.cudnn_contract import MaskType
+from tests.drawn import to_jax
 from tests.h100 import on_device
 from tests.kernel_cases import ALL, check
 from tests.simulated_gpu import small
@@ -76,12 +77,12 @@ def test_a_chunk_is_two_calls_without_a_gradient(
     jit_cache.forget()  # the same call with other lengths is not traced again
     rng = np.random.default_rng(1)
     query, key, value = (
-        jnp.asarray(rng.standard_normal((2, size, heads, 8)), jnp.bfloat16)
+        to_jax(rng.standard_normal((2, size, heads, 8)), jnp.bfloat16)
         for size, heads in ((5, 6), (23, 2), (23, 2))
     )
     mask = Mask.causal(18)
     if lengths is not None:
-        counts = jnp.asarray(lengths)
+        counts = to_jax(lengths)
         mask = mask & Mask.lengths(key_value=counts, query=jnp.asarray([5, 4]))
 
     def attend(implementation: str, *heads: jax.Array) -> jax.Array:
@@ -214,7 +215,7 @@ def test_cudnn_under_transformations(name: str) -> None:
     rng = np.random.default_rng(0)
     shapes = (3, 2, 6, 4, 8), (2, 7, 2, 8), (2, 7, 3, 2, 8)
     bias = (3, 1, 4, 6, 7) if "many" in name else (1, 4, 6, 7)
-    arrays = [jnp.asarray(rng.standard_normal(x), jnp.bfloat16) for x in (*shapes, bias)]
+    arrays = [to_jax(rng.standard_normal(x), jnp.bfloat16) for x in (*shapes, bias)]
 
     def found(implementation: str) -> Any:
         def value(q: Any, k: Any, v: Any, bias: Any) -> Any:
@@ -249,7 +250,7 @@ def test_cudnn_packed(cudnn: Any, name: str, mapped: bool) -> None:
     rng = np.random.default_rng(0)
     lengths = np.array([[3, 0, 5, 0], [T, 0, 0, 0], [1, 2, 3, T]], np.int32)
     shapes = ((3, T, n, 8) for n in (4, K, K, 4))
-    q, k, v, d = (jnp.asarray(rng.standard_normal(x), jnp.bfloat16) for x in shapes)
+    q, k, v, d = (to_jax(rng.standard_normal(x), jnp.bfloat16) for x in shapes)
 
     def found(implementation: str, mask: Any) -> Any:
         def value(q: Any, k: Any, v: Any, lengths: Any) -> Any:

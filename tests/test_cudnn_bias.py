@@ -10,6 +10,7 @@ import pytest
 
 import jaxmha
 from tests import cudnn_contract, tolerance
+from tests.drawn import to_jax
 
 FAR: dict[str, dict[str, Any]] = {
     "causal": {"is_causal": True},
@@ -28,7 +29,7 @@ def test_gradients_of_rows_whose_bias_is_far_from_zero(
     """A constant added to every key that a row attends changes nothing, whatever other keys have."""
     rng = np.random.default_rng(0)
     B, T, N, H = 2, 13, 3, 8
-    heads = [jnp.asarray(rng.standard_normal((B, T, N, H)), jnp.bfloat16) for _ in range(4)]
+    heads = [to_jax(rng.standard_normal((B, T, N, H)), jnp.bfloat16) for _ in range(4)]
     options = FAR[name]
     bias = rng.standard_normal((1, 1, T, T) if name == "shared" else (B, 1, 1, T))
     bias[..., :5] = far
@@ -37,7 +38,7 @@ def test_gradients_of_rows_whose_bias_is_far_from_zero(
         run = partial(jaxmha.dot_product_attention, implementation=implementation, **options)
         return jax.jit(lambda *x: jax.vjp(run, *x[:4])[1](x[4]))(*arrays)
 
-    arrays = *heads[:3], jnp.asarray(bias, jnp.bfloat16), heads[3]
+    arrays = *heads[:3], to_jax(bias, jnp.bfloat16), heads[3]
     cudnn_contract.install(monkeypatch)
     with jaxmha.lowering_for("h200"):
         found = gradients("cudnn", *arrays)

@@ -17,6 +17,7 @@ from jaxmha.implementations.base import Leaks
 from jaxmha.implementations.fused import cudnn_cached
 from jaxmha.implementations.probe_cases import Kind
 from tests import cudnn_contract, drawn
+from tests.drawn import to_jax
 from tests.simulated_gpu import small
 
 
@@ -25,7 +26,7 @@ def by_steps(params: Any, cache: Any, sizes: Sequence[int], **options: Any) -> t
     rng = np.random.default_rng(0)
     found, want = [], []
     for T in sizes:
-        x = jnp.asarray(rng.standard_normal((2, T, 32)), jnp.bfloat16)
+        x = to_jax(rng.standard_normal((2, T, 32)), jnp.bfloat16)
         counts = np.asarray([T, T - (T > 1)])
         with jaxmha.lowering_for("cpu"):
             want.append(jaxmha.extend(params, x, cache, q_lengths=counts, **options)[0])
@@ -87,7 +88,7 @@ def test_a_step_reads_pages_where_they_lie(
     params = cached_params()
     cache = jaxmha.PagedKVCache.empty(params, 2, 12, pages=9, page_size=4)
     cache = cache._replace(value=jnp.full_like(cache.value, jnp.nan))
-    x = jnp.asarray(np.random.default_rng(1).standard_normal((2, 4, 32)), jnp.bfloat16)
+    x = to_jax(np.random.default_rng(1).standard_normal((2, 4, 32)), jnp.bfloat16)
     with jaxmha.lowering_for("cpu"):
         _, cache = jaxmha.extend(params, x, cache, q_lengths=np.asarray([4, 1]))
     one, other = by_steps(params, cache.fork(0, 1), (1, 3, 1))

@@ -14,6 +14,7 @@ from jaxmha import Mask, MHAParams, Projection, Semantics
 from jaxmha.converters import equinox as converter
 from jaxmha.converters.layout.arrays import NDArray
 from jaxmha.equinox import MultiheadAttention
+from tests.drawn import to_jax
 from tests.masks.draws import numbers
 from tests.promotion import foreign
 from tests.tolerance import assert_close, assert_same
@@ -30,7 +31,7 @@ for _mask in MASKS.values():
 def inputs() -> list[jax.Array]:
     widths = (11, 13, 3)
     made = [numbers(x, w, seed=i) for i, (x, w) in enumerate(zip((T, S, S), widths, strict=True))]
-    return [jnp.asarray(x, jnp.float32) for x in made]
+    return [to_jax(x, jnp.float32) for x in made]
 
 
 def layers(**settings: Any) -> tuple[MultiheadAttention, eqx.nn.MultiheadAttention]:
@@ -58,7 +59,7 @@ def with_numbers(module: Any) -> Any:
 def test_the_same_as_equinox(form: str | None) -> None:
     mask = None if form is None else MASKS[form]
     own, other = map(with_numbers, layers())
-    given = None if mask is None else jnp.asarray(mask)
+    given = None if mask is None else to_jax(mask)
     with foreign():
         expected = eqx.filter_jit(other)(*inputs(), given)
     if form is None:
@@ -70,7 +71,7 @@ def test_a_batch_and_gradients() -> None:
     """Under vmap, with a mask per row; the zero gradient of key biases counts with the others."""
     pair = [with_numbers(layer) for layer in layers()]
     batch = [np.stack([x, 2 * x, -x]) for x in map(np.asarray, inputs())]
-    masks = jnp.asarray(np.stack([MASKS["TS"], ~MASKS["TS"], np.ones((T, S), bool)]))
+    masks = to_jax(np.stack([MASKS["TS"], ~MASKS["TS"], np.ones((T, S), bool)]))
 
     def loss(layer: Any) -> jax.Array:
         return jnp.sum(jax.vmap(layer)(*batch, masks) ** 2)
@@ -125,8 +126,8 @@ def grouped() -> MultiheadAttention:
 
 def test_grouped_heads_masks_and_biases() -> None:
     """Options that equinox lacks, against the layer of jaxmha."""
-    layer, x = grouped(), jnp.asarray(numbers(T, 12), jnp.float32)
-    bias = jnp.asarray(numbers(4, T, T), jnp.float32)
+    layer, x = grouped(), to_jax(numbers(T, 12), jnp.float32)
+    bias = to_jax(numbers(4, T, T), jnp.float32)
     params, semantics = layer.to_params()
     mask = Mask.causal() & Mask.window(2, None)
     call = partial(jaxmha.multi_head_attention, mask=mask, semantics=semantics)
@@ -139,7 +140,7 @@ def test_score_and_mask_functions() -> None:
     """As `multi_head_attention` applies them; under vmap b is 0."""
     own = MultiheadAttention(N, 11, vo_size=13, key=jax.random.key(0))
     params, _ = own.to_params()
-    x, rates = jnp.asarray(numbers(3, T, 11), jnp.float32), jnp.asarray([0.3, -0.7])
+    x, rates = to_jax(numbers(3, T, 11), jnp.float32), jnp.asarray([0.3, -0.7])
 
     def output(call: Any, rates: Any) -> Any:
         return call(

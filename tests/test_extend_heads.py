@@ -15,6 +15,7 @@ from jaxmha.flax import linen
 from jaxmha.flax.latent.nnx import LatentAttention
 from jaxmha.flax.nnx import MultiHeadAttention
 from tests import test_latent, tolerance
+from tests.drawn import to_jax
 from tests.paged import LONGEST, ROWS, empty, run
 from tests.test_cache import B, D, N, T, make
 
@@ -32,7 +33,7 @@ def test_one_step_with_positions_of_its_own() -> None:
     """A step of the layer, and a step of its projected heads, at the same positions."""
     params, x = rotary_params(), make()[1][:, :1]
     rng, empty = np.random.default_rng(0), KVCache.empty(params, B, 7)
-    key, value = (jnp.asarray(rng.standard_normal(a.shape), np.float32) for a in empty[:2])
+    key, value = (to_jax(rng.standard_normal(a.shape), np.float32) for a in empty[:2])
     cache, at = KVCache(key, value, jnp.asarray([4, 0, 6])), np.asarray([[9], [2], [0]])
     want, longer = jaxmha.decode_step(params, x, cache, rotate=ROTATE, positions=at)
     q, k, v = jaxmha.project(params, x)

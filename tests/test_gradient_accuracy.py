@@ -17,6 +17,7 @@ import jaxmha
 from jaxmha.implementations.tiled import feature_order
 from jaxmha.implementations.tiled.tiling import tiling_for
 from tests import conformance
+from tests.drawn import to_jax
 
 OPTIMISED = True  # compiled as users compile it
 OURS = [name for name in ("blocked", "native") if name not in conformance.ABSENT]
@@ -139,7 +140,7 @@ def measure(
     """RMS errors of every implementation of one configuration, in units of rounding."""
     arrays = draw(case)
     wanted = exact(case, arrays)
-    given = [jnp.asarray(x) for x in arrays]
+    given = [to_jax(x) for x in arrays]
     return {
         implementation: {
             name: rms_error(found, wanted[name])
@@ -228,10 +229,10 @@ def test_exchanged_features(N: int, K: int) -> None:
     largest = rng.integers(5, size=(3, K))
     for b, k in np.ndindex(3, K):
         key[b, k, 7, largest[b, k]] = 1e6
-    tiling = tiling_for(jnp.asarray(query), jnp.asarray(key), platform="cpu", plain=True)
-    feature = feature_order.largest_feature(tiling, jnp.asarray(query), jnp.asarray(key), "cpu")
+    tiling = tiling_for(to_jax(query), to_jax(key), platform="cpu", plain=True)
+    feature = feature_order.largest_feature(tiling, to_jax(query), to_jax(key), "cpu")
     np.testing.assert_array_equal(feature, largest)
-    given = jnp.asarray(query), jnp.asarray(key)
+    given = to_jax(query), to_jax(key)
     moved = feature_order.exchanged(feature, given)
     for x, y in zip((query, key), moved, strict=True):
         of_head = largest if x.shape[1] == K else np.repeat(largest, N // K, 1)
@@ -299,7 +300,7 @@ def test_weights_of_the_gradient_sum_to_one(name: str, size: float) -> None:
     (B, T, S, N, K), options = SUMS[name]
     rng = np.random.default_rng(0)
     q, k = (
-        jnp.asarray(x * rng.standard_normal((B, n, heads, 40)), jnp.float32)
+        to_jax(x * rng.standard_normal((B, n, heads, 40)), jnp.float32)
         for x, n, heads in ((size, T, N), (1.0, S, K))
     )
     v, cotangent = jnp.zeros((B, S, K, 40)), jnp.ones((B, T, N, 40))
@@ -317,8 +318,7 @@ def test_weights_of_huge_logits_are_at_most_one() -> None:
     """The gradient rounds logits of 1e9 in another way than the output, by more than 60."""
     rng = np.random.default_rng(0)
     q, k, v, cotangent = (
-        jnp.asarray(rng.standard_normal((1, size, 1, 64)), jnp.float32)
-        for size in (300, 700, 700, 300)
+        to_jax(rng.standard_normal((1, size, 1, 64)), jnp.float32) for size in (300, 700, 700, 300)
     )
     attend = functools.partial(
         jaxmha.dot_product_attention, is_causal=True, implementation="blocked"
@@ -350,9 +350,7 @@ def test_huge_logits_round_once(name: str, implementation: str) -> None:
     """An FMA would round `a * b - row_max` in another way than the row max: NaN, or weights of 0."""
     H, options = HUGE[name]
     rng = np.random.default_rng(0)
-    q, k, v = (
-        jnp.asarray(rng.standard_normal((1, 40, 2, size)), jnp.float32) for size in (H, H, 3)
-    )
+    q, k, v = (to_jax(rng.standard_normal((1, 40, 2, size)), jnp.float32) for size in (H, H, 3))
     attend = functools.partial(
         jaxmha.dot_product_attention, implementation=implementation, **options
     )

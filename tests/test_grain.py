@@ -9,8 +9,9 @@ import pytest
 
 from jaxmha import mods
 from jaxmha.implementations.mods import Extent, allowed, trace
+from tests.drawn import to_jax
 
-LAYOUT = jnp.asarray(np.random.default_rng(0).random((3, 9, 11)) < 0.4)
+LAYOUT = to_jax(np.random.default_rng(0).random((3, 9, 11)) < 0.4)
 # Name -> function, and the blocks of queries and keys within which it is constant.
 FUNCTIONS: dict[str, tuple[Any, int, int]] = {
     "layout": (mods.block_sparse(LAYOUT, 12), 12, 12),

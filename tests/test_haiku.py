@@ -16,6 +16,7 @@ import jaxmha
 from jaxmha import Mask, Semantics
 from jaxmha.converters import haiku as converter
 from jaxmha.haiku import MultiHeadAttention
+from tests.drawn import to_jax
 from tests.masks.draws import numbers
 from tests.promotion import foreign
 from tests.tolerance import assert_close, assert_same
@@ -29,7 +30,7 @@ def inputs(*batch: int, others: tuple[Any, ...] = ()) -> list[jax.Array]:
     """`others`: batch axes of key and value, if they have their own."""
     rows = zip((batch, *(others or (batch, batch))), ((T, 11), (S, 13), (S, 3)), strict=True)
     drawn = [numbers(*lead, *size, seed=i) for i, (lead, size) in enumerate(rows)]
-    return [jnp.asarray(x, jnp.float32) for x in drawn]
+    return [to_jax(x, jnp.float32) for x in drawn]
 
 
 def model(made: type[hk.Module], **settings: Any) -> Any:
@@ -108,7 +109,7 @@ def test_masks_biases_and_semantics_that_haiku_lacks() -> None:
     layer = model(MultiHeadAttention, semantics=options, implementation="reference")
     arrays = inputs(3, 2)
     lengths = jnp.array([7, 3, 0, 5, 1, 2])
-    bias = jnp.asarray(numbers(3, 2, N, T, S), jnp.float32)
+    bias = to_jax(numbers(3, 2, N, T, S), jnp.float32)
     mask = Mask.lengths(key_value=lengths)
     params = drawn()
     found = jax.jit(layer.apply)(params, *arrays, mask, bias=bias)
@@ -119,13 +120,13 @@ def test_masks_biases_and_semantics_that_haiku_lacks() -> None:
     )
     expected = jax.jit(call)(held, *flat[:3], bias=flat[3])
     assert_close(found.reshape(6, T, -1), np.asarray(expected))
-    assert_same(found[1, 0, 0], jnp.asarray(params["multi_head_attention/linear"]["b"]))
+    assert_same(found[1, 0, 0], to_jax(params["multi_head_attention/linear"]["b"]))
 
 
 def test_score_and_mask_functions() -> None:
     """b is the index into all batch axes, flattened."""
     own = model(MultiHeadAttention, with_bias=False)
-    arguments, rates = inputs(3, 2), jnp.asarray(numbers(6, N), jnp.float32)
+    arguments, rates = inputs(3, 2), to_jax(numbers(6, N), jnp.float32)
     allowed = (np.arange(T)[:, None] + np.arange(S)) % 3 != 0
     bias = np.asarray(rates).reshape(3, 2, N, 1, 1) * np.arange(S, dtype="f")
     params = drawn(with_bias=False)

@@ -13,6 +13,7 @@ from jaxmha import Mask, Semantics, latent, mods, rope
 from jaxmha.latent.cache import as_heads
 from jaxmha.latent.params import leaves
 from tests import drawn
+from tests.drawn import to_jax
 from tests.tolerance import assert_close
 
 B, T, N, D, L, R, H, h, P = 2, 13, 3, 7, 11, 4, 5, 2, 6
@@ -30,12 +31,12 @@ def made(low_rank: bool = True, dtype: Any = "float32", use_bias: bool = True) -
     )
     rng = np.random.default_rng(0)
     return jax.tree.map(
-        lambda x: jnp.asarray(np.asarray(x) + 0.3 * rng.standard_normal(x.shape), dtype), params
+        lambda x: to_jax(np.asarray(x) + 0.3 * rng.standard_normal(x.shape), dtype), params
     )
 
 
 def inputs(dtype: Any = "float32", size: int = T) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(1).standard_normal((B, size, D)), dtype)
+    return to_jax(np.random.default_rng(1).standard_normal((B, size, D)), dtype)
 
 
 def turned(x: Any, positions: Any) -> Any:
@@ -154,7 +155,7 @@ def test_ragged_sequences_and_rings() -> None:
     for counts in ([3, 1], [0, 2], [2, 0], [1, 3], [3, 3], [2, 2], [2, 2]):
         rows = np.stack([x[b, np.minimum(at[b] + np.arange(3), T - 1)] for b in range(B)])
         out, cache = latent.extend(
-            params, jnp.asarray(rows), cache, q_lengths=np.asarray(counts), mask=mask, rotate=SCALED
+            params, to_jax(rows), cache, q_lengths=np.asarray(counts), mask=mask, rotate=SCALED
         )
         for b, count in enumerate(counts):
             assert_close(out[b, :count], want[b, at[b] : at[b] + count])
@@ -177,7 +178,7 @@ def test_pages(dtype: str | None) -> None:
     if dtype is not None:
         poison = {"key_scale": jnp.full_like(cache.key_scale, jnp.nan)}
     cache, pool = cache._replace(**poison), jaxmha.PagePool(cache)
-    rows = jnp.asarray(np.concatenate([x, x[:1]]))
+    rows = to_jax(np.concatenate([x, x[:1]]))
     # int8: numbers of latents are off by 1 / 254 of the largest of their vector, once as keys and once
     # as values; that is 2 ** 24 / 254 floors of 32 in a tolerance each, doubled for the largest output.
     factor = 1.0 if dtype is None else 4 * 2**24 / 254 / 32
@@ -198,7 +199,7 @@ def test_pages(dtype: str | None) -> None:
     pool.rollback([5, 2, 5])
     cache = cache.fork(0, 2).rollback(np.asarray([5, 2, 5]))
     tokens = np.stack([x[0, 5:10], x[1, 2:7], x[0, 5:10]])
-    out, cache = step(cache, [3, 3, 2], jnp.asarray(tokens))
+    out, cache = step(cache, [3, 3, 2], to_jax(tokens))
     for row, at, count in ((0, 5, 3), (1, 2, 3), (2, 5, 2)):
         assert_close(out[row, :count], want[row % 2, at : at + count], factor=factor)
     assert dtype is None or np.abs(np.asarray(out[0, :3], np.float64) - want[0, 5:8]).max() > 1e-5
@@ -221,7 +222,7 @@ def test_values_of_pages_are_their_keys(dtype: str | None) -> None:
 def test_gradients_of_every_leaf() -> None:
     with jax.enable_x64(True):
         params, x = made(dtype="float64"), inputs("float64")
-        weight = jnp.asarray(np.random.default_rng(2).standard_normal((B, T, 17)))
+        weight = to_jax(np.random.default_rng(2).standard_normal((B, T, 17)))
 
         def total(params: Any, x: Any) -> Any:
             out = latent.latent_attention(params, x, rotate=SCALED, is_causal=True)

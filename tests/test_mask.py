@@ -16,6 +16,7 @@ import jaxmha
 from jaxmha import Mask, implementations
 from tests import cases, reference, tolerance
 from tests.cases import Case
+from tests.drawn import to_jax
 
 B, N, T, S = 2, 3, 5, 7
 RNG = np.random.default_rng(0)
@@ -313,7 +314,7 @@ def test_ids_of_numpy_are_read() -> None:
     assert ends(ids, ids.copy()).shape == (3, 8)
     assert ends(np.arange(9)[None], np.arange(9)[None]).shape == (1, 16)
     assert ends(ids, ids[:, ::-1]) is None
-    assert ends(ids, jnp.asarray(ids)) is None
+    assert ends(ids, to_jax(ids)) is None
     again = np.array([[1, 1, 2, 1]])
     assert ends(again, again) is None
     many = np.arange(200)[None]

@@ -9,8 +9,9 @@ import pytest
 
 import jaxmha
 from jaxmha import attention, mods
+from tests.drawn import to_jax
 
-X = jnp.asarray(np.random.default_rng(0).standard_normal((2, 6, 4, 4)), "float32")
+X = to_jax(np.random.default_rng(0).standard_normal((2, 6, 4, 4)), "float32")
 RATES = jnp.arange(1.0, 5.0)
 FACTOR: float = 1.0
 

@@ -11,19 +11,20 @@ import pytest
 import jaxmha
 from jaxmha import latent, mods
 from tests import drawn
+from tests.drawn import to_jax
 
 MANY = 2**31 - 1
 
 
 def attend(B: int = 2, T: int = 6, N: int = 2, **options: Any) -> jax.Array:
-    x = jnp.asarray(np.random.default_rng(0).standard_normal((B, T, N, 4)), "float32")
+    x = to_jax(np.random.default_rng(0).standard_normal((B, T, N, 4)), "float32")
     found: jax.Array = jaxmha.dot_product_attention(x, x, x, **options)
     return found
 
 
 def allowed(mask_mod: Any, T: int = 6, b: int = 0) -> Any:
     i, j = np.ogrid[:T, :T]
-    place = (jnp.asarray(x, "int32") for x in np.broadcast_arrays(i, j))
+    place = (to_jax(x, "int32") for x in np.broadcast_arrays(i, j))
     return np.asarray(jax.vmap(jax.vmap(lambda i, j: mask_mod(b, 0, i, j)))(*place))
 
 
@@ -215,7 +216,7 @@ LATENT: dict[str, Any] = {
 
 
 def layer(N: int = 2, **options: Any) -> tuple[Any, jax.Array]:
-    x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 6, 8)), "float32")
+    x = to_jax(np.random.default_rng(0).standard_normal((2, 6, 8)), "float32")
     return drawn.params(num_heads=N, features=8, **options), x
 
 

@@ -12,6 +12,7 @@ import jaxmha
 from jaxmha import attention as attention_arguments
 from jaxmha.implementations.tiled import attention
 from tests import drawn
+from tests.drawn import to_jax
 
 Arrays: TypeAlias = tuple[jax.Array, ...]
 # Tiles smaller than T and S, which are no multiples of them.
@@ -24,11 +25,11 @@ def operands(T: int, S: int, dtype: str = "float32") -> Arrays:
     """Query, key, value, bias, and one captured array with an entry per head."""
     rng = np.random.default_rng(T)
     shapes = (B, T, N, H), (B, S, K, H), (B, S, K, h), (1, N, T, S), (N,)
-    return tuple(jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes)
+    return tuple(to_jax(rng.standard_normal(shape), dtype) for shape in shapes)
 
 
 def documents(S: int) -> jax.Array:
-    return jnp.asarray(np.sort(np.random.default_rng(1).integers(0, 4, (B, S)), 1), "int32")
+    return to_jax(np.sort(np.random.default_rng(1).integers(0, 4, (B, S)), 1), "int32")
 
 
 def call(
@@ -156,8 +157,8 @@ def test_nan_in_excluded_positions_has_no_influence(implementation: str) -> None
     query, key, value, bias, temperature = operands(17, 19)
     dead = np.arange(19) % 7 == 3
     nan = partial(np.where, dead.reshape(1, 19, 1, 1), np.float32(np.nan))
-    bias = jnp.asarray(np.where(dead, np.float32(np.nan), bias))
-    dead = jnp.asarray(dead)
+    bias = to_jax(np.where(dead, np.float32(np.nan), bias))
+    dead = to_jax(dead)
 
     def total(query: jax.Array, key: jax.Array, value: jax.Array, t: jax.Array) -> jax.Array:
         out = jaxmha.dot_product_attention(
@@ -281,11 +282,11 @@ def test_half_precision_scores_are_float32() -> None:
 
 def test_a_layer_with_extra_positions() -> None:
     params = drawn.params(num_heads=N, features=8, use_bias_kv=True)
-    x = jnp.asarray(np.random.default_rng(0).standard_normal((B, 7, 8)), "float32")
+    x = to_jax(np.random.default_rng(0).standard_normal((B, 7, 8)), "float32")
     rates = jnp.arange(1.0, N + 1)
     i, j = np.ogrid[:7, :7]
-    bias = -rates[:, None, None] * jnp.asarray(np.abs(i - j), "float32")[None]
-    want = jaxmha.multi_head_attention(params, x, bias=bias, mask=jnp.asarray(j % 3 != 1))
+    bias = -rates[:, None, None] * to_jax(np.abs(i - j), "float32")[None]
+    want = jaxmha.multi_head_attention(params, x, bias=bias, mask=to_jax(j % 3 != 1))
     got = jaxmha.multi_head_attention(
         params, x, implementation="blocked",
         score_mod=lambda score, b, n, i, j: score - rates[n] * jnp.abs(i - j).astype("float32"),
@@ -370,7 +371,7 @@ def test_functions_with_custom_gradients_and_inner_jit() -> None:
 @pytest.mark.parametrize("paged", [False, True])
 def test_decoding_is_a_causal_layer(paged: bool) -> None:
     params = drawn.params(num_heads=N, num_kv_heads=K, features=8)
-    x = jnp.asarray(np.random.default_rng(0).standard_normal((B, 9, 8)), "float32")
+    x = to_jax(np.random.default_rng(0).standard_normal((B, 9, 8)), "float32")
     rates = jnp.arange(1.0, N + 1)
 
     def score_mod(score: jax.Array, b: Any, n: Any, i: Any, j: Any) -> jax.Array:

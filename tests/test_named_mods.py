@@ -10,11 +10,12 @@ import pytest
 import jaxmha
 from jaxmha import mods
 from jaxmha.implementations.tiled import attention
+from tests.drawn import to_jax
 from tests.test_mods import SMALL_TILES, relative_error
 
 B, T, N, H = 2, 19, 4, 6
 RNG = np.random.default_rng(0)
-QUERY, KEY, VALUE = (jnp.asarray(RNG.standard_normal((B, T, N, H)), "float32") for _ in range(3))
+QUERY, KEY, VALUE = (to_jax(RNG.standard_normal((B, T, N, H)), "float32") for _ in range(3))
 I, J = np.ogrid[:T, :T]
 
 
@@ -74,7 +75,7 @@ def test_buckets_of_t5(bidirectional: bool, buckets: int, most: int) -> None:
         torch.from_numpy(distances), bidirectional, buckets, most
     ).numpy()
     bucket = mods.t5(bidirectional=bidirectional, num_buckets=buckets, max_distance=most)
-    got = jax.jit(jax.vmap(lambda j: bucket(jnp.int32(0), j)))(jnp.asarray(distances, "int32"))
+    got = jax.jit(jax.vmap(lambda j: bucket(jnp.int32(0), j)))(to_jax(distances, "int32"))
     np.testing.assert_array_equal(got, want)
 
 
@@ -83,7 +84,7 @@ def test_relative_bias_of_t5() -> None:
     t5 = pytest.importorskip("transformers.models.t5.modeling_t5")
     config = transformers.T5Config(d_model=N * H, d_kv=H, num_heads=N)
     layer = t5.T5Attention(config, has_relative_attention_bias=True, layer_idx=0)
-    table = jnp.asarray(layer.relative_attention_bias.weight.detach().numpy())
+    table = to_jax(layer.relative_attention_bias.weight.detach().numpy())
     bias = layer.compute_bias(T, T).detach().numpy()
     score_mod = mods.relative_bias(table, bucket=mods.t5())
     check(bias, J < T, scale=1.0, score_mod=score_mod)
@@ -95,12 +96,12 @@ def test_relative_bias_of_swin() -> None:
     index = layer.relative_position_index.numpy().reshape(25, 25)
     rows, columns = np.ogrid[:25, :25]
     bucket = mods.swin(5)
-    np.testing.assert_array_equal(bucket(jnp.asarray(rows), jnp.asarray(columns)), index)
-    table = jnp.asarray(RNG.standard_normal((81, N)), "float32")
+    np.testing.assert_array_equal(bucket(to_jax(rows), to_jax(columns)), index)
+    table = to_jax(RNG.standard_normal((81, N)), "float32")
     mod = mods.relative_bias(table, bucket=bucket)
-    x = jnp.asarray(RNG.standard_normal((B, 25, N, H)), "float32")
+    x = to_jax(RNG.standard_normal((B, 25, N, H)), "float32")
     want = jaxmha.dot_product_attention(
-        x, x, x, jnp.moveaxis(table[jnp.asarray(index)], 2, 0)[None], implementation="reference"
+        x, x, x, jnp.moveaxis(table[to_jax(index)], 2, 0)[None], implementation="reference"
     )
     assert relative_error(jaxmha.dot_product_attention(x, x, x, score_mod=mod), want) < 1e-6
 
@@ -188,7 +189,7 @@ def test_a_block_mask_of_other_sizes_is_refused() -> None:
 
 
 def test_soft_cap_after_a_bias() -> None:
-    bias = jnp.asarray(RNG.standard_normal((1, N, T, T)), "float32")
+    bias = to_jax(RNG.standard_normal((1, N, T, T)), "float32")
     q, k, v = (np.asarray(x, np.float64) for x in (QUERY, KEY, VALUE))
     scores = np.einsum("btnh,bsnh->bnts", q, k) * H**-0.5 + np.asarray(bias, np.float64)
     weights = np.exp(2.0 * np.tanh(scores / 2.0))
@@ -200,7 +201,7 @@ def test_soft_cap_after_a_bias() -> None:
 
 def test_gradients_of_named_arrays() -> None:
     """Slopes and tables, by blocked tiles, as `reference` has them."""
-    rates, table = mods.alibi_slopes(N), jnp.asarray(RNG.standard_normal((32, N)), "float32")
+    rates, table = mods.alibi_slopes(N), to_jax(RNG.standard_normal((32, N)), "float32")
 
     def total(implementation: str, rates: jax.Array, table: jax.Array) -> jax.Array:
         both = mods.alibi(rates), mods.relative_bias(table, bucket=mods.t5(bidirectional=False))

@@ -25,6 +25,7 @@ from jaxmha.implementations.native import library, operands, primitives
 from jaxmha.implementations.tiled.block_mask import NO_CONDITIONS
 from tests import cases, conformance, native_outputs, tolerance
 from tests.cases import Case
+from tests.drawn import to_jax
 
 ROOT = Path(__file__).parents[1]
 built = conformance.native_built
@@ -204,7 +205,7 @@ def test_exported_programs_of_vmap() -> None:
 @built
 def test_threads_of_python_share_the_kernels() -> None:
     rng = np.random.default_rng(0)
-    x = jnp.asarray(rng.standard_normal((1, 200, 4, 32)), jnp.float32)
+    x = to_jax(rng.standard_normal((1, 200, 4, 32)), jnp.float32)
     run = jax.jit(lambda x: jaxmha.dot_product_attention(x, x, x, implementation="native"))
     want = np.asarray(run(x))
     with ThreadPoolExecutor(8) as threads:
@@ -229,7 +230,7 @@ def test_outputs_do_not_depend_on_the_number_of_threads(threads: str, tmp_path: 
 @built
 def test_results_do_not_depend_on_the_run() -> None:
     rng = np.random.default_rng(0)
-    q, k = (jnp.asarray(rng.standard_normal((1, n, 1, 32)), jnp.float32) for n in (700, 300))
+    q, k = (to_jax(rng.standard_normal((1, n, 1, 32)), jnp.float32) for n in (700, 300))
 
     def gradients(q: Any, k: Any) -> Any:
         run = partial(jaxmha.dot_product_attention, implementation="native")
@@ -292,7 +293,7 @@ def test_long_rows_with_masks() -> None:
     """Several blocks of keys, and panels of rows of which some are full."""
     rng = np.random.default_rng(0)
     q, k, v = (
-        jnp.asarray(rng.standard_normal((2, n, heads, 40)), jnp.float32)
+        to_jax(rng.standard_normal((2, n, heads, 40)), jnp.float32)
         for n, heads in ((300, 4), (613, 2), (613, 2))
     )
     ids = [np.sort(rng.integers(0, 4, (2, n))).astype(np.int32) for n in (300, 613)]
@@ -327,7 +328,7 @@ def test_few_queries_over_many_keys(H: int, dtype: str) -> None:
     """Threads share key heads and ranges of keys, of which each head may attend others."""
     rng = np.random.default_rng(0)
     q, k, v = (
-        jnp.asarray(rng.standard_normal((1, n, heads, H)), dtype)
+        to_jax(rng.standard_normal((1, n, heads, H)), dtype)
         for n, heads in ((3, 10), (829, 5), (829, 5))
     )
     k = k.at[0, 512:, 1].set(jnp.nan)
@@ -355,7 +356,7 @@ def test_types_of_operands_may_differ(types: tuple[str, ...], T: int) -> None:
     assert library.unavailable() is None
     rng = np.random.default_rng(0)
     q, k, v = (
-        jnp.asarray(rng.standard_normal((1, n, 2, 32)), dtype)
+        to_jax(rng.standard_normal((1, n, 2, 32)), dtype)
         for n, dtype in zip((T, 701, 701), types, strict=True)
     )
     settings = operands.Settings(0.2, None, operands.FAR, operands.FAR, np.dtype(np.float32))
@@ -386,7 +387,7 @@ def test_heads_of_several_dtypes(T: int, dtypes: tuple[str, ...]) -> None:
     """Calls promote them. A request that was not promoted would be read beyond its end."""
     rng = np.random.default_rng(0)
     sizes, dtypes = ((2, T, 4, 16), (2, 70, 2, 16), (2, 70, 2, 16)), (*dtypes, dtypes[-1])
-    heads = [jnp.asarray(rng.standard_normal(x), y) for x, y in zip(sizes, dtypes, strict=False)]
+    heads = [to_jax(rng.standard_normal(x), y) for x, y in zip(sizes, dtypes, strict=False)]
     want = jaxmha.dot_product_attention(*heads, implementation="reference")
     if not conformance.ABSENT:
         found = jaxmha.dot_product_attention(*heads, implementation="native")

@@ -13,6 +13,7 @@ import pytest
 import jaxmha
 from tests import cases, conformance, tolerance
 from tests.cases import Case
+from tests.drawn import to_jax
 
 pytestmark = conformance.native_built
 
@@ -109,7 +110,7 @@ TYPES = pytest.mark.parametrize(("dtype", "T"), [("bfloat16", 149), ("float32", 
 
 def heads(seed: int, *shape: int, dtype: str) -> list[Any]:
     rng = np.random.default_rng(seed)
-    return [jnp.asarray(rng.standard_normal(shape), dtype) for _ in range(3)]
+    return [to_jax(rng.standard_normal(shape), dtype) for _ in range(3)]
 
 
 @TYPES
@@ -160,12 +161,7 @@ def test_rows_of_nan_are_alone(dtype: str, T: int) -> None:
     attend = partial(jaxmha.dot_product_attention, implementation="native")
     all_bits = np.uint32(0xFFFFFFFF).view(np.float32)  # a NaN that rounding would carry to 0
     bad_q = (
-        q.at[0, 5]
-        .set(jnp.nan)
-        .at[0, 90, :, 3]
-        .set(jnp.inf)
-        .at[0, 17]
-        .set(jnp.asarray(all_bits, dtype))
+        q.at[0, 5].set(jnp.nan).at[0, 90, :, 3].set(jnp.inf).at[0, 17].set(to_jax(all_bits, dtype))
     )
     spoiled, clean = attend(bad_q, k, v), attend(q, k, v)
     bad = np.isin(np.arange(T), [5, 17, 90])
@@ -231,7 +227,7 @@ def test_one_row_of_any_size() -> None:
 def of_features(given: dict[str, Any], implementation: str) -> list[Any]:
     """Output and gradients."""
     dtype = jnp.float32 if implementation == "native" else jnp.float64
-    q, k, v, g = (jnp.asarray(given[n], dtype) for n in "qkvg")
+    q, k, v, g = (to_jax(given[n], dtype) for n in "qkvg")
     attend = partial(jaxmha.dot_product_attention, implementation=implementation)
     out, pull = jax.vjp(attend, q, k, v)
     return [np.asarray(x, np.float64) for x in (out, *pull(g))]

@@ -15,6 +15,7 @@ from jaxmha.cached_attention import attend_cache
 from jaxmha.implementations.native import library
 from jaxmha.quantized import quantize
 from tests import conformance, tolerance
+from tests.drawn import to_jax
 from tests.test_cache import make
 
 built = conformance.native_built
@@ -50,14 +51,14 @@ def filled(sizes: tuple[int, ...], dtype: str, lengths: Any, rng: Any, *, paged:
     for features in (H, h):
         x = rng.standard_normal((*shape, features)).astype(np.float32)
         if jnp.dtype(dtype).itemsize == 1 and paged:
-            stored, scale = quantize(jnp.asarray(x), jnp.dtype(dtype))
+            stored, scale = quantize(to_jax(x), jnp.dtype(dtype))
             parts.append(stored)
             scales.append(np.where(dead[:, None], np.nan, scale))
         else:
             x = np.where(dead[:, None, :, None], np.nan, x)
-            parts.append(jnp.asarray(x).astype(dtype))
+            parts.append(to_jax(x).astype(dtype))
             scales.append(None)
-    counts = jnp.asarray(lengths, jnp.int32)
+    counts = to_jax(lengths, jnp.int32)
     key, value = parts
     if not paged:
         return KVCache(key, value, counts)
@@ -70,8 +71,8 @@ def both(
     """Attention over a cache by the kernel and by plain XLA."""
     B, K, G, T, H, _, _ = sizes
     rng = np.random.default_rng(1)
-    query = jnp.asarray(rng.standard_normal((B, T, K * G, H)), jnp.float32)
-    positions = (jnp.asarray(cache.lengths) - T)[:, None] + jnp.arange(T, dtype=np.int32)[None]
+    query = to_jax(rng.standard_normal((B, T, K * G, H)), jnp.float32)
+    positions = (to_jax(cache.lengths) - T)[:, None] + jnp.arange(T, dtype=np.int32)[None]
 
     def run(query: Any, cache: Any) -> Any:
         semantics = Semantics(**options)
@@ -131,7 +132,7 @@ def test_stored_dtypes(monkeypatch: pytest.MonkeyPatch, dtype: str, name: str) -
 def test_every_number_of_float8(monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
     """Each is the only value that a row attends: 254 of them, infinities and NaN."""
     numbers = np.arange(256, dtype=np.uint8).view(jnp.dtype(dtype)).reshape(256, 1, 1, 1)
-    cache = KVCache(jnp.zeros_like(numbers), jnp.asarray(numbers), jnp.ones(256, np.int32))
+    cache = KVCache(jnp.zeros_like(numbers), to_jax(numbers), jnp.ones(256, np.int32))
     found, want = both(monkeypatch, (256, 1, 1, 1, 1, 1, 1), cache, Mask())
     np.testing.assert_array_equal(found, want)
     exact = numbers[..., 0].astype(np.float32)

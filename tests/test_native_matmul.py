@@ -17,6 +17,7 @@ from jaxmha import latent
 from jaxmha.flax import nnx as ours
 from jaxmha.implementations.native import library, matmul
 from tests import conformance, drawn, jit_cache, tolerance
+from tests.drawn import to_jax
 
 pytestmark = conformance.native_built
 
@@ -41,7 +42,7 @@ def registered() -> None:
 def arrays(m: int, k: int, n: int, lead: tuple[int, ...] = ()) -> list[Any]:
     rng = np.random.default_rng([m, k, n])
     shapes = ((*lead, m, k), (k, n), (n,))
-    return [jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes]
+    return [to_jax(rng.standard_normal(shape), jnp.float32) for shape in shapes]
 
 
 def wide(x: Any) -> NDArray[np.float64]:
@@ -143,7 +144,7 @@ def test_numbers_far_from_one(kind: str, transposed: bool) -> None:
     if transposed:
         far, near = ((b.T, a.T) for a, b in (far, near))
         rows, columns = columns[:, None], rows.T
-    left, right = (jnp.asarray(y, jnp.float32) for y in far)
+    left, right = (to_jax(y, jnp.float32) for y in far)
     out = matmul.affine(left, right, None)
     tolerance.assert_close(np.float32(wide(out) / (rows * columns)), near[0] @ near[1])
 

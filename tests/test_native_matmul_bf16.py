@@ -19,6 +19,7 @@ from jax import export
 import jaxmha
 from jaxmha.implementations.native import library, matmul
 from tests import conformance, drawn, native_outputs, tolerance
+from tests.drawn import to_jax
 from tests.test_native_matmul import (
     KEPT,
     both_orders,
@@ -126,7 +127,7 @@ def test_rows_that_are_not_kept_count_as_zeros(shape: tuple[int, int, int], roun
         x, zeroed = np.where(kept, given, half.type(np.nan)), np.where(kept, given, half.type(0))
         z = np.sin(wide(zeroed)).astype(half)
         drawn = np.cos(exact(zeroed, kernel, bias)).astype(half if rounded else np.float32)
-        affine = bound(kept_rounded if rounded else kept_affine, jnp.asarray(kept[:, 0]), bias)
+        affine = bound(kept_rounded if rounded else kept_affine, to_jax(kept[:, 0]), bias)
         out, dx, dkernel, ddx, ddkernel = both_orders(affine, x, kernel, drawn, z, u)
         tolerance.assert_close(out, exact(zeroed, kernel, bias))
         dy = wide(drawn)

@@ -13,12 +13,13 @@ from jaxmha import Mask, mods
 from jaxmha.implementations.mods import trace
 from jaxmha.implementations.native import masked, primitives
 from tests import conformance
+from tests.drawn import to_jax
 
 pytestmark = conformance.native_built
 B, N, K, H, h, T, S = 2, 4, 2, 6, 5, 197, 211
 rng = np.random.default_rng(0)
-IDS = jnp.asarray(np.sort(rng.integers(0, 4, (B, max(T, S))), 1), jnp.int32)
-LAYOUT = jnp.asarray(rng.random((N, 7, 7)) < 0.25)
+IDS = to_jax(np.sort(rng.integers(0, 4, (B, max(T, S))), 1), jnp.int32)
+LAYOUT = to_jax(rng.random((N, 7, 7)) < 0.25)
 FUNCTIONS: dict[str, Any] = {
     "documents": lambda b, n, i, j: (IDS[b, i] == IDS[b, j]) & ((i + j + n) % 5 != 0),
     "window": mods.window(17, 3),
@@ -46,7 +47,7 @@ EVERYDAY = [("documents", "causal"), ("blocks", "a dense mask"), ("heads", "wind
 def arrays(dtype: str = "float32") -> tuple[jax.Array, ...]:
     shapes = (B, T, N, H), (B, S, K, H), (B, S, K, h)
     given = np.random.default_rng(1)
-    return tuple(jnp.asarray(given.standard_normal(shape), dtype) for shape in shapes)
+    return tuple(to_jax(given.standard_normal(shape), dtype) for shape in shapes)
 
 
 def attend(function: Any, options: Any, implementation: str, *arrays: jax.Array) -> Any:
@@ -103,8 +104,8 @@ def test_parts_of_the_keys(S: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients by parts of queries and of keys, whose last ones are longer."""
     by_parts(monkeypatch)
     shapes = (1, 131, 2, 3), (1, S, 1, 3), (1, S, 1, 4)
-    heads = [jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes]
-    ids = jnp.asarray(np.sort(rng.integers(0, 3, (1, S)), 1), jnp.int32)
+    heads = [to_jax(rng.standard_normal(shape), jnp.float32) for shape in shapes]
+    ids = to_jax(np.sort(rng.integers(0, 3, (1, S)), 1), jnp.int32)
 
     def function(b: Any, n: Any, i: Any, j: Any) -> Any:
         return (ids[b, S // 131 * i] == ids[b, j]) | (j // 64 % 5 == i // 64 + n)
@@ -217,7 +218,7 @@ def test_biases_of_distances(name: str, queries: int) -> None:
     option = {"alibi": "causal", "t5": "window and soft cap", "of a batch row": "lengths"}[name]
     options = OPTIONS[option] if queries == T else {}
     query, *keys = arrays()
-    given = jnp.asarray(DISTANCES[name][1], jnp.float32), query[:, :queries], *keys
+    given = to_jax(DISTANCES[name][1], jnp.float32), query[:, :queries], *keys
     of = (0, 1, 2, 3)
     got, want = (
         jax.value_and_grad(partial(biased, name, options, x), of, has_aux=True)(*given)
@@ -233,7 +234,7 @@ def test_mapped_and_exported_biases_of_distances() -> None:
         run = partial(biased, "t5", {}, implementation)
         return jax.value_and_grad(run, has_aux=True)(array, *arrays())
 
-    tables = jnp.asarray(np.random.default_rng(2).standard_normal((2, 32, N)), jnp.float32)
+    tables = to_jax(np.random.default_rng(2).standard_normal((2, 32, N)), jnp.float32)
     got, want = (
         jax.jit(jax.vmap(partial(one, implementation=x)))(tables) for x in ("native", "reference")
     )

@@ -17,6 +17,7 @@ from jaxmha.mask import Mask
 from tests import cases, conformance, tolerance
 from tests.cases import BY_NAME, POISONED, Case
 from tests.conformance import by_implementation
+from tests.drawn import to_jax
 
 pytestmark = pytest.mark.usefixtures("every_size")
 
@@ -267,7 +268,7 @@ def test_values_up_to_the_limit_of_float32_by_the_number_of_keys(
     large = of(query, key, (signs * limit).astype(dtype))
     small = of(query, key, signs.astype(dtype))
     for x, y, scale in zip(large, small, (limit, limit, limit, 1.0), strict=True):
-        tolerance.assert_same(x, y * jnp.asarray(scale, dtype))
+        tolerance.assert_same(x, y * to_jax(scale, dtype))
     if implementation in ("reference", "few_queries"):  # their weights are normalised first
         most = of(0 * query, key, (signs * 2**127).astype(dtype))[0]
         tolerance.assert_same(most, of(0 * query, key, signs.astype(dtype))[0] * 2.0**127)

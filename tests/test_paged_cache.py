@@ -13,6 +13,7 @@ from jaxmha import Mask, PagedKVCache, PagePool, Semantics, page_table
 from jaxmha.cached_attention import attend_cache
 from jaxmha.quantized import quantize
 from tests import tolerance
+from tests.drawn import to_jax
 from tests.paged import ENTRIES, LONGEST, PAGE, PAGES, ROWS, empty, poisoned, run
 from tests.test_cache import make
 
@@ -41,7 +42,7 @@ def test_what_is_stored_is_what_is_attended(dtype: str) -> None:
 def test_scales_of_free_slots_reach_no_gradient() -> None:
     """They are NaN; the gradient of a query is that over a float32 cache of the rounded numbers."""
     rng, params = np.random.default_rng(4), make()[0]
-    query, grad = (jnp.asarray(rng.standard_normal((ROWS, 1, 6, n)), "f") for n in (5, 7))
+    query, grad = (to_jax(rng.standard_normal((ROWS, 1, 6, n)), "f") for n in (5, 7))
     small = empty(params, dtype="int8")._replace(
         table=np.asarray([[0, 3, -1, -1, -1], [5, -1, -1, -1, -1], [1, 2, -1, -1, -1]]),
         lengths=np.asarray([5, 2, 6]),
@@ -49,7 +50,7 @@ def test_scales_of_free_slots_reach_no_gradient() -> None:
     pools = {x: rng.integers(-127, 128, getattr(small, x).shape, np.int8) for x in ("key", "value")}
     scales = {f"{x}_scale": jnp.full(small.key.shape[:3], 0.01) for x in pools}
     small = poisoned(small._replace(**pools, **scales))
-    floats = {x: jnp.asarray(y * np.float32(0.01)) for x, y in pools.items()}
+    floats = {x: to_jax(y * np.float32(0.01)) for x, y in pools.items()}
     wide = small._replace(**floats, key_scale=None, value_scale=None)
 
     @jax.jit
@@ -69,7 +70,7 @@ def test_rounding_of_stored_numbers(dtype: str) -> None:
     rng = np.random.default_rng(0)
     x = (rng.standard_normal((101, 13)) * np.exp(rng.uniform(-60, 60, (101, 1)))).astype(np.float32)
     x[3], x[5, 2], x[7, 1] = 0, np.nan, np.inf
-    stored, scale = quantize(jnp.asarray(x), jnp.dtype(dtype))
+    stored, scale = quantize(to_jax(x), jnp.dtype(dtype))
     back = np.asarray(stored, np.float64) * np.asarray(scale, np.float64)[:, None]
     assert np.isnan(back[[5, 7]]).all()
     largest = np.abs(x).max(-1, keepdims=True).astype(np.float64)

@@ -17,6 +17,7 @@ from flax import nnx
 
 from experiments.recipes import bert, gemma, gpt2, llama, t5, vit, whisper
 from jaxmha.checkpoint import hub
+from tests.drawn import to_jax
 from tests.test_recipes import GROUPED, SIZES, close, forward, loaded, output, theirs, tokens
 
 pytestmark = [
@@ -167,9 +168,9 @@ def test_computed_settings(name: str, tmp_path: Path) -> None:
     own = loaded(recipe.load, model, tmp_path)
     prompt = tokens(2, 7)
     close(forward(own, prompt), output(model, input_ids=prompt).logits)
-    found = recipe.generate(own, jnp.asarray(prompt), 2)  # fewer than there are in a window
+    found = recipe.generate(own, to_jax(prompt), 2)  # fewer than there are in a window
     both = np.concatenate([prompt, found[:, :1]], 1)
-    np.testing.assert_array_equal(found, own(jnp.asarray(both))[:, -2:].argmax(-1))
+    np.testing.assert_array_equal(found, own(to_jax(both))[:, -2:].argmax(-1))
 
 
 def test_gemma_of_transformers_4(tmp_path: Path) -> None:
@@ -191,7 +192,7 @@ def test_gemma_of_transformers_4(tmp_path: Path) -> None:
     close(forward(own, prompt), want)
     best = want[:, -1:].argmax(-1).numpy()
     after = output(model, input_ids=np.concatenate([prompt, best], 1)).logits[:, -1:].argmax(-1)
-    found = gemma.generate(own, jnp.asarray(prompt), 2)
+    found = gemma.generate(own, to_jax(prompt), 2)
     np.testing.assert_array_equal(found, np.concatenate([best, after.numpy()], 1))
 
 
@@ -200,7 +201,7 @@ def test_vit_of_images_that_are_not_square(tmp_path: Path) -> None:
     sizes = VIT | {"image_size": [12, 20], "patch_size": [4, 5]}
     model = theirs("ViTForImageClassification", "ViTConfig", **sizes)
     images = np.random.default_rng(0).standard_normal((2, 3, 12, 20)).astype("f")
-    ours = loaded(vit.load, model, tmp_path)(jnp.asarray(images.transpose(0, 2, 3, 1)))
+    ours = loaded(vit.load, model, tmp_path)(to_jax(images.transpose(0, 2, 3, 1)))
     close(ours, output(model, pixel_values=images).logits)
 
 
@@ -215,7 +216,7 @@ def test_t5_of_few_blocks(encoder: int, decoder: int, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path, state_dict=state | {name: torch.ones(32, 3)})
     source, target = tokens(2, 7), tokens(2, 5)
     want = output(model, input_ids=source, decoder_input_ids=target).logits
-    close(t5.load(tmp_path)(jnp.asarray(source), jnp.asarray(target)), want)
+    close(t5.load(tmp_path)(to_jax(source), to_jax(target)), want)
 
 
 @pytest.mark.slow
@@ -230,7 +231,7 @@ def test_t5_with_a_head_that_its_config_calls_tied(tmp_path: Path) -> None:
     assert model.config.tie_word_embeddings
     source, target = tokens(2, 7), tokens(2, 5)
     want = output(model, input_ids=source, decoder_input_ids=target).logits
-    close(t5.load(tmp_path)(jnp.asarray(source), jnp.asarray(target)), want)
+    close(t5.load(tmp_path)(to_jax(source), to_jax(target)), want)
 
 
 @pytest.mark.slow
@@ -238,7 +239,7 @@ def test_gpt2_has_as_many_positions_as_its_table(tmp_path: Path) -> None:
     model = theirs("GPT2LMHeadModel", "GPT2Config", **GPT2)
     own = loaded(gpt2.load, model, tmp_path)
     prompt = tokens(2, 7)
-    found = gpt2.generate(own, jnp.asarray(prompt), 5)  # 11 positions: the last token is no query
+    found = gpt2.generate(own, to_jax(prompt), 5)  # 11 positions: the last token is no query
     whole = np.concatenate([prompt, found[:, :-1]], 1)
     want = output(model, input_ids=whole).logits[:, 6:].argmax(-1).numpy()
     np.testing.assert_array_equal(found, want)
@@ -260,7 +261,7 @@ def test_bert_has_no_positions_beyond_its_table(tmp_path: Path) -> None:
 
 def test_whisper_has_no_positions_beyond_its_tables(tmp_path: Path) -> None:
     of = partial(traced, whisper, "Whisper", saved("Whisper", tmp_path, **WHISPER))
-    sound, prompt = np.zeros((2, 26, 7), np.float32), jnp.asarray(tokens(2, 7))
+    sound, prompt = np.zeros((2, 26, 7), np.float32), to_jax(tokens(2, 7))
     assert of(lambda own: whisper.generate(own, jnp.asarray(sound), prompt, 0)).shape == (2, 0)
     with pytest.raises(ValueError, match="13 positions, and the tokens need 14"):
         of(lambda own: own.encoder(jnp.zeros((2, 27, 7))))
@@ -284,7 +285,7 @@ NOTHING: dict[str, tuple[ModuleType, str, str, dict[str, Any]]] = {
 def test_no_steps_give_no_tokens(name: str, tmp_path: Path) -> None:
     recipe, model, kind, sizes = NOTHING[name]
     lengths = [jnp.asarray([7, 5])] if recipe is t5 else []
-    prompt = jnp.asarray(tokens(2, 7))
+    prompt = to_jax(tokens(2, 7))
     folder = saved(kind, tmp_path, **sizes)
     found = traced(recipe, model, folder, lambda own: recipe.generate(own, prompt, *lengths, 0))
     assert found.shape == (2, 0)

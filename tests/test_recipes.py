@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 from experiments.recipes import bert, gemma, gpt2, llama, t5, vit, whisper
 from jaxmha.cli import recipes
 from jaxmha.cli.app import app
+from tests.drawn import to_jax
 
 STEPS = 20
 SIZES = {
@@ -124,8 +125,8 @@ def test_decoders(name: str, tmp_path: Path) -> None:
     prompt = tokens(2, 11)
     close(forward(own, prompt), output(model, input_ids=prompt).logits)
     want = greedy(lambda x: output(model, input_ids=x).logits, prompt)
-    np.testing.assert_array_equal(recipe.generate(own, jnp.asarray(prompt), STEPS), want)
-    trains(own, recipe.loss, jnp.asarray(prompt))
+    np.testing.assert_array_equal(recipe.generate(own, to_jax(prompt), STEPS), want)
+    trains(own, recipe.loss, to_jax(prompt))
 
 
 def test_bert(tmp_path: Path) -> None:
@@ -142,7 +143,7 @@ def test_bert(tmp_path: Path) -> None:
     def loss(model: Any, ids: Any) -> Any:
         return jnp.square(model(ids, jnp.asarray(lengths)) - 1.0).mean()
 
-    before, gradients = nnx.jit(nnx.value_and_grad(loss))(classifier, jnp.asarray(ids))
+    before, gradients = nnx.jit(nnx.value_and_grad(loss))(classifier, to_jax(ids))
     assert before > 0
     assert (gradients["encoder"]["blocks"][0]["attention"]["query"]["kernel"][...] != 0).any()
 
@@ -154,7 +155,7 @@ def test_vit(tmp_path: Path) -> None:
     model = theirs("ViTForImageClassification", "ViTConfig", **sizes)
     own = loaded(vit.load, model, tmp_path)
     images = np.random.default_rng(0).standard_normal((2, 3, 24, 24)).astype("f")
-    ours = jnp.asarray(images.transpose(0, 2, 3, 1))
+    ours = to_jax(images.transpose(0, 2, 3, 1))
     close(own(ours), output(model, pixel_values=images).logits)
     trains(own, lambda model, x: jnp.square(model(x) - 1.0).mean(), ours)
 
@@ -181,7 +182,7 @@ def test_t5(version: str, tmp_path: Path) -> None:
     def logits(target: Any) -> Any:
         return output(model, decoder_input_ids=target, **given).logits
 
-    arrays = jnp.asarray(source), jnp.asarray(target), jnp.asarray(lengths)
+    arrays = to_jax(source), to_jax(target), to_jax(lengths)
     close(own(*arrays), logits(target))
     found = t5.generate(own, arrays[0], arrays[2], STEPS)
     np.testing.assert_array_equal(found, greedy(logits, np.zeros((2, 1), int)))
@@ -217,11 +218,11 @@ def test_whisper(tmp_path: Path) -> None:
     def logits(prompt: Any) -> Any:
         return output(model, input_features=mel, decoder_input_ids=prompt).logits
 
-    sound = jnp.asarray(mel.transpose(0, 2, 1))
-    close(own(sound, jnp.asarray(prompt)), logits(prompt))
-    found = whisper.generate(own, sound, jnp.asarray(prompt), STEPS)
+    sound = to_jax(mel.transpose(0, 2, 1))
+    close(own(sound, to_jax(prompt)), logits(prompt))
+    found = whisper.generate(own, sound, to_jax(prompt), STEPS)
     np.testing.assert_array_equal(found, greedy(logits, prompt))
-    trains(own, whisper.loss, sound, jnp.asarray(prompt))
+    trains(own, whisper.loss, sound, to_jax(prompt))
 
 
 def run(*arguments: str) -> Any:

@@ -19,6 +19,7 @@ from jaxmha import (
 )
 from jaxmha.flax import attention_fn, linen
 from tests import drawn
+from tests.drawn import to_jax
 from tests.tolerance import assert_same
 
 pytestmark = pytest.mark.usefixtures("no_shape_hook")
@@ -182,7 +183,7 @@ def casting(heads: jax.Array, positions: jax.Array) -> jax.Array:
 def test_a_rotation_that_widens_half_precision(T: int) -> None:
     half: Any = jnp.bfloat16
     params = drawn.params(num_heads=3, features=6, dtype=half)
-    x = jnp.asarray(np.random.default_rng(0).standard_normal((2, T, 6)), half)
+    x = to_jax(np.random.default_rng(0).standard_normal((2, T, 6)), half)
     cache = KVCache.empty(params, 2, 7)._replace(lengths=np.asarray([1, 0]))
 
     def by_flax(*_: object, rotate: Any) -> Any:

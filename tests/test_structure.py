@@ -12,11 +12,12 @@ import jaxmha
 from jaxmha import Mask, implementations, mods
 from jaxmha.implementations import structure
 from jaxmha.implementations.mods import trace
+from tests.drawn import to_jax
 from tests.tolerance import assert_close
 
 B, T, S = 2, 13, 17
 RNG = np.random.default_rng(0)
-IDS = jnp.asarray(np.sort(RNG.integers(0, 4, (B, S)), 1), "int32")
+IDS = to_jax(np.sort(RNG.integers(0, 4, (B, S)), 1), "int32")
 ROWS, ONE = IDS[:, :T] + 0, IDS[0] + 0
 # Name -> function, and whether it is known to compare documents and to be causal.
 FUNCTIONS: dict[str, tuple[Any, bool, bool]] = {
@@ -61,7 +62,7 @@ def test_segments_of_the_call_stay() -> None:
 @pytest.mark.parametrize("name", ["both by hand", "too few"])
 def test_a_call(name: str) -> None:
     function, known, _ = FUNCTIONS[name]
-    query, key = (jnp.asarray(RNG.standard_normal((B, x, 2, 8)), "float32") for x in (T, S))
+    query, key = (to_jax(RNG.standard_normal((B, x, 2, 8)), "float32") for x in (T, S))
     pairs = np.ix_(*(np.arange(size, dtype="int32") for size in (B, 1, T, S)))
     allowed = np.broadcast_to(jax.jit(jnp.vectorize(function))(*pairs), (B, 1, T, S))
     want = jaxmha.dot_product_attention(query, key, key, mask=allowed, implementation="reference")

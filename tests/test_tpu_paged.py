@@ -4,7 +4,6 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -14,13 +13,14 @@ from jaxmha.implementations.base import Leaks
 from jaxmha.implementations.fused import cudnn_cached, tpu_paged
 from jaxmha.implementations.probe_cases import Kind
 from tests import drawn
+from tests.drawn import to_jax
 from tests.paged import poisoned
 from tests.tolerance import assert_close
 
 B, N, K, H, D, PAGE, PAGES = 3, 4, 2, 128, 7, 16, 11
 COUNTS = np.asarray([19, 3, 16])
 PARAMS = drawn.params(num_heads=N, num_kv_heads=K, head_dim=H, features=D, dtype="bfloat16")
-X = jnp.asarray(np.random.default_rng(0).standard_normal((B, 20, D)), "bfloat16")
+X = to_jax(np.random.default_rng(0).standard_normal((B, 20, D)), "bfloat16")
 
 
 def filled() -> tuple[jaxmha.PagedKVCache, jaxmha.PagedKVCache]:
@@ -34,7 +34,7 @@ def test_slots_after_the_last_token_become_0() -> None:
     """In rows that get tokens, and in pages of their own: rows 0 and 2 share a page before."""
     empty = jaxmha.PagedKVCache.empty(PARAMS, B, 64, pages=PAGES, page_size=PAGE)
     rng = np.random.default_rng(0)
-    pools = [jnp.asarray(rng.standard_normal(empty.key.shape), "bfloat16") for _ in range(2)]
+    pools = [to_jax(rng.standard_normal(empty.key.shape), "bfloat16") for _ in range(2)]
     table = np.array([[0, 1, -1, -1], [2, -1, -1, -1], [3, -1, -1, -1]], np.int32)
     cache = empty._replace(key=pools[0], value=pools[1], table=table, lengths=COUNTS).fork(0, 2)
     new = np.ones((B, 1, K, H), "bfloat16")

@@ -13,6 +13,7 @@ import jaxmha
 from jaxmha import Mask
 from tests import cases, conformance, tolerance
 from tests.cases import CASES, SMALL, Case
+from tests.drawn import to_jax
 
 pytestmark = pytest.mark.usefixtures("every_size")
 by_implementation = pytest.mark.parametrize("implementation", conformance.PLAIN)
@@ -51,7 +52,7 @@ def check(case: Case, implementation: str, dtype: str) -> None:
     case, wide = replace(case, scale=None), "float64" if dtype == "float64" else "float32"
     arrays = cases.arrays(case, dtype)
     inside, others = conformance.split(arrays)
-    scale = jnp.asarray(SCALE, wide)
+    scale = to_jax(SCALE, wide)
     found, (out, lse) = functional(case, implementation, dtype)(inside | {"scale": scale}, others)
     want = conformance.expected(replace(case, scale=SCALE), arrays)
     assert out.dtype == arrays["query"].dtype

@@ -16,6 +16,7 @@ import pytest
 from jaxmha import MHAParams
 from jaxmha.converters.layout.arrays import NDArray, to_numpy, to_torch
 from jaxmha.params import leaves
+from tests.drawn import to_jax
 from tests.promotion import foreign
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -231,7 +232,7 @@ def _linen(config: Config, dtype: Any, values: Values) -> Any:
     inputs = [jnp.zeros((1, 1, width), dtype) for width in (config.Dq, config.Dk, config.Dv)]
     shapes = jax.eval_shape(module.init, jax.random.key(0), *inputs)
     return module, jax.tree_util.tree_map_with_path(
-        lambda path, leaf: jnp.asarray(values(jax.tree_util.keystr(path), leaf.shape, leaf.dtype)),
+        lambda path, leaf: to_jax(values(jax.tree_util.keystr(path), leaf.shape, leaf.dtype)),
         shapes,
     )
 
@@ -249,7 +250,7 @@ def _nnx(config: Config, dtype: Any, values: Values) -> Any:
     )
     for path, variable in nnx.to_flat_state(nnx.state(module, nnx.Param)):
         shape = variable.get_value().shape
-        fresh = jnp.asarray(values("/".join(map(str, path)), shape, dtype))
+        fresh = to_jax(values("/".join(map(str, path)), shape, dtype))
         nnx.update(module, nnx.from_flat_state([(path, variable.replace(fresh))]))
     return module
 

@@ -12,6 +12,7 @@ from jaxmha import Mask
 from jaxmha.converters.layout.arrays import NDArray, to_numpy
 from jaxmha.converters.migrate import pipeline
 from jaxmha.converters.verify import oracle
+from tests.drawn import to_jax
 
 N, D, HIDDEN, LAYERS = 3, 6, 11, 1
 LENGTHS, T = (7, 4, 1), 7
@@ -58,7 +59,7 @@ def test_encoder_equals_torch_s(encoder: tuple[Any, dict[str, NDArray]]) -> None
         out = theirs(torch.from_numpy(x), src_key_padding_mask=padding).numpy()[PRESENT]
         exact = theirs.double()(torch.from_numpy(x).double(), src_key_padding_mask=padding)
         theirs.float()
-    mask = Mask.padding(key_value=jnp.asarray(PRESENT))
+    mask = Mask.padding(key_value=to_jax(PRESENT))
     ours = np.asarray(nnx.jit(lambda m, x: m(x, mask))(model, jnp.asarray(x)))[PRESENT]
     assert error(ours, exact.numpy()[PRESENT]) <= 2 * error(out, exact.numpy()[PRESENT])
     back = pipeline.convert_state(flat(model), to="torch")

@@ -5,7 +5,6 @@ from typing import Any
 import equinox as eqx
 import haiku as hk
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -14,6 +13,7 @@ import jaxmha
 from jaxmha import Semantics
 from jaxmha.converters import equinox, flax, haiku, keras
 from jaxmha.converters import torch as torch_face
+from tests.drawn import to_jax
 from tests.tolerance import assert_close
 
 N, D, DK, T, S = 2, 6, 10, 5, 7
@@ -89,7 +89,7 @@ def test_traced_arrays_go_between_jax_libraries() -> None:
     """jit, grad and vmap pass through both conversions and give what conversions of values give."""
     layer = nnx.MultiHeadAttention(N, D, decode=False, rngs=nnx.Rngs(0))
     flat = {
-        "/".join(p): jnp.asarray(v.get_value())
+        "/".join(p): to_jax(v.get_value())
         for p, v in nnx.to_flat_state(nnx.state(layer, nnx.Param))
     }
     x = np.random.default_rng(0).normal(size=(T, D)).astype("f")

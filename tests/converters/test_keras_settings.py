@@ -15,6 +15,7 @@ from jaxmha import Semantics, multi_head_attention
 from jaxmha.converters import keras, torch
 from jaxmha.converters.masks.torch import path_of
 from jaxmha.converters.verify import captured_layer, comparands
+from tests.drawn import to_jax
 from tests.promotion import foreign
 from tests.tolerance import BACKWARD, assert_close
 
@@ -192,7 +193,7 @@ def test_gradients_are_those_of_keras(
     rng = np.random.default_rng(0)
     with foreign(), jax.enable_x64(True):
         layer = getattr(framework.layers, kind)(**settings, use_gate=True, dtype="float64")
-        inputs = [jnp.asarray(rng.normal(size=(2, *axes, width))) for width in (8, 11, 13)]
+        inputs = [to_jax(rng.normal(size=(2, *axes, width))) for width in (8, 11, 13)]
         layer.build(*(x.shape for x in inputs))
         for variable in layer.trainable_variables:
             variable.assign(rng.normal(size=variable.shape))
@@ -213,7 +214,7 @@ def test_gradients_are_those_of_keras(
             return out, pull(cotangent)
 
         shape = jax.eval_shape(theirs, given, *inputs).shape
-        cotangent = jnp.asarray(rng.normal(size=shape))
+        cotangent = to_jax(rng.normal(size=shape))
         want, (of_weights, *expected) = jax.jit(partial(pulled, theirs))(given)
         for variable, gradient in zip(layer.trainable_variables, of_weights, strict=True):
             variable.assign(gradient)

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -15,6 +14,7 @@ from jaxmha.converters import huggingface
 from jaxmha.converters.discovery import unknown_attention
 from jaxmha.converters.verify import load_block
 from tests import drawn
+from tests.drawn import to_jax
 from tests.test_rotary_arguments import ODD
 
 B, T, C, FEATURES = 2, 29, 23, 48  # C of T positions are computed at once
@@ -152,7 +152,7 @@ def test_in_float64(kind: str, low_rank: bool, monkeypatch: pytest.MonkeyPatch) 
         options: dict[str, Any] = {"semantics": semantics, "rotate": rotate}
         got = latent.latent_attention(params, x, is_causal=True, **options)
         cache = latent.LatentCache.empty(params, B, T)
-        out, cache = latent.prefill(params, jnp.asarray(x[:, :C]), cache, **options)
+        out, cache = latent.prefill(params, to_jax(x[:, :C]), cache, **options)
         outs = [np.asarray(out)]
         for t in range(C, T):
             out, cache = latent.decode_step(params, x[:, t : t + 1], cache, **options)

@@ -17,11 +17,12 @@ import jaxmha.equinox
 from jaxmha import multi_head_attention
 from jaxmha.converters import equinox, flax, keras, torch
 from jaxmha.converters.layout import torch_arrays
+from tests.drawn import to_jax
 from tests.promotion import foreign
 from tests.tolerance import assert_close
 
 N, H, D, T = 2, 3, 6, 5
-X = jnp.asarray(np.random.default_rng(0).normal(size=(1, T, D)), jnp.float32)
+X = to_jax(np.random.default_rng(0).normal(size=(1, T, D)), jnp.float32)
 OWN = "has a __call__ of its own"
 
 

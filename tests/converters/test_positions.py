@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -15,6 +14,7 @@ from jaxmha.converters.discovery import added_terms, axial, query_scale, relativ
 from jaxmha.converters.discovery.positions import Rotary
 from jaxmha.converters.discovery.query_scale import QueryScale
 from jaxmha.converters.migrate import pipeline
+from tests.drawn import to_jax
 
 pytestmark = pytest.mark.filterwarnings("default")
 BLOCK = "layers.0.self_attn"
@@ -94,7 +94,7 @@ def test_terms_have_the_dtype_of_the_queries() -> None:
         added_terms.Waves(table, table, np.zeros((6, 2, 6), np.float32)),
     ):
         wide = heads.astype(np.float64)
-        found = [term.bias(4, 4, q, q).dtype for q in (heads, jnp.asarray(heads), wide)]
+        found = [term.bias(4, 4, q, q).dtype for q in (heads, to_jax(heads), wide)]
         assert found == [np.float32, np.float32, np.float64], term
     bias = added_terms.alibi(2, "bloom", {}).bias(4, 4)
     assert dot_product_attention(heads, heads, heads, bias=bias).dtype == np.float32
@@ -201,7 +201,7 @@ def test_rows_and_columns_turn_pairs(interleaved: bool, dtype: str, centred: boo
     rng = np.random.default_rng(0)
     places = axial_.places(2, 3)
     with jax.enable_x64(dtype == "float64"):
-        x = jnp.asarray(rng.normal(size=(2, 6, 3, 7)), dtype)
+        x = to_jax(rng.normal(size=(2, 6, 3, 7)), dtype)
         found = jax.jit(lambda x, places: axial_(x, places))(x, places)
         assert found.dtype == x.dtype
         turned, exact = (np.asarray(one, np.float64) for one in (found, x))
@@ -235,7 +235,7 @@ def _ends(x: np.ndarray, interleaved: bool) -> tuple[np.ndarray, np.ndarray]:
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
 def test_traced_heads_are_rotated_and_scaled(dtype: str) -> None:
     rotary = Rotary((1.0, 0.1), factor=1.25)
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 5, 2, 6)), dtype)
+    x = to_jax(np.random.default_rng(0).normal(size=(1, 5, 2, 6)), dtype)
     found = jax.jit(lambda x: rotary(x, np.arange(5)))(x)
     assert found.dtype == x.dtype
     exact = np.asarray(x, np.float64)
@@ -243,7 +243,7 @@ def test_traced_heads_are_rotated_and_scaled(dtype: str) -> None:
     turned = 1.25 * (exact[..., :2] + 1j * exact[..., 2:4]) * np.exp(1j * angle)
     expected = np.concatenate([turned.real, turned.imag, exact[..., 4:]], -1)
     # One rounding of the result, and no other.
-    rounded = np.asarray(jnp.asarray(expected, dtype), np.float64)
+    rounded = np.asarray(to_jax(expected, dtype), np.float64)
     near = 1e-14 if dtype == "float64" else 1e-6
     np.testing.assert_allclose(np.asarray(found, np.float64), rounded, rtol=near, atol=near)
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen, nnx
 
+from tests.drawn import to_jax
 from tests.promotion import foreign
 
 B, T, S, N, H = 2, 5, 7, 3, 11
@@ -32,7 +33,7 @@ class Row(NamedTuple):
 def normal(name: str, shape: tuple[int, ...], dtype: Any = np.float32, scale: float = 1.0) -> Any:
     """A draw that belongs to a name."""
     rng = np.random.default_rng(zlib.crc32(name.encode()))
-    return jnp.asarray((rng.standard_normal(shape) * scale).astype(dtype))
+    return to_jax((rng.standard_normal(shape) * scale).astype(dtype))
 
 
 def by_numpy(key: Any, shape: tuple[int, ...], dtype: Any) -> Any:
@@ -63,7 +64,7 @@ def pairs(columns: int, *, empty: bool = False) -> Any:
     mask[..., 0] = True
     if empty:
         mask[0, 1, 2] = False
-    return jnp.asarray(mask)
+    return to_jax(mask)
 
 
 def plain(tree: Any) -> dict[str, Any]:

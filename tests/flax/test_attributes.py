@@ -20,6 +20,7 @@ from jaxmha.flax.nnx import MultiHeadAttention
 from jaxmha.flax.settings import read_inputs
 from jaxmha.latent import LatentCache, ScaledQueries
 from jaxmha.rotary import static_rotation
+from tests.drawn import to_jax
 from tests.flax.common import N, by_numpy, normal, randomise, theirs
 from tests.tolerance import assert_same
 
@@ -324,7 +325,7 @@ def test_inputs_that_flax_takes_and_jaxmha_does_not(no_shape_hook: None) -> None
 def test_inputs_are_cast_to_the_dtype_that_is_given(dtype: Any, no_shape_hook: None) -> None:
     x = np.arange(2 * 5 * FEATURES).reshape(2, 5, FEATURES) % 7
     module = layer(dtype=jnp.float32)
-    assert_same(module(x.astype(dtype)), module(jnp.asarray(x, jnp.float32)))
+    assert_same(module(x.astype(dtype)), module(to_jax(x, jnp.float32)))
 
 
 def test_one_input_stays_one() -> None:

@@ -15,6 +15,7 @@ from jaxmha import KVCache, Mask, MHAParams, Semantics, rope
 from jaxmha.flax import linen as ours_linen
 from jaxmha.flax import nnx as ours_nnx
 from jaxmha.flax.latent.linen import LatentAttention
+from tests.drawn import to_jax
 from tests.flax.common import (
     DQ,
     B,
@@ -236,7 +237,7 @@ def decoding() -> tuple[Any, Any]:
 def test_an_index_beyond_the_slots(index: int) -> None:
     """Its sum with the new tokens may wrap below 0, where there would be room."""
     layer, variables = decoding()
-    cache = {**variables["cache"], "cache_index": jnp.asarray(index, np.int32)}
+    cache = {**variables["cache"], "cache_index": to_jax(index, np.int32)}
     step = partial(layer.apply, {**variables, "cache": cache}, mutable=["cache"])
     for given in (X[:, :1], X[:, :2]):
         out, _ = step(given)

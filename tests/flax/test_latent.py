@@ -16,6 +16,7 @@ from jaxmha.latent.params import leaves
 from tests import drawn
 from tests.converters.test_latent import T as TOKENS
 from tests.converters.test_latent import layer, layer_in_float64
+from tests.drawn import to_jax
 from tests.flax.common import by_numpy
 from tests.tolerance import assert_close
 
@@ -25,7 +26,7 @@ SIZES: dict[str, Any] = {
     "out_features": 17, "use_bias": True,
 }  # fmt: skip
 ROTATE = latent.ScaledQueries(partial(rope, base=100.0, interleaved=True), beta=0.7, floor=3.0)
-X = jnp.asarray(np.random.default_rng(0).standard_normal((B, T, D)), "float32")
+X = to_jax(np.random.default_rng(0).standard_normal((B, T, D)), "float32")
 KINDS = ("linen", "nnx")
 STEPS = (slice(0, 2), slice(2, 4), slice(4, 6))
 
@@ -61,7 +62,7 @@ def test_modules_are_the_function(kind: str) -> None:
     want = latent.latent_attention(params, X, rotate=ROTATE, is_causal=True)
     assert_close(made(X, is_causal=True), np.asarray(want))
     at = np.arange(3, T + 3)
-    bias = jnp.asarray(np.random.default_rng(1).standard_normal((N, 1, T)), "float32")
+    bias = to_jax(np.random.default_rng(1).standard_normal((N, 1, T)), "float32")
     mask = np.random.default_rng(2).random((B, 1, T, T)) < 0.7
     options: dict[str, Any] = {"mask": mask, "bias": bias, "positions": at}
     want = latent.latent_attention(params, X, rotate=ROTATE, **options)

@@ -14,6 +14,7 @@ import pytest
 from jaxmha import MHAParams, Semantics, latent, mods, multi_head_attention, rope
 from jaxmha.flax import linen, nnx
 from tests import drawn
+from tests.drawn import to_jax
 from tests.flax import test_latent
 from tests.flax.common import normal
 from tests.flax.test_extras import SIZES, parameters
@@ -32,7 +33,7 @@ CHUNKS = (slice(0, 2), slice(2, 3), slice(3, 5))
 
 def functions(rates: Any = RATES, positions: Any = POSITIONS) -> dict[str, Any]:
     """Functions of every index; i and j must be absolute."""
-    allowed = jnp.asarray(ALLOWED)
+    allowed = to_jax(ALLOWED)
 
     def score_mod(score: jax.Array, b: Any, n: Any, i: Any, j: Any) -> Any:
         distance = (i - 2 * j + b).astype(score.dtype)
@@ -110,7 +111,7 @@ def test_extra_positions_sinks_and_gates(kind: str, rotate: Any) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_block_masks_and_arrays_for_a_prompt_fit_steps(kind: str) -> None:
     """As in steps over a cache of jaxmha, B and N alone are known."""
-    layer, rows = Layer(kind, PLAIN, length=7), jnp.asarray(ALLOWED)
+    layer, rows = Layer(kind, PLAIN, length=7), to_jax(ALLOWED)
     made = mods.block_mask(lambda b, n, i, j: rows[b, i, j], T, block=2, B=B)
     expected = layer(X, is_causal=True, mask_mod=made)
     assert_close(layer.steps(mask_mod=made), np.asarray(expected))

@@ -11,6 +11,7 @@ from flax import linen, nnx
 from jaxmha.flax import attention_fn
 from jaxmha.flax import linen as ours_linen
 from jaxmha.flax import nnx as ours_nnx
+from tests.drawn import to_jax
 from tests.flax.common import N, T, by_numpy
 from tests.tolerance import assert_close
 
@@ -71,11 +72,11 @@ def _function(mask: Any) -> Any:
 def test_additive_masks_are_refused(call: Any) -> None:
     """Flax inverts them. Numbers of at least 0 are Booleans as in Flax."""
     expected = call(CAUSAL)
-    for read in (CAUSAL.astype(np.float32), jnp.asarray(CAUSAL, jnp.bfloat16), CAUSAL * 3):
+    for read in (CAUSAL.astype(np.float32), to_jax(CAUSAL, jnp.bfloat16), CAUSAL * 3):
         assert_close(call(read), expected)
     for low in (-np.inf, -1e9, -0.5):
         added = np.where(CAUSAL, 0.0, low)
-        for mask in (added, jnp.asarray(added, jnp.float32), jnp.asarray(added, jnp.bfloat16)):
+        for mask in (added, to_jax(added, jnp.float32), to_jax(added, jnp.bfloat16)):
             with pytest.raises(ValueError, match=r"mask has b?float\d+ values .*pass `mask == 0`"):
                 call(mask)
     with pytest.raises(ValueError, match="mask has int32 values from -10000 to 0"):

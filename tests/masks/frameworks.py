@@ -6,7 +6,6 @@ from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import torch
 
@@ -18,6 +17,7 @@ from jaxmha.converters.layout.arrays import NDArray, to_numpy, to_torch
 from jaxmha.converters.masks import flax, handwritten, huggingface, keras, sdpa
 from jaxmha.converters.masks import jax as jax_nn
 from jaxmha.converters.masks import torch as torch_mha
+from tests.drawn import to_jax
 from tests.masks.draws import Sizes, numbers, pairs
 from tests.promotion import foreign
 
@@ -187,7 +187,7 @@ def keras_live(sizes: Sizes, kind: keras.Kind, scores: bool) -> Call:
 
 def flax_live(sizes: Sizes, kind: Any, sow: bool = False) -> Call:
     made: Any = flax_layers.to_module(params(sizes.N, sizes.N), kind=kind)
-    given = [jnp.asarray(x) for x in inputs(sizes, layer=True)]
+    given = [to_jax(x) for x in inputs(sizes, layer=True)]
 
     def call(**arguments: Any) -> NDArray:
         with foreign():
@@ -199,11 +199,11 @@ def flax_live(sizes: Sizes, kind: Any, sow: bool = False) -> Call:
 
 
 def arrays(arguments: dict[str, Any]) -> dict[str, Any]:
-    return {k: jnp.asarray(v) if isinstance(v, np.ndarray) else v for k, v in arguments.items()}
+    return {k: to_jax(v) if isinstance(v, np.ndarray) else v for k, v in arguments.items()}
 
 
 def jax_live(sizes: Sizes) -> Call:
-    given = [jnp.asarray(x) for x in inputs(sizes, layer=False)]
+    given = [to_jax(x) for x in inputs(sizes, layer=False)]
     run: Any = jax.nn.dot_product_attention
 
     def call(**arguments: Any) -> NDArray:

@@ -12,6 +12,7 @@ from jaxmha.converters.flax import to_module
 from jaxmha.converters.layout.arrays import NDArray
 from jaxmha.converters.masks.flax import export_masks, import_masks
 from jaxmha.converters.masks.spec import Masks
+from tests.drawn import to_jax
 from tests.masks import ours
 from tests.masks.draws import B, N, S, T, emptied, numbers, pairs, spaced, stacked
 from tests.masks.frameworks import arrays
@@ -197,7 +198,7 @@ def test_three_axes_are_heads(path: str) -> None:
     """Where B = N a (B, T, S) mask is silently (N, T, S), here as there."""
     kept = np.random.default_rng(0).random((N, T, S)) < 0.6
     with foreign():
-        expected = layer(path)(mask=jnp.asarray(kept))
+        expected = layer(path)(mask=to_jax(kept))
     compare(path, [import_masks(mask=kept, num_heads=N)], [expected], [path])
     with pytest.raises(ValueError, match=r"mask: expected axes \(#N, #T, #S\) with N=2"):
         import_masks(mask=np.ones((B, T, S), bool), num_heads=N)

@@ -13,6 +13,7 @@ from jaxmha import Mask, Semantics, dot_product_attention
 from jaxmha.converters.layout.arrays import NDArray
 from jaxmha.converters.masks.jax import export_masks, import_masks
 from jaxmha.converters.masks.spec import Masks
+from tests.drawn import to_jax
 from tests.masks import ours
 from tests.masks.draws import B, N, S, T, emptied, numbers, stacked
 from tests.masks.ours import otherwise_answered
@@ -55,7 +56,7 @@ def additive(form: str | None) -> NDArray | None:
 def live(arguments: dict[str, Any]) -> Any:
     """Not jitted: every combination would be a program of its own."""
     arrays: dict[str, Any] = {
-        k: jnp.asarray(v) if isinstance(v, np.ndarray) else v for k, v in arguments.items()
+        k: to_jax(v) if isinstance(v, np.ndarray) else v for k, v in arguments.items()
     }
     run: Any = jax.nn.dot_product_attention
     with foreign():
@@ -126,7 +127,7 @@ def test_unbatched_and_jit() -> None:
         mask, _ = import_masks(mask=boolean(form), is_causal=True)
         attend: Any = partial(dot_product_attention, fully_masked="mean")
         with foreign():
-            given = jnp.asarray(boolean(form))
+            given = to_jax(boolean(form))
             live_function: Any = jax.nn.dot_product_attention
             expected = live_function(*inputs, mask=given, is_causal=True)
         for actual in (jax.jit(attend)(*inputs, mask=mask), attend(*inputs, mask=mask)):

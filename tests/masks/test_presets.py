@@ -18,6 +18,7 @@ from jaxmha.converters import torch as to_torch
 from jaxmha.converters.layout.arrays import NDArray, to_numpy
 from jaxmha.converters.layout.arrays import to_torch as tensor
 from jaxmha.semantics import PATHS
+from tests.drawn import to_jax
 from tests.promotion import foreign
 from tests.tolerance import LAYER, assert_close
 
@@ -80,7 +81,7 @@ def nnx_layer(path: str, params: MHAParams, x: NDArray, keep: NDArray) -> Output
     layer = to_flax.to_module(params, kind="nnx")
     sow = path == "weights"
     with foreign():
-        out = layer(jnp.asarray(x), mask=jnp.asarray(keep[:, None]), sow_weights=sow)
+        out = layer(to_jax(x), mask=to_jax(keep[:, None]), sow_weights=sow)
     return out, layer.attention_weights[0] if sow else None
 
 
@@ -271,7 +272,7 @@ def test_attention_alone(name: str, dtype: str) -> None:
     live: Any
     if name == "jax":
         with foreign():
-            live = jax.nn.dot_product_attention(query, key, value, mask=jnp.asarray(keep))
+            live = jax.nn.dot_product_attention(query, key, value, mask=to_jax(keep))
         semantics = Semantics.jax()
     else:
         turned = [tensor(x).transpose(1, 2) for x in (query, key, value)]

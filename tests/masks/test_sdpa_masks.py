@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -15,6 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from jaxmha import Mask, Semantics, dot_product_attention
 from jaxmha.converters.layout.arrays import NDArray, to_numpy, to_torch
 from jaxmha.converters.masks.sdpa import export_masks, import_masks
+from tests.drawn import to_jax
 from tests.masks import ours
 from tests.tolerance import assert_close
 
@@ -105,7 +105,7 @@ def test_structure_is_kept() -> None:
     np.testing.assert_array_equal(mask.array, keep)
     inputs = heads(N, T), heads(N, S, 1), heads(N, S, 2)
     expected = sdpa(inputs, attn_mask=to_torch(keep), is_causal=True)
-    query, key, value = (jnp.asarray(turned(x)) for x in inputs)
+    query, key, value = (to_jax(turned(x)) for x in inputs)
     actual = dot_product_attention(query, key, value, mask=mask)
     assert_close(actual, turned(expected), factor=FACTOR)
     mask, bias = import_masks(attn_mask=np.where(keep, 0.0, -np.inf))
@@ -139,7 +139,7 @@ def test_a_wider_mask_on_half_precision() -> None:
     added = given("inf", (True, True), T, S)
     expected = sdpa(inputs, attn_mask=to_torch(added))
     mask, bias = import_masks(attn_mask=added)
-    query, key, value = (jnp.asarray(turned(x)) for x in inputs)
+    query, key, value = (to_jax(turned(x)) for x in inputs)
     actual = dot_product_attention(query, key, value, bias, mask)
     assert_close(actual, turned(expected))
 

@@ -3,7 +3,6 @@
 import itertools
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -14,6 +13,7 @@ from jaxmha.converters.masks.spec import Masks
 from jaxmha.converters.masks.torch import Path, import_masks, path_of, static_heads
 from jaxmha.converters.torch import from_module, import_params
 from jaxmha.projections import combine, project
+from tests.drawn import to_jax
 from tests.masks import ours
 from tests.masks.torch_live import (
     FACTOR,
@@ -153,7 +153,7 @@ def test_structure_is_kept_and_means_the_same(batched: bool, need_weights: bool)
     assert mask.key_value_padding is not None
     assert mask.key_value_padding.shape == ((B, S) if batched else (1, S))
     assert bias is None
-    given = [jnp.asarray(to_numpy(x)) for x in inputs]
+    given = [to_jax(to_numpy(x)) for x in inputs]
     actual = multi_head_attention(
         params, *given, mask=mask, semantics=semantics, return_weights=True
     )
@@ -194,7 +194,7 @@ def test_finite_constants_add_up_as_in_torch() -> None:
         assert bias is not None
         assert bias.shape == (B, 1, T, S)
         assert np.isinf(bias).any() == (constant == low)
-        given = [jnp.asarray(to_numpy(x)) for x in inputs]
+        given = [to_jax(to_numpy(x)) for x in inputs]
         actual = multi_head_attention(
             params, *given, bias=bias, semantics=Semantics.torch(), return_weights=True
         )
@@ -216,7 +216,7 @@ def test_separate_widths_and_averaged_weights(need_weights: bool) -> None:
     layer.batch_first = True
     out, averaged = layer(*inputs, **arguments)
     mask, bias = import_masks(num_heads=N, add_bias_kv=True, add_zero_attn=True, **arguments)
-    given = [jnp.asarray(to_numpy(x)) for x in inputs]
+    given = [to_jax(to_numpy(x)) for x in inputs]
     actual, weights = multi_head_attention(
         params, *given, mask=mask, bias=bias, semantics=semantics, return_weights=True
     )
@@ -262,7 +262,7 @@ def test_static_keys_and_values(zero_attn: bool, need_weights: bool) -> None:
         )
     mask, bias = import_masks(num_heads=N, add_zero_attn=zero_attn, **masks)
     arrays = stacked([(mask, bias)], int(zero_attn), T)
-    given = jnp.asarray(to_numpy(query.transpose(0, 1)))
+    given = to_jax(to_numpy(query.transpose(0, 1)))
     extra = ((0, 0), (0, int(zero_attn)), (0, 0), (0, 0))
     k, v = (np.pad(static_heads(x, N), extra) for x in (static_k, static_v))
     out, actual = dot_product_attention(

@@ -10,6 +10,7 @@ import pytest
 
 from jaxmha import KVCache, PagedKVCache
 from jaxmha.latent import LatentCache
+from tests.drawn import to_jax
 from tests.sharding.devices import mesh, put
 
 RNG = np.random.default_rng(3)
@@ -20,7 +21,7 @@ BY_HEADS = dict.fromkeys(("key", "value", "key_scale", "value_scale"), (None, "d
 
 
 def drawn(*shape: int) -> Any:
-    return jnp.asarray(RNG.standard_normal(shape), "float32")
+    return to_jax(RNG.standard_normal(shape), "float32")
 
 
 LENGTHS = jnp.asarray([3, 0, 4, 1], "int32")
@@ -38,7 +39,7 @@ NEW, COUNTS = (drawn(B, T, K, H), drawn(B, T, K, h)), np.asarray([2, 0, 1, 3], n
 # As known numbers and as arrays, with and without a window.
 CALLS: dict[str, Callable[[Any], Any]] = {
     "append": lambda cache: cache.append(*NEW, COUNTS),
-    "append in a window": lambda cache: cache.append(*NEW, jnp.asarray(COUNTS), left=1),
+    "append in a window": lambda cache: cache.append(*NEW, to_jax(COUNTS), left=1),
     "emptied": lambda cache: cache.emptied(),
     "fork": lambda cache: cache.fork(0, 1),
     "fork of arrays": lambda cache: cache.fork(jnp.asarray(2), jnp.asarray(0)),

@@ -13,16 +13,17 @@ from jax.sharding import AxisType
 import jaxmha
 from jaxmha import Mask, Semantics, mods, sharding
 from tests import conformance, drawn
+from tests.drawn import to_jax
 from tests.sharding.devices import assert_alike, mesh, put
 from tests.sharding.hlo import collectives
 
 B, T, N, K, H, h = 2, 56, 6, 2, 5, 7
 RNG = np.random.default_rng(1)
 HEADS = [
-    jnp.asarray(RNG.standard_normal(shape), jnp.float32)
+    to_jax(RNG.standard_normal(shape), jnp.float32)
     for shape in ((B, T, N, H), (B, T, K, H), (B, T, K, h), (B, T, N, h))
 ]
-IDS = jnp.asarray(np.sort(RNG.integers(0, 4, (B, T)), 1))
+IDS = to_jax(np.sort(RNG.integers(0, 4, (B, T)), 1))
 # A dense mask of one row or of one key is a condition, which every order and implementation has.
 ONE = {"BS": (B, 1, 1, T), "1S": (1, 1, 1, T), "S": (T,), "BT": (B, 1, T, 1), "1T": (1, 1, T, 1)}
 CASES: dict[str, dict[str, Any]] = {
@@ -36,7 +37,7 @@ CASES: dict[str, dict[str, Any]] = {
         "is_causal": True,
     },
     "segments": {"segment_ids": IDS, "is_causal": True},
-    "padding": {"mask": Mask.padding(key_value=jnp.asarray(RNG.random((B, T)) < 0.7))},
+    "padding": {"mask": Mask.padding(key_value=to_jax(RNG.random((B, T)) < 0.7))},
     "offset": {"mask": Mask.causal(jnp.asarray([3, -7]))},
     "offset behind": {"mask": Mask.causal(-20), "local_window_size": (30, 0)},
     "dropout": {"is_causal": True, "dropout_rate": 0.3, "dropout_key": jax.random.key(3)},
@@ -52,22 +53,22 @@ CASES: dict[str, dict[str, Any]] = {
         "key_value_seq_lengths": jnp.asarray([0, T]),
         "query_seq_lengths": jnp.asarray([T, 50]),
     },
-    **{f"mask {axes}": {"mask": jnp.asarray(RNG.random(s) < 0.6)} for axes, s in ONE.items()},
+    **{f"mask {axes}": {"mask": to_jax(RNG.random(s) < 0.6)} for axes, s in ONE.items()},
     "mask mean": {"mask": jnp.zeros((B, 1, 1, T), bool).at[0].set(True), "fully_masked": "mean"},
-    "mask nan": {"mask": jnp.asarray(RNG.random((B, 1, T, 1)) < 0.6), "fully_masked": "nan"},
-    "bias of keys": {"bias": jnp.asarray(RNG.standard_normal((B, 1, 1, T)), jnp.float32)},
-    "bias of heads": {"bias": jnp.asarray(RNG.standard_normal((N, 1, T)), jnp.float32)},
-    "mask of heads": {"mask": jnp.asarray(RNG.random((B, N, 1, T)) < 0.6)},
-    "bias": {"bias": jnp.asarray(RNG.standard_normal((1, N, T, T)), jnp.float32)},
-    "dense": {"mask": jnp.asarray(RNG.random((B, 1, T, T)) < 0.6)},
+    "mask nan": {"mask": to_jax(RNG.random((B, 1, T, 1)) < 0.6), "fully_masked": "nan"},
+    "bias of keys": {"bias": to_jax(RNG.standard_normal((B, 1, 1, T)), jnp.float32)},
+    "bias of heads": {"bias": to_jax(RNG.standard_normal((N, 1, T)), jnp.float32)},
+    "mask of heads": {"mask": to_jax(RNG.random((B, N, 1, T)) < 0.6)},
+    "bias": {"bias": to_jax(RNG.standard_normal((1, N, T, T)), jnp.float32)},
+    "dense": {"mask": to_jax(RNG.random((B, 1, T, T)) < 0.6)},
     "everything": {
         "key_value_seq_lengths": jnp.asarray([37, T]),
         "query_seq_lengths": jnp.asarray([T, 50]),
         "local_window_size": (30, 9),
         "dropout_rate": 0.3,
         "dropout_key": jax.random.key(3),
-        "bias": jnp.asarray(RNG.standard_normal((B, 1, 1, T)), jnp.float32),
-        "rates": jnp.asarray(RNG.random(N), jnp.float32),
+        "bias": to_jax(RNG.standard_normal((B, 1, 1, T)), jnp.float32),
+        "rates": to_jax(RNG.random(N), jnp.float32),
     },
 }
 DENSE = ("bias", "dense")
@@ -260,7 +261,7 @@ def test_mixed(implementation: str, explicit: bool) -> None:
     names: dict[str, Any] = {"data": "data", "tensor": "tensor"}
     devices = mesh(explicit, data=2, tensor=2, context=2)
     weights = drawn.params(num_heads=4, num_kv_heads=2, features=D)
-    x, grad = (jnp.asarray(RNG.standard_normal((B, T, D)), jnp.float32) for _ in range(2))
+    x, grad = (to_jax(RNG.standard_normal((B, T, D)), jnp.float32) for _ in range(2))
 
     def run(params: Any, x: Any, grad: Any, implementation: Any = None) -> Any:
         def out(x: Any, kernels: Any) -> Any:

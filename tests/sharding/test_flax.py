@@ -15,12 +15,13 @@ from jaxmha.flax import attention_fn
 from jaxmha.flax import linen as own_linen
 from jaxmha.flax import nnx as own_nnx
 from tests import drawn
+from tests.drawn import to_jax
 from tests.sharding.devices import assert_alike, mesh, put
 
 B, T, D, N, K, H = 2, 12, 20, 4, 2, 6
 RNG = np.random.default_rng(2)
-X = jnp.asarray(RNG.standard_normal((B, T, D)), jnp.float32)
-Q, KEYS = (jnp.asarray(RNG.standard_normal((B, T, n, H)), jnp.float32) for n in (N, K))
+X = to_jax(RNG.standard_normal((B, T, D)), jnp.float32)
+Q, KEYS = (to_jax(RNG.standard_normal((B, T, n, H)), jnp.float32) for n in (N, K))
 ROTATE = partial(jaxmha.rope, base=50.0)
 PARAMS = drawn.params(num_heads=N, num_kv_heads=K, features=D, head_dim=H)
 
@@ -39,7 +40,7 @@ def by_hand(x: Any) -> Any:
     """Who rotates between projection and attention gives true positions."""
     q, k, v = jaxmha.project(PARAMS, x)
     axes = sharding.current()
-    places = jnp.asarray(sharding.zigzag_order(T, 2)) if axes else jnp.arange(T)
+    places = to_jax(sharding.zigzag_order(T, 2)) if axes else jnp.arange(T)
     q, k = ROTATE(q, places), ROTATE(k, places)
     return jaxmha.combine(PARAMS, jaxmha.dot_product_attention(q, k, v, is_causal=True))
 

@@ -10,13 +10,14 @@ import numpy as np
 import jaxmha
 from jaxmha import sharding
 from tests import conformance
+from tests.drawn import to_jax
 from tests.sharding.devices import assert_alike, mesh, put
 from tests.sharding.hlo import collectives
 
 pytestmark = conformance.native_built
 RNG = np.random.default_rng(0)
 Q, K, V, COTANGENT = (
-    jnp.asarray(RNG.standard_normal((4, size, heads, 16)), jnp.float32)
+    to_jax(RNG.standard_normal((4, size, heads, 16)), jnp.float32)
     for size, heads in ((70, 8), (90, 4), (90, 4), (70, 8))
 )
 LENGTHS = jnp.asarray([90, 31, 5, 64], jnp.int32)

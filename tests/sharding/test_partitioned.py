@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import jaxmha
+from tests.drawn import to_jax
 from tests.sharding.devices import assert_alike, mesh, put
 from tests.sharding.hlo import collectives
 
@@ -17,7 +18,7 @@ B, T, S, N = 4, 70, 90, 8
 
 
 def normal(*shape: int) -> Any:
-    return jnp.asarray(RNG.standard_normal(shape), jnp.float32)
+    return to_jax(RNG.standard_normal(shape), jnp.float32)
 
 
 IDS = np.sort(RNG.integers(0, 3, (2, B, S)).astype(np.int32))

@@ -11,13 +11,14 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 import jaxmha
 from jaxmha import Mask, MHAParams, Semantics, sharding
 from tests import drawn, tolerance
+from tests.drawn import to_jax
 from tests.sharding.devices import BOTH, assert_alike, mesh, put
 from tests.sharding.hlo import Collective, collectives
 
 B, T, D, H = 4, 47, 24, 5
 RNG = np.random.default_rng(0)
-X = jnp.asarray(RNG.standard_normal((B, T, D)), jnp.float32)
-COTANGENT = jnp.asarray(RNG.standard_normal((B, T, D)), jnp.float32)
+X = to_jax(RNG.standard_normal((B, T, D)), jnp.float32)
+COTANGENT = to_jax(RNG.standard_normal((B, T, D)), jnp.float32)
 P: Any = PartitionSpec
 NAMES: dict[str, Any] = {"data": "data", "tensor": "tensor"}
 
@@ -121,7 +122,7 @@ def test_heads(N: int, K: int, tensor: int, explicit: bool) -> None:
 def test_one_sum_each_way(inputs: int, sums: int, padded: bool, explicit: bool) -> None:
     """Tensor parallel alone: the output forward, and each input's gradient backward."""
     devices, weights = mesh(explicit, tensor=4), params()
-    mask = Mask.padding(key_value=jnp.asarray(RNG.random((B, T)) < 0.7)) if padded else None
+    mask = Mask.padding(key_value=to_jax(RNG.random((B, T)) < 0.7)) if padded else None
 
     def run(params: MHAParams, *features: Any) -> Any:
         return jaxmha.multi_head_attention(params, *features, mask=mask)
@@ -174,14 +175,14 @@ def test_dropout(implementation: str, shared: tuple[str, ...]) -> None:
     assert_layer(got, jax.jit(run)(weights, X, COTANGENT))
 
 
-HEADS = [jnp.asarray(RNG.standard_normal((B, T, n, H)), jnp.float32) for n in (8, 4, 4, 8)]
+HEADS = [to_jax(RNG.standard_normal((B, T, n, H)), jnp.float32) for n in (8, 4, 4, 8)]
 CASES: dict[str, dict[str, Any]] = {
     "padded": {"key_value_seq_lengths": jnp.asarray([31, 47, 0, 1]), "fully_masked": "mean"},
     "window": {"local_window_size": (7, 3)},
-    "segments": {"segment_ids": jnp.asarray(np.sort(RNG.integers(0, 4, (B, T)), 1))},
-    "padding": {"mask": Mask.padding(key_value=jnp.asarray(RNG.random((B, T)) < 0.7))},
-    "dense": {"mask": jnp.asarray(RNG.random((B, 8, T, T)) < 0.7)},
-    "bias": {"bias": jnp.asarray(RNG.standard_normal((1, 8, T, T)), jnp.float32)},
+    "segments": {"segment_ids": to_jax(np.sort(RNG.integers(0, 4, (B, T)), 1))},
+    "padding": {"mask": Mask.padding(key_value=to_jax(RNG.random((B, T)) < 0.7))},
+    "dense": {"mask": to_jax(RNG.random((B, 8, T, T)) < 0.7)},
+    "bias": {"bias": to_jax(RNG.standard_normal((1, 8, T, T)), jnp.float32)},
     "weights": {"return_weights": True, "return_lse": True, "is_causal": True},
 }
 
@@ -219,7 +220,7 @@ def test_flax(kind: str, explicit: bool) -> None:
 
     devices, weights = mesh(explicit, data=2, tensor=4), params(8, 8)
     arrays = placed(devices, weights, **NAMES)
-    mask = jnp.asarray(np.tril(np.ones((T, T), bool)))[None, None]
+    mask = to_jax(np.tril(np.ones((T, T), bool)))[None, None]
     if kind == "linen":
 
         def run(params: MHAParams, x: Any) -> Any:
@@ -392,7 +393,7 @@ def test_rows_of_a_cache_on_an_explicit_mesh(rows: list[int]) -> None:
     with jax.set_mesh(explicit):
         keys, counts = put(explicit, drawn_keys, "data"), put(explicit, lengths, "data")
         cache = jaxmha.KVCache(keys, keys, counts)
-        for taken in (cache.take(np.asarray(rows)), jax.jit(cache.take)(jnp.asarray(rows))):
+        for taken in (cache.take(np.asarray(rows)), jax.jit(cache.take)(to_jax(rows))):
             np.testing.assert_array_equal(taken.value, drawn_keys[rows])
             np.testing.assert_array_equal(taken.lengths, lengths[rows])
             sharded = jax.typeof(taken.key).sharding.spec[0]
