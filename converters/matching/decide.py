@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jaxmha.converters.matching import tied
 from jaxmha.converters.matching.arrows import Fit, fit
 from jaxmha.converters.matching.plan import SEVERAL
 from jaxmha.converters.matching.templates import Template, by_number
@@ -266,7 +267,10 @@ def _settled(
             _matching(edges - {(s, t)}, targets) is None for t, s in found.items()
         ):
             taken |= {t: (s, *_reason(state, s, t)) for t, s in found.items()}
-    everything = set(range(len(state.targets)))
+    paired = {t for _, t in state.edges}
+    everything = {
+        t for t, x in enumerate(state.targets) if t in paired or not tied.is_head(x, state.sources)
+    }
     if _matching(state.edges, everything) is None:
         # Some target has no source: the trees differ, so shapes alone prove no pair.
         taken = {t: x for t, x in taken.items() if _agree(state, x[0], t)}

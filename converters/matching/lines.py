@@ -5,7 +5,7 @@ import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from jaxmha.converters.matching import roles
+from jaxmha.converters.matching import roles, tied
 from jaxmha.converters.matching.arrows import Arrow, Fit, fit, guesses
 from jaxmha.converters.matching.decide import ALONE, Decision, decide
 from jaxmha.converters.matching.layers import MAIN, Layer, is_buffer
@@ -32,8 +32,9 @@ def plan(source: Tree, target: Tree, packing: Packing = "ask") -> MatchPlan:
     for several in packed.values():
         rows, refused = _lines(_pieces(mine, theirs, decision, several), source, target)
         questions += [*_of_packing(rows), *refused]
+    tied_lines, questions = tied.settled(questions, source)
     notes = (*source.notes, *(f"target: {note}" for note in target.notes))
-    made = MatchPlan(tuple(lines), tuple(_merged(questions)), (), (), source.origin, notes)
+    made = MatchPlan((*lines, *tied_lines), tuple(_merged(questions)), (), (), source.origin, notes)
     return with_unused(made, source)
 
 
@@ -256,12 +257,15 @@ def _questions(
     mine: Sequence[Template], theirs: Sequence[Template], decision: Decision
 ) -> list[Question]:
     found: dict[int, Question] = {}
-    alone = set[int]()
+    alone, taken = set[int](), {s for s, *_ in decision.taken.values()}
     for t, (candidates, reason) in sorted(decision.open.items()):
         target = theirs[t]
         near = list(candidates)
         if not near:
             near, reason = _near(mine, target, decision, reason)
+        if not near and (one := tied.question(_layer_name(target), target, mine, taken)):
+            found[t] = one
+            continue
         if not near and reason == ALONE:
             alone.add(t)
             reason += _nearest(mine, target, decision)

@@ -1,0 +1,65 @@
+"""A head that the source ties to its embedding is offered that embedding."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+
+from jaxmha.converters import flax, match
+from jaxmha.converters.matching import prove
+
+V, D = 11, 8
+
+
+class Mine(nnx.Module):  # type: ignore[misc]
+    def __init__(self, bias: bool = False) -> None:
+        rngs = nnx.Rngs(0)
+        self.tokens, self.inner = nnx.Embed(V, D, rngs=rngs), nnx.Linear(D, D, rngs=rngs)
+        self.lm_head = nnx.Linear(D, V, use_bias=bias, rngs=rngs)
+
+    def __call__(self, ids: Any) -> Any:
+        return self.lm_head(self.inner(self.tokens(ids)))
+
+
+class Theirs(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed_tokens, self.fc = torch.nn.Embedding(V, D), torch.nn.Linear(D, D)
+        self.lm_head = torch.nn.Linear(D, V, bias=False)
+        self.lm_head.weight = self.embed_tokens.weight
+
+    def forward(self, ids: Any) -> Any:
+        return self.lm_head(self.fc(self.embed_tokens(ids)))
+
+
+def test_a_model_that_shows_the_tie_fills_the_head() -> None:
+    source = Theirs()
+    plan = match(source, Mine())
+    assert "certain: the source ties lm_head.weight to it" in str(plan)
+    model = flax.load_into(Mine(), source, plan)
+    assert prove(source, model, plan, inputs=lambda rng: (rng.integers(0, V, (2, 3)),)).same
+
+
+@pytest.mark.parametrize("bias", ["none", "own", "absent"])
+def test_a_file_without_the_head_is_asked_about(bias: str) -> None:
+    state = {k: x.numpy() for k, x in Theirs().state_dict().items() if "head" not in k}
+    state |= {"predictions.bias": np.ones(V, "float32")} if bias == "own" else {}
+    target = Mine(bias=bias != "none")
+    plan = match(state, target)
+    (question,) = plan.questions
+    assert question.candidates == ("embed_tokens.weight",)
+    assert "tie_word_embeddings" in question.reason
+    filled = flax.load_into(target, state, plan.with_lines(*question.examples[0]))
+    np.testing.assert_array_equal(filled.lm_head.kernel[...].T, state["embed_tokens.weight"])
+    if bias != "none":
+        np.testing.assert_array_equal(filled.lm_head.bias[...], np.full(V, bias == "own"))
+
+
+def test_other_tables_and_other_targets_are_no_heads() -> None:
+    tables = {"embed_positions.weight": (V, D), "vision.embed_tokens.weight": (V + 2, D)}
+    source = {name: np.ones(shape, "float32") for name, shape in tables.items()}
+    heads = {"head": (D, V), "text/lm_head": (D, V + 2), "decoder_embedding": (D, V + 2)}
+    target: Any = {name: {"kernel": np.zeros(x, "float32")} for name, x in heads.items()}
+    assert not any("tie" in question.reason for question in match(source, target).questions)
