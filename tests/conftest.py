@@ -189,6 +189,10 @@ def pytest_collection_finish() -> None:
     typer: Any = sys.modules.get("typer.testing")
     if typer is not None:
         typer._get_command = cache(typer._get_command)
+    # Keras on JAX would import TensorFlow, for 4 seconds, to look for its types and to seed it.
+    lazy: Any = sys.modules.get("keras.src.utils.module_utils")
+    if lazy is not None and os.environ["KERAS_BACKEND"] != "tensorflow":
+        vars(lazy.tensorflow)["_available"] = False
 
 
 @pytest.hookimpl(tryfirst=True)
