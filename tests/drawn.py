@@ -14,7 +14,7 @@ from jaxmha import MHAParams, latent
 
 def to_jax(x: Any, dtype: Any = None) -> jax.Array:
     """Numbers of the host as an array: `jnp.asarray` compiles a program for every shape."""
-    array: jax.Array = jax.device_put(np.asarray(x, dtype))
+    array: jax.Array = jax.device_put(np.array(x, dtype))  # may alias the copy
     return array
 
 

@@ -2,11 +2,11 @@
 
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 import jaxmha
 from jaxmha import MHAParams, PagedKVCache
+from tests.drawn import to_jax
 
 ROWS, PAGE, PAGES, ENTRIES = 3, 3, 7, 5
 LONGEST = PAGE * ENTRIES
@@ -28,8 +28,9 @@ def poisoned(cache: PagedKVCache, first: Any = None, poison: float = np.nan) -> 
     for name in ("key", "value", "key_scale", "value_scale"):
         pool = getattr(cache, name)
         if pool is not None:
-            bad = jnp.asarray(127 if pool.dtype == np.int8 else poison, pool.dtype)
-            found[name] = jnp.where(jnp.expand_dims(live, (1, 3)[: pool.ndim - 2]), pool, bad)
+            bad = np.asarray(127 if pool.dtype == np.int8 else poison, pool.dtype)
+            kept = np.expand_dims(live, (1, 3)[: pool.ndim - 2])
+            found[name] = to_jax(np.where(kept, np.asarray(pool), bad))
     return cache._replace(**found)
 
 

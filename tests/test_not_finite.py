@@ -143,8 +143,8 @@ def poisoned_gradients(implementation: str, array: str, kind: str) -> dict[str, 
     arrays, mask, bias = poisoned_operands(array)
     d_out = arrays.pop("d_out")
     arrays |= {"bias": bias} if kind == "bias" else {}
-    found: dict[str, Any] = pulled(arrays, d_out, mask if kind == "mask" else None, implementation)
-    return found
+    found = pulled(arrays, d_out, mask if kind == "mask" else None, implementation)
+    return {name: np.asarray(x) for name, x in found.items()}
 
 
 @pytest.mark.slow_variants("*", "!*-mask-native", "!d_out-mask-blocked")

@@ -307,12 +307,13 @@ def test_functions_of_scores_sinks_and_caps_over_pages(dtype: str | None) -> Non
         "mask_mod": lambda b, n, i, j: (i - j) % 3 != 1,
     }
     cache, at, outs = empty(params, dtype=dtype, pages=3 * ENTRIES), np.zeros(ROWS, int), []
+    x = np.asarray(x)
     for counts in ([4, 1, 0], [1, 3, 5], [2, 4, 1], [4, 3, 5]):
         given = np.zeros((ROWS, 5, 17), np.float32)
         for row, count in enumerate(counts):
             given[row, :count] = x[row, at[row] : at[row] + count]
         out, cache = run(params, cache, given, q_lengths=np.asarray(counts), **options)
-        outs.append([out[row, :count] for row, count in enumerate(counts)])
+        outs.append([np.asarray(out)[row, :count] for row, count in enumerate(counts)])
         at += counts
     assert at.tolist() == [11] * ROWS
     found = np.stack([np.concatenate(rows) for rows in zip(*outs, strict=True)])

@@ -43,7 +43,8 @@ def projected(params: MHAParams, tokens: np.ndarray, rotate: Any) -> list[np.nda
     ]
     if rotate is not None:
         with jax.enable_x64(True):
-            found[:2] = [np.asarray(rotate(x, np.arange(LONGEST))) for x in found[:2]]
+            turn = jax.jit(rotate)
+            found[:2] = [np.asarray(turn(x, np.arange(LONGEST))) for x in found[:2]]
     return [x[: len(tokens)] for x in found]
 
 
@@ -122,8 +123,8 @@ class Schedule(RuleBasedStateMachine):
         """Keys and values as the cache holds them, which are within the stated bound."""
         tile, found = self.cache.tile(0, LONGEST), []
         for name, want in zip(("key", "value"), exact, strict=True):
-            numbers, scale = getattr(tile, f"{name}s"), getattr(tile, f"{name}_scale")
-            held = np.asarray(numbers[row], np.float64) * np.asarray(scale[row])[..., None]
+            numbers, scale = (np.asarray(getattr(tile, name + x)) for x in ("s", "_scale"))
+            held = numbers[row].astype(np.float64) * scale[row][..., None]
             held = held.swapaxes(0, 1)[: len(want)]
             held[: self.first[row]] = 0.0  # may be freed
             of_number, of_largest = BOUNDS[str(self.dtype)]

@@ -229,12 +229,17 @@ def _linen(config: Config, dtype: Any, values: Values) -> Any:
     from flax import linen
 
     module = linen.MultiHeadDotProductAttention(**_flax_settings(config, dtype))
-    inputs = [jnp.zeros((1, 1, width), dtype) for width in (config.Dq, config.Dk, config.Dv)]
+    inputs = [np.zeros((1, 1, width), dtype) for width in (config.Dq, config.Dk, config.Dv)]
     shapes = jax.eval_shape(module.init, jax.random.key(0), *inputs)
     return module, jax.tree_util.tree_map_with_path(
         lambda path, leaf: to_jax(values(jax.tree_util.keystr(path), leaf.shape, leaf.dtype)),
         shapes,
     )
+
+
+def _zeros(key: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """An initializer without a program for every shape."""
+    return to_jax(np.zeros(shape), dtype)
 
 
 def _nnx(config: Config, dtype: Any, values: Values) -> Any:
@@ -245,7 +250,8 @@ def _nnx(config: Config, dtype: Any, values: Values) -> Any:
         in_kv_features=config.Dk,
         num_kv_heads=None if config.K == config.N else config.K,
         rngs=nnx.Rngs(0),
-        kernel_init=nnx.initializers.zeros,
+        kernel_init=_zeros,
+        bias_init=_zeros,
         **_flax_settings(config, dtype),
     )
     for path, variable in nnx.to_flat_state(nnx.state(module, nnx.Param)):

@@ -17,6 +17,7 @@ from jaxmha.converters import flax, haiku, matching
 from jaxmha.converters.verify import attribution, comparands, comparison
 from jaxmha.flax import attention_fn, latent, linen
 from jaxmha.flax.nnx import MultiHeadAttention
+from tests.drawn import to_jax
 
 N, H, D = 3, 5, 13
 EVERYTHING: dict[str, Any] = {
@@ -42,7 +43,7 @@ def _linen(qkv_features: int = N * H, **settings: Any) -> Any:
     module = linen.MultiHeadAttention(num_heads=N, qkv_features=qkv_features, **settings)
     draw = partial(module.init, deterministic=True)
     shapes = jax.eval_shape(draw, jax.random.key(0), jnp.ones((2, 3, D)))["params"]
-    return module, _noisy({"params": jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), shapes)})
+    return module, _noisy({"params": jax.tree.map(lambda x: np.ones(x.shape, x.dtype), shapes)})
 
 
 def _noisy(state: Any) -> Any:
@@ -52,7 +53,7 @@ def _noisy(state: Any) -> Any:
     def noisy(x: jax.Array) -> jax.Array:
         if not jnp.issubdtype(x.dtype, jnp.floating):
             return x
-        return x + jnp.asarray(0.3 * rng.normal(size=x.shape), x.dtype)
+        return to_jax(np.asarray(x) + 0.3 * rng.normal(size=x.shape), x.dtype)
 
     return jax.tree.map(noisy, state)
 
