@@ -31,7 +31,6 @@ from jaxmha.converters.masks.flax import export_masks, import_masks
 from jaxmha.converters.matching.load_into import make_load_into
 from jaxmha.extras import needed
 from jaxmha.params import check
-from jaxmha.semantics import NORM_FIELDS
 
 if TYPE_CHECKING:
     from flax import linen, nnx
@@ -107,10 +106,9 @@ def weights_of(
 
     if isinstance(module, flax_layers.jaxmha_classes()):
         return flax_layers.read_jaxmha(module, variables)
-    norm: dict[str, Any] = {}
     if isinstance(module, nnx.MultiHeadAttention):
         settings: Settings = {"attention_fn": (nnx.dot_product_attention,)}
-        norm = _check_sublayers(module)
+        _check_sublayers(module)
         tree = _tree_of(module)
     elif isinstance(module, linen.MultiHeadDotProductAttention):
         if variables is None:
@@ -127,7 +125,7 @@ def weights_of(
             "expected a flax linen.MultiHeadDotProductAttention or nnx.MultiHeadAttention, got "
             f"{type(module).__name__}: {instead or 'for a model take its layers, for a tree of arrays import_params'}"
         )
-    if (own := semantics_of(module.attention_fn)) is not None:
+    if semantics_of(module.attention_fn) is not None:
         settings = {name: x for name, x in settings.items() if name != "attention_fn"}
     refuse_settings(module, settings, _instead(variables), "module")
     flat = {"/".join(map(str, path)): leaf for path, leaf in flatten_dict(dict(tree)).items()}
@@ -137,11 +135,7 @@ def weights_of(
             f"module.normalize_qk={module.normalize_qk}, but the tree has "
             f"{'no ' if params.query_norm is None else ''}query_ln and key_ln"
         )
-    shared = ("B", "N") if module.broadcast_dropout and module.dropout_rate else ()
-    if own is not None:
-        semantics = replace(own, **{name: getattr(semantics, name) for name in NORM_FIELDS})
-    rate = float(module.dropout_rate)
-    return params, replace(semantics, dropout_rate=rate, dropout_broadcast=shared, **norm)
+    return params, flax_layers.flax_semantics(module, semantics)
 
 
 def _tree_of(module: "nnx.MultiHeadAttention") -> dict[str, Any]:
@@ -205,15 +199,9 @@ def _promoting(kind: Any) -> Settings:
     return {} if argument is None else {"promote_dtype": (argument.default,)}
 
 
-def _check_sublayers(module: "nnx.MultiHeadAttention") -> dict[str, Any]:
-    """The semantics of the norms of an nnx module.
-
-    Raises:
-      ValueError: a sublayer is of another class, or a setting changes what it computes.
-    """
-    from flax import nnx
-
-    norms = {}
+def _check_sublayers(module: "nnx.MultiHeadAttention") -> None:
+    """Raises ValueError if a sublayer of an nnx module is of another class, or has a setting that
+    changes what it computes."""
     for name, kinds, settings in _sublayers(module):
         layer, path = getattr(module, name), f"module.{name}"
         flax_layers.refuse_adapter(layer, path)
@@ -221,15 +209,6 @@ def _check_sublayers(module: "nnx.MultiHeadAttention") -> dict[str, Any]:
         refuse_settings(layer, {**settings, **_promoting(kinds[0])}, _instead(None), path)
         if name.endswith("_ln"):
             flax_layers.refuse_norm(layer, path)
-            kind = "rms" if isinstance(layer, nnx.RMSNorm) else "layer"
-            norms[name] = {"qk_norm": kind, "qk_norm_epsilon": float(layer.epsilon)}
-    first, *others = norms.values() or [{}]
-    if any(other != first for other in others):
-        raise ValueError(
-            f"module.query_ln and module.key_ln differ, {norms}: jaxmha has one kind of norm and one "
-            "epsilon for both"
-        )
-    return first
 
 
 @overload

@@ -4,7 +4,6 @@ Keras layers are called as (query, value, key). True in their masks means attend
 are variable paths (`query/kernel`), or paths in a `.weights.h5` file (`query_dense/vars/0`).
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,6 +18,7 @@ from jaxmha.converters.discovery.keras_layers import (
     attention_layers,
     implicit_masks,
 )
+from jaxmha.converters.discovery.layer_semantics import OF_KERAS, keras_rank, keras_semantics
 from jaxmha.converters.discovery.live_model import keras as tensors_of
 from jaxmha.converters.discovery.own_forward import Settings, refuse_own_forward, refuse_settings
 from jaxmha.converters.layout.api import make_api
@@ -65,15 +65,6 @@ load_into = make_load_into(
     "a built Keras model or layer",
     "Assigns the variables of a Keras model.",
 )
-# Methods by which a class computes its output.
-_COMPUTING = (
-    "call",
-    "_compute_attention",
-    "_masked_softmax",
-    "_compute_attention_mask",
-    "_compute_causal_mask",
-    "_compute_sliding_window_mask",
-)
 
 
 def from_module(layer: "keras.Layer", variables: None = None) -> tuple[MHAParams, Semantics]:
@@ -106,7 +97,7 @@ def from_module(layer: "keras.Layer", variables: None = None) -> tuple[MHAParams
     instead = "import_params(tensors_of(layer).state)"
     of_torch = hasattr(layer, "_forward_hooks")  # with Keras' torch backend
     inherited = torch_hooks.COMPUTING if of_torch else ("__call__",)
-    refuse_own_forward(layer, attention_classes(), (*_COMPUTING, *inherited), instead)
+    refuse_own_forward(layer, attention_classes(), (*OF_KERAS, *inherited), instead)
     if of_torch:
         torch_hooks.refuse_hooks(layer, "layer")
     for name, kind, activation in _sublayers():
@@ -146,29 +137,7 @@ def weights_of(layer: "keras.Layer") -> tuple[MHAParams, Semantics]:
         state |= {bias: state[bias].reshape(-1)} if bias in state else {}
     grouped = "num_key_value_heads" in config
     params, semantics = import_params(state, layout=(GROUPED if grouped else VARIABLES).name)
-    window = config.get("sliding_window")
-    H = params.query.kernel.shape[-1]
-    factor = getattr(layer, f"_inverse_sqrt_{'head' if grouped else 'key'}_dim", None)
-    semantics = replace(
-        semantics,
-        scale=None if factor in (None, 1 / math.sqrt(H)) else float(factor),
-        dropout_rate=float(config["dropout"]),
-        local_window_size=None if window is None else (window - 1, window - 1),
-        attention_axes=_attended(layer),
-    )
-    return params, semantics
-
-
-def _attended(layer: "keras.Layer") -> tuple[int, ...] | None:
-    """The attended axes of a built layer; None for inputs of three axes."""
-    axes = getattr(layer, "attention_axes", None)
-    return None if axes is None or _rank(layer) == 3 else tuple(axes)
-
-
-def _rank(layer: "keras.Layer") -> int:
-    """The number of axes of the inputs for which a layer was built."""
-    dense = getattr(layer, "_query_dense")  # noqa: B009
-    return len(dense.equation.partition(",")[0])
+    return params, keras_semantics(layer, semantics)
 
 
 def to_module(
@@ -252,7 +221,7 @@ def _rank_of(axes: tuple[int, ...] | None, like: "keras.Layer | None") -> int:
     if axes is None:
         return 3
     if like is not None and like.built:
-        return _rank(like)
+        return keras_rank(like)
     return max(4, *(axis + 2 if axis >= 0 else 1 - axis for axis in axes))
 
 
@@ -323,7 +292,7 @@ def forward(
 
     `mask` is canonical: Boolean `(B, N or 1, T or 1, S)`, True = attend.
     """
-    rank = _rank(layer)
+    rank = keras_rank(layer)
     if rank > 3:
         return _forward_along(layer, rank, query, key, value, mask)
     if mask is not None and mask.shape[1] == 1:

@@ -6,7 +6,6 @@ jaxmha always has `(B, T, Dq)`. True in its Boolean masks means blocked. A state
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,6 +13,7 @@ import numpy as np
 
 from jaxmha import MHAParams, Semantics
 from jaxmha.converters.discovery import live_model
+from jaxmha.converters.discovery.layer_semantics import torch_semantics
 from jaxmha.converters.discovery.live_model import torch as tensors_of
 from jaxmha.converters.discovery.own_forward import refuse_own_forward
 from jaxmha.converters.discovery.torch_hooks import COMPUTING, refuse_hooks
@@ -183,10 +183,7 @@ def weights_of(module: "torch.nn.MultiheadAttention", *, copy: bool = True) -> I
     found = {key: attrgetter(key)(module) for key in sorted(keys)}
     state = {key: tensor for key, tensor in found.items() if tensor is not None}
     params, semantics = import_params(state, num_heads=module.num_heads, copy=copy)
-    semantics = replace(
-        semantics, dropout_rate=float(module.dropout), add_zero_attn=bool(module.add_zero_attn)
-    )
-    return Imported(params, semantics, bool(module.batch_first))
+    return Imported(params, torch_semantics(module, semantics), bool(module.batch_first))
 
 
 def to_module(

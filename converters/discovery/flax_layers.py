@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from jaxmha import MHAParams, Semantics
 from jaxmha.extras import needed
+from jaxmha.semantics import NORM_FIELDS
 
 if TYPE_CHECKING:
     from flax import linen, nnx
@@ -41,17 +42,52 @@ def jaxmha_classes() -> tuple[Any, Any]:
 
 def read_jaxmha(module: Any, variables: Mapping[str, Any] | None) -> tuple[MHAParams, Semantics]:
     """Parameters and semantics of a layer of `jaxmha.flax`, with its window, without its `rotate`."""
-    from jaxmha.flax.settings import read_mask
-
     if isinstance(module, jaxmha_classes()[1]):
-        params, semantics = module.to_params()
+        params, _ = module.to_params()
     elif variables is None:
         raise ValueError("a linen module holds no weights: pass variables= as well")
     else:
-        tree = variables.get("params", variables)
-        params, semantics = module.to_params({"params": tree})
-    window = read_mask(None, module.local_window_size, semantics=semantics).window_size
-    return params, replace(semantics, local_window_size=window)
+        params, _ = module.to_params({"params": variables.get("params", variables)})
+    return params, jaxmha_semantics(module)
+
+
+def jaxmha_semantics(module: Any) -> Semantics:
+    """The semantics of a layer of `jaxmha.flax`, with its window."""
+    from jaxmha.flax.settings import read_mask
+
+    nnx = jaxmha_classes()[1]
+    own = module.semantics if isinstance(module, nnx) else module._semantics()
+    window = read_mask(None, module.local_window_size, semantics=own).window_size
+    return replace(own, local_window_size=window)
+
+
+def flax_semantics(module: Any, given: Semantics) -> Semantics:
+    """Adds the settings of an attention layer of flax to `given`, which has the norms of its layout.
+
+    Raises ValueError if the norms of queries and keys differ.
+    """
+    from flax import nnx
+
+    if (own := semantics_of(module.attention_fn)) is not None:
+        given = replace(own, **{name: getattr(given, name) for name in NORM_FIELDS})
+    shared = ("B", "N") if module.broadcast_dropout and module.dropout_rate else ()
+    rate = float(module.dropout_rate)
+    given = replace(given, dropout_rate=rate, dropout_broadcast=shared)
+    if not (isinstance(module, nnx.Module) and module.normalize_qk):
+        return given  # the norms of linen have no settings
+    norms = {
+        name: {
+            "qk_norm": "rms" if isinstance(layer, nnx.RMSNorm) else "layer",
+            "qk_norm_epsilon": float(layer.epsilon),
+        }
+        for name, layer in (("query_ln", module.query_ln), ("key_ln", module.key_ln))
+    }
+    if norms["query_ln"] != norms["key_ln"]:
+        raise ValueError(
+            f"module.query_ln and module.key_ln differ, {norms}: jaxmha has one kind of norm and one "
+            "epsilon for both"
+        )
+    return replace(given, **norms["query_ln"])
 
 
 def beyond_semantics(module: Any) -> str | None:

@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxmha import MHAParams
 from jaxmha.checkpoint import CheckpointError
+from jaxmha.converters.discovery import layer_semantics
 from jaxmha.converters.layout import fold
 from jaxmha.converters.layout.arrays import to_numpy
 from jaxmha.converters.verify import (
@@ -29,7 +30,7 @@ from jaxmha.converters.verify.comparands import AnySource, ComparedBlock
 from jaxmha.converters.verify.comparison_report import BlockReport, Report
 from jaxmha.converters.verify.weights import differences_of
 from jaxmha.params import check, leaves
-from jaxmha.semantics import NORM_FIELDS, logit_scale
+from jaxmha.semantics import logit_scale
 
 # Two errors count as similar up to this ratio; exported for readers of reports.
 RATIO = forward_check.RATIO
@@ -169,17 +170,9 @@ def not_finite(params: MHAParams) -> list[str]:
 
 def _behaviour(a: ComparedBlock, b: ComparedBlock) -> Iterator[str]:
     """Describes the fields of the semantics that differ."""
-    for name in (
-        "scale",
-        "logits_soft_cap",
-        "add_zero_attn",
-        "clip_qkv",
-        "local_window_size",
-        *NORM_FIELDS,
-    ):
+    for name in layer_semantics.differing(a.semantics, b.semantics, (_scale(a), _scale(b))):
         x, y = (getattr(block.semantics, name) for block in (a, b))
-        if x != y and not (name == "scale" and math.isclose(_scale(a), _scale(b), rel_tol=1e-12)):
-            yield f"{name} is {x!r} and {y!r}"
+        yield f"{name} is {x!r} and {y!r}"
 
 
 def _scale(block: ComparedBlock) -> float:
