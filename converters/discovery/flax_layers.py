@@ -56,7 +56,7 @@ def jaxmha_semantics(module: Any) -> Semantics:
     from jaxmha.flax.settings import read_mask
 
     nnx = jaxmha_classes()[1]
-    own = module.semantics if isinstance(module, nnx) else module._semantics()
+    own: Semantics = module.semantics if isinstance(module, nnx) else module._semantics()
     window = read_mask(None, module.local_window_size, semantics=own).window_size
     return replace(own, local_window_size=window)
 
@@ -75,7 +75,7 @@ def flax_semantics(module: Any, given: Semantics) -> Semantics:
     given = replace(given, dropout_rate=rate, dropout_broadcast=shared)
     if not (isinstance(module, nnx.Module) and module.normalize_qk):
         return given  # the norms of linen have no settings
-    norms = {
+    norms: dict[str, dict[str, Any]] = {
         name: {
             "qk_norm": "rms" if isinstance(layer, nnx.RMSNorm) else "layer",
             "qk_norm_epsilon": float(layer.epsilon),

@@ -3,14 +3,17 @@
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxmha import Semantics
 from jaxmha.converters.discovery import flax_layers, torch_hooks
 from jaxmha.converters.discovery.keras_layers import attention_classes
 from jaxmha.converters.discovery.own_forward import refuse_own_forward, refuse_settings
 from jaxmha.converters.layout.arrays import framework_of
-from jaxmha.semantics import NORM_FIELDS
+from jaxmha.semantics import NORM_FIELDS, logit_scale
+
+if TYPE_CHECKING:
+    from jaxmha.converters.discovery.attended import Attended
 
 COMPARED = (
     "scale",
@@ -20,7 +23,7 @@ COMPARED = (
     "local_window_size",
     *NORM_FIELDS,
 )
-IN_CALL = "given in the call"  # `Behaviour.rotate` of a layer whose call may rotate the heads
+IN_CALL = "given in the call"  # `Behaviour.rotate` if the call of a layer may rotate the heads
 # The methods by which a Keras class computes its output.
 OF_KERAS = (
     "call",
@@ -33,15 +36,17 @@ OF_KERAS = (
 
 
 class Behaviour(NamedTuple):
-    """What a layer computes apart from its weights.
+    """The function of a layer apart from its weights.
 
-    `head_dim` is H; None: unknown. `rotate` is the rotation of queries and keys inside the layer,
-    None if it has none, or `IN_CALL`.
+    `head_dim` is the number of features of a head that are scaled by default and rotated; None:
+    unknown. `rotate` is the rotation of queries and keys inside the layer, None if it has none, or `IN_CALL`. `mask`: of a block that a configuration describes, which says
+    not what its call adds.
     """
 
     semantics: Semantics
     head_dim: int | None = None
     rotate: Any = None
+    mask: "Attended | None" = None
 
 
 def differing(a: Semantics, b: Semantics, scales: tuple[float, float]) -> Iterator[str]:
@@ -93,7 +98,7 @@ def _of_keras(layer: Any) -> Behaviour:
     if semantics.attention_axes is not None:  # counted from the last axis, as None is -2
         rank = keras_rank(layer)
         axes = tuple(axis - rank if axis >= 0 else axis for axis in semantics.attention_axes)
-        semantics = replace(semantics, attention_axes=axes)
+        semantics = replace(semantics, attention_axes=None if axes == (-2,) else axes)
     return Behaviour(semantics, _keras_head_dim(layer))
 
 
@@ -131,7 +136,8 @@ def _of_flax(layer: Any) -> Behaviour:
     own = (nnx.MultiHeadAttention, linen.MultiHeadDotProductAttention)
     refuse_own_forward(layer, (*ours, *latents, *own), ("__call__",), "")
     if isinstance(layer, latents):
-        return Behaviour(layer.semantics, layer.head_dim + layer.rotary_dim, layer.rotate)
+        scale = logit_scale(layer.semantics, layer.head_dim + layer.rotary_dim)
+        return Behaviour(replace(layer.semantics, scale=scale), layer.rotary_dim, layer.rotate)
     if isinstance(layer, ours):
         head_dim = layer.head_dim if isinstance(layer, nnx.Module) else None
         return Behaviour(flax_layers.jaxmha_semantics(layer), head_dim, layer.rotate)

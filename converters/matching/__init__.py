@@ -7,6 +7,7 @@ module fills the target, `prove` compares the result with the source.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from jaxmha.converters.matching.plan import Line, Packing, Question
@@ -32,8 +33,9 @@ def match(source: Any, target: Any, *, packing: Packing = "ask") -> Plan:
         the plan has a question, because some models alternate head by head, as `(N qkv H)`.
 
     Raises:
-      ValueError: source and target state different head counts, so the same arrays mean others; or
-        the source is an adapter, such as LoRA, or has weights in parts that do not determine them.
+      ValueError: attention of source and target states different head counts, or settings by which
+        it computes another function of the same arrays; or the source is an adapter, such as LoRA,
+        or has weights in parts that do not determine them.
 
     >>> import numpy as np
     >>> source = {"fc.weight": np.zeros((3, 5)), "fc.bias": np.zeros(3)}
@@ -46,8 +48,8 @@ def match(source: Any, target: Any, *, packing: Packing = "ask") -> Plan:
     mine, theirs = stored.read(source, target)
     try:
         made = lines.plan(mine, theirs, packing)
-        loading.checked_jobs(made, mine, theirs)
-        return made
+        _, notes = loading.checked_jobs(made, mine, theirs)
+        return replace(made, notes=made.notes + notes)
     finally:
         mine.close()
 
@@ -78,8 +80,8 @@ def prove(
         it does not fill, as in `load_into`.
 
     Raises:
-      ValueError: the plan has an open question, or does not fit the models, or head counts differ,
-        or a model raises an error on the drawn arguments.
+      ValueError: the plan has an open question, or does not fit the models, or head counts or
+        settings of attention differ, or a model raises an error on the drawn arguments.
       TypeError: `inputs` has another form, or the source or the model cannot be run on them.
 
     >>> import torch

@@ -43,8 +43,9 @@ class LoadInto(Protocol):
           The model of torch, Keras or nnx, filled in place; for linen and equinox a new tree.
 
         Raises:
-          ValueError: the plan has an open question, arrays are unused or missing, or a shape, head
-            count or dtype does not fit. These checks precede the first write.
+          ValueError: the plan has an open question, arrays are unused or missing, a shape, head
+            count or dtype does not fit, or attention of the model computes another function. These
+            checks precede the first write.
           TypeError: the model is of another framework, or a class.
           CheckpointError: the source cannot be read. If an array cannot be read, a model that is
             filled in place keeps the arrays that were written before.

@@ -13,10 +13,11 @@ from einops import rearrange
 from jaxmha.checkpoint import Lazy, TensorInfo, hub
 from jaxmha.checkpoint.errors import listed
 from jaxmha.converters.layout.arrays import NDArray
-from jaxmha.converters.matching import head_counts, lines, stored
+from jaxmha.converters.matching import functions, head_counts, lines, stored
 from jaxmha.converters.matching.layers import is_buffer
 from jaxmha.converters.matching.patterns import expand
 from jaxmha.converters.matching.plan import Line, MatchPlan, Packing
+from jaxmha.converters.matching.stated import Side
 from jaxmha.converters.matching.trees import Array, Tree
 from jaxmha.dims import bind, parse
 
@@ -45,8 +46,8 @@ def prepared(
       missing: "keep" does not change model arrays without a line in the plan; "refuse" raises.
 
     Raises:
-      ValueError: a question is open, arrays are unused or missing, or a shape, head count or dtype
-        is wrong.
+      ValueError: a question is open, arrays are unused or missing, a shape, head count or dtype is
+        wrong, or attention of the model computes another function.
     """
     check_policy("unused", unused)
     check_policy("missing", missing)
@@ -54,7 +55,7 @@ def prepared(
     try:
         own = lines.plan(mine, theirs, packing) if plan is None else plan
         refuse_questions(own)
-        todo = checked_jobs(own, mine, theirs)
+        todo, _ = checked_jobs(own, mine, theirs)
         _refuse_rest(own, mine, theirs, todo, unused, missing)
         arrays = theirs.arrays
         del theirs  # its values will be replaced: frees their memory
@@ -110,15 +111,22 @@ def refuse_questions(plan: MatchPlan, hint: str = "") -> None:
         )
 
 
-def checked_jobs(plan: MatchPlan, source: Tree, target: Tree) -> dict[str, tuple[Line, list[str]]]:
-    """Returns the `jobs` as a dict; raises ValueError also if head counts differ."""
+def checked_jobs(
+    plan: MatchPlan, source: Tree, target: Tree
+) -> tuple[dict[str, tuple[Line, list[str]]], tuple[str, ...]]:
+    """Returns the `jobs` as a dict, and notes on behaviour that cannot be compared.
+
+    Raises ValueError also if head counts or functions of attention layers differ.
+    """
     todo = dict(jobs(plan, source, target))
-    head_counts.refuse(todo, _side(source), _side(target))
-    return todo
+    mine, theirs = _side(source), _side(target)
+    head_counts.refuse(todo, mine, theirs)
+    sources = {name: names for name, (_, names) in todo.items()}
+    return todo, functions.compare(sources, mine.stated, theirs.stated)
 
 
-def _side(tree: Tree) -> head_counts.Side:
-    return head_counts.Side(tree.heads(), {name: a.shape for name, a in tree.arrays.items()})
+def _side(tree: Tree) -> Side:
+    return Side(tree.stated(), {name: a.shape for name, a in tree.arrays.items()})
 
 
 def jobs(

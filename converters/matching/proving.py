@@ -42,7 +42,7 @@ def prove(
         hint = _LOADED * (plan is None)
         plan = lines.plan(mine, theirs, packing) if plan is None else plan
         loading.refuse_questions(plan, hint)
-        jobs = loading.checked_jobs(plan, mine, theirs)
+        jobs, _ = loading.checked_jobs(plan, mine, theirs)
         proof = _arrays(mine, theirs, jobs)
     finally:
         mine.close()

@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +14,8 @@ from jaxmha.checkpoint import hub, optimizer_state
 from jaxmha.converters.discovery import live_model
 from jaxmha.converters.discovery.user_names import dotted
 from jaxmha.converters.layout.arrays import NDArray, framework_of, packages_of, to_numpy
-from jaxmha.converters.matching import head_counts, keras_files, keras_graph, repeats
+from jaxmha.converters.matching import keras_files, keras_graph, repeats
+from jaxmha.converters.matching.stated import Stated, of_file, of_layers, of_torch
 
 # Class of a layer -> axes of its main array: o output, i input (convolutions also have window
 # axes), v rows and d features of a table. "no" marks a layer that other frameworks store otherwise
@@ -63,7 +65,7 @@ class Tree:
       depends_on: path of each layer with an automatic name -> paths of the layers whose output it
         needs; None: the graph is unknown, so its number may say nothing of its place.
       saved: only for a Keras model: name of an array in its weights file -> name in `arrays`.
-      heads: reads the head count that the attention layer of each array states.
+      stated: reads the head count and the behaviour that the layer of each array states.
     """
 
     kind: str
@@ -75,7 +77,7 @@ class Tree:
     notes: tuple[str, ...] = ()
     depends_on: DependsOn = field(default_factory=dict)
     saved: Mapping[str, str] = field(default_factory=dict)
-    heads: Callable[[], Mapping[str, head_counts.Stated]] = dict
+    stated: Callable[[], Mapping[str, Stated]] = dict
 
 
 def read(model: Any, argument: str = "source") -> Tree:
@@ -108,7 +110,7 @@ def _read(model: Any, argument: str) -> Tree:
     if framework == "keras":
         return _keras(model)
     if isinstance(model, tuple) and len(model) == 2 and framework_of(model[0]) == "flax":
-        return _tree(model[1], "linen", argument)
+        return _tree(model[1], "linen", argument, model[0])
     if is_nnx(model):
         return _nnx(model)
     if isinstance(model, Mapping) and "params" in model:
@@ -124,10 +126,6 @@ def is_nnx(model: object) -> bool:
     """True for an nnx module and for its State, which is a mapping as linen's variables are."""
     mapping = isinstance(model, Mapping) and not hasattr(model, "flat_state")
     return framework_of(model) == "flax" and not mapping
-
-
-def _of(model: Any, package: str) -> bool:
-    return package in packages_of(model)
 
 
 def _file(path: Path) -> Tree:
@@ -150,7 +148,7 @@ def _file(path: Path) -> Tree:
         close=stack.close,
         notes=file.notes,
         depends_on=dict.fromkeys(automatic),
-        heads=lambda: head_counts.of_file(file),
+        stated=lambda: of_file(file),
     )
     return _without_optimizer(tree, file.others)
 
@@ -192,7 +190,7 @@ def _torch(module: Any) -> Tree:
         seen[where] = name
         layer = live.layers.get(name.rpartition(".")[0])
         form = form_of(layer, "torch")
-        if not form and _of(layer, "transformers") and type(layer).__name__ == "Conv1D":
+        if not form and "transformers" in packages_of(layer) and type(layer).__name__ == "Conv1D":
             form = "io"  # GPT-2's layer has its weight as (in, out)
         arrays[name] = Array(name, split(name), tuple(tensor.shape), _dtype(tensor), form or "raw")
     return Tree(
@@ -201,15 +199,8 @@ def _torch(module: Any) -> Tree:
         lambda name: to_numpy(state[name], name),
         aliases,
         notes=notes,
-        heads=_heads(arrays, lambda path: live.layers.get(".".join(path))),
+        stated=partial(of_torch, arrays, live.layers),
     )
-
-
-def _heads(
-    arrays: Mapping[str, Array], layer_at: Callable[[tuple[str, ...]], object]
-) -> Callable[[], Mapping[str, head_counts.Stated]]:
-    paths = {name: array.path for name, array in arrays.items()}
-    return lambda: head_counts.of_layers(paths, layer_at)
 
 
 def form_of(layer: Any, package: str) -> str:
@@ -237,8 +228,8 @@ def _nnx(module: Any) -> Tree:
         form = form_of(layers.get(parts[:-1]), "flax")
         arrays[name] = Array(name, parts, tuple(value.shape), str(value.dtype), form)
         values[name] = value
-    heads = _heads(arrays, layers.get)
-    return Tree("nnx", arrays, lambda name: to_numpy(values[name], name), heads=heads)
+    stated = partial(of_layers, arrays, layers.get)
+    return Tree("nnx", arrays, lambda name: to_numpy(values[name], name), stated=stated)
 
 
 def _keras(model: Any) -> Tree:
@@ -263,7 +254,9 @@ def _keras(model: Any) -> Tree:
         lambda name: to_numpy(values[name], name),
         depends_on=depends_on,
         saved=saved,
-        heads=_heads(arrays, {split(_shown(path, live)): x for path, x in live.layers.items()}.get),
+        stated=partial(
+            of_layers, arrays, {split(_shown(path, live)): x for path, x in live.layers.items()}.get
+        ),
     )
 
 
@@ -329,7 +322,7 @@ def _shown(path: str, live: live_model.LiveModel) -> str:
     return dotted(path, "/", live.names).replace(".", "/")
 
 
-def _tree(tree: Any, kind: str, argument: str) -> Tree:
+def _tree(tree: Any, kind: str, argument: str, module: Any = None) -> Tree:
     flat = tree_leaves(tree)
     if not flat:
         raise TypeError(
@@ -347,15 +340,18 @@ def _tree(tree: Any, kind: str, argument: str) -> Tree:
             parts = parts[1:]
         arrays[name] = Array(name, parts, tuple(leaf.shape), _dtype(leaf), form)
         values[name] = leaf
-    automatic: set[tuple[str, ...]] = set()
-    if kind in ("tree", "file"):
-        automatic = _counted(arrays)
+    automatic = _counted(arrays) if kind in ("tree", "file") else set()
+
+    def layer_at(path: tuple[str, ...]) -> Any:
+        # The inner modules of a linen module exist while it runs: only itself is known.
+        return node(tree, path) if kind == "equinox" else None if path else module
+
     return Tree(
         kind,
         arrays,
         lambda name: to_numpy(values[name], name),
         depends_on=dict.fromkeys(automatic),
-        heads=_heads(arrays, lambda path: node(tree, path) if kind == "equinox" else None),
+        stated=partial(of_layers, arrays, layer_at),
     )
 
 
@@ -373,7 +369,9 @@ def tree_leaves(tree: Any) -> list[tuple[tuple[str, ...], Any]]:
 
 def _is_box(leaf: Any) -> bool:
     """True for an nnx variable, and for a linen array boxed with its partition names."""
-    return _of(leaf, "flax") and any(hasattr(leaf, name) for name in ("get_value", "unbox"))
+    return "flax" in packages_of(leaf) and any(
+        hasattr(leaf, name) for name in ("get_value", "unbox")
+    )
 
 
 def _dtype(array: Any) -> str:

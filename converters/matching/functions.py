@@ -1,0 +1,141 @@
+"""Refuses to fill attention from attention that computes another function of the same arrays.
+
+Scales, soft caps, windows, norms, rotations and `add_zero_attn` are settings, which no array shows.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from jaxmha import Semantics
+from jaxmha.checkpoint import errors
+from jaxmha.converters.discovery.layer_semantics import IN_CALL, Behaviour, differing
+from jaxmha.converters.discovery.positions import Positions, Rotary
+from jaxmha.converters.matching.stated import Stated, shown
+from jaxmha.semantics import logit_scale
+
+Facts = Mapping[str, Stated]
+Fields = dict[str, tuple[Any, Any]]  # name of a setting -> its values in source and target
+_WINDOW, _ROTATE = "local_window_size", "rotate"
+_PLACES = np.array([[0, 1, 2, 7, 60, 700, 4000]])  # at the last, angles of float32 err by 2e-4
+_FEATURES = 64  # of the heads that are rotated, where H is not known
+
+
+def compare(sources: Mapping[str, Sequence[str]], mine: Facts, theirs: Facts) -> tuple[str, ...]:
+    """Compares the behaviour of each layer of the source with that of the layer that it fills.
+
+    Returns notes on behaviour that the source states and that cannot be compared. `sources`: names
+    of the arrays that fill each array. `mine`, `theirs`: the facts of the arrays of source and target.
+
+    Raises ValueError if two layers compute different functions.
+    """
+    pairs = {
+        (a.layer, b and b.layer): (a, b)
+        for name, several in sources.items()
+        for a, b in ((mine.get(one), theirs.get(name)) for one in several)
+        if a is not None
+    }
+    notes: dict[str, list[str]] = {}
+    for a, b in pairs.values():
+        if a.behaviour is None:
+            continue
+        if b is None or b.behaviour is None:
+            unknown = _differing(a.behaviour, Behaviour(Semantics()))
+        else:
+            fields, unknown = _compared(a.behaviour, b.behaviour)
+            if fields:
+                raise ValueError(_refused(a, b, fields))
+        if unknown:
+            notes.setdefault(_settings(unknown, 0), []).append(a.layer or "attention")
+    return tuple(
+        f"{errors.listed(names, 3)} of the source: {settings}, and nothing shows that the model computes the same"
+        for settings, names in notes.items()
+    )
+
+
+def _refused(source: Stated, target: Stated, fields: Fields) -> str:
+    return (
+        f"{shown('the source', source)} has {_settings(fields, 0)}, and "
+        f"{shown('the model', target)} has {_settings(fields, 1)}: the arrays fit, but the outputs "
+        "would differ. Build the model with the settings of the source (layers of jaxmha.flax take "
+        "semantics=); if its calls add them, give the arrays of the source as a dict, which has no "
+        "settings"
+    )
+
+
+def _settings(fields: Fields, side: int) -> str:
+    return ", ".join(f"{name}={_text(values[side])}" for name, values in fields.items())
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Rotary):
+        return f"({Positions('rotary', value)})"
+    if not isinstance(value, partial):
+        return str(getattr(value, "__qualname__", repr(value)))
+    keywords = ", ".join(f"{key}={errors.shown(x)}" for key, x in value.keywords.items())
+    return f"{_text(value.func)}({keywords})"
+
+
+def _compared(a: Behaviour, b: Behaviour) -> tuple[Fields, Fields]:
+    """The settings in which two layers differ, and those of the first that the second may have."""
+    fields, unknown = _differing(a, b), Fields()
+    if (same := _same_rotation(a, b)) is not True:
+        (unknown if same is None else fields)[_ROTATE] = a.rotate, b.rotate
+    window = _bounds(a)
+    if a.mask is not None and window not in (None, (None, None)) and _bounds(b) is None:
+        unknown[_WINDOW] = window, None  # the calls may have it in their masks
+    return fields, unknown
+
+
+def _differing(a: Behaviour, b: Behaviour) -> Fields:
+    """The settings, apart from rotations, by which two layers compute different functions."""
+    H = a.head_dim or b.head_dim
+    scales = logit_scale(a.semantics, H or 1), logit_scale(b.semantics, H or 1)
+    # Without H, a scale may be the default.
+    names = [*differing(a.semantics, b.semantics, scales if H else (1.0, 1.0)), "attention_axes"]
+    both = {name: (getattr(a.semantics, name), getattr(b.semantics, name)) for name in names}
+    if "scale" in both:
+        both["scale"] = scales
+    both[_WINDOW] = _bounds(a), _bounds(b)
+    if not _other_windows(a, b):
+        del both[_WINDOW]
+    return {name: (x, y) for name, (x, y) in both.items() if x != y}
+
+
+def _bounds(one: Behaviour) -> tuple[int | None, int | None] | None:
+    """The window of a layer; None if it has none, or its configuration does not determine one."""
+    if one.mask is None:
+        return one.semantics.local_window_size
+    known = one.mask.scheme in ("causal", "full") and one.mask.chunk is None
+    return (one.mask.left, one.mask.right) if known else None
+
+
+def _other_windows(a: Behaviour, b: Behaviour) -> bool:
+    """True if windows differ. Of a model that a configuration describes, calls may give them."""
+    x, y = _bounds(a), _bounds(b)
+    schemes = {one.mask.scheme for one in (a, b) if one.mask is not None}
+    if not schemes:
+        return x != y
+    if x is None or y is None:
+        return False
+    # Causality bounds the right side, and the call of a layer may give it.
+    return x[0] != y[0] or (x[1] != y[1] and "causal" not in schemes)
+
+
+def _same_rotation(a: Behaviour, b: Behaviour) -> bool | None:
+    """Compares the rotations of two layers by their results; None if that cannot be done."""
+    x, y = a.rotate, b.rotate
+    if x is y or IN_CALL in (x, y):
+        return True
+    if x is None or y is None:
+        # A configuration does not say where a model rotates: outside of a layer, perhaps.
+        return None if (b if x is None else a).mask is not None else False
+    features = a.head_dim or b.head_dim or _FEATURES
+    heads = np.random.default_rng(0).normal(size=(1, _PLACES.size, 1, features))
+    try:
+        one, other = (np.asarray(f(heads.astype(np.float32), _PLACES)) for f in (x, y))
+        return one.shape == other.shape and bool(np.allclose(one, other, atol=0.01))
+    except Exception:  # noqa: BLE001 (code of the user's own, made for other arguments)
+        return None
