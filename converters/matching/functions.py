@@ -3,7 +3,7 @@
 Scales, soft caps, windows, norms, rotations and `add_zero_attn` are settings, which no array shows.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,8 +26,9 @@ _FEATURES = 64  # of the heads that are rotated, where H is not known
 def compare(sources: Mapping[str, Sequence[str]], mine: Facts, theirs: Facts) -> tuple[str, ...]:
     """Compares the behaviour of each layer of the source with that of the layer that it fills.
 
-    Returns notes on behaviour that the source states and that cannot be compared. `sources`: names
-    of the arrays that fill each array. `mine`, `theirs`: the facts of the arrays of source and target.
+    Returns notes on norms of another epsilon, and on behaviour that only the source states.
+    `sources`: names of the arrays that fill each array. `mine`, `theirs`: the facts of the arrays of
+    source and target.
 
     Raises ValueError if two layers compute different functions.
     """
@@ -39,20 +40,25 @@ def compare(sources: Mapping[str, Sequence[str]], mine: Facts, theirs: Facts) ->
     }
     notes: dict[str, list[str]] = {}
     for a, b in pairs.values():
-        if a.behaviour is None:
-            continue
-        if b is None or b.behaviour is None:
-            unknown = _differing(a.behaviour, Behaviour(Semantics()))
-        else:
-            fields, unknown = _compared(a.behaviour, b.behaviour)
-            if fields:
-                raise ValueError(_refused(a, b, fields))
-        if unknown:
-            notes.setdefault(_settings(unknown, 0), []).append(a.layer or "attention")
-    return tuple(
-        f"{errors.listed(names, 3)} of the source: {settings}, and nothing shows that the model computes the same"
-        for settings, names in notes.items()
-    )
+        for text in _notes(a, b):
+            notes.setdefault(text, []).append(a.layer or "a layer")
+    return tuple(f"{errors.listed(names, 3)} of the source: {x}" for x, names in notes.items())
+
+
+def _notes(a: Stated, b: Stated | None) -> Iterator[str]:
+    """Yields notes on a layer and the one that it fills; raises ValueError if functions differ."""
+    if b and a.epsilon is not None and b.epsilon not in (a.epsilon, None):
+        yield f"epsilon={a.epsilon:g}, and {b.epsilon:g} in the model"
+    if a.behaviour is None:
+        return
+    if b is None or b.behaviour is None:
+        unknown = _differing(a.behaviour, Behaviour(Semantics()))
+    else:
+        fields, unknown = _compared(a.behaviour, b.behaviour)
+        if fields:
+            raise ValueError(_refused(a, b, fields))
+    if unknown:
+        yield f"{_settings(unknown, 0)}, and nothing shows that the model computes the same"
 
 
 def _refused(source: Stated, target: Stated, fields: Fields) -> str:

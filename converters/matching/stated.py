@@ -29,15 +29,17 @@ if TYPE_CHECKING:
     from jaxmha.converters.discovery.head_count import Configured
 
 Path = tuple[str, ...]
+_EPSILONS = ("eps", "epsilon", "variance_epsilon")  # attributes of norms
 _FUNCTIONS = frozenset(["scale", "soft_cap", "qk_norm", "clip", "form"])  # parts of semantics
 
 
 class Stated(NamedTuple):
-    """The name of an attention layer, its head count and its behaviour; None where it states none."""
+    """The name of a layer, and its head count and behaviour, or the epsilon of a norm, if stated."""
 
     layer: str
     heads: int | None = None
     behaviour: Behaviour | None = None
+    epsilon: float | None = None
 
 
 class _Shape(NamedTuple):
@@ -95,8 +97,10 @@ def _of_layer(name: str, layer: object) -> Stated | None:
     if layer is None:
         return None
     heads = live_model.head_count(live_model.LiveModel({}, {"": layer}), "")
-    behaviour = layer_semantics.of(layer)
-    return None if heads is None and behaviour is None else Stated(name, heads, behaviour)
+    found = (getattr(layer, attribute, None) for attribute in _EPSILONS)
+    epsilon = next((x for x in found if isinstance(x, float)), None)
+    one = Stated(name, heads, layer_semantics.of(layer), epsilon)
+    return None if one == Stated(name) else one
 
 
 def of_torch(arrays: Mapping[str, _Array], layers: Mapping[str, Any]) -> Mapping[str, Stated]:

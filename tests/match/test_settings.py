@@ -174,10 +174,31 @@ def test_notes_say_what_nothing_compares() -> None:
     tree = nnx.to_pure_dict(nnx.state(ours(), nnx.Param))
     (note,) = match(theirs(add_zero_attn=True), tree).notes
     assert note == (
-        "attention of the source: add_zero_attn=True, and nothing shows that the model computes the same"
+        "a layer of the source: add_zero_attn=True, and nothing shows that the model computes the same"
     )
     assert "rotate=rope," in match(ours(rotate=rope), ours(rotate=own_function)).notes[0]
     assert not match(theirs(), tree).notes
+
+
+def of_norm(framework: str) -> Any:
+    import keras
+
+    made = keras.layers.LayerNormalization(epsilon=1e-3)
+    if framework == "keras":
+        made.build((None, FEATURES))
+        return made
+    if framework == "nnx":
+        return abstract(nnx.LayerNorm, FEATURES, epsilon=1e-3)
+    return equinox.filter_eval_shape(equinox.nn.LayerNorm, FEATURES, eps=1e-3)
+
+
+@pytest.mark.parametrize("framework", ["keras", "nnx", "equinox"])
+def test_other_epsilons_of_norms_are_noted(framework: str) -> None:
+    source, target = torch.nn.LayerNorm(FEATURES), of_norm(framework)
+    assert match(source, target).notes == (
+        "a layer of the source: epsilon=1e-05, and 0.001 in the model",
+    )
+    assert not match(torch.nn.LayerNorm(FEATURES, eps=1e-3), target).notes
 
 
 def folder(at: Path, config: dict[str, Any], norms: bool = False) -> Path:
