@@ -1,20 +1,18 @@
 """Makes a plan: its lines from the pairs that `decide` decides, its questions from the others."""
 
-import math
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from jaxmha.converters.matching import roles, tied
+from jaxmha.converters.matching import flattened, nearest, roles, tied
 from jaxmha.converters.matching.arrows import Arrow, Fit, fit, guesses
 from jaxmha.converters.matching.decide import ALONE, Decision, decide
-from jaxmha.converters.matching.layers import MAIN, Layer, is_buffer
+from jaxmha.converters.matching.layers import MAIN, is_buffer
 from jaxmha.converters.matching.patterns import LETTERS, expand, pattern, used
 from jaxmha.converters.matching.plan import Line, MatchPlan, Packing, Question
 from jaxmha.converters.matching.rolling import rolled, unrolled
 from jaxmha.converters.matching.templates import Template, templates
-from jaxmha.converters.matching.terms import contradict
-from jaxmha.converters.matching.trees import Array, Tree, named_alike
+from jaxmha.converters.matching.trees import Tree, named_alike
 
 _MOST = 64  # most repetitions to unroll into separate templates
 
@@ -25,13 +23,18 @@ def plan(source: Tree, target: Tree, packing: Packing = "ask") -> MatchPlan:
         raise ValueError(f"packing must be ask or concatenated, got {packing!r}")
     mine, theirs, decision = _decided(named_alike(source, target), target)
     packed = _guessed_pairs(mine, theirs, decision) if packing == "ask" else {}
-    open_ = {t for several in packed.values() for t in several}
+    flat = flattened.find(mine, theirs, decision, source, target)
+    open_ = {t for several in packed.values() for t in several} | flat.keys()
     found = _pieces(mine, theirs, decision, decision.taken.keys() - open_)
     lines, refused = _lines(found, source, target)
     questions = [*_questions(mine, theirs, decision), *refused]
     for several in packed.values():
         rows, refused = _lines(_pieces(mine, theirs, decision, several), source, target)
         questions += [*_of_packing(rows), *refused]
+    for t, order in flat.items():
+        rows, refused = _lines(_pieces(mine, theirs, decision, [t]), source, target)
+        slots = {_pattern_of(theirs[t], slot): slot for slot in theirs[t].first.slots}
+        questions += [*([flattened.question(rows, slots, order)] if rows else ()), *refused]
     tied_lines, questions = tied.settled(questions, source)
     notes = (*source.notes, *(f"target: {note}" for note in target.notes))
     made = MatchPlan((*lines, *tied_lines), tuple(_merged(questions)), (), (), source.origin, notes)
@@ -262,13 +265,13 @@ def _questions(
         target = theirs[t]
         near = list(candidates)
         if not near:
-            near, reason = _near(mine, target, decision, reason)
+            near, reason = nearest.near(mine, target, decision, reason)
         if not near and (one := tied.question(_layer_name(target), target, mine, taken)):
             found[t] = one
             continue
         if not near and reason == ALONE:
             alone.add(t)
-            reason += _nearest(mine, target, decision)
+            reason += nearest.shown(mine, target, decision)
         names = tuple(_layer_name(mine[s]) for s in near)
         chosen: list[Template | None] = [mine[s] for s in near]
         examples = tuple(
@@ -308,64 +311,6 @@ def _of_module(several: Sequence[Question]) -> Question:
     )
 
 
-def _near(
-    mine: Sequence[Template], target: Template, decision: Decision, reason: str
-) -> tuple[list[int], str]:
-    """Finds unused sources that fit without the slots of only one layer, such as a bias.
-
-    Returns their indices and the reason, or [] and `reason`.
-    """
-    used = {s for s, _, _ in decision.taken.values()}
-    near = []
-    for s, source in enumerate(mine):
-        both = source.first.slots.keys() & target.first.slots.keys()
-        other = source.first.slots.keys() != target.first.slots.keys()
-        if s in used or not both or not other or contradict(source.terms, target.terms):
-            continue
-        if not isinstance(fit(_only(source, both), _only(target, both)), str | None):
-            near.append(s)
-    if near:
-        return near, "the layers of these shapes have other arrays, such as a bias"
-    return near, reason
-
-
-def _nearest(mine: Sequence[Template], target: Template, decision: Decision) -> str:
-    """Returns text for a reason: the shape expected, and that of the nearest unused source array.
-
-    An array with more of the target's terms is nearer, then one of more similar sizes.
-    """
-    used = {s for s, _, _ in decision.taken.values()}
-    wanted = target.first.slots[MAIN]
-    found = []
-    for s, source in enumerate(mine):
-        array = source.first.slots[MAIN]
-        if s not in used:
-            common = len(source.terms & target.terms)
-            found.append((-common, _apart(array.shape, wanted.shape), array.name, array.shape))
-    if not found:
-        return f"; {wanted.name} is {wanted.shape}"
-    *_, name, shape = min(found)
-    return f"; the nearest is {name} {shape}, which does not fit {wanted.name} {wanted.shape}"
-
-
-def _apart(a: Sequence[int], b: Sequence[int]) -> float:
-    """How much the sizes of two shapes differ; of the products, if they have other axes."""
-    sizes = (
-        zip(sorted(a), sorted(b), strict=True)
-        if len(a) == len(b)
-        else [(math.prod(a), math.prod(b))]
-    )
-    return sum(abs(math.log((x + 1) / (y + 1))) for x, y in sizes)
-
-
-def _only(template: Template, slots: Iterable[str]) -> Template:
-    def cut(layer: Layer) -> Layer:
-        kept: Mapping[str, Array] = {slot: layer.slots[slot] for slot in slots}
-        return layer._replace(slots=kept)
-
-    return replace(template, layers={r: cut(x) for r, x in template.layers.items()})
-
-
 def _pattern_of(template: Template, slot: str) -> str:
     names = {r: template.layers[r].slots[slot].name for r in sorted(template.layers)}
     return pattern(names) or next(iter(names.values()))
@@ -386,7 +331,7 @@ def _example(source: Template | None, target: Template, slot: str) -> Line:
     if source is None or slot not in source.first.slots:
         return Line(name, fill="zeros")
     both = source.first.slots.keys() & target.first.slots.keys()
-    how = fit(_only(source, both), _only(target, both))
+    how = fit(nearest.only(source, both), nearest.only(target, both))
     arrow = str(how.arrows[slot]) if how is not None and not isinstance(how, str) else ""
     part = source.first.part
     take = f"{part[0]}/{part[1]}" if part and target.first.part is None else ""

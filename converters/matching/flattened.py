@@ -1,0 +1,211 @@
+"""Finds dense layers next to a flattened convolution, whose features have another order in the target.
+
+torch flattens channels, height, width; Keras and Flax flatten height, width, channels. The kernel of
+a dense layer has one size for both, so no shape shows that its features are to be reordered.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from jaxmha.converters.matching.decide import Decision
+from jaxmha.converters.matching.layers import MAIN, Layer
+from jaxmha.converters.matching.plan import Line, Question
+from jaxmha.converters.matching.templates import Template
+from jaxmha.converters.matching.terms import meaning
+from jaxmha.converters.matching.trees import Tree
+
+_ATTENTION = {"query", "key", "attn", "position"}
+_LEAST = 4  # places of the smallest image that a dense layer is likely to make: 2 x 2
+
+
+_Order = tuple[str, int, int, bool]  # the first attributes of `Flat`
+
+
+class Flat(NamedTuple):
+    """A dense layer whose input (or output) is `channels` of `convolution` at `places`.
+
+    `first`: True if the source has the channels first, and the target has them last.
+    """
+
+    convolution: str
+    channels: int
+    places: int
+    output: bool
+    first: bool
+
+
+class _Item(NamedTuple):
+    """A layer in the order of its tree; `size_in` and `size_out`: -1 if unknown or absent."""
+
+    name: str
+    path: tuple[str, ...]
+    template: int
+    size_in: int
+    size_out: int
+    convolution: bool
+
+
+def find(
+    mine: Sequence[Template],
+    theirs: Sequence[Template],
+    decision: Decision,
+    source: Tree,
+    target: Tree,
+) -> dict[int, Flat]:
+    """Maps the index of each such target to its order; {} if both models order channels alike."""
+    pairs = [(mine[s].first, theirs[t].first) for s, t in decision.fits]
+    forms = {(a.form, b.form) for a, b in pairs if _is_image(a) and _is_image(b)}
+    forms &= {("oi", "io"), ("io", "oi")}
+    if len(forms) != 1:
+        return {}
+    first = forms == {
+        ("oi", "io")
+    }  # of the source; the tree with channels first has the clearer sizes
+    tree, templates = (source, mine) if first else (target, theirs)
+    found = _next_to_convolutions(
+        _items(tree, templates), tree.kind == "torch", _vectors(templates)
+    )
+    if tree.kind == "torch":
+        found |= dict(_norms_between(tree, templates, found))
+    of_template = {t: s if first else t for t, (s, *_) in decision.taken.items()}
+    return {
+        t: Flat(*found[template], first)
+        for t, template in of_template.items()
+        if template in found and not meaning(templates[template].path) & _ATTENTION
+    }
+
+
+def _norms_between(
+    tree: Tree, templates: Sequence[Template], found: Mapping[int, _Order]
+) -> Iterator[tuple[int, _Order]]:
+    """Yields the norms of flattened features, which are between a convolution and a dense layer."""
+    place = {name: n for n, name in enumerate(tree.arrays)}
+    for n, template in enumerate(templates):
+        main = template.first.slots[MAIN]
+        for dense, (convolution, channels, places, output) in found.items():
+            end = place[templates[dense].first.slots[MAIN].name]
+            between = place[convolution] < place[main.name] < end
+            if main.shape == (channels * places,) and between and not output:
+                yield n, (convolution, channels, places, True)
+
+
+def _is_image(layer: Layer) -> bool:
+    return len(layer.slots[MAIN].shape) > 2
+
+
+def _vectors(templates: Sequence[Template]) -> set[int]:
+    """The sizes of norms."""
+    shapes = [t.first.slots[MAIN].shape for t in templates]
+    return {shape[0] for shape in shapes if len(shape) == 1}
+
+
+def _items(tree: Tree, templates: Sequence[Template]) -> list[_Item]:
+    """The layers with matrices: of a live torch model as it defines them, else by their names."""
+    found = [
+        _item(layer, n)
+        for n, template in enumerate(templates)
+        for layer in template.layers.values()
+        if len(layer.slots[MAIN].shape) > 1
+    ]
+    if tree.kind == "torch":
+        order = {name: n for n, name in enumerate(tree.arrays)}
+        return sorted(found, key=lambda item: order[item.name])
+    return sorted(found, key=lambda item: [_natural(part) for part in item.path])
+
+
+def _natural(part: str) -> list[tuple[int, str]]:
+    return [(int(x), "") if x.isdigit() else (-1, x) for x in re.split(r"(\d+)", part)]
+
+
+def _item(layer: Layer, template: int) -> _Item:
+    main = layer.slots[MAIN]
+    a, b = main.shape[:2]
+    sizes = {"oi": (b, a), "weight": (b, a), "io": (a, b), "vd": (-1, b), "no": (a, b)}
+    image = _is_image(layer)
+    size_in, size_out = (
+        sizes.get(layer.form, (-1, -1)) if image or len(main.shape) == 2 else (-1, -1)
+    )
+    return _Item(
+        main.name, layer.path, template, size_in, size_out, image and layer.form in ("oi", "no")
+    )
+
+
+def _next_to_convolutions(
+    items: Sequence[_Item], ordered: bool, norms: set[int]
+) -> dict[int, _Order]:
+    """Maps templates to convolution, channels, places, and whether the output is meant.
+
+    `ordered`: the items are in the order of the model; otherwise the last may precede the first.
+    `norms`: sizes of norms.
+    """
+    found: dict[int, _Order] = {}
+    read = {item.size_in for item in items if not item.convolution}
+    for n, (one, after) in enumerate(zip(items, [*items[1:], items[0]], strict=True)):
+        if ordered and n + 1 == len(items):
+            break
+        if one.convolution and _are_places(after, after.size_in, one.size_out):
+            # Features of this size that another layer makes are no flattened channels.
+            others = items[:n] if ordered else items
+            made = {x.size_out for x in others if not (ordered and x.convolution)}
+            if after.size_in not in (made if ordered else made | norms):
+                places = after.size_in // one.size_out
+                readers = _reading(items, n + 1, after.size_in)
+                found |= {x.template: (one.name, one.size_out, places, False) for x in readers}
+        if after.convolution and _are_places(one, one.size_out, after.size_in):
+            places = one.size_out // after.size_in
+            together = ordered or (len(one.path) > 1 and one.path[:-1] == after.path[:-1])
+            if together and places >= _LEAST and one.size_out not in read:
+                found[one.template] = (after.name, after.size_in, places, True)
+    return found
+
+
+def _are_places(dense: _Item, size: int, channels: int) -> bool:
+    """True if features of a dense layer may be several places of these channels."""
+    return not dense.convolution and 1 < channels < size and size % channels == 0
+
+
+def _reading(items: Sequence[_Item], start: int, size: int) -> list[_Item]:
+    """The layers from `start` on with this input, up to a convolution or a layer that makes it."""
+    found: list[_Item] = []
+    for item in (*items[start:], *items[:start]):
+        if item.convolution:
+            break
+        found += [item] * (item.size_in == size)
+        if item.size_out == size:
+            break
+    return found
+
+
+def question(rows: Sequence[Line], names: Mapping[str, str], flat: Flat) -> Question:
+    """The question on the order of features, with lines that reorder them.
+
+    `rows`: lines that keep the order. `names`: name of each target array -> its slot.
+    """
+    made = tuple(_reordered(row, names.get(row.target, MAIN), flat) for row in rows)
+    main = next(row for row in rows if names.get(row.target, MAIN) == MAIN)
+    way, last = ("writes", "output") if flat.output else ("reads", "input")
+    sides = ("first", "last") if flat.first else ("last", "first")
+    reason = (
+        f"it {way} {flat.channels * flat.places} features, perhaps the {flat.channels} channels of "
+        f"{flat.convolution} at {flat.places} places, flattened: the source has channels {sides[0]}, and "
+        f"the model {sides[1]}; these lines reorder the {last}: keep its order ({main.arrow or 'a copy'}) "
+        "if the features are others, or one model moves its channels where it flattens"
+    )
+    sources = dict.fromkeys(name for row in rows for name in row.sources)
+    return Question(main.target, tuple(sources), reason, (made,))
+
+
+def _reordered(row: Line, slot: str, flat: Flat) -> Line:
+    letter = "o0" if flat.output else "i0"
+    if slot != MAIN and not flat.output:
+        return replace(row, reason="", confidence="")
+    ends = [f"({flat.channels} p0)", f"(p0 {flat.channels})"]
+    before, after = (
+        re.sub(rf"(?<![\w(]){letter}(?![\w)])", end, side)
+        for side, end in zip(
+            row.arrow.split(" -> "), ends if flat.first else ends[::-1], strict=True
+        )
+    )
+    return replace(row, arrow=f"{before} -> {after}", reason="", confidence="")

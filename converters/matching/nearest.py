@@ -1,0 +1,70 @@
+"""Finds the layers of a source that are nearest to a target layer which none of them fits."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from jaxmha.converters.matching.arrows import fit
+from jaxmha.converters.matching.decide import Decision
+from jaxmha.converters.matching.layers import MAIN, Layer
+from jaxmha.converters.matching.templates import Template
+from jaxmha.converters.matching.terms import contradict
+from jaxmha.converters.matching.trees import Array
+
+
+def near(
+    mine: Sequence[Template], target: Template, decision: Decision, reason: str
+) -> tuple[list[int], str]:
+    """Finds unused sources that fit without the slots of only one layer, such as a bias.
+
+    Returns their indices and the reason, or [] and `reason`.
+    """
+    used = {s for s, _, _ in decision.taken.values()}
+    near = []
+    for s, source in enumerate(mine):
+        both = source.first.slots.keys() & target.first.slots.keys()
+        other = source.first.slots.keys() != target.first.slots.keys()
+        if s in used or not both or not other or contradict(source.terms, target.terms):
+            continue
+        if not isinstance(fit(only(source, both), only(target, both)), str | None):
+            near.append(s)
+    if near:
+        return near, "the layers of these shapes have other arrays, such as a bias"
+    return near, reason
+
+
+def shown(mine: Sequence[Template], target: Template, decision: Decision) -> str:
+    """Returns text for a reason: the shape expected, and that of the nearest unused source array.
+
+    An array with more of the target's terms is nearer, then one of more similar sizes.
+    """
+    used = {s for s, _, _ in decision.taken.values()}
+    wanted = target.first.slots[MAIN]
+    found = []
+    for s, source in enumerate(mine):
+        array = source.first.slots[MAIN]
+        if s not in used:
+            common = len(source.terms & target.terms)
+            found.append((-common, _apart(array.shape, wanted.shape), array.name, array.shape))
+    if not found:
+        return f"; {wanted.name} is {wanted.shape}"
+    *_, name, shape = min(found)
+    return f"; the nearest is {name} {shape}, which does not fit {wanted.name} {wanted.shape}"
+
+
+def _apart(a: Sequence[int], b: Sequence[int]) -> float:
+    """How much the sizes of two shapes differ; of the products, if they have other axes."""
+    sizes = (
+        zip(sorted(a), sorted(b), strict=True)
+        if len(a) == len(b)
+        else [(math.prod(a), math.prod(b))]
+    )
+    return sum(abs(math.log((x + 1) / (y + 1))) for x, y in sizes)
+
+
+def only(template: Template, slots: Iterable[str]) -> Template:
+    def cut(layer: Layer) -> Layer:
+        kept: Mapping[str, Array] = {slot: layer.slots[slot] for slot in slots}
+        return layer._replace(slots=kept)
+
+    return replace(template, layers={r: cut(x) for r, x in template.layers.items()})

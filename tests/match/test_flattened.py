@@ -1,0 +1,155 @@
+"""Dense layers next to a flattened convolution: torch flattens channels first, Flax and Keras last."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+
+from jaxmha.converters import equinox, flax, keras, match
+from jaxmha.converters import torch as convert_torch
+from jaxmha.converters.matching import Plan, prove
+
+C, Y, X, OUT = 4, 5, 7, 6
+
+
+class Theirs(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = torch.nn.Conv2d(3, C, 3, padding=1)
+        self.value, self.advantage = (torch.nn.Linear(C * Y * X, n) for n in (1, OUT))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = self.conv(x.permute(0, 3, 1, 2)).relu().flatten(1)
+        return self.value(x) + self.advantage(x)
+
+
+class Mine(nnx.Module):  # type: ignore[misc]
+    def __init__(self) -> None:
+        rngs = nnx.Rngs(0)
+        self.conv = nnx.Conv(3, C, (3, 3), rngs=rngs)
+        self.value, self.advantage = (nnx.Linear(C * Y * X, n, rngs=rngs) for n in (1, OUT))
+
+    def __call__(self, x: Any) -> Any:
+        x = nnx.relu(self.conv(x)).reshape(len(x), -1)
+        return self.value(x) + self.advantage(x)
+
+
+def of_keras() -> Any:
+    import keras as library
+
+    x = inputs = library.Input((Y, X, 3))
+    x = library.layers.Conv2D(C, 3, padding="same", activation="relu", name="conv")(x)
+    x = library.layers.Flatten()(x)
+    value, advantage = (
+        library.layers.Dense(n, name=name)(x) for n, name in ((1, "value"), (OUT, "advantage"))
+    )
+    return library.Model(inputs, value + advantage)
+
+
+def answered(plan: Plan) -> Plan:
+    return plan.with_lines(*(line for one in plan.questions for line in one.examples[0]))
+
+
+LOAD: dict[str, Any] = {
+    "nnx": (Theirs, Mine, flax.load_into),
+    "keras": (Theirs, of_keras, keras.load_into),
+    "back": (Mine, Theirs, convert_torch.load_into),
+    "state": (lambda: dict(Theirs().state_dict()), Mine, flax.load_into),
+}
+
+
+@pytest.mark.parametrize("kind", LOAD)
+def test_features_of_a_flattened_convolution_are_reordered(kind: str) -> None:
+    make, target, load = LOAD[kind]
+    source, model = make(), target()
+    plan = match(source, model)
+    assert len(plan.questions) == 2
+    for question in plan.questions:
+        assert f"the {C} channels of conv" in question.reason
+        assert f"at {Y * X} places" in question.reason
+    with pytest.raises(ValueError, match="flattened: the source has channels"):
+        load(model, source)
+    filled = load(model, source, answered(plan))
+    draw = None if kind == "state" else lambda rng: (rng.normal(size=(2, Y, X, 3)),)
+    assert prove(source, filled, answered(plan), inputs=draw).same
+
+
+def test_a_norm_of_flattened_features_is_reordered() -> None:
+    norm = torch.nn.BatchNorm1d(C * 3)
+    torch.nn.init.normal_(norm.bias)
+    source = torch.nn.Sequential(
+        *(torch.nn.Conv2d(3, C, 3), torch.nn.Flatten(), norm, torch.nn.Linear(C * 3, OUT))
+    )
+    vectors = {name: np.zeros(C * 3, "float32") for name in ("scale", "bias", "mean", "var")}
+    dense = {"kernel": np.zeros((C * 3, OUT), "float32"), "bias": np.zeros(OUT, "float32")}
+    conv = {"kernel": np.zeros((3, 3, 3, C), "float32"), "bias": np.zeros(C, "float32")}
+    target = {"conv": conv, "bn": vectors, "fc": dense}
+    plan = match(source, target)
+    filled = equinox.load_into(target, source, answered(plan))
+    wanted = norm.bias.detach().numpy().reshape(C, 3).T.ravel()
+    np.testing.assert_array_equal(filled["bn"]["bias"], wanted)
+
+
+def test_features_that_become_an_image_are_reordered() -> None:
+    class Decoder(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = torch.nn.Linear(3, C * Y * X)
+            self.conv = torch.nn.Conv2d(C, 2, 3, padding=1)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.conv(self.fc(x).view(-1, C, Y, X)).permute(0, 2, 3, 1)
+
+    class Other(nnx.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            rngs = nnx.Rngs(0)
+            self.fc = nnx.Linear(3, C * Y * X, rngs=rngs)
+            self.conv = nnx.Conv(C, 2, (3, 3), rngs=rngs)
+
+        def __call__(self, x: Any) -> Any:
+            return self.conv(self.fc(x).reshape(-1, Y, X, C))
+
+    source = Decoder()
+    plan = match(source, Other())
+    assert [q.target for q in plan.questions] == ["fc/kernel"]
+    model = flax.load_into(Other(), source, answered(plan))
+    assert prove(source, model, answered(plan), inputs=lambda rng: (rng.normal(size=(2, 3)),)).same
+
+
+# Shapes by name, and the layers that are asked about.
+STATES: dict[str, tuple[dict[str, tuple[int, ...]], list[str]]] = {
+    "vgg": (
+        {"classifier.0": (9, 72), "classifier.3": (5, 9), "features.0": (4, 3, 3, 3),
+         "features.10": (8, 4, 3, 3)},
+        ["classifier/0/kernel"],
+    ),
+    "pooled": ({"conv": (8, 3, 3, 3), "fc": (5, 8)}, []),
+    "resnet": ({"conv1": (4, 3, 7, 7), "fc": (5, 16), "layer4.conv": (16, 4, 3, 3)}, []),
+    "densenet": ({"classifier": (5, 16), "features.conv": (8, 3, 3, 3), "features.norm": (16,)}, []),
+    "vit": ({"patch": (8, 3, 4, 4), "q": (8, 8), "up": (32, 8), "z_down": (8, 32)}, []),
+    "times": ({"conv": (8, 3, 3, 3), "mlp": (8, 32), "time.0": (32, 6)}, []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_only_features_that_no_layer_makes_are_asked_about(name: str) -> None:
+    shapes, asked = STATES[name]
+    source = {f"{key}.weight": np.zeros(shape, "float32") for key, shape in shapes.items()}
+    source |= {f"{key}.bias": np.zeros(shape[0], "float32") for key, shape in shapes.items()}
+    target: Any = {}
+    for key, (out, *rest) in shapes.items():
+        inner = target
+        for part in key.split("."):
+            inner = inner.setdefault(part, {})
+        inner[("kernel" if rest else "scale")] = np.zeros((*rest[1:], *rest[:1], out), "float32")
+        inner["bias"] = np.zeros(out, "float32")
+    plan = match(source, target)
+    assert [q.target for q in plan.questions if "flattened" in q.reason] == asked
+    assert asked or equinox.load_into(target, source)
+
+
+def test_models_of_one_order_are_not_asked_about() -> None:
+    source = Theirs()
+    assert match(source, Theirs()).questions == ()
