@@ -157,9 +157,10 @@ def test_ragged_sequences_and_rings() -> None:
         out, cache = latent.extend(
             params, to_jax(rows), cache, q_lengths=np.asarray(counts), mask=mask, rotate=SCALED
         )
+        found = np.asarray(out)
         for b, count in enumerate(counts):
-            assert_close(out[b, :count], want[b, at[b] : at[b] + count])
-            assert not np.asarray(out[b, count:]).any()
+            assert_close(found[b, :count], want[b, at[b] : at[b] + count])
+            assert not found[b, count:].any()
         at += counts
     assert at.tolist() == [13, 13]
 
@@ -190,7 +191,7 @@ def test_pages(dtype: str | None) -> None:
             params, tokens, cache, q_lengths=np.asarray(counts), rotate=ROTATE, positions=at
         )
         pool.require_same(cache)
-        return out, cache
+        return np.asarray(out), cache
 
     out, cache = step(cache, [5, 3, 0], rows[:, :5])
     assert_close(out[0], want[0, :5], factor=factor)
@@ -202,7 +203,7 @@ def test_pages(dtype: str | None) -> None:
     out, cache = step(cache, [3, 3, 2], to_jax(tokens))
     for row, at, count in ((0, 5, 3), (1, 2, 3), (2, 5, 2)):
         assert_close(out[row, :count], want[row % 2, at : at + count], factor=factor)
-    assert dtype is None or np.abs(np.asarray(out[0, :3], np.float64) - want[0, 5:8]).max() > 1e-5
+    assert dtype is None or np.abs(out[0, :3].astype(np.float64) - want[0, 5:8]).max() > 1e-5
     pool.free(0, 1, 2)
     cache = cache.free(np.ones(3, bool))
     assert int(cache.free_pages()) == pool.free_pages == 11
@@ -222,7 +223,7 @@ def test_values_of_pages_are_their_keys(dtype: str | None) -> None:
 def test_gradients_of_every_leaf() -> None:
     with jax.enable_x64(True):
         params, x = made(dtype="float64"), inputs("float64")
-        weight = to_jax(np.random.default_rng(2).standard_normal((B, T, 17)))
+        weight = np.random.default_rng(2).standard_normal((B, T, 17))
 
         def total(params: Any, x: Any) -> Any:
             out = latent.latent_attention(params, x, rotate=SCALED, is_causal=True)
@@ -239,7 +240,7 @@ def test_gradients_of_every_leaf() -> None:
                 values = []
                 for sign in (1e-5, -1e-5):
                     moved, tree = jax.tree.flatten(given)
-                    moved[index] = leaf + sign * step
+                    moved[index] = np.asarray(leaf) + sign * step
                     both = [params, x]
                     both[place] = jax.tree.unflatten(tree, moved)
                     values.append((oracle(both[0], both[1], CAUSAL, SCALED) * weight).sum())

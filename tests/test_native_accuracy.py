@@ -4,13 +4,13 @@ from functools import cache, partial
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 
 import jaxmha
 from tests import conformance
+from tests.drawn import to_jax
 
 OPTIMISED = True  # compiled as users compile it
 pytestmark = conformance.native_built
@@ -104,7 +104,7 @@ def ratios(numbers: range, size: float) -> dict[str, Any]:
         case = drawn(number)
         given = arrays(case, size)
         want = exact(case, *given)
-        ours = program(case.causal, case.padded)(*map(jnp.asarray, given))
+        ours = program(case.causal, case.padded)(*map(to_jax, given))
         theirs = of_torch(case, *given)
         for name, x, y, z in zip(NAMES, ours, theirs, want, strict=True):
             mine, other = (float(np.sqrt(((np.asarray(e) - z) ** 2).mean())) for e in (x, y))

@@ -56,7 +56,7 @@ def filled(sizes: tuple[int, ...], dtype: str, lengths: Any, rng: Any, *, paged:
             scales.append(np.where(dead[:, None], np.nan, scale))
         else:
             x = np.where(dead[:, None, :, None], np.nan, x)
-            parts.append(to_jax(x).astype(dtype))
+            parts.append(to_jax(x, dtype))
             scales.append(None)
     counts = to_jax(lengths, jnp.int32)
     key, value = parts
@@ -72,7 +72,7 @@ def both(
     B, K, G, T, H, _, _ = sizes
     rng = np.random.default_rng(1)
     query = to_jax(rng.standard_normal((B, T, K * G, H)), jnp.float32)
-    positions = (to_jax(cache.lengths) - T)[:, None] + jnp.arange(T, dtype=np.int32)[None]
+    positions = to_jax((np.asarray(cache.lengths) - T)[:, None] + np.arange(T, dtype=np.int32))
 
     def run(query: Any, cache: Any) -> Any:
         semantics = Semantics(**options)

@@ -97,17 +97,20 @@ def close(ours: Any, theirs: Any) -> None:
 def forward(model: nnx.Module, *arrays: Any, **named: Any) -> Any:
     """One program: the operations of a model by themselves take longer to compile."""
     run = nnx.jit(lambda model, arrays, named: model(*arrays, **named))
-    return run(model, jax.tree.map(jnp.asarray, arrays), jax.tree.map(jnp.asarray, named))
+    return run(model, jax.tree.map(to_jax, arrays), jax.tree.map(to_jax, named))
 
 
 def trains(model: nnx.Module, loss: Callable[..., Any], *batch: Any) -> None:
     """The loss falls along its gradient, which reaches every parameter."""
     step = nnx.jit(nnx.value_and_grad(loss))
     before, gradients = step(model, *batch)
-    leaves = jax.tree.leaves(gradients)
+    leaves = [np.asarray(x) for x in jax.tree.leaves(gradients)]
     assert all(np.isfinite(x).all() and np.any(x) for x in leaves)
     state = nnx.state(model, nnx.Param)
-    nnx.update(model, jax.tree.map(lambda x, g: x - 1e-3 * g, state, gradients))
+    lower = jax.tree.map(
+        lambda x, g: to_jax(np.asarray(x) - 1e-3 * np.asarray(g)), state, gradients
+    )
+    nnx.update(model, lower)
     assert step(model, *batch)[0] < before
 
 

@@ -54,9 +54,10 @@ def test_ragged_chunks_and_masks_over_slots() -> None:
         rows = np.minimum(lengths[:, None] + np.arange(6), T - 1)
         new = x[np.arange(B)[:, None], rows]
         out, cache = jaxmha.extend(params, new, cache, mask=mask, q_lengths=np.asarray(counts))
+        found = np.asarray(out)
         for b, count in enumerate(counts):
             own = want[b, lengths[b] : lengths[b] + count]
-            tolerance.assert_close(out[b, :count], own, f"row {b}", factor=2)
+            tolerance.assert_close(found[b, :count], own, f"row {b}", factor=2)
         lengths += counts
     assert cache.lengths.tolist() == lengths.tolist()
 

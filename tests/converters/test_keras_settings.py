@@ -6,10 +6,8 @@ from functools import partial
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.flatten_util import ravel_pytree
 
 from jaxmha import Semantics, multi_head_attention
 from jaxmha.converters import keras, torch
@@ -219,11 +217,14 @@ def test_gradients_are_those_of_keras(
         for variable, gradient in zip(layer.trainable_variables, of_weights, strict=True):
             variable.assign(gradient)
         expected = keras.from_module(layer)[0], *expected
-        found, gradients = jax.jit(partial(pulled, ours))(jax.tree.map(jnp.asarray, params))
+        found, gradients = jax.jit(partial(pulled, ours))(jax.tree.map(to_jax, params))
         assert_close(found, np.asarray(want))
         for x, y in zip(gradients, expected, strict=True):
             # A bias of keys has no gradient: of all weights, one scale.
-            flat, wanted = (np.asarray(ravel_pytree(each)[0]) for each in (x, y))
+            flat, wanted = (
+                np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(each)])
+                for each in (x, y)
+            )
             assert_close(flat, wanted, factor=BACKWARD)
 
 
