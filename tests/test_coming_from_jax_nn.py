@@ -227,7 +227,7 @@ def test_implementations() -> None:
     """Names of jax.nn are taken; its "xla" is "reference"."""
     found = ours(implementation="xla", return_weights=True)
     same(found, ours(implementation="reference", return_weights=True), 0.0)
-    same(found[0], theirs(implementation="xla"))
+    same(found[0], compiled(implementation="xla"))
     same(ours(implementation=("blocked", "xla"), return_weights=True), found, 0.0)
     assert jaxmha.explain(Q, K, V, implementation="xla").chosen == "reference"
     params = drawn.params(num_heads=N, features=8)
@@ -245,7 +245,9 @@ def test_large_numbers_of_positions_in_lengths() -> None:
     wide = np.array([2**32, 3])
     with pytest.raises(ValueError, match="int32"):
         theirs(key_value_seq_lengths=wide.astype(np.int16))
-    same(ours(key_value_seq_lengths=wide), theirs(key_value_seq_lengths=np.array([T, 3], "int32")))
+    same(
+        ours(key_value_seq_lengths=wide), compiled(key_value_seq_lengths=np.array([T, 3], "int32"))
+    )
 
 
 def test_shapes_that_only_one_takes() -> None:
@@ -326,9 +328,9 @@ def test_masks_that_are_not_boolean() -> None:
 
 
 def test_causality_is_top_left_in_both() -> None:
-    same(ours(Q[:, :3], K, V, is_causal=True), theirs(Q[:, :3], K, V, is_causal=True))
+    same(ours(Q[:, :3], K, V, is_causal=True), compiled(Q[:, :3], K, V, is_causal=True))
     same(ours(Q[:, :3], K, V, mask=Mask.causal(2)),
-         theirs(Q[:, :3], K, V, mask=np.tri(3, T, 2, dtype=bool)))  # fmt: skip
+         compiled(Q[:, :3], K, V, mask=np.tri(3, T, 2, dtype=bool)))  # fmt: skip
 
 
 def test_windows_that_are_traced() -> None:

@@ -53,7 +53,7 @@ def registered() -> None:
 
 
 def arrays(m: int, k: int, n: int) -> list[Any]:
-    return [x.astype(jnp.bfloat16) for x in arrays_of_float32(m, k, n)]
+    return [to_jax(x, jnp.bfloat16) for x in arrays_of_float32(m, k, n)]
 
 
 def cotangent(out: Any) -> Any:
