@@ -9,7 +9,8 @@ from typing import NamedTuple
 from jaxmha.checkpoint.errors import listed
 from jaxmha.converters.discovery import family_keymaps
 from jaxmha.converters.discovery.attention_blocks import Block, natural
-from jaxmha.converters.discovery.layer_layouts import Convention
+from jaxmha.converters.discovery.flattening import Item, next_to_convolutions
+from jaxmha.converters.discovery.layer_layouts import TORCH, Convention
 from jaxmha.converters.discovery.other_layers import OF_GROUPS, Module
 from jaxmha.converters.layout import parametrized
 
@@ -183,6 +184,41 @@ def in_parts(why: Mapping[str, str]) -> Iterator[str]:
     if found:
         more = f" (and {len(found) - 1} more)" * (len(found) > 1)
         yield f"carried over in parts, of which no other framework computes a weight: {found[0]}{more}"
+
+
+def flattened(layers: Sequence[Module], to: Convention | None) -> Iterator[str]:
+    """Yields a note on linear layers whose features a flattened convolution may order otherwise.
+
+    Files of torch have the channels first, those of other frameworks last.
+    """
+    convolutions = {one.convention is TORCH for one in layers if one.kind == "convolution"}
+    if to is None or convolutions != {to is not TORCH}:
+        return
+    ranked = sorted(layers, key=lambda one: natural(one.prefix))
+    items = [
+        Item(
+            one.prefix,
+            tuple(re.split("[./]", one.prefix)),
+            n,
+            one.sizes.get("Di", -1),
+            one.sizes.get("Do", one.sizes.get("D", -1)),
+            one.kind == "convolution",
+        )
+        for n, one in enumerate(ranked)
+        if "Do" in one.sizes or "V" in one.sizes
+    ]
+    norms = {one.sizes["D"] for one in ranked if one.sizes.keys() == {"D"}}
+    found = next_to_convolutions(items, False, norms)
+    shown = [
+        f"{ranked[n].prefix} ({m} channels of {of} x {k})"
+        for n, (of, m, k, _) in sorted(found.items())
+    ]
+    if shown:
+        yield (
+            f"next to a flattened convolution by their sizes: {listed(shown)}: torch flattens channels "
+            "first, other frameworks last, and the kernel keeps the order of the source: flatten in "
+            "this order in the model, or match both models, which reorders it (jaxmha match)"
+        )
 
 
 def renamed(layers: Iterable[tuple[str, str]]) -> Iterator[str]:

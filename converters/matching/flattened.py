@@ -1,14 +1,11 @@
-"""Finds dense layers next to a flattened convolution, whose features have another order in the target.
-
-torch flattens channels, height, width; Keras and Flax flatten height, width, channels. The kernel of
-a dense layer has one size for both, so no shape shows that its features are to be reordered.
-"""
+"""Finds dense layers next to a flattened convolution, whose features have another order in the target."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from jaxmha.converters.discovery.flattening import Item, Order, next_to_convolutions
 from jaxmha.converters.matching.decide import Decision
 from jaxmha.converters.matching.layers import MAIN, Layer
 from jaxmha.converters.matching.plan import Line, Question
@@ -17,10 +14,6 @@ from jaxmha.converters.matching.terms import meaning
 from jaxmha.converters.matching.trees import Tree
 
 _ATTENTION = {"query", "key", "attn", "position"}
-_LEAST = 4  # places of the smallest image that a dense layer is likely to make: 2 x 2
-
-
-_Order = tuple[str, int, int, bool]  # the first attributes of `Flat`
 
 
 class Flat(NamedTuple):
@@ -34,17 +27,6 @@ class Flat(NamedTuple):
     places: int
     output: bool
     first: bool
-
-
-class _Item(NamedTuple):
-    """A layer in the order of its tree; `size_in` and `size_out`: -1 if unknown or absent."""
-
-    name: str
-    path: tuple[str, ...]
-    template: int
-    size_in: int
-    size_out: int
-    convolution: bool
 
 
 def find(
@@ -64,9 +46,7 @@ def find(
         ("oi", "io")
     }  # of the source; the tree with channels first has the clearer sizes
     tree, templates = (source, mine) if first else (target, theirs)
-    found = _next_to_convolutions(
-        _items(tree, templates), tree.kind == "torch", _vectors(templates)
-    )
+    found = next_to_convolutions(_items(tree, templates), tree.kind == "torch", _vectors(templates))
     if tree.kind == "torch":
         found |= dict(_norms_between(tree, templates, found))
     of_template = {t: s if first else t for t, (s, *_) in decision.taken.items()}
@@ -78,8 +58,8 @@ def find(
 
 
 def _norms_between(
-    tree: Tree, templates: Sequence[Template], found: Mapping[int, _Order]
-) -> Iterator[tuple[int, _Order]]:
+    tree: Tree, templates: Sequence[Template], found: Mapping[int, Order]
+) -> Iterator[tuple[int, Order]]:
     """Yields the norms of flattened features, which are between a convolution and a dense layer."""
     place = {name: n for n, name in enumerate(tree.arrays)}
     for n, template in enumerate(templates):
@@ -101,7 +81,7 @@ def _vectors(templates: Sequence[Template]) -> set[int]:
     return {shape[0] for shape in shapes if len(shape) == 1}
 
 
-def _items(tree: Tree, templates: Sequence[Template]) -> list[_Item]:
+def _items(tree: Tree, templates: Sequence[Template]) -> list[Item]:
     """The layers with matrices: of a live torch model as it defines them, else by their names."""
     found = [
         _item(layer, n)
@@ -119,7 +99,7 @@ def _natural(part: str) -> list[tuple[int, str]]:
     return [(int(x), "") if x.isdigit() else (-1, x) for x in re.split(r"(\d+)", part)]
 
 
-def _item(layer: Layer, template: int) -> _Item:
+def _item(layer: Layer, template: int) -> Item:
     main = layer.slots[MAIN]
     a, b = main.shape[:2]
     sizes = {"oi": (b, a), "weight": (b, a), "io": (a, b), "vd": (-1, b), "no": (a, b)}
@@ -127,55 +107,9 @@ def _item(layer: Layer, template: int) -> _Item:
     size_in, size_out = (
         sizes.get(layer.form, (-1, -1)) if image or len(main.shape) == 2 else (-1, -1)
     )
-    return _Item(
+    return Item(
         main.name, layer.path, template, size_in, size_out, image and layer.form in ("oi", "no")
     )
-
-
-def _next_to_convolutions(
-    items: Sequence[_Item], ordered: bool, norms: set[int]
-) -> dict[int, _Order]:
-    """Maps templates to convolution, channels, places, and whether the output is meant.
-
-    `ordered`: the items are in the order of the model; otherwise the last may precede the first.
-    `norms`: sizes of norms.
-    """
-    found: dict[int, _Order] = {}
-    read = {item.size_in for item in items if not item.convolution}
-    for n, (one, after) in enumerate(zip(items, [*items[1:], items[0]], strict=True)):
-        if ordered and n + 1 == len(items):
-            break
-        if one.convolution and _are_places(after, after.size_in, one.size_out):
-            # Features of this size that another layer makes are no flattened channels.
-            others = items[:n] if ordered else items
-            made = {x.size_out for x in others if not (ordered and x.convolution)}
-            if after.size_in not in (made if ordered else made | norms):
-                places = after.size_in // one.size_out
-                readers = _reading(items, n + 1, after.size_in)
-                found |= {x.template: (one.name, one.size_out, places, False) for x in readers}
-        if after.convolution and _are_places(one, one.size_out, after.size_in):
-            places = one.size_out // after.size_in
-            together = ordered or (len(one.path) > 1 and one.path[:-1] == after.path[:-1])
-            if together and places >= _LEAST and one.size_out not in read:
-                found[one.template] = (after.name, after.size_in, places, True)
-    return found
-
-
-def _are_places(dense: _Item, size: int, channels: int) -> bool:
-    """True if features of a dense layer may be several places of these channels."""
-    return not dense.convolution and 1 < channels < size and size % channels == 0
-
-
-def _reading(items: Sequence[_Item], start: int, size: int) -> list[_Item]:
-    """The layers from `start` on with this input, up to a convolution or a layer that makes it."""
-    found: list[_Item] = []
-    for item in (*items[start:], *items[:start]):
-        if item.convolution:
-            break
-        found += [item] * (item.size_in == size)
-        if item.size_out == size:
-            break
-    return found
 
 
 def question(rows: Sequence[Line], names: Mapping[str, str], flat: Flat) -> Question:

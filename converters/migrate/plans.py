@@ -206,6 +206,7 @@ def notes_of_layers(
         *notes.epsilons(layers, layer_layouts.convention_of(to.name), found, epsilon),
         *notes.known_by_name(layers),
         *notes.of_features(layers),
+        *notes.flattened(layers, layer_layouts.convention_of(to.name)),
         *notes.not_back(layers, becomes, mistakable, to.name),
         *notes.in_parts(carried),
         *notes.carried_norms(carried, [*unlike.values(), other_layers.UNSURE]),

@@ -7,9 +7,11 @@ import pytest
 import torch
 from flax import nnx
 
+from jaxmha import checkpoint
 from jaxmha.converters import equinox, flax, keras, match
 from jaxmha.converters import torch as convert_torch
 from jaxmha.converters.matching import Plan, prove
+from jaxmha.converters.migrate import pipeline
 
 C, Y, X, OUT = 4, 5, 7, 6
 
@@ -153,3 +155,14 @@ def test_only_features_that_no_layer_makes_are_asked_about(name: str) -> None:
 def test_models_of_one_order_are_not_asked_about() -> None:
     source = Theirs()
     assert match(source, Theirs()).questions == ()
+
+
+def test_a_conversion_notes_them(tmp_path: Any) -> None:
+    state = {key: x.numpy() for key, x in Theirs().state_dict().items()}
+    checkpoint.write(tmp_path / "a.npz", state)
+    notes = pipeline.plan(tmp_path / "a.npz", to="flax")[0].notes
+    assert any(f"advantage ({C} channels of conv x {Y * X}), value" in note for note in notes)
+    pipeline.convert(tmp_path / "a.npz", tmp_path / "b.npz", to="flax")
+    for path, to, noted in (("b", "torch", True), ("b", "keras", False), ("a", "torch", False)):
+        notes = pipeline.plan(tmp_path / f"{path}.npz", to=to)[0].notes
+        assert any("flattened" in note for note in notes) == noted
