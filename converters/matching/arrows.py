@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from jaxmha.converters.matching.layers import MAIN, ONLY, Layer
 from jaxmha.converters.matching.templates import Template
+from jaxmha.converters.matching.terms import packed
 
 _WINDOW = "yxz"
 
@@ -256,7 +257,15 @@ def _packed(arrow: Arrow, a: Reading, b: Reading) -> Arrow:
 def guesses(source: Template, target: Template, arrow: Arrow) -> bool:
     """True if the arrow of the main arrays assumes an undetermined order of packed parts."""
     ends = [(source.first, _split(arrow.source)), (target.first, _split(arrow.target))]
+    both = [one.first for one in (source, target) if one.first.part]
+    if len(both) > 1 and arrow.source.count("s") == 0 and _packer(both[0]) != _packer(both[1]):
+        return any(layer.guessed for layer in both)  # copied, though other libraries pack otherwise
     return any(_guessed(*one, *other) for one, other in (ends, ends[::-1]))
+
+
+def _packer(layer: Layer) -> str:
+    """The name by which a layer is known to be packed."""
+    return next((part for part in reversed(layer.slots[MAIN].path) if packed(part)), "")
 
 
 def _guessed(layer: Layer, axes: Sequence[str], other: Layer, others: Sequence[str]) -> bool:

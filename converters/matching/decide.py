@@ -16,6 +16,10 @@ _STRONG = frozenset(word for group in APART for word in group)
 _ORDER, _TERMS = "the order of their numbers", "terms that only these have in common"
 _PARENTS = "the layers next to them"
 _NUMBERED = "only these are in numbered blocks"
+_HALVES = (
+    "the halves of its output may be a gate and what the gate multiplies, and no name shows that "
+    "the gate is first in both"
+)
 _CONTRADICTED = "layers of these shapes contradict its name"
 ALONE = "no layer of the source has its arrays and shapes"
 # Most pairs of layers to try, and most pairs whose shapes may fit.
@@ -290,10 +294,13 @@ def _agree(state: _State, s: int, t: int) -> bool:
 
 def _reason(state: _State, s: int, t: int) -> tuple[str, str]:
     rivals = [e for e in state.shapes if (e[0] == s) != (e[1] == t)]
-    placed = state.sources[s].placed or state.targets[t].placed
+    source, target = state.sources[s], state.targets[t]
+    placed = source.placed or target.placed
+    if source.halves and target.halves and source.path[-1] != target.path[-1]:
+        placed = _HALVES
     if not rivals and not placed:
         return "the only layers of these shapes", "shape"
-    common = sorted(state.sources[s].terms & state.targets[t].terms)
+    common = sorted(source.terms & target.terms)
     shown = f"both are {', '.join(common)}" if common else ""
     reason = "; ".join(x for x in (shown, placed or state.reasons[t]) if x)
     return reason or "every other pair contradicts a name", "name"

@@ -15,6 +15,20 @@ from jaxmha.converters.matching.templates import Template, templates
 from jaxmha.converters.matching.trees import Tree, named_alike
 
 _MOST = 64  # most repetitions to unroll into separate templates
+_CONCATENATED = (
+    "if they follow one another, add these lines or pass packing='concatenated' (--concatenated); "
+)
+_ONE_PACKED = (
+    "nothing shows whether the packed projections follow one another or alternate head by head; "
+    f"{_CONCATENATED}"
+    "if they alternate in 8 heads, edit the arrows: (s o0) becomes (8 s o0), and o0 (8 o0)"
+)
+_BOTH_PACKED = (
+    "projections are packed under two names, and nothing shows whether they follow one another in "
+    f"both or alternate head by head in one; {_CONCATENATED}"
+    "if 3 projections alternate in 8 heads of the target alone, edit the arrows: o0 becomes "
+    "(3 8 o0) in the source and (8 3 o0) in the target"
+)
 
 
 def plan(source: Tree, target: Tree, packing: Packing = "ask") -> MatchPlan:
@@ -144,11 +158,7 @@ def _of_packing(rows: Sequence[Line]) -> list[Question]:
     """Makes the question whether packed parts follow one another, as the lines `rows` assume."""
     if not rows:
         return []
-    reason = (
-        "nothing shows whether the packed projections follow one another or alternate head by head; "
-        "if they follow one another, add these lines or pass packing='concatenated' (--concatenated); "
-        "if they alternate in 8 heads, edit the arrows: (s o0) becomes (8 s o0), and o0 (8 o0)"
-    )
+    reason = _ONE_PACKED if "s" in rows[0].arrow else _BOTH_PACKED
     sources = dict.fromkeys(name for row in rows for name in row.sources)
     return [Question(rows[0].target, tuple(sources), reason, (tuple(rows),))]
 
@@ -263,7 +273,7 @@ def _questions(
     alone, taken = set[int](), {s for s, *_ in decision.taken.values()}
     for t, (candidates, reason) in sorted(decision.open.items()):
         target = theirs[t]
-        near = list(candidates)
+        near = [(mine[s], target) for s in candidates]
         if not near:
             near, reason = nearest.near(mine, target, decision, reason)
         if not near and (one := tied.question(_layer_name(target), target, mine, taken)):
@@ -272,11 +282,11 @@ def _questions(
         if not near and reason == ALONE:
             alone.add(t)
             reason += nearest.shown(mine, target, decision)
-        names = tuple(_layer_name(mine[s]) for s in near)
-        chosen: list[Template | None] = [mine[s] for s in near]
+        names = tuple(_layer_name(one) for one, _ in near)
+        chosen: list[tuple[Template | None, Template]] = [*near]
         examples = tuple(
-            tuple(_example(one, target, slot) for slot in target.first.slots)
-            for one in chosen or [None]
+            tuple(_example(one, other, slot) for slot in target.first.slots)
+            for one, other in chosen or [(None, target)]
         )
         found[t] = Question(_layer_name(target), names, reason, examples)
     for several in _without_source(theirs, alone):

@@ -4,33 +4,49 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from jaxmha.converters.matching.arrows import fit
+from jaxmha.converters.matching.arrows import Fit, fit
 from jaxmha.converters.matching.decide import Decision
 from jaxmha.converters.matching.layers import MAIN, Layer
 from jaxmha.converters.matching.templates import Template
 from jaxmha.converters.matching.terms import contradict
 from jaxmha.converters.matching.trees import Array
 
+_PACKED = "one of them packs projections, and nothing shows that the other is packed alike"
+
 
 def near(
     mine: Sequence[Template], target: Template, decision: Decision, reason: str
-) -> tuple[list[int], str]:
+) -> tuple[list[tuple[Template, Template]], str]:
     """Finds unused sources that fit without the slots of only one layer, such as a bias.
 
-    Returns their indices and the reason, or [] and `reason`.
+    Also those that fit if a packed array is taken whole. Returns the pairs of source and target
+    that fit, and the reason; or [] and `reason`.
     """
     used = {s for s, _, _ in decision.taken.values()}
+    free = [
+        x for s, x in enumerate(mine) if s not in used and not contradict(x.terms, target.terms)
+    ]
     near = []
-    for s, source in enumerate(mine):
+    for source in free:
         both = source.first.slots.keys() & target.first.slots.keys()
         other = source.first.slots.keys() != target.first.slots.keys()
-        if s in used or not both or not other or contradict(source.terms, target.terms):
-            continue
-        if not isinstance(fit(only(source, both), only(target, both)), str | None):
-            near.append(s)
+        if both and other and isinstance(fit(only(source, both), only(target, both)), Fit):
+            near.append((source, target))
     if near:
         return near, "the layers of these shapes have other arrays, such as a bias"
-    return near, reason
+    whole = [
+        (_whole(source), _whole(target))
+        for source in free
+        if (source.first.part is None) != (target.first.part is None)
+        and not (source.first.part or (0,))[0]  # once for all parts
+    ]
+    near = [pair for pair in whole if isinstance(fit(*pair), Fit)]
+    return near, _PACKED if near else reason
+
+
+def _whole(template: Template) -> Template:
+    """The template whose array is not taken apart."""
+    return replace(template, layers={r: x._replace(part=None) for r, x in template.layers.items()})
 
 
 def shown(mine: Sequence[Template], target: Template, decision: Decision) -> str:

@@ -13,12 +13,13 @@ _PLACES = {"attn", "cross", "mlp", "self", "in", "out", "final"}
 _SANDWICH = (
     4  # norms in a block with one before and one after both attention and MLP: names are clear
 )
+_PAIR = 2
 _OUT = {"o", "wo", "out", "output"}
 
 
 def assigned(templates: Sequence[Template]) -> list[Template]:
     """Returns the templates with the terms of their roles added."""
-    named = [_of_projection(t) for t in _together(templates)]
+    named = [_of_projection(t) for t in _halves(_together(templates))]
     with_out = _outputs(named)
     return _places(with_out)
 
@@ -62,6 +63,34 @@ def _gated(roles: Sequence[str], parts: Sequence[Template]) -> bool:
     shapes = {r: t.first.slots[MAIN].shape for r, t in zip(roles, parts, strict=True)}
     gate = shapes["gate"]
     return gate == shapes["in"] and sorted(gate) == sorted(shapes["out"])
+
+
+def _halves(templates: Sequence[Template]) -> list[Template]:
+    """Marks one of the only two matrices of a module if half of its output is all that the other reads."""
+    siblings: dict[tuple[str, ...], list[Template]] = defaultdict(list)
+    for template in templates:
+        if _matrix(template):
+            siblings[template.path[:-1]].append(template)
+    pairs = [two for two in siblings.values() if len(two) == len({t.path for t in two}) == _PAIR]
+    found = {a.path for two in pairs for a, b in (two, two[::-1]) if _reads_half(b, a)}
+    return [replace(t, halves=t.path in found) for t in templates]
+
+
+def _reads_half(reader: Template, wide: Template) -> bool:
+    """True if `reader` has half as many inputs as `wide` has outputs, and the other way round."""
+    packed = reader.first.part or wide.first.part
+    return not packed and any(
+        2 * ins == wide_outs and outs == wide_ins != ins
+        for wide_ins, wide_outs in _widths(wide)
+        for ins, outs in _widths(reader)
+    )
+
+
+def _widths(template: Template) -> list[tuple[int, int]]:
+    """The possible numbers of inputs and outputs of a matrix."""
+    form, shape = template.first.form, template.first.slots[MAIN].shape
+    (a, b) = shape[:2] if form == "oi" else shape[-2:]
+    return [*[(a, b)] * (form in ("io", "")), *[(b, a)] * (form != "io")]
 
 
 def _outputs(templates: Sequence[Template]) -> list[Template]:

@@ -37,6 +37,8 @@ class Template:
       placed: how the order of its layers was inferred if they are siblings, not a list (`rolled`).
       automatic: True if Keras or Haiku has given the last part of its name.
       unordered: why the last number of its path does not tell its place; "" if it may.
+      halves: True if its output is twice as wide as the next layer reads, such as a gate and the
+        values that it multiplies, in an order that no name tells.
     """
 
     path: tuple[str, ...]
@@ -46,6 +48,7 @@ class Template:
     unordered: str = ""
     placed: str = ""
     automatic: bool = False
+    halves: bool = False
 
     @property
     def first(self) -> Layer:

@@ -107,12 +107,13 @@ PACKED = {
     **dict.fromkeys(
         ("to_kv", "kv", "kv_proj", "wkv", "key_value", "keys_values"), ("key", "value")
     ),
-    **dict.fromkeys(("gate_up_proj", "gate_up"), ("gate", "up")),
+    # w12 is xformers' and DINOv2's, and weights_in what transformers 4 calls it.
+    **dict.fromkeys(("gate_up_proj", "gate_up", "w12", "weights_in"), ("gate", "up")),
 }
 # (name, axis order) of packed layers whose parts follow one another, because only one library
-# writes them: torch's MultiheadAttention and GPT-2's Conv1D. The parts of other layers may
-# alternate head by head.
-SURE = (("in_proj_weight", ""), ("c_attn", "io"))
+# writes them: torch's MultiheadAttention, GPT-2's Conv1D and DINOv2's SwiGLU. The parts of other
+# layers may alternate head by head.
+SURE = (("in_proj_weight", ""), ("c_attn", "io"), ("w12", ""), ("weights_in", ""))
 # Mutually exclusive terms: layers with different terms of one group never match.
 APART = (
     ("query", "key", "value", "out"),
@@ -138,10 +139,14 @@ TOGETHER = {
     ("w", "v", "w2"): _GATE_UP_DOWN,  # Shazeer 2020, "GLU variants improve transformer"
     ("linear_1", "linear_v", "linear_2"): _GATE_UP_DOWN,
     ("linear1", "linear_v", "linear2"): _GATE_UP_DOWN,
+    ("linear", "linear_v", "linear_1"): _GATE_UP_DOWN,  # Grok-1
     ("fc1_g", "fc1_x", "fc2"): _GATE_UP_DOWN,  # timm
     ("wi_0", "wi_1", "wo"): _GATE_UP_DOWN,
     ("gate_proj", "up_proj", "down_proj"): _GATE_UP_DOWN,
     ("gate", "up", "down"): _GATE_UP_DOWN,
+    ("gate", "up", "down_proj"): _GATE_UP_DOWN,  # gate and up are parts of a packed layer
+    ("gate", "up", "w3"): _GATE_UP_DOWN,
+    ("gate", "up", "weights_out"): _GATE_UP_DOWN,
 }
 # Classes of layers, in the form in which Keras, Haiku and linen count them: `dense_1`, `linear_1`,
 # `LayerNorm_1`.
