@@ -329,7 +329,7 @@ def _fold(
         logits *= tile.key_scale[:, :, None].astype(logits.dtype)
     if step.mods.score is not None and tokens is not None:
         logits, _ = cap_and_mask(logits, step.soft_cap)
-        # The function reads 0 for excluded pairs, because their slots may hold NaN.
+        # The function reads 0 for excluded pairs: inf times a cotangent of 0 would make gradients NaN.
         logits = jnp.where(mask, logits, 0.0).reshape(B, K * (r // T), T, s)
         logits = of_scores(step.mods.score, logits, step.positions, tokens)
         logits = jnp.where(mask, logits.reshape(B, K, r, s), -jnp.inf)

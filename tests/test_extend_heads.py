@@ -70,6 +70,25 @@ def test_heads_are_those_of_the_layer(kind: str) -> None:
     assert own.lengths.tolist() == cache.lengths.tolist()
 
 
+def test_an_excluded_score_that_overflows_has_no_derivative() -> None:
+    """The key of the second token, times the query of the first, is inf; the function reads 0."""
+    query, key, value = (
+        np.asarray(x, np.float32).reshape(1, 2, 1, 1)
+        for x in ((1e30, 1e-30), (1e-30, 1e30), (1, 2))
+    )
+    empty = jnp.zeros((1, 1, 3, 1))
+    cache = KVCache(empty, empty, jnp.zeros(1, np.int32))
+
+    @jax.grad
+    def derivative(t: jax.Array) -> jax.Array:
+        options: dict[str, Any] = {"semantics": Semantics(scale=1.0)}
+        options["score_mod"] = lambda score, *_: score * t
+        return extend_heads(query, key, value, cache, **options)[0].sum()
+
+    odds = np.exp(1.0)  # of the second token, in its own row
+    tolerance.assert_close(derivative(jnp.float32(1)), np.asarray(odds / (1 + odds) ** 2))
+
+
 @pytest.mark.usefixtures("no_shape_hook")
 def test_wrong_heads() -> None:
     params, x = make()
