@@ -73,14 +73,13 @@ def from_module(layer: "keras.Layer", variables: None = None) -> tuple[MHAParams
 
     Raises:
       TypeError: the layer is neither of the two.
-      ValueError: the layer is not built; or its class, the layer itself or a sublayer overrides a
-        method that computes outputs.
+      ValueError: the layer is not built; its class, the layer itself or a sublayer overrides a
+        method that computes outputs; or it has a window and attends over another axis than 1.
 
     `sliding_window` and `attention_axes` become fields of the semantics; `multi_head_attention`
     applies them to inputs with as many axes as those of the layer. For inputs of more than three
     axes give both to `import_masks`, `attention_axes=semantics.attention_axes, input_axes=x.ndim`:
-    Keras' masks lack axes that jaxmha has. Keras applies `sliding_window` along axis 1 of the
-    inputs, whichever axes are attended, and jaxmha along the attended axis.
+    Keras' masks lack axes that jaxmha has.
 
     If `output_shape` has several axes, the parameters merge them into one: reshape the output of
     jaxmha to `output_shape`.
@@ -137,7 +136,23 @@ def weights_of(layer: "keras.Layer") -> tuple[MHAParams, Semantics]:
         state |= {bias: state[bias].reshape(-1)} if bias in state else {}
     grouped = "num_key_value_heads" in config
     params, semantics = import_params(state, layout=(GROUPED if grouped else VARIABLES).name)
-    return params, keras_semantics(layer, semantics)
+    semantics = keras_semantics(layer, semantics)
+    _refuse_window(config.get("sliding_window"), semantics.attention_axes, keras_rank(layer))
+    return params, semantics
+
+
+def _refuse_window(window: int | None, axes: tuple[int, ...] | None, rank: int) -> None:
+    """Raises ValueError for a window over other axes than axis 1 of inputs with `rank` axes.
+
+    Keras takes the sizes of its mask from axis 1. It fails if the attended axis has another size,
+    and drops the window if axis 1 has size 1.
+    """
+    if window is not None and axes is not None and [axis % rank for axis in axes] != [1]:
+        raise ValueError(
+            f"sliding_window={window} with attention_axes={axes}: keras makes its window for axis 1 of "
+            "the inputs, whichever axes are attended: leave it out, and pass the window within "
+            "attention_mask"
+        )
 
 
 def to_module(
@@ -183,8 +198,10 @@ def to_module(
     own = replace(semantics, local_window_size=None)
     own = own if grouped else replace(own, attention_axes=None)
     state = export_params(params, own, layout=layout.name)
+    window, rank = _sliding_window(semantics), _rank_of(semantics.attention_axes, like)
+    _refuse_window(window, semantics.attention_axes, rank)
     settings: dict[str, Any] = {
-        "sliding_window": _sliding_window(semantics),
+        "sliding_window": window,
         "dropout": semantics.dropout_rate,
         "use_bias": params.query.bias is not None,
         "use_gate": gate is not None,
@@ -200,7 +217,6 @@ def to_module(
         layer = keras.layers.MultiHeadAttention(
             sizes["N"], sizes["H"], value_dim=sizes["h"], **settings
         )
-    rank = _rank_of(semantics.attention_axes, like)
     layer.build(*((None,) * (rank - 1) + (sizes[width],) for width in ("Dq", "Dv", "Dk")))
     variables_of = {"/".join(w.path.split("/")[-2:]): w for w in layer.weights}
     assert variables_of.keys() == state.keys(), (variables_of.keys(), state.keys())

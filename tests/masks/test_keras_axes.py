@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxmha import Mask, Semantics, multi_head_attention
-from jaxmha.converters.keras import from_module
+from jaxmha.converters.keras import from_module, to_module
 from jaxmha.converters.layout.arrays import to_numpy
 from jaxmha.converters.masks.keras import import_masks
 from tests.masks.draws import numbers
@@ -67,3 +67,28 @@ def test_what_keras_reads_along_other_axes_is_refused() -> None:
         import_masks(value_mask=np.ones((B, X)), attention_axes=(1, 2), input_axes=4)
     mask, _ = import_masks(use_causal_mask=True, attention_axes=(1,), input_axes=4)
     assert mask == Mask.causal()
+
+
+@pytest.mark.parametrize("axes", [(2,), (-2,), (1, 2), (1,)])
+def test_a_window_over_other_axes_than_the_first_is_refused(axes: tuple[int, ...]) -> None:
+    """Keras ignores it where axis 1 has size 1, and fails where that has another size."""
+    x, sizes = numbers(B, 1, SHORT, D), (B, X, SHORT, D)
+    with foreign():
+        windowed, plain = (
+            keras.layers.MultiHeadAttention(N, H, attention_axes=axes, sliding_window=window)
+            for window in (2, None)
+        )
+        for layer in (windowed, plain):
+            layer.build(sizes, sizes)
+        if axes == (2,):
+            plain.set_weights([to_numpy(w) for w in windowed.weights])
+            np.testing.assert_array_equal(to_numpy(windowed(x, x)), to_numpy(plain(x, x)))
+    params, semantics = from_module(plain)
+    semantics = replace(semantics, local_window_size=(1, 1))
+    if axes == (1,):
+        assert from_module(windowed)[1] == semantics
+        assert to_module(params, semantics).get_config()["sliding_window"] == 2
+        return
+    for refused in (lambda: from_module(windowed), lambda: to_module(params, semantics)):
+        with pytest.raises(ValueError, match=r"sliding_window=2 with .* its window for axis 1"):
+            refused()
