@@ -6,6 +6,7 @@ over, and every comparison computes with them.
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from jaxmha.converters.discovery import (
     class_defaults,
     described,
     hf_config,
+    layer_settings,
     part_types,
     stored_semantics,
     unlike,
@@ -146,13 +148,18 @@ def part_of(content: Any, count: Count | None, prefix: str) -> tuple[dict[str, A
     """The part of a configuration that holds the head count of a block, and its model type.
 
     Without a count, returns text_config if the prefix names a text or language model, because
-    configurations omit counts that equal the default of their class; otherwise None.
+    configurations omit counts that equal the default of their class; otherwise None. Settings of
+    the block's layer alone take the place of those of the part.
     """
-    if count is not None:
-        return part(content, count.way[:-1])
     text = content.get("text_config") if isinstance(content, dict) else None
     named = isinstance(text, dict) and text.get("model_type") and re.search(_TEXT, prefix)
-    return part(content, ("text_config",)) if named else None
+    if count is None and not named:
+        return None
+    own, model_type = part(content, ("text_config",) if count is None else count.way[:-1])
+    layer = layer_of(prefix)
+    with suppress(ValueError):  # the kind of the layer is not known, which its readers report
+        own |= {} if layer is None else layer_settings.of(own, model_type, layer)
+    return own, model_type
 
 
 def part(content: Any, way: Sequence[str]) -> tuple[dict[str, Any], str]:

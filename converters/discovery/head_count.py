@@ -9,7 +9,15 @@ from typing import NamedTuple
 from jaxmha.checkpoint import errors as checkpoint_errors
 from jaxmha.checkpoint.errors import printable
 from jaxmha.checkpoint.limits import Limits
-from jaxmha.converters.discovery import architectures, head_defaults, hf_config, part_types, towers
+from jaxmha.converters.discovery import (
+    architectures,
+    head_defaults,
+    hf_config,
+    layer_settings,
+    named_parts,
+    part_types,
+    towers,
+)
 from jaxmha.converters.discovery.attention_blocks import Block
 from jaxmha.converters.discovery.hf_config import Json
 from jaxmha.converters.discovery.model_types import MODEL_TYPES
@@ -33,15 +41,6 @@ CONFIG_KEYS = {
 _DIGITS = 15  # of a head count in metadata
 _SHOWN = 8  # values listed in a message
 _MOST_PARTS, _DEEPEST = 100, 3  # parts without a count that are read, and how deep they are nested
-# Keys of nested configurations that do not end in `_config`.
-_PARTS = ("encoder", "decoder")
-# Part of a configuration -> the names of that part in tensor names.
-_CALLED = {
-    "text": "text|language",
-    "vision": "vision|visual",
-    "encoder": "(text_)?encoder",
-    "decoder": "(text_)?decoder",
-}
 # Key of safetensors metadata for a head count that no shape holds; `.PREFIX` is added per block.
 METADATA = "jaxmha.num_heads"
 _SINGLY = (
@@ -59,7 +58,7 @@ class Count(NamedTuple):
 
     `parts` runs from the outermost to the innermost. `alone`: the count applies to no other part.
     `way`: the keys that lead to it in the configuration. `stages`: the counts of the stages of a
-    model, of which `heads` is the first.
+    model, of which `heads` is the first. `layers`: the layers with another count, and that count.
     """
 
     heads: int
@@ -68,6 +67,17 @@ class Count(NamedTuple):
     alone: bool = False
     way: tuple[str, ...] = ()
     stages: tuple[int, ...] = ()
+    layers: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def values(self) -> tuple[object, ...]:
+        """All that decides the count of a block."""
+        return self.heads, self.stages, self.layers
+
+    @property
+    def every(self) -> set[int]:
+        """The counts of all blocks."""
+        return {self.heads, *self.stages, *dict(self.layers).values()}
 
 
 class Configured(NamedTuple):
@@ -96,8 +106,8 @@ class Configured(NamedTuple):
         """
         top = [count for count in self.counts if len(count.way) == 1 and not count.parts]
         parts = {count.parts for count in self.counts if len(count.way) > 1}
-        paths = [_path(prefix) for prefix in prefixes]
-        named = all(any(_positions(part, path) for path in paths) for part in parts)
+        paths = [named_parts.path(prefix) for prefix in prefixes]
+        named = all(any(named_parts.positions(part, path) for path in paths) for part in parts)
         certain = self.known and parts and named and len(top) == 1
         return self._replace(rest=top[0] if certain else None)
 
@@ -107,11 +117,14 @@ class Configured(NamedTuple):
     def _at(self, count: Count, prefix: str) -> Count | str:
         """The count for a prefix, or the reason why none applies.
 
-        If the model has stages, the first number in the prefix is the index of the stage.
+        The first number in the prefix is the index of the layer, or of the stage if there are any.
         """
+        numbers = [int(part) for part in re.split("[./]", prefix) if part.isdigit()]
+        if numbers and (heads := dict(count.layers).get(numbers[0])):
+            way = (self.path.name, *count.way[:-1], f"the head count of layer {numbers[0]}")
+            return count._replace(heads=heads, where=": ".join(way))
         if not count.stages:
             return count
-        numbers = [int(part) for part in re.split("[./]", prefix) if part.isdigit()]
         if not numbers or numbers[0] >= len(count.stages):
             return (
                 f"{count.where} has a head count for each stage, and no stage is that of {prefix}"
@@ -121,7 +134,7 @@ class Configured(NamedTuple):
     @property
     def several(self) -> bool:
         """True if parts of the model have different counts."""
-        return len({(count.heads, count.stages) for count in self.counts}) > 1
+        return len({count.values for count in self.counts}) > 1
 
     @property
     def in_parts(self) -> bool:
@@ -146,7 +159,7 @@ class Configured(NamedTuple):
             return self.wrong
         if (tower := self._tower(prefix)) is not None:
             return self._at(tower, prefix)
-        path = _path(prefix)
+        path = named_parts.path(prefix)
         placed = self._placed(path)
         if silent := self._silent(path, placed):
             return f"{self.path} has no head count for {': '.join(silent)}"
@@ -157,26 +170,28 @@ class Configured(NamedTuple):
         if not placed and self.rest is not None:
             return self._at(self.rest, prefix)
         best = [c for position, c in placed if position == min(at for at, _ in placed)]
-        if len({(c.heads, c.stages) for c in best}) == 1:
+        if len({count.values for count in best}) == 1:
             return self._at(best[0], prefix)
         shown = ", ".join(f"{count.where} is {count.heads}" for count in self.counts[:_SHOWN])
         return f"{self.path} has several head counts ({shown})"
 
     def _placed(self, path: Sequence[str]) -> list[tuple[tuple[int, ...], Count]]:
         """The counts of parts that a path names, each with the positions of its names."""
-        return [(at, count) for count in self.counts if (at := _positions(count.parts, path))]
+        return [
+            (at, count) for count in self.counts if (at := named_parts.positions(count.parts, path))
+        ]
 
     def _silent(
         self, path: Sequence[str], placed: Sequence[tuple[tuple[int, ...], Count]]
     ) -> tuple[str, ...]:
         """The part without a count that a path names before any part with one; or empty."""
         first = min((at for at, _ in placed), default=None)
-        found = [(at, parts) for parts in self.silent if (at := _positions(parts, path))]
+        found = [(at, parts) for parts in self.silent if (at := named_parts.positions(parts, path))]
         return next((parts for at, parts in found if first is None or at < first), ())
 
     def part_of(self, prefix: str) -> Count | None:
         """The count for the part with a prefix, or for the whole model; None if unknown."""
-        path = _path(prefix)
+        path = named_parts.path(prefix)
         placed = self._placed(path)
         count = self._tower(prefix)
         if count is None and self._silent(path, placed):
@@ -223,7 +238,7 @@ def find(
     in_parts = False
     if kept is None and configured is not None:
         kept, in_parts = configured.of(block.prefix), configured.in_parts
-        heads = {n for count in configured.counts for n in (count.heads, *count.stages)}
+        heads = {n for count in configured.counts for n in count.every}
         several = heads if len(heads) > 1 else set()
     if given is None and kept is not None and kept[0] is None:
         remedy = (
@@ -287,6 +302,7 @@ def in_config(path: Path) -> Configured | None:
         found = [x for x in hf_config.search(content, CONFIG_KEYS) if x[1] is not None]
     except (ValueError, RecursionError) as error:
         return Configured(config, (), hf_config.unreadable(path, error))
+    found = [x for x in found if not layer_settings.OF_LAYERS.intersection(x[0])]
     stages = [(way, _positive(value)) for way, value in found]
     if impossible := [pair for pair, (_, read) in zip(found, stages, strict=True) if not read]:
         shown = ", ".join(
@@ -295,7 +311,13 @@ def in_config(path: Path) -> Configured | None:
         )
         wrong = f"{config} has an impossible head count ({shown})"
         return Configured(config, (), wrong)
-    counts = tuple(_count(config.name, way, heads, way in stated) for way, heads in stages)
+    try:
+        counts = tuple(
+            _count(config.name, way, heads, way in stated)._replace(layers=_layers(content, way))
+            for way, heads in stages
+        )
+    except ValueError as error:
+        return Configured(config, (), f"{config}: {error}")
     types = {*hf_config.types_in(content)}
     named = tuple(f for f, known in MODEL_TYPES.items() if types & set(known.split()))
     placed = tuple(_tower(config.name, *row) for row in towers.rows(content) if _positive(row[2]))
@@ -310,8 +332,12 @@ def in_config(path: Path) -> Configured | None:
 def _silent(content: Json, outer: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
     """Yields the innermost parts of a configuration that have no head count."""
     for key, part in content.items() if isinstance(content, dict) else ():
-        if isinstance(part, dict) and _is_part(key):
-            parts = (*outer, _part(key))
+        if (
+            isinstance(part, dict)
+            and named_parts.is_part(key)
+            and key not in layer_settings.OF_LAYERS
+        ):
+            parts = (*outer, named_parts.name(key))
             if not any(True for _ in hf_config.search(part, CONFIG_KEYS)):
                 yield parts
             elif len(parts) < _DEEPEST:
@@ -324,6 +350,17 @@ def _tower(file: str, pattern: str, way: tuple[str, ...], value: Json) -> tuple[
     return pattern, Count(heads[0], ": ".join((file, *way)), way[:-1], True, way, stages)
 
 
+def _layers(content: Json, way: Sequence[str]) -> tuple[tuple[int, int], ...]:
+    """The layers whose count is not the one at the end of `way`, and their counts."""
+    model_type = part_types.of_top(content) if isinstance(content, dict) else ""
+    for key in way[:-1]:
+        content = content.get(key) if isinstance(content, dict) else None
+        model_type = (content.get("model_type") if isinstance(content, dict) else "") or model_type
+    if not isinstance(content, dict) or type(content.get(way[-1])) is not int:
+        return ()
+    return layer_settings.heads(content, str(model_type), way[-1])
+
+
 def _positive(value: Json) -> tuple[int, ...]:
     """One head count, or one for every stage; empty if a value is not a valid head count."""
     values = value if isinstance(value, list) else [value]
@@ -333,8 +370,8 @@ def _positive(value: Json) -> tuple[int, ...]:
 
 def _count(file: str, way: Sequence[str], heads: tuple[int, ...], stated: bool = True) -> Count:
     own = CONFIG_KEYS[way[-1]]
-    parts = (*map(_part, way[:-1]), *own)
-    alone = bool(own) or any(map(_is_part, way[:-1]))
+    parts = (*map(named_parts.name, way[:-1]), *own)
+    alone = bool(own) or any(map(named_parts.is_part, way[:-1]))
     stages = heads if len(heads) > 1 else ()
     where = ": ".join((file, *way)) + ", the default of its class," * (not stated)
     return Count(heads[0], where, parts, alone, tuple(way), stages)
@@ -349,38 +386,3 @@ def in_shapes(block: Block, shapes: Mapping[str, Sequence[int]]) -> int | None:
             bind(entry.key, shape[len(shape) - len(parse(entry.axes)) :], entry.axes, sizes)
             return sizes["N"]
     return None
-
-
-def _part(key: str) -> str:
-    """The part of a model that a nested configuration describes, from its key.
-
-    The tensors of a `semantic_model_config` are those of a `semantic_encoder`.
-    """
-    return key.removesuffix("_config").removesuffix("_cfg").removesuffix("_model")
-
-
-def _is_part(key: str) -> bool:
-    return key.endswith(("_config", "_cfg")) or key in _PARTS
-
-
-def _path(prefix: str) -> list[str]:
-    """The components of a prefix, without the name of the block itself."""
-    return re.split("[./]", prefix)[:-1]
-
-
-def _positions(parts: Sequence[str], path: Sequence[str]) -> tuple[int, ...]:
-    """Positions at which a path names the parts in order, then the length of the path.
-
-    The smallest tuple belongs to the outermost part. Of tuples that start alike, the smallest has
-    the most parts.
-    Empty if there are no parts, or if the path does not name all of them.
-    """
-    positions: list[int] = []
-    for part in parts:
-        start = positions[-1] + 1 if positions else 0
-        named = re.compile(rf"({_CALLED.get(part, re.escape(part))})(?![a-z])")
-        at = next((i for i in range(start, len(path)) if named.match(path[i])), None)
-        if at is None:
-            return ()
-        positions.append(at)
-    return (*positions, len(path)) if positions else ()
