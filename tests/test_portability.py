@@ -115,7 +115,8 @@ for name in sys.argv[3:]:
         if name.endswith(".orbax") and force:
             continue
         changed = {key: value + force for key, value in tensors.items()}
-        checkpoint.write(name, changed, force=force, **options)
+        notes = checkpoint.write(name, changed, force=force, **options).notes
+        assert not any("temporary" in note for note in notes), notes  # its own is no other's
         with checkpoint.open(name) as file:
             assert all(np.array_equal(file[key], value) for key, value in changed.items()), name
     try:

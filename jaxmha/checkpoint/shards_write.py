@@ -73,7 +73,7 @@ def write(
             known = _begin(target, ending, own, mine)
             if resume is not None and not force:
                 _refuse_others(target, ending, own, set(shards))
-            _clean(target, ending, shards, mine, read, plan.notes)
+            _clean(target, ending, shards, mine, read, plan.notes, own)
             kept, placed = list[Path](), finished
             try:
                 for shard in mine:
@@ -279,8 +279,9 @@ def _clean(
     mine: Sequence[Path],
     read: frozenset[Identity],
     notes: list[str],
+    own: Path,
 ) -> None:
-    """Removes the files that killed writes of this target left, except `shards`.
+    """Removes what killed writes of this target left, except `shards` and the journal `own`.
 
     The journals of other parts stay: only they hold the losses of their shards, and the last call,
     without `part`, reads them.
@@ -299,7 +300,7 @@ def _clean(
         _remove(target, listed - set(shards), read)
         return None
 
-    temporaries.clean(target, read, notes, before=before)
+    temporaries.clean(target, read, notes, before=before, own=own)
 
 
 def _remove(target: Path, shards: Iterable[Path], read: frozenset[Identity]) -> None:

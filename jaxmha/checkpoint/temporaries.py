@@ -124,6 +124,7 @@ def clean(
     notes: list[str] | None = None,
     parts: Callable[[Path], IsPart] | None = None,
     before: Callable[[Path], str | None] = lambda path: None,
+    own: Path | None = None,
 ) -> list[Path]:
     """Removes the temporaries that killed writers of the same target left.
 
@@ -135,12 +136,13 @@ def clean(
             returns a predicate that is True for the paths inside that may be removed.
         before: called with each temporary while it is locked here; returns a reason to keep it, or
             None. An empty reason gives no message.
+        own: the caller's own temporary, which stays, even where no lock says that it is in use.
 
     Returns:
         the temporaries that were removed.
     """
     removed, left = [], []
-    for path in _alike(target):
+    for path in (path for path in _alike(target) if path != own):
         try:
             why = _not_ours(target, path, read, folder=parts is not None)
             if why is None and not system.has_locks():
