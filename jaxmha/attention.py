@@ -60,6 +60,19 @@ def dot_product_attention(
     bias: Float[Array, "..."] | None = None,
     mask: Bool[Array, "..."] | Mask | None = None,
     *,
+    return_weights: Literal[True, "before_dropout", "after_dropout"],
+    return_lse: Literal[True],
+    return_residual: Literal[False] = False,
+    **options: Unpack[Options],
+) -> tuple[jax.Array, jax.Array, jax.Array]: ...
+@overload
+def dot_product_attention(
+    query: Float[Array, "*B T N H"],
+    key: Float[Array, "*B S K H"],
+    value: Float[Array, "*B S K h"],
+    bias: Float[Array, "..."] | None = None,
+    mask: Bool[Array, "..."] | Mask | None = None,
+    *,
     return_weights: Literal[False] = False,
     return_lse: Literal[True],
     return_residual: Literal[False] = False,

@@ -22,6 +22,8 @@ def results(params: jaxmha.MHAParams, x: jax.Array, cache: jaxmha.KVCache) -> No
     assert_type(attention(x, x, x, return_weights=True), Pair)
     assert_type(attention(x, x, x, return_lse=True), Pair)
     assert_type(attention(x, x, x, return_residual=True), Pair)
+    both = attention(x, x, x, return_weights=True, return_lse=True)
+    assert_type(both, tuple[jax.Array, jax.Array, jax.Array])
     assert_type(jaxmha.prefill(params, x, cache), tuple[jax.Array, jaxmha.KVCache])
     assert_type(jaxmha.decode_step(params, x, cache), tuple[jax.Array, jaxmha.KVCache])
     assert_type(jaxmha.extend(params, x, cache), tuple[jax.Array, jaxmha.KVCache])
