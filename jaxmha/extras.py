@@ -10,7 +10,8 @@ EXTRAS = {
     "orbax": "orbax",
     "equinox": "equinox",
 }
-_OTHERS = {"haiku": "dm-haiku", "transformers": "transformers"}
+# Packages without an extra, whose names on PyPI are others than those that are imported.
+_OTHERS = {"haiku": "dm-haiku"}
 
 
 @contextmanager
@@ -27,7 +28,8 @@ def needed(package: str) -> Iterator[None]:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != package:
             raise
-        wanted = _OTHERS.get(package) or f"'jaxmha[{EXTRAS[package]}]'"
+        extra = EXTRAS.get(package)
+        wanted = f"'jaxmha[{extra}]'" if extra else _OTHERS.get(package, package)
         raise ModuleNotFoundError(
             f"{package} is not installed, and this call runs its code: pip install {wanted}",
             name=error.name,

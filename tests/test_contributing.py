@@ -14,21 +14,22 @@ TOYS = Path(__file__).parent / "contributing"
 
 
 class Task(NamedTuple):
-    """An addition: new files with their contents, and edits (file -> text -> text)."""
+    """An addition: new files with their contents, and edits (file -> line -> what follows it)."""
 
     most: int
     files: dict[str, str]
     edits: dict[str, dict[str, str]]
 
 
+# Edits are made where a list begins: what others add to it does not move them.
 TASKS = {
     "layout": Task(
         2,
         {"converters/layout/toy.py": "layout.py"},
         {
             "converters/layout/registry.py": {
-                "    torch,\n)": "    torch,\n    toy,\n)",
-                "    *haiku.LAYOUTS,\n": "    *haiku.LAYOUTS,\n    *toy.LAYOUTS,\n",
+                "from jaxmha.converters.layout import (\n": "    toy,\n",
+                "LAYOUTS: tuple[Layout, ...] = (\n": "    *toy.LAYOUTS,\n",
             }
         },
     ),
@@ -37,8 +38,8 @@ TASKS = {
         {"converters/masks/toy.py": "masks.py", "converters/toy.py": "face.py"},
         {
             "converters/verify/comparands.py": {
-                "import equinox, flax, keras, torch\n": "import equinox, flax, keras, torch, toy\n",
-                '    "torch": torch,\n': '    "torch": torch,\n    "toy": toy,\n',
+                "from jaxmha.converters import ": "toy, ",
+                "FRAMEWORKS: dict[str, ModuleType] = {\n": '    "toy": toy,\n',
             }
         },
     ),
@@ -47,8 +48,8 @@ TASKS = {
         {"jaxmha/implementations/toy.py": "implementation.py"},
         {
             "jaxmha/implementations/__init__.py": {
-                "import (\n    platforms,": "import (\n    toy,\n    platforms,",
-                '    "reference": reference,\n': '    "reference": reference,\n    "toy": toy,\n',
+                "from jaxmha.implementations import (\n": "    toy,\n",
+                "IMPLEMENTATIONS: dict[str, ModuleType] = {\n": '    "toy": toy,\n',
             }
         },
     ),
@@ -57,11 +58,13 @@ TASKS = {
         {"jaxmha/checkpoint/formats/toy.py": "format.py"},
         {
             "jaxmha/checkpoint/formats/table.py": {
-                "import gguf,": "import toy, gguf,",
-                '    Format("npz",': '    Format("toy", (".toy",), toy.read, toy.write, toy.check),\n'
-                '    Format("npz",',
-                "    if head.startswith(keras_h5.MAGIC):": "    if head.startswith(toy.MAGIC):\n"
-                '        return _BY_NAME["toy"]\n    if head.startswith(keras_h5.MAGIC):',
+                "from jaxmha.checkpoint.formats import ": "toy, ",
+                "FORMATS: tuple[Format, ...] = (\n": (
+                    '    Format("toy", (".toy",), toy.read, toy.write, toy.check),\n'
+                ),
+                "    head = source.read(0, min(source.size, 512))\n": (
+                    '    if head.startswith(toy.MAGIC):\n        return _BY_NAME["toy"]\n'
+                ),
             }
         },
     ),
@@ -70,8 +73,8 @@ TASKS = {
         {"jaxmha/cli/toy.py": "command.py"},
         {
             "jaxmha/cli/app.py": {
-                "    recipes,\n    verify,\n": "    recipes,\n    toy,\n    verify,\n",
-                "COMMANDS = {\n": 'COMMANDS = {\n    "count": toy,\n',
+                "from jaxmha.cli import (\n": "    toy,\n",
+                "COMMANDS = {\n": '    "toy": toy,\n',
             }
         },
     ),
@@ -85,9 +88,9 @@ def added(task: Task, folder: Path) -> None:
         shutil.copy(TOYS / toy, folder / path)
     for path, edits in task.edits.items():
         text = (folder / path).read_text()
-        for old, new in edits.items():
-            assert text.count(old) == 1, (path, old)
-            text = text.replace(old, new)
+        for line, new in edits.items():
+            assert line in text, (path, line)
+            text = text.replace(line, line + new, 1)
         (folder / path).write_text(text)
 
 
@@ -102,6 +105,40 @@ def test_the_page_names_the_files(name: str) -> None:
     page = (ROOT / "CONTRIBUTING.md").read_text()
     for path in (*TASKS[name].files, *TASKS[name].edits):
         assert path.replace("toy", "<name>") in page, path
+
+
+# Tests that hold for all that is registered, and the name of what they must have run, if they name it.
+SUITES = {
+    "tests/test_imports.py": "",
+    "tests/test_errors.py": "",
+    "tests/converters/test_cli_help.py": "test_help[command",
+    "tests/converters/test_every_layout.py": "toy",
+    "tests/checkpoint/test_checkpoint_roundtrip.py": ".toy",
+    "tests/test_conformance.py": "toy",
+}
+
+
+@pytest.mark.slow
+def test_the_suites_hold_with_one_of_everything(tmp_path: Path) -> None:
+    for path in subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).splitlines():
+        if (ROOT / path).is_file():
+            (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / path, tmp_path / path)
+    (tmp_path / "jaxmha" / "converters").symlink_to(Path("../converters"))
+    for task in TASKS.values():
+        added(task, tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-v", *SUITES],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    passed = [line for line in done.stdout.splitlines() if " PASSED" in line]
+    for suite, name in SUITES.items():
+        assert any(line.startswith(suite) and name in line for line in passed), suite
 
 
 @pytest.mark.long

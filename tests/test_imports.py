@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from jaxmha.converters.verify.comparands import FRAMEWORKS as FRAMEWORKS_OF_LAYERS
+
 ROOT = Path(__file__).parents[1]
 FRAMEWORKS = ("torch", "tensorflow", "keras", "flax", "equinox")
 DRAWING = "matplotlib"
@@ -93,10 +95,13 @@ def under(name: str, *packages: str) -> bool:
 CONVERTERS = "jaxmha.converters"
 MATCHING, LOAD_INTO = f"{CONVERTERS}.matching", f"{CONVERTERS}.matching.load_into"
 LIGHT_MATCHING = (LOAD_INTO, f"{MATCHING}.plan", f"{MATCHING}.proof")  # of which faces load no more
-FACES = ("torch", "keras", "flax", "huggingface", "linear", "equinox", "haiku")
+FACES = (*FRAMEWORKS_OF_LAYERS, "huggingface", "linear", "haiku")
 # Rooms, each of which may import those before it.
 ROOMS = (
-    ("jaxmha", "jaxmha.implementations", "jaxmha.flax"),
+    ("jaxmha", "jaxmha.implementations", "jaxmha.mods"),
+    ("jaxmha.latent",),
+    ("jaxmha.exported",),
+    ("jaxmha.flax", "jaxmha.keras", "jaxmha.equinox", "jaxmha.haiku", "jaxmha.recipes"),
     ("jaxmha.checkpoint",),
     (f"{CONVERTERS}.layout",),
     (f"{CONVERTERS}.masks",),
@@ -135,7 +140,10 @@ def violations(path: str, source: str) -> list[str]:
     """Imports of a file of the repository that its room may not have."""
     everywhere = [name for name, _ in imports(source)]
     top = [name for name, lazy in imports(source) if not lazy]
-    own, above = module(path), floor(module(path))
+    own = module(path)
+    above = floor(
+        "jaxmha.exported" if own == "jaxmha" else own
+    )  # the package itself has both layers
     forbidden = ["tests", "experiments", "converters"]
     found = [name for name in everywhere if under(name, *forbidden)]
     found += [
@@ -153,7 +161,8 @@ def violations(path: str, source: str) -> list[str]:
         found += [
             name for name in top if under(name, MATCHING) and not under(name, *LIGHT_MATCHING)
         ]
-    frameworks = [name for name in FRAMEWORKS if not under(own, f"jaxmha.{name}")]
+    others = (*FRAMEWORKS, "haiku", "transformers", DRAWING)
+    frameworks = [name for name in others if not under(own, f"jaxmha.{name}")]
     of_core = above <= floor("jaxmha.checkpoint")  # converters may, inside functions
     return found + [name for name in (everywhere if of_core else top) if under(name, *frameworks)]
 
@@ -177,6 +186,13 @@ def test_direction() -> None:
         ("jaxmha/a.py", "if TYPE_CHECKING:\n    import torch"),
         ("jaxmha/a.py", "from jaxmha.converters import layout"),
         ("jaxmha/a.py", "from jaxmha import checkpoint"),
+        ("jaxmha/a.py", "from jaxmha.recipes import gpt2"),
+        ("jaxmha/mask.py", "from jaxmha.keras import use"),
+        ("jaxmha/implementations/a.py", "from jaxmha.flax import nnx"),
+        ("jaxmha/implementations/a.py", "from jaxmha import latent"),
+        ("jaxmha/a.py", "import haiku"),
+        ("jaxmha/a.py", "import transformers"),
+        ("jaxmha/a.py", "import matplotlib"),
         ("jaxmha/implementations/a.py", "import tests.reference"),
         ("converters/torch.py", "import torch"),
         ("converters/torch.py", "if True:\n    from torch import nn"),

@@ -21,12 +21,20 @@ HELD: dict[str, frozenset[np.dtype]] = {
     ".weights.h5": frozenset(keras_h5.DTYPES),
     ".npz": frozenset(npz.DTYPES),
 }
+# Of other files, DTYPES of the module that writes them; without it, every dtype.
+ALL_DTYPES: list[np.dtype] = sorted(frozenset().union(*HELD.values()), key=str)
+HELD |= {
+    format.suffixes[0]: frozenset(
+        getattr(sys.modules[format.write.__module__], "DTYPES", ALL_DTYPES)
+    )
+    for format in checkpoint.FORMATS
+    if format.write and not (format.folder or format.sharded or HELD.keys() & {*format.suffixes})
+}
 EVERY = HELD | {
     ".orbax": frozenset(zarr.NAMES),
     ".safetensors.index.json": HELD[".safetensors"],
     ".bin.index.json": HELD[".pt"],
 }
-ALL_DTYPES: list[np.dtype] = sorted(frozenset().union(*HELD.values()), key=str)
 SHAPES: list[tuple[int, ...]] = [(), (1,), (5,), (2, 3), (0,), (3, 0, 2), (1, 1, 1, 2)]
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from jaxmha import checkpoint
 from jaxmha.cli.console import one_message, out
 
-EXAMPLES = "Examples:\n\n  jaxmha count model.safetensors"
+EXAMPLES = "Examples:\n\n  jaxmha toy model.safetensors"
 
 
 def command(file: Path) -> None:

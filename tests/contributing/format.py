@@ -1,5 +1,6 @@
-"""A toy format: the data of all tensors, one text line for each, and the length of these lines."""
+"""A toy format: the data of all tensors, one line of JSON for each, and the length of these lines."""
 
+import json
 from typing import BinaryIO
 
 import numpy as np
@@ -22,8 +23,8 @@ def read(source: Source, limits: Limits) -> Contents:
     budget.spend("the length", length, limits.header_bytes)
     offset, offsets, digests = len(MAGIC), dict[str, int](), dict[str, str]()
     for line in bytes(source.read(source.size - 8 - length, length)).decode().splitlines():
-        name, digests[name], dtype, *shape = line.split()
-        info = budget.tensor(name, tuple(map(int, shape)), np.dtype(dtype))
+        name, digest, dtype, shape = json.loads(line)
+        info, digests[name] = budget.tensor(name, tuple(shape), np.dtype(dtype)), digest
         offsets[name], offset = offset, offset + info.nbytes
 
     def load(name: str) -> np.ndarray:
@@ -44,7 +45,7 @@ def write(file: BinaryIO, plan: WriteJob) -> None:
     for name in plan.info:
         file.writelines(plan.pieces(name))
     lines = "".join(
-        f"{name} {plan.digests[name]} {info.dtype.name} {' '.join(map(str, info.shape))}\n"
+        json.dumps([name, plan.digests[name], info.dtype.name, info.shape]) + "\n"
         for name, info in plan.info.items()
     ).encode()
     file.write(lines + len(lines).to_bytes(8, "little"))

@@ -1,4 +1,4 @@
-"""A toy implementation: the reference, without biases."""
+"""A toy implementation: the reference, up to a length."""
 
 from jaxmha.implementations import reference
 from jaxmha.implementations.base import Request, Result
@@ -6,7 +6,8 @@ from jaxmha.implementations.base import Request, Result
 
 def unsupported_reason(request: Request) -> str | None:
     """None, or why not."""
-    return None if request.bias is None else "the toy has no biases"
+    length = request.key.shape[-3]
+    return f"the toy attends to at most 4096 keys, got {length}" if length > 4096 else None
 
 
 def attend(request: Request) -> Result:

@@ -2,9 +2,11 @@
 
 import sys
 from pathlib import Path
+from unittest import mock
 
 import jax
 import numpy as np
+import pytest
 import toy
 from typer.testing import CliRunner
 
@@ -43,6 +45,11 @@ report = compare(layer, params)
 assert report, report
 assert report.blocks[0].errors
 hidden = np.arange(7) > np.array([[6], [3]])
+with (
+    mock.patch.dict(sys.modules, toy=None),
+    pytest.raises(ModuleNotFoundError, match="pip install toy"),
+):
+    face.to_module(params)
 mask, bias = face.import_masks(hidden=hidden)
 assert mask is not None
 assert bias is None
@@ -55,6 +62,6 @@ assert np.allclose(ours, layer(x, x, x, hidden), atol=1e-5)
 assert "toy" in jaxmha.implementations.IMPLEMENTATIONS
 
 # A command.
-result = CliRunner().invoke(app, ["count", "a.toy"])
+result = CliRunner().invoke(app, ["toy", "a.toy"])
 assert (result.exit_code, result.stdout) == (0, "4 tensors\n"), result.output
 sys.stdout.write("used\n")

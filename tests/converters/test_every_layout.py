@@ -15,16 +15,9 @@ from jaxmha import MHAParams, checkpoint
 from jaxmha.converters.discovery import attention_blocks
 from jaxmha.converters.layout import (
     by_hand,
-    equinox,
-    flax,
-    haiku,
-    huggingface,
-    jaxmha,
-    keras,
     linear,
     meaning,
     registry,
-    torch,
     transform,
 )
 from jaxmha.converters.layout.arrays import NDArray
@@ -33,9 +26,7 @@ from jaxmha.params import CANONICAL, field_of, from_leaves
 from tests.converters import layers
 
 N, K, H = 6, 3, 4
-TABLES: tuple[Any, ...] = (
-    torch, keras, flax, huggingface, linear, meaning, equinox, haiku, jaxmha
-)  # fmt: skip
+TABLES: list[Any] = [table for table in vars(registry).values() if hasattr(table, "LAYOUTS")]
 EVERY = pytest.mark.parametrize("layout", registry.LAYOUTS)
 
 
