@@ -144,7 +144,7 @@ _DEFAULTS: dict[str, tuple[tuple[int, str], ...]] = {
         (32, "kosmos_2_text_model"),
     ),
 }  # fmt: skip
-# Model type -> its key and count.
+# Model type -> the key of the head count in its configuration, and the count without that key.
 OF_TYPES = {
     name: (key, count)
     for key, rows in _DEFAULTS.items()

@@ -71,7 +71,7 @@ def frequencies(
       KeyError: a parameter is missing.
     """
     kind, share = rope["rope_type"], rope.get(_SHARE)
-    # A share, where the class rotates one, precedes `rotary_dim`.
+    # `partial_rotary_factor` takes precedence over `rotary_dim` if the class reads it.
     first = model_type in WITH_DIMS and (share is None or model_type not in PARTIAL)
     dims = own.get("rotary_dim") if first else None
     if kind == "proportional":

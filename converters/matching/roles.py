@@ -10,9 +10,8 @@ from jaxmha.converters.matching.terms import IN_MLP, TOGETHER, terms
 
 _QKV = ("query", "key", "value")
 _PLACES = {"attn", "cross", "mlp", "self", "in", "out", "final"}
-_SANDWICH = (
-    4  # norms in a block with one before and one after both attention and MLP: names are clear
-)
+# A block with this many norms has one before and one after attention and MLP: their names tell which.
+_SANDWICH = 4
 _PAIR = 2
 _OUT = {"o", "wo", "out", "output"}
 

@@ -116,7 +116,8 @@ def _cut(read: Callable[..., NDArray], placeholder: _Placeholder, part: NDArray)
         along.append((axis, stride // whole[axis]))
         counts[axis] += (size - 1) * (stride // whole[axis])
     stop = [int(a) + n for a, n in zip(first, counts, strict=True)]
-    if any(n > size for n, size in zip(stop, placeholder.shape, strict=True)):  # spans rows
+    if any(n > size for n, size in zip(stop, placeholder.shape, strict=True)):
+        # The view is no box: it goes on in the next row of the tensor.
         box = read(placeholder.name, ()).reshape(-1)[
             (_address(part) - placeholder.start) // part.itemsize :
         ]

@@ -105,7 +105,7 @@ def _moderate(block: ComparedBlock, seed: int) -> float:
 
     It is within `EXPONENTS`: biases dominate tiny inputs, and huge inputs overflow.
     """
-    if block.semantics.qk_norm is not None:  # normalised logits do not follow the inputs
+    if block.semantics.qk_norm is not None:  # normalised logits do not grow with the inputs
         return 1.0
     power = 0
     for _ in range(3):  # logits grow with the square of the inputs, or with biases like the inputs

@@ -147,7 +147,8 @@ def _why_unused(file: checkpoint.Checkpoint, aside: str) -> str:
 def _prefix(block: ComparedBlock, source: Source) -> str:
     """The prefix in the file of a block, or of the stack that holds it."""
     path = re.sub(r"\[[\d, ]+\]$", "", block.path)
-    of_group = {group: prefix for prefix, (group, _) in source.groups.items()}  # `keras_pairs`
+    # The group of a Keras layer -> its prefix in the file (`keras_pairs`).
+    of_group = {group: prefix for prefix, (group, _) in source.groups.items()}
     return path if path in {one.prefix for one in source.found} else of_group.get(path, path)
 
 

@@ -71,7 +71,7 @@ _NUMBERS = _set_of(
     "sum_sq_norm_grads weighted_sq_norm_grads estim_sq_dist notfinite_count last_finite "
     "total_notfinite best_value plateau_count cooldown_count avg_value ema_decay"
 )
-# A running average of `optax.ema` is of gradients in a chain, and else often of the weights.
+# In a chain, `optax.ema` averages gradients; elsewhere, often the weights.
 _IN_CHAIN = "ema"
 _FIELDS = {*_TREES, *_AMBIGUOUS, *_NESTED, *_NUMBERS, _IN_CHAIN}
 

@@ -98,7 +98,9 @@ def _registered(folder: Path) -> Loaded:
         for name in HANDLERS.values():
             capsule = jax.ffi.pycapsule(getattr(library, name))  # type: ignore[no-untyped-call]
             jax.ffi.register_ffi_target(name, capsule, platform="cpu")
-    except jax.errors.JaxRuntimeError:  # those of a library elsewhere, which XLA keeps
+    except (
+        jax.errors.JaxRuntimeError
+    ):  # another library registered its handlers, and XLA keeps them
         return Loaded(f"XLA has the kernels of another jaxmha-cpu than {folder}: restart Python")
     return Loaded(None, library.jaxmha_cpu_isa().decode())
 

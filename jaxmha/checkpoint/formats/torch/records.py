@@ -118,7 +118,7 @@ class Value(Enum):
     SLICE = "__builtin__ slice"
     LIST = "__builtin__ list"
     DICT = "__builtin__ dict"
-    INT = "__builtin__ long"  # of Python 3
+    INT = "__builtin__ long"  # int of Python 3, by its name in pickle protocol 2
     FLOAT = "__builtin__ float"
     TENSOR = "torch Tensor"
     TENSOR_CLASS = "torch._tensor Tensor"
