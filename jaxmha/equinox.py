@@ -22,6 +22,7 @@ from jaxmha.mask import Mask
 from jaxmha.mod_arguments import MaskMod, ScoreMod
 from jaxmha.params import MHAParams, Projection, check, leaves
 from jaxmha.semantics import Semantics
+from jaxmha.unattended import zero_unattended
 
 with needed("equinox"):
     import equinox
@@ -153,7 +154,7 @@ class MultiheadAttention(equinox.nn.MultiheadAttention):  # type: ignore[misc]
           key_: `(S, Dk)`.
           value: `(S, Dv)`.
           mask: Boolean `(T, S)` or `(N, T, S)`, True = attend, or shapes that broadcast to these;
-            or a `jaxmha.Mask`.
+            or a `jaxmha.Mask`. Features that it excludes may hold NaN, also for gradients.
           key: a PRNG key for dropout.
           inference: no dropout; None: the attribute `dropout.inference` decides.
           deterministic: deprecated in equinox; give `inference`.
@@ -180,6 +181,15 @@ class MultiheadAttention(equinox.nn.MultiheadAttention):  # type: ignore[misc]
                 f"key_ and value must have the same length S, got shapes {key_.shape} and "
                 f"{value.shape}"
             )
+        query, key_, value = zero_unattended(
+            (query, key_, value),
+            self.num_heads,
+            bias,
+            mask,
+            self.semantics,
+            mask_mod,
+            keep_finite=process_heads is not None,
+        )
         heads = (
             _split(self.query_proj, query, self.num_heads),
             _split(self.key_proj, key_, self.num_kv_heads),

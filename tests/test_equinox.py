@@ -119,6 +119,24 @@ def test_rotary_positions_by_process_heads() -> None:
         own(*inputs(), process_heads=lambda q, k, v: (q, k, v[:, :1]))
 
 
+@pytest.mark.parametrize("turned", [None, lambda q, k, v: (q, k, -v)], ids=["plain", "turned"])
+def test_padding_may_hold_nan(turned: Any) -> None:
+    """Gradients of the weights are those of zeros in the padding; heads may be processed."""
+    sizes: dict[str, Any] = {**SIZES, **BIASES}
+    layer = with_numbers(MultiheadAttention(N, **sizes, key=jax.random.key(0)))
+    mask = Mask.lengths(query=jnp.array(4), key_value=jnp.array(3))
+    gradients = eqx.filter_jit(
+        eqx.filter_grad(lambda layer, *x: (layer(*x, mask, process_heads=turned) ** 2).sum())
+    )
+    arrays, found = [np.array(x) for x in inputs()], []
+    for padding in (0.0, np.nan):
+        for x, length in zip(arrays, (4, 3, 3), strict=True):
+            x[length:] = padding
+        found.append(jax.tree.leaves(gradients(layer, *arrays)))
+    for expected, actual in zip(*found, strict=True):
+        assert_same(actual, expected)
+
+
 def grouped() -> MultiheadAttention:
     more: dict[str, Any] = {"num_kv_heads": 2, "vo_size": 3, **BIASES}
     return with_numbers(MultiheadAttention(4, 12, key=jax.random.key(0), **more))  # type: ignore[no-any-return]
