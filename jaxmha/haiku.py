@@ -19,6 +19,7 @@ from jaxmha.extras import needed
 from jaxmha.mask import Mask
 from jaxmha.mod_arguments import MaskMod, ScoreMod
 from jaxmha.semantics import Semantics
+from jaxmha.unattended import zero_unattended
 
 with needed("haiku"):
     import haiku
@@ -89,7 +90,7 @@ class MultiHeadAttention(haiku.MultiHeadAttention):  # type: ignore[misc]
             model_size=model_size,
             name=name,
         )
-        self._options = of_semantics(semantics)
+        self._semantics, self._options = semantics, of_semantics(semantics)
         self.implementation = hashable(implementation)
 
     def __call__(
@@ -110,7 +111,8 @@ class MultiHeadAttention(haiku.MultiHeadAttention):  # type: ignore[misc]
           key: `(*B, S, Dk)`, whose batch axes may be 1 or, from the left, missing.
           value: `(*B, S, Dv)`, likewise.
           mask: nonzero = attend; has the axes `(*B, N, T, S)`, each of full size or 1. Or a
-            `jaxmha.Mask`, whose batch axis is all batch axes, flattened.
+            `jaxmha.Mask`, whose batch axis is all batch axes, flattened. Features that it excludes
+            may hold NaN, also for gradients.
           bias: added to the logits; has the axes `(*B, N, T, S)`, each of full size or 1.
           score_mod, mask_mod: score and mask functions, as in `jaxmha.dot_product_attention`; b is
             the index into all batch axes, flattened.
@@ -121,16 +123,21 @@ class MultiHeadAttention(haiku.MultiHeadAttention):  # type: ignore[misc]
         require_arrays(query=query, key=key, value=value)
         batch = query.shape[:-2]
         sizes = {"query": self.key_size, "key": self.key_size, "value": self.value_size}
-        heads: dict[str, Any] = {}
-        for (name, size), x in zip(sizes.items(), (query, key, value), strict=True):
-            projected = self._linear(self.num_heads * size, name)(x)
-            projected = projected.reshape(*x.shape[:-1], self.num_heads, size)
-            heads[name] = _in_batch(name, projected, batch)
+        for name, x in (("key", key), ("value", value)):
+            _check_batch(name, x.shape[:-2], batch)
         if mask is not None and not isinstance(mask, Mask):
             reject_additive(mask)
             mask = _by_batch("mask", mask, batch).astype(bool)
         if bias is not None:
             bias = _by_batch("bias", bias, batch)
+        features = zero_unattended(
+            (query, key, value), self.num_heads, bias, mask, self._semantics, mask_mod
+        )
+        heads: dict[str, Any] = {}
+        for (name, size), x in zip(sizes.items(), features, strict=True):
+            projected = self._linear(self.num_heads * size, name)(x)
+            projected = projected.reshape(*x.shape[:-1], self.num_heads, size)
+            heads[name] = _in_batch(name, projected, batch)
         out = dot_product_attention(
             **heads,
             bias=bias,
@@ -151,16 +158,21 @@ class MultiHeadAttention(haiku.MultiHeadAttention):  # type: ignore[misc]
 
 def _in_batch(name: str, array: jax.Array, batch: tuple[int, ...]) -> jax.Array:
     """Broadcasts the axes before the last three to the batch axes of the query, and merges them
-    into one axis, if there are any. Raises ValueError if they do not broadcast."""
+    into one axis, if there are any."""
     lead, own = array.shape[:-3], array.shape[-3:]
+    _check_batch(name, lead, batch)
+    one = (math.prod(batch),) if batch else ()
+    return jnp.broadcast_to(array, (*batch, *own)).reshape(*one, *own)
+
+
+def _check_batch(name: str, lead: tuple[int, ...], batch: tuple[int, ...]) -> None:
+    """Raises ValueError if the batch axes of an input do not broadcast to those of the query."""
     pairs = zip(reversed(lead), reversed(batch), strict=False)
     if len(lead) > len(batch) or any(size not in (1, full) for size, full in pairs):
         raise ValueError(
             f"{name}: expected batch axes that broadcast to *B={batch} of query, got {lead}: "
             "every batch axis must be in query; those of the others may be 1 or missing"
         )
-    one = (math.prod(batch),) if batch else ()
-    return jnp.broadcast_to(array, (*batch, *own)).reshape(*one, *own)
 
 
 def _by_batch(name: str, array: Array, batch: tuple[int, ...]) -> jax.Array:

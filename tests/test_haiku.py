@@ -141,6 +141,22 @@ def test_score_and_mask_functions() -> None:
     assert_close(jax.jit(functions)(params, *arguments), np.asarray(expected))
 
 
+def test_padding_may_hold_nan() -> None:
+    """Gradients of the parameters are those of zeros in the padding; rows of a batch share keys, so
+    that the longest row counts."""
+    own, params = model(MultiHeadAttention), drawn()
+    arrays = [np.array(x) for x in inputs(3, 2, others=((2,), (3, 1)))]
+    valid = np.array([[4, 6], [3, 1], [5, 0]])
+    mask = Mask.lengths(key_value=jnp.array(valid.ravel()))
+    found = []
+    call = jax.jit(jax.grad(lambda p, *x: jnp.sum(own.apply(p, *x, mask) ** 2)))
+    for padding in (0.0, np.nan):
+        for x, lengths in zip(arrays[1:], (valid.max(0), valid.max(1)[:, None]), strict=True):
+            x[np.arange(S) >= lengths[..., None]] = padding
+        found.append(call(params, *arrays))
+    jax.tree.map(assert_same, *found)
+
+
 def test_additive_masks_are_refused() -> None:
     own, _ = pair()
     arrays = inputs(3)
