@@ -168,7 +168,7 @@ def _over_all(step: Step) -> State:
     """The softmax state over all slots; those that no query attends have zero derivatives."""
     S = step.cache.slots
     allowed, tokens = _allowed(step, jnp.arange(S, dtype=np.int32))
-    attended = allowed.any((1, 2))[:, None]
+    attended = _attended(step, allowed)
     every = step.cache.whole() or step.cache.tile(0, S)
     keys = jnp.where(attended[..., None], every.keys, jnp.zeros((), every.keys.dtype))
     scale = every.key_scale
@@ -319,7 +319,7 @@ def _fold(
     keys, values = tile.keys.astype(matmul.operands), tile.values.astype(matmul.operands)
     value_scale = tile.value_scale
     if not all_finite:
-        attended = mask.any(2)
+        attended = _attended(step, allowed)
         values = jnp.where(attended[..., None], values, 0.0)
         value_scale = None if value_scale is None else jnp.where(attended, value_scale, 0.0)
     logits = _query_key(step.rows, keys, matmul)
@@ -342,6 +342,13 @@ def _fold(
         return matmul.einsum("bkrs,bksh->bkrh", exps.astype(matmul.operands), values)
 
     return online_softmax.fold(logits, weigh, state)
+
+
+def _attended(step: Step, allowed: Bool[jax.Array, "B n T s"]) -> Bool[jax.Array, "B #K s"]:
+    """True for slots that some query attends, per key head if the mask differs between heads."""
+    some = allowed.any(2)
+    B, n, s = some.shape
+    return some if n == 1 else some.reshape(B, step.rows.shape[1], -1, s).any(2)
 
 
 def _query_key(

@@ -195,49 +195,6 @@ def test_what_is_beyond_the_length_says_nothing(length: int) -> None:
     tolerance.assert_close(outs[1], np.asarray(outs[0]))
 
 
-@pytest.mark.slow_variants("read in blocks")
-@pytest.mark.parametrize("length", [T, 4096], ids=["read whole", "read in blocks"])
-def test_steps_have_gradients(length: int) -> None:
-    """The gradients of full attention; slots that no query attends have none, even if they hold NaN."""
-    params, x = make()
-    empty = KVCache.empty(params, B, length)
-    spoiled = [jnp.full_like(a, np.nan) for a in (empty.key, empty.value)]
-    cache = empty._replace(key=spoiled[0], value=spoiled[1])
-
-    def steps(x: jax.Array) -> jax.Array:
-        return (jaxmha.extend(params, x, cache)[0] ** 2).sum()
-
-    def whole(x: jax.Array) -> jax.Array:
-        return jnp.asarray(full(params, x, implementation="reference") ** 2).sum()
-
-    found, want = (jax.jit(jax.grad(f))(x[:, :5]) for f in (steps, whole))
-    tolerance.assert_close(found, np.asarray(want), factor=2)
-
-
-@pytest.mark.parametrize("native", ["0", "1"])
-@pytest.mark.parametrize("kind", ["float8_e4m3fn", "int8 pages"])
-def test_no_gradient_passes_tokens_in_8_bits(
-    kind: str, native: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One rule for native kernels, plain XLA and pages, whose scales would pass a part of it."""
-    monkeypatch.setenv("JAXMHA_NATIVE", native)
-    jit_cache.forget()
-    params, x = make()
-    cache: Any = KVCache.empty(params, B, 5, dtype=jnp.float8_e4m3fn)
-    if kind == "int8 pages":
-        cache = jaxmha.PagedKVCache.empty(params, B, 5, pages=2 * B, page_size=4, dtype=jnp.int8)
-
-    @jax.jit
-    def gradients(params: Any) -> Any:
-        return jax.grad(lambda p: (jaxmha.decode_step(p, x[:, :3], cache)[0] ** 2).sum())(params)
-
-    found = gradients(params)
-    assert not np.any(found.key.kernel)
-    assert not np.any(found.value.kernel)
-    assert np.any(found.query.kernel)
-    assert np.any(found.out.kernel)
-
-
 def test_work_is_bounded_by_the_length(monkeypatch: pytest.MonkeyPatch) -> None:
     """Long caches with little in them are never read whole."""
     from jaxmha import cached_step as module

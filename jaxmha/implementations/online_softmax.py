@@ -113,7 +113,9 @@ def fold(
       sum_keys: the sum over that axis, with keepdims.
     """
     lowest = LOWEST[logits.dtype.name] if before is None else before.row_max
-    row_max = jnp.maximum(logits.max(axis, keepdims=True), lowest)
+    # Output and lse do not depend on the row max. The derivative of a maximum would divide by the
+    # number of logits that equal it, which is 0 if XLA rounds recomputed logits in another way.
+    row_max = jax.lax.stop_gradient(jnp.maximum(logits.max(axis, keepdims=True), lowest))
     exps = jnp.exp(logits - row_max)
     row_sum = sum_keys(exps)
     out = weigh(exps)

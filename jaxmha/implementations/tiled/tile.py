@@ -276,6 +276,7 @@ def backward(
     whole = row_max is None
     if row_max is None:  # computed here: logits of the forward pass may round differently
         row_max = jnp.maximum(logits.max(-2, keepdims=True), LOWEST[rows.dtype.name])
+        row_max = jax.lax.stop_gradient(row_max)  # gradients do not depend on it
     else:  # recomputed logits may round above row_max; clipping keeps exps <= 1
         row_max = jnp.swapaxes(row_max, -1, -2)
         logits = jnp.minimum(logits, row_max)
