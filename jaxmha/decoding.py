@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Integer
 
-from jaxmha import bias_kv
+from jaxmha import bias_kv, checks, read_tokens
 from jaxmha.arrays import Array
 from jaxmha.attention import attend
 from jaxmha.attention_options import hashable
@@ -30,7 +30,7 @@ from jaxmha.decoding_checks import (
 )
 from jaxmha.explicit_sharding import by_types, step_specs
 from jaxmha.extend_heads import append_and_attend
-from jaxmha.layer import policy_of
+from jaxmha.layer import Attended, policy_of
 from jaxmha.mask import Mask
 from jaxmha.mask_arguments import as_mask, with_window
 from jaxmha.mod_arguments import MaskMod, Mods, ScoreMod, traced_mods, without_extras
@@ -155,9 +155,11 @@ def _prefill(
     reject_long_prompt(cache, T, left)
     if positions is None:
         positions = jnp.broadcast_to(jnp.arange(T, dtype=np.int32).reshape(1, T), (B, T))
-    query, key, value = _heads(params, x, semantics, positions, rotate, implementation)
     extra = bias_kv.count(params, semantics)
     wide = bias_kv.widen_mask(mask & Mask.causal(), extra, (B,), {**sizes, "S": T})
+    policy = policy_of(params, semantics)
+    read = read_tokens.of_prompts(x, mask, wide, sizes, mods, policy, extra)
+    query, key, value = _heads(params, x, semantics, positions, rotate, read, implementation)
     result = attend(
         query,
         bias_kv.append(key, params.bias_k, semantics),
@@ -175,7 +177,7 @@ def _prefill(
     out = result.out
     if isinstance(cache, PagedKVCache):  # the pool may have too few free pages for T <= S tokens
         out = nan_where(full.reshape(B, 1, 1, 1), out)
-    return _combine(params, out, semantics, x, implementation), kept
+    return _combine(params, out, semantics, x, read, implementation), kept
 
 
 def decode_step(
@@ -323,15 +325,23 @@ def _extend(
     block: int,
 ) -> tuple[jax.Array, CacheT]:
     sizes = sizes_of(params, x, cache)
+    mask = checks.flatten_mask(mask, (sizes["B"],), sizes)
     tokens = jnp.arange(sizes["T"], dtype=np.int32)[None]
-    if positions is None:
-        positions = clipped_counts(jnp.asarray(cache.lengths))[:, None] + tokens
-    heads = _heads(params, x, semantics, positions, rotate)
+    slots = clipped_counts(jnp.asarray(cache.lengths))[:, None] + tokens
     counts = counts_of(q_lengths, sizes)
+    read = read_tokens.of_step(
+        x,
+        mask.key_value_padding,
+        slots,
+        None if q_lengths is None else counts,
+        bias_kv.count(params, semantics),
+    )
+    at = slots if positions is None else positions
+    heads = _heads(params, x, semantics, at, rotate, read)
     out, cache = append_and_attend(
         *heads, cache, counts, mask, semantics, mods, sizes, params=params, block=block
     )
-    out = _combine(params, out, semantics, x)
+    out = _combine(params, out, semantics, x, read)
     if q_lengths is not None:
         out = jnp.where((tokens < counts[:, None])[..., None], out, 0.0)
     return out, cache
@@ -343,12 +353,13 @@ def _heads(
     semantics: Semantics,
     positions: jax.Array,
     rotate: Rotate | None,
+    read: Attended,
     implementation: str | tuple[str, ...] | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Projects inputs to heads, and rotates queries and keys if `rotate` is given."""
     dtype = compute_dtype(params, x=x)
     query, key, value = project_checked(
-        params, x, None, None, semantics, dtype, implementation=implementation
+        params, x, None, None, semantics, dtype, read[:3], implementation
     )
     if rotate is not None:
         query, key = (apply_rotation(rotate, x, positions) for x in (query, key))
@@ -360,7 +371,8 @@ def _combine(
     heads: jax.Array,
     semantics: Semantics,
     x: jax.Array,
+    read: Attended,
     implementation: str | tuple[str, ...] | None = None,
 ) -> jax.Array:
     dtype = compute_dtype(params, heads=heads)
-    return combine_checked(params, heads, semantics, dtype, x, implementation=implementation)
+    return combine_checked(params, heads, semantics, dtype, x, read.gates, implementation)

@@ -1,0 +1,79 @@
+"""Which tokens of a call affect attention over a cache: others may hold NaN, also for gradients.
+
+A later call may attend keys that a Boolean array or a mask function excludes in this one. Only
+lengths and key/value padding, which every call repeats, exclude a key for good.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from jaxmha.arrays import Array
+from jaxmha.decoding_checks import prompt_lengths
+from jaxmha.layer import Attended, attended_features
+from jaxmha.mask import Mask
+from jaxmha.mod_arguments import Mods
+from jaxmha.semantics import FullyMasked
+
+
+def of_prompts(
+    x: Float[jax.Array, "B T D"],
+    mask: Mask,
+    causal: Mask,
+    sizes: dict[str, int],
+    mods: Mods,
+    policy: FullyMasked,
+    extra: int = 0,
+) -> Attended:
+    """Tokens of prompts. `causal`: the causal mask and `mask`, with one batch axis, over the T
+    tokens and the `extra` positions."""
+    B, T = x.shape[:2]
+    sizes = {**sizes, "S": T}
+    found = attended_features(B, None, causal, sizes, extra, policy, mods.mask)
+    queries, _, _, gates = found
+    keys = None
+    if mask.key_value_padding is not None:
+        keys = _or_finite(jnp.broadcast_to(mask.key_value_padding, (B, T)), x)
+    if mask.key_value_lengths is not None:
+        present = _first(prompt_lengths(mask, sizes), T)
+        keys = _both(present, keys)
+        queries, gates = (_both(_or_finite(present, x), kept) for kept in (queries, gates))
+    return Attended(queries, keys, None if policy == "mean" else keys, gates)
+
+
+def of_step(
+    x: Float[jax.Array, "B T D"],
+    padding: Bool[Array, "#B S"] | None,
+    slots: Int[jax.Array, "B T"],
+    counts: Int[jax.Array, "B"] | None = None,
+    extra: int = 0,
+) -> Attended:
+    """Tokens of a step, which go into these slots. `padding`: the valid slots of the cache; `counts`:
+    the number of tokens of each sequence; `extra`: positions that every query attends."""
+    queries = keys = None
+    B, T = slots.shape
+    if padding is not None:
+        S = padding.shape[1]
+        valid = jnp.broadcast_to(padding, (B, S))
+        keys = _or_finite(jnp.take_along_axis(valid, slots % S, 1), x)
+        if not extra:
+            first = jnp.argmax(valid, 1, keepdims=True)
+            queries = valid.any(1, keepdims=True) & (slots >= first)
+    if counts is not None:
+        queries, keys = (_both(_first(counts, T), kept) for kept in (queries, keys))
+    return Attended(queries, keys, keys, queries)
+
+
+def _first(counts: jax.Array, T: int) -> jax.Array:
+    return jnp.arange(T, dtype=np.int32)[None] < counts[:, None]
+
+
+def _both(kept: jax.Array, others: jax.Array | None) -> jax.Array:
+    return kept if others is None else kept & others
+
+
+def _or_finite(valid: jax.Array, x: jax.Array) -> jax.Array:
+    """Valid tokens, and others that are finite: these are projected as ever, so that a later call
+    with less padding reads their keys."""
+    return valid | jnp.isfinite(x).all(-1)
