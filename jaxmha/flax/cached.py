@@ -8,7 +8,7 @@ from typing import TypeAlias
 import jax
 import jax.numpy as jnp
 
-from jaxmha import bias_kv, checks, sharding
+from jaxmha import bias_kv, checks, read_tokens, sharding
 from jaxmha.arrays import Array
 from jaxmha.cached_attention import nan_where, reject_structure
 from jaxmha.explicit_sharding import by_types, sharding_of_features, spec_of
@@ -23,12 +23,13 @@ from jaxmha.flax.heads import (
     widen,
 )
 from jaxmha.implementations import forward_mode
-from jaxmha.layer import check_batch
+from jaxmha.layer import Attended, check_batch, policy_of
 from jaxmha.mask import Mask
 from jaxmha.mod_arguments import ModFunctions, Mods, after, of_cached, traced_mods, without_extras
 from jaxmha.params import MHAParams
 from jaxmha.projections import check_inputs, combine_checked, compute_dtype, project_checked
 from jaxmha.rotary import Rotate, apply_rotation, static_rotation
+from jaxmha.semantics import Semantics
 
 # Cached keys `*B S K H`, values `*B S K h`, and the index of the next free slot.
 Cache: TypeAlias = tuple[jax.Array, jax.Array, jax.Array]
@@ -116,16 +117,16 @@ def _attend_cached(
     *,
     rotate: Rotate | None,
 ) -> tuple[jax.Array, jax.Array | None, Cache]:
-    _, dtype = check_inputs(params, *inputs)
+    sizes, dtype = check_inputs(params, *inputs)
     check_batch(*inputs)
     semantics = settings.semantics
     implementation = settings.implementation
-    query, key, value = project_checked(
-        params, *inputs, semantics, dtype, implementation=implementation
-    )
     keys, values, index = cached
-    *batch, T, _, _ = query.shape
+    *batch, T, _ = inputs[0].shape
     S = keys.shape[-3]
+    tokens = index + jnp.arange(T, dtype=index.dtype)
+    read = _read(params, inputs, mask, tokens, {**sizes, "S": S}, semantics)
+    query, key, value = project_checked(params, *inputs, semantics, dtype, read[:3], implementation)
     for name, new, old in (("key", key, keys), ("value", value, values)):
         expected = (*old.shape[:-3], T, *old.shape[-2:])
         if new.shape != expected:
@@ -135,7 +136,6 @@ def _attend_cached(
             )
     if T > S:
         raise ValueError(f"T={T} new tokens are more than the S={S} slots of the cache")
-    tokens = index + jnp.arange(T, dtype=index.dtype)
     if rotate is not None:
         at = jnp.broadcast_to(tokens, (*batch, T)) if positions is None else positions
         query, key = (apply_rotation(rotate, x, at) for x in (query, key))
@@ -156,5 +156,29 @@ def _attend_cached(
     out, weights = attend_projected(params, query, *heads, wide, settings)
     out = nan_where(index > S - T, out)  # index + T > S may overflow
     dtype = compute_dtype(params, heads=out)
-    out = combine_checked(params, out, semantics, dtype, inputs[0], implementation=implementation)
+    out = combine_checked(params, out, semantics, dtype, inputs[0], read.gates, implementation)
     return out, weights, (keys, values, index + T)
+
+
+def _read(
+    params: MHAParams,
+    inputs: tuple[jax.Array, jax.Array, jax.Array],
+    mask: Mask,
+    tokens: jax.Array,
+    sizes: dict[str, int],
+    semantics: Semantics,
+) -> Attended:
+    """The new tokens that can affect an output."""
+    batch, T = inputs[0].shape[:-2], len(tokens)
+    if mask.key_value_padding is None or any(x.shape[:-1] != (*batch, T) for x in inputs):
+        return Attended(None, None, None, None)  # other shapes are reported with those of the cache
+    B = math.prod(batch)
+    padding = checks.flatten_mask(mask, batch, sizes).key_value_padding
+    slots, extra = jnp.broadcast_to(tokens, (B, T)), bias_kv.count(params, semantics)
+    query, key, value = (
+        read_tokens.of_step(x.reshape(B, T, x.shape[-1]), padding, slots, extra=extra)
+        for x in inputs
+    )
+    if policy_of(params, semantics) == "mean":  # fully masked rows read every value
+        return Attended(query.queries, key.keys, None, None)
+    return query._replace(keys=key.keys, values=value.values)
