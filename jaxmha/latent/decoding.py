@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Integer
 
-from jaxmha import checks
+from jaxmha import checks, read_tokens
 from jaxmha.arrays import Array
 from jaxmha.attention import attend
 from jaxmha.attention_options import hashable
@@ -184,11 +184,13 @@ def _prefill(
     reject_long_prompt(cache, T, left)
     latent = Latent(params, semantics, dtype, rotate, implementation)
     positions = flat_positions(positions, (B,), B, T)
-    keys = latent.keys(x, positions)
+    causal = checks.flatten_mask(mask & Mask.causal(), (B,), {**found, "S": T})
+    read = read_tokens.of_prompts(x, mask, causal, found, mods, semantics.fully_masked)
+    keys = latent.keys(x, positions, read.values)
     result = attend(
-        *latent.expanded(latent.queries(x, positions), keys),
+        *latent.expanded(latent.queries(x, positions, read.queries), keys),
         None,
-        checks.flatten_mask(mask & Mask.causal(), (B,), {**found, "S": T}),
+        causal,
         with_scale(semantics, found),
         None,
         False,
@@ -224,13 +226,15 @@ def _extend(
     tokens = jnp.arange(T, dtype=np.int32).reshape(1, T)
     places = jnp.asarray(cache.lengths)[:, None] + tokens
     turned = places if positions is None else flat_positions(positions, (B,), B, T)
-    latent = Latent(params, semantics, dtype, rotate)
-    queries = latent.absorbed(latent.queries(x, turned))
+    mask = checks.flatten_mask(mask, (B,), found)
     counts = counts_of(q_lengths, found)
-    keys = latent.keys(x, turned)
+    given = None if q_lengths is None else counts
+    read = read_tokens.of_step(x, mask.key_value_padding, places, given)
+    latent = Latent(params, semantics, dtype, rotate)
+    queries = latent.absorbed(latent.queries(x, turned, read.queries))
+    keys = latent.keys(x, turned, read.keys)
     longer, full = append(cache, keys, counts, left)
     pair = keys[:, :, None], keys[:, :, None]
-    mask = checks.flatten_mask(mask, (B,), found)
     attended, mask = with_window_copy(as_heads(cache), as_heads(longer), *pair, counts, mask)
     heads = attend_cache(
         None, queries, attended, places, mask, with_scale(semantics, found), BLOCK, mods
