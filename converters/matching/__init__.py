@@ -67,6 +67,13 @@ def prove(
 ) -> Proof:
     """Compares a filled model with its source: every array, and outputs if both can run.
 
+    Outputs are paired by their keys; those without a common key in order, if both models return as
+    many and their sizes agree; else the nearest pairs of equal size. The largest difference of a pair
+    counts. Outputs that only one model returns are left out, and so are those that two wrong models
+    share: integers, Booleans, and inputs that both return unchanged. `Proof.left` names them. Arrays
+    in other objects than tuples, lists, dicts and dataclasses, such as a cache of transformers, are
+    not seen.
+
     Args:
       source: as in `match`; a model object if outputs are compared.
       model: the model that `load_into` filled.
@@ -81,7 +88,8 @@ def prove(
 
     Raises:
       ValueError: the plan has an open question, or does not fit the models, or head counts or
-        settings of attention differ, or a model raises an error on the drawn arguments.
+        settings of attention differ, or a model raises an error on the drawn arguments, or no output
+        of both can be compared.
       TypeError: `inputs` has another form, or the source or the model cannot be run on them.
 
     >>> import torch

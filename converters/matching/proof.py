@@ -1,5 +1,6 @@
 """The result of comparing a filled model with its source."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,7 +21,7 @@ _WIDER = "let the layers that cast to it compute in float32, and compare again"
 
 
 class Departure(NamedTuple):
-    """A pair of layers, and the difference of their outputs relative to the largest value."""
+    """A pair of layers, or of outputs, and their difference relative to the largest value."""
 
     source: str
     target: str
@@ -37,11 +38,14 @@ class Proof:
         values of the source rounded to it.
       unused: source arrays that fill no target array, or only partly. missing: target arrays that
         the plan does not fill.
-      difference: largest difference of the models' outputs, relative to the largest value; None if
-        the models were not run.
+      difference: largest difference of a pair of outputs, relative to the largest value of its output
+        of the source; None if the models were not run.
       tolerance: largest `difference` that counts as the same.
-      departure: if `difference` is larger, the first pair of layers whose outputs differ by more
-        than `tolerance`; None if there is no such pair.
+      outputs: the pairs of outputs that were compared, each with its difference. left: other outputs,
+        and integers, Booleans and inputs that both return unchanged.
+      departure: the first pair of layers whose outputs differ by more than `tolerance`; None if there
+        is no such pair. `same` does not depend on it: one model may compute in a layer what the other
+        computes after it.
       compared: number of pairs of layers whose outputs were compared.
       dtype: narrowest dtype that a model or layer returned. narrow: the first layer that returned
         it; None if all returned float64.
@@ -54,6 +58,8 @@ class Proof:
     missing: tuple[str, ...] = ()
     difference: float | None = None
     tolerance: float = 0.0
+    outputs: tuple[Departure, ...] = ()
+    left: tuple[str, ...] = ()
     departure: Departure | None = None
     compared: int = 0
     dtype: str = "float64"
@@ -82,16 +88,27 @@ class Proof:
                 f"outputs returned in {self.dtype}{narrow} {verdict}: {self.difference:.1e} of the largest "
                 f"(at most {self.tolerance:.0e}); {self.compared} layers compared"
             )
+            rows += self._paired_outputs()
+        largest = self.difference or 0.0
         if self.departure is not None:
             source, target, difference = self.departure
+            agree = ", while the compared outputs agree" if largest <= self.tolerance else ""
             rows.append(
                 f"first layer that departs: {target or 'the model'} from {source or 'the model'}, "
-                f"by {difference:.1e}"
+                f"by {difference:.1e}{agree}"
             )
-        if self.difference is not None and self.difference > self.tolerance:
+        if largest > self.tolerance:
             if self.dtype in ("float16", "bfloat16"):
                 rows.append(f"{self.dtype} rounds by more than that: {_WIDER}")
-            elif self.narrow is None and self.difference <= HALF:
+            elif self.narrow is None and largest <= HALF:
                 rows.append(_INSIDE)
             rows.append(_NEXT)
         return "\n".join(map(printable, rows))
+
+    def _paired_outputs(self) -> Iterator[str]:
+        """Lines on each pair of outputs, if there are several or some are left."""
+        if len(self.outputs) + len(self.left) > 1:
+            for source, target, difference in self.outputs:
+                yield f"{target} of the model against {source} of the source: {difference:.1e}"
+        if self.left:
+            yield f"not compared: {', '.join(self.left)}"

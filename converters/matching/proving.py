@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray as Array
 
 from jaxmha.converters.layout.arrays import NDArray, is_float, narrower
-from jaxmha.converters.matching import lines, loading, model_inputs, running, stored
+from jaxmha.converters.matching import lines, loading, model_inputs, outputs, running, stored
 from jaxmha.converters.matching.layers import is_buffer
 from jaxmha.converters.matching.plan import Line, MatchPlan, Packing
 from jaxmha.converters.matching.proof import Departure, Proof
@@ -55,7 +55,8 @@ def prove(
     for_source, for_target = model_inputs.draw(inputs, seed)
     ours = model_inputs.run(source, "source", for_source)
     other = model_inputs.run(model, "model", for_target)
-    return _outputs(proof, ours, other, _paired(mine, theirs, jobs, ours, other))
+    found = outputs.compare(ours.outputs, other.outputs, for_source, for_target)
+    return _outputs(proof, ours, other, _paired(mine, theirs, jobs, ours, other), found)
 
 
 def _arrays(source: Tree, target: Tree, jobs: Mapping[str, tuple[Line, list[str]]]) -> Proof:
@@ -155,31 +156,32 @@ def _paired(
 
 
 def _outputs(
-    proof: Proof, mine: running.Run, theirs: running.Run, pairs: Mapping[Path, Path]
+    proof: Proof,
+    mine: running.Run,
+    theirs: running.Run,
+    pairs: Mapping[Path, Path],
+    found: outputs.Compared,
 ) -> Proof:
-    found = [_distance(a, b) for b in theirs.outputs for a in mine.outputs]
-    known = [x for x in found if x is not None]
-    if not known:
-        shapes = " and ".join(
-            ", ".join(str(x.shape) for x in one.outputs) or "nothing" for one in (mine, theirs)
-        )
-        raise ValueError(f"the models return arrays of other sizes: {shapes}")
-    whole = min(known)
     dtype, narrow = _narrowest({"source": mine, "model": theirs})
     tolerance = WIDE if narrow is None else NARROW
+    whole = max(pair.difference for pair in found.pairs)
     departure, compared = None, 0
     for path, output in mine.layers.items():
         other = theirs.layers.get(pairs.get(path, ("?",)))
-        distance = None if other is None else _distance(output, other)
+        distance = None if other is None else outputs.distance(output, other)
         if distance is None:
             continue
         compared += 1
-        if departure is None and whole > tolerance and distance > tolerance:
+        # The first array that a model returns may be a mask; `whole` covers all of its outputs.
+        counts = path or whole > tolerance
+        if departure is None and distance > tolerance and counts:
             departure = Departure(".".join(path), "/".join(pairs[path]), distance)
     return replace(
         proof,
         difference=whole,
         tolerance=tolerance,
+        outputs=found.pairs,
+        left=found.left,
         departure=departure,
         compared=compared,
         dtype=dtype.name,
@@ -195,27 +197,7 @@ def _narrowest(runs: Mapping[str, running.Run]) -> tuple[np.dtype[Any], str | No
     found, first = np.dtype(np.float64), None
     for which, run in runs.items():
         layers = [(f"{'.'.join(path)} of the {which}", x) for path, x in run.layers.items()]
-        for name, array in (*layers, *((f"the {which}", x) for x in run.outputs)):
+        for name, array in (*layers, *((f"the {which}", x) for x in run.outputs.values())):
             if is_float(array.dtype) and narrower(found, array.dtype) != found:
                 found, first = array.dtype, name.removeprefix(" of ")
     return found, first
-
-
-def _distance(mine: NDArray, theirs: NDArray) -> float | None:
-    """Returns the largest difference, relative to the largest value; None if the sizes differ.
-
-    It is the minimum over orders of axes: unchanged, channels last, and length before batch.
-    """
-    if mine.size != theirs.size or not mine.size:
-        return None
-    orders = [mine]
-    if mine.ndim > 2:
-        orders += [np.moveaxis(mine, 1, -1), np.swapaxes(mine, 0, 1)]
-    found = []
-    for order in orders:
-        if order.shape == theirs.shape or order is mine:
-            other = theirs.reshape(order.shape).astype(np.float64)
-            largest = float(np.abs(order.astype(np.float64)).max()) or 1.0
-            found.append(float(np.abs(order.astype(np.float64) - other).max()) / largest)
-    distance = min(found)
-    return distance if np.isfinite(distance) else float("inf")

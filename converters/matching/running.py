@@ -1,8 +1,9 @@
 """Runs a model in float64 and records the output of each of its layers."""
 
 import copy
+import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 from unittest import mock
@@ -14,16 +15,18 @@ from jaxmha.converters.layout.arrays import NDArray, framework_of, is_float, to_
 from jaxmha.converters.matching.trees import keras_variables, node, tree_leaves
 
 Arguments = tuple[Any, ...] | Mapping[str, Any]
+Place = tuple[int | str, ...]  # keys and positions of an array in an output; () if it is the output
+Outputs = dict[Place, NDArray]
 
 
 class Run(NamedTuple):
-    """The outputs of a model, and path -> output of its layers, in the order of their returns.
+    """Place -> array of a model's output, and path -> output of its layers, in the order of returns.
 
     A path consists of attribute names; the path of the model is empty. A layer has only the first
     array of its first call. Layers that returned traced arrays, as under `jit`, are left out.
     """
 
-    outputs: list[NDArray]
+    outputs: Outputs
     layers: dict[tuple[str, ...], NDArray]
 
 
@@ -91,25 +94,32 @@ def _first(output: Any) -> Any:
     """Returns the first array in the output of a layer; None if it has none, or it is traced."""
     import jax
 
-    for value in _flat(output):
+    for _, value in _flat(output):
         return None if isinstance(value, jax.core.Tracer) else to_numpy(value)
     return None
 
 
-def _flat(output: Any) -> Iterator[Any]:
-    """All arrays in an output of any framework, in order."""
+def _flat(output: Any, place: Place = ()) -> Iterator[tuple[Place, Any]]:
+    """All arrays in an output of any framework, in order, each with its place."""
+    parts: Iterable[tuple[int | str, Any]] = ()
     if hasattr(output, "shape") and hasattr(output, "dtype"):
-        yield output
+        yield place, output
     elif isinstance(output, Mapping):
-        for value in output.values():
-            yield from _flat(value)
+        parts = ((str(key), value) for key, value in output.items())
+    elif isinstance(output, tuple) and hasattr(output, "_fields"):
+        parts = zip(output._fields, output, strict=True)
     elif isinstance(output, list | tuple):
-        for value in output:
-            yield from _flat(value)
+        parts = enumerate(output)
+    elif dataclasses.is_dataclass(output):
+        parts = (
+            (field.name, getattr(output, field.name, None)) for field in dataclasses.fields(output)
+        )
+    for key, value in parts:
+        yield from _flat(value, (*place, key))
 
 
-def _outputs(output: Any) -> list[NDArray]:
-    return [to_numpy(value) for value in _flat(output)]
+def _outputs(output: Any) -> Outputs:
+    return {place: to_numpy(value) for place, value in _flat(output)}
 
 
 def _torch(model: Any, arguments: Arguments) -> Run:

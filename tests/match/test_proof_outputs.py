@@ -1,0 +1,204 @@
+"""`prove` compares every output that both models compute, and says which ones it left."""
+
+# mypy: disallow-subclassing-any=False, warn-return-any=False
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+
+from jaxmha.converters import flax
+from jaxmha.converters.matching import Proof, prove
+
+Returns = Callable[[Any, Any, Any, Any], Any]  # of the features, the logits, and both inputs
+
+
+class Theirs(torch.nn.Module):
+    def __init__(self, returns: Returns) -> None:
+        super().__init__()
+        self.fc, self.head = torch.nn.Linear(16, 16), torch.nn.Linear(16, 3)
+        self.returns = returns
+
+    def forward(self, x: torch.Tensor, padding: torch.Tensor) -> Any:
+        features = torch.relu(self.fc(x))
+        return self.returns(features, self.head(features), x, padding)
+
+
+class Mine(nnx.Module):
+    def __init__(self, returns: Returns, activation: Callable[[jax.Array], jax.Array]) -> None:
+        rngs = nnx.Rngs(0)
+        self.fc, self.head = nnx.Linear(16, 16, rngs=rngs), nnx.Linear(16, 3, rngs=rngs)
+        self.returns, self.activation = returns, activation
+
+    def __call__(self, x: jax.Array, padding: jax.Array) -> Any:
+        features = self.activation(self.fc(x))
+        return self.returns(features, self.head(features), x, padding)
+
+
+def inputs(rng: np.random.Generator) -> tuple[Any, ...]:
+    return rng.normal(size=(2, 7, 16)), np.arange(7) >= np.array([[4], [5]])
+
+
+def proof_of(theirs: Returns, mine: Returns, activation: Any = jax.nn.relu) -> Proof:
+    source = Theirs(theirs)
+    return prove(source, flax.load_into(Mine(mine, activation), source), inputs=inputs)
+
+
+class Named(NamedTuple):
+    logits: Any
+    features: Any
+
+
+def heads(x: Any) -> Any:
+    return x.reshape(2, 7, 4, 4)
+
+
+# Returns of the source, returns of the model, the pairs, and the outputs that are left.
+BOTH: dict[str, tuple[Returns, Returns, str, str]] = {
+    "a mask": (lambda f, y, x, p: (f, p), lambda f, y, x, p: (f, p), "0=0", "1 1"),
+    "an input": (lambda f, y, x, p: (x, y), lambda f, y, x, p: (x, y), "1=1", "0 0"),
+    "a mask as numbers": (
+        lambda f, y, x, p: (f, 1.0 * p),
+        lambda f, y, x, p: (f, 1.0 * p),
+        "0=0",
+        "1 1",
+    ),
+    "None": (lambda f, y, x, p: (f, None, p), lambda f, y, x, p: f, "0=", "2"),
+    "keys": (
+        lambda f, y, x, p: {"b": f, "a": 2 * f},
+        lambda f, y, x, p: {"a": 2 * f, "b": f},
+        "b=b a=a",
+        "",
+    ),
+    "keys of one": (
+        lambda f, y, x, p: {"logits": y, "features": f},
+        lambda f, y, x, p: (y, f),
+        "logits=0 features=1",
+        "",
+    ),
+    "a named tuple": (
+        lambda f, y, x, p: {"loss": None, "features": f, "logits": y},
+        lambda f, y, x, p: Named(y, f),
+        "features=features logits=logits",
+        "",
+    ),
+    "a cache": (
+        lambda f, y, x, p: (y, [(heads(f).swapaxes(1, 2), None)]),
+        lambda f, y, x, p: (y, {"key": heads(f), "index": np.arange(3)}),
+        "0=0 1.0.0=1.key",
+        "1.index",
+    ),
+    "logits of more": (
+        lambda f, y, x, p: {"logits": y, "hidden_states": (x, f), "other": 2 * y},
+        lambda f, y, x, p: y,
+        "logits=",
+        "hidden_states.0 hidden_states.1 other",
+    ),
+    "more than logits": (lambda f, y, x, p: y, lambda f, y, x, p: (2 * y, f, y), "=2", "0 1"),
+    "another order": (lambda f, y, x, p: (f, y), lambda f, y, x, p: (y, f), "1=0 0=1", ""),
+}
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_outputs_of_both_are_compared(kind: str) -> None:
+    theirs, mine, pairs, left = BOTH[kind]
+    proof = proof_of(theirs, mine)
+    assert proof.same, str(proof)
+    assert proof.difference is not None
+    assert proof.difference < 1e-14
+    names = [f"{one.source}={one.target}" for one in proof.outputs]
+    plain = [name.replace("output ", "").replace("the output", "") for name in names]
+    assert sorted(plain) == sorted(pairs.split(" "))
+    assert [row.removeprefix("output ").split()[0] for row in proof.left] == left.split()
+    assert ("not compared: output" in str(proof)) == bool(left)
+    assert (" of the model against " in str(proof)) == (len(proof.outputs) > 1 or bool(left))
+    wrong = proof_of(theirs, mine, jax.numpy.abs)
+    assert not wrong.same
+    assert wrong.departure is not None
+    assert wrong.departure[:2] == ("head", "head")
+
+
+# Returns of the source, returns of the model, and the pairs that depart.
+DEPART: dict[str, tuple[Returns, Returns, list[bool]]] = {
+    "the second": (lambda f, y, x, p: (f, y), lambda f, y, x, p: (f, y + 1), [False, True]),
+    "the order": (lambda f, y, x, p: (f, 2 * f), lambda f, y, x, p: (2 * f, f), [True, True]),
+    "another size": (
+        lambda f, y, x, p: {"a": f, "b": y},
+        lambda f, y, x, p: {"a": f, "b": y[:, 1:]},
+        [False, True],
+    ),
+    "two of one": (
+        lambda f, y, x, p: (f, 2 * f, 3 * f),
+        lambda f, y, x, p: (f, f),
+        [False, True],
+    ),
+    "an input": (lambda f, y, x, p: f, lambda f, y, x, p: x, [True]),
+    "an input for one": (lambda f, y, x, p: (x, f), lambda f, y, x, p: (x, x), [True]),
+}
+
+
+@pytest.mark.parametrize("kind", DEPART)
+def test_one_output_that_departs_is_enough(kind: str) -> None:
+    theirs, mine, expected = DEPART[kind]
+    proof = proof_of(theirs, mine)
+    assert not proof.same
+    assert [one.difference > proof.tolerance for one in proof.outputs] == expected
+    assert proof.difference == max(one.difference for one in proof.outputs)
+
+
+def test_a_layer_that_departs_is_named_though_outputs_agree() -> None:
+    proof = proof_of(lambda f, y, x, p: 0 * y, lambda f, y, x, p: 0 * y, jax.numpy.abs)
+    assert proof.same
+    assert proof.departure is not None
+    assert "head from head, by" in str(proof)
+    assert "while the compared outputs agree" in str(proof)
+
+
+def test_equal_infinities_do_not_differ() -> None:
+    """Such as those of a mask; a number in the place of one does."""
+    mask = np.where(np.arange(3) > 1, -np.inf, 0)
+
+    def masked(f: Any, y: Any, x: Any, p: Any) -> Any:
+        return y + (mask if isinstance(y, jax.Array) else torch.tensor(mask))
+
+    assert proof_of(masked, masked).same
+    assert proof_of(masked, lambda f, y, x, p: y).difference == np.inf
+
+
+@pytest.mark.parametrize(
+    ("theirs", "mine"),
+    [
+        (lambda f, y, x, p: (x, p), lambda f, y, x, p: (x, p)),
+        (lambda f, y, x, p: (y, x), lambda f, y, x, p: (f[:1], x)),
+        (lambda f, y, x, p: None, lambda f, y, x, p: y),
+    ],
+)
+def test_models_without_numbers_to_compare_are_refused(theirs: Returns, mine: Returns) -> None:
+    with pytest.raises(ValueError, match=r"(?s)no numbers to compare.* the model .*return some"):
+        proof_of(theirs, mine)
+
+
+def test_attention_that_returns_its_mask_is_compared() -> None:
+    class Source(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attn = torch.nn.MultiheadAttention(16, 4, batch_first=True)
+
+        def forward(self, x: torch.Tensor, padding: torch.Tensor) -> Any:
+            return self.attn(x, x, x, key_padding_mask=padding, need_weights=False), padding
+
+    class Target(nnx.Module):
+        def __init__(self) -> None:
+            self.attn = nnx.MultiHeadAttention(4, 16, decode=False, rngs=nnx.Rngs(0))
+
+        def __call__(self, x: jax.Array, padding: jax.Array) -> Any:
+            return self.attn(x, mask=padding[:, None, None, :]), padding  # True: attend
+
+    source = Source()
+    proof = prove(source, flax.load_into(Target(), source), inputs=inputs)
+    assert not proof.same
+    assert proof.departure is not None
+    assert proof.departure[:2] == ("attn", "attn")
