@@ -45,7 +45,8 @@ def next_to_convolutions(items: Sequence[Item], ordered: bool, norms: set[int]) 
         if after.convolution and _are_places(one, one.size_out, after.size_in):
             places = one.size_out // after.size_in
             together = ordered or (len(one.path) > 1 and one.path[:-1] == after.path[:-1])
-            if together and places >= _LEAST and one.size_out not in read:
+            later = {x.size_in for x in items[n + 2 :] if not x.convolution} if ordered else read
+            if together and places >= _LEAST and one.size_out not in later:
                 found[one.layer] = (after.name, after.size_in, places, True)
     return found
 

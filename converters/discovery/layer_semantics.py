@@ -39,8 +39,8 @@ class Behaviour(NamedTuple):
     """The function of a layer apart from its weights.
 
     `head_dim` is the number of features of a head that are scaled by default and rotated; None:
-    unknown. `rotate` is the rotation of queries and keys inside the layer, None if it has none, or `IN_CALL`. `mask`: of a block that a configuration describes, which says
-    not what its call adds.
+    unknown. `rotate` is the rotation of queries and keys inside the layer, None if it has none, or
+    `IN_CALL`. `mask`: of a block that a configuration describes, which says not what its call adds.
     """
 
     semantics: Semantics
@@ -58,9 +58,15 @@ def differing(a: Semantics, b: Semantics, scales: tuple[float, float]) -> Iterat
     for name in COMPARED:
         if name in NORM_FIELDS and name != "qk_norm" and not both:
             continue
-        same = name == "scale" and math.isclose(*scales, rel_tol=1e-12)
-        if getattr(a, name) != getattr(b, name) and not same:
+        pair = scales if name == "scale" else (getattr(a, name), getattr(b, name))
+        if not same_number(*pair):
             yield name
+
+
+def same_number(a: object, b: object) -> bool:
+    """True for equal settings, and for numbers that differ by roundings of float32."""
+    both = isinstance(a, float) and isinstance(b, float)
+    return a == b or (both and math.isclose(a, b, rel_tol=1e-6))  # type: ignore[arg-type]
 
 
 def of(layer: object) -> Behaviour | None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxmha import Semantics
 from jaxmha.checkpoint import errors
-from jaxmha.converters.discovery.layer_semantics import IN_CALL, Behaviour, differing
+from jaxmha.converters.discovery.layer_semantics import IN_CALL, Behaviour, differing, same_number
 from jaxmha.converters.discovery.positions import Positions, Rotary
 from jaxmha.converters.matching.stated import Stated, shown
 from jaxmha.semantics import logit_scale
@@ -19,7 +19,10 @@ from jaxmha.semantics import logit_scale
 Facts = Mapping[str, Stated]
 Fields = dict[str, tuple[Any, Any]]  # name of a setting -> its values in source and target
 _WINDOW, _ROTATE = "local_window_size", "rotate"
-_PLACES = np.array([[0, 1, 2, 7, 60, 700, 4000]])  # at the last, angles of float32 err by 2e-4
+_WHOLE = (None, None)  # the window of a layer without one
+# At the last place, angles of float32 err by 2e-4. Tables of angles may end after some places.
+_PLACES = np.array([[0, 1, 2, 7, 60, 700, 4000]])
+_NEAR = 5
 _FEATURES = 64  # of the heads that are rotated, where H is not known
 
 
@@ -47,7 +50,8 @@ def compare(sources: Mapping[str, Sequence[str]], mine: Facts, theirs: Facts) ->
 
 def _notes(a: Stated, b: Stated | None) -> Iterator[str]:
     """Yields notes on a layer and the one that it fills; raises ValueError if functions differ."""
-    if b and a.epsilon is not None and b.epsilon not in (a.epsilon, None):
+    known = b is not None and None not in (a.epsilon, b.epsilon)
+    if b and known and not same_number(a.epsilon, b.epsilon):
         yield f"epsilon={a.epsilon:g}, and {b.epsilon:g} in the model"
     if a.behaviour is None:
         return
@@ -89,9 +93,11 @@ def _compared(a: Behaviour, b: Behaviour) -> tuple[Fields, Fields]:
     fields, unknown = _differing(a, b), Fields()
     if (same := _same_rotation(a, b)) is not True:
         (unknown if same is None else fields)[_ROTATE] = a.rotate, b.rotate
-    window = _bounds(a)
-    if a.mask is not None and window not in (None, (None, None)) and _bounds(b) is None:
-        unknown[_WINDOW] = window, None  # the calls may have it in their masks
+    x, y = _bounds(a), _bounds(b)
+    if a.mask is not None and x not in (None, _WHOLE) and y is None:
+        unknown[_WINDOW] = x, None  # the calls may have it in their masks
+    if a.mask is b.mask is None and (x or _WHOLE)[1] != (y or _WHOLE)[1] and _WINDOW not in fields:
+        unknown[_WINDOW] = x, y  # causality may be given in the calls
     return fields, unknown
 
 
@@ -107,7 +113,7 @@ def _differing(a: Behaviour, b: Behaviour) -> Fields:
     both[_WINDOW] = _bounds(a), _bounds(b)
     if not _other_windows(a, b):
         del both[_WINDOW]
-    return {name: (x, y) for name, (x, y) in both.items() if x != y}
+    return {name: (x, y) for name, (x, y) in both.items() if name == _WINDOW or x != y}
 
 
 def _bounds(one: Behaviour) -> tuple[int | None, int | None] | None:
@@ -122,26 +128,37 @@ def _other_windows(a: Behaviour, b: Behaviour) -> bool:
     """True if windows differ. Of a model that a configuration describes, calls may give them."""
     x, y = _bounds(a), _bounds(b)
     schemes = {one.mask.scheme for one in (a, b) if one.mask is not None}
-    if not schemes:
-        return x != y
-    if x is None or y is None:
+    if schemes and (x is None or y is None):
         return False
+    (left, right), (other, bound) = x or _WHOLE, y or _WHOLE
     # Causality bounds the right side, and the call of a layer may give it.
-    return x[0] != y[0] or (x[1] != y[1] and "causal" not in schemes)
+    in_call = "causal" in schemes or (not schemes and 0 in (right, bound))
+    return left != other or (right != bound and not in_call)
 
 
 def _same_rotation(a: Behaviour, b: Behaviour) -> bool | None:
     """Compares the rotations of two layers by their results; None if that cannot be done."""
     x, y = a.rotate, b.rotate
-    if x is y or IN_CALL in (x, y):
+    if _alike(x, y) or IN_CALL in (x, y):
         return True
-    if x is None or y is None:
-        # A configuration does not say where a model rotates: outside of a layer, perhaps.
-        return None if (b if x is None else a).mask is not None else False
+    if (x is None or y is None) and (b if x is None else a).mask is not None:
+        return None  # the model may rotate outside of a layer, which its configuration does not say
     features = a.head_dim or b.head_dim or _FEATURES
-    heads = np.random.default_rng(0).normal(size=(1, _PLACES.size, 1, features))
+    heads = np.random.default_rng(0).normal(size=(1, _PLACES.size, 1, features)).astype(np.float32)
     try:
-        one, other = (np.asarray(f(heads.astype(np.float32), _PLACES)) for f in (x, y))
-        return one.shape == other.shape and bool(np.allclose(one, other, atol=0.01))
+        made = (heads if f is None else f(heads, _PLACES) for f in (x, y))
+        one, other = map(np.asarray, made)
     except Exception:  # noqa: BLE001 (code of the user's own, made for other arguments)
         return None
+    if one.shape != other.shape or not np.allclose(one[:, :_NEAR], other[:, :_NEAR], atol=0.01):
+        return False
+    return True if np.allclose(one, other, atol=0.01) else None
+
+
+def _alike(x: Any, y: Any) -> bool:
+    if isinstance(x, partial) and isinstance(y, partial):
+        x, y = ((f.func, f.args, f.keywords) for f in (x, y))
+    try:
+        return x is y or bool(x == y)
+    except (TypeError, ValueError):  # arrays among the settings
+        return False

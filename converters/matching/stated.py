@@ -126,7 +126,10 @@ def _of_configurations(
         outer.append(start)
         info = {n.removeprefix(start): _Shape(x) for n, x in shapes.items() if n.startswith(start)}
         with TemporaryDirectory() as folder:
-            config.to_json_file(pathlib.Path(folder) / hf_config.CONFIG, use_diff=False)
+            try:
+                config.to_json_file(pathlib.Path(folder) / hf_config.CONFIG, use_diff=False)
+            except (TypeError, ValueError):  # with values of the user's own that are no JSON
+                continue
             file: Any = _InMemory(pathlib.Path(folder) / "model.safetensors", info)
             for name, one in of_file(file).items():
                 yield start + name, one._replace(layer=start + one.layer)

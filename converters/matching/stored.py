@@ -52,7 +52,12 @@ def _without_adapters(tree: Tree) -> Tree:
 
 def _computed(tree: Tree, model: Any) -> Tree:
     """Returns a tree of which weights that are stored in parts are computed from them."""
-    if not (found := parametrized.stored(_shapes(tree))):
+    found = parametrized.stored(_shapes(tree))
+    if (
+        tree.kind != "torch"
+    ):  # other libraries have arrays with such names; torch's weights are these
+        found = {key: of for key, of in found.items() if key.endswith(("weight", "bias"))}
+    if not found:
         return tree
     for key, parts in found.items():
         if not _is_exact(key, parts, tree, model):
@@ -67,7 +72,8 @@ def _computed(tree: Tree, model: Any) -> Tree:
     def load(name: str) -> NDArray:
         return _value(found[name], tree) if name in found else tree.load(name)
 
-    note = f"computed from the parts that torch stores, as its layers do: {listed([*found])}"
+    way = "as its layers do" if tree.kind == "torch" else "if nothing else computes them"
+    note = f"computed from the parts that torch stores, {way}: {listed([*found])}"
     return replace(tree, arrays=arrays, load=load, notes=(*tree.notes, note))
 
 

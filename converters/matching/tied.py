@@ -75,10 +75,11 @@ def settled(questions: Sequence[Question], source: Tree) -> tuple[list[Line], li
     """Answers the questions on heads that the source itself shows to be tied."""
     heads = {first: name for name, first in source.aliases.items() if _is_head(name)}
     lines, left = list[Line](), list[Question]()
+    several = sum(one.reason == REASON for one in questions) > 1  # which of them is tied?
     for one in questions:
         known = [n for n in one.candidates if n in heads] if one.reason == REASON else []
         rows = one.examples[0] if len(one.candidates) == len(known) == 1 else ()
-        if not rows or any(row.fill for row in rows):
+        if several or not rows or any(row.fill for row in rows):
             left.append(one)
             continue
         why = f"the source ties {heads[known[0]]} to it"

@@ -166,3 +166,19 @@ def test_a_conversion_notes_them(tmp_path: Any) -> None:
     for path, to, noted in (("b", "torch", True), ("b", "keras", False), ("a", "torch", False)):
         notes = pipeline.plan(tmp_path / f"{path}.npz", to=to)[0].notes
         assert any("flattened" in note for note in notes) == noted
+
+
+def test_both_ends_of_an_autoencoder_are_asked_about() -> None:
+    """The features that its decoder makes are as many as its encoder reads, in the order of layers."""
+    shape = (C * Y * X, OUT)
+    theirs = torch.nn.ModuleDict({
+        "conv": torch.nn.Conv2d(3, C, 3), "enc": torch.nn.Linear(*shape),
+        "dec": torch.nn.Linear(*shape[::-1]), "up": torch.nn.Conv2d(C, 3, 3),
+    })  # fmt: skip
+    rngs = nnx.Rngs(0)
+    mine = nnx.Dict(
+        conv=nnx.Conv(3, C, (3, 3), rngs=rngs), enc=nnx.Linear(*shape, rngs=rngs),
+        dec=nnx.Linear(*shape[::-1], rngs=rngs), up=nnx.Conv(C, 3, (3, 3), rngs=rngs),
+    )  # fmt: skip
+    asked = [one.target for one in match(theirs, mine).questions]
+    assert sorted(asked) == ["dec/kernel", "enc/kernel"]

@@ -1,6 +1,7 @@
 """A model whose attention computes another function than the source's is refused."""
 
 import json
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 import equinox
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -131,6 +133,14 @@ WINDOW = r"local_window_size=\(1, 1\).*local_window_size=None"
         (lambda: latent(1e4), lambda: latent(1e4), ""),
         (lambda: ours(rotate=rope), lambda: ours(rotate=partial(rope, base=1e4)), ""),
         (lambda: ours(rotate=rope), lambda: ours(rotate=lambda *x: rope(*x)), ""),
+        (theirs, lambda: ours(rotate=lambda x, _: x), ""),
+        (theirs, lambda: ours(Semantics(scale=float(np.float32(0.5) / np.float32(1 + 1e-7)))), ""),
+        (
+            lambda: ours(Semantics(qk_norm="layer", qk_norm_epsilon=float(np.float32(1e-6)))),
+            lambda: ours(normalize_qk=True),
+            "",
+        ),
+        (lambda: of_keras(sliding_window=4), lambda: ours(local_window_size=(2, 0)), r"\(2, 0\)"),
         (lambda: ours(rotate=rope), lambda: ours(rotate=lambda x, _: x), "rotate=rope"),
     ],
 )
@@ -143,6 +153,51 @@ def test_settings_that_change_the_function(
         return
     with pytest.raises(ValueError, match=f"the source has .*{named}.*the arrays fit"):
         match(source(), target())
+
+
+def up_to(length: int) -> Callable[..., Any]:
+    """A rotation by a table of angles, which JAX reads at its end for places beyond it."""
+    table = rope(np.ones((1, length, 1, 4), "float32"), np.arange(length))
+    cos, sin = table[0, :, 0, :2] + table[0, :, 0, 2:], table[0, :, 0, 2:] - table[0, :, 0, :2]
+
+    def rotate(x: Any, places: Any) -> Any:
+        a, b = jnp.split(x, 2, -1)
+        c, s = (part[places][:, :, None] / 2 for part in (cos, sin))
+        return jnp.concatenate([a * c - b * s, b * c + a * s], -1)
+
+    return rotate
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "named"),
+    [
+        (theirs, lambda: ours(local_window_size=(None, 0)), "local_window_size=None"),
+        (lambda: of_keras(sliding_window=4), lambda: ours(local_window_size=(3, 0)), r"=\(3, 3\)"),
+        (lambda: ours(rotate=rope), lambda: ours(rotate=up_to(512)), "rotate=rope"),
+    ],
+)
+def test_what_calls_or_longer_inputs_decide_is_noted(
+    source: Callable[[], Any], target: Callable[[], Any], named: str
+) -> None:
+    """Calls of the source may be causal; and a table may be as long as the longest input."""
+    (note,) = match(source(), target()).notes
+    assert re.search(f"{named}, and nothing shows", note)
+
+
+def test_a_configuration_that_is_no_json_states_nothing() -> None:
+    from transformers import LlamaConfig, LlamaModel
+
+    source = LlamaModel(
+        LlamaConfig(
+            hidden_size=8,
+            num_attention_heads=2,
+            num_hidden_layers=1,
+            vocab_size=7,
+            intermediate_size=8,
+        )
+    )
+    source.config.activation = torch.nn.GELU()
+    assert not match(source, source).notes
 
 
 def test_a_refused_model_keeps_its_arrays_and_a_dict_fills_it() -> None:

@@ -49,7 +49,8 @@ def test_a_weight_is_computed_from_its_parts(kind: str, of: str) -> None:
     expected = model(x).detach().numpy()  # computes the weight
     source = model if of == "module" else model.state_dict()
     plan = match(source, TARGET)
-    assert "computed from the parts that torch stores, as its layers do: 0.weight" in plan.notes
+    way = "as its layers do" if of == "module" else "if nothing else computes them"
+    assert f"computed from the parts that torch stores, {way}: 0.weight" in plan.notes
     filled = equinox.load_into(TARGET, source, plan, dtype="float32")["mine"]
     np.testing.assert_allclose(x.numpy() @ filled["kernel"] + filled["bias"], expected, 1e-5, 1e-5)
     assert prove(source, {"mine": {k: np.asarray(v) for k, v in filled.items()}}, plan).same
@@ -117,3 +118,10 @@ def test_parts_that_a_file_keeps_are_named(tmp_path: Path) -> None:
         tmp_path / "a.safetensors", tmp_path / "b.npz", to="jaxmha", num_heads=N
     )
     assert any("carried over in parts" in note and named in note for note in done.notes)
+
+
+def test_arrays_of_other_libraries_with_names_of_parts_are_arrays() -> None:
+    tree = {"mlp": {"w_g": np.ones((6, 1), "f"), "w_v": np.ones((6, 5), "f")}}
+    plan = match(tree, tree)
+    assert [line.target for line in plan.lines] == ["mlp/w_g", "mlp/w_v"]
+    assert not plan.notes

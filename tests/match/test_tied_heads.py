@@ -42,6 +42,13 @@ def test_a_model_that_shows_the_tie_fills_the_head() -> None:
     assert prove(source, model, plan, inputs=lambda rng: (rng.integers(0, V, (2, 3)),)).same
 
 
+def test_two_heads_without_a_source_are_asked_about() -> None:
+    target = Mine()
+    target.mtp_head = nnx.Linear(D, V, use_bias=False, rngs=nnx.Rngs(1))
+    plan = match(Theirs(), target)
+    assert [one.target for one in plan.questions] == ["lm_head/kernel", "mtp_head/kernel"]
+
+
 @pytest.mark.parametrize("bias", ["none", "own", "absent"])
 def test_a_file_without_the_head_is_asked_about(bias: str) -> None:
     state = {k: x.numpy() for k, x in Theirs().state_dict().items() if "head" not in k}
