@@ -74,6 +74,8 @@ def _taken_apart(source: Template, target: Template, column: int) -> Fit | str |
     `column`: the index of the target's "#" that counts the stacked layers.
     """
     kept = {r[:column] + r[column + 1 :]: x for r, x in target.layers.items() if r[column] == 0}
+    if not kept:  # the list begins at another number, so it is no axis of stacked layers
+        return None
     one = replace(target, layers=kept)
     arrows = {}
     for slot, array in source.first.slots.items():

@@ -221,3 +221,15 @@ def test_a_name_without_a_number_is_no_first_layer_of_torch(
     for one in (source, source.state_dict()):
         assert match(one, numbered).questions
     assert match(numbered, source).questions
+
+
+def test_a_list_that_begins_at_another_number_is_no_axis_of_stacked_layers() -> None:
+    from transformers import ResNetConfig, ResNetModel
+
+    sizes = {"embedding_size": 8, "hidden_sizes": [8, 16, 32], "depths": [3, 4, 3]}
+    with torch.device("meta"):
+        model = ResNetModel(ResNetConfig(**sizes, layer_type="bottleneck"))
+    plan = match(model, model)
+    assert not plan.questions
+    assert len(plan.lines) > 40
+    assert all(line.sources == (line.target,) for line in plan.lines)
