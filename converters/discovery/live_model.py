@@ -180,10 +180,19 @@ def head_count(whole: LiveModel, prefix: str) -> int | None:
     own = [whole.layers.get(prefix), *within]
     for one in (*own, getattr(whole.layers.get(""), "config", None)):
         for name in HEADS:
-            value = getattr(one, name, None)
+            value = _attribute(one, name)
             if isinstance(value, int) and not isinstance(value, bool) and value > 0:
                 return value
     return None
+
+
+def _attribute(one: object, name: str) -> object:
+    """An attribute; None if it has no value: properties raise errors of their own, such as those of
+    configurations of transformers whose layers have different counts."""
+    try:
+        return getattr(one, name, None)
+    except Exception:  # noqa: BLE001
+        return None
 
 
 def by_hand(read: Callable[[], LiveModel], state: str) -> str:

@@ -113,3 +113,14 @@ def test_fewer_key_heads_are_no_other_count(heads: int, fits: bool) -> None:
         return
     with pytest.raises(ValueError, match=COUNTS):
         match(Grouped(), {"params": tree})
+
+
+def test_a_property_that_raises_states_no_count() -> None:
+    """As of configurations whose layers have different counts: the error is no AttributeError."""
+
+    class Layer(torch.nn.Linear):
+        @property
+        def num_heads(self) -> int:
+            raise RuntimeError("several")
+
+    assert match(Layer(3, 5), Layer(3, 5)).lines
