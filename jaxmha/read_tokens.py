@@ -1,4 +1,6 @@
-"""Which tokens of a call affect attention over a cache: others may hold NaN, also for gradients.
+"""Finds the tokens of a call that affect attention over a cache.
+
+All others may hold NaN, which then reaches neither outputs nor gradients.
 
 A later call may attend keys that a Boolean array or a mask function excludes in this one. Only
 lengths and key/value padding, which every call repeats, exclude a key for good.

@@ -36,9 +36,11 @@ def next_to_convolutions(items: Sequence[Item], ordered: bool, norms: set[int]) 
             break
         if one.convolution and _are_places(after, after.size_in, one.size_out):
             # Features of this size that another layer makes are no flattened channels.
-            others = items[:n] if ordered else items
-            made = {x.size_out for x in others if not (ordered and x.convolution)}
-            if after.size_in not in (made if ordered else made | norms):
+            if ordered:
+                made = {x.size_out for x in items[:n] if not x.convolution}
+            else:
+                made = {x.size_out for x in items} | norms
+            if after.size_in not in made:
                 places = after.size_in // one.size_out
                 readers = _reading(items, n + 1, after.size_in)
                 found |= {x.layer: (one.name, one.size_out, places, False) for x in readers}

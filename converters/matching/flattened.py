@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from jaxmha.converters.discovery.attention_blocks import natural
 from jaxmha.converters.discovery.flattening import Item, Order, next_to_convolutions
 from jaxmha.converters.matching.decide import Decision
 from jaxmha.converters.matching.layers import MAIN, Layer
@@ -42,9 +43,8 @@ def find(
     forms &= {("oi", "io"), ("io", "oi")}
     if len(forms) != 1:
         return {}
-    first = forms == {
-        ("oi", "io")
-    }  # of the source; the tree with channels first has the clearer sizes
+    first = ("oi", "io") in forms
+    # Sizes are read where channels come first: there they are clearer.
     tree, templates = (source, mine) if first else (target, theirs)
     found = next_to_convolutions(_items(tree, templates), tree.kind == "torch", _vectors(templates))
     if tree.kind == "torch":
@@ -92,11 +92,7 @@ def _items(tree: Tree, templates: Sequence[Template]) -> list[Item]:
     if tree.kind == "torch":
         order = {name: n for n, name in enumerate(tree.arrays)}
         return sorted(found, key=lambda item: order[item.name])
-    return sorted(found, key=lambda item: [_natural(part) for part in item.path])
-
-
-def _natural(part: str) -> list[tuple[int, str]]:
-    return [(int(x), "") if x.isdigit() else (-1, x) for x in re.split(r"(\d+)", part)]
+    return sorted(found, key=lambda item: [natural(part) for part in item.path])
 
 
 def _item(layer: Layer, template: int) -> Item:

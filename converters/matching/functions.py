@@ -110,10 +110,8 @@ def _differing(a: Behaviour, b: Behaviour) -> Fields:
     both = {name: (getattr(a.semantics, name), getattr(b.semantics, name)) for name in names}
     if "scale" in both:
         both["scale"] = scales
-    both[_WINDOW] = _bounds(a), _bounds(b)
-    if not _other_windows(a, b):
-        del both[_WINDOW]
-    return {name: (x, y) for name, (x, y) in both.items() if name == _WINDOW or x != y}
+    found = {name: (x, y) for name, (x, y) in both.items() if name != _WINDOW and x != y}
+    return found | ({_WINDOW: (_bounds(a), _bounds(b))} if _other_windows(a, b) else {})
 
 
 def _bounds(one: Behaviour) -> tuple[int | None, int | None] | None:

@@ -21,7 +21,7 @@ HELD: dict[str, frozenset[np.dtype]] = {
     ".weights.h5": frozenset(keras_h5.DTYPES),
     ".npz": frozenset(npz.DTYPES),
 }
-# Of other files, DTYPES of the module that writes them; without it, every dtype.
+# Other formats hold the dtypes in DTYPES of the module that writes them, or all if it has no DTYPES.
 ALL_DTYPES: list[np.dtype] = sorted(frozenset().union(*HELD.values()), key=str)
 HELD |= {
     format.suffixes[0]: frozenset(

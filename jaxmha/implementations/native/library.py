@@ -98,9 +98,8 @@ def _registered(folder: Path) -> Loaded:
         for name in HANDLERS.values():
             capsule = jax.ffi.pycapsule(getattr(library, name))  # type: ignore[no-untyped-call]
             jax.ffi.register_ffi_target(name, capsule, platform="cpu")
-    except (
-        jax.errors.JaxRuntimeError
-    ):  # another library registered its handlers, and XLA keeps them
+    except jax.errors.JaxRuntimeError:
+        # Another library has registered its handlers, and XLA keeps those.
         return Loaded(f"XLA has the kernels of another jaxmha-cpu than {folder}: restart Python")
     return Loaded(None, library.jaxmha_cpu_isa().decode())
 
