@@ -12,6 +12,7 @@ import pytest
 
 from jaxmha import checkpoint
 from jaxmha.checkpoint import atomic, shards_write, system, writer
+from tests.checkpoint.locks import needs_locks
 
 INDEX = "m.safetensors.index.json"
 SIZE = 37 * 61
@@ -176,6 +177,7 @@ def _interrupted(path: Path, monkeypatch: pytest.MonkeyPatch, after: int, **sett
             checkpoint.write(path, TENSORS, shard_size=SHARD, **settings)
 
 
+@needs_locks
 def test_an_interrupted_write_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / INDEX
     _interrupted(path, monkeypatch, 1, resume="this", dtype="float16")
@@ -253,6 +255,7 @@ def test_a_finished_write_is_checked_and_left_as_it_is(dtype: Any, tmp_path: Pat
     assert before.keys() == {*tmp_path.iterdir()}
 
 
+@needs_locks
 def test_another_write_starts_afresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _interrupted(tmp_path / INDEX, monkeypatch, 2, resume="this")
     before = sorted(tmp_path.iterdir())
@@ -296,6 +299,7 @@ def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shards_write, "_PATIENCE", 0)
 
 
+@needs_locks
 def test_two_at_once_on_the_same_shards(no_patience: None, tmp_path: Path) -> None:
     path = tmp_path / INDEX
 
@@ -310,6 +314,7 @@ def test_two_at_once_on_the_same_shards(no_patience: None, tmp_path: Path) -> No
     assert same(path)
 
 
+@needs_locks
 def test_parts_by_several_writers(no_patience: None, tmp_path: Path) -> None:
     """Shards of parts are the same as those of one writer, and who completes casts nothing again."""
     settings: dict[str, Any] = {"shard_size": SHARD // 2, "resume": "this", "dtype": "float16"}

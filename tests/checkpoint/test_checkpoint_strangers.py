@@ -12,6 +12,7 @@ import pytest
 from jaxmha import checkpoint
 from jaxmha.checkpoint import atomic, journal, temporaries
 from jaxmha.converters.migrate import pipeline
+from tests.checkpoint.locks import needs_locks
 
 INDEX = "m.safetensors.index.json"
 TENSORS = {f"layers.{i}.w": np.full((7, 11), i, np.float32) for i in range(5)}
@@ -105,6 +106,7 @@ def test_the_source_of_a_conversion_is_not_cleaned_up(tmp_path: Path) -> None:
     assert any(stray.name in note for note in done.notes)
 
 
+@needs_locks
 def test_shards_in_use_are_not_cleaned_up(tmp_path: Path) -> None:
     """A list written here names them: one in use here, one of another index, one being read."""
     target = tmp_path / INDEX
@@ -225,6 +227,7 @@ def test_folders_of_orbax_itself_are_replaced(ocdbt: bool, tmp_path: Path) -> No
     assert [one.name for one in tmp_path.iterdir()] == [target.name]
 
 
+@needs_locks
 def test_a_killed_exchange_is_cleaned_up_but_for_other_files(tmp_path: Path) -> None:
     target = tmp_path / "m.orbax"
     checkpoint.write(target, TENSORS)

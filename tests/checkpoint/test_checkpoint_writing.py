@@ -16,6 +16,7 @@ from jaxmha import checkpoint
 from jaxmha.checkpoint import atomic, temporaries
 from jaxmha.checkpoint.formats import orbax_parts
 from jaxmha.checkpoint.tensor import blocks
+from tests.checkpoint.locks import needs_locks
 
 SUFFIXES = (".safetensors", ".pt", ".weights.h5", ".npz")
 OLD = b"the old content"
@@ -230,6 +231,7 @@ def test_what_a_format_cannot_hold(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@needs_locks
 @pytest.mark.parametrize("name", ["m.npz", "m.orbax"])
 @pytest.mark.parametrize("removes", [True, False])
 def test_another_writer_may_come_before_the_lock(
@@ -271,6 +273,7 @@ def test_a_folder_that_comes_meanwhile_stays(tmp_path: Path) -> None:
     assert [one.name for one in tmp_path.iterdir()] == [path.name]
 
 
+@needs_locks
 def test_only_stale_temporaries_are_removed(tmp_path: Path) -> None:
     import fcntl
 
