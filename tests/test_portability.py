@@ -91,6 +91,17 @@ def test_imports_need_no_posix(imported: str) -> None:
     in_process(IMPORTS.format(modules=("fcntl", "resource", "pwd"), imported=imported))
 
 
+@pytest.mark.slow  # a minute
+def test_the_tests_of_checkpoints_hold_without_file_locks() -> None:
+    """JAX first: its own locks warn without `fcntl`."""
+    code = """
+import sys, jax, pytest
+sys.modules["fcntl"] = None
+sys.exit(pytest.main(["-q", "-n0", "-p", "no:cacheprovider", "tests/checkpoint"]))
+"""
+    assert " skipped" in in_process(code).splitlines()[-1]
+
+
 def test_a_system_as_windows_reads_and_writes_every_format(tmp_path: Path, written: Path) -> None:
     """A temporary file whose lock cannot be read stays, and is named."""
     code = """
