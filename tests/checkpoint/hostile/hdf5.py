@@ -4,7 +4,7 @@ import struct
 from pathlib import Path
 
 from jaxmha import checkpoint as ck
-from tests.checkpoint.hostile.cases import case
+from tests.checkpoint.hostile.cases import Bad, case, raw_cases
 
 NOWHERE = 2**64 - 1
 W = "layers/dense/vars/1"
@@ -109,16 +109,6 @@ def nested_trees(path: Path, level: int) -> None:
     raw.write(path, raw.group(tree, heap))
 
 
-@case(".weights.h5", ck.MalformedFile)
-def h5_tree_of_itself(path: Path) -> None:
-    nested_trees(path, 1)
-
-
-@case(".weights.h5", ck.MalformedFile)
-def h5_tree_of_level_255(path: Path) -> None:
-    nested_trees(path, 255)
-
-
 def shared(path: Path, groups: int, free: int) -> None:
     """Groups that share one heap, whose free blocks form a list."""
     raw = Raw(max(32, groups // 4))
@@ -129,16 +119,6 @@ def shared(path: Path, groups: int, free: int) -> None:
     children = [raw.group(tree, heap) for _ in range(groups)]
     names, places = numbered(groups)
     raw.write(path, raw.folder(names, list(zip(places, children, strict=True))))
-
-
-@case(".weights.h5", ck.MalformedFile)
-def h5_many_heaps(path: Path) -> None:
-    shared(path, 3000, 6_500)
-
-
-@case(".weights.h5", ck.MalformedFile)
-def h5_shared_heap(path: Path) -> None:
-    shared(path, 2, 1)
 
 
 def texts(path: Path, groups: int, objects: int) -> None:
@@ -157,16 +137,6 @@ def texts(path: Path, groups: int, objects: int) -> None:
     raw.write(path, raw.folder(names, list(zip(places, children, strict=True))))
 
 
-@case(".weights.h5", ck.MalformedFile)
-def h5_gcol_chain(path: Path) -> None:
-    texts(path, 400, 6_500)
-
-
-@case(".weights.h5", ck.MalformedFile)
-def h5_text_of_two_layers(path: Path) -> None:
-    texts(path, 2, 1)
-
-
 def continued(path: Path, blocks: int, size: int, objects: int = 1) -> None:
     """Headers whose continuations are one block of empty messages."""
     raw = Raw()
@@ -179,14 +149,17 @@ def continued(path: Path, blocks: int, size: int, objects: int = 1) -> None:
     raw.write(path, raw.folder(names, list(zip(places, children, strict=True))))
 
 
-@case(".weights.h5", ck.MalformedFile)
-def h5_header_bomb(path: Path) -> None:
-    continued(path, 63, 1 << 20, 4)
-
-
-@case(".weights.h5", ck.MalformedFile)
-def h5_two_headers_continue_in_one_block(path: Path) -> None:
-    continued(path, 1, 8, 2)
+raw_cases(
+    "h5_", ".weights.h5",
+    ("tree_of_itself", Bad, lambda path: nested_trees(path, 1)),
+    ("tree_of_level_255", Bad, lambda path: nested_trees(path, 255)),
+    ("many_heaps", Bad, lambda path: shared(path, 3000, 6_500)),
+    ("shared_heap", Bad, lambda path: shared(path, 2, 1)),
+    ("gcol_chain", Bad, lambda path: texts(path, 400, 6_500)),
+    ("text_of_two_layers", Bad, lambda path: texts(path, 2, 1)),
+    ("header_bomb", Bad, lambda path: continued(path, 63, 1 << 20, 4)),
+    ("two_headers_continue_in_one_block", Bad, lambda path: continued(path, 1, 8, 2)),
+)  # fmt: skip
 
 
 def header_of_nothing(path: Path, messages: int) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxmha import checkpoint as ck
 from jaxmha.checkpoint.formats.hdf5.checksum import lookup3
-from tests.checkpoint.hostile.cases import case
+from tests.checkpoint.hostile.cases import Bad, Code, case, raw_cases
 from tests.checkpoint.hostile.hdf5 import SECRET
 from tests.checkpoint.hostile.keras_archives import archive
 from tests.checkpoint.hostile.keras_weights import keras
@@ -97,11 +97,6 @@ def cache_image(path: Path) -> None:
     path.write_bytes(raw)
 
 
-@case(".weights.h5", ck.ForbiddenContent)
-def h5_cache_image(path: Path) -> None:
-    cache_image(path)
-
-
 @case(".keras", ck.ForbiddenContent)
 def keras_cache_image(path: Path) -> None:
     inside = path.with_name("inside.tmp")
@@ -152,11 +147,6 @@ _superblock("root_outside", ck.MalformedFile, 36, "<Q", 2**63)
 _superblock("root_is_superblock", ck.MalformedFile, 36, "<Q", 0)
 
 
-@case(".weights.h5", ck.MalformedFile)
-def h5_superblock_checksum(path: Path) -> None:
-    changed(path, lambda raw: raw.__setitem__(44, raw[44] ^ 1))
-
-
 @case(".weights.h5", ck.UnsupportedFormat)
 def h5_user_block(path: Path) -> None:
     with h5py.File(path, "w", userblock_size=512) as file:
@@ -172,14 +162,14 @@ def dense(path: Path, link: Any = None) -> None:
             file["other"] = link
 
 
-@case(".weights.h5", ck.ForbiddenContent)
-def h5_dense_external_link(path: Path) -> None:
-    dense(path, h5py.ExternalLink("/etc/passwd", "/"))
-
-
-@case(".weights.h5", ck.ForbiddenContent)
-def h5_dense_soft_link(path: Path) -> None:
-    dense(path, h5py.SoftLink("/layer_1"))
+raw_cases(
+    "h5_", ".weights.h5",
+    ("cache_image", Code, lambda path: cache_image(path)),
+    ("superblock_checksum", Bad,
+     lambda path: changed(path, lambda raw: raw.__setitem__(44, raw[44] ^ 1))),
+    ("dense_external_link", Code, lambda path: dense(path, h5py.ExternalLink("/etc/passwd", "/"))),
+    ("dense_soft_link", Code, lambda path: dense(path, h5py.SoftLink("/layer_1"))),
+)  # fmt: skip
 
 
 def _dense(name: str, signature: bytes, change: Callable[[bytearray, int], None]) -> None:

@@ -10,7 +10,7 @@ import h5py
 import numpy as np
 
 from jaxmha import checkpoint as ck
-from tests.checkpoint.hostile.cases import case
+from tests.checkpoint.hostile.cases import Bad, Code, case, raw_cases
 from tests.checkpoint.hostile.hdf5 import SECRET, W
 from tests.checkpoint.hostile.hdf5_changed import changed, seal, seal_header
 from tests.checkpoint.hostile.keras_archives import archive
@@ -48,26 +48,6 @@ def _deflated(times: int) -> Callable[[Any], None]:
     return change
 
 
-@case(".weights.h5", ck.MalformedFile)
-def h5_deflate_bomb(path: Path) -> None:
-    filtered(path, inflating(2 << 30), _deflated(1))
-
-
-@case(".weights.h5", ck.MalformedFile)
-def h5_deflate_bomb_in_new_layout(path: Path) -> None:
-    filtered(path, inflating(2 << 30), _deflated(1), "latest")
-
-
-@case(".weights.h5", ck.ForbiddenContent)
-def h5_deflate_bomb_twice(path: Path) -> None:
-    filtered(path, zlib.compress(inflating(2 << 30), 9), _deflated(2))
-
-
-@case(".weights.h5", ck.ForbiddenContent)
-def h5_deflate_bomb_thrice(path: Path) -> None:
-    filtered(path, zlib.compress(zlib.compress(inflating(8 << 30), 9), 9), _deflated(3))
-
-
 @case(".keras", ck.MalformedFile)
 def keras_deflate_bomb(path: Path) -> None:
     inside = path.with_name("inside.tmp")
@@ -85,21 +65,6 @@ def h5_deflate_bomb_with_checksum(path: Path) -> None:
     filtered(path, inflating(1 << 30), change)
 
 
-@case(".weights.h5", ck.MalformedFile)
-def h5_deflated_too_short(path: Path) -> None:
-    filtered(path, zlib.compress(bytes(1000)), _deflated(1))
-
-
-@case(".weights.h5", ck.MalformedFile)
-def h5_deflated_with_more_behind(path: Path) -> None:
-    filtered(path, zlib.compress(bytes(1024)) + b"more", _deflated(1))
-
-
-@case(".weights.h5", ck.MalformedFile)
-def h5_chunk_checksum(path: Path) -> None:
-    filtered(path, bytes(1024) + b"\1\0\0\0", lambda plist: plist.set_fletcher32())
-
-
 @case(".weights.h5", ck.ForbiddenContent)
 def h5_shuffled_twice(path: Path) -> None:
     def change(plist: Any) -> None:
@@ -111,16 +76,6 @@ def h5_shuffled_twice(path: Path) -> None:
 
 def lzf(path: Path, chunk: bytes) -> None:
     filtered(path, chunk, lambda plist: plist.set_filter(32000, 1, (4, 261, 1024)))
-
-
-@case(".weights.h5", ck.MalformedFile)
-def h5_lzf_bomb(path: Path) -> None:
-    lzf(path, b"\x00a" + b"\xe0\xff\x00" * 1_000_000)
-
-
-@case(".weights.h5", ck.MalformedFile)
-def h5_lzf_from_before_its_beginning(path: Path) -> None:
-    lzf(path, b"\x00a\xff\xff\xff" + b"\xe0\xff\x00" * 4)
 
 
 @case(".weights.h5", ck.ForbiddenContent)
@@ -211,14 +166,27 @@ def two_places(path: Path, chunks: bool, libver: str) -> None:
     path.write_bytes(raw.replace(old, struct.pack("<Q", second) + old[8:]))
 
 
-@case(".weights.h5", ck.MalformedFile)
-def h5_chunks_overlap(path: Path) -> None:
-    two_places(path, True, "earliest")
-
-
-@case(".weights.h5", ck.MalformedFile)
-def h5_datasets_overlap(path: Path) -> None:
-    two_places(path, False, "earliest")
+raw_cases(
+    "h5_", ".weights.h5",
+    ("deflate_bomb", Bad, lambda path: filtered(path, inflating(2 << 30), _deflated(1))),
+    ("deflate_bomb_in_new_layout", Bad,
+     lambda path: filtered(path, inflating(2 << 30), _deflated(1), "latest")),
+    ("deflate_bomb_twice", Code,
+     lambda path: filtered(path, zlib.compress(inflating(2 << 30), 9), _deflated(2))),
+    ("deflate_bomb_thrice", Code,
+     lambda path: filtered(path, zlib.compress(zlib.compress(inflating(8 << 30), 9), 9), _deflated(3))),
+    ("deflated_too_short", Bad,
+     lambda path: filtered(path, zlib.compress(bytes(1000)), _deflated(1))),
+    ("deflated_with_more_behind", Bad,
+     lambda path: filtered(path, zlib.compress(bytes(1024)) + b"more", _deflated(1))),
+    ("chunk_checksum", Bad,
+     lambda path: filtered(path, bytes(1024) + b"\1\0\0\0", lambda plist: plist.set_fletcher32())),
+    ("lzf_bomb", Bad, lambda path: lzf(path, b"\x00a" + b"\xe0\xff\x00" * 1_000_000)),
+    ("lzf_from_before_its_beginning", Bad,
+     lambda path: lzf(path, b"\x00a\xff\xff\xff" + b"\xe0\xff\x00" * 4)),
+    ("chunks_overlap", Bad, lambda path: two_places(path, True, "earliest")),
+    ("datasets_overlap", Bad, lambda path: two_places(path, False, "earliest")),
+)  # fmt: skip
 
 
 @case(".weights.h5", ck.MalformedFile)

@@ -6,7 +6,16 @@ from pathlib import Path
 
 from jaxmha import checkpoint as ck
 from tests.checkpoint.hostile.cases import Bad, Big, Gone, No, Out, Two, case, raw_cases
-from tests.checkpoint.hostile.indexes import INDEX, changed, index, listing, mapping, shard_of
+from tests.checkpoint.hostile.indexes import (
+    INDEX,
+    changed,
+    index,
+    listing,
+    mapping,
+    replaced,
+    shard_of,
+    spoilt,
+)
 from tests.checkpoint.hostile.safetensors_files import entry, safetensors
 from tests.checkpoint.hostile.torch_files import FLOATS
 
@@ -118,13 +127,6 @@ raw_cases(
 
 
 @case(INDEX, ck.PathEscape)
-def index_shard_links_to_a_device(path: Path) -> None:
-    shard = index(path)
-    shard.unlink()
-    shard.symlink_to("/dev/zero")
-
-
-@case(INDEX, ck.PathEscape)
 def index_shards_link_in_a_ring(path: Path) -> None:
     shard = index(path)
     other = shard.with_name("other.safetensors")
@@ -140,16 +142,14 @@ def index_shard_is_an_index(path: Path) -> None:
     shard.write_bytes(path.read_bytes())
 
 
-@case(INDEX, ck.MalformedFile)
-def index_shard_is_empty(path: Path) -> None:
-    index(path).write_bytes(b"")
-
-
-@case(INDEX, ck.BudgetExceeded)
-def index_shards_of_huge_tensors(path: Path) -> None:
-    """The header of a shard declares more than there is."""
-    shard = index(path)
-    shard.write_bytes(safetensors({"w": entry(shape=[2**40, 2**20])}))
+raw_cases(
+    "index_", INDEX,
+    ("shard_links_to_a_device", Out, replaced(lambda shard: shard.symlink_to("/dev/zero"))),
+    ("shard_is_empty", Bad, spoilt(lambda shard: shard.write_bytes(b""))),
+    # The header of a shard declares more than there is.
+    ("shards_of_huge_tensors", Big,
+     spoilt(lambda shard: shard.write_bytes(safetensors({"w": entry(shape=[2**40, 2**20])})))),
+)  # fmt: skip
 
 
 @case(".bin.index.json", ck.MalformedFile)

@@ -92,43 +92,31 @@ def index_link_out(path: Path) -> None:
     shard.symlink_to(elsewhere)
 
 
-@case(INDEX, ck.PathEscape)
-def index_link_loop(path: Path) -> None:
-    shard = index(path)
-    shard.unlink()
-    shard.symlink_to(shard)
+def spoilt(change: Callable[[Path], Any]) -> Callable[[Path], Any]:
+    """An index whose shard is changed."""
+    return lambda path: change(index(path))
 
 
-@case(INDEX, ck.PathEscape)
-def index_link_like_a_cache(path: Path) -> None:
-    shard = index(path)
-    shard.unlink()
-    shard.symlink_to(f"../../blobs/{'0' * 40}")
+def replaced(make: Callable[[Path], Any]) -> Callable[[Path], Any]:
+    """An index with another thing in the place of its shard."""
+
+    def build(path: Path) -> None:
+        shard = index(path)
+        shard.unlink()
+        make(shard)
+
+    return build
 
 
-@case(INDEX, ck.UnreadableFile)
-def index_shard_is_fifo(path: Path) -> None:
-    shard = index(path)
-    shard.unlink()
-    os.mkfifo(shard)
-
-
-@case(INDEX, ck.UnreadableFile)
-def index_shard_is_folder(path: Path) -> None:
-    shard = index(path)
-    shard.unlink()
-    shard.mkdir()
-
-
-@case(INDEX, ck.IncompleteCheckpoint)
-def index_shard_is_missing(path: Path) -> None:
-    index(path).unlink()
-
-
-@case(INDEX, ck.MalformedFile)
-def index_shard_is_cut_short(path: Path) -> None:
-    shard = index(path)
-    shard.write_bytes(shard.read_bytes()[:-1])
+raw_cases(
+    "index_", INDEX,
+    ("link_loop", Out, replaced(lambda shard: shard.symlink_to(shard))),
+    ("link_like_a_cache", Out, replaced(lambda shard: shard.symlink_to(f"../../blobs/{'0' * 40}"))),
+    ("shard_is_fifo", ck.UnreadableFile, replaced(lambda shard: os.mkfifo(shard))),
+    ("shard_is_folder", ck.UnreadableFile, replaced(lambda shard: shard.mkdir())),
+    ("shard_is_missing", Gone, spoilt(lambda shard: shard.unlink())),
+    ("shard_is_cut_short", Bad, spoilt(lambda shard: shard.write_bytes(shard.read_bytes()[:-1]))),
+)  # fmt: skip
 
 
 @case(INDEX, ck.IntegrityError)

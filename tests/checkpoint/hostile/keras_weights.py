@@ -103,16 +103,13 @@ def damaged_virtual(path: Path, at: int, byte: int) -> None:
     path.write_bytes(raw)
 
 
-@case(".weights.h5", ck.ForbiddenContent)
-def h5_virtual_that_hangs(path: Path) -> None:
-    """16 million sources: the library allocates and decodes them where it opens the dataset."""
-    damaged_virtual(path, 59, 0xFF)
-
-
-@case(".weights.h5", ck.ForbiddenContent)
-def h5_virtual_that_crashes(path: Path) -> None:
-    """2**62 sources: h5py alone ends with a segmentation fault."""
-    damaged_virtual(path, 64, 0x40)
+raw_cases(
+    "h5_", ".weights.h5",
+    # 16 million sources: the library allocates and decodes them where it opens the dataset.
+    ("virtual_that_hangs", Code, lambda path: damaged_virtual(path, 59, 0xFF)),
+    # 2**62 sources: h5py alone ends with a segmentation fault.
+    ("virtual_that_crashes", Code, lambda path: damaged_virtual(path, 64, 0x40)),
+)  # fmt: skip
 
 
 @case(".weights.h5", ck.AmbiguousFile)

@@ -3,10 +3,11 @@
 import json
 import re
 import struct
+from collections.abc import Callable
 from pathlib import Path
 
 from jaxmha import checkpoint as ck
-from tests.checkpoint.hostile.cases import case
+from tests.checkpoint.hostile.cases import Bad, Big, case, raw_cases
 from tests.checkpoint.hostile.indexes import W
 from tests.checkpoint.hostile.orbax_folders import crc32c, orbax
 
@@ -113,10 +114,14 @@ def array() -> dict[bytes, bytes]:
     return {b"w/.zarray": json.dumps(document).encode(), b"w/0.0": W.tobytes()}
 
 
+def one_node(path: Path, inside: bytes, compression: int = 0, height: int = 0) -> None:
+    node = frame(NODE, inside, compression)
+    database(path, [node], manifest(0, len(node), height))
+
+
 @case(".orbax")
 def sound_ocdbt_by_hand(path: Path) -> None:
-    node = frame(NODE, leaf(array()))
-    database(path, [node], manifest(0, len(node)))
+    one_node(path, leaf(array()))
 
 
 # --- nodes of nodes ------------------------------------------------------------------------------
@@ -149,22 +154,10 @@ def ocdbt_two_nodes_hold_each_other(path: Path) -> None:
 
 
 @case(".orbax", ck.MalformedFile)
-def ocdbt_height_of_the_root(path: Path) -> None:
-    node = frame(NODE, leaf(array()))
-    database(path, [node], manifest(0, len(node), 3))
-
-
-@case(".orbax", ck.MalformedFile)
 def ocdbt_height_of_a_child(path: Path) -> None:
     node = frame(NODE, leaf(array()))
     above = frame(NODE, inner([(b"w/.zarray", 0, len(node))], height=5))
     database(path, [node, above], manifest(len(node), len(above), 5))
-
-
-@case(".orbax", ck.MalformedFile)
-def ocdbt_child_outside(path: Path) -> None:
-    above = frame(NODE, inner([(b"a", 0, 100)], path=b"../m"))
-    database(path, [above], manifest(0, len(above), 1))
 
 
 # --- lengths of keys and paths --------------------------------------------------------------------
@@ -179,18 +172,6 @@ def long_keys(interior: bool = False) -> bytes:
     return (b"\1" if interior else b"\0") + b"\0" + lengths + more + b"a" * (60_000 + MANY)
 
 
-@case(".orbax", ck.BudgetExceeded)
-def ocdbt_keys_share_their_beginning(path: Path) -> None:
-    node = frame(NODE, long_keys())
-    database(path, [node], manifest(0, len(node)))
-
-
-@case(".orbax", ck.BudgetExceeded)
-def ocdbt_keys_of_nodes_share_their_beginning(path: Path) -> None:
-    node = frame(NODE, long_keys(interior=True))
-    database(path, [node], manifest(0, len(node), 1))
-
-
 def squeezed(inside: bytes) -> bytes:
     """As zstd, its long runs of one byte as a few."""
     body, at = b"", 0
@@ -198,12 +179,6 @@ def squeezed(inside: bytes) -> bytes:
         body += stored(inside[at : run.start()]) + repeated(run[1], len(run[0]))
         at = run.end()
     return zstd(body, last=stored(inside[at:], last=True))
-
-
-@case(".orbax", ck.BudgetExceeded)
-def ocdbt_keys_share_their_beginning_in_zstd(path: Path) -> None:
-    node = frame(NODE, squeezed(long_keys()), 1)
-    database(path, [node], manifest(0, len(node)))
 
 
 @case(".orbax", ck.BudgetExceeded)
@@ -221,55 +196,33 @@ def long_paths() -> bytes:
     return lengths + b"a" * (60_000 + MANY)
 
 
-@case(".orbax", ck.BudgetExceeded)
-def ocdbt_paths_share_their_beginning(path: Path) -> None:
-    node = frame(NODE, leaf(array(), long_paths()))
-    database(path, [node], manifest(0, len(node)))
-
-
-@case(".orbax", ck.BudgetExceeded)
-def ocdbt_paths_of_the_manifest_share_their_beginning(path: Path) -> None:
-    database(path, [], manifest(0, 100, paths=long_paths()))
-
-
-@case(".orbax", ck.BudgetExceeded)
-def ocdbt_2_60_keys(path: Path) -> None:
-    node = frame(NODE, b"\0\0" + varint(2**60) + bytes(100))
-    database(path, [node], manifest(0, len(node)))
-
-
-@case(".orbax", ck.BudgetExceeded)
-def ocdbt_2_60_paths(path: Path) -> None:
-    node = frame(NODE, b"\0" + varint(2**60) + bytes(100))
-    database(path, [node], manifest(0, len(node)))
-
-
-@case(".orbax", ck.MalformedFile)
-def ocdbt_more_keys_than_bytes(path: Path) -> None:
-    node = frame(NODE, b"\0\0" + varint(50_000) + bytes(100))
-    database(path, [node], manifest(0, len(node)))
-
-
-@case(".orbax", ck.MalformedFile)
-def ocdbt_number_without_end(path: Path) -> None:
-    node = frame(NODE, b"\0\0" + b"\xff" * 200)
-    database(path, [node], manifest(0, len(node)))
-
-
-@case(".orbax", ck.MalformedFile)
-def ocdbt_lengths_in_ten_bytes_each(path: Path) -> None:
-    """Zeros written as long as numbers may be."""
-    node = frame(NODE, b"\0\0" + varint(10_000) + (b"\x80" * 9 + b"\0") * 20_000)
-    database(path, [node], manifest(0, len(node)))
-
-
 # --- what a node inflates to ------------------------------------------------------------------------
 
 
-@case(".orbax", ck.BudgetExceeded)
-def ocdbt_node_inflates_to_a_gibibyte(path: Path) -> None:
-    node = frame(NODE, zstd(repeated(b"\0", 1 << 30), last=stored(b"", last=True)), 1)
-    database(path, [node], manifest(0, len(node)))
+raw_cases(
+    "ocdbt_", ".orbax",
+    ("height_of_the_root", Bad, lambda path: one_node(path, leaf(array()), height=3)),
+    ("child_outside", Bad,
+     lambda path: one_node(path, inner([(b"a", 0, 100)], path=b"../m"), height=1)),
+    ("keys_share_their_beginning", Big, lambda path: one_node(path, long_keys())),
+    ("keys_of_nodes_share_their_beginning", Big,
+     lambda path: one_node(path, long_keys(interior=True), height=1)),
+    ("keys_share_their_beginning_in_zstd", Big,
+     lambda path: one_node(path, squeezed(long_keys()), 1)),
+    ("paths_share_their_beginning", Big, lambda path: one_node(path, leaf(array(), long_paths()))),
+    ("2_60_keys", Big, lambda path: one_node(path, b"\0\0" + varint(2**60) + bytes(100))),
+    ("2_60_paths", Big, lambda path: one_node(path, b"\0" + varint(2**60) + bytes(100))),
+    ("more_keys_than_bytes", Bad,
+     lambda path: one_node(path, b"\0\0" + varint(50_000) + bytes(100))),
+    ("number_without_end", Bad, lambda path: one_node(path, b"\0\0" + b"\xff" * 200)),
+    ("paths_of_the_manifest_share_their_beginning", Big,
+     lambda path: database(path, [], manifest(0, 100, paths=long_paths()))),
+    # Zeros written as long as numbers may be.
+    ("lengths_in_ten_bytes_each", Bad,
+     lambda path: one_node(path, b"\0\0" + varint(10_000) + (b"\x80" * 9 + b"\0") * 20_000)),
+    ("node_inflates_to_a_gibibyte", Big,
+     lambda path: one_node(path, zstd(repeated(b"\0", 1 << 30), last=stored(b"", last=True)), 1)),
+)  # fmt: skip
 
 
 @case(".orbax", ck.BudgetExceeded)
@@ -284,23 +237,23 @@ def whole(inside: bytes, descriptor: str = "00", more: str = "58") -> bytes:
     return bytes.fromhex("28b52ffd" + descriptor + more) + stored(inside, last=True)
 
 
-def _zstd_case(name: str, inside: bytes) -> None:
-    @case(".orbax", ck.MalformedFile, f"ocdbt_zstd_{name}")
-    def build(path: Path) -> None:
-        node = frame(NODE, inside, 1)
-        database(path, [node], manifest(0, len(node)))
+def packed(inside: bytes) -> Callable[[Path], None]:
+    return lambda path: one_node(path, inside, 1)
 
 
 SOUND = leaf(array())
-_zstd_case("of_two_frames", whole(SOUND) + whole(SOUND))
-_zstd_case("after_a_skippable_frame", bytes.fromhex("502a4d1804000000abcdabcd") + whole(SOUND))
-_zstd_case("with_a_dictionary", whole(SOUND, "01", "5807"))
-_zstd_case("of_another_content_size", whole(SOUND, "20", "07"))
-_zstd_case("of_a_huge_content_size", whole(SOUND, "e0", "ff" * 7 + "7f"))
-_zstd_case("with_a_reserved_bit", whole(SOUND, "08"))
-_zstd_case("with_a_reserved_block", bytes.fromhex("28b52ffd0058") + b"\7\0\0" + SOUND)
-_zstd_case("with_a_window_of_exbibytes", whole(SOUND, more="ff"))
-_zstd_case("cut_short", whole(SOUND)[:-10])
-_zstd_case("without_a_last_block", zstd(stored(SOUND)))
-_zstd_case("of_another_format", b"\x1f\x8b" + SOUND)
-_zstd_case("with_bytes_behind", whole(SOUND) + bytes(40))
+raw_cases(
+    "ocdbt_zstd_", ".orbax",
+    ("of_two_frames", Bad, packed(whole(SOUND) + whole(SOUND))),
+    ("after_a_skippable_frame", Bad, packed(bytes.fromhex("502a4d1804000000abcdabcd") + whole(SOUND))),
+    ("with_a_dictionary", Bad, packed(whole(SOUND, "01", "5807"))),
+    ("of_another_content_size", Bad, packed(whole(SOUND, "20", "07"))),
+    ("of_a_huge_content_size", Bad, packed(whole(SOUND, "e0", "ff" * 7 + "7f"))),
+    ("with_a_reserved_bit", Bad, packed(whole(SOUND, "08"))),
+    ("with_a_reserved_block", Bad, packed(bytes.fromhex("28b52ffd0058") + b"\7\0\0" + SOUND)),
+    ("with_a_window_of_exbibytes", Bad, packed(whole(SOUND, more="ff"))),
+    ("cut_short", Bad, packed(whole(SOUND)[:-10])),
+    ("without_a_last_block", Bad, packed(zstd(stored(SOUND)))),
+    ("of_another_format", Bad, packed(b"\x1f\x8b" + SOUND)),
+    ("with_bytes_behind", Bad, packed(whole(SOUND) + bytes(40))),
+)  # fmt: skip

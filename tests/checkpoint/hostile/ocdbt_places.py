@@ -3,10 +3,11 @@
 import json
 import struct
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 from jaxmha import checkpoint as ck
-from tests.checkpoint.hostile.cases import case
+from tests.checkpoint.hostile.cases import Bad, Gone, Two, case, raw_cases
 from tests.checkpoint.hostile.indexes import W
 from tests.checkpoint.hostile.ocdbt import (
     MANIFEST,
@@ -19,6 +20,7 @@ from tests.checkpoint.hostile.ocdbt import (
     frame,
     leaf,
     manifest,
+    one_node,
     table,
     varints,
 )
@@ -37,21 +39,21 @@ def outside(pairs: dict[bytes, bytes], path: bytes, offset: int, size: int) -> b
 # --- frames ---------------------------------------------------------------------------------------
 
 
-def _framed(name: str, change: dict[int, bytes], error: type[ck.CheckpointError]) -> None:
+def framed(at: int, data: bytes) -> Callable[[Path], None]:
     """Bytes of the frame of a node changed, before its checksum is taken."""
-
-    @case(".orbax", error, f"ocdbt_frame_{name}")
-    def build(path: Path) -> None:
-        raw = bytearray(frame(NODE, leaf(array()))[:-4])
-        for at, data in change.items():
-            raw[at : at + len(data)] = data
-        database(path, [bytes(raw) + checksum(bytes(raw))], manifest(0, len(raw) + 4))
+    raw = bytearray(frame(NODE, leaf(array()))[:-4])
+    raw[at : at + len(data)] = data
+    node = bytes(raw) + checksum(bytes(raw))
+    return lambda path: database(path, [node], manifest(0, len(node)))
 
 
-_framed("of_a_manifest", {0: MANIFEST}, ck.MalformedFile)
-_framed("of_another_length", {4: struct.pack("<Q", 2**62)}, ck.MalformedFile)
-_framed("of_another_version", {12: b"\1"}, ck.MalformedFile)
-_framed("of_an_unknown_compression", {13: b"\7"}, ck.MalformedFile)
+raw_cases(
+    "ocdbt_frame_", ".orbax",
+    ("of_a_manifest", Bad, framed(0, MANIFEST)),
+    ("of_another_length", Bad, framed(4, struct.pack("<Q", 2**62))),
+    ("of_another_version", Bad, framed(12, b"\1")),
+    ("of_an_unknown_compression", Bad, framed(13, b"\7")),
+)  # fmt: skip
 
 
 @case(".orbax", ck.MalformedFile)
@@ -60,92 +62,73 @@ def ocdbt_frame_checksum(path: Path) -> None:
     database(path, [node[:-1] + bytes([node[-1] ^ 1])], manifest(0, len(node)))
 
 
-@case(".orbax", ck.MalformedFile)
-def ocdbt_frame_of_nothing(path: Path) -> None:
-    database(path, [b"\0" * 10], manifest(0, 10))
-
-
 # --- places -----------------------------------------------------------------------------------------
 
 
-def _placed(
-    name: str, file: bytes, offset: int, size: int, error: type[ck.CheckpointError]
-) -> None:
-    @case(".orbax", error, f"ocdbt_root_{name}")
-    def build(path: Path) -> None:
-        node = frame(NODE, leaf(array()))
-        database(path, [node], manifest(offset, size or len(node), path=file))
+def placed(file: bytes, offset: int = 0, size: int = 0) -> Callable[[Path], None]:
+    node = frame(NODE, leaf(array()))
+    root = manifest(offset, size or len(node), path=file)
+    return lambda path: database(path, [node], root)
 
 
-_placed("in_a_folder_outside", b"../../etc/passwd", 0, 0, ck.MalformedFile)
-_placed("of_an_absolute_path", b"/etc/passwd", 0, 0, ck.IncompleteCheckpoint)
-_placed("of_a_url", b"http://localhost/x", 0, 0, ck.IncompleteCheckpoint)
-_placed("of_an_encoded_path", b"%2e%2e/x", 0, 0, ck.IncompleteCheckpoint)
-_placed("of_a_path_with_nul", b"d/0\0", 0, 0, ck.IncompleteCheckpoint)
-_placed("of_a_path_of_dots", b"d/./0", 0, 0, ck.IncompleteCheckpoint)
-_placed("of_no_path", b"", 0, 0, ck.MalformedFile)
-_placed("of_no_text", b"\xff\xfe", 0, 0, ck.IncompleteCheckpoint)
-_placed("in_no_file", b"d/1", 0, 0, ck.IncompleteCheckpoint)
-_placed("in_the_manifest", b"manifest.ocdbt", 0, 0, ck.MalformedFile)
-_placed("beyond_the_file", b"d/0", 10**9, 0, ck.MalformedFile)
-_placed("of_2_62_bytes", b"d/0", 0, 2**62, ck.MalformedFile)
-_placed("that_overflows", b"d/0", 2**63 - 10, 2**63 - 10, ck.MalformedFile)
+raw_cases(
+    "ocdbt_root_", ".orbax",
+    ("in_a_folder_outside", Bad, placed(b"../../etc/passwd")),
+    ("of_an_absolute_path", Gone, placed(b"/etc/passwd")),
+    ("of_a_url", Gone, placed(b"http://localhost/x")),
+    ("of_an_encoded_path", Gone, placed(b"%2e%2e/x")),
+    ("of_a_path_with_nul", Gone, placed(b"d/0\0")),
+    ("of_a_path_of_dots", Gone, placed(b"d/./0")),
+    ("of_no_path", Bad, placed(b"")),
+    ("of_no_text", Gone, placed(b"\xff\xfe")),
+    ("in_no_file", Gone, placed(b"d/1")),
+    ("in_the_manifest", Bad, placed(b"manifest.ocdbt")),
+    ("beyond_the_file", Bad, placed(b"d/0", 10**9, 0)),
+    ("of_2_62_bytes", Bad, placed(b"d/0", 0, 2**62)),
+    ("that_overflows", Bad, placed(b"d/0", 2**63 - 10, 2**63 - 10)),
+)  # fmt: skip
 
 
-def _valued(
-    name: str, file: bytes, offset: int, size: int, error: type[ck.CheckpointError]
-) -> None:
+def valued(file: bytes, offset: int, size: int) -> Callable[[Path], None]:
     """The chunk lies in a file that the node names."""
 
-    @case(".orbax", error, f"ocdbt_value_{name}")
     def build(path: Path) -> None:
-        node = frame(NODE, outside(array(), file, offset, size))
-        database(path, [node], manifest(0, len(node)))
+        one_node(path, outside(array(), file, offset, size))
         path.with_name("secret").write_bytes(W.tobytes())
 
+    return build
 
-_valued("in_a_folder_outside", b"../secret", 0, 24, ck.MalformedFile)
-_valued("of_an_absolute_path", b"/etc/passwd", 0, 24, ck.IncompleteCheckpoint)
-_valued("of_a_path_back_and_forth", b"d/../../secret", 0, 24, ck.MalformedFile)
-_valued("in_no_file", b"d/1", 0, 24, ck.IncompleteCheckpoint)
-_valued("beyond_the_file", b"d/0", 10**6, 24, ck.MalformedFile)
-_valued("of_2_50_bytes", b"d/0", 0, 2**50, ck.MalformedFile)
-_valued("of_one_byte_less", b"d/0", 0, 23, ck.MalformedFile)
+
+raw_cases(
+    "ocdbt_value_", ".orbax",
+    ("in_a_folder_outside", Bad, valued(b"../secret", 0, 24)),
+    ("of_an_absolute_path", Gone, valued(b"/etc/passwd", 0, 24)),
+    ("of_a_path_back_and_forth", Bad, valued(b"d/../../secret", 0, 24)),
+    ("in_no_file", Gone, valued(b"d/1", 0, 24)),
+    ("beyond_the_file", Bad, valued(b"d/0", 10**6, 24)),
+    ("of_2_50_bytes", Bad, valued(b"d/0", 0, 2**50)),
+    ("of_one_byte_less", Bad, valued(b"d/0", 0, 23)),
+)  # fmt: skip
 
 
 # --- what is stored -----------------------------------------------------------------------------------
 
 
-def _stored(name: str, pairs: dict[bytes, bytes], error: type[ck.CheckpointError]) -> None:
-    @case(".orbax", error, f"ocdbt_stored_{name}")
-    def build(path: Path) -> None:
-        node = frame(NODE, leaf(dict(sorted((array() | pairs).items()))))
-        database(path, [node], manifest(0, len(node)))
+def having(pairs: dict[bytes, bytes]) -> Callable[[Path], None]:
+    """Other files in the database, or more."""
+    return lambda path: one_node(path, leaf(dict(sorted((array() | pairs).items()))))
 
 
-_stored("chunk_is_short", {b"w/0.0": W.tobytes()[:-1]}, ck.MalformedFile)
-_stored("chunk_is_long", {b"w/0.0": W.tobytes() + b"\0"}, ck.MalformedFile)
-_stored("chunk_is_empty", {b"w/0.0": b""}, ck.MalformedFile)
-_stored("document_key_twice", {b"w/.zarray": b'{"shape": [], "shape": [2, 3]}'}, ck.AmbiguousFile)
-_stored("document_is_no_text", {b"w/.zarray": b"\xff\xfe{}"}, ck.MalformedFile)
-_stored("array_not_in_the_tree", {b"v/.zarray": b"{}"}, ck.IncompleteCheckpoint)
-_stored("array_that_is_a_path", {b"../v/.zarray": b"{}"}, ck.IncompleteCheckpoint)
-
-
-@case(".orbax", ck.MalformedFile)
-def ocdbt_keys_in_disorder(path: Path) -> None:
-    node = frame(NODE, leaf(dict(reversed(array().items()))))
-    database(path, [node], manifest(0, len(node)))
-
-
-@case(".orbax", ck.MalformedFile)
-def ocdbt_manifest_in_parts(path: Path) -> None:
-    database(path, [], UUID + varints(1, 100, 8 << 20) + b"\4" + b"\0")
-
-
-@case(".orbax", ck.MalformedFile)
-def ocdbt_manifest_of_another_kind(path: Path) -> None:
-    database(path, [], UUID + varints(9, 100, 8 << 20) + b"\4" + b"\0")
+raw_cases(
+    "ocdbt_stored_", ".orbax",
+    ("chunk_is_short", Bad, having({b"w/0.0": W.tobytes()[:-1]})),
+    ("chunk_is_long", Bad, having({b"w/0.0": W.tobytes() + b"\0"})),
+    ("chunk_is_empty", Bad, having({b"w/0.0": b""})),
+    ("document_key_twice", Two, having({b"w/.zarray": b'{"shape": [], "shape": [2, 3]}'})),
+    ("document_is_no_text", Bad, having({b"w/.zarray": b"\xff\xfe{}"})),
+    ("array_not_in_the_tree", Gone, having({b"v/.zarray": b"{}"})),
+    ("array_that_is_a_path", Gone, having({b"../v/.zarray": b"{}"})),
+)  # fmt: skip
 
 
 @case(".orbax", ck.MalformedFile)
@@ -177,6 +160,13 @@ def _one_value(path: Path, count: int, empty: int) -> None:
     database(path, [value, frame(NODE, node)], manifest(len(value), len(frame(NODE, node))))
 
 
-@case(".orbax", ck.MalformedFile)
-def ocdbt_values_share_their_bytes(path: Path) -> None:
-    _one_value(path, 200, 1000)
+raw_cases(
+    "ocdbt_", ".orbax",
+    ("frame_of_nothing", Bad, lambda path: database(path, [b"\0" * 10], manifest(0, 10))),
+    ("keys_in_disorder", Bad, lambda path: one_node(path, leaf(dict(reversed(array().items()))))),
+    ("manifest_in_parts", Bad,
+     lambda path: database(path, [], UUID + varints(1, 100, 8 << 20) + b"\4" + b"\0")),
+    ("manifest_of_another_kind", Bad,
+     lambda path: database(path, [], UUID + varints(9, 100, 8 << 20) + b"\4" + b"\0")),
+    ("values_share_their_bytes", Bad, lambda path: _one_value(path, 200, 1000)),
+)  # fmt: skip

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxmha import checkpoint as ck
-from tests.checkpoint.hostile.cases import Bad, Big, Code, Gone, No, Out, case, raw_cases
+from tests.checkpoint.hostile.cases import Bad, Big, Code, Gone, No, Out, case, raw_case, raw_cases
 from tests.checkpoint.hostile.indexes import W
 
 
@@ -103,24 +103,6 @@ def orbax_without_tree(path: Path) -> None:
     (path / "_METADATA").unlink()
 
 
-@case(".orbax", ck.IncompleteCheckpoint)
-def orbax_without_a_chunk(path: Path) -> None:
-    orbax(path)
-    (path / "w" / "0.0").unlink()
-
-
-@case(".orbax", ck.MalformedFile)
-def orbax_chunk_is_cut_short(path: Path) -> None:
-    orbax(path)
-    (path / "w" / "0.0").write_bytes(W.tobytes()[:-1])
-
-
-@case(".orbax", ck.IncompleteCheckpoint)
-def orbax_array_not_in_the_tree(path: Path) -> None:
-    orbax(path)
-    shutil.copytree(path / "w", path / "v")
-
-
 @case(".orbax", ck.ForbiddenContent)
 def orbax_chunk_is_a_link(path: Path) -> None:
     orbax(path)
@@ -135,21 +117,28 @@ def orbax_folder_is_a_link(path: Path) -> None:
     (path / "w").symlink_to(path / "v")
 
 
-@case(".orbax", ck.ForbiddenContent)
-def orbax_with_a_fifo(path: Path) -> None:
-    orbax(path)
-    os.mkfifo(path / "w" / "0.1")
+def then(change: Callable[[Path], Any]) -> Callable[[Path], None]:
+    """A sound folder of plain files, then changed."""
+
+    def build(path: Path) -> None:
+        orbax(path)
+        change(path)
+
+    return build
 
 
-@case(".orbax", ck.BudgetExceeded)
-def orbax_deep_folders(path: Path) -> None:
-    orbax(path)
-    (path / "/".join("abcdefgh")).mkdir(parents=True)
+raw_cases(
+    "orbax_", ".orbax",
+    ("without_a_chunk", Gone, then(lambda path: (path / "w" / "0.0").unlink())),
+    ("chunk_is_cut_short", Bad,
+     then(lambda path: (path / "w" / "0.0").write_bytes(W.tobytes()[:-1]))),
+    ("array_not_in_the_tree", Gone, then(lambda path: shutil.copytree(path / "w", path / "v"))),
+    ("with_a_fifo", Code, then(lambda path: os.mkfifo(path / "w" / "0.1"))),
+    ("deep_folders", Big, then(lambda path: (path / "/".join("abcdefgh")).mkdir(parents=True))),
+)  # fmt: skip
 
 
-@case(".orbax-checkpoint-tmp-1", ck.IncompleteCheckpoint)
-def orbax_unfinished(path: Path) -> None:
-    orbax(path)
+raw_case("orbax_unfinished", ".orbax-checkpoint-tmp-1", Gone, lambda path: orbax(path))
 
 
 @case("", ck.UnsupportedFormat)
@@ -166,15 +155,12 @@ def orbax_manifest_is_damaged(path: Path) -> None:
     (path / "manifest.ocdbt").write_bytes(raw)
 
 
-@case(".orbax", ck.MalformedFile)
-def orbax_manifest_leads_outside(path: Path) -> None:
-    """A data file of another folder, as a manifest may name it; its checksum is right."""
-    ocdbt_redirected(path, b"../")
-
-
-@case(".orbax", ck.MalformedFile)
-def orbax_manifest_goes_round(path: Path) -> None:
-    ocdbt_redirected(path, b"d/../")
+raw_cases(
+    "orbax_", ".orbax",
+    # A data file of another folder, as a manifest may name it; its checksum is right.
+    ("manifest_leads_outside", Bad, lambda path: ocdbt_redirected(path, b"../")),
+    ("manifest_goes_round", Bad, lambda path: ocdbt_redirected(path, b"d/../")),
+)  # fmt: skip
 
 
 @case(".orbax", ck.IntegrityError)

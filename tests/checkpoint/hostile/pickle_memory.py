@@ -1,7 +1,7 @@
 """Hostile pickles: opcodes of a byte or two that make objects of hundreds."""
 
 from jaxmha import checkpoint as ck
-from tests.checkpoint.hostile.cases import case
+from tests.checkpoint.hostile.cases import Big, case, raw_case
 from tests.checkpoint.hostile.torch_files import (
     ORDERED,
     V2,
@@ -36,10 +36,15 @@ for _shape in SHAPES:
     _register(_shape)
 
 
-@case(".pt", ck.BudgetExceeded)
-def pickle_wide_text() -> bytes:
-    """One character of four bytes makes all of them so."""
-    return torch_file(state(text("w"), tensor(), text("x"), text("a" * 20_000_000 + "\U0001f600")))
+# One character of four bytes makes all of them so.
+raw_case(
+    "pickle_wide_text",
+    ".pt",
+    Big,
+    lambda: torch_file(
+        state(text("w"), tensor(), text("x"), text("a" * 20_000_000 + "\U0001f600"))
+    ),
+)
 
 
 @case(".pt", ck.BudgetExceeded)

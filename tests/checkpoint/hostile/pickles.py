@@ -83,14 +83,12 @@ def shared_dict_tower() -> bytes:
     return tower
 
 
-@case(".pt", Code)
-def pickle_shared_dict_tower() -> bytes:
-    return torch_file(b"\x80\x02(" + shared_dict_tower() + b"t.")
-
-
-@case(".pt", Big)
-def pickle_shared_dict_tower_in_a_dict() -> bytes:
-    return torch_file(state(text("t"), b"](" + shared_dict_tower() + b"e"))
+raw_cases(
+    "pickle_", ".pt",
+    ("shared_dict_tower", Code, lambda: torch_file(b"\x80\x02(" + shared_dict_tower() + b"t.")),
+    ("shared_dict_tower_in_a_dict", Big,
+     lambda: torch_file(state(text("t"), b"](" + shared_dict_tower() + b"e"))),
+)  # fmt: skip
 
 
 @case(".pt", Big)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from jaxmha import checkpoint as ck
-from tests.checkpoint.hostile.cases import case
+from tests.checkpoint.hostile.cases import Bad, Big, Code, Gone, case, raw_cases
 from tests.checkpoint.hostile.indexes import W
 from tests.checkpoint.hostile.orbax_folders import crc32c, orbax
 
@@ -129,11 +129,6 @@ def sound_zarr_with_legal_files(path: Path) -> None:
 
 
 @case(".orbax", ck.IncompleteCheckpoint)
-def zarr3_inner_chunk_is_missing(path: Path) -> None:
-    zarr3(path, sharded((1, 3)), {"c/0/0": shard([ROWS[0], None])})
-
-
-@case(".orbax", ck.IncompleteCheckpoint)
 def zarr3_inner_chunk_is_missing_from_the_start(path: Path) -> None:
     parts = [None, ROWS[1]]
     zarr3(path, sharded((1, 3), at_end=False), {"c/0/0": shard(parts, at_end=False)})
@@ -147,35 +142,10 @@ def overlapping(path: Path, *places: tuple[int, int]) -> None:
 
 
 @case(".orbax", ck.MalformedFile)
-def zarr3_inner_chunks_are_one(path: Path) -> None:
-    overlapping(path, (0, 12), (0, 12))
-
-
-@case(".orbax", ck.MalformedFile)
-def zarr3_inner_chunks_overlap(path: Path) -> None:
-    overlapping(path, (12, 12), (8, 12))
-
-
-@case(".orbax", ck.MalformedFile)
-def zarr3_inner_chunks_overlap_beyond_2_64(path: Path) -> None:
-    overlapping(path, (4, 2**64 - 8), (12, 12))
-
-
-@case(".orbax", ck.IncompleteCheckpoint)
-def zarr3_chunk_under_the_old_key(path: Path) -> None:
-    zarr3(path, {}, {"0.0": W.tobytes()})
-
-
-@case(".orbax", ck.MalformedFile)
 def zarr3_shard_behind_another_codec(path: Path) -> None:
     outer = sharded((1, 3))["codecs"]
     nested = [{"name": "transpose", "configuration": {"order": [0, 1]}}, *outer]
     zarr3(path, {"codecs": nested}, {"c/0/0": shard([ROWS[0], None])})
-
-
-@case(".orbax", ck.MalformedFile)
-def zarr_unknown_separator(path: Path) -> None:
-    orbax(path, array={"dimension_separator": "-"})
 
 
 def compressed(path: Path, shape: int, chunk: int, kept: int) -> None:
@@ -186,14 +156,14 @@ def compressed(path: Path, shape: int, chunk: int, kept: int) -> None:
         (path / "w" / f"{i}").write_bytes(zlib.compress(bytes(4 * chunk), 1))
 
 
-@case(".orbax", ck.BudgetExceeded)
-def zarr_inflates_to_more_than_the_watch(path: Path) -> None:
-    compressed(path, 15 << 20, 1 << 20, 15)  # 60 MiB
-
-
-@case(".orbax", ck.BudgetExceeded)
-def zarr_one_chunk_inflates_to_more_than_the_watch(path: Path) -> None:
-    compressed(path, 10 << 20, 10 << 20, 1)  # 40 MiB, and as much for the chunk
+raw_cases(
+    "zarr_", ".orbax",
+    ("unknown_separator", Bad, lambda path: orbax(path, array={"dimension_separator": "-"})),
+    ("inflates_to_more_than_the_watch", Big,  # 60 MiB
+     lambda path: compressed(path, 15 << 20, 1 << 20, 15)),
+    ("one_chunk_inflates_to_more_than_the_watch", Big,  # 40 MiB, and as much for the chunk
+     lambda path: compressed(path, 10 << 20, 10 << 20, 1)),
+)  # fmt: skip
 
 
 def squeezed(times: int) -> bytes:
@@ -217,14 +187,20 @@ def sound_zarr3_gzip(path: Path) -> None:
     zarr3(path, {"codecs": [_BYTES, _GZIP]}, {"c/0/0": squeezed(1)})
 
 
-@case(".orbax", ck.ForbiddenContent)
-def zarr3_gzip_in_gzip(path: Path) -> None:
-    zarr3(path, {"codecs": [_BYTES, _GZIP, _GZIP]}, {"c/0/0": squeezed(2)})
-
-
-@case(".orbax", ck.ForbiddenContent)
-def zarr3_zstd_in_gzip(path: Path) -> None:
-    zarr3(path, {"codecs": [_BYTES, _ZSTD, _GZIP]}, {"c/0/0": squeezed(2)})
+raw_cases(
+    "zarr3_", ".orbax",
+    ("inner_chunk_is_missing", Gone,
+     lambda path: zarr3(path, sharded((1, 3)), {"c/0/0": shard([ROWS[0], None])})),
+    ("inner_chunks_are_one", Bad, lambda path: overlapping(path, (0, 12), (0, 12))),
+    ("inner_chunks_overlap", Bad, lambda path: overlapping(path, (12, 12), (8, 12))),
+    ("inner_chunks_overlap_beyond_2_64", Bad,
+     lambda path: overlapping(path, (4, 2**64 - 8), (12, 12))),
+    ("chunk_under_the_old_key", Gone, lambda path: zarr3(path, {}, {"0.0": W.tobytes()})),
+    ("gzip_in_gzip", Code,
+     lambda path: zarr3(path, {"codecs": [_BYTES, _GZIP, _GZIP]}, {"c/0/0": squeezed(2)})),
+    ("zstd_in_gzip", Code,
+     lambda path: zarr3(path, {"codecs": [_BYTES, _ZSTD, _GZIP]}, {"c/0/0": squeezed(2)})),
+)  # fmt: skip
 
 
 @case(".orbax", ck.ForbiddenContent)

@@ -7,7 +7,7 @@ from io import BytesIO
 
 from jaxmha import checkpoint as ck
 from tests.checkpoint.hostile.arrays import npy, npy_header
-from tests.checkpoint.hostile.cases import Bad, Big, Code, No, Out, Two, case, raw_cases
+from tests.checkpoint.hostile.cases import Bad, Big, Code, No, Out, Two, case, raw_case, raw_cases
 from tests.checkpoint.hostile.torch_files import FLOATS, zip_file
 
 
@@ -106,10 +106,13 @@ raw_cases(
 )  # fmt: skip
 
 
-@case(".npz", Bad)
-def zip_deflate_that_grows_beyond_its_size() -> bytes:
-    """A thousandfold: the member says 128 bytes and inflates to 64 MiB."""
-    return deflated(swollen(npy(), 64), len(npy()))
+# A thousandfold: the member says 128 bytes and inflates to 64 MiB.
+raw_case(
+    "zip_deflate_that_grows_beyond_its_size",
+    ".npz",
+    Bad,
+    lambda: deflated(swollen(npy(), 64), len(npy())),
+)
 
 
 @case(".npz", Big)
@@ -200,7 +203,10 @@ raw_cases(
 )  # fmt: skip
 
 
-@case(".npz", Two)
-def npz_names_differ_in_the_suffix() -> bytes:
-    """numpy.load finds `w` and `w.npy` under one name."""
-    return zip_file([("w.npy", npy()), ("w.npy.npy", npy()), ("w.npy", npy())])
+# numpy.load finds `w` and `w.npy` under one name.
+raw_case(
+    "npz_names_differ_in_the_suffix",
+    ".npz",
+    Two,
+    lambda: zip_file([("w.npy", npy()), ("w.npy.npy", npy()), ("w.npy", npy())]),
+)
