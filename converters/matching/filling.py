@@ -6,7 +6,7 @@ from typing import Any
 from jaxmha.checkpoint import Lazy
 from jaxmha.converters.discovery import live_model
 from jaxmha.converters.layout.arrays import NDArray, framework_of, to_torch
-from jaxmha.converters.matching import trees
+from jaxmha.converters.matching import leaves, trees
 
 
 def fill(model: Any, ready: Lazy) -> Any:
@@ -41,13 +41,13 @@ def into_tree(tree: Any, ready: Lazy) -> Any:
     import jax
 
     _check_dtypes(ready)
-    leaves, structure = jax.tree_util.tree_flatten(tree)
-    numbers = [n for n, x in enumerate(leaves) if hasattr(x, "shape") and hasattr(x, "dtype")]
-    names = ["/".join(keys) for keys, _ in trees.tree_leaves(tree)]
+    values, structure = jax.tree_util.tree_flatten(tree)
+    numbers = [n for n, x in enumerate(values) if hasattr(x, "shape") and hasattr(x, "dtype")]
+    names = ["/".join(keys) for keys, _ in leaves.tree_leaves(tree)]
     place = dict(zip(names, numbers, strict=True))
     for name in ready:
-        leaves[place[name]] = _placed(ready[name], leaves[place[name]])
-    return jax.tree_util.tree_unflatten(structure, leaves)
+        values[place[name]] = _placed(ready[name], values[place[name]])
+    return jax.tree_util.tree_unflatten(structure, values)
 
 
 def into_flax(model: Any, ready: Lazy) -> Any:

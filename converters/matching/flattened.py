@@ -39,15 +39,19 @@ def find(
 ) -> dict[int, Flat]:
     """Maps the index of each such target to its order; {} if both models order channels alike."""
     pairs = [(mine[s].first, theirs[t].first) for s, t in decision.fits]
-    forms = {(a.form, b.form) for a, b in pairs if _is_image(a) and _is_image(b)}
-    forms &= {("oi", "io"), ("io", "oi")}
-    if len(forms) != 1:
+    firsts = {
+        (_has_first(a, source), _has_first(b, target))
+        for a, b in pairs
+        if _is_image(a) and _is_image(b)
+    }
+    firsts &= {(True, False), (False, True)}
+    if len(firsts) != 1:
         return {}
-    first = ("oi", "io") in forms
+    first = (True, False) in firsts
     # Sizes are read where channels come first: there they are clearer.
     tree, templates = (source, mine) if first else (target, theirs)
-    found = next_to_convolutions(_items(tree, templates), tree.kind == "torch", _vectors(templates))
-    if tree.kind == "torch":
+    found = next_to_convolutions(_items(tree, templates), bool(tree.order), _vectors(templates))
+    if tree.order:
         found |= dict(_norms_between(tree, templates, found))
     of_template = {t: s if first else t for t, (s, *_) in decision.taken.items()}
     return {
@@ -61,7 +65,7 @@ def _norms_between(
     tree: Tree, templates: Sequence[Template], found: Mapping[int, Order]
 ) -> Iterator[tuple[int, Order]]:
     """Yields the norms of flattened features, which are between a convolution and a dense layer."""
-    place = {name: n for n, name in enumerate(tree.arrays)}
+    place = {name: n for n, name in enumerate(tree.order)}
     for n, template in enumerate(templates):
         main = template.first.slots[MAIN]
         for dense, (convolution, channels, places, output) in found.items():
@@ -69,6 +73,13 @@ def _norms_between(
             between = place[convolution] < place[main.name] < end
             if main.shape == (channels * places,) and between and not output:
                 yield n, (convolution, channels, places, True)
+
+
+def _has_first(layer: Layer, tree: Tree) -> bool | None:
+    """True if the features of a convolution have the channels first; None if that is unknown."""
+    if layer.slots[MAIN].name in tree.channels_first:
+        return True
+    return {"oi": True, "io": False}.get(layer.form)
 
 
 def _is_image(layer: Layer) -> bool:
@@ -82,29 +93,35 @@ def _vectors(templates: Sequence[Template]) -> set[int]:
 
 
 def _items(tree: Tree, templates: Sequence[Template]) -> list[Item]:
-    """The layers with matrices: of a live torch model as it defines them, else by their names."""
+    """The layers with matrices: in the order of the model if it is known, else by their names."""
     found = [
-        _item(layer, n)
+        _item(layer, n, tree)
         for n, template in enumerate(templates)
         for layer in template.layers.values()
         if len(layer.slots[MAIN].shape) > 1
     ]
-    if tree.kind == "torch":
-        order = {name: n for n, name in enumerate(tree.arrays)}
-        return sorted(found, key=lambda item: order[item.name])
+    if tree.order:
+        place = {name: n for n, name in enumerate(tree.order)}
+        return sorted(found, key=lambda item: place[item.name])
     return sorted(found, key=lambda item: [natural(part) for part in item.path])
 
 
-def _item(layer: Layer, template: int) -> Item:
+def _item(layer: Layer, template: int, tree: Tree) -> Item:
     main = layer.slots[MAIN]
-    a, b = main.shape[:2]
+    by_keras = main.name in tree.channels_first
+    a, b = main.shape[-2:] if by_keras else main.shape[:2]
     sizes = {"oi": (b, a), "weight": (b, a), "io": (a, b), "vd": (-1, b), "no": (a, b)}
     image = _is_image(layer)
     size_in, size_out = (
         sizes.get(layer.form, (-1, -1)) if image or len(main.shape) == 2 else (-1, -1)
     )
     return Item(
-        main.name, layer.path, template, size_in, size_out, image and layer.form in ("oi", "no")
+        main.name,
+        layer.path,
+        template,
+        size_in,
+        size_out,
+        image and (by_keras or layer.form in ("oi", "no")),
     )
 
 

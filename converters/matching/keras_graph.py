@@ -1,6 +1,7 @@
 """Reads from live Keras models which layers with automatic names depend on which."""
 
 from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 from jaxmha.converters.discovery.live_model import LiveModel
@@ -27,6 +28,33 @@ def dependencies(live: LiveModel) -> dict[str, set[str] | None]:
         for layer, path in names.items():
             known = None if needs is None else needs[layer]
             found[path] = None if known is None else {names[n] for n in known if n in names}
+    return found
+
+
+def in_order(layers: Mapping[str, Any]) -> bool:
+    """True if the layers of a model are in the order of computation, in parallel branches in some order.
+
+    The layers of a subclassed model are in the order of the names of its attributes.
+    """
+    kinds = {base.__name__ for base in type(layers[""]).__mro__}
+    return bool(kinds & {"Functional", "Sequential"})
+
+
+def channels_first(layers: Mapping[str, Any]) -> set[int]:
+    """The ids of the convolutions whose features are flattened with the channels first.
+
+    A `Flatten` of channels first, or a later `Permute`, moves the channels last.
+    """
+    found: set[int] = set()
+    for layer in layers.values():
+        kinds = {base.__name__ for base in type(layer).__mro__}
+        first = getattr(layer, "data_format", "") == "channels_first"
+        if first and "Flatten" in kinds:
+            return set()
+        if "Permute" in kinds:
+            found.clear()
+        if first and "BaseConv" in kinds:
+            found.add(id(layer))
     return found
 
 

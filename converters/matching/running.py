@@ -12,7 +12,8 @@ import numpy as np
 
 from jaxmha.converters.discovery import live_model
 from jaxmha.converters.layout.arrays import NDArray, framework_of, is_float, to_numpy
-from jaxmha.converters.matching.trees import keras_variables, node, tree_leaves
+from jaxmha.converters.matching.leaves import node, tree_leaves
+from jaxmha.converters.matching.trees import keras_variables
 
 Arguments = tuple[Any, ...] | Mapping[str, Any]
 Place = tuple[int | str, ...]  # keys and positions of an array in an output; () if it is the output

@@ -74,7 +74,8 @@ def _computed(tree: Tree, model: Any) -> Tree:
 
     way = "as its layers do" if tree.kind == "torch" else "if nothing else computes them"
     note = f"computed from the parts that torch stores, {way}: {listed([*found])}"
-    return replace(tree, arrays=arrays, load=load, notes=(*tree.notes, note))
+    order = tuple(dict.fromkeys(key_of.get(name, name) for name in tree.order))
+    return replace(tree, arrays=arrays, load=load, order=order, notes=(*tree.notes, note))
 
 
 def _shapes(tree: Tree) -> dict[str, tuple[int, ...]]:

@@ -15,6 +15,7 @@ from jaxmha.converters.discovery import live_model
 from jaxmha.converters.discovery.user_names import dotted
 from jaxmha.converters.layout.arrays import NDArray, framework_of, packages_of, to_numpy
 from jaxmha.converters.matching import keras_files, keras_graph, repeats
+from jaxmha.converters.matching.leaves import node, tree_leaves
 from jaxmha.converters.matching.stated import Stated, of_file, of_layers, of_torch
 
 # Class of a layer -> axes of its main array: o output, i input (convolutions also have window
@@ -65,6 +66,8 @@ class Tree:
       depends_on: path of each layer with an automatic name -> paths of the layers whose output it
         needs; None: the graph is unknown, so its number may say nothing of its place.
       saved: only for a Keras model: name of an array in its weights file -> name in `arrays`.
+      order: the names in the order of the layers in the model; () if it is not known.
+      channels_first: kernels of Keras' convolutions whose features are flattened channels first.
       stated: reads the head count and the behaviour that the layer of each array states.
     """
 
@@ -77,6 +80,8 @@ class Tree:
     notes: tuple[str, ...] = ()
     depends_on: DependsOn = field(default_factory=dict)
     saved: Mapping[str, str] = field(default_factory=dict)
+    order: tuple[str, ...] = ()
+    channels_first: frozenset[str] = frozenset()
     stated: Callable[[], Mapping[str, Stated]] = dict
 
 
@@ -199,6 +204,7 @@ def _torch(module: Any) -> Tree:
         lambda name: to_numpy(state[name], name),
         aliases,
         notes=notes,
+        order=tuple(arrays),
         stated=partial(of_torch, arrays, live.layers),
     )
 
@@ -234,9 +240,11 @@ def _nnx(module: Any) -> Tree:
 
 def _keras(model: Any) -> Tree:
     arrays, values, live = {}, {}, live_model.keras(model)
+    first, firsts = keras_graph.channels_first(live.layers), set[str]()
     for name, layer, variable in keras_variables(live):
         form = "no" if "Transpose" in type(layer).__name__ else ""
         form = "no" if "Depthwise" in type(layer).__name__ else form
+        firsts |= {name} if id(layer) in first else set()
         arrays[name] = Array(name, split(name), tuple(variable.shape), str(variable.dtype), form)
         values[name] = variable
     depends_on = {
@@ -254,6 +262,8 @@ def _keras(model: Any) -> Tree:
         lambda name: to_numpy(values[name], name),
         depends_on=depends_on,
         saved=saved,
+        order=tuple(arrays) if keras_graph.in_order(live.layers) else (),
+        channels_first=frozenset(firsts),
         stated=partial(
             of_layers, arrays, {split(_shown(path, live)): x for path, x in live.layers.items()}.get
         ),
@@ -355,43 +365,5 @@ def _tree(tree: Any, kind: str, argument: str, module: Any = None) -> Tree:
     )
 
 
-def tree_leaves(tree: Any) -> list[tuple[tuple[str, ...], Any]]:
-    """Returns path and value of every array of a tree, in JAX's order; unwraps boxes of Flax."""
-    import jax
-
-    return [
-        (tuple(map(_key, path)), leaf)
-        for path, one in jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_box)[0]
-        for leaf in jax.tree_util.tree_leaves(one)
-        if hasattr(leaf, "shape") and hasattr(leaf, "dtype")
-    ]
-
-
-def _is_box(leaf: Any) -> bool:
-    """True for an nnx variable, and for a linen array boxed with its partition names."""
-    return "flax" in packages_of(leaf) and any(
-        hasattr(leaf, name) for name in ("get_value", "unbox")
-    )
-
-
 def _dtype(array: Any) -> str:
     return str(getattr(array.dtype, "name", array.dtype)).removeprefix("torch.")
-
-
-def _key(key: Any) -> str:
-    for attribute in ("key", "idx", "name"):
-        if hasattr(key, attribute):
-            return str(getattr(key, attribute))
-    return str(key)
-
-
-def node(tree: Any, keys: tuple[str, ...]) -> Any:
-    """Returns the node of a tree at a path, or None."""
-    for key in keys:
-        if isinstance(tree, Mapping):
-            tree = next((value for name, value in tree.items() if str(name) == key), None)
-        elif isinstance(tree, list | tuple) and key.isdigit():
-            tree = tree[int(key)]
-        else:
-            tree = getattr(tree, key, None)
-    return tree

@@ -38,12 +38,15 @@ class Mine(nnx.Module):  # type: ignore[misc]
         return self.value(x) + self.advantage(x)
 
 
-def of_keras() -> Any:
+def of_keras(conv: str = "channels_last", flatten: str = "channels_last", by: Any = None) -> Any:
     import keras as library
 
-    x = inputs = library.Input((Y, X, 3))
-    x = library.layers.Conv2D(C, 3, padding="same", activation="relu", name="conv")(x)
-    x = library.layers.Flatten()(x)
+    x = inputs = library.Input((Y, X, 3) if conv == "channels_last" else (3, Y, X))
+    x = library.layers.Conv2D(
+        C, 3, padding="same", activation="relu", name="conv", data_format=conv
+    )(x)
+    x = x if by is None else library.layers.Permute(by)(x)
+    x = library.layers.Flatten(data_format=flatten)(x)
     value, advantage = (
         library.layers.Dense(n, name=name)(x) for n, name in ((1, "value"), (OUT, "advantage"))
     )
@@ -75,6 +78,34 @@ def test_features_of_a_flattened_convolution_are_reordered(kind: str) -> None:
         load(model, source)
     filled = load(model, source, answered(plan))
     draw = None if kind == "state" else lambda rng: (rng.normal(size=(2, Y, X, 3)),)
+    assert prove(source, filled, answered(plan), inputs=draw).same
+
+
+FIRST = "channels_first"
+ORDERS: dict[str, tuple[Any, Any, int]] = {  # source, target, questions
+    "first": (lambda: of_keras(FIRST), of_keras, 2),
+    "to nnx": (lambda: of_keras(FIRST), Mine, 2),
+    "back": (Mine, lambda: of_keras(FIRST), 2),
+    "flatten moves": (lambda: of_keras(FIRST, FIRST), of_keras, 0),
+    "permute moves": (lambda: of_keras(FIRST, by=(2, 3, 1)), Mine, 0),
+    "alike": (Theirs, lambda: of_keras(FIRST), 0),
+}
+
+
+@pytest.mark.parametrize("kind", ORDERS)
+def test_keras_may_flatten_channels_first(kind: str) -> None:
+    make, target, questions = ORDERS[kind]
+    source, model = make(), target()
+    plan = match(source, model)
+    assert len(plan.questions) == questions
+    filled = (flax if target is Mine else keras).load_into(model, source, answered(plan))
+
+    def draw(rng: np.random.Generator) -> Any:
+        x = rng.normal(size=(2, Y, X, 3))
+        rows = {"source": source, "target": filled}
+        first = {k for k, one in rows.items() if getattr(one, "input_shape", ())[1:2] == (3,)}
+        return {k: (x.transpose(0, 3, 1, 2) if k in first else x,) for k in rows}
+
     assert prove(source, filled, answered(plan), inputs=draw).same
 
 
