@@ -1,6 +1,7 @@
 """Every row of the page "Coming from jax.nn", run with the live function."""
 
 import functools
+import inspect
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -76,8 +77,6 @@ def test_arguments_mean_the_same(name: str) -> None:
 
 
 def test_arguments_have_the_same_names_and_order() -> None:
-    import inspect
-
     mine, its = (
         inspect.signature(f).parameters
         for f in (jaxmha.dot_product_attention, jax.nn.dot_product_attention)

@@ -7,10 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
+from flax import nnx
 
 import jaxmha
 from jaxmha import KVCache, Mask, Projection
 from jaxmha.flax import attention_fn
+from jaxmha.flax.linen import MultiHeadDotProductAttention
+from jaxmha.flax.nnx import MultiHeadAttention
 from tests import drawn
 
 pytestmark = pytest.mark.usefixtures("no_shape_hook")
@@ -28,16 +32,10 @@ def _layer(*inputs: Any, **options: Any) -> Any:
 
 
 def _nnx(*inputs: Any, **options: Any) -> Any:
-    from flax import nnx
-
-    from jaxmha.flax.nnx import MultiHeadAttention
-
     return MultiHeadAttention(2, 6, rngs=nnx.Rngs(0))(*inputs, **options)
 
 
 def _linen(*inputs: Any, **options: Any) -> Any:
-    from jaxmha.flax.linen import MultiHeadDotProductAttention
-
     layer = MultiHeadDotProductAttention(num_heads=2)
     return layer.apply(layer.init(jax.random.key(0), FEATURES), *inputs, **options)
 
@@ -97,8 +95,6 @@ CALLS: dict[str, tuple[Callable[[Any], Any], Any]] = {
 
 @pytest.mark.parametrize("what", CALLS)
 def test_torch_tensors(what: str) -> None:
-    import torch
-
     call, array = CALLS[what]
     named = what.split(" of ")[0].replace(".", r"\.")
     remedy = (
@@ -109,8 +105,6 @@ def test_torch_tensors(what: str) -> None:
 
 
 def test_torch_tensors_that_numpy_lacks() -> None:
-    import torch
-
     with pytest.raises(TypeError, match=r"give query\.float\(\)\.detach\(\)\.cpu\(\)\.numpy\(\)"):
         _attention(query=torch.ones(2, 3, 2, 3, dtype=torch.bfloat16))
 

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 from jaxmha.converters import flax, keras, torch
 from jaxmha.initializers import init_params
@@ -57,8 +58,6 @@ def build(scheme: str, case: str, seed: int) -> Any:
         module = linen.MultiHeadDotProductAttention(N, deterministic=True, **settings)
         x, y, z = (np.zeros((1, 1, width), np.float32) for width in (D, Dk, Dv))
         return flax.from_module(module, module.init(jax.random.key(seed), x, y, z))[0]
-    from flax import nnx
-
     layer = nnx.MultiHeadAttention(
         N, D, in_kv_features=Dk, num_kv_heads=K, rngs=nnx.Rngs(seed), **settings
     )

@@ -11,6 +11,8 @@ import pytest
 
 import jaxmha
 from jaxmha import KVCache, Mask, Semantics, integers
+from jaxmha.flax.nnx import MultiHeadAttention
+from jaxmha.flax.settings import read_mask
 from tests import drawn
 
 B, T = 2, 5
@@ -87,8 +89,6 @@ def test_negative_bounds_leave_nothing(x64: bool) -> None:
 def test_bounds_in_layers_and_caches(x64: bool) -> None:
     from flax import nnx
 
-    from jaxmha.flax.nnx import MultiHeadAttention
-
     with jax.enable_x64(x64):
         mask = Mask.lengths(key_value=np.full(B, 2**32))
         layer = MultiHeadAttention(2, 6, rngs=nnx.Rngs(0))
@@ -105,8 +105,6 @@ def test_bounds_in_layers_and_caches(x64: bool) -> None:
 
 def test_numbers_of_a_mask_of_flax_are_not_cut() -> None:
     """Numbers other than zero attend, also where their lowest 32 bits are zero."""
-    from jaxmha.flax.settings import read_mask
-
     for values in (np.full((1, T), 2**32), np.full((1, T), 1e-300)):
         array = read_mask(values).array
         assert array is not None

@@ -12,6 +12,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from keras.src.backend.jax import nn
 
 import jaxmha
 import jaxmha.keras
@@ -151,8 +152,6 @@ def test_gradients_and_compiled_models() -> None:
 
 
 def seams() -> list[Any]:
-    from keras.src.backend.jax import nn
-
     places = (keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention)
     return [nn.dot_product_attention, *(place._compute_attention for place in places)]
 
@@ -186,7 +185,6 @@ def test_a_switch() -> None:
 
 def test_a_patch_on_top_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Someone else replaces the function in a block, and calls ours: it is inert after the block."""
-    from keras.src.backend.jax import nn
 
     def on_top(*arguments: Any, **keywords: Any) -> Any:
         return below(*arguments, **keywords)

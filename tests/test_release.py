@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from jaxmha.keras import VERSIONS
 from tests import release
 
 ROOT = Path(__file__).parents[1]
@@ -103,6 +104,4 @@ def test_the_page_names_what_ci_runs() -> None:
     for python in pythons:
         assert f"Programming Language :: Python :: {python}" in project["classifiers"]
     assert jobs["versions"]["strategy"]["matrix"]["which"] == ["newest", "oldest"]
-    from jaxmha.keras import VERSIONS
-
     assert f"takes Keras {' and '.join(VERSIONS)} alone" in page

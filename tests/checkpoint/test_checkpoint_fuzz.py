@@ -11,6 +11,8 @@ import pytest
 from huggingface_hub import constants
 
 from jaxmha import checkpoint
+from jaxmha.checkpoint.formats.torch import pickle, records
+from jaxmha.checkpoint.limits import Budget, Limits
 from tests.checkpoint import hostile
 from tests.checkpoint.hostile import torch_files
 from tests.fuzz import commands
@@ -82,9 +84,6 @@ def test_random_damage(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_random_programs(seed: int) -> None:
     """Pickles of random opcodes and arguments."""
-    from jaxmha.checkpoint.formats.torch import pickle, records
-    from jaxmha.checkpoint.limits import Budget, Limits
-
     random = np.random.default_rng(seed)
     pieces = [bytes([c]) for c in b")(.Rbst\x85\x86\x87uQ\x88\x89N]}aeq\x00h\x00K\x01M"]
     pieces += [

@@ -1,6 +1,7 @@
 """Files pass between jaxmha and the libraries that own the formats, both ways."""
 
 import os
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -254,8 +255,6 @@ def test_hdf5_attributes_of_every_version(libver: Any, tmp_path: Path) -> None:
 
 def test_zip64_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file of more than 4 GiB, with the border moved down."""
-    import zipfile
-
     monkeypatch.setattr(zipfile, "ZIP64_LIMIT", 100)
     arrays: dict[str, Any] = {f"w{i}": np.arange(50.0) + i for i in range(3)}
     np.savez(tmp_path / "theirs.npz", **arrays)

@@ -1,6 +1,7 @@
 """Quantised weights are dequantised bit by bit as the library that defines them does."""
 
 import shutil
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -163,8 +164,6 @@ def test_dequantised_weights_count_against_the_limits(scale: Any, tmp_path: Path
 
 @pytest.mark.parametrize("kind", ["tensor", "rows", "mxfp4"])
 def test_dequantising_takes_little_memory_alongside_the_result(kind: str, tmp_path: Path) -> None:
-    import tracemalloc
-
     path, one = tmp_path / "m.safetensors", np.ones((1,), np.float32)
     weight = np.ones((4096, 2048), np.int8)
     tensors: dict[str, dict[str, np.ndarray]] = {

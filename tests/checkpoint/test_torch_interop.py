@@ -4,6 +4,7 @@ import re
 from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import ml_dtypes
 import numpy as np
@@ -50,8 +51,6 @@ def test_torch_reads_our_rare_dtypes(tmp_path: Path) -> None:
 
 
 def test_our_torch_storages_are_aligned(tmp_path: Path) -> None:
-    from zipfile import ZipFile
-
     checkpoint.write(tmp_path / "m.pt", _arrays())
     raw = (tmp_path / "m.pt").read_bytes()
     with ZipFile(tmp_path / "m.pt") as archive:

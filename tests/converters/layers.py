@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
+from flax import linen, nnx
 
 from jaxmha import MHAParams
 from jaxmha.converters.layout.arrays import NDArray, to_numpy, to_torch
@@ -175,8 +177,6 @@ def build(config: Config, dtype: str = "float32", seed: int = 0, deviation: floa
 
 
 def _torch(config: Config, dtype: Any, values: Values) -> Any:
-    import torch
-
     layer = torch.nn.MultiheadAttention(
         config.Dq,
         config.N,
@@ -226,8 +226,6 @@ def _flax_settings(config: Config, dtype: Any) -> dict[str, Any]:
 
 
 def _linen(config: Config, dtype: Any, values: Values) -> Any:
-    from flax import linen
-
     module = linen.MultiHeadDotProductAttention(**_flax_settings(config, dtype))
     inputs = [np.zeros((1, 1, width), dtype) for width in (config.Dq, config.Dk, config.Dv)]
     shapes = jax.eval_shape(module.init, jax.random.key(0), *inputs)
@@ -243,8 +241,6 @@ def _zeros(key: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
 
 
 def _nnx(config: Config, dtype: Any, values: Values) -> Any:
-    from flax import nnx
-
     module = nnx.MultiHeadAttention(
         in_features=config.Dq,
         in_kv_features=config.Dk,
@@ -270,8 +266,6 @@ def snapshot(layer: Any) -> dict[str, NDArray]:
         return {weight.path: to_numpy(weight) for weight in layer.weights}
     if hasattr(layer, "state_dict"):
         return {name: to_numpy(tensor) for name, tensor in layer.state_dict().items()}
-    from flax import nnx
-
     flat_state = nnx.to_flat_state(nnx.state(layer, nnx.Param))
     return {"/".join(map(str, path)): to_numpy(v.get_value()) for path, v in flat_state}
 
@@ -322,8 +316,6 @@ def call_torch(
     layer: Any, query: Any, key: Any, value: Any, mask: NDArray | None, *, weights: bool = False
 ) -> NDArray:
     """torch's layer; True in its masks means blocked. `weights` selects the slow path."""
-    import torch
-
     # One tensor for all three is what torch recognises as self-attention.
     q = to_torch(query)
     k = q if key is query else to_torch(key)

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import transformers
 from huggingface_hub.errors import StrictDataclassError, StrictDataclassFieldValidationError
 
 from jaxmha import checkpoint
@@ -177,9 +179,6 @@ CAUSAL: dict[str, dict[str, Any]] = {
 def test_masks_are_those_that_the_model_gives_its_layers(
     model_type: str, all_ways: str | None, tmp_path: Path
 ) -> None:
-    import torch
-    import transformers
-
     kinds = ["sliding_attention", "sliding_attention", "full_attention"]
     given: dict[str, Any] = {"sliding_window": 4, "layer_types": kinds, "head_dim": 8}
     if model_type != "mimo_v2_flash":
@@ -215,8 +214,6 @@ HYBRIDS = {
 def test_windows_of_hybrid_layers_are_those_of_transformers(
     model_type: str, tmp_path: Path
 ) -> None:
-    import torch
-    import transformers
     from transformers.masking_utils import create_sliding_window_causal_mask
 
     name, key = HYBRIDS[model_type]

@@ -5,7 +5,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from jaxmha.converters import attribute, flax
+from jaxmha.converters import torch as convert
 from jaxmha.converters.layout.arrays import NDArray
 from jaxmha.converters.verify import attribution
 from tests.converters.faults import (
@@ -96,8 +99,6 @@ def test_a_model_is_no_layer(framework: str) -> None:
 
 
 def test_several_layers_are_no_layer() -> None:
-    import torch
-
     model = torch.nn.Sequential(*(torch.nn.MultiheadAttention(8, 2) for _ in range(2)))
     with pytest.raises(ValueError, match=r"2 attention blocks in a Sequential .*matching\.prove"):
         attribution.attribute(model, model)
@@ -114,8 +115,6 @@ def test_inputs_by_name_default_as_in_files() -> None:
 @pytest.mark.parametrize("row", [0, 6, 12])
 def test_nan_in_weights_of_a_live_layer_is_of_these_weights(row: int) -> None:
     """Its softmax may make finite numbers of NaN: nothing that is unexplained."""
-    import torch
-
     torch.manual_seed(0)
     right, wrong = (torch.nn.MultiheadAttention(6, 2, batch_first=True) for _ in range(2))
     wrong.load_state_dict(right.state_dict())
@@ -150,10 +149,6 @@ def test_elements_that_are_not_finite_are_in_the_headline() -> None:
 
 
 def test_a_layer_that_inverts_its_mask_is_reported_by_its_outputs() -> None:
-    import torch
-
-    from jaxmha.converters import attribute
-
     class Inverted(torch.nn.MultiheadAttention):
         def forward(self, *inputs: Any, **options: Any) -> Any:
             if (blocked := options.get("key_padding_mask")) is not None:
@@ -175,11 +170,6 @@ def test_a_layer_that_inverts_its_mask_is_reported_by_its_outputs() -> None:
 
 def test_torch_against_flax_by_their_own_arguments() -> None:
     """Each is called as its users call it, and the meaning of the masks is compared."""
-    import torch
-
-    from jaxmha.converters import attribute, flax
-    from jaxmha.converters import torch as convert
-
     torch.manual_seed(0)
     layer = torch.nn.MultiheadAttention(10, 2, batch_first=True).eval()
     other = flax.to_module(*convert.from_module(layer))
@@ -231,10 +221,7 @@ def test_the_page_says_what_was_found() -> None:
 @pytest.mark.parametrize("scores", [False, True])
 def test_torch_against_keras_by_their_own_arguments(scores: bool) -> None:
     """An additive mask means its opposite in Keras; empty rows are the mean there, or 0."""
-    import torch
-
     from jaxmha.converters import attribute, keras
-    from jaxmha.converters import torch as convert
 
     torch.manual_seed(0)
     layer = torch.nn.MultiheadAttention(10, 2, batch_first=True)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import transformers as t
 
 from jaxmha import checkpoint
 from jaxmha.converters.discovery import attention_blocks, damaged_blocks
@@ -17,8 +18,6 @@ from tests.converters.test_blocks import Shapes
 @pytest.mark.filterwarnings("default")
 def test_families_that_need_their_configuration_are_refused_by_name(tmp_path: Path) -> None:
     """The configuration of Gemma 2 says how its blocks compute."""
-    import transformers as t
-
     some = {"hidden_size": 12, "num_attention_heads": 3, "num_hidden_layers": 2, "vocab_size": 11}
     gemma = {**some, "num_key_value_heads": 1, "head_dim": 4, "intermediate_size": 8}
     model = t.Gemma2ForCausalLM(t.Gemma2Config(**gemma))
@@ -43,8 +42,6 @@ def test_families_that_need_their_configuration_are_refused_by_name(tmp_path: Pa
 @pytest.mark.parametrize("keys", [1, 3])
 def test_every_packing_of_falcon_is_read(keys: int) -> None:
     """One head of keys, and groups of queries with a key and a value each."""
-    import transformers as t
-
     grouped = {"new_decoder_architecture": True, "num_kv_heads": keys} if keys > 1 else {}
     heads = 6
     model = t.FalconForCausalLM(

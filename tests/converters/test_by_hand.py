@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from flax import linen, nnx
 
 from jaxmha import checkpoint
 from jaxmha.converters import flax, keras, linear, torch
@@ -187,8 +188,6 @@ def test_live_classes_are_read_and_compared() -> None:
 @pytest.mark.slow_variants("*", "!names1", "!names6")
 @pytest.mark.parametrize("names", [*by_hand.NAMES.values(), ("qkv", "proj")])
 def test_other_names_in_every_framework(names: tuple[str, ...]) -> None:
-    from flax import nnx
-
     class Flax(nnx.Module):  # type: ignore[misc]
         def __init__(self) -> None:
             self.heads = N
@@ -242,7 +241,6 @@ def test_from_module_names_the_way_that_works() -> None:
 
 def test_a_linen_class_of_ones_own() -> None:
     import jax
-    from flax import linen
 
     class Mine(linen.Module):  # type: ignore[misc]
         num_heads: int = N

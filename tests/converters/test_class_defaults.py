@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import transformers
 
 from jaxmha import checkpoint, multi_head_attention
 from jaxmha.converters import masks_of
@@ -47,8 +49,6 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
 
 def outputs(model: Any, x: Any) -> Any:
     """The outputs of the attention of the second layer, without mask and rotation."""
-    import torch
-
     layers = getattr(model, "layers", None) or getattr(model, "h", None) or model.blocks
     layer = layers[1]
     attention = next(
@@ -66,9 +66,6 @@ def outputs(model: Any, x: Any) -> Any:
 @pytest.mark.slow_variants("granite", "gpt2", "gpt2 unscaled")
 @pytest.mark.parametrize("name", MODELS)
 def test_a_block_computes_as_the_model_without_the_key(name: str, tmp_path: Path) -> None:
-    import torch
-    import transformers
-
     kind, settings, key = MODELS[name]
     torch.manual_seed(0)
     built = transformers.AutoModel.from_config(getattr(transformers, kind)(**settings))
@@ -105,9 +102,6 @@ def test_a_configuration_without_a_head_count_has_no_unread_scale(tmp_path: Path
 
 
 def test_llama_ignores_layer_types(tmp_path: Path) -> None:
-    import torch
-    import transformers
-
     stray = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 2}
     torch.manual_seed(0)
     plain = transformers.LlamaModel(transformers.LlamaConfig(**_DECODER))
@@ -123,8 +117,6 @@ def test_llama_ignores_layer_types(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("given", [{}, {"attention_types": [[["local"], 1], [["global"], 1]]}])
 def test_layers_of_gpt_neo(given: dict[str, Any]) -> None:
-    import transformers
-
     config = transformers.GPTNeoConfig(num_layers=2 if given else 24, **given)
     own = class_defaults.filled(given, "gpt_neo")
     kinds = [layer_kinds.listed(own, "gpt_neo", i) for i in range(config.num_layers)]
@@ -134,8 +126,6 @@ def test_layers_of_gpt_neo(given: dict[str, Any]) -> None:
 
 def test_rotation_of_layers_without_kinds() -> None:
     """Classes whose layers all attend fully by default have the parameters of that kind."""
-    import transformers
-
     given = transformers.CONFIG_MAPPING["mellum"]().rope_parameters
     assert len(given) > 1
     found = rotary_settings.of({"rope_parameters": given}, "mellum", 0)
@@ -178,8 +168,6 @@ NESTED: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
 
 @pytest.mark.parametrize("name", NESTED)
 def test_head_counts_of_nested_configurations(name: str, tmp_path: Path) -> None:
-    import transformers
-
     kind, settings, prefixes = NESTED[name]
     config = getattr(transformers, kind)(**settings)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": config.model_type} | settings))

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.numpy
+import torch as torch_framework
 
 from jaxmha import checkpoint
 from jaxmha.converters import flax, keras, torch
@@ -26,8 +28,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:Depreca
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Files of all four formats, by the libraries that own them."""
     import keras as framework
-    import safetensors.numpy
-    import torch as torch_framework
     from flax.traverse_util import flatten_dict
 
     made = tmp_path_factory.mktemp("checkpoints")

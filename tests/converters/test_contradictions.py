@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers as t
 
 from jaxmha.converters.discovery import (
     attention_blocks,
@@ -41,8 +42,6 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """BERT with its configuration."""
-    import transformers as t
-
     folder = tmp_path_factory.mktemp("bert")
     sizes = {"hidden_size": D, "num_hidden_layers": LAYERS, "intermediate_size": 32}
     config = t.BertConfig(num_attention_heads=N, vocab_size=31, **sizes)
@@ -53,8 +52,6 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Llama with fewer key heads, with its configuration."""
-    import transformers as t
-
     folder = tmp_path_factory.mktemp("llama")
     sizes = {"hidden_size": D, "num_hidden_layers": LAYERS, "intermediate_size": 32}
     config = t.LlamaConfig(
@@ -163,8 +160,6 @@ def test_a_configuration_that_fits_is_used_and_named(
 @pytest.mark.parametrize("name", ["ViT", "DeiT", "IJepa"])
 def test_vision_models_keep_the_names_of_older_versions(name: str, tmp_path: Path) -> None:
     """transformers 5 writes them as version 4 named them: no other model's configuration."""
-    import transformers as t
-
     sizes = {"hidden_size": D, "num_hidden_layers": 1, "intermediate_size": 32}
     config = getattr(t, f"{name}Config")(num_attention_heads=N, image_size=4, patch_size=2, **sizes)
     getattr(t, f"{name}Model")(config).save_pretrained(tmp_path)

@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
+from flax.traverse_util import flatten_dict
 
 import jaxmha
 from jaxmha import Semantics
@@ -211,9 +213,6 @@ def live(framework: str) -> dict[str, tuple[int, ...]]:
     if framework == "keras":
         layer = keras.to_module(params)
         return {"/".join(w.path.split("/")[-2:]): tuple(w.shape) for w in layer.weights}
-    from flax import nnx
-    from flax.traverse_util import flatten_dict
-
     if framework == "flax-linen":
         tree = flax.to_module(params, kind="linen")[1]["params"]
         return {key: x.shape for key, x in flatten_dict(tree, sep="/").items()}

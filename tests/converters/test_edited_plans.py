@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -187,8 +188,6 @@ def test_a_plan_to_keras_is_one_for_its_files(tmp_path: Path) -> None:
 
 
 def test_the_python_call_takes_an_edited_plan_too(tmp_path: Path) -> None:
-    from dataclasses import replace
-
     source = source_of(tmp_path, {"tok.weight": (11, 7)})
     made = pipeline.plan(source, to="flax", num_heads=N)[0]
     steps = [replace(m, kind="embedding") if m.kind == "other" else m for m in made.steps]

@@ -5,6 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 from flax import nnx
 
 from experiments.encoders.models import Encoder, flat, load
@@ -21,8 +22,6 @@ PRESENT = np.arange(T) < np.array(LENGTHS)[:, None]
 
 def randomised(model: Any) -> dict[str, NDArray]:
     """Gives a torch model random weights, biases and norms; its state."""
-    import torch
-
     rng = np.random.default_rng(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -33,8 +32,6 @@ def randomised(model: Any) -> dict[str, NDArray]:
 
 @pytest.fixture(scope="module")
 def encoder() -> tuple[Any, dict[str, NDArray]]:
-    import torch
-
     layer = torch.nn.TransformerEncoderLayer(D, N, HIDDEN, batch_first=True)
     model = torch.nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False).eval()
     return model, randomised(model)
@@ -48,8 +45,6 @@ def error(out: NDArray, exact: NDArray) -> float:
 
 
 def test_encoder_equals_torch_s(encoder: tuple[Any, dict[str, NDArray]]) -> None:
-    import torch
-
     theirs, state = encoder
     model = Encoder(D, N, LAYERS, HIDDEN)
     assert load(model, pipeline.convert_state(state, to="flax", num_heads=N)) == []

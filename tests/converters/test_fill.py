@@ -15,6 +15,7 @@ from jaxmha.converters import flax, huggingface
 from jaxmha.converters.layout import fill, registry, transform
 from jaxmha.converters.layout.flax import LINEN
 from jaxmha.converters.migrate import pipeline, plan_toml
+from jaxmha.converters.verify import report
 from jaxmha.params import leaves
 from tests import drawn
 from tests.converters.command_line import cli, printed
@@ -90,8 +91,6 @@ def test_a_plan_says_it_and_shows_zeros(tmp_path: Path) -> None:
 
 
 def test_the_comparison_sees_a_bias_that_is_not_zero(tmp_path: Path) -> None:
-    from jaxmha.converters.verify import report
-
     source, made = saved(tmp_path, "whisper"), tmp_path / "flax.safetensors"
     done = pipeline.convert(source, made, to="flax", fill_bias="zeros")
     assert done.plan is not None

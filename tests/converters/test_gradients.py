@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
+from flax.traverse_util import flatten_dict
 
 from jaxmha import MHAParams, Semantics, multi_head_attention
 from jaxmha.converters import flax, keras, torch
@@ -114,9 +116,6 @@ def flax_gradients(
     layer: Any, inputs: Inputs, cotangent: NDArray, mask: NDArray | None
 ) -> Gradients:
     """By jax.grad through the live layer."""
-    from flax import nnx
-    from flax.traverse_util import flatten_dict
-
     run: Callable[[Any, Inputs], Any]
     if isinstance(layer, tuple):
         module, tree = layer[0], layer[1]["params"]

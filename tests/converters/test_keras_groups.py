@@ -3,12 +3,14 @@
 from pathlib import Path
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
 
 from jaxmha.converters.migrate import pipeline
 from jaxmha.converters.verify import comparison
 from tests.converters.command_line import cli
+from tests.converters.test_by_hand import keras_class, torch_class
 from tests.promotion import foreign
 
 D, N = 8, 2
@@ -27,8 +29,6 @@ def drawn(model: Any, by_name: bool) -> Any:
 
 def functional(*names: str, by_name: bool = True, norms: bool = False) -> Any:
     """Attention, and dense layers or norms of these names; without names Keras counts."""
-    import keras
-
     kind = (lambda **x: keras.layers.LayerNormalization(**x)) if norms else None
     x = inputs = keras.Input((3, D))
     with foreign():
@@ -40,8 +40,6 @@ def functional(*names: str, by_name: bool = True, norms: bool = False) -> Any:
 
 
 def subclassed() -> Any:
-    import keras
-
     class Model(keras.Model):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
@@ -121,10 +119,7 @@ def test_a_template_fits_layers_that_keras_counted(model: Any, name: str, tmp_pa
 @pytest.mark.parametrize("how", ["functional", "attribute"])
 def test_a_class_of_torch_alone_fits_a_model_that_holds_the_class(how: str, tmp_path: Path) -> None:
     """Its names begin at the top, and no model of Keras but the class itself has them there."""
-    import keras
     import torch
-
-    from tests.converters.test_by_hand import keras_class, torch_class
 
     P, T = torch_class()(D, N), keras_class()
     torch.save(P.state_dict(), tmp_path / "a.pt")

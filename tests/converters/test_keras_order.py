@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
 
@@ -20,8 +21,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:Depreca
 
 def model(order: str = "up down") -> Any:
     """Dense, norms and attention of one shape each, with names that sort otherwise."""
-    import keras
-
     inputs = x = keras.Input((T, D))
     for i, name in enumerate(("zeta", "alpha")):
         attended = keras.layers.MultiHeadAttention(N, D // N, name=f"{name}_attention")(x, x)
@@ -186,8 +185,6 @@ def test_a_template_decides_the_order(saved: tuple[Path, Any, Any], tmp_path: Pa
 def test_a_template_of_another_model_is_refused(
     saved: tuple[Path, Any, Any], tmp_path: Path
 ) -> None:
-    import keras
-
     path, *_ = saved
     pipeline.convert(path, tmp_path / "a.npz", to="flax")
     inputs = keras.Input((T, D))

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
+from flax.core import meta
 
 from jaxmha import MHAParams, multi_head_attention
 from jaxmha.converters import flax, keras, torch
@@ -22,8 +24,6 @@ def config_of(framework: str) -> Config:
 
 
 def test_partitioned_boxes_are_opened() -> None:
-    from flax.core import meta
-
     module, variables = layers.build(config_of("linen"))
     axes = {2: ("embed", None), 3: ("embed", "heads", None), 1: (None,)}
     boxed = jax.tree.map(lambda x: meta.Partitioned(x, names=axes[x.ndim]), variables)
@@ -46,8 +46,6 @@ def share_a_kernel(module: Any) -> None:
 
 
 def freeze(module: Any) -> None:
-    from flax import nnx
-
     module.query.kernel = nnx.Variable(module.query.kernel.get_value())
     module.out.bias = nnx.BatchStat(jnp.ones(11))
 
@@ -62,8 +60,6 @@ def freeze_and_share(module: Any) -> None:
     "change", [share_a_layer, share_a_kernel, freeze, freeze_and_share], ids=lambda f: f.__name__
 )
 def test_shared_and_frozen_weights_of_nnx_are_read(change: Any) -> None:
-    from flax import nnx
-
     module = nnx.MultiHeadAttention(3, 15, out_features=11, decode=False, rngs=nnx.Rngs(0))
     change(module)
     params, semantics = flax.from_module(module)

@@ -8,9 +8,15 @@ from collections.abc import Callable, Iterator
 from functools import cache, partial
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
+import keras as library
 import numpy as np
 import pytest
+import torch
+import transformers as t
+from keras import ops
+from torch import nn
 
 from jaxmha import multi_head_attention
 from jaxmha.converters import keras
@@ -43,8 +49,6 @@ class Live(NamedTuple):
 
 def randomised(module: Any, seed: int) -> Any:
     """A torch module with every parameter drawn anew, biases too."""
-    import torch
-
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in module.parameters():
@@ -55,8 +59,6 @@ def randomised(module: Any, seed: int) -> Any:
 
 def of_torch(module: Any, seed: int, mask: str = "", state: Any = None, **arguments: Any) -> Live:
     """A torch module; `mask` names its additive mask, empty where it takes none."""
-    import torch
-
     module = randomised(module, seed)
 
     def call(x: NDArray, allowed: NDArray | None) -> NDArray:
@@ -70,8 +72,6 @@ def of_torch(module: Any, seed: int, mask: str = "", state: Any = None, **argume
 
 def of_transformers(name: str, seed: int) -> Live:
     """A class of transformers with its own arguments."""
-    import torch
-    import transformers as t
     from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
     from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXAttention
     from transformers.models.llama.modeling_llama import LlamaAttention
@@ -105,8 +105,6 @@ def of_transformers(name: str, seed: int) -> Live:
 
 def of_document(name: str, seed: int) -> Live:
     """The PyTorch classes: four linear layers by name, in a list, or three bare matrices."""
-    import torch
-    from torch import nn
 
     class Attention(nn.Module):
         linears: Any
@@ -144,8 +142,6 @@ def of_document(name: str, seed: int) -> Live:
 @cache
 def dense() -> Any:
     """The Keras class: four Dense layers, whose mask is True where nothing is attended."""
-    import keras as library
-    from keras import ops
 
     class Attention(library.layers.Layer):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -183,8 +179,6 @@ def of_dense(seed: int) -> Live:
 @cache
 def grouped() -> Any:
     """Keras' own layer with fewer key and value heads."""
-    import keras as library
-
     layer = library.layers.GroupQueryAttention(H, N, K)
     layer.build((None, None, D), (None, None, D), (None, None, D))
     return layer
@@ -205,8 +199,6 @@ def of_keras(layer: Any, seed: int, call: Call) -> Live:
 @cache
 def jitted_equinox() -> Any:
     """The layer on every row of a batch."""
-    import equinox as eqx
-
     return eqx.filter_jit(
         lambda layer, x, mask: jax.vmap(lambda row: layer(row, row, row, mask=mask))(x)
     )
@@ -214,8 +206,6 @@ def jitted_equinox() -> Any:
 
 def of_equinox(seed: int) -> Live:
     """Any of its biases may be there."""
-    import equinox as eqx
-
     names = ("query", "key", "value", "output")
     biases = {f"use_{name}_bias": seed % 2 == 0 or name in "query value" for name in names}
     layer = eqx.nn.MultiheadAttention(N, D, key=jax.random.key(seed), **biases)
@@ -248,7 +238,6 @@ def haiku() -> tuple[Any, Any]:
 
 def of_keyless(seed: int) -> Live:
     """Attention as BEiT in timm has it: packed, with biases of queries and values alone."""
-    import torch
 
     class Attention(torch.nn.Module):
         def __init__(self) -> None:

@@ -3,8 +3,11 @@
 from pathlib import Path
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
+import torch
+from flax import nnx
 
 from jaxmha import checkpoint
 from jaxmha.converters.discovery import layer_layouts, other_layers
@@ -42,8 +45,6 @@ def test_round_trip(convention: Convention, kind: str) -> None:
 
 
 def torch_layers() -> dict[str, Any]:
-    import torch
-
     made = {
         "linear": torch.nn.Linear(I, O),
         "norm": torch.nn.LayerNorm(D),
@@ -55,8 +56,6 @@ def torch_layers() -> dict[str, Any]:
 
 
 def flax_layers() -> dict[str, Any]:
-    from flax import nnx
-
     rngs = nnx.Rngs(0)
     made = {
         "linear": nnx.Linear(I, O, rngs=rngs),
@@ -70,8 +69,6 @@ def flax_layers() -> dict[str, Any]:
 
 
 def keras_layers() -> dict[str, Any]:
-    import keras
-
     made = {
         "linear": (keras.layers.Dense(O), (None, I)),
         "norm": (keras.layers.LayerNormalization(), (None, D)),
@@ -123,8 +120,6 @@ def test_names_and_shapes_are_those_of_live_layers(convention: Convention, live:
 
 
 def test_torch_s_epsilon_is_the_default() -> None:
-    import torch
-
     assert torch.nn.LayerNorm(D).eps == layer_layouts.TORCH.epsilon["norm"]
     assert torch.nn.RMSNorm(D).eps is None  # torch.finfo(float32).eps then
     assert torch.finfo(torch.float32).eps == layer_layouts.TORCH.epsilon["rmsnorm"]
@@ -133,9 +128,6 @@ def test_torch_s_epsilon_is_the_default() -> None:
 @pytest.mark.parametrize("kind", ["linear", "norm", "embedding", "convolution"])
 def test_flax_computes_what_torch_does(kind: str) -> None:
     """Which axis is which, by running both."""
-    import torch
-    from flax import nnx
-
     rng = np.random.default_rng(1)
     inputs: NDArray = {
         "linear": rng.normal(size=(2, I)),
@@ -236,10 +228,6 @@ def test_integers_are_no_layers() -> None:
 
 def live_convolutions() -> dict[str, dict[str, NDArray]]:
     """Layers whose arrays an ordinary convolution could have, under the names of a framework."""
-    import keras
-    import torch
-    from flax import nnx
-
     rngs = nnx.Rngs(0)
     depthwise = keras.layers.DepthwiseConv2D(3, use_bias=False)
     depthwise.build((None, 5, 5, D))
@@ -307,8 +295,6 @@ def test_what_only_a_name_calls_an_embedding() -> None:
 
 
 def torch_block() -> dict[str, NDArray]:
-    import torch
-
     layer = torch.nn.MultiheadAttention(6, 2)
     return {f"blocks.0.attn.{name}": to_numpy(x) for name, x in layer.state_dict().items()}
 

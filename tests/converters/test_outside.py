@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from jaxmha import checkpoint
 from jaxmha.converters.discovery import attention_blocks
@@ -244,8 +245,6 @@ def test_other_layers_of_live_models_are_compared(framework: str) -> None:
 
 
 def _torch() -> tuple[Any, Any, Any]:
-    import torch
-
     models: list[Any] = [torch.nn.TransformerEncoderLayer(D, N, 5) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
     return models[0], models[1], lambda: torch.nn.init.ones_(models[1].norm1.bias)

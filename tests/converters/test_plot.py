@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+import transformers
 
 import jaxmha
 from jaxmha import checkpoint
@@ -377,7 +378,6 @@ def test_a_folder_without_tokenizer_or_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["Bert", "GPT2", "T5"])
 def test_command_with_a_folder_of_transformers(kind: str, tmp_path: Path) -> None:
     import torch as pytorch
-    import transformers
 
     sizes = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 2, "vocab_size": 4}
     sizes |= {"d_kv": 4} if kind == "T5" else {}

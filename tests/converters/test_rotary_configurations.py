@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from jaxmha import rope, rope_frequencies
 from jaxmha.converters.discovery import rotary_settings
@@ -64,7 +65,6 @@ MODELS: dict[str, tuple[int, int, dict[str, Any], int]] = {
 
 def theirs(head_dim: int, most: int, rope_parameters: dict[str, Any], length: int) -> Any:
     """The frequencies of transformers, float32, and the factor of cosine and sine."""
-    import torch
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -94,8 +94,6 @@ NEXT = {
 
 def rounded_power(exponents: Any, base: float) -> Any:
     """`base ** exponents`, rounded correctly to float32."""
-    import torch
-
     of_base = torch.tensor(base, dtype=torch.float32).double()
     return (of_base ** exponents.double()).float()
 
@@ -103,8 +101,6 @@ def rounded_power(exponents: Any, base: float) -> Any:
 @pytest.mark.parametrize("name", MODELS)
 def test_frequencies(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit by bit those of transformers, with the powers that torch would round correctly."""
-    import torch
-
     head_dim, most, parameters, length = MODELS[name]
     config = {"max_position_embeddings": most, "rope_parameters": parameters}
     found = rope_frequencies(config, head_dim, length=length)
@@ -137,7 +133,6 @@ def test_rotation(name: str) -> None:
 
 
 def test_sections_are_those_of_qwen2_vl() -> None:
-    import torch
     from transformers.models.qwen2_vl import modeling_qwen2_vl as theirs
 
     B, T, N, H, sections = 2, 7, 3, 32, (4, 6, 6)

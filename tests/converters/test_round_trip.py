@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -350,8 +351,6 @@ def swap(entries: tuple[Entry, ...], key: str, **changes: Any) -> tuple[Entry, .
 )
 def test_a_wrong_table_is_seen(key: str, changes: dict[str, Any]) -> None:
     """The formulas catch each of the known errors that every shape check lets through."""
-    from dataclasses import replace
-
     layout = attention_blocks.named("torch")
     params = params_of(layout)
     wrong = replace(layout, entries=swap(layout.entries, key, **changes))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxmha import checkpoint
-from jaxmha.converters.discovery import architectures, signs, unconverted, unlike
+from jaxmha.converters.discovery import architectures, head_count, signs, unconverted, unlike
 from jaxmha.converters.migrate import pipeline
 from tests.converters.command_line import cli
 from tests.converters.test_every_layout import N, exported, model_file
@@ -271,8 +271,6 @@ def test_parts_have_words() -> None:
 
 def test_every_part_of_a_model_has_its_own_head_count(tmp_path: Path) -> None:
     """Seamless M4T: the speech encoder's count is not that of the text's, nor T2U's."""
-    from jaxmha.converters.discovery import head_count
-
     config = {
         "encoder_attention_heads": 16, "decoder_attention_heads": 4,
         "speech_encoder_attention_heads": 8, "t2u_encoder_attention_heads": 2,

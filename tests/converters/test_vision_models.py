@@ -6,8 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import transformers as t
 
-from jaxmha import checkpoint
+from jaxmha import checkpoint, multi_head_attention
 from jaxmha.converters import linear
 from jaxmha.converters.migrate import pipeline
 from tests.converters.command_line import cli
@@ -41,9 +43,6 @@ def run(*arguments: Any) -> str:
 
 def test_blip_packs_queries_keys_and_values(tmp_path: Path) -> None:
     """Its own forward is softmax attention of the weights that are converted."""
-    import torch
-    import transformers as t
-
     model = t.BlipVisionModel(t.BlipVisionConfig(**_SIZES, **_IMAGE)).eval()
     text = run("convert", saved(tmp_path, model), tmp_path / "b.npz", "--to", "flax")
     assert "1 attention blocks converted" in text
@@ -55,14 +54,10 @@ def test_blip_packs_queries_keys_and_values(tmp_path: Path) -> None:
     x = np.random.default_rng(0).normal(size=(2, 5, D)).astype("f")
     with torch.no_grad():
         expected = attention(torch.tensor(x))[0].numpy()
-    from jaxmha import multi_head_attention
-
     np.testing.assert_allclose(multi_head_attention(params, x), expected, atol=2e-6)
 
 
 def test_groupvit_is_converted_but_for_its_assignment(tmp_path: Path) -> None:
-    import transformers as t
-
     config = {**_SIZES, **_IMAGE, "depths": [1, 1, 0], "num_group_tokens": [4, 2, 0],
               "num_output_groups": [4, 2, 0]}  # fmt: skip
     model = t.GroupViTVisionModel(t.GroupViTVisionConfig(**config))
@@ -104,7 +99,6 @@ def test_a_norm_could_be_of_groups(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("to", ["flax", "haiku"])
 def test_a_norm_without_a_bias_is_called_neither_kind(to: str, tmp_path: Path) -> None:
     """Flax keeps LayerNorm(use_bias=False) and RMSNorm in the same arrays."""
-    import torch
 
     class Model(torch.nn.Module):
         def __init__(self) -> None:

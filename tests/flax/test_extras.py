@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import jaxmha.converters.torch as torch_converter
 from jaxmha import (
     KVCache,
     Mask,
@@ -223,8 +224,6 @@ def test_norms_without_scales() -> None:
 
 def test_an_import_from_torch_is_one_line() -> None:
     torch = pytest.importorskip("torch")
-
-    import jaxmha.converters.torch as torch_converter
 
     layer = torch.nn.MultiheadAttention(12, 3, add_bias_kv=True, add_zero_attn=True, dropout=0.1)
     layer = layer.eval()

@@ -1,5 +1,6 @@
 """The linter is silent on correct masks."""
 
+import inspect
 from typing import Any
 
 import numpy as np
@@ -134,6 +135,4 @@ def test_silent_on_correct_masks(framework: str, count: int) -> None:
 
 
 def _parameters(function: Any) -> Any:
-    import inspect
-
     return inspect.signature(function).parameters

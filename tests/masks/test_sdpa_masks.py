@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.nn.functional import scaled_dot_product_attention
 
 from jaxmha import Mask, Semantics, dot_product_attention
@@ -115,8 +116,6 @@ def test_structure_is_kept() -> None:
 
 
 def test_a_causal_bias_has_its_own_corner() -> None:
-    from torch.nn.attention.bias import causal_lower_right, causal_upper_left
-
     for make, offset in ((causal_upper_left, 0), (causal_lower_right, 4)):
         mask, bias = import_masks(attn_mask=make(3, 7))
         assert (mask, bias) == (Mask.causal(offset), None)

@@ -5,9 +5,11 @@ import equinox as eqx
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import keras
 import numpy as np
 import torch
 from flax import nnx
+from keras import layers as kl
 from torch.nn import functional
 
 from tests.match.strangers import T, fl, pair, tk
@@ -51,9 +53,6 @@ def hyperbottleneck_equinox():
 
 @pair
 def cross_decoder_keras():
-    import keras
-    from keras import layers as kl
-
     D, N = 12, 3
 
     class S(T.Module):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from flax import linen, nnx
+from keras import Input, Model, layers
 
 from jaxmha import checkpoint
 from jaxmha.converters import equinox, flax, keras, match
@@ -98,8 +99,6 @@ def test_torch_is_filled_from_nnx() -> None:
 
 
 def test_keras_is_filled() -> None:
-    from keras import layers
-
     layer = layers.Dense(3)
     layer.add_weight((2,), name="seed_vectors")
     layer.add_weight((4,), name="bias")  # the layer will have two of this name
@@ -113,8 +112,6 @@ def test_keras_is_filled() -> None:
 
 
 def test_keras_is_filled_by_the_keys_of_its_file() -> None:
-    from keras import Input, Model, layers
-
     def made() -> Any:
         x = layers.Dense(5, name="zz")(inputs := Input((5,)))
         return Model(inputs, layers.LayerNormalization(name="n")(layers.Dense(5, name="aa")(x)))

@@ -10,9 +10,11 @@ from typing import Any
 import equinox
 import jax
 import jax.numpy as jnp
+import keras
 import numpy as np
 import pytest
 import torch
+import transformers
 from flax import linen, nnx
 from safetensors.numpy import save_file
 
@@ -72,8 +74,6 @@ def of_equinox(make: Any, **settings: Any) -> Any:
 
 
 def of_keras(*, shape: Any = (None, 5, FEATURES), **settings: Any) -> Any:
-    import keras
-
     layer = keras.layers.MultiHeadAttention(HEADS, FEATURES // HEADS, **settings)
     layer.build(shape, shape)
     return layer
@@ -236,8 +236,6 @@ def test_notes_say_what_nothing_compares() -> None:
 
 
 def of_norm(framework: str) -> Any:
-    import keras
-
     made = keras.layers.LayerNormalization(epsilon=1e-3)
     if framework == "keras":
         made.build((None, FEATURES))
@@ -326,8 +324,6 @@ def test_the_config_of_a_folder_states_settings(
 
 
 def test_the_configuration_of_a_live_model_states_settings() -> None:
-    import transformers
-
     sizes = {"hidden_size": FEATURES, "num_attention_heads": HEADS, "num_hidden_layers": 1}
     few = {"vocab_size": 5, "intermediate_size": 7}
     given = {name: x for name, x in GEMMA.items() if name != "model_type"}

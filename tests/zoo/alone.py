@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from jaxmha import MHAParams
 from tests.zoo import capture
@@ -18,8 +19,6 @@ _VALUES = ("value", "v", "value_states")
 
 def run(model: Any, blocks: Sequence[tuple[str, MHAParams]]) -> capture.Run:
     """The record of calls of the modules at these paths, on drawn inputs, without masks."""
-    import torch
-
     torch.manual_seed(11)
     modules = dict(model.named_modules())
     with capture.recording(model) as found:
@@ -50,8 +49,6 @@ def path_of(paths: Sequence[str]) -> str:
 
 def _arguments(modules: dict[str, Any], path: str, params: MHAParams) -> Iterator[dict[str, Any]]:
     """Arguments to try: attention across, then to itself; to other keys, then to the same ones."""
-    import torch
-
     if path not in modules:
         return
     dtype = next(modules[path].parameters()).dtype
@@ -80,8 +77,6 @@ def _arguments(modules: dict[str, Any], path: str, params: MHAParams) -> Iterato
 
 def _rotary(modules: dict[str, Any], path: str, x: Any) -> Any:
     """Cosine and sine of the nearest module of rotary positions around a path."""
-    import torch
-
     while path:
         path = path.rpartition(".")[0]
         around = modules[path]

@@ -8,6 +8,9 @@ from types import ModuleType
 from typing import Any, NamedTuple
 from unittest import mock
 
+import torch
+from torch.nn import functional
+
 
 class Softmax:
     """One softmax whose result is multiplied with values.
@@ -132,8 +135,6 @@ class Watch:
 
 
 def _softmax(watch: Watch, real: Any) -> Any:
-    import torch
-
     def patched(*args: Any, **kwargs: Any) -> Any:
         if (run := watch.run) is None:
             return real(*args, **kwargs)
@@ -199,8 +200,6 @@ def _copied(watch: Watch, real: Any) -> Any:
 
 
 def _sdpa(watch: Watch, real: Any) -> Any:
-    import torch
-
     def patched(
         query: Any, key: Any, value: Any, attn_mask: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
@@ -246,9 +245,6 @@ _COPIES = (
 @contextmanager
 def patching() -> Iterator[Watch]:
     """Lets a record see the functions of torch, under every name that a module gave them."""
-    import torch
-    from torch.nn import functional
-
     watch = Watch()
     wrapped: dict[int, Any] = {}
     with ExitStack() as stack:

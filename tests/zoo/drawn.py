@@ -4,6 +4,8 @@ import inspect
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from tests.zoo.inputs import INPUTS
 
 BATCH, LENGTH, TARGET = 2, 12, 7
@@ -12,8 +14,6 @@ _KEPT = ("A_log", "dt_bias", "D", "lambda", "inv_freq", "time_step")  # not free
 
 def draw_weights(model: Any, seed: int) -> None:
     """Draws every floating parameter: matrices by their fan-in, norms around 1, biases around 0."""
-    import torch
-
     generator = torch.Generator().manual_seed(seed)
     fixed = {
         f"{path}.{name}"
@@ -40,8 +40,6 @@ def draw_weights(model: Any, seed: int) -> None:
 
 def feeds(model: Any, model_type: str) -> Iterator[dict[str, Any]]:
     """Arguments to try for a forward call of a model, the most complete first."""
-    import torch
-
     torch.manual_seed(7)
     own = INPUTS.get(model_type) or INPUTS.get(type(model).__name__)
     if own is not None:
@@ -122,34 +120,24 @@ _MAKERS = {
 
 
 def _ones(config: Any, made: dict[str, Any]) -> Any:
-    import torch
-
     first = next(iter(made.values()))
     return torch.ones(first.shape[:2], dtype=torch.long)
 
 
 def _states(config: Any, made: dict[str, Any]) -> Any:
-    import torch
-
     width = _first(config, "encoder_hidden_size", None) or _first(config, "hidden_size", 16)
     return torch.randn(BATCH, 9, width)
 
 
 def _places(config: Any, made: dict[str, Any]) -> Any:
-    import torch
-
     return torch.tensor([[4, 4]] * BATCH)
 
 
 def _grid(config: Any, made: dict[str, Any]) -> Any:
-    import torch
-
     return torch.tensor([[1, 4, 4]] * BATCH)
 
 
 def _boxes(config: Any, made: dict[str, Any]) -> Any:
-    import torch
-
     return torch.sort(torch.randint(0, 60, (BATCH, LENGTH, 4)), dim=-1).values
 
 
@@ -184,8 +172,6 @@ def _parts(config: Any) -> Iterator[Any]:
 
 def ids(config: Any, length: int) -> Any:
     """Token numbers that are no special tokens."""
-    import torch
-
     content = config.to_dict()
     special: set[int] = set()
     todo = [content]
@@ -211,8 +197,6 @@ def _size(config: Any) -> tuple[int, int]:
 
 
 def pixels(config: Any, frames: int = 0) -> Any:
-    import torch
-
     channels = _first(config, "num_channels", None) or _first(config, "in_channels", None) or 3
     channels = channels if isinstance(channels, int) and channels < 12 else 3
     return torch.randn(BATCH, *([frames] if frames else []), channels, *_size(config))
@@ -220,8 +204,6 @@ def pixels(config: Any, frames: int = 0) -> Any:
 
 def patches(config: Any, count: int) -> Any:
     """Flattened patches, as vision towers of any resolution take them."""
-    import torch
-
     patch = _first(config, "patch_size", 14)
     patch = patch if isinstance(patch, int) else patch[0]
     channels = _first(config, "in_channels", None) or _first(config, "num_channels", None) or 3
@@ -229,8 +211,6 @@ def patches(config: Any, count: int) -> Any:
 
 
 def sounds(config: Any, name: str) -> Iterator[Any]:
-    import torch
-
     bins = next(
         (
             value

@@ -3,11 +3,11 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 
 def _series(config: Any) -> dict[str, Any]:
     """Values, their times and which are observed, as long as the model looks back."""
-    import torch
-
     past = config.context_length + max(config.lags_sequence)
     return {
         "past_values": torch.randn(2, past),
@@ -20,15 +20,11 @@ def _series(config: Any) -> dict[str, Any]:
 
 def _long(config: Any) -> dict[str, Any]:
     """Many channels of one length."""
-    import torch
-
     return {"past_values": torch.randn(2, config.context_length, config.num_input_channels)}
 
 
 def _sight(config: Any) -> dict[str, Any]:
     """Words, and features of regions of an image."""
-    import torch
-
     return {
         "input_ids": torch.randint(5, 90, (2, 12)),
         "visual_feats": torch.randn(2, 9, config.visual_feat_dim),
@@ -38,8 +34,6 @@ def _sight(config: Any) -> dict[str, Any]:
 
 def _sound(config: Any) -> dict[str, Any]:
     """Frames of a sound, all of which count."""
-    import torch
-
     frames = 2 * config.max_source_positions
     return {
         "input_features": torch.randn(2, config.num_mel_bins, frames),
@@ -51,8 +45,6 @@ def _frames(width: int) -> Callable[[Any], dict[str, Any]]:
     """Frames of this width."""
 
     def made(config: Any) -> dict[str, Any]:
-        import torch
-
         mask = torch.ones(2, 64, dtype=torch.long)
         return {"input_features": torch.randn(2, 64, width)} | (
             {"input_features_mask": mask} if width == 560 else {}
@@ -63,8 +55,6 @@ def _frames(width: int) -> Callable[[Any], dict[str, Any]]:
 
 def _queries(config: Any) -> dict[str, Any]:
     """Queries, and what they look at."""
-    import torch
-
     return {
         "query_embeds": torch.randn(2, 12, config.hidden_size),
         "encoder_hidden_states": torch.randn(2, 9, config.encoder_hidden_size),
@@ -72,15 +62,11 @@ def _queries(config: Any) -> dict[str, Any]:
 
 
 def _latents(config: Any) -> dict[str, Any]:
-    import torch
-
     return {"latents": torch.randn(2, config.hidden_size, 12)}
 
 
 def _shown(config: Any) -> dict[str, Any]:
     """Words that look at one image."""
-    import torch
-
     size = config.vision_config.image_size
     return {
         "input_ids": torch.randint(5, 60, (2, 12)),
@@ -93,8 +79,6 @@ def _patched(width: int, *more: str, merge: int = 1) -> Callable[[Any], dict[str
     """Two images of 4 x 4 patches of this width, with further sizes by name."""
 
     def made(config: Any) -> dict[str, Any]:
-        import torch
-
         found = {"pixel_values": torch.randn(32, width), "grid_thw": torch.tensor([[1, 4, 4]] * 2)}
         return found | {name: torch.tensor([merge] * 2) for name in more}
 
@@ -103,16 +87,12 @@ def _patched(width: int, *more: str, merge: int = 1) -> Callable[[Any], dict[str
 
 def _crops(config: Any) -> dict[str, Any]:
     """Every patch an image of its own."""
-    import torch
-
     size = config.patch_size
     grid = torch.tensor([[1, 4, 4]] * 2)
     return {"pixel_values": torch.randn(32, 3, size, size), "grid_thw": grid}
 
 
 def _merged_crops(config: Any) -> dict[str, Any]:
-    import torch
-
     size = config.patch_size * config.spatial_merge_size
     grid = torch.tensor([[1, 4, 4]] * 2)
     return {"pixel_values": torch.randn(32, size, size, 3), "image_grid_thw": grid}
@@ -120,8 +100,6 @@ def _merged_crops(config: Any) -> dict[str, Any]:
 
 def _placed(config: Any) -> dict[str, Any]:
     """Patches with the row and the column of each."""
-    import torch
-
     places = torch.stack(torch.meshgrid(torch.arange(6), torch.arange(6), indexing="ij"), -1)
     width = 3 * config.patch_size**2
     return {
@@ -132,8 +110,6 @@ def _placed(config: Any) -> dict[str, Any]:
 
 def _sized(config: Any) -> dict[str, Any]:
     """Patches of two images of 4 x 4 patches."""
-    import torch
-
     return {
         "pixel_values": torch.randn(1, 3, config.patch_size, 32 * config.patch_size),
         "target_sizes": torch.tensor([[4, 4]] * 2),
@@ -142,22 +118,16 @@ def _sized(config: Any) -> dict[str, Any]:
 
 def _several(config: Any) -> dict[str, Any]:
     """A word and the codes of a frame at every time."""
-    import torch
-
     return {"input_ids": torch.randint(0, 60, (2, 12, config.num_codebooks + 1))}
 
 
 def _spoken(config: Any) -> dict[str, Any]:
-    import torch
-
     width = 4 * (config.subsampling_conv_channels[0] // 4)
     return {"input_features": torch.randn(2, 64, width), "attention_mask": torch.ones(2, 64).bool()}
 
 
 def _coded(config: Any) -> dict[str, Any]:
     """Words, and the codes of a sound of every codebook."""
-    import torch
-
     own = getattr(config, "decoder", config)
     rows = torch.randint(0, 60, (2 * own.num_codebooks, 7))
     if own is config:
@@ -167,43 +137,31 @@ def _coded(config: Any) -> dict[str, Any]:
 
 def _pair(config: Any) -> dict[str, Any]:
     """Two grey images to match."""
-    import torch
-
     return {"pixel_values": torch.randn(1, 2, 3, 128, 128)}
 
 
 def _voice(config: Any) -> dict[str, Any]:
-    import torch
-
     return {"input_features": torch.randn(2, config.num_mel_bins, 100),
             "input_features_mask": torch.ones(2, 100, dtype=torch.long)}  # fmt: skip
 
 
 def _samples(config: Any) -> dict[str, Any]:
-    import torch
-
     return {"input_values": torch.randn(2, 1920)}
 
 
 def _timed(config: Any) -> dict[str, Any]:
     """Words, and the time to which the model listened."""
-    import torch
-
     time = torch.randn(2, 1, config.hidden_size)
     return {"input_ids": torch.randint(5, 60, (2, 12)), "t_cond": time}
 
 
 def _heard(config: Any) -> dict[str, Any]:
-    import torch
-
     width = config.input_feat_size
     return {"audio_mel": torch.randn(2, 64, width), "audio_mel_mask": torch.zeros(2, 64).bool()}
 
 
 def _prompted(config: Any) -> dict[str, Any]:
     """An image, and an image with its segmentation as an example."""
-    import torch
-
     height, width = config.image_size
     image = torch.randn(2, 3, height // 2, width)
     return {"pixel_values": image, "prompt_pixel_values": image.flip(0),
@@ -211,8 +169,6 @@ def _prompted(config: Any) -> dict[str, Any]:
 
 
 def _flat(config: Any) -> dict[str, Any]:
-    import torch
-
     return {
         "pixel_values": torch.randn(2, 16, 3 * config.patch_size**2),
         "pixel_attention_mask": torch.ones(2, 16, dtype=torch.long),
@@ -222,52 +178,38 @@ def _flat(config: Any) -> dict[str, Any]:
 
 def _uncached(config: Any) -> dict[str, Any]:
     """Words, and no cache, with which the decoder attends all tokens."""
-    import torch
-
     return {"input_ids": torch.randint(5, 90, (2, 12)), "use_cache": False,
             "decoder_input_ids": torch.randint(5, 90, (2, 7))}  # fmt: skip
 
 
 def _codebooks(config: Any) -> dict[str, Any]:
     """The codes of a sound of every codebook, the second of which is to come."""
-    import torch
-
     return {"input_ids": torch.randint(5, 60, (2, 12, 8)), "codebook_idx": 2}
 
 
 def _picture(config: Any) -> dict[str, Any]:
-    import torch
-
     return {"pixel_values": torch.randn(2, 3, 64, 64)}
 
 
 def _filmed(config: Any) -> dict[str, Any]:
     """Words, and the frames of one video: it takes no batch."""
-    import torch
-
     size, frames = config.max_img_size, config.num_frames
     return {"input_ids": torch.randint(5, 90, (1, 12)),
             "pixel_values": torch.randn(1, frames, 3, size, size)}  # fmt: skip
 
 
 def _spectrogram(config: Any) -> dict[str, Any]:
-    import torch
-
     return {"input_features": torch.randn(2, 1, 1024, config.num_mel_bins)}
 
 
 def _recordings(config: Any) -> dict[str, Any]:
     """Two sounds, one after the other, and their lengths before and after the convolutions."""
-    import torch
-
     return {"input_features": torch.randn(config.num_mel_bins, 128),
             "feature_lens": torch.tensor([64, 64]),
             "aftercnn_lens": torch.tensor([32, 32])}  # fmt: skip
 
 
 def _past(config: Any) -> dict[str, Any]:
-    import torch
-
     past = torch.randn(2, 4 * config.patch_length)
     zeros = torch.zeros(2, 4 * config.patch_length, dtype=torch.long)
     freq = torch.zeros(2, 1, dtype=torch.long)
@@ -275,8 +217,6 @@ def _past(config: Any) -> dict[str, Any]:
 
 
 def _noise(config: Any) -> dict[str, Any]:
-    import torch
-
     width = config.hidden_size
     layers = len(config.target_layer_ids)
     return {
@@ -287,8 +227,6 @@ def _noise(config: Any) -> dict[str, Any]:
 
 def _filmed_words(config: Any) -> dict[str, Any]:
     """Words, and the frames of two videos."""
-    import torch
-
     sight = config.vision_config
     size = sight.image_size
     return {"input_ids": torch.randint(5, 90, (2, 12)),
@@ -297,8 +235,6 @@ def _filmed_words(config: Any) -> dict[str, Any]:
 
 def _described_videos(config: Any) -> dict[str, Any]:
     """Two videos, and words with padding: without a mask of words, the text is not causal."""
-    import torch
-
     sight = config.vision_config
     size = sight.image_size
     mask = torch.ones(2, 12, dtype=torch.long)
@@ -309,8 +245,6 @@ def _described_videos(config: Any) -> dict[str, Any]:
 
 def _classes(config: Any) -> dict[str, Any]:
     """Two images; three classes to find in the first and two in the second, and a task for each."""
-    import torch
-
     made = {"pixel_values": torch.randn(2, 3, 64, 64), "classes_structure": torch.tensor([3, 2])}
     for name, rows in (("classes", 5), ("tasks", 2)):
         made[f"{name}_input_ids"] = torch.randint(5, 90, (rows, 7))
@@ -319,24 +253,18 @@ def _classes(config: Any) -> dict[str, Any]:
 
 
 def _task(config: Any) -> dict[str, Any]:
-    import torch
-
     task = torch.randint(5, 90, (2, config.task_seq_len))
     return {"pixel_values": torch.randn(2, 3, 64, 64), "task_inputs": task}
 
 
 def _places(config: Any) -> dict[str, Any]:
     """The patches of two images of 4 x 4 patches, in one sequence."""
-    import torch
-
     size = config.patch_size
     grid = torch.tensor([[1, 4, 4]] * 2)
     return {"pixel_values": torch.randn(1, 32, 3, size, size), "grid_thw": grid}
 
 
 def _features(config: Any) -> dict[str, Any]:
-    import torch
-
     return {"input_features": torch.randn(2, 64, config.feature_projection_input_dim)}
 
 

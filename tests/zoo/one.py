@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+import transformers
 
 from tests.zoo import alone, capture, drawn, judged, saved, shrink
 from tests.zoo.overrides import ATTENTION, CLASSES, UNBUILT
@@ -28,7 +30,6 @@ class CannotBuildError(Exception):
 
 def classes(model_type: str) -> list[Any]:
     """Model classes of a type, the base model first."""
-    import transformers
     from transformers.models.auto import modeling_auto
 
     names: list[str] = [CLASSES[model_type]] if model_type in CLASSES else []
@@ -48,8 +49,6 @@ def classes(model_type: str) -> list[Any]:
 
 def build(model_type: str, factor: int, seed: int) -> Any:
     """A model with drawn weights, whose widths are divided by `factor`."""
-    import torch
-
     errors: list[str] = []
     for kind in classes(model_type)[:2]:
         try:
@@ -90,8 +89,6 @@ def run_all(model: Any, model_type: str, run: Any) -> dict[str, str]:
 
 def _run_one(part: Any, model_type: str, run: Any) -> str:
     """Runs a model on the first arguments that it takes; the first error if it takes none."""
-    import torch
-
     errors = []
     try:
         for feed in drawn.feeds(part, model_type):
@@ -119,15 +116,11 @@ def _run_one(part: Any, model_type: str, run: Any) -> str:
 
 def cast(value: Any, dtype: Any) -> Any:
     """A floating tensor in another dtype; any other value unchanged."""
-    import torch
-
     return value.to(dtype) if torch.is_tensor(value) and value.is_floating_point() else value
 
 
 def record(model: Any, model_type: str) -> tuple[Any, dict[str, str]]:
     """The record of a run in float64, or in float32 where the model cannot."""
-    import torch
-
     best: tuple[Any, dict[str, str]] | None = None
     best_finite = True
     for dtype in (torch.float64, torch.float32):
@@ -204,8 +197,6 @@ def _of_sizes(error: str) -> bool:
 
 
 def _save(model: Any, folder: Path) -> None:
-    import torch
-
     try:
         _to(model, torch.float32)
         model.save_pretrained(folder)  # the numbers are those of float32
