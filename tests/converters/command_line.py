@@ -19,6 +19,13 @@ def cli(*arguments: Any) -> Any:
     return runner.invoke(app, [str(argument) for argument in arguments])
 
 
+def succeeds(*arguments: Any) -> Any:
+    """Asserts exit code 0."""
+    done = cli(*arguments)
+    assert done.exit_code == 0, done.output
+    return done
+
+
 def message(done: Any) -> str:
     """All words on stderr."""
     return " ".join(done.stderr.split())

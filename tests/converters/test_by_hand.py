@@ -13,7 +13,7 @@ from jaxmha.converters import flax, keras, linear, torch
 from jaxmha.converters.layout import by_hand
 from jaxmha.converters.verify import attribution, comparison
 from jaxmha.params import leaves
-from tests.converters.command_line import cli
+from tests.converters.command_line import succeeds
 from tests.promotion import foreign
 
 N, D = 2, 8
@@ -97,12 +97,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     functional().save(path / "functional.keras")
     framework.save(torch_class()(D, N).state_dict(), path / "torch.pt")
     return path
-
-
-def succeeds(*arguments: Any) -> Any:
-    result = cli(*arguments)
-    assert result.exit_code == 0, result.output
-    return result
 
 
 FILES = {

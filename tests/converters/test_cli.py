@@ -16,7 +16,7 @@ from jaxmha import checkpoint
 from jaxmha.converters import flax, keras, torch
 from jaxmha.converters.verify import comparands, comparison
 from tests.converters import layers
-from tests.converters.command_line import LAYERS, D, N, cli, printed, torch_encoder
+from tests.converters.command_line import LAYERS, D, N, cli, printed, succeeds, torch_encoder
 from tests.converters.test_every_layout import exported
 from tests.promotion import foreign
 
@@ -76,15 +76,13 @@ FILES = {
 
 @pytest.mark.parametrize("name", FILES)
 def test_inspect(folder: Path, name: str) -> None:
-    result = cli("inspect", folder / name, "--num-heads", N, "--json")
-    assert result.exit_code == 0, result.output
+    result = succeeds("inspect", folder / name, "--num-heads", N, "--json")
     found = json.loads(result.stdout)
     kind, layout = FILES[name]
     assert found["format"] == kind
     assert [block["layout"] for block in found["blocks"]] == [layout] * LAYERS
     assert [block["num_heads"] for block in found["blocks"]] == [N] * LAYERS
-    printed = cli("inspect", folder / name, "--num-heads", N)
-    assert printed.exit_code == 0
+    printed = succeeds("inspect", folder / name, "--num-heads", N)
     assert f"{LAYERS} attention blocks" in printed.stdout
 
 
@@ -133,8 +131,7 @@ def test_torch_to_flax_to_keras_to_torch(folder: Path, tmp_path: Path) -> None:
     for name, layout in steps:
         arguments: list[Any] = ["--num-heads", N] if previous == source else []
         arguments += ["--check", "weights"]  # what runs is compared below
-        made = cli("convert", previous, tmp_path / name, "--to", layout, *arguments)
-        assert made.exit_code == 0, made.output
+        succeeds("convert", previous, tmp_path / name, "--to", layout, *arguments)
         done = cli("verify", previous, tmp_path / name, "--num-heads", N, "--json")
         found = json.loads(done.stdout)
         # The order of layers of one shape in this file is a guess.
@@ -194,10 +191,9 @@ def test_verify_sees_one_bit(folder: Path, tmp_path: Path) -> None:
 
 def test_cast_says_what_it_cost(folder: Path, tmp_path: Path) -> None:
     target = tmp_path / "half.safetensors"
-    result = cli(
+    result = succeeds(
         "convert", folder / "flax.safetensors", target, "--to", "flax", "--dtype", "bfloat16"
     )
-    assert result.exit_code == 0, result.output
     assert "largest relative error" in " ".join(result.stdout.split())
     assert cli("verify", folder / "flax.safetensors", target).exit_code == 1
 
@@ -208,15 +204,13 @@ def test_a_checkpoint_is_verified_against_the_one_it_was_rounded_to(
     """Attention and other layers; a wrong element, or another dtype, still differs."""
     source, target = folder / "encoder.pt", tmp_path / "half.safetensors"
     heads = ("--num-heads", N)
-    made = cli("convert", source, target, "--to", "flax", *heads, "--dtype", "bfloat16")
-    assert made.exit_code == 0, made.output
+    succeeds("convert", source, target, "--to", "flax", *heads, "--dtype", "bfloat16")
     strict = cli("verify", source, target, *heads)
     assert strict.exit_code == 1
     command = f"next: jaxmha verify {source} {target} --num-heads {N} --dtype bfloat16"
     assert command in "".join(strict.stdout.split("\n")).replace("  ", " ")
     page = tmp_path / "report.html"
-    rounded = cli("verify", source, target, *heads, "--dtype", "bfloat16", "--html", page)
-    assert rounded.exit_code == 0, rounded.output
+    rounded = succeeds("verify", source, target, *heads, "--dtype", "bfloat16", "--html", page)
     assert rounded.stdout.strip().endswith("the first rounded to bfloat16: the same")
     assert "next:" not in rounded.stdout
     assert "the same, bit by bit, once rounded to bfloat16" in page.read_text()

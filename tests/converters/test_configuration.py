@@ -15,7 +15,7 @@ from jaxmha import checkpoint
 from jaxmha.converters.discovery import head_count, hf_config, other_layers
 from jaxmha.converters.migrate import pipeline
 from jaxmha.converters.verify import load_block
-from tests.converters.command_line import cli, message
+from tests.converters.command_line import cli, message, succeeds
 from tests.converters.test_every_layout import exported, model_file
 from tests.converters.test_families import state_of
 
@@ -36,16 +36,16 @@ def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
         text_config={**sizes, **ids, "num_attention_heads": TEXT},
         vision_config={**sizes, **image, "num_attention_heads": VISION},
     )
-    path = tmp_path_factory.mktemp("clip") / "model.safetensors"
-    checkpoint.write(path, state_of(t.CLIPModel(config)))
-    (path.parent / "config.json").write_text(json.dumps(config.to_dict()))
-    return path
+    return model_file(
+        tmp_path_factory.mktemp("clip") / "model.safetensors",
+        state_of(t.CLIPModel(config)),
+        config.to_dict(),
+    )
 
 
 def test_towers_have_their_own_head_counts(clip: Path, tmp_path: Path) -> None:
     target = tmp_path / "a.safetensors"
-    done = cli("convert", clip, target, "--to", "flax")
-    assert done.exit_code == 0, done.output
+    succeeds("convert", clip, target, "--to", "flax")
     with checkpoint.open(target) as file:
         for tower, N in (("text", TEXT), ("vision", VISION)):
             name = f"{tower}_model/encoder/layers/0/self_attn/query/kernel"
@@ -93,8 +93,7 @@ def assert_planned(source: Path, folder: Path, towers: dict[str, int]) -> None:
     """Asserts that a plan drafted with the count of text converts each tower with its own."""
     plan = folder / "plan.toml"
     assert cli("plan", source, "--to", "flax", "--num-heads", TEXT, "-o", plan).exit_code == 0
-    done = cli("convert", source, folder / "a.npz", "--plan", plan)
-    assert done.exit_code == 0, done.output
+    succeeds("convert", source, folder / "a.npz", "--plan", plan)
     with checkpoint.open(folder / "a.npz") as file:
         for tower, N in towers.items():
             assert file[f"{tower}/encoder/layers/0/self_attn/query/kernel"].shape[-2] == N

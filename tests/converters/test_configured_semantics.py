@@ -15,7 +15,7 @@ from jaxmha.converters.discovery import behaviours, stored_semantics
 from jaxmha.converters.migrate import pipeline
 from jaxmha.converters.sharded.distributed import load_sharded
 from jaxmha.converters.verify import comparison, load_block
-from tests.converters.command_line import cli
+from tests.converters.command_line import cli, succeeds
 from tests.converters.test_behaviours import GRANITE, PREFIX, source
 from tests.converters.test_every_layout import N
 
@@ -87,9 +87,7 @@ def changed(path: Path, **changes: Any) -> Path:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_conversion_computes_by_the_configuration(name: str, tmp_path: Path) -> None:
     folder, made = save(name, tmp_path / "model"), tmp_path / "o.safetensors"
-    done = cli("convert", folder, made, "--to", "jaxmha")
-    assert done.exit_code == 0, done.output
-    assert "verified" in done.output
+    assert "verified" in succeeds("convert", folder, made, "--to", "jaxmha").output
     for command in ("verify", "diff"):
         assert (found := cli(command, folder, made)).exit_code == 0, found.output
     scale = FAMILIES[name][1]
@@ -109,13 +107,11 @@ def test_norms_are_known_where_no_configuration_lies(
     dtype: tuple[str, ...], tmp_path: Path
 ) -> None:
     folder, made = save("Qwen3Config", tmp_path / "model"), tmp_path / "o.safetensors"
-    done = cli("convert", folder, made, "--to", "llama-norm", *dtype)
-    assert done.exit_code == 0, done.output
+    succeeds("convert", folder, made, "--to", "llama-norm", *dtype)
     assert load_block.read(made).semantics.qk_norm_epsilon == 1e-5
     if not dtype:
         assert (found := cli("verify", folder, made)).exit_code == 0, found.output
-        again = cli("convert", made, tmp_path / "again.safetensors", "--to", "jaxmha")
-        assert again.exit_code == 0, again.output
+        succeeds("convert", made, tmp_path / "again.safetensors", "--to", "jaxmha")
 
 
 @pytest.mark.slow_variants("changes0")
@@ -133,8 +129,7 @@ def test_equal_tensors_of_another_function_differ(changes: dict[str, Any], tmp_p
 
 def test_a_folded_scale_is_not_read_from_the_configuration_again(tmp_path: Path) -> None:
     path, made = source(tmp_path, "llama", GRANITE), tmp_path / "o.safetensors"
-    done = cli("convert", path, made, "--to", "linear-wo", "--fold-scale")
-    assert done.exit_code == 0, done.output
+    succeeds("convert", path, made, "--to", "linear-wo", "--fold-scale")
     with checkpoint.open(made) as file:
         assert [block.layout.semantics.scale for block in behaviours.blocks(file)] == [None]
 

@@ -12,7 +12,7 @@ from jaxmha.converters import describe, flax, keras, torch
 from jaxmha.converters.verify import load_block
 from jaxmha.params import leaves
 from tests import drawn
-from tests.converters.command_line import cli, fails
+from tests.converters.command_line import cli, fails, succeeds
 from tests.converters.test_describe import SQUARE
 
 SHORT = ("--num-heads", 4, "--features", 20, "--query-len", 5)
@@ -20,8 +20,9 @@ SHORT = ("--num-heads", 4, "--features", 20, "--query-len", 5)
 
 def test_command_says_what_the_function_says(tmp_path: Path) -> None:
     options = ("--kv-len", 7, "--batch", 3, "--causal", "--bias-kv", "--zero-attn", "--no-bias")
-    found = cli("describe", *SHORT, *options, "--dropout", 0.1, "--framework", "torch", "--json")
-    assert found.exit_code == 0, found.output
+    found = succeeds(
+        "describe", *SHORT, *options, "--dropout", 0.1, "--framework", "torch", "--json"
+    )
     flow = describe(
         None,
         Semantics(add_zero_attn=True, dropout_rate=0.1),
@@ -36,8 +37,7 @@ def test_command_says_what_the_function_says(tmp_path: Path) -> None:
     )
     assert json.loads(found.stdout) == json.loads(json.dumps(flow.to_json()))
     drawing = tmp_path / "mha.svg"
-    printed = cli("describe", *SHORT, "--svg", drawing)
-    assert printed.exit_code == 0, printed.output
+    printed = succeeds("describe", *SHORT, "--svg", drawing)
     for node in describe(**SQUARE, query_len=5).nodes:
         assert node.name in printed.stdout
     assert drawing.read_text() == describe(**SQUARE, query_len=5).svg()
@@ -46,8 +46,7 @@ def test_command_says_what_the_function_says(tmp_path: Path) -> None:
 
 
 def test_command_names_what_a_framework_cannot_hold() -> None:
-    found = cli("describe", *SHORT, "--num-kv-heads", 2, "--framework", "torch")
-    assert found.exit_code == 0
+    found = succeeds("describe", *SHORT, "--num-kv-heads", 2, "--framework", "torch")
     _, second, *rest = found.stdout.splitlines()
     assert second.startswith("torch has no such layer")
     assert "params" not in second

@@ -10,7 +10,7 @@ import pytest
 
 from jaxmha import checkpoint
 from jaxmha.converters.migrate import pipeline
-from tests.converters.command_line import cli, printed
+from tests.converters.command_line import cli, printed, succeeds
 from tests.converters.test_every_layout import N, exported, model_file
 
 
@@ -21,8 +21,7 @@ def source_of(folder: Path, extra: Mapping[str, tuple[int, ...]], name: str = "a
 
 
 def planned(source: Path, to: str) -> str:
-    done = cli("plan", source, "--to", to, "--num-heads", N, "-o", source.with_suffix(".toml"))
-    assert done.exit_code == 0, printed(done)
+    succeeds("plan", source, "--to", to, "--num-heads", N, "-o", source.with_suffix(".toml"))
     return source.with_suffix(".toml").read_text()
 
 
@@ -45,9 +44,7 @@ def test_a_kind_that_the_comment_names_is_enough(kind: str, to: str, tmp_path: P
     plan.write_text(edited)
     in_file = to in ("keras-file", "keras")
     target = tmp_path / ("b.weights.h5" if in_file else "b.npz")
-    done = cli("convert", source, target, "--plan", plan)
-    assert done.exit_code == 0, printed(done)
-    assert "verified" in printed(done)
+    assert "verified" in printed(succeeds("convert", source, target, "--plan", plan))
     group = "embedding" if kind == "embedding" else "dense"
     expected = f"layers/{group}/vars/0" if in_file else FIRST[to][kind]
     with checkpoint.open(source) as a, checkpoint.open(target) as b:
@@ -72,8 +69,7 @@ def test_a_norm_without_a_bias_is_named(kind: str, group: str, to: str, tmp_path
     assert count == 1
     plan = tmp_path / "edited.toml"
     plan.write_text(text)
-    done = cli("convert", source, tmp_path / "b.weights.h5", "--plan", plan)
-    assert done.exit_code == 0, printed(done)
+    done = succeeds("convert", source, tmp_path / "b.weights.h5", "--plan", plan)
     assert "no tensor tells" not in printed(done)
     with checkpoint.open(source) as a, checkpoint.open(tmp_path / "b.weights.h5") as b:
         np.testing.assert_array_equal(b[f"layers/{group}/vars/0"], a["norm.weight"])
@@ -99,9 +95,7 @@ def test_answered_notes_are_dropped(to: str, tmp_path: Path) -> None:
         )
         assert count == edits
         plan.write_text(edit)
-        done = cli("convert", source, tmp_path / f"{edits}.{ending}", "--plan", plan)
-        assert done.exit_code == 0, printed(done)
-        return printed(done)
+        return printed(succeeds("convert", source, tmp_path / f"{edits}.{ending}", "--plan", plan))
 
     assert f"3 {counted}" in notes_after(0)
     one, all_named = notes_after(1), notes_after(3)
@@ -125,8 +119,7 @@ def test_a_bias_goes_with_its_kernel(both: bool, tmp_path: Path) -> None:
     assert len(re.findall(pattern, text)) == 2
     plan = tmp_path / "edited.toml"
     plan.write_text(re.sub(pattern, r'\1kind = "convolution"', text, count=0 if both else 1))
-    done = cli("convert", source, tmp_path / "b.npz", "--plan", plan)
-    assert done.exit_code == 0, printed(done)
+    succeeds("convert", source, tmp_path / "b.npz", "--plan", plan)
     with checkpoint.open(tmp_path / "b.npz") as file:
         assert file.info["x/tr_deconv/kernel"].shape == (3, 3, 5, 7)
         assert "x/tr_deconv/bias" in file
@@ -141,8 +134,7 @@ def test_a_kind_by_name_can_be_another(to: str, tmp_path: Path) -> None:
     plan = tmp_path / "edited.toml"
     plan.write_text(re.sub(pattern, r'\1kind = "embedding"', text))
     target = tmp_path / ("b.weights.h5" if to == "keras-file" else "b.npz")
-    done = cli("convert", source, target, "--plan", plan)
-    assert done.exit_code == 0, printed(done)
+    succeeds("convert", source, target, "--plan", plan)
     with checkpoint.open(target) as file:
         name = "layers/embedding/vars/0" if to == "keras-file" else "head/embedding"
         assert file.info[name].shape == (11, 7)
@@ -168,15 +160,13 @@ def test_a_plan_to_keras_is_one_for_its_files(tmp_path: Path) -> None:
     text = planned(source, "keras")
     plan = tmp_path / "edited.toml"
     plan.write_text(text)
-    done = cli("convert", source, tmp_path / "a.weights.h5", "--plan", plan)
-    assert done.exit_code == 0, printed(done)
+    succeeds("convert", source, tmp_path / "a.weights.h5", "--plan", plan)
     modules = text.split("[[module]]")
     first = next(i for i, one in enumerate(modules) if 'from = "fc1"' in one)
     second = next(i for i, one in enumerate(modules) if 'from = "fc2"' in one)
     modules[first], modules[second] = modules[second], modules[first]
     plan.write_text("[[module]]".join(modules))
-    done = cli("convert", source, tmp_path / "b.weights.h5", "--plan", plan)
-    assert done.exit_code == 0, printed(done)
+    succeeds("convert", source, tmp_path / "b.weights.h5", "--plan", plan)
     with (
         checkpoint.open(source) as state,
         checkpoint.open(tmp_path / "a.weights.h5") as a,

@@ -1,6 +1,5 @@
 """Biases of zeros, for layouts that require biases which a layer lacks."""
 
-import json
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,8 @@ from jaxmha.converters.migrate import pipeline, plan_toml
 from jaxmha.converters.verify import report
 from jaxmha.params import leaves
 from tests import drawn
-from tests.converters.command_line import cli, printed
+from tests.converters.command_line import cli, printed, succeeds
+from tests.converters.test_every_layout import model_file
 from tests.tolerance import assert_close
 
 N, D = 3, 15
@@ -46,10 +46,11 @@ def saved(folder: Path, layout: str, dtype: str = "float32") -> Path:
     """A file with such attention, and its configuration."""
     params = without(*LACKING[layout])
     state = transform.export_params(registry.named(layout), params, prefix=PREFIX)
-    path = folder / "model.safetensors"
-    checkpoint.write(path, {name: array.astype(dtype) for name, array in state.items()})
-    (folder / "config.json").write_text(json.dumps({"num_attention_heads": N}))
-    return path
+    return model_file(
+        folder / "model.safetensors",
+        {name: array.astype(dtype) for name, array in state.items()},
+        {"num_attention_heads": N},
+    )
 
 
 @pytest.mark.everyday(layout=["llama"])
@@ -60,8 +61,7 @@ def test_flax_computes_the_same_with_biases_of_zeros(layout: str, tmp_path: Path
     assert refused.exit_code == 2
     assert "--fill-bias zeros" in printed(refused)
     assert not made.exists()
-    done = cli("convert", source, made, "--to", "flax", "--fill-bias", "zeros")
-    assert done.exit_code == 0, printed(done)
+    done = succeeds("convert", source, made, "--to", "flax", "--fill-bias", "zeros")
     assert "verified" in printed(done)
     filled = f"{LACKING[layout][0]}.bias"
     assert f"{filled} filled with zeros: layout flax requires" in printed(done)
@@ -79,8 +79,7 @@ def test_flax_computes_the_same_with_biases_of_zeros(layout: str, tmp_path: Path
 
 def test_a_plan_says_it_and_shows_zeros(tmp_path: Path) -> None:
     source, plan = saved(tmp_path, "whisper"), tmp_path / "plan.toml"
-    done = cli("plan", source, "--to", "flax", "--fill-bias", "zeros", "-o", plan)
-    assert done.exit_code == 0, printed(done)
+    done = succeeds("plan", source, "--to", "flax", "--fill-bias", "zeros", "-o", plan)
     assert "zeros -> model/encoder/layers/0/self_attn/key/bias (3, 5) zeros -> K H" in printed(done)
     assert plan_toml.read(plan).fill_bias == "zeros"
     done = cli("convert", source, tmp_path / "a.npz", "--plan", plan)
@@ -170,8 +169,7 @@ def test_biases_of_zeros_are_dropped_on_the_way_back(tmp_path: Path) -> None:
     source, made = saved(tmp_path, "whisper"), tmp_path / "flax.safetensors"
     back = tmp_path / "back.safetensors"
     cli("convert", source, made, "--to", "flax", "--fill-bias", "zeros")
-    done = cli("convert", made, back, "--to", "whisper")
-    assert done.exit_code == 0, printed(done)
+    done = succeeds("convert", made, back, "--to", "whisper")
     assert "key.bias dropped: every number is zero" in printed(done)
     assert "verified" in printed(done)
     with checkpoint.open(source) as a, checkpoint.open(back) as b:

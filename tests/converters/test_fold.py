@@ -1,6 +1,5 @@
 """The scale of a layout that has another one, folded into the query."""
 
-import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,8 @@ from jaxmha.converters.layout import fold, transform
 from jaxmha.converters.migrate import pipeline, plan_toml
 from jaxmha.converters.verify import comparison, forward_check
 from tests import drawn
-from tests.converters.command_line import cli, printed
+from tests.converters.command_line import cli, printed, succeeds
+from tests.converters.test_every_layout import model_file
 from tests.tolerance import assert_close
 
 D = 32
@@ -32,10 +32,11 @@ def t5(folder: Path, N: int, H: int, dtype: str = "float32") -> Path:
         f"{PREFIX}.{name}.weight": rng.normal(size=shape).astype(dtype) / 8
         for name, shape in shapes.items()
     }
-    path = folder / "t5.safetensors"
-    checkpoint.write(path, {name: array.astype(dtype) for name, array in state.items()})
-    (folder / "config.json").write_text(json.dumps({"num_heads": N}))
-    return path
+    return model_file(
+        folder / "t5.safetensors",
+        {name: array.astype(dtype) for name, array in state.items()},
+        {"num_heads": N},
+    )
 
 
 def output(path: Path, layout: str) -> Any:
@@ -63,15 +64,13 @@ def test_t5_goes_everywhere_and_comes_back(to: str, tmp_path: Path) -> None:
     assert refused.exit_code == 2
     assert "--fold-scale" in printed(refused)
     assert "Semantics(scale=1.0)" in printed(refused)
-    done = cli("convert", source, present, "--to", to, "--fold-scale")
-    assert done.exit_code == 0, printed(done)
+    done = succeeds("convert", source, present, "--to", to, "--fold-scale")
     exact = H == 16
     assert ("a power of two, so that no digit changes" in printed(done)) is exact
     assert ("is rounded by up to 6e-08 of itself (float32)" in printed(done)) is not exact
     assert "verified" in printed(done)
     assert_close(output(present, to), output(source, "t5"), factor=8)
-    done = cli("convert", present, back, "--to", "t5", "--fold-scale")
-    assert done.exit_code == 0, printed(done)
+    done = succeeds("convert", present, back, "--to", "t5", "--fold-scale")
     with checkpoint.open(source) as a, checkpoint.open(back) as b:
         for name in a:
             if exact or ".q." not in name:

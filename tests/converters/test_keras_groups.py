@@ -9,7 +9,7 @@ import pytest
 
 from jaxmha.converters.migrate import pipeline
 from jaxmha.converters.verify import comparison
-from tests.converters.command_line import cli
+from tests.converters.command_line import cli, succeeds
 from tests.converters.test_by_hand import keras_class, torch_class
 from tests.promotion import foreign
 
@@ -103,8 +103,9 @@ def test_a_template_fits_layers_that_keras_counted(model: Any, name: str, tmp_pa
     to = "torch" if name.endswith("pt") else "flax"
     pipeline.convert(source, tmp_path / name, to=to)
     like = ("--to", "keras", "--like", tmp_path / "like.weights.h5")
-    done = cli("convert", tmp_path / name, back, *like, *(["--num-heads", N] * (to == "torch")))
-    assert done.exit_code == 0, done.output
+    done = succeeds(
+        "convert", tmp_path / name, back, *like, *(["--num-heads", N] * (to == "torch"))
+    )
     text = " ".join(done.output.split())
     assert "verified: " in text
     assert "check that the model creates" not in text
@@ -139,13 +140,11 @@ def test_a_class_of_torch_alone_fits_a_model_that_holds_the_class(how: str, tmp_
     model.save_weights(tmp_path / "like.weights.h5")
     target = tmp_path / "b.weights.h5"
     command = ("convert", tmp_path / "a.pt", target, "--to", "dense", "--num-heads", N)
-    done = cli(*command)
-    assert done.exit_code == 0, done.output
+    done = succeeds(*command)
     assert "a model that holds the class as a layer, name a file" in " ".join(done.stdout.split())
     with pytest.raises(ValueError, match="could not be loaded"), foreign():
         model.load_weights(target)
-    done = cli(*command, "--force", "--like", tmp_path / "like.weights.h5")
-    assert done.exit_code == 0, done.output
+    done = succeeds(*command, "--force", "--like", tmp_path / "like.weights.h5")
     assert "the top of the file" not in " ".join(done.stdout.split())
     with foreign():
         model.load_weights(target)

@@ -13,7 +13,7 @@ from jaxmha.converters.discovery import keras_groups
 from jaxmha.converters.layout.arrays import to_numpy
 from jaxmha.converters.migrate import keras_order, pipeline, plan_toml
 from jaxmha.converters.verify import comparands
-from tests.converters.command_line import cli, printed
+from tests.converters.command_line import cli, printed, succeeds
 
 T, D, N = 5, 8, 2
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
@@ -80,8 +80,7 @@ def test_layers_come_back_as_they_were(
 ) -> None:
     path, made, expected = saved
     pipeline.convert(path.with_name(source), tmp_path / name, to=to)
-    done = cli("convert", tmp_path / name, tmp_path / "b.weights.h5", "--to", "keras")
-    assert done.exit_code == 0, printed(done)
+    done = succeeds("convert", tmp_path / name, tmp_path / "b.weights.h5", "--to", "keras")
     assert "verified: " in printed(done)
     assert "not verified" not in printed(done)
     np.testing.assert_array_equal(loaded(made, tmp_path / "b.weights.h5"), expected)
@@ -109,8 +108,7 @@ def test_where_the_order_is_not_kept_nothing_is_verified(
     with checkpoint.open(tmp_path / "with.npz") as file:
         checkpoint.write(tmp_path / name, file)  # without metadata, as other tools write it
     arguments = ("convert", tmp_path / name, tmp_path / "b.weights.h5", "--to", "keras")
-    done = cli(*arguments, "--report", tmp_path / "report.json")
-    assert done.exit_code == 0, printed(done)
+    done = succeeds(*arguments, "--report", tmp_path / "report.json")
     assert "not verified: " in printed(done)
     for layer in ("up_0", "up_1", "down_0", "down_1", "alpha_norm", "zeta_attention"):
         assert layer in printed(done)
@@ -252,6 +250,5 @@ def test_a_plan_keeps_the_order(saved: tuple[Path, Any, Any], tmp_path: Path) ->
     plan = pipeline.plan(tmp_path / "a.safetensors", to="keras-file", in_file=True)[0]
     (tmp_path / "plan.toml").write_text(plan_toml.dumps(plan))
     target = tmp_path / "b.weights.h5"
-    done = cli("convert", tmp_path / "a.safetensors", target, "--plan", tmp_path / "plan.toml")
-    assert done.exit_code == 0, printed(done)
+    succeeds("convert", tmp_path / "a.safetensors", target, "--plan", tmp_path / "plan.toml")
     np.testing.assert_array_equal(loaded(made, target), expected)

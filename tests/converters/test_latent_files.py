@@ -13,7 +13,8 @@ from jaxmha.converters.discovery import latent_blocks
 from jaxmha.converters.migrate import pipeline
 from jaxmha.converters.verify import report
 from jaxmha.latent.params import leaves
-from tests.converters.command_line import cli, printed
+from tests.converters.command_line import cli, printed, succeeds
+from tests.converters.test_every_layout import model_file
 
 N, H, R, h, L, P, D = 3, 5, 4, 7, 11, 13, 17
 CONFIG = {
@@ -45,10 +46,7 @@ def saved(folder: Path, shapes: dict[str, Any], dtype: str = "float32", **config
             "mlp.down_proj.weight": (D, 19),
         }.items()
     }
-    path = folder / "model.safetensors"
-    checkpoint.write(path, state)
-    (folder / "config.json").write_text(json.dumps(CONFIG | config))
-    return path
+    return model_file(folder / "model.safetensors", state, CONFIG | config)
 
 
 @pytest.mark.slow_variants("float16-*", "!float16-direct", "float32-direct")
@@ -57,12 +55,10 @@ def saved(folder: Path, shapes: dict[str, Any], dtype: str = "float32", **config
 def test_files_come_back_bit_by_bit(shapes: Any, dtype: str, tmp_path: Path) -> None:
     source = saved(tmp_path, shapes, dtype)
     target, back = tmp_path / "there.safetensors", tmp_path / "back.safetensors"
-    done = cli("convert", source, target, "--to", "jaxmha")
-    assert done.exit_code == 0, printed(done)
+    done = succeeds("convert", source, target, "--to", "jaxmha")
     assert "verified" in printed(done)
     assert "2 latent" in printed(done)
-    done = cli("convert", target, back, "--to", "deepseek")
-    assert done.exit_code == 0, printed(done)
+    done = succeeds("convert", target, back, "--to", "deepseek")
     assert "verified" in printed(done)
     with checkpoint.open(source) as a, checkpoint.open(back) as b, checkpoint.open(target) as c:
         assert a.info.keys() == b.info.keys()
@@ -215,8 +211,7 @@ def test_commands_compare_it_whatever_the_form(tmp_path: Path) -> None:
     source, target = saved(tmp_path, SHAPES), tmp_path / "there.safetensors"
     pipeline.convert(source, target, to="jaxmha")
     for command in ("verify", "diff"):
-        done = cli(command, source, target)
-        assert done.exit_code == 0, printed(done)
+        done = succeeds(command, source, target)
         assert "latent attention, 2 blocks: weights compared" in printed(done)
     with checkpoint.open(target) as file:
         state = {name: np.array(file[name]) for name in file.info}

@@ -23,6 +23,7 @@ from jaxmha.converters.discovery import (
 from jaxmha.converters.discovery.positions import Rotary
 from jaxmha.converters.verify import load_block
 from tests.converters.configuration_classes import classes_of
+from tests.converters.test_every_layout import model_file
 
 pytestmark = pytest.mark.filterwarnings("default")
 LAYERS, HEADS, H = 13, 2, 8
@@ -69,8 +70,7 @@ def _saved(folder: Path, config: dict[str, Any]) -> Path:
         for i in range(LAYERS)
         for x in "qkvo"
     }
-    checkpoint.write(folder / "model.safetensors", state)
-    (folder / "config.json").write_text(json.dumps(SIZES | {"head_dim": H} | config))
+    model_file(folder / "model.safetensors", state, SIZES | {"head_dim": H} | config)
     return folder
 
 
@@ -205,11 +205,11 @@ def test_a_part_without_a_head_count_is_the_one_that_a_prefix_names(tmp_path: Pa
     config = {"model_type": "gemma3", "text_config": text, "vision_config": vision}
     prefix = "language_model.model.layers.0.self_attn"
     kernels = {f"{prefix}.{x}_proj.weight": np.ones((16, 16)) for x in "qkvo"}
-    checkpoint.write(
+    model_file(
         tmp_path / "a.safetensors",
         kernels | {f"{prefix}.{x}_norm.weight": np.ones(8) for x in "qk"},
+        config,
     )
-    (tmp_path / "config.json").write_text(json.dumps(config))
     assert masks_of(tmp_path)[prefix].left == 63
     with checkpoint.open(tmp_path / "a.safetensors") as file:
         (block,) = behaviours.configured(attention_blocks.find(attention_blocks.shapes(file)), file)

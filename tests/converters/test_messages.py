@@ -19,7 +19,7 @@ from jaxmha.cli import console
 from jaxmha.converters import torch as convert
 from jaxmha.converters.migrate import pipeline
 from jaxmha.converters.verify import comparands
-from tests.converters.command_line import cli, message
+from tests.converters.command_line import cli, message, succeeds
 
 N, D = 3, 15
 
@@ -114,8 +114,9 @@ def test_a_destination_that_exists_names_the_option(tmp_path: Path) -> None:
     (tmp_path / "b.npz").touch()
     done = cli("convert", tmp_path / "a.npz", tmp_path / "b.npz", "--to", "flax", "--num-heads", N)
     assert "choose another name, or replace it with --force" in message(done)
-    done = cli("plan", tmp_path / "a.npz", "--to", "flax", "--num-heads", N, "-o", tmp_path / "b")
-    assert done.exit_code == 0
+    done = succeeds(
+        "plan", tmp_path / "a.npz", "--to", "flax", "--num-heads", N, "-o", tmp_path / "b"
+    )
     done = cli("plan", tmp_path / "a.npz", "--to", "flax", "--num-heads", N, "-o", tmp_path / "b")
     assert "--force" in message(done)
 
@@ -130,8 +131,7 @@ def test_a_folder_of_hugging_face_is_an_input(bert: Path, tmp_path: Path) -> Non
         ("diff", bert, bert / "model.safetensors"),
         ("verify", bert, bert / "model.safetensors"),
     ):
-        done = cli(*arguments)
-        assert done.exit_code == 0, (arguments, done.output)
+        succeeds(*arguments)
     info = pipeline.inspect(bert).blocks[0]
     assert (info.num_heads, info.num_heads_from) == (N, "config.json: num_attention_heads")
 
@@ -235,8 +235,7 @@ def test_processes_are_for_shards(tmp_path: Path) -> None:
 def test_an_unknown_kind_in_a_plan_is_named(old: str, tmp_path: Path) -> None:
     checkpoint.write(tmp_path / "a.npz", encoder())
     plan, out = tmp_path / "p.toml", tmp_path / "b.npz"
-    done = cli("plan", tmp_path / "a.npz", "--to", "flax", "--num-heads", N, "-o", plan)
-    assert done.exit_code == 0, done.output
+    done = succeeds("plan", tmp_path / "a.npz", "--to", "flax", "--num-heads", N, "-o", plan)
     plan.write_text(plan.read_text().replace(f'kind = "{old}"', 'kind = "frob"', 1))
     done = cli("convert", tmp_path / "a.npz", out, "--plan", plan)
     text = message(done)

@@ -17,8 +17,8 @@ from jaxmha.converters.migrate import pipeline
 from jaxmha.converters.verify import comparands, comparison
 from jaxmha.params import from_leaves, leaves
 from tests.converters import layers
-from tests.converters.command_line import cli
-from tests.converters.test_every_layout import N, exported, params_of
+from tests.converters.command_line import cli, succeeds
+from tests.converters.test_every_layout import N, exported, model_file, params_of
 
 State = dict[str, NDArray]
 BERT, FLAX = attention_blocks.named("bert"), attention_blocks.named("flax")
@@ -265,8 +265,7 @@ def test_nan_is_carried_over_bit_by_bit(tmp_path: Path) -> None:
     checkpoint.write(tmp_path / "a.npz", state)
     command = ["convert", "a.npz", "b.npz", "--to", "flax", "--num-heads", str(N), "--json"]
     paths = [str(tmp_path / word) if word.endswith("npz") else word for word in command]
-    done = cli(*paths)
-    assert done.exit_code == 0, done.output
+    done = succeeds(*paths)
     note = "h.0.attn: query.kernel holds NaN or infinity: no outputs were compared"
     unknown, found = json.loads(done.stdout)["report"]["notes"]
     assert found == note
@@ -275,8 +274,7 @@ def test_nan_is_carried_over_bit_by_bit(tmp_path: Path) -> None:
 
 def test_inspect_says_why(tmp_path: Path) -> None:
     state = exported("gpt2", "h.0.attn") | exported("gpt2", "h.1.attn") | exported("bert", "x")
-    checkpoint.write(tmp_path / "a.npz", state)
-    (tmp_path / "config.json").write_text(json.dumps({"n_head": N}))
+    model_file(tmp_path / "a.npz", state, {"n_head": N})
     found = json.loads(cli("inspect", tmp_path / "a.npz", "--json").stdout)["blocks"]
     first, last = found[0], found[2]
     assert (first["family"], first["pattern"]) == ("GPT-2", "h.{i}.attn")

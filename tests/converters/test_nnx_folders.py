@@ -11,7 +11,7 @@ from flax import nnx
 
 from jaxmha import checkpoint
 from jaxmha.converters import migrate, verify
-from tests.converters.command_line import cli, printed
+from tests.converters.command_line import printed, succeeds
 
 N, D = 3, 15
 
@@ -38,20 +38,16 @@ def test_every_command_reads_the_same_names(folder: Path, tmp_path: Path) -> Non
     assert [(b.prefix, b.layout, b.num_heads) for b in info.blocks] == [("attention", "flax", N)]
     assert [layer.prefix for layer in info.layers] == ["head"]
     target = tmp_path / "torch.safetensors"
-    done = cli("convert", folder, target, "--to", "torch")
-    assert done.exit_code == 0, printed(done)
+    succeeds("convert", folder, target, "--to", "torch")
     assert verify.compare(folder, target).same
-    shown = cli("describe", folder)
-    assert shown.exit_code == 0, printed(shown)
-    assert "attention" in printed(shown)
+    assert "attention" in printed(succeeds("describe", folder))
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_nnx_restores_a_converted_folder(folder: Path, tmp_path: Path) -> None:
     """A folder of a state is converted to a folder of a state."""
     target = tmp_path / "wide.orbax"
-    done = cli("convert", folder, target, "--to", "flax", "--dtype", "float64")
-    assert done.exit_code == 0, printed(done)
+    succeeds("convert", folder, target, "--to", "flax", "--dtype", "float64")
     with checkpoint.open(folder) as a, checkpoint.open(target) as b:
         assert set(a) == set(b)
         np.testing.assert_array_equal(a["head/kernel/value"], b["head/kernel/value"])

@@ -15,6 +15,7 @@ from jaxmha.checkpoint.limits import Budget, Limits
 from jaxmha.converters import positions_of
 from jaxmha.converters.discovery import attention_blocks, behaviours, described, hf_config
 from jaxmha.converters.migrate import pipeline
+from tests.converters.test_every_layout import model_file
 
 D, N, H, K = 15, 3, 5, 1
 
@@ -63,8 +64,7 @@ def test_head_counts_of_diffusers(config: Any, expected: Any, tmp_path: Path) ->
     for prefix, width in UNET.items():
         state |= linears(prefix, width, TO)
     path = tmp_path / "diffusion_pytorch_model.safetensors"
-    checkpoint.write(path, state)
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    model_file(path, state, config)
     assert tuple(heads_of(path).values()) == expected
     done = pipeline.convert(path, tmp_path / "made.safetensors", to="flax")
     assert len(done.blocks) == len(UNET)

@@ -13,9 +13,9 @@ from jaxmha.converters.discovery import attention_blocks
 from jaxmha.converters.layout import transform
 from jaxmha.converters.migrate import pipeline
 from jaxmha.converters.verify import attribution, comparands, comparison, other_tensors
-from tests.converters.command_line import cli
+from tests.converters.command_line import cli, succeeds
 from tests.converters.test_every_layout import N as HEADS
-from tests.converters.test_every_layout import exported, params_of
+from tests.converters.test_every_layout import exported, model_file, params_of
 
 N, D, V = 2, 8, 11
 
@@ -47,8 +47,7 @@ def bert() -> dict[str, np.ndarray]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """BERT and what it is converted to."""
     path = tmp_path_factory.mktemp("outside")
-    checkpoint.write(path / "bert.safetensors", bert())
-    (path / "config.json").write_text(json.dumps({"num_attention_heads": N, "hidden_size": D}))
+    model_file(path / "bert.safetensors", bert(), {"num_attention_heads": N, "hidden_size": D})
     for name, layout in (("flax.safetensors", "flax"), ("keras.weights.h5", "keras")):
         pipeline.convert(path / "bert.safetensors", path / name, to=layout)
     return path
@@ -226,8 +225,7 @@ def test_attribute_names_differences_outside_its_block(folder: Path) -> None:
 def test_unchecked_conversions_are_not_called_verified(folder: Path, tmp_path: Path) -> None:
     source, target = folder / "bert.safetensors", tmp_path / "a.safetensors"
     arguments = ["convert", str(source), str(target), "--to", "flax", "--check", "none"]
-    result = cli(*arguments)
-    assert result.exit_code == 0
+    result = succeeds(*arguments)
     assert "verified" not in result.stdout
     assert "not compared with the source" in " ".join(result.stdout.split())
 

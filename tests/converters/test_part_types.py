@@ -19,6 +19,7 @@ from jaxmha.converters.discovery import (
 )
 from jaxmha.converters.verify import load_block
 from tests.converters.configuration_classes import classes_of
+from tests.converters.test_every_layout import model_file
 
 pytestmark = pytest.mark.filterwarnings("default")
 # Model types of models whose text part leaves out its model type in these tests -> settings of it.
@@ -74,8 +75,7 @@ def test_older_files_have_the_text_model_at_their_top(model_type: str, tmp_path:
         state = {name.format(i, x): np.ones((16, 16)) for i in range(2) for x in "qkvo"}
         folder = tmp_path / f"{len(read)}"
         folder.mkdir()
-        checkpoint.write(folder / "model.safetensors", state)
-        (folder / "config.json").write_text(json.dumps(config))
+        model_file(folder / "model.safetensors", state, config)
         read.append([[*of(folder).values()] for of in (positions_of, masks_of)])
     assert read[0] == read[1]
     positions, masks = read[0]

@@ -17,8 +17,8 @@ from jaxmha.converters.layout import transform
 from jaxmha.converters.migrate import pipeline, plan_toml
 from jaxmha.converters.migrate.plans import Plan, Step, make
 from jaxmha.converters.migrate.resolved import resolve
-from tests.converters.command_line import cli
-from tests.converters.test_every_layout import N, params_of
+from tests.converters.command_line import cli, succeeds
+from tests.converters.test_every_layout import N, model_file, params_of
 
 State = dict[str, Any]
 
@@ -42,10 +42,11 @@ def model() -> State:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("plan") / "model.safetensors"
-    checkpoint.write(path, model())
-    (path.parent / "config.json").write_text(json.dumps({"n_head": N, "layer_norm_eps": 1e-12}))
-    return path
+    return model_file(
+        tmp_path_factory.mktemp("plan") / "model.safetensors",
+        model(),
+        {"n_head": N, "layer_norm_eps": 1e-12},
+    )
 
 
 @pytest.fixture(scope="module")
@@ -112,8 +113,7 @@ def test_a_file_without_attention_is_noted(tmp_path: Path) -> None:
 def test_a_file_whose_name_is_no_text_has_a_plan(tmp_path: Path) -> None:
     path = tmp_path / os.fsdecode(b"n\xff.safetensors")
     checkpoint.write(path, model())
-    done = cli("plan", path, "--to", "flax", "--num-heads", N, "-o", tmp_path / "p.toml")
-    assert done.exit_code == 0, done.output
+    succeeds("plan", path, "--to", "flax", "--num-heads", N, "-o", tmp_path / "p.toml")
     assert plan_toml.read(tmp_path / "p.toml").source.endswith(".safetensors")
 
 
@@ -132,8 +132,7 @@ def test_edited_plans_are_followed(plan: Plan, source: Path, tmp_path: Path) -> 
     new = 'kind = "linear"\nlayout = "torch"\nfrom = "mystery"\nto = "known"'
     path, target = tmp_path / "plan.toml", tmp_path / "a.npz"
     path.write_text(text.replace(old, new))
-    done = cli("convert", source, target, "--plan", path, "--json")
-    assert done.exit_code == 0, done.output
+    succeeds("convert", source, target, "--plan", path, "--json")
     with checkpoint.open(target) as file:
         np.testing.assert_array_equal(file["known/kernel"], model()["mystery.weight"].T)
         assert "blocks/0/attention/query/kernel" in file
@@ -253,8 +252,7 @@ def test_a_plan_without_a_digest_is_followed_with_a_note(
 
 
 def test_others_are_passed_or_refused_and_always_reported(source: Path, tmp_path: Path) -> None:
-    done = cli("convert", source, tmp_path / "a.npz", "--to", "flax", "--check", "weights")
-    assert done.exit_code == 0, done.output
+    done = succeeds("convert", source, tmp_path / "a.npz", "--to", "flax", "--check", "weights")
     for name in ("mystery.weight", "embeddings.position_ids"):
         assert f"carried over: {name}" in done.stdout
     for command in (["plan", source], ["convert", source, tmp_path / "b.npz"]):
@@ -276,8 +274,7 @@ def test_attention_only(source: Path, tmp_path: Path) -> None:
 
 def test_plan_prints_every_tensor_and_writes_the_file(source: Path, tmp_path: Path) -> None:
     path = tmp_path / "plan.toml"
-    done = cli("plan", source, "--to", "flax", "--output", path)
-    assert done.exit_code == 0, done.output
+    done = succeeds("plan", source, "--to", "flax", "--output", path)
     for name in model():
         assert name in done.stdout
     assert "layer_norm_eps" in done.stdout

@@ -21,7 +21,7 @@ from jaxmha.introspect.heatmaps import picture
 from jaxmha.introspect.text_weights import text_weights
 from tests import drawn
 from tests.converters import live_model
-from tests.converters.command_line import cli, fails
+from tests.converters.command_line import cli, fails, succeeds
 from tests.promotion import foreign
 
 B, N, T, S = 2, 5, 3, 7
@@ -205,8 +205,7 @@ def test_command_draws_stored_weights(folder: Path) -> None:
     arguments = ("plot", folder / "batch.npz", "--array", "a", "--batch", 1, "--heads", "3,0")
     (folder / "tokens.txt").write_text("\n".join(KEYS))  # of which one line has a space
     more = ("--tokens", f"@{folder}/tokens.txt", "--output", out)
-    done = cli(*arguments, *more)
-    assert done.exit_code == 0, done.output
+    done = succeeds(*arguments, *more)
     assert all(token in done.stdout for token in ("[CLS]", "[SEP]"))
     assert "head 3" in out.read_text()
     assert "fat cat" in out.read_text()
@@ -222,8 +221,7 @@ def test_command_draws_stored_weights(folder: Path) -> None:
 def test_command_draws_a_block(folder: Path) -> None:
     out = folder / "block.png"
     arguments = ("plot", folder / "layer.safetensors", "--inputs", folder / "inputs.npz")
-    done = cli(*arguments, "--num-heads", 4, "--output", out, "--json")
-    assert done.exit_code == 0, done.output
+    done = succeeds(*arguments, "--num-heads", 4, "--output", out, "--json")
     with np.load(folder / "inputs.npz") as arrays:
         inputs = dict(arrays)
     with checkpoint.open(folder / "layer.safetensors") as file:

@@ -16,7 +16,7 @@ import pytest
 from jaxmha import checkpoint
 from jaxmha.cli.__main__ import _piped, main
 from jaxmha.converters.migrate import multiprocess, pipeline
-from tests.converters.command_line import cli, message
+from tests.converters.command_line import cli, message, succeeds
 from tests.converters.test_every_layout import exported
 
 # Replaces an import by something that goes wrong, then starts the command line.
@@ -185,8 +185,7 @@ def test_a_bias_of_zeros_is_not_printed_as_a_difference(tmp_path: Path) -> None:
     for name, zero in (("plus.npz", 0.0), ("minus.npz", -0.0)):
         state["a/out/bias"] = np.full_like(state["a/out/bias"], zero)
         checkpoint.write(tmp_path / name, state)
-    done = cli("verify", tmp_path / "plus.npz", tmp_path / "minus.npz")
-    assert done.exit_code == 0, done.output
+    done = succeeds("verify", tmp_path / "plus.npz", tmp_path / "minus.npz")
     table = done.stdout.split("error: RMS")[0]
     assert "zeros" in table
     assert "differ" not in table

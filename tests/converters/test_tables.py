@@ -9,7 +9,7 @@ import pytest
 
 from jaxmha import checkpoint
 from jaxmha.cli import console
-from tests.converters.command_line import cli, fails
+from tests.converters.command_line import cli, fails, succeeds
 
 NAMES = [f"bert.encoder.layer.{n}.attention" for n in range(2)]
 
@@ -104,8 +104,7 @@ def test_match_rounds_to_a_dtype_that_is_asked_for(model: Path, tmp_path: Path) 
     wrong = cli("match", model, target, "--to", made)
     assert wrong.exit_code == 2
     assert "pass dtype='float16' (--dtype float16) to round them" in wrong.stderr
-    done = cli("match", model, target, "--to", made, "--dtype", "float16")
-    assert done.exit_code == 0, done.output
+    succeeds("match", model, target, "--to", made, "--dtype", "float16")
     with checkpoint.open(made) as file:
         for name, x in state.items():
             np.testing.assert_array_equal(file[name], x.astype(np.float16))
@@ -116,7 +115,6 @@ def test_a_block_with_nan_says_why_no_output_was_run(model: Path) -> None:
         state = {name: np.array(file[name]) for name in file}
     state[f"{NAMES[0]}.self.query.weight"][0, 0] = np.nan
     checkpoint.write(model, state, force=True)
-    done = cli("verify", model, model, "--num-heads", "2")
-    assert done.exit_code == 0
+    done = succeeds("verify", model, model, "--num-heads", "2")
     assert "│ not run" in done.stdout
     assert "query.kernel holds NaN or infinity: bits were compared, outputs were not" in done.stdout

@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxmha import checkpoint
 from jaxmha.converters.discovery import architectures, head_count, signs, unconverted, unlike
 from jaxmha.converters.migrate import pipeline
-from tests.converters.command_line import cli
+from tests.converters.command_line import cli, succeeds
 from tests.converters.test_every_layout import N, exported, model_file
 
 
@@ -214,8 +213,7 @@ def test_sinusoids_of_boxes_are_no_rotary_positions(tmp_path: Path) -> None:
 def test_what_is_around_attention_under_other_names_is_named(tmp_path: Path) -> None:
     """Names of no layout and of no role: the linear layers are converted all the same."""
     state = {f"layers.0.mixer.{x}.weight": np.ones((6, 6), np.float32) for x in ("W_all", "dense")}
-    checkpoint.write(tmp_path / "a.npz", state)
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gte", "rope_theta": 1e4}))
+    model_file(tmp_path / "a.npz", state, {"model_type": "gte", "rope_theta": 1e4})
     assert any(signs.PARTS["rotary"][0] in x for x in pipeline.inspect(tmp_path / "a.npz").notes)
     for done in (
         pipeline.plan(tmp_path / "a.npz", to="flax")[0],
@@ -245,8 +243,7 @@ def test_a_conversion_by_a_plan_names_it_too(tmp_path: Path) -> None:
         ["plan", str(path), "--to", "linear", "-o", str(plan)],
         ["convert", str(path), str(tmp_path / "b.npz"), "--plan", str(plan)],
     ):
-        done = cli(*command)
-        assert done.exit_code == 0, done.output
+        done = succeeds(*command)
     assert signs.PARTS["alibi"][0] in " ".join(done.stdout.split())
     assert done.stdout.count("ALiBi") == 1
 

@@ -10,7 +10,7 @@ import pytest
 
 from jaxmha import checkpoint
 from jaxmha.converters.discovery import hf_config
-from tests.converters.command_line import cli
+from tests.converters.command_line import cli, succeeds
 
 D = 4
 
@@ -56,8 +56,7 @@ def test_every_command_refuses_it(kind: str, source: Path) -> None:
         assert "config.json cannot be read as JSON" in text, command
         assert text.endswith("correct it, or move it away"), command
     assert not target.exists()
-    done = cli("inspect", source, *heads)
-    assert done.exit_code == 0
+    done = succeeds("inspect", source, *heads)
     assert "note: " in done.stdout
     assert "config.json cannot be read as JSON" in " ".join(done.stdout.split())
 

@@ -1,6 +1,5 @@
 """Vision models of transformers whose attention has names of its own, and norms without a name."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,8 @@ import transformers as t
 from jaxmha import checkpoint, multi_head_attention
 from jaxmha.converters import linear
 from jaxmha.converters.migrate import pipeline
-from tests.converters.command_line import cli
+from tests.converters.command_line import succeeds
+from tests.converters.test_every_layout import model_file
 from tests.converters.test_families import state_of
 
 D, N = 12, 3
@@ -30,15 +30,11 @@ _TEXT = {
 
 
 def saved(folder: Path, model: Any) -> Path:
-    checkpoint.write(folder / "model.safetensors", state_of(model))
-    (folder / "config.json").write_text(json.dumps(model.config.to_dict()))
-    return folder / "model.safetensors"
+    return model_file(folder / "model.safetensors", state_of(model), model.config.to_dict())
 
 
 def run(*arguments: Any) -> str:
-    done = cli(*arguments)
-    assert done.exit_code == 0, done.output
-    return " ".join(done.stdout.split())
+    return " ".join(succeeds(*arguments).stdout.split())
 
 
 def test_blip_packs_queries_keys_and_values(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """Other layers than attention come back by name and value, or their conversion is refused."""
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from jaxmha.converters.migrate import pipeline
 from jaxmha.converters.migrate.plans import Step
 from jaxmha.converters.verify import comparison
 from jaxmha.params import CANONICAL, from_leaves
+from tests.converters.test_every_layout import model_file
 
 N, D = 3, 12
 _RNG = np.random.default_rng(7)
@@ -238,8 +238,7 @@ def test_a_norm_without_a_bias_is_known_or_refused(
     state: dict[str, Any] = block("gpt2" if prefix == GPT2 else "llama", prefix)
     names = [name] if name.endswith("weight") else [f"{name}.weight", f"{name}.bias"]
     state |= {one: drawn(D) for one in names}
-    checkpoint.write(tmp_path / "a.npz", state)
-    (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": N} | config))
+    model_file(tmp_path / "a.npz", state, {"num_attention_heads": N} | config)
     done = pipeline.convert(tmp_path / "a.npz", tmp_path / "b.npz", to="keras")
     with checkpoint.open(tmp_path / "b.npz") as file:
         if expected in ("asked", "carried"):
