@@ -14,14 +14,9 @@ from numpy.typing import DTypeLike
 DTYPES: tuple[str, ...] = ("float32", "bfloat16", "float16", "float64")
 # The fields of a case that are keyword arguments as they are.
 OPTIONS: tuple[str, ...] = (
-    "is_causal",
-    "local_window_size",
-    "scale",
-    "logits_soft_cap",
-    "fully_masked",
-    "dropout_rate",
+    "is_causal", "local_window_size", "scale", "logits_soft_cap", "fully_masked", "dropout_rate",
     "dropout_broadcast",
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

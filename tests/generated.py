@@ -58,15 +58,10 @@ def layouts() -> str:
 
 # Module of the masks, and what it is in words.
 MASKS = {
-    "torch": "torch `nn.MultiheadAttention`",
-    "sdpa": "torch SDPA",
-    "keras": "Keras MHA, GQA",
-    "flax": "Flax linen, nnx",
-    "equinox": "equinox",
-    "jax": "`jax.nn`",
-    "huggingface": "transformers",
-    "handwritten": "hand-written layers",
-}
+    "torch": "torch `nn.MultiheadAttention`", "sdpa": "torch SDPA", "keras": "Keras MHA, GQA",
+    "flax": "Flax linen, nnx", "equinox": "equinox", "jax": "`jax.nn`",
+    "huggingface": "transformers", "handwritten": "hand-written layers",
+}  # fmt: skip
 OUTPUTS = {"nan": "NaN", "zero": "0"}
 OTHER = {"nonzero": "nonzero is True", "added": "floats are added", "refused": "refused"}
 

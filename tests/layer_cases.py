@@ -10,30 +10,14 @@ from numpy.typing import DTypeLike
 
 # Leaves of MHAParams and their axes, as the contract has them.
 LEAVES: dict[str, str] = {
-    "query.kernel": "Dq N H",
-    "query.bias": "N H",
-    "key.kernel": "Dk K H",
-    "key.bias": "K H",
-    "value.kernel": "Dv K h",
-    "value.bias": "K h",
-    "out.kernel": "N h Do",
-    "out.bias": "Do",
-    "bias_k": "K H",
-    "bias_v": "K h",
-    "query_norm": "H",
-    "key_norm": "H",
-    "query_norm_heads": "N H",
-    "key_norm_heads": "K H",
-    "query_norm_bias": "H",
-    "key_norm_bias": "H",
-    "query_norm_bias_heads": "N H",
-    "key_norm_bias_heads": "K H",
-    "sinks": "N",
-    "gate.kernel": "Dq N h",
-    "gate.bias": "N h",
-    "gate_heads.kernel": "Dq N",
+    "query.kernel": "Dq N H", "query.bias": "N H", "key.kernel": "Dk K H", "key.bias": "K H",
+    "value.kernel": "Dv K h", "value.bias": "K h", "out.kernel": "N h Do", "out.bias": "Do",
+    "bias_k": "K H", "bias_v": "K h", "query_norm": "H", "key_norm": "H", "query_norm_heads": "N H",
+    "key_norm_heads": "K H", "query_norm_bias": "H", "key_norm_bias": "H",
+    "query_norm_bias_heads": "N H", "key_norm_bias_heads": "K H", "sinks": "N",
+    "gate.kernel": "Dq N h", "gate.bias": "N h", "gate_heads.kernel": "Dq N",
     "gate_heads.bias": "N",
-}
+}  # fmt: skip
 BIASES: tuple[str, ...] = ("query.bias", "key.bias", "value.bias")
 OUT: tuple[str, ...] = ("out.kernel", "out.bias")
 
@@ -138,14 +122,9 @@ _NORMS = ("query_norm", "key_norm")
 _HEAD_NORMS = ("query_norm_heads", "key_norm_heads")
 _NORM_BIASES = ("query_norm_bias", "key_norm_bias")
 _EVERY_CONDITION = (
-    "causal_offset",
-    "local_window_size",
-    "query_seq_lengths",
-    "key_value_seq_lengths",
-    "query_padding",
-    "key_value_padding",
-    "segment_ids",
-)
+    "causal_offset", "local_window_size", "query_seq_lengths", "key_value_seq_lengths",
+    "query_padding", "key_value_padding", "segment_ids",
+)  # fmt: skip
 
 LAYERS: tuple[LayerCase, ...] = (
     LayerCase("plain"),

@@ -22,13 +22,8 @@ from jaxmha.converters.discovery import attention_blocks, model_families, model_
 
 _CLASSES = ("AutoModel", "AutoModelForCausalLM", "AutoModelForImageTextToText")
 _LAYERS = (
-    "num_hidden_layers",
-    "n_layer",
-    "n_layers",
-    "num_layers",
-    "encoder_layers",
-    "decoder_layers",
-)
+    "num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers",
+)  # fmt: skip
 _MOST = 8
 _LIMIT = 60  # seconds for one type
 

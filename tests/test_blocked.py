@@ -38,17 +38,10 @@ def tiny(request: Any, monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.mark.parametrize(
     "name",
     [
-        "multi_query",
-        "bias_per_head",
-        "mask_rows",
-        "causal_long",
-        "window_sides",
-        "empty_mean_lengths",
-        "dropout",
-        "dropout_shared",
-        "everything",
+        "multi_query", "bias_per_head", "mask_rows", "causal_long", "window_sides",
+        "empty_mean_lengths", "dropout", "dropout_shared", "everything",
     ],
-)
+)  # fmt: skip
 def test_values(name: str, tiny: str) -> None:
     conformance.values(BY_NAME[name], tiny, "float32", jit=True)
 

@@ -19,16 +19,9 @@ from tests.test_cache import B, D, T, make
 
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e3m4")
 NO_STORAGE = (
-    "int8",
-    "uint8",
-    "int32",
-    "bool",
-    "complex64",
-    "int4",
-    "float8_e8m0fnu",
-    "float4_e2m1fn",
+    "int8", "uint8", "int32", "bool", "complex64", "int4", "float8_e8m0fnu", "float4_e2m1fn",
     "float6_e2m3fn",
-)
+)  # fmt: skip
 
 
 def hand_made(cache: KVCache, dtype: Any) -> KVCache:

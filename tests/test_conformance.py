@@ -18,15 +18,9 @@ from tests.conformance import by_implementation
 pytestmark = pytest.mark.usefixtures("every_size")
 # float64 takes most cases; other dtypes differ by their casts alone.
 SOME = (
-    "plain",
-    "multi_query",
-    "bias_excludes",
-    "soft_cap",
-    "empty_nan",
-    "empty_mean",
-    "empty_mean_dropout",
-    "everything",
-)
+    "plain", "multi_query", "bias_excludes", "soft_cap", "empty_nan", "empty_mean",
+    "empty_mean_dropout", "everything",
+)  # fmt: skip
 
 
 @pytest.mark.everyday(case=SOME)
@@ -145,20 +139,11 @@ def test_gradients_float64(implementation: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "multi_query",
-        "unbatched",
-        "bias_per_head",
-        "causal_long",
-        "empty_zero",
-        "empty_nan",
-        "empty_mean",
-        "empty_mean_lengths",
-        "no_keys_left",
-        "one_key",
-        "dropout_shared",
+        "multi_query", "unbatched", "bias_per_head", "causal_long", "empty_zero", "empty_nan",
+        "empty_mean", "empty_mean_lengths", "no_keys_left", "one_key", "dropout_shared",
         "everything",
     ],
-)
+)  # fmt: skip
 def test_gradients_of_case(implementation: str, name: str) -> None:
     conformance.gradients(BY_NAME[name], implementation, "float32", entries=5)
 

@@ -198,15 +198,10 @@ def test_posix_is_named_in_one_module_of_a_room() -> None:
 @pytest.mark.parametrize(
     "source",
     [
-        "import fcntl",
-        "from os import preadv",
-        "os.O_NOFOLLOW",
-        "signal.SIGPIPE",
-        "os.stat(name, dir_fd=3)",
-        "os.open(path, os.O_RDONLY)",
-        "def f():\n    import resource",
+        "import fcntl", "from os import preadv", "os.O_NOFOLLOW", "signal.SIGPIPE",
+        "os.stat(name, dir_fd=3)", "os.open(path, os.O_RDONLY)", "def f():\n    import resource",
     ],
-)
+)  # fmt: skip
 def test_posix_is_noticed(source: str) -> None:
     assert NAMED.search(source)
     assert list(posix_names(ast.parse(source)))

@@ -11,14 +11,9 @@ from tests.checkpoint.flips import flipped, sample, write
 
 # By suffix, every how many bits a flip is tried in every run.
 SUFFIXES = {
-    ".safetensors": 211,
-    ".pt": 997,
-    ".weights.h5": 2503,
-    ".npz": 307,
-    ".safetensors.index.json": 499,
-    ".bin.index.json": 997,
-    ".orbax": 1499,
-}
+    ".safetensors": 211, ".pt": 997, ".weights.h5": 2503, ".npz": 307,
+    ".safetensors.index.json": 499, ".bin.index.json": 997, ".orbax": 1499,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)

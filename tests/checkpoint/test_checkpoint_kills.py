@@ -8,15 +8,9 @@ from pathlib import Path
 import pytest
 
 SUFFIXES = (
-    ".safetensors",
-    ".pt",
-    ".weights.h5",
-    ".npz",
-    ".safetensors.index.json",
-    ".bin.index.json",
-    ".orbax",
-    ".toml",
-)
+    ".safetensors", ".pt", ".weights.h5", ".npz", ".safetensors.index.json", ".bin.index.json",
+    ".orbax", ".toml",
+)  # fmt: skip
 
 
 def _kill(suffix: str, *options: str) -> dict[str, int]:

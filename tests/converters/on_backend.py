@@ -216,16 +216,10 @@ def other_layers_are_refused() -> None:
 
 
 CHECKS = (
-    a_layer_makes_the_round_trip,
-    outputs_are_those_of_jaxmha,
-    masks_are_read_and_written,
-    masks_of_tensors_are_noted,
-    differences_are_attributed,
-    a_model_is_filled_from_each_source,
-    a_proof_names_the_layer_that_departs,
-    layers_and_models_are_of_keras,
-    other_layers_are_refused,
-)
+    a_layer_makes_the_round_trip, outputs_are_those_of_jaxmha, masks_are_read_and_written,
+    masks_of_tensors_are_noted, differences_are_attributed, a_model_is_filled_from_each_source,
+    a_proof_names_the_layer_that_departs, layers_and_models_are_of_keras, other_layers_are_refused,
+)  # fmt: skip
 
 if __name__ == "__main__":
     if keras.backend.backend() != "tensorflow":

@@ -27,15 +27,9 @@ from jaxmha.introspect.node import Node
 
 # Primes, and so large that products are plain ones: small ones are summed in blocks of four.
 SIZES: dict[str, Any] = {
-    "num_heads": 6,
-    "num_kv_heads": 3,
-    "head_dim": 31,
-    "value_head_dim": 37,
-    "features": 41,
-    "key_features": 43,
-    "value_features": 47,
-    "out_features": 53,
-}
+    "num_heads": 6, "num_kv_heads": 3, "head_dim": 31, "value_head_dim": 37, "features": 41,
+    "key_features": 43, "value_features": 47, "out_features": 53,
+}  # fmt: skip
 LENGTHS: dict[str, Any] = {"query_len": 509, "kv_len": 601, "batch": 2}
 SQUARE: dict[str, Any] = {"num_heads": 4, "features": 20}
 

@@ -181,20 +181,9 @@ def test_nothing_correct_is_accused(draws: int) -> None:
 
 # Layouts that hold every square layer with all its biases.
 HOLDING = [
-    "torch",
-    "keras",
-    "keras-file",
-    "flax",
-    "bert",
-    "vit",
-    "timm",
-    "gpt2",
-    "gpt-neox",
-    "linear",
-    "llama",
-    "equinox",
-    "haiku",
-]
+    "torch", "keras", "keras-file", "flax", "bert", "vit", "timm", "gpt2", "gpt-neox", "linear",
+    "llama", "equinox", "haiku",
+]  # fmt: skip
 
 
 def test_other_weights_are_not_explained() -> None:
@@ -279,13 +268,8 @@ def live_block(
 
 
 DONE = (
-    "inverted mask",
-    "mask ignored",
-    "missing scale",
-    "key and value exchanged",
-    "noise",
-    "right",
-)
+    "inverted mask", "mask ignored", "missing scale", "key and value exchanged", "noise", "right",
+)  # fmt: skip
 
 
 @pytest.mark.everyday(name=["inverted mask"], draws=[24])

@@ -15,17 +15,9 @@ from jaxmha.converters.verify import attribution, comparands, comparison
 from jaxmha.equinox import MultiheadAttention
 
 SIZES: dict[str, Any] = {
-    "num_heads": 3,
-    "query_size": 13,
-    "key_size": 11,
-    "value_size": 17,
-    "output_size": 7,
-    "qk_size": 5,
-    "vo_size": 2,
-    "use_query_bias": True,
-    "use_value_bias": True,
-    "dropout_p": 0.5,
-}
+    "num_heads": 3, "query_size": 13, "key_size": 11, "value_size": 17, "output_size": 7,
+    "qk_size": 5, "vo_size": 2, "use_query_bias": True, "use_value_bias": True, "dropout_p": 0.5,
+}  # fmt: skip
 
 
 def _equinox() -> Any:

@@ -49,17 +49,10 @@ TEXTS = {
 
 # Both parse them by `toml_text`.
 EVERYDAY = (
-    "dotted_key",
-    "dotted_key_after_a_string_of_lines",
-    "dotted_key_after_literal_lines",
-    "dotted_key_after_four_quotes",
-    "deep_tables",
-    "digits",
-    "many_tables",
-    "many_parts",
-    "many_lists",
-    "carriage_returns",
-)
+    "dotted_key", "dotted_key_after_a_string_of_lines", "dotted_key_after_literal_lines",
+    "dotted_key_after_four_quotes", "deep_tables", "digits", "many_tables", "many_parts",
+    "many_lists", "carriage_returns",
+)  # fmt: skip
 
 
 @pytest.mark.slow_variants(

@@ -28,14 +28,9 @@ from tests.converters.test_every_layout import exported, model_file
 from tests.rewrite import rewrite
 
 KEYS = (
-    *head_count.CONFIG_KEYS,
-    *hf_config.BEHAVIOUR,
-    "layer_norm_eps",
-    "layer_norm_epsilon",
-    "rms_norm_eps",
-    "model_type",
-    "text_config",
-)
+    *head_count.CONFIG_KEYS, *hf_config.BEHAVIOUR, "layer_norm_eps", "layer_norm_epsilon",
+    "rms_norm_eps", "model_type", "text_config",
+)  # fmt: skip
 # One of each reader: counts of heads, behaviour, norms, the type, and a part of the model.
 EVERYDAY = ["n_head", "attn_logit_softcapping", "rms_norm_eps", "model_type", "text_config"]
 NASTY = {

@@ -25,14 +25,9 @@ YARN = {
 }  # fmt: skip
 # Model type -> name of its classes, and whether its output passes an attention mask by name.
 MODELS = {
-    "deepseek_v2": "DeepseekV2",
-    "deepseek_v3": "DeepseekV3",
-    "glm4_moe_lite": "Glm4MoeLite",
-    "youtu": "Youtu",
-    "axk1": "AXK1",
-    "minicpm3": "MiniCPM3",
-    "mistral4": "Mistral4",
-}
+    "deepseek_v2": "DeepseekV2", "deepseek_v3": "DeepseekV3", "glm4_moe_lite": "Glm4MoeLite",
+    "youtu": "Youtu", "axk1": "AXK1", "minicpm3": "MiniCPM3", "mistral4": "Mistral4",
+}  # fmt: skip
 _BETA, _FLOOR = "llama_4_scaling_beta", "original_max_position_embeddings"
 _MISTRAL = {"model_type": "mistral4", "qk_nope_head_dim": 4, "qk_rope_head_dim": 8}
 

@@ -29,17 +29,9 @@ from tests import layer_cases, reference
 from tests.test_layer import BY_NAME, params_of, semantics_of
 
 NEW = (
-    "norm_bias",
-    "norm_heads_weights",
-    "norm_all_heads",
-    "norm_all_heads_layer",
-    "norm_unlearned",
-    "norm_offset",
-    "clip",
-    "sinks",
-    "gate",
-    "gate_heads",
-)
+    "norm_bias", "norm_heads_weights", "norm_all_heads", "norm_all_heads_layer", "norm_unlearned",
+    "norm_offset", "clip", "sinks", "gate", "gate_heads",
+)  # fmt: skip
 
 
 def drawn(name: str) -> tuple[Any, Semantics, list[Any]]:

@@ -254,15 +254,10 @@ def test_unknown_optimizers_are_found_by_their_groups(tmp_path: Path) -> None:
 
 def test_names_of_optimizers() -> None:
     theirs = [
-        "optimizer_states.0.state.0.exp_avg",
-        "opt_state/0/count",
-        "mine.state.3.step",
-        "mine.state.3.exp_avg_sq",
-        "mine.state.3.exp_avg",
-        "0/mu/dense/kernel",
-        "0/nu/dense/kernel",
+        "optimizer_states.0.state.0.exp_avg", "opt_state/0/count", "mine.state.3.step",
+        "mine.state.3.exp_avg_sq", "mine.state.3.exp_avg", "0/mu/dense/kernel", "0/nu/dense/kernel",
         "optimizer/vars/0",
-    ]
+    ]  # fmt: skip
     weights = ["opt.layers.0.weight", "mu/kernel", "model.state.3.weight", "vae.nu", "vae.mu"]
     assert optimizer_state.find([*weights, *theirs]) == theirs
 

@@ -56,18 +56,9 @@ def bert(folder: Path, count: int = 2) -> Path:
 
 # One of each way to name and pack arrays, and two that cannot hold the block.
 EVERYDAY = [
-    "torch",
-    "keras",
-    "flax",
-    "vit",
-    "gpt2",
-    "gpt-neox",
-    "llama",
-    "equinox",
-    "haiku",
-    "linear-packed",
-    "t5",
-]
+    "torch", "keras", "flax", "vit", "gpt2", "gpt-neox", "llama", "equinox", "haiku",
+    "linear-packed", "t5",
+]  # fmt: skip
 
 
 @pytest.mark.everyday(layout=EVERYDAY)

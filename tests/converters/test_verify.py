@@ -85,16 +85,10 @@ def test_files_of_every_format(params: MHAParams, layer: Any, tmp_path: Path) ->
 @pytest.mark.parametrize(
     "leaf",
     [
-        "query.kernel",
-        "query.bias",
-        "key.kernel",
-        "key.bias",
-        "value.kernel",
-        "value.bias",
-        "out.kernel",
-        "out.bias",
+        "query.kernel", "query.bias", "key.kernel", "key.bias", "value.kernel", "value.bias",
+        "out.kernel", "out.bias",
     ],
-)
+)  # fmt: skip
 def test_one_bit_is_seen_and_named(params: MHAParams, layer: Any, leaf: str) -> None:
     place = tuple(size - 2 for size in np.shape(leaves(params)[leaf]))
     found = report(layer, spoiled(params, leaf, next_up(place)))

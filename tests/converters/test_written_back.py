@@ -70,17 +70,8 @@ LAYERS: dict[str, dict[str, tuple[int, ...]]] = {
 
 SOURCES = ("linear", "bert", "gpt2", "torch", "t5", "flax", "keras", "haiku")
 TARGETS = (
-    "flax",
-    "keras",
-    "haiku",
-    "torch",
-    "linear",
-    "bert",
-    "llama",
-    "gpt2",
-    "timm",
-    "annotated",
-)
+    "flax", "keras", "haiku", "torch", "linear", "bert", "llama", "gpt2", "timm", "annotated",
+)  # fmt: skip
 
 
 def block(layout: str, prefix: str) -> dict[str, NDArray]:

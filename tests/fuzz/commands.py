@@ -202,10 +202,6 @@ def match(folder: Path) -> Target:
 
 
 TARGETS: dict[str, Callable[[Path], Target]] = {
-    "quantised": quantised,
-    "hub": hub,
-    "match": match,
-    "config.json": config,
-    "plan.toml": plan,
+    "quantised": quantised, "hub": hub, "match": match, "config.json": config, "plan.toml": plan,
     "commands": commands,
-}
+}  # fmt: skip

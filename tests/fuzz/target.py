@@ -23,15 +23,10 @@ from tests.fuzz.json_changes import changed
 
 # Reader -> the sound file that damage starts from. Of several files, each is damaged in turn.
 READERS = {
-    "safetensors": "sound_safetensors",
-    "torch": "sound_torch",
-    "keras_h5": "sound_keras",
-    "npz": "sound_npz",
-    "keras": "sound_keras_archive",
-    "sharded": "sound_sharded",
-    "orbax": "sound_orbax_of_files",
-    "gguf": "sound_gguf",
-}
+    "safetensors": "sound_safetensors", "torch": "sound_torch", "keras_h5": "sound_keras",
+    "npz": "sound_npz", "keras": "sound_keras_archive", "sharded": "sound_sharded",
+    "orbax": "sound_orbax_of_files", "gguf": "sound_gguf",
+}  # fmt: skip
 LIMITS = checkpoint.Limits(logical_bytes=64 << 20, chunk_bytes=1 << 20)
 
 

@@ -270,13 +270,9 @@ def folder(at: Path, config: dict[str, Any], norms: bool = False) -> Path:
 
 
 GEMMA = {
-    "model_type": "gemma2",
-    "query_pre_attn_scalar": 9,
-    "attn_logit_softcapping": 50.0,
-    "head_dim": 4,
-    "num_key_value_heads": 4,
-    "sliding_window": 4,
-}
+    "model_type": "gemma2", "query_pre_attn_scalar": 9, "attn_logit_softcapping": 50.0,
+    "head_dim": 4, "num_key_value_heads": 4, "sliding_window": 4,
+}  # fmt: skip
 LIKE_GEMMA = {"semantics": Semantics(scale=1 / 3, logits_soft_cap=50.0)}
 LLAMA = {"model_type": "llama"}
 QWEN = {"model_type": "qwen3", "rms_norm_eps": 1e-6, "head_dim": 4, "num_key_value_heads": 4}

@@ -230,43 +230,11 @@ TRAPS: dict[str, Callable[[Drawn, np.random.Generator], None]] = {
 
 
 NEUTRAL = [
-    "alpha",
-    "mixer",
-    "foo",
-    "main",
-    "side",
-    "branch",
-    "res",
-    "skip",
-    "core",
-    "tap",
-    "left",
-    "right",
-    "mid",
-    "post",
-    "pre",
-    "proj",
-    "lin",
-    "x",
-    "z",
-    "ax",
-    "bx",
-    "fuse",
-    "merge",
-    "apply",
-    "transform",
-    "body",
-    "unit",
-    "node",
-    "cell",
-    "path",
-    "flow",
-    "shared",
-    "extra",
-    "adapter",
-    "scale",
-    "shift",
-]
+    "alpha", "mixer", "foo", "main", "side", "branch", "res", "skip", "core", "tap", "left",
+    "right", "mid", "post", "pre", "proj", "lin", "x", "z", "ax", "bx", "fuse", "merge", "apply",
+    "transform", "body", "unit", "node", "cell", "path", "flow", "shared", "extra", "adapter",
+    "scale", "shift",
+]  # fmt: skip
 
 
 def without_names(drawn: Drawn, rng: np.random.Generator) -> None:

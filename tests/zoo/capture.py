@@ -229,17 +229,9 @@ def _sdpa(watch: Watch, real: Any) -> Any:
 
 
 _COPIES = (
-    "masked_fill",
-    "to",
-    "type_as",
-    "type",
-    "float",
-    "double",
-    "__mul__",
-    "mul",
-    "contiguous",
+    "masked_fill", "to", "type_as", "type", "float", "double", "__mul__", "mul", "contiguous",
     "clone",
-)
+)  # fmt: skip
 
 
 @contextmanager

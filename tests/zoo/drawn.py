@@ -109,14 +109,10 @@ def _sounds(config: Any, name: str) -> Iterator[dict[str, Any]]:
 
 
 _MAKERS = {
-    "input_ids": _texts,
-    "pixel_values": _images,
-    "pixel_values_videos": _images,
-    "input_features": _sounds,
-    "input_values": _sounds,
-    "audio_values": _sounds,
+    "input_ids": _texts, "pixel_values": _images, "pixel_values_videos": _images,
+    "input_features": _sounds, "input_values": _sounds, "audio_values": _sounds,
     "audio_mel": _sounds,
-}
+}  # fmt: skip
 
 
 def _ones(config: Any, made: dict[str, Any]) -> Any:
@@ -142,16 +138,10 @@ def _boxes(config: Any, made: dict[str, Any]) -> Any:
 
 
 _NEEDED = {
-    "input_features_mask": _ones,
-    "encoder_hidden_states": _states,
-    "pixel_attention_mask": _ones,
-    "spatial_shapes": _places,
-    "attention_mask": _ones,
-    "audio_mel_mask": _ones,
-    "grid_thw": _grid,
-    "image_grid_thw": _grid,
-    "bbox": _boxes,
-}
+    "input_features_mask": _ones, "encoder_hidden_states": _states, "pixel_attention_mask": _ones,
+    "spatial_shapes": _places, "attention_mask": _ones, "audio_mel_mask": _ones, "grid_thw": _grid,
+    "image_grid_thw": _grid, "bbox": _boxes,
+}  # fmt: skip
 
 
 def _first(config: Any, name: str, default: Any) -> Any:

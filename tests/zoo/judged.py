@@ -18,13 +18,8 @@ from tests.zoo.overrides import NO_ATTENTION
 
 # Words of notes on what happens after the softmax, and on what happens before it.
 AFTER = (
-    "a gate",
-    "clipped",
-    "factors on the inputs",
-    "another form",
-    "sinks",
-    "another head count",
-)
+    "a gate", "clipped", "factors on the inputs", "another form", "sinks", "another head count",
+)  # fmt: skip
 BEFORE = (
     "relative positions", "norms of queries", "a scale of", "a soft cap", "a factor of the logits",
     "windows", "a mask of its own",
@@ -33,17 +28,9 @@ UNKNOWN = "the model may compute more around its projections (positions, biases 
 POSITIONS = ("rotary", "ALiBi", "relative")
 # Order of severity: the class of a type is that of its worst block.
 CLASSES = (
-    "silently wrong",
-    "not found",
-    "misleading",
-    "refused",
-    "carried, said",
-    "parts said",
-    "positions said",
-    "masks said",
-    "not run",
-    "right",
-)
+    "silently wrong", "not found", "misleading", "refused", "carried, said", "parts said",
+    "positions said", "masks said", "not run", "right",
+)  # fmt: skip
 
 
 class Owner(NamedTuple):

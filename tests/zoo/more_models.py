@@ -25,14 +25,9 @@ TIMM: dict[str, dict[str, Any]] = {
     "swin_s3_tiny_224": {},
 }
 VIT_SIZES = {
-    "dim": 48,
-    "depth": 2,
-    "heads": 3,
-    "mlp_dim": 64,
-    "num_classes": 5,
-    "image_size": 64,
+    "dim": 48, "depth": 2, "heads": 3, "mlp_dim": 64, "num_classes": 5, "image_size": 64,
     "patch_size": 16,
-}
+}  # fmt: skip
 VIT_PYTORCH: dict[str, dict[str, Any]] = {
     "vit_1d.ViT": {"seq_len": 64, "patch_size": 8, "num_classes": 5, "dim": 48, "depth": 2, "heads": 3, "mlp_dim": 64, "shape": (3, 64)},
     "vit_3d.ViT": {"image_size": 32, "image_patch_size": 16, "frames": 4, "frame_patch_size": 2, "num_classes": 5, "dim": 48,

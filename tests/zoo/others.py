@@ -215,18 +215,10 @@ def by_path(one: Other) -> Made:
 
 
 LIBRARIES: dict[str, Callable[[Other], Made]] = {
-    "timm": _timm,
-    "torchvision": _torchvision,
-    "torch": _torch,
-    "open_clip": _open_clip,
-    "x_transformers": _x_transformers,
-    "diffusers": _diffusers,
-    "vit_pytorch": _vit_pytorch,
-    "esm": _esm,
-    "segment_anything": _segment_anything,
-    "whisper": _whisper,
-    "litgpt": _litgpt,
-}
+    "timm": _timm, "torchvision": _torchvision, "torch": _torch, "open_clip": _open_clip,
+    "x_transformers": _x_transformers, "diffusers": _diffusers, "vit_pytorch": _vit_pytorch,
+    "esm": _esm, "segment_anything": _segment_anything, "whisper": _whisper, "litgpt": _litgpt,
+}  # fmt: skip
 
 
 def installed(library: str) -> bool:

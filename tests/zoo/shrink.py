@@ -42,17 +42,9 @@ RESNET = {"model_type": "resnet", "hidden_sizes": [16, 24, 32, 40], "embedding_s
           "depths": [1, 1, 1, 1], "layer_type": "basic",
           "out_features": ["stage1", "stage2", "stage3", "stage4"]}  # fmt: skip
 INNER = (
-    "intermediate_size",
-    "moe_intermediate_size",
-    "ffn_dim",
-    "d_ff",
-    "n_inner",
-    "mlp_dim",
-    "encoder_ffn_dim",
-    "decoder_ffn_dim",
-    "ffn_hidden_size",
-    "shared_expert_intermediate_size",
-)
+    "intermediate_size", "moe_intermediate_size", "ffn_dim", "d_ff", "n_inner", "mlp_dim",
+    "encoder_ffn_dim", "decoder_ffn_dim", "ffn_hidden_size", "shared_expert_intermediate_size",
+)  # fmt: skip
 VOCABULARY, PATCHES, EXPERTS = 160, 4, 4
 # Keys of windows, which are made shorter than the inputs, so that they matter.
 WINDOWS = ("sliding_window", "local_attention", "attention_chunk_size", "attention_window_size",

@@ -11,13 +11,9 @@ from tests.checkpoint.hostile.orbax_folders import orbax
 SIZE = 6_000_000
 # Texts that are repeated in a list, and the memory that each takes once it is parsed.
 SHAPES = {
-    "lists": "[],",
-    "dicts": "{},",
-    "pairs": '{"a":1},',
-    "texts": '"ab",',
-    "numbers": "1234,",
+    "lists": "[],", "dicts": "{},", "pairs": '{"a":1},', "texts": '"ab",', "numbers": "1234,",
     "nested": '[[[{"a":[]}]]],',
-}
+}  # fmt: skip
 
 
 def of(shape: str, size: int = SIZE) -> str:
