@@ -50,9 +50,16 @@ def find(
     first = (True, False) in firsts
     # Sizes are read where channels come first: there they are clearer.
     tree, templates = (source, mine) if first else (target, theirs)
-    found = next_to_convolutions(_items(tree, templates), bool(tree.order), _vectors(templates))
+    found, items = dict[int, Order](), _items(tree, templates)
+    if not tree.order or tree.kind == "file":
+        by_name = sorted(items, key=lambda item: [natural(part) for part in item.path])
+        found = next_to_convolutions(by_name, False, _vectors(templates))
     if tree.order:
-        found |= dict(_norms_between(tree, templates, found))
+        listed = dict.fromkeys((*tree.order, *tree.arrays))
+        place = {name: n for n, name in enumerate(listed)}
+        items.sort(key=lambda item: place[item.name])
+        found |= next_to_convolutions(items, True, set())
+        found |= dict(_norms_between(place, templates, found))
     of_template = {t: s if first else t for t, (s, *_) in decision.taken.items()}
     return {
         t: Flat(*found[template], first)
@@ -62,10 +69,9 @@ def find(
 
 
 def _norms_between(
-    tree: Tree, templates: Sequence[Template], found: Mapping[int, Order]
+    place: Mapping[str, int], templates: Sequence[Template], found: Mapping[int, Order]
 ) -> Iterator[tuple[int, Order]]:
     """Yields the norms of flattened features, which are between a convolution and a dense layer."""
-    place = {name: n for n, name in enumerate(tree.order)}
     for n, template in enumerate(templates):
         main = template.first.slots[MAIN]
         for dense, (convolution, channels, places, output) in found.items():
@@ -93,17 +99,13 @@ def _vectors(templates: Sequence[Template]) -> set[int]:
 
 
 def _items(tree: Tree, templates: Sequence[Template]) -> list[Item]:
-    """The layers with matrices: in the order of the model if it is known, else by their names."""
-    found = [
+    """The layers with matrices."""
+    return [
         _item(layer, n, tree)
         for n, template in enumerate(templates)
         for layer in template.layers.values()
         if len(layer.slots[MAIN].shape) > 1
     ]
-    if tree.order:
-        place = {name: n for n, name in enumerate(tree.order)}
-        return sorted(found, key=lambda item: place[item.name])
-    return sorted(found, key=lambda item: [natural(part) for part in item.path])
 
 
 def _item(layer: Layer, template: int, tree: Tree) -> Item:

@@ -1,7 +1,7 @@
 """Reads a source or a target as named arrays with shapes and, if known, their axis orders."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -66,7 +66,8 @@ class Tree:
       depends_on: path of each layer with an automatic name -> paths of the layers whose output it
         needs; None: the graph is unknown, so its number may say nothing of its place.
       saved: only for a Keras model: name of an array in its weights file -> name in `arrays`.
-      order: the names in the order of the layers in the model; () if it is not known.
+      order: the names in the order of the layers in the model, or of a state dict, which perhaps
+        has the order of its model; () if it is not known.
       channels_first: kernels of Keras' convolutions whose features are flattened channels first.
       stated: reads the head count and the behaviour that the layer of each array states.
     """
@@ -123,7 +124,7 @@ def _read(model: Any, argument: str) -> Tree:
     if isinstance(model, Mapping) and keras_files.has_names(model):
         return _keras_state(model)
     if isinstance(model, Mapping) and any(str(name).endswith(".weight") for name in model):
-        return _tree(model, "file", argument)  # a torch state dict
+        return replace(_tree(model, "file", argument), order=_order(model))  # a torch state dict
     return _tree(model, framework if framework == "equinox" else "tree", argument)
 
 
@@ -153,9 +154,16 @@ def _file(path: Path) -> Tree:
         close=stack.close,
         notes=file.notes,
         depends_on=dict.fromkeys(automatic),
+        order=_order(file.info) if file.format == "torch" else (),
         stated=lambda: of_file(file),
     )
     return _without_optimizer(tree, file.others)
+
+
+def _order(names: Iterable[Any]) -> tuple[str, ...]:
+    """The order of a state dict; () if it is sorted by names, which says nothing of its model."""
+    order = [str(name) for name in names]
+    return () if order == sorted(order) else tuple(order)
 
 
 def _without_optimizer(tree: Tree, others: Sequence[str] = ()) -> Tree:

@@ -1,5 +1,6 @@
 """Dense layers next to a flattened convolution: torch flattens channels first, Flax and Keras last."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -166,21 +167,36 @@ STATES: dict[str, tuple[dict[str, tuple[int, ...]], list[str]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", STATES)
-def test_only_features_that_no_layer_makes_are_asked_about(name: str) -> None:
-    shapes, asked = STATES[name]
-    source = {f"{key}.weight": np.zeros(shape, "float32") for key, shape in shapes.items()}
-    source |= {f"{key}.bias": np.zeros(shape[0], "float32") for key, shape in shapes.items()}
-    target: Any = {}
+def state_of(shapes: dict[str, tuple[int, ...]]) -> tuple[dict[str, Any], Any]:
+    """A state dict of layers of these shapes, and a tree of Flax for it."""
+    state, target = dict[str, Any](), dict[str, Any]()
     for key, (out, *rest) in shapes.items():
         inner = target
         for part in key.split("."):
             inner = inner.setdefault(part, {})
         inner[("kernel" if rest else "scale")] = np.zeros((*rest[1:], *rest[:1], out), "float32")
         inner["bias"] = np.zeros(out, "float32")
+        state |= {f"{key}.weight": np.zeros((out, *rest), "float32"), f"{key}.bias": inner["bias"]}
+    return state, target
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_only_features_that_no_layer_makes_are_asked_about(name: str) -> None:
+    shapes, asked = STATES[name]
+    state, target = state_of(shapes)
+    source = dict(sorted(state.items()))
     plan = match(source, target)
     assert [q.target for q in plan.questions if "flattened" in q.reason] == asked
     assert asked or equinox.load_into(target, source)
+
+
+def test_the_order_of_a_state_dict_shows_which_layer_makes_features(tmp_path: Path) -> None:
+    shapes = {"stem": (4, 3, 3, 3), "fc": (5, 24), "up": (24, 5), "out": (6, 24)}
+    state, target = state_of(shapes)
+    torch.save({k: torch.from_numpy(x) for k, x in state.items()}, tmp_path / "a.pt")
+    for source in (state, tmp_path / "a.pt"):
+        assert [one.target for one in match(source, target).questions] == ["fc/kernel"]
+    assert match(dict(sorted(state.items())), target).questions == ()  # sizes alone do not tell
 
 
 def test_models_of_one_order_are_not_asked_about() -> None:
