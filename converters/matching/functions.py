@@ -3,7 +3,7 @@
 Scales, soft caps, windows, norms, rotations and `add_zero_attn` are settings, which no array shows.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,10 @@ from jaxmha.semantics import logit_scale
 
 Facts = Mapping[str, Stated]
 Fields = dict[str, tuple[Any, Any]]  # name of a setting -> its values in source and target
+OrdersOfHeads = Callable[[int], Iterable[tuple[int, ...]]]  # of H
+Orders = Callable[
+    [Iterable[str], int], Iterable[tuple[int, ...]]
+]  # of names of target arrays and H
 _WINDOW, _ROTATE = "local_window_size", "rotate"
 _WHOLE = (None, None)  # the window of a layer without one
 # At the last place, angles of float32 err by 2e-4. Tables of angles may end after some places.
@@ -26,29 +30,30 @@ _NEAR = 5
 _FEATURES = 64  # of the heads that are rotated, where H is not known
 
 
-def compare(sources: Mapping[str, Sequence[str]], mine: Facts, theirs: Facts) -> tuple[str, ...]:
+def compare(
+    sources: Mapping[str, Sequence[str]], mine: Facts, theirs: Facts, orders: Orders
+) -> tuple[str, ...]:
     """Compares the behaviour of each layer of the source with that of the layer that it fills.
 
     Returns notes on norms of another epsilon, and on behaviour that only the source states.
     `sources`: names of the arrays that fill each array. `mine`, `theirs`: the facts of the arrays of
-    source and target.
+    source and target. `orders`: as `head_orders.of_heads` returns it.
 
     Raises ValueError if two layers compute different functions.
     """
-    pairs = {
-        (a.layer, b and b.layer): (a, b)
-        for name, several in sources.items()
-        for a, b in ((mine.get(one), theirs.get(name)) for one in several)
-        if a is not None
-    }
+    pairs: dict[tuple[str, str | None], tuple[Stated, Stated | None, set[str]]] = {}
+    for name, several in sources.items():
+        for a, b in ((mine.get(one), theirs.get(name)) for one in several):
+            if a is not None:
+                pairs.setdefault((a.layer, b and b.layer), (a, b, set()))[2].add(name)
     notes: dict[str, list[str]] = {}
-    for a, b in pairs.values():
-        for text in _notes(a, b):
+    for a, b, names in pairs.values():
+        for text in _notes(a, b, partial(orders, names)):
             notes.setdefault(text, []).append(a.layer or "a layer")
     return tuple(f"{errors.listed(names, 3)} of the source: {x}" for x, names in notes.items())
 
 
-def _notes(a: Stated, b: Stated | None) -> Iterator[str]:
+def _notes(a: Stated, b: Stated | None, orders: OrdersOfHeads) -> Iterator[str]:
     """Yields notes on a layer and the one that it fills; raises ValueError if functions differ."""
     known = b is not None and None not in (a.epsilon, b.epsilon)
     if b and known and not same_number(a.epsilon, b.epsilon):
@@ -58,7 +63,7 @@ def _notes(a: Stated, b: Stated | None) -> Iterator[str]:
     if b is None or b.behaviour is None:
         unknown = _differing(a.behaviour, Behaviour(Semantics()))
     else:
-        fields, unknown = _compared(a.behaviour, b.behaviour)
+        fields, unknown = _compared(a.behaviour, b.behaviour, orders)
         if fields:
             raise ValueError(_refused(a, b, fields))
     if unknown:
@@ -88,10 +93,10 @@ def _text(value: Any) -> str:
     return f"{_text(value.func)}({keywords})"
 
 
-def _compared(a: Behaviour, b: Behaviour) -> tuple[Fields, Fields]:
+def _compared(a: Behaviour, b: Behaviour, orders: OrdersOfHeads) -> tuple[Fields, Fields]:
     """The settings in which two layers differ, and those of the first that the second may have."""
     fields, unknown = _differing(a, b), Fields()
-    if (same := _same_rotation(a, b)) is not True:
+    if (same := _same_rotation(a, b, orders)) is not True:
         (unknown if same is None else fields)[_ROTATE] = a.rotate, b.rotate
     x, y = _bounds(a), _bounds(b)
     if a.mask is not None and x not in (None, _WHOLE) and y is None:
@@ -134,21 +139,36 @@ def _other_windows(a: Behaviour, b: Behaviour) -> bool:
     return left != other or (right != bound and not in_call)
 
 
-def _same_rotation(a: Behaviour, b: Behaviour) -> bool | None:
-    """Compares the rotations of two layers by their results; None if that cannot be done."""
+def _same_rotation(a: Behaviour, b: Behaviour, orders: OrdersOfHeads) -> bool | None:
+    """Compares the rotations of two layers by their results; None if that cannot be done.
+
+    `orders`: of the features of heads, in one of which the model may rotate what the source does.
+    """
     x, y = a.rotate, b.rotate
     if _alike(x, y) or IN_CALL in (x, y):
         return True
     if (x is None or y is None) and (b if x is None else a).mask is not None:
         return None  # the model may rotate outside of a layer, which its configuration does not say
-    features = a.head_dim or b.head_dim or _FEATURES
+    H = a.head_dim or b.head_dim
+    features = H or _FEATURES
     heads = np.random.default_rng(0).normal(size=(1, _PLACES.size, 1, features)).astype(np.float32)
+    same = _near(x, y, heads, np.arange(features))
+    if same is False and H and x is not None and y is not None:
+        return any(_near(x, y, heads, np.array(order)) for order in orders(H)) or same
+    return same
+
+
+def _near(x: Any, y: Any, heads: Any, order: Any) -> bool | None:
+    """True if both rotate alike, the second with the features in this order; None if unknown."""
     try:
-        made = (heads if f is None else f(heads, _PLACES) for f in (x, y))
-        one, other = map(np.asarray, made)
+        rotated = ((heads, x), (heads[..., order], y))
+        one, other = (np.asarray(h if f is None else f(h, _PLACES)) for h, f in rotated)
     except Exception:  # noqa: BLE001 (code of the user's own, made for other arguments)
         return None
-    if one.shape != other.shape or not np.allclose(one[:, :_NEAR], other[:, :_NEAR], atol=0.01):
+    if one.shape != other.shape:
+        return False
+    one = one[..., order]
+    if not np.allclose(one[:, :_NEAR], other[:, :_NEAR], atol=0.01):
         return False
     return True if np.allclose(one, other, atol=0.01) else None
 

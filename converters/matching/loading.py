@@ -13,7 +13,7 @@ from einops import rearrange
 from jaxmha.checkpoint import Lazy, TensorInfo, hub
 from jaxmha.checkpoint.errors import listed
 from jaxmha.converters.layout.arrays import NDArray
-from jaxmha.converters.matching import functions, head_counts, lines, stored
+from jaxmha.converters.matching import functions, head_counts, head_orders, lines, stored
 from jaxmha.converters.matching.layers import is_buffer
 from jaxmha.converters.matching.patterns import expand
 from jaxmha.converters.matching.plan import Line, MatchPlan, Packing
@@ -122,7 +122,8 @@ def checked_jobs(
     mine, theirs = _side(source), _side(target)
     head_counts.refuse(todo, mine, theirs)
     sources = {name: names for name, (_, names) in todo.items()}
-    return todo, functions.compare(sources, mine.stated, theirs.stated)
+    orders = head_orders.of_heads(todo, source, target, value)
+    return todo, functions.compare(sources, mine.stated, theirs.stated, orders)
 
 
 def _side(tree: Tree) -> Side:

@@ -24,7 +24,7 @@ import jaxmha.flax.nnx
 from jaxmha import Semantics, rope
 from jaxmha.converters import flax
 from jaxmha.converters import torch as torch_face
-from jaxmha.converters.matching import match, prove
+from jaxmha.converters.matching import Line, match, prove
 from jaxmha.flax.latent.nnx import LatentAttention
 
 ZERO, CAP, CLIP = (
@@ -317,6 +317,25 @@ def test_the_config_of_a_folder_states_settings(
         return
     with pytest.raises(ValueError, match=rf"self_attn of the source has .*{named}"):
         match(source, model)
+
+
+@pytest.mark.parametrize("turned", ["query key", "query"])
+def test_a_plan_may_reorder_the_features_of_heads_for_other_pairs(turned: str) -> None:
+    """Pairs of halves become pairs of features next to each other."""
+    make = partial(jaxmha.flax.nnx.MultiHeadAttention, HEADS, FEATURES, rngs=nnx.Rngs(0))
+    source, target = make(rotate=rope), make(rotate=partial(rope, interleaved=True))
+    lines = [
+        Line(f"{x}/kernel", (f"{x}/kernel",), "i n (2 p) -> i n (p 2)") for x in turned.split()
+    ]
+    lines += [Line(f"{x}/bias", (f"{x}/bias",), "n (2 p) -> n (p 2)") for x in turned.split()]
+    plan = match(source, make(rotate=rope)).with_lines(*lines)
+    if turned == "query":
+        with pytest.raises(ValueError, match="the outputs would differ"):
+            flax.load_into(target, source, plan)
+        return
+    filled = flax.load_into(target, source, plan)
+    inputs = lambda rng: (rng.normal(size=(2, 7, FEATURES)),)
+    assert prove(source, filled, plan, inputs=inputs).same
 
 
 def test_the_configuration_of_a_live_model_states_settings() -> None:
