@@ -128,13 +128,9 @@ def test_gradients_float64(implementation: str) -> None:
 
 @pytest.mark.everyday(name=("empty_mean_lengths", "everything"))
 @pytest.mark.slow_variants(
-    "everything-reference",
-    "*reference",
-    "!everything-reference",
-    "*few_queries*",
-    "!everything-few_queries",
-    "empty_mean_lengths-blocked",
-)
+    "everything-reference", "*reference", "!everything-reference", "*few_queries*",
+    "!everything-few_queries", "empty_mean_lengths-blocked",
+)  # fmt: skip
 @by_implementation
 @pytest.mark.parametrize(
     "name",
