@@ -177,23 +177,19 @@ REFUSED: dict[str, tuple[Any, Callable[[], Any], str]] = {
     "keras sublayer": (keras, keras_sublayer, "_softmax: this Softmax object has a call of its"),
     "nnx sublayer": (flax, nnx_own, f"module.query: Doubled {OWN}"),
     "nnx function": (
-        flax,
-        lambda: nnx_sublayer("query", twice(jnp.sin)),
+        flax, lambda: nnx_sublayer("query", twice(jnp.sin)),
         "module.query: expected LinearGeneral, got function, which may compute anything",
     ),
     "nnx product": (
-        flax,
-        lambda: of_nnx(qkv_dot_general=twice(DOT)),
+        flax, lambda: of_nnx(qkv_dot_general=twice(DOT)),
         r"module.query.dot_general=.* is not the default dot_general, and may compute anything",
     ),
     "nnx out product": (
-        flax,
-        lambda: of_nnx(out_dot_general_cls=factory),
+        flax, lambda: of_nnx(out_dot_general_cls=factory),
         "module.out.dot_general_cls=factory is not the default None",
     ),
     "nnx promote": (
-        flax,
-        lambda: of_nnx(qkv_promote_dtype=twice(jnp.sin)),
+        flax, lambda: of_nnx(qkv_promote_dtype=twice(jnp.sin)),
         "module.query.promote_dtype=.* is not the default promote_dtype",
     ),
     "nnx axis": (
@@ -202,13 +198,11 @@ REFUSED: dict[str, tuple[Any, Callable[[], Any], str]] = {
         r"module.query.axis=\(-2,\) is not the default \(-1,\)",
     ),
     "nnx norm": (
-        flax,
-        lambda: nnx_sublayer("query_ln", norm(epsilon=0.5), normalize_qk=True),
+        flax, lambda: nnx_sublayer("query_ln", norm(epsilon=0.5), normalize_qk=True),
         "module.query_ln and module.key_ln differ, .*0.5",
     ),
     "nnx norm over devices": (
-        flax,
-        lambda: nnx_sublayer("key_ln", norm(axis_name="data"), normalize_qk=True),
+        flax, lambda: nnx_sublayer("key_ln", norm(axis_name="data"), normalize_qk=True),
         "module.key_ln.axis_name='data' is not the default None",
     ),
     **{
@@ -223,36 +217,29 @@ REFUSED: dict[str, tuple[Any, Callable[[], Any], str]] = {
         }.items()
     },
     "linen fp8": (
-        flax,
-        lambda: of_linen(qkv_dot_general_cls=flax_fp8()),
+        flax, lambda: of_linen(qkv_dot_general_cls=flax_fp8()),
         "module.qkv_dot_general_cls=.*Fp8.* is not the default None",
     ),
     "equinox sublayer": (
-        equinox,
-        lambda: equinox_own(eqx.nn.MultiheadAttention),
-        f"query_proj: Doubled {OWN}",
+        equinox, lambda: equinox_own(eqx.nn.MultiheadAttention), f"query_proj: Doubled {OWN}",
     ),
     "equinox of jaxmha": (
-        equinox,
-        lambda: equinox_own(jaxmha.equinox.MultiheadAttention),
+        equinox, lambda: equinox_own(jaxmha.equinox.MultiheadAttention),
         f"query_proj: Doubled {OWN}",
     ),
     "equinox adapter": (
-        equinox,
-        lambda: equinox_with(lambda base: Adapted(base, jnp.ones((D, D)))),
+        equinox, lambda: equinox_with(lambda base: Adapted(base, jnp.ones((D, D)))),
         "query_proj: expected Linear, got Adapted",
     ),
     "equinox weight norm": (
-        equinox,
-        lambda: equinox_with(eqx.nn.WeightNorm),
+        equinox, lambda: equinox_with(eqx.nn.WeightNorm),
         "query_proj: expected Linear, got WeightNorm, which may compute anything",
     ),
     "equinox dropout": (
-        equinox,
-        lambda: equinox_with(lambda _: DoubledDropout(0.1), "dropout"),
+        equinox, lambda: equinox_with(lambda _: DoubledDropout(0.1), "dropout"),
         f"dropout: Doubled {OWN}",
     ),
-}
+}  # fmt: skip
 
 
 def flax_fp8() -> Any:

@@ -71,48 +71,40 @@ def keras_jitted() -> Any:
 REFUSED: dict[str, tuple[Any, Callable[[], Any], str]] = {
     "torch wrapped": (torch, lambda: torch_wrapped(lambda x: x), "object has a forward of its own"),
     "torch wrapped compiled": (
-        torch,
-        lambda: torch_wrapped(partial(torch_library.compile, backend="eager")),
+        torch, lambda: torch_wrapped(partial(torch_library.compile, backend="eager")),
         "object has a forward of its own",
     ),
     "torch own call": (torch, torch_own_call, "has a _compiled_call_impl of its own"),
     "torch pruned": (
-        torch,
-        lambda: torch_recomputed(prune.l1_unstructured, amount=0.5),
+        torch, lambda: torch_recomputed(prune.l1_unstructured, amount=0.5),
         r"prune computes .*in_proj_weight .* by torch.nn.utils.prune.remove\(module, 'in_proj_wei",
     ),
     "torch weight norm": (
-        torch,
-        lambda: torch_recomputed(UTILS.weight_norm),
+        torch, lambda: torch_recomputed(UTILS.weight_norm),
         r"by torch.nn.utils.remove_weight_norm\(module, 'in_proj_weight'\)",
     ),
     "torch spectral norm": (
-        torch,
-        lambda: torch_recomputed(UTILS.spectral_norm),
+        torch, lambda: torch_recomputed(UTILS.spectral_norm),
         r"by torch.nn.utils.remove_spectral_norm\(module, 'in_proj_weight'\)",
     ),
     "keras jit": (keras, keras_jitted, r"of its first call as constants.*delattr\(layer, 'call'\)"),
     "keras softmax": (
-        keras,
-        lambda: keras_changed("axis", (1,), "_softmax"),
+        keras, lambda: keras_changed("axis", (1,), "_softmax"),
         r"_softmax.axis=\(1,\) is not the default \(3,\)",
     ),
     "keras projection": (
-        keras,
-        lambda: keras_changed("equation", "abc,ced->abde", "_query_dense"),
+        keras, lambda: keras_changed("equation", "abc,ced->abde", "_query_dense"),
         "_query_dense.equation='abc,ced->abde' is not the default 'abc,cde->abde'",
     ),
     "keras products": (
-        keras,
-        lambda: keras_changed("_combine_equation", "aceb,aecd->abcd"),
+        keras, lambda: keras_changed("_combine_equation", "aceb,aecd->abcd"),
         "layer._combine_equation='aceb,aecd->abcd' is not the default",
     ),
     "linen partial": (
-        flax,
-        lambda: of_linen(qkv_dot_general=partial(DOT, out_sharding=None)),
+        flax, lambda: of_linen(qkv_dot_general=partial(DOT, out_sharding=None)),
         "module.qkv_dot_general=.* is not the default dot_general",
     ),
-}
+}  # fmt: skip
 TAKEN: dict[str, tuple[Any, Callable[[], Any]]] = {
     "keras letters": (keras, lambda: keras_changed("_dot_product_equation", "xecd,xbcd->xcbe")),
     "keras last axis": (keras, lambda: keras_changed("axis", -1, "_softmax")),

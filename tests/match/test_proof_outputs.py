@@ -61,45 +61,33 @@ BOTH: dict[str, tuple[Returns, Returns, str, str]] = {
     "a mask": (lambda f, y, x, p: (f, p), lambda f, y, x, p: (f, p), "0=0", "1 1"),
     "an input": (lambda f, y, x, p: (x, y), lambda f, y, x, p: (x, y), "1=1", "0 0"),
     "a mask as numbers": (
-        lambda f, y, x, p: (f, 1.0 * p),
-        lambda f, y, x, p: (f, 1.0 * p),
-        "0=0",
-        "1 1",
+        lambda f, y, x, p: (f, 1.0 * p), lambda f, y, x, p: (f, 1.0 * p), "0=0", "1 1",
     ),
     "None": (lambda f, y, x, p: (f, None, p), lambda f, y, x, p: f, "0=", "2"),
     "keys": (
-        lambda f, y, x, p: {"b": f, "a": 2 * f},
-        lambda f, y, x, p: {"a": 2 * f, "b": f},
-        "b=b a=a",
+        lambda f, y, x, p: {"b": f, "a": 2 * f}, lambda f, y, x, p: {"a": 2 * f, "b": f}, "b=b a=a",
         "",
     ),
     "keys of one": (
-        lambda f, y, x, p: {"logits": y, "features": f},
-        lambda f, y, x, p: (y, f),
-        "logits=0 features=1",
-        "",
+        lambda f, y, x, p: {"logits": y, "features": f}, lambda f, y, x, p: (y, f),
+        "logits=0 features=1", "",
     ),
     "a named tuple": (
         lambda f, y, x, p: {"loss": None, "features": f, "logits": y},
-        lambda f, y, x, p: Named(y, f),
-        "features=features logits=logits",
-        "",
+        lambda f, y, x, p: Named(y, f), "features=features logits=logits", "",
     ),
     "a cache": (
         lambda f, y, x, p: (y, [(heads(f).swapaxes(1, 2), None)]),
-        lambda f, y, x, p: (y, {"key": heads(f), "index": np.arange(3)}),
-        "0=0 1.0.0=1.key",
+        lambda f, y, x, p: (y, {"key": heads(f), "index": np.arange(3)}), "0=0 1.0.0=1.key",
         "1.index",
     ),
     "logits of more": (
         lambda f, y, x, p: {"logits": y, "hidden_states": (x, f), "other": 2 * y},
-        lambda f, y, x, p: y,
-        "logits=",
-        "hidden_states.0 hidden_states.1 other",
+        lambda f, y, x, p: y, "logits=", "hidden_states.0 hidden_states.1 other",
     ),
     "more than logits": (lambda f, y, x, p: y, lambda f, y, x, p: (2 * y, f, y), "=2", "0 1"),
     "another order": (lambda f, y, x, p: (f, y), lambda f, y, x, p: (y, f), "1=0 0=1", ""),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", BOTH)
