@@ -22,6 +22,11 @@ def place(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def conversion_fails(place: Path, name: str, *more: Any, to: str = "x.npz") -> str:
+    command = ("convert", place / name, place / to, "--to", "flax", "--num-heads", N)
+    return fails(place, *command, *more)
+
+
 def test_missing_file(place: Path) -> None:
     for command in (["inspect"], ["convert"], ["verify"]):
         more: dict[str, list[Any]] = {
@@ -41,17 +46,11 @@ def test_directory(place: Path) -> None:
 def test_truncated_file(place: Path, share: float) -> None:
     raw = (place / "encoder.pt").read_bytes()
     (place / "short.pt").write_bytes(raw[: int(len(raw) * share)])
-    message = fails(
-        place, "convert", place / "short.pt", place / "x.npz", "--to", "flax", "--num-heads", N
-    )
-    assert "short.pt" in message
+    assert "short.pt" in conversion_fails(place, "short.pt")
 
 
 def test_unknown_suffixes(place: Path) -> None:
-    message = fails(
-        place, "convert", place / "encoder.pt", place / "x.onnx", "--to", "flax", "--num-heads", N
-    )
-    assert ".safetensors" in message
+    assert ".safetensors" in conversion_fails(place, "encoder.pt", to="x.onnx")
     (place / "text.md").write_text("nothing")
     assert "text.md" in fails(place, "inspect", place / "text.md")
 
@@ -95,18 +94,7 @@ def test_overflow(place: Path) -> None:
         arrays = {name: file[name] for name in file}
     arrays["layers.1.self_attn.out_proj.bias"][2] = 1e6
     checkpoint.write(place / "large.npz", arrays)
-    message = fails(
-        place,
-        "convert",
-        place / "large.npz",
-        place / "x.npz",
-        "--to",
-        "flax",
-        "--num-heads",
-        N,
-        "--dtype",
-        "float16",
-    )
+    message = conversion_fails(place, "large.npz", "--dtype", "float16")
     assert "1e+06" in message
     assert "bfloat16" in message
 
@@ -162,11 +150,7 @@ def test_transposed_keys_of_grouped_queries_are_refused(place: Path) -> None:
         for name, shape in shapes.items()
     }
     checkpoint.write(place / "llama.npz", state)
-    arguments = ("llama.npz", "x.npz")
-    message = fails(
-        place, "convert", *(place / name for name in arguments), "--to", "flax", "--num-heads", "4"
-    )
-    assert "(32, 16)" in message
+    assert "(32, 16)" in conversion_fails(place, "llama.npz", "--num-heads", 4)
 
 
 def test_hostile_header(place: Path) -> None:

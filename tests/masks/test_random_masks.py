@@ -80,23 +80,14 @@ def round_trip(api: MaskApi, mask: Mask, bias: Any, sizes: Sizes) -> tuple[dict[
     return arguments, (mask2, bias2)
 
 
-def many_round_trips(name: str, examples: int) -> None:
+@pytest.mark.parametrize("examples", [12, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", APIS)
+def test_export_then_import(name: str, examples: int) -> None:
     def check(mask: Mask, number: int, sizes: Sizes) -> None:
         bias = random_bias(number, sizes) if APIS[name].bias else None
         round_trip(APIS[name], mask, bias, sizes)
 
     property_test(check, examples)
-
-
-@pytest.mark.parametrize("name", APIS)
-def test_export_then_import(name: str) -> None:
-    many_round_trips(name, 12)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", APIS)
-def test_export_then_import_at_length(name: str) -> None:
-    many_round_trips(name, 2000)
 
 
 def live(name: str, sizes: Sizes, count: int) -> None:
