@@ -17,6 +17,8 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # No benchmark of this machine decides what a test runs.
 os.environ.setdefault("JAXMHA_PREFERENCES", "0")
+# Nothing is stored for a later process: the key of a program takes a millisecond.
+os.environ.setdefault("JAX_ENABLE_COMPILATION_CACHE", "0")
 # Property tests draw other examples in every run; workers inherit the seed.
 os.environ.setdefault("JAXMHA_PROPERTY_SEED", str(random.SystemRandom().randrange(2**32)))
 
@@ -180,10 +182,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Func
 
 
 def pytest_collection_finish() -> None:
-    """Programs and jaxprs that caches hold are visited in 1 of 100 collections; commands are kept."""
-    gc.collect()
+    """Few collections visit jaxprs that a trace still needs, or that caches hold; commands are kept."""
     gc.freeze()
-    gc.set_threshold(10_000, 10, 100)
+    gc.set_threshold(200_000, 10, 100)
     gc.enable()
     # The command of an app takes longer to make than most commands to run.
     typer: Any = sys.modules.get("typer.testing")
