@@ -62,11 +62,16 @@ def in_jax(dtype: np.dtype[Any]) -> bool:
     return dtype.isbuiltin == 2 or (ordinary and (dtype.isnative or dtype.kind in "iu"))
 
 
+def to_dtype(dtype: DTypeLike) -> np.dtype[Any]:
+    """`np.dtype(dtype)`; mypy takes half a second to find its overload for a `DTypeLike`."""
+    return cast("Callable[[object], np.dtype[Any]]", np.dtype)(dtype)
+
+
 def as_dtype(name: str, dtype: DTypeLike | None) -> np.dtype[Any]:
     """Converts the argument `name` to a NumPy dtype; TypeError if it is None or JAX lacks it."""
     found: np.dtype[Any] | None = None
     with suppress(TypeError):
-        found = None if dtype is None else np.dtype(dtype)
+        found = None if dtype is None else to_dtype(dtype)
     if found is None or not in_jax(found):
         raise TypeError(f"{name} must be a dtype that JAX has, such as 'float32', got {dtype!r}")
     return found

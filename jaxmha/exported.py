@@ -16,6 +16,7 @@ import jax
 import numpy as np
 from jax import export
 
+from jaxmha.arrays import to_dtype
 from jaxmha.implementations.program import Program
 from jaxmha.kv_cache import KVCache
 from jaxmha.latent import LatentCache, LatentParams
@@ -93,7 +94,7 @@ def _build_mask(static: Static, children: Sequence[Any]) -> Mask:
 def _write_semantics(semantics: Semantics) -> bytes:
     own = {field.name: getattr(semantics, field.name) for field in fields(Semantics)}
     dtype = semantics.softmax_dtype
-    own["softmax_dtype"] = None if dtype is None else np.dtype(dtype).name
+    own["softmax_dtype"] = None if dtype is None else to_dtype(dtype).name
     own["precision"] = _write_precision(semantics.precision)
     return json.dumps(own).encode()
 

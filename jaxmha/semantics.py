@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from jaxmha import static_checks
-from jaxmha.arrays import DTypeLike, as_dtype
+from jaxmha.arrays import DTypeLike, as_dtype, to_dtype
 
 FullyMasked: TypeAlias = Literal["zero", "nan", "mean"]
 ReturnWeights: TypeAlias = bool | Literal["before_dropout", "after_dropout"]
@@ -159,7 +159,7 @@ class Semantics:
 
         NumPy's `np.dtype("float64") == None` is True, and jit would use one program for both.
         """
-        dtype = None if self.softmax_dtype is None else np.dtype(self.softmax_dtype).name
+        dtype = None if self.softmax_dtype is None else to_dtype(self.softmax_dtype).name
         return tuple((vars(self) | {"softmax_dtype": dtype}).values())
 
     def __eq__(self, other: object) -> bool:

@@ -11,6 +11,8 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import DTypeLike
 
+from jaxmha.arrays import to_dtype
+
 DTYPES: tuple[str, ...] = ("float32", "bfloat16", "float16", "float64")
 # The fields of a case that are keyword arguments as they are.
 OPTIONS: tuple[str, ...] = (
@@ -93,7 +95,7 @@ def shaped(*shape: int, dtype: DTypeLike = ml_dtypes.bfloat16) -> Any:
 def arrays(case: Case, dtype: DTypeLike = np.float32, seed: int = 0) -> dict[str, Any]:
     """The array arguments of a case, by name, drawn from the seed and rounded to `dtype`."""
     rng = np.random.default_rng([seed, *case.name.encode()])
-    dtype = np.dtype(ml_dtypes.bfloat16) if dtype == "bfloat16" else np.dtype(dtype)
+    dtype = np.dtype(ml_dtypes.bfloat16) if dtype == "bfloat16" else to_dtype(dtype)
     N, sizes = case.N, {"B": case.B or 1, "T": case.T, "S": case.S, "N": case.N, "1": 1}
 
     def normal(*shape: int) -> Any:

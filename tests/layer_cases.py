@@ -8,6 +8,8 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import DTypeLike
 
+from jaxmha.arrays import to_dtype
+
 # Leaves of MHAParams and their axes, as the contract has them.
 LEAVES: dict[str, str] = {
     "query.kernel": "Dq N H", "query.bias": "N H", "key.kernel": "Dk K H", "key.bias": "K H",
@@ -67,7 +69,7 @@ def layer_arrays(
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """Leaves of the parameters by name, inputs by name, and mask, bias and conditions by name."""
     rng = np.random.default_rng([seed, *case.name.encode()])
-    dtype = np.dtype(ml_dtypes.bfloat16) if dtype == "bfloat16" else np.dtype(dtype)
+    dtype = np.dtype(ml_dtypes.bfloat16) if dtype == "bfloat16" else to_dtype(dtype)
     S = case.S if case.inputs > 1 else case.T
     sizes = {"N": case.N, "K": case.K, "H": case.H, "h": case.h, "Do": 29}
     sizes |= dict(zip(("Dq", "Dk", "Dv"), ((17,) * 3, (17, 19, 19), (17, 19, 23))[case.inputs - 1],

@@ -11,6 +11,8 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from jaxmha.arrays import to_dtype
+
 # Floors allowed. The half precisions accumulate in float32, so that little beyond the rounding of
 # the output remains; float32 and float64 accumulate in themselves, over products whose terms are
 # a few times the output. float64: 1e-14 of the scale.
@@ -44,7 +46,7 @@ def error(actual: Any, expected: NDArray[Any], dtype: DTypeLike | None = None) -
 
     Infinite where shapes differ, or where NaN and infinities are not in the same places.
     """
-    dtype = np.asarray(actual).dtype if dtype is None else np.dtype(dtype)
+    dtype = np.asarray(actual).dtype if dtype is None else to_dtype(dtype)
     actual = np.asarray(actual).astype(np.float64)
     expected = np.asarray(expected).astype(np.float64)
     if actual.shape != expected.shape:

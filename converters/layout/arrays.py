@@ -131,7 +131,9 @@ def narrower(one: "DTypeLike", other: "DTypeLike") -> np.dtype[Any]:
     >>> narrower(np.float32, np.float16), narrower(np.float32, np.float64)
     (dtype('float16'), dtype('float32'))
     """
-    return min(np.dtype(one), np.dtype(other), key=_significand)
+    from jaxmha.arrays import to_dtype
+
+    return min(to_dtype(one), to_dtype(other), key=_significand)
 
 
 def _significand(dtype: np.dtype[Any]) -> int:

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from jaxmha import MHAParams, Semantics
+from jaxmha.arrays import to_dtype
 from jaxmha.converters.layout.arrays import NDArray, is_traced, to_numpy
 from jaxmha.converters.layout.base import Layout
 from jaxmha.params import NORMS, check, from_leaves, leaves
@@ -144,4 +145,4 @@ def note(semantics: Semantics, factor: float, dtype: DTypeLike, H: int) -> str:
     if is_exact(factor):
         return f"{done}: a power of two, so that no digit changes"
     half = float(ml_dtypes.finfo(dtype).eps) / 2  # type: ignore[no-untyped-call]
-    return f"{done}: each number is rounded by up to {half:.2g} of itself ({np.dtype(dtype)})"
+    return f"{done}: each number is rounded by up to {half:.2g} of itself ({to_dtype(dtype)})"

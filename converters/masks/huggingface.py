@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from jaxmha import Mask
+from jaxmha.arrays import to_dtype
 from jaxmha.converters.layout.arrays import AnyArray, NDArray, to_numpy
 from jaxmha.converters.masks.compose import array_of, checked, padding_of, without_query_lengths
 from jaxmha.converters.masks.spec import MaskArg, Masks, canonical_bias, exclusions, read
@@ -169,7 +170,7 @@ def export_masks(
     kept = None if wide is None else exclusions(wide)
     if kept is not None:
         mask, wide = mask & Mask(array=kept), None
-    added = None if wide is None else _narrow(wide, np.dtype(dtype))
+    added = None if wide is None else _narrow(wide, to_dtype(dtype))
     causal = (
         (type(mask.causal_offset) is int and mask.causal_offset == S - T) if is_causal else True
     )
@@ -190,7 +191,7 @@ def export_masks(
             f"{' next to causal attention aligned to the last key' if is_causal else ''}, and this "
             "mask holds more: use form='scores'"
         )
-    scores = _scores(array_of(mask, T, S), added, np.dtype(dtype))
+    scores = _scores(array_of(mask, T, S), added, to_dtype(dtype))
     return {"attention_mask": np.array(np.broadcast_to(scores, (B, scores.shape[1], T, S)))}
 
 

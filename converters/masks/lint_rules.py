@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from jaxmha import Mask
+from jaxmha.arrays import to_dtype
 from jaxmha.converters.layout.arrays import NDArray
 from jaxmha.converters.masks.lint_patterns import (
     TURNS,
@@ -119,7 +120,7 @@ def _name_of(dtype: object) -> str:
     name = getattr(dtype, "name", None)
     if isinstance(dtype, str):
         return dtype
-    return name if isinstance(name, str) else str(np.dtype(cast(DTypeLike, dtype)))
+    return name if isinstance(name, str) else str(to_dtype(cast(DTypeLike, dtype)))
 
 
 def _flat(keep: NDArray, tail: int) -> NDArray:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmha import checks
-from jaxmha.arrays import Array, DTypeLike, reject_foreign, require_arrays
+from jaxmha.arrays import Array, DTypeLike, reject_foreign, require_arrays, to_dtype
 from jaxmha.checks import require_type
 from jaxmha.flax.parameters import EXTRA
 from jaxmha.integers import require_sizes
@@ -162,7 +162,7 @@ def cast(tree: Tree, dtype: DTypeLike | None) -> Tree:
     """Casts every array of a tree to `dtype`; None: returns the tree unchanged."""
     if dtype is None:
         return tree
-    cast_tree: Tree = jax.tree.map(lambda x: jnp.asarray(x).astype(np.dtype(dtype)), tree)
+    cast_tree: Tree = jax.tree.map(lambda x: jnp.asarray(x).astype(to_dtype(dtype)), tree)
     return cast_tree
 
 

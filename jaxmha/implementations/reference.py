@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from jaxmha import dropout
+from jaxmha.arrays import to_dtype
 from jaxmha.implementations import fully_masked, mods
 from jaxmha.implementations.base import Request, Result, accumulation_dtype, allowed_pairs
 from jaxmha.implementations.mods import Extent
@@ -84,7 +85,7 @@ def attend(
     else:
         logits, _ = cap_and_mask(logits, semantics.logits_soft_cap, bias)
         logits = _modified(request, logits, allowed)
-    logits = logits.astype(np.dtype(semantics.softmax_dtype or accumulate))
+    logits = logits.astype(to_dtype(semantics.softmax_dtype or accumulate))
     weights, lse, masked = _softmax(logits, accumulate)
     if request.mask.query_lengths is not None:  # rows beyond a length are 0 under every policy
         masked &= Mask(query_lengths=request.mask.query_lengths).to_array(T, 1)

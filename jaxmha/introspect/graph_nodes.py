@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmha import MHAParams, Semantics, bias_kv, init_params
-from jaxmha.arrays import Array, DTypeLike, as_dtype
+from jaxmha.arrays import Array, DTypeLike, as_dtype, to_dtype
 from jaxmha.converters.layout.arrays import NDArray
 from jaxmha.dims import bind
 from jaxmha.implementations.base import accumulation_dtype
@@ -314,7 +314,7 @@ def _mask(graph: _Graph, logits: str, is_causal: bool, mask: Sequence[int] | Non
 def _weights(graph: _Graph, logits: str) -> str:
     """Adds the softmax, and dropout if there is any."""
     pairs, wide, rate = graph.pairs, graph.wide, graph.semantics.dropout_rate
-    of_softmax = np.dtype(graph.semantics.softmax_dtype or wide)
+    of_softmax = to_dtype(graph.semantics.softmax_dtype or wide)
     inside = f" in {of_softmax}" if of_softmax != wide else ""
     sinks = ["sinks"] * (graph.params.sinks is not None)
     formula = f"softmax over S{' and sinks' * len(sinks)} of {logits}{inside}"
