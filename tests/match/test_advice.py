@@ -195,7 +195,11 @@ def test_the_configuration_of_a_folder_or_of_a_checkpoint_in_it(tmp_path: Path) 
         (flax, nnx.Linear, "got the class Linear: pass an instance"),
         (flax, "weights.safetensors", "got str: are model and source swapped"),
         (equinox, torch.nn.Linear(2, 3), "got torch's Linear: are model and source swapped"),
-        (convert_torch, Mine(), "model must be a torch module, got flax's Mine: are model and"),
+        (
+            convert_torch,
+            nnx.Dropout(0.1),
+            "model must be a torch module, got flax's Dropout: are model and",
+        ),
         (keras, torch.nn.Linear(2, 3), "model must be a built Keras model or layer, got torch's"),
     ],
 )

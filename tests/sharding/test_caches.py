@@ -51,7 +51,7 @@ CALLS: dict[str, Callable[[Any], Any]] = {
 
 def same(call: Callable[[Any], Any], cache: Any, names: dict[str, Any]) -> None:
     """Compares a call on two devices, eager and under jit, with one device."""
-    explicit, expected = mesh(explicit=True, data=2), call(cache)
+    explicit, expected = mesh(explicit=True, data=2), jax.jit(call)(cache)
     with jax.set_mesh(explicit):
         parts = {k: x for k, x in cache._asdict().items() if x is not None}
         placed = {k: put(explicit, x, *names.get(k, ())) for k, x in parts.items()}
