@@ -135,23 +135,6 @@ def test_live_logits_of_any_size_beat_masked_ones(logit: float, new: int) -> Non
     assert np.array_equal(out, np.ones((1, new, 1)))
 
 
-@pytest.mark.slow
-def test_sequences_of_different_lengths() -> None:
-    """Prompts padded on the right; every sequence goes on from its own end."""
-    params, x = make()
-    poisoned = x.at[np.arange(B)[:, None], np.arange(T)].set(
-        jnp.where((np.arange(T) < LENGTHS[:, None])[..., None], x, np.nan)
-    )
-    cache = KVCache.empty(params, B, T)
-    _, cache = jaxmha.prefill(params, poisoned[:, :5], cache, mask=Mask.lengths(key_value=LENGTHS))
-    assert cache.lengths.tolist() == LENGTHS.tolist()
-    for step in range(4):
-        rows = np.arange(B), LENGTHS + step
-        out, cache = jaxmha.decode_step(params, x[rows][:, None], cache)
-        want = full(params, x)[rows]
-        tolerance.assert_close(out[:, 0], np.asarray(want), f"step {step}", factor=2)
-
-
 @pytest.mark.slow_variants("*", "!*rocm")
 @pytest.mark.parametrize(
     ("new", "left", "slots", "platform"), [(1, 3, 4, "cpu"), (2, 3, 5, "cpu"), (2, 1, 7, "rocm")]
@@ -262,22 +245,6 @@ def test_rollback_of_a_cache_that_has_gone_round(taken_back: int, present: bool)
     out, _ = jaxmha.decode_step(params, x[:, at], back, mask=window)
     want = np.asarray(full(params, x, mask=window)[:, at])
     assert (tolerance.error(out, want) < tolerance.FLOORS["float32"] * 2) == present
-
-
-@pytest.mark.slow
-def test_prompts_padded_on_the_left() -> None:
-    params, x = make()
-    valid = np.arange(T) >= np.asarray([[2], [0], [3]])
-    padding = Mask.padding(key_value=valid)
-    want = full(params, x, mask=padding)
-    _, cache = jaxmha.prefill(
-        params, x[:, :5], KVCache.empty(params, B, T), mask=Mask.padding(key_value=valid[:, :5])
-    )
-    out, cache = jaxmha.decode_step(params, x[:, 5:6], cache, mask=padding)
-    tolerance.assert_close(out[:, 0], np.asarray(want[:, 5]), factor=2)
-    dense = Mask.dense(valid[:, None, None])
-    out, _ = jaxmha.decode_step(params, x[:, 6:7], cache, mask=dense)
-    tolerance.assert_close(out[:, 0], np.asarray(want[:, 6]), factor=2)
 
 
 @pytest.mark.everyday(policy=["zero"])
