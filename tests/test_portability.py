@@ -20,16 +20,6 @@ from tests import windows
 ROOT = Path(__file__).parents[1]
 # The modules that name what only POSIX has; each name in them is behind a test for it.
 POSIX = {"jaxmha/checkpoint/system.py", "jaxmha/bench/memory.py"}
-IMPORTS = """
-import sys
-for name in {modules}:
-    sys.modules[name] = None
-import os, signal
-for name in ("preadv", "pread", "posix_fadvise", "O_DIRECTORY", "O_NOFOLLOW", "O_CLOEXEC", "getuid"):
-    delattr(os, name)
-del signal.SIGPIPE
-import {imported}
-"""
 FILES = ("a.safetensors", "a.pt", "a.npz", "a.weights.h5", "a.orbax", "s.safetensors.index.json")
 READS = """
 import os, sys, pathlib
@@ -76,19 +66,6 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
         size = 200 if name.endswith(".json") else None
         checkpoint.write(folder / name, tensors, shard_size=size)
     return folder
-
-
-@pytest.mark.slow  # the next test imports them without these modules too
-@pytest.mark.parametrize(
-    "imported",
-    [
-        "jaxmha.converters.torch, jaxmha.converters.checkpoint",
-        "jaxmha.cli.app",
-        "jaxmha.introspect",
-    ],
-)
-def test_imports_need_no_posix(imported: str) -> None:
-    in_process(IMPORTS.format(modules=("fcntl", "resource", "pwd"), imported=imported))
 
 
 @pytest.mark.slow  # a minute
