@@ -216,14 +216,9 @@ def test_the_dtype_of_softmax_that_a_reason_names_is_taken(name: str) -> None:
 
 
 WRONG: dict[str, Any] = {
-    "query": "a",
-    "key": [[1.0]],
-    "bias": 1.0,
-    "mask": "causal",
-    "segment_ids": [[0, 1]],
-    "sinks": [1.0, 2.0],
-    "implementation": 3,
-}
+    "query": "a", "key": [[1.0]], "bias": 1.0, "mask": "causal", "segment_ids": [[0, 1]],
+    "sinks": [1.0, 2.0], "implementation": 3,
+}  # fmt: skip
 
 
 @pytest.mark.usefixtures("no_shape_hook")

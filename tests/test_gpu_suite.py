@@ -263,13 +263,8 @@ def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.slow
 def test_everything_on_tiny_shapes(tmp_path: Path) -> None:
     command = [
-        sys.executable,
-        "-m",
-        "experiments.benchmarks.gpu",
-        "--check",
-        "--write",
-        str(tmp_path),
-    ]
+        sys.executable, "-m", "experiments.benchmarks.gpu", "--check", "--write", str(tmp_path),
+    ]  # fmt: skip
     done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
     assert done.stdout.rstrip().splitlines()[-1].startswith("| times as fast as cuDNN, 8 queries |")
     found = json.loads((tmp_path / "gpu.json").read_text())

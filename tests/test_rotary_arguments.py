@@ -89,22 +89,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "longrope": {**LENGTHS, **FACTORS},
 }
 ODD: tuple[Any, ...] = (
-    -1,
-    0,
-    1,
-    1e308,
-    1e-320,
-    10**400,
-    np.nan,
-    np.inf,
-    -np.inf,
-    "8",
-    True,
-    [],
-    [1.0],
-    {},
-    1j,
-)
+    -1, 0, 1, 1e308, 1e-320, 10**400, np.nan, np.inf, -np.inf, "8", True, [], [1.0], {}, 1j,
+)  # fmt: skip
 
 
 @pytest.mark.filterwarnings("error")

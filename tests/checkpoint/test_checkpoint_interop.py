@@ -210,13 +210,9 @@ def test_hdf5_attributes_of_every_version(libver: Any, tmp_path: Path) -> None:
     h5py = pytest.importorskip("h5py")
     path = tmp_path / "m.weights.h5"
     texts = {
-        "none": None,
-        "variable": "out",
-        "fixed": np.bytes_(b"dense_1"),
-        "unicode": "größe",
-        "empty": "",
-        "long": "x" * 500,
-    }
+        "none": None, "variable": "out", "fixed": np.bytes_(b"dense_1"), "unicode": "größe",
+        "empty": "", "long": "x" * 500,
+    }  # fmt: skip
     with h5py.File(path, "w", libver=libver, track_order=libver == "latest") as file:
         for layer, value in texts.items():
             group = file.create_group(f"{layer}/vars")

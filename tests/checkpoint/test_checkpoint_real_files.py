@@ -21,15 +21,9 @@ from jaxmha.checkpoint.source import Source
 def _folder_of_arrays(path: Path, count: int) -> None:
     """A checkpoint that orbax writes without a database: a folder for every array, its chunk and its document."""
     document = {
-        "zarr_format": 2,
-        "shape": [3],
-        "chunks": [3],
-        "dtype": "<f4",
-        "compressor": None,
-        "filters": None,
-        "fill_value": None,
-        "order": "C",
-    }
+        "zarr_format": 2, "shape": [3], "chunks": [3], "dtype": "<f4", "compressor": None,
+        "filters": None, "fill_value": None, "order": "C",
+    }  # fmt: skip
     entry = {"value_metadata": {"value_type": "jax.Array"}}
     tree = {}
     for i in range(count):

@@ -122,15 +122,9 @@ def test_values_that_run_nothing_are_read(tmp_path: Path) -> None:
     tagged.tag = 7
     tensors = {"buffer": torch.nn.Buffer(torch.ones(2)), "parameter": tagged}
     values = {
-        "dtype": torch.float32,
-        "narrow": torch.complex32,
-        "bytes": b"ab",
-        "empty": b"",
-        "array": bytearray(b"x"),
-        "complex": 1j,
-        "slice": slice(1, 5),
-        "range": range(3),
-    }
+        "dtype": torch.float32, "narrow": torch.complex32, "bytes": b"ab", "empty": b"",
+        "array": bytearray(b"x"), "complex": 1j, "slice": slice(1, 5), "range": range(3),
+    }  # fmt: skip
     nested = {
         "milestones": Counter([3, 5]),
         "size": torch.Size([7]),

@@ -209,15 +209,10 @@ def _keras(config: Config, dtype: Any, values: Values) -> Any:
 
 def _flax_settings(config: Config, dtype: Any) -> dict[str, Any]:
     return {
-        "num_heads": config.N,
-        "qkv_features": config.N * config.H,
-        "out_features": config.Do,
-        "use_bias": config.bias,
-        "normalize_qk": config.qk_norm,
-        "param_dtype": dtype,
-        "deterministic": True,
-        "decode": False,
-    }
+        "num_heads": config.N, "qkv_features": config.N * config.H, "out_features": config.Do,
+        "use_bias": config.bias, "normalize_qk": config.qk_norm, "param_dtype": dtype,
+        "deterministic": True, "decode": False,
+    }  # fmt: skip
 
 
 def _linen(config: Config, dtype: Any, values: Values) -> Any:

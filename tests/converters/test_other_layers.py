@@ -303,18 +303,11 @@ def test_layers_are_judged_by_the_framework_of_the_attention_next_to_them() -> N
     """PReLUs, a LayerScale, a GroupNorm, a depthwise convolution and bare parameters next to attention of
     torch."""
     parameters = {
-        "act.weight": np.full(1, 0.25),
-        "blocks.0.ls1.gamma": np.ones(6),
-        "act1.weight": np.ones(6),
-        "group_norm.weight": np.ones(6),
-        "group_norm.bias": np.ones(6),
-        "blocks.0.dw.weight": np.ones((6, 1, 3, 3)),
-        "blocks.0.dw.bias": np.ones(6),
-        "w": np.eye(6),
-        "scale": np.ones(6),
-        "weight": np.ones(6),
-        "blocks.0.norm.weight": np.ones(6),
-    }
+        "act.weight": np.full(1, 0.25), "blocks.0.ls1.gamma": np.ones(6), "act1.weight": np.ones(6),
+        "group_norm.weight": np.ones(6), "group_norm.bias": np.ones(6),
+        "blocks.0.dw.weight": np.ones((6, 1, 3, 3)), "blocks.0.dw.bias": np.ones(6), "w": np.eye(6),
+        "scale": np.ones(6), "weight": np.ones(6), "blocks.0.norm.weight": np.ones(6),
+    }  # fmt: skip
     state = torch_block() | {name: x.astype(np.float32) for name, x in parameters.items()}
     moved = pipeline.convert_state(state, to="flax", num_heads=2)
     expected = {*parameters} - {"blocks.0.norm.weight"} | {"blocks/0/norm/scale"}

@@ -298,14 +298,8 @@ def test_the_command_line_exits_with_1(
         return write(path, arrays, **settings)
 
     command = [
-        "convert",
-        str(files[0]),
-        str(tmp_path / "x.npz"),
-        "--to",
-        "flax",
-        "--num-heads",
-        str(N),
-    ]
+        "convert", str(files[0]), str(tmp_path / "x.npz"), "--to", "flax", "--num-heads", str(N),
+    ]  # fmt: skip
     command += ["--report", str(tmp_path / "report.json"), "--check", "weights"]
     monkeypatch.setattr(checkpoint, "write", careless)
     done = cli(*command)

@@ -38,17 +38,9 @@ class Sizes(NamedTuple):
 B, N, T, S = USUAL = Sizes(3, 2, 5, 7)
 # Single axes, none, and axes that can be taken for each other.
 SIZES = (
-    USUAL,
-    Sizes(3, 3, 5, 7),
-    Sizes(2, 2, 4, 4),
-    Sizes(3, 3, 3, 3),
-    Sizes(1, 1, 1, 1),
-    Sizes(2, 3, 4, 1),
-    Sizes(2, 3, 1, 4),
-    Sizes(1, 2, 3, 5),
-    Sizes(2, 2, 3, 0),
-    Sizes(3, 2, 0, 4),
-)
+    USUAL, Sizes(3, 3, 5, 7), Sizes(2, 2, 4, 4), Sizes(3, 3, 3, 3), Sizes(1, 1, 1, 1),
+    Sizes(2, 3, 4, 1), Sizes(2, 3, 1, 4), Sizes(1, 2, 3, 5), Sizes(2, 2, 3, 0), Sizes(3, 2, 0, 4),
+)  # fmt: skip
 KINDS = ("causal", "offset", "window", "lengths", "padding", "segments", "array", "heads")
 
 

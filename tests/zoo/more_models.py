@@ -11,19 +11,13 @@ from tests.zoo.others import ids, rand, time_step
 
 _SMALL = {"embed_dim": 64, "depth": 2, "num_heads": 4}
 TIMM: dict[str, dict[str, Any]] = {
-    "vit_base_patch16_rope_reg1_gap_256": _SMALL,
-    "vit_pe_core_base_patch16_224": _SMALL,
-    "eva02_base_patch16_clip_224": _SMALL,
-    "eva02_base_patch14_224": _SMALL,
-    "vit_tiny_patch16_dinov3_qkvb": _SMALL,
-    "vit_pwee_patch16_reg1_gap_256": _SMALL,
-    "vit_little_patch16_reg1_gap_256": _SMALL,
-    "beit3_base_patch16_224": _SMALL,
-    "vit_relpos_medium_patch16_rpn_224": _SMALL,
-    "naflexvit_base_patch16_par_gap": _SMALL,
-    "maxxvit_rmlp_nano_rw_256": {},
-    "swin_s3_tiny_224": {},
-}
+    "vit_base_patch16_rope_reg1_gap_256": _SMALL, "vit_pe_core_base_patch16_224": _SMALL,
+    "eva02_base_patch16_clip_224": _SMALL, "eva02_base_patch14_224": _SMALL,
+    "vit_tiny_patch16_dinov3_qkvb": _SMALL, "vit_pwee_patch16_reg1_gap_256": _SMALL,
+    "vit_little_patch16_reg1_gap_256": _SMALL, "beit3_base_patch16_224": _SMALL,
+    "vit_relpos_medium_patch16_rpn_224": _SMALL, "naflexvit_base_patch16_par_gap": _SMALL,
+    "maxxvit_rmlp_nano_rw_256": {}, "swin_s3_tiny_224": {},
+}  # fmt: skip
 VIT_SIZES = {
     "dim": 48, "depth": 2, "heads": 3, "mlp_dim": 64, "num_classes": 5, "image_size": 64,
     "patch_size": 16,

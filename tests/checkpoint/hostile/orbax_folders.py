@@ -23,16 +23,9 @@ def orbax(
     """A sound folder of plain files, its documents changed."""
     (path / key).mkdir(parents=True)
     document = {
-        "zarr_format": 2,
-        "shape": [2, 3],
-        "chunks": [2, 3],
-        "dtype": "<f4",
-        "compressor": None,
-        "filters": None,
-        "fill_value": None,
-        "order": "C",
-        "dimension_separator": ".",
-    }
+        "zarr_format": 2, "shape": [2, 3], "chunks": [2, 3], "dtype": "<f4", "compressor": None,
+        "filters": None, "fill_value": None, "order": "C", "dimension_separator": ".",
+    }  # fmt: skip
     (path / key / ".zarray").write_text(json.dumps(document | (array or {})))
     (path / key / "0.0").write_bytes(W.tobytes())
     leaf = {

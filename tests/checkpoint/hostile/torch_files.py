@@ -41,14 +41,9 @@ def zip_file(
         )
         out += in_local + stored
         field = {
-            "flags": 0x800,
-            "method": method,
-            "crc": crc,
-            "compressed": len(stored),
-            "size": size,
-            "attributes": 0,
-            "offset": offset,
-        } | ((central or {}) if last else {})
+            "flags": 0x800, "method": method, "crc": crc, "compressed": len(stored), "size": size,
+            "attributes": 0, "offset": offset,
+        } | ((central or {}) if last else {})  # fmt: skip
         directory += struct.pack(
             "<4s6H3L5H2L",
             *(b"PK\1\2", 3 << 8 | 20, 20, field["flags"], field["method"], 0, 33),
