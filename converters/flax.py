@@ -310,9 +310,7 @@ def _settings(
 
 
 def _exact(key: str, array: NDArray) -> jax.Array:
-    import jax.numpy as jnp
-
-    moved = jnp.array(array, copy=True)
+    moved: jax.Array = jax.device_put(np.array(array))  # `jnp.array` compiles one program per shape
     if moved.dtype != array.dtype:
         raise ValueError(
             f"JAX would keep {key} as {moved.dtype}, not {array.dtype}: call "

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from jaxmha.checkpoint import Lazy
 from jaxmha.converters.discovery import live_model
 from jaxmha.converters.layout.arrays import NDArray, framework_of, to_torch
@@ -72,11 +74,10 @@ def _check_dtypes(ready: Lazy) -> None:
 def _placed(value: NDArray, before: Any) -> Any:
     """Makes a JAX array with the sharding of the leaf that it replaces, if the leaf has one."""
     import jax
-    import jax.numpy as jnp
 
     sharding = getattr(before, "sharding", None)
     if sharding is None:
-        return jnp.asarray(value)
+        return jax.device_put(np.array(value))  # `jnp.asarray` would compile one program per shape
     if not sharding.is_fully_addressable:  # each process places the shards of its own devices
         return jax.make_array_from_callback(value.shape, sharding, value.__getitem__)
     return jax.device_put(value, sharding)

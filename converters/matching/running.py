@@ -151,9 +151,9 @@ def _torch(model: Any, arguments: Arguments) -> Run:
 
 
 def _jax(value: Any) -> Any:
-    import jax.numpy as jnp
+    import jax
 
-    return jnp.asarray(_wide(np.array(value)))
+    return jax.device_put(_wide(np.array(value)))  # `jnp.asarray` would compile a program
 
 
 def _patched(

@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 import torch
 from flax import linen, nnx
+from jax._src import compiler
 from keras import Input, Model, layers
 
 from jaxmha import checkpoint
 from jaxmha.converters import equinox, flax, keras, match
 from jaxmha.converters import torch as torch_face
 from jaxmha.converters.matching import Line, Plan
+from tests import drawn
 
 SOURCE = {
     "first.weight": np.arange(15, dtype=np.float32).reshape(3, 5),
@@ -56,6 +58,19 @@ def test_nnx_is_filled_in_place() -> None:
 
 def test_an_abstract_model_is_filled() -> None:
     check(flax.load_into(nnx.eval_shape(lambda: Mine(nnx.Rngs(0))), SOURCE))
+
+
+def test_no_program_places_an_array(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be compiled for every shape; the values are copied all the same."""
+    monkeypatch.setattr(compiler, "compile_or_get_cached", None)
+    struct: Any = jax.ShapeDtypeStruct
+    source = np.zeros((3, 53), np.float32)
+    made = equinox.load_into({"x": struct((3, 53), jnp.float32)}, {"x": source})
+    source += 1
+    assert not np.asarray(made["x"]).any()
+    params = drawn.params(num_heads=3, features=21)
+    _, variables = flax.to_module(params, kind="linen")
+    np.testing.assert_array_equal(variables["params"]["query"]["bias"], params.query.bias)
 
 
 def test_a_tree_of_shapes_is_filled() -> None:
