@@ -41,7 +41,7 @@ def plan(source: Tree, target: Tree, packing: Packing = "ask") -> MatchPlan:
     open_ = {t for several in packed.values() for t in several} | flat.keys()
     found = _pieces(mine, theirs, decision, decision.taken.keys() - open_)
     lines, refused = _lines(found, source, target)
-    questions = [*_questions(mine, theirs, decision), *refused]
+    questions = [*_questions(mine, theirs, decision, source), *refused]
     for several in packed.values():
         rows, refused = _lines(_pieces(mine, theirs, decision, several), source, target)
         questions += [*_of_packing(rows), *refused]
@@ -267,7 +267,7 @@ def _exact(pieces: Sequence[_Piece], source: Tree, target: Tree) -> bool:
 
 
 def _questions(
-    mine: Sequence[Template], theirs: Sequence[Template], decision: Decision
+    mine: Sequence[Template], theirs: Sequence[Template], decision: Decision, source: Tree
 ) -> list[Question]:
     found: dict[int, Question] = {}
     alone, taken = set[int](), {s for s, *_ in decision.taken.values()}
@@ -276,8 +276,11 @@ def _questions(
         near = [(mine[s], target) for s in candidates]
         if not near:
             near, reason = nearest.near(mine, target, decision, reason)
-        if not near and (one := tied.question(_layer_name(target), target, mine, taken)):
-            found[t] = one
+        head = (
+            None if near else tied.question(_layer_name(target), target, mine, taken, source.ties)
+        )
+        if head is not None:
+            found[t] = head
             continue
         if not near and reason == ALONE:
             alone.add(t)

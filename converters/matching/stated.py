@@ -63,6 +63,16 @@ class Side(NamedTuple):
     shapes: Mapping[str, tuple[int, ...]]
 
 
+def ties_heads(content: Any) -> bool | None:
+    """True or False if a configuration states whether heads are tied to embeddings, else None.
+
+    >>> ties_heads({"text_config": {"tie_word_embeddings": True}}), ties_heads({})
+    (True, None)
+    """
+    found = [value for _, value in hf_config.search(content, ("tie_word_embeddings",))]
+    return next((x for x in (True, False) if found and all(value is x for value in found)), None)
+
+
 def shown(side: str, stated: Stated | None) -> str:
     """Names a layer of a side such as "the source"; the side alone if the layer has no name."""
     return f"{stated.layer} of {side}" if stated and stated.layer else side

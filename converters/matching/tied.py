@@ -14,19 +14,30 @@ REASON = (
     "the source has no such head, and its embedding has the shape: many models tie them "
     "(tie_word_embeddings of config.json)"
 )
+_APART = (
+    "the source has no such head, and its configuration says that none is tied to the embedding "
+    "(tie_word_embeddings): take a checkpoint that has the head"
+)
 _OTHER_TABLES = {"position", "type", "time", "relative", "head"}
 
 
 def question(
-    name: str, target: Template, mine: Sequence[Template], used: Collection[int]
+    name: str,
+    target: Template,
+    mine: Sequence[Template],
+    used: Collection[int],
+    ties: bool | None,
 ) -> Question | None:
     """The question for a layer without a source, if it fits as a head tied to an embedding.
 
-    `name`: of the layer. `used`: indices of the sources that fill other layers.
+    `name`: of the layer. `used`: indices of the sources that fill other layers. `ties`: as `Tree.ties`.
     """
     found = {s: how for s, source in enumerate(mine) if (how := _fit(source, target))}
     if not found:
         return None
+    if ties is False:
+        zeros = tuple(Line(array.name, fill="zeros") for array in target.first.slots.values())
+        return Question(name, (), _APART, (zeros,))
     rest = [_line(slot, target, mine, used) for slot in target.first.slots if slot != MAIN]
     tables = {s: mine[s].first.slots[MAIN].name for s in found}
     examples = tuple(
@@ -72,17 +83,22 @@ def _line(slot: str, target: Template, mine: Sequence[Template], used: Collectio
 
 
 def settled(questions: Sequence[Question], source: Tree) -> tuple[list[Line], list[Question]]:
-    """Answers the questions on heads that the source itself shows to be tied."""
+    """Answers the questions on heads that the source itself or its configuration shows to be tied."""
     heads = {first: name for name, first in source.aliases.items() if _is_head(name)}
     lines, left = list[Line](), list[Question]()
     several = sum(one.reason == REASON for one in questions) > 1  # which of them is tied?
     for one in questions:
         known = [n for n in one.candidates if n in heads] if one.reason == REASON else []
+        why = "".join(f"the source ties {heads[name]} to it" for name in known[:1])
+        if one.reason == REASON and not known and source.ties:
+            known, why = (
+                [*one.candidates],
+                "tie_word_embeddings of its configuration ties heads to it",
+            )
         rows = one.examples[0] if len(one.candidates) == len(known) == 1 else ()
         if several or not rows or any(row.fill for row in rows):
             left.append(one)
             continue
-        why = f"the source ties {heads[known[0]]} to it"
         lines += [replace(row, reason=why, confidence="certain") for row in rows]
     return lines, left
 

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 from jaxmha import checkpoint
 from jaxmha.checkpoint import hub, optimizer_state
-from jaxmha.converters.discovery import live_model
+from jaxmha.converters.discovery import hf_config, live_model
 from jaxmha.converters.discovery.user_names import dotted
 from jaxmha.converters.layout.arrays import NDArray, framework_of, packages_of, to_numpy
 from jaxmha.converters.matching import keras_files, keras_graph, repeats
 from jaxmha.converters.matching.leaves import node, tree_leaves
-from jaxmha.converters.matching.stated import Stated, of_file, of_layers, of_torch
+from jaxmha.converters.matching.stated import Stated, of_file, of_layers, of_torch, ties_heads
 
 # Class of a layer -> axes of its main array: o output, i input (convolutions also have window
 # axes), v rows and d features of a table. "no" marks a layer that other frameworks store otherwise
@@ -66,6 +66,7 @@ class Tree:
       depends_on: path of each layer with an automatic name -> paths of the layers whose output it
         needs; None: the graph is unknown, so its number may say nothing of its place.
       saved: only for a Keras model: name of an array in its weights file -> name in `arrays`.
+      ties: True if a configuration ties heads to embeddings, False if it does not; None: not known.
       order: the names in the order of the layers in the model, or of a state dict, which perhaps
         has the order of its model; () if it is not known.
       channels_first: kernels of Keras' convolutions whose features are flattened channels first.
@@ -81,6 +82,7 @@ class Tree:
     notes: tuple[str, ...] = ()
     depends_on: DependsOn = field(default_factory=dict)
     saved: Mapping[str, str] = field(default_factory=dict)
+    ties: bool | None = None
     order: tuple[str, ...] = ()
     channels_first: frozenset[str] = frozenset()
     stated: Callable[[], Mapping[str, Stated]] = dict
@@ -154,6 +156,7 @@ def _file(path: Path) -> Tree:
         close=stack.close,
         notes=file.notes,
         depends_on=dict.fromkeys(automatic),
+        ties=ties_heads(hf_config.readable(file.path)),
         order=_order(file.info) if file.format == "torch" else (),
         stated=lambda: of_file(file),
     )
@@ -212,9 +215,16 @@ def _torch(module: Any) -> Tree:
         lambda name: to_numpy(state[name], name),
         aliases,
         notes=notes,
+        ties=ties_heads(_configuration(module)),
         order=tuple(arrays),
         stated=partial(of_torch, arrays, live.layers),
     )
+
+
+def _configuration(module: Any) -> Mapping[str, Any]:
+    """The configuration of a model of transformers; empty for any other module."""
+    config: Any = getattr(module, "config", None) if hasattr(module, "save_pretrained") else None
+    return config.to_dict() if hasattr(config, "to_dict") else {}
 
 
 def form_of(layer: Any, package: str) -> str:

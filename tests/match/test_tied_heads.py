@@ -1,11 +1,16 @@
 """A head that the source ties to its embedding is offered that embedding."""
 
+import json
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import transformers
 from flax import nnx
+from safetensors.numpy import save_file
 
 from jaxmha.converters import flax, match
 from jaxmha.converters.matching import prove
@@ -62,6 +67,36 @@ def test_a_file_without_the_head_is_asked_about(bias: str) -> None:
     np.testing.assert_array_equal(filled.lm_head.kernel[...].T, state["embed_tokens.weight"])
     if bias != "none":
         np.testing.assert_array_equal(filled.lm_head.bias[...], np.full(V, bias == "own"))
+
+
+@pytest.mark.parametrize("ties", [True, False, None])
+def test_the_config_of_a_folder_says_whether_the_head_is_tied(
+    ties: bool | None, tmp_path: Path
+) -> None:
+    state = {k: x.numpy() for k, x in Theirs().state_dict().items() if "head" not in k}
+    save_file(state, tmp_path / "model.safetensors")
+    config = {} if ties is None else {"text_config": {"tie_word_embeddings": ties}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    plan = match(tmp_path, Mine())
+    if ties:
+        filled = flax.load_into(Mine(), tmp_path, plan)
+        np.testing.assert_array_equal(filled.lm_head.kernel[...].T, state["embed_tokens.weight"])
+        assert "tie_word_embeddings of its configuration" in str(plan)
+        return
+    (question,) = plan.questions
+    assert question.candidates == ("embed_tokens.weight",) * (ties is None)
+    assert ("none is tied" in question.reason) == (ties is False)
+
+
+def test_the_configuration_of_a_live_model_says_whether_the_head_is_tied() -> None:
+    sizes = {"n_embd": D, "n_head": 2, "n_layer": 1, "vocab_size": V, "n_positions": 5}
+    ids = dict.fromkeys(("bos_token_id", "eos_token_id"), 0)
+    make = partial(transformers.GPT2Config, **sizes, **ids)
+    target = transformers.GPT2LMHeadModel(make(tie_word_embeddings=False))
+    asked = [
+        match(transformers.GPT2Model(make(tie_word_embeddings=x)), target) for x in (True, False)
+    ]
+    assert [len(plan.questions) for plan in asked] == [0, 1]
 
 
 def test_other_tables_and_other_targets_are_no_heads() -> None:
