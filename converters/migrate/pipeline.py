@@ -210,7 +210,7 @@ def convert(
     """
     in_file, given = str(destination).endswith(".weights.h5"), plan is not None
     if like is not None:
-        check_like(destination, given)
+        check_like(destination, like, given)
     with hf_config.read_once(), checkpoint.open(source, dequantise=True, unbox=True) as file:
         refuse_another_checkpoint(Path(source), file.path, Path(destination))
         read = file.files if like is None else (*file.files, Path(like))

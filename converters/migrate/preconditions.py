@@ -128,14 +128,22 @@ def target_layout(named: Layout, in_file: bool) -> Layout:
     return named
 
 
-def check_like(destination: str | os.PathLike[str], given: bool) -> None:
+def check_like(
+    destination: str | os.PathLike[str], like: str | os.PathLike[str], given: bool
+) -> None:
     """Raises ValueError if no groups of `like` can be taken; `given`: the caller gave a plan."""
+    option = "--plan" if given else "--to"
     if not str(destination).endswith(".weights.h5"):
-        option = "--plan" if given else "--to"
         raise ValueError(
             f"like= (--like) with {option} takes the groups of a .weights.h5 file, and is for a "
             f"destination named .weights.h5, got {destination}: leave out {option} to fill the arrays of "
             "the target, each matched by name and shape (in Python: jaxmha.converters.match)"
+        )
+    if ":" in Path(like).name and not Path(like).exists():
+        raise ValueError(
+            f"like= (--like) with {option} takes the groups of a file that the Keras model saved, and "
+            f"{like} is no file: name the file of its save_weights, or leave out {option} to fill the "
+            "model that MODULE:FUNCTION builds"
         )
 
 

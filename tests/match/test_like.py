@@ -113,6 +113,13 @@ def test_questions_write_nothing(here: Path) -> None:
     assert not (here / "mine.npz").exists()
 
 
+def test_groups_are_taken_from_a_file(here: Path) -> None:
+    builder = ("--to", "keras", "--like", "builders_for_like:bert")
+    done = run("mlp.safetensors", "mine.weights.h5", *builder)
+    assert done.exit_code == 2
+    assert "or leave out --to to fill the model" in " ".join(done.output.split())
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
