@@ -8,6 +8,7 @@ import numpy as np
 
 from jaxmha.checkpoint.errors import listed, printable
 from jaxmha.converters.discovery import (
+    adapters,
     attention_blocks,
     behaviours,
     latent_blocks,
@@ -49,7 +50,7 @@ def resolve(plan: Plan, file: Tensors) -> Resolved:
 
     Raises:
       ValueError: a planned tensor is not in the source; a source tensor is in no step, or in two;
-        arrays do not fit their kind; the layout cannot hold them; two tensors get one name; or the
+        a step takes an adapter, such as LoRA, for a layer; arrays do not fit their kind; the layout cannot hold them; two tensors get one name; or the
         state of an optimizer would no longer fit the weights.
     """
     to = attention_blocks.named(plan.to)
@@ -72,6 +73,8 @@ def resolve(plan: Plan, file: Tensors) -> Resolved:
     found = Resolved({}, [], {}, {}, {}, {}, [])
     for step in plan.steps:
         try:
+            if step.kind != "other":
+                adapters.refuse(step.tensors)
             if step.kind == "attention":
                 block = source_blocks.get((step.layout, step.source, frozenset(step.tensors)))
                 made = _attention(step, block, to, file, parts, found, plan)

@@ -15,6 +15,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 from jaxmha.converters import equinox, match
 from jaxmha.converters.matching import prove
 from jaxmha.converters.migrate import pipeline
+from jaxmha.converters.migrate.plans import Plan, Step
 from tests.converters.test_every_layout import N, exported
 
 I, O = 5, 7
@@ -101,6 +102,10 @@ def test_adapters_are_no_layers(tmp_path: Path) -> None:
     assert not info.layers
     assert all("of an adapter" in why for why in info.not_understood.values())
     assert any("merge_and_unload" in note for note in info.notes)
+    step = Step("linear", "torch", "a.lora_A", "a", ("a.lora_A.weight",))
+    save_file({"a.lora_A.weight": np.ones((2, 8), "f")}, tmp_path / "a.safetensors")
+    with pytest.raises(ValueError, match="lora_A: 1 array is part of an adapter"):
+        pipeline.convert(tmp_path / "a.safetensors", tmp_path / "b.npz", plan=Plan("flax", (step,)))
 
 
 def test_an_adapter_fills_an_adapter() -> None:
