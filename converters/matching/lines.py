@@ -50,9 +50,14 @@ def plan(source: Tree, target: Tree, packing: Packing = "ask") -> MatchPlan:
         slots = {_pattern_of(theirs[t], slot): slot for slot in theirs[t].first.slots}
         questions += [*([flattened.question(rows, slots, order)] if rows else ()), *refused]
     tied_lines, questions = tied.settled(questions, source)
-    notes = (*source.notes, *(f"target: {note}" for note in target.notes))
-    made = MatchPlan((*lines, *tied_lines), tuple(_merged(questions)), (), (), source.origin, notes)
+    rest = (source.origin, notes_of(source, target))
+    made = MatchPlan((*lines, *tied_lines), tuple(_merged(questions)), (), (), *rest)
     return with_unused(made, source)
+
+
+def notes_of(source: Tree, target: Tree) -> tuple[str, ...]:
+    """The remarks on reading both trees."""
+    return (*source.notes, *(f"target: {note}" for note in target.notes))
 
 
 _Decided = tuple[list[Template], list[Template], Decision]

@@ -28,6 +28,9 @@ class LoadInto(Protocol):
     ) -> Any:
         """Fills a model with the arrays of a source.
 
+        It prints nothing: settings that cannot be compared and other remarks are `notes` of the plan
+        from `match`, and of what `prove` returns for the filled model.
+
         Args:
           model: a model of the framework.
           source: a file, a folder of `save_pretrained`, `hf://org/model[@revision]`, a dict of

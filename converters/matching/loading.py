@@ -75,10 +75,15 @@ def prepared(
 
 
 def with_unused(plan: MatchPlan, source: Any, model: Any) -> MatchPlan:
-    """Sets `unused` and `ignored` of a plan: the arrays of the source that no line reads."""
-    tree, _ = stored.read(_pinned(source, plan), model)
-    tree.close()
-    return lines.with_unused(plan, tree)
+    """Sets `unused` and `ignored` of a given plan, the arrays of the source that no line reads, and
+    its `notes`. Raises as `jobs` does."""
+    mine, theirs = stored.read(_pinned(source, plan), model)
+    try:
+        _, notes = checked_jobs(plan, mine, theirs)
+        notes = (*lines.notes_of(mine, theirs), *notes)
+        return replace(lines.with_unused(plan, mine), notes=notes)
+    finally:
+        mine.close()
 
 
 def check_policy(name: str, policy: str) -> None:

@@ -49,6 +49,8 @@ class Proof:
       compared: number of pairs of layers whose outputs were compared.
       dtype: narrowest dtype that a model or layer returned. narrow: the first layer that returned
         it; None if all returned float64.
+      notes: what nothing compared, as in the plan: remarks on reading, settings that only the source
+        states, norms of another epsilon. They do not change `same`.
     """
 
     equal: int
@@ -64,6 +66,7 @@ class Proof:
     compared: int = 0
     dtype: str = "float64"
     narrow: str | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def same(self) -> bool:
@@ -103,6 +106,7 @@ class Proof:
             elif self.narrow is None and largest <= HALF:
                 rows.append(_INSIDE)
             rows.append(_NEXT)
+        rows += [f"note: {note}" for note in self.notes]
         return "\n".join(map(printable, rows))
 
     def _paired_outputs(self) -> Iterator[str]:

@@ -42,8 +42,9 @@ def prove(
         hint = _LOADED * (plan is None)
         plan = lines.plan(mine, theirs, packing) if plan is None else plan
         loading.refuse_questions(plan, hint)
-        jobs, _ = loading.checked_jobs(plan, mine, theirs)
-        proof = _arrays(mine, theirs, jobs)
+        jobs, notes = loading.checked_jobs(plan, mine, theirs)
+        notes = (*lines.notes_of(mine, theirs), *notes)
+        proof = replace(_arrays(mine, theirs, jobs), notes=notes)
     finally:
         mine.close()
     if unused == "keep":

@@ -3,6 +3,7 @@
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,11 @@ _KERAS = ".weights.h5"
 
 
 def show(proof: matching.Proof, quiet: bool) -> None:
-    """Prints a proof; ends with exit code 1 unless everything is the same.
+    """Prints a proof; ends with exit code 1 unless everything is the same. The plan has the notes.
 
     `quiet`: prints only failures.
     """
+    proof = replace(proof, notes=())
     if not quiet or not proof.same:
         (out if proof.same else err).print(escape(str(proof), keep="\n"), highlight=False)
     if not proof.same:

@@ -24,7 +24,7 @@ import jaxmha.flax.nnx
 from jaxmha import Semantics, rope
 from jaxmha.converters import flax
 from jaxmha.converters import torch as torch_face
-from jaxmha.converters.matching import Line, match, prove
+from jaxmha.converters.matching import Line, Plan, loading, match, prove
 from jaxmha.flax.latent.nnx import LatentAttention
 
 ZERO, CAP, CLIP = (
@@ -235,6 +235,16 @@ def test_notes_say_what_nothing_compares() -> None:
     assert not match(theirs(), tree).notes
 
 
+def test_a_proof_has_the_notes_of_the_plan() -> None:
+    source, model = torch.nn.LayerNorm(FEATURES), nnx.LayerNorm(FEATURES, rngs=nnx.Rngs(0))
+    plan = match(source, model)
+    given = loading.with_unused(Plan.from_toml(plan.to_toml()), source, model)  # of --plan
+    proof = prove(source, flax.load_into(model, source))
+    assert proof.same
+    assert proof.notes == plan.notes == given.notes
+    assert str(proof).endswith("note: a layer of the source: epsilon=1e-05, and 1e-06 in the model")
+
+
 def of_norm(framework: str) -> Any:
     made = keras.layers.LayerNormalization(epsilon=1e-3)
     if framework == "keras":
@@ -248,9 +258,8 @@ def of_norm(framework: str) -> Any:
 @pytest.mark.parametrize("framework", ["keras", "nnx", "equinox"])
 def test_other_epsilons_of_norms_are_noted(framework: str) -> None:
     source, target = torch.nn.LayerNorm(FEATURES), of_norm(framework)
-    assert match(source, target).notes == (
-        "a layer of the source: epsilon=1e-05, and 0.001 in the model",
-    )
+    note = "a layer of the source: epsilon=1e-05, and 0.001 in the model"
+    assert match(source, target).notes == (note,)
     assert not match(torch.nn.LayerNorm(FEATURES, eps=1e-3), target).notes
 
 
