@@ -100,13 +100,13 @@ class Proof:
                 f"first layer that departs: {target or 'the model'} from {source or 'the model'}, "
                 f"by {difference:.1e}{agree}"
             )
+        rows += [f"note: {note}" for note in self.notes]
         if largest > self.tolerance:
             if self.dtype in ("float16", "bfloat16"):
                 rows.append(f"{self.dtype} rounds by more than that: {_WIDER}")
             elif self.narrow is None and largest <= HALF:
                 rows.append(_INSIDE)
             rows.append(_NEXT)
-        rows += [f"note: {note}" for note in self.notes]
         return "\n".join(map(printable, rows))
 
     def _paired_outputs(self) -> Iterator[str]:
