@@ -4,7 +4,7 @@ import os
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from jaxmha.converters.matching import flattened, nearest, roles, tied
+from jaxmha.converters.matching import flattened, nearest, roles, stored, tied
 from jaxmha.converters.matching.arrows import Arrow, Fit, fit, guesses
 from jaxmha.converters.matching.decide import ALONE, Decision, decide
 from jaxmha.converters.matching.layers import MAIN, is_buffer
@@ -50,8 +50,9 @@ def plan(source: Tree, target: Tree, packing: Packing = "ask") -> MatchPlan:
         slots = {_pattern_of(theirs[t], slot): slot for slot in theirs[t].first.slots}
         questions += [*([flattened.question(rows, slots, order)] if rows else ()), *refused]
     tied_lines, questions = tied.settled(questions, source)
+    questions = stored.asked(_merged(questions), source, target)
     rest = (source.origin, notes_of(source, target))
-    made = MatchPlan((*lines, *tied_lines), tuple(_merged(questions)), (), (), *rest)
+    made = MatchPlan((*lines, *tied_lines), tuple(questions), (), (), *rest)
     return with_unused(made, source)
 
 

@@ -1,5 +1,7 @@
 """Reads the trees of a plan; weights that a source stores in parts become those of its layers."""
 
+import re
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +13,10 @@ from jaxmha.converters.layout import parametrized
 from jaxmha.converters.layout.arrays import NDArray
 from jaxmha.converters.layout.parametrized import Parts
 from jaxmha.converters.matching import trees
+from jaxmha.converters.matching.plan import Question
 from jaxmha.converters.matching.trees import Array, Tree
+
+_NORM_OF_NNX = re.compile(r"scales/\('\w+',\)")
 
 
 def read(source: Any, target: Any, argument: str = "target") -> tuple[Tree, Tree]:
@@ -37,6 +42,34 @@ def read(source: Any, target: Any, argument: str = "target") -> tuple[Tree, Tree
         mine.close()
         raise
     return mine, theirs
+
+
+def asked(questions: Sequence[Question], source: Tree, target: Tree) -> list[Question]:
+    """Puts questions on the parts of a weight norm first, with the remedy, if the source has none."""
+    reasons = _reasons(target) if not _reasons(source) else {}
+    found, rest = list[Question](), list[Question]()
+    for one in questions:
+        why = next((reasons[name] for name in one.arrays if name in reasons), "")
+        (found if why else rest).append(replace(one, reason=why or one.reason))
+    return [*found, *rest]
+
+
+def _reasons(tree: Tree) -> dict[str, str]:
+    """Maps the parts of weights in a target to advice for a source that has whole weights."""
+    whole = "and the source has the whole weight: "
+    made = {
+        name: f"torch computes {key} from it, {whole}fill the model first, then call weight_norm or "
+        "the like, which takes the weight apart"
+        for key, parts in parametrized.stored(_shapes(tree)).items()
+        for name in parts.names
+    }
+    for name, array in tree.arrays.items():
+        if _NORM_OF_NNX.fullmatch("/".join(array.path[-2:])):
+            made[name] = (
+                f"nnx.WeightNorm scales to it, {whole}load the layer before nnx.WeightNorm wraps it, "
+                "and set its scales to the norms of the loaded array over all but its last axis"
+            )
+    return made
 
 
 def _without_adapters(tree: Tree) -> Tree:

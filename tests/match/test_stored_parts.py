@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from flax import nnx
 from safetensors.numpy import save_file
 from torch.nn import utils
 from torch.nn.utils import parametrizations, parametrize, prune
@@ -111,6 +112,25 @@ def test_adapters_are_no_layers(tmp_path: Path) -> None:
 def test_an_adapter_fills_an_adapter() -> None:
     target = {name: np.zeros_like(x) for name, x in LORA.items()}
     assert all(x.all() for x in equinox.load_into(target, LORA).values())
+
+
+def of_nnx() -> Any:
+    layer = nnx.WeightNorm(nnx.Linear(I, O, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(0))
+    return nnx.Dict(layer=layer)
+
+
+@pytest.mark.parametrize(
+    ("make", "advice"),
+    [
+        (lambda: stored("weight_norm"), "fill the model first, then call weight_norm"),
+        (lambda: stored("parametrization"), "fill the model first, then call weight_norm"),
+        (of_nnx, "set its scales to the norms"),
+    ],
+)
+def test_a_whole_weight_for_parts_is_asked_about_with_the_remedy(make: Any, advice: str) -> None:
+    plan = match(torch.nn.Sequential(torch.nn.Linear(I, O)), make())
+    assert "the source has the whole weight" in plan.questions[0].reason
+    assert advice in plan.questions[0].reason
 
 
 def test_parts_that_a_file_keeps_are_named(tmp_path: Path) -> None:
