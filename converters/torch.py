@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import jax
 import numpy as np
 
 from jaxmha import MHAParams, Semantics
@@ -108,6 +109,7 @@ class _Pair(NamedTuple):
     semantics: Semantics
 
 
+@jax.tree_util.register_pytree_with_keys_class
 class Imported(_Pair):
     """`(params, semantics)` of a module, with `batch_first`, the order of its input axes.
 
@@ -125,6 +127,26 @@ class Imported(_Pair):
         made = super().__new__(cls, params, semantics)
         made.batch_first = batch_first
         return made
+
+    def __getnewargs__(self) -> tuple[MHAParams, Semantics, bool]:
+        return (*self, self.batch_first)
+
+    def _replace(self, **changes: Any) -> "Imported":
+        fields = {"params": self.params, "semantics": self.semantics}
+        return Imported(**{**fields, "batch_first": self.batch_first, **changes})
+
+    __replace__ = _replace
+
+    def tree_flatten_with_keys(self) -> tuple[tuple[Any, Any], bool]:
+        """The children with their keys; `batch_first` is static."""
+        keys = map(jax.tree_util.GetAttrKey, self._fields)
+        params, semantics = zip(keys, self, strict=True)
+        return (params, semantics), self.batch_first
+
+    @classmethod
+    def tree_unflatten(cls, batch_first: bool, children: tuple[Any, Any]) -> "Imported":
+        """The tuple of these children."""
+        return cls(*children, batch_first)
 
 
 def from_module(

@@ -89,7 +89,10 @@ def mask_hint(mask: object) -> str:
     if isinstance(mask, type):
         return " itself: call a constructor, such as Mask.causal()"
     if callable(mask):
-        return ": give a function of positions as mask_mod="
+        return (
+            ": give a function of positions as mask_mod= to attention, and to what has no mask_mod "
+            "the array that it returns for np.arange(T)[:, None] and np.arange(S)"
+        )
     if isinstance(mask, list | tuple):
         return ": make it an array with np.asarray(mask, bool)"
     if isinstance(mask, str | bool):  # an array of it would hold one True

@@ -8,6 +8,7 @@ import numpy as np
 
 import jaxmha
 from jaxmha import Mask, Semantics, latent, mods
+from jaxmha.converters.torch import Imported
 from tests import drawn
 
 B, T, S = 2, 3, 5
@@ -48,4 +49,5 @@ RECORDS: dict[str, Any] = {
 }
 BLOCKS = {"blocks": mods.block_mask(mods.document(np.asarray([0, 0, 1, 1, 1])), 5, block=2)}
 EXPORTED: dict[str, Any] = {**MASKS, **SEMANTICS, **RECORDS}
-TREES: dict[str, Any] = {**EXPORTED, **BLOCKS}
+IMPORTED = {"imported": Imported(PARAMS, Semantics(), batch_first=False)}
+TREES: dict[str, Any] = {**EXPORTED, **BLOCKS, **IMPORTED}

@@ -11,6 +11,7 @@ from jaxmha import Mask
 from jaxmha.converters.layout.arrays import AnyArray, NDArray, to_numpy
 from jaxmha.converters.masks.spec import FIELDS, MaskArg, Masks, canonical_bias, exclusions, read
 from jaxmha.dims import bind, parse
+from jaxmha.integers import require_sizes
 from jaxmha.mask_arguments import as_mask
 
 # Axes of every array field of an exported `Mask`.
@@ -24,6 +25,9 @@ _AXES = {
     "key_value_segments": "#B S",
     "array": "#B #N #T #S",
 }
+
+# The arguments of the functions of masks, by the letter of their size.
+_SIZES = {"B": "batch_size", "N": "num_heads", "T": "query_length", "S": "key_length"}
 
 
 def read_call(
@@ -39,6 +43,7 @@ def read_call(
     of which the bias excludes all keys.
     """
     known = {letter: size for letter, size in sizes.items() if size is not None}
+    _require_sizes(known)
     read, added = read_all(arguments, values, known)
     joined = structure if read is None else structure & read
     if emptied_by_bias == "refused":
@@ -94,13 +99,14 @@ def checked(mask: Mask | AnyArray | None, sizes: Mapping[str, int]) -> Mask:
     `sizes` gives the sizes of the call by letter of the dimension key.
 
     Raises:
-      ValueError: the shape of a field does not fit.
+      ValueError: the shape of a field does not fit, or a size is no integer of at least 0.
 
     >>> checked(Mask.padding(key_value=np.ones((2, 5), bool)), {"S": 7})
     Traceback (most recent call last):
     ValueError: mask.key_value_padding: expected axes (#B, S) with S=7, got shape (2, 5): crop or \
     pad the mask to the call, or export it for the sizes that it has
     """
+    _require_sizes(sizes)
     given: Mask = as_mask(
         cast("Mask | NDArray | None", mask)
     )  # at run time `Mask.dense` refuses other types
@@ -136,6 +142,11 @@ def checked(mask: Mask | AnyArray | None, sizes: Mapping[str, int]) -> Mask:
                 known.setdefault(letter, size)
         fields[name] = array
     return replace(given, **fields)
+
+
+def _require_sizes(sizes: Mapping[str, int]) -> None:
+    named: dict[str, Any] = {_SIZES.get(letter, letter): n for letter, n in sizes.items()}
+    require_sizes(least=0, **named)
 
 
 def only_mask(

@@ -10,6 +10,7 @@ for a mask of two axes or a Boolean one.
 from dataclasses import replace
 from typing import Any, Literal
 
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from numpy.typing import DTypeLike
@@ -19,6 +20,7 @@ from jaxmha.arrays import to_dtype
 from jaxmha.converters.layout.arrays import AnyArray, NDArray, to_numpy
 from jaxmha.converters.masks.compose import array_of, checked, padding_of, without_query_lengths
 from jaxmha.converters.masks.spec import MaskArg, Masks, canonical_bias, exclusions, read
+from jaxmha.integers import require_sizes
 from jaxmha.static_checks import one_of
 
 PADDING = MaskArg(
@@ -51,6 +53,7 @@ def import_masks(
     key_length: int | None = None,
     attn_implementation: Literal["eager", "sdpa"] | None = None,
     num_heads: int | None = None,
+    sliding_window: int | None = None,
 ) -> Masks:
     """Imports the attention_mask of a transformers model.
 
@@ -64,6 +67,9 @@ def import_masks(
         checked against the mask if there is one.
       attn_implementation: from the model's config.
       num_heads: N, checked against the shape if given.
+      sliding_window: from the config, for the layers of a causal model that have a window; w allows
+        i - j < w. It does not change a mask of four axes. A model may have layers of several kinds,
+        or chunks instead: `jaxmha.converters.masks_of` reads the mask of each layer.
 
     Returns:
       the mask and the bias. A pair that holds the smallest number of its dtype, or -inf, is
@@ -73,7 +79,7 @@ def import_masks(
 
     Raises:
       ValueError: a shape is not allowed; a (B, S) mask holds numbers other than 0 and 1; or the
-        model is causal and T is given without S.
+        model is causal and T is given without S; or it has a window and is not causal.
       TypeError: integers in four axes, or Booleans unless under `"sdpa"`.
 
     >>> import_masks(attention_mask=np.array([[1, 1, 0]]), is_causal=True)[0]
@@ -91,9 +97,8 @@ def import_masks(
             )
         mask, bias = read(SCORES, array, sizes)
         return (mask, None) if bias is None else _additive(bias)
-    structure = Mask()
-    if is_causal:
-        structure = _causal(query_length, key_length if array is None else array.shape[1])
+    keys = key_length if array is None else array.shape[1]
+    structure = _own(is_causal, sliding_window, query_length, keys)
     if array is not None:
         if not np.all((array == 0) | (array == 1)):
             raise ValueError(
@@ -106,15 +111,31 @@ def import_masks(
     return (None if structure.empty else structure), None
 
 
-def _causal(T: int | None, S: int | None) -> Mask:
-    """The causal mask of a model, the last query aligned to the last key."""
+def _own(is_causal: bool, sliding_window: int | None, T: int | None, S: int | None) -> Mask:
+    """The mask that a model adds to one of two axes, the last query aligned to the last key."""
+    if not is_causal:
+        if sliding_window is not None:
+            raise ValueError(
+                f"sliding_window={sliding_window} is of a causal model, and is_causal=False: pass "
+                "is_causal=True, or join Mask.window(left, right) of the model to the mask"
+            )
+        return Mask()
     if S is None and T is not None:
         raise ValueError(
             f"a causal model with query_length={T} and no attention_mask: without key_length=, the "
             "number of keys with those in the cache, the offset of the triangle is unknown; give "
             "key_length (query_length again if there is no cache)"
         )
-    return Mask.causal(0 if S is None or T is None else S - T)
+    T, S = (0, 0) if T is None or S is None else (T, S)
+    causal = Mask.causal(S - T)
+    if sliding_window is None:
+        return causal
+    require_sizes(least=1, sliding_window=sliding_window)
+    left = sliding_window - 1 - (S - T)
+    if left >= 0:
+        return causal & Mask.window(left, None)
+    # `Mask.window` takes no negative bound.
+    return causal & Mask.dense(np.arange(S) >= np.arange(T)[:, None] - left)
 
 
 def _additive(bias: NDArray) -> Masks:
@@ -138,6 +159,7 @@ def export_masks(
     is_causal: bool = False,
     form: Literal["auto", "padding", "scores"] = "auto",
     dtype: DTypeLike = np.float32,
+    sliding_window: int | None = None,
 ) -> dict[str, Any]:
     """Exports a mask and a bias as the attention_mask of a transformers model.
 
@@ -152,10 +174,11 @@ def export_masks(
       form: `"padding"` for `(B, S)` integers; `"scores"` for `(B, #N, T, S)` of 0 and the smallest
         number of the dtype, plus the bias; `"auto"` for the first form that can hold the mask.
       dtype: the dtype of the model.
+      sliding_window: as in `import_masks`. A mask without this window gets the form `"scores"`.
 
     Raises:
       ValueError: form `"padding"` and the mask is more than padding; a causal model and a mask that
-        fits two axes but is not causal; queries beyond their length; a finite bias outside the
+        fits two axes but is not causal; a window without a causal model; queries beyond their length; a finite bias outside the
         range of the dtype (-inf is an exclusion, and becomes the smallest number).
 
     >>> mask = Mask.lengths(key_value=np.array([1, 3]))
@@ -163,6 +186,8 @@ def export_masks(
     [[1, 0, 0], [1, 1, 1]]
     """
     one_of("form", form, ("auto", "padding", "scores"))
+    if not jnp.issubdtype(to_dtype(dtype), np.floating):
+        raise TypeError(f"dtype must be the floating dtype of the model, got {to_dtype(dtype)}")
     B, T, S = batch_size, query_length, key_length
     sizes = {"B": B, "T": T, "S": S}
     mask = without_query_lengths(checked(mask, sizes), T, "transformers")
@@ -171,16 +196,9 @@ def export_masks(
     if kept is not None:
         mask, wide = mask & Mask(array=kept), None
     added = None if wide is None else _narrow(wide, to_dtype(dtype))
-    causal = (
-        (type(mask.causal_offset) is int and mask.causal_offset == S - T) if is_causal else True
-    )
-    rest = array_of(
-        replace(mask, causal_offset=None) if is_causal and causal else mask,
-        T,
-        S,
-        ("key_value_padding", "key_value_lengths"),
-    )
-    if form != "scores" and causal and rest is None and added is None:
+    pairs = replace(mask, key_value_padding=None, key_value_lengths=None)
+    own = _own(is_causal, sliding_window, T, S)
+    if form != "scores" and added is None and (pairs == own or _same_pairs(pairs, own, T, S)):
         valid = padding_of(mask, "key_value", S)
         if valid is None:
             return {}
@@ -193,6 +211,11 @@ def export_masks(
         )
     scores = _scores(array_of(mask, T, S), added, to_dtype(dtype))
     return {"attention_mask": np.array(np.broadcast_to(scores, (B, scores.shape[1], T, S)))}
+
+
+def _same_pairs(one: Mask, other: Mask, T: int, S: int) -> bool:
+    """True if two masks allow the same pairs of T queries and S keys."""
+    return bool(np.all(one.to_array(T, S, np) == other.to_array(T, S, np)))
 
 
 def _scores(allowed: NDArray | None, added: NDArray | None, dtype: np.dtype[Any]) -> NDArray:

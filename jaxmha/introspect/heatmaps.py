@@ -128,7 +128,7 @@ def _grid(
 def _draw(grid: np.ndarray, maps: NDArray, names: Sequence[str]) -> "AxesImage":
     """Draws the maps with one colour scale; returns the last one."""
     shades = import_matplotlib().colormaps[COLOURS].with_extremes(bad=(0, 0, 0, 0))
-    largest = float(np.nanmax(maps)) or 1.0
+    largest = float(np.max(maps, initial=0.0, where=np.isfinite(maps))) or 1.0
     for axes, map_, name in zip(grid.flat, maps, names, strict=False):
         axes.set_facecolor("none")
         axes.patch.set(hatch="////", edgecolor="#7f7f7f", linewidth=0)

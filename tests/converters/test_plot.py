@@ -113,6 +113,8 @@ def test_rows_with_nothing_left_are_hatched() -> None:
     assert figure.axes[0].patch.get_hatch()
     drawn: Any = figure.axes[0].get_images()[0].get_array()
     assert np.ma.getmaskarray(drawn)[1].all()
+    (image,) = maps(plot_attention(np.full((1, T, S), np.nan, "f")))[0].get_images()
+    assert image.get_clim() == (0, 1)
 
 
 @pytest.mark.parametrize(

@@ -102,6 +102,40 @@ def test_two_axes(causal: bool, dtype: Any) -> None:
     np.testing.assert_array_equal(mask.to_array(S, S), to_numpy(theirs) == 0)
 
 
+@pytest.mark.parametrize(
+    ("T", "S", "window"), [(5, 5, 3), (2, 5, 3), (1, 11, 3), (2, 5, 4), (2, 5, 7), (5, 5, 1)]
+)
+def test_a_causal_model_with_a_window(T: int, S: int, window: int) -> None:
+    """With keys in a cache its left bound may come after the query's own index."""
+    from transformers import DynamicCache, MistralConfig
+    from transformers.masking_utils import create_sliding_window_causal_mask
+
+    config = MistralConfig(num_hidden_layers=1, sliding_window=window)
+    config._attn_implementation = "eager"
+    cache: Any = DynamicCache()
+    cache.update(*torch.zeros(2, B, N, S - T, H), 0)
+    present = np.arange(S) >= np.array([[0], [1], [0]])
+    make: Any = create_sliding_window_causal_mask
+    theirs = make(
+        config=config, inputs_embeds=torch.zeros(B, T, N * H), position_ids=None,
+        attention_mask=torch.from_numpy(present), past_key_values=cache if S > T else None,
+    )  # fmt: skip
+    sizes: Any = {"query_length": T, "key_length": S, "is_causal": True}
+    mask, _ = huggingface.import_masks(attention_mask=present, sliding_window=window, **sizes)
+    assert mask is not None
+    np.testing.assert_array_equal(mask.to_array(T, S, np), to_numpy(theirs) == 0)
+
+    exported = huggingface.export_masks(mask, batch_size=B, sliding_window=window, **sizes)
+    np.testing.assert_array_equal(exported["attention_mask"], present)
+    causal = Mask.causal(S - T)
+    without = huggingface.export_masks(causal, batch_size=1, sliding_window=window, **sizes)
+    if window < S:  # the model hides none of the keys of four axes
+        pairs = without["attention_mask"] == 0
+        np.testing.assert_array_equal(pairs, causal.to_array(T, S, np))
+    else:
+        assert without == {}
+
+
 def test_a_causal_model_without_a_mask() -> None:
     """Keys of a cache are not hidden: T alone does not say where the triangle is."""
     with pytest.raises(ValueError, match="without key_length="):
@@ -123,8 +157,8 @@ def test_a_causal_model_without_a_mask() -> None:
         huggingface.import_masks(attention_mask=np.ones((B, S), int), key_length=9)
     with pytest.raises(ValueError, match="T=9"):
         huggingface.import_masks(attention_mask=np.zeros((B, 1, T, S), "f"), query_length=9)
-    exported = huggingface.export_masks(Mask.causal(S - T), is_causal=True, **SIZES)
-    assert exported == {}
+    for causal in (Mask.causal(S - T), Mask.causal(S - T).to_array(T, S)):
+        assert huggingface.export_masks(causal, is_causal=True, **SIZES) == {}
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
@@ -161,6 +195,13 @@ def test_errors_of_transformers() -> None:
         huggingface.import_masks(attention_mask=np.ones((B, T, S), "f"))
     with pytest.raises(ValueError, match="holds padding of keys"):
         huggingface.export_masks(Mask.causal(), form="padding", **SIZES)
+    with pytest.raises(ValueError, match=r"of a causal model, and is_causal=False"):
+        huggingface.export_masks(None, sliding_window=3, **SIZES)
+    with pytest.raises(TypeError, match=r"floating dtype of the model, got int32"):
+        huggingface.export_masks(None, dtype=np.int32, **SIZES)
+    for size in (-4, 4.0):
+        with pytest.raises(ValueError, match=r"query_length must be an integer of at least 0"):
+            huggingface.export_masks(Mask.causal(), **SIZES | {"query_length": size})
 
 
 # ------------------------------------------------------------------------ hand-written layers
