@@ -12,9 +12,13 @@ from jaxmha.converters.torch import Imported
 from tests import drawn
 
 B, T, S = 2, 3, 5
-PARAMS: Any = jax.tree.map(np.asarray, drawn.params(num_heads=2, features=6, num_kv_heads=1))
+PARAMS: Any = jax.tree.map(
+    np.asarray,
+    drawn.params(num_heads=2, features=6, num_kv_heads=1),
+)
 LATENT: Any = jax.tree.map(
-    np.asarray, drawn.latent_params(num_heads=3, features=7, latent_dim=5, rotary_dim=2, head_dim=4)
+    np.asarray,
+    drawn.latent_params(num_heads=3, features=7, latent_dim=5, rotary_dim=2, head_dim=4),
 )
 IDS = np.asarray([[0, 0, 1], [0, 1, 1]], np.int32)
 LENGTHS = np.asarray([3, 1], np.int32)

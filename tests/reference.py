@@ -224,10 +224,19 @@ def multi_head_attention(
         bias = np.concatenate([bias, np.zeros((*batch, N, T, extras))], -1)
 
     attended = attend(
-        q, k, v, allowed, valid=valid, bias=bias, scale=semantics.scale,
-        logits_soft_cap=semantics.logits_soft_cap, fully_masked=semantics.fully_masked,
-        dropout_rate=semantics.dropout_rate, dropout_keep=dropout_keep, sinks=params.sinks,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        allowed,
+        valid=valid,
+        bias=bias,
+        scale=semantics.scale,
+        logits_soft_cap=semantics.logits_soft_cap,
+        fully_masked=semantics.fully_masked,
+        dropout_rate=semantics.dropout_rate,
+        dropout_keep=dropout_keep,
+        sinks=params.sinks,
+    )
     return combine(params, attended.out, query), attended
 
 

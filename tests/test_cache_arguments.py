@@ -48,8 +48,12 @@ def test_conditions_that_a_cache_does_not_keep(name: str, kind: str) -> None:
         prefill: Any = jaxmha.prefill
     else:
         sizes: Any = {
-            "num_heads": 2, "features": 6, "latent_dim": 5, "rotary_dim": 4, "head_dim": 3,
-        }  # fmt: skip
+            "num_heads": 2,
+            "features": 6,
+            "latent_dim": 5,
+            "rotary_dim": 4,
+            "head_dim": 3,
+        }
         params = drawn.latent_params(**sizes)
         cache, prefill = latent.LatentCache.empty(params, 2, 7), latent.prefill
     with pytest.raises(ValueError, match=r"mask: a cache keeps the lengths of prompts, and not "):

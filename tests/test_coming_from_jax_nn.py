@@ -290,7 +290,9 @@ def test_bias_that_is_no_float(dtype: Any) -> None:
     calls: list[Callable[[Any], Any]] = [
         lambda x: ours(bias=x),
         lambda x: jaxmha.multi_head_attention(
-            drawn.params(num_heads=N, features=8), np.ones((B, T, 8), np.float32), bias=x
+            drawn.params(num_heads=N, features=8),
+            np.ones((B, T, 8), np.float32),
+            bias=x,
         ),
     ]
     for call in calls:

@@ -128,9 +128,13 @@ def test_gradients_float64(implementation: str) -> None:
 
 @pytest.mark.everyday(name=("empty_mean_lengths", "everything"))
 @pytest.mark.slow_variants(
-    "everything-reference", "*reference", "!everything-reference", "*few_queries*",
-    "!everything-few_queries", "empty_mean_lengths-blocked",
-)  # fmt: skip
+    "everything-reference",
+    "*reference",
+    "!everything-reference",
+    "*few_queries*",
+    "!everything-few_queries",
+    "empty_mean_lengths-blocked",
+)
 @by_implementation
 @pytest.mark.parametrize(
     "name",

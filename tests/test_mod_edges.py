@@ -207,8 +207,12 @@ def test_arrays_that_serve_all_rows_are_taken() -> None:
 
 
 LATENT: dict[str, Any] = {
-    "num_heads": 2, "features": 8, "latent_dim": 6, "rotary_dim": 4, "head_dim": 5,
-}  # fmt: skip
+    "num_heads": 2,
+    "features": 8,
+    "latent_dim": 6,
+    "rotary_dim": 4,
+    "head_dim": 5,
+}
 
 
 def layer(N: int = 2, **options: Any) -> tuple[Any, jax.Array]:

@@ -139,10 +139,17 @@ def test_masks(name: str, implementation: str, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.everyday(implementation=["blocked"])
 @pytest.mark.slow_variants(
-    "blocked-alone-10-dilated", "blocked-causal-10-document", "*causal-4-*", "*traced-10-*",
-    "*-document", "!*causal-10-document", "*-dilated", "!*alone-10-dilated", "*-4-block-sparse",
+    "blocked-alone-10-dilated",
+    "blocked-causal-10-document",
+    "*causal-4-*",
+    "*traced-10-*",
+    "*-document",
+    "!*causal-10-document",
+    "*-dilated",
+    "!*alone-10-dilated",
+    "*-4-block-sparse",
     "*causal-10-block-sparse",
-)  # fmt: skip
+)
 @pytest.mark.parametrize("name", ["document", "block-sparse", "dilated"])
 @pytest.mark.parametrize("block", [4, 10])  # no multiples of tiles of 9 keys
 @pytest.mark.parametrize("how", ["alone", "causal", "traced"])

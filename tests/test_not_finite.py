@@ -58,7 +58,10 @@ def test_poisoned_queries(implementation: str) -> None:
 
 @pytest.mark.everyday(array=["key"])
 @pytest.mark.slow_variants(
-    "*", "!nan-key-causal-blocked", "!inf-key-causal-native", "!nan-key-plain-few_queries"
+    "*",
+    "!nan-key-causal-blocked",
+    "!inf-key-causal-native",
+    "!nan-key-plain-few_queries",
 )
 @by_implementation
 @pytest.mark.parametrize("name", ["plain", "causal"])

@@ -167,8 +167,12 @@ def test_vit(tmp_path: Path) -> None:
 @pytest.mark.parametrize("version", ["1.0", "1.1", "mt5"])
 def test_t5(version: str, tmp_path: Path) -> None:
     sizes: dict[str, Any] = {
-        "vocab_size": 101, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2,
-    }  # fmt: skip
+        "vocab_size": 101,
+        "d_model": 32,
+        "d_kv": 8,
+        "d_ff": 48,
+        "num_layers": 2,
+    }
     sizes |= {"num_heads": 4, "decoder_start_token_id": 0, "relative_attention_num_buckets": 8}
     kind = "MT5" if version == "mt5" else "T5"
     if version == "1.1":

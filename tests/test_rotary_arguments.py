@@ -8,7 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmha import KVCache, decode_step, extend, latent, prefill, rope, rope_frequencies
+from jaxmha import (
+    KVCache,
+    decode_step,
+    extend,
+    latent,
+    prefill,
+    rope,
+    rope_frequencies,
+)
 from jaxmha.flax import attention_fn, linen
 from tests import drawn
 from tests.drawn import to_jax

@@ -198,9 +198,14 @@ def _keras(config: Config, dtype: Any, values: Values) -> Any:
     import keras
 
     layer = keras.layers.MultiHeadAttention(
-        config.N, config.H, value_dim=config.h, use_bias=config.bias, output_shape=config.Do,
-        dtype=dtype.name, kernel_initializer="zeros",
-    )  # fmt: skip
+        config.N,
+        config.H,
+        value_dim=config.h,
+        use_bias=config.bias,
+        output_shape=config.Do,
+        dtype=dtype.name,
+        kernel_initializer="zeros",
+    )
     layer.build((None, None, config.Dq), (None, None, config.Dv), (None, None, config.Dk))
     for variable in layer.weights:
         variable.assign(values(variable.path, tuple(variable.shape), dtype))

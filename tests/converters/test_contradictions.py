@@ -13,7 +13,12 @@ import pytest
 import torch
 import transformers as t
 
-from jaxmha.converters.discovery import attention_blocks, contradictions, head_count, hf_config
+from jaxmha.converters.discovery import (
+    attention_blocks,
+    contradictions,
+    head_count,
+    hf_config,
+)
 from jaxmha.converters.migrate import pipeline, plan_toml
 from jaxmha.converters.verify import comparands, load_block
 from tests.converters.command_line import cli, printed, succeeds
@@ -93,9 +98,14 @@ UNLIKE: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.slow_variants(
-    "encoder-*", "bert-*", "!encoder-change[027]-*", "!encoder-change9-*", "llama-change17*",
-    "!bert-change11*", "!encoder-change5-*",
-)  # fmt: skip
+    "encoder-*",
+    "bert-*",
+    "!encoder-change[027]-*",
+    "!encoder-change9-*",
+    "llama-change17*",
+    "!bert-change11*",
+    "!encoder-change5-*",
+)
 @pytest.mark.parametrize(("model", "change", "reported"), UNLIKE)
 def test_a_configuration_that_contradicts_the_tensors_is_set_aside(
     model: str,

@@ -13,7 +13,13 @@ import pytest
 
 from jaxmha import MHAParams, checkpoint
 from jaxmha.converters.discovery import attention_blocks
-from jaxmha.converters.layout import by_hand, linear, meaning, registry, transform
+from jaxmha.converters.layout import (
+    by_hand,
+    linear,
+    meaning,
+    registry,
+    transform,
+)
 from jaxmha.converters.layout.arrays import NDArray
 from jaxmha.converters.layout.base import Layout
 from jaxmha.params import CANONICAL, field_of, from_leaves

@@ -180,7 +180,10 @@ def test_a_window_without_a_direction_is_a_mask_of_the_model(tmp_path: Path) -> 
     assert masks == ["", "full, a query and 64 keys before and 64 after"]
 
 
-@pytest.mark.parametrize(("left_out", "named"), [("num_attention_heads", "no num_attention_heads")])
+@pytest.mark.parametrize(
+    ("left_out", "named"),
+    [("num_attention_heads", "no num_attention_heads")],
+)
 def test_a_missing_setting_is_named(left_out: str, named: str, tmp_path: Path) -> None:
     kernels = {f"model.layers.0.self_attn.{x}_proj.weight": np.ones((16, 16)) for x in "qkvo"}
     norms = {f"model.layers.0.self_attn.{x}_norm.weight": np.ones(8) for x in "qk"}

@@ -325,7 +325,8 @@ STANDARD: dict[str, tuple[Any, Callable[[], Any]]] = {
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(x, marks=pytest.mark.slow) if "compiled" in x else x for x in STANDARD]
+    "case",
+    [pytest.param(x, marks=pytest.mark.slow) if "compiled" in x else x for x in STANDARD],
 )
 def test_standard_layers_are_taken(case: str) -> None:
     converter, make = STANDARD[case]

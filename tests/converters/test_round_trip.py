@@ -74,9 +74,13 @@ def test_keras_runs_on_the_backend_asked_for() -> None:
 
 
 @pytest.mark.slow_variants(
-    "keras-*", "linen-*", "nnx-*", "!*-everything*-float32", "!keras-*-bfloat16",
+    "keras-*",
+    "linen-*",
+    "nnx-*",
+    "!*-everything*-float32",
+    "!keras-*-bfloat16",
     "!linen-*-bfloat16",
-)  # fmt: skip
+)
 @pytest.mark.parametrize(
     ("config", "dtype"),
     [

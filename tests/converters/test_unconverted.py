@@ -62,9 +62,22 @@ TYPES: list[tuple[str, str, bool]] = [
 
 
 @pytest.mark.slow_variants(
-    "gptj*", "gpt_neox*", "qwen*", "glm4v*", "roformer*", "stablelm*", "bros*", "wav2*", "gemma4*",
-    "bigbird*", "yoso*", "nys*", "mra*", "autoformer*", "pegasus*",
-)  # fmt: skip
+    "gptj*",
+    "gpt_neox*",
+    "qwen*",
+    "glm4v*",
+    "roformer*",
+    "stablelm*",
+    "bros*",
+    "wav2*",
+    "gemma4*",
+    "bigbird*",
+    "yoso*",
+    "nys*",
+    "mra*",
+    "autoformer*",
+    "pegasus*",
+)
 @pytest.mark.parametrize(("model_type", "part", "refused"), TYPES)
 def test_parts_of_a_model_type_are_named(
     model_type: str, part: str, refused: bool, tmp_path: Path

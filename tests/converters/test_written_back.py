@@ -119,9 +119,15 @@ def comes_back(source: str, to: str, state: Mapping[str, Any], folder: Path) -> 
 
 
 @pytest.mark.slow_variants(
-    "linear-*", "!linear-flax", "!linear-keras", "!linear-gpt2", "flax-*", "!flax-torch",
-    "!flax-haiku", "!flax-timm",
-)  # fmt: skip
+    "linear-*",
+    "!linear-flax",
+    "!linear-keras",
+    "!linear-gpt2",
+    "flax-*",
+    "!flax-torch",
+    "!flax-haiku",
+    "!flax-timm",
+)
 @pytest.mark.parametrize("to", TARGETS)
 @pytest.mark.parametrize("source", ["linear", "flax"])
 def test_every_layer_comes_back(source: str, to: str, tmp_path: Path) -> None:

@@ -37,9 +37,15 @@ pytestmark = pytest.mark.slow
 SIZES = {"Dq": 17, "Dk": 19, "Dv": 23, "Do": 29, "N": 6, "K": 3, "H": 10, "h": 13}
 B, T, S = 2, 5, 7
 EVERYTHING = Semantics(
-    scale=0.4, logits_soft_cap=1.3, add_zero_attn=True, qk_norm="rms", qk_norm_epsilon=0.01,
-    qk_norm_scope="heads", qk_norm_offset=1.0, clip_qkv=1.7,
-)  # fmt: skip
+    scale=0.4,
+    logits_soft_cap=1.3,
+    add_zero_attn=True,
+    qk_norm="rms",
+    qk_norm_epsilon=0.01,
+    qk_norm_scope="heads",
+    qk_norm_offset=1.0,
+    clip_qkv=1.7,
+)
 
 
 # The forms of the arrays that a layer of `parameters` does not have.

@@ -23,9 +23,13 @@ def layer(
     run: Any = multi_head_attention
     for chunk in _chunks(masks):
         output = run(
-            params, *given, semantics=semantics, return_weights=True, implementation="reference",
+            params,
+            *given,
+            semantics=semantics,
+            return_weights=True,
+            implementation="reference",
             **chunk,
-        )  # fmt: skip
+        )
         found.append([np.asarray(x) for x in output])
     return [np.concatenate(parts)[:count] for parts in zip(*found, strict=True)]
 

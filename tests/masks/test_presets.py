@@ -281,9 +281,13 @@ def test_attention_alone(name: str, dtype: str) -> None:
         )
         live, semantics = out.transpose(1, 2), Semantics.torch_sdpa()
     ours = attention(
-        query, key, value, mask=keep, fully_masked=semantics.fully_masked,
+        query,
+        key,
+        value,
+        mask=keep,
+        fully_masked=semantics.fully_masked,
         softmax_dtype=semantics.softmax_dtype,
-    )  # fmt: skip
+    )
     output = to_numpy(live)
     assert output.dtype == dtype
     assert_close(ours, output)

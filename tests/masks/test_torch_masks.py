@@ -242,11 +242,24 @@ def test_static_keys_and_values(zero_attn: bool, need_weights: bool) -> None:
     }
     with quiet():
         expected, weights = torch.nn.functional.multi_head_attention_forward(
-            query, key, key, embed_dim_to_check=D, num_heads=N, in_proj_weight=layer.in_proj_weight,
-            in_proj_bias=layer.in_proj_bias, bias_k=None, bias_v=None, add_zero_attn=zero_attn,
-            dropout_p=0.0, out_proj_weight=layer.out_proj.weight, out_proj_bias=layer.out_proj.bias,
-            static_k=static_k, static_v=static_v, average_attn_weights=False, **masks,
-        )  # fmt: skip
+            query,
+            key,
+            key,
+            embed_dim_to_check=D,
+            num_heads=N,
+            in_proj_weight=layer.in_proj_weight,
+            in_proj_bias=layer.in_proj_bias,
+            bias_k=None,
+            bias_v=None,
+            add_zero_attn=zero_attn,
+            dropout_p=0.0,
+            out_proj_weight=layer.out_proj.weight,
+            out_proj_bias=layer.out_proj.bias,
+            static_k=static_k,
+            static_v=static_v,
+            average_attn_weights=False,
+            **masks,
+        )
     mask, bias = import_masks(num_heads=N, add_zero_attn=zero_attn, **masks)
     arrays = stacked([(mask, bias)], int(zero_attn), T)
     given = to_jax(to_numpy(query.transpose(0, 1)))

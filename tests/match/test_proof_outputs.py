@@ -118,7 +118,11 @@ DEPART: dict[str, tuple[Returns, Returns, list[bool]]] = {
         lambda f, y, x, p: {"a": f, "b": y[:, 1:]},
         [False, True],
     ),
-    "two of one": (lambda f, y, x, p: (f, 2 * f, 3 * f), lambda f, y, x, p: (f, f), [False, True]),
+    "two of one": (
+        lambda f, y, x, p: (f, 2 * f, 3 * f),
+        lambda f, y, x, p: (f, f),
+        [False, True],
+    ),
     "an input": (lambda f, y, x, p: f, lambda f, y, x, p: x, [True]),
     "an input for one": (lambda f, y, x, p: (x, f), lambda f, y, x, p: (x, x), [True]),
 }

@@ -228,10 +228,16 @@ def with_jaxmha(
                     bias = positions.added.bias(T, S, np.asarray(q), np.asarray(k))
                     bias = bias[None] if bias.ndim == 3 else bias
             heads = jaxmha.dot_product_attention(
-                q, k, v, bias=bias, mask=valid, scale=semantics.scale,
-                logits_soft_cap=semantics.logits_soft_cap, sinks=wide.sinks,
+                q,
+                k,
+                v,
+                bias=bias,
+                mask=valid,
+                scale=semantics.scale,
+                logits_soft_cap=semantics.logits_soft_cap,
+                sinks=wide.sinks,
                 implementation="reference",
-            )  # fmt: skip
+            )
             gated = None if wide.gate is None else rows[0]
             mine = np.asarray(jaxmha.combine(wide, heads, semantics=semantics, query=gated))
         best = min(best, _error(mine, target, valid.any((1, 3))))

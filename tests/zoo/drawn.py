@@ -205,12 +205,16 @@ def sounds(config: Any, name: str) -> Iterator[Any]:
         (
             value
             for key in (
-                "num_mel_bins", "feature_size", "input_dim", "input_feat_per_channel", "n_mels",
+                "num_mel_bins",
+                "feature_size",
+                "input_dim",
+                "input_feat_per_channel",
+                "n_mels",
             )
             if isinstance(value := _first(config, key, None), int)
         ),
         80,
-    )  # fmt: skip
+    )
     frames = 2 * _first(config, "max_source_positions", 32)
     if name == "input_features":
         yield torch.randn(BATCH, 64, bins)

@@ -60,7 +60,11 @@ TIMM: dict[str, dict[str, Any]] = {
     "hiera_tiny_224": {},
     "sam2_hiera_tiny": {"size": 256},
     "samvit_base_patch16": {
-        "depth": 3, "embed_dim": 48, "num_heads": 3, "size": 256, "img_size": 256,
+        "depth": 3,
+        "embed_dim": 48,
+        "num_heads": 3,
+        "size": 256,
+        "img_size": 256,
     },
     "tiny_vit_5m_224": {},
     "nextvit_small": {},
@@ -78,7 +82,7 @@ TIMM: dict[str, dict[str, Any]] = {
     "csatv2": {},
     "lowformer_b0": {},
     "resnet50_clip": {},
-}  # fmt: skip
+}
 _TV = {"patch_size": 16, "num_layers": 2, "num_heads": 3, "hidden_dim": 48, "mlp_dim": 64}
 TORCHVISION: dict[str, dict[str, Any]] = {
     "VisionTransformer": {"image_size": 64, "shape": (3, 64, 64), **_TV},

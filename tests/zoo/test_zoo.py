@@ -57,10 +57,22 @@ def test_a_reason_tells_the_form_and_every_place() -> None:
 
 
 @pytest.mark.slow_variants(
-    "instructblip", "glm_ocr_text", "qwen3_vl_moe_text", "nemotron3_5_asr", "parakeet_encoder",
-    "lfm3_vl_vision", "swiftformer", "mimi", "sam3_tracker_video", "oneformer", "vibevoice",
-    "grounding-dino", "deimv2", "mobilevitv2", "pp_ocrv6_tiny_rec",
-)  # fmt: skip
+    "instructblip",
+    "glm_ocr_text",
+    "qwen3_vl_moe_text",
+    "nemotron3_5_asr",
+    "parakeet_encoder",
+    "lfm3_vl_vision",
+    "swiftformer",
+    "mimi",
+    "sam3_tracker_video",
+    "oneformer",
+    "vibevoice",
+    "grounding-dino",
+    "deimv2",
+    "mobilevitv2",
+    "pp_ocrv6_tiny_rec",
+)
 @pytest.mark.long
 @pytest.mark.parametrize("model_type", some())
 @pytest.mark.filterwarnings("default")
