@@ -176,6 +176,7 @@ class MultiheadAttention(equinox.nn.MultiheadAttention):  # type: ignore[misc]
                 stacklevel=2,
             )
         require_arrays(query=query, key_=key_, value=value)
+        require_arrays(optional=True, bias=bias)
         if len(key_) != len(value):
             raise ValueError(
                 f"key_ and value must have the same length S, got shapes {key_.shape} and "
@@ -215,7 +216,8 @@ class MultiheadAttention(equinox.nn.MultiheadAttention):  # type: ignore[misc]
             mask_mod=mask_mod,
             implementation=self.implementation,
         )
-        return jax.vmap(self.output_proj)(out.reshape(len(query), -1))  # type: ignore[no-any-return]
+        T, N, h = out.shape
+        return jax.vmap(self.output_proj)(out.reshape(T, N * h))  # type: ignore[no-any-return]
 
     def _dropout_rate(self, key: PRNGKeyArray | None, inference: bool | None) -> float:
         """The rate of a call: 0 at inference."""
@@ -336,7 +338,8 @@ def with_arrays(module: M, arrays: Mapping[str, Array]) -> M:
 
 def _split(linear: Callable[..., jax.Array], x: Array, heads: int) -> jax.Array:
     """Projects features and splits them into heads; `linear` may be any layer of one vector."""
-    return jax.vmap(linear)(x).reshape(len(x), heads, -1)
+    found = jax.vmap(linear)(x)
+    return found.reshape(len(x), heads, found.shape[-1] // heads)  # -1 fails for no positions
 
 
 def _require_linear(layer: object, name: str) -> None:

@@ -147,7 +147,8 @@ class MultiHeadAttention(haiku.MultiHeadAttention):  # type: ignore[misc]
             implementation=self.implementation,
             **self._options,
         )
-        return self._linear(self.model_size)(out.reshape(*query.shape[:-1], -1))  # type: ignore[no-any-return]
+        out = out.reshape(*query.shape[:-1], self.num_heads * self.value_size)
+        return self._linear(self.model_size)(out)  # type: ignore[no-any-return]
 
     @haiku.transparent  # type: ignore[untyped-decorator]
     def _linear(self, size: int, name: str | None = None) -> Callable[[Array], jax.Array]:

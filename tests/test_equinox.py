@@ -1,7 +1,7 @@
 """`jaxmha.equinox` in the place of equinox's own layer."""
 
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import equinox as eqx
 import jax
@@ -198,6 +198,13 @@ OUT = Projection(np.ones((2, 3, 6), np.float32))
 PARAMS = MHAParams(Projection(KERNEL), Projection(KERNEL), Projection(KERNEL), OUT)
 
 
+@pytest.mark.parametrize(("queries", "keys"), [(0, 2), (2, 0)])
+def test_no_positions(queries: int, keys: int) -> None:
+    layer = MultiheadAttention(2, 6, key=jax.random.key(0))
+    y, x = jnp.ones((queries, 6)), jnp.ones((keys, 6))
+    assert_same(layer(y, x, x), jnp.zeros((queries, 6)))
+
+
 @pytest.mark.usefixtures("no_shape_hook")
 def test_refused() -> None:
     key = jax.random.key(0)
@@ -212,6 +219,9 @@ def test_refused() -> None:
     layer = MultiheadAttention(2, 11, key=key)
     with pytest.raises(ValueError, match="key_ and value must have the same length S"):
         layer(*[jnp.ones((n, 11)) for n in (5, 7, 6)])
+    x, bias = jnp.ones((1, 11)), cast("jax.Array", [[0.0]])
+    with pytest.raises(TypeError, match="bias must be an array, got list: make it one with np"):
+        layer(x, x, x, bias=bias)
 
 
 @pytest.mark.parametrize("form", MASKS)

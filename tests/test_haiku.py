@@ -141,6 +141,11 @@ def test_score_and_mask_functions() -> None:
     assert_close(jax.jit(functions)(params, *arguments), np.asarray(expected))
 
 
+def test_no_queries() -> None:
+    query, key, value = inputs(2)
+    assert model(MultiHeadAttention).apply(drawn(), query[:, :0], key, value).shape[:2] == (2, 0)
+
+
 def test_padding_may_hold_nan() -> None:
     """Gradients of the parameters are those of zeros in the padding; rows of a batch share keys, so
     that the longest row counts."""
