@@ -230,9 +230,10 @@ def _in_xla(
 
 
 def nan_where(condition: jax.Array, x: jax.Array) -> jax.Array:
-    """`x` with NaN where the condition holds.
+    """`x` with NaN where the condition, which has the leading axes of x, holds.
 
     `jax_debug_nans` would report a constant NaN even if no row is NaN.
     """
+    condition = condition.reshape(condition.shape + (1,) * (x.ndim - condition.ndim))
     infinite = jnp.where(condition, jnp.inf, 0.0).astype(x.dtype)
     return jnp.where(condition, infinite - infinite, x)

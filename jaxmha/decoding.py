@@ -174,10 +174,10 @@ def _prefill(
         sinks=params.sinks,
     )
     kept, full = cache.emptied().append(key, value, prompt_lengths(mask, sizes), left)
-    out = result.out
+    out = _combine(params, result.out, semantics, x, read, implementation)
     if isinstance(cache, PagedKVCache):  # the pool may have too few free pages for T <= S tokens
-        out = nan_where(full.reshape(B, 1, 1, 1), out)
-    return _combine(params, out, semantics, x, read, implementation), kept
+        out = nan_where(full, out)
+    return out, kept
 
 
 def decode_step(
@@ -338,10 +338,10 @@ def _extend(
     )
     at = slots if positions is None else positions
     heads = _heads(params, x, semantics, at, rotate, read)
-    out, cache = append_and_attend(
+    out, cache, full = append_and_attend(
         *heads, cache, counts, mask, semantics, mods, sizes, params=params, block=block
     )
-    out = _combine(params, out, semantics, x, read)
+    out = nan_where(full, _combine(params, out, semantics, x, read))
     if q_lengths is not None:
         out = jnp.where((tokens < counts[:, None])[..., None], out, 0.0)
     return out, cache

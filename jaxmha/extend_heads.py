@@ -144,9 +144,10 @@ def _extend_heads(
     dtype = checks.promoted(**heads)
     new = (heads["key"].astype(dtype), heads["value"].astype(dtype))
     counts = counts_of(q_lengths, sizes)
-    out, cache = append_and_attend(
+    out, cache, full = append_and_attend(
         query.astype(dtype), *new, cache, counts, mask, semantics, mods, sizes, sinks=sinks
     )
+    out = nan_where(full, out)
     if q_lengths is not None:
         tokens = jnp.arange(sizes["T"], dtype=np.int32)[None]
         out = jnp.where((tokens < counts[:, None])[..., None, None], out, 0.0)
@@ -167,7 +168,7 @@ def append_and_attend(
     params: MHAParams | None = None,
     sinks: jax.Array | None = None,
     block: int = BLOCK,
-) -> tuple[Float[jax.Array, "B T N h"], CacheT]:
+) -> tuple[Float[jax.Array, "B T N h"], CacheT, Bool[jax.Array, "B"]]:
     """Appends the first `counts` of T tokens, and attends to all tokens before each of them.
 
     Args:
@@ -175,7 +176,8 @@ def append_and_attend(
       sizes: sizes by letter; S counts slots.
 
     Returns:
-      the output, NaN in rows without room, and the longer cache.
+      the output, the longer cache, and the rows that had no room: set NaN there after the output
+      projection, since the gradient of its kernel would be NaN * 0 otherwise.
     """
     (B, T), (left, _) = query.shape[:2], mask.window_size or (None, None)
     reject_overflow(cache, T, left, "query, key, value" if params is None else "x")
@@ -187,4 +189,4 @@ def append_and_attend(
     out = attend_cache(
         params, query, attended, positions, mask, semantics, block, mods, sinks=sinks
     )
-    return nan_where(full.reshape(B, 1, 1, 1), out), longer
+    return out, longer, full

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import jaxmha
-from jaxmha import KVCache
+from jaxmha import KVCache, PagedKVCache, latent
 from jaxmha.implementations import online_softmax
-from tests import jit_cache, tolerance
+from tests import drawn, jit_cache, tolerance
 from tests.drawn import to_jax
 from tests.test_cache import B, K, N, T, full, make
 
@@ -55,6 +55,40 @@ def test_no_gradient_passes_tokens_in_8_bits(
     assert not np.any(found.key.kernel)
     assert not np.any(found.value.kernel)
     assert np.any(found.query.kernel)
+    assert np.any(found.out.kernel)
+
+
+PARAMS = drawn.params(num_heads=2, features=6)
+LATENT = drawn.latent_params(num_heads=2, features=6, latent_dim=5, rotary_dim=2, head_dim=3)
+FEW: dict[str, Any] = {"pages": 1, "page_size": 4}  # for two rows
+FULL: dict[str, tuple[Any, Any, Any]] = {
+    "step": (jaxmha.extend, PARAMS, lambda: KVCache.empty(PARAMS, 2, 3)),
+    "prompts": (jaxmha.prefill, PARAMS, lambda: PagedKVCache.empty(PARAMS, 2, 4, **FEW)),
+    "latent step": (latent.extend, LATENT, lambda: latent.LatentCache.empty(LATENT, 2, 3)),
+    "latent prompts": (latent.prefill, LATENT, lambda: latent.paged_cache(LATENT, 2, 4, **FEW)),
+}
+
+
+@pytest.mark.parametrize("name", FULL)
+def test_a_row_without_room_spoils_no_gradient(name: str) -> None:
+    """Its outputs are NaN, and a loss over the other rows has gradients."""
+    call, params, empty = FULL[name]
+    cache = empty()
+    if name.endswith("step"):
+        cache = cache._replace(lengths=to_jax(np.asarray([2, 1], np.int32)))
+
+    @jax.jit
+    def gradients(params: Any) -> Any:
+        def loss(params: Any) -> Any:
+            out, _ = call(params, jnp.ones((2, 2, 6)), cache)
+            spoiled = jnp.isnan(out)
+            return jnp.where(spoiled, 0.0, out).sum(), spoiled.all((1, 2)).sum()
+
+        return jax.grad(loss, has_aux=True)(params)
+
+    found, spoiled = gradients(params)
+    assert spoiled == 1
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(found))
     assert np.any(found.out.kernel)
 
 

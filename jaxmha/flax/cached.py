@@ -154,9 +154,9 @@ def _attend_cached(
     heads = keys.astype(query.dtype), values.astype(query.dtype)
     settings = replace(settings, mods=after(settings.mods, index))
     out, weights = attend_projected(params, query, *heads, wide, settings)
-    out = nan_where(index > S - T, out)  # index + T > S may overflow
     dtype = compute_dtype(params, heads=out)
     out = combine_checked(params, out, semantics, dtype, inputs[0], read.gates, implementation)
+    out = nan_where(index > S - T, out)  # index + T > S may overflow
     return out, weights, (keys, values, index + T)
 
 

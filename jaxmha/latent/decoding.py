@@ -198,10 +198,10 @@ def _prefill(
         mods=mods,
     )
     kept, full = append(cache.emptied(), keys, prompt_lengths(mask, found), left)
-    out = result.out
+    out = latent.combined(result.out)
     if isinstance(cache, PagedKVCache):  # the pool may have too few free pages for T <= S tokens
-        out = nan_where(full.reshape(B, 1, 1, 1), out)
-    return latent.combined(out), kept
+        out = nan_where(full, out)
+    return out, kept
 
 
 @partial(jax.jit, static_argnames=("rotate",))
@@ -240,7 +240,7 @@ def _extend(
         None, queries, attended, places, mask, with_scale(semantics, found), BLOCK, mods
     )
     heads = latent.values(heads[..., : found["L"]])
-    out = latent.combined(nan_where(full.reshape(B, 1, 1, 1), heads))
+    out = nan_where(full, latent.combined(heads))
     if q_lengths is not None:
         out = jnp.where((tokens < counts[:, None])[..., None], out, 0.0)
     return out, longer
