@@ -131,7 +131,8 @@ def _forms(groups: Iterable[Mapping[str, Array]], kind: str) -> dict[str, str]:
     """Maps each main array to its axis order, from the class of its layer, its key or its bias.
 
     The size of a bias shows the output axis of a kernel that is not square. If all such kernels
-    with a key agree, other kernels with this key get the same axis order. "": unknown.
+    with a key agree, other kernels with this key, of the same class where classes are known, get the
+    same axis order: a class of the user's may keep its kernels as no other does. "": unknown.
     """
     groups = list(groups)
     by_stem: dict[str, set[str]] = defaultdict(set)
@@ -180,10 +181,13 @@ def _agreed(forms: set[str]) -> str:
 
 
 def _stem(array: Array) -> str:
+    """Returns the class and the last part of a key, such as `weight` of `q_weight`."""
     match = _STEM.match(array.path[-1])
-    return (match["key"] or match["first"]) if match else array.path[-1]
+    key = (match["key"] or match["first"]) if match else array.path[-1]
+    return f"{array.owner} {key}"
 
 
 def _last(array: Array) -> str:
-    """Returns the last two parts of the path with "#" for numbers, equal for similar arrays."""
-    return "/".join(re.sub(r"\d+", "#", part) for part in array.path[-2:]) + "/"
+    """Returns the class, and the last two parts of the path with "#" for numbers."""
+    path = "/".join(re.sub(r"\d+", "#", part) for part in array.path[-2:])
+    return f"{array.owner} {path}/"

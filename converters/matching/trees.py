@@ -44,13 +44,17 @@ DependsOn = Mapping[tuple[str, ...], frozenset[tuple[str, ...]] | None]
 
 
 class Array(NamedTuple):
-    """One array: `name` in the framework, `path`, and `form`, its axis order; "" if unknown."""
+    """One array: `name` in the framework, `path`, and `form`, its axis order; "" if unknown.
+
+    `owner`: the class of the live layer that holds it; "" if it is unknown.
+    """
 
     name: str
     path: tuple[str, ...]
     shape: tuple[int, ...]
     dtype: str
     form: str = ""
+    owner: str = ""
 
 
 @dataclass(frozen=True)
@@ -208,7 +212,8 @@ def _torch(module: Any) -> Tree:
         form = form_of(layer, "torch")
         if not form and "transformers" in packages_of(layer) and type(layer).__name__ == "Conv1D":
             form = "io"  # GPT-2's layer has its weight as (in, out)
-        arrays[name] = Array(name, split(name), tuple(tensor.shape), _dtype(tensor), form or "raw")
+        shape, dtype = tuple(tensor.shape), _dtype(tensor)
+        arrays[name] = Array(name, split(name), shape, dtype, form or "raw", _owner(layer))
     return Tree(
         "torch",
         arrays,
@@ -235,6 +240,13 @@ def form_of(layer: Any, package: str) -> str:
     return ""
 
 
+def _owner(layer: object) -> str:
+    """Returns the class of a layer; "" for None and for a container of arrays, which has no axes."""
+    if layer is None or isinstance(layer, Mapping | list | tuple):
+        return ""
+    return f"{type(layer).__module__}.{type(layer).__qualname__}"
+
+
 def _nnx(module: Any) -> Tree:
     from flax import nnx
 
@@ -249,8 +261,9 @@ def _nnx(module: Any) -> Tree:
         parts = tuple(map(str, path))
         value = leaf.get_value() if hasattr(leaf, "get_value") else leaf
         name = "/".join(parts)
-        form = form_of(layers.get(parts[:-1]), "flax")
-        arrays[name] = Array(name, parts, tuple(value.shape), str(value.dtype), form)
+        layer, shape = layers.get(parts[:-1]), tuple(value.shape)
+        form = form_of(layer, "flax")
+        arrays[name] = Array(name, parts, shape, str(value.dtype), form, _owner(layer))
         values[name] = value
     stated = partial(of_layers, arrays, layers.get)
     return Tree("nnx", arrays, lambda name: to_numpy(values[name], name), stated=stated)
@@ -360,13 +373,15 @@ def _tree(tree: Any, kind: str, argument: str, module: Any = None) -> Tree:
     arrays, values = {}, {}
     for keys, leaf in flat:
         parts = tuple(part for key in keys for part in split(key))
-        form = form_of(node(tree, keys[:-1]), "equinox") if kind == "equinox" else ""
+        layer = node(tree, keys[:-1]) if kind == "equinox" else None
+        form = form_of(layer, "equinox")
         name = "/".join(keys)
         if kind == "linen" and parts[0] in _NO_WEIGHTS:
             continue
         if kind == "linen" and len(parts) > 1:  # drops the linen collection
             parts = parts[1:]
-        arrays[name] = Array(name, parts, tuple(leaf.shape), _dtype(leaf), form)
+        shape, dtype = tuple(leaf.shape), _dtype(leaf)
+        arrays[name] = Array(name, parts, shape, dtype, form, _owner(layer))
         values[name] = leaf
     automatic = _counted(arrays) if kind in ("tree", "file") else set()
 
