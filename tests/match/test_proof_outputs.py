@@ -11,7 +11,9 @@ import torch
 from flax import nnx
 
 from jaxmha.converters import flax
+from jaxmha.converters import torch as converters_torch
 from jaxmha.converters.matching import Proof, prove
+from jaxmha.converters.matching.outputs import distance
 
 Returns = Callable[[Any, Any, Any, Any], Any]  # of the features, the logits, and both inputs
 
@@ -190,3 +192,28 @@ def test_attention_that_returns_its_mask_is_compared() -> None:
     assert not proof.same
     assert proof.departure is not None
     assert proof.departure[:2] == ("attn", "attn")
+
+
+@pytest.mark.parametrize("batch", [(2,), (1,), ()])
+@pytest.mark.parametrize("places", [(5,), (5, 7), (1, 7), (5, 7, 3)])
+def test_channels_may_be_first_in_either_model(
+    batch: tuple[int, ...], places: tuple[int, ...]
+) -> None:
+    first = np.random.default_rng(0).normal(size=(*batch, 3, *places))
+    last = np.moveaxis(first, len(batch), -1)
+    flat = last.reshape(*batch, -1, 3)
+    for one, other in ((first, last), (last, first), (first, flat), (flat, first)):
+        assert distance(one, other) == 0
+        assert (distance(one, other + 1) or 0) > 0.1
+
+
+def test_convolutions_with_channels_last_prove_those_with_channels_first() -> None:
+    source = nnx.Sequential(nnx.Conv(3, 8, (3, 3), padding="VALID", rngs=nnx.Rngs(0)))
+    target = converters_torch.load_into(torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3)), source)
+
+    def drawn(rng: np.random.Generator) -> dict[str, Any]:
+        x = rng.normal(size=(2, 3, 6, 5))
+        return {"source": (np.moveaxis(x, 1, -1),), "target": (x,)}
+
+    proof = prove(source, target, inputs=drawn)
+    assert (proof.same, proof.departure, proof.compared) == (True, None, 1), str(proof)
