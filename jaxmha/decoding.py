@@ -334,7 +334,6 @@ def _extend(
         mask.key_value_padding,
         slots,
         None if q_lengths is None else counts,
-        bias_kv.count(params, semantics),
     )
     at = slots if positions is None else positions
     heads = _heads(params, x, semantics, at, rotate, read)

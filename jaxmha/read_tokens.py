@@ -3,7 +3,8 @@
 All others may hold NaN, which then reaches neither outputs nor gradients.
 
 A later call may attend keys that a Boolean array or a mask function excludes in this one. Only
-lengths and key/value padding, which every call repeats, exclude a key for good.
+lengths and key/value padding, which every call repeats, exclude a key for good. Its token is padding:
+the query of the token does not count either.
 """
 
 import jax
@@ -36,11 +37,12 @@ def of_prompts(
     queries, _, _, gates = found
     keys = None
     if mask.key_value_padding is not None:
-        keys = _or_finite(jnp.broadcast_to(mask.key_value_padding, (B, T)), x)
+        keys = jnp.broadcast_to(mask.key_value_padding, (B, T))
     if mask.key_value_lengths is not None:
-        present = _first(prompt_lengths(mask, sizes), T)
-        keys = _both(present, keys)
-        queries, gates = (_both(_or_finite(present, x), kept) for kept in (queries, gates))
+        keys = _both(_first(prompt_lengths(mask, sizes), T), keys)
+    if keys is not None:
+        keys = _or_finite(keys, x)
+        queries, gates = (_both(keys, kept) for kept in (queries, gates))
     return Attended(queries, keys, None if policy == "mean" else keys, gates)
 
 
@@ -49,22 +51,18 @@ def of_step(
     padding: Bool[Array, "#B S"] | None,
     slots: Int[jax.Array, "B T"],
     counts: Int[jax.Array, "B"] | None = None,
-    extra: int = 0,
 ) -> Attended:
     """Tokens of a step, which go into these slots. `padding`: the valid slots of the cache; `counts`:
-    the number of tokens of each sequence; `extra`: positions that every query attends."""
-    queries = keys = None
+    the number of tokens of each sequence."""
+    kept = None
     B, T = slots.shape
     if padding is not None:
         S = padding.shape[1]
         valid = jnp.broadcast_to(padding, (B, S))
-        keys = _or_finite(jnp.take_along_axis(valid, slots % S, 1), x)
-        if not extra:
-            first = jnp.argmax(valid, 1, keepdims=True)
-            queries = valid.any(1, keepdims=True) & (slots >= first)
+        kept = _or_finite(jnp.take_along_axis(valid, slots % S, 1), x)
     if counts is not None:
-        queries, keys = (_both(_first(counts, T), kept) for kept in (queries, keys))
-    return Attended(queries, keys, keys, queries)
+        kept = _both(_first(counts, T), kept)
+    return Attended(kept, kept, kept, kept)
 
 
 def _first(counts: jax.Array, T: int) -> jax.Array:

@@ -18,9 +18,10 @@ from tests.tolerance import assert_same
 B, T, S, D, N, H = 2, 5, 7, 6, 2, 3
 LENGTHS = np.asarray([5, 3], np.int32)
 RIGHT = np.arange(T) < LENGTHS[:, None]  # valid tokens of rows that are padded on the right
-LEFT = np.arange(S) >= np.asarray([[0], [2]])  # valid slots of rows that are padded on the left
-SLOTS = Mask.padding(key_value=LEFT)
-PARAMS = drawn.params(num_heads=N, features=D)
+# Valid slots: a gap between two turns, and a row that is padded on both sides.
+VALID = np.asarray([[1, 1, 0, 1, 1, 1, 1], [0, 1, 1, 1, 0, 1, 1]], bool)
+SLOTS = Mask.padding(key_value=VALID)
+PARAMS = drawn.params(num_heads=N, features=D, use_bias_kv=True)
 GATED = PARAMS._replace(gate=Projection(PARAMS.query.kernel))
 LATENT = drawn.latent_params(num_heads=N, features=D, latent_dim=5, rotary_dim=2, head_dim=H)
 LINEN = linen.MultiHeadDotProductAttention(N, decode=True)
@@ -49,8 +50,7 @@ def step(params: Any, x: Any) -> Any:
 
 
 def latent_prompts(params: Any, x: Any) -> Any:
-    valid = LEFT[:, :T]
-    mask = Mask.padding(query=valid, key_value=valid)
+    mask = Mask.padding(key_value=VALID[:, :T])
     return latent.prefill(params, x, latent.LatentCache.empty(params, B, S), mask=mask)
 
 
@@ -61,11 +61,11 @@ def latent_step(params: Any, x: Any) -> Any:
 FLAX = {name: getattr(PARAMS, name)._asdict() for name in PARAMS._fields[:4]}
 CALLS: dict[str, tuple[Callable[..., Any], Any, Any]] = {
     "prompts": (prompts, GATED, RIGHT),
-    "step": (step, GATED, LEFT[:, :T]),
+    "step": (step, GATED, VALID[:, :T]),
     "paged step": (paged_step, PARAMS, RIGHT),
-    "linen step": (linen_step, FLAX, LEFT[:, :T]),
-    "latent prompts": (latent_prompts, LATENT, LEFT[:, :T]),
-    "latent step": (latent_step, LATENT, LEFT[:, :T]),
+    "linen step": (linen_step, FLAX, VALID[:, :T]),
+    "latent prompts": (latent_prompts, LATENT, VALID[:, :T]),
+    "latent step": (latent_step, LATENT, VALID[:, :T]),
 }
 
 
@@ -94,7 +94,6 @@ def test_gradients_are_those_of_zeros(name: str) -> None:
 def test_finite_tokens_are_stored_as_ever() -> None:
     """A later call with less padding attends keys that this one excludes."""
     slots = np.arange(T)[None].repeat(B, 0)
-    found = read_tokens.of_step(to_jax(np.ones((B, T, D), "f")), to_jax(LEFT), to_jax(slots))
+    found = read_tokens.of_step(to_jax(np.ones((B, T, D), "f")), to_jax(VALID), to_jax(slots))
     assert found.keys is not None
     assert np.all(found.keys)
-    assert_same(found.queries, to_jax(LEFT[:, :T]))

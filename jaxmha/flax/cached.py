@@ -174,10 +174,9 @@ def _read(
         return Attended(None, None, None, None)  # other shapes are reported with those of the cache
     B = math.prod(batch)
     padding = checks.flatten_mask(mask, batch, sizes).key_value_padding
-    slots, extra = jnp.broadcast_to(tokens, (B, T)), bias_kv.count(params, semantics)
+    slots = jnp.broadcast_to(tokens, (B, T))
     query, key, value = (
-        read_tokens.of_step(x.reshape(B, T, x.shape[-1]), padding, slots, extra=extra)
-        for x in inputs
+        read_tokens.of_step(x.reshape(B, T, x.shape[-1]), padding, slots) for x in inputs
     )
     if policy_of(params, semantics) == "mean":  # fully masked rows read every value
         return Attended(query.queries, key.keys, None, None)
