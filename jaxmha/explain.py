@@ -204,7 +204,7 @@ def _asked(
 ) -> Explanation:
     """Traces a call, which records its candidates in `asked`, and returns its explanation."""
     # Options that hold arrays or shapes are traced, and so are `arrays`; others are passed as static
-    # values, so that the call refuses what is no array.
+    # values, so that the call refuses other values.
     traced = {name: x for name, x in arrays.items() if _all(x, lambda leaf: hasattr(leaf, "dtype"))}
     traced |= {name: x for name, x in options.items() if not _all(x, _is_static)}
     static = {name: x for name, x in (arrays | options).items() if name not in traced}

@@ -174,8 +174,8 @@ class PagedKVCache(NamedTuple):
         """The cache with these rows, in this order: it has C rows, which share their pages.
 
         Keeps, permutes or repeats rows, for beam search: `cache.take(parents)`. Pages of rows that
-        are left out become free. A page is copied only when a row writes to it. A traced number of
-        a row outside [0, B) gives an empty row, which `PagePool.require_same` finds.
+        are left out become free. A page is copied only when a row writes to it. A traced row
+        number outside [0, B) gives an empty row, which `PagePool.require_same` finds.
 
         Raises:
           ValueError: rows do not have one axis, or one is known and outside [0, B).

@@ -1,4 +1,4 @@
-"""The text of a NamedTuple of arrays, also of one that was donated."""
+"""The text of a NamedTuple of arrays, even if its arrays were donated."""
 
 from typing import Protocol
 

@@ -51,7 +51,7 @@ def with_window_copy(
 
 
 def _over_copy(mask: Mask, slots: Int[jax.Array, "B s"], S: int) -> Mask:
-    """Reads a mask over S slots at these slots."""
+    """A mask over the slots of the copy: `slots` gives the slot of each in the mask over S slots."""
     padding, array = mask.key_value_padding, mask.array
     if padding is not None:
         padding = jnp.take_along_axis(jnp.asarray(padding), slots, 1)

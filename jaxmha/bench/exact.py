@@ -32,9 +32,10 @@ def directions(case: Case, inputs: Data) -> list[NDArray[np.float32]]:
 
 
 def write(case: Case, path: Path) -> None:
-    """Stores the exact rows, and for a backward case the derivative of the loss along `directions`.
+    """Saves the float64 output at the compared batch rows and queries.
 
-    The loss is the sum of output times `data.only_compared(cotangent)`.
+    For a backward case also the derivative of the loss along `directions`, by central differences;
+    the loss is the sum of these outputs times their cotangents.
     """
     inputs = data.make(case)
     stored = {"rows": rows(case, inputs)}

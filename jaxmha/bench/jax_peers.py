@@ -116,7 +116,7 @@ def of_jax_nn(
 
 
 def _linen_mask(q: jax.Array, k: jax.Array, to: Attend) -> jax.Array | None:
-    """Linen's mask with all conditions: linen has no argument for causal attention."""
+    """Linen's mask with causality included, for which linen has no argument."""
     from flax import linen
 
     others = to.mask(1), to.window, to.segments

@@ -33,7 +33,7 @@ class Limits:
     memory: int = 48 << 20
     header_bytes: int = 100_000_000  # bytes of a safetensors header or zip directory
     pickle_bytes: int = 64 << 20
-    opcodes: int = 500_000  # opcodes of a pickle, for up to 8,000 storages; more have as many each
+    opcodes: int = 500_000  # opcodes of a pickle of 8,000 storages; in proportion if it has more
     tensors: int = 10**6
     aliases: int = 1000  # names of one tensor of a torch file (tied weights)
     index_bytes: int = 64 << 20

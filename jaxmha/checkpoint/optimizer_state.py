@@ -79,7 +79,7 @@ _FIELDS = {*_TREES, *_AMBIGUOUS, *_NESTED, *_NUMBERS, _IN_CHAIN}
 def find(names: Iterable[str], others: Iterable[str] = ()) -> list[str]:
     """The names of all tensors of optimizers, in their order.
 
-    `others`: names of entries of the file that are no tensors, such as learning rates.
+    `others`: names of entries of the file that are not tensors, such as learning rates.
 
     >>> find(["w", "optimizer.state.0.exp_avg", "opt_state/0/mu/w", "a/mu/w", "a/nu/w", "mu/w"])
     ['optimizer.state.0.exp_avg', 'opt_state/0/mu/w', 'a/mu/w', 'a/nu/w']

@@ -67,7 +67,7 @@ class Contents:
     names: Mapping[str, str] = field(default_factory=dict)
     ordered: bool = True  # False: the numbers of Keras groups may differ from those in the model
     digests: Mapping[str, str] = field(default_factory=dict)
-    others: tuple[str, ...] = ()  # names of entries that are no tensors
+    others: tuple[str, ...] = ()  # names of entries that are not tensors
     config: Mapping[str, Any] = field(default_factory=dict)  # .keras only: its config.json
     close: Callable[[], None] = _nothing
     files: tuple[Path, ...] = ()  # files read in addition to the opened one

@@ -83,7 +83,7 @@ class Checkpoint(Lazy):
         ordered: False if a .weights.h5 file says that the order of layers of one class is a guess:
             a Keras model may then load the weights of one layer into another.
         digests: name -> digest that the writer stored; empty if it stored none.
-        others: torch only: names of values that are no tensors, such as numbers; not read.
+        others: torch only: names of values that are not tensors, such as numbers; not read.
         config: .keras only: the config.json in the archive, as data; empty elsewhere.
         quantised: name -> kind, such as "Q4_K", of tensors that the file holds quantised. They are
             dequantised on reading, so `info` and the arrays differ from the file.

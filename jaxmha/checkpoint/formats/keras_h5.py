@@ -65,7 +65,7 @@ def read(source: Source, limits: Limits) -> Contents:
     """
     file = File(source, limits)
     walk = _Walk(file)
-    every = walk.all()
+    every = walk.check_all()
     if every is not None:
         texts = [*walk.names.items(), *[UNORDERED] * (not walk.ordered)]
         digests.check_manifest(every, walk.budget.info, walk.digests, texts, source.path)
@@ -189,8 +189,11 @@ class _Walk:
         self.linked: dict[int, tuple[Dataset, str | None]] = {}  # datasets by address
         self.links = 0
 
-    def all(self) -> str | None:
-        """Walks the file; returns its manifest digest, or None if it has none."""
+    def check_all(self) -> str | None:
+        """Checks every group and dataset, and that no storage overlaps; collects the datasets.
+
+        Returns the manifest digest of the file, or None if it has none.
+        """
         file = self.file
         with file.damage("/"):
             if file.extension != UNDEFINED:

@@ -108,7 +108,7 @@ class Call(Enum):
 
 
 class Value(Enum):
-    """Types of values that are no tensors: a call yields the type itself, and drops the arguments."""
+    """Types of values other than tensors: a call returns the type itself, without its arguments."""
 
     ENCODE = "_codecs encode"  # of bytes
     BYTES = "__builtin__ bytes"
