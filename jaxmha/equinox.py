@@ -154,7 +154,8 @@ class MultiheadAttention(equinox.nn.MultiheadAttention):  # type: ignore[misc]
           key_: `(S, Dk)`.
           value: `(S, Dv)`.
           mask: Boolean `(T, S)` or `(N, T, S)`, True = attend, or shapes that broadcast to these;
-            or a `jaxmha.Mask`. Features that it excludes may hold NaN, also for gradients.
+            or a `jaxmha.Mask`. Features that it excludes may hold NaN, also for gradients, but
+            values may not under `fully_masked="mean"`, which reads all of them.
           key: a PRNG key for dropout.
           inference: no dropout; None: the attribute `dropout.inference` decides.
           deterministic: deprecated in equinox; give `inference`.

@@ -112,7 +112,8 @@ class MultiHeadAttention(haiku.MultiHeadAttention):  # type: ignore[misc]
           value: `(*B, S, Dv)`, likewise.
           mask: nonzero = attend; has the axes `(*B, N, T, S)`, each of full size or 1. Or a
             `jaxmha.Mask`, whose batch axis is all batch axes, flattened. Features that it excludes
-            may hold NaN, also for gradients.
+            may hold NaN, also for gradients, but values may not under `fully_masked="mean"`, which
+            reads all of them.
           bias: added to the logits; has the axes `(*B, N, T, S)`, each of full size or 1.
           score_mod, mask_mod: score and mask functions, as in `jaxmha.dot_product_attention`; b is
             the index into all batch axes, flattened.
