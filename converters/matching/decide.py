@@ -1,5 +1,6 @@
 """Decides which source layer fills each target layer, or gives the reason why it cannot."""
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from jaxmha.converters.matching.terms import APART, contradict
 
 _STRONG = frozenset(word for group in APART for word in group)
 _ORDER, _TERMS = "the order of their numbers", "terms that only these have in common"
+_SAME = "names that are in both models"
 _PARENTS = "the layers next to them"
 _NUMBERED = "only these are in numbered blocks"
 _HALVES = (
@@ -68,6 +70,8 @@ def decide(sources: Sequence[Template], targets: Sequence[Template]) -> Decision
         for strong in (True, False):
             for group in state.groups():
                 state.by_words(*group, strong)
+        for group in state.groups():
+            state.by_names(*group)
         for group in state.groups():
             state.by_blocks(*group)
         for group in state.groups():
@@ -151,6 +155,16 @@ class _State:
             if len(mine) == len(theirs) and len(mine) > 0:
                 kept &= {(s, t) for s, t in allowed if (s in mine) == (t in theirs)}
         self._take(kept, sources, targets, _TERMS)
+
+    def by_names(self, sources: set[int], targets: set[int]) -> None:
+        """Pairs sources and targets of the same name, if it has no number: numbers may be others."""
+        allowed = self._within(sources, targets)
+        same = {(s, t) for s, t in allowed if _named_alike(self.sources[s], self.targets[t])}
+        same = {(s, t) for s, t in same if not re.search(r"[\d#]", "/".join(self.sources[s].path))}
+        mine, theirs = {s for s, _ in same}, {t for _, t in same}
+        if len(mine) == len(theirs) == len(same) > 0:
+            rest = {(s, t) for s, t in allowed if s not in mine and t not in theirs}
+            self._take(same | rest, sources, targets, _SAME)
 
     def by_blocks(self, sources: set[int], targets: set[int]) -> None:
         """Splits a group into layers of numbered blocks and all others, if the counts are equal.
@@ -287,9 +301,16 @@ def _settled(
 
 
 def _agree(state: _State, s: int, t: int) -> bool:
-    """True if the names have a term in common, or if order or parents decided the pair."""
-    common = state.sources[s].terms & state.targets[t].terms
-    return bool(common) or state.reasons[t] in (_ORDER, _PARENTS)
+    """True if names have a term in common or are the same, or order or parents decided the pair."""
+    source, target = state.sources[s], state.targets[t]
+    named = _named_alike(source, target) or source.terms & target.terms
+    return bool(named) or state.reasons[t] in (_ORDER, _PARENTS)
+
+
+def _named_alike(source: Template, target: Template) -> bool:
+    """True if the whole paths are equal, and no library has counted the layers."""
+    counted = source.automatic or target.automatic or source.unordered or target.unordered
+    return source.path == target.path and any(source.path) and not counted
 
 
 def _reason(state: _State, s: int, t: int) -> tuple[str, str]:
@@ -323,7 +344,7 @@ def _open(
     if named := tuple(s for s in why.get(t, ([], ""))[0] if _contradiction(state, s, t) is None):
         return named, why[t][1]
     if by_shape:
-        return by_shape, f"{_CONTRADICTED}: another target has it"
+        return by_shape, "another target takes the layers of these shapes, by names"
     if fitting and (pair := _contradiction(state, fitting[0], t)):
         return (), f"{_CONTRADICTED}: {pair[0]} is not {pair[1]}"
     return (), ALONE

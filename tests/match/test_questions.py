@@ -6,6 +6,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import torch
 from flax import nnx
@@ -46,3 +47,21 @@ OWN: dict[str, Any] = {
 def test_a_class_of_the_users_has_no_axes_of_another_class(name: str) -> None:
     asked = {q.target: q.reason for q in match(OWN[name](), Mine()).questions}
     assert asked["kernel"] == arrows.UNDECIDED
+
+
+# Shapes of torch layers and of Flax layers by name, and the targets that are asked about.
+SAME: dict[str, tuple[dict[str, tuple[int, int]], dict[str, tuple[int, int]], list[str]]] = {
+    "another lacks a source": ({"fc": (D, F), "x": (7, 9)}, {"fc": (F, D), "y": (F, F)}, ["y"]),
+    "names that tell nothing": ({"fc": (D, F), "a": (D, F)}, {"a": (F, D), "fc": (F, D)}, []),
+    "one is shared": ({"a": (D, F)}, {"a": (F, D), "b": (F, D)}, ["b"]),
+    "numbers": ({f"fc{n}": (D, F) for n in range(3)}, {"fc1": (F, D), "fc2": (F, D)}, ["fc1", "fc2"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_layers_of_the_same_name_belong_together(name: str) -> None:
+    mine, theirs, asked = SAME[name]
+    source = {f"{key}.weight": np.zeros(shape, "f") for key, shape in mine.items()}
+    plan = match(source, {key: {"kernel": np.zeros(shape, "f")} for key, shape in theirs.items()})
+    assert [q.target for q in plan.questions] == [f"{key}/kernel" for key in asked]
+    assert all(line.target.split("/")[0] == line.sources[0].split(".")[0] for line in plan.lines)
