@@ -24,8 +24,8 @@ from jaxmha.converters.migrate import keras_order
 from jaxmha.converters.migrate.plans import Plan
 from jaxmha.converters.migrate.resolved import Resolved
 
-# Metadata keys with these prefixes are dropped without a note: they are made again for the
-# destination, or apply only to the source.
+# A format without metadata loses keys with these prefixes without a note: they are of jaxmha, which
+# notes on its own, or describe only the source file.
 _NO_NEWS = ("jaxmha.", "format", "total_size")
 # Metadata keys that `.PREFIX` of a block follows.
 _OF_BLOCKS = (stored_semantics.METADATA, positions.METADATA, head_count.METADATA)
@@ -47,7 +47,7 @@ def settings(
     made: dict[str, Any] = {"names": found.names} if in_file else {}
     holds_metadata = table.for_writing(Path(destination)).holds_metadata
     notes = list(_config(Path(destination), plan, file, heads, holds_metadata))
-    as_torch_does = ".safetensors" in Path(destination).suffixes  # its loader knows of the metadata
+    as_torch_does = ".safetensors" in Path(destination).suffixes  # its loader reads ties
     if lacking := sorted(_untied(found, file) if as_torch_does else file.tied):
         notes.append(
             f"the result has each tied tensor under one name, and lacks {listed(lacking)}: tie the "
@@ -105,9 +105,10 @@ def _config(
     heads: Configured | None,
     named: bool,
 ) -> Iterator[str]:
-    """Yields a note if the configuration of the source is not next to the destination as well.
+    """Yields a note if no configuration is next to the destination, or one that differs.
 
-    `named`: True if the metadata of the destination names the positions of its blocks.
+    Facts that no tensor holds would then be lost, or wrong. `named`: the metadata of the
+    destination names the positions of its blocks, so that the note leaves them out.
     """
     if not positions.typed(file, heads):
         return
@@ -116,7 +117,8 @@ def _config(
     facts = facts if named else f"positions, {facts}"
     present = hf_config.file_of(destination.absolute())
     if not present.exists():
-        if named or not plan.fold_scale:  # its scale would be applied to the folded weights again
+        # No advice to copy it if scales were folded into weights: readers would apply them again.
+        if named or not plan.fold_scale:
             yield f"no tensor holds {facts}: copy {name} next to the destination{stored}"
     elif hf_config.readable(present) != hf_config.readable(file.path):
         yield (
@@ -128,7 +130,7 @@ def _config(
 def _lost(file: checkpoint.Checkpoint, found: Resolved, target: Layout) -> Iterator[str]:
     """Describes facts of the source that a format without metadata cannot hold."""
     known = {text for text in positions.stated(file).values() if not text.startswith("unknown")}
-    if known and not positions.typed(file):  # else the note on config.json names them
+    if known and not positions.typed(file):  # else the note of `_config` names them
         yield (
             f"the positions ({listed(sorted(known), 3)}) are in no tensor, and the format has no place "
             "for them: keep the source, or a config.json next to the file"

@@ -65,7 +65,11 @@ class Slices:
         return array
 
     def copied(self, parts: Iterable[NDArray]) -> bool:
-        """True if any part is not a view but a copy of reserved addresses, which has no data."""
+        """True if some part shares no memory with `views`, and so cannot be read.
+
+        It is then a copy. A copy of a placeholder holds no data, since only the address of a view
+        tells which part of the tensor to read. Without placeholders a copy can be read: False.
+        """
         return bool(self._placeholders) and not all(
             any(np.may_share_memory(part, view) for view in self.views.values()) for part in parts
         )

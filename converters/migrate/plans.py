@@ -43,7 +43,8 @@ class Step:
     """A planned layer: one layer of the source, and its destination.
 
     Attributes:
-      kind: "attention", "latent" (latent attention), a kind of `layer_layouts`, or "other": copied unchanged.
+      kind: "attention", "latent" (latent attention), a kind of `layer_layouts`, or "other": copied
+        unchanged.
       layout: layout of attention, or convention of another layer; "" for kind "other".
       source, target: prefixes in source and destination; for kind "other" the full names.
       tensors: names of all source tensors that belong to the layer.
@@ -124,8 +125,8 @@ def make(
     applies only to blocks of unknown head count.
 
     Raises:
-      ValueError: there are adapters, such as LoRA; a block is damaged; a head count is unknown; or, with `others="refuse"`, tensors
-        are not understood.
+      ValueError: there are adapters, such as LoRA; a block is damaged; a head count is unknown; or,
+        with `others="refuse"`, tensors are not understood.
     """
     adapters.refuse(file.info)
     every = known is registry.LAYOUTS
@@ -214,7 +215,11 @@ def notes_of_layers(
 
 
 def _returns(file: Tensors, found: Sequence[Block], to: Layout) -> bool:
-    """True if all blocks return to their original layout, which the other layers never left."""
+    """True if a plan undoes a conversion of attention alone.
+
+    By the metadata, every block was made from one in the layout `to`. The other layers then still
+    follow its framework, and are copied.
+    """
     back = [stored_semantics.origin(block, file.metadata) == to.name for block in found]
     return bool(back) and all(back) and not in_file(to)
 

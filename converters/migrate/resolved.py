@@ -50,8 +50,9 @@ def resolve(plan: Plan, file: Tensors) -> Resolved:
 
     Raises:
       ValueError: a planned tensor is not in the source; a source tensor is in no step, or in two;
-        a step takes an adapter, such as LoRA, for a layer; arrays do not fit their kind; the layout cannot hold them; two tensors get one name; or the
-        state of an optimizer would no longer fit the weights.
+        a step takes an adapter, such as LoRA, for a layer; arrays do not fit their kind; the layout
+        cannot hold them; two tensors get one name; or the state of an optimizer would no longer fit
+        the weights.
     """
     to = attention_blocks.named(plan.to)
     convention = layer_layouts.convention_of(to.name)

@@ -293,7 +293,7 @@ def _rest(
         if finite.any():
             floor = oracle.rounding_floor(right[finite], layer.dtype)
             floors = _rms((out - right)[finite]) / floor
-            if how or floors > ROUNDING * max(forward_check.SMALL, _cost(layer, inputs)):
+            if how or floors > ROUNDING * max(forward_check.SMALL, _rounding_error(layer, inputs)):
                 how.append(f"{floors:.3g} rounding floors away")
         if how:
             wrong.append(f"{which} ({', '.join(reversed(how))})")
@@ -311,7 +311,7 @@ def _rest(
     return Factor("rounding", "the order of floating-point operations", ())
 
 
-def _cost(layer: Layer, inputs: Inputs) -> float:
+def _rounding_error(layer: Layer, inputs: Inputs) -> float:
     """Returns the RMS error from rounding every stage to the layer's dtype, in rounding floors."""
     return forward_check.cost(layer.params, layer.semantics, inputs, None, layer.dtype)
 

@@ -127,7 +127,7 @@ def _differs(way: Way, first: str, second: str) -> str:
 
 
 def _off(value: Json) -> bool:
-    """True for values with which a setting mostly changes nothing."""
+    """True for values that turn most settings off: none, false, zero, or layers of full attention."""
     if isinstance(value, list):
         return all(kind == "full_attention" for kind in value)
     return not value or value == "none"

@@ -59,9 +59,10 @@ def read(path: Path, report: Report, second: bool = False) -> Facts:
 
 
 def _results(report: Report, second: bool) -> dict[str, str]:
-    """Maps the tensors outside attention that are not the same to their results.
+    """Maps the tensors outside attention that differ or were not compared to their results.
 
-    Differing tensors have their names in the first source, which may be unknown in the second.
+    Differing tensors are named as in the first source, also if `second` is set: the second source
+    may have no tensor of that name.
     """
     found = dict.fromkeys(report.outside, DIFFERS)
     source = "second" if second else "first"
