@@ -72,12 +72,20 @@ def _checked(drawn: Any, which: str) -> Arguments:
 
 def run(model: Any, which: str, arguments: Arguments) -> running.Run:
     """Runs a model; ValueError with the arguments and its signature if it raises an error."""
+    name = type(_module(model)).__name__
     try:
         return running.run(model, arguments)
+    except running.CopyError as error:
+        cause = error.__cause__
+        raise ValueError(
+            f"the {which} {name} cannot be copied, and only a copy is run in float64: "
+            f"{type(cause).__name__}: {cause}. Take away what cannot be copied, such as open files and "
+            "locks, or leave out inputs, so that only arrays are compared"
+        ) from cause
     except Exception as error:
         takes = _signature(model)
         raise ValueError(
-            f"the {which} {type(_module(model)).__name__} does not run on the arguments that inputs "
+            f"the {which} {name} does not run on the arguments that inputs "
             f"returned, {_listed(arguments)}{takes and f', and takes {takes}'}: "
             f"{type(error).__name__}: {error}"
         ) from error

@@ -31,6 +31,10 @@ class Run(NamedTuple):
     layers: dict[tuple[str, ...], NDArray]
 
 
+class CopyError(Exception):
+    """A model cannot be copied. Its cause says why."""
+
+
 def run(model: Any, arguments: Arguments) -> Run:
     """Runs a copy of the model in float64, without dropout.
 
@@ -42,7 +46,7 @@ def run(model: Any, arguments: Arguments) -> Run:
         and pytrees of them, such as a `Mask`. Other values are passed unchanged.
 
     Raises:
-      TypeError: the model is of another kind.
+      TypeError: the model is of another kind. CopyError: it cannot be copied.
     """
     framework = framework_of(model)
     if framework == "torch":
@@ -126,7 +130,7 @@ def _outputs(output: Any) -> Outputs:
 def _torch(model: Any, arguments: Arguments) -> Run:
     import torch
 
-    module, found = copy.deepcopy(model).double().eval(), dict[tuple[str, ...], NDArray]()
+    module, found = _torch_copy(model).double().eval(), dict[tuple[str, ...], NDArray]()
 
     def record(path: tuple[str, ...], _: Any, __: Any, output: Any) -> None:
         if path not in found and (value := _first(output)) is not None:
@@ -148,6 +152,30 @@ def _torch(model: Any, arguments: Arguments) -> Run:
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
     return Run(_outputs(output), found)
+
+
+def _torch_copy(model: Any) -> Any:
+    """Copies a module, also one that holds computed tensors.
+
+    Hooks of weight_norm and of pruning keep the weight that they compute as an attribute, and torch
+    copies no tensor that has a gradient function. They compute it again in the copy.
+    """
+    import torch
+
+    copy_leaf: Any = torch.Tensor.__deepcopy__
+
+    def copied(tensor: Any, memo: dict[int, Any]) -> Any:
+        return copy_leaf(tensor, memo) if tensor.is_leaf else tensor.detach().clone()
+
+    with mock.patch.object(torch.Tensor, "__deepcopy__", copied):
+        return _copied(copy.deepcopy, model)
+
+
+def _copied(make: Callable[[Any], Any], model: Any) -> Any:
+    try:
+        return make(model)
+    except Exception as error:
+        raise CopyError from error
 
 
 def _jax(value: Any) -> Any:
@@ -197,7 +225,7 @@ def _patched(
 def _nnx(model: Any, arguments: Arguments) -> Run:
     from flax import nnx
 
-    module = nnx.clone(model)
+    module = _copied(nnx.clone, model)
     module.eval()
     state = nnx.state(module)
     floats = [

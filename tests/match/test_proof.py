@@ -1,6 +1,8 @@
 """`prove` finds wrong values, parts left over, and the first layer that computes something else."""
 
 # mypy: disallow-subclassing-any=False, warn-return-any=False, disallow-untyped-decorators=False
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from flax import nnx
+from torch.nn.utils import prune
 from typer.testing import CliRunner
 
 from jaxmha import Mask
@@ -268,6 +271,28 @@ def test_models_that_cannot_run_are_refused(source: Theirs) -> None:
     with pytest.raises(TypeError, match="can be run"):
         prove(linear, equinox.load_into(tree, linear), inputs=inputs)
     assert match(linear, tree).questions == ()
+
+
+HOLDS: dict[str, Callable[[Theirs], object]] = {
+    "weight_norm": lambda m: torch.nn.utils.weight_norm(m.first),
+    "pruning": lambda m: prune.l1_unstructured(m.first, "weight", 0.5),  # type: ignore[no-untyped-call]
+    "computed tensors": lambda m: setattr(m, "seen", [m(torch.ones(1, 5))]),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+@pytest.mark.parametrize("kind", HOLDS)
+def test_a_module_that_holds_computed_tensors_is_run(kind: str, source: Theirs) -> None:
+    HOLDS[kind](source)
+    assert prove(source, flax.load_into(Mine(), source), inputs=inputs).same
+    assert source.first.weight.dtype == torch.float32
+
+
+def test_a_model_that_cannot_be_copied_is_refused(source: Theirs) -> None:
+    model = flax.load_into(Mine(), source)
+    source.lock = threading.Lock()  # type: ignore[assignment]
+    with pytest.raises(ValueError, match=r"source Theirs cannot be copied.*lock.*leave out inputs"):
+        prove(source, model, inputs=inputs)
 
 
 X = np.ones((2, 5), "f")
