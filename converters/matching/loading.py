@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from jaxmha.converters.layout.arrays import NDArray
 from jaxmha.converters.matching import functions, head_counts, head_orders, lines, stored
 from jaxmha.converters.matching.layers import is_buffer
 from jaxmha.converters.matching.patterns import expand
-from jaxmha.converters.matching.plan import Line, MatchPlan, Packing
+from jaxmha.converters.matching.plan import Line, MatchPlan, Packing, Question
 from jaxmha.converters.matching.stated import Side
 from jaxmha.converters.matching.trees import Array, Tree
 from jaxmha.dims import bind, parse
@@ -54,7 +54,7 @@ def prepared(
     mine, theirs = stored.read(_pinned(source, plan), model, "model")
     try:
         own = lines.plan(mine, theirs, packing) if plan is None else plan
-        refuse_questions(own)
+        refuse_questions(own, theirs)
         todo, _ = checked_jobs(own, mine, theirs)
         _refuse_rest(own, mine, theirs, todo, unused, missing)
         arrays = theirs.arrays
@@ -105,15 +105,26 @@ def _pinned(source: Any, plan: MatchPlan | None) -> Any:
     return source
 
 
-def refuse_questions(plan: MatchPlan, hint: str = "") -> None:
-    """Raises ValueError if the plan has questions; `hint` is appended to the message."""
-    if plan.questions:
-        first = plan.questions[0]
-        more = f" (and {len(plan.questions) - 1} more)" * (len(plan.questions) > 1)
+def refuse_questions(plan: MatchPlan, target: Tree, hint: str = "") -> None:
+    """Raises ValueError if the plan has questions on arrays of the target that no line fills.
+
+    `hint` is appended to the message.
+    """
+    names = target.arrays if plan.questions else ()
+    filled = {name for line in plan.lines for name in expand(line.target, names)}
+    asked = [q for q in plan.questions if not _targets(q, names) <= filled]
+    if asked:
+        first = asked[0]
+        more = f" (and {len(asked) - 1} more)" * (len(asked) > 1)
         raise ValueError(
             f"the plan has an open question{more}: {first.target}: {first.reason}; candidates: "
             f"{', '.join(first.candidates) or 'none'}. {first.advice()}{hint}"
         )
+
+
+def _targets(question: Question, names: Collection[str]) -> set[str]:
+    """The arrays of a target that a question is on."""
+    return {name for one in question.arrays for name in expand(one, names) or [one]}
 
 
 def checked_jobs(

@@ -97,6 +97,18 @@ def expand(name: str, names: Collection[str]) -> dict[str, dict[str, int]]:
     return dict(sorted(found, key=lambda row: tuple(row[1].values())))
 
 
+def covers(names: Iterable[str], name: str) -> bool:
+    """True if one of `names` matches every name that `name` does; all may be patterns.
+
+    >>> covers(["h.{j}.w"], "h.3.w"), covers(["h.{j}.w"], "h.{i}.w"), covers(["h.3.w"], "h.{i}.w")
+    (True, True, False)
+    """
+    bare = _LETTER.sub(lambda x: "" if "_" in x[0] else "0", name)
+    numbered = _LETTER.sub(lambda x: "_" * ("_" in x[0]) + str(1 + LETTERS.index(x[0][-2])), name)
+    made = {bare, numbered}
+    return any(one == name or expand(one, made).keys() == made for one in names)
+
+
 def _regex(part: str) -> str:
     if not _LETTER.fullmatch(part):
         return re.escape(part)

@@ -1,6 +1,6 @@
 """Plans that give the source arrays of each target array, as data, TOML and a report."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -36,10 +36,11 @@ class Line:
 
 
 SEVERAL = "several layers have these shapes, and no name decides"
-_LEFT = (
-    "every layer of these shapes is taken",
-    "one layer of these shapes is left, and no name shows that these belong together",
+_TAKEN = (
+    "every layer of these shapes fills another: correct a line, let two layers share a source, or, if "
+    "the source lacks it, fill it with zeros (fill='zeros')"
 )
+_LAST = "one layer of these shapes is left, and no name shows that these belong together"
 
 
 @dataclass(frozen=True)
@@ -67,11 +68,25 @@ class Question:
         """Names or patterns of the layer's arrays."""
         return tuple(line.target for line in self.examples[0])
 
-    def without(self, names: Collection[str]) -> "Question":
-        """Returns the question without the candidates whose arrays are in `names`.
+    def after(self, lines: Sequence[Line], unused: Collection[str]) -> "Question | None":
+        """Returns the question that these lines leave; None if they fill all of its arrays.
 
-        If none is left, its example fills the target with zeros.
+        `unused`: source arrays that no earlier line reads. A candidate is dropped if lines for other
+        layers read its arrays; the examples have no arrays that the lines fill.
         """
+        own = [x for x in lines if any(_meet(x.target, name) for name in self.arrays)]
+        filled = [line.target for line in own]
+        if all(patterns.covers(filled, name) for name in self.arrays):
+            return None
+        used = patterns.used([x for x in lines if x not in own], unused)
+        examples = tuple(
+            tuple(x for x in several if not patterns.covers(filled, x.target))
+            for several in self.examples
+        )
+        return replace(self, examples=examples)._without(used)
+
+    def _without(self, names: Collection[str]) -> "Question":
+        """Returns the question without the candidates whose arrays are in `names`; all, if none is left."""
         if len(self.candidates) != len(self.examples):
             return self
         left = [
@@ -79,20 +94,17 @@ class Question:
             for candidate, lines in zip(self.candidates, self.examples, strict=True)
             if not any(patterns.expand(x, names) for line in lines for x in line.sources)
         ]
-        zeros = (tuple(Line(name, fill="zeros") for name in self.arrays),)
-        few = self.reason == SEVERAL and len(left) < len(_LEFT)
-        return replace(
-            self,
-            reason=_LEFT[len(left)] if few else self.reason,
-            candidates=tuple(candidate for candidate, _ in left),
-            examples=tuple(lines for _, lines in left) or zeros,
-        )
+        if not left:
+            return replace(self, reason=_TAKEN)
+        reason = _LAST if self.reason == SEVERAL and len(left) == 1 else self.reason
+        candidates, examples = zip(*left, strict=True)
+        return replace(self, reason=reason, candidates=candidates, examples=examples)
 
     def case(self) -> str:
         """Returns a phrase for the case in which the lines of the first example are right."""
         several = len(self.candidates) == len(self.examples)
         if not self.candidates and all(line.fill for line in self.examples[0]):
-            return "to fill it with zeros"
+            return "if the source lacks it, to fill it with zeros"
         return "for example" + (f", if it is {self.candidates[0]}" if several else "")
 
     def advice(self) -> str:
@@ -197,14 +209,14 @@ class MatchPlan:
 
     def with_lines(self, *lines: Line) -> "MatchPlan":
         """Returns a plan in which these lines replace questions and lines for the same targets."""
-        given = {line.target for line in lines}
-        every = (*(x for x in self.lines if x.target not in given), *lines)
+        given = [line.target for line in lines]
+        every = (*(x for x in self.lines if not patterns.covers(given, x.target)), *lines)
         used = patterns.used(every, self.unused)
-        left = (q.without(used) for q in self.questions if not given.issuperset(q.arrays))
+        left = (q.after(every, self.unused) for q in self.questions)
         return replace(
             self,
             lines=every,
-            questions=tuple(left),
+            questions=tuple(filter(None, left)),
             unused=tuple(name for name in self.unused if name not in used),
         )
 
@@ -223,6 +235,11 @@ class MatchPlan:
         rows += [f"unused: {name}" for name in self.unused]
         rows += [f"buffer, not carried over: {name}" for name in self.ignored]
         return "\n".join(map(printable, rows))
+
+
+def _meet(a: str, b: str) -> bool:
+    """True if one of two names or patterns matches all that the other does."""
+    return patterns.covers([a], b) or patterns.covers([b], a)
 
 
 def _why(line: Line) -> str:

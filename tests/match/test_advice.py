@@ -123,6 +123,47 @@ def test_patterns_use_their_arrays_and_lines_are_by_you() -> None:
     assert part.with_lines(first).unused == ("qkv.weight",)
 
 
+def norms(*names: str) -> dict[str, dict[str, Any]]:
+    """Layers that nothing but the user's lines tells apart."""
+    return {
+        name: {"scale": np.full(3, n, "f"), "bias": np.full(3, -n, "f")}
+        for n, name in enumerate(names)
+    }
+
+
+def test_lines_of_patterns_and_of_layers_settle_questions_on_either() -> None:
+    source, target = norms("ln1_0", "ln1_1", "ln2_0", "ln2_1"), norms("a_0", "a_1", "b_0", "b_1")
+    pairs, leaves = (("a_{i}", "ln1_{i}"), ("b_{i}", "ln2_{i}")), ("scale", "bias")
+    lines = [Line(f"{a}/{leaf}", (f"{b}/{leaf}",)) for a, b in pairs for leaf in leaves]
+    plan = match(source, target)
+    assert [q.target for q in plan.questions] == [*target]
+    plan = plan.with_lines(*lines)
+    assert (plan.questions, plan.unused) == ((), ())
+    assert equinox.load_into(target, source, plan)["b_1"]["bias"][0] == -3
+    mine, theirs = ({"h": [norms(*names)] * 2} for names in (("mu", "pi"), ("left", "right")))
+    plan = match(mine, theirs)
+    assert [q.target for q in plan.questions] == ["h/{i}/left", "h/{i}/right"]
+    plan = plan.with_lines(*(
+        Line(f"h/{n}/{a}/{leaf}", (f"h/{n}/{b}/{leaf}",))
+        for n in range(2) for a, b in (("left", "pi"), ("right", "mu")) for leaf in leaves
+    ))  # fmt: skip
+    assert prove(mine, equinox.load_into(theirs, mine, plan), plan).same
+
+
+def test_zeros_are_no_advice_for_layers_that_lines_or_shapes_name() -> None:
+    source, target = norms("mu", "pi"), norms("left", "right", "more")
+    part = match(source, target).with_lines(Line("left/scale", ("pi/scale",)))
+    assert part.questions[0].candidates == ("mu", "pi")
+    assert part.questions[0].arrays == ("left/bias",)
+    whole = part.with_lines(Line("left/bias", ("pi/bias",)), *part.questions[1].examples[0])
+    assert [(q.target, q.candidates) for q in whole.questions] == [("right", ("mu",))]
+    with pytest.raises(
+        ValueError, match="every layer of these shapes fills another: correct"
+    ) as caught:
+        equinox.load_into(target, source, whole)
+    assert "fill='zeros')\n" not in str(caught.value)
+
+
 def test_prove_asks_for_the_plan_that_filled_the_model() -> None:
     plan = match(SEVERAL, PLACES)
     with pytest.raises(ValueError, match=r"prove\(source, model, plan\)"):
