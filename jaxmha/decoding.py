@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Integer
 
-from jaxmha import bias_kv, checks, read_tokens
+from jaxmha import bias_kv, read_tokens
 from jaxmha.arrays import Array
 from jaxmha.attention import attend
 from jaxmha.attention_options import hashable
@@ -23,6 +23,7 @@ from jaxmha.decoding_checks import (
     checked_positions,
     checked_prompts,
     counts_of,
+    flat_mask,
     prompt_lengths,
     reject_long_prompt,
     reject_mean,
@@ -67,7 +68,8 @@ def prefill(
       mask: combined with the causal mask; `Mask.lengths(key_value=lengths)` gives the lengths of
         the prompts, in [0, T]. JAX arrays are clipped: a check would wait for the device. The cache
         keeps lengths alone: repeat key/value padding, such as that of prompts that are padded on
-        the left, over all slots in every step.
+        the left, in every step, with a column for every slot. If a ring buffer has fewer slots than
+        the prompts have tokens, give a column for every token.
       rotate: `rotate(heads, positions)` for projected queries and keys, such as `rope`; the result
         is cast to the dtype of the heads. It is a static argument: give the same function in every
         call, or a `functools.partial` of the same function with equal arguments. Every new lambda
@@ -210,8 +212,11 @@ def decode_step(
       mask: combined with the causal mask. With `Mask.window(left, ...)`, a `KVCache` of more
         than left slots is a ring buffer, and a `PagedKVCache` frees pages to the left of the window.
         A step with T > 1 copies the window of a ring buffer of fewer than left + T slots.
-        `Mask.padding(key_value=...)`, `(B, S)`, gives the valid slots (for prompts padded on the
-        left). A Boolean array is over slots, broadcastable to `(B, N, T, S)`.
+        `Mask.padding(key_value=...)`, `(B, S)`, gives the valid ones of the first S positions (for
+        prompts padded on the left), `(B, P)` with P > S those of P positions of a ring buffer. Later
+        tokens are valid, which take the slots of earlier ones; in a row that is all padding, none
+        is. A Boolean array is over slots, whichever tokens they hold, broadcastable to
+        `(B, N, T, S)`.
       rotate: as in `prefill`.
       positions: as in `prefill`, of the new tokens; None: they go on from `cache.lengths`. Give
         other ones in every step where these differ, as for prompts that are padded on the left.
@@ -325,7 +330,7 @@ def _extend(
     block: int,
 ) -> tuple[jax.Array, CacheT]:
     sizes = sizes_of(params, x, cache)
-    mask = checks.flatten_mask(mask, (sizes["B"],), sizes)
+    mask = flat_mask(mask, cache, sizes)
     tokens = jnp.arange(sizes["T"], dtype=np.int32)[None]
     slots = clipped_counts(jnp.asarray(cache.lengths))[:, None] + tokens
     counts = counts_of(q_lengths, sizes)

@@ -1,6 +1,7 @@
 """Checks of the arguments of `prefill` and `extend`."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol, TypeVar
 
 import jax
@@ -52,6 +53,21 @@ def reject_overflow(cache: HasSlots, T: int, left: int | None, name: str = "x") 
 def _is_ring(cache: HasSlots, left: int | None) -> bool:
     """True if new tokens overwrite those to the left of the window."""
     return left is not None and left < cache.slots and not isinstance(cache, PagedKVCache)
+
+
+def flat_mask(mask: Mask, cache: HasSlots, sizes: dict[str, int]) -> Mask:
+    """Checks every array of the mask of a step, and gives it one batch axis.
+
+    Key/value padding is over positions, of which a ring buffer can have had more than S slots.
+    """
+    padding, (left, _) = mask.key_value_padding, mask.window_size or (None, None)
+    longer = padding is not None and _is_ring(cache, left) and padding.shape[-1] > sizes["S"]
+    if padding is None or not longer:
+        return checks.flatten_mask(mask, (sizes["B"],), sizes)
+    columns = {**sizes, "S": padding.shape[-1]}
+    flat = checks.flatten_mask(Mask(key_value_padding=padding), (sizes["B"],), columns)
+    rest = checks.flatten_mask(replace(mask, key_value_padding=None), (sizes["B"],), sizes)
+    return replace(rest, key_value_padding=flat.key_value_padding)
 
 
 def reject_long_prompt(cache: HasSlots, T: int, left: int | None) -> None:

@@ -15,6 +15,7 @@ from jaxmha.decoding_checks import (
     checked_counts,
     checked_parts,
     counts_of,
+    flat_mask,
     reject_latent_pages,
     reject_mean,
     reject_overflow,
@@ -179,11 +180,11 @@ def append_and_attend(
       the output, the longer cache, and the rows that had no room: set NaN there after the output
       projection, since the gradient of its kernel would be NaN * 0 otherwise.
     """
-    (B, T), (left, _) = query.shape[:2], mask.window_size or (None, None)
+    T, (left, _) = query.shape[1], mask.window_size or (None, None)
     reject_overflow(cache, T, left, "query, key, value" if params is None else "x")
     cache = cache._replace(lengths=jnp.asarray(clipped_counts(cache.lengths)))
     longer, full = cache.append(key, value, counts, left)
-    mask = checks.flatten_mask(mask, (B,), sizes)
+    mask = flat_mask(mask, cache, sizes)
     attended, mask = with_window_copy(cache, longer, key, value, counts, mask)
     positions = jnp.asarray(cache.lengths)[:, None] + jnp.arange(T, dtype=np.int32)[None]
     out = attend_cache(

@@ -48,21 +48,27 @@ def of_prompts(
 
 def of_step(
     x: Float[jax.Array, "B T D"],
-    padding: Bool[Array, "#B S"] | None,
-    slots: Int[jax.Array, "B T"],
+    padding: Bool[Array, "#B P"] | None,
+    positions: Int[jax.Array, "B T"],
     counts: Int[jax.Array, "B"] | None = None,
 ) -> Attended:
-    """Tokens of a step, which go into these slots. `padding`: the valid slots of the cache; `counts`:
-    the number of tokens of each sequence."""
+    """Tokens of a step at these positions. `padding`: the valid ones of the first P positions;
+    `counts`: the number of tokens of each sequence."""
     kept = None
-    B, T = slots.shape
     if padding is not None:
-        S = padding.shape[1]
-        valid = jnp.broadcast_to(padding, (B, S))
-        kept = _or_finite(jnp.take_along_axis(valid, slots % S, 1), x)
+        kept = _or_finite(valid_at(jnp.asarray(padding), positions), x)
     if counts is not None:
-        kept = _both(_first(counts, T), kept)
+        kept = _both(_first(counts, positions.shape[1]), kept)
     return Attended(kept, kept, kept, kept)
+
+
+def valid_at(
+    padding: Bool[jax.Array, "#B P"], positions: Int[jax.Array, "B s"]
+) -> Bool[jax.Array, "B s"]:
+    """Key/value padding at positions. Tokens after its P positions are valid: a ring buffer reuses
+    the slots of padding for them. A row without a valid position has no valid token at all."""
+    valid = jnp.take_along_axis(padding, positions.clip(0), 1, mode="fill", fill_value=True)
+    return valid & padding.any(1, keepdims=True)
 
 
 def _first(counts: jax.Array, T: int) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Copies the window of new tokens out of a ring buffer that is too short to hold all of it."""
+"""The keys that new tokens attend: the slots of a cache, or a copy of their window."""
 
 from dataclasses import replace
 
@@ -7,9 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
+from jaxmha.arrays import Array
 from jaxmha.cached_step import Cache
 from jaxmha.kv_cache import KVCache
 from jaxmha.mask import Mask
+from jaxmha.read_tokens import valid_at
 
 
 def with_window_copy(
@@ -30,32 +32,36 @@ def with_window_copy(
       before: the cache without the new tokens; its lengths are not negative.
       after: the cache with them.
       key, value: heads of the new tokens, of which the first `counts` are valid.
-      mask: over the S slots, with one batch axis.
+      mask: with one batch axis; its array is over the S slots, and its padding over positions.
     """
     S, T = before.slots, key.shape[1]
     left, _ = mask.window_size or (None, None)
-    if not isinstance(before, KVCache) or left is None or not left < S < left + T:
-        return after, mask
+    if not isinstance(before, KVCache) or left is None or not left < S:
+        return after, mask  # a slot holds one position for good
+    if left + T <= S:
+        return after, _padding_at(mask, _held(after.lengths, S))
     size = left + T
-    slots = jnp.arange(size, dtype=np.int32)[None]
-
-    def held(lengths: jax.Array) -> Int[jax.Array, "B s"]:
-        """The position of the latest token in each slot of the copy, negative if it is empty."""
-        last = lengths[:, None] - 1
-        return last - (last - slots) % size
-
     # Tokens to the left of the window may be overwritten; the window excludes them.
-    found = before.at(held(jnp.asarray(before.lengths)).clip(0))
+    found = before.at(_held(before.lengths, size).clip(0))
     copy, _ = KVCache(found.keys, found.values, before.lengths).append(key, value, counts, left)
-    return copy, _over_copy(mask, held(jnp.asarray(copy.lengths)) % S, S)
+    positions = _held(copy.lengths, size)
+    mask = _padding_at(mask, positions)
+    if mask.array is not None:
+        array = jnp.broadcast_to(mask.array, (*mask.array.shape[:3], S))
+        slots = (positions % S)[:, None, None]
+        mask = replace(mask, array=jnp.take_along_axis(array, slots, 3))
+    return copy, mask
 
 
-def _over_copy(mask: Mask, slots: Int[jax.Array, "B s"], S: int) -> Mask:
-    """A mask over the slots of the copy: `slots` gives the slot of each in the mask over S slots."""
-    padding, array = mask.key_value_padding, mask.array
-    if padding is not None:
-        padding = jnp.take_along_axis(jnp.asarray(padding), slots, 1)
-    if array is not None:
-        array = jnp.broadcast_to(array, (*array.shape[:3], S))
-        array = jnp.take_along_axis(array, slots[:, None, None], 3)
-    return replace(mask, key_value_padding=padding, array=array)
+def _held(lengths: Array, size: int) -> Int[jax.Array, "B s"]:
+    """The position of the latest token in each of `size` slots, negative if the slot is empty."""
+    last = jnp.asarray(lengths)[:, None] - 1
+    return last - (last - jnp.arange(size, dtype=np.int32)[None]) % size
+
+
+def _padding_at(mask: Mask, positions: Int[jax.Array, "B s"]) -> Mask:
+    """The mask with the key/value padding of these positions."""
+    padding = mask.key_value_padding
+    if padding is None:
+        return mask
+    return replace(mask, key_value_padding=valid_at(jnp.asarray(padding), positions))

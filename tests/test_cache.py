@@ -153,6 +153,26 @@ def test_a_window_goes_round(new: int, left: int, slots: int, platform: str) -> 
         tolerance.assert_close(out, np.asarray(want[:, t : t + new]), f"token {t}", factor=2)
 
 
+@pytest.mark.parametrize(("new", "slots"), [(1, 8), (2, 4)])
+def test_padding_stays_with_its_tokens_when_a_ring_goes_round(new: int, slots: int) -> None:
+    """Its slots hold later tokens; 4 slots hold fewer tokens than a row has padding."""
+    params, x = make()
+    pads, prompt, window = np.asarray([[2], [5], [99]]), 7, Mask.window(3, None)
+
+    def mask(size: int) -> Mask:
+        return window & Mask.padding(key_value=np.arange(size) >= pads)
+
+    want = np.asarray(full(params, x, mask=mask(T)))
+    x = jnp.where((np.arange(T) >= pads)[..., None], x, np.nan)
+    cache = KVCache.empty(params, B, slots)
+    out, cache = jaxmha.prefill(params, x[:, :prompt], cache, mask=mask(prompt))
+    tolerance.assert_close(out, want[:, :prompt], factor=2)
+    for t in range(prompt, T - new + 1, new):
+        step, repeated = x[:, t : t + new], mask(max(slots, prompt))
+        out, cache = jaxmha.decode_step(params, step, cache, mask=repeated)
+        tolerance.assert_close(out, want[:, t : t + new], f"token {t}", factor=2)
+
+
 @pytest.mark.slow
 def test_long_caches_are_read_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks that do not divide S, of which the first ones are out of the window."""

@@ -144,10 +144,10 @@ def test_no_tokens_and_no_rows(batch: int, tokens: int, out: bool) -> None:
 
 
 def test_ragged_sequences_and_rings() -> None:
-    params, x = made(), inputs()
+    params, x, pads = made(), inputs(), np.asarray([[2], [0]])
     window = np.tri(T, dtype=bool) & ~np.tri(T, k=-4, dtype=bool)
-    want = oracle(params, x, window, SCALED)
-    mask = Mask.window(3, None)
+    want = oracle(params, x, window & (np.arange(T) >= pads)[:, None], SCALED)
+    mask = Mask.window(3, None) & Mask.padding(key_value=np.arange(6) >= pads)
     cache = latent.LatentCache.empty(params, B, 6)
     cache = cache._replace(latents=jnp.full_like(cache.latents, jnp.nan))
     cache = cache._replace(lengths=np.zeros(B, np.int64))

@@ -21,6 +21,7 @@ from jaxmha.decoding_checks import (
     checked_positions,
     checked_prompts,
     counts_of,
+    flat_mask,
     prompt_lengths,
     reject_long_prompt,
     reject_mean,
@@ -226,7 +227,7 @@ def _extend(
     tokens = jnp.arange(T, dtype=np.int32).reshape(1, T)
     places = jnp.asarray(cache.lengths)[:, None] + tokens
     turned = places if positions is None else flat_positions(positions, (B,), B, T)
-    mask = checks.flatten_mask(mask, (B,), found)
+    mask = flat_mask(mask, cache, found)
     counts = counts_of(q_lengths, found)
     given = None if q_lengths is None else counts
     read = read_tokens.of_step(x, mask.key_value_padding, places, given)
