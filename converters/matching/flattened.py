@@ -1,5 +1,6 @@
 """Finds dense layers next to a flattened convolution, whose features have another order in the target."""
 
+import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -30,23 +31,36 @@ class Flat(NamedTuple):
     first: bool
 
 
+class Flats(NamedTuple):
+    """The orders of features by the main array of a layer: of the source if `first`, else the target."""
+
+    orders: Mapping[str, Order]
+    first: bool
+
+    def between(self, source: Template, target: Template) -> Flat | None:
+        """Returns the order if the source would fill the target; None if that needs no reordering."""
+        layer = (source if self.first else target).first
+        order = self.orders.get(layer.slots[MAIN].name)
+        return None if order is None else Flat(*order, self.first)
+
+
 def find(
     mine: Sequence[Template],
     theirs: Sequence[Template],
     decision: Decision,
     source: Tree,
     target: Tree,
-) -> dict[int, Flat]:
-    """Maps the index of each such target to its order; {} if both models order channels alike."""
-    pairs = [(mine[s].first, theirs[t].first) for s, t in decision.fits]
-    firsts = {
-        (_has_first(a, source), _has_first(b, target))
-        for a, b in pairs
-        if _is_image(a) and _is_image(b)
-    }
+) -> Flats:
+    """Finds layers with features in another order; none if both models order channels alike."""
+    ends = [(mine[s].first, theirs[t].first) for s, t in decision.fits]
+    pairs = [(a, b) for a, b in ends if _is_image(a) and _is_image(b)]
+    if not pairs:  # no convolution fits one of the target, such as transposed ones
+        images = ([x.first for x in some if _is_image(x.first)] for some in (mine, theirs))
+        pairs = list(itertools.product(next(images), next(images)))
+    firsts = {(_has_first(a, source), _has_first(b, target)) for a, b in pairs}
     firsts &= {(True, False), (False, True)}
     if len(firsts) != 1:
-        return {}
+        return Flats({}, True)
     first = (True, False) in firsts
     # Sizes are read where channels come first: there they are clearer.
     tree, templates = (source, mine) if first else (target, theirs)
@@ -60,12 +74,12 @@ def find(
         items.sort(key=lambda item: place[item.name])
         found |= next_to_convolutions(items, True, set())
         found |= dict(_norms_between(place, templates, found))
-    of_template = {t: s if first else t for t, (s, *_) in decision.taken.items()}
-    return {
-        t: Flat(*found[template], first)
-        for t, template in of_template.items()
-        if template in found and not meaning(templates[template].path) & _ATTENTION
+    orders = {
+        templates[n].first.slots[MAIN].name: order
+        for n, order in found.items()
+        if not meaning(templates[n].path) & _ATTENTION
     }
+    return Flats(orders, first)
 
 
 def _norms_between(
@@ -85,7 +99,8 @@ def _has_first(layer: Layer, tree: Tree) -> bool | None:
     """True if the features of a convolution have the channels first; None if that is unknown."""
     if layer.slots[MAIN].name in tree.channels_first:
         return True
-    return {"oi": True, "io": False}.get(layer.form)
+    of_key = {"weight": True, "kernel": False}.get(layer.slots[MAIN].path[-1])
+    return {"oi": True, "io": False, "no": of_key}.get(layer.form)
 
 
 def _is_image(layer: Layer) -> bool:
@@ -132,23 +147,28 @@ def question(rows: Sequence[Line], names: Mapping[str, str], flat: Flat) -> Ques
 
     `rows`: lines that keep the order. `names`: name of each target array -> its slot.
     """
-    made = tuple(_reordered(row, names.get(row.target, MAIN), flat) for row in rows)
+    made = tuple(reordered(row, names.get(row.target, MAIN), flat) for row in rows)
     main = next(row for row in rows if names.get(row.target, MAIN) == MAIN)
+    sources = dict.fromkeys(name for row in rows for name in row.sources)
+    return Question(main.target, tuple(sources), f"it {remark(flat, main.arrow)}", (made,))
+
+
+def remark(flat: Flat, arrow: str) -> str:
+    """Returns a predicate of the layer: why lines reorder its features; `arrow` keeps their order."""
     way, last = ("writes", "output") if flat.output else ("reads", "input")
     sides = ("first", "last") if flat.first else ("last", "first")
-    reason = (
-        f"it {way} {flat.channels * flat.places} features, perhaps the {flat.channels} channels of "
+    return (
+        f"{way} {flat.channels * flat.places} features, perhaps the {flat.channels} channels of "
         f"{flat.convolution} at {flat.places} places, flattened: the source has channels {sides[0]}, and "
-        f"the model {sides[1]}; these lines reorder the {last}: keep its order ({main.arrow or 'a copy'}) "
+        f"the model {sides[1]}; these lines reorder the {last}: keep its order ({arrow or 'a copy'}) "
         "if the features are others, or one model moves its channels where it flattens"
     )
-    sources = dict.fromkeys(name for row in rows for name in row.sources)
-    return Question(main.target, tuple(sources), reason, (made,))
 
 
-def _reordered(row: Line, slot: str, flat: Flat) -> Line:
+def reordered(row: Line, slot: str, flat: Flat) -> Line:
+    """Returns a line that reorders the features which `row` keeps in their order."""
     letter = "o0" if flat.output else "i0"
-    if slot != MAIN and not flat.output:
+    if not row.arrow or (slot != MAIN and not flat.output):
         return replace(row, reason="", confidence="")
     ends = [f"({flat.channels} p0)", f"(p0 {flat.channels})"]
     before, after = (
@@ -158,3 +178,22 @@ def _reordered(row: Line, slot: str, flat: Flat) -> Line:
         )
     )
     return replace(row, arrow=f"{before} -> {after}", reason="", confidence="")
+
+
+def with_orders(
+    question: Question, names: Mapping[str, str], flats: Sequence[Flat | None]
+) -> Question:
+    """Returns a question whose lines reorder the features of each candidate with an order in `flats`.
+
+    `names`: as in `question`.
+    """
+    examples, readers = list(question.examples), dict[str, list[str]]()
+    for n, flat in enumerate(flats):
+        arrows = [row.arrow for row in examples[n] if names[row.target] == MAIN]
+        if flat is not None and any(arrows):
+            examples[n] = tuple(reordered(row, names[row.target], flat) for row in examples[n])
+            readers.setdefault(remark(flat, *arrows), []).append(question.candidates[n])
+    every = len(question.candidates)
+    more = [f"{'it' if len(x) == every else ' or '.join(x)} {why}" for why, x in readers.items()]
+    reason = "; ".join([question.reason, *more])
+    return replace(question, reason=reason, examples=tuple(examples))

@@ -37,11 +37,13 @@ def plan(source: Tree, target: Tree, packing: Packing = "ask") -> MatchPlan:
         raise ValueError(f"packing must be ask or concatenated, got {packing!r}")
     mine, theirs, decision = _decided(named_alike(source, target), target)
     packed = _guessed_pairs(mine, theirs, decision) if packing == "ask" else {}
-    flat = flattened.find(mine, theirs, decision, source, target)
+    flats = flattened.find(mine, theirs, decision, source, target)
+    pairs = {t: flats.between(mine[s], theirs[t]) for t, (s, *_) in decision.taken.items()}
+    flat = {t: order for t, order in pairs.items() if order is not None}
     open_ = {t for several in packed.values() for t in several} | flat.keys()
     found = _pieces(mine, theirs, decision, decision.taken.keys() - open_)
     lines, refused = _lines(found, source, target)
-    questions = [*_questions(mine, theirs, decision, source), *refused]
+    questions = [*_questions(mine, theirs, decision, source, flats), *refused]
     for several in packed.values():
         rows, refused = _lines(_pieces(mine, theirs, decision, several), source, target)
         questions += [*_of_packing(rows), *refused]
@@ -273,7 +275,11 @@ def _exact(pieces: Sequence[_Piece], source: Tree, target: Tree) -> bool:
 
 
 def _questions(
-    mine: Sequence[Template], theirs: Sequence[Template], decision: Decision, source: Tree
+    mine: Sequence[Template],
+    theirs: Sequence[Template],
+    decision: Decision,
+    source: Tree,
+    flats: flattened.Flats,
 ) -> list[Question]:
     found: dict[int, Question] = {}
     alone, taken = set[int](), {s for s, *_ in decision.taken.values()}
@@ -297,7 +303,10 @@ def _questions(
             tuple(_example(one, other, slot) for slot in target.first.slots)
             for one, other in chosen or [(None, target)]
         )
-        found[t] = Question(_layer_name(target), names, reason, examples)
+        asked = Question(_layer_name(target), names, reason, examples)
+        slots = {_pattern_of(target, slot): slot for slot in target.first.slots}
+        orders = [flats.between(*pair) for pair in near]
+        found[t] = flattened.with_orders(asked, slots, orders)
     for several in _without_source(theirs, alone):
         found[several[0]] = _of_module([found.pop(t) for t in several])
     return [found[t] for t in sorted(found)]

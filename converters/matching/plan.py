@@ -96,7 +96,7 @@ class Question:
         ]
         if not left:
             return replace(self, reason=_TAKEN)
-        reason = _LAST if self.reason == SEVERAL and len(left) == 1 else self.reason
+        reason = self.reason.replace(SEVERAL, _LAST) if len(left) == 1 else self.reason
         candidates, examples = zip(*left, strict=True)
         return replace(self, reason=reason, candidates=candidates, examples=examples)
 

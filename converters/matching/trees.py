@@ -242,9 +242,8 @@ def form_of(layer: Any, package: str) -> str:
 
 def _owner(layer: object) -> str:
     """Returns the class of a layer; "" for None and for a container of arrays, which has no axes."""
-    if layer is None or isinstance(layer, Mapping | list | tuple):
-        return ""
-    return f"{type(layer).__module__}.{type(layer).__qualname__}"
+    known = layer is not None and not isinstance(layer, Mapping | list | tuple)
+    return f"{type(layer).__module__}.{type(layer).__qualname__}" if known else ""
 
 
 def _nnx(module: Any) -> Tree:
@@ -262,8 +261,8 @@ def _nnx(module: Any) -> Tree:
         value = leaf.get_value() if hasattr(leaf, "get_value") else leaf
         name = "/".join(parts)
         layer, shape = layers.get(parts[:-1]), tuple(value.shape)
-        form = form_of(layer, "flax")
-        arrays[name] = Array(name, parts, shape, str(value.dtype), form, _owner(layer))
+        of_class = form_of(layer, "flax"), _owner(layer)
+        arrays[name] = Array(name, parts, shape, str(value.dtype), *of_class)
         values[name] = value
     stated = partial(of_layers, arrays, layers.get)
     return Tree("nnx", arrays, lambda name: to_numpy(values[name], name), stated=stated)
@@ -374,14 +373,13 @@ def _tree(tree: Any, kind: str, argument: str, module: Any = None) -> Tree:
     for keys, leaf in flat:
         parts = tuple(part for key in keys for part in split(key))
         layer = node(tree, keys[:-1]) if kind == "equinox" else None
-        form = form_of(layer, "equinox")
         name = "/".join(keys)
         if kind == "linen" and parts[0] in _NO_WEIGHTS:
             continue
         if kind == "linen" and len(parts) > 1:  # drops the linen collection
             parts = parts[1:]
-        shape, dtype = tuple(leaf.shape), _dtype(leaf)
-        arrays[name] = Array(name, parts, shape, dtype, form, _owner(layer))
+        shape, of_class = tuple(leaf.shape), (form_of(layer, "equinox"), _owner(layer))
+        arrays[name] = Array(name, parts, shape, _dtype(leaf), *of_class)
         values[name] = leaf
     automatic = _counted(arrays) if kind in ("tree", "file") else set()
 

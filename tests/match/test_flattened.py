@@ -1,5 +1,6 @@
 """Dense layers next to a flattened convolution: torch flattens channels first, Flax and Keras last."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from flax import nnx
 from jaxmha import checkpoint
 from jaxmha.converters import equinox, flax, keras, match
 from jaxmha.converters import torch as convert_torch
-from jaxmha.converters.matching import Plan, prove
+from jaxmha.converters.matching import Line, Plan, prove
 from jaxmha.converters.migrate import pipeline
 
 C, Y, X, OUT = 4, 5, 7, 6
@@ -110,6 +111,31 @@ def test_keras_may_flatten_channels_first(kind: str) -> None:
     assert prove(source, filled, answered(plan), inputs=draw).same
 
 
+@pytest.mark.parametrize("way", ["to nnx", "back"])
+def test_two_heads_whose_names_tell_nothing_are_reordered_by_the_lines_of_each(way: str) -> None:
+    theirs, mine = torch.nn.ModuleDict(), nnx.Dict()
+    for net, keys in ((theirs, ("left", "right")), (mine, ("one", "two"))):
+        pair = (Theirs().conv, *(torch.nn.Linear(C * Y, OUT) for _ in keys))
+        if net is mine:
+            dense = (nnx.Linear(C * Y, OUT, rngs=nnx.Rngs(0)) for _ in keys)
+            pair = (Mine().conv, *dense)
+        for key, layer in zip(("conv", *keys), pair, strict=True):
+            net[key] = layer
+    plan = match(theirs, mine) if way == "to nnx" else match(mine, theirs)
+    ends = f"({C} p0)", f"(p0 {C})"
+    wanted = "o0 {} -> {} o0".format(*ends) if way == "to nnx" else "{1} o0 -> o0 {0}".format(*ends)
+    for question in plan.questions:
+        assert f"it reads {C * Y} features" in question.reason
+        kernels = [
+            line for lines in question.examples for line in lines if "bias" not in line.target
+        ]
+        assert [line.arrow for line in kernels] == [wanted] * 2
+    first, second = (q.examples[n] for n, q in enumerate(plan.questions))
+    left = plan.with_lines(*first).questions[0]
+    assert left.examples == (second,)
+    assert "one layer of these shapes is left, and no name shows" in left.reason
+
+
 def test_a_norm_of_flattened_features_is_reordered() -> None:
     norm = torch.nn.BatchNorm1d(C * 3)
     torch.nn.init.normal_(norm.bias)
@@ -126,12 +152,14 @@ def test_a_norm_of_flattened_features_is_reordered() -> None:
     np.testing.assert_array_equal(filled["bn"]["bias"], wanted)
 
 
-def test_features_that_become_an_image_are_reordered() -> None:
+@pytest.mark.parametrize("transposed", [False, True])
+def test_features_that_become_an_image_are_reordered(transposed: bool) -> None:
     class Decoder(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.fc = torch.nn.Linear(3, C * Y * X)
-            self.conv = torch.nn.Conv2d(C, 2, 3, padding=1)
+            kind = torch.nn.ConvTranspose2d if transposed else torch.nn.Conv2d
+            self.conv = kind(C, 2, 3, padding=1)
 
         def forward(self, x: torch.Tensor) -> Any:
             return self.conv(self.fc(x).view(-1, C, Y, X)).permute(0, 2, 3, 1)
@@ -140,14 +168,20 @@ def test_features_that_become_an_image_are_reordered() -> None:
         def __init__(self) -> None:
             rngs = nnx.Rngs(0)
             self.fc = nnx.Linear(3, C * Y * X, rngs=rngs)
-            self.conv = nnx.Conv(C, 2, (3, 3), rngs=rngs)
+            kind = partial(nnx.ConvTranspose, transpose_kernel=True) if transposed else nnx.Conv
+            self.conv = kind(C, 2, (3, 3), rngs=rngs)
 
         def __call__(self, x: Any) -> Any:
             return self.conv(self.fc(x).reshape(-1, Y, X, C))
 
     source = Decoder()
     plan = match(source, Other())
-    assert [q.target for q in plan.questions] == ["fc/kernel"]
+    assert [q.target for q in plan.questions if "flattened" in q.reason] == ["fc/kernel"]
+    if transposed:
+        plan = plan.with_lines(
+            Line("conv/kernel", ("conv.weight",), "i o y x -> y x o i"),
+            Line("conv/bias", ("conv.bias",)),
+        )
     model = flax.load_into(Other(), source, answered(plan))
     assert prove(source, model, answered(plan), inputs=lambda rng: (rng.normal(size=(2, 3)),)).same
 
