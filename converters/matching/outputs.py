@@ -1,11 +1,11 @@
 """Pairs the outputs of two models, and measures how far each pair is apart."""
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 
-from jaxmha.converters.layout.arrays import NDArray, is_float
+from jaxmha.converters.layout.arrays import is_float
+from jaxmha.converters.matching.distances import distance
 from jaxmha.converters.matching.proof import Departure
 from jaxmha.converters.matching.running import Arguments, Outputs, Place
 
@@ -91,41 +91,6 @@ def _kept(outputs: Outputs, arguments: Arguments) -> set[Place]:
             for place, found in _numbers(outputs).items()
             if any(x.shape == found.shape and (x.astype(found.dtype) == found).all() for x in given)
         }
-
-
-def distance(mine: NDArray, theirs: NDArray) -> float | None:
-    """Returns the largest difference, relative to the largest value; None if the sizes differ.
-
-    It is the minimum over the orders of `_orders`. Equal infinities do not differ; NaN differs from
-    everything.
-    """
-    if mine.size != theirs.size or not mine.size:
-        return None
-    one, other = (np.squeeze(x).astype(np.float64) for x in (mine, theirs))
-    largest = float(np.abs(one).max(where=np.isfinite(one), initial=0)) or 1.0
-    nearest = min(
-        _apart(order, other.reshape(order.shape))
-        for n, order in enumerate(_orders(one))
-        if n == 0 or order.shape == other.shape or order.ndim != other.ndim
-    )
-    return nearest / largest if np.isfinite(nearest) else float("inf")
-
-
-def _orders(x: NDArray) -> Iterator[NDArray]:
-    """Yields an array without axes of size 1 in the orders that the same values may have elsewhere.
-
-    Unchanged, channels moved to the end or from there (with a batch, or without), length before
-    batch, and heads after length.
-    """
-    yield x
-    for axis in range(min(x.ndim - 1, 2)):
-        yield np.moveaxis(x, axis, -1)
-        yield np.moveaxis(x, -1, axis)
-        yield np.swapaxes(x, axis, axis + 1)
-
-
-def _apart(one: NDArray, other: NDArray) -> float:
-    return float(np.abs(np.subtract(one, other, out=np.zeros_like(one), where=one != other)).max())
 
 
 def _name(place: Place) -> str:

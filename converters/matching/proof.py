@@ -39,7 +39,7 @@ class Proof:
       unused: source arrays that fill no target array, or only partly. missing: target arrays that
         the plan does not fill.
       difference: largest difference of a pair of outputs, relative to the largest value of its output
-        of the source; None if the models were not run.
+        of the source, fills of masks aside; None if the models were not run.
       tolerance: largest `difference` that counts as the same.
       outputs: the pairs of outputs that were compared, each with its difference. left: other outputs,
         and integers, Booleans and inputs that both return unchanged.

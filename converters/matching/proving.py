@@ -9,7 +9,15 @@ import numpy as np
 from numpy.typing import NDArray as Array
 
 from jaxmha.converters.layout.arrays import NDArray, is_float, narrower
-from jaxmha.converters.matching import lines, loading, model_inputs, outputs, running, stored
+from jaxmha.converters.matching import (
+    distances,
+    lines,
+    loading,
+    model_inputs,
+    outputs,
+    running,
+    stored,
+)
 from jaxmha.converters.matching.layers import is_buffer
 from jaxmha.converters.matching.plan import Line, MatchPlan, Packing
 from jaxmha.converters.matching.proof import Departure, Proof
@@ -169,7 +177,7 @@ def _outputs(
     departure, compared = None, 0
     for path, output in mine.layers.items():
         other = theirs.layers.get(pairs.get(path, ("?",)))
-        distance = None if other is None else outputs.distance(output, other)
+        distance = None if other is None else distances.distance(output, other)
         if distance is None:
             continue
         compared += 1

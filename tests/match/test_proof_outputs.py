@@ -13,7 +13,7 @@ from flax import nnx
 from jaxmha.converters import flax
 from jaxmha.converters import torch as converters_torch
 from jaxmha.converters.matching import Proof, prove
-from jaxmha.converters.matching.outputs import distance
+from jaxmha.converters.matching.distances import distance
 
 Returns = Callable[[Any, Any, Any, Any], Any]  # of the features, the logits, and both inputs
 
@@ -156,6 +156,38 @@ def test_equal_infinities_do_not_differ() -> None:
 
     assert proof_of(masked, masked).same
     assert proof_of(masked, lambda f, y, x, p: y).difference == np.inf
+
+
+FILLS = (-1e3, -1e4, -1e9, 1e9, -1e30, float(np.finfo("f").min), float(np.finfo("d").min))
+
+
+@pytest.mark.parametrize("fill", FILLS)
+@pytest.mark.parametrize("form", ["set", "added", "of one", "of two"])
+def test_fills_of_masks_are_no_scale(fill: float, form: str) -> None:
+    right, wrong = np.random.default_rng(0).normal(size=(2, 5, 7))
+    masked = np.arange(7) >= np.array([[4]] * 4 + [[6 if form == "of one" else 5]])
+    fills = fill * masked
+    if form == "of two":
+        fills = fill / 2 * masked + fill / 2 * (np.arange(7) > 5)
+
+    def filled(x: Any) -> Any:
+        return fills + x if form == "added" else np.where(masked, fills, x)
+
+    noise = 1 + 1e-12 * wrong
+    assert (distance(filled(right), filled(right * noise)) or 0) < 1e-11
+    assert (distance(filled(right), filled(np.where(masked, right, wrong))) or 0) > 0.1
+    assert (distance(filled(right), np.where(masked, wrong, filled(right))) or 0) > 0.9
+
+
+@pytest.mark.parametrize("large", [1.0, 1e3, 1e6])
+def test_large_numbers_that_are_no_fills_are_the_scale(large: float) -> None:
+    """Rounding then departs by as much of them, and of sums near zero too."""
+    x = np.random.default_rng(0).normal(size=(2, 5, 7))
+    feature, near_zero = x * np.where(np.arange(7) == 3, large, 1), x * large
+    near_zero[..., 1:] *= 1e-17
+    for array in (feature, near_zero):
+        off = 1e-9 * np.abs(array).max()
+        assert distance(array, array + off) == pytest.approx(1e-9, rel=1e-3)
 
 
 @pytest.mark.parametrize(
