@@ -9,6 +9,7 @@ import pytest
 
 import jaxmha
 from jaxmha import Mask, MHAParams, Projection
+from jaxmha.implementations.tiled.attended import attended_positions
 from tests import layer_cases, reference, tolerance
 from tests.layer_cases import LayerCase
 from tests.test_layer import BY_NAME, call, mask_of, params_of, semantics_of
@@ -103,6 +104,13 @@ def test_gates_of_rows_that_attend_nothing_are_not_read(policy: Any) -> None:
     spoiled = x.copy()
     spoiled[0, 3] = np.nan
     chex.assert_trees_all_equal(gradients(params, spoiled), gradients(params, x), strict=True)
+
+
+def test_positions_that_one_head_attends() -> None:
+    mask = np.zeros((1, 2, 5, 7), bool)
+    mask[0, 0, 1, 2] = mask[0, 1, 3, 4] = True
+    found = attended_positions(Mask(array=mask), None, 3, 2, 5, 7)
+    assert [np.argwhere(x)[:, 1].tolist() for x in found if x is not None] == [[1, 3], [2, 4]]
 
 
 def test_sinks_override_the_policy() -> None:

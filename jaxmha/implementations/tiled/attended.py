@@ -39,7 +39,7 @@ def attended_positions(
     mod: Mod | None = None,
 ) -> tuple[Bool[jax.Array, "#B T"] | None, Bool[jax.Array, "#B S"] | None]:
     """Queries and keys with an allowed pair in some head; None: all of them."""
-    rows, keys = attended_per_head(mask, bias, B, N, T, S, mod)
+    rows, keys = attended_per_head(mask, bias, B, N, T, S, mod, some_head=True)
     return None if rows is None else rows.any(1), None if keys is None else keys.any(1)
 
 
@@ -51,10 +51,15 @@ def attended_per_head(
     T: int,
     S: int,
     mod: Mod | None = None,
+    *,
+    some_head: bool = False,
 ) -> tuple[Bool[jax.Array, "#B #N T"] | None, Bool[jax.Array, "#B #N S"] | None]:
-    """Queries and keys with an allowed pair; None: all of them. Sizes may be 0 or symbolic."""
+    """Queries and keys with an allowed pair; None: all of them. Sizes may be 0 or symbolic.
+
+    `some_head`: as in `attended`.
+    """
     if all(isinstance(size, int) and size for size in (B, N, T, S)):
-        return attended(from_mask(mask, T, S, mod), bias, B, N, T, S)
+        return attended(from_mask(mask, T, S, mod), bias, B, N, T, S, some_head=some_head)
     found = allowed_pairs(mask, bias, T, S, mod, (B, N))
     return (None, None) if found is None else (found.any(3), found.any(2))
 
@@ -66,19 +71,25 @@ def attended(
     N: int,
     T: int,
     S: int,
+    *,
+    some_head: bool = False,
 ) -> tuple[Bool[jax.Array, "#B #N T"] | None, Bool[jax.Array, "#B #N S"] | None]:
-    """Queries and keys with an allowed pair, for positive sizes; None: all of them."""
+    """Queries and keys with an allowed pair, for positive sizes; None: all of them.
+
+    `some_head`: the caller reduces the result over heads, so that it may have one for all.
+    """
     if bias is None and conditions == NO_CONDITIONS:
         return None, None
+    platform = platforms.current().name
     if conditions.mod is not None:
-        tiling = choose_tiling(B, N, 1, T, S, skips=True, platform=platforms.current().name)
+        tiling = choose_tiling(B, N, 1, T, S, skips=True, platform=platform)
         found = blocks_of(conditions, bias, tiling)
         return jnp.asarray(found.rows), jnp.asarray(found.keys)
     if bias is None and conditions.segments is None and conditions.array is None:
         rows, keys = _attended_by_intervals(conditions, T, S)
         return _unless_all(rows), _unless_all(keys)
-    tiling = choose_tiling(B, N, 1, T, S, platform=platforms.current().name)
-    return _attended_by_tiles(conditions, bias, tiling)
+    tiling = choose_tiling(B, N, 1, T, S, platform=platform)
+    return _attended_by_tiles(conditions, bias, tiling, some_head and platform == "cpu")
 
 
 def _attended_by_intervals(
@@ -133,9 +144,15 @@ def _any_between(
 
 
 def _attended_by_tiles(
-    conditions: Conditions, bias: Float[jax.Array, "b n t s"] | None, tiling: Tiling
+    conditions: Conditions,
+    bias: Float[jax.Array, "b n t s"] | None,
+    tiling: Tiling,
+    some_head: bool,
 ) -> tuple[Bool[jax.Array, "#B #N T"], Bool[jax.Array, "#B #N S"]]:
-    """Attended rows and keys, for any conditions; a tile has all heads, all keys and some rows."""
+    """Attended rows and keys, for any conditions; a tile has all heads, all keys and some rows.
+
+    `some_head`: reduces over heads first, once for rows and keys.
+    """
     conditions, bias = pad(conditions, bias, tiling)
     B, N, rows = tiling.B, tiling.K * tiling.G, tiling.rows
 
@@ -146,6 +163,8 @@ def _attended_by_tiles(
             finite = slice_tile(bias, position) != -jnp.inf
             found = finite if found is None else found & finite
         assert found is not None
+        if some_head and found.shape[1] > 1:  # the barrier keeps XLA from doing it twice
+            found = jax.lax.optimization_barrier(found.any(1, keepdims=True))  # type: ignore[no-untyped-call]
         found = jnp.broadcast_to(found, (*found.shape[:2], rows, tiling.S))
         inside = i * rows + jnp.arange(rows, dtype=np.int32) < tiling.T
         return found.any(3), (found & inside.reshape(1, 1, rows, 1)).any(2)
