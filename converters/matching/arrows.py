@@ -129,7 +129,7 @@ def _fit(source: Template, target: Template, stacked: tuple[int, ...]) -> Fit | 
         found: list[Arrow] = []
         for axes, rest in _without(target.first.slots[slot].shape, sizes):
             for arrow in _arrows(slot, source.first, target.first, rest):
-                found.append(_stack(arrow, axes, source.first, target.first))
+                found.append(_stack(arrow, axes, slot, source.first, target.first))
         if not found:
             return None
         if len({_meaning(arrow) for arrow in found}) > 1:
@@ -155,16 +155,17 @@ def _without(
         yield tuple(range(len(sizes))), shape[len(sizes) :]
 
 
-def _stack(arrow: Arrow, axes: Sequence[int], source: Layer, target: Layer) -> Arrow:
+def _stack(arrow: Arrow, axes: Sequence[int], slot: str, source: Layer, target: Layer) -> Arrow:
     """Adds axes for stacked layers to an arrow; a leading `s` of the source stays first."""
     if not axes:
         return arrow
     letters = list("lm"[: len(axes)])
     before, after = _split(arrow.source), _split(arrow.target)
-    taken = source.part is not None and target.part is None  # the axis of parts leads the result
+    mine, theirs = source.part_of(slot), target.part_of(slot)
+    taken = mine is not None and theirs is None  # the axis of parts leads the result
     for axis, letter in zip(axes, letters, strict=True):
         after.insert(axis + taken, letter)
-    parts = before[:1] if source.part is None and before[:1] == ["s"] else []
+    parts = before[:1] if mine is None and before[:1] == ["s"] else []
     return Arrow(" ".join([*parts, *letters, *before[len(parts) :]]), " ".join(after))
 
 
@@ -225,13 +226,13 @@ class Reading(NamedTuple):
 def _readings(slot: str, layer: Layer, shape: tuple[int, ...]) -> Iterator[Reading]:
     options = _options(layer.form, shape) if slot == MAIN else _vector(shape)
     for axes in options:
-        if layer.part is None:
+        if (part := layer.part_of(slot)) is None:
             yield Reading(axes)
             continue
         outs = [n for n, (letter, _) in enumerate(axes) if letter == "o"]
         if not outs:
             continue
-        place, parts = outs[0], layer.part[1]
+        place, parts = outs[0], part[1]
         size = axes[place][1]
         if len(outs) > 1 and size == parts and axes[outs[1]][1] != parts:
             yield Reading((*axes[:place], *axes[place + 1 :]), place, True)

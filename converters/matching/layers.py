@@ -40,7 +40,8 @@ class Layer(NamedTuple):
 
     `slots` maps "main" (the kernel, table or norm scale), "bias", "mean" and "var" to arrays;
     `form` is the axis order of the main array, such as "oi" (output, input). `guessed`: True if
-    names do not determine how the parts are ordered in the main array.
+    names do not determine how the parts are ordered in the main array. `apart`: slots whose arrays
+    hold this layer alone, although others are packed.
     """
 
     path: tuple[str, ...]
@@ -48,6 +49,11 @@ class Layer(NamedTuple):
     form: str
     part: tuple[int, int] | None = None  # (index, count) of the layer in a packed array
     guessed: bool = False
+    apart: frozenset[str] = frozenset()
+
+    def part_of(self, slot: str) -> tuple[int, int] | None:
+        """Returns index and count of the layer in the array of a slot; None if it has it alone."""
+        return None if slot in self.apart else self.part
 
 
 def signature(layer: Layer) -> tuple[object, ...]:
@@ -100,7 +106,11 @@ def layers(tree: Tree) -> list[Layer]:
         for slots in groups.values()
         if (main := slots.get(MAIN)) and main.path[:-1] in gates
     }
+    biased = _with_packed_bias(groups)
     for path, slots in groups.items():
+        if path in biased:
+            found.append(Layer(path, slots, "oi", biased[path], apart=frozenset([MAIN])))
+            continue
         if MAIN not in slots:  # arrays with a name like bias or mean, but without a main array
             found += [Layer(a.path, {MAIN: a}, "raw") for a in slots.values()]
             continue
@@ -115,6 +125,25 @@ def layers(tree: Tree) -> list[Layer]:
             ]
         else:
             found.append(layer)
+    return found
+
+
+def _with_packed_bias(
+    groups: dict[tuple[str, ...], dict[str, Array]],
+) -> dict[tuple[str, ...], tuple[int, int]]:
+    """Adds the packed bias of torch's attention to query, key and value, if they have their own weights.
+
+    They have where keys or values are of another width. Returns the part in the bias of each.
+    """
+    found: dict[tuple[str, ...], tuple[int, int]] = {}
+    for path in [path for path, slots in groups.items() if slots.keys() == {BIAS}]:
+        three = [(*path[:-1], f"{name}_proj") for name in "qkv"]
+        alone = all(groups.get(one, {}).keys() == {MAIN} for one in three)
+        if alone and groups[path][BIAS].path[-1] == "in_proj_bias":
+            bias = groups.pop(path)[BIAS]
+            for n, one in enumerate(three):
+                groups[one][BIAS] = bias
+                found[one] = n, len(three)
     return found
 
 

@@ -187,8 +187,8 @@ def _pieces(
             targets = {r: target.layers[r].slots[slot].name for r in sorted(target.layers)}
             found.append(
                 _Piece(
-                    pattern(targets), pattern(names, letters), arrow, source.first.part,
-                    target.first.part, reason, confidence,
+                    pattern(targets), pattern(names, letters), arrow, source.first.part_of(slot),
+                    target.first.part_of(slot), reason, confidence,
                     tuple(tuple(names[r] for r in several) for several in groups),
                     tuple(targets.values()), take,
                 )
@@ -361,8 +361,8 @@ def _example(source: Template | None, target: Template, slot: str) -> Line:
     both = source.first.slots.keys() & target.first.slots.keys()
     how = fit(nearest.only(source, both), nearest.only(target, both))
     arrow = str(how.arrows[slot]) if how is not None and not isinstance(how, str) else ""
-    part = source.first.part
-    take = f"{part[0]}/{part[1]}" if part and target.first.part is None else ""
+    part = source.first.part_of(slot)
+    take = f"{part[0]}/{part[1]}" if part and target.first.part_of(slot) is None else ""
     return Line(name, (_pattern_of(source, slot),), arrow, take)
 
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 from flax import nnx
 
-from jaxmha.converters import match
+from jaxmha.converters import equinox, flax, match
+from jaxmha.converters import torch as convert_torch
 from jaxmha.converters.matching import arrows
 
 D, F = 5, 3
@@ -65,3 +66,38 @@ def test_layers_of_the_same_name_belong_together(name: str) -> None:
     plan = match(source, {key: {"kernel": np.zeros(shape, "f")} for key, shape in theirs.items()})
     assert [q.target for q in plan.questions] == [f"{key}/kernel" for key in asked]
     assert all(line.target.split("/")[0] == line.sources[0].split(".")[0] for line in plan.lines)
+
+
+class OfOtherWidth(torch.nn.MultiheadAttention):
+    """Attention whose query, key and value have weights apart, but one packed bias."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 2, kdim=D, vdim=D)
+        torch.nn.init.normal_(self.in_proj_bias)
+
+
+def attention() -> nnx.MultiHeadAttention:
+    sizes = {"in_kv_features": D, "qkv_features": 6, "out_features": 6}
+    return nnx.MultiHeadAttention(2, 6, **sizes, decode=False, rngs=nnx.Rngs(0))
+
+
+def test_a_packed_bias_next_to_weights_apart_fills_each_projection() -> None:
+    source = OfOtherWidth()
+    model = flax.load_into(attention(), source)
+    value = source.in_proj_bias.detach().numpy()[12:].reshape(2, 3)
+    np.testing.assert_array_equal(model.value.bias[...], value)
+    back = convert_torch.load_into(OfOtherWidth(), model)
+    again = convert_torch.load_into(OfOtherWidth(), back)
+    for name, tensor in source.state_dict().items():
+        assert torch.equal(tensor, back.state_dict()[name])
+        assert torch.equal(tensor, again.state_dict()[name])
+
+
+def test_a_packed_bias_fills_stacked_layers() -> None:
+    layers = torch.nn.ModuleList([OfOtherWidth() for _ in range(7)])
+    state = {name: tensor.numpy() for name, tensor in layers.state_dict().items()}
+    one = nnx.to_pure_dict(nnx.state(attention()))
+    stacked = {"blocks": jax.tree.map(lambda x: np.stack([x] * 7), one)}
+    made = equinox.load_into(stacked, state)
+    key = np.stack([state[f"{n}.in_proj_bias"][6:12].reshape(2, 3) for n in range(7)])
+    np.testing.assert_array_equal(made["blocks"]["key"]["bias"], key)
