@@ -303,7 +303,7 @@ def _options(form: str, shape: tuple[int, ...]) -> Iterator[tuple[tuple[str, int
         return
     if form in ("oi", "weight", "") and (len(shape) == 2 or form == "oi"):
         yield tuple(zip(("o", "i", *_WINDOW), shape, strict=False))
-    if form in ("vd", "weight", ""):
+    if form in ("vd", "weight", "raw", ""):
         letters = ("v", "d") if len(shape) == 2 else tuple(f"r{n}" for n in range(len(shape)))
         yield tuple(zip(letters, shape, strict=True))
     if form == "" and len(shape) == 2:

@@ -101,3 +101,14 @@ def test_a_packed_bias_fills_stacked_layers() -> None:
     made = equinox.load_into(stacked, state)
     key = np.stack([state[f"{n}.in_proj_bias"][6:12].reshape(2, 3) for n in range(7)])
     np.testing.assert_array_equal(made["blocks"]["key"]["bias"], key)
+
+
+@pytest.mark.parametrize("name", ["rel_bias", "bias", "bias_table", "pos_bias"])
+def test_a_bias_with_several_axes_is_a_table(name: str) -> None:
+    source = {
+        f"attn.{name}": np.arange(6, dtype="f").reshape(3, 2),
+        "fc.weight": np.ones((3, 2), "f"),
+    }
+    target = {"attn": {name: np.zeros((3, 2), "f")}, "fc": {"kernel": np.zeros((2, 3), "f")}}
+    made = equinox.load_into(target, source)
+    np.testing.assert_array_equal(made["attn"][name], source[f"attn.{name}"])
