@@ -53,7 +53,7 @@ class KernelInputs(NamedTuple):
 
 
 def unsupported(request: Request, *, name: str, dtypes: tuple[str, ...]) -> str | None:
-    """The reason why the kernel `name` cannot compute a request; None: no general reason."""
+    """The reason common to all fused kernels why `name` cannot compute a request, or None."""
     dtype = request.query.dtype
     if dtype.name not in dtypes:
         return f"{name} takes {' and '.join(dtypes)}, got {dtype.name}"
@@ -96,12 +96,12 @@ def attend(
     `leaks`: the unattended keys and values that affect the results of the kernel. They are zeroed,
     or zeroed only in gradients if they affect only these.
 
-    `beyond_lengths`: the leaks if lengths (and static bounds) express the mask. If its `output` is
-    below 2, `run` must return 0 in fully masked rows of such a mask.
+    `beyond_lengths`: takes the place of `leaks` if lengths (and static bounds) express the mask. If
+    its `output` is below 2, `run` must return 0 in fully masked rows of such a mask.
     """
     (B, T, N, _), (_, S, K, _) = request.query.shape, request.value.shape
     if is_dense(request):
-        # XLA would reduce a constant mask at compile time, which takes half a minute.
+        # The barrier keeps XLA from reducing a constant mask at compile time: half a minute.
         bias, array = jax.lax.optimization_barrier((request.bias, request.mask.array))  # type: ignore[no-untyped-call]
         request = request._replace(bias=bias, mask=replace(request.mask, array=array))
     mask = request.mask
@@ -147,8 +147,8 @@ def attend(
 def _zeroed(
     x: Float[jax.Array, "B S K _"], valid: Bool[jax.Array, "#B #S #K 1"], leaks: Leaks, least: int
 ) -> jax.Array:
-    """Zeroes unattended keys or values if they leak, that is at levels from `least` on: always if
-    they affect the output, else only in gradients."""
+    """Zeroes unattended keys or values `x` if they affect results, that is if a level in `leaks` is
+    at least `least`: always if that of the output is, else only where a gradient is computed."""
     if leaks.output >= least:
         return jnp.where(valid, x, 0)
     return _zeroed_in_gradients(x, valid) if leaks.gradients >= least else x
@@ -200,7 +200,7 @@ def fill(x: jax.Array, axis: int, size: int, *, front: bool = False) -> jax.Arra
     return jnp.pad(x, widths)
 
 
-# Further arrays of a kernel: lengths of queries and keys, or segment ids of both.
+# Lengths of queries and keys, or segment ids of both, whichever the kernel takes; None: neither.
 Others: TypeAlias = tuple[jax.Array, jax.Array] | None
 
 
@@ -208,10 +208,12 @@ class Kernel(NamedTuple):
     """A kernel with its static configuration; hashable.
 
     Attributes:
-      out: `(settings, query, key, value, bias, others) -> out`, differentiable in the arrays; must
-        also accept the keys as values.
+      out: `(settings, query, key, value, bias, others) -> out`, with a gradient for the arrays. It
+        must accept the keys in place of the values, by which `_backward` computes the gradient of
+        lse.
       out_and_lse: takes the same arguments and returns (out, lse).
-      has_gradient: whether `out_and_lse` has a gradient; it ignores the cotangent of lse.
+      has_gradient: whether `out_and_lse` has a gradient, which ignores the cotangent of lse; if
+        not, the gradient of the output is that of `out`.
       scale: factor of the logits.
       settings: the static configuration of the kernel.
     """

@@ -30,15 +30,16 @@ from jaxmha.implementations.fused.cudnn_kernel import EXCLUDED, Settings
 
 # Unequal features (H, h) that cuDNN takes without padding from Hopper on, as in latent attention.
 UNEQUAL = ((192, 128),)
-# Up to so many queries, heads of a group are rows of their key head. On an H100 that takes 0.57 of
-# the time for 2 to 16 queries over 8192 keys, 0.86 for 64, and 1.23 for 127 (N = 64, K = 8).
+# Up to this many queries, the query heads of a group become rows of their key head (`_grouped`). On
+# an H100 that takes 0.57 of the time without it for 2 to 16 queries over 8192 keys, 0.86 for 64,
+# and 1.23 for 127 (N = 64, K = 8).
 FEW_QUERIES = 64
 # Masked pairs get EXCLUDED, and finite entries of a bias are clipped to at least LOWEST. cuDNN
 # computes in base 2: in a row whose entries are all the lowest bfloat16, float32 overflows and the
 # output is wrong (by 0.12 of the largest value on an H100, cuDNN 9.19).
 LOWEST = -(2.0**40)
-# One more feature, +-BARRIER in queries and -BARRIER in masked keys, excludes masked keys: it adds
-# -abs(scale) * BARRIER**2 to their logits. BARRIER fits float16.
+# One more feature, +-BARRIER in queries, -BARRIER in masked keys and 0 in others, excludes masked
+# keys: it adds -abs(scale) * BARRIER**2 to their logits. BARRIER fits float16.
 BARRIER = 2.0**15
 
 
@@ -131,7 +132,8 @@ def attend(request: Request, *, leaks: Leaks = Leaks(), in_place: bool | None = 
     """Computes the request in its own dtype; softmax and sums are float32.
 
     `leaks`: which keys and values beyond the lengths affect the results in this release of cuDNN.
-    `in_place`: whether valid keys are read in place; None: they are if a probe of that succeeds.
+    `in_place`: whether valid keys between padded ones are read in place, not copied to the front;
+    None: if `cudnn_padding` supports the request and its probe succeeds.
     """
     ends = request.mask.packed_ends
     if ends is not None:
@@ -145,16 +147,18 @@ def attend(request: Request, *, leaks: Leaks = Leaks(), in_place: bool | None = 
         leaks_in_place = _leaks_in_place(request)
         in_place = leaks_in_place is not None
         leaks = leaks if leaks_in_place is None else leaks_in_place
-    if request.return_lse and leaks.gradients:  # the gradient of lse has keys in place of values
+    # The gradient of lse has keys in place of values: a leak of values is one of keys there.
+    if request.return_lse and leaks.gradients:
         leaks = leaks._replace(gradients=EVERYTHING_LEAKS.gradients)
     run = partial(_run, lse=request.return_lse, in_place=in_place)
-    # Adding a bias to NaN gives NaN: masks in the form of a bias always leak, so `leaks` holds for
-    # lengths alone.
+    # `leaks` holds only where lengths express the mask. A mask in the form of a bias lets every
+    # unattended NaN reach the output, since a logit of NaN stays NaN when a bias is added.
     return adapter.attend(request, run, beyond_lengths=leaks)
 
 
 def _leaks_in_place(request: Request) -> Leaks | None:
-    """The leaks of the kernel that reads valid keys in place; None: it does not work here."""
+    """The leaks of the kernel that reads valid keys in place; None: it cannot compute the request,
+    does not work here, or lets invalid keys or values affect the output."""
     if cudnn_padding.unsupported_reason(request):
         return None
     kind = probe_cases.kind_of(request)._replace(padded=True, queries=probe_cases.MANY)
@@ -167,7 +171,7 @@ def _leaks_in_place(request: Request) -> Leaks | None:
 
 
 def _run(inputs: KernelInputs, *, lse: bool, in_place: bool) -> OutAndLse:
-    """Computes a call with a causal mask aligned anywhere."""
+    """Computes a call with any causal offset `above`; cuDNN itself takes only 0."""
     above, left = inputs.above, inputs.left
     (T, N), K = inputs.query.shape[1:3], inputs.key.shape[2]
     if above is left is None and 1 < T <= FEW_QUERIES and K < N and not _dense(inputs):

@@ -122,7 +122,7 @@ def _call(
         if lse:
             return cudnn_kernel.out_and_lse(settings, query, keys, values, None, counts)
         return cudnn_kernel.out(settings, query, keys, values, None, counts), None
-    # JAX's own partitioning rule would shard queries and pages along the same axes.
+    # JAX's own rule would shard pages like batch rows, but a row may list any pages.
     found: OutAndLse = partitioned.run(
         partial(_of_pages, scale=scale, lse=lse),
         (query, keys, values, table, *counts),
@@ -183,13 +183,15 @@ def attend(
     paged: bool = False,
     one: Callable[..., jax.Array] = out,
 ) -> Result:
-    """Computes a request of the probe over a cache of its keys and values; `reference` computes the
-    gradient. `one`: the kernel for one query per sequence."""
+    """Computes a request of the probe over a cache of its keys and values. Its gradient is that of
+    `reference`: the probe judges the output alone. `one`: the kernel for one query per sequence."""
     lengths = jnp.asarray(request.mask.key_value_lengths)
     (B, T, N, _), h = request.query.shape, request.value.shape[3]
 
     def stored(*heads: jax.Array) -> Stored:
-        if leaks.output:  # only lets the probe name the leak: calls over a cache zero nothing
+        # The probe zeroes slots to find out whether they leak. In real calls cuDNN gets them as they
+        # are, so `failure` declines it; the TPU's kernel gets them as zeros, which the cache wrote.
+        if leaks.output:
             beyond = jnp.arange(heads[0].shape[1])[None] >= lengths[:, None]
             heads = tuple(jnp.where(beyond[..., None, None], 0, x) for x in heads)
         if paged:

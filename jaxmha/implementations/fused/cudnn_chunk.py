@@ -1,7 +1,8 @@
-"""A chunk of queries behind the keys of earlier tokens, as two calls: cuDNN aligns its causal mask at
-the first key, and a call shifted to the last would also compute a row for every earlier key.
+"""A chunk of queries that also attend the keys of earlier tokens, as two calls: one over the
+earlier keys, one causal over the chunk's own. cuDNN aligns its causal mask at the first key, so a
+single call would need a row of padding for every earlier key.
 
-On an H100 the two calls take 0.11 of the time of the shifted one for 16 queries behind 8176 keys,
+On an H100 the two calls take 0.11 of the time of the single one for 16 queries behind 8176 keys,
 and 0.27 for 1024 behind 7168 (B = 2, N = 32, K = 8, H = 128, bfloat16).
 """
 
@@ -29,7 +30,7 @@ class Chunk(NamedTuple):
       above: query i attends keys j <= i + above.
       scale: factor of the logits.
       out_and_lse: computes one of the two calls.
-      shifted: computes the whole call, with a gradient.
+      shifted: computes the whole by a single call, which has a gradient.
     """
 
     above: int
@@ -53,8 +54,9 @@ def out(
     value: Float[jax.Array, "B S K h"],
     lengths: Lengths,
 ) -> Float[jax.Array, "B T N h"]:
-    """The output, without a gradient: all queries attend the first `above` keys, and are causal
-    among the others."""
+    """The output by two calls: one over the first `above` keys, which all queries attend, and one
+    over the other keys, with a causal mask. If a gradient is computed, `chunk.shifted` replaces
+    both."""
     above, (B, T), S = chunk.above, query.shape[:2], key.shape[1]
     queries, keys = lengths
 

@@ -22,13 +22,14 @@ from jaxmha.implementations.fused.adapter import Others, fill
 # To compute gradients with a bias, T and S are padded to a multiple of this: at other sizes cuDNN's
 # backward pass is wrong or missing (NaN at 64 modulo 128).
 BIAS_MULTIPLE = 128
-# JAX rejects gradients at odd T or S, and cuDNN rejects them for a single key. If T or S is not a
-# multiple of SAFE, some releases of cuDNN return NaN gradients unless lengths are given.
+# For gradients, T and S are padded to a multiple of EVEN: JAX rejects gradients at odd T or S, and
+# cuDNN rejects them for a single key. If T or S is not a multiple of SAFE, lengths are given,
+# without which some releases of cuDNN return NaN gradients.
 EVEN, SAFE = 2, 64
 # Excludes a pair. Far below any other entry of a bias: the module `cudnn` clips them to -2**40.
 EXCLUDED = -(2.0**41)
-# If the largest bias of a row is this far from 0, the log-sum-exp in float32 loses digits of the
-# log of the row sum. The gradient computes the weights from the log-sum-exp.
+# If the largest bias of a row is this far from 0, `_shift` subtracts it: the gradient computes the
+# weights from the log-sum-exp, which in float32 would lose digits of the log of the row sum.
 FAR = 2.0**12
 
 

@@ -19,7 +19,8 @@ from jaxmha.implementations import partitioned
 from jaxmha.implementations.fused.adapter import fill
 from jaxmha.implementations.fused.cudnn_kernel import EVEN, Settings, folding
 
-# The parameters of both primitives, by which an unknown release of JAX is noticed.
+# Operands and static parameters of both primitives; `unknown` declines a release of JAX with
+# others.
 OPERANDS = ["query", "key", "value", "bias", "q_seqlen", "kv_seqlen", "q_offsets", "kv_offsets",
             "page_table_k", "page_table_v"]  # fmt: skip
 STATIC = {"scale", "seed", "dropout_rate", "variadic_args", "mask_type", "layout",
@@ -79,7 +80,7 @@ out.defvjp(_save, _pull)
 
 
 def _with_last(ends: Int32[jax.Array, "B M"], T: int) -> Int32[jax.Array, "B M1"]:
-    """The ends of sequences that cover T positions."""
+    """Appends the end T: the positions after the last sequence form a further one."""
     return jnp.pad(ends, ((0, 0), (0, 1)), constant_values=np.int32(T))
 
 
@@ -136,10 +137,10 @@ def _forward(settings: Settings, lse: bool, *operands: jax.Array) -> Any:
         )
         if not lse:
             return found[0], None
-        B = query.shape[0]  # an axis of sequences, so that `vmap` folds the batch
+        B = query.shape[0]  # `folding` needs a batch axis apart from that of sequences
         return found[0], found[1].reshape(B, -1, *found[1].shape[1:])
 
-    # Offsets count positions of the batch rows of one device.
+    # Each device computes its own offsets: they count the positions of its own batch rows.
     letters = QUERY, KEY, KEY, "b."
     return partitioned.run(
         folding(call), operands, letters, lambda found: (QUERY, None if found[1] is None else QUERY)

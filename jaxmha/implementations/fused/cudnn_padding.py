@@ -22,9 +22,10 @@ from jaxmha.implementations.fused.cudnn_kernel import Settings, folding
 
 NAME = "cudnn, keys in place"
 
-# Queries per key head from which valid keys are copied: cuDNN's kernel for pages of one position
-# does not use Hopper's instructions. At this number both ways should take about as long, by cuDNN's
-# list of kernels and the bytes of the copies; not measured.
+# With more queries per key head than this, valid keys are copied to the front: cuDNN's kernel for
+# pages of one position does not use Hopper's instructions. At this number reading in place should
+# take about as long as copying, by cuDNN's list of kernels and the bytes of the copies; not
+# measured.
 MOST_QUERIES = 2048
 Pull: TypeAlias = Callable[[jax.Array], tuple[jax.Array, ...]]
 # Numbers of valid queries and keys.
@@ -96,7 +97,7 @@ def in_place(
         )  # fmt: skip
         return (found[0],)
 
-    # The table counts positions of the batch rows of one device.
+    # Each device computes its own table: it counts the positions of its own batch rows.
     letters = "b.n.", "b.k.", "b.k.", "b.", "b", "b"
     operands = query, key, value, valid, *counts
     (found,) = partitioned.run(folding(call), operands, letters, lambda _: ("b.n.",))

@@ -76,7 +76,8 @@ def attend(request: Request, *, leaks: Leaks = EVERYTHING_LEAKS) -> Result:
 
 
 def _ids(mask: Mask, T: int, S: int) -> Others:
-    """Segment ids, replaced by their ranks among the query ids; -1 if no query has the id."""
+    """Segment ids as ranks among the query ids, so that -1 is free to mark keys that no query
+    attends; None: the mask has no segments."""
     if mask.query_segments is None or mask.key_value_segments is None:
         return None
     queries, keys = (jnp.asarray(x) for x in (mask.query_segments, mask.key_value_segments))
@@ -172,7 +173,7 @@ def _call(
 
 
 def _native() -> Any:
-    """Sets the default matmul precision, the only one that Mosaic supports for bfloat16, whatever
+    """Sets the matmul precision "default", the only one that Mosaic supports for bfloat16, whatever
     JAX's configuration is."""
     return jax.default_matmul_precision("default")
 

@@ -20,11 +20,12 @@ from jaxmha.implementations.fused.adapter import SEGMENTS, KernelInputs
 
 # tokamax's backends in order of preference; it runs the first that supports the call.
 BACKENDS: tuple[str, ...] = ("mosaic", "triton")
-# Before Hopper the gradient of Mosaic kernels is missing.
+# The backends before Hopper, where Mosaic kernels have no gradient.
 BEFORE_HOPPER: tuple[str, ...] = ("triton",)
 # Maximum number of pairs of a dense mask that is computed from segment ids: 1 GiB.
 MOST_PAIRS = 2**30
-# Mosaic kernels load tiles of this many rows and columns of a bias or mask, and nothing smaller.
+# Mosaic kernels load tiles of this many rows and columns of a bias or mask, and nothing smaller:
+# `_whole` pads to whole tiles.
 TILE = 64
 # Stands for -inf in a bias, because -inf gives NaN in fully masked rows; far below other entries.
 EXCLUDED = -(2.0**41)
@@ -70,8 +71,8 @@ def attend(request: Request, *, leaks: Leaks = EVERYTHING_LEAKS) -> Result:
     dense mask; in other calls all unattended keys and values are zeroed.
     """
     cap, mask = request.semantics.logits_soft_cap, request.mask
-    # A bias is added to the logits, so NaN in them stays. Padding and segments become a dense mask
-    # below, and no probe has tried tokamax with that mask.
+    # All unattended keys and values are zeroed with a bias, which leaves a logit of NaN at NaN, and
+    # with padding or segments, which become a dense mask that no probe has tried.
     unknown = request.bias, mask.key_value_padding, mask.query_segments
     if any(x is not None for x in unknown):
         leaks = EVERYTHING_LEAKS

@@ -20,7 +20,8 @@ from jaxmha.implementations.fused.cudnn_cached import Stored
 from jaxmha.implementations.probe_cases import Kind
 
 NAME = "tpu, paged"
-# Multiples that the layouts of bfloat16 need, and the most keys of one step of the kernel.
+# Features per head and tokens per page are multiples of these, as layouts of bfloat16 need; one
+# step of the kernel reads at most KEYS keys.
 FEATURES, TOKENS, KEYS = 128, 16, 512
 
 
@@ -51,14 +52,15 @@ def unsupported_reason(request: Request) -> str | None:
 
 
 def failure(request: Request, page: int) -> str | None:
-    """The reason why the kernel cannot compute a request here with such pages, or None."""
+    """Why the kernel cannot compute a request here, with pages of `page` tokens, or None."""
     reason = unsupported_reason(request)
     if reason is None and page % TOKENS:
         reason = f"pages must have a multiple of {TOKENS} tokens, got {page}"
     if reason is not None or not platforms.current().present:
         return reason or probe.disabled()
     H = request.query.shape[3]
-    # The probe may find a leak: the cache zeroes the slots after the last token.
+    # A leak that the probe finds is no failure, unlike for cuDNN's kernels: on a TPU, the cache
+    # itself zeroes the slots after the last token.
     attend = partial(cudnn_cached.attend, paged=True, one=out)
     return probe.failure(
         NAME, attend, unsupported_reason, Kind("bfloat16", heads=(H, H), queries=1)
@@ -102,5 +104,6 @@ def out(
 
 
 def _pages_of_a_step(count: int, page: int) -> int:
-    """The largest divisor of the number of pages that has at most KEYS tokens, or 1."""
+    """How many pages one step of the kernel reads: the largest divisor of `count`, the pages of a
+    sequence, with at most KEYS tokens, or 1."""
     return max(x for x in range(1, count + 1) if count % x == 0 and (x == 1 or x * page <= KEYS))
