@@ -57,7 +57,8 @@ def unavailable() -> str | None:
 
 
 def on_one_device() -> bool:
-    """True if `shard_map` gives each device its own part, so that XLA partitions nothing."""
+    """True if `shard_map` gives each device its own arrays, which leaves XLA nothing to
+    partition."""
     manual = AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types
     return manual or sharding.current() is not None
 
@@ -126,8 +127,8 @@ def core(settings: Settings, reads_lse: bool, *problem: Any) -> tuple[jax.Array,
 
 
 def _forward(settings: Settings, reads_lse: bool, *problem: Any) -> Any:
-    # The backward pass computes delta from the output, so rounding the output to half precision
-    # would cause an error in all gradients of the row.
+    # The backward pass reads the output in float32: it computes delta from it, so that rounding it
+    # to half precision would cause an error in all gradients of the row.
     wide = settings._replace(out=np.dtype(np.float32), gradient=True)
     out, *row = primitives.attend(wide, Problem(*problem))
     out = checkpoint_name(out, "attention_out")  # type: ignore[no-untyped-call]

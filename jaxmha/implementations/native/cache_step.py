@@ -19,8 +19,8 @@ class Settings(NamedTuple):
     """The static config of a step.
 
     Attributes:
-      tokens: T, the number of new tokens; the rows of a key head are those of its query heads and
-        tokens.
+      tokens: T, the number of new tokens. A key head has one row per query head of its group and
+        new token.
       left: left bound of the window; None: no bound.
       soft_cap: soft cap of the logits; None: no soft cap.
       in_xla: computes the results in plain XLA from these settings and the operands.

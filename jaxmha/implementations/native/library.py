@@ -36,7 +36,8 @@ UPGRADE = "pip install . ./native in one checkout of jaxmha"
 
 
 class Loaded(NamedTuple):
-    """Why a library cannot be used, or None, and the instruction set of its kernels."""
+    """The outcome of loading: the `reason` why the library cannot be used (None: it can), and the
+    instruction set of its kernels."""
 
     reason: str | None
     isa: str = ""

@@ -26,11 +26,12 @@ Arrays: TypeAlias = tuple[jax.Array, ...]
 # The mask, one bit per pair, is evaluated as a whole if it takes at most MASK_BYTES, for which a
 # loop would not pay, or at most WHOLE times the bytes of the results. Otherwise a loop visits some
 # queries and keys at a time: their bits, and the copies of their operands and results, take at most
-# PARTS times the bytes of the results.
+# about MASK_BYTES or PARTS times the bytes of the results, whichever is more.
 MASK_BYTES = 2**20
 WHOLE, PARTS = 1 / 4, 1 / 6
-# Minimum number of keys visited at a time. A kernel that gets at most ALL_KEYS keys (backward.cc)
-# computes delta from their tiles, which is wrong unless they are all keys of the rows.
+# Minimum number of keys visited at a time: more than ALL_KEYS of backward.cc (1536). With at most
+# ALL_KEYS keys, the backward kernel computes delta from the keys that it gets, which is right only
+# if they are all keys of its rows; with more, it computes delta from the output.
 LEAST_KEYS = 2048
 
 
@@ -99,7 +100,7 @@ def _sizes(problem: Problem, masks: Masks) -> tuple[int, int, int]:
     if _is_few(T * S * per_pair, results):
         return rows, T, S
     most = max(MASK_BYTES, PARTS * results)
-    # Keys and values, their gradients, and the terms that a step adds to the gradients.
+    # Bytes per key, in float32: key and value, their gradients, and what a step adds to these.
     per_key = 4 * B * K * 3 * (H + h)
     parts = max(1, S // max(LEAST_KEYS, int(most / 2 / per_key)))
     keys, grain = S // parts, _grain(masks, "j")
@@ -115,13 +116,14 @@ def _is_few(mask_bytes: float, results: int) -> bool:
 
 
 def _grain(masks: Masks, letter: str) -> int:
-    """The least common multiple of 64 and the size of the blocks within which a mask function is
-    constant: parts of such sizes split neither these blocks nor tiles of the kernels."""
+    """The least common multiple of 64 and the size of the blocks of queries (i) or keys (j) within
+    which a mask function is constant: ranges of such sizes split neither these blocks nor tiles of
+    the kernels."""
     return math.lcm(64, masks.mod.program.grain(letter))
 
 
 def _evenly(size: int, most: float, grain: int) -> int:
-    """The number of queries to visit at a time: about `most` or fewer, in similar parts."""
+    """The number of queries to visit at a time: at most about `most`, and similar in all visits."""
     grain = grain if grain <= most else 64
     parts = -(-size // max(grain, int(most)))
     return min(size, -(-size // (parts * grain)) * grain)
@@ -162,7 +164,7 @@ class _Span(NamedTuple):
     aligned: int
 
     def of(self, x: jax.Array, axis: int) -> jax.Array:
-        """The part of an operand that belongs to the span; an absent operand stays absent."""
+        """The entries of `x` within the span of an axis; an absent operand stays absent."""
         if not x.size or x.shape[axis] == self.size:
             return x
         return jax.lax.dynamic_slice_in_dim(x, self.start, self.size, axis)
@@ -177,8 +179,8 @@ class _Span(NamedTuple):
 def _fold(
     size: int, each: int, visit: Callable[[_Span, Arrays], Arrays], carry: Arrays, *, least: int = 1
 ) -> Arrays:
-    """Folds `visit` over the spans of an axis, of `each` positions. A last span has the rest; a
-    rest shorter than `least` is joined to the span before it."""
+    """Computes `carry = visit(span, carry)` for the spans of `each` positions of an axis. The last
+    span has the remaining positions; if they are fewer than `least`, they join the span before."""
     whole, rest = divmod(size, each)
     if 0 < rest < least:
         whole, rest = whole - 1, rest + each
@@ -243,7 +245,7 @@ def _bits(
 def _shared_by_lines(
     mask: Bool[jax.Array, "b n T s"], lines: int, keys: int
 ) -> UInt8[jax.Array, "b n t8 s"]:
-    """The mask of lines of eight queries that attend the same keys: 0 or 1 by line and key."""
+    """The mask, 0 or 1, of lines of eight queries, whose queries all attend the same keys."""
     b, n = mask.shape[:2]
     first = mask[:, :, ::8] if mask.shape[2] > 1 else mask
     return jnp.broadcast_to(first, (b, n, lines, keys)).astype(np.uint8)
@@ -272,10 +274,10 @@ def _zeros(like: jax.Array, shapes: Sequence[tuple[tuple[int, ...], Any]]) -> Ar
 
 
 def _in_parts(config: Config, problem: Problem) -> bool:
-    """True if either pass visits some queries or keys at a time.
+    """True if a pass visits only some queries or keys at a time.
 
-    Then operands are float32 in both passes: gradients of parts are summed in float32, and both
-    passes must sum logits alike.
+    Operands are then float32 in both passes: gradients of several visits are summed in float32, and
+    both passes must sum logits alike.
     """
     T, S = problem.query.shape[1], problem.key.shape[1]
     return (config.rows, config.gradient_rows, config.gradient_keys) != (T, T, S)
@@ -289,7 +291,7 @@ def _widened(part: Problem) -> Problem:
 def _attend_backward(
     config: Config, problem: Problem, masks: Masks, residuals: Residuals, out: jax.Array
 ) -> list[jax.Array]:
-    """Gradients of query, key and value; sums over parts are float32."""
+    """Gradients of query, key and value; those of several visits are summed in float32."""
     T, S = problem.query.shape[1], problem.key.shape[1]
     parts = _in_parts(config, problem)
     settings = config.settings._replace(in_parts=parts)

@@ -20,8 +20,9 @@ from jaxmha.implementations.native import attention, library, operands
 from jaxmha.implementations.native.registration import register
 
 NAME = "native"
-# Below these numbers, XLA's matmul takes less time: a call costs microseconds, and few rows do not
-# pay for a copy of the projection's kernel. With WIDE or more columns, fewer rows pay for it.
+# Below these numbers of rows and multiplications, XLA's matmul takes less time: a call of the
+# library costs microseconds, and few rows do not pay for its copy of the projection's kernel. With
+# WIDE or more columns, fewer rows pay for it.
 LEAST_ROWS, LEAST_ROWS_OF_WIDE, LEAST_WORK = 48, 16, 2**20
 WIDE = 1024
 # In bfloat16 a copy of the kernel costs little. A kernel with LARGE entries or more is read from

@@ -22,9 +22,9 @@ class Settings(NamedTuple):
       below, above: `i - below <= j <= i + above`; FAR: no bound.
       out: dtype of the output.
       gradient: whether the backward pass reads row max and row sum.
-      in_parts: whether the call visits only a part of the queries or keys. The parts of the
-        backward pass may differ, so kernels that suit only some sizes, and sum logits in another
-        order, are not used.
+      in_parts: whether the call gets only some of the queries or keys. Forward and backward pass
+        may then get different ones at a time, but must sum logits in the same order: kernels that
+        take only some sizes, and sum in another order, are not used.
     """
 
     scale: float
@@ -81,7 +81,7 @@ class Residuals(NamedTuple):
     """Further operands of the backward pass, with the same batch axes as `Problem`.
 
     Attributes:
-      row_max: `B N T`, row max of the logits, divided by `unit`.
+      row_max: `B N T`, row max of the logits, divided by `unit(settings, problem)`.
       row_sum: `B N T`, row sum of exp(logit - row max).
       d_out: `B T N h`, cotangent of the output.
       d_lse: `B N T`, cotangent of the lse, or absent.
@@ -104,8 +104,8 @@ def absent(dtype: Any) -> jax.Array:
 
 
 def unit(settings: Settings, problem: Problem) -> float:
-    """The row max of the logits divided by the row max that kernels return: the second result of
-    `split_scale`, or 1 if there is a soft cap or a bias."""
+    """The factor by which the row max that kernels return is multiplied to get that of the logits:
+    the second result of `split_scale`, or 1 if there is a soft cap or a bias."""
     whole = settings.soft_cap is not None or problem.bias.size
     return 1.0 if whole else split_scale(settings.scale)[1]
 

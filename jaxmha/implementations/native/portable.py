@@ -147,7 +147,8 @@ def _unpacked(bits: Any, T: int) -> Any:
 def _over_batch(
     run: Callable[..., Any], operands: tuple[Any, ...], axes: tuple[int, ...]
 ) -> tuple[Any, ...]:
-    """Applies `run`, which takes operands with one batch axis, by vmap over the earlier ones."""
+    """Applies `run`, which takes operands with one batch axis, by vmap over all but the last
+    one."""
     lead = batch(operands, axes)
     if len(lead) == 1:
         found: tuple[Any, ...] = run(*operands)

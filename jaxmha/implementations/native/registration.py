@@ -37,7 +37,7 @@ def register(
       attributes: `(**static)` -> attributes of the FFI call.
       batch: the rule of `jax.vmap`; None: the kernel takes leading axes, see `batched`.
       transpose: the transpose rule of linear operands; None: no operand is linear.
-      aliases: operand -> the result that overwrites it.
+      aliases: number of an operand -> number of the result that overwrites it.
     """
     from jax.extend.core import Primitive  # also imports Pallas, which few programs need
 

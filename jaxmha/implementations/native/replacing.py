@@ -16,7 +16,7 @@ from jax.sharding import AxisType
 from jaxmha.implementations.native import attention
 from jaxmha.implementations.native.registration import register
 
-# Kernel -> the operand that each of its results overwrites.
+# Kernel -> {operand: the result that overwrites it}, both by number.
 ALIASES: dict[str, dict[int, int]] = {"attend_cache": {}, "write_cache": {0: 0}}
 
 
