@@ -74,7 +74,10 @@ def _by_parts(
     seed: Seed | None,
     score_mod: Mod | None,
 ) -> tuple[jax.Array, ...]:
-    """Applies `compute` to each part of this device's queries, with gathered keys and values."""
+    """Applies `compute` to each of this device's `static.parts` contiguous ranges of queries.
+
+    Keys and values are gathered first. Results that are None are left out.
+    """
     k, v = (_gather(static, x, query.dtype) for x in (key, value))
     queries = common.split_parts(static, query)
 
@@ -137,7 +140,7 @@ def _starts(static: Static) -> jax.Array:
 
 
 def _map_parts(function: Callable[[In], Out], parts: In) -> Out:
-    """Applies `function` to the parts one after another; a single part needs no loop."""
+    """Stacks `function(parts[i])` over the first axis, one after another; size 1 needs no loop."""
     found: Out
     if jax.tree.leaves(parts)[0].shape[0] == 1:
         found = function(jax.tree.map(lambda x: x[0], parts))
@@ -149,7 +152,7 @@ def _map_parts(function: Callable[[In], Out], parts: In) -> Out:
 def _gather(
     static: Static, x: Float[jax.Array, "B K s d"], dtype: np.dtype[np.floating]
 ) -> Float[jax.Array, "B K S d"]:
-    """All-gathers keys or values, in the order of true positions."""
+    """All-gathers keys or values, and undoes zig-zag order, so that they are sorted by position."""
     x = jax.lax.all_gather(x, static.axis, axis=2, tiled=True)
     if static.zigzag:
         x = jnp.take(x, np.argsort(sharding.zigzag_order(static.S, static.devices)), axis=2)

@@ -1,5 +1,5 @@
 """Code that ring and all-gather share: the positions that each device holds, and the mask
-conditions between a part of the queries and a part of the keys."""
+conditions between a contiguous range of queries and one of keys, which are called parts."""
 
 from collections.abc import Callable
 from functools import partial
@@ -36,7 +36,7 @@ class Static(NamedTuple):
       config: config of tiled attention for the whole request.
       axis: the mesh axis over which positions are sharded.
       devices: the size of that axis.
-      zigzag: whether each device holds an early and a late part of the positions.
+      zigzag: whether each device holds two parts of the positions, an early and a late one.
       T, S: global sizes.
     """
 
@@ -49,11 +49,11 @@ class Static(NamedTuple):
 
     @property
     def parts(self) -> int:
-        """Number of contiguous parts of positions that a device holds."""
+        """Number of contiguous ranges of positions (parts) that a device holds."""
         return 2 if self.zigzag else 1
 
     def starts(self, device: Positions, size: int) -> list[Positions]:
-        """The first position of each part of a device; `size` is T or S."""
+        """The first position of each part that `device` holds; `size` is T or S."""
         if not self.zigzag:
             return [device * (size // self.devices)]
         part = size // (2 * self.devices)
@@ -105,7 +105,7 @@ def distributed_core(
     """
     B, N, T, _ = query.shape
     K, S = key.shape[1:3]
-    key, value = key.astype(dtype), value.astype(dtype)  # exact: their original dtype
+    key, value = key.astype(dtype), value.astype(dtype)  # exact: they had this dtype before
     split = shard_map.split(B, N, K)
     assert split is not None
     assert split.axes.context is not None
@@ -245,13 +245,13 @@ def any_allowed(
 def split_parts(
     static: Static, x: Num[jax.Array, "b n t *d"]
 ) -> Num[jax.Array, "{static.parts} b n _ *d"]:
-    """Splits the positions of a device into its contiguous parts."""
+    """Stacks the contiguous parts of an array of a device's positions on a new first axis."""
     b, n, t, *rest = x.shape
     return jnp.moveaxis(x.reshape(b, n, static.parts, t // static.parts, *rest), 2, 0)
 
 
 def join_parts(x: Num[jax.Array, "parts b n t *d"]) -> Num[jax.Array, "b n _ *d"]:
-    """Joins the contiguous parts of a device's positions along the axis of positions."""
+    """Undoes `split_parts`: joins the parts along the axis of positions."""
     x = jnp.moveaxis(x, 0, 2)
     b, n, parts, t, *rest = x.shape
     return x.reshape(b, n, parts * t, *rest)

@@ -198,7 +198,8 @@ class _Shared(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """Tiling, config and shapes of a part of the queries `b n t H` and of the keys `b k s H`."""
+    """Tiling and config of one part (contiguous range) of a device's queries with one of its keys,
+    and the shapes of both parts, `b n t H` and `b k s H`."""
 
     tiling: Tiling
     config: Config
@@ -258,9 +259,10 @@ def _rotate(
 ) -> tuple[Carry, Arrays, int]:
     """Sends `rotating` around the ring and folds it into `carry`.
 
-    Computes `carry, rotating = fold(carry, rotating, i, j, pair)` for every part i of this device's
-    queries and every part j of any device's keys between which the bounds allow a pair. Returns
-    carry, rotating, and the number of hops between each rotating array and its home device.
+    Computes `carry, rotating = fold(carry, rotating, i, j, pair)` for every part (contiguous range)
+    i of this device's queries and every part j of any device's keys between which the bounds allow
+    a pair. Returns carry, rotating, and the number of hops between each rotating array and its home
+    device.
     """
     device = jax.lax.axis_index(static.axis)
     traced, seed, score_mod = shared
