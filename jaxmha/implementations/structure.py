@@ -19,7 +19,7 @@ Pair = Callable[..., Any]
 
 
 class _Form(NamedTuple):
-    """A way to write a condition: a function of captured arrays and of a pair.
+    """One known way to write a mask function: `function(*arrays, b, n, i, j)`, of captured arrays.
 
     `documents`: whether it compares ids of documents. `causal`: whether it requires `j <= i`.
     """
@@ -32,10 +32,11 @@ class _Form(NamedTuple):
 def as_structure(
     mask: Mask, mod: Mod | None, shape: tuple[int, ...], S: int
 ) -> tuple[Mask, Mod | None]:
-    """Returns `mask` with the condition of a mask function, and None in place of the function.
-    Returns both unchanged if the function is not recognised, or if `mask` already has segment ids.
+    """Moves the condition of the mask function `mod` into `mask`, and returns (mask, None).
 
-    `shape`: of the queries, `B T N H`.
+    Returns both unchanged if `mod` is not recognised, captures floating arrays or ids that do not
+    fit the sizes, or is a part of a larger request; if a size is symbolic; or if `mask` already has
+    segment ids. `shape`: of the queries, `B T N H`.
     """
     B, T, *_ = shape
     if mod is None or mod.starts is not None or mod.floats or mask.query_segments is not None:
@@ -59,7 +60,8 @@ def as_structure(
 
 
 def _fits(ids: jax.Array, B: int, size: int) -> bool:
-    """True for ids that fit int32 and cover all positions: JAX clamps indices beyond an array."""
+    """True for ids that fit int32 and cover all positions. JAX clamps indices beyond an array, so
+    that a function with fewer ids has a meaning which `Mask.segments` cannot express."""
     if ids.ndim not in (1, 2) or not jnp.issubdtype(ids.dtype, np.integer):
         return False
     rows = ids.shape[0] if ids.ndim == 2 else 1
@@ -76,7 +78,7 @@ def _ids(ids: jax.Array, B: int, size: int) -> jax.Array:
 
 
 def _forms(ranks: tuple[int, ...]) -> Iterator[_Form]:
-    """The known forms of functions that capture arrays of these ranks."""
+    """The known ways to write a mask function that captures arrays of these ranks."""
     orders: list[Pair] = [lambda i, j: i >= j, lambda i, j: j <= i, lambda i, j: j <= i + 0]
     if not ranks:
         for order in orders:
@@ -107,7 +109,8 @@ def _forms(ranks: tuple[int, ...]) -> Iterator[_Form]:
 
 
 def _traced(function: Pair, arrays: tuple[jax.Array, ...]) -> Any:
-    """The jaxpr of a form, with `arrays` as captured arrays."""
+    """The jaxpr of a known `function`, with `arrays` as captured constants, for comparison with
+    that of the user's function."""
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]  # type: ignore[no-untyped-call]
     scalar = jax.ShapeDtypeStruct((), np.dtype(np.int32))  # type: ignore[no-untyped-call]
     found = jax.make_jaxpr(function)(*shapes, *[scalar] * len(MASK)).jaxpr

@@ -25,7 +25,8 @@ from jaxmha.implementations.tiled.layout import Index
 from jaxmha.implementations.tiled.tiling import Tiling, choose_tiling
 from jaxmha.mask import Mask
 
-# Maximum number of pairs in a block, times the batch rows and heads that a mask function reads.
+# Maximum number of entries of a mask that are evaluated at a time: the pairs of a block, times the
+# batch rows and heads that the mask function reads.
 MOST_PAIRS = 2**22
 
 
@@ -247,8 +248,8 @@ def blocks_of(
 
 
 def coarsened(blocks: Blocks, tiling: Tiling) -> tuple[jax.Array, jax.Array]:
-    """`some` and `every` for the tiles of `tiling`, `b i j`; conservative where a block overlaps
-    several tiles."""
+    """`Blocks.some` and `Blocks.every` for the tiles of `tiling`, `b i j`. Where a block overlaps
+    several tiles, `some` may be True, and `every` False, for a tile where it need not be."""
     some, every = jnp.asarray(blocks.some), jnp.asarray(blocks.every)
     grid = blocks.grid
     if (grid.rows, grid.keys) == (tiling.rows, tiling.keys):

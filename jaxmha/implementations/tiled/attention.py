@@ -366,7 +366,7 @@ def core_backward(
         tiling,
         inputs,
         (softmax, cotangents),
-        lambda found: ("bn..", KEYS, KEYS, *per_device.by_number(found[3:])),
+        lambda found: ("bn..", KEYS, KEYS, *per_device.by_rank(found[3:])),
     )
     return *heads, d_bias, None, None, cotangent(inputs[-1], floats)
 

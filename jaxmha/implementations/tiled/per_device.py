@@ -39,7 +39,7 @@ def run(
     Args:
       tiling: of the whole arrays; `function` gets a tiling of the arrays of one device.
       others: further arrays per query.
-      results: maps the results to their axis letters, in the same structure; None: `by_number`.
+      results: maps the results to their axis letters, in the same structure; None: `by_rank`.
     """
     query, key, value, bias, traced, seed, mod = inputs
     if seed is not None or mod is not None or traced.mod is not None:
@@ -51,12 +51,12 @@ def run(
         return function(own, (query, key, value, bias, traced, None, None), others)
 
     operands = query, key, value, bias, traced, others
-    letters = by_number(operands)
+    letters = by_rank(operands)
     letters = letters[0], KEYS, KEYS, *letters[3:]
-    return partitioned.run(local, operands, letters, results or by_number)
+    return partitioned.run(local, operands, letters, results or by_rank)
 
 
-def by_number(arrays: Any) -> Any:
+def by_rank(arrays: Any) -> Any:
     """The axis letters of arrays per query, by the rank of each array."""
     return jax.tree.map(lambda x: LETTERS[x.ndim], arrays)
 

@@ -299,7 +299,7 @@ def backward(
             d_weights -= sum_of_rows(exps * d_weights) / divisor
         minus_delta /= divisor
     d_bias = exps * (d_weights + minus_delta)
-    if mask_or_bias is not None:  # 0 times a cotangent that may be NaN or infinite
+    if mask_or_bias is not None:  # 0 * d_weights may be NaN
         d_bias = jnp.where(exps == 0.0, 0.0, d_bias)
     floats: Floats = ()
     if pull is not None:
