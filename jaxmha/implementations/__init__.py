@@ -65,8 +65,9 @@ CONTEXT: tuple[str, ...] = ("ring", "allgather")
 # Implementations that are probed before their first use, and the platform of their kernels.
 # "native" is absent: it checks its library, and lowers to plain XLA on other platforms.
 KERNELS: dict[str, str] = {"cudnn": "cuda", "tokamax": "cuda", "splash": "tpu"}
-# Kernel -> the leaks that a probe found on an H100 in the release that its module names. A probe
-# tries these first; other kernels change with cuDNN, and have none.
+# Kernel -> the `Leaks` that its probe assumes first, because a probe found them on an H100 with the
+# release that the kernel's module names. The probes of other kernels start from `Leaks()`: cuDNN's
+# leaks differ between its releases.
 LIKELY_LEAKS: dict[str, Leaks] = {"tokamax": Leaks(1, 2)}
 # Implementations with custom gradients, which `jax.jvp` cannot differentiate.
 REVERSE_MODE: tuple[str, ...] = ("blocked", "native", *KERNELS, *CONTEXT)
@@ -80,10 +81,11 @@ ORDER: dict[str, tuple[str, ...]] = {
     "": ("blocked", "reference"),
 }
 # Minimum number of queries for an implementation to be a candidate unless the caller names it:
-# splash works on tiles of 512, and smaller calls are padded.
+# splash works on tiles of up to 512 queries, and pads fewer to a multiple of 128.
 LEAST_QUERIES: dict[str, int] = {"splash": 512}
-# The order for biases and dense masks: tokamax streams them, cuDNN needs them materialised (timings
-# shipped with tokamax 0.0.17: 1.4 to 3.9 times as fast forward).
+# The order for requests with a bias or a dense mask: cuDNN needs them materialised over T x S, so
+# tokamax comes first (by the timings that tokamax 0.0.17 ships, its forward pass is 1.4 to 3.9
+# times as fast).
 DENSE: dict[str, tuple[str, ...]] = {"cuda": ("tokamax", "cudnn", "blocked", "reference")}
 
 
@@ -100,8 +102,8 @@ class SupportQuery(tuple[str, ...]):
     """Implementation names for which `attend` reports support; empty: those of the platform.
 
     `attend` sets `reasons` to pairs of a name and the reason why that implementation cannot compute
-    the request (None: it can), and then runs `reference`. Queries compare by identity, so that jit
-    traces the call again for every query. `attend` also sets `call`, the key of the call in saved
+    the request (None: it can), and then runs `reference`. Instances compare by identity, so that
+    jit traces the call again for every one. `attend` also sets `call`, the key of the call in saved
     benchmarks, and `preference`, the implementations that such a benchmark prefers. Each projection
     adds to `matmuls` the reason why XLA computes its matmul (None: a native kernel does).
     """
@@ -130,7 +132,7 @@ def candidates(
     implementation: str | Sequence[str] | None = None,
     request: Request | None = None,
 ) -> tuple[str, ...]:
-    """Names in order of preference: `implementation` if it is given, else those of the platform.
+    """Implementation names, best first: `implementation` if given, else those of the platform.
 
     Raises:
       ValueError: an unknown name, or an environment variable has an unknown value.
@@ -203,7 +205,8 @@ def unsupported(
 def _reasons(request: Request, names: Sequence[str]) -> list[tuple[str, str | None]]:
     """Pairs of each name and why that implementation cannot compute the request (None: it can).
 
-    Kernels after the first that can are not probed: no call runs them, and it takes seconds.
+    Kernels after the first name that can are assumed to work, not probed: no call runs them, and a
+    probe takes seconds.
     """
     found: list[tuple[str, str | None]] = []
     for name in names:
@@ -236,7 +239,8 @@ def attend(request: Request, implementation: str | Sequence[str] | None = None) 
             preferences.Preference() if implementation else preferences.preferred(request)
         )
         implementation.reasons[:] = _reasons(request, names)
-        name = implementation = "reference"  # in zig-zag order too: nothing computes its numbers
+        # Also in zig-zag order, which `reference` lacks: the call is only traced, for its shapes.
+        name = implementation = "reference"
     else:
         name = select(request, implementation)
     if name in REVERSE_MODE:
@@ -256,7 +260,8 @@ def attend(request: Request, implementation: str | Sequence[str] | None = None) 
 
 
 def _alone(request: Request, name: str) -> Result:
-    """Runs the implementation `name`. A kernel gets the `Leaks` that its probe found."""
+    """Runs the implementation `name`. A kernel gets the `Leaks` that its probe found, by which it
+    zeroes unattended keys and values."""
     implementation = IMPLEMENTATIONS[name]
     if name not in KERNELS:
         found: Result = implementation.attend(request)
@@ -266,7 +271,8 @@ def _alone(request: Request, name: str) -> Result:
 
 
 def _run(request: Request, name: str, portable: str | None) -> Result:
-    """Runs the implementation `name`; a kernel is replaced by `portable` on other platforms."""
+    """Runs the implementation `name`; if it is a kernel, programs lowered for another platform than
+    its own contain `portable`."""
     if name not in KERNELS or portable is None:
         return _alone(request, name)
 

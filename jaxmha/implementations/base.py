@@ -35,7 +35,7 @@ class Request(NamedTuple):
     """One call of attention, its shapes, dtypes and arguments checked.
 
     Attributes:
-      query, key, value: of one floating dtype.
+      query, key, value: of floating dtypes; only `reference` lets them differ.
       bias: added to the logits; -inf excludes a pair.
       mask: the allowed pairs, rewritten by `simplified`; its arrays have a batch axis.
       semantics: scale, soft cap, policy of fully masked rows, dtypes and dropout.
@@ -81,7 +81,7 @@ class Result(NamedTuple):
 
 
 class Leaks(NamedTuple):
-    """Levels at which keys and values that no query attends affect the results of a kernel.
+    """How far keys and values that no query attends affect a kernel's results, as 0 * NaN.
 
     Attributes:
       output: 0: neither, 1: values, 2: keys and values affect the output.
@@ -108,7 +108,7 @@ def mixed_dtypes(request: Request) -> str | None:
 
 
 def accumulation_dtype(dtype: DTypeLike) -> np.dtype[np.floating]:
-    """float64 for float64, else float32."""
+    """The dtype in which sums accumulate: float64 for float64, else float32."""
     return np.dtype(np.float64 if dtype == np.float64 else np.float32)
 
 

@@ -9,7 +9,8 @@ from jax.extend import core
 
 # Variable of one jaxpr -> the corresponding variable of the other.
 Names = dict[object, object]
-# Parameters that hold rules of custom derivatives: JAX makes new functions for them in every trace.
+# Parameters that hold rules of custom derivatives. `Program.alike` skips them, because JAX makes
+# new functions for them in every trace.
 DERIVATIVES = frozenset(("jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd", "out_trees"))
 
 

@@ -6,7 +6,7 @@ import numpy as np
 
 
 def of_query_heads(x: jax.Array, axis: int, first: jax.Array, some: int, N: int) -> jax.Array:
-    """Selects the key/value heads of `x` that `some` of the N query heads read, from `first` on.
+    """Selects the key/value heads of `x` that query heads `first` to `first + some - 1` read.
 
     `first` is a multiple of `some`. Kernels need equally many query heads per key/value head: if
     these query heads divide groups unevenly, the result has one key/value head per query head.

@@ -116,7 +116,7 @@ class Mod(NamedTuple):
 
 
 def trace(name: str, function: Function | None, dtype: np.dtype[np.floating] | None) -> Mod | None:
-    """Traces the argument `name`; `dtype`: dtype of the scores, None for a mask function.
+    """Traces the argument `name` of a call; `dtype`: of the scores, None for a mask function.
 
     Raises:
       TypeError: the argument is not a function, or returns a wrong dtype.

@@ -64,8 +64,8 @@ def run(
         closes over no traced arrays.
       operands: pytrees of arrays.
       letters: `Letters` of each operand, such as "b.n.", in the same structure.
-      results: the axes of the results, in the structure of the results. An axis of size 1 in a
-        result is a sum over its rows or heads.
+      results: maps the shapes of the results to the `Letters` of each, in the same structure. A
+        result with size 1 on an axis of rows or heads is summed over all devices' rows or heads.
     """
     if not may_partition():
         return function(*operands)
@@ -257,7 +257,7 @@ def _devices(mesh: Mesh, names: tuple[str, ...]) -> int:
 def _own(
     placement: Placement, shape: Sequence[int], axes: Letters
 ) -> Callable[[jax.Array], jax.Array]:
-    """Selects the key/value heads of this device's query heads from an array of `shape`."""
+    """Returns a function that selects the key/value heads of this device's query heads."""
     _, sizes, names = placement
     axis = axes.find("k")
     if axis < 0 or shape[axis] == 1 or names["k"] == names["n"]:
@@ -294,7 +294,8 @@ def _spec(shape: Sequence[int], axes: Letters, names: dict[str, Any]) -> Partiti
 
 
 def _summed(placement: Placement, x: jax.Array, whole: Sequence[int], axes: Letters) -> jax.Array:
-    """Sums a result over devices: along axes of size 1, and for key/value heads that they share."""
+    """Sums a result over devices: along axes of size 1, and for key/value heads that devices
+    share."""
     names = placement.names | {"k": placement.names["n"]}
     over = {
         letter: names.get(letter, ()) for size, letter in zip(whole, axes, strict=True) if size == 1

@@ -64,7 +64,7 @@ def _device() -> str:
 
 
 def key(request: Request) -> str:
-    """Shapes, dtype and arguments of a request, as text."""
+    """Shapes, dtype and arguments of a request, as text: the key of its entry in a file."""
     (B, T, N, H), (_, S, K, h) = request.query.shape, request.value.shape
     mask, semantics = request.mask, request.semantics
     parts = [f"B{B} T{T} S{S} N{N} K{K} H{H} h{h} {request.query.dtype.name}"]

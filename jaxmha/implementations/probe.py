@@ -302,7 +302,8 @@ def _once(
 
 
 def _more(leaks: Leaks, *, gradient: bool) -> Leaks:
-    """The next leaks to try where the output, or a gradient, is wrong."""
+    """The leaks to try next: one level more of gradients if a `gradient` is wrong, else of the
+    output. If gradients have the highest level already, everything is zeroed."""
     if gradient and leaks.gradients < EVERYTHING_LEAKS.gradients:
         return leaks._replace(gradients=leaks.gradients + 1)
     output = EVERYTHING_LEAKS.output if gradient else leaks.output + 1

@@ -17,8 +17,9 @@ Wide = np.ndarray[Any, np.dtype[np.float32]]
 # Features (H, h) of the heads of most probes: USUAL stands for all equal heads up to WIDEST_USUAL.
 # Wider or unequal heads are probed with their own sizes.
 USUAL, WIDEST_USUAL = (64, 64), 128
-# Numbers of queries of a probe: FEW stands for 2 to FEW queries, MANY for more. Few queries run
-# other kernels. One query has a probe of its own: copies of keys cost most relative to its work.
+# Numbers of queries of a probe: FEW stands for 2 to FEW queries, MANY for more, since few queries
+# run other kernels. One query has a probe of its own: if only kernels for more queries leak, its
+# keys need no zeroing, which would cost most relative to its work.
 FEW, MANY = 16, 128
 
 
@@ -57,7 +58,7 @@ class Kind(NamedTuple):
 
 
 def kind_of(request: Request) -> Kind:
-    """The kind of a request."""
+    """The properties of a request that decide which probe covers it; `padded` stays False."""
     dense = request.bias is not None or request.mask.array is not None
     packed = request.mask.packed_ends is not None
     heads = request.query.shape[3], request.value.shape[3]

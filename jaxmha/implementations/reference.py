@@ -67,8 +67,8 @@ def attend(
 ) -> Result:
     """Computes the request; intermediates are float32, or float64 for float64 inputs.
 
-    `all_finite`: True if all operands are finite: a weight of 0 then excludes unattended keys and
-    values, which need no zeroing.
+    `all_finite`: assumes that all operands are finite, so that a weight of 0 excludes unattended
+    keys and values, and does not zero these.
     """
     semantics = request.semantics
     (B, T, N, _), S = request.query.shape, request.value.shape[1]

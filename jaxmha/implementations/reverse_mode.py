@@ -1,8 +1,8 @@
 """Names the remedy where forward-mode differentiation meets a custom gradient.
 
-JAX raises when it lowers the program of the tangents, or batches or differentiates it: under
-`jax.jit` no code of ours runs then. So the tangents carry a mark, which raises first. In reverse mode
-the mark is transposed, to the identity, before any of these.
+JAX raises its own error when it lowers the program of the tangents, or batches or differentiates
+it: under `jax.jit` no code of ours runs then. So the tangents carry a mark, which raises first. In
+reverse mode the mark is transposed, to the identity, before any of these.
 """
 
 from collections.abc import Iterator, Sequence
@@ -54,8 +54,8 @@ def _raise(*_: Any, **__: Any) -> NoReturn:
 def _jvp(
     primals: Sequence[Any], tangents: Sequence[Any], *, results: int
 ) -> tuple[list[Any], list[Any]]:
-    # Without elements, so that no gradient saves them: the tangents depend on these arrays, and a
-    # program that batches or differentiates one of them raises.
+    # Each mark depends on all primals, so that a program which batches or differentiates one of
+    # them raises. It gets slices without elements, so that a gradient saves no data for it.
     sources = [jax.lax.slice_in_dim(jnp.expand_dims(x, -1), 0, 0, axis=-1) for x in primals]
     marked = [
         x if type(x) is ad.Zero or x.dtype == jax.dtypes.float0 else _mark().bind(x, *sources)
@@ -68,7 +68,8 @@ def _jvp(
 def _identity() -> Any:
     """The primitive whose results are its first arrays, with marked tangents.
 
-    Under `jax.vmap`, a `jax.custom_jvp` would batch the mark, also in reverse mode.
+    It is no `jax.custom_jvp`, which under `jax.vmap` would batch the mark, and so raise, in reverse
+    mode too.
     """
     from jax.extend.core import Primitive  # also imports Pallas, which few programs need
 
@@ -90,7 +91,8 @@ def _identity() -> Any:
 
 @cache
 def _mark() -> Any:
-    """The primitive of marked tangents, which are differentiated and batched in forward mode only."""
+    """The primitive that marks tangents: it raises when it is run, lowered, batched or
+    differentiated, as happens in forward mode only, and its transpose is the identity."""
     from jax.extend.core import Primitive
 
     mark: Any = Primitive("attention_in_reverse_mode_only")

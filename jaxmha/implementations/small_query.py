@@ -86,7 +86,7 @@ def _masked(request: Request) -> Result:
 
     def weights_value(weights: jax.Array, value: jax.Array, precision: Precision) -> jax.Array:
         out = _weights_value(weights, value, precision)
-        finite.append(jnp.isfinite(out).all())  # `isfinite(out.sum())` gives one sum per head
+        finite.append(jnp.isfinite(out).all())  # XLA would split `out.sum()` into one per head
         return out
 
     matmuls = reference.Matmuls(query_key, weights_value)
@@ -99,8 +99,8 @@ def _masked(request: Request) -> Result:
 
 def _all_heads(request: Request) -> Result:
     """Computes one matmul for all heads. If the lse has NaN, computes the logits head by head
-    instead: a non-finite key may have leaked into other heads, as 0 * inf. A score function may
-    turn NaN into a number, so the logits before it are looked at too."""
+    instead: a non-finite key may have reached the logits of other heads, as 0 * inf. A score
+    function may turn NaN into a number, so the logits before it are checked too."""
     leaked: list[jax.Array] = []
 
     def query_key(query: jax.Array, key: jax.Array, precision: Precision) -> jax.Array:
