@@ -132,6 +132,23 @@ def test_decoders(name: str, tmp_path: Path) -> None:
     trains(own, recipe.loss, to_jax(prompt))
 
 
+@pytest.mark.parametrize(
+    ("name", "kind"), [("mistral", 7), ("gemma", "sliding_attention"), ("gemma", "full_attention")]
+)
+def test_a_cache_holds_no_more_than_the_window(name: str, kind: Any, tmp_path: Path) -> None:
+    recipe, model, sizes = DECODERS[name]
+    config = "Gemma3TextConfig" if name == "gemma" else f"{model}Config"
+    getattr(transformers, config)(**sizes).save_pretrained(tmp_path)
+    window = 99 if kind == "full_attention" else sizes["sliding_window"]
+
+    def keys() -> Any:
+        block = recipe.Block(recipe.Config.read(tmp_path), kind, nnx.Rngs(0))
+        return [block.cache(1, length).key for length in (3, 5, 40)]
+
+    found = [key.shape[2] for key in jax.eval_shape(keys)]
+    assert found == [min(length, window) for length in (3, 5, 40)]
+
+
 def test_bert(tmp_path: Path) -> None:
     """Padding is masked by lengths; the head of the language model is left out."""
     model = theirs("BertForMaskedLM", "BertConfig", max_position_embeddings=64, **SIZES)

@@ -112,10 +112,9 @@ class Block(nnx.Module):
         return x + self.mlp(self.mlp_norm(x))
 
     def cache(self, batch: int, length: int) -> KVCache:
-        """An empty cache; one shorter than the tokens holds its window and all new tokens."""
+        """An empty cache for up to `length` tokens, of which a ring buffer holds those in the window."""
         left, _ = self.attention.local_window_size or (length, 0)
-        room = length + left if left < length else length
-        return KVCache.empty(self.attention.to_params()[0], batch, room)
+        return KVCache.empty(self.attention.to_params()[0], batch, min(length, left + 1))
 
     def extend(
         self, x: Float[Array, "B T D"], cache: KVCache
