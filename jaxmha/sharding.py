@@ -85,7 +85,8 @@ def use(
         `"allgather"`.
       zigzag: the positions of inputs and outputs are in the order of `zigzag`, which balances
         causal work over the devices of `context`. Masks, lengths, windows and dropout still refer
-        to true positions.
+        to true positions: give segment ids and padding in natural order, not through `zigzag`,
+        since ids in another order are other documents, without an error.
 
     Raises:
       ValueError: the mesh has no such axis, one is named twice, or several are given as `context`.
@@ -238,8 +239,9 @@ def zigzag(x: Array, devices: int, axis: int = 1) -> Array:
     """Reorders positions so that each of `devices` holds one early and one late part of them.
 
     Device r then holds parts r and `2 * devices - 1 - r` of `2 * devices`, which balances causal
-    work. Source: Zhu, "ring-flash-attention"
-    (2024); Llama Team, "The Llama 3 Herd of Models" (2024), section 3.3.2.
+    work. It is for inputs, labels and weights of a loss; the arrays of a `Mask`, such as segment
+    ids, stay in natural order. Source: Zhu, "ring-flash-attention" (2024); Llama Team, "The Llama 3
+    Herd of Models" (2024), section 3.3.2.
 
     Raises:
       ValueError: `devices` is below 1, or the axis is not a multiple of `2 * devices`.
