@@ -56,7 +56,8 @@ def into_flax(model: Any, ready: Lazy) -> Any:
     """Updates an nnx module in place; returns new linen variables, or `(module, new variables)`."""
     if isinstance(model, tuple):
         return model[0], into_tree(model[1], ready)
-    return into_tree(model, ready) if isinstance(model, Mapping) else into_nnx(model, ready)
+    tree = isinstance(model, Mapping) and (hasattr(model, "flat_state") or not trees.is_nnx(model))
+    return into_tree(model, ready) if tree else into_nnx(model, ready)
 
 
 def _check_dtypes(ready: Lazy) -> None:

@@ -135,9 +135,10 @@ def _read(model: Any, argument: str) -> Tree:
 
 
 def is_nnx(model: object) -> bool:
-    """True for an nnx module and for its State, which is a mapping as linen's variables are."""
-    mapping = isinstance(model, Mapping) and not hasattr(model, "flat_state")
-    return framework_of(model) == "flax" and not mapping
+    """True for an nnx module and for its State."""
+    mapping = isinstance(model, Mapping)  # nnx.Dict and State are ones too, as linen's variables
+    of_nnx = any(base.__module__.startswith("flax.nnx") for base in type(model).__mro__)
+    return of_nnx if mapping else framework_of(model) == "flax"
 
 
 def _file(path: Path) -> Tree:
@@ -370,9 +371,10 @@ def _tree(tree: Any, kind: str, argument: str, module: Any = None) -> Tree:
             "there is no array: are the arguments swapped?"
         )
     arrays, values = {}, {}
+    live = ("equinox", "tree")  # a dict or a tuple may hold layers of equinox
     for keys, leaf in flat:
         parts = tuple(part for key in keys for part in split(key))
-        layer = node(tree, keys[:-1]) if kind == "equinox" else None
+        layer = node(tree, keys[:-1]) if kind in live else None
         name = "/".join(keys)
         if kind == "linen" and parts[0] in _NO_WEIGHTS:
             continue
@@ -385,7 +387,7 @@ def _tree(tree: Any, kind: str, argument: str, module: Any = None) -> Tree:
 
     def layer_at(path: tuple[str, ...]) -> Any:
         # The inner modules of a linen module exist while it runs: only itself is known.
-        return node(tree, path) if kind == "equinox" else None if path else module
+        return node(tree, path) if kind in live else None if path else module
 
     return Tree(
         kind,
