@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
+from jaxmha.converters.discovery import adapters
 from jaxmha.converters.discovery.layer_layouts import CONVENTIONS
 from jaxmha.converters.matching.terms import SURE, meaning, packed
 from jaxmha.converters.matching.trees import Array, Tree
@@ -80,7 +81,8 @@ def is_buffer(array: Array) -> bool:
 
 def layers(tree: Tree) -> list[Layer]:
     """Returns the layers of a tree; a packed projection gives one layer per part."""
-    parents = {array.path[:-1] for array in tree.arrays.values()}
+    adapted = set(adapters.find(tree.arrays))  # such as lora/lora_b, a matrix next to a kernel
+    parents = {array.path[:-1] for name, array in tree.arrays.items() if name not in adapted}
     inner = {path[:n] for path in parents for n in range(len(path))}
     groups: dict[tuple[str, ...], dict[str, Array]] = defaultdict(dict)
     for array in tree.arrays.values():
@@ -88,7 +90,9 @@ def layers(tree: Tree) -> list[Layer]:
             continue
         *parent, key = array.path
         stem = _STEM.match(key)
-        if stem and key not in _SLOTS:
+        if array.name in adapted:
+            path, slot = array.path, MAIN
+        elif stem and key not in _SLOTS:
             path = (*parent, stem["stem"] or stem["rest"])
             slot = _SLOTS[stem["key"] or stem["first"]]
         elif key in _SLOTS and tuple(parent) not in inner:

@@ -1,6 +1,6 @@
 """Lists the arrays of a tree of JAX with their paths."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxmha.converters.layout.arrays import packages_of
@@ -16,6 +16,14 @@ def tree_leaves(tree: Any) -> list[tuple[tuple[str, ...], Any]]:
         for leaf in jax.tree_util.tree_leaves(one)
         if hasattr(leaf, "shape") and hasattr(leaf, "dtype")
     ]
+
+
+def steps(tree: Any, stop: Callable[[Any], bool]) -> list[tuple[str, Any]]:
+    """Returns path and value of every leaf and of every node at which `stop` is true."""
+    import jax
+
+    found = jax.tree_util.tree_flatten_with_path(tree, is_leaf=stop)[0]
+    return [("/".join(map(_key, path)), one) for path, one in found]
 
 
 def _is_box(leaf: Any) -> bool:

@@ -12,6 +12,7 @@ from einops import rearrange
 
 from jaxmha.checkpoint import Lazy, TensorInfo, hub
 from jaxmha.checkpoint.errors import listed
+from jaxmha.converters.discovery import adapters
 from jaxmha.converters.layout.arrays import NDArray
 from jaxmha.converters.matching import functions, head_counts, head_orders, lines, stored
 from jaxmha.converters.matching.layers import is_buffer
@@ -209,7 +210,10 @@ def _refuse_rest(
     lacking = [n for n, a in target.arrays.items() if n not in jobs and not is_buffer(a)]
     if left and unused == "refuse":
         fact = f"the model has no place for {listed(left)}"
-        raise RestError(fact, "unused='keep' leaves them out", "--keep-unused leaves them out")
+        out = "leaves them out"
+        if adapted := adapters.describe(left):
+            fact, out = f"{fact}; {adapted}", "fills the model with the base alone"
+        raise RestError(fact, f"unused='keep' {out}", f"--keep-unused {out}")
     if lacking and missing == "refuse":
         fact = f"the plan has nothing for {listed(lacking)}"
         kept = "leaves them as they are"

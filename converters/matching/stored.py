@@ -1,6 +1,5 @@
 """Reads the trees of a plan; weights that a source stores in parts become those of its layers."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,11 +11,16 @@ from jaxmha.converters.discovery import adapters
 from jaxmha.converters.layout import parametrized
 from jaxmha.converters.layout.arrays import NDArray
 from jaxmha.converters.layout.parametrized import Parts
-from jaxmha.converters.matching import trees
+from jaxmha.converters.matching import normed, trees
 from jaxmha.converters.matching.plan import Question
 from jaxmha.converters.matching.trees import Array, Tree
 
-_NORM_OF_NNX = re.compile(r"scales/\('\w+',\)")
+
+class _OfParts(Question):
+    """A question on a part of a weight, which has no value of its own to which a line could fill it."""
+
+    def case(self) -> str:
+        return "zeros are wrong here, and a line has this form"
 
 
 def read(source: Any, target: Any, argument: str = "target") -> tuple[Tree, Tree]:
@@ -25,11 +29,11 @@ def read(source: Any, target: Any, argument: str = "target") -> tuple[Tree, Tree
     Where the source has the parts of torch's weight norm or of pruning, and the target has none, the
     tree of the source has the weights that torch computes from them.
 
-    Adapters fill no layer of a target that has none.
+    Adapters fill no layer of a target that has none, nor do weights that a layer normalises.
 
     Raises:
       ValueError: the source is nothing but adapters, or has a weight in parts that do not determine
-        it, and the target has none of these.
+        it, or normalises one at each call, and the target has none of these.
     """
     mine = trees.read(source)
     try:
@@ -38,6 +42,8 @@ def read(source: Any, target: Any, argument: str = "target") -> tuple[Tree, Tree
             mine = _without_adapters(mine)
         if not parametrized.stored(_shapes(theirs)):
             mine = _computed(mine, source)
+        if not normed.layers(target) and not normed.parts(theirs):
+            normed.refuse(normed.layers(source), normed.parts(mine))
     except BaseException:
         mine.close()
         raise
@@ -49,27 +55,24 @@ def asked(questions: Sequence[Question], source: Tree, target: Tree) -> list[Que
     reasons = _reasons(target) if not _reasons(source) else {}
     found, rest = list[Question](), list[Question]()
     for one in questions:
-        why = next((reasons[name] for name in one.arrays if name in reasons), "")
-        (found if why else rest).append(replace(one, reason=why or one.reason))
+        if why := next((reasons[name] for name in one.arrays if name in reasons), ""):
+            found.append(_OfParts(one.target, one.candidates, why, one.examples))
+        else:
+            rest.append(one)
     return [*found, *rest]
 
 
 def _reasons(tree: Tree) -> dict[str, str]:
-    """Maps the parts of weights in a target to advice for a source that has whole weights."""
-    whole = "and the source has the whole weight: "
-    made = {
-        name: f"torch computes {key} from it, {whole}fill the model first, then call weight_norm or "
-        "the like, which takes the weight apart"
+    """Maps arrays that a target adds to whole weights to advice for a source without them."""
+    adapter = "it is part of an adapter (LoRA or the like), and the source has none: fill the model"
+    torch = {
+        name: f"torch computes {key} from it, and the source has the whole weight: fill the model "
+        "first, then call weight_norm or the like, which takes the weight apart"
         for key, parts in parametrized.stored(_shapes(tree)).items()
         for name in parts.names
     }
-    for name, array in tree.arrays.items():
-        if _NORM_OF_NNX.fullmatch("/".join(array.path[-2:])):
-            made[name] = (
-                f"nnx.WeightNorm scales to it, {whole}load the layer before nnx.WeightNorm wraps it, "
-                "and set its scales to the norms of the loaded array over all but its last axis"
-            )
-    return made
+    jax = {name: normed.advice(layer) for name, layer in normed.parts(tree).items()}
+    return torch | jax | dict.fromkeys(adapters.find(tree.arrays), f"{adapter} before it gets one")
 
 
 def _without_adapters(tree: Tree) -> Tree:

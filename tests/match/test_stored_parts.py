@@ -5,6 +5,9 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import equinox as eqx
+import jax
+import keras
 import numpy as np
 import pytest
 import torch
@@ -13,7 +16,7 @@ from safetensors.numpy import save_file
 from torch.nn import utils
 from torch.nn.utils import parametrizations, parametrize, prune
 
-from jaxmha.converters import equinox, match
+from jaxmha.converters import equinox, flax, match
 from jaxmha.converters.matching import prove
 from jaxmha.converters.migrate import pipeline
 from jaxmha.converters.migrate.plans import Plan, Step
@@ -114,9 +117,76 @@ def test_an_adapter_fills_an_adapter() -> None:
     assert all(x.all() for x in equinox.load_into(target, LORA).values())
 
 
-def of_nnx() -> Any:
-    layer = nnx.WeightNorm(nnx.Linear(I, O, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(0))
-    return nnx.Dict(layer=layer)
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+def test_adapters_of_keras_and_nnx_name_what_merges_them(tmp_path: Path) -> None:
+    model = keras.Sequential([keras.Input((I,)), keras.layers.Dense(O)])
+    model.layers[0].enable_lora(2)
+    model.layers[0].lora_kernel_b.assign(np.ones((2, O)))
+    with pytest.raises(ValueError, match=r"merge them .* by model\.save_weights.* the base alone"):
+        equinox.load_into(TARGET, model)
+    model.save_weights(tmp_path / "a.weights.h5")
+    filled = equinox.load_into(TARGET, tmp_path / "a.weights.h5")["mine"]["kernel"]
+    np.testing.assert_array_equal(filled, np.asarray(model.layers[0].kernel))
+    lora = nnx.Dict(mine=nnx.LoRALinear(I, O, lora_rank=2, rngs=nnx.Rngs(0)))
+    with pytest.raises(ValueError, match="adding lora_a @ lora_b to the kernel"):
+        equinox.load_into(TARGET, lora)
+    assert not match(lora, lora).questions
+    assert "before it gets one" in match(TARGET, lora).questions[0].reason
+
+
+def of_nnx(norm: Any = nnx.WeightNorm, **more: Any) -> Any:
+    rngs = nnx.Rngs(0)
+    return nnx.Dict(mine=norm(nnx.Linear(I, O, rngs=rngs), rngs=rngs, **more))
+
+
+def of_linen(norm: str) -> Any:
+    leaves = {"scale": np.ones(O)} if norm == "WeightNorm" else {"u": np.ones((1, O))}
+    added = {f"{norm}_0": {f"mine/kernel/{leaf}": x for leaf, x in leaves.items()}}
+    return {"params": TARGET, "batch_stats": added}
+
+
+def of_equinox(norm: str) -> Any:
+    linear = eqx.nn.Linear(I, O, key=jax.random.key(0))
+    if norm == "WeightNorm":
+        return {"mine": eqx.nn.WeightNorm(linear)}
+    spectral = eqx.nn.SpectralNorm(linear, "weight", key=jax.random.key(0))
+    return {"mine": eqx.nn.delete_init_state(spectral)}
+
+
+NORMED: dict[str, Any] = {
+    "nnx.WeightNorm": of_nnx,
+    "nnx.WeightNorm without": lambda: of_nnx(use_scale=False),
+    "nnx.SpectralNorm": lambda: of_nnx(nnx.SpectralNorm),
+    "nnx.WeightNorm of state": lambda: nnx.state(of_nnx()),
+    "linen.WeightNorm": lambda: of_linen("WeightNorm"),
+    "linen.SpectralNorm": lambda: of_linen("SpectralNorm"),
+    "equinox.nn.WeightNorm": lambda: of_equinox("WeightNorm"),
+    "equinox.nn.SpectralNorm": lambda: of_equinox("SpectralNorm"),
+}
+
+
+@pytest.mark.parametrize("kind", NORMED)
+def test_weights_that_a_layer_normalises_are_refused(kind: str) -> None:
+    source = NORMED[kind]()
+    with pytest.raises(ValueError, match=f"{kind.partition(' ')[0]} of the source .* at each call"):
+        match(source, TARGET)
+    assert not match(source, NORMED[kind]()).questions
+
+
+def test_what_a_call_of_nnx_stores_fills_the_model() -> None:
+    source, x = of_nnx(), np.ones((2, I), "float32")
+    expected = source.mine(x)
+    filled = equinox.load_into(TARGET, nnx.Dict(mine=source.mine.layer_instance))["mine"]
+    np.testing.assert_allclose(x @ filled["kernel"], expected, 1e-6, 1e-6)  # a bias of zeros
+
+
+def test_a_dict_of_nnx_is_filled_in_place() -> None:
+    model = nnx.Dict(
+        mine=nnx.Linear(I, O, rngs=nnx.Rngs(0)), drop=nnx.Dropout(0.1, rngs=nnx.Rngs(0))
+    )
+    source: Any = torch.nn.Sequential(torch.nn.Linear(I, O))
+    assert flax.load_into(model, source) is model
+    np.testing.assert_array_equal(model.mine.kernel[...].T, source[0].weight.detach())
 
 
 @pytest.mark.parametrize(
@@ -124,13 +194,19 @@ def of_nnx() -> Any:
     [
         (lambda: stored("weight_norm"), "fill the model first, then call weight_norm"),
         (lambda: stored("parametrization"), "fill the model first, then call weight_norm"),
-        (of_nnx, "set its scales to the norms"),
+        *(
+            (NORMED[kind], "set its scales to the norms")
+            for kind in NORMED
+            if kind.endswith(".WeightNorm")
+        ),
+        (NORMED["nnx.SpectralNorm"], "before nnx.SpectralNorm wraps it"),
     ],
 )
 def test_a_whole_weight_for_parts_is_asked_about_with_the_remedy(make: Any, advice: str) -> None:
     plan = match(torch.nn.Sequential(torch.nn.Linear(I, O)), make())
     assert "the source has the whole weight" in plan.questions[0].reason
     assert advice in plan.questions[0].reason
+    assert "zeros are wrong" in plan.questions[0].advice()
 
 
 def test_parts_that_a_file_keeps_are_named(tmp_path: Path) -> None:
