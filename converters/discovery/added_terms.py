@@ -22,7 +22,7 @@ def _distances(T: int, S: int) -> NDArray:
 
 
 def _rounded(bias: NDArray, query: Array | None) -> NDArray:
-    """A bias that was computed in float64: in float32 unless the queries are float64."""
+    """Casts a bias that was computed in float64 to float32, unless the queries are float64."""
     wide = query is not None and query.dtype == np.float64
     return bias if wide else bias.astype(np.float32)
 
@@ -83,13 +83,13 @@ class Buckets(NamedTuple):
 class Window(NamedTuple):
     """A learned bias for every pair of row and column differences in a square window (Swin).
 
-    `table` is `(2 width - 1)**2 N` for a window of `width` tokens in each direction.
+    `table` is `(2 width - 1)**2 N` for a window of `width * width` tokens.
     """
 
     table: NDArray
 
     def bias(self, T: int, S: int, query: Array | None = None, key: Array | None = None) -> NDArray:
-        """The bias, `N T S`; ValueError if T or S is not the number of tokens of a window."""
+        """The bias, `N T S`; raises ValueError if T or S is not the window's number of tokens."""
         span = math.isqrt(len(self.table))
         side = (span + 1) // 2
         if side * side != T or S != T:
@@ -102,21 +102,24 @@ class Window(NamedTuple):
 class Looked(NamedTuple):
     """A learned bias for every pair of tokens.
 
-    `table` has a row of `N` biases for each kind of pair; `rows` is `T S`, the row of every pair.
+    `table` has a row of `N` biases for each kind of pair; `rows`, `T S`, has every pair's row in it.
     """
 
     table: NDArray
     rows: NDArray
 
     def bias(self, T: int, S: int, query: Array | None = None, key: Array | None = None) -> NDArray:
-        """The bias, `N T S`; ValueError if T or S is not the number of tokens of the rows."""
+        """The bias, `N T S`; raises ValueError unless `rows` has shape `T S`."""
         if self.rows.shape != (T, S):
             raise ValueError(f"T and S must be {self.rows.shape}: {T}, {S}")
         return np.asarray(np.moveaxis(self.table[self.rows], -1, 0))
 
 
 def classed(table: NDArray, side: int) -> Looked:
-    """The bias of a class token and a square window; the token has the last 3 rows (BEiT)."""
+    """The bias of a class token and a square window of `side * side` tokens (BEiT).
+
+    The last 3 rows of `table` are for pairs with the class token: as query, as key, as both.
+    """
     row, column = planes(side, side)
     index = np.pad((row + side - 1) * (2 * side - 1) + column + side - 1, ((1, 0), (1, 0)))
     index[0], index[:, 0], index[0, 0] = len(table) - 3, len(table) - 2, len(table) - 1
@@ -133,7 +136,10 @@ class Grid(NamedTuple):
     columns: NDArray
 
     def bias(self, T: int, S: int, query: Array | None = None, key: Array | None = None) -> NDArray:
-        """The bias, `B N T S`; ValueError without queries, or for another number of tokens."""
+        """The bias, `B N T S`.
+
+        Raises ValueError if `query` is None, or T or S is not `height * width`.
+        """
         height, width = (len(x) // 2 + 1 for x in self)
         if height * width != T or S != T or query is None:
             raise ValueError(f"T and S must be {height * width}, and query is needed: {T}, {S}")
@@ -161,7 +167,10 @@ class Computed(NamedTuple):
     outer_bias: NDArray
 
     def bias(self, T: int, S: int, query: Array | None = None, key: Array | None = None) -> NDArray:
-        """The bias, `N T S`, of a square of tokens, which a class token may precede; else ValueError."""
+        """The bias, `N T S`, of a square of tokens, which a class token may precede.
+
+        Raises ValueError for other numbers of tokens.
+        """
         side = math.isqrt(T)
         first = int(side * side != T)
         if (T - first) != math.isqrt(T - first) ** 2 or S != T:
@@ -185,7 +194,7 @@ class Distances(NamedTuple):
     left: int
 
     def bias(self, T: int, S: int, query: Array | None = None, key: Array | None = None) -> NDArray:
-        """The bias, `B N T S`; ValueError without queries."""
+        """The bias, `B N T S`; raises ValueError if `query` is None."""
         if query is None:
             raise ValueError("query is needed: the term is a product with queries")
         near = np.clip(-_distances(T, S), -self.left, len(self.table) - 1 - self.left) + self.left
@@ -206,7 +215,7 @@ class Waves(NamedTuple):
     kernel: NDArray
 
     def bias(self, T: int, S: int, query: Array | None = None, key: Array | None = None) -> NDArray:
-        """The bias, `B N T S`; ValueError without queries and keys."""
+        """The bias, `B N T S`; raises ValueError if `query` or `key` is None."""
         if query is None or key is None:
             raise ValueError("query and key are needed: the term has products with both")
         width = len(self.kernel)

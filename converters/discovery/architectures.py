@@ -218,7 +218,8 @@ PARTS = {
         """,
     }.items()
 }
-# Parts that make attention a function that no other layout computes: a conversion raises.
+# Part of the attention function (its form, scale, norms of queries and keys) -> model types in which
+# it differs from the function of their layout. A conversion that cannot carry the part over raises.
 FUNCTIONS = {
     part: frozenset(types.split())
     for part, types in {

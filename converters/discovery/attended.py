@@ -26,10 +26,10 @@ from jaxmha.converters.discovery.head_count import Configured
 from jaxmha.converters.discovery.notes import counted
 
 _NOT_KNOWN = "is not known here"
-# Kinds of layers, in the words of `layer_types` and of GPT-Neo's `attention_types`. A hybrid layer has
-# a state next to its attention. A layer of window_attention gets the windows of an image as sequences
-# of their own. All other kinds are unknown: their masks follow from more than positions, as of an
-# indexer, or they have no softmax.
+# Kinds of layers whose masks follow from positions, in the words of `layer_types` and of GPT-Neo's
+# `attention_types`. A hybrid layer has a state next to its attention. A layer of window_attention gets
+# the windows of an image as sequences of their own. The masks of all other kinds are unknown: an
+# indexer chooses the keys, for example, or the layer has no softmax.
 _WHOLE = frozenset(["full_attention", "attention", "global", "hybrid", "window_attention"])
 _SLIDING = frozenset(["sliding_attention", "sliding", "local", "hybrid_sliding"])
 _CHUNKED = frozenset(["chunked_attention", "chunked"])
@@ -68,7 +68,8 @@ class Attended(NamedTuple):
         left = None if self.left is None else self.left - (S - T)
         right = None if self.right is None else self.right + S - T
         if (left or 0) < 0 or (right or 0) < 0:
-            ahead = np.arange(S) - np.arange(T)[:, None]  # `Mask.window` takes no negative bound
+            # `Mask.window` takes no negative bound, so this window is a dense mask.
+            ahead = np.arange(S) - np.arange(T)[:, None]
             left, right = T if left is None else left, S if right is None else right
             found &= Mask.dense((ahead >= -left) & (ahead <= right))
         elif left is not None or right is not None:
@@ -132,7 +133,10 @@ def of_prefixes(
 
 
 def notes(found: Mapping[str, Attended]) -> Iterator[str]:
-    """Yields a note on every mask, except full, causal, windows, or of an unknown model type."""
+    """Yields a note on every mask that is neither full nor causal nor of windows of an image.
+
+    There is no note on blocks of unknown model types either.
+    """
     masks: dict[str, list[str]] = {}
     for prefix, one in found.items():
         if (
@@ -196,7 +200,7 @@ def _windowed(own: Mapping[str, Any], model_type: str, layer: int | None, causal
 
 
 def _each(size: int) -> tuple[int, int]:
-    """The numbers of keys before and after a query, for a window with this many of each."""
+    """`left` and `right` of a window whose size counts the keys on each side of the query."""
     return size, size
 
 

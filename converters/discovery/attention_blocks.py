@@ -21,7 +21,8 @@ def shapes(file: checkpoint.Checkpoint) -> dict[str, tuple[int, ...]]:
     return {name: info.shape for name, info in file.info.items()}
 
 
-# Layout whose arrays models use in different functions -> message if no configuration decides.
+# `ASKS`: layout whose arrays models use in different functions -> the reason why its blocks are
+# refused if no configuration decides between the functions. `_ASK` is the text of every reason.
 _ASK = (
     "no tensor tells how {} (over each head or all, with an offset of 1, before or after the rotation; "
     "a gate by sigmoid or another function): put the model's config.json next to the file. Where it "
@@ -132,12 +133,14 @@ _ASSIGNS = (
 )
 
 
-# Key -> key that gives it another meaning: Transformer-XL adds `bias_u` and `bias_v` to queries.
+# Key -> another key, next to which it is not the array of a layout: `bias_v` next to `bias_u` is added
+# to queries (Transformer-XL), and elsewhere it is a learned value.
 _NOT_NEXT_TO = {"bias_v": "bias_u"}
 
 
 def find(shapes: Mapping[str, Sequence[int]], layouts: Iterable[Layout] = LAYOUTS) -> list[Block]:
     """Every attention block, sorted by prefix.
+
     Raises:
       ValueError: two layouts fit the same prefix.
 
@@ -181,7 +184,7 @@ def find(shapes: Mapping[str, Sequence[int]], layouts: Iterable[Layout] = LAYOUT
 
 
 def _named(chosen: list[Block], shapes: _Shapes) -> Iterator[Block]:
-    """Yields blocks of `role_names.named_blocks`; removes others at their prefix from `chosen`."""
+    """Yields the blocks of `role_names.named_blocks`; removes blocks they replace from `chosen`."""
     taken = {n for b in chosen if b.whole for n in b.keys.values()}
     taken |= {n for b in chosen for n in b.unknown}
     for one in role_names.named_blocks(shapes, taken, _other_keys()[0]):
@@ -191,7 +194,10 @@ def _named(chosen: list[Block], shapes: _Shapes) -> Iterator[Block]:
 
 
 def excluded(layout: Layout, prefix: str, shapes: _Shapes) -> bool:
-    """True if the arrays at a prefix fit a layout, but `other_forms` or `places` excludes it."""
+    """True if the arrays at a prefix fit a layout, but `other_forms` or `places` excludes it there.
+
+    The arrays are then of another kind of attention, and not a damaged block of the layout.
+    """
     paths = {entry.key: layout.path(prefix, entry.key) for entry in layout.entries}
     keys = {key: name for key, name in paths.items() if name in shapes}
     if not _fits(layout, keys, shapes):
@@ -203,7 +209,8 @@ def excluded(layout: Layout, prefix: str, shapes: _Shapes) -> bool:
 def _decide(candidates: Sequence[Block], shapes: Mapping[str, Sequence[int]]) -> Block:
     """Returns the candidate block of a known family at one prefix, or else the first candidate.
 
-    Complete blocks are preferred to incomplete ones, then blocks with more keys to all others.
+    Before, it drops incomplete candidates if others are complete, packings that the widths
+    contradict, and candidates whose arrays are a proper subset of another candidate's.
 
     Raises:
       ValueError: two layouts use different arrays, and no family decides.
@@ -244,7 +251,10 @@ def _is_uneven(block: Block) -> bool:
 
 
 def _is_even(block: Block, shapes: Mapping[str, Sequence[int]]) -> bool:
-    """True if the packed kernel is three times as wide as all heads in the output kernel."""
+    """True if the packed kernel is three times as wide as the heads in the output kernel, `N * H`.
+
+    Queries, keys and values then have equally many heads.
+    """
     widths = set()
     for entry in block.layout.entries:
         if entry.key not in block.keys or entry.leaves[0].endswith("bias"):
@@ -263,8 +273,9 @@ def natural(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
 
 
-# Norms and reductions before the projections or after the output, in known model families only:
-# in other models, a norm of the same name may be between the heads and the output projection.
+# Norms and reductions before the projections or after the output, which a conversion copies. They are
+# known in known model families only: in other models, a norm of the same name may be between the heads
+# and the output projection.
 BEFORE = (
     "LayerNorm", "ln", "layer_norm", "self_attn_layer_norm", "self.layernorm1", "self.layernorm2",
     "self.sr", "self.layer_norm", "self.sequence_reduction", "spatial_reduction",
@@ -277,7 +288,8 @@ _OF_NORMS = {"weight", "bias", "scale", "gamma", "beta", "offset"}
 def _other_keys() -> tuple[frozenset[str], frozenset[str]]:
     """Returns the `other_keys` of all layouts, and the modules of the keys that end in `.weight`.
 
-    A conversion copies `other_keys` unchanged, so a block may have the `other_keys` of any layout.
+    These are arrays next to the projections, such as norms. A conversion copies them unchanged, so
+    a block may have the `other_keys` of any layout.
     """
     known = frozenset(key for layout in LAYOUTS for key in layout.other_keys)
     return known, frozenset(key.removesuffix(".weight") for key in known if key.endswith(".weight"))
@@ -286,7 +298,7 @@ def _other_keys() -> tuple[frozenset[str], frozenset[str]]:
 def unknown_under(
     layout: Layout, prefix: str, keys: Mapping[str, str], names: Sequence[str]
 ) -> tuple[str, ...]:
-    """Tensors under a prefix that are neither in the layout nor known to accompany attention.
+    """Names under a prefix that are neither in the layout nor known to accompany attention.
 
     `names` are the sorted names of all tensors, so that bisection finds those under the prefix.
     """
@@ -298,7 +310,7 @@ def unknown_under(
     def known(key: str) -> bool:
         module, _, array = key.replace("/", ".").rpartition(".")
         before = placed and module in BEFORE and array in _OF_NORMS
-        # `inv_freq` holds rotary frequencies; `first` are layers outside the projections.
+        # Known: rotary frequencies, and layers before the projections or after the output (`first`).
         if array == "inv_freq" or (module or array) in first:
             return True
         return key in known_keys or (module in norms and array in _OF_NORMS) or before
@@ -307,7 +319,8 @@ def unknown_under(
     own, after = set(keys.values()), prefix + chr(ord(layout.separator) + 1)
     under = names[bisect_left(names, start) : bisect_left(names, after)]
     keys_under = [n.removeprefix(start).replace("/", ".") for n in under]
-    rest = [key.rpartition(".")[0] or key for key in keys_under]  # a bare array by its own name
+    # The module of every array; an array outside any module counts as one.
+    rest = [key.rpartition(".")[0] or key for key in keys_under]
     first = role_names.outside({*rest}, prefix)
     return tuple(n for n in under if n not in own and not known(n.removeprefix(start)))
 
@@ -317,9 +330,9 @@ Ends = Mapping[tuple[str, str], Sequence[str]]
 
 
 def name_ends(names: Iterable[str], layouts: Iterable[Layout]) -> Ends:
-    """Maps (separator, rest of a name) to the prefixes before it; ("", name) has the prefix "".
+    """Maps (separator, key) to the prefixes of all names that end so; ("", key): to the prefix "".
 
-    Only rests that are keys of the layouts are kept: a name may have hundreds of other rests.
+    Only ends that are keys of the layouts are kept: a name may have hundreds of other ends.
     """
     found: dict[tuple[str, str], list[str]] = {}
     keys = frozenset[str]().union(*(layout.keys for layout in layouts))
@@ -357,7 +370,7 @@ def _fits(candidate: Layout, keys: Mapping[str, str], shapes: Mapping[str, Seque
         if len(shape) < len(groups) or (
             len(groups) == 2 and len(shape) in (3, 4) and {*shape[2:]} == {1}
         ):
-            return False  # a convolution is no stack of layers
+            return False  # a convolution, and not a stack of linear layers
         last = shape[len(shape) - len(groups) :]
         leading = len(shape) - len(groups) if leading is None else leading
         if _decides(entry) and len(shape) - len(groups) != leading:
@@ -371,7 +384,8 @@ def _fits(candidate: Layout, keys: Mapping[str, str], shapes: Mapping[str, Seque
         if any(sizes.get(letter, n) != n for letter, n in own.items()):
             return False
         sizes |= own
-    # Even packings have the same keys, so uneven packings must also fit the output width.
+    # Layouts with as many key as query heads have the same keys as uneven ones, which allow fewer: so
+    # uneven ones must also fit the output width.
     checked = ["K", "h", *(["Do"] if any(map(uneven.letter, candidate.entries)) else [])]
     return all(
         sizes[letter] == sizes[tied]

@@ -36,9 +36,8 @@ CLASSED_LAST = ("llama4_vision_model",)  # their class token follows the patches
 # Model type -> keys of its width, if hidden_size is the width of its output instead.
 FEATURES = {"qwen2_vl_vision": ("embed_dim",)}
 _MERGE = "spatial_merge_size"  # key of `Axial.merge` in a configuration
-_IN_ROWS = (
-    "paddleocr_vl_vision",
-)  # their patches are in rows; squares are merged after the blocks
+# Model types whose patches are in rows, not in squares: they merge squares after the blocks.
+_IN_ROWS = ("paddleocr_vl_vision",)
 
 
 class Axial(NamedTuple):
@@ -131,7 +130,7 @@ def of(
       layer: index of the layer, if its prefix has one.
 
     Raises:
-      ValueError: `width` is no multiple of 4, or the model type is not known.
+      ValueError: `width` is not a multiple of 4, or the model type is not known.
     """
     form = form_of(model_type)
     if not form or width % 4:

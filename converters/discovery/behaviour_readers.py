@@ -51,7 +51,7 @@ def _offset(own: Mapping[str, Any]) -> Values:
 
 
 def _offset_and_scaled(own: Mapping[str, Any]) -> Values:
-    """These classes have `attn_logit_softcapping` among their settings, but never apply it."""
+    """No soft cap: these classes have `attn_logit_softcapping` in their settings, and ignore it."""
     return _scaled(own) | _offset(own)
 
 
@@ -171,7 +171,8 @@ READERS: tuple[tuple[str, Reader], ...] = (
 )
 
 
-# Functions that read every setting of `hf_config.BEHAVIOUR` that their model types have.
+# Functions that read every setting of `hf_config.BEHAVIOUR` that their model types have, so that
+# `refuse_unread` lets these settings pass.
 OF_SETTINGS = (
     _multiplied,
     _capped,

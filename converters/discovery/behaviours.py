@@ -33,10 +33,11 @@ from jaxmha.converters.layout import registry
 from jaxmha.converters.layout.base import Layout
 from jaxmha.params import NORM_SCALES
 
-# Prefixes of blocks of the part that text_config describes; the last is that of older files.
+# Prefixes of blocks of the part that text_config describes; the last alternative is for older files.
 _TEXT = r"(^|[./_])(text|language)_model\b|^model[./]layers[./]"
 
-# Model types in which only some layers have parts such as norms of queries and keys.
+# Model types in which only some layers have parts such as norms of queries and keys: a block without
+# them counts as carried over.
 _UNLIKE = ("llama4_text",)
 
 
@@ -86,9 +87,10 @@ def _lacks(key: str, model_type: str) -> str:
 
 
 def _described(blocks: Sequence[Block], file: Any) -> tuple[Any, Configured | None]:
-    """The configuration of a checkpoint, and its head counts if `READERS` or `unlike` has its type.
+    """Returns the configuration of a checkpoint, and its head counts.
 
-    The configuration is empty if it describes other tensors.
+    The configuration is {} if it contradicts the tensors. The head counts are read, and the tensors
+    compared, only if `READERS` or `unlike` has one of its model types; otherwise the counts are None.
     """
     content = hf_config.readable(file.path)
     if not any(reader_of(t) or unlike.why(t) for t in hf_config.types_in(content)):
@@ -148,8 +150,8 @@ def part_of(content: Any, count: Count | None, prefix: str) -> tuple[dict[str, A
     """The part of a configuration that holds the head count of a block, and its model type.
 
     Without a count, returns text_config if the prefix names a text or language model, because
-    configurations omit counts that equal the default of their class; otherwise None. Settings of
-    the block's layer alone take the place of those of the part.
+    configurations omit counts that equal the default of their class; otherwise None. Settings that
+    apply only to the block's layer replace those of the part.
     """
     text = content.get("text_config") if isinstance(content, dict) else None
     named = isinstance(text, dict) and text.get("model_type") and re.search(_TEXT, prefix)
@@ -157,7 +159,7 @@ def part_of(content: Any, count: Count | None, prefix: str) -> tuple[dict[str, A
         return None
     own, model_type = part(content, ("text_config",) if count is None else count.way[:-1])
     layer = layer_of(prefix)
-    with suppress(ValueError):  # the kind of the layer is not known, which its readers report
+    with suppress(ValueError):  # the kind of the layer is not known: the readers report it
         own |= {} if layer is None else layer_settings.of(own, model_type, layer)
     return own, model_type
 
@@ -179,8 +181,8 @@ def part(content: Any, way: Sequence[str]) -> tuple[dict[str, Any], str]:
 def carried(blocks: Sequence[Block], file: Any) -> set[str]:
     """Returns the keys of `signs.PARTS` that the semantics of the blocks express.
 
-    Sinks and gates: if any block has their arrays. Others: if a block sets the field, and so does
-    every block whose model type has that computation.
+    Sinks and gates count if any block has their arrays. Every other part counts if a block sets its
+    field of the semantics, and so does every block whose model type has that part.
     """
     parts = {
         "scale": "scale",

@@ -1,7 +1,8 @@
 """Settings of attention that classes of transformers 5.23 have where a configuration lacks the key.
 
-A model type of several parts has those of its text model. Files omit a setting that equals the default of its class. Other modules have the defaults of rotary
-bases (`rotary_settings`) and of windows (`layer_kinds`).
+Files omit a setting that equals the default of its class. A model type of several parts has the
+defaults of its text model. Other modules have the defaults of rotary bases (`rotary_settings`) and of
+windows (`layer_kinds`).
 """
 
 from collections.abc import Mapping
@@ -44,7 +45,7 @@ _DEFAULTS: dict[str, tuple[tuple[Any, str], ...]] = {
         (1e-5, "fuyu persimmon"),
         (1e-7, "deberta deberta-v2 sew-d"),
     ),
-    # Widths of heads that do not follow from the width of the model.
+    # Widths of heads that are not the width of the model divided by the head count.
     "head_dim": (
         (64, "gpt_oss muse_spark_text neomme openai_privacy_filter voxtral_realtime_encoder"),
         (80, "timesfm2_5"),

@@ -93,7 +93,7 @@ def _of_block(
     try:
         sizes = transform.bind_shapes(block.layout, arrays, count and count.heads, block.prefix)
     except ValueError:
-        return  # no head count fits; the conversion reports it
+        return  # the sizes fit no head count: the conversion reports it
     keys = sizes.get("K", sizes.get("N"))
     # The first layer of a model may differ in input and output width, so either may match.
     for kind, letter, found, exact, like in (
@@ -151,7 +151,7 @@ def _other_layers(content: Mapping[str, Json], shapes: Shapes) -> Iterator[tuple
     books = _sizes(content, r"codebook")
     vocabulary |= {a * b for a in vocabulary for b in books}
     vocabulary |= {a + b for a in vocabulary for b in vocabulary}
-    vocabulary |= {n + 1 for n in vocabulary}  # a row for padding, as in Moshi
+    vocabulary |= {n + 1 for n in vocabulary}  # Moshi's embeddings have one more row, for padding
     unlike: dict[str, str] = {}
     fitting: set[str] = set()
     for name, shape in shapes.items():
@@ -184,7 +184,8 @@ def _model_type(
         if isinstance(model_type, str) and model_type in types.split()
     }
     here = {block.family[0] for block in blocks if block.family}
-    # Versions of transformers name the layers of one model differently, in memory and on disk.
+    # Families that differ only in the version of transformers do not contradict each other: versions
+    # name the layers of one model differently, in memory and on disk.
     if not theirs or not here or {_plain(x) for x in here} & {_plain(x) for x in theirs}:
         return
     prefixes = [split(name)[0] for name in shapes]
@@ -192,7 +193,7 @@ def _model_type(
     other = sum(family_keymaps.kind_at(prefix, here) is not None for prefix in prefixes)
     placed = any(model_families.stands(theirs, block.prefix) for block in blocks)
     named = any(keymap.family in theirs for keymap in family_keymaps.KEYMAPS)
-    # Names of other layers are compared only if `KEYMAPS` has a family of the model type.
+    # `mine` counts only names in `KEYMAPS`: without a family of the model type there, it says nothing.
     if not placed or (named and mine < other):
         shown = ", ".join(sorted(here))
         yield (

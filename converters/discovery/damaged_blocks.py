@@ -30,7 +30,7 @@ Shapes = Mapping[str, Sequence[int]]
 def describe(
     shapes: Mapping[str, Sequence[int]], found: Sequence[Block], layouts: Iterable[Layout] = LAYOUTS
 ) -> list[str]:
-    """Describes prefixes that have most arrays of a layout but form no readable block."""
+    """The reasons that `find` gives for prefixes whose arrays form no readable block."""
     return list(find(shapes, found, layouts).values())
 
 
@@ -73,7 +73,7 @@ def find(
             keys = {e.key: candidate.path(prefix, e.key) for e in present}
             more = unknown_under(candidate, prefix, keys, names) if missing else ()
             if any(len(shapes[name]) >= 2 for name in more):
-                continue  # a complete layer of another kind
+                continue  # other kernels are in place of the missing ones: another kind of layer
             what = f"lacks {', '.join(missing)}" if missing else _misfit(candidate, prefix, shapes)
             if roles == {"query", "key", "out"} and f"{prefix}.q_norm.weight" in shapes:
                 reasons.setdefault(prefix, f"{prefix} has no values: its keys may serve as both")
@@ -85,14 +85,14 @@ def find(
 
 
 def _of_weights(reasons: dict[str, str], shapes: Shapes) -> dict[str, str]:
-    """Leaves out prefixes in the state of an optimizer: Adafactor's has other shapes."""
+    """Leaves out prefixes in the state of an optimizer, whose shapes may differ from the weights'."""
     states = optimizer_state.find(shapes) if reasons else []
     inside = {name[: end.start()] for name in states for end in re.finditer("[./]", name)}
     return {prefix: why for prefix, why in reasons.items() if prefix not in inside}
 
 
 def _computed(shapes: Shapes, layouts: Sequence[Layout]) -> Iterator[tuple[str, str]]:
-    """Yields the prefixes whose blocks lack only arrays that torch computes, and the reason."""
+    """Yields (prefix, reason) for blocks that lack only arrays that torch computes from others."""
     if not (computed := parametrized.computed(shapes)):
         return
     ends = name_ends(computed, layouts)

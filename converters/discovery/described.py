@@ -17,7 +17,8 @@ class Description:
 
     Attributes:
       heads: the head counts. epsilon: the epsilons of norms.
-      unlike: kinds of norms that compute another function (`hf_config.offset_norms`).
+      unlike: kind of norms -> why other frameworks' norms do not compute it
+        (`hf_config.offset_norms`).
       unbiased: the kind of norms without a bias (`hf_config.unbiased_norms`).
       aside: True if config.json contradicts the blocks, and was ignored.
       notes: why a configuration was ignored, or could not be read.
@@ -34,9 +35,9 @@ class Description:
 def of(file: checkpoint.Checkpoint, blocks: Sequence[Block]) -> Description:
     """The description of an open checkpoint; ignores a configuration that contradicts the blocks.
 
-    Settings that change attention still raise (`hf_config.refuse_behaviour`), and norms of another
-    function are still copied unchanged (`unlike`): this is safe even if the configuration belongs
-    to another model.
+    Of a configuration that is ignored, settings that change attention still raise
+    (`hf_config.refuse_behaviour`), and norms in `unlike` are still copied unchanged: this is safe
+    even if the configuration belongs to another model.
     """
     shapes = {name: tuple(info.shape) for name, info in file.info.items()}
     configured = head_count.in_config(file.path)

@@ -16,8 +16,9 @@ from jaxmha.converters.layout.arrays import NDArray, to_numpy
 
 MODEL_TYPES = ("deberta", "deberta-v2", "sew-d")
 KINDS = ("c2p", "p2c")
-# Kind -> names of its projection of positions in DeBERTa and DeBERTa v2. `_SHARED`: kind -> name of
-# the projection of contents, which models with share_att_key also use for positions.
+# Kind of term -> names of its projection of positions in DeBERTa and DeBERTa v2. c2p terms multiply
+# queries by positions, p2c terms keys. `_SHARED`: kind -> name of the projection of contents, which
+# models with share_att_key also use for positions.
 _PROJECTIONS = {"c2p": ("pos_proj", "pos_key_proj"), "p2c": ("pos_q_proj", "pos_query_proj")}
 _SHARED = {"c2p": "key_proj", "p2c": "query_proj"}
 
@@ -37,7 +38,7 @@ class Disentangled(NamedTuple):
     most: int = 0
 
     def bias(self, T: int, S: int, query: Array | None = None, key: Array | None = None) -> NDArray:
-        """The bias, `B N T S`; ValueError without queries and keys."""
+        """The bias, `B N T S`; raises ValueError if `query` or `key` is None."""
         if query is None or key is None:
             raise ValueError("query and key are needed: the term has products with both")
         distance = np.arange(T)[:, None] + S - T - np.arange(S)
