@@ -7,8 +7,9 @@ a dense layer has one size for both, so no shape shows that its features are to 
 from collections.abc import Sequence
 from typing import NamedTuple
 
-_LEAST = 4  # places of the smallest image that a dense layer is likely to make: 2 x 2
-# Convolution, its channels, their number of places, and True if the dense layer writes them.
+_LEAST = 4  # the fewest places (pixels) of an image that a dense layer is likely to make: 2 x 2
+# Name of the convolution, its channels, the number of places in its image, and True if the dense layer
+# makes that image, False if it reads it.
 Order = tuple[str, int, int, bool]
 
 
@@ -24,7 +25,7 @@ class Item(NamedTuple):
 
 
 def next_to_convolutions(items: Sequence[Item], ordered: bool, norms: set[int]) -> dict[int, Order]:
-    """Maps `Item.layer` of each such dense layer to its order.
+    """Maps `Item.layer` of each dense layer that reads or makes a flattened image to its `Order`.
 
     `ordered`: the items are in the order of the model; otherwise the last may precede the first.
     `norms`: sizes of norms.
@@ -35,7 +36,7 @@ def next_to_convolutions(items: Sequence[Item], ordered: bool, norms: set[int]) 
         if ordered and n + 1 == len(items):
             break
         if one.convolution and _are_places(after, after.size_in, one.size_out):
-            # Features of this size that another layer makes are no flattened channels.
+            # If another layer makes features of this size, they are not a flattened image.
             if ordered:
                 made = {x.size_out for x in items[:n] if not x.convolution}
             else:
@@ -54,12 +55,15 @@ def next_to_convolutions(items: Sequence[Item], ordered: bool, norms: set[int]) 
 
 
 def _are_places(dense: Item, size: int, channels: int) -> bool:
-    """True if features of a dense layer may be several places of these channels."""
+    """True if `size` features of a dense layer may be an image with this number of channels."""
     return not dense.convolution and 1 < channels < size and size % channels == 0
 
 
 def _reading(items: Sequence[Item], start: int, size: int) -> list[Item]:
-    """The layers from `start` on with this input, up to a convolution or a layer that makes it."""
+    """The layers from `start` on that read `size` features.
+
+    It stops before a convolution, and after a layer that makes as many features itself.
+    """
     found: list[Item] = []
     for item in (*items[start:], *items[:start]):
         if item.convolution:

@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 
 def attention_layers(model: "LayerOrPair") -> Iterator[tuple[str, "LayerOrPair"]]:
-    """Path and layer of every attention layer of nnx in a model; a linen pair has path ""."""
+    """Path and layer of every attention layer in an nnx model.
+
+    For a linen module with its variables: the pair itself, at path "", if it is attention.
+    """
     with needed("flax"):
         from flax import linen, nnx
     of_linen, of_nnx = jaxmha_classes()
@@ -33,7 +36,7 @@ def attention_layers(model: "LayerOrPair") -> Iterator[tuple[str, "LayerOrPair"]
 
 
 def jaxmha_classes() -> tuple[Any, Any]:
-    """The classes of `jaxmha.flax.linen` and `jaxmha.flax.nnx`, of which the others are subclasses."""
+    """The attention classes of `jaxmha.flax.linen` and `jaxmha.flax.nnx`, except latent attention."""
     from jaxmha.flax.linen import MultiHeadDotProductAttention
     from jaxmha.flax.nnx import MultiHeadAttention
 
@@ -41,7 +44,10 @@ def jaxmha_classes() -> tuple[Any, Any]:
 
 
 def read_jaxmha(module: Any, variables: Mapping[str, Any] | None) -> tuple[MHAParams, Semantics]:
-    """Parameters and semantics of a layer of `jaxmha.flax`, with its window, without its `rotate`."""
+    """Parameters and semantics (with the window) of a layer of `jaxmha.flax`.
+
+    They do not hold its `rotate`, which `beyond_semantics` describes.
+    """
     if isinstance(module, jaxmha_classes()[1]):
         params, _ = module.to_params()
     elif variables is None:
@@ -74,7 +80,7 @@ def flax_semantics(module: Any, given: Semantics) -> Semantics:
     rate = float(module.dropout_rate)
     given = replace(given, dropout_rate=rate, dropout_broadcast=shared)
     if not (isinstance(module, nnx.Module) and module.normalize_qk):
-        return given  # the norms of linen have no settings
+        return given  # norms of linen's layer have no settings, so `given` describes them
     norms: dict[str, dict[str, Any]] = {
         name: {
             "qk_norm": "rms" if isinstance(layer, nnx.RMSNorm) else "layer",
@@ -102,9 +108,9 @@ _HELD = {"semantics", "implementation"}
 
 
 def semantics_of(function: object) -> Semantics | None:
-    """The semantics of `jaxmha.flax.attention_fn`, also of a partial that sets them.
+    """The semantics of a function that is `jaxmha.flax.attention_fn`, or a partial of it.
 
-    None for any other function, and for arguments that semantics cannot hold.
+    None for any other function, and for a partial with arguments that semantics cannot hold.
     """
     from jaxmha.flax import attention_fn
 
@@ -149,7 +155,7 @@ def refuse_adapter(layer: object, path: str) -> None:
 
 
 def refuse_norm(layer: Any, path: str) -> None:
-    """Raises ValueError, with the remedy, for a norm of nnx that has no scale, or a bias."""
+    """Raises ValueError, with the remedy, for a norm of nnx that lacks a scale or has a bias."""
     if getattr(layer, "scale", None) is None:
         raise ValueError(
             f"{path} has no scale (use_scale=False), and the norms of jaxmha have one: ones compute "

@@ -38,9 +38,9 @@ CONFIG_KEYS = {
     "t2u_decoder_attention_heads": ("t2u", "decoder"),
     "memory_attention_num_attention_heads": ("memory_attention",),
 }
-_DIGITS = 15  # of a head count in metadata
-_SHOWN = 8  # values listed in a message
-_MOST_PARTS, _DEEPEST = 100, 3  # parts without a count that are read, and how deep they are nested
+_DIGITS = 15  # the most digits of a head count in metadata; longer texts are ignored
+_SHOWN = 8  # the most values that a message lists
+_MOST_PARTS, _DEEPEST = 100, 3  # the most parts without a count, and the deepest, that are read
 # Key of safetensors metadata for a head count that no shape holds; `.PREFIX` is added per block.
 METADATA = "jaxmha.num_heads"
 _SINGLY = (
@@ -56,9 +56,9 @@ class UnusableConfigError(ValueError):
 class Count(NamedTuple):
     """A head count, its source, and the parts of the model it applies to.
 
-    `parts` runs from the outermost to the innermost. `alone`: the count applies to no other part.
-    `way`: the keys that lead to it in the configuration. `stages`: the counts of the stages of a
-    model, of which `heads` is the first. `layers`: the layers with another count, and that count.
+    `parts` runs from the outermost to the innermost. `alone`: the count applies to these parts only,
+    not to the model. `way`: the keys that lead to it in the configuration. `stages`: the counts of a
+    model's stages, of which `heads` is the first. `layers`: the layers with another count, and it.
     """
 
     heads: int
@@ -71,12 +71,12 @@ class Count(NamedTuple):
 
     @property
     def values(self) -> tuple[object, ...]:
-        """All that decides the count of a block."""
+        """Everything that decides the count of a block; equal for two counts that never differ."""
         return self.heads, self.stages, self.layers
 
     @property
     def every(self) -> set[int]:
-        """The counts of all blocks."""
+        """Every head count that a block may have: the usual one, and those of stages and layers."""
         return {self.heads, *self.stages, *dict(self.layers).values()}
 
 
@@ -86,7 +86,7 @@ class Configured(NamedTuple):
     `families`: names of the model families of its model_type (see `model_types`). `towers`: pairs
     of a prefix pattern and the count of the blocks that match it (see `towers`). `silent`: parts
     without a count. `known`: its model type is in `architectures`. `rest`: the count of the blocks
-    of no part (see `over`).
+    that belong to no part (see `over`).
     """
 
     path: Path
@@ -101,8 +101,9 @@ class Configured(NamedTuple):
     def over(self, prefixes: Sequence[str]) -> "Configured":
         """Adds `rest`, if it is certain, for the blocks at these prefixes.
 
-        A model of known type has the count at the top in all blocks that are of no part. A prefix
-        that names no part is of none if every part with a count is named by another prefix.
+        In a model of known type, blocks that belong to no part have the count at the top of the
+        configuration. It is certain that a prefix without the name of a part belongs to none if
+        other prefixes name every part that has a count.
         """
         top = [count for count in self.counts if len(count.way) == 1 and not count.parts]
         parts = {count.parts for count in self.counts if len(count.way) > 1}
@@ -115,7 +116,7 @@ class Configured(NamedTuple):
         return next((c for pattern, c in self.towers if towers.fits(pattern, prefix)), None)
 
     def _at(self, count: Count, prefix: str) -> Count | str:
-        """The count for a prefix, or the reason why none applies.
+        """`count` with the heads of the layer or stage of a prefix, or why it has no such stage.
 
         The first number in the prefix is the index of the layer, or of the stage if there are any.
         """
@@ -176,7 +177,7 @@ class Configured(NamedTuple):
         return f"{self.path} has several head counts ({shown})"
 
     def _placed(self, path: Sequence[str]) -> list[tuple[tuple[int, ...], Count]]:
-        """The counts of parts that a path names, each with the positions of its names."""
+        """(positions, count) for every count whose parts a path names; positions are in the path."""
         return [
             (at, count) for count in self.counts if (at := named_parts.positions(count.parts, path))
         ]
@@ -184,7 +185,10 @@ class Configured(NamedTuple):
     def _silent(
         self, path: Sequence[str], placed: Sequence[tuple[tuple[int, ...], Count]]
     ) -> tuple[str, ...]:
-        """The part without a count that a path names before any part with one; or empty."""
+        """The part without a count that a path names before any part with a count; () for none.
+
+        The block belongs to that part, so its count is not known.
+        """
         first = min((at for at, _ in placed), default=None)
         found = [(at, parts) for parts in self.silent if (at := named_parts.positions(parts, path))]
         return next((parts for at, parts in found if first is None or at < first), ())
@@ -268,9 +272,10 @@ def find(
 
 
 def by_default(block: Block, given: int | None, configured: Configured | None = None) -> int | None:
-    """The caller's head count for a block of a draft plan; None if a configuration gives one.
+    """The head count that the caller gave, for a block of a draft plan.
 
-    Only a configuration that describes parts of the model overrides the caller.
+    None if `configured` describes parts of the model and gives a count for the block: that count
+    goes before the caller's.
     """
     covered = configured is not None and configured.in_parts and configured.of(block.prefix)[0]
     return None if covered else given
@@ -330,7 +335,7 @@ def in_config(path: Path) -> Configured | None:
 
 
 def _silent(content: Json, outer: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Yields the innermost parts of a configuration that have no head count."""
+    """Yields the nested names of each part of a configuration that holds no head count, however deep."""
     for key, part in content.items() if isinstance(content, dict) else ():
         if (
             isinstance(part, dict)
@@ -351,7 +356,7 @@ def _tower(file: str, pattern: str, way: tuple[str, ...], value: Json) -> tuple[
 
 
 def _layers(content: Json, way: Sequence[str]) -> tuple[tuple[int, int], ...]:
-    """The layers whose count is not the one at the end of `way`, and their counts."""
+    """(layer, head count) for each layer whose count is not the one that `way` leads to."""
     model_type = part_types.of_top(content) if isinstance(content, dict) else ""
     for key in way[:-1]:
         content = content.get(key) if isinstance(content, dict) else None

@@ -46,7 +46,7 @@ BEHAVIOUR: dict[str, Any] = {
     "use_qk_norm": False,
     "attn_temperature_tuning": False,
 }
-# Settings that no option of jaxmha reproduces.
+# Settings of `BEHAVIOUR` that no field of `Semantics` reproduces, only code of the user's own.
 _STEPS = ("use_qk_norm", "attn_temperature_tuning")
 # Model types whose norms multiply by 1 + weight: their RMSNorms, or in `OFFSET_NORMS` all norms.
 OFFSET_RMSNORMS = (
@@ -76,9 +76,9 @@ def read(path: Path) -> Json:
 
     Without a config.json, one of `OTHERS` is read; its keys become those of transformers.
 
-    Raises ValueError or RecursionError if it cannot be read. A FIFO or device is not opened, nor a
-    link, except of a Hugging Face cache. A broken link of such a cache also raises: an interrupted
-    download leaves such links.
+    Raises ValueError or RecursionError if it cannot be read. It also raises for a FIFO, a device
+    and a link, which it does not open; it follows links of a Hugging Face cache, and raises if one
+    is broken: an interrupted download leaves such links.
     """
     contents = _contents.get()
     if contents is None:
@@ -111,10 +111,10 @@ def _read(path: Path) -> Json:
 def checked_config(
     source: Path, model_types: Sequence[str], values: Mapping[str, Sequence[Any]]
 ) -> dict[str, Any]:
-    """The configuration of a model, as `jaxmha.converters.config_of`."""
+    """The configuration of a model, checked as `jaxmha.converters.config_of` describes."""
     folder = hub.fetch(source).folder if hub.is_address(source) else source
     path = file_of(folder if folder.is_file() else folder / CONFIG)
-    content = read(path)  # raises for a link that leads nowhere, which does not exist either
+    content = read(path)  # first: it raises for a broken link, which `exists` would call absent
     if not path.exists():
         raise UnreadableFile(path, "there is no such file", "give the folder of a model")
     found = dict(content) if isinstance(content, Mapping) else {}
@@ -155,6 +155,7 @@ def search(content: Json, keys: Container[str]) -> Iterable[tuple[tuple[str, ...
     """Yields every value under one of the keys, with the path of keys that leads to it.
 
     Raises BudgetExceeded after `_MOST_FOUND` values.
+
     >>> list(search({"a": [{"n": 3}], "n": 5}, ["n"]))
     [(('a', 'n'), 3), (('n',), 5)]
     """
@@ -284,7 +285,7 @@ def types_in(content: Json) -> list[str]:
 
 
 def offset_norms(path: Path) -> dict[str, str]:
-    """Kinds of norms that the norm layers of other frameworks do not compute: kind -> reason."""
+    """Kind of norms -> the reason why other frameworks' norm layers do not compute them."""
     reason = "model_type {} of config.json: its norms multiply by 1 + weight, and others by weight"
     kinds: dict[str, str] = {}
     for _, value in search(readable(path), ["model_type"]):
@@ -303,11 +304,11 @@ def offset_norms(path: Path) -> dict[str, str]:
 
 
 def unbiased_norms(path: Path) -> str:
-    """The kind of norms without a bias, if the config.json next to a checkpoint determines it.
+    """The kind of the norms that have a scale and no bias: "rmsnorm", or "norm" for LayerNorm.
 
-    Returns "asked" if the configuration has a model_type but no epsilon: the user must name the
-    kind, since Moonshine, for example, names its LayerNorms as Llama names its RMSNorms. Returns
-    "" if the configuration is absent or ambiguous.
+    The key of the epsilon in the config.json next to a checkpoint tells. Returns "asked" if it has a
+    model_type but no epsilon: the user must name the kind, since Moonshine, for example, names its
+    LayerNorms as Llama names its RMSNorms. Returns "" if it is absent, or tells neither kind.
     """
     content = readable(path)
     keys = {way[-1] for way, value in search(content, EPSILONS) if value is not None}

@@ -20,7 +20,10 @@ def refuse_equations(layer: Any, instead: str) -> None:
 
 
 def _expected(layer: Any) -> Iterator[tuple[str, Settings]]:
-    """Name of a sublayer ("" for the layer itself), and the values that its attributes may have."""
+    """Yields the name of a sublayer, and the values that `build` may have stored in its attributes.
+
+    The name "" stands for the layer itself.
+    """
     grouped = hasattr(layer, "num_query_heads")
     rank = 3 if grouped else len(layer._query_dense.equation.partition(",")[0])
     attended = (1,) if grouped else layer._attention_axes
@@ -52,7 +55,10 @@ def _projection(free: int, summed: int, made: int) -> str:
 
 
 def _renamed(value: Any) -> Any:
-    """An equation with its letters in alphabetical order; any other value itself."""
+    """An equation with its letters renamed to a, b, ... in order, to compare it with others.
+
+    Lists become tuples; any other value is returned as it is.
+    """
     if not isinstance(value, str):
         return tuple(value) if isinstance(value, list | tuple) else value
     letters = dict.fromkeys(x for x in value if x.isalpha())

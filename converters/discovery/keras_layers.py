@@ -50,7 +50,7 @@ def attention_layers(model: "keras.Layer") -> Iterator[tuple[str, "keras.Layer"]
         if isinstance(layer, attention_classes())
     }
     paths = {id(one): path for path, one in live_model.keras(model).layers.items()}
-    # A layer outside of the attributes that Keras saves has no path.
+    # A layer outside of the attributes that Keras saves has no path: its name and a number stand in.
     layers = {paths.get(key, f"{one.name}#{n}"): one for n, (key, one) in enumerate(found.items())}
     names = user_names.distinct_names(layers, {path: one.name for path, one in layers.items()})
     for path, one in layers.items():
@@ -99,7 +99,7 @@ def _planned(layer: "keras.Layer") -> Iterator[tuple[str, ...]]:
 
 
 def _carried(call: dict[str, Any]) -> tuple[str, ...]:
-    """Names of the masks that the input tensors of a call carry; an omitted key carries none."""
+    """Names of the masks that the input tensors of a call carry; an omitted `key` carries none."""
     names = ["query", "value"] + ["key"] * (call.get("key") is not None)
     return tuple(
         f"{name}_mask" for name in names if getattr(call[name], "_keras_mask", None) is not None

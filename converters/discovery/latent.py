@@ -45,7 +45,7 @@ def latent_behaviour(config: Mapping[str, Any], *, length: int = 0) -> LatentBeh
       length: the longest sequence, on which some rotations depend; see `rope_frequencies`.
 
     Raises:
-      TypeError: config is no mapping, or a value is no number.
+      TypeError: config is not a mapping, or a value is not a number.
       ValueError: the model type is not known to have this attention, a key is missing, or a value
         is out of its range.
 
@@ -93,8 +93,10 @@ def rotary_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _yarn(parameters: Mapping[str, Any]) -> float:
-    """The factor by which YaRN multiplies queries and keys for a longer context. Source:
-    `yarn_apply_mscale` of `DeepseekV3Attention`."""
+    """The factor by which YaRN multiplies queries and keys for a longer context; 1 without YaRN.
+
+    Source: `yarn_apply_mscale` of `DeepseekV3Attention`.
+    """
     most, factor = parameters.get("mscale_all_dim"), parameters.get("factor")
     if parameters["rope_type"] == "default" or not most or factor is None:
         return 1.0

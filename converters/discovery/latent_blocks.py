@@ -32,7 +32,7 @@ _REQUIRED = (
 class LatentBlock(NamedTuple):
     """A block of latent attention: its form (`latent_forms.FORMS`), and the names of its arrays.
 
-    `held` describes the array of every key. `facts`: key of metadata, without the prefix -> text on
+    `held`: key -> axes and leaves of its array. `facts`: key of metadata, without the prefix -> text on
     the semantics or positions of the block. `place`: the positions, if a configuration gives them.
     """
 
@@ -162,13 +162,19 @@ def to_metadata(blocks: Mapping[str, LatentBlock]) -> dict[str, str]:
 def without(
     apart: Mapping[str, Sequence[str]], blocks: Sequence[LatentBlock]
 ) -> dict[str, Sequence[str]]:
-    """Returns `apart` (of `unknown_attention.find`) without prefixes of tensors of `blocks`."""
+    """Removes prefixes from `apart` (prefix -> tensors) whose tensors belong to one of `blocks`.
+
+    `apart` comes from `unknown_attention.find`, which takes latent attention for unknown.
+    """
     names = {name for block in blocks for name in block.keys.values()}
     return {prefix: of for prefix, of in apart.items() if not names.intersection(of)}
 
 
 def notes(blocks: Sequence[LatentBlock], converted: bool) -> Iterator[str]:
-    """Yields a note on every kind of block; `converted`: the target layout can hold the blocks."""
+    """Yields one note for all blocks of the same layout and positions.
+
+    `converted`: the target layout can hold the blocks.
+    """
     kinds: dict[tuple[str, str], int] = {}
     for block in blocks:
         kind = block.form, block.facts.get(positions.METADATA, "unknown")

@@ -18,7 +18,8 @@ class Every(NamedTuple):
     """One layer in each group of `number` layers attends all tokens: the last, or the `first`.
 
     `key`: the setting that replaces `number`. `end`: the last layer of the model attends all tokens
-    as well. `optional`: so do all layers if the window is null; other models cannot run then.
+    as well. `optional`: all layers attend all tokens if the window is null; without `optional`, such
+    a model cannot run.
     """
 
     number: int
@@ -77,8 +78,8 @@ SIZES = {
     "t5gemma2_text": 4096, "ultrabert": 128, "vaultgemma": 4096, "voxtral_realtime_encoder": 750,
     "voxtral_realtime_text": 4096,
 }  # fmt: skip
-# The same for model types that have windows only if use_sliding_window is true. All others, apart from
-# SmolLM3, ignore that key.
+# Model type -> the size of its window without such a key, for model types that have windows only if
+# use_sliding_window is true. All other types, apart from SmolLM3, ignore use_sliding_window.
 SWITCHED = {
     "deepseek_ocr2_encoder": 4096, "qwen2": 4096, "qwen2_5_omni_talker": 32768,
     "qwen2_5_omni_text": 32768, "qwen2_5_vl_text": 4096, "qwen2_moe": 4096, "qwen2_vl_text": 4096,
@@ -107,7 +108,8 @@ LISTING = frozenset((
     "t5_gemma_module", "t5gemma2_decoder", "t5gemma2_text", "ultrabert", "unlimited_ocr_text",
     "vaultgemma", "zaya",
 ))  # fmt: skip
-# Model types whose classes call full attention in older lists what it is: an indexer chooses keys.
+# Model types whose older lists have full_attention for layers in which an indexer chooses the keys:
+# `listed` returns indexed_attention for these layers, as newer lists have it.
 _INDEXED = frozenset(["dots3_note_text", "glm5_next_text"])
 # Model types in which one of no_rope_layer_interval layers (4 by default) has no rotary positions,
 # unless no_rope_layers is set.
@@ -122,7 +124,7 @@ _LISTED_BASES = frozenset(["muse_glimmer_text", "muse_spark_text"])
 
 
 def listed(own: Mapping[str, Any], model_type: str, layer: int | None) -> str | None:
-    """The kind of a layer that a configuration lists; None if it lists none."""
+    """The kind of a layer in the list of a configuration; None if there is none for this layer."""
     if model_type == "gpt_neo":
         kinds: Any = _of_gpt_neo(own)
     else:
@@ -176,7 +178,7 @@ def by_rule(own: Mapping[str, Any], model_type: str, layer: int | None) -> str:
 
 
 def switched_off(own: Mapping[str, Any], model_type: str) -> bool:
-    """True if a configuration switches the windows of its model type off, or not on."""
+    """True if a model type has windows only by use_sliding_window, and this is not set."""
     return model_type in SWITCHED and not own.get("use_sliding_window")
 
 

@@ -38,9 +38,10 @@ OF_KERAS = (
 class Behaviour(NamedTuple):
     """The function of a layer apart from its weights.
 
-    `head_dim` is the number of features of a head that are scaled by default and rotated; None:
-    unknown. `rotate` is the rotation of queries and keys inside the layer, None if it has none, or
-    `IN_CALL`. `mask`: of a block that a configuration describes, which says not what its call adds.
+    `head_dim` is the number of features of a head, which gives the default scale and the features
+    that are rotated; None: unknown. `rotate` is the rotation of queries and keys inside the layer,
+    None if it has none, or `IN_CALL`. `mask`: for a block in a file, the mask that its configuration
+    gives, to which calls may add others; None for a live layer.
     """
 
     semantics: Semantics
@@ -50,9 +51,10 @@ class Behaviour(NamedTuple):
 
 
 def differing(a: Semantics, b: Semantics, scales: tuple[float, float]) -> Iterator[str]:
-    """Yields the fields by which two layers compute different functions, apart from dropout.
+    """Yields the fields of `Semantics` by which two layers compute different functions.
 
-    Roundings and the output of fully masked rows do not count. `scales`: the factors of the logits.
+    Dropout, roundings and the output of fully masked rows do not count. `scales`: the factor by
+    which each layer multiplies its logits.
     """
     both = a.qk_norm is not None and b.qk_norm is not None
     for name in COMPARED:
@@ -80,7 +82,7 @@ def of(layer: object) -> Behaviour | None:
     """
     try:
         return _READERS[framework_of(layer)](layer)
-    except (AttributeError, KeyError, ValueError):  # of another class, or by code of the user's own
+    except (AttributeError, KeyError, ValueError):  # another class, or code of the user's own
         return None
 
 
@@ -101,7 +103,7 @@ def torch_semantics(layer: Any, given: Semantics = Semantics()) -> Semantics:
 def _of_keras(layer: Any) -> Behaviour:
     refuse_own_forward(layer, attention_classes(), OF_KERAS, "")
     semantics = keras_semantics(layer)
-    if semantics.attention_axes is not None:  # counted from the last axis, as None is -2
+    if semantics.attention_axes is not None:  # compared by distance from the last axis; None is -2
         rank = keras_rank(layer)
         axes = tuple(axis - rank if axis >= 0 else axis for axis in semantics.attention_axes)
         semantics = replace(semantics, attention_axes=None if axes == (-2,) else axes)

@@ -9,9 +9,9 @@ from jaxmha.checkpoint.errors import shown
 _PER_LAYER = "per_layer_config"
 # Key of settings of layers with a window in the authors' own files of Step 3.5.
 _OLDER = "attention_other_setting"
-OF_LAYERS = {_PER_LAYER, _OLDER}  # keys of settings that are not those of a part of a model
+OF_LAYERS = {_PER_LAYER, _OLDER}  # nested settings of single layers, not of a part of the model
 _HEADS, _WIDTH = "num_attention_heads", "head_dim"
-_LISTED = "num_attention_heads_per_layer"  # Laguna's
+_LISTED = "num_attention_heads_per_layer"  # a list, in configurations of Laguna
 # Model type -> the kind of layer that has settings of its own, and for each of them its key and the
 # default of its class (None: as in other layers).
 _Keys = dict[str, tuple[str, int | None]]
@@ -27,10 +27,10 @@ _OF_KINDS: dict[str, tuple[str, _Keys]] = {
 
 
 def of(own: Mapping[str, Any], model_type: str, layer: int) -> Mapping[str, Any]:
-    """The settings that a layer has alone, among those `own` of its part of a model.
+    """The settings by which a layer differs from its part of a model, whose settings are `own`.
 
     Raises:
-      ValueError: they follow from the kind of the layer, which nothing tells.
+      ValueError: they follow from the kind of the layer, and `own` does not give its kind.
 
     >>> of({"layer_types": ["hybrid", "hybrid_sliding"], "swa_head_dim": 8}, "inkling_text", 1)
     {'num_attention_heads': 64, 'head_dim': 8}
@@ -46,7 +46,10 @@ def of(own: Mapping[str, Any], model_type: str, layer: int) -> Mapping[str, Any]
 
 
 def _of_kind(own: Mapping[str, Any], model_type: str) -> tuple[str, Mapping[str, Any]]:
-    """A kind of layer, and the settings that its layers have alone; empty if there are none."""
+    """The kind of layer that has settings of its own in a model type, and these settings.
+
+    The settings are {} if they do not differ from those of other layers, or there is no such kind.
+    """
     which, keys = _OF_KINDS.get(model_type, ("", {}))
     older = own.get(_OLDER)
     given = older if isinstance(older, dict) else {}
@@ -55,7 +58,10 @@ def _of_kind(own: Mapping[str, Any], model_type: str) -> tuple[str, Mapping[str,
 
 
 def _kind(own: Mapping[str, Any], layer: int) -> str:
-    """The kind of a layer in a model that has layers with and without a window."""
+    """The kind of a layer in a model that has layers with and without a window.
+
+    Raises ValueError if no list in the configuration has the layer.
+    """
     kinds, local = own.get("layer_types"), own.get("local_layer_ids")
     if isinstance(kinds, list) and layer < len(kinds):
         return str(kinds[layer])
@@ -68,7 +74,7 @@ def heads(own: Mapping[str, Any], model_type: str, key: str) -> tuple[tuple[int,
     """Pairs of a layer and its head count, for the layers whose count is not the one under `key`.
 
     Raises:
-      ValueError: a count is not positive, or as `of`.
+      ValueError: a count is not positive, or `of` raises for a layer.
     """
     alone, local = own.get(_PER_LAYER), own.get("local_layer_ids")
     layers = (
@@ -80,7 +86,7 @@ def heads(own: Mapping[str, Any], model_type: str, key: str) -> tuple[tuple[int,
         layers |= set(range(len(listed))) if isinstance(listed, list) else set()
     layers |= {n for n in local if type(n) is int} if isinstance(local, list) else set()
     if not layers and key in _of_kind(own, model_type)[1]:
-        layers = {0}  # raises
+        layers = {0}  # nothing lists the layers, so `of` raises
     found = {n: of(own, model_type, n).get(key, own[key]) for n in sorted(layers)}
     for layer, count in found.items():
         if type(count) is not int or count < 1:

@@ -52,7 +52,7 @@ TYPES = {
             vaultgemma videoprism_text_model voxtral_realtime_encoder voxtral_realtime_text
             xclip_text_model xglm youtu zamba zamba2 zaya
         """,
-        # Model types whose blocks under a decoder are causal.
+        # Model types that are causal in blocks whose prefix names a decoder.
         "decoded": """
             bart blip_text_model bigbird_pegasus blenderbot blenderbot-small canary canary_decoder cohere_asr
             dia dia_decoder fsmt informer led longt5 m2m_100 marian mbart moonshine
@@ -108,11 +108,11 @@ _PREDICTED = ("mask2former", "oneformer")
 # `_OF_WORDS`.
 _PHRASES = ("grounding-dino", "mm-grounding-dino")
 _OF_WORDS = r"text_backbone|text_enhancer"
-# Model types whose input begins with tokens that attend each other.
+# Model types whose input begins with an image and a prompt that attend each other; the rest is causal.
 _PREFIXED = ("colpali", "paligemma", "pi0")
 # Model types whose blocks attend windows of an image; every second block rolls the image first.
 ROLLED = frozenset(["clap_audio_model", "clap", "donut-swin", "maskformer-swin", "swin"])
-# Parts of a causal model that are not causal.
+# Prefixes of the blocks of a causal model that are not causal.
 _TOWERS = r"(^|[._/])(vision|visual|image|protein|perceiver|resampler)"
 
 
@@ -129,7 +129,7 @@ def is_causal(model_type: str, prefix: str, own: Mapping[str, Any]) -> bool:
     return model_type in TYPES["is_decoder"] and own.get("is_decoder") is True
 
 
-# Keys that say which layers have a window.
+# Keys by which a configuration gives single layers a window.
 _PER_LAYER = {"layer_types", "attention_layers", "max_window_layers"}
 
 
