@@ -17,7 +17,7 @@ _CALLED = {
 def name(key: str) -> str:
     """The part of a model that a nested configuration describes, from its key.
 
-    The tensors of a `semantic_model_config` are those of a `semantic_encoder`.
+    Without `_model` too: the tensors of `semantic_model_config` are under `semantic_encoder`.
     """
     return key.removesuffix("_config").removesuffix("_cfg").removesuffix("_model")
 
@@ -32,11 +32,10 @@ def path(prefix: str) -> list[str]:
 
 
 def positions(parts: Sequence[str], path: Sequence[str]) -> tuple[int, ...]:
-    """Positions at which a path names the parts in order, then the length of the path.
+    """The index in `path` at which each of the parts is named, in order, then the path's length.
 
-    The smallest tuple belongs to the outermost part. Of tuples that start alike, the smallest has
-    the most parts.
-    Empty if there are no parts, or if the path does not name all of them.
+    () if there are no parts, or if the path does not name all of them. Of several tuples, the
+    smallest belongs to the outermost part; if they begin alike, to the one with the most parts.
     """
     positions: list[int] = []
     for part in parts:

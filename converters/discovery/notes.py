@@ -87,7 +87,7 @@ def epsilons(
 
 
 def order_of_creation(layers: Iterable[tuple[str, str]]) -> Iterator[str]:
-    """Yields a note on the order of the layers of one class in a .weights.h5 file.
+    """Yields a note on the layers of a .weights.h5 file that Keras pairs by their order only.
 
     `layers`: pairs of a source layer and its group in the file.
     """
@@ -109,7 +109,7 @@ def order_of_creation(layers: Iterable[tuple[str, str]]) -> Iterator[str]:
 def of_groups(targets: Sequence[str]) -> str:
     """A note on which models can load a .weights.h5 file.
 
-    `targets`: groups of the file, if they come only from the names in the source.
+    `targets`: the groups of the file, which the conversion made from the names in the source.
     """
     like = "name a file that it saved (--like model.weights.h5)"
     shown = listed(targets, 3)
@@ -178,8 +178,10 @@ def carried_norms(why: Mapping[str, str], unlike: Iterable[str]) -> Iterator[str
 
 
 def in_parts(why: Mapping[str, str]) -> Iterator[str]:
-    """Yields a note on weights whose parts (`parametrized`) are copied; `why`: as in
-    `carried_norms`."""
+    """Yields a note on weights that torch computes from several tensors, which are copied.
+
+    `parametrized` lists them. `why`: as in `carried_norms`.
+    """
     found = list(dict.fromkeys(x for x in why.values() if x.startswith(parametrized.COMPUTES)))
     if found:
         more = f" (and {len(found) - 1} more)" * (len(found) > 1)
@@ -187,9 +189,10 @@ def in_parts(why: Mapping[str, str]) -> Iterator[str]:
 
 
 def flattened(layers: Sequence[Module], to: Convention | None) -> Iterator[str]:
-    """Yields a note on linear layers whose features a flattened convolution may order otherwise.
+    """Yields a note on linear layers that may read or make a flattened image.
 
-    Files of torch have the channels first, those of other frameworks last.
+    torch flattens channels first, other frameworks last, so their features may have another order
+    in the target. There is no note between frameworks with the same order.
     """
     convolutions = {one.convention is TORCH for one in layers if one.kind == "convolution"}
     if to is None or convolutions != {to is not TORCH}:

@@ -16,7 +16,8 @@ from jaxmha.converters.layout import parametrized
 from jaxmha.converters.layout.base import Entry
 from jaxmha.dims import parse
 
-# Names of layers without a bias, whose arrays could belong to a linear layer or an embedding.
+# Kind, and pattern of the names of its layers: they decide where a layer has only one array of two
+# axes, which could be a linear kernel or the table of an embedding.
 _NAMES = (
     (
         "linear",
@@ -35,9 +36,9 @@ _OTHER_NORMS = (
     r"|(^|_)(ls|gamma|lambda|alpha)_?\d*$"
     r"|layer_?scale|^scale_?\d*$|_scale$"
 )
-# Prefixes of norms that are mostly gated, with two inputs.
+# Prefixes of norms that mostly have a gate as a second input: the user must name the kind.
 _GATED = r"(^|[./_])(mamba\d?|mixer|ssm|linear_attn|linear_attention|gated_\w+|kda|gla)[./]([^./]*[./])?\w*norm$|[./]o_norm$"
-# Prefixes of norms in stacks of convolutions, mostly over groups of channels (wav2vec 2).
+# Prefixes of norms in stacks of convolutions, which mostly normalise groups of channels (wav2vec 2).
 _OF_CHANNELS = r"(^|[./_])conv_layers[./]\d+[./]\w*norm$|(^|[./])pixel_decoder[./]norms[./]\d+$"
 # Names that Flax and Haiku derive from the class of a norm.
 _BY_CLASS = {"norm": r"(LayerNorm|layer_norm)(_\d+)?", "rmsnorm": r"(RMSNorm|rms_norm)(_\d+)?"}
@@ -121,7 +122,7 @@ def find(
     others: dict[str, str] = {}
     for (prefix, separator), keys in groups.items():
         if separator and separators and separator not in separators:
-            # The tensor kept its name when it was carried over from a file of another framework.
+            # The separator shows that an earlier conversion copied the tensor; so does this one.
             others |= dict.fromkeys(keys.values(), _FOREIGN)
             continue
         module = _decide(prefix, keys, info, families, own, unbiased)
@@ -145,7 +146,10 @@ def _of_parts(info: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _parallel(prefixes: Iterable[str]) -> bool:
-    """True if a layer lacks the second of Llama's two norms, as in Cohere, which has LayerNorms."""
+    """True if a layer has only the first of Llama's two norms, as in Cohere.
+
+    Its norms may then be LayerNorms, as Cohere's are, so the user must name their kind.
+    """
     present = set(prefixes)
     first = {p for p in present if re.search(r"(^|\.)layers\.\d+\.input_layernorm$", p)}
     return any(
@@ -154,7 +158,10 @@ def _parallel(prefixes: Iterable[str]) -> bool:
 
 
 def _computes(module: Module) -> str:
-    """The kind of a module; "rmsnorm" for a norm without a bias, since it could be an RMSNorm."""
+    """The kind of a module to find in `unlike`: "rmsnorm" for every norm without a bias.
+
+    Such a norm could be an RMSNorm, whatever kind was read.
+    """
     biased = "norm.bias" in module.entries
     return "rmsnorm" if module.kind == "norm" and not biased else module.kind
 
@@ -286,14 +293,17 @@ def _by_shape(
         if kind in kinds and re.search(rf"(^|[_\d])({names})([_\d]|$)", last):
             sizes = candidates[kind].sizes
             if kind == "embedding" and sizes["V"] == sizes["D"]:
-                break  # if it were a square kernel, nothing would show the missing transposition
+                break  # no shape would show that it is a linear kernel, which is transposed
             why = f"its name {last!r} (shapes alone allow {', '.join(sorted(kinds))})"
             return candidates[kind]._replace(confidence="by name", why=why)
     return f"could be {' or '.join(sorted(kinds))}: name the kind in a plan"
 
 
 def _of_features(module: Module, of_images: Collection[str]) -> Module | str:
-    """Returns a module known by its shapes; for a norm near convolutions, why it may be another."""
+    """Returns a module whose shapes decided its kind, or the reason why its kind is unknown.
+
+    A norm next to convolutions is unknown: it may normalise groups of channels.
+    """
     parent, last = _parent(module.prefix)
     if module.kind != "norm" or re.search(_OF_FEATURES, last.lower()):
         return module
@@ -326,7 +336,7 @@ def _called(prefix: str) -> str:
 
 
 def _unbiased(prefix: str, candidates: Mapping[str, Module], unbiased: str) -> Module:
-    """A norm without a bias; the name or the configuration decides the kind."""
+    """A norm without a bias: its name or the configuration decides the kind, or it is ambiguous."""
     last = re.split("[./]", prefix)[-1]
     named = [kind for kind, name in _BY_CLASS.items() if re.fullmatch(name, last)]
     if "rms" in last.lower():

@@ -18,15 +18,15 @@ Settings = Mapping[str, Sequence[object]]
 def refuse_own_forward(
     layer: object, kinds: Sequence[type], names: Collection[str], instead: str, path: str = ""
 ) -> None:
-    """Raises ValueError unless a layer computes as the first class of `kinds` that it is of.
+    """Raises ValueError unless a layer computes as the first of `kinds` that it is an instance of.
 
     Args:
-      layer: of a framework.
+      layer: a layer of a framework.
       kinds: classes of the framework, or of jaxmha.
-      names: the methods that compute. A subclass, an attribute of the layer, or an assignment to
-        the class may replace them.
+      names: the methods that compute. It raises if a subclass, an attribute of the layer, or an
+        assignment to the class replaced one of them.
       instead: the call that imports the parameters nevertheless, for the message.
-      path: of a sublayer, for the message.
+      path: where a sublayer is in its layer, for the message; "" for the layer itself.
     """
     where = f"{path}: " * bool(path)
     kind = next((one for one in kinds if isinstance(layer, one)), None)
@@ -62,7 +62,7 @@ def _replaced_by(layer: object, kind: type, name: str) -> str:
     if _unlifted(getattr_static(type(layer), name, None)) is not standard:
         return next(base for base in type(layer).__mro__ if name in vars(base)).__name__
     if standard is not None and not _is_of(standard, kind):
-        return kind.__name__  # an assignment to the class
+        return kind.__name__  # something was assigned to the class
     own = None if name.startswith("__") else vars(layer).get(name)
     if own is None or own is standard:
         return ""
@@ -76,9 +76,11 @@ def _replaced_by(layer: object, kind: type, name: str) -> str:
 
 
 def _unlifted(method: Any) -> Any:
-    """The method that `linen.remat` or `linen.jit` lifted, which computes the same; any other itself.
+    """The method that `linen.remat` or `linen.jit` wraps, which computes the same.
 
-    linen makes a subclass, whose methods close over the lifted ones.
+    Any other method is returned as it is.
+
+    linen makes a subclass, whose methods close over those of the layer's class.
     """
     while _module_of(method) == "flax.linen.transforms":
         from flax.core import lift
@@ -113,9 +115,10 @@ _SAME = (
 
 
 def _is_of(method: Any, kind: type) -> bool:
-    """True if a class of the framework that `kind` is of defines the method, wrapped or not.
+    """True if a method is the own code of `kind`, of one of its bases, or of jaxmha.
 
-    `functools.wraps` copies `__module__` and `__name__` of a function, but not its globals.
+    Wrappers are allowed if they compute the same (`_SAME`) or are of the framework itself. Globals
+    tell whose code it is: `functools.wraps` copies `__module__` and `__name__`, but not globals.
     """
     classes = {base.__module__ for base in kind.__mro__}
     packages = {name.partition(".")[0] for name in classes}
@@ -129,7 +132,7 @@ def _is_of(method: Any, kind: type) -> bool:
 
 
 def _module_of(function: Any) -> str:
-    """The module whose code a function runs, or that has the class of another callable."""
+    """The module that defines a function's code; for another callable, the module of its class."""
     if hasattr(function, "__globals__"):
         return str(function.__globals__.get("__name__"))
     return type(function).__module__
@@ -155,7 +158,7 @@ def _is_jitted(layer: Any, name: str) -> bool:
 def refuse_settings(layer: object, settings: Settings, instead: str, path: str) -> None:
     """Raises ValueError if an attribute of a layer has none of the values that `settings` lists.
 
-    An attribute that the layer lacks, as in an older release of the framework, has its default.
+    An attribute that the layer lacks, as in an older release of the framework, does not raise.
     """
     for name, values in settings.items():
         given = getattr(layer, name, values[0])
@@ -171,7 +174,10 @@ def refuse_settings(layer: object, settings: Settings, instead: str, path: str) 
 
 
 def _but_for_rounding(value: object) -> object:
-    """The function of a partial that only sets how its products are rounded; any other value itself."""
+    """The function of a partial that only sets how products are rounded, to float32 or finer.
+
+    Any other value is returned as it is.
+    """
     if not isinstance(value, partial) or value.args:
         return value
     others = value.keywords.keys() - {"precision", "preferred_element_type"}

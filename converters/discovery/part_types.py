@@ -233,7 +233,8 @@ _FLAT = frozenset(["fuyu", "paddleocr_vl", "qwen2_5_vl", "qwen2_vl"])
 def filled(content: Mapping[str, Any]) -> dict[str, Any]:
     """A configuration whose parts have the model types that its class gives them.
 
-    A part with the model type of the whole, as in older files, has that of its class.
+    Parts keep a model type of their own, unless it is the model type of the whole: older files
+    repeat that in their parts.
 
     >>> filled({"model_type": "gemma3", "text_config": {"num_hidden_layers": 2}})["text_config"]
     {'num_hidden_layers': 2, 'model_type': 'gemma3_text'}
@@ -251,6 +252,8 @@ def filled(content: Mapping[str, Any]) -> dict[str, Any]:
 
 def of_top(content: Mapping[str, Any]) -> str:
     """The model type of the settings at the top of a configuration, or "".
+
+    In older files of some models, these are the settings of the text model.
 
     >>> of_top({"model_type": "qwen2_vl", "num_attention_heads": 12})
     'qwen2_vl_text'

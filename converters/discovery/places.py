@@ -8,7 +8,7 @@ from jaxmha.converters.discovery import model_families
 from jaxmha.converters.layout.base import Layout
 
 Shapes = Mapping[str, Sequence[int]]
-# Layouts with the same keys as others, which only prefixes of their families have.
+# Layouts that have the same keys as other layouts; they are read only at prefixes of their families.
 OF_FAMILIES = ("timm-heads", "timm-heads-conv", "timm-nest", "x-transformers")
 # Layouts that are found only at prefixes of their families, or if the user names them: elsewhere,
 # arrays with these keys may be in another order.
@@ -41,7 +41,7 @@ def refuse_prefix(layout: Layout, prefix: str) -> None:
 
 
 def allow(layout: Layout, prefix: str, keys: Mapping[str, str], shapes: Shapes) -> bool:
-    """False for a layout that the place of a block, or the arrays next to it, exclude.
+    """False if the prefix of a block, or the arrays next to it, exclude a layout whose keys fit.
 
     `llama` and `llama-across` have the same keys: `llama-across` is for prefixes of cross-attention
     whose queries and keys have different input widths; `llama` is for all others.

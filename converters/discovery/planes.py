@@ -65,7 +65,7 @@ class Grid(NamedTuple):
     centred: bool = False
 
     def places(self, *sizes: int) -> NDArray:
-        """The coordinates, `T A`, of a grid of A sizes; the `first` tokens before it have zeros.
+        """The A coordinates of all tokens, `T A`, for a grid of A sizes; zeros for unrotated tokens.
 
         >>> Grid(first=1).places(1, 2).tolist()
         [[0.0, 0.0], [0.0, 0.0], [0.0, 1.0]]
@@ -138,11 +138,11 @@ class Square(NamedTuple):
     factor: float = 1.0
 
     def at(self, width: int) -> Planes:
-        """The positions for heads of `width` features; ValueError if it is no multiple of 4."""
+        """The positions for heads of `width` features; raises ValueError unless 4 divides it."""
         if width % 4:
             raise ValueError(f"heads must have a multiple of 4 features, got {width}")
         plain = self.factor * self.base ** -(np.arange(width // 4) / (width // 4))
-        values = np.kron(np.eye(2), plain)[:, None]  # row, then column
+        values = np.kron(np.eye(2), plain)[:, None]  # `A 1 P`: the row, then the column
         return Planes(values[::-1] if self.columns_first else values, self.grid, self.interleaved)
 
     def __call__(
@@ -169,7 +169,7 @@ def evenly(rotary: Planes | Square, x: Float[Array, "*B T N H"]) -> Array:
 def of(
     prefix: str, model_type: str, own: Mapping[str, Any], file: checkpoint.Checkpoint
 ) -> Planes | Square | None:
-    """The positions of a block; None if it has none.
+    """The positions of a block; None if it rotates nothing, such as a pool or cross-attention.
 
     `own` is the configuration of its model. Raises ValueError for an unknown architecture.
     """
@@ -190,7 +190,7 @@ def _of_timm(
     rows = next((row for pattern, row in TIMM if re.match(pattern, name)), None)
     if rows is None:
         raise ValueError(f"the rotary positions of architecture {name} are not known")
-    if (place := _BLOCK.match(prefix)) is None:  # such as a pool
+    if (place := _BLOCK.match(prefix)) is None:  # not in a stack of blocks, such as a pool
         return None
     given = own.get("model_args", own)  # `own` is the whole configuration, or its model_args
     rows = {**rows, **given}

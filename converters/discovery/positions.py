@@ -52,14 +52,15 @@ INTERLEAVED = frozenset((
     "gradium_phonon_tts", "helium", "llama4_text", "moonshine", "moonshine_streaming",
     "openai_privacy_filter", "pe_audio_encoder", "roformer",
 ))  # fmt: skip
-# Model types whose rotary positions are rows and columns, or times, instead of token indices.
+# Model types whose rotary positions are rows and columns, or times, instead of token indices: those
+# that are not in `axial.FORMS` are unknown.
 PLANES = frozenset((
     "dinov3_vit", "eomt_dinov3", "pixtral", "sam3_vit_model", "neomme",
     "efficientloftr", "lightglue", "edgetam_video", "sam2_video", "sam3_tracker_video", "vjepa2",
     "HunyuanDiT2DModel", "StableAudioDiTModel",
 ))  # fmt: skip
-# Layout and model type of files that rotate pairs of adjacent features. In transformers, the same
-# model rotates the two halves of a head.
+# Layout and model type of the authors' own files, which rotate pairs of adjacent features. In files of
+# transformers, the same model rotates the two halves of a head.
 _PERMUTED = (("linear-wo", "pixtral"), ("linear-wqkv-wo", "kimi_k25_vision"))
 # Model types that `architectures` lists as rotary, but whose attention blocks are not rotated.
 _NOWHERE = (
@@ -85,8 +86,8 @@ class Rotary(NamedTuple):
     """Rotary positions: the angle per position of every pair of features.
 
     `kind` is the rope type of the configuration, and `base` its theta. Features after the pairs are
-    not rotated. `factor` multiplies cosine and sine. `length` is the longest sequence with these
-    frequencies if longer ones have others; None: all have these, or a length was given.
+    not rotated. `factor` multiplies cosine and sine. `length`: the longest sequence with these
+    frequencies, if longer sequences have others; None: there is no limit, or the caller gave a length.
     """
 
     inv_freq: tuple[float, ...]
@@ -129,7 +130,7 @@ class Positions(NamedTuple):
         return self.scheme not in ("none", "unknown") or self.query_scale is not None
 
     def __str__(self) -> str:
-        """The scheme in words."""
+        """The scheme in words, as notes and the metadata of files have it."""
         if self.query_scale is not None:
             return f"{self._replace(query_scale=None)}, {SCALED}"
         if isinstance(self.rotary, Rotary):
@@ -168,7 +169,10 @@ def of_blocks(
 
 
 def notes(file: checkpoint.Checkpoint, found: Mapping[str, Positions]) -> Iterator[str]:
-    """Yields a note on every scheme that config.json or a tensor determines."""
+    """Yields one note for all blocks with the same scheme, if it changes their attention or may.
+
+    It may if the scheme of a known model type is unknown; unknown model types have no note.
+    """
     schemes: dict[tuple[str, bool], list[str]] = {}
     for prefix, one in found.items():
         if one.applied or (one.scheme == "unknown" and not one.why.endswith(_NOT_KNOWN)):
@@ -185,7 +189,7 @@ def to_metadata(
     A scheme that neither a configuration nor a tensor determines has the words of the source's own
     metadata. The result is empty if no scheme is known.
 
-    `found`: the schemes by prefix in the source. `sources`: that prefix by prefix in the destination.
+    `found`: prefix in the source -> scheme. `sources`: prefix in the destination -> in the source.
     """
     known = typed(file) or any(one.scheme != "unknown" for one in found.values())
     before = stated(file)

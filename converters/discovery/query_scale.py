@@ -60,7 +60,7 @@ def of(own: Mapping[str, Any], layer: int | None) -> QueryScale | QueryPower | N
     """The factor of queries by position that a configuration gives to a layer; None: no factor.
 
     Raises:
-      TypeError: a value is no number, or the RoPE parameters are no mapping.
+      TypeError: a value is not a number, or the RoPE parameters are not a mapping.
       ValueError: a value is missing or out of its range, or there is no setting for the layer.
     """
     if (power := _POWERS.get(str(own.get("model_type")))) and layer is not None:
@@ -69,7 +69,10 @@ def of(own: Mapping[str, Any], layer: int | None) -> QueryScale | QueryPower | N
 
 
 def _rotated(own: Mapping[str, Any], layer: int) -> bool:
-    """True if the kind of a layer has RoPE parameters; by default, sliding attention has them."""
+    """True if a layer of Beam has RoPE parameters, by its kind: such layers have no factor.
+
+    By default, layers of sliding attention have them.
+    """
     kind, parameters = layer_kinds.of(own, "beam", layer), own.get("rope_parameters")
     if not isinstance(parameters, Mapping):
         return kind == layer_kinds.SLIDING

@@ -29,7 +29,8 @@ _MLP = tuple(
     f"rel_pos.mlp.{layer}.{array}" for layer in ("fc1", "fc2") for array in ("weight", "bias")
 )
 _SHAW = "distance_embedding.weight"
-# lucidrains' conformer: rows by query minus key position, the same range in both directions.
+# lucidrains' conformer: rows go by query minus key position, unlike those of `_SHAW`, and over the same
+# range in both directions.
 _SHAW_BACK = "rel_pos_emb.weight"
 _WAVES = (
     ("bias_u", "bias_v", "relative_k_proj.weight"),
@@ -71,14 +72,14 @@ def of(block: Block, own: Mapping[str, Any], file: checkpoint.Checkpoint) -> Ter
 def table(block: Block, file: checkpoint.Checkpoint) -> Term | None:
     """The term that a block's tensors alone define; None if there is none or its form is unknown.
 
-    It is a learned bias of pairs of tokens (`TABLES`), or a product of queries with learned rows
-    and columns (SAM).
+    It is a bias of pairs of tokens, learned (`TABLES`) or computed by a network (timm), or a product
+    of queries with learned vectors of differences (SAM, lucidrains' conformer).
     """
     if (grid := _read(block, file, *_SAM)) is not None:
         return Grid(*grid)
     if (read := _read(block, file, _SHAW_BACK)) is not None and read[0].ndim == 2:
         return Distances(read[0][::-1], len(read[0]) // 2)
-    for root in (block.prefix, "shared_rel_pos"):  # timm
+    for root in (block.prefix, "shared_rel_pos"):  # the second: one network for all blocks of timm
         names = [
             f"{root}.{key}".replace("shared_rel_pos.rel_pos", "shared_rel_pos") for key in _MLP
         ]
@@ -87,7 +88,7 @@ def table(block: Block, file: checkpoint.Checkpoint) -> Term | None:
     for key, index in TABLES:
         if (read := _read(block, file, key, index)) is not None:
             values, rows = read
-            if key.endswith("biases"):  # LeViT: by head, then by row
+            if key.endswith("biases"):  # LeViT's table is by head, then by kind of pair
                 values = values.T
             side = math.isqrt(rows.size)
             if values.ndim == 2 and side * side == rows.size:
@@ -98,7 +99,10 @@ def table(block: Block, file: checkpoint.Checkpoint) -> Term | None:
 
 
 def _of_differences(values: NDArray) -> Term | None:
-    """The bias by absolute row and column differences in a square image (LeViT); else None."""
+    """The bias by absolute row and column differences in a square image (LeViT).
+
+    None if the number of columns of the table `values` is not a square.
+    """
     side = math.isqrt(values.shape[-1])
     if values.ndim != 2 or side * side != values.shape[-1]:
         return None
@@ -107,8 +111,11 @@ def _of_differences(values: NDArray) -> Term | None:
 
 
 def square(values: NDArray) -> Term | None:
-    """The bias of a square window from its table alone (Swin, BEiT, MaxViT); else None."""
-    if values.ndim == 3 and values.shape[1] == values.shape[2]:  # by head, key minus query
+    """The bias of a square window from its table alone (Swin, BEiT, MaxViT).
+
+    None if the table has the rows of no square window, with or without a class token.
+    """
+    if values.ndim == 3 and values.shape[1] == values.shape[2]:  # by head, and key minus query
         values = np.flip(values, (1, 2)).reshape(len(values), -1).T
     if values.ndim != 2:
         return None
@@ -129,7 +136,10 @@ def is_across(block: Block) -> bool:
 
 
 def _buckets(block: Block, own: Mapping[str, Any], file: checkpoint.Checkpoint) -> Term:
-    """The buckets of a T5 block; the first layer of a stack holds the table for the whole stack."""
+    """The buckets of a T5 block.
+
+    The first layer of a stack holds the table for the whole stack; MPNet has it in the encoder.
+    """
     stack = re.match(r"(.*?)block[./]\d+[./]", block.prefix)
     whole = f"{block.prefix.partition('encoder.layer.')[0]}encoder.{_T5}"  # MPNet
     names = [f"{block.prefix}.{_T5}", whole, *_tables(file.info, stack[1] if stack else "")]

@@ -18,7 +18,7 @@ _BEFORE += r"position|ca|sa|txt|img|text|vision|projection|convolution)_?)*"
 _AFTER = r"(?:_?(?:proj|projection|lin|linear|dense|conv|layer|net|head|heads|embed|w|weight|"
 _AFTER += r"a_proj|b_proj|[ab]|nope|rope|pe|content|pos|d[uv]|(?:content|pos|sine)_proj|weights|"
 _AFTER += r"a_proj_with_mqa|with_mqa))*\d*"
-LONGEST = 40  # letters of a component; no real one has more, and a long one takes time to match
+LONGEST = 40  # letters of a component to match; no real one has more, and long ones take time
 # Role -> the pattern of the component of a tensor name that denotes its projection.
 ROLES = {
     role: re.compile(f"{_BEFORE}{name}{_AFTER}", re.IGNORECASE)
@@ -39,7 +39,7 @@ _OUT = re.compile(
     rf"{_AFTER}",
     re.IGNORECASE,
 )
-# Norms of queries and keys, and the role of the letter in their names.
+# Names of norms of queries and keys; the group `before` or `after` of the match tells which of them.
 _NORM = re.compile(
     r"(?:(?:layer_?|ln_?)?norm_?(?P<after>q|k|query|key)|(?P<before>q|k|query|key)_?(?:layer_?)?norm)",
     re.IGNORECASE,
@@ -68,9 +68,10 @@ _FIRST = (
 _IN_ORDER = re.compile(
     r"(?:\w*_)?(?:w_?)?(?:qkv|kv|qk|in_proj)(?:_\w+)?|(?:emb_)?(?:to_)?key_value", re.IGNORECASE
 )
-# Names of the layers of blocks with another scale or packing: torchvision's MaxViT divides its
-# logits by the width of all heads, CodeGen packs for several processors, and Megatron-Core packs by
-# key head (layout megatron; keys and values of its attention across by head).
+# Names of the layers of blocks that are not read by their names, since models with these names have
+# another scale or packing: torchvision's MaxViT divides its logits by the width of all heads, CodeGen
+# packs for several processors, and Megatron-Core packs by key head (layout megatron; keys and values of
+# its cross-attention by head).
 _UNLIKE = {
     ("to_qkv", "merge"),
     ("qkv_proj", "out_proj"),
@@ -82,7 +83,8 @@ _UNLIKE = {
 _LIKE = re.compile(r"(^|[./])vision_model[./]transformer[./]layers[./]\d+[./]self_attn$")
 _TIMM = ("linear:", ("qkv", "proj"))  # left to layout timm, which knows exceptions
 _ATTENTION = re.compile(r"att|mha", re.IGNORECASE)
-_WRAPPERS = {"self", "attention", "attn", "mha", "inner", "fn"}  # in or after a block's prefix
+# Components that end the prefix of a block, or that follow it before the names of its layers.
+_WRAPPERS = {"self", "attention", "attn", "mha", "inner", "fn"}
 
 
 class Named(NamedTuple):
@@ -170,7 +172,7 @@ def _block(prefix: str, names: Sequence[str], shapes: Mapping[str, Sequence[int]
     if order is None or len(outs) != 1 or not all(map(_in_order, order, map(roles.get, order))):
         return None
     own = (*(roles[role] for role in order), *outs)
-    if "in_proj" in own[0] and not _ATTENTION.search(prefix):  # such as those of Mamba
+    if "in_proj" in own[0] and not _ATTENTION.search(prefix):  # Mamba has an in_proj as well
         return None
     weights = [shapes[modules[m]["weight"]] for m in own]
     if any(
@@ -234,7 +236,10 @@ def _in_order(role: str, module: str | None) -> bool:
 
 
 def _fits(order: Sequence[str], shapes: Sequence[Sequence[int]]) -> bool:
-    """True if the widths agree; `shapes` are (out, in), and the output projection is last."""
+    """True if queries are as wide as the output projection's input, and keys and values fit them.
+
+    `shapes` are (out, in), in the order of the roles `order`; the output projection is last.
+    """
     *projections, (_, width, *_) = shapes
     rows: dict[str, int] = {}
     for role, (out, *_) in zip(order, projections, strict=True):

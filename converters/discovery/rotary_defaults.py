@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 class Bases(NamedTuple):
     """The keys and defaults of the bases of full and of sliding attention.
 
-    `sliding`: "" if no key changes its base. `scaled`: `rope_scaling` applies to it as well.
+    `sliding` is "" if no key changes the base of sliding attention. `scaled`: `rope_scaling` applies
+    to sliding attention as well.
     """
 
     full: str

@@ -33,7 +33,7 @@ def of(own: Mapping[str, Any], model_type: str, layer: int | None) -> dict[str, 
     """The RoPE parameters of a layer of a model type.
 
     Raises:
-      TypeError: the configuration has them as another type than an object.
+      TypeError: the configuration holds something else than an object under the key for them.
       ValueError: the configuration does not determine them.
     """
     rule = BY_KIND.get(model_type)
@@ -53,7 +53,7 @@ def of(own: Mapping[str, Any], model_type: str, layer: int | None) -> dict[str, 
     found["rope_type"] = RENAMED.get(model_type, {}).get(kind, kind)
     before = own.get(_BEFORE)
     if before is not None and rule is None and model_type not in OF_KINDS:
-        found[_BEFORE] = before  # replaces that of the parameters
+        found[_BEFORE] = before  # goes before the value in the RoPE parameters
     else:
         found.setdefault(_BEFORE, own.get("max_position_embeddings"))
     return found
@@ -89,7 +89,7 @@ def frequencies(
 
 
 def trained_length(own: Mapping[str, Any], rope: Mapping[str, Any]) -> int | None:
-    """The longest sequence that the frequencies of length 0 are for; None: they are for all."""
+    """The longest sequence for which `frequencies` of length=0 hold; None: there is no limit."""
     if rope["rope_type"] == "longrope":
         return int(rope["original_max_position_embeddings"])
     most = own.get("max_position_embeddings") if rope["rope_type"] == "dynamic" else None
@@ -105,7 +105,10 @@ def _object(own: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def _given(own: Mapping[str, Any], model_type: str, layer: int | None) -> Mapping[str, Any]:
-    """The parameters that a configuration or the class gives; those of a layer if kinds have theirs."""
+    """The RoPE parameters that a configuration, or else the class of its model type, gives.
+
+    If each kind of layer has its own: those of the kind of `layer`.
+    """
     scaling = {} if model_type in UNSCALED else _object(own, "rope_scaling")
     given = scaling or _object(own, "rope_parameters")
     if not given and model_type in NEEDED:
@@ -131,7 +134,7 @@ def _given(own: Mapping[str, Any], model_type: str, layer: int | None) -> Mappin
 
 
 def _by_rule(own: Mapping[str, Any], rule: Bases, kind: str) -> dict[str, Any]:
-    """The parameters of a kind of layer, of a class whose kinds have keys of their own."""
+    """The RoPE parameters of a kind of layer, in a class that has a key for each kind (`BY_KIND`)."""
     sliding = kind == layer_kinds.SLIDING
     every = _object(own, "rope_parameters")
     found: dict[str, Any] = {"rope_type": "default"}
@@ -140,7 +143,7 @@ def _by_rule(own: Mapping[str, Any], rule: Bases, kind: str) -> dict[str, Any]:
     if rule.scaled or not sliding:
         found |= _object(own, "rope_scaling")
     base = own.get(rule.full) or rule.full_default
-    if sliding:  # None: the base of full attention
+    if sliding:  # a base that is null is that of full attention
         base = own.get(rule.sliding, rule.sliding_default) or base
     return {"rope_theta": base} | found
 
@@ -155,6 +158,6 @@ def _base(own: Mapping[str, Any], model_type: str) -> Any:
 
 
 def _share(own: Mapping[str, Any], model_type: str) -> Any:
-    """The share of the features of a head that is rotated, by the top of a configuration."""
+    """The share of a head that is rotated, by a key outside the RoPE parameters or by the class."""
     default = next((part for part, types in SHARES.items() if model_type in types.split()), None)
     return own.get(SHARE_KEYS.get(model_type, _SHARE), default)

@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-# Part -> a description of its computation, and the remedy, since no conversion carries it over.
+# Part -> a description of its computation, and the remedy where a conversion cannot carry it over.
 PARTS = {
     "rotary": (
         "rotary positions (queries and keys are turned by angles)",

@@ -29,7 +29,7 @@ def described(block: Block, metadata: Mapping[str, str]) -> Block:
 def _stored(block: Block, metadata: Mapping[str, str]) -> Values:
     """The semantics that metadata keeps for a block; empty if there are none.
 
-    Raises CheckpointError (a ValueError) if the text is no JSON object, or too large.
+    Raises CheckpointError (a ValueError) if the text is not a JSON object, or too large.
     """
     key = f"{METADATA}.{block.prefix}"
     raw = metadata.get(key, "").encode("utf-8", "replace")
@@ -77,9 +77,10 @@ def origin(block: Block, metadata: Mapping[str, str]) -> str:
 
 
 def target(to: Layout, block: Block, metadata: Mapping[str, str]) -> Layout:
-    """The destination layout of a block.
+    """The destination layout `to`, with the semantics that a block has in it.
 
-    It has the block's semantics if it is jaxmha, or the layout that the block was converted from.
+    These are the block's own if `to` is jaxmha, or the layout from which the block was converted;
+    otherwise `to` keeps its semantics.
     """
     if origin(block, metadata) == to.name:
         return replace(to, semantics=block.layout.semantics)

@@ -34,7 +34,10 @@ def refuse_hooks(module: "torch.nn.Module", path: str) -> None:
 
 
 def _recomputed(hooks: tuple[Any, ...], path: str) -> Iterator[str]:
-    """The parameter that each hook of torch.nn.utils computes before forward, and the remedy."""
+    """Says which parameter each hook of torch.nn.utils computes before forward, and the remedy.
+
+    Other hooks are left out.
+    """
     from torch.nn.utils.prune import BasePruningMethod
     from torch.nn.utils.spectral_norm import SpectralNorm
     from torch.nn.utils.weight_norm import WeightNorm

@@ -13,7 +13,8 @@ from typing import Any
 from jaxmha.converters.discovery import other_configs, part_types
 
 _LANGUAGE = r"^(model\.)?(language_model\.)?(model\.)?layers\."
-# The same in any wrapper, as of DDP or PEFT, if all other blocks are those of vision.
+# Prefixes of the layers of a text model in any wrapper, as of DDP or PEFT, for models in which all
+# other layers are of vision.
 _NOT_VISION = r"^(?!.*(vision|visual)).*\blayers\."
 _SWIN = (
     (r"pixel_level_module\.encoder", "backbone_config: num_heads"),

@@ -23,7 +23,7 @@ from jaxmha.converters.discovery import (
 from jaxmha.converters.discovery.hf_config import Json
 
 _ROTARY = signs.SIGNS[0]
-_LONGEST_KEY = 100  # no real setting has a longer name
+_LONGEST_KEY = 100  # longer keys are ignored: no real setting has such a name
 _SHORT = reprlib.Repr()
 _SHORT.maxdict = _SHORT.maxlist = 3
 
@@ -75,7 +75,8 @@ def refuse(
     refused = {part: texts for part, texts in refused.items() if part not in carried}
     for part, texts in refused.items() if layouts else ():
         text, remedy = signs.PARTS[part]
-        model_type = texts[0].rstrip(")").rpartition(" ")[2]  # if a type is the evidence
+        # The model type, if a type is the evidence; `form` returns "" for any other word.
+        model_type = texts[0].rstrip(")").rpartition(" ")[2]
         does = f"{why}, and so has" if (why := unlike.form(model_type)) else "has"
         raise ValueError(
             printable(
@@ -124,7 +125,7 @@ def _notes(
         )
     if types or implied or not set(layouts) - signs.CLASSES:
         return
-    keys = {*signs.OF_TRANSFORMERS, "pretrained_cfg"}  # the latter is timm's
+    keys = {*signs.OF_TRANSFORMERS, "pretrained_cfg"}  # timm writes pretrained_cfg
     of_model = isinstance(content, dict) and keys & content.keys()
     if of_model or content == {}:
         known = (path.parent / hf_config.CONFIG).exists()
@@ -212,7 +213,10 @@ def _by_sign(sign: signs.Sign, value: Json, shown: str, evidence: Evidence) -> N
 
 
 def settings(content: Json) -> Iterator[tuple[tuple[str, ...], dict[str, Json]]]:
-    """Every dictionary of a configuration that describes a model, with the keys that lead to it."""
+    """Yields every dictionary in a configuration, with the keys that lead to it.
+
+    Dictionaries that do not concern the model (`signs.NOT_OF_MODELS`) are left out.
+    """
     todo: list[tuple[tuple[str, ...], Json]] = [((), content)]
     while todo:
         way, value = todo.pop()
@@ -225,7 +229,7 @@ def settings(content: Json) -> Iterator[tuple[tuple[str, ...], dict[str, Json]]]
 
 
 def _strings(value: Json) -> Iterator[str]:
-    """The strings in a value; `attention_types` of GPT-Neo nests lists."""
+    """The strings in a value, also in nested lists, such as `attention_types` of GPT-Neo."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, list):

@@ -27,9 +27,8 @@ _PLACE = re.compile(r"att|mha|transformer|resampler|perceiver|pool|mixer", re.IG
 _CALLED = re.compile(
     r"((self|cross|encoder|multi_?head)_?)?(attn|attention|mha|mhsa|msa)", re.IGNORECASE
 )
-_PART = re.compile(
-    r"[./](attn|attention)_(out|proj)\w*[./]"
-)  # next to a packed layer: parallel blocks
+# The output layer of attention in a parallel block, whose `in_proj` packs the feed-forward layer too.
+_PART = re.compile(r"[./](attn|attention)_(out|proj)\w*[./]")
 _MAMBA = re.compile(r"A_log|conv1d|dt_bias|x_proj|dt_proj")
 _LATENT = "; it is latent attention: jaxmha.converters.huggingface.import_latent_params reads each"
 
@@ -90,7 +89,10 @@ def _called(
     taken: Collection[str],
     known: Collection[str],
 ) -> dict[str, list[str]]:
-    """Prefixes whose last component is a name of attention, with several matrices of no known role."""
+    """Prefixes that end in a name of attention and hold several matrices that no block takes.
+
+    Prefixes inside or around a block, or one of `known`, are left out.
+    """
     matrices: dict[str, int] = {}
     for name, shape in shapes.items():
         if len(shape) >= 2 and name not in taken:
@@ -109,7 +111,7 @@ def _called(
 
 
 def _squeezes(name: str, prefix: str, shape: Sequence[int]) -> bool:
-    """True for a 1x1 convolution in a numbered sublayer, such as a gate on channels."""
+    """True for a 1x1 convolution in a numbered sublayer: it mostly gates channels, as no attention."""
     after = re.split("[./]", name[len(prefix) :].lstrip("./"))[0]
     return after.isdigit() and len(shape) == 4 and {*shape[2:]} == {1}
 
@@ -154,5 +156,5 @@ def notes(unknown: Mapping[str, Sequence[str]], model_types: Collection[str] = (
 
 
 def _is_latent(ends: Collection[str]) -> bool:
-    """True if `import_latent_params` reads a block with these keys, and all of them."""
+    """True if `import_latent_params` reads a block with these keys, without leaving out any."""
     return latent.SIGN in ends and latent.known_keys(ends).issuperset(ends)

@@ -1,4 +1,4 @@
-"""Model types of transformers 5.23 whose blocks have the arrays of a layout and compute more."""
+"""Model types of transformers 5.23 whose blocks have a layout's arrays, but another function."""
 
 _AROUND = "read the other arrays by import_params, and compute the rest around"
 # The step that the layout lacks, the function around which a caller adds it, and the model types.

@@ -10,7 +10,7 @@ _NUMBERED = re.compile(r"(?:.*/)?layers/[^/]+")
 
 
 def distinct_names(prefixes: Iterable[str], names: Mapping[str, str]) -> dict[str, str]:
-    """Prefix -> name of each block, or the prefix if another block has that name or prefix.
+    """Prefix -> name of each block, or the prefix itself if the name is another's name or prefix.
 
     All layers of a Keras model may give their attention the same name.
 
@@ -29,6 +29,7 @@ def distinct_names(prefixes: Iterable[str], names: Mapping[str, str]) -> dict[st
 
 def of_layer(prefix: str, names: Mapping[str, str]) -> str:
     """The prefix, with the user's name for the innermost layer that Keras only numbered.
+
     Other components are attributes of the model, which are better names than Keras' own counter
     (`attn/q_proj` is called `dense_8`).
 
