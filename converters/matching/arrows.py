@@ -60,7 +60,7 @@ def fit(source: Template, target: Template) -> Fit | str | None:
 
 def _splits(source: Template, target: Template) -> Iterator[int]:
     """Yields the index of each "#" of the target that may be an axis of the source's arrays."""
-    if len(target.counts) != len(source.counts) + 1 or source.first.part or target.first.part:
+    if len(target.counts) != len(source.counts) + 1 or source.first.part:
         return
     if len(target.layers) == math.prod(target.counts):
         for n in range(len(target.counts)):
@@ -86,7 +86,7 @@ def _taken_apart(source: Template, target: Template, column: int) -> Fit | str |
             )
             for arrow in _arrows(slot, cut, one.first, one.first.slots[slot].shape):
                 here = _split(arrow.source)
-                here.insert(axes[0], "l")
+                here.insert(axes[0] + (here[:1] == ["s"]), "l")  # after the axis of packed parts
                 found.append(Arrow(" ".join(here), f"l {arrow.target}".strip()))
         if not found:
             return None

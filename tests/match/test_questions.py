@@ -93,7 +93,7 @@ def test_a_packed_bias_next_to_weights_apart_fills_each_projection() -> None:
         assert torch.equal(tensor, again.state_dict()[name])
 
 
-def test_a_packed_bias_fills_stacked_layers() -> None:
+def test_a_packed_bias_fills_stacked_layers_and_is_filled_from_them() -> None:
     layers = torch.nn.ModuleList([OfOtherWidth() for _ in range(7)])
     state = {name: tensor.numpy() for name, tensor in layers.state_dict().items()}
     one = nnx.to_pure_dict(nnx.state(attention()))
@@ -101,6 +101,22 @@ def test_a_packed_bias_fills_stacked_layers() -> None:
     made = equinox.load_into(stacked, state)
     key = np.stack([state[f"{n}.in_proj_bias"][6:12].reshape(2, 3) for n in range(7)])
     np.testing.assert_array_equal(made["blocks"]["key"]["bias"], key)
+    back = convert_torch.load_into(torch.nn.ModuleList([OfOtherWidth() for _ in range(7)]), made)
+    assert all(
+        torch.equal(tensor, layers.state_dict()[n]) for n, tensor in back.state_dict().items()
+    )
+
+
+def test_stacked_projections_fill_packed_layers() -> None:
+    layers = torch.nn.ModuleList([torch.nn.MultiheadAttention(6, 2) for _ in range(5)])
+    one = nnx.MultiHeadAttention(2, 6, decode=False, rngs=nnx.Rngs(0))
+    tree = jax.tree.map(lambda x: np.stack([x] * 5), nnx.to_pure_dict(nnx.state(one)))
+    made = equinox.load_into({"blocks": tree}, layers)
+    empty = torch.nn.ModuleList([torch.nn.MultiheadAttention(6, 2) for _ in range(5)])
+    back = convert_torch.load_into(empty, made)
+    assert all(
+        torch.equal(tensor, layers.state_dict()[n]) for n, tensor in back.state_dict().items()
+    )
 
 
 @pytest.mark.parametrize("name", ["rel_bias", "bias", "bias_table", "pos_bias"])
