@@ -44,8 +44,7 @@ def _adds(eqn: Any, score: object, out: object) -> bool:
 
 
 def _is_exact_cast(eqn: Any) -> bool:
-    """True for a cast to numbers of at least 32 bits, which keeps differences of positions
-    exact."""
+    """True for a cast to numbers of at least 32 bits, which keeps distances exact."""
     to = eqn.outvars[0].aval.dtype
     wide = np.issubdtype(to, np.number) and to.itemsize >= 4 and to.kind in "if"
     return eqn.primitive.name == "convert_element_type" and wide

@@ -63,7 +63,7 @@ def _bind(names: Names, a: Iterable[object], b: Iterable[object]) -> None:
 
 
 def _equal_atoms(names: Names, a: Sequence[object], b: Sequence[object]) -> bool:
-    """True if the variables of `a` correspond to those of `b`, and literals are equal."""
+    """True if `names` maps the variables of `a` to those of `b`, and literals are equal."""
     if len(a) != len(b):
         return False
     for x, y in zip(a, b, strict=True):

@@ -294,8 +294,7 @@ def _spec(shape: Sequence[int], axes: Letters, names: dict[str, Any]) -> Partiti
 
 
 def _summed(placement: Placement, x: jax.Array, whole: Sequence[int], axes: Letters) -> jax.Array:
-    """Sums a result over devices: along axes of size 1, and for key/value heads that devices
-    share."""
+    """Sums a result over devices: along axes of size 1, and for shared key/value heads."""
     names = placement.names | {"k": placement.names["n"]}
     over = {
         letter: names.get(letter, ()) for size, letter in zip(whole, axes, strict=True) if size == 1

@@ -192,7 +192,7 @@ def _within_limit(attend: Attend, unsupported: Reason, kind: Kind, likely: Leaks
     return Finding(f"it did not finish within {seconds():g} s (JAXMHA_PROBE_SECONDS)")
 
 
-@atexit.register  # JAX's handler was registered before, so it runs after this one
+@atexit.register  # runs before JAX's handler, which was registered earlier
 def _linger() -> None:
     until = time.monotonic() + LINGER
     for thread in _LATE:

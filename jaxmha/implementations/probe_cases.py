@@ -76,7 +76,7 @@ class Case(NamedTuple):
       request: the call.
       cotangents: cotangents of output and lse.
       clean: query, key, value and cotangents in float32, with 0 in place of NaN.
-      poisoned: whether unattended keys and values are NaN, which the kernel must not read.
+      poisoned: whether unattended keys and values are NaN, which must not reach the results.
     """
 
     name: str

@@ -60,7 +60,8 @@ class Program:
         return jnp.asarray(found, aval.dtype)
 
     def grain(self, letter: str) -> int:
-        """The size of the blocks of an argument within which the value is constant; 1: unknown."""
+        """The size of the blocks of argument `letter` within which the value is constant; 1:
+        unknown."""
         from jaxmha.implementations import grain
 
         return grain.grain(self.jaxpr, self.arguments.index(letter))

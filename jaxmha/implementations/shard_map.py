@@ -117,7 +117,8 @@ def project(
 ) -> list[jax.Array]:
     """Computes `run(projections, inputs, others)` for each device's own query and key/value heads.
 
-    The gradient of an input is summed over its projections first, and only then over devices.
+    The gradient of an input is summed over its projections first and then over devices, so that one
+    all-reduce serves all projections of the input.
     """
     N, K = (x.kernel.shape[1] for x in projections[:2])
     found = split(0, N, K)

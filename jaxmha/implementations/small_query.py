@@ -86,7 +86,7 @@ def _masked(request: Request) -> Result:
 
     def weights_value(weights: jax.Array, value: jax.Array, precision: Precision) -> jax.Array:
         out = _weights_value(weights, value, precision)
-        finite.append(jnp.isfinite(out).all())  # XLA would split `out.sum()` into one per head
+        finite.append(jnp.isfinite(out).all())  # XLA would split `out.sum()` by head
         return out
 
     matmuls = reference.Matmuls(query_key, weights_value)

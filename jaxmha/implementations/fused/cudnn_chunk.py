@@ -39,7 +39,7 @@ class Chunk(NamedTuple):
     shifted: Callable[[KernelInputs], Float[jax.Array, "B T N h"]]
 
     def inputs(self, *heads: jax.Array, lengths: Lengths, above: int | None) -> KernelInputs:
-        """The inputs of a call with the given causal offset; None: no causal mask."""
+        """The inputs of a call with the causal offset `above`; None: no causal mask."""
         query, key, value = heads
         counts = {"query_lengths": lengths[0], "key_lengths": lengths[1]}
         given = {"left": None, "above": above, "scale": self.scale}

@@ -148,7 +148,7 @@ def _tangent(primals: Any, tangents: Any, **static: Any) -> tuple[list[Any], lis
         parts.append(_bind(a, db, None, kept, **static))
     if type(dbias) is not ad.Zero and bias.size:
         every = jnp.broadcast_to(dbias[..., None, :].astype(np.float32), out.shape)
-        parts.append(every.astype(out.dtype))  # so that the gradient is a sum in float32
+        parts.append(every.astype(out.dtype))  # cast last: the gradient sums in float32
     return [out], [sum(parts[1:], parts[0]) if parts else zero.from_primal_value(out)]
 
 

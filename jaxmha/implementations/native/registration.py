@@ -82,7 +82,7 @@ def result_types(like: Any, shapes: Shapes) -> list[Any]:
 def batched(
     primitive: Any, shapes: Callable[..., Shapes], operands: Any, axes: Any, **static: Any
 ) -> Any:
-    """Moves the mapped axis to the front; operands that are not mapped get one of size 1.
+    """Moves the mapped axis to the front; operands that are not mapped get an axis of size 1 there.
 
     No kernel runs over an axis of size 0: it would take mapped operands for absent ones.
     """

@@ -30,7 +30,7 @@ def unavailable() -> str | None:
 
 @cache
 def in_place_of_xla(name: str) -> Any:
-    """The primitive of a kernel.
+    """The JAX primitive that runs the kernel `name` on CPUs.
 
     Its parameter `settings` has `attributes` of the FFI call, `shapes` of results, and
     `in_xla(settings, operands)`, which computes the results in plain XLA.

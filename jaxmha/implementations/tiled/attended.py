@@ -55,7 +55,7 @@ def attended_per_head(
     *,
     some_head: bool = False,
 ) -> tuple[Bool[jax.Array, "#B #N T"] | None, Bool[jax.Array, "#B #N S"] | None]:
-    """Queries and keys with an allowed pair; None: all of them. Sizes may be 0 or symbolic.
+    """Queries and keys with an allowed pair, by query head; None: all. Sizes may be 0 or symbolic.
 
     `some_head`: as in `attended`.
     """
@@ -75,9 +75,9 @@ def attended(
     *,
     some_head: bool = False,
 ) -> tuple[Bool[jax.Array, "#B #N T"] | None, Bool[jax.Array, "#B #N S"] | None]:
-    """Queries and keys with an allowed pair, for positive sizes; None: all of them.
+    """As `attended_per_head`, for given conditions and sizes that are positive integers.
 
-    `some_head`: the caller reduces the result over heads, so that it may have one for all.
+    `some_head`: the caller reduces the results over heads, so their axis of heads may have size 1.
     """
     if bias is None and conditions == NO_CONDITIONS:
         return None, None
@@ -152,7 +152,7 @@ def _attended_by_tiles(
 ) -> tuple[Bool[jax.Array, "#B #N T"], Bool[jax.Array, "#B #N S"]]:
     """Attended rows and keys, for any conditions; a tile has all heads, all keys and some rows.
 
-    `some_head`: reduces over heads first, once for rows and keys.
+    `some_head`: reduces the mask of a tile over heads first, once for both results.
     """
     conditions, bias = pad(conditions, bias, tiling)
     B, N, rows = tiling.B, tiling.K * tiling.G, tiling.rows

@@ -33,7 +33,8 @@ def kind(
     conditions: Conditions,
     bias: Float[jax.Array, "b n t s"] | None,
 ) -> Literal["rows", "keys"] | None:
-    """Returns `rows` if a static causal offset is the only condition, `keys` if key padding is.
+    """The kind of bands that pays: `rows` if a static causal offset is the only condition, `keys` if
+    key padding is.
 
     Returns None for other conditions, for key padding with a soft cap, or if row bands do not pay.
     """

@@ -2,7 +2,8 @@
 
 The matmul of XLA:CPU adds the terms of a sum one by one, and rounds every partial sum. In many
 trained models one feature has far larger terms than all others: each partial sum from that term on
-is as large as the term, and so is its rounding error. If the term comes last, only one sum is.
+is as large as the term, and so is its rounding error. If the term comes last, only the last sum is
+as large.
 """
 
 from typing import TypeVar

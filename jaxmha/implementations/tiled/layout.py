@@ -1,6 +1,7 @@
 """Splits arrays into tiles, loops over the tiles, and joins them again.
 
-An axis with a single tile is dropped: XLA would copy between layouts that differ in such an axis.
+Axes in brackets, such as `[steps]`, are dropped where their size is 1: XLA would copy between
+layouts that differ in such an axis.
 """
 
 from collections.abc import Callable
