@@ -69,10 +69,13 @@ def prove(
 
     Outputs are paired by their keys; those without a common key in order, if both models return as
     many and their sizes agree; else the nearest pairs of equal size. The largest difference of a pair
-    counts. Outputs that only one model returns are left out, and so are those that two wrong models
-    share: integers, Booleans, and inputs that both return unchanged. `Proof.left` names them. Arrays
-    in other objects than tuples, lists, dicts and dataclasses, such as a cache of transformers, are
-    not seen.
+    counts. Axes may have another order in the model (length before batch, channels first or last, heads
+    after length) where the sizes show it; `Proof.outputs` names the order. Where axes of equal sizes
+    are exchanged, outputs depart: draw inputs with which the sizes of all axes differ.
+
+    Outputs that only one model returns are left out, and so are those that two wrong models share:
+    integers, Booleans, and inputs that both return unchanged. `Proof.left` names them. Arrays in other
+    objects than tuples, lists, dicts and dataclasses, such as a cache of transformers, are not seen.
 
     Args:
       source: as in `match`; a model object if outputs are compared.

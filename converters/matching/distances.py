@@ -1,6 +1,9 @@
 """Measures how far two outputs are apart."""
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
+from operator import mul
+from typing import NamedTuple
 
 import numpy as np
 
@@ -8,36 +11,64 @@ from jaxmha.converters.layout.arrays import NDArray
 
 FILL = 1e3  # the least size of a fill
 FAR = 100  # how many times the other values a fill is, at least
+# From where to where an axis goes: none, length before batch, heads after length, and channels to
+# the end or from there, with a batch or without.
+PLACES = ((0, 0), (0, 1), (1, 2), (1, -1), (-1, 1), (0, -1), (-1, 0))
 
 
-def distance(mine: NDArray, theirs: NDArray) -> float | None:
-    """Returns the largest difference, relative to the largest value; None if the sizes differ.
+class Order(NamedTuple):
+    """An order of the axes of an output of the source, and the difference in it.
 
-    It is the minimum over the orders of `_orders`. Equal infinities do not differ; NaN differs from
-    everything. Fills of masks are compared apart: next to -1e9, all other numbers would agree.
+    Attributes:
+      axes: the axes of a size other than 1, where they are not in order; else ().
+      difference: the largest, relative to the largest value.
+    """
+
+    axes: tuple[int, ...]
+    difference: float
+
+
+def distances(mine: NDArray, theirs: NDArray) -> list[Order]:
+    """Returns the differences in all orders of axes that the sizes allow; none if there are none.
+
+    The first counts for outputs. The others are no evidence: if axes of equal sizes are exchanged, a
+    wrong model may agree. Equal infinities do not differ; NaN differs from everything. Fills of masks
+    are compared apart: next to -1e9, all other numbers would agree.
     """
     if mine.size != theirs.size or not mine.size:
-        return None
+        return []
+    axes = [axis for axis, size in enumerate(mine.shape) if size != 1]
     one, other = (np.squeeze(x).astype(np.float64) for x in (mine, theirs))
-    nearest = min(
-        _relative(order, other.reshape(order.shape))
-        for n, order in enumerate(_orders(one))
-        if n == 0 or order.shape == other.shape or order.ndim != other.ndim
-    )
-    return nearest if np.isfinite(nearest) else float("inf")
+    found = []
+    for order in _orders(one.shape, other.shape):
+        moved = tuple(axes[n] for n in order)
+        apart = _relative(one.transpose(order), other.reshape([one.shape[n] for n in order]))
+        found.append(Order(() if moved == tuple(axes) else moved, apart))
+    return found
 
 
-def _orders(x: NDArray) -> Iterator[NDArray]:
-    """Yields an array without axes of size 1 in the orders that the same values may have elsewhere.
+def _orders(shape: tuple[int, ...], wanted: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Orders of axes that lead to the wanted shape, up to axes that one shape has joined.
 
-    Unchanged, channels moved to the end or from there (with a batch, or without), length before
-    batch, and heads after length.
+    If none does, the order is unchanged.
     """
-    yield x
-    for axis in range(min(x.ndim - 1, 2)):
-        yield np.moveaxis(x, axis, -1)
-        yield np.moveaxis(x, -1, axis)
-        yield np.swapaxes(x, axis, axis + 1)
+    found = [order for order in _moved(len(shape)) if _fits([shape[n] for n in order], wanted)]
+    return list(dict.fromkeys(found)) or [tuple(range(len(shape)))]
+
+
+def _moved(n: int) -> Iterator[tuple[int, ...]]:
+    for start, end in PLACES:
+        if max(start, end) < n:
+            order = list(range(n))
+            order.insert(end % n, order.pop(start))
+            yield tuple(order)
+
+
+def _fits(shape: Sequence[int], wanted: Sequence[int]) -> bool:
+    if len(shape) == len(wanted):
+        return tuple(shape) == tuple(wanted)
+    ends, others = set(itertools.accumulate(shape, mul)), set(itertools.accumulate(wanted, mul))
+    return ends <= others or others <= ends
 
 
 def _relative(one: NDArray, other: NDArray) -> float:
@@ -47,7 +78,8 @@ def _relative(one: NDArray, other: NDArray) -> float:
     fills = _fills(sizes)
     # Next to fills, at least 1: numbers near zero are no scale.
     largest = sizes.max(where=~fills, initial=float(fills.any())) or 1.0
-    return float((apart / np.where(fills, sizes.max(), largest)).max())
+    found = float((apart / np.where(fills, sizes.max(), largest)).max())
+    return found if np.isfinite(found) else float("inf")
 
 
 def _fills(sizes: NDArray) -> NDArray:

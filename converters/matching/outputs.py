@@ -5,11 +5,11 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxmha.converters.layout.arrays import is_float
-from jaxmha.converters.matching.distances import distance
+from jaxmha.converters.matching.distances import Order, distances
 from jaxmha.converters.matching.proof import Departure
 from jaxmha.converters.matching.running import Arguments, Outputs, Place
 
-Pairs = dict[tuple[Place, Place], float]
+Pairs = dict[tuple[Place, Place], list[Order]]  # the first order counts
 
 
 class Compared(NamedTuple):
@@ -20,7 +20,7 @@ class Compared(NamedTuple):
 
 
 def compare(
-    mine: Outputs, theirs: Outputs, for_source: Arguments, for_target: Arguments
+    mine: Outputs, theirs: Outputs, for_source: Arguments, for_target: Arguments, tolerance: float
 ) -> Compared:
     """Compares the outputs of a source and a target, called with these arguments.
 
@@ -32,8 +32,8 @@ def compare(
     """
     kept_by_source, kept_by_target = _kept(mine, for_source), _kept(theirs, for_target)
     pairs = {
-        (a, b): difference
-        for (a, b), difference in _paired(mine, theirs, kept_by_source, kept_by_target).items()
+        (a, b): orders
+        for (a, b), orders in _paired(mine, theirs, kept_by_source, kept_by_target).items()
         if not (a in kept_by_source and b in kept_by_target)
     }
     if not pairs:
@@ -45,8 +45,14 @@ def compare(
     left = [f"{_name(a)} of the source" for a in mine if all(a != pair[0] for pair in pairs)]
     left += [f"{_name(b)} of the model" for b in theirs if all(b != pair[1] for pair in pairs)]
     return Compared(
-        tuple(Departure(_name(a), _name(b), x) for (a, b), x in pairs.items()), tuple(left)
+        tuple(_departure(a, b, orders, tolerance) for (a, b), orders in pairs.items()), tuple(left)
     )
+
+
+def _departure(a: Place, b: Place, orders: list[Order], tolerance: float) -> Departure:
+    axes, difference = orders[0]
+    agreeing = [order.axes for order in orders if order.difference <= tolerance < difference]
+    return Departure(_name(a), _name(b), difference, axes, (*agreeing, None)[0])
 
 
 def _paired(
@@ -57,21 +63,21 @@ def _paired(
     named = [a for a in ours if a in others and any(isinstance(key, str) for key in a)]
     found: Pairs = {}
     for place in named:
-        difference = distance(ours.pop(place), others.pop(place))
-        found[place, place] = float("inf") if difference is None else difference
-    in_order = [((a, b), distance(ours[a], others[b])) for a, b in zip(ours, others, strict=False)]
-    if len(ours) == len(others) and all(x is not None for _, x in in_order):
-        return found | {pair: x for pair, x in in_order if x is not None}
+        orders = distances(ours.pop(place), others.pop(place))
+        found[place, place] = orders or [Order((), float("inf"))]
+    in_order = {(a, b): distances(ours[a], others[b]) for a, b in zip(ours, others, strict=False)}
+    if len(ours) == len(others) and all(in_order.values()):
+        return found | in_order
     ranked = [
-        (difference, a, b)
+        (orders, a, b)
         for b in others
         for a in ours
         if (a in kept_by_source) == (b in kept_by_target)
-        and (difference := distance(ours[a], others[b])) is not None
+        and (orders := distances(ours[a], others[b]))
     ]
-    for difference, a, b in sorted(ranked, key=lambda row: row[0]):
+    for orders, a, b in sorted(ranked, key=lambda row: row[0][0].difference):
         if a in ours and b in others:
-            found[a, b] = difference
+            found[a, b] = orders
             del ours[a], others[b]
     return found
 

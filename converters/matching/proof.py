@@ -21,11 +21,21 @@ _WIDER = "let the layers that cast to it compute in float32, and compare again"
 
 
 class Departure(NamedTuple):
-    """A pair of layers, or of outputs, and their difference relative to the largest value."""
+    """A pair of layers, or of outputs, and their difference relative to the largest value.
+
+    Attributes:
+      source, target: the names of both.
+      difference: for outputs, that in the order `axes` of the axes of the source.
+      axes: the order that the sizes show; () if it is unchanged. Axes of size 1 are left out.
+      exchanged: an order in which outputs agree that depart, because axes of equal sizes are
+        exchanged; None if there is none.
+    """
 
     source: str
     target: str
     difference: float
+    axes: tuple[int, ...] = ()
+    exchanged: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -94,7 +104,7 @@ class Proof:
             rows += self._paired_outputs()
         largest = self.difference or 0.0
         if self.departure is not None:
-            source, target, difference = self.departure
+            source, target, difference = self.departure[:3]
             agree = ", while the compared outputs agree" if largest <= self.tolerance else ""
             rows.append(
                 f"first layer that departs: {target or 'the model'} from {source or 'the model'}, "
@@ -110,9 +120,21 @@ class Proof:
         return "\n".join(map(printable, rows))
 
     def _paired_outputs(self) -> Iterator[str]:
-        """Lines on each pair of outputs, if there are several or some are left."""
-        if len(self.outputs) + len(self.left) > 1:
-            for source, target, difference in self.outputs:
-                yield f"{target} of the model against {source} of the source: {difference:.1e}"
+        """Lines on each pair of outputs, if there are several, some are left, or axes are moved."""
+        several = len(self.outputs) + len(self.left) > 1
+        for source, target, difference, axes, exchanged in self.outputs:
+            pair = f"{target} of the model against {source} of the source"
+            if several or axes:
+                yield f"{pair}: {difference:.1e}{_in_order(axes) if axes else ''}"
+            if exchanged is not None:
+                yield (
+                    f"{pair} agrees{_in_order(exchanged)}, but axes of equal sizes do not show that it is "
+                    "meant: draw inputs with which their sizes differ, or return both in one order"
+                )
         if self.left:
             yield f"not compared: {', '.join(self.left)}"
+
+
+def _in_order(axes: tuple[int, ...]) -> str:
+    shown = f"the order {', '.join(map(str, axes))}" if axes else "their order"
+    return f", with the axes of the source in {shown}"

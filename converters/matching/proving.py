@@ -64,7 +64,10 @@ def prove(
     for_source, for_target = model_inputs.draw(inputs, seed)
     ours = model_inputs.run(source, "source", for_source)
     other = model_inputs.run(model, "model", for_target)
-    found = outputs.compare(ours.outputs, other.outputs, for_source, for_target)
+    dtype, narrow = _narrowest({"source": ours, "model": other})
+    tolerance = WIDE if narrow is None else NARROW
+    found = outputs.compare(ours.outputs, other.outputs, for_source, for_target, tolerance)
+    proof = replace(proof, tolerance=tolerance, dtype=dtype.name, narrow=narrow)
     return _outputs(proof, ours, other, _paired(mine, theirs, jobs, ours, other), found)
 
 
@@ -171,30 +174,26 @@ def _outputs(
     pairs: Mapping[Path, Path],
     found: outputs.Compared,
 ) -> Proof:
-    dtype, narrow = _narrowest({"source": mine, "model": theirs})
-    tolerance = WIDE if narrow is None else NARROW
     whole = max(pair.difference for pair in found.pairs)
     departure, compared = None, 0
     for path, output in mine.layers.items():
         other = theirs.layers.get(pairs.get(path, ("?",)))
-        distance = None if other is None else distances.distance(output, other)
-        if distance is None:
+        orders = [] if other is None else distances.distances(output, other)
+        if not orders:
             continue
         compared += 1
+        distance = min(order.difference for order in orders)
         # The first array that a model returns may be a mask; `whole` covers all of its outputs.
-        counts = path or whole > tolerance
-        if departure is None and distance > tolerance and counts:
+        counts = path or whole > proof.tolerance
+        if departure is None and distance > proof.tolerance and counts:
             departure = Departure(".".join(path), "/".join(pairs[path]), distance)
     return replace(
         proof,
         difference=whole,
-        tolerance=tolerance,
         outputs=found.pairs,
         left=found.left,
         departure=departure,
         compared=compared,
-        dtype=dtype.name,
-        narrow=narrow,
     )
 
 

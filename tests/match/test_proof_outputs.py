@@ -13,7 +13,12 @@ from flax import nnx
 from jaxmha.converters import flax
 from jaxmha.converters import torch as converters_torch
 from jaxmha.converters.matching import Proof, prove
-from jaxmha.converters.matching.distances import distance
+from jaxmha.converters.matching.distances import distances
+
+
+def distance(one: Any, other: Any) -> float:
+    return distances(one, other)[0].difference
+
 
 Returns = Callable[[Any, Any, Any, Any], Any]  # of the features, the logits, and both inputs
 
@@ -174,9 +179,9 @@ def test_fills_of_masks_are_no_scale(fill: float, form: str) -> None:
         return fills + x if form == "added" else np.where(masked, fills, x)
 
     noise = 1 + 1e-12 * wrong
-    assert (distance(filled(right), filled(right * noise)) or 0) < 1e-11
-    assert (distance(filled(right), filled(np.where(masked, right, wrong))) or 0) > 0.1
-    assert (distance(filled(right), np.where(masked, wrong, filled(right))) or 0) > 0.9
+    assert distance(filled(right), filled(right * noise)) < 1e-11
+    assert distance(filled(right), filled(np.where(masked, right, wrong))) > 0.1
+    assert distance(filled(right), np.where(masked, wrong, filled(right))) > 0.9
 
 
 @pytest.mark.parametrize("large", [1.0, 1e3, 1e6])
@@ -227,7 +232,7 @@ def test_attention_that_returns_its_mask_is_compared() -> None:
 
 
 @pytest.mark.parametrize("batch", [(2,), (1,), ()])
-@pytest.mark.parametrize("places", [(5,), (5, 7), (1, 7), (5, 7, 3)])
+@pytest.mark.parametrize("places", [(5,), (5, 7), (1, 7), (5, 7, 11)])
 def test_channels_may_be_first_in_either_model(
     batch: tuple[int, ...], places: tuple[int, ...]
 ) -> None:
@@ -236,7 +241,7 @@ def test_channels_may_be_first_in_either_model(
     flat = last.reshape(*batch, -1, 3)
     for one, other in ((first, last), (last, first), (first, flat), (flat, first)):
         assert distance(one, other) == 0
-        assert (distance(one, other + 1) or 0) > 0.1
+        assert distance(one, other + 1) > 0.1
 
 
 def test_convolutions_with_channels_last_prove_those_with_channels_first() -> None:
@@ -249,3 +254,41 @@ def test_convolutions_with_channels_last_prove_those_with_channels_first() -> No
 
     proof = prove(source, target, inputs=drawn)
     assert (proof.same, proof.departure, proof.compared) == (True, None, 1), str(proof)
+
+
+@pytest.mark.parametrize(("keys", "same"), [(5, True), (7, False)])
+def test_axes_are_exchanged_only_where_their_sizes_show_it(keys: int, same: bool) -> None:
+    """Scores of pairs `b i j` against `b j i`, which inputs of as many keys as queries hide."""
+
+    def scores(f: Any, y: Any, x: Any, p: Any) -> Any:
+        return f @ x[:, :keys].swapaxes(1, 2)
+
+    proof = proof_of(scores, lambda *args: scores(*args).swapaxes(1, 2))
+    assert proof.same == same
+    assert proof.outputs[0][3:] == (((0, 2, 1), None) if same else ((), (0, 2, 1)))
+    assert "with the axes of the source in the order 0, 2, 1" in str(proof)
+    assert ("draw inputs with which their sizes differ" in str(proof)) == (not same)
+
+
+# Shapes of the source and the model, and the orders of axes that the sizes allow, the first first.
+ORDERS: list[tuple[tuple[int, ...], tuple[int, ...], list[tuple[int, ...]]]] = [
+    ((2, 5, 7), (5, 2, 7), [(1, 0, 2)]),
+    ((1, 5, 7), (5, 1, 7), [()]),
+    ((2, 5, 5), (2, 5, 5), [(), (0, 2, 1)]),
+    ((2, 3, 8, 8), (2, 8, 8, 3), [(0, 2, 3, 1)]),
+    ((2, 8, 4, 4), (2, 16, 8), [(0, 2, 3, 1)]),
+    ((2, 4, 7, 3), (2, 7, 12), [(0, 2, 1, 3), (0, 2, 3, 1)]),
+    ((1, 4, 4, 3), (4, 12), [(), (2, 1, 3), (1, 3, 2), (2, 3, 1)]),
+    ((14, 4, 3), (2, 7, 12), [()]),
+    ((6,), (2, 3), [()]),
+    ((), (1,), [()]),
+]
+
+
+@pytest.mark.parametrize(("shape", "wanted", "orders"), ORDERS)
+def test_orders_of_axes_follow_from_sizes(
+    shape: tuple[int, ...], wanted: tuple[int, ...], orders: list[tuple[int, ...]]
+) -> None:
+    x = np.arange(float(np.prod(shape))).reshape(shape)
+    found = distances(x, x.reshape(wanted))
+    assert [order.axes for order in found] == orders
