@@ -385,7 +385,7 @@ def _at_positions(
     N: int, queries: jax.Array, keys: jax.Array
 ) -> list[tuple[Int32[jax.Array, "..."], str]]:
     b, n = (jnp.arange(size, dtype=np.int32) for size in (queries.shape[0], N))
-    i, j = (jnp.maximum(x, 0).astype(np.int32) for x in (queries, keys))  # negative: empty slots
+    i, j = (jnp.maximum(x, 0).astype(np.int32) for x in (queries, keys))  # below 0: empty slots
     return [(b, "b"), (n, "n"), (i, "bi"), (j, "bj")]
 
 

@@ -68,7 +68,7 @@ class Program:
 
     @property
     def adds_bias(self) -> bool:
-        """True for a score function that adds a function of the distance `j - i`."""
+        """True for a score function that only adds a function of b, n and the distance `j - i`."""
         from jaxmha.implementations import distances
 
         return self.arguments[0] == "x" and distances.adds_bias(self.jaxpr)

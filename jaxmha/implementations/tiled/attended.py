@@ -182,8 +182,8 @@ Attended: TypeAlias = tuple[Bool[jax.Array, "#B #N T"] | None, Bool[jax.Array, "
 def with_blocks(
     conditions: Conditions, bias: Float[jax.Array, "b n t s"] | None, tiling: Tiling
 ) -> tuple[Attended, Conditions]:
-    """Returns attended queries and keys, and the conditions with the block mask of their mask
-    function, if any."""
+    """Returns attended queries and keys, and the conditions. If these have a mask function, its
+    `blocks` become those that all conditions and the bias allow."""
     if conditions.mod is None:
         N = tiling.K * tiling.G
         return attended(conditions, bias, tiling.B, N, tiling.T, tiling.S), conditions
