@@ -1,4 +1,4 @@
-"""Recognises adapters, such as LoRA, whose arrays change a layer and are no layers themselves."""
+"""Recognises adapters, such as LoRA, whose arrays change a layer and are not layers themselves."""
 
 import re
 from collections.abc import Iterable

@@ -102,7 +102,7 @@ class Window(NamedTuple):
 class Looked(NamedTuple):
     """A learned bias for every pair of tokens.
 
-    `table` has a row of `N` biases for each kind of pair; `rows`, `T S`, has every pair's row in it.
+    `table` has a row of `N` biases for each kind of pair; `rows`, `T S`, has each pair's row number.
     """
 
     table: NDArray

@@ -123,8 +123,8 @@ def of_prefixes(
 ) -> dict[str, Attended]:
     """The masks of blocks of an open checkpoint, by prefix.
 
-    `blocks`: the blocks of the checkpoint. `prefixes`: prefixes of blocks, including latent
-    attention. `heads`: the head counts of its configuration, if the caller has read them.
+    `prefixes`: the blocks to return, which may be of latent attention. `heads`: the head counts of
+    the configuration; None: they are read, and compared with `blocks`, all blocks of the file.
     """
     content = hf_config.readable(file.path)
     if heads is None and positions.typed(file):
@@ -181,7 +181,10 @@ def _of_block(prefix: str, content: Any, configured: Configured | None) -> Atten
 
 
 def _windowed(own: Mapping[str, Any], model_type: str, layer: int | None, causal: bool) -> Attended:
-    """The mask of a layer by the settings of its windows and chunks."""
+    """The mask of a layer by the settings of its windows and chunks.
+
+    Raises ValueError if no mask is known for its kind of layer, or a setting is not a size.
+    """
     scheme = "causal" if causal else "full"
     kind = _kind(own, model_type, layer)
     if kind in _WHOLE:

@@ -81,7 +81,7 @@ class Block(NamedTuple):
 
     @property
     def whole(self) -> bool:
-        """True if the layout knows every array under the prefix and every group is complete."""
+        """True if no array is unknown, and every group (such as biases) is complete or absent."""
         lacking = {entry.group for entry in self.layout.entries if entry.key not in self.keys}
         present = {entry.group for entry in self.layout.entries if entry.key in self.keys}
         return not self.unknown and not lacking & present
@@ -273,9 +273,9 @@ def natural(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
 
 
-# Norms and reductions before the projections or after the output, which a conversion copies. They are
-# known in known model families only: in other models, a norm of the same name may be between the heads
-# and the output projection.
+# Norms and reductions before the projections or after the output, which a conversion copies. Blocks may
+# have them in known model families only: in other models, a norm of the same name may be between the
+# heads and the output projection.
 BEFORE = (
     "LayerNorm", "ln", "layer_norm", "self_attn_layer_norm", "self.layernorm1", "self.layernorm2",
     "self.sr", "self.layer_norm", "self.sequence_reduction", "spatial_reduction",
@@ -310,7 +310,7 @@ def unknown_under(
     def known(key: str) -> bool:
         module, _, array = key.replace("/", ".").rpartition(".")
         before = placed and module in BEFORE and array in _OF_NORMS
-        # Known: rotary frequencies, and layers before the projections or after the output (`first`).
+        # Rotary frequencies are known, and layers before the projections or after the output, `first`.
         if array == "inv_freq" or (module or array) in first:
             return True
         return key in known_keys or (module in norms and array in _OF_NORMS) or before
@@ -347,7 +347,7 @@ def name_ends(names: Iterable[str], layouts: Iterable[Layout]) -> Ends:
 
 
 def prefixes_with(candidate: Layout, ends: Ends, key: str) -> Iterator[str]:
-    """Yields the prefixes at which a key of the layout occurs, except `_ASSIGNS`."""
+    """Yields the prefixes at which a key of the layout occurs, except those that fit `_ASSIGNS`."""
     for separator in ("", candidate.separator):
         for prefix in ends.get((separator, key), ()):
             if not re.search(_ASSIGNS, prefix):
@@ -384,8 +384,8 @@ def _fits(candidate: Layout, keys: Mapping[str, str], shapes: Mapping[str, Seque
         if any(sizes.get(letter, n) != n for letter, n in own.items()):
             return False
         sizes |= own
-    # Layouts with as many key as query heads have the same keys as uneven ones, which allow fewer: so
-    # uneven ones must also fit the output width.
+    # A packing that allows fewer key than query heads has the same keys as one with equally many, so
+    # its output width must fit as well.
     checked = ["K", "h", *(["Do"] if any(map(uneven.letter, candidate.entries)) else [])]
     return all(
         sizes[letter] == sizes[tied]

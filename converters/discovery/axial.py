@@ -164,7 +164,8 @@ def of(
 def _stretch(own: Mapping[str, Any], layer: int | None) -> float:
     """The position step between adjacent patches.
 
-    It is 1, except in global layers of SAM 3, which scale the whole image to the size of a window.
+    It is 1, except in global layers of SAM 3: there, the positions of the whole image run as far as
+    those of a window in other layers.
     """
     whole = own.get("global_attn_indexes")
     if not isinstance(whole, list) or layer not in whole:

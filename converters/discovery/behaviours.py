@@ -73,7 +73,10 @@ def configured(blocks: Sequence[Block], file: Any) -> list[Block]:
 
 
 def _without_heads(content: Any) -> str:
-    """Says that a configuration of a type in `READERS` has no head count; "" for all others."""
+    """Why settings of a model type in `READERS` cannot be read: its configuration has no head count.
+
+    "" if it has one, or has no such model type.
+    """
     readable = next((t for t in hf_config.types_in(content) if reader_of(t)), "")
     stated = any(value is not None for _, value in hf_config.search(content, CONFIG_KEYS))
     return "" if stated or not readable else _lacks("num_attention_heads", readable)

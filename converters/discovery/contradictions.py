@@ -103,7 +103,7 @@ def _of_block(
     ):
         stated = _size_in(own, exact)
         if kind == "width" and count and count.stages:
-            continue  # the stages have different widths, and the key holds only one
+            continue  # the stages have different widths, and the configuration states only one
         if kind == "kv" and own.get("multi_query") is True and found[0] == 1:
             continue  # Falcon ignores its num_kv_heads if multi_query is set,
         if kind == "kv" and own.get("new_decoder_architecture") is False:

@@ -16,7 +16,8 @@ from jaxmha.converters.layout.base import Entry, Layout
 from jaxmha.converters.layout.registry import LAYOUTS
 from jaxmha.dims import parse
 
-# Layouts that `find` skips, besides uneven ones: other layers often have arrays of these names.
+# Layouts that `find` skips, besides packings with fewer key than query heads: other layers often have
+# arrays of these names.
 _ELSEWHERE = {
     *(layout.name for layout in by_hand.BY_HAND),
     *meaning.OPEN,

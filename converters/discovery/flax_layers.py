@@ -97,7 +97,7 @@ def flax_semantics(module: Any, given: Semantics) -> Semantics:
 
 
 def beyond_semantics(module: Any) -> str | None:
-    """Describes the computation of a layer that neither parameters nor semantics hold, if any."""
+    """Describes a computation that neither parameters nor semantics of a layer hold; None: none."""
     if not isinstance(module, jaxmha_classes()) or module.rotate is None:
         return None
     return "rotates its queries and keys (rotate)"

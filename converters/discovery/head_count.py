@@ -58,7 +58,7 @@ class Count(NamedTuple):
 
     `parts` runs from the outermost to the innermost. `alone`: the count applies to these parts only,
     not to the model. `way`: the keys that lead to it in the configuration. `stages`: the counts of a
-    model's stages, of which `heads` is the first. `layers`: the layers with another count, and it.
+    model's stages, of which `heads` is the first. `layers`: (layer, count) where the count differs.
     """
 
     heads: int
@@ -85,7 +85,7 @@ class Configured(NamedTuple):
 
     `families`: names of the model families of its model_type (see `model_types`). `towers`: pairs
     of a prefix pattern and the count of the blocks that match it (see `towers`). `silent`: parts
-    without a count. `known`: its model type is in `architectures`. `rest`: the count of the blocks
+    without a count. `known`: the model type is in `architectures`. `rest`: the count of the blocks
     that belong to no part (see `over`).
     """
 
@@ -116,7 +116,7 @@ class Configured(NamedTuple):
         return next((c for pattern, c in self.towers if towers.fits(pattern, prefix)), None)
 
     def _at(self, count: Count, prefix: str) -> Count | str:
-        """`count` with the heads of the layer or stage of a prefix, or why it has no such stage.
+        """`count` with the heads of a prefix's layer or stage, or why no stage is that of the prefix.
 
         The first number in the prefix is the index of the layer, or of the stage if there are any.
         """
@@ -194,7 +194,7 @@ class Configured(NamedTuple):
         return next((parts for at, parts in found if first is None or at < first), ())
 
     def part_of(self, prefix: str) -> Count | None:
-        """The count for the part with a prefix, or for the whole model; None if unknown."""
+        """The count of the block at a prefix; its `way` leads to the block's part. None: unknown."""
         path = named_parts.path(prefix)
         placed = self._placed(path)
         count = self._tower(prefix)

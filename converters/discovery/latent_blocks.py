@@ -54,7 +54,7 @@ def find(
 ) -> list[LatentBlock]:
     """Every block of latent attention whose function is known, in the order of layers.
 
-    `known`: False also returns blocks whose function is unknown, to compare their numbers. `at`:
+    `known`: False also returns blocks whose function is unknown, to compare their arrays. `at`:
     returns only the block with this prefix. `length`: the longest sequence, on which frequencies of
     some rope types depend; 0: the trained length.
 
@@ -118,7 +118,10 @@ def _has_folder(file: Any) -> bool:
 def _configured(
     content: Any, sizes: Mapping[str, int], length: int
 ) -> tuple[dict[str, str], positions.Positions | None]:
-    """Metadata and positions from the part of a configuration with these sizes; else ({}, None)."""
+    """Metadata and positions of blocks, from the part of a configuration with their `sizes`.
+
+    ({}, None) if no part has these sizes and a known model type.
+    """
     for way, _ in hf_config.search(content, ["model_type"]):
         own, _ = behaviours.part(content, way[:-1])
         if (own.get("qk_nope_head_dim"), own.get("qk_rope_head_dim")) != (sizes["H"], sizes["R"]):
@@ -199,7 +202,10 @@ def _key(prefix: str, name: str) -> str:
 
 
 def _under(prefix: str, names: Sequence[str]) -> Sequence[str]:
-    """The names under a prefix, from sorted names; under "", the names with at most one dot."""
+    """The names under a prefix, from sorted names.
+
+    Under the prefix "", of a file with one block: the names with at most one dot.
+    """
     if not prefix:
         return [name for name in names if name.count(".") < 2]
     return names[bisect_left(names, f"{prefix}.") : bisect_left(names, f"{prefix}/")]

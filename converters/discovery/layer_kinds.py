@@ -78,8 +78,9 @@ SIZES = {
     "t5gemma2_text": 4096, "ultrabert": 128, "vaultgemma": 4096, "voxtral_realtime_encoder": 750,
     "voxtral_realtime_text": 4096,
 }  # fmt: skip
-# Model type -> the size of its window without such a key, for model types that have windows only if
-# use_sliding_window is true. All other types, apart from SmolLM3, ignore use_sliding_window.
+# Model type -> the size of its window where the configuration has no sliding_window, for model types
+# that have windows only if use_sliding_window is true. All other types, apart from SmolLM3, ignore
+# use_sliding_window.
 SWITCHED = {
     "deepseek_ocr2_encoder": 4096, "qwen2": 4096, "qwen2_5_omni_talker": 32768,
     "qwen2_5_omni_text": 32768, "qwen2_5_vl_text": 4096, "qwen2_moe": 4096, "qwen2_vl_text": 4096,
@@ -114,7 +115,7 @@ _INDEXED = frozenset(["dots3_note_text", "glm5_next_text"])
 # Model types in which one of no_rope_layer_interval layers (4 by default) has no rotary positions,
 # unless no_rope_layers is set.
 _INTERVAL = frozenset(["llama4_text", "mistral_large4_text", "smollm3"])
-# Model types whose layers of full attention have no rotary positions.
+# Model types whose layers of full attention have no rotary positions, if the model has a window.
 _LOCAL = frozenset(
     ["afmoe", "beam", "cohere2", "cohere2_moe", "exaone4", "exaone_moe", "flint", "kolibri1"]
 )
@@ -198,7 +199,7 @@ def rotated(own: Mapping[str, Any], model_type: str, layer: int | None) -> bool:
     """False if the configuration excludes a layer from rotary positions.
 
     Raises:
-      ValueError: the configuration does not determine it.
+      ValueError: the configuration does not determine whether the layer is rotated.
     """
     if layer is None:
         return True

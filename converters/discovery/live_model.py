@@ -168,8 +168,9 @@ def under(whole: LiveModel, layer: object) -> set[str]:
 
 
 def head_count(whole: LiveModel, prefix: str) -> int | None:
-    """The head count from an attribute of a hand-written layer, its sublayers, or the model's
-    config.
+    """The head count from an attribute of a hand-written layer, a sublayer, or the model's config.
+
+    None if none of them has one of the `HEADS`.
 
     >>> from types import SimpleNamespace
     >>> head_count(LiveModel({}, {"attn": SimpleNamespace(nhead=8)}), "attn")

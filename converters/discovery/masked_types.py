@@ -75,7 +75,7 @@ TYPES = {
         """,
     }.items()
 }
-# Model type -> the key of its window, and the divisor of the value.
+# Model type -> the key of its window where it has no sliding_window, and the divisor of the value.
 WINDOWS = {
     "gpt_neo": ("window_size", 1),
     "inkling2_text": ("sliding_window_size", 1),
@@ -85,7 +85,7 @@ WINDOWS = {
     "recurrent_gemma": ("attention_window_size", 1),
 }
 # Model type -> function from the size of its window to the numbers of keys before and after a
-# query. In other model types, both numbers are the size.
+# query, where attention is not causal. In other model types, both numbers are the size.
 BOTH_WAYS: dict[str, Callable[[int], tuple[int, int]]] = {
     "gemma3_text": lambda size: (size // 2, size // 2),  # EmbeddingGemma
     "gemma4_text": lambda size: (size // 2 + 1, size // 2 + 1),
@@ -102,10 +102,10 @@ OF_KINDS = {
     "linear_attention": "layers of linear_attention have no softmax",
 }
 # Segmentation models whose queries attend only pixels inside the masks that the previous layer
-# predicted.
+# predicted: no configuration gives these masks.
 _PREDICTED = ("mask2former", "oneformer")
-# Model types in which words attend only words of the same phrase, in blocks with prefixes
-# `_OF_WORDS`.
+# Model types in which words attend only words of the same phrase, in blocks with prefixes `_OF_WORDS`:
+# the mask depends on the text.
 _PHRASES = ("grounding-dino", "mm-grounding-dino")
 _OF_WORDS = r"text_backbone|text_enhancer"
 # Model types whose input begins with an image and a prompt that attend each other; the rest is causal.

@@ -48,7 +48,7 @@ def _grouped(prefix: str, shapes: Shapes) -> bool:
 def _without_planes(prefix: str, shapes: Shapes) -> bool:
     """True if a block of timm has a position table of two axes, or a network that computes it.
 
-    timm's MaxViT has a table of three axes only in models with TensorFlow's weights.
+    Blocks with a table of three axes hold TensorFlow's weights, and pack all queries before all keys.
     """
     table = shapes.get(f"{prefix}.rel_pos.relative_position_bias_table", ())
     return len(table) == 2 or f"{prefix}.rel_pos.mlp.fc1.weight" in shapes

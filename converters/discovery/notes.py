@@ -178,9 +178,9 @@ def carried_norms(why: Mapping[str, str], unlike: Iterable[str]) -> Iterator[str
 
 
 def in_parts(why: Mapping[str, str]) -> Iterator[str]:
-    """Yields a note on weights that torch computes from several tensors, which are copied.
+    """Yields a note on tensors that are copied because torch computes weights from them.
 
-    `parametrized` lists them. `why`: as in `carried_norms`.
+    `parametrized` finds these tensors. `why`: as in `carried_norms`.
     """
     found = list(dict.fromkeys(x for x in why.values() if x.startswith(parametrized.COMPUTES)))
     if found:

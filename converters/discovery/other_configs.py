@@ -12,7 +12,8 @@ from typing import Any
 COUNTED = frozenset((
     "ControlNetModel", "UNet2DConditionModel", "UNetMotionModel", "UNetSpatioTemporalConditionModel",
 ))  # fmt: skip
-# Classes whose `attention_head_dim` is the width of a head, in blocks of different widths.
+# Classes whose `attention_head_dim` is the width of a head, in stages of different widths: the head
+# count of each stage follows.
 _WIDE = frozenset(("I2VGenXLUNet", "UNet2DModel", "UNet3DConditionModel"))
 # Class -> pairs of a prefix pattern and a head count that no configuration changes.
 _FIXED = {
@@ -156,7 +157,7 @@ def rows(content: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, ...], Any
 def _stages(
     counts: object, key: str, inside: str = ""
 ) -> Iterator[tuple[str, tuple[str, ...], Any]]:
-    """Yields the rows of one head count or of a list with one per stage.
+    """Yields (prefix pattern, keys, head count) for one head count, or for a list with one per stage.
 
     `inside`: pattern of the blocks' prefixes inside a stage.
     """

@@ -122,7 +122,7 @@ def find(
     others: dict[str, str] = {}
     for (prefix, separator), keys in groups.items():
         if separator and separators and separator not in separators:
-            # The separator shows that an earlier conversion copied the tensor; so does this one.
+            # An earlier conversion copied the tensor, as its separator shows: it is copied again.
             others |= dict.fromkeys(keys.values(), _FOREIGN)
             continue
         module = _decide(prefix, keys, info, families, own, unbiased)
@@ -371,7 +371,10 @@ def _convolution(module: Module) -> Module | str:
 
 
 def _keras_group(prefix: str, candidates: Mapping[str, Module]) -> tuple[str, str] | None:
-    """The kind and group of a layer in a .weights.h5 file, where groups are named by class."""
+    """The kind and group of a layer in a .weights.h5 file, where groups are named by class.
+
+    None if the name is not that of a class with a kind here.
+    """
     last = re.sub(r"_\d+$", "", prefix.rpartition("/")[2])
     for kind, group in KERAS_FILE.group.items():
         if last == group and any(m.convention is KERAS_FILE for m in candidates.values()):

@@ -49,14 +49,14 @@ def allow(layout: Layout, prefix: str, keys: Mapping[str, str], shapes: Shapes) 
     if layout.name in OF_FAMILIES and model_families.match(layout.name, prefix, shapes) is None:
         return False
     if layout.name == "timm-grouped":
-        # GCViT has the first table, and packs only keys and values; LeViT has the second, and packs
-        # values that are wider than keys.
+        # Excluded: GCViT has the first table, and packs only keys and values; LeViT has the second,
+        # and packs values that are wider than keys.
         tables = ("rel_pos.relative_position_bias_table", "attention_biases")
         return all(layout.path(prefix, table) not in shapes for table in tables)
     if layout.name == "timm":
         rows, features = shapes[keys["qkv.weight"]][-2:]
         wide, width = shapes[keys["proj.weight"]][-2:]
-        # GCViT packs only keys and values; Hiera pools the queries of a layer that widens.
+        # Excluded: GCViT packs only keys and values; Hiera pools the queries of a layer that widens.
         biases = layout.path(prefix, "attention_biases") in shapes
         return rows != 2 * width and features == wide and (rows == 3 * width or not biases)
     if layout.name not in ("llama", "llama-across") or not re.search(_ACROSS, prefix):

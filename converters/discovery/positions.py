@@ -69,7 +69,7 @@ _NOWHERE = (
 _ROTATED_ACROSS = ("edgetam_video", "sam2_video", "sam3_tracker_video")
 # Model types with relative positions in some blocks, and rotary positions in all others.
 _BOTH = ("phi4_multimodal", "deepseek_ocr2_text", "unlimited_ocr_text")
-# Model types all of whose relative positions are tensors of their blocks.
+# Model types whose relative positions are tensors of the blocks: blocks without them have none.
 _IN_BLOCKS = ("seamless_m4t", "seamless_m4t_v2", "mask2former", "oneformer")
 # Model types that rotate by negative angles.
 BACKWARD = frozenset(["nanochat"])

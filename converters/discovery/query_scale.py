@@ -80,7 +80,7 @@ def _rotated(own: Mapping[str, Any], layer: int) -> bool:
 
 
 def by_setting(own: Mapping[str, Any], layer: int | None) -> QueryScale | None:
-    """The factor that the keys of a configuration give to a layer, of any model type.
+    """The factor that keys of a configuration give to a layer, without the fixed ones of `_POWERS`.
 
     Returns and raises as `of`.
     """

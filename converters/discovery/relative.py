@@ -37,7 +37,7 @@ _WAVES = (
     ("pos_bias_u", "pos_bias_v", "linear_pos.weight"),
 )
 # Keys of a learned bias for every pair of tokens: the table, and the row of every pair. If the file
-# has only the table, it is read as the table of a square window.
+# has only the table, it is read as that of a square window (LeViT's: of a square image).
 TABLES = (
     ("self.relative_position_bias_table", "self.relative_position_index"),
     ("relative_position_bias_table", "relative_position_index"),

@@ -175,10 +175,8 @@ def _block(prefix: str, names: Sequence[str], shapes: Mapping[str, Sequence[int]
     if "in_proj" in own[0] and not _ATTENTION.search(prefix):  # Mamba has an in_proj as well
         return None
     weights = [shapes[modules[m]["weight"]] for m in own]
-    if any(
-        max(shape[2:], default=1) > 1 for shape in weights
-    ):  # a convolution of several positions
-        return None
+    if any(max(shape[2:], default=1) > 1 for shape in weights):
+        return None  # a convolution over several positions is not a linear layer
     more = ""
     if norms:
         rows = [shapes[modules_of_norms[m]["weight"]][0] for m in norms]

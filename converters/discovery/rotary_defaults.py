@@ -69,8 +69,8 @@ SHARES = {
     ),
     0.9: "moonshine",
 }
-# Model types whose classes scale positions by default, all alike or by kind of layer: `of` raises
-# if their configuration has no RoPE parameters.
+# Model types whose classes scale positions by default, all alike or by kind of layer:
+# `rotary_settings.of` raises if their configuration has no RoPE parameters.
 NEEDED = frozenset((
     "apertus", "cwm", "diffusion_gemma_text", "dots3_note_text", "embedding_gemma2_text",
     "gemma4_text", "gemma4_unified_text", "gemma4_vision", "gpt_oss", "higgs_audio_v2", "laguna",
@@ -103,8 +103,8 @@ PARTIAL = frozenset((
     "phi3", "phi4_multimodal", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "qwen4_exp_text",
     "recurrent_gemma", "solar_open", "stablelm", "step3p5", "zaya",
 ))  # fmt: skip
-# Model type -> the parameters that its class has if a configuration has none. Without them, the keys
-# rope_theta and partial_rotary_factor of the configuration are ignored.
+# Model type -> the RoPE parameters that its class has if a configuration has neither rope_parameters
+# nor rope_scaling. Its keys rope_theta and partial_rotary_factor are then ignored.
 _HALF = {"rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 FILLED: dict[str, Mapping[str, Any]] = {
     "beam": {"sliding_attention": {"rope_theta": 10000.0}},
@@ -114,7 +114,7 @@ FILLED: dict[str, Mapping[str, Any]] = {
     "nemotron3_5_transcribe_word_timestamp": _HALF,
     "muse_spark_text": {"rope_theta": 500000.0},
 }
-# Model types, besides `BY_KIND`, whose layers have the parameters of their kind.
+# Model types, besides `BY_KIND`, whose configurations have RoPE parameters for each kind of layer.
 OF_KINDS = frozenset((
     "beam", "cohere_compass_text", "deepseek_v4", "diffusion_gemma_text", "dots3_note_text",
     "embedding_gemma2_text", "gemma4_text", "gemma4_unified_text", "laguna", "lfm3", "mellum",

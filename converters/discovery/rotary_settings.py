@@ -149,7 +149,7 @@ def _by_rule(own: Mapping[str, Any], rule: Bases, kind: str) -> dict[str, Any]:
 
 
 def _base(own: Mapping[str, Any], model_type: str) -> Any:
-    """The base of all layers; DBRX has it in attn_config."""
+    """The base by a key outside the RoPE parameters (for DBRX in attn_config), or by the class."""
     nested = own.get("attn_config")
     for part in (own, nested if isinstance(nested, Mapping) else {}):
         if part.get(key := BASE_KEYS.get(model_type, "rope_theta")):

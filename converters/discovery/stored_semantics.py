@@ -19,7 +19,7 @@ _FROM = "from"
 
 
 def described(block: Block, metadata: Mapping[str, str]) -> Block:
-    """The block, with the semantics that metadata keeps for it."""
+    """The block, with the semantics that metadata keeps for it; unchanged if there are none."""
     values = _stored(block, metadata)
     if not values:
         return block

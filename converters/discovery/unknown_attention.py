@@ -111,7 +111,7 @@ def _called(
 
 
 def _squeezes(name: str, prefix: str, shape: Sequence[int]) -> bool:
-    """True for a 1x1 convolution in a numbered sublayer: it mostly gates channels, as no attention."""
+    """True for a 1x1 convolution in a numbered sublayer: mostly a gate of channels, not attention."""
     after = re.split("[./]", name[len(prefix) :].lstrip("./"))[0]
     return after.isdigit() and len(shape) == 4 and {*shape[2:]} == {1}
 
@@ -119,7 +119,7 @@ def _squeezes(name: str, prefix: str, shape: Sequence[int]) -> bool:
 def _is_attention(prefix: str, own: Mapping[str, str], mamba: bool) -> bool:
     """True if the roles `own` at a prefix form attention.
 
-    `mamba`: some names under the prefix are of a state space model.
+    `mamba`: some names under the prefix are of a state space model, so `in_proj` may be its own.
     """
     if {"key", "value"} <= own.keys() or {"query", "key value"} <= own.keys():
         return True
