@@ -87,7 +87,7 @@ WINDOWS = {
 # Model type -> function from the size of its window to the numbers of keys before and after a
 # query, where attention is not causal. In other model types, both numbers are the size.
 BOTH_WAYS: dict[str, Callable[[int], tuple[int, int]]] = {
-    "gemma3_text": lambda size: (size // 2, size // 2),  # EmbeddingGemma
+    "gemma3_text": lambda size: (size // 2, size // 2),  # EmbeddingGemma's type
     "gemma4_text": lambda size: (size // 2 + 1, size // 2 + 1),
     "gemma4_unified_text": lambda size: (size // 2 + 1, size // 2 + 1),
     "t5gemma2_text": lambda size: ((size + 1) // 2 - 1, size // 2),

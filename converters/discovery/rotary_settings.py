@@ -64,7 +64,8 @@ def frequencies(
 ) -> rotary_frequencies.Frequencies:
     """The frequencies of heads of a width, given the RoPE parameters of their layer.
 
-    `length`: the longest sequence, on which those of `dynamic` and `longrope` depend.
+    `length`: the longest sequence, on which the frequencies of rope types dynamic and longrope
+    depend; 0: the trained length.
 
     Raises:
       ValueError: no model of this type rotates heads in this way, or a parameter is out of its range.
