@@ -4,12 +4,21 @@ weight names."""
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from jaxmha.converters.discovery.user_names import dotted
 
 _LISTED = "layers/"
 _VARIABLE = re.compile(r"(?:(?P<group>.+)/)?vars/\d+")
 _NORM = ("gamma", "beta", "moving_mean", "moving_variance")
+
+
+class Named(NamedTuple):
+    """The path and form of an array of a Keras file; `name`: as the live model has it."""
+
+    path: tuple[str, ...]
+    form: str
+    name: str
 
 
 def has_names(state: Mapping[str, object]) -> bool:
@@ -21,10 +30,8 @@ def has_names(state: Mapping[str, object]) -> bool:
     return any(_VARIABLE.fullmatch(str(name)) for name in state)
 
 
-def paths(
-    shapes: Mapping[str, tuple[int, ...]], layers: Mapping[str, str]
-) -> dict[str, tuple[tuple[str, ...], str]]:
-    """Maps array names to (path, form); "no" is for layers that other frameworks store otherwise.
+def paths(shapes: Mapping[str, tuple[int, ...]], layers: Mapping[str, str]) -> dict[str, Named]:
+    """Names the arrays of a file; the form "no" is for layers that other frameworks store otherwise.
 
     The file only numbers the weights of a layer: their names are inferred from the group, and from
     the number and ranks of the weights. `layers`: group -> the user's name of the layer.
@@ -40,15 +47,16 @@ def paths(
         form = "no" if re.search(r"transpose|depthwise|separable|gru|lstm|rnn", group) else ""
         shown = _shown(group, layers)
         for name, key in zip(names, keys, strict=True):
-            made[name] = (*(part for part in shown.split("/") if part), key), form
+            path = tuple(part for part in shown.removeprefix(_LISTED).split("/") if part)
+            made[name] = Named((*path, key), form, f"{shown}/{key}".removeprefix("/"))
     return made
 
 
-def numbered_by_keras(found: Mapping[str, tuple[tuple[str, ...], str]]) -> set[tuple[str, ...]]:
+def numbered_by_keras(found: Mapping[str, Named]) -> set[tuple[str, ...]]:
     """Returns paths of layers that only Keras named (`dense_1`); `found`: as `paths` returns it."""
     made = set()
-    for name, (path, _) in found.items():
-        group, layer = name.rpartition("/vars/")[0].split("/"), path[:-1]
+    for name, one in found.items():
+        group, layer = name.rpartition("/vars/")[0].split("/"), one.path[:-1]
         for n, part in enumerate(group):
             left = len(layer) - (len(group) - n - 1)  # the path of this part ends here
             if n and group[n - 1] == "layers" and left > 0 and layer[left - 1] == part:
@@ -57,10 +65,10 @@ def numbered_by_keras(found: Mapping[str, tuple[tuple[str, ...], str]]) -> set[t
 
 
 def _shown(group: str, names: Mapping[str, str]) -> str:
-    """Returns the group with the user's layer names, without a leading `layers/`."""
+    """Returns the group with the user's layer names."""
     if not group.startswith(_LISTED):
         return group
-    return dotted(group, "/", names).replace(".", "/").removeprefix(_LISTED)
+    return dotted(group, "/", names).replace(".", "/")
 
 
 def _keys(group: str, shapes: Sequence[tuple[int, ...]]) -> list[str]:

@@ -158,7 +158,7 @@ def jobs(
         targets = expand(line.target, target.arrays)
         if not targets:
             raise ValueError(f"the plan fills {line.target}, and the model has no such array")
-        found = [expand(_real(one, source), source.arrays) for one in line.sources]
+        found = [_sources(one, source) for one in line.sources]
         for one, several in zip(line.sources, found, strict=True):
             if not several:
                 raise ValueError(f"the plan reads {one}, and the source has no such array")
@@ -184,6 +184,13 @@ def jobs(
             for letter, rank in place.items():
                 take = take.replace(f"{{{letter}}}", str(rank))
             yield name, (replace(line, take=take), names)
+
+
+def _sources(name: str, source: Tree) -> Mapping[str, Mapping[str, int]]:
+    """The arrays that a name or pattern means, with its numbers; also by their names in a Keras file."""
+    found = expand(_real(name, source), source.arrays)
+    in_file = {} if found else expand(name, source.saved)
+    return found or {source.saved[one]: numbers for one, numbers in in_file.items()}
 
 
 def _real(name: str, source: Tree) -> str:

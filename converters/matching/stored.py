@@ -11,7 +11,7 @@ from jaxmha.converters.discovery import adapters
 from jaxmha.converters.layout import parametrized
 from jaxmha.converters.layout.arrays import NDArray
 from jaxmha.converters.layout.parametrized import Parts
-from jaxmha.converters.matching import normed, trees
+from jaxmha.converters.matching import keras_names, normed, trees
 from jaxmha.converters.matching.plan import Question
 from jaxmha.converters.matching.trees import Array, Tree
 
@@ -35,7 +35,7 @@ def read(source: Any, target: Any, argument: str = "target") -> tuple[Tree, Tree
       ValueError: the source is nothing but adapters, or has a weight in parts that do not determine
         it, or normalises one at each call, and the target has none of these.
     """
-    mine = trees.read(source)
+    mine = keras_names.as_live(trees.read(source))
     try:
         theirs = trees.read(target, argument)
         if not adapters.find(theirs.arrays):

@@ -69,7 +69,7 @@ class Tree:
       notes: remarks on reading, such as that tensors are dequantised.
       depends_on: path of each layer with an automatic name -> paths of the layers whose output it
         needs; None: the graph is unknown, so its number may say nothing of its place.
-      saved: only for a Keras model: name of an array in its weights file -> name in `arrays`.
+      saved: for a Keras model or file: name of an array in the file -> name in the live model.
       ties: True if a configuration ties heads to embeddings, False if it does not; None: not known.
       order: the names in the order of the layers in the model, or of a state dict, which perhaps
         has the order of its model; () if it is not known.
@@ -150,7 +150,7 @@ def _file(path: Path) -> Tree:
     arrays = {}
     tied = {name: file.info[first] for name, first in file.tied.items()}
     for name, info in (*file.info.items(), *tied.items()):
-        parts, form = keras.get(name) or (split(name), "")
+        parts, form, _ = keras.get(name) or (split(name), "", name)
         arrays[name] = Array(name, parts, tuple(info.shape), info.dtype.name, form)
     automatic = _counted(arrays) | keras_files.numbered_by_keras(keras)
     tree = Tree(
@@ -161,6 +161,7 @@ def _file(path: Path) -> Tree:
         close=stack.close,
         notes=file.notes,
         depends_on=dict.fromkeys(automatic),
+        saved={name: one.name for name, one in keras.items()},
         ties=ties_heads(hf_config.readable(file.path)),
         order=_order(file.info) if file.format == "torch" else (),
         stated=lambda: of_file(file),
@@ -307,7 +308,7 @@ def _keras_state(state: Mapping[str, Any]) -> Tree:
     found = keras_files.paths({name: tuple(x.shape) for name, x in state.items()}, {})
     arrays = {}
     for name, x in state.items():
-        path, form = found.get(name) or (split(name), "")
+        path, form, _ = found.get(name) or (split(name), "", name)
         arrays[name] = Array(name, path, tuple(x.shape), _dtype(x), form)
     automatic = _counted(arrays) | keras_files.numbered_by_keras(found)
     return Tree(
@@ -320,18 +321,6 @@ def _keras_state(state: Mapping[str, Any]) -> Tree:
 
 def _counted(arrays: Mapping[str, Array]) -> set[tuple[str, ...]]:
     return repeats.counted_by_keras([array.path for array in arrays.values()])
-
-
-def named_alike(source: Tree, target: Tree) -> Tree:
-    """Returns a Keras file, or a flat dict of one, with the paths of the Keras model whose weights
-    file has the same names and shapes, as Keras loads it; any other source unchanged."""
-    if source.kind not in ("keras state", "file") or source.arrays.keys() != target.saved.keys():
-        return source
-    pairs = [(a, target.arrays.get(target.saved[name])) for name, a in source.arrays.items()]
-    if any(b is not None and a.shape != b.shape for a, b in pairs):
-        return source
-    arrays = {a.name: a if b is None else a._replace(path=b.path) for a, b in pairs}
-    return replace(source, arrays=arrays, depends_on=target.depends_on)
 
 
 def keras_variables(live: live_model.LiveModel) -> Iterator[tuple[str, Any, Any]]:

@@ -3,9 +3,11 @@
 import itertools
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
+import keras as library
 import numpy as np
 import pytest
 import torch
@@ -13,7 +15,7 @@ import torch
 from jaxmha.converters import equinox, flax, keras, match
 from jaxmha.converters import torch as of_torch
 from jaxmha.converters.layout.arrays import to_numpy
-from jaxmha.converters.matching import Plan, prove
+from jaxmha.converters.matching import Line, Plan, prove
 from tests.match import keras_encoders
 from tests.promotion import foreign
 
@@ -145,3 +147,25 @@ def test_blocks_are_in_the_order_of_their_numbers() -> None:
     assert [layer["fc"]["kernel"][0, 0] for layer in filled["layers"]] == list(range(11))
     (line,) = match(source, target).lines
     assert line.sources == ("encoder_{i}/dense/kernel",)
+
+
+@foreign()
+@pytest.mark.parametrize("file", ["m.keras", "m.weights.h5"])
+def test_a_file_has_the_names_of_its_live_model(file: str, tmp_path: Path) -> None:
+    """In questions, and in plans of either; names of the file are understood too."""
+    x = inputs = library.Input((3, 5))
+    for name in ("mu_0", "mu_1"):
+        x = library.layers.LayerNormalization(name=name)(x)
+    live = library.Model(inputs, x)
+    live.weights[0].assign(range(5))
+    (live.save if file == "m.keras" else live.save_weights)(tmp_path / file)
+    norms = [{"scale": np.ones(5, "f"), "bias": np.zeros(5, "f")}] * 2
+    target = {"left": norms[0], "right": norms[1]}
+    plan = match(tmp_path / file, target)
+    assert plan.questions == match(live, target).questions
+    assert plan.questions[0].candidates == ("mu_0", "mu_1")
+    group = "layers/layer_normalization{_i}/vars/"
+    for scale, bias in (("mu_{i}/gamma", "mu_{i}/beta"), (f"{group}0", f"{group}1")):
+        plan = Plan((Line("{i}/scale", (scale,)), Line("{i}/bias", (bias,))))
+        made = equinox.load_into(norms, tmp_path / file, plan)
+        assert [one["scale"][4] for one in made] == [4, 1]
