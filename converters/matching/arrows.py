@@ -198,10 +198,20 @@ def _arrows(slot: str, source: Layer, target: Layer, shape: tuple[int, ...]) -> 
         return
     if slot == MAIN and _may_be_table(source, target, shape):
         yield Arrow("a0 a1", "a0 a1")
+    if _copied_whole(source, target) and source.slots[slot].shape == shape:
+        axes = " ".join(f"a{n}" for n in range(len(shape)))
+        yield Arrow(axes, axes)
     for a in _readings(slot, source, source.slots[slot].shape):
         for b in _readings(slot, target, shape):
             if arrow := _match(a.axes, b.axes):
                 yield _packed(arrow, a, b)
+
+
+def _copied_whole(source: Layer, target: Layer) -> bool:
+    """True for packed arrays of one name whose axes nothing shows, such as those of all experts."""
+    alike = source.part == target.part is not None and _packer(source) == _packer(target)
+    unknown = {source.form, target.form} <= {"raw", ""} and len(source.slots[MAIN].shape) > 2
+    return alike and unknown
 
 
 def _may_be_table(source: Layer, target: Layer, shape: tuple[int, ...]) -> bool:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxmha.converters import flax, match
+from jaxmha.converters import equinox, flax, match
 from jaxmha.converters.matching import Plan
 
 WIDTH, HEADS = 21, 3
@@ -98,3 +98,13 @@ def test_no_candidate_contradicts_the_name_of_the_target() -> None:
             assert question.candidates == ()
             assert "out is not" in question.reason
             assert "out_proj" not in question.line
+
+
+def test_packed_arrays_of_one_name_are_copied_where_nothing_shows_their_axes() -> None:
+    shapes = {"a/experts/gate_up_proj": (3, 5, 8), "a/experts/gate_up_proj_bias": (3, 8)}
+    source = {
+        name: np.arange(np.prod(shape), dtype="f").reshape(shape) for name, shape in shapes.items()
+    }
+    filled = equinox.load_into({name: np.zeros_like(x) for name, x in source.items()}, source)
+    for name, array in source.items():
+        np.testing.assert_array_equal(filled[name], array)
