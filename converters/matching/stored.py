@@ -47,7 +47,7 @@ def read(source: Any, target: Any, argument: str = "target") -> tuple[Tree, Tree
     except BaseException:
         mine.close()
         raise
-    return mine, theirs
+    return _without_ties(mine, theirs), theirs
 
 
 def asked(questions: Sequence[Question], source: Tree, target: Tree) -> list[Question]:
@@ -84,6 +84,21 @@ def _without_adapters(tree: Tree) -> Tree:
     left = {name: tree.arrays[name]._replace(form="no") for name in found}
     note = adapters.describe(found)
     return replace(tree, arrays={**tree.arrays, **left}, notes=(*tree.notes, note))
+
+
+def _without_ties(source: Tree, target: Tree) -> Tree:
+    """Returns a source in which no array forms a layer that the target ties to another of its arrays.
+
+    The target then has the bias of a tied head alone, and so must the source; `loading` compares both.
+    """
+    shapes = _shapes(source)
+    again = [
+        source.arrays[name]
+        for name, first in target.aliases.items()
+        if name in shapes and shapes[name] == shapes.get(first)
+    ]
+    left = {one.name: one._replace(path=(*one.path, "tied"), form="no") for one in again}
+    return replace(source, arrays={**source.arrays, **left}) if left else source
 
 
 def _computed(tree: Tree, model: Any) -> Tree:

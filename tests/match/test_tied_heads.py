@@ -13,6 +13,7 @@ from flax import nnx
 from safetensors.numpy import save_file
 
 from jaxmha.converters import flax, match
+from jaxmha.converters import torch as convert
 from jaxmha.converters.matching import prove
 
 V, D = 11, 8
@@ -29,10 +30,10 @@ class Mine(nnx.Module):  # type: ignore[misc]
 
 
 class Theirs(torch.nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, bias: bool = False) -> None:
         super().__init__()
         self.embed_tokens, self.fc = torch.nn.Embedding(V, D), torch.nn.Linear(D, D)
-        self.lm_head = torch.nn.Linear(D, V, bias=False)
+        self.lm_head = torch.nn.Linear(D, V, bias=bias)
         self.lm_head.weight = self.embed_tokens.weight
 
     def forward(self, ids: Any) -> Any:
@@ -45,6 +46,13 @@ def test_a_model_that_shows_the_tie_fills_the_head() -> None:
     assert "certain: the source ties lm_head.weight to it" in str(plan)
     model = flax.load_into(Mine(), source, plan)
     assert prove(source, model, plan, inputs=lambda rng: (rng.integers(0, V, (2, 3)),)).same
+
+
+def test_the_bias_of_a_tied_head_is_found_in_a_state_dict() -> None:
+    state, model = Theirs(bias=True).state_dict(), Theirs(bias=True)
+    assert torch.equal(convert.load_into(model, state).lm_head.bias, state["lm_head.bias"])
+    with pytest.raises(ValueError, match=r"no place for lm_head\.weight"):
+        convert.load_into(model, {**state, "lm_head.weight": torch.zeros(V, D)})
 
 
 def test_two_heads_without_a_source_are_asked_about() -> None:
