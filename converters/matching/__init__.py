@@ -74,8 +74,9 @@ def prove(
     are exchanged, outputs depart: draw inputs with which the sizes of all axes differ.
 
     Outputs that only one model returns are left out, and so are those that two wrong models share:
-    integers, Booleans, and inputs that both return unchanged. `Proof.left` names them. Arrays in other
-    objects than tuples, lists, dicts and dataclasses, such as a cache of transformers, are not seen.
+    integers, Booleans, inputs that both return unchanged, equal masks of float numbers, and zeros.
+    `Proof.left` names them. Arrays in other objects than tuples, lists, dicts and dataclasses, such as a
+    cache of transformers, are not seen.
 
     Args:
       source: as in `match`; a model object if outputs are compared.

@@ -38,13 +38,21 @@ def distances(mine: NDArray, theirs: NDArray) -> list[Order]:
     if mine.size != theirs.size or not mine.size:
         return []
     axes = [axis for axis, size in enumerate(mine.shape) if size != 1]
-    one, other = (np.squeeze(x).astype(np.float64) for x in (mine, theirs))
+    dtype = np.complex128 if np.iscomplexobj(mine) or np.iscomplexobj(theirs) else np.float64
+    one, other = (np.squeeze(x).astype(dtype) for x in (mine, theirs))
     found = []
     for order in _orders(one.shape, other.shape):
         moved = tuple(axes[n] for n in order)
         apart = _relative(one.transpose(order), other.reshape([one.shape[n] for n in order]))
         found.append(Order(() if moved == tuple(axes) else moved, apart))
     return found
+
+
+def is_mask(array: NDArray) -> bool:
+    """True if all numbers have at most two sizes: 0, 1, infinite, or large and whole."""
+    sizes = np.unique(np.abs(array.astype(np.complex128)))
+    known = (sizes == 0) | (sizes == 1) | np.isinf(sizes)
+    return bool(sizes.size <= 2 and (known | (sizes >= FILL) & (sizes == sizes.round())).all())
 
 
 def _orders(shape: tuple[int, ...], wanted: tuple[int, ...]) -> list[tuple[int, ...]]:

@@ -4,8 +4,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxmha.converters.layout.arrays import is_float
-from jaxmha.converters.matching.distances import Order, distances
+from jaxmha.converters.layout.arrays import NDArray, is_float
+from jaxmha.converters.matching.distances import Order, distances, is_mask
 from jaxmha.converters.matching.proof import Departure
 from jaxmha.converters.matching.running import Arguments, Outputs, Place
 
@@ -24,8 +24,9 @@ def compare(
 ) -> Compared:
     """Compares the outputs of a source and a target, called with these arguments.
 
-    Two wrong models agree in lengths, masks and inputs that they return unchanged: integers, Booleans
-    and inputs that both return are left out.
+    Two wrong models agree in lengths, masks, inputs that they return unchanged, and the zeros of a
+    layer that was never trained: integers, Booleans, inputs that both return, and equal outputs of two
+    values, as masks have them, are left out.
 
     Raises:
       ValueError: nothing is left to compare.
@@ -35,12 +36,14 @@ def compare(
         (a, b): orders
         for (a, b), orders in _paired(mine, theirs, kept_by_source, kept_by_target).items()
         if not (a in kept_by_source and b in kept_by_target)
+        and not (orders[0].difference <= tolerance and is_mask(mine[a]) and is_mask(theirs[b]))
     }
     if not pairs:
         raise ValueError(
             "the models return no numbers to compare, or arrays of other sizes: the source returns "
             f"{_listed(mine, kept_by_source)}, the model {_listed(theirs, kept_by_target)}. Compared are "
-            "arrays of float numbers of equal sizes, unless both are unchanged inputs: return some from both"
+            "arrays of float numbers of equal sizes, unless both are unchanged inputs or equal masks: "
+            "return some from both"
         )
     left = [f"{_name(a)} of the source" for a in mine if all(a != pair[0] for pair in pairs)]
     left += [f"{_name(b)} of the model" for b in theirs if all(b != pair[1] for pair in pairs)]
@@ -83,7 +86,11 @@ def _paired(
 
 
 def _numbers(outputs: Outputs) -> Outputs:
-    return {place: x for place, x in outputs.items() if is_float(x.dtype) and x.size}
+    return {
+        place: x
+        for place, x in outputs.items()
+        if x.size and (is_float(x.dtype) or np.iscomplexobj(x))
+    }
 
 
 def _kept(outputs: Outputs, arguments: Arguments) -> set[Place]:
@@ -95,8 +102,13 @@ def _kept(outputs: Outputs, arguments: Arguments) -> set[Place]:
         return {
             place
             for place, found in _numbers(outputs).items()
-            if any(x.shape == found.shape and (x.astype(found.dtype) == found).all() for x in given)
+            if any(x.shape == found.shape and _equal(x, found) for x in given)
         }
+
+
+def _equal(given: NDArray, found: NDArray) -> bool:
+    wide = given if np.iscomplexobj(given) else given.astype(found.dtype)
+    return bool((wide == found).all())
 
 
 def _name(place: Place) -> str:
@@ -104,8 +116,10 @@ def _name(place: Place) -> str:
 
 
 def _listed(outputs: Outputs, kept: set[Place]) -> str:
+    numbers = _numbers(outputs)
     rows = (
         f"{x.dtype} {x.shape}{' (an unchanged input)' * (place in kept)}"
+        f"{' (only 0, 1, infinities or a fill)' * (place in numbers and is_mask(x))}"
         for place, x in outputs.items()
     )
     return ", ".join(rows) or "nothing"

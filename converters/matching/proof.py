@@ -52,7 +52,7 @@ class Proof:
         of the source, fills of masks aside; None if the models were not run.
       tolerance: largest `difference` that counts as the same.
       outputs: the pairs of outputs that were compared, each with its difference. left: other outputs,
-        and integers, Booleans and inputs that both return unchanged.
+        and integers, Booleans, inputs that both return unchanged, equal masks, and zeros.
       departure: the first pair of layers whose outputs differ by more than `tolerance`; None if there
         is no such pair. `same` does not depend on it: one model may compute in a layer what the other
         computes after it.

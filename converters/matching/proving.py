@@ -206,6 +206,7 @@ def _narrowest(runs: Mapping[str, running.Run]) -> tuple[np.dtype[Any], str | No
     for which, run in runs.items():
         layers = [(f"{'.'.join(path)} of the {which}", x) for path, x in run.layers.items()]
         for name, array in (*layers, *((f"the {which}", x) for x in run.outputs.values())):
-            if is_float(array.dtype) and narrower(found, array.dtype) != found:
-                found, first = array.dtype, name.removeprefix(" of ")
+            dtype = array.real.dtype  # of a complex array that of its parts
+            if is_float(dtype) and narrower(found, dtype) != found:
+                found, first = dtype, name.removeprefix(" of ")
     return found, first

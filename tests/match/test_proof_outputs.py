@@ -70,6 +70,12 @@ BOTH: dict[str, tuple[Returns, Returns, str, str]] = {
     "a mask as numbers": (
         lambda f, y, x, p: (f, 1.0 * p), lambda f, y, x, p: (f, 1.0 * p), "0=0", "1 1",
     ),
+    "zeros": (lambda f, y, x, p: (0 * y, f), lambda f, y, x, p: (0 * y, f), "1=1", "0 0"),
+    "a mask as fills": (
+        lambda f, y, x, p: (f, -1e9 * p[..., None]), lambda f, y, x, p: (f, -1e9 * p[..., None]),
+        "0=0", "1 1",
+    ),
+    "complex numbers": (lambda f, y, x, p: 2j * y, lambda f, y, x, p: 2j * y, "=", ""),
     "None": (lambda f, y, x, p: (f, None, p), lambda f, y, x, p: f, "0=", "2"),
     "keys": (
         lambda f, y, x, p: {"b": f, "a": 2 * f}, lambda f, y, x, p: {"a": 2 * f, "b": f}, "b=b a=a",
@@ -131,6 +137,13 @@ DEPART: dict[str, tuple[Returns, Returns, list[bool]]] = {
         [False, True],
     ),
     "an input": (lambda f, y, x, p: f, lambda f, y, x, p: x, [True]),
+    "masks": (
+        lambda f, y, x, p: (f, 1.0 * p[..., None]),
+        lambda f, y, x, p: (f, 0.0 * p[..., None]),
+        [False, True],
+    ),
+    "zeros": (lambda f, y, x, p: 0 * y, lambda f, y, x, p: y, [True]),
+    "imaginary parts": (lambda f, y, x, p: y + 1j * y, lambda f, y, x, p: y - 1j * y, [True]),
     "an input for one": (lambda f, y, x, p: (x, f), lambda f, y, x, p: (x, x), [True]),
 }
 
@@ -145,7 +158,7 @@ def test_one_output_that_departs_is_enough(kind: str) -> None:
 
 
 def test_a_layer_that_departs_is_named_though_outputs_agree() -> None:
-    proof = proof_of(lambda f, y, x, p: 0 * y, lambda f, y, x, p: 0 * y, jax.numpy.abs)
+    proof = proof_of(lambda f, y, x, p: 2 * x, lambda f, y, x, p: 2 * x, jax.numpy.abs)
     assert proof.same
     assert proof.departure is not None
     assert "head from head, by" in str(proof)
@@ -201,6 +214,7 @@ def test_large_numbers_that_are_no_fills_are_the_scale(large: float) -> None:
         (lambda f, y, x, p: (x, p), lambda f, y, x, p: (x, p)),
         (lambda f, y, x, p: (y, x), lambda f, y, x, p: (f[:1], x)),
         (lambda f, y, x, p: None, lambda f, y, x, p: y),
+        (lambda f, y, x, p: 0 * y, lambda f, y, x, p: 0 * y),
     ],
 )
 def test_models_without_numbers_to_compare_are_refused(theirs: Returns, mine: Returns) -> None:
