@@ -1,7 +1,7 @@
 """Measures how far two outputs are apart."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from operator import mul
 from typing import NamedTuple
 
@@ -58,10 +58,15 @@ def is_mask(array: NDArray) -> bool:
 def _orders(shape: tuple[int, ...], wanted: tuple[int, ...]) -> list[tuple[int, ...]]:
     """Orders of axes that lead to the wanted shape, up to axes that one shape has joined.
 
-    If none does, the order is unchanged.
+    If none that is known does, any other; if none does, the order is unchanged.
     """
-    found = [order for order in _moved(len(shape)) if _fits([shape[n] for n in order], wanted)]
-    return list(dict.fromkeys(found)) or [tuple(range(len(shape)))]
+
+    def fitting(orders: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
+        return [order for order in orders if _fits([shape[n] for n in order], wanted)]
+
+    same = tuple(range(len(shape)))
+    others = itertools.permutations(same) if sorted(shape) == sorted(wanted) else ()
+    return fitting(dict.fromkeys(_moved(len(shape)))) or fitting(others) or [same]
 
 
 def _moved(n: int) -> Iterator[tuple[int, ...]]:
