@@ -10,7 +10,7 @@ from jaxmha.converters.discovery.attention_blocks import natural
 from jaxmha.converters.discovery.flattening import Item, Order, next_to_convolutions
 from jaxmha.converters.matching.decide import Decision
 from jaxmha.converters.matching.layers import MAIN, Layer
-from jaxmha.converters.matching.plan import Line, Question
+from jaxmha.converters.matching.plan import UNKNOWN, Line, Question
 from jaxmha.converters.matching.templates import Template
 from jaxmha.converters.matching.terms import meaning
 from jaxmha.converters.matching.trees import Tree
@@ -190,7 +190,7 @@ def with_orders(
     examples, readers = list(question.examples), dict[str, list[str]]()
     for n, flat in enumerate(flats):
         arrows = [row.arrow for row in examples[n] if names[row.target] == MAIN]
-        if flat is not None and any(arrows):
+        if flat is not None and all(x and UNKNOWN not in x for x in arrows):
             examples[n] = tuple(reordered(row, names[row.target], flat) for row in examples[n])
             readers.setdefault(remark(flat, *arrows), []).append(question.candidates[n])
     every = len(question.candidates)

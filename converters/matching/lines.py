@@ -4,8 +4,8 @@ import os
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from jaxmha.converters.matching import flattened, nearest, roles, stored, tied
-from jaxmha.converters.matching.arrows import Arrow, Fit, fit, guesses
+from jaxmha.converters.matching import examples, flattened, nearest, roles, stored, tied
+from jaxmha.converters.matching.arrows import Arrow, Fit, guesses
 from jaxmha.converters.matching.decide import ALONE, Decision, decide
 from jaxmha.converters.matching.keras_names import named_alike
 from jaxmha.converters.matching.layers import MAIN, is_buffer
@@ -50,7 +50,7 @@ def plan(source: Tree, target: Tree, packing: Packing = "ask") -> MatchPlan:
         questions += [*_of_packing(rows), *refused]
     for t, order in flat.items():
         rows, refused = _lines(_pieces(mine, theirs, decision, [t]), source, target)
-        slots = {_pattern_of(theirs[t], slot): slot for slot in theirs[t].first.slots}
+        slots = {examples.pattern_of(theirs[t], slot): slot for slot in theirs[t].first.slots}
         questions += [*([flattened.question(rows, slots, order)] if rows else ()), *refused]
     tied_lines, questions = tied.settled(questions, source)
     questions = stored.asked(_merged(questions), source, target)
@@ -88,9 +88,10 @@ def _cut(all_: Sequence[Template], lists: Sequence[Template]) -> list[Template]:
 
 def _decided_apart(mine: list[Template], theirs: list[Template]) -> _Decided:
     decision = decide(mine, theirs)
+    found = mine, theirs, decision
     if decision.open and (again := _taken_apart(mine, theirs, decision)):
-        return *again, decide(*again)
-    return mine, theirs, decision
+        return min(found, (*again, decide(*again)), key=_undecided)
+    return found
 
 
 def _undecided(decided: _Decided) -> int:
@@ -286,26 +287,27 @@ def _questions(
     alone, taken = set[int](), {s for s, *_ in decision.taken.values()}
     for t, (candidates, reason) in sorted(decision.open.items()):
         target = theirs[t]
-        near = [(mine[s], target) for s in candidates]
-        if not near:
+        left = [s for s in candidates if s not in taken]
+        near = [(mine[s], target) for s in left]
+        if not candidates:
             near, reason = nearest.near(mine, target, decision, reason)
-        head = (
-            None if near else tied.question(_layer_name(target), target, mine, taken, source.ties)
-        )
-        if head is not None:
+        name = examples.layer_name(target)
+        if not (near or candidates) and (
+            head := tied.question(name, target, mine, taken, source.ties)
+        ):
             found[t] = head
             continue
+        rivals = sum(not {*left}.isdisjoint(some) for some, _ in decision.open.values())
+        if not near or rivals > len(left) > 0:
+            more, why = nearest.of_equal_sizes(mine, theirs, target, decision)
+            near += more
+            reason = f"{reason}; {why}" if more else reason
+        near = near or [(mine[s], target) for s in candidates]
         if not near and reason == ALONE:
             alone.add(t)
             reason += nearest.shown(mine, target, decision)
-        names = tuple(_layer_name(one) for one, _ in near)
-        chosen: list[tuple[Template | None, Template]] = [*near]
-        examples = tuple(
-            tuple(_example(one, other, slot) for slot in target.first.slots)
-            for one, other in chosen or [(None, target)]
-        )
-        asked = Question(_layer_name(target), names, reason, examples)
-        slots = {_pattern_of(target, slot): slot for slot in target.first.slots}
+        asked = examples.question(target, near, reason)
+        slots = {examples.pattern_of(target, slot): slot for slot in target.first.slots}
         orders = [flats.between(*pair) for pair in near]
         found[t] = flattened.with_orders(asked, slots, orders)
     for several in _without_source(theirs, alone):
@@ -336,35 +338,8 @@ def _of_module(several: Sequence[Question]) -> Question:
         target=mark.join(shared) or several[0].target,
         reason="no layer of the source has the arrays and shapes of any of its layers"
         + several[0].reason.removeprefix(ALONE),
-        examples=(tuple(line for q in several for line in q.examples[0]),),
+        examples=(tuple(dict.fromkeys(line for q in several for line in q.examples[0])),),
     )
-
-
-def _pattern_of(template: Template, slot: str) -> str:
-    names = {r: template.layers[r].slots[slot].name for r in sorted(template.layers)}
-    return pattern(names) or next(iter(names.values()))
-
-
-def _layer_name(template: Template) -> str:
-    """Returns the name of a layer: the common prefix of the names or patterns of its arrays."""
-    names = [_pattern_of(template, slot) for slot in template.first.slots]
-    if len(names) == 1:
-        return names[0]
-    shared = os.path.commonprefix(names)  # noqa: RUF071 (names are no paths of files)
-    return shared.rstrip("./_") or names[0]
-
-
-def _example(source: Template | None, target: Template, slot: str) -> Line:
-    """Returns a line that fills a slot from `source`, or with zeros if `source` lacks the slot."""
-    name = _pattern_of(target, slot)
-    if source is None or slot not in source.first.slots:
-        return Line(name, fill="zeros")
-    both = source.first.slots.keys() & target.first.slots.keys()
-    how = fit(nearest.only(source, both), nearest.only(target, both))
-    arrow = str(how.arrows[slot]) if how is not None and not isinstance(how, str) else ""
-    part = source.first.part_of(slot)
-    take = f"{part[0]}/{part[1]}" if part and target.first.part_of(slot) is None else ""
-    return Line(name, (_pattern_of(source, slot),), arrow, take)
 
 
 def _merged(questions: Sequence[Question]) -> list[Question]:

@@ -17,7 +17,7 @@ from jaxmha.converters.layout.arrays import NDArray
 from jaxmha.converters.matching import functions, head_counts, head_orders, lines, stored
 from jaxmha.converters.matching.layers import is_buffer
 from jaxmha.converters.matching.patterns import expand
-from jaxmha.converters.matching.plan import Line, MatchPlan, Packing, Question
+from jaxmha.converters.matching.plan import UNKNOWN, Line, MatchPlan, Packing, Question
 from jaxmha.converters.matching.stated import Side
 from jaxmha.converters.matching.trees import Array, Tree
 from jaxmha.dims import bind, parse
@@ -155,6 +155,11 @@ def jobs(
     Raises ValueError if a line names no array, or matches other numbers of arrays in both trees.
     """
     for line in plan.lines:
+        if UNKNOWN in line.arrow:
+            raise ValueError(
+                f"the arrow of {line.target}, {line.arrow}, is to be completed: expected the axes of "
+                f"the target in the place of {UNKNOWN}"
+            )
         targets = expand(line.target, target.arrays)
         if not targets:
             raise ValueError(f"the plan fills {line.target}, and the model has no such array")

@@ -1,17 +1,22 @@
 """Finds the layers of a source that are nearest to a target layer which none of them fits."""
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from jaxmha.converters.discovery import adapters
 from jaxmha.converters.matching.arrows import Fit, fit
 from jaxmha.converters.matching.decide import Decision
 from jaxmha.converters.matching.layers import MAIN, Layer
+from jaxmha.converters.matching.plan import UNKNOWN
 from jaxmha.converters.matching.templates import Template
 from jaxmha.converters.matching.terms import contradict
 from jaxmha.converters.matching.trees import Array
 
 _PACKED = "one of them packs projections, and nothing shows that the other is packed alike"
+
+_MOST = 4  # most parts in one array: the gates of an LSTM
 
 
 def near(
@@ -42,6 +47,68 @@ def near(
     ]
     near = [pair for pair in whole if isinstance(fit(*pair), Fit)]
     return near, _PACKED if near else reason
+
+
+def of_equal_sizes(
+    mine: Sequence[Template], theirs: Sequence[Template], target: Template, decision: Decision
+) -> tuple[list[tuple[Template, Template]], str]:
+    """Finds sources that fit no target, and may be this one in axes that no layout shows, as gates.
+
+    Their sizes are those of the target in another order; or a multiple, if as many targets of one
+    shape lack a source, or the other way round. Returns as `near` does.
+    """
+    fitting = {s for s, _ in decision.fits}
+    loose = [x for s, x in enumerate(mine) if s not in fitting]
+    loose = [x for x in loose if not contradict(x.terms, target.terms)]
+    loose = [x for x in loose if not adapters.find([x.first.slots[MAIN].name])]
+    if target.first.slots.keys() == {MAIN}:  # perhaps the bias of a layer, without its kernel
+        loose += [_alone(x, slot) for x in loose for slot in x.first.slots if slot != MAIN]
+    shapes = [
+        Counter(map(_shape, several)) for several in (loose, [theirs[t] for t in decision.open])
+    ]
+    ratios = []
+    for source in loose:
+        wide = _elements(source) > _elements(target)
+        several = shapes[1][_shape(target)] if wide else shapes[0][_shape(source)]
+        if 0 < (ratio := _ratio(source, target)) <= max(1, several):
+            ratios.append((ratio, source))
+    if not ratios:
+        return [], ""
+    least = min(ratio for ratio, _ in ratios)
+    near = [(source, target) for ratio, source in ratios if ratio == least]
+    array, wanted = near[0][0].first.slots[MAIN], target.first.slots[MAIN]
+    wide = _elements(near[0][0]) > _elements(target)
+    of = "as many" if least == 1 else f"{least} times as many" if wide else f"1/{least} as many"
+    return near, (
+        f"{array.name} {array.shape} has {of} elements as {wanted.name} {wanted.shape}, and fits "
+        f"no layer: if it is the source, put the axes of the target in the place of {UNKNOWN}"
+    )
+
+
+def _alone(template: Template, slot: str) -> Template:
+    """The template whose only array is that of a slot."""
+    rows = {
+        r: x._replace(slots={MAIN: x.slots[slot]}, part=x.part_of(slot), apart=frozenset())
+        for r, x in template.layers.items()
+    }
+    return replace(template, layers=rows)
+
+
+def _ratio(source: Template, target: Template) -> int:
+    """How many times as many elements one has as the other, at most `_MOST`; 0 if they differ."""
+    sizes = [{n for n in _shape(one) if n > 1} for one in (source, target)]
+    few, many = sorted(map(_elements, (source, target)))
+    fit = sizes[0] & sizes[1] and few and many % few == 0 and many // few <= _MOST
+    return many // few if fit else 0
+
+
+def _elements(template: Template) -> int:
+    part = template.first.part_of(MAIN)
+    return math.prod(_shape(template)) * len(template.layers) // (part or (0, 1))[1]
+
+
+def _shape(template: Template) -> tuple[int, ...]:
+    return template.first.slots[MAIN].shape
 
 
 def _whole(template: Template) -> Template:

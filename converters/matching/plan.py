@@ -35,6 +35,7 @@ class Line:
     confidence: str = ""
 
 
+UNKNOWN = "?"  # in the place of the axes of the target, in an arrow that is to be completed
 SEVERAL = "several layers have these shapes, and no name decides"
 _TAKEN = (
     "every layer of these shapes fills another: correct a line, let two layers share a source, or, if "

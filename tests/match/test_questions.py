@@ -13,7 +13,7 @@ from flax import nnx
 
 from jaxmha.converters import equinox, flax, match
 from jaxmha.converters import torch as convert_torch
-from jaxmha.converters.matching import arrows
+from jaxmha.converters.matching import Line, Plan, arrows
 
 D, F = 5, 3
 
@@ -128,3 +128,61 @@ def test_a_bias_with_several_axes_is_a_table(name: str) -> None:
     target = {"attn": {name: np.zeros((3, 2), "f")}, "fc": {"kernel": np.zeros((2, 3), "f")}}
     made = equinox.load_into(target, source)
     np.testing.assert_array_equal(made["attn"][name], source[f"attn.{name}"])
+
+
+# Arrays of source and target that fit only in axes which no layout shows, and a line of the question.
+LOOSE: dict[str, tuple[Any, Any, Line]] = {
+    "transposed": (
+        torch.nn.ModuleDict({"up": torch.nn.ConvTranspose2d(6, F, 2)}),
+        nnx.Dict(up=nnx.ConvTranspose(6, F, (2, 2), rngs=nnx.Rngs(0))),
+        Line("up/kernel", ("up.weight",), "a0 a1 a2 a3 -> ?"),
+    ),
+    "turned": (
+        {"attn.rel_bias": np.zeros((9, 2), "f")},
+        {"attn": {"rel_bias": np.zeros((2, 9), "f")}},
+        Line("attn/rel_bias", ("attn.rel_bias",), "a0 a1 -> ?"),
+    ),
+    "experts": (
+        {f"experts.{n}.{m}.bias": np.zeros(D, "f") for n in range(3) for m in (0, 2)}
+        | {f"experts.{n}.{m}.weight": np.zeros((D, D), "f") for n in range(3) for m in (0, 2)},
+        {"w1": np.zeros((3, D, D), "f"), "b1": np.zeros((3, D), "f")},
+        Line("w1", ("experts.{i}.0.weight",), "l a0 a1 -> ?"),
+    ),
+    "gates": (
+        {"rnn.weight_ih_l0": np.zeros((20, 3), "f")},
+        {"cell": {"weight_ih": np.zeros((20, 3), "f")}},
+        Line("cell/weight_ih", ("rnn.weight_ih_l0",), "a0 a1 -> ?"),
+    ),
+    "one of four gates": (
+        {"rnn.weight_ih_l0": np.zeros((20, 3), "f")},
+        {"cell": {name: {"kernel": np.zeros((3, D), "f")} for name in ("i", "forget", "g", "o")}},
+        Line("cell/forget/kernel", ("rnn.weight_ih_l0",), "a0 a1 -> ?"),
+    ),
+    "fused under an unknown name": (
+        {"kqv.weight": np.zeros((18, 6), "f"), "proj.weight": np.zeros((6, 6), "f")},
+        {name: {"kernel": np.zeros((6, 2, 3), "f")} for name in ("query", "key", "value")},
+        Line("query/kernel", ("kqv.weight",), "a0 a1 -> ?"),
+    ),
+    "stacked": (
+        {"blocks/u": np.zeros((2, D, 6), "f")},
+        {"blocks": [{"u": np.zeros((D, 2, 3), "f")} for _ in range(2)]},
+        Line("blocks/{i}/u", ("blocks/u",), "a0 a1 a2 -> ?", "{i}/2"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOOSE)
+def test_arrays_that_fit_no_layer_are_candidates_of_those_with_their_sizes(name: str) -> None:
+    source, target, wanted = LOOSE[name]
+    plan = match(source, target)
+    lines = [line for q in plan.questions for several in q.examples for line in several]
+    assert wanted in lines
+    assert not any(line.fill for line in lines)
+    with pytest.raises(ValueError, match=r"is to be completed: .* in the place of \?"):
+        equinox.load_into(target, source, Plan((wanted,)))
+
+
+def test_layers_of_another_width_are_no_candidates() -> None:
+    narrow, wide = (torch.nn.TransformerEncoderLayer(n, 2, 2 * n) for n in (8, 16))
+    for source, target in ((narrow, wide), (wide, narrow)):
+        assert {q.candidates for q in match(source, target).questions} == {()}

@@ -1,0 +1,73 @@
+"""Makes the lines that a question shows for each of its candidates."""
+
+import os
+from collections.abc import Sequence
+
+from jaxmha.converters.matching import nearest
+from jaxmha.converters.matching.arrows import Fit, fit
+from jaxmha.converters.matching.layers import ONLY
+from jaxmha.converters.matching.patterns import pattern
+from jaxmha.converters.matching.plan import UNKNOWN, Line, Question
+from jaxmha.converters.matching.templates import Template
+
+
+def question(
+    target: Template, candidates: Sequence[tuple[Template, Template]], reason: str
+) -> Question:
+    """Makes the question for a target; zeros are its example if it has no candidate.
+
+    `candidates`: pairs of source and target, with the slots and parts by which they fit.
+    """
+    chosen: list[tuple[Template | None, Template]] = [*candidates]
+    rows = tuple(
+        tuple(_line(one, other, slot) for slot in target.first.slots)
+        for one, other in chosen or [(None, target)]
+    )
+    names = tuple(layer_name(one) for one, _ in candidates)
+    return Question(layer_name(target), names, reason, rows)
+
+
+def pattern_of(template: Template, slot: str) -> str:
+    """Returns the pattern of the arrays of a slot; the name of the first if there is none."""
+    names = {r: template.layers[r].slots[slot].name for r in sorted(template.layers)}
+    return pattern(names) or next(iter(names.values()))
+
+
+def layer_name(template: Template) -> str:
+    """Returns the name of a layer: the common prefix of the names or patterns of its arrays."""
+    names = [pattern_of(template, slot) for slot in template.first.slots]
+    if len(names) == 1:
+        return names[0]
+    shared = os.path.commonprefix(names)  # noqa: RUF071 (names are no paths of files)
+    return shared.rstrip("./_") or names[0]
+
+
+def _line(source: Template | None, target: Template, slot: str) -> Line:
+    """Returns a line that fills a slot from `source`, or with zeros if `source` lacks the slot.
+
+    Its arrow ends in `?` where shapes and names do not show one.
+    """
+    name = pattern_of(target, slot)
+    if source is None or slot not in source.first.slots:
+        return Line(name, fill="zeros")
+    part = source.first.part_of(slot)
+    take = f"{part[0]}/{part[1]}" if part and target.first.part_of(slot) is None else ""
+    if (arrow := _arrow(source, target, slot)).endswith(UNKNOWN):
+        apart = len(target.counts) == 1 and not source.counts
+        take = f"{{i}}/{target.counts[0]}" if apart else take
+    return Line(name, (pattern_of(source, slot),), arrow, take)
+
+
+def _arrow(source: Template, target: Template, slot: str) -> str:
+    both = source.first.slots.keys() & target.first.slots.keys()
+    found = fit(nearest.only(source, both), nearest.only(target, both))
+    gates = any(one.first.form.startswith(ONLY) for one in (source, target))
+    if found is None and not gates:
+        found = fit(nearest.only(source, {slot}), nearest.only(target, {slot}))
+    if isinstance(found, Fit):
+        return str(found.arrows[slot])
+    before, after = (one.first.slots[slot].shape for one in (source, target))
+    if found is not None and before == after and source.counts == target.counts:
+        return ""  # a copy, one of several ways
+    stacked = "lm"[: max(0, len(source.counts) - len(target.counts))]
+    return " ".join([*stacked, *(f"a{n}" for n in range(len(before))), "->", UNKNOWN])
