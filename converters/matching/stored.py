@@ -12,6 +12,7 @@ from jaxmha.converters.layout import parametrized
 from jaxmha.converters.layout.arrays import NDArray
 from jaxmha.converters.layout.parametrized import Parts
 from jaxmha.converters.matching import keras_names, normed, trees
+from jaxmha.converters.matching.patterns import expand
 from jaxmha.converters.matching.plan import Question
 from jaxmha.converters.matching.trees import Array, Tree
 
@@ -55,7 +56,8 @@ def asked(questions: Sequence[Question], source: Tree, target: Tree) -> list[Que
     reasons = _reasons(target) if not _reasons(source) else {}
     found, rest = list[Question](), list[Question]()
     for one in questions:
-        if why := next((reasons[name] for name in one.arrays if name in reasons), ""):
+        names = (name for array in one.arrays for name in expand(array, reasons))
+        if why := next((reasons[name] for name in names), ""):
             found.append(_OfParts(one.target, one.candidates, why, one.examples))
         else:
             rest.append(one)

@@ -226,3 +226,12 @@ def test_arrays_of_other_libraries_with_names_of_parts_are_arrays() -> None:
     plan = match(tree, tree)
     assert [line.target for line in plan.lines] == ["mlp/w_g", "mlp/w_v"]
     assert not plan.notes
+
+
+def test_the_remedy_is_also_given_for_blocks() -> None:
+    """Whose arrays a question names by a pattern."""
+    whole, apart = (torch.nn.Sequential(*(torch.nn.Linear(5, 7) for _ in range(3))) for _ in "ab")
+    for layer in apart:
+        torch.nn.utils.parametrizations.weight_norm(layer)
+    reason = match(whole, apart).questions[0].reason
+    assert "fill the model first, then call weight_norm" in reason
