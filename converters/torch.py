@@ -7,7 +7,7 @@ jaxmha always has `(B, T, Dq)`. True in its Boolean masks means blocked. A state
 
 from collections.abc import Iterator, Mapping
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
@@ -104,6 +104,9 @@ def import_params(
     )
 
 
+_Child: TypeAlias = tuple[jax.tree_util.GetAttrKey, MHAParams | Semantics]
+
+
 class _Pair(NamedTuple):
     params: MHAParams
     semantics: Semantics
@@ -131,20 +134,25 @@ class Imported(_Pair):
     def __getnewargs__(self) -> tuple[MHAParams, Semantics, bool]:
         return (*self, self.batch_first)
 
-    def _replace(self, **changes: Any) -> "Imported":
-        fields = {"params": self.params, "semantics": self.semantics}
-        return Imported(**{**fields, "batch_first": self.batch_first, **changes})
+    def _replace(
+        self,
+        *,
+        params: MHAParams | None = None,
+        semantics: Semantics | None = None,
+        batch_first: bool | None = None,
+    ) -> "Imported":
+        given = params or self.params, semantics or self.semantics
+        return Imported(*given, self.batch_first if batch_first is None else batch_first)
 
     __replace__ = _replace
 
-    def tree_flatten_with_keys(self) -> tuple[tuple[Any, Any], bool]:
+    def tree_flatten_with_keys(self) -> tuple[tuple[_Child, _Child], bool]:
         """The children with their keys; `batch_first` is static."""
-        keys = map(jax.tree_util.GetAttrKey, self._fields)
-        params, semantics = zip(keys, self, strict=True)
-        return (params, semantics), self.batch_first
+        params, semantics = map(jax.tree_util.GetAttrKey, self._fields)
+        return ((params, self.params), (semantics, self.semantics)), self.batch_first
 
     @classmethod
-    def tree_unflatten(cls, batch_first: bool, children: tuple[Any, Any]) -> "Imported":
+    def tree_unflatten(cls, batch_first: bool, children: tuple[MHAParams, Semantics]) -> "Imported":
         """The tuple of these children."""
         return cls(*children, batch_first)
 

@@ -41,13 +41,14 @@ def test_chunks(left: int, slots: int, chunks: tuple[int, ...]) -> None:
 
 
 def test_ragged_chunks_and_masks_over_slots() -> None:
-    """A mask over slots says of position p what it says of slot p % S."""
+    """An array says of position p what it says of slot p % S; padding is of positions."""
     params, x = make()
     rng, slots = np.random.default_rng(0), 5
     dense, valid = rng.random((B, N, 1, slots)) < 0.8, rng.random((B, slots)) < 0.8
     window = Mask.window(2, 0)
     at = np.arange(T) % slots
-    want = exact(window & Mask.padding(key_value=valid[:, at]) & Mask.dense(dense[..., at]))
+    padded = valid[:, at] | (np.arange(T) >= slots)
+    want = exact(window & Mask.padding(key_value=padded) & Mask.dense(dense[..., at]))
     mask = window & Mask.padding(key_value=valid) & Mask.dense(dense)
     cache, lengths = KVCache.empty(params, B, slots), np.zeros(B, int)
     for counts in ([6, 1, 0], [2, 6, 3], [3, 4, 6]):
