@@ -84,7 +84,7 @@ def _settings(fields: Fields, side: int) -> str:
     return ", ".join(f"{name}={_text(values[side])}" for name, values in fields.items())
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     if isinstance(value, Rotary):
         return f"({Positions('rotary', value)})"
     if not isinstance(value, partial):
@@ -173,7 +173,7 @@ def _near(x: Any, y: Any, heads: Any, order: Any) -> bool | None:
     return True if np.allclose(one, other, atol=0.01) else None
 
 
-def _alike(x: Any, y: Any) -> bool:
+def _alike(x: object, y: object) -> bool:
     if isinstance(x, partial) and isinstance(y, partial):
         x, y = ((f.func, f.args, f.keywords) for f in (x, y))
     try:

@@ -1,7 +1,7 @@
 """Reads from live Keras models which layers with automatic names depend on which."""
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jaxmha.converters.discovery.live_model import LiveModel
@@ -58,7 +58,7 @@ def channels_first(layers: Mapping[str, Any]) -> set[int]:
     return found
 
 
-def _needs(holder: Any, attribute: str) -> dict[int, set[int]] | None:
+def _needs(holder: object, attribute: str) -> dict[int, set[int]] | None:
     """Maps the id of each layer in a container to the ids of those it needs; None if unknown."""
     kinds = {base.__name__ for base in type(holder).__mro__}
     several = getattr(holder, attribute, None)
@@ -69,7 +69,7 @@ def _needs(holder: Any, attribute: str) -> dict[int, set[int]] | None:
     return _of_list(several) if isinstance(several, list | tuple) else None
 
 
-def _of_list(layers: Any) -> dict[int, set[int]]:
+def _of_list(layers: Iterable[object]) -> dict[int, set[int]]:
     """Maps the id of each layer of a list to the ids of the layers before it."""
     every = [id(layer) for layer in layers]
     return defaultdict(set, {one: set(every[:n]) for n, one in enumerate(every)})

@@ -26,14 +26,14 @@ def steps(tree: Any, stop: Callable[[Any], bool]) -> list[tuple[str, Any]]:
     return [("/".join(map(_key, path)), one) for path, one in found]
 
 
-def _is_box(leaf: Any) -> bool:
+def _is_box(leaf: object) -> bool:
     """True for an nnx variable, and for a linen array boxed with its partition names."""
     return "flax" in packages_of(leaf) and any(
         hasattr(leaf, name) for name in ("get_value", "unbox")
     )
 
 
-def _key(key: Any) -> str:
+def _key(key: object) -> str:
     for attribute in ("key", "idx", "name"):
         if hasattr(key, attribute):
             return str(getattr(key, attribute))

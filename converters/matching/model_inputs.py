@@ -61,7 +61,7 @@ def _is_arguments(value: object) -> bool:
     return isinstance(value, tuple | list | Mapping)
 
 
-def _checked(drawn: Any, which: str) -> Arguments:
+def _checked(drawn: object, which: str) -> Arguments:
     if isinstance(drawn, Mapping):
         return drawn
     if isinstance(drawn, tuple | list):

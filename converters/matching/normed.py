@@ -70,7 +70,7 @@ def advice(layer: str) -> str:
     )
 
 
-def _class(layer: Any) -> str:
+def _class(layer: object) -> str:
     """Returns nnx.WeightNorm or the like; "" for any other class."""
     for base in type(layer).__mro__:
         library = base.__module__.split(".")[0]

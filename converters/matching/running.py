@@ -95,7 +95,7 @@ def _wide(array: Any) -> Any:
     return array.astype(np.float64) if is_float(array.dtype) else array
 
 
-def _first(output: Any) -> Any:
+def _first(output: object) -> NDArray | None:
     """Returns the first array in the output of a layer; None if it has none, or it is traced."""
     import jax
 
@@ -104,7 +104,7 @@ def _first(output: Any) -> Any:
     return None
 
 
-def _flat(output: Any, place: Place = ()) -> Iterator[tuple[Place, Any]]:
+def _flat(output: object, place: Place = ()) -> Iterator[tuple[Place, Any]]:
     """All arrays in an output of any framework, in order, each with its place."""
     parts: Iterable[tuple[int | str, Any]] = ()
     if hasattr(output, "shape") and hasattr(output, "dtype"):
@@ -123,7 +123,7 @@ def _flat(output: Any, place: Place = ()) -> Iterator[tuple[Place, Any]]:
         yield from _flat(value, (*place, key))
 
 
-def _outputs(output: Any) -> Outputs:
+def _outputs(output: object) -> Outputs:
     return {place: to_numpy(value) for place, value in _flat(output)}
 
 
@@ -242,7 +242,7 @@ def _nnx(model: Any, arguments: Arguments) -> Run:
     return Run(_outputs(output), found)
 
 
-def _computes_in_float(layer: Any) -> bool:
+def _computes_in_float(layer: object) -> bool:
     """True if a layer of Flax has a floating compute dtype."""
     dtype = getattr(layer, "dtype", None)
     return dtype is not None and is_float(dtype)
