@@ -1,15 +1,18 @@
-"""Layouts that hold what another layout refuses."""
+"""Finds layouts that hold parameters which another layout refuses, for its error message."""
 
 from jaxmha import MHAParams, Semantics
 from jaxmha.converters.layout import keras, registry
 from jaxmha.converters.layout.base import Layout
 from jaxmha.converters.layout.validation import refuse_export
 
-_GENERAL = ("flax", "keras-gqa", "jaxmha")  # those that hold most, other than of one architecture
+# The layouts that hold the most kinds of attention, and do not belong to a single architecture.
+_GENERAL = ("flax", "keras-gqa", "jaxmha")
 
 
 def remedy(target: Layout, params: MHAParams, semantics: Semantics) -> str:
-    """Names the general layouts for the same kind of file that hold these parameters; or "".
+    """Says which general layouts hold parameters that `target` refuses; "" if none does.
+
+    For a layout of .weights.h5 files it names others of such files, or else jaxmha.
 
     >>> import numpy as np
     >>> from jaxmha import Projection

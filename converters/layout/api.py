@@ -74,12 +74,12 @@ class Export(Protocol):
 def described(text: str | None, terms: Mapping[str, str]) -> str:
     """Replaces each key of `terms` in the docstring of a protocol by its value for one module.
 
-    The reference shows the result.
+    The API reference shows the resulting text.
 
     >>> described(Import.__call__.__doc__, {"of the module": "torch"}).partition(".")[0]
     'Parameters from a dict of arrays by one of the layouts torch'
     """
-    text = text or ""  # python -OO
+    text = text or ""  # None under python -OO, which removes docstrings
     for term, instead in terms.items():
         text = text.replace(term, instead)
     return text

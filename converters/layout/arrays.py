@@ -46,7 +46,8 @@ def to_numpy(array: AnyArray, name: str = "") -> NDArray:
             "traced arrays; call others outside of the traced function"
         )
     packages = packages_of(found)
-    # Before torch and tensorflow: they may be bases of Keras' variables, or hold their values.
+    # First, because a Keras variable may derive from a class of torch or TensorFlow: it must be
+    # replaced by its value before the branches below.
     if "keras" in packages or "flax" in packages:
         get = getattr(found, "get_value", None)  # of nnx, whose `value` is deprecated
         inner = getattr(found, "value", found) if get is None else get()

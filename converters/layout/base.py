@@ -201,7 +201,7 @@ def _required(layout: Layout) -> set[str]:
 
 
 def _prefixes(layout: Layout, paths: Collection[str]) -> list[str]:
-    """The prefixes, other than none, under which all required keys of the layout are."""
+    """The prefixes under which all required keys of the layout are; keys without one do not count."""
     required = _required(layout)
     end = layout.separator + min(required)
     starts = [path.removesuffix(end) for path in paths if path.endswith(end)]

@@ -197,7 +197,7 @@ def norms(query: str, key: str, axes: str) -> tuple[Entry, ...]:
 
 
 def of_names(name: str) -> Layout | None:
-    """The layout of torch layers that `name` lists; None if `name` is no such list.
+    """The layout of the torch layers that `name` lists; None for any other name.
 
     `+` and the names of two norms may follow the layers, and then `(heads)` if each norm covers all
     heads.

@@ -25,7 +25,7 @@ from jaxmha.semantics import logit_scale
 
 
 def ratio(semantics: Semantics, other: Semantics, H: int) -> float:
-    """The scale of the first divided by that of the second; 1.0 if they differ by rounding only."""
+    """Logit scale of `semantics` over that of `other`; 1.0 if they differ by rounding only."""
     found = logit_scale(semantics, H) / logit_scale(other, H)
     return 1.0 if math.isclose(found, 1.0, rel_tol=1e-12) else _power(found)
 
@@ -52,7 +52,7 @@ def factor(semantics: Semantics, target: Layout, H: int) -> float:
 
 
 def _power(found: float) -> float:
-    """The nearest power of two if the factor differs only by the rounding of a square root."""
+    """The nearest power of two if `found` differs from it by rounding only; else `found`."""
     near = math.copysign(2.0 ** round(math.log2(abs(found))), found) if found else found
     return near if math.isclose(near, found, rel_tol=1e-12) else found
 

@@ -15,8 +15,10 @@ from jaxmha.latent.params import CANONICAL, from_leaves, leaves, sizes
 
 
 class Linear(NamedTuple):
-    """A linear layer, whose weight packs its leaves along the output axis: within each head, if
-    they have heads."""
+    """A linear layer whose weight packs `leaves` along its output axis.
+
+    Leaves with a head axis are packed within each head.
+    """
 
     name: str
     leaves: tuple[str, ...]

@@ -28,7 +28,10 @@ Shapes = Mapping[str, Sequence[int]]
 
 
 class Held(NamedTuple):
-    """One array of a form: its leaves, functions to split and join it, its shape from theirs."""
+    """One array of a form: its leaves, and functions between it and them.
+
+    `shape` returns the shape of the array from the shapes of its leaves.
+    """
 
     leaves: tuple[str, ...]
     split: Callable[[NDArray], Mapping[str, NDArray]]
@@ -37,12 +40,15 @@ class Held(NamedTuple):
 
 
 def own_keys() -> dict[str, Held]:
-    """Every key of layout jaxmha."""
+    """Maps the key of every leaf of `LatentParams` in layout jaxmha to its array, which is the leaf."""
     return {key: _alone(leaf) for leaf, key in latent.OWN.items()}
 
 
 def deepseek_keys(sizes: Mapping[str, int], low_rank: bool) -> dict[str, Held]:
-    """Every key of DeepSeek's layout. `low_rank`: queries are projected from latents."""
+    """Maps every key of DeepSeek's layout to its array.
+
+    `low_rank`: True if queries are projected from latents.
+    """
     found = {key: _alone(leaf) for key, leaf in latent.NORMS.items()}
     for linear in latent.linears_of(low_rank):
         for end, leaf in _ENDS.items():
@@ -55,7 +61,7 @@ def deepseek_keys(sizes: Mapping[str, int], low_rank: bool) -> dict[str, Held]:
 
 
 def sizes_of(shapes: Shapes) -> dict[str, int]:
-    """The sizes of a block by DeepSeek's keys; ValueError if they do not fit."""
+    """The sizes of a block from its shapes by DeepSeek's keys; ValueError if they do not fit."""
     return latent.sizes_of({key: _placeholder(shape) for key, shape in shapes.items()})
 
 

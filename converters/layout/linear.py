@@ -101,7 +101,8 @@ _UNEVEN = {
 }
 
 
-# Transformer Engine keeps the norm before a block in the block's first layer.
+# Transformer Engine keeps the norm before a block in the block's first linear layer: keys under the
+# prefix of the block that are not part of attention.
 _OTHER = {"megatron": ("linear_qkv.layer_norm_weight", "linear_qkv.layer_norm_bias")}
 _APART = {"chatglm": ("N K", "rows of as many keys as queries are those of layout gpt-neox")}
 

@@ -1,4 +1,4 @@
-"""Names the parameters that torch computes from other tensors of a state dict, and the remedy."""
+"""Finds parameters that torch computes from other tensors, such as weight norms; gives a remedy."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
@@ -18,7 +18,7 @@ Shape = tuple[int, ...]
 
 
 def remedies(keys: Iterable[str], names: Collection[str]) -> str:
-    """Says how to get those of the keys that torch computes from tensors of these names; or "".
+    """Joins the `remedy` of each of `keys` that torch computes from tensors `names`; "" if none is.
 
     >>> remedies(["in_proj_weight"], ["in_proj_weight_g", "in_proj_weight_v"])
     "; torch computes in_proj_weight from in_proj_weight_g and others: store its values first by torch.nn.utils.remove_weight_norm(module, 'in_proj_weight')"
@@ -28,19 +28,22 @@ def remedies(keys: Iterable[str], names: Collection[str]) -> str:
 
 
 class Parts(NamedTuple):
-    """The tensors from which torch computes a parameter, and the function that ends it."""
+    """The tensors from which torch computes a parameter.
+
+    `remove`: the function of torch.nn.utils that stores the computed values instead.
+    """
 
     names: tuple[str, ...]
     remove: str
 
 
 def computed(names: Collection[str]) -> dict[str, str]:
-    """Maps the parameters that torch computes from tensors of these names to the remedy."""
+    """Maps each parameter that torch computes from tensors of these names to its `remedy`."""
     return {key: remedy(key, found) for key, found in parts(names).items()}
 
 
 def remedy(key: str, found: Parts) -> str:
-    """Says from what torch computes a parameter, and how to store its values first."""
+    """Says from which tensors torch computes a parameter, and how to store its values instead."""
     layer, _, leaf = key.rpartition(".")
     owner = f"module.get_submodule({layer!r})" if layer else "module"
     return (
@@ -63,7 +66,7 @@ def parts(names: Collection[str]) -> dict[str, Parts]:
 
 
 def stored(shapes: Mapping[str, Shape]) -> dict[str, Parts]:
-    """The `parts` of tensors that have also the shapes of parts, and not their names alone."""
+    """The `parts` whose shapes fit as well, so that names which end alike by chance do not count."""
     return {key: found for key, found in parts(shapes).items() if _fit(found, shapes)}
 
 
@@ -86,7 +89,10 @@ def norms(norm: Shape, direction: Shape) -> bool:
 
 
 def _computed(names: Collection[str]) -> Iterator[tuple[str, tuple[str, ...], str]]:
-    """Yields parameters, tensors each is computed from, and the function that ends it."""
+    """Yields (parameter, tensors from which torch computes it, `Parts.remove`).
+
+    A parameter may come several times, each time with some of its tensors.
+    """
     for name in names:
         for *ends, remove in _HOOKS:
             key = name.removesuffix(ends[0])

@@ -17,10 +17,10 @@ _ELSE = "or import with copy=True"
 
 
 def source(tensor: Any) -> "torch.Tensor":
-    """Returns the tensor, if a JAX array may share its memory.
+    """Returns the tensor unchanged after checking that a JAX array may share its memory.
 
     Raises:
-      TypeError: it is no torch tensor.
+      TypeError: it is not a torch tensor.
       ValueError: it is not on the CPU, or not dense and contiguous; it requires a gradient; or JAX
         would round its dtype. The message gives a remedy.
     """
@@ -50,10 +50,10 @@ def source(tensor: Any) -> "torch.Tensor":
 
 
 def leaf(part: "torch.Tensor") -> jax.Array:
-    """The part of a tensor as an array of JAX in the same memory.
+    """Part of a tensor, such as a leaf of a packed array, as a JAX array in the same memory.
 
     Raises:
-      ValueError: JAX would copy the part, whose address is no multiple of 64 bytes.
+      ValueError: JAX would copy the part, because its address is not a multiple of 64 bytes.
     """
     made: jax.Array = jnp.from_dlpack(part)
     if part.numel() and made.unsafe_buffer_pointer() != part.data_ptr():

@@ -40,7 +40,7 @@ def from_torch(tensor: object, name: str = "") -> NDArray[Any]:
 
 def refuse_unreadable(tensor: object, name: str = "") -> None:
     """Raises ValueError, with the name, for a torch tensor whose memory does not hold its values;
-    does nothing for objects that are no tensors of torch."""
+    does nothing for objects that are not torch tensors."""
     if not any(base.__module__.startswith("torch") for base in type(tensor).__mro__):
         return
     import torch
@@ -104,7 +104,7 @@ def _shown(tensor: "torch.Tensor") -> str:
 def _shape(tensor: "torch.Tensor") -> tuple[Any, ...]:
     try:
         return tuple(tensor.shape)
-    except RuntimeError:  # of a nested tensor
+    except RuntimeError:  # a nested tensor has no shape
         return ()
 
 

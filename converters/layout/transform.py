@@ -1,7 +1,7 @@
 """Converts arrays of a framework to canonical leaves and back, by the tables of a `Layout`.
 
-Import is one einops arrow from the axes of an entry to the canonical axes. Export is the same
-arrow reversed, so the round trip is exact by construction.
+Import applies one einops pattern, from the axes of an entry to the canonical axes. Export applies
+the reverse pattern, so the round trip is exact by construction.
 """
 
 import math

@@ -112,12 +112,12 @@ def _reordered(name: str, leaf: NDArray, K: int, source: str, target: str) -> ND
 
 
 def shared(axes: str, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Sizes that einops cannot infer: letters that share an array axis with other letters."""
+    """Sizes that einops cannot infer: of letters that share an array axis, as in `(N H)`."""
     return {a: sizes[a] for group in parse(axes) if len(group) > 1 for a in group}
 
 
 def pack_axis(entry: Entry) -> str:
-    """The axis along which leaves are packed; `1` if the array is a single leaf."""
+    """The letter (in `PACKED`) of the axis along which leaves are packed; `1` for a single leaf."""
     return next((a for group in parse(entry.axes) for a in group if a in PACKED), "1")
 
 

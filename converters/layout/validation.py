@@ -53,7 +53,7 @@ def refuse_sizes(layout: Layout, sizes: Mapping[str, int], named: Sequence[Named
 
 
 def refuse_apart(layout: Layout, sizes: Mapping[str, int]) -> None:
-    """Raises ValueError for sizes that belong to another layout of the framework."""
+    """Raises ValueError if all sizes that `layout.apart` names are equal: another layout holds them."""
     letters, reason = layout.apart
     if letters and len({sizes[a] for a in letters.split()}) == 1:
         shown = " = ".join(letters.split())
@@ -72,9 +72,9 @@ def refuse_heads(layout: Layout, num_heads: int | None) -> None:
 
 
 def refuse_leading(named: Sequence[Named], split: int) -> None:
-    """Raises ValueError if the leading axes of the last array differ from those of the first.
+    """Raises ValueError if the last of the arrays `named` is stacked otherwise than the first.
 
-    `split`: the number of leading axes of the last array.
+    `split`: the number of its leading axes, which must equal those of the first array.
     """
     first, axes, shape = named[0]
     lead = shape[: max(len(shape) - len(parse(axes)), 0)]
