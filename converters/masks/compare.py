@@ -37,7 +37,10 @@ def explain(a: NDArray | None, b: NDArray | None, part: str = "mask") -> tuple[s
 
 
 def _missing(owner: str, mask: NDArray | None, part: str) -> tuple[str, str]:
-    """The difference if only `owner` has this part; a dense triangle counts as the causal part."""
+    """Name and sentence of the difference if only the mask of `owner`, "a" or "b", has this part.
+
+    A dense triangle counts as the causal part.
+    """
     other = "b" if owner == "a" else "a"
     title = "mask ignored"
     if part == "causal part" or (mask is not None and _is_triangle(mask)):

@@ -37,10 +37,10 @@ def read_call(
     sizes: Mapping[str, int | None],
     emptied_by_bias: str,
 ) -> Masks:
-    """Joins mask arguments, as `read_all`, with the structure that others of the same call give.
+    """Joins mask arguments, as `read_all` does, with the `Mask` of the call's other arguments.
 
-    `sizes`: the known sizes; None: unknown. `emptied_by_bias`: "refused" raises ValueError for rows
-    of which the bias excludes all keys.
+    `structure` is that mask, such as causality. `sizes`: letter -> size, None if unknown.
+    `emptied_by_bias`: "refused" raises ValueError for rows of which the bias excludes all keys.
     """
     known = {letter: size for letter, size in sizes.items() if size is not None}
     _require_sizes(known)

@@ -91,7 +91,7 @@ def findings(
 
 
 def _module(framework: str) -> ModuleType:
-    name = {"jaxmha": "jax"}.get(framework, framework)  # jaxmha has jax's arguments
+    name = {"jaxmha": "jax"}.get(framework, framework)  # jaxmha takes the arguments of jax.nn
     return import_module(f"jaxmha.converters.masks.{name}")
 
 

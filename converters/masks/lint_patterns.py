@@ -24,7 +24,7 @@ def products(slices: NDArray) -> tuple[NDArray, NDArray]:
 
 
 def paddings(slices: NDArray) -> NDArray | None:
-    """The padding `(B, S)` of a batch of `(T, S)` slices; None unless it is all that differs."""
+    """The padding `(B, S)` of a batch of `(T, S)` slices; None unless they differ in it alone."""
     rows = np.asarray(slices.any(1))
     if not (slices == (slices.any(0, keepdims=True) & rows[:, None])).all():
         return None

@@ -1,8 +1,8 @@
 """Mask arguments as tables.
 
 An entry of the table gives the name of a framework's mask argument, the axes it may have, the
-meaning of True, and the meaning of values of another dtype. Reading is one einops arrow to
-canonical axes; writing is the same arrow reversed.
+meaning of True, and the meaning of values of another dtype. Reading applies one einops pattern to
+canonical axes; writing applies the reverse pattern.
 """
 
 import re
@@ -169,7 +169,7 @@ def _axes(argument: MaskArg, shape: tuple[int, ...], sizes: dict[str, int]) -> s
 
 
 def _arrow(array: NDArray, source: str, target: str, sizes: Mapping[str, int]) -> NDArray:
-    """Rearranges axes; a letter in only one of source and target is an axis of size 1."""
+    """Rearranges an array from axes `source` to axes `target`; a letter in only one has size 1."""
     left, right = source.replace("#", ""), target.replace("#", "")
     have, want = ({a for group in parse(axes) for a in group} for axes in (left, right))
     left, right = _keep(left, want), _keep(right, have)
