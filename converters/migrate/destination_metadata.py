@@ -27,7 +27,7 @@ from jaxmha.converters.migrate.resolved import Resolved
 # A format without metadata loses keys with these prefixes without a note: they are of jaxmha, which
 # notes on its own, or describe only the source file.
 _NO_NEWS = ("jaxmha.", "format", "total_size")
-# Metadata keys that `.PREFIX` of a block follows.
+# Metadata keys of facts on single blocks: `.` and the prefix of the block follow.
 _OF_BLOCKS = (stored_semantics.METADATA, positions.METADATA, head_count.METADATA)
 
 
@@ -105,10 +105,10 @@ def _config(
     heads: Configured | None,
     named: bool,
 ) -> Iterator[str]:
-    """Yields a note if no configuration is next to the destination, or one that differs.
+    """Yields a note if the source's configuration is missing next to the destination.
 
-    Facts that no tensor holds would then be lost, or wrong. `named`: the metadata of the
-    destination names the positions of its blocks, so that the note leaves them out.
+    Also if another one is there. Facts that no tensor holds would then be lost, or wrong. `named`:
+    the metadata of the destination states the positions, so that the note leaves them out.
     """
     if not positions.typed(file, heads):
         return

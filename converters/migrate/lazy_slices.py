@@ -65,10 +65,10 @@ class Slices:
         return array
 
     def copied(self, parts: Iterable[NDArray]) -> bool:
-        """True if some part shares no memory with `views`, and so cannot be read.
+        """True if some tensors are placeholders, and some of `parts` shares no memory with `views`.
 
-        It is then a copy. A copy of a placeholder holds no data, since only the address of a view
-        tells which part of the tensor to read. Without placeholders a copy can be read: False.
+        Such a part is a copy. A copy of a placeholder holds no data, and cannot be read: only the
+        address of a view tells which part of the tensor to read.
         """
         return bool(self._placeholders) and not all(
             any(np.may_share_memory(part, view) for view in self.views.values()) for part in parts

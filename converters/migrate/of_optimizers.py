@@ -18,7 +18,7 @@ from jaxmha.converters.discovery.attention_blocks import Block
 
 
 class Source(Protocol):
-    """A source: facts on its tensors, and names of its entries that are no tensors."""
+    """A source: facts on its tensors, and names of its entries that are not tensors."""
 
     info: Mapping[str, Any]
     others: tuple[str, ...]

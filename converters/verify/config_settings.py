@@ -32,7 +32,8 @@ _NOT_COMPARED = frozenset((
     "encoder_no_repeat_ngram_size", "remove_invalid_values", "exponential_decay_length_penalty",
     "return_dict_in_generate", "output_scores",
 ))  # fmt: skip
-# Settings that tensors, blocks, masks or another note show: of one configuration alone, no note.
+# Settings that tensors, blocks, masks or another note show: if one configuration alone states them,
+# they give no note.
 _SHOWN_ELSEWHERE = frozenset((
     "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size", "head_dim",
     "num_attention_heads", "num_key_value_heads", "attention_bias", "mlp_bias", "qkv_bias",

@@ -92,7 +92,9 @@ def measure(block: ComparedBlock, seed: int, factor: float = 1.0) -> Measured:
 
 
 def _attending(stages: Stages) -> NDArray:
-    """Returns the rows, `B T`, that attend a key: a window may leave none of those of a mask.
+    """Returns a Boolean array `B T`: True for rows that attend a key.
+
+    A window may exclude every key that the mask of a row allows.
 
     Frameworks differ in their outputs for the other rows, so these are not compared.
     """

@@ -103,7 +103,7 @@ class _Group(NamedTuple):
 class _Pair(NamedTuple):
     """The names of two tensors to compare, and their layout entries if both layers are known.
 
-    `reported`: the name of both if a tie gives it, else that of the first is reported.
+    `reported`: the name in the report if a tie pairs the tensors; None: the name in the first source.
     """
 
     names: tuple[str, str]
@@ -159,7 +159,7 @@ def compare(a: Source, b: Source) -> Outside:
 
 
 def _of_ties(operands: tuple[Source, Source], alone: list[dict[str, str]]) -> Iterator[_Pair]:
-    """Pairs, and takes out of `alone`, the tensors that the other source has under another name."""
+    """Pairs tensors in `alone` that the other source has under a tied name; removes them there."""
     for number in (0, 1):
         own, other = operands[number], operands[1 - number]
         for name in list(alone[number]):

@@ -154,7 +154,7 @@ class Views:
         self.leaves: dict[str, NDArray] = {**layer.zeros}
         for name, unpack in layer.tensors.items():
             found = unpack(self._slices.views[name])
-            if self._slices.copied(found.values()):  # no view can undo this packing of heads
+            if self._slices.copied(found.values()):  # a view cannot undo this packing
                 found = unpack(layer.file.whole[name])
             self.leaves |= found
 
