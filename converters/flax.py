@@ -156,13 +156,13 @@ def _tree_of(module: "nnx.MultiHeadAttention") -> dict[str, Any]:
 
 
 def _instead(variables: Mapping[str, Any] | None) -> str:
-    """The call that takes the weights of a module alone, for messages."""
+    """The call that reads the weights of a module without its behaviour, as text for messages."""
     given = "module" if variables is None else "module, variables"
     return f"import_params(tensors_of({given}).state, num_heads=...)"
 
 
 def _of_functions() -> Settings:
-    """The arguments of linen that replace a function in the computation, with flax's own values."""
+    """Arguments of linen that replace a function -> the values that keep flax's own function."""
     product = (None, jax.lax.dot_general)
     return {
         "qkv_dot_general": product,
@@ -194,7 +194,7 @@ def _sublayers(module: "nnx.MultiHeadAttention") -> Iterator[tuple[str, tuple[An
 
 @cache
 def _promoting(kind: Any) -> Settings:
-    """The default of `promote_dtype`, an argument of newer releases of flax."""
+    """The default of `promote_dtype`; {} in older releases of flax, which lack this argument."""
     argument = signature(kind.__init__).parameters.get("promote_dtype")
     return {} if argument is None else {"promote_dtype": (argument.default,)}
 

@@ -111,7 +111,7 @@ def load_sharded(
         params, semantics = read(state)
         if slices.copied(
             map(np.asarray, leaves(params).values())
-        ):  # no view can undo the packing of heads
+        ):  # no view can undo the packing of heads: read whole tensors
             params, semantics = read({name: file[name] for name in state})
         return _placed_params(mesh, params, specs, slices), semantics
 

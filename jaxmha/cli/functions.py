@@ -93,7 +93,7 @@ def _imported(target: str, module: str) -> ModuleType:
         _put_on_path(str(folder))
         from_here = os.path.relpath(path.with_suffix("")).replace(os.sep, ".")
         known = [one for one in (from_here, name) if _origin(one) == str(path)]
-        if not known:  # other modules have these names, or they are none
+        if not known:  # both names import another module, or none
             return _of_file(path)
         name = known[0]
     try:

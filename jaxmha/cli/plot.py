@@ -149,9 +149,9 @@ def _of_file(
     num_heads: int | None,
     causal: bool,
 ) -> tuple[str, NDArray, str]:
-    """Returns a title, and weights that are stored, or that a block computes from `inputs`.
+    """Returns a title, weights, and in words the positions and mask that these weights lack.
 
-    Also returns the positions and the mask of the model that these weights lack.
+    The weights are stored in the file, or a block of it computes them from `inputs`.
     """
     if inputs is None and (block is not None or causal or num_heads is not None):
         raise ValueError("--block, --num-heads and --causal require --inputs")
