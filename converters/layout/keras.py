@@ -33,7 +33,7 @@ _FILE_GROUPS = {
     "key": "key_dense",
     "value": "value_dense",
     "attention_output": "output_dense",
-    "gate": "_gate_dense",  # the class has no public attribute for it
+    "gate": "_gate_dense",  # the attribute that holds it is private
 }
 WEIGHTS_FILE = replace(
     VARIABLES,

@@ -49,6 +49,6 @@ def import_along(
 
 
 def _widened(x: NDArray, most: int, last: int) -> NDArray:
-    """Inserts the axes that are missing before the last ones."""
+    """Inserts axes of size 1 before the `last` axes of a mask, so that it has `most` axes."""
     first = x.ndim - last
     return np.reshape(x, (*x.shape[:first], *(1,) * (most - x.ndim), *x.shape[first:]))

@@ -62,7 +62,7 @@ def completed(plan: Plan, to: Layout, info: Mapping[str, Any]) -> Plan:
 
 
 def _reread(step: Step, to: Layout, steps: Sequence[Step]) -> Step:
-    """Removes the target kind of a layer if the user changed the kind to one with other leaves."""
+    """Removes the target kind of a layer if it has other leaves than the kind that the user gave."""
     convention = layer_layouts.convention_of(to.name)
     if step.kind in ("attention", "other") or not step.becomes or convention is None:
         return step

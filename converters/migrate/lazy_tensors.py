@@ -223,7 +223,7 @@ def _packed_shape(entry: Entry, held: list[NDArray], sizes: dict[str, int]) -> t
 
 
 def _letters(params: MHAParams) -> dict[str, int]:
-    """The size of every axis letter of the canonical leaves."""
+    """The size of every axis letter, from the shapes of the leaves; stacked axes have none."""
     found: dict[str, int] = {}
     for name, array in leaves(params).items():
         letters = CANONICAL[name].split()

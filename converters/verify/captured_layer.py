@@ -21,7 +21,7 @@ from jaxmha.params import check
 Inputs = tuple[NDArray, NDArray, NDArray]
 # Result of a call: (code path of the framework, (mask, bias), output).
 Called = tuple[str, Masks, Any]
-# Kind of a block -> its package, where the names differ.
+# `ComparedBlock.kind` -> its key in `comparands.FRAMEWORKS`, where the two differ.
 _PACKAGES = {"linen": "flax", "nnx": "flax", "jaxmha.flax": "flax"}
 # A bias with only zeros and one number below this value is treated as a mask that adds the number.
 BLOCKS = -100.0

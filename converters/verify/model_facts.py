@@ -204,7 +204,7 @@ def _not_known(
     x: Mapping[str, Positions] | Mapping[str, Attended],
     y: Mapping[str, Positions] | Mapping[str, Attended],
 ) -> Iterator[str]:
-    """Yields notes on pairs of blocks of which one alone is unknown, or both for other reasons."""
+    """Yields notes on pairs of blocks whose facts are unknown in one, or in both for unequal reasons."""
     found: dict[str, list[str]] = {}
     for p, q in dict.fromkeys(pairs):
         one, other = x.get(p), y.get(q)

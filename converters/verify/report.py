@@ -116,7 +116,7 @@ def check(
         by_step = dict(carried.by_step)
         missing = tuple(name for name in carried.made if name not in new.whole)
         shapes, to = attention_blocks.shapes(new.whole), attention_blocks.named(done.to)
-        targets = {  # by their own metadata: a config.json next to them describes the source
+        targets = {  # by metadata of the destination: a config.json next to it describes the source
             block.prefix: stored_semantics.described(block, new.whole.metadata)
             for block in attention_blocks.find(shapes, [to])
         }

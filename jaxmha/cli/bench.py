@@ -147,7 +147,7 @@ def _progress() -> Iterator[Callable[[str], None]]:
 
 
 def _sizes(kind: str, T: int | None, S: int | None, *, layer: bool, packed: int) -> tuple[int, int]:
-    """T and S, checked against the kind."""
+    """Returns T and S with defaults; ValueError if `kind` does not take them."""
     if kind == "decode":
         if S is None or S < 4:
             raise ValueError("decode needs -S, the keys of the cache, at least 4")
@@ -206,7 +206,7 @@ def _check_save(layer: bool, peers: Sequence[str]) -> None:
 
 
 def _kind_of_case(kind: str, sizes: tuple[int, int], causal: bool, padded: bool) -> CaseKind:
-    """The kind of case: the first that fits of decode, padded, cross, causal and plain."""
+    """The kind of the timed case: the first that fits of decode, padded, cross, causal and plain."""
     if kind == "decode":
         return "decode"
     if padded:
