@@ -143,10 +143,10 @@ def test_a_cache_holds_no_more_than_the_window(name: str, kind: Any, tmp_path: P
 
     def keys() -> Any:
         block = recipe.Block(recipe.Config.read(tmp_path), kind, nnx.Rngs(0))
-        return [block.cache(1, length).key for length in (3, 5, 40)]
+        return [block.cache(1, length, spare).key for length in (3, 5, 40) for spare in (0, 2)]
 
     found = [key.shape[2] for key in jax.eval_shape(keys)]
-    assert found == [min(length, window) for length in (3, 5, 40)]
+    assert found == [min(length, window + spare) for length in (3, 5, 40) for spare in (0, 2)]
 
 
 def test_bert(tmp_path: Path) -> None:

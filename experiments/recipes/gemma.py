@@ -120,10 +120,10 @@ class Block(nnx.Module):
         x += self.post_attention_norm(attended)
         return x + self.mlp(x)
 
-    def cache(self, batch: int, length: int) -> KVCache:
-        """An empty cache for up to `length` tokens, of which a ring buffer holds those in the window."""
+    def cache(self, batch: int, length: int, spare: int = 0) -> KVCache:
+        """An empty cache for up to `length` tokens, of which a ring buffer holds the last ones."""
         left, _ = self.attention.local_window_size or (length, 0)
-        return KVCache.empty(self.attention.to_params()[0], batch, min(length, left + 1))
+        return KVCache.empty(self.attention.to_params()[0], batch, min(length, left + 1 + spare))
 
     def extend(
         self, x: Float[Array, "B T D"], cache: KVCache
@@ -156,9 +156,12 @@ class Gemma(nnx.Module):
         x = self.embedding.attend(self.norm(x))
         return x if self.logit_cap is None else self.logit_cap * jnp.tanh(x / self.logit_cap)
 
-    def caches(self, batch: int, length: int) -> list[KVCache]:
-        """Empty caches of every layer for up to `length` tokens."""
-        return [block.cache(batch, length) for block in self.blocks]
+    def caches(self, batch: int, length: int, spare: int = 0) -> list[KVCache]:
+        """Empty caches of every layer for up to `length` tokens.
+
+        `spare`: the number of tokens that may be taken back, such as drafts, by smaller `lengths`.
+        """
+        return [block.cache(batch, length, spare) for block in self.blocks]
 
     def extend(
         self, tokens: Int[Array, "B T"], caches: list[KVCache]

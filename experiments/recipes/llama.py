@@ -111,10 +111,10 @@ class Block(nnx.Module):
         x += self.attention(self.attention_norm(x), mask=Mask.causal())
         return x + self.mlp(self.mlp_norm(x))
 
-    def cache(self, batch: int, length: int) -> KVCache:
-        """An empty cache for up to `length` tokens, of which a ring buffer holds those in the window."""
+    def cache(self, batch: int, length: int, spare: int = 0) -> KVCache:
+        """An empty cache for up to `length` tokens, of which a ring buffer holds the last ones."""
         left, _ = self.attention.local_window_size or (length, 0)
-        return KVCache.empty(self.attention.to_params()[0], batch, min(length, left + 1))
+        return KVCache.empty(self.attention.to_params()[0], batch, min(length, left + 1 + spare))
 
     def extend(
         self, x: Float[Array, "B T D"], cache: KVCache
@@ -147,9 +147,12 @@ class Llama(nnx.Module):
         x = self.norm(x)
         return self.embedding.attend(x) if self.head is None else self.head(x)
 
-    def caches(self, batch: int, length: int) -> list[KVCache]:
-        """Empty caches of every layer for up to `length` tokens."""
-        return [block.cache(batch, length) for block in self.blocks]
+    def caches(self, batch: int, length: int, spare: int = 0) -> list[KVCache]:
+        """Empty caches of every layer for up to `length` tokens.
+
+        `spare`: the number of tokens that may be taken back, such as drafts, by smaller `lengths`.
+        """
+        return [block.cache(batch, length, spare) for block in self.blocks]
 
     def extend(
         self, tokens: Int[Array, "B T"], caches: list[KVCache]
