@@ -46,7 +46,7 @@ UNDECIDED = "its kernel is square, and nothing shows which axis is the output"
 
 
 def fit(source: Template, target: Template) -> Fit | str | None:
-    """Returns the fit, None if the arrays do not fit, or a text that says why it is ambiguous."""
+    """Returns how source fills target; None if it does not fit; a reason if this is ambiguous."""
     if source.first.slots.keys() != target.first.slots.keys():
         return None
     found = [x for stacked in _stackings(source, target) if (x := _fit(source, target, stacked))]
@@ -208,7 +208,7 @@ def _arrows(slot: str, source: Layer, target: Layer, shape: tuple[int, ...]) -> 
 
 
 def _copied_whole(source: Layer, target: Layer) -> bool:
-    """True for packed arrays of one name whose axes nothing shows, such as those of all experts."""
+    """True for the same part of equally named packed arrays with unknown axes, as of experts."""
     alike = source.part == target.part is not None and _packer(source) == _packer(target)
     unknown = {source.form, target.form} <= {"raw", ""} and len(source.slots[MAIN].shape) > 2
     return alike and unknown
@@ -272,19 +272,19 @@ def guesses(source: Template, target: Template, arrow: Arrow) -> bool:
     ends = [(source.first, _split(arrow.source)), (target.first, _split(arrow.target))]
     both = [one.first for one in (source, target) if one.first.part]
     if len(both) > 1 and arrow.source.count("s") == 0 and _packer(both[0]) != _packer(both[1]):
-        return any(layer.guessed for layer in both)  # copied, though other libraries pack otherwise
-    return any(_guessed(*one, *other) for one, other in (ends, ends[::-1]))
+        return any(layer.guessed for layer in both)  # each name may order its parts in its own way
+    return any(_may_alternate(*one, *other) for one, other in (ends, ends[::-1]))
 
 
 def _packer(layer: Layer) -> str:
-    """The name by which a layer is known to be packed."""
+    """Returns the part of the path that names a packed layer, such as `c_attn`; "" if none does."""
     return next((part for part in reversed(layer.slots[MAIN].path) if packed(part)), "")
 
 
-def _guessed(layer: Layer, axes: Sequence[str], other: Layer, others: Sequence[str]) -> bool:
-    """True if the packed parts of a layer with these axes could also alternate head by head.
+def _may_alternate(layer: Layer, axes: Sequence[str], other: Layer, others: Sequence[str]) -> bool:
+    """True if names and shapes allow that the packed parts of `layer` alternate head by head.
 
-    `other` and `others`: the layer at the other end of the arrow, and its axes.
+    `axes`: its axes in the arrow. `other`, `others`: the layer on the arrow's other side, its axes.
     """
     if not layer.guessed or layer.part is None:
         return False
@@ -295,8 +295,8 @@ def _guessed(layer: Layer, axes: Sequence[str], other: Layer, others: Sequence[s
     parts, shape = layer.part[1], layer.slots[MAIN].shape
     if "s" not in own or len(outs) != 1 or len(own) != len(shape) or shape[outs[0]] % parts:
         return False
-    # The axis of the parts could be an axis of as many heads, unless the other layer has an axis of
-    # another number of heads.
+    # The axis of the parts could be an axis of heads, unless the other layer shows that the number
+    # of heads is not the number of parts.
     plain = [axis for axis in others if axis not in ("s", "l", "m")]
     heads = [n for n, axis in enumerate(plain) if axis.startswith("o")]
     sizes = other.slots[MAIN].shape[-len(plain) :]
@@ -378,7 +378,11 @@ def _written(
 
 
 def _rows(a: Sequence[tuple[str, int]], b: Sequence[tuple[str, int]]) -> Arrow | None:
-    """The arrow between two tables, in the order of axes; None for other sizes or a kernel."""
+    """Returns the arrow that maps axes in order, ignoring axes of size 1.
+
+    None if the other sizes differ, or an array has an input axis, or only one has table rows (`v`)
+    and the other outputs.
+    """
     for x, y in ((a, b), (b, a)):
         if {letter for letter, _ in x} & {"o", "i"} and {letter for letter, _ in y} & {"v"}:
             return None

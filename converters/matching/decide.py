@@ -103,7 +103,7 @@ class _State:
         self.shapes = set(edges)  # pairs that shapes alone allow
 
     def irregular(self) -> None:
-        """Removes pairs of templates of blocks that ranks do not pair: of branches, or with gaps."""
+        """Removes pairs with a template of blocks in branches, or with gaps: ranks cannot pair it."""
         self.edges = {
             (s, t)
             for s, t in self.edges
@@ -157,7 +157,7 @@ class _State:
         self._take(kept, sources, targets, _TERMS)
 
     def by_names(self, sources: set[int], targets: set[int]) -> None:
-        """Pairs sources and targets of the same name, if it has no number: numbers may be others."""
+        """Pairs sources and targets of the same name without a number: trees may count differently."""
         allowed = self._within(sources, targets)
         same = {(s, t) for s, t in allowed if _named_alike(self.sources[s], self.targets[t])}
         same = {(s, t) for s, t in same if not re.search(r"[\d#]", "/".join(self.sources[s].path))}
@@ -167,9 +167,10 @@ class _State:
             self._take(same | rest, sources, targets, _SAME)
 
     def by_blocks(self, sources: set[int], targets: set[int]) -> None:
-        """Splits a group into layers of numbered blocks and all others, if the counts are equal.
+        """Pairs layers in numbered blocks only with each other, and all other layers likewise.
 
-        Numbers of several blocks are ranks, which already pair; a model of one block has none.
+        Does nothing unless source and target have equally many numbered layers. Repeated blocks
+        already pair by rank; a single block has no rank, so only the presence of its number tells.
         """
         mine = {s for s in sources if _numbered(self.sources[s])}
         theirs = {t for t in targets if _numbered(self.targets[t])}
@@ -242,7 +243,7 @@ def _numbered(template: Template) -> bool:
 
 
 def _covers(edges: set[Edge], targets: set[int], full: bool) -> bool:
-    """True if each target can have a source of its own; not required, so True, unless `full`."""
+    """True if each target can have a source of its own; always True unless `full`."""
     return not full or _matching(edges, targets) is not None
 
 

@@ -10,8 +10,8 @@ import numpy as np
 from jaxmha.converters.layout.arrays import NDArray
 
 FILL = 1e3  # the least size of a fill
-FAR = 100  # how many times the other values a fill is, at least
-# From where to where an axis goes: none, length before batch, heads after length, and channels to
+FAR = 100  # a fill is at least this many times the other values
+# The axis that moves, and where to: none, length before batch, heads after length, and channels to
 # the end or from there, with a batch or without.
 PLACES = ((0, 0), (0, 1), (1, 2), (1, -1), (-1, 1), (0, -1), (-1, 0))
 
@@ -21,7 +21,7 @@ class Order(NamedTuple):
 
     Attributes:
       axes: the axes of a size other than 1, where they are not in order; else ().
-      difference: the largest, relative to the largest value.
+      difference: the largest difference of two values, relative to the largest value.
     """
 
     axes: tuple[int, ...]
@@ -56,9 +56,10 @@ def is_mask(array: NDArray) -> bool:
 
 
 def _orders(shape: tuple[int, ...], wanted: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Orders of axes that lead to the wanted shape, up to axes that one shape has joined.
+    """Returns the orders of axes that turn `shape` into `wanted`; one of the two may join axes.
 
-    If none that is known does, any other; if none does, the order is unchanged.
+    Moves of one axis (`PLACES`) come first; if none fits, all permutations; if none of these fits,
+    only the unchanged order.
     """
 
     def fitting(orders: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:

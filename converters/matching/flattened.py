@@ -67,7 +67,7 @@ def find(
     found, items = dict[int, Order](), _items(tree, templates)
     if not tree.order or tree.kind == "file":
         by_name = sorted(items, key=lambda item: [natural(part) for part in item.path])
-        found = next_to_convolutions(by_name, False, _vectors(templates))
+        found = next_to_convolutions(by_name, False, _vector_sizes(templates))
     if tree.order:
         listed = dict.fromkeys((*tree.order, *tree.arrays))
         place = {name: n for n, name in enumerate(listed)}
@@ -85,7 +85,7 @@ def find(
 def _norms_between(
     place: Mapping[str, int], templates: Sequence[Template], found: Mapping[int, Order]
 ) -> Iterator[tuple[int, Order]]:
-    """Yields the norms of flattened features, which are between a convolution and a dense layer."""
+    """Yields norms of flattened features: each is between a convolution and its dense layer."""
     for n, template in enumerate(templates):
         main = template.first.slots[MAIN]
         for dense, (convolution, channels, places, output) in found.items():
@@ -107,14 +107,14 @@ def _is_image(layer: Layer) -> bool:
     return len(layer.slots[MAIN].shape) > 2
 
 
-def _vectors(templates: Sequence[Template]) -> set[int]:
-    """The sizes of norms."""
+def _vector_sizes(templates: Sequence[Template]) -> set[int]:
+    """Returns the sizes of main arrays with one axis, such as those of norms."""
     shapes = [t.first.slots[MAIN].shape for t in templates]
     return {shape[0] for shape in shapes if len(shape) == 1}
 
 
 def _items(tree: Tree, templates: Sequence[Template]) -> list[Item]:
-    """The layers with matrices."""
+    """Returns the layers whose main arrays have at least two axes."""
     return [
         _item(layer, n, tree)
         for n, template in enumerate(templates)

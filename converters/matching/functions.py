@@ -18,13 +18,14 @@ from jaxmha.semantics import logit_scale
 
 Facts = Mapping[str, Stated]
 Fields = dict[str, tuple[Any, Any]]  # name of a setting -> its values in source and target
-OrdersOfHeads = Callable[[int], Iterable[tuple[int, ...]]]  # of H
+OrdersOfHeads = Callable[[int], Iterable[tuple[int, ...]]]  # H -> orders of a head's features
 Orders = Callable[
     [Iterable[str], int], Iterable[tuple[int, ...]]
-]  # of names of target arrays and H
+]  # names of target arrays, H -> the same
 _WINDOW, _ROTATE = "local_window_size", "rotate"
 _WHOLE = (None, None)  # the window of a layer without one
-# At the last place, angles of float32 err by 2e-4. Tables of angles may end after some places.
+# Positions at which rotations are compared. Only the first `_NEAR` must agree: at the last one,
+# angles of float32 err by 2e-4, and tables of angles may end before it.
 _PLACES = np.array([[0, 1, 2, 7, 60, 700, 4000]])
 _NEAR = 5
 _FEATURES = 64  # of the heads that are rotated, where H is not known
@@ -94,7 +95,7 @@ def _text(value: object) -> str:
 
 
 def _compared(a: Behaviour, b: Behaviour, orders: OrdersOfHeads) -> tuple[Fields, Fields]:
-    """The settings in which two layers differ, and those of the first that the second may have."""
+    """Returns the settings in which two layers differ, and those that cannot be compared."""
     fields, unknown = _differing(a, b), Fields()
     if (same := _same_rotation(a, b, orders)) is not True:
         (unknown if same is None else fields)[_ROTATE] = a.rotate, b.rotate
@@ -128,7 +129,7 @@ def _bounds(one: Behaviour) -> tuple[int | None, int | None] | None:
 
 
 def _other_windows(a: Behaviour, b: Behaviour) -> bool:
-    """True if windows differ. Of a model that a configuration describes, calls may give them."""
+    """True if windows differ; False if a configuration leaves one open, as calls may give it."""
     x, y = _bounds(a), _bounds(b)
     schemes = {one.mask.scheme for one in (a, b) if one.mask is not None}
     if schemes and (x is None or y is None):
@@ -142,7 +143,7 @@ def _other_windows(a: Behaviour, b: Behaviour) -> bool:
 def _same_rotation(a: Behaviour, b: Behaviour, orders: OrdersOfHeads) -> bool | None:
     """Compares the rotations of two layers by their results; None if that cannot be done.
 
-    `orders`: of the features of heads, in one of which the model may rotate what the source does.
+    `orders`: H -> orders of a head's features. Rotations that agree in one of them are the same.
     """
     x, y = a.rotate, b.rotate
     if _alike(x, y) or IN_CALL in (x, y):
@@ -159,7 +160,11 @@ def _same_rotation(a: Behaviour, b: Behaviour, orders: OrdersOfHeads) -> bool | 
 
 
 def _near(x: Any, y: Any, heads: Any, order: Any) -> bool | None:
-    """True if both rotate alike, the second with the features in this order; None if unknown."""
+    """Compares two rotations on `heads`, whose features the second gets in `order`.
+
+    True if they agree at all positions, False if they differ at near ones; None if only at far
+    ones, or if a rotation raises an error.
+    """
     try:
         rotated = ((heads, x), (heads[..., order], y))
         one, other = (np.asarray(h if f is None else f(h, _PLACES)) for h, f in rotated)

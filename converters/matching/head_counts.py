@@ -14,13 +14,13 @@ from jaxmha.dims import parse
 if TYPE_CHECKING:
     from jaxmha.converters.matching.plan import Line
 
-_SPLIT = (("o0", "o1"), ("i0", "i1"))  # heads and their features in generated arrows
+_SPLIT = (("o0", "o1"), ("i0", "i1"))  # heads and features, of outputs and inputs, in arrows
 _OTHER = ("s", "l", "m")  # axes of packed parts and of stacked layers
 
 
 @dataclass
 class _Pair:
-    """The counts of a source layer and of the target layer that it fills: stated, and of axes."""
+    """Head counts of a source and a target layer: as each states them, and as axes show them."""
 
     source: Stated | None
     target: Stated | None
@@ -34,7 +34,7 @@ def refuse(jobs: Mapping[str, tuple["Line", Sequence[str]]], source: Side, targe
         a, b = pair.source, pair.target
         mine = {a.heads} if a and a.heads else pair.source_axes
         theirs = {b.heads} if b and b.heads else pair.target_axes
-        # Axes may also be those of fewer key heads: one of them must be the stated count.
+        # Axes may also show fewer key heads, so it is enough that one axis has the stated count.
         if any(one and one.heads for one in (a, b)) and mine and theirs and not mine & theirs:
             raise ValueError(
                 f"{shown('the source', a)} has {max(mine)} heads, and {shown('the model', b)} has "
@@ -67,9 +67,10 @@ def _axes(end: str) -> list[tuple[str, ...]]:
 def _counts(
     joint: Sequence[tuple[str, ...]], apart: Sequence[tuple[str, ...]], shape: Sequence[int]
 ) -> Iterator[int]:
-    """Yields sizes of axes of heads, which `joint` has in one axis with the features.
+    """Yields the head counts that an array of this shape shows in axes of their own.
 
-    `apart`: the axes of the array with this shape.
+    `apart`: its axes in the arrow. `joint`: the axes of the array on the arrow's other side, which
+    has heads and features in one axis.
     """
     for heads, features in _SPLIT:
         if any(tuple(x for x in group if x != "s") == (heads, features) for group in joint):

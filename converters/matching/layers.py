@@ -24,7 +24,7 @@ _STEM = re.compile(
     r"(?P<stem>.+)_(?P<key>weight|kernel|bias|w|b)$|^(?P<first>W|w|b|kernel|weight|bias)_(?P<rest>.+)$"
 )
 # Names of buffers that models recompute, of counters, and of biases that T5's cross-attention never
-# adds. They are no weights: never matched.
+# adds. They are not weights, and are never matched.
 BUFFERS = re.compile(
     r"(^|[./])(num_batches_tracked|position_ids|masked_bias|relative_(position_index|coords_table)|"
     r"causal_mask|EncDecAttention\.relative_attention_bias\.weight)$|^rope_freqs\.weight$"
@@ -135,9 +135,10 @@ def layers(tree: Tree) -> list[Layer]:
 def _with_packed_bias(
     groups: dict[tuple[str, ...], dict[str, Array]],
 ) -> dict[tuple[str, ...], tuple[int, int]]:
-    """Adds the packed bias of torch's attention to query, key and value, if they have their own weights.
+    """Adds the packed bias of torch's attention to query, key and value with separate weights.
 
-    They have where keys or values are of another width. Returns the part in the bias of each.
+    Torch separates them if keys or values differ in width from queries. Returns path of each ->
+    (index, count) of its part of the bias.
     """
     found: dict[tuple[str, ...], tuple[int, int]] = {}
     for path in [path for path, slots in groups.items() if slots.keys() == {BIAS}]:

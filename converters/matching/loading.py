@@ -124,7 +124,7 @@ def refuse_questions(plan: MatchPlan, target: Tree, hint: str = "") -> None:
 
 
 def _targets(question: Question, names: Collection[str]) -> set[str]:
-    """The arrays of a target that a question is on."""
+    """Returns the names of the target arrays that a question asks about."""
     return {name for one in question.arrays for name in expand(one, names) or [one]}
 
 

@@ -86,7 +86,7 @@ def of_equal_sizes(
 
 
 def _alone(template: Template, slot: str) -> Template:
-    """The template whose only array is that of a slot."""
+    """Returns the template with the array of `slot` as its main array, and no other."""
     rows = {
         r: x._replace(slots={MAIN: x.slots[slot]}, part=x.part_of(slot), apart=frozenset())
         for r, x in template.layers.items()
@@ -112,7 +112,7 @@ def _shape(template: Template) -> tuple[int, ...]:
 
 
 def _whole(template: Template) -> Template:
-    """The template whose array is not taken apart."""
+    """Returns the template with its packed array as one layer, not one part of it."""
     return replace(template, layers={r: x._replace(part=None) for r, x in template.layers.items()})
 
 

@@ -13,7 +13,7 @@ Pairs = dict[tuple[Place, Place], list[Order]]  # the first order counts
 
 
 class Compared(NamedTuple):
-    """Pairs of outputs with their differences, and the outputs that are in none."""
+    """Pairs of outputs with their differences, and the outputs that are in no pair (`left`)."""
 
     pairs: tuple[Departure, ...]
     left: tuple[str, ...]
@@ -61,7 +61,7 @@ def _departure(a: Place, b: Place, orders: list[Order], tolerance: float) -> Dep
 def _paired(
     mine: Outputs, theirs: Outputs, kept_by_source: set[Place], kept_by_target: set[Place]
 ) -> Pairs:
-    """Pairs outputs by key; the others in order, or if they are not as many, the nearest first."""
+    """Pairs outputs by key; the rest in order if numbers and sizes agree, else the nearest first."""
     ours, others = _numbers(mine), _numbers(theirs)
     named = [a for a in ours if a in others and any(isinstance(key, str) for key in a)]
     found: Pairs = {}
@@ -94,7 +94,7 @@ def _numbers(outputs: Outputs) -> Outputs:
 
 
 def _kept(outputs: Outputs, arguments: Arguments) -> set[Place]:
-    """The places of outputs that are inputs, unchanged but for the dtype."""
+    """Returns the keys of outputs that equal an argument, apart from the dtype."""
     import jax
 
     given = [np.array(x) for x in jax.tree.leaves(arguments) if hasattr(x, "dtype")]

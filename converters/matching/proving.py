@@ -183,9 +183,10 @@ def _outputs(
             continue
         compared += 1
         distance = min(order.difference for order in orders)
-        # The first array that a model returns may be a mask; `whole` covers all of its outputs.
-        counts = path or whole > proof.tolerance
-        if departure is None and distance > proof.tolerance and counts:
+        # For the model itself (empty path), `output` is only its first array, which may be a mask.
+        # So it is a departure only if the difference of all outputs, `whole`, is too large as well.
+        decides = path or whole > proof.tolerance
+        if departure is None and distance > proof.tolerance and decides:
             departure = Departure(".".join(path), "/".join(pairs[path]), distance)
     return replace(
         proof,

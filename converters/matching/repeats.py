@@ -231,7 +231,7 @@ def _repetitions(contents: Sequence[Collection[object]]) -> int:
 
 
 def _chief(contents: Sequence[Collection[object]]) -> frozenset[object]:
-    """The most frequent content, the first of several."""
+    """Returns the most frequent content; of equally frequent ones the first."""
     return Counter(map(frozenset, contents)).most_common(1)[0][0]
 
 

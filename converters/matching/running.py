@@ -155,7 +155,7 @@ def _torch(model: Any, arguments: Arguments) -> Run:
 
 
 def _torch_copy(model: Any) -> Any:
-    """Copies a module, also one that holds computed tensors.
+    """Copies a module, even if it holds computed tensors.
 
     Hooks of weight_norm and of pruning keep the weight that they compute as an attribute, and torch
     copies no tensor that has a gradient function. They compute it again in the copy.
@@ -292,7 +292,7 @@ def _keras(model: Any, arguments: Arguments) -> Run:
 
     paths: dict[tuple[str, ...], Any] = {(): model}
     for name, layer, _ in keras_variables(live_model.keras(model)):
-        # The output of a layer with an activation is that of two layers elsewhere.
+        # Other models may have an activation in a layer of its own: the outputs would differ.
         if getattr(layer, "activation", None) in (None, keras.activations.linear):
             paths[tuple(name.split("/")[:-1])] = layer
     with _keras_in_float32(model):

@@ -138,7 +138,7 @@ def _of_configurations(
         with TemporaryDirectory() as folder:
             try:
                 config.to_json_file(pathlib.Path(folder) / hf_config.CONFIG, use_diff=False)
-            except (TypeError, ValueError):  # with values of the user's own that are no JSON
+            except (TypeError, ValueError):  # with values of the user's own that are not JSON
                 continue
             file: Any = _InMemory(pathlib.Path(folder) / "model.safetensors", info)
             for name, one in of_file(file).items():

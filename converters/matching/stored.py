@@ -104,7 +104,7 @@ def _without_ties(source: Tree, target: Tree) -> Tree:
 
 
 def _computed(tree: Tree, model: Any) -> Tree:
-    """Returns a tree of which weights that are stored in parts are computed from them."""
+    """Returns a tree with the weights that torch computes from their stored parts."""
     found = parametrized.stored(_shapes(tree))
     if (
         tree.kind != "torch"

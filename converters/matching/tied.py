@@ -72,7 +72,7 @@ def _alone(template: Template, form: str) -> Template:
 
 
 def _line(slot: str, target: Template, mine: Sequence[Template], used: Collection[int]) -> Line:
-    """Fills another array of the head, such as its bias, by the only vector of heads, or zeros."""
+    """Fills a bias or the like from the only unused array of a head in its shape, or with zeros."""
     array = target.first.slots[slot]
     found = [
         one.first.slots[MAIN].name

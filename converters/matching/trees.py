@@ -136,7 +136,7 @@ def _read(model: Any, argument: str) -> Tree:
 
 def is_nnx(model: object) -> bool:
     """True for an nnx module and for its State."""
-    mapping = isinstance(model, Mapping)  # nnx.Dict and State are ones too, as linen's variables
+    mapping = isinstance(model, Mapping)  # nnx.Dict and State are mappings too
     of_nnx = any(base.__module__.startswith("flax.nnx") for base in type(model).__mro__)
     return of_nnx if mapping else framework_of(model) == "flax"
 
@@ -375,7 +375,7 @@ def _tree(tree: Any, kind: str, argument: str, module: Any = None) -> Tree:
     automatic = _counted(arrays) if kind in ("tree", "file") else set()
 
     def layer_at(path: tuple[str, ...]) -> Any:
-        # The inner modules of a linen module exist while it runs: only itself is known.
+        # Inner modules of linen exist only while the model runs: only the outermost is known.
         return node(tree, path) if kind in live else None if path else module
 
     return Tree(
