@@ -69,7 +69,7 @@ def from_module(
     `variables` is the tree of a linen module (`{"params": ...}`); an nnx module holds its own.
 
     Raises:
-      TypeError: the module is no attention layer.
+      TypeError: the module is not an attention layer.
       ValueError: a linen module without variables, weights that contradict `num_heads`, a
         function of the user's own in place of one of flax (`attention_fn`, `qkv_dot_general`, ...),
         a class that overrides `__call__`, a sublayer of another class, or a `rotate`.

@@ -79,7 +79,7 @@ def import_params(
         `state_dict()` do not show whether torch trains them; `from_module` checks it.
 
     Raises:
-      TypeError: the state is no dict, but a live layer, for example; without a copy: a value is no
+      TypeError: the state is not a dict, but a live layer, for example; without a copy: a value is no
         torch tensor.
       ValueError: a key, shape or head count does not fit; without a copy: a tensor is not on the
         CPU, dense, contiguous and aligned to 64 bytes, or it requires a gradient.

@@ -31,7 +31,7 @@ class Import(Protocol):
           prefix: takes only the keys below it.
 
         Raises:
-          TypeError: the state is no dict, but a live layer or a path, for example.
+          TypeError: the state is not a dict, but a live layer or a path, for example.
           ValueError: a key, shape or head count does not fit; the message names key and axes.
 
         In `flax`, `equinox` and `haiku`, arrays that jit, grad or vmap traces stay traced.

@@ -56,7 +56,7 @@ def import_latent_params(state: Mapping[str, Any], *, prefix: str = "") -> Laten
       prefix: takes only the keys below it, `model.layers.0.self_attn`.
 
     Raises:
-      TypeError: the state is no dict.
+      TypeError: the state is not a dict.
       ValueError: a key is missing or unknown, or a shape does not fit.
 
     >>> from jaxmha.latent import init_latent_params

@@ -26,7 +26,7 @@ LAYOUTS: tuple[Layout, ...] = (
     *haiku.LAYOUTS,
     *jaxmha.LAYOUTS,
 )
-# Layouts that keys never select: `deepseek` holds latent attention, no `MHAParams`, and only a
+# Layouts that keys never select: `deepseek` holds latent attention, not `MHAParams`, and only a
 # config tells `starcoder-heads` from `starcoder`.
 ALONE = {DEEPSEEK.name: DEEPSEEK, linear.STARCODER_HEADS.name: linear.STARCODER_HEADS}
 

@@ -13,7 +13,7 @@ def flat(state: object, separator: str) -> Mapping[str, Any]:
     A list or tuple of dicts or arrays has its indices as keys. Boxes of Flax that hold an array and
     its sharding (`nn.Partitioned`, `nnx.Param`) are unboxed.
 
-    Raises TypeError if the state is no mapping, or a key is neither a string nor a number.
+    Raises TypeError if the state is not a mapping, or a key is neither a string nor a number.
 
     >>> flat({"query": {"kernel": 1}, ("key", "kernel"): 2}, "/")
     {'query/kernel': 1, 'key/kernel': 2}

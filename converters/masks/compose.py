@@ -99,7 +99,7 @@ def checked(mask: Mask | AnyArray | None, sizes: Mapping[str, int]) -> Mask:
     `sizes` gives the sizes of the call by letter of the dimension key.
 
     Raises:
-      ValueError: the shape of a field does not fit, or a size is no integer of at least 0.
+      ValueError: the shape of a field does not fit, or a size is not an integer of at least 0.
 
     >>> checked(Mask.padding(key_value=np.ones((2, 5), bool)), {"S": 7})
     Traceback (most recent call last):

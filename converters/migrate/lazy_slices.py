@@ -121,7 +121,7 @@ def _cut(read: Callable[..., NDArray], placeholder: _Placeholder, part: NDArray)
         counts[axis] += (size - 1) * (stride // whole[axis])
     stop = [int(a) + n for a, n in zip(first, counts, strict=True)]
     if any(n > size for n, size in zip(stop, placeholder.shape, strict=True)):
-        # The view is no box: it goes on in the next row of the tensor.
+        # The view is not a box of the tensor, since it goes on in its next row.
         box = read(placeholder.name, ()).reshape(-1)[
             (_address(part) - placeholder.start) // part.itemsize :
         ]

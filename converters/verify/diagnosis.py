@@ -270,7 +270,8 @@ def _repacked(x: Leaves, part: str, wrote: str, read: str) -> dict[str, NDArray]
 def _split_as(x: Leaves, swapped: bool) -> Iterator[dict[str, NDArray]]:
     """Yields all leaves with their head axes split into another number of heads.
 
-    The number is H if `swapped`, otherwise every other possible number.
+    `swapped`: into H heads of N features, as if N and H were exchanged; otherwise into every other
+    number of heads that divides the axis.
     """
     sizes: dict[str, int] = {}
     for name, array in x.items():

@@ -136,7 +136,7 @@ def alike(
 
 
 def _similar(block: ComparedBlock, one: Measured, other: Measured, seed: int) -> bool:
-    """`alike` of two errors in one dtype; the expected rounding error is that of `block`."""
+    """True if two errors in one dtype are rounding errors of `block`, and of similar size."""
     given = inputs(block, seed, one.factor)
     largest = max(
         cost(block.params, block.semantics, given, mask, one.dtype) for mask in masks().values()

@@ -44,7 +44,8 @@ class _Facts(NamedTuple):
     """The facts of one file.
 
     `config`: its configuration; {} if it is absent, unreadable, or does not fit the tensors.
-    `unused`: says why it gives neither positions nor masks; "" if it does, or is absent.
+    `unused`: the reason why the configuration gives neither positions nor masks; "" if it gives them,
+    or there is none.
     `places` and `masks`: block prefix -> positions and mask. `stated`: block prefix -> positions by
     the metadata. `norms`: path of a norm -> its kind.
     """
@@ -64,7 +65,7 @@ class _Facts(NamedTuple):
 
 
 def compare(a: Source, b: Source, pairs: Pairs, *, only_blocks: bool = False) -> Compared:
-    """Compares the facts of two files; sources that are no files have none.
+    """Compares the facts of two files; sources other than files have none.
 
     Two equal configurations give equal facts. `pairs`: pairs of attention blocks. `only_blocks`:
     True compares only these blocks.

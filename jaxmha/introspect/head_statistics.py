@@ -96,7 +96,7 @@ def as_weights(weights: AnyArray, batch: int | None = None) -> NDArray:
     """Weights as `(N, T, S)`; for `(B, N, T, S)` the batch row with index `batch`.
 
     Raises:
-      ValueError: the shape is another, the batch row is out of range, or values are no weights.
+      ValueError: the shape is another, the batch row is out of range, or values are not weights.
     """
     array = to_numpy(weights)
     if array.dtype.kind not in "fiub" and "float" not in array.dtype.name:
