@@ -11,6 +11,12 @@ from jaxmha.converters.matching.running import Arguments, Outputs, Place
 
 Pairs = dict[tuple[Place, Place], list[Order]]  # the first order counts
 
+_UNTRAINED = (
+    ". A layer of zeros that was never trained, such as a new head or the last layer of a branch, hides "
+    "the layers before it: put random numbers into it in the source, fill the model again, and compare; "
+    "or return the input of that layer too. Without inputs, prove compares the arrays alone"
+)
+
 
 class Compared(NamedTuple):
     """Pairs of outputs with their differences, and the outputs that are in no pair (`left`)."""
@@ -43,7 +49,7 @@ def compare(
             "the models return no numbers to compare, or arrays of other sizes: the source returns "
             f"{_listed(mine, kept_by_source)}, the model {_listed(theirs, kept_by_target)}. Compared are "
             "arrays of float numbers of equal sizes, unless both are unchanged inputs or equal masks: "
-            "return some from both"
+            f"return some from both{_UNTRAINED if _hidden(mine, kept_by_source) else ''}"
         )
     left = [f"{_name(a)} of the source" for a in mine if all(a != pair[0] for pair in pairs)]
     left += [f"{_name(b)} of the model" for b in theirs if all(b != pair[1] for pair in pairs)]
@@ -104,6 +110,11 @@ def _kept(outputs: Outputs, arguments: Arguments) -> set[Place]:
             for place, found in _numbers(outputs).items()
             if any(x.shape == found.shape and _equal(x, found) for x in given)
         }
+
+
+def _hidden(outputs: Outputs, kept: set[Place]) -> bool:
+    """True if a layer of zeros may have made an output: zeros, or an input to which it added them."""
+    return any(place in kept or not x.any() for place, x in _numbers(outputs).items())
 
 
 def _equal(given: NDArray, found: NDArray) -> bool:
