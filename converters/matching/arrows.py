@@ -226,7 +226,7 @@ def _may_be_table(source: Layer, target: Layer, shape: tuple[int, ...]) -> bool:
 
 
 class Reading(NamedTuple):
-    """One way to read the axes of an array, as (letter, size); of a packed array, of one part."""
+    """One way to read an array: the (letter, size) of each axis, without that of packed parts."""
 
     axes: tuple[tuple[str, int], ...]
     place: int = -1  # axis that holds the parts; -1: not packed
@@ -380,8 +380,8 @@ def _written(
 def _rows(a: Sequence[tuple[str, int]], b: Sequence[tuple[str, int]]) -> Arrow | None:
     """Returns the arrow that maps axes in order, ignoring axes of size 1.
 
-    None if the other sizes differ, or an array has an input axis, or only one has table rows (`v`)
-    and the other outputs.
+    None if the other sizes differ, if an array has an input axis, or if the axes of one are rows of a
+    table (`v`), and those of the other outputs.
     """
     for x, y in ((a, b), (b, a)):
         if {letter for letter, _ in x} & {"o", "i"} and {letter for letter, _ in y} & {"v"}:

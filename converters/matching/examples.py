@@ -68,6 +68,6 @@ def _arrow(source: Template, target: Template, slot: str) -> str:
         return str(found.arrows[slot])
     before, after = (one.first.slots[slot].shape for one in (source, target))
     if found is not None and before == after and source.counts == target.counts:
-        return ""  # a copy, one of several ways
+        return ""  # the axes may be read in several ways: show the simplest, a copy
     stacked = "lm"[: max(0, len(source.counts) - len(target.counts))]
     return " ".join([*stacked, *(f"a{n}" for n in range(len(before))), "->", UNKNOWN])

@@ -38,7 +38,7 @@ class Flats(NamedTuple):
     first: bool
 
     def between(self, source: Template, target: Template) -> Flat | None:
-        """Returns the order if the source would fill the target; None if that needs no reordering."""
+        """Returns how features are flattened if the source fills the target; None: in the same order."""
         layer = (source if self.first else target).first
         order = self.orders.get(layer.slots[MAIN].name)
         return None if order is None else Flat(*order, self.first)
@@ -62,7 +62,7 @@ def find(
     if len(firsts) != 1:
         return Flats({}, True)
     first = (True, False) in firsts
-    # Sizes are read where channels come first: there they are clearer.
+    # The layers are found in the model that has channels first.
     tree, templates = (source, mine) if first else (target, theirs)
     found, items = dict[int, Order](), _items(tree, templates)
     if not tree.order or tree.kind == "file":

@@ -183,5 +183,5 @@ def _alike(x: object, y: object) -> bool:
         x, y = ((f.func, f.args, f.keywords) for f in (x, y))
     try:
         return x is y or bool(x == y)
-    except (TypeError, ValueError):  # arrays among the settings
+    except (TypeError, ValueError):  # settings that hold arrays have no truth value
         return False

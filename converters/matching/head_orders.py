@@ -20,10 +20,12 @@ Value = Callable[[Line, Sequence[str], Tree, Array], NDArray]
 def of_heads(
     jobs: Jobs, source: Tree, target: Tree, value: Value
 ) -> Callable[[Iterable[str], int], set[Order]]:
-    """Returns a function of names of target arrays and H: the orders that all their lines have.
+    """Returns a function that gives, for target arrays and H, the orders in which the lines that fill
+    them put the features of a head.
 
-    Only queries and keys count. `value`: as `loading.value`. Where an order cannot be told from one
-    of the inputs, both are among the results.
+    Only lines of queries and keys are read, and an order counts if it is that of all of them. There
+    are several if the number of inputs is a multiple of H too, and a line reorders these otherwise.
+    `value`: as `loading.value`.
     """
 
     def orders(names: Iterable[str], H: int) -> set[Order]:

@@ -1,5 +1,7 @@
-"""Makes paths of arrays with the names of a Keras file, of the user's layer names and inferred
-weight names."""
+"""Gives the arrays of a Keras file paths that name them, such as `encoder/query/kernel`.
+
+The file has a group for every layer, and only numbers its weights.
+"""
 
 import re
 from collections import defaultdict

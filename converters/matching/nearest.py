@@ -52,10 +52,11 @@ def near(
 def of_equal_sizes(
     mine: Sequence[Template], theirs: Sequence[Template], target: Template, decision: Decision
 ) -> tuple[list[tuple[Template, Template]], str]:
-    """Finds sources that fit no target, and may be this one in axes that no layout shows, as gates.
+    """Finds sources that fit no target, and could fill this one by axes that no layout shows.
 
-    Their sizes are those of the target in another order; or a multiple, if as many targets of one
-    shape lack a source, or the other way round. Returns as `near` does.
+    Such are the gates of recurrent layers. A source has as many elements as the target, or k times
+    as many if k targets of this shape lack a source, or 1/k if k sources have its shape. Returns as
+    `near` does.
     """
     fitting = {s for s, _ in decision.fits}
     loose = [x for s, x in enumerate(mine) if s not in fitting]

@@ -35,7 +35,7 @@ class Line:
     confidence: str = ""
 
 
-UNKNOWN = "?"  # in the place of the axes of the target, in an arrow that is to be completed
+UNKNOWN = "?"  # stands for the target's axes in an arrow that the user has to complete
 SEVERAL = "several layers have these shapes, and no name decides"
 _TAKEN = (
     "every layer of these shapes fills another: correct a line, let two layers share a source, or, if "
@@ -87,7 +87,10 @@ class Question:
         return replace(self, examples=examples)._without(used)
 
     def _without(self, names: Collection[str]) -> "Question":
-        """Returns the question without the candidates whose arrays are in `names`; all, if none is left."""
+        """Returns the question without the candidates whose arrays are in `names`.
+
+        If no other is left, it keeps them, and the reason says that all fill other layers.
+        """
         if len(self.candidates) != len(self.examples):
             return self
         left = [

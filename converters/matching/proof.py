@@ -27,8 +27,8 @@ class Departure(NamedTuple):
       source, target: the names of both.
       difference: for outputs, that in the order `axes` of the axes of the source.
       axes: the order that the sizes show; () if it is unchanged. Axes of size 1 are left out.
-      exchanged: an order in which outputs agree that depart, because axes of equal sizes are
-        exchanged; None if there is none.
+      exchanged: an order of axes of equal sizes in which the outputs would agree, though they
+        depart in the order `axes`; None if there is none.
     """
 
     source: str

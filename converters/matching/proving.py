@@ -26,7 +26,7 @@ from jaxmha.converters.matching.trees import Tree
 # Tolerances of the difference of outputs, relative to the largest output. WIDE is for float64, in
 # which models still compute some parts, such as a softmax, in float32.
 WIDE = 1e-6
-NARROW = 1e-5  # if any output, also of a layer, is float32 or narrower
+NARROW = 1e-5  # if an output of the model or of a layer is float32 or narrower
 _LOADED = "\nIf the model was filled by a plan, pass the same: prove(source, model, plan)."
 
 
@@ -207,7 +207,7 @@ def _narrowest(runs: Mapping[str, running.Run]) -> tuple[np.dtype[Any], str | No
     for which, run in runs.items():
         layers = [(f"{'.'.join(path)} of the {which}", x) for path, x in run.layers.items()]
         for name, array in (*layers, *((f"the {which}", x) for x in run.outputs.values())):
-            dtype = array.real.dtype  # of a complex array that of its parts
+            dtype = array.real.dtype  # for a complex array: the dtype of its real part
             if is_float(dtype) and narrower(found, dtype) != found:
                 found, first = dtype, name.removeprefix(" of ")
     return found, first

@@ -152,7 +152,8 @@ def _counted_anew(
 ) -> list[Path]:
     """Replaces the numbers of a class in each block by ranks, if only then the blocks are alike.
 
-    In variable paths of Keras, the second encoder has `encoder_1/dense_2` and `encoder_1/dense_3`.
+    Keras numbers the layers of a class over the whole model: `encoder/dense`, `encoder/dense_1`, then
+    `encoder_1/dense_2` and `encoder_1/dense_3`, which have the ranks 0 and 1 in their block.
     """
     content = _contents(shapes)
     renamed: dict[Path, Path] = {}  # path of a layer -> path with ranks

@@ -175,7 +175,7 @@ def _size(template: Template) -> int:
 def _ordered(
     several: Sequence[Template], order: Sequence[str], templates: Sequence[Template]
 ) -> Mapping[tuple[str, ...], str]:
-    """Maps the path of each norm to its part in `order`, by numbers or terms; {} if in doubt."""
+    """Maps the path of each norm to its role in `order`: by number, else by name; {} if in doubt."""
     ranked = by_number(several)
     if ranked is not None:
         return {several[n].path: name for n, name in zip(ranked, order, strict=True)}

@@ -65,7 +65,10 @@ def asked(questions: Sequence[Question], source: Tree, target: Tree) -> list[Que
 
 
 def _reasons(tree: Tree) -> dict[str, str]:
-    """Maps arrays that a target adds to whole weights to advice for a source without them."""
+    """Maps each part of a weight in the target to advice for a source that has the weight whole.
+
+    Parts are those of a weight norm and the like, and the arrays of adapters.
+    """
     adapter = "it is part of an adapter (LoRA or the like), and the source has none: fill the model"
     torch = {
         name: f"torch computes {key} from it, and the source has the whole weight: fill the model "
