@@ -194,7 +194,10 @@ class Configured(NamedTuple):
         return next((parts for at, parts in found if first is None or at < first), ())
 
     def part_of(self, prefix: str) -> Count | None:
-        """The count of the block at a prefix; its `way` leads to the block's part. None: unknown."""
+        """The head count of the block at a prefix, from its part of the model; None: unknown.
+
+        `way` of the count leads to the settings of this part in the configuration.
+        """
         path = named_parts.path(prefix)
         placed = self._placed(path)
         count = self._tower(prefix)

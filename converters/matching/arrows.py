@@ -86,7 +86,8 @@ def _taken_apart(source: Template, target: Template, column: int) -> Fit | str |
             )
             for arrow in _arrows(slot, cut, one.first, one.first.slots[slot].shape):
                 here = _split(arrow.source)
-                here.insert(axes[0] + (here[:1] == ["s"]), "l")  # after the axis of packed parts
+                # `axes` do not count a leading `s`, the axis of packed parts.
+                here.insert(axes[0] + (here[:1] == ["s"]), "l")
                 found.append(Arrow(" ".join(here), f"l {arrow.target}".strip()))
         if not found:
             return None

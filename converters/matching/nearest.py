@@ -96,7 +96,10 @@ def _alone(template: Template, slot: str) -> Template:
 
 
 def _ratio(source: Template, target: Template) -> int:
-    """How many times as many elements one has as the other, at most `_MOST`; 0 if they differ."""
+    """How many times as many elements the larger has as the smaller.
+
+    0 if this is not an integer, or above `_MOST`, or if no axis has the same size above 1 in both.
+    """
     sizes = [{n for n in _shape(one) if n > 1} for one in (source, target)]
     few, many = sorted(map(_elements, (source, target)))
     fit = sizes[0] & sizes[1] and few and many % few == 0 and many // few <= _MOST

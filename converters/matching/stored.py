@@ -109,9 +109,9 @@ def _without_ties(source: Tree, target: Tree) -> Tree:
 def _computed(tree: Tree, model: Any) -> Tree:
     """Returns a tree with the weights that torch computes from their stored parts."""
     found = parametrized.stored(_shapes(tree))
-    if (
-        tree.kind != "torch"
-    ):  # other libraries have arrays with such names; torch's weights are these
+    # Other libraries have arrays named as the parts of a weight, such as `x_g` and `x_v`; the weights
+    # that torch takes apart are named as these.
+    if tree.kind != "torch":
         found = {key: of for key, of in found.items() if key.endswith(("weight", "bias"))}
     if not found:
         return tree

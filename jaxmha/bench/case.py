@@ -220,7 +220,7 @@ class Case:
 
     @property
     def measures_memory(self) -> bool:
-        """True if materialised scores would take most of the memory."""
+        """True if the memory of the case is worth measuring: materialised scores would take most."""
         return max(self.T, self.S) >= 2048 and self.kind != "decode"
 
     def as_dict(self) -> dict[str, Any]:

@@ -288,9 +288,8 @@ def _central(source: Source, count: int, start: int, size: int, budget: Budget) 
         if sig != b"PK\1\2" or at > size or comment_len:
             _fail(source, MalformedFile, "the zip directory is damaged")
         name = _name(source, raw_name, flags)
-        budget.build(
-            sys.getsizeof(name), "its zip directory"
-        )  # one wide character makes all characters of a str wide
+        # One wide character makes all characters of a str wide: up to 4 bytes each.
+        budget.build(sys.getsizeof(name), "its zip directory")
         unicode_path = _extra(source, extra, _UNICODE_PATH, name)
         if unicode_path is not None and unicode_path[5:] != raw_name:
             _fail(source, AmbiguousFile, "the zip member has two names", name)

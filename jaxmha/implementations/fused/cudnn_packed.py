@@ -26,7 +26,8 @@ OPERANDS = ["query", "key", "value", "bias", "q_seqlen", "kv_seqlen", "q_offsets
 STATIC = {"scale", "seed", "dropout_rate", "variadic_args", "mask_type", "layout",
           "sliding_window_length"}  # fmt: skip
 
-# Axes of queries, outputs and log-sum-exp, and of keys and values (see `partitioned`).
+# How `partitioned` splits operands over devices, by axis: batch rows `b`, query heads `n`, key/value
+# heads `k`, `.` not at all. QUERY: queries, outputs and log-sum-exp; KEY: keys and values.
 QUERY, KEY = "b.n.", "b.k."
 
 Operands: TypeAlias = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
