@@ -68,8 +68,10 @@ def _attend(rebuild: Rebuild, arrays: Sequence[Any]) -> Result:
 def _jvp(
     rebuild: Rebuild, primals: tuple[list[Any]], tangents: tuple[list[Any]]
 ) -> tuple[Result, Result]:
-    """Differentiates `reference` instead: gradients of the matmul over all heads would leak NaN
-    into other heads (0 * NaN), and the gradient of the keys per head is as fast in `reference`.
+    """Differentiates `reference` in the place of the matmul over all heads.
+
+    Gradients of that matmul would carry NaN from one head into others (0 * NaN). `reference`
+    computes the gradient of the keys head by head, which is as fast.
     """
     return jax.jvp(lambda arrays: reference.attend(rebuild(arrays)), primals, tangents)
 

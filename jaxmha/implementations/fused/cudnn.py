@@ -233,8 +233,9 @@ def _out_and_lse(inputs: KernelInputs) -> OutAndLse:
 
 
 def _grouped(inputs: KernelInputs, *, lse: bool, in_place: bool) -> OutAndLse:
-    """Computes the query heads of a group as rows of their key head, which all attend the same
-    keys. Each head of few queries would fill a part of a tile alone, and read all keys again.
+    """Computes the G query heads of a group as one head of T * G queries: they attend the same keys.
+
+    With few queries, separate heads would fill only a part of a tile each, and read all keys again.
     """
     query, lengths = inputs.query, inputs.query_lengths
     (B, T, N, H), K = query.shape, inputs.key.shape[2]

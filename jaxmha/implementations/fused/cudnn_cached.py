@@ -236,7 +236,10 @@ def _table(B: int, S: int) -> jax.Array:
 
 
 def _in_pages(x: Float[jax.Array, "B S K H"]) -> Float[jax.Array, "P K page H"]:
-    """The pool of the probe, whose first page belongs to no sequence and holds NaN."""
+    """Keys or values of the probe as a pool of pages, in the order of `_table`.
+
+    The first page belongs to no sequence, and holds NaN.
+    """
     B, S, K, H = x.shape
     M = -(-S // PROBE_PAGE)
     whole = jnp.pad(x, ((0, 0), (0, M * PROBE_PAGE - S), (0, 0), (0, 0)))

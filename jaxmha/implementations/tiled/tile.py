@@ -21,8 +21,8 @@ from jaxmha.semantics import Precision
 
 # Row sums of tiles with at most so many scores are added pairwise, as in small matmuls.
 SMALL_SUM = 2**14
-# Longest run of keys whose weighted values are added one by one, and the maximum number of
-# multiplications of a matmul that is split into such runs.
+# A matmul over more than 2 * RUN keys is split into runs of RUN keys, within which terms are added
+# one by one, if it has at most SPLIT multiplications (by default).
 RUN, SPLIT = 128, 2**24
 
 
