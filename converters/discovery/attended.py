@@ -24,6 +24,7 @@ from jaxmha.converters.discovery import (
 from jaxmha.converters.discovery.attention_blocks import Block
 from jaxmha.converters.discovery.head_count import Configured
 from jaxmha.converters.discovery.notes import counted
+from jaxmha.converters.masks.aligned import aligned_window
 
 _NOT_KNOWN = "is not known here"
 # Kinds of layers whose masks follow from positions, in the words of `layer_types` and of GPT-Neo's
@@ -65,15 +66,7 @@ class Attended(NamedTuple):
         if self.scheme == "windows":
             raise ValueError("the mask of windows needs their rows and columns: use of_windows")
         found = Mask.causal(S - T) if self.scheme == "causal" else Mask()
-        left = None if self.left is None else self.left - (S - T)
-        right = None if self.right is None else self.right + S - T
-        if (left or 0) < 0 or (right or 0) < 0:
-            # `Mask.window` takes no negative bound, so this window is a dense mask.
-            ahead = np.arange(S) - np.arange(T)[:, None]
-            left, right = T if left is None else left, S if right is None else right
-            found &= Mask.dense((ahead >= -left) & (ahead <= right))
-        elif left is not None or right is not None:
-            found &= Mask.window(left, right)
+        found &= aligned_window(self.left, self.right, T, S)
         if self.chunk is not None:
             keys = np.arange(S)[None] // self.chunk
             found &= Mask.segments(query_ids=keys[:, S - T :], key_value_ids=keys)

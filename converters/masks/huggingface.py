@@ -18,6 +18,7 @@ from numpy.typing import DTypeLike
 from jaxmha import Mask
 from jaxmha.arrays import to_dtype
 from jaxmha.converters.layout.arrays import AnyArray, NDArray, to_numpy
+from jaxmha.converters.masks.aligned import aligned_window
 from jaxmha.converters.masks.compose import array_of, checked, padding_of, without_query_lengths
 from jaxmha.converters.masks.spec import MaskArg, Masks, canonical_bias, exclusions, read
 from jaxmha.integers import require_sizes
@@ -131,11 +132,7 @@ def _own(is_causal: bool, sliding_window: int | None, T: int | None, S: int | No
     if sliding_window is None:
         return causal
     require_sizes(least=1, sliding_window=sliding_window)
-    left = sliding_window - 1 - (S - T)
-    if left >= 0:
-        return causal & Mask.window(left, None)
-    # `Mask.window` takes no negative bound.
-    return causal & Mask.dense(np.arange(S) >= np.arange(T)[:, None] - left)
+    return causal & aligned_window(sliding_window - 1, None, T, S)
 
 
 def _additive(bias: NDArray) -> Masks:
@@ -178,8 +175,8 @@ def export_masks(
 
     Raises:
       ValueError: form `"padding"` and the mask is more than padding; a causal model and a mask that
-        fits two axes but is not causal; a window without a causal model; queries beyond their length; a finite bias outside the
-        range of the dtype (-inf is an exclusion, and becomes the smallest number).
+        fits two axes but is not causal; a window without a causal model; queries beyond their
+        length; a finite bias outside the range of the dtype (-inf is an exclusion, and becomes the smallest number).
 
     >>> mask = Mask.lengths(key_value=np.array([1, 3]))
     >>> export_masks(mask, batch_size=2, query_length=3, key_length=3)["attention_mask"].tolist()
