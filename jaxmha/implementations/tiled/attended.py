@@ -1,4 +1,7 @@
-"""Queries and keys with an allowed pair, and blocks of pairs that a mask function allows."""
+"""Finds the queries and keys with an allowed pair, and the blocks that a mask function allows.
+
+All other queries and keys are zeroed, so that NaN in them reaches neither outputs nor gradients.
+"""
 
 from typing import TypeAlias
 
@@ -25,8 +28,8 @@ from jaxmha.implementations.tiled.layout import Index
 from jaxmha.implementations.tiled.tiling import Tiling, choose_tiling
 from jaxmha.mask import Mask
 
-# Maximum number of entries of a mask that are evaluated at a time: the pairs of a block, times the
-# batch rows and heads that the mask function reads.
+# `blocks_of` halves its blocks while the mask of one has more entries than this: its pairs, times
+# batch rows and heads if the mask function reads their indices.
 MOST_PAIRS = 2**22
 
 
@@ -39,7 +42,10 @@ def attended_positions(
     S: int,
     mod: Mod | None = None,
 ) -> tuple[Bool[jax.Array, "#B T"] | None, Bool[jax.Array, "#B S"] | None]:
-    """Queries and keys with an allowed pair in some head; None: all of them."""
+    """True for queries (first result) and keys (second) with an allowed pair in some head.
+
+    None instead of an array: all of them have one.
+    """
     rows, keys = attended_per_head(mask, bias, B, N, T, S, mod, some_head=True)
     return None if rows is None else rows.any(1), None if keys is None else keys.any(1)
 
@@ -55,9 +61,10 @@ def attended_per_head(
     *,
     some_head: bool = False,
 ) -> tuple[Bool[jax.Array, "#B #N T"] | None, Bool[jax.Array, "#B #N S"] | None]:
-    """Queries and keys with an allowed pair, by query head; None: all. Sizes may be 0 or symbolic.
+    """True for queries (first result) and keys (second) with an allowed pair, by query head.
 
-    `some_head`: as in `attended`.
+    None instead of an array: all of them have one. Sizes may be 0 or symbolic. `some_head`: as in
+    `attended`.
     """
     if all(isinstance(size, int) and size for size in (B, N, T, S)):
         return attended(from_mask(mask, T, S, mod), bias, B, N, T, S, some_head=some_head)
@@ -75,7 +82,7 @@ def attended(
     *,
     some_head: bool = False,
 ) -> tuple[Bool[jax.Array, "#B #N T"] | None, Bool[jax.Array, "#B #N S"] | None]:
-    """As `attended_per_head`, for given conditions and sizes that are positive integers.
+    """Computes `attended_per_head` from conditions, for sizes that are positive integers.
 
     `some_head`: the caller reduces the results over heads, so their axis of heads may have size 1.
     """
@@ -96,10 +103,10 @@ def attended(
 def _attended_by_intervals(
     conditions: Conditions, T: int, S: int
 ) -> tuple[Bool[Array, "b1 1 T"], Bool[Array, "b2 1 S"]]:
-    """Attended rows and keys, for conditions without segment ids and dense mask.
+    """Attended rows and keys of conditions without segment ids, dense mask or mask function.
 
-    Each row attends the valid keys of an interval, and the valid rows of an interval attend each
-    key. Static conditions give NumPy arrays.
+    Each row attends the valid keys of an interval, and each key is attended by the valid rows of
+    one, so that no scores are visited. Static conditions give NumPy arrays.
     """
     below, above = conditions.window
     i, j = (np.arange(size, dtype=np.int32).reshape(1, size) for size in (T, S))
@@ -133,7 +140,7 @@ def _any_between(
     stop: Int32[Array, "#b n"],
     size: int,
 ) -> Bool[Array, "#b n"]:
-    """True if any position in `[start, stop)` is valid; if `valid` is None, all are."""
+    """True where any position in `[start, stop)` is valid; `valid` None: every position is."""
     start, stop = start.clip(0, size), stop.clip(0, size)
     if valid is None:
         return stop > start
@@ -150,9 +157,9 @@ def _attended_by_tiles(
     tiling: Tiling,
     some_head: bool,
 ) -> tuple[Bool[jax.Array, "#B #N T"], Bool[jax.Array, "#B #N S"]]:
-    """Attended rows and keys, for any conditions; a tile has all heads, all keys and some rows.
+    """Attended rows and keys of any conditions, from the mask of some rows with all keys at a time.
 
-    `some_head`: reduces the mask of a tile over heads first, once for both results.
+    `some_head`: reduces this mask over heads before rows and keys, so that results have one head.
     """
     conditions, bias = pad(conditions, bias, tiling)
     B, N, rows = tiling.B, tiling.K * tiling.G, tiling.rows
@@ -164,7 +171,8 @@ def _attended_by_tiles(
             finite = slice_tile(bias, position) != -jnp.inf
             found = finite if found is None else found & finite
         assert found is not None
-        if some_head and found.shape[1] > 1:  # the barrier keeps XLA from doing it twice
+        if some_head and found.shape[1] > 1:
+            # The barrier keeps XLA from reducing over heads once for each of the two results.
             found = jax.lax.optimization_barrier(found.any(1, keepdims=True))  # type: ignore[no-untyped-call]
         found = jnp.broadcast_to(found, (*found.shape[:2], rows, tiling.S))
         inside = i * rows + jnp.arange(rows, dtype=np.int32) < tiling.T
@@ -183,7 +191,7 @@ def with_blocks(
     conditions: Conditions, bias: Float[jax.Array, "b n t s"] | None, tiling: Tiling
 ) -> tuple[Attended, Conditions]:
     """Returns attended queries and keys, and the conditions. If these have a mask function, its
-    `blocks` become those that all conditions and the bias allow."""
+    `blocks` become the blocks that all conditions and the bias allow, for `make_schedule`."""
     if conditions.mod is None:
         N = tiling.K * tiling.G
         return attended(conditions, bias, tiling.B, N, tiling.T, tiling.S), conditions
@@ -221,7 +229,8 @@ def blocks_of(
         if bias is not None:
             found = found & (slice_tile(bias, position) != -jnp.inf)
         found = jnp.broadcast_to(found, (*found.shape[:2], rows, keys))
-        # Padded positions are excluded; in `full`, which gives `every`, they count as allowed.
+        # Padded positions count as masked in `found`, but as allowed in `full`, so that a block at
+        # the edge may be full.
         outside = (i * rows + jnp.arange(rows, dtype=np.int32) >= T).reshape(1, 1, rows, 1)
         beyond = (j * keys + jnp.arange(keys, dtype=np.int32) >= S).reshape(1, 1, 1, keys)
         full = found | outside | beyond
@@ -248,8 +257,8 @@ def blocks_of(
 
 
 def coarsened(blocks: Blocks, tiling: Tiling) -> tuple[jax.Array, jax.Array]:
-    """`Blocks.some` and `Blocks.every` for the tiles of `tiling`, `b i j`. Where a block overlaps
-    several tiles, `some` may be True, and `every` False, for a tile where it need not be."""
+    """`Blocks.some` and `Blocks.every` for the tiles of `tiling`, `b i j`. They are conservative where
+    a block overlaps several tiles: a fully masked tile may have `some`, a full one lack `every`."""
     some, every = jnp.asarray(blocks.some), jnp.asarray(blocks.every)
     grid = blocks.grid
     if (grid.rows, grid.keys) == (tiling.rows, tiling.keys):
@@ -280,8 +289,8 @@ def zero_unattended(
     key: Float[jax.Array, "B K S H"],
     value: Float[jax.Array, "B K S h"],
 ) -> tuple[Float[jax.Array, "B N T H"], Float[jax.Array, "B K S H"], Float[jax.Array, "B K S h"]]:
-    """Zeroes queries, keys and values without any allowed pair: 0 * NaN would reach outputs and
-    gradients."""
+    """Zeroes queries, keys and values without any allowed pair: NaN in them, times a weight of 0,
+    would reach outputs and gradients."""
     rows, keys = (sharding.in_order(x, 2) for x in attended)
     if rows is not None:
         query = jnp.where(rows[..., None], query, 0.0)
@@ -292,6 +301,6 @@ def zero_unattended(
 
 
 def _per_key_head(keys: Bool[jax.Array, "b n S"], K: int) -> Bool[jax.Array, "b k S"]:
-    """Reduces attended keys over the query heads of each key/value head."""
+    """True for keys that any query head of their key/value head attends."""
     b, n, S = keys.shape
     return keys if n == 1 else keys.reshape(b, K, n // K, S).any(2)

@@ -88,7 +88,8 @@ def attend(request: Request, distributed: Core | None = None) -> Result:
     semantics = request.semantics
     (B, T, N, _), (_, S, _, h) = request.query.shape, request.value.shape
     accumulate = accumulation_dtype(request.query.dtype)
-    platform = platforms.current().name  # once: the gradient may be traced outside lowering_for
+    # Read once, for the gradient too, which may be traced after `lowering_for` has ended.
+    platform = platforms.current().name
     query, key, value, operands = _head_major(request, platform)
     out: jax.Array
     lse: jax.Array | None
@@ -125,8 +126,8 @@ def attend(request: Request, distributed: Core | None = None) -> Result:
 
 
 class _Operands(NamedTuple):
-    """`dtype`: of matmul operands, as in `Config`. `scale`: factor of the logits that is left after
-    the queries were scaled."""
+    """`dtype`: of matmul operands, as in `Config`. `scale`: the factor of the scale by which queries
+    were not multiplied, so that logits must be."""
 
     dtype: np.dtype[np.floating] | None
     scale: float
@@ -137,15 +138,16 @@ def _head_major(
 ) -> tuple[
     Float[jax.Array, "B N T H"], Float[jax.Array, "B K S H"], Float[jax.Array, "B K S h"], _Operands
 ]:
-    """Scaled queries, keys and values in the accumulation dtype, and the config of matmuls."""
+    """Scaled queries, keys and values in the accumulation dtype, and the operands of matmuls."""
     accumulate = accumulation_dtype(request.query.dtype)
     query, key, value = (jnp.moveaxis(x.astype(accumulate), 2, 1) for x in request[:3])
     semantics = request.semantics
     operands = operand_dtype(request.query.dtype, semantics.precision, platform)
     if has_float16_significand(request.query.dtype, semantics.precision, platform):
         operands = np.dtype(np.float16)
-    # Multiplying queries by a scale that is not a power of two rounds them. In small matmuls, whose
-    # sums are pairwise, this error is smaller than that of rounding the logits once more.
+    # Queries are multiplied by a power of two, which is exact, and logits by the rest of the scale.
+    # Small matmuls, whose sums are pairwise, are more exact if queries take the whole scale: it
+    # rounds queries, but this error is smaller than that of rounding the logits once more.
     small = math.prod((*query.shape, key.shape[2])) <= SMALL and operands is None
     scale, rest = (request.scale, 1.0) if small else split_scale(request.scale)
     query *= scale
@@ -156,7 +158,8 @@ def _config(request: Request, conditions: Conditions, platform: str, operands: _
     semantics = request.semantics
     return Config(
         semantics.logits_soft_cap,
-        resolved(semantics.precision),  # now: `per_device` may trace later, under another config
+        # Resolved here: JAX's default may be another when `per_device` is traced.
+        resolved(semantics.precision),
         conditions.window,
         conditions.above if isinstance(conditions.above, int) else None,
         semantics.dropout_rate if request.drops else 0.0,
@@ -210,7 +213,7 @@ def _core(
     seed: Seed | None,
     score_mod: Mod | None,
 ) -> OutAndLse:
-    """Computes `core` on one device."""
+    """Computes `core` on one device, in bands where they pay."""
 
     def attend_band(
         config: Config,
@@ -259,7 +262,8 @@ def _out_and_lse(
     if config.lse:
         softmax = _by_tiles(tiling, config, *inputs, finalize, score_mod)
         return softmax.out, softmax.lse
-    # A second output would keep XLA from fusing small tiles into one kernel.
+    # Without the lse, only the output is computed: with a second result, XLA would not fuse small
+    # tiles into one kernel.
     return _by_tiles(tiling, config, *inputs, finalize_out, score_mod), None
 
 

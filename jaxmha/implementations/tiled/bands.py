@@ -33,10 +33,10 @@ def kind(
     conditions: Conditions,
     bias: Float[jax.Array, "b n t s"] | None,
 ) -> Literal["rows", "keys"] | None:
-    """The kind of bands that pays: `rows` if a static causal offset is the only condition, `keys` if
-    key padding is.
+    """Chooses row bands if a static causal offset is the only condition, key bands if key padding is.
 
-    Returns None for other conditions, for key padding with a soft cap, or if row bands do not pay.
+    Returns None, for no bands, with other conditions or a bias, with key padding and a soft cap, or
+    if `row_bands_pay` is False.
     """
     if bias is not None or config.window != (None, None):
         return None
@@ -183,8 +183,8 @@ def _mask_feature(
     key: Float[jax.Array, "B K S H"],
     valid: Bool[jax.Array, "#B S"],
 ) -> tuple[Float[jax.Array, "B N T H1"], Float[jax.Array, "B K S H1"]]:
-    """Adds a feature, 1 in queries and 0 or -inf in keys, so that the matmul masks: with a
-    separate mask, XLA would not use its fused kernel."""
+    """Appends a feature, 1 in queries and 0 or -inf in keys, so that the matmul of logits also adds
+    the mask: after a separate addition, XLA would not use its fused kernel."""
     low = jnp.where(valid, 0.0, -jnp.inf).astype(key.dtype)[:, None, :, None]
     query = jnp.concatenate([query, jnp.ones_like(query[..., :1])], -1)
     key = jnp.concatenate([key, jnp.broadcast_to(low, (*key.shape[:3], 1))], -1)
@@ -205,7 +205,7 @@ def _attend_narrowest(
 ) -> OutAndLse:
     """Computes one batch row at a time, with the narrowest band that holds its valid keys.
 
-    `masked`: a feature from `_mask_feature` masks the keys.
+    `masked`: keys are masked by a feature of `_mask_feature`, and need no mask from `valid`.
     """
     B, S = query.shape[0], key.shape[2]
     valid = jnp.broadcast_to(valid, (B, S))

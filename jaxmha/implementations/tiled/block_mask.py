@@ -66,7 +66,7 @@ def from_mask(mask: Mask, T: int, S: int, mod: Mod | None = None) -> Conditions:
 def _valid(
     lengths: Integer[Array, "b"] | None, padding: Bool[Array, "#b size"] | None, size: int
 ) -> Bool[jax.Array, "#b size"] | None:
-    """Positions that are valid by both length and padding; None: all."""
+    """True for positions that both lengths and padding call valid; None: neither is given."""
     valid = None if padding is None else jnp.asarray(padding)
     if lengths is None:
         return valid

@@ -14,7 +14,8 @@ from jaxmha.implementations.tiled.tiling import Tiling
 
 KEY_SIZE = 2  # number of 32-bit integers in a threefry key
 
-# A threefry key and, for a part of a larger request, its first position on B, N, T and S.
+# A threefry key and, for a part of a larger request, the part's first position on B, N, T and S: it
+# draws the same mask as within that request.
 Seed: TypeAlias = UInt32[jax.Array, "2"] | UInt32[jax.Array, "6"]
 
 

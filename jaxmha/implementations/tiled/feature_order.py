@@ -1,9 +1,9 @@
-"""The order in which the matmul of logits adds features.
+"""Moves the feature with the largest terms to the end, so that logits round less.
 
 The matmul of XLA:CPU adds the terms of a sum one by one, and rounds every partial sum. In many
 trained models one feature has far larger terms than all others: each partial sum from that term on
-is as large as the term, and so is its rounding error. If the term comes last, only the last sum is
-as large.
+is as large as the term, and its rounding error grows with it. If the term comes last, only the last
+sum is as large.
 """
 
 from typing import TypeVar
@@ -16,7 +16,9 @@ from jaxtyping import Float, Int
 from jaxmha.implementations.tiled.tiling import Tiling
 
 Arrays = TypeVar("Arrays", bound=tuple[jax.Array, ...])
-LEAST = 1024  # queries and keys from which the order costs less than 3 % of a gradient
+LEAST = (
+    1024  # with at least so many queries and keys, the exchange takes less than 3 % of a gradient
+)
 
 
 def largest_feature(
@@ -25,9 +27,10 @@ def largest_feature(
     key: Float[jax.Array, "B K S H"],
     platform: str,
 ) -> Int[jax.Array, "B K"] | None:
-    """The feature with the largest product of a query and a key, by key head; None: keep the order.
+    """The feature with the largest product of a query and a key, by key/value head.
 
-    Returns None for several KV tiles, because their logits must round as in the forward pass.
+    Returns None, to keep the order, where the exchange does not pay, and for several KV tiles, whose
+    logits must round as in the forward pass.
     """
     if platform != "cpu" or tiling.kv_tiles > 1 or min(tiling.T, tiling.S) < LEAST:
         return None

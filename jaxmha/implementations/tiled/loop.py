@@ -51,10 +51,13 @@ class Shared(NamedTuple):
     def mask_and_keep(
         self, position: TilePosition, unmasked: bool, dtype: np.dtype[np.floating]
     ) -> tuple[jax.Array | None, jax.Array | None]:
-        """Mask or bias tile, and dropout keep-mask: `[tile_heads] rows keys`."""
+        """Mask or bias tile, and dropout keep-mask: `[tile_heads] rows keys`; None: not needed.
+
+        `unmasked`: mask conditions allow all pairs of the tile.
+        """
         tiling, config, conditions = self.tiling, self.config, self.conditions
-        # Invalid rows are zeroed, so they need a mask only if a bias, or the derivative of a score
-        # function at 0, is not finite.
+        # Invalid rows are zeroed, so they need a mask only with a bias or a score function: the
+        # bias, or the derivative of the score function at 0, may not be finite.
         rows = None if self.bias is None and self.score_mod is None else conditions.rows
         conditions = (NO_CONDITIONS if unmasked else conditions)._replace(rows=rows)
         mask = block_mask.mask_or_bias(conditions, self.bias, position, tiling.G, dtype)
@@ -102,8 +105,8 @@ def forward(
     """
     shared = _shared(tiling, config, bias, traced, seed, score_mod)
     h = value.shape[-1]
-    # With segment ids or a mask function a step has many tiles: transposing in the step would copy
-    # its operands once more.
+    # With segment ids or a mask function, whose steps have many tiles, operands are transposed before
+    # the loop: transposing them in each step would copy them once more.
     early = config.transposed and not (traced.mod is None and traced.segments is None)
     if early:
         query, value = transpose_all((query, value))
@@ -281,7 +284,7 @@ def backward(
         )
         return (dq, dk, dv), more
 
-    # Gradients reuse the buffers of their primals.
+    # The loop overwrites tiles of query, key and value with their gradients, to use less memory.
     gradients, more = layout.update_tiles(step, tiling.steps, (query, key, value), more, cotangents)
     return more, gradients
 

@@ -1,4 +1,4 @@
-"""Tiled attention on each device's own batch rows and heads, where XLA partitions the program."""
+"""Runs tiled attention on each device's own batch rows and heads in programs that XLA partitions."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,7 +19,8 @@ Others = TypeVar("Others")
 CoreInputs: TypeAlias = tuple[
     jax.Array, jax.Array, jax.Array, jax.Array | None, Conditions, Seed | None, Mod | None
 ]
-# Rank of an array -> its axis letters (see `partitioned.Letters`); keys and values have KEYS.
+# Rank of an array -> its axis letters (see `partitioned.Letters`); keys and values have the letters
+# KEYS instead.
 LETTERS = {1: "b", 2: "b.", 3: "bn.", 4: "bn.."}
 KEYS = "bk.."
 
@@ -38,7 +39,7 @@ def run(
 
     Args:
       tiling: of the whole arrays; `function` gets a tiling of the arrays of one device.
-      others: further arrays per query.
+      others: further arrays with axes `B N T`, such as the softmax that the backward pass reads.
       results: maps the results to their axis letters, in the same structure; None: `by_rank`.
     """
     query, key, value, bias, traced, seed, mod = inputs
@@ -57,7 +58,7 @@ def run(
 
 
 def by_rank(arrays: Any) -> Any:
-    """The axis letters of arrays per query, by the rank of each array."""
+    """The axis letters of every array of a pytree, by its rank; not for keys and values."""
     return jax.tree.map(lambda x: LETTERS[x.ndim], arrays)
 
 

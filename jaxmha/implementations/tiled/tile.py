@@ -21,8 +21,8 @@ from jaxmha.semantics import Precision
 
 # Row sums of tiles with at most so many scores are added pairwise, as in small matmuls.
 SMALL_SUM = 2**14
-# A matmul over more than 2 * RUN keys is split into runs of RUN keys, within which terms are added
-# one by one, if it has at most SPLIT multiplications (by default).
+# `_weigh` splits a matmul over more than 2 * RUN keys into runs of RUN keys, if it has at most SPLIT
+# multiplications: XLA:CPU adds the terms of a run one by one.
 RUN, SPLIT = 128, 2**24
 
 
@@ -59,7 +59,7 @@ class Config(NamedTuple):
 
 
 class Modifier(NamedTuple):
-    """A score function and the position of a tile."""
+    """A score function, bound to the tile `extent` whose logits it changes."""
 
     mod: Mod
     extent: Extent
@@ -79,7 +79,7 @@ def forward(
     before: State | None,
     modifier: Modifier | None = None,
 ) -> State:
-    """Folds one tile into the state `before`; None: there is no state yet."""
+    """Folds one tile into the online-softmax state `before`, which is None for a first tile."""
     logits = _logits(config, rows, keys, mask_or_bias, modifier)
 
     def weigh(exps: jax.Array) -> jax.Array:
@@ -98,7 +98,8 @@ def forward_transposed(
     before: State | None,
     modifier: Modifier | None = None,
 ) -> State:
-    """`forward` with scores `s r`, by the same matmul as in `backward`; the state is transposed."""
+    """`forward` with scores `s r` and a transposed state: logits then round as in `backward`, which
+    computes them by the same matmul."""
     keep = None if keep is None else jnp.swapaxes(keep, -1, -2)
     logits = _logits(config, keys, rows, _transpose(mask_or_bias), modifier, transposed=True)
 
@@ -202,7 +203,7 @@ def _weigh(
     b: Float[jax.Array, "*c s n"],
     most: int = SPLIT,
 ) -> Float[jax.Array, "*c m n"]:
-    """`a @ b` over keys or rows; `a` or `b` holds weights or their gradients.
+    """`a @ b`, summed over keys or rows; `a` or `b` holds weights or their gradients.
 
     On a CPU, matmuls of at most `most` multiplications are split into runs of keys, whose results
     are added pairwise: XLA:CPU adds the terms of a sum one by one, and rounding errors of a long
@@ -299,7 +300,7 @@ def backward(
             d_weights -= sum_of_rows(exps * d_weights) / divisor
         minus_delta /= divisor
     d_bias = exps * (d_weights + minus_delta)
-    if mask_or_bias is not None:  # 0 * d_weights may be NaN
+    if mask_or_bias is not None:  # d_weights of an excluded pair may be NaN, and 0 * NaN is NaN
         d_bias = jnp.where(exps == 0.0, 0.0, d_bias)
     floats: Floats = ()
     if pull is not None:

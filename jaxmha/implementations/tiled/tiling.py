@@ -24,7 +24,7 @@ class Tiling:
       batches, heads: batch rows and key/value heads per tile.
       rows: query positions per tile; T is padded to a multiple.
       keys: key positions per tile; S is padded to a multiple.
-      unroll: unrolls the loop over steps or, where keys are tiled too, over query tiles.
+      unroll: unrolls the loop over `steps` or, if there are several KV tiles, over query tiles.
     """
 
     B: int
@@ -55,7 +55,7 @@ class Tiling:
 
     @property
     def groups(self) -> int:
-        """Number of steps per batch row."""
+        """Number of `steps` that the batch rows of one tile take."""
         return self.K // self.heads
 
     @property
@@ -128,7 +128,8 @@ def choose_tiling(
     rows = even_parts(T, rows)
     tile_heads = max(heads_bytes // (row_bytes * rows), 1) if rows == T or keys < S else 1
     heads = divisor(K, tile_heads)
-    # With several KV tiles, a tile has one batch row: batch rows of a tile share a schedule.
+    # With several KV tiles, a tile has one batch row: all batch rows of a tile share a schedule, and
+    # would visit each KV tile that any of them needs.
     batches = divisor(B, tile_heads // K) if heads == K and keys == S else 1
     tiling = Tiling(B, K, G, T, S, batches, heads, rows, keys)
     if keys < S:

@@ -33,7 +33,7 @@ class Tuning:
         large enough for efficient matmuls.
       window_side: the same under a window of at most `window_tiles * window_side` keys.
       window_tiles: maximum window for `window_side`, in tiles.
-      group_rows: minimum rows, of every query head of a group, of tiles within a window.
+      group_rows: minimum of `side` under a window, per query head of a group.
       most_tiles: maximum number of tiles per sequence within a window: the schedule has an entry
         for every pair of query and KV tile.
       unroll_steps, unroll_bytes: maximum number and total size of the steps for which the loop
