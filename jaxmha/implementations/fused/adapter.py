@@ -1,7 +1,7 @@
 """Adapter from requests to the inputs of fused kernels, and from kernel outputs to results.
 
-Kernels require that each row attends at least one key, that operands are finite, and that sizes
-suit the kernel.
+Kernels may return anything in rows without keys, and let NaN in unattended positions reach other
+rows. The adapter masks those rows and zeroes those positions; each kernel's module pads sizes.
 """
 
 from collections.abc import Callable, Hashable
@@ -21,19 +21,19 @@ from jaxmha.implementations.tiled import attended, block_mask
 from jaxmha.implementations.tiled.block_mask import Conditions
 from jaxmha.mask import Mask
 
-# Fields of a mask that separate sequences.
+# Fields of `Mask` that separate the sequences of one batch row.
 SEGMENTS = ("query_segments", "key_value_segments", "packed_ends")
 
 
 class KernelInputs(NamedTuple):
-    """A request in the form that kernels take. Unattended keys and values that would affect results
-    are zero; so are fully masked queries if a gradient is computed.
+    """A request with its mask as lengths, diagonals and padding, as kernels take it. Unattended keys
+    and values that would affect results are zero; so are fully masked queries under a gradient.
 
     Attributes:
       query, key, value: of one dtype.
       bias: each axis of full size or 1.
-      conditions: `rows` is None, since the adapter applies it; `keys` are the valid keys by padding
-        and length if the mask has key padding, else None.
+      conditions: `rows` is None, since the adapter itself masks invalid rows; `keys` are the valid
+        keys by padding and length if the mask has key padding, else None.
       query_lengths, key_lengths: numbers of valid queries and keys, clipped to [0, T] and [0, S];
         None: all.
       left: `j >= i - left`; above: `j <= i + above`; None: no bound, or one that masks nothing.
@@ -53,7 +53,8 @@ class KernelInputs(NamedTuple):
 
 
 def unsupported(request: Request, *, name: str, dtypes: tuple[str, ...]) -> str | None:
-    """The reason common to all fused kernels why `name` cannot compute a request, or None."""
+    """The reason why no fused kernel computes a request, which names the kernel `name`, or None. The
+    limits of one kernel are in its own `unsupported_reason`."""
     dtype = request.query.dtype
     if dtype.name not in dtypes:
         return f"{name} takes {' and '.join(dtypes)}, got {dtype.name}"
@@ -97,11 +98,12 @@ def attend(
     or zeroed only in gradients if they affect only these.
 
     `beyond_lengths`: takes the place of `leaks` if lengths (and static bounds) express the mask. If
-    its `output` is below 2, `run` must return 0 in fully masked rows of such a mask.
+    its `output` is below 2, `run` must return 0 in fully masked rows of such a mask, which are not
+    masked once more.
     """
     (B, T, N, _), (_, S, K, _) = request.query.shape, request.value.shape
     if is_dense(request):
-        # The barrier keeps XLA from reducing a constant mask at compile time: half a minute.
+        # The barrier keeps XLA from reducing a constant mask at compile time, in half a minute.
         bias, array = jax.lax.optimization_barrier((request.bias, request.mask.array))  # type: ignore[no-untyped-call]
         request = request._replace(bias=bias, mask=replace(request.mask, array=array))
     mask = request.mask
@@ -147,8 +149,8 @@ def attend(
 def _zeroed(
     x: Float[jax.Array, "B S K _"], valid: Bool[jax.Array, "#B #S #K 1"], leaks: Leaks, least: int
 ) -> jax.Array:
-    """Zeroes unattended keys or values `x` if they affect results, that is if a level in `leaks` is
-    at least `least`: always if that of the output is, else only where a gradient is computed."""
+    """Zeroes unattended keys (`least` 2) or values (`least` 1) `x`: always if `leaks.output` is at
+    least `least`, only where a gradient is computed if `leaks.gradients` is, else never."""
     if leaks.output >= least:
         return jnp.where(valid, x, 0)
     return _zeroed_in_gradients(x, valid) if leaks.gradients >= least else x
@@ -158,8 +160,8 @@ def _zeroed(
 def _zeroed_in_gradients(
     x: Float[jax.Array, "B T N H"], valid: Bool[jax.Array, "#B #T #N 1"]
 ) -> jax.Array:
-    """Returns `x`; if a gradient is computed, with 0 at positions outside `valid`, which affect
-    other rows only in gradients."""
+    """Returns `x`; if a gradient is computed, with 0 at positions outside `valid`: NaN in them would
+    reach gradients of other positions, but no output of others."""
     del valid
     return x
 
@@ -280,7 +282,8 @@ def _forward(
 def _backward(
     kernel: Kernel, saved: Saved, cotangents: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, None]:
-    """Adds the gradient of lse, computed by the same kernel with keys in place of values.
+    """Adds the gradient of lse, computed by the same kernel with keys in place of values, to that of
+    the output.
 
     d lse_i / d query_i is `scale` times row i of attention over the keys as values, and
     d lse_i / d key_j is `scale` times weight (i, j) times query_i: the gradient of the values with

@@ -147,18 +147,22 @@ def attend(request: Request, *, leaks: Leaks = Leaks(), in_place: bool | None = 
         leaks_in_place = _leaks_in_place(request)
         in_place = leaks_in_place is not None
         leaks = leaks if leaks_in_place is None else leaks_in_place
-    # The gradient of lse has keys in place of values: a leak of values is one of keys there.
+    # The gradient of lse calls the kernel with keys in place of values: if NaN in values reaches
+    # gradients, NaN in keys does too.
     if request.return_lse and leaks.gradients:
         leaks = leaks._replace(gradients=EVERYTHING_LEAKS.gradients)
     run = partial(_run, lse=request.return_lse, in_place=in_place)
-    # `leaks` holds only where lengths express the mask. A mask in the form of a bias lets every
-    # unattended NaN reach the output, since a logit of NaN stays NaN when a bias is added.
+    # `leaks` holds only where lengths express the mask. With other masks, all unattended keys and
+    # values are zeroed: these masks become a bias, and NaN plus a bias is NaN.
     return adapter.attend(request, run, beyond_lengths=leaks)
 
 
 def _leaks_in_place(request: Request) -> Leaks | None:
-    """The leaks of the kernel that reads valid keys in place; None: it cannot compute the request,
-    does not work here, or lets invalid keys or values affect the output."""
+    """The invalid keys and values that affect gradients of the kernel that reads valid keys in place.
+
+    None, so that valid keys are copied: the kernel cannot compute the request, does not work here,
+    or lets invalid keys or values affect the output.
+    """
     if cudnn_padding.unsupported_reason(request):
         return None
     kind = probe_cases.kind_of(request)._replace(padded=True, queries=probe_cases.MANY)
@@ -200,7 +204,7 @@ def _shifted(inputs: KernelInputs, *, lse: bool, in_place: bool) -> OutAndLse:
     array = conditions.array
 
     def shifted(x: jax.Array, axis: int) -> jax.Array:
-        if axis == 2 and x.shape[axis] == 1:  # a bias or mask that broadcasts over queries
+        if axis == 2 and x.shape[axis] == 1:  # a bias or mask that is the same for all queries
             return x
         if above < 0:
             return jax.lax.slice_in_dim(x, -above, None, axis=axis)
@@ -251,7 +255,7 @@ def _grouped(inputs: KernelInputs, *, lse: bool, in_place: bool) -> OutAndLse:
 
 
 def _top_left(inputs: KernelInputs, *, lse: bool, in_place: bool) -> OutAndLse:
-    """Calls the kernel; `above` is 0 or None, and each row within its length attends some key."""
+    """Calls the kernel; `above` is 0 or None. Sizes and lengths are changed until cuDNN takes them."""
     query, key, value, _, _, query_lengths, key_lengths, left, above, scale = inputs
     (B, T, _, _), (_, S, _, h) = query.shape, value.shape
     dense = _dense(inputs)
@@ -274,7 +278,7 @@ def _top_left(inputs: KernelInputs, *, lse: bool, in_place: bool) -> OutAndLse:
         lengths = _nonempty(query_lengths, key_lengths, (B, T, S), causal=causal, left=left)
     if valid is not None and causal:
         query, key = _barrier(query, key, valid, scale)
-    elif valid is not None:  # not causal: keys can be sorted, so that a length excludes the rest
+    elif valid is not None:  # not causal: valid keys may move to the front, where a length suffices
         valid = jnp.broadcast_to(valid, (B, S))
         lengths = cudnn_padding.counts(valid, query_lengths, T)
         if in_place:
@@ -344,7 +348,7 @@ def _added(inputs: KernelInputs) -> Float[jax.Array, "b n T S"]:
     added = jnp.zeros((1, 1, 1, 1), inputs.query.dtype)
     if inputs.bias is not None:
         added = inputs.bias.astype(np.float32)
-        held = added - jax.lax.stop_gradient(added) + LOWEST  # value LOWEST, gradient 1
+        held = added - jax.lax.stop_gradient(added) + LOWEST  # LOWEST, but with the gradient 1
         finite = added != -jnp.inf
         added = jnp.where(added < LOWEST, jnp.where(finite, held, EXCLUDED), added)
         added = added.astype(inputs.query.dtype)

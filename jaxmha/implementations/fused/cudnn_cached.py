@@ -1,10 +1,10 @@
 """cuDNN's fused attention over a cache, which it reads in place; through JAX's private functions.
 
 Tokens of one step are causal among themselves, but cuDNN aligns its causal mask at the first key.
-So this module only computes attention of queries that all attend the same keys. `paged_attention`
-in the same private module of JAX accepts only a pool of exactly B * M pages, so this module calls
-the function below it, which accepts any pool. A probe decides whether the results are right on this
-machine. The calls fit the signatures of JAX 0.10 to 0.12.
+So this module only computes attention of queries that all attend the same keys. JAX's private
+`paged_attention` accepts only a pool of exactly B * M pages, so this module calls the function that
+it wraps, which accepts any pool. A probe decides whether the results are right on this machine. The
+calls fit the signatures of JAX 0.10 to 0.12.
 """
 
 import inspect
@@ -183,14 +183,15 @@ def attend(
     paged: bool = False,
     one: Callable[..., jax.Array] = out,
 ) -> Result:
-    """Computes a request of the probe over a cache of its keys and values. Its gradient is that of
-    `reference`: the probe judges the output alone. `one`: the kernel for one query per sequence."""
+    """Computes a test case of the probe with its keys and values in a cache. The gradient is that of
+    `reference`, so that the probe judges the output alone. `one`: the kernel for one query."""
     lengths = jnp.asarray(request.mask.key_value_lengths)
     (B, T, N, _), h = request.query.shape, request.value.shape[3]
 
     def stored(*heads: jax.Array) -> Stored:
-        # The probe zeroes slots to find out whether they leak. In real calls cuDNN gets them as they
-        # are, so `failure` declines it; the TPU's kernel gets them as zeros, which the cache wrote.
+        # If NaN beyond the lengths reaches the output, the probe tries once more with zeros there.
+        # Calls of users write no zeros for cuDNN, so `failure` declines it then; for the TPU's
+        # kernel the cache has written them.
         if leaks.output:
             beyond = jnp.arange(heads[0].shape[1])[None] >= lengths[:, None]
             heads = tuple(jnp.where(beyond[..., None, None], 0, x) for x in heads)
@@ -238,7 +239,7 @@ def _table(B: int, S: int) -> jax.Array:
 def _in_pages(x: Float[jax.Array, "B S K H"]) -> Float[jax.Array, "P K page H"]:
     """Keys or values of the probe as a pool of pages, in the order of `_table`.
 
-    The first page belongs to no sequence, and holds NaN.
+    The first page belongs to no sequence and holds NaN, so that the probe finds reads of it.
     """
     B, S, K, H = x.shape
     M = -(-S // PROBE_PAGE)

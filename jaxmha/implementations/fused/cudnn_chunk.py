@@ -30,7 +30,7 @@ class Chunk(NamedTuple):
       above: query i attends keys j <= i + above.
       scale: factor of the logits.
       out_and_lse: computes one of the two calls.
-      shifted: computes the whole by a single call, which has a gradient.
+      shifted: computes attention over all keys by a single call, which has a gradient.
     """
 
     above: int

@@ -26,10 +26,10 @@ BIAS_MULTIPLE = 128
 # cuDNN rejects them for a single key. If T or S is not a multiple of SAFE, lengths are given,
 # without which some releases of cuDNN return NaN gradients.
 EVEN, SAFE = 2, 64
-# Excludes a pair. Far below any other entry of a bias: the module `cudnn` clips them to -2**40.
+# Bias of an excluded pair, far below all others: the module `cudnn` clips them to at least -2**40.
 EXCLUDED = -(2.0**41)
-# If the largest bias of a row is this far from 0, `_shift` subtracts it: the gradient computes the
-# weights from the log-sum-exp, which in float32 would lose digits of the log of the row sum.
+# If the largest bias of a row is this far from 0, `_shift` subtracts it: the gradient computes
+# weights from the log-sum-exp, and one so large would lose digits of the log of the row sum.
 FAR = 2.0**12
 
 
@@ -79,7 +79,7 @@ def out_and_lse(
     bias: jax.Array | None,
     lengths: Others,
 ) -> tuple[jax.Array, Float[jax.Array, "B N T"]]:
-    """Output and log-sum-exp; gradients ignore the cotangent of the log-sum-exp."""
+    """Output and log-sum-exp; gradients ignore the cotangent of the latter, which `adapter` adds."""
     found, lse = _forward(settings, True, query, key, value, bias, lengths)
     return found, lse
 
@@ -202,10 +202,9 @@ def _backward(settings: Settings, *operands: Any) -> Grads:
             "layout": private._normalize_layout(settings.layout).value,
             "sliding_window_length": None if settings.left is None else settings.left + 1,
         }
-        names = [*inspect.signature(rule).parameters][
-            :-2
-        ]  # the last two are residuals and cotangent
-        score_mod = ((),) * ("score_mod" in names)  # no residuals of a score_mod, in JAX 0.12
+        # The last two parameters of the rule are residuals and cotangent, the others are static.
+        names = [*inspect.signature(rule).parameters][:-2]
+        score_mod = ((),) * ("score_mod" in names)  # JAX 0.12 reads residuals of a score_mod: none
         given = (unused if bias is None else bias, *(lengths or (unused, unused)))
         saved = (query, key, value, *given, *(unused,) * 4, *score_mod, lse, out)
         found = rule(*(static.get(name) for name in names), saved, d_out)

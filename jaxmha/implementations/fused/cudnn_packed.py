@@ -19,8 +19,8 @@ from jaxmha.implementations import partitioned
 from jaxmha.implementations.fused.adapter import fill
 from jaxmha.implementations.fused.cudnn_kernel import EVEN, Settings, folding
 
-# Operands and static parameters of both primitives; `unknown` declines a release of JAX with
-# others.
+# Operands and static parameters of the forward and backward primitive, as this module passes them;
+# `unknown` declines a release of JAX whose primitives have others.
 OPERANDS = ["query", "key", "value", "bias", "q_seqlen", "kv_seqlen", "q_offsets", "kv_offsets",
             "page_table_k", "page_table_v"]  # fmt: skip
 STATIC = {"scale", "seed", "dropout_rate", "variadic_args", "mask_type", "layout",
@@ -63,7 +63,7 @@ def _save(settings: Settings, *operands: jax.Array) -> tuple[jax.Array, Saved]:
     *heads, ends = operands
     T = heads[0].shape[1]
     rows = -(-T // EVEN) * EVEN
-    if rows > T:  # the padded positions form a further sequence
+    if rows > T:  # the positions that pad T form a further sequence, apart from all others
         ends = _with_last(ends, T)
     padded, unpad = jax.vjp(lambda *x: tuple(fill(y, 1, rows) for y in x), *heads)
     found, lse = _forward(settings, True, *padded, ends)
@@ -111,7 +111,8 @@ def _operands(
 
 
 def static(settings: Settings) -> dict[str, Any]:
-    """The parameters of both primitives but `is_training`, for arrays in `BTNH` with lengths."""
+    """The static parameters of both primitives for arrays in `BTNH` with lengths, except
+    `is_training`, which only the forward primitive has."""
     from jax._src.cudnn import fused_attention_stablehlo as private
 
     kinds = private.MaskType
@@ -138,7 +139,7 @@ def _forward(settings: Settings, lse: bool, *operands: jax.Array) -> Any:
         )
         if not lse:
             return found[0], None
-        B = query.shape[0]  # `folding` needs a batch axis apart from that of sequences
+        B = query.shape[0]  # cuDNN joins batch rows and sequences, but `folding` needs a batch axis
         return found[0], found[1].reshape(B, -1, *found[1].shape[1:])
 
     # Each device computes its own offsets: they count the positions of its own batch rows.
@@ -149,7 +150,7 @@ def _forward(settings: Settings, lse: bool, *operands: jax.Array) -> Any:
 
 
 def _backward(settings: Settings, *operands: jax.Array) -> Any:
-    """Gradients of queries, keys and values."""
+    """Gradients of queries, keys and values, from the operands, lse, output and its cotangent."""
 
     def call(query: Any, key: Any, value: Any, ends: Any, lse: Any, out: Any, d_out: Any) -> Any:
         from jax._src.cudnn import fused_attention_stablehlo as private

@@ -59,7 +59,7 @@ def counts(valid: Bool[jax.Array, "B S"], queries: Int32[jax.Array, "B"] | None,
 def valid_first(
     arrays: tuple[jax.Array, jax.Array], valid: Bool[jax.Array, "B S"]
 ) -> tuple[jax.Array, jax.Array]:
-    """Moves valid positions to the front, in their order."""
+    """Moves valid positions to the front, in their order, so that a length excludes the others."""
     order = jnp.argsort(~valid, axis=1, stable=True)
     key, value = (_permuted(x, order) for x in arrays)
     return key, value
@@ -74,7 +74,7 @@ def in_place(
     valid: Bool[jax.Array, "B S"],
     counts: Counts,
 ) -> Float[jax.Array, "B T N H"]:
-    """The output over the valid keys; only a gradient copies keys and values."""
+    """The output over the valid keys; keys and values are copied only if a gradient is computed."""
 
     def call(
         query: jax.Array,
@@ -126,7 +126,7 @@ in_place.defvjp(_save, lambda settings, pull, d_out: (*pull(d_out), None, None))
 
 def _table(valid: Bool[jax.Array, "B S"]) -> Int32[jax.Array, "B S"]:
     """The valid positions of each batch row, as indices into all positions of the batch. The last
-    one fills the remaining entries, so that a tile beyond the end reads no invalid key."""
+    valid one fills the remaining entries, so that a tile that reads them reads no invalid key."""
     B, S = valid.shape
     positions = jnp.arange(S, dtype=np.int32)[None]
     last = jnp.where(valid, positions, np.int32(0)).max(1, keepdims=True)

@@ -26,7 +26,7 @@ INTERPRET = False
 
 
 class Settings(NamedTuple):
-    """Static configuration of one call."""
+    """Static configuration of one call; `left` and `above` as in `KernelInputs`."""
 
     left: int | None
     above: int | None

@@ -20,7 +20,7 @@ from jaxmha.implementations.fused.adapter import SEGMENTS, KernelInputs
 
 # tokamax's backends in order of preference; it runs the first that supports the call.
 BACKENDS: tuple[str, ...] = ("mosaic", "triton")
-# The backends before Hopper, where Mosaic kernels have no gradient.
+# The backends on GPUs older than Hopper, where Mosaic kernels have no gradient.
 BEFORE_HOPPER: tuple[str, ...] = ("triton",)
 # Maximum number of pairs of a dense mask that is computed from segment ids: 1 GiB.
 MOST_PAIRS = 2**30
@@ -71,8 +71,8 @@ def attend(request: Request, *, leaks: Leaks = EVERYTHING_LEAKS) -> Result:
     dense mask; in other calls all unattended keys and values are zeroed.
     """
     cap, mask = request.semantics.logits_soft_cap, request.mask
-    # All unattended keys and values are zeroed with a bias, which leaves a logit of NaN at NaN, and
-    # with padding or segments, which become a dense mask that no probe has tried.
+    # All unattended keys and values are zeroed with a bias, because NaN plus a bias is NaN, and with
+    # padding or segments, because the probe tries no dense mask made from these.
     unknown = request.bias, mask.key_value_padding, mask.query_segments
     if any(x is not None for x in unknown):
         leaks = EVERYTHING_LEAKS
@@ -97,8 +97,8 @@ def _run(inputs: KernelInputs, soft_cap: float | None) -> jax.Array:
     if inputs.conditions.keys is not None:
         keys = inputs.conditions.keys[:, None, None]
         mask = keys if mask is None else mask & keys
-    # Next to a mask, causality is given as a window: in a row that both exclude, the gradient of
-    # `is_causal` is NaN, because it subtracts row max from logits of -inf before it masks.
+    # Next to a mask, causality is given as a window. With `is_causal`, a row that mask and causality
+    # together mask fully has NaN gradients, because row max is subtracted from -inf before masking.
     is_causal = above == 0 and left is None and mask is None
     window = None
     if not is_causal and (left, above) != (None, None):

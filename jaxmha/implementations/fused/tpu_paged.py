@@ -52,15 +52,15 @@ def unsupported_reason(request: Request) -> str | None:
 
 
 def failure(request: Request, page: int) -> str | None:
-    """Why the kernel cannot compute a request here, with pages of `page` tokens, or None."""
+    """The reason why the kernel cannot compute a request here, with pages of `page` tokens, or None."""
     reason = unsupported_reason(request)
     if reason is None and page % TOKENS:
         reason = f"pages must have a multiple of {TOKENS} tokens, got {page}"
     if reason is not None or not platforms.current().present:
         return reason or probe.disabled()
     H = request.query.shape[3]
-    # A leak that the probe finds is no failure, unlike for cuDNN's kernels: on a TPU, the cache
-    # itself zeroes the slots after the last token.
+    # Unlike cuDNN's kernels, this one may let slots after the last token affect the output: on a
+    # TPU, the cache itself zeroes them.
     attend = partial(cudnn_cached.attend, paged=True, one=out)
     return probe.failure(
         NAME, attend, unsupported_reason, Kind("bfloat16", heads=(H, H), queries=1)
