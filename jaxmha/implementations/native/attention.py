@@ -1,7 +1,7 @@
 """Attention by the native kernels: online softmax over blocks of keys, forward and backward.
 
 Logits, row max and row sum are float32. The backward pass recomputes weights from row max and row
-sum, by matmuls that round like those of the forward pass.
+sum, by matmuls that round like those of the forward pass: exp magnifies a difference of logits.
 """
 
 from functools import partial

@@ -43,7 +43,7 @@ class Settings(NamedTuple):
         }
 
     def shapes(self, rows: Any, _: Any, value: Any, *__: Any) -> list[tuple[tuple[int, ...], Any]]:
-        """Shapes and dtypes of the results."""
+        """Shapes and dtypes of the results of `attend`."""
         of_rows = rows.shape[:3], np.float32
         return [((*rows.shape[:3], value.shape[3]), np.float32), of_rows, of_rows]
 
@@ -84,7 +84,7 @@ def unsupported_reason(rows: Array, key: Array, value: Array) -> str | None:
 
 
 def operands(rows: Any, key: Any, value: Any, lengths: Any, first: Any, **others: Any) -> Operands:
-    """The operands of a step. `others`: the operands that may be None, which are then absent."""
+    """The operands of a step. `others`: key_scale, value_scale, table and allowed; None: absent."""
     dtypes: dict[str, Any] = dict.fromkeys(("key_scale", "value_scale"), np.float32)
     dtypes |= {"table": np.int32, "allowed": np.bool_}
     given = {

@@ -1,4 +1,4 @@
-"""Writes new tokens to a cache in place."""
+"""Writes new tokens to a cache in place, by a native kernel where one can run."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ from jaxmha.implementations.native.replacing import in_place_of_xla, unavailable
 
 
 class Settings(NamedTuple):
-    """The static config of a write: `in_xla` computes the write in plain XLA."""
+    """The static config of a write, which is only `in_xla`: it computes the write in plain XLA."""
 
     in_xla: Callable[["Settings", Sequence[Any]], Sequence[jax.Array]]
 
@@ -67,5 +67,5 @@ def as_bits(x: jax.Array) -> jax.Array:
 
 
 def from_bits(bits: jax.Array, dtype: Any) -> jax.Array:
-    """Undoes `as_bits`."""
+    """Undoes `as_bits` of an array that had the dtype `dtype`."""
     return bits if bits.dtype == dtype else jax.lax.bitcast_convert_type(bits, dtype)

@@ -36,12 +36,14 @@ LEAST_KEYS = 2048
 
 
 class Config(NamedTuple):
-    """Static config.
+    """Static config of `core`.
 
     Attributes:
-      settings: the settings of the kernels, without bounds.
+      settings: the settings of the kernels, whose bounds are FAR: `Problem.offset` has the right
+        bound, and the bits of the mask the left one.
       rows: number of queries that the forward pass visits at a time.
-      gradient_rows, gradient_keys: the same for queries and keys of the backward pass.
+      gradient_rows, gradient_keys: numbers of queries and keys that the backward pass visits at a
+        time.
       below: left bound of the window; None: no bound.
     """
 
@@ -131,7 +133,7 @@ def _evenly(size: int, most: float, grain: int) -> int:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def core(config: Config, problem: Problem, masks: Masks) -> tuple[jax.Array, jax.Array]:
-    """Output and lse; `problem` has neither a dense mask nor a bias."""
+    """Output and lse; `problem` has no bias, and `masks` has the dense mask."""
     out, *row = _attend(config, problem, masks)
     return out, operands.lse(config.settings, problem, *row)
 
@@ -164,13 +166,13 @@ class _Span(NamedTuple):
     aligned: int
 
     def of(self, x: jax.Array, axis: int) -> jax.Array:
-        """The entries of `x` within the span of an axis; an absent operand stays absent."""
+        """The entries of `x` within this range of `axis`; an absent operand stays absent."""
         if not x.size or x.shape[axis] == self.size:
             return x
         return jax.lax.dynamic_slice_in_dim(x, self.start, self.size, axis)
 
     def put(self, whole: jax.Array, part: jax.Array, axis: int) -> jax.Array:
-        """`whole` with the span overwritten by `part`."""
+        """`whole` with this range of `axis` overwritten by `part`."""
         if part.shape == whole.shape:
             return part
         return jax.lax.dynamic_update_slice_in_dim(whole, part, self.start, axis)
@@ -179,8 +181,8 @@ class _Span(NamedTuple):
 def _fold(
     size: int, each: int, visit: Callable[[_Span, Arrays], Arrays], carry: Arrays, *, least: int = 1
 ) -> Arrays:
-    """Computes `carry = visit(span, carry)` for the spans of `each` positions of an axis. The last
-    span has the remaining positions; if they are fewer than `least`, they join the span before."""
+    """Computes `carry = visit(span, carry)` for spans of `each` of the `size` positions of an axis. The
+    last span has the remaining ones; if they are fewer than `least`, they join the span before."""
     whole, rest = divmod(size, each)
     if 0 < rest < least:
         whole, rest = whole - 1, rest + each
@@ -196,7 +198,7 @@ def _fold(
 
 
 def _part(config: Config, problem: Problem, masks: Masks, rows: _Span, keys: _Span) -> Problem:
-    """The operands of some queries and keys, with the bits of their mask."""
+    """The operands for the queries in `rows` and the keys in `keys`, with the bits of their mask."""
     offset = problem.offset
     return problem._replace(
         query=rows.of(problem.query, 1),
@@ -214,7 +216,7 @@ def _part(config: Config, problem: Problem, masks: Masks, rows: _Span, keys: _Sp
 def _bits(
     config: Config, problem: Problem, masks: Masks, rows: _Span, keys: _Span
 ) -> UInt8[jax.Array, "b n t8 s"]:
-    """The mask of some queries and keys, eight queries in a byte."""
+    """The mask of the queries in `rows` and the keys in `keys`, eight queries in a byte."""
     B, T, N, _ = problem.query.shape
     S, lines = problem.key.shape[1], -(-rows.size // 8)
     position = TilePosition(
@@ -237,7 +239,7 @@ def _bits(
     mask = jnp.broadcast_to(mask, (*mask.shape[:2], 8 * lines, keys.size))
     mask = mask.reshape(*mask.shape[:2], lines, 8, keys.size)
     bits = mask.astype(np.uint8) << jnp.arange(8, dtype=np.uint8).reshape(1, 1, 1, 8, 1)
-    # XLA fuses the evaluation with this reduction, and stores bits alone.
+    # XLA fuses the evaluation with this reduction, so that memory holds only the bits.
     packed: jax.Array = jax.lax.reduce(bits, np.uint8(0), jax.lax.bitwise_or, (3,))
     return packed
 
@@ -245,7 +247,7 @@ def _bits(
 def _shared_by_lines(
     mask: Bool[jax.Array, "b n T s"], lines: int, keys: int
 ) -> UInt8[jax.Array, "b n t8 s"]:
-    """The mask, 0 or 1, of lines of eight queries, whose queries all attend the same keys."""
+    """0 or 1 per line of eight queries and key, for a mask that is equal for all queries of a line."""
     b, n = mask.shape[:2]
     first = mask[:, :, ::8] if mask.shape[2] > 1 else mask
     return jnp.broadcast_to(first, (b, n, lines, keys)).astype(np.uint8)

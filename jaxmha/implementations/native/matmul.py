@@ -1,6 +1,6 @@
 """Matmuls of projections by the native kernels, with their bias.
 
-XLA's own matmuls on CPUs take longer for gradients of kernels and for small layers, and leave the
+XLA's own matmuls on CPUs take longer for gradients of weights and for small layers, and leave the
 bias to another pass over the output.
 """
 
@@ -25,8 +25,8 @@ NAME = "native"
 # WIDE or more columns, fewer rows pay for it.
 LEAST_ROWS, LEAST_ROWS_OF_WIDE, LEAST_WORK = 48, 16, 2**20
 WIDE = 1024
-# In bfloat16 a copy of the kernel costs little. A kernel with LARGE entries or more is read from
-# memory, which takes most of the time if rows are few: XLA's matmul then takes no longer.
+# In bfloat16 the copy of the projection's kernel costs little. With LARGE entries or more, it is
+# read from memory, which takes most of the time if rows are few: XLA's matmul then takes no longer.
 LEAST_ROWS_OF_BF16, LEAST_ROWS_OF_LARGE, LARGE = 16, 64, 2**21
 BF16: np.dtype[Any] = np.dtype(jnp.bfloat16)
 
@@ -96,10 +96,10 @@ def _bind(
     a_transposed: bool = False,
     b_transposed: bool = False,
 ) -> jax.Array:
-    """`A B + bias` in `dtype`, of operands of one dtype that are stored as they are or transposed.
+    """`A B + bias` in `dtype`; `a` and `b`, of one dtype, are A and B or, if transposed, `A^T`, `B^T`.
 
-    `kept`: a mask of the first stored axis of `a`: of the rows of A or, if `a` is transposed, of
-    the axis of A and B that is summed.
+    `kept`: a mask of the rows of `a`, which are rows of A or, if `a` is transposed, terms of the sum
+    over the common axis of A and B. Rows where it is False count as zeros.
     """
     if bias is None:
         bias = jnp.zeros((*[1] * (a.ndim - 2), 0), a.dtype)
@@ -148,7 +148,7 @@ def _tangent(primals: Any, tangents: Any, **static: Any) -> tuple[list[Any], lis
         parts.append(_bind(a, db, None, kept, **static))
     if type(dbias) is not ad.Zero and bias.size:
         every = jnp.broadcast_to(dbias[..., None, :].astype(np.float32), out.shape)
-        parts.append(every.astype(out.dtype))  # cast last: the gradient sums in float32
+        parts.append(every.astype(out.dtype))  # cast last: its transpose then sums in float32
     return [out], [sum(parts[1:], parts[0]) if parts else zero.from_primal_value(out)]
 
 
@@ -192,7 +192,7 @@ def _cotangent(to: Any, kept: Any, a: Any, b: Any, ta: bool, tb: bool) -> jax.Ar
 
 
 def _attributes(*, dtype: np.dtype[Any], **flags: bool) -> dict[str, bool]:
-    return flags  # the kernel reads the dtype of the result from its buffer
+    return flags  # without dtype, which the native kernel reads from the buffer of the result
 
 
 @cache

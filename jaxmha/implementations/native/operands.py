@@ -21,10 +21,10 @@ class Settings(NamedTuple):
       soft_cap: soft cap of the logits; None: no soft cap.
       below, above: `i - below <= j <= i + above`; FAR: no bound.
       out: dtype of the output.
-      gradient: whether the backward pass reads row max and row sum.
-      in_parts: whether the call gets only some of the queries or keys. Forward and backward pass
-        may then get different ones at a time, but must sum logits in the same order: kernels that
-        take only some sizes, and sum in another order, are not used.
+      gradient: in the forward pass, whether a backward pass will read its row max and row sum.
+      in_parts: whether a call gets only some of the queries or keys. Forward and backward pass may
+        then get different numbers of them, but must sum logits in the same order: kernels that only
+        some sizes have, and that sum in another order, are not used.
     """
 
     scale: float
@@ -121,7 +121,10 @@ def given(x: Any) -> Any:
 
 
 def problem(query: Any, key: Any, value: Any, bias: Any, conditions: Conditions) -> Problem:
-    """Operands of a request; `Settings` holds its window and static causal offset. No size is 0."""
+    """Operands of a request; `Settings` holds its window and static causal offset.
+
+    No size is 0, which would make an operand absent.
+    """
 
     def or_absent(x: Any, dtype: Any) -> Any:
         return absent(dtype) if x is None else jnp.asarray(x, dtype)

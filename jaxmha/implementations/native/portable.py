@@ -1,8 +1,8 @@
 """The native kernels in plain XLA, with the same operands and results.
 
 A program contains them in place of the native ones if it is exported, lowered for another
-platform, or partitioned by XLA. For second derivatives of attention, `reference` differentiates
-the kernels, since the `custom_vjp` of tiled attention has no forward mode.
+platform, or partitioned by XLA. They are tiled attention or, in second derivatives, `reference`,
+since the `custom_vjp` of tiled attention has no forward mode.
 """
 
 from collections.abc import Callable
@@ -36,8 +36,8 @@ from jaxmha.semantics import Semantics
 def attend(settings: Settings, *operands: Any, by: ModuleType = blocked) -> list[Any]:
     """Computes the output, row max and row sum of the native kernel by the implementation `by`.
 
-    `by` returns only the lse, so the row max is lse / `unit` and the row sum 1; the row sum of a
-    fully masked row is 0.
+    `by` returns only the lse. Row max lse / `unit` and row sum 1 give the same weights; the row sum
+    of a fully masked row is 0.
     """
 
     def one(*operands: Any) -> tuple[Any, ...]:
@@ -133,7 +133,7 @@ def _attend(by: ModuleType, settings: Settings, problem: Problem) -> tuple[Any, 
 
 
 def _biased(bias: jax.Array, T: int, score: jax.Array, b: Any, n: Any, i: Any, j: Any) -> jax.Array:
-    """A score with the bias of its distance; axes of size 1 broadcast."""
+    """Adds to a score the entry of `bias`, `b n 1 (T + S - 1)`, for its distance `j - i`."""
     at = b if bias.shape[0] > 1 else 0, n if bias.shape[1] > 1 else 0
     return score + bias[*at, 0, j - i + (T - 1)]
 
@@ -147,8 +147,8 @@ def _unpacked(bits: Any, T: int) -> Any:
 def _over_batch(
     run: Callable[..., Any], operands: tuple[Any, ...], axes: tuple[int, ...]
 ) -> tuple[Any, ...]:
-    """Applies `run`, which takes operands with one batch axis, by vmap over all but the last
-    one."""
+    """Applies `run`, which takes operands with one batch axis, to operands with several, by `vmap` over
+    all batch axes but the last."""
     lead = batch(operands, axes)
     if len(lead) == 1:
         found: tuple[Any, ...] = run(*operands)
@@ -170,7 +170,7 @@ def _over_batch(
 def differentiated(
     kernel: Callable[..., list[Any]], settings: Settings, primals: Any, tangents: Any
 ) -> tuple[list[Any], list[Any]]:
-    """Results of a kernel and their tangents; a tangent of None is zero."""
+    """Results of a kernel and their tangents, by `reference`; a tangent of None is zero."""
     moving = [i for i, tangent in enumerate(tangents) if tangent is not None]
 
     def run(*arrays: Any) -> list[Any]:
