@@ -74,9 +74,8 @@ def _by_parts(
     seed: Seed | None,
     score_mod: Mod | None,
 ) -> tuple[jax.Array, ...]:
-    """Applies `compute` to each of this device's `static.parts` contiguous ranges of queries.
-
-    Keys and values are gathered first. Results that are None are left out.
+    """Applies `compute` to each of this device's `static.parts` contiguous ranges of queries, with the
+    keys and values of all devices, and joins its results. Results that are None are left out.
     """
     k, v = (_gather(static, x, query.dtype) for x in (key, value))
     queries = common.split_parts(static, query)
@@ -140,7 +139,8 @@ def _starts(static: Static) -> jax.Array:
 
 
 def _map_parts(function: Callable[[In], Out], parts: In) -> Out:
-    """Stacks `function(parts[i])` over the first axis, one after another; size 1 needs no loop."""
+    """Stacks the results `function(parts[i])`, computed one after another; a single part needs no
+    loop."""
     found: Out
     if jax.tree.leaves(parts)[0].shape[0] == 1:
         found = function(jax.tree.map(lambda x: x[0], parts))
@@ -160,7 +160,8 @@ def _gather(
 
 
 def _scatter(static: Static, x: Float[jax.Array, "B K S d"]) -> Float[jax.Array, "B K s d"]:
-    """Reduce-scatters gradients of keys or values to the devices that hold these positions."""
+    """Sums gradients of keys or values over devices, and leaves each device those of the positions that
+    it holds."""
     if static.zigzag:
         x = jnp.take(x, sharding.zigzag_order(static.S, static.devices), axis=2)
     scatter: Any = jax.lax.psum_scatter

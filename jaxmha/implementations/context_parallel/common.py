@@ -62,8 +62,8 @@ class Static(NamedTuple):
 
 OutLse: TypeAlias = tuple[Float[jax.Array, "B N t h"], Float[jax.Array, "B N t"]]
 # Computes output and lse of one device's queries over the keys and values of all devices:
-# `(static, query, key, value, bias, traced, seed, score_mod) -> (out, lse)`. All arguments are
-# arrays of one device.
+# `(static, query, key, value, bias, traced, seed, score_mod) -> (out, lse)`. Query, key and value,
+# and the rows of bias and dense mask, are those of one device; the other mask conditions are whole.
 Local: TypeAlias = Callable[..., OutLse]
 
 
@@ -101,11 +101,12 @@ def distributed_core(
     """Computes `attention.core` on many devices, each of which runs `local`.
 
     Masks of rows and keys and segment ids are small, so every device holds them for all positions;
-    devices exchange only keys, values and their gradients.
+    devices exchange only keys, values and their gradients. `dtype`: of keys and values in the
+    request, in which devices exchange them.
     """
     B, N, T, _ = query.shape
     K, S = key.shape[1:3]
-    key, value = key.astype(dtype), value.astype(dtype)  # exact: they had this dtype before
+    key, value = key.astype(dtype), value.astype(dtype)  # exact: the request had this dtype
     split = shard_map.split(B, N, K)
     assert split is not None
     assert split.axes.context is not None
@@ -163,7 +164,7 @@ def _condition_specs(conditions: Conditions, split: shard_map.Split) -> Conditio
 
 
 class Pair(NamedTuple):
-    """Arguments of `attention.core` for one part of the queries and one part of the keys."""
+    """Arguments of `attention.core` for one contiguous range (part) of queries and one of keys."""
 
     tiling: Tiling
     config: Config
@@ -245,7 +246,7 @@ def any_allowed(
 def split_parts(
     static: Static, x: Num[jax.Array, "b n t *d"]
 ) -> Num[jax.Array, "{static.parts} b n _ *d"]:
-    """Stacks the contiguous parts of an array of a device's positions on a new first axis."""
+    """Splits the positions of one device into contiguous ranges (parts), stacked on a new first axis."""
     b, n, t, *rest = x.shape
     return jnp.moveaxis(x.reshape(b, n, static.parts, t // static.parts, *rest), 2, 0)
 
@@ -258,6 +259,6 @@ def join_parts(x: Num[jax.Array, "parts b n t *d"]) -> Num[jax.Array, "b n _ *d"
 
 
 def attend(request: Request, local: Local) -> Result:
-    """Computes the request by tiled attention, with `local` on each device as its core."""
+    """Computes the request by tiled attention, with `local` on each device in place of its core."""
     dtype = np.dtype(request.query.dtype)
     return attention.attend(request, partial(distributed_core, local, dtype))

@@ -198,8 +198,8 @@ class _Shared(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """Tiling and config of one part (contiguous range) of a device's queries with one of its keys,
-    and the shapes of both parts, `b n t H` and `b k s H`."""
+    """Tiling and config for a contiguous range (part) of queries and one of keys, and the shapes of
+    both, `b n t H` and `b k s H`: the same for all ranges of all devices."""
 
     tiling: Tiling
     config: Config
@@ -221,8 +221,8 @@ def _part(
 
 
 def _barrier(x: Tree) -> Tree:
-    """Materialises the tiled rows once: otherwise XLA recomputes them inside the loop over hops and
-    holds two copies."""
+    """Makes XLA materialise the tiled rows once: otherwise it recomputes them inside the loop over
+    hops, and holds two copies."""
     held: Tree = jax.lax.optimization_barrier(x)  # type: ignore[no-untyped-call]
     return held
 
@@ -317,7 +317,8 @@ def _rotate(
 
 
 def _runs(static: Static, traced: Conditions) -> list[tuple[int, int]]:
-    """Ranges (first, last) of consecutive hops at which the bounds allow a pair on some device."""
+    """Ranges (first, last) of consecutive hops at which the bounds allow a pair on some device. Others
+    are skipped: one longer hop leads from a range to the next."""
     below, above = common.bounds(static, traced)
     if above is not None and not isinstance(above, int):
         above = None
@@ -355,7 +356,8 @@ def _send(static: Static, arrays: Arrays, hops: int) -> Arrays:
     return tuple(_in_place(permute, x) for x in arrays)
 
 
-PIECES, SMALL = 16, 2**18  # maximum number of pieces; up to SMALL bytes are sent whole
+# `_in_place` sends an array in at most PIECES pieces, and whole if it has at most SMALL bytes.
+PIECES, SMALL = 16, 2**18
 
 
 def _in_place(send: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
