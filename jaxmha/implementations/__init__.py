@@ -65,9 +65,9 @@ CONTEXT: tuple[str, ...] = ("ring", "allgather")
 # Implementations that are probed before their first use, and the platform of their kernels.
 # "native" is absent: it checks its library, and lowers to plain XLA on other platforms.
 KERNELS: dict[str, str] = {"cudnn": "cuda", "tokamax": "cuda", "splash": "tpu"}
-# Kernel -> the `Leaks` that its probe assumes first, because a probe found them on an H100 with the
-# release that the kernel's module names. The probes of other kernels start from `Leaks()`: cuDNN's
-# leaks differ between its releases.
+# Kernel -> the `Leaks` that its probe tries first, because a probe found them on an H100 with the
+# release that the kernel's module names. Probes of other kernels try `Leaks()` first: cuDNN's
+# differ between its releases.
 LIKELY_LEAKS: dict[str, Leaks] = {"tokamax": Leaks(1, 2)}
 # Implementations with custom gradients, which `jax.jvp` cannot differentiate.
 REVERSE_MODE: tuple[str, ...] = ("blocked", "native", *KERNELS, *CONTEXT)
@@ -147,7 +147,8 @@ def candidates(
         if request is not None:
             faster = [x for x in preferences.preferred(request).order if x in IMPLEMENTATIONS]
             order = (*faster, *(x for x in order if x not in faster))
-        if request is not None and isinstance(T := request.query.shape[1], int):  # not symbolic
+        # A symbolic number of queries cannot be compared.
+        if request is not None and isinstance(T := request.query.shape[1], int):
             order = tuple(x for x in order if LEAST_QUERIES.get(x, 0) <= T)
         axes = sharding.current()
         return (*CONTEXT, *order) if axes is not None and axes.context else order
@@ -205,8 +206,8 @@ def unsupported(
 def _reasons(request: Request, names: Sequence[str]) -> list[tuple[str, str | None]]:
     """Pairs of each name and why that implementation cannot compute the request (None: it can).
 
-    Kernels after the first name that can are assumed to work, not probed: no call runs them, and a
-    probe takes seconds.
+    Kernels after the first implementation that can compute it are assumed to work, not probed: no
+    call runs them, and a probe takes seconds.
     """
     found: list[tuple[str, str | None]] = []
     for name in names:
@@ -239,7 +240,8 @@ def attend(request: Request, implementation: str | Sequence[str] | None = None) 
             preferences.Preference() if implementation else preferences.preferred(request)
         )
         implementation.reasons[:] = _reasons(request, names)
-        # Also in zig-zag order, which `reference` lacks: the call is only traced, for its shapes.
+        # `reference` serves even in zig-zag order, which it does not support: the call is only
+        # traced, for the shapes of its results.
         name = implementation = "reference"
     else:
         name = select(request, implementation)

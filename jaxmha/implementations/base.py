@@ -16,9 +16,9 @@ from jaxmha.semantics import ReturnWeights, Semantics, logit_scale
 
 
 class Part(NamedTuple):
-    """The position of a request within a larger one, for dropout.
+    """The position of a request within a larger one that is split over devices, for dropout.
 
-    The keep-mask of an entry depends on its position in the larger request.
+    Dropout keeps or drops a weight by its position in the larger request.
 
     Attributes:
       b, n: the first batch row and query head, static or traced.
@@ -81,7 +81,8 @@ class Result(NamedTuple):
 
 
 class Leaks(NamedTuple):
-    """How far keys and values that no query attends affect a kernel's results, as 0 * NaN.
+    """Which keys and values reach a kernel's results although no query attends them: NaN in them,
+    times a weight of 0, is NaN. They are zeroed before a call.
 
     Attributes:
       output: 0: neither, 1: values, 2: keys and values affect the output.
@@ -98,8 +99,8 @@ EVERYTHING_LEAKS = Leaks(2, 2)
 def mixed_dtypes(request: Request) -> str | None:
     """Returns the reason why a request is unsupported if its query, key and value differ in dtype.
 
-    Returns None if they do not. Kernels read all three arrays with the dtype of the query, and
-    would read beyond the end of an array of a narrower dtype.
+    Returns None if they have one dtype. Kernels read all three arrays with the dtype of the query,
+    and would read beyond the end of an array of a narrower dtype.
     """
     dtypes = [x.dtype.name for x in (request.query, request.key, request.value)]
     if len(set(dtypes)) == 1:

@@ -110,8 +110,8 @@ def _struct(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
 
 
 def _request(query: jax.Array, stored: Stored, lengths: jax.Array, semantics: Semantics) -> Request:
-    """A request for queries that all attend the first `lengths` keys; its key and value are
-    `ShapeDtypeStruct`s."""
+    """A request for queries that all attend the first `lengths` keys, by which support is decided.
+    Its key and value are `ShapeDtypeStruct`s: kernels read `stored`."""
     B, S = query.shape[0], stored.slots
     key, value = (_struct((B, S, x.shape[1], x.shape[3]), x.dtype) for x in stored[:2])
     mask, zero = Mask.lengths(key_value=lengths), replace(semantics, fully_masked="zero")
@@ -123,7 +123,7 @@ def _takes(request: Request, stored: Stored) -> bool:
     if not request.query.dtype == request.key.dtype == request.value.dtype:
         return False
     page = stored.keys.shape[2]
-    if stored.table is not None and page & (page - 1):  # cuDNN takes pages of a power of two
+    if stored.table is not None and page & (page - 1):  # cuDNN takes pages of 2**n tokens
         return False
     if sharding.current() is not None or NAME not in implementations.candidates(None, request):
         return False

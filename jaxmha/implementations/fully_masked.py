@@ -1,4 +1,4 @@
-"""The output of fully masked rows, by policy."""
+"""The output of fully masked rows, by the policy `Semantics.fully_masked`."""
 
 import jax
 import jax.numpy as jnp
@@ -26,9 +26,9 @@ def apply(
         masked &= sharding.in_order(within, 1)
     if policy == "mean" and request.value.shape[1]:
         values = request.value.astype(accumulation_dtype(request.value.dtype))
-        # Divided first: the sum of large values would be infinite.
+        # Divided before the sum, which would be infinite for large values.
         mean = (values / values.shape[1]).sum(1, keepdims=True)
         mean = jnp.repeat(mean, N // values.shape[2], 2)
         return jnp.where(masked[..., None], mean.astype(out.dtype), out)
-    # Last, so that no gradient passes through a NaN.
+    # NaN replaces results after all other steps, so that no gradient passes through it.
     return jnp.where(masked[..., None], jnp.nan, out) if policy == "nan" else out

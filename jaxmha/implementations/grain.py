@@ -51,7 +51,7 @@ def _divisor(eqn: Any, x: object) -> int:
 
 @cache
 def _floor_divisions() -> tuple[core.Jaxpr, ...]:
-    """The jaxprs that `x // y` calls, for a Python integer y and for a NumPy integer y."""
+    """The inner jaxprs to which JAX traces `x // y`, for y a Python integer or a NumPy integer."""
     one = jax.ShapeDtypeStruct((), np.dtype(np.int32))  # type: ignore[no-untyped-call]
     found = []
     for by in (2, np.int32(2)):

@@ -82,14 +82,14 @@ def _equal(a: object, b: object, skipped: frozenset[str]) -> bool:
         return True
     if type(a) is not type(b):
         return False
-    if isinstance(a, core.Jaxpr | core.ClosedJaxpr):  # one class from JAX 0.11 on
+    if isinstance(a, core.Jaxpr | core.ClosedJaxpr):  # from JAX 0.11 on, both are one class
         x, y = (tuple(getattr(one, "consts", ())) for one in (a, b))
         return _equal(x, y, skipped) and _equal_jaxprs(_inner(a), _inner(b), skipped)
     if isinstance(a, tuple | list) and isinstance(b, tuple | list):
         return len(a) == len(b) and all(_equal(x, y, skipped) for x, y in zip(a, b, strict=True))
     if isinstance(a, dict) and isinstance(b, dict):
         return a.keys() == b.keys() and all(_equal(a[k], b[k], skipped) for k in a)
-    if isinstance(a, jax.Array):  # constants: compared only by identity, above
+    if isinstance(a, jax.Array):  # a captured constant, equal only to itself: its data is not read
         return False
     if isinstance(a, np.ndarray | np.generic | float):  # compares bits: NaN is equal to NaN
         c, d = np.asarray(a), np.asarray(b)

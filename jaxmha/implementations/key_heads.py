@@ -1,4 +1,4 @@
-"""The key/value heads that some of the query heads read."""
+"""Selects the key/value heads that one device's query heads read."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ def of_query_heads(x: jax.Array, axis: int, first: jax.Array, some: int, N: int)
     """
     K = x.shape[axis]
     G = N // K
-    if G % some == 0:  # all of them read one
+    if G % some == 0:  # all these query heads read one key/value head
         return jax.lax.dynamic_slice_in_dim(x, first // G, 1, axis)
     if some % G == 0:
         return jax.lax.dynamic_slice_in_dim(x, first // G, some // G, axis)

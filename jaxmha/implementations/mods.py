@@ -59,7 +59,7 @@ class Blocks(NamedTuple):
 
 class Limit(NamedTuple):
     """The size that an axis of a call may have, because the function indexes its array `argument`
-    by it: at most `size` for T and S, exactly `size` for N and B (B with `size` 1: any)."""
+    along it: at most `size` for T and S, exactly `size` for N and B (any B if `size` is 1)."""
 
     argument: str
     axis: str
@@ -75,13 +75,13 @@ class Limit(NamedTuple):
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class Limits:
-    """The limits of all arrays of a function; static under jit."""
+    """The `Limit`s of all arrays of a function; static under jit."""
 
     each: tuple[Limit, ...] = ()
 
 
 def limits_of(function: object) -> tuple[Limit, ...]:
-    """The limits of a function of `jaxmha.mods`; no limits for any other function."""
+    """The `Limit`s of a function of `jaxmha.mods`; () for any other function."""
     if isinstance(function, jax.tree_util.Partial):
         given = getattr(function.func, "limits", None)
         return () if given is None else tuple(given(*function.args))
@@ -116,7 +116,7 @@ class Mod(NamedTuple):
 
 
 def trace(name: str, function: Function | None, dtype: np.dtype[np.floating] | None) -> Mod | None:
-    """Traces the argument `name` of a call; `dtype`: of the scores, None for a mask function.
+    """Traces the function given as argument `name`; `dtype`: of scores, None for a mask function.
 
     Raises:
       TypeError: the argument is not a function, or returns a wrong dtype.
@@ -136,7 +136,7 @@ def trace(name: str, function: Function | None, dtype: np.dtype[np.floating] | N
         # A new function each time: JAX caches the first trace of a function, with the values that
         # it captured then.
         fresh = wraps(function)(lambda *x: function(*x))
-        # The program runs on the arrays of one device, which have no explicit axes.
+        # The program runs on the arrays of one device, so no mesh axis is explicit in its types.
         with jax.sharding.use_abstract_mesh(NO_MESH):
             closed, out = jax.make_jaxpr(fresh, return_shape=True)(*scalars)
     except Exception as error:
@@ -316,7 +316,7 @@ def _indices(
     mod: Mod, extent: Extent, blocks: Mapping[str, int] = MappingProxyType({})
 ) -> dict[str, tuple[Int32[jax.Array, "..."], str]]:
     """Letter `b`, `n`, `i` or `j` -> (absolute indices of a tile along this axis, the letter). If
-    `blocks` has the letter, its value is a block size: only the first index of each block."""
+    `blocks` has the letter, with a block size, they are the first index of each block."""
     first = (0, 0, 0, 0) if mod.starts is None else mod.starts
     last = (None, None, extent.T - 1, extent.S - 1)
     found = {}
@@ -333,11 +333,11 @@ def _indices(
 def _vectorised(
     mod: Mod, floats: Floats, axes: str, inputs: Sequence[tuple[jax.Array, str]]
 ) -> jax.Array:
-    """Maps the function over `axes`, outermost first. Each input comes with its own axes."""
+    """Maps the function over `axes`, outermost first; `inputs`: each argument and its axes."""
     program = mod.program
     floating, others = iter(floats), iter(mod.others)
     arrays = [next(floating if is_float else others) for is_float in program.floating]
-    # The value does not depend on an input with an axis outside `axes`: any entry of it will do.
+    # The function does not read an input that has an axis outside `axes`, so it gets any entry.
     values = [
         (x, letters) if set(letters) <= set(axes) else (_any_entry(x), "") for x, letters in inputs
     ]
@@ -385,7 +385,7 @@ def _at_positions(
     N: int, queries: jax.Array, keys: jax.Array
 ) -> list[tuple[Int32[jax.Array, "..."], str]]:
     b, n = (jnp.arange(size, dtype=np.int32) for size in (queries.shape[0], N))
-    i, j = (jnp.maximum(x, 0).astype(np.int32) for x in (queries, keys))  # below 0: empty slots
+    i, j = (jnp.maximum(x, 0).astype(np.int32) for x in (queries, keys))  # empty slots: below 0
     return [(b, "b"), (n, "n"), (i, "bi"), (j, "bj")]
 
 

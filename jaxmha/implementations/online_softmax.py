@@ -82,8 +82,8 @@ def empty_state(out: jax.Array, per_row: jax.Array) -> State:
 def of_output(
     out: Float[jax.Array, "*b r h"], lse: Float[jax.Array, "*b r"], valid: Bool[jax.Array, "*#b #r"]
 ) -> State:
-    """The state of a normalized output: its row sum is 1, or 0 where `valid` is False, where output
-    and lse may be anything."""
+    """The state of a normalized output over some keys: row max is the lse, and row sum is 1. Where
+    `valid` is False, it is that before the first key, whatever output and lse are."""
     some = valid[..., None]
     wide = jnp.where(some, out.astype(np.float32), 0.0)
     row_max = jnp.where(some, lse[..., None], LOWEST["float32"])
@@ -91,7 +91,7 @@ def of_output(
 
 
 def row_sum(exps: Float[jax.Array, "*b r s"]) -> Float[jax.Array, "*b r 1"]:
-    """Sum over the keys."""
+    """Sum of the exponentials of each row over the keys."""
     return exps.sum(-1, keepdims=True)
 
 

@@ -257,7 +257,8 @@ def _devices(mesh: Mesh, names: tuple[str, ...]) -> int:
 def _own(
     placement: Placement, shape: Sequence[int], axes: Letters
 ) -> Callable[[jax.Array], jax.Array]:
-    """Returns a function that selects the key/value heads of this device's query heads."""
+    """Returns a function that selects the key/value heads of this device's query heads, from an
+    operand that has all key/value heads because the mesh does not shard them."""
     _, sizes, names = placement
     axis = axes.find("k")
     if axis < 0 or shape[axis] == 1 or names["k"] == names["n"]:
@@ -278,7 +279,7 @@ def _spec_of(placed: Any, mesh: Mesh) -> tuple[Any, ...]:
 
 
 def _sizes(arrays: Sequence[Any], letters: Sequence[Letters]) -> dict[str, int]:
-    """B, N, K and sizes of mapped axes by letter; arrays may have the size 1 instead."""
+    """Letter -> B, N, K or the size of a mapped axis, where some arrays may have size 1."""
     found = {"b": 1, "n": 1, "k": 1}
     for x, axes in zip(arrays, letters, strict=True):
         for size, letter in zip(x.shape, axes, strict=True):
@@ -294,7 +295,8 @@ def _spec(shape: Sequence[int], axes: Letters, names: dict[str, Any]) -> Partiti
 
 
 def _summed(placement: Placement, x: jax.Array, whole: Sequence[int], axes: Letters) -> jax.Array:
-    """Sums a result over devices: along axes of size 1, and for shared key/value heads."""
+    """Sums a result over devices where it is shared: along axes on which it has size 1, and for
+    key/value heads that query heads of several devices read."""
     names = placement.names | {"k": placement.names["n"]}
     over = {
         letter: names.get(letter, ()) for size, letter in zip(whole, axes, strict=True) if size == 1

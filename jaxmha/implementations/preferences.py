@@ -35,13 +35,13 @@ def folder() -> Path | None:
     config = os.environ.get("XDG_CONFIG_HOME")
     try:
         base = Path(config) if config else Path.home() / ".config"
-    except RuntimeError:  # a user without a home
+    except RuntimeError:  # the user has no home directory
         return None
     return base / "jaxmha" / "preferences"
 
 
 def path() -> Path | None:
-    """The file of this machine's default device."""
+    """The file of this machine's default device; None: none is read or written."""
     where = folder()
     return None if where is None else where / f"{_device()}.json"
 
@@ -99,7 +99,7 @@ class Preference(NamedTuple):
 
 
 def preferred(request: Request) -> Preference:
-    """The saved or shipped benchmark of this very call; empty if there is none."""
+    """The preference by a benchmark of this very call, saved or else shipped; empty without one."""
     where = path() if platforms.current().present else None
     if where is None:
         return Preference()

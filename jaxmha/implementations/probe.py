@@ -3,7 +3,7 @@
 The environment variable JAXMHA_PROBE changes this: `0` uses no kernel, `trust` uses kernels without
 a probe, `strict` raises if a kernel fails. A probe that takes longer than JAXMHA_PROBE_SECONDS
 (default 60) has failed, and stops after its current case. The processes of a multi-process program
-exchange the outcomes of their probes; each waits as long for the probes of others to begin.
+exchange the outcomes of their probes; each waits up to that limit for the others' to begin.
 """
 
 import atexit
@@ -32,7 +32,7 @@ ALLOWED = 0.03
 # Texts in the errors of a busy machine: the probe is repeated, and its outcome is not cached.
 TRANSIENT = ("RESOURCE_EXHAUSTED", "out of memory", "OUT_OF_MEMORY", "ALLOC_FAILED")
 MODES = ("", "0", "trust", "strict")
-# Seconds that the end of the process waits for probes that did not finish in time.
+# When the process ends, it waits this many seconds for probes that did not finish in time.
 LINGER = 30.0
 _LATE: list[threading.Thread] = []
 _WAITED: set[str] = set()
@@ -104,7 +104,7 @@ def failure(
 
 
 def leaks(name: str, kind: Kind) -> Leaks:
-    """The levels at which unattended keys and values affect the results of a kernel, by its probe;
+    """The unattended keys and values that affect the results of a kernel, as its probe found;
     `Leaks()` without a probe."""
     found = _FOUND.get(_key(name, kind))
     return Leaks() if found is None else found.leaks
@@ -128,8 +128,8 @@ def mode() -> str:
 
 
 def check_environment() -> None:
-    """Raises ValueError for an unknown value of JAXMHA_PROBE or JAXMHA_PROBE_SECONDS, also where no
-    kernel would be probed: a typo is found before the program moves to a GPU."""
+    """Raises ValueError for an unknown value of JAXMHA_PROBE or JAXMHA_PROBE_SECONDS, even where no
+    kernel would be probed, so that a typo is found before the program moves to a GPU."""
     mode()
     seconds()
 
@@ -335,7 +335,7 @@ def _wrong(attend: Attend, case: probe_cases.Case, leaks: Leaks) -> str | None:
         x, finite = np.asarray(x, np.float32), np.isfinite(y)
         error = np.abs(x[finite] - y[finite]).max() / np.abs(y[finite]).max()
         same = np.array_equal(x[~finite], y[~finite])  # -inf in the log-sum-exp
-        if not (error <= ALLOWED and same):  # also true if error is NaN
+        if not (error <= ALLOWED and same):  # unlike `error > ALLOWED`, true if error is NaN
             return f"{what} is wrong by {error:.1e}"
     return None
 

@@ -18,8 +18,9 @@ Wide = np.ndarray[Any, np.dtype[np.float32]]
 # Wider or unequal heads are probed with their own sizes.
 USUAL, WIDEST_USUAL = (64, 64), 128
 # Numbers of queries of a probe: FEW stands for 2 to FEW queries, MANY for more, since few queries
-# run other kernels. One query has a probe of its own: if only kernels for more queries leak, its
-# keys need no zeroing, which would cost most relative to its work.
+# run other kernels. One query has a probe of its own: if unattended keys reach the results only in
+# kernels for more queries, those of one query need no zeroing, which would cost most relative to
+# its work.
 FEW, MANY = 16, 128
 
 

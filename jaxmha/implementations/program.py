@@ -34,7 +34,7 @@ class Program:
     floating: tuple[bool, ...]
 
     def __deepcopy__(self, _: object) -> "Program":
-        return self  # immutable, and compared by identity
+        return self  # immutable, so that no copy is needed
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -55,13 +55,13 @@ class Program:
             found = _run_alike(self.jaxpr, arrays, arguments)[0]
         else:
             found = core.jaxpr_as_fun(core.ClosedJaxpr(self.jaxpr, arrays))(*arguments)[0]
-        # A function that returns a constant has a Python scalar here.
+        # If the function returns a constant, `found` is a Python scalar.
         aval: Any = self.jaxpr.outvars[0].aval
         return jnp.asarray(found, aval.dtype)
 
     def grain(self, letter: str) -> int:
-        """The size of the blocks of argument `letter` within which the value is constant; 1:
-        unknown."""
+        """The size of the blocks of values of the argument `letter` within which the result is
+        constant; 1: no such blocks are known."""
         from jaxmha.implementations import grain
 
         return grain.grain(self.jaxpr, self.arguments.index(letter))
@@ -74,7 +74,7 @@ class Program:
         return self.arguments[0] == "x" and distances.adds_bias(self.jaxpr)
 
     def alike(self, other: "Program") -> bool:
-        """True if two programs are equal, apart from the rules of derivatives."""
+        """True if two programs are equal, apart from rules of custom derivatives."""
         from jaxmha.implementations import jaxpr_equality
 
         return jaxpr_equality.equal(self.jaxpr, other.jaxpr, jaxpr_equality.DERIVATIVES)

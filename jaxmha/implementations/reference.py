@@ -67,8 +67,8 @@ def attend(
 ) -> Result:
     """Computes the request; intermediates are float32, or float64 for float64 inputs.
 
-    `all_finite`: assumes that all operands are finite, so that a weight of 0 excludes unattended
-    keys and values, and does not zero these.
+    `all_finite`: assumes that all operands are finite, and so does not zero unattended keys and
+    values: a weight of 0 is enough to exclude them.
     """
     semantics = request.semantics
     (B, T, N, _), S = request.query.shape, request.value.shape[1]
@@ -170,8 +170,8 @@ def _zero_unattended(
     value: Float[jax.Array, "B S K h"],
     allowed: Bool[jax.Array, "b n T S"],
 ) -> tuple[Float[jax.Array, "B T N H"], Float[jax.Array, "B S K H"], Float[jax.Array, "B S K h"]]:
-    """Zeroes queries, keys and values without any allowed pair: 0 * NaN would reach outputs and
-    gradients."""
+    """Zeroes queries, keys and values without any allowed pair: NaN in them, times a weight of 0,
+    would reach outputs and gradients."""
     (_, T, N, _), (_, S, K, _) = query.shape, key.shape
     b, n = allowed.shape[:2]
     groups = allowed.reshape(b, *((K, N // K) if n == N else (1, 1)), T, S)

@@ -68,8 +68,8 @@ def _jvp(
 def _identity() -> Any:
     """The primitive whose results are its first arrays, with marked tangents.
 
-    It is no `jax.custom_jvp`, which under `jax.vmap` would batch the mark, and so raise, in reverse
-    mode too.
+    It is not a `jax.custom_jvp`, which under `jax.vmap` would batch the mark, and so raise, even in
+    reverse mode.
     """
     from jax.extend.core import Primitive  # also imports Pallas, which few programs need
 

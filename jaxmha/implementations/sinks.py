@@ -31,22 +31,22 @@ def _sigmoid_jvp(
 
 
 def share_of_keys(lse: Float[jax.Array, "*b"], sink: Float[jax.Array, "*#b"]) -> jax.Array:
-    """The factor of the weights of all keys when the softmax gets the further logit `sink`; `*b`.
+    """The factor by which all weights of keys fall when the softmax gets the further logit `sink`.
 
     It is `exp(lse) / (exp(lse) + exp(sink))`, and 0 where lse is -inf.
     """
-    masked = lse == -jnp.inf  # replaced, so that no gradient is NaN
+    masked = lse == -jnp.inf  # -inf is replaced below, so that no gradient is NaN
     return jnp.where(masked, 0.0, _sigmoid(jnp.where(masked, 0.0, lse) - sink))
 
 
 def with_sinks(found: Result, lse: Float[jax.Array, "B N T"], sinks: Array) -> Result:
-    """The result `found`, whose lse is `lse`, with `sinks`, `(N,)`, as further logits."""
+    """Adds the logits `sinks`, `(N,)`, to each softmax of `found`, a result whose lse is `lse`."""
     logits = jnp.asarray(sinks).astype(lse.dtype).reshape(1, -1, 1)
     share = share_of_keys(lse, logits)[..., None]
     out = (found.out.astype(lse.dtype) * jnp.swapaxes(share, 1, 2)).astype(found.out.dtype)
     weights = found.weights
     if weights is not None:
         weights = (weights.astype(lse.dtype) * share).astype(weights.dtype)
-    masked = lse == -jnp.inf  # replaced, so that no gradient is NaN
+    masked = lse == -jnp.inf  # -inf is replaced below, so that no gradient is NaN
     with_sink = jnp.where(masked, logits, jnp.logaddexp(jnp.where(masked, 0.0, lse), logits))
     return Result(out, weights, with_sink)

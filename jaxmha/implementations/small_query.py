@@ -88,7 +88,7 @@ def _masked(request: Request) -> Result:
 
     def weights_value(weights: jax.Array, value: jax.Array, precision: Precision) -> jax.Array:
         out = _weights_value(weights, value, precision)
-        finite.append(jnp.isfinite(out).all())  # XLA would split `out.sum()` by head
+        finite.append(jnp.isfinite(out).all())  # not of `out.sum()`, which XLA splits by head
         return out
 
     matmuls = reference.Matmuls(query_key, weights_value)

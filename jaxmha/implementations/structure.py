@@ -41,7 +41,7 @@ def as_structure(
     B, T, *_ = shape
     if mod is None or mod.starts is not None or mod.floats or mask.query_segments is not None:
         return mask, mod
-    if not all(isinstance(size, int) for size in (B, T, S)):  # shape-polymorphic export
+    if not all(isinstance(size, int) for size in (B, T, S)):  # symbolic sizes of an export
         return mask, mod
     least = (max(T, S),) if len(mod.others) == 1 else (T, S)
     fit = all(_fits(x, B, size) for x, size in zip(mod.others, least, strict=False))

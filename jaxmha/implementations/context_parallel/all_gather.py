@@ -74,8 +74,8 @@ def _by_parts(
     seed: Seed | None,
     score_mod: Mod | None,
 ) -> tuple[jax.Array, ...]:
-    """Applies `compute` to each of this device's `static.parts` contiguous ranges of queries, with the
-    keys and values of all devices, and joins its results. Results that are None are left out.
+    """Applies `compute` to each of this device's `static.parts` contiguous ranges of queries, with
+    the keys and values of all devices, and joins its results. Results that are None are left out.
     """
     k, v = (_gather(static, x, query.dtype) for x in (key, value))
     queries = common.split_parts(static, query)
@@ -160,8 +160,8 @@ def _gather(
 
 
 def _scatter(static: Static, x: Float[jax.Array, "B K S d"]) -> Float[jax.Array, "B K s d"]:
-    """Sums gradients of keys or values over devices, and leaves each device those of the positions that
-    it holds."""
+    """Sums gradients of keys or values over devices, and gives each device those of the positions
+    that it holds."""
     if static.zigzag:
         x = jnp.take(x, sharding.zigzag_order(static.S, static.devices), axis=2)
     scatter: Any = jax.lax.psum_scatter

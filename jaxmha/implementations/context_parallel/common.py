@@ -246,7 +246,7 @@ def any_allowed(
 def split_parts(
     static: Static, x: Num[jax.Array, "b n t *d"]
 ) -> Num[jax.Array, "{static.parts} b n _ *d"]:
-    """Splits the positions of one device into contiguous ranges (parts), stacked on a new first axis."""
+    """Splits a device's positions into contiguous ranges (parts), stacked on a new first axis."""
     b, n, t, *rest = x.shape
     return jnp.moveaxis(x.reshape(b, n, static.parts, t // static.parts, *rest), 2, 0)
 

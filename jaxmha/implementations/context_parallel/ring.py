@@ -317,8 +317,8 @@ def _rotate(
 
 
 def _runs(static: Static, traced: Conditions) -> list[tuple[int, int]]:
-    """Ranges (first, last) of consecutive hops at which the bounds allow a pair on some device. Others
-    are skipped: one longer hop leads from a range to the next."""
+    """Ranges (first, last) of consecutive hops at which the bounds allow a pair on some device. All
+    others are skipped: arrays are sent from a range to the next at once."""
     below, above = common.bounds(static, traced)
     if above is not None and not isinstance(above, int):
         above = None

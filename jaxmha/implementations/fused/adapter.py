@@ -26,8 +26,9 @@ SEGMENTS = ("query_segments", "key_value_segments", "packed_ends")
 
 
 class KernelInputs(NamedTuple):
-    """A request with its mask as lengths, diagonals and padding, as kernels take it. Unattended keys
-    and values that would affect results are zero; so are fully masked queries under a gradient.
+    """A request with its mask as lengths, diagonals and padding, as kernels take it. Unattended
+    keys and values that would affect results are zero; so are fully masked queries if a gradient is
+    computed.
 
     Attributes:
       query, key, value: of one dtype.
@@ -53,8 +54,8 @@ class KernelInputs(NamedTuple):
 
 
 def unsupported(request: Request, *, name: str, dtypes: tuple[str, ...]) -> str | None:
-    """The reason why no fused kernel computes a request, which names the kernel `name`, or None. The
-    limits of one kernel are in its own `unsupported_reason`."""
+    """The reason why no fused kernel computes a request, in a message about the kernel `name`, or
+    None. The limits of one kernel are in its own `unsupported_reason`."""
     dtype = request.query.dtype
     if dtype.name not in dtypes:
         return f"{name} takes {' and '.join(dtypes)}, got {dtype.name}"
@@ -160,8 +161,8 @@ def _zeroed(
 def _zeroed_in_gradients(
     x: Float[jax.Array, "B T N H"], valid: Bool[jax.Array, "#B #T #N 1"]
 ) -> jax.Array:
-    """Returns `x`; if a gradient is computed, with 0 at positions outside `valid`: NaN in them would
-    reach gradients of other positions, but no output of others."""
+    """Returns `x`; if a gradient is computed, with 0 at positions outside `valid`: NaN in them
+    would reach the gradients, but not the outputs, of other positions."""
     del valid
     return x
 
@@ -282,8 +283,7 @@ def _forward(
 def _backward(
     kernel: Kernel, saved: Saved, cotangents: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, None]:
-    """Adds the gradient of lse, computed by the same kernel with keys in place of values, to that of
-    the output.
+    """Gradients of output and lse; those of lse by the same kernel with keys in place of values.
 
     d lse_i / d query_i is `scale` times row i of attention over the keys as values, and
     d lse_i / d key_j is `scale` times weight (i, j) times query_i: the gradient of the values with

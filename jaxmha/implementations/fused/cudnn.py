@@ -158,7 +158,7 @@ def attend(request: Request, *, leaks: Leaks = Leaks(), in_place: bool | None = 
 
 
 def _leaks_in_place(request: Request) -> Leaks | None:
-    """The invalid keys and values that affect gradients of the kernel that reads valid keys in place.
+    """The invalid keys and values that reach gradients if the kernel reads valid keys in place.
 
     None, so that valid keys are copied: the kernel cannot compute the request, does not work here,
     or lets invalid keys or values affect the output.
@@ -255,7 +255,7 @@ def _grouped(inputs: KernelInputs, *, lse: bool, in_place: bool) -> OutAndLse:
 
 
 def _top_left(inputs: KernelInputs, *, lse: bool, in_place: bool) -> OutAndLse:
-    """Calls the kernel; `above` is 0 or None. Sizes and lengths are changed until cuDNN takes them."""
+    """Calls the kernel with sizes and lengths that cuDNN takes; `above` is 0 or None."""
     query, key, value, _, _, query_lengths, key_lengths, left, above, scale = inputs
     (B, T, _, _), (_, S, _, h) = query.shape, value.shape
     dense = _dense(inputs)

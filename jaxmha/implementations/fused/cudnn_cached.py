@@ -183,8 +183,8 @@ def attend(
     paged: bool = False,
     one: Callable[..., jax.Array] = out,
 ) -> Result:
-    """Computes a test case of the probe with its keys and values in a cache. The gradient is that of
-    `reference`, so that the probe judges the output alone. `one`: the kernel for one query."""
+    """Computes a test case of the probe with its keys and values in a cache. The gradient is that
+    of `reference`, so that the probe judges the output alone. `one`: the kernel for one query."""
     lengths = jnp.asarray(request.mask.key_value_lengths)
     (B, T, N, _), h = request.query.shape, request.value.shape[3]
 

@@ -71,8 +71,8 @@ def attend(request: Request, *, leaks: Leaks = EVERYTHING_LEAKS) -> Result:
     dense mask; in other calls all unattended keys and values are zeroed.
     """
     cap, mask = request.semantics.logits_soft_cap, request.mask
-    # All unattended keys and values are zeroed with a bias, because NaN plus a bias is NaN, and with
-    # padding or segments, because the probe tries no dense mask made from these.
+    # All unattended keys and values are zeroed with a bias, because NaN plus a bias is NaN, and
+    # with padding or segments, because the probe tries no dense mask made from these.
     unknown = request.bias, mask.key_value_padding, mask.query_segments
     if any(x is not None for x in unknown):
         leaks = EVERYTHING_LEAKS
@@ -97,8 +97,9 @@ def _run(inputs: KernelInputs, soft_cap: float | None) -> jax.Array:
     if inputs.conditions.keys is not None:
         keys = inputs.conditions.keys[:, None, None]
         mask = keys if mask is None else mask & keys
-    # Next to a mask, causality is given as a window. With `is_causal`, a row that mask and causality
-    # together mask fully has NaN gradients, because row max is subtracted from -inf before masking.
+    # Next to a mask, causality is given as a window. With `is_causal`, a row that mask and
+    # causality together mask fully has NaN gradients, because row max is subtracted from -inf
+    # before masking.
     is_causal = above == 0 and left is None and mask is None
     window = None
     if not is_causal and (left, above) != (None, None):

@@ -52,7 +52,7 @@ def unsupported_reason(request: Request) -> str | None:
 
 
 def failure(request: Request, page: int) -> str | None:
-    """The reason why the kernel cannot compute a request here, with pages of `page` tokens, or None."""
+    """Why the kernel cannot compute a request here, or None; `page`: the tokens of a page."""
     reason = unsupported_reason(request)
     if reason is None and page % TOKENS:
         reason = f"pages must have a multiple of {TOKENS} tokens, got {page}"

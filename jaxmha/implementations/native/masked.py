@@ -181,7 +181,7 @@ class _Span(NamedTuple):
 def _fold(
     size: int, each: int, visit: Callable[[_Span, Arrays], Arrays], carry: Arrays, *, least: int = 1
 ) -> Arrays:
-    """Computes `carry = visit(span, carry)` for spans of `each` of the `size` positions of an axis. The
+    """Computes `carry = visit(span, carry)` for spans of `each` of `size` positions of an axis. The
     last span has the remaining ones; if they are fewer than `least`, they join the span before."""
     whole, rest = divmod(size, each)
     if 0 < rest < least:
@@ -198,7 +198,7 @@ def _fold(
 
 
 def _part(config: Config, problem: Problem, masks: Masks, rows: _Span, keys: _Span) -> Problem:
-    """The operands for the queries in `rows` and the keys in `keys`, with the bits of their mask."""
+    """The operands for the queries in `rows` and keys in `keys`, with the bits of their mask."""
     offset = problem.offset
     return problem._replace(
         query=rows.of(problem.query, 1),
@@ -247,7 +247,7 @@ def _bits(
 def _shared_by_lines(
     mask: Bool[jax.Array, "b n T s"], lines: int, keys: int
 ) -> UInt8[jax.Array, "b n t8 s"]:
-    """0 or 1 per line of eight queries and key, for a mask that is equal for all queries of a line."""
+    """0 or 1 per line of eight queries and key: all queries of a line have the same mask."""
     b, n = mask.shape[:2]
     first = mask[:, :, ::8] if mask.shape[2] > 1 else mask
     return jnp.broadcast_to(first, (b, n, lines, keys)).astype(np.uint8)

@@ -96,10 +96,10 @@ def _bind(
     a_transposed: bool = False,
     b_transposed: bool = False,
 ) -> jax.Array:
-    """`A B + bias` in `dtype`; `a` and `b`, of one dtype, are A and B or, if transposed, `A^T`, `B^T`.
+    """`A B + bias` in `dtype`; `a` and `b`, of one dtype, are A and B or, if transposed, A^T, B^T.
 
-    `kept`: a mask of the rows of `a`, which are rows of A or, if `a` is transposed, terms of the sum
-    over the common axis of A and B. Rows where it is False count as zeros.
+    `kept`: a mask of the rows of `a`, which are rows of A or, if `a` is transposed, terms of the
+    sum over the common axis of A and B. Rows where it is False count as zeros.
     """
     if bias is None:
         bias = jnp.zeros((*[1] * (a.ndim - 2), 0), a.dtype)

@@ -147,8 +147,8 @@ def _unpacked(bits: Any, T: int) -> Any:
 def _over_batch(
     run: Callable[..., Any], operands: tuple[Any, ...], axes: tuple[int, ...]
 ) -> tuple[Any, ...]:
-    """Applies `run`, which takes operands with one batch axis, to operands with several, by `vmap` over
-    all batch axes but the last."""
+    """Applies `run`, which takes operands with one batch axis, to operands with several, by `vmap`
+    over all batch axes but the last."""
     lead = batch(operands, axes)
     if len(lead) == 1:
         found: tuple[Any, ...] = run(*operands)

@@ -35,8 +35,8 @@ def _backward_shapes(settings: Settings, *operands: Any) -> Shapes:
 
 
 def _bias_shapes(settings: Settings, *operands: Any) -> Shapes:
-    """The shape of the bias gradient: the last batch axis has size 1 if it has size 1 in the bias, but
-    axes that `vmap` has added in front of it have full size."""
+    """The shape of the bias gradient: the last batch axis has size 1 if it has size 1 in the bias,
+    but axes that `vmap` has added in front of it have full size."""
     lead = batch(operands, (*AXES, *AXES_OF_RESIDUALS, 2))
     return [((*lead[:-1], *Problem(*operands[: len(AXES)]).bias.shape[-4:]), np.float32)]
 

@@ -257,8 +257,8 @@ def blocks_of(
 
 
 def coarsened(blocks: Blocks, tiling: Tiling) -> tuple[jax.Array, jax.Array]:
-    """`Blocks.some` and `Blocks.every` for the tiles of `tiling`, `b i j`. They are conservative where
-    a block overlaps several tiles: a fully masked tile may have `some`, a full one lack `every`."""
+    """`Blocks.some` and `Blocks.every` for the tiles of `tiling`, `b i j`. Where a block overlaps
+    several tiles, a fully masked tile may have `some`, and a full one may lack `every`."""
     some, every = jnp.asarray(blocks.some), jnp.asarray(blocks.every)
     grid = blocks.grid
     if (grid.rows, grid.keys) == (tiling.rows, tiling.keys):

@@ -126,8 +126,8 @@ def attend(request: Request, distributed: Core | None = None) -> Result:
 
 
 class _Operands(NamedTuple):
-    """`dtype`: of matmul operands, as in `Config`. `scale`: the factor of the scale by which queries
-    were not multiplied, so that logits must be."""
+    """`dtype`: of matmul operands, as in `Config`. `scale`: the factor by which logits are still to
+    be multiplied, because queries were multiplied by the rest of the scale."""
 
     dtype: np.dtype[np.floating] | None
     scale: float

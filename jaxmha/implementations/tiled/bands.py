@@ -33,7 +33,7 @@ def kind(
     conditions: Conditions,
     bias: Float[jax.Array, "b n t s"] | None,
 ) -> Literal["rows", "keys"] | None:
-    """Chooses row bands if a static causal offset is the only condition, key bands if key padding is.
+    """Chooses row bands if a static causal offset is the only condition, key bands if padding is.
 
     Returns None, for no bands, with other conditions or a bias, with key padding and a soft cap, or
     if `row_bands_pay` is False.

@@ -29,8 +29,8 @@ def largest_feature(
 ) -> Int[jax.Array, "B K"] | None:
     """The feature with the largest product of a query and a key, by key/value head.
 
-    Returns None, to keep the order, where the exchange does not pay, and for several KV tiles, whose
-    logits must round as in the forward pass.
+    Returns None, to keep the order, where the exchange does not pay, and for several KV tiles,
+    whose logits must round as in the forward pass.
     """
     if platform != "cpu" or tiling.kv_tiles > 1 or min(tiling.T, tiling.S) < LEAST:
         return None

@@ -74,7 +74,7 @@ def add_to_kv_tile(tiling: Tiling, x: jax.Array, j: Index, more: jax.Array) -> j
 def drop_single_head(
     tiling: Tiling, x: Shaped[jax.Array, "heads r s"] | None
 ) -> Shaped[jax.Array, "*heads r s"] | None:
-    """Drops the head axis of a mask if tiles have a single head: tiles of queries then lack it too."""
+    """Drops the head axis of a mask if tiles have one head: tiles of queries then lack it too."""
     return x[0] if x is not None and tiling.tile_heads == 1 else x
 
 

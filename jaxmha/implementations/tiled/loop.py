@@ -105,8 +105,8 @@ def forward(
     """
     shared = _shared(tiling, config, bias, traced, seed, score_mod)
     h = value.shape[-1]
-    # With segment ids or a mask function, whose steps have many tiles, operands are transposed before
-    # the loop: transposing them in each step would copy them once more.
+    # With segment ids or a mask function, whose steps have many tiles, operands are transposed
+    # before the loop: transposing them in each step would copy them once more.
     early = config.transposed and not (traced.mod is None and traced.segments is None)
     if early:
         query, value = transpose_all((query, value))

@@ -1,4 +1,4 @@
-"""Runs tiled attention on each device's own batch rows and heads in programs that XLA partitions."""
+"""Runs tiled attention on a device's own batch rows and heads in programs that XLA partitions."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -21,8 +21,8 @@ from jaxmha.semantics import Precision
 
 # Row sums of tiles with at most so many scores are added pairwise, as in small matmuls.
 SMALL_SUM = 2**14
-# `_weigh` splits a matmul over more than 2 * RUN keys into runs of RUN keys, if it has at most SPLIT
-# multiplications: XLA:CPU adds the terms of a run one by one.
+# `_weigh` splits a matmul over more than 2 * RUN keys into runs of RUN keys, if it has at most
+# SPLIT multiplications: XLA:CPU adds the terms of a run one by one.
 RUN, SPLIT = 128, 2**24
 
 

@@ -128,8 +128,8 @@ def choose_tiling(
     rows = even_parts(T, rows)
     tile_heads = max(heads_bytes // (row_bytes * rows), 1) if rows == T or keys < S else 1
     heads = divisor(K, tile_heads)
-    # With several KV tiles, a tile has one batch row: all batch rows of a tile share a schedule, and
-    # would visit each KV tile that any of them needs.
+    # With several KV tiles, a tile has one batch row: all batch rows of a tile share a schedule,
+    # and would visit each KV tile that any of them needs.
     batches = divisor(B, tile_heads // K) if heads == K and keys == S else 1
     tiling = Tiling(B, K, G, T, S, batches, heads, rows, keys)
     if keys < S:
