@@ -211,7 +211,7 @@ def _split(
 class Extent(NamedTuple):
     """A tile: its starts and static sizes along B, N, T and S. Its padded positions are clipped to
     the sizes `T` and `S` of the arrays. `G`: query heads per key/value head. `aligned`: numbers
-    that divide traced starts along T and S."""
+    that divide traced starts along T and S, as `block_within` needs."""
 
     starts: tuple[Index, Index, Index, Index]
     sizes: tuple[int, int, int, int]

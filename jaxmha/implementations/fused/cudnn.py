@@ -34,7 +34,7 @@ UNEQUAL = ((192, 128),)
 # an H100 that takes 0.57 of the time without it for 2 to 16 queries over 8192 keys, 0.86 for 64,
 # and 1.23 for 127 (N = 64, K = 8).
 FEW_QUERIES = 64
-# Masked pairs get EXCLUDED, and finite entries of a bias are clipped to at least LOWEST. cuDNN
+# In a bias, masked pairs get EXCLUDED, and finite entries are clipped to at least LOWEST. cuDNN
 # computes in base 2: in a row whose entries are all the lowest bfloat16, float32 overflows and the
 # output is wrong (by 0.12 of the largest value on an H100, cuDNN 9.19).
 LOWEST = -(2.0**40)
@@ -261,7 +261,7 @@ def _top_left(inputs: KernelInputs, *, lse: bool, in_place: bool) -> OutAndLse:
     dense = _dense(inputs)
     bias, valid = (_added(inputs), None) if dense else (None, inputs.conditions.keys)
     causal = above is not None
-    if causal and S > T:  # causality masks all keys from position T on
+    if causal and S > T:  # drops keys from position T on, all of which causality masks
         key, value = key[:, :T], value[:, :T]
         bias = None if bias is None else bias[..., :T]
         valid = None if valid is None else valid[:, :T]
@@ -269,7 +269,7 @@ def _top_left(inputs: KernelInputs, *, lse: bool, in_place: bool) -> OutAndLse:
         S = T
     causal = causal and T > 1
     left = left if causal else None
-    if left is not None and T > S:  # cuDNN rejects windows with more queries than keys
+    if left is not None and T > S:  # pads keys: cuDNN rejects windows with more queries than keys
         key_lengths = jnp.full(B, S, np.int32) if key_lengths is None else key_lengths
         key, value = fill(key, 1, T), fill(value, 1, T)
         valid = None if valid is None else fill(valid, 1, T)
@@ -342,13 +342,14 @@ def _dense(inputs: KernelInputs) -> bool:
 
 
 def _added(inputs: KernelInputs) -> Float[jax.Array, "b n T S"]:
-    """The bias `b n T S` with EXCLUDED in masked pairs; cuDNN broadcasts only b and n."""
+    """The bias with EXCLUDED in masked pairs, as `b n T S`: cuDNN broadcasts only b and n."""
     (_, T, _, _), (_, S, _, _) = inputs.query.shape, inputs.key.shape
     array, valid = inputs.conditions.array, inputs.conditions.keys
     added = jnp.zeros((1, 1, 1, 1), inputs.query.dtype)
     if inputs.bias is not None:
         added = inputs.bias.astype(np.float32)
-        held = added - jax.lax.stop_gradient(added) + LOWEST  # LOWEST, but with the gradient 1
+        # Clipped entries have the value LOWEST, but still the gradient 1.
+        held = added - jax.lax.stop_gradient(added) + LOWEST
         finite = added != -jnp.inf
         added = jnp.where(added < LOWEST, jnp.where(finite, held, EXCLUDED), added)
         added = added.astype(inputs.query.dtype)

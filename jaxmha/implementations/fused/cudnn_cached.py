@@ -43,7 +43,7 @@ class Stored(NamedTuple):
 
 def unsupported_reason(request: Request) -> str | None:
     """Returns None if the kernel can compute a request without a copy of keys and values, else the
-    reason why not. Key and value of the request are `B S K _`, also if the cache is paged.
+    reason why not. Key and value of the request are `B S K _`, even if the cache is paged.
     """
     (_, T, _, H), h, mask = request.query.shape, request.value.shape[3], request.mask
     if mask.key_value_lengths is None or mask.query_lengths is not None:
@@ -122,7 +122,7 @@ def _call(
         if lse:
             return cudnn_kernel.out_and_lse(settings, query, keys, values, None, counts)
         return cudnn_kernel.out(settings, query, keys, values, None, counts), None
-    # JAX's own rule would shard pages like batch rows, but a row may list any pages.
+    # JAX's own partitioning rule would shard pages like batch rows, but a row may list any pages.
     found: OutAndLse = partitioned.run(
         partial(_of_pages, scale=scale, lse=lse),
         (query, keys, values, table, *counts),

@@ -95,7 +95,7 @@ def _save(
     (B, T), S = query.shape[:2], key.shape[1]
     multiple = EVEN if bias is None else BIAS_MULTIPLE
     rows, columns = (-(-size // multiple) * multiple for size in (T, S))
-    if settings.left is not None:  # cuDNN rejects windows with more queries than keys
+    if settings.left is not None:  # pads keys: cuDNN rejects windows with more queries than keys
         columns = max(columns, rows)
 
     def padded(

@@ -20,8 +20,8 @@ from jaxmha.implementations.fused.cudnn_cached import Stored
 from jaxmha.implementations.probe_cases import Kind
 
 NAME = "tpu, paged"
-# Features per head and tokens per page are multiples of these, as layouts of bfloat16 need; one
-# step of the kernel reads at most KEYS keys.
+# Features per head are a multiple of FEATURES, and tokens per page one of TOKENS, as layouts of
+# bfloat16 need; one step of the kernel reads at most KEYS keys.
 FEATURES, TOKENS, KEYS = 128, 16, 512
 
 

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import jax
 
-# The environment variable that switches the implementation off (0), or names the widest
-# instructions of x86-64 that it may use; "none": it behaves as on a CPU without any of them.
+# The environment variable that switches the native kernels off (0), or names the widest
+# instructions of x86-64 that they may use; "none": as on a CPU that has none of these.
 SWITCH = "JAXMHA_NATIVE"
 VALUES = ("0", "1", "amx", "avx512", "avx2", "none")
 # Version of the operands, results and attributes of the handlers. native/build_library.py has the
@@ -74,7 +74,7 @@ def _loaded() -> Loaded:
         return Loaded(f"{SWITCH}=0 switches it off")
     try:
         found = find_spec("jaxmha_cpu")
-    except ValueError:  # jaxmha_cpu is imported and has no spec
+    except ValueError:  # a module jaxmha_cpu is already imported, and has no spec
         found = None
     folders = [] if found is None else list(found.submodule_search_locations or ())
     if not folders:

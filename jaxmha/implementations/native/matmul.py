@@ -148,7 +148,8 @@ def _tangent(primals: Any, tangents: Any, **static: Any) -> tuple[list[Any], lis
         parts.append(_bind(a, db, None, kept, **static))
     if type(dbias) is not ad.Zero and bias.size:
         every = jnp.broadcast_to(dbias[..., None, :].astype(np.float32), out.shape)
-        parts.append(every.astype(out.dtype))  # cast last: its transpose then sums in float32
+        # Cast after the broadcast, whose transpose then sums the bias gradient in float32.
+        parts.append(every.astype(out.dtype))
     return [out], [sum(parts[1:], parts[0]) if parts else zero.from_primal_value(out)]
 
 

@@ -104,8 +104,8 @@ def absent(dtype: Any) -> jax.Array:
 
 
 def unit(settings: Settings, problem: Problem) -> float:
-    """The factor by which the row max that kernels return is multiplied to get that of the logits:
-    the second result of `split_scale`, or 1 if there is a soft cap or a bias."""
+    """The factor from the row max that kernels return to that of the logits: the part of the scale
+    that is not a power of two (`split_scale`), or 1 if there is a soft cap or a bias."""
     whole = settings.soft_cap is not None or problem.bias.size
     return 1.0 if whole else split_scale(settings.scale)[1]
 

@@ -48,7 +48,7 @@ SIZES: dict[str, int] = {}
 Tree = TypeVar("Tree")
 
 
-# A function with the arguments and results of `core`, such as `core` on many devices.
+# A function with the arguments and results of `core`: itself, or one that splits them over devices.
 Core: TypeAlias = Callable[..., OutAndLse]
 
 
@@ -80,8 +80,8 @@ def _sizes() -> tuple[tuple[str, int], ...]:
 
 
 def attend(request: Request, distributed: Core | None = None) -> Result:
-    """Computes the request; sums are float32, or float64 for float64 inputs, and matmul operands
-    have the dtype of `operand_dtype`, or the significand bits of float16.
+    """Computes the request; sums are float32, or float64 for float64 inputs. By default, matmul
+    operands of half-precision inputs are rounded to that precision, except on CPUs.
 
     `distributed`: computes `core` on many devices (context parallelism); None: on one.
     """
@@ -138,7 +138,7 @@ def _head_major(
 ) -> tuple[
     Float[jax.Array, "B N T H"], Float[jax.Array, "B K S H"], Float[jax.Array, "B K S h"], _Operands
 ]:
-    """Scaled queries, keys and values in the accumulation dtype, and the operands of matmuls."""
+    """Scaled queries, keys and values in the accumulation dtype, and how matmuls read them."""
     accumulate = accumulation_dtype(request.query.dtype)
     query, key, value = (jnp.moveaxis(x.astype(accumulate), 2, 1) for x in request[:3])
     semantics = request.semantics
@@ -158,7 +158,7 @@ def _config(request: Request, conditions: Conditions, platform: str, operands: _
     semantics = request.semantics
     return Config(
         semantics.logits_soft_cap,
-        # Resolved here: JAX's default may be another when `per_device` is traced.
+        # Resolved here: `per_device` may be traced when JAX's default precision is another.
         resolved(semantics.precision),
         conditions.window,
         conditions.above if isinstance(conditions.above, int) else None,
@@ -326,7 +326,7 @@ def core_forward(
     seed: Seed | None,
     score_mod: Mod | None = None,
 ) -> tuple[OutAndLse, tuple[CoreInputs, Softmax]]:
-    """Computes `core`; also returns the inputs and softmax that the backward pass reads."""
+    """The forward rule of `core`: its results, and inputs and softmax for the backward rule."""
     inputs = query, key, value, bias, traced, seed, score_mod
     softmax = per_device.run(
         lambda own, inputs, _: forward_for_gradient(own, config, *inputs), tiling, inputs, ()
@@ -358,8 +358,8 @@ def core_backward(
     saved: tuple[CoreInputs, Softmax],
     cotangents: OutAndLse,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, None, None, Mod | None]:
-    """Gradients of query, key, value, bias and the arrays of the score function. Scores are
-    transposed, so that every matmul has row-major operands."""
+    """The backward rule of `core`: gradients of query, key, value, bias and the arrays of the score
+    function. Scores are transposed, so that every matmul has row-major operands."""
 
     def local(own: Tiling, inputs: CoreInputs, others: tuple[Softmax, OutAndLse]) -> Any:
         return _backward(own, config, inputs, *others)

@@ -77,8 +77,7 @@ def _valid(
 
 class TilePosition(NamedTuple):
     """Position of a tile: starts (static or traced) and static sizes along B, N, T and S. `T`, `S`:
-    sizes of the arrays. `G`: query heads per key/value head. `aligned`: numbers that divide traced
-    starts along T and S."""
+    sizes of the arrays. `G`: query heads per key/value head. `aligned`: as in `Extent`."""
 
     b: Index
     batches: int

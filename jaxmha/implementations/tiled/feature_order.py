@@ -16,9 +16,8 @@ from jaxtyping import Float, Int
 from jaxmha.implementations.tiled.tiling import Tiling
 
 Arrays = TypeVar("Arrays", bound=tuple[jax.Array, ...])
-LEAST = (
-    1024  # with at least so many queries and keys, the exchange takes less than 3 % of a gradient
-)
+# With so many queries and keys or more, the exchange takes less than 3 % of the gradient's time.
+LEAST = 1024
 
 
 def largest_feature(

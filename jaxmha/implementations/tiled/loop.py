@@ -38,14 +38,14 @@ class Shared(NamedTuple):
     score_mod: Mod | None
 
     def position(self, step: Index, i: Index, j: Index) -> TilePosition:
-        """Position of the tile of query tile `i`, KV tile `j` and the heads of `step`."""
+        """Position of the tile of query tile `i`, KV tile `j` and set of heads `step`."""
         t = self.tiling
         b, n = step // t.groups * t.batches, step % t.groups * t.heads * t.G
         heads, t0, s0 = t.heads * t.G, i * t.rows, j * t.keys
         return TilePosition(b, t.batches, n, heads, t0, t.rows, s0, t.keys, t.T, t.S, t.G)
 
     def modifier(self, position: TilePosition) -> Modifier | None:
-        """The score function with the position of a tile; None: no score function."""
+        """The score function, bound to the tile at `position`; None: there is no score function."""
         return None if self.score_mod is None else Modifier(self.score_mod, position.extent)
 
     def mask_and_keep(
@@ -168,7 +168,8 @@ def forward_into(
 def _visit_kv_tiles(
     shared: Shared, step: Index, i: Index, rows: jax.Array, read: ReadTile, start: State | None
 ) -> State:
-    """Folds the scheduled KV tiles into the state of query tile `i`."""
+    """Folds the KV tiles of the schedule, which `read` slices, into `start`, the state of query
+    tile `i` (None before the first key)."""
     fold = tile.forward_transposed if shared.config.transposed else tile.forward
 
     def visit(j: Index, unmasked: bool, carry: State | None) -> State | None:

@@ -46,8 +46,8 @@ class Tuning:
         heads together; with more, tiles skip as much and compile faster.
       key_bands: maximum number of key bands: more compute fewer masked scores, and compile longer.
       key_band_keys: approximate minimum number of keys per band.
-      mask_by_matmul: whether 1 * -inf is -inf in a matmul; it may be NaN on devices that
-        split operands into parts.
+      mask_by_matmul: whether 1 * -inf is -inf in a matmul, as masking by a feature needs; it may be
+        NaN on devices that split operands into parts.
       shard_side, shard_tile_bytes: `side` and `tile_bytes` under context parallelism, where the
         memory of a tile does not fall as devices are added; None: as on one device.
     """
