@@ -297,7 +297,7 @@ def _run(request: Request, name: str, portable: str | None) -> Result:
     # A gradient saves the residuals of both branches; under `checkpoint` this branch saves only its
     # arguments.
     @jax.checkpoint
-    def elsewhere(*arrays: Any) -> Result:  # unknown platform: assumes a CPU
+    def elsewhere(*arrays: Any) -> Result:  # the platform is unknown: chooses as on a CPU
         with platforms.lowering_for("cpu"):
             return run(portable, *arrays)
 

@@ -160,7 +160,7 @@ _PROGRAMS: WeakKeyDictionary[Function, Program] = WeakKeyDictionary()
 
 def _remembered(function: Function, program: Program) -> Program:
     """The program of the last trace if `program` equals it apart from rules of custom derivatives,
-    else `program`. JAX regenerates these rules in every trace, so every call would compile."""
+    else `program`. Every trace makes new rules, with which every call would compile anew."""
     try:
         last = _PROGRAMS.setdefault(function, program)
     except TypeError:  # a function that cannot be hashed, or not weakly referenced
@@ -236,7 +236,7 @@ def allowed(mod: Mod, extent: Extent) -> Bool[jax.Array, "_ _ _ _"]:
     found = found.reshape(sizes)
     if max(blocks.values()) == 1:
         return found
-    # The barrier keeps XLA from evaluating the function for every pair.
+    # The barrier keeps XLA from evaluating the function for every pair, fused with the repetition.
     found = jax.lax.optimization_barrier(found)  # type: ignore[no-untyped-call]
     for axis, letter in ((2, "i"), (3, "j")):
         if blocks[letter] > 1 and letter in axes:
@@ -385,7 +385,7 @@ def _at_positions(
     N: int, queries: jax.Array, keys: jax.Array
 ) -> list[tuple[Int32[jax.Array, "..."], str]]:
     b, n = (jnp.arange(size, dtype=np.int32) for size in (queries.shape[0], N))
-    i, j = (jnp.maximum(x, 0).astype(np.int32) for x in (queries, keys))  # empty slots: below 0
+    i, j = (jnp.maximum(x, 0).astype(np.int32) for x in (queries, keys))  # negative: empty slots
     return [(b, "b"), (n, "n"), (i, "bi"), (j, "bj")]
 
 

@@ -210,7 +210,7 @@ def _partitioned(
     call.def_partition(
         partition,
         infer_sharding_from_operands=infer,
-        decode_shardings=False,  # True raises if the partitioner has split an axis of the mesh
+        decode_shardings=False,  # with True, JAX raises if the partitioner has split a mesh axis
         sharding_rule=rule,
     )
     found: list[jax.Array] = call(*operands)

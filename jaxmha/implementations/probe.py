@@ -72,7 +72,7 @@ def failure(
 ) -> str | None:
     """The reason why a kernel does not work in this or another process, or None; warns once.
 
-    `likely`: the leaks that are tried first, since each try compiles the cases anew.
+    `likely`: the `Leaks` that the probe tries first, since each try compiles the cases anew.
     `agree`: True if all processes probe the kernel and exchange the outcomes.
     """
     chosen = mode()
@@ -238,7 +238,7 @@ def _agreed(turn: str, found: Finding) -> Finding:
     for process in range(jax.process_count()):
         report = _get(client, f"{turn}/{process}", until - time.monotonic())
         if report is None and _get(client, f"{turn}/begun/{process}") is not None:
-            # Its probe ends within its time limit; waits twice as long, as the machine may be busy.
+            # The other probe ends within its time limit, or within twice that on a busy machine.
             report = _get(client, f"{turn}/{process}", 2 * seconds())
         if report is None:
             continue
@@ -284,7 +284,7 @@ def _once(
     attend: Attend, unsupported: Reason, kind: Kind, leaks: Leaks
 ) -> tuple[Finding, Leaks | None]:
     """Runs all cases with unattended keys and values zeroed as `leaks` says. Returns the finding,
-    and the leaks to try next (None: the finding is final)."""
+    and the `Leaks` to try next (None: the finding is final)."""
     for case in probe_cases.cases(kind):
         if unsupported(case.request) is not None:
             continue
@@ -302,7 +302,7 @@ def _once(
 
 
 def _more(leaks: Leaks, *, gradient: bool) -> Leaks:
-    """The leaks to try next: one level more of gradients if a `gradient` is wrong, else of the
+    """The `Leaks` to try next: one level more of gradients if a `gradient` is wrong, else of the
     output. If gradients have the highest level already, everything is zeroed."""
     if gradient and leaks.gradients < EVERYTHING_LEAKS.gradients:
         return leaks._replace(gradients=leaks.gradients + 1)

@@ -127,8 +127,8 @@ def cases(kind: Kind) -> Iterator[Case]:
     of odd size, each with some empty sequences. If `padded`: many queries and one query, with
     invalid keys at any positions. Otherwise: lengths with log-sum-exp; then lengths alone for one
     query, or a causal mask, odd sizes and a window for more queries. Of sequences with lengths, one
-    is full, one is shorter and one is empty. Keys and values that no query attends are NaN; those
-    of the shorter sequence begin within a tile that kernels read.
+    is full, one is shorter and one is empty. Keys and values that no query attends are NaN; in the
+    shorter sequence they begin within a tile, so that kernels read some of them.
     """
     T, S = kind.queries, 384
 

@@ -97,7 +97,7 @@ def attend(
     out = matmuls.weights_value(kept, value, semantics.precision)
     if mean and allowed is not None and not all_finite:
         out = _with_means(request, matmuls, kept, masked, out)
-    if semantics.fully_masked == "nan":  # last, so that no gradient passes through a NaN
+    if semantics.fully_masked == "nan":  # NaN is put in last, so that no gradient passes through it
         out = jnp.where(jnp.swapaxes(masked, 1, 2), jnp.nan, out)
         weights, kept = (jnp.where(masked, jnp.nan, w) for w in (weights, kept))
     returned = {False: None, "before_dropout": weights, "after_dropout": kept}

@@ -98,7 +98,8 @@ class Split(NamedTuple):
 
 
 def split(B: int, N: int, K: int) -> Split | None:
-    """The sharding of B, N and K over mesh axes that divide them; None: no mesh is in use."""
+    """The sharding of B, N and K over the mesh axes in use, where their devices divide these sizes;
+    None: no mesh is in use."""
     axes = sharding.current()
     if axes is None:
         return None

@@ -128,7 +128,8 @@ def _all_heads(request: Request) -> Result:
 
 @jax.custom_batching.custom_vmap
 def _all(x: Bool[jax.Array, "..."]) -> Bool[jax.Array, ""]:
-    """`x.all()`, also over vmapped axes: with a batched predicate, `cond` runs both branches."""
+    """`x.all()` over all axes and those of `jax.vmap`: with a batched predicate, `cond` would run
+    both branches."""
     return x.all()
 
 
@@ -141,10 +142,10 @@ def _query_key(
     query: Float[jax.Array, "B T N H"], key: Float[jax.Array, "B S K H"], precision: Precision
 ) -> Float[jax.Array, "B N T S"]:
     (B, T, N, H), (S, K) = query.shape, key.shape[1:3]
-    own = jnp.repeat(jnp.eye(K, dtype=bool), N // K, 1)  # K N
+    own = jnp.repeat(jnp.eye(K, dtype=bool), N // K, 1)  # axes K N
     columns = jnp.where(
         own.reshape(1, K, 1, N, 1), jnp.transpose(query, (0, 3, 2, 1))[:, None], 0.0
-    )  # B K H N T
+    )  # axes B K H N T
     columns = columns.reshape(B, K * H, N * T)
     logits = matmul(key.reshape(B, S, K * H), columns, precision=precision)
     # The barrier keeps XLA from fusing matmul and transpose, which is several times slower.
@@ -173,7 +174,7 @@ def _weights_value(
     (B, N, T, S), (K, h) = weights.shape, value.shape[2:]
     out = matmul(weights.reshape(B, N * T, S), value.reshape(B, S, K * h), precision=precision)
     heads = out.reshape(B, N, T, K, h)
-    own = [heads[:, n, :, n // (N // K)] for n in range(N)]  # N arrays B T h
+    own = [heads[:, n, :, n // (N // K)] for n in range(N)]  # N arrays with axes B T h
     return jnp.stack(own, 2)
 
 

@@ -220,7 +220,8 @@ def pair_of_parts(
 
 
 def bounds(static: Static, traced: Conditions) -> tuple[int | None, Index | None]:
-    """Bounds `i - below <= j <= i + above`; None: no bound. `above` may be a traced array `B`."""
+    """Bounds `i - below <= j <= i + above` of the whole request, by its window and causal offset;
+    None: no bound. `above` may be a traced array `B`."""
     below, right = static.config.window
     offset = static.config.above if traced.above is None else traced.above
     both = [x for x in (right, offset) if x is not None]
@@ -259,6 +260,6 @@ def join_parts(x: Num[jax.Array, "parts b n t *d"]) -> Num[jax.Array, "b n _ *d"
 
 
 def attend(request: Request, local: Local) -> Result:
-    """Computes the request by tiled attention, with `local` on each device in place of its core."""
+    """Computes the request by tiled attention; each device runs `local` instead of its core."""
     dtype = np.dtype(request.query.dtype)
     return attention.attend(request, partial(distributed_core, local, dtype))

@@ -174,7 +174,7 @@ _zeroed_in_gradients.defvjp(
 
 
 def diagonals(mask: Mask, T: int, S: int) -> tuple[int | None, int | None]:
-    """Static bounds `i - left <= j <= i + above`; None where a bound masks nothing."""
+    """Static bounds `i - left <= j <= i + above` of a mask; None: no bound, or it masks nothing."""
     left, above = mask.window_size or (None, None)
     if isinstance(mask.causal_offset, int):
         above = mask.causal_offset if above is None else min(above, mask.causal_offset)

@@ -231,7 +231,8 @@ def _with_gradient_of(
 
 
 def _table(B: int, S: int) -> jax.Array:
-    """The page table of the probe: sequences use the pages in reverse order, but not page 0."""
+    """The page table of the probe: sequences use the pages in reverse order, but not page 0, so
+    that a kernel that does not follow the table fails."""
     M = -(-S // PROBE_PAGE)
     return jnp.arange(B * M, 0, -1, dtype=np.int32).reshape(B, M)
 

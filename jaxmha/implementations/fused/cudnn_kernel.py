@@ -79,7 +79,7 @@ def out_and_lse(
     bias: jax.Array | None,
     lengths: Others,
 ) -> tuple[jax.Array, Float[jax.Array, "B N T"]]:
-    """Output and log-sum-exp, whose cotangent gradients ignore: `adapter` adds its part."""
+    """Output and log-sum-exp. Gradients ignore the cotangent of the lse; `adapter` adds its part."""
     found, lse = _forward(settings, True, query, key, value, bias, lengths)
     return found, lse
 

@@ -35,7 +35,8 @@ Saved: TypeAlias = tuple[Operands, jax.Array, jax.Array, Callable[..., Any]]
 
 
 def unknown() -> str | None:
-    """The reason why the primitives of this release of JAX cannot be bound; None: they can."""
+    """The reason why this release of JAX does not serve: its primitives have other operands or
+    parameters; None: it serves."""
     from jax._src.cudnn import fused_attention_stablehlo as private
 
     found = inspect.signature(private._dot_product_attention_fwd_abstract).parameters

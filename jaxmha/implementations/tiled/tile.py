@@ -19,7 +19,8 @@ from jaxmha.implementations.online_softmax import LOWEST, State, cap_and_mask, r
 from jaxmha.matmul import add_pairwise, matmul, matmul_of_float16, pairwise_sum, sum_of_rows
 from jaxmha.semantics import Precision
 
-# Row sums of tiles with at most so many scores are added pairwise, as in small matmuls.
+# Row sums of tiles with at most so many scores are added pairwise, which rounds less, as in small
+# matmuls.
 SMALL_SUM = 2**14
 # `_weigh` splits a matmul over more than 2 * RUN keys into runs of RUN keys, if it has at most
 # SPLIT multiplications: XLA:CPU adds the terms of a run one by one.
