@@ -190,8 +190,8 @@ def attend(
 
     def stored(*heads: jax.Array) -> Stored:
         # If NaN beyond the lengths reaches the output, the probe tries once more with zeros there.
-        # Calls of users write no zeros for cuDNN, so `failure` declines it then; for the TPU's
-        # kernel the cache has written them.
+        # In other calls nothing zeroes them for cuDNN, so `failure` declines it then; for the TPU's
+        # kernel the cache has written zeros.
         if leaks.output:
             beyond = jnp.arange(heads[0].shape[1])[None] >= lengths[:, None]
             heads = tuple(jnp.where(beyond[..., None, None], 0, x) for x in heads)

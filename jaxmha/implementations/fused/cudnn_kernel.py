@@ -29,7 +29,7 @@ EVEN, SAFE = 2, 64
 # Bias of an excluded pair, far below all others: the module `cudnn` clips them to at least -2**40.
 EXCLUDED = -(2.0**41)
 # If the largest bias of a row is this far from 0, `_shift` subtracts it: the gradient computes
-# weights from the log-sum-exp, and one so large would lose digits of the log of the row sum.
+# weights from the log-sum-exp, which at such a size would lose digits of the log of the row sum.
 FAR = 2.0**12
 
 

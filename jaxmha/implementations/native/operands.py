@@ -147,7 +147,7 @@ def problem(query: Any, key: Any, value: Any, bias: Any, conditions: Conditions)
 
 
 def bounds(conditions: Conditions) -> tuple[int, int]:
-    """The static bounds (below, above) of `Settings`."""
+    """The static bounds of conditions, (below, above) of `Settings`; FAR where there is none."""
     left, right = conditions.window
     above = [x for x in (right, conditions.above) if isinstance(x, int)]
     return FAR if left is None else left, min([FAR, *above])

@@ -16,7 +16,8 @@ from jaxtyping import Float, Int
 from jaxmha.implementations.tiled.tiling import Tiling
 
 Arrays = TypeVar("Arrays", bound=tuple[jax.Array, ...])
-# With so many queries and keys or more, the exchange takes less than 3 % of the gradient's time.
+# Features are exchanged only with so many queries and keys or more, where the exchange takes less
+# than 3 % of the gradient's time.
 LEAST = 1024
 
 

@@ -22,8 +22,8 @@ from jaxmha.semantics import Precision
 # Row sums of tiles with at most so many scores are added pairwise, which rounds less, as in small
 # matmuls.
 SMALL_SUM = 2**14
-# `_weigh` splits a matmul over more than 2 * RUN keys into runs of RUN keys, if it has at most
-# SPLIT multiplications: XLA:CPU adds the terms of a run one by one.
+# `_weigh` splits a matmul over more than 2 * RUN keys into runs of RUN keys, whose results are
+# added pairwise, if its multiplications are at most its argument `most`, by default SPLIT.
 RUN, SPLIT = 128, 2**24
 
 
@@ -169,8 +169,8 @@ def _before_modifier(
 def _without_padding(
     extent: Extent, logits: Float[jax.Array, "*c s r"], allowed: Bool[jax.Array, "..."] | None
 ) -> tuple[Float[jax.Array, "*c s r"], Bool[jax.Array, "..."] | None]:
-    """Excludes the padded rows and keys of a tile, and gives them the scores of the last valid row
-    or key. At other scores a score function may have an infinite derivative, and inf times the
+    """Excludes the padded rows and keys of a tile, and gives them the logits of the last valid row
+    or key. At other logits a score function may have an infinite derivative, and inf times the
     cotangent 0 is NaN."""
     s, r = logits.shape[-2:]
     apart = logits.reshape(*logits.shape[:-1], extent.G, r // extent.G)
