@@ -2,8 +2,8 @@
 
 Layers are compared by shape (in any framework's layout), by the terms in their names, and by the
 structure of both trees. Two layers are paired only if every alternative of the same shapes is
-excluded; all other layers become questions. `match` makes the plan, `load_into` of a framework's
-module fills the target, `prove` compares the result with the source.
+excluded; all other layers become questions. `match` makes the plan, `load_into` of, say,
+`jaxmha.converters.torch` fills the target, and `prove` compares the result with the source.
 """
 
 from collections.abc import Callable
@@ -33,9 +33,10 @@ def match(source: Any, target: Any, *, packing: Packing = "ask") -> Plan:
         the plan has a question, because some models alternate head by head, as `(N qkv H)`.
 
     Raises:
-      ValueError: attention of source and target states different head counts, or settings by which
-        it computes another function of the same arrays; or the source is an adapter, such as LoRA,
-        or has weights in parts that do not determine them.
+      ValueError: attention layers of source and target state different head counts or settings, such
+        as a soft cap, so that the same arrays would give other outputs; or the source has only an
+        adapter, such as LoRA; or it stores parts of a weight that do not determine the weight, or
+        normalises a weight at each call, and the target does not.
 
     >>> import numpy as np
     >>> source = {"fc.weight": np.zeros((3, 5)), "fc.bias": np.zeros(3)}
@@ -67,16 +68,16 @@ def prove(
 ) -> Proof:
     """Compares a filled model with its source: every array, and outputs if both can run.
 
-    Outputs are paired by their keys; those without a common key in order, if both models return as
-    many and their sizes agree; else the nearest pairs of equal size. The largest difference of a pair
-    counts. Axes may have another order in the model (length before batch, channels first or last, heads
-    after length) where the sizes show it; `Proof.outputs` names the order. Where axes of equal sizes
-    are exchanged, outputs depart: draw inputs with which the sizes of all axes differ.
+    Outputs with the same key are paired. The rest are paired in order, if both models return as many
+    and their sizes agree; otherwise those of equal size that differ least. The pair that differs most
+    decides. Axes may have another order in the model (length before batch, channels first or last,
+    heads after length) where the sizes show it; `Proof.outputs` names the order. Where axes of equal
+    sizes are exchanged, outputs depart: draw inputs with which the sizes of all axes differ.
 
     Outputs that only one model returns are left out, and so are those that two wrong models share:
     integers, Booleans, inputs that both return unchanged, equal masks of float numbers, and zeros.
-    `Proof.left` names them. Arrays in other objects than tuples, lists, dicts and dataclasses, such as a
-    cache of transformers, are not seen.
+    `Proof.left` names them. Arrays in objects other than tuples, lists, dicts and dataclasses, such as
+    a cache of transformers, are neither compared nor named.
 
     Args:
       source: as in `match`; a model object if outputs are compared.
@@ -94,7 +95,8 @@ def prove(
       ValueError: the plan has an open question, or does not fit the models, or head counts or
         settings of attention differ, or a model raises an error on the drawn arguments, or no output
         of both can be compared.
-      TypeError: `inputs` has another form, or the source or the model cannot be run on them.
+      TypeError: `inputs` is not a function of one generator, or returns neither a tuple nor a dict;
+        or the source or the model is not an object that can be run, such as a file.
 
     >>> import torch
     >>> module = torch.nn.Linear(3, 5)

@@ -11,7 +11,7 @@ from jaxmha.converters.matching.terms import SURE, meaning, packed
 from jaxmha.converters.matching.trees import Array, Tree
 
 MAIN, BIAS = "main", "bias"
-ONLY = "only "  # + name: form of an array that is paired only with an array of the same name
+ONLY = "only "  # a `form` of ONLY + name: the array is paired only with an array of this name
 _ENTRIES = [e for c in CONVENTIONS for kind in c.kinds.values() for e in kind if "/" not in e.key]
 _SLOTS = {
     **{e.key: BIAS if e.leaves[0].endswith("bias") else MAIN for e in _ENTRIES},
@@ -29,9 +29,10 @@ BUFFERS = re.compile(
     r"(^|[./])(num_batches_tracked|position_ids|masked_bias|relative_(position_index|coords_table)|"
     r"causal_mask|EncDecAttention\.relative_attention_bias\.weight)$|^rope_freqs\.weight$"
 )
-_FREQUENCIES = re.compile(r"(^|[./])(original_)?inv_freq$")  # of rotary positions: one axis
-_CAUSAL = re.compile(r"(^|[./])attn\.bias$")  # GPT-2's causal mask, an array with four axes
-# Gates of recurrent layers: torch packs r z n where Keras packs z r h. Only equal names are paired.
+_FREQUENCIES = re.compile(r"(^|[./])(original_)?inv_freq$")  # of rotary positions, if a vector
+_CAUSAL = re.compile(r"(^|[./])attn\.bias$")  # GPT-2's causal mask, if (1, 1, T, T); else a bias
+# Recurrent layers pack gates in orders that shapes do not show (torch r z n, Keras z r h): their
+# arrays are paired only with arrays of the same name.
 _GATES = re.compile(r"weight_[ih]h(_l\d+)?(_reverse)?|recurrent_kernel")
 _TURNED = re.compile(r"transpose|deconv", re.IGNORECASE)
 
@@ -42,7 +43,7 @@ class Layer(NamedTuple):
     `slots` maps "main" (the kernel, table or norm scale), "bias", "mean" and "var" to arrays;
     `form` is the axis order of the main array, such as "oi" (output, input). `guessed`: True if
     names do not determine how the parts are ordered in the main array. `apart`: slots whose arrays
-    hold this layer alone, although others are packed.
+    belong to this layer alone, although its other arrays are packed with those of other layers.
     """
 
     path: tuple[str, ...]
@@ -53,12 +54,12 @@ class Layer(NamedTuple):
     apart: frozenset[str] = frozenset()
 
     def part_of(self, slot: str) -> tuple[int, int] | None:
-        """Returns index and count of the layer in the array of a slot; None if it has it alone."""
+        """Returns (index, count) of the layer in the array of `slot`; None if that is not packed."""
         return None if slot in self.apart else self.part
 
 
 def signature(layer: Layer) -> tuple[object, ...]:
-    """Shapes and axis order of the arrays, equal for repetitions of a layer."""
+    """Returns a key of array shapes, axis order and part, which repetitions of a layer share."""
     return (
         tuple(sorted((slot, a.shape) for slot, a in layer.slots.items())),
         layer.form,
@@ -67,7 +68,7 @@ def signature(layer: Layer) -> tuple[object, ...]:
 
 
 def is_buffer(array: Array) -> bool:
-    """True for buffers and counters, which are not weights.
+    """True for buffers (by name) and for arrays of integers or Booleans, which are not weights.
 
     >>> is_buffer(Array("bn.num_batches_tracked", ("bn", "num_batches_tracked"), (), "int64"))
     True
@@ -80,8 +81,9 @@ def is_buffer(array: Array) -> bool:
 
 
 def layers(tree: Tree) -> list[Layer]:
-    """Returns the layers of a tree; a packed projection gives one layer per part."""
-    adapted = set(adapters.find(tree.arrays))  # such as lora/lora_b, a matrix next to a kernel
+    """Returns the layers of a tree; an array of packed projections gives one layer for each."""
+    # Arrays such as lora/lora_b must not make the layer that they adapt a container of layers.
+    adapted = set(adapters.find(tree.arrays))
     parents = {array.path[:-1] for name, array in tree.arrays.items() if name not in adapted}
     inner = {path[:n] for path in parents for n in range(len(path))}
     groups: dict[tuple[str, ...], dict[str, Array]] = defaultdict(dict)
@@ -115,7 +117,7 @@ def layers(tree: Tree) -> list[Layer]:
         if path in biased:
             found.append(Layer(path, slots, "oi", biased[path], apart=frozenset([MAIN])))
             continue
-        if MAIN not in slots:  # arrays with a name like bias or mean, but without a main array
+        if MAIN not in slots:  # biases or means without a main array: each is a layer by itself
             found += [Layer(a.path, {MAIN: a}, "raw") for a in slots.values()]
             continue
         layer = Layer(path, slots, forms[slots[MAIN].name])
@@ -137,8 +139,8 @@ def _with_packed_bias(
 ) -> dict[tuple[str, ...], tuple[int, int]]:
     """Adds the packed bias of torch's attention to query, key and value with separate weights.
 
-    Torch separates them if keys or values differ in width from queries. Returns path of each ->
-    (index, count) of its part of the bias.
+    Torch has one weight for each, but one bias for all three, if keys or values differ in width from
+    queries. Returns the path of each projection -> (index, count) of its part of that bias.
     """
     found: dict[tuple[str, ...], tuple[int, int]] = {}
     for path in [path for path, slots in groups.items() if slots.keys() == {BIAS}]:
@@ -153,7 +155,10 @@ def _with_packed_bias(
 
 
 def _packed_name(path: tuple[str, ...], main: Array) -> str:
-    """Returns the name by which a layer may be packed; Mamba too has an `in_proj`, of other sizes."""
+    """Returns the name to look up with `packed`: the last of `path`, or that of torch's attention.
+
+    Mamba has an `in_proj` too, which packs no query, key and value: sizes other than 3 D show it.
+    """
     sizes = sorted(main.shape)
     attends = path[-1] == "in_proj" and "attn" in meaning(path[:-1])
     if main.path[-1] == "in_proj_weight" or (attends and sizes[-1:] == [3 * sizes[0]]):
@@ -162,11 +167,12 @@ def _packed_name(path: tuple[str, ...], main: Array) -> str:
 
 
 def _forms(groups: Iterable[Mapping[str, Array]], kind: str) -> dict[str, str]:
-    """Maps each main array to its axis order, from the class of its layer, its key or its bias.
+    """Maps the name of each main array to its axis order; "" if it is unknown.
 
-    The size of a bias shows the output axis of a kernel that is not square. If all such kernels
-    with a key agree, other kernels with this key, of the same class where classes are known, get the
-    same axis order: a class of the user's may keep its kernels as no other does. "": unknown.
+    The class of the layer or the key may determine it. The size of a bias shows the output axis of a
+    kernel that is not square. If all such kernels with a key agree, other kernels with this key get
+    their order; where classes are known, only of the same class, because a class that a user has
+    written may order its axes as no other does.
     """
     groups = list(groups)
     by_stem: dict[str, set[str]] = defaultdict(set)
@@ -215,13 +221,13 @@ def _agreed(forms: set[str]) -> str:
 
 
 def _stem(array: Array) -> str:
-    """Returns the class and the last part of a key, such as `weight` of `q_weight`."""
+    """Returns the class of the layer and the last word of the array's key: `weight` of `q_weight`."""
     match = _STEM.match(array.path[-1])
     key = (match["key"] or match["first"]) if match else array.path[-1]
     return f"{array.owner} {key}"
 
 
 def _last(array: Array) -> str:
-    """Returns the class, and the last two parts of the path with "#" for numbers."""
+    """Returns the class of the layer and the last two parts of the path, with "#" for numbers."""
     path = "/".join(re.sub(r"\d+", "#", part) for part in array.path[-2:])
     return f"{array.owner} {path}/"

@@ -1,4 +1,4 @@
-"""Lists the arrays of a tree of JAX with their paths."""
+"""Lists the arrays of a pytree with their paths."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -7,7 +7,7 @@ from jaxmha.converters.layout.arrays import packages_of
 
 
 def tree_leaves(tree: Any) -> list[tuple[tuple[str, ...], Any]]:
-    """Returns path and value of every array of a tree, in JAX's order; unwraps boxes of Flax."""
+    """Returns (path, array) for every array of a pytree, in JAX's order; unwraps Flax's boxes."""
     import jax
 
     return [
@@ -19,7 +19,7 @@ def tree_leaves(tree: Any) -> list[tuple[tuple[str, ...], Any]]:
 
 
 def steps(tree: Any, stop: Callable[[Any], bool]) -> list[tuple[str, Any]]:
-    """Returns path and value of every leaf and of every node at which `stop` is true."""
+    """Returns (path, value) of each node for which `stop` is true, and of each leaf outside of them."""
     import jax
 
     found = jax.tree_util.tree_flatten_with_path(tree, is_leaf=stop)[0]
@@ -41,7 +41,7 @@ def _key(key: object) -> str:
 
 
 def node(tree: Any, keys: tuple[str, ...]) -> Any:
-    """Returns the node of a tree at a path, or None."""
+    """Returns the node that `keys`, indices or attribute names lead to; None if a name is missing."""
     for key in keys:
         if isinstance(tree, Mapping):
             tree = next((value for name, value in tree.items() if str(name) == key), None)

@@ -1,4 +1,4 @@
-"""Makes a plan: its lines from the pairs that `decide` decides, its questions from the others."""
+"""Makes a plan: lines for the pairs of layers that `decide` settles, questions for other targets."""
 
 import os
 from collections.abc import Collection, Iterable, Sequence
@@ -60,7 +60,7 @@ def plan(source: Tree, target: Tree, packing: Packing = "ask") -> MatchPlan:
 
 
 def notes_of(source: Tree, target: Tree) -> tuple[str, ...]:
-    """The remarks on reading both trees."""
+    """Returns the remarks made on reading both trees; those on the target say so."""
     return (*source.notes, *(f"target: {note}" for note in target.notes))
 
 
@@ -68,7 +68,10 @@ _Decided = tuple[list[Template], list[Template], Decision]
 
 
 def _decided(source: Tree, target: Tree) -> _Decided:
-    """Decides between the templates of both trees, or of trees in which lists are cut alike."""
+    """Pairs the templates of both trees, as read or with the same lists in both (`rolling`).
+
+    Returns the result that leaves fewer layers of the target undecided.
+    """
     plain = templates(source), templates(target)
     found = _decided_apart(*map(roles.assigned, plain))
     if not found[2].open:
@@ -81,7 +84,7 @@ def _decided(source: Tree, target: Tree) -> _Decided:
 
 
 def _cut(all_: Sequence[Template], lists: Sequence[Template]) -> list[Template]:
-    """Splits the lists among the templates into their layers."""
+    """Returns the templates `all_`, of which those that are also in `lists` are split into layers."""
     chosen = {id(one.layers) for one in lists}
     return [x for t in all_ for x in (unrolled(t) if id(t.layers) in chosen else [t])]
 
@@ -101,7 +104,7 @@ def _undecided(decided: _Decided) -> int:
 
 
 def with_unused(plan: MatchPlan, source: Tree) -> MatchPlan:
-    """Returns the plan with `unused` and `ignored` set: the source arrays that no line reads."""
+    """Returns the plan with `unused` and `ignored`, the weights and buffers that no line reads."""
     taken = used(plan.lines, source.arrays, source.aliases)
     taken = {source.aliases.get(name, name) for name in taken}
     rest = [a for n, a in source.arrays.items() if source.aliases.get(n, n) not in taken]
@@ -112,9 +115,9 @@ def with_unused(plan: MatchPlan, source: Tree) -> MatchPlan:
 def _taken_apart(
     mine: Sequence[Template], theirs: Sequence[Template], decision: Decision
 ) -> tuple[list[Template], list[Template]] | None:
-    """Splits unpaired templates by their last "#", if source and target nest repetitions otherwise.
+    """Splits unpaired templates by their last "#", if source and target nest lists to other depths.
 
-    Returns the templates of source and target; None if there is nothing to split.
+    Returns all templates of source and target, to be paired again; None if there is nothing to split.
     """
     fitting = {s for s, _ in decision.fits}
     loose = [s for s in range(len(mine)) if s not in fitting]
@@ -138,7 +141,8 @@ def _taken_apart(
 class _Piece:
     """One slot of a target template, and the slot of a source template that fills it.
 
-    `target` and `source` are patterns, "" if there is none; `targets` and `names` are the names.
+    `target` and `source` are patterns of the names of their arrays, "" if no pattern fits; `targets`
+    and `names` are these names.
     """
 
     target: str
@@ -156,7 +160,10 @@ class _Piece:
 def _guessed_pairs(
     mine: Sequence[Template], theirs: Sequence[Template], decision: Decision
 ) -> dict[object, list[int]]:
-    """Returns targets that are decided except for the order of packed parts, by attention layer."""
+    """Returns the targets of which only the order of packed parts is undecided.
+
+    They are grouped by their parent modules, because one question decides for query, key and value.
+    """
     found: dict[object, list[int]] = {}
     for t, (s, *_) in sorted(decision.taken.items()):
         if guesses(mine[s], theirs[t], decision.fits[s, t].arrows[MAIN]):
@@ -201,7 +208,7 @@ def _pieces(
 def _grouped(
     source: Template, target: Template, how: Fit
 ) -> tuple[list[list[tuple[int, ...]]], str, str]:
-    """Returns the source ranks for each target, the letter of each source "#", and `Line.take`."""
+    """Returns the ranks that fill each target layer, the letter of each source "#", and `Line.take`."""
     if how.split >= 0:
         order = sorted(target.layers)
         ranks = [[r[: how.split] + r[how.split + 1 :]] for r in order]
@@ -244,7 +251,7 @@ def _line(several: Sequence[_Piece], source: Tree, target: Tree) -> list[Line]:
     `several`: the pieces of one target array, in the order of its packed parts.
     """
     first = several[0]
-    whole = all(p.names == first.names for p in several)  # all parts of one packed array
+    whole = all(p.names == first.names for p in several)  # the source packs the same parts
     take = ""
     if first.source_part and not (whole and first.target_part):
         take = f"{first.source_part[0]}/{first.source_part[1]}"
@@ -316,9 +323,9 @@ def _questions(
 
 
 def _without_source(theirs: Sequence[Template], alone: Collection[int]) -> list[list[int]]:
-    """Groups targets without candidates by the outermost module with only such layers.
+    """Groups targets without candidates, `alone`, by the outermost module that has no other layers.
 
-    Returns groups of at least two.
+    Returns groups of at least two, each of which becomes one question.
     """
     mixed = {t.path[:n] for i, t in enumerate(theirs) if i not in alone for n in range(len(t.path))}
     groups: dict[tuple[str, ...], list[int]] = {}

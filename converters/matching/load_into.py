@@ -28,8 +28,8 @@ class LoadInto(Protocol):
     ) -> Any:
         """Fills a model with the arrays of a source.
 
-        It prints nothing: settings that cannot be compared and other remarks are `notes` of the plan
-        from `match`, and of what `prove` returns for the filled model.
+        It prints nothing: remarks, such as on settings that cannot be compared, are in `notes` of the
+        plan that `match` returns, and of the proof that `prove` returns for the filled model.
 
         Args:
           model: a model of the framework.
@@ -47,11 +47,11 @@ class LoadInto(Protocol):
 
         Raises:
           ValueError: the plan has an open question, arrays are unused or missing, a shape, head
-            count or dtype does not fit, or attention of the model computes another function. These
-            checks precede the first write.
+            count or dtype does not fit, or attention of the model states other settings than that of
+            the source, such as a soft cap. These checks precede the first write.
           TypeError: the model is of another framework, or a class.
-          CheckpointError: the source cannot be read. If an array cannot be read, a model that is
-            filled in place keeps the arrays that were written before.
+          CheckpointError: the source cannot be read. If only a later array cannot be read, a model
+            that is filled in place keeps the arrays written until then.
         """
         ...
 

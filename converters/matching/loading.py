@@ -36,7 +36,9 @@ def prepared(
     missing: str = "refuse",
     packing: Packing = "ask",
 ) -> Iterator[Lazy]:
-    """Yields the arrays to load into a model, in their final dtypes; access reads one from source.
+    """Yields a mapping of the arrays to load into a model, in their final dtypes.
+
+    Each array is computed from the source when it is looked up.
 
     Args:
       model, source: target and source, as in `match`.
@@ -48,7 +50,7 @@ def prepared(
 
     Raises:
       ValueError: a question is open, arrays are unused or missing, a shape, head count or dtype is
-        wrong, or attention of the model computes another function.
+        wrong, or attention of the model states other settings than that of the source.
     """
     check_policy("unused", unused)
     check_policy("missing", missing)
@@ -59,7 +61,7 @@ def prepared(
         todo, _ = checked_jobs(own, mine, theirs)
         _refuse_rest(own, mine, theirs, todo, unused, missing)
         arrays = theirs.arrays
-        del theirs  # its values will be replaced: frees their memory
+        del theirs  # it keeps the model's own values, which will be replaced: frees their memory
         info = {}
         for name, (line, names) in todo.items():
             _bound(line, [mine.arrays[n].shape for n in names], arrays[name])
@@ -76,8 +78,10 @@ def prepared(
 
 
 def with_unused(plan: MatchPlan, source: Any, model: Any) -> MatchPlan:
-    """Sets `unused` and `ignored` of a given plan, the arrays of the source that no line reads, and
-    its `notes`. Raises as `jobs` does."""
+    """Returns a plan of the user's with the `unused`, `ignored` and `notes` of this source and model.
+
+    Raises ValueError as `checked_jobs` does.
+    """
     mine, theirs = stored.read(_pinned(source, plan), model)
     try:
         _, notes = checked_jobs(plan, mine, theirs)
@@ -131,9 +135,9 @@ def _targets(question: Question, names: Collection[str]) -> set[str]:
 def checked_jobs(
     plan: MatchPlan, source: Tree, target: Tree
 ) -> tuple[dict[str, tuple[Line, list[str]]], tuple[str, ...]]:
-    """Returns the `jobs` as a dict, and notes on behaviour that cannot be compared.
+    """Returns the `jobs` as a dict, and notes on settings that cannot be compared.
 
-    Raises ValueError also if head counts or functions of attention layers differ.
+    Raises ValueError as `jobs` does, or if head counts or settings of attention layers differ.
     """
     todo = dict(jobs(plan, source, target))
     mine, theirs = _side(source), _side(target)
@@ -152,7 +156,8 @@ def jobs(
 ) -> Iterator[tuple[str, tuple[Line, list[str]]]]:
     """Yields (target name, (line, source names in the order of stacking)) for each target array.
 
-    Raises ValueError if a line names no array, or matches other numbers of arrays in both trees.
+    Raises ValueError if a name or pattern of a line matches no array, or if source and target have
+    different numbers of the layers that a letter of its patterns counts.
     """
     for line in plan.lines:
         if UNKNOWN in line.arrow:
@@ -192,19 +197,25 @@ def jobs(
 
 
 def _sources(name: str, source: Tree) -> Mapping[str, Mapping[str, int]]:
-    """The arrays that a name or pattern means, with its numbers; also by their names in a Keras file."""
+    """Maps each source array that `name`, a name or pattern, matches to the number of each letter.
+
+    If none matches, `name` is matched with the names that the arrays have in a Keras file.
+    """
     found = expand(_real(name, source), source.arrays)
     in_file = {} if found else expand(name, source.saved)
     return found or {source.saved[one]: numbers for one, numbers in in_file.items()}
 
 
 def _real(name: str, source: Tree) -> str:
-    """Returns the name under which the source lists an array, for any of its names."""
+    """Returns the name under which the source lists an array, of which `name` may be another name."""
     return source.aliases.get(name, name)
 
 
 def _ranks(found: Mapping[str, Mapping[str, int]]) -> dict[str, dict[str, int]]:
-    """Replaces every number of a letter by its rank among all numbers of that letter."""
+    """Replaces each number of a letter by its rank among all of that letter, in each found name.
+
+    So layers 0, 1, 2 of one tree are those numbered 1, 2, 3 in the other.
+    """
     letters = {x for numbers in found.values() for x in numbers}
     order = {x: sorted({numbers[x] for numbers in found.values()}) for x in letters}
     return {
@@ -215,7 +226,7 @@ def _ranks(found: Mapping[str, Mapping[str, int]]) -> dict[str, dict[str, int]]:
 def _refuse_rest(
     plan: MatchPlan, source: Tree, target: Tree, jobs: Mapping[str, Any], unused: str, missing: str
 ) -> None:
-    """Raises RestError if an array is in no line, unless the policy of its tree is "keep"."""
+    """Raises RestError if an array is in no line, unless `unused` or `missing`, its policy, is "keep"."""
     used = {_real(name, source) for _, names in jobs.values() for name in names}
     rest = [n for n, a in source.arrays.items() if _real(n, source) not in used]
     left = [n for n in rest if not is_buffer(source.arrays[n]) and not _is_tied(n, source, target)]
@@ -233,7 +244,10 @@ def _refuse_rest(
 
 
 def _is_tied(name: str, source: Tree, target: Tree) -> bool:
-    """True if the model ties this array to another of the source, which has the same values."""
+    """True if the model shares this array with another, and the source has equal values for both.
+
+    Then nothing is lost if no line reads it.
+    """
     first = target.aliases.get(name)
     return (
         first is not None
@@ -244,7 +258,7 @@ def _is_tied(name: str, source: Tree, target: Tree) -> bool:
 
 
 class RestError(ValueError):
-    """Arrays are in no line of the plan. `for_command`: the message with the advice on commands."""
+    """Arrays are in no line of the plan. `for_command`: the message with the command's options."""
 
     def __init__(self, fact: str, advice: str, option: str) -> None:
         super().__init__(f"{fact}; {advice}")
@@ -255,7 +269,7 @@ _NUMBER = re.compile(r"\b(?!1\b)\d+\b")
 
 
 class _Bound(NamedTuple):
-    """A checked arrow: size of each letter, sizes of stacked axes, index of the part to take."""
+    """A checked `Line.arrow`: size of each letter, sizes of stacked axes, index of the part to take."""
 
     sizes: dict[str, int]
     stacked: tuple[int, ...]
@@ -263,7 +277,7 @@ class _Bound(NamedTuple):
 
 
 def _bound(line: Line, shapes: Sequence[tuple[int, ...]], target: Array) -> _Bound:
-    """Checks the arrow of a line against the shapes of source and target; else ValueError."""
+    """Returns the sizes by which the arrow of a line fits these shapes; ValueError if it does not."""
     if line.fill:
         return _Bound({}, (), None)
     shown = f"{target.name} <- {', '.join(line.sources)}"
@@ -312,7 +326,7 @@ def _letters(line: Line, shapes: Sequence[tuple[int, ...]], shape: tuple[int, ..
 
 
 def _numbered(arrow: str) -> str:
-    """Returns an arrow with a letter for each number that is the size of an axis, such as 8."""
+    """Returns an arrow with `axis8` for the size 8, and so on: einops allows no number but 1."""
     return _NUMBER.sub(r"axis\g<0>", arrow)
 
 
@@ -341,9 +355,9 @@ def value(line: Line, names: Sequence[str], source: Tree, target: Array) -> NDAr
 
 
 def _dtype(source: str, target: Array, dtype: str | None) -> np.dtype[Any]:
-    """Returns `dtype` for floating arrays if given, otherwise the dtype of the target.
+    """Returns the dtype to fill a target with: `dtype` for floating arrays, else that of the target.
 
-    Raises ValueError if the dtype of the target cannot represent all values of the source's.
+    Raises ValueError if the latter cannot represent all values of the dtype `source`.
     """
     floating = "float" in source and "float" in target.dtype
     wanted = dtype if dtype and floating else target.dtype

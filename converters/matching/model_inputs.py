@@ -1,4 +1,4 @@
-"""The arguments that a user draws for two models, and messages where they do not fit."""
+"""Draws the arguments of two models with `inputs` of the user, and runs a model on them."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -21,7 +21,7 @@ _RETURNS = (
 
 
 def check(inputs: object, models: Mapping[str, Any]) -> None:
-    """Raises TypeError unless `inputs` can be called with a generator, and the models can run."""
+    """Raises TypeError unless `inputs` takes one generator, and `running` can run each model."""
     if not callable(inputs):
         raise TypeError(
             f"{_TAKES}, got {type(inputs).__name__}: pass lambda rng: ..., even if it draws nothing"
@@ -30,7 +30,7 @@ def check(inputs: object, models: Mapping[str, Any]) -> None:
         inspect.signature(inputs).bind(None)
     except TypeError as error:
         raise TypeError(f"{_TAKES}, and this one takes other arguments: {error}") from error
-    except ValueError:  # a builtin without a signature
+    except ValueError:  # a builtin without a signature: only a call can tell
         pass
     for which, model in models.items():
         running.check(model, which)
@@ -40,8 +40,8 @@ def draw(inputs: Draw, seed: int) -> tuple[Arguments, Arguments]:
     """Calls `inputs`; returns the arguments of the source and those of the target.
 
     Raises:
-      TypeError, ValueError: the returned value is of another form.
-      ValueError: `inputs` raised another error.
+      TypeError: the returned value, or that for one model, is neither a tuple or list nor a dict.
+      ValueError: `inputs` raised an error, or returned more than "source" and "target", or only one.
     """
     try:
         drawn = inputs(np.random.default_rng(seed))
@@ -71,7 +71,7 @@ def _checked(drawn: object, which: str) -> Arguments:
 
 
 def run(model: Any, which: str, arguments: Arguments) -> running.Run:
-    """Runs a model; ValueError with the arguments and its signature if it raises an error."""
+    """Runs a model. Raises ValueError, which shows arguments and signature, if the model raises."""
     name = type(_module(model)).__name__
     try:
         return running.run(model, arguments)
@@ -92,7 +92,7 @@ def run(model: Any, which: str, arguments: Arguments) -> running.Run:
 
 
 def _module(model: Any) -> Any:
-    """The module of a linen pair, or the model itself."""
+    """Returns the module of a pair of linen module and variables; any other model unchanged."""
     return model[0] if isinstance(model, tuple) else model
 
 
@@ -112,7 +112,7 @@ def _listed(arguments: Arguments) -> str:
 
 
 def _shown(value: Any) -> str:
-    """The dtype and shape of an array, the type of any other value."""
+    """Returns the dtype and shape of an array, or the type of any other value, for messages."""
     if not hasattr(value, "dtype") or not hasattr(value, "shape"):
         return type(value).__name__
     return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"

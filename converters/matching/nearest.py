@@ -22,10 +22,10 @@ _MOST = 4  # most parts in one array: the gates of an LSTM
 def near(
     mine: Sequence[Template], target: Template, decision: Decision, reason: str
 ) -> tuple[list[tuple[Template, Template]], str]:
-    """Finds unused sources that fit without the slots of only one layer, such as a bias.
+    """Finds unused sources that fit but for an array that only one of both has, such as a bias.
 
-    Also those that fit if a packed array is taken whole. Returns the pairs of source and target
-    that fit, and the reason; or [] and `reason`.
+    If there are none, finds those that fit where the packed array of one is taken as a whole.
+    Returns pairs of source and target to offer, and why they are undecided; or [] and `reason`.
     """
     used = {s for s, _, _ in decision.taken.values()}
     free = [
@@ -43,7 +43,7 @@ def near(
         (_whole(source), _whole(target))
         for source in free
         if (source.first.part is None) != (target.first.part is None)
-        and not (source.first.part or (0,))[0]  # once for all parts
+        and not (source.first.part or (0,))[0]  # each packed array once, at its first part
     ]
     near = [pair for pair in whole if isinstance(fit(*pair), Fit)]
     return near, _PACKED if near else reason
@@ -52,17 +52,17 @@ def near(
 def of_equal_sizes(
     mine: Sequence[Template], theirs: Sequence[Template], target: Template, decision: Decision
 ) -> tuple[list[tuple[Template, Template]], str]:
-    """Finds sources that fit no target, and could fill this one by axes that no layout shows.
+    """Finds sources that fit no target, and could fill this one if the user gives the axes.
 
-    Such are the gates of recurrent layers. A source has as many elements as the target, or k times
-    as many if k targets of this shape lack a source, or 1/k if k sources have its shape. Returns as
-    `near` does.
+    No layout shows them, as for gates of recurrent layers. A source has as many elements as the
+    target, or k times as many if k targets of this shape lack a source, or 1/k if k sources have its
+    shape. Returns pairs to offer and the reason, as `near` does, or [] and "".
     """
     fitting = {s for s, _ in decision.fits}
     loose = [x for s, x in enumerate(mine) if s not in fitting]
     loose = [x for x in loose if not contradict(x.terms, target.terms)]
     loose = [x for x in loose if not adapters.find([x.first.slots[MAIN].name])]
-    if target.first.slots.keys() == {MAIN}:  # perhaps the bias of a layer, without its kernel
+    if target.first.slots.keys() == {MAIN}:  # it may be what is a bias in a layer of the source
         loose += [_alone(x, slot) for x in loose for slot in x.first.slots if slot != MAIN]
     shapes = [
         Counter(map(_shape, several)) for several in (loose, [theirs[t] for t in decision.open])
@@ -96,9 +96,9 @@ def _alone(template: Template, slot: str) -> Template:
 
 
 def _ratio(source: Template, target: Template) -> int:
-    """How many times as many elements the larger has as the smaller.
+    """Returns how many times as many elements the larger of both has.
 
-    0 if this is not an integer, or above `_MOST`, or if no axis has the same size above 1 in both.
+    0 if this is not an integer or above `_MOST`, or if both have no size of an axis above 1 in common.
     """
     sizes = [{n for n in _shape(one) if n > 1} for one in (source, target)]
     few, many = sorted(map(_elements, (source, target)))
@@ -116,7 +116,7 @@ def _shape(template: Template) -> tuple[int, ...]:
 
 
 def _whole(template: Template) -> Template:
-    """Returns the template with its packed array as one layer, not one part of it."""
+    """Returns the template of the whole packed array, of which `template` is one part."""
     return replace(template, layers={r: x._replace(part=None) for r, x in template.layers.items()})
 
 
@@ -140,7 +140,7 @@ def shown(mine: Sequence[Template], target: Template, decision: Decision) -> str
 
 
 def _apart(a: Sequence[int], b: Sequence[int]) -> float:
-    """How much the sizes of two shapes differ; of the products, if they have other axes."""
+    """Returns how much the sorted sizes differ; the products, if there are other numbers of axes."""
     sizes = (
         zip(sorted(a), sorted(b), strict=True)
         if len(a) == len(b)

@@ -18,7 +18,7 @@ _WHOLE = {
 
 
 def layers(model: Any) -> dict[str, str]:
-    """Maps the paths of such layers in a live model to their classes; {} for arrays alone."""
+    """Maps the path of each such layer in a live model to its class; {} for files and dicts."""
     if is_nnx(model) and not hasattr(model, "flat_state"):
         from flax import nnx
 
@@ -33,7 +33,7 @@ def layers(model: Any) -> dict[str, str]:
 
 
 def parts(tree: Tree) -> dict[str, str]:
-    """Maps the arrays that such layers add to their classes."""
+    """Maps the name of each array that such a layer adds, such as a scale, to the layer's class."""
     paths = {array.path for array in tree.arrays.values()}
     found = {}
     for name, array in tree.arrays.items():
@@ -47,7 +47,10 @@ def parts(tree: Tree) -> dict[str, str]:
 
 
 def refuse(of: Mapping[str, str], arrays: Mapping[str, str]) -> None:
-    """Raises ValueError, with the remedy, for `layers` and `parts` of a source."""
+    """Raises ValueError, with the remedy, if a source has such layers.
+
+    `of`: what `layers` found in the source, if it is live; `arrays`: what `parts` found in it.
+    """
     if not (found := of or arrays):
         return
     layer = next(iter(found.values()))
@@ -62,7 +65,7 @@ def refuse(of: Mapping[str, str], arrays: Mapping[str, str]) -> None:
 
 
 def advice(layer: str) -> str:
-    """Says what to do for an array that a class of such layers adds to a target."""
+    """Returns advice on an array that `layer`, the class of such a layer, adds to a target."""
     scales = " and set its scales to the norms of the loaded weights over all axes but that of their features"
     return (
         f"{layer} normalises a weight by it, and the source has the whole weight: load the layer "
@@ -71,7 +74,7 @@ def advice(layer: str) -> str:
 
 
 def _class(layer: object) -> str:
-    """Returns nnx.WeightNorm or the like; "" for any other class."""
+    """Returns the class of such a layer, "nnx.WeightNorm" or the like; "" for any other layer."""
     for base in type(layer).__mro__:
         library = base.__module__.split(".")[0]
         if base.__name__ in _CLASSES and library in ("flax", "equinox"):
@@ -80,5 +83,8 @@ def _class(layer: object) -> str:
 
 
 def _of_linen(path: tuple[str, ...], paths: set[tuple[str, ...]]) -> bool:
-    """True for the path of an array but for the name of a linen layer: WeightNorm_0/Dense_0/kernel."""
+    """True if an array has this path without one part, the name of the normalising layer in linen.
+
+    Linen stores `Dense_0/kernel` and `WeightNorm_0/Dense_0/kernel/scale`.
+    """
     return any(path[:n] + path[n + 1 :] in paths for n in range(len(path) - 1))

@@ -9,7 +9,7 @@ from jaxmha.converters.matching.distances import Order, distances, is_mask
 from jaxmha.converters.matching.proof import Departure
 from jaxmha.converters.matching.running import Arguments, Outputs, Place
 
-Pairs = dict[tuple[Place, Place], list[Order]]  # the first order counts
+Pairs = dict[tuple[Place, Place], list[Order]]  # the first order decides (`distances`)
 
 _UNTRAINED = (
     ". A layer of zeros that was never trained, such as a new head or the last layer of a branch, hides "
@@ -30,9 +30,8 @@ def compare(
 ) -> Compared:
     """Compares the outputs of a source and a target, called with these arguments.
 
-    Two wrong models agree in lengths, masks, inputs that they return unchanged, and the zeros of a
-    layer that was never trained: integers, Booleans, inputs that both return, and equal outputs of two
-    values, as masks have them, are left out.
+    Outputs in which even two wrong models agree are left out: integers and Booleans, such as lengths;
+    inputs that both return unchanged; and equal masks, or zeros of a layer that was never trained.
 
     Raises:
       ValueError: nothing is left to compare.
@@ -67,7 +66,7 @@ def _departure(a: Place, b: Place, orders: list[Order], tolerance: float) -> Dep
 def _paired(
     mine: Outputs, theirs: Outputs, kept_by_source: set[Place], kept_by_target: set[Place]
 ) -> Pairs:
-    """Pairs outputs by key; the rest in order if numbers and sizes agree, else the nearest first."""
+    """Pairs outputs by key; others in order if counts and sizes agree, else those that differ least."""
     ours, others = _numbers(mine), _numbers(theirs)
     named = [a for a in ours if a in others and any(isinstance(key, str) for key in a)]
     found: Pairs = {}

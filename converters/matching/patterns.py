@@ -20,10 +20,10 @@ class Reads(Protocol):
 
 
 def pattern(names: Mapping[tuple[int, ...], str], letters: str = LETTERS) -> str:
-    """Returns the pattern of names by ranks: each number that varies with one rank is a letter.
+    """Returns one pattern for all names, with a letter for each number that varies with one rank.
 
-    `{_i}` stands for nothing or `_` and a number. Returns "" if names differ otherwise, or contain
-    a letter in braces themselves.
+    `names`: ranks of a layer in its lists -> name. `{_i}` stands for nothing or `_` and a number.
+    Returns "" if names differ otherwise, or contain a letter in braces themselves.
 
     >>> pattern({(0,): "h.0.w", (1,): "h.1.w"}), pattern({(): "h.0.w"}), pattern({(0,): "a", (1,): "b"})
     ('h.{i}.w', 'h.0.w', '')
@@ -42,7 +42,7 @@ def pattern(names: Mapping[tuple[int, ...], str], letters: str = LETTERS) -> str
 
 
 def _joined(column: Sequence[str], ranks: Sequence[tuple[int, ...]], letters: str) -> str | None:
-    """Returns the pattern of the same part of several names; None if there is none."""
+    """Returns the pattern of `column`, one part of each name between separators; None without one."""
     bare = min(column, key=len)
     if len(set(column)) > 1 and all(re.fullmatch(rf"{re.escape(bare)}(_\d+)?", x) for x in column):
         letter = _letter([x[len(bare) :] for x in column], ranks, letters)
@@ -135,6 +135,6 @@ def used(
 
 
 def _count(takes: Collection[str]) -> int:
-    """Returns the number of parts in takes such as `0/3`; 0 if it is no number."""
+    """Returns how many parts takes such as `0/3` count, here 3; 0 if that is not a number."""
     count = next(iter(takes)).partition("/")[2]
     return int(count) if count.isdigit() else 0

@@ -51,7 +51,7 @@ class Question:
     Attributes:
       target: name or pattern of a layer. candidates: source layers with matching shapes.
       reason: why no source was chosen.
-      examples: lines that would answer it: one tuple per candidate, or a single tuple.
+      examples: lines that would answer it: a tuple per candidate, or one for all or no candidates.
     """
 
     target: str
@@ -70,10 +70,10 @@ class Question:
         return tuple(line.target for line in self.examples[0])
 
     def after(self, lines: Sequence[Line], unused: Collection[str]) -> "Question | None":
-        """Returns the question that these lines leave; None if they fill all of its arrays.
+        """Returns the question without all that `lines` answer; None if they fill all its arrays.
 
         `unused`: source arrays that no earlier line reads. A candidate is dropped if lines for other
-        layers read its arrays; the examples have no arrays that the lines fill.
+        layers read its arrays. Examples keep only the lines for arrays that `lines` do not fill.
         """
         own = [x for x in lines if any(_meet(x.target, name) for name in self.arrays)]
         filled = [line.target for line in own]
@@ -89,7 +89,7 @@ class Question:
     def _without(self, names: Collection[str]) -> "Question":
         """Returns the question without the candidates whose arrays are in `names`.
 
-        If no other is left, it keeps them, and the reason says that all fill other layers.
+        If none would be left, all are kept, and the reason says that all fill other layers.
         """
         if len(self.candidates) != len(self.examples):
             return self
@@ -126,11 +126,11 @@ class MatchPlan:
 
     Attributes:
       lines: one line per target array, or per pattern of repeated arrays.
-      questions: targets that are not decided. A plan with questions loads nothing.
+      questions: targets that are not decided; `load_into` raises until lines fill them.
       unused: source arrays that no line reads. ignored: unread buffers, which models recompute.
       source: for a model from a hub, its address with the commit. The plan loads this commit if the
         same model is named without a revision.
-      notes: remarks on the source, which TOML does not store.
+      notes: remarks, such as on tensors that were dequantised; TOML does not store them.
     """
 
     lines: tuple[Line, ...]
@@ -191,9 +191,9 @@ class MatchPlan:
 
     @staticmethod
     def from_toml(text: str) -> "MatchPlan":
-        """Parses a plan; `checkpoint.toml_text.read` reads its text from a file.
+        """Parses the TOML of a plan; `checkpoint.toml_text.read` reads its text from a file.
 
-        Raises ValueError if the text is not TOML, or a key or type is not a plan's.
+        Raises ValueError if the text is not TOML, or has keys or types that no plan has.
 
         >>> plan = MatchPlan((Line("a/kernel", ("a.weight",), "o i -> i o"),))
         >>> MatchPlan.from_toml(plan.to_toml()) == plan
@@ -225,7 +225,7 @@ class MatchPlan:
         )
 
     def __str__(self) -> str:
-        """The report: every line with its reason, then questions and unused arrays."""
+        """The report: every line with its reason, then questions, notes and arrays left out."""
         rows = [
             f"{x.target} <- {' + '.join(x.sources) or x.fill}  [{x.arrow}{' take ' + x.take if x.take else ''}]"
             f"  {_why(x)}"
@@ -247,7 +247,7 @@ def _meet(a: str, b: str) -> bool:
 
 
 def _why(line: Line) -> str:
-    """The confidence and reason of a line; a line without them was written by the user."""
+    """Returns confidence and reason of a line; "by you" without confidence, as if a user wrote it."""
     return ": ".join(filter(None, (line.confidence or "by you", line.reason)))
 
 

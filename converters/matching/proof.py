@@ -11,7 +11,8 @@ _NEXT = (
     "and jaxmha.converters.lint_masks finds masks with another meaning"
 )
 
-# Differences up to HALF of the largest value may come from bfloat16, which a layer casts to inside.
+# If outputs differ by at most this fraction of the largest value, a layer may compute in half
+# precision although it returns float64: the report says so.
 HALF = 0.05
 _INSIDE = (
     "a layer that casts to float32 or narrower inside, and back, returns float64 all the same: let it "
@@ -25,8 +26,9 @@ class Departure(NamedTuple):
 
     Attributes:
       source, target: the names of both.
-      difference: for outputs, that in the order `axes` of the axes of the source.
-      axes: the order that the sizes show; () if it is unchanged. Axes of size 1 are left out.
+      difference: for outputs, in the order `axes`; for layers, the least in any order of axes.
+      axes: the axes of the source in the order that sizes show the target to have, without those of
+        size 1; () if it is unchanged.
       exchanged: an order of axes of equal sizes in which the outputs would agree, though they
         depart in the order `axes`; None if there is none.
     """
@@ -40,7 +42,7 @@ class Departure(NamedTuple):
 
 @dataclass(frozen=True)
 class Proof:
-    """The result of a comparison.
+    """The result of comparing a filled model with its source; `str` gives the report.
 
     Attributes:
       equal: number of target arrays with exactly the values of the source.
@@ -48,19 +50,19 @@ class Proof:
         values of the source rounded to it.
       unused: source arrays that fill no target array, or only partly. missing: target arrays that
         the plan does not fill.
-      difference: largest difference of a pair of outputs, relative to the largest value of its output
-        of the source, fills of masks aside; None if the models were not run.
+      difference: largest difference of a pair of outputs, relative to the largest value that the
+        source returns there, not counting fills such as -1e9; None if the models were not run.
       tolerance: largest `difference` that counts as the same.
-      outputs: the pairs of outputs that were compared, each with its difference. left: other outputs,
-        and integers, Booleans, inputs that both return unchanged, equal masks, and zeros.
+      outputs: the pairs of outputs that were compared, each with its difference. left: names of all
+        other outputs: those in no pair, integers, Booleans, unchanged inputs, equal masks, and zeros.
       departure: the first pair of layers whose outputs differ by more than `tolerance`; None if there
         is no such pair. `same` does not depend on it: one model may compute in a layer what the other
         computes after it.
       compared: number of pairs of layers whose outputs were compared.
       dtype: narrowest dtype that a model or layer returned. narrow: the first layer that returned
         it; None if all returned float64.
-      notes: what nothing compared, as in the plan: remarks on reading, settings that only the source
-        states, norms of another epsilon. They do not change `same`.
+      notes: as in the plan: remarks on reading, settings that only the source states, norms with
+        another epsilon. They are not part of the proof, and do not change `same`.
     """
 
     equal: int
@@ -120,7 +122,7 @@ class Proof:
         return "\n".join(map(printable, rows))
 
     def _paired_outputs(self) -> Iterator[str]:
-        """Lines on each pair of outputs, if there are several, some are left, or axes are moved."""
+        """Yields lines on the pairs of outputs, if there are several, some left out, or axes moved."""
         several = len(self.outputs) + len(self.left) > 1
         for source, target, difference, axes, exchanged in self.outputs:
             pair = f"{target} of the model against {source} of the source"

@@ -23,8 +23,8 @@ from jaxmha.converters.matching.plan import Line, MatchPlan, Packing
 from jaxmha.converters.matching.proof import Departure, Proof
 from jaxmha.converters.matching.trees import Tree
 
-# Tolerances of the difference of outputs, relative to the largest output. WIDE is for float64, in
-# which models still compute some parts, such as a softmax, in float32.
+# Tolerances of the difference of outputs, relative to the largest output. WIDE is for models whose
+# layers return float64: they may still compute a part, such as a softmax, in float32.
 WIDE = 1e-6
 NARROW = 1e-5  # if an output of the model or of a layer is float32 or narrower
 _LOADED = "\nIf the model was filled by a plan, pass the same: prove(source, model, plan)."
@@ -93,7 +93,7 @@ def _arrays(source: Tree, target: Tree, jobs: Mapping[str, tuple[Line, list[str]
 
 
 def _same(found: NDArray, wanted: NDArray) -> bool:
-    """True for equal shapes and bits; values of unequal dtypes must be equal exactly."""
+    """True if shapes and bits are equal, or, for different dtypes, shapes and values."""
     if found.shape != wanted.shape:
         return False
     if found.dtype == wanted.dtype:

@@ -13,13 +13,13 @@ SHARED = 0.6  # blocks are repetitions if they share this fraction of layers of 
 _NUMBERED = re.compile(r"^(?P<stem>.*?)(?P<number>\d+)$")
 _WITHIN = re.compile(r"^(?P<block>[A-Za-z_]*\d+)_(?P<rest>.+)$")
 _ORDINALS = {word: n for word, n in ORDER.items() if n and word not in ("in", "out")}
-# Keras and Haiku count the layers of a class as `dense`, `dense_1`, `dense_2`.
+# COUNTER separates class and number: Keras and Haiku name layers `dense`, `dense_1`, `dense_2`.
 COUNTER = "_"
 _KEYS = ("kernel", "bias", "gamma", "beta", "moving_mean", "moving_variance", "embeddings")
 
 
 def numbered(part: str) -> tuple[str, int] | None:
-    """Stem and number of a part, such as ("block_", 3).
+    """Returns the stem and the number of a part of a path; None if it has no number or ordinal.
 
     >>> numbered("block_3"), numbered("ff_second"), numbered("norm")
     (('block_', 3), ('ff_', 2), None)
@@ -33,7 +33,7 @@ def numbered(part: str) -> tuple[str, int] | None:
 
 
 def class_and_number(part: str) -> tuple[str, int]:
-    """The class and number of an automatic name.
+    """Returns class and number of a name that a framework has given; 0 if the name has no number.
 
     >>> class_and_number("dense"), class_and_number("LayerNorm_2")
     (('dense', 0), ('LayerNorm', 2))
@@ -43,10 +43,10 @@ def class_and_number(part: str) -> tuple[str, int]:
 
 
 def counted_by_keras(paths: Collection[Path]) -> set[Path]:
-    """Paths in a dict or file that Keras or Haiku may have numbered; their order is unknown.
+    """Returns the paths of layers in a dict or file that Keras or Haiku may have numbered.
 
-    In the paths of variables, Keras numbers the layers of a class as they were made. A class of
-    which one layer is number 0 has been numbered by the user, or by linen.
+    Keras numbers the layers of a class as they were made, which need not be the order in which they
+    are called. A class with a layer `<class>_0` has been numbered by the user, or by linen.
 
     >>> names = "norm", "norm_1", "block_0", "block_1", "head"
     >>> sorted(counted_by_keras([(name, "scale") for name in names]))
@@ -81,7 +81,7 @@ def counted_by_keras(paths: Collection[Path]) -> set[Path]:
 def siblings(
     parts: Collection[str], automatic: Collection[str]
 ) -> dict[str, list[tuple[int, str]]]:
-    """Maps each stem to its (number, part), sorted by number.
+    """Maps each stem to (number, part) of all parts with this stem, sorted by number.
 
     A part without a number is the first of the siblings `<part>_<number>` if it is `automatic`:
     in names that a user has given, it may be the last.
@@ -105,10 +105,10 @@ def siblings(
 def comparable_paths(
     shapes: Sequence[tuple[Path, object]], automatic: Collection[Path]
 ) -> list[Path]:
-    """Returns the paths, in the same order, in the form in which repeated blocks are found.
+    """Returns the paths, in the same order, rewritten so that repeated blocks have equal contents.
 
-    `block0_norm` counts as two parts if, say, `block1_mlp` exists. In blocks whose layers are
-    counted through the whole model, the layers are counted anew in each block.
+    `block0_norm` becomes two parts if, say, `block1_mlp` exists. Layers that are counted through the
+    whole model are counted from 0 in each block.
     """
     given = [path for path, _ in shapes]
     cut = _split(given)
@@ -225,7 +225,7 @@ def _anew(inside: Collection[Path], block: Path, automatic: Collection[Path]) ->
 
 
 def _repetitions(contents: Sequence[Collection[object]]) -> int:
-    """The number of blocks that are like the most frequent one; 0 if only one is."""
+    """Returns how many blocks are like the one that occurs most often; 0 if none repeats it."""
     chief = _chief(contents)
     count = sum(_alike(chief, one) for one in contents)
     return count if count > 1 else 0
@@ -237,7 +237,9 @@ def _chief(contents: Sequence[Collection[object]]) -> frozenset[object]:
 
 
 def repeated(shapes: Mapping[Path, object], automatic: Collection[Path]) -> tuple[Marks, set[Path]]:
-    """Finds repeated blocks: path -> (last part with "#", rank); and blocks in lists with gaps.
+    """Maps the path of each repeated block to its last part with "#" for the number, and its rank.
+
+    Returns also the paths of the blocks whose numbers have gaps, which may not pair by rank.
 
     `shapes`: path of a layer -> shape of its main array.
     """

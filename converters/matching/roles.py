@@ -10,14 +10,15 @@ from jaxmha.converters.matching.terms import IN_MLP, TOGETHER, terms
 
 _QKV = ("query", "key", "value")
 _PLACES = {"attn", "cross", "mlp", "self", "in", "out", "final"}
-# A block with this many norms has one before and one after attention and MLP: their names tell which.
+# A block with this many norms has one before and one after attention, and so for the MLP. Only terms
+# such as "post" tell them apart, and are kept.
 _SANDWICH = 4
 _PAIR = 2
 _OUT = {"o", "wo", "out", "output"}
 
 
 def assigned(templates: Sequence[Template]) -> list[Template]:
-    """Returns the templates with the terms of their roles added."""
+    """Returns the templates with the terms of their roles, and without terms that mislead."""
     named = [_of_projection(t) for t in _halves(_together(templates))]
     with_out = _outputs(named)
     return _places(with_out)
@@ -28,7 +29,7 @@ def _matrix(template: Template) -> bool:
 
 
 def _of_projection(template: Template) -> Template:
-    """Adds in or out to up and down of an MLP; removes in and out from query, key and value."""
+    """Adds "in" to `up` and "out" to `down` of an MLP; removes both terms from query, key and value."""
     packed = template.terms.intersection(_QKV)
     if "mlp" in template.terms:
         named = {IN_MLP[w] for w in terms(template.path[-1]) if w in IN_MLP}
@@ -58,14 +59,14 @@ def _together(templates: Sequence[Template]) -> list[Template]:
 
 
 def _gated(roles: Sequence[str], parts: Sequence[Template]) -> bool:
-    """True if shapes allow these roles: the gate multiplies "in", and "out" is their transpose."""
+    """True if shapes allow these roles: "gate" and "in" have one shape, and "out" has it transposed."""
     shapes = {r: t.first.slots[MAIN].shape for r, t in zip(roles, parts, strict=True)}
     gate = shapes["gate"]
     return gate == shapes["in"] and sorted(gate) == sorted(shapes["out"])
 
 
 def _halves(templates: Sequence[Template]) -> list[Template]:
-    """Marks one of the only two matrices of a module if half of its output is all that the other reads."""
+    """Sets `halves` of a matrix if its module has one other, which reads half of its outputs."""
     siblings: dict[tuple[str, ...], list[Template]] = defaultdict(list)
     for template in templates:
         if _matrix(template):
@@ -76,7 +77,7 @@ def _halves(templates: Sequence[Template]) -> list[Template]:
 
 
 def _reads_half(reader: Template, wide: Template) -> bool:
-    """True if `reader` has half as many inputs as `wide` has outputs, and the other way round."""
+    """True if `reader` has half as many inputs as `wide` outputs, and as many outputs as it inputs."""
     packed = reader.first.part or wide.first.part
     return not packed and any(
         2 * ins == wide_outs and outs == wide_ins != ins
@@ -86,14 +87,17 @@ def _reads_half(reader: Template, wide: Template) -> bool:
 
 
 def _widths(template: Template) -> list[tuple[int, int]]:
-    """The possible numbers of inputs and outputs of a matrix."""
+    """Returns the possible (inputs, outputs) of a matrix: both ways if its axis order is unknown."""
     form, shape = template.first.form, template.first.slots[MAIN].shape
     (a, b) = shape[:2] if form == "oi" else shape[-2:]
     return [*[(a, b)] * (form in ("io", "")), *[(b, a)] * (form != "io")]
 
 
 def _outputs(templates: Sequence[Template]) -> list[Template]:
-    """Marks output projections: by name, or as the only other matrix next to query, key, value."""
+    """Adds "out" and "attn" to output projections of attention.
+
+    They are so named, or are the only other matrix next to query, key and value.
+    """
     below: dict[tuple[str, ...], list[Template]] = defaultdict(list)
     for template in templates:
         if _matrix(template) and "relative" not in template.terms:
@@ -119,9 +123,9 @@ def _outputs(templates: Sequence[Template]) -> list[Template]:
 
 
 def _places(templates: Sequence[Template]) -> list[Template]:
-    """Adds to each norm of a block the term of its part: "attn", "cross" or "mlp".
+    """Adds to each norm of a block the term of the layer it belongs to: "attn", "cross" or "mlp".
 
-    Removes ambiguous terms, such as "post", from norms whose part is unknown.
+    Removes ambiguous terms, such as "post", from norms for which that is unknown.
     """
     groups: dict[tuple[object, ...], list[Template]] = defaultdict(list)
     for template in templates:
@@ -153,9 +157,10 @@ def _places(templates: Sequence[Template]) -> list[Template]:
 
 
 def _block(template: Template) -> tuple[str, ...]:
-    """The path of the block of a template; () outside of blocks.
+    """Returns the path of the innermost block that holds a template; () if there is none.
 
-    Without repetitions, which have "#", the first number is that of the only block of its list.
+    The last part of a repeated block has "#". In a path without "#", the first number counts as that
+    of a block, the only one of its list.
     """
     path = template.path
     ends = [n for n, part in enumerate(path) if "#" in part][-1:]

@@ -1,4 +1,4 @@
-"""Splits lists of layers, or rolls up numbered siblings to lists, as the other tree has them."""
+"""Splits lists into layers, or rolls numbered layers up to lists, so that both trees have the same."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,10 +31,10 @@ def unrolled(template: Template) -> list[Template]:
 
 
 class _Family(NamedTuple):
-    """Siblings of one class and size.
+    """Numbered siblings of one class and size, and templates of the other tree that they may fill.
 
     Attributes:
-      indices: of their templates, in the order of their numbers.
+      indices: indices of the siblings' templates, in the order of their numbers.
       lists, singles: templates of the other tree that have their sizes, in blocks and outside.
     """
 
@@ -46,12 +46,12 @@ class _Family(NamedTuple):
 
     @property
     def length(self) -> int:
-        """The number of blocks; 0 without lists."""
+        """The number of blocks of the other tree; 0 without lists."""
         return self.lists[0].counts[0] if self.lists else 0
 
     @property
     def fits(self) -> bool:
-        """True if there are as many siblings as layers in the blocks of one list and outside."""
+        """True if all `lists` are in the same blocks, and they and `singles` have as many layers."""
         blocks = {(t.path[: _place(t) + 1], t.counts) for t in self.lists}
         expected = self.length * len(self.lists) + len(self.singles)
         return len(blocks) == 1 and len(self.indices) == expected
@@ -70,8 +70,8 @@ def rolled(
     Several layers with the same sizes in each block, or one before or after all blocks, are told
     apart by their numbers if each depends on the one before it (`depends_on`, as in `Tree`).
 
-    Returns the templates, and the lists of the other tree that have layers for such siblings, but
-    in an unknown order.
+    Returns the templates, and the lists of the other tree that siblings would fill in an order that
+    is unknown: split them into layers, so that the user can decide for each.
     """
     made: dict[int, list[Template]] = {}
     unordered: list[Template] = []
@@ -97,11 +97,12 @@ def rolled(
 def _families(
     flat: Sequence[Template], other: Sequence[Template], depends_on: DependsOn
 ) -> Iterator[_Family]:
-    """Siblings with automatic names that fill lists of the other tree, by their first number."""
+    """Yields siblings with automatic names that may fill lists of `other`, by their first number."""
     found: dict[tuple[Path, str, object], list[tuple[int, int]]] = defaultdict(list)
     for i, template in enumerate(flat):
         stem, number = class_and_number(template.path[-1])
-        # A user's name without a number may be that of the last layer.
+        # A name without a number is the first of a class only if a framework gave it: a user may
+        # have given it to the last layer.
         sure = template.path[-1] != stem or template.first.path in depends_on
         if sure and not template.counts and snake(stem) in AUTOMATIC:
             key = (template.path[:-1], stem, signature(template.first))
@@ -124,7 +125,7 @@ def _in_series(ordered: Sequence[Template], family: _Family, depends_on: Depends
 def _outside(
     ordered: Sequence[Template], ends: tuple[int, int], family: _Family
 ) -> Iterator[Template]:
-    """The siblings before all blocks and after them."""
+    """Yields the siblings before all blocks, with the term "embed", and those after them ("final")."""
     why, (first, last) = _placed(family.singles), ends
     for t in ordered[:first]:
         yield replace(t, terms=t.terms | {"embed"}, placed=why)
@@ -135,7 +136,10 @@ def _outside(
 def _lists(
     inside: Sequence[Template], family: _Family, places: Counter[tuple[Path, str]]
 ) -> Iterator[Template]:
-    """The siblings in the blocks, as lists; `places` counts the lists of each parent and class."""
+    """Yields the siblings in the blocks as lists, one per layer of a block.
+
+    `places` counts the lists of each parent and class, for their names.
+    """
     why, each = _placed(family.singles), len(family.lists)
     for n in range(each):
         places[family.parent, family.stem] += 1
@@ -148,7 +152,10 @@ def _lists(
 
 
 def _in_block(template: Template, lengths: Mapping[Path, int]) -> Template:
-    """Moves a list such as `attention_#` into the blocks to which its siblings were rolled up."""
+    """Returns a list such as `attention_#` as `#/attention`, if siblings were rolled up to such blocks.
+
+    `lengths`: parent path -> number of blocks. Any other template is returned unchanged.
+    """
     if len(template.counts) != 1:
         return template
     place = _place(template)
@@ -165,7 +172,7 @@ def _place(template: Template) -> int:
 
 
 def _ends(singles: Sequence[Template]) -> tuple[int, int] | None:
-    """How many of the layers stand before all blocks and behind them; None if no name shows it."""
+    """Returns how many of `singles` are before all blocks and after them; None if names do not tell."""
     first = [t for t in singles if "embed" in t.terms]
     last = [t for t in singles if "embed" not in t.terms and _is_last(t)]
     known = len(first) < 2 and len(last) < 2 and len(first) + len(last) == len(singles)
@@ -173,7 +180,7 @@ def _ends(singles: Sequence[Template]) -> tuple[int, int] | None:
 
 
 def _placed(singles: Sequence[Template]) -> str:
-    """Says how siblings are paired with lists, and with the layers outside all blocks."""
+    """Returns text for `Template.placed`: how siblings were paired with lists and `singles`."""
     ends = [
         f"`{'/'.join(t.path)}` is taken as the {'first' if 'embed' in t.terms else 'last'}"
         for t in singles
@@ -182,7 +189,10 @@ def _placed(singles: Sequence[Template]) -> str:
 
 
 def _is_last(template: Template) -> bool:
-    """True for `norm`, `ln_f` or `final_norm`. The names of classes say nothing of a place."""
+    """True if a name such as `norm`, `ln_f` or `final_norm` tells that a layer is the last.
+
+    The name of a class, such as `layer_norm`, does not: the first layer of the class has it.
+    """
     last = template.path[-1]
     named = set(terms(last)) - {"f"}
     return snake(class_and_number(last)[0]) not in AUTOMATIC and (
@@ -191,7 +201,7 @@ def _is_last(template: Template) -> bool:
 
 
 def _fits(one: Template, other: Template) -> bool:
-    """True if the arrays of the first layers may be the same, perhaps transposed."""
+    """True if the first layer of one template may fill that of the other, perhaps transposed."""
     if _sizes(one) != _sizes(other):
         return False
     first, second = (replace(t, layers={(): t.first}) for t in (one, other))
@@ -199,6 +209,6 @@ def _fits(one: Template, other: Template) -> bool:
 
 
 def _sizes(template: Template) -> _Sizes:
-    """Names of the arrays, and the sizes of the main array in any order."""
+    """Returns the slots, and the sorted sizes above 1 of the main array."""
     slots = template.first.slots
     return frozenset(slots), tuple(sorted(n for n in slots[MAIN].shape if n > 1))

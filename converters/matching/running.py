@@ -16,15 +16,15 @@ from jaxmha.converters.matching.leaves import node, tree_leaves
 from jaxmha.converters.matching.trees import keras_variables
 
 Arguments = tuple[Any, ...] | Mapping[str, Any]
-Place = tuple[int | str, ...]  # keys and positions of an array in an output; () if it is the output
+Place = tuple[int | str, ...]  # keys and positions that lead to an array in an output
 Outputs = dict[Place, NDArray]
 
 
 class Run(NamedTuple):
-    """Place -> array of a model's output, and path -> output of its layers, in the order of returns.
+    """The arrays that a model returned, and by path those of its layers, in the order of returns.
 
-    A path consists of attribute names; the path of the model is empty. A layer has only the first
-    array of its first call. Layers that returned traced arrays, as under `jit`, are left out.
+    A path consists of attribute names; the path of the model is empty. Of a layer, only the first
+    array of its first call is kept. Layers that returned traced arrays, as under `jit`, are left out.
     """
 
     outputs: Outputs
@@ -46,7 +46,7 @@ def run(model: Any, arguments: Arguments) -> Run:
         and pytrees of them, such as a `Mask`. Other values are passed unchanged.
 
     Raises:
-      TypeError: the model is of another kind. CopyError: it cannot be copied.
+      TypeError: the model is of another framework. CopyError: it cannot be copied.
     """
     framework = framework_of(model)
     if framework == "torch":
@@ -69,7 +69,7 @@ def run(model: Any, arguments: Arguments) -> Run:
 
 
 def check(model: Any, which: str) -> None:
-    """Raises TypeError, with the model's role, unless `run` knows its kind."""
+    """Raises TypeError unless `run` can run `model`. `which`: its role in the message, "source" say."""
     pair = isinstance(model, tuple) and len(model) == 2
     if not pair and framework_of(model) not in ("torch", "keras", "flax", "equinox"):
         raise TypeError(
@@ -105,7 +105,7 @@ def _first(output: object) -> NDArray | None:
 
 
 def _flat(output: object, place: Place = ()) -> Iterator[tuple[Place, Any]]:
-    """All arrays in an output of any framework, in order, each with its place."""
+    """Yields every array in an output of any framework, in order, with the keys that lead to it."""
     parts: Iterable[tuple[int | str, Any]] = ()
     if hasattr(output, "shape") and hasattr(output, "dtype"):
         yield place, output
@@ -143,7 +143,7 @@ def _torch(model: Any, arguments: Arguments) -> Run:
     def convert(value: Any) -> Any:
         return torch.as_tensor(_wide(np.array(value)))
 
-    # The fast path of nn.TransformerEncoder calls no layer.
+    # The fast path of nn.TransformerEncoder calls no layer: no hook would record an output.
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -199,7 +199,8 @@ def _patched(
         @functools.wraps(original)
         def record(self: Any, *args: Any, **kwargs: Any) -> Any:
             path = paths.get(id(self))
-            if path is None or id(self) in active:  # a `__call__` that calls that of its base
+            # A `__call__` that calls that of its base class returns once: only then it is recorded.
+            if path is None or id(self) in active:
                 return original(self, *args, **kwargs)
             active.add(id(self))
             try:
@@ -292,7 +293,8 @@ def _keras(model: Any, arguments: Arguments) -> Run:
 
     paths: dict[tuple[str, ...], Any] = {(): model}
     for name, layer, _ in keras_variables(live_model.keras(model)):
-        # Other models may have an activation in a layer of its own: the outputs would differ.
+        # The other model may compute an activation in a layer of its own, and the outputs of the
+        # dense layers would differ: layers with an activation are not recorded.
         if getattr(layer, "activation", None) in (None, keras.activations.linear):
             paths[tuple(name.split("/")[:-1])] = layer
     with _keras_in_float32(model):
@@ -312,7 +314,7 @@ def _keras_in_float32(model: Any) -> Iterator[None]:
 
     half, single = ("float16", "bfloat16"), keras.DTypePolicy("float32")
     whole = model._flatten_layers()
-    inner = (getattr(layer, "_functional", None) for layer in whole)  # of a Sequential
+    inner = (getattr(layer, "_functional", None) for layer in whole)  # inside a Sequential
     layers = {id(layer): layer for layer in (*whole, *filter(None, inner))}
     with ExitStack() as stack:
         for layer in layers.values():

@@ -1,6 +1,6 @@
-"""Reads what attention layers state that no array shows: head counts, and what they compute.
+"""Reads what no array of an attention layer shows: its head count and its settings.
 
-A layer states them in attributes, a file in its metadata or its config.json.
+Attributes of a live layer state them, or the metadata or config.json of a file.
 """
 
 import pathlib
@@ -30,11 +30,12 @@ if TYPE_CHECKING:
 
 Path = tuple[str, ...]
 _EPSILONS = ("eps", "epsilon", "variance_epsilon")  # attributes of norms
-_FUNCTIONS = frozenset(["scale", "soft_cap", "qk_norm", "clip", "form"])  # parts of semantics
+# Parts of models (`architectures`) with which attention has other semantics than its layout says.
+_FUNCTIONS = frozenset(["scale", "soft_cap", "qk_norm", "clip", "form"])
 
 
 class Stated(NamedTuple):
-    """The name of a layer, and its head count and behaviour, or the epsilon of a norm, if stated."""
+    """A layer's name, and its head count and behaviour or, of a norm, its epsilon; None: unstated."""
 
     layer: str
     heads: int | None = None
@@ -47,7 +48,7 @@ class _Shape(NamedTuple):
 
 
 class _InMemory(NamedTuple):
-    """A model in memory, with the attributes of a checkpoint whose arrays nobody reads."""
+    """Stands in for the checkpoint of a live model, where only shapes and configuration are read."""
 
     path: pathlib.Path
     info: Mapping[str, _Shape]
@@ -57,7 +58,7 @@ class _InMemory(NamedTuple):
 
 
 class Side(NamedTuple):
-    """The stated facts and the shapes of the arrays of a source or target."""
+    """The facts and the shapes of a source or target, both by the names of its arrays."""
 
     stated: Mapping[str, Stated]
     shapes: Mapping[str, tuple[int, ...]]
@@ -74,7 +75,7 @@ def ties_heads(content: Any) -> bool | None:
 
 
 def shown(side: str, stated: Stated | None) -> str:
-    """Names a layer of a side such as "the source"; the side alone if the layer has no name."""
+    """Returns text such as "h.0.attn of the source"; `side` alone if the layer has no name."""
     return f"{stated.layer} of {side}" if stated and stated.layer else side
 
 
@@ -88,9 +89,9 @@ class _Array(Protocol):
 def of_layers(
     arrays: Mapping[str, _Array], layer_at: Callable[[Path], object]
 ) -> Mapping[str, Stated]:
-    """The facts of the layers that hold arrays, or of the parents of these layers.
+    """Maps the name of each array to the facts of its layer, or else of the parent of that layer.
 
-    An outer module is not asked: its count may be that of other attention inside it.
+    Modules further out are not asked: their head count may be that of other attention inside them.
     """
     found, known = dict[str, Stated](), dict[Path, Stated | None]()
     for name, array in arrays.items():
@@ -114,7 +115,11 @@ def _of_layer(name: str, layer: object) -> Stated | None:
 
 
 def of_torch(arrays: Mapping[str, _Array], layers: Mapping[str, Any]) -> Mapping[str, Stated]:
-    """The facts of the layers of a torch model, by path, and of configurations of transformers."""
+    """Maps the name of each array of a torch model to the facts of its layer.
+
+    Behaviour that a layer does not state is read from the configuration of a transformers model.
+    `layers`: path -> module.
+    """
     found = dict(of_layers(arrays, lambda path: layers.get(".".join(path))))
     shapes = {name: array.shape for name, array in arrays.items()}
     for name, one in _of_configurations(shapes, layers):
@@ -126,9 +131,12 @@ def of_torch(arrays: Mapping[str, _Array], layers: Mapping[str, Any]) -> Mapping
 def _of_configurations(
     shapes: Mapping[str, tuple[int, ...]], layers: Mapping[str, Any]
 ) -> Iterator[tuple[str, Stated]]:
-    """Yields what the configurations of the models of transformers in a torch model state."""
+    """Yields (array name, facts) from the configuration of each transformers model in a torch model.
+
+    A transformers model inside another is left out, because the outer configuration describes it.
+    """
     outer: list[str] = []
-    for path, layer in layers.items():  # outer layers first
+    for path, layer in layers.items():  # outer modules come before those inside them
         start = f"{path}." * bool(path)
         config: Any = getattr(layer, "config", None) if hasattr(layer, "save_pretrained") else None
         if not hasattr(config, "to_json_file") or path.startswith(tuple(outer)):
@@ -138,7 +146,7 @@ def _of_configurations(
         with TemporaryDirectory() as folder:
             try:
                 config.to_json_file(pathlib.Path(folder) / hf_config.CONFIG, use_diff=False)
-            except (TypeError, ValueError):  # with values of the user's own that are not JSON
+            except (TypeError, ValueError):  # a user has set values that are not JSON
                 continue
             file: Any = _InMemory(pathlib.Path(folder) / "model.safetensors", info)
             for name, one in of_file(file).items():
@@ -146,7 +154,10 @@ def _of_configurations(
 
 
 def of_file(file: "Checkpoint") -> Mapping[str, Stated]:
-    """The facts of the attention blocks of a file, by its shapes, metadata or config.json."""
+    """Maps each array of an attention block to the facts that shapes, metadata or config.json state.
+
+    Returns {} if the blocks are ambiguous.
+    """
     shapes = {name: tuple(info.shape) for name, info in file.info.items()}
     try:
         blocks = behaviours.blocks(file)
@@ -192,7 +203,10 @@ def _semantics(
 
 
 def _rotation(block: Block, file: "Checkpoint", configured: "Configured | None") -> Any:
-    """The rotation of a block by its configuration; `IN_CALL` if that does not determine it."""
+    """Returns the rotary positions by the configuration of a block; None if the model has none.
+
+    `IN_CALL` if the configuration does not determine them.
+    """
     model_type = _model_type(block, file, configured)
     if model_type not in architectures.KNOWN:
         return IN_CALL

@@ -1,4 +1,4 @@
-"""Reads the trees of a plan; weights that a source stores in parts become those of its layers."""
+"""Reads source and target of a plan, and computes weights that the source stores in parts."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,7 +18,7 @@ from jaxmha.converters.matching.trees import Array, Tree
 
 
 class _OfParts(Question):
-    """A question on a part of a weight, which has no value of its own to which a line could fill it."""
+    """A question on a stored part of a weight, such as a norm: a whole weight does not determine it."""
 
     def case(self) -> str:
         return "zeros are wrong here, and a line has this form"
@@ -28,13 +28,12 @@ def read(source: Any, target: Any, argument: str = "target") -> tuple[Tree, Tree
     """Reads source and target; `argument`: name of the argument `target` in error messages.
 
     Where the source has the parts of torch's weight norm or of pruning, and the target has none, the
-    tree of the source has the weights that torch computes from them.
-
-    Adapters fill no layer of a target that has none, nor do weights that a layer normalises.
+    tree of the source has the weights that torch computes from them. Adapters of the source fill
+    nothing, unless the target has adapters too.
 
     Raises:
-      ValueError: the source is nothing but adapters, or has a weight in parts that do not determine
-        it, or normalises one at each call, and the target has none of these.
+      ValueError: the source has only adapters, or stores a weight in parts that do not determine it,
+        or normalises a weight at each call, and the target has no such arrays.
     """
     mine = keras_names.as_live(trees.read(source))
     try:
@@ -52,7 +51,10 @@ def read(source: Any, target: Any, argument: str = "target") -> tuple[Tree, Tree
 
 
 def asked(questions: Sequence[Question], source: Tree, target: Tree) -> list[Question]:
-    """Puts questions on the parts of a weight norm first, with the remedy, if the source has none."""
+    """Returns the questions with those on parts of a weight first, and the remedy as their reason.
+
+    If the source has such parts too, the questions are unchanged.
+    """
     reasons = _reasons(target) if not _reasons(source) else {}
     found, rest = list[Question](), list[Question]()
     for one in questions:
@@ -65,7 +67,7 @@ def asked(questions: Sequence[Question], source: Tree, target: Tree) -> list[Que
 
 
 def _reasons(tree: Tree) -> dict[str, str]:
-    """Maps each part of a weight in the target to advice for a source that has the weight whole.
+    """Maps each array that is a part of a weight to advice, if the source has the whole weight.
 
     Parts are those of a weight norm and the like, and the arrays of adapters.
     """
@@ -81,7 +83,7 @@ def _reasons(tree: Tree) -> dict[str, str]:
 
 
 def _without_adapters(tree: Tree) -> Tree:
-    """Returns a tree in which no array of an adapter fits a layer."""
+    """Returns a tree in which arrays of adapters fit no layer; raises if there are no others."""
     if not (found := adapters.find(tree.arrays)):
         return tree
     if len(found) == len(tree.arrays):
@@ -92,9 +94,10 @@ def _without_adapters(tree: Tree) -> Tree:
 
 
 def _without_ties(source: Tree, target: Tree) -> Tree:
-    """Returns a source in which no array forms a layer that the target ties to another of its arrays.
+    """Returns a source whose arrays fit no layer where the target ties them to others of its arrays.
 
-    The target then has the bias of a tied head alone, and so must the source; `loading` compares both.
+    Of a head that it ties to the embedding, the target lists only the bias: so must the source. If
+    the source has different values for both arrays, `loading` says that one is unused.
     """
     shapes = _shapes(source)
     again = [
@@ -109,8 +112,8 @@ def _without_ties(source: Tree, target: Tree) -> Tree:
 def _computed(tree: Tree, model: Any) -> Tree:
     """Returns a tree with the weights that torch computes from their stored parts."""
     found = parametrized.stored(_shapes(tree))
-    # Other libraries have arrays named as the parts of a weight, such as `x_g` and `x_v`; the weights
-    # that torch takes apart are named as these.
+    # Arrays of other libraries may be named like torch's parts, such as `x_g` and `x_v`. Torch takes
+    # apart only a `weight` or `bias`, and so it must have been one.
     if tree.kind != "torch":
         found = {key: of for key, of in found.items() if key.endswith(("weight", "bias"))}
     if not found:
@@ -161,7 +164,7 @@ def _array(key: str, parts: Parts, tree: Tree, model: Any) -> Array:
 
 
 def _value(parts: Parts, tree: Tree) -> NDArray:
-    """Computes a weight, in float64; rounded to the dtype of its last part."""
+    """Computes a weight from its two parts in float64, rounded to the dtype in which it is stored."""
     first, last = (tree.load(name) for name in parts.names)
     a, b = first.astype(np.float64), last.astype(np.float64)
     if parts.remove == "prune.remove":

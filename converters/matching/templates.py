@@ -31,14 +31,14 @@ class Template:
 
     Attributes:
       path: the common path, with "#" for each number that differs.
-      layers: ranks of the numbers at each "#" -> layer.
+      layers: a tuple with the rank of the number at each "#" -> layer.
       terms: canonical terms of the path, and of the role of the layer in its block (`roles`).
-      irregular: why the numbers of its blocks do not pair them, such as gaps; "" if they do.
+      irregular: why its blocks cannot be paired by number, such as gaps; "" if they can.
       placed: how the order of its layers was inferred if they are siblings, not a list (`rolled`).
       automatic: True if Keras or Haiku has given the last part of its name.
-      unordered: why the last number of its path does not tell its place; "" if it may.
-      halves: True if its output is twice as wide as the next layer reads, such as a gate and the
-        values that it multiplies, in an order that no name tells.
+      unordered: why the last number of its path does not tell its position; "" if it may.
+      halves: True if its output is twice as wide as the next layer reads, as if a gate and the values
+        that it multiplies were packed in it, in an order that no name tells.
     """
 
     path: tuple[str, ...]
@@ -79,7 +79,7 @@ class Template:
 
 
 def templates(tree: Tree) -> list[Template]:
-    """Groups the layers of a tree into templates."""
+    """Returns the templates of a tree; a layer that is not repeated is a template by itself."""
     every = layers(tree)
     shapes = [layer.slots[MAIN].shape for layer in every]
     known = [(layer.path, shape) for layer, shape in zip(every, shapes, strict=True)]
@@ -119,7 +119,7 @@ def templates(tree: Tree) -> list[Template]:
 
 
 def _unordered(templates: Sequence[Template], tree: Tree) -> dict[int, str]:
-    """Maps the index of each layer whose number does not tell its place to the reason."""
+    """Maps the index of each template whose last number does not tell its position to the reason."""
     classes: dict[object, list[tuple[int, int]]] = defaultdict(list)
     for i, template in enumerate(templates):
         if template.first.path in tree.depends_on:
@@ -134,7 +134,7 @@ def _unordered(templates: Sequence[Template], tree: Tree) -> dict[int, str]:
 
 
 def _order_unknown(paths: Sequence[repeats.Path], tree: Tree) -> str:
-    """Why the numbers of these layers may not be their order; "" if each needs the one before it.
+    """Returns why the numbers of layers may not be their order; "" if each needs the one before it.
 
     Names that a user has given, which are not in `Tree.depends_on`, are trusted.
     """
@@ -194,7 +194,7 @@ def ordinal(template: Template) -> tuple[tuple[str, ...], int] | None:
 
 
 def by_number(several: Sequence[Template]) -> list[int] | None:
-    """Indices of templates by the one number in which their names differ; None if there is none.
+    """Returns indices, sorted by the one number in which the names differ; None if there is none.
 
     An automatic name without a number is the first: `dense`, `dense_1`.
 
@@ -220,7 +220,7 @@ def by_number(several: Sequence[Template]) -> list[int] | None:
 
 
 def _unnumbered(path: tuple[str, ...], common: tuple[str, ...]) -> bool:
-    """True if a path differs from `common` only in how it writes the name of a class."""
+    """True if a path is `common` but for the spelling of a class, as `LayerNorm` for `layer_norm`."""
     return any(
         snake(part) in AUTOMATIC and (*path[:n], "_".join(terms(part)), *path[n + 1 :]) == common
         for n, part in enumerate(path)

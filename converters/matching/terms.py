@@ -110,9 +110,9 @@ PACKED = {
     # w12 is xformers' and DINOv2's, and weights_in what transformers 4 calls it.
     **dict.fromkeys(("gate_up_proj", "gate_up", "w12", "weights_in"), ("gate", "up")),
 }
-# (name, axis order) of packed layers whose parts follow one another, because only one library
-# writes them: torch's MultiheadAttention, GPT-2's Conv1D and DINOv2's SwiGLU. The parts of other
-# layers may alternate head by head.
+# (name, axis order or "" for any) of packed layers whose parts follow one another, because only one
+# library writes them: torch's MultiheadAttention, GPT-2's Conv1D and DINOv2's SwiGLU. The parts of
+# other layers may alternate head by head: a question asks.
 SURE = (("in_proj_weight", ""), ("c_attn", "io"), ("w12", ""), ("weights_in", ""))
 # Mutually exclusive terms: layers with different terms of one group never match.
 APART = (
@@ -148,7 +148,7 @@ TOGETHER = {
     ("gate", "up", "w3"): _GATE_UP_DOWN,
     ("gate", "up", "weights_out"): _GATE_UP_DOWN,
 }
-# Classes of layers, in the form in which Keras, Haiku and linen count them: `dense_1`, `linear_1`,
+# Classes, in snake case, that Keras, Haiku and linen name layers by and count: `dense_1`, `linear_1`,
 # `LayerNorm_1`.
 AUTOMATIC = frozenset(
     [

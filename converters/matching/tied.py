@@ -1,4 +1,4 @@
-"""Offers the embedding of a source for a head of the target that the source ties to it."""
+"""Offers the embedding of a source for a head that it lacks, because many models tie both."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -28,9 +28,9 @@ def question(
     used: Collection[int],
     ties: bool | None,
 ) -> Question | None:
-    """The question for a layer without a source, if it fits as a head tied to an embedding.
+    """Returns the question for a target without a source; None if no embedding fits it as its head.
 
-    `name`: of the layer. `used`: indices of the sources that fill other layers. `ties`: as `Tree.ties`.
+    `used`: indices in `mine` of the sources that fill other layers. `ties`: as `Tree.ties`.
     """
     found = {s: how for s, source in enumerate(mine) if (how := _fit(source, target))}
     if not found:
@@ -53,7 +53,7 @@ def is_head(target: Template, mine: Sequence[Template]) -> bool:
 
 
 def _fit(source: Template, target: Template) -> Fit | None:
-    """How a table of the source fits the kernel of the target: its rows are the outputs."""
+    """Returns how an embedding fits a kernel whose outputs are its rows; None if it does not."""
     table = source.first.form == "vd" or "embed" in source.terms
     kernel = "head" in target.terms or "embed" not in target.terms
     apart = contradict(source.terms - {"embed"}, target.terms - {"head"})
@@ -66,13 +66,13 @@ def _fit(source: Template, target: Template) -> Fit | None:
 
 
 def _alone(template: Template, form: str) -> Template:
-    """A template of one main array, with another axis order."""
+    """Returns the template of one layer, with only its main array, whose axis order is `form`."""
     slots = {MAIN: template.first.slots[MAIN]}
     return replace(template, layers={(): template.first._replace(slots=slots, form=form)})
 
 
 def _line(slot: str, target: Template, mine: Sequence[Template], used: Collection[int]) -> Line:
-    """Fills a bias or the like from the only unused array of a head in its shape, or with zeros."""
+    """Returns the line for a head's bias or the like: from the only unused one that fits, or zeros."""
     array = target.first.slots[slot]
     found = [
         one.first.slots[MAIN].name
@@ -86,7 +86,7 @@ def settled(questions: Sequence[Question], source: Tree) -> tuple[list[Line], li
     """Answers the questions on heads that the source itself or its configuration shows to be tied."""
     heads = {first: name for name, first in source.aliases.items() if _is_head(name)}
     lines, left = list[Line](), list[Question]()
-    several = sum(one.reason == REASON for one in questions) > 1  # which of them is tied?
+    several = sum(one.reason == REASON for one in questions) > 1  # which is tied is unknown
     for one in questions:
         known = [n for n in one.candidates if n in heads] if one.reason == REASON else []
         why = "".join(f"the source ties {heads[name]} to it" for name in known[:1])

@@ -36,7 +36,7 @@ _FORMS = {
         "Conv3d": "oi", "ConvTranspose": "no", "ConvTranspose1d": "no", "ConvTranspose2d": "no",
     },
 }  # fmt: skip
-_STATES = ("file", "tree", "linen", "nnx")  # kinds of trees that may be training states
+_STATES = ("file", "tree", "linen", "nnx")  # kinds of trees that may have optimizer state
 _NO_WEIGHTS = ("cache", "intermediates", "losses", "metrics")  # linen collections without weights
 
 
@@ -44,8 +44,9 @@ DependsOn = Mapping[tuple[str, ...], frozenset[tuple[str, ...]] | None]
 
 
 class Array(NamedTuple):
-    """One array: `name` in the framework, `path`, and `form`, its axis order; "" if unknown.
+    """One array: `name` in the framework, its parts as `path`, and its axis order `form`.
 
+    `form` is "" if unknown, "raw" if torch's class is unknown, so that keys do not tell it either.
     `owner`: the class of the live layer that holds it; "" if it is unknown.
     """
 
@@ -64,17 +65,19 @@ class Tree:
     Attributes:
       kind: "torch", "nnx", "linen", "equinox", "keras", "keras state", "file" or "tree".
       load: reads one array by name; it is never called for a target.
-      aliases: second name of a shared array -> its first; only of a file are both in `arrays`.
+      aliases: second name of a shared array -> its first. `arrays` has both only for a file.
+      close: closes the file, if any.
       origin: for a model from a hub, its address with the commit.
       notes: remarks on reading, such as that tensors are dequantised.
       depends_on: path of each layer with an automatic name -> paths of the layers whose output it
-        needs; None: the graph is unknown, so its number may say nothing of its place.
+        needs; None: the graph is unknown, so its number may not tell its position.
       saved: for a Keras model or file: name of an array in the file -> name in the live model.
       ties: True if a configuration ties heads to embeddings, False if it does not; None: not known.
       order: the names in the order of the layers in the model, or of a state dict, which perhaps
         has the order of its model; () if it is not known.
-      channels_first: kernels of Keras' convolutions whose features are flattened channels first.
-      stated: reads the head count and the behaviour that the layer of each array states.
+      channels_first: names of the arrays of Keras' convolutions whose output has channels first
+        where it is flattened.
+      stated: returns the facts, such as a head count, that the layer of each array states.
     """
 
     kind: str
@@ -284,7 +287,7 @@ def _keras(model: Any) -> Tree:
         if needs is None
         else frozenset(split(_shown(n, live)) for n in needs)
         for path, needs in keras_graph.dependencies(live).items()
-        if split(_shown(path, live))[-1:] == split(path)[-1:]  # not a name of the user
+        if split(_shown(path, live))[-1:] == split(path)[-1:]  # else the user has named it
     }
     names = {id(variable): name for name, variable in values.items()}
     saved = {key: names.get(id(x), "") for key, x in live.state.items()}
@@ -346,7 +349,7 @@ def keras_variables(live: live_model.LiveModel) -> Iterator[tuple[str, Any, Any]
 
 
 def _shown(path: str, live: live_model.LiveModel) -> str:
-    """Returns the path of a Keras layer, with the user's name of a layer of a functional model."""
+    """Returns the path of a Keras layer; in a functional model, with the name that the user gave it."""
     if path.split("/")[0] != "layers":
         return path
     return dotted(path, "/", live.names).replace(".", "/")
