@@ -185,7 +185,7 @@ struct Operands {
   // True if all attended keys and their values are in range, as the forward pass asks.
   bool keys_in_range() const {
     const auto [first, end] = attended;
-    if (IN == 1 && finite_keys_of_bf16(p, b, kv, first, end - first)) return true;
+    if (IN == 1 && finite_keys(p, b, kv, first, end - first)) return true;
     for (long k0 = first / CHUNK * CHUNK; k0 < end; k0 += CHUNK) {  // without keys that none attends
       copy_chunk(k0, std::min(k0 + CHUNK, end));
       if (!in_range<IN>(staging, CHUNK * (H + h))) return false;

@@ -3,15 +3,13 @@
 #pragma once
 #include <algorithm>
 
+#include "few.h"
 #include "kernels.h"
 #include "scratch.h"
 #include "state.h"
-#include "stored.h"
 
 namespace jaxmha {
 namespace JAXMHA_ISA {
-
-constexpr long KEYS = 64;  // of a block
 
 // Memory that is fetched while something else is computed, `each` bytes per step of a tile: into
 // the L2 cache, since the L1 cache holds what is computed with.

@@ -43,24 +43,20 @@ Range keys_of_head(const Problem& p, long b, long kv) {
   return found;
 }
 
-bool finite_keys_of_bf16(const Problem& p, long b, long kv, long k0, long count) {
+bool finite_keys(const Problem& p, long b, long kv, long k0, long count) {
+  const auto finite = [](const Heads& x, const char* row) {
+    if (x.type == Float::f32) return all_finite(reinterpret_cast<const float*>(row), x.features);
+    const unsigned exponent = x.type == Float::bf16 ? 0x7f80 : 0x7c00;
+    unsigned bad = 0;
+    for (long i = 0; i < x.features; i++)
+      bad |= (reinterpret_cast<const uint16_t*>(row)[i] & exponent) == exponent;
+    return !bad;
+  };
   for (long j = k0; j < k0 + count; j++)
     for (const Heads* x : {&p.key, &p.value}) {
-      const auto* row = reinterpret_cast<const uint16_t*>(x->at(b, j, kv));
-      bool bad = false;
-      for (long i = 0; i < x->features; i++) bad |= (row[i] & 0x7f80) == 0x7f80;
-      if (bad) return false;
+      fetch(x->at(b, std::min(j + AHEAD, p.S - 1), kv), x->features * size_of(x->type));
+      if (!finite(*x, x->at(b, j, kv))) return false;
     }
-  return true;
-}
-
-bool finite_keys(const Problem& p, long b, long kv, long k0, long count) {
-  for (long j = k0; j < k0 + count; j++) {
-    fetch(p.key.at(b, std::min(j + AHEAD, p.S - 1), kv), p.H * size_of(p.key.type));
-    fetch(p.value.at(b, std::min(j + AHEAD, p.S - 1), kv), p.h * size_of(p.value.type));
-    if (!all_finite(reinterpret_cast<const float*>(p.key.at(b, j, kv)), p.H)) return false;
-    if (!all_finite(reinterpret_cast<const float*>(p.value.at(b, j, kv)), p.h)) return false;
-  }
   return true;
 }
 

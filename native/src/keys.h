@@ -21,10 +21,7 @@ void copy_keys(const Problem& problem, long b, long kv, long k0, long count, lon
 // The keys outside which no query of a key head attends.
 Range keys_of_head(const Problem& problem, long b, long kv);
 
-// True if keys [k0, k0 + count) and their values, bfloat16, are all finite.
-bool finite_keys_of_bf16(const Problem& problem, long b, long kv, long k0, long count);
-
-// The same of float32. They are then in the cache.
+// True if keys [k0, k0 + count) and their values are all finite. They are then in the cache.
 bool finite_keys(const Problem& problem, long b, long kv, long k0, long count);
 
 }  // namespace JAXMHA_ISA
