@@ -35,7 +35,7 @@ suite: weights native
 native: $(VENV)/installed  ## the native CPU kernels, where a C++ compiler is
 	$(RUN) python native/build_library.py --optional
 
-native-sanitized: $(VENV)/installed  ## the conformance suite with ASan and UBSan in the kernels
+native-sanitized: native  ## the conformance suite with ASan and UBSan in the kernels
 	$(RUN) native/sanitized
 
 newest oldest: $(VENV)/installed  ## core tests on the newest JAX and Flax, and on the oldest allowed
