@@ -86,7 +86,8 @@ def prove(
       inputs: takes a NumPy generator and returns the arguments of both models, as a tuple or as a
         dict by name; or `{"source": ..., "target": ...}` with one of these for each. Arguments are
         arrays or pytrees of arrays, such as a `Mask`; other values are passed unchanged. Both
-        models run in float64, a Keras model in float32. None compares only arrays.
+        models run in float64; a Keras model, and one that raises in float64, in float32. None compares
+        only arrays.
       packing: as in `match`. seed: seed of the generator.
       unused, missing: "keep" accepts source arrays that the plan does not use, or model arrays that
         it does not fill, as in `load_into`.

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray as Array
 
+from jaxmha.checkpoint import errors
 from jaxmha.converters.layout.arrays import NDArray, is_float, narrower
 from jaxmha.converters.matching import (
     distances,
@@ -64,10 +65,17 @@ def prove(
     for_source, for_target = model_inputs.draw(inputs, seed)
     ours = model_inputs.run(source, "source", for_source)
     other = model_inputs.run(model, "model", for_target)
-    dtype, narrow = _narrowest({"source": ours, "model": other})
+    runs = {"source": ours, "model": other}
+    dtype, narrow = _narrowest(runs)
     tolerance = WIDE if narrow is None else NARROW
     found = outputs.compare(ours.outputs, other.outputs, for_source, for_target, tolerance)
+    remarks = [
+        f"the {which} ran in float32, because it raises in float64: {errors.shown(str(run.refused))}"
+        for which, run in runs.items()
+        if run.refused is not None
+    ]
     proof = replace(proof, tolerance=tolerance, dtype=dtype.name, narrow=narrow)
+    proof = replace(proof, notes=(*proof.notes, *remarks))
     return _outputs(proof, ours, other, _paired(mine, theirs, jobs, ours, other), found)
 
 

@@ -1,4 +1,4 @@
-"""Runs a model in float64 and records the output of each of its layers."""
+"""Runs a model in float64, or float32, and records the output of each of its layers."""
 
 import copy
 import dataclasses
@@ -25,10 +25,12 @@ class Run(NamedTuple):
 
     A path consists of attribute names; the path of the model is empty. Of a layer, only the first
     array of its first call is kept. Layers that returned traced arrays, as under `jit`, are left out.
+    `refused`: the error that a model raised in float64, which then ran in float32; or None.
     """
 
     outputs: Outputs
     layers: dict[tuple[str, ...], NDArray]
+    refused: Exception | None = None
 
 
 class CopyError(Exception):
@@ -36,7 +38,7 @@ class CopyError(Exception):
 
 
 def run(model: Any, arguments: Arguments) -> Run:
-    """Runs a copy of the model in float64, without dropout.
+    """Runs a copy of the model in float64, or in float32 if that raises, without dropout.
 
     Args:
       model: a torch, nnx, equinox or Keras model, or the pair of a linen module and its variables.
@@ -48,9 +50,18 @@ def run(model: Any, arguments: Arguments) -> Run:
     Raises:
       TypeError: the model is of another framework. CopyError: it cannot be copied.
     """
+    try:
+        return _run(model, arguments, np.dtype(np.float64))
+    except CopyError:
+        raise
+    except Exception as error:  # noqa: BLE001 (layers that cast to float32 raise all kinds)
+        return _run(model, arguments, np.dtype(np.float32))._replace(refused=error)
+
+
+def _run(model: Any, arguments: Arguments, dtype: np.dtype[Any]) -> Run:
     framework = framework_of(model)
     if framework == "torch":
-        return _torch(model, arguments)
+        return _torch(model, arguments, dtype)
     import jax
 
     with ExitStack() as stack:
@@ -58,13 +69,13 @@ def run(model: Any, arguments: Arguments) -> Run:
         stack.enter_context(jax.numpy_rank_promotion("allow"))
         if framework == "keras":
             return _keras(model, arguments)
-        stack.enter_context(jax.enable_x64(True))
+        stack.enter_context(jax.enable_x64(dtype == np.float64))
         if isinstance(model, tuple) and len(model) == 2:
-            return _linen(*model, arguments)
+            return _linen(*model, arguments, dtype)
         if framework == "flax":
-            return _nnx(model, arguments)
+            return _nnx(model, arguments, dtype)
         if framework == "equinox":
-            return _equinox(model, arguments)
+            return _equinox(model, arguments, dtype)
     raise TypeError(f"no model that can be run: {type(model).__name__}")
 
 
@@ -91,8 +102,8 @@ def _called(model: Callable[..., Any], arguments: Arguments, convert: Callable[[
     return model(*map(each, arguments))
 
 
-def _wide(array: Any) -> Any:
-    return array.astype(np.float64) if is_float(array.dtype) else array
+def _cast(array: Any, dtype: np.dtype[Any]) -> Any:
+    return array.astype(dtype) if is_float(array.dtype) else array
 
 
 def _first(output: object) -> NDArray | None:
@@ -127,10 +138,11 @@ def _outputs(output: object) -> Outputs:
     return {place: to_numpy(value) for place, value in _flat(output)}
 
 
-def _torch(model: Any, arguments: Arguments) -> Run:
+def _torch(model: Any, arguments: Arguments, dtype: np.dtype[Any]) -> Run:
     import torch
 
-    module, found = _torch_copy(model).double().eval(), dict[tuple[str, ...], NDArray]()
+    module, found = _torch_copy(model).eval(), dict[tuple[str, ...], NDArray]()
+    module = module.double() if dtype == np.float64 else module.float()
 
     def record(path: tuple[str, ...], _: Any, __: Any, output: Any) -> None:
         if path not in found and (value := _first(output)) is not None:
@@ -141,7 +153,7 @@ def _torch(model: Any, arguments: Arguments) -> Run:
         layer.register_forward_hook(functools.partial(record, path))
 
     def convert(value: Any) -> Any:
-        return torch.as_tensor(_wide(np.array(value)))
+        return torch.as_tensor(_cast(np.array(value), dtype))
 
     # The fast path of nn.TransformerEncoder calls no layer: no hook would record an output.
     fast = torch.backends.mha.get_fastpath_enabled()
@@ -178,10 +190,10 @@ def _copied(make: Callable[[Any], Any], model: Any) -> Any:
         raise CopyError from error
 
 
-def _jax(value: Any) -> Any:
+def _jax(value: Any, dtype: np.dtype[Any]) -> Any:
     import jax
 
-    return jax.device_put(_wide(np.array(value)))  # `jnp.asarray` would compile a program
+    return jax.device_put(_cast(np.array(value), dtype))  # `jnp.asarray` would compile a program
 
 
 def _patched(
@@ -223,14 +235,15 @@ def _patched(
     return output, found
 
 
-def _nnx(model: Any, arguments: Arguments) -> Run:
+def _nnx(model: Any, arguments: Arguments, dtype: np.dtype[Any]) -> Run:
     from flax import nnx
 
+    cast = functools.partial(_jax, dtype=dtype)
     module = _copied(nnx.clone, model)
     module.eval()
     state = nnx.state(module)
     floats = [
-        (path, leaf.replace(_jax(leaf.get_value())))
+        (path, leaf.replace(cast(leaf.get_value())))
         for path, leaf in nnx.to_flat_state(state)
         if is_float(leaf.get_value().dtype)
     ]
@@ -238,8 +251,8 @@ def _nnx(model: Any, arguments: Arguments) -> Run:
     layers = {tuple(map(str, path)): one for path, one in nnx.iter_modules(module)}
     for layer in layers.values():
         if _computes_in_float(layer):
-            layer.dtype = np.dtype(np.float64)
-    output, found = _patched(layers, lambda: _called(module, arguments, _jax))
+            layer.dtype = dtype
+    output, found = _patched(layers, lambda: _called(module, arguments, cast))
     return Run(_outputs(output), found)
 
 
@@ -249,15 +262,16 @@ def _computes_in_float(layer: object) -> bool:
     return dtype is not None and is_float(dtype)
 
 
-def _linen(module: Any, variables: Any, arguments: Arguments) -> Run:
+def _linen(module: Any, variables: Any, arguments: Arguments, dtype: np.dtype[Any]) -> Run:
     import jax
     from flax import linen
 
+    cast = functools.partial(_jax, dtype=dtype)
     found: dict[tuple[str, ...], NDArray] = {}
 
     def record(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
         if _computes_in_float(context.module):  # `apply` calls a clone: the user's stays as it is
-            object.__setattr__(context.module, "dtype", np.dtype(np.float64))
+            object.__setattr__(context.module, "dtype", dtype)
         output = call(*args, **kwargs)
         path = tuple(map(str, context.module.path))
         fresh = context.method_name == "__call__" and path not in found
@@ -265,18 +279,19 @@ def _linen(module: Any, variables: Any, arguments: Arguments) -> Run:
             found[path] = value
         return output
 
-    wide = jax.tree.map(_jax, variables)
+    applied = functools.partial(module.apply, jax.tree.map(cast, variables))
     with linen.intercept_methods(record):
-        output = _called(functools.partial(module.apply, wide), arguments, _jax)
+        output = _called(applied, arguments, cast)
     return Run(_outputs(output), found)
 
 
-def _equinox(model: Any, arguments: Arguments) -> Run:
+def _equinox(model: Any, arguments: Arguments, dtype: np.dtype[Any]) -> Run:
     import equinox
     import jax
 
+    cast = functools.partial(_jax, dtype=dtype)
     arrays, rest = equinox.partition(equinox.nn.inference_mode(model), equinox.is_array)
-    module = equinox.combine(jax.tree.map(_jax, arrays), rest)
+    module = equinox.combine(jax.tree.map(cast, arrays), rest)
     layers: dict[tuple[str, ...], Any] = {(): module}
     for path, _ in tree_leaves(module):
         at, done = module, tuple[str, ...]()
@@ -284,7 +299,7 @@ def _equinox(model: Any, arguments: Arguments) -> Run:
             at, done = node(at, (key,)), (*done, key)
             if isinstance(at, equinox.Module):
                 layers[done] = at
-    output, found = _patched(layers, lambda: _called(module, arguments, _jax))
+    output, found = _patched(layers, lambda: _called(module, arguments, cast))
     return Run(_outputs(output), found)
 
 

@@ -156,6 +156,32 @@ def test_layers_of_half_precision_are_run_wide(source: Theirs, dtype: str) -> No
     assert inner.dtype == dtype
 
 
+class SourceInFloat32(Theirs):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        sums, rows = torch.zeros(11, 3), torch.arange(11)
+        return sums.index_add_(0, rows, super().forward(x))  # raises unless dtypes agree
+
+
+class ModelInFloat32(Mine):
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return jax.lax.add(super().__call__(x), np.zeros((11, 3), "f"))  # the same
+
+
+@pytest.mark.parametrize("only", ["source", "model"])
+def test_models_of_float32_alone_are_compared_in_it(source: Theirs, only: str) -> None:
+    if only == "source":
+        source = SourceInFloat32()
+    for epsilon in (1e-5, 1e-3):
+        model = (Mine if only == "source" else ModelInFloat32)(epsilon)
+        proof = prove(source, flax.load_into(model, source), inputs=inputs)
+        assert proof.same == (epsilon == 1e-5), str(proof)
+        assert (proof.dtype, proof.tolerance) == ("float32", 1e-5)
+        assert proof.narrow is not None
+        assert proof.narrow.endswith(f" of the {only}")
+        (note,) = proof.notes[-1:]
+        assert note.startswith(f"the {only} ran in float32, because it raises in float64: ")
+
+
 def test_a_layer_that_casts_to_half_precision_is_named(source: Theirs) -> None:
     class Casts(Mine):
         def __call__(self, x: jax.Array) -> jax.Array:
