@@ -9,8 +9,15 @@ import numpy as np
 
 from jaxmha.converters.layout.arrays import NDArray
 
-FILL = 1e3  # the least size of a fill
-FAR = 100  # a fill is at least this many times the other values
+# No value is within _GAP powers of two below the fills: they are at least 8 times the other values.
+_GAP = 3
+# The values at one index of an axis, such as a feature, are compared relative to at most _SLACK times
+# the largest of them, if they are _ROWS or more. Their rounding errors are those of the terms that they
+# sum, and in few values larger terms may have cancelled.
+_SLACK, _ROWS = 100, 8
+# The least scale, relative to the largest of all values: where all terms cancel, their rounding errors
+# are left, and are no difference.
+_FLOOR, _NARROW_FLOOR = 1e-7, 0.1  # of float64, and of narrower dtypes
 # The axis that moves, and where to: none, length before batch, heads after length, and channels to
 # the end or from there, with a batch or without.
 PLACES = ((0, 0), (0, 1), (1, 2), (1, -1), (-1, 1), (0, -1), (-1, 0))
@@ -21,38 +28,44 @@ class Order(NamedTuple):
 
     Attributes:
       axes: the axes of a size other than 1, where they are not in order; else ().
-      difference: the largest difference of two values, relative to the largest value.
+      difference: the largest difference of two values, relative to their scale.
     """
 
     axes: tuple[int, ...]
     difference: float
 
 
-def distances(mine: NDArray, theirs: NDArray) -> list[Order]:
+def distances(mine: NDArray, theirs: NDArray, *, equal_nan: bool = False) -> list[Order]:
     """Returns the differences in all orders of axes that the sizes allow; none if there are none.
 
     The first counts for outputs. The others are no evidence: if axes of equal sizes are exchanged, a
-    wrong model may agree. Equal infinities do not differ; NaN differs from everything. Fills of masks
-    are compared apart: next to -1e9, all other numbers would agree.
+    wrong model may agree. Equal infinities do not differ. NaN differs from everything, but with
+    `equal_nan` not from NaN.
+
+    The scale is the largest value of the source, with two exceptions, because small values next to it
+    would always agree. Fills of masks, such as -1e9, are compared relative to themselves, and are no scale
+    for others. A feature of small values, or another index of an axis, has a scale of its own.
     """
     if mine.size != theirs.size or not mine.size:
         return []
     axes = [axis for axis, size in enumerate(mine.shape) if size != 1]
     dtype = np.complex128 if np.iscomplexobj(mine) or np.iscomplexobj(theirs) else np.float64
     one, other = (np.squeeze(x).astype(dtype) for x in (mine, theirs))
+    wide = all(x.real.dtype == np.float64 for x in (mine, theirs))
+    floor = _FLOOR if wide else _NARROW_FLOOR
     found = []
     for order in _orders(one.shape, other.shape):
         moved = tuple(axes[n] for n in order)
-        apart = _relative(one.transpose(order), other.reshape([one.shape[n] for n in order]))
+        turned = other.reshape([one.shape[n] for n in order])
+        apart = _relative(one.transpose(order), turned, floor, equal_nan)
         found.append(Order(() if moved == tuple(axes) else moved, apart))
     return found
 
 
-def is_mask(array: NDArray) -> bool:
-    """True if all numbers have at most two sizes: 0, 1, infinite, or large and whole."""
-    sizes = np.unique(np.abs(array.astype(np.complex128)))
-    known = (sizes == 0) | (sizes == 1) | np.isinf(sizes)
-    return bool(sizes.size <= 2 and (known | (sizes >= FILL) & (sizes == sizes.round())).all())
+def is_whole(array: NDArray) -> bool:
+    """True if all numbers are whole or infinite, as in masks, their fills, and indices."""
+    parts = array.real, array.imag
+    return all(bool((x == np.trunc(x)).all()) for x in parts)
 
 
 def _orders(shape: tuple[int, ...], wanted: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -85,26 +98,48 @@ def _fits(shape: Sequence[int], wanted: Sequence[int]) -> bool:
     return ends <= others or others <= ends
 
 
-def _relative(one: NDArray, other: NDArray) -> float:
+def _relative(one: NDArray, other: NDArray, floor: float, equal_nan: bool) -> float:
+    differ = one != other
+    if equal_nan:
+        differ &= ~(np.isnan(one) & np.isnan(other))
     with np.errstate(over="ignore"):
-        apart = np.abs(np.subtract(one, other, out=np.zeros_like(one), where=one != other))
+        apart = np.abs(np.subtract(one, other, out=np.zeros_like(one), where=differ))
     sizes = np.where(np.isfinite(one), np.abs(one), 0)
-    fills = _fills(sizes)
-    # Next to fills, at least 1: numbers near zero are no scale.
-    largest = sizes.max(where=~fills, initial=float(fills.any())) or 1.0
-    found = float((apart / np.where(fills, sizes.max(), largest)).max())
+    found = float((apart / _scale(sizes, floor)).max())
     return found if np.isfinite(found) else float("inf")
 
 
-def _fills(sizes: NDArray) -> NDArray:
-    """Marks values that a mask sets, such as -1e9, or -1e4 plus a score: all near one large number.
+def _scale(sizes: NDArray, floor: float) -> NDArray:
+    """Returns, for each value of these sizes, the size relative to which it is compared."""
+    fills = _fills(sizes)
+    # Next to fills, at least 1: they stand in exponents, where a difference is relative to 1.
+    largest = sizes.max(where=~fills, initial=float(fills.any())) or 1.0
+    scale = np.full_like(sizes, largest)
+    for axis, length in enumerate(sizes.shape):
+        if sizes.size >= _ROWS * length:
+            others = tuple(n for n in range(sizes.ndim) if n != axis)
+            own = sizes.max(others, where=~fills, initial=0, keepdims=True)
+            np.minimum(scale, _SLACK * own, out=scale)
+    np.maximum(scale, floor * largest, out=scale)
+    return np.where(fills, sizes, scale)
 
-    Where two masks are added, they are near twice the number.
+
+def _fills(sizes: NDArray) -> NDArray:
+    """Marks values that masks set, or add to scores: few constants, far above 1 and all other values.
+
+    Large values that are apart by more than twice the others, and by more than 5%, are no fills.
     """
-    largest = sizes.max()
-    fills: NDArray = sizes > largest / 3
-    others = sizes.max(where=~fills, initial=0)
-    if largest < FILL or others > sizes[fills].min() / FAR:
-        return np.zeros_like(fills)
-    masks = largest / sizes[fills]
-    return fills if np.abs(masks - masks.round()).max() < 0.05 else np.zeros_like(fills)
+    fills = np.zeros_like(sizes, bool)
+    powers = np.maximum(np.frexp(sizes)[1], 0)
+    present = np.flatnonzero(np.bincount(powers.reshape(-1)))
+    for low, high in zip(present[-2::-1], present[:0:-1], strict=True):
+        if high - low <= _GAP:
+            continue
+        above = powers >= high
+        large = np.sort(sizes[above])
+        near = 2 * sizes.max(where=~above, initial=1)
+        constants = 1 + np.count_nonzero(np.diff(large) > near)
+        if 2 * constants > large.size and large[0] < 0.95 * large[-1]:
+            break
+        fills = above
+    return fills

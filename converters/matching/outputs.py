@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxmha.converters.layout.arrays import NDArray, is_float
-from jaxmha.converters.matching.distances import Order, distances, is_mask
+from jaxmha.converters.matching.distances import Order, distances, is_whole
 from jaxmha.converters.matching.proof import Departure
 from jaxmha.converters.matching.running import Arguments, Outputs, Place
 
@@ -31,7 +31,8 @@ def compare(
     """Compares the outputs of a source and a target, called with these arguments.
 
     Outputs in which even two wrong models agree are left out: integers and Booleans, such as lengths;
-    inputs that both return unchanged; and equal masks, or zeros of a layer that was never trained.
+    inputs that both return unchanged; and equal whole numbers, such as masks, indices of largest values,
+    or zeros of a layer that was never trained.
 
     Raises:
       ValueError: nothing is left to compare.
@@ -41,13 +42,13 @@ def compare(
         (a, b): orders
         for (a, b), orders in _paired(mine, theirs, kept_by_source, kept_by_target).items()
         if not (a in kept_by_source and b in kept_by_target)
-        and not (orders[0].difference <= tolerance and is_mask(mine[a]) and is_mask(theirs[b]))
+        and not (orders[0].difference <= tolerance and is_whole(mine[a]) and is_whole(theirs[b]))
     }
     if not pairs:
         raise ValueError(
             "the models return no numbers to compare, or arrays of other sizes: the source returns "
             f"{_listed(mine, kept_by_source)}, the model {_listed(theirs, kept_by_target)}. Compared are "
-            "arrays of float numbers of equal sizes, unless both are unchanged inputs or equal masks: "
+            "arrays of float numbers of equal sizes, unless both are unchanged inputs or equal whole numbers: "
             f"return some from both{_UNTRAINED if _hidden(mine, kept_by_source) else ''}"
         )
     left = [f"{_name(a)} of the source" for a in mine if all(a != pair[0] for pair in pairs)]
@@ -129,7 +130,7 @@ def _listed(outputs: Outputs, kept: set[Place]) -> str:
     numbers = _numbers(outputs)
     rows = (
         f"{x.dtype} {x.shape}{' (an unchanged input)' * (place in kept)}"
-        f"{' (only 0, 1, infinities or a fill)' * (place in numbers and is_mask(x))}"
+        f"{' (only whole numbers)' * (place in numbers and is_whole(x))}"
         for place, x in outputs.items()
     )
     return ", ".join(rows) or "nothing"

@@ -11,7 +11,7 @@ _NEXT = (
     "and jaxmha.converters.lint_masks finds masks with another meaning"
 )
 
-# If outputs differ by at most this fraction of the largest value, a layer may compute in half
+# If outputs differ by at most this fraction of their size, a layer may compute in half
 # precision although it returns float64: the report says so.
 HALF = 0.05
 _INSIDE = (
@@ -22,7 +22,7 @@ _WIDER = "let the layers that cast to it compute in float32, and compare again"
 
 
 class Departure(NamedTuple):
-    """A pair of layers, or of outputs, and their difference relative to the largest value.
+    """A pair of layers, or of outputs, and their difference relative to their size.
 
     Attributes:
       source, target: the names of both.
@@ -51,10 +51,12 @@ class Proof:
       unused: source arrays that fill no target array, or only partly. missing: target arrays that
         the plan does not fill.
       difference: largest difference of a pair of outputs, relative to the largest value that the
-        source returns there, not counting fills such as -1e9; None if the models were not run.
+        source returns there, not counting fills such as -1e9; for a feature whose values are all less
+        than 1/100 of that, relative to 100 times its largest. None if the models were not run.
       tolerance: largest `difference` that counts as the same.
       outputs: the pairs of outputs that were compared, each with its difference. left: names of all
-        other outputs: those in no pair, integers, Booleans, unchanged inputs, equal masks, and zeros.
+        other outputs: those in no pair, integers, Booleans, unchanged inputs, and equal whole numbers,
+        such as masks and zeros.
       departure: the first pair of layers whose outputs differ by more than `tolerance`; None if there
         is no such pair. `same` does not depend on it: one model may compute in a layer what the other
         computes after it.
@@ -100,7 +102,7 @@ class Proof:
             verdict = "agree" if self.difference <= self.tolerance else "depart"
             narrow = "" if self.narrow is None else f" by {self.narrow}"
             rows.append(
-                f"outputs returned in {self.dtype}{narrow} {verdict}: {self.difference:.1e} of the largest "
+                f"outputs returned in {self.dtype}{narrow} {verdict}: {self.difference:.1e} of their size "
                 f"(at most {self.tolerance:.0e}); {self.compared} layers compared"
             )
             rows += self._paired_outputs()

@@ -186,7 +186,8 @@ def _outputs(
     departure, compared = None, 0
     for path, output in mine.layers.items():
         other = theirs.layers.get(pairs.get(path, ("?",)))
-        orders = [] if other is None else distances.distances(output, other)
+        # NaN in both would hide the layer in which they begin to differ.
+        orders = [] if other is None else distances.distances(output, other, equal_nan=True)
         if not orders:
             continue
         compared += 1

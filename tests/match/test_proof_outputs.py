@@ -75,6 +75,10 @@ BOTH: dict[str, tuple[Returns, Returns, str, str]] = {
         lambda f, y, x, p: (f, -1e9 * p[..., None]), lambda f, y, x, p: (f, -1e9 * p[..., None]),
         "0=0", "1 1",
     ),
+    "indices as numbers": (
+        lambda f, y, x, p: (f, 1.0 * f.argmax(-1)), lambda f, y, x, p: (f, 1.0 * f.argmax(-1)),
+        "0=0", "1 1",
+    ),
     "complex numbers": (lambda f, y, x, p: 2j * y, lambda f, y, x, p: 2j * y, "=", ""),
     "None": (lambda f, y, x, p: (f, None, p), lambda f, y, x, p: f, "0=", "2"),
     "keys": (
@@ -123,6 +127,10 @@ def test_outputs_of_both_are_compared(kind: str) -> None:
 
 
 # Returns of the source, returns of the model, and the pairs that depart.
+def features(y: Any, last: float) -> Any:
+    return y * (jax.numpy.asarray if isinstance(y, jax.Array) else torch.tensor)([1e6, 1.0, last])
+
+
 DEPART: dict[str, tuple[Returns, Returns, list[bool]]] = {
     "the second": (lambda f, y, x, p: (f, y), lambda f, y, x, p: (f, y + 1), [False, True]),
     "the order": (lambda f, y, x, p: (f, 2 * f), lambda f, y, x, p: (2 * f, f), [True, True]),
@@ -146,6 +154,16 @@ DEPART: dict[str, tuple[Returns, Returns, list[bool]]] = {
     "imaginary parts": (lambda f, y, x, p: y + 1j * y, lambda f, y, x, p: y - 1j * y, [True]),
     "an input for one": (lambda f, y, x, p: (x, f), lambda f, y, x, p: (x, x), [True]),
 }
+    "next to a large feature": (
+        lambda f, y, x, p: features(y, 1.0),
+        lambda f, y, x, p: features(y, 1.001),
+        [True],
+    ),
+    "next to fills of masks": (
+        lambda f, y, x, p: y - 100.0 * p[..., None],
+        lambda f, y, x, p: (1 + 1e-5) * y - 100.0 * p[..., None],
+        [True],
+    ),
 
 
 @pytest.mark.parametrize("kind", DEPART)
@@ -176,11 +194,11 @@ def test_equal_infinities_do_not_differ() -> None:
     assert proof_of(masked, lambda f, y, x, p: y).difference == np.inf
 
 
-FILLS = (-1e3, -1e4, -1e9, 1e9, -1e30, float(np.finfo("f").min), float(np.finfo("d").min))
+FILLS = (-100.0, -1e3, -1e4, -1e9, 1e9, -1e30, float(np.finfo("f").min), float(np.finfo("d").min))
 
 
 @pytest.mark.parametrize("fill", FILLS)
-@pytest.mark.parametrize("form", ["set", "added", "of one", "of two"])
+@pytest.mark.parametrize("form", ["set", "added", "of one", "of two", "of three"])
 def test_fills_of_masks_are_no_scale(fill: float, form: str) -> None:
     right, wrong = np.random.default_rng(0).normal(size=(2, 5, 7))
     masked = np.arange(7) >= np.array([[4]] * 4 + [[6 if form == "of one" else 5]])
@@ -198,14 +216,21 @@ def test_fills_of_masks_are_no_scale(fill: float, form: str) -> None:
 
 
 @pytest.mark.parametrize("large", [1.0, 1e3, 1e6])
-def test_large_numbers_that_are_no_fills_are_the_scale(large: float) -> None:
-    """Rounding then departs by as much of them, and of sums near zero too."""
-    x = np.random.default_rng(0).normal(size=(2, 5, 7))
-    feature, near_zero = x * np.where(np.arange(7) == 3, large, 1), x * large
-    near_zero[..., 1:] *= 1e-17
-    for array in (feature, near_zero):
-        off = 1e-9 * np.abs(array).max()
-        assert distance(array, array + off) == pytest.approx(1e-9, rel=1e-3)
+@pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.parametrize(("dtype", "rounds", "tolerance"), [("d", 1e-14, 1e-6), ("f", 3e-7, 1e-5)])
+def test_large_features_hide_no_others(
+    large: float, axis: int, dtype: str, rounds: float, tolerance: float
+) -> None:
+    """Rounding departs by a part of the large ones, and of sums near zero too."""
+    x, y = np.random.default_rng(0).normal(size=(2, 11, 5, 7)).astype(dtype)
+    is_large = np.indices(x.shape)[axis] == 3
+    features = np.where(is_large, large, 1).astype(dtype) * x
+    rounding = (rounds * large * y).astype(dtype)
+    near_zero = np.where(is_large, features, rounding)
+    assert distance(features, features + rounding) < tolerance
+    assert distance(near_zero, np.where(is_large, features, 0)) < tolerance
+    wrong = np.where(is_large, features, (1 + 0.01 * y).astype(dtype) * x)
+    assert (distance(features, wrong) > tolerance) == (dtype == "d" or large < 1e6)
 
 
 @pytest.mark.parametrize(
@@ -221,6 +246,8 @@ def test_models_without_numbers_to_compare_are_refused(theirs: Returns, mine: Re
         proof_of(theirs, mine)
 
 
+    if form == "of three":
+        fills = np.choose(masked * np.arange(7) % 4, [0, fill, 30 * np.sign(fill), 200])
 @pytest.mark.parametrize("returns", [lambda f, y, x, p: 0 * y, lambda f, y, x, p: x + 0 * f])
 def test_the_remedy_for_a_layer_of_zeros_compares_the_others(returns: Returns) -> None:
     """A new head, or the last layer of a residual branch: both models return zeros, or the input."""
