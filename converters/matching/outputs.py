@@ -1,5 +1,6 @@
 """Pairs the outputs of two models, and measures how far each pair is apart."""
 
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -19,10 +20,12 @@ _UNTRAINED = (
 
 
 class Compared(NamedTuple):
-    """Pairs of outputs with their differences, and the outputs that are in no pair (`left`)."""
+    """Pairs of outputs, with differences and places; outputs in no pair (`left`); notes on pairs."""
 
     pairs: tuple[Departure, ...]
+    places: tuple[tuple[Place, Place], ...]
     left: tuple[str, ...]
+    notes: tuple[str, ...]
 
 
 def compare(
@@ -51,17 +54,37 @@ def compare(
             "arrays of float numbers of equal sizes, unless both are unchanged inputs or equal whole numbers: "
             f"return some from both{_UNTRAINED if _hidden(mine, kept_by_source) else ''}"
         )
-    left = [f"{_name(a)} of the source" for a in mine if all(a != pair[0] for pair in pairs)]
-    left += [f"{_name(b)} of the model" for b in theirs if all(b != pair[1] for pair in pairs)]
+    left = [f"{name_of(a)} of the source" for a in mine if all(a != pair[0] for pair in pairs)]
+    left += [f"{name_of(b)} of the model" for b in theirs if all(b != pair[1] for pair in pairs)]
     return Compared(
-        tuple(_departure(a, b, orders, tolerance) for (a, b), orders in pairs.items()), tuple(left)
+        tuple(_departure(a, b, orders, tolerance) for (a, b), orders in pairs.items()),
+        tuple(pairs),
+        tuple(left),
+        tuple(_chosen(_numbers(mine), _numbers(theirs), pairs)),
     )
 
 
 def _departure(a: Place, b: Place, orders: list[Order], tolerance: float) -> Departure:
     axes, difference = orders[0]
     agreeing = [order.axes for order in orders if order.difference <= tolerance < difference]
-    return Departure(_name(a), _name(b), difference, axes, (*agreeing, None)[0])
+    return Departure(name_of(a), name_of(b), difference, axes, (*agreeing, None)[0])
+
+
+def _chosen(mine: Outputs, theirs: Outputs, pairs: Iterable[tuple[Place, Place]]) -> Iterator[str]:
+    """Yields notes on outputs that are paired by their nearness alone, with one of several."""
+    if len(mine) == len(theirs):
+        return
+    for a, b in pairs:
+        for place, roles, size, others in (
+            (a, ("source", "model"), mine[a].size, theirs),
+            (b, ("model", "source"), theirs[b].size, mine),
+        ):
+            many = sum(x.size == size for x in others.values())
+            if many > 1 and not (a == b and _keyed(a)):
+                yield (
+                    f"{name_of(place)} of the {roles[0]} is compared with the nearest of {many} outputs of "
+                    f"its size that the {roles[1]} returns: return dicts with the same keys to say which is meant"
+                )
 
 
 def _paired(
@@ -69,7 +92,7 @@ def _paired(
 ) -> Pairs:
     """Pairs outputs by key; others in order if counts and sizes agree, else those that differ least."""
     ours, others = _numbers(mine), _numbers(theirs)
-    named = [a for a in ours if a in others and any(isinstance(key, str) for key in a)]
+    named = [a for a in ours if a in others and _keyed(a)]
     found: Pairs = {}
     for place in named:
         orders = distances(ours.pop(place), others.pop(place))
@@ -89,6 +112,10 @@ def _paired(
             found[a, b] = orders
             del ours[a], others[b]
     return found
+
+
+def _keyed(place: Place) -> bool:
+    return any(isinstance(key, str) for key in place)
 
 
 def _numbers(outputs: Outputs) -> Outputs:
@@ -122,7 +149,7 @@ def _equal(given: NDArray, found: NDArray) -> bool:
     return bool((wide == found).all())
 
 
-def _name(place: Place) -> str:
+def name_of(place: Place) -> str:
     return f"output {'.'.join(map(str, place))}" if place else "the output"
 
 

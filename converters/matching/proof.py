@@ -64,7 +64,8 @@ class Proof:
       dtype: narrowest dtype that a model or layer returned. narrow: the first layer that returned
         it; None if all returned float64.
       notes: as in the plan: remarks on reading, settings that only the source states, norms with
-        another epsilon. They are not part of the proof, and do not change `same`.
+        another epsilon. Also a model that raised in float64 and ran in float32, outputs paired as the
+        nearest of several, and the layers that first returned NaN. They do not change `same`.
     """
 
     equal: int

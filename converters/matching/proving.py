@@ -15,6 +15,7 @@ from jaxmha.converters.matching import (
     lines,
     loading,
     model_inputs,
+    nans,
     outputs,
     running,
     stored,
@@ -74,6 +75,8 @@ def prove(
         for which, run in runs.items()
         if run.refused is not None
     ]
+    remarks += found.notes
+    remarks += nans.notes(ours, other, found.places, (for_source, for_target))
     proof = replace(proof, tolerance=tolerance, dtype=dtype.name, narrow=narrow)
     proof = replace(proof, notes=(*proof.notes, *remarks))
     return _outputs(proof, ours, other, _paired(mine, theirs, jobs, ours, other), found)

@@ -120,17 +120,18 @@ def test_outputs_of_both_are_compared(kind: str) -> None:
     assert [row.removeprefix("output ").split()[0] for row in proof.left] == left.split()
     assert ("not compared: output" in str(proof)) == bool(left)
     assert (" of the model against " in str(proof)) == (len(proof.outputs) > 1 or bool(left))
+    assert ("the nearest of 2 outputs of its size" in str(proof)) == ("more" in kind)
     wrong = proof_of(theirs, mine, jax.numpy.abs)
     assert not wrong.same
     assert wrong.departure is not None
     assert wrong.departure[:2] == ("head", "head")
 
 
-# Returns of the source, returns of the model, and the pairs that depart.
 def features(y: Any, last: float) -> Any:
     return y * (jax.numpy.asarray if isinstance(y, jax.Array) else torch.tensor)([1e6, 1.0, last])
 
 
+# Returns of the source, returns of the model, and the pairs that depart.
 DEPART: dict[str, tuple[Returns, Returns, list[bool]]] = {
     "the second": (lambda f, y, x, p: (f, y), lambda f, y, x, p: (f, y + 1), [False, True]),
     "the order": (lambda f, y, x, p: (f, 2 * f), lambda f, y, x, p: (2 * f, f), [True, True]),
@@ -153,7 +154,6 @@ DEPART: dict[str, tuple[Returns, Returns, list[bool]]] = {
     "zeros": (lambda f, y, x, p: 0 * y, lambda f, y, x, p: y, [True]),
     "imaginary parts": (lambda f, y, x, p: y + 1j * y, lambda f, y, x, p: y - 1j * y, [True]),
     "an input for one": (lambda f, y, x, p: (x, f), lambda f, y, x, p: (x, x), [True]),
-}
     "next to a large feature": (
         lambda f, y, x, p: features(y, 1.0),
         lambda f, y, x, p: features(y, 1.001),
@@ -164,6 +164,7 @@ DEPART: dict[str, tuple[Returns, Returns, list[bool]]] = {
         lambda f, y, x, p: (1 + 1e-5) * y - 100.0 * p[..., None],
         [True],
     ),
+}
 
 
 @pytest.mark.parametrize("kind", DEPART)
@@ -181,6 +182,39 @@ def test_a_layer_that_departs_is_named_though_outputs_agree() -> None:
     assert proof.departure is not None
     assert "head from head, by" in str(proof)
     assert "while the compared outputs agree" in str(proof)
+
+
+@pytest.mark.parametrize("row", [0, 1])
+def test_a_note_says_where_nan_comes_from(row: int) -> None:
+    def masked(f: Any, y: Any, x: Any, p: Any) -> Any:
+        y[0] = np.nan
+        return y
+
+    proof = proof_of(masked, lambda f, y, x, p: y.at[row].set(np.nan))
+    assert not proof.same
+    first, second = proof.notes
+    assert first.startswith("NaN differs from everything: 21 of 42 numbers in the output of the so")
+    assert first.endswith("at the same places" if row == 0 else "at other places")
+    assert (
+        "from no inner layer of the source and no inner layer of the model; a row of scores"
+        in second
+    )
+
+
+def test_nan_of_both_hides_no_layer_that_departs() -> None:
+    """It goes through all layers, as from a row of scores that is masked."""
+
+    def masked(rng: np.random.Generator) -> tuple[Any, ...]:
+        x, padding = inputs(rng)
+        return np.where(np.arange(2)[:, None, None] == 0, np.nan, x), padding
+
+    source = Theirs(lambda f, y, x, p: y)
+    model = flax.load_into(Mine(lambda f, y, x, p: y, jax.numpy.abs), source)
+    proof = prove(source, model, inputs=masked)
+    assert not proof.same
+    assert proof.departure is not None
+    assert proof.departure[:2] == ("head", "head")
+    assert "from fc of the source and fc of the model; the drawn inputs hold NaN" in proof.notes[-1]
 
 
 def test_equal_infinities_do_not_differ() -> None:
@@ -205,6 +239,8 @@ def test_fills_of_masks_are_no_scale(fill: float, form: str) -> None:
     fills = fill * masked
     if form == "of two":
         fills = fill / 2 * masked + fill / 2 * (np.arange(7) > 5)
+    if form == "of three":
+        fills = np.choose(masked * np.arange(7) % 4, [0, fill, 30 * np.sign(fill), 200])
 
     def filled(x: Any) -> Any:
         return fills + x if form == "added" else np.where(masked, fills, x)
@@ -246,8 +282,6 @@ def test_models_without_numbers_to_compare_are_refused(theirs: Returns, mine: Re
         proof_of(theirs, mine)
 
 
-    if form == "of three":
-        fills = np.choose(masked * np.arange(7) % 4, [0, fill, 30 * np.sign(fill), 200])
 @pytest.mark.parametrize("returns", [lambda f, y, x, p: 0 * y, lambda f, y, x, p: x + 0 * f])
 def test_the_remedy_for_a_layer_of_zeros_compares_the_others(returns: Returns) -> None:
     """A new head, or the last layer of a residual branch: both models return zeros, or the input."""
