@@ -98,6 +98,7 @@ def compare(
         facts.differing,
         dtype,
         rest.relations,
+        rest.unlike,
     )
 
 

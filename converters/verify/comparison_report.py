@@ -93,6 +93,7 @@ class Report:
       facts: facts of the models in no tensor that differ: positions, masks, norms (`model_facts`).
       dtype: dtype to which the first source was rounded before the comparison; None: it was not.
       relations: names in `outside` -> how two tensors of different dtypes are related.
+      unlike: the names in each source of the tensors in `outside`.
     """
 
     blocks: tuple[BlockReport, ...]
@@ -105,6 +106,7 @@ class Report:
     facts: tuple[str, ...] = ()
     dtype: str | None = None
     relations: Mapping[str, Relation] = field(default_factory=dict)
+    unlike: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
 
     @property
     def different(self) -> bool:

@@ -10,6 +10,7 @@ from jaxmha.converters.layout.arrays import NDArray
 from jaxmha.converters.verify.weights import How
 
 Load = Callable[[str], NDArray | None]
+Names = tuple[str | None, str | None]  # of a tensor in each source; None: it has none
 
 
 def pairs(
@@ -29,26 +30,34 @@ def differences(
     pair: tuple[LatentBlock, LatentBlock],
     loads: tuple[Load, Load],
     describe: Callable[[NDArray, NDArray], How | None],
-) -> Iterator[tuple[str, How]]:
-    """Yields (name, how it differs) of every leaf that differs, and of every fact that differs.
+) -> Iterator[tuple[str, How, Names]]:
+    """Yields the name, the difference and the tensors of every leaf and of every fact that differs.
 
-    Facts are scale, dropout rate and positions; they are compared if both blocks know some.
+    Facts are scale, dropout rate and positions; they are compared if both blocks know some, and are
+    in no tensor.
     `describe` returns how two arrays differ, None if they are the same.
     """
     ours, theirs = (_leaves(block, load) for block, load in zip(pair, loads, strict=True))
     for leaf in dict.fromkeys([*pair[0].leaves, *pair[1].leaves]):
         name = f"{pair[0].prefix}, {leaf}"
         x, y = ours.get(leaf), theirs.get(leaf)
+        tensors = _tensor(pair[0], leaf), _tensor(pair[1], leaf)
         if x is None or y is None:
-            yield name, How(f"only in the {'second' if x is None else 'first'}")
+            yield name, How(f"only in the {'second' if x is None else 'first'}"), tensors
         elif how := describe(x, y):
-            yield name, how
+            yield name, how, tensors
     facts = [_facts(block) for block in pair]
     if all(facts):
         for what in {**facts[0], **facts[1]}:
             if facts[0].get(what) != facts[1].get(what):
                 text = f"{facts[0].get(what)} and {facts[1].get(what)}"
-                yield f"{pair[0].prefix}, {what}", How(text)
+                yield f"{pair[0].prefix}, {what}", How(text), (None, None)
+
+
+def _tensor(block: LatentBlock, leaf: str) -> str | None:
+    """Returns the name of the tensor that holds a leaf; None if the block lacks it."""
+    key = block.leaves.get(leaf)
+    return None if key is None else block.keys[key]
 
 
 def _leaves(block: LatentBlock, load: Load) -> dict[str, NDArray]:

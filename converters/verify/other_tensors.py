@@ -82,12 +82,14 @@ class Outside(NamedTuple):
       left: tensors that could not be compared.
       notes: remarks on tensors that count as the same.
       relations: name -> how two tensors of different dtypes are related, if that is known.
+      unlike: the names in each source of the tensors that differ.
     """
 
     differing: dict[str, str]
     left: tuple[Left, ...]
     notes: tuple[str, ...]
     relations: Mapping[str, Relation] = MappingProxyType({})
+    unlike: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
 
 
 NOTHING = Outside({}, (), ())
@@ -181,6 +183,7 @@ def _compared(
     harmless: list[tuple[int, str]],
 ) -> Outside:
     differing: dict[str, How] = {}
+    unlike: list[latent_comparison.Names] = []
     left: list[Left] = []
     turned: list[str] = []
     zero: list[str] = []
@@ -189,7 +192,9 @@ def _compared(
         loads = load_a, load_b
         latents = latent_comparison.pairs(operands[0].latents, operands[1].latents)[0]
         for one in latents:
-            differing |= latent_comparison.differences(one, loads, _difference)
+            for leaf, how, names in latent_comparison.differences(one, loads, _difference):
+                differing[leaf] = how
+                unlike.append(names)
         for number, name in harmless:
             array = loads[number](name)
             if array is not None and not array.any():
@@ -211,6 +216,7 @@ def _compared(
                 turned.append(pair.name)
             elif how:
                 differing[pair.name] = how
+                unlike.append(pair.names)
     for number, own in enumerate(("first", "second")):
         for name in sorted(alone[number], key=order.__getitem__):
             other = ("second", "first")[number]
@@ -225,7 +231,8 @@ def _compared(
         notes.append(f"biases of zeros in only one source, which change nothing: {listed(zero)}")
     relations = {name: how.relation for name, how in differing.items() if how.relation}
     texts = {name: how.text for name, how in differing.items()}
-    return Outside(texts, tuple(left), tuple(notes), relations)
+    first, second = (tuple(dict.fromkeys(filter(None, (x[i] for x in unlike)))) for i in (0, 1))
+    return Outside(texts, tuple(left), tuple(notes), relations, (first, second))
 
 
 def _groups(source: Source) -> dict[str, _Group]:

@@ -59,12 +59,8 @@ def read(path: Path, report: Report, second: bool = False) -> Facts:
 
 
 def _results(report: Report, second: bool) -> dict[str, str]:
-    """Maps the tensors outside attention that differ or were not compared to their results.
-
-    Differing tensors are named as in the first source, even if `second` is set: a tensor that the
-    second source has under another name is then not among them.
-    """
-    found = dict.fromkeys(report.outside, DIFFERS)
+    """Maps the tensors outside attention that differ or were not compared to their results."""
+    found = dict.fromkeys(report.unlike[second], DIFFERS)
     source = "second" if second else "first"
     return found | {left.name: LEFT for left in report.not_compared if left.source == source}
 

@@ -11,7 +11,7 @@ from jaxmha import checkpoint
 from jaxmha.converters import huggingface, positions_of
 from jaxmha.converters.discovery import latent_blocks
 from jaxmha.converters.migrate import pipeline
-from jaxmha.converters.verify import report
+from jaxmha.converters.verify import comparison, page_facts, report
 from jaxmha.latent.params import leaves
 from tests.converters.command_line import cli, printed, succeeds
 from tests.converters.test_every_layout import model_file
@@ -224,6 +224,11 @@ def test_commands_compare_it_whatever_the_form(tmp_path: Path) -> None:
         assert done.exit_code == 1, printed(done)
         assert "key.kernel" in printed(done)
         assert "1 of" in printed(done)
+    found = comparison.compare(source, target)
+    for path, holds in ((source, "0.self_attn.kv_b_proj.weight"), (target, name)):
+        tensors = page_facts.read(path, found, path is target).tensors
+        (own,) = (one.name for one in tensors if one.result == page_facts.DIFFERS)
+        assert own.endswith(holds)
 
 
 def test_its_positions_are_read(tmp_path: Path) -> None:

@@ -97,6 +97,33 @@ def test_every_tensor_has_its_result(made: tuple[str, tuple[Path, Path]]) -> Non
     assert [one.name for one in second.tensors if one.result == page_facts.LEFT] == ["more"]
 
 
+# The first and the second, but for the block, and the tensors that differ in each: of a linear layer of
+# two frameworks, and of one array under two tied names.
+RENAMED: dict[str, Any] = {
+    "framework": ("pt", {"fc.weight": 0}, "npz", {"fc/kernel": 1}),
+    "tied": ("safetensors", {"emb": 0}, "pt", {"head": 1}),
+    "tied in the second": ("pt", {"head": 1}, "safetensors", {"emb": 0}),
+}
+
+
+@pytest.mark.parametrize("kind", RENAMED)
+def test_a_tensor_of_another_name_differs_in_both(kind: str, tmp_path: Path) -> None:
+    found, paths = [], []
+    for which, ending, own in zip("ab", RENAMED[kind][::2], RENAMED[kind][1::2], strict=True):
+        path, tied = (
+            tmp_path / f"{which}.{ending}",
+            {"head": "emb"} if ending == "safetensors" else {},
+        )
+        arrays = {name: np.full((3, 3), value) for name, value in own.items()}
+        checkpoint.write(path, state("x", **arrays), metadata=tied)
+        paths.append(path)
+    report = comparison.compare(*paths, num_heads=2)
+    for second, path in enumerate(paths):
+        tensors = page_facts.read(path, report, bool(second)).tensors
+        found.append({one.name for one in tensors if one.result == page_facts.DIFFERS})
+    assert found == [{*RENAMED[kind][1]}, {*RENAMED[kind][3]}]
+
+
 def test_the_same_sources(tmp_path: Path) -> None:
     a, _ = files(tmp_path)
     html = page.of_files(comparison.compare(a, a, num_heads=2), a, a, "again")
