@@ -333,6 +333,7 @@ def _only(comparand: comparands.Comparand, given: AnySource) -> ComparedBlock:
                 "give its parameters"
             )
         return block
+    comparands.require_blocks(comparand, given)
     names = ", ".join(block.name for block in comparand.blocks[:5])
     raise ValueError(
         f"{len(comparand.blocks)} attention blocks in a {type(given).__name__} ({names} ...): give one, "

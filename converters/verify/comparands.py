@@ -89,14 +89,14 @@ FRAMEWORKS: dict[str, ModuleType] = {
 
 
 def read(given: AnySource, num_heads: int | None = None) -> Comparand:
-    """Reads every attention block of a source.
+    """Reads every attention block of a source; there may be none.
 
     The source is a path, a dict of arrays, `MHAParams` (alone or with `Semantics`), a layer or
     model object, or a linen pair `(module, variables)`.
 
     Raises:
       TypeError: the source is none of these.
-      ValueError: the source has no attention block, or a block cannot be read.
+      ValueError: the source has no array, or a block cannot be read.
     """
     if isinstance(given, str | os.PathLike):
         path = Path(given)
@@ -116,9 +116,17 @@ def read(given: AnySource, num_heads: int | None = None) -> Comparand:
         found = _read_state(state, _shapes_of(state), num_heads)
     else:
         found = _read_live(given, num_heads)
-    if not found.blocks and not found.source.latents:
-        raise ValueError(f"no attention block found in {_shown(given)}")
+    if not found.blocks and not found.source.info:
+        raise ValueError(f"no arrays to compare in {_shown(given)}")
     return found
+
+
+def require_blocks(found: Comparand, given: AnySource) -> None:
+    """Raises ValueError if a source, the object `given`, has no attention block."""
+    if not found.blocks and not found.source.latents:
+        raise ValueError(
+            f"no attention block found in {_shown(given)}: `jaxmha verify` compares all tensors"
+        )
 
 
 def _read_state(

@@ -4,10 +4,10 @@ Outputs alone do not show every difference (a key bias cancels in the softmax), 
 do not prove that a layer applies its mask. `compare` therefore always compares both.
 """
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import zip_longest
 from typing import NamedTuple
 
 import numpy as np
@@ -35,6 +35,10 @@ from jaxmha.semantics import logit_scale
 # Two errors count as similar up to this ratio; exported for readers of reports.
 RATIO = forward_check.RATIO
 FOLDED = "the scale is folded into the query"  # the start of an explanation
+_NO_ATTENTION = (
+    "no attention block was found in {}: tensors were compared by name, and no output was computed "
+    "(`jaxmha match` pairs tensors of other names)"
+)
 _FOLDED_NOTE = (
     f"in every block that differs, {FOLDED}, as `jaxmha convert --fold-scale` does: bits and scale "
     "differ, and the outputs are those of the other source"
@@ -55,7 +59,8 @@ def compare(
     keras, flax or equinox layer or model, or a linen pair `(module, variables)`. Layers of jaxmha are
     run like those of flax and equinox, except with `rotate`, as a note says. Blocks are paired by
     name, or by order if names differ and the numbers of blocks agree; other layers by name.
-    Tensors of only one source are in `not_compared`, and make the report falsy. Of two files, the
+    Tensors of only one source are in `not_compared`, and make the report falsy. If a source has no
+    attention block, a note says so. Of two files, the
     positions, masks and norms that their configurations give are compared as well.
 
     Args:
@@ -67,7 +72,7 @@ def compare(
         conversion to that dtype does; `a` is no layer object then.
 
     Raises:
-      TypeError, ValueError: a source cannot be read, or not be rounded.
+      TypeError, ValueError: a source cannot be read, has no array, or cannot be rounded.
 
     >>> import torch
     >>> layer = torch.nn.MultiheadAttention(6, 2)
@@ -82,7 +87,7 @@ def compare(
     rest = other_tensors.compare(first_source.source, second_source.source)
     facts = model_facts.compare(first_source.source, second_source.source, pairs)
     notes += (*rest.notes, *dict.fromkeys((*first_source.notes, *second_source.notes)))
-    notes += facts.notes
+    notes += (*facts.notes, *_without_attention(first_source, second_source))
     apart = [block.explanation or "" for block in reports if not block.same]
     if apart and all(why.startswith(FOLDED) for why in apart):
         notes += (_FOLDED_NOTE,)
@@ -100,6 +105,14 @@ def compare(
         rest.relations,
         rest.unlike,
     )
+
+
+def _without_attention(*sources: comparands.Comparand) -> Iterator[str]:
+    """Yields a note that names the sources without attention blocks, if there are such."""
+    without = [not (one.blocks or one.source.latents) for one in sources]
+    names = itertools.compress(("the first", "the second"), without)
+    if any(without):
+        yield _NO_ATTENTION.format("either source" if all(without) else next(names))
 
 
 def assert_same(a: AnySource, b: AnySource, *, num_heads: int | None = None, seed: int = 0) -> None:
@@ -296,7 +309,7 @@ def pair(
         raise ValueError("two blocks of one source have the same name: rename one")
     if (not common or not unique) and len(a) == len(b):
         note = "blocks are paired in order, because their names do not match: check the pairs"
-        named = any(x.name and y.name for x, y in zip_longest(a, b))
+        named = any(x.name and y.name for x, y in itertools.zip_longest(a, b))
         return list(zip(a, b, strict=True)), (), (), (note,) if named else ()
     only_a, only_b = (
         tuple(block.name for name, block in x.items() if name not in common) for x in by_name

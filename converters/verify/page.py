@@ -122,6 +122,8 @@ def _tensors(report: Report, first: Facts) -> Iterable[str]:
 
 def _blocks(report: Report) -> Iterable[str]:
     blocks = page_facts.shown_first(report.blocks)
+    if not (blocks or report.only_a or report.only_b):
+        return
     yield f"<h2>Attention: {len(blocks)} block{'s' * (len(blocks) != 1)}</h2>"
     yield (
         "<p>Both sources compute every block on the same random inputs, and so does float64 with "

@@ -36,7 +36,7 @@ from jaxmha.converters.verify import (
 )
 from jaxmha.converters.verify.attribution import Attribution, percent
 from jaxmha.converters.verify.captured_layer import Inputs, Layer, as_inputs, of_block
-from jaxmha.converters.verify.comparands import Comparand, ComparedBlock
+from jaxmha.converters.verify.comparands import Comparand, ComparedBlock, require_blocks
 from jaxmha.converters.verify.weights import stored_differently
 from jaxmha.semantics import PATHS
 
@@ -152,6 +152,8 @@ def command(
             raise ValueError("--mask is for drawn inputs: put masks into the file of --inputs")
         masks = _masks(file) or (MASKS[mask.value], MASKS[(mask_b or mask).value])
         sources = comparison.read_both(a, b, num_heads)
+        for source, path in zip(sources, (a, b), strict=True):
+            require_blocks(source, path)
         pairs, only_a, only_b, notes = comparison.pair(sources[0].blocks, sources[1].blocks)
         if block is not None:
             pairs, only_a, only_b = [p for p in pairs if block in (p[0].name, p[0].path)], (), ()

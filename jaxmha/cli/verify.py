@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from jaxmha import checkpoint
 from jaxmha.cli.console import (
     check_text,
     escape,
@@ -52,10 +53,11 @@ def command(
 ) -> None:
     """Compare two checkpoints: every tensor bit by bit, outputs of attention against float64.
 
-    Other layers are read by the conventions of their frameworks. Positions, masks, kinds and
-    epsilons of norms are compared if a config.json of its model is next to each file. Exit code 1 if
-    anything differs, or if a tensor has no counterpart and was not compared. Another dtype is a
-    difference, even of the same values: --dtype rounds the first before the comparison.
+    Other layers are read by the conventions of their frameworks, also in files without attention.
+    Positions, masks, kinds and epsilons of norms are compared if a config.json of its model is next
+    to each file. Exit code 1 if anything differs, or if a tensor has no counterpart and was not
+    compared. Another dtype is a difference, even of the same values: --dtype rounds the first before
+    the comparison.
     """
     cast = None if dtype is None else dtype.value
     with one_message():
@@ -69,7 +71,7 @@ def command(
             print_json(report.to_json())
         else:
             _print(report)
-            if to := _rounded_to(report):
+            if to := _rounded_to(report, b):
                 print_line(f"next: {escape(_again(a, b, num_heads, to))}")
     raise typer.Exit(0 if report.same else 1)
 
@@ -81,12 +83,14 @@ def _again(a: Path, b: Path, num_heads: int | None, dtype: str | None) -> str:
     return shlex.join(("jaxmha", "verify", str(a), str(b), *heads, *cast))
 
 
-def _rounded_to(report: comparison_report.Report) -> str | None:
+def _rounded_to(report: comparison_report.Report, second: Path) -> str | None:
     """The dtype with which the comparison may succeed: the second source is the first, rounded."""
-    found = {block.dtypes[1] for block in report.blocks if not block.same}
-    if not report.only_rounded or len(found) != 1:
+    if not report.only_rounded:
         return None
-    return next((dtype for dtype in found if dtype in DTYPES), None)
+    found = {block.dtypes[1] for block in report.blocks if not block.same}
+    with checkpoint.open(second, dequantise=True, unbox=True) as file:
+        found |= {str(file.info[name].dtype) for name in report.unlike[1]}
+    return next((dtype for dtype in found if dtype in DTYPES and len(found) == 1), None)
 
 
 def _print(report: comparison_report.Report) -> None:
@@ -101,7 +105,8 @@ def _print(report: comparison_report.Report) -> None:
         name = escape(block.a or block.b or "(top)")
         rows.append((name, layouts, str(block.num_heads), weights, *errors))
     columns = ("block", "layouts", "heads", "weights", "error, no mask", "padding", "causal")
-    print_table("", columns, rows)
+    if rows:
+        print_table("", columns, rows)
     if any(block.errors for block in report.blocks):
         print_line("errors: RMS against float64, in rounding floors of the output")
     for block in report.blocks:

@@ -103,7 +103,7 @@ def test_no_attention_block(place: Path) -> None:
     checkpoint.write(place / "none.npz", {"weight": np.ones((3, 5), np.float32)})
     message = fails(place, "convert", place / "none.npz", place / "x.npz", "--to", "flax")
     assert "no attention block" in message
-    assert "no attention block" in fails(place, "verify", place / "none.npz", place / "none.npz")
+    assert "no attention block" in fails(place, "diff", place / "none.npz", place / "none.npz")
     assert "0 attention blocks" in succeeds("inspect", place / "none.npz").stdout
 
 

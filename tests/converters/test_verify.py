@@ -215,7 +215,7 @@ def test_report_is_plain_data(params: MHAParams, layer: Any) -> None:
     ("side", "error", "message"),
     [
         (7, TypeError, r"cannot compare a int: give a path"),
-        ({"weight": np.ones((3, 3))}, ValueError, r"no attention block found in a dict"),
+        ({"a": {}}, ValueError, r"no arrays to compare in a dict"),
         ("absent.npz", ValueError, r"absent.npz"),
     ],
 )
