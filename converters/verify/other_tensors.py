@@ -192,8 +192,8 @@ def _compared(
         loads = load_a, load_b
         latents = latent_comparison.pairs(operands[0].latents, operands[1].latents)[0]
         for one in latents:
-            for leaf, how, names in latent_comparison.differences(one, loads, _difference):
-                differing[leaf] = how
+            for leaf, text, names in latent_comparison.differences(one, loads, _difference):
+                differing[leaf] = text
                 unlike.append(names)
         for number, name in harmless:
             array = loads[number](name)
