@@ -1,4 +1,4 @@
-"""Imports folders of a checkout that an installed package has inside `jaxmha`.
+"""Lets a checkout import folders that the wheel has inside `jaxmha`, and the checkout elsewhere.
 
 `jaxmha/converters` is a symbolic link, which an archive, or a system without symbolic links, may
 replace by a text file. `jaxmha/recipes` has no link: recipes are experiments, which users copy.
@@ -31,4 +31,4 @@ class _Finder:
 def find_rooms() -> None:
     """Makes `jaxmha.converters` and `jaxmha.recipes` importable in a checkout."""
     if (_PACKAGE.parent / "pyproject.toml").is_file():
-        sys.meta_path.insert(0, _Finder)  # before the finder of another editable install
+        sys.meta_path.insert(0, _Finder)  # first: another editable install has a finder too

@@ -57,13 +57,13 @@ def _is_fine(leaf: object) -> bool:
 
 def in_jax(dtype: np.dtype[Any]) -> bool:
     """True if JAX has the dtype. Integers may have any byte order, since callers cast them."""
-    widest = 16 if dtype.kind == "c" else 8  # NumPy's long double is wider
+    widest = 16 if dtype.kind == "c" else 8  # NumPy's long double has more bytes, and JAX lacks it
     ordinary = dtype.kind in "biufc" and dtype.itemsize <= widest
     return dtype.isbuiltin == 2 or (ordinary and (dtype.isnative or dtype.kind in "iu"))
 
 
 def to_dtype(dtype: DTypeLike) -> np.dtype[Any]:
-    """`np.dtype(dtype)`; mypy takes half a second to find its overload for a `DTypeLike`."""
+    """`np.dtype(dtype)` through a cast: mypy takes half a second to choose among its overloads."""
     return cast("Callable[[object], np.dtype[Any]]", np.dtype)(dtype)
 
 
@@ -83,7 +83,7 @@ def conversion_hint(name: str, value: object) -> str:
 
 
 def mask_hint(mask: object) -> str:
-    """The end of an error message: how to give a mask that is neither an array nor a `Mask`."""
+    """The end of an error message: what to give instead of `mask`, neither an array nor a `Mask`."""
     if hasattr(mask, "mask_mod"):  # a BlockMask of torch's flex_attention
         return ": it holds a function, to be given as mask_mod=block_mask.mask_mod"
     if isinstance(mask, type):
@@ -95,7 +95,7 @@ def mask_hint(mask: object) -> str:
         )
     if isinstance(mask, list | tuple):
         return ": make it an array with np.asarray(mask, bool)"
-    if isinstance(mask, str | bool):  # an array of it would hold one True
+    if isinstance(mask, str | bool):  # as an array it would be one True, and mask nothing
         return (
             f" {mask!r}: for a causal mask give Mask.causal() or is_causal=True; None masks nothing"
         )
@@ -107,7 +107,7 @@ def mask_hint(mask: object) -> str:
 
 
 def latent_hint(value: object) -> str:
-    """The end of an error message: what to call with what was given instead of `LatentParams`."""
+    """The end of an error message: the function for `MHAParams`, if given for `LatentParams`; or ""."""
     if type(value).__name__ == "MHAParams":
         return (
             ": call the function of the same name in jaxmha, such as jaxmha.extend, with a cache from "
@@ -117,7 +117,7 @@ def latent_hint(value: object) -> str:
 
 
 def params_hint(value: object) -> str:
-    """The end of an error message: how to make `MHAParams` of what was given instead."""
+    """The end of an error message: how to get `MHAParams` from what was given; "" if unknown."""
     if type(value).__name__ == "LatentParams":
         return ": latent attention has functions of the same names in jaxmha.latent"
     if isinstance(value, Mapping):
@@ -125,7 +125,7 @@ def params_hint(value: object) -> str:
             ": params, semantics = import_params(...) of jaxmha.converters.flax, .torch or .keras"
         )
     packages = {base.__module__.partition(".")[0] for base in type(value).__mro__}
-    for framework in ("keras", "torch", "flax", "equinox"):  # a Keras layer may be torch's too
+    for framework in ("keras", "torch", "flax", "equinox"):  # Keras' may be torch's too
         if framework in packages:
             return f": params, semantics = jaxmha.converters.{framework}.from_module(...)"
     return ""
@@ -175,7 +175,7 @@ def shapes_too(function: Callable[P, Tree]) -> Callable[P, Tree]:
 def reject_foreign(name: str, tree: object) -> None:
     """Raises TypeError for a leaf that is a tensor of another framework (without importing it), a
     masked array of NumPy, or an array of a dtype that JAX lacks."""
-    if all(map(_is_fine, jax.tree.leaves(tree))):  # fast, since it computes no paths
+    if all(map(_is_fine, jax.tree.leaves(tree))):  # the usual case, without the cost of paths
         return
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if _is_fine(leaf):
@@ -195,7 +195,7 @@ def reject_foreign(name: str, tree: object) -> None:
         if framework in FOREIGN and hasattr(leaf, "dtype"):
             called = f"{name}{jax.tree_util.keystr(path)}"
             wide = ".float()" if framework == "torch" and "bfloat16" in str(leaf.dtype) else ""
-            if hasattr(leaf, "_materialize"):  # a CausalBias of torch, whose memory has no values
+            if hasattr(leaf, "_materialize"):  # torch's CausalBias computes its values only then
                 wide = "._materialize()"
             raise TypeError(
                 f"{called} must be an array of NumPy or JAX, got {framework}."

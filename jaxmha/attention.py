@@ -336,10 +336,10 @@ def _residual(
     sizes: dict[str, int],
     dtype: np.dtype[np.floating],
 ) -> jax.Array:
-    """The lse as `jax.nn` returns it: masks in `jax.nn` set logits to a finite float32 constant."""
+    """The lse as `jax.nn` returns it, where masks set logits to a finite float32 constant, not -inf."""
     if not mask.empty:
         masked = lse == -jnp.inf
-        if bias is not None:  # keys that a bias excludes are -inf in jax.nn too
+        if bias is not None:  # rows that only a bias of -inf masks are -inf in jax.nn too
             some = ~jnp.asarray(mask.to_array(sizes["T"], sizes["S"])).all(-1)
             masked &= sharding.in_order(some, 2)
         lse = jnp.where(masked, -0.7 * float(np.finfo(np.float32).max), lse)

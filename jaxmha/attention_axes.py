@@ -51,7 +51,10 @@ class Axes(NamedTuple):
         return jnp.transpose(split, sorted(range(rank), key=order.__getitem__))
 
     def pairs(self, name: str, array: Array) -> Array:
-        """Reshapes a mask or bias `*B N *T *S` to `*B N T S`; ValueError if a size does not fit."""
+        """Reshapes a mask or bias `*B N *T *S` to `*B N T S`; ValueError if a size does not fit.
+
+        `name`: its name in the message. Axes may be 1 or, from the left, missing.
+        """
         n = len(self.over)
         given = array.shape
         if n == 1 or array.ndim == 0:
@@ -78,7 +81,7 @@ class Axes(NamedTuple):
         return replace(mask, array=self.pairs("mask", mask.array))
 
     def split(self, weights: jax.Array) -> jax.Array:
-        """Reshapes weights `*B N T S` to `*B N *T *S`; with extra positions, S stays one axis."""
+        """Reshapes weights `*B N T S` to `*B N *T *S`; if S has extra positions, it stays one axis."""
         S = weights.shape[-1]
         keys = self.keys if math.prod(self.keys) == S else (S,)
         return weights.reshape(*weights.shape[:-2], *self.queries, *keys)

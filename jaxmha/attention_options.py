@@ -37,7 +37,7 @@ class Options(TypedDict, total=False):
     implementation: str | Sequence[str] | None
 
 
-# Fields of `Semantics` that are arguments of `dot_product_attention`.
+# Fields of `Semantics` that `dot_product_attention` has as arguments of the same names.
 _FIELDS = (
     "scale",
     "logits_soft_cap",

@@ -18,7 +18,7 @@ from jaxmha.semantics import Semantics
 
 
 def count(params: MHAParams, semantics: Semantics) -> int:
-    """Number of extra positions.
+    """Returns the number of extra positions of a layer: 0, 1 or 2.
 
     Raises:
       ValueError: there are extra positions, and positions are in zig-zag order.
@@ -49,7 +49,7 @@ def append(heads: jax.Array, learned: Array | None, semantics: Semantics) -> jax
 def widen_bias(
     bias: Array | None, extra: int, batch: Sequence[int], sizes: dict[str, int]
 ) -> jax.Array | None:
-    """Extends a bias over S to the extra positions with 0, unless it covers them already."""
+    """Returns the bias over S and the extra positions, 0 there; a bias that covers them is kept."""
     if bias is None:
         return None
     if extra == 0 or _names_extras(bias, extra, sizes):
@@ -60,7 +60,7 @@ def widen_bias(
 
 
 def widen_mask(mask: Mask, extra: int, batch: Sequence[int], sizes: dict[str, int]) -> Mask:
-    """Extends a mask over S to the extra positions, visible unless its array covers them already.
+    """Returns the mask over S and the extra positions, True there; an array that covers them is kept.
 
     Invalid query rows attend nothing, not even extra positions.
     """

@@ -36,7 +36,7 @@ PAGED = {
     "value_scale": "P K page",
 }
 
-COUNTED = ("lengths", "table")  # integers
+COUNTED = ("lengths", "table")  # the arrays of integers
 
 
 def clipped_counts(lengths: ArrayT) -> ArrayT:
@@ -51,10 +51,10 @@ def require_integers(name: str, array: Array) -> None:
 
 
 def check_dtypes(parts: Mapping[str, Array | None], *, paged: bool) -> None:
-    """Raises TypeError if an array of a cache has a wrong dtype. Raises ValueError if a dtype lacks
-    the scales that it needs or has scales without need, or if the cache was donated."""
+    """Raises TypeError if an array of a cache has a wrong dtype; ValueError if a cache of int8 or
+    float8 lacks scales, another cache has some, or the cache was donated."""
     for name, part in parts.items():
-        # Scales are None unless the dtype of the cache needs them.
+        # Scales are None unless keys and values are int8 or float8.
         require_arrays(optional=name.endswith("_scale"), **{f"cache.{name}": part})
         reject_donated(f"cache.{name}", part)
     stored = {f"cache.{name}": part for name, part in parts.items() if name not in COUNTED}
@@ -97,7 +97,7 @@ def check_shapes(
 def check_lengths(
     parts: Mapping[str, Array | None], axes: Mapping[str, str], left: int | None
 ) -> None:
-    """The method `validate` of a cache that is a ring buffer: see `KVCache.validate`."""
+    """Raises what `KVCache.validate` documents; also for caches of latents, with axes of their own."""
     sizes: dict[str, int] = {}
     check_dtypes(parts, paged=False)
     check_shapes(parts, axes, sizes)
@@ -109,9 +109,9 @@ def check_lengths(
 
 
 def checked_rows(rows: Array, batch_size: int) -> jax.Array:
-    """Row numbers of a cache, `(C,)`, as int32; traced ones outside [0, B) become B.
+    """Returns row numbers of a cache, `(C,)`, as int32; traced ones below 0 become B, as `taken` needs.
 
-    Raises ValueError if they are not of one axis, or one is known and outside [0, B), and TypeError
+    Raises ValueError if they do not have one axis, or one is known and outside [0, B), and TypeError
     unless they are integers.
     """
     require_arrays(rows=rows)
@@ -124,7 +124,7 @@ def checked_rows(rows: Array, batch_size: int) -> jax.Array:
 
 
 def checked_row(name: str, row: int | Array, batch_size: int) -> int | Array:
-    """Returns the row; TypeError unless it is an integer, ValueError if it is not in [0, B)."""
+    """Returns the row; TypeError unless it is an integer, ValueError if known and not in [0, B)."""
     if isinstance(row, bool) or not (isinstance(row, int) or (is_integers(row) and row.ndim == 0)):
         raise TypeError(f"{name} must be an integer, the number of a row, got {shown(row)}")
     if isinstance(row, jax.core.Tracer):
@@ -135,7 +135,7 @@ def checked_row(name: str, row: int | Array, batch_size: int) -> int | Array:
 
 
 def checked_flags(rows: Array, batch_size: int) -> jax.Array:
-    """Returns rows, a Boolean `(B,)`; ValueError if they are no such array."""
+    """Returns `rows` as a JAX array; ValueError unless they are Boolean, of shape `(B,)`."""
     require_arrays(rows=rows)
     rows = jnp.asarray(rows)
     if rows.dtype != np.bool_ or rows.shape != (batch_size,):
@@ -147,11 +147,11 @@ def checked_flags(rows: Array, batch_size: int) -> jax.Array:
 
 
 def taken(x: Array, rows: Int[jax.Array, "C"], empty: int = 0) -> jax.Array:
-    """The rows of an array of a cache; `empty` where the number of a row is too large."""
-    if not x.shape[0]:  # all numbers are too large
+    """Returns the given rows of an array of a cache; `empty` for row numbers that it does not have."""
+    if not x.shape[0]:  # it has no rows
         return jnp.full((*rows.shape, *x.shape[1:]), empty, x.dtype)
     bits = as_bits(jnp.asarray(x))
-    # On explicit mesh axes, rows are sharded as before if their number allows it.
+    # On explicit mesh axes, the new rows are sharded as those of x if the mesh divides their number.
     whole = explicit_sharding.like(bits, rows.shape[0])
     found = bits.at[rows].get(mode="fill", fill_value=empty, out_sharding=whole)
     return from_bits(found, x.dtype)

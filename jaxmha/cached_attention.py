@@ -58,8 +58,8 @@ def attend_cache(
     """Attention of queries over a cache and the extra positions.
 
     Args:
-      params: parameters of the layer, which give extra positions and sinks; None: there are no
-        extra positions.
+      params: parameters of the layer, which give extra positions and sinks; None: no extra
+        positions, and sinks from `sinks`.
       query: projected queries.
       cache: keys and values, including the keys and values of the query tokens.
       positions: positions of the queries.
@@ -67,7 +67,7 @@ def attend_cache(
       semantics: as in `multi_head_attention`.
       block: keys per tile.
       mods: traced score and mask functions; i and j are positions in the sequence, not slots.
-      sinks: `(N,)`, if params are None.
+      sinks: `(N,)`, read only if params are None.
     """
     (B, T, N, _), h = query.shape, cache.value.shape[-1]
     checked(mods, {"B": B, "N": N})
@@ -82,7 +82,7 @@ def attend_cache(
             state = over_extras(step, params, semantics, state)
         softmax = online_softmax.normalize(state)
         out = softmax.out
-        if learned is not None:  # a row without keys has output 0: sinks have no value
+        if learned is not None:  # a row without keys attends its sink alone: its output is 0
             logits = jnp.repeat(jnp.asarray(learned).astype(out.dtype), T)
             share = share_of_keys(softmax.lse, logits.reshape(1, *out.shape[1:3]))
             out *= share[..., None]
@@ -107,12 +107,13 @@ def attend_cache(
 
 
 class Common(NamedTuple):
-    """Keys that every query of a step attends.
+    """Keys that every query of a step attends: one call of a kernel serves all queries.
 
     Attributes:
       stored: keys and values; every query attends the first `lengths` of them.
       lengths: the number of keys that every query attends.
-      others: positions of the keys that only some queries attend; None: the step's own tokens.
+      others: positions of further keys, which only some queries attend because of their windows;
+        None: only keys of the step's own tokens are further keys, and those are causal.
     """
 
     stored: Stored
@@ -123,7 +124,7 @@ class Common(NamedTuple):
 def _common(
     cache: Cache, positions: Int[jax.Array, "B T"], mask: Mask, mods: Mods
 ) -> Common | None:
-    """The keys that all queries attend; None if kernels do not support the step or the cache."""
+    """Returns the keys that all queries attend; None if kernels do not support step or cache."""
     T, past, lengths = positions.shape[1], positions[:, 0], jnp.asarray(cache.lengths)
     # A cache of at most left + 1 slots needs no window: it holds no token to the left of it.
     left, _ = mask.window_size or (None, None)
@@ -160,9 +161,9 @@ def _by_kernel(
     common: Common,
     semantics: Semantics,
 ) -> Callable[[Step], State] | None:
-    """Returns a function that computes the softmax state by a kernel; None if no kernel can.
+    """Returns a function that computes the softmax state of a step by kernels; None if none can.
 
-    Keys that only some queries attend because of their windows are folded in by plain XLA.
+    Keys `common.others`, which only some queries attend, are folded in by plain XLA.
     """
     shared = cache_kernels.shared(query, common.stored, common.lengths, semantics)
     T, others = query.shape[1], common.others
@@ -178,7 +179,7 @@ def _by_kernel(
 
 
 def _natively(step: Step, block: int) -> State | None:
-    """The softmax state by the native kernel; None if it cannot compute this step."""
+    """Returns the softmax state by the native CPU kernel; None if it cannot compute this step."""
     cache, mask = step.cache, step.mask
     if step.mods.score is not None or step.mods.mask is not None:
         return None
@@ -206,7 +207,7 @@ def _natively(step: Step, block: int) -> State | None:
 def _in_xla(
     settings: cache_step.Settings, given_operands: Sequence[Any]
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Computes the output, row max and row sum of the native kernel in plain XLA."""
+    """Computes in plain XLA what the native kernel returns: output, row max and row sum."""
     context: Any = settings.context
     kind, matmul, block = context
     operands = cache_step.Operands(*given_operands)
@@ -230,9 +231,9 @@ def _in_xla(
 
 
 def nan_where(condition: jax.Array, x: jax.Array) -> jax.Array:
-    """`x` with NaN where the condition, which has the leading axes of x, holds.
+    """Returns `x` with NaN where `condition`, which has the leading axes of x, holds.
 
-    `jax_debug_nans` would report a constant NaN even if no row is NaN.
+    NaN is computed as inf - inf: a constant NaN would raise under `jax_debug_nans` in every call.
     """
     condition = condition.reshape(condition.shape + (1,) * (x.ndim - condition.ndim))
     infinite = jnp.where(condition, jnp.inf, 0.0).astype(x.dtype)

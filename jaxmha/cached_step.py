@@ -23,11 +23,11 @@ from jaxmha.params import MHAParams
 from jaxmha.semantics import Precision, Semantics, logit_scale
 
 BLOCK = 512  # keys per tile; a step computes only the tiles that hold tokens
-WORTH_A_COPY = 4  # copying a key costs about as much as attending this many keys
+WORTH_A_COPY = 4  # copying a key to a tile costs as much as attending this many keys in place
 
 
 class Tile(NamedTuple):
-    """Keys and values of s slots; if scales are given, they multiply the stored numbers."""
+    """Keys and values of s slots; scales, if any, multiply the stored numbers (`quantized`)."""
 
     keys: Float[jax.Array, "B K s H"]
     values: Float[jax.Array, "B K s h"]
@@ -62,12 +62,12 @@ class Cache(Protocol):
         """Keys and values of all slots; None if reading them needs a copy."""
 
     def pages(self) -> Int[jax.Array, "B M"] | None:
-        """The table of the pages that hold keys and values; None if no table gives them."""
+        """The table of the pages with keys and values; None if they have no pages, or have scales."""
 
 
 class Matmul(NamedTuple):
     """How the matmuls of a step are computed: dtype of operands and sums, precision, platform, and
-    the factor of the logits that the queries do not include."""
+    `scale`, the part of the logits' factor that `Step.rows` do not contain yet."""
 
     operands: np.dtype[np.floating]
     accumulate: np.dtype[np.floating]
@@ -83,10 +83,10 @@ class Matmul(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One step over a cache; the query heads of a group are rows `r` of one matmul.
+    """One step over a cache; the T queries of all query heads of a key head are rows of one matmul.
 
     Attributes:
-      rows: scaled queries.
+      rows: queries times the scale of the logits, or times its power of two (`Matmul.scale`).
       cache: keys and values, S slots.
       last: position of the latest token of each sequence.
       positions: positions of the queries.
@@ -165,7 +165,7 @@ def over_slots(step: Step, block: int) -> State:
 
 
 def _over_all(step: Step) -> State:
-    """The softmax state over all slots; those that no query attends have zero derivatives."""
+    """The softmax state over all slots; keys that no query attends are zeroed, and derivatives 0."""
     S = step.cache.slots
     allowed, tokens = _allowed(step, jnp.arange(S, dtype=np.int32))
     attended = _attended(step, allowed)
@@ -187,7 +187,8 @@ def _over_tiles(step: Step, block: int) -> State:
         slots = jnp.arange(S, dtype=np.int32)
         return _fold(step, start, tile, *_allowed(step, slots), all_finite=True)
 
-    if step.matmul.platform in ("cuda", "rocm"):  # a branch or loop would wait for the host
+    # On GPUs, a branch or a loop of a length that the host does not know would wait for the host.
+    if step.matmul.platform in ("cuda", "rocm"):
         T = step.positions.shape[1]
         if step.left is not None and copies_window(step.cache, step.left, T):
             window = step.positions[:, :1] + jnp.arange(-step.left, T, dtype=np.int32)[None]
@@ -206,7 +207,8 @@ def _over_tiles(step: Step, block: int) -> State:
     def by_tiles() -> State:
         first = jnp.zeros((), used.dtype)
         if step.left is not None:
-            # If no sequence has wrapped around, tiles to the left of all windows are skipped.
+            # Tiles to the left of all windows are skipped, unless a sequence has wrapped around: then
+            # slots are not in the order of positions.
             before = jnp.maximum(jnp.min(step.positions) - step.left, 0)
             first = jnp.where(jnp.max(step.last) < S, before // size, 0).astype(used.dtype)
         state: State = jax.lax.fori_loop(first, (used + size - 1) // size, tile, start)
@@ -227,8 +229,8 @@ def _over_tiles(step: Step, block: int) -> State:
 def copies_window(cache: Cache, left: int, T: int) -> bool:
     """True if T queries on a GPU should attend a copy of the keys in their windows, not all slots.
 
-    A window needs a copy of keys and values. All slots need a copy of both if they are in pages,
-    and of the values if they are in whole arrays, to zero unattended values.
+    It compares the numbers copied: keys and values of left + T tokens; or those of all slots if they
+    are in pages, and otherwise the values of all slots, which are copied to zero unattended ones.
     """
     copies = 1 if cache.whole() is None else 2
     return copies * (left + T) < cache.slots
@@ -264,8 +266,8 @@ def over_extras(step: Step, params: MHAParams, semantics: Semantics, state: Stat
 def _allowed(
     step: Step, slots: Int[jax.Array, "s"]
 ) -> tuple[Bool[jax.Array, "B #N T s"], Int[jax.Array, "B s"]]:
-    """Mask tile of slots, and the positions of the latest token in each of them, negative if the
-    slot is empty."""
+    """Returns the mask of these slots, and the position of the latest token in each of them,
+    negative if the slot is empty."""
     slots = slots.reshape(1, -1)
     tokens = step.last - (step.last - slots) % step.cache.slots
     return _allowed_tokens(step, slots, tokens), tokens
@@ -274,8 +276,8 @@ def _allowed(
 def _allowed_tokens(
     step: Step, slots: Int[jax.Array, "#B s"], tokens: Int[jax.Array, "B s"]
 ) -> Bool[jax.Array, "B #N T s"]:
-    """Mask tile: True where a slot's token is valid, causal, in the window, and allowed by the mask
-    and the mask function."""
+    """Returns the mask of slots with these tokens: True where a token exists, is not after the query,
+    and is allowed by window, mask and mask function."""
     S = step.cache.slots
     i, j = step.positions[:, None, :, None], tokens[:, None, None]
     allowed = (j >= 0) & (j <= i)
@@ -354,7 +356,7 @@ def _attended(step: Step, allowed: Bool[jax.Array, "B n T s"]) -> Bool[jax.Array
 def _query_key(
     rows: Float[jax.Array, "B K r H"], keys: Float[jax.Array, "B K s H"], matmul: Matmul
 ) -> Float[jax.Array, "B K r s"]:
-    """The matmul of rows and keys."""
+    """The logits of all rows and keys, before scale and soft cap."""
     if rows.shape[2] == 1 or matmul.platform != "cpu":
         return matmul.einsum("bkrh,bksh->bkrs", rows, keys)
     # On CPUs, few rows times many keys is several times slower than keys times rows; the barrier
@@ -366,7 +368,7 @@ def _query_key(
 def _common_dtype(
     query: np.dtype[np.generic], *cached: np.dtype[np.generic]
 ) -> np.dtype[np.generic]:
-    """The promoted dtype of queries and cache; float8, a storage dtype, is not promoted."""
+    """The promoted dtype of queries and cache; int8 and float8, dtypes of storage, are left out."""
     wide = [dtype for dtype in cached if dtype.itemsize > 1]
     with jax.numpy_dtype_promotion("standard"):
         return np.dtype(jnp.result_type(query, *wide))

@@ -31,7 +31,7 @@ def reject_rounding(**arguments: object) -> None:
     """Raises TypeError for a float64 leaf that JAX, without x64, would round to float32."""
     if not is_rounded(np.float64):
         return
-    # A first pass computes no paths: they cost more than all other checks.
+    # Paths of leaves cost more than all other checks: they are computed only for the message.
     if not any(getattr(leaf, "dtype", None) == np.float64 for leaf in jax.tree.leaves(arguments)):
         return
     for name, tree in arguments.items():
@@ -92,13 +92,13 @@ def require_type(kind: type, **arguments: object) -> None:
 
 
 def is_flags(values: np.ndarray[Any, np.dtype[Any]]) -> bool:
-    """True for numbers that modules read as Booleans: those of at least 0, and NaN."""
+    """True if no number is negative: modules may then read the array as Booleans, nonzero = attend."""
     return not bool((values < 0).any())
 
 
 def reject_additive(mask: object) -> None:
-    """Raises ValueError for a mask that holds known negative numbers: nonzero = attend would invert an
-    additive mask, in which 0 keeps."""
+    """Raises ValueError for a mask with negative numbers, if the host can read it: it is additive
+    (0 keeps), and a module that reads nonzero = attend would invert it."""
     if not has_values(mask) or getattr(mask, "dtype", bool) == bool:
         return
     values = on_host("mask", mask)
@@ -179,9 +179,9 @@ _MASK_AXES = {
 def flatten_mask(
     mask: Mask, batch: Sequence[int], sizes: dict[str, int], names: dict[str, str] | None = None
 ) -> Mask:
-    """Checks every array of a mask and gives it one batch axis.
+    """Checks every array of a mask, and returns the mask with one batch axis in each.
 
-    `names`: argument names of the fields, for error messages.
+    `names`: field -> its argument, for error messages.
     """
     arrays: dict[str, Any] = {}
     for field, axes in _MASK_AXES.items():
@@ -259,7 +259,7 @@ def flatten_batch(
 def _missing_axes(
     name: str, shape: tuple[int, ...], batch: Sequence[int], sizes: dict[str, int]
 ) -> str:
-    """A hint for error messages: how to insert the missing axes into a batched array."""
+    """The end of an error message: how to insert axes N or T into a batched array; "" if not these."""
     keys, scores = (*batch, sizes["S"]), (*batch, sizes["T"], sizes["S"])
     if batch and shape == keys:
         padding = f", or Mask.padding(key_value={name}); True = attend" * (name == "mask")

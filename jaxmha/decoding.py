@@ -123,8 +123,8 @@ def _traced(
 ) -> Mods:
     """Traces `score_mod` and `mask_mod`.
 
-    If `semantics` is given, the keys are the T tokens of x and the extra positions; neither
-    function applies to extra positions.
+    `semantics`: for `prefill`, whose keys are the T tokens of x and the extra positions, to which
+    neither function applies; None: for a step over a cache, which adds extra positions itself.
     """
     if score_mod is None and mask_mod is None:
         return Mods()
@@ -360,7 +360,10 @@ def _heads(
     read: Attended,
     implementation: str | tuple[str, ...] | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Projects inputs to heads, and rotates queries and keys if `rotate` is given."""
+    """Projects inputs to heads, and rotates queries and keys if `rotate` is given.
+
+    `read`: the tokens that affect the output; the others are zeroed, because they may hold NaN.
+    """
     dtype = compute_dtype(params, x=x)
     query, key, value = project_checked(
         params, x, None, None, semantics, dtype, read[:3], implementation

@@ -32,16 +32,16 @@ CacheT = TypeVar("CacheT", KVCache, PagedKVCache)
 
 
 class HasSlots(Protocol):
-    """A cache of any kind."""
+    """Any cache, also of latents."""
 
     @property
     def slots(self) -> int: ...
 
 
 def reject_overflow(cache: HasSlots, T: int, left: int | None, name: str = "x") -> None:
-    """Raises ValueError if T new tokens cannot fit into the slots, whatever the lengths are.
+    """Raises ValueError if T new tokens do not fit even into an empty cache.
 
-    A ring buffer holds any number of tokens.
+    `left`: left bound of the window. A ring buffer takes any number of tokens.
     """
     S = cache.slots
     if T > S and not _is_ring(cache, left):
@@ -58,7 +58,7 @@ def _is_ring(cache: HasSlots, left: int | None) -> bool:
 def flat_mask(mask: Mask, cache: HasSlots, sizes: dict[str, int]) -> Mask:
     """Checks every array of the mask of a step, and gives it one batch axis.
 
-    Key/value padding is over positions, of which a ring buffer can have had more than S slots.
+    Key/value padding is over positions: that of a ring buffer may have more than S columns.
     """
     padding, (left, _) = mask.key_value_padding, mask.window_size or (None, None)
     longer = padding is not None and _is_ring(cache, left) and padding.shape[-1] > sizes["S"]
@@ -91,8 +91,8 @@ def require_cache(cache: object) -> None:
 
 
 def reject_latent_pages(cache: object, features: Callable[[], int]) -> None:
-    """Raises ValueError for pages of latents, whose values have no features, if the values of a call
-    have some. `features` counts them."""
+    """Raises ValueError if a cache of latents, whose pages have values of 0 features, is given to a
+    layer whose values have some. `features` returns how many."""
     if isinstance(cache, PagedKVCache) and cache.value.shape[-1:] == (0,) and features():
         raise ValueError(
             f"cache.value: expected axes (P, K, page, h) with h={features()}, got shape "
@@ -102,8 +102,8 @@ def reject_latent_pages(cache: object, features: Callable[[], int]) -> None:
 
 
 def checked_cache(params: MHAParams, x: Array, cache: CacheT, semantics: Semantics) -> CacheT:
-    """Checks the types of the arguments; returns the cache with the arrays of `checked_parts`."""
-    if type(params).__name__ == "LatentParams":  # its module imports this one
+    """Checks types of the arguments; returns the cache with lengths and table of `checked_parts`."""
+    if type(params).__name__ == "LatentParams":  # by name: the module of the class imports this one
         raise TypeError(
             "params must be a jaxmha.MHAParams, got LatentParams: call the function of the same name "
             "in jaxmha.latent, such as jaxmha.latent.extend"
@@ -121,15 +121,15 @@ def checked_cache(params: MHAParams, x: Array, cache: CacheT, semantics: Semanti
 
 
 def checked_parts(parts: dict[str, Array | None], *, paged: bool) -> dict[str, Array]:
-    """Checks the dtypes of a cache. Returns its lengths and its table if they are NumPy arrays,
-    clipped to int32: jit would truncate wider integers."""
+    """Checks the dtypes of a cache. Returns its lengths and table as int32, clipped, if they are NumPy
+    arrays: jit would truncate wider integers. Lengths and tables of JAX are not returned."""
     check_dtypes(parts, paged=paged)
     found = {name: x for name, x in parts.items() if name in COUNTED and isinstance(x, np.ndarray)}
     return {name: near(x) if name == "table" else clipped_counts(x) for name, x in found.items()}
 
 
 def reject_mean(policy: FullyMasked) -> None:
-    """Raises ValueError if fully masked rows are the mean over all keys."""
+    """Raises ValueError for the policy "mean": a cache lacks some of the keys to take the mean over."""
     if policy == "mean":
         raise ValueError(
             "semantics.fully_masked='mean' is the mean over all keys, which a cache does not have: "
@@ -174,7 +174,7 @@ def _reject_forgotten(mask: Mask) -> None:
     """Raises ValueError for conditions that a cache does not keep: later steps would attend keys that
     the prompt did not."""
     offset, forgotten = mask.causal_offset, []
-    # The value of a JAX array is not read, as with lengths.
+    # A JAX array may be negative: it is refused unread, since reading waits for the device.
     if isinstance(offset, jax.Array) or (offset is not None and np.less(offset, 0).any()):
         forgotten += ["causal_offset"]
     if mask.query_segments is not None:
@@ -213,7 +213,7 @@ def counts_of(q_lengths: jax.Array | None, sizes: dict[str, int]) -> jax.Array:
 
 
 def reject_zigzag(T: int, name: str = "x") -> None:
-    """Raises ValueError for several tokens in zig-zag order."""
+    """Raises ValueError if T > 1 tokens are in zig-zag order (`sharding.use`), which no cache has."""
     mesh_axes = sharding.current()
     if T > 1 and mesh_axes is not None and mesh_axes.zigzag:
         raise ValueError(

@@ -12,7 +12,7 @@ from functools import lru_cache
 Shape = tuple[int, ...]
 
 
-@lru_cache(maxsize=1024)  # converters parse the same axes again for every block of a model
+@lru_cache(maxsize=1024)  # cached: converters parse the same axes again for every block of a model
 def parse(axes: str) -> tuple[tuple[str, ...], ...]:
     """Splits an axes string into array axes, each a tuple of letters.
 

@@ -26,7 +26,8 @@ def keep(
       rate: probability of dropping, in [0, 1).
       shape: (B, N, T, S).
       broadcast: axes of BNTS that share a draw; their size in the result is 1.
-      part: the position within a larger request; None: this request is the whole.
+      part: where these entries are in the whole B N T S, if one device or tile computes them alone;
+        None: they are the whole.
 
     >>> import jax
     >>> keep(jax.random.key(0), 0.5, (1, 2, 3, 5), ("N",)).shape

@@ -221,7 +221,7 @@ class MultiheadAttention(equinox.nn.MultiheadAttention):  # type: ignore[misc]
         return jax.vmap(self.output_proj)(out.reshape(T, N * h))  # type: ignore[no-any-return]
 
     def _dropout_rate(self, key: PRNGKeyArray | None, inference: bool | None) -> float:
-        """The rate of a call: 0 at inference."""
+        """The dropout rate of a call: 0 at inference."""
         inference = self.dropout.inference if inference is None else inference
         if inference or self.dropout.p == 0:
             return 0.0
@@ -340,11 +340,14 @@ def with_arrays(module: M, arrays: Mapping[str, Array]) -> M:
 def _split(linear: Callable[..., jax.Array], x: Array, heads: int) -> jax.Array:
     """Projects features and splits them into heads; `linear` may be any layer of one vector."""
     found = jax.vmap(linear)(x)
-    return found.reshape(len(x), heads, found.shape[-1] // heads)  # -1 fails for no positions
+    return found.reshape(len(x), heads, found.shape[-1] // heads)  # -1 would fail if x has no rows
 
 
 def _require_linear(layer: object, name: str) -> None:
-    """Raises TypeError for a layer that may compute something else than its weight and bias say."""
+    """Raises TypeError unless a projection is `equinox.nn.Linear` with its own `__call__`.
+
+    Any other layer may compute something else than its weight and bias say.
+    """
     linear = equinox.nn.Linear
     if not isinstance(layer, linear) or type(layer).__call__ is not linear.__call__:
         raise TypeError(

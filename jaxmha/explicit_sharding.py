@@ -35,7 +35,7 @@ class TypeSharding(NamedTuple):
 
 
 def sharding_of_features(x: Array, projection: Projection) -> TypeSharding | None:
-    """The sharding of features `(*B, T, D)` and of their heads by a projection `(D, N, H)`.
+    """The sharding of features `(*B, T, D)`, and of the heads that a kernel `(D, N, H)` makes of them.
 
     None: the mesh has no explicit axes.
 
@@ -59,7 +59,7 @@ class HasQuery(Protocol):
 def layer_specs(
     params: HasQuery, x: Array, *_: object, return_weights: object, **__: object
 ) -> tuple[Axes, object] | None:
-    """Specs for `by_types` of a layer: of its output, and of its weights if it returns them."""
+    """The argument `specs` of `by_types` for a layer: for its output, and its weights if returned."""
     found = sharding_of_features(x, params.query)
     if found is None:
         return None
@@ -69,7 +69,7 @@ def layer_specs(
 def step_specs(
     params: HasQuery, x: Array, cache: object, *_: object, **__: object
 ) -> tuple[Axes, object] | None:
-    """Specs for `by_types` of a decoding step: of its output, and of its cache as it is sharded."""
+    """The argument `specs` of `by_types` for a decoding step: the cache keeps its sharding."""
     found = sharding_of_features(x, params.query)
     return found and (found.axes, (found.features, specs_of_leaves(cache)))
 
@@ -181,8 +181,8 @@ def full_like(x: Array, value: int) -> jax.Array:
 
 
 def like(x: Array, rows: int) -> jax.sharding.NamedSharding | None:
-    """The sharding of an array like `x` with another number of rows, which are replicated if the
-    mesh does not divide them; None: `x` has no explicit axes."""
+    """The sharding of `x` for an array with another number of `rows` on the first axis, replicated if
+    the mesh does not divide them; None: `x` is not on explicit mesh axes."""
     if not _is_explicit(x):
         return None
     mesh, (first, *others) = jax.typeof(x).sharding.mesh, spec_of(x)

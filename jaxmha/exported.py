@@ -25,14 +25,14 @@ from jaxmha.paged_cache import PagedKVCache
 from jaxmha.params import MHAParams, Projection
 from jaxmha.semantics import Semantics
 
-# NamedTuples of arrays; a serialised structure holds the names of their fields.
+# NamedTuples of arrays; exported programs store the names of their fields: do not rename them.
 RECORDS = (Projection, MHAParams, LatentParams, KVCache, PagedKVCache, LatentCache)
 
 Static: TypeAlias = Mapping[str, Any]
 
 
 def register() -> None:
-    """Registers the types; without an effect on those that a process registered before."""
+    """Registers the types; types that the process has registered before are skipped."""
     for record in RECORDS:
         _register(record, partial(_write_record, record), partial(_build_record, record))
     _register(Mask, _write_mask, _build_mask)
@@ -56,7 +56,7 @@ def _register(
 
 
 def _known(kind: type[Any], given: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:
-    """The fields that this version of jaxmha knows; ValueError if another one is set."""
+    """Returns the `given` fields that are in `known`; ValueError if any other is not None."""
     unknown = [name for name, value in given.items() if name not in known and value is not None]
     if unknown:
         raise ValueError(

@@ -55,15 +55,15 @@ def extend_heads(
 
     Args:
       query: projected and rotated queries of the new tokens, padded on the right.
-      key: their keys.
-      value: their values.
+      key: projected and rotated keys of the same tokens.
+      value: projected values of the same tokens.
       cache: as in `extend`.
       q_lengths: as in `extend`.
       semantics: scale, soft cap, window, precision and fully masked rows; other settings have no
         effect.
       mask: as in `decode_step`.
       score_mod, mask_mod: as in `prefill`.
-      sinks: a logit of every head that has no value, as in `MHAParams`.
+      sinks: `(N,)`, a learned logit per head without a value, as in `MHAParams`.
 
     Returns:
       `(out, cache)`; out is `(B, T, N, h)`, 0 beyond the tokens of a sequence, and NaN as in

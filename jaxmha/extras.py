@@ -10,7 +10,7 @@ EXTRAS = {
     "orbax": "orbax",
     "equinox": "equinox",
 }
-# Packages without an extra, whose names on PyPI are others than those that are imported.
+# Import name -> name on PyPI, of packages that no extra installs; others have one name for both.
 _OTHERS = {"haiku": "dm-haiku"}
 
 

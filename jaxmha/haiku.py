@@ -159,8 +159,8 @@ class MultiHeadAttention(haiku.MultiHeadAttention):  # type: ignore[misc]
 
 
 def _in_batch(name: str, array: jax.Array, batch: tuple[int, ...]) -> jax.Array:
-    """Broadcasts the axes before the last three to the batch axes of the query, and merges them
-    into one axis, if there are any."""
+    """Broadcasts the axes before the last three to the batch axes of the query, and merges them into
+    one axis; without batch axes, no axis is added."""
     lead, own = array.shape[:-3], array.shape[-3:]
     _check_batch(name, lead, batch)
     one = (math.prod(batch),) if batch else ()

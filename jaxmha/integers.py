@@ -17,7 +17,7 @@ from jaxmha.arrays import Array, conversion_hint, is_rounded, reject_foreign, sh
 # An integer or an array of integers; `near` and `narrow` return anything else unchanged.
 Bound = TypeVar("Bound")
 
-# Larger than any position; the sum of FAR and a position fits int32.
+# Bounds positions and lengths: FAR plus a position still fits int32.
 FAR = 2**30
 _LIMITS = np.iinfo(np.int32)
 
@@ -119,7 +119,7 @@ def is_integers(x: object) -> TypeGuard[Array]:
 
 
 def _limits(x: Array | np.integer[Any]) -> tuple[int, int]:
-    """The smallest and largest integer of the dtype."""
+    """The smallest and largest integer of the dtype of `x`."""
     info = jnp.iinfo(x.dtype)  # type: ignore[no-untyped-call]
     return int(info.min), int(info.max)
 
@@ -141,7 +141,7 @@ def is_known(x: Array) -> bool:
 
 
 def has_values(x: object) -> bool:
-    """True if the host can read `x`: an array, or number of NumPy, that is known and not donated."""
+    """True if the host can read `x`: a NumPy array or number, or a known JAX array not yet donated."""
     if isinstance(x, jax.Array):
         return is_known(x) and not is_donated(x)
     return isinstance(x, np.ndarray | np.generic)

@@ -213,13 +213,14 @@ def with_tokens(
     S, (B, T) = stored[0].shape[2], new[0].shape[:2]
     if S == 0:
         return [jnp.asarray(x) for x in stored]
-    if stored[0].dtype.itemsize == 1:  # bitcasts have no derivative, and cotangents need more bits
+    # Numbers of 8 bits are written as bits, which have no derivative: no gradient passes the cache.
+    if stored[0].dtype.itemsize == 1:
         stored, new = jax.lax.stop_gradient((list(stored), list(new)))
     if T > S:  # writes only the last S tokens, which would overwrite the earlier ones
         rows = jnp.maximum(counts - S, 0)[:, None] + jnp.arange(S, dtype=np.int32).reshape(1, S)
     else:
         rows = jnp.broadcast_to(jnp.arange(T, dtype=np.int32).reshape(1, T), (B, T))
-    slots = jnp.where(rows < counts[:, None], (starts[:, None] + rows) % S, S)  # S: not written
+    slots = jnp.where(rows < counts[:, None], (starts[:, None] + rows) % S, S)  # S: dropped
 
     if unavailable() is None:
         batch = jnp.arange(B, dtype=np.int32)[:, None]

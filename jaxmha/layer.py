@@ -283,8 +283,8 @@ def policy_of(params: MHAParams, semantics: Semantics) -> FullyMasked:
 
 
 class Attended(NamedTuple):
-    """Masks of the positions that can affect the output: `B T` of queries and of the features that
-    the gate reads, `B S` of keys and values; None: all can."""
+    """Masks of the positions that can affect the output, for each use: `B T` of queries and of the
+    features that `params.gate` reads, `B S` of keys and of values; None: all positions can."""
 
     queries: jax.Array | None
     keys: jax.Array | None
@@ -313,6 +313,6 @@ def attended_features(
         None if x is None else jnp.broadcast_to(x[:, :size], (B, size))
         for x, size in zip((sharding.in_order(x, 1) for x in attended), (T, S), strict=True)
     )
-    if policy == "mean":  # fully masked rows read every value, and their gates
+    if policy == "mean":  # fully masked rows return the mean of all values, times their gates
         return Attended(rows, keys, None, None)
     return Attended(rows, keys, keys, rows)

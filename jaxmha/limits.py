@@ -46,7 +46,10 @@ def check(semantics: Semantics, dtype: np.dtype[np.floating]) -> None:
 
 
 def clipped(bias: jax.Array | None, dtype: np.dtype[np.floating]) -> jax.Array | None:
-    """Casts a float64 bias to the accumulation dtype of heads of `dtype`; clips finite entries."""
+    """Casts a float64 bias to the accumulation dtype of heads of `dtype`.
+
+    Finite entries beyond its range are clipped to it, so that they do not become infinite.
+    """
     accumulate = accumulation_dtype(dtype)
     if bias is None or bias.dtype != np.float64 or accumulate == np.float64:
         return bias

@@ -41,7 +41,7 @@ def _by_keyword(
 
 _LENGTHS = ("query_lengths", "key_value_lengths")
 _BOOLEANS = ("query_padding", "key_value_padding", "array")
-# Fields of one condition: equal segment ids.
+# Fields that together are one condition: a query attends keys of its own segment.
 _SEGMENTS = ("query_segments", "key_value_segments", "packed_ends")
 
 
@@ -70,7 +70,8 @@ class Mask:
     packed_ends: Array | None = None
     array: Array | None = None
 
-    # True in a tree whose leaf, in the place of an array of offsets, is a Python integer.
+    # True if a pytree operation has put a Python integer in the place of an array of offsets: it
+    # stays a leaf, as the structure of the tree says.
     _offset_is_leaf: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -337,7 +338,7 @@ class Mask:
         return mask
 
 
-FIELDS = tuple(field.name for field in fields(Mask))  # fields that may be static come first
+FIELDS = tuple(field.name for field in fields(Mask))  # first offset and window, which may be static
 
 
 def traced_fields(static: tuple[Any, ...]) -> tuple[str, ...]:
@@ -362,7 +363,7 @@ def _equal_ids(query_ids: Array | None, key_value_ids: Array | None) -> Array:
 
 
 def _packed(lengths: Array, size: int) -> tuple[Array, Array]:
-    """Segment ids and ends of packed sequences."""
+    """Returns the segment id of each of `size` positions, and the position after each sequence."""
     xp = library(lengths)
     lengths = xp.clip(narrow(lengths), 0, size)
     ends = xp.minimum(xp.cumsum(lengths, axis=-1, dtype=np.int32), np.int32(size))

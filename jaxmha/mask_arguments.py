@@ -31,7 +31,7 @@ def mask_of_keywords(
     window: int | Sequence[int | None] | None,
     segment_ids: Array | tuple[Array, Array] | None,
 ) -> Mask:
-    """Combines the keyword arguments that restrict attention to one mask."""
+    """Returns one mask for the keyword arguments that restrict attention, such as `is_causal`."""
     several = isinstance(segment_ids, tuple | list)
     ids: tuple[Any, ...] = tuple(segment_ids) if several else (segment_ids, segment_ids)  # type: ignore[arg-type]
     if len(ids) != 2:
@@ -55,7 +55,7 @@ def mask_of_keywords(
     )
 
 
-# The keyword argument that sets each field of a mask, for error messages.
+# Field of a mask -> the keyword argument that sets it, for error messages.
 KEYWORDS = {
     "query_lengths": "query_seq_lengths",
     "key_value_lengths": "key_value_seq_lengths",

@@ -40,9 +40,9 @@ def require_axes(expected: str, **arguments: object) -> None:
 
 
 def side(side: int | None, window: tuple[object, object], name: str = "window sides") -> int | None:
-    """One side of the window as an integer; raises TypeError or ValueError.
+    """Returns one side of a window as an integer of at least 0, or None: no bound.
 
-    `name`: the argument of the caller, for messages.
+    Raises TypeError for other types and ValueError below 0. `name`: the argument, for messages.
     """
     if side is None:
         return None

@@ -19,7 +19,7 @@ def smaller(a: int | Array, b: int | Array) -> int | Array:
 
 
 def narrower(a: tuple[Any, Any], b: tuple[Any, Any]) -> tuple[Any, Any]:
-    """The window that lies in both; None: no bound on that side."""
+    """The intersection of two windows (left, right); a side of None has no bound."""
     left, right = (
         y if x is None else x if y is None else min(x, y) for x, y in zip(a, b, strict=True)
     )
@@ -28,7 +28,7 @@ def narrower(a: tuple[Any, Any], b: tuple[Any, Any]) -> tuple[Any, Any]:
 
 @shapes_too
 def both(a: Array, b: Array) -> Array:
-    """True where both Boolean arrays are; missing leading axes are added."""
+    """True where both Boolean arrays are True; the one with fewer axes gets axes of 1 on the left."""
     rank, xp = max(a.ndim, b.ndim), library(a, b)
     a, b = (x.reshape((1,) * (rank - x.ndim) + x.shape) for x in (a, b))
     found: Array = xp.logical_and(a, b)

@@ -70,9 +70,9 @@ class Corner(NamedTuple):
     """The positions of a mask that a picture shows.
 
     Attributes:
-      T, S: all positions.
-      panels: a name, "" for the only panel, and the Boolean array of each pair of a batch row and a
-        head; at most `PANELS`.
+      T, S: numbers of queries and keys of the whole mask.
+      panels: for each pair of a batch row and a head, at most `PANELS`: its name, "" if it is the
+        only one, and the Boolean array of the positions shown.
       left_out: a text with the number of further panels; "" if there are none.
     """
 
@@ -83,8 +83,8 @@ class Corner(NamedTuple):
 
 
 def corner(mask: Conditions, T: int | None = None, S: int | None = None) -> Corner | None:
-    """The first positions of a mask. None if the host cannot read its arrays, or if they do not fit
-    each other: a mask prints whatever it holds, as in a debugger."""
+    """The first positions of a mask; None if the host cannot read its arrays, or if they do not fit
+    each other: printing a mask must not raise, for example in a debugger."""
     if not all(map(has_values, jax.tree.leaves(mask))):
         return None
     try:

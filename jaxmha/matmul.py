@@ -47,7 +47,7 @@ def matmul(
     known = all(isinstance(size, int) for size in sizes)  # False in shape-polymorphic export
     if not known or k <= TERMS or math.prod(sizes) > SMALL:
         return jnp.matmul(a, b, precision=precision, preferred_element_type=dtype)
-    if dtype is not None:  # backends may lack batched products of half precision
+    if dtype is not None:  # the parts are a batch axis, and backends may lack such half precision
         a, b = a.astype(dtype), b.astype(dtype)
     terms = max(TERMS, -(-k // PARTS))
     parts = -(-k // terms)

@@ -23,14 +23,14 @@ class Mods(NamedTuple):
 
 
 class ModFunctions(NamedTuple):
-    """The arguments `score_mod` and `mask_mod` of a layer, which knows its dtype and sizes later."""
+    """Untraced `score_mod` and `mask_mod` of a layer: they are traced once its dtype is known."""
 
     score_mod: ScoreMod | None = None
     mask_mod: MaskMod | None = None
 
     @property
     def given(self) -> bool:
-        """True if there is a function."""
+        """True if either function is given."""
         return self.score_mod is not None or self.mask_mod is not None
 
 
@@ -61,8 +61,8 @@ def checked(mods: Mods, sizes: Mapping[str, int]) -> Mods:
 
 
 def of_cached(mods: Mods, sizes: Mapping[str, int]) -> Mods:
-    """The functions for steps over a cache, whose queries and slots are parts of the sequence: they
-    fit any T and S, and have no block mask.
+    """Returns the functions for steps over a cache, without limits on T and S and without block mask:
+    queries and slots of a step are only parts of the sequence that these describe.
 
     Raises:
       ValueError: an array or the block mask of a function does not fit the sizes B and N.
@@ -75,7 +75,7 @@ def of_cached(mods: Mods, sizes: Mapping[str, int]) -> Mods:
 
 
 def after(mods: Mods, tokens: jax.Array) -> Mods:
-    """The functions for queries whose first one follows `tokens` others in the sequence."""
+    """Returns the functions for queries that follow `tokens` earlier ones: query 0 is i = tokens."""
     score, mask = (x and x.shift(0, 0, tokens, 0) for x in (mods.score, mods.mask))
     return Mods(score, mask)
 
@@ -87,7 +87,7 @@ def _check_blocks(mod: Mod, sizes: Mapping[str, int]) -> None:
     b, n = mod.blocks.rows.shape[:2]
     grid = mod.blocks.grid
     made = {"T": grid.T, "S": grid.S, "B": b, "N": n}
-    rows = {x: size for x, size in made.items() if x in "BN" and size == 1}  # of any number
+    rows = {x: size for x, size in made.items() if x in "BN" and size == 1}  # it broadcasts
     if any(sizes[x] != size for x, size in made.items() if x in sizes and x not in rows):
         raise ValueError(
             f"mask_mod: the block mask was made for {_listed(made, 'TSBN', rows)}, the call has "
@@ -107,8 +107,8 @@ def _listed(sizes: Mapping[str, int], axes: str, omitted: Container[str] = ()) -
 
 
 def without_extras(mods: Mods, sizes: Mapping[str, int], extra: int, dtype: DTypeLike) -> Mods:
-    """The functions for a call with `extra` positions after the S given ones: every query attends
-    the extra positions, with unchanged scores.
+    """Returns the functions for a call with `extra` positions after the S given ones: every query
+    attends the extra positions, with unchanged scores.
 
     `sizes`: the sizes of the call without extra positions, which the functions must fit.
 

@@ -26,7 +26,7 @@ def text(value: object, most: int = _LONGEST) -> str:
 
 
 def table(caption: object, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """An HTML table with at most `ROWS` rows, and the number of further rows.
+    """Returns an HTML table of at most `ROWS` rows; a last line counts the rows left out.
 
     >>> table("few", ("a",), [["<x>"]]).count("&lt;x&gt;")
     1

@@ -65,7 +65,7 @@ def truncated(table: Table, lengths: Counts, page_size: int) -> Table:
 
 
 def within_window(table: Table, lengths: Counts, left: int, page_size: int) -> Table:
-    """The table without the pages to the left of the windows of all tokens from `lengths` on.
+    """Returns the table without pages that no token at position `lengths` or later can attend.
 
     A row keeps the page of its last token even with `left` 0, so that a row without this page is
     known to be broken.
@@ -75,8 +75,8 @@ def within_window(table: Table, lengths: Counts, left: int, page_size: int) -> T
 
 
 def grown(table: Table, lengths: Counts, counts: Counts, page_size: int, pages: int) -> Growth:
-    """Adds pages for `counts` tokens after `lengths`, and for copies of shared pages that they
-    write to."""
+    """Adds pages for `counts` tokens after `lengths`, and pages for copies where these tokens would
+    write to a page that another row shares."""
     xp = library(table, lengths, counts)
     (B, M), entries = table.shape, np.arange(table.shape[1], dtype=np.int32)[None]
     first, writes = lengths // page_size, counts > 0
@@ -86,7 +86,7 @@ def grown(table: Table, lengths: Counts, counts: Counts, page_size: int, pages: 
     written &= writes[:, None]
     begun = (lengths % page_size > 0)[:, None] & (entries == first[:, None])
     shared = writes & begun.any(1) & _held_by_others(table, first, writes)
-    # A page that is begun and missing is not replaced: its first tokens would be lost in silence.
+    # If the page with the row's last tokens is missing, it is not replaced: the loss would not show.
     fresh = written & (((table < 0) & ~begun) | (shared[:, None] & begun))
     # The k-th entry that needs a page gets the k-th page that no row holds.
     rank = xp.cumsum(fresh.reshape(-1)).astype(np.int32).reshape(B, M)
@@ -146,14 +146,14 @@ def _held_by_others(table: Table, first: Counts, writes: Bool[Array, "B"]) -> Bo
 
 
 def missing(table: Table, first: Counts, end: Counts, page_size: int) -> Bool[Array, "B M"]:
-    """Entries without a page for some of the positions `[first, end)`."""
+    """True for entries of the table that need a page for positions in `[first, end)`, and have none."""
     starts = np.arange(table.shape[1], dtype=np.int32)[None] * page_size
     needed = (starts + page_size > first[:, None]) & (starts < end[:, None])
     return needed & (table < 0)
 
 
 def lacks(table: Table, first: Counts, end: Counts, page_size: int) -> Bool[Array, "B"]:
-    """Rows without a page for some of the positions `[first, end)`."""
+    """True for rows that lack a page, or an entry, for some of the positions `[first, end)`."""
     full = end > table.shape[1] * page_size
     found: Array = missing(table, first, end, page_size).any(1) | full
     return found

@@ -328,7 +328,8 @@ def _appended(
     growth, lacking = page_table.extended(cache.table, lengths, more, left, page, pages)
     ends = lengths + more
     if platforms.current().name == "tpu":
-        # The TPU's kernel multiplies all slots of a page: slots after the last token become 0.
+        # The TPU's kernel multiplies all slots of a page by weights, 0 after the last token: these
+        # slots become 0, because 0 * NaN is NaN.
         tokens = [_with_zeros(x, more, page - 1) for x in tokens]
         ends = jnp.where(more > 0, -(-ends // page) * page, ends)
     positions = lengths[:, None] + jnp.arange(tokens[0].shape[1], dtype=np.int32)[None]
@@ -340,7 +341,7 @@ def _appended(
     for name, x in zip(("key", "value"), tokens, strict=True):
         pool = getattr(cache, name)
         if is_scaled(pool.dtype):
-            x, scale = quantize(jax.lax.stop_gradient(x), pool.dtype)  # as `with_tokens` has it
+            x, scale = quantize(jax.lax.stop_gradient(x), pool.dtype)  # see `with_tokens`
             scales = getattr(cache, f"{name}_scale")
             found[f"{name}_scale"] = write(scales, scale, *at, growth.sources, growth.targets)
         found[name] = write(pool, x, *at, growth.sources, growth.targets)
@@ -364,8 +365,7 @@ def empty_pages(
     page_size: int,
     dtype: DTypeLike,
 ) -> PagedKVCache:
-    """A pool of free pages. `heads`: the sizes (K, H, h); other arguments as in
-    `PagedKVCache.empty`."""
+    """`PagedKVCache.empty` without params. `heads`: their sizes (K, H, h)."""
     require_sizes(least=0, batch_size=batch_size)
     require_sizes(most=FAR, length=length, pages=pages, page_size=page_size)
     stored, (K, H, h) = storage_dtype(dtype), heads

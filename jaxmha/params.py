@@ -115,7 +115,7 @@ FORMS: dict[str, str] = {
     "gate.bias": "gate_heads.bias",
 }
 _FIELDS = {other: name for name, other in FORMS.items()}
-# All leaves that are scales of norms; and all leaves of norms, scales and biases.
+# NORM_SCALES: the leaves that are scales of norms. NORMS: their biases too.
 NORM_SCALES = frozenset(("query_norm", "key_norm", "query_norm_heads", "key_norm_heads"))
 NORMS = tuple(name for name in CANONICAL if "_norm" in name)
 
@@ -157,7 +157,7 @@ def _rank(array: Array) -> int:
 
 
 def _form(field: str, axes: int) -> str:
-    """The leaf name of a field whose array has this number of axes; `field` if none fits."""
+    """The leaf name of a field whose array has `axes` axes; `field` if `FORMS` has no such name."""
     other = FORMS.get(field, field)
     return other if len(CANONICAL[other].split()) == axes else field
 

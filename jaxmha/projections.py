@@ -25,7 +25,10 @@ Three: TypeAlias = tuple[jax.Array, jax.Array, jax.Array]
 
 
 def distinct(query: X, key: X, value: X) -> tuple[X, X | None, X | None]:
-    """Replaces an input that is the previous one by None: jit would treat it as another array."""
+    """Returns query, key and value, with None for an input that is the same array as the one before.
+
+    jit would treat it as another array, and project it again.
+    """
     return query, None if key is query else key, None if value is key else value
 
 
@@ -371,7 +374,7 @@ def _normalise(
 
 
 def inverse_rms(x: jax.Array, axes: int | tuple[int, ...], epsilon: float) -> jax.Array:
-    """The reciprocal root of the mean square plus epsilon; for zeros 1 if epsilon is tiny."""
+    """`1 / sqrt(mean(x ** 2) + epsilon)`; 1 where x is all zeros, if epsilon is tiny."""
     square = jnp.square(x).mean(axes, keepdims=True)
     # Unattended positions are zeroed. If epsilon ** -1.5 overflows, as for epsilon 0, gradients of
     # these positions would be 0 * inf, and gradients of kernels NaN.

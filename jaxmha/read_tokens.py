@@ -29,8 +29,10 @@ def of_prompts(
     policy: FullyMasked,
     extra: int = 0,
 ) -> Attended:
-    """Tokens of prompts. `causal`: the causal mask and `mask`, with one batch axis, over the T
-    tokens and the `extra` positions."""
+    """Returns the tokens of prompts that affect attention, now or in later calls.
+
+    `causal`: `mask` and the causal mask, with one batch axis, over T tokens and `extra` positions.
+    """
     B, T = x.shape[:2]
     sizes = {**sizes, "S": T}
     found = attended_features(B, None, causal, sizes, extra, policy, mods.mask)
@@ -52,8 +54,10 @@ def of_step(
     positions: Int[jax.Array, "B T"],
     counts: Int[jax.Array, "B"] | None = None,
 ) -> Attended:
-    """Tokens of a step at these positions. `padding`: the valid ones of the first P positions;
-    `counts`: the number of tokens of each sequence."""
+    """Returns the tokens of a step that affect attention, now or later; `positions`: those of tokens.
+
+    `padding`: True for the valid ones of the first P positions. `counts`: tokens per sequence.
+    """
     kept = None
     if padding is not None:
         kept = _or_finite(valid_at(jnp.asarray(padding), positions), x)
@@ -80,6 +84,6 @@ def _both(kept: jax.Array, others: jax.Array | None) -> jax.Array:
 
 
 def _or_finite(valid: jax.Array, x: jax.Array) -> jax.Array:
-    """Valid tokens, and others that are finite: these are projected as ever, so that a later call
-    with less padding reads their keys."""
+    """True for valid tokens, and for padding that is finite: it is projected as usual, so that a
+    later call that no longer excludes it reads its true keys."""
     return valid | jnp.isfinite(x).all(-1)

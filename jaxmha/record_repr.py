@@ -13,8 +13,9 @@ class Record(Protocol):
 
 
 def record_repr(record: Record) -> str:
-    """The `repr` of a NamedTuple; arrays without values, since they were donated, by dtype and
-    shape. JAX raises for these, so that a debugger could not show a cache after its step."""
+    """The `repr` of a NamedTuple, in which donated arrays are shown by dtype and shape.
+
+    JAX raises for their values, and a debugger could not show a cache after its step."""
     shown = (
         f"{name}={f'<donated {brief_array(x)}>' if is_donated(x) else repr(x)}"
         for name, x in record._asdict().items()

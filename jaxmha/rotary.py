@@ -232,14 +232,14 @@ def apply_rotation(rotate: Rotate, heads: jax.Array, positions: jax.Array) -> ja
 
 
 def static_rotation(rotate: Rotate | None) -> Rotate | None:
-    """Makes `rotate` a static argument of jit, and a setting of a module: equal partials become
-    equal `_Rotation`s. Raises TypeError unless it is None or callable."""
+    """Returns `rotate` such that it can be a static argument of jit: a `functools.partial` becomes a
+    `_Rotation`, which equals that of an equal partial. TypeError unless it is None or callable."""
     require_rotation(rotate)
     if type(rotate) is not partial:
         return rotate
     found = _Rotation(rotate.func, *rotate.args, **rotate.keywords)
     try:
         hash(found)
-    except TypeError:  # an argument is an array
+    except TypeError:  # an argument, such as an array, cannot be hashed
         return rotate
     return found

@@ -99,7 +99,7 @@ def parameters_of(config: Mapping[str, Any]) -> dict[str, Any]:
         found["partial_rotary_factor"] = config["rotary_pct"]
     found |= {key: value for key, value in own.items() if value is not None}
     found["rope_type"] = found.get("rope_type") or found.get("type") or "default"
-    # The key of the configuration replaces that of its parameters.
+    # If both have the key, that of the configuration itself counts, as in `transformers`.
     before = config.get("original_max_position_embeddings")
     if before is not None:
         found["original_max_position_embeddings"] = before
@@ -144,7 +144,7 @@ def _log(x: float) -> float:
 
 def of(rope: Mapping[str, Any], dims: int, most: float, length: int = 0) -> Frequencies:
     """The frequencies of `dims` features. `most`: max_position_embeddings; `length`: the longest
-    sequence.
+    sequence that will be rotated.
 
     Raises:
       ValueError: an unknown rope type, or a parameter out of its range.
@@ -190,13 +190,13 @@ class _Given(NamedTuple):
 
     @property
     def plain(self) -> Values:
-        """The frequencies without scaling."""
+        """The frequencies before the positions are scaled: `base ** (-2 p / dims)`."""
         found: Values = ONE / self.powers
         return found
 
     @property
     def powers(self) -> Values:
-        """The reciprocals of the frequencies without scaling."""
+        """The reciprocals of `plain`: `base ** (2 p / dims)`."""
         return powers(_positive(self.rope, "rope_theta"), self.dims)
 
     @property

@@ -20,8 +20,8 @@ class Path(NamedTuple):
     Attributes:
       fully_masked: output of a fully masked row.
       softmax: dtype of the softmax: `input`, `float32`, or None: at least float32.
-      weights: the kind of weights that the code path returns; None: it returns none.
-      dropout_broadcast: axes of BNTS that share a draw.
+      weights: the weights that it returns, "before_dropout" or "after_dropout"; None: it returns none.
+      dropout_broadcast: axes of BNTS along which the dropout mask is the same.
     """
 
     fully_masked: FullyMasked
@@ -157,7 +157,7 @@ class Semantics:
     def _compared(self) -> tuple[object, ...]:
         """The fields to compare, with the softmax dtype by name.
 
-        NumPy's `np.dtype("float64") == None` is True, and jit would use one program for both.
+        `np.dtype("float64") == None` is True in NumPy: jit would take the program of one for the other.
         """
         dtype = None if self.softmax_dtype is None else to_dtype(self.softmax_dtype).name
         return tuple((vars(self) | {"softmax_dtype": dtype}).values())
@@ -315,9 +315,9 @@ def reject_axes(semantics: Semantics) -> None:
 
 
 def with_norms(semantics: Semantics, scales: bool) -> Semantics:
-    """Removes the norms from `semantics` if their scales are learned and the layer has none.
+    """Returns `semantics` without norms if these have learned scales and the layer has no scales.
 
-    `scales`: whether the layer has scales of norms.
+    `scales`: True if the layer has scales of norms.
     """
     if scales or not semantics.qk_norm_learned:
         return semantics

@@ -44,7 +44,7 @@ def flag(name: str, value: object) -> bool:
 
 
 def _kind(value: object) -> str:
-    """The type of a wrong value, for a message; JAX's own types of arrays are private."""
+    """The type of a wrong value, for a message; "a JAX array" for JAX's, whose names are private."""
     return "a JAX array" if isinstance(value, jax.Array) else type(value).__name__
 
 

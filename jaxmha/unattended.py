@@ -89,7 +89,7 @@ def _zeroed(
 
 def _in_own_batch(kept: jax.Array, own: tuple[int, ...], batch: tuple[int, ...]) -> jax.Array:
     """Reduces positions of the flattened batch to the batch axes of an input, some of which may be 1
-    or, from the left, missing: a row that several others read counts if one of them reads it."""
+    or, from the left, missing: a row of it that several batch rows read counts if one of them does."""
     kept = kept.reshape(*batch, kept.shape[-1]).any(tuple(range(len(batch) - len(own))))
     ones = tuple(axis for axis, size in enumerate(own) if size == 1)
     return kept.any(ones, keepdims=True)
