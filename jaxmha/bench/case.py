@@ -22,13 +22,13 @@ class Case:
 
     Attributes:
       h: features of a value head; 0: H.
-      causal: causal in addition to another `kind`; the kind `causal` does not need it.
+      causal: True makes another `kind`, such as `lengths`, causal too; `causal` itself needs no flag.
       window: queries attend keys at most this far away; None: any.
       packed: number of sequences in a batch row, which do not attend each other; 0: one.
       bias: an additive bias `1 N T S`.
       boolean: lengths are given as Booleans, `B S`.
-      by_lengths: packed sequences are given by their lengths, to peers that take them.
-      tf32: float32 products are rounded to TF32 by peers that can; else by none.
+      by_lengths: packed sequences are given by their lengths where a peer takes these, not by ids.
+      tf32: peers that can round float32 products to TF32 do; False: no peer does.
     """
 
     scope: Scope
@@ -75,7 +75,7 @@ class Case:
 
     @property
     def E(self) -> int:
-        """Width of the features: all heads together."""
+        """Width of the features of a layer, N * H."""
         return self.N * self.H
 
     @property
@@ -158,7 +158,8 @@ class Case:
         """
         H, h, backward = self.H, self.value_features, self.direction == "backward"
         total = 2.0 * self.N * self.pairs * (H + h + (3 * H + 2 * h) * backward)
-        new = self.B * self.T if self.kind == "decode" else self.keys  # a cache holds those before
+        # A decoding step projects only its new tokens: the cache has keys and values of earlier ones.
+        new = self.B * self.T if self.kind == "decode" else self.keys
         projections = 2.0 * self.E * (H + h) * (self.B * self.T * self.N + new * self.K)
         if self.scope == "layer":
             total += projections * (3.0 if backward else 1.0)
@@ -166,12 +167,12 @@ class Case:
 
     @property
     def products(self) -> str:
-        """The numbers that matrix units multiply: the dtype, or `tf32`."""
+        """The precision of the numbers that matrix units multiply: the dtype, or `tf32`."""
         return "tf32" if self.tf32 else self.dtype
 
     @property
     def keys(self) -> int:
-        """Keys that some query attends, over the batch.
+        """The number of keys that some query attends, over the batch.
 
         >>> Case("core", "forward", "causal", 2, 3, 100).keys
         6
@@ -200,14 +201,14 @@ class Case:
 
         total = features(self.keys) + weights + bias
         if self.direction == "backward":
-            # A cotangent, as large as the output, and gradients, as large as the inputs: also of
-            # keys that no query attends, which are 0.
+            # A cotangent, as large as the output, and gradients, as large as the inputs: gradients
+            # of keys that no query attends are 0, and are written too.
             total += features(self.B * self.S) + weights
         return float(size * total)
 
     def bytes_with(self, stored: str | None) -> float:
-        """`nbytes` if keys and values have one byte per number, and each token and head has two
-        float32 scales (4 bytes each), of the key and of the value. `stored` None: `nbytes`.
+        """`nbytes` for a cache of dtype `stored`: one byte per number, and two float32 scales per
+        token and head, of the key and of the value; None: a cache of the dtype of the case.
 
         >>> Case("core", "forward", "decode", 1, 1, 103, 2, 1, 64).bytes_with("int8")
         14624.0

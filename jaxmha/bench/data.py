@@ -41,7 +41,7 @@ class Data(NamedTuple):
 
 
 def make(case: Case) -> Data:
-    """Standard normal inputs; weights that keep their scale; biases that are not zero.
+    """Draws standard normal inputs, weights that keep the scale of features, and nonzero biases.
 
     All are float32 arrays of numbers that the dtype of the case represents exactly.
     """
@@ -74,7 +74,7 @@ def make(case: Case) -> Data:
 
 
 def compared(case: Case) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """Batch rows and queries that are compared with float64, the first and the last among them."""
+    """Indices of the batch rows and of the queries to compare with float64, first and last included."""
     batches = np.unique(np.linspace(0, case.B - 1, min(case.B, BATCHES)).astype(np.intp))
     queries = np.unique(np.linspace(0, case.T - 1, min(case.T, ROWS)).astype(np.intp))
     return batches, queries

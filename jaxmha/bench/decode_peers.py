@@ -1,8 +1,8 @@
 """Decode steps over a cache.
 
 Steps of a whole layer need a peer that has a cache. A step writes the cache in place, and appends
-the same token after the same past in every call; the length of the past is no constant of the
-program. Steps of the core only read the caches of jaxmha.
+the same token after the same past in every call; the length of the past is an argument of the
+program, not a constant. Steps of the core (attention alone) only read a cache, which is jaxmha's.
 """
 
 from collections.abc import Callable
@@ -54,8 +54,8 @@ def _program(data: Data, step: Step, variables: Any, cache: Any) -> Program:
 
 
 def _past(case: Case, data: Data) -> tuple[jaxmha.MHAParams, int, Any, Any]:
-    """Parameters, the number of past tokens, and their keys and values, with room for S tokens:
-    `B S K H`."""
+    """Returns parameters, the number of past tokens, and their keys and values `B S K H`, 0 in the
+    slots that later tokens may take."""
     assert case.lengths is not None
     assert data.params is not None
     past = case.lengths[0] - 1
@@ -68,7 +68,7 @@ def _past(case: Case, data: Data) -> tuple[jaxmha.MHAParams, int, Any, Any]:
 
 
 def _cache(name: str, keys: Any, values: Any, lengths: Any) -> Any:
-    """A cache of jaxmha with the first `lengths` of keys `B S K H` and values `B S K h`.
+    """Returns a cache of jaxmha with the first `lengths` of keys `B S K H` and values `B S K h`.
 
     `name`: one of `CACHES`; "": a `KVCache`."""
     if not name:
@@ -85,7 +85,7 @@ def _cache(name: str, keys: Any, values: Any, lengths: Any) -> Any:
 def _pages(x: Any, dtype: Any) -> tuple[Any, Any]:
     """Tokens `B S K H` as pages `P K page H` of a dtype, in order, and their scales, if it has any.
 
-    Appending the tokens of a long cache instead would take seconds more; neither is timed.
+    It is not timed; to append the tokens of a long cache instead would only take seconds more.
     """
     B, S, K, H = x.shape
     room = -(-S // PAGE) * PAGE
@@ -99,7 +99,7 @@ def core_program(case: Case, data: Data, name: str) -> Program:
     assert case.lengths is not None
     lengths = jnp.asarray(case.lengths, jnp.int32)
     query, keys, values = (jnp.asarray(x, case.dtype) for x in (data.query, data.key, data.value))
-    # Queries are at the end of the keys, so that they attend all keys, as in other peers.
+    # Queries are at or after the last key, so that causal steps attend all keys, as other peers do.
     positions = (lengths - 1)[:, None] + jnp.arange(case.T, dtype=jnp.int32)
     held = query, _cache(name, keys, values, lengths)
     compiled = list[Any]()
@@ -167,7 +167,7 @@ def nnx_program(case: Case, data: Data) -> Program:
 
 
 def jax_nn_program(case: Case, data: Data) -> Program:
-    """Projections as einsum, a cache by hand, `jax.nn.dot_product_attention`."""
+    """A step as a user of `jax.nn` writes it: projections by einsum, and a cache by hand."""
     params, past, keys, values = _past(case, data)
 
     def step(params: Any, cache: Any, token: Any) -> Any:
@@ -191,7 +191,7 @@ PROGRAMS: dict[str, Callable[[Case, Data], Program]] = {
 
 
 def program(peer: str, case: Case, data: Data) -> Program:
-    """A step of a peer, whose name may end in `:` and one of `CACHES`.
+    """The program of a peer's step; `jaxmha:paged` names the peer and one of `CACHES`.
 
     Raises:
       UnsupportedError: its layer has no cache.

@@ -12,7 +12,7 @@ from jaxmha.bench.case import Case
 from jaxmha.bench.data import Data
 from jaxmha.converters.verify import oracle
 
-# Step of central differences: their error is about STEP**2 by curvature, 1e-16 / STEP by rounding.
+# Step of central differences: about STEP**2 is their error of curvature, 1e-16 / STEP of rounding.
 STEP = 1e-5
 # Largest allowed relative error. A float32 output is within about 1e-6, with TF32 products within
 # 1e-3; a wrong mask, scale or head order is off by far more.
@@ -26,7 +26,7 @@ Array64 = NDArray[np.float64]
 
 
 def directions(case: Case, inputs: Data) -> list[NDArray[np.float32]]:
-    """A random direction for each distinct input."""
+    """A random direction for each distinct input, along which gradients are checked."""
     rng = np.random.default_rng(len(case.name))
     return [rng.standard_normal(x.shape, np.float32) for x in inputs.distinct]
 

@@ -1,4 +1,4 @@
-"""Worker processes, kept warm; a dead one is started again when it is next asked."""
+"""Worker processes, kept alive between requests; one that died is started again at the next."""
 
 import json
 import os
@@ -70,7 +70,7 @@ class Worker:
         self.messages.seek(0)
         lines = self.messages.read().strip().splitlines() or ["no message"]
         line = next(filter(CAUSE.search, lines), lines[-1])
-        self.messages.seek(0)  # the position is the process's too
+        self.messages.seek(0)  # process and file share the position
         self.messages.truncate()
         return {"failed": f"the process ended with code {code}: {line[:160]}"}
 
@@ -91,7 +91,7 @@ class Fleet:
         return self.workers[peer]
 
     def fresh(self, peer: str, do: str, **request: Any) -> dict[str, Any]:
-        """Returns the reply of a new process, which then ends."""
+        """Returns the reply of a new process, which then ends: memory peaks need a fresh one."""
         worker = Worker(peer, self.threads, self.platform)
         try:
             return worker.ask(do, **request)

@@ -47,8 +47,8 @@ class Attend(NamedTuple):
         return self.window, 0 if self.causal else self.window
 
     def dense(self, T: int, S: int, *, causal: bool) -> jax.Array | None:
-        """The conditions as one Boolean array `B|1 1 T|1 S`, with causality only if the argument
-        `causal` is True; None: all keys are attended. The bias is not a part of it."""
+        """The conditions but the bias as one Boolean array `B|1 1 T|1 S`; None: all keys are attended.
+        Causality is included if `causal` is True; False is for peers with an argument for it."""
         found = self.mask(S)
         i, j = jnp.arange(T)[:, None], jnp.arange(S)[None]
         parts = []
@@ -100,7 +100,7 @@ def of_jax_nn(
     implementation: Literal["xla", "cudnn"] | None = None,
 ) -> jax.Array:
     mask = None if to.keep is None else to.keep[:, None, None]
-    if to.segments is not None:  # the only condition without an argument in jax.nn
+    if to.segments is not None:  # jax.nn has arguments for all other conditions
         same = (to.segments[:, :, None] == to.segments[:, None])[:, None]
         mask = same if mask is None else mask & same
     if mask is not None and implementation == "cudnn":  # cuDNN broadcasts neither T nor S
@@ -289,7 +289,7 @@ def functions(peer: str) -> tuple[Callable[..., Any], Callable[[MHAParams], tupl
 
 
 def program(peer: str, case: Case, data: Data) -> Program:
-    """The program of a case; weights, inputs and conditions are arguments, not constants."""
+    """The program of a case. Weights, inputs and conditions are its arguments: XLA folds constants."""
     core, make = functions(peer)
 
     def placed(x: Array | jax.Array) -> jax.Array:
@@ -337,7 +337,7 @@ def program(peer: str, case: Case, data: Data) -> Program:
 
 
 def bytes_of(compiled: Any) -> int:
-    """Bytes of temporaries and results of a compiled program; 0 if XLA does not tell."""
+    """Bytes of temporaries and results of a compiled program; 0 if XLA reports none."""
     memory = compiled.memory_analysis()
     if memory is None:
         return 0

@@ -8,14 +8,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-# Platform -> rows of a square product, and bytes of an array that is read; LARGE: other platforms.
+# Platform -> rows of a square product, and bytes of an array that is read; LARGE: on GPUs and TPUs.
 SIZES = {"cpu": (1024, 2**27)}
 LARGE = (8192, 2**30)
 REPEATS, CALLS = 7, 3
 
 
 def measure(products: str) -> dict[str, Any]:
-    """`tflops` of a product (`Case.products`), `gb_per_second` of a copy or a sum.
+    """Returns `tflops` of a product (`Case.products`) and `gb_per_second` of a copy or a sum.
 
     The memory rate is the faster of the two, because on a CPU a copy waits for fresh pages. Each
     rate is the best of several measurements, because noise only lowers it.

@@ -17,14 +17,14 @@ from jaxmha.bench.fleet import Fleet
 # A machine whose plain product is slower than its best by more than this was disturbed.
 DISTURBED = 1.3
 ATTEMPTS = 2
-# Attempts of a case over all runs that resume one another; then it keeps its best, marked.
+# Attempts of a case in all runs that continue one another; then its best is kept, marked as noisy.
 MOST_ATTEMPTS = 6
-# Rounds that a peer gets even if they take more than its seconds for a case.
+# Rounds that a slow peer gets even if they take longer than its budget.
 FEWEST = 3
-# A process that keeps more bytes of a device than this ends with the case: others need them.
+# After a case, a process whose JAX still reserves more bytes of a device is ended: peers share it.
 MOST_HELD = 2**31
 
-# Fields that are kept of the reply to `prepare`.
+# Fields of the reply to `prepare` that become results.
 KEPT = ("error", "gradient_error", "compile", "bytes")
 # Field of the reply to `memory` -> its field in the results.
 MEMORY = {"bytes": "memory", "failed": "memory_failed"}
@@ -36,8 +36,9 @@ Say = Callable[[str], None]
 
 
 class Probe:
-    """Rates of plain matrix products, by backend. `best`: the highest of any shape, a ceiling.
-    `quiet`: the highest of the square product; a slower one shows that the machine is disturbed."""
+    """Rates of plain matrix products, by backend. `best`: the highest of any shape, to which results
+    are compared. `quiet`: the highest of the square product; if it is measured again and is slower,
+    other programs disturb the machine."""
 
     def __init__(self, fleet: Fleet, backends: Sequence[str], known: dict[str, Any]) -> None:
         self.fleet, self.backends = fleet, backends
@@ -81,7 +82,7 @@ def measure(
 
     `budget`: seconds after which a peer gets no more than `FEWEST` rounds of a case.
     `known`: results of an earlier call; only cases that it lacks, or that were disturbed, are
-    measured, at most `MOST_ATTEMPTS` times in all. `answered`: cases of the returned results,
+    measured, at most `MOST_ATTEMPTS` times in all. `answered`: the cases to return results of,
     default `cases`. No case is begun once `late()` is True. `say` receives the name of every case,
     `step` a description of each step, and `done`, after each case, all results so far. A case that
     was disturbed is measured again, at most `attempts` times.
@@ -89,7 +90,7 @@ def measure(
     measured = {entry["name"]: entry for entry in known["cases"]}
 
     def found() -> dict[str, Any]:
-        for entry in measured.values():  # against the best of all runs
+        for entry in measured.values():  # relative to the best of all runs
             entry["noisy"] = _worst(probe, entry) > DISTURBED
         entries = [measured[case.name] for case in answered or cases if case.name in measured]
         return {"sgemm": _rounded(probe.best), "quiet": _rounded(probe.quiet), "cases": entries}
@@ -134,7 +135,7 @@ def _case(
 ) -> tuple[dict[str, Any], list[str]]:
     """Measures one case; returns its entry in the results, and the peers that computed it."""
     step("the float64 output")
-    with ThreadPoolExecutor(len(peers) + 1) as pool:  # processes begin at once; none is timed yet
+    with ThreadPoolExecutor(len(peers) + 1) as pool:  # all start at once: none is timed yet
         if fleet.platform != "cpu":
             for peer in peers:
                 pool.submit(fleet[peer].ask, "draw", case=case.as_dict())
@@ -182,8 +183,8 @@ def _rounds(
     budget: float,
     step: Say,
 ) -> dict[str, Any]:
-    """All rounds of one case, between two probes; for a layer, a round also times the plain product
-    of its projections."""
+    """Runs all rounds of a case, between two probes of the machine; each round of a layer also times
+    the plain product of its projections."""
     seconds: dict[str, list[float]] = {peer: [] for peer in live}
     failed: dict[str, str] = {}
     products: dict[str, list[float]] = {}
@@ -225,7 +226,7 @@ def today() -> str:
 
 
 def last_date(entries: Sequence[dict[str, Any]], otherwise: str) -> str:
-    """The day of the last of some measurements; `otherwise`: where none has a date.
+    """The latest day of some measurements; `otherwise` if none has a date.
 
     >>> last_date([{"date": "2026-01-03"}, {"date": "2026-01-02"}, {}], "2026-02-01")
     '2026-01-03'
@@ -234,7 +235,7 @@ def last_date(entries: Sequence[dict[str, Any]], otherwise: str) -> str:
 
 
 def _finished(probe: Probe, entry: dict[str, Any]) -> bool:
-    """True if a case was not disturbed, or so often that it is measured no more."""
+    """True if a case was measured undisturbed, or `MOST_ATTEMPTS` times: it is not measured again."""
     return _worst(probe, entry) <= DISTURBED or entry.get("attempts", 0) >= MOST_ATTEMPTS
 
 

@@ -10,7 +10,7 @@ try:
 except ImportError:  # Windows
     resource = None  # type: ignore[assignment]
 
-# Share of the available memory beyond which an allocation fails, before the machine begins to swap.
+# Share of the available memory that a process may take: allocations fail before the machine swaps.
 SHARE = 0.8
 
 
@@ -28,7 +28,7 @@ def peak() -> int:
 
 
 def forget() -> None:
-    """Resets the peak to the memory in use now, where Linux offers it."""
+    """Resets `peak` to the memory in use now, on a Linux that can; elsewhere without effect."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 
@@ -45,7 +45,7 @@ def limit() -> None:
 
 
 def counted(field: str, path: str = "/proc/self/status") -> int:
-    """A number from a file in Linux's /proc; by default a memory field of this process, in KiB."""
+    """The number of a field in a file of Linux's /proc, by default of this process, in KiB."""
     for line in Path(path).read_text().splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1])

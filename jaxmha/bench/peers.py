@@ -15,7 +15,7 @@ class Peer(NamedTuple):
     least: int = 0
 
     def takes(self, case: Case) -> bool:
-        """True if this peer is measured on the case."""
+        """True if this peer is timed on the case: T is at least `least`."""
         return self.least <= case.T
 
     @property
@@ -80,5 +80,5 @@ def peer(name: str) -> Peer:
 
 # Flax's own layers -> the same layers with jaxmha's `attention_fn`.
 SWAPPED = {"flax-linen": "flax-linen+jaxmha", "flax-nnx": "flax-nnx+jaxmha"}
-# Implementations that JAX users have without jaxmha; the fastest of them is compared.
+# Implementations that JAX users have without jaxmha: jaxmha is compared with the fastest of them.
 ON_JAX = ("keras-jax", "flax-linen", "flax-nnx", "jax-nn")

@@ -13,7 +13,7 @@ from jaxmha.bench.peers import CACHES, IMPLEMENTATIONS, OURS, PEERS, VARIANTS, c
 
 # Seconds for the rounds of all peers, since a person waits; `measure.FEWEST` rounds always run.
 BUDGET = 30.0
-# Variants of peers that only run on a GPU.
+# Variants of peers that run on GPUs alone.
 ON_GPU = ("jax-nn:cudnn", "torch-sdpa:cudnn", "torch-sdpa:flash", "torch-sdpa:efficient")
 Row = dict[str, Any]
 
@@ -26,7 +26,7 @@ def peers(case: Case, choice: dict[str, Any], platform: str) -> list[str]:
         ours += [f"{OURS}:{name}" for name in CACHES]
     others = [name for name, peer in PEERS.items() if name != OURS and not peer.absent]
     others = [name for name in others if PEERS[name].takes(case) and "+jaxmha" not in name]
-    if case.scope == "core":  # torch's function is one peer, its layer has three paths
+    if case.scope == "core":  # paths of torch's layer, not of its function
         others = [x for x in others if x not in ("torch-native", "torch-weights")]
     if platform == "gpu":
         others += [name for name in ON_GPU if name.partition(":")[0] in others]
@@ -50,7 +50,7 @@ def check(names: Sequence[str], threads: int | None = None) -> None:
 
 
 def check_caches(names: Sequence[str], case: Case) -> None:
-    """Raises ValueError that names a cache which a case has no use for."""
+    """Raises ValueError for a peer with a cache, unless the case is decoding."""
     for name in names:
         if cache_of(name) is not None and case.kind != "decode":
             raise ValueError(f"--peer {name} is a cache, which only decode is timed with")
@@ -150,7 +150,7 @@ def _limits(threads: int, platform: str, products: str) -> dict[str, float]:
 
 
 def _platform_of_fleet(platform: str) -> str | None:
-    """The `platform` of a Fleet: only the CPU has to be named."""
+    """The `platform` of a Fleet: "cpu" for CPUs, else None, since libraries then choose the device."""
     return "cpu" if platform == "cpu" else None
 
 

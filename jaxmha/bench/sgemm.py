@@ -14,7 +14,7 @@ from jaxmha.bench.program import repeat
 
 Shape = tuple[int, int, int]
 SQUARE: Shape = (1024, 1024, 1024)
-# Rows of the square product on other devices than CPUs: a smaller one is as fast as it is launched.
+# Rows of the square product on GPUs and TPUs: launching a smaller one takes longer than computing it.
 LARGE = 4096
 BACKENDS = ("xla", "torch")
 REPEATS = 5
@@ -26,14 +26,14 @@ def projection(case: Case) -> Shape:
 
 
 def rate(backend: str, shape: Shape) -> float:
-    """Median GFLOP/s of some products of `(m, k)` and `(k, n)`, exact in float32 as those of peers."""
+    """Median GFLOP/s of some products of `(m, k)` and `(k, n)`, in float32 without TF32."""
     on_cpu = os.environ.get("JAX_PLATFORMS") == "cpu"
     m, k, n = shape = (LARGE,) * 3 if shape == SQUARE and not on_cpu else shape
     rng = np.random.default_rng(0)
     left, right = (rng.standard_normal(s, np.float32) for s in ((m, k), (k, n)))
     run = _xla(left, right) if backend == "xla" else _torch(left, right)
     run(1)
-    work = 2e8 if on_cpu else 2e11  # multiplications and additions of some milliseconds
+    work = 2e8 if on_cpu else 2e11  # multiply-adds that take some milliseconds
     calls = max(1, int(work / (m * k * n)))
     seconds = []
     for _ in range(REPEATS):

@@ -18,7 +18,8 @@ Path = Literal["sdpa", "native", "weights"]
 
 
 def program(case: Case, data: Data, *, path: Path, backend: str = "") -> Program:
-    """The layer by `path`; the core by `scaled_dot_product_attention`, on contiguous B N T H.
+    """The program of a case: a layer by the code path `path` of `torch.nn.MultiheadAttention`; the core
+    by `scaled_dot_product_attention`, on contiguous B N T H.
 
     `backend`: cudnn, flash or efficient, on a GPU; "": torch chooses."""
     import torch

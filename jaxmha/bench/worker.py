@@ -19,13 +19,13 @@ from typing import Any
 from jaxmha.bench import memory
 from jaxmha.bench.case import Case
 
-# Seconds that a round takes about, and its largest number of calls. If a call takes less than SHORT
-# seconds, an untimed call precedes each round.
+# A round has about as many calls as take ROUND_SECONDS, at most MOST_CALLS. If a call takes less than
+# SHORT seconds, an untimed call precedes each round.
 ROUND_SECONDS, MOST_CALLS, SHORT = 0.05, 200, 0.25
 
 
 class State:
-    """The state of a worker between requests."""
+    """Inputs that are drawn, and the program that is prepared, between requests to a worker."""
 
     def __init__(self, peer: str) -> None:
         self.peer = peer
@@ -68,7 +68,7 @@ def prepare(state: State, case: dict[str, Any], expected: str) -> dict[str, Any]
 
 
 def round_(state: State) -> dict[str, Any]:
-    """Mean seconds of a call."""
+    """Times one round; returns the mean seconds of a call."""
     if state.run is None:
         raise RuntimeError("nothing is prepared")
     if state.seconds < SHORT:
@@ -114,7 +114,7 @@ def limit() -> None:
 
 
 def expect(state: State, case: dict[str, Any], path: str) -> dict[str, Any]:
-    """Writes the float64 output."""
+    """Writes the float64 output of a case to `path`, for `prepare` of other workers."""
     from jaxmha.bench import exact
 
     exact.write(Case(**case), Path(path))
@@ -144,7 +144,7 @@ def device(state: State) -> dict[str, Any]:
 
 
 def explain(state: State, case: dict[str, Any]) -> dict[str, Any]:
-    """The implementations of jaxmha for a case."""
+    """Returns `choice.explain` of a case: the implementations of jaxmha that can compute it."""
     from jaxmha.bench import choice
 
     return choice.explain(Case(**case))
