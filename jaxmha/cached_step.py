@@ -165,7 +165,7 @@ def over_slots(step: Step, block: int) -> State:
 
 
 def _over_all(step: Step) -> State:
-    """The softmax state over all slots; keys that no query attends are zeroed, and derivatives 0."""
+    """The softmax state over all slots; unattended keys are zeroed, so that no NaN in them counts."""
     S = step.cache.slots
     allowed, tokens = _allowed(step, jnp.arange(S, dtype=np.int32))
     attended = _attended(step, allowed)

@@ -208,7 +208,7 @@ def _asked(
     traced = {name: x for name, x in arrays.items() if _all(x, lambda leaf: hasattr(leaf, "dtype"))}
     traced |= {name: x for name, x in options.items() if not _all(x, _is_static)}
     static = {name: x for name, x in (arrays | options).items() if name not in traced}
-    checks.reject_rounding(**traced)  # eval_shape rounds before the call can refuse
+    checks.reject_rounding(**traced)  # eval_shape would round float64 unseen
     with platforms.lowering_for(platform) if platform is not None else nullcontext():
         jax.eval_shape(partial(function, **static, implementation=asked), **traced)
         device = platforms.current().device

@@ -220,7 +220,8 @@ def with_tokens(
         rows = jnp.maximum(counts - S, 0)[:, None] + jnp.arange(S, dtype=np.int32).reshape(1, S)
     else:
         rows = jnp.broadcast_to(jnp.arange(T, dtype=np.int32).reshape(1, T), (B, T))
-    slots = jnp.where(rows < counts[:, None], (starts[:, None] + rows) % S, S)  # S: dropped
+    # Tokens beyond `counts` get slot S, which does not exist: they are not written.
+    slots = jnp.where(rows < counts[:, None], (starts[:, None] + rows) % S, S)
 
     if unavailable() is None:
         batch = jnp.arange(B, dtype=np.int32)[:, None]

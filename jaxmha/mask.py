@@ -80,7 +80,7 @@ class Mask:
         if isinstance(offset, bool) or not isinstance(offset, int):
             kind = "an integer or an integer array"
             require_integers(kind, optional=True, causal_offset=offset)
-        # Most fields are None in most masks, and an eager call makes several masks.
+        # Only given fields are checked, to save time: an eager call makes several masks.
         given = {name: x for name in FIELDS[2:] if (x := getattr(self, name)) is not None}
         for name, x in given.items():
             if name in _BOOLEANS:

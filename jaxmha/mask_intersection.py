@@ -1,4 +1,4 @@
-"""Intersects two conditions of a mask that stand in the same field."""
+"""Intersects two conditions that both masks of `mask & other` have in the same field."""
 
 from typing import Any
 

@@ -44,7 +44,7 @@ def matmul(
     *lead, m, k = a.shape
     n = b.shape[-1]
     sizes = (*lead, m, k, n)
-    known = all(isinstance(size, int) for size in sizes)  # False in shape-polymorphic export
+    known = all(isinstance(size, int) for size in sizes)  # False for symbolic sizes (`jax.export`)
     if not known or k <= TERMS or math.prod(sizes) > SMALL:
         return jnp.matmul(a, b, precision=precision, preferred_element_type=dtype)
     if dtype is not None:  # the parts are a batch axis, and backends may lack such half precision
@@ -142,7 +142,7 @@ def pairwise_sum(x: Float[jax.Array, "*b k"]) -> Float[jax.Array, "*b 1"]:
     >>> pairwise_sum(jnp.arange(5.0))
     Array([10.], dtype=float32)
     """
-    if not isinstance(x.shape[-1], int):  # shape-polymorphic export
+    if not isinstance(x.shape[-1], int):  # a symbolic size (`jax.export`) cannot be split
         return x.sum(-1, keepdims=True)
     if x.shape[-1] == 0:
         return jnp.zeros((*x.shape[:-1], 1), x.dtype)

@@ -1,6 +1,6 @@
 """Finds the tokens of a call that affect attention over a cache.
 
-All others may hold NaN, which then reaches neither outputs nor gradients.
+Callers zero all other tokens, so that NaN in them reaches neither outputs nor gradients.
 
 A later call may attend keys that a Boolean array or a mask function excludes in this one. Only
 lengths and key/value padding, which every call repeats, exclude a key for good. Its token is padding:
@@ -54,9 +54,10 @@ def of_step(
     positions: Int[jax.Array, "B T"],
     counts: Int[jax.Array, "B"] | None = None,
 ) -> Attended:
-    """Returns the tokens of a step that affect attention, now or later; `positions`: those of tokens.
+    """Returns the tokens of a step that affect attention, now or in later calls.
 
-    `padding`: True for the valid ones of the first P positions. `counts`: tokens per sequence.
+    `positions`: of the tokens. `padding`: True for the valid ones of the first P positions.
+    `counts`: the number of tokens of each sequence; None: all T.
     """
     kept = None
     if padding is not None:

@@ -81,7 +81,7 @@ def _read(ids: NDArray[np.integer[Any]], most: int) -> NDArray[np.int32] | None:
     if repeated.any():
         return None
     ends = np.full((len(flat), counts.max()), T, np.int32)
-    inner = np.arange(counts.max()) < counts[:, None] - 1  # in the order of `places`
+    inner = np.arange(counts.max()) < counts[:, None] - 1  # all but each row's last
     ends[inner] = places[places > 0]  # a run ends where the next begins
     return ends.reshape(*batch, -1)
 

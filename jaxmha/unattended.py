@@ -67,7 +67,8 @@ def _zeroed(
 ) -> tuple[jax.Array, ...]:
     batch, T = features[0].shape[:-2], features[0].shape[-2]
     sizes = {"T": T, "N": N, "S": features[1].shape[-2]}
-    flat = (math.prod(batch),) if batch else ()  # masks and biases have one batch axis or none
+    # All batch axes are one here, because masks and biases have one batch axis or none.
+    flat = (math.prod(batch),) if batch else ()
     attended = attended_features(
         math.prod(batch),
         None if bias is None else checks.flatten_bias(bias, flat, sizes),

@@ -208,7 +208,7 @@ def _pieces(
 def _grouped(
     source: Template, target: Template, how: Fit
 ) -> tuple[list[list[tuple[int, ...]]], str, str]:
-    """Returns the ranks that fill each target layer, the letter of each source "#", and `Line.take`."""
+    """Returns the source ranks of each target layer, the letter of each source "#", and `Line.take`."""
     if how.split >= 0:
         order = sorted(target.layers)
         ranks = [[r[: how.split] + r[how.split + 1 :]] for r in order]

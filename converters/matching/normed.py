@@ -18,7 +18,7 @@ _WHOLE = {
 
 
 def layers(model: Any) -> dict[str, str]:
-    """Maps the path of each such layer in a live model to its class; {} for files and dicts."""
+    """Maps the path of each weight-normalising layer in a live model to its class; else {}."""
     if is_nnx(model) and not hasattr(model, "flat_state"):
         from flax import nnx
 
@@ -33,7 +33,7 @@ def layers(model: Any) -> dict[str, str]:
 
 
 def parts(tree: Tree) -> dict[str, str]:
-    """Maps the name of each array that such a layer adds, such as a scale, to the layer's class."""
+    """Maps each array that a weight-normalising layer adds, such as a scale, to the layer's class."""
     paths = {array.path for array in tree.arrays.values()}
     found = {}
     for name, array in tree.arrays.items():
@@ -47,7 +47,7 @@ def parts(tree: Tree) -> dict[str, str]:
 
 
 def refuse(of: Mapping[str, str], arrays: Mapping[str, str]) -> None:
-    """Raises ValueError, with the remedy, if a source has such layers.
+    """Raises ValueError, with the remedy, if a source has weight-normalising layers.
 
     `of`: what `layers` found in the source, if it is live; `arrays`: what `parts` found in it.
     """
@@ -65,7 +65,7 @@ def refuse(of: Mapping[str, str], arrays: Mapping[str, str]) -> None:
 
 
 def advice(layer: str) -> str:
-    """Returns advice on an array that `layer`, the class of such a layer, adds to a target."""
+    """Returns advice on an array that a layer of a weight-normalising class adds to a target."""
     scales = " and set its scales to the norms of the loaded weights over all axes but that of their features"
     return (
         f"{layer} normalises a weight by it, and the source has the whole weight: load the layer "
@@ -74,7 +74,7 @@ def advice(layer: str) -> str:
 
 
 def _class(layer: object) -> str:
-    """Returns the class of such a layer, "nnx.WeightNorm" or the like; "" for any other layer."""
+    """Returns the class of a weight-normalising layer, such as "nnx.WeightNorm"; "" for others."""
     for base in type(layer).__mro__:
         library = base.__module__.split(".")[0]
         if base.__name__ in _CLASSES and library in ("flax", "equinox"):

@@ -135,6 +135,6 @@ def used(
 
 
 def _count(takes: Collection[str]) -> int:
-    """Returns how many parts takes such as `0/3` count, here 3; 0 if that is not a number."""
+    """Returns the number of parts that `takes` such as `0/3` name, here 3; 0 if it is not a number."""
     count = next(iter(takes)).partition("/")[2]
     return int(count) if count.isdigit() else 0

@@ -51,7 +51,8 @@ class Question:
     Attributes:
       target: name or pattern of a layer. candidates: source layers with matching shapes.
       reason: why no source was chosen.
-      examples: lines that would answer it: a tuple per candidate, or one for all or no candidates.
+      examples: lines that would answer it: a tuple per candidate; or a single tuple, if all candidates
+        are read together or there are none.
     """
 
     target: str

@@ -72,7 +72,10 @@ def _alone(template: Template, form: str) -> Template:
 
 
 def _line(slot: str, target: Template, mine: Sequence[Template], used: Collection[int]) -> Line:
-    """Returns the line for a head's bias or the like: from the only unused one that fits, or zeros."""
+    """Returns the line that fills another slot of a head, such as its bias.
+
+    It reads the only unused array of a head in the source with this shape; otherwise it fills zeros.
+    """
     array = target.first.slots[slot]
     found = [
         one.first.slots[MAIN].name

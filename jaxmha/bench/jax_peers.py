@@ -130,7 +130,7 @@ def _linen_mask(q: jax.Array, k: jax.Array, to: Attend) -> jax.Array | None:
 def of_linen(
     q: jax.Array, k: jax.Array, v: jax.Array, to: Attend, *, swapped: bool = False
 ) -> jax.Array:
-    """`swapped`: computes with jaxmha's `attention_fn`."""
+    """Attention by linen's function, or by jaxmha's `attention_fn` if `swapped`."""
     mask = _linen_mask(q, k, to)
     out: jax.Array = _flax_function("linen", swapped)(*_repeated(q, k, v, swapped), to.bias, mask)
     return out
@@ -139,7 +139,7 @@ def of_linen(
 def of_nnx(
     q: jax.Array, k: jax.Array, v: jax.Array, to: Attend, *, swapped: bool = False
 ) -> jax.Array:
-    """`swapped`: computes with jaxmha's `attention_fn`."""
+    """Attention by nnx's function, or by jaxmha's `attention_fn` if `swapped`."""
     function = _flax_function("nnx", swapped)
     mask = to.dense(q.shape[1], k.shape[1], causal=False)
     q, k, v = _repeated(q, k, v, swapped)
@@ -238,7 +238,7 @@ def nnx_layer(params: MHAParams, *, swapped: bool = False) -> tuple[Any, Layer]:
 
 
 def keras_layer(params: MHAParams, *, scores: bool = False) -> tuple[Any, Layer]:
-    """`scores`: calls also ask for the attention scores."""
+    """Makes Keras' layer; `scores`: its calls also ask for the attention scores, by another code path."""
     import keras
 
     if keras.backend.backend() != "jax":
@@ -289,7 +289,7 @@ def functions(peer: str) -> tuple[Callable[..., Any], Callable[[MHAParams], tupl
 
 
 def program(peer: str, case: Case, data: Data) -> Program:
-    """The program of a case. Weights, inputs and conditions are its arguments: XLA folds constants."""
+    """The program of a case. Weights, inputs and conditions are arguments: XLA would fold constants."""
     core, make = functions(peer)
 
     def placed(x: Array | jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Limits of the device: a product of matrices, and reading its memory."""
+"""Measures the limits of a device: the rates of a large matrix product and of reading its memory."""
 
 import time
 from collections.abc import Callable
