@@ -30,6 +30,14 @@ def from_metadata(metadata: Mapping[str, str]) -> dict[str, tuple[str, str]]:
     }
 
 
+def names(held: Mapping[str, str], metadata: Mapping[str, str]) -> dict[str, str]:
+    """The user's names of layers by group: `held` by a Keras file, or by the metadata of its copy."""
+    copied = from_metadata(metadata).items()
+    return {**held} or {
+        prefix: name for prefix, (group, name) in copied if name and prefix == group
+    }
+
+
 def of(names: Mapping[str, str], metadata: Mapping[str, str]) -> dict[str, tuple[str, str]]:
     """Group and name of every layer by prefix, from a Keras file (`names`) or else from metadata."""
     return {group: (group, name) for group, name in names.items()} or from_metadata(metadata)

@@ -20,7 +20,10 @@ NEEDS = {
     "starcoder-heads": "layout starcoder-heads is read as starcoder, in another order, unless a "
     "config.json of gpt_bigcode with multi_query false is next to the file"
 }
-NO_ATTENTION = "no attention block was found: only other layers are converted"
+NO_ATTENTION = (
+    "no attention block was found: only other layers are converted (`jaxmha match` fills a model of "
+    "your own with all tensors)"
+)
 
 
 def counted(prefixes: Sequence[str]) -> str:

@@ -30,6 +30,9 @@ LAYOUTS: tuple[Layout, ...] = (
 # config tells `starcoder-heads` from `starcoder`.
 ALONE = {DEEPSEEK.name: DEEPSEEK, linear.STARCODER_HEADS.name: linear.STARCODER_HEADS}
 
+# The layout of a destination in which every tensor is copied: it has no attention.
+NONE = Layout("", (), {}, convention="")
+
 
 def named(name: str) -> Layout:
     """The layout of this name, which may also be a list of layers that `by_hand.of_names` reads.

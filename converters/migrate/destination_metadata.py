@@ -1,7 +1,8 @@
 """Makes the metadata of the destination, and notes on facts that its format cannot store."""
 
+import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,13 +50,39 @@ def settings(
     notes = list(_config(Path(destination), plan, file, heads, holds_metadata))
     as_torch_does = ".safetensors" in Path(destination).suffixes  # its loader reads ties
     if lacking := sorted(_untied(found, file) if as_torch_does else file.tied):
-        notes.append(
-            f"the result has each tied tensor under one name, and lacks {listed(lacking)}: tie the "
-            "parameters in the model that loads it"
-        )
+        notes.append(_lacks(lacking))
     if holds_metadata:
         return made | {"metadata": _of(plan, found, file, groups, heads)}, notes
     return made, [*_lost(file, found, attention_blocks.named(plan.to)), *notes]
+
+
+def copied(
+    destination: Path, plan: Plan, file: checkpoint.Checkpoint
+) -> tuple[dict[str, Any], list[str]]:
+    """As `settings`, for a destination with all tensors of the source under their names."""
+    holds_metadata = table.for_writing(destination).holds_metadata
+    notes, metadata = list(_config(destination, plan, file, None, named=False)), {**file.metadata}
+    if file.tied and ".safetensors" not in destination.suffixes:
+        notes.append(_lacks(file.tied))
+    if holds_metadata:
+        if file.names and file.ordered:
+            groups = {group: (group, name) for group, name in file.names.items()}
+            metadata[keras_groups.METADATA] = json.dumps(groups, separators=(",", ":"))
+        return {"metadata": metadata}, notes
+    names = keras_groups.names(file.names, file.metadata)
+    kept = {keras_groups.METADATA, "format", "total_size", *file.tied}
+    if lost := sorted(file.metadata.keys() - kept):
+        notes.append(
+            f"metadata not carried over, for which the format has no place: {listed(lost)}"
+        )
+    return {"names": names, "ordered": file.ordered}, notes
+
+
+def _lacks(names: Iterable[str]) -> str:
+    return (
+        f"the result has each tied tensor under one name, and lacks {listed(sorted(names))}: tie the "
+        "parameters in the model that loads it"
+    )
 
 
 def _of(

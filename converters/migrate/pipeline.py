@@ -24,6 +24,7 @@ from jaxmha.converters.discovery.head_count import Configured
 from jaxmha.converters.layout import registry, states
 from jaxmha.converters.layout.arrays import NDArray, to_numpy
 from jaxmha.converters.migrate import (
+    containers,
     conversion,
     destination_metadata,
     edited,
@@ -119,7 +120,9 @@ def _make(
     if not any(step.kind != "other" for step in made.steps):
         wanted = f" of layout {from_}" if from_ else ""
         raise ValueError(
-            f"{file.path}: no attention block{wanted} found (`jaxmha inspect` lists the tensors)"
+            f"{file.path}: no attention block{wanted} found, and no other layer to convert to {to} "
+            "(`jaxmha inspect` lists the tensors): leave out --to (to=) to write all tensors as they are "
+            "in another format, or fill a model of your own (`jaxmha match`)"
         )
     if target.name != attention_blocks.named(to).name or target.name.endswith("-file"):
         groups = keras_order.kept(file, made.steps)
@@ -181,7 +184,8 @@ def convert(
     Args:
       source: a path that `checkpoint.open` reads; nothing in it is executed.
       destination: its suffix names the format; NAME.safetensors.index.json writes shards.
-      to: name of the layout, as in `jaxmha inspect --layouts`.
+      to: name of the layout, as in `jaxmha inspect --layouts`; None without a plan copies every
+        tensor under its name, to another format, and takes no options of layouts.
       from_: converts only blocks of this layout and copies all other tensors.
       num_heads: for layouts without the head count; default: the config.json next to the source.
       dtype: casts every floating tensor; one of `DTYPES`.
@@ -208,6 +212,22 @@ def convert(
       ValueError: the source has no block; the layout is unknown or cannot hold a block; a head
         count is missing; or the plan is for another source.
     """
+    if to is None and plan is None:
+        options = {"from_": from_, "num_heads": num_heads, "attention_only": attention_only}
+        options |= {"others": others != "pass", "fold_scale": fold_scale, "fill_bias": fill_bias}
+        if wrong := [name for name, value in (options | {"like": like}).items() if value]:
+            raise ValueError(f"{', '.join(wrong)}: only with a layout (to=), which is not given")
+        return containers.copy(
+            source,
+            destination,
+            dtype=dtype,
+            force=force,
+            shard_size=shard_size,
+            resume=resume,
+            part=part,
+            digest=digest,
+            progress=progress,
+        )
     in_file, given = str(destination).endswith(".weights.h5"), plan is not None
     if like is not None:
         check_like(destination, like, given)
@@ -218,13 +238,12 @@ def convert(
         writer.check_destination(destination, force, read, shard_size, resume=text, part=part)
         if plan is not None:
             plan, description = _completed(plan, file, in_file)
-        elif to is not None:
+        else:
+            assert to is not None
             made_plan, description = _make(
                 file, to, from_, num_heads, dtype, others, attention_only, in_file
             )
             plan = replace(made_plan, fold_scale=fold_scale, fill_bias=fill_bias)
-        else:
-            raise ValueError("name a layout (to=), or give a plan")
         if like is not None:
             plan = taken_from(plan, file, like)
         groups = keras_order.kept(file, plan.steps)

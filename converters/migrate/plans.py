@@ -74,7 +74,7 @@ class Plan:
 
     Attributes:
       to: layout of attention in the destination; other layers follow the conventions of its
-        framework.
+        framework. "": every tensor is copied (`containers`).
       others: "pass" carries over tensors that are not understood, "refuse" raises for them.
       dtype: dtype to which every floating tensor is cast; None keeps dtypes.
       source, digest: path of the source, and SHA-256 of its contents; "" if not computed.
@@ -92,6 +92,11 @@ class Plan:
     fold_scale: bool = False
     fill_bias: str | None = None
     notes: tuple[str, ...] = field(default=(), compare=False)
+
+    @property
+    def layout(self) -> Layout:
+        """The layout named `to`; one without attention if every tensor is copied."""
+        return registry.named(self.to) if self.to else registry.NONE
 
     def _repr_html_(self) -> str:
         rows = [

@@ -54,7 +54,7 @@ def resolve(plan: Plan, file: Tensors) -> Resolved:
         cannot hold them; two tensors get one name; or the state of an optimizer would no longer fit
         the weights.
     """
-    to = attention_blocks.named(plan.to)
+    to = plan.layout
     convention = layer_layouts.convention_of(to.name)
     used = Counter(name for step in plan.steps for name in step.tensors)
     if unknown := [name for name in used if name not in file.info]:
@@ -97,7 +97,8 @@ def resolve(plan: Plan, file: Tensors) -> Resolved:
             found.names[step.target] = step.name
     found.notes.extend(_of_heads(found, file))
     copied = [step.source for step in plan.steps if step.kind == "other"]
-    found.notes.extend(of_optimizers.left_behind(file, copied))
+    if plan.to:  # otherwise no weight is converted, which the state would no longer fit
+        found.notes.extend(of_optimizers.left_behind(file, copied))
     if in_file(to):
         layers = [(step.source, step.target) for step in plan.steps if step.kind != "other"]
         found.notes.extend(notes.order_of_creation(layers))

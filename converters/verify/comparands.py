@@ -145,7 +145,8 @@ def _read_state(
     if file is None:
         found = attention_blocks.find(all_shapes)
     else:
-        path, names, metadata = file.path, file.names, file.metadata
+        path, metadata = file.path, file.metadata
+        names = keras_groups.names(file.names, metadata)
         with naming(path):
             found = behaviours.blocks(file)
         behaviours.refuse_unread(file, found)

@@ -115,10 +115,10 @@ def check(
         carried = resolved.resolve(done, old.whole)
         by_step = dict(carried.by_step)
         missing = tuple(name for name in carried.made if name not in new.whole)
-        shapes, to = attention_blocks.shapes(new.whole), attention_blocks.named(done.to)
+        shapes, to = attention_blocks.shapes(new.whole), done.layout
         targets = {  # by metadata of the destination: a config.json next to it describes the source
             block.prefix: stored_semantics.described(block, new.whole.metadata)
-            for block in attention_blocks.find(shapes, [to])
+            for block in (attention_blocks.find(shapes, [to]) if to.entries else ())
         }
         reports = []
         for step in progress(list(by_step)):

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -42,6 +43,7 @@ from jaxmha.converters.verify import report
 
 EXAMPLES = (
     "Examples:\n\n  jaxmha convert model.safetensors flax.safetensors --to flax\n\n"
+    "  jaxmha convert model.safetensors model.npz\n\n"
     "  jaxmha convert encoder.pt encoder.weights.h5 --to keras --num-heads 8\n\n"
     "  jaxmha convert model.safetensors half.npz --to flax --dtype float16 --report report.json\n\n"
     "  jaxmha convert model.safetensors flax.safetensors --plan plan.toml\n\n"
@@ -163,6 +165,7 @@ def command(
 ) -> None:
     """Write a checkpoint in another framework's layout: attention and the other layers.
 
+    Without --to, --plan and --like, every tensor is copied under its name to another format.
     Tensors that are not understood are carried over, or refused; nothing is dropped. Both files are
     compared afterwards; exit code 1 if anything differs.
     """
@@ -291,10 +294,12 @@ def _check_combination(
     processes: int,
 ) -> None:
     """Raises ValueError if options contradict each other."""
-    if (choices.to is None) == (by_plan is None):
+    if choices.to is not None and by_plan is not None:
+        raise ValueError("--to and --plan exclude each other: a plan names its layout")
+    if choices.to is None and by_plan is None and replace(choices, dtype=None).beyond_layout:
         raise ValueError(
-            "name a layout with --to, a plan with --plan, or a target model with --like; --to and "
-            "--plan exclude each other"
+            "name a layout with --to, a plan with --plan, or a target model with --like: without "
+            "them every tensor is copied as it is, and --dtype alone changes it"
         )
     if by_plan is not None and choices.beyond_layout:
         raise ValueError("a plan says it all: edit it instead of passing other options")

@@ -18,7 +18,8 @@ def print_conversion(
     named = [[escape(cell or "(top)") for cell in row] for row in done.blocks]
     rows = [(source, target, before, after) for source, before, target, after in named]
     columns = ("from", "to", "layout of the source", "layout")
-    print_table(escape(str(destination)), columns, rows, names=2)
+    if rows:
+        print_table(escape(str(destination)), columns, rows, names=2)
     for (count, where), blocks in Counter(x[1:] for x in done.heads).items():
         what = "1 block" if blocks == 1 else f"{blocks} blocks"
         print_line(escape(f"heads {count} ({where}): {what}"))
@@ -26,8 +27,12 @@ def print_conversion(
     kinds = ", ".join(
         f"{n} {kind}" for kind, n in Counter(k for k, *_ in done.other_layers).items()
     )
+    copied = done.plan is not None and not done.plan.to
     print_line(
-        f"{len(done.blocks)} attention blocks converted"
+        f"no layout was named: {len(done.carried)} tensors copied under their names"
+        + (f", cast to {dtype}" if dtype else "")
+        if copied
+        else f"{len(done.blocks)} attention blocks converted"
         + (f"; other layers: {kinds}" if kinds else "")
         + f"; {len(done.carried)} other tensors carried over unchanged"
         + (f" but for the cast to {dtype}" if dtype else "")
@@ -39,7 +44,7 @@ def print_conversion(
     if done.kept:
         print_line(f"kept from an earlier run, and checked: {len(done.kept)} shards")
     _print_losses(done.losses)
-    print_some([f"carried over: {escape(name)}" for name in done.carried])
+    print_some([] if copied else [f"carried over: {escape(name)}" for name in done.carried])
     for note in done.notes if checked is None else checked.notes:
         print_line(f"note: {escape(note)}")
     if checked is None:
