@@ -107,7 +107,7 @@ def mask_hint(mask: object) -> str:
 
 
 def latent_hint(value: object) -> str:
-    """The end of an error message for other than `LatentParams`: a remedy for `MHAParams`, else ""."""
+    """The end of an error message that asks for `LatentParams`: a remedy if `MHAParams` came, or ""."""
     if type(value).__name__ == "MHAParams":
         return (
             ": call the function of the same name in jaxmha, such as jaxmha.extend, with a cache from "

@@ -259,7 +259,7 @@ def flatten_batch(
 def _missing_axes(
     name: str, shape: tuple[int, ...], batch: Sequence[int], sizes: dict[str, int]
 ) -> str:
-    """The end of an error message: how to insert axes N or T into a batched array; "" if not these."""
+    """The end of an error message: how to insert axes N or T into a batched array; "" if none lack."""
     keys, scores = (*batch, sizes["S"]), (*batch, sizes["T"], sizes["S"])
     if batch and shape == keys:
         padding = f", or Mask.padding(key_value={name}); True = attend" * (name == "mask")

@@ -326,7 +326,7 @@ M = TypeVar("M")
 
 
 def with_arrays(module: M, arrays: Mapping[str, Array]) -> M:
-    """The module with other arrays, by names such as `query_proj.weight`."""
+    """Returns the module with `arrays` in place of its own of these names, such as `query_proj.weight`."""
     for key, array in arrays.items():
         layer, _, name = key.partition(".")
         module = equinox.tree_at(

@@ -87,7 +87,7 @@ def _read(ids: NDArray[np.integer[Any]], most: int) -> NDArray[np.int32] | None:
 
 
 def _traced(ids: Integer[Array, "*B T"], max_segments: int) -> Int32[Array, "*B M"]:
-    """The ends of runs, by a sort, which is one kernel; a sum over all positions is several."""
+    """The ends of runs of traced ids, by a sort: one kernel, where sums over positions take several."""
     *batch, T = ids.shape
     positions = jnp.arange(1, T, dtype=np.int32)
     first = jnp.sort(jnp.where(ids[..., 1:] != ids[..., :-1], positions, np.int32(T)), stable=False)

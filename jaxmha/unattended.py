@@ -30,8 +30,8 @@ def zero_unattended(
 ) -> tuple[Array, Array, Array]:
     """Zeroes query, key and value features at positions that cannot affect attention of N heads.
 
-    If they hold NaN, gradients of the projections would be 0 * NaN. Without a mask, a bias and a
-    window, the features are returned as they are.
+    If they hold NaN, gradients of the projections would be 0 * NaN. Where nothing can exclude a
+    position (no mask, window, bias or mask function), the features are returned as they are.
 
     `keep_finite`: zeroes only positions with a feature that is not finite, for heads that mix
     positions after the projection.
@@ -40,7 +40,7 @@ def zero_unattended(
     if structure.empty and bias is None and mask_mod is None:
         return features
     if min(x.ndim for x in features) < 2 or features[1].shape[-2] != features[2].shape[-2]:
-        return features  # the layer reports these shapes
+        return features  # the layer raises for these shapes
     mods = traced_mods(None, mask_mod, features[0].dtype)
     found: tuple[Array, Array, Array] = _zeroed(
         features, bias, structure, semantics, mods, N=N, keep_finite=keep_finite

@@ -60,7 +60,7 @@ def _held(lengths: Array, size: int) -> Int[jax.Array, "B s"]:
 
 
 def _padding_at(mask: Mask, positions: Int[jax.Array, "B s"]) -> Mask:
-    """The mask with the key/value padding of these positions."""
+    """Returns the mask with its key/value padding over slots; `positions`: of the tokens in them."""
     padding = mask.key_value_padding
     if padding is None:
         return mask

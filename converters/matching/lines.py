@@ -251,7 +251,7 @@ def _line(several: Sequence[_Piece], source: Tree, target: Tree) -> list[Line]:
     `several`: the pieces of one target array, in the order of its packed parts.
     """
     first = several[0]
-    whole = all(p.names == first.names for p in several)  # the source packs the same parts
+    whole = all(p.names == first.names for p in several)  # one source array packs them all
     take = ""
     if first.source_part and not (whole and first.target_part):
         take = f"{first.source_part[0]}/{first.source_part[1]}"

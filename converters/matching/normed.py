@@ -18,7 +18,7 @@ _WHOLE = {
 
 
 def layers(model: Any) -> dict[str, str]:
-    """Maps the path of each weight-normalising layer in a live model to its class; else {}."""
+    """Maps the path of each weight-normalising layer in a model to its class; {} for files."""
     if is_nnx(model) and not hasattr(model, "flat_state"):
         from flax import nnx
 

@@ -1,4 +1,4 @@
-"""Splits lists into layers, or rolls numbered layers up to lists, so that both trees have the same."""
+"""Splits lists into layers, or rolls numbered layers up to lists, as the other tree has them."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence

@@ -270,7 +270,7 @@ def _linen(module: Any, variables: Any, arguments: Arguments, dtype: np.dtype[An
     found: dict[tuple[str, ...], NDArray] = {}
 
     def record(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
-        if _computes_in_float(context.module):  # `apply` calls a clone: the user's stays as it is
+        if _computes_in_float(context.module):  # a clone: the user's module keeps its dtype
             object.__setattr__(context.module, "dtype", dtype)
         output = call(*args, **kwargs)
         path = tuple(map(str, context.module.path))

@@ -16,8 +16,8 @@ SHAPE: Any = jax.ShapeDtypeStruct
 
 
 def explain(case: Case) -> dict[str, Any]:
-    """Returns the `chosen` and the `supported` implementations, `reasons` why others do not support
-    the case, and the `call` under which a benchmark is saved."""
+    """Returns the `chosen` implementation, all that are `supported`, `reasons` (name -> why it does not
+    support the case, None: it does), and the `call` under which a benchmark is saved."""
     asked, all_of_them = SupportQuery(), SupportQuery(IMPLEMENTATIONS)
     with precision_of(case.products):
         for query in (asked, all_of_them):
