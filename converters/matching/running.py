@@ -21,7 +21,7 @@ Outputs = dict[Place, NDArray]
 
 
 class Run(NamedTuple):
-    """The arrays that a model returned, and by path those of its layers, in the order of returns.
+    """The arrays that a model returned, and path -> that of a layer, in the order of their returns.
 
     A path consists of attribute names; the path of the model is empty. Of a layer, only the first
     array of its first call is kept. Layers that returned traced arrays, as under `jit`, are left out.

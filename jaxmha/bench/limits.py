@@ -35,7 +35,7 @@ def measure(products: str) -> dict[str, Any]:
 
 
 def precision_of(products: str) -> AbstractContextManager[object]:
-    """The precision of matrix products (`Case.products`) of every program of JAX.
+    """In this context, JAX computes matrix products in the precision of `products` (`Case.products`).
 
     By default, XLA rounds float32 to TF32 on GPUs and to bfloat16 on TPUs.
     """
