@@ -1,9 +1,10 @@
-"""Finds dense layers next to a flattened convolution, by sizes and by the order of layers.
+"""Finds dense layers next to a flattened convolution, by sizes and, where it is known, by the order of layers.
 
 torch flattens channels, height, width; Keras and Flax flatten height, width, channels. The kernel of
 a dense layer has one size for both, so no shape shows that its features are to be reordered.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -27,30 +28,52 @@ class Item(NamedTuple):
 def next_to_convolutions(items: Sequence[Item], ordered: bool, norms: set[int]) -> dict[int, Order]:
     """Maps `Item.layer` of each dense layer that reads or makes a flattened image to its `Order`.
 
-    `ordered`: the items are in the order of the model; otherwise the last may precede the first.
-    `norms`: sizes of norms.
+    `ordered`: the items are in the order of the model; otherwise sizes alone decide. `norms`: sizes of
+    norms.
     """
+    if not ordered:
+        return _by_sizes(items, norms)
     found: dict[int, Order] = {}
-    read = {item.size_in for item in items if not item.convolution}
-    for n, (one, after) in enumerate(zip(items, [*items[1:], items[0]], strict=True)):
-        if ordered and n + 1 == len(items):
-            break
-        if one.convolution and _are_places(after, after.size_in, one.size_out):
-            # If another layer makes features of this size, they are not a flattened image.
-            if ordered:
-                made = {x.size_out for x in items[:n] if not x.convolution}
-            else:
-                made = {x.size_out for x in items} | norms
-            if after.size_in not in made:
-                places = after.size_in // one.size_out
-                readers = _reading(items, n + 1, after.size_in)
-                found |= {x.layer: (one.name, one.size_out, places, False) for x in readers}
+    for n, (one, after) in enumerate(itertools.pairwise(items)):
+        before = {x.size_out for x in items[:n] if not x.convolution}
+        reads = one.convolution and _are_places(after, after.size_in, one.size_out)
+        # If another layer makes features of this size, they are not a flattened image.
+        if reads and after.size_in not in before:
+            places = after.size_in // one.size_out
+            readers = _reading(items[n + 1 :], after.size_in)
+            found |= {x.layer: (one.name, one.size_out, places, False) for x in readers}
         if after.convolution and _are_places(one, one.size_out, after.size_in):
             places = one.size_out // after.size_in
-            together = ordered or (len(one.path) > 1 and one.path[:-1] == after.path[:-1])
-            later = {x.size_in for x in items[n + 2 :] if not x.convolution} if ordered else read
-            if together and places >= _LEAST and one.size_out not in later:
+            later = {x.size_in for x in items[n + 2 :] if not x.convolution}
+            if places >= _LEAST and one.size_out not in later:
                 found[one.layer] = (after.name, after.size_in, places, True)
+    return found
+
+
+def _by_sizes(items: Sequence[Item], norms: set[int]) -> dict[int, Order]:
+    """As `next_to_convolutions`, for items in any order; layers with several answers are left out.
+
+    The last convolution is one of those whose channels no convolution turns into another number, and
+    the first one of those whose channels none made of another number.
+    """
+    images = [item for item in items if item.convolution]
+    turned = {x.size_in for x in images if x.size_in != x.size_out}
+    made = {x.size_out for x in images if x.size_in != x.size_out}
+    last = [x for x in images if x.size_out not in turned]
+    first = [x for x in images if x.size_in not in made]
+    every, read = {x.size_out for x in items} | norms, {x.size_in for x in items if x not in images}
+    found: dict[int, Order] = {}
+    for item in items:
+        near = [x for x in first if len(item.path) > 1 and x.path[:-1] == item.path[:-1]]
+        writes = {x.size_in: x for x in near if _are_places(item, item.size_out, x.size_in)}
+        reads = {x.size_out: x for x in last if _are_places(item, item.size_in, x.size_out)}
+        if len(writes) == 1 and item.size_out not in read:
+            ((channels, image),) = writes.items()
+            if (places := item.size_out // channels) >= _LEAST:
+                found[item.layer] = (image.name, channels, places, True)
+        if len(reads) == 1 and item.size_in not in every:
+            ((channels, image),) = reads.items()
+            found[item.layer] = (image.name, channels, item.size_in // channels, False)
     return found
 
 
@@ -59,13 +82,13 @@ def _are_places(dense: Item, size: int, channels: int) -> bool:
     return not dense.convolution and 1 < channels < size and size % channels == 0
 
 
-def _reading(items: Sequence[Item], start: int, size: int) -> list[Item]:
-    """The layers from `start` on that read `size` features.
+def _reading(items: Sequence[Item], size: int) -> list[Item]:
+    """The layers that read `size` features.
 
-    It stops before a convolution, and after a layer that makes as many features itself.
+    The search stops before a convolution, and after a layer that makes as many features itself.
     """
     found: list[Item] = []
-    for item in (*items[start:], *items[:start]):
+    for item in items:
         if item.convolution:
             break
         found += [item] * (item.size_in == size)

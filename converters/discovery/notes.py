@@ -216,8 +216,7 @@ def flattened(layers: Sequence[Module], to: Convention | None) -> Iterator[str]:
     norms = {one.sizes["D"] for one in ranked if one.sizes.keys() == {"D"}}
     found = next_to_convolutions(items, False, norms)
     shown = [
-        f"{ranked[n].prefix} ({m} channels of {of} x {k})"
-        for n, (of, m, k, _) in sorted(found.items())
+        f"{ranked[n].prefix} ({m} channels x {k})" for n, (_, m, k, _) in sorted(found.items())
     ]
     if shown:
         yield (

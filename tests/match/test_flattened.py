@@ -242,11 +242,48 @@ def test_a_conversion_notes_them(tmp_path: Any) -> None:
     state = {key: x.numpy() for key, x in Theirs().state_dict().items()}
     checkpoint.write(tmp_path / "a.npz", state)
     notes = pipeline.plan(tmp_path / "a.npz", to="flax")[0].notes
-    assert any(f"advantage ({C} channels of conv x {Y * X}), value" in note for note in notes)
+    assert any(f"advantage ({C} channels x {Y * X}), value" in note for note in notes)
     pipeline.convert(tmp_path / "a.npz", tmp_path / "b.npz", to="flax")
     for path, to, noted in (("b", "torch", True), ("b", "keras", False), ("a", "torch", False)):
         notes = pipeline.plan(tmp_path / f"{path}.npz", to=to)[0].notes
         assert any("flattened" in note for note in notes) == noted
+
+
+# Names of two convolutions and a dense layer, which sort in another order than the model has them.
+UNSORTED = [("b_stem", "a_body", "c_head"), ("c_stem", "b_body", "a_head"), ("a", "c", "b")]
+
+
+def files_of(folder: Path, *layers: tuple[str, tuple[int, ...]]) -> dict[str, Path]:
+    """Layers of these names and shapes of torch, as a file of torch and one of Keras, by target."""
+    theirs, mine, names = dict[str, Any](), dict[str, Any](), dict[str, str]()
+    for (name, (out, *rest)), group in zip(layers, ("conv2d", "conv2d_1", "dense"), strict=True):
+        shape = (*rest[1:], rest[0], out)
+        for key, slot, ours, keras_has in (
+            ("weight", 0, (out, *rest), shape),
+            ("bias", 1, (out,), (out,)),
+        ):
+            theirs[f"{name}.{key}"] = np.zeros(ours, "f")
+            mine[f"layers/{group}/vars/{slot}"] = np.zeros(keras_has, "f")
+        names[f"layers/{group}"] = name
+    paths = {"flax": folder / "a.npz", "torch": folder / "b.weights.h5"}
+    checkpoint.write(paths["flax"], dict(sorted(theirs.items())))
+    checkpoint.write(paths["torch"], mine, names=names)
+    return paths
+
+
+@pytest.mark.parametrize("names", UNSORTED)
+def test_the_order_of_names_decides_nothing(names: tuple[str, str, str], tmp_path: Path) -> None:
+    shapes = ((8, 3, 3, 3), (16, 8, 3, 3), (5, 144))
+    for to, path in files_of(tmp_path, *zip(names, shapes, strict=True)).items():
+        notes = pipeline.plan(path, to=to)[0].notes
+        assert any("(16 channels x 9)" in note for note in notes), notes
+
+
+def test_a_note_is_left_out_if_several_convolutions_fit(tmp_path: Path) -> None:
+    """Sizes do not tell which of two towers the dense layer reads."""
+    layers = ("a", (8, 3, 3, 3)), ("b", (16, 3, 3, 3)), ("c", (5, 144))
+    for to, path in files_of(tmp_path, *layers).items():
+        assert not any("flattened" in note for note in pipeline.plan(path, to=to)[0].notes)
 
 
 def test_both_ends_of_an_autoencoder_are_asked_about() -> None:
