@@ -14,9 +14,9 @@ _WINDOW = "yxz"
 
 
 class Arrow(NamedTuple):
-    """Source and target axes in einops notation.
+    """An einops pattern: the axes of a source array, and of the target array that it fills.
 
-    `s` is the axis of packed parts; `l` and `m` are axes of stacked layers.
+    `s` is the axis of parts packed in one array (query, key, value), `l` and `m` of stacked layers.
     """
 
     source: str
@@ -31,9 +31,9 @@ class Fit:
     """How the arrays of a source template fill the arrays of a target template.
 
     Attributes:
-      arrows: slot -> arrow.
-      stacked: indices of those "#" of the source that are axes of the target's arrays.
-      split: index of the "#" of the target that is an axis of the source's arrays; -1 for none.
+      arrows: slot, such as "main" or "bias" -> arrow.
+      stacked: indices of each "#" in the source's path whose layers the target's arrays stack.
+      split: index of the "#" in the target's path whose layers the source's arrays stack, or -1.
     """
 
     arrows: dict[str, Arrow]
@@ -46,7 +46,7 @@ UNDECIDED = "its kernel is square, and nothing shows which axis is the output"
 
 
 def fit(source: Template, target: Template) -> Fit | str | None:
-    """Returns how source fills target; None if it does not fit; a reason if this is ambiguous."""
+    """Returns how `source` fills `target`; None if no way fits; text on why if several do."""
     if source.first.slots.keys() != target.first.slots.keys():
         return None
     found = [x for stacked in _stackings(source, target) if (x := _fit(source, target, stacked))]
@@ -59,7 +59,7 @@ def fit(source: Template, target: Template) -> Fit | str | None:
 
 
 def _splits(source: Template, target: Template) -> Iterator[int]:
-    """Yields the index of each "#" of the target that may be an axis of the source's arrays."""
+    """Yields the index of each "#" of the target whose layers the source's arrays may stack."""
     if len(target.counts) != len(source.counts) + 1 or source.first.part:
         return
     if len(target.layers) == math.prod(target.counts):
@@ -69,12 +69,12 @@ def _splits(source: Template, target: Template) -> Iterator[int]:
 
 
 def _taken_apart(source: Template, target: Template, column: int) -> Fit | str | None:
-    """Fits a source with stacked layers to a target with separate layers.
+    """Fits a source with stacked layers to a target with separate layers; returns as `fit` does.
 
     `column`: the index of the target's "#" that counts the stacked layers.
     """
     kept = {r[:column] + r[column + 1 :]: x for r, x in target.layers.items() if r[column] == 0}
-    if not kept:  # the list begins at another number, so it is no axis of stacked layers
+    if not kept:  # no layer has rank 0, so ranks are not indices of an axis of stacked layers
         return None
     one = replace(target, layers=kept)
     arrows = {}
@@ -86,7 +86,7 @@ def _taken_apart(source: Template, target: Template, column: int) -> Fit | str |
             )
             for arrow in _arrows(slot, cut, one.first, one.first.slots[slot].shape):
                 here = _split(arrow.source)
-                # `axes` do not count a leading `s`, the axis of packed parts.
+                # A leading `s` counts separate source arrays; `axes` index one of them, without it.
                 here.insert(axes[0] + (here[:1] == ["s"]), "l")
                 found.append(Arrow(" ".join(here), f"l {arrow.target}".strip()))
         if not found:
@@ -98,7 +98,7 @@ def _taken_apart(source: Template, target: Template, column: int) -> Fit | str |
 
 
 def _stackings(source: Template, target: Template) -> Iterator[tuple[int, ...]]:
-    """Yields each choice of "#" of the source (indices) that may be axes of the target's arrays."""
+    """Yields each choice of "#" of the source, as indices, whose layers the target may stack."""
     mine, theirs = source.counts, target.counts
     extra = len(mine) - len(theirs)
     full = len(source.layers) == math.prod(mine)
@@ -113,7 +113,7 @@ def _stackings(source: Template, target: Template) -> Iterator[tuple[int, ...]]:
 
 
 def _crossed(mine: Sequence[frozenset[str]], theirs: Sequence[frozenset[str]]) -> bool:
-    """True if the same lists are nested in another order in source and target."""
+    """True if source and target nest the same lists in different orders: ranks cannot pair them."""
     pairs = [(a, b) for a, x in enumerate(mine) for b, y in enumerate(theirs) if x & y]
     return any(a != b and (a, a) not in pairs and (b, b) not in pairs for a, b in pairs)
 
@@ -142,9 +142,9 @@ def _fit(source: Template, target: Template, stacked: tuple[int, ...]) -> Fit | 
 def _without(
     shape: tuple[int, ...], sizes: Sequence[int]
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yields each choice of axes with the sizes of stacked layers, and the shape without them.
+    """Yields each choice of axes of `shape` that may stack layers, and the shape without them.
 
-    Several stacked axes must be the first axes.
+    `sizes`: numbers of layers. A single one may match any axis; several must match the first axes.
     """
     if not sizes:
         yield (), shape
@@ -157,13 +157,13 @@ def _without(
 
 
 def _stack(arrow: Arrow, axes: Sequence[int], slot: str, source: Layer, target: Layer) -> Arrow:
-    """Adds axes for stacked layers to an arrow; a leading `s` of the source stays first."""
+    """Adds `axes` of the target, which stack layers, to an arrow; `s` stays first in the source."""
     if not axes:
         return arrow
     letters = list("lm"[: len(axes)])
     before, after = _split(arrow.source), _split(arrow.target)
     mine, theirs = source.part_of(slot), target.part_of(slot)
-    taken = mine is not None and theirs is None  # the axis of parts leads the result
+    taken = mine is not None and theirs is None  # `s` leads the target until `take` picks a part
     for axis, letter in zip(axes, letters, strict=True):
         after.insert(axis + taken, letter)
     parts = before[:1] if mine is None and before[:1] == ["s"] else []
@@ -179,7 +179,7 @@ def _meaning(arrow: Arrow) -> tuple[tuple[int, ...], ...]:
 
 
 def _split(axes: str) -> list[str]:
-    """Splits one end of an arrow into axes; a group is one axis: `(s o) i` has two."""
+    """Splits the source or target of an arrow into axes; a group is one axis: `(s o) i` has two."""
     found, inside = list[str](), ""
     for word in axes.split():
         inside = f"{inside} {word}".strip()
@@ -209,16 +209,16 @@ def _arrows(slot: str, source: Layer, target: Layer, shape: tuple[int, ...]) -> 
 
 
 def _copied_whole(source: Layer, target: Layer) -> bool:
-    """True for the same part of equally named packed arrays with unknown axes, as of experts."""
+    """True for the same part of equally named packed arrays of unknown axes: a copy may be right."""
     alike = source.part == target.part is not None and _packer(source) == _packer(target)
     unknown = {source.form, target.form} <= {"raw", ""} and len(source.slots[MAIN].shape) > 2
     return alike and unknown
 
 
 def _may_be_table(source: Layer, target: Layer, shape: tuple[int, ...]) -> bool:
-    """True for a square `weight` named like an embedding, and a kernel with axes "io".
+    """True if one has a square `weight` named like an embedding, the other a kernel of form "io".
 
-    The weight may be a table of rows, which the kernel applies to one-hot vectors: no transpose.
+    Both may be the same table, which a kernel applies to one-hot vectors: a copy may be right.
     """
     ends = {source.form: source, target.form: target}
     table = ends.get("weight")
@@ -229,6 +229,7 @@ def _may_be_table(source: Layer, target: Layer, shape: tuple[int, ...]) -> bool:
 class Reading(NamedTuple):
     """One way to read an array: the (letter, size) of each axis, without that of packed parts."""
 
+    # o: output, i: input, v: rows and d: features of a table, yxz: window, r: not known
     axes: tuple[tuple[str, int], ...]
     place: int = -1  # axis that holds the parts; -1: not packed
     own: bool = False  # True: the parts have an axis of their own
@@ -252,7 +253,7 @@ def _readings(slot: str, layer: Layer, shape: tuple[int, ...]) -> Iterator[Readi
 
 
 def _packed(arrow: Arrow, a: Reading, b: Reading) -> Arrow:
-    """Adds the axis `s` of packed parts to an arrow, unless both arrays pack them alike."""
+    """Adds the axis `s` of packed parts to an arrow, unless both pack them in an output axis."""
     if a.place >= 0 and b.place >= 0 and not a.own and not b.own:
         return arrow
     both = []
@@ -269,7 +270,7 @@ def _packed(arrow: Arrow, a: Reading, b: Reading) -> Arrow:
 
 
 def guesses(source: Template, target: Template, arrow: Arrow) -> bool:
-    """True if the arrow of the main arrays assumes an undetermined order of packed parts."""
+    """True if `arrow` assumes packed parts in sequence, but they may alternate head by head."""
     ends = [(source.first, _split(arrow.source)), (target.first, _split(arrow.target))]
     both = [one.first for one in (source, target) if one.first.part]
     if len(both) > 1 and arrow.source.count("s") == 0 and _packer(both[0]) != _packer(both[1]):
@@ -278,14 +279,14 @@ def guesses(source: Template, target: Template, arrow: Arrow) -> bool:
 
 
 def _packer(layer: Layer) -> str:
-    """Returns the part of the path that names a packed layer, such as `c_attn`; "" if none does."""
+    """Returns the last component of the path that names a packed layer, such as `c_attn`, or ""."""
     return next((part for part in reversed(layer.slots[MAIN].path) if packed(part)), "")
 
 
 def _may_alternate(layer: Layer, axes: Sequence[str], other: Layer, others: Sequence[str]) -> bool:
     """True if names and shapes allow that the packed parts of `layer` alternate head by head.
 
-    `axes`: its axes in the arrow. `other`, `others`: the layer on the arrow's other side, its axes.
+    `axes`: those of `layer` in the arrow. `other`, `others`: the layer paired with it, its axes.
     """
     if not layer.guessed or layer.part is None:
         return False
@@ -296,8 +297,7 @@ def _may_alternate(layer: Layer, axes: Sequence[str], other: Layer, others: Sequ
     parts, shape = layer.part[1], layer.slots[MAIN].shape
     if "s" not in own or len(outs) != 1 or len(own) != len(shape) or shape[outs[0]] % parts:
         return False
-    # The axis of the parts could be an axis of heads, unless the other layer shows that the number
-    # of heads is not the number of parts.
+    # `s` may count heads instead of parts, unless the other layer shows another number of heads.
     plain = [axis for axis in others if axis not in ("s", "l", "m")]
     heads = [n for n, axis in enumerate(plain) if axis.startswith("o")]
     sizes = other.slots[MAIN].shape[-len(plain) :]
@@ -305,7 +305,7 @@ def _may_alternate(layer: Layer, axes: Sequence[str], other: Layer, others: Sequ
 
 
 def _options(form: str, shape: tuple[int, ...]) -> Iterator[tuple[tuple[str, int], ...]]:
-    """Yields the ways to read the axes of a main array: (letter, size) of each axis."""
+    """Yields each way to read a main array with the axis order `form`, as `Reading.axes`."""
     if len([n for n in shape if n != 1]) <= 1 and form not in ("oi", "io", "vd", "weight"):
         yield from _vector(shape)
         return
@@ -332,7 +332,7 @@ def _vector(shape: tuple[int, ...]) -> Iterator[tuple[tuple[str, int], ...]]:
 
 
 def _match(a: Sequence[tuple[str, int]], b: Sequence[tuple[str, int]]) -> Arrow | None:
-    """Returns the arrow between two readings, or None if the total sizes of a letter differ."""
+    """Returns the arrow between two readings; None if a letter's axes differ by more than grouping."""
     rows = {x for x, _ in (*a, *b) if x[0] in "rvd"}
     if rows:
         return _rows(a, b)
@@ -381,8 +381,8 @@ def _written(
 def _rows(a: Sequence[tuple[str, int]], b: Sequence[tuple[str, int]]) -> Arrow | None:
     """Returns the arrow that maps axes in order, ignoring axes of size 1.
 
-    None if the other sizes differ, if an array has an input axis, or if the axes of one are rows of a
-    table (`v`), and those of the other outputs.
+    None if the other sizes differ, if an array has an input axis, or if one is a table (with rows
+    `v`) and the other has an output axis.
     """
     for x, y in ((a, b), (b, a)):
         if {letter for letter, _ in x} & {"o", "i"} and {letter for letter, _ in y} & {"v"}:

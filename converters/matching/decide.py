@@ -24,7 +24,7 @@ _HALVES = (
 )
 _CONTRADICTED = "layers of these shapes contradict its name"
 ALONE = "no layer of the source has its arrays and shapes"
-# Most pairs of layers to try, and most pairs whose shapes may fit.
+# Above these numbers, deciding would take minutes: of all pairs, and of pairs whose shapes fit.
 _MOST_PAIRS, _MOST_FITS = 10**6, 30_000
 Edge = tuple[int, int]  # index of a source template, index of a target template
 _NAMES = {"shape": "certain", "name": "by name"}
@@ -35,7 +35,7 @@ class Decision:
     """The result of `decide`; source and target are indices of templates.
 
     Attributes:
-      taken: target -> (source, reason, confidence).
+      taken: target -> (source, reason, confidence); both texts as in `Line`.
       open: undecided target -> (candidate sources, reason).
       fits: (source, target) -> how the arrays fit.
     """
@@ -103,7 +103,7 @@ class _State:
         self.shapes = set(edges)  # pairs that shapes alone allow
 
     def irregular(self) -> None:
-        """Removes pairs with a template of blocks in branches, or with gaps: ranks cannot pair it."""
+        """Removes pairs with a template whose block numbers give no order (`Template.irregular`)."""
         self.edges = {
             (s, t)
             for s, t in self.edges
@@ -157,7 +157,7 @@ class _State:
         self._take(kept, sources, targets, _TERMS)
 
     def by_names(self, sources: set[int], targets: set[int]) -> None:
-        """Pairs sources and targets of the same name without a number: trees may count differently."""
+        """Pairs sources and targets with equal paths without numbers, which trees count differently."""
         allowed = self._within(sources, targets)
         same = {(s, t) for s, t in allowed if _named_alike(self.sources[s], self.targets[t])}
         same = {(s, t) for s, t in same if not re.search(r"[\d#]", "/".join(self.sources[s].path))}
@@ -170,7 +170,7 @@ class _State:
         """Pairs layers in numbered blocks only with each other, and all other layers likewise.
 
         Does nothing unless source and target have equally many numbered layers. Repeated blocks
-        already pair by rank; a single block has no rank, so only the presence of its number tells.
+        already pair by rank; a single block has no rank, so only its number marks its layers.
         """
         mine = {s for s in sources if _numbered(self.sources[s])}
         theirs = {t for t in targets if _numbered(self.targets[t])}
@@ -180,7 +180,7 @@ class _State:
             self._take(kept, sources, targets, _NUMBERED)
 
     def by_order(self, sources: set[int], targets: set[int]) -> None:
-        """Pairs sources and targets by rank, if the names of each differ only in one number."""
+        """Pairs the n-th source with the n-th target, if the names of either differ in one number alone."""
         if len(sources) != len(targets) or len(sources) < 2:
             return
         mine = _ranked(sources, self.sources)
@@ -220,9 +220,9 @@ class _State:
         return {(s, t) for s, t in self.edges if s in sources and t in targets}
 
     def _take(self, kept: set[Edge], sources: set[int], targets: set[int], why: str) -> None:
-        """Reduces a group to the pairs `kept`, unless a target would then lack a source.
+        """Reduces a group to the pairs `kept`, if all targets can then still have sources of their own.
 
-        `why` becomes the reason of targets that lose pairs.
+        Where sources are too few anyway, it always does. `why`: the reason for targets that lose pairs.
         """
         here = self._within(sources, targets)
         full = len(sources) >= len(targets)
@@ -243,12 +243,12 @@ def _numbered(template: Template) -> bool:
 
 
 def _covers(edges: set[Edge], targets: set[int], full: bool) -> bool:
-    """True if each target can have a source of its own; always True unless `full`."""
+    """True if each target can have its own source, or if sources are too few anyway (not `full`)."""
     return not full or _matching(edges, targets) is not None
 
 
 def _matching(edges: set[Edge], targets: set[int]) -> dict[int, int] | None:
-    """Assigns a different source to every target; None if there is no such assignment."""
+    """Maps every target to a source of its own; None if that is impossible or there are no pairs."""
     from scipy.optimize import linear_sum_assignment  # type: ignore[import-untyped]
 
     if not edges:
@@ -267,7 +267,7 @@ def _matching(edges: set[Edge], targets: set[int]) -> dict[int, int] | None:
 
 
 def _ranked(numbers: set[int], templates: Sequence[Template]) -> list[int] | None:
-    """Sorts templates by the one number in which their names differ; None if there is none."""
+    """Sorts indices of templates by the one number that differs in their names; None if more does."""
     several = sorted(numbers)
     order = by_number([templates[n] for n in several])
     return None if order is None else [several[n] for n in order]
@@ -302,14 +302,14 @@ def _settled(
 
 
 def _agree(state: _State, s: int, t: int) -> bool:
-    """True if names have a term in common or are the same, or order or parents decided the pair."""
+    """True if more than shapes supports a pair: a common term, equal names, order, or parents."""
     source, target = state.sources[s], state.targets[t]
     named = _named_alike(source, target) or source.terms & target.terms
     return bool(named) or state.reasons[t] in (_ORDER, _PARENTS)
 
 
 def _named_alike(source: Template, target: Template) -> bool:
-    """True if the whole paths are equal, and no library has counted the layers."""
+    """True if the paths are equal and a user chose them: a library's counts (`dense_1`) prove nothing."""
     counted = source.automatic or target.automatic or source.unordered or target.unordered
     return source.path == target.path and any(source.path) and not counted
 

@@ -18,8 +18,8 @@ _SLACK, _ROWS = 100, 8
 # The least scale, relative to the largest of all values: where all terms cancel, their rounding errors
 # are left, and are no difference.
 _FLOOR, _NARROW_FLOOR = 1e-7, 0.1  # of float64, and of narrower dtypes
-# The axis that moves, and where to: none, length before batch, heads after length, and channels to
-# the end or from there, with a batch or without.
+# An axis, and the index to which it moves: none, length before batch, heads after length, and
+# channels to the end or from there, first with a batch axis, then without.
 PLACES = ((0, 0), (0, 1), (1, 2), (1, -1), (-1, 1), (0, -1), (-1, 0))
 
 
@@ -27,7 +27,7 @@ class Order(NamedTuple):
     """An order of the axes of an output of the source, and the difference in it.
 
     Attributes:
-      axes: the axes of a size other than 1, where they are not in order; else ().
+      axes: the axes of the source in this order, without those of size 1; () if it is unchanged.
       difference: the largest difference of two values, relative to their scale.
     """
 
@@ -36,10 +36,11 @@ class Order(NamedTuple):
 
 
 def distances(mine: NDArray, theirs: NDArray, *, equal_nan: bool = False) -> list[Order]:
-    """Returns the differences in all orders of axes that the sizes allow; none if there are none.
+    """Returns the difference in each order of axes of `mine` that gives the sizes of `theirs`.
 
-    The first counts for outputs. The others are no evidence: if axes of equal sizes are exchanged, a
-    wrong model may agree. Equal infinities do not differ. NaN differs from everything, but with
+    If none does, the order stays as it is; [] if the arrays are empty or differ in number of elements.
+    Outputs are judged by the first order alone: the others exchange axes of equal sizes, and in one
+    of them a wrong model may agree. Equal infinities do not differ. NaN differs from everything, but with
     `equal_nan` not from NaN.
 
     The scale is the largest value of the source, with two exceptions, because small values next to it
@@ -71,8 +72,8 @@ def is_whole(array: NDArray) -> bool:
 def _orders(shape: tuple[int, ...], wanted: tuple[int, ...]) -> list[tuple[int, ...]]:
     """Returns the orders of axes that turn `shape` into `wanted`; one of the two may join axes.
 
-    Moves of one axis (`PLACES`) come first; if none fits, all permutations; if none of these fits,
-    only the unchanged order.
+    Only moves of one axis (`PLACES`) are tried; if none fits, all permutations; if none of these
+    fits either, the unchanged order is returned.
     """
 
     def fitting(orders: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:

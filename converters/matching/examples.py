@@ -1,4 +1,4 @@
-"""Makes the lines that a question shows for each of its candidates."""
+"""Makes questions, with the example lines that would fill a target from each candidate."""
 
 import os
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ def question(
 ) -> Question:
     """Makes the question for a target; zeros are its example if it has no candidate.
 
-    `candidates`: pairs of source and target, with the slots and parts by which they fit.
+    `candidates`: each source with the target, as they fit: packed arrays as a whole, for example.
     """
     chosen: list[tuple[Template | None, Template]] = [*candidates]
     rows = tuple(
@@ -28,7 +28,7 @@ def question(
 
 
 def pattern_of(template: Template, slot: str) -> str:
-    """Returns the pattern of the arrays of a slot; the name of the first if there is none."""
+    """Returns the pattern of the names in a slot of all layers; the first name if none matches all."""
     names = {r: template.layers[r].slots[slot].name for r in sorted(template.layers)}
     return pattern(names) or next(iter(names.values()))
 
@@ -45,7 +45,7 @@ def layer_name(template: Template) -> str:
 def _line(source: Template | None, target: Template, slot: str) -> Line:
     """Returns a line that fills a slot from `source`, or with zeros if `source` lacks the slot.
 
-    Its arrow ends in `?` where shapes and names do not show one.
+    Its arrow ends in `?`, for the user to replace, where nothing shows the axes of the target.
     """
     name = pattern_of(target, slot)
     if source is None or slot not in source.first.slots:

@@ -12,7 +12,7 @@ from jaxmha.converters.matching import leaves, trees
 
 
 def fill(model: Any, ready: Lazy) -> Any:
-    """Fills a model of any framework; returns it, or a new tree for linen, equinox and trees."""
+    """Fills the arrays in `ready`; returns the model, or a new tree for linen, equinox and trees."""
     framework = framework_of(model)
     if framework == "torch":
         return into_torch(model, ready)
@@ -39,7 +39,7 @@ def into_nnx(model: Any, ready: Lazy) -> Any:
 
 
 def into_tree(tree: Any, ready: Lazy) -> Any:
-    """Returns a tree of the same structure with the new arrays."""
+    """Returns a tree of the same structure, with the arrays in `ready` in the places of their names."""
     import jax
 
     _check_dtypes(ready)
@@ -53,7 +53,7 @@ def into_tree(tree: Any, ready: Lazy) -> Any:
 
 
 def into_flax(model: Any, ready: Lazy) -> Any:
-    """Updates an nnx module in place; returns new linen variables, or `(module, new variables)`."""
+    """Updates and returns an nnx module; returns new linen variables, or a new `(module, variables)`."""
     if isinstance(model, tuple):
         return model[0], into_tree(model[1], ready)
     tree = isinstance(model, Mapping) and (hasattr(model, "flat_state") or not trees.is_nnx(model))
@@ -61,7 +61,7 @@ def into_flax(model: Any, ready: Lazy) -> Any:
 
 
 def _check_dtypes(ready: Lazy) -> None:
-    """Raises ValueError if JAX would change a dtype; called before the model is changed."""
+    """Raises ValueError if JAX would change a dtype (float64); called before the model is changed."""
     import jax
 
     for name, info in ready.info.items():
@@ -96,8 +96,8 @@ def into_keras(model: Any, ready: Lazy) -> Any:
 def into_torch(model: Any, ready: Lazy) -> Any:
     """Copies the arrays into the parameters and buffers of a torch module; returns the module.
 
-    Raises ValueError, before the first copy, for a tensor of another dtype, on the meta device, or
-    outside the module's own memory.
+    Raises ValueError, before the first copy, if a tensor of the module has another dtype or is on
+    the meta device, or if `state_dict()` returns a copy of it, which would be filled in vain.
     """
     import torch
 

@@ -1,4 +1,7 @@
-"""Finds dense layers next to a flattened convolution, whose features have another order in the target."""
+"""Finds dense layers that read or make a flattened image, whose features the target orders otherwise.
+
+torch flattens channels first, Keras and Flax channels last; no shape shows it, so the plan asks.
+"""
 
 import itertools
 import re
@@ -19,9 +22,10 @@ _ATTENTION = {"query", "key", "attn", "position"}
 
 
 class Flat(NamedTuple):
-    """A dense layer whose input (or output) is `channels` of `convolution` at `places`.
+    """A flattened image that a layer reads, or makes (`output`): `channels` of `places` pixels each.
 
-    `first`: True if the source has the channels first, and the target has them last.
+    `convolution` makes or reads the image. `first`: True if the source flattens channels first and
+    the target channels last, False if it is the other way round.
     """
 
     convolution: str
@@ -32,13 +36,16 @@ class Flat(NamedTuple):
 
 
 class Flats(NamedTuple):
-    """The orders of features by the main array of a layer: of the source if `first`, else the target."""
+    """The flattened images that layers read or make, by the name of the layer's main array.
+
+    `first`: as in `Flat`. If True, the names are those of the source, otherwise of the target.
+    """
 
     orders: Mapping[str, Order]
     first: bool
 
     def between(self, source: Template, target: Template) -> Flat | None:
-        """Returns how features are flattened if the source fills the target; None: in the same order."""
+        """Returns the image whose features are reordered if `source` fills `target`; None if none are."""
         layer = (source if self.first else target).first
         order = self.orders.get(layer.slots[MAIN].name)
         return None if order is None else Flat(*order, self.first)
@@ -51,10 +58,13 @@ def find(
     source: Tree,
     target: Tree,
 ) -> Flats:
-    """Finds layers with features in another order; none if both models order channels alike."""
+    """Finds the layers that read or make flattened images; none if both models order channels alike.
+
+    None are found either if convolutions do not show the order, or show several.
+    """
     ends = [(mine[s].first, theirs[t].first) for s, t in decision.fits]
     pairs = [(a, b) for a, b in ends if _is_image(a) and _is_image(b)]
-    if not pairs:  # no convolution fits one of the target, such as transposed ones
+    if not pairs:  # no convolutions fit each other, as transposed ones never do: compare all
         images = ([x.first for x in some if _is_image(x.first)] for some in (mine, theirs))
         pairs = list(itertools.product(next(images), next(images)))
     firsts = {(_has_first(a, source), _has_first(b, target)) for a, b in pairs}
@@ -62,7 +72,7 @@ def find(
     if len(firsts) != 1:
         return Flats({}, True)
     first = (True, False) in firsts
-    # The layers are found in the model that has channels first.
+    # Only the model with channels first is searched: `Flats.between` looks up its half of a pair.
     tree, templates = (source, mine) if first else (target, theirs)
     found, items = dict[int, Order](), _items(tree, templates)
     if not tree.order or tree.kind == "file":
@@ -85,7 +95,10 @@ def find(
 def _norms_between(
     place: Mapping[str, int], templates: Sequence[Template], found: Mapping[int, Order]
 ) -> Iterator[tuple[int, Order]]:
-    """Yields norms of flattened features: each is between a convolution and its dense layer."""
+    """Yields template index and `Order` of each norm of flattened features.
+
+    Such a norm is between a convolution and the dense layer that reads its image.
+    """
     for n, template in enumerate(templates):
         main = template.first.slots[MAIN]
         for dense, (convolution, channels, places, output) in found.items():
@@ -114,7 +127,7 @@ def _vector_sizes(templates: Sequence[Template]) -> set[int]:
 
 
 def _items(tree: Tree, templates: Sequence[Template]) -> list[Item]:
-    """Returns the layers whose main arrays have at least two axes."""
+    """Returns every layer whose main array has at least two axes, each repetition by itself."""
     return [
         _item(layer, n, tree)
         for n, template in enumerate(templates)
@@ -143,9 +156,9 @@ def _item(layer: Layer, template: int, tree: Tree) -> Item:
 
 
 def question(rows: Sequence[Line], names: Mapping[str, str], flat: Flat) -> Question:
-    """The question on the order of features, with lines that reorder them.
+    """Asks whether the features of a layer are flattened as `flat` says; its lines reorder them.
 
-    `rows`: lines that keep the order. `names`: name of each target array -> its slot.
+    `rows`: the lines that fill the layer without a new order. `names`: target array -> its slot.
     """
     made = tuple(reordered(row, names.get(row.target, MAIN), flat) for row in rows)
     main = next(row for row in rows if names.get(row.target, MAIN) == MAIN)
@@ -154,7 +167,10 @@ def question(rows: Sequence[Line], names: Mapping[str, str], flat: Flat) -> Ques
 
 
 def remark(flat: Flat, arrow: str) -> str:
-    """Returns a predicate of the layer: why lines reorder its features; `arrow` keeps their order."""
+    """Returns why lines reorder features, as text that follows the layer's name ("reads 512 ...").
+
+    `arrow`: the einops pattern that keeps their order, which the text offers.
+    """
     way, last = ("writes", "output") if flat.output else ("reads", "input")
     sides = ("first", "last") if flat.first else ("last", "first")
     return (
@@ -166,7 +182,7 @@ def remark(flat: Flat, arrow: str) -> str:
 
 
 def reordered(row: Line, slot: str, flat: Flat) -> Line:
-    """Returns a line that reorders the features which `row` keeps in their order."""
+    """Returns `row` with an arrow that reorders the features; with its own if the slot has none."""
     letter = "o0" if flat.output else "i0"
     if not row.arrow or (slot != MAIN and not flat.output):
         return replace(row, reason="", confidence="")
@@ -183,9 +199,9 @@ def reordered(row: Line, slot: str, flat: Flat) -> Line:
 def with_orders(
     question: Question, names: Mapping[str, str], flats: Sequence[Flat | None]
 ) -> Question:
-    """Returns a question whose lines reorder the features of each candidate with an order in `flats`.
+    """Returns `question` with lines that reorder flattened features, and with the reason for it.
 
-    `names`: as in `question`.
+    `names`: as in `question`. `flats`: for each candidate, the result of `Flats.between`.
     """
     examples, readers = list(question.examples), dict[str, list[str]]()
     for n, flat in enumerate(flats):
