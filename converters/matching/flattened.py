@@ -182,7 +182,7 @@ def remark(flat: Flat, arrow: str) -> str:
 
 
 def reordered(row: Line, slot: str, flat: Flat) -> Line:
-    """Returns `row` with an arrow that reorders the features; with its own if the slot has none."""
+    """Returns the line `row`, but with reordered features; as it is if its slot has none."""
     letter = "o0" if flat.output else "i0"
     if not row.arrow or (slot != MAIN and not flat.output):
         return replace(row, reason="", confidence="")

@@ -18,17 +18,18 @@ from jaxmha.semantics import logit_scale
 
 Facts = Mapping[str, Stated]
 Fields = dict[str, tuple[Any, Any]]  # name of a setting -> its values in source and target
-OrdersOfHeads = Callable[[int], Iterable[tuple[int, ...]]]  # H -> orders of a head's features
+# Size of a head (H) -> the orders in which the lines of a plan may put a head's features.
+OrdersOfHeads = Callable[[int], Iterable[tuple[int, ...]]]
 Orders = Callable[
     [Iterable[str], int], Iterable[tuple[int, ...]]
-]  # names of target arrays, H -> the same
+]  # names of target arrays, H -> the orders for the lines that fill them
 _WINDOW, _ROTATE = "local_window_size", "rotate"
-_WHOLE = (None, None)  # the window of a layer without one
-# Positions at which rotations are compared. Only the first `_NEAR` must agree: at the last one,
-# angles of float32 err by 2e-4, and tables of angles may end before it.
+_WHOLE = (None, None)  # bounds that stand for no window
+# Positions at which rotations are compared. Only a difference at the first `_NEAR` proves that they
+# differ: at 4000, angles of float32 err by 2e-4, and tables of angles may end before it.
 _PLACES = np.array([[0, 1, 2, 7, 60, 700, 4000]])
 _NEAR = 5
-_FEATURES = 64  # of the heads that are rotated, where H is not known
+_FEATURES = 64  # size of the random heads that are rotated, if H is not known
 
 
 def compare(
@@ -36,9 +37,9 @@ def compare(
 ) -> tuple[str, ...]:
     """Compares the behaviour of each layer of the source with that of the layer that it fills.
 
-    Returns notes on norms of another epsilon, and on behaviour that only the source states.
-    `sources`: names of the arrays that fill each array. `mine`, `theirs`: the facts of the arrays of
-    source and target. `orders`: as `head_orders.of_heads` returns it.
+    Returns notes on norms of another epsilon, and on behaviour that cannot be compared.
+    `sources`: target array -> names of the source arrays that fill it. `mine`, `theirs`: array ->
+    what its layer states. `orders`: as `head_orders.of_heads` returns it.
 
     Raises ValueError if two layers compute different functions.
     """
@@ -55,7 +56,7 @@ def compare(
 
 
 def _notes(a: Stated, b: Stated | None, orders: OrdersOfHeads) -> Iterator[str]:
-    """Yields notes on a layer and the one that it fills; raises ValueError if functions differ."""
+    """Yields notes on layer `a`, which fills layer `b`; raises ValueError if their functions differ."""
     known = b is not None and None not in (a.epsilon, b.epsilon)
     if b and known and not same_number(a.epsilon, b.epsilon):
         yield f"epsilon={a.epsilon:g}, and {b.epsilon:g} in the model"
@@ -101,9 +102,9 @@ def _compared(a: Behaviour, b: Behaviour, orders: OrdersOfHeads) -> tuple[Fields
         (unknown if same is None else fields)[_ROTATE] = a.rotate, b.rotate
     x, y = _bounds(a), _bounds(b)
     if a.mask is not None and x not in (None, _WHOLE) and y is None:
-        unknown[_WINDOW] = x, None  # the calls may have it in their masks
+        unknown[_WINDOW] = x, None  # calls of the target may pass a mask with this window
     if a.mask is b.mask is None and (x or _WHOLE)[1] != (y or _WHOLE)[1] and _WINDOW not in fields:
-        unknown[_WINDOW] = x, y  # causality may be given in the calls
+        unknown[_WINDOW] = x, y  # only the right bounds differ, and calls may pass causality
     return fields, unknown
 
 
@@ -111,7 +112,7 @@ def _differing(a: Behaviour, b: Behaviour) -> Fields:
     """The settings, apart from rotations, by which two layers compute different functions."""
     H = a.head_dim or b.head_dim
     scales = logit_scale(a.semantics, H or 1), logit_scale(b.semantics, H or 1)
-    # Without H, a scale may be the default.
+    # Without H, the default scale is not known, so equal scales stand in: scales are not compared.
     names = [*differing(a.semantics, b.semantics, scales if H else (1.0, 1.0)), "attention_axes"]
     both = {name: (getattr(a.semantics, name), getattr(b.semantics, name)) for name in names}
     if "scale" in both:
@@ -121,7 +122,7 @@ def _differing(a: Behaviour, b: Behaviour) -> Fields:
 
 
 def _bounds(one: Behaviour) -> tuple[int | None, int | None] | None:
-    """The window of a layer; None if it has none, or its configuration does not determine one."""
+    """The window (left, right) of a layer; None if it has none or its configuration leaves it open."""
     if one.mask is None:
         return one.semantics.local_window_size
     known = one.mask.scheme in ("causal", "full") and one.mask.chunk is None
@@ -129,27 +130,28 @@ def _bounds(one: Behaviour) -> tuple[int | None, int | None] | None:
 
 
 def _other_windows(a: Behaviour, b: Behaviour) -> bool:
-    """True if windows differ; False if a configuration leaves one open, as calls may give it."""
+    """True if windows differ, unless a configuration leaves one open: calls may pass that window."""
     x, y = _bounds(a), _bounds(b)
     schemes = {one.mask.scheme for one in (a, b) if one.mask is not None}
     if schemes and (x is None or y is None):
         return False
     (left, right), (other, bound) = x or _WHOLE, y or _WHOLE
-    # Causality bounds the right side, and the call of a layer may give it.
+    # Causality is a right bound of 0, which the call of a layer may pass.
     in_call = "causal" in schemes or (not schemes and 0 in (right, bound))
     return left != other or (right != bound and not in_call)
 
 
 def _same_rotation(a: Behaviour, b: Behaviour, orders: OrdersOfHeads) -> bool | None:
-    """Compares the rotations of two layers by their results; None if that cannot be done.
+    """True if two layers rotate random heads alike, False if not, None if that is unknown.
 
-    `orders`: H -> orders of a head's features. Rotations that agree in one of them are the same.
+    They need to agree in only one of the `orders` in which the plan may put a head's features. A
+    rotation that only the calls determine (`IN_CALL`) counts as alike.
     """
     x, y = a.rotate, b.rotate
     if _alike(x, y) or IN_CALL in (x, y):
         return True
     if (x is None or y is None) and (b if x is None else a).mask is not None:
-        return None  # the model may rotate outside of a layer, which its configuration does not say
+        return None  # the other model may rotate outside of its layers, where nothing shows it
     H = a.head_dim or b.head_dim
     features = H or _FEATURES
     heads = np.random.default_rng(0).normal(size=(1, _PLACES.size, 1, features)).astype(np.float32)
@@ -162,8 +164,8 @@ def _same_rotation(a: Behaviour, b: Behaviour, orders: OrdersOfHeads) -> bool | 
 def _near(x: Any, y: Any, heads: Any, order: Any) -> bool | None:
     """Compares two rotations on `heads`, whose features the second gets in `order`.
 
-    True if they agree at all positions, False if they differ at near ones; None if only at far
-    ones, or if a rotation raises an error.
+    True if they agree at all positions; False if shapes differ, or values at the first `_NEAR`
+    positions; None if only values at later positions differ, or if a rotation raises an error.
     """
     try:
         rotated = ((heads, x), (heads[..., order], y))
@@ -183,5 +185,5 @@ def _alike(x: object, y: object) -> bool:
         x, y = ((f.func, f.args, f.keywords) for f in (x, y))
     try:
         return x is y or bool(x == y)
-    except (TypeError, ValueError):  # settings that hold arrays have no truth value
+    except (TypeError, ValueError):  # of settings that hold arrays, `==` has no truth value
         return False

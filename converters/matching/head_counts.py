@@ -1,7 +1,7 @@
 """Refuses to fill attention of one head count from attention of another.
 
-A kernel of `(heads features)` fits axes of any heads, so shapes cannot tell. Layers and files state
-their counts (`stated`), an array shows one in an axis of its own.
+An axis that joins heads and features has the same size for many head counts, so shapes alone do not
+show a wrong one. Layers and files state the count (`stated`), or an array has an axis of heads.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,13 +14,14 @@ from jaxmha.dims import parse
 if TYPE_CHECKING:
     from jaxmha.converters.matching.plan import Line
 
-_SPLIT = (("o0", "o1"), ("i0", "i1"))  # heads and features, of outputs and inputs, in arrows
-_OTHER = ("s", "l", "m")  # axes of packed parts and of stacked layers
+# Letters of arrows: (heads, features) of outputs and of inputs; packed parts and stacked layers.
+_SPLIT = (("o0", "o1"), ("i0", "i1"))
+_OTHER = ("s", "l", "m")
 
 
 @dataclass
 class _Pair:
-    """Head counts of a source and a target layer: as each states them, and as axes show them."""
+    """A source and a target layer: what each states, and the head counts that axes of arrays show."""
 
     source: Stated | None
     target: Stated | None
@@ -34,7 +35,7 @@ def refuse(jobs: Mapping[str, tuple["Line", Sequence[str]]], source: Side, targe
         a, b = pair.source, pair.target
         mine = {a.heads} if a and a.heads else pair.source_axes
         theirs = {b.heads} if b and b.heads else pair.target_axes
-        # Axes may also show fewer key heads, so it is enough that one axis has the stated count.
+        # Axes of keys and values may show fewer heads, so one count in common is enough.
         if any(one and one.heads for one in (a, b)) and mine and theirs and not mine & theirs:
             raise ValueError(
                 f"{shown('the source', a)} has {max(mine)} heads, and {shown('the model', b)} has "
@@ -67,10 +68,10 @@ def _axes(end: str) -> list[tuple[str, ...]]:
 def _counts(
     joint: Sequence[tuple[str, ...]], apart: Sequence[tuple[str, ...]], shape: Sequence[int]
 ) -> Iterator[int]:
-    """Yields the head counts that an array of this shape shows in axes of their own.
+    """Yields the sizes of the axes of heads in an array of this shape.
 
-    `apart`: its axes in the arrow. `joint`: the axes of the array on the arrow's other side, which
-    has heads and features in one axis.
+    `apart`: its axes in the arrow. `joint`: those of the array paired with it, one of which joins
+    heads and features.
     """
     for heads, features in _SPLIT:
         if any(tuple(x for x in group if x != "s") == (heads, features) for group in joint):

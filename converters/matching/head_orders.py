@@ -1,4 +1,7 @@
-"""Finds the order in which the lines of a plan put the features of the heads of queries and keys."""
+"""Finds the order in which the lines of a plan put the features of heads of queries and keys.
+
+A plan may reorder features for another kind of rotation, so rotations are compared in this order.
+"""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -12,7 +15,7 @@ from jaxmha.converters.matching.plan import Line
 from jaxmha.converters.matching.terms import meaning
 from jaxmha.converters.matching.trees import Array, Tree
 
-Order = tuple[int, ...]  # feature of the source for each feature of a head of the target
+Order = tuple[int, ...]  # for each feature of a head of the target: its index in the source's head
 Jobs = Mapping[str, tuple[Line, Sequence[str]]]
 Value = Callable[[Line, Sequence[str], Tree, Array], NDArray]
 
@@ -20,12 +23,11 @@ Value = Callable[[Line, Sequence[str], Tree, Array], NDArray]
 def of_heads(
     jobs: Jobs, source: Tree, target: Tree, value: Value
 ) -> Callable[[Iterable[str], int], set[Order]]:
-    """Returns a function that gives, for target arrays and H, the orders in which the lines that fill
-    them put the features of a head.
+    """Returns a function of names of target arrays and H, which returns orders of a head's features.
 
-    Only lines of queries and keys are read, and an order counts if it is that of all of them. There
-    are several if the number of inputs is a multiple of H too, and a line reorders these otherwise.
-    `value`: as `loading.value`.
+    An order is returned if all lines that fill queries and keys among these arrays may have it, and
+    no order if there are no such lines. Several may be returned if the number of inputs is a multiple
+    of H too: nothing shows which axis has the heads. `value` computes an array (`loading.value`).
     """
 
     def orders(names: Iterable[str], H: int) -> set[Order]:

@@ -16,7 +16,7 @@ _NORM = ("gamma", "beta", "moving_mean", "moving_variance")
 
 
 class Named(NamedTuple):
-    """The path and form of an array of a Keras file; `name`: as the live model has it."""
+    """An array of a Keras file: its path, its axis order (`form`), and its name in the live model."""
 
     path: tuple[str, ...]
     form: str
@@ -33,10 +33,11 @@ def has_names(state: Mapping[str, object]) -> bool:
 
 
 def paths(shapes: Mapping[str, tuple[int, ...]], layers: Mapping[str, str]) -> dict[str, Named]:
-    """Names the arrays of a file; the form "no" is for layers that other frameworks store otherwise.
+    """Maps the names of arrays in a Keras file to the paths that name them.
 
     The file only numbers the weights of a layer: their names are inferred from the group, and from
-    the number and ranks of the weights. `layers`: group -> the user's name of the layer.
+    the number and ranks of the weights. Layers that other frameworks store otherwise get the form
+    "no", which is never matched. `layers`: group -> the user's name of the layer.
     """
     groups: dict[str, list[str]] = defaultdict(list)
     for name in shapes:
@@ -55,26 +56,29 @@ def paths(shapes: Mapping[str, tuple[int, ...]], layers: Mapping[str, str]) -> d
 
 
 def numbered_by_keras(found: Mapping[str, Named]) -> set[tuple[str, ...]]:
-    """Returns paths of layers that only Keras named (`dense_1`); `found`: as `paths` returns it."""
+    """Returns paths of layers that Keras named (`dense_1`), whose numbers may not be their order.
+
+    `found`: the result of `paths`.
+    """
     made = set()
     for name, one in found.items():
         group, layer = name.rpartition("/vars/")[0].split("/"), one.path[:-1]
         for n, part in enumerate(group):
-            left = len(layer) - (len(group) - n - 1)  # the path of this part ends here
+            left = len(layer) - (len(group) - n - 1)  # `layer[:left]` is the path up to this part
             if n and group[n - 1] == "layers" and left > 0 and layer[left - 1] == part:
                 made.add(layer[:left])
     return made
 
 
 def _shown(group: str, names: Mapping[str, str]) -> str:
-    """Returns the group with the user's layer names."""
+    """Returns a group with the user's name, if there is one, for a layer that Keras only numbered."""
     if not group.startswith(_LISTED):
         return group
     return dotted(group, "/", names).replace(".", "/")
 
 
 def _keys(group: str, shapes: Sequence[tuple[int, ...]]) -> list[str]:
-    """Infers the names of the weights of one layer from its group and their shapes."""
+    """Infers the names of the weights of a layer from its group and their shapes, or numbers them."""
     ranks = [len(shape) for shape in shapes]
     last = group.rpartition("/")[2]
     if ranks[0] > 1 and len(ranks) == 1 and "embed" in last:

@@ -1,4 +1,7 @@
-"""Reads from live Keras models which layers with automatic names depend on which."""
+"""Reads from live Keras models which layers depend on which.
+
+This decides if the numbers in names that Keras gave, such as `dense_1`, are the order of layers.
+"""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -12,8 +15,8 @@ def dependencies(live: LiveModel) -> dict[str, set[str] | None]:
 
     Keras numbers the layers of a functional model by their distance from its outputs: this is the
     order of computation, except in parallel branches. A layer in a list depends on those before it.
-    None: the layers of a subclassed model are numbered as they were made, those of a dict as they
-    were put into it.
+    A path maps to None where nothing shows that: the layers of a subclassed model are numbered as
+    they were made, those of a dict as they were put into it.
     """
     groups: dict[str, dict[str, Any]] = defaultdict(dict)
     for path, layer in live.layers.items():
@@ -32,18 +35,20 @@ def dependencies(live: LiveModel) -> dict[str, set[str] | None]:
 
 
 def in_order(layers: Mapping[str, Any]) -> bool:
-    """True if the layers of a model are in the order of computation, in parallel branches in some order.
+    """True if `layers` are in the order of computation: of a functional or sequential model.
 
-    The layers of a subclassed model are in the order of the names of its attributes.
+    Parallel branches are in any order. A subclassed model has its layers in the order of the names
+    of its attributes.
     """
     kinds = {base.__name__ for base in type(layers[""]).__mro__}
     return bool(kinds & {"Functional", "Sequential"})
 
 
 def channels_first(layers: Mapping[str, Any]) -> set[int]:
-    """The ids of the convolutions whose features are flattened with the channels first.
+    """The ids of the convolutions whose features still have the channels first when flattened.
 
-    A `Flatten` of channels first, or a later `Permute`, moves the channels last.
+    These are all with `data_format="channels_first"`, unless a `Flatten` with this format, or a
+    `Permute` after the convolution, puts the channels last.
     """
     found: set[int] = set()
     for layer in layers.values():
@@ -59,7 +64,7 @@ def channels_first(layers: Mapping[str, Any]) -> set[int]:
 
 
 def _needs(holder: object, attribute: str) -> dict[int, set[int]] | None:
-    """Maps the id of each layer in a container to the ids of those it needs; None if unknown."""
+    """Maps the id of each layer in an attribute of `holder` to ids of all it needs; None if unknown."""
     kinds = {base.__name__ for base in type(holder).__mro__}
     several = getattr(holder, attribute, None)
     if attribute == "layers" and "Functional" in kinds:
@@ -76,7 +81,7 @@ def _of_list(layers: Iterable[object]) -> dict[int, set[int]]:
 
 
 def _of_graph(model: Any) -> dict[int, set[int]]:
-    """Maps the id of each layer or operation to the ids of those that it depends on."""
+    """Maps the id of each operation of a functional model, a layer or not, to ids of all it needs."""
     found: dict[int, set[int]] = defaultdict(set)
     for depth in sorted(model._nodes_by_depth, reverse=True):
         for node in model._nodes_by_depth[depth]:

@@ -7,9 +7,10 @@ from jaxmha.converters.matching.trees import Tree
 
 
 def as_live(tree: Tree) -> Tree:
-    """Returns a Keras file with the names of its live model, in which users name layers.
+    """Returns a Keras file with the array names of its live model, in which users name layers.
 
-    Arrays that would share a name, or have that of another, keep theirs.
+    An array keeps its name in the file if another array has, or would get, the same new name. Other
+    trees are returned unchanged.
     """
     if tree.kind != "file" or not tree.saved:
         return tree
@@ -27,8 +28,11 @@ def as_live(tree: Tree) -> Tree:
 
 
 def named_alike(source: Tree, target: Tree) -> Tree:
-    """Returns a Keras file, or a flat dict of one, with the paths of the Keras model whose weights
-    file has the same names and shapes, as Keras loads it; any other source unchanged."""
+    """Returns a Keras file, or a flat dict of one, with the paths of a target of the same names.
+
+    The target is a Keras model whose own weights file would have the same names and shapes: Keras
+    pairs arrays by these. Any other source is returned unchanged.
+    """
     files = source.saved or {name: name for name in source.arrays}
     if source.kind not in ("keras state", "file") or target.kind != "keras":
         return source
