@@ -24,7 +24,7 @@ _HALVES = (
 )
 _CONTRADICTED = "layers of these shapes contradict its name"
 ALONE = "no layer of the source has its arrays and shapes"
-# Above these numbers, deciding would take minutes: of all pairs, and of pairs whose shapes fit.
+# With more pairs in all, or more pairs whose shapes fit, deciding would take minutes.
 _MOST_PAIRS, _MOST_FITS = 10**6, 30_000
 Edge = tuple[int, int]  # index of a source template, index of a target template
 _NAMES = {"shape": "certain", "name": "by name"}

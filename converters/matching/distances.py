@@ -28,7 +28,7 @@ class Order(NamedTuple):
 
     Attributes:
       axes: the axes of the source in this order, without those of size 1; () if it is unchanged.
-      difference: the largest difference of two values, relative to their scale.
+      difference: the largest difference of two values, relative to their scale (`distances`).
     """
 
     axes: tuple[int, ...]
@@ -128,7 +128,7 @@ def _scale(sizes: NDArray, floor: float) -> NDArray:
 def _fills(sizes: NDArray) -> NDArray:
     """Marks values that masks set, or add to scores: few constants, far above 1 and all other values.
 
-    Large values that are apart by more than twice the others, and by more than 5%, are no fills.
+    Large values that are apart by more than twice the others, and by more than 5%, are not fills.
     """
     fills = np.zeros_like(sizes, bool)
     powers = np.maximum(np.frexp(sizes)[1], 0)

@@ -39,7 +39,7 @@ def into_nnx(model: Any, ready: Lazy) -> Any:
 
 
 def into_tree(tree: Any, ready: Lazy) -> Any:
-    """Returns a tree of the same structure, with the arrays in `ready` in the places of their names."""
+    """Returns a tree of the same structure, in which arrays in `ready` replace those of their names."""
     import jax
 
     _check_dtypes(ready)
