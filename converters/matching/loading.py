@@ -57,7 +57,7 @@ def prepared(
     mine, theirs = stored.read(_pinned(source, plan), model, "model")
     try:
         own = lines.plan(mine, theirs, packing) if plan is None else plan
-        refuse_questions(own, theirs)
+        refuse_questions(own, theirs, missing)
         todo, _ = checked_jobs(own, mine, theirs)
         _refuse_rest(own, mine, theirs, todo, unused, missing)
         arrays = theirs.arrays
@@ -110,14 +110,16 @@ def _pinned(source: Any, plan: MatchPlan | None) -> Any:
     return source
 
 
-def refuse_questions(plan: MatchPlan, target: Tree, hint: str = "") -> None:
+def refuse_questions(plan: MatchPlan, target: Tree, missing: str, hint: str = "") -> None:
     """Raises ValueError if the plan has questions on arrays of the target that no line fills.
 
-    `hint` is appended to the message.
+    `missing`: "keep" passes questions without a candidate, whose arrays the source lacks. `hint` is
+    appended to the message.
     """
-    names = target.arrays if plan.questions else ()
+    open_ = [q for q in plan.questions if q.candidates or missing == "refuse"]
+    names = target.arrays if open_ else ()
     filled = {name for line in plan.lines for name in expand(line.target, names)}
-    asked = [q for q in plan.questions if not _targets(q, names) <= filled]
+    asked = [q for q in open_ if not _targets(q, names) <= filled]
     if asked:
         first = asked[0]
         more = f" (and {len(asked) - 1} more)" * (len(asked) > 1)

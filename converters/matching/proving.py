@@ -51,7 +51,7 @@ def prove(
     try:
         hint = _LOADED * (plan is None)
         plan = lines.plan(mine, theirs, packing) if plan is None else plan
-        loading.refuse_questions(plan, theirs, hint)
+        loading.refuse_questions(plan, theirs, missing, hint)
         jobs, notes = loading.checked_jobs(plan, mine, theirs)
         notes = (*lines.notes_of(mine, theirs), *notes)
         proof = replace(_arrays(mine, theirs, jobs), notes=notes)
