@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxmha.converters.matching import tied
 from jaxmha.converters.matching.arrows import Fit, fit
+from jaxmha.converters.matching.layers import ONLY
 from jaxmha.converters.matching.plan import SEVERAL
 from jaxmha.converters.matching.templates import Template, by_number
 from jaxmha.converters.matching.terms import APART, contradict
@@ -26,6 +27,8 @@ _CONTRADICTED = "layers of these shapes contradict its name"
 ALONE = "no layer of the source has its arrays and shapes"
 # With more pairs in all, or more pairs whose shapes fit, deciding would take minutes.
 _MOST_PAIRS, _MOST_FITS = 10**6, 30_000
+_NUMBER = re.compile(r"\d+")
+_List = tuple[tuple[str, ...], str]
 Edge = tuple[int, int]  # index of a source template, index of a target template
 _NAMES = {"shape": "certain", "name": "by name"}
 
@@ -101,6 +104,12 @@ class _State:
     ) -> None:
         self.sources, self.targets, self.edges, self.reasons = sources, targets, edges, reasons
         self.shapes = set(edges)  # pairs that shapes alone allow
+        lists = _lists(sources), _lists(targets)
+        self.same = {
+            (s, t)
+            for s, t in edges
+            if _named_alike(sources[s], targets[t]) and _counted_alike(sources[s], *lists)
+        }
 
     def irregular(self) -> None:
         """Removes pairs with a template whose block numbers give no order (`Template.irregular`)."""
@@ -157,10 +166,9 @@ class _State:
         self._take(kept, sources, targets, _TERMS)
 
     def by_names(self, sources: set[int], targets: set[int]) -> None:
-        """Pairs sources and targets with equal paths without numbers, which trees count differently."""
+        """Pairs sources and targets with equal paths, if both trees count their lists alike."""
         allowed = self._within(sources, targets)
-        same = {(s, t) for s, t in allowed if _named_alike(self.sources[s], self.targets[t])}
-        same = {(s, t) for s, t in same if not re.search(r"[\d#]", "/".join(self.sources[s].path))}
+        same = allowed & self.same
         mine, theirs = {s for s, _ in same}, {t for _, t in same}
         if len(mine) == len(theirs) == len(same) > 0:
             rest = {(s, t) for s, t in allowed if s not in mine and t not in theirs}
@@ -242,6 +250,27 @@ def _numbered(template: Template) -> bool:
     return any(part.isdigit() or "#" in part for part in template.path)
 
 
+def _lists(templates: Sequence[Template]) -> Mapping[_List, set[str]]:
+    """The numbered parts of all paths, by the path before each and its name with "#" for numbers."""
+    found: dict[_List, set[str]] = defaultdict(set)
+    for path in {layer.path for template in templates for layer in template.layers.values()}:
+        for n, part in enumerate(path):
+            found[path[:n], _NUMBER.sub("#", part)].add(part)
+    return found
+
+
+def _counted_alike(
+    template: Template, mine: Mapping[_List, set[str]], theirs: Mapping[_List, set[str]]
+) -> bool:
+    """True if the lists of a template have the same numbers in both trees.
+
+    Others may begin at 0 in one tree and at 1 in the other: an equal number then says nothing.
+    """
+    paths = [layer.path for layer in template.layers.values()]
+    places = {(path[:n], _NUMBER.sub("#", x)) for path in paths for n, x in enumerate(path)}
+    return all(mine.get(one) == theirs.get(one) for one in places if "#" in one[1])
+
+
 def _covers(edges: set[Edge], targets: set[int], full: bool) -> bool:
     """True if each target can have its own source, or if sources are too few anyway (not `full`)."""
     return not full or _matching(edges, targets) is not None
@@ -320,7 +349,7 @@ def _reason(state: _State, s: int, t: int) -> tuple[str, str]:
     placed = source.placed or target.placed
     if source.halves and target.halves and source.path[-1] != target.path[-1]:
         placed = _HALVES
-    if not rivals and not placed:
+    if not rivals and not placed and not source.first.form.startswith(ONLY):
         return "the only layers of these shapes", "shape"
     common = sorted(source.terms & target.terms)
     shown = f"both are {', '.join(common)}" if common else ""

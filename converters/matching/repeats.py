@@ -15,7 +15,7 @@ _WITHIN = re.compile(r"^(?P<block>[A-Za-z_]*\d+)_(?P<rest>.+)$")
 _ORDINALS = {word: n for word, n in ORDER.items() if n and word not in ("in", "out")}
 # COUNTER separates class and number: Keras and Haiku name layers `dense`, `dense_1`, `dense_2`.
 COUNTER = "_"
-_KEYS = ("kernel", "bias", "gamma", "beta", "moving_mean", "moving_variance", "embeddings")
+_KEYS = ("kernel", "gamma", "beta", "moving_mean", "moving_variance", "embeddings")
 
 
 def numbered(part: str) -> tuple[str, int] | None:

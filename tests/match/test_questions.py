@@ -186,3 +186,44 @@ def test_layers_of_another_width_are_no_candidates() -> None:
     narrow, wide = (torch.nn.TransformerEncoderLayer(n, 2, 2 * n) for n in (8, 16))
     for source, target in ((narrow, wide), (wide, narrow)):
         assert {q.candidates for q in match(source, target).questions} == {()}
+
+
+# Names in both models, whose shapes occur several times, and whose lists both count alike.
+BOTH = (
+    "0.up",
+    "0.gate",
+    "1.up",
+    "2.gate",
+    "rel_pos_h",
+    "rel_pos_w",
+    "layer_norm_1",
+    "layer_norm_2",
+)
+
+
+def test_names_in_both_models_settle_what_shapes_leave_open() -> None:
+    """Names may lie, such as those of gate and up: only a shape of its own is certain."""
+    shapes = {"weight": (D, F), "bias": (D,)}
+    state = {f"m.{n}.{key}": np.ones(x, "f") for n in BOTH for key, x in shapes.items()}
+    state["head.weight"] = np.ones((7, 9), "f")
+    plan = match(state, state)
+    assert not plan.questions
+    assert all(line.sources == (line.target,) for line in plan.lines)
+    certain = [line.target for line in plan.lines if line.confidence == "certain"]
+    assert certain == ["head.weight"]
+
+
+def test_recurrent_layers_are_paired_by_their_names() -> None:
+    square = torch.nn.GRU(D, D)
+    assert {line.confidence for line in match(square, square).lines} == {"by name"}
+
+
+def test_kept_arrays_are_asked_about_only_with_candidates() -> None:
+    """A table that the model computes has no candidate; a head may be tied to the embedding."""
+    source = {"embed_tokens.weight": np.ones((7, F), "f"), "fc.weight": np.ones((D, F), "f")}
+    target = {**source, "positions.weight": np.zeros((9, F), "f")}
+    assert match(source, target).questions
+    assert not equinox.load_into(target, source, missing="keep")["positions.weight"].any()
+    target["lm_head.weight"] = np.zeros((7, F), "f")
+    with pytest.raises(ValueError, match=r"open question: lm_head\.weight"):
+        equinox.load_into(target, source, missing="keep")
