@@ -1,6 +1,7 @@
-"""Finds the queries and keys with an allowed pair, and the blocks that a mask function allows.
+"""Finds the queries and keys with an allowed pair, and the blocks of pairs under a mask function.
 
-All other queries and keys are zeroed, so that NaN in them reaches neither outputs nor gradients.
+`zero_unattended` zeroes all other queries, keys and values, so that NaN in them reaches neither
+outputs nor gradients. The blocks tell which tiles a schedule may skip or leave unmasked.
 """
 
 from typing import TypeAlias
@@ -28,8 +29,8 @@ from jaxmha.implementations.tiled.layout import Index
 from jaxmha.implementations.tiled.tiling import Tiling, choose_tiling
 from jaxmha.mask import Mask
 
-# `blocks_of` halves its blocks while the mask of one has more entries than this: its pairs, times
-# batch rows and heads if the mask function reads their indices.
+# `blocks_of` halves both sizes of its blocks, while these are even, until the mask of one has at
+# most MOST_PAIRS entries: queries times keys, times B if the mask function reads b, and N if n.
 MOST_PAIRS = 2**22
 
 
@@ -44,7 +45,8 @@ def attended_positions(
 ) -> tuple[Bool[jax.Array, "#B T"] | None, Bool[jax.Array, "#B S"] | None]:
     """True for queries (first result) and keys (second) with an allowed pair in some head.
 
-    None instead of an array: all of them have one.
+    None instead of an array: mask, bias (-inf excludes a pair) and mask function `mod` leave none
+    of them without one.
     """
     rows, keys = attended_per_head(mask, bias, B, N, T, S, mod, some_head=True)
     return None if rows is None else rows.any(1), None if keys is None else keys.any(1)
@@ -63,8 +65,9 @@ def attended_per_head(
 ) -> tuple[Bool[jax.Array, "#B #N T"] | None, Bool[jax.Array, "#B #N S"] | None]:
     """True for queries (first result) and keys (second) with an allowed pair, by query head.
 
-    None instead of an array: all of them have one. Sizes may be 0 or symbolic. `some_head`: as in
-    `attended`.
+    None instead of an array: mask, bias (-inf excludes a pair) and mask function `mod` leave none
+    of them without one. Sizes may be 0 or symbolic. `some_head`: the caller joins the results over
+    heads by `any`, so that they may be joined already (size 1).
     """
     if all(isinstance(size, int) and size for size in (B, N, T, S)):
         return attended(from_mask(mask, T, S, mod), bias, B, N, T, S, some_head=some_head)
@@ -82,9 +85,11 @@ def attended(
     *,
     some_head: bool = False,
 ) -> tuple[Bool[jax.Array, "#B #N T"] | None, Bool[jax.Array, "#B #N S"] | None]:
-    """Computes `attended_per_head` from conditions, for sizes that are positive integers.
+    """True for queries (first result) and keys (second) with an allowed pair, by query head.
 
-    `some_head`: the caller reduces the results over heads, so their axis of heads may have size 1.
+    None instead of an array: conditions and bias (-inf excludes a pair) leave none of them without
+    one. Sizes are positive integers, and `conditions.below` is None. `some_head`: the caller joins
+    the results over heads by `any`, so that they may be joined already (size 1).
     """
     if bias is None and conditions == NO_CONDITIONS:
         return None, None
@@ -103,10 +108,11 @@ def attended(
 def _attended_by_intervals(
     conditions: Conditions, T: int, S: int
 ) -> tuple[Bool[Array, "b1 1 T"], Bool[Array, "b2 1 S"]]:
-    """Attended rows and keys of conditions without segment ids, dense mask or mask function.
+    """Attended rows and keys under at most a window, one causal offset, and valid rows and keys.
 
-    Each row attends the valid keys of an interval, and each key is attended by the valid rows of
-    one, so that no scores are visited. Static conditions give NumPy arrays.
+    The bounds allow each row an interval of keys, and each key an interval of rows. Counts of the
+    valid positions within these intervals suffice, so that no pairs are visited. If static bounds
+    are the only conditions, the results are NumPy arrays.
     """
     below, above = conditions.window
     i, j = (np.arange(size, dtype=np.int32).reshape(1, size) for size in (T, S))
@@ -130,7 +136,7 @@ def _attended_by_intervals(
 
 
 def _unless_all(mask: Bool[Array, "*b"]) -> Bool[jax.Array, "*b"] | None:
-    """Returns None for a NumPy (static) array without any False entry, else the array."""
+    """None if the mask is static (a NumPy array) and True everywhere, else the mask in JAX."""
     return None if isinstance(mask, np.ndarray) and mask.all() else jnp.asarray(mask)
 
 
@@ -140,7 +146,10 @@ def _any_between(
     stop: Int32[Array, "#b n"],
     size: int,
 ) -> Bool[Array, "#b n"]:
-    """True where any position in `[start, stop)` is valid; `valid` None: every position is."""
+    """True where `[start, stop)` holds a valid one of the positions 0 to `size - 1`.
+
+    `valid`: True for valid positions; None: all are.
+    """
     start, stop = start.clip(0, size), stop.clip(0, size)
     if valid is None:
         return stop > start
@@ -157,9 +166,10 @@ def _attended_by_tiles(
     tiling: Tiling,
     some_head: bool,
 ) -> tuple[Bool[jax.Array, "#B #N T"], Bool[jax.Array, "#B #N S"]]:
-    """Attended rows and keys of any conditions, from the mask of some rows with all keys at a time.
+    """Attended rows and keys of any conditions and bias; there is at least one condition or a bias.
 
-    `some_head`: reduces this mask over heads before rows and keys, so that results have one head.
+    The mask is computed for `tiling.rows` rows and all keys at a time; `tiling` has one KV tile.
+    `some_head`: joins it over heads by `any` first, so that the results have size 1 there.
     """
     conditions, bias = pad(conditions, bias, tiling)
     B, N, rows = tiling.B, tiling.K * tiling.G, tiling.rows
@@ -172,7 +182,7 @@ def _attended_by_tiles(
             found = finite if found is None else found & finite
         assert found is not None
         if some_head and found.shape[1] > 1:
-            # The barrier keeps XLA from reducing over heads once for each of the two results.
+            # The barrier keeps XLA from reducing over heads twice, for rows and for keys.
             found = jax.lax.optimization_barrier(found.any(1, keepdims=True))  # type: ignore[no-untyped-call]
         found = jnp.broadcast_to(found, (*found.shape[:2], rows, tiling.S))
         inside = i * rows + jnp.arange(rows, dtype=np.int32) < tiling.T
@@ -190,8 +200,11 @@ Attended: TypeAlias = tuple[Bool[jax.Array, "#B #N T"] | None, Bool[jax.Array, "
 def with_blocks(
     conditions: Conditions, bias: Float[jax.Array, "b n t s"] | None, tiling: Tiling
 ) -> tuple[Attended, Conditions]:
-    """Returns attended queries and keys, and the conditions. If these have a mask function, its
-    `blocks` become the blocks that all conditions and the bias allow, for `make_schedule`."""
+    """Returns attended queries and keys, as of `attended`, and `conditions`.
+
+    A mask function in these gets `blocks`: those of the pairs that all conditions and the bias
+    allow, from which `make_schedule` takes the tiles to visit.
+    """
     if conditions.mod is None:
         N = tiling.K * tiling.G
         return attended(conditions, bias, tiling.B, N, tiling.T, tiling.S), conditions
@@ -205,8 +218,9 @@ def blocks_of(
 ) -> Blocks:
     """The blocks of pairs that all conditions and the bias allow; `conditions.mod` is not None.
 
-    If the mask function is the only condition and its blocks are known, they are returned.
-    Otherwise every pair is evaluated once, one tile of `tiling` (or a part of it) at a time.
+    If the mask function is the only condition and has `blocks`, of any size, these are returned.
+    Otherwise blocks have `tiling.rows` x `tiling.keys` pairs, halved until MOST_PAIRS suffice, and
+    the mask of one block is computed at a time, for all batch rows and heads.
     """
     mod = conditions.mod
     assert mod is not None
@@ -256,9 +270,12 @@ def blocks_of(
     )
 
 
-def coarsened(blocks: Blocks, tiling: Tiling) -> tuple[jax.Array, jax.Array]:
-    """`Blocks.some` and `Blocks.every` for the tiles of `tiling`, `b i j`. Where a block overlaps
-    several tiles, a fully masked tile may have `some`, and a full one may lack `every`."""
+def flags_per_tile(blocks: Blocks, tiling: Tiling) -> tuple[jax.Array, jax.Array]:
+    """`Blocks.some` and `Blocks.every` for the tiles of `tiling`: `b query_tiles kv_tiles`.
+
+    Where a block overlaps several tiles, a fully masked tile may have `some`, and a tile whose
+    pairs are all allowed may lack `every`.
+    """
     some, every = jnp.asarray(blocks.some), jnp.asarray(blocks.every)
     grid = blocks.grid
     if (grid.rows, grid.keys) == (tiling.rows, tiling.keys):
@@ -290,7 +307,7 @@ def zero_unattended(
     value: Float[jax.Array, "B K S h"],
 ) -> tuple[Float[jax.Array, "B N T H"], Float[jax.Array, "B K S H"], Float[jax.Array, "B K S h"]]:
     """Zeroes queries, keys and values without any allowed pair: NaN in them, times a weight of 0,
-    would reach outputs and gradients."""
+    would reach outputs and gradients. `attended` is in natural order, heads may be in zig-zag."""
     rows, keys = (sharding.in_order(x, 2) for x in attended)
     if rows is not None:
         query = jnp.where(rows[..., None], query, 0.0)
@@ -301,6 +318,6 @@ def zero_unattended(
 
 
 def _per_key_head(keys: Bool[jax.Array, "b n S"], K: int) -> Bool[jax.Array, "b k S"]:
-    """True for keys that any query head of their key/value head attends."""
+    """True for keys that any query head of a group attends; n = 1 stays: all heads are alike."""
     b, n, S = keys.shape
     return keys if n == 1 else keys.reshape(b, K, n // K, S).any(2)

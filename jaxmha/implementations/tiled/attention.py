@@ -1,13 +1,13 @@
-"""Tiled attention with online softmax: time and memory of a fused kernel, in plain XLA.
+"""Tiled attention with online softmax: memory linear in T and S, in plain XLA.
 
-Scores are materialised one tile at a time; fully masked tiles are skipped, and unmasked tiles need
-no mask. The backward pass recomputes weights from row max and row sum, since the rounding error of
-a large lse would be a relative error of the weights. If a tile has all keys of its rows, row max,
-row sum and delta are computed from the recomputed logits, so that the gradients of a row's logits
-sum to 0. Otherwise row max and row sum are those of the forward pass, which computes logits by
+Scores are materialised by tiles. If the keys are tiled too, tiles known to be fully masked are
+skipped, and tiles known to be unmasked get no mask. The backward pass recomputes weights from row
+max and row sum, since the rounding error of a large lse would be a relative error of the weights.
+If a tile has all keys of its rows, row max, row sum and delta come from the recomputed logits:
+gradients of a row's logits then sum to 0 more exactly (without a cotangent of the lse). With
+several KV tiles, row max and row sum come from the forward pass, which then computes logits by
 matmuls of the same operands and tiles, so that both passes round equally: exp magnifies a
-difference of logits. Delta is then the row sum of out * dout, and the gradients of a row's logits
-sum to 0 up to rounding.
+difference of logits. Delta is then the row sum of out * d_out.
 Source: Dao et al., "FlashAttention" (2022), and Rabe and Staats, "Self-attention does not need
 O(n^2) memory" (2021).
 """
@@ -40,15 +40,13 @@ from jaxmha.implementations.tiled.tile import Config
 from jaxmha.implementations.tiled.tiling import Tiling, tiling_for
 from jaxmha.matmul import SMALL, has_float16_significand, operand_dtype, resolved, split_scale
 
-# Overrides of the tile sizes that `choose_tiling` takes from the tuning table: `target`,
-# `least_rows`, `side`. Read once, when a program is traced; its gradient uses the same sizes.
+# `target`, `least_rows` and `side` of `choose_tiling`, by name, instead of the sizes in the tuning
+# table. Read once, when a program is traced; its gradient uses the same sizes.
 SIZES: dict[str, int] = {}
-
 
 Tree = TypeVar("Tree")
 
-
-# A function with the arguments and results of `core`: itself, or one that splits them over devices.
+# `core`, or a function with its arguments and results that splits positions over devices.
 Core: TypeAlias = Callable[..., OutAndLse]
 
 
@@ -80,10 +78,10 @@ def _sizes() -> tuple[tuple[str, int], ...]:
 
 
 def attend(request: Request, distributed: Core | None = None) -> Result:
-    """Computes the request; sums are float32, or float64 for float64 inputs. By default, matmul
-    operands of half-precision inputs are rounded to that precision, except on CPUs.
+    """Computes the request; sums are float32, or float64 for float64 inputs. If no precision is
+    set, matmul operands of half-precision requests are rounded to half precision, except on CPUs.
 
-    `distributed`: computes `core` on many devices (context parallelism); None: on one.
+    `distributed`: computes `core` by context parallelism; None: `core` itself.
     """
     semantics = request.semantics
     (B, T, N, _), (_, S, _, h) = request.query.shape, request.value.shape
@@ -126,8 +124,8 @@ def attend(request: Request, distributed: Core | None = None) -> Result:
 
 
 class _Operands(NamedTuple):
-    """`dtype`: of matmul operands, as in `Config`. `scale`: the factor by which logits are still to
-    be multiplied, because queries were multiplied by the rest of the scale."""
+    """`dtype`: `Config.operands`, the dtype of matmul operands. `scale`: `Config.scale`, the factor
+    of the request's scale that queries are not multiplied by, so that logits are."""
 
     dtype: np.dtype[np.floating] | None
     scale: float
@@ -138,7 +136,8 @@ def _head_major(
 ) -> tuple[
     Float[jax.Array, "B N T H"], Float[jax.Array, "B K S H"], Float[jax.Array, "B K S h"], _Operands
 ]:
-    """Scaled queries, keys and values in the accumulation dtype, and how matmuls read them."""
+    """Queries, multiplied by the scale but for `_Operands.scale`, keys and values, all in the
+    accumulation dtype; and the settings of their matmuls."""
     accumulate = accumulation_dtype(request.query.dtype)
     query, key, value = (jnp.moveaxis(x.astype(accumulate), 2, 1) for x in request[:3])
     semantics = request.semantics
@@ -146,8 +145,8 @@ def _head_major(
     if has_float16_significand(request.query.dtype, semantics.precision, platform):
         operands = np.dtype(np.float16)
     # Queries are multiplied by a power of two, which is exact, and logits by the rest of the scale.
-    # Small matmuls, whose sums are pairwise, are more exact if queries take the whole scale: it
-    # rounds queries, but this error is smaller than that of rounding the logits once more.
+    # In small matmuls, whose sums are pairwise, queries take the whole scale: rounding them is less
+    # of an error than rounding the logits once more.
     small = math.prod((*query.shape, key.shape[2])) <= SMALL and operands is None
     scale, rest = (request.scale, 1.0) if small else split_scale(request.scale)
     query *= scale
@@ -158,7 +157,7 @@ def _config(request: Request, conditions: Conditions, platform: str, operands: _
     semantics = request.semantics
     return Config(
         semantics.logits_soft_cap,
-        # Resolved here: `per_device` may be traced when JAX's default precision is another.
+        # Resolved now: code of one device may be traced later, under another default precision.
         resolved(semantics.precision),
         conditions.window,
         conditions.above if isinstance(conditions.above, int) else None,
@@ -185,19 +184,18 @@ def core(
     seed: Seed | None,
     score_mod: Mod | None = None,
 ) -> OutAndLse:
-    """Output and lse (None unless `config.lse`); fully masked rows are 0 and -inf.
+    """Output and lse (None unless `config.lse`), 0 and -inf in fully masked rows. Rows that only
+    `traced.rows` masks may have other values, which the caller replaces.
 
     Args:
       tiling: sizes of the arrays and of their tiles.
-      config: static settings.
       query: multiplied by the scale of the logits, except for its factor `config.scale`.
-      key, value: in the accumulation dtype.
+      key, value: in the accumulation dtype, as the query.
       bias: added to the logits; axes of size 1 broadcast.
-      traced: the mask conditions that are arrays; the static ones are in `config`.
+      traced: the mask conditions, but for the static bounds, which are in `config`.
       seed: seed of the dropout mask; None: no dropout.
       score_mod: score function, applied after the bias.
     """
-
     inputs = query, key, value, bias, traced, seed, score_mod
     return per_device.run(lambda own, inputs, _: _core(own, config, *inputs), tiling, inputs, ())
 
@@ -213,7 +211,7 @@ def _core(
     seed: Seed | None,
     score_mod: Mod | None,
 ) -> OutAndLse:
-    """Computes `core` on one device, in bands where they pay."""
+    """Computes `core` for arrays of one device, or of all; in bands if `bands.kind` says so."""
 
     def attend_band(
         config: Config,
@@ -250,7 +248,7 @@ def _out_and_lse(
     seed: Seed | None,
     score_mod: Mod | None = None,
 ) -> OutAndLse:
-    """Computes `core` by the tiles of `tiling`, without bands."""
+    """Computes `core` by the tiles of `tiling`, for all rows or for one band."""
 
     def finalize(state: State) -> Softmax:
         return normalize(config, state, seed)
@@ -262,8 +260,8 @@ def _out_and_lse(
     if config.lse:
         softmax = _by_tiles(tiling, config, *inputs, finalize, score_mod)
         return softmax.out, softmax.lse
-    # Without the lse, only the output is computed: with a second result, XLA would not fuse small
-    # tiles into one kernel.
+    # Without the lse, `finalize_out` returns only the output: XLA does not fuse the work of a small
+    # tile into one kernel if it has a second result.
     return _by_tiles(tiling, config, *inputs, finalize_out, score_mod), None
 
 
@@ -279,8 +277,9 @@ def _by_tiles(
     finalize: Callable[[State], Tree],
     score_mod: Mod | None,
 ) -> Tree:
-    """Tiles the inputs, runs the forward pass, and joins the tiles that `finalize` returns."""
-    # Queries are padded with 1: 0 times an infinite key is NaN.
+    """Runs the forward pass by tiles. `finalize` maps the softmax state of a query tile to arrays
+    `*c r d`, which are joined to `B N T d`."""
+    # Queries are padded with 1, so that padded rows hold no NaN of 0 times an infinite key.
     query_tiles = layout.to_query_tiles(tiling, query, 1.0)
     kv_tiles = layout.to_kv_tiles(tiling, key), layout.to_kv_tiles(tiling, value)
     inputs = query_tiles, *kv_tiles, bias, traced, seed
@@ -300,7 +299,8 @@ def forward_for_gradient(
     seed: Seed | None,
     score_mod: Mod | None = None,
 ) -> Softmax:
-    """Output, row max and row sum of `core`, with the tile sizes of the backward pass."""
+    """Output, row max and row sum of `core`; with several KV tiles by the tiles and transposed
+    scores of the backward pass, so that logits round as there."""
     # Under differentiation, bands and unrolled loops gain little and compile slowly.
     tiling = replace(tiling, unroll=False)
     if tiling.kv_tiles > 1:
@@ -326,7 +326,7 @@ def core_forward(
     seed: Seed | None,
     score_mod: Mod | None = None,
 ) -> tuple[OutAndLse, tuple[CoreInputs, Softmax]]:
-    """The forward rule of `core`: its results, and inputs and softmax for the backward rule."""
+    """The forward rule of `core`. Policies of `jax.checkpoint` can save its softmax by name."""
     inputs = query, key, value, bias, traced, seed, score_mod
     softmax = per_device.run(
         lambda own, inputs, _: forward_for_gradient(own, config, *inputs), tiling, inputs, ()
@@ -358,8 +358,8 @@ def core_backward(
     saved: tuple[CoreInputs, Softmax],
     cotangents: OutAndLse,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, None, None, Mod | None]:
-    """The backward rule of `core`: gradients of query, key, value, bias and the arrays of the score
-    function. Scores are transposed, so that every matmul has row-major operands."""
+    """The backward rule of `core`: gradients of query, key, value and bias, None for conditions and
+    seed, and a `Mod` with the gradients of the floating arrays that the score function captures."""
 
     def local(own: Tiling, inputs: CoreInputs, others: tuple[Softmax, OutAndLse]) -> Any:
         return _backward(own, config, inputs, *others)
@@ -378,7 +378,8 @@ def core_backward(
 def _backward(
     tiling: Tiling, config: Config, inputs: CoreInputs, softmax: Softmax, cotangents: OutAndLse
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, Floats]:
-    """Gradients of query, key, value, bias and the arrays of the score function, on one device."""
+    """Gradients of query, key, value, bias (None: no bias) and the floating arrays that the score
+    function captures, for arrays of one device or of all."""
     query, key, value, bias, traced, seed, mod = inputs
     tiling = _gradient_tiling(tiling, config, query, key, bias, seed, mod)
     last = largest_feature(tiling, query, key, config.platform)

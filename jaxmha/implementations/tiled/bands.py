@@ -1,7 +1,8 @@
 """Splits causal rows or padded keys into bands, so that few masked scores are computed.
 
-The keys of a band form one tile: a few large kernels are faster than many small ones that skip
-more.
+A row band has some consecutive rows and the keys up to the last one's diagonal. A key band has
+consecutive keys, with all valid ones of a batch row. The keys of a band form one tile: a few large
+kernels are faster than many small ones that skip more.
 """
 
 from collections.abc import Callable
@@ -23,7 +24,8 @@ from jaxmha.implementations.tiled.tuning import tuning_for
 OutAndLse: TypeAlias = tuple[Float[jax.Array, "*b N T h"], Float[jax.Array, "*b N T"] | None]
 
 
-# Computes one band: `(config, query, key, value, seed, keys=None)`; `keys`: the valid keys `B S`.
+# Computes one band: `(config, query, key, value, seed, keys=None)`; `keys`: True for valid keys,
+# `B S` of the band; None: all are.
 AttendBand: TypeAlias = Callable[..., OutAndLse]
 
 
@@ -33,10 +35,10 @@ def kind(
     conditions: Conditions,
     bias: Float[jax.Array, "b n t s"] | None,
 ) -> Literal["rows", "keys"] | None:
-    """Chooses row bands if a static causal offset is the only condition, key bands if padding is.
+    """Chooses row bands if a static causal offset is the only condition and `row_bands_pay`, and
+    key bands if valid keys are the only condition and there is no soft cap.
 
-    Returns None, for no bands, with other conditions or a bias, with key padding and a soft cap, or
-    if `row_bands_pay` is False.
+    Otherwise, and with a bias, returns None: no bands. `conditions`: those that `config` lacks.
     """
     if bias is not None or config.window != (None, None):
         return None
@@ -48,8 +50,8 @@ def kind(
 
 
 def row_bands_pay(tiling: Tiling, above: int, platform: str = "cpu") -> bool:
-    """True if T is in `row_band_range`, `above` is at least 0, and rows attend on average at least
-    a quarter fewer keys than the last row."""
+    """True if T is in `Tuning.row_band_range`, the causal offset `above` is at least 0, and rows
+    attend on average at least a quarter fewer keys than the last row."""
     least, most = tuning_for(platform).row_band_range
     if not (least <= tiling.T <= most and above >= 0):
         return False
@@ -60,7 +62,10 @@ def row_bands_pay(tiling: Tiling, above: int, platform: str = "cpu") -> bool:
 def row_band_size(
     tiling: Tiling, itemsize: int, *, platform: str = "cpu", target: int | None = None
 ) -> tuple[int, int]:
-    """Rows of a row band, and the number of key/value heads computed at a time.
+    """Number of query positions in a row band, and of key/value heads computed at a time.
+
+    `itemsize`: bytes of a score. `target`: maximum bytes of the scores of these heads in a band
+    with all S keys, unless one head has more; None: `Tuning.tile_bytes`.
 
     >>> from jaxmha.implementations.tiled.tiling import choose_tiling
     >>> row_band_size(choose_tiling(1, 8, 1, 2048, 2048, skips=True), 4)
@@ -83,12 +88,10 @@ def attend_row_bands(
     value: Float[jax.Array, "B K S h"],
     seed: Seed | None,
 ) -> OutAndLse:
-    """Computes each row band with the keys up to its last row's diagonal, a few heads at a time.
+    """`attention.core` for a causal offset, `config.above`, alone: each row band with the keys up
+    to its last row's diagonal, a few heads at a time.
 
-    Args:
-      attend: computes one band.
-      tiling: tiling of the whole request.
-      config, query, key, value, seed: as in `attention.core`.
+    `attend` computes one band; the other arguments are those of `attention.core`.
     """
     B, K, G, T = tiling.B, tiling.K, tiling.G, tiling.T
     itemsize = query.dtype.itemsize
@@ -101,7 +104,7 @@ def attend_row_bands(
     def band(t: int, step: Index, query: jax.Array, key: jax.Array, value: jax.Array) -> OutAndLse:
         rows = query[:, t : t + size]
         S = min(tiling.S, t + rows.shape[1] + above)
-        # The band is a single tile unless that tile would be very large.
+        # A head's scores in the band form one tile unless they exceed `least_rows_bytes`.
         least_rows = min(G * size, most // (itemsize * S))
         part = config._replace(
             above=above + t,
@@ -131,7 +134,7 @@ def attend_row_bands(
 
 
 def key_band_widths(tiling: Tiling, platform: str = "cpu") -> list[int]:
-    """Widths of the key bands in increasing order; the last band holds all keys.
+    """Numbers of keys in the key bands, in increasing order; the last band holds all keys.
 
     >>> from jaxmha.implementations.tiled.tiling import choose_tiling
     >>> key_band_widths(choose_tiling(4, 8, 1, 1024, 1024, skips=True))
@@ -154,25 +157,23 @@ def attend_key_bands(
     valid: Bool[jax.Array, "#B S"],
     seed: Seed | None,
 ) -> OutAndLse:
-    """Computes each batch row with the narrowest key band that holds all its valid keys.
+    """`attention.core` for valid keys alone: each batch row with the narrowest key band that holds
+    its valid keys, or all batch rows together if there is one band.
 
-    Args:
-      attend: computes one band.
-      tiling: tiling of the whole request.
-      config, query, key, value, seed: as in `attention.core`.
-      valid: the valid keys.
+    `attend` computes one band, and `valid` is True for valid keys; the other arguments are those of
+    `attention.core`.
     """
     config = config._replace(whole=config.whole or (query.shape[1], query.shape[2]))
-    masked = tuning_for(config.platform).mask_by_matmul
-    if masked:
+    by_feature = tuning_for(config.platform).mask_by_matmul
+    if by_feature:
         query, key = _mask_feature(query, key, valid)
     some = valid.any(1).reshape(-1, 1, 1)
     widths = key_band_widths(tiling, config.platform)
     if len(widths) == 1:
-        out, lse = attend(config, query, key, value, seed, None if masked else valid)
+        out, lse = attend(config, query, key, value, seed, None if by_feature else valid)
     else:
         out, lse = _attend_narrowest(
-            attend, config, widths, query, key, value, valid, seed, masked=masked
+            attend, config, widths, query, key, value, valid, seed, by_feature=by_feature
         )
     out = jnp.where(some[..., None], out, 0.0)
     return out, None if lse is None else jnp.where(some, lse, -jnp.inf)
@@ -183,8 +184,8 @@ def _mask_feature(
     key: Float[jax.Array, "B K S H"],
     valid: Bool[jax.Array, "#B S"],
 ) -> tuple[Float[jax.Array, "B N T H1"], Float[jax.Array, "B K S H1"]]:
-    """Appends a feature, 1 in queries and 0 or -inf in keys, so that the matmul of logits also adds
-    the mask: after a separate addition, XLA would not use its fused kernel."""
+    """Appends a feature, 1 in queries, 0 in valid keys and -inf in others, so that the matmul of
+    logits adds the mask: after a separate addition, XLA would not use its fused kernel."""
     low = jnp.where(valid, 0.0, -jnp.inf).astype(key.dtype)[:, None, :, None]
     query = jnp.concatenate([query, jnp.ones_like(query[..., :1])], -1)
     key = jnp.concatenate([key, jnp.broadcast_to(low, (*key.shape[:3], 1))], -1)
@@ -201,11 +202,12 @@ def _attend_narrowest(
     valid: Bool[jax.Array, "#B S"],
     seed: Seed | None,
     *,
-    masked: bool,
+    by_feature: bool,
 ) -> OutAndLse:
     """Computes one batch row at a time, with the narrowest band that holds its valid keys.
 
-    `masked`: keys are masked by a feature of `_mask_feature`, and need no mask from `valid`.
+    `widths`: numbers of keys in the bands, in increasing order. `by_feature`: a feature of query
+    and key masks keys, which need no mask by `valid`.
     """
     B, S = query.shape[0], key.shape[2]
     valid = jnp.broadcast_to(valid, (B, S))
@@ -221,7 +223,7 @@ def _attend_narrowest(
             s = jnp.minimum(first, S - width)
             k, v = (jax.lax.dynamic_slice_in_dim(y, s, width, 2) for y in (keys, values))
             at = None if seed is None else shift_seed(seed, b, 0, 0, s)
-            mask = None if masked else jax.lax.dynamic_slice_in_dim(own, s, width, 1)
+            mask = None if by_feature else jax.lax.dynamic_slice_in_dim(own, s, width, 1)
             out, lse = attend(config, rows, k, v, at, mask)
             return out[0], None if lse is None else lse[0]
 

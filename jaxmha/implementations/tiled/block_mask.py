@@ -1,6 +1,7 @@
-"""Mask tiles from structured conditions, without any T x S array.
+"""Mask tiles from structured conditions, which are never expanded to T x S.
 
-Lengths, offsets and segment ids are compared with the positions of a tile; dense arrays are sliced.
+A tile compares its positions with bounds, and segment ids with each other; slices masks of rows,
+of keys and of pairs; and evaluates mask functions.
 """
 
 from typing import NamedTuple
@@ -20,15 +21,17 @@ from jaxmha.mask import Mask
 
 
 class Conditions(NamedTuple):
-    """The mask conditions of a request; a batch axis `b` may be 1. None: no condition.
+    """The mask conditions of a request: query i may attend key j if all of them hold.
+
+    None: no such condition. Batch axes `b` are B or 1.
 
     Attributes:
-      above: traced causal offsets, or a static Python int: `j <= i + above`.
-      window: static left and right bounds: `i - left <= j <= i + right`.
-      rows: valid query positions.
-      keys: valid key positions.
-      segments: ids of queries and keys.
-      array: dense mask, each axis full or 1.
+      above: causal offsets, traced or a static Python int: `j <= i + above`.
+      window: static left and right bounds: `i - left <= j <= i + right`; None: no such bound.
+      rows: True for valid queries.
+      keys: True for valid keys.
+      segments: ids of queries and of keys, which must be equal.
+      array: dense mask, True for allowed pairs; each axis is full or 1.
       below: traced left bounds: `j >= i - below`.
       mod: mask function.
     """
@@ -47,7 +50,8 @@ NO_CONDITIONS = Conditions(None, (None, None), None, None, None, None)
 
 
 def from_mask(mask: Mask, T: int, S: int, mod: Mod | None = None) -> Conditions:
-    """Converts a `Mask` to conditions; lengths and padding become valid rows and keys."""
+    """Converts a `Mask`, and a mask function `mod`, to conditions for T queries and S keys; lengths
+    and padding become valid rows and keys."""
     segments = None
     if mask.query_segments is not None and mask.key_value_segments is not None:
         segments = jnp.asarray(mask.query_segments), jnp.asarray(mask.key_value_segments)
@@ -66,7 +70,10 @@ def from_mask(mask: Mask, T: int, S: int, mod: Mod | None = None) -> Conditions:
 def _valid(
     lengths: Integer[Array, "b"] | None, padding: Bool[Array, "#b size"] | None, size: int
 ) -> Bool[jax.Array, "#b size"] | None:
-    """True for positions that both lengths and padding call valid; None: neither is given."""
+    """True for positions below their length where `padding`, if given, is True (valid).
+
+    Without lengths, returns `padding`, which may be None.
+    """
     valid = None if padding is None else jnp.asarray(padding)
     if lengths is None:
         return valid
@@ -76,8 +83,15 @@ def _valid(
 
 
 class TilePosition(NamedTuple):
-    """Position of a tile: starts (static or traced) and static sizes along B, N, T and S. `T`, `S`:
-    sizes of the arrays. `G`: query heads per key/value head. `aligned`: as in `Extent`."""
+    """The position of a tile within arrays of T queries and S keys.
+
+    Attributes:
+      b, n, t, s: first batch row, query head, query and key; static or traced.
+      batches, heads, rows, keys: numbers of these; `heads` are query heads.
+      T, S: sizes of the arrays without padding.
+      G: query heads per key/value head.
+      aligned: numbers that divide t and s if they are traced, for `mods.block_within`.
+    """
 
     b: Index
     batches: int
@@ -94,7 +108,7 @@ class TilePosition(NamedTuple):
 
     @property
     def starts(self) -> tuple[Index, Index, Index, Index]:
-        """Starts of the tile along B, N, T and S."""
+        """First indices of the tile along B, N, T and S."""
         return self.b, self.n, self.t, self.s
 
     @property
@@ -104,14 +118,14 @@ class TilePosition(NamedTuple):
 
     @property
     def extent(self) -> Extent:
-        """The same position as the `Extent` over which score and mask functions are evaluated."""
+        """The same position as an `Extent`, over which score and mask functions are evaluated."""
         return Extent(self.starts, self.sizes, self.T, self.S, self.G, self.aligned)
 
 
 def slice_tile(
     array: Shaped[jax.Array, "b n t s"], position: TilePosition
 ) -> Shaped[jax.Array, "_ _ _ _"]:
-    """Slices a tile out of an array; axes of size 1 stay 1."""
+    """Slices a tile out of an array padded to whole tiles, whose axes of size 1 stay 1."""
     shape = array.shape
     first = [0 if n == 1 else start for n, start in zip(shape, position.starts, strict=True)]
     size = [1 if n == 1 else m for n, m in zip(shape, position.sizes, strict=True)]
@@ -119,11 +133,10 @@ def slice_tile(
 
 
 def allowed(conditions: Conditions, position: TilePosition) -> Bool[jax.Array, "_ _ _ _"] | None:
-    """Mask tile: the pairs that every condition allows, broadcastable to the tile; None: all.
+    """Mask tile: True for pairs that all conditions allow, broadcastable to `position.sizes`.
 
-    Args:
-      conditions: padded by `pad`.
-      position: position of the tile.
+    Returns None without conditions. Conditions are padded to whole tiles (`pad`), so that padded
+    keys are masked; padded rows need not be.
     """
     i, j = _indices(position)
     below, above = conditions.window
@@ -175,10 +188,11 @@ def mask_or_bias(
     G: int,
     dtype: np.dtype[np.floating],
 ) -> Bool[jax.Array, "heads rows keys"] | Float[jax.Array, "heads rows keys"] | None:
-    """Boolean mask tile or, with a bias, the additive bias tile (-inf where masked); None: neither.
+    """Boolean mask tile or, with a bias, the bias tile in `dtype` with -inf in masked pairs.
 
-    The rows of a key/value head are those of all G query heads of its group. The axes of heads and
-    rows have size 1 where they broadcast.
+    Returns None without conditions and bias. Conditions and bias are padded by `pad`. `heads` are
+    the key/value heads of all batch rows of the tile, and `rows` those of the G query heads in
+    their groups; either may have size 1, to broadcast.
     """
     tile = mask = allowed(conditions, position)
     if bias is not None:
@@ -203,7 +217,10 @@ def mask_or_bias(
 def pad(
     conditions: Conditions, bias: Float[jax.Array, "b n t s"] | None, tiling: Tiling
 ) -> tuple[Conditions, Float[jax.Array, "b n t2 s2"] | None]:
-    """Pads T and S of the conditions and the bias to whole tiles; padded keys are not valid."""
+    """Pads T and S of conditions and bias with zeros to whole tiles; axes of size 1 stay 1.
+
+    Padded keys become invalid by `Conditions.keys`, which is added if S needs padding.
+    """
     missing_T = tiling.query_tiles * tiling.rows - tiling.T
     missing_S = tiling.kv_tiles * tiling.keys - tiling.S
 

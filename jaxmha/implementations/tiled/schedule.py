@@ -18,11 +18,13 @@ from jaxmha.implementations.tiled.tiling import Tiling
 class Schedule(NamedTuple):
     """The KV tiles to visit, by batch group `g` and query tile `i`.
 
-    A batch group is the batch rows of one tile; g has size 1 if all groups have equal schedules.
+    A batch group is the batch rows of one tile; g has size 1 if no condition has a batch axis above
+    1. In doubt, a tile counts as partially masked. Some invalid rows (`Conditions.rows`) leave a
+    tile unmasked: their outputs are zeroed elsewhere.
 
     Attributes:
-      order: KV tiles; unmasked ones first (every pair allowed), then partially masked ones, then
-        fully masked ones, which are dropped where the schedule is static.
+      order: indices of KV tiles: unmasked ones, then partially masked ones, then fully masked
+        ones; NumPy arrays end at the largest `needed`.
       unmasked: number of unmasked tiles.
       needed: number of unmasked and partially masked tiles.
     """
@@ -35,7 +37,7 @@ class Schedule(NamedTuple):
 def make_schedule(conditions: Conditions, tiling: Tiling) -> Schedule | None:
     """The schedule of conditions padded by `block_mask.pad`; NumPy arrays if these are static.
 
-    Returns None if every tile is unmasked.
+    Returns None if static conditions leave every tile unmasked.
     """
     some, every = _some_and_every(conditions, tiling)
     if isinstance(every, np.ndarray) and every.all():
@@ -46,7 +48,7 @@ def make_schedule(conditions: Conditions, tiling: Tiling) -> Schedule | None:
             x.reshape(-1, tiling.batches if len(x) > 1 else 1, *x.shape[1:]) for x in (some, every)
         )
         some, every = some.any(1), every.all(1)  # type: ignore[assignment]  # no scalars
-    # 0: unmasked, 1: partially masked, 2: fully masked.
+    # The kind of each tile: 0: unmasked, 1: partially masked, 2: fully masked.
     kind = 2 - some.astype(np.int32) - every.astype(np.int32)
     order: Array
     if isinstance(kind, np.ndarray):
@@ -63,8 +65,8 @@ def make_schedule(conditions: Conditions, tiling: Tiling) -> Schedule | None:
 def _some_and_every(
     conditions: Conditions, tiling: Tiling
 ) -> tuple[Bool[Array, "#b i j"], Bool[Array, "#b i j"]]:
-    """Conservative flags per tile: some pair is allowed (may over-report), and every pair is
-    allowed (may under-report)."""
+    """Flags per tile: some pair is allowed (True for some fully masked tiles too), and every pair
+    of valid rows is allowed (False for some unmasked tiles too)."""
     rows, columns = tiling.query_tiles, tiling.kv_tiles
     i = np.arange(rows).reshape(1, rows, 1) * tiling.rows
     j = np.arange(columns).reshape(1, 1, columns) * tiling.keys
@@ -104,7 +106,7 @@ def _some_and_every(
         if blocks is None:
             alone = NO_CONDITIONS._replace(mod=conditions.mod)
             blocks = attended.blocks_of(alone, None, tiling)
-        any_, all_ = attended.coarsened(blocks, tiling)
+        any_, all_ = attended.flags_per_tile(blocks, tiling)
         some, every = some & any_, every & all_
     return some, every
 
@@ -112,7 +114,8 @@ def _some_and_every(
 def _any_and_all(
     array: Bool[jax.Array, "b n t s"], tiling: Tiling
 ) -> tuple[Bool[jax.Array, "b #i #j"], Bool[jax.Array, "b #i #j"]]:
-    """Two flags per tile: some pair is allowed in some head; all pairs are allowed in all heads."""
+    """Flags per tile of a padded dense mask: some pair is allowed in some head, and all pairs,
+    padded ones too, are allowed in all heads."""
     b, n, t, s = array.shape
     tiles_i, rows = (tiling.query_tiles, tiling.rows) if t > 1 else (1, 1)
     tiles_j, keys = (tiling.kv_tiles, tiling.keys) if s > 1 else (1, 1)
@@ -138,9 +141,11 @@ def visit_all(
     visit: Callable[[Index, bool, Carry], Carry],
     carry: Carry,
 ) -> Carry:
-    """`carry = visit(j, unmasked, carry)` for every KV tile `j` that query tile `i` needs.
+    """`carry = visit(j, unmasked, carry)` for every KV tile `j` that query tile `i` needs, and for
+    a single KV tile in any case.
 
-    `step`: index of a set of heads (`Tiling.steps`). `unmasked`: the tile needs no masking.
+    `step`: index of a set of heads (`Tiling.steps`). `unmasked`: every pair of valid rows is
+    allowed. `schedule` None: this holds for all tiles.
     """
     if tiling.kv_tiles == 1:
         return visit(0, schedule is None, carry)

@@ -1,7 +1,7 @@
 """Tilings of the scores, chosen from static shapes.
 
-A tile is some key/value heads times `rows` query positions (of every query head of the group) times
-`keys` key positions.
+A tile has the scores of some batch rows and key/value heads, of every query head in the groups of
+these heads, for `rows` query positions and `keys` key positions.
 """
 
 from dataclasses import dataclass, replace
@@ -11,20 +11,21 @@ import jax
 
 from jaxmha.implementations.tiled.tuning import Tuning, tuning_for
 
-# An array, or its shape and dtype.
+# An array, or its shape and dtype alone: no tiling depends on data.
 Shaped: TypeAlias = jax.Array | jax.ShapeDtypeStruct
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """The tiling of one request.
+    """Sizes of the arrays and of their tiles.
 
     Attributes:
       B, K, G, T, S: sizes, as in the dimension key; G = N // K.
-      batches, heads: batch rows and key/value heads per tile.
-      rows: query positions per tile; T is padded to a multiple.
+      batches, heads: batch rows and key/value heads per tile, which divide B and K.
+      rows: query positions per tile, for each of G query heads; T is padded to a multiple.
       keys: key positions per tile; S is padded to a multiple.
-      unroll: unrolls the loop over `steps` or, if there are several KV tiles, over query tiles.
+      unroll: unrolls the loop of the forward pass over query tiles and, if there is one KV tile,
+        the loop over `steps`.
     """
 
     B: int
@@ -40,27 +41,27 @@ class Tiling:
 
     @property
     def query_tiles(self) -> int:
-        """Number of query tiles."""
+        """Number of tiles along T."""
         return -(-self.T // self.rows)
 
     @property
     def kv_tiles(self) -> int:
-        """Number of KV tiles."""
+        """Number of tiles along S."""
         return -(-self.S // self.keys)
 
     @property
     def tile_heads(self) -> int:
-        """Key/value heads per tile, over all its batch rows."""
+        """Key/value heads per tile, summed over its batch rows."""
         return self.batches * self.heads
 
     @property
     def groups(self) -> int:
-        """Number of `steps` that the batch rows of one tile take."""
+        """Number of tiles along K: `steps` that have the same batch rows."""
         return self.K // self.heads
 
     @property
     def steps(self) -> int:
-        """Number of sets of `tile_heads` heads, computed one after another."""
+        """Number of tiles along B and K: steps of the outer loop, each over `tile_heads` heads."""
         return self.B * self.K // self.tile_heads
 
 
@@ -81,20 +82,23 @@ def choose_tiling(
     least_rows: int | None = None,
     side: int | None = None,
 ) -> Tiling:
-    """Chooses a tiling in which a tile has at most `target` bytes, but at least `least_rows` rows.
+    """Chooses a tiling whose tiles have about `target` bytes of scores.
+
+    Rows are counted over all query heads of a group here.
 
     Args:
-      B, K, G, T, S: sizes, all at least 1.
-      skips: whether conditions may mask whole tiles; then a tile has at most about `side` rows and
-        keys, else all keys.
-      plain: whether only a softmax comes between the matmuls; tiles with all keys are then larger.
+      B, K, G, T, S: sizes, all at least 1; G = N // K.
+      skips: whether conditions may mask whole tiles; if so, and if S exceeds `side`, a tile has at
+        most about `side` rows and at most `side` keys, else it has all keys.
+      plain: whether only a softmax comes between the matmuls; tiles may then be larger.
       gradient: whether the tiles are those of the backward pass.
-      window: number of keys that a row may attend, where a window limits it.
+      window: number of keys that a row may attend; None: no window, or a bound on one side alone.
       itemsize: bytes of a score.
-      platform: selects the tuning table for sizes that are None.
-      target: bytes of scores per tile.
-      least_rows: minimum rows per tile, even if they take more bytes.
-      side: maximum rows (over all query heads of a group) and keys of a tile if `skips`.
+      platform: selects the tuning table, which also has the sizes that are None here.
+      target: maximum bytes of scores per tile, unless `least_rows` need more.
+      least_rows: minimum rows per tile, even if they exceed `target`; fewer if `side` or T allows
+        no more, or if T is split into even parts.
+      side: the bound of rows and keys if `skips`.
 
     >>> tiling = choose_tiling(1, 8, 1, 4096, 4096, plain=True)
     >>> tiling.rows, choose_tiling(1, 8, 1, 4096, 4096, skips=True).keys
@@ -151,9 +155,13 @@ def tiling_for(
     window: tuple[int | None, int | None] = (None, None),
     sizes: tuple[tuple[str, int], ...] = (),
 ) -> Tiling:
-    """The tiling of queries `B N T H` and keys `B K S H`; only their shapes are used.
+    """The tiling of queries `B N T H` and keys `B K S H`, by their shapes and the queries' dtype.
 
-    `sizes`: overrides of the tuning table; later entries win.
+    Args:
+      query, key: the queries have the dtype of the scores.
+      platform, skips, plain, gradient: as in `choose_tiling`.
+      window: bounds to the left and to the right; None: no such bound.
+      sizes: values of `target`, `least_rows` and `side` in `choose_tiling`; later ones win.
     """
     (B, N, T, _), (K, S) = query.shape, key.shape[1:3]
     before, after = window
@@ -165,7 +173,11 @@ def tiling_for(
 
 
 def _side(tuning: Tuning, window: int | None, G: int, positions: int) -> int:
-    """The default of `side`, smaller under a window, so that more masked scores are skipped."""
+    """The default of `side` in `choose_tiling`, the maximum rows and keys of a tile: smaller under
+    a narrow `window` (keys per row), so that more masked scores are skipped.
+
+    `positions`: the larger of T and S.
+    """
     if window is None or window > tuning.window_tiles * tuning.window_side:
         return tuning.side
     least = -(-positions // tuning.most_tiles)
@@ -173,7 +185,8 @@ def _side(tuning: Tuning, window: int | None, G: int, positions: int) -> int:
 
 
 def even_parts(size: int, most: int) -> int:
-    """Size of the parts of `size` if it is split into the fewest equal parts of at most `most`."""
+    """The size of the parts if `size` is split into the fewest parts of at most `most`, all equal
+    but for a smaller last one."""
     parts = -(-size // most)
     return -(-size // parts)
 
