@@ -1,7 +1,8 @@
-"""Attention by the native kernels: online softmax over blocks of keys, forward and backward.
+"""Attention by the native kernels: online softmax over blocks of keys, and its gradients.
 
-Logits, row max and row sum are float32. The backward pass recomputes weights from row max and row
-sum, by matmuls that round like those of the forward pass: exp magnifies a difference of logits.
+Logits, row max and row sum are stored as float32. The backward pass recomputes weights from row max
+and row sum, by matmuls that round like those of the forward pass: exp magnifies a difference of
+logits.
 """
 
 from functools import partial
@@ -22,8 +23,8 @@ from jaxmha.implementations.native.operands import Problem, Residuals, Settings,
 from jaxmha.implementations.tiled import block_mask
 
 DTYPES = ("float32", "bfloat16", "float16")
-# Requests that these kernels decline, and why: `{}` is the value that came. docs/pages/how_to/native.md
-# lists the reasons.
+# The reasons why native kernels cannot compute a request, also listed in docs/pages/how_to/native.md;
+# `{}` stands for the value that came.
 DECLINED: dict[str, str] = {
     "platform": "it runs on CPU, not on {}",
     "processes": "jaxmha-cpu may be missing in another process of this program",
@@ -45,7 +46,8 @@ def unsupported_reason(request: Request) -> str | None:
 
 
 def unavailable() -> str | None:
-    """Returns None if native kernels can run here, else the reason why not."""
+    """Returns None if native kernels can run in this process, on the current platform and mesh, else
+    the reason why not; a request may still be declined."""
     platform = platforms.current()
     if platform.name != "cpu":
         return DECLINED["platform"].format(platform.device)
@@ -57,8 +59,9 @@ def unavailable() -> str | None:
 
 
 def on_one_device() -> bool:
-    """True if `shard_map` gives each device its own arrays, which leaves XLA nothing to
-    partition."""
+    """True within a `shard_map`, and under `jaxmha.sharding.use`, which adds one: each device has its
+    own arrays along the mapped mesh axes. Where XLA may partition others, plain XLA replaces the
+    kernels at lowering (`registration.may_move`)."""
     manual = AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types
     return manual or sharding.current() is not None
 
@@ -88,7 +91,7 @@ def _declined(request: Request) -> str | None:
 
 
 def attend(request: Request) -> Result:
-    """Computes the request; sums are float32."""
+    """Computes the request; sums are at least float32."""
     query, key, value = request[:3]
     semantics = request.semantics
     (B, T, N, _), (_, S, _, h) = query.shape, value.shape
@@ -121,14 +124,15 @@ def attend(request: Request) -> Result:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def core(settings: Settings, reads_lse: bool, *problem: Any) -> tuple[jax.Array, Any]:
-    """Output `B T N h` and, if `reads_lse`, lse `B N T`, which is -inf on fully masked rows."""
+    """Output `B T N h`, and lse `B N T`, which is -inf on fully masked rows (None unless
+    `reads_lse`). `problem`: the fields of `Problem`, with one batch axis."""
     out, *row = primitives.attend(settings, Problem(*problem))
     return out, operands.lse(settings, Problem(*problem), *row) if reads_lse else None
 
 
 def _forward(settings: Settings, reads_lse: bool, *problem: Any) -> Any:
-    # The backward pass reads the output in float32: it computes delta from it, so that rounding it
-    # to half precision would cause an error in all gradients of the row.
+    # Saved in float32 for the backward pass, which may compute delta from the output (the row sum
+    # of out * d_out): an error of delta is an error of the gradients of all logits of the row.
     wide = settings._replace(out=np.dtype(np.float32), gradient=True)
     out, *row = primitives.attend(wide, Problem(*problem))
     out = checkpoint_name(out, "attention_out")  # type: ignore[no-untyped-call]

@@ -16,14 +16,13 @@ STORED = ("float32", "bfloat16", "float16", "int8", "float8_e4m3fn", "float8_e5m
 
 
 class Settings(NamedTuple):
-    """The static config of a step.
+    """The static config of one step, in which the queries of new tokens attend a cache.
 
     Attributes:
-      tokens: T, the number of new tokens. A key head has one row per query head of its group and
-        new token.
-      left: left bound of the window; None: no bound.
+      tokens: T, the number of new tokens of each batch row.
+      left: left bound of the window, `i - left <= j`; None: no bound.
       soft_cap: soft cap of the logits; None: no soft cap.
-      in_xla: computes the results in plain XLA from these settings and the operands.
+      in_xla: `(settings, operands)` -> the results of `attend`, computed in plain XLA.
       context: further static values that `in_xla` reads.
     """
 
@@ -35,7 +34,7 @@ class Settings(NamedTuple):
 
     @property
     def attributes(self) -> dict[str, Any]:
-        """The attributes of the FFI call."""
+        """The attributes of the FFI call, in which 0 means no soft cap and FAR no left bound."""
         return {
             "soft_cap": np.float32(self.soft_cap or 0.0),
             "tokens": np.int64(self.tokens),
@@ -43,7 +42,7 @@ class Settings(NamedTuple):
         }
 
     def shapes(self, rows: Any, _: Any, value: Any, *__: Any) -> list[tuple[tuple[int, ...], Any]]:
-        """Shapes and dtypes of the results of `attend`."""
+        """Shapes and dtypes of the results of `attend`, given the fields of `Operands`."""
         of_rows = rows.shape[:3], np.float32
         return [((*rows.shape[:3], value.shape[3]), np.float32), of_rows, of_rows]
 
@@ -51,14 +50,18 @@ class Settings(NamedTuple):
 class Operands(NamedTuple):
     """Operands of the kernel; an array without elements stands for an absent operand.
 
+    Slot s holds the latest token whose position is s modulo the number of slots, `M * page`.
+
     Attributes:
-      rows: `B K r H`, scaled queries, float32.
-      key: `P K page H`; a dense cache has one page per batch row. value: `P K page h`.
-      key_scale: `P K page`, factors of the stored keys. value_scale: `P K page`.
-      table: `B M`, the pages of a batch row; absent in a dense cache.
-      lengths: `B`, the number of tokens, with the new ones.
+      rows: `B K r H`, queries times the scale, float32; `r = G * T`: query heads of a group, then
+        new tokens.
+      key, value: `P K page H` and `P K page h`, P pages of slots. A dense cache has one page per
+        batch row.
+      key_scale, value_scale: `P K page`, factors of stored keys and values; absent: 1.
+      table: `B M`, the pages of each batch row, in the order of its slots; absent in a dense cache.
+      lengths: `B`, the number of tokens written so far, with the new ones.
       first: `B`, the position of the first new token.
-      allowed: `b n t s`, the dense mask of new tokens and slots.
+      allowed: `b n t s`, the dense mask of new tokens and slots, each axis full or 1; or absent.
     """
 
     rows: jax.Array
@@ -73,7 +76,8 @@ class Operands(NamedTuple):
 
 
 def unsupported_reason(rows: Array, key: Array, value: Array) -> str | None:
-    """Returns None if the kernel can compute a step, else the reason why not."""
+    """Returns None if the kernel can compute a step with these fields of `Operands`, else the reason
+    why not."""
     if rows.dtype != np.float32:
         return f"rows are float32, got {rows.dtype}"
     if key.dtype != value.dtype or key.dtype.name not in STORED:
@@ -84,7 +88,8 @@ def unsupported_reason(rows: Array, key: Array, value: Array) -> str | None:
 
 
 def operands(rows: Any, key: Any, value: Any, lengths: Any, first: Any, **others: Any) -> Operands:
-    """The operands of a step. `others`: key_scale, value_scale, table and allowed; None: absent."""
+    """The operands of a step, in the dtypes that the kernel reads. `others`: key_scale, value_scale,
+    table and allowed, all four; None: absent."""
     dtypes: dict[str, Any] = dict.fromkeys(("key_scale", "value_scale"), np.float32)
     dtypes |= {"table": np.int32, "allowed": np.bool_}
     given = {
@@ -97,6 +102,7 @@ def operands(rows: Any, key: Any, value: Any, lengths: Any, first: Any, **others
 
 
 def attend(settings: Settings, operands: Operands) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Output `B K r h` before its division by the row sum, and row max and row sum `B K r`."""
+    """Softmax state of the rows: output `B K r h` before its division by the row sum, and row max
+    and row sum `B K r`."""
     out, row_max, row_sum = in_place_of_xla("attend_cache").bind(*operands, settings=settings)
     return out, row_max, row_sum

@@ -1,4 +1,4 @@
-"""Writes new tokens to a cache in place, by a native kernel where one can run."""
+"""Writes new tokens to a cache, by a native kernel, or by plain XLA where the kernel cannot run."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -11,17 +11,21 @@ from jaxmha.implementations.native.replacing import in_place_of_xla, unavailable
 
 
 class Settings(NamedTuple):
-    """The static config of a write, which is only `in_xla`: it computes the write in plain XLA."""
+    """The static config of a write.
+
+    Attributes:
+      in_xla: `(settings, operands)` -> the result of `write`, computed in plain XLA.
+    """
 
     in_xla: Callable[["Settings", Sequence[Any]], Sequence[jax.Array]]
 
     @property
     def attributes(self) -> dict[str, Any]:
-        """The attributes of the FFI call."""
+        """The attributes of the FFI call: none."""
         return {}
 
     def shapes(self, pool: Any, *_: Any) -> list[tuple[tuple[int, ...], Any]]:
-        """Shape and dtype of the result."""
+        """Shape and dtype of the result, given all operands."""
         return [(pool.shape, pool.dtype)]
 
 
@@ -35,8 +39,10 @@ def write(
 ) -> jax.Array:
     """Returns `pool`, `P K page *H`, with `tokens`, `B T K *H`, at `pages` and `slots`, `B T`.
 
-    Before that, page `sources[b]` is copied to page `targets[b]`, both `B`. Writes outside the pool
-    are ignored. If the pool is donated, it is overwritten in place.
+    Before that, page `sources[b]` is copied to page `targets[b]`, both `B` (None: no copies). Pages,
+    slots and targets beyond the end of their axis write nothing. No index may be negative, and the
+    source of a page that is overwritten lies in the pool. If the pool is donated, it is overwritten
+    in place.
     """
     pool = jnp.asarray(pool)
     none = jnp.full(tokens.shape[0], pool.shape[0], np.int32)
@@ -50,7 +56,8 @@ def write(
 
 
 def in_xla(_: Settings, operands: Sequence[Any]) -> tuple[jax.Array]:
-    """Computes `write` in plain XLA."""
+    """Computes `write` in plain XLA. `operands`: its arguments, without None and with tokens in the
+    dtype of the pool."""
     pool, tokens, pages, slots, sources, targets = operands
     bits, tokens = as_bits(pool), as_bits(tokens)
     old = jnp.take(bits, sources, 0, mode="clip")

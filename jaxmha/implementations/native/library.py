@@ -1,7 +1,7 @@
 """Loads the library of `jaxmha-cpu`, checks it, and registers its handlers with XLA.
 
-All checks precede the registration: with handlers that were compiled for newer headers than those
-of jaxlib, XLA would fail to start the CPU backend.
+Its digest and its versions are checked before the registration: with handlers that were compiled
+for newer headers than those of jaxlib, XLA would fail to start the CPU backend.
 """
 
 import ctypes
@@ -15,12 +15,12 @@ from typing import NamedTuple
 
 import jax
 
-# The environment variable that switches the native kernels off (0), or names the widest
-# instructions of x86-64 that they may use; "none": as on a CPU that has none of these.
+# The environment variable for the native kernels. 0: off; 1, as if unset: the widest instructions that
+# the CPU has; amx, avx512, avx2: none wider than these; none: as on a CPU that is too old.
 SWITCH = "JAXMHA_NATIVE"
 VALUES = ("0", "1", "amx", "avx512", "avx2", "none")
-# Version of the operands, results and attributes of the handlers. native/build_library.py has the
-# same number.
+# Version of the operands, results and attributes of the handlers: the library must have been built
+# with the same number, which native/build_library.py has.
 INTERFACE = 8
 HANDLERS: dict[str, str] = {
     "attend": "jaxmha_cpu_attend",
@@ -37,17 +37,18 @@ UPGRADE = "pip install . ./native in one checkout of jaxmha"
 
 class Loaded(NamedTuple):
     """The outcome of loading: the `reason` why the library cannot be used (None: it can), and the
-    instruction set of its kernels."""
+    instruction set `isa` of its kernels (empty if there is a reason)."""
 
     reason: str | None
     isa: str = ""
 
 
 def unavailable() -> str | None:
-    """Registers the library; returns the reason why this process cannot use it, or None.
+    """Loads and registers the library, once; returns the reason why this process cannot use it, or
+    None.
 
     Raises:
-      ValueError: JAXMHA_NATIVE is set to a value outside VALUES.
+      ValueError: JAXMHA_NATIVE is neither empty nor in VALUES.
     """
     return _loaded().reason
 
@@ -58,10 +59,10 @@ def isa() -> str:
 
 
 def switch() -> str:
-    """The value of JAXMHA_NATIVE.
+    """The value of JAXMHA_NATIVE; empty if it is unset.
 
     Raises:
-      ValueError: the value is unknown.
+      ValueError: the value is neither empty nor in VALUES.
     """
     chosen = os.environ.get(SWITCH, "")
     if chosen not in ("", *VALUES):
@@ -100,14 +101,14 @@ def _registered(folder: Path) -> Loaded:
             capsule = jax.ffi.pycapsule(getattr(library, name))  # type: ignore[no-untyped-call]
             jax.ffi.register_ffi_target(name, capsule, platform="cpu")
     except jax.errors.JaxRuntimeError:
-        # Another library has registered its handlers, and XLA keeps those.
+        # Another library has registered handlers of these names, and XLA keeps those.
         return Loaded(f"XLA has the kernels of another jaxmha-cpu than {folder}: restart Python")
     return Loaded(None, library.jaxmha_cpu_isa().decode())
 
 
 def _damaged(file: Path) -> str | None:
-    """The reason why the library does not match the digest of its build, or None: loading a
-    truncated library may crash the process."""
+    """The reason why the library `file` is missing or differs from the digest of its build, or None:
+    loading a truncated library may crash the process."""
     try:
         expected = file.with_suffix(".sha256").read_text(errors="replace").strip()
         digest = hashlib.sha256(file.read_bytes()).hexdigest()
@@ -142,7 +143,8 @@ def _mismatch(library: ctypes.CDLL) -> str | None:
 
 
 def ffi_version() -> tuple[int, int] | None:
-    """The FFI version (major, minor) in the C header of jaxlib; None: jaxlib has no such header."""
+    """The FFI version (major, minor) in the C header of jaxlib; None: jaxlib has no such header, or
+    the header does not define it."""
     header = Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h"
     try:
         text = header.read_text()

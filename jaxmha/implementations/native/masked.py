@@ -1,6 +1,6 @@
 """Attention with a mask function by the native kernels, which skip fully masked blocks of pairs.
 
-XLA evaluates the function for many pairs at a time, and stores one bit per pair.
+XLA evaluates the function for many pairs at a time, and packs its mask into one bit per pair.
 """
 
 import math
@@ -23,28 +23,30 @@ from jaxmha.implementations.tiled.layout import Index
 
 Arrays: TypeAlias = tuple[jax.Array, ...]
 
-# The mask, one bit per pair, is evaluated as a whole if it takes at most MASK_BYTES, for which a
-# loop would not pay, or at most WHOLE times the bytes of the results. Otherwise a loop visits some
-# queries and keys at a time: their bits, and the copies of their operands and results, take at most
-# about MASK_BYTES or PARTS times the bytes of the results, whichever is more.
+# A pass evaluates the mask, one bit per pair, as a whole if it takes at most MASK_BYTES, for which a
+# loop would not pay, or at most WHOLE times the bytes of the results of the pass. Otherwise a loop
+# visits some queries and keys at a time: their bits, and the copies of their operands and results,
+# take about MASK_BYTES or PARTS times the bytes of the results, whichever is more. They take more
+# only if the fewest queries (64) and keys (LEAST_KEYS) of a visit do.
 MASK_BYTES = 2**20
 WHOLE, PARTS = 1 / 4, 1 / 6
-# Minimum number of keys visited at a time: more than ALL_KEYS of backward.cc (1536). With at most
-# ALL_KEYS keys, the backward kernel computes delta from the keys that it gets, which is right only
-# if they are all keys of its rows; with more, it computes delta from the output.
+# Minimum number of keys of a visit of the backward pass that does not visit all keys: more than
+# ALL_KEYS of backward.cc (1536). With at most ALL_KEYS keys, the backward kernel computes delta from
+# the keys that it gets, which is right only if they are all keys of its rows; with more, it computes
+# delta from the output.
 LEAST_KEYS = 2048
 
 
 class Config(NamedTuple):
-    """Static config of `core`.
+    """Static config of `core`: attention in visits of some queries and keys at a time.
 
     Attributes:
-      settings: the settings of the kernels, whose bounds are FAR: `Problem.offset` has the right
+      settings: the settings of the kernels. Their bounds are FAR: `Problem.offset` has the right
         bound, and the bits of the mask the left one.
       rows: number of queries that the forward pass visits at a time.
       gradient_rows, gradient_keys: numbers of queries and keys that the backward pass visits at a
         time.
-      below: left bound of the window; None: no bound.
+      below: left bound of the window, `i - below <= j`; None: no bound.
     """
 
     settings: Settings
@@ -55,8 +57,8 @@ class Config(NamedTuple):
 
 
 class Masks(NamedTuple):
-    """The conditions that the kernel gets as bits of pairs: a mask function, and a dense mask whose
-    axes are full or 1 (None: no dense mask)."""
+    """The conditions that, with a left bound, become `Problem.bits`: a mask function, and a dense
+    mask `b n t s`, each axis full or 1 (None: no dense mask)."""
 
     mod: Mod
     array: jax.Array | None
@@ -65,9 +67,10 @@ class Masks(NamedTuple):
 def attend(
     settings: Settings, query: Any, key: Any, value: Any, conditions: Conditions
 ) -> tuple[jax.Array, jax.Array]:
-    """Output `B T N h` and lse `B N T`, which is -inf on fully masked rows. No size is 0.
+    """Output `B T N h` and lse `B N T`, which is -inf on fully masked rows.
 
-    `settings` has the static bounds of `conditions`; `conditions.mod` is not None.
+    Query is `B T N H`, key `B S K H`, value `B S K h`, and no size is 0. `settings` has the static
+    bounds of `conditions`; `conditions.mod` is not None.
     """
     assert conditions.mod is not None
     masks = Masks(conditions.mod, conditions.array)
@@ -85,8 +88,9 @@ def attend(
 
 
 def _sizes(problem: Problem, masks: Masks) -> tuple[int, int, int]:
-    """How many queries the forward pass visits at a time, and how many queries and keys the
-    backward pass: all of them if the whole mask takes few bytes."""
+    """How many queries the forward pass visits at a time, and how many queries and keys the backward
+    pass: `rows`, `gradient_rows` and `gradient_keys` of `Config`. A pass visits all of them at once
+    if it evaluates the mask as a whole."""
     (B, T, N, H), (S, K, h) = problem.query.shape, problem.value.shape[1:]
     uses = masks.mod.program.uses
     matrices = (B if "b" in uses else 1) * (N if "n" in uses else 1)
@@ -118,14 +122,16 @@ def _is_few(mask_bytes: float, results: int) -> bool:
 
 
 def _grain(masks: Masks, letter: str) -> int:
-    """The least common multiple of 64 and the size of the blocks of queries (i) or keys (j) within
-    which a mask function is constant: ranges of such sizes split neither these blocks nor tiles of
-    the kernels."""
+    """The least common multiple of 64 and the size of the blocks of queries or keys within which the
+    mask function is constant: ranges of such sizes split neither these blocks nor those that kernels
+    skip, of 64 queries and 32 keys. `letter`: i for queries, j for keys."""
     return math.lcm(64, masks.mod.program.grain(letter))
 
 
 def _evenly(size: int, most: float, grain: int) -> int:
-    """The number of queries to visit at a time: at most about `most`, and similar in all visits."""
+    """The number of queries, out of `size`, to visit at a time: about `most` or fewer, so that all
+    visits have similar numbers; but a multiple of `grain` (of 64 if `grain` exceeds `most`) or `size`.
+    """
     grain = grain if grain <= most else 64
     parts = -(-size // max(grain, int(most)))
     return min(size, -(-size // (parts * grain)) * grain)
@@ -133,7 +139,8 @@ def _evenly(size: int, most: float, grain: int) -> int:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def core(config: Config, problem: Problem, masks: Masks) -> tuple[jax.Array, jax.Array]:
-    """Output and lse; `problem` has no bias, and `masks` has the dense mask."""
+    """Output `B T N h` and lse `B N T`. `problem` has no bias and no dense mask, neither `allowed` nor
+    `bits`: `masks` has it."""
     out, *row = _attend(config, problem, masks)
     return out, operands.lse(config.settings, problem, *row)
 
@@ -159,7 +166,8 @@ core.defvjp(_forward, _backward)
 
 
 class _Span(NamedTuple):
-    """A range of queries or keys, of a static size; `start` is a multiple of `aligned`."""
+    """A range of queries or keys, of a static size; `start`, which may be traced, is a multiple of
+    `aligned`."""
 
     start: Index
     size: int
@@ -181,8 +189,9 @@ class _Span(NamedTuple):
 def _fold(
     size: int, each: int, visit: Callable[[_Span, Arrays], Arrays], carry: Arrays, *, least: int = 1
 ) -> Arrays:
-    """Computes `carry = visit(span, carry)` for spans of `each` of `size` positions of an axis. The
-    last span has the remaining ones; if they are fewer than `least`, they join the span before."""
+    """Computes `carry = visit(span, carry)` for consecutive spans of `each` positions, which cover an
+    axis of `size` positions, and returns the last carry. The last span has the remaining positions;
+    if they are fewer than `least`, they join the span before."""
     whole, rest = divmod(size, each)
     if 0 < rest < least:
         whole, rest = whole - 1, rest + each
@@ -198,7 +207,8 @@ def _fold(
 
 
 def _part(config: Config, problem: Problem, masks: Masks, rows: _Span, keys: _Span) -> Problem:
-    """The operands for the queries in `rows` and keys in `keys`, with the bits of their mask."""
+    """The operands of a kernel for the queries in `rows` and the keys in `keys`, with the bits of
+    their mask and with causal offsets between positions within these ranges."""
     offset = problem.offset
     return problem._replace(
         query=rows.of(problem.query, 1),
@@ -216,7 +226,8 @@ def _part(config: Config, problem: Problem, masks: Masks, rows: _Span, keys: _Sp
 def _bits(
     config: Config, problem: Problem, masks: Masks, rows: _Span, keys: _Span
 ) -> UInt8[jax.Array, "b n t8 s"]:
-    """The mask of the queries in `rows` and the keys in `keys`, eight queries in a byte."""
+    """`Problem.bits` of the queries in `rows` and the keys in `keys`: the pairs that the mask function,
+    the dense mask and the left bound allow, eight queries in a byte."""
     B, T, N, _ = problem.query.shape
     S, lines = problem.key.shape[1], -(-rows.size // 8)
     position = TilePosition(
@@ -247,7 +258,8 @@ def _bits(
 def _shared_by_lines(
     mask: Bool[jax.Array, "b n T s"], lines: int, keys: int
 ) -> UInt8[jax.Array, "b n t8 s"]:
-    """0 or 1 for each key and line of eight queries, all of which have the same mask."""
+    """`mask` at the first of every eight queries, as 0 or 1, for masks that are equal for all eight.
+    `lines`, `keys`: sizes of the result; `mask` may have size 1 on axes of other size there."""
     b, n = mask.shape[:2]
     first = mask[:, :, ::8] if mask.shape[2] > 1 else mask
     return jnp.broadcast_to(first, (b, n, lines, keys)).astype(np.uint8)
@@ -258,7 +270,7 @@ def _whole(size: int) -> _Span:
 
 
 def _attend(config: Config, problem: Problem, masks: Masks) -> Arrays:
-    """Output `B T N h`, row max and row sum `B N T`."""
+    """Output `B T N h` in `config.settings.out`, and row max and row sum `B N T` as in `Residuals`."""
     (B, T, N, _), (S, _, h) = problem.query.shape, problem.value.shape[1:]
     shapes = ((B, T, N, h), config.settings.out), *[((B, N, T), np.float32)] * 2
 
@@ -276,10 +288,10 @@ def _zeros(like: jax.Array, shapes: Sequence[tuple[tuple[int, ...], Any]]) -> Ar
 
 
 def _in_parts(config: Config, problem: Problem) -> bool:
-    """True if a pass visits only some queries or keys at a time.
+    """True if the forward or the backward pass visits only some queries or keys at a time.
 
-    Operands are then float32 in both passes: gradients of several visits are summed in float32, and
-    both passes must sum logits alike.
+    If there is a gradient, operands of both passes are then float32: gradients of several visits
+    are summed in float32, and both passes must sum logits alike.
     """
     T, S = problem.query.shape[1], problem.key.shape[1]
     return (config.rows, config.gradient_rows, config.gradient_keys) != (T, T, S)
@@ -293,7 +305,8 @@ def _widened(part: Problem) -> Problem:
 def _attend_backward(
     config: Config, problem: Problem, masks: Masks, residuals: Residuals, out: jax.Array
 ) -> list[jax.Array]:
-    """Gradients of query, key and value; those of several visits are summed in float32."""
+    """Gradients of query, key and value, in their dtypes; several visits are summed in float32.
+    `out`: the output in float32."""
     T, S = problem.query.shape[1], problem.key.shape[1]
     parts = _in_parts(config, problem)
     settings = config.settings._replace(in_parts=parts)

@@ -1,7 +1,7 @@
 """Matmuls of projections by the native kernels, with their bias.
 
-XLA's own matmuls on CPUs take longer for gradients of weights and for small layers, and leave the
-bias to another pass over the output.
+XLA's own matmuls on CPUs take longer, unless rows or multiplications are few, and leave the bias to
+another pass over the output.
 """
 
 from collections.abc import Sequence
@@ -20,13 +20,14 @@ from jaxmha.implementations.native import attention, library, operands
 from jaxmha.implementations.native.registration import register
 
 NAME = "native"
-# Below these numbers of rows and multiplications, XLA's matmul takes less time: a call of the
-# library costs microseconds, and few rows do not pay for its copy of the projection's kernel. With
-# WIDE or more columns, fewer rows pay for it.
+# The minimum rows in float32, LEAST_ROWS or, with at least WIDE columns, LEAST_ROWS_OF_WIDE, and the
+# minimum multiplications in any dtype. Below these XLA's matmul takes less time: a native one costs
+# microseconds and copies the weights, for which few rows do not pay.
 LEAST_ROWS, LEAST_ROWS_OF_WIDE, LEAST_WORK = 48, 16, 2**20
 WIDE = 1024
-# In bfloat16 the copy of the projection's kernel costs little. With LARGE entries or more, it is
-# read from memory, which takes most of the time if rows are few: XLA's matmul then takes no longer.
+# The minimum rows in bfloat16, where the copy of the weights costs little: LEAST_ROWS_OF_BF16, or
+# LEAST_ROWS_OF_LARGE if the weights have at least LARGE entries. Such weights are read from memory,
+# which takes most of the time if rows are few, in XLA's matmul too.
 LEAST_ROWS_OF_BF16, LEAST_ROWS_OF_LARGE, LARGE = 16, 64, 2**21
 BF16: np.dtype[Any] = np.dtype(jnp.bfloat16)
 
@@ -38,8 +39,8 @@ def unsupported_reason(
     dtype: np.dtype[np.floating],
     implementation: str | Sequence[str] | None = None,
 ) -> str | None:
-    """Returns None if the native kernels multiply `rows x depth` by `depth x columns`, else the
-    reason why XLA does.
+    """Returns None if the native kernels multiply `rows x depth` by `depth x columns`, both of
+    `dtype`, else the reason why XLA does.
 
     `implementation`: as in `multi_head_attention`; names without `native` leave matmuls to XLA.
     """
@@ -74,11 +75,12 @@ def affine(
     kept: Bool[jax.Array, " m"] | None = None,
     rounded: bool = False,
 ) -> Float[jax.Array, "m n"]:
-    """`x @ kernel + bias` in float32, with derivatives of every order and mode. All operands are of
-    float32, or all of bfloat16.
+    """`x @ kernel + bias`, summed in float32, with derivatives of every order and mode. x, kernel
+    and bias are float32, or all are bfloat16.
 
-    `kept`: the rows of x to read; others count as zeros, whatever they hold, and cost next to
-    nothing, forward and backward. None: all. `rounded`: the sum is rounded to the dtype of x.
+    `kept`: the rows of x to read; others count as zeros, whatever they hold, and runs of them cost
+    next to nothing in native kernels, forward and backward. None: all. `rounded`: the result is
+    rounded to the dtype of x, instead of float32.
     """
     bias = operands.absent(x.dtype) if bias is None else bias
     kept = operands.absent(np.bool_) if kept is None else kept
@@ -99,7 +101,8 @@ def _bind(
     """`A B + bias` in `dtype`; `a` and `b`, of one dtype, are A and B or, if transposed, A^T, B^T.
 
     `kept`: a mask of the rows of `a`, which are rows of A or, if `a` is transposed, terms of the
-    sum over the common axis of A and B. Rows where it is False count as zeros.
+    sum over the common axis of A and B. Rows where it is False count as zeros; without elements, it
+    is True everywhere. All operands may have leading batch axes, each of full size or 1.
     """
     if bias is None:
         bias = jnp.zeros((*[1] * (a.ndim - 2), 0), a.dtype)
@@ -182,7 +185,9 @@ def _transposed(
 
 
 def _cotangent(to: Any, kept: Any, a: Any, b: Any, ta: bool, tb: bool) -> jax.Array:
-    """`A B` in the shape and dtype of `to`, summed over batch axes where `to` has size 1."""
+    """The cotangent of an operand with the abstract value `to`: `A B` in its dtype, summed over batch
+    axes where it has size 1. `ta`, `tb`: whether `a` and `b` are A^T and B^T; `kept`: as in `_bind`.
+    """
     if a.dtype != b.dtype:  # the cotangent is float32 and the operand bfloat16
         a, b = a.astype(np.float32), b.astype(np.float32)
     lead = operands.batch((a, b, kept), (2, 2, 1))

@@ -1,4 +1,4 @@
-"""The operands of the native kernels and their common batch axes."""
+"""The operands and static config of the native attention kernels."""
 
 from typing import Any, NamedTuple
 
@@ -14,17 +14,18 @@ FAR = 2**40
 
 
 class Settings(NamedTuple):
-    """The static config of a kernel.
+    """The static config of an attention kernel.
 
     Attributes:
       scale: factor of the logits.
       soft_cap: soft cap of the logits; None: no soft cap.
-      below, above: `i - below <= j <= i + above`; FAR: no bound.
-      out: dtype of the output.
+      below, above: static bounds, `i - below <= j <= i + above`; FAR: no bound.
+      out: dtype of the output of the forward pass.
       gradient: in the forward pass, whether a backward pass will read its row max and row sum.
       in_parts: whether a call gets only some of the queries or keys. Forward and backward pass may
-        then get different numbers of them, but must sum logits in the same order: kernels that only
-        some sizes have, and that sum in another order, are not used.
+        then get different numbers of them, but must round each logit alike, and so sum its products
+        in the same order: kernels that only some sizes have, and that sum in another order, are not
+        used.
     """
 
     scale: float
@@ -37,7 +38,8 @@ class Settings(NamedTuple):
 
     @property
     def attributes(self) -> dict[str, Any]:
-        """The attributes of every FFI call."""
+        """The attributes of an FFI call: the scale as a power of two and the `rest` of it, and a soft
+        cap that is 0 if there is none."""
         return {
             "scale": np.float32(split_scale(self.scale)[0]),
             "rest": np.float32(split_scale(self.scale)[1]),
@@ -49,18 +51,21 @@ class Settings(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """Operands of every kernel; an array without elements stands for an absent operand.
+    """Operands of every attention kernel; an array without elements stands for an absent operand.
 
     All operands have the same number of leading batch axes, each of full size or 1. vmap adds one
-    more at the front, so the kernels count the other axes from the last.
+    more at the front, so the kernels count the other axes from the last. Axes b, n, t and s have
+    full size or 1.
 
     Attributes:
-      query: `B T N H`. key: `B S K H`. value: `B S K h`.
-      bias: `b n t s`, float32; or, if T > 1, `b n 1 (T + S - 1)`, the bias of every distance j - i,
-        from 1 - T on. allowed: `b n t s`, the dense mask.
-      bits: `b n t8 S`, uint8, another dense mask: bit r of byte i is query `8 * i + r`.
-      rows: `b T`, valid queries. keys: `b S`, valid keys.
-      query_ids: `b T`, segment ids. key_ids: `b S`, segment ids.
+      query, key, value: `B T N H`, `B S K H` and `B S K h`, of one dtype.
+      bias: `b n t s`, float32, -inf excludes a pair; or, if T > 1, `b n 1 (T + S - 1)`, the bias of
+        every distance j - i, from 1 - T on.
+      allowed: `b n t s`, the dense mask.
+      bits: `b n t8 S`, uint8, another dense mask: bit r of byte i is query `8 * i + r`, and t8 is
+        T / 8, rounded up.
+      rows, keys: `b T` and `b S`, valid queries and valid keys.
+      query_ids, key_ids: `b T` and `b S`, segment ids of queries and keys.
       offset: `b`, causal offsets: `j <= i + offset`.
     """
 
@@ -81,8 +86,9 @@ class Residuals(NamedTuple):
     """Further operands of the backward pass, with the same batch axes as `Problem`.
 
     Attributes:
-      row_max: `B N T`, row max of the logits, divided by `unit(settings, problem)`.
-      row_sum: `B N T`, row sum of exp(logit - row max).
+      row_max: `B N T`, row max of the logits, divided by `unit(settings, problem)`; the lowest
+        float32 on fully masked rows.
+      row_sum: `B N T`, row sum of exp(logit - row max); 0 on fully masked rows.
       d_out: `B T N h`, cotangent of the output.
       d_lse: `B N T`, cotangent of the lse, or absent.
     """
@@ -104,14 +110,15 @@ def absent(dtype: Any) -> jax.Array:
 
 
 def unit(settings: Settings, problem: Problem) -> float:
-    """The factor from the row max that kernels return to that of the logits: the part of the scale
-    that is not a power of two (`split_scale`), or 1 if there is a soft cap or a bias."""
+    """The row max of the logits divided by the one that kernels return: the part of the scale that is
+    not a power of two (`split_scale`), or 1 if there is a soft cap or a bias."""
     whole = settings.soft_cap is not None or problem.bias.size
     return 1.0 if whole else split_scale(settings.scale)[1]
 
 
 def lse(settings: Settings, problem: Problem, row_max: jax.Array, row_sum: jax.Array) -> jax.Array:
-    """The lse `B N T`; -inf on fully masked rows."""
+    """The lse `B N T` of the logits, -inf on fully masked rows, from row max and row sum as in
+    `Residuals`."""
     return row_max * unit(settings, problem) + jnp.log(row_sum)
 
 
@@ -121,7 +128,8 @@ def given(x: Any) -> Any:
 
 
 def problem(query: Any, key: Any, value: Any, bias: Any, conditions: Conditions) -> Problem:
-    """Operands of a request; `Settings` holds its window and static causal offset.
+    """Operands of a request, `bits` absent; the window and a static causal offset are left to
+    `Settings`, and a mask function to the caller.
 
     No size is 0, which would make an operand absent.
     """
@@ -154,6 +162,7 @@ def bounds(conditions: Conditions) -> tuple[int, int]:
 
 
 def batch(arrays: tuple[Any, ...], axes: tuple[int, ...]) -> tuple[int, ...]:
-    """The batch sizes, broadcast over all operands; `axes`: each operand's number of other axes."""
+    """The sizes of the batch axes, broadcast over all operands that are present. `axes`: the number of
+    axes of each operand after its batch axes."""
     shapes = [x.shape[: x.ndim - n] for x, n in zip(arrays, axes, strict=True) if x.size]
     return np.broadcast_shapes(*shapes)

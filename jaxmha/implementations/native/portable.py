@@ -1,8 +1,8 @@
-"""The native kernels in plain XLA, with the same operands and results.
+"""The native attention kernels in plain XLA, with the same operands and the same lse and gradients.
 
-A program contains them in place of the native ones if it is exported, lowered for another
-platform, or partitioned by XLA. They are tiled attention or, in second derivatives, `reference`,
-since the `custom_vjp` of tiled attention has no forward mode.
+A program contains them in place of the native ones if it is exported, lowered for another platform,
+or partitioned by XLA. They are tiled attention or, where a kernel itself is differentiated, as in
+second derivatives, `reference`, since the `custom_vjp` of tiled attention has no forward mode.
 """
 
 from collections.abc import Callable
@@ -34,10 +34,10 @@ from jaxmha.semantics import Semantics
 
 
 def attend(settings: Settings, *operands: Any, by: ModuleType = blocked) -> list[Any]:
-    """Computes the output, row max and row sum of the native kernel by the implementation `by`.
+    """Computes the output, row max and row sum by the implementation `by`, which returns only the lse.
 
-    `by` returns only the lse. Row max lse / `unit` and row sum 1 give the same weights; the row sum
-    of a fully masked row is 0.
+    In place of row max and row sum stand lse / `unit` and 1, which give the same weights and lse; a
+    fully masked row has the lowest float32 and 0. `operands`: the fields of `Problem`.
     """
 
     def one(*operands: Any) -> tuple[Any, ...]:
@@ -51,7 +51,10 @@ def attend(settings: Settings, *operands: Any, by: ModuleType = blocked) -> list
 
 
 def attend_backward(settings: Settings, *operands: Any, by: ModuleType = blocked) -> list[Any]:
-    """Gradients of query, key and value, and zeros for delta, which only native kernels read."""
+    """Gradients of query, key and value, and zeros for delta, which only native kernels read.
+
+    `operands`: the fields of `Problem` and `Residuals`, and the output.
+    """
 
     def one(*operands: Any) -> tuple[Any, ...]:
         problem, residuals = _split(operands)
@@ -67,7 +70,7 @@ def attend_backward(settings: Settings, *operands: Any, by: ModuleType = blocked
 
 
 def bias_gradient(settings: Settings, *operands: Any, by: ModuleType = blocked) -> list[Any]:
-    """The gradient of the bias."""
+    """The gradient of the bias. `operands`: the fields of `Problem` and `Residuals`, and delta."""
 
     def one(*operands: Any) -> tuple[Any, ...]:
         problem, residuals = _split(operands)
@@ -148,7 +151,8 @@ def _over_batch(
     run: Callable[..., Any], operands: tuple[Any, ...], axes: tuple[int, ...]
 ) -> tuple[Any, ...]:
     """Applies `run`, which takes operands with one batch axis, to operands with several, by `vmap`
-    over all batch axes but the last."""
+    over all batch axes but the last. `axes`: the number of axes of each operand after its batch axes.
+    """
     lead = batch(operands, axes)
     if len(lead) == 1:
         found: tuple[Any, ...] = run(*operands)
@@ -170,7 +174,8 @@ def _over_batch(
 def differentiated(
     kernel: Callable[..., list[Any]], settings: Settings, primals: Any, tangents: Any
 ) -> tuple[list[Any], list[Any]]:
-    """Results of a kernel and their tangents, by `reference`; a tangent of None is zero."""
+    """Results of `kernel`, a function of this module, and their tangents, by `reference`. `primals`,
+    `tangents`: of all operands; a tangent of None is zero."""
     moving = [i for i, tangent in enumerate(tangents) if tangent is not None]
 
     def run(*arrays: Any) -> list[Any]:

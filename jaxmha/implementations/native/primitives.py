@@ -1,4 +1,4 @@
-"""The native kernels as JAX primitives: shapes and derivatives."""
+"""The native attention kernels as JAX primitives: shapes and derivatives."""
 
 from collections.abc import Callable
 from functools import cache
@@ -41,7 +41,7 @@ def _bias_shapes(settings: Settings, *operands: Any) -> Shapes:
     return [((*lead[:-1], *Problem(*operands[: len(AXES)]).bias.shape[-4:]), np.float32)]
 
 
-# Primitive -> a function that returns the shapes of its results, and its implementation in XLA.
+# Kernel -> a function that returns the shapes of its results, and the same kernel in plain XLA.
 PRIMITIVES: dict[str, tuple[Callable[..., Shapes], Callable[..., list[Any]]]] = {
     "attend": (_attend_shapes, portable.attend),
     "attend_backward": (_backward_shapes, portable.attend_backward),
@@ -73,7 +73,7 @@ def _primitive(name: str) -> Any:
 
 
 def attend(settings: Settings, problem: Problem) -> list[Any]:
-    """Output `B T N h`, row max and row sum `B N T`."""
+    """Output `B T N h` in `settings.out`, and row max and row sum `B N T` as in `Residuals`."""
     found: list[Any] = _primitive("attend").bind(*problem, settings=settings)
     return found
 
@@ -81,13 +81,15 @@ def attend(settings: Settings, problem: Problem) -> list[Any]:
 def attend_backward(
     settings: Settings, problem: Problem, residuals: Residuals, out: Any
 ) -> list[Any]:
-    """Gradients of query, key and value, and delta `B N T`; `out` is the output in float32."""
+    """Gradients of query, key and value, in their dtypes, and delta `B N T`, which `bias_gradient`
+    reads. `out`: the output in float32."""
     operands = *problem, *residuals, out
     found: list[Any] = _primitive("attend_backward").bind(*operands, settings=settings)
     return found
 
 
 def bias_gradient(settings: Settings, problem: Problem, residuals: Residuals, delta: Any) -> Any:
-    """The gradient of the bias, by a kernel of its own: XLA removes it if the result is unused."""
+    """The gradient of the bias, in its shape, by a kernel of its own: XLA removes it if the result is
+    unused. `delta`: that of `attend_backward`."""
     (found,) = _primitive("bias_gradient").bind(*problem, *residuals, delta, settings=settings)
     return found

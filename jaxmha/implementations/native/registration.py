@@ -30,16 +30,16 @@ def register(
     Programs that are exported, lowered for another platform or partitioned by XLA contain `in_xla`.
 
     Args:
-      name: the kernel.
+      name: the kernel, a key of HANDLERS.
       shapes: `(*operands, **static)` -> shape and dtype of each result.
       in_xla: `(*operands, **static)` -> the results, computed in plain XLA.
-      jvp: the rule of `jax.jvp`, for all tangents at once.
-      attributes: `(**static)` -> attributes of the FFI call.
-      batch: the rule of `jax.vmap`; None: the kernel takes leading axes, see `batched`.
+      jvp: the rule of `jax.jvp`: `(primals, tangents, **static)` -> results and their tangents.
+      attributes: `(**static)` -> attributes of the FFI call; by default the static parameters.
+      batch: the rule of `jax.vmap`; None: `batched`, since the kernel takes leading batch axes.
       transpose: the transpose rule of linear operands; None: no operand is linear.
       aliases: number of an operand -> number of the result that overwrites it.
     """
-    from jax.extend.core import Primitive  # also imports Pallas, which few programs need
+    from jax.extend.core import Primitive  # here, since it imports Pallas, which few programs need
 
     primitive: Any = Primitive(f"jaxmha_cpu_{name}")
     primitive.multiple_results = True
@@ -66,7 +66,8 @@ def register(
 
 
 def result_types(like: Any, shapes: Shapes) -> list[Any]:
-    """The abstract values of results, replicated over the mesh of the operand `like`."""
+    """The abstract values of results. They have the mesh of `like`, the abstract value of an operand,
+    over whose explicit axes they are replicated."""
     spec: Any = PartitionSpec
     return [
         like.update(
@@ -82,8 +83,9 @@ def result_types(like: Any, shapes: Shapes) -> list[Any]:
 def batched(
     primitive: Any, shapes: Callable[..., Shapes], operands: Any, axes: Any, **static: Any
 ) -> Any:
-    """Moves the mapped axis to the front; operands that are not mapped get an axis of size 1 there.
+    """The rule of `jax.vmap` for kernels that take leading batch axes, of full size or 1.
 
+    Moves the mapped axis to the front; operands that are not mapped get an axis of size 1 there.
     No kernel runs over an axis of size 0: it would take mapped operands for absent ones.
     """
     moved = [
@@ -102,7 +104,8 @@ def batched(
 
 
 def may_move(module: Any) -> bool:
-    """True if a program may run on another machine, or XLA may partition it over devices.
+    """True if a program may run on another machine, or XLA may partition it over devices. `module`:
+    the context of its lowering.
 
     An exported program must run without the library. XLA's partitioner would gather the operands of
     a custom call; inside `shard_map` over all axes it has nothing left to partition.

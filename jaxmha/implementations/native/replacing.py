@@ -1,4 +1,4 @@
-"""Native kernels that replace a function in plain XLA; they take no additional batch axes.
+"""Native kernels that replace a function in plain XLA, for steps over a cache and writes to it.
 
 A program contains the function itself if it is exported, lowered for another platform, or
 partitioned by XLA, under `jax.vmap`, and in derivatives.
@@ -21,7 +21,9 @@ ALIASES: dict[str, dict[int, int]] = {"attend_cache": {}, "write_cache": {0: 0}}
 
 
 def unavailable() -> str | None:
-    """Returns None if these kernels can run here, else the reason why not."""
+    """Returns None if these kernels can run in this process, on the current platform and mesh, else
+    the reason why not. With several devices they need a `shard_map` of the caller:
+    `jaxmha.sharding.use` adds none to them."""
     manual = AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types
     if jax.device_count() > 1 and not manual:
         return "XLA may partition the call"
@@ -30,10 +32,10 @@ def unavailable() -> str | None:
 
 @cache
 def in_place_of_xla(name: str) -> Any:
-    """The JAX primitive that runs the kernel `name` on CPUs.
+    """The JAX primitive that runs the kernel `name`, a key of ALIASES, on CPUs.
 
-    Its parameter `settings` has `attributes` of the FFI call, `shapes` of results, and
-    `in_xla(settings, operands)`, which computes the results in plain XLA.
+    Its parameter `settings` has the `attributes` of the FFI call, `shapes(*operands)`, the shapes and
+    dtypes of the results, and `in_xla(settings, operands)`, the results computed in plain XLA.
     """
 
     def in_xla(*operands: Any, settings: Any) -> list[Any]:
