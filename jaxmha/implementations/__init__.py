@@ -1,8 +1,9 @@
 """Registry of the attention implementations, and the choice among them.
 
-The choice is static: it follows from platform, dtype, shapes and the structure of the mask. An
-implementation in `KERNELS` is probed on this machine before it is first chosen. Programs are
-portable: lowered for another platform, they contain an implementation in plain XLA.
+The choice is made when a call is traced: by its shapes, dtypes and arguments, the platform,
+environment variables, saved benchmarks, and probes that run the implementations in `KERNELS` on
+this machine. Programs are portable if a candidate outside `KERNELS` supports the call too: lowered
+for a platform without the kernel, they contain that candidate.
 """
 
 from collections.abc import Iterable, Sequence
@@ -57,23 +58,24 @@ IMPLEMENTATIONS: dict[str, ModuleType] = {
     "ring": ring,
     "allgather": all_gather,
 }
-# Implementation names of jax.nn, mapped to names in IMPLEMENTATIONS, so that calls of jax.nn work
-# unchanged; "cudnn" is the same in both.
+# Value of `implementation` in jax.nn.dot_product_attention -> name in IMPLEMENTATIONS, so that calls
+# of it work unchanged. Its other value, "cudnn", is the same here.
 OF_JAX: dict[str, str] = {"xla": "reference"}
-# Context-parallel implementations; they come first where positions are sharded.
+# Context-parallel implementations: the first candidates where `sharding.use` shards positions,
+# unless the caller names others.
 CONTEXT: tuple[str, ...] = ("ring", "allgather")
-# Implementations that are probed before their first use, and the platform of their kernels.
-# "native" is absent: it checks its library, and lowers to plain XLA on other platforms.
+# Implementation that a probe tests before its first use -> JAX's lowering platform of its kernel.
+# "native" is absent: it checks its library, and lowers to plain XLA on platforms other than CPUs.
 KERNELS: dict[str, str] = {"cudnn": "cuda", "tokamax": "cuda", "splash": "tpu"}
 # Kernel -> the `Leaks` that its probe tries first, because a probe found them on an H100 with the
-# release that the kernel's module names. Probes of other kernels try `Leaks()` first: cuDNN's
-# differ between its releases.
+# release that the kernel's module names. Probes of other kernels try `Leaks()` first: the leaks of
+# cuDNN differ between its releases.
 LIKELY_LEAKS: dict[str, Leaks] = {"tokamax": Leaks(1, 2)}
 # Implementations with custom gradients, which `jax.jvp` cannot differentiate.
 REVERSE_MODE: tuple[str, ...] = ("blocked", "native", *KERNELS, *CONTEXT)
 # True: the native kernels are the first choice on CPU; False: they run only by name.
 NATIVE_FIRST = True
-# Order of preference by platform; "" is every other platform.
+# Lowering platform -> its implementations, best first; "" is every other platform.
 ORDER: dict[str, tuple[str, ...]] = {
     "cuda": ("cudnn", "tokamax", "blocked", "reference"),
     "cpu": (*("native",) * NATIVE_FIRST, "few_queries", "blocked", "reference"),
@@ -90,7 +92,7 @@ DENSE: dict[str, tuple[str, ...]] = {"cuda": ("tokamax", "cudnn", "blocked", "re
 
 
 class UnsupportedError(ValueError):
-    """No implementation supports a request; `reasons` maps each one tried to its reason."""
+    """No implementation supports a request; `reasons`: name of each one tried -> why it does not."""
 
     def __init__(self, reasons: dict[str, str]) -> None:
         listed = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
@@ -104,8 +106,9 @@ class SupportQuery(tuple[str, ...]):
     `attend` sets `reasons` to pairs of a name and the reason why that implementation cannot compute
     the request (None: it can), and then runs `reference`. Instances compare by identity, so that
     jit traces the call again for every one. `attend` also sets `call`, the key of the call in saved
-    benchmarks, and `preference`, the implementations that such a benchmark prefers. Each projection
-    adds to `matmuls` the reason why XLA computes its matmul (None: a native kernel does).
+    benchmarks, and `preference`, the implementations that such a benchmark prefers (none if the
+    query has names). Each projection adds to `matmuls` the reason why XLA computes its matmul (None:
+    a native kernel does).
     """
 
     reasons: list[tuple[str, str | None]]
@@ -133,6 +136,9 @@ def candidates(
     request: Request | None = None,
 ) -> tuple[str, ...]:
     """Implementation names, best first: `implementation` if given, else those of the platform.
+
+    `request`: the call to order the platform's names for, by saved benchmarks, a bias or dense mask,
+    and its number of queries; None: no particular call.
 
     Raises:
       ValueError: an unknown name, or an environment variable has an unknown value.
@@ -178,9 +184,9 @@ def unsupported(
 ) -> str | None:
     """The reason why an implementation cannot compute a request; None: it can.
 
-    `traced`: True if the request will be traced. Kernels that this machine cannot trace for the
-    platform of `lowering_for` are then rejected too, and all processes share the outcomes of
-    their probes. `probed`: False to assume that kernels work.
+    `traced`: True to choose for a program, which every process traces. Kernels that this machine
+    cannot trace for the platform of `lowering_for` are then rejected too, and processes exchange
+    the outcomes of their probes. `probed`: False to assume that kernels work.
     """
     implementation = IMPLEMENTATIONS[name]
     axes = sharding.current()
@@ -217,7 +223,7 @@ def _reasons(request: Request, names: Sequence[str]) -> list[tuple[str, str | No
 
 
 def select(request: Request, implementation: str | Sequence[str] | None = None) -> str:
-    """The first implementation that supports the request.
+    """The name of the first of `candidates` that supports the request.
 
     Raises:
       ValueError: a name is unknown, or no implementation supports the request (`UnsupportedError`).
@@ -232,7 +238,10 @@ def select(request: Request, implementation: str | Sequence[str] | None = None) 
 
 
 def attend(request: Request, implementation: str | Sequence[str] | None = None) -> Result:
-    """Runs the request with the selected implementation."""
+    """Runs the request with the implementation that `select` chooses.
+
+    If `implementation` is a `SupportQuery`, fills it in and runs `reference` instead.
+    """
     if isinstance(implementation, SupportQuery):
         names = candidates(implementation, request)
         implementation.call = preferences.key(request)
@@ -262,8 +271,8 @@ def attend(request: Request, implementation: str | Sequence[str] | None = None) 
 
 
 def _alone(request: Request, name: str) -> Result:
-    """Runs the implementation `name`. A kernel gets the `Leaks` that its probe found, by which it
-    zeroes unattended keys and values."""
+    """Runs the implementation `name`, on every platform. If it is in `KERNELS`, it gets the `Leaks`
+    that its probe found, by which it zeroes unattended keys and values."""
     implementation = IMPLEMENTATIONS[name]
     if name not in KERNELS:
         found: Result = implementation.attend(request)
@@ -273,12 +282,13 @@ def _alone(request: Request, name: str) -> Result:
 
 
 def _run(request: Request, name: str, portable: str | None) -> Result:
-    """Runs the implementation `name`; if it is a kernel, programs lowered for another platform than
-    its own contain `portable`."""
+    """Runs the implementation `name`. If it is in `KERNELS`, programs lowered for a platform other
+    than its own contain the implementation `portable` (None: they contain `name` all the same)."""
     if name not in KERNELS or portable is None:
         return _alone(request, name)
 
-    # The platform is known only at lowering, after this trace, so both branches are traced.
+    # The platform is known only at lowering, after this trace, so both the kernel and `portable` are
+    # traced: `run` computes either.
     def run(
         name: str,
         query: jax.Array,
@@ -294,8 +304,8 @@ def _run(request: Request, name: str, portable: str | None) -> Result:
         found = _alone(these, name)
         return found if request.return_lse else found._replace(lse=None)
 
-    # A gradient saves the residuals of both branches; under `checkpoint` this branch saves only its
-    # arguments.
+    # A gradient saves the residuals of both the kernel and `portable`; under `checkpoint`, those of
+    # `portable` are only its arguments.
     @jax.checkpoint
     def elsewhere(*arrays: Any) -> Result:  # the platform is unknown: chooses as on a CPU
         with platforms.lowering_for("cpu"):

@@ -16,13 +16,13 @@ from jaxmha.semantics import ReturnWeights, Semantics, logit_scale
 
 
 class Part(NamedTuple):
-    """The position of a request within a larger one that is split over devices, for dropout.
+    """The batch rows and heads of a larger request, split over devices, that a request computes.
 
-    Dropout keeps or drops a weight by its position in the larger request.
+    Dropout keeps or drops a weight by its indices in the larger request.
 
     Attributes:
-      b, n: the first batch row and query head, static or traced.
-      N, T: sizes of the larger request.
+      b, n: indices of the first batch row and query head in it, static or traced.
+      N, T: its query heads and queries.
     """
 
     b: jax.Array | int
@@ -36,13 +36,13 @@ class Request(NamedTuple):
 
     Attributes:
       query, key, value: of floating dtypes; only `reference` lets them differ.
-      bias: added to the logits; -inf excludes a pair.
-      mask: the allowed pairs, rewritten by `simplified`; its arrays have a batch axis.
+      bias: added to the logits after the soft cap; -inf excludes a pair.
+      mask: the pairs that may attend, rewritten by `simplified`; its arrays have a batch axis.
       semantics: scale, soft cap, policy of fully masked rows, dtypes and dropout.
       dropout_key: None: no dropout.
       return_weights: False, "before_dropout" or "after_dropout".
       return_lse: whether the caller reads lse.
-      part: position within a larger request; None: this request is the whole.
+      part: its batch rows and heads within a larger request; None: this request is the whole.
       score_mod: changes the scores after the bias, before the masks.
       mask_mod: excludes further pairs.
     """
@@ -62,7 +62,7 @@ class Request(NamedTuple):
 
     @property
     def scale(self) -> float:
-        """Factor of the logits."""
+        """The factor of the products of queries and keys."""
         return logit_scale(self.semantics, self.query.shape[3])
 
     @property
@@ -72,8 +72,8 @@ class Request(NamedTuple):
 
 
 class Result(NamedTuple):
-    """Output, weights if requested, and lse, -inf on fully masked rows; lse may be None if it was
-    not requested."""
+    """Output, weights (None: not requested) and lse, the log-sum-exp of the logits of each row, which
+    may be None if it was not requested. On fully masked rows it is -inf, or the logit of a sink."""
 
     out: Float[jax.Array, "B T N h"]
     weights: Float[jax.Array, "B N T S"] | None
@@ -82,7 +82,7 @@ class Result(NamedTuple):
 
 class Leaks(NamedTuple):
     """Which keys and values reach a kernel's results although no query attends them: NaN in them,
-    times a weight of 0, is NaN. They are zeroed before a call.
+    times a weight of 0, is NaN. The arrays that leak are zeroed before the kernel runs.
 
     Attributes:
       output: 0: neither, 1: values, 2: keys and values affect the output.
@@ -99,8 +99,8 @@ EVERYTHING_LEAKS = Leaks(2, 2)
 def mixed_dtypes(request: Request) -> str | None:
     """Returns the reason why a request is unsupported if its query, key and value differ in dtype.
 
-    Returns None if they have one dtype. Kernels read all three arrays with the dtype of the query,
-    and would read beyond the end of an array of a narrower dtype.
+    Returns None if they have one dtype. A kernel may read all three arrays with the dtype of the
+    query, and so read beyond the end of an array of a narrower dtype.
     """
     dtypes = [x.dtype.name for x in (request.query, request.key, request.value)]
     if len(set(dtypes)) == 1:
@@ -119,26 +119,27 @@ def allowed_pairs(
     T: int,
     S: int,
     mask_mod: Mod | None = None,
-    heads: tuple[int, int] = (1, 1),
+    rows_and_heads: tuple[int, int] = (1, 1),
 ) -> Bool[jax.Array, "_ _ _ _"] | None:
-    """Pairs that no mask and no bias of -inf excludes, broadcastable to BNTS; None: all.
+    """True for pairs that no mask and no bias of -inf excludes, broadcastable to `B N T S`; None:
+    there are neither masks nor a bias.
 
-    `heads`: B and N, over which `mask_mod` is evaluated.
+    `rows_and_heads`: B and N, for which `mask_mod` is evaluated.
     """
     allowed = None if mask.empty else jnp.asarray(mask.to_array(T, S))
     if bias is not None:
         finite = jnp.broadcast_to(jnp.asarray(bias) != -jnp.inf, (*bias.shape[:2], T, S))
         allowed = finite if allowed is None else allowed & finite
     if mask_mod is not None:
-        found = mods.allowed(mask_mod, Extent((0, 0, 0, 0), (*heads, T, S), T, S))
+        found = mods.allowed(mask_mod, Extent((0, 0, 0, 0), (*rows_and_heads, T, S), T, S))
         found = jnp.broadcast_to(found, (*found.shape[:2], T, S))
         allowed = found if allowed is None else allowed & found
     return allowed
 
 
 def simplified(mask: Mask) -> Mask:
-    """Rewrites a dense mask that depends only on keys, or only on queries, as padding, which needs
-    O(S) or O(T) memory and lets implementations skip whole tiles.
+    """Rewrites a dense mask of shape `b 1 1 S` or `b 1 T 1` as padding, which lets implementations
+    skip whole tiles. Dense masks of other shapes get four axes.
 
     >>> simplified(Mask.dense(np.ones((2, 1, 1, 7), bool))).key_value_padding.shape
     (2, 7)

@@ -30,9 +30,10 @@ def attend(
     lengths: Int[jax.Array, "B"],
     semantics: Semantics,
 ) -> Callable[[], Float[jax.Array, "B 1 N H"]] | None:
-    """Returns a function that computes attention of one query over the first `lengths` tokens.
+    """Returns a function that computes attention of one query per sequence over the first `lengths`
+    tokens of its cache `stored`.
 
-    Returns None if no kernel can compute it without a copy of the cache.
+    Returns None if no kernel can compute it here without a copy of the cache.
     """
     request = _request(query, stored, lengths, semantics)
     if platforms.current().name == "tpu":
@@ -53,10 +54,11 @@ def shared(
     lengths: Int[jax.Array, "B"],
     semantics: Semantics,
 ) -> Callable[[], State] | None:
-    """Returns a function that computes the softmax state of T queries over the same tokens.
+    """Returns a function that computes the softmax state of T queries per sequence that all attend
+    the first `lengths` tokens of its cache `stored`.
 
-    All queries attend the first `lengths` tokens. The output of the state is rounded to the dtype
-    of the cache. Returns None as `attend` does.
+    Its rows `r` are the T queries of every query head of a group. Its output has been rounded to the
+    dtype of the cache. Returns None if cuDNN cannot compute it here without a copy of the cache.
     """
     request = _request(query, stored, lengths, semantics)._replace(return_lse=True)
     if not _takes(request, stored):
@@ -70,8 +72,11 @@ def causal(
     counts: Int[jax.Array, "B"],
     semantics: Semantics,
 ) -> Callable[[], State] | None:
-    """Returns a function that computes the softmax state of T queries over their own T keys, with a
-    causal mask; the first `counts` keys are valid. Returns None as `attend` does."""
+    """Returns a function that computes the softmax state of T queries over keys and values of the
+    same T tokens, `own`, with a causal mask; the first `counts` tokens are valid.
+
+    Returns None if cuDNN cannot compute it here.
+    """
     key, value = (jnp.swapaxes(x, 1, 2) for x in own[:2])
     mask = Mask.causal() & Mask.lengths(key_value=counts)
     request = _request(query, own, counts, semantics)._replace(
@@ -93,7 +98,8 @@ def causal(
 def on_kernels_platform(
     kernel: Callable[[], jax.Array], otherwise: Callable[[], jax.Array]
 ) -> jax.Array:
-    """Runs `kernel` on the current platform, `otherwise` in programs lowered for another one."""
+    """Runs `kernel` in programs lowered for the platform that is current during the trace, and
+    `otherwise` in programs lowered for another one."""
 
     def elsewhere() -> jax.Array:
         with platforms.lowering_for("cpu"):
@@ -110,8 +116,8 @@ def _struct(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
 
 
 def _request(query: jax.Array, stored: Stored, lengths: jax.Array, semantics: Semantics) -> Request:
-    """A request for queries that all attend the first `lengths` keys, by which support is decided.
-    Its key and value are `ShapeDtypeStruct`s: kernels read `stored`."""
+    """A request for queries that all attend the first `lengths` keys, only to decide support. Its
+    key and value have shapes and dtypes but no data: kernels read `stored`."""
     B, S = query.shape[0], stored.slots
     key, value = (_struct((B, S, x.shape[1], x.shape[3]), x.dtype) for x in stored[:2])
     mask, zero = Mask.lengths(key_value=lengths), replace(semantics, fully_masked="zero")
@@ -119,7 +125,8 @@ def _request(query: jax.Array, stored: Stored, lengths: jax.Array, semantics: Se
 
 
 def _takes(request: Request, stored: Stored) -> bool:
-    """True if cuDNN can compute the request over `stored` without a copy of keys or values."""
+    """True if cuDNN is a candidate here and can read keys and values of the request in `stored`,
+    without a copy. False where `sharding.use` names a mesh."""
     if not request.query.dtype == request.key.dtype == request.value.dtype:
         return False
     page = stored.keys.shape[2]

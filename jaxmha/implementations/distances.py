@@ -1,7 +1,7 @@
-"""Recognises score functions whose bias depends only on the distance `j - i`, by their jaxprs.
+"""Recognises score functions that only add a bias by batch row, head and distance `j - i`.
 
-ALiBi and T5's relative bias are such functions. A kernel that cannot call a function of JAX takes
-the bias of all distances, N (T + S) numbers, in its place.
+ALiBi and T5's relative bias are such functions. A kernel that cannot call a function of JAX reads
+the bias of all T + S - 1 distances of each head instead.
 """
 
 from typing import Any
@@ -11,8 +11,8 @@ from jax.extend import core
 
 
 def adds_bias(jaxpr: core.Jaxpr) -> bool:
-    """True for a function `score + f(b, n, j - i)` or `score - f(b, n, j - i)`, whose arguments are
-    those of a score function.
+    """True if the function surely is `score + f(b, n, j - i)` or `score - f(b, n, j - i)`, False also
+    if its jaxpr has another form. `jaxpr`: of a score function of (score, b, n, i, j).
 
     >>> import jax, jax.numpy as jnp
     >>> scalars = jnp.float32(0), *[jnp.int32(0)] * 4
@@ -44,7 +44,7 @@ def _adds(eqn: Any, score: object, out: object) -> bool:
 
 
 def _is_exact_cast(eqn: Any) -> bool:
-    """True for a cast to numbers of at least 32 bits, which keeps distances exact."""
+    """True for a cast to int or float of at least 32 bits, which keeps distances below 2 ** 24 exact."""
     to = eqn.outvars[0].aval.dtype
     wide = np.issubdtype(to, np.number) and to.itemsize >= 4 and to.kind in "if"
     return eqn.primitive.name == "convert_element_type" and wide

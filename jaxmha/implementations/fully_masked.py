@@ -12,9 +12,10 @@ from jaxmha.implementations.base import Request, accumulation_dtype
 def apply(
     request: Request, out: Float[jax.Array, "B T N h"], masked: Bool[jax.Array, "B T N"]
 ) -> Float[jax.Array, "B T N h"]:
-    """Replaces the fully masked rows of `out` according to `semantics.fully_masked`.
+    """Replaces the rows of `out` where `masked` is True according to `semantics.fully_masked`.
 
-    Rows beyond a query length are 0 under every policy.
+    Rows beyond a query length keep `out` under every policy, and so do all under "zero": there `out`
+    must be 0 already.
     """
     policy, (T, N) = request.semantics.fully_masked, out.shape[1:3]
     if policy == "zero":

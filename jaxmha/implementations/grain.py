@@ -16,9 +16,10 @@ from jaxmha.implementations import jaxpr_equality
 
 
 def grain(jaxpr: core.Jaxpr, argument: int) -> int:
-    """The largest known g such that the value is constant for x in `[m * g, (m + 1) * g)`, any m.
+    """A number g such that the function is constant for x in `[m * g, (m + 1) * g)`, for any m.
 
-    x is the argument number `argument`, an integer of at least 0. Returns 1 if nothing is known.
+    x is the argument number `argument`, an integer of at least 0. Returns 1 if the jaxpr shows no
+    larger number, or does not read x.
 
     >>> made = jax.make_jaxpr(lambda i, j: (i // 12 == j) | (i // 8 == 2))
     >>> [grain(made(jnp.int32(0), jnp.int32(0)).jaxpr, argument) for argument in (0, 1)]
@@ -35,7 +36,8 @@ def grain(jaxpr: core.Jaxpr, argument: int) -> int:
 
 
 def _divisor(eqn: Any, x: object) -> int:
-    """The positive constant by which an equation divides x, rounding down; 1: no such division."""
+    """The positive constant by which an equation divides x, rounding down; 1: it does something else
+    with x."""
     if len(eqn.invars) != 2 or eqn.invars[0] is not x:
         return 1
     by = eqn.invars[1]

@@ -15,16 +15,18 @@ DERIVATIVES = frozenset(("jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd", "out_trees")
 
 
 def outline(jaxpr: core.Jaxpr) -> tuple[object, ...]:
-    """A hashable summary of a jaxpr; equal jaxprs have equal summaries."""
+    """A hashable summary of a jaxpr: types of inputs and names of primitives. Jaxprs that `equal`
+    calls equal have equal summaries."""
     avals = tuple(str(v.aval) for v in (*jaxpr.constvars, *jaxpr.invars))
     return avals, tuple(eqn.primitive.name for eqn in jaxpr.eqns)
 
 
 def equal(a: core.Jaxpr, b: core.Jaxpr, skipped: frozenset[str] = frozenset()) -> bool:
-    """True if two jaxprs have the same structure, and their inner jaxprs the same constants. False
-    if they differ, or if a parameter, such as a function, cannot be compared.
+    """True if two jaxprs have the same equations and types of inputs, and their inner jaxprs the same
+    constants. Their own constants are not compared: they are inputs of a `Program`.
 
-    `skipped`: names of parameters that are not compared.
+    `skipped`: names of parameters of equations that are not compared. Functions among the others
+    must be one object.
 
     >>> one, other = (jax.make_jaxpr(lambda x: x + 1)(2.0).jaxpr for _ in range(2))
     >>> one is other, equal(one, other)
@@ -77,7 +79,8 @@ def _equal_atoms(names: Names, a: Sequence[object], b: Sequence[object]) -> bool
 
 
 def _equal(a: object, b: object, skipped: frozenset[str]) -> bool:
-    """True if two parameters of an equation are equal."""
+    """True if two parameters, literals or constants are equal: NumPy arrays and floats by their bits,
+    JAX arrays only if they are one object. `skipped`: as in `equal`, for inner jaxprs."""
     if a is b:
         return True
     if type(a) is not type(b):

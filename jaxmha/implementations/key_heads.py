@@ -1,4 +1,4 @@
-"""Selects the key/value heads that one device's query heads read."""
+"""The key/value heads that some of the query heads read, such as those of one device."""
 
 import jax
 import jax.numpy as jnp
@@ -6,10 +6,10 @@ import numpy as np
 
 
 def of_query_heads(x: jax.Array, axis: int, first: jax.Array, some: int, N: int) -> jax.Array:
-    """Selects the key/value heads of `x` that query heads `first` to `first + some - 1` read.
+    """Selects the key/value heads, on `axis` of `x`, that `some` of all `N` query heads read.
 
-    `first` is a multiple of `some`. Kernels need equally many query heads per key/value head: if
-    these query heads divide groups unevenly, the result has one key/value head per query head.
+    These are the query heads from `first` on, a multiple of `some`. If they cover groups unevenly,
+    the result has one key/value head per query head: kernels need groups of equal size.
     """
     K = x.shape[axis]
     G = N // K
