@@ -97,14 +97,17 @@ def _norms_between(
 ) -> Iterator[tuple[int, Order]]:
     """Yields template index and `Order` of each norm of flattened features.
 
-    Such a norm is between a convolution and the dense layer that reads its image.
+    Such a norm is between a convolution and the dense layer that reads its image, or between a dense
+    layer and the convolution that reads the image which it makes.
     """
-    for n, template in enumerate(templates):
-        main = template.first.slots[MAIN]
-        for dense, (convolution, channels, places, output) in found.items():
-            end = place[templates[dense].first.slots[MAIN].name]
-            between = place[convolution] < place[main.name] < end
-            if main.shape == (channels * places,) and between and not output:
+    at = [[place[x.slots[MAIN].name] for x in one.layers.values()] for one in templates]
+    owner = {x.slots[MAIN].name: n for n, t in enumerate(templates) for x in t.layers.values()}
+    for dense, (convolution, channels, places, output) in found.items():
+        ends = at[owner[convolution]], at[dense]
+        start, end = ends[::-1] if output else ends
+        for n, template in enumerate(templates):
+            between = any(min(start) < x < max(end) for x in at[n])
+            if template.first.slots[MAIN].shape == (channels * places,) and between:
                 yield n, (convolution, channels, places, True)
 
 

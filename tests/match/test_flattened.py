@@ -136,20 +136,34 @@ def test_two_heads_whose_names_tell_nothing_are_reordered_by_the_lines_of_each(w
     assert "one layer of these shapes is left, and no name shows" in left.reason
 
 
-def test_a_norm_of_flattened_features_is_reordered() -> None:
-    norm = torch.nn.BatchNorm1d(C * 3)
-    torch.nn.init.normal_(norm.bias)
-    source = torch.nn.Sequential(
-        *(torch.nn.Conv2d(3, C, 3), torch.nn.Flatten(), norm, torch.nn.Linear(C * 3, OUT))
-    )
-    vectors = {name: np.zeros(C * 3, "float32") for name in ("scale", "bias", "mean", "var")}
-    dense = {"kernel": np.zeros((C * 3, OUT), "float32"), "bias": np.zeros(OUT, "float32")}
-    conv = {"kernel": np.zeros((3, 3, 3, C), "float32"), "bias": np.zeros(C, "float32")}
-    target = {"conv": conv, "bn": vectors, "fc": dense}
+def normed(reads: bool) -> tuple[Any, Any]:
+    """Two blocks that read an image through a norm, or make one, of torch and as a tree of Flax."""
+    size = C * Y
+    theirs, mine = torch.nn.ModuleList(), list[Any]()
+    ends, dense = ((3, C), (size, OUT)) if reads else ((C, 2), (OUT, size))
+    for _ in range(2):
+        norm = torch.nn.BatchNorm1d(size)
+        torch.nn.init.normal_(norm.bias)
+        layers = {"conv": torch.nn.Conv2d(*ends, 3), "norm": norm, "fc": torch.nn.Linear(*dense)}
+        theirs.append(torch.nn.ModuleDict(layers if reads else dict(reversed(layers.items()))))
+        rows = {"conv": (3, 3, *ends), "fc": dense}
+        block = {
+            key: {"kernel": np.zeros(x, "f"), "bias": np.zeros(x[-1], "f")}
+            for key, x in rows.items()
+        }
+        block["norm"] = {key: np.zeros(size, "f") for key in ("scale", "bias", "mean", "var")}
+        mine.append(block)
+    return torch.nn.ModuleDict({"blocks": theirs}), {"blocks": mine}
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_norm_of_flattened_features_is_reordered(reads: bool) -> None:
+    source, target = normed(reads)
     plan = match(source, target)
     filled = equinox.load_into(target, source, answered(plan))
-    wanted = norm.bias.detach().numpy().reshape(C, 3).T.ravel()
-    np.testing.assert_array_equal(filled["bn"]["bias"], wanted)
+    for ours, block in zip(source["blocks"], filled["blocks"], strict=True):
+        wanted = ours["norm"].bias.detach().numpy().reshape(C, Y).T.ravel()
+        np.testing.assert_array_equal(block["norm"]["bias"], wanted)
 
 
 @pytest.mark.parametrize("transposed", [False, True])
