@@ -5,7 +5,7 @@ a dense layer has one size for both, so no shape shows that its features are to 
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 _LEAST = 4  # the fewest places (pixels) of an image that a dense layer is likely to make: 2 x 2
@@ -25,13 +25,15 @@ class Item(NamedTuple):
     convolution: bool
 
 
-def next_to_convolutions(items: Sequence[Item], ordered: bool, norms: set[int]) -> dict[int, Order]:
+def next_to_convolutions(
+    items: Sequence[Item], norms: Mapping[int, int] | None
+) -> dict[int, Order]:
     """Maps `Item.layer` of each dense layer that reads or makes a flattened image to its `Order`.
 
-    `ordered`: the items are in the order of the model; otherwise sizes alone decide. `norms`: sizes of
-    norms.
+    `norms`: None if the items are in the order of the model. Otherwise sizes alone decide, and these
+    are those of norms, by the number of their layer: norms of such an image are found too.
     """
-    if not ordered:
+    if norms is not None:
         return _by_sizes(items, norms)
     found: dict[int, Order] = {}
     for n, (one, after) in enumerate(itertools.pairwise(items)):
@@ -50,7 +52,7 @@ def next_to_convolutions(items: Sequence[Item], ordered: bool, norms: set[int]) 
     return found
 
 
-def _by_sizes(items: Sequence[Item], norms: set[int]) -> dict[int, Order]:
+def _by_sizes(items: Sequence[Item], norms: Mapping[int, int]) -> dict[int, Order]:
     """As `next_to_convolutions`, for items in any order; layers with several answers are left out.
 
     The last convolution is one of those whose channels no convolution turns into another number, and
@@ -61,20 +63,45 @@ def _by_sizes(items: Sequence[Item], norms: set[int]) -> dict[int, Order]:
     made = {x.size_out for x in images if x.size_in != x.size_out}
     last = [x for x in images if x.size_out not in turned]
     first = [x for x in images if x.size_in not in made]
-    every, read = {x.size_out for x in items} | norms, {x.size_in for x in items if x not in images}
+    of_images = {size for x in images for size in (x.size_in, x.size_out)}
+    read = {x.size_in for x in items if x not in images}
+    # If convolutions read several numbers of channels that none makes, channels are joined, as in
+    # DenseNet, and a norm may be one of joined channels.
+    joined = len({x.size_in for x in first if x.size_in > 1}) > 1
+    flat = set[int]() if joined else set(norms.values()) - of_images
+    others = {x.size_out for x in items} | (set(norms.values()) - flat)
     found: dict[int, Order] = {}
     for item in items:
-        near = [x for x in first if len(item.path) > 1 and x.path[:-1] == item.path[:-1]]
-        writes = {x.size_in: x for x in near if _are_places(item, item.size_out, x.size_in)}
-        reads = {x.size_out: x for x in last if _are_places(item, item.size_in, x.size_out)}
-        if len(writes) == 1 and item.size_out not in read:
-            ((channels, image),) = writes.items()
-            if (places := item.size_out // channels) >= _LEAST:
-                found[item.layer] = (image.name, channels, places, True)
-        if len(reads) == 1 and item.size_in not in every:
-            ((channels, image),) = reads.items()
-            found[item.layer] = (image.name, channels, item.size_in // channels, False)
-    return found
+        alongside = [x for x in first if len(item.path) > 1 and x.path[:-1] == item.path[:-1]]
+        makers = first if item.size_out in flat else alongside
+        writes, reads = dict[int, Order](), dict[int, Order]()
+        if item.size_out not in read:
+            writes = _fitting(item, item.size_out, {x.size_in: x for x in makers}, True, _LEAST)
+        if item.size_in not in others:
+            least = _LEAST if item.size_in in flat else 2
+            reads = _fitting(item, item.size_in, {x.size_out: x for x in last}, False, least)
+        # A norm tells more than the size alone that a layer reads.
+        found |= reads | writes if item.size_out in flat else writes | reads
+    orders = {
+        channels * places: (of, channels, places, True)
+        for of, channels, places, _ in found.values()
+    }
+    return found | {
+        n: orders[size] for n, size in norms.items() if size in orders.keys() - of_images
+    }
+
+
+def _fitting(
+    item: Item, size: int, images: Mapping[int, Item], output: bool, least: int
+) -> dict[int, Order]:
+    """Returns the `Order` of a dense layer by its number; nothing unless one number of channels fits.
+
+    `size`: its features. `images`: convolutions by their channels. `least`: the fewest places.
+    """
+    fits = [n for n in images if _are_places(item, size, n)]
+    if len(fits) != 1 or size // fits[0] < least:
+        return {}
+    return {item.layer: (images[fits[0]].name, fits[0], size // fits[0], output)}
 
 
 def _are_places(dense: Item, size: int, channels: int) -> bool:

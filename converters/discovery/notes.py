@@ -213,15 +213,15 @@ def flattened(layers: Sequence[Module], to: Convention | None) -> Iterator[str]:
         for n, one in enumerate(ranked)
         if "Do" in one.sizes or "V" in one.sizes
     ]
-    norms = {one.sizes["D"] for one in ranked if one.sizes.keys() == {"D"}}
-    found = next_to_convolutions(items, False, norms)
+    norms = {n: one.sizes["D"] for n, one in enumerate(ranked) if one.sizes.keys() == {"D"}}
+    found = next_to_convolutions(items, norms)
     shown = [
         f"{ranked[n].prefix} ({m} channels x {k})" for n, (_, m, k, _) in sorted(found.items())
     ]
     if shown:
         yield (
             f"next to a flattened convolution by their sizes: {listed(shown)}: torch flattens channels "
-            "first, other frameworks last, and the kernel keeps the order of the source: flatten in "
+            "first, other frameworks last, and the arrays keep the order of the source: flatten in "
             "this order in the model, or match both models, which reorders it (jaxmha match)"
         )
 

@@ -77,12 +77,12 @@ def find(
     found, items = dict[int, Order](), _items(tree, templates)
     if not tree.order or tree.kind == "file":
         by_name = sorted(items, key=lambda item: [natural(part) for part in item.path])
-        found = next_to_convolutions(by_name, False, _vector_sizes(templates))
+        found = next_to_convolutions(by_name, _vector_sizes(templates))
     if tree.order:
         listed = dict.fromkeys((*tree.order, *tree.arrays))
         place = {name: n for n, name in enumerate(listed)}
         items.sort(key=lambda item: place[item.name])
-        found |= next_to_convolutions(items, True, set())
+        found |= next_to_convolutions(items, None)
         found |= dict(_norms_between(place, templates, found))
     orders = {
         templates[n].first.slots[MAIN].name: order
@@ -123,10 +123,10 @@ def _is_image(layer: Layer) -> bool:
     return len(layer.slots[MAIN].shape) > 2
 
 
-def _vector_sizes(templates: Sequence[Template]) -> set[int]:
-    """Returns the sizes of main arrays with one axis, such as those of norms."""
+def _vector_sizes(templates: Sequence[Template]) -> dict[int, int]:
+    """Returns the sizes of main arrays with one axis, such as those of norms, by their template."""
     shapes = [t.first.slots[MAIN].shape for t in templates]
-    return {shape[0] for shape in shapes if len(shape) == 1}
+    return {n: shape[0] for n, shape in enumerate(shapes) if len(shape) == 1}
 
 
 def _items(tree: Tree, templates: Sequence[Template]) -> list[Item]:

@@ -156,11 +156,12 @@ def normed(reads: bool) -> tuple[Any, Any]:
     return torch.nn.ModuleDict({"blocks": theirs}), {"blocks": mine}
 
 
+@pytest.mark.parametrize("ordered", [True, False])
 @pytest.mark.parametrize("reads", [True, False])
-def test_a_norm_of_flattened_features_is_reordered(reads: bool) -> None:
+def test_a_norm_of_flattened_features_is_reordered(reads: bool, ordered: bool) -> None:
     source, target = normed(reads)
-    plan = match(source, target)
-    filled = equinox.load_into(target, source, answered(plan))
+    state = source if ordered else dict(sorted(source.state_dict().items()))
+    filled = equinox.load_into(target, state, answered(match(state, target)))
     for ours, block in zip(source["blocks"], filled["blocks"], strict=True):
         wanted = ours["norm"].bias.detach().numpy().reshape(C, Y).T.ravel()
         np.testing.assert_array_equal(block["norm"]["bias"], wanted)
@@ -211,6 +212,11 @@ STATES: dict[str, tuple[dict[str, tuple[int, ...]], list[str]]] = {
     "resnet": ({"conv1": (4, 3, 7, 7), "fc": (5, 16), "layer4.conv": (16, 4, 3, 3)}, []),
     "densenet": ({"classifier": (5, 16), "features.conv": (8, 3, 3, 3), "features.norm": (16,)}, []),
     "vit": ({"patch": (8, 3, 4, 4), "q": (8, 8), "up": (32, 8), "z_down": (8, 32)}, []),
+    "joined channels": (
+        {"conv": (8, 3, 3, 3), "block.conv": (8, 24, 3, 3), "block.norm": (24,), "fc": (5, 32),
+         "norm": (32,)},
+        [],
+    ),
     "times": ({"conv": (8, 3, 3, 3), "mlp": (8, 32), "time.0": (32, 6)}, []),
 }  # fmt: skip
 
