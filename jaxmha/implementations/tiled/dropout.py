@@ -14,13 +14,14 @@ from jaxmha.implementations.tiled.tiling import Tiling
 
 KEY_SIZE = 2  # number of 32-bit integers in a threefry key
 
-# A threefry key and, for a part of a larger request, the part's first position on B, N, T and S: it
-# draws the same mask as within that request.
+# A threefry key and, for a part of a larger request, the part's first position on B, N, T and S, so
+# that the part has its own entries of the larger request's keep-mask.
 Seed: TypeAlias = UInt32[jax.Array, "2"] | UInt32[jax.Array, "6"]
 
 
 def seed_of(key: PRNGKeyArray | None, part: Part | None) -> Seed | None:
-    """The seed of a request; None: no dropout."""
+    """The seed of a request with dropout key `key`, from the first position of `part` if it is a
+    part of a larger request; None: no dropout."""
     if key is None:
         return None
     seed: jax.Array = jax.random.key_data(dropout.threefry(key))
@@ -30,7 +31,8 @@ def seed_of(key: PRNGKeyArray | None, part: Part | None) -> Seed | None:
 
 
 def shift_seed(seed: Seed, *starts: Index) -> UInt32[jax.Array, "6"]:
-    """The seed of a part of the request that starts at positions `starts` on B, N, T and S."""
+    """The seed of the part that starts at positions `starts` on B, N, T and S of the request, or
+    part, of `seed`."""
     more = jnp.stack([jnp.asarray(x).astype(jnp.uint32) for x in starts])
     before = seed[KEY_SIZE:] if seed.size > KEY_SIZE else jnp.zeros(4, jnp.uint32)
     return jnp.concatenate([seed[:KEY_SIZE], before + more])
@@ -44,14 +46,16 @@ def keep_mask(
     seed: Seed | None,
     position: TilePosition,
 ) -> Bool[jax.Array, "heads rows keys"] | None:
-    """Keep-mask of a tile; None without dropout.
+    """Keep-mask of a tile, True where a weight is kept, by key/value head, row (of all query heads
+    in its group) and key; None without dropout.
 
-    `whole`: N and T of the larger request that the arrays are a part of; None: they are the whole.
+    `rate`: probability of dropping. `broadcast`: axes of BNTS along which weights share a draw.
+    `whole`: N and T of the request of which the arrays are a part; None: those of `tiling`.
     """
     if seed is None:
         return None
     key = jax.random.wrap_key_data(seed[:KEY_SIZE], impl="threefry2x32")
-    # Positions of the tile on each axis; an axis over which the mask broadcasts has one position.
+    # Positions of the tile on each axis; an axis along which weights share a draw has position 0.
     first = seed[KEY_SIZE:] if seed.size > KEY_SIZE else (0, 0, 0, 0)
     at = [
         jnp.zeros(1, jnp.uint32)

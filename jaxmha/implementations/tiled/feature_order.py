@@ -1,4 +1,4 @@
-"""Moves the feature with the largest terms to the end, so that logits round less.
+"""Exchanges the feature with the largest terms with the last one, so that logits round less.
 
 The matmul of XLA:CPU adds the terms of a sum one by one, and rounds every partial sum. In many
 trained models one feature has far larger terms than all others: each partial sum from that term on
@@ -16,8 +16,8 @@ from jaxtyping import Float, Int
 from jaxmha.implementations.tiled.tiling import Tiling
 
 Arrays = TypeVar("Arrays", bound=tuple[jax.Array, ...])
-# Features are exchanged only with so many queries and keys or more, where the exchange takes less
-# than 3 % of the gradient's time.
+# Features are exchanged only if T and S are at least LEAST: the exchange then takes less than 3 %
+# of the gradient's time.
 LEAST = 1024
 
 
@@ -27,10 +27,11 @@ def largest_feature(
     key: Float[jax.Array, "B K S H"],
     platform: str,
 ) -> Int[jax.Array, "B K"] | None:
-    """The feature with the largest product of a query and a key, by key/value head.
+    """The index of the feature whose largest magnitudes in the queries of a group and in the keys
+    have the largest product, by key/value head.
 
-    Returns None, to keep the order, where the exchange does not pay, and for several KV tiles,
-    whose logits must round as in the forward pass.
+    Returns None, to keep the order, except on CPUs, if T or S is below LEAST, and with several KV
+    tiles, whose logits must round as in the forward pass.
     """
     if platform != "cpu" or tiling.kv_tiles > 1 or min(tiling.T, tiling.S) < LEAST:
         return None

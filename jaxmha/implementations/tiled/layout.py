@@ -15,7 +15,7 @@ from jaxtyping import Num, Shaped
 from jaxmha.implementations.tiled.tiling import Tiling
 
 Index: TypeAlias = jax.Array | int
-# Pytrees of arrays.
+# In, Out, Carry and Others are pytrees of arrays.
 In = TypeVar("In")
 Out = TypeVar("Out")
 Carry = TypeVar("Carry")
@@ -74,12 +74,13 @@ def add_to_kv_tile(tiling: Tiling, x: jax.Array, j: Index, more: jax.Array) -> j
 def drop_single_head(
     tiling: Tiling, x: Shaped[jax.Array, "heads r s"] | None
 ) -> Shaped[jax.Array, "*heads r s"] | None:
-    """Drops the head axis of a mask if tiles have one head: tiles of queries then lack it too."""
+    """Drops the axis of heads of a mask if tiles have one head: query tiles then lack it too."""
     return x[0] if x is not None and tiling.tile_heads == 1 else x
 
 
 def map_tiles(f: Callable[[Index, In], Out], count: int, xs: In, *, unroll: bool = False) -> Out:
-    """Stacks the results `f(i, xs[i])` for arrays `[count] ...`; `unroll` unrolls the loop."""
+    """Stacks the results `f(i, xs[i])` to `[count] ...` for arrays `[count] ...`, which lack this
+    axis if `count` is 1; `unroll` unrolls the loop."""
     if count == 1:
         return f(0, xs)
 
@@ -98,7 +99,8 @@ def update_tiles(
     carry: Carry,
     others: Others,
 ) -> tuple[In, Carry]:
-    """`x[i], carry = f(i, x[i], carry, others[i])` for every tile of `[count] ...`, in place."""
+    """`x[i], carry = f(i, x[i], carry, others[i])` for arrays `[count] ...`, which lack this axis
+    if `count` is 1. The loop overwrites `x` in place."""
     if count == 1:
         return f(0, x, carry, others)
 

@@ -1,4 +1,4 @@
-"""Loops over tiles: online-softmax forward pass, and gradients of query, key, value and bias."""
+"""Loops over tiles: the online-softmax forward pass, and the backward pass."""
 
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias, TypeVar
@@ -19,15 +19,16 @@ from jaxmha.implementations.tiled.schedule import Schedule, make_schedule, visit
 from jaxmha.implementations.tiled.tile import Config, Cotangents, Modifier
 from jaxmha.implementations.tiled.tiling import Tiling
 
-Operands: TypeAlias = tuple[jax.Array, ...]  # keys and values, or gradients, of one tile
-ReadTile: TypeAlias = Callable[[Index], Operands]  # slices KV tile j out of all tiles
-Decode: TypeAlias = Callable[[jax.Array], jax.Array]  # casts a tile from its stored dtype
+Operands: TypeAlias = tuple[jax.Array, ...]  # of matmuls: query, key and value, or some of them
+ReadTile: TypeAlias = Callable[[Index], Operands]  # keys and values of KV tile j, also transposed
+Decode: TypeAlias = Callable[[jax.Array], jax.Array]  # casts a KV tile from its stored dtype
 Result = TypeVar("Result")
 Tree = TypeVar("Tree")
 
 
 class Shared(NamedTuple):
-    """Inputs that all tiles of a call share; conditions and bias are padded to whole tiles."""
+    """Inputs that all tiles of a call share; conditions, static ones too, and bias are padded to
+    whole tiles. `schedule` None: all tiles are visited, and no condition but `rows` masks any."""
 
     tiling: Tiling
     config: Config
@@ -38,36 +39,32 @@ class Shared(NamedTuple):
     score_mod: Mod | None
 
     def position(self, step: Index, i: Index, j: Index) -> TilePosition:
-        """Position of the tile of query tile `i`, KV tile `j` and set of heads `step`."""
+        """Position of the scores of query tile `i` with KV tile `j`, for the heads of `step`."""
         t = self.tiling
         b, n = step // t.groups * t.batches, step % t.groups * t.heads * t.G
         heads, t0, s0 = t.heads * t.G, i * t.rows, j * t.keys
         return TilePosition(b, t.batches, n, heads, t0, t.rows, s0, t.keys, t.T, t.S, t.G)
 
     def modifier(self, position: TilePosition) -> Modifier | None:
-        """The score function, bound to the tile at `position`; None: there is no score function."""
+        """The score function, bound to the tile at `position`; None: there is none."""
         return None if self.score_mod is None else Modifier(self.score_mod, position.extent)
 
     def mask_and_keep(
         self, position: TilePosition, unmasked: bool, dtype: np.dtype[np.floating]
     ) -> tuple[jax.Array | None, jax.Array | None]:
-        """Mask or bias tile, and dropout keep-mask: `[tile_heads] rows keys`; None: not needed.
+        """Mask tile or, with a bias, bias tile in `dtype`; and dropout keep-mask; None: not needed.
 
-        `unmasked`: mask conditions allow all pairs of the tile.
+        Axes: `[tile_heads] G*rows keys`, of which the first two may be 1 in the mask or bias tile.
+        `unmasked`: mask conditions allow all pairs of valid rows.
         """
         tiling, config, conditions = self.tiling, self.config, self.conditions
-        # Invalid rows are zeroed, so they need a mask only with a bias or a score function: the
-        # bias, or the derivative of the score function at 0, may not be finite.
+        # `attention.attend` zeroes queries and outputs of invalid rows, which need a mask only with
+        # a bias or score function: bias, or derivative of the function at 0, may not be finite.
         rows = None if self.bias is None and self.score_mod is None else conditions.rows
         conditions = (NO_CONDITIONS if unmasked else conditions)._replace(rows=rows)
         mask = block_mask.mask_or_bias(conditions, self.bias, position, tiling.G, dtype)
         keep = keep_mask(
-            tiling,
-            config.dropout_rate,
-            config.dropout_broadcast,
-            config.whole,
-            self.seed,
-            position,
+            tiling, config.dropout_rate, config.dropout_broadcast, config.whole, self.seed, position
         )
         return layout.drop_single_head(tiling, mask), layout.drop_single_head(tiling, keep)
 
@@ -99,14 +96,14 @@ def forward(
     finalize: Callable[[State], Result],
     score_mod: Mod | None = None,
 ) -> Result:
-    """Loops over KV tiles for every query tile, and applies `finalize` to its softmax state.
+    """Loops over KV tiles for every query tile, and stacks `finalize` of each final state `*c r d`.
 
     `query`, `key`, `value`: tiles from `layout.to_query_tiles` and `layout.to_kv_tiles`.
     """
     shared = _shared(tiling, config, bias, traced, seed, score_mod)
     h = value.shape[-1]
-    # With segment ids or a mask function, whose steps have many tiles, operands are transposed
-    # before the loop: transposing them in each step would copy them once more.
+    # With segment ids or a mask function, tiles are large, and heads take several steps. Each would
+    # copy its operands once more to transpose them, so they are transposed before the loop.
     early = config.transposed and not (traced.mod is None and traced.segments is None)
     if early:
         query, value = transpose_all((query, value))
@@ -144,9 +141,10 @@ def forward_into(
     decode: Decode,
     score_mod: Mod | None = None,
 ) -> State:
-    """Folds further keys into the transposed softmax states `before`, in place.
+    """Folds further keys into the softmax states `before`, in place; `config.transposed` is True.
 
-    `decode`: casts a KV tile from its stored dtype when it is visited.
+    States have the axes `*tiles d rows`. `key`, `value`: tiles from `layout.to_kv_tiles` in a
+    stored dtype, from which `decode` casts a tile when it is visited.
     """
     shared = _shared(tiling, config, None, traced, seed, score_mod)
 
@@ -168,8 +166,8 @@ def forward_into(
 def _visit_kv_tiles(
     shared: Shared, step: Index, i: Index, rows: jax.Array, read: ReadTile, start: State | None
 ) -> State:
-    """Folds the KV tiles of the schedule, which `read` slices, into `start`, the state of query
-    tile `i` (None before the first key)."""
+    """Folds the scheduled KV tiles, which `read` slices, into `start`, the state of query tile `i`
+    of `step` (None: before the first key; only with one KV tile)."""
     fold = tile.forward_transposed if shared.config.transposed else tile.forward
 
     def visit(j: Index, unmasked: bool, carry: State | None) -> State | None:
@@ -185,7 +183,8 @@ def _visit_kv_tiles(
 
 
 def initial_state(config: Config, rows: jax.Array, h: int) -> State:
-    """The state before the first key, for rows `*c r H`, or `*c H r` if scores are transposed."""
+    """The state before the first key, for rows `*c r H`, or `*c H r` and a transposed state if
+    `config.transposed`; `h`: features of a value."""
     *lead, r, _ = jnp.swapaxes(rows, -1, -2).shape if config.transposed else rows.shape
     shapes = ((*lead, d, r) if config.transposed else (*lead, r, d) for d in (h, 1))
     out, per_row = (jnp.zeros_like(rows, shape=shape) for shape in shapes)
@@ -199,7 +198,7 @@ def transpose_all(arrays: Tree) -> Tree:
 
 
 def normalize(config: Config, state: State, seed: Seed | None) -> Softmax:
-    """Divides the output by the row sum and, under dropout, by the keep probability."""
+    """Divides the output by the row sum and, if there is a seed, by dropout's keep probability."""
     return online_softmax.normalize(state, None if seed is None else 1 - config.dropout_rate)
 
 
@@ -210,10 +209,10 @@ def backward_inputs(
     d_out: Float[jax.Array, "B N T h"],
     d_lse: Float[jax.Array, "B N T"] | None,
 ) -> tuple[Float[jax.Array, "*tiles H rows"], Cotangents]:
-    """Query tiles of the backward pass, transposed, and their cotangents.
+    """Transposed query tiles, and per-row inputs of the backward pass in query tiles.
 
-    If `softmax` is None, each tile has all keys of its rows and computes row max, row sum and delta
-    from its own logits.
+    `softmax`: results of the forward pass; None: each tile has all keys of its rows, and computes
+    row max, row sum and delta from its logits. `d_out`, `d_lse`: cotangents of output and lse.
     """
     # d_logit = weight * (d_out @ value - delta + d_lse) with delta = sum(d_out * out); weight is
     # exp(logit - row max) / row sum, and 0 in fully masked rows.
@@ -231,13 +230,14 @@ def backward_inputs(
     return query, Cotangents(d_out / divisor, row_max, minus_delta / divisor)
 
 
-# Gradients of query (transposed), key and value as tiles.
+# Gradients of query ("*tiles H rows"), key ("*tiles2 keys H") and value ("*tiles2 keys h"), or,
+# until a loop overwrites them, the tiles themselves.
 QKVGradients: TypeAlias = tuple[jax.Array, jax.Array, jax.Array]
 
 
 class Additional(NamedTuple):
-    """Gradients other than those of query, key and value, summed over tiles: those of the bias,
-    padded to whole tiles, and of the floating arrays that a score function captures."""
+    """Gradients other than those of query, key and value, summed over tiles: of the bias, padded to
+    whole tiles (None: no bias), and of the floating arrays that the score function captures."""
 
     bias: Float[jax.Array, "_ _ _ _"] | None
     floats: Floats
@@ -255,8 +255,8 @@ def backward(
     seed: Seed | None,
     score_mod: Mod | None = None,
 ) -> tuple[Additional, QKVGradients]:
-    """Returns the gradients of the bias and of the arrays that `score_mod` captures, and the
-    gradients of query (transposed), key and value as tiles."""
+    """Returns gradients of the bias and of the arrays that `score_mod` captures, and gradients of
+    query, key and value as tiles. `query`, `cotangents`: from `backward_inputs`."""
     shared = _shared(tiling, config, bias, traced, seed, score_mod)
     bias = shared.bias
     more = Additional(
@@ -291,7 +291,7 @@ def backward(
 
 
 def _zeros(mod: Mod | None, dtype: np.dtype[np.floating]) -> Floats:
-    """Zero gradients of the captured arrays, in the accumulation dtype, to be summed over tiles."""
+    """Zeros to which gradients of the floating arrays that `mod` captures are added."""
     return () if mod is None else tuple(jnp.zeros_like(x, dtype) for x in mod.floats)
 
 
@@ -309,10 +309,11 @@ def backward_into(
     score_mod: Mod | None = None,
     floats: Floats = (),
 ) -> tuple[QKVGradients, Floats]:
-    """Adds in place, over further keys, the gradients of query, key and value to `before`, and the
-    gradients of the arrays that `score_mod` captures to `floats`.
+    """Adds, in place, the gradients over further keys: those of query, key and value to `before`,
+    and those of the floating arrays that `score_mod` captures to `floats`.
 
-    `decode`: casts a KV tile from its stored dtype when it is visited.
+    `query`, `cotangents`: from `backward_inputs`. `key`, `value`: tiles in a stored dtype, from
+    which `decode` casts a tile when it is visited.
     """
     shared = _shared(tiling, config, None, traced, seed, score_mod)
     inputs = (query, cotangents), (key, value)
@@ -330,10 +331,7 @@ def backward_into(
             return keys, values, jnp.swapaxes(keys, -1, -2)
 
         def query_tile(
-            i: Index,
-            dq: jax.Array,
-            carry: _KVGradients,
-            per_row: tuple[jax.Array, Cotangents],
+            i: Index, dq: jax.Array, carry: _KVGradients, per_row: tuple[jax.Array, Cotangents]
         ) -> tuple[jax.Array, _KVGradients]:
             found = _visit_backward(shared, index, i, *per_row, read, (dq, *carry))
             dq, dk, dv, more = found
@@ -362,7 +360,8 @@ def _visit_backward(
     read: ReadTile,
     start: _Gradients,
 ) -> _Gradients:
-    """Adds the gradients of the scheduled KV tiles of query tile `i` to `start`."""
+    """Adds the gradients of the scheduled KV tiles, which `read` slices, with query tile `i` of
+    `step` to `start`: dq of this query tile, dk and dv of all KV tiles, and others."""
     tiling = shared.tiling
 
     def visit(j: Index, unmasked: bool, carry: _Gradients) -> _Gradients:
@@ -387,7 +386,8 @@ def _add_bias_gradient(
     d_bias: Float[jax.Array, "*c rows keys"],
     position: TilePosition,
 ) -> Float[jax.Array, "b n t s"]:
-    """Adds the bias gradient of a tile to `whole`, summed over axes where the bias has size 1."""
+    """Adds the bias gradient of a tile to `whole`, that of the padded bias, summed over its axes of
+    size 1."""
     part = d_bias.reshape(position.sizes)
     axes = tuple(axis for axis, size in enumerate(whole.shape) if size == 1)
     part = part.sum(axes, keepdims=True)

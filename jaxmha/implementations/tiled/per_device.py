@@ -15,12 +15,13 @@ from jaxmha.implementations.tiled.tiling import Tiling, divisor
 Tree = TypeVar("Tree")
 Others = TypeVar("Others")
 
-# Query, key, value, bias, mask conditions, seed of the dropout mask, and score function.
+# The arguments of `attention.core` after its config: query, key, value, bias, mask conditions, seed
+# of the dropout mask, and score function.
 CoreInputs: TypeAlias = tuple[
     jax.Array, jax.Array, jax.Array, jax.Array | None, Conditions, Seed | None, Mod | None
 ]
-# Rank of an array -> its axis letters (see `partitioned.Letters`); keys and values have the letters
-# KEYS instead.
+# Rank of an array -> its axis letters (`partitioned.Letters`): b batch rows, n query heads, a dot
+# any other axis. Keys, values and their gradients have KEYS, with k for key/value heads.
 LETTERS = {1: "b", 2: "b.", 3: "bn.", 4: "bn.."}
 KEYS = "bk.."
 
@@ -39,7 +40,7 @@ def run(
 
     Args:
       tiling: of the whole arrays; `function` gets a tiling of the arrays of one device.
-      others: further arrays with axes `B N T`, such as the softmax that the backward pass reads.
+      others: further arrays `B N T` or `B N T d`, such as the softmax that the backward pass reads.
       results: maps the results to their axis letters, in the same structure; None: `by_rank`.
     """
     query, key, value, bias, traced, seed, mod = inputs
@@ -58,7 +59,7 @@ def run(
 
 
 def by_rank(arrays: Any) -> Any:
-    """The axis letters of every array of a pytree, by its rank; not for keys and values."""
+    """The LETTERS of every array of a pytree, by its rank; not for keys and values."""
     return jax.tree.map(lambda x: LETTERS[x.ndim], arrays)
 
 

@@ -1,7 +1,7 @@
 """One tile of scores: matmuls, masking and online softmax, forward and backward.
 
-Axes: `*c` key/value heads of the tile, if several; `r` rows (query positions of every query head of
-a group); `s` keys; H and h features.
+Axes: `*c` key/value heads of all batch rows of the tile, absent if it is one; `r` rows (query
+positions of every query head of a group); `s` keys; H and h features.
 """
 
 import math
@@ -19,11 +19,11 @@ from jaxmha.implementations.online_softmax import LOWEST, State, cap_and_mask, r
 from jaxmha.matmul import add_pairwise, matmul, matmul_of_float16, pairwise_sum, sum_of_rows
 from jaxmha.semantics import Precision
 
-# Row sums of tiles with at most so many scores are added pairwise, which rounds less, as in small
-# matmuls.
+# In tiles with at most SMALL_SUM scores, more exact sums take little time: row sums of scores `r s`
+# are added pairwise, and delta is subtracted twice in tiles with all keys.
 SMALL_SUM = 2**14
-# `_weigh` splits a matmul over more than 2 * RUN keys into runs of RUN keys, whose results are
-# added pairwise, if its multiplications are at most its argument `most`, by default SPLIT.
+# On CPUs, `_weigh` splits a sum of more than 2 * RUN terms into runs of RUN terms if the matmul has
+# at most SPLIT multiplications (half as many for the gradient of keys).
 RUN, SPLIT = 128, 2**24
 
 
@@ -31,13 +31,18 @@ class Config(NamedTuple):
     """Static config of tiled attention, other than the tiling.
 
     Attributes:
-      window, above: static mask conditions.
+      soft_cap: cap of the logits; None: no cap.
+      precision: of matmuls if `operands` is None.
+      window, above: static mask conditions, as in `Conditions`.
+      dropout_rate: probability of dropping a weight.
+      dropout_broadcast: axes of BNTS along which all weights share a draw.
       lse: whether the lse is returned.
-      platform: selects the tile sizes.
-      whole: N and T of the larger request that the arrays are a part of; None: they are the whole.
-      sizes: overrides of the tile sizes.
-      operands: dtype of matmul operands, which represents rows, keys and values exactly; float16:
-        significand bits of float16 in the range of float32 (`matmul_of_float16`); None: their own dtype.
+      platform: selects the tuning table, and steps for CPUs alone.
+      whole: N and T of the request that the arrays are a part of, for dropout; None: their own.
+      sizes: values of `target`, `least_rows` and `side` in `choose_tiling`, instead of the table's.
+      operands: dtype to which matmul operands are rounded; rows, keys and values lose nothing.
+        float16: to its significand in the range of float32 (`matmul_of_float16`). None: they keep
+        their dtype.
       scale: factor of the logits by which the rows are not multiplied yet.
       transposed: whether the scores of the forward pass are `s r`, and so round like the scores of
         the backward pass. Without a gradient they are `r s`: XLA:CPU takes up to 1.9 times as long
@@ -66,7 +71,10 @@ class Modifier(NamedTuple):
     extent: Extent
 
     def scores(self, transposed: bool, logits: jax.Array, floats: Floats) -> jax.Array:
-        """Applies the score function to logits; `floats` are its captured floating arrays."""
+        """Applies the score function to logits, `*c s r` if `transposed`, else `*c r s`.
+
+        `floats` are its captured floating arrays, given apart to be differentiated.
+        """
         return mods.scores(self.mod, self.extent, logits, floats, transposed=transposed)
 
 
@@ -80,7 +88,10 @@ def forward(
     before: State | None,
     modifier: Modifier | None = None,
 ) -> State:
-    """Folds one tile into the online-softmax state `before`, which is None for a first tile."""
+    """Folds one tile into the online-softmax state `before`, which is None for a first tile.
+
+    `keep`: True for weights that dropout keeps; row sums count all weights; None: no dropout.
+    """
     logits = _logits(config, rows, keys, mask_or_bias, modifier)
 
     def weigh(exps: jax.Array) -> jax.Array:
@@ -99,8 +110,8 @@ def forward_transposed(
     before: State | None,
     modifier: Modifier | None = None,
 ) -> State:
-    """`forward` with scores `s r` and a transposed state: logits then round as in `backward`, which
-    computes them by the same matmul."""
+    """`forward` with scores `s r` and a transposed state, but mask and `keep` in `r s`: logits then
+    round as in `backward`, which computes them by the same matmul."""
     keep = None if keep is None else jnp.swapaxes(keep, -1, -2)
     logits = _logits(config, keys, rows, _transpose(mask_or_bias), modifier, transposed=True)
 
@@ -123,7 +134,10 @@ def _logits(
     *,
     transposed: bool = False,
 ) -> Float[jax.Array, "*c m n"]:
-    """Masked logits `a @ b`, after the score function if `modifier` is given."""
+    """Logits `a @ b` after scale, soft cap, bias, score function (if any) and mask.
+
+    `transposed`: `a` has the keys and `b` the rows; else `a` has the rows.
+    """
     if modifier is None:
         return _capped(config, a, b, mask_or_bias)[0]
     logits, _, allowed = _before_modifier(config, a, b, mask_or_bias)
@@ -137,7 +151,8 @@ def _capped(
     b: Float[jax.Array, "*c H n"],
     mask_or_bias: jax.Array | None,
 ) -> tuple[Float[jax.Array, "*c m n"], Float[jax.Array, "*c m n"] | None]:
-    """Masked logits, and the tanh of the soft cap (None without a cap)."""
+    """Logits `a @ b` after scale, soft cap, and mask or bias, before any score function; and the
+    tanh of the soft cap (None without a cap)."""
     logits = _matmul(config, a, b)
     if config.scale != 1.0:
         logits = rounded(logits * config.scale)
@@ -152,7 +167,8 @@ def _before_modifier(
 ) -> tuple[
     Float[jax.Array, "*c m n"], Float[jax.Array, "*c m n"] | None, Bool[jax.Array, "..."] | None
 ]:
-    """The logits that a score function reads, tanh of the soft cap, and the allowed pairs.
+    """The logits that a score function reads, tanh of the soft cap (None without a cap), and the
+    allowed pairs (None: all).
 
     The logits of excluded pairs are 0: in the gradient, NaN or -inf times a cotangent of 0 would be
     NaN.
@@ -169,9 +185,9 @@ def _before_modifier(
 def _without_padding(
     extent: Extent, logits: Float[jax.Array, "*c s r"], allowed: Bool[jax.Array, "..."] | None
 ) -> tuple[Float[jax.Array, "*c s r"], Bool[jax.Array, "..."] | None]:
-    """Excludes the padded rows and keys of a tile, and gives them the logits of the last valid row
-    or key. At other logits a score function may have an infinite derivative, and inf times the
-    cotangent 0 is NaN."""
+    """Excludes the rows and keys of a tile beyond T and S from the allowed pairs (None: all), and
+    gives them the logits of the last row or key before. At other logits a score function may have
+    an infinite derivative, and inf times the cotangent 0 is NaN."""
     s, r = logits.shape[-2:]
     apart = logits.reshape(*logits.shape[:-1], extent.G, r // extent.G)
     for axis, size, start in ((-1, extent.T, extent.starts[2]), (-3, extent.S, extent.starts[3])):
@@ -204,17 +220,17 @@ def _weigh(
     b: Float[jax.Array, "*c s n"],
     most: int = SPLIT,
 ) -> Float[jax.Array, "*c m n"]:
-    """`a @ b`, summed over keys or rows; `a` or `b` holds weights or their gradients.
+    """`a @ b`, summed over keys or rows; `a` or `b` holds exponentials or gradients of logits.
 
-    On a CPU, matmuls of at most `most` multiplications are split into runs of keys, whose results
+    On a CPU, matmuls of at most `most` multiplications are split into runs of terms, whose results
     are added pairwise: XLA:CPU adds the terms of a sum one by one, and rounding errors of a long
     sum do not cancel if its terms have one sign. In small tiles a split costs little time.
     """
-    keys, sizes = a.shape[-1], (*a.shape, b.shape[-1])
+    terms, sizes = a.shape[-1], (*a.shape, b.shape[-1])
     split = config.platform == "cpu" and all(isinstance(size, int) for size in sizes)
-    if not split or keys <= 2 * RUN or math.prod(sizes) > most:
+    if not split or terms <= 2 * RUN or math.prod(sizes) > most:
         return _matmul(config, a, b)
-    runs = [slice(start, start + RUN) for start in range(0, keys, RUN)]
+    runs = [slice(start, start + RUN) for start in range(0, terms, RUN)]
     sums = [_matmul(config, a[..., run], b[..., run, :]) for run in runs]
     return add_pairwise(sums)
 
@@ -228,8 +244,8 @@ class Cotangents(NamedTuple):
 
     Attributes:
       d_out: cotangent of the output.
-      row_max: row max of the forward pass. If it is None, the tile holds all keys of its rows, and
-        `backward` computes row max, row sum and delta.
+      row_max: row max of the forward pass, inf in fully masked rows. If it is None, the tile holds
+        all keys of its rows, and `backward` computes row max, row sum and delta.
       minus_delta: cotangent of the lse minus delta, where delta is the sum of `out * d_out` over
         each row. If `row_max` is None, this is the cotangent of the lse alone. Otherwise this and
         `d_out` are already divided by the row sum.
@@ -241,8 +257,8 @@ class Cotangents(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Gradients of the rows, keys, values and bias of one tile, and of the floating arrays that a
-    score function captures."""
+    """Gradients of one tile: of rows (transposed), keys, values, the bias (a bias of 0 if there is
+    none), and the floating arrays that a score function captures."""
 
     rows: Float[jax.Array, "*c H r"]
     keys: Float[jax.Array, "*c s H"]
@@ -262,7 +278,8 @@ def backward(
     keep: Bool[jax.Array, "*c r s"] | None,
     modifier: Modifier | None = None,
 ) -> Gradients:
-    """Gradients of one tile; scores are `s r` here, so that each matmul has row-major operands."""
+    """Gradients of one tile. Scores are `s r` here, so that no matmul transposes scores; mask and
+    `keep` (True: kept; None: no dropout) are `r s`."""
     d_out, row_max, minus_delta = cotangents
     product = partial(_matmul, config)
     if modifier is None:
@@ -276,7 +293,7 @@ def backward(
         logits = rounded(logits)
         logits = logits if allowed is None else jnp.where(allowed, logits, -jnp.inf)
     whole = row_max is None
-    if row_max is None:  # computed here: logits of the forward pass may round differently
+    if row_max is None:  # computed here: the forward pass may round logits in another way
         row_max = jnp.maximum(logits.max(-2, keepdims=True), LOWEST[rows.dtype.name])
         row_max = jax.lax.stop_gradient(row_max)  # gradients do not depend on it
     else:  # recomputed logits may round above row_max; clipping keeps exps <= 1
@@ -295,9 +312,9 @@ def backward(
         dropped, d_weights = exps * factor, d_weights * factor
     d_values = product(dropped, d_out)
     minus_delta = jnp.swapaxes(minus_delta, -1, -2)
-    if whole:  # subtracts delta of these weights, so that gradients of a row's logits sum to 0
+    if whole:  # subtracts delta of the recomputed weights: exps * d_weights then sum to 0 in a row
         d_weights -= sum_of_rows(exps * d_weights) / divisor
-        if exps.size <= SMALL_SUM:  # a second time, since the first leaves its rounding error
+        if exps.size <= SMALL_SUM:  # again: the first time leaves a rounding error
             d_weights -= sum_of_rows(exps * d_weights) / divisor
         minus_delta /= divisor
     d_bias = exps * (d_weights + minus_delta)

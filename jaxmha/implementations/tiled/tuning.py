@@ -1,4 +1,4 @@
-"""Measured tile and band sizes, by platform: `python -m experiments.tiling` measures them again."""
+"""Tile and band sizes by platform; `python -m experiments.tiling` measures those of CPUs again."""
 
 from dataclasses import dataclass
 
@@ -9,35 +9,38 @@ MIB = 2**20
 class Tuning:
     """Sizes of tiles and bands on one platform; bytes are bytes of scores.
 
-    A kernel is a tile with all its keys and only a softmax between the matmuls, which XLA fuses
-    into one program.
+    A kernel is a tile of the forward pass with all keys and only a softmax between the matmuls,
+    which XLA fuses into one program.
 
     Attributes:
-      tile_bytes: maximum size of a tile of one head: about the second-level cache of a CPU;
-        elsewhere enough to keep the device busy.
+      tile_bytes: maximum size of a tile of one head, and of the heads of a row band that are
+        computed together: about the second-level cache of a CPU; elsewhere enough to keep the
+        device busy.
       kernel_bytes: the same for a kernel: larger kernels mean fewer kernel launches.
       heads_bytes: maximum size of a tile that holds several heads.
-      few_keys: maximum number of keys for which the next two entries apply, to tiles with only a
-        softmax between the matmuls.
-      few_keys_gradient_bytes: `heads_bytes` in the backward pass.
+      few_keys: maximum number of keys for which the two `few_keys_...` entries apply, to tiles with
+        all keys and only a softmax between the matmuls.
+      few_keys_gradient_bytes: `heads_bytes` in the backward pass, unless heads are small.
       few_keys_factor: factor of `small_head_bytes` in the forward pass.
-      small_head_bytes: size up to which a head is small: XLA fuses a tile of small heads into one
-        kernel that computes one head at a time.
+      small_head_bytes: size of all scores of a key/value head up to which the head is small: XLA
+        fuses a tile of small heads into one kernel that computes one head at a time.
       small_heads_bytes: `heads_bytes` of small heads.
-      least_rows: minimum query rows per tile: with fewer, matmuls reuse too little of their
-        operands, even if the tile fits in cache.
-      least_rows_kernel, least_rows_gradient: the same for a kernel, and in its backward pass, where
-        reuse is worth more than the cache.
-      least_rows_bytes: maximum size of a tile to which these two minima apply.
+      least_rows: minimum rows per tile, over all query heads of a group: with fewer, matmuls reuse
+        too little of their operands, even if the tile fits in cache.
+      least_rows_kernel, least_rows_gradient: the same with only a softmax between the matmuls, in
+        the forward and the backward pass, where reuse is worth more than the cache.
+      least_rows_bytes: size to which these two minima may enlarge a tile, and up to which the
+        scores of a head in a row band are one tile.
       side: rows and keys of a tile where whole tiles may be skipped: small enough to skip much,
         large enough for efficient matmuls.
-      window_side: the same under a window of at most `window_tiles * window_side` keys.
-      window_tiles: maximum window for `window_side`, in tiles.
-      group_rows: minimum of `side` under a window, per query head of a group.
-      most_tiles: maximum number of tiles per sequence within a window: the schedule has an entry
-        for every pair of query and KV tile.
-      unroll_steps, unroll_bytes: maximum number and total size of the steps for which the loop
-        over steps is unrolled, so that XLA runs some in parallel.
+      window_side: the same under a narrow window, of at most `window_tiles * window_side` keys,
+        where `group_rows` and `most_tiles` do not need more.
+      window_tiles: the largest narrow window, in tiles of `window_side` keys.
+      group_rows: minimum of the size under a narrow window, per query head of a group.
+      most_tiles: maximum number of tiles along T or S under a narrow window, unless `side` needs
+        more: the schedule has an entry for every pair of query and KV tile.
+      unroll_steps, unroll_bytes: maximum number and total size of `Tiling.steps`, of kernels with
+        all rows, for which their loop is unrolled, so that XLA runs some in parallel.
       unroll_query_tiles: maximum number of query tiles for which their loop is unrolled where keys
         are tiled too.
       row_bands: pairs (approximate rows per band, maximum number of bands); the pair that gives the
@@ -111,7 +114,7 @@ CPU = Tuning(
     shard_tile_bytes=2 * MIB,
 )
 
-# Estimates for every other platform, not measured.
+# For all platforms but CPUs: estimates, not measured.
 ELSEWHERE = Tuning(
     tile_bytes=64 * MIB,
     kernel_bytes=64 * MIB,
@@ -146,5 +149,5 @@ TUNING: dict[str, Tuning] = {"cpu": CPU}
 
 
 def tuning_for(platform: str) -> Tuning:
-    """The tuning table of a platform, by the platform's name in JAX."""
+    """The tuning table of a platform, by its name in JAX (cpu, cuda, rocm, tpu)."""
     return TUNING.get(platform, ELSEWHERE)
